@@ -33,9 +33,9 @@ from torch import Tensor
 from benchmarks.blocks import replace_block, rounded, write_json
 from benchmarks.harness import machine
 from benchmarks.peer_runs import Work, make_pipeline
-from prefgrpo.config.recipe import merged
+from prefgrpo.config.recipe import merge
 from prefgrpo.config.schema import from_dict
-from prefgrpo.run.memory import Weigh
+from prefgrpo.run.memory import MemoryTracker
 from prefgrpo.run.session import Clock
 from prefgrpo.run.trainer import TrainingLoop
 
@@ -105,7 +105,7 @@ class Side:
     """A training loop that repeats its first step."""
 
     def __init__(self, lever: Lever, changes: dict[str, Any], folder: Path, work: Work, name: str) -> None:
-        self.loop = TrainingLoop(from_dict(merged(settings(lever.family, folder, work, name), changes)))
+        self.loop = TrainingLoop(from_dict(merge(settings(lever.family, folder, work, name), changes)))
         self.loop.advantages = lambda step, scores: (ADVANTAGE, {})  # type: ignore[method-assign]
         self.gradient = torch.empty(0)
         self.seconds: list[dict[str, float]] = []
@@ -130,9 +130,9 @@ class Side:
         policy = self.loop.policy
         held = [t for module in self.loop.adapter.modules().values() for t in [*module.parameters(), *module.buffers()]]
         held += [t for t in policy.state_dict().values() if isinstance(t, Tensor)]
-        with Weigh(held) as scale:
+        with MemoryTracker(held) as tracker:
             self.step()
-        return scale.most
+        return tracker.peak
 
 
 def compared(gradient: Tensor, truth: Tensor) -> dict[str, Any]:

@@ -37,16 +37,16 @@ def rollout_seconds(rounds: int = 5) -> dict[str, float]:
     """Median CPU seconds of a step's rollout, by arm."""
     import torch
 
-    from prefgrpo.config.recipe import merged
+    from prefgrpo.config.recipe import merge
     from prefgrpo.config.schema import from_dict, load, to_dict
     from prefgrpo.run.session import Clock
     from prefgrpo.run.trainer import TrainingLoop
 
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        base = merged(to_dict(load(recipe(OBJECTIVE))), {"output": folder, "tensorboard": False, "eval": {"every": 0}})
+        base = merge(to_dict(load(recipe(OBJECTIVE))), {"output": folder, "tensorboard": False, "eval": {"every": 0}})
         loops = {
-            arm: TrainingLoop(from_dict(merged(base, {"name": arm, "rollout": values}))) for arm, values in ARMS.items()
+            arm: TrainingLoop(from_dict(merge(base, {"name": arm, "rollout": values}))) for arm, values in ARMS.items()
         }
         taken: dict[str, list[float]] = {arm: [] for arm in ARMS}
         for step in range(rounds + 1):

@@ -205,14 +205,14 @@ def worked(rank: int, count: int, port: int, file: Path, device: str, dealt: boo
     dealt: distribute every update over all processes, the normal case; False: update u on process u % count alone.
     """
     from prefgrpo.rollout import batches
-    from prefgrpo.rollout.deal import Planned, deal_batches
+    from prefgrpo.rollout.assignment import BatchPlan, assign_batches
     from prefgrpo.rollout.replay import TrajectoryCollector
 
-    def by_update(*given: Any) -> list[Planned]:
-        return [replace(batch, index=batch.update % count) for batch in deal_batches(*given)]
+    def by_update(*given: Any) -> list[BatchPlan]:
+        return [replace(batch, index=batch.update % count) for batch in assign_batches(*given)]
 
     if not dealt:
-        batches.deal_batches, batches.level = by_update, lambda planned, _: list(planned)
+        batches.assign_batches, batches.rebalance = by_update, lambda planned, _: list(planned)
 
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "MASTER_PORT": str(port)}
     os.environ["MASTER_ADDR"] = "127.0.0.1"

@@ -19,7 +19,7 @@ import numpy as np
 
 from benchmarks.bench_judge import machine
 from benchmarks.blocks import rounded, write_json
-from prefgrpo.run.signs import Signs
+from prefgrpo.run.signs import HackingMonitor
 
 ROOT = Path(__file__).resolve().parent.parent
 Rows = list[list[float]]
@@ -53,7 +53,7 @@ class Watch:
         """Sign → step at which it was first seen."""
         self._asked, self._calls, self._seconds, self._mark = calls, 0.0, 0.0, 0.0
         self._since: list[list[float]] = []
-        self._signs = Signs(["vlm_pairwise"])
+        self._signs = HackingMonitor(["vlm_pairwise"])
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
         """After a training step."""
@@ -85,7 +85,7 @@ def measure(recipe: Path, file: Path, facts: Run, watch: Watch, steps: int, ever
     of the recipe, or arguments of `Trainer`.
     """
     from prefgrpo import Trainer
-    from prefgrpo.config.recipe import merged
+    from prefgrpo.config.recipe import merge
 
     def write() -> None:
         found = facts | {"machine": machine(), "signs": watch.seen, "columns": watch.columns.names}
@@ -98,7 +98,7 @@ def measure(recipe: Path, file: Path, facts: Run, watch: Watch, steps: int, ever
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         Trainer.from_recipe(
-            recipe, output=folder, **merged(fixed, values), on_step=watch.step, on_evaluation=watch.evaluation
+            recipe, output=folder, **merge(fixed, values), on_step=watch.step, on_evaluation=watch.evaluation
         ).train()
 
 

@@ -20,7 +20,7 @@ import torch
 from benchmarks.blocks import replace_block, rounded, write_json
 from prefgrpo.data.media import Media
 from prefgrpo.judge.plans import both_orders
-from prefgrpo.judge.simulate import GOAL, SHARE, Groups, JudgeModel, measure, resembling, simulated, usual_plans
+from prefgrpo.judge.simulate import GOAL, SHARE, Groups, JudgeModel, default_plans, fit_judge, measure, simulate_groups
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, PICTURE = ROOT / "benchmarks" / "results" / "judge_plans.json", "judging_plans.svg"
@@ -67,11 +67,11 @@ def tiny_groups(captions: int, seed: int = 0) -> Groups:
 def run(captions: int, repeats: int) -> dict[str, Any]:
     """Rows of every case, and the machine of the measurement."""
     model = JudgeModel(noise=1.0, spread=2.0, bias=0.5)
-    made, real = simulated(model, SIZE, repeats, seed=0), tiny_groups(captions)
-    plans = usual_plans(SIZE, round(SHARE * SIZE * (SIZE - 1) / 2))
+    made, real = simulate_groups(model, SIZE, repeats, seed=0), tiny_groups(captions)
+    plans = default_plans(SIZE, round(SHARE * SIZE * (SIZE - 1) / 2))
     cases = {}
     for name, groups, verdict in (("simulated", made, "soft"), ("text", made, "hard"), ("tiny", real, "soft")):
-        like = model if groups is made else resembling(groups)
+        like = model if groups is made else fit_judge(groups)
         rows = [rounded(asdict(row)) for row in measure(groups, plans, verdict)]
         cases[name] = {"groups": len(groups.verdicts), "judge": rounded(asdict(like)), "verdict": verdict, "rows": rows}
     return {"size": SIZE, "versions": {"torch": torch.__version__, "python": platform.python_version()}, "cases": cases}

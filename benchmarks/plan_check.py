@@ -23,7 +23,7 @@ from benchmarks.bench_levers import JSON as LEVERS_JSON
 from benchmarks.bench_levers import LEVERS, SIZES, settings
 from benchmarks.blocks import replace_block, rounded, write_json
 from benchmarks.peer_runs import make_pipeline
-from prefgrpo.config.recipe import merged
+from prefgrpo.config.recipe import merge
 from prefgrpo.config.schema import Config, from_dict
 from prefgrpo.run.memory import Estimate, estimate
 from prefgrpo.run.speed import HARDWARE, MFU, Machines, step_time
@@ -57,7 +57,7 @@ def base(model: str, family: str, size: int, **over: Any) -> dict[str, Any]:
     """A run of a published model on square images, with every setting adjustable."""
     rollout = {"height": size, "width": size, "prompts_per_step": 1, "group_size": 2, "batch_size": 1}
     content = {"model": model, "family": family, "data": {"prompts": "p", "cache": "c"}, "rollout": rollout}
-    return merged(content, over)
+    return merge(content, over)
 
 
 def flux() -> Iterator[Row]:
@@ -98,11 +98,11 @@ def qwen() -> Iterator[Row]:
     yield "Qwen-Image, LoRA, 4 GPUs, judged beside", f"{page}, H800", "s per step", 360, planned
     yield "Qwen-Image, LoRA, 4 GPUs, judged in turn", f"{page}, H800", "s per step", 420, planned
     free = {"rollout": {"guidance": 1.0}, "train": {"lora_rank": 0}, "parallel": {"shard": 4}}
-    full = from_dict(merged(content, free))
+    full = from_dict(merge(content, free))
     whole = estimate(full)
     planned = steps(full, whole)
     yield "Qwen-Image, all weights, 4 GPUs, no guidance", f"{page}, H200", "s per step", 250, planned
-    large = from_dict(merged(content, free | {"gpus": 64, "parallel": {"shard": 8}}))
+    large = from_dict(merge(content, free | {"gpus": 64, "parallel": {"shard": 8}}))
     planned = steps(replace(large, rollout=replace(large.rollout, batch_size=8)), whole)
     yield "Qwen-Image, all weights, 64 GPUs, no guidance", f"{page}, H100", "s per step", 105, planned
 
@@ -117,7 +117,7 @@ def branch() -> Iterator[Row]:
     whole = estimate(from_dict(content))
 
     def seconds(trained: int) -> float:
-        config = from_dict(merged(content, {"rollout": {"window_size": trained}}))
+        config = from_dict(merge(content, {"rollout": {"window_size": trained}}))
         return step_time(config, whole.flop, whole.model, machines(config), False).total
 
     for trained, published in ((12, 469 / 698), (5, 289 / 698)):
@@ -153,8 +153,8 @@ def measured() -> Iterator[Row]:
             made = make_pipeline(lever.family, Path(folder), SIZES["wide"])
             totals = []
             for changes in (lever.off, lever.on):
-                content = merged(settings(lever.family, made, SIZES["wide"], "plan"), {"data": {"cache": "c"}})
-                config = from_dict(merged(content, changes))  # cache: texts were encoded in the first step
+                content = merge(settings(lever.family, made, SIZES["wide"], "plan"), {"data": {"cache": "c"}})
+                config = from_dict(merge(content, changes))  # cache: texts were encoded in the first step
                 whole, m = estimate(config), Machines(HARDWARE["h100"], 1, 1, 0.3)
                 reuses = config.train.reuse_rollout_forward is True
                 totals.append(step_time(config, whole.flop, whole.model, m, reuses).total)

@@ -22,7 +22,7 @@ from benchmarks.blocks import replace_block, rounded, write_json
 from prefgrpo.config.schema import Config, load
 from prefgrpo.models import family
 from prefgrpo.run.memory import GIB
-from prefgrpo.run.plan import with_levers
+from prefgrpo.run.plan import compare_levers
 from prefgrpo.run.speed import HARDWARE, MFU, Machines, judge_servers, reuses_forwards, step_time
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -48,7 +48,7 @@ def planned(config: Config, with_their_levers: bool = False) -> dict[str, Any]:
     machines = Machines(HARDWARE[GPU], config.gpus, math.ceil(config.gpus / 8), MFU[config.compile])
     reuses = reuses_forwards(config, whole, HARDWARE[GPU].memory_gib)
     taken = step_time(config, whole.flop, whole.model, machines, reuses)
-    levers = [list(row) for row in with_levers(config, whole, machines)] if with_their_levers else []
+    levers = [list(row) for row in compare_levers(config, whole, machines)] if with_their_levers else []
     return ({"levers": levers} if levers else {}) | {
         "family": config.family,
         "model": config.model,

@@ -14,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 
 from prefgrpo.judge.rate import Rating, rate_groups
-from prefgrpo.judge.simulate import Groups, JudgeModel, play, simulated
+from prefgrpo.judge.simulate import Groups, JudgeModel, run_plan, simulate_groups
 
 SIZE, REPEATS = 8, 400
 PLANS = ("both_orders", "round_robin", "k_regular(4)", "k_regular(2)", "tournament")
@@ -22,7 +22,7 @@ PLANS = ("both_orders", "round_robin", "k_regular(4)", "k_regular(2)", "tourname
 
 def coefficients(plan: str, groups: Groups, seed: int = 0) -> dict[str, np.ndarray]:
     """Objective → its c [N, G], all from the same verdicts."""
-    rated = rate_groups(groups.size, play(plan, groups, seed)[0], Rating("win_rate", "soft"))
+    rated = rate_groups(groups.size, run_plan(plan, groups, seed)[0], Rating("win_rate", "soft"))
     wins, counts = rated.wins, rated.counts
     rate = np.where(np.isnan(rated.values), 0.5, rated.values)
     centred = rate - rate.mean(1, keepdims=True)
@@ -44,7 +44,7 @@ def signal(c: np.ndarray, groups: Groups) -> float:
 
 def judged(spreads: tuple[float, ...], noise: float) -> Groups:
     """Simulated groups, the same number for each spread of qualities."""
-    parts = [simulated(JudgeModel(noise, spread), SIZE, REPEATS, k) for k, spread in enumerate(spreads)]
+    parts = [simulate_groups(JudgeModel(noise, spread), SIZE, REPEATS, k) for k, spread in enumerate(spreads)]
     truth = np.concatenate([part.truth for part in parts if part.truth is not None])
     return Groups(np.concatenate([part.verdicts for part in parts]), truth)
 

@@ -103,10 +103,10 @@ def main() -> int:
     try:
         weights = parse_reward_spec(args.reward_spec)
         files, skipped = files_of(args)
-        if mistakes := unsupported(
+        if errors := unsupported(
             "image", "--reward_spec:", "the folder holds", {n: load_class(n) for n in weights}, ()
         ):
-            raise ConfigError(mistakes)
+            raise ConfigError(errors)
         judge = {"judge": {"endpoints": [args.api_url]}} if args.api_url else {}
         options = {name: judge for name in weights if judge and load_class(name).judged}
         config = Config(reward=RewardConfig(spec=args.reward_spec, options=options))

@@ -186,7 +186,7 @@ def stock_image(pipe, case, x0, size, steps, prompts=PROMPTS):
         first = {"solver_order": 1, "disable_corrector": list(range(steps))}
         pipe.scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config, **first)
     call = case.call | {"height": size[0], "width": size[1], "num_inference_steps": steps, "output_type": "pt"}
-    settle(pipe, call)
+    configure_pipe(pipe, call)
     if hasattr(pipe, "audio_vae"):  # LTX-2: the audio tokens follow the video tokens
         frames = (call["num_frames"] - 1) // pipe.vae_temporal_compression_ratio + 1
         count = frames * size[0] * size[1] // pipe.vae_spatial_compression_ratio**2
@@ -210,7 +210,7 @@ def on_white(images):
     return torch.lerp(torch.ones(3, 1, 1), images[:, :3], images[:, 3:])
 
 
-def settle(pipe, call):
+def configure_pipe(pipe, call):
     """Set HunyuanVideo-1.5 options that are no call arguments on the pipeline; its VAE decodes clips one by one."""
     if hasattr(pipe, "guider"):
         pipe.vae.enable_slicing()

@@ -11,7 +11,7 @@ import diffusers
 from prefgrpo.config.schema import Config
 from prefgrpo.models.folder import CONFIGS
 from prefgrpo.run import memory as plan
-from prefgrpo.run.memory import Estimate, Facts
+from prefgrpo.run.memory import DenoiserSizes, Estimate
 
 
 def folder(model: str, into: Path, depth: dict[str, int] | None = None) -> Path:
@@ -46,7 +46,7 @@ def estimate(config: Config, into: Path) -> Estimate:
         for name in facts:
             facts[name] += (asdict(more.model)[name] - asdict(low.model)[name]) * (count - 2) // 2
     parts["activations"] = max(phases.values())
-    return replace(low, parts=parts, phases=phases, flop=flop, model=Facts(**facts))
+    return replace(low, parts=parts, phases=phases, flop=flop, model=DenoiserSizes(**facts))
 
 
 def depths(model: str) -> dict[str, int]:

@@ -68,11 +68,11 @@ def test_auto_is_written_as_auto_and_read_again(place, capsys):
 @pytest.mark.full
 def test_the_plan_chooses_as_an_estimate_of_every_size_would(place):
     config = auto(place, "fit", rollout={"group_size": 4, "height": 64, "width": 64}, device="cuda")
-    four, two = (estimate(batch_size._sized(config, size, 1)).total for size in (4, 2))
-    found = batch_size.fitting(config, 1.02 * two)
+    four, two = (estimate(batch_size._with_batch_sizes(config, size, 1)).total for size in (4, 2))
+    found = batch_size.estimate_batch_sizes(config, 1.02 * two)
     assert four > 1.1 * two and found.rollout.batch_size == 2 and estimate(found).total <= 1.03 * two
-    assert batch_size.fitting(config, 1.02 * four).rollout.batch_size == 4
-    assert batch_size.fitting(config, 0).rollout.batch_size == 1
+    assert batch_size.estimate_batch_sizes(config, 1.02 * four).rollout.batch_size == 4
+    assert batch_size.estimate_batch_sizes(config, 0).rollout.batch_size == 1
 
 
 def test_a_trial_leaves_no_trace_and_decodes_what_fits(place, monkeypatch):

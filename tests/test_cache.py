@@ -15,7 +15,7 @@ from tiny_run import settings, world
 from prefgrpo.config.recipe import ConfigError
 from prefgrpo.config.schema import from_dict
 from prefgrpo.models.cache import ATTENTION, cached, check
-from prefgrpo.run.session import Clock, mistakes
+from prefgrpo.run.session import Clock, config_errors
 from prefgrpo.run.trainer import TrainingLoop
 
 STOCK = {
@@ -72,7 +72,7 @@ REFUSED = {
 def test_what_needs_every_forward_is_refused(tmp_path, message):
     changes = {"rollout": {"cache": "taylorseer"}, "eval": {"every": 0}} | REFUSED[message]
     with pytest.raises(ConfigError, match=message):
-        raise ConfigError(mistakes(from_dict(settings(world(tmp_path), "refused", **changes))))
+        raise ConfigError(config_errors(from_dict(settings(world(tmp_path), "refused", **changes))))
 
 
 def test_a_family_without_a_cache_is_refused():

@@ -17,7 +17,7 @@ from tiny_run import recipe, world
 
 import prefgrpo
 from prefgrpo.commands import cli
-from prefgrpo.config.schema import Config, leaves, parse
+from prefgrpo.config.schema import Config, flat_fields, parse
 
 
 @pytest.fixture(scope="module")
@@ -62,13 +62,13 @@ def description(name):
 def options(text):
     """Names of the configuration fields that a help text lists."""
     words = {word.replace("-", "_") for word in re.findall(r"--([\w.-]+)", text)}
-    return {name for name in leaves(Config()) if name in words}
+    return {name for name in flat_fields(Config()) if name in words}
 
 
 def test_help_shows_the_fields_that_a_command_uses(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "1000")
     code, text = shown(capsys, "train", "--help-all")
-    assert code == 0 and options(text) == leaves(Config()).keys()
+    assert code == 0 and options(text) == flat_fields(Config()).keys()
     for name in options(text):
         assert description(name)[:40] in text, name
     first = shown(capsys, "train", "--help")[1]
@@ -154,9 +154,9 @@ OVERRIDES = [
 def test_overrides_reach_every_kind_of_field(asked, place, words, field, value):
     file, argv = recipe(place, "over"), [word.replace("\xa0", " ") for word in words.split(" ")]
     config, resume = asked(file, "--resume", *argv)
-    assert resume and leaves(config)[field] == value
-    others = leaves(asked(file)[0])
-    changed = {name for name, v in leaves(config).items() if v != others[name]} - {field, "rollout.sigmas", "seed"}
+    assert resume and flat_fields(config)[field] == value
+    others = flat_fields(asked(file)[0])
+    changed = {name for name, v in flat_fields(config).items() if v != others[name]} - {field, "rollout.sigmas", "seed"}
     assert not changed, "fields that are not overridden keep the recipe's values"
 
 

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 
 from prefgrpo.config import schema
-from prefgrpo.config.schema import Config, ConfigError, check, differences, from_dict, leaves, load, parse, to_dict
+from prefgrpo.config.schema import Config, ConfigError, check, differences, flat_fields, from_dict, load, parse, to_dict
 from prefgrpo.sde.rules import RULES
 
 GOOD = {"model": "m", "data": {"prompts": "p.txt"}}
@@ -48,9 +48,9 @@ def put(tree, name, value):
 @given(st.data())
 def test_any_valid_configuration_survives_its_file(tmp_path_factory, data):
     changed = asdict(from_dict(GOOD))
-    for name in data.draw(st.sets(st.sampled_from(sorted(leaves(Config()))), max_size=8)):
+    for name in data.draw(st.sets(st.sampled_from(sorted(flat_fields(Config()))), max_size=8)):
         put(changed, name, data.draw(values(name).filter(lambda v: not isinstance(v, float) or math.isfinite(v))))
-    config, mistakes = schema._typed(changed)
+    config, mistakes = schema._parse_dict(changed)
     assert mistakes == []
     assume(not check(config))  # rejects values that contradict each other
     file = tmp_path_factory.getbasetemp() / "round.yaml"
@@ -66,7 +66,7 @@ def test_differences_name_every_changed_field():
 
 def test_every_field_says_what_it_is():
     """The docstring below a field is its help text."""
-    assert [name for name in leaves(Config()) if not (field(name).description or "")[3:]] == []
+    assert [name for name in flat_fields(Config()) if not (field(name).description or "")[3:]] == []
     assert set(get_args(field("rollout.rule").annotation)) == RULES.keys() - {"ode"}, "ode has no log-prob to train on"
 
 
@@ -191,8 +191,8 @@ def test_any_content_ends_in_a_configuration_or_a_list_of_mistakes(content):
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_numbers_that_are_not_finite_are_refused(value):
-    floats = [name for name, v in leaves(Config()).items() if isinstance(v, float)] + ["rollout.shift"]
+    floats = [name for name, v in flat_fields(Config()).items() if isinstance(v, float)] + ["rollout.shift"]
     assert len(floats) > 15
     for name in floats:
-        _, mistakes = schema._typed(put(asdict(Config()), name, value))
+        _, mistakes = schema._parse_dict(put(asdict(Config()), name, value))
         assert len(mistakes) == 1 and mistakes[0].startswith(f"{name}: expected a") and "got" in mistakes[0]

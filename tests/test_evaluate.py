@@ -25,10 +25,10 @@ from prefgrpo.data.prompts import Prompt, prompt_sets
 from prefgrpo.judge.verdict import PairJudge, Verdict
 from prefgrpo.rewards.pairwise import VlmPairwise
 from prefgrpo.rewards.scorer import Scorer
-from prefgrpo.rollout.deal import slot_prompts
+from prefgrpo.rollout.assignment import slot_prompts
 from prefgrpo.rollout.render import to_uint8
 from prefgrpo.run.checkpoint import CheckpointError, save_images
-from prefgrpo.run.evaluate import Held, held_out, load_before, summarise
+from prefgrpo.run.evaluate import EvalSet, load_initial_images, make_eval_set, summarise
 from prefgrpo.run.run_folder import RunFolder
 from prefgrpo.run.trainer import TrainingLoop
 from prefgrpo.sde.noise import initial_latents
@@ -146,29 +146,31 @@ def test_pictures_are_rounded_as_diffusers_rounds():
 
 
 def test_sets_have_noise_of_their_own():
-    dev, test = held_out("dev", AB, 3, 0), held_out("test", AB[:1], 2, 1)
+    dev, test = make_eval_set("dev", AB, 3, 0), make_eval_set("test", AB[:1], 2, 1)
     assert [p.text for p in dev.items] == ["a", "a", "a", "b", "b", "b"] and dev.group.tolist() == [0, 0, 0, 1, 1, 1]
-    assert isinstance(test, Held) and test.first_id - dev.first_id >= 2**32 and dev.first_id > 2**61
+    assert isinstance(test, EvalSet) and test.first_id - dev.first_id >= 2**32 and dev.first_id > 2**61
 
 
 def test_images_of_the_start_are_found_whole_or_not_at_all(tmp_path):
     def write(rank, size, count, value):
         images = np.full((count, 2, 2, 3), value, np.uint8)
-        save_images(folder.before("dev", rank, size), images=images)
+        save_images(folder.initial_images("dev", rank, size), images=images)
 
     folder = RunFolder(tmp_path)
     folder.eval.mkdir()
 
     with pytest.raises(CheckpointError, match="lacks images of the starting policy"):
-        load_before(folder, "dev", 1)
+        load_initial_images(folder, "dev", 1)
     write(0, 2, 2, 5)
     with pytest.raises(CheckpointError, match="lacks images"):
-        load_before(folder, "dev", 1)
+        load_initial_images(folder, "dev", 1)
     write(1, 2, 1, 6)
-    assert load_before(folder, "dev", 1)[:, 0, 0, 0].tolist() == [5, 5, 6], "written by a different number of ranks"
+    assert load_initial_images(folder, "dev", 1)[:, 0, 0, 0].tolist() == [5, 5, 6], (
+        "written by a different number of ranks"
+    )
     write(0, 1, 3, 7)
-    assert load_before(folder, "dev", 1)[:, 0, 0, 0].tolist() == [7, 7, 7]
-    assert load_before(folder, "dev", 2)[:, 0, 0, 0].tolist() == [5, 5, 6]
+    assert load_initial_images(folder, "dev", 1)[:, 0, 0, 0].tolist() == [7, 7, 7]
+    assert load_initial_images(folder, "dev", 2)[:, 0, 0, 0].tolist() == [5, 5, 6]
 
 
 # ---- a run's evaluation -------------------------------------------------------------------------------------------
@@ -210,9 +212,9 @@ def run(place):
 
 def test_before_and_after_differ_in_the_weights_only(run):
     for name in ("dev", "test"):
-        with np.load(run.folder.shown(name, 0)) as start:
+        with np.load(run.folder.report_images(name, 0)) as start:
             assert np.array_equal(start["before"], start["now"])
-        with np.load(run.folder.shown(name, 3)) as end:
+        with np.load(run.folder.report_images(name, 3)) as end:
             assert not np.array_equal(end["before"], end["now"])
             assert np.abs(end["before"].astype(int) - end["now"]).mean() < 64, "the same noise gives a similar image"
     found = rows(run.folder.root)
@@ -242,7 +244,7 @@ def test_a_renderer_is_stock_sampling_at_the_sets_noise(run):
     sigmas = dict(pipe.scheduler.config) | {"shift": 2.5, "use_dynamic_shifting": False}
     keep, pipe.scheduler = pipe.scheduler, type(pipe.scheduler).from_config(sigmas)
     stock = pipe(
-        evaluator.held.items[3].text, height=16, width=16, num_inference_steps=3, guidance_scale=2.0,
+        evaluator.eval_set.items[3].text, height=16, width=16, num_inference_steps=3, guidance_scale=2.0,
         max_sequence_length=24, latents=latents, output_type="pt",
     ).images  # fmt: skip
     pipe.scheduler = keep
@@ -253,7 +255,7 @@ def test_a_renderer_is_stock_sampling_at_the_sets_noise(run):
 def test_the_judges_win_rate_is_in_both_orders_and_without_lost_verdicts(run):
     evaluator = run.evaluators["dev"]
     keep, evaluator.scorers = evaluator.scorers, {"judge": Scorer({"v": VlmPairwise(Bright())}, 2)}
-    now = to_uint8(evaluator.render(evaluator.mine()))
+    now = to_uint8(evaluator.render(evaluator.local_indices()))
     darker = (now * 0.5).astype(np.uint8)
     evaluator.before = darker
     won = evaluator.run(3)

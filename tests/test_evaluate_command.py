@@ -13,7 +13,7 @@ import yaml
 from judge_server import JudgeServer
 from tiny_run import PROMPTS, attempt, ranks, rows, settings, train, tree, world
 
-from prefgrpo.run.evaluate import FEW, verdict
+from prefgrpo.run.evaluate import MIN_PROMPTS, verdict
 
 
 class Indifferent(JudgeServer):
@@ -71,7 +71,7 @@ def test_the_runs_own_last_evaluation_is_found_again(place, servers, evaluate):
     for key, row in found["win_rates"].items():
         parts = ("low", "high", *(("first", "second") if "judge" in key else ()))
         assert [row["rate"], *(row[part] for part in parts)] == [known[key], *(known[f"{key}_{p}"] for p in parts)]
-        assert row["verdict"] == f"inconclusive: fewer than {FEW} prompts"
+        assert row["verdict"] == f"inconclusive: fewer than {MIN_PROMPTS} prompts"
     assert set(found["win_rates"]) == {"dev/win_judge", "dev/win_jpeg_incompressibility"}
     mean = found["means"]["dev/jpeg_incompressibility"]
     assert (mean["now"], mean["against"]) == tuple(known[f"dev/jpeg_incompressibility{end}"] for end in ("", "_before"))
@@ -174,8 +174,8 @@ def test_split_weights_are_read_by_any_number_of_processes(place, evaluate):
 @pytest.mark.parametrize(
     ("low", "high", "prompts", "said"),
     [
-        (0.51, 0.8, FEW, "better"), (0.1, 0.49, FEW, "worse"), (0.5, 0.9, FEW, "contains"), (0.2, 0.5, 999, "contains"),
-        (0.9, 1.0, FEW - 1, "fewer than"), (np.nan, np.nan, 999, "no verdicts"),
+        (0.51, 0.8, MIN_PROMPTS, "better"), (0.1, 0.49, MIN_PROMPTS, "worse"), (0.5, 0.9, MIN_PROMPTS, "contains"),
+        (0.2, 0.5, 999, "contains"), (0.9, 1.0, MIN_PROMPTS - 1, "fewer than"), (np.nan, np.nan, 999, "no verdicts"),
     ],
 )  # fmt: skip
 def test_what_an_interval_says(low, high, prompts, said):

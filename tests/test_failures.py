@@ -126,7 +126,7 @@ def test_a_signal_to_launch_saves_and_ends_with_3(place):
 
 def quick_watch() -> None:
     """Runs in the new process: ten polls take six seconds; on a busy machine a thread may be late for one."""
-    watch.LOOK_S = 0.6
+    watch.POLL_S = 0.6
 
 
 def standing_still() -> None:

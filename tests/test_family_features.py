@@ -378,7 +378,7 @@ def test_steps_are_stacked_within_one_expert():
     schedule = make_schedule(adapter.sigmas(sampling), "flow", 0.7, (0, 1, 2))
     done = rollout(adapter, schedule, condition, torch.arange(2), sampling, seed=1)
     steps = stacked(adapter, schedule, done.steps, sampling, 6)
-    sides = [adapter.high(schedule.times[list(step.step_indices)]).tolist() for step in steps]
+    sides = [adapter.is_high_noise(schedule.times[list(step.step_indices)]).tolist() for step in steps]
     assert [len(set(side)) for side in sides] == [1, 1] and sides[0][0] and not sides[1][0]
     logp = torch.cat([replay(adapter, schedule, condition, step, sampling).logp for step in steps])
     assert torch.allclose(logp, torch.cat([step.logp for step in done.steps]), atol=1e-5)

@@ -190,9 +190,9 @@ class Far(torch.Tensor):
 
 def test_a_schedule_on_the_device_is_read_once():
     far = torch.tensor([1.0, 0.5, 0.0]).as_subclass(Far)
-    assert [steps.host(far) for _ in range(3)] == [(1.0, 0.5, 0.0)] * 3 and Far.reads == 1
+    assert [steps.to_host(far) for _ in range(3)] == [(1.0, 0.5, 0.0)] * 3 and Far.reads == 1
     far.mul_(0.5)
-    assert [steps.host(far) for _ in range(3)] == [(0.5, 0.25, 0.0)] * 3 and Far.reads == 2
+    assert [steps.to_host(far) for _ in range(3)] == [(0.5, 0.25, 0.0)] * 3 and Far.reads == 2
 
 
 def test_rollout_in_inference_mode_then_training():

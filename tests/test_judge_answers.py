@@ -82,7 +82,7 @@ TALK = [
 def value_of(name, text, cut=False):
     """The verdict or the named scores; None if the answer is `Unreadable`. Any other exception is a bug."""
     try:
-        value, parts = answers.read(TEMPLATES[name], text, cut)
+        value, parts = answers.parse_answer(TEMPLATES[name], text, cut)
     except answers.Unreadable:
         return None
     return parts if value is None else value
@@ -190,7 +190,7 @@ def test_short_answers(text):
     categories = [{"name": "style", "cat_winner": text}, {"cat_winner": "tie"}]
     wanted = None if value is None else (value, {"style": value, "1": 0.5})
     try:
-        assert answers.flex(f"```json\n{json.dumps({'categories': categories, 'winner': text})}\n```") == wanted
+        assert answers.parse_flex(f"```json\n{json.dumps({'categories': categories, 'winner': text})}\n```") == wanted
     except answers.Unreadable:
         assert wanted is None
 

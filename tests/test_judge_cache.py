@@ -16,7 +16,7 @@ from prefgrpo.config.schema import JudgeConfig
 from prefgrpo.judge import cache
 from prefgrpo.judge.cache import AnswerCache, shared_cache
 from prefgrpo.judge.client import HttpJudge, check
-from prefgrpo.judge.traffic import counted, metrics
+from prefgrpo.judge.traffic import collect_counts, metrics
 from prefgrpo.judge.verdict import Answer, JudgeError
 
 TEXT = "user: '{prompt} {media_1} {media_2}'\nlabels: ['1', '2']\nprefill: 'Image '\n"
@@ -166,7 +166,7 @@ def test_a_run_that_was_killed_before_its_checkpoint_asks_for_nothing_twice(tmp_
 def test_traffic_is_counted(tmp_path):
     done = Counter()
     assert metrics(done) == {}
-    with JudgeServer("garbage", count=1) as server, counted(done):
+    with JudgeServer("garbage", count=1) as server, collect_counts(done):
         for _ in range(2):
             ask(judge(server.url, cache=str(tmp_path / "v"), model=MODEL, concurrency=1))
     found = metrics(done)
@@ -179,7 +179,7 @@ def test_traffic_is_counted(tmp_path):
 
 def test_a_slow_request_is_sent_to_a_second_server_and_the_first_answer_counts():
     done = Counter()
-    with JudgeServer("hang chat") as slow, JudgeServer() as quick, counted(done):
+    with JudgeServer("hang chat") as slow, JudgeServer() as quick, collect_counts(done):
         verdicts = ask(judge(slow.url, quick.url, hedge_s=0.2, timeout_s=60.0), 4)
         assert [v.first > 0.5 for v in verdicts] == [False, True] * 4 and all(v.retries == 0 for v in verdicts)
         assert 1 <= metrics(done)["judge/hedges"] <= 8

@@ -18,9 +18,9 @@ from tiny_run import merged, ranks, recipe, rows, train, world
 from prefgrpo.config.schema import JudgeConfig
 from prefgrpo.judge import client
 from prefgrpo.judge.client import check
-from prefgrpo.judge.information import Alarm, evidence, without_information
+from prefgrpo.judge.information import Alarm, uninformative_reason, verdict_counts
 from prefgrpo.judge.plans import get_plan
-from prefgrpo.judge.template import PAIR_ANSWERS, load_template, shipped
+from prefgrpo.judge.template import PAIR_ANSWERS, load_template, shipped_templates
 from prefgrpo.judge.verdict import JudgeError
 
 
@@ -61,16 +61,16 @@ GOOD = [
 def test_a_step_without_information_is_named(judge, message):
     for seed in range(5):
         groups = verdicts(judge, groups=48, seed=seed)
-        assert re.search(message, without_information(evidence(groups, False)))
-    parts = evidence(groups[:5], True) + evidence(groups[5:], True)
-    np.testing.assert_allclose(parts, evidence(groups, True), err_msg="over ranks")
+        assert re.search(message, uninformative_reason(verdict_counts(groups, False)))
+    parts = verdict_counts(groups[:5], True) + verdict_counts(groups[5:], True)
+    np.testing.assert_allclose(parts, verdict_counts(groups, True), err_msg="over ranks")
 
 
 @pytest.mark.parametrize("judge", GOOD)
 @pytest.mark.parametrize("plan", ["both_orders", "round_robin", "swiss(2)"])
 def test_a_working_judge_raises_no_alarm(judge, plan):
     for seed in range(20):
-        assert without_information(evidence(verdicts(judge, plan, seed=seed), False)) == ""
+        assert uninformative_reason(verdict_counts(verdicts(judge, plan, seed=seed), False)) == ""
 
 
 def test_plans_of_one_order_see_ties_and_a_constant_side_and_rounding_keeps_a_bias():
@@ -79,12 +79,14 @@ def test_plans_of_one_order_see_ties_and_a_constant_side_and_rounding_keeps_a_bi
         (0.03, "all 336 verdicts, ties aside, prefer the one shown second"),
         (0.5, "all 336 verdicts are ties"),
     ):
-        assert without_information(evidence(verdicts(lambda gap, rng, p=answer: p, "round_robin"), False)) == message
-    mixed = evidence(verdicts(lambda gap, rng: float(rng.choice([0.0, 1.0])), "round_robin"), False)
-    assert without_information(mixed) == "", "a single order cannot reveal contradictions"
+        one_order = verdicts(lambda gap, rng, p=answer: p, "round_robin")
+        assert uninformative_reason(verdict_counts(one_order, False)) == message
+    mixed = verdict_counts(verdicts(lambda gap, rng: float(rng.choice([0.0, 1.0])), "round_robin"), False)
+    assert uninformative_reason(mixed) == "", "a single order cannot reveal contradictions"
     groups = verdicts(lambda gap, rng: logistic(0.3 * gap + 2.0))
-    assert without_information(evidence(groups, False)) == ""
-    assert "the winner changes" in without_information(evidence(groups, True)), "hard win rates do not cancel the bias"
+    assert uninformative_reason(verdict_counts(groups, False)) == ""
+    rounded = uninformative_reason(verdict_counts(groups, True))
+    assert "the winner changes" in rounded, "hard win rates do not cancel the bias"
 
 
 @pytest.mark.parametrize(("size", "plan"), [(2, "both_orders"), (3, "round_robin"), (4, "both_orders")])
@@ -97,7 +99,7 @@ def test_small_groups_raise_no_alarm_by_chance(size, plan):
 
     alarm, longest = Alarm(), 0
     for group in verdicts(weak, plan, groups=2000, size=size):
-        alarm.add(evidence([group], True))
+        alarm.add(verdict_counts([group], True))
         longest = max(longest, alarm.steps)
     assert longest < 3
 
@@ -107,10 +109,10 @@ def test_small_groups_show_a_fault_after_a_while(judge, _):
     alarm, steps = Alarm(), 0
     for group in verdicts(judge, groups=400, size=2):
         if alarm.steps < 3:
-            alarm.add(evidence([group], True))
+            alarm.add(verdict_counts([group], True))
             steps += 1
     assert alarm.steps == 3 and 3 * 16 <= steps <= 3 * 100
-    alarm.add(evidence(verdicts(GOOD[0]), True))
+    alarm.add(verdict_counts(verdicts(GOOD[0]), True))
     assert alarm.steps == 0, "one informative step resets the alarm"
 
 
@@ -141,7 +143,7 @@ def right(bright, text):
 
 def pair_templates():
     kinds = []
-    for name in shipped():
+    for name in shipped_templates():
         with contextlib.suppress(JudgeError):
             kinds.append(load_template(name, may=("source", "criterion"), kinds=PAIR_ANSWERS))
     return [t.name for t in kinds if [x.casefold() for x in t.labels or ()] != ["yes", "no"]]
@@ -185,7 +187,7 @@ def test_a_bad_server_of_two_is_named_and_a_template_of_ones_own_is_warned_about
     good, bad = (Server("compare", decide) for decide in (lambda wins, rng: wins, FAULTS["always answers a tie"]))
     with good, bad:
         with pytest.raises(JudgeError, match=f"{bad.url}: '{MODEL}' always answers a tie"):
-            check(JudgeConfig((good.url, bad.url)), known=True)
+            check(JudgeConfig((good.url, bad.url)), known_answers=True)
         file = tmp_path / "own.yaml"
         file.write_text(
             "user: '{prompt} {media_1} {media_2} which has more cats?'\nprefill: 'Image '\nlabels: ['1', '2']\n"
@@ -193,7 +195,9 @@ def test_a_bad_server_of_two_is_named_and_a_template_of_ones_own_is_warned_about
         assert client.main((bad.url,), template=str(file), bias_pairs=0) == 1
         assert "WARNING" in capsys.readouterr().out
         bad.answer = lambda bright, text: {"Yes": 0.9, "No": 0.1}
-        assert check(JudgeConfig((bad.url,), template="consistency"), known=True).known == "", "not a comparison"
+        assert check(JudgeConfig((bad.url,), template="consistency"), known_answers=True).known_answers == "", (
+            "not a comparison"
+        )
 
 
 # ---- a run ----------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from judge_server import JudgeServer, free_port
 
 from prefgrpo.commands.doctor import _engines
 from prefgrpo.config.schema import JudgeConfig
-from prefgrpo.judge import keeper
+from prefgrpo.judge import supervisor
 from prefgrpo.judge.client import check
 from prefgrpo.judge.engines import PRESETS, ServeConfig, command, environment, find_engine, for_models
 from prefgrpo.judge.serve import Server, serve
@@ -204,7 +204,7 @@ def test_an_engine_that_hangs_while_it_starts_does_not_outlive_a_killed_starter(
     """If vLLM gets a SIGTERM while its engine starts, it may catch the signal and never exit."""
     starter = f"""
 import os, subprocess, sys
-line = [sys.executable, {keeper.__file__!r}, str(os.getpid()), "0.5", sys.executable, "-c", {STUBBORN!r}]
+line = [sys.executable, {supervisor.__file__!r}, str(os.getpid()), "0.5", sys.executable, "-c", {STUBBORN!r}]
 subprocess.Popen(line, start_new_session=True).wait()
 """
     child = subprocess.Popen([sys.executable, "-c", starter], stdout=subprocess.PIPE, text=True)
@@ -215,7 +215,8 @@ subprocess.Popen(line, start_new_session=True).wait()
     child.wait()
     assert gone(engine) and gone(worker) and gone(group)
     for code, expected in (("sys.exit(7)", 7), ("os.kill(os.getpid(), 9)", 137)):
-        line = [sys.executable, keeper.__file__, str(os.getpid()), "1", sys.executable, "-c", f"import os, sys; {code}"]
+        engine = [sys.executable, "-c", f"import os, sys; {code}"]
+        line = [sys.executable, supervisor.__file__, str(os.getpid()), "1", *engine]
         assert subprocess.run(line, start_new_session=True).returncode == expected
 
 

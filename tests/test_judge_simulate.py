@@ -18,11 +18,11 @@ from prefgrpo.judge.simulate import (
     JudgeModel,
     best,
     cheapest,
+    fit_judge,
+    load_judgements,
     measure,
-    play,
-    replayed,
-    resembling,
-    simulated,
+    run_plan,
+    simulate_groups,
     spearman,
 )
 from prefgrpo.judge.verdict import JudgeError, Verdict
@@ -52,45 +52,45 @@ def test_rank_correlations_are_those_of_the_plain_loops(a, b):
 
 def test_the_simulated_judge_has_the_moments_it_was_given_and_they_are_found_again():
     asked = JudgeModel(noise=0.8, spread=1.5, bias=0.6, missing=0.05)
-    groups = simulated(asked, 24, 150, seed=1)
+    groups = simulate_groups(asked, 24, 150, seed=1)
     assert groups.truth.std() == pytest.approx(1.5, rel=0.05)
     logit = np.log(groups.verdicts / (1 - groups.verdicts))
     swapped = (logit + logit.transpose(0, 2, 1)) / 2
     assert np.nanmean(swapped) == pytest.approx(0.6, abs=0.02)
     assert np.nanstd(swapped) == pytest.approx(0.8 / np.sqrt(2), rel=0.05)
-    found = resembling(simulated(asked, 24, 150, seed=2))
+    found = fit_judge(simulate_groups(asked, 24, 150, seed=2))
     assert (found.noise, found.spread, found.bias, found.missing) == pytest.approx((0.8, 1.5, 0.6, 0.05), rel=0.15)
-    ties = simulated(JudgeModel(ties=0.5), 12, 50, seed=0)
+    ties = simulate_groups(JudgeModel(ties=0.5), 12, 50, seed=0)
     assert 0.05 < np.mean(ties.verdicts == 0.5) < 0.3
-    assert resembling(ties).ties == pytest.approx(0.5, rel=0.25)
+    assert fit_judge(ties).ties == pytest.approx(0.5, rel=0.25)
 
 
 def test_plans_see_the_same_verdicts_and_the_same_seed_the_same_groups():
-    groups, again = (simulated(JudgeModel(), 8, 5, seed=3) for _ in range(2))
+    groups, again = (simulate_groups(JudgeModel(), 8, 5, seed=3) for _ in range(2))
     for plan in ("swiss(3)", "round_robin"):
-        for verdicts, done in zip(groups.verdicts, play(plan, groups, seed=7)[0], strict=True):
+        for verdicts, done in zip(groups.verdicts, run_plan(plan, groups, seed=7)[0], strict=True):
             assert all(p == verdicts[i, j] for i, j, p in done)
     assert measure(groups, ["swiss(3)"], seed=1) == measure(again, ["swiss(3)"], seed=1)
 
 
 def test_without_noise_every_full_plan_is_perfect_and_with_noise_round_robin_is_not():
     full = ["round_robin", "both_orders"]
-    for row in measure(simulated(JudgeModel(noise=0.0), 10, 20, seed=0), full):
+    for row in measure(simulate_groups(JudgeModel(noise=0.0), 10, 20, seed=0), full):
         assert row.spearman.mean == pytest.approx(1.0) == row.true_spearman.mean
-    once, _, both, _ = measure(simulated(JudgeModel(noise=1.5, bias=0.5), 10, 60, seed=0), full)
+    once, _, both, _ = measure(simulate_groups(JudgeModel(noise=1.5, bias=0.5), 10, 60, seed=0), full)
     assert both.spearman.mean == pytest.approx(1.0)
     assert once.spearman.mean < 0.99 and once.true_spearman.mean < both.true_spearman.mean
 
 
 def test_the_goal_of_24_members_is_met_by_swiss_rounds_and_bradley_terry():
-    groups = simulated(JudgeModel(noise=1.0, spread=2.0, bias=0.5), 24, 60, seed=0)
+    groups = simulate_groups(JudgeModel(noise=1.0, spread=2.0, bias=0.5), 24, 60, seed=0)
     plain, strength = measure(groups, ["swiss(9)"])
     assert strength.calls == 108 <= 0.4 * 276 and strength.rounds == 9
     assert strength.spearman.mean - strength.spearman.half > 0.95 > plain.spearman.mean
     rows = [plain, strength, *measure(groups, ["swiss(2)", "round_robin"])]
     assert best(rows, 110) is strength and best(rows, 276).plan == "round_robin" and best(rows, 5) is None
     assert cheapest(rows, 0.95) is strength and cheapest(rows, 1.1) is None
-    biased = simulated(JudgeModel(noise=0.5, spread=1.0, bias=2.0), 24, 60, seed=0)
+    biased = simulate_groups(JudgeModel(noise=0.5, spread=1.0, bias=2.0), 24, 60, seed=0)
     kept, fitted = (measure(biased, ["k_regular(5)"], bias=b)[1].true_spearman for b in (0.0, "fit"))
     assert fitted.mean - fitted.half > kept.mean + kept.half
 
@@ -108,28 +108,28 @@ def log_of(path, verdicts):
 
 
 def test_a_log_is_replayed_without_a_last_line_that_has_no_end(capsys, tmp_path):
-    groups = simulated(JudgeModel(bias=0.4), 6, 3, seed=5)
+    groups = simulate_groups(JudgeModel(bias=0.4), 6, 3, seed=5)
     groups.verdicts[1, 2, 3] = np.nan
     path = tmp_path / "judgements.jsonl"
     log_of(path, groups.verdicts)
     whole, out = path.read_bytes(), tmp_path / "rows.json"
     for cut in (0, 1, 7, 40):
         path.write_bytes(whole + whole[:cut])
-        np.testing.assert_array_equal(replayed(path).verdicts, groups.verdicts)
+        np.testing.assert_array_equal(load_judgements(path).verdicts, groups.verdicts)
     plans = ["swiss(2)", "round_robin"]
     assert main(["judge", "plan", "--judgements", str(path), "--plans", *plans, "--out", str(out)]) == 0
     text = capsys.readouterr().out
     assert "3 groups of 6, as with --judge-noise" in text and "true qualities" not in text
-    assert f"--position-bias {resembling(groups).bias:.2f}" in text
+    assert f"--position-bias {fit_judge(groups).bias:.2f}" in text
     rows = json.loads(out.read_text())
     assert [(r["plan"], r["calls"]) for r in rows[::2]] == [("swiss(2)", 6), ("round_robin", 15)]
     expected = measure(Groups(groups.verdicts), plans)
     assert [r["spearman"]["mean"] for r in rows] == [r.spearman.mean for r in expected]
     path.write_bytes(b"{\n" + whole)
     with pytest.raises(JudgeError, match=r"expected the judgements\.jsonl of a run"):
-        replayed(path)
+        load_judgements(path)
     with pytest.raises(JudgeError, match="has 0 groups that were judged in both orders"):
-        replayed(Path(log_of(tmp_path / "short.jsonl", [])))
+        load_judgements(Path(log_of(tmp_path / "short.jsonl", [])))
 
 
 def test_a_log_of_ties_is_said_to_be_one_and_one_of_failures_is_refused(tmp_path, capsys):

@@ -77,7 +77,7 @@ def test_a_picture_is_named_while_its_carrier_is_being_answered(too_soon):
     ids = j.client.sender.endpoints[0].ids
     assert all(v.first is not None and v.first < 0.5 for v in verdicts), verdicts
     if too_soon:
-        assert server.refused and ids.grace_s >= 0.2 and ids.misses == 0 and ids.used(True), "nothing was evicted"
+        assert server.refused and ids.grace_s >= 0.2 and ids.misses == 0 and ids.enabled(True), "nothing was evicted"
     else:
         carried = [p["uuid"] for r in server.requests for p in images(r) if p["image_url"] is not None]
         assert ids.grace_s == 0.1 and len(carried) == len(set(carried)) == 4

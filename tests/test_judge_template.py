@@ -19,7 +19,7 @@ from prefgrpo.judge import answers
 from prefgrpo.judge.body import chat_body
 from prefgrpo.judge.http import first_choice, read
 from prefgrpo.judge.send import message_of
-from prefgrpo.judge.template import PAIR_ANSWERS, SOURCE, load_template, shipped
+from prefgrpo.judge.template import PAIR_ANSWERS, SOURCE, load_template, shipped_templates
 from prefgrpo.judge.verdict import Answer, JudgeError, two_label_softmax
 
 TEXTS = ("prompt", "criterion", "rows", "columns", "checkpoints")
@@ -30,7 +30,7 @@ ONE = "user: '{prompt}{media_1}'\nanswer: text"
 NASTY = ["{media_1}", 'a "quoted" {prompt} {0} {', "🙂 \\u0041 \n\t\x00", "%s %(x)s", "x" * 1_000_000]
 
 
-@pytest.mark.parametrize("name", shipped())
+@pytest.mark.parametrize("name", shipped_templates())
 @pytest.mark.parametrize("prompt", NASTY, ids=range(len(NASTY)))
 def test_the_prompt_arrives_untouched_in_valid_json(name, prompt):
     template = load_template(name, (), TEXTS + MEDIA, KINDS)
@@ -51,7 +51,7 @@ def test_the_prompt_arrives_untouched_in_valid_json(name, prompt):
     assert body.get("continue_final_message", False) == bool(prefilled) != body.get("add_generation_prompt", True)
 
 
-@pytest.mark.parametrize("name", shipped())
+@pytest.mark.parametrize("name", shipped_templates())
 def test_rubric_and_caption_come_before_the_media(name):
     template = load_template(name, (), TEXTS + MEDIA, KINDS)
     parts = template.parts("CAPTION", dict.fromkeys(TEXTS[1:], "VALUE"))

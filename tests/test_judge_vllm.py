@@ -102,8 +102,8 @@ def test_a_server_killed_in_the_middle_of_a_group_and_restarted_loses_nothing(mo
         expected = [v.first for v in j.judge_group(caption, media, PAIRS)]
         answers = [j.submit(caption, media[a], media[b]) for a, b in PAIRS * 4]
         until(lambda: sum(a.done() for a in answers) >= 8)
-        os.killpg(server.keeper.pid, signal.SIGKILL)  # kills its whole process group: API server, engine and worker
-        server.keeper.wait()
+        os.killpg(server.supervisor.pid, signal.SIGKILL)  # kills its whole process group: API server, engine and worker
+        server.supervisor.wait()
         assert not all(a.done() for a in answers)
     with serving(model, port) as server:
         server.wait_ready()

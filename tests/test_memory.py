@@ -10,7 +10,7 @@ from families import case_of, conditions, folder, load, noise
 from torch import nn
 
 from prefgrpo.config.schema import from_dict
-from prefgrpo.models.parking import Parked
+from prefgrpo.models.offload import ComponentOffload
 from prefgrpo.models.weights import innermost, recompute
 from prefgrpo.rollout.embeddings import Embeddings
 from prefgrpo.rollout.render import decode
@@ -96,54 +96,54 @@ class Part(nn.Module):
 def test_parts_come_for_their_work_and_go():
     log = []
     parts = {n: Part(n, log) for n in ("transformer", "text_encoder", "text_encoder_2", "vae")} | {"tokenizer": None}
-    parked = Parked(parts, ("text_encoder", "vae"), torch.device("cuda", 0))
+    offload = ComponentOffload(parts, ("text_encoder", "vae"), torch.device("cuda", 0))
     assert log == [("transformer", "cuda:0"), ("text_encoder", "cpu"), ("text_encoder_2", "cpu"), ("vae", "cpu")]
     log.clear()
-    with parked.present("vae"):
+    with offload.on_device("vae"):
         assert log == [("vae", "cuda:0")]
     assert log == [("vae", "cuda:0"), ("vae", "cpu")]
     log.clear()
-    with parked.hold():
+    with offload.keep_on_device():
         for _ in range(3):
-            with parked.present("text_encoder"):
+            with offload.on_device("text_encoder"):
                 pass
         assert log == [("text_encoder", "cuda:0"), ("text_encoder_2", "cuda:0")], "one move must serve all three uses"
     assert log[2:] == [("text_encoder", "cpu"), ("text_encoder_2", "cpu")]
     log.clear()
-    with parked.hold():
+    with offload.keep_on_device():
         pass
     assert log == [], "an unused module was moved"
-    with pytest.raises(RuntimeError), parked.present("vae"):
+    with pytest.raises(RuntimeError), offload.on_device("vae"):
         raise RuntimeError
     assert log.pop() == ("vae", "cpu")
-    on_cpu = Parked({"vae": Part("vae", log := [])}, ("vae",), CPU)
+    on_cpu = ComponentOffload({"vae": Part("vae", log := [])}, ("vae",), CPU)
     log.clear()
-    with on_cpu.present("vae"), on_cpu.hold():
+    with on_cpu.on_device("vae"), on_cpu.keep_on_device():
         pass
     assert log == [], "nothing may be moved on a CPU"
 
 
-class Counted(Parked):
+class Counted(ComponentOffload):
     """Records which parts were requested."""
 
     def __init__(self):
         super().__init__({}, (), CPU)
         self.called = []
 
-    def present(self, *kinds):
+    def on_device(self, *kinds):
         self.called.append(kinds)
-        return super().present(*kinds)
+        return super().on_device(*kinds)
 
 
 def test_encoding_and_decoding_call_for_their_parts():
     case = case_of("flux_kontext")
     adapter, sampling = load(case), case.sampling()
-    adapter.parked = Counted()
+    adapter.offload = Counted()
     embed = Embeddings(adapter, 32)
     embed(["a", "a", "b"], sampling, [case.images(0, (32, 32))] * 3)
-    assert adapter.parked.called == [("text_encoder",), ("vae", "text_encoder"), ("text_encoder",)]
+    assert adapter.offload.called == [("text_encoder",), ("vae", "text_encoder"), ("text_encoder",)]
     embed(["a"], sampling, [case.images(0, (32, 32))])
-    assert len(adapter.parked.called) == 3, "cached embeddings need no encoder"
+    assert len(adapter.offload.called) == 3, "cached embeddings need no encoder"
 
 
 def test_decoding_in_slices(tmp_path):
@@ -154,9 +154,9 @@ def test_decoding_in_slices(tmp_path):
     adapter = open_adapter(config, CPU)
     assert adapter.pipe.vae.use_slicing and not adapter.pipe.vae.use_tiling
     x = torch.randn(5, *adapter.latent_shape(config.rollout))
-    adapter.parked = Counted()
+    adapter.offload = Counted()
     sliced = decode(adapter, x, config.rollout, config.memory.decode_batch)
-    assert adapter.parked.called == [("vae",)]
+    assert adapter.offload.called == [("vae",)]
     plain = load(FLUX, folder("flux"))
     assert (sliced - decode(plain, x, config.rollout)).abs().max() <= 1e-5
     tiled = open_adapter(from_dict(content | {"memory": {"vae_tiling": True}}), CPU)

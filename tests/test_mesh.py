@@ -28,15 +28,15 @@ from prefgrpo.models import family as family_class
 from prefgrpo.objectives import objective
 from prefgrpo.objectives.base import Targets
 from prefgrpo.parallel import world as parallel
-from prefgrpo.parallel.context import undivided
+from prefgrpo.parallel.context import context_errors
 from prefgrpo.parallel.mesh import Layout
-from prefgrpo.parallel.shard import gathered, parts, whole
+from prefgrpo.parallel.shard import full_tensor, gathered, to_local
 from prefgrpo.rewards.base import PointwiseReward, Score
 from prefgrpo.rollout.batches import Rollouts
 from prefgrpo.rollout.embeddings import Embeddings
 from prefgrpo.rollout.replay import TrajectoryCollector
 from prefgrpo.run.loading import open_adapter, trainable, unsupported
-from prefgrpo.run.memory import known_bytes, without_weights
+from prefgrpo.run.memory import build_meta_adapter, static_bytes
 from prefgrpo.run.metrics import FACTS
 from prefgrpo.run.policy import Policy
 from prefgrpo.run.session import open_schedules
@@ -118,27 +118,27 @@ def one_step(config, world):
     gradients, real = {}, policy.optimizer.step
 
     def note_gradients():
-        gradients.update({name: whole(p.grad).clone() for name, p in policy.parameters.items()})
+        gradients.update({name: full_tensor(p.grad).clone() for name, p in policy.parameters.items()})
         real()
 
     policy.optimizer.step = note_gradients
     policy.update(world)
-    known, models = known_bytes(config, adapter, world.size), adapter.pipe.components.values()
+    known, models = static_bytes(config, adapter, world.size), adapter.pipe.components.values()
     moments = [t for state in policy.optimizer.state.values() for key, t in state.items() if key != "step"]
     for kind, tensors in (
         ("weights", [p for model in models if isinstance(model, torch.nn.Module) for p in model.parameters()]),
         ("optimiser", [*policy.params, *moments, *policy.ema.values()]),  # gradients, as large as params
     ):
-        held = sum(t.numel() * t.element_size() for t in parts(tensors))
+        held = sum(t.numel() * t.element_size() for t in to_local(tensors))
         assert known[kind] == pytest.approx(held, rel=0.1), (kind, known, held)
     media = dict(world.gather_items((place, torch.from_numpy(pixels).float()) for place, pixels in media.items()))
     return {
         "samples": {place: [*stored, media[place]] for place, stored in world.gather_items(samples.items())},
         "loss": float(world.gather(np.array([sum(row["loss"] for row in table)], np.float64)).sum()),
         "gradients": gradients,
-        "weights": {name: whole(p.detach()).clone() for name, p in policy.parameters.items()},
-        "ema": {name: whole(p).clone() for name, p in policy.ema.items()},
-        "moved": max(world.every(moved)),
+        "weights": {name: full_tensor(p.detach()).clone() for name, p in policy.parameters.items()},
+        "ema": {name: full_tensor(p).clone() for name, p in policy.ema.items()},
+        "moved": max(world.all_gather_object(moved)),
     }
 
 
@@ -373,8 +373,8 @@ def test_published_models_are_divided_by_arithmetic(case):
     family, model, (height, width, frames), layout, length, text = PUBLISHED[case]
     rollout = {"height": height, "width": width, "frames": frames}
     config = from_dict({"model": model, "family": family, "rollout": rollout, "parallel": layout, **DATA})
-    adapter, _ = without_weights(config)
-    problems = undivided(adapter, config.rollout, length or 512, Layout(**layout))
+    adapter, _ = build_meta_adapter(config)
+    problems = context_errors(adapter, config.rollout, length or 512, Layout(**layout))
     assert (text in problems[0] and len(problems) == 1) if text else not problems, problems
 
 
@@ -382,7 +382,7 @@ def test_sizes_that_a_message_names_can_be_divided(place):
     config = settings(place, "flux", True, "fp32", {"ulysses": 2})
     adapter = open_adapter(config, ALONE.device)
     odd = merged({"model": config.model, "rollout": {"height": 20, "width": 20}}, DATA)
-    (message,) = undivided(adapter, from_dict(odd).rollout, 24, Layout(ulysses=2))
+    (message,) = context_errors(adapter, from_dict(odd).rollout, 24, Layout(ulysses=2))
     sizes = [tuple(map(int, size.split("×"))) for size in message.partition("work: ")[2].split(", ")]
     assert len(sizes) == 4 and all((h // adapter.unit) * (w // adapter.unit) % 2 == 0 for h, w in sizes), message
 

@@ -20,7 +20,7 @@ from prefgrpo.judge.verdict import Verdict
 from prefgrpo.ops import METRICS
 from prefgrpo.parallel.world import World
 from prefgrpo.rewards.base import Comparison
-from prefgrpo.rewards.flight import Flight
+from prefgrpo.rewards.request_stats import RequestStats
 from prefgrpo.rewards.scorer import judge_metrics
 from prefgrpo.run.log import Log, read_metrics
 from prefgrpo.run.metrics import (
@@ -126,11 +126,11 @@ class TwoRanks(World):
 
 
 def judge_step(latencies, retries):
-    flight = Flight()
-    flight.sent()
-    flight.done(1.0)
+    stats = RequestStats()
+    stats.sent()
+    stats.done(1.0)
     verdicts = [Verdict(0.5 if k else 1.0, latency_s=s, retries=retries) for k, s in enumerate(latencies)]
-    return judge_metrics([[Comparison(0, 1, v) for v in [*verdicts, Verdict(None, "lost")]]], [flight], 2.0)
+    return judge_metrics([[Comparison(0, 1, v) for v in [*verdicts, Verdict(None, "lost")]]], [stats], 2.0)
 
 
 def test_every_metric_is_reduced_over_ranks_as_its_producer_says():

@@ -275,7 +275,7 @@ def test_the_gradient_is_that_of_the_published_formula(setting, family, lora, na
     for p in params:
         p.grad = None
     collector = open_collector(config, o, one.adapter, policy, ALONE)
-    table = collector.accumulate([b for b in kept if b.slots], TARGETS, P * o.per_group(G))
+    table = collector.accumulate([b for b in kept if b.slots], TARGETS, P * o.samples_per_group(G))
     ours = torch.cat([p.grad.double().flatten() for p in params])
     loss = sum(float(row[2]) for row in table)
     for p in params:
@@ -302,7 +302,7 @@ def test_the_gradient_is_that_of_the_published_formula(setting, family, lora, na
             v = x["v"]
         x["slots"] = groups
         kept_rows = best_of_groups(x) if kind == "sft" else torch.ones(len(v), dtype=torch.float64)
-        loss_of_draw = formula(o, x) + 0.2 * (kept_rows * mse(v, start)).sum() / o.per_group(G)
+        loss_of_draw = formula(o, x) + 0.2 * (kept_rows * mse(v, start)).sum() / o.samples_per_group(G)
         (loss_of_draw / (P * o.draws)).backward()
         truth = truth + loss_of_draw.detach() / (P * o.draws)
     exact = torch.cat([p.grad.double().flatten() for p in params])

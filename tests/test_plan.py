@@ -29,7 +29,7 @@ from prefgrpo.models.condition import collate
 from prefgrpo.rollout.embeddings import Embeddings
 from prefgrpo.run import memory as plan
 from prefgrpo.run.loading import open_adapter, trainable
-from prefgrpo.run.memory import Weigh
+from prefgrpo.run.memory import MemoryTracker
 
 SIDE, BATCH = 64, 2
 LONG = f'"{"a very long prompt " * 60}"'
@@ -83,9 +83,9 @@ def real(case, c):
 
     forward(), update()  # fill the position caches
     modules = [part for part in adapter.pipe.components.values() if isinstance(part, torch.nn.Module)]
-    with Weigh([x, *(t for m in modules for t in [*m.parameters(), *m.buffers()])]) as scale:
+    with MemoryTracker([x, *(t for m in modules for t in [*m.parameters(), *m.buffers()])]) as tracker:
         adapter.decode(x, r)
-    return {"rollout": measured(forward), "decode": scale.most, "update": measured(update)}
+    return {"rollout": measured(forward), "decode": tracker.peak, "update": measured(update)}
 
 
 def agree(case, c):

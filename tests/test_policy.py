@@ -58,7 +58,7 @@ def test_ten_updates_against_the_formulas_in_fp64():
 
 
 def test_averages_move_when_they_are_due():
-    """The EMA moves every third update; the old policy moves on `follow`, with the decay given there."""
+    """The EMA moves every third update; the old policy moves on `update_old`, with the decay given there."""
     policy = Policy(parameters(), replace(TRAIN, ema_every=3), old=True)
     start = [t.clone() for t in policy.ema.values()]
     for step in range(3):
@@ -67,10 +67,10 @@ def test_averages_move_when_they_are_due():
         policy.update(ALONE)
     average = [0.9 * a + 0.1 * p for a, p in zip(start, policy.params, strict=True)]
     assert all(torch.allclose(a, b) for a, b in zip(average, policy.ema.values(), strict=True))
-    policy.follow(0.25)
+    policy.update_old(0.25)
     slow = [0.25 * a + 0.75 * p for a, p in zip(start, policy.params, strict=True)]
     assert all(torch.allclose(a, b) for a, b in zip(slow, policy.old.values(), strict=True))
-    policy.follow(0.0)
+    policy.update_old(0.0)
     assert all(torch.equal(a, b) for a, b in zip(policy.params, policy.old.values(), strict=True))
 
 
@@ -118,11 +118,11 @@ def test_the_average_is_lent_and_given_back():
     give_gradients(policy, 0)
     policy.update(ALONE)
     live = [p.detach().clone() for p in policy.params]
-    with pytest.raises(KeyError), policy.averaged():
+    with pytest.raises(KeyError), policy.use_ema():
         assert all(torch.equal(p, policy.ema[n]) for n, p in policy.parameters.items())
         assert not torch.equal(policy.params[0], live[0])
         raise KeyError
     assert all(torch.equal(a, b) for a, b in zip(live, policy.params, strict=True))
     plain = Policy(parameters(), TrainConfig(ema_decay=0.0))
-    with plain.averaged():
+    with plain.use_ema():
         assert torch.equal(plain.params[0], parameters()["a.weight"])

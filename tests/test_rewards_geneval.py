@@ -15,7 +15,16 @@ from prefgrpo.data.media import Media
 from prefgrpo.rewards import RewardSpecError, build
 from prefgrpo.rewards.base import RewardError, Sample
 from prefgrpo.rewards.detectors import Detection, MMDet, Transformers, bounds
-from prefgrpo.rewards.geneval import COLOURS, GROUND, GenEval, crop, judge, kept, refusal, relations
+from prefgrpo.rewards.geneval import (
+    COLOURS,
+    GROUND,
+    GenEval,
+    column_errors,
+    crop,
+    filter_detections,
+    relations,
+    score_objects,
+)
 
 NAMES = frozenset({"dog", "cat", "cup", "bench"})
 
@@ -73,21 +82,21 @@ THREE = {"tag": "counting", "exclude": [clause("dog", 4)]}
     ],
 )
 def test_verdicts(found, include, expected, more):
-    objects = kept(found, counting=more.get("tag") == "counting")
-    got = judge(objects, {"include": include, "exclude": more.get("exclude")}, lambda name: list(more[name]))
+    objects = filter_detections(found, counting=more.get("tag") == "counting")
+    got = score_objects(objects, {"include": include, "exclude": more.get("exclude")}, lambda name: list(more[name]))
     assert (got.soft, got.strict, got.correct) == pytest.approx(expected)
 
 
 def test_thresholds_are_exclusive_and_higher_for_counting():
     found = [box("dog", score=s) for s in (0.3, 0.31, 0.9, 0.91)]
     for counting, scores in ((False, [0.91, 0.9, 0.31]), (True, [0.91])):
-        assert [f.score for f in kept(found, counting)["dog"]] == scores
+        assert [f.score for f in filter_detections(found, counting)["dog"]] == scores
 
 
 def test_columns_of_a_table_have_none_where_json_has_nothing():
     rows = [clause("dog", color=None, position=None), clause("cat", color=None, position=["right of", 0])]
-    assert refusal({"tag": "position", "include": rows, "exclude": None}, NAMES) == ""
-    assert judge(kept([DOG, CAT], False), {"include": rows, "exclude": None}, lambda _: []).strict
+    assert column_errors({"tag": "position", "include": rows, "exclude": None}, NAMES) == ""
+    assert score_objects(filter_detections([DOG, CAT], False), {"include": rows, "exclude": None}, lambda _: []).strict
 
 
 @pytest.mark.parametrize(
@@ -141,7 +150,7 @@ class Eye:
 
 
 def reward(found, monkeypatch, **options):
-    monkeypatch.setattr("prefgrpo.rewards.encoder.shared", lambda *_: Eye())
+    monkeypatch.setattr("prefgrpo.rewards.encoder.get_encoder", lambda *_: Eye())
     return GenEval(detector=f"{__name__}:Painter", detector_options={"found": found}, device="cpu", **options)
 
 

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from prefgrpo.rewards.base import RewardError, Sample
-from prefgrpo.rewards.deqa import IMAGE, LEVELS, QUESTION, DeQA, graded, square
+from prefgrpo.rewards.deqa import IMAGE, LEVELS, QUESTION, DeQA, score_from_logits, square
 from prefgrpo.rewards.imagereward import CENTRE, SCALE, ImageReward, preprocess
 
 PROMPTS = ("a red cat", 'two dogs, or {x} "quoted" ünd 猫', "")
@@ -127,11 +127,11 @@ def test_imagereward_without_a_weight_or_with_pickled_code_is_refused(blip, tmp_
 
 def test_deqa_levels_by_hand():
     """Logits ln 1 … ln 5 are probabilities 1/15 … 5/15; level = (5·1 + 4·2 + 3·3 + 2·4 + 1·5)/15 = 35/15."""
-    score = graded(torch.log(torch.tensor([1.0, 2, 3, 4, 5])))
+    score = score_from_logits(torch.log(torch.tensor([1.0, 2, 3, 4, 5])))
     assert score.value == pytest.approx(35 / 15 / 5) and score.parts["level"] == pytest.approx(35 / 15)
     assert score.parts["excellent"] == pytest.approx(1 / 15) and score.parts["bad"] == pytest.approx(1 / 3)
-    assert graded(torch.tensor([100.0, 0, 0, 0, 0])).value == pytest.approx(1.0)
-    assert graded(torch.tensor([0.0, 0, 0, 0, 100])).value == pytest.approx(0.2)
+    assert score_from_logits(torch.tensor([100.0, 0, 0, 0, 0])).value == pytest.approx(1.0)
+    assert score_from_logits(torch.tensor([0.0, 0, 0, 0, 100])).value == pytest.approx(0.2)
 
 
 def test_deqa_asks_the_published_question_through_the_models_own_code(owl):

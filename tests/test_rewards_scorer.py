@@ -23,8 +23,8 @@ from prefgrpo.judge.verdict import PairJudge, Verdict
 from prefgrpo.ops import group_advantage
 from prefgrpo.rewards import build
 from prefgrpo.rewards.base import Comparison, GroupwiseReward, PointwiseReward, RewardError, Sample, Score
-from prefgrpo.rewards.flight import LATE
 from prefgrpo.rewards.pairwise import VlmPairwise, open_judge, tally
+from prefgrpo.rewards.request_stats import DEADLINE_PASSED
 from prefgrpo.rewards.scorer import Scorer
 
 EPS = 1e-4
@@ -304,7 +304,7 @@ def test_the_deadline_bounds_the_wait_and_late_answers_are_missing():
     result = run(Scorer(rewards, 4, deadline_s=0.2), LEVELS, groups=(7,))
     missing = {name: np.isnan(values[0]).tolist() for name, values in result.values.items()}
     assert missing == {"pairs": [True, False, False, False], "silent": [True] * 4, "level": [False] * 4}
-    assert result.reasons[f"silent: {LATE}"] == 4 and f"pairs: {LATE}" in result.reasons
+    assert result.reasons[f"silent: {DEADLINE_PASSED}"] == 4 and f"pairs: {DEADLINE_PASSED}" in result.reasons
 
 
 def test_misuse_is_refused():

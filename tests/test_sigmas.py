@@ -11,7 +11,7 @@ from pathlib import Path
 import diffusers
 import pytest
 import torch
-from families import CASES, CPU, PROMPTS, QUICK, case_of, folder, load, one_or_list, settle, small_sources
+from families import CASES, CPU, PROMPTS, QUICK, case_of, configure_pipe, folder, load, one_or_list, small_sources
 
 from prefgrpo.config.schema import ConfigError, from_dict
 from prefgrpo.rollout.sampling import Schedules
@@ -63,7 +63,7 @@ def stock(pipe, case, steps, monkeypatch):
     call = case.call | {"height": SIZE[0], "width": SIZE[1], "num_inference_steps": steps}
     if case.edit:
         call |= case.edit(*SIZE) | {"image": one_or_list(case.images(0, SIZE))}
-    settle(pipe, call)
+    configure_pipe(pipe, call)
     call = {key: value[:1] if isinstance(value, list) and key != "image" else value for key, value in call.items()}
     with monkeypatch.context() as patch, small_sources():
         patch.setattr(pipe.scheduler, "set_timesteps", stop)

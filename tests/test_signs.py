@@ -9,7 +9,7 @@ import pytest
 from tiny_run import rows, settings, world
 
 from prefgrpo.config.schema import from_dict
-from prefgrpo.run.signs import SIGNS, WINDOW, Signs, pixel_distance
+from prefgrpo.run.signs import SIGNS, WINDOW, HackingMonitor, pixel_distance
 from prefgrpo.run.trainer import TrainingLoop
 
 
@@ -38,31 +38,33 @@ def history(diversity, inconsistency, steps=60):
     ],
 )
 def test_signs_of_steps(diversity, inconsistency, expected):
-    signs, seen = Signs([]), []
+    signs, seen = HackingMonitor([]), []
     for row in history(diversity, inconsistency):
         seen += signs.add("train", row)
     assert sorted(seen) == sorted(expected), "each sign must be reported once"
     known = list(history(diversity, inconsistency))
-    again = Signs([], known[:-1])
+    again = HackingMonitor([], known[:-1])
     assert set(again.add("train", known[-1])) == set(), "a resumed run must not repeat signs"
-    assert not Signs([], known[: 2 * WINDOW - 2]).add("train", known[-1])
+    assert not HackingMonitor([], known[: 2 * WINDOW - 2]).add("train", known[-1])
 
 
 def test_a_monitor_that_falls_while_the_judge_rises():
     def row(step, win, scenes, **more):
         return {"kind": "eval", "set": "dev", "step": step, "dev/win_judge": win, "dev/scenes": scenes} | more
 
-    signs = Signs(["clip"])
+    signs = HackingMonitor(["clip"])
     assert not signs.add("eval", row(0, None, 0.39))
     assert not signs.add("eval", row(25, 0.70, 0.82)) and not signs.add("eval", row(50, 0.75, 0.78))
     (text,) = signs.add("eval", row(75, 0.80, 0.733, **{"dev/scenes_before": 0.39})).values()
     assert text == "dev/scenes fell from 0.820 to 0.733, while dev/win_judge rose"
-    assert not Signs(["clip"], [row(25, 0.7, 0.82)]).add("eval", row(50, 0.6, 0.7)), "if all fall, it is no hacking"
+    assert not HackingMonitor(["clip"], [row(25, 0.7, 0.82)]).add("eval", row(50, 0.6, 0.7)), (
+        "if all fall, it is no hacking"
+    )
     trained = [row(25, None, 0.8, **{"dev/clip": 0.3}), row(50, None, 0.7, **{"dev/clip": 0.35})]
-    assert set(Signs(["clip"], trained[:1]).add("eval", trained[1])) == {"monitors"}
+    assert set(HackingMonitor(["clip"], trained[:1]).add("eval", trained[1])) == {"monitors"}
     for r, wins in zip(trained, (0.5, 0.6), strict=True):
         r |= {"dev/clip": 0.3 - wins, "dev/win_aesthetic": wins}
-    assert not Signs(["clip"], trained[:1]).add("eval", trained[1]), "no trained reward rose"
+    assert not HackingMonitor(["clip"], trained[:1]).add("eval", trained[1]), "no trained reward rose"
 
 
 def test_a_run_ends_at_a_sign(tmp_path, monkeypatch, capsys):

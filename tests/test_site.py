@@ -156,12 +156,12 @@ def test_the_site_builds_strictly_and_every_link_on_it_leads_to_a_file(site):
 def test_the_reference_has_every_field_command_op_reward_and_objective(site):
     from prefgrpo import ops
     from prefgrpo.commands.cli import COMMANDS
-    from prefgrpo.config.schema import Config, leaves
+    from prefgrpo.config.schema import Config, flat_fields
     from prefgrpo.objectives import OBJECTIVES
     from prefgrpo.rewards import REWARDS
 
     found = {file.stem: page.ids for file, page in site.items() if file.parent.name == "reference"}
-    assert set(leaves(Config())) <= found["configuration"]
+    assert set(flat_fields(Config())) <= found["configuration"]
     assert {f"prefgrpo-{name.replace(' ', '-')}" for name in COMMANDS} <= found["commands"]
     assert {f"prefgrpo.ops.{name}" for name in ops.__all__} <= found["ops"]
     assert {name.lower() for name in REWARDS} <= found["rewards"] and set(OBJECTIVES) <= found["objectives"]

@@ -17,8 +17,8 @@ from tiny_run import attempt, ranks, rows, settings, start, train, weights, worl
 
 from prefgrpo.config.schema import from_dict
 from prefgrpo.data.prompts import Prompt
-from prefgrpo.rollout.deal import deal_batches, slot_prompts
-from prefgrpo.rollout.sampling import Schedules, of_prompt
+from prefgrpo.rollout.assignment import assign_batches, slot_prompts
+from prefgrpo.rollout.sampling import Schedules, prompt_sampling
 from prefgrpo.sde.schedule import make_schedule, shifted_sigmas, truncated_times
 
 PUBLISHED = [1000, 976, 951, 923, 891, 857, 818, 774, 724, 666, 599, 521, 428, 315, 176]
@@ -72,7 +72,7 @@ def test_batches_have_one_size_and_ranks_share_the_large_ones(size):
     prompts = [Prompt(k, f"{k}", {"height": 16 if k % 2 else 64, "width": "16"}) for k in range(8)]
     slots = slot_prompts(config, prompts, 3)
     sizes = [s for _, s in slots]
-    planned = deal_batches(config, sizes, size)
+    planned = assign_batches(config, sizes, size)
     places = [place for b in planned for place in b.places]
     assert sorted(places) == [(p, g) for p in range(8) for g in range(2)], "each sample exactly once"
     for b in planned:
@@ -88,12 +88,12 @@ def test_batches_have_one_size_and_ranks_share_the_large_ones(size):
 def test_the_columns_are_read_only_where_asked(place, capsys):
     prompt = Prompt(0, "x", {"height": 64, "width": "32"})
     config = own()
-    assert of_prompt(prompt, config.rollout, False) == config.rollout
-    sized = of_prompt(prompt, config.rollout, True)
+    assert prompt_sampling(prompt, config.rollout, False) == config.rollout
+    sized = prompt_sampling(prompt, config.rollout, True)
     assert (sized.height, sized.width) == (64, 32)
-    assert of_prompt(Prompt(0, "x"), config.rollout, True) == config.rollout
+    assert prompt_sampling(Prompt(0, "x"), config.rollout, True) == config.rollout
     with pytest.raises(ValueError, match=r"'x': expected whole numbers above 0 for both height and width"):
-        of_prompt(Prompt(0, "x", {"height": 64}), config.rollout, True)
+        prompt_sampling(Prompt(0, "x", {"height": 64}), config.rollout, True)
     (place / "odd.jsonl").write_text(json.dumps({"prompt": "x", "height": 18, "width": 16}))
     odd = written(place, "odd", data={"prompts": str(place / "odd.jsonl"), "own_sizes": True})
     code, output = attempt(capsys, "train", odd)
@@ -106,7 +106,8 @@ def test_the_time_shift_follows_the_size():
     config = own()
     schedules = Schedules(config, adapter, torch.device("cpu"))
     sizes = [
-        of_prompt(Prompt(0, "x", {"height": h, "width": w}), config.rollout, True) for h, w in ((16, 16), (64, 64))
+        prompt_sampling(Prompt(0, "x", {"height": h, "width": w}), config.rollout, True)
+        for h, w in ((16, 16), (64, 64))
     ]
     small, large = (schedules.step(s, 0) for s in sizes)
     assert not torch.equal(small.sigmas, large.sigmas) and small.sde_steps == large.sde_steps

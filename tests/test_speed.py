@@ -20,9 +20,9 @@ from prefgrpo.commands.cli import main
 from prefgrpo.config.schema import from_dict
 from prefgrpo.models import family
 from prefgrpo.objectives.base import Targets
-from prefgrpo.run.memory import GIB, Facts, estimate
+from prefgrpo.run.memory import GIB, DenoiserSizes, estimate
 from prefgrpo.run.session import Clock
-from prefgrpo.run.speed import HARDWARE, Machines, judge_servers, kept, meshes, step_time, work
+from prefgrpo.run.speed import HARDWARE, Machines, judge_servers, kept_share, meshes, step_time, work
 from prefgrpo.run.trainer import TrainingLoop
 
 SIZES = {"flux": (1024, None), "sd3": (1024, None), "qwen_image": (512, None), "wan": (480, 17)}
@@ -109,11 +109,13 @@ def test_passes_are_those_of_a_run(place, name):
     loop.step(0, Clock())
     loop.close()
     want = work(config, 1, train["reuse_rollout_forward"])
-    assert seen["rollout"] + seen["graph"] + seen["none"] == want.rollout + want.trained + want.beside - want.reused
-    assert seen["graph"] == want.trained and seen["none"] == want.beside
+    assert (
+        seen["rollout"] + seen["graph"] + seen["none"] == want.rollout + want.trained + want.forward_only - want.reused
+    )
+    assert seen["graph"] == want.trained and seen["none"] == want.forward_only
 
 
-FACTS = Facts(trained=10**8, gathered=24 * 10**9, hidden=10**9)
+FACTS = DenoiserSizes(trained=10**8, gathered=24 * 10**9, hidden=10**9)
 FLOP = {"rollout": 1e13, "update": 3e13, "decode": 1e12, "text": 0.0}
 
 
@@ -161,7 +163,7 @@ def test_the_share_that_min_advantage_keeps():
     values = torch.randn(4000, 8, 8)
     a = (values - values.mean(2, keepdim=True)) / values.std(2, correction=0, keepdim=True)
     share = (a.abs() >= 0.5 * a.abs().amax((1, 2), keepdim=True)).float().mean()
-    assert kept(config) == pytest.approx(float(share), rel=0.03) and kept(replace(config, train=replace(
+    assert kept_share(config) == pytest.approx(float(share), rel=0.03) and kept_share(replace(config, train=replace(
         config.train, min_advantage=0.0))) == 1.0  # fmt: skip
 
 

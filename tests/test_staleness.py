@@ -18,8 +18,8 @@ from prefgrpo.config.schema import ConfigError, from_dict
 from prefgrpo.objectives import objective
 from prefgrpo.rewards.base import PointwiseReward, Score
 from prefgrpo.run import trainer as trainer_module
-from prefgrpo.run.memory import known_bytes
-from prefgrpo.run.session import Clock, keeps_graph, mistakes
+from prefgrpo.run.memory import static_bytes
+from prefgrpo.run.session import Clock, config_errors, keeps_graph
 from prefgrpo.run.trainer import Callbacks, TrainingStopped
 
 STALE = {"staleness": 1}
@@ -111,7 +111,7 @@ def test_the_samples_are_those_of_older_weights_and_the_ratio_is_to_them(trainer
         assert (row["policy/ratio_min"] < 1.0 < row["policy/ratio_max"]) == (k != made_by)
     assert 0 < found[1]["policy/clip_fraction"] < 1, "expected some ratios to be clipped"
     assert seen[0].held == seen[1].held == 2 * seen[2].held, "expected two steps' samples if made ahead"
-    sizes, once = known_bytes(one.config, one.adapter, 1), known_bytes(plain.config, plain.adapter, 1)
+    sizes, once = static_bytes(one.config, one.adapter, 1), static_bytes(plain.config, plain.adapter, 1)
     assert {k: sizes[k] / once[k] for k in sizes} == {"weights": 1, "optimiser": 1, "latents": 2, "images": 2}
 
 
@@ -187,7 +187,7 @@ def test_the_next_samples_are_made_before_the_scores_are_there(trainer, monkeypa
 
         setattr(owner, name, call)
 
-    noted(one, "make", "made", 10.0)
+    noted(one, "generate", "made", 10.0)
     noted(one.scorer, "finish", "scored", 1.0)
     noted(one, "update", "updated", 3.0)
     one.run()
@@ -248,9 +248,9 @@ def test_what_needs_samples_of_the_present_weights_is_refused(place):
         return from_dict(settings(place, "refused", rollout=STALE, train=train))
 
     for name, options in OLD.items():
-        wrong = mistakes(config(objective=name, objective_options=options))
+        wrong = config_errors(config(objective=name, objective_options=options))
         assert [w for w in wrong if f"rollout.staleness: {name} has an old policy" in w] == wrong != [], name
-    assert not [name for name in TAKEN if mistakes(config(objective=name))]
+    assert not [name for name in TAKEN if config_errors(config(objective=name))]
     with pytest.raises(ConfigError, match=r"checkpoint\.every: expected 2 or more, because rollout\.staleness: 1"):
         from_dict(settings(place, "refused", rollout=STALE, checkpoint={"every": 1}))
     auto, asked = (config(reuse_rollout_forward=value) for value in ("auto", True))

@@ -47,7 +47,7 @@ def report(folder, config, start=0):
 
 
 def kept(folder):
-    with np.load(folder.shown("test", 2)) as file:
+    with np.load(folder.report_images("test", 2)) as file:
         beside = np.concatenate([file["before"], file["now"]], axis=-2)
     return beside, json.loads(folder.prompts("test").read_text())
 
@@ -58,7 +58,7 @@ def test_tensorboard_shows_images_clips_and_verdicts(folder):
     clips = np.random.default_rng(0).integers(0, 256, (2, 12, 3, 16, 16, 3), dtype=np.uint8)
     for clip in (False, True):
         if clip:
-            np.savez(folder.shown("test", 2), before=clips[0], now=clips[1])
+            np.savez(folder.report_images("test", 2), before=clips[0], now=clips[1])
         report(folder, config())
         events = EventAccumulator(str(folder.tensorboard), size_guidance={"images": 0, "tensors": 0})
         events.Reload()
@@ -141,7 +141,7 @@ def test_a_service_gets_what_the_run_kept_and_is_resumed(folder, name, monkeypat
     assert (first["resume"], second["resume"]) == ("never", "allow") and first["project"] == "mine"
     assert first.get("id") == second.get("id") and first["config"]["name"] == "run"
     clips = np.random.default_rng(0).integers(0, 256, (12, 3, 16, 16, 3), dtype=np.uint8)
-    np.savez(folder.shown("test", 2), before=clips, now=clips)
+    np.savez(folder.report_images("test", 2), before=clips, now=clips)
     report(folder, given)
     assert gallery("eval/test")[1][0] == ("video", 3, prompts[0], "gif")
     assert name == "trackio" or module.calls[-2]["id"] != first["id"], "a fresh run reused the id"
@@ -170,10 +170,10 @@ def test_trackio_on_this_machine(folder, monkeypatch, tmp_path):
 
 def test_a_library_that_is_absent_is_named_at_the_start(monkeypatch, tmp_path):
     monkeypatch.setattr(trackers, "find_spec", lambda name: None)
-    (problem,) = trackers.mistakes(config(trackers=["wandb"]))
+    (problem,) = trackers.config_errors(config(trackers=["wandb"]))
     assert problem == "trackers: wandb is not installed; expected `pip install wandb`, or a run without it"
     monkeypatch.undo()
     (tmp_path / "no_such_library").mkdir()  # like ./wandb, which offline runs create
     monkeypatch.syspath_prepend(tmp_path)
     lacking = types.SimpleNamespace(trackers=("no_such_library",))
-    assert "no_such_library is not installed" in trackers.mistakes(lacking)[0]
+    assert "no_such_library is not installed" in trackers.config_errors(lacking)[0]

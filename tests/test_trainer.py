@@ -18,7 +18,7 @@ from tiny_run import BRIGHTNESS, collect, rows, settings, trainers, world
 from prefgrpo.config.schema import ConfigError, from_dict
 from prefgrpo.objectives.base import Targets
 from prefgrpo.rewards.base import PointwiseReward, Score
-from prefgrpo.rollout.deal import deal_batches
+from prefgrpo.rollout.assignment import assign_batches
 from prefgrpo.run.trainer import TrainingStopped
 from prefgrpo.sde import noise
 
@@ -316,13 +316,13 @@ def test_updates_share_the_prompts_not_the_samples(trainer, place):
     """Update u trains the slots p with p·U // P = u, or a part of a group if there are more updates than slots."""
     over = {"rollout": {"prompts_per_step": 5, "group_size": 2, "batch_size": 3}, "train": {"updates_per_rollout": 2}}
     one = trainer(**over, eval={"every": 0})
-    plan = deal_batches(one.config, [one.config.rollout] * 5)
+    plan = assign_batches(one.config, [one.config.rollout] * 5)
     assert sorted(p for b in plan for p in b.places) == [(p, g) for p in range(5) for g in range(2)]
     for b in plan:
         assert {p * 2 // 5 for p, _ in b.places} == {b.update} and len(b.places) <= 3
     more = from_dict(settings(place, "more", rollout={"prompts_per_step": 2}, train={"updates_per_rollout": 4}))
     halves = [[(p, 0), (p, 1)] for p in (0, 1)] + [[(p, 2), (p, 3)] for p in (0, 1)]
-    plan = deal_batches(more, [more.rollout] * 2)
+    plan = assign_batches(more, [more.rollout] * 2)
     assert [list(b.places) for b in plan] == sorted(halves) and [b.update for b in plan] == [0, 1, 2, 3]
 
 

@@ -26,9 +26,9 @@ import tyro
 import yaml
 
 from prefgrpo import __version__
-from prefgrpo.commands.launch import speaks, wait_for_cause, wait_for_first
-from prefgrpo.config.recipe import ConfigError, Loader, merged
-from prefgrpo.config.schema import AUTO, MODEL_VALUES, Config, check, differences, leaves, load, parse
+from prefgrpo.commands.launch import reports_errors, wait_for_cause, wait_for_first
+from prefgrpo.config.recipe import ConfigError, Loader, merge
+from prefgrpo.config.schema import AUTO, MODEL_VALUES, Config, check, differences, flat_fields, load, parse
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("prefgrpo.commands.cli:train", "train a model from a recipe; any field can be overridden"),
@@ -224,7 +224,7 @@ def _with_recipe(command: Any, name: str, argv: Sequence[str], recipe: Path | No
     parameters = [*path, *own.values()]
     if wanted := {"-h", "--help", "--help-all"} & set(argv):
         shown = ["*"] if wanted == {"--help-all"} else FIELDS[command.__name__].split()
-        section = _section(load(recipe) if recipe else Config(), shown)
+        section = _help_section(load(recipe) if recipe else Config(), shown)
         whole: Any = Annotated[section, tyro.conf.arg(name="")]
         parameters.append(Parameter("config", Parameter.KEYWORD_ONLY, annotation=whole, default=section()))
         argv = ["--help"]
@@ -236,13 +236,13 @@ def _with_recipe(command: Any, name: str, argv: Sequence[str], recipe: Path | No
     arguments.__doc__ = command.__doc__
     arguments.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
     arguments.__annotations__ = {p.name: p.annotation for p in parameters}
-    with nullcontext() if speaks() else redirect_stderr(StringIO()):
+    with nullcontext() if reports_errors() else redirect_stderr(StringIO()):
         given = tyro.cli(arguments, args=words, prog=f"prefgrpo {name}")
     if "target" in given:
         from prefgrpo.commands.evaluate import recipe_of
 
         file, found = recipe_of(given["target"], given["prompts"] or str(given["results"] or ""))
-        return command(_read(file, merged(found, values), command.__name__), **given)
+        return command(_read(file, merge(found, values), command.__name__), **given)
     return command(_read(recipe or given.pop("recipe"), values, command.__name__), **given)
 
 
@@ -251,13 +251,13 @@ RECIPE = Annotated[
 ]
 
 
-def _section(values: Any, shown: Sequence[str], prefix: str = "") -> Any:
+def _help_section(values: Any, shown: Sequence[str], prefix: str = "") -> Any:
     """A section's class, reduced to the fields that match one of the patterns `shown`, for --help."""
     out: list[Any] = []
     for name, info in values.__pydantic_fields__.items():
         kind, default = info.annotation, getattr(values, name)
         if is_dataclass(kind):
-            section = _section(default, shown, f"{prefix}{name}.")
+            section = _help_section(default, shown, f"{prefix}{name}.")
             out += [(name, section, field(default_factory=section))] if fields(section) else []
         elif any(fnmatch(prefix + name, pattern) for pattern in shown):
             as_text = isinstance(default, dict)
@@ -273,7 +273,7 @@ def overrides(argv: Sequence[str], own: Collection[str]) -> tuple[list[str], dic
     `--no-tensorboard`, or `--tensorboard` with true or false. An unknown name counts as a field, so that it is
     reported with the recipe's mistakes, unless it resembles one of `own`, the names of the command's options.
     """
-    defaults, rest = leaves(Config()), list(argv)
+    defaults, rest = flat_fields(Config()), list(argv)
     value: Any
     words, values = list[str](), dict[str, Any]()
     while rest:
@@ -292,28 +292,28 @@ def overrides(argv: Sequence[str], own: Collection[str]) -> tuple[list[str], dic
         elif isinstance(default, tuple) and not equals:
             value = list(takewhile(lambda w: not w.startswith("--"), rest))
             del rest[: len(value)]
-        elif isinstance(default, bool) and not equals and _stands_alone(key, rest):
+        elif isinstance(default, bool) and not equals and _is_bare_switch(key, rest):
             value = True
         elif not equals and (not rest or rest[0].startswith("--")):
             raise ConfigError([f"{word}: expected a value"])
         else:
             text = text if equals else rest.pop(0)
-            value = text if isinstance(default, str) and bool not in get_args(_kind(key)) else _yaml(text)
+            value = text if isinstance(default, str) and bool not in get_args(_field_type(key)) else _yaml(text)
             value = [value] if isinstance(default, tuple) and isinstance(value, str) else value
         for part in reversed(key.split(".")):
             value = {part: value}
-        values = merged(values, value)
+        values = merge(values, value)
     return words, values
 
 
-def _stands_alone(key: str, rest: Sequence[str]) -> bool:
+def _is_bare_switch(key: str, rest: Sequence[str]) -> bool:
     """Whether no value follows a switch: true or false, or any word if the field is not only a bool."""
     if not rest or rest[0].startswith("--"):
         return True
-    return _kind(key) is bool and rest[0].lower() not in ("true", "false")
+    return _field_type(key) is bool and rest[0].lower() not in ("true", "false")
 
 
-def _kind(key: str) -> Any:
+def _field_type(key: str) -> Any:
     """The type of a field of the configuration."""
     kind: Any = Config
     for part in key.split("."):
@@ -337,14 +337,14 @@ def _read(recipe: Path | None, values: Mapping[str, Any], command: str) -> Confi
     from prefgrpo.run.loading import unsupported
 
     model = str(values.get("model", ""))
-    config, mistakes = parse(recipe, model, values)
-    mistakes += check(config) + unsupported(config)
+    config, errors = parse(recipe, model, values)
+    errors += check(config) + unsupported(config)
     if command == "train":
         from prefgrpo.run import session
 
-        mistakes += session.mistakes(config)
-    if mistakes:
-        raise ConfigError(mistakes)
+        errors += session.config_errors(config)
+    if errors:
+        raise ConfigError(errors)
     changed = differences(parse(recipe)[0], parse(recipe, model)[0]) if model else {}
     if changed and os.environ.get("RANK", "0") == "0":
         shown = ", ".join(f"{key} {b} (was {a})" for key, (a, b) in changed.items())
@@ -374,7 +374,7 @@ def report(runs: tuple[Path, ...], out: Path | None = None) -> int:
     return 0
 
 
-def _mendable() -> tuple[type[Exception], ...]:
+def _user_errors() -> tuple[type[Exception], ...]:
     """Errors whose message alone tells the user what to do."""
     from prefgrpo.data.prompts import DataError
     from prefgrpo.judge.verdict import JudgeError
@@ -427,7 +427,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except Exception as error:
-        if not isinstance(error, ConfigError) and not isinstance(error, _mendable()):  # the latter imports torch
+        if not isinstance(error, ConfigError) and not isinstance(error, _user_errors()):  # the latter imports torch
             wait_for_cause(error)
             raise
         wait_for_first(2)

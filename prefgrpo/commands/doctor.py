@@ -53,7 +53,7 @@ def doctor(folder: Path = Path("runs"), hub: bool = False) -> int:
         hub: Also test the attention backends that download a kernel from the hub.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    reference = _tried("reference", _reference)
+    reference = _run_check("reference", _reference)
     _print("Versions", _versions())
     _print("Machine", _machine(folder))
     _print("Judge engines (each in a separate environment)", _engines())
@@ -71,7 +71,7 @@ def _print(title: str, rows: Iterable[Row]) -> None:
     print()
 
 
-def _tried(name: str, check: Callable[[], tuple[bool | None, str]]) -> Row:
+def _run_check(name: str, check: Callable[[], tuple[bool | None, str]]) -> Row:
     """The row with the result of `check`, or with its error."""
     try:
         return Row(name, *check())
@@ -177,7 +177,7 @@ def _ops(gpu: torch.device) -> Iterator[Row]:
         dx, dl = (float((g - e).abs().max()) for g, e in zip(got[:2], expected[:2], strict=True))
         return dx < 1e-6 and dl < 1e-5, f"ran on {device}; largest difference: {dx:.1e} in x', {dl:.1e} in log-prob"
 
-    yield from (_tried(name, partial(check, name)) for name in BACKENDS)
+    yield from (_run_check(name, partial(check, name)) for name in BACKENDS)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         chosen = ", ".join(f"{d} → {backend_of(d)}" for d in dict.fromkeys(("cpu", gpu.type)))
@@ -193,7 +193,7 @@ def _attention(device: torch.device, hub: bool) -> Iterator[Row]:
         return
     names = [b.value for b in dispatch.AttentionBackendName if b.value not in OTHER_DEVICES]
     tried = [name for name in names if hub or "_hub" not in name]
-    rows = [_tried(name, partial(_probe, name, device)) for name in tried]
+    rows = [_run_check(name, partial(_probe, name, device)) for name in tried]
     absent = [row.name for row in rows if "missing package" in row.detail]
     yield from (row for row in rows if row.name not in absent)
     yield Row("not installed", None, ", ".join(absent))

@@ -23,7 +23,7 @@ from prefgrpo.rollout.endpoint import EndpointCollector
 from prefgrpo.rollout.replay import replay
 from prefgrpo.run import batch_size
 from prefgrpo.run.loading import open_adapter, trainable
-from prefgrpo.run.memory import GIB, known_bytes
+from prefgrpo.run.memory import GIB, static_bytes
 from prefgrpo.run.session import check_run, open_collector, open_policy, open_schedules, peak_memory
 
 
@@ -36,12 +36,12 @@ def dry_run(config: Config) -> int:
         prompts, sets = prompt_sets(config)
         absent = uncached(config, encoding_jobs(config, prompts))
         auto = config.rollout.batch_size == AUTO
-        config = batch_size.planned(config, world, prompts) if auto else config
+        config = batch_size.initial_batch_sizes(config, world, prompts) if auto else config
         adapter = trainable(config, open_adapter(config, world.device, bool(absent), splits(config)), world)
         policy = open_policy(config, goal := objective(config.train), adapter)
-        config = batch_size.tried(config, adapter, policy, world, prompts) if auto else config
+        config = batch_size.probe_batch_sizes(config, adapter, policy, world, prompts) if auto else config
         schedules = open_schedules(config, adapter, world, prompts)
-        for name, value in known_bytes(config, adapter, world.size).items():
+        for name, value in static_bytes(config, adapter, world.size).items():
             print(f"{name:<10} {value / GIB:10.4g} GiB per process")
         evaluated = ", ".join(f"{len(held)} of the set {name}" for name, held in sets.items())
         print(f"{len(prompts)} training prompts; to evaluate on: {evaluated or 'none'}")

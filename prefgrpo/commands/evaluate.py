@@ -22,7 +22,7 @@ from typing import Any, Literal
 import numpy as np
 import yaml
 
-from prefgrpo.commands.generate import Job, Weights, check_writing, jobs_of, make
+from prefgrpo.commands.generate import Job, Weights, check_writing, generate_files, make_jobs
 from prefgrpo.commands.score import score_files
 from prefgrpo.config.recipe import Loader, read_yaml
 from prefgrpo.config.schema import Config, ConfigError, JudgeConfig, load
@@ -38,10 +38,10 @@ from prefgrpo.rewards.base import PointwiseReward, Sample
 from prefgrpo.rewards.functions import FunctionPairwise
 from prefgrpo.rewards.scorer import Scorer
 from prefgrpo.rollout.render import sample
-from prefgrpo.rollout.sampling import evaluation
+from prefgrpo.rollout.sampling import eval_sampling
 from prefgrpo.run import checkpoint, judging
 from prefgrpo.run.checkpoint import CheckpointError, write_atomic
-from prefgrpo.run.evaluate import Table, compare, held_out, over_ranks, verdict
+from prefgrpo.run.evaluate import Table, compare, make_eval_set, over_ranks, verdict
 from prefgrpo.run.run_folder import RunFolder
 from prefgrpo.suites import Name, load_suite
 from prefgrpo.suites.base import Results, Suite
@@ -99,7 +99,7 @@ def _side(config: Config, target: str, which: Which) -> Side:
     if (run := _run_of(path)) is None:
         if which == "ema":
             raise ConfigError([f"--weights: {target} is not a run, so it has no EMA weights"])
-        return Side(config, Weights(trainable=_split(config)), "base")
+        return Side(config, Weights(trainable=_is_split(config)), "base")
     if which == "ema" and not config.train.ema_decay:
         raise ConfigError([f"--weights: {run.root} has no EMA weights (train.ema_decay is 0); expected live"])
     newest = path if path.resolve().parent.name == "checkpoints" else run.latest()
@@ -110,12 +110,12 @@ def _side(config: Config, target: str, which: Which) -> Side:
     return Side(config, weights, f"{newest.name}_{'ema' if averaged else 'live'}", run.root.name)
 
 
-def _split(config: Config) -> bool:
+def _is_split(config: Config) -> bool:
     """Whether weights or tokens are split over processes, so that the model must be opened as for training."""
     return config.parallel.shard * config.parallel.ring * config.parallel.ulysses > 1
 
 
-def _other(side: Side, against: str, which: Which) -> Side:
+def _baseline_side(side: Side, against: str, which: Which) -> Side:
     """The side to compare with: the base, or another target, sampled with `side`'s settings. Raises ConfigError."""
     config = side.config
     if against == "base":
@@ -127,7 +127,7 @@ def _other(side: Side, against: str, which: Which) -> Side:
     return replace(_side(replace(config, model=against, family=family_of(against)), against, which), label=against)
 
 
-def _facts(side: Side, prompts: Sequence[Prompt], samples: int) -> dict[str, Any]:
+def _provenance(side: Side, prompts: Sequence[Prompt], samples: int) -> dict[str, Any]:
     """Everything that determines the files of one side."""
     c, w = side.config, side.weights
     return {
@@ -139,7 +139,7 @@ def _facts(side: Side, prompts: Sequence[Prompt], samples: int) -> dict[str, Any
         "seed": c.seed,
         "prompts": fingerprint(prompts),
         "samples": samples,
-        "sampling": {k: v for k, v in asdict(evaluation(c)).items() if k != "batch_size"},
+        "sampling": {k: v for k, v in asdict(eval_sampling(c)).items() if k != "batch_size"},
     }
 
 
@@ -152,7 +152,7 @@ def _sha256(path: Path) -> str:
         raise CheckpointError(f"{path} is not a whole checkpoint ({error!r}); the run has {there}") from error
 
 
-def _claim(out: Path, facts: Mapping[str, Any]) -> int:
+def _lock_folder(out: Path, facts: Mapping[str, Any]) -> int:
     """Lock a folder for this evaluation until the returned descriptor is closed. Raises CheckpointError if it holds
     another's files."""
     handle = checkpoint.lock(out)
@@ -210,9 +210,9 @@ def evaluate(
         if suite:
             code = _suite(side, load_suite(suite), suite, prompts, out or where / suite, samples, question, fps, world)
         else:
-            other = _other(side, against, against_weights)
+            other = _baseline_side(side, against, against_weights)
             place = out or where / f"against_{str(other).replace(' ', '_').rpartition('/')[2]}"
-            code = _against(side, other, prompts, place, judge2, fps, world)
+            code = _compare_sides(side, other, prompts, place, judge2, fps, world)
         if world.main and out is None and (run := _run_of(Path(target))):
             print(f"also in {write_report(run.root)}")
         return code
@@ -237,12 +237,12 @@ def _suite(
     places = suite.places(prompts, samples, out, ".mp4" if clips else ".png")
     options = suite.options(config.eval.options.get(suite.reward, {}), question)
     check_writing(config, out, 1, fps)
-    jobs = jobs_of(places, shared=suite.shares_files)
+    jobs = make_jobs(places, shared=suite.shares_files)
     rewards = _suite_reward(config, suite, options, out, world)  # fails before anything is generated
-    facts = {"suite": name} | _facts(side, prompts, samples)
-    handle = world.on_main(partial(_claim, out, facts), CheckpointError)
+    facts = {"suite": name} | _provenance(side, prompts, samples)
+    handle = world.on_main(partial(_lock_folder, out, facts), CheckpointError)
     try:
-        make(config, side.weights, jobs, world, fps)
+        generate_files(config, side.weights, jobs, world, fps)
         suite.finish(places, out, world)
         world.barrier()
         if not suite.reward:
@@ -287,7 +287,7 @@ def _report(results: Results, facts: Mapping[str, Any], out: Path, name: str) ->
 # ---- two sides ------------------------------------------------------------------------------------------------------
 
 
-def _against(side: Side, other: Side, prompts: str, out: Path, judge2: str, fps: int, world: World) -> int:
+def _compare_sides(side: Side, other: Side, prompts: str, out: Path, judge2: str, fps: int, world: World) -> int:
     """Render both sides from the same noise, compare them, report."""
     config, ending = side.config, ".mp4" if judging.makes_clips(side.config) else ".png"
 
@@ -299,28 +299,29 @@ def _against(side: Side, other: Side, prompts: str, out: Path, judge2: str, fps:
         raise ConfigError(["--prompts: the run has no held-out prompts; expected a file of prompts to compare on"])
     samples = config.eval.samples_per_prompt
     held = [
-        held_out(name, own[: config.eval.max_prompts or None], samples, k) for k, (name, own) in enumerate(sets.items())
+        make_eval_set(name, own[: config.eval.max_prompts or None], samples, k)
+        for k, (name, own) in enumerate(sets.items())
     ]
     check_writing(config, out, 1, fps)
     judges, notes = _judges(config, judge2, out, world)
     every = [p for h in held for p in h.items]
     scorers = _scorers(config, judges, every, world)
-    facts = {"now": _facts(side, every, samples), "against": _facts(other, every, samples)}
-    handle = world.on_main(partial(_claim, out, facts), CheckpointError)
+    facts = {"now": _provenance(side, every, samples), "against": _provenance(other, every, samples)}
+    handle = world.on_main(partial(_lock_folder, out, facts), CheckpointError)
     try:
         metrics: dict[str, float] = {}
         for one, part in zip((side, other), facts, strict=True):
             made = [Job(p, h.first_id + i, file(part, h.name, i)) for h in held for i, p in enumerate(h.items)]
-            make(one.config, one.weights, made, world, fps)
+            generate_files(one.config, one.weights, made, world, fps)
         for h in held:
             each = -(-len(h.items) // world.dp_size)
             mine = range(world.dp_index * each, min((world.dp_index + 1) * each, len(h.items)))
             parts: list[Table] = []
-            for start in range(0, len(mine) * world.leads, AT_ONCE):
+            for start in range(0, len(mine) * world.is_dp_leader, AT_ONCE):
                 rows = mine[start : start + AT_ONCE]
                 pairs = [_pair(config, h.items[i], *(file(part, h.name, i) for part in facts)) for i in rows]
                 parts.append(compare(scorers, pairs))
-            metrics |= over_ranks(world, h.name, h.group[list(mine)], _joined(parts), len(h.items))
+            metrics |= over_ranks(world, h.name, h.group[list(mine)], _concat_tables(parts), len(h.items))
         for scorer in scorers.values():
             scorer.close()
         if world.main:
@@ -336,10 +337,10 @@ def _against(side: Side, other: Side, prompts: str, out: Path, judge2: str, fps:
 
 def _pair(config: Config, prompt: Prompt, now: Path, before: Path) -> tuple[Sample, ...]:
     """A prompt's samples of both sides, read from their files."""
-    return tuple(sample(prompt, read_media(file).pixels, evaluation(config)) for file in (now, before))
+    return tuple(sample(prompt, read_media(file).pixels, eval_sampling(config)) for file in (now, before))
 
 
-def _joined(parts: Sequence[Table]) -> Table:
+def _concat_tables(parts: Sequence[Table]) -> Table:
     """The concatenated columns of consecutive tables; NaN where a table lacks one."""
     names = dict.fromkeys(name for part in parts for name in part)
     lengths = [len(next(iter(part.values()))) if part else 0 for part in parts]

@@ -29,7 +29,7 @@ from prefgrpo.parallel.shard import gathered
 from prefgrpo.parallel.world import World
 from prefgrpo.rollout.embeddings import Embeddings, encoding_jobs, uncached
 from prefgrpo.rollout.render import Images, render, to_uint8
-from prefgrpo.rollout.sampling import Schedules, all_sizes, evaluation, of_prompt
+from prefgrpo.rollout.sampling import Schedules, all_sizes, eval_sampling, prompt_sampling
 from prefgrpo.run import checkpoint
 from prefgrpo.run.judging import makes_clips
 from prefgrpo.run.loading import config_errors_as, open_adapter, trainable
@@ -71,11 +71,11 @@ def generate(
     held = read_prompts(prompts or config.eval.prompts or config.data.prompts, unique=False)
     ending = ".mp4" if makes_clips(config) else ".png"
     places = [(p, j, out / file_name(p, j, naming, ending)) for p in held for j in range(samples)]
-    jobs = jobs_of(places, shared=naming == "vbench")
+    jobs = make_jobs(places, shared=naming == "vbench")
     there = sum(job.file.exists() for job in jobs)
     world = parallel.start(config.device)
     try:
-        make(config, Weights(lora=lora), jobs, world, fps)
+        generate_files(config, Weights(lora=lora), jobs, world, fps)
         if world.main:
             print(f"{len(jobs)} files are in {out}" + f"; {there} already existed and are unchanged" * (there > 0))
     finally:
@@ -95,7 +95,7 @@ def check_writing(config: Config, out: Path, samples: int, fps: int) -> None:
         raise ConfigError([f"--out: expected a folder that can be written: {error}"]) from error
 
 
-def jobs_of(places: Iterable[tuple[Prompt, int, Path]], shared: bool = False) -> list[Job]:
+def make_jobs(places: Iterable[tuple[Prompt, int, Path]], shared: bool = False) -> list[Job]:
     """A job per (prompt, sample number, file), each file once. Raises DataError if two prompts have one file, unless
     `shared`."""
     jobs: dict[Path, Job] = {}
@@ -106,14 +106,14 @@ def jobs_of(places: Iterable[tuple[Prompt, int, Path]], shared: bool = False) ->
     return list(jobs.values())
 
 
-def make(config: Config, weights: Weights, jobs: Sequence[Job], world: World, fps: int) -> None:
+def generate_files(config: Config, weights: Weights, jobs: Sequence[Job], world: World, fps: int) -> None:
     """Generate every missing file, each rank its share, then wait for all ranks; loads the model only if needed.
 
     Raises ConfigError, ModelError or CheckpointError.
     """
     missing = [job for job in jobs[world.dp_index :: world.dp_size] if not job.file.exists()]
     if world.any(bool(missing)):
-        prompts, shown = list({id(job.prompt): job.prompt for job in jobs}.values()), evaluation(config)
+        prompts, shown = list({id(job.prompt): job.prompt for job in jobs}.values()), eval_sampling(config)
         absent = uncached(config, encoding_jobs(replace(config, rollout=shown), prompts))
         adapter = _open(config, weights, world, encoders=bool(absent))
         with config_errors_as("eval, or a prompt's own size"):
@@ -154,23 +154,23 @@ def _render(config: Config, adapter: Adapter, jobs: Sequence[Job], any_job: Job,
 
     With `World.equal_forwards`, a rank with fewer batches renders `any_job` as padding, without writing it.
     """
-    r, own, m = evaluation(config), config.data.own_sizes, config.memory
+    r, own, m = eval_sampling(config), config.data.own_sizes, config.memory
     embeddings = Embeddings(adapter, config.data.max_length, config.data.cache or None)
     schedules = Schedules(config, adapter, world.device)
     by_size: dict[SamplingConfig, list[Job]] = {}
     for job in jobs:
-        by_size.setdefault(of_prompt(job.prompt, r, own), []).append(job)
+        by_size.setdefault(prompt_sampling(job.prompt, r, own), []).append(job)
     batches = [(s, js[k : k + r.batch_size]) for s, js in by_size.items() for k in range(0, len(js), r.batch_size)]
     count = len(batches)
     if world.equal_forwards:
         most = int(world.gather(np.array([float(count)])).max())
-        batches += [(of_prompt(any_job.prompt, r, own), [any_job])] * (most - count)
+        batches += [(prompt_sampling(any_job.prompt, r, own), [any_job])] * (most - count)
     with tqdm(total=len(jobs), unit="file", dynamic_ncols=True, disable=None if world.main else True) as bar:
         for number, (sizes, batch) in enumerate(batches):
             ids = torch.tensor([job.noise for job in batch], dtype=torch.int64, device=world.device)
             prompts, schedule = [job.prompt for job in batch], schedules.ode(sizes)
             media = render(adapter, schedule, embeddings, prompts, ids, sizes, config.seed, m.decode_batch, world)
-            if number < count and world.leads:
+            if number < count and world.is_dp_leader:
                 for job, pixels in zip(batch, to_uint8(media), strict=True):
                     write(job.file, pixels, fps)
             bar.update(len(batch) * (number < count))

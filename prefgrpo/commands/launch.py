@@ -48,7 +48,7 @@ def launch(argv: Sequence[str]) -> int:
     return 0
 
 
-def speaks() -> bool:
+def reports_errors() -> bool:
     """Whether this process reports errors: under torchrun, which starts several, only local rank 0 does."""
     return "TORCHELASTIC_RUN_ID" not in os.environ or os.environ.get("LOCAL_RANK", "0") == "0"
 
@@ -59,17 +59,17 @@ def wait_for_first(code: int) -> None:
     On other ranks, exits with `code` when torchrun sends SIGTERM because local rank 0 has ended, or returns after
     WAIT_S, if only this process has failed.
     """
-    if not speaks():
+    if not reports_errors():
         _wait_for_torchrun(code, WAIT_S)
 
 
 def wait_for_cause(error: Exception) -> None:
     """Call before exiting with a traceback. If the error only follows from another process's end, waits for torchrun to
     end this process, without a traceback; returns after CAUSE_S, e.g. if no process of this machine has ended."""
-    from prefgrpo.parallel.world import follows
+    from prefgrpo.parallel.world import is_peer_failure
     from prefgrpo.run.session import Interrupt
 
-    if "TORCHELASTIC_RUN_ID" in os.environ and follows(error):
+    if "TORCHELASTIC_RUN_ID" in os.environ and is_peer_failure(error):
         if Interrupt.ever:  # torchrun has reported it already
             os._exit(1)
         _wait_for_torchrun(1, CAUSE_S)

@@ -13,7 +13,7 @@ from prefgrpo.config.schema import Config, ConfigError
 from prefgrpo.data.prompts import prompt_sets
 from prefgrpo.parallel import world as parallel
 from prefgrpo.parallel.world import World
-from prefgrpo.rollout.embeddings import Embeddings, EncodeJob, encoding_jobs, note_encoders, uncached
+from prefgrpo.rollout.embeddings import Embeddings, EncodeJob, encoding_jobs, record_encoders, uncached
 from prefgrpo.run.loading import open_adapter
 
 
@@ -31,7 +31,7 @@ def preprocess(config: Config) -> int:
             _encode(config, mine, world)
         world.barrier()
         if world.main:
-            note_encoders(config)
+            record_encoders(config)
             total = f"all of {len(prompts) + len(held)} prompts are in {config.data.cache}"
             print(f"{len(todo)} texts and sources encoded now; {total}")
     finally:
@@ -44,7 +44,7 @@ def _encode(config: Config, jobs: list[EncodeJob], world: World) -> None:
     adapter = open_adapter(config, world.device)
     embeddings = Embeddings(adapter, config.data.max_length, config.data.cache, 1)
     try:
-        with adapter.parked.hold():
+        with adapter.offload.keep_on_device():
             for job in tqdm(jobs, unit="prompt", dynamic_ncols=True, disable=None if world.main else True):
                 images = job.images()
                 embeddings.sources(images, job.frames) if job.text is None else embeddings.text(job.text, images)

@@ -25,7 +25,7 @@ import torch
 import tyro
 from tqdm import tqdm
 
-from prefgrpo.config.recipe import merged, read_yaml
+from prefgrpo.config.recipe import merge, read_yaml
 from prefgrpo.config.schema import Config, ConfigError, RewardConfig
 from prefgrpo.data.file_names import CLIPS, Generated, find, read_media
 from prefgrpo.data.media import Media
@@ -131,7 +131,7 @@ def _options(files: Sequence[Path], names: Iterable[str], device: str) -> dict[s
     """Options per reward, merged from all files; `device` where a reward takes and lacks one. Raises ConfigError."""
     options: dict[str, dict[str, Any]] = {}
     for file in files:
-        options = merged(options, read_yaml(file))
+        options = merge(options, read_yaml(file))
     if wrong := [name for name, own in options.items() if not isinstance(own, dict)]:
         expected = "expected options of a reward, e.g. {model: …}"
         raise ConfigError([f"--options: {name}: {expected}, got {options[name]!r}" for name in wrong])
@@ -158,8 +158,8 @@ def _check_inputs(rewards: Mapping[str, Any], files: Sequence[Generated]) -> Non
     """Raise ConfigError if rewards, or reward classes, cannot score these files."""
     prompts = list({g.prompt.id: g.prompt for g in files}.values())
     kinds = sorted({"video" if _is_clip(g) else "image" for g in files})
-    if mistakes := [m for k in kinds for m in unsupported(k, "--reward-spec:", "the folder holds", rewards, prompts)]:
-        raise ConfigError(list(dict.fromkeys(mistakes)))
+    if errors := [m for k in kinds for m in unsupported(k, "--reward-spec:", "the folder holds", rewards, prompts)]:
+        raise ConfigError(list(dict.fromkeys(errors)))
 
 
 def _groups(files: Sequence[Generated]) -> Groups:
@@ -185,7 +185,7 @@ def score_files(
     rewards: Mapping[str, Reward], files: Sequence[Generated], batch: int, seed: int, deadline_s: float, world: World
 ) -> list[dict[str, Score]]:
     """Scores of every file by reward, in the files' order, on every rank."""
-    mine = _units(_groups(files), batch)[world.dp_index :: world.dp_size] if world.leads else []
+    mine = _units(_groups(files), batch)[world.dp_index :: world.dp_size] if world.is_dp_leader else []
     scored: list[tuple[int, dict[str, Score]]] = []
     total = sum(len(group) for _, groups in mine for group in groups)
     with tqdm(total=total, unit="file", dynamic_ncols=True, disable=None if world.main else True) as bar:

@@ -19,19 +19,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prefgrpo.config.recipe import merged, read_yaml
+from prefgrpo.config.recipe import merge, read_yaml
 from prefgrpo.config.schema import MODEL_VALUES, Config, ConfigError, from_dict, to_dict
 from prefgrpo.data.prompts import SOURCE
 from prefgrpo.models import family_of
 from prefgrpo.models.folder import ModelError
 from prefgrpo.report import write_report
-from prefgrpo.rewards import PYTHON, REWARDS, RewardSpecError, load_class, named, parse_reward_spec
+from prefgrpo.rewards import PYTHON, REWARDS, RewardSpecError, load_class, parse_reward_spec, python_rewards
 from prefgrpo.rewards.base import Reward
 from prefgrpo.rewards.pairwise import VlmPairwise
 from prefgrpo.run.checkpoint import write_atomic
 from prefgrpo.run.loading import unsupported
 from prefgrpo.run.run_folder import RunFolder
-from prefgrpo.run.session import mistakes
+from prefgrpo.run.session import config_errors
 from prefgrpo.run.trainer import Callbacks, TrainingLoop, TrainingStopped
 
 SECTIONS = ("data", "eval", "judge", "reward", "train")
@@ -132,7 +132,7 @@ class Trainer:
             values["judge"] = {key: own for key, own in values.get("judge", {}).items() if key not in WHICH_JUDGE}
         elif rewards is not None and "judge" not in values and not judged:
             given["eval"] = {"judge": False} | values.get("eval", {}) | given.get("eval", {})
-        values = merged(merged(values, given), reward_values)
+        values = merge(merge(values, given), reward_values)
         if rewards is not None:  # drop the recipe's Python rewards that are not given here
             options = values["reward"]["options"]
             values["reward"]["options"] = {n: own for n, own in options.items() if n in objects or PYTHON not in own}
@@ -148,8 +148,8 @@ class Trainer:
             write_atomic(file, text)
         self._objects, self._resume = objects, resume
         self._callbacks = Callbacks(on_step, on_evaluation, on_save)
-        with named(objects):
-            if problems := unsupported(self.config) + mistakes(self.config):
+        with python_rewards(objects):
+            if problems := unsupported(self.config) + config_errors(self.config):
                 raise ConfigError(problems)
 
     @classmethod
@@ -157,10 +157,10 @@ class Trainer:
         """A trainer for a recipe; the arguments are those of `Trainer` and override the recipe's values."""
         values, own = read_yaml(recipe), Path(model) / MODEL_VALUES
         if model and values.get("model") != str(model) and own.is_file():
-            values = merged(values, read_yaml(own))  # values that this model needs whatever the recipe
+            values = merge(values, read_yaml(own))  # values that this model needs whatever the recipe
         keywords = {name for name in inspect.signature(cls).parameters if name in arguments}
         overrides = {key: value for key, value in arguments.items() if key not in keywords}
-        values = merged(values, _nested(overrides)) | ({"model": str(model)} if model else {})
+        values = merge(values, _nested(overrides)) | ({"model": str(model)} if model else {})
         return cls(**values, **{key: arguments[key] for key in keywords})
 
     @classmethod
@@ -174,7 +174,7 @@ class Trainer:
         Raises TrainingStopped, after saving a checkpoint and the report so far, if the run cannot continue or is
         interrupted; before the first step, ConfigError, DataError, CheckpointError, ModelError or JudgeError.
         """
-        with named(self._objects):
+        with python_rewards(self._objects):
             loop = TrainingLoop(self.config, self._resume, self._callbacks)
             try:
                 loop.run()
@@ -204,7 +204,7 @@ def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
         value = _plain(value)
         for part in reversed(key.split(".")):
             value = {part: value}
-        out = merged(out, value)
+        out = merge(out, value)
     return out
 
 
@@ -274,7 +274,7 @@ def _rewards(rewards: Any) -> tuple[dict[str, Any], dict[str, Any], bool]:
         if name in spec:
             raise ConfigError([f"rewards: {name} is given twice; give each reward once, and functions distinct names"])
         spec[name] = _plain(weight)
-    with named(objects):
+    with python_rewards(objects):
         try:
             values["reward"]["spec"] = json.dumps(parse_reward_spec(spec))
             classes = [load_class(name) for name in spec]

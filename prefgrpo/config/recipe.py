@@ -41,10 +41,10 @@ Loader.add_implicit_resolver("tag:yaml.org,2002:float", NUMBER, list("-+.0123456
 
 def read_yaml(recipe: str | Path) -> dict[str, Any]:
     """A recipe merged over those it extends, as nested dicts. Raises ConfigError for a missing or invalid file."""
-    return _extended(Path(recipe), ())
+    return _read_with_parents(Path(recipe), ())
 
 
-def _extended(path: Path, by: tuple[Path, ...]) -> dict[str, Any]:
+def _read_with_parents(path: Path, by: tuple[Path, ...]) -> dict[str, Any]:
     """The values of `path`, merged over those it extends. by: the chain of files that extend `path`."""
     if path.resolve() in by:
         raise ConfigError([f"{path}: circular 'extends': {' → '.join(p.name for p in by)} → {path.name}"])
@@ -54,7 +54,7 @@ def _extended(path: Path, by: tuple[Path, ...]) -> dict[str, Any]:
         return content
     if not isinstance(parent, str):
         raise ConfigError([f"{path}: extends: expected the name of one recipe, got {parent!r}"])
-    return merged(_extended(path.parent / parent, (*by, path.resolve())), content)
+    return merge(_read_with_parents(path.parent / parent, (*by, path.resolve())), content)
 
 
 def _read(path: Path, by: tuple[Path, ...]) -> dict[str, Any]:
@@ -72,12 +72,12 @@ def _read(path: Path, by: tuple[Path, ...]) -> dict[str, Any]:
     return dict(content)
 
 
-def merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     """`base` updated with the entries of `over`, recursively for mappings."""
     out = dict(base)
     for key, value in over.items():
         known = out.get(key)
-        out[key] = merged(known, value) if isinstance(value, dict) and isinstance(known, dict) else value
+        out[key] = merge(known, value) if isinstance(value, dict) and isinstance(known, dict) else value
     return out
 
 

@@ -28,7 +28,7 @@ from pydantic import (
 )
 from pydantic.dataclasses import dataclass
 
-from prefgrpo.config.recipe import ConfigError, flatten, merged, read_yaml
+from prefgrpo.config.recipe import ConfigError, flatten, merge, read_yaml
 
 __all__ = ["Config", "ConfigError", "check", "differences", "from_dict", "load", "parse", "to_dict"]
 
@@ -219,7 +219,7 @@ class JudgeConfig:
         try:
             return TypeAdapter(JudgeConfig).validate_json(json.dumps(content, default=str))
         except ValidationError as error:
-            raise ConfigError([*_mistakes(error, content, ("judge",)).values()]) from error
+            raise ConfigError([*_error_messages(error, content, ("judge",)).values()]) from error
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -580,7 +580,7 @@ def options(kind: type[T], content: Mapping[str, Any], name: str) -> T:
     try:
         made = TypeAdapter(kind).validate_json(json.dumps(given, default=str))
     except ValidationError as error:
-        raise ConfigError([*unknown, *_mistakes(error, given, (name,)).values()]) from error
+        raise ConfigError([*unknown, *_error_messages(error, given, (name,)).values()]) from error
     if unknown:
         raise ConfigError(unknown)
     return made
@@ -588,12 +588,12 @@ def options(kind: type[T], content: Mapping[str, Any], name: str) -> T:
 
 def load(recipe: str | Path) -> Config:
     """Configuration from a YAML recipe. Raises ConfigError with every mistake in it."""
-    return _checked(*parse(recipe))
+    return _require_valid(*parse(recipe))
 
 
 def from_dict(content: Mapping[str, Any]) -> Config:
     """Configuration from nested dicts. Raises ConfigError with every mistake in them."""
-    return _checked(*_typed(content))
+    return _require_valid(*_parse_dict(content))
 
 
 def parse(
@@ -608,8 +608,8 @@ def parse(
     """
     values, own = read_yaml(recipe) if recipe else {}, Path(model) / MODEL_VALUES
     if model and values.get("model") != model and own.is_file():
-        values = merged(values, read_yaml(own))
-    return _typed(merged(values, dict(overrides or {})))
+        values = merge(values, read_yaml(own))
+    return _parse_dict(merge(values, dict(overrides or {})))
 
 
 def to_dict(config: Config) -> dict[str, Any]:
@@ -624,31 +624,31 @@ def differences(a: Config, b: Config) -> dict[str, tuple[Any, Any]]:
     return {key: (left.get(key), right.get(key)) for key in both if left.get(key) != right.get(key)}
 
 
-def leaves(section: Any, prefix: str = "") -> dict[str, Any]:
+def flat_fields(section: Any, prefix: str = "") -> dict[str, Any]:
     """Dotted name → value of every field below a section."""
     out: dict[str, Any] = {}
     for f in fields(section):
         value = getattr(section, f.name)
-        out |= leaves(value, f"{prefix}{f.name}.") if is_dataclass(value) else {prefix + f.name: value}
+        out |= flat_fields(value, f"{prefix}{f.name}.") if is_dataclass(value) else {prefix + f.name: value}
     return out
 
 
-def _checked(config: Config, mistakes: list[str]) -> Config:
-    if mistakes := mistakes + check(config):
-        raise ConfigError(mistakes)
+def _require_valid(config: Config, errors: list[str]) -> Config:
+    if errors := errors + check(config):
+        raise ConfigError(errors)
     return config
 
 
-def _typed(content: Mapping[str, Any]) -> tuple[Config, list[str]]:
+def _parse_dict(content: Mapping[str, Any]) -> tuple[Config, list[str]]:
     """Like `parse`, for nested dicts."""
     data: dict[str, Any] = json.loads(json.dumps(content, default=str))
-    mistakes: list[str] = []
+    errors: list[str] = []
     while True:
         try:
-            return TypeAdapter(Config).validate_json(json.dumps(data)), mistakes  # JSON: lists become tuples
+            return TypeAdapter(Config).validate_json(json.dumps(data)), errors  # JSON: lists become tuples
         except ValidationError as error:
-            wrong = _mistakes(error, data)
-        mistakes += wrong.values()
+            wrong = _error_messages(error, data)
+        errors += wrong.values()
         for *sections, key in wrong:
             tree = data
             for section in sections:
@@ -685,25 +685,25 @@ EXPECTED = {
 """Pydantic's error type → description of the expected value."""
 
 
-def _mistakes(error: ValidationError, data: Any, section: tuple[str, ...] = ()) -> dict[tuple[str, ...], str]:
+def _error_messages(error: ValidationError, data: Any, section: tuple[str, ...] = ()) -> dict[tuple[str, ...], str]:
     """Key path in `data`, the content of `section` → error message for its value."""
     errors: dict[tuple[str, ...], list[Any]] = {}
     for item in error.errors():
         errors.setdefault(_key_path(item["loc"], data), []).append(item)
-    return {path: _explain((*section, *path), items) for path, items in errors.items()}
+    return {path: _describe_error((*section, *path), items) for path, items in errors.items()}
 
 
-def _explain(path: tuple[str, ...], items: list[Any]) -> str:
+def _describe_error(path: tuple[str, ...], items: list[Any]) -> str:
     """One message for all errors at a key; a union has one error per branch."""
     name, came = ".".join(path), items[0]["input"]
     if items[0]["type"] == "unexpected_keyword_argument":
-        return f"{name}: unknown key; {_nearest(path)}"
+        return f"{name}: unknown key; {_suggest_key(path)}"
     expected = [EXPECTED.get(item["type"], item["msg"]).format(**item.get("ctx", {})) for item in items]
     trap = " (YAML reads an unquoted on, off, yes or no as true or false)" * isinstance(came, bool)
     return f"{name}: expected {' or '.join(dict.fromkeys(expected))}, got {came!r}{trap}"
 
 
-def _nearest(path: tuple[str, ...]) -> str:
+def _suggest_key(path: tuple[str, ...]) -> str:
     """Hint for an unknown key: "did you mean 'train.lr'?", or the keys of its section."""
     *sections, key = path
     section: Any = Config()
@@ -713,7 +713,7 @@ def _nearest(path: tuple[str, ...]) -> str:
     near = (
         difflib.get_close_matches(key, known, n=1, cutoff=0.75)
         or [name for name in known if name == initials]
-        or [name for name in leaves(Config()) if name.split(".")[-1] in (key, initials)]
+        or [name for name in flat_fields(Config()) if name.split(".")[-1] in (key, initials)]
         or difflib.get_close_matches(key, known, n=1, cutoff=0.5)
     )
     if not near:

@@ -68,7 +68,7 @@ def _open(path: str) -> Image.Image:
         raise DataError(f"source image {path} cannot be read: {error}") from error
 
 
-def _why_not(path: str) -> str:
+def _decode_error(path: str) -> str:
     """Why an image file cannot be decoded completely; empty if it can."""
     try:
         with Image.open(path) as image:
@@ -104,19 +104,19 @@ def read_prompts(path: str | Path, *, unique: bool = True) -> list[Prompt]:
     bad: dict[int, str] = {}
     for number, row in READERS[file.suffix.lower()](file):
         try:
-            text, sources, meta = _parts(row, file.parent)
+            text, sources, meta = _parse_row(row, file.parent)
         except ValueError as error:
             bad[number] = str(error)
         else:
             key = (text, sources) if unique else number
             prompts.setdefault(key, Prompt(len(prompts), text, meta, sources, number))
-    _refuse(file, bad | _broken(prompts.values()))
+    _raise_if_invalid(file, bad | _unreadable_sources(prompts.values()))
     if not prompts:
         raise DataError(f"{file} holds no prompt: every line is blank; expected one prompt per line")
     return list(prompts.values())
 
 
-def _parts(row: dict[str, Any] | str, folder: Path) -> tuple[str, tuple[str, ...], dict[str, Any]]:
+def _parse_row(row: dict[str, Any] | str, folder: Path) -> tuple[str, tuple[str, ...], dict[str, Any]]:
     """(prompt, source files, other columns) of a row. Raises ValueError for an invalid row."""
     if isinstance(row, str):
         raise ValueError(row)
@@ -127,7 +127,7 @@ def _parts(row: dict[str, Any] | str, folder: Path) -> tuple[str, tuple[str, ...
         row[text].encode()  # a lone surrogate raises a ValueError
     source = next((k for k in SOURCE if _is_source(k, row.get(k))), None)
     named = [] if source is None else [row[source]] if isinstance(row[source], str) else row[source]
-    places = {name: _place(folder, name) for name in named}
+    places = {name: _find_source(folder, name) for name in named}
     if absent := [name for name, place in places.items() if not place]:
         raise ValueError(f"source image not found: {', '.join(absent)}")
     return row[text].strip(), tuple(places[n] for n in named), {k: v for k, v in row.items() if k not in (text, source)}
@@ -143,20 +143,20 @@ def _is_source(key: str, value: Any) -> bool:
     return False
 
 
-def _place(folder: Path, source: str) -> str:
+def _find_source(folder: Path, source: str) -> str:
     """The path of a source file; empty if it does not exist."""
     return next((str(p) for p in (folder / source, folder / "images" / source) if p.is_file()), "")
 
 
-def _broken(prompts: Iterable[Prompt]) -> dict[int, str]:
+def _unreadable_sources(prompts: Iterable[Prompt]) -> dict[int, str]:
     """Line → problem for source files that are not images; each file is read once."""
     lines = {path: p.line for p in reversed(list(prompts)) for path in p.source}
     with ThreadPoolExecutor() as pool:
-        problems = pool.map(_why_not, lines)
+        problems = pool.map(_decode_error, lines)
         return {n: f"source image {path}: {why}" for (path, n), why in zip(lines.items(), problems, strict=True) if why}
 
 
-def _refuse(file: Path, bad: dict[int, str]) -> None:
+def _raise_if_invalid(file: Path, bad: dict[int, str]) -> None:
     """Raise DataError if any lines are invalid."""
     if not bad:
         return

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-from prefgrpo.integrations.patching import CODEBASES, patch, targets, wanted
+from prefgrpo.integrations.patching import CODEBASES, describe_targets, patch, targets
 
 HOOK = "__prefgrpo_patch__"
 """Name of the patching function in the script's namespace."""
@@ -97,7 +97,8 @@ def run(codebase: str, script: str, arguments: Sequence[str] = (), module: bool 
         if end.code not in (None, 0):
             raise
     if not finder.patched:
-        sys.exit(f"prefgrpo: nothing was replaced: {script} imported none of {wanted(codebase)}; another codebase?")
+        names = describe_targets(codebase)
+        sys.exit(f"prefgrpo: nothing was replaced: {script} imported none of {names}; another codebase?")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

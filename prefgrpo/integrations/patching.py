@@ -59,11 +59,12 @@ def patch(codebase: str) -> list[str]:
             if original not in replaced and original not in replaced.values():
                 step = getattr(importlib.import_module(f"prefgrpo.integrations.{module}"), ours)
                 _check_parameters(f"{place}.{name}", original, step)
-                replaced[original] = _copy(step)
+                replaced[original] = _wrap(step)
     if not replaced:
-        raise RuntimeError(f"'{codebase}' is not imported, expected {wanted(codebase)}: import its training code first")
+        names = describe_targets(codebase)
+        raise RuntimeError(f"'{codebase}' is not imported, expected {names}: import its training code first")
     _PATCHED[codebase] = replaced
-    _exchange(replaced)
+    _rebind(replaced)
     places = sorted(f"{place}.{name}" for place, _, name, f in _functions() if f in replaced.values())
     if len(replaced) > before and os.environ.get("RANK", "0") == "0":
         print(f"prefgrpo: patched {codebase}: {', '.join(places)}", file=sys.stderr, flush=True)
@@ -76,7 +77,7 @@ def unpatch(codebase: str) -> list[str]:
     Raises ValueError for an unknown codebase.
     """
     targets(codebase)
-    return _exchange({ours: original for original, ours in _PATCHED.pop(codebase, {}).items()})
+    return _rebind({ours: original for original, ours in _PATCHED.pop(codebase, {}).items()})
 
 
 def targets(codebase: str) -> dict[str, str]:
@@ -86,7 +87,7 @@ def targets(codebase: str) -> dict[str, str]:
     return CODEBASES[codebase]
 
 
-def wanted(codebase: str) -> str:
+def describe_targets(codebase: str) -> str:
     """The functions replaced in a codebase, for messages."""
     return ", ".join(pattern.replace("\\", "") for pattern in targets(codebase))
 
@@ -111,7 +112,7 @@ def _check_parameters(name: str, original: Function, ours: Function) -> None:
         raise RuntimeError(f"{name}: expected the parameters ({', '.join(expected)}), found ({', '.join(actual)})")
 
 
-def _copy(step: Function) -> Function:
+def _wrap(step: Function) -> Function:
     return functools.wraps(step)(lambda *args, **kwargs: step(*args, **kwargs))
 
 
@@ -124,7 +125,7 @@ def _modules() -> Iterator[tuple[str, ModuleType]]:
             yield (name if file is None else Path(file).stem), module
 
 
-def _owners() -> Iterator[tuple[str, Any]]:
+def _namespaces() -> Iterator[tuple[str, Any]]:
     """Imported modules and Flow-Factory's classes, by name."""
     for name, module in _modules():
         yield name, module
@@ -136,13 +137,13 @@ def _owners() -> Iterator[tuple[str, Any]]:
 
 def _functions() -> Iterator[tuple[str, Any, str, Function]]:
     """(owner's name, owner, name, function) for every function in a module or class."""
-    for place, owner in _owners():
+    for place, owner in _namespaces():
         for name, value in list(vars(owner).items()):
             if type(value) is FunctionType:  # not isinstance: some objects in modules warn when it reads __class__
                 yield place, owner, name, value
 
 
-def _exchange(new: dict[Function, Function]) -> list[str]:
+def _rebind(new: dict[Function, Function]) -> list[str]:
     """Replace every reference to f by new[f]; returns the dotted names."""
     held = [(place, owner, name, f) for place, owner, name, f in _functions() if f in new]
     for _, owner, name, f in held:

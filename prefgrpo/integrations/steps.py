@@ -18,7 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from prefgrpo.ops import AffineStep, affine_logp, affine_step
 from prefgrpo.sde.schedule import make_schedule
 
-_HOST: Any = WeakTensorKeyDictionary()
+_HOST_VALUES: Any = WeakTensorKeyDictionary()
 
 
 class Table(NamedTuple):
@@ -32,14 +32,14 @@ class Table(NamedTuple):
     """[T] σ' − σ < 0."""
 
 
-def host(t: Tensor) -> tuple[float, ...]:
+def to_host(t: Tensor) -> tuple[float, ...]:
     """The values of a schedule tensor [n]; read back from a device once per tensor and version."""
     if t.device.type == "cpu" or t.is_inference():
         return tuple(t.tolist())
-    version, values = _HOST.get(t, (None, ()))
+    version, values = _HOST_VALUES.get(t, (None, ()))
     if version != t._version:
         values = tuple(t.tolist())
-        _HOST[t] = (t._version, values)
+        _HOST_VALUES[t] = (t._version, values)
     return values
 
 
@@ -49,7 +49,7 @@ def table(sigmas: Tensor, rule: str, eta: float, device: torch.device) -> Table:
     rule: a key of prefgrpo.sde.rules.RULES, or `dance_mean_ode`: dance's noise around the ODE's mean. For `cps`, w = −1
     also where s = 0, as in the peers. Raises ValueError for sigmas not decreasing within [0, 1], or η out of range.
     """
-    return _table(host(sigmas), rule, float(eta), device)
+    return _table(to_host(sigmas), rule, float(eta), device)
 
 
 @lru_cache(maxsize=256)
@@ -66,7 +66,7 @@ def _table(values: tuple[float, ...], rule: str, eta: float, device: torch.devic
 
 
 @lru_cache(maxsize=256)
-def _places(values: tuple[float, ...]) -> dict[float, int]:
+def _step_of_timestep(values: tuple[float, ...]) -> dict[float, int]:
     """Timestep → step index; for equal timesteps the second one, as in diffusers."""
     places: dict[float, list[int]] = {}
     for i, t in enumerate(values):
@@ -77,7 +77,7 @@ def _places(values: tuple[float, ...]) -> dict[float, int]:
 @lru_cache(maxsize=256)
 def _keys(values: tuple[float, ...], device: torch.device) -> Tensor:
     """Timesteps for look-up on a device; NaN where an equal timestep takes precedence."""
-    places = _places(values)
+    places = _step_of_timestep(values)
     with torch.inference_mode(False):
         keys = [t if places[t] == i else float("nan") for i, t in enumerate(values)]
         return torch.tensor(keys, dtype=torch.float32, device=device)
@@ -94,14 +94,14 @@ def index_of(timesteps: Tensor, timestep: Any, device: torch.device) -> Tensor:
         timestep = torch.full((1,), timestep, device=device)  # a copy to the device would sync
     wanted = timestep.reshape(-1).to(device)
     if device.type == "cpu":
-        places, given = _places(host(timesteps)), wanted.tolist()
+        places, given = _step_of_timestep(to_host(timesteps)), wanted.tolist()
         if unknown := [t for t in given if t not in places]:
             raise ValueError(
-                f"timestep: expected values of the scheduler's timesteps {host(timesteps)}, got {unknown}; pass them "
-                "unchanged, in fp32"
+                f"timestep: expected values of the scheduler's timesteps {to_host(timesteps)}, got {unknown}; pass "
+                "them unchanged, in fp32"
             )
         return torch.tensor([places[t] for t in given], dtype=torch.int64)
-    hit = wanted[:, None] == _keys(host(timesteps), device)[None, :]  # [n, T]
+    hit = wanted[:, None] == _keys(to_host(timesteps), device)[None, :]  # [n, T]
     torch._assert_async(hit.any(1).all(), "prefgrpo: a timestep is not one of the scheduler's timesteps")
     return hit.int().argmax(1)
 

@@ -74,34 +74,34 @@ class Unreadable(ValueError):
     """The answer does not contain what the template asks for; the message says what was expected."""
 
 
-def read(template: Template, text: str, cut: bool = False) -> tuple[float | None, dict[str, float]]:
+def parse_answer(template: Template, text: str, cut: bool = False) -> tuple[float | None, dict[str, float]]:
     """Parse a text answer to `template` into (value, parts); Unreadable if it contains neither.
 
     cut: the answer was cut off before its end; then only its complete elements count.
     """
     try:
-        text = after_thoughts(text)
+        text = strip_reasoning(text)
         if cut:
-            text = _closed(template, text)
+            text = _complete_part(template, text)
         match template.answer:
             case "flex":
-                return flex(text)
+                return parse_flex(text)
             case "scores":
-                return None, scores(text, template.scores, template.pattern)
+                return None, parse_scores(text, template.scores, template.pattern)
             case "json":
-                return None, json_scores(text, template.scores)
+                return None, parse_json_scores(text, template.scores)
             case "marks":
-                return None, marks(text)
+                return None, parse_marks(text)
             case "text":
                 return None, {}
             case kind:
-                return {"plain": plain, "think": think, "edit": edit}[kind](text), {}
+                return {"plain": parse_plain, "think": parse_think, "edit": parse_edit}[kind](text), {}
     except Unreadable as error:
         hint = f"; it was cut off (max_tokens is {template.max_tokens}: give the template more)" if cut else ""
         raise Unreadable(f"{error}{hint}") from error
 
 
-def after_thoughts(text: str) -> str:
+def strip_reasoning(text: str) -> str:
     """The text after the reasoning, or the whole text if there is none; Unreadable if the reasoning never ends."""
     before = _THOUGHTS.match(text)
     said = text[before.end() :] if before else text
@@ -110,7 +110,7 @@ def after_thoughts(text: str) -> str:
     return said
 
 
-def _closed(template: Template, text: str) -> str:
+def _complete_part(template: Template, text: str) -> str:
     """The reliable part of a truncated answer: closed tags and braces, or complete score lines."""
     if template.answer in ("think", "flex", "json", "marks") or (template.answer == "edit" and _TAG.search(text)):
         return text
@@ -124,7 +124,7 @@ def _bare(line: str) -> str:
     return _BULLET.sub("", " ".join(_MARKUP.sub("", line).split())).rstrip(_EDGE)
 
 
-def plain(text: str) -> float:
+def parse_plain(text: str) -> float:
     """'Image 1', 'Video 2 is better', '1', 'tie' … -> 1.0, 0.0 or 0.5.
 
     A longer answer must end with a sentence that only says which is better, and must not contradict it anywhere.
@@ -148,20 +148,20 @@ def plain(text: str) -> float:
     return 2.0 - int(stated[0])
 
 
-def think(text: str) -> float:
+def parse_think(text: str) -> float:
     """The verdict inside the one <answer>…</answer> that follows the reasoning."""
     tags = [tag.lower() for tag in _TAG.findall(text)]
     if tags != ["<answer>", "</answer>"]:
         raise Unreadable(f"expected one <answer>…</answer>, found {len(tags)} tags in {text[-80:]!r}")
-    return plain(_TAG.split(text)[1])
+    return parse_plain(_TAG.split(text)[1])
 
 
-def edit(text: str) -> float:
+def parse_edit(text: str) -> float:
     """'Edited image k is better' inside <answer>…</answer> if there is one, else in what follows the reasoning."""
-    return think(text) if _TAG.search(text) else plain(text)
+    return parse_think(text) if _TAG.search(text) else parse_plain(text)
 
 
-def flex(text: str) -> tuple[float, dict[str, float]]:
+def parse_flex(text: str) -> tuple[float, dict[str, float]]:
     """Overall and per-category verdicts of one JSON object with `winner` and `categories[].cat_winner`."""
     value = _json_object(text)
     if "winner" not in value:
@@ -182,10 +182,10 @@ def flex(text: str) -> tuple[float, dict[str, float]]:
 def _winner(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, str | int):
         raise Unreadable(f"expected 'Image 1', 'Image 2' or 'tie', got {str(value)[:80]}")
-    return plain(str(value))
+    return parse_plain(str(value))
 
 
-def scores(text: str, names: tuple[tuple[str, float, float], ...], pattern: str) -> dict[str, float]:
+def parse_scores(text: str, names: tuple[tuple[str, float, float], ...], pattern: str) -> dict[str, float]:
     """Named scores from lines matching `pattern`; a score out of range, or stated with two values, is left out."""
     item, whole_line = _score_patterns(names, pattern)
     seen: set[tuple[str, float]] = set()
@@ -221,7 +221,7 @@ def _score_patterns(
     return re.compile(item, re.I | re.A), re.compile(line, re.I | re.A)
 
 
-def json_scores(text: str, names: tuple[tuple[str, float, float], ...]) -> dict[str, float]:
+def parse_json_scores(text: str, names: tuple[tuple[str, float, float], ...]) -> dict[str, float]:
     """Named scores from one JSON object {…, "score": [a, b]}; the list must hold one in-range number per name."""
     value = _json_object(text).get("score")
     if not isinstance(value, list) or len(value) != len(names):
@@ -234,7 +234,7 @@ def json_scores(text: str, names: tuple[tuple[str, float, float], ...]) -> dict[
     return scores
 
 
-def marks(text: str) -> dict[str, float]:
+def parse_marks(text: str) -> dict[str, float]:
     """{'1': 1.0, '2': 0.0, …}: the zeros and ones inside the only <score>[…]</score>, keyed by position."""
     tags = [tag.lower() for tag in _SCORE_TAG.findall(text)]
     if tags != ["<score>", "</score>"]:
@@ -251,9 +251,9 @@ def _json_object(text: str) -> dict[str, Any]:
     body = text[start : end + 1] if 0 <= start < end else "null"
     try:
         try:
-            value = json.loads(body, object_pairs_hook=_once, strict=False)  # allow line breaks inside strings
+            value = json.loads(body, object_pairs_hook=_unique_keys, strict=False)  # allow line breaks inside strings
         except json.JSONDecodeError:
-            value = json.loads(_COMMA.sub("", body), object_pairs_hook=_once, strict=False)
+            value = json.loads(_COMMA.sub("", body), object_pairs_hook=_unique_keys, strict=False)
     except (ValueError, RecursionError) as error:
         raise Unreadable(f"expected one JSON object, got {text[:80]!r} ({error})") from error
     if not isinstance(value, dict):
@@ -261,7 +261,7 @@ def _json_object(text: str) -> dict[str, Any]:
     return value
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object as a dict; Unreadable if a key occurs twice with different values."""
     value = dict(pairs)
     for key, item in pairs:
@@ -292,12 +292,12 @@ def label_logprobs(
     )
     if not first and not second:
         raise Unreadable(f"neither label {labels} is among the judge's {len(listed)} likeliest tokens")
-    first, second = first or [_unlisted(listed)], second or [_unlisted(listed)]
+    first, second = first or [_max_unlisted_logprob(listed)], second or [_max_unlisted_logprob(listed)]
     with np.errstate(invalid="ignore"):  # NaN stays NaN
         return float(np.logaddexp.reduce(first)), float(np.logaddexp.reduce(second))
 
 
-def _unlisted(listed: Mapping[str, float]) -> float:
+def _max_unlisted_logprob(listed: Mapping[str, float]) -> float:
     """Largest log-probability that a token outside the server's list can have."""
     rest = 1.0 - math.fsum(math.exp(min(v, 0.0)) for v in listed.values())
     least = min(listed.values())

@@ -68,7 +68,7 @@ def encode(media: Media, image_format: str, max_pixels: int = 0) -> Encoded:
         raise ValueError(f"it has no {'frames or ' if media.clip else ''}pixels: its shape is {media.pixels.shape}")
     images = []
     for frame in media.frames(FRAMES):
-        data = FORMATS[image_format](_shrunk(frame, max_pixels))
+        data = FORMATS[image_format](_downscale(frame, max_pixels))
         url = b'{"type":"image_url","image_url":{"url":"data:image/%s;base64,%s"}'
         images.append((_uuid(data), url % (image_format.encode(), base64.b64encode(data))))
     uuid = _uuid(b"".join(uuid.encode() for uuid, _ in images)) if media.clip else images[0][0]
@@ -79,7 +79,7 @@ def _uuid(data: bytes) -> str:
     return "sha256-" + hashlib.sha256(data).hexdigest()
 
 
-def _shrunk(image: Media, max_pixels: int) -> Media:
+def _downscale(image: Media, max_pixels: int) -> Media:
     """The image with at most `max_pixels` pixels and the same aspect ratio."""
     height, width = image.pixels.shape[:2]
     if not max_pixels or height * width <= max_pixels:
@@ -152,42 +152,42 @@ class MediaIds:
         self.grace_s = _GRACE_S
         self.known: OrderedDict[str, None] = OrderedDict()
         self.requests = self.misses = 0
-        self._carried: dict[str, asyncio.Event] = {}
+        self._uploads: dict[str, asyncio.Event] = {}
 
-    def used(self, vllm: bool) -> bool:
+    def enabled(self, vllm: bool) -> bool:
         """Whether to send ids instead of data: not to a server that loses media (several API processes on one port)."""
         unreliable = self.misses >= _MIN_MISSES and self.misses > 0.2 * self.requests
         return self.mode == "on" or (self.mode == "auto" and vllm and not unreliable)
 
-    def on_the_way(self, uuids: Collection[str]) -> list[asyncio.Event]:
+    def pending_uploads(self, uuids: Collection[str]) -> list[asyncio.Event]:
         """For each medium that another request is uploading: the event after which it may be referred to by id."""
-        return [event for u in uuids if (event := self._carried.get(u)) and not event.is_set()]
+        return [event for u in uuids if (event := self._uploads.get(u)) and not event.is_set()]
 
-    async def claim(self, uuids: Collection[str]) -> tuple[set[str], float]:
+    async def claim_uploads(self, uuids: Collection[str]) -> tuple[set[str], float]:
         """Wait until media in upload may be referred to by id; (media that this request must carry, grace period in
-        seconds that was given to the others). The caller must send the request at once and then call `settle`."""
-        while events := self.on_the_way(uuids):
+        seconds that was given to the others). The caller must send the request at once, then call `finish_uploads`."""
+        while events := self.pending_uploads(uuids):
             for event in events:
                 await event.wait()
-        mine = {u for u in uuids if u not in self.known and u not in self._carried}
-        grace_s = self.grace_s if any(u in self._carried for u in uuids) else 0.0
+        mine = {u for u in uuids if u not in self.known and u not in self._uploads}
+        grace_s = self.grace_s if any(u in self._uploads for u in uuids) else 0.0
         for uuid in mine:
-            self._carried[uuid] = asyncio.Event()
-            asyncio.get_running_loop().call_later(self.grace_s, self._carried[uuid].set)
+            self._uploads[uuid] = asyncio.Event()
+            asyncio.get_running_loop().call_later(self.grace_s, self._uploads[uuid].set)
         return mine, grace_s
 
-    def settle(self, mine: set[str], success: bool) -> None:
+    def finish_uploads(self, mine: set[str], success: bool) -> None:
         """Call when the request that carried `mine` has ended; wakes the requests that wait for these media."""
         for uuid in mine:
             if success:
                 self.known[uuid] = None
                 self.known.move_to_end(uuid)
-            if event := self._carried.pop(uuid, None):
+            if event := self._uploads.pop(uuid, None):
                 event.set()
         while len(self.known) > _KNOWN_MEDIA:
             self.known.popitem(last=False)
 
-    def count(self, missed: bool, grace_s: float) -> None:
+    def record_request(self, missed: bool, grace_s: float) -> None:
         """Count a request that used ids. A miss after a grace period doubles that period instead of counting."""
         if missed and grace_s:
             self.grace_s = max(self.grace_s, 2 * grace_s)

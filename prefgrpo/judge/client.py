@@ -1,8 +1,8 @@
 """Checks at startup, within seconds, that a judge behind HTTP works.
 
 `check` tests that the servers are reachable, serve the model, return a verdict on a pair of images, and get known
-answers right; `reach` sends no images; `main` is `prefgrpo judge check`. Invariant: every failure raises a single
-JudgeError that says what was expected, what was found, and what to do.
+answers right; `check_reachable` sends no images; `main` is `prefgrpo judge check`. Invariant: every failure raises a
+single JudgeError that says what was expected, what was found, and what to do.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from prefgrpo.config.schema import JudgeConfig
 from prefgrpo.data.media import Media
 from prefgrpo.judge.endpoint import Endpoint, checkpoint_name, describe_error
 from prefgrpo.judge.http import HttpJudge
-from prefgrpo.judge.information import compares, known_answers
+from prefgrpo.judge.information import ask_known_answers, is_pairwise
 from prefgrpo.judge.loop import loop_thread
 from prefgrpo.judge.send import validate
-from prefgrpo.judge.template import load_template, shipped
+from prefgrpo.judge.template import load_template, shipped_templates
 from prefgrpo.judge.verdict import JudgeError
 
-__all__ = ["Health", "HttpJudge", "check", "main", "reach"]
+__all__ = ["Health", "HttpJudge", "check", "check_reachable", "main"]
 
 _BUSY_S, _PAUSE_S = 30.0, 0.5
 
@@ -45,7 +45,7 @@ class Health:
     """Seconds the probe pair took."""
     position_bias: float | None = None
     """Mean P(first) over random pairs in both orders; 0.5 is no bias."""
-    known: str = ""
+    known_answers: str = ""
     """How many known answers were right; '' if none were requested."""
     alarm: str = ""
     """Why the verdicts carry no information, for a user's own template (with a shipped one this is a JudgeError)."""
@@ -62,27 +62,32 @@ class Health:
             rows.append(f"probe pair: P(first) {self.probe_p_first:.3f} in {self.probe_latency_s:.2f} s")
         if self.position_bias is not None:
             rows.append(f"position bias: mean P(first) {self.position_bias:.3f} over pairs in both orders")
-        rows += [row for row in (self.known, self.alarm and f"WARNING: {self.alarm}") if row]
+        rows += [row for row in (self.known_answers, self.alarm and f"WARNING: {self.alarm}") if row]
         return "\n".join(rows)
 
 
 def check(
-    config: JudgeConfig, *, timeout_s: float = 10.0, bias_pairs: int = 0, known: bool = False, clips: bool = False
+    config: JudgeConfig,
+    *,
+    timeout_s: float = 10.0,
+    bias_pairs: int = 0,
+    known_answers: bool = False,
+    clips: bool = False,
 ) -> Health:
     """Check the configured judge. Takes at most about 3 · `timeout_s` per endpoint, longer for judges that write text.
 
-    bias_pairs: judge this many random pairs in both orders. known: ask each
-    endpoint 16 questions with known answers. clips: use clips for these.
+    bias_pairs: judge this many random pairs in both orders. known_answers: ask each endpoint 16 questions with known
+    answers. clips: use clips for these.
     Raises JudgeError if no endpoint works, the probe gets no verdict, or a shipped template gets wrong answers.
     """
     HttpJudge(config).close()  # validates the config and the template
-    health = reach(config, timeout_s)
+    health = check_reachable(config, timeout_s)
     template = load_template(config.template or "compare")
     longest = timeout_s if template.answer == "soft" else max(timeout_s, config.timeout_s or template.timeout_s)
     config = replace(config, model=health.model, timeout_s=longest, cache=False, patience_s=5.0)
     _probe(config, health, bias_pairs)
-    if known and compares(template):
-        _ask_known(replace(config, timeout_s=max(longest, template.timeout_s)), health, clips)
+    if known_answers and is_pairwise(template):
+        _ask_known_answers(replace(config, timeout_s=max(longest, template.timeout_s)), health, clips)
     return health
 
 
@@ -110,12 +115,12 @@ def main(
         timeout_s: Longest wait for one answer, in seconds.
     """
     config = JudgeConfig(endpoint, model, template, tokenizer, api_key_env=api_key_env)
-    health = check(config, timeout_s=timeout_s, bias_pairs=bias_pairs, known=True)
+    health = check(config, timeout_s=timeout_s, bias_pairs=bias_pairs, known_answers=True)
     print(health.summary())
     return 1 if health.alarm else 0
 
 
-def reach(config: JudgeConfig, timeout_s: float = 10.0) -> Health:
+def check_reachable(config: JudgeConfig, timeout_s: float = 10.0) -> Health:
     """Check that servers are reachable and serve the model, without querying it. JudgeError if no endpoint does.
 
     A server that is still loading (5xx) gets 30 s, or `config.patience_s` if that is less.
@@ -123,9 +128,9 @@ def reach(config: JudgeConfig, timeout_s: float = 10.0) -> Health:
     validate(config)
     busy_s = min(_BUSY_S, _BUSY_S if config.patience_s is None else config.patience_s)
     endpoints = [Endpoint(url, config) for url in config.endpoints]
-    looks = [loop_thread().submit(_look(e, config, timeout_s, busy_s)) for e in endpoints]
-    for look in looks:
-        look.result(busy_s + timeout_s + 5.0)
+    queries = [loop_thread().submit(_query_models(e, config, timeout_s, busy_s)) for e in endpoints]
+    for query in queries:
+        query.result(busy_s + timeout_s + 5.0)
     health = Health(endpoints, config.model)
     if not health.good:
         raise JudgeError("the judge cannot be used. " + " | ".join(f"{e.url}: {e.problem}" for e in endpoints))
@@ -143,7 +148,7 @@ def reach(config: JudgeConfig, timeout_s: float = 10.0) -> Health:
     return health
 
 
-async def _look(endpoint: Endpoint, config: JudgeConfig, timeout_s: float, busy_s: float) -> None:
+async def _query_models(endpoint: Endpoint, config: JudgeConfig, timeout_s: float, busy_s: float) -> None:
     """Ask an endpoint which models it serves; set its `problem` if something is wrong."""
     end = time.monotonic() + busy_s
     try:
@@ -187,20 +192,20 @@ def _probe(config: JudgeConfig, health: Health, bias_pairs: int) -> None:
         health.position_bias = float(np.mean(values)) if values else None
 
 
-def _ask_known(config: JudgeConfig, health: Health, clips: bool) -> None:
+def _ask_known_answers(config: JudgeConfig, health: Health, clips: bool) -> None:
     """Ask every working server the questions with known answers; raise JudgeError or set the alarm on failure."""
 
     def ask(url: str) -> tuple[str, str]:
         with closing(HttpJudge(replace(config, endpoints=(url,)))) as judge:
-            known = known_answers(judge, judge.clip_template if clips else judge.template, clips)
+            known = ask_known_answers(judge, judge.clip_template if clips else judge.template, clips)
         return f"{known.right} of {known.asked}", f"{url}: '{health.model}' {known.problem}" if known.problem else ""
 
     urls = [e.url for e in health.good]
     with ThreadPoolExecutor(len(urls)) as pool:
         rights, problems = zip(*pool.map(ask, urls), strict=True)
-    health.known = f"known answers: {', '.join(rights)} right"
+    health.known_answers = f"known answers: {', '.join(rights)} right"
     if wrong := " | ".join(p for p in problems if p):
-        if config.template in ("", *shipped()):
+        if config.template in ("", *shipped_templates()):
             raise JudgeError(
                 f"the judge's verdicts do not depend on the images as they should. {wrong}\n"
                 "Expected the plain colour that the caption names to win; check that the template '"

@@ -23,7 +23,7 @@ from prefgrpo.judge.loop import loop_thread
 
 _PROBE_TIMEOUT_S = 5.0
 _LONGEST_PROBE_PAUSE_S = 2.0
-_REST_S, _LONGEST_REST_S = 0.5, 30.0
+_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
 _IDLE_S = 5.0
 """After this long without requests, /v1/models is queried again: the server may have restarted with another model."""
 
@@ -49,7 +49,7 @@ class Endpoint:
         self.alive = True
         self.problem = ""
         """Why the server cannot be used; '' if it can."""
-        self.strikes, self.rests_until = 0, 0.0
+        self.failures, self.paused_until = 0, 0.0
         self.models: list[str] | None = None
         """Names of the served models; None: not known yet."""
         self.roots: dict[str, str] = {}
@@ -66,7 +66,7 @@ class Endpoint:
     @property
     def uses_ids(self) -> bool:
         """Whether requests refer by id to media that the server already has."""
-        return self.ids.used(self.vllm)
+        return self.ids.enabled(self.vllm)
 
     async def get(self, path: str, timeout_s: float) -> tuple[aiohttp.ClientResponse, bytes]:
         """(response, body) of a GET."""
@@ -127,7 +127,7 @@ class Endpoint:
             return describe_error(error)
         return "" if reply.status < 500 else f"/health answered {reply.status}"
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Forget its media and models: the server may have restarted."""
         self.ids.known.clear()
         self.models = None
@@ -151,7 +151,7 @@ class Pool:
             raise SendError(self._unreachable)
         slot: asyncio.Future[Endpoint] = asyncio.get_running_loop().create_future()
         heapq.heappush(self._queue, (turn, slot, slow))
-        self._hand_out()
+        self._assign_slots()
         try:
             return await slot
         except asyncio.CancelledError:
@@ -159,7 +159,7 @@ class Pool:
                 self.release(slot.result())
             raise
 
-    def spare(self, busy: Endpoint) -> Endpoint | None:
+    def try_acquire(self, busy: Endpoint) -> Endpoint | None:
         """A slot for a hedged request, preferably not on `busy`; None if no slot is free."""
         free = self._free()
         chosen = min([e for e in free if e is not busy] or free, key=lambda e: e.load, default=None)
@@ -172,19 +172,20 @@ class Pool:
         endpoint.load -= 1
         if not endpoint.load:
             endpoint.idle_since = time.monotonic()
-        self._hand_out()
+        self._assign_slots()
 
-    def well(self, besides: Endpoint | None = None) -> list[Endpoint]:
+    def healthy(self, besides: Endpoint | None = None) -> list[Endpoint]:
         """Live endpoints whose last request did not fail, except `besides`."""
-        return [e for e in self.endpoints if e.alive and not e.strikes and e is not besides]
+        return [e for e in self.endpoints if e.alive and not e.failures and e is not besides]
 
     def _free(self) -> list[Endpoint]:
         """Endpoints with a free slot: healthy ones and those whose pause is over; any live one if none is healthy."""
         alive = [e for e in self.endpoints if e.alive and e.load < self.concurrency]
         now = time.monotonic()
-        return [e for e in alive if not e.strikes or (not e.load and now >= e.rests_until)] if self.well() else alive
+        usable = [e for e in alive if not e.failures or (not e.load and now >= e.paused_until)]
+        return usable if self.healthy() else alive
 
-    def _hand_out(self) -> None:
+    def _assign_slots(self) -> None:
         """Assign free slots to waiting requests."""
         while self._queue and (free := self._free()):
             _, slot, slow = heapq.heappop(self._queue)
@@ -193,22 +194,22 @@ class Pool:
                 chosen.load += 1
                 slot.set_result(chosen)
 
-    def strike(self, endpoint: Endpoint, seconds: float = 0.0) -> None:
+    def pause(self, endpoint: Endpoint, seconds: float = 0.0) -> None:
         """Pause an endpoint after a failed request: for at least `seconds`, longer with each failure after a pause."""
-        if (now := time.monotonic()) >= endpoint.rests_until:  # concurrent failures count once
-            endpoint.strikes += 1
-            rest = min(_REST_S * 2 ** min(endpoint.strikes - 1, 10), _LONGEST_REST_S)
-            endpoint.rests_until = now + max(rest, seconds)
-        self._hand_out()  # if none is healthy now, any endpoint is used
+        if (now := time.monotonic()) >= endpoint.paused_until:  # concurrent failures count once
+            endpoint.failures += 1
+            pause = min(_PAUSE_S * 2 ** min(endpoint.failures - 1, 10), _LONGEST_PAUSE_S)
+            endpoint.paused_until = now + max(pause, seconds)
+        self._assign_slots()  # if none is healthy now, any endpoint is used
 
     def eject(self, endpoint: Endpoint, problem: str) -> None:
         """Send nothing more to this endpoint until its health probe succeeds."""
         endpoint.alive, endpoint.problem = False, problem
         if self._patience is None and not any(e.alive for e in self.endpoints):
-            self._patience = asyncio.get_running_loop().call_later(self.patience_s, self._give_up)
-        self.suspect(endpoint)
+            self._patience = asyncio.get_running_loop().call_later(self.patience_s, self._fail_waiting)
+        self.start_probe(endpoint)
 
-    def _give_up(self) -> None:
+    def _fail_waiting(self) -> None:
         seen = "; ".join(f"{e.url}: {e.problem}" for e in self.endpoints)
         self._unreachable = f"no server was reachable for {self.patience_s:g} s ({seen})"
         for _, slot, _ in self._queue:
@@ -216,7 +217,7 @@ class Pool:
                 slot.set_exception(SendError(self._unreachable))
         self._queue.clear()
 
-    def suspect(self, endpoint: Endpoint) -> None:
+    def start_probe(self, endpoint: Endpoint) -> None:
         """Probe an endpoint in the background (one probe at a time)."""
         if endpoint.probe is None or endpoint.probe.done():
             endpoint.probe = asyncio.create_task(self._probe(endpoint))
@@ -229,12 +230,12 @@ class Pool:
             await asyncio.sleep(pause)
             pause = min(2 * pause, _LONGEST_PROBE_PAUSE_S)
         if not endpoint.alive:
-            endpoint.forget()
+            endpoint.reset()
             endpoint.alive, endpoint.problem = True, ""
             if self._patience is not None:
                 self._patience.cancel()
             self._patience, self._unreachable = None, ""
-            self._hand_out()
+            self._assign_slots()
 
     def close(self) -> None:
         """Stop probing."""

@@ -27,7 +27,7 @@ from prefgrpo.judge.cache import shared_cache
 from prefgrpo.judge.endpoint import Endpoint, SendError, describe_error
 from prefgrpo.judge.loop import loop_thread
 from prefgrpo.judge.send import Sender
-from prefgrpo.judge.template import Template, label_ids, load_template, shipped
+from prefgrpo.judge.template import Template, label_ids, load_template, shipped_templates
 from prefgrpo.judge.verdict import Answer, Pair, PairJudge, Verdict, two_label_softmax
 
 _PATH = "/v1/chat/completions"
@@ -129,7 +129,7 @@ class Client:
             return body(self.sender.model, endpoint.vllm, carried)
 
         key = ""
-        if self._cache is not None and (model := await self.sender.named()):
+        if self._cache is not None and (model := await self.sender.resolve_model()):
             t = template
             rule = (t.answer, t.labels, t.variants, t.scores, t.pattern, self.config.min_label_mass)
             key = hashlib.sha256(body(model, True, ()) + repr(rule).encode()).hexdigest()[:32]
@@ -198,7 +198,7 @@ class HttpJudge(PairJudge):
     def __init__(self, config: JudgeConfig) -> None:
         name = config.template or "compare"
         self.config, self.template, video = config, load_template(name), f"{name}_video"
-        self.clip_template = load_template(video) if video in shipped() else self.template
+        self.clip_template = load_template(video) if video in shipped_templates() else self.template
         self.client = shared_client(config)
         self.answer_s = config.timeout_s or max(self.template.timeout_s, self.clip_template.timeout_s)
         self.client.prepare(self.template)
@@ -270,8 +270,8 @@ def read(template: Template, choice: Mapping[str, Any], answer: Answer, min_labe
         raise answers.Unreadable("the server's answer has no text")
     text = text.encode("utf-8", "replace").decode()  # a lone surrogate cannot be written to a log
     try:
-        value, parts = answers.read(template, text, choice.get("finish_reason") in _CUT)
+        value, parts = answers.parse_answer(template, text, choice.get("finish_reason") in _CUT)
     except answers.Unreadable as error:
         return replace(answer, reason=str(error), raw=text)
-    raw = answers.after_thoughts(text) if template.answer == "text" else text
+    raw = answers.strip_reasoning(text) if template.answer == "text" else text
     return replace(answer, value=value, parts=parts, raw=raw)

@@ -2,7 +2,7 @@
 
 The position bias of soft verdicts is removed before they are read as first or second, because the two orders of a pair
 cancel it. Verdicts of exactly 0, ½ or 1 (with rounded win rates: all verdicts) are hard and used unchanged. Fewer than
-`FEW` verdicts or `FEW_PAIRS` pairs in both orders never raise an alarm.
+`MIN_VERDICTS` verdicts or `MIN_PAIRS` pairs in both orders never raise an alarm.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from prefgrpo.judge.plans import Judged
 from prefgrpo.judge.template import Template
 from prefgrpo.judge.verdict import Pair, PairJudge
 
-FEW = 32
+MIN_VERDICTS = 32
 """Least number of verdicts without ties for "always the same side"; least number of ties for "always a tie"."""
-FEW_PAIRS = 100
+MIN_PAIRS = 100
 """Least number of pairs with a winner in both orders for contradictions to count."""
-CONTRADICTIONS = 0.45
+MAX_SWAPPED = 0.45
 """If the winner of more than this share of them changes with the order, verdicts carry no information; chance: ½."""
 TIE = 0.001
 """A verdict this close to ½ is a tie; soft verdicts with a standard deviation below this are constant."""
 SPREAD = 0.01
 """The same limit on the standard deviation if no pair was shown in both orders."""
-RIGHT = 0.8
+MIN_RIGHT_SHARE = 0.8
 """Share of known answers that a judge must get right; by guessing, 13 or more of 16 are right in 1 of 94 cases."""
 COLOURS = {"yellow": (240, 220, 40), "white": (255, 255, 255), "black": (0, 0, 0), "red": (220, 30, 30)}
 COLOURS |= {"green": (40, 160, 60), "blue": (30, 60, 220)}
@@ -37,7 +37,7 @@ PROBES = {"yellow": ("blue", "red", "noise"), "white": ("black", "green"), "blac
 
 
 @dataclass(frozen=True)
-class Known:
+class KnownAnswers:
     """A judge's result on pairs with known answers, each shown in both orders."""
 
     asked: int
@@ -48,12 +48,12 @@ class Known:
     """What is wrong with the judge; '' if nothing."""
 
 
-def compares(template: Template) -> bool:
+def is_pairwise(template: Template) -> bool:
     """Whether the template asks which of two media is better; templates with Yes/No labels do not."""
     return [label.strip().casefold() for label in template.labels or ()] != ["yes", "no"]
 
 
-def known_answers(judge: PairJudge, template: Template, clips: bool = False) -> Known:
+def ask_known_answers(judge: PairJudge, template: Template, clips: bool = False) -> KnownAnswers:
     """Ask which image is a plain colour, beside another colour or noise: 8 pairs in both orders.
 
     clips: show clips of two frames. For edit templates the source is a plain grey image.
@@ -73,17 +73,17 @@ def known_answers(judge: PairJudge, template: Template, clips: bool = False) -> 
         reasons += [v.reason for v in verdicts if v.first is None]
     asked = len(answers) + len(reasons)
     first, p = np.array(answers, np.float64).reshape(-1, 2).T
-    right = int((_unbiased(p, False) == np.where(first, 1, -1)).sum())
+    right = int((_debiased_side(p, False) == np.where(first, 1, -1)).sum())
     problem = _problem(_side(p), right)
-    if len(answers) < RIGHT * asked:
+    if len(answers) < MIN_RIGHT_SHARE * asked:
         problem = f"gave no verdict on {len(reasons)} of {asked} plain images: {reasons[0]}"
-    return Known(asked, right, problem)
+    return KnownAnswers(asked, right, problem)
 
 
 def _problem(sides: NDArray[np.float64], right: int) -> str:
     """What is wrong with a judge's known answers; '' if enough are right."""
     count = f"{right} of {len(sides)} known answers are right"
-    enough = RIGHT * len(sides)
+    enough = MIN_RIGHT_SHARE * len(sides)
     if right >= enough:
         return ""
     if not sides.any():
@@ -98,15 +98,15 @@ def _problem(sides: NDArray[np.float64], right: int) -> str:
     return f"does not see the images, or mixes them up ({count})"
 
 
-def evidence(groups: Iterable[Sequence[Judged]], rounded: bool) -> NDArray[np.float64]:
+def verdict_counts(groups: Iterable[Sequence[Judged]], rounded: bool) -> NDArray[np.float64]:
     """Counts [9] of a step's verdicts, to be summed over ranks and passed to `Alarm`.
 
     rounded: whether the win rates round verdicts to {0, ½, 1}.
     """
     groups = list(groups)
     p = np.array([p for group in groups for *_, p in group if p is not None], np.float64)
-    soft, sides = _soft(p, rounded), _side(p)
-    side, pairs, swapped = iter(_unbiased(p, rounded)), 0, 0
+    soft, sides = _is_soft(p, rounded), _side(p)
+    side, pairs, swapped = iter(_debiased_side(p, rounded)), 0, 0
     for group in groups:
         shown = {(i, j): next(side) for i, j, q in group if q is not None}
         both = [(s, t) for (i, j), s in shown.items() if i < j and s and (t := shown.get((j, i), 0.0))]
@@ -115,17 +115,15 @@ def evidence(groups: Iterable[Sequence[Judged]], rounded: bool) -> NDArray[np.fl
     return np.array([*counts, pairs, swapped], np.float64)
 
 
-def without_information(counts: NDArray[np.float64]) -> str:
-    """Why verdicts with this summed `evidence` carry no information; '' if they do or are too few to tell."""
+def uninformative_reason(counts: NDArray[np.float64]) -> str:
+    """Why verdicts with this summed `verdict_counts` carry no information; '' if they do or are too few to tell."""
     count, ties, first, second, soft, total, squares, pairs, swapped = counts.tolist()
-    if ties == count >= FEW:
+    if ties == count >= MIN_VERDICTS:
         return f"all {count:.0f} verdicts are ties"
-    if pairs >= FEW_PAIRS and swapped > CONTRADICTIONS * pairs:
-        return (
-            f"the winner changes with the order in {swapped:.0f} of {pairs:.0f} pairs, more than {CONTRADICTIONS:.0%}"
-        )
+    if pairs >= MIN_PAIRS and swapped > MAX_SWAPPED * pairs:
+        return f"the winner changes with the order in {swapped:.0f} of {pairs:.0f} pairs, more than {MAX_SWAPPED:.0%}"
     constant = not soft or squares / count - (total / count) ** 2 < (TIE if pairs else SPREAD) ** 2
-    if first + second >= FEW and constant and (not first or not second):
+    if first + second >= MIN_VERDICTS and constant and (not first or not second):
         side = "first" if first else "second"
         return f"all {first + second:.0f} verdicts, ties aside, prefer the one shown {side}"
     return ""
@@ -137,21 +135,21 @@ class Alarm:
     def __init__(self) -> None:
         self.steps = 0
         """Consecutive steps without information; steps with too few verdicts are pooled and count as one."""
-        self._counts = evidence([], False)
+        self._counts = verdict_counts([], False)
 
     def add(self, counts: NDArray[np.float64]) -> str:
         """Add a step's evidence; what is wrong with it and the pooled steps before it, or ''."""
         self._counts = self._counts + counts
         count, ties, *_, pairs, _ = self._counts.tolist()
-        if count < FEW or (ties < count and (count - ties < FEW or 0 < pairs < FEW_PAIRS)):
+        if count < MIN_VERDICTS or (ties < count and (count - ties < MIN_VERDICTS or 0 < pairs < MIN_PAIRS)):
             return ""
-        wrong = without_information(self._counts)
+        wrong = uninformative_reason(self._counts)
         self.steps = self.steps + 1 if wrong else 0
         self._counts = np.zeros_like(counts)
         return wrong
 
 
-def _soft(p: NDArray[np.float64], rounded: bool) -> NDArray[np.bool_]:
+def _is_soft(p: NDArray[np.float64], rounded: bool) -> NDArray[np.bool_]:
     """Which verdicts are probabilities rather than hard verdicts."""
     return ~np.isin(p, (0.0, 0.5, 1.0)) & (not rounded)
 
@@ -161,9 +159,9 @@ def _side(p: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.where(abs(p - 0.5) > TIE, np.sign(p - 0.5), 0.0)
 
 
-def _unbiased(p: NDArray[np.float64], rounded: bool) -> NDArray[np.float64]:
+def _debiased_side(p: NDArray[np.float64], rounded: bool) -> NDArray[np.float64]:
     """The preferred sides after subtracting the mean logit of the soft verdicts."""
-    soft = _soft(p, rounded)
+    soft = _is_soft(p, rounded)
     logits = np.log(p[soft]) - np.log1p(-p[soft])
     out = p.copy()
     if len(logits) > 1:

@@ -46,22 +46,22 @@ Read = Callable[[str, bytes], Any]
 class Outcome(NamedTuple):
     """How a kind of failure affects the request and the server."""
 
-    most: float = math.inf  # give up after this many such failures of one request
-    most_alone: float = math.inf  # the same while no other server is healthy
-    strike: bool = True  # pause the server while another one is healthy
+    max_failures: float = math.inf  # give up after this many such failures of one request
+    max_failures_alone: float = math.inf  # the same while no other server is healthy
+    pause: bool = True  # pause the server while another one is healthy
     probe: bool = False  # query /health, and eject the server if it does not respond
     eject: bool = False  # send no requests until /health responds
 
 
-REFUSED = Outcome(most=1, strike=False)
+REFUSED = Outcome(max_failures=1, pause=False)
 """Any server would refuse this request."""
-UNSUITABLE = Outcome(most_alone=1)
+UNSUITABLE = Outcome(max_failures_alone=1)
 """This server can never handle the request; another one may."""
-UNREADABLE = Outcome(most_alone=2)
+UNREADABLE = Outcome(max_failures_alone=2)
 """A reply may be corrupted in transit once."""
 BUSY = Outcome()
 FAILING = Outcome(probe=True)
-SLOW = Outcome(most=2, probe=True)
+SLOW = Outcome(max_failures=2, probe=True)
 LOST = Outcome(eject=True)
 STATUSES = dict.fromkeys(range(500, 600), FAILING) | {400: REFUSED, 413: REFUSED, 422: REFUSED, 429: BUSY, 504: SLOW}
 """Outcome by HTTP status other than 200; UNSUITABLE if not listed."""
@@ -139,7 +139,7 @@ class Sender:
         exchange, retries = self._hedged if self.config.hedge_s else self._exchange, 0
         while True:
             try:
-                endpoint = await self._slot(turn, job.media, slow)
+                endpoint = await self._acquire_endpoint(turn, job.media, slow)
             except SendError as error:  # no server is reachable
                 error.retries = retries
                 raise
@@ -149,9 +149,9 @@ class Sender:
                 outcome = failure.outcome
                 ended[outcome] += 1
                 slow = failure.endpoint if outcome is SLOW else slow
-                others = self.pool.well(besides=failure.endpoint)
-                most = outcome.most if others else min(outcome.most, outcome.most_alone)
-                if ended[outcome] >= most or retries >= self.config.retries:
+                others = self.pool.healthy(besides=failure.endpoint)
+                max_failures = outcome.max_failures if others else min(outcome.max_failures, outcome.max_failures_alone)
+                if ended[outcome] >= max_failures or retries >= self.config.retries:
                     given_up = f"gave up after {retries + 1} requests; the last one: " if retries else ""
                     raise SendError(f"{given_up}{failure}", retries) from failure
                 backoff = min(_BACKOFF_S * 2**retries, longest) * random.uniform(0.5, 1.0)
@@ -161,7 +161,7 @@ class Sender:
             retries += 1
             await asyncio.sleep(pause_s)
 
-    async def named(self) -> str:
+    async def resolve_model(self) -> str:
         """The model for all requests: the configured one, else the first that a server lists; '' if none is listed."""
         for endpoint in () if self.model else self.endpoints:
             try:
@@ -171,12 +171,12 @@ class Sender:
             self.model = self.model or (endpoint.models or [""])[0]
         return self.model
 
-    async def _slot(self, turn: int, media: frozenset[str], slow: Endpoint | None) -> Endpoint:
+    async def _acquire_endpoint(self, turn: int, media: frozenset[str], slow: Endpoint | None) -> Endpoint:
         """The best endpoint with a free slot, avoiding `slow` if possible. A request that must wait for media in upload
         by another request holds no slot meanwhile."""
         while True:
             endpoint = await self.pool.acquire(turn, slow)
-            if not (events := endpoint.ids.on_the_way(media)):
+            if not (events := endpoint.ids.pending_uploads(media)):
                 return endpoint
             self.pool.release(endpoint)
             for event in events:
@@ -188,7 +188,7 @@ class Sender:
         other = None
         try:
             _, waiting = await asyncio.wait(tasks, timeout=self.config.hedge_s)
-            if waiting and (other := self.pool.spare(endpoint)):
+            if waiting and (other := self.pool.try_acquire(endpoint)):
                 traffic.count(hedges=1)
                 lone = replace(job, media=frozenset()) if other is endpoint else job  # the slow one is uploading them
                 tasks.append(asyncio.create_task(self._exchange(other, lone)))
@@ -214,15 +214,15 @@ class Sender:
             if outcome.eject:
                 self.pool.eject(endpoint, str(failure).removeprefix(f"{endpoint.url}: "))
             elif outcome.probe:
-                self.pool.suspect(endpoint)
-            if outcome.strike:
-                self.pool.strike(endpoint, failure.pause_s)
+                self.pool.start_probe(endpoint)
+            if outcome.pause:
+                self.pool.pause(endpoint, failure.pause_s)
             raise
         finally:
             spent_us = round(1e6 * (time.monotonic() - start))
             if self.openai:
                 traffic.count(spent_us=spent_us, wasted_us=spent_us if reply is None else 0)
-        endpoint.strikes = 0
+        endpoint.failures = 0
         return replace(reply, spent_us=spent_us)
 
     async def _ask(self, endpoint: Endpoint, job: _Job) -> Any:
@@ -233,7 +233,7 @@ class Sender:
                 await endpoint.describe(limit_s)
                 self._check_model(endpoint)
             asked, limit_s = "", job.timeout_s
-            reply, payload = await self._deliver(endpoint, job)
+            reply, payload = await self._post_with_ids(endpoint, job)
         except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
             outcome = next(outcome for kind, outcome in ERRORS if isinstance(error, kind))
             if outcome is SLOW:
@@ -264,26 +264,26 @@ class Sender:
                 "throughout a run, on all servers of a judge"
             )
         if problem:
-            endpoint.forget()
+            endpoint.reset()
             raise Failure(f"{endpoint.url} {problem}", UNSUITABLE)
 
-    async def _deliver(self, endpoint: Endpoint, job: _Job) -> tuple[aiohttp.ClientResponse, bytes]:
+    async def _post_with_ids(self, endpoint: Endpoint, job: _Job) -> tuple[aiohttp.ClientResponse, bytes]:
         """POST with ids for media that the server should have; repeat with all data if it does not have them."""
         if not endpoint.uses_ids or not job.media:
             return await self._post(endpoint, job, None)
         ids, success = endpoint.ids, False
-        carried, grace_s = await ids.claim(job.media)
+        carried, grace_s = await ids.claim_uploads(job.media)
         try:
             reply, payload = await self._post(endpoint, job, carried)
             if len(carried) < len(job.media):
                 missed = reply.status == 400 and any(text in payload for text in _MISS)
-                ids.count(missed, grace_s)
+                ids.record_request(missed, grace_s)
                 if missed or reply.status == 500:
                     reply, payload = await self._post(endpoint, job, job.media)
             success = reply.status == 200
             return reply, payload
         finally:
-            ids.settle(carried, success)
+            ids.finish_uploads(carried, success)
 
     async def _post(
         self, endpoint: Endpoint, job: _Job, carried: Collection[str] | None
@@ -298,13 +298,13 @@ class Sender:
 
 def validate(config: JudgeConfig) -> None:
     """Raise JudgeError for invalid addresses or a missing API key."""
-    mistakes = []
+    errors = []
     if not config.endpoints or not all(url.startswith(("http://", "https://")) for url in config.endpoints):
-        mistakes.append(f"endpoints must be http:// or https:// addresses, got {list(config.endpoints)}")
+        errors.append(f"endpoints must be http:// or https:// addresses, got {list(config.endpoints)}")
     if config.api_key_env and config.api_key_env not in os.environ:
-        mistakes.append(f"the environment variable {config.api_key_env} (api_key_env) is not set")
-    if mistakes:
-        raise JudgeError("judge: " + "; ".join(mistakes))
+        errors.append(f"the environment variable {config.api_key_env} (api_key_env) is not set")
+    if errors:
+        raise JudgeError("judge: " + "; ".join(errors))
 
 
 def message_of(payload: bytes) -> str:

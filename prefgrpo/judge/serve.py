@@ -38,8 +38,8 @@ class Server:
         line = command(config)
         _require_free(config.host, config.port)
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - unnamed, so nothing is ever left on disk
-        self.keeper = subprocess.Popen(  # leads the server's process group
-            [sys.executable, str(Path(__file__).with_name("keeper.py")), str(os.getpid()), str(2 * DRAIN_S), *line],
+        self.supervisor = subprocess.Popen(  # leads the server's process group
+            [sys.executable, str(Path(__file__).with_name("supervisor.py")), str(os.getpid()), str(2 * DRAIN_S), *line],
             stdout=self._log,
             stderr=self._log,
             stdin=subprocess.DEVNULL,
@@ -56,7 +56,7 @@ class Server:
         """Wait for /health and a verdict on a probe pair; the check's summary. JudgeError with the log tail if not."""
         deadline, engine = time.monotonic() + self.config.startup_s, self.config.runs_on
         while not _healthy(self.config.url):
-            if (code := self.keeper.poll()) is not None:
+            if (code := self.supervisor.poll()) is not None:
                 raise JudgeError(f"{engine} ended with code {code} while starting:\n{self.tail()}")
             if time.monotonic() > deadline:
                 raise JudgeError(f"{engine} was not ready after {self.config.startup_s:g} s:\n{self.tail()}")
@@ -76,14 +76,14 @@ class Server:
 
     def stop(self) -> None:
         """Let the server finish in-flight requests (up to 20 s), then kill what is left of its process group."""
-        self.keeper.terminate()
-        self.keeper.wait()
+        self.supervisor.terminate()
+        self.supervisor.wait()
         deadline = time.monotonic() + _WORKERS_S
         with suppress(ProcessLookupError):
             while time.monotonic() < deadline:
-                os.killpg(self.keeper.pid, 0)
+                os.killpg(self.supervisor.pid, 0)
                 time.sleep(0.1)
-            os.killpg(self.keeper.pid, signal.SIGKILL)
+            os.killpg(self.supervisor.pid, signal.SIGKILL)
 
     def __enter__(self) -> Server:
         return self
@@ -138,12 +138,12 @@ def serve(
             servers = []
             for config in configs:  # sequentially: engines measure free memory at startup
                 servers.append(server := stack.enter_context(Server(config)))
-                where = f"{config.url}, pid {server.keeper.pid}, log {server.log}"
+                where = f"{config.url}, pid {server.supervisor.pid}, log {server.log}"
                 print(f"starting {config.preset.model} with {config.runs_on} on {where}", flush=True)
                 print(server.wait_ready(), flush=True)
             print(_ready(configs), flush=True)
             for server in servers:
-                stack.callback(server.keeper.terminate)  # before the first `stop`, so that all exit in parallel
+                stack.callback(server.supervisor.terminate)  # before the first `stop`, so that all exit in parallel
             return _watch(servers)
         except KeyboardInterrupt:
             print("stopped", flush=True)
@@ -166,12 +166,12 @@ def _watch(servers: list[Server]) -> int:
     """Wait until all servers have exited, reporting each exit; the exit code."""
     running = list(servers)
     while running:
-        for server in [s for s in running if s.keeper.poll() is not None]:
+        for server in [s for s in running if s.supervisor.poll() is not None]:
             running.remove(server)
             others = "; the other models keep running" if running else ""
             name = f"{server.config.runs_on} of '{server.config.served_name}'"
             print(
-                f"{name} ended with code {server.keeper.returncode}{others}:\n{server.tail()}",
+                f"{name} ended with code {server.supervisor.returncode}{others}:\n{server.tail()}",
                 file=sys.stderr,
                 flush=True,
             )

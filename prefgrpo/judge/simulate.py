@@ -88,7 +88,7 @@ class Row:
     """Rank correlation with the true qualities."""
 
 
-def simulated(judge: JudgeModel, size: int, repeats: int, seed: int) -> Groups:
+def simulate_groups(judge: JudgeModel, size: int, repeats: int, seed: int) -> Groups:
     """`repeats` groups of `size` members. Raises JudgeError for options out of range."""
     widths = (judge.noise, judge.spread, judge.ties)
     if size < 2 or repeats < 2 or not all(w >= 0 for w in widths) or not 0 <= judge.missing < 1:
@@ -106,7 +106,7 @@ def simulated(judge: JudgeModel, size: int, repeats: int, seed: int) -> Groups:
     return Groups(p, quality)
 
 
-def replayed(path: Path) -> Groups:
+def load_judgements(path: Path) -> Groups:
     """The largest groups in a run's judgements.jsonl that were judged in both orders. JudgeError if fewer than two.
 
     An incomplete last line, left by a killed run, is ignored.
@@ -134,13 +134,13 @@ def replayed(path: Path) -> Groups:
     return Groups(verdicts)
 
 
-def resembling(groups: Groups) -> JudgeModel:
+def fit_judge(groups: Groups) -> JudgeModel:
     """Parameters of a simulated judge, fitted to these verdicts by least squares in logits."""
     p = np.clip(groups.verdicts, 1e-6, 1.0 - 1e-6)
     logit = np.log(p / (1.0 - p))
     odd = (logit - logit.transpose(0, 2, 1)) / 2
     quality = np.nansum(odd, 2) / groups.size
-    bias = position_bias(play(FULL, groups, 0)[0])
+    bias = position_bias(run_plan(FULL, groups, 0)[0])
     fitted = quality[:, :, None] - quality[:, None, :] + bias
     exists = ~np.isnan(p)
     ties, failed = np.mean(p[exists] == 0.5), 1.0 - exists.mean() - 1.0 / groups.size
@@ -148,7 +148,7 @@ def resembling(groups: Groups) -> JudgeModel:
     return JudgeModel(float(np.nanstd(logit - fitted)), float(quality.std()), bias, band, max(float(failed), 0.0))
 
 
-def play(plan: str, groups: Groups, seed: int) -> tuple[list[list[Judged]], int]:
+def run_plan(plan: str, groups: Groups, seed: int) -> tuple[list[list[Judged]], int]:
     """(judged pairs of each group, maximum number of rounds). Raises ValueError if the plan does not fit G."""
     ask, played, most = get_plan(plan), [], 0
     for k, verdicts in enumerate(groups.verdicts):
@@ -167,10 +167,10 @@ def measure(
     groups: Groups, plans: Sequence[str], verdict: VerdictKind = "soft", bias: Bias = 0.0, seed: int = 0
 ) -> list[Row]:
     """Evaluate every plan under every rate. Raises ValueError for a plan that is unknown or does not fit."""
-    full = rate_groups(groups.size, play(FULL, groups, seed)[0], Rating("win_rate", verdict)).values
+    full = rate_groups(groups.size, run_plan(FULL, groups, seed)[0], Rating("win_rate", verdict)).values
     rows = []
     for plan in plans:
-        played, rounds = play(plan, groups, seed)
+        played, rounds = run_plan(plan, groups, seed)
         for rate in RATES:
             values = rate_groups(groups.size, played, Rating(rate, verdict, bias)).values
             true = None if groups.truth is None else spearman(values, groups.truth)
@@ -203,7 +203,7 @@ def cheapest(rows: Sequence[Row], least: float) -> Row | None:
     return min(good, key=lambda row: (row.calls, -row.spearman.mean), default=None)
 
 
-def usual_plans(size: int, budget: int) -> list[str]:
+def default_plans(size: int, budget: int) -> list[str]:
     """Plans that fit a group of `size`, including budget(`budget`)."""
     numbered = [f"{name}({n})" for name in ("k_regular", "swiss") for n in (2, 3, 4, 5, 6, 8, 9, 12) if n < size]
     fitting = []
@@ -268,13 +268,13 @@ def plan(
     if budget < 0:
         raise JudgeError(f"--budget: expected 0 (40 % of round_robin's calls) or more calls, got {budget}")
     if judgements is None:
-        groups, kind = simulated(judge, group_size, repeats, seed), "simulated "
+        groups, kind = simulate_groups(judge, group_size, repeats, seed), "simulated "
     else:
-        groups, kind = replayed(judgements), ""
-        judge = resembling(groups)
+        groups, kind = load_judgements(judgements), ""
+        judge = fit_judge(groups)
     budget = budget or max(round(SHARE * groups.size * (groups.size - 1) / 2), groups.size // 2)
     try:
-        rows = measure(groups, plans or usual_plans(groups.size, budget), verdict, bias, seed)
+        rows = measure(groups, plans or default_plans(groups.size, budget), verdict, bias, seed)
     except ValueError as error:
         raise JudgeError(str(error)) from error
     print(

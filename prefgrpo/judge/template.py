@@ -100,7 +100,7 @@ class Template:
         return turns
 
 
-def shipped() -> list[str]:
+def shipped_templates() -> list[str]:
     """Names of the templates shipped with the package."""
     return sorted(p.stem for p in _FOLDER.glob("*.yaml"))
 
@@ -113,12 +113,13 @@ def load_template(
     needs: required markers; may: optional ones; media must appear in order, each once. kinds: answers that the caller
     supports.
     """
-    path = _FOLDER / f"{name}.yaml" if name in shipped() else Path(name)
+    path = _FOLDER / f"{name}.yaml" if name in shipped_templates() else Path(name)
     if not path.is_file():
-        near = difflib.get_close_matches(name, shipped(), n=1)
+        names = shipped_templates()
+        near = difflib.get_close_matches(name, names, n=1)
         hint = f"; did you mean '{near[0]}'?" if near else ""
         raise JudgeError(
-            f"judge template '{name}' not found: expected one of {', '.join(shipped())} or a path to a YAML file{hint}"
+            f"judge template '{name}' not found: expected one of {', '.join(names)} or a path to a YAML file{hint}"
         )
     try:
         raw = yaml.safe_load(path.read_text(encoding="utf-8"))

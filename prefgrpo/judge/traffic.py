@@ -2,8 +2,8 @@
 
 Counts: questions (total), cache_hits (answered from the cache), hedges (duplicates of slow requests), unread (answers
 that could not be parsed), spent_us (total microseconds of all requests) and wasted_us (the part spent on requests that
-timed out, were cancelled or could not be parsed). A request is attributed to the `counted` context in which it was
-issued; asyncio tasks and callbacks inherit the context. Invariant: counts never decrease.
+timed out, were cancelled or could not be parsed). A request is attributed to the `collect_counts` context in which it
+was issued; asyncio tasks and callbacks inherit the context. Invariant: counts never decrease.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _COUNTS: ContextVar[Counter[str]] = ContextVar("counts")
 
 
 @contextmanager
-def counted(counts: Counter[str]) -> Iterator[None]:
+def collect_counts(counts: Counter[str]) -> Iterator[None]:
     """Questions asked inside this context are added to `counts`, whenever their answers arrive."""
     token = _COUNTS.set(counts)
     try:
@@ -29,7 +29,7 @@ def counted(counts: Counter[str]) -> Iterator[None]:
 
 
 def count(**more: int) -> None:
-    """Add to the counts of the current `counted` context, if there is one."""
+    """Add to the counts of the current `collect_counts` context, if there is one."""
     if (counts := _COUNTS.get(None)) is not None:
         counts.update(more)
 

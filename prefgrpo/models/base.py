@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from prefgrpo.config.schema import SamplingConfig as Sampling
 from prefgrpo.models import folder as folders
 from prefgrpo.models import guidance as guiding
-from prefgrpo.models.cache import in_turn
+from prefgrpo.models.cache import with_cache_contexts
 from prefgrpo.models.condition import Condition
-from prefgrpo.models.parking import Parked
+from prefgrpo.models.offload import ComponentOffload
 from prefgrpo.models.weights import Weights
 from prefgrpo.ops.args import Guidance
 from prefgrpo.ops.reference import guided
@@ -117,8 +117,8 @@ class Adapter(Weights, ABC):
         """Device on which the denoisers run, if their weights may be stored elsewhere."""
         self.text_multiple = 1
         """Batches of prompts of different lengths are padded to a multiple of this many tokens."""
-        self.parked = Parked({}, (), torch.device("cpu"))
-        """Components offloaded to CPU memory; none before `park`."""
+        self.offload = ComponentOffload({}, (), torch.device("cpu"))
+        """Components offloaded to CPU memory; none before `enable_offload`."""
 
     @classmethod
     def load(
@@ -332,7 +332,7 @@ class Adapter(Weights, ABC):
         denoiser = getattr(self.pipe, name)
         predict: Callable[..., Tensor] = partial(self.predict, denoiser, sampling=sampling)
         if getattr(denoiser, "is_cache_enabled", False):
-            predict = in_turn(predict, denoiser)
+            predict = with_cache_contexts(predict, denoiser)
         x, sigma, low = x.float(), sigma.to(x.device, non_blocking=True), self.dtype != torch.float32
         if self.compiled and not torch.is_grad_enabled():  # use the training graph; see `compile_blocks`
             with torch.enable_grad():
@@ -341,7 +341,7 @@ class Adapter(Weights, ABC):
         with torch.autocast(x.device.type, dtype=self.dtype if low else None, enabled=low):
             if self.cfg is None or not self.guided(sampling):
                 return predict(x, sigma, condition), None
-            c, u = guiding.both(predict, x, sigma, condition, self.guidance_gradient)
+            c, u = guiding.predict_cond_uncond(predict, x, sigma, condition, self.guidance_gradient)
         return c, self.cfg.guidance_for(u, scale)
 
     def grid(self, sampling: Sampling) -> tuple[int, int]:
@@ -383,10 +383,10 @@ class Adapter(Weights, ABC):
             if asked:
                 getattr(self.pipe.vae, name)()
 
-    def park(self, kinds: tuple[str, ...], device: torch.device) -> None:
+    def enable_offload(self, kinds: tuple[str, ...], device: torch.device) -> None:
         """Move the pipeline to `device`, but offload these kinds of parts (text_encoder, vae) to the CPU between uses.
 
         If `home` is set, denoisers stay where they are.
         """
-        there = self.denoisers if self.home else ()
-        self.parked = Parked({n: part for n, part in self.pipe.components.items() if n not in there}, kinds, device)
+        kept = self.denoisers if self.home else ()
+        self.offload = ComponentOffload({n: p for n, p in self.pipe.components.items() if n not in kept}, kinds, device)

@@ -53,7 +53,7 @@ def cached(denoisers: Sequence[Any], sampling: SamplingConfig) -> Iterator[None]
             denoiser.disable_cache()
 
 
-def in_turn(predict: Callable[..., torch.Tensor], denoiser: Any) -> Callable[..., torch.Tensor]:
+def with_cache_contexts(predict: Callable[..., torch.Tensor], denoiser: Any) -> Callable[..., torch.Tensor]:
     """`predict` with a separate cache state for each call within a step: the two halves of a guidance pair differ."""
     turns = count()
 

@@ -18,7 +18,7 @@ import torch
 SAMPLE, STRIDE = 1 << 16, 1 << 22  # of every STRIDE bytes of a large file, SAMPLE bytes are hashed
 CONFIGS = Path(__file__).with_name("configs")
 """Public configs of the models used in recipes, as OWNER/NAME on the hub; no weights or tokenizers."""
-ASKED = "Qwen3VLProcessor"
+REQUIRED_PROCESSOR = "Qwen3VLProcessor"
 """Class of a processor that the pipeline's constructor needs."""
 BOOKKEEPING = {"_name_or_path", "is_local", "local_files_only"}
 """Config keys that record where a model was loaded from, not what it is."""
@@ -99,7 +99,7 @@ def read(path: Path, pipeline: str, dtype: torch.dtype, device: torch.device, en
     named = {name: part for name, part in index_of(path).items() if _is_encoder(name)}
     parts: dict[str, Any] = {name: None for name, part in named.items() if not encoders or part[0] is None}
     own = {name: found for name, part in named.items() if (found := _processor(path / name, part[1] or "", encoders))}
-    asked = {name: part for name, part in own.items() if type(part).__name__ == ASKED}
+    asked = {name: part for name, part in own.items() if type(part).__name__ == REQUIRED_PROCESSOR}
     pipe = getattr(diffusers, pipeline).from_pretrained(path, dtype=dtype, **parts | dict.fromkeys(own) | asked)
     pipe.register_modules(**own)
     for module in (part for part in pipe.components.values() if isinstance(part, torch.nn.Module)):
@@ -112,7 +112,7 @@ def read(path: Path, pipeline: str, dtype: torch.dtype, device: torch.device, en
 
 def _processor(path: Path, kind: str, encoders: bool) -> Any:
     """The folder's processor as a class that needs no torchvision; None if not needed, or if there is no such class."""
-    if not kind.endswith("Processor") or not (encoders or kind == ASKED):
+    if not kind.endswith("Processor") or not (encoders or kind == REQUIRED_PROCESSOR):
         return None
     from prefgrpo.models import processors
 

@@ -42,7 +42,7 @@ class Cfg:
         return Guidance(u, scale, self.from_cond, self.rescale)
 
 
-def both(
+def predict_cond_uncond(
     predict: Callable[[Tensor, Tensor, Condition], Tensor],
     x: Tensor,
     sigma: Tensor,

@@ -89,20 +89,20 @@ class Wan22(Wan):
     def _guidance_2(self, sampling: Sampling) -> float:
         return self.default_guidance_2 if sampling.guidance_2 is None else sampling.guidance_2
 
-    def high(self, sigma: Tensor) -> Tensor:
+    def is_high_noise(self, sigma: Tensor) -> Tensor:
         """Which σ [B] belong to the high-noise expert; compared in timesteps, like the stock pipeline."""
         return sigma * 1000 >= self.pipe.config.boundary_ratio * 1000
 
     def expert(self, sigma: Tensor, sampling: Sampling) -> tuple[str, float]:
         """The expert of a batch, and its guidance scale. Raises ValueError for σ on both sides of the boundary."""
-        high = self.high(sigma)
+        high = self.is_high_noise(sigma)
         if bool(high.any()) != bool(high.all()):
             raise ValueError(f"expected a batch of one expert's σ, got {sigma.tolist()}")
         return (self.denoisers[0], sampling.guidance) if high.all() else (self.denoisers[1], self._guidance_2(sampling))
 
     def trains(self, sigma: float) -> bool:
         """Whether the expert of this σ is trained."""
-        return self.denoisers[0 if self.high(torch.tensor(sigma)) else 1] in self.trained
+        return self.denoisers[0 if self.is_high_noise(torch.tensor(sigma)) else 1] in self.trained
 
 
 class WanI2V(Wan):

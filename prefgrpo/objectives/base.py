@@ -62,7 +62,7 @@ class Objective(ABC):
     """Which collector supplies the inputs of the loss."""
     whole_groups: ClassVar[bool] = False
     """Whether the loss needs all members of a group together, on one data-parallel index."""
-    weighs_advantages: ClassVar[bool] = False
+    proportional_to_advantage: ClassVar[bool] = False
     """Whether a sample's part of the first gradient is proportional to its advantage (`train.min_advantage`)."""
     keeps_velocity: ClassVar[bool] = False
     """Whether the rollout stores the velocities of its steps, for losses that compare the means of steps."""
@@ -82,7 +82,7 @@ class Objective(ABC):
         """Whether the old policy generates the rollouts."""
         return False
 
-    def mistakes(self, group_size: int) -> list[str]:
+    def option_errors(self, group_size: int) -> list[str]:
         """Errors for incompatible options, as 'field: what was expected, what was given'."""
         return []
 
@@ -102,7 +102,7 @@ class Objective(ABC):
         size = targets.advantage.abs().clamp(max=train.adv_clip_max)
         return self.signal(train, targets).masked_fill(size < train.min_advantage * size.max(), torch.nan)
 
-    def per_group(self, group_size: int) -> int:
+    def samples_per_group(self, group_size: int) -> int:
         """How many samples per group count in the mean of the loss."""
         return group_size
 
@@ -136,7 +136,7 @@ class TrajectoryObjective(Objective):
     """An objective whose loss is computed from replayed steps."""
 
     collector = "trajectory"
-    weighs_advantages = True
+    proportional_to_advantage = True
     metrics: ClassVar[tuple[str, ...]] = METRICS
     """Names of the entries of `PolicyLoss.metrics`."""
 
@@ -147,7 +147,7 @@ class TrajectoryObjective(Objective):
     noise: s (TempFlow-GRPO), both divided by their mean over the trainable steps; or inverse_step: 1 / |Δσ|
     (GRPO-Guard)."""
 
-    def mistakes(self, group_size: int) -> list[str]:
+    def option_errors(self, group_size: int) -> list[str]:
         """best_of must be even and at most the group size."""
         fits = self.best_of % 2 == 0 and self.best_of <= group_size
         return [] if fits else [f"best_of: expected an even number up to {group_size}, got {self.best_of}"]
@@ -162,7 +162,7 @@ class TrajectoryObjective(Objective):
         chosen.scatter_(1, torch.cat([order[:, :half], order[:, -half:]], 1), True)
         return torch.where(chosen, signal, torch.nan)
 
-    def per_group(self, group_size: int) -> int:
+    def samples_per_group(self, group_size: int) -> int:
         """The number of members that are trained on."""
         return self.best_of or group_size
 
@@ -194,10 +194,10 @@ class Prediction:
     @cached_property
     def anchor_error(self) -> Tensor:
         """[B] mean_D ‖v_anchor − u‖²."""
-        return mean_square(self.beside - self.u)
+        return mean_square(self.anchor_velocity - self.u)
 
     @property
-    def beside(self) -> Tensor:
+    def anchor_velocity(self) -> Tensor:
         """The anchor's velocity; asserts that there is one."""
         assert self.anchor is not None, "the objective names no anchor"
         return self.anchor
@@ -285,6 +285,6 @@ class OptimalityObjective(OldPolicy, EndpointObjective):
         return (targets.advantage / (2.0 * train.adv_clip_max) + 0.5).clamp(0.0, 1.0)
 
 
-def where_known(values: Tensor, targets: Targets) -> Tensor:
+def mask_missing(values: Tensor, targets: Targets) -> Tensor:
     """`values` [P, G], with NaN in groups whose advantages are all 0 and where rewards are missing."""
     return torch.where((targets.advantage != 0).any(1, keepdim=True) & targets.known, values, torch.nan)

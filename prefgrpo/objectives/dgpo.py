@@ -24,7 +24,7 @@ class DGPO(Preference):
     clip: bool = False
     """Clip the ratio to the old policy with train.clip_range; requires reference: old."""
 
-    def mistakes(self, group_size: int) -> list[str]:
+    def option_errors(self, group_size: int) -> list[str]:
         """clip requires reference: old."""
         return ["clip: expected reference old, which the ratio is measured against"] * (
             self.clip and self.reference != "old"

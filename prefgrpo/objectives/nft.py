@@ -19,8 +19,8 @@ from prefgrpo.objectives.base import (
     PointwiseObjective,
     Prediction,
     Targets,
+    mask_missing,
     mean_square,
-    where_known,
 )
 
 
@@ -28,7 +28,7 @@ from prefgrpo.objectives.base import (
 class NFT(OptimalityObjective, PointwiseObjective):
     """Negative-aware fine-tuning."""
 
-    weighs_advantages = True
+    proportional_to_advantage = True
 
     beta: PositiveFloat = 1.0
     """β: distance of the positive and the negative policy from the old policy, in units of v − v_old."""
@@ -46,12 +46,12 @@ class NFT(OptimalityObjective, PointwiseObjective):
 
     def signal(self, train: TrainConfig, targets: Targets) -> Tensor:
         """r [P, G]."""
-        return where_known(self.probability(train, targets), targets)
+        return mask_missing(self.probability(train, targets), targets)
 
     def loss(self, train: TrainConfig, p: Prediction, signal: Tensor) -> Tensor:
         """[B]."""
-        moved = self.beta * (p.v - p.beside)
-        parts = [(p.beside + moved - p.u, signal), (p.beside - moved - p.u, 1.0 - signal)]
+        moved = self.beta * (p.v - p.anchor_velocity)
+        parts = [(p.anchor_velocity + moved - p.u, signal), (p.anchor_velocity - moved - p.u, 1.0 - signal)]
         scale = self.scale or (train.adv_clip_max if self.optimality == "advantage" else 1.0)
         return sum(share * self._error(e, p.t) for e, share in parts) * (scale / self.beta)  # type: ignore[return-value]
 

@@ -13,7 +13,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from prefgrpo.config.schema import STRICT, TrainConfig
-from prefgrpo.objectives.base import PointwiseObjective, Prediction, Targets, where_known
+from prefgrpo.objectives.base import PointwiseObjective, Prediction, Targets, mask_missing
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -26,9 +26,9 @@ class RWR(PointwiseObjective):
     def signal(self, train: TrainConfig, targets: Targets) -> Tensor:
         """[P, G] weights, summing to 1 within a group."""
         scaled = (targets.advantage / self.temperature).masked_fill(~targets.known, -torch.inf)
-        return where_known(scaled.softmax(1), targets)
+        return mask_missing(scaled.softmax(1), targets)
 
-    def per_group(self, group_size: int) -> int:
+    def samples_per_group(self, group_size: int) -> int:
         """1, because a group's weights sum to 1."""
         return 1
 

@@ -12,7 +12,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from prefgrpo.config.schema import STRICT, TrainConfig
-from prefgrpo.objectives.base import PointwiseObjective, Prediction, Targets, where_known
+from prefgrpo.objectives.base import PointwiseObjective, Prediction, Targets, mask_missing
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -22,9 +22,9 @@ class SFT(PointwiseObjective):
     def signal(self, train: TrainConfig, targets: Targets) -> Tensor:
         """1 for the best member of a group, NaN for the others."""
         best = torch.full_like(targets.advantage, torch.nan).scatter(1, targets.advantage.argmax(1, keepdim=True), 1.0)
-        return where_known(best, targets)
+        return mask_missing(best, targets)
 
-    def per_group(self, group_size: int) -> int:
+    def samples_per_group(self, group_size: int) -> int:
         """1, the best member."""
         return 1
 

@@ -21,7 +21,7 @@ LIMIT = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 """Maximum error of an output or gradient, relative to its largest element."""
 
 
-def use(adapter: Adapter, config: Config, layout: Layout, device: torch.device) -> None:
+def set_backend(adapter: Adapter, config: Config, layout: Layout, device: torch.device) -> None:
     """Set config.attention in every denoiser, after a check on the run's shapes. Raises ConfigError."""
     if config.attention == "native":
         return

@@ -18,7 +18,7 @@ from prefgrpo.models.base import Adapter, Sampling
 from prefgrpo.parallel.mesh import Layout, Sequence, sequence_problems
 from prefgrpo.parallel.world import World
 
-NEARBY = 4
+MAX_SUGGESTIONS = 4
 """Maximum number of sizes suggested in an error message."""
 
 
@@ -33,12 +33,12 @@ def enable(adapter: Adapter, world: World) -> None:
     for name in adapter.denoisers:
         mesh = world.mesh["ring", "ulysses"]
         config = ContextParallelConfig(ring_degree=layout.ring, ulysses_degree=layout.ulysses, mesh=mesh)
-        with _a_device(world.device):
+        with _cpu_as_accelerator(world.device):
             getattr(adapter.pipe, name).enable_parallelism(config=config)
 
 
 @contextmanager
-def _a_device(device: torch.device) -> Iterator[None]:
+def _cpu_as_accelerator(device: torch.device) -> Iterator[None]:
     """Context in which a CPU counts as one accelerator, because diffusers takes the rank modulo their number."""
     real: Any = torch.accelerator.device_count
     if device.type == "cpu":
@@ -58,7 +58,7 @@ def unsupported(cls: type[Adapter], family: str, layout: Layout) -> list[str]:
     return []
 
 
-def undivided(adapter: Adapter, sizes: Sampling, max_length: int, layout: Layout) -> list[str]:
+def context_errors(adapter: Adapter, sizes: Sampling, max_length: int, layout: Layout) -> list[str]:
     """Why these sizes cannot be split over the context-parallel processes; needs an adapter, but no weights."""
     if layout.context == 1:
         return []
@@ -67,13 +67,13 @@ def undivided(adapter: Adapter, sizes: Sampling, max_length: int, layout: Layout
     joined = any("encoder_hidden_states" in entry for entry in plan) and not adapter.own_lengths
     tokens = adapter.sequence(sizes)
     sequence = Sequence(model.config.num_attention_heads, tokens, max_length if joined else 0)
-    return sequence_problems(layout, sequence, _near(adapter, sizes, layout.context))
+    return sequence_problems(layout, sequence, _nearby_sizes(adapter, sizes, layout.context))
 
 
-def _near(adapter: Adapter, sizes: Any, multiple: int) -> list[str]:
+def _nearby_sizes(adapter: Adapter, sizes: Any, multiple: int) -> list[str]:
     """Nearby heights and widths whose token count is a multiple of `multiple`, nearest first."""
     unit, rows, columns = adapter.unit, *adapter.grid(sizes)
     around = [(r, c) for r in range(max(rows - 4, 1), rows + 5) for c in range(max(columns - 4, 1), columns + 5)]
     around.sort(key=lambda place: (abs(place[0] - rows) + abs(place[1] - columns), place))
     fits = (p for p in around if not adapter.sequence(replace(sizes, height=p[0] * unit, width=p[1] * unit)) % multiple)
-    return [f"{r * unit}×{c * unit}" for r, c in list(fits)[:NEARBY]]
+    return [f"{r * unit}×{c * unit}" for r, c in list(fits)[:MAX_SUGGESTIONS]]

@@ -22,7 +22,7 @@ from prefgrpo.models.base import Adapter
 from prefgrpo.parallel.world import World
 
 
-def split(adapter: Adapter, world: World, parallel: ParallelConfig) -> None:
+def shard_weights(adapter: Adapter, world: World, parallel: ParallelConfig) -> None:
     """Shard the weights of all denoisers over the mesh, and move shards and replicated parameters to the device.
 
     Call it after everything that modifies blocks: LoRA, full fine-tuning, gradient checkpointing, context parallelism.
@@ -33,19 +33,19 @@ def split(adapter: Adapter, world: World, parallel: ParallelConfig) -> None:
     mesh = world.mesh["replicate", "weights"] if world.layout.replicate > 1 else weights
     offload = CPUOffloadPolicy(pin_memory=world.device.type != "cpu") if parallel.offload else OffloadPolicy()
     for name in adapter.denoisers:
-        _split(getattr(adapter.pipe, name), adapter, world.device, {"mesh": mesh, "offload_policy": offload})
+        _shard(getattr(adapter.pipe, name), adapter, world.device, {"mesh": mesh, "offload_policy": offload})
     adapter.home = world.device
 
 
-def _split(model: nn.Module, adapter: Adapter, device: torch.device, options: dict[str, Any]) -> None:
-    whole = set(kept_whole(model, adapter))
-    low = any(p.requires_grad and p not in whole for p in model.parameters()) and adapter.dtype != torch.float32
-    options = options | {"ignored_params": whole, "reshard_after_forward": True}
+def _shard(model: nn.Module, adapter: Adapter, device: torch.device, options: dict[str, Any]) -> None:
+    replicated = set(replicated_parameters(model, adapter))
+    low = any(p.requires_grad and p not in replicated for p in model.parameters()) and adapter.dtype != torch.float32
+    options = options | {"ignored_params": replicated, "reshard_after_forward": True}
     if low:  # leave casting of inputs to autocast, as without sharding
         options["mp_policy"] = MixedPrecisionPolicy(adapter.dtype, torch.float32, cast_forward_inputs=False)
     for part in [*adapter.blocks(model), model]:
         fully_shard(part, **options)
-    for p in whole:
+    for p in replicated:
         p.data = p.data.to(device)
     for module in model.modules():
         for key, buffer in module._buffers.items():
@@ -55,7 +55,7 @@ def _split(model: nn.Module, adapter: Adapter, device: torch.device, options: di
             module.set_force_sum_reduction_for_comms(True)  # gloo does not support pre-multiplied sums
 
 
-def kept_whole(model: nn.Module, adapter: Adapter) -> Iterator[nn.Parameter]:
+def replicated_parameters(model: nn.Module, adapter: Adapter) -> Iterator[nn.Parameter]:
     """The parameters that are replicated: a LoRA, or of trained weights the ones that diffusers keeps in fp32."""
     kept = getattr(model, "_keep_in_fp32_modules", None) or ()
     lora = adapter.has_lora()
@@ -64,22 +64,22 @@ def kept_whole(model: nn.Module, adapter: Adapter) -> Iterator[nn.Parameter]:
             yield p
 
 
-def is_split(tensor: Tensor) -> bool:
+def is_sharded(tensor: Tensor) -> bool:
     """Whether the tensor is sharded, so that this process holds only a part of it."""
     return isinstance(tensor, DTensor)
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """The full tensor; a collective, which all processes must call."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def parts(tensors: Iterable[Tensor]) -> list[Tensor]:
+def to_local(tensors: Iterable[Tensor]) -> list[Tensor]:
     """This process's part of each tensor, without a copy, for elementwise reads and writes."""
     return [t._local_tensor if isinstance(t, DTensor) else t for t in tensors]
 
 
-def part_of(value: Tensor, like: Tensor) -> Tensor:
+def shard_like(value: Tensor, like: Tensor) -> Tensor:
     """Shard `value`, which every process has in full, like the tensor `like`; no communication."""
     if not isinstance(like, DTensor) or isinstance(value, DTensor):
         return value
@@ -102,7 +102,7 @@ def gathered(adapter: Adapter, keep: bool) -> Iterator[None]:
             part.reshard()
 
 
-def whole_copies(adapter: Adapter, world: World) -> dict[str, nn.Module]:
+def full_copies(adapter: Adapter, world: World) -> dict[str, nn.Module]:
     """Unsharded CPU copies of the sharded denoisers, by name, on rank 0 (others: empty); all ranks must call it."""
     copies: dict[str, nn.Module] = {}
     for name in adapter.denoisers:
@@ -111,7 +111,7 @@ def whole_copies(adapter: Adapter, world: World) -> dict[str, nn.Module]:
             continue
         state: dict[str, Tensor] = {}
         for key, value in model.state_dict().items():
-            one = whole(value)
+            one = full_tensor(value)
             if world.main:
                 state[key] = one.detach().cpu()
         if world.main:

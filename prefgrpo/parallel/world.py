@@ -27,12 +27,12 @@ from torch.distributed.tensor import DTensor
 
 from prefgrpo.config.schema import Config, ConfigError
 from prefgrpo.parallel.mesh import Layout, device_mesh
-from prefgrpo.parallel.watch import Watch, attempt
+from prefgrpo.parallel.watch import Heartbeat, restart_count
 
 T = TypeVar("T")
 LONGEST_WAIT = timedelta(hours=2)
 """Timeout of collectives, enough for one rank to judge or write a large model; torch's default on GPUs is 10 min."""
-_watches: list[Watch] = []
+_heartbeats: list[Heartbeat] = []
 """The heartbeat of this process, while it is in a process group."""
 
 
@@ -77,7 +77,7 @@ class World:
         return self.size // self.layout.context
 
     @property
-    def leads(self) -> bool:
+    def is_dp_leader(self) -> bool:
         """Whether this is the first process of its share, which calls rewards and whose rows `gather` takes."""
         return self.rank % self.layout.context == 0
 
@@ -158,16 +158,16 @@ class World:
 
     def gather_items(self, mine: Iterable[T]) -> list[T]:
         """All-gather the objects of all shares, in order of their index; their number may differ between shares."""
-        return [item for part in self.every(list(mine))[:: self.layout.context] for item in part]
+        return [item for part in self.all_gather_object(list(mine))[:: self.layout.context] for item in part]
 
-    def every(self, mine: T) -> list[T]:
+    def all_gather_object(self, mine: T) -> list[T]:
         """All-gather one object from every rank, in rank order."""
         items = [mine] * self.size
         if self.size > 1:
             dist.all_gather_object(items, mine)
         return items
 
-    def spread(self, rows: Tensor, work: Callable[[Tensor], Tensor]) -> Tensor:
+    def split_and_gather(self, rows: Tensor, work: Callable[[Tensor], Tensor]) -> Tensor:
         """`work(rows)` of rows [B, …] that all processes of a share hold; each computes a part, all get all [B, …]."""
         count = self.layout.context
         if count == 1:
@@ -228,14 +228,14 @@ def start(device_name: str, config: Config | None = None) -> World:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         store, rank, _ = next(rendezvous("env://", timeout=LONGEST_WAIT))
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # it keeps the addresses of earlier starts
-            store = PrefixStore(f"attempt/{attempt()}", store)
+            store = PrefixStore(f"attempt/{restart_count()}", store)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=LONGEST_WAIT)
-        _watches.append(Watch())
-        _watches[-1].start()
+        _heartbeats.append(Heartbeat())
+        _heartbeats[-1].start()
     return World(int(os.environ.get("RANK", "0")), size, device, layout, device_mesh(layout, device))
 
 
-def follows(error: BaseException) -> bool:
+def is_peer_failure(error: BaseException) -> bool:
     """Whether an error is only a consequence of another process having exited or left the group."""
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "/gloo/" in str(error))
 
@@ -243,6 +243,6 @@ def follows(error: BaseException) -> bool:
 def stop() -> None:
     """Leave the torchrun process group."""
     if dist.is_initialized():
-        while _watches:
-            _watches.pop().stop()
+        while _heartbeats:
+            _heartbeats.pop().stop()
         dist.destroy_process_group()

@@ -59,17 +59,17 @@ class Chart:
     """Horizontal lines with their labels, drawn where they fall inside the axis."""
 
     @property
-    def shows(self) -> bool:
+    def has_data(self) -> bool:
         """Whether any series has a value."""
         return any(not np.isnan(s.y).all() for s in self.series)
 
     @property
-    def flat(self) -> bool:
+    def is_flat(self) -> bool:
         """Whether no series' mean changes between the first and the last third by more than the largest of: twice its
         scatter, two percentage points, 10 % of its largest value."""
-        return not any(self._moves(y) for s in self.series if len(y := s.y[~np.isnan(s.y)]))
+        return not any(self._has_trend(y) for s in self.series if len(y := s.y[~np.isnan(s.y)]))
 
-    def _moves(self, y: Floats) -> bool:
+    def _has_trend(self, y: Floats) -> bool:
         third = -(-len(y) // 3)
         first, last = y[:third], y[-third:]
         allowed = max(0.02 if self.percent else 0.1 * np.abs(y).max(), 2 * max(first.std(), last.std()))

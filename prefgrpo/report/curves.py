@@ -35,11 +35,11 @@ def win_names(rows: Rows) -> list[str]:
 def measure_names(rows: Rows) -> list[str]:
     """Measures with values before and after training; 'x.all' comes after 'x', then the other parts."""
     names = [n for n in rows.columns if f"{n}_before" in rows]
-    parts = {n: part_of(n, names) for n in names}
+    parts = {n: shard_like(n, names) for n in names}
     return sorted(names, key=lambda n: (parts[n][0], bool(parts[n][1]), parts[n][1] != "all"))
 
 
-def part_of(name: str, names: Iterable[str]) -> tuple[str, str]:
+def shard_like(name: str, names: Iterable[str]) -> tuple[str, str]:
     """(reward, part or "") of a measure. The reward must also be in `names`: a user's own may contain dots."""
     reward = min((n for n in names if name.startswith(f"{n}.")), key=len, default=name)
     return reward, name[len(reward) + 1 :]
@@ -49,14 +49,14 @@ def curves(run: Run) -> tuple[list[Chart], list[Chart], list[Chart]]:
     """All charts of a run: (four that show whether it works, further results, health)."""
     watched = "dev" if "dev" in run.evals else next(iter(run.evals), "")  # the set evaluated during training
     wins, measured = [_wins(run, watched)], _measures(run.evals[watched], watched) if run.evals else []
-    rewards, doubts = _rewards(run.train), _doubts(run.train)
+    rewards, doubts = _rewards(run.train), _judge_consistency(run.train)
     policy, judge, time = _policy(run), _judge(run.train), _time(run.train)
-    key = [next((c for c in some if c.shows), None) for some in (wins, measured, rewards, doubts)]
-    key += [c for c in [*measured, *rewards, *policy[2:3]] if c.shows and not any(c is k for k in key)]
+    key = [next((c for c in some if c.has_data), None) for some in (wins, measured, rewards, doubts)]
+    key += [c for c in [*measured, *rewards, *policy[2:3]] if c.has_data and not any(c is k for k in key)]
     first = [c for c in key if c is not None][:4]
 
     def rest(charts: list[Chart]) -> list[Chart]:
-        return [c for c in charts if c.shows and not any(c is k for k in first)]
+        return [c for c in charts if c.has_data and not any(c is k for k in first)]
 
     return first, rest(measured + rewards), rest(policy + doubts + judge + time)
 
@@ -94,7 +94,7 @@ def _measures(rows: Rows, watched: str) -> list[Chart]:
     """One chart per evaluation reward, with its parts as lines."""
     charts: dict[str, list[tuple[str, str]]] = {}
     for name in (names := measure_names(rows)):
-        reward, part = part_of(name, names)
+        reward, part = shard_like(name, names)
         charts.setdefault(reward, []).append((readable(part) or "overall", name))
     note = f"Mean over the images of the held-out set {watched}."
     return [Chart(f"Measured: {readable(reward)}", _series(rows, lines), note=note) for reward, lines in charts.items()]
@@ -118,7 +118,7 @@ def _rewards(train: Rows) -> list[Chart]:
     ]
 
 
-def _doubts(train: Rows) -> list[Chart]:
+def _judge_consistency(train: Rows) -> list[Chart]:
     doubts = [("order swapped, other winner", "order_inconsistency"), ("first shown wins", "position_bias")]
     doubt, lines = _series(train, [*doubts, ("ties", "tie_rate")], "judge/"), ((0.5, "no bias"),)
     return [Chart("Judge: consistency", doubt, percent=True, include=(0.0,), lines=lines)]

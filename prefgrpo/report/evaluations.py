@@ -34,14 +34,14 @@ class Evaluation:
 
 def read_evaluation(file: Path) -> list[Evaluation]:
     """Content of RUN/evaluations/WEIGHTS/NAME/*.json; [] for other files. Raises ValueError, KeyError, TypeError."""
-    content, weights = json.loads(file.read_text(encoding="utf-8")), _in_words(file.parent.parent.name)
+    content, weights = json.loads(file.read_text(encoding="utf-8")), _display_name(file.parent.parent.name)
     if "win_rates" in content:
-        other = _in_words(file.parent.name.removeprefix("against_"))
+        other = _display_name(file.parent.name.removeprefix("against_"))
         return [_comparison(f"{weights} against {other}", content)]
     return [_suite(f"{content['suite']}, {weights}", content)] if "suite" in content else []
 
 
-def _in_words(weights: str) -> str:
+def _display_name(weights: str) -> str:
     """'run_step_000020_live' → 'run step 20 (live)'."""
     return re.sub(r"_?step_0*(\d+)_(live|ema)$", r" step \1 (\2)", weights).strip()
 

@@ -49,7 +49,7 @@ def _wins(rows: Rows) -> list[tuple[str, str, list[str]]]:
 def subject(run: Run) -> str:
     """What was trained: weights, model, family, objective and rewards, as far as the configuration has them; "" without
     a model."""
-    train, family, weights = run.settings, run.config.get("family"), {k: w for k, w in run.trained_on.items() if w}
+    train, family, weights = run.settings, run.config.get("family"), {k: w for k, w in run.reward_weights.items() if w}
     if not (model := "/".join(Path(str(run.config.get("model") or "")).parts[-2:])):
         return ""
     rank, objective = train.get("lora_rank"), readable(str(train.get("objective") or ""))
@@ -113,7 +113,7 @@ def agreement(outcomes: list[Outcome]) -> dict[str, tuple[int, int]]:
 
 def alarms(run: Run) -> list[str]:
     """Warnings that a reader should see before trusting the result."""
-    out = [f"After step {step}, a sign of reward hacking: {_in_words(run, text)}." for step, text in run.alarms]
+    out = [f"After step {step}, a sign of reward hacking: {_readable(run, text)}." for step, text in run.alarms]
     for name, text in (("judge/missing", "comparisons"), ("reward/missing", "rewards")):
         worst = run.train[name]
         if (many := worst > WARN_MISSING).any():
@@ -121,7 +121,7 @@ def alarms(run: Run) -> list[str]:
     return out
 
 
-def _in_words(run: Run, text: str) -> str:
+def _readable(run: Run, text: str) -> str:
     """The text with display names of held-out metrics."""
     names = [(f"{name}/{column}", column) for name, rows in run.evals.items() for column in rows.columns]
     for name, column in sorted(names, key=lambda pair: -len(pair[0])):

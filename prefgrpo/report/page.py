@@ -39,7 +39,7 @@ def write_report(folder: Path) -> Path:
     folder = Path(folder)
     run = read_run(folder)
     key, results, health = ([(c, draw(c, span([run]))) for c in charts] for charts in curves(run))
-    groups = [(g, f"step{g.step}-{k}") for k, g in enumerate(_spread(run.groups, GROUPS))]
+    groups = [(g, f"step{g.step}-{k}") for k, g in enumerate(_evenly_spaced(run.groups, GROUPS))]
     shown, items = _pairs(run), [item for g, ident in groups for item in group_pairs(g, ident)]
     items = [*(shown["items"] if shown else []), *items]
     path = folder / "report.html"
@@ -57,11 +57,11 @@ def write_report(folder: Path) -> Path:
         table=table(run),
         evaluations=_evaluations(run),
         pairs=shown,
-        course=_course(run),
+        course=_progress_table(run),
         key=[figure for _, figure in key],
         charts=[figure for _, figure in results],
-        health=[figure for chart, figure in health if not chart.flat],
-        flat=[figure for chart, figure in health if chart.flat],
+        health=[figure for chart, figure in health if not chart.is_flat],
+        flat=[figure for chart, figure in health if chart.is_flat],
         others=[figure for chart in other_curves(run) if (figure := draw(chart, span([run])))],
         groups=[draw_group(g, ident) for g, ident in groups],
         sources=any(g.source is not None for g, _ in groups),
@@ -147,21 +147,21 @@ def _pairs(run: Run) -> dict[str, Any] | None:
     return {"step": last.step, "set": name, "pairs": shown, "items": items, "judges": judges}
 
 
-def _course(run: Run) -> dict[str, object] | None:
+def _progress_table(run: Run) -> dict[str, object] | None:
     """The same prompts at several evaluations of the set evaluated most often; None with fewer than two."""
     later = [images for images in max(run.images.values(), key=len, default=[]) if images.step > 0]
     if len(later) < 2:
         return None
-    columns = _spread(later, COURSE_COLUMNS - 1)
+    columns = _evenly_spaced(later, COURSE_COLUMNS - 1)
     shown = [(0, columns[0].before), *((images.step, images.after) for images in columns)]
     rows = []
-    for k in _spread(list(range(len(columns[0].prompts))), COURSE_ROWS):
+    for k in _evenly_spaced(list(range(len(columns[0].prompts))), COURSE_ROWS):
         prompt = columns[0].prompts[k]
         rows.append((prompt, [picture(still(m[k]), f"{prompt}: step {step}", COURSE_PX) for step, m in shown]))
     return {"steps": [step for step, _ in shown], "rows": rows}
 
 
-def _spread(items: list, most: int) -> list:
+def _evenly_spaced(items: list, most: int) -> list:
     """At most `most` evenly spaced items, including the first and the last."""
     if len(items) <= most:
         return items

@@ -20,10 +20,10 @@ import numpy as np
 import yaml
 from numpy.typing import NDArray
 
-from prefgrpo.rewards import PYTHON, RewardSpecError, named, parse_reward_spec
+from prefgrpo.rewards import PYTHON, RewardSpecError, parse_reward_spec, python_rewards
 from prefgrpo.run.log import read_metrics
 from prefgrpo.run.run_folder import PRODUCTS, RunFolder, step_of
-from prefgrpo.run.signs import Signs
+from prefgrpo.run.signs import HackingMonitor
 
 Floats = NDArray[np.float64]
 Images = NDArray[np.uint8]
@@ -142,12 +142,12 @@ class Run:
         return self.section("train")
 
     @property
-    def trained_on(self) -> dict[str, float]:
+    def reward_weights(self) -> dict[str, float]:
         """Weights of the rewards, empty if unknown."""
         return _rewards(self.config)
 
     @property
-    def planned(self) -> int:
+    def planned_steps(self) -> int:
         """Number of steps in the configuration, 0 if unknown."""
         steps = self.settings.get("steps")
         return steps if isinstance(steps, int) else 0
@@ -156,7 +156,7 @@ class Run:
     def finished(self) -> bool:
         """Whether the run ended: all steps done, or the time limit reached (the folder then has the final weights)."""
         exported = any((self.folder / name).exists() for name in PRODUCTS)
-        return 0 < self.planned <= self.step or (exported and bool(self.settings.get("max_minutes")))
+        return 0 < self.planned_steps <= self.step or (exported and bool(self.settings.get("max_minutes")))
 
     @property
     def status(self) -> str:
@@ -165,7 +165,7 @@ class Run:
             return ""
         file, steps = (
             RunFolder(self.folder).metrics,
-            f"{self.step} of {self.planned}" if self.planned else f"{self.step}",
+            f"{self.step} of {self.planned_steps}" if self.planned_steps else f"{self.step}",
         )
         written = datetime.fromtimestamp(file.stat().st_mtime, timezone.utc) if file.is_file() else None
         last = f"; last entry {written:%Y-%m-%d %H:%M UTC}" if written else ""
@@ -218,7 +218,7 @@ def read_run(folder: Path) -> Run:
         origin = files.sources(name)
         sources = read(origin, lambda path: [np.load(path)["sources"]]) if origin.is_file() else []
         found = list[EvalImages]()
-        for path in files.all_shown(name):
+        for path in files.all_report_images(name):
             file = files.outcomes(name, step_of(path))
             outcomes = read(file, _outcomes) if file.is_file() else []
             found += read(path, partial(_eval_images, prompts=prompts, sources=sources, outcomes=outcomes))
@@ -233,7 +233,7 @@ def read_run(folder: Path) -> Run:
 
 def _alarms(config: dict[str, Any], rows: list[dict[str, Any]]) -> list[tuple[int, str]]:
     """The warnings that the run gave, recomputed from its rows."""
-    signs, out = Signs(name for name, weight in _rewards(config).items() if weight), []
+    signs, out = HackingMonitor(name for name, weight in _rewards(config).items() if weight), []
     for row in rows:
         numbers = {k: v for k, v in row.items() if not np.isnan(_number(v))} | {"set": row.get("set")}
         out += [
@@ -250,7 +250,7 @@ def _rewards(config: dict[str, Any]) -> dict[str, float]:
     options = own if isinstance(own := reward.get("options"), dict) else {}
     objects: dict[str, Any] = {k: v for k, v in options.items() if isinstance(v, dict) and PYTHON in v}
     try:
-        with named(objects):  # rewards of a Python program, which a spec names as they were called there
+        with python_rewards(objects):  # rewards of a Python program, which a spec names as they were called there
             return parse_reward_spec(reward.get("spec", ""))
     except RewardSpecError:
         return {}

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from prefgrpo.rewards.base import GroupwiseReward, PointwiseReward, Reward, RewardError
-from prefgrpo.rewards.prepared import Prepared
+from prefgrpo.rewards.prepared import PreprocessedReward
 
 REWARDS: dict[str, str] = {
     "vlm_pairwise": "pairwise:VlmPairwise",
@@ -68,8 +68,8 @@ REWARDS: dict[str, str] = {
 }
 """Name -> "module:class" in this package."""
 
-PREPARED = ("size", "jpeg")
-"""Options of every pointwise reward that preprocess its images (`prepared.Prepared`)."""
+PREPROCESSING = ("size", "jpeg")
+"""Options of every pointwise reward that preprocess its images (`prepared.PreprocessedReward`)."""
 PLAIN: dict[Any, tuple[type, ...]] = {
     "str": (str, os.PathLike), "int": (int,), "float": (int, float), "bool": (bool,), "Path": (str, os.PathLike),
 }  # fmt: skip
@@ -79,7 +79,7 @@ _PATH = re.compile(r"([^\W\d]\w*\.)*[^\W\d]\w*[.:][^\W\d]\w*|[^,:]+\.py:[^\W\d]\
 
 
 PYTHON = "python"
-"""Option that records where an object of `named` was defined; such a run must be resumed by its Python program."""
+"""Option that records where an object of `python_rewards` was defined; its Python program must resume such a run."""
 _OBJECTS: ContextVar[Mapping[str, Any] | None] = ContextVar("prefgrpo_reward_objects", default=None)
 
 
@@ -88,7 +88,7 @@ class RewardSpecError(ValueError):
 
 
 @contextmanager
-def named(objects: Mapping[str, Reward | Callable[..., Any]]) -> Iterator[None]:
+def python_rewards(objects: Mapping[str, Reward | Callable[..., Any]]) -> Iterator[None]:
     """Inside this context, specs may name these rewards and functions of a Python program."""
     token = _OBJECTS.set(objects)
     try:
@@ -97,8 +97,8 @@ def named(objects: Mapping[str, Reward | Callable[..., Any]]) -> Iterator[None]:
         _OBJECTS.reset(token)
 
 
-def named_objects() -> Mapping[str, Any]:
-    """The objects of the current `named` context."""
+def get_python_rewards() -> Mapping[str, Any]:
+    """The objects of the current `python_rewards` context."""
     return _OBJECTS.get() or {}
 
 
@@ -164,14 +164,14 @@ def _check_name(name: Any) -> None:
         raise RewardSpecError(f"bad reward name {name!r}: expected one of {', '.join(REWARDS)}")
     if name.endswith(".py"):
         raise RewardSpecError(f"'{name}' is a file: expected its function or class as well, '{name}:NAME'")
-    if name not in REWARDS and name not in named_objects() and not _PATH.fullmatch(name):
+    if name not in REWARDS and name not in get_python_rewards() and not _PATH.fullmatch(name):
         raise RewardSpecError(
-            f"unknown reward '{name}'{_near(name, REWARDS)}: expected one of {', '.join(REWARDS)}, "
+            f"unknown reward '{name}'{_did_you_mean(name, REWARDS)}: expected one of {', '.join(REWARDS)}, "
             "'package.module:Class' or 'file.py:function'"
         )
 
 
-def _near(name: str, known: Iterable[str]) -> str:
+def _did_you_mean(name: str, known: Iterable[str]) -> str:
     """The hint "(did you mean …?)" for the closest known name, if there is one; ignores case."""
     folded = {k.casefold(): k for k in known}
     close = difflib.get_close_matches(name.casefold(), folded, n=1)
@@ -179,8 +179,8 @@ def _near(name: str, known: Iterable[str]) -> str:
 
 
 def load_class(name: str) -> type[Reward]:
-    """The class for a registry name, an import path, a function in a file or an object of `named`."""
-    if name in (objects := named_objects()):
+    """The class for a registry name, an import path, a function in a file or an object of `python_rewards`."""
+    if name in (objects := get_python_rewards()):
         return _class_of(name, objects[name])
     path = f"prefgrpo.rewards.{REWARDS[name]}" if name in REWARDS else name
     try:
@@ -203,7 +203,7 @@ def load_object(path: str) -> Any:
     module, _, attribute = path.rpartition(":" if ":" in path else ".")
     loaded = _file_module(Path(module)) if module.endswith(".py") else importlib.import_module(module)
     if not hasattr(loaded, attribute):
-        raise AttributeError(f"{module} has no '{attribute}'{_near(attribute, vars(loaded))}")
+        raise AttributeError(f"{module} has no '{attribute}'{_did_you_mean(attribute, vars(loaded))}")
     return getattr(loaded, attribute)
 
 
@@ -240,23 +240,23 @@ def build(
     """{name: reward} for every reward of `spec`; `options[name]` are the keyword arguments of its class.
 
     With a `url` option, a `remote.RemoteReward` is built: the reward runs behind `prefgrpo reward serve`. Pointwise
-    rewards also accept `size` and `jpeg` (`prepared.Prepared`).
+    rewards also accept `size` and `jpeg` (`prepared.PreprocessedReward`).
     """
     weights, options = parse_reward_spec(spec), options or {}
     for name in set(options) - set(weights):
         _check_name(name)  # unused options are allowed, misspelt reward names are not
-    ready = [_ready(name, dict(options.get(name, {}))) for name in weights]  # check all options before loading a reward
+    ready = [_factory(name, dict(options.get(name, {}))) for name in weights]  # check all options before loading one
     return {name: make() for name, make in zip(weights, ready, strict=True)}
 
 
-def _ready(name: str, options: dict[str, Any]) -> Callable[[], Reward]:
+def _factory(name: str, options: dict[str, Any]) -> Callable[[], Reward]:
     """Check the options; a function that constructs the reward."""
     options.pop(PYTHON, None)
-    if isinstance(made := named_objects().get(name), Reward):
+    if isinstance(made := get_python_rewards().get(name), Reward):
         return lambda: made
     cls = load_class(name)
     own = inspect.signature(cls).parameters
-    also = [key for key in PREPARED if key not in own and issubclass(cls, PointwiseReward)]
+    also = [key for key in PREPROCESSING if key not in own and issubclass(cls, PointwiseReward)]
     before = {key: options.pop(key) for key in also if key in options}
     if "url" in options:
         from prefgrpo.rewards.remote import RemoteReward  # imports aiohttp
@@ -264,7 +264,7 @@ def _ready(name: str, options: dict[str, Any]) -> Callable[[], Reward]:
         make = _checked(name, RemoteReward, {"name": name, "cls": cls} | options, also)
     else:
         make = _checked(name, cls, options, also)
-    return _checked(name, Prepared, {"make": make} | before) if before else make
+    return _checked(name, PreprocessedReward, {"make": make} | before) if before else make
 
 
 def _checked(name: str, make: type[Reward], options: dict[str, Any], also: Iterable[str] = ()) -> Callable[[], Reward]:
@@ -276,7 +276,7 @@ def _checked(name: str, make: type[Reward], options: dict[str, Any], also: Itera
     for key, value in options.items():
         if key not in accepted:
             known = [*accepted, *also]
-            message = f"reward '{name}' has no option '{key}'{_near(key, known)}"
+            message = f"reward '{name}' has no option '{key}'{_did_you_mean(key, known)}"
             raise RewardSpecError(f"{message}: expected {', '.join(known) or 'none'}")
         wanted = getattr(accepted[key].annotation, "__name__", accepted[key].annotation)
         if not isinstance(value, PLAIN.get(wanted, object)) or (isinstance(value, bool) and wanted in ("int", "float")):

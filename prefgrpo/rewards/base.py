@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from prefgrpo.data.media import Media
 from prefgrpo.judge.verdict import Verdict
-from prefgrpo.rewards.flight import Flight
+from prefgrpo.rewards.request_stats import RequestStats
 
 
 class RewardError(RuntimeError):
@@ -98,7 +98,7 @@ class GroupScores:
     comparisons: list[Comparison] = field(default_factory=list)
     """All comparisons behind the scores (pairwise rewards)."""
 
-    def shown(self, first: int, second: int) -> float:
+    def mean_p_first(self, first: int, second: int) -> float:
         """Mean P(`first` beats `second`) over the comparisons shown in this order; NaN if there are none."""
         answers = [c.verdict.first for c in self.comparisons if (c.first, c.second) == (first, second)]
         known = [p for p in answers if p is not None]
@@ -185,6 +185,6 @@ class GroupwiseReward(Reward):
     def score_group(self, group: list[Sample], seed: int) -> GroupScores:
         """Scores for the group, in order. `seed` fixes any random choice (pair plan, A/B order)."""
 
-    def session(self, size: int, seed: int, flight: Flight) -> GroupSession:
+    def session(self, size: int, seed: int, stats: RequestStats) -> GroupSession:
         """Start scoring a group of `size` members that arrive one by one (streaming rewards only)."""
         raise TypeError(f"{type(self).__name__} does not stream; use score_group")

@@ -2,8 +2,8 @@
 
     W ← W + scale·B·A  (LoRA, merged in float32)        pixels ← (x/255 − mean) / deviation  (CLIP's)
 
-Invariants: every failure while loading a model becomes a RewardError that names the model; a model from `filled` takes
-every weight from the given tensors and uses all of them.
+Invariants: every failure while loading a model becomes a RewardError that names the model; a model from `build_model`
+takes every weight from the given tensors and uses all of them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def loading(model: str) -> Iterator[None]:
         ) from error
 
 
-def assigned(file: Path) -> dict[str, ast.expr]:
+def parse_assignments(file: Path) -> dict[str, ast.expr]:
     """Top-level assignments {name: expression} of a Python file, parsed without running it."""
     nodes = [node for node in ast.parse(file.read_text(encoding="utf-8")).body if isinstance(node, ast.Assign)]
     return {target.id: node.value for node in nodes for target in node.targets if isinstance(target, ast.Name)}
@@ -137,7 +137,7 @@ def merge_lora(tensors: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]
     return merged
 
 
-def filled(cls: Any, config: Any, tensors: Mapping[str, Tensor], dtype: torch.dtype, **how: Any) -> Any:
+def build_model(cls: Any, config: Any, tensors: Mapping[str, Tensor], dtype: torch.dtype, **how: Any) -> Any:
     """A transformers model of class `cls` with these weights, in eval mode without gradients."""
     model, info = cls.from_pretrained(
         None, config=config, state_dict=dict(tensors), dtype=dtype, output_loading_info=True, **how

@@ -29,7 +29,7 @@ from prefgrpo.rewards import encoder
 from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample, Score, unusable
 from prefgrpo.rewards.checkpoints import check_shapes, folder_of, library, loading
 from prefgrpo.rewards.encoder import Encoder, Fit
-from prefgrpo.rewards.grid import asked_grid, split, sub_prompts
+from prefgrpo.rewards.grid import require_grid, split, sub_prompts
 
 PICKSCORE, VIT_H = "yuvalkirstain/PickScore_v1", "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
 HEAD_FILE, HEAD_WIDTH = "aesthetic-model.pth", 768
@@ -105,7 +105,7 @@ class EncoderReward(VectorReward):
         if self.resize not in RESIZES:
             raise RewardError(f"resize must be one of {', '.join(RESIZES)}, got '{self.resize}'")
         kind, *names = self._loader()
-        self.encoder = encoder.shared(kind, *names, self.device, self.dtype, self.batch_size)
+        self.encoder = encoder.get_encoder(kind, *names, self.device, self.dtype, self.batch_size)
 
     def _loader(self) -> tuple[Any, ...]:
         """Class of the encoder and its constructor arguments."""
@@ -272,7 +272,7 @@ class CellsReward(VectorReward):
     probe: ClassVar[dict[str, Any]] = {"prompt": "a 1x2 grid. [LEFT]: a red square. [RIGHT]: a blue circle."}
 
     def _parts(self, sample: Sample) -> tuple[list[Media], list[str]]:
-        return split(sample.media, *asked_grid(sample.prompt, sample.meta)), []
+        return split(sample.media, *require_grid(sample.prompt, sample.meta)), []
 
     def _values(self, images: Tensor, texts: Tensor) -> Tensor:
         n = len(images)
@@ -289,7 +289,7 @@ class SubfigClipT(CellsReward, OpenClipReward):
     def _parts(self, sample: Sample) -> tuple[list[Media], list[str]]:
         cells, texts = super()._parts(sample)[0], sub_prompts(sample.prompt)[1]
         if len(texts) != len(cells):
-            rows, cols = asked_grid(sample.prompt, sample.meta)
+            rows, cols = require_grid(sample.prompt, sample.meta)
             raise ValueError(f"the prompt describes {len(texts)} cells (' [LEFT]: …') of a {rows}x{cols} grid")
         return cells, texts
 
@@ -312,4 +312,4 @@ class SubfigDreamsim(CellsReward):
     batch_size: int = 32
 
     def __post_init__(self) -> None:
-        self.encoder = encoder.shared(encoder.DreamSim, self.model, self.kind, self.device, self.batch_size)
+        self.encoder = encoder.get_encoder(encoder.DreamSim, self.model, self.kind, self.device, self.batch_size)

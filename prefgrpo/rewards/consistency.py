@@ -20,7 +20,7 @@ from typing import Any
 from prefgrpo.data.media import Media
 from prefgrpo.judge.template import Template
 from prefgrpo.rewards.base import RewardError, Sample, Score
-from prefgrpo.rewards.grid import asked_grid, split, sub_prompts
+from prefgrpo.rewards.grid import require_grid, split, sub_prompts
 from prefgrpo.rewards.vlm import VlmReward, missing
 
 
@@ -59,7 +59,7 @@ class ConsistencyScore(YesNo):
     may = ("prompt", "criterion")
 
     async def _judge(self, sample: Sample) -> Score:
-        cells = split(sample.media, *asked_grid(sample.prompt, sample.meta))
+        cells = split(sample.media, *require_grid(sample.prompt, sample.meta))
         wanted = criteria(sample.meta) if "{criterion}" in self.question.pieces else {"": [""]}
         texts = list(dict.fromkeys(text for group in wanted.values() for text in group))
         answers = dict(zip(texts, await asyncio.gather(*(self._pairs(sample, cells, t) for t in texts)), strict=True))
@@ -123,7 +123,7 @@ class GridLayout(YesNo):
         super().__post_init__()
 
     async def _judge(self, sample: Sample) -> Score:
-        rows, columns = map(str, asked_grid(sample.prompt, sample.meta))
+        rows, columns = map(str, require_grid(sample.prompt, sample.meta))
         answer = await self.ask(self.question, sample, rows=rows, columns=columns)
         if answer.value is None or self.verdict == "soft":
             return missing(answer) or Score(answer.value)

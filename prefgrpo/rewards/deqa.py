@@ -75,7 +75,7 @@ class DeQA(PointwiseReward):
         pixels = self.processor(squares, return_tensors="pt")["pixel_values"]
         ids = torch.tensor([self.question] * len(samples), device=self.place)
         logits = self.network(input_ids=ids, images=pixels.to(self.place, self.precision))["logits"]
-        return [graded(words) for words in logits[:, -1, self.levels].float().cpu()]
+        return [score_from_logits(words) for words in logits[:, -1, self.levels].float().cpu()]
 
 
 def question_ids(tokenizer: Any) -> list[int]:
@@ -84,7 +84,7 @@ def question_ids(tokenizer: Any) -> list[int]:
     return [*before, PLACE, *after[1:]]
 
 
-def graded(logits: Tensor) -> Score:
+def score_from_logits(logits: Tensor) -> Score:
     """The score from five logits, ordered from excellent to bad."""
     chances = dict(zip(LEVELS, torch.softmax(logits.double(), -1).tolist(), strict=True))
     level = sum(LEVELS[word] * chance for word, chance in chances.items())

@@ -121,7 +121,7 @@ class OpenClip(Encoder):
         super().__init__(device, dtype, batch_size)
         self._library = library("open_clip", "'prefgrpo[rewards]'")
         weights = _weights(model, file)
-        with loading(model), _unlogged():
+        with loading(model), _mute_open_clip_warnings():
             name, preprocessing = self._architecture(weights, architecture, otherwise)
             self._model, _, self._preprocess = self._library.create_model_and_transforms(
                 name, load_weights=False, pretrained_text=False, **preprocessing
@@ -223,7 +223,7 @@ class DreamSim(Encoder):
 _open: WeakValueDictionary[tuple[Any, ...], Encoder] = WeakValueDictionary()
 
 
-def shared(kind: type[Encoder], *options: Any) -> Encoder:
+def get_encoder(kind: type[Encoder], *options: Any) -> Encoder:
     """kind(*options), or the open instance: rewards with the same model and options share it."""
     encoder = _open.get((kind, options))
     if encoder is None:
@@ -232,19 +232,19 @@ def shared(kind: type[Encoder], *options: Any) -> Encoder:
 
 
 @contextmanager
-def _unlogged() -> Iterator[None]:
+def _mute_open_clip_warnings() -> Iterator[None]:
     """Suppress open_clip's warnings on the root logger that weights are random; they are loaded afterwards."""
     root, nowhere = logging.getLogger(), logging.NullHandler()
 
-    def elsewhere(record: logging.LogRecord) -> bool:
+    def not_from_open_clip(record: logging.LogRecord) -> bool:
         return "open_clip" not in record.pathname
 
     root.addHandler(nowhere)  # else its first message would install a handler for the whole process
-    root.addFilter(elsewhere)
+    root.addFilter(not_from_open_clip)
     try:
         yield
     finally:
-        root.removeFilter(elsewhere)
+        root.removeFilter(not_from_open_clip)
         root.removeHandler(nowhere)
 
 

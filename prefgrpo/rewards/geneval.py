@@ -71,8 +71,8 @@ class GenEval(PointwiseReward):
     def __post_init__(self) -> None:
         if self.value not in ("soft", "strict", "correct"):
             raise RewardError(f"geneval: value must be soft, strict or correct, got {self.value!r}")
-        self.detect = _made(self.detector, {"device": self.device, **(self.detector_options or {})})
-        self.encoder = encoder.shared(encoder.Transformers, self.clip, "", self.device, "float32", 32)
+        self.detect = _load_detector(self.detector, {"device": self.device, **(self.detector_options or {})})
+        self.encoder = encoder.get_encoder(encoder.Transformers, self.clip, "", self.device, "float32", 32)
 
     def score(self, samples: list[Sample]) -> list[Score]:
         """The value of each image; parts: soft, strict, correct, and the last two again under the sample's tag."""
@@ -80,14 +80,14 @@ class GenEval(PointwiseReward):
 
     def refuse(self, sample: Sample) -> str:
         """Also rejects samples with invalid columns."""
-        return super().refuse(sample) or refusal(sample.meta, self.detect.names)
+        return super().refuse(sample) or column_errors(sample.meta, self.detect.names)
 
     def _scores(self, samples: list[Sample]) -> list[Score]:
         detections = self.detect([s.media for s in samples])
         return [self._score(s, things) for s, things in zip(samples, detections, strict=True)]
 
     def _score(self, sample: Sample, detections: Sequence[Detection]) -> Score:
-        tag, objects = sample.meta["tag"], kept(detections, counting=sample.meta["tag"] == "counting")
+        tag, objects = sample.meta["tag"], filter_detections(detections, counting=sample.meta["tag"] == "counting")
         known: dict[str, list[str]] = {}
 
         def colours(name: str) -> list[str]:
@@ -95,7 +95,7 @@ class GenEval(PointwiseReward):
                 known[name] = self.colours(sample.media, name, objects[name])
             return known[name]
 
-        verdict = judge(objects, sample.meta, colours)
+        verdict = score_objects(objects, sample.meta, colours)
         strict, correct = float(verdict.strict), float(verdict.correct)
         parts = {"soft": verdict.soft, "strict": strict, "correct": correct}
         return Score(parts[self.value], parts=parts | {f"strict/{tag}": strict, f"correct/{tag}": correct})
@@ -109,7 +109,7 @@ class GenEval(PointwiseReward):
         return [COLOURS[int(k)] for k in torch.argmax(self.encoder.images(crops) @ classes.T, dim=1)]
 
 
-def _made(path: str, options: dict[str, Any]) -> Detector:
+def _load_detector(path: str, options: dict[str, Any]) -> Detector:
     """Construct the detector at import path `path`."""
     module, _, name = path.partition(":")
     try:
@@ -120,7 +120,7 @@ def _made(path: str, options: dict[str, Any]) -> Detector:
     return detector
 
 
-def refusal(meta: Mapping[str, Any], names: frozenset[str]) -> str:
+def column_errors(meta: Mapping[str, Any], names: frozenset[str]) -> str:
     """Why a sample's columns are invalid; '' if they are valid."""
     if meta.get("tag") not in TAGS:
         return f"geneval: expected a tag of {', '.join(TAGS)}, got {meta.get('tag')!r}"
@@ -128,12 +128,12 @@ def refusal(meta: Mapping[str, Any], names: frozenset[str]) -> str:
     if not isinstance(include, list) or not include or not isinstance(exclude, list):
         return f"geneval: expected lists of clauses include (not empty) and exclude, got {include!r}, {exclude!r}"
     for k, clause in enumerate([*include, *exclude]):
-        if why := _bad(clause, k, names):
+        if why := _clause_error(clause, k, names):
             return f"geneval: clause {clause!r}: {why}"
     return ""
 
 
-def _bad(clause: Any, index: int, names: frozenset[str]) -> str:
+def _clause_error(clause: Any, index: int, names: frozenset[str]) -> str:
     if not isinstance(clause, dict) or not isinstance(clause.get("count"), int) or clause["count"] < 1:
         return "expected a class and a count of at least 1"
     if clause.get("class") not in names:
@@ -148,7 +148,7 @@ def _bad(clause: Any, index: int, names: frozenset[str]) -> str:
     return f"expected position to be one of {', '.join(RELATIONS)} and the index of an earlier clause"
 
 
-def kept(detections: Sequence[Detection], counting: bool) -> dict[str, list[Detection]]:
+def filter_detections(detections: Sequence[Detection], counting: bool) -> dict[str, list[Detection]]:
     """Objects above the threshold by class, in order of score, at most 16 per class."""
     least = COUNTING_THRESHOLD if counting else THRESHOLD
     objects: defaultdict[str, list[Detection]] = defaultdict(list)
@@ -178,7 +178,7 @@ def relations(a: Detection, b: Detection) -> set[str]:
     return {name for name, share in zip(RELATIONS, (-x, x, -y, y), strict=True) if share > 0.5}
 
 
-def judge(objects: Objects, meta: Mapping[str, Any], colours: Colours) -> Verdict:
+def score_objects(objects: Objects, meta: Mapping[str, Any], colours: Colours) -> Verdict:
     """Scores for detected objects. `colours(name)`: colours of the objects of a class, in order."""
     terms: list[float] = []
     exact: list[Sequence[Detection] | None] = []
@@ -196,18 +196,18 @@ def judge(objects: Objects, meta: Mapping[str, Any], colours: Colours) -> Verdic
             right = same == wanted
         if right and position:
             relation, target = position
-            right = _placed(things, exact[target], relation)
+            right = _has_relation(things, exact[target], relation)
             terms += [1.0] if right else [0.0] if exact[target] is None else [0.0, 1.0]
         exact.append(things if right else None)
         surest = things[:wanted]  # correct: only the `wanted` best objects must match in colour and place
         right = len(surest) == wanted
         right = right and (not colour or colours(clause["class"])[:wanted].count(colour) == wanted)
-        right = right and (not position or _placed(surest, least[position[1]], position[0]))
+        right = right and (not position or _has_relation(surest, least[position[1]], position[0]))
         least.append(surest if right else None)
     excluded = any(len(objects.get(c["class"], ())) >= c["count"] for c in meta.get("exclude") or ())
     return Verdict(sum(terms) / len(terms), None not in exact, None not in least and not excluded)
 
 
-def _placed(detections: Sequence[Detection], target: Sequence[Detection] | None, relation: str) -> bool:
+def _has_relation(detections: Sequence[Detection], target: Sequence[Detection] | None, relation: str) -> bool:
     """Whether every object has the relation to every target object."""
     return target is not None and all(relation in relations(a, b) for a in detections for b in target)

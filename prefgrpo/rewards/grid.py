@@ -31,14 +31,14 @@ def grid_of(prompt: str, meta: Mapping[str, Any] | None = None) -> tuple[int, in
     several pairs, the first one followed by a word such as "grid" is used, else the first.
     """
     if meta and meta.get("grid") is not None:
-        return _given(meta["grid"])
-    sizes = [m for m in _PAIR.finditer(prompt) if _sensible(int(m[1]), int(m[2]))]
+        return _parse_grid(meta["grid"])
+    sizes = [m for m in _PAIR.finditer(prompt) if _is_valid_grid(int(m[1]), int(m[2]))]
     named = [m for m in sizes if _WORD.match(prompt, m.end())]
     chosen = (named or sizes)[:1]
     return (int(chosen[0][1]), int(chosen[0][2])) if chosen else None
 
 
-def asked_grid(prompt: str, meta: Mapping[str, Any]) -> tuple[int, int]:
+def require_grid(prompt: str, meta: Mapping[str, Any]) -> tuple[int, int]:
     """As `grid_of`, but ValueError if there is no grid."""
     if (grid := grid_of(prompt, meta)) is None:
         raise ValueError("the prompt asks for no grid such as '2x2'; give one as meta 'grid'")
@@ -64,14 +64,14 @@ def sub_prompts(prompt: str) -> tuple[str, list[str]]:
     return theme, cells
 
 
-def _sensible(rows: int, cols: int) -> bool:
+def _is_valid_grid(rows: int, cols: int) -> bool:
     return 1 <= rows <= MOST and 1 <= cols <= MOST and rows * cols > 1
 
 
-def _given(value: Any) -> tuple[int, int] | None:
+def _parse_grid(value: Any) -> tuple[int, int] | None:
     pair = re.findall(r"\d+", value) if isinstance(value, str) else value
     if isinstance(pair, list | tuple) and len(pair) == 2 and all(str(n).isdigit() for n in pair):
         rows, cols = int(pair[0]), int(pair[1])
-        if (rows, cols) == (1, 1) or _sensible(rows, cols):
+        if (rows, cols) == (1, 1) or _is_valid_grid(rows, cols):
             return None if rows * cols == 1 else (rows, cols)
     raise ValueError(f"meta 'grid' must be rows and columns up to {MOST}, such as '2x3' or [2, 3]; got {value!r}")

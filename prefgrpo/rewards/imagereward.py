@@ -20,7 +20,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from prefgrpo.rewards.base import PointwiseReward, Sample, Score
-from prefgrpo.rewards.checkpoints import device_of, filled, folder_of, library, loading, read_tensors, standard
+from prefgrpo.rewards.checkpoints import build_model, device_of, folder_of, library, loading, read_tensors, standard
 from prefgrpo.rewards.encoder import clean
 
 CENTRE, SCALE = 0.16717362830052426, 1.0333394966054072
@@ -56,9 +56,9 @@ class ImageReward(PointwiseReward):
         with loading(self.model):
             tensors = read_tensors([folder / "ImageReward.pt"])
             settings = json.loads((folder / "med_config.json").read_text(encoding="utf-8"))
-            self.vision = _vision(transformers, _under(tensors, "blip.visual_encoder.")).to(self.place)
-            self.text = _text(transformers, _under(tensors, "blip.text_encoder."), settings).to(self.place)
-            self.mlp = _mlp(_under(tensors, "mlp.layers.")).to(self.place)
+            self.vision = _vision(transformers, _with_prefix(tensors, "blip.visual_encoder.")).to(self.place)
+            self.text = _text(transformers, _with_prefix(tensors, "blip.text_encoder."), settings).to(self.place)
+            self.mlp = _mlp(_with_prefix(tensors, "mlp.layers.")).to(self.place)
         self.side = int(self.vision.config.image_size)
 
     def score(self, samples: list[Sample]) -> list[Score]:
@@ -87,7 +87,7 @@ def preprocess(image: Image.Image, side: int) -> Tensor:
     return standard(torch.from_numpy(np.array(cut)).permute(2, 0, 1))
 
 
-def _under(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+def _with_prefix(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
 
 
@@ -109,7 +109,8 @@ def _vision(transformers: Any, tensors: dict[str, Tensor]) -> Any:
         patch_size=patch,
         layer_norm_eps=1e-6,
     )
-    return filled(transformers.BlipVisionModel, config, {_renamed(k): v for k, v in tensors.items()}, torch.float32)
+    tensors = {_renamed(k): v for k, v in tensors.items()}
+    return build_model(transformers.BlipVisionModel, config, tensors, torch.float32)
 
 
 def _text(transformers: Any, tensors: dict[str, Tensor], settings: dict[str, Any]) -> Any:
@@ -119,7 +120,7 @@ def _text(transformers: Any, tensors: dict[str, Tensor], settings: dict[str, Any
     width = tensors["encoder.layer.0.crossattention.self.key.weight"].shape[1]
     config = transformers.BlipTextConfig(encoder_hidden_size=width, **{k: settings[k] for k in keys})
     kept = {k: v for k, v in tensors.items() if not k.endswith("position_ids")}
-    return filled(transformers.BlipTextModel, config, kept, torch.float32, add_pooling_layer=False)
+    return build_model(transformers.BlipTextModel, config, kept, torch.float32, add_pooling_layer=False)
 
 
 def _mlp(tensors: dict[str, Tensor]) -> nn.Sequential:

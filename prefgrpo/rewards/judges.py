@@ -50,7 +50,7 @@ def open_client(judge: Any, template: str) -> tuple[Client, str]:
             "this reward asks more than which of two is better, which a judge in this process cannot answer: "
             "serve one, and set judge.backend to http, judge.endpoints, and judge.model to its name or nothing"
         )
-    client.reach(config)
+    client.check_reachable(config)
     return shared_client(config), config.template
 
 

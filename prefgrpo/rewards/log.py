@@ -1,6 +1,6 @@
 """The judgement log: one JSON line per comparison, without pixels, appended and flushed once per group.
 
-Invariant: each step is logged once; a run that repeats steps first removes their old lines (`drop_from`).
+Invariant: each step is logged once; a run that repeats steps first removes their old lines (`truncate_log`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class JudgementLog:
             self._file.close()
 
 
-def drop_from(path: Path, step: int) -> None:
+def truncate_log(path: Path, step: int) -> None:
     """Remove the lines from step `step` on, which will be judged again, and an incomplete last line."""
     if not path.is_file():
         return

@@ -42,7 +42,7 @@ def target(sample: Sample) -> str:
     return plain(str(given))
 
 
-def unnamed(sample: Sample) -> str:
+def missing_target(sample: Sample) -> str:
     """Why a sample has no target; '' if it has one."""
     return "" if target(sample) else f"the prompt has no text in double quotes, and no column '{COLUMN}' names one"
 
@@ -58,14 +58,14 @@ def levenshtein() -> Distance:
     return levenshtein
 
 
-def closeness(wanted: str, text: str, distance: Distance) -> float:
+def similarity(wanted: str, text: str, distance: Distance) -> float:
     """1 − min(d, n) / n for two plain texts."""
     return 1.0 - min(distance(wanted, text), len(wanted)) / len(wanted)
 
 
 def image_value(wanted: str, text: str, distance: Distance) -> float:
     """Value of an image: 1 if it contains the whole target, else its closeness."""
-    return 1.0 if wanted in text else closeness(wanted, text, distance)
+    return 1.0 if wanted in text else similarity(wanted, text, distance)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -101,7 +101,7 @@ class Ocr(PointwiseReward):
 
     def refuse(self, sample: Sample) -> str:
         """Also rejects prompts without target text, and very long strips, which engines would enlarge without limit."""
-        if why := super().refuse(sample) or unnamed(sample):
+        if why := super().refuse(sample) or missing_target(sample):
             return why
         high, wide = sample.media.pixels.shape[-3:-1]
         over = max(high, wide) > LONGEST * min(high, wide)
@@ -134,7 +134,7 @@ class VideoOcr(Ocr):
     takes = ("video",)
 
     def _value(self, media: Media, wanted: str) -> Score:
-        values = [closeness(wanted, self._text(frame), self._distance) for frame in media.frames()[::EVERY]]
+        values = [similarity(wanted, self._text(frame), self._distance) for frame in media.frames()[::EVERY]]
         shown = [v for v in values if v > 0]
         return Score(sum(shown) / len(shown) if shown else 0.0, parts={"frames_shown": len(shown) / len(values)})
 

@@ -32,8 +32,8 @@ from prefgrpo.judge.plans import Judged, get_plan
 from prefgrpo.judge.rate import Bias, Rate, Rating, VerdictKind, rate_groups
 from prefgrpo.judge.verdict import PairJudge, Verdict
 from prefgrpo.rewards.base import Comparison, GroupScores, GroupwiseReward, RewardError, Sample, Score
-from prefgrpo.rewards.flight import LATE, Flight
 from prefgrpo.rewards.judges import open_judge
+from prefgrpo.rewards.request_stats import DEADLINE_PASSED, RequestStats
 
 CATEGORIES = 3
 """Only the first categories of an answer are used, because the judge may add one of its own after them."""
@@ -83,9 +83,9 @@ class VlmPairwise(GroupwiseReward):
         """Scores of a group's members, computed from its comparisons."""
         return tally(size, comparisons, self.rating)
 
-    def session(self, size: int, seed: int, flight: Flight) -> PairSession:
+    def session(self, size: int, seed: int, stats: RequestStats) -> PairSession:
         """Start judging a group of `size` members that arrive one by one (streaming judges only)."""
-        return PairSession(self, size, seed, flight)
+        return PairSession(self, size, seed, stats)
 
     def close(self) -> None:
         """Close the judge if this reward opened it."""
@@ -169,8 +169,8 @@ class UnifiedRewardFlex(VlmPairwise):
 class PairSession:
     """Judges one group: a pair is sent as soon as both members exist, the next round once the previous is answered."""
 
-    def __init__(self, reward: VlmPairwise, size: int, seed: int, flight: Flight) -> None:
-        self.reward, self.size, self.seed, self._flight = reward, size, seed, flight
+    def __init__(self, reward: VlmPairwise, size: int, seed: int, stats: RequestStats) -> None:
+        self.reward, self.size, self.seed, self._stats = reward, size, seed, stats
         self.pairs = list(reward.next_pairs(size, seed, ()))
         self._members: dict[int, Sample] = {}
         self._answers: dict[int, Future[Verdict]] = {}
@@ -205,7 +205,7 @@ class PairSession:
 
     def _send(self, index: int) -> None:
         first, second = (self._members[m] for m in self.pairs[index])
-        self._flight.sent()
+        self._stats.sent()
         self._open += 1
         self._answers[index] = answer = self.reward.judge.submit(
             first.prompt, first.media, second.media, *_source(first)
@@ -214,7 +214,7 @@ class PairSession:
 
     def _answered(self, answer: Future[Verdict]) -> None:
         """Callback for an answered or cancelled request (on any thread)."""
-        self._flight.done(None if answer.cancelled() else answer.result().latency_s)
+        self._stats.done(None if answer.cancelled() else answer.result().latency_s)
         with self._lock:
             self._open -= 1
             if not self._open:
@@ -242,7 +242,7 @@ class PairSession:
             return future.result(max(deadline - time.monotonic(), 0.0))
         except (FutureTimeout, CancelledError):
             self.cancel()
-            return Verdict(None, LATE)
+            return Verdict(None, DEADLINE_PASSED)
 
 
 def _source(sample: Sample) -> tuple[tuple[Media, ...], ...]:

@@ -21,10 +21,10 @@ from PIL import Image
 from prefgrpo.data.media import Media
 from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample, Score, unusable
 
-_changed: WeakKeyDictionary[Media, dict[tuple[int, int], Media]] = WeakKeyDictionary()
+_cache: WeakKeyDictionary[Media, dict[tuple[int, int], Media]] = WeakKeyDictionary()
 
 
-class Prepared(PointwiseReward):
+class PreprocessedReward(PointwiseReward):
     """Wraps a reward; resizes and compresses its images first."""
 
     def __init__(self, make: Callable[[], PointwiseReward], size: int = 0, jpeg: int = 0) -> None:
@@ -37,25 +37,25 @@ class Prepared(PointwiseReward):
 
     def score(self, samples: list[Sample]) -> list[Score]:
         """The reward's scores of the processed samples."""
-        return self.reward.score([self._prepared(s) for s in samples])
+        return self.reward.score([self._preprocess(s) for s in samples])
 
     def submit(self, sample: Sample) -> Future[Score]:
         """Send the processed sample without waiting."""
         try:
-            return self.reward.submit(self._prepared(sample))
+            return self.reward.submit(self._preprocess(sample))
         except (OSError, ValueError) as error:  # raised by PIL for sizes that JPEG does not support
             failed: Future[Score] = Future()
             failed.set_exception(error)
             return failed
 
-    def _prepared(self, sample: Sample) -> Sample:
+    def _preprocess(self, sample: Sample) -> Sample:
         return replace(sample, media=self._media(sample.media), source=tuple(map(self._media, sample.source)))
 
     def _media(self, media: Media) -> Media:
         """The processed medium; an invalid one is returned unchanged, so that the reward rejects it."""
         if unusable(media):
             return media
-        known = _changed.setdefault(media, {})
+        known = _cache.setdefault(media, {})
         if (key := (self.size, self.jpeg)) not in known:
             frames = [self._pixels(frame.pil) for frame in media.frames()]
             known[key] = Media(np.stack(frames) if media.clip else frames[0])

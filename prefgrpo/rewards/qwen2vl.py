@@ -33,14 +33,14 @@ from torch.nn import functional
 
 from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample, Score
 from prefgrpo.rewards.checkpoints import (
-    assigned,
+    build_model,
     device_of,
     dtype_of,
-    filled,
     folder_of,
     library,
     loading,
     merge_lora,
+    parse_assignments,
     read_tensors,
     standard,
 )
@@ -105,7 +105,7 @@ class RewardModel:
             raise RewardError(f"the checkpoint knows {rows} tokens, expected more than {needed}: not made for {base}")
         config.text_config.vocab_size = rows
         body = {k: v for k, v in tensors.items() if not k.startswith(("rm_head.", "lm_head."))}
-        self.model = filled(transformers.Qwen2VLModel, config, body, self.dtype).to(self.device)
+        self.model = build_model(transformers.Qwen2VLModel, config, body, self.dtype).to(self.device)
         self.head = _head(tensors, self.device)
 
     def refuse(self, prompt: str) -> str:
@@ -214,7 +214,7 @@ class HPSv3(QwenReward):
                 "reward.options.hpsv3.template; or run `scripts/setup_reward.sh hpsv3 VENV`, `prefgrpo reward serve "
                 "hpsv3` there and give reward.options.hpsv3.url"
             )
-        texts = assigned(Path(spec.origin).parent / "dataset" / "data_collator_qwen.py")
+        texts = parse_assignments(Path(spec.origin).parent / "dataset" / "data_collator_qwen.py")
         return ast.literal_eval(texts["INSTRUCTION"]) + ast.literal_eval(texts["prompt_with_special_token"])
 
     def _load(self) -> RewardModel:
@@ -277,7 +277,7 @@ class VideoAlign(QwenReward):
                 "give the file prompt_template.py of KwaiVGI/VideoAlign as reward.options.videoalign.template"
             )
         if path.suffix == ".py":
-            return ast.literal_eval(assigned(path)["DETAILED_PROMPT_WITH_SPECIAL_TOKEN"])
+            return ast.literal_eval(parse_assignments(path)["DETAILED_PROMPT_WITH_SPECIAL_TOKEN"])
         return path.read_text(encoding="utf-8")
 
     def _load(self) -> RewardModel:

@@ -35,11 +35,11 @@ from prefgrpo.rewards.base import (
     Sample,
     Score,
 )
-from prefgrpo.rewards.flight import LATE, Flight, latency
 from prefgrpo.rewards.log import JudgementLog
+from prefgrpo.rewards.request_stats import DEADLINE_PASSED, RequestStats, latency
 
 _DEADLINE_S = 600.0
-_ABSENT = Score(None, "the sample was never generated")
+_MISSING = Score(None, "the sample was never generated")
 
 
 @dataclass
@@ -63,7 +63,7 @@ class _Step:
     number: int
     samples: dict[int, dict[int, Sample]]
     """Group → member → added sample."""
-    flights: dict[str, Flight]
+    stats: dict[str, RequestStats]
     sessions: dict[str, dict[int, GroupSession]] = field(default_factory=dict)
     """Streaming reward → group → its session."""
     counts: Counter[str] = field(default_factory=Counter)
@@ -86,11 +86,11 @@ class Scorer:
         deadline_s: float | None = None,
         seed: int = 0,
         log_path: str | Path | None = None,
-        asks: bool = True,
+        active: bool = True,
     ) -> None:
         """`deadline_s`: longest that `finish` waits for judges; none: ten times the rewards' longest answer timeout, at
-        least 600 s. `log_path`: JSONL file for all comparisons. `asks`: False in a process whose samples are scored by
-        another one; all values are then missing.
+        least 600 s. `log_path`: JSONL file for all comparisons. `active`: False in a process whose samples are scored
+        by another one; all values are then missing.
         """
         if group_size < 2 and any(isinstance(r, GroupwiseReward) for r in rewards.values()):
             raise ValueError(f"pairwise rewards need groups of at least 2 samples, got group_size={group_size}")
@@ -101,12 +101,12 @@ class Scorer:
         if not deadline_s > 0:
             raise ValueError(f"the judge's deadline must be positive seconds, got {deadline_s}")
         self.rewards, self.group_size, self.deadline_s, self.seed = rewards, group_size, deadline_s, seed
-        self.asks = asks
+        self.active = active
         self._log = JudgementLog(log_path) if log_path else None
         self.samples: dict[int, dict[int, Sample]] = {}
         """Group → member → sample, of the next step to finish or, right after `finish`, of that step."""
         self._lock = threading.Lock()
-        self._begun: list[_Step] = []
+        self._open_steps: list[_Step] = []
 
     def begin(self, step: int, groups: Sequence[int], ahead: bool = False) -> None:
         """Start a step with these group ids. ahead: keep the step that has already begun, which must have other groups
@@ -114,25 +114,25 @@ class Scorer:
         """
         if not ahead:
             self.cancel()
-        known = [g for one in self._begun for g in one.samples]
+        known = [g for one in self._open_steps for g in one.samples]
         if len({*groups, *known}) != len(groups) + len(known):
             raise ValueError(f"group ids of a step must be different, got {list(groups)}" + f" beside {known}" * ahead)
-        one = _Step(step, {g: {} for g in groups}, {name: Flight() for name in self.rewards})
+        one = _Step(step, {g: {} for g in groups}, {name: RequestStats() for name in self.rewards})
         one.sessions = {
             name: {g: self._session(one, name, reward, g) for g in groups}
             for name, reward in self.rewards.items()
-            if reward.streams and self.asks
+            if reward.streams and self.active
         }
-        self._begun.append(one)
-        self.samples = self._begun[0].samples
+        self._open_steps.append(one)
+        self.samples = self._open_steps[0].samples
 
     def add(self, group: int, member: int, sample: Sample) -> None:
         """Hand over a sample as member 0 … G − 1 of a group, from any thread; does not block."""
-        one = next((one for one in self._begun if group in one.samples), None)
+        one = next((one for one in self._open_steps if group in one.samples), None)
         if one is None:
-            known = [g for one in self._begun for g in one.samples]
+            known = [g for one in self._open_steps for g in one.samples]
             raise ValueError(f"group {group} is not part of this step: {known}")
-        with self._lock, traffic.counted(one.counts):
+        with self._lock, traffic.collect_counts(one.counts):
             if not 0 <= member < self.group_size or member in one.samples[group]:
                 raise ValueError(f"member {member} of group {group} is out of range or was added before")
             one.samples[group][member] = sample
@@ -144,13 +144,13 @@ class Scorer:
 
         progress: called with 1 for every group scored by a judge or server.
         """
-        one = self._begun.pop(0)
+        one = self._open_steps.pop(0)
         self.samples = one.samples
-        if not self.asks:
-            none = {name: [GroupScores([_ABSENT] * self.group_size) for _ in one.samples] for name in self.rewards}
+        if not self.active:
+            none = {name: [GroupScores([_MISSING] * self.group_size) for _ in one.samples] for name in self.rewards}
             missing = np.full((len(one.samples), self.group_size), np.nan)
             return StepScores(dict.fromkeys(self.rewards, missing), none, {}, {})
-        with traffic.counted(one.counts):
+        with traffic.collect_counts(one.counts):
             groups = {name: self._in_process(one, name, r) for name, r in self.rewards.items() if not r.streams}
             started = time.monotonic()
             for name, sessions in one.sessions.items():
@@ -164,8 +164,8 @@ class Scorer:
 
     def cancel(self) -> None:
         """Cancel all unfinished steps."""
-        while self._begun:
-            self._begun.pop().cancel()
+        while self._open_steps:
+            self._open_steps.pop().cancel()
 
     def close(self) -> None:
         """Cancel unfinished steps, close the rewards and the log."""
@@ -188,20 +188,20 @@ class Scorer:
 
     def _session(self, one: _Step, name: str, reward: Reward, group: int) -> GroupSession:
         if isinstance(reward, GroupwiseReward):
-            return reward.session(self.group_size, self._seed(one.number, group), one.flights[name])
+            return reward.session(self.group_size, self._seed(one.number, group), one.stats[name])
         assert isinstance(reward, PointwiseReward)
-        return _PointwiseSession(reward, self.group_size, one.flights[name])
+        return _PointwiseSession(reward, self.group_size, one.stats[name])
 
     def _in_process(self, one: _Step, name: str, reward: Reward) -> list[GroupScores]:
         """Run an in-process reward on this thread."""
-        flight, started = one.flights[name], time.monotonic()
-        flight.sent()
+        stats, started = one.stats[name], time.monotonic()
+        stats.sent()
         if isinstance(reward, PointwiseReward):
             scores = self._pointwise(one.samples, name, reward)
         else:
             assert isinstance(reward, GroupwiseReward)
             scores = [self._groupwise(reward, made, self._seed(one.number, g)) for g, made in one.samples.items()]
-        flight.done(time.monotonic() - started)
+        stats.done(time.monotonic() - started)
         return scores
 
     def _pointwise(self, added: dict[int, dict[int, Sample]], name: str, reward: PointwiseReward) -> list[GroupScores]:
@@ -214,13 +214,13 @@ class Scorer:
             raise
         except Exception:  # noqa: BLE001  (a reward's libraries may raise anything; same as in `reward serve`)
             traceback.print_exc()
-            scores = [_alone(reward, sample) for sample in samples]
+            scores = [_score_one(reward, sample) for sample in samples]
         if len(scores) != len(samples) or not all(isinstance(s, Score) for s in scores):
             kinds = ", ".join(sorted({type(s).__name__ for s in scores})) or "nothing"
             got = f"expected one Score for each of {len(samples)} samples, got {len(scores)} of {kinds}"
             raise RewardError(f"reward '{name}': {got}")
         scored = dict(zip(keys, scores, strict=True))
-        return [GroupScores([scored.get((g, m), _ABSENT) for m in range(self.group_size)]) for g in added]
+        return [GroupScores([scored.get((g, m), _MISSING) for m in range(self.group_size)]) for g in added]
 
     def _groupwise(self, reward: GroupwiseReward, made: dict[int, Sample], seed: int) -> GroupScores:
         """Run an in-process groupwise reward on the members that exist."""
@@ -231,8 +231,8 @@ class Scorer:
             part = reward.score_group([made[m] for m in members], seed)
         except Exception as error:  # noqa: BLE001
             traceback.print_exc()
-            return GroupScores([_raised(error)] * self.group_size)
-        return part if len(members) == self.group_size else _spread(part, members, self.group_size)
+            return GroupScores([_failed_score(error)] * self.group_size)
+        return part if len(members) == self.group_size else _expand_to_group(part, members, self.group_size)
 
     def _collect(self, one: _Step, groups: dict[str, list[GroupScores]], wait_s: float) -> StepScores:
         reasons: Counter[str] = Counter()
@@ -247,11 +247,11 @@ class Scorer:
             missing = np.isnan(values[name])
             if missing.size:
                 metrics[f"reward/{name}/missing_rate"] = Metric(float(missing.mean()), weight=missing.size)
-            metrics |= latency(f"reward/{name}/", one.flights[name].seconds)
+            metrics |= latency(f"reward/{name}/", one.stats[name].seconds)
         judged = [name for name, scored in groups.items() if any(g.comparisons for g in scored)]
         if judged:
             comparisons = [g.comparisons for name in judged for g in groups[name] if g.comparisons]
-            metrics |= judge_metrics(comparisons, [one.flights[name] for name in judged], wait_s)
+            metrics |= judge_metrics(comparisons, [one.stats[name] for name in judged], wait_s)
         metrics |= traffic.metrics(one.counts)
         if self._log:
             for name, scored in groups.items():
@@ -264,40 +264,40 @@ class Scorer:
 class _PointwiseSession:
     """A group that is being scored by a streaming pointwise reward."""
 
-    def __init__(self, reward: PointwiseReward, size: int, flight: Flight) -> None:
-        self.reward, self.size, self.flight = reward, size, flight
+    def __init__(self, reward: PointwiseReward, size: int, stats: RequestStats) -> None:
+        self.reward, self.size, self.stats = reward, size, stats
         self.answers: dict[int, Future[Score]] = {}
 
     def add(self, member: int, sample: Sample) -> None:
         sent = time.monotonic()
-        self.flight.sent()
+        self.stats.sent()
         self.answers[member] = self.reward.submit(sample)
-        self.answers[member].add_done_callback(lambda _: self.flight.done(time.monotonic() - sent))
+        self.answers[member].add_done_callback(lambda _: self.stats.done(time.monotonic() - sent))
 
     def result(self, deadline: float) -> GroupScores:
         return GroupScores([self._score(member, deadline) for member in range(self.size)])
 
     def _score(self, member: int, deadline: float) -> Score:
         if member not in self.answers:
-            return _ABSENT
+            return _MISSING
         try:
             return self.answers[member].result(max(deadline - time.monotonic(), 0.0))
         except (FutureTimeout, CancelledError):
             self.answers[member].cancel()
-            return Score(None, LATE)
+            return Score(None, DEADLINE_PASSED)
         except Exception as error:  # noqa: BLE001
-            return _raised(error)
+            return _failed_score(error)
 
     def cancel(self) -> None:
         for answer in self.answers.values():
             answer.cancel()
 
 
-def judge_metrics(groups: list[list[Comparison]], flights: Sequence[Flight], wait_s: float) -> dict[str, float]:
+def judge_metrics(groups: list[list[Comparison]], stats: Sequence[RequestStats], wait_s: float) -> dict[str, float]:
     """judge/… metrics of a step from all planned comparisons of all groups."""
     every = [c for group in groups for c in group]
     answered = [c for c in every if c.verdict.first is not None]
-    sent, done = [f.first_sent for f in flights if f.first_sent], [f.last_done for f in flights if f.last_done]
+    sent, done = [f.first_sent for f in stats if f.first_sent], [f.last_done for f in stats if f.last_done]
     busy = max(done) - min(sent) if sent and done else 0.0
     metrics: dict[str, float] = {
         "judge/requests": Metric(len(every), "sum"),
@@ -305,8 +305,8 @@ def judge_metrics(groups: list[list[Comparison]], flights: Sequence[Flight], wai
         "judge/failures": Metric(len(every) - len(answered), "sum"),
         "judge/busy_s": Metric(busy, "max", timed=True),
         "judge/wait_s": Metric(wait_s, "max", timed=True),
-        "judge/queue_max": Metric(sum(f.peak for f in flights), "sum", timed=True),
-        "judge/queue_mean": Metric(sum(f.waited_s for f in flights) / busy if busy else 0.0, "sum", timed=True),
+        "judge/queue_max": Metric(sum(f.peak for f in stats), "sum", timed=True),
+        "judge/queue_mean": Metric(sum(f.waited_s for f in stats) / busy if busy else 0.0, "sum", timed=True),
     }
     if answered:
         signs = np.sign([float(c.verdict.value or 0.0) - 0.5 for c in answered])
@@ -327,15 +327,15 @@ def _contradictions(group: list[Comparison]) -> list[bool]:
     ]
 
 
-def _alone(reward: PointwiseReward, sample: Sample) -> Score:
+def _score_one(reward: PointwiseReward, sample: Sample) -> Score:
     """The score of one sample, missing if the reward raises."""
     try:
         return reward.score([sample])[0]
     except Exception as error:  # noqa: BLE001
-        return _raised(error)
+        return _failed_score(error)
 
 
-def _raised(error: Exception) -> Score:
+def _failed_score(error: Exception) -> Score:
     return Score(None, f"the reward raised {type(error).__name__}: {str(error)[:200]}")
 
 
@@ -347,9 +347,9 @@ def _finite(score: Score, reasons: Counter[str]) -> float:
     return float("nan")
 
 
-def _spread(part: GroupScores, members: list[int], size: int) -> GroupScores:
+def _expand_to_group(part: GroupScores, members: list[int], size: int) -> GroupScores:
     """Expand the scores of some members to a group of `size`; the others are missing."""
-    whole = GroupScores([_ABSENT] * size)
+    whole = GroupScores([_MISSING] * size)
     for member, score in zip(members, part.scores, strict=True):
         whole.scores[member] = score
     if part.wins is not None and part.counts is not None:

@@ -146,14 +146,14 @@ class RewardServer:
 
     async def _score(self, request: web.Request) -> web.Response:
         if self.state != "ready":
-            return _refusal(503, f"reward '{self.name}' is {self.state}")
+            return _error_response(503, f"reward '{self.name}' is {self.state}")
         loop = asyncio.get_running_loop()
         try:
             samples = await loop.run_in_executor(None, read_request, await request.read(), self.name, self.cls)
         except web.HTTPRequestEntityTooLarge:
-            return _refusal(413, f"the request is larger than {self.max_mib} MiB; raise --max-mib or send less")
+            return _error_response(413, f"the request is larger than {self.max_mib} MiB; raise --max-mib or send less")
         except WireError as error:
-            return _refusal(400, str(error))
+            return _error_response(400, str(error))
         answers: list[asyncio.Future[Score]] = [loop.create_future() for _ in samples]
         self._queue.extend(zip(samples, answers, strict=True))
         self._arrived.set()
@@ -161,7 +161,7 @@ class RewardServer:
             scores = await asyncio.gather(*answers)
         except Exception as error:  # noqa: BLE001
             traceback.print_exc()
-            return _refusal(500, f"reward '{self.name}' failed: {type(error).__name__}: {error}")
+            return _error_response(500, f"reward '{self.name}' failed: {type(error).__name__}: {error}")
         return web.Response(body=scores_json(scores), content_type="application/json")
 
     async def _health(self, _: web.Request) -> web.Response:
@@ -174,7 +174,7 @@ class RewardServer:
         return web.json_response(info | {"options": json.loads(json.dumps(dict(self.options), default=str))})
 
 
-def _refusal(status: int, message: str) -> web.Response:
+def _error_response(status: int, message: str) -> web.Response:
     headers = {"Retry-After": "1"} if status == 503 else None
     return web.json_response({"error": {"message": message, "code": status}}, status=status, headers=headers)
 

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 from prefgrpo.judge.verdict import Answer
 from prefgrpo.rewards.base import RewardError, Sample, Score
-from prefgrpo.rewards.checkpoints import assigned
+from prefgrpo.rewards.checkpoints import parse_assignments
 from prefgrpo.rewards.vlm import VlmReward
 
 KEYS = {"en": ("Testpoints", "Testpoint Description"), "zh": ("考点", "考点对应描述")}
@@ -60,7 +60,7 @@ class Wording:
     def __init__(self, file: Path) -> None:
         """Extract the texts from the file's source. RewardError if they are not there."""
         try:
-            values = assigned(file)
+            values = parse_assignments(file)
             languages = _entries(values["LANG_CONFIGS"])
             self.texts = {name: self._language(values, _entries(languages[name])) for name in KEYS}
         except (OSError, SyntaxError, ValueError, KeyError, AttributeError) as error:
@@ -127,10 +127,10 @@ class UniGenBench(VlmReward):
         else:
             named = enumerate(zip(points.names, points.descriptions, strict=True), start=1)
             texts = {"checkpoints": "\n".join(f"{k}. {name}: {text}" for k, (name, text) in named)}
-        return marked(points, await self.ask(self.questions[points.language], sample, None, **texts))
+        return score_from_marks(points, await self.ask(self.questions[points.language], sample, None, **texts))
 
 
-def marked(points: Points, answer: Answer) -> Score:
+def score_from_marks(points: Points, answer: Answer) -> Score:
     """The score from a reply; missing, with the reply kept, unless it marks every point once."""
     if answer.reason:
         return Score(None, answer.reason, raw=answer.raw)

@@ -26,7 +26,7 @@ from prefgrpo.judge.template import Template, load_template
 from prefgrpo.judge.verdict import Answer
 from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample, Score
 from prefgrpo.rewards.judges import open_client
-from prefgrpo.rewards.ocr import image_value, levenshtein, plain, target, unnamed
+from prefgrpo.rewards.ocr import image_value, levenshtein, missing_target, plain, target
 
 
 @dataclass(eq=False)
@@ -248,7 +248,7 @@ class GenrmOcr(VlmReward):
 
     def refuse(self, sample: Sample) -> str:
         """Also rejects prompts without target text."""
-        return super().refuse(sample) or unnamed(sample)
+        return super().refuse(sample) or missing_target(sample)
 
     async def _judge(self, sample: Sample) -> Score:
         answer = await self.ask(self.question, sample)

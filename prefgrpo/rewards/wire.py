@@ -56,7 +56,7 @@ def read_request(raw: bytes, name: str, reward: type[Reward]) -> list[Sample]:
         raise WireError(f"reward: this server scores '{name}', not {body['reward']!r}")
     rows = body.get("samples")
     if not isinstance(rows, list) or not rows:
-        raise WireError('samples: expected a list of {"prompt": …, "media": …}, got ' + _shown(rows))
+        raise WireError('samples: expected a list of {"prompt": …, "media": …}, got ' + _describe(rows))
     return [_sample(row, f"samples[{k}]", reward) for k, row in enumerate(rows)]
 
 
@@ -65,22 +65,22 @@ def _object(raw: bytes) -> dict[str, Any]:
         value = json.loads(raw)
     except (ValueError, RecursionError) as error:
         raise WireError(f"not JSON: {error}") from error
-    found: dict[str, Any] = _of(dict, value, "the body")
+    found: dict[str, Any] = _expect(dict, value, "the body")
     return found
 
 
-def _of(kind: type, value: Any, place: str) -> Any:
+def _expect(kind: type, value: Any, place: str) -> Any:
     if not isinstance(value, kind):
-        raise WireError(f"{place}: expected a {kind.__name__}, got {_shown(value)}")
+        raise WireError(f"{place}: expected a {kind.__name__}, got {_describe(value)}")
     return value
 
 
 def _sample(row: Any, place: str, reward: type[Reward]) -> Sample:
-    if unknown := sorted(set(_of(dict, row, place)) - {"prompt", "media", "source", "meta"}):
+    if unknown := sorted(set(_expect(dict, row, place)) - {"prompt", "media", "source", "meta"}):
         raise WireError(f"{place}: unknown field(s) {', '.join(unknown)}; expected prompt, media, source, meta")
-    prompt = _of(str, row.get("prompt"), f"{place}.prompt")
-    source = _of(list, row.get("source", []), f"{place}.source")
-    meta = _of(dict, row.get("meta", {}), f"{place}.meta")
+    prompt = _expect(str, row.get("prompt"), f"{place}.prompt")
+    source = _expect(list, row.get("source", []), f"{place}.source")
+    meta = _expect(dict, row.get("meta", {}), f"{place}.meta")
     media = _media(row.get("media"), f"{place}.media")
     kind = "video" if media.clip else "image"
     if kind not in reward.takes:
@@ -99,7 +99,7 @@ def _media(value: Any, place: str) -> Media:
         pixels = np.stack([np.array(image.convert("RGB")) for image in images])
     except (OSError, ValueError, TypeError, SyntaxError, Image.DecompressionBombError) as error:
         expected = f"base64 of a file that is {', '.join(FORMATS)}, or a list of such frames of one size"
-        raise WireError(f"{place}: expected {expected}, got {_shown(value)}") from error
+        raise WireError(f"{place}: expected {expected}, got {_describe(value)}") from error
     return Media(pixels if isinstance(value, list) else pixels[0])
 
 
@@ -121,7 +121,7 @@ def read_scores(raw: bytes, count: int) -> list[Score]:
     """Parse the `count` scores of a reply; non-finite values are missing. Raises WireError."""
     rows = _object(raw).get("scores")
     if not isinstance(rows, list) or len(rows) != count:
-        raise WireError(f"scores: expected a list of {count}, got {_shown(rows)}")
+        raise WireError(f"scores: expected a list of {count}, got {_describe(rows)}")
     return [_score(row, f"scores[{k}]") for k, row in enumerate(rows)]
 
 
@@ -130,7 +130,7 @@ def _score(row: Any, place: str) -> Score:
         parts = {k: math.nan if v is None else float(v) for k, v in row.get("parts", {}).items()}
         score = Score(None if row["value"] is None else float(row["value"]), str(row.get("reason", "")), parts)
     except (TypeError, ValueError, AttributeError, KeyError, OverflowError) as error:
-        raise WireError(f"{place}: expected a number or null and parts, got {_shown(row)}") from error
+        raise WireError(f"{place}: expected a number or null and parts, got {_describe(row)}") from error
     return Score(*_finite(score), parts)
 
 
@@ -142,7 +142,7 @@ def _finite(score: Score) -> tuple[float | None, str]:
     return (value, score.reason) if math.isfinite(value) else (None, f"the reward returned {value}")
 
 
-def _shown(value: Any) -> str:
+def _describe(value: Any) -> str:
     """A value for an error message: its type, and at most 60 characters."""
     text = repr(value)
     return f"{type(value).__name__} {text[:60]}{'…' if len(text) > 60 else ''}"

@@ -22,7 +22,7 @@ from prefgrpo.models.base import Adapter, Condition
 from prefgrpo.models.cache import cached
 from prefgrpo.parallel.world import World
 from prefgrpo.rewards.base import Sample
-from prefgrpo.rollout.deal import Place, Planned, Slots, deal_batches, level, slot_prompts
+from prefgrpo.rollout.assignment import BatchPlan, Place, Slots, assign_batches, rebalance, slot_prompts
 from prefgrpo.rollout.embeddings import Embeddings, conditions
 from prefgrpo.rollout.exchange import MediaExchange
 from prefgrpo.rollout.render import Images, decode, sample, to_uint8
@@ -98,7 +98,7 @@ class Rollouts:
             p, g = place
             add(first + p, g, sample(slots[p][0], pixels, slots[p][1]))
 
-        def shape(batch: Planned) -> tuple[int, ...]:
+        def shape(batch: BatchPlan) -> tuple[int, ...]:
             sizes = slots[batch.places[0][0]][1]
             frames = self.adapter.frames(sizes) or 1
             return (*(frames,) * (frames > 1), sizes.height, sizes.width, 3)
@@ -106,12 +106,12 @@ class Rollouts:
         mine = [b for b in planned if b.index == index]
         most = max(Counter(b.index for b in planned).values()) if self.world.equal_forwards else 0
         fill = [planned[-1]] * (most - len(mine))
-        with self.adapter.parked.hold():
+        with self.adapter.offload.keep_on_device():
             texts = [self._condition(slots, b) for b in mine + fill]
         with MediaExchange(self.world, planned, shape, take) as exchange:
             for number, (b, condition) in enumerate(zip(mine + fill, texts, strict=True)):
                 sizes = slots[b.places[0][0]][1]
-                batch = self._made(step, b, condition, sizes)
+                batch = self._generate(step, b, condition, sizes)
                 at_once = self.config.memory.decode_batch
                 media = to_uint8(decode(self.adapter, batch.trajectory.latents, sizes, at_once, self.world))
                 if number < len(mine):
@@ -120,7 +120,7 @@ class Rollouts:
                     batch.weight = 0.0
                 yield batch
 
-    def trained(self, step: int, batches: Sequence[Batch], keep: NDArray[np.bool_]) -> list[Batch]:
+    def training_batches(self, step: int, batches: Sequence[Batch], keep: NDArray[np.bool_]) -> list[Batch]:
         """The batches that this index trains on: the samples in `keep` [P, G], rebalanced over the indices.
 
         batches: from `__call__`. Shares of each update differ by at most one batch (with `whole_groups`, one unit);
@@ -129,11 +129,11 @@ class Rollouts:
         """
         slots, planned = self._plan(step)
         world, made = self.world, {b.number: b for b in batches if b.weight}
-        updates: dict[int, list[Planned]] = {}
+        updates: dict[int, list[BatchPlan]] = {}
         for b in planned:
             if places := tuple(place for place in b.places if keep[place]):
                 updates.setdefault(b.update, []).append(replace(b, places=places))
-        after = {update: level(left, world.dp_size) for update, left in updates.items()}
+        after = {update: rebalance(left, world.dp_size) for update, left in updates.items()}
         moves = [
             (old, new) for u, left in updates.items() for old, new in zip(left, after[u], strict=True) if old != new
         ]
@@ -143,7 +143,7 @@ class Rollouts:
             if old.index == world.dp_index
             for k, tensor in enumerate(made[old.number].select(keep).trajectory.tensors())
         ]
-        came = {new.number: self._moved(step, slots, old, new) for old, new in moves if new.index == world.dp_index}
+        came = {new.number: self._receive(step, slots, old, new) for old, new in moves if new.index == world.dp_index}
         for transfer in sent:
             transfer.wait()
         out: list[Batch] = []
@@ -155,16 +155,16 @@ class Rollouts:
                 out += [replace([*batches, *out][-1], update=update, weight=0.0)] * (most - len(numbers))
         return out
 
-    def _plan(self, step: int) -> tuple[Slots, list[Planned]]:
+    def _plan(self, step: int) -> tuple[Slots, list[BatchPlan]]:
         slots = slot_prompts(self.config, self.prompts, step)
-        return slots, deal_batches(self.config, [sizes for _, sizes in slots], self.world.dp_size, self.whole_groups)
+        return slots, assign_batches(self.config, [sizes for _, sizes in slots], self.world.dp_size, self.whole_groups)
 
-    def _condition(self, slots: Slots, b: Planned) -> Condition:
+    def _condition(self, slots: Slots, b: BatchPlan) -> Condition:
         return conditions(
             self.embeddings, [slots[p][0] for p, _ in b.places], slots[b.places[0][0]][1], self.world.device
         )
 
-    def _made(self, step: int, b: Planned, condition: Condition, sizes: SamplingConfig) -> Batch:
+    def _generate(self, step: int, b: BatchPlan, condition: Condition, sizes: SamplingConfig) -> Batch:
         """Generate a batch with the current policy."""
         schedule, (first, ids) = self._schedule(step, b, sizes), self._ids(step, b)
         denoisers = [getattr(self.adapter.pipe, name) for name in self.adapter.denoisers]
@@ -182,7 +182,7 @@ class Rollouts:
             )
         return _batch(b, sizes, schedule, condition, done)
 
-    def _moved(self, step: int, slots: Slots, old: Planned, new: Planned) -> Batch:
+    def _receive(self, step: int, slots: Slots, old: BatchPlan, new: BatchPlan) -> Batch:
         """Receive a batch that another index generated; its condition is encoded here."""
         sizes = slots[new.places[0][0]][1]
         schedule, (_, ids) = self._schedule(step, new, sizes), self._ids(step, new)
@@ -202,10 +202,10 @@ class Rollouts:
         )
         return _batch(new, sizes, schedule, condition, Trajectory(final, ids, steps))
 
-    def _schedule(self, step: int, b: Planned, sizes: SamplingConfig) -> Schedule:
+    def _schedule(self, step: int, b: BatchPlan, sizes: SamplingConfig) -> Schedule:
         return self.schedules.step(sizes, step, step * self.config.rollout.prompts_per_step + b.places[0][0])
 
-    def _ids(self, step: int, b: Planned) -> tuple[Tensor, Tensor]:
+    def _ids(self, step: int, b: BatchPlan) -> tuple[Tensor, Tensor]:
         """Noise addresses, int64 [B] on the device: of the first sample of each sample's group, and of the sample."""
         r, device = self.config.rollout, self.world.device
         groups, members = (
@@ -216,12 +216,12 @@ class Rollouts:
 
 
 def _batch(
-    b: Planned, sizes: SamplingConfig, schedule: Schedule, condition: Condition, trajectory: Trajectory
+    b: BatchPlan, sizes: SamplingConfig, schedule: Schedule, condition: Condition, trajectory: Trajectory
 ) -> Batch:
     slots, members = [p for p, _ in b.places], [g for _, g in b.places]
     return Batch(b.number, b.update, slots, members, sizes, schedule, condition, trajectory)
 
 
-def _tag(b: Planned, part: int) -> int:
+def _tag(b: BatchPlan, part: int) -> int:
     """Message tag of tensor `part` of a batch's trajectory."""
     return b.number * 4096 + part

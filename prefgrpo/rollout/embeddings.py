@@ -30,7 +30,7 @@ from prefgrpo.models import DTYPES, family, folder
 from prefgrpo.models.base import Adapter, Condition, Sampling
 from prefgrpo.models.condition import collate
 from prefgrpo.models.folder import ModelError
-from prefgrpo.rollout.sampling import evaluation, of_prompt
+from prefgrpo.rollout.sampling import eval_sampling, prompt_sampling
 
 logger = logging.getLogger(__name__)
 PER_SHARD, SHARD_BYTES = 64, 256 * 2**20
@@ -202,24 +202,24 @@ class Embeddings:
 
         def encode() -> dict[str, Tensor]:
             self.encoded += 1
-            with self._adapter.parked.present("text_encoder"):
+            with self._adapter.offload.on_device("text_encoder"):
                 return self._adapter.encode(prompt, self._max_length, sources).tensors()
 
-        return Condition.of_text(self._kept(self.keys.text(prompt, sources), encode))
+        return Condition.of_text(self._get_or_encode(self.keys.text(prompt, sources), encode))
 
     def sources(self, sources: Sources, frames: int | None) -> tuple[Tensor, ...]:
         """The `Condition.sources` of an edit's source images; frames: number of frames of the clip."""
 
         def encode() -> dict[str, Tensor]:
-            with self._adapter.parked.present("vae", "text_encoder"):
+            with self._adapter.offload.on_device("vae", "text_encoder"):
                 tensors = self._adapter.encode_sources(sources, frames)
             return {"source" if k == 1 else f"source_{k}": tensor for k, tensor in enumerate(tensors, 1)}
 
-        kept = self._kept(self.keys.sources(sources, frames), encode)
+        kept = self._get_or_encode(self.keys.sources(sources, frames), encode)
         # older caches call `source_2` of Wan2.1 I2V `image_embeds`
         return tuple(kept[name] for name in sorted(kept, key=lambda name: (name == "image_embeds", len(name), name)))
 
-    def _kept(self, key: str, encode: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
+    def _get_or_encode(self, key: str, encode: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
         """The entry from memory, else from disk, else newly encoded."""
         entry = self._memory.pop(key, None) or self._pending.get(key)
         if entry is None and self._shards is not None:
@@ -294,8 +294,8 @@ def encoding_jobs(config: Config, trained: Sequence[Prompt], evaluated: Sequence
     """
     check_sources(config, trained)
     check_sources(config, evaluated)
-    cls, shown = family(config.family), evaluation(config)
-    used = [(prompt, of_prompt(prompt, config.rollout, config.data.own_sizes)) for prompt in trained]
+    cls, shown = family(config.family), eval_sampling(config)
+    used = [(prompt, prompt_sampling(prompt, config.rollout, config.data.own_sizes)) for prompt in trained]
     jobs: dict[EncodeJob, None] = {}
     for prompt, sizes in [*used, *((prompt, shown) for prompt in evaluated)]:
         place = (prompt.source, sizes.height, sizes.width) if prompt.source else ()
@@ -351,11 +351,11 @@ def _cache_folder(config: Config) -> Path:
 
 
 def cached_fingerprint(config: Config) -> str:
-    """Fingerprint of the model's encoders; if they were deleted, the one that `note_encoders` stored for the model."""
+    """Fingerprint of the model's encoders; if they were deleted, the one that `record_encoders` stored for it."""
     path = family(config.family).find(config.model)
     if not folder.lacks_encoders(path):
         return folder.encoder_fingerprint(path)
-    noted = _noted_models(config).get(folder.body_fingerprint(path), [])
+    noted = _recorded_models(config).get(folder.body_fingerprint(path), [])
     if len(noted) != 1:
         message = f"the text encoders are not in {path}, and {config.data.cache} was filled by {len(noted)} models that"
         raise ModelError(
@@ -364,15 +364,15 @@ def cached_fingerprint(config: Config) -> str:
     return noted[0]
 
 
-def note_encoders(config: Config) -> None:
+def record_encoders(config: Config) -> None:
     """Record in data.cache which model its embeddings belong to, so that the text encoders can be deleted."""
-    path, noted = family(config.family).find(config.model), _noted_models(config)
+    path, noted = family(config.family).find(config.model), _recorded_models(config)
     body, own = folder.body_fingerprint(path), cached_fingerprint(config)
     if own not in noted.setdefault(body, []):
         noted[body].append(own)
         write_atomic(Path(config.data.cache) / MODELS_FILE, json.dumps(noted, indent=1).encode())
 
 
-def _noted_models(config: Config) -> dict[str, list[str]]:
+def _recorded_models(config: Config) -> dict[str, list[str]]:
     file = Path(config.data.cache) / MODELS_FILE
     return json.loads(file.read_text()) if config.data.cache and file.is_file() else {}

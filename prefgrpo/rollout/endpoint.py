@@ -63,7 +63,7 @@ class EndpointCollector:
     def accumulate(self, batches: Sequence[Batch], targets: Targets, samples: float) -> list[Tensor]:
         """Accumulate gradients of this rank's batches; returns one row [update, samples, loss, *metrics] per forward.
 
-        samples: number in the whole update, over all ranks (`Objective.per_group` per group).
+        samples: number in the whole update, over all ranks (`Objective.samples_per_group` per group).
         """
         objective, train, table = self.objective, self.config.train, list[Tensor]()
         signal = objective.selected(train, targets)
@@ -84,7 +84,7 @@ class EndpointCollector:
                     loss = loss + (value.sum() - loss.detach())  # so that the reported value is the loss
                 else:
                     assert isinstance(objective, GroupObjective)
-                    loss = self._of_groups(objective, batch, p.error, p, targets)
+                    loss = self._group_loss(objective, batch, p.error, p, targets)
                 facts = [p.error] if p.anchor is None else [p.error, p.anchor_error, mean_square(p.v - p.anchor)]
                 if p.start is not None:
                     kl = mean_square(p.v - p.start)
@@ -102,8 +102,8 @@ class EndpointCollector:
 
         The policy's forward comes last, because weights may only be swapped while no autograd graph refers to them.
         """
-        anchor = self._beside(self.anchor, batch, draw) if self.objective.anchor else None
-        start = self._beside(self.reference, batch, draw) if self.config.train.kl_coef else None
+        anchor = self._velocity_with(self.anchor, batch, draw) if self.objective.anchor else None
+        start = self._velocity_with(self.reference, batch, draw) if self.config.train.kl_coef else None
         u, v, t = self._velocity(batch, draw)
         return Prediction(t, v, u, anchor, start)
 
@@ -115,7 +115,7 @@ class EndpointCollector:
         r = self.config.rollout
         return r.batch_size % r.group_size == 0
 
-    def _of_groups(
+    def _group_loss(
         self, objective: GroupObjective, batch: Batch, error: Tensor, p: Prediction, targets: Targets
     ) -> Tensor:
         """Summed loss of a batch of whole groups, each group's loss times its number of members."""
@@ -151,7 +151,7 @@ class EndpointCollector:
 
     # ---- one draw ---------------------------------------------------------------------------------------------------
 
-    def _beside(self, weights: Weights, batch: Batch, draw: int) -> Tensor:
+    def _velocity_with(self, weights: Weights, batch: Batch, draw: int) -> Tensor:
         """[B, …] velocity with other weights, without gradient."""
         with torch.no_grad(), weights():
             return self._velocity(batch, draw)[1]

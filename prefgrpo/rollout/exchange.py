@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from prefgrpo.parallel.world import Transfer, World
-from prefgrpo.rollout.deal import Place, Planned
+from prefgrpo.rollout.assignment import BatchPlan, Place
 from prefgrpo.rollout.render import Images
 
 
@@ -24,8 +24,8 @@ class MediaExchange:
     def __init__(
         self,
         world: World,
-        planned: Sequence[Planned],
-        shape: Callable[[Planned], tuple[int, ...]],
+        planned: Sequence[BatchPlan],
+        shape: Callable[[BatchPlan], tuple[int, ...]],
         take: Callable[[Place, Images], object],
     ) -> None:
         """shape: of a sample's pixels. take: called with (place, pixels) of every sample of `world.slots`; for samples
@@ -41,7 +41,7 @@ class MediaExchange:
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._receive, daemon=True)
 
-    def put(self, batch: Planned, media: Images) -> None:
+    def put(self, batch: BatchPlan, media: Images) -> None:
         """Send a locally generated batch [B, (F,) H, W, 3] without waiting."""
         if media.shape[1:] != self.shape(batch):
             raise RuntimeError(f"expected media of shape {self.shape(batch)}, the model made {media.shape[1:]}")
@@ -67,7 +67,7 @@ class MediaExchange:
             if self._error is not None:
                 raise self._error
 
-    def _rows(self, batch: Planned, index: int) -> list[int]:
+    def _rows(self, batch: BatchPlan, index: int) -> list[int]:
         """Rows of the samples of a batch that are scored on an index."""
         return [row for row, (p, _) in enumerate(batch.places) if self.world.owner(p) == index]
 

@@ -70,8 +70,8 @@ def decode(
     def work(rows: Tensor) -> Tensor:
         return torch.cat([adapter.decode(part, sizes) for part in rows.split(at_once or len(rows))])
 
-    with adapter.parked.present("vae"):
-        return work(latents) if world is None else world.spread(latents, work)
+    with adapter.offload.on_device("vae"):
+        return work(latents) if world is None else world.split_and_gather(latents, work)
 
 
 def stills(media: Images, most: int = 4) -> Images:

@@ -30,14 +30,14 @@ from prefgrpo.sde.schedule import (
 )
 
 
-def evaluation(config: Config) -> SamplingConfig:
+def eval_sampling(config: Config) -> SamplingConfig:
     """Sampling settings of evaluation and `generate`: those of training, with the fields set in `eval` replaced."""
     keys = ("height", "width", "frames", "steps", "guidance", "guidance_2")
     given = {key: getattr(config.eval, key) for key in keys}
     return replace(config.rollout, **{key: value for key, value in given.items() if value is not None})
 
 
-def of_prompt(prompt: Prompt, sizes: SamplingConfig, own_sizes: bool) -> SamplingConfig:
+def prompt_sampling(prompt: Prompt, sizes: SamplingConfig, own_sizes: bool) -> SamplingConfig:
     """`sizes` at the prompt's own height and width, if it has them and `data.own_sizes` is on."""
     size = prompt.size() if own_sizes else None
     return sizes if size is None else replace(sizes, height=size[0], width=size[1])
@@ -45,7 +45,7 @@ def of_prompt(prompt: Prompt, sizes: SamplingConfig, own_sizes: bool) -> Samplin
 
 def all_sizes(prompts: Iterable[Prompt], sizes: SamplingConfig, own_sizes: bool) -> list[SamplingConfig]:
     """The distinct sizes among the prompts."""
-    found = (of_prompt(p, sizes, own_sizes) for p in prompts)
+    found = (prompt_sampling(p, sizes, own_sizes) for p in prompts)
     return list({(s.height, s.width): s for s in found}.values()) if own_sizes else [sizes]
 
 

@@ -22,10 +22,10 @@ from prefgrpo.models.base import Adapter
 from prefgrpo.objectives import objective
 from prefgrpo.parallel.mesh import Layout
 from prefgrpo.parallel.world import World
-from prefgrpo.rollout.deal import deal_batches
+from prefgrpo.rollout.assignment import assign_batches
 from prefgrpo.rollout.render import decode
-from prefgrpo.rollout.sampling import all_sizes, evaluation
-from prefgrpo.run.memory import blank_batch, estimate, free_bytes
+from prefgrpo.rollout.sampling import all_sizes, eval_sampling
+from prefgrpo.run.memory import empty_batch, estimate, free_bytes
 from prefgrpo.run.policy import Policy
 
 ON_CPU = 8
@@ -47,20 +47,20 @@ def candidates(config: Config, indices: int) -> list[int]:
     def longest(size: int) -> int:
         made = Counter[tuple[int, int]]()
         sized = replace(config, rollout=replace(r, batch_size=size))
-        for b in deal_batches(sized, [r] * r.prompts_per_step, indices, whole_groups):
+        for b in assign_batches(sized, [r] * r.prompts_per_step, indices, whole_groups):
             made[b.update, b.index] += len(b.places)
         return sum(max(n for (u, _), n in made.items() if u == update) for update in {u for u, _ in made})
 
     return [size for size in divisors(r.group_size) if longest(size) <= longest(1)]
 
 
-def fitting(config: Config, free: float) -> Config:
+def estimate_batch_sizes(config: Config, free: float) -> Config:
     """`config` with the largest batch sizes estimated to fit `config.gpus` processes of `free` bytes each; at least 1.
 
     The estimate is linear in the batch size, so two evaluations suffice.
     """
     context = Layout.of(config, config.gpus).context  # each process decodes this fraction of a batch
-    one, two = (estimate(_sized(config, size)) for size in (1, 1 + context))
+    one, two = (estimate(_with_batch_sizes(config, size)) for size in (1, 1 + context))
     rest = one.total - one.parts["activations"]
 
     def fits(phase: str, more: float) -> bool:
@@ -70,34 +70,36 @@ def fitting(config: Config, free: float) -> Config:
     batch = next((s for s in sizes if all(fits(phase, (s - 1) / context) for phase in ("rollout", "update"))), 1)
     part = -(-batch // context)
     decoded = next((s for s in divisors(part) if fits("decode", s - 1)), 1)
-    return _sized(config, batch, 0 if decoded == part else decoded)
+    return _with_batch_sizes(config, batch, 0 if decoded == part else decoded)
 
 
-def planned(config: Config, world: World, prompts: Sequence[Prompt]) -> Config:
+def initial_batch_sizes(config: Config, world: World, prompts: Sequence[Prompt]) -> Config:
     """`config` with the initial batch sizes, before the model is loaded; the same on all processes."""
     if world.device.type == "cpu":
-        return _sized(config, next(s for s in candidates(config, world.dp_size) if s <= ON_CPU))
+        return _with_batch_sizes(config, next(s for s in candidates(config, world.dp_size) if s <= ON_CPU))
     share = FILLED if world.mesh is None else FILLED_UNTRIED
-    here = replace(_largest(config, prompts), gpus=world.size, device="cuda")
-    found = fitting(here, share * free_bytes(world.device))
-    sizes = world.every((found.rollout.batch_size, found.memory.decode_batch or found.rollout.batch_size))
+    here = replace(_at_largest_size(config, prompts), gpus=world.size, device="cuda")
+    found = estimate_batch_sizes(here, share * free_bytes(world.device))
+    sizes = world.all_gather_object((found.rollout.batch_size, found.memory.decode_batch or found.rollout.batch_size))
     batch, decoded = (min(each) for each in zip(*sizes, strict=True))
-    return _sized(config, batch, 0 if decoded == batch else decoded)
+    return _with_batch_sizes(config, batch, 0 if decoded == batch else decoded)
 
 
-def tried(config: Config, adapter: Adapter, policy: Policy, world: World, prompts: Sequence[Prompt]) -> Config:
+def probe_batch_sizes(
+    config: Config, adapter: Adapter, policy: Policy, world: World, prompts: Sequence[Prompt]
+) -> Config:
     """`config` with the largest batch sizes, up to its own, that actually run. Raises ConfigError if none does."""
     if world.mesh is not None:
         return config
-    shown, largest = evaluation(config), _largest(config, prompts)
+    shown, largest = eval_sampling(config), _at_largest_size(config, prompts)
     kinds = [largest, replace(largest, rollout=shown)] if config.eval.every else [largest]
     moments = [torch.zeros_like(p) for p in policy.params for _ in range(2)]  # AdamW allocates them at its first step
 
     def forward(size: int) -> None:
         for kind in kinds:
-            sized = _sized(kind, size)
-            with adapter.parked.present("vae"):
-                x, sigma, condition = blank_batch(sized, adapter)
+            sized = _with_batch_sizes(kind, size)
+            with adapter.offload.on_device("vae"):
+                x, sigma, condition = empty_batch(sized, adapter)
             x, condition = x.to(world.device), condition.to(world.device)
             with torch.no_grad():
                 adapter.velocity(x, sigma, condition, sized.rollout)
@@ -111,16 +113,16 @@ def tried(config: Config, adapter: Adapter, policy: Policy, world: World, prompt
 
     try:
         sizes = [s for s in candidates(config, world.dp_size) if s <= config.rollout.batch_size]
-        config = _sized(config, _runs(forward, sizes, world), config.memory.decode_batch)
+        config = _with_batch_sizes(config, _largest_that_runs(forward, sizes, world), config.memory.decode_batch)
         most = config.memory.decode_batch or config.rollout.batch_size
-        decoded = _runs(decoder, [s for s in divisors(config.rollout.batch_size) if s <= most], world)
+        decoded = _largest_that_runs(decoder, [s for s in divisors(config.rollout.batch_size) if s <= most], world)
     finally:
         policy.optimizer.zero_grad()
         moments.clear()
-    return _sized(config, config.rollout.batch_size, 0 if decoded == config.rollout.batch_size else decoded)
+    return _with_batch_sizes(config, config.rollout.batch_size, 0 if decoded == config.rollout.batch_size else decoded)
 
 
-def _runs(work: Callable[[int], None], sizes: Sequence[int], world: World) -> int:
+def _largest_that_runs(work: Callable[[int], None], sizes: Sequence[int], world: World) -> int:
     """The first size with which `work` does not run out of memory on any process. Raises ConfigError if none does."""
     smaller = iter(sizes[1:])
 
@@ -146,13 +148,13 @@ def _runs(work: Callable[[int], None], sizes: Sequence[int], world: World) -> in
         raise ConfigError([f"rollout.batch_size: one sample does not fit into memory; {advice}"]) from error
 
 
-def _sized(config: Config, batch: int, decoded: int = 0) -> Config:
+def _with_batch_sizes(config: Config, batch: int, decoded: int = 0) -> Config:
     """`config` with these batch sizes; a memory.decode_batch set in the recipe is kept."""
     memory = replace(config.memory, decode_batch=config.memory.decode_batch or decoded)
     return replace(config, rollout=replace(config.rollout, batch_size=batch), memory=memory)
 
 
-def _largest(config: Config, prompts: Sequence[Prompt]) -> Config:
+def _at_largest_size(config: Config, prompts: Sequence[Prompt]) -> Config:
     """`config` at the largest of the prompts' own sizes."""
     sizes = all_sizes(prompts, config.rollout, config.data.own_sizes)
     return replace(config, rollout=max(sizes, key=lambda s: s.height * s.width))

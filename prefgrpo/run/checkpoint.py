@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load as load_parts
 from torch.distributed.checkpoint.state_dict_saver import save as save_parts
 
-from prefgrpo.parallel.shard import is_split, part_of
+from prefgrpo.parallel.shard import is_sharded, shard_like
 from prefgrpo.parallel.world import World
 from prefgrpo.run.run_folder import RunFolder, step_of
 
@@ -47,7 +47,7 @@ class CheckpointError(RuntimeError):
 
 def write_atomic(path: Path, text: str) -> None:
     """Replace a small text file atomically."""
-    temporary = _beside(path)
+    temporary = _temporary_path(path)
     temporary.write_text(text, encoding="utf-8")
     _sync(temporary)
     os.replace(temporary, path)
@@ -55,7 +55,7 @@ def write_atomic(path: Path, text: str) -> None:
 
 def save_images(path: Path, **arrays: NDArray[Any]) -> None:
     """Write arrays (npz, no pickle) atomically."""
-    temporary = _beside(path)
+    temporary = _temporary_path(path)
     with temporary.open("wb") as file:
         np.savez_compressed(file, allow_pickle=False, **arrays)
     os.replace(temporary, path)
@@ -64,7 +64,7 @@ def save_images(path: Path, **arrays: NDArray[Any]) -> None:
 def write_folder(final: Path, write: Callable[[Path], None]) -> None:
     """Write a folder atomically: `write` fills a hidden folder next to it, which is renamed to `final`, replacing an
     existing one, after everything in it is on disk. `claim` removes leftovers of killed processes."""
-    temporary, old = _beside(final), _beside(final.with_name(f"{final.name}.old"))
+    temporary, old = _temporary_path(final), _temporary_path(final.with_name(f"{final.name}.old"))
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     write(temporary)
@@ -80,7 +80,7 @@ def write_folder(final: Path, write: Callable[[Path], None]) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _beside(path: Path) -> Path:
+def _temporary_path(path: Path) -> Path:
     return path.with_name(f".{path.name}.{os.getpid()}")
 
 
@@ -112,7 +112,7 @@ def save(
     final = run.checkpoint(step)
     if world.any(world.main and final.exists()):
         return
-    parts = {key: t.detach() for key, t in tensors.items() if is_split(t)}
+    parts = {key: t.detach() for key, t in tensors.items() if is_sharded(t)}
 
     def write(inside: Path) -> None:
         listing = _save_parts(inside, parts, world) if parts else {}
@@ -128,8 +128,8 @@ def save(
         if world.main:
             write_folder(final, write)
             for old in run.all_checkpoints()[:-keep]:
-                os.replace(old, _beside(old))  # under this name, `claim` removes it if we are killed here
-                shutil.rmtree(_beside(old))
+                os.replace(old, _temporary_path(old))  # under this name, `claim` removes it if we are killed here
+                shutil.rmtree(_temporary_path(old))
         elif parts:
             _save_parts(None, parts, world)
     except (OSError, SafetensorError) as error:
@@ -137,17 +137,17 @@ def save(
     except PartsError as error:
         causes = (f"process {rank}: {cause}" for rank, (cause, _) in error.failures.items())
         problem = f"the checkpoint cannot be written: {'; '.join(causes)}"
-    if first := next((text for text in world.every(problem) if text), None):
-        shutil.rmtree(_beside(final), ignore_errors=True)
+    if first := next((text for text in world.all_gather_object(problem) if text), None):
+        shutil.rmtree(_temporary_path(final), ignore_errors=True)
         raise CheckpointError(first)
 
 
 def _save_parts(inside: Path | None, parts: dict[str, Tensor], world: World) -> dict[str, Any]:
     """Write sharded tensors into rank 0's folder `inside`; every rank calls it and hashes the files that it wrote."""
-    folder = next(place for place in world.every(inside) if place is not None)
+    folder = next(place for place in world.all_gather_object(inside) if place is not None)
     save_parts(parts, checkpoint_id=folder / PARTS)
     mine = [*(folder / PARTS).glob(f"__{world.rank}_*"), *((folder / PARTS).glob(".*") if world.main else ())]
-    return {name: facts for own in world.every(_listing(folder, mine)) for name, facts in own.items()}
+    return {name: facts for own in world.all_gather_object(_listing(folder, mine)) for name, facts in own.items()}
 
 
 def _listing(folder: Path, files: Iterable[Path]) -> dict[str, Any]:
@@ -164,13 +164,13 @@ def read(
     """
     problem = None
     try:
-        meta = _checked(path, world.rank, world.size)
+        meta = _verify(path, world.rank, world.size)
         tensors = load_file(path / STATE)
     except CheckpointError as error:
         problem = error
     except SafetensorError as error:
         problem = CheckpointError(f"{path} is damaged: {STATE}: {error}")
-    if first := next((p for p in world.every(problem) if p is not None), None):
+    if first := next((p for p in world.all_gather_object(problem) if p is not None), None):
         raise first
     if (path / PARTS).is_dir():
         names = FileSystemReader(path / PARTS).read_metadata().state_dict_metadata
@@ -198,7 +198,7 @@ def read_newest(
     return None
 
 
-def set_aside(run: RunFolder, newest: int) -> None:
+def rename_damaged(run: RunFolder, newest: int) -> None:
     """Rename the (damaged) checkpoints after step `newest` to step_NNNNNN.damaged; they will be written again."""
     for path in run.all_checkpoints():
         if step_of(path) > newest:
@@ -207,7 +207,7 @@ def set_aside(run: RunFolder, newest: int) -> None:
             os.replace(path, aside)
 
 
-def _checked(path: Path, rank: int, size: int) -> dict[str, Any]:
+def _verify(path: Path, rank: int, size: int) -> dict[str, Any]:
     """The meta of a checkpoint verified to be whole; each of `size` ranks hashes its share of the shard files."""
     try:
         meta = json.loads((path / META).read_text(encoding="utf-8"))
@@ -240,7 +240,7 @@ def load_into(parameters: dict[str, Tensor], tensors: dict[str, Tensor], prefix:
         )
     with torch.no_grad():
         for key, p in wanted.items():
-            p.copy_(part_of(stored[key], p))
+            p.copy_(shard_like(stored[key], p))
 
 
 def _hash(path: Path) -> str:

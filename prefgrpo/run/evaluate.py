@@ -31,23 +31,23 @@ from prefgrpo.rewards.base import GroupScores, Sample
 from prefgrpo.rewards.scorer import Scorer
 from prefgrpo.rollout.embeddings import Embeddings, fitted_sources
 from prefgrpo.rollout.render import Images, preview, render, sample, to_uint8
-from prefgrpo.rollout.sampling import evaluation
+from prefgrpo.rollout.sampling import eval_sampling
 from prefgrpo.run.checkpoint import CheckpointError, save_images, write_atomic
 from prefgrpo.run.metrics import PARTS_OF_WINS
 from prefgrpo.run.run_folder import RunFolder
 from prefgrpo.sde.noise import initial_latents
 from prefgrpo.sde.schedule import Schedule
 
-RAW = 2000
+MAX_ANSWER_CHARS = 2000
 """Maximum number of stored characters of a judge's answer."""
-FEW = 30
+MIN_PROMPTS = 30
 """Below this number of prompts, a result is called inconclusive."""
 FIRST_ID = 2**62
 """First sample id of evaluation noise, far from those of training."""
 
 
 @dataclass(frozen=True)
-class Held:
+class EvalSet:
     """One set of held-out prompts."""
 
     name: str
@@ -58,10 +58,10 @@ class Held:
     first_id: int
 
 
-def held_out(name: str, prompts: list[Prompt], samples: int, number: int) -> Held:
+def make_eval_set(name: str, prompts: list[Prompt], samples: int, number: int) -> EvalSet:
     """The `number`-th evaluation set, each prompt repeated `samples` times."""
     items = [p for p in prompts for _ in range(samples)]
-    return Held(name, items, np.repeat(np.arange(len(prompts)), samples), FIRST_ID + number * 2**40)
+    return EvalSet(name, items, np.repeat(np.arange(len(prompts)), samples), FIRST_ID + number * 2**40)
 
 
 class Evaluator:
@@ -69,7 +69,7 @@ class Evaluator:
 
     def __init__(
         self,
-        held: Held,
+        eval_set: EvalSet,
         config: Config,
         adapter: Adapter,
         schedule: Schedule,
@@ -78,23 +78,23 @@ class Evaluator:
         world: World,
         folder: RunFolder,
     ) -> None:
-        self.held, self.config, self.adapter, self.schedule = held, config, adapter, schedule
+        self.eval_set, self.config, self.adapter, self.schedule = eval_set, config, adapter, schedule
         self.embeddings, self.scorers, self.world, self.folder = embeddings, scorers, world, folder
-        self.sizes = evaluation(config)
+        self.sizes = eval_sampling(config)
         self.before: Images = np.zeros((0, 1, 1, 3), np.uint8)
         """This rank's images of the initial policy."""
 
     def start(self, resumed: bool) -> None:
         """Get the initial policy's images: rendered and stored by a new run, loaded by a resumed one."""
-        name, mine = self.held.name, self.mine()
+        name, mine = self.eval_set.name, self.local_indices()
         if resumed:
-            self.before = load_before(self.folder, name, self.world.dp_size)[mine]
+            self.before = load_initial_images(self.folder, name, self.world.dp_size)[mine]
             return
         self.before = to_uint8(self.render(mine))
-        if self.world.leads:
-            save_images(self.folder.before(name, self.world.dp_index, self.world.dp_size), images=self.before)
+        if self.world.is_dp_leader:
+            save_images(self.folder.initial_images(name, self.world.dp_index, self.world.dp_size), images=self.before)
         if self.world.main:
-            shown = [self.held.items[i] for i in self.shown()]
+            shown = [self.eval_set.items[i] for i in self.report_indices()]
             write_atomic(self.folder.prompts(name), json.dumps([item.text for item in shown]))
             if any(item.source for item in shown):  # several of a prompt side by side
                 fitted = fitted_sources(shown, self.sizes.height, self.sizes.width)
@@ -103,15 +103,15 @@ class Evaluator:
 
     def run(self, step: int) -> dict[str, float]:
         """Evaluate the policy after `step` steps: returns metrics over all ranks, stores the report's images."""
-        index, held = self.mine(), self.held
+        index, eval_set = self.local_indices(), self.eval_set
         now = to_uint8(self.render(index))
         images = zip(now, self.before, strict=True)
-        items = [held.items[i] for i in index]
+        items = [eval_set.items[i] for i in index]
         pairs = [tuple(sample(p, m, self.sizes) for m in both) for p, both in zip(items, images, strict=True)]
-        answers: list[list[Answered]] = [[] for _ in pairs]
-        table = compare(self.scorers, pairs if self.world.leads else [], answers)
-        out = over_ranks(self.world, held.name, held.group[index], table, len(held.items))
-        self._save_shown(step, now)
+        answers: list[list[AnswerRow]] = [[] for _ in pairs]
+        table = compare(self.scorers, pairs if self.world.is_dp_leader else [], answers)
+        out = over_ranks(self.world, eval_set.name, eval_set.group[index], table, len(eval_set.items))
+        self._save_report_images(step, now)
         self._save_outcomes(step, table, answers)
         return out
 
@@ -129,7 +129,7 @@ class Evaluator:
         with gathered(self.adapter, self.config.parallel.keep_gathered):
             for start in range(0, len(index), r.batch_size):
                 chunk = index[start : start + r.batch_size]
-                items, ids = [self.held.items[i] for i in chunk], self.ids(chunk)
+                items, ids = [self.eval_set.items[i] for i in chunk], self.ids(chunk)
                 made = render(self.adapter, self.schedule, self.embeddings, items, ids, r, seed, at_once, self.world)
                 parts.append(made.cpu())
         clip = self.adapter.frames(r)
@@ -138,39 +138,40 @@ class Evaluator:
 
     def ids(self, index: list[int]) -> Tensor:
         """Noise addresses of the given images, int64."""
-        return torch.tensor([self.held.first_id + i for i in index], dtype=torch.int64, device=self.world.device)
+        return torch.tensor([self.eval_set.first_id + i for i in index], dtype=torch.int64, device=self.world.device)
 
-    def mine(self) -> list[int]:
+    def local_indices(self) -> list[int]:
         """Indices of this rank's images."""
-        count = len(self.held.items)
+        count = len(self.eval_set.items)
         each = -(-count // self.world.dp_size)
         return list(range(self.world.dp_index * each, min((self.world.dp_index + 1) * each, count)))
 
-    def shown(self) -> list[int]:
+    def report_indices(self) -> list[int]:
         """Indices of the `eval.show` images for the report, evenly spaced over the set, on whichever rank they are."""
-        count = len(self.held.items)
+        count = len(self.eval_set.items)
         return np.linspace(0, count - 1, min(self.config.eval.show, count)).round().astype(int).tolist()
 
-    def _save_shown(self, step: int, now: Images) -> None:
+    def _save_report_images(self, step: int, now: Images) -> None:
         """Gather the report's images, before and now, and store them."""
-        wanted = set(self.shown())
-        rows = [k for k, i in enumerate(self.mine()) if i in wanted]
+        wanted = set(self.report_indices())
+        rows = [k for k, i in enumerate(self.local_indices()) if i in wanted]
         pairs = zip(preview(self.before[rows]), preview(now[rows]), strict=True) if rows else ()
         if (shown := self.world.gather_items(pairs)) and self.world.main:
             before, after = (np.stack([pair[k] for pair in shown]) for k in range(2))
-            save_images(self.folder.shown(self.held.name, step), before=before, now=after)
+            save_images(self.folder.report_images(self.eval_set.name, step), before=before, now=after)
 
-    def _save_outcomes(self, step: int, table: Table, answers: list[list[Answered]]) -> None:
+    def _save_outcomes(self, step: int, table: Table, answers: list[list[AnswerRow]]) -> None:
         """Store the wins of every image, and the judge's answers for the images in the report."""
-        shown, wins = set(self.shown()), [n for n in table if n.startswith("win_") and not n.endswith(PARTS_OF_WINS)]
+        shown = set(self.report_indices())
+        wins = [n for n in table if n.startswith("win_") and not n.endswith(PARTS_OF_WINS)]
         mine = []
-        for k, i in enumerate(self.mine()):
+        for k, i in enumerate(self.local_indices()):
             won = {n[4:]: None if np.isnan(table[n][k]) else float(table[n][k]) for n in wins}
             mine.append(
-                {"prompt": int(self.held.group[i]), "wins": won} | ({"answers": answers[k]} if i in shown else {})
+                {"prompt": int(self.eval_set.group[i]), "wins": won} | ({"answers": answers[k]} if i in shown else {})
             )
         if (every := self.world.gather_items(mine)) and self.world.main:
-            write_atomic(self.folder.outcomes(self.held.name, step), json.dumps(every))
+            write_atomic(self.folder.outcomes(self.eval_set.name, step), json.dumps(every))
 
     def save_proof(self, count: int) -> None:
         """Store what a stock pipeline needs to reproduce `count` images: prompts, call, initial latents, float images.
@@ -180,12 +181,12 @@ class Evaluator:
         would step differently (published sigmas, truncated times, a multistep solver), also an Euler scheduler with
         its `sigmas` and `timesteps`, [T] fp32.
         """
-        index = (self.shown() or [0])[:count]
+        index = (self.report_indices() or [0])[:count]
         together = self.world.mesh is not None
         images = self.render(index).contiguous() if self.world.main or together else None
         if images is None or not self.world.main:
             return
-        r, c, items = self.sizes, self.config, [self.held.items[i] for i in index]
+        r, c, items = self.sizes, self.config, [self.eval_set.items[i] for i in index]
         prompts = [item.text for item in items]
         latents = initial_latents(c.seed, self.ids(index), self.adapter.latent_shape(r))
         call = self.adapter.stock_call(prompts, c.data.max_length, r)
@@ -219,12 +220,12 @@ Table = dict[str, NDArray[np.float64]]
 """One column of values per metric, one row per pair of images."""
 
 
-Answered = dict[str, Any]
+AnswerRow = dict[str, Any]
 """A judge's answer to a pair: judge, first ("after" or "before" the training), p_first, reason, raw."""
 
 
 def compare(
-    scorers: Mapping[str, Scorer], pairs: Sequence[tuple[Sample, ...]], answers: Sequence[list[Answered]] = ()
+    scorers: Mapping[str, Scorer], pairs: Sequence[tuple[Sample, ...]], answers: Sequence[list[AnswerRow]] = ()
 ) -> Table:
     """The columns of all scorers over pairs (now, before); scorers of judges are named judge, judge2 …
 
@@ -241,7 +242,7 @@ def compare(
             for kept, group in zip(answers, groups, strict=False):
                 for c in group.comparisons:
                     shown = {"judge": reward, "first": ("after", "before")[c.first], "p_first": c.verdict.first}
-                    kept.append(shown | {"reason": c.verdict.reason, "raw": c.verdict.raw[:RAW]})
+                    kept.append(shown | {"reason": c.verdict.reason, "raw": c.verdict.raw[:MAX_ANSWER_CHARS]})
     return table
 
 
@@ -263,7 +264,7 @@ def over_ranks(world: World, name: str, group: NDArray[np.int64], table: Table, 
 def _columns(kind: str, reward: str, groups: list[GroupScores]) -> Table:
     """Columns of one reward over groups (now, before): a judge's verdicts, or values and wins (1, tie ½, 0)."""
     if kind.startswith("judge"):
-        first, second = (np.array([g.shown(*order) for g in groups]) for order in ((0, 1), (1, 0)))
+        first, second = (np.array([g.mean_p_first(*order) for g in groups]) for order in ((0, 1), (1, 0)))
         return {
             f"win_{kind}": np.array([_win_rate(g) for g in groups]),
             f"win_{kind}_first": (np.sign(first - 0.5) + 1) / 2,
@@ -304,19 +305,19 @@ def verdict(low: float, high: float, prompts: int) -> str:
     """Interpretation of a win rate's interval: better, worse, or inconclusive if it contains ½ or prompts are few."""
     if math.isnan(low):
         return "inconclusive: no verdicts"
-    if prompts < FEW:
-        return f"inconclusive: fewer than {FEW} prompts"
+    if prompts < MIN_PROMPTS:
+        return f"inconclusive: fewer than {MIN_PROMPTS} prompts"
     if low <= 0.5 <= high:
         return "inconclusive: the interval contains 50 %"
     return "better" if low > 0.5 else "worse"
 
 
-def load_before(folder: RunFolder, name: str, size: int) -> Images:
+def load_initial_images(folder: RunFolder, name: str, size: int) -> Images:
     """The initial policy's images of the whole set, as written by `size` ranks or else by another number of ranks.
 
     Raises CheckpointError if any are missing.
     """
-    by_size = folder.all_before(name)
+    by_size = folder.all_initial_images(name)
     for files in sorted(by_size.values(), key=lambda files: len(files) != size):
         if all(f.is_file() for f in files):
             return np.concatenate([np.load(f, allow_pickle=False)["images"] for f in files])

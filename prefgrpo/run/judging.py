@@ -17,7 +17,7 @@ import numpy as np
 from prefgrpo.config.schema import Config, ConfigError, JudgeConfig
 from prefgrpo.data.media import Media
 from prefgrpo.data.prompts import Prompt
-from prefgrpo.judge.information import compares, known_answers
+from prefgrpo.judge.information import ask_known_answers, is_pairwise
 from prefgrpo.judge.plans import get_plan
 from prefgrpo.judge.template import load_template
 from prefgrpo.judge.verdict import JudgeError, PairJudge
@@ -36,13 +36,13 @@ CALIBRATION_PAIRS = 8
 
 
 def specs(config: Config) -> tuple[dict[str, float], dict[str, float]]:
-    """(training, evaluation) reward weights. Raises ConfigError with what `mistakes` returns."""
-    if wrong := mistakes(config):
+    """(training, evaluation) reward weights. Raises ConfigError with what `config_errors` returns."""
+    if wrong := config_errors(config):
         raise ConfigError(wrong)
     return parse_reward_spec(config.reward.spec), parse_reward_spec(config.eval.spec) if config.eval.spec else {}
 
 
-def mistakes(config: Config) -> list[str]:
+def config_errors(config: Config) -> list[str]:
     """Mistakes in the reward specs, how rewards are combined, the pair plan and the pairwise judge's template."""
     wrong: list[str] = []
 
@@ -121,11 +121,11 @@ def connect(judge: JudgeConfig, clips: bool, world: World) -> tuple[PairJudge, l
 
     notes: list[str] = []
 
-    def look() -> None:
-        health = check(judge, bias_pairs=CALIBRATION_PAIRS, known=True, clips=clips)
+    def run_check() -> None:
+        health = check(judge, bias_pairs=CALIBRATION_PAIRS, known_answers=True, clips=clips)
         notes.extend(f"judge {line}" for line in health.summary().splitlines())
 
-    world.on_main(look, JudgeError)
+    world.on_main(run_check, JudgeError)
     return HttpJudge(judge), notes
 
 
@@ -137,8 +137,8 @@ def _local_judge(config: JudgeConfig, device: str) -> PairJudge:
     pictures = [Media(np.full((64, 64, 3), colour, np.uint8)) for colour in ((220, 30, 30), (30, 60, 220))]
     verdict = judge.judge_group("a plain red picture", pictures, [(0, 1)])[0]
     problem = f"gave no verdict on a probe pair: {verdict.reason}" if verdict.first is None else ""
-    if not problem and compares(judge.template):
-        problem = known_answers(judge, judge.template).problem
+    if not problem and is_pairwise(judge.template):
+        problem = ask_known_answers(judge, judge.template).problem
     if problem:
         raise JudgeError(
             f"the judge {config.model} {problem}. Expected a model that answers the template '{config.template}'; "
@@ -189,31 +189,31 @@ def makes_clips(config: Config) -> bool:
 def check_inputs(config: Config, field: str, rewards: Mapping[str, Any], prompts: Sequence[Prompt]) -> None:
     """Raise ConfigError if rewards, or reward classes, cannot score the images or clips of this run's prompts."""
     kind = "video" if makes_clips(config) else "image"
-    if mistakes := unsupported(kind, f"{field}:", "this run makes", rewards, prompts):
-        raise ConfigError(mistakes)
+    if errors := unsupported(kind, f"{field}:", "this run makes", rewards, prompts):
+        raise ConfigError(errors)
 
 
 def unsupported(kind: str, field: str, made: str, rewards: Mapping[str, Any], prompts: Sequence[Prompt]) -> list[str]:
     """Why rewards, or reward classes, cannot score images or clips of these prompts. made: e.g. "this run makes"."""
-    mistakes = []
+    errors = []
     for name, reward in rewards.items():
         if kind not in reward.takes:
             media = "clips" if kind == "video" else "images"
             hint = "; a judge accepts clips only over http" if reward.judged and kind == "video" else ""
-            mistakes.append(f"{field} {name} takes {' or '.join(reward.takes)}, but {made} {media}{hint}")
+            errors.append(f"{field} {name} takes {' or '.join(reward.takes)}, but {made} {media}{hint}")
         lacking = [p for p in prompts if reward.needs_source and not p.source]
         if lacking:
-            mistakes.append(
+            errors.append(
                 f"{field} {name} scores edits, but {len(lacking)} prompt(s) have no source image, the first: "
                 f"{lacking[0].text[:60]!r}; expected a file with a source_image column"
             )
         for key in reward.meta_keys:
             if lacking := [p for p in prompts if key not in p.meta]:
-                mistakes.append(
+                errors.append(
                     f"{field} {name} needs the column '{key}', which {len(lacking)} prompt(s) lack, the first: "
                     f"{lacking[0].text[:60]!r} (its columns: {', '.join(lacking[0].meta) or 'none'})"
                 )
-    return mistakes
+    return errors
 
 
 def _built(
@@ -233,7 +233,7 @@ def _built(
         if issubclass(load_class(name), VlmPairwise) and isinstance(own, JudgeConfig):
             from prefgrpo.judge.client import check
 
-            world.on_main(partial(check, own, known=True, clips=makes_clips(config)), JudgeError)
+            world.on_main(partial(check, own, known_answers=True, clips=makes_clips(config)), JudgeError)
     rewards = build(weights, options)
     check_inputs(config, field, rewards, prompts)
     return rewards
@@ -252,7 +252,8 @@ def training_scorer(
         raise ConfigError([f"{message} normalises its parts separately; change one of the two"])
     judged = any(isinstance(r, VlmPairwise) for r in rewards.values())
     log = folder / "judgements.jsonl" if folder and judged and config.judge.log else None
-    return Scorer(rewards, config.rollout.group_size, config.judge.deadline_s, config.seed, log, world.leads), weights
+    size, deadline_s = config.rollout.group_size, config.judge.deadline_s
+    return Scorer(rewards, size, deadline_s, config.seed, log, world.is_dp_leader), weights
 
 
 def evaluation_scorers(

@@ -41,22 +41,20 @@ def unsupported(config: Config) -> list[str]:
     except ValueError as error:
         return [f"family: {error}"]
     p, unknown = config.parallel, set(config.train.target_components) - set(cls.denoisers)
-    mistakes = context.unsupported(cls, config.family, Layout(ring=p.ring, ulysses=p.ulysses))
+    errors = context.unsupported(cls, config.family, Layout(ring=p.ring, ulysses=p.ulysses))
     for name, part in (("rollout", config.rollout), ("eval", config.eval)):
         if part.frames is not None and cls.default_frames is None:
-            mistakes.append(f"{name}.frames: {config.family} makes images, expected none, got {part.frames}")
+            errors.append(f"{name}.frames: {config.family} makes images, expected none, got {part.frames}")
         if part.guidance_2 is not None and cls.default_guidance_2 is None:
-            mistakes.append(
-                f"{name}.guidance_2: {config.family} has one denoiser, expected none, got {part.guidance_2}"
-            )
+            errors.append(f"{name}.guidance_2: {config.family} has one denoiser, expected none, got {part.guidance_2}")
     if config.rollout.sigmas == "published" and cls.whole_times:
-        mistakes.append(f"rollout.sigmas: {config.family} has no time shift, expected pipeline, got published")
+        errors.append(f"rollout.sigmas: {config.family} has no time shift, expected pipeline, got published")
     if config.rollout.source_area is not None and cls.default_source_area is None:
-        mistakes.append(f"rollout.source_area: {config.family} resizes no sources, expected none")
+        errors.append(f"rollout.source_area: {config.family} resizes no sources, expected none")
     if unknown:
         expected = f"expected some of {', '.join(cls.denoisers)}"
-        mistakes.append(f"train.target_components: {expected}, got {', '.join(sorted(unknown))}")
-    return mistakes
+        errors.append(f"train.target_components: {expected}, got {', '.join(sorted(unknown))}")
+    return errors
 
 
 def open_adapter(config: Config, device: torch.device, encoders: bool = True, split: bool = False) -> Adapter:
@@ -66,8 +64,8 @@ def open_adapter(config: Config, device: torch.device, encoders: bool = True, sp
     """
     m = config.memory
     quiet_libraries()
-    if mistakes := unsupported(config):
-        raise ConfigError(mistakes)
+    if errors := unsupported(config):
+        raise ConfigError(errors)
     with config_errors_as("rollout.source_area"):
         adapter = load_model(
             config.family,
@@ -82,7 +80,7 @@ def open_adapter(config: Config, device: torch.device, encoders: bool = True, sp
     with config_errors_as("memory"):
         adapter.vae_options(m.vae_slicing, m.vae_tiling)
     if m.offload and not split:
-        adapter.park(m.offload, device)
+        adapter.enable_offload(m.offload, device)
     if not encoders:
         adapter.fingerprint = cached_fingerprint(config)
     return adapter
@@ -109,11 +107,11 @@ def trainable(config: Config, adapter: Adapter, world: World | None = None) -> A
         adapter.checkpoint_gradients(t.checkpointing_share)
     cache.check(adapter.transformer, config.rollout)
     if world is not None:
-        attention.use(adapter, config, world.layout, world.device)
+        attention.set_backend(adapter, config, world.layout, world.device)
         if config.compile:
             adapter.compile_blocks()
         context.enable(adapter, world)
-        shard.split(adapter, world, config.parallel)
+        shard.shard_weights(adapter, world, config.parallel)
         if world.layout.split > 1:
-            adapter.park(config.memory.offload, world.device)
+            adapter.enable_offload(config.memory.offload, world.device)
     return adapter

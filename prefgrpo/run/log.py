@@ -22,8 +22,8 @@ from tqdm import tqdm
 from prefgrpo.run.checkpoint import write_atomic
 from prefgrpo.run.metrics import PARTS_OF_WINS, step_line
 from prefgrpo.run.run_folder import RunFolder
-from prefgrpo.run.signs import Sign, Signs
-from prefgrpo.run.trackers import Tracker, kept
+from prefgrpo.run.signs import HackingMonitor, Sign
+from prefgrpo.run.trackers import Tracker, stored_media
 
 
 def read_metrics(file: Path) -> list[dict[str, Any]]:
@@ -59,7 +59,7 @@ class Log:
         if not active:
             return
         rows = [r for r in read_metrics(folder.metrics) if r["step"] <= start] if start else []
-        self.signs = Signs(trained, rows)
+        self.signs = HackingMonitor(trained, rows)
         self.have = {(r["kind"], r["step"], r.get("set")) for r in rows}
         write_atomic(folder.metrics, "".join(json.dumps(r) + "\n" for r in rows))
         self.file = folder.metrics.open("a", encoding="utf-8")
@@ -90,7 +90,7 @@ class Log:
         self.file.flush()
         os.fsync(self.file.fileno())
         numbers = {f"{kind}/{key}": value for key, value in clean.items() if isinstance(value, (int, float))}
-        shown = kept(self.folder, kind, step, values.get("set")) if self.trackers else None
+        shown = stored_media(self.folder, kind, step, values.get("set")) if self.trackers else None
         for tracker in self.trackers:
             tracker.log(step, numbers)
             if shown is not None:

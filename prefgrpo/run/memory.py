@@ -36,12 +36,12 @@ from prefgrpo.config.schema import Config, ConfigError, ParallelConfig
 from prefgrpo.data.prompts import read_prompts
 from prefgrpo.models import DTYPES, family
 from prefgrpo.models.base import Adapter, Condition
-from prefgrpo.models.folder import ASKED
-from prefgrpo.models.parking import KINDS
+from prefgrpo.models.folder import REQUIRED_PROCESSOR
+from prefgrpo.models.offload import KINDS
 from prefgrpo.objectives import objective
 from prefgrpo.parallel.mesh import Layout, problem
-from prefgrpo.parallel.shard import kept_whole
-from prefgrpo.rollout.deal import deal_batches
+from prefgrpo.parallel.shard import replicated_parameters
+from prefgrpo.rollout.assignment import assign_batches
 from prefgrpo.rollout.sampling import window_range
 from prefgrpo.run.loading import config_errors_as, model_options, trainable
 
@@ -59,7 +59,7 @@ Batch = tuple[Tensor, Tensor, Condition]
 
 
 @dataclass(frozen=True)
-class Facts:
+class DenoiserSizes:
     """Sizes of the denoisers."""
 
     trained: int
@@ -83,7 +83,7 @@ class Estimate:
     flop: dict[str, float]
     """FLOP per sample of a rollout forward, of decoding and of a trained step (forward and backward, including
     recomputation by checkpointing), and of encoding a text of data.max_length tokens."""
-    model: Facts
+    model: DenoiserSizes
     """Sizes that the traffic between processes depends on."""
     other_meshes: dict[ParallelConfig, int]
     """Total bytes per process under each of the other meshes requested."""
@@ -103,14 +103,14 @@ def estimate(config: Config, meshes: Callable[[Adapter], Iterable[ParallelConfig
     if wrong := problem(config.parallel, gpus):
         raise ConfigError([f"gpus: {wrong}"])
     layout = Layout.of(config, gpus)
-    adapter, encoders = without_weights(config)
-    parts, parameters = known_bytes(config, adapter, gpus), adapter.parameter_counts() | encoders
-    before, facts = sum(parts.values()), _facts(config, adapter)
-    others = {p: sum(known_bytes(replace(config, parallel=p), adapter, gpus).values()) for p in meshes(adapter)}
+    adapter, encoders = build_meta_adapter(config)
+    parts, parameters = static_bytes(config, adapter, gpus), adapter.parameter_counts() | encoders
+    before, facts = sum(parts.values()), _denoiser_sizes(config, adapter)
+    others = {p: sum(static_bytes(replace(config, parallel=p), adapter, gpus).values()) for p in meshes(adapter)}
     if layout.split > 1:  # gathered in the compute dtype, so autocast makes no copies of weights
         for module in adapter.modules().values():
             module.to(adapter.dtype)
-    mode, known, batch = stand_ins(config, adapter)
+    mode, known, batch = fake_tensors(config, adapter)
     with mode:
         for _, p in adapter.trainable():
             p.grad = torch.empty_like(p)
@@ -124,7 +124,7 @@ def estimate(config: Config, meshes: Callable[[Adapter], Iterable[ParallelConfig
         return {name: held // (1 if name == "decode" else context) for name, (held, _) in each.items()}
 
     phases = under(layout.context)
-    samples = (1 + r.staleness) * dealt(config, layout.data)[0]
+    samples = (1 + r.staleness) * samples_per_index(config, layout.data)[0]
     parts["embeddings"] = samples * sum(value.nbytes for value in batch[2].all_tensors()) // r.batch_size
     texts = {} if config.data.cache else {"text encoders": DTYPES[config.dtype].itemsize * sum(encoders.values())}
     (phases if "text_encoder" in config.memory.offload else parts).update(texts)
@@ -133,7 +133,7 @@ def estimate(config: Config, meshes: Callable[[Adapter], Iterable[ParallelConfig
     return Estimate(parts | {"activations": max(phases.values())}, phases, parameters, flop, facts, others)
 
 
-def known_bytes(config: Config, adapter: Adapter, world: int) -> dict[str, int]:
+def static_bytes(config: Config, adapter: Adapter, world: int) -> dict[str, int]:
     """Bytes by kind for each of `world` processes before the first step, without activations and text encoders on disk.
 
     Sharded weights count as this process's shard, plus `gathered` for the blocks that a forward holds in full: two (one
@@ -142,8 +142,10 @@ def known_bytes(config: Config, adapter: Adapter, world: int) -> dict[str, int]:
     r, layout, goal = config.rollout, Layout.of(config, world), objective(config.train)
     stored = r.window_size or len(window_range(r)) if goal.collector == "trajectory" else 0
     stored *= 2 if r.window_policy == "subset" or goal.keeps_velocity else 1  # consecutive steps share latents
-    made, scored = (count * (1 + r.staleness) for count in dealt(config, layout.data))
-    whole_ones = {id(p) for name in adapter.denoisers for p in kept_whole(getattr(adapter.pipe, name), adapter)}
+    made, scored = (count * (1 + r.staleness) for count in samples_per_index(config, layout.data))
+    whole_ones = {
+        id(p) for name in adapter.denoisers for p in replicated_parameters(getattr(adapter.pipe, name), adapter)
+    }
     if layout.split == 1:
         whole_ones |= {id(p) for name in adapter.denoisers for p in getattr(adapter.pipe, name).parameters()}
     part = 0 if config.parallel.offload else 1 / layout.split
@@ -154,7 +156,7 @@ def known_bytes(config: Config, adapter: Adapter, world: int) -> dict[str, int]:
     weights = _weights(adapter, "") - _weights(adapter, *(s for k in config.memory.offload for s in KINDS[k]))
     parts = {
         "weights": weights - round(sum(p.numel() * p.element_size() for p in split) * (1 - part)),
-        "optimiser": round(here * 4 * (3 + _copies(config))),  # gradient, two moments, averages
+        "optimiser": round(here * 4 * (3 + _weight_copies(config))),  # gradient, two moments, averages
         "latents": made * 4 * math.prod(adapter.latent_shape(r)) * (stored + 1),
         "images": scored * r.height * r.width * 3 * (adapter.frames(r) or 1),
     }
@@ -167,14 +169,14 @@ def known_bytes(config: Config, adapter: Adapter, world: int) -> dict[str, int]:
 
 def graph_bytes(config: Config, indices: int) -> int:
     """Bytes of the autograd graphs that a data-parallel index (of `indices`) keeps for train.reuse_rollout_forward."""
-    r, adapter = config.rollout, without_weights(config)[0]
-    _, known, (x, sigma, condition) = stand_ins(config, adapter)
-    with Weigh(known) as scale, norms_of(config):
+    r, adapter = config.rollout, build_meta_adapter(config)[0]
+    _, known, (x, sigma, condition) = fake_tensors(config, adapter)
+    with MemoryTracker(known) as tracker, norms_of(config):
         velocity = adapter.cond_uncond(x, sigma, condition, r)
-        one = scale.now()
+        one = tracker.current()
     del velocity
     _clear_caches("prefgrpo.models")
-    first = Counter(b.index for b in deal_batches(config, [r] * r.prompts_per_step, indices) if b.update == 0)
+    first = Counter(b.index for b in assign_batches(config, [r] * r.prompts_per_step, indices) if b.update == 0)
     return one * max(first.values()) * (r.window_size or len(window_range(r)))
 
 
@@ -186,15 +188,15 @@ def free_bytes(device: torch.device) -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // here
 
 
-def dealt(config: Config, indices: int) -> tuple[int, int]:
+def samples_per_index(config: Config, indices: int) -> tuple[int, int]:
     """Maximum number of samples per step that one data-parallel index (of `indices`) generates, and that it scores."""
     r, made = config.rollout, Counter[int]()
-    for batch in deal_batches(config, [r] * r.prompts_per_step, indices):
+    for batch in assign_batches(config, [r] * r.prompts_per_step, indices):
         made[batch.index] += len(batch.places)
     return max(made.values()), -(-r.prompts_per_step // indices) * r.group_size
 
 
-def _copies(config: Config) -> int:
+def _weight_copies(config: Config) -> int:
     """Number of extra copies of the trained weights that a run keeps."""
     goal, t = objective(config.train), config.train
     old = goal.anchor == "old" or goal.sampled_by_old
@@ -218,22 +220,22 @@ def _sources(config: Config, adapter: Adapter) -> int:
 def _phase(name: str, config: Config, adapter: Adapter, batch: Batch, known: list[Tensor]) -> tuple[int, float]:
     """(peak bytes, FLOP per sample) of one phase: a rollout forward, a decode, or a trained step."""
     x, sigma, condition = batch
-    r, parked, count = config.rollout, 0, len(x)
-    with Weigh(known) as scale, norms_of(config), torch.set_grad_enabled(name == "update"):
+    r, offloaded, count = config.rollout, 0, len(x)
+    with MemoryTracker(known) as tracker, norms_of(config), torch.set_grad_enabled(name == "update"):
         if name == "decode":
             mine = -(-r.batch_size // (config.parallel.ring * config.parallel.ulysses))
             count = min(config.memory.decode_batch or mine, mine)
             adapter.decode(x[:count], r)
-            parked = _weights(adapter, *KINDS["vae"]) if "vae" in config.memory.offload else 0
+            offloaded = _weights(adapter, *KINDS["vae"]) if "vae" in config.memory.offload else 0
         else:
             v = adapter.velocity(x, sigma, condition, r)
             if name == "update":
                 v.float().square().mean().backward()
-    return scale.most + parked, scale.flop / count
+    return tracker.peak + offloaded, tracker.flop / count
 
 
-def _facts(config: Config, adapter: Adapter) -> Facts:
-    """The denoisers' `Facts`; `hidden` is 0 if the config does not give the width of the blocks (U-Net)."""
+def _denoiser_sizes(config: Config, adapter: Adapter) -> DenoiserSizes:
+    """The denoisers' `DenoiserSizes`; `hidden` is 0 if the config does not give the width of the blocks (U-Net)."""
     denoiser: Any = adapter.transformer
     get, itemsize = denoiser.config.get, DTYPES[config.dtype].itemsize
     base = sum(p.numel() for p in denoiser.parameters()) * itemsize
@@ -242,13 +244,13 @@ def _facts(config: Config, adapter: Adapter) -> Facts:
     text = config.data.max_length * any("encoder_hidden_states" in entry for entry in divided)
     hidden = len(adapter.blocks(denoiser)) * (adapter.sequence(config.rollout) + text) * width * itemsize
     trained, both = sum(p.numel() for _, p in adapter.trainable()), 2 if adapter.guided(config.rollout) else 1
-    return Facts(trained, base, hidden * both)
+    return DenoiserSizes(trained, base, hidden * both)
 
 
 # ---- models and batches without data --------------------------------------------------------------------------------
 
 
-def without_weights(config: Config) -> tuple[Adapter, dict[str, int]]:
+def build_meta_adapter(config: Config) -> tuple[Adapter, dict[str, int]]:
     """(the run's adapter over a pipeline on the meta device, ready to train; parameters per text encoder)."""
     with config_errors_as("family"):
         cls = family(config.family)
@@ -262,19 +264,19 @@ def without_weights(config: Config) -> tuple[Adapter, dict[str, int]]:
     return adapter, encoders
 
 
-def stand_ins(config: Config, adapter: Adapter) -> tuple[FakeTensorMode, list[Tensor], Batch]:
+def fake_tensors(config: Config, adapter: Adapter) -> tuple[FakeTensorMode, list[Tensor], Batch]:
     """(fake-tensor mode in which the adapter now runs, all its tensors, a batch of the rollout).
 
     Prompt and negative prompt have the maximum length; only the length tensors hold real data.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     known = _fake([m for m in adapter.pipe.components.values() if isinstance(m, nn.Module)], mode)
-    with mode, Weigh([]):
-        x, sigma, batch = blank_batch(config, adapter)
+    with mode, MemoryTracker([]):
+        x, sigma, batch = empty_batch(config, adapter)
     return mode, [*known, x, *batch.all_tensors()], (x, sigma, batch)
 
 
-def blank_batch(config: Config, adapter: Adapter) -> Batch:
+def empty_batch(config: Config, adapter: Adapter) -> Batch:
     """x, σ and the condition of a rollout batch, on the CPU, uninitialised except for σ and the text lengths."""
     r, shapes, sources = config.rollout, adapter.condition_shapes(config.data.max_length), _sources(config, adapter)
     with unset_fake_temporarily():
@@ -318,7 +320,7 @@ def meta_pipeline(path: Path, pipeline: str, dtype: torch.dtype) -> tuple[Any, d
         elif name == "connectors":
             encoders[name] = _count(getattr(getattr(diffusers.pipelines, library), kind), path / name)
             parts[name] = None
-        elif kind == ASKED:
+        elif kind == REQUIRED_PROCESSOR:
             from prefgrpo.models.processors import NoProcessor
 
             parts[name] = NoProcessor()
@@ -367,7 +369,7 @@ def _clear_caches(package: str) -> None:
                 value.cache_clear()
 
 
-def _places(index: Tensor | None) -> tuple[Tensor | None, ...]:
+def _mask_to_indices(index: Tensor | None) -> tuple[Tensor | None, ...]:
     """A real or empty boolean mask as index tensors, so that the result's shape is known; any other index unchanged."""
     fake = isinstance(index, FakeTensor)
     if index is None or index.dtype != torch.bool or (fake and index.numel()):
@@ -427,8 +429,8 @@ class RmsNorm(torch.autograd.Function):
         return torch.empty_like(x), torch.empty_like(weight) if ctx.needs_input_grad[1] else None, None
 
 
-class Weigh(TorchDispatchMode):
-    """Tracks the bytes of tensors created inside: their peak `most`, the current `now()`; `flop` sums torch's formulas
+class MemoryTracker(TorchDispatchMode):
+    """Tracks the bytes of tensors created inside: `peak` and `current()`; `flop` sums torch's formulas
     (torch's FlopCounterMode would keep tensors alive)."""
 
     def __init__(self, known: Iterable[Tensor]) -> None:
@@ -436,12 +438,12 @@ class Weigh(TorchDispatchMode):
         super().__init__()
         self._known = {StorageWeakRef(t.untyped_storage()) for t in known}
         self._live: dict[StorageWeakRef, int] = {}
-        self._total = self.most = self.flop = 0
+        self._total = self.peak = self.flop = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation and track its outputs; outside the fake mode if its inputs are real (lengths, σ)."""
         if func is aten.index.Tensor:
-            args = args[0], [place for index in args[1] for place in _places(index)]
+            args = args[0], [place for index in args[1] for place in _mask_to_indices(index)]
         given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         real = (given or func is aten.scalar_tensor.default) and not any(isinstance(t, FakeTensor) for t in given)
         with unset_fake_temporarily() if real else nullcontext():
@@ -450,19 +452,19 @@ class Weigh(TorchDispatchMode):
             self.flop += FLOP[func.overloadpacket](*args, **(kwargs or {}), out_val=out)
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor):
-                self._note(tensor.untyped_storage())
+                self._track(tensor.untyped_storage())
         return out
 
-    def _note(self, storage: torch.UntypedStorage) -> None:
+    def _track(self, storage: torch.UntypedStorage) -> None:
         place = StorageWeakRef(storage)
         if place in self._known or place in self._live:
             return
         self._live[place] = storage.nbytes()
         self._total += storage.nbytes()
-        if self._total > self.most:  # the sum may include storages freed since
-            self.most = max(self.most, self.now())
+        if self._total > self.peak:  # the sum may include storages freed since
+            self.peak = max(self.peak, self.current())
 
-    def now(self) -> int:
+    def current(self) -> int:
         """Bytes of the tensors still alive."""
         self._live = {place: size for place, size in self._live.items() if not place.expired()}
         self._total = sum(self._live.values())

@@ -12,19 +12,19 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from prefgrpo.config.recipe import merged
+from prefgrpo.config.recipe import merge
 from prefgrpo.config.schema import AUTO, Config, ConfigError, ParallelConfig, from_dict, to_dict
 from prefgrpo.models import family
 from prefgrpo.objectives import objective
 from prefgrpo.parallel.mesh import Layout, problem
-from prefgrpo.run.batch_size import FILLED, fitting
-from prefgrpo.run.memory import GIB, Estimate, dealt, estimate
+from prefgrpo.run.batch_size import FILLED, estimate_batch_sizes
+from prefgrpo.run.memory import GIB, Estimate, estimate, samples_per_index
 from prefgrpo.run.speed import (
     HARDWARE,
     MFU,
     Machines,
     StepTime,
-    graphs,
+    estimated_graph_bytes,
     judge_servers,
     meshes,
     reuses_forwards,
@@ -49,7 +49,7 @@ def plan(
     if config.gpus % machines.nodes:
         raise ConfigError([f"gpus: expected a multiple of {machines.nodes} nodes, got {config.gpus}"])
     if config.rollout.batch_size == AUTO:
-        config = fitting(config, FILLED * memory_gib * GIB)
+        config = estimate_batch_sizes(config, FILLED * memory_gib * GIB)
         decoded = config.memory.decode_batch or config.rollout.batch_size
         print(f"rollout.batch_size: auto is {config.rollout.batch_size}, {decoded} decoded at once per process")
     whole = estimate(config, partial(meshes, config, machines=machines))
@@ -71,7 +71,7 @@ def plan(
     if levers:
         print("samples per second and GPU, and peak memory, with each option alone:")
         first = None
-        for name, rate, gib in with_levers(config, whole, machines):
+        for name, rate, gib in compare_levers(config, whole, machines):
             first, ratio = first or rate, f"×{rate / first:.2f}" if first else "     "
             print(f"  {name:<38} {rate:10.4g} {ratio} {gib:.4g} GiB{'' if gib < memory_gib else ', does not fit'}")
     return 0 if fits else 1
@@ -140,32 +140,32 @@ LEVERS: dict[str, dict[str, Any]] = {
     },
 }
 """Options that make steps cheaper, each tried alone."""
-COUNTED_ANEW = ("train.guidance_gradient: conditional", "no train.gradient_checkpointing")
+NEEDS_NEW_ESTIMATE = ("train.guidance_gradient: conditional", "no train.gradient_checkpointing")
 """The options that change the FLOP of a forward or backward, which need a new estimate."""
 
 
-def with_levers(config: Config, whole: Estimate, machines: Machines) -> Iterator[tuple[str, float, float]]:
+def compare_levers(config: Config, whole: Estimate, machines: Machines) -> Iterator[tuple[str, float, float]]:
     """(name, samples per second and GPU, GiB per GPU) without any of these options, then with each alone."""
     train = {"reuse_rollout_forward": False, "guidance_gradient": "both", "kl_fraction": 1.0, "min_advantage": 0.0}
-    base = from_dict(merged(to_dict(config), {"train": train, "compile": False}))
+    base = from_dict(merge(to_dict(config), {"train": train, "compile": False}))
     plain = whole if config.train.guidance_gradient == "both" else estimate(base)
     reached = {False: MFU[False] if config.compile else machines.mfu, True: MFU[True]}
 
     def found(name: str, changed: Config, held: Estimate) -> tuple[str, float, float]:
         at, reuses = replace(machines, mfu=reached[changed.compile]), changed.train.reuse_rollout_forward is True
         taken = step_time(changed, held.flop, held.model, at, reuses)
-        return name, taken.rate(at), (held.total + (graphs(changed, held) if reuses else 0.0)) / GIB
+        return name, taken.rate(at), (held.total + (estimated_graph_bytes(changed, held) if reuses else 0.0)) / GIB
 
     yield found("none of them", base, plain)
     for name, changes in LEVERS.items():
-        if _without(base, name):
+        if _not_applicable(base, name):
             continue
         half = {"rollout": {"window_size": trained_steps(config) // 2}}
-        changed = from_dict(merged(to_dict(base), changes or half))
-        yield found(name, changed, estimate(changed) if name in COUNTED_ANEW else plain)
+        changed = from_dict(merge(to_dict(base), changes or half))
+        yield found(name, changed, estimate(changed) if name in NEEDS_NEW_ESTIMATE else plain)
 
 
-def _without(config: Config, name: str) -> bool:
+def _not_applicable(config: Config, name: str) -> bool:
     """Whether an option does not apply to this run."""
     trajectory = objective(config.train).collector == "trajectory"
     guided = (cfg := family(config.family).cfg) is not None and cfg.active(config.rollout.guidance)
@@ -176,7 +176,7 @@ def _without(config: Config, name: str) -> bool:
         "train.guidance_gradient: conditional": not guided,
         "train.kl_fraction: 0.25": not config.train.kl_coef,
         "no train.gradient_checkpointing": not config.train.gradient_checkpointing,
-        "train.min_advantage: 0.25": not objective(config.train).weighs_advantages,
+        "train.min_advantage: 0.25": not objective(config.train).proportional_to_advantage,
         "rollout.window_size: halved": not trajectory or trained_steps(config) == 1,
         "train.objective: awm": not trajectory,
     }.get(name, False)
@@ -190,7 +190,7 @@ def _hint(config: Config, whole: Estimate) -> str:
     phase = max(whole.phases, key=lambda name: whole.phases[name])
     sizes = {name: size for name, size in whole.parts.items() if name != "activations"} | {phase: whole.phases[phase]}
     for part in sorted(sizes, key=lambda name: -sizes[name]):
-        for name, value in _knobs(config, part):
+        for name, value in _memory_reductions(config, part):
             section, _, key = name.rpartition(".")
             owner: Any = getattr(config, section) if section else config
             changed: dict[str, Any] = {key: value}
@@ -203,13 +203,13 @@ def _hint(config: Config, whole: Estimate) -> str:
     return "no field makes it smaller; more GPUs with a larger parallel.shard (or ulysses) do: docs/scale.md"
 
 
-def _knobs(config: Config, part: str) -> list[tuple[str, Any]]:
+def _memory_reductions(config: Config, part: str) -> list[tuple[str, Any]]:
     """(field, next value) of the fields that may still reduce this part or phase of an `Estimate`."""
     r, t, m, p = config.rollout, config.train, config.memory, config.parallel
     larger = range(config.gpus + 1, r.prompts_per_step * r.group_size * p.ring * p.ulysses + 1)
     fits = (n for n in larger if not problem(p, n))
-    now = dealt(config, Layout.of(config, config.gpus).data)
-    more = [n for n in fits if dealt(config, Layout.of(config, n).data) < now]
+    now = samples_per_index(config, Layout.of(config, config.gpus).data)
+    more = [n for n in fits if samples_per_index(config, Layout.of(config, n).data) < now]
     batch = [("rollout.batch_size", r.batch_size // 2)] if r.batch_size > 1 else []
     trained = [("train.lora_rank", t.lora_rank // 2 if t.lora_rank else 64)] if t.lora_rank != 1 else []
     if part in ("rollout", "update"):

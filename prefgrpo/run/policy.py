@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from prefgrpo.config.schema import TrainConfig
-from prefgrpo.parallel.shard import is_split, part_of, parts, whole
+from prefgrpo.parallel.shard import full_tensor, is_sharded, shard_like, to_local
 from prefgrpo.parallel.world import World
 from prefgrpo.run.checkpoint import load_into
 
@@ -34,7 +34,7 @@ class Policy:
         self.train = train
         self.parameters = parameters
         self.params = list(parameters.values())
-        self.kinds = [kind for wanted in (False, True) if (kind := [p for p in self.params if is_split(p) == wanted])]
+        self.kinds = [kind for wanted in (False, True) if (kind := [p for p in self.params if is_sharded(p) == wanted])]
         """The non-empty lists among the replicated and the sharded parameters."""
         self.optimizer = torch.optim.AdamW(
             [{"params": kind} for kind in self.kinds],
@@ -51,7 +51,7 @@ class Policy:
         Raises NonFiniteGradient, on all ranks and before any weight is changed.
         """
         world.sum_gradients(self.params)
-        norms = [whole(get_total_norm([p.grad for p in kind if p.grad is not None])) for kind in self.kinds]
+        norms = [full_tensor(get_total_norm([p.grad for p in kind if p.grad is not None])) for kind in self.kinds]
         total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
         for kind in self.kinds:
             clip_grads_with_norm_(kind, self.train.max_grad_norm, total)
@@ -67,32 +67,32 @@ class Policy:
         self.updates += 1
         if self.ema and self.updates % self.train.ema_every == 0:
             with torch.no_grad():
-                torch._foreach_lerp_(parts(self.ema.values()), parts(self.params), 1.0 - self.train.ema_decay)
+                torch._foreach_lerp_(to_local(self.ema.values()), to_local(self.params), 1.0 - self.train.ema_decay)
         return norm
 
     def _copy(self) -> dict[str, Tensor]:
         return {n: p.detach().clone() for n, p in self.parameters.items()}
 
-    def follow(self, decay: float) -> None:
+    def update_old(self, decay: float) -> None:
         """old ← decay · old + (1 − decay) · parameters (no-op without an old policy)."""
         if self.old:
             with torch.no_grad():
-                torch._foreach_lerp_(parts(self.old.values()), parts(self.params), 1.0 - decay)
+                torch._foreach_lerp_(to_local(self.old.values()), to_local(self.params), 1.0 - decay)
 
-    def averaged(self) -> AbstractContextManager[None]:
+    def use_ema(self) -> AbstractContextManager[None]:
         """Context in which the parameters hold their EMA (no-op without EMA)."""
-        return self.holding(self.ema)
+        return self.use_weights(self.ema)
 
     @contextmanager
-    def holding(self, weights: dict[str, Tensor]) -> Iterator[None]:
+    def use_weights(self, weights: dict[str, Tensor]) -> Iterator[None]:
         """Context in which the parameters hold `weights`: `ema`, `old` or `base` (no-op if empty)."""
         if not weights:
             yield
             return
-        live = parts(self.params)
+        live = to_local(self.params)
         saved = [p.detach().clone() for p in live]
         with torch.no_grad():
-            torch._foreach_copy_(live, parts(weights.values()))
+            torch._foreach_copy_(live, to_local(weights.values()))
         try:
             yield
         finally:
@@ -128,4 +128,4 @@ class Policy:
 
 
 def _like(value: Tensor, parameter: Tensor, key: str) -> Tensor:
-    return value.clone() if key == "step" else part_of(value, parameter).clone().to(parameter.device)
+    return value.clone() if key == "step" else shard_like(value, parameter).clone().to(parameter.device)

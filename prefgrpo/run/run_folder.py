@@ -35,14 +35,14 @@ class RunFolder:
         """The finished LoRA or pipeline."""
         return self.root / PRODUCTS[0 if lora else 1]
 
-    def before(self, name: str, rank: int, size: int) -> Path:
+    def initial_images(self, name: str, rank: int, size: int) -> Path:
         """A rank's images of the starting policy on the evaluation set `name`."""
         return self.eval / f"{name}_before_{rank}of{size}.npz"
 
-    def all_before(self, name: str) -> dict[int, list[Path]]:
+    def all_initial_images(self, name: str) -> dict[int, list[Path]]:
         """Number of ranks → the files written by a run with that many ranks, for every number found in the folder."""
         sizes = {int(p.stem.rpartition("of")[2]) for p in self.eval.glob(f"{name}_before_*of*.npz")}
-        return {size: [self.before(name, rank, size) for rank in range(size)] for size in sorted(sizes)}
+        return {size: [self.initial_images(name, rank, size) for rank in range(size)] for size in sorted(sizes)}
 
     def prompts(self, name: str) -> Path:
         """The prompts of an evaluation set that the report shows."""
@@ -52,11 +52,11 @@ class RunFolder:
         """The source images of these prompts, for edits."""
         return self.eval / f"{name}_sources.npz"
 
-    def shown(self, name: str, step: int) -> Path:
+    def report_images(self, name: str, step: int) -> Path:
         """Images of an evaluation, before and now."""
         return self.eval / f"{name}_{step:06d}.npz"
 
-    def all_shown(self, name: str) -> list[Path]:
+    def all_report_images(self, name: str) -> list[Path]:
         """The images of all evaluations, by step."""
         return sorted(self.eval.glob(f"{name}_{'[0-9]' * 6}.npz"))
 

@@ -28,23 +28,23 @@ from prefgrpo.models.base import Adapter
 from prefgrpo.objectives import objective
 from prefgrpo.objectives.base import EndpointObjective, Objective, TrajectoryObjective
 from prefgrpo.parallel import world as parallel
-from prefgrpo.parallel.context import undivided
-from prefgrpo.parallel.watch import attempt
+from prefgrpo.parallel.context import context_errors
+from prefgrpo.parallel.watch import restart_count
 from prefgrpo.parallel.world import World
-from prefgrpo.rewards import PYTHON, named_objects
-from prefgrpo.rewards.log import drop_from
+from prefgrpo.rewards import PYTHON, get_python_rewards
+from prefgrpo.rewards.log import truncate_log
 from prefgrpo.rewards.scorer import Scorer
+from prefgrpo.rollout.assignment import assign_batches
 from prefgrpo.rollout.batches import Rollouts
-from prefgrpo.rollout.deal import deal_batches
 from prefgrpo.rollout.embeddings import Embeddings, encoding_jobs, uncached
 from prefgrpo.rollout.endpoint import EndpointCollector
 from prefgrpo.rollout.replay import TrajectoryCollector
-from prefgrpo.rollout.sampling import Schedules, all_sizes, evaluation
+from prefgrpo.rollout.sampling import Schedules, all_sizes, eval_sampling
 from prefgrpo.run import batch_size, checkpoint, judging, trackers
-from prefgrpo.run.evaluate import Evaluator, held_out
+from prefgrpo.run.evaluate import Evaluator, make_eval_set
 from prefgrpo.run.judging import evaluation_scorers, open_judge, training_scorer
 from prefgrpo.run.loading import config_errors_as, open_adapter, trainable
-from prefgrpo.run.memory import free_bytes, graph_bytes, known_bytes, without_weights
+from prefgrpo.run.memory import build_meta_adapter, free_bytes, graph_bytes, static_bytes
 from prefgrpo.run.policy import Policy
 from prefgrpo.run.run_folder import RunFolder
 
@@ -167,14 +167,14 @@ def open_session(config: Config, resume: bool) -> Session:
     Raises ConfigError, DataError, CheckpointError, ModelError or JudgeError.
     """
     world = parallel.start(config.device, config)
-    resume = resume or attempt() > 0
+    resume = resume or restart_count() > 0
     lock: int | None = None
     try:
         folder = RunFolder(Path(config.output) / config.name)
         check_run(config)
         lock = world.on_main(partial(checkpoint.claim, folder, resume), checkpoint.CheckpointError)
         if resume:
-            config = _with_found_sizes(config, folder)
+            config = _with_stored_batch_sizes(config, folder)
             _check_same_run(config, folder)
         return _open(config, resume, world, folder, lock)
     except BaseException:
@@ -193,17 +193,17 @@ def _open(config: Config, resume: bool, world: World, folder: RunFolder, lock: i
     absent = len(uncached(config, encoding_jobs(config, prompts, [p for held in sets.values() for p in held])))
     _check_context(config, world, [*prompts, *(p for held in sets.values() for p in held)])
     auto = config.rollout.batch_size == AUTO
-    config = batch_size.planned(config, world, prompts) if auto else config
+    config = batch_size.initial_batch_sizes(config, world, prompts) if auto else config
     adapter = trainable(config, open_adapter(config, world.device, bool(absent), splits(config)), world)
     goal = objective(config.train)
     policy = open_policy(config, goal, adapter)
-    config = batch_size.tried(config, adapter, policy, world, prompts) if auto else config
+    config = batch_size.probe_batch_sizes(config, adapter, policy, world, prompts) if auto else config
     schedules = open_schedules(config, adapter, world, prompts)
     embeddings = Embeddings(adapter, config.data.max_length, config.data.cache or None)
-    ode = schedules.ode(evaluation(config))
+    ode = schedules.ode(eval_sampling(config))
     evaluators = {}
     for number, (name, held) in enumerate(measured.items()):
-        chosen = held_out(name, held[: config.eval.max_prompts or None], config.eval.samples_per_prompt, number)
+        chosen = make_eval_set(name, held[: config.eval.max_prompts or None], config.eval.samples_per_prompt, number)
         evaluators[name] = Evaluator(chosen, config, adapter, ode, embeddings, scorers[name], world, folder)
     graph = keeps_graph(config, goal, world)
     rollouts = Rollouts(config, adapter, embeddings, schedules, prompts, world, goal.whole_groups, graph)
@@ -260,7 +260,7 @@ def keeps_graph(config: Config, goal: Objective, world: World) -> bool:
         wanted == "auto"
         and not why
         and size % r.batch_size == 0
-        and goal.per_group(size) == size
+        and goal.samples_per_group(size) == size
         and not t.min_advantage
     ):
         there = replace(config, device="cpu" if world.device.type == "cpu" else "cuda")
@@ -272,7 +272,7 @@ def open_collector(config: Config, goal: Objective, adapter: Adapter, policy: Po
     """The collector of the objective. Raises ConfigError for a `times` that a family with several denoisers rejects."""
 
     def reference() -> AbstractContextManager[None]:
-        return adapter.reference() if config.train.lora_rank else policy.holding(policy.base)
+        return adapter.reference() if config.train.lora_rank else policy.use_weights(policy.base)
 
     if isinstance(goal, TrajectoryObjective):
         return TrajectoryCollector(adapter, goal, config.train, reference, world.equal_forwards)
@@ -280,11 +280,11 @@ def open_collector(config: Config, goal: Objective, adapter: Adapter, policy: Po
     if len(adapter.denoisers) > 1 and goal.times not in ("window", "schedule"):
         which = f"{config.family} has a denoiser for each part of the schedule: expected window or schedule"
         raise ConfigError([f"train.objective_options.times: {which}, got {goal.times}"])
-    anchor = reference if goal.anchor == "base" else lambda: policy.holding(policy.old)
+    anchor = reference if goal.anchor == "base" else lambda: policy.use_weights(policy.old)
     return EndpointCollector(adapter, goal, config, anchor, reference)
 
 
-def _objective_mistakes(config: Config) -> list[str]:
+def _objective_errors(config: Config) -> list[str]:
     """Errors in the objective and its options."""
     try:
         goal = objective(config.train)
@@ -292,7 +292,7 @@ def _objective_mistakes(config: Config) -> list[str]:
         return error.mistakes
     except ValueError as error:
         return [f"train.objective: {error}"]
-    r, wrong = config.rollout, [f"train.objective_options.{one}" for one in goal.mistakes(config.rollout.group_size)]
+    r, wrong = config.rollout, [f"train.objective_options.{e}" for e in goal.option_errors(config.rollout.group_size)]
     slices = config.train.update_slices == "members" and config.train.updates_per_rollout > 1
     if goal.whole_groups and (slices or config.train.updates_per_rollout > r.prompts_per_step):
         problem = f"{config.train.objective} compares the members of a group: expected update_slices: prompts"
@@ -309,24 +309,24 @@ def _objective_mistakes(config: Config) -> list[str]:
     if r.staleness and (goal.anchor == "old" or goal.sampled_by_old):
         why = f"{config.train.objective} has an old policy, which has to be the one that generated the samples"
         wrong.append(f"rollout.staleness: {why}: expected 0, got {r.staleness}")
-    if config.train.min_advantage and not goal.weighs_advantages:
+    if config.train.min_advantage and not goal.proportional_to_advantage:
         why = f"{config.train.objective} does not weight samples by their advantages"
         wrong.append(f"train.min_advantage: {why}: expected 0, got {config.train.min_advantage}")
     return wrong
 
 
-def mistakes(config: Config) -> list[str]:
+def config_errors(config: Config) -> list[str]:
     """Errors that can be found without loading the model: files, rewards, judge, objective, number of updates."""
     r, e, options = config.rollout, config.eval, config.reward.options
-    if absent := [name for name, own in options.items() if PYTHON in own and name not in named_objects()]:
+    if absent := [name for name, own in options.items() if PYTHON in own and name not in get_python_rewards()]:
         origin = ", ".join(f"{name} is {options[name][PYTHON]}" for name in absent)
         advice = "resume it there, with prefgrpo.Trainer(…, resume=True)"
         return [f"reward.spec: {origin}, which exists only in the Python program that started the run; {advice}"]
-    problems = judging.mistakes(config)
-    problems += [] if problems else _objective_mistakes(config)
+    problems = judging.config_errors(config)
+    problems += [] if problems else _objective_errors(config)
     if not problems and not any(judging.specs(config)[0].values()):
         problems.append("reward.spec: every weight is 0, which leaves nothing to train on; measure with eval.spec")
-    problems += trackers.mistakes(config)
+    problems += trackers.config_errors(config)
     files = {"data.prompts": config.data.prompts, "eval.prompts": e.prompts, "eval.final_prompts": e.final_prompts}
     problems += [f"{field}: prompts file not found: {f}" for field, f in files.items() if f and not Path(f).is_file()]
     if config.train.updates_per_rollout > (samples := r.prompts_per_step * r.group_size):
@@ -336,8 +336,8 @@ def mistakes(config: Config) -> list[str]:
 
 
 def check_run(config: Config) -> None:
-    """Raise ConfigError if there are `mistakes`, with all of them."""
-    if problems := mistakes(config):
+    """Raise ConfigError if there are `config_errors`, with all of them."""
+    if problems := config_errors(config):
         raise ConfigError(problems)
 
 
@@ -345,14 +345,14 @@ def _check_context(config: Config, world: World, prompts: list[Prompt]) -> None:
     """Raise ConfigError for sizes whose tokens cannot be divided; needs the model's configs but not its weights."""
     if world.layout.context == 1:
         return
-    adapter, _ = without_weights(config)
-    sizes = [*all_sizes(prompts, config.rollout, config.data.own_sizes), evaluation(config)]
-    problems = [text for s in sizes for text in undivided(adapter, s, config.data.max_length, world.layout)]
+    adapter, _ = build_meta_adapter(config)
+    sizes = [*all_sizes(prompts, config.rollout, config.data.own_sizes), eval_sampling(config)]
+    problems = [text for s in sizes for text in context_errors(adapter, s, config.data.max_length, world.layout)]
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
 
 
-def _with_found_sizes(config: Config, folder: RunFolder) -> Config:
+def _with_stored_batch_sizes(config: Config, folder: RunFolder) -> Config:
     """For a resumed run with `auto`, `config` with the batch sizes stored at the run's first start."""
     if config.rollout.batch_size != AUTO or not folder.config.is_file():
         return config
@@ -380,7 +380,7 @@ def open_schedules(config: Config, adapter: Adapter, world: World, prompts: list
         for sizes in all_sizes(prompts, config.rollout, config.data.own_sizes):
             adapter.latent_shape(sizes)
             schedules.check(sizes)
-    shown = evaluation(config)
+    shown = eval_sampling(config)
     with config_errors_as("eval.height/width/frames"):
         adapter.latent_shape(shown)
     return schedules
@@ -402,7 +402,7 @@ def _start_folder(config: Config, session: Session, resume: bool) -> None:
         session.notes += [f"WARNING: {error}; its name now ends in .damaged" for error in damaged]
         session.notes.append(f"resumed from {path}")
         if world.main:
-            checkpoint.set_aside(folder, session.start)
+            checkpoint.rename_damaged(folder, session.start)
     elif resume:
         session.notes.append(f"no checkpoint in {folder.root} yet; starting from step 0")
     if world.main:
@@ -410,7 +410,7 @@ def _start_folder(config: Config, session: Session, resume: bool) -> None:
         checkpoint.write_atomic(folder.config, text)  # first, since without it the run cannot be resumed
         folder.eval.mkdir(exist_ok=True)
         folder.groups.mkdir(exist_ok=True)
-        drop_from(folder.judgements, session.start)
+        truncate_log(folder.judgements, session.start)
     world.barrier()
 
 
@@ -424,7 +424,7 @@ def _notes(config: Config, session: Session) -> Iterator[str]:
         f"({what}, {c.dtype}) on {session.world.size} × {session.world.device}; {r.prompts_per_step} prompts × "
         f"{r.group_size} {media} {r.width}×{r.height} per step from {count} prompts"
     )
-    held = {name: len(set(evaluator.held.group.tolist())) for name, evaluator in session.evaluators.items()}
+    held = {name: len(set(evaluator.eval_set.group.tolist())) for name, evaluator in session.evaluators.items()}
     if not held:
         few = f"{count} prompts are too few for a held-out split (fewer than {FEWEST_TO_SPLIT})"
         why = "eval.every is 0" if not e.every else few if e.holdout else "eval.holdout is 0"
@@ -442,9 +442,9 @@ def _notes(config: Config, session: Session) -> Iterator[str]:
             "(rollout.staleness), except for the first step and after a checkpoint (every "
             f"{c.checkpoint.every} steps)"
         )
-    if waits := idle(config, session.world.dp_size):
+    if waits := idle_warning(config, session.world.dp_size):
         yield waits
-    parts, device = known_bytes(config, adapter, session.world.size), session.world.device
+    parts, device = static_bytes(config, adapter, session.world.size), session.world.device
     total, free = sum(parts.values()), free_bytes(device) / 2**30
     unit, name = (2**30, "GiB") if total >= 2**30 else (2**20, "MiB")
     listed = " + ".join(f"{part} {size / unit:.3g}" for part, size in parts.items())
@@ -454,10 +454,10 @@ def _notes(config: Config, session: Session) -> Iterator[str]:
     )
 
 
-def idle(config: Config, indices: int) -> str:
+def idle_warning(config: Config, indices: int) -> str:
     """A message about idle processes if the batches of an update cannot be assigned evenly; '' if they can."""
     r = config.rollout
-    batches = Counter(b.update for b in deal_batches(config, [r] * r.prompts_per_step))
+    batches = Counter(b.update for b in assign_batches(config, [r] * r.prompts_per_step))
     rounds = sum(-(-count // indices) for count in batches.values())
     share = 1 - batches.total() / (rounds * indices)
     if not share:

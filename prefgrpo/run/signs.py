@@ -30,7 +30,7 @@ def pixel_distance(images: NDArray[np.uint8]) -> float:
     return float(np.sqrt(2.0 * pixels.var(axis=0, ddof=1, dtype=np.float64).mean()))
 
 
-class Signs:
+class HackingMonitor:
     """Watches the rows of a run; reports a sign when it appears, and again only after it had disappeared."""
 
     def __init__(self, trained: Iterable[str], rows: Iterable[Mapping[str, Any]] = ()) -> None:
@@ -45,13 +45,13 @@ class Signs:
 
     def add(self, kind: str, row: Mapping[str, Any]) -> dict[Sign, str]:
         """Add a row (kind "train" or "eval"); returns the signs that are new with it, each with a description."""
-        seen = self._of_steps(row) if kind == "train" else self._of_evaluations(row)
+        seen = self._step_signs(row) if kind == "train" else self._eval_signs(row)
         own: set[Sign] = {"diversity", "order_inconsistency"} if kind == "train" else {"monitors"}
         new = {sign: text for sign, text in seen.items() if sign not in self._shown}
         self._shown = (self._shown - own) | set(seen)
         return new
 
-    def _of_steps(self, row: Mapping[str, Any]) -> dict[Sign, str]:
+    def _step_signs(self, row: Mapping[str, Any]) -> dict[Sign, str]:
         out: dict[Sign, str] = {}
         for name, values in self._steps.items():
             values += [] if row.get(name) is None else [float(row[name])]
@@ -70,7 +70,7 @@ class Signs:
             return float("nan"), float("nan")
         return float(np.mean(values[:WINDOW])), float(np.mean(values[-WINDOW:]))
 
-    def _of_evaluations(self, row: Mapping[str, Any]) -> dict[Sign, str]:
+    def _eval_signs(self, row: Mapping[str, Any]) -> dict[Sign, str]:
         name = row.get("set")
         values = {
             k: v for k, v in row.items() if k.startswith(f"{name}/") and not k.endswith(("_before", *PARTS_OF_WINS))

@@ -5,7 +5,7 @@
 A single factor, mfu, covers everything that keeps kernels from the peak; docs/scale.md says where published runs differ
 from it. All-gathers of sharded weights are prefetched, so only the time beyond a phase's compute counts; all-to-alls
 and the all-reduce of a LoRA's gradients are exposed. Judging overlaps the rollout. Invariant: the work is that of the
-real run (`deal_batches`, same windows, forwards and passes), its FLOP counted by torch (`memory.estimate`).
+real run (`assign_batches`, same windows, forwards and passes), its FLOP counted by torch (`memory.estimate`).
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from prefgrpo.judge.plans import get_plan
 from prefgrpo.models.base import Adapter
 from prefgrpo.objectives import objective
 from prefgrpo.objectives.base import EndpointObjective, GroupObjective
-from prefgrpo.parallel.context import undivided, unsupported
+from prefgrpo.parallel.context import context_errors, unsupported
 from prefgrpo.parallel.mesh import Layout, problem
 from prefgrpo.rewards import parse_reward_spec
-from prefgrpo.rollout.deal import deal_batches
+from prefgrpo.rollout.assignment import assign_batches
 from prefgrpo.rollout.sampling import window_range
 from prefgrpo.run.judging import PAIRWISE
-from prefgrpo.run.memory import Estimate, Facts
+from prefgrpo.run.memory import DenoiserSizes, Estimate
 
 MFU = {False: 0.3, True: 0.45}
 """Default model FLOP utilisation, as a share of the bf16 peak, without and with `compile`."""
@@ -111,7 +111,7 @@ class Work:
     """Forwards of the rollout."""
     trained: float
     """Forwards with backward."""
-    beside: float
+    forward_only: float
     """Forwards without backward: of references, anchors and first passes."""
     reused: float
     """The part of `trained` whose forward is reused from the rollout."""
@@ -121,21 +121,21 @@ def work(config: Config, data: int, reuses: bool) -> Work:
     """The work of the busiest of `data` data-parallel indices; reuses: the first update reuses the rollout's graphs."""
     r, t, goal = config.rollout, config.train, objective(config.train)
     samples, batches, first = Counter[int](), Counter[int](), Counter[int]()
-    for batch in deal_batches(config, [r] * r.prompts_per_step, data, goal.whole_groups):
+    for batch in assign_batches(config, [r] * r.prompts_per_step, data, goal.whole_groups):
         samples[batch.index] += len(batch.places)
         batches[batch.index] += 1
         first[batch.index] += len(batch.places) * (batch.update == 0)
     made = max(samples.values())
-    share = goal.per_group(r.group_size) / r.group_size * kept(config)
+    share = goal.samples_per_group(r.group_size) / r.group_size * kept_share(config)
     if isinstance(goal, EndpointObjective):
         passes = goal.draws
         two = isinstance(goal, GroupObjective) and r.batch_size % r.group_size != 0
-        beside = passes * ((1 + two) * bool(goal.anchor) + two + bool(t.kl_coef))
+        forward_only = passes * ((1 + two) * bool(goal.anchor) + two + bool(t.kl_coef))
     else:
         passes = trained_steps(config)
-        beside = max(1, round(t.kl_fraction * passes)) if t.kl_coef else 0
+        forward_only = max(1, round(t.kl_fraction * passes)) if t.kl_coef else 0
     reused = max(first.values()) * passes * share if reuses else 0.0
-    return Work(made, max(batches.values()), made * r.steps, made * passes * share, made * beside * share, reused)
+    return Work(made, max(batches.values()), made * r.steps, made * passes * share, made * forward_only * share, reused)
 
 
 def trained_steps(config: Config) -> int:
@@ -143,7 +143,7 @@ def trained_steps(config: Config) -> int:
     return config.rollout.window_size or len(window_range(config.rollout))
 
 
-def kept(config: Config, groups: int = 2000) -> float:
+def kept_share(config: Config, groups: int = 2000) -> float:
     """Share of the samples that train.min_advantage keeps, assuming normally distributed rewards."""
     if not config.train.min_advantage:
         return 1.0
@@ -161,20 +161,24 @@ def reuses_forwards(config: Config, whole: Estimate, memory_gib: float) -> bool:
     unable = goal.collector != "trajectory" or goal.sampled_by_old or layout.shard * layout.context > 1 or r.staleness
     if not wanted or unable or (t.kl_coef and not t.lora_rank):
         return False
-    if wanted == "auto" and (r.group_size % r.batch_size or goal.per_group(r.group_size) < r.group_size):
+    if wanted == "auto" and (r.group_size % r.batch_size or goal.samples_per_group(r.group_size) < r.group_size):
         return False
-    return wanted is True or (not t.min_advantage and graphs(config, whole) <= (memory_gib * 2**30 - whole.total) / 2)
+    return wanted is True or (
+        not t.min_advantage and estimated_graph_bytes(config, whole) <= (memory_gib * 2**30 - whole.total) / 2
+    )
 
 
-def graphs(config: Config, whole: Estimate) -> float:
+def estimated_graph_bytes(config: Config, whole: Estimate) -> float:
     """Upper bound of the bytes of the first update's autograd graphs: activations times the number of trained steps."""
     data = Layout.of(config, config.gpus).data
     r = config.rollout
-    first = Counter(b.index for b in deal_batches(config, [r] * r.prompts_per_step, data) if b.update == 0)
+    first = Counter(b.index for b in assign_batches(config, [r] * r.prompts_per_step, data) if b.update == 0)
     return whole.phases["update"] * max(first.values()) * trained_steps(config)
 
 
-def step_time(config: Config, flop: Mapping[str, float], model: Facts, machines: Machines, reuses: bool) -> StepTime:
+def step_time(
+    config: Config, flop: Mapping[str, float], model: DenoiserSizes, machines: Machines, reuses: bool
+) -> StepTime:
     """Time and traffic of one training step. Raises ConfigError if the mesh does not fit the number of GPUs.
 
     flop, model: from an `Estimate`; they are the same for any mesh.
@@ -186,13 +190,13 @@ def step_time(config: Config, flop: Mapping[str, float], model: Facts, machines:
         "text": texts * flop["text"] / rate,
         "rollout": done.rollout * flop["rollout"] / layout.context / rate,
         "decode": math.ceil(done.samples / layout.context) * flop["decode"] / rate,
-        "update": (done.trained * flop["update"] + (done.beside - done.reused) * flop["rollout"])
+        "update": (done.trained * flop["update"] + (done.forward_only - done.reused) * flop["rollout"])
         / layout.context
         / rate,
     }
     traffic, per_node = dict[str, float](), math.ceil(machines.gpus / machines.nodes)
     backward = 2 + t.gradient_checkpointing * t.checkpointing_share
-    attended = (done.rollout + done.beside + backward * done.trained) * model.hidden / layout.context
+    attended = (done.rollout + done.forward_only + backward * done.trained) * model.hidden / layout.context
     if (u := layout.ulysses) > 1:
         traffic["all-to-all"] = 4 * attended * (u - 1) / u
     if layout.ring > 1:
@@ -204,7 +208,7 @@ def step_time(config: Config, flop: Mapping[str, float], model: Facts, machines:
         part = (n - 1) / n * model.gathered
         made = 1 if config.parallel.keep_gathered else done.rollout / batch
         traffic["gather in rollout"] = part * made
-        traffic["gather in update"] = part * (2 * done.trained + done.beside) / batch
+        traffic["gather in update"] = part * (2 * done.trained + done.forward_only) / batch
         if not t.lora_rank:  # gradients are reduce-scattered in fp32 after every backward
             traffic["gather in update"] += (n - 1) / n * 4 * model.trained * done.trained / batch
     copies = layout.replicate if n > 1 and not t.lora_rank else machines.gpus
@@ -241,8 +245,8 @@ def judge_servers(config: Config, step: StepTime, machines: Machines, judge_bill
     pixels = min(r.height * r.width, config.judge.max_pixels or math.inf)
     tokens = 2 * pixels / PIXELS_PER_TOKEN * (FRAMES_SHOWN if (r.frames or 1) > 1 else 1) + TEXT_TOKENS
     each = 2e9 * judge_billions * tokens / (machines.gpu.flops * JUDGE_MFU)
-    beside = step.total if r.staleness else step.seconds["rollout"] + step.seconds["decode"]
-    return asked, each, math.ceil(asked * each / beside)
+    available_s = step.total if r.staleness else step.seconds["rollout"] + step.seconds["decode"]
+    return asked, each, math.ceil(asked * each / available_s)
 
 
 # ---- the mesh -------------------------------------------------------------------------------------------------------
@@ -262,6 +266,6 @@ def meshes(config: Config, adapter: Adapter, machines: Machines) -> list[Paralle
                 one = replace(one, keep_gathered=False, offload=False)
             layout = Layout.of(replace(config, parallel=one), machines.gpus)
             wrong = unsupported(type(adapter), config.family, layout)
-            if not wrong and not undivided(adapter, config.rollout, config.data.max_length, layout):
+            if not wrong and not context_errors(adapter, config.rollout, config.data.max_length, layout):
                 found.append(one)
     return found

@@ -31,7 +31,7 @@ FRAME_MS = 125
 """Milliseconds per frame in a GIF."""
 
 
-class Shown(NamedTuple):
+class MediaItem(NamedTuple):
     """An image uint8 [H, W, 3] or a clip [F, H, W, 3] with its caption."""
 
     caption: str
@@ -51,14 +51,14 @@ class Tracker(Protocol):
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         """Log the numbers of a training step or an evaluation."""
 
-    def show(self, step: int, name: str, images: Sequence[Shown], table: Table | None) -> None:
+    def show(self, step: int, name: str, images: Sequence[MediaItem], table: Table | None) -> None:
         """Log images or clips, and a table of the judge's answers."""
 
     def close(self) -> None:
         """Send pending data."""
 
 
-def mistakes(config: Config) -> list[str]:
+def config_errors(config: Config) -> list[str]:
     """Errors for configured trackers whose libraries are not installed."""
     specs = {
         name: find_spec(name) for name in config.trackers
@@ -88,7 +88,7 @@ class TensorBoard:
         for key, value in numbers.items():
             self._writer.add_scalar(key, value, step)
 
-    def show(self, step: int, name: str, images: Sequence[Shown], table: Table | None) -> None:
+    def show(self, step: int, name: str, images: Sequence[MediaItem], table: Table | None) -> None:
         """Images, numbered; captions and the table as text."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
@@ -126,7 +126,7 @@ class Service:
         """Scalars; Weights & Biases ignores steps that a resumed run repeats."""
         self._run.log(dict(numbers), step=step)
 
-    def show(self, step: int, name: str, images: Sequence[Shown], table: Table | None) -> None:
+    def show(self, step: int, name: str, images: Sequence[MediaItem], table: Table | None) -> None:
         """Images, or clips as GIFs, with captions, and the table."""
         with tempfile.TemporaryDirectory() as place:
             media = [self._media(Path(place) / f"{k}.gif", shown) for k, shown in enumerate(images)]
@@ -137,7 +137,7 @@ class Service:
                 values[f"{name}/verdicts"] = self._module.Table(columns=table.columns, data=table.rows)
             self._run.log(values, step=step)
 
-    def _media(self, file: Path, shown: Shown) -> Any:
+    def _media(self, file: Path, shown: MediaItem) -> Any:
         if shown.pixels.ndim == 3:
             return self._module.Image(shown.pixels, caption=shown.caption)
         file.write_bytes(encode(shown.pixels))
@@ -167,10 +167,12 @@ def _escaped(text: str) -> str:
 # ---- what a run stores for its report --------------------------------------------------------------------------------
 
 
-def kept(folder: RunFolder, kind: str, step: int, name: Any) -> tuple[str, list[Shown], Table | None] | None:
+def stored_media(
+    folder: RunFolder, kind: str, step: int, name: Any
+) -> tuple[str, list[MediaItem], Table | None] | None:
     """(name, images or clips, table) stored for a row of metrics: of the evaluation set `name`, or of the training
     step; None if the run stored none."""
-    if kind == "eval" and folder.shown(name, step).is_file():
+    if kind == "eval" and folder.report_images(name, step).is_file():
         return (f"eval/{name}", *_evaluation(folder, name, step))
     if kind == "train" and folder.group(step).is_file():
         with np.load(folder.group(step), allow_pickle=False) as file:
@@ -179,15 +181,15 @@ def kept(folder: RunFolder, kind: str, step: int, name: Any) -> tuple[str, list[
     return None
 
 
-def _evaluation(folder: RunFolder, name: str, step: int) -> tuple[list[Shown], Table | None]:
+def _evaluation(folder: RunFolder, name: str, step: int) -> tuple[list[MediaItem], Table | None]:
     """Stored images, each as a row of (source, for edits), before and after training; and the judge's answers."""
     prompts = json.loads(folder.prompts(name).read_text(encoding="utf-8"))
-    with np.load(folder.shown(name, step), allow_pickle=False) as file:
+    with np.load(folder.report_images(name, step), allow_pickle=False) as file:
         parts = [file["before"], file["now"]]
     if folder.sources(name).is_file():
         with np.load(folder.sources(name), allow_pickle=False) as file:
             parts.insert(0, np.stack([_like(source, parts[0]) for source in file["sources"]]))
-    images = [Shown(prompt, np.concatenate(row, axis=-2)) for prompt, *row in zip(prompts, *parts, strict=True)]
+    images = [MediaItem(prompt, np.concatenate(row, axis=-2)) for prompt, *row in zip(prompts, *parts, strict=True)]
     outcomes = json.loads(folder.outcomes(name, step).read_text(encoding="utf-8"))
     outcomes = [row for row in outcomes if "answers" in row]
     who = sorted({name for row in outcomes for name in row["wins"]})
@@ -210,8 +212,8 @@ def _like(source: NDArray[np.uint8], media: NDArray[np.uint8]) -> NDArray[np.uin
     return sized if media.ndim == 4 else np.broadcast_to(sized, media.shape[1:])
 
 
-def _group(prompt: str, images: NDArray[np.uint8], rates: NDArray[np.float64]) -> Shown:
+def _group(prompt: str, images: NDArray[np.uint8], rates: NDArray[np.float64]) -> MediaItem:
     """The images of a group side by side, best first."""
     order = np.argsort(-np.nan_to_num(rates, nan=-1.0), kind="stable")
     listed = ", ".join("missing" if np.isnan(rate) else f"{rate:.2f}" for rate in rates[order])
-    return Shown(f"{prompt} (win rates {listed})", np.concatenate(images[order], axis=-2))
+    return MediaItem(f"{prompt} (win rates {listed})", np.concatenate(images[order], axis=-2))

@@ -20,14 +20,14 @@ from torch import Tensor, nn
 
 from prefgrpo.config.schema import Config
 from prefgrpo.data.prompts import fingerprint
-from prefgrpo.judge.information import Alarm, evidence
+from prefgrpo.judge.information import Alarm, verdict_counts
 from prefgrpo.objectives.base import Targets
-from prefgrpo.parallel.shard import gathered, whole_copies
+from prefgrpo.parallel.shard import full_copies, gathered
 from prefgrpo.rewards.base import Sample
 from prefgrpo.rewards.pairwise import VlmPairwise, judged
 from prefgrpo.rewards.scorer import StepScores
+from prefgrpo.rollout.assignment import update_of
 from prefgrpo.rollout.batches import Batch
-from prefgrpo.rollout.deal import update_of
 from prefgrpo.rollout.render import stills
 from prefgrpo.run import checkpoint
 from prefgrpo.run.advantage import CombineError, advantages, part_table
@@ -64,7 +64,7 @@ class Diverged(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Made:
+class StepRollout:
     """A step's samples on this process; the scorer holds their images or clips."""
 
     batches: list[Batch]
@@ -111,9 +111,9 @@ class TrainingLoop:
         """Its summary line."""
         self._skips = 0
         """Consecutive skipped updates."""
-        self._ahead: Made | None = None
+        self._ahead: StepRollout | None = None
         """Samples of the next step (rollout.staleness)."""
-        self._said_stale = False
+        self._staleness_logged = False
         self._reasons_shown: set[str] = set()
         self._alarms = {name: Alarm() for name, weight in self.session.weights.items() if weight}
 
@@ -133,7 +133,7 @@ class TrainingLoop:
                 evaluator.start(resumed=done > 0)
                 if not done:
                     self._evaluate(0, name)
-            while done < c.train.steps and not self._out_of_time() and not self._hacked():
+            while done < c.train.steps and not self._out_of_time() and not self._stop_sign_seen():
                 clock = Clock()
                 metrics = self._guarded_step(done, clock)
                 done += 1
@@ -154,33 +154,33 @@ class TrainingLoop:
     def step(self, step: int, clock: Clock) -> dict[str, float]:
         """Training step number `step` (from 0): metrics over all ranks."""
         with clock.phase("rollout"):  # samples are judged as soon as they are decoded
-            made = self._ahead or self.make(step)
-            self._ahead = self.make(step + 1, ahead=True) if self._makes_ahead(step + 1) else None
-        groups, stale = self.rollouts.groups(step), self.policy.updates - made.updates
+            rollout = self._ahead or self.generate(step)
+            self._ahead = self.generate(step + 1, ahead=True) if self._generates_ahead(step + 1) else None
+        groups, stale = self.rollouts.groups(step), self.policy.updates - rollout.updates
         streamed = sum(reward.streams for reward in self.scorer.rewards.values()) * len(groups)
         with clock.phase("judge_wait"), self.log.bar("judging", "group", streamed) as bar:
             scores = self.scorer.finish(bar.update)
         self._save_groups(step + 1, scores)
         advantage, metrics = self.advantages(step + 1, scores)
         with clock.phase("update"):
-            metrics |= self.update(step, made.batches, self._targets(advantage, scores))
+            metrics |= self.update(step, rollout.batches, self._targets(advantage, scores))
             metrics |= self._adapt_kl(metrics)
-            self.policy.follow(self.objective.old_decay(step))
+            self.policy.update_old(self.objective.old_decay(step))
         if self.config.rollout.staleness:
             metrics["policy/staleness"] = float(stale)
         if stale:
             metrics.pop("policy/on_policy_error", None)
         return metrics | self._diversity(len(groups)) | over_ranks(scores.metrics, self.world)
 
-    def make(self, step: int, ahead: bool = False) -> Made:
+    def generate(self, step: int, ahead: bool = False) -> StepRollout:
         """Generate a step's samples with the current policy, passing each to the scorer as soon as it is decoded.
 
         ahead: the scores of the previous step are still outstanding. Raises Diverged.
         """
         batches = list[Batch]()
         kept = gathered(self.adapter, self.config.parallel.keep_gathered)
-        maker = self.policy.holding(self.policy.old if self.objective.sampled_by_old else {})
-        with maker, kept, self.log.bar("rollout", "sample", self.rollouts.count(step)) as bar:
+        weights = self.policy.use_weights(self.policy.old if self.objective.sampled_by_old else {})
+        with weights, kept, self.log.bar("rollout", "sample", self.rollouts.count(step)) as bar:
             self.scorer.begin(step, self.rollouts.groups(step), ahead)
             for batch in self.rollouts(step, self.scorer.add):
                 batches.append(batch)
@@ -188,9 +188,9 @@ class TrainingLoop:
             finite = all(bool(batch.trajectory.latents.isfinite().all()) for batch in batches)
             if self.world.any(not finite):
                 raise Diverged("the policy produces latents that are not finite (NaN or infinite)")
-        return Made(batches, self.policy.updates)
+        return StepRollout(batches, self.policy.updates)
 
-    def _makes_ahead(self, step: int) -> bool:
+    def _generates_ahead(self, step: int) -> bool:
         """Whether a step's samples are generated before the previous step's update; the same on all ranks."""
         every, steps = self.config.checkpoint.every, self.config.train.steps
         return self.config.rollout.staleness > 0 and step % every != 0 and step < steps
@@ -226,7 +226,7 @@ class TrainingLoop:
         limit = self.config.train.max_minutes * 60
         return limit > 0 and self.world.any(self.session.trained_s >= limit)
 
-    def _hacked(self) -> bool:
+    def _stop_sign_seen(self) -> bool:
         """Whether one of the signs in train.stop_when has appeared."""
         if not (seen := self.log.seen & set(self.config.train.stop_when)) and not self.config.train.stop_when:
             return False
@@ -287,7 +287,7 @@ class TrainingLoop:
         for name in self._alarms:
             reward = self.scorer.rewards[name]
             rounded = isinstance(reward, VlmPairwise) and reward.rating.verdict == "hard"
-            local.append(evidence([judged(g.comparisons) for g in scores.groups[name]], rounded))
+            local.append(verdict_counts([judged(g.comparisons) for g in scores.groups[name]], rounded))
         counts = self.world.gather(np.stack(local)[None]).sum(0)
         patience = self.config.judge.patience_steps
         for (name, alarm), row in zip(self._alarms.items(), counts, strict=True):
@@ -312,8 +312,8 @@ class TrainingLoop:
         places = [(p, g) for p in range(r.prompts_per_step) for g in range(r.group_size)]
         samples = Counter(update_of(self.config, place) for place in places)
         trained = {update_of(self.config, place) for place in places if keep[place]}
-        counted = self.objective.per_group(r.group_size) / r.group_size
-        left = self.rollouts.trained(step, batches, keep)
+        counted = self.objective.samples_per_group(r.group_size) / r.group_size
+        left = self.rollouts.training_batches(step, batches, keep)
         for update in sorted(trained):
             own = [batch for batch in left if batch.update == update]
             table += self.collector.accumulate(own, targets, samples[update] * counted)
@@ -358,8 +358,8 @@ class TrainingLoop:
                 verdict += "; zero-advantage groups were dropped from batches of several groups: it is exact if "
                 verdict += "rollout.batch_size divides rollout.group_size"
             self.log.say(f"on-policy check, step {step}: max |ratio - 1| = {error:.1e} ({verdict})")
-        if metrics.get("policy/staleness") and not self._said_stale:
-            self._said_stale = True
+        if metrics.get("policy/staleness") and not self._staleness_logged:
+            self._staleness_logged = True
             ratio = max(abs(metrics.get(f"policy/ratio_{end}", 1.0) - 1.0) for end in ("min", "max"))
             self.log.say(
                 f"step {step} trains on samples of a policy {metrics['policy/staleness']:.0f} update(s) old "
@@ -402,7 +402,7 @@ class TrainingLoop:
     def _evaluate(self, step: int, name: str) -> None:
         """Compare the current (averaged) policy with the initial one on a held-out set."""
         clock = Clock()
-        with clock.phase("eval"), self.policy.averaged():
+        with clock.phase("eval"), self.policy.use_ema():
             self.evaluation = self.evaluators[name].run(step)
         self.log.row("eval", step, {"set": name} | self.evaluation | {"time/eval": clock.seconds["eval"]})
         self.verdict = eval_line(step, name, self.evaluation)
@@ -437,12 +437,12 @@ class TrainingLoop:
         """Full (averaged) copies of sharded trained weights on rank 0; every rank must call this."""
         if self.config.train.lora_rank or not self.world.equal_forwards:
             return {}
-        with self.policy.averaged():
-            return whole_copies(self.adapter, self.world)
+        with self.policy.use_ema():
+            return full_copies(self.adapter, self.world)
 
     def _export(self, folder: Path, copies: dict[str, nn.Module]) -> None:
         """The (averaged) weights in diffusers format."""
-        with self.policy.averaged():
+        with self.policy.use_ema():
             if self.config.train.lora_rank:
                 self.adapter.save_lora(str(folder))
             else:
@@ -461,7 +461,7 @@ class TrainingLoop:
         if self.world.main:
             checkpoint.write_folder(self.product, lambda folder: self._export(folder, copies))
         for evaluator in list(self.evaluators.values())[-1:]:
-            with self.policy.averaged():
+            with self.policy.use_ema():
                 evaluator.save_proof(min(4, c.rollout.batch_size))
         if self.world.main:
             self.log.say(f"finished after {done} steps; the result is in {self.folder.root}")

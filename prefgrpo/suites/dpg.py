@@ -52,7 +52,7 @@ class Dpg(Suite):
             cells.setdefault(prompt.meta["name"], []).append(file)
         folder = out / "images"
         folder.mkdir(exist_ok=True)
-        for name in list(cells)[world.dp_index :: world.dp_size] if world.leads else ():
+        for name in list(cells)[world.dp_index :: world.dp_size] if world.is_dp_leader else ():
             if not (picture := folder / f"{name}.png").exists():
                 part = out / f".{name}.png"
                 _together([Image.open(file) for file in cells[name]]).save(part)

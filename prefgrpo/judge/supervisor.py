@@ -1,4 +1,4 @@
-"""python keeper.py PARENT SECONDS COMMAND …: runs an engine, and stops it when process PARENT dies.
+"""python supervisor.py PARENT SECONDS COMMAND …: runs an engine, and stops it when process PARENT dies.
 
 It leads the engine's process group and imports nothing from this package, so it starts instantly. SIGTERM is forwarded
 to the engine only, which stops its own workers; if the engine still runs SECONDS later, the whole group is killed.
@@ -19,7 +19,7 @@ _WORKERS_S = 5.0
 
 def main(parent: int, seconds: float, command: list[str]) -> int:
     """Run the engine; its exit code, as a shell reports it."""
-    engine = subprocess.Popen(command, preexec_fn=_end_with_keeper)
+    engine = subprocess.Popen(command, preexec_fn=_terminate_with_supervisor)
     try:
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # raises KeyboardInterrupt
         while engine.poll() is None and os.getppid() == parent:
@@ -37,8 +37,8 @@ def main(parent: int, seconds: float, command: list[str]) -> int:
     return code if code >= 0 else 128 - code
 
 
-def _end_with_keeper() -> None:
-    """Linux: the engine gets SIGTERM if its keeper is killed."""
+def _terminate_with_supervisor() -> None:
+    """Linux: the engine gets SIGTERM if its supervisor is killed."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from prefgrpo.config.schema import Config, SamplingConfig
 from prefgrpo.data.prompts import Prompt, step_prompts
-from prefgrpo.rollout.sampling import of_prompt
+from prefgrpo.rollout.sampling import prompt_sampling
 
 Place = tuple[int, int]
 """(slot 0 … P − 1 of the prompt, member 0 … G − 1 of its group)."""
@@ -21,7 +21,7 @@ Slots = list[tuple[Prompt, SamplingConfig]]
 
 
 @dataclass(frozen=True)
-class Planned:
+class BatchPlan:
     """The plan of one batch of a step, known to every process."""
 
     number: int
@@ -39,7 +39,7 @@ def slot_prompts(config: Config, prompts: Sequence[Prompt], step: int) -> Slots:
     """The prompt and sizes of every slot of a step; sorted by size within an update, in alternating direction."""
     r, updates = config.rollout, config.train.updates_per_rollout
     chosen = [prompts[i] for i in step_prompts(len(prompts), r.prompts_per_step, config.seed, step)]
-    sized = [(prompt, of_prompt(prompt, r, config.data.own_sizes)) for prompt in chosen]
+    sized = [(prompt, prompt_sampling(prompt, r, config.data.own_sizes)) for prompt in chosen]
 
     def order(p: int) -> tuple[int, int, int]:
         update, size = p * updates // r.prompts_per_step, (sized[p][1].height, sized[p][1].width)
@@ -59,9 +59,9 @@ def update_of(config: Config, place: Place) -> int:
     return (p * r.group_size + g) * updates // (r.prompts_per_step * r.group_size)
 
 
-def deal_batches(
+def assign_batches(
     config: Config, sizes: Sequence[SamplingConfig], indices: int = 1, whole_groups: bool = False
-) -> list[Planned]:
+) -> list[BatchPlan]:
     """The batches of a step, assigned to `indices` data-parallel indices; sizes: of every slot.
 
     Shares of each update and of the step differ by at most one batch. whole_groups: all batches of a group go to one
@@ -83,10 +83,10 @@ def deal_batches(
         for unit, (update, places) in enumerate(units)
         for k in range(0, len(places), r.batch_size)
     ]
-    return [Planned(number, *what, what[-1] % indices) for number, what in enumerate(cut)]
+    return [BatchPlan(number, *what, what[-1] % indices) for number, what in enumerate(cut)]
 
 
-def level(batches: Sequence[Planned], indices: int) -> list[Planned]:
+def rebalance(batches: Sequence[BatchPlan], indices: int) -> list[BatchPlan]:
     """Rebalance the batches of one update until shares differ by at most one unit, moving as few as possible."""
     out = list(batches)
     while out:

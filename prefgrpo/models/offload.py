@@ -17,7 +17,7 @@ KINDS: dict[str, tuple[str, ...]] = {"text_encoder": ("text_encoder", "image_enc
 """Kind of part → prefixes of its component names."""
 
 
-class Parked:
+class ComponentOffload:
     """The pipeline's components, some kinds of which are offloaded to the CPU."""
 
     def __init__(self, parts: Mapping[str, Any], kinds: tuple[str, ...], device: torch.device) -> None:
@@ -25,33 +25,33 @@ class Parked:
         self.device, kinds = device, () if device.type == "cpu" else kinds
         modules = {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
         self.modules = {k: [m for name, m in modules.items() if name.startswith(KINDS[k])] for k in kinds}
-        self._here, self._held = set[str](), 0
+        self._on_device, self._depth = set[str](), 0
         waiting = {id(module) for found in self.modules.values() for module in found}
         for module in modules.values():
             module.to("cpu" if id(module) in waiting else device)
 
     @contextmanager
-    def present(self, *kinds: str) -> Iterator[None]:
-        """Inside, these kinds are on the device; afterwards they go back to the CPU, or stay until `hold` ends."""
-        with self.hold():
+    def on_device(self, *kinds: str) -> Iterator[None]:
+        """Inside, these kinds are on the device; then they go back to the CPU, or stay until `keep_on_device` ends."""
+        with self.keep_on_device():
             for kind in kinds:
-                if kind in self.modules and kind not in self._here:
+                if kind in self.modules and kind not in self._on_device:
                     self._move(kind, self.device)
-                    self._here.add(kind)
+                    self._on_device.add(kind)
             yield
 
     @contextmanager
-    def hold(self) -> Iterator[None]:
+    def keep_on_device(self) -> Iterator[None]:
         """Inside, parts that were moved to the device stay there: for loops in which only some items need a part."""
-        self._held += 1
+        self._depth += 1
         try:
             yield
         finally:
-            self._held -= 1
-            if not self._held:
-                for kind in self._here:
+            self._depth -= 1
+            if not self._depth:
+                for kind in self._on_device:
                     self._move(kind, torch.device("cpu"))
-                self._here.clear()
+                self._on_device.clear()
 
     def _move(self, kind: str, device: torch.device) -> None:
         for module in self.modules[kind]:

@@ -20,9 +20,9 @@ from prefgrpo.config.schema import from_dict
 from prefgrpo.parallel.world import World
 from prefgrpo.rewards.base import GroupScores, GroupwiseReward, PointwiseReward, Score
 from prefgrpo.rollout import batches
-from prefgrpo.rollout.deal import deal_batches, level
+from prefgrpo.rollout.assignment import assign_batches, rebalance
 from prefgrpo.rollout.replay import TrajectoryCollector
-from prefgrpo.run.session import Clock, idle
+from prefgrpo.run.session import Clock, idle_warning
 from prefgrpo.run.trainer import TrainingLoop
 
 
@@ -119,9 +119,9 @@ def run_cells() -> None:
 
         World.sum_gradients, TrajectoryCollector.accumulate = sum_gradients, accumulate
         loop.adapter.transformer.register_forward_pre_hook(count)
-        keep = loop.rollouts.trained
+        keep = loop.rollouts.training_batches
 
-        def trained(step, batches, signal, seen=seen, keep=keep):
+        def training_batches(step, batches, signal, seen=seen, keep=keep):
             for batch in batches:
                 for row, place in enumerate(zip(batch.slots, batch.members, strict=True)):
                     if batch.weight:
@@ -129,7 +129,7 @@ def run_cells() -> None:
                         seen["samples"][place] = [t[row].clone() for t in batch.trajectory.tensors()]
             return keep(step, batches, signal)
 
-        object.__setattr__(loop.rollouts, "trained", trained)
+        object.__setattr__(loop.rollouts, "training_batches", training_batches)
         measured = {}
         for evaluator in loop.evaluators.values():
             evaluator.start(resumed=False)
@@ -144,7 +144,7 @@ def run_cells() -> None:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    folder = world(tmp_path_factory.mktemp("deal"))
+    folder = world(tmp_path_factory.mktemp("assignment"))
     rows = [f'{{"prompt": "a circle {k}", "height": {16 + 8 * (k % 2)}, "width": 16}}' for k in range(4)]
     (folder / "sized.jsonl").write_text("\n".join(rows))
     return folder
@@ -239,40 +239,42 @@ def config(**over):
 @pytest.mark.parametrize(
     ("prompts", "group", "batch", "updates"), [(42, 24, 9, 2), (48, 12, 4, 3), (3, 4, 8, 1), (5, 6, 4, 5)]
 )
-def test_dealing(prompts, group, batch, updates, whole):
+def test_assignment(prompts, group, batch, updates, whole):
     """Published group counts and small ones: the batches are the same for any number of processes."""
     rollout = {"prompts_per_step": prompts, "group_size": group, "batch_size": batch}
     c = config(rollout=rollout, train={"updates_per_rollout": updates})
     sizes = [c.rollout] * prompts
-    one = deal_batches(c, sizes, 1, whole)
+    one = assign_batches(c, sizes, 1, whole)
     assert [p for b in one for p in b.places] == [(p, g) for p in range(prompts) for g in range(group)]
     assert max(len(b.places) for b in one) <= batch and [b.number for b in one] == list(range(len(one)))
     unit = max(Counter(b.unit for b in one).values())
     for indices in (2, 3, 8, 32):
-        dealt = deal_batches(c, sizes, indices, whole)
-        assert [replace(b, index=0) for b in dealt] == one
-        for own in ([b for b in dealt if b.update == u] for u in range(updates)):
+        assigned = assign_batches(c, sizes, indices, whole)
+        assert [replace(b, index=0) for b in assigned] == one
+        for own in ([b for b in assigned if b.update == u] for u in range(updates)):
             for left in (own, own[::2], own[: len(own) // 2]):
-                levelled = level(left, indices)
+                levelled = rebalance(left, indices)
                 assert [replace(b, index=0) for b in levelled] == [replace(b, index=0) for b in left]
                 counts = Counter(dict.fromkeys(range(indices), 0) | Counter(b.index for b in levelled))
                 assert max(counts.values()) - min(counts.values()) <= unit
                 if whole:
                     at = {}
                     assert all(at.setdefault(p, b.index) == b.index for b in levelled for p, _ in b.places)
-        held = Counter(b.index for b in dealt)
+        held = Counter(b.index for b in assigned)
         assert max(held.values()) - min(held[k] for k in range(indices)) <= unit
 
 
 def test_what_is_level_stays_where_it_is():
     c = config(rollout={"prompts_per_step": 6, "group_size": 4, "batch_size": 4})
-    dealt = deal_batches(c, [c.rollout] * 6, 2)
-    assert level(dealt, 2) == dealt and level(dealt[:1], 2) == dealt[:1] and level([], 2) == []
-    tied = [b for b in dealt if b.index == 0]
-    assert [b.index for b in level(tied, 2)] == [0, 0, 1], "one of the three batches moves"
+    assigned = assign_batches(c, [c.rollout] * 6, 2)
+    assert rebalance(assigned, 2) == assigned and rebalance(assigned[:1], 2) == assigned[:1] and rebalance([], 2) == []
+    tied = [b for b in assigned if b.index == 0]
+    assert [b.index for b in rebalance(tied, 2)] == [0, 0, 1], "one of the three batches moves"
 
 
 def test_a_run_says_that_processes_wait():
     c = config(rollout={"prompts_per_step": 1, "group_size": 8, "batch_size": 8})
-    assert idle(c, 1) == "" and "1 batches of up to 8 samples for 2 processes, which are idle 50% of it" in idle(c, 2)
-    assert idle(config(rollout={"prompts_per_step": 1, "group_size": 8, "batch_size": 4}), 2) == ""
+    assert idle_warning(
+        c, 1
+    ) == "" and "1 batches of up to 8 samples for 2 processes, which are idle 50% of it" in idle_warning(c, 2)
+    assert idle_warning(config(rollout={"prompts_per_step": 1, "group_size": 8, "batch_size": 4}), 2) == ""

@@ -13,18 +13,18 @@ import numpy as np
 
 from prefgrpo.data.metric import Metric
 
-LATE = "no answer before the step's deadline; the server hangs, or deadline_s is too short for it"
+DEADLINE_PASSED = "no answer before the step's deadline; the server hangs, or deadline_s is too short for it"
 """Reason for a sample or pair that was still unanswered at the deadline."""
 
 
-class Flight:
+class RequestStats:
     """Counts of a step's requests; safe to call from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self.first_sent: float | None = None
         self.last_done: float | None = None
-        self.depth = self.peak = 0
+        self.in_flight = self.peak = 0
         self.waited_s = 0.0
         """Total duration of all requests so far, in seconds."""
         self._at = 0.0
@@ -35,7 +35,7 @@ class Flight:
         with self._lock:
             self._count(1)
             self.first_sent = self.first_sent or self._at
-            self.peak = max(self.peak, self.depth)
+            self.peak = max(self.peak, self.in_flight)
 
     def done(self, seconds: float | None = None) -> None:
         """Record that a request was answered, failed or was cancelled, `seconds` after it was submitted."""
@@ -47,8 +47,8 @@ class Flight:
 
     def _count(self, change: int) -> None:
         now = time.monotonic()
-        self.waited_s += self.depth * (now - self._at)
-        self._at, self.depth = now, self.depth + change
+        self.waited_s += self.in_flight * (now - self._at)
+        self._at, self.in_flight = now, self.in_flight + change
 
 
 def latency(prefix: str, seconds: Sequence[float]) -> dict[str, float]:
