@@ -35,11 +35,11 @@ def win_names(rows: Rows) -> list[str]:
 def measure_names(rows: Rows) -> list[str]:
     """Measures with values before and after training; 'x.all' comes after 'x', then the other parts."""
     names = [n for n in rows.columns if f"{n}_before" in rows]
-    parts = {n: shard_like(n, names) for n in names}
+    parts = {n: part_of(n, names) for n in names}
     return sorted(names, key=lambda n: (parts[n][0], bool(parts[n][1]), parts[n][1] != "all"))
 
 
-def shard_like(name: str, names: Iterable[str]) -> tuple[str, str]:
+def part_of(name: str, names: Iterable[str]) -> tuple[str, str]:
     """(reward, part or "") of a measure. The reward must also be in `names`: a user's own may contain dots."""
     reward = min((n for n in names if name.startswith(f"{n}.")), key=len, default=name)
     return reward, name[len(reward) + 1 :]
@@ -94,7 +94,7 @@ def _measures(rows: Rows, watched: str) -> list[Chart]:
     """One chart per evaluation reward, with its parts as lines."""
     charts: dict[str, list[tuple[str, str]]] = {}
     for name in (names := measure_names(rows)):
-        reward, part = shard_like(name, names)
+        reward, part = part_of(name, names)
         charts.setdefault(reward, []).append((readable(part) or "overall", name))
     note = f"Mean over the images of the held-out set {watched}."
     return [Chart(f"Measured: {readable(reward)}", _series(rows, lines), note=note) for reward, lines in charts.items()]
