@@ -33,8 +33,8 @@ from torch import Tensor
 from benchmarks.blocks import replace_block, rounded, write_json
 from benchmarks.harness import machine
 from benchmarks.peer_runs import Work, make_pipeline
+from prefgrpo.config.loading import from_dict
 from prefgrpo.config.recipe import merge
-from prefgrpo.config.schema import from_dict
 from prefgrpo.run.memory import MemoryTracker
 from prefgrpo.run.session import Clock
 from prefgrpo.run.trainer import TrainingLoop

@@ -21,7 +21,7 @@ import numpy as np
 from benchmarks import demo_runs
 from benchmarks.blocks import replace_block
 from benchmarks.demo_runs import COLOURS, ROOT, Columns, Rows, Run, Watch, band, drawing, ended, measure, recipe
-from prefgrpo.config.schema import load
+from prefgrpo.config.loading import load
 
 RESULTS, PICTURE = ROOT / "benchmarks" / "results" / "objectives", "objectives_demo.svg"
 BASELINE = "grpo"

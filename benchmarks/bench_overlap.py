@@ -27,7 +27,8 @@ import torch
 
 from benchmarks.bench_judge import echo_server, machine
 from benchmarks.blocks import replace_block, rounded, write_json
-from prefgrpo.config.schema import Config, load
+from prefgrpo.config.loading import load
+from prefgrpo.config.schema import Config
 from prefgrpo.data.media import Media
 from prefgrpo.rewards import build
 from prefgrpo.rewards.base import PointwiseReward, Sample, Score

@@ -88,7 +88,7 @@ def train(name: str, work: Work, steps: int, kind: str) -> list[float]:
     import transformers
 
     from benchmarks.peer_runs import Recorder
-    from prefgrpo.config.schema import from_dict
+    from prefgrpo.config.loading import from_dict
     from prefgrpo.run.trainer import Callbacks, TrainingLoop
 
     torch.set_num_threads(1)

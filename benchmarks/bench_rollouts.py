@@ -37,8 +37,8 @@ def rollout_seconds(rounds: int = 5) -> dict[str, float]:
     """Median CPU seconds of a step's rollout, by arm."""
     import torch
 
+    from prefgrpo.config.loading import from_dict, load, to_dict
     from prefgrpo.config.recipe import merge
-    from prefgrpo.config.schema import from_dict, load, to_dict
     from prefgrpo.run.session import Clock
     from prefgrpo.run.trainer import TrainingLoop
 

@@ -38,7 +38,8 @@ import torch
 from benchmarks.bench_judge import machine
 from benchmarks.blocks import rounded, write_json
 from benchmarks.peer_runs import Work, make_pipeline
-from prefgrpo.config.schema import Config, load
+from prefgrpo.config.loading import load
+from prefgrpo.config.schema import Config
 from prefgrpo.run.memory import GIB, estimate
 
 ROOT = Path(__file__).resolve().parent.parent

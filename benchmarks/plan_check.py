@@ -23,8 +23,9 @@ from benchmarks.bench_levers import JSON as LEVERS_JSON
 from benchmarks.bench_levers import LEVERS, SIZES, settings
 from benchmarks.blocks import replace_block, rounded, write_json
 from benchmarks.peer_runs import make_pipeline
+from prefgrpo.config.loading import from_dict
 from prefgrpo.config.recipe import merge
-from prefgrpo.config.schema import Config, from_dict
+from prefgrpo.config.schema import Config
 from prefgrpo.run.memory import Estimate, estimate
 from prefgrpo.run.speed import HARDWARE, MFU, Machines, step_time
 

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.blocks import replace_block, rounded, write_json
-from prefgrpo.config.schema import Config, load
+from prefgrpo.config.loading import load
+from prefgrpo.config.schema import Config
 from prefgrpo.models import family
 from prefgrpo.run.memory import GIB
 from prefgrpo.run.plan import compare_levers

@@ -24,7 +24,7 @@ import yaml
 
 from benchmarks.bench_judge import ROOT, echo_server
 from benchmarks.bench_overlap import demo
-from prefgrpo.config.schema import to_dict
+from prefgrpo.config.loading import to_dict
 
 EVERY = 5
 """Steps between evaluations, and between checkpoints."""

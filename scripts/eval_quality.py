@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from prefgrpo.commands.score import score_files
-from prefgrpo.config.schema import Config, ConfigError, RewardConfig
+from prefgrpo.config.recipe import ConfigError
+from prefgrpo.config.schema import Config, RewardConfig
 from prefgrpo.data.file_names import Generated
 from prefgrpo.data.prompts import DataError, Prompt
 from prefgrpo.judge.verdict import JudgeError

@@ -16,7 +16,9 @@ import pytest
 import torch
 from tiny_run import collect, settings, world
 
-from prefgrpo.config.schema import ConfigError, JudgeConfig, RewardConfig, from_dict
+from prefgrpo.config.loading import from_dict
+from prefgrpo.config.recipe import ConfigError
+from prefgrpo.config.schema import JudgeConfig, RewardConfig
 from prefgrpo.judge.client import HttpJudge
 from prefgrpo.rewards.base import GroupScores, PointwiseReward, Score
 from prefgrpo.rewards.pairwise import UnifiedRewardFlex

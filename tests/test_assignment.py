@@ -16,7 +16,7 @@ import pytest
 import torch
 from tiny_run import ranks, recipe, settings, world
 
-from prefgrpo.config.schema import from_dict
+from prefgrpo.config.loading import from_dict
 from prefgrpo.parallel.world import World
 from prefgrpo.rewards.base import GroupScores, GroupwiseReward, PointwiseReward, Score
 from prefgrpo.rollout import batches

@@ -12,8 +12,8 @@ from families import case_of, conditions, folder
 from tiny_run import ALONE
 
 from prefgrpo.commands.doctor import _probe
+from prefgrpo.config.loading import from_dict
 from prefgrpo.config.recipe import ConfigError
-from prefgrpo.config.schema import from_dict
 from prefgrpo.parallel.attention import errors, problem
 from prefgrpo.run.loading import open_adapter, trainable
 

@@ -13,7 +13,9 @@ import torch
 import yaml
 from tiny_run import attempt, ranks, recipe, settings, world
 
-from prefgrpo.config.schema import AUTO, ConfigError, from_dict, to_dict
+from prefgrpo.config.loading import from_dict, to_dict
+from prefgrpo.config.recipe import ConfigError
+from prefgrpo.config.schema import AUTO
 from prefgrpo.models.flux import Flux
 from prefgrpo.run import batch_size
 from prefgrpo.run.memory import estimate

@@ -10,7 +10,7 @@ from benchmarks import bench_peers_train
 from benchmarks.bench_peers_train import SIZES, settings
 from benchmarks.blocks import rendered
 from benchmarks.peer_runs import PEERS
-from prefgrpo.config.schema import from_dict
+from prefgrpo.config.loading import from_dict
 
 
 @pytest.mark.parametrize("kind", bench_peers_train.KINDS)

@@ -12,8 +12,8 @@ from diffusers import FirstBlockCacheConfig, TaylorSeerCacheConfig
 from families import SIZES, case_of, draw, load, noise, stock_image
 from tiny_run import settings, world
 
+from prefgrpo.config.loading import from_dict
 from prefgrpo.config.recipe import ConfigError
-from prefgrpo.config.schema import from_dict
 from prefgrpo.models.cache import ATTENTION, cached, check
 from prefgrpo.run.session import Clock, config_errors
 from prefgrpo.run.trainer import TrainingLoop

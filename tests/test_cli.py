@@ -17,7 +17,8 @@ from tiny_run import recipe, world
 
 import prefgrpo
 from prefgrpo.commands import cli
-from prefgrpo.config.schema import Config, flat_fields, parse
+from prefgrpo.config.loading import flat_fields, parse
+from prefgrpo.config.schema import Config
 
 
 @pytest.fixture(scope="module")

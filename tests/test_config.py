@@ -16,8 +16,11 @@ import yaml
 from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 
-from prefgrpo.config import schema
-from prefgrpo.config.schema import Config, ConfigError, check, differences, flat_fields, from_dict, load, parse, to_dict
+from prefgrpo.config import loading
+from prefgrpo.config.checks import check
+from prefgrpo.config.loading import differences, flat_fields, from_dict, load, parse, to_dict
+from prefgrpo.config.recipe import ConfigError
+from prefgrpo.config.schema import Config
 from prefgrpo.sde.rules import RULES
 
 GOOD = {"model": "m", "data": {"prompts": "p.txt"}}
@@ -50,7 +53,7 @@ def test_any_valid_configuration_survives_its_file(tmp_path_factory, data):
     changed = asdict(from_dict(GOOD))
     for name in data.draw(st.sets(st.sampled_from(sorted(flat_fields(Config()))), max_size=8)):
         put(changed, name, data.draw(values(name).filter(lambda v: not isinstance(v, float) or math.isfinite(v))))
-    config, mistakes = schema._parse_dict(changed)
+    config, mistakes = loading._parse_dict(changed)
     assert mistakes == []
     assume(not check(config))  # rejects values that contradict each other
     file = tmp_path_factory.getbasetemp() / "round.yaml"
@@ -194,5 +197,5 @@ def test_numbers_that_are_not_finite_are_refused(value):
     floats = [name for name, v in flat_fields(Config()).items() if isinstance(v, float)] + ["rollout.shift"]
     assert len(floats) > 15
     for name in floats:
-        _, mistakes = schema._parse_dict(put(asdict(Config()), name, value))
+        _, mistakes = loading._parse_dict(put(asdict(Config()), name, value))
         assert len(mistakes) == 1 and mistakes[0].startswith(f"{name}: expected a") and "got" in mistakes[0]

@@ -12,7 +12,7 @@ import sys
 import pytest
 from tiny_run import rows
 
-from prefgrpo.config.schema import load
+from prefgrpo.config.loading import load
 from prefgrpo.tiny import ASSETS
 
 STEPS = [

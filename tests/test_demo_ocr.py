@@ -15,7 +15,7 @@ import torch
 from diffusers import FluxTransformer2DModel
 from tiny_run import rows, start
 
-from prefgrpo.config.schema import load
+from prefgrpo.config.loading import load
 from prefgrpo.data.media import Media
 from prefgrpo.rewards import build, parse_reward_spec
 from prefgrpo.rewards.base import RewardError, Sample

@@ -20,7 +20,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny_run import recipe, rows, settings, start, train, world
 
-from prefgrpo.config.schema import from_dict
+from prefgrpo.config.loading import from_dict
 from prefgrpo.data.prompts import Prompt, prompt_sets
 from prefgrpo.judge.verdict import PairJudge, Verdict
 from prefgrpo.rewards.pairwise import VlmPairwise

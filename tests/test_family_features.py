@@ -28,7 +28,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from prefgrpo import models
-from prefgrpo.config.schema import from_dict
+from prefgrpo.config.loading import from_dict
 from prefgrpo.models.condition import collate
 from prefgrpo.models.folder import ModelError
 from prefgrpo.rollout.embeddings import Embeddings

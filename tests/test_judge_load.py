@@ -19,7 +19,7 @@ from aiohttp import web
 from judge_server import JudgeServer, reply
 from test_judge_faults import until
 
-from prefgrpo.config.schema import load
+from prefgrpo.config.loading import load
 from prefgrpo.data.media import Media
 from prefgrpo.judge import http, loop
 from prefgrpo.judge.http import HttpJudge

@@ -15,7 +15,8 @@ from judge_server import JudgeServer, images
 from PIL import Image
 from tiny_run import ALONE, attempt, recipe, rows, settings, start, train, tree
 
-from prefgrpo.config.schema import ConfigError, from_dict
+from prefgrpo.config.loading import from_dict
+from prefgrpo.config.recipe import ConfigError
 from prefgrpo.data.media import Media
 from prefgrpo.data.prompts import DataError, Prompt
 from prefgrpo.judge.body import encode

@@ -9,7 +9,7 @@ import torch
 from families import case_of, conditions, folder, load, noise
 from torch import nn
 
-from prefgrpo.config.schema import from_dict
+from prefgrpo.config.loading import from_dict
 from prefgrpo.models.offload import ComponentOffload
 from prefgrpo.models.weights import innermost, recompute
 from prefgrpo.rollout.embeddings import Embeddings

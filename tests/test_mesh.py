@@ -21,8 +21,8 @@ from safetensors.torch import load_file
 from tiny_run import ALONE, merged, ranks, recipe, rows, train
 from tiny_run import world as tiny_world
 
+from prefgrpo.config.loading import from_dict
 from prefgrpo.config.recipe import ConfigError
-from prefgrpo.config.schema import from_dict
 from prefgrpo.data.prompts import read_prompts
 from prefgrpo.models import family as family_class
 from prefgrpo.objectives import objective

@@ -23,7 +23,9 @@ from families import case_of, conditions, folder, load, perturb
 from tiny_run import ALONE, ranks, recipe, rows, settings, weights, world
 from torch.nn import functional as F
 
-from prefgrpo.config.schema import Config, ConfigError, TrainConfig, from_dict
+from prefgrpo.config.loading import from_dict
+from prefgrpo.config.recipe import ConfigError
+from prefgrpo.config.schema import Config, TrainConfig
 from prefgrpo.objectives import OBJECTIVES, objective
 from prefgrpo.objectives.awm import AWM
 from prefgrpo.objectives.base import Targets, TrajectoryObjective

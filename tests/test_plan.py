@@ -23,8 +23,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from prefgrpo import models
 from prefgrpo.commands.cli import main
-from prefgrpo.config.schema import MemoryConfig, from_dict, to_dict
-from prefgrpo.config.schema import load as load_recipe
+from prefgrpo.config.loading import from_dict, to_dict
+from prefgrpo.config.loading import load as load_recipe
+from prefgrpo.config.schema import MemoryConfig
 from prefgrpo.models.condition import collate
 from prefgrpo.rollout.embeddings import Embeddings
 from prefgrpo.run import memory as plan

@@ -23,7 +23,8 @@ from tiny_run import rows, tree
 
 from prefgrpo import models
 from prefgrpo.commands.cli import main
-from prefgrpo.config.schema import ConfigError, load, parse
+from prefgrpo.config.loading import load, parse
+from prefgrpo.config.recipe import ConfigError
 from prefgrpo.models import MODELS
 from prefgrpo.objectives import objective
 from prefgrpo.rewards import load_class, parse_reward_spec

@@ -19,8 +19,8 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 
+from prefgrpo.config.loading import load, to_dict
 from prefgrpo.config.recipe import flatten, read_yaml
-from prefgrpo.config.schema import load, to_dict
 from prefgrpo.objectives import objective
 from prefgrpo.rewards import parse_reward_spec
 

@@ -20,7 +20,7 @@ import reward_cases_vlm
 import yaml
 from reward_server import serving
 
-from prefgrpo.config.schema import from_dict
+from prefgrpo.config.loading import from_dict
 from prefgrpo.data.media import Media
 from prefgrpo.rewards import REWARDS, build, load_class, show_rewards
 from prefgrpo.rewards.base import GroupwiseReward, PointwiseReward
@@ -180,7 +180,7 @@ class Blocked:
                                   "rapidocr_onnxruntime", "rapidfuzz", "paddleocr", "peft", "diffusers"}:
             raise ImportError(f"blocked: {name}")
 sys.meta_path.insert(0, Blocked())
-from prefgrpo.config.schema import from_dict
+from prefgrpo.config.loading import from_dict
 from prefgrpo.run.judging import specs
 from prefgrpo.rewards import REWARDS, load_class, show_rewards
 [load_class(name) for name in REWARDS]

@@ -16,7 +16,8 @@ import pytest
 import torch
 from judge_server import JudgeServer
 
-from prefgrpo.config.schema import ConfigError, JudgeConfig
+from prefgrpo.config.recipe import ConfigError
+from prefgrpo.config.schema import JudgeConfig
 from prefgrpo.data.media import Media
 from prefgrpo.judge.rate import Rating
 from prefgrpo.judge.verdict import PairJudge, Verdict

@@ -12,7 +12,8 @@ import pytest
 from judge_server import JudgeServer, free_port, images, text_of
 from reward_cases_vlm import clip, flat, grid, judge, speak, words
 
-from prefgrpo.config.schema import ConfigError, JudgeConfig
+from prefgrpo.config.recipe import ConfigError
+from prefgrpo.config.schema import JudgeConfig
 from prefgrpo.judge.http import HttpJudge
 from prefgrpo.judge.verdict import JudgeError
 from prefgrpo.rewards import build, load_class

@@ -13,7 +13,8 @@ import pytest
 import torch
 from families import CASES, CPU, PROMPTS, QUICK, case_of, configure_pipe, folder, load, one_or_list, small_sources
 
-from prefgrpo.config.schema import ConfigError, from_dict
+from prefgrpo.config.loading import from_dict
+from prefgrpo.config.recipe import ConfigError
 from prefgrpo.rollout.sampling import Schedules
 from prefgrpo.run.loading import unsupported
 from prefgrpo.sde.rules import RULES, StepInfo

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tiny_run import rows, settings, world
 
-from prefgrpo.config.schema import from_dict
+from prefgrpo.config.loading import from_dict
 from prefgrpo.run.signs import SIGNS, WINDOW, HackingMonitor, pixel_distance
 from prefgrpo.run.trainer import TrainingLoop
 

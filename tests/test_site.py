@@ -156,7 +156,8 @@ def test_the_site_builds_strictly_and_every_link_on_it_leads_to_a_file(site):
 def test_the_reference_has_every_field_command_op_reward_and_objective(site):
     from prefgrpo import ops
     from prefgrpo.commands.cli import COMMANDS
-    from prefgrpo.config.schema import Config, flat_fields
+    from prefgrpo.config.loading import flat_fields
+    from prefgrpo.config.schema import Config
     from prefgrpo.objectives import OBJECTIVES
     from prefgrpo.rewards import REWARDS
 

@@ -15,7 +15,7 @@ from families import CASES, folder, load
 from safetensors import safe_open
 from tiny_run import attempt, ranks, rows, settings, start, train, weights, world
 
-from prefgrpo.config.schema import from_dict
+from prefgrpo.config.loading import from_dict
 from prefgrpo.data.prompts import Prompt
 from prefgrpo.rollout.assignment import assign_batches, slot_prompts
 from prefgrpo.rollout.sampling import Schedules, prompt_sampling

@@ -17,7 +17,7 @@ from families import folder
 from tiny_run import settings, world
 
 from prefgrpo.commands.cli import main
-from prefgrpo.config.schema import from_dict
+from prefgrpo.config.loading import from_dict
 from prefgrpo.models import family
 from prefgrpo.objectives.base import Targets
 from prefgrpo.run.memory import GIB, DenoiserSizes, estimate

@@ -14,7 +14,8 @@ import pytest
 import torch
 from tiny_run import ALONE, BRIGHTNESS, ranks, recipe, rows, settings, trainers, weights, world
 
-from prefgrpo.config.schema import ConfigError, from_dict
+from prefgrpo.config.loading import from_dict
+from prefgrpo.config.recipe import ConfigError
 from prefgrpo.objectives import objective
 from prefgrpo.rewards.base import PointwiseReward, Score
 from prefgrpo.run import trainer as trainer_module

@@ -17,7 +17,7 @@ import pytest
 from PIL import Image
 from report_run import eval_row, make_run, outcomes, train_row
 
-from prefgrpo.config.schema import from_dict
+from prefgrpo.config.loading import from_dict
 from prefgrpo.run import trackers
 from prefgrpo.run.log import Log
 from prefgrpo.run.run_folder import RunFolder

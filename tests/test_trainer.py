@@ -15,7 +15,8 @@ import pytest
 import torch
 from tiny_run import BRIGHTNESS, collect, rows, settings, trainers, world
 
-from prefgrpo.config.schema import ConfigError, from_dict
+from prefgrpo.config.loading import from_dict
+from prefgrpo.config.recipe import ConfigError
 from prefgrpo.objectives.base import Targets
 from prefgrpo.rewards.base import PointwiseReward, Score
 from prefgrpo.rollout.assignment import assign_batches

@@ -27,8 +27,10 @@ import yaml
 
 from prefgrpo import __version__
 from prefgrpo.commands.launch import reports_errors, wait_for_cause, wait_for_first
+from prefgrpo.config.checks import check
+from prefgrpo.config.loading import differences, flat_fields, load, parse
 from prefgrpo.config.recipe import ConfigError, Loader, merge
-from prefgrpo.config.schema import AUTO, MODEL_VALUES, Config, check, differences, flat_fields, load, parse
+from prefgrpo.config.schema import AUTO, MODEL_VALUES, Config
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("prefgrpo.commands.cli:train", "train a model from a recipe; any field can be overridden"),

@@ -11,7 +11,8 @@ import time
 import torch
 import yaml
 
-from prefgrpo.config.schema import AUTO, Config, splits, to_dict
+from prefgrpo.config.loading import to_dict
+from prefgrpo.config.schema import AUTO, Config, splits
 from prefgrpo.data.prompts import prompt_sets
 from prefgrpo.objectives import objective
 from prefgrpo.parallel import world as parallel

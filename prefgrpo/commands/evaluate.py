@@ -24,8 +24,9 @@ import yaml
 
 from prefgrpo.commands.generate import Job, Weights, check_writing, generate_files, make_jobs
 from prefgrpo.commands.score import score_files
-from prefgrpo.config.recipe import Loader, read_yaml
-from prefgrpo.config.schema import Config, ConfigError, JudgeConfig, load
+from prefgrpo.config.loading import load, section
+from prefgrpo.config.recipe import ConfigError, Loader, read_yaml
+from prefgrpo.config.schema import Config, JudgeConfig
 from prefgrpo.data.file_names import Generated, read_media
 from prefgrpo.data.prompts import Prompt, fingerprint, prompt_sets, read_prompts
 from prefgrpo.judge.verdict import PairJudge
@@ -355,7 +356,7 @@ def _judges(config: Config, judge2: str, out: Path, world: World) -> tuple[dict[
     if config.eval.judge and (name in judging.specs(config)[0] or files):  # as in training
         asked["judge"] = judging.judge_config(config, name, config.reward.options.get(name, {}), world)
     if judge2:
-        own = JudgeConfig().override(_mapping(judge2))
+        own = section(JudgeConfig, _mapping(judge2), "judge")
         asked["judge2"] = replace(own, template=own.template or "compare", concurrency=world.share(own.concurrency))
     judges, notes = {}, []
     for label, judge in asked.items():

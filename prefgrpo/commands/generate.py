@@ -19,7 +19,8 @@ from PIL import Image
 from torch import Tensor
 from tqdm import tqdm
 
-from prefgrpo.config.schema import Config, ConfigError, SamplingConfig
+from prefgrpo.config.recipe import ConfigError
+from prefgrpo.config.schema import Config, SamplingConfig
 from prefgrpo.data.file_names import Naming, file_name
 from prefgrpo.data.prompts import DataError, Prompt, read_prompts
 from prefgrpo.models.base import Adapter

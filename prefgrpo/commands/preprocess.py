@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from tqdm import tqdm
 
-from prefgrpo.config.schema import Config, ConfigError
+from prefgrpo.config.recipe import ConfigError
+from prefgrpo.config.schema import Config
 from prefgrpo.data.prompts import prompt_sets
 from prefgrpo.parallel import world as parallel
 from prefgrpo.parallel.world import World

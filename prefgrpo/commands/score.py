@@ -25,8 +25,8 @@ import torch
 import tyro
 from tqdm import tqdm
 
-from prefgrpo.config.recipe import merge, read_yaml
-from prefgrpo.config.schema import Config, ConfigError, RewardConfig
+from prefgrpo.config.recipe import ConfigError, merge, read_yaml
+from prefgrpo.config.schema import Config, RewardConfig
 from prefgrpo.data.file_names import CLIPS, Generated, find, read_media
 from prefgrpo.data.media import Media
 from prefgrpo.data.prompts import DataError, read_prompts

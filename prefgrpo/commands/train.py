@@ -19,8 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prefgrpo.config.recipe import merge, read_yaml
-from prefgrpo.config.schema import MODEL_VALUES, Config, ConfigError, from_dict, to_dict
+from prefgrpo.config.loading import from_dict, to_dict
+from prefgrpo.config.recipe import ConfigError, merge, read_yaml
+from prefgrpo.config.schema import MODEL_VALUES, Config
 from prefgrpo.data.prompts import SOURCE
 from prefgrpo.models import family_of
 from prefgrpo.models.folder import ModelError

@@ -1,18 +1,12 @@
-"""The configuration of a run: frozen dataclasses whose types state the limits, and one validation pass.
+"""The configuration of a run: frozen dataclasses whose types state the limits of every field.
 
-Invariant: `load` either returns a configuration that can run or raises one ConfigError that lists every
-mistake of the recipe at once. Defaults are safe for FLUX.1-dev; recipes override them.
+Defaults are safe for FLUX.1-dev; recipes override them.
 """
 
 from __future__ import annotations
 
-import difflib
-import json
-import math
-from collections.abc import Mapping
-from dataclasses import asdict, field, fields, is_dataclass
-from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from dataclasses import field
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BeforeValidator,
@@ -23,14 +17,8 @@ from pydantic import (
     PlainSerializer,
     PositiveFloat,
     PositiveInt,
-    TypeAdapter,
-    ValidationError,
 )
 from pydantic.dataclasses import dataclass
-
-from prefgrpo.config.recipe import ConfigError, flatten, merge, read_yaml
-
-__all__ = ["Config", "ConfigError", "check", "differences", "from_dict", "load", "parse", "to_dict"]
 
 MODEL_VALUES = "prefgrpo.yaml"
 """File in a model folder with the values that this model needs whatever the recipe."""
@@ -53,7 +41,6 @@ IN_FP32 = ("native", "_native_efficient", "_native_math", "xformers")
 SPLITTING = ("native", "_native_cudnn", "_native_flash", "flash", "flash_hub", "_flash_3_hub")
 """Attention backends that accept fp32, and those that support context parallelism; ring attention needs
 log-sum-exps, which native does not return."""
-T = TypeVar("T")
 Options = dict[str, dict[str, Any]]
 """Options per reward."""
 
@@ -212,14 +199,6 @@ class JudgeConfig:
     patience_steps: NonNegativeInt = 3
     """Steps in a row without information (all ties, always the same side, contradictions when swapped) after which the
     run stops with a checkpoint; 0: only warn."""
-
-    def override(self, own: Mapping[str, Any]) -> JudgeConfig:
-        """This section with some fields replaced. Raises ConfigError for unknown fields and wrong values."""
-        content = asdict(self) | dict(own)
-        try:
-            return TypeAdapter(JudgeConfig).validate_json(json.dumps(content, default=str))
-        except ValidationError as error:
-            raise ConfigError([*_error_messages(error, content, ("judge",)).values()]) from error
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -471,251 +450,3 @@ def splits(c: Config) -> bool:
     """Whether a run splits its denoisers' weights over processes."""
     p = c.parallel
     return p.shard > 1 or (not c.train.lora_rank and p.ring * p.ulysses > 1)
-
-
-def check(c: Config) -> list[str]:
-    """Invalid combinations of values, as 'field: what was expected, what was given'."""
-    r, t, p = c.rollout, c.train, c.parallel
-    high = r.window_high or r.steps - 1
-    rules = [
-        (c.model, "model: expected the folder or hub id of a diffusers pipeline, got nothing"),
-        (c.data.prompts, "data.prompts: expected a file of prompts (txt, csv, tsv, jsonl or parquet), got nothing"),
-        (c.name not in ("", ".", "..") and "/" not in c.name, f"name: expected a folder name, got {c.name!r}"),
-        (r.eta or r.rule == "wan", f"rollout.eta: expected a noise level above 0 to train with, got {r.eta}"),
-        (r.eta <= 1 or not r.rule.startswith("cps"), f"rollout.eta: rule {r.rule} takes 0 … 1, got {r.eta}"),
-        (
-            r.window_low < high <= r.steps,
-            f"rollout.window_low/high: expected 0 <= low < high <= steps ({r.steps}), got {r.window_low} and {high}",
-        ),
-        (
-            max(r.window_steps, default=0) < r.steps,
-            f"rollout.window_steps: expected steps below {r.steps}, got {list(r.window_steps)}",
-        ),
-        (
-            r.window_size <= (many := len(set(r.window_steps)) or max(high - r.window_low, 0)),
-            f"rollout.window_size: expected 0 … {many}, got {r.window_size}",
-        ),
-        (
-            not r.window_per_prompt
-            or ((r.batch_size == AUTO or r.group_size % r.batch_size == 0) and r.window_policy != "progressive"),
-            "rollout.window_per_prompt: expected window_policy random or subset, and a batch_size that divides "
-            f"group_size, got {r.window_policy}, {r.batch_size} and {r.group_size}",
-        ),
-        (
-            not r.window_per_prompt or (t.updates_per_rollout <= r.prompts_per_step and t.update_slices == "prompts"),
-            "rollout.window_per_prompt: expected at most one update per prompt, and train.update_slices: prompts, got "
-            f"{t.updates_per_rollout} updates and {t.update_slices}",
-        ),
-        (
-            t.update_slices == "prompts" or t.updates_per_rollout <= r.group_size,
-            f"train.updates_per_rollout: expected at most group_size = {r.group_size} with train.update_slices: "
-            f"members, got {t.updates_per_rollout}",
-        ),
-        (
-            r.batch_size != AUTO or t.reuse_rollout_forward is not True,
-            "rollout.batch_size: expected a number, because train.reuse_rollout_forward: true keeps the graphs of all "
-            "batches, got auto",
-        ),
-        (
-            not r.staleness or c.checkpoint.every > 1,
-            "checkpoint.every: expected 2 or more, because rollout.staleness: 1 generates no samples ahead across a "
-            f"checkpoint, got {c.checkpoint.every}",
-        ),
-        (
-            r.shift is None or r.sigmas == "published",
-            f"rollout.shift: with rollout.sigmas: pipeline the model folder's scheduler sets the shift; expected none, "
-            f"got {r.shift}; set rollout.sigmas: published to train on sigmas of this shift",
-        ),
-        (
-            r.shift is not None or r.sigmas == "pipeline",
-            "rollout.shift: expected a value for rollout.sigmas: published (Pref-GRPO's scripts: 3), got none",
-        ),
-        (
-            c.judge.backend == "http" or c.judge.model,
-            "judge.model: the local judge needs a folder or hub id",
-        ),
-        (c.judge.backend == "local" or c.judge.endpoints, "judge.endpoints: expected at least one URL, got none"),
-        (
-            (c.judge.timeout_s or 0) <= (c.judge.deadline_s or math.inf),
-            f"judge.deadline_s: expected at least judge.timeout_s ({c.judge.timeout_s}), got {c.judge.deadline_s}",
-        ),
-        (t.kl_coef or t.kl_fraction == 1, f"train.kl_fraction: expected 1 without train.kl_coef, got {t.kl_fraction}"),
-        (t.kl_target is None or t.kl_coef, "train.kl_target: expected a train.kl_coef above 0 to start from, got 0"),
-        (
-            t.kl_form == "gaussian" or not r.rule.startswith(("cps", "ddim")),
-            f"train.kl_form: {t.kl_form} divides by a variance per unit of σ, which rule {r.rule} does not have; "
-            "expected gaussian",
-        ),
-        (splits(c) or not p.keep_gathered, "parallel.keep_gathered: expected parallel.shard above 1, got 1"),
-        (splits(c) or not p.offload, "parallel.offload: expected parallel.shard above 1, got 1"),
-        (
-            c.dtype == "bf16" or c.attention in IN_FP32,
-            f"attention: {c.attention} computes in bf16; expected dtype bf16, got {c.dtype}",
-        ),
-        (
-            p.ring * p.ulysses == 1 or c.attention in SPLITTING,
-            f"attention: expected one of {', '.join(SPLITTING)} under context parallelism, got {c.attention}",
-        ),
-        (
-            p.ring == 1 or c.attention != "native",
-            f"attention: ring attention needs log-sum-exps; expected one of {', '.join(SPLITTING[1:])} (on GPUs), got "
-            "native",
-        ),
-        (
-            r.cache == "none" or not (c.compile or splits(c) or p.ring * p.ulysses > 1),
-            f"rollout.cache: expected none with compile or where parallel splits weights or tokens, got {r.cache}",
-        ),
-        (not c.compile or p.ring * p.ulysses == 1, "compile: expected false under context parallelism, got true"),
-        (not (p.offload and p.keep_gathered), "parallel.offload: expected keep_gathered off (it undoes this), got on"),
-    ]
-    return [text for ok, text in rules if not ok]
-
-
-def options(kind: type[T], content: Mapping[str, Any], name: str) -> T:
-    """A dataclass of options from a mapping called `name`. Raises ConfigError with every mistake in it."""
-    known = [f.name for f in fields(kind)]  # type: ignore[arg-type]
-    listed = ", ".join(known) or "none"
-    unknown = [f"{name}.{key}: unknown key; known keys here: {listed}" for key in content if key not in known]
-    given = {key: value for key, value in content.items() if key in known}
-    try:
-        made = TypeAdapter(kind).validate_json(json.dumps(given, default=str))
-    except ValidationError as error:
-        raise ConfigError([*unknown, *_error_messages(error, given, (name,)).values()]) from error
-    if unknown:
-        raise ConfigError(unknown)
-    return made
-
-
-def load(recipe: str | Path) -> Config:
-    """Configuration from a YAML recipe. Raises ConfigError with every mistake in it."""
-    return _require_valid(*parse(recipe))
-
-
-def from_dict(content: Mapping[str, Any]) -> Config:
-    """Configuration from nested dicts. Raises ConfigError with every mistake in them."""
-    return _require_valid(*_parse_dict(content))
-
-
-def parse(
-    recipe: str | Path | None, model: str = "", overrides: Mapping[str, Any] | None = None
-) -> tuple[Config, list[str]]:
-    """(configuration, mistakes in keys, types and limits) of a YAML recipe (None: of the defaults); wrong entries
-    keep their defaults.
-
-    model: replaces the recipe's. If its folder contains MODEL_VALUES, these values override the recipe's, which were
-    written for another model (a tiny pipeline cannot render 720 pixels). overrides: nested values that override both.
-    The caller runs `check`. Raises ConfigError if a file is missing or not a YAML mapping.
-    """
-    values, own = read_yaml(recipe) if recipe else {}, Path(model) / MODEL_VALUES
-    if model and values.get("model") != model and own.is_file():
-        values = merge(values, read_yaml(own))
-    return _parse_dict(merge(values, dict(overrides or {})))
-
-
-def to_dict(config: Config) -> dict[str, Any]:
-    """Plain nested dict (tuples become lists), as written to the run folder."""
-    return TypeAdapter(Config).dump_python(config, mode="json")
-
-
-def differences(a: Config, b: Config) -> dict[str, tuple[Any, Any]]:
-    """Dotted field name → (value in a, value in b) where they differ."""
-    left, right = flatten(asdict(a)), flatten(asdict(b))
-    both = dict.fromkeys([*left, *right])  # options of rewards may be in one only
-    return {key: (left.get(key), right.get(key)) for key in both if left.get(key) != right.get(key)}
-
-
-def flat_fields(section: Any, prefix: str = "") -> dict[str, Any]:
-    """Dotted name → value of every field below a section."""
-    out: dict[str, Any] = {}
-    for f in fields(section):
-        value = getattr(section, f.name)
-        out |= flat_fields(value, f"{prefix}{f.name}.") if is_dataclass(value) else {prefix + f.name: value}
-    return out
-
-
-def _require_valid(config: Config, errors: list[str]) -> Config:
-    if errors := errors + check(config):
-        raise ConfigError(errors)
-    return config
-
-
-def _parse_dict(content: Mapping[str, Any]) -> tuple[Config, list[str]]:
-    """Like `parse`, for nested dicts."""
-    data: dict[str, Any] = json.loads(json.dumps(content, default=str))
-    errors: list[str] = []
-    while True:
-        try:
-            return TypeAdapter(Config).validate_json(json.dumps(data)), errors  # JSON: lists become tuples
-        except ValidationError as error:
-            wrong = _error_messages(error, data)
-        errors += wrong.values()
-        for *sections, key in wrong:
-            tree = data
-            for section in sections:
-                tree = tree[section]
-            tree.pop(key, None)
-
-
-def _key_path(loc: tuple[int | str, ...], data: Any) -> tuple[str, ...]:
-    """The path of keys in `data` in an error's location, without the indices and union branches that pydantic adds."""
-    keys: list[str] = []
-    for part in loc:
-        if not (isinstance(data, dict) and part in data):
-            break
-        keys.append(str(part))
-        data = data[part]
-    return tuple(keys)
-
-
-EXPECTED = {
-    "bool_type": "true or false",
-    "dataclass_type": "a mapping of keys",
-    "dict_type": "a mapping of keys",
-    "finite_number": "a finite number",
-    "float_type": "a number",
-    "greater_than": "a value above {gt:g}",
-    "greater_than_equal": "{ge:g} or more",
-    "int_type": "a whole number",
-    "less_than": "a value below {lt:g}",
-    "less_than_equal": "at most {le:g}",
-    "literal_error": "{expected}",
-    "string_type": "text",
-    "tuple_type": "a list",
-}
-"""Pydantic's error type → description of the expected value."""
-
-
-def _error_messages(error: ValidationError, data: Any, section: tuple[str, ...] = ()) -> dict[tuple[str, ...], str]:
-    """Key path in `data`, the content of `section` → error message for its value."""
-    errors: dict[tuple[str, ...], list[Any]] = {}
-    for item in error.errors():
-        errors.setdefault(_key_path(item["loc"], data), []).append(item)
-    return {path: _describe_error((*section, *path), items) for path, items in errors.items()}
-
-
-def _describe_error(path: tuple[str, ...], items: list[Any]) -> str:
-    """One message for all errors at a key; a union has one error per branch."""
-    name, came = ".".join(path), items[0]["input"]
-    if items[0]["type"] == "unexpected_keyword_argument":
-        return f"{name}: unknown key; {_suggest_key(path)}"
-    expected = [EXPECTED.get(item["type"], item["msg"]).format(**item.get("ctx", {})) for item in items]
-    trap = " (YAML reads an unquoted on, off, yes or no as true or false)" * isinstance(came, bool)
-    return f"{name}: expected {' or '.join(dict.fromkeys(expected))}, got {came!r}{trap}"
-
-
-def _suggest_key(path: tuple[str, ...]) -> str:
-    """Hint for an unknown key: "did you mean 'train.lr'?", or the keys of its section."""
-    *sections, key = path
-    section: Any = Config()
-    for name in sections:
-        section = getattr(section, name)
-    known, initials = [f.name for f in fields(section)], "".join(word[:1] for word in key.split("_"))
-    near = (
-        difflib.get_close_matches(key, known, n=1, cutoff=0.75)
-        or [name for name in known if name == initials]
-        or [name for name in flat_fields(Config()) if name.split(".")[-1] in (key, initials)]
-        or difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-    )
-    if not near:
-        return f"known keys here: {', '.join(known)}"
-    return f"did you mean '{near[0] if '.' in near[0] else '.'.join((*sections, near[0]))}'?"

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from prefgrpo.config.schema import ConfigError, SamplingConfig
+from prefgrpo.config.recipe import ConfigError
+from prefgrpo.config.schema import SamplingConfig
 
 ATTENTION = r"[a-z_]*blocks\.\d+\.attn\d*"
 """Pattern of module names that TaylorSeer extrapolates; diffusers' own pattern matches no module of Wan or LTX."""

@@ -1,6 +1,7 @@
 """Registry of training objectives: one class per file, derived from `objectives.base.Objective`."""
 
-from prefgrpo.config.schema import TrainConfig, options
+from prefgrpo.config.loading import section
+from prefgrpo.config.schema import TrainConfig
 from prefgrpo.objectives.base import Objective
 from prefgrpo.rewards import load_object
 
@@ -37,4 +38,4 @@ def objective_class(name: str) -> type[Objective]:
 
 def objective(train: TrainConfig) -> Objective:
     """A run's objective with its options set. Raises ValueError for a bad name, ConfigError for bad options."""
-    return options(objective_class(train.objective), train.objective_options, "train.objective_options")
+    return section(objective_class(train.objective), train.objective_options, "train.objective_options")

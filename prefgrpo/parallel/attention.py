@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from prefgrpo.config.schema import Config, ConfigError
+from prefgrpo.config.recipe import ConfigError
+from prefgrpo.config.schema import Config
 from prefgrpo.models.base import Adapter
 from prefgrpo.parallel.mesh import Layout
 

@@ -15,7 +15,8 @@ from typing import NamedTuple
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from prefgrpo.config.schema import Config, ConfigError, ParallelConfig, splits
+from prefgrpo.config.recipe import ConfigError
+from prefgrpo.config.schema import Config, ParallelConfig, splits
 
 DIMENSIONS = ("replicate", "shard", "ring", "ulysses")
 

@@ -25,7 +25,8 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor
 
-from prefgrpo.config.schema import Config, ConfigError
+from prefgrpo.config.recipe import ConfigError
+from prefgrpo.config.schema import Config
 from prefgrpo.parallel.mesh import Layout, device_mesh
 from prefgrpo.parallel.watch import Heartbeat, restart_count
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from prefgrpo.config.loading import section
 from prefgrpo.config.schema import JudgeConfig
 from prefgrpo.judge.verdict import JudgeError, PairJudge
 
@@ -55,5 +56,5 @@ def open_client(judge: Any, template: str) -> tuple[Client, str]:
 
 
 def _config(judge: JudgeConfig | Mapping[str, Any], template: str) -> JudgeConfig:
-    config = judge if isinstance(judge, JudgeConfig) else JudgeConfig().override(judge)
+    config = judge if isinstance(judge, JudgeConfig) else section(JudgeConfig, judge, "judge")
     return replace(config, template=config.template or template)

@@ -17,7 +17,9 @@ from weakref import WeakKeyDictionary
 
 import aiohttp
 
-from prefgrpo.config.schema import ConfigError, JudgeConfig
+from prefgrpo.config.loading import section
+from prefgrpo.config.recipe import ConfigError
+from prefgrpo.config.schema import JudgeConfig
 from prefgrpo.data.media import Media
 from prefgrpo.judge.endpoint import SendError, describe_error, redirect
 from prefgrpo.judge.send import Sender
@@ -59,7 +61,7 @@ class RemoteReward(PointwiseReward):
         options = {key: getattr(self, key) for key in SHARED}
         try:
             endpoints = [url] if isinstance(url, str) else list(url)
-            self._sender = Sender(JudgeConfig().override({"endpoints": endpoints} | options), openai=False)
+            self._sender = Sender(section(JudgeConfig, {"endpoints": endpoints} | options, "judge"), openai=False)
         except ConfigError as error:
             message = "; ".join(mistake.removeprefix("judge.") for mistake in error.mistakes)
             raise RewardError(f"options of reward '{name}': {message}") from error

@@ -24,7 +24,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from prefgrpo.config.schema import Config, ConfigError, SamplingConfig
+from prefgrpo.config.recipe import ConfigError
+from prefgrpo.config.schema import Config, SamplingConfig
 from prefgrpo.data.prompts import DataError, Prompt
 from prefgrpo.models import DTYPES, family, folder
 from prefgrpo.models.base import Adapter, Condition, Sampling

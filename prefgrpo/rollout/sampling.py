@@ -13,7 +13,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from prefgrpo.config.schema import Config, ConfigError, SamplingConfig
+from prefgrpo.config.recipe import ConfigError
+from prefgrpo.config.schema import Config, SamplingConfig
 from prefgrpo.data.prompts import Prompt
 from prefgrpo.models.base import Adapter
 from prefgrpo.objectives import objective
@@ -66,7 +67,7 @@ class Schedules:
         """Sigmas [T + 1], and the σ passed to the model at each step [T], both fp32."""
         if sizes not in self._tables:
             if sizes.sigmas == "published":
-                assert sizes.shift is not None  # schema.check
+                assert sizes.shift is not None  # config.checks
                 sigmas = shifted_sigmas(sizes.steps, sizes.shift)
                 times = sigmas[:-1]
             else:

@@ -16,7 +16,8 @@ from dataclasses import replace
 import torch
 from accelerate.utils.memory import find_executable_batch_size, should_reduce_batch_size
 
-from prefgrpo.config.schema import Config, ConfigError
+from prefgrpo.config.recipe import ConfigError
+from prefgrpo.config.schema import Config
 from prefgrpo.data.prompts import Prompt
 from prefgrpo.models.base import Adapter
 from prefgrpo.objectives import objective

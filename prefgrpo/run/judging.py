@@ -7,14 +7,16 @@ overrides from their own options. Invariant: a judge is opened once per process,
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from prefgrpo.config.schema import Config, ConfigError, JudgeConfig
+from prefgrpo.config.loading import section
+from prefgrpo.config.recipe import ConfigError
+from prefgrpo.config.schema import Config, JudgeConfig
 from prefgrpo.data.media import Media
 from prefgrpo.data.prompts import Prompt
 from prefgrpo.judge.information import ask_known_answers, is_pairwise
@@ -92,7 +94,8 @@ def judge_config(
     """
     template = config.judge.template or "compare" if name == PAIRWISE else load_class(name).template
     try:
-        judge = replace(config.judge, template=template).override(options.get("judge", {}))
+        own = asdict(config.judge) | {"template": template} | options.get("judge", {})
+        judge = section(JudgeConfig, own, "judge")
     except ConfigError as error:
         raise ConfigError([f"reward.options.{name}.{mistake}" for mistake in error.mistakes]) from error
     cache = judge.cache if isinstance(judge.cache, str) else str(folder / "verdicts") if judge.cache and folder else ""

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from prefgrpo.config.schema import Config, ConfigError
+from prefgrpo.config.recipe import ConfigError
+from prefgrpo.config.schema import Config
 from prefgrpo.models import DTYPES, cache, family
 from prefgrpo.models import load as load_model
 from prefgrpo.models.base import Adapter

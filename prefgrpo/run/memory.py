@@ -32,7 +32,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
-from prefgrpo.config.schema import Config, ConfigError, ParallelConfig
+from prefgrpo.config.recipe import ConfigError
+from prefgrpo.config.schema import Config, ParallelConfig
 from prefgrpo.data.prompts import read_prompts
 from prefgrpo.models import DTYPES, family
 from prefgrpo.models.base import Adapter, Condition

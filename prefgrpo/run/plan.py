@@ -12,8 +12,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from prefgrpo.config.recipe import merge
-from prefgrpo.config.schema import AUTO, Config, ConfigError, ParallelConfig, from_dict, to_dict
+from prefgrpo.config.loading import from_dict, to_dict
+from prefgrpo.config.recipe import ConfigError, merge
+from prefgrpo.config.schema import AUTO, Config, ParallelConfig
 from prefgrpo.models import family
 from prefgrpo.objectives import objective
 from prefgrpo.parallel.mesh import Layout, problem

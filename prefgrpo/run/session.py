@@ -21,7 +21,9 @@ from pathlib import Path
 import torch
 import yaml
 
-from prefgrpo.config.schema import AUTO, Config, ConfigError, differences, load, splits, to_dict
+from prefgrpo.config.loading import differences, load, to_dict
+from prefgrpo.config.recipe import ConfigError
+from prefgrpo.config.schema import AUTO, Config, splits
 from prefgrpo.data.prompts import FEWEST_TO_SPLIT, Prompt, fingerprint, prompt_sets
 from prefgrpo.judge.verdict import PairJudge
 from prefgrpo.models.base import Adapter

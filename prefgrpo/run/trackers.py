@@ -23,7 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from prefgrpo.config.schema import Config, to_dict
+from prefgrpo.config.loading import to_dict
+from prefgrpo.config.schema import Config
 from prefgrpo.run.checkpoint import write_atomic
 from prefgrpo.run.run_folder import RunFolder
 

@@ -1,0 +1,174 @@
+"""Makes a configuration from a recipe or from dicts, in one validation pass.
+
+Invariant: `load` either returns a configuration that can run or raises one ConfigError that lists every mistake of the
+recipe at once.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields, is_dataclass
+from functools import reduce
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from prefgrpo.config.checks import check
+from prefgrpo.config.recipe import ConfigError, flatten, merge, read_yaml
+from prefgrpo.config.schema import MODEL_VALUES, Config
+
+T = TypeVar("T")
+
+
+def section(kind: type[T], content: Mapping[str, Any], name: str) -> T:
+    """A section of the configuration, or another dataclass of options, from a mapping called `name`.
+
+    Raises ConfigError with every mistake in it.
+    """
+    known = [f.name for f in fields(kind)]  # type: ignore[arg-type]
+    unknown = [f"{name}.{key}: unknown key; {_suggest_key(name, key, known)}" for key in content if key not in known]
+    given = {key: value for key, value in content.items() if key in known}
+    try:
+        made = TypeAdapter(kind).validate_json(json.dumps(given, default=str))
+    except ValidationError as error:
+        raise ConfigError([*unknown, *_error_messages(error, given, (name,)).values()]) from error
+    if unknown:
+        raise ConfigError(unknown)
+    return made
+
+
+def load(recipe: str | Path) -> Config:
+    """Configuration from a YAML recipe. Raises ConfigError with every mistake in it."""
+    return _require_valid(*parse(recipe))
+
+
+def from_dict(content: Mapping[str, Any]) -> Config:
+    """Configuration from nested dicts. Raises ConfigError with every mistake in them."""
+    return _require_valid(*_parse_dict(content))
+
+
+def parse(
+    recipe: str | Path | None, model: str = "", overrides: Mapping[str, Any] | None = None
+) -> tuple[Config, list[str]]:
+    """(configuration, mistakes in keys, types and limits) of a YAML recipe (None: of the defaults); wrong entries
+    keep their defaults.
+
+    model: replaces the recipe's. If its folder contains MODEL_VALUES, these values override the recipe's, which were
+    written for another model (a tiny pipeline cannot render 720 pixels). overrides: nested values that override both.
+    The caller runs `check`. Raises ConfigError if a file is missing or not a YAML mapping.
+    """
+    values, own = read_yaml(recipe) if recipe else {}, Path(model) / MODEL_VALUES
+    if model and values.get("model") != model and own.is_file():
+        values = merge(values, read_yaml(own))
+    return _parse_dict(merge(values, dict(overrides or {})))
+
+
+def to_dict(config: Config) -> dict[str, Any]:
+    """Plain nested dict (tuples become lists), as written to the run folder."""
+    return TypeAdapter(Config).dump_python(config, mode="json")
+
+
+def differences(a: Config, b: Config) -> dict[str, tuple[Any, Any]]:
+    """Dotted field name → (value in a, value in b) where they differ."""
+    left, right = flatten(asdict(a)), flatten(asdict(b))
+    both = dict.fromkeys([*left, *right])  # options of rewards may be in one only
+    return {key: (left.get(key), right.get(key)) for key in both if left.get(key) != right.get(key)}
+
+
+def flat_fields(section: Any, prefix: str = "") -> dict[str, Any]:
+    """Dotted name → value of every field below a section."""
+    out: dict[str, Any] = {}
+    for f in fields(section):
+        value = getattr(section, f.name)
+        out |= flat_fields(value, f"{prefix}{f.name}.") if is_dataclass(value) else {prefix + f.name: value}
+    return out
+
+
+def _require_valid(config: Config, errors: list[str]) -> Config:
+    if errors := errors + check(config):
+        raise ConfigError(errors)
+    return config
+
+
+def _parse_dict(content: Mapping[str, Any]) -> tuple[Config, list[str]]:
+    """Like `parse`, for nested dicts."""
+    data: dict[str, Any] = json.loads(json.dumps(content, default=str))
+    errors: list[str] = []
+    while True:
+        try:
+            return TypeAdapter(Config).validate_json(json.dumps(data)), errors  # JSON: lists become tuples
+        except ValidationError as error:
+            wrong = _error_messages(error, data)
+        errors += wrong.values()
+        for *sections, key in wrong:
+            tree = data
+            for section in sections:
+                tree = tree[section]
+            tree.pop(key, None)
+
+
+def _key_path(loc: tuple[int | str, ...], data: Any) -> tuple[str, ...]:
+    """The path of keys in `data` in an error's location, without the indices and union branches that pydantic adds."""
+    keys: list[str] = []
+    for part in loc:
+        if not (isinstance(data, dict) and part in data):
+            break
+        keys.append(str(part))
+        data = data[part]
+    return tuple(keys)
+
+
+EXPECTED = {
+    "bool_type": "true or false",
+    "dataclass_type": "a mapping of keys",
+    "dict_type": "a mapping of keys",
+    "finite_number": "a finite number",
+    "float_type": "a number",
+    "greater_than": "a value above {gt:g}",
+    "greater_than_equal": "{ge:g} or more",
+    "int_type": "a whole number",
+    "less_than": "a value below {lt:g}",
+    "less_than_equal": "at most {le:g}",
+    "literal_error": "{expected}",
+    "string_type": "text",
+    "tuple_type": "a list",
+}
+"""Pydantic's error type → description of the expected value."""
+
+
+def _error_messages(error: ValidationError, data: Any, section: tuple[str, ...] = ()) -> dict[tuple[str, ...], str]:
+    """Key path in `data`, the content of `section` → error message for its value."""
+    errors: dict[tuple[str, ...], list[Any]] = {}
+    for item in error.errors():
+        errors.setdefault(_key_path(item["loc"], data), []).append(item)
+    return {path: _describe_error((*section, *path), items) for path, items in errors.items()}
+
+
+def _describe_error(path: tuple[str, ...], items: list[Any]) -> str:
+    """One message for all errors at a key; a union has one error per branch."""
+    name, came = ".".join(path), items[0]["input"]
+    if items[0]["type"] == "unexpected_keyword_argument":
+        *sections, key = path
+        parent = reduce(getattr, sections, Config())
+        known, elsewhere = [f.name for f in fields(parent)], list(flat_fields(Config()))
+        return f"{name}: unknown key; {_suggest_key('.'.join(sections), key, known, elsewhere)}"
+    expected = [EXPECTED.get(item["type"], item["msg"]).format(**item.get("ctx", {})) for item in items]
+    trap = " (YAML reads an unquoted on, off, yes or no as true or false)" * isinstance(came, bool)
+    return f"{name}: expected {' or '.join(dict.fromkeys(expected))}, got {came!r}{trap}"
+
+
+def _suggest_key(section: str, key: str, known: Sequence[str], elsewhere: Sequence[str] = ()) -> str:
+    """Hint for an unknown key: "did you mean 'train.lr'?", or the known keys. elsewhere: keys of other sections."""
+    initials = "".join(word[:1] for word in key.split("_"))
+    near = (
+        difflib.get_close_matches(key, known, n=1, cutoff=0.75)
+        or [name for name in known if name == initials]
+        or [name for name in elsewhere if name.split(".")[-1] in (key, initials)]
+        or difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    )
+    if not near:
+        return f"known keys here: {', '.join(known) or 'none'}"
+    return f"did you mean '{near[0] if '.' in near[0] or not section else f'{section}.{near[0]}'}'?"
