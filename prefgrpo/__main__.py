@@ -1,10 +1,12 @@
 """The `prefgrpo` command, also available as `python -m prefgrpo …` for torchrun."""
 
+import faulthandler
 import sys
 
 
 def main() -> int:
     """Run the command line; if only the ops are installed, print which package is missing."""
+    faulthandler.enable()  # a crash in native code prints every thread's Python stack
     try:
         from prefgrpo.commands.cli import main as run
     except ModuleNotFoundError as error:

@@ -8,6 +8,7 @@ process stops at a named call and waits there, so the signal arrives at the same
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import importlib
 import json
 import multiprocessing
@@ -225,6 +226,7 @@ def _child(argv: list[str], log: str, env: dict[str, str], hook: Callable[[], No
     os.dup2(file, 2)
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    faulthandler.enable()
     os.environ.update(env)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore SIGINT
     if hook is not None:
