@@ -22,7 +22,7 @@ assert not [name for name in tools if shutil.which(name)], "a compiler or build 
 import torch
 
 from prefgrpo import ops
-from prefgrpo.ops.backend import BACKENDS, extension, missing
+from prefgrpo.ops.backend import BACKENDS, extension, unavailable_reason
 
 x, v, noise = torch.randn(3, 4, 6, 16, generator=torch.Generator().manual_seed(0))
 coef = torch.tensor([[0.9, -0.1, 0.5, -2.0, 0.3]])
@@ -38,10 +38,10 @@ def run(backend):
     return step.x_next, step.logp, loss.detach(), leaf.grad
 
 
-assert ops.backend_of("cpu") == "cpu", missing("cpu")
+assert ops.backend_of("cpu") == "cpu", unavailable_reason("cpu")
 ran, want = [], run("torch")
 for backend in BACKENDS:
-    if why := missing(backend):
+    if why := unavailable_reason(backend):
         print(f"  {backend}: {why}")
         continue
     for got, reference in zip(run(backend), want):
