@@ -122,14 +122,14 @@ def normalise_kernel(
     for r in range(rewards):
         row = v_ptr + r * batch
         v = tl.load(row + i, mask=in_batch, other=float("nan"))
-        mean, deviation, differ = moments(row, id_ptr, group, start, end, ddof, False, ROWS, BLOCK)
+        mean, deviation, varies = moments(row, id_ptr, group, start, end, ddof, False, ROWS, BLOCK)
         scale = tl.full((ROWS,), 1.0, tl.float64)
         if STD == 0:
             scale = deviation + eps
         if STD == 1:
             _, global_deviation, _ = moments(row, id_ptr, group, 0, batch, ddof, True, ROWS, BLOCK)
             scale = global_deviation + eps
-        valid = (v == v) & differ
+        valid = (v == v) & varies
         acc += tl.where(valid, tl.load(weight_ptr + r) * ((v - mean) / tl.where(valid, scale, 1.0)), 0.0)
     tl.store(out_ptr + i, acc, mask=in_batch)
 
