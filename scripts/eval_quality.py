@@ -34,7 +34,7 @@ ALL = "clip,hpsv2,hpsv3,pickscore,unifiedreward_alignment,unifiedreward_style,un
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The original's flags."""
+    """Parse the flags of the original script."""
     parser = argparse.ArgumentParser(prog="eval_quality", description="Score a folder of images.")
     add = parser.add_argument
     add("--image_dir", required=True, type=Path, help="folder with generated images")

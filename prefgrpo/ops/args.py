@@ -2,8 +2,8 @@
 
 The fields of an op's NamedTuple are the arguments of torch.ops.prefgrpo.<op>, in order; its `results` allocates the
 tensors that the op returns. Invariant: after `check_affine` all tensors are on one device, x, v and the tensors like
-them have one shape [B, …], and the coefficient table has 5 columns. Tensor values are never read back for a check: for
-an index outside the table, the kernel raises IndexError on the CPU and gives NaN on a GPU.
+them have one shape [B, …], and the coefficient table has 5 columns. No check reads tensor values: for an index outside
+the table, the kernel raises IndexError on the CPU and gives NaN on a GPU.
 """
 
 from __future__ import annotations

@@ -36,12 +36,6 @@ def extension() -> Any | None:
     return importlib.import_module(_EXTENSION_NAME)
 
 
-@lru_cache(None)
-def has_triton() -> bool:
-    """Whether Triton can be imported."""
-    return importlib.util.find_spec("triton") is not None
-
-
 def _interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
@@ -51,7 +45,7 @@ def unavailable_reason(name: str) -> str | None:
     if name == "torch":
         return None
     if name == "triton":
-        if not has_triton():
+        if importlib.util.find_spec("triton") is None:
             return "triton is not installed (pip install triton)"
         return None if _interpreted() or torch.cuda.is_available() else "triton needs a GPU (or TRITON_INTERPRET=1)"
     built = extension()

@@ -166,7 +166,7 @@ class GradOp(Op):
         ]
         if requires_grad and (other := [field for field in requires_grad if field not in self._grad_inputs]):
             allowed = ", ".join(self._grad_inputs)
-            raise ValueError(f"{self.name}: its gradient flows to {allowed} alone; detach {', '.join(other)}")
+            raise ValueError(f"{self.name}: gradients flow only to {allowed}; detach {', '.join(other)}")
         if not torch.compiler.is_compiling():
             dispatched = self.needs_dispatcher(a)
             if dispatched or forward_ad._current_level >= 0:

@@ -35,7 +35,7 @@ class Dpg(Suite):
         if empty := [p.meta["name"] for p in prompts if not p.text]:
             raise DataError(f"{path}: no prompt in {', '.join(empty[:5])}; expected {self.source}")
         if not prompts:
-            raise DataError(f"{path} holds no txt file; expected {self.source}")
+            raise DataError(f"{path} contains no .txt file; expected {self.source}")
         return prompts
 
     def sample_files(self, prompts: Sequence[Prompt], samples: int, out: Path, ending: str) -> list[SampleFile]:

@@ -62,7 +62,7 @@ class GenEval(Suite):
         detector = str(options.get("detector", "prefgrpo.rewards.detectors:Transformers"))
         mmdet = detector == "prefgrpo.rewards.detectors:MMDet"
         by = "the suite's detector, mmdet" if mmdet else f"the detector {detector.rpartition(':')[2]}, not mmdet's"
-        note = "" if mmdet else ": near published numbers, not comparable with them"
+        note = "" if mmdet else ": close to published numbers, but not comparable with them"
         return table(f"Counted by the suite's rule on what {by} finds{note}.", rows, problems(files, scores))
 
     def read_results(self, path: Path) -> Results:

@@ -44,10 +44,10 @@ class T2ICompBench(Suite):
             for k, p in enumerate(read_prompts(file, unique=False) if file.is_file() or not path.is_dir() else ()):
                 text = p.text.split("\t")[0]
                 if set("/_") & set(text) or len(text.encode()) > _MAX_PROMPT_BYTES:
-                    raise DataError(f"{file}: {p}: a file's name cannot hold this prompt as the suite's tools read it")
+                    raise DataError(f"{file}: {p}: unusable as a file name: too long, or contains / or _")
                 prompts.append(Prompt(len(prompts), text, {"category": name, "number": k}, line=p.line))
         if not prompts:
-            raise DataError(f"{path} holds no CATEGORY_val.txt; expected {self.source}")
+            raise DataError(f"{path} contains no CATEGORY_val.txt; expected {self.source}")
         return prompts
 
     def sample_files(self, prompts: Sequence[Prompt], samples: int, out: Path, ending: str) -> list[SampleFile]:
@@ -74,7 +74,7 @@ class T2ICompBench(Suite):
                 raise DataError(f"--results: {file}: expected [{{question_id, answer}}]: {error!r}") from error
             rows.append(Row(name, mean(answers), len(answers)))
         if len(missing) == len(RESULTS):
-            raise DataError(f"--results: {path}: expected {self.results_source}; it holds none")
+            raise DataError(f"--results: {path}: expected {self.results_source}; found none")
         by = f"Read from {path.name}, written by the suite's own tools; each category has its own scale."
         return Results(self.title, by, {}, {"category": rows}, missing)
 

@@ -65,7 +65,8 @@ class VBench(Suite):
 
     def sample_files(self, prompts: Sequence[Prompt], samples: int, out: Path, ending: str) -> list[SampleFile]:
         """videos/PROMPT-3.mp4"""
-        counts = [samples or (FLICKERING_SAMPLES if _flickering(p) else self.samples) for p in prompts]
+        flickering = [FLICKERING in p.meta.get("dimension", ()) for p in prompts]
+        counts = [samples or (FLICKERING_SAMPLES if f else self.samples) for f in flickering]
         folder = out / "videos"
         return [
             (p, k, folder / file_name(p, k, "vbench", ending))
@@ -84,7 +85,7 @@ class VBench(Suite):
                 raise DataError(f"--results: {file}: expected {self.results_source}: {error!r}") from error
         limits = QUALITY | SEMANTIC
         if not scores.keys() & limits.keys():
-            raise DataError(f"--results: {path}: expected {self.results_source}; it holds no dimension of VBench")
+            raise DataError(f"--results: {path}: expected {self.results_source}; found no dimension of VBench")
         normalised = {n: (scores[n] - low) / (high - low) for n, (low, high) in limits.items() if n in scores}
         quality, semantic = _weighted_mean(normalised, QUALITY), _weighted_mean(normalised, SEMANTIC)
         total = None if quality is None or semantic is None else (4 * quality + semantic) / 5
@@ -99,10 +100,6 @@ class VBench(Suite):
             tables,
             [f"no score of {name}" for name in limits if name not in scores],
         )
-
-
-def _flickering(prompt: Prompt) -> bool:
-    return FLICKERING in prompt.meta.get("dimension", ())
 
 
 def _weighted_mean(values: dict[str, float], names: dict[str, tuple[float, float]]) -> float | None:

@@ -1,7 +1,7 @@
 """Train the tiny pairwise judge: `python -m scripts.demo_world.judge OUT --pool BASE.pt ...`.
 
-Three stages, because the pair loss alone stays at chance for a long time; auxiliary heads, which
-are then discarded, teach the parts. (1) The vision tower learns to name colour, shape and place.
+Three stages, because with the pair loss alone accuracy stays at chance for a long time; auxiliary
+heads, later discarded, supervise the steps. (1) The vision tower classifies colour, shape and place.
 (2) All weights train on scene pairs: after layer 1 the token behind each image names the image's
 and the caption's attributes, after layer 2 the three matches, and the last token gives the verdict.
 (3) The same with half of the pairs from generator samples (`judge_data`).
@@ -82,7 +82,7 @@ def attribute_loss(logits: Tensor, attributes: Tensor) -> Tensor:
 
 
 def train_vision(judge: PairJudge, probes: Probes, steps: int) -> float:
-    """Stage 1: the vision tower names what it sees, from both of its outputs."""
+    """Stage 1: colour, shape and place are classified from both outputs of the vision tower."""
 
     def step_loss(step: int) -> tuple[Tensor, dict[str, float]]:
         combos = torch.tensor(scenes.COMBOS)[torch.randint(len(scenes.COMBOS), (128,))]
@@ -173,7 +173,7 @@ def train_judge(config: JudgeConfig) -> PairJudge:
 
 
 def report(judge: PairJudge, name: str, pairs: Pairs) -> str:
-    """Text with the accuracy on pairs that are no ties, per order and over both, and how often the order matters."""
+    """Text with the accuracy on pairs that are not ties, per order and over both, and how often the order matters."""
     captions = [scenes.caption(scenes.Combo(*c), i % 3) for i, c in enumerate(pairs.requested.tolist())]
     forward = judge.prob(pairs.first, pairs.second, captions)
     backward = 1 - judge.prob(pairs.second, pairs.first, captions)
