@@ -17,8 +17,8 @@ namespace advantage {
 
 constexpr double kMissing = std::numeric_limits<double>::quiet_NaN();
 
-inline double read(const void* data, int32_t dtype, int64_t at) {
-  return dtype == kF64 ? static_cast<const double*>(data)[at] : static_cast<const float*>(data)[at];
+inline double load(const void* data, int32_t dtype, int64_t k) {
+  return dtype == kF64 ? static_cast<const double*>(data)[k] : static_cast<const float*>(data)[k];
 }
 
 struct Moments {
@@ -87,14 +87,14 @@ inline void normalise(const AdvantageParams& p, const Groups& g, double* values,
   const int64_t groups = static_cast<int64_t>(g.start.size()) - 1, *order = g.order.data();
   if (p.rank)
     for (int64_t k = 0; k < groups; ++k) rank(values, order, g.start[k], g.start[k + 1]);
-  double overall = 0;
+  double global_std = 0;
   if (p.std_mode == kStdGlobal)
-    overall = deviation(values, order, 0, p.batch, moments(values, order, 0, p.batch), p.ddof);
+    global_std = deviation(values, order, 0, p.batch, moments(values, order, 0, p.batch), p.ddof);
   for (int64_t k = 0; k < groups; ++k) {
     const int64_t from = g.start[k], to = g.start[k + 1];
     const Moments m = moments(values, order, from, to);
     if (!(m.high > m.low)) continue;
-    double scale = overall + p.eps;
+    double scale = global_std + p.eps;
     if (p.std_mode == kStdGroup) scale = deviation(values, order, from, to, m, p.ddof) + p.eps;
     if (p.std_mode == kStdNone) scale = 1.0;
     for (int64_t j = from; j < to; ++j) {
@@ -105,10 +105,10 @@ inline void normalise(const AdvantageParams& p, const Groups& g, double* values,
 }
 
 // One value per sample from its rewards; NaN where a reward of non-zero weight is missing.
-inline double combined(const AdvantageParams& p, int64_t i) {
+inline double combine_rewards(const AdvantageParams& p, int64_t i) {
   double sum = 0, total = 0;
   for (int64_t r = 0; r < p.rewards; ++r) {
-    const double w = p.weights[r], v = read(p.values, p.dtype, r * p.batch + i);
+    const double w = p.weights[r], v = load(p.values, p.dtype, r * p.batch + i);
     if (w == 0) continue;
     total += w;
     sum += p.combine == kGeometric ? w * std::log(v) : p.combine == kHarmonic ? w / v : w * v;
@@ -126,15 +126,15 @@ inline void group(const AdvantageParams& p) {
   for (int64_t r = 0; r < p.rewards; ++r) {
     if (p.weights[r] == 0) continue;
     any = true;
-    for (int64_t i = 0; i < p.batch; ++i) missing[i] |= std::isnan(read(p.values, p.dtype, r * p.batch + i));
+    for (int64_t i = 0; i < p.batch; ++i) missing[i] |= std::isnan(load(p.values, p.dtype, r * p.batch + i));
   }
   if (any && p.combine != kWeightedAdvantageSum) {
-    for (int64_t i = 0; i < p.batch; ++i) value[i] = missing[i] ? kMissing : combined(p, i);
+    for (int64_t i = 0; i < p.batch; ++i) value[i] = missing[i] ? kMissing : combine_rewards(p, i);
     normalise(p, g, value.data(), 1.0, out.data());
   } else if (any) {
     for (int64_t r = 0; r < p.rewards; ++r) {
       if (p.weights[r] == 0) continue;
-      for (int64_t i = 0; i < p.batch; ++i) value[i] = missing[i] ? kMissing : read(p.values, p.dtype, r * p.batch + i);
+      for (int64_t i = 0; i < p.batch; ++i) value[i] = missing[i] ? kMissing : load(p.values, p.dtype, r * p.batch + i);
       normalise(p, g, value.data(), p.weights[r], out.data());
     }
   }
@@ -149,8 +149,8 @@ inline void winrate(const WinrateParams& p) {
   for (int64_t i = 0; i < n; ++i) {
     double wins = 0, count = 0;
     for (int64_t j = 0; j < p.group; ++j) {
-      wins += read(p.wins, p.dtype, i * p.group + j);
-      count += read(p.counts, p.dtype, i * p.group + j);
+      wins += load(p.wins, p.dtype, i * p.group + j);
+      count += load(p.counts, p.dtype, i * p.group + j);
     }
     g.order[i] = i;
     rate[i] = count > 0 ? wins / count : kMissing;

@@ -53,7 +53,7 @@ bool find(const char* name, Choice& out) {
   return true;
 }
 
-Choice& chosen() {
+Choice& selected() {
   static Choice choice = [] {
     Choice best{};
     for (const char* name : {"avx512", "avx2", "plain"})
@@ -65,16 +65,16 @@ Choice& chosen() {
 
 using Launch = void (*CpuKernels::*)(const AffineParams&);
 
-void with_scratch(const AffineParams& given, Launch launch, int planes) {
+void with_scratch(const AffineParams& given, Launch launch, int num_sums) {
   if (given.batch == 0 || given.dim == 0) return;
   for (int64_t i = 0; given.index && i < given.batch; ++i)
     if (given.index[i] < 0 || given.index[i] >= given.rows)
       throw std::out_of_range("index: " + std::to_string(given.index[i]) + " is not within the " +
                               std::to_string(given.rows) + " rows of coef" +
                               (given.index[i] == -1 ? ", or cu_seqlens do not ascend from 0 to all tokens" : ""));
-  const CpuKernels& k = *chosen().kernels;
+  const CpuKernels& k = *selected().kernels;
   AffineParams p = given;
-  const int64_t size = planes * p.batch * k.partials_of(p.dim, p.rescale_dim);
+  const int64_t size = num_sums * p.batch * k.partials_of(p.dim, p.rescale_dim);
   std::unique_ptr<double[]> partial(new double[size + 1]());
   p.partial = partial.get();
   (k.*launch)(p);
@@ -82,14 +82,14 @@ void with_scratch(const AffineParams& given, Launch launch, int planes) {
 
 }  // namespace
 
-const char* isa() { return chosen().name; }
-bool use_isa(const char* name) { return find(name, chosen()); }
+const char* isa() { return selected().name; }
+bool use_isa(const char* name) { return find(name, selected()); }
 
 void launch_affine_step(const AffineParams& p, Stream) { with_scratch(p, &CpuKernels::affine_step, 1); }
 void launch_affine_logp(const AffineParams& p, Stream) { with_scratch(p, &CpuKernels::affine_logp, 3); }
 void launch_affine_grad(const AffineParams& p, Stream) { with_scratch(p, &CpuKernels::affine_grad, 0); }
 void launch_normal(const NormalParams& p, Stream) {
-  if (p.batch && p.dim) chosen().kernels->normal(p);
+  if (p.batch && p.dim) selected().kernels->normal(p);
 }
 
 static void policy_column(const PolicyParams& p, int64_t column) {

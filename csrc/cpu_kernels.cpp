@@ -16,12 +16,12 @@
 namespace prefgrpo {
 namespace PG_ISA {
 
-constexpr int64_t kWorthThreads = 65536;  // elements; below this, waking threads costs more than it saves
-constexpr int kTile = 1024, kTilesPerTask = 8, kWide = 32;
+constexpr int64_t kMinElementsForThreads = 65536;  // below this, waking threads costs more than it saves
+constexpr int kTile = 1024, kTilesPerTask = 8, kNoiseBlocks = 32;
 
 struct Buffers {
   alignas(64) float x[kTile], v[kTile], u[kTile], q[kTile], y[kTile], m[kTile], o[kTile], r[kTile];
-  alignas(64) float noise[kTile + 8 * kWide];
+  alignas(64) float noise[kTile + 8 * kNoiseBlocks];
 };
 
 #if defined(__F16C__)
@@ -60,12 +60,12 @@ static const float* load(const View& t, int64_t i, int64_t start, int n, float* 
   return buffer;
 }
 
-// The memory for a result tile before `store`: the tensor itself if it is fp32, else `buffer`.
-static float* place(const View& t, int64_t i, int64_t start, float* buffer) {
+// Where to compute a result tile: in the tensor itself if it is fp32, else in `buffer`, for `store` to convert.
+static float* result_buffer(const View& t, int64_t i, int64_t start, float* buffer) {
   return t.dtype == kF32 ? static_cast<float*>(t.data) + i * t.stride + start : buffer;
 }
 
-// Rounds `y` to the storage dtype in place and stores it; `y` is what `place` returned if the tensor is fp32.
+// Rounds `y` to the storage dtype in place and stores it; `y` is what `result_buffer` returned if the tensor is fp32.
 static void store(const View& t, int64_t i, int64_t start, int n, float* y, bool keep_rounded) {
   if (t.dtype == kF32) return;
   uint16_t* h = static_cast<uint16_t*>(t.data) + i * t.stride + start;
@@ -79,25 +79,26 @@ static void store(const View& t, int64_t i, int64_t start, int n, float* y, bool
   }
 }
 
-// Noise of the counter blocks first … first + blocks − 1, 4 values each; writes up to kWide − 1 further blocks.
+// Noise of the counter blocks first … first + blocks − 1, 4 values each; writes up to kNoiseBlocks − 1 further blocks.
 static void normals(const NoiseAddress& a, int64_t i, int64_t first, int blocks, float* __restrict out) {
   const Keys keys = keys_of(a.seed);
   const uint32_t step = static_cast<uint32_t>(a.step[i]);
   const uint32_t low = static_cast<uint32_t>(a.sample[i]), high = static_cast<uint32_t>(a.sample[i] >> 32);
-  for (int at = 0; at < blocks; at += kWide) {
-    alignas(64) float z0[kWide], z1[kWide], z2[kWide], z3[kWide];
+  for (int at = 0; at < blocks; at += kNoiseBlocks) {
+    alignas(64) float z0[kNoiseBlocks], z1[kNoiseBlocks], z2[kNoiseBlocks], z3[kNoiseBlocks];
     const uint32_t block = static_cast<uint32_t>(first + at);
-    for (int k = 0; k < kWide; ++k) {
+    for (int k = 0; k < kNoiseBlocks; ++k) {
       const Words w = philox({{block + static_cast<uint32_t>(k), step, low, high}}, keys);
       const Pair p = normal_pair(w.x[0], w.x[1]), q = normal_pair(w.x[2], w.x[3]);
       z0[k] = p.cos_part, z1[k] = p.sin_part, z2[k] = q.cos_part, z3[k] = q.sin_part;
     }
     float* o = out + 4 * at;
-    for (int k = 0; k < kWide; ++k) o[4 * k] = z0[k], o[4 * k + 1] = z1[k], o[4 * k + 2] = z2[k], o[4 * k + 3] = z3[k];
+    for (int k = 0; k < kNoiseBlocks; ++k)
+      o[4 * k] = z0[k], o[4 * k + 1] = z1[k], o[4 * k + 2] = z2[k], o[4 * k + 3] = z3[k];
   }
 }
 
-static const float* addressed(const NoiseAddress& a, int64_t i, int64_t start, int n, float* buffer) {
+static const float* addressed_noise(const NoiseAddress& a, int64_t i, int64_t start, int n, float* buffer) {
   const int64_t from = a.offset + start, first = from / 4;
   const int skip = static_cast<int>(from - 4 * first);
   normals(a, i, first, (skip + n + 3) / 4, buffer);
@@ -143,9 +144,9 @@ static void guide_backward(const AffineParams& p, int64_t i, int64_t start, int 
     for (int k = row; k < row + length; ++k) s.q[k] = guide(c[k], u[k], p.guidance, p.from_cond);
     const double cc = dot(c + row, c + row, length), qq = dot(s.q + row, s.q + row, length);
     const double ratio = qq > 0.0 ? std::sqrt(cc / qq) : 0.0;
-    const double along = qq > 0.0 ? dot(g + row, s.q + row, length) / qq : 0.0;  // (g·q)/‖q‖²
-    const float r = static_cast<float>(ratio), on_q = static_cast<float>(ratio * along);
-    const float on_c = cc > 0.0 ? static_cast<float>(along * std::sqrt(qq / cc)) : 0.0f;
+    const double projection = qq > 0.0 ? dot(g + row, s.q + row, length) / qq : 0.0;  // (g·q)/‖q‖²
+    const float r = static_cast<float>(ratio), on_q = static_cast<float>(ratio * projection);
+    const float on_c = cc > 0.0 ? static_cast<float>(projection * std::sqrt(qq / cc)) : 0.0f;
     for (int k = row; k < row + length; ++k) {
       const float dq = r * g[k] - on_q * s.q[k];
       g[k] = to_c * dq + on_c * c[k];
@@ -172,32 +173,33 @@ constexpr decltype(&step_pass<0, 0, 0>) kStepPass[2][2][2] = PG_PASSES(step_pass
 constexpr decltype(&logp_pass<0, 0, 0>) kLogpPass[2][2][2] = PG_PASSES(logp_pass);
 constexpr decltype(&grad_pass<0, 0, 0>) kGradPass[2][2][2] = PG_PASSES(grad_pass);
 
-static bool plain_types(const AffineParams& p) {
+static bool has_pass(const AffineParams& p) {
   return !p.u.data && p.x.dtype <= kBF16 && p.v.dtype <= kBF16 && p.out.dtype <= kBF16;
 }
 
-static char* at(const View& t, int64_t i, int64_t start) {
+static char* address(const View& t, int64_t i, int64_t start) {
   return static_cast<char*>(t.data) + (i * t.stride + start) * (t.dtype == kF32 ? 4 : 2);
 }
 
 // ---------------------------------------------------------------- step
 static double step_tile(const AffineParams& p, const Row& r, int64_t i, int64_t start, int n, Buffers& s) {
   const bool noisy = p.noise.sample || p.eps.data;
-  if (noisy && r.w != 0.0f && plain_types(p) && !p.mean.data && !p.x0.data) {
-    const float* e = p.noise.sample ? addressed(p.noise, i, start, n, s.noise) : load(p.eps, i, start, n, s.noise);
-    return kStepPass[p.x.dtype][p.v.dtype][p.out.dtype](r, at(p.x, i, start), at(p.v, i, start), e, at(p.out, i, start),
-                                                        n);
+  if (noisy && r.w != 0.0f && has_pass(p) && !p.mean.data && !p.x0.data) {
+    const float* e =
+        p.noise.sample ? addressed_noise(p.noise, i, start, n, s.noise) : load(p.eps, i, start, n, s.noise);
+    return kStepPass[p.x.dtype][p.v.dtype][p.out.dtype](r, address(p.x, i, start), address(p.v, i, start), e,
+                                                        address(p.out, i, start), n);
   }
   const float* x = load(p.x, i, start, n, s.x);
   const float* v = velocity(p, i, start, n, s);
-  const float* e = p.noise.sample ? addressed(p.noise, i, start, n, s.noise)
+  const float* e = p.noise.sample ? addressed_noise(p.noise, i, start, n, s.noise)
                    : p.eps.data   ? load(p.eps, i, start, n, s.noise)
                                   : nullptr;
-  float* m = p.mean.data ? place(p.mean, i, start, s.m) : s.m;
-  float* y = place(p.out, i, start, s.y);
+  float* m = p.mean.data ? result_buffer(p.mean, i, start, s.m) : s.m;
+  float* y = result_buffer(p.out, i, start, s.y);
   if (p.x0.data) {
     const float sigma = p.sigma[p.index ? p.index[i] : i];
-    float* o = place(p.x0, i, start, s.o);
+    float* o = result_buffer(p.x0, i, start, s.o);
     for (int k = 0; k < n; ++k) o[k] = x[k] - sigma * v[k];
     store(p.x0, i, start, n, o, false);
   }
@@ -222,9 +224,9 @@ struct Sums {
 };
 
 static void logp_tile(const AffineParams& p, const Row& r, int64_t i, int64_t start, int n, Buffers& s, Sums& sum) {
-  if (r.w != 0.0f && plain_types(p) && !p.v_ref.data && !p.v_old.data) {
-    sum.logp +=
-        kLogpPass[p.x.dtype][p.v.dtype][p.out.dtype](r, at(p.x, i, start), at(p.v, i, start), at(p.out, i, start), n);
+  if (r.w != 0.0f && has_pass(p) && !p.v_ref.data && !p.v_old.data) {
+    sum.logp += kLogpPass[p.x.dtype][p.v.dtype][p.out.dtype](r, address(p.x, i, start), address(p.v, i, start),
+                                                             address(p.out, i, start), n);
     return;
   }
   const float* x = load(p.x, i, start, n, s.x);
@@ -245,15 +247,15 @@ static void logp_tile(const AffineParams& p, const Row& r, int64_t i, int64_t st
 
 static void grad_tile(const AffineParams& p, const Row& r, const GradScale& g, int64_t i, int64_t start, int n,
                       Buffers& s) {
-  if (g.logp != 0.f && plain_types(p) && p.dv.dtype == p.v.dtype && !p.v_ref.data && !p.v_old.data) {
-    kGradPass[p.x.dtype][p.v.dtype][p.out.dtype](r, g.logp, at(p.x, i, start), at(p.v, i, start), at(p.out, i, start),
-                                                 at(p.dv, i, start), n);
+  if (g.logp != 0.f && has_pass(p) && p.dv.dtype == p.v.dtype && !p.v_ref.data && !p.v_old.data) {
+    kGradPass[p.x.dtype][p.v.dtype][p.out.dtype](r, g.logp, address(p.x, i, start), address(p.v, i, start),
+                                                 address(p.out, i, start), address(p.dv, i, start), n);
     return;
   }
   const float* x = load(p.x, i, start, n, s.x);
   const float* y = load(p.out, i, start, n, s.y);
   const float* v = velocity(p, i, start, n, s);
-  float* d = place(p.dv, i, start, s.r);
+  float* d = result_buffer(p.dv, i, start, s.r);
   for (int k = 0; k < n; ++k) d[k] = scaled(g.logp, y[k] - mean_of(r, x[k], v[k]));
   if (p.v_ref.data && g.kl != 0.f) {
     const float* ref = load(p.v_ref, i, start, n, s.o);
@@ -264,7 +266,7 @@ static void grad_tile(const AffineParams& p, const Row& r, const GradScale& g, i
     for (int k = 0; k < n; ++k) d[k] += g.guard * (y[k] - mean_of(r, x[k], old[k]));
   }
   if (p.u.data) {
-    float* du = place(p.du, i, start, s.o);
+    float* du = result_buffer(p.du, i, start, s.o);
     guide_backward(p, i, start, n, d, du, s);
     store(p.du, i, start, n, du, false);
   }
@@ -277,7 +279,7 @@ template <class Body>
 static void for_tiles(int64_t batch, int64_t dim, int tile, int threads, Body body) {
   const int64_t span = static_cast<int64_t>(tile) * kTilesPerTask, per_sample = (dim + span - 1) / span;
   const int64_t tasks = batch * per_sample;
-  if (batch * dim < kWorthThreads) threads = 1;
+  if (batch * dim < kMinElementsForThreads) threads = 1;
   if (threads > tasks) threads = static_cast<int>(tasks);
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
   for (int64_t t = 0; t < tasks; ++t) {
@@ -292,7 +294,7 @@ static int64_t partials_of(int64_t dim, int64_t rescale_dim) {
   return (dim + span - 1) / span;
 }
 
-static double total(const double* partial, int64_t i, int64_t n) {
+static double sum_partials(const double* partial, int64_t i, int64_t n) {
   double sum = 0.0;
   for (int64_t k = 0; k < n; ++k) sum += partial[i * n + k];
   return sum;
@@ -304,7 +306,7 @@ static void affine_step(const AffineParams& p) {
             [&p](int64_t i, int64_t at, int len, int64_t task, Buffers& s) {
               p.partial[task] += step_tile(p, row_of(p, i), i, at, len, s);
             });
-  for (int64_t i = 0; i < p.batch; ++i) p.logp[i] = finish_logp(row_of(p, i), total(p.partial, i, n), p.dim);
+  for (int64_t i = 0; i < p.batch; ++i) p.logp[i] = finish_logp(row_of(p, i), sum_partials(p.partial, i, n), p.dim);
 }
 
 static void affine_logp(const AffineParams& p) {
@@ -319,9 +321,9 @@ static void affine_logp(const AffineParams& p) {
             });
   for (int64_t i = 0; i < p.batch; ++i) {
     const Row r = row_of(p, i);
-    p.logp[i] = finish_logp(r, total(p.partial, i, n), p.dim);
-    if (p.kl) p.kl[i] = finish_kl(r, total(p.partial + plane, i, n), p.dim);
-    if (p.guard) p.guard[i] = finish_guard(r, total(p.partial + 2 * plane, i, n), p.dim);
+    p.logp[i] = finish_logp(r, sum_partials(p.partial, i, n), p.dim);
+    if (p.kl) p.kl[i] = finish_kl(r, sum_partials(p.partial + plane, i, n), p.dim);
+    if (p.guard) p.guard[i] = finish_guard(r, sum_partials(p.partial + 2 * plane, i, n), p.dim);
   }
 }
 
@@ -337,8 +339,8 @@ static void affine_grad(const AffineParams& p) {
 
 static void normal(const NormalParams& p) {
   for_tiles(p.batch, p.dim, kTile, p.threads, [&p](int64_t i, int64_t at, int len, int64_t, Buffers& s) {
-    const float* z = addressed(p.noise, i, at, len, s.noise);
-    float* y = place(p.out, i, at, s.y);
+    const float* z = addressed_noise(p.noise, i, at, len, s.noise);
+    float* y = result_buffer(p.out, i, at, s.y);
     for (int k = 0; k < len; ++k) y[k] = z[k];
     store(p.out, i, at, len, y, false);
   });

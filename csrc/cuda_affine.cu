@@ -17,25 +17,25 @@ constexpr int kThreads = 128, kWarps = kThreads / 32, kTile = kThreads * kVector
 enum Noise { kNone, kGiven, kAddressed };
 
 // How a launch is split: elements per block, elements of a sample's last block, and the least number of remaining
-// elements for a whole tile (1024; no tile is whole if any tensor's samples are not 16-byte aligned). Also noise keys.
-struct Cut {
-  int block, last, whole;
+// elements for a full tile (1024; no tile is full if any tensor's samples are not 16-byte aligned). Also noise keys.
+struct Split {
+  int block, last, min_full;
   Keys keys;
 };
 
-PG_DEVICE int64_t block_start(const Cut& cut) {
-  return static_cast<int64_t>(blockIdx.y) * static_cast<unsigned>(cut.block);
+PG_DEVICE int64_t block_start(const Split& split) {
+  return static_cast<int64_t>(blockIdx.y) * static_cast<unsigned>(split.block);
 }
 
-PG_DEVICE Tile first_tile(const Cut& cut) {
-  const int left = blockIdx.y + 1 == gridDim.y ? cut.last : cut.block;
-  return {0, left, left >= cut.whole};
+PG_DEVICE Tile first_tile(const Split& split) {
+  const int left = blockIdx.y + 1 == gridDim.y ? split.last : split.block;
+  return {0, left, left >= split.min_full};
 }
 
 // Advances to the next tile; false after the block's last.
-PG_DEVICE bool next(const Cut& cut, Tile& at) {
-  at.from += kTile, at.left -= kTile, at.whole = at.left >= cut.whole;
-  return at.left > 0;
+PG_DEVICE bool next(const Split& split, Tile& tile) {
+  tile.from += kTile, tile.left -= kTile, tile.full = tile.left >= split.min_full;
+  return tile.left > 0;
 }
 
 // ---------------------------------------------------------------- addressed noise
@@ -48,28 +48,29 @@ PG_DEVICE Counter counter_of(const NoiseAddress& a, int64_t i) {
   return {static_cast<uint32_t>(a.step[i]), static_cast<uint32_t>(id), static_cast<uint32_t>(id >> 32)};
 }
 
-PG_DEVICE void four(const Keys& keys, const Counter& c, uint32_t block, float* z) {
+PG_DEVICE void four_normals(const Keys& keys, const Counter& c, uint32_t block, float* z) {
   const Words w = philox({{block, c.step, c.low, c.high}}, keys);
   const Pair p = normal_pair(w.x[0], w.x[1]), q = normal_pair(w.x[2], w.x[3]);
   z[0] = p.cos_part, z[1] = p.sin_part, z[2] = q.cos_part, z[3] = q.sin_part;
 }
 
 // Noise of a tile: two counter blocks per thread, a third if `any_offset` and 4 does not divide the offset; 0 past D.
-PG_DEVICE void addressed(const Cut& cut, const NoiseAddress& a, const Counter& c, const Tile& at, bool any_offset,
-                         Values& e) {
-  const uint32_t block = static_cast<uint32_t>((a.offset + block_start(cut)) >> 2) + (at.from / 4 + threadIdx.x * 2);
+PG_DEVICE void addressed_noise(const Split& split, const NoiseAddress& a, const Counter& c, const Tile& tile,
+                               bool any_offset, Values& e) {
+  const uint32_t block =
+      static_cast<uint32_t>((a.offset + block_start(split)) >> 2) + (tile.from / 4 + threadIdx.x * 2);
   const int skip = any_offset ? static_cast<int>(a.offset & 3) : 0;
-  four(cut.keys, c, block, e.v), four(cut.keys, c, block + 1, e.v + 4);
+  four_normals(split.keys, c, block, e.v), four_normals(split.keys, c, block + 1, e.v + 4);
   if (skip != 0) {
-    float more[4];
-    four(cut.keys, c, block + 2, more);
+    float extra[4];
+    four_normals(split.keys, c, block + 2, extra);
     for (int s = 0; s < skip; ++s) {
       for (int j = 0; j < kVector - 1; ++j) e[j] = e[j + 1];
-      e[kVector - 1] = more[0], more[0] = more[1], more[1] = more[2];
+      e[kVector - 1] = extra[0], extra[0] = extra[1], extra[1] = extra[2];
     }
   }
-  if (at.whole) return;
-  const int n = at.count();
+  if (tile.full) return;
+  const int n = tile.count();
   for (int j = 0; j < kVector; ++j) e[j] = j < n ? e[j] : 0.f;
 }
 
@@ -103,9 +104,9 @@ PG_DEVICE Norm norm_of(double cc, double qq, double gq, double gg, int lanes) {
   const double ratio = qq > 0 ? sqrt(cc / qq) : 0;
   if (!kBackward) return {static_cast<float>(ratio), 0.f, 0.f, true};
   gq = warp_sum(gq, lanes), gg = warp_sum(gg, lanes);
-  const double along = qq > 0 ? gq / qq : 0;
-  return {static_cast<float>(ratio), static_cast<float>(ratio * along),
-          cc > 0 ? static_cast<float>(along * sqrt(qq / cc)) : 0.f, gg != 0};
+  const double projection = qq > 0 ? gq / qq : 0;
+  return {static_cast<float>(ratio), static_cast<float>(ratio * projection),
+          cc > 0 ? static_cast<float>(projection * sqrt(qq / cc)) : 0.f, gg != 0};
 }
 
 template <bool kBackward>
@@ -119,7 +120,7 @@ PG_DEVICE Norm norm_of(const AffineParams& p, const Values& c, const Values& q, 
 }
 
 // Turns dv of the guided velocity (in d) into the gradients in c (in d) and in u (in du).
-PG_DEVICE void guide_back(const AffineParams& p, const Norm& n, float c, float q, float& d, float& du) {
+PG_DEVICE void guide_backward(const AffineParams& p, const Norm& n, float c, float q, float& d, float& du) {
   const float to_c = p.from_cond ? 1.0f + p.guidance : p.guidance, to_u = p.from_cond ? -p.guidance : 1.0f - p.guidance;
   const float dq = p.rescale_dim ? n.ratio * d - n.on_q * q : d;
   du = n.used ? to_u * dq : 0.f;
@@ -140,18 +141,18 @@ PG_DEVICE Values velocity(const AffineParams& p, const Stream<kType>& v, const S
 }
 
 // Adds this block's sums in a fixed order. True only in thread 0 of the sample's last block, where `sums` are totals.
-template <int kPlanes>
-PG_DEVICE bool reduce(const AffineParams& p, double (&sums)[kPlanes]) {
-  __shared__ double warps[kPlanes][kWarps];
+template <int kSums>
+PG_DEVICE bool reduce(const AffineParams& p, double (&sums)[kSums]) {
+  __shared__ double warps[kSums][kWarps];
   __shared__ bool last;
   const int64_t i = blockIdx.x, chunks = gridDim.y;
-  for (int k = 0; k < kPlanes; ++k) {
+  for (int k = 0; k < kSums; ++k) {
     const double sum = warp_sum(sums[k]);
     if (threadIdx.x % 32 == 0) warps[k][threadIdx.x / 32] = sum;
   }
   __syncthreads();
   if (threadIdx.x == 0) {
-    for (int k = 0; k < kPlanes; ++k) {
+    for (int k = 0; k < kSums; ++k) {
       double sum = 0;
       for (int w = 0; w < kWarps; ++w) sum += warps[k][w];
       p.partial[(k * p.batch + i) * chunks + blockIdx.y] = sum;
@@ -162,7 +163,7 @@ PG_DEVICE bool reduce(const AffineParams& p, double (&sums)[kPlanes]) {
   __syncthreads();
   if (!last || threadIdx.x >= 32) return false;
   __threadfence();
-  for (int k = 0; k < kPlanes; ++k) {
+  for (int k = 0; k < kSums; ++k) {
     double sum = 0;
     for (int64_t j = threadIdx.x; j < chunks; j += 32) sum += __ldcg(p.partial + (k * p.batch + i) * chunks + j);
     sums[k] = warp_sum(sum);
@@ -174,68 +175,68 @@ PG_DEVICE bool reduce(const AffineParams& p, double (&sums)[kPlanes]) {
 // ---------------------------------------------------------------- kernels: kLatent is the dtype of x and x'
 template <int kLatent, int kVelocity, int kNoise>
 __global__ void __launch_bounds__(kThreads, kVelocity == kAny ? 5 : 9)
-    step_kernel(const __grid_constant__ AffineParams p, const __grid_constant__ Cut cut) {
-  constexpr bool kMore = kVelocity == kAny;
+    step_kernel(const __grid_constant__ AffineParams p, const __grid_constant__ Split split) {
+  constexpr bool kGeneral = kVelocity == kAny;
   begin();
-  const int64_t i = blockIdx.x, start = block_start(cut);
+  const int64_t i = blockIdx.x, start = block_start(split);
   Stream<kLatent> x_(p.x, i, start), out_(p.out, i, start);
   Stream<kVelocity> v_(p.v, i, start);
   Stream<kAny> u_(p.u, i, start), eps_(p.eps, i, start);
   Row r{};
   Counter counter{};
   float acc = 0.f;
-  Tile at = first_tile(cut);
+  Tile tile = first_tile(split);
   bool first = true;
   do {
-    x_.fetch(at), v_.fetch(at);
-    if (kMore && p.u.data) u_.fetch(at);
-    if (kNoise == kGiven) eps_.fetch(at);
+    x_.fetch(tile), v_.fetch(tile);
+    if (kGeneral && p.u.data) u_.fetch(tile);
+    if (kNoise == kGiven) eps_.fetch(tile);
     if (first) {
       r = row_of(p, i);
       if (kNoise == kAddressed) counter = counter_of(p.noise, i);
     }
     first = false;
     Values e{}, mean, y;
-    if (kNoise == kAddressed) addressed(cut, p.noise, counter, at, kMore, e);
+    if (kNoise == kAddressed) addressed_noise(split, p.noise, counter, tile, kGeneral, e);
     if (kNoise == kGiven) e = eps_.values();
     const Values x = x_.values(), v = velocity(p, v_, u_);
-    if (kMore && p.x0.data) {
+    if (kGeneral && p.x0.data) {
       const int64_t row = p.index ? p.index[i] : i;
       const float sigma = row >= 0 && row < p.rows ? p.sigma[row] : r.a;
       for (int j = 0; j < kVector; ++j) y[j] = x[j] - sigma * v[j];
-      Stream<kAny>(p.x0, i, start).store(at, y);
+      Stream<kAny>(p.x0, i, start).store(tile, y);
     }
     for (int j = 0; j < kVector; ++j) {
       mean[j] = mean_of(r, x[j], v[j]);
       y[j] = kNoise == kNone ? mean[j] : mean[j] + r.s * e[j];
     }
-    if (kMore && p.mean.data) Stream<kF32>(p.mean, i, start).store(at, mean);
-    out_.store(at, y);
+    if (kGeneral && p.mean.data) Stream<kF32>(p.mean, i, start).store(tile, mean);
+    out_.store(tile, y);
     y = out_.values();
     for (int j = 0; j < kVector; ++j) acc = fma_(y[j] - mean[j], y[j] - mean[j], acc);
-  } while (next(cut, at));
+  } while (next(split, tile));
   double sums[1] = {acc};
   if (reduce(p, sums)) p.logp[i] = finish_logp(row_of(p, i), sums[0], p.dim);
 }
 
 template <int kLatent, int kVelocity>
 __global__ void __launch_bounds__(kThreads, kVelocity == kAny ? 5 : 9)
-    logp_kernel(const __grid_constant__ AffineParams p, const __grid_constant__ Cut cut) {
-  constexpr bool kMore = kVelocity == kAny;
+    logp_kernel(const __grid_constant__ AffineParams p, const __grid_constant__ Split split) {
+  constexpr bool kGeneral = kVelocity == kAny;
   begin();
-  const int64_t i = blockIdx.x, start = block_start(cut);
+  const int64_t i = blockIdx.x, start = block_start(split);
   Stream<kLatent> x_(p.x, i, start), y_(p.out, i, start);
   Stream<kVelocity> v_(p.v, i, start);
   Stream<kAny> u_(p.u, i, start), ref_(p.v_ref, i, start), old_(p.v_old, i, start);
   Row r{};
   float acc = 0.f, kl = 0.f, guard = 0.f;
-  Tile at = first_tile(cut);
+  Tile tile = first_tile(split);
   bool first = true;
   do {
-    x_.fetch(at), v_.fetch(at), y_.fetch(at);
-    if (kMore && p.u.data) u_.fetch(at);
-    if (kMore && p.kl) ref_.fetch(at);
-    if (kMore && p.guard) old_.fetch(at);
+    x_.fetch(tile), v_.fetch(tile), y_.fetch(tile);
+    if (kGeneral && p.u.data) u_.fetch(tile);
+    if (kGeneral && p.kl) ref_.fetch(tile);
+    if (kGeneral && p.guard) old_.fetch(tile);
     if (first) r = row_of(p, i);
     first = false;
     const Values x = x_.values(), v = velocity(p, v_, u_), y = y_.values();
@@ -243,47 +244,47 @@ __global__ void __launch_bounds__(kThreads, kVelocity == kAny ? 5 : 9)
       const float d = y[j] - mean_of(r, x[j], v[j]);
       acc = fma_(d, d, acc);
     }
-    if (kMore && p.kl) {
+    if (kGeneral && p.kl) {
       const Values o = ref_.values();
       for (int j = 0; j < kVector; ++j) kl = fma_(v[j] - o[j], v[j] - o[j], kl);
     }
-    if (kMore && p.guard) {
+    if (kGeneral && p.guard) {
       const Values o = old_.values();
       for (int j = 0; j < kVector; ++j) guard = fma_(y[j] - mean_of(r, x[j], o[j]), v[j] - o[j], guard);
     }
-  } while (next(cut, at));
-  double sums[kMore ? 3 : 1] = {acc};
-  if (kMore) sums[kMore] = kl, sums[2 * kMore] = guard;
+  } while (next(split, tile));
+  double sums[kGeneral ? 3 : 1] = {acc};
+  if (kGeneral) sums[kGeneral] = kl, sums[2 * kGeneral] = guard;
   if (!reduce(p, sums)) return;
   r = row_of(p, i);
   p.logp[i] = finish_logp(r, sums[0], p.dim);
-  if (kMore && p.kl) p.kl[i] = finish_kl(r, sums[kMore], p.dim);
-  if (kMore && p.guard) p.guard[i] = finish_guard(r, sums[2 * kMore], p.dim);
+  if (kGeneral && p.kl) p.kl[i] = finish_kl(r, sums[kGeneral], p.dim);
+  if (kGeneral && p.guard) p.guard[i] = finish_guard(r, sums[2 * kGeneral], p.dim);
 }
 
 template <int kLatent, int kVelocity>
 __global__ void __launch_bounds__(kThreads, kVelocity == kAny ? 5 : 9)
-    grad_kernel(const __grid_constant__ AffineParams p, const __grid_constant__ Cut cut) {
-  constexpr bool kMore = kVelocity == kAny;
+    grad_kernel(const __grid_constant__ AffineParams p, const __grid_constant__ Split split) {
+  constexpr bool kGeneral = kVelocity == kAny;
   __shared__ GradScale scale;
   begin();
-  const int64_t i = blockIdx.x, start = block_start(cut);
+  const int64_t i = blockIdx.x, start = block_start(split);
   Stream<kLatent> x_(p.x, i, start), y_(p.out, i, start);
   Stream<kVelocity> v_(p.v, i, start), dv_(p.dv, i, start);
   Stream<kAny> u_(p.u, i, start), ref_(p.v_ref, i, start), old_(p.v_old, i, start), du_(p.du, i, start);
   Row r{};
-  Tile at = first_tile(cut);
+  Tile tile = first_tile(split);
   bool first = true;
   do {
-    x_.fetch(at), v_.fetch(at), y_.fetch(at);
-    if (kMore && p.u.data) u_.fetch(at);
-    if (kMore && p.g_kl) ref_.fetch(at);
-    if (kMore && p.g_guard) old_.fetch(at);
+    x_.fetch(tile), v_.fetch(tile), y_.fetch(tile);
+    if (kGeneral && p.u.data) u_.fetch(tile);
+    if (kGeneral && p.g_kl) ref_.fetch(tile);
+    if (kGeneral && p.g_guard) old_.fetch(tile);
     if (first) {
       r = row_of(p, i);
       if (threadIdx.x == 0)  // fp64 divisions, once per block
-        scale = grad_scale(r, p.dim, p.g_logp ? p.g_logp[i] : 0.f, kMore && p.g_kl ? p.g_kl[i] : 0.f,
-                           kMore && p.g_guard ? p.g_guard[i] : 0.f);
+        scale = grad_scale(r, p.dim, p.g_logp ? p.g_logp[i] : 0.f, kGeneral && p.g_kl ? p.g_kl[i] : 0.f,
+                           kGeneral && p.g_guard ? p.g_guard[i] : 0.f);
       __syncthreads();
     }
     first = false;
@@ -291,15 +292,15 @@ __global__ void __launch_bounds__(kThreads, kVelocity == kAny ? 5 : 9)
     const Values x = x_.values(), v = velocity(p, v_, u_), y = y_.values();
     Values d, o;
     for (int j = 0; j < kVector; ++j) d[j] = scaled(g.logp, y[j] - mean_of(r, x[j], v[j]));
-    if (kMore && p.g_kl && g.kl != 0.f) {
+    if (kGeneral && p.g_kl && g.kl != 0.f) {
       o = ref_.values();
       for (int j = 0; j < kVector; ++j) d[j] += g.kl * (v[j] - o[j]);
     }
-    if (kMore && p.g_guard && g.guard != 0.f) {
+    if (kGeneral && p.g_guard && g.guard != 0.f) {
       o = old_.values();
       for (int j = 0; j < kVector; ++j) d[j] += g.guard * (y[j] - mean_of(r, x[j], o[j]));
     }
-    if (kMore && p.u.data) {
+    if (kGeneral && p.u.data) {
       const Values c = v_.values(), u = u_.values();
       Values q{};
       Norm n{1.f, 0.f, 0.f, true};
@@ -307,25 +308,25 @@ __global__ void __launch_bounds__(kThreads, kVelocity == kAny ? 5 : 9)
         for (int j = 0; j < kVector; ++j) q[j] = guide(c[j], u[j], p.guidance, p.from_cond);
         n = norm_of<true>(p, c, q, d);
       }
-      for (int j = 0; j < kVector; ++j) guide_back(p, n, c[j], q[j], d[j], o[j]);
-      du_.store(at, o);
+      for (int j = 0; j < kVector; ++j) guide_backward(p, n, c[j], q[j], d[j], o[j]);
+      du_.store(tile, o);
     }
-    dv_.store(at, d);
-  } while (next(cut, at));
+    dv_.store(tile, d);
+  } while (next(split, tile));
 }
 
 __global__ void __launch_bounds__(kThreads, 9)
-    normal_kernel(const __grid_constant__ NormalParams p, const __grid_constant__ Cut cut) {
+    normal_kernel(const __grid_constant__ NormalParams p, const __grid_constant__ Split split) {
   begin();
   const int64_t i = blockIdx.x;
   const Counter counter = counter_of(p.noise, i);
-  Stream<kAny> out(p.out, i, block_start(cut));
-  Tile at = first_tile(cut);
+  Stream<kAny> out(p.out, i, block_start(split));
+  Tile tile = first_tile(split);
   do {
     Values e;
-    addressed(cut, p.noise, counter, at, true, e);
-    out.store(at, e);
-  } while (next(cut, at));
+    addressed_noise(split, p.noise, counter, tile, true, e);
+    out.store(tile, e);
+  } while (next(split, tile));
 }
 
 // Guidance with the norm restored, for rows that the affine kernels cannot handle (`fuses_norm`): one warp per row.
@@ -337,50 +338,50 @@ __global__ void __launch_bounds__(kThreads) guide_kernel(const __grid_constant__
   const int64_t i = warp / rows, from = (warp % rows) * p.rescale_dim;
   double cc = 0, qq = 0, gq = 0, gg = 0;
   for (int64_t k = from + threadIdx.x % 32; k < from + p.rescale_dim; k += 32) {
-    const float c = one(p.v, i, k), q = guide(c, one(p.u, i, k), p.guidance, p.from_cond);
+    const float c = load_element(p.v, i, k), q = guide(c, load_element(p.u, i, k), p.guidance, p.from_cond);
     cc += static_cast<double>(c) * c, qq += static_cast<double>(q) * q;
     if (!kBackward) continue;
-    const float g = one(p.eps, i, k);
+    const float g = load_element(p.eps, i, k);
     gq += static_cast<double>(g) * q, gg += fabsf(g);
   }
   const Norm n = norm_of<kBackward>(cc, qq, gq, gg, 32);
   for (int64_t k = from + threadIdx.x % 32; k < from + p.rescale_dim; k += 32) {
-    const float c = one(p.v, i, k), q = guide(c, one(p.u, i, k), p.guidance, p.from_cond);
+    const float c = load_element(p.v, i, k), q = guide(c, load_element(p.u, i, k), p.guidance, p.from_cond);
     if (!kBackward) {
-      put(p.out, i, k, q * n.ratio);
+      store_element(p.out, i, k, q * n.ratio);
       continue;
     }
-    float d = one(p.eps, i, k), du;
-    guide_back(p, n, c, q, d, du);
-    put(p.dv, i, k, d), put(p.du, i, k, du);
+    float d = load_element(p.eps, i, k), du;
+    guide_backward(p, n, c, q, d, du);
+    store_element(p.dv, i, k, d), store_element(p.du, i, k, du);
   }
 }
 
 // ---------------------------------------------------------------- launches
-bool aligned(std::initializer_list<View> views) {
+bool all_aligned(std::initializer_list<View> views) {
   for (const View& t : views)
     if ((reinterpret_cast<uintptr_t>(t.data) | static_cast<uintptr_t>(t.stride * (t.dtype == kF32 ? 4 : 2))) & 15)
       return false;
   return true;
 }
 
-// More tiles per block for larger samples: 4 of FLUX 512² fill 132 multiprocessors, and video wastes no time on sums.
-// A sample has at most 2^15 blocks.
+// More tiles per block for larger samples: a batch of 4 at FLUX 512² still fills 132 multiprocessors, and a video has
+// few partial sums to add. A sample has at most 2^15 blocks.
 int tiles_of(int64_t dim) {
-  const int64_t few = dim >> 17 < 1 ? 1 : dim >> 17 > 8 ? 8 : dim >> 17, many = dim >> 25;
-  return static_cast<int>(few > many ? few : many);
+  const int64_t small = dim >> 17 < 1 ? 1 : dim >> 17 > 8 ? 8 : dim >> 17, large = dim >> 25;
+  return static_cast<int>(small > large ? small : large);
 }
 
 template <class Params>
-const char* launch(void (*kernel)(Params, Cut), const Params& p, bool is_aligned, cuda::Stream stream) {
+const char* launch(void (*kernel)(Params, Split), const Params& p, bool is_aligned, cuda::Stream stream) {
   if (p.batch == 0 || p.dim == 0) return nullptr;
   const int64_t chunks = cuda::partials_of(p.dim);
   if (p.batch > 0x7fffffffll) return "the batch is too large for one launch (more than 2^31 samples); split it";
   const int block = kTile * tiles_of(p.dim);
-  const Cut cut{block, static_cast<int>(p.dim - (chunks - 1) * block), is_aligned ? kTile : 0x7fffffff,
-                keys_of(p.noise.seed)};
+  const Split split{block, static_cast<int>(p.dim - (chunks - 1) * block), is_aligned ? kTile : 0x7fffffff,
+                    keys_of(p.noise.seed)};
   const dim3 grid(static_cast<unsigned>(p.batch), static_cast<unsigned>(chunks));
-  return run(kernel, grid, kThreads, stream, p, cut);
+  return run(kernel, grid, kThreads, stream, p, split);
 }
 
 template <int kLatentType, int kVelocityType>
@@ -388,22 +389,22 @@ struct Types {
   static constexpr int kLatent = kLatentType, kVelocity = kVelocityType;
 };
 
-// Calls `with` the Types of a launch: kAny if `more` is true, x and x' differ in dtype, or v's dtype is unusual.
-template <class With>
-const char* by_types(const AffineParams& p, bool more, With with) {
-  if (!more && p.x.dtype == p.out.dtype) switch (3 * p.x.dtype + p.v.dtype) {
+// Calls `launch_as` with the Types of a launch: kAny if `general`, if x and x' differ in dtype, or if v's is rare.
+template <class Launch>
+const char* dispatch_types(const AffineParams& p, bool general, Launch launch_as) {
+  if (!general && p.x.dtype == p.out.dtype) switch (3 * p.x.dtype + p.v.dtype) {
       case 3 * kF32 + kF32:
-        return with(Types<kF32, kF32>());
+        return launch_as(Types<kF32, kF32>());
       case 3 * kF32 + kBF16:
-        return with(Types<kF32, kBF16>());
+        return launch_as(Types<kF32, kBF16>());
       case 3 * kF32 + kF16:
-        return with(Types<kF32, kF16>());
+        return launch_as(Types<kF32, kF16>());
       case 3 * kBF16 + kBF16:
-        return with(Types<kBF16, kBF16>());
+        return launch_as(Types<kBF16, kBF16>());
       case 3 * kF16 + kF16:
-        return with(Types<kF16, kF16>());
+        return launch_as(Types<kF16, kF16>());
     }
-  return with(Types<kAny, kAny>());
+  return launch_as(Types<kAny, kAny>());
 }
 
 template <bool kBackward>
@@ -428,27 +429,29 @@ bool fuses_norm(int64_t rescale_dim) {
 }
 
 const char* launch_affine_step(const AffineParams& p, Stream s) {
-  const bool all = aligned({p.x, p.v, p.u, p.eps, p.out, p.mean, p.x0});
-  return by_types(p, p.u.data || p.mean.data || p.x0.data || (p.noise.offset & 3), [&](auto t) {
+  const bool is_aligned = all_aligned({p.x, p.v, p.u, p.eps, p.out, p.mean, p.x0});
+  return dispatch_types(p, p.u.data || p.mean.data || p.x0.data || (p.noise.offset & 3), [&](auto t) {
     constexpr int x = decltype(t)::kLatent, v = decltype(t)::kVelocity;
-    if (p.noise.sample) return launch(step_kernel<x, v, kAddressed>, p, all, s);
-    return launch(p.eps.data ? step_kernel<x, v, kGiven> : step_kernel<x, v, kNone>, p, all, s);
+    if (p.noise.sample) return launch(step_kernel<x, v, kAddressed>, p, is_aligned, s);
+    return launch(p.eps.data ? step_kernel<x, v, kGiven> : step_kernel<x, v, kNone>, p, is_aligned, s);
   });
 }
 
 const char* launch_affine_logp(const AffineParams& p, Stream s) {
-  const bool all = aligned({p.x, p.v, p.u, p.out, p.v_ref, p.v_old});
-  return by_types(p, p.u.data || p.kl || p.guard,
-                  [&](auto t) { return launch(logp_kernel<decltype(t)::kLatent, decltype(t)::kVelocity>, p, all, s); });
+  const bool is_aligned = all_aligned({p.x, p.v, p.u, p.out, p.v_ref, p.v_old});
+  return dispatch_types(p, p.u.data || p.kl || p.guard, [&](auto t) {
+    return launch(logp_kernel<decltype(t)::kLatent, decltype(t)::kVelocity>, p, is_aligned, s);
+  });
 }
 
 const char* launch_affine_grad(const AffineParams& p, Stream s) {
-  const bool all = aligned({p.x, p.v, p.u, p.out, p.v_ref, p.v_old, p.dv, p.du});
-  return by_types(p, p.u.data || p.g_kl || p.g_guard,
-                  [&](auto t) { return launch(grad_kernel<decltype(t)::kLatent, decltype(t)::kVelocity>, p, all, s); });
+  const bool is_aligned = all_aligned({p.x, p.v, p.u, p.out, p.v_ref, p.v_old, p.dv, p.du});
+  return dispatch_types(p, p.u.data || p.g_kl || p.g_guard, [&](auto t) {
+    return launch(grad_kernel<decltype(t)::kLatent, decltype(t)::kVelocity>, p, is_aligned, s);
+  });
 }
 
-const char* launch_normal(const NormalParams& p, Stream s) { return launch(normal_kernel, p, aligned({p.out}), s); }
+const char* launch_normal(const NormalParams& p, Stream s) { return launch(normal_kernel, p, all_aligned({p.out}), s); }
 const char* launch_guide(const AffineParams& p, Stream s) { return launch_rows<false>(p, s); }
 const char* launch_guide_grad(const AffineParams& p, Stream s) { return launch_rows<true>(p, s); }
 

@@ -1,4 +1,4 @@
-// How every kernel is launched and begins.
+// How every kernel is launched, and what it does first.
 //
 // From sm_90 on, a launch may start while the previous one in the stream finishes (programmatic dependent launch): the
 // replay's three launches then follow each other without a gap. Not under graph capture, where older drivers reject it.

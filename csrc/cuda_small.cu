@@ -26,17 +26,17 @@ __device__ double block_sum(double x) {
 }
 
 // The minimum; NaN if either is NaN.
-__device__ __forceinline__ float lesser(float a, float b) { return isnan(a) || a <= b ? a : b; }
+__device__ __forceinline__ float min_or_nan(float a, float b) { return isnan(a) || a <= b ? a : b; }
 
 __device__ float block_min(float x) {
   __shared__ float part[kThreads / 32];
 #pragma unroll
-  for (int width = 16; width > 0; width >>= 1) x = lesser(x, __shfl_xor_sync(0xffffffffu, x, width));
+  for (int width = 16; width > 0; width >>= 1) x = min_or_nan(x, __shfl_xor_sync(0xffffffffu, x, width));
   __syncthreads();
   if ((threadIdx.x & 31) == 0) part[threadIdx.x >> 5] = x;
   __syncthreads();
   float low = part[0];
-  for (int k = 1; k < kThreads / 32; ++k) low = lesser(low, part[k]);
+  for (int k = 1; k < kThreads / 32; ++k) low = min_or_nan(low, part[k]);
   return low;
 }
 
@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(kThreads, 1) policy_kernel(const __grid_consta
     p.d_delta[i] = static_cast<float>(t.d_delta / norm);
     sum += t.loss + (p.kl ? static_cast<double>(p.kl_coef) * p.kl[i] : 0.0), kls += p.kl ? p.kl[i] : 0.f;
     squares += static_cast<double>(delta) * delta, ratios += t.ratio, above += t.above, below += t.below;
-    low = lesser(low, t.ratio), high = lesser(high, -t.ratio);
+    low = min_or_nan(low, t.ratio), high = min_or_nan(high, -t.ratio);
   }
   sum = block_sum(sum), squares = block_sum(squares), ratios = block_sum(ratios), kls = block_sum(kls);
   above = block_sum(above), below = block_sum(below), low = block_min(low), high = block_min(high);
@@ -72,8 +72,8 @@ __global__ void __launch_bounds__(kThreads, 1) policy_kernel(const __grid_consta
   for (int k = 0; k < 8; ++k) p.metrics[8 * column + k] = static_cast<float>(m[k]);
 }
 
-__device__ double read(const void* data, int32_t dtype, int64_t at) {
-  return dtype == kF64 ? static_cast<const double*>(data)[at] : static_cast<const float*>(data)[at];
+__device__ double load(const void* data, int32_t dtype, int64_t k) {
+  return dtype == kF64 ? static_cast<const double*>(data)[k] : static_cast<const float*>(data)[k];
 }
 
 // Which samples form the group of sample i: those of its id or, if id is null, `size` neighbours, or all (size 0).
@@ -103,7 +103,7 @@ struct Members {
 
 struct Stats {
   double mean, deviation;
-  bool spread;
+  bool varies;
 };
 
 __device__ Stats stats_of(const double* v, const Members& m, int64_t i, int ddof) {
@@ -141,27 +141,28 @@ __device__ void normalise(const double* v, const Members& m, int std_mode, doubl
   for (int64_t i = threadIdx.x; m.sorted && i < m.batch; i += kThreads) {
     if (m.from(i) != i) continue;
     const Stats s = stats_of(v, m, i, ddof);
-    means[i] = s.mean, deviations[i] = s.spread ? s.deviation : -1.0;
+    means[i] = s.mean, deviations[i] = s.varies ? s.deviation : -1.0;
   }
   __syncthreads();
   const Members all{nullptr, false, 0, m.batch};
-  const double overall = std_mode == kStdGlobal && m.batch ? stats_of(v, all, 0, ddof).deviation : 0;
+  const double global_std = std_mode == kStdGlobal && m.batch ? stats_of(v, all, 0, ddof).deviation : 0;
   for (int64_t i = threadIdx.x; i < m.batch; i += kThreads) {
     if (isnan(v[i])) continue;
-    const int64_t lead = m.sorted ? m.from(i) : i;
-    const Stats s = m.sorted ? Stats{means[lead], deviations[lead], deviations[lead] != -1.0} : stats_of(v, m, i, ddof);
-    if (!s.spread) continue;
-    const double scale = std_mode == kStdGroup ? s.deviation + eps : std_mode == kStdGlobal ? overall + eps : 1.0;
+    const int64_t first = m.sorted ? m.from(i) : i;
+    const Stats s =
+        m.sorted ? Stats{means[first], deviations[first], deviations[first] != -1.0} : stats_of(v, m, i, ddof);
+    if (!s.varies) continue;
+    const double scale = std_mode == kStdGroup ? s.deviation + eps : std_mode == kStdGlobal ? global_std + eps : 1.0;
     out[i] += static_cast<float>(weight * ((v[i] - s.mean) / scale));
   }
   __syncthreads();
 }
 
-__device__ double combined(const AdvantageParams& p, int64_t i) {
+__device__ double combine_rewards(const AdvantageParams& p, int64_t i) {
   double sum = 0, total = 0;
   bool negative = false;
   for (int64_t r = 0; r < p.rewards; ++r) {
-    const double w = p.weights[r], v = read(p.values, p.dtype, r * p.batch + i);
+    const double w = p.weights[r], v = load(p.values, p.dtype, r * p.batch + i);
     if (w == 0) continue;
     total += w, negative |= v < 0;
     sum += p.combine == kGeometric ? w * log(v) : p.combine == kHarmonic ? w / v : w * v;
@@ -170,27 +171,30 @@ __device__ double combined(const AdvantageParams& p, int64_t i) {
   return p.combine == kGeometric ? exp(sum / total) : p.combine == kHarmonic ? total / sum : sum;
 }
 
-__device__ bool missing(const AdvantageParams& p, int64_t i) {
-  bool lost = false;
-  for (int64_t r = 0; r < p.rewards; ++r) lost |= p.weights[r] != 0 && isnan(read(p.values, p.dtype, r * p.batch + i));
-  return lost;
+__device__ bool is_missing(const AdvantageParams& p, int64_t i) {
+  bool missing = false;
+  for (int64_t r = 0; r < p.rewards; ++r)
+    missing |= p.weights[r] != 0 && isnan(load(p.values, p.dtype, r * p.batch + i));
+  return missing;
 }
 
 __global__ void __launch_bounds__(kThreads, 1) advantage_kernel(const __grid_constant__ AdvantageParams p) {
   begin();
-  double *value = p.scratch, *other = p.scratch + p.batch;
+  double *value = p.scratch, *scratch = p.scratch + p.batch;
   const Members m{p.group, p.sorted != 0, 0, p.batch};
   bool any = false;
   for (int64_t r = 0; r < p.rewards; ++r) any |= p.weights[r] != 0;
   for (int64_t i = threadIdx.x; i < p.batch; i += kThreads) p.advantage[i] = 0;
   const int64_t rounds = !any ? 0 : p.combine == kWeightedAdvantageSum ? p.rewards : 1;
   for (int64_t r = 0; r < rounds; ++r) {
-    const bool whole = p.combine != kWeightedAdvantageSum;
-    if (!whole && p.weights[r] == 0) continue;
+    const bool combine_first = p.combine != kWeightedAdvantageSum;
+    if (!combine_first && p.weights[r] == 0) continue;
     for (int64_t i = threadIdx.x; i < p.batch; i += kThreads)
-      value[i] = missing(p, i) ? NAN : whole ? combined(p, i) : read(p.values, p.dtype, r * p.batch + i);
+      value[i] = is_missing(p, i) ? NAN
+                 : combine_first  ? combine_rewards(p, i)
+                                  : load(p.values, p.dtype, r * p.batch + i);
     __syncthreads();
-    normalise(value, m, p.std_mode, p.eps, p.ddof, p.rank, whole ? 1.0 : p.weights[r], other, p.advantage);
+    normalise(value, m, p.std_mode, p.eps, p.ddof, p.rank, combine_first ? 1.0 : p.weights[r], scratch, p.advantage);
   }
 }
 
@@ -200,8 +204,8 @@ __global__ void __launch_bounds__(kThreads, 1) winrate_kernel(const __grid_const
   for (int64_t i = threadIdx.x; i < n; i += kThreads) {
     double wins = 0, count = 0;
     for (int64_t j = 0; j < p.group; ++j) {
-      wins += read(p.wins, p.dtype, i * p.group + j);
-      count += read(p.counts, p.dtype, i * p.group + j);
+      wins += load(p.wins, p.dtype, i * p.group + j);
+      count += load(p.counts, p.dtype, i * p.group + j);
     }
     const double rate = count > 0 ? wins / count : NAN;
     p.scratch[i] = rate, p.rate[i] = static_cast<float>(rate), p.advantage[i] = 0;

@@ -264,15 +264,15 @@ struct PolicyTerm {
 
 // max(−A r, −A clip(r)) with r = exp(delta); a NaN in any input reaches the loss.
 PG_INLINE PolicyTerm policy_term(float delta, float adv, float adv_clip, float low, float high, float weight) {
-  const float limit = adv > adv_clip ? adv_clip : adv < -adv_clip ? -adv_clip : adv;
+  const float clipped_adv = adv > adv_clip ? adv_clip : adv < -adv_clip ? -adv_clip : adv;
   const float ratio = expf(delta);
   const float lo = 1.0f - low, hi = 1.0f + high;
-  const float clipped = ratio < lo ? lo : ratio > hi ? hi : ratio;
-  const float free = -limit * ratio, bound = -limit * clipped;
-  const bool use_bound = bound > free;
+  const float clipped_ratio = ratio < lo ? lo : ratio > hi ? hi : ratio;
+  const float unclipped = -clipped_adv * ratio, clipped = -clipped_adv * clipped_ratio;
+  const bool use_clipped = clipped > unclipped;
   PolicyTerm t;
-  t.loss = (use_bound ? bound : free) * weight;
-  t.d_delta = use_bound ? 0.0f : free * weight;  // d/d delta of −A·exp(delta)
+  t.loss = (use_clipped ? clipped : unclipped) * weight;
+  t.d_delta = use_clipped ? 0.0f : unclipped * weight;  // d/d delta of −A·exp(delta)
   t.ratio = ratio;
   t.above = ratio > hi;
   t.below = ratio < lo;

@@ -3,19 +3,19 @@
     x' = a·x + b·v + s·ε      logp = w · mean_D (x' − a·x − b·v)² + c
 
 One program handles BLOCK elements of one sample; a second kernel adds the partial sums in a fixed order. Invariant:
-16-bit values are converted to fp32 right after the load and rounded only by `save`, on a GPU and in the interpreter.
+16-bit values become fp32 right after the load and are rounded only by `store_rounded`, also in the interpreter.
 """
 
 import triton
 import triton.language as tl
 
-from prefgrpo.kernels.noise import addressed
+from prefgrpo.kernels.noise import addressed_noise
 
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # its own conversion to bf16 truncates
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # the interpreter's conversion to bf16 truncates
 
 
 @triton.jit
-def save(ptr, y, mask):
+def store_rounded(ptr, y, mask):
     """Store fp32 `y` in the dtype of `ptr`, rounded to nearest even (NaN stays); returns the stored value in fp32."""
     if ptr.dtype.element_ty == tl.bfloat16 and INTERPRETED:
         u = y.to(tl.uint32, bitcast=True)
@@ -30,9 +30,11 @@ def save(ptr, y, mask):
 
 
 @triton.jit
-def read(ptr, mask):
+def load_fp32(ptr, mask):
     """Load any dtype as fp32."""
-    if ptr.dtype.element_ty == tl.bfloat16:  # by its bits: shorter code when compiled, correct when interpreted
+    if (
+        ptr.dtype.element_ty == tl.bfloat16
+    ):  # shifting the bits compiles to shorter code, and the interpreter does it correctly
         word = tl.load(ptr, mask=mask, other=0.0).to(tl.uint16, bitcast=True)
         return (word.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     else:
@@ -47,21 +49,21 @@ def coefficients(coef_ptr, index_ptr, i, rows, HAS_INDEX: tl.constexpr):
     else:
         row = i
     ok = (row >= 0) & (row < rows)
-    at = coef_ptr + 5 * tl.where(ok, row, 0)
-    a = tl.where(ok, tl.load(at), float("nan"))
-    b = tl.where(ok, tl.load(at + 1), float("nan"))
-    s = tl.where(ok, tl.load(at + 2), float("nan"))
-    w = tl.where(ok, tl.load(at + 3), float("nan"))
-    c = tl.where(ok, tl.load(at + 4), float("nan"))
+    row_ptr = coef_ptr + 5 * tl.where(ok, row, 0)
+    a = tl.where(ok, tl.load(row_ptr), float("nan"))
+    b = tl.where(ok, tl.load(row_ptr + 1), float("nan"))
+    s = tl.where(ok, tl.load(row_ptr + 2), float("nan"))
+    w = tl.where(ok, tl.load(row_ptr + 3), float("nan"))
+    c = tl.where(ok, tl.load(row_ptr + 4), float("nan"))
     return row, ok, a, b, s, w, c
 
 
 @triton.jit
-def velocity(v_ptr, u_ptr, v_at, u_at, mask, scale, PAIR: tl.constexpr, FROM_COND: tl.constexpr):
+def velocity(v_ptr, u_ptr, v_offset, u_offset, mask, scale, PAIR: tl.constexpr, FROM_COND: tl.constexpr):
     """v, or for a guidance pair the guided velocity."""
-    v = read(v_ptr + v_at, mask)
+    v = load_fp32(v_ptr + v_offset, mask)
     if PAIR:
-        u = read(u_ptr + u_at, mask)
+        u = load_fp32(u_ptr + u_offset, mask)
         step = scale * (v - u)
         if FROM_COND:
             return v + step
@@ -85,29 +87,29 @@ def step_kernel(
     k = start + tl.arange(0, BLOCK)
     mask = k < dim
     row, ok, a, b, s, w, c = coefficients(coef_ptr, index_ptr, i, rows, HAS_INDEX)
-    x = read(x_ptr + i * x_stride + k, mask)
+    x = load_fp32(x_ptr + i * x_stride + k, mask)
     v = velocity(v_ptr, u_ptr, i * v_stride + k, i * u_stride + k, mask, scale, PAIR, FROM_COND)
     mean = a * x + b * v
     y = mean
     if NOISE == 1:
-        y = mean + s * read(eps_ptr + i * eps_stride + k, mask)
+        y = mean + s * load_fp32(eps_ptr + i * eps_stride + k, mask)
     if NOISE == 2:
         step, sample = tl.load(step_ptr + i), tl.load(sample_ptr + i)
-        y = mean + s * addressed(start, offset, step, sample, seed_low, seed_high, BLOCK, ALIGNED)
-    at = i * dim + k
-    y = save(out_ptr + at, y, mask)
+        y = mean + s * addressed_noise(start, offset, step, sample, seed_low, seed_high, BLOCK, ALIGNED)
+    out_offset = i * dim + k
+    y = store_rounded(out_ptr + out_offset, y, mask)
     if MEAN:
-        tl.store(mean_ptr + at, mean, mask=mask)
+        tl.store(mean_ptr + out_offset, mean, mask=mask)
     if X0:
         sigma = tl.where(ok, tl.load(sigma_ptr + tl.where(ok, row, 0)), float("nan"))
-        save(x0_ptr + at, x - sigma * v, mask)
+        store_rounded(x0_ptr + out_offset, x - sigma * v, mask)
     d = tl.where(mask, y - mean, 0.0)
     tl.store(partial_ptr + pid, tl.sum(d * d, axis=0))
 
 
 @triton.jit
 def logp_kernel(
-    x_ptr, v_ptr, u_ptr, y_ptr, ref_ptr, old_ptr, coef_ptr, index_ptr, partial_ptr, dim, rows, plane,
+    x_ptr, v_ptr, u_ptr, y_ptr, ref_ptr, old_ptr, coef_ptr, index_ptr, partial_ptr, dim, rows, partial_stride,
     x_stride, v_stride, u_stride, y_stride, ref_stride, old_stride, scale,
     HAS_INDEX: tl.constexpr, PAIR: tl.constexpr, FROM_COND: tl.constexpr, KL: tl.constexpr, GUARD: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -119,47 +121,47 @@ def logp_kernel(
     k = start + tl.arange(0, BLOCK)
     mask = k < dim
     row, ok, a, b, s, w, c = coefficients(coef_ptr, index_ptr, i, rows, HAS_INDEX)
-    x = read(x_ptr + i * x_stride + k, mask)
-    y = read(y_ptr + i * y_stride + k, mask)
+    x = load_fp32(x_ptr + i * x_stride + k, mask)
+    y = load_fp32(y_ptr + i * y_stride + k, mask)
     v = velocity(v_ptr, u_ptr, i * v_stride + k, i * u_stride + k, mask, scale, PAIR, FROM_COND)
     d = tl.where(mask, y - (a * x + b * v), 0.0)
     tl.store(partial_ptr + pid, tl.sum(d * d, axis=0))
     if KL:
-        d = tl.where(mask, v - read(ref_ptr + i * ref_stride + k, mask), 0.0)
-        tl.store(partial_ptr + plane + pid, tl.sum(d * d, axis=0))
+        d = tl.where(mask, v - load_fp32(ref_ptr + i * ref_stride + k, mask), 0.0)
+        tl.store(partial_ptr + partial_stride + pid, tl.sum(d * d, axis=0))
     if GUARD:
-        old = read(old_ptr + i * old_stride + k, mask)
+        old = load_fp32(old_ptr + i * old_stride + k, mask)
         d = tl.where(mask, (y - (a * x + b * old)) * (v - old), 0.0)
-        tl.store(partial_ptr + 2 * plane + pid, tl.sum(d, axis=0))
+        tl.store(partial_ptr + 2 * partial_stride + pid, tl.sum(d, axis=0))
 
 
 @triton.jit
-def total(partial_ptr, i, chunks, BLOCK: tl.constexpr):
-    """Total of a sample's partial sums in fp64."""
+def sum_partials(partial_ptr, i, chunks, BLOCK: tl.constexpr):
+    """Sum of a sample's partial sums, in fp64."""
     acc = tl.zeros((BLOCK,), tl.float64)
-    for at in range(0, chunks, BLOCK):
-        k = at + tl.arange(0, BLOCK)
+    for first in range(0, chunks, BLOCK):
+        k = first + tl.arange(0, BLOCK)
         acc += tl.load(partial_ptr + i * chunks + k, mask=k < chunks, other=0.0).to(tl.float64)
     return tl.sum(acc, axis=0)
 
 
 @triton.jit
 def finish_kernel(
-    partial_ptr, coef_ptr, index_ptr, logp_ptr, kl_ptr, guard_ptr, dim, chunks, rows, plane,
+    partial_ptr, coef_ptr, index_ptr, logp_ptr, kl_ptr, guard_ptr, dim, chunks, rows, partial_stride,
     HAS_INDEX: tl.constexpr, KL: tl.constexpr, GUARD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Compute one sample's logp, KL and Guard log-ratio from its partial sums."""
     i = tl.program_id(0).to(tl.int64)
     row, ok, a, b, s, w, c = coefficients(coef_ptr, index_ptr, i, rows, HAS_INDEX)
-    mean = (total(partial_ptr, i, chunks, BLOCK) / dim).to(tl.float32)
+    mean = (sum_partials(partial_ptr, i, chunks, BLOCK) / dim).to(tl.float32)
     tl.store(logp_ptr + i, tl.where(w == 0, c, w * mean + c))
     noisy = s > 0
     b64, s64 = b.to(tl.float64), tl.where(noisy, s, 1.0).to(tl.float64)
     if KL:
-        kl = b64 * b64 / (2.0 * s64 * s64) * (total(partial_ptr + plane, i, chunks, BLOCK) / dim)
+        kl = b64 * b64 / (2.0 * s64 * s64) * (sum_partials(partial_ptr + partial_stride, i, chunks, BLOCK) / dim)
         tl.store(kl_ptr + i, tl.where(noisy, kl, 0.0).to(tl.float32))
     if GUARD:
-        guard = b64 / s64 * (total(partial_ptr + 2 * plane, i, chunks, BLOCK) / dim)
+        guard = b64 / s64 * (sum_partials(partial_ptr + 2 * partial_stride, i, chunks, BLOCK) / dim)
         tl.store(guard_ptr + i, tl.where(noisy, guard, 0.0).to(tl.float32))
 
 
@@ -183,8 +185,8 @@ def grad_kernel(
     k = start + tl.arange(0, BLOCK)
     mask = k < dim
     row, ok, a, b, s, w, c = coefficients(coef_ptr, index_ptr, i, rows, HAS_INDEX)
-    x = read(x_ptr + i * x_stride + k, mask)
-    y = read(y_ptr + i * y_stride + k, mask)
+    x = load_fp32(x_ptr + i * x_stride + k, mask)
+    y = load_fp32(y_ptr + i * y_stride + k, mask)
     v = velocity(v_ptr, u_ptr, i * v_stride + k, i * u_stride + k, mask, scale, PAIR, FROM_COND)
     b64, s64 = b.to(tl.float64), tl.where(s > 0, s, 1.0).to(tl.float64)
     d = tl.zeros((BLOCK,), tl.float32)
@@ -193,15 +195,15 @@ def grad_kernel(
         d = scaled(g, y - (a * x + b * v))
     if KL:
         g = tl.where(s > 0, b64 * b64 / (s64 * s64) / dim * tl.load(g_kl_ptr + i), 0.0).to(tl.float32)
-        d += scaled(g, v - read(ref_ptr + i * ref_stride + k, mask))
+        d += scaled(g, v - load_fp32(ref_ptr + i * ref_stride + k, mask))
     if GUARD:
         g = tl.where(s > 0, b64 / (s64 * dim) * tl.load(g_guard_ptr + i), 0.0).to(tl.float32)
-        d += scaled(g, y - (a * x + b * read(old_ptr + i * old_stride + k, mask)))
-    at = i * dim + k
+        d += scaled(g, y - (a * x + b * load_fp32(old_ptr + i * old_stride + k, mask)))
+    out_offset = i * dim + k
     if PAIR:
-        save(du_ptr + at, to_u * d, mask)
+        store_rounded(du_ptr + out_offset, to_u * d, mask)
         d = to_c * d
-    save(dv_ptr + at, d, mask)
+    store_rounded(dv_ptr + out_offset, d, mask)
 
 
 @triton.jit
@@ -214,8 +216,8 @@ def guide_kernel(
     i = r // rows
     k = (r % rows * length)[:, None] + tl.arange(0, BLOCK)[None, :]
     mask = (r < total_rows)[:, None] & (tl.arange(0, BLOCK) < length)[None, :]
-    c = read(c_ptr + (i * c_stride)[:, None] + k, mask)
-    u = read(u_ptr + (i * u_stride)[:, None] + k, mask)
+    c = load_fp32(c_ptr + (i * c_stride)[:, None] + k, mask)
+    u = load_fp32(u_ptr + (i * u_stride)[:, None] + k, mask)
     if FROM_COND:
         q = c + scale * (c - u)
     else:
@@ -224,15 +226,15 @@ def guide_kernel(
     cc, qq = tl.sum(c64 * c64, axis=1), tl.sum(q64 * q64, axis=1)
     safe_q, safe_c = tl.where(qq > 0, qq, 1.0), tl.where(cc > 0, cc, 1.0)
     ratio = tl.where(qq > 0, tl.sqrt(cc / safe_q), 0.0)
-    at = (i * dim)[:, None] + k
+    out_offset = (i * dim)[:, None] + k
     if BACKWARD:
-        g = read(g_ptr + at, mask)
-        along = tl.where(qq > 0, tl.sum(g.to(tl.float64) * q64, axis=1) / safe_q, 0.0)
-        on_c = tl.where(cc > 0, along * tl.sqrt(qq / safe_c), 0.0)
-        dq = ratio.to(tl.float32)[:, None] * g - (ratio * along).to(tl.float32)[:, None] * q
+        g = load_fp32(g_ptr + out_offset, mask)
+        projection = tl.where(qq > 0, tl.sum(g.to(tl.float64) * q64, axis=1) / safe_q, 0.0)
+        through_norm = tl.where(cc > 0, projection * tl.sqrt(qq / safe_c), 0.0)
+        dq = ratio.to(tl.float32)[:, None] * g - (ratio * projection).to(tl.float32)[:, None] * q
         used = (tl.max(tl.abs(tl.where(g == g, g, 1.0)), axis=1) > 0)[:, None]  # a row whose dv is 0 gets 0
-        dc = tl.where(used, to_c * dq + on_c.to(tl.float32)[:, None] * c, 0.0)
-        save(out_ptr + at, dc, mask)
-        save(du_ptr + at, tl.where(used, to_u * dq, 0.0), mask)
+        dc = tl.where(used, to_c * dq + through_norm.to(tl.float32)[:, None] * c, 0.0)
+        store_rounded(out_ptr + out_offset, dc, mask)
+        store_rounded(du_ptr + out_offset, tl.where(used, to_u * dq, 0.0), mask)
     else:
-        tl.store(out_ptr + at, q * ratio.to(tl.float32)[:, None], mask=mask)
+        tl.store(out_ptr + out_offset, q * ratio.to(tl.float32)[:, None], mask=mask)

@@ -76,7 +76,7 @@ def four_normals(block, step, sample, seed_low, seed_high):
 
 
 @triton.jit
-def addressed(start, offset, step, sample, seed_low, seed_high, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):
+def addressed_noise(start, offset, step, sample, seed_low, seed_high, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):
     """Noise of elements start … start + BLOCK − 1 of a sample; ALIGNED: offset, like `start`, is a multiple of 4."""
     first = start.to(tl.int64) + offset
     if ALIGNED:
@@ -98,6 +98,7 @@ def normal_kernel(
     chunks = tl.cdiv(dim, BLOCK)
     pid = tl.program_id(0).to(tl.int64)
     i, start = pid // chunks, (pid % chunks) * BLOCK
-    z = addressed(start, offset, tl.load(step_ptr + i), tl.load(sample_ptr + i), seed_low, seed_high, BLOCK, ALIGNED)
+    step, sample = tl.load(step_ptr + i), tl.load(sample_ptr + i)
+    z = addressed_noise(start, offset, step, sample, seed_low, seed_high, BLOCK, ALIGNED)
     k = start + tl.arange(0, BLOCK)
     tl.store(out_ptr + i * dim + k, z, mask=k < dim)

@@ -18,12 +18,12 @@ def policy_kernel(
     """Loss, 8 metrics, d loss/d log-ratio and d loss/d kl; each program handles one column of the batch [B, T]."""
     column = tl.program_id(0)
     i = tl.arange(0, BLOCK)
-    inside = i < batch
+    in_batch = i < batch
     i = i * steps + column
     metrics_ptr += 8 * column
-    keep = inside
+    keep = in_batch
     if MASK:
-        keep = inside & (tl.load(mask_ptr + i, mask=inside, other=0) != 0)
+        keep = in_batch & (tl.load(mask_ptr + i, mask=in_batch, other=0) != 0)
     if RATIO:
         delta = tl.load(ratio_ptr + i, mask=keep, other=0.0)
     else:
@@ -32,14 +32,14 @@ def policy_kernel(
     adv = tl.where(adv > adv_clip, adv_clip, tl.where(adv < -adv_clip, -adv_clip, adv))
     ratio = tl.exp(delta)
     low, high = 1.0 - clip_low, 1.0 + clip_high
-    free = -adv * ratio
-    bound = -adv * tl.where(ratio < low, low, tl.where(ratio > high, high, ratio))
-    use_bound = bound > free
-    term = tl.where(use_bound, bound, free)
-    slope = tl.where(use_bound, 0.0, free)
+    unclipped = -adv * ratio
+    clipped = -adv * tl.where(ratio < low, low, tl.where(ratio > high, high, ratio))
+    use_clipped = clipped > unclipped
+    term = tl.where(use_clipped, clipped, unclipped)
+    grad = tl.where(use_clipped, 0.0, unclipped)
     if WEIGHT:
         weight = tl.load(weight_ptr + i, mask=keep, other=0.0)
-        term, slope = term * weight, slope * weight
+        term, grad = term * weight, grad * weight
     count = tl.maximum(tl.sum(keep.to(tl.float64), axis=0), 1.0)
     norm = count
     if FIXED:
@@ -49,22 +49,22 @@ def policy_kernel(
     if KL:
         kl_sum = tl.sum(tl.load(kl_ptr + i, mask=keep, other=0.0).to(tl.float64), axis=0)
         total += kl_coef * kl_sum
-        tl.store(d_kl_ptr + i, tl.where(keep, kl_coef / norm, 0.0).to(tl.float32), mask=inside)
+        tl.store(d_kl_ptr + i, tl.where(keep, kl_coef / norm, 0.0).to(tl.float32), mask=in_batch)
     tl.store(loss_ptr + column, (total / norm).to(tl.float32))
-    tl.store(d_delta_ptr + i, tl.where(keep, slope / norm, 0.0).to(tl.float32), mask=inside)
+    tl.store(d_delta_ptr + i, tl.where(keep, grad / norm, 0.0).to(tl.float32), mask=in_batch)
     above = tl.sum((keep & (ratio > high)).to(tl.float64), axis=0) / count
     below = tl.sum((keep & (ratio < low)).to(tl.float64), axis=0) / count
     d64 = tl.where(keep, delta, 0.0).to(tl.float64)
-    lost = tl.sum((keep & (ratio != ratio)).to(tl.int32), axis=0) > 0
-    least = tl.min(tl.where(keep & (ratio == ratio), ratio, float("inf")), axis=0)
-    most = tl.max(tl.where(keep & (ratio == ratio), ratio, float("-inf")), axis=0)
+    has_nan = tl.sum((keep & (ratio != ratio)).to(tl.int32), axis=0) > 0
+    ratio_min = tl.min(tl.where(keep & (ratio == ratio), ratio, float("inf")), axis=0)
+    ratio_max = tl.max(tl.where(keep & (ratio == ratio), ratio, float("-inf")), axis=0)
     tl.store(metrics_ptr, (0.5 * tl.sum(d64 * d64, axis=0) / count).to(tl.float32))
     tl.store(metrics_ptr + 1, (above + below).to(tl.float32))
     tl.store(metrics_ptr + 2, above.to(tl.float32))
     tl.store(metrics_ptr + 3, below.to(tl.float32))
-    tl.store(metrics_ptr + 4, tl.where(lost, float("nan"), least))
+    tl.store(metrics_ptr + 4, tl.where(has_nan, float("nan"), ratio_min))
     tl.store(metrics_ptr + 5, (tl.sum(tl.where(keep, ratio, 0.0).to(tl.float64), axis=0) / count).to(tl.float32))
-    tl.store(metrics_ptr + 6, tl.where(lost, float("nan"), most))
+    tl.store(metrics_ptr + 6, tl.where(has_nan, float("nan"), ratio_max))
     tl.store(metrics_ptr + 7, (kl_sum / count).to(tl.float32))
 
 
@@ -72,37 +72,37 @@ def policy_kernel(
 def span(span_ptr, batch, SORTED: tl.constexpr):
     """(start, end) of the samples to search for this program's groups: `span_ptr` [2, programs] if sorted, else all."""
     if SORTED:
-        at = span_ptr + tl.program_id(0)
-        return tl.load(at), tl.load(at + tl.num_programs(0))
+        ptr = span_ptr + tl.program_id(0)
+        return tl.load(ptr), tl.load(ptr + tl.num_programs(0))
     else:
         return tl.zeros((), tl.int64), tl.zeros((), tl.int64) + batch
 
 
 @triton.jit
-def moments(v_ptr, id_ptr, own, start, end, ddof, ALL: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """(mean, standard deviation, whether values differ) [ROWS] over the members of the groups `own`, or over all."""
+def moments(v_ptr, id_ptr, group, start, end, ddof, ALL: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """(mean, standard deviation, whether values differ) [ROWS] over the members of each `group`, or over all."""
     n = tl.zeros((ROWS,), tl.float64)
     sums = tl.zeros((ROWS,), tl.float64)
     low = tl.full((ROWS,), float("inf"), tl.float64)
     high = tl.full((ROWS,), float("-inf"), tl.float64)
-    for at in range(start, end, BLOCK):
-        j = at + tl.arange(0, BLOCK)
+    for first in range(start, end, BLOCK):
+        j = first + tl.arange(0, BLOCK)
         v = tl.load(v_ptr + j, mask=j < end, other=float("nan"))
-        ok = (v == v)[None, :] & (own == own)[:, None]
+        ok = (v == v)[None, :] & (group == group)[:, None]
         if not ALL:
-            ok = ok & (tl.load(id_ptr + j, mask=j < end, other=0)[None, :] == own[:, None])
+            ok = ok & (tl.load(id_ptr + j, mask=j < end, other=0)[None, :] == group[:, None])
         n += tl.sum(ok.to(tl.float64), axis=1)
         sums += tl.sum(tl.where(ok, v[None, :], 0.0), axis=1)
         low = tl.minimum(low, tl.min(tl.where(ok, v[None, :], float("inf")), axis=1))
         high = tl.maximum(high, tl.max(tl.where(ok, v[None, :], float("-inf")), axis=1))
     mean = sums / tl.maximum(n, 1.0)
     squares = tl.zeros((ROWS,), tl.float64)
-    for at in range(start, end, BLOCK):
-        j = at + tl.arange(0, BLOCK)
+    for first in range(start, end, BLOCK):
+        j = first + tl.arange(0, BLOCK)
         v = tl.load(v_ptr + j, mask=j < end, other=float("nan"))
-        ok = (v == v)[None, :] & (own == own)[:, None]
+        ok = (v == v)[None, :] & (group == group)[:, None]
         if not ALL:
-            ok = ok & (tl.load(id_ptr + j, mask=j < end, other=0)[None, :] == own[:, None])
+            ok = ok & (tl.load(id_ptr + j, mask=j < end, other=0)[None, :] == group[:, None])
         d = tl.where(ok, v[None, :] - mean[:, None], 0.0)
         squares += tl.sum(d * d, axis=1)
     return mean, tl.sqrt(squares / tl.maximum(n - ddof, 1.0)), high > low
@@ -115,42 +115,42 @@ def normalise_kernel(
 ):  # fmt: skip
     """out[i] = Σ_r weight_r · (v_ri − mean of i's group) / scale; STD: 0 group, 1 global, 2 none."""
     i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    inside = i < batch
-    own = tl.load(id_ptr + i, mask=inside, other=0)
+    in_batch = i < batch
+    group = tl.load(id_ptr + i, mask=in_batch, other=0)
     start, end = span(span_ptr, batch, SORTED)
     acc = tl.zeros((ROWS,), tl.float64)
     for r in range(rewards):
         row = v_ptr + r * batch
-        v = tl.load(row + i, mask=inside, other=float("nan"))
-        mean, deviation, spread = moments(row, id_ptr, own, start, end, ddof, False, ROWS, BLOCK)
+        v = tl.load(row + i, mask=in_batch, other=float("nan"))
+        mean, deviation, varies = moments(row, id_ptr, group, start, end, ddof, False, ROWS, BLOCK)
         scale = tl.full((ROWS,), 1.0, tl.float64)
         if STD == 0:
             scale = deviation + eps
         if STD == 1:
-            _, overall, _ = moments(row, id_ptr, own, 0, batch, ddof, True, ROWS, BLOCK)
-            scale = overall + eps
-        good = (v == v) & spread
-        acc += tl.where(good, tl.load(weight_ptr + r) * ((v - mean) / tl.where(good, scale, 1.0)), 0.0)
-    tl.store(out_ptr + i, acc, mask=inside)
+            _, global_deviation, _ = moments(row, id_ptr, group, 0, batch, ddof, True, ROWS, BLOCK)
+            scale = global_deviation + eps
+        valid = (v == v) & varies
+        acc += tl.where(valid, tl.load(weight_ptr + r) * ((v - mean) / tl.where(valid, scale, 1.0)), 0.0)
+    tl.store(out_ptr + i, acc, mask=in_batch)
 
 
 @triton.jit
 def rank_kernel(v_ptr, id_ptr, span_ptr, out_ptr, batch, SORTED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """Rank within the group, scaled to [0, 1]; tied values get their mean rank, and NaN stays NaN."""
     i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    inside = i < batch
-    own = tl.load(id_ptr + i, mask=inside, other=0)
-    mine = tl.load(v_ptr + i, mask=inside, other=float("nan"))
+    in_batch = i < batch
+    group = tl.load(id_ptr + i, mask=in_batch, other=0)
+    value = tl.load(v_ptr + i, mask=in_batch, other=float("nan"))
     start, end = span(span_ptr, batch, SORTED)
     n = tl.zeros((ROWS,), tl.float64)
     below = tl.zeros((ROWS,), tl.float64)
     equal = tl.zeros((ROWS,), tl.float64)
-    for at in range(start, end, BLOCK):
-        j = at + tl.arange(0, BLOCK)
+    for first in range(start, end, BLOCK):
+        j = first + tl.arange(0, BLOCK)
         v = tl.load(v_ptr + j, mask=j < end, other=float("nan"))
-        ok = (v == v)[None, :] & (tl.load(id_ptr + j, mask=j < end, other=0)[None, :] == own[:, None])
+        ok = (v == v)[None, :] & (tl.load(id_ptr + j, mask=j < end, other=0)[None, :] == group[:, None])
         n += tl.sum(ok.to(tl.float64), axis=1)
-        below += tl.sum((ok & (v[None, :] < mine[:, None])).to(tl.float64), axis=1)
-        equal += tl.sum((ok & (v[None, :] == mine[:, None])).to(tl.float64), axis=1)
+        below += tl.sum((ok & (v[None, :] < value[:, None])).to(tl.float64), axis=1)
+        equal += tl.sum((ok & (v[None, :] == value[:, None])).to(tl.float64), axis=1)
     rank = (below + 0.5 * (equal - 1.0)) / tl.maximum(n - 1.0, 1.0)
-    tl.store(out_ptr + i, tl.where(mine == mine, rank, mine), mask=inside)
+    tl.store(out_ptr + i, tl.where(value == value, rank, value), mask=in_batch)

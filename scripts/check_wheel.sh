@@ -22,7 +22,7 @@ assert not [name for name in tools if shutil.which(name)], "a compiler or build 
 import torch
 
 from prefgrpo import ops
-from prefgrpo.ops.backend import BACKENDS, extension, missing
+from prefgrpo.ops.backend import BACKENDS, extension, unavailable_reason
 
 x, v, noise = torch.randn(3, 4, 6, 16, generator=torch.Generator().manual_seed(0))
 coef = torch.tensor([[0.9, -0.1, 0.5, -2.0, 0.3]])
@@ -38,15 +38,15 @@ def run(backend):
     return step.x_next, step.logp, loss.detach(), leaf.grad
 
 
-assert ops.backend_of("cpu") == "cpu", missing("cpu")
-ran, want = [], run("torch")
+assert ops.backend_of("cpu") == "cpu", unavailable_reason("cpu")
+tested, expected = [], run("torch")
 for backend in BACKENDS:
-    if why := missing(backend):
+    if why := unavailable_reason(backend):
         print(f"  {backend}: {why}")
         continue
-    for got, reference in zip(run(backend), want):
+    for got, reference in zip(run(backend), expected):
         torch.testing.assert_close(got, reference, rtol=2e-5, atol=1e-6)
-    ran.append(backend)
+    tested.append(backend)
 
 command = [Path(sys.executable).with_name("prefgrpo"), "train"]
 done = subprocess.run(command, capture_output=True, text=True)
@@ -60,21 +60,21 @@ for path in package.rglob("*"):
         size["package"] += path.stat().st_size
         if path.suffix in size:
             size[path.suffix] += path.stat().st_size
-print(f"  Python {sys.version.split()[0]}, torch {torch.__version__}: {', '.join(ran)} agree; {Path(extension().__file__).name}")
+print(f"  Python {sys.version.split()[0]}, torch {torch.__version__}: {', '.join(tested)} agree; {Path(extension().__file__).name}")
 print(f"  {done.stderr.strip()}")
 print("  installed: " + ", ".join(f"{name} {n / 1e6:.2f} MB" for name, n in size.items()))
 PYTHON
 
 for python in "$@"; do
     "$python" -m venv "$tmp/venv"
-    own=$tmp/venv/bin
-    echo "$("$own/python" --version):"
+    bin=$tmp/venv/bin
+    echo "$("$bin/python" --version):"
     # shellcheck disable=SC2086  # PIP_ARGS is a list of options
-    PATH=$own "$own/python" -m pip install -q --no-input --no-compile ${PIP_ARGS:-} "$wheel"
-    (cd "$tmp" && PATH=$own TRITON_INTERPRET=1 "$own/python" -B check.py)
+    PATH=$bin "$bin/python" -m pip install -q --no-input --no-compile ${PIP_ARGS:-} "$wheel"
+    (cd "$tmp" && PATH=$bin TRITON_INTERPRET=1 "$bin/python" -B check.py)
     # shellcheck disable=SC2086
-    PATH=$own "$own/python" -m pip install -q --no-input --no-compile ${PIP_ARGS:-} kernels
-    (cd "$tmp" && PATH=$own "$own/python" -B -c 'import prefgrpo.ops, kernels; assert kernels.get_kernel
+    PATH=$bin "$bin/python" -m pip install -q --no-input --no-compile ${PIP_ARGS:-} kernels
+    (cd "$tmp" && PATH=$bin "$bin/python" -B -c 'import prefgrpo.ops, kernels; assert kernels.get_kernel
 print("  kernels", kernels.__version__, kernels.__file__)')
     rm -rf "$tmp/venv"
 done

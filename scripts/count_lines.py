@@ -14,7 +14,7 @@ from statistics import median
 ROOT = Path(__file__).resolve().parent.parent
 SUFFIXES = {".py", ".h", ".cpp", ".cu", ".cuh", ".yaml", ".j2", ".css", ".js", ".sh"}
 PRODUCT = ("csrc", "kernels", "prefgrpo")
-BESIDE = ("tests", "benchmarks", "scripts")
+OTHER = ("tests", "benchmarks", "scripts")
 MARKS = ("<!-- lines: begin -->", "<!-- lines: end -->")
 
 
@@ -33,7 +33,7 @@ def lines(file: Path) -> int:
 def counts() -> dict[str, tuple[int, int]]:
     """{folder: (files, lines)} in the order of the table; prefgrpo's subfolders are listed separately."""
     table: dict[str, list[int]] = defaultdict(list)
-    for top in PRODUCT + BESIDE:
+    for top in PRODUCT + OTHER:
         for file in files(top):
             parts = file.relative_to(ROOT).parts
             table["/".join(parts[:2]) if top == "prefgrpo" and len(parts) > 2 else top].append(lines(file))

@@ -34,8 +34,8 @@ LINK = re.compile(r"^```.*?^```|`[^`\n]*`|(\]\()([^)\s]+)(\))", re.S | re.M)
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the generated pages."""
-    pages = {page: moved(read(file), file) for file, page in PAGES.items()}
-    pages |= {page_of(file): shown(file) for file in linked()}
+    pages = {page: rewrite_links(read(file), file) for file, page in PAGES.items()}
+    pages |= {page_of(file): as_page(file) for file in linked_files()}
     pages |= {f"reference/{name}.md": make() for name, make in REFERENCE.items()}
     for name, text in pages.items():
         files.append(File.generated(config, name, content=text))
@@ -44,8 +44,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     """Point links out of docs/ to the pages generated for those files."""
-    written = page.file.generated_by is None
-    return moved(markdown, f"docs/{page.file.src_uri}") if written else markdown
+    is_stored = page.file.generated_by is None
+    return rewrite_links(markdown, f"docs/{page.file.src_uri}") if is_stored else markdown
 
 
 # ---- files of the repository ----------------------------------------------------------------------------------------
@@ -74,7 +74,7 @@ def page_of(file: str) -> str:
     return PAGES.get(file) or f"source/{file.removesuffix('.md')}.md"
 
 
-def moved(text: str, source: str) -> str:
+def rewrite_links(text: str, source: str) -> str:
     """The text of the repository's file `source` with its links rewritten for the site."""
 
     def replace(match: re.Match[str]) -> str:
@@ -89,12 +89,12 @@ def moved(text: str, source: str) -> str:
     return LINK.sub(replace, text)
 
 
-def linked() -> Iterator[str]:
+def linked_files() -> Iterator[str]:
     """Files and folders outside docs/ that its pages link to, directly or indirectly."""
-    todo = [*PAGES, *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
-    seen = set(todo)
-    while todo:
-        source = todo.pop()
+    queue = [*PAGES, *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
+    seen = set(queue)
+    while queue:
+        source = queue.pop()
         if (ROOT / source).is_dir():
             found = recipes(source)
         else:
@@ -102,7 +102,7 @@ def linked() -> Iterator[str]:
         for file in found:
             if file not in seen and not file.startswith("docs/") and (ROOT / file).exists():
                 seen.add(file)
-                todo.append(file)
+                queue.append(file)
                 yield file
 
 
@@ -111,13 +111,13 @@ def recipes(folder: str) -> list[str]:
     return [path.relative_to(ROOT).as_posix() for path in sorted((ROOT / folder).rglob("*.yaml"))]
 
 
-def shown(file: str) -> str:
+def as_page(file: str) -> str:
     """A file as a page: Markdown unchanged, other text as a code block; for a folder, links to its recipes."""
     if (ROOT / file).is_dir():
         names = [posixpath.relpath(name, posixpath.dirname(file) or ".") for name in recipes(file)]
-        return moved("\n".join([f"# {file}", "", *(f"- [{name}]({name})" for name in names), ""]), file)
+        return rewrite_links("\n".join([f"# {file}", "", *(f"- [{name}]({name})" for name in names), ""]), file)
     if file.endswith(".md"):
-        return moved(read(file), file)
+        return rewrite_links(read(file), file)
     return f"# {file}\n\n````{LANGUAGES.get(Path(file).suffix, 'text')}\n{read(file)}````\n"
 
 
@@ -133,42 +133,42 @@ def configuration() -> str:
     default = vars(Config())
     sections = {name: section for name, section in default.items() if is_dataclass(section)}
     about = "Fields of a recipe, of the command line (`--train.lr 1e-5`) and of `prefgrpo.Trainer`, by section."
-    text = f"# Configuration\n\n{about}\n\n## The run\n\n{fields(Config, leave=sections)}"
+    text = f"# Configuration\n\n{about}\n\n## The run\n\n{fields(Config, exclude=sections)}"
     for name, section in sections.items():
         text += f"## {name}\n\n{inspect.getdoc(section)}\n\n{fields(type(section), f'{name}.')}"
     return text
 
 
-def fields(kind: Any, prefix: str = "", leave: Any = ()) -> str:
+def fields(kind: Any, prefix: str = "", exclude: Any = ()) -> str:
     """The fields of a pydantic dataclass as a definition list."""
     from pydantic import TypeAdapter
 
     lines = list[str]()
     for name, schema in TypeAdapter(kind).json_schema().get("properties", {}).items():
-        if name not in leave:
+        if name not in exclude:
             key, default = prefix + name, schema.get("default", "required")
-            lines += [f"[`{key}`](#{key}){{ #{key} }} {plain(words(schema))}, default `{value(default)}`"]
-            lines += [f":   {plain(described(kind, name))}", ""]
+            lines += [f"[`{key}`](#{key}){{ #{key} }} {plain(accepted_values(schema))}, default `{value(default)}`"]
+            lines += [f":   {plain(description(kind, name))}", ""]
     return "\n".join([*lines, ""])
 
 
-def described(kind: Any, name: str) -> str:
+def description(kind: Any, name: str) -> str:
     """The description of a field, also if a base class defines it (pydantic does not inherit descriptions)."""
     owners = [base.__pydantic_fields__.get(name) for base in kind.__mro__ if "__pydantic_fields__" in vars(base)]
     return next((field.description for field in owners if field and field.description), "")
 
 
-def words(schema: dict[str, Any]) -> str:
+def accepted_values(schema: dict[str, Any]) -> str:
     """The values that a field accepts, in words."""
     if "anyOf" in schema:
-        return " or ".join(words(branch) for branch in schema["anyOf"])
+        return " or ".join(accepted_values(branch) for branch in schema["anyOf"])
     if names := schema.get("enum") or ([schema["const"]] if "const" in schema else []):
         return ", ".join(map(str, names))
     limits = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
     bounds = [f"{sign} {schema[key]}" for key, sign in limits.items() if key in schema]
     kind = schema.get("type")
     if kind == "array":
-        return "list of " + words(schema.get("items", {"type": "string"}))
+        return "list of " + accepted_values(schema.get("items", {"type": "string"}))
     return " ".join([NAMES.get(kind, kind or "any value"), " and ".join(bounds)]).strip()
 
 

@@ -33,8 +33,8 @@ from prefgrpo.run.judging import reward_options, unsupported
 ALL = "clip,hpsv2,hpsv3,pickscore,unifiedreward_alignment,unifiedreward_style,unifiedreward_coherence"  # the original's
 
 
-def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The original's flags."""
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the flags of the original script."""
     parser = argparse.ArgumentParser(prog="eval_quality", description="Score a folder of images.")
     add = parser.add_argument
     add("--image_dir", required=True, type=Path, help="folder with generated images")
@@ -51,7 +51,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def index(text: str) -> str:
+def normalise_index(text: str) -> str:
     """An index in normal form: 7, 7.0 and 007 are the same."""
     try:
         number = float(text.strip())
@@ -60,28 +60,28 @@ def index(text: str) -> str:
     return str(int(number)) if number.is_integer() else text.strip()
 
 
-def captions(file: Path, index_col: str, caption_col: str) -> dict[str, str]:
+def read_captions(file: Path, index_col: str, caption_col: str) -> dict[str, str]:
     """Index → prompt. Raises DataError."""
     with file.open(newline="", encoding="utf-8-sig") as lines:
         rows = csv.DictReader(lines)
-        if lacking := [name for name in (index_col, caption_col) if name not in (rows.fieldnames or ())]:
-            raise DataError(f"{file}: expected a column {lacking[0]!r}, got {rows.fieldnames}")
-        found = {index(row[index_col] or ""): (row[caption_col] or "").strip() for row in rows}
-    return {key: text for key, text in found.items() if key and text}
+        if absent := [name for name in (index_col, caption_col) if name not in (rows.fieldnames or ())]:
+            raise DataError(f"{file}: expected a column {absent[0]!r}, got {rows.fieldnames}")
+        by_index = {normalise_index(row[index_col] or ""): (row[caption_col] or "").strip() for row in rows}
+    return {key: text for key, text in by_index.items() if key and text}
 
 
-def files_of(args: argparse.Namespace) -> tuple[list[Generated], int]:
+def match_images(args: argparse.Namespace) -> tuple[list[Generated], int]:
     """(images with their prompts, sorted by path; number of images without a prompt). Raises DataError."""
-    texts = captions(args.prompt_csv, args.index_col, args.caption_col)
-    endings = {ending.strip().lower() for ending in args.image_exts.split(",") if ending.strip()}
-    listed = args.image_dir.rglob("*") if args.recursive else args.image_dir.glob("*")
-    images = sorted((p for p in listed if p.is_file() and p.suffix.lower() in endings), key=str)
-    numbers = {key: k for k, key in enumerate(texts)}
-    keys = [index(path.stem.split("_", 1)[0]) for path in images]
-    shown = [Generated(Prompt(numbers[k], texts[k]), p) for p, k in zip(images, keys, strict=True) if k in texts]
-    if not shown:
+    texts = read_captions(args.prompt_csv, args.index_col, args.caption_col)
+    extensions = {e.strip().lower() for e in args.image_exts.split(",") if e.strip()}
+    paths = args.image_dir.rglob("*") if args.recursive else args.image_dir.glob("*")
+    images = sorted((p for p in paths if p.is_file() and p.suffix.lower() in extensions), key=str)
+    prompt_ids = {key: k for k, key in enumerate(texts)}
+    keys = [normalise_index(path.stem.split("_", 1)[0]) for path in images]
+    files = [Generated(Prompt(prompt_ids[k], texts[k]), p) for p, k in zip(images, keys, strict=True) if k in texts]
+    if not files:
         raise DataError(f"{args.image_dir}: none of {len(images)} images is named after an index of {args.prompt_csv}")
-    return shown, len(images) - len(shown)
+    return files, len(images) - len(files)
 
 
 def payload(files: Sequence[Generated], scores: Sequence[Mapping[str, Score]]) -> dict[str, Any]:
@@ -89,8 +89,8 @@ def payload(files: Sequence[Generated], scores: Sequence[Mapping[str, Score]]) -
     means = {}
     for name in scores[0]:
         values = [row[name].value for row in scores]
-        known = [value for value in values if value is not None]
-        means[name] = math.fsum(known) / len(known) if known else None
+        scored = [value for value in values if value is not None]
+        means[name] = math.fsum(scored) / len(scored) if scored else None
     records = [
         {"path": str(g.file), "caption": g.prompt.text, "scores": {name: s.value for name, s in row.items()}}
         for g, row in zip(files, scores, strict=True)
@@ -100,10 +100,10 @@ def payload(files: Sequence[Generated], scores: Sequence[Mapping[str, Score]]) -
 
 def main() -> int:
     """Score, print the means, write the JSON; returns the exit code."""
-    args = arguments()
+    args = parse_args()
     try:
         weights = parse_reward_spec(args.reward_spec)
-        files, skipped = files_of(args)
+        files, skipped = match_images(args)
         if errors := unsupported(
             "image", "--reward_spec:", "the folder holds", {n: load_class(n) for n in weights}, ()
         ):

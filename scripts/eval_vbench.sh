@@ -13,17 +13,17 @@ python=${PYTHON:-python}
     --out "$out" "$@"
 [ -n "${VBENCH:-}" ] || exit 0
 
-theirs=$(realpath -s "${VBENCH_PYTHON:?expected the path to the Python of an environment with VBench}") out=$(realpath "$out")
+vbench_python=$(realpath -s "${VBENCH_PYTHON:?expected the path to the Python of an environment with VBench}") out=$(realpath "$out")
 dimensions=$("$python" -c "from prefgrpo.suites.vbench import QUALITY, SEMANTIC; print(*QUALITY, *SEMANTIC)")
 cd "$VBENCH"
 for dimension in $dimensions; do
     scores=$out/scores/$dimension videos=$out/videos
     compgen -G "$scores/*_eval_results.json" >/dev/null && continue
     if [ "$dimension" = temporal_flickering ]; then # five clips without motion out of 25
-        "$theirs" static_filter.py --videos_path "$videos" --result_path "$out/static"
+        "$vbench_python" static_filter.py --videos_path "$videos" --result_path "$out/static"
         videos=$out/static/filtered_videos
     fi
-    "$theirs" evaluate.py --videos_path "$videos" --dimension "$dimension" --full_json_dir "$info" --output_path "$scores"
+    "$vbench_python" evaluate.py --videos_path "$videos" --dimension "$dimension" --full_json_dir "$info" --output_path "$scores"
 done
 cd "$OLDPWD"
 "$python" -m prefgrpo evaluate "$target" --suite vbench --prompts "$info" --results "$out/scores" --out "$out"

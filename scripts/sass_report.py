@@ -77,7 +77,7 @@ class Block(NamedTuple):
     """A basic block: its instructions, and the indices of the blocks that may follow."""
 
     code: list[str]
-    follow: list[int]
+    successors: list[int]
 
 
 WIDE = re.compile(r"(LDG|STG)\.E\.(?:\w+\.)*(128|256)")
@@ -99,13 +99,13 @@ def blocks_of(lines: list[str]) -> list[Block]:
     for k, words in enumerate(code):
         last = words[-1] if words else ""
         target = re.search(r"\b(?:BRA|CALL)\b.*`\((\.L_x_\d+)\)", last)
-        always = re.match(r"(BRA(\.\w+)* `|EXIT|RET|CALL)", last)
-        follow = [start[target[1]]] if target and not last.startswith("BRA.DIV") else []
-        graph.append(Block(words, follow + ([] if always or k + 1 == len(code) else [k + 1])))
+        unconditional = re.match(r"(BRA(\.\w+)* `|EXIT|RET|CALL)", last)
+        successors = [start[target[1]]] if target and not last.startswith("BRA.DIV") else []
+        graph.append(Block(words, successors + ([] if unconditional or k + 1 == len(code) else [k + 1])))
     return graph
 
 
-def weight(block: Block) -> tuple[int, int]:
+def path_score(block: Block) -> tuple[int, int]:
     """(128-bit accesses, −instructions): the larger, the better the path."""
     return sum(bool(WIDE.search(w)) for w in block.code), -len(block.code)
 
@@ -118,7 +118,7 @@ def hot_path(graph: list[Block]) -> tuple[list[int], list[int]]:
 
     def visit(k: int) -> None:
         state[k] = 1
-        for n in graph[k].follow:
+        for n in graph[k].successors:
             if state[n] == 1:
                 back.add((k, n))
             elif state[n] == 0:
@@ -130,24 +130,24 @@ def hot_path(graph: list[Block]) -> tuple[list[int], list[int]]:
     def best(goal: int | None) -> functools.cache:
         @functools.cache
         def walk(k: int) -> tuple[int, int, list[int]] | None:
-            mine = weight(graph[k])
+            own_score = path_score(graph[k])
             ends = any(w.endswith(("EXIT", "RET")) for w in graph[k].code[-1:]) if goal is None else k == goal
-            ways = [(0, 0, [])] if ends else []
-            ways += [w for n in graph[k].follow if (k, n) not in back and (w := walk(n))] if k != goal else []
-            if not ways:
+            paths = [(0, 0, [])] if ends else []
+            paths += [w for n in graph[k].successors if (k, n) not in back and (w := walk(n))] if k != goal else []
+            if not paths:
                 return None
-            wide, length, path = max(ways, key=lambda w: w[:2])
-            return wide + mine[0], length + mine[1], [k, *path]
+            wide, length, path = max(paths, key=lambda w: w[:2])
+            return wide + own_score[0], length + own_score[1], [k, *path]
 
         return walk
 
     path = best(None)(0)[2]
-    turns = [t for tail, head in back if head in path and (t := best(tail)(head))]
-    turn = max(turns, key=lambda t: t[:2], default=(0, 0, []))
-    return path, turn[2] if turn[0] else []
+    iterations = [t for tail, head in back if head in path and (t := best(tail)(head))]
+    iteration = max(iterations, key=lambda t: t[:2], default=(0, 0, []))
+    return path, iteration[2] if iteration[0] else []
 
 
-def title(mangled: str) -> tuple[str, int | None]:
+def describe(mangled: str) -> tuple[str, int | None]:
     """A kernel's readable name, and its traffic in bytes per element, if the template determines it."""
     name = re.search(r"\d([a-z]+)_kernel", mangled)[1]
     given = re.findall(r"L[ib](n?\d+)E", mangled)
@@ -194,13 +194,13 @@ def report(arch: str, source: Path = SOURCE) -> list[Kernel]:
         mangled = re.match(r"\.text\.(\w+)", part)[1]
         spills, registers = re.search(rf"'{mangled}'.*?\n(.*?)\n.*?Used (\d+) reg", usage, re.DOTALL).groups()
         graph = blocks_of(part.splitlines())
-        path, turn = ([w for k in way for w in graph[k].code] for way in hot_path(graph))
-        turn = turn or path  # without a loop the tiles are unrolled
-        unrolled = TILES if turn is path else 1
-        count = (len(path) + (0 if turn is path else (TILES - 1) * len(turn))) / (TILES * VECTOR)
-        stores = [w for w in turn if "STG" in w]
-        wide = [m[1] for w in turn if (m := WIDE.search(w))]
-        name, traffic = title(mangled)
+        path, iteration = ([w for k in blocks for w in graph[k].code] for blocks in hot_path(graph))
+        iteration = iteration or path  # without a loop the tiles are unrolled
+        unrolled = TILES if iteration is path else 1
+        count = (len(path) + (0 if iteration is path else (TILES - 1) * len(iteration))) / (TILES * VECTOR)
+        stores = [w for w in iteration if "STG" in w]
+        wide = [m[1] for w in iteration if (m := WIDE.search(w))]
+        name, traffic = describe(mangled)
         kernels.append(
             Kernel(
                 arch,
@@ -225,15 +225,15 @@ def main() -> None:
     parser.add_argument("--arch", nargs="+", choices=GPUS, default=list(GPUS))
     parser.add_argument("--source", type=Path, default=SOURCE)
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
-    given = parser.parse_args()
-    rows = [dataclasses.asdict(k) for arch in given.arch for k in report(arch, given.source)]
+    args = parser.parse_args()
+    rows = [dataclasses.asdict(k) for arch in args.arch for k in report(arch, args.source)]
     names = [f.name for f in dataclasses.fields(Kernel)]
     table = [names, *([str("" if row[n] is None else row[n]) for n in names] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     for line in table:
         print("  ".join(word.ljust(width) for word, width in zip(line, widths, strict=True)).rstrip())
-    if given.json:
-        given.json.write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")
+    if args.json:
+        args.json.write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")
 
 
 if __name__ == "__main__":

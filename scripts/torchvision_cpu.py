@@ -22,15 +22,15 @@ SCHEMAS = (
 _libraries: list[object] = []  # a torch.library.Library removes its schemas when it is garbage-collected
 
 
-class DeclareFirst(importlib.abc.MetaPathFinder):
+class DeclareOperators(importlib.abc.MetaPathFinder):
     """Import hook that declares the schemas when torchvision is first imported."""
 
-    done = False
+    declared = False
 
     def find_spec(self, fullname: str, path: object = None, target: object = None) -> None:
         """Declare the schemas; finds no module."""
-        if fullname == "torchvision" and not self.done:
-            self.done = True
+        if fullname == "torchvision" and not self.declared:
+            self.declared = True
             import torch
 
             library = torch.library.Library("torchvision", "FRAGMENT")
@@ -56,11 +56,11 @@ def _import_error() -> str:
     """Error of `import torchvision` in a new process; empty if it works or torchvision is not installed."""
     if importlib.util.find_spec("torchvision") is None:
         return ""
-    done = subprocess.run([sys.executable, "-c", "import torchvision"], capture_output=True, text=True)
-    return done.stderr if done.returncode else ""
+    result = subprocess.run([sys.executable, "-c", "import torchvision"], capture_output=True, text=True)
+    return result.stderr if result.returncode else ""
 
 
 if __name__ == "__main__":
     install()
 else:
-    sys.meta_path.insert(0, DeclareFirst())
+    sys.meta_path.insert(0, DeclareOperators())

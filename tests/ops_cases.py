@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from prefgrpo.ops import Guidance, backend_of, reference, use_backend
-from prefgrpo.ops.backend import missing
+from prefgrpo.ops.backend import unavailable_reason
 from prefgrpo.sde.rules import sde_row
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -38,7 +38,7 @@ def fuzz(**strategies):
 
 def serve(backend: str):
     """`use_backend`, or skip with the reason; asserts that this backend really is the one used on the device."""
-    if why := missing(backend):
+    if why := unavailable_reason(backend):
         pytest.skip(why)
     block = use_backend(backend)
     with use_backend(backend):

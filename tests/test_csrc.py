@@ -16,7 +16,7 @@ import torch
 from ops_cases import make
 
 from prefgrpo.ops import Guidance, NoiseAddress, affine_logp, affine_step, use_backend
-from prefgrpo.ops.backend import extension, missing
+from prefgrpo.ops.backend import extension, unavailable_reason
 
 pytestmark = pytest.mark.skipif(extension() is None, reason="prefgrpo._C is not built")
 SETS = ("plain", "avx2", "avx512")
@@ -148,7 +148,7 @@ def test_the_environment_names_a_backend():
     assert run(code, PREFGRPO_BACKEND="torch").stdout.split() == ["torch", "torch"]
     done = run(code, PREFGRPO_BACKEND="metal")
     assert done.returncode and "unknown backend 'metal': expected one of cuda, triton, cpu, torch" in done.stderr
-    if why := missing("cuda"):
+    if why := unavailable_reason("cuda"):
         done = run(code, PREFGRPO_BACKEND="cuda")
         assert done.returncode and "backend 'cuda' was asked for but cannot run" in done.stderr and why in done.stderr
 
@@ -186,7 +186,7 @@ def test_compiled_cuda_kernels(root, arch):
     assert seen >= {("step", *types, noise) for types in usual for noise in ("given", "addressed")}
 
 
-@pytest.mark.skipif(not missing("cuda"), reason="this machine has a GPU")
+@pytest.mark.skipif(not unavailable_reason("cuda"), reason="this machine has a GPU")
 def test_a_cuda_launch_without_a_gpu_is_an_error_not_a_crash():
     module = extension()
     x = torch.zeros(1, 4)

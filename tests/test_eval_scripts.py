@@ -116,7 +116,7 @@ def test_eval_quality_names_what_is_missing(root, place):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     argv = ["--image_dir", str(place / "images"), "--prompt_csv", str(place / "bench.csv")]
-    files, skipped = module.files_of(module.arguments(argv))
+    files, skipped = module.match_images(module.parse_args(argv))
     assert (len(files), skipped) == (5, 2)
     scores = [{"clip": Score(None, "lost") if k == 1 else Score(float(k))} for k in range(5)]
     found = module.payload(files, scores)

@@ -8,9 +8,10 @@ import torch
 
 from benchmarks import gpu
 from prefgrpo.ops import affine_step, backend_of
-from prefgrpo.ops.backend import missing
+from prefgrpo.ops.backend import unavailable_reason
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(missing("cuda")), reason=missing("cuda") or "")]
+why = unavailable_reason("cuda")
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(why), reason=why or "")]
 
 
 @pytest.mark.parametrize("name", ["launches", "host_waits", "captured_graph", "same_as_cpu"])

@@ -54,7 +54,7 @@ def test_a_large_batch_is_sorted_by_group_first(backend, options, monkeypatch):
     given = tensors(r, ids)
     with serve(backend):
         want = group_advantage(*given, **options)
-        monkeypatch.setattr(args, "SCANNED", 16)
+        monkeypatch.setattr(args, "MAX_UNSORTED_BATCH", 16)
         got = group_advantage(*given, **options)
     assert want.any()
     assert_close(got, want, 1e-6, 1e-7)  # Triton sums over different blocks

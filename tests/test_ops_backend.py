@@ -59,7 +59,7 @@ def gpu(monkeypatch):
             make = getattr(torch, name)
             monkeypatch.setattr(torch, name, lambda *size, make=make, device=None, **kind: make(*size, **kind))
 
-    caches = (backend._not_launched, backend._automatic, backend._chosen, backend._serving)
+    caches = (backend._launch_error, backend._default_backend, backend._select, backend._module_for)
     for cache in caches:
         cache.cache_clear()
     yield install
@@ -84,7 +84,7 @@ def test_a_gpu_that_cannot_start_our_kernels_falls_to_triton(gpu, monkeypatch):
 def test_one_launch_is_tried_once(gpu):
     tried = []
     gpu(lambda *given: tried.append(given))
-    assert backend.missing("cuda") is None and backend.missing("cuda") is None
+    assert backend.unavailable_reason("cuda") is None and backend.unavailable_reason("cuda") is None
     assert backend_of("cuda") == "cuda" and len(tried) == 1
 
 
@@ -115,7 +115,7 @@ def test_triton_launches_on_the_device_of_its_tensors(monkeypatch):
         for name in [n for n in vars(module) if n.endswith("_kernel")]:
             monkeypatch.setattr(module, name, Watched(getattr(module, name)))
     c, ids, pair = make((2, 3), 2, torch.float32, torch.float32), torch.arange(2), None
-    monkeypatch.setattr(backend, "_serving", lambda device, name: triton_launch)
+    monkeypatch.setattr(backend, "_module_for", lambda device, name: triton_launch)
     v, column = c.v.requires_grad_(), torch.ones(2, requires_grad=True)
     for pair in (None, Guidance(c.u, 2.0, rescale=True)):
         y = affine_step(c.x, v, c.coef, c.index, noise=NoiseAddress(1, ids), guidance=pair).x_next

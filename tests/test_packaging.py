@@ -161,13 +161,13 @@ def test_an_install_without_compiler_from_a_checkout_without_links(tmp_path):
     zipfile.ZipFile(wheel).extractall(own)
     code = HIDE.format(names=("prefgrpo._C",)) + (  # otherwise found by this environment's editable install
         f"sys.path.insert(0, {str(own)!r})\n"
-        "import torch, prefgrpo.ops as ops\nfrom prefgrpo.ops.backend import missing\n"
+        "import torch, prefgrpo.ops as ops\nfrom prefgrpo.ops.backend import unavailable_reason\n"
         "x = torch.ones(2, 8)\n"
         "coef = torch.tensor([[0.5, 2.0, 0.0, 0.0, 0.0]])\n"
         "for name in ('torch', 'triton'):\n"
         "    with ops.use_backend(name):\n"
         "        print(ops.__file__, float(ops.affine_step(x, x, coef, 0, noise=None).x_next.sum()))\n"
-        "print(ops.backend_of('cpu'), missing('cpu'))"
+        "print(ops.backend_of('cpu'), unavailable_reason('cpu'))"
     )
     lines = python(code, cwd=tmp_path, TRITON_INTERPRET="1").splitlines()
     assert lines[:2] == [f"{own}/prefgrpo/ops/__init__.py 40.0"] * 2

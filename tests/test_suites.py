@@ -385,8 +385,9 @@ def test_t2i_compbench_numbers_a_categorys_images_through(place, capsys):
     names = [f"a green bench and a blue bowl_{k:06d}.png" for k in (0, 1)] + [f"a red car._{k:06d}.png" for k in (2, 3)]
     assert sorted(tree(out / "color" / "samples")) == sorted(tree(out / "spatial" / "samples")) == names
     assert tree(out / "color" / "samples") != tree(out / "spatial" / "samples"), "categories share noise"
-    places = load_suite("t2i_compbench").places([Prompt(0, "x", {"category": "color", "number": 299})], 0, out, ".png")
-    assert [p[2].name for p in places][::9] == ["x_002990.png", "x_002999.png"]
+    prompt = Prompt(0, "x", {"category": "color", "number": 299})
+    files = load_suite("t2i_compbench").sample_files([prompt], 0, out, ".png")
+    assert [p[2].name for p in files][::9] == ["x_002990.png", "x_002999.png"]
     for folder, answers in {"color/annotation_blip": ["0.6900", "0.7110"], "complex/annotation_3_in_1": [0.25]}.items():
         (out / folder).mkdir(parents=True)
         rows = [{"question_id": k, "answer": a} for k, a in enumerate(answers)]
@@ -407,11 +408,11 @@ def test_vbench_names_and_numbers(tmp_path):
         {"prompt_en": "a cat", "dimension": ["color"]},
     ]
     (tmp_path / "full.json").write_text(json.dumps(rows))
-    places = suite.places(suite.read(tmp_path / "full.json"), 0, out, ".mp4")
-    assert [p[2] for p in places[:25]] == [out / "videos" / f"a stop sign-{k}.mp4" for k in range(25)]
-    assert [p[2].name for p in places[25:]] == [f"a cat-{k}.mp4" for k in range(5)]
+    files = suite.sample_files(suite.read(tmp_path / "full.json"), 0, out, ".mp4")
+    assert [p[2] for p in files[:25]] == [out / "videos" / f"a stop sign-{k}.mp4" for k in range(25)]
+    assert [p[2].name for p in files[25:]] == [f"a cat-{k}.mp4" for k in range(5)]
     (tmp_path / "list.txt").write_text("a cat\na cat\n")
-    assert len(suite.places(suite.read(tmp_path / "list.txt"), 0, out, ".mp4")) == 10 and suite.shares_files
+    assert len(suite.sample_files(suite.read(tmp_path / "list.txt"), 0, out, ".mp4")) == 10 and suite.shares_files
     # by hand: quality dimensions normalise to 0.5, except dynamic degree (weight ½) to 1: (6·0.5 + ½·1) / 6.5
     half = {"subject_consistency": 0.5731, "background_consistency": 0.63075, "temporal_flickering": 0.81465}
     half |= {"motion_smoothness": 0.85175, "aesthetic_quality": 0.5, "imaging_quality": 0.5, "dynamic_degree": 1.0}

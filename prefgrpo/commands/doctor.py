@@ -161,10 +161,10 @@ def _extension() -> Row:
 def _ops(gpu: torch.device) -> Iterator[Row]:
     """Compare each backend's affine step and log-prob with the reference, on the device that it runs on."""
     from prefgrpo.ops import affine_step
-    from prefgrpo.ops.backend import BACKENDS, backend_of, missing, use_backend
+    from prefgrpo.ops.backend import BACKENDS, backend_of, unavailable_reason, use_backend
 
     def check(name: str) -> tuple[bool | None, str]:
-        if reason := missing(name):
+        if reason := unavailable_reason(name):
             return None, reason
         device = gpu if name in ("cuda", "triton") else torch.device("cpu")
         x, v, eps, coef, index = _inputs(device)

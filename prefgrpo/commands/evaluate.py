@@ -235,16 +235,16 @@ def _suite(
     if not file:
         raise ConfigError([f"--prompts: expected {suite.source}"])
     prompts = suite.read(Path(file))[: config.eval.max_prompts or None]
-    places = suite.places(prompts, samples, out, ".mp4" if clips else ".png")
+    sample_files = suite.sample_files(prompts, samples, out, ".mp4" if clips else ".png")
     options = suite.options(config.eval.options.get(suite.reward, {}), question)
     check_writing(config, out, 1, fps)
-    jobs = make_jobs(places, shared=suite.shares_files)
+    jobs = make_jobs(sample_files, shared=suite.shares_files)
     rewards = _suite_reward(config, suite, options, out, world)  # fails before anything is generated
     facts = {"suite": name} | _provenance(side, prompts, samples)
     handle = world.on_main(partial(_lock_folder, out, facts), CheckpointError)
     try:
         generate_files(config, side.weights, jobs, world, fps)
-        suite.finish(places, out, world)
+        suite.write_other_files(sample_files, out, world)
         world.barrier()
         if not suite.reward:
             if world.main:
@@ -281,7 +281,7 @@ def _report(results: Results, facts: Mapping[str, Any], out: Path, name: str) ->
         out / f"{name}.json", json.dumps({"about": dict(facts), **json.loads(results.json())}, indent=1) + "\n"
     )
     write_atomic(out / f"{name}.md", results.markdown())
-    print(f"{results.markdown(most_problems=10)}\n{out / name}.json, {out / name}.md")
+    print(f"{results.markdown(max_problems=10)}\n{out / name}.json, {out / name}.md")
     return int(not any(row.count for rows in results.tables.values() for row in rows))
 
 

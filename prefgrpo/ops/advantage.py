@@ -67,7 +67,7 @@ def group_advantage(
     _check_options(std, eps, ddof)
     if combine not in _COMBINE:
         raise ValueError(f"combine: expected one of {', '.join(_COMBINE)}, got '{combine}'")
-    group_ids = args.ids(group_ids)
+    group_ids = args.int32_to_int64(group_ids)
     if rewards.dim() != 2 or group_ids.shape != rewards.shape[1:] or group_ids.dtype != torch.int64:
         raise ValueError(
             f"expected rewards [R, B] and int64 or int32 group_ids [B], got {list(rewards.shape)} and "

@@ -21,15 +21,15 @@ from prefgrpo.ops.args import (
     Normal,
     Replay,
     Step,
+    as_int,
     check_affine,
     check_ids,
     check_out,
     check_step,
-    ids,
-    integer,
+    copy_to,
+    int32_to_int64,
+    int64_seed,
     rows_index,
-    signed,
-    written,
 )
 from prefgrpo.ops.tokens import Tokens
 
@@ -73,7 +73,7 @@ def philox_normal(
     backends agree to 1e-6. dtype: fp32, bf16, fp16 or fp64, else TypeError. out: memory for the result. Raises
     ValueError for ids of another dtype or shape, a negative size or offset, or an `out` that does not fit.
     """
-    numel, offset, sample, step = integer(numel), integer(offset), ids(sample), ids(step)
+    numel, offset, sample, step = as_int(numel), as_int(offset), int32_to_int64(sample), int32_to_int64(step)
     check_ids("sample", sample, sample.numel(), sample.device)
     check_ids("step", step, sample.numel(), sample.device)
     if numel < 0 or offset < 0:
@@ -81,7 +81,7 @@ def philox_normal(
     if dtype not in DTYPES:
         raise TypeError(f"dtype: expected fp32, bf16, fp16 or fp64, got {dtype}")
     check_out(out, (sample.numel(), numel), dtype, sample.device)
-    return written(library.philox_normal(Normal(signed(seed), sample, step, numel, offset, dtype, out))[0], out)
+    return copy_to(library.philox_normal(Normal(int64_seed(seed), sample, step, numel, offset, dtype, out))[0], out)
 
 
 def unpack_guidance(guidance: Guidance | None) -> tuple[Tensor | None, float, bool, bool]:
@@ -118,8 +118,8 @@ def affine_step(
     eps, seed, sample, step, offset = None, 0, None, None, 0
     row = rows_index(index, x)
     if isinstance(noise, NoiseAddress):
-        seed, sample, offset = signed(noise.seed), ids(noise.sample), integer(noise.offset)
-        step = row if noise.step is None else ids(noise.step)
+        seed, sample, offset = int64_seed(noise.seed), int32_to_int64(noise.sample), as_int(noise.offset)
+        step = row if noise.step is None else int32_to_int64(noise.step)
     else:
         eps = noise
     pair, dtype = unpack_guidance(guidance), out_dtype or x.dtype
@@ -130,7 +130,7 @@ def affine_step(
         return AffineStep(*Tokens(a, mask, cu_seqlens, divisor).step())
     check_step(a)
     results = library.affine_step(a)
-    results[0] = written(results[0], out)
+    results[0] = copy_to(results[0], out)
     return AffineStep(*results)
 
 

@@ -2,8 +2,8 @@
 
 The fields of an op's NamedTuple are the arguments of torch.ops.prefgrpo.<op>, in order; its `results` allocates the
 tensors that the op returns. Invariant: after `check_affine` all tensors are on one device, x, v and the tensors like
-them have one shape [B, …], and the coefficient table has 5 columns. Tensor values are never read back for a check: for
-an index outside the table, the kernel raises IndexError on the CPU and gives NaN on a GPU.
+them have one shape [B, …], and the coefficient table has 5 columns. No check reads tensor values: for an index outside
+the table, the kernel raises IndexError on the CPU and gives NaN on a GPU.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ class Guidance(NamedTuple):
     """Restore the norm over the last dimension to ‖c‖ (Qwen-Image's true guidance); x is then [B, …, D]."""
 
 
-def _full(x: Tensor, dtype: torch.dtype) -> Tensor:
+def _empty_like(x: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
 
-def _column(x: Tensor) -> Tensor:
+def _empty_per_sample(x: Tensor) -> Tensor:
     return x.new_empty(x.shape[0], dtype=torch.float32)
 
 
@@ -105,10 +105,10 @@ class Step(NamedTuple):
 
     def results(self) -> Results:
         """x', logp, mean, x0."""
-        out = _full(self.x, self.out_dtype) if self.out is None else self.out
-        mean = _full(self.x, torch.float32) if self.want_mean else None
-        x0 = None if self.sigma is None else _full(self.x, self.out_dtype)
-        return [out, _column(self.x), mean, x0]
+        out = _empty_like(self.x, self.out_dtype) if self.out is None else self.out
+        mean = _empty_like(self.x, torch.float32) if self.want_mean else None
+        x0 = None if self.sigma is None else _empty_like(self.x, self.out_dtype)
+        return [out, _empty_per_sample(self.x), mean, x0]
 
 
 class Replay(NamedTuple):
@@ -134,12 +134,12 @@ class Replay(NamedTuple):
 
     def results(self) -> Results:
         """logp, kl, Guard log-ratio, [B] each."""
-        return [None if t is None else _column(t) for t in (self.x, self.v_ref, self.v_old)]
+        return [None if t is None else _empty_per_sample(t) for t in (self.x, self.v_ref, self.v_old)]
 
     def gradients(self) -> Results:
         """dv (dc of a guidance pair) and du, in the dtypes of v and u."""
-        dv = _full(self.x, self.v.dtype) if self.out is None else self.out
-        return [dv, None if self.uncond is None else _full(self.x, self.uncond.dtype)]
+        dv = _empty_like(self.x, self.v.dtype) if self.out is None else self.out
+        return [dv, None if self.uncond is None else _empty_like(self.x, self.uncond.dtype)]
 
 
 class Policy(NamedTuple):
@@ -189,9 +189,8 @@ class Group(NamedTuple):
         return [self.rewards.new_empty(self.rewards.shape[1], dtype=torch.float32)]
 
 
-SCANNED = 4096
-"""The largest batch in which a GPU finds groups by comparing every pair of ids; `sorted_groups` first sorts larger
-batches by group."""
+MAX_UNSORTED_BATCH = 4096
+"""Up to this batch size, a GPU finds groups by comparing all pairs of ids; larger batches are first sorted by group."""
 
 
 def sorted_groups(a: Group, op: Callable[[Group], Results]) -> Results:
@@ -219,7 +218,7 @@ class Winrate(NamedTuple):
 Affine = Step | Replay
 
 
-def rows_of(a: Affine) -> Tensor:
+def coef_rows(a: Affine) -> Tensor:
     """Coefficient rows [B, 5]."""
     return a.coef if a.row is None else a.coef.index_select(0, a.row)
 
@@ -229,18 +228,18 @@ def rescaled_dim(a: Affine) -> int:
     return a.x.shape[-1] if a.uncond is not None and a.rescale else 0
 
 
-def packed(t: Tensor) -> Tensor:
+def contiguous_samples(t: Tensor) -> Tensor:
     """`t` itself if each sample is contiguous, else a contiguous copy."""
     return t if t.is_contiguous() or (t.shape[0] > 0 and t[0].is_contiguous()) else t.contiguous()
 
 
-def signed(seed: int) -> int:
-    """A 64-bit key as int64, the integer type of op schemas."""
-    seed = integer(seed) & (2**64 - 1)
+def int64_seed(seed: int) -> int:
+    """A 64-bit seed as a signed integer, because op schemas have only int64."""
+    seed = as_int(seed) & (2**64 - 1)
     return seed - 2**64 if seed >= 2**63 else seed
 
 
-def integer(n: int) -> int:
+def as_int(n: int) -> int:
     """`n` (possibly a NumPy integer) as a Python int; a SymInt is returned as it is. Raises TypeError for a float."""
     return n if isinstance(n, int | torch.SymInt) else operator.index(n)
 
@@ -259,16 +258,16 @@ def rows_index(index: Tensor | int | None, x: Tensor) -> Tensor | None:
     """int64 rows of a coefficient table; a single number is repeated for all samples of `x`."""
     if index is None or isinstance(index, Tensor):
         return index if index is None or index.dtype != torch.int32 else index.long()
-    return torch.full(x.shape[:1] or (0,), integer(index), dtype=torch.int64, device=x.device)
+    return torch.full(x.shape[:1] or (0,), as_int(index), dtype=torch.int64, device=x.device)
 
 
-def ids(t: Tensor) -> Tensor:
-    """int32 cast to int64; any other dtype unchanged, for `check_ids` to reject."""
+def int32_to_int64(t: Tensor) -> Tensor:
+    """`t`, cast to int64 if it is int32; `check_ids` rejects any other dtype."""
     return t.long() if t.dtype == torch.int32 else t
 
 
-def check_out(out: Tensor | None, shape: Sequence[int], dtype: torch.dtype, device: torch.device, *read: Any) -> None:
-    """Raise ValueError unless `out` is None, or fits this result and overlaps none of the tensors `read`."""
+def check_out(out: Tensor | None, shape: Sequence[int], dtype: torch.dtype, device: torch.device, *inputs: Any) -> None:
+    """Raise ValueError unless `out` is None, or fits this result and overlaps none of the tensors `inputs`."""
     if out is None:
         return
     if out.shape != torch.Size(shape) or out.dtype != dtype or out.device != device:
@@ -277,7 +276,7 @@ def check_out(out: Tensor | None, shape: Sequence[int], dtype: torch.dtype, devi
         )
     if not out.is_contiguous():
         raise ValueError(f"out: expected contiguous memory, got strides {list(out.stride())}")
-    if any(t is not None and _overlap(t, out) for t in read) or out.requires_grad:
+    if any(t is not None and _overlap(t, out) for t in inputs) or out.requires_grad:
         raise ValueError("out: expected a tensor that requires no gradient and shares no memory with an input")
 
 
@@ -299,13 +298,13 @@ def _extent(t: Tensor) -> tuple[Any, Any]:
     return offset * t.element_size(), (offset + reach) * t.element_size() + size
 
 
-def written(result: Tensor, out: Tensor | None) -> Tensor:
-    """Copy `result` into `out` if the backend could not write there itself."""
+def copy_to(result: Tensor, out: Tensor | None) -> Tensor:
+    """Copy `result` into `out`, unless there is no `out` or the backend has already written to it."""
     return result if out is None or result is out else out.copy_(result)
 
 
 def check_ids(name: str, t: Tensor, batch: int, device: torch.device) -> None:
-    """Raise ValueError unless `t` (after `ids`) is int64 [batch] on `device`."""
+    """Raise ValueError unless `t` (after `int32_to_int64`) is int64 [batch] on `device`."""
     if t.dtype != torch.int64 or t.shape != (batch,):
         raise ValueError(f"{name}: expected int64 or int32 [{batch}], got {t.dtype} {list(t.shape)}")
     if t.device != device:
@@ -353,7 +352,7 @@ def check_step(a: Step) -> None:
     check_affine(a, noise=a.eps)
     if a.sample is not None:
         if a.step is None:
-            raise ValueError("an addressed noise needs a step: pass `index`, or `step` in the NoiseAddress")
+            raise ValueError("noise: a NoiseAddress needs a step: set its `step`, or pass `index`")
         check_ids("noise.sample", a.sample, a.x.shape[0], a.x.device)
         check_ids("noise.step", a.step, a.x.shape[0], a.x.device)
         if a.offset < 0:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from prefgrpo.ops.args import Group, Normal, Policy, Replay, Results, Step, Winrate
-from prefgrpo.ops.backend import implementation, serving
+from prefgrpo.ops.backend import implementation, module_for
 
 NAMESPACE = __name__.split(".")[0]
 """Namespace of the custom ops: prefgrpo, or the name that the hub's loader gives the package."""
@@ -32,56 +32,56 @@ Grads = dict[str, Tensor | None]
 class Op:
     """An op without a gradient; calling it with its arguments returns its results.
 
-    schema: the custom op's; its arguments are the first fields of `kind`. results: allocates the tensors that a backend
-    writes. exact: fields that select the torch backend when they are fp64.
+    schema: of the custom op, whose arguments are the first fields of `args_type`. results: allocates the tensors that a
+    backend writes. fp64_fields: fields that select the torch backend if one of them is fp64.
     """
 
     has_gradient = False
 
-    def __init__(self, kind: Any, results: Callable[[Any], Results], schema: str, exact: str = "") -> None:
+    def __init__(self, args_type: Any, results: Callable[[Any], Results], schema: str, fp64_fields: str = "") -> None:
         self.name, _, signature = schema.partition("(")
-        self.kind, self.results = kind, results
+        self.args_type, self.results = args_type, results
         self._custom = torch.library.custom_op(
             f"{NAMESPACE}::{self.name}", self.run, mutates_args=(), schema="(" + signature
         )
-        self._custom.register_fake(lambda *given: _padded(results(kind(*given))))
-        self._graph = getattr(getattr(torch.ops, NAMESPACE), self.name).default
-        arguments = self._graph._schema.arguments
-        self.fields = kind._fields[: len(arguments)]
+        self._custom.register_fake(lambda *args: _none_to_empty(results(args_type(*args))))
+        self._overload = getattr(getattr(torch.ops, NAMESPACE), self.name).default
+        arguments = self._overload._schema.arguments
+        self.fields = args_type._fields[: len(arguments)]
         self.tensors = [k for k, a in enumerate(arguments) if "Tensor" in str(a.type)]
-        self._each = itemgetter(*self.tensors)
-        self._exact = attrgetter(*exact.split()) if exact else None
+        self._get_tensors = itemgetter(*self.tensors)
+        self._get_fp64_fields = attrgetter(*fp64_fields.split()) if fp64_fields else None
 
-    def run(self, *given: Any) -> Any:
+    def run(self, *args: Any) -> Any:
         """Implementation of the custom op."""
-        return _padded(self.eager(self.kind(*given)))
+        return _none_to_empty(self.eager(self.args_type(*args)))
 
     def __call__(self, a: Any) -> Results:
         """The results for these arguments."""
         if not torch.compiler.is_compiling():
-            observed = self.observed(a)
-            if observed or forward_ad._current_level >= 0:
-                self.refuse_transforms(a)
-            if not observed:
+            dispatched = self.needs_dispatcher(a)
+            if dispatched or forward_ad._current_level >= 0:
+                self.check_transforms(a)
+            if not dispatched:
                 return self.eager(a)
         with torch.no_grad():
-            return self.in_graph(a)
+            return self.call_custom_op(a)
 
-    def observed(self, a: Any) -> bool:
-        """Whether the dispatcher must see this call: reading the tensors' raw memory would not be enough."""
-        for t in self._each(a):
+    def needs_dispatcher(self, a: Any) -> bool:
+        """Whether this call must go through the dispatcher: something intercepts it, or a tensor is not plain."""
+        for t in self._get_tensors(a):
             if t is not None and (type(t) not in _PLAIN or t.is_neg()):
                 return True
         if _dispatch_modes() or _function_mode() or _tracer() is not None:
             return True
         return _functorch.maybe_current_level() is not None
 
-    def refuse_transforms(self, a: Any, wanted: bool = False) -> None:
-        """Raise NotImplementedError where a derivative would be lost: forward mode, and torch.func.grad if `wanted`."""
+    def check_transforms(self, a: Any, requires_grad: bool = False) -> None:
+        """Raise NotImplementedError if a derivative would be lost: forward mode, torch.func.grad if `requires_grad`."""
         kinds, transform = {i.key() for i in _functorch.get_interpreter_stack() or ()}, _functorch.TransformType
-        forward = self.has_gradient and transform.Jvp in kinds  # another transform may hide its tangents
-        forward |= any(forward_ad.unpack_dual(t).tangent is not None for t in self._each(a) if t is not None)
-        if forward or (wanted and transform.Grad in kinds):
+        forward = self.has_gradient and transform.Jvp in kinds  # an inner transform may hide the tangents
+        forward |= any(forward_ad.unpack_dual(t).tangent is not None for t in self._get_tensors(a) if t is not None)
+        if forward or (requires_grad and transform.Grad in kinds):
             how = "forward mode (jvp)" if forward else "torch.func.grad"
             has = "supports autograd's backward only" if self.has_gradient else "has no derivative"
             raise NotImplementedError(f"{self.name} {has}; it was called under {how}: detach its inputs")
@@ -92,19 +92,19 @@ class Op:
 
     def backend(self, a: Any) -> ModuleType:
         """The backend for these arguments."""
-        if self._exact is not None:
-            for value in self._exact(a):
+        if self._get_fp64_fields is not None:
+            for value in self._get_fp64_fields(a):
                 if value is not None and getattr(value, "dtype", value) == torch.float64:
                     return implementation("torch")
-        return serving(self._each(a)[0].device)
+        return module_for(self._get_tensors(a)[0].device)
 
-    def in_graph(self, a: Any) -> Results:
+    def call_custom_op(self, a: Any) -> Results:
         """Call the custom op."""
-        out = self._graph(*a[: len(self.fields)])
+        out = self._overload(*a[: len(self.fields)])
         return [None if t.dtype == torch.bool else t for t in ((out,) if isinstance(out, Tensor) else out)]
 
 
-def _padded(out: Results) -> Any:
+def _none_to_empty(out: Results) -> Any:
     """Results in the form of the schema: None becomes an empty bool tensor."""
     each = [torch.empty(0, dtype=torch.bool, device=out[0].device) if t is None else t for t in out]
     return tuple(each) if len(each) > 1 else each[0]
@@ -113,8 +113,9 @@ def _padded(out: Results) -> Any:
 class GradOp(Op):
     """An op with a gradient: an autograd.Function in eager mode, and a gradient registered with the custom op.
 
-    flows_to: the differentiable fields; another field that requires a gradient is rejected. of: number of
-    differentiable results. save(ctx, arguments, results) keeps what backward(ctx, upstream, affine_grad) needs.
+    grad_inputs: the differentiable fields; any other field that requires a gradient is rejected. num_grad_outputs: this
+    many results, the first, are differentiable. save(ctx, arguments, results) keeps what
+    backward(ctx, upstream, affine_grad) needs.
     """
 
     has_gradient = True
@@ -122,22 +123,22 @@ class GradOp(Op):
     def __init__(
         self,
         *op: Any,
-        flows_to: tuple[str, ...],
-        of: int,
+        grad_inputs: tuple[str, ...],
+        num_grad_outputs: int,
         save: Callable[[Any, Any, Sequence[Any]], None],
         backward: Callable[[Any, Sequence[Any], Callable[[Replay], Results]], Grads],
     ) -> None:
         super().__init__(*op)
-        self._flows_to, self._of = flows_to, of
+        self._grad_inputs, self._num_grad_outputs = grad_inputs, num_grad_outputs
 
         class Eager(torch.autograd.Function):
             @staticmethod
-            def forward(ctx: Any, *given: Any) -> tuple[Tensor | None, ...]:
+            def forward(ctx: Any, *args: Any) -> tuple[Tensor | None, ...]:
                 ctx.set_materialize_grads(False)
-                a = self.kind(*given)
+                a = self.args_type(*args)
                 ctx.backend = self.backend(a)
                 out = getattr(ctx.backend, self.name)(a)
-                ctx.mark_non_differentiable(*(t for t in out[of:] if t is not None))
+                ctx.mark_non_differentiable(*(t for t in out[num_grad_outputs:] if t is not None))
                 save(ctx, a, out)
                 return tuple(out)
 
@@ -151,8 +152,8 @@ class GradOp(Op):
 
         self._function = Eager
         self._custom.register_autograd(
-            lambda ctx, *upstream: self._by_field(backward(ctx, upstream, affine_grad.in_graph)),
-            setup_context=lambda ctx, inputs, output: save(ctx, self.kind(*inputs), output),
+            lambda ctx, *upstream: self._by_field(backward(ctx, upstream, affine_grad.call_custom_op)),
+            setup_context=lambda ctx, inputs, output: save(ctx, self.args_type(*inputs), output),
         )
 
     def _by_field(self, grads: Grads) -> tuple[Tensor | None, ...]:
@@ -160,24 +161,26 @@ class GradOp(Op):
 
     def __call__(self, a: Any) -> Results:
         """The results, with autograd. Raises ValueError if a field without a gradient requires one."""
-        wanted = torch.is_grad_enabled() and [
+        requires_grad = torch.is_grad_enabled() and [
             self.fields[k] for k in self.tensors if (t := a[k]) is not None and t.requires_grad
         ]
-        if wanted and (other := [field for field in wanted if field not in self._flows_to]):
-            allowed = ", ".join(self._flows_to)
-            raise ValueError(f"{self.name}: its gradient flows to {allowed} alone; detach {', '.join(other)}")
+        if requires_grad and (other := [field for field in requires_grad if field not in self._grad_inputs]):
+            allowed = ", ".join(self._grad_inputs)
+            raise ValueError(f"{self.name}: gradients flow only to {allowed}; detach {', '.join(other)}")
         if not torch.compiler.is_compiling():
-            observed = self.observed(a)
-            if observed or forward_ad._current_level >= 0:
-                self.refuse_transforms(a, bool(wanted))
-            if not observed:
-                return self._function.apply(*a[: len(self.fields)]) if wanted else self.eager(a)
-        return [t if t is None or k < self._of else t.detach() for k, t in enumerate(self.in_graph(a))]
+            dispatched = self.needs_dispatcher(a)
+            if dispatched or forward_ad._current_level >= 0:
+                self.check_transforms(a, bool(requires_grad))
+            if not dispatched:
+                return self._function.apply(*a[: len(self.fields)]) if requires_grad else self.eager(a)
+        return [
+            t if t is None or k < self._num_grad_outputs else t.detach() for k, t in enumerate(self.call_custom_op(a))
+        ]
 
 
 def _affine_grad(a: Replay, backend: ModuleType) -> Results:
-    """Use the backend of the forward, unless the dispatcher must see the call."""
-    return affine_grad.in_graph(a) if affine_grad.observed(a) else backend.affine_grad(a)
+    """Use the backend of the forward, unless the call must go through the dispatcher."""
+    return affine_grad.call_custom_op(a) if affine_grad.needs_dispatcher(a) else backend.affine_grad(a)
 
 
 def _save_replay(ctx: Any, a: Replay, _: Any) -> None:
@@ -205,18 +208,18 @@ def _replay_backward(ctx: Any, upstream: Sequence[Tensor | None], grad: Callable
 def _save_policy(ctx: Any, a: Policy, results: Sequence[Any]) -> None:
     """The gradient is computed together with the loss; backward only scales it."""
     _, _, d_delta, d_kl = results
-    ctx.delta, ctx.has_kl = "logp" if a.log_ratio is None else "log_ratio", a.kl is not None
+    ctx.delta_field, ctx.has_kl = "logp" if a.log_ratio is None else "log_ratio", a.kl is not None
     ctx.save_for_backward(d_delta, d_kl)
 
 
 def _policy_backward(ctx: Any, upstream: Sequence[Any], _: Any) -> Grads:
     d_delta, d_kl = ctx.saved_tensors
-    return {ctx.delta: d_delta * upstream[0], "kl": d_kl * upstream[0] if ctx.has_kl else None}
+    return {ctx.delta_field: d_delta * upstream[0], "kl": d_kl * upstream[0] if ctx.has_kl else None}
 
 
 _AFFINE = "Tensor? row, Tensor? uncond, float scale, bool from_cond, bool rescale"
 _REPLAY = f"Tensor x, Tensor v, Tensor x_next, Tensor coef, {_AFFINE}, Tensor? v_ref, Tensor? v_old"
-_REPLAY_EXACT = "x v x_next uncond v_ref v_old"
+_REPLAY_FP64_FIELDS = "x v x_next uncond v_ref v_old"
 
 philox_normal = Op(
     Normal,
@@ -235,15 +238,15 @@ affine_grad = Op(
     Replay,
     Replay.gradients,
     f"affine_grad({_REPLAY}, Tensor? g_logp, Tensor? g_kl, Tensor? g_guard) -> (Tensor, Tensor)",
-    _REPLAY_EXACT,
+    _REPLAY_FP64_FIELDS,
 )
 affine_logp = GradOp(
     Replay,
     Replay.results,
     f"affine_logp({_REPLAY}) -> (Tensor, Tensor, Tensor)",
-    _REPLAY_EXACT,
-    flows_to=("v", "uncond"),
-    of=3,
+    _REPLAY_FP64_FIELDS,
+    grad_inputs=("v", "uncond"),
+    num_grad_outputs=3,
     save=_save_replay,
     backward=_replay_backward,
 )
@@ -254,8 +257,8 @@ policy_loss = GradOp(
     "Tensor? weight, Tensor? mask, Tensor? kl, float kl_coef, Tensor? log_ratio, float? denominator) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
     "logp logp_old kl log_ratio",
-    flows_to=("logp", "kl", "log_ratio"),
-    of=1,
+    grad_inputs=("logp", "kl", "log_ratio"),
+    num_grad_outputs=1,
     save=_save_policy,
     backward=_policy_backward,
 )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from prefgrpo.ops import args, reference
-from prefgrpo.ops.args import Affine, Results, rows_of
+from prefgrpo.ops.args import Affine, Results, coef_rows
 
 FP32 = torch.float32
 group_advantage, winrate_advantage = reference.group_advantage, reference.winrate_advantage
@@ -24,7 +24,7 @@ def philox_normal(a: args.Normal) -> Results:
     return [reference.philox_normal(*a[:6]).contiguous()]
 
 
-def _written(values: Sequence[Tensor | None], dtypes: Sequence[torch.dtype | None]) -> Results:
+def _cast(values: Sequence[Tensor | None], dtypes: Sequence[torch.dtype | None]) -> Results:
     """The values cast to these dtypes, contiguous."""
     return [t if t is None else t.to(dtype).contiguous() for t, dtype in zip(values, dtypes, strict=True)]
 
@@ -36,7 +36,7 @@ def _velocity(a: Affine) -> Tensor:
 @torch.no_grad()
 def affine_step(a: args.Step) -> Results:
     """`Step.results`."""
-    x, rows, v, eps = a.x, rows_of(a), _velocity(a), a.eps
+    x, rows, v, eps = a.x, coef_rows(a), _velocity(a), a.eps
     if a.sample is not None and a.step is not None:
         numel = x[0].numel() if x.shape[0] else 0
         eps = reference.philox_normal(a.seed, a.sample, a.step, numel, a.offset).view(x.shape)
@@ -46,29 +46,29 @@ def affine_step(a: args.Step) -> Results:
     if a.sigma is not None:
         sigma = a.sigma if a.row is None else a.sigma.index_select(0, a.row)
         x0 = (x.to(logp.dtype) - reference.expand(sigma.to(logp.dtype), x) * v.to(logp.dtype)).to(a.out_dtype)
-    return _written([x_next, logp, mean, x0], (a.out_dtype, FP32, FP32, a.out_dtype))
+    return _cast([x_next, logp, mean, x0], (a.out_dtype, FP32, FP32, a.out_dtype))
 
 
 @torch.no_grad()
 def affine_logp(a: args.Replay) -> Results:
     """`Replay.results`."""
-    rows, v = rows_of(a), _velocity(a)
+    rows, v = coef_rows(a), _velocity(a)
     kl = None if a.v_ref is None else reference.affine_kl(v, a.v_ref, rows)
     guard = None if a.v_old is None else reference.guard_log_ratio(a.x, v, a.x_next, a.v_old, rows)
-    return _written([reference.affine_logp(a.x, v, a.x_next, rows), kl, guard], (FP32, FP32, FP32))
+    return _cast([reference.affine_logp(a.x, v, a.x_next, rows), kl, guard], (FP32, FP32, FP32))
 
 
 @torch.no_grad()
 def affine_grad(a: args.Replay) -> Results:
     """`Replay.gradients`."""
-    dv = reference.affine_grad(a, _velocity(a), rows_of(a))
+    dv = reference.affine_grad(a, _velocity(a), coef_rows(a))
     if a.uncond is None:
-        return _written([dv, None], (a.v.dtype, None))
-    both = reference.guided_grad(dv, a.v, a.uncond, a.scale, a.from_cond, a.rescale)
-    return _written(both, (a.v.dtype, a.uncond.dtype))
+        return _cast([dv, None], (a.v.dtype, None))
+    grads = reference.guided_grad(dv, a.v, a.uncond, a.scale, a.from_cond, a.rescale)
+    return _cast(grads, (a.v.dtype, a.uncond.dtype))
 
 
 @torch.no_grad()
 def policy_loss(a: args.Policy) -> Results:
     """`Policy.results`."""
-    return _written([*reference.policy_loss(a), *reference.policy_grad(a)], (FP32,) * 4)
+    return _cast([*reference.policy_loss(a), *reference.policy_grad(a)], (FP32,) * 4)

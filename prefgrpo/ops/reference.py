@@ -4,7 +4,7 @@
     loss = Σ max(−A r, −A clip(r)) / N        A = (reward − mean of its group) / (std + eps)
 
 Coefficient rows are (a, b, s, w, c). Every function computes in the promoted dtype of its inputs, at least fp32, and
-runs unchanged in fp64, which gives tests their reference values. Group statistics are two-pass fp64. Invariants: the
+runs unchanged in fp64, so tests take their expected values from it. Group statistics are two-pass fp64. Invariants: the
 result for one sample depends on that sample's latents alone; a masked sample or a missing value (NaN) enters no loss,
 gradient or statistic, and a constant group gives exactly 0.
 """
@@ -149,8 +149,8 @@ def affine_kl(v: Tensor, v_ref: Tensor, rows: Tensor) -> Tensor:
 def guard_log_ratio(x: Tensor, v: Tensor, x_next: Tensor, v_old: Tensor, rows: Tensor) -> Tensor:
     """GRPO-Guard's log-ratio per sample: mean_D [ε̂·(μ − μ_old)], ε̂ = (x' − μ_old)/s, [B]; 0 where s = 0."""
     old = affine_mean(x, v_old, rows)
-    moved = (x_next.to(old.dtype) - old) * (v.to(old.dtype) - v_old.to(old.dtype))
-    log_ratio = _b_over_s(rows, old.dtype) * mean_d(moved)
+    product = (x_next.to(old.dtype) - old) * (v.to(old.dtype) - v_old.to(old.dtype))
+    log_ratio = _b_over_s(rows, old.dtype) * mean_d(product)
     return torch.where(rows[:, 2] > 0, log_ratio, torch.zeros_like(log_ratio))
 
 
@@ -161,17 +161,17 @@ def affine_grad(a: Replay, v: Tensor, rows: Tensor) -> Tensor:
     """
     mean = affine_mean(a.x, v, rows)
     dtype, count = mean.dtype, max(a.x[0].numel(), 1) if a.x.shape[0] else 1
-    b, w, over_s = rows[:, 1].to(dtype), rows[:, 3].to(dtype), _b_over_s(rows, dtype)
+    b, w, b_over_s = rows[:, 1].to(dtype), rows[:, 3].to(dtype), _b_over_s(rows, dtype)
     grad = torch.zeros_like(mean)
     if a.g_logp is not None:
         factor = torch.where(w != 0, -2 * w * b / count * a.g_logp.to(dtype), torch.zeros_like(w))
         grad = _scaled(factor, a.x_next.to(dtype) - mean)
     if a.g_kl is not None and a.v_ref is not None:
-        factor = torch.where(over_s != 0, over_s.square() / count * a.g_kl.to(dtype), torch.zeros_like(w))
+        factor = torch.where(b_over_s != 0, b_over_s.square() / count * a.g_kl.to(dtype), torch.zeros_like(w))
         grad = grad + _scaled(factor, v.to(dtype) - a.v_ref.to(dtype))
     if a.g_guard is not None and a.v_old is not None:
         residual = a.x_next.to(dtype) - affine_mean(a.x, a.v_old, rows)
-        factor = torch.where(over_s != 0, over_s / count * a.g_guard.to(dtype), torch.zeros_like(w))
+        factor = torch.where(b_over_s != 0, b_over_s / count * a.g_guard.to(dtype), torch.zeros_like(w))
         grad = grad + _scaled(factor, residual)
     return grad
 
@@ -191,8 +191,8 @@ def guided_grad(
         used = (grad != 0).any(-1, keepdim=True)
         through_norm = torch.where(used, along / safe_c * c, torch.zeros_like(c))
         grad = torch.where(used, r * grad - along / safe_q * q, torch.zeros_like(grad))
-    by_c = 1 + scale if from_cond else scale
-    return by_c * grad + through_norm, (1 - by_c) * grad
+    dq_dc = 1 + scale if from_cond else scale
+    return dq_dc * grad + through_norm, (1 - dq_dc) * grad
 
 
 # ---- policy loss ----
@@ -201,8 +201,8 @@ def policy_loss(a: Policy) -> tuple[Tensor, Tensor]:
 
     The loss is differentiable in logp, log_ratio and kl.
     """
-    zero, (keep, delta, ratio, plain, clipped) = torch.zeros_like(a.logp), _terms(a)
-    per_sample = torch.maximum(plain, clipped)
+    zero, (keep, delta, ratio, unclipped, clipped) = torch.zeros_like(a.logp), _terms(a)
+    per_sample = torch.maximum(unclipped, clipped)
     if a.weight is not None:
         per_sample = per_sample * a.weight
     kl_term = zero if a.kl is None else torch.where(keep, a.kl, zero)
@@ -211,16 +211,16 @@ def policy_loss(a: Policy) -> tuple[Tensor, Tensor]:
     loss = total / (count if a.denominator is None else a.denominator)
     with torch.no_grad():
         above, below = (ratio > 1.0 + a.clip_high) & keep, (ratio < 1.0 - a.clip_low) & keep
-        edge = ratio.new_full((1, *ratio.shape[1:]), torch.inf)
+        infinity = ratio.new_full((1, *ratio.shape[1:]), torch.inf)
         metrics = torch.stack(
             [
                 0.5 * delta.square().sum(0) / count,
                 (above | below).sum(0) / count,
                 above.sum(0) / count,
                 below.sum(0) / count,
-                torch.cat([torch.where(keep, ratio, torch.inf), edge]).amin(0),
+                torch.cat([torch.where(keep, ratio, torch.inf), infinity]).amin(0),
                 torch.where(keep, ratio, zero).sum(0) / count,
-                torch.cat([torch.where(keep, ratio, -torch.inf), -edge]).amax(0),
+                torch.cat([torch.where(keep, ratio, -torch.inf), -infinity]).amax(0),
                 kl_term.sum(0) / count,
             ],
             dim=-1,
@@ -240,10 +240,10 @@ def _terms(a: Policy) -> tuple[Tensor, ...]:
 
 def policy_grad(a: Policy) -> tuple[Tensor, Tensor | None]:
     """(∂ loss / ∂ log-ratio, ∂ loss / ∂ kl) of `policy_loss`, like logp; the first is −A r, or 0 where r is clipped."""
-    keep, _, _, plain, clipped = _terms(a)
-    kept = keep.to(plain.dtype)
+    keep, _, _, unclipped, clipped = _terms(a)
+    kept = keep.to(unclipped.dtype)
     scale = kept / (kept.sum(0).clamp_min(1) if a.denominator is None else a.denominator)
-    d_delta = torch.where(keep & ~(plain < clipped), plain, 0.0) * scale
+    d_delta = torch.where(keep & ~(unclipped < clipped), unclipped, 0.0) * scale
     if a.weight is not None:
         d_delta = torch.where(keep, d_delta * a.weight, 0.0)
     return d_delta, None if a.kl is None else a.kl_coef * scale
@@ -288,7 +288,7 @@ def normalise(r: Tensor, ids: Tensor, groups: int, std: str, eps: float, ddof: i
     return torch.where(centred != 0, centred / scale, 0.0)
 
 
-def combined(r: Tensor, w: Tensor, combine: str) -> Tensor:
+def combine_rewards(r: Tensor, w: Tensor, combine: str) -> Tensor:
     """One value per sample, [B], from rewards [R, B]; a reward of weight 0 is ignored."""
     used = (w != 0)[:, None]
     if combine == "weighted_sum":
@@ -312,9 +312,9 @@ def group_advantage(a: Group) -> Results:
         return [torch.zeros(a.rewards.shape[1], dtype=torch.float32, device=a.rewards.device)]
     r = torch.where(torch.isnan(r).any(0), torch.nan, r)
     if a.combine == "weighted_advantage_sum":
-        parts = torch.stack([normalise(row, ids, groups, a.std, a.eps, a.ddof, a.rank) for row in r])
-        return [(w[:, None] * parts).sum(0).float()]
-    value = combined(r, w, a.combine)
+        advantages = torch.stack([normalise(row, ids, groups, a.std, a.eps, a.ddof, a.rank) for row in r])
+        return [(w[:, None] * advantages).sum(0).float()]
+    value = combine_rewards(r, w, a.combine)
     adv = normalise(value, ids, groups, a.std, a.eps, a.ddof, a.rank)
     return [adv.float()]
 

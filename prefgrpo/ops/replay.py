@@ -21,9 +21,9 @@ from prefgrpo.ops.args import (
     check_affine,
     check_clips,
     check_out,
+    coef_rows,
+    copy_to,
     rows_index,
-    rows_of,
-    written,
 )
 from prefgrpo.ops.policy import policy_loss_grad
 
@@ -71,7 +71,7 @@ def replay_policy_grad(
         g_logp, g_guard = (p.d_log_ratio, None) if v_old is None else (None, p.d_log_ratio)
         a = Replay(x, v, x_next, coef, index, *unpack_guidance(guidance), v_ref, v_old, g_logp, p.d_kl, g_guard, out)
         dv, du = library.affine_grad(a)
-    return ReplayGrad(p.loss, written(dv, out), p.metrics, du, new.logp)
+    return ReplayGrad(p.loss, copy_to(dv, out), p.metrics, du, new.logp)
 
 
 def on_policy_grad(
@@ -100,7 +100,7 @@ def on_policy_grad(
     if advantage.shape != (batch,) or (weight is not None and weight.shape != (batch,)):
         got = list(advantage.shape), None if weight is None else list(weight.shape)
         raise ValueError(f"advantage and weight: expected [{batch}] each, got {got[0]} and {got[1]}")
-    rows = rows_of(a).double()
+    rows = coef_rows(a).double()
     factor = advantage.double().clamp(-adv_clip, adv_clip) * 2.0 * rows[:, 3] * rows[:, 1] * rows[:, 2]
     factor = factor / (numel * (denominator or max(batch, 1)))
     if weight is not None:

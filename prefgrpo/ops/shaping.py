@@ -14,9 +14,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-_STEPS = 200
-"""Maximum number of Newton steps; sparse, one-sided groups of 24 need about 20."""
-_STILL = 1e-10
+_MAX_NEWTON_STEPS = 200
+"""Maximum number of Newton steps; sparse groups of 24 with one-sided results need about 20."""
+_TOLERANCE = 1e-10
 """The fit has converged when no log-strength changes by more than this."""
 
 
@@ -27,7 +27,7 @@ def bradley_terry(wins: Tensor, counts: Tensor, *, prior: float = 1.0) -> Tensor
     with a member of strength 1. A member without comparisons is NaN. Raises ValueError for other shapes or prior <= 0.
     """
     _check("wins and counts", wins, counts, prior)
-    theta = _maximise(_where_met(wins, counts).sum(-1), counts.double() / 2, None, prior)[0]
+    theta = _maximise(_observed_wins(wins, counts).sum(-1), counts.double() / 2, None, prior)[0]
     return theta.to(torch.float64 if wins.dtype == torch.float64 else torch.float32)
 
 
@@ -39,13 +39,13 @@ def bradley_terry_ordered(first: Tensor, shown: Tensor, *, prior: float = 1.0) -
     ValueError for other shapes or prior <= 0.
     """
     _check("first and shown", first, shown, prior)
-    f, n = _where_met(first, shown), shown.double()
+    f, n = _observed_wins(first, shown), shown.double()
     theta, bias = _maximise((f + (n - f).mT).sum(-1), n, f.sum((1, 2)), prior)
     dtype = torch.float64 if first.dtype == torch.float64 else torch.float32
     return theta.to(dtype), bias.to(dtype)
 
 
-def _where_met(wins: Tensor, counts: Tensor) -> Tensor:
+def _observed_wins(wins: Tensor, counts: Tensor) -> Tensor:
     """Wins in fp64, and 0 where there was no comparison, so that a NaN there has no effect."""
     return torch.where(counts > 0, wins.double(), 0.0)
 
@@ -57,32 +57,30 @@ def _check(what: str, a: Tensor, b: Tensor, prior: float) -> None:
         raise ValueError(f"prior: expected more than 0, got {prior}")
 
 
-def _maximise(won: Tensor, shown: Tensor, firsts: Tensor | None, prior: float) -> tuple[Tensor, Tensor]:
+def _maximise(wins: Tensor, shown: Tensor, first_wins: Tensor | None, prior: float) -> tuple[Tensor, Tensor]:
     """(θ, b) from wins [P, G], comparisons [P, first, second] and wins of the first [P] (None: no bias is fitted).
 
     Newton's method, each step scaled by log(1 + β)/β, where β bounds the change of any logit: for a sum of logistic
     losses this ascends from any start and converges quadratically (Sun and Tran-Dinh 2019, generalised
     self-concordance). It stops when no member moves by more than 1e-10.
     """
-    theta, bias = torch.zeros_like(won), torch.zeros_like(won[:, :1])
-    fitted = 0.0 if firsts is None else 1.0
-    for _ in range(_STEPS):
+    theta, bias = torch.zeros_like(wins), torch.zeros_like(wins[:, :1])
+    fit_bias = 0.0 if first_wins is None else 1.0
+    for _ in range(_MAX_NEWTON_STEPS):
         p = torch.sigmoid(theta[:, :, None] - theta[:, None, :] + bias[:, :, None])
-        own, side = torch.sigmoid(theta), torch.sigmoid(bias)
+        p_theta, p_bias = torch.sigmoid(theta), torch.sigmoid(bias)
         expected, w = shown * p, shown * p * (1 - p)
-        up = won - expected.sum(2) - (shown - expected).sum(1) + prior * (0.5 - own)
-        up_bias = prior * (0.5 - side) + (0 if firsts is None else firsts[:, None] - expected.sum((1, 2))[:, None])
-        across = fitted * (w.sum(2) - w.sum(1))
-        curved = torch.diag_embed(w.sum(2) + w.sum(1) + prior * own * (1 - own)) - w - w.mT
-        curved_bias = fitted * w.sum((1, 2))[:, None] + prior * side * (1 - side)
-        hessian = torch.cat(
-            [torch.cat([curved, across[:, :, None]], 2), torch.cat([across, curved_bias], 1)[:, None]], 1
-        )
-        step = torch.linalg.solve(hessian, torch.cat([up, up_bias], 1))
+        grad_theta = wins - expected.sum(2) - (shown - expected).sum(1) + prior * (0.5 - p_theta)
+        grad_bias = prior * (0.5 - p_bias) + (0 if first_wins is None else (first_wins - expected.sum((1, 2)))[:, None])
+        h_cross = fit_bias * (w.sum(2) - w.sum(1))
+        h_theta = torch.diag_embed(w.sum(2) + w.sum(1) + prior * p_theta * (1 - p_theta)) - w - w.mT
+        h_bias = fit_bias * w.sum((1, 2))[:, None] + prior * p_bias * (1 - p_bias)
+        hessian = torch.cat([torch.cat([h_theta, h_cross[:, :, None]], 2), torch.cat([h_cross, h_bias], 1)[:, None]], 1)
+        step = torch.linalg.solve(hessian, torch.cat([grad_theta, grad_bias], 1))
         beta = (2 * step[:, :-1].abs().amax(1, keepdim=True) + step[:, -1:].abs()).clamp(min=1e-300)
         step = step * torch.log1p(beta) / beta
         theta, bias = theta + step[:, :-1], bias + step[:, -1:]
-        if not (step.abs() > _STILL).any():  # a NaN in one group does not stop the others
+        if not (step.abs() > _TOLERANCE).any():  # a NaN in one group does not stop the others
             break
     played = shown.sum(-1) + shown.sum(-2) > 0
     return torch.where(played, theta, torch.nan), bias[:, 0]
@@ -98,10 +96,10 @@ def log_tame(rewards: Tensor, threshold: float | Literal["mean", "median"] = "me
         raise ValueError(f"rewards: expected [R, B], got {list(rewards.shape)}")
     r = rewards.double()
     mean = r.nanmean(1, keepdim=True)
-    spread = ((r - mean).square().nanmean(1).sqrt() / mean[:, 0]).nan_to_num(0.0)
+    variation = ((r - mean).square().nanmean(1).sqrt() / mean[:, 0]).nan_to_num(0.0)
     if isinstance(threshold, str):
-        limit = spread.mean() if threshold == "mean" else spread.median()
+        limit = variation.mean() if threshold == "mean" else variation.median()
     else:
-        limit = spread.new_tensor(threshold)
+        limit = variation.new_tensor(threshold)
     tamed = torch.where(r > -1, torch.log1p(r), torch.nan)
-    return torch.where((spread > limit)[:, None], tamed, r).to(rewards.dtype)
+    return torch.where((variation > limit)[:, None], tamed, r).to(rewards.dtype)

@@ -15,14 +15,14 @@ from torch import Tensor
 
 from prefgrpo.kernels import affine, noise, small
 from prefgrpo.ops import args, plain, reference
-from prefgrpo.ops.args import Affine, Results, Std, packed, rescaled_dim
+from prefgrpo.ops.args import Affine, Results, Std, contiguous_samples, rescaled_dim
 
 BLOCK = 2048
-_EXACT = {"enable_fp_fusion": False}
+_FLAGS = {"enable_fp_fusion": False}
 A = TypeVar("A", bound=tuple[Any, ...])
 
 
-def _on_its_device(op: Callable[[A], Results]) -> Callable[[A], Results]:
+def _on_tensor_device(op: Callable[[A], Results]) -> Callable[[A], Results]:
     """Make the first tensor's device current, since Triton launches on the current device."""
 
     @wraps(op)
@@ -33,67 +33,68 @@ def _on_its_device(op: Callable[[A], Results]) -> Callable[[A], Results]:
     return guarded
 
 
-def _words(seed: int) -> tuple[int, int]:
-    """The low and high word of the key."""
+def _seed_words(seed: int) -> tuple[int, int]:
+    """Low and high 32 bits of the seed."""
     return seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF
 
 
-@_on_its_device
+@_on_tensor_device
 def philox_normal(a: args.Normal) -> Results:
     """`Normal.results`."""
     out = a.out if a.dtype == torch.float32 else None
     (out,) = a._replace(dtype=torch.float32, out=out).results()
     if out.numel():
         noise.normal_kernel[(out.shape[0] * triton.cdiv(a.numel, BLOCK),)](
-            out, a.sample.contiguous(), a.step.contiguous(), a.numel, a.offset, *_words(a.seed), BLOCK,
-            a.offset % 4 == 0, **_EXACT,
+            out, a.sample.contiguous(), a.step.contiguous(), a.numel, a.offset, *_seed_words(a.seed), BLOCK,
+            a.offset % 4 == 0, **_FLAGS,
         )  # fmt: skip
     return [out.to(a.dtype)]
 
 
-def _slopes(a: Affine) -> tuple[float, float]:
-    """dv/dc and dv/du of the guidance."""
+def _guidance_grads(a: Affine) -> tuple[float, float]:
+    """dv/dc and dv/du of the guided velocity v."""
     if a.uncond is None:
         return 1.0, 0.0
     return (1.0 + a.scale, -a.scale) if a.from_cond else (a.scale, 1.0 - a.scale)
 
 
-def _guide(a: Any, dv: Tensor | None, out: Tensor, du: Tensor | None) -> None:
-    c, u, length = packed(a.v), packed(a.uncond), rescaled_dim(a)
+def _launch_guide(a: Any, dv: Tensor | None, out: Tensor, du: Tensor | None) -> None:
+    c, u, length = contiguous_samples(a.v), contiguous_samples(a.uncond), rescaled_dim(a)
     dim = _dim(a)
     block = triton.next_power_of_2(length)
-    rows, per = dim // length, max(1, 512 // block)
+    rows, rows_per_program = dim // length, max(1, 512 // block)
     total = rows * c.shape[0]
-    affine.guide_kernel[(triton.cdiv(total, per),)](
+    affine.guide_kernel[(triton.cdiv(total, rows_per_program),)](
         c, u, dv if dv is not None else c, out, du if du is not None else out, dim, rows, total, length,
-        c.stride(0), u.stride(0), a.scale, *_slopes(a), a.from_cond, dv is not None, per, block, **_EXACT,
+        c.stride(0), u.stride(0), a.scale, *_guidance_grads(a), a.from_cond, dv is not None, rows_per_program, block,
+        **_FLAGS,
     )  # fmt: skip
 
 
-def _guided(a: Any) -> Any:
-    """If norms are restored, a separate launch does it, and v becomes the guided velocity."""
+def _precompute_guidance(a: Any) -> Any:
+    """If guidance restores norms: compute the guided velocity in a separate launch, as v."""
     if not rescaled_dim(a) or not a.x.numel():
         return a
     v = torch.empty_like(a.x, dtype=torch.float32, memory_format=torch.contiguous_format)
-    _guide(a, None, v, None)
+    _launch_guide(a, None, v, None)
     return a._replace(v=v, uncond=None)
 
 
 def _inputs(a: Affine, *more: Tensor | None) -> tuple[list[Tensor], list[int], Tensor, Tensor]:
-    """([x, v, u, *more], their strides, coef, index); absent tensors are replaced by others that no kernel reads."""
-    x, v = packed(a.x), packed(a.v)
-    read = [x, v, v if a.uncond is None else packed(a.uncond), *(x if t is None else packed(t) for t in more)]
+    """([x, v, u, *more], their strides, coef, index); x stands in for absent tensors, which no kernel reads."""
+    x = contiguous_samples(a.x)
+    inputs = [x if t is None else contiguous_samples(t) for t in (x, a.v, a.uncond, *more)]
     coef = a.coef.float().contiguous()
-    return read, [t.stride(0) for t in read], coef, coef if a.row is None else a.row.contiguous()
+    return inputs, [t.stride(0) for t in inputs], coef, coef if a.row is None else a.row.contiguous()
 
 
 def _dim(a: Affine) -> int:
     return a.x.numel() // a.x.shape[0]
 
 
-def _pair(a: Affine) -> dict[str, Any]:
+def _constexprs(a: Affine) -> dict[str, Any]:
     pair = a.uncond is not None
-    return {"HAS_INDEX": a.row is not None, "PAIR": pair, "FROM_COND": pair and a.from_cond, "BLOCK": BLOCK, **_EXACT}
+    return {"HAS_INDEX": a.row is not None, "PAIR": pair, "FROM_COND": pair and a.from_cond, "BLOCK": BLOCK, **_FLAGS}
 
 
 def _finish(
@@ -105,81 +106,81 @@ def _finish(
     more = more or (None, None)
     affine.finish_kernel[(batch,)](
         partial, coef, index, first, *(first if t is None else t for t in more), dim, chunks, coef.shape[0],
-        batch * chunks, a.row is not None, *(t is not None for t in more), 1024, **_EXACT,
+        batch * chunks, a.row is not None, *(t is not None for t in more), 1024, **_FLAGS,
     )  # fmt: skip
 
 
-@_on_its_device
+@_on_tensor_device
 def affine_step(a: args.Step) -> Results:
     """`Step.results`."""
     if not a.x.numel():
         return plain.affine_step(a)
-    a = _guided(a)
-    read, strides, coef, index = _inputs(a, a.eps)
+    a = _precompute_guidance(a)
+    inputs, strides, coef, index = _inputs(a, a.eps)
     out, logp, *more = results = a.results()
     grid = a.x.shape[0] * triton.cdiv(_dim(a), BLOCK)
     partial = torch.empty(grid, dtype=torch.float32, device=a.x.device)
     sample, step = (index if t is None else t.contiguous() for t in (a.sample, a.step))
     affine.step_kernel[(grid,)](
-        *read, out, *(out if t is None else t for t in more), coef, index,
+        *inputs, out, *(out if t is None else t for t in more), coef, index,
         coef if a.sigma is None else a.sigma.float().contiguous(), sample, step, partial, _dim(a), coef.shape[0],
-        *strides, a.scale, a.offset, *_words(a.seed),
+        *strides, a.scale, a.offset, *_seed_words(a.seed),
         NOISE=2 if a.sample is not None else int(a.eps is not None), ALIGNED=a.offset % 4 == 0,
-        MEAN=a.want_mean, X0=a.sigma is not None, **_pair(a),
+        MEAN=a.want_mean, X0=a.sigma is not None, **_constexprs(a),
     )  # fmt: skip
     _finish(a, partial, coef, index, logp)
     return results
 
 
-@_on_its_device
+@_on_tensor_device
 def affine_logp(a: args.Replay) -> Results:
     """`Replay.results`."""
     if not a.x.numel():
         return plain.affine_logp(a)
-    a = _guided(a)
-    read, strides, coef, index = _inputs(a, a.x_next, a.v_ref, a.v_old)
+    a = _precompute_guidance(a)
+    inputs, strides, coef, index = _inputs(a, a.x_next, a.v_ref, a.v_old)
     grid, results = a.x.shape[0] * triton.cdiv(_dim(a), BLOCK), a.results()
     partial = torch.empty(3 * grid, dtype=torch.float32, device=a.x.device)
     affine.logp_kernel[(grid,)](
-        *read, coef, index, partial, _dim(a), coef.shape[0], grid, *strides, a.scale,
-        KL=a.v_ref is not None, GUARD=a.v_old is not None, **_pair(a),
+        *inputs, coef, index, partial, _dim(a), coef.shape[0], grid, *strides, a.scale,
+        KL=a.v_ref is not None, GUARD=a.v_old is not None, **_constexprs(a),
     )  # fmt: skip
     _finish(a, partial, coef, index, *results)
     return results
 
 
-@_on_its_device
+@_on_tensor_device
 def affine_grad(a: args.Replay) -> Results:
     """`Replay.gradients`."""
     results = a.gradients()
     if not a.x.numel():
         return results
-    if (guided := _guided(a)) is not a:
-        _guide(a, affine_grad(guided._replace(out=None))[0], *results)
+    if (guided := _precompute_guidance(a)) is not a:
+        _launch_guide(a, affine_grad(guided._replace(out=None))[0], *results)
         return results
-    read, strides, coef, index = _inputs(a, a.x_next, a.v_ref, a.v_old)
+    inputs, strides, coef, index = _inputs(a, a.x_next, a.v_ref, a.v_old)
     upstream = [coef if g is None else g.float().contiguous() for g in (a.g_logp, a.g_kl, a.g_guard)]
     dv, du = results
     affine.grad_kernel[(a.x.shape[0] * triton.cdiv(_dim(a), BLOCK),)](
-        *read, coef, index, *upstream, dv, dv if du is None else du, _dim(a), coef.shape[0], *strides, a.scale,
-        *_slopes(a), LOGP=a.g_logp is not None,
-        KL=a.g_kl is not None and a.v_ref is not None, GUARD=a.g_guard is not None and a.v_old is not None, **_pair(a),
+        *inputs, coef, index, *upstream, dv, dv if du is None else du, _dim(a), coef.shape[0], *strides, a.scale,
+        *_guidance_grads(a), LOGP=a.g_logp is not None, KL=a.g_kl is not None and a.v_ref is not None,
+        GUARD=a.g_guard is not None and a.v_old is not None, **_constexprs(a),
     )  # fmt: skip
     return results
 
 
-@_on_its_device
+@_on_tensor_device
 def policy_loss(a: args.Policy) -> Results:
     """`Policy.results`."""
     batch, results = len(a.logp), a.results()
     mask = None if a.mask is None else a.mask.contiguous().view(torch.uint8)
-    read = (a.logp, a.logp_old, a.advantage, a.weight, mask, a.kl, a.log_ratio)
+    inputs = (a.logp, a.logp_old, a.advantage, a.weight, mask, a.kl, a.log_ratio)
     steps = results[0].numel()
     small.policy_kernel[(steps,)](
-        *(a.logp if t is None else t.contiguous() for t in read), *(a.logp if t is None else t for t in results),
+        *(a.logp if t is None else t.contiguous() for t in inputs), *(a.logp if t is None else t for t in results),
         batch, steps, a.clip_low, a.clip_high, a.adv_clip, a.kl_coef, a.denominator or 0.0,
         *(t is not None for t in (a.weight, a.mask, a.kl, a.log_ratio, a.denominator)),
-        max(16, triton.next_power_of_2(batch)), **_EXACT,
+        max(16, triton.next_power_of_2(batch)), **_FLAGS,
     )  # fmt: skip
     return results
 
@@ -197,19 +198,19 @@ def _normalised(a: args.Group | args.Winrate, values: Tensor, ids: Tensor, weigh
     if isinstance(a, args.Group) and a.rank:
         ranked = torch.empty_like(values)
         for r in range(rewards):
-            small.rank_kernel[grid](values[r], ids, span, ranked[r], batch, *sizes, **_EXACT)
+            small.rank_kernel[grid](values[r], ids, span, ranked[r], batch, *sizes, **_FLAGS)
         values = ranked
     mode = get_args(Std).index(a.std)
-    small.normalise_kernel[grid](values, ids, span, weights, out, rewards, batch, a.eps, a.ddof, mode, *sizes, **_EXACT)
+    small.normalise_kernel[grid](values, ids, span, weights, out, rewards, batch, a.eps, a.ddof, mode, *sizes, **_FLAGS)
     return out
 
 
-@_on_its_device
+@_on_tensor_device
 def group_advantage(a: args.Group) -> Results:
     """`Group.results`."""
     if not a.rewards.numel():
         return [torch.zeros(a.rewards.shape[1], device=a.rewards.device)]
-    if a.rewards.shape[1] > args.SCANNED:
+    if a.rewards.shape[1] > args.MAX_UNSORTED_BATCH:
         return args.sorted_groups(a, lambda ordered: _group_advantage(ordered, is_sorted=True))
     return _group_advantage(a, is_sorted=False)
 
@@ -219,12 +220,12 @@ def _group_advantage(a: args.Group, is_sorted: bool) -> Results:
     r = torch.where((w != 0)[:, None], r, 0.0)
     missing = torch.isnan(r).any(0)
     if a.combine != "weighted_advantage_sum":
-        r, w = reference.combined(r, w, a.combine)[None], (w != 0).any().double().view(1)
+        r, w = reference.combine_rewards(r, w, a.combine)[None], (w != 0).any().double().view(1)
     r = torch.where(missing, torch.nan, r).contiguous()
     return [_normalised(a, r, ids, w, is_sorted).float()]
 
 
-@_on_its_device
+@_on_tensor_device
 def winrate_advantage(a: args.Winrate) -> Results:
     """`Winrate.results`."""
     rate = reference.win_rate(a.wins, a.counts)
@@ -232,5 +233,5 @@ def winrate_advantage(a: args.Winrate) -> Results:
         return [rate.float(), rate.float()]
     ids = torch.arange(rate.shape[0], device=rate.device).repeat_interleave(rate.shape[1])
     one = torch.ones(1, dtype=torch.float64, device=rate.device)
-    advantage = _normalised(a, rate.reshape(1, -1), ids, one, is_sorted=ids.numel() > args.SCANNED)
+    advantage = _normalised(a, rate.reshape(1, -1), ids, one, is_sorted=ids.numel() > args.MAX_UNSORTED_BATCH)
     return [rate.float(), advantage.float().view(rate.shape)]

@@ -17,8 +17,8 @@ from prefgrpo.data.prompts import DataError, Prompt
 from prefgrpo.parallel.world import World
 from prefgrpo.rewards.base import Score
 
-Place = tuple[Prompt, int, Path]
-"""(prompt, index of the sample, its file)"""
+SampleFile = tuple[Prompt, int, Path]
+"""(prompt, index of the sample, file to write it to)"""
 
 
 @dataclass(frozen=True)
@@ -51,15 +51,15 @@ class Results:
         """The results as JSON."""
         return json.dumps(asdict(self), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
-    def markdown(self, most_problems: int = 0) -> str:
-        """Tables and problems as Markdown; most_problems: list at most this many problems, 0: all."""
+    def markdown(self, max_problems: int = 0) -> str:
+        """Tables and problems as Markdown; max_problems: list at most this many problems, 0: all."""
         lines = [f"# {self.suite}", "", self.scored_by, *(["", "| | |", "|---|---:|"] if self.summary else [])]
         lines += [f"| {name} | {_percent(value)} |" for name, value in self.summary.items()]
         for title, rows in self.tables.items():
             lines += ["", f"| {title} | mean | of | missing |", "|---|---:|---:|---:|"]
             lines += [f"| {row.name} | {_percent(row.mean)} | {row.count} | {row.missing} |" for row in rows]
         if self.problems:
-            shown = self.problems[: most_problems or None]
+            shown = self.problems[: max_problems or None]
             lines += ["", f"{len(self.problems)} missing:", "", *(f"- {problem}" for problem in shown)]
             lines += [f"- … and {len(self.problems) - len(shown)} more"] if len(shown) < len(self.problems) else []
         return "\n".join(lines) + "\n"
@@ -71,19 +71,19 @@ def _percent(value: float | None) -> str:
 
 def mean(values: Iterable[float | None]) -> float | None:
     """Mean; None if there are no values or any is missing."""
-    listed = list(values)
-    return sum(map(float, listed)) / len(listed) if listed and None not in listed else None  # type: ignore[arg-type]
+    numbers = list(values)
+    return sum(map(float, numbers)) / len(numbers) if numbers and None not in numbers else None  # type: ignore[arg-type]
 
 
-def tally(values: Iterable[tuple[str, float | None]]) -> list[Row]:
+def rows_by_name(values: Iterable[tuple[str, float | None]]) -> list[Row]:
     """One row per name, in order of first appearance, from (name, value or None if missing)."""
     by_name: dict[str, list[float | None]] = {}
     for name, value in values:
         by_name.setdefault(name, []).append(value)
     rows = []
-    for name, listed in by_name.items():
-        scored = [value for value in listed if value is not None]
-        rows.append(Row(name, mean(scored), len(scored), len(listed) - len(scored)))
+    for name, values_of_name in by_name.items():
+        scored = [value for value in values_of_name if value is not None]
+        rows.append(Row(name, mean(scored), len(scored), len(values_of_name) - len(scored)))
     return rows
 
 
@@ -97,8 +97,8 @@ class Suite(ABC):
     """Images or clips per prompt."""
     takes: ClassVar[str] = "image"
     reward: ClassVar[str] = ""
-    """Our reward that scores its samples; empty: only its own tools score them."""
-    own_results: ClassVar[str]
+    """The reward in prefgrpo.rewards that scores its samples; empty: only the suite's own tools score them."""
+    results_source: ClassVar[str]
     """What --results must point to: output of the suite's own tools."""
     shares_files: ClassVar[bool] = False
     """Whether equal prompts share a file."""
@@ -108,20 +108,20 @@ class Suite(ABC):
         """Read the suite's prompts. Raises DataError if the file or folder is not the suite's."""
 
     @abstractmethod
-    def places(self, prompts: Sequence[Prompt], samples: int, out: Path, ending: str) -> list[Place]:
+    def sample_files(self, prompts: Sequence[Prompt], samples: int, out: Path, ending: str) -> list[SampleFile]:
         """Every sample with its file below `out`; samples: per prompt, 0: the suite's own number."""
 
-    def finish(self, places: Sequence[Place], out: Path, world: World) -> None:  # noqa: B027  (most have no others)
+    def write_other_files(self, files: Sequence[SampleFile], out: Path, world: World) -> None:  # noqa: B027  (often none)
         """Write the layout's files other than the samples; the work is divided among ranks."""
 
     def options(self, given: Mapping[str, Any], question: str) -> dict[str, Any]:
-        """Options for its reward; question: judge template, empty: the reward's default. Raises DataError."""
+        """Options of `reward`; question: judge template, empty: the reward's default. Raises DataError."""
         if question:
-            raise DataError(f"--question: {self.title} asks no judge")
+            raise DataError(f"--question: {self.title} uses no judge")
         return dict(given)
 
     def results(self, files: Sequence[Generated], scores: Sequence[Score], options: Mapping[str, Any]) -> Results:
-        """Tables from our reward's scores."""
+        """Tables from the scores of `reward`."""
         raise TypeError(f"{type(self).__name__} has no reward")
 
     def write_scores(  # noqa: B027  (most suites' tools do not read external scores)
@@ -139,8 +139,8 @@ def problems(files: Sequence[Generated], scores: Sequence[Score]) -> list[str]:
     return [f"{g.file.name}: {s.reason}" for g, s in zip(files, scores, strict=True) if s.value is None]
 
 
-def only_folder(path: Path, title: str, source: str) -> Path:
-    """The path if it is a folder; DataError otherwise."""
+def require_folder(path: Path, title: str, source: str) -> Path:
+    """The path. Raises DataError unless it is a folder."""
     if not path.is_dir():
         raise DataError(f"{path}: expected a folder of {title}: {source}")
     return path

@@ -14,7 +14,7 @@ from PIL import Image
 
 from prefgrpo.data.prompts import DataError, Prompt
 from prefgrpo.parallel.world import World
-from prefgrpo.suites.base import Place, Results, Row, Suite, only_folder
+from prefgrpo.suites.base import Results, Row, SampleFile, Suite, require_folder
 
 _LINE = re.compile(r"\t(?P<name>.+): (?P<value>[-+.\deE]+|nan)$")
 _SCORE = re.compile(r"DPG-Bench score: (?P<value>[-+.\deE]+)$")
@@ -26,37 +26,37 @@ class Dpg(Suite):
     title = "DPG-Bench"
     source = "the folder dpg_bench/prompts of TencentQQGYLab/ELLA, one NAME.txt per prompt"
     samples = 4
-    own_results = "the dpg-bench_*_results.txt that its compute_dpg_bench.py wrote"
+    results_source = "the dpg-bench_*_results.txt that its compute_dpg_bench.py wrote"
 
     def read(self, path: Path) -> list[Prompt]:
         """One prompt per text file."""
-        files = sorted(only_folder(path, self.title, self.source).glob("*.txt"))
+        files = sorted(require_folder(path, self.title, self.source).glob("*.txt"))
         prompts = [Prompt(k, f.read_text(encoding="utf-8").strip(), {"name": f.stem}) for k, f in enumerate(files)]
         if empty := [p.meta["name"] for p in prompts if not p.text]:
             raise DataError(f"{path}: no prompt in {', '.join(empty[:5])}; expected {self.source}")
         if not prompts:
-            raise DataError(f"{path} holds no txt file; expected {self.source}")
+            raise DataError(f"{path} contains no .txt file; expected {self.source}")
         return prompts
 
-    def places(self, prompts: Sequence[Prompt], samples: int, out: Path, ending: str) -> list[Place]:
-        """samples/NAME_3.png; `finish` assembles the grids."""
+    def sample_files(self, prompts: Sequence[Prompt], samples: int, out: Path, ending: str) -> list[SampleFile]:
+        """samples/NAME_3.png; `write_other_files` assembles the grids."""
         if samples not in (0, 1, 4):
             raise DataError(f"--samples: {self.title} needs 1 or 4 images per prompt, got {samples}")
         numbers = range(samples or self.samples)
         return [(p, k, out / "samples" / f"{p.meta['name']}_{k}{ending}") for p in prompts for k in numbers]
 
-    def finish(self, places: Sequence[Place], out: Path, world: World) -> None:
+    def write_other_files(self, files: Sequence[SampleFile], out: Path, world: World) -> None:
         """Write images/NAME.png: the samples, row by row."""
         cells: dict[str, list[Path]] = {}
-        for prompt, _, file in places:
+        for prompt, _, file in files:
             cells.setdefault(prompt.meta["name"], []).append(file)
         folder = out / "images"
         folder.mkdir(exist_ok=True)
         for name in list(cells)[world.dp_index :: world.dp_size] if world.is_dp_leader else ():
-            if not (picture := folder / f"{name}.png").exists():
-                part = out / f".{name}.png"
-                _together([Image.open(file) for file in cells[name]]).save(part)
-                part.replace(picture)
+            if not (image_file := folder / f"{name}.png").exists():
+                temporary = out / f".{name}.png"
+                _grid([Image.open(file) for file in cells[name]]).save(temporary)
+                temporary.replace(image_file)
 
     def read_results(self, path: Path) -> Results:
         """The overall and category scores printed by the suite's tool."""
@@ -74,17 +74,17 @@ class Dpg(Suite):
             elif found := _SCORE.match(line):
                 score = float(found["value"]) / 100
         if score is None:
-            raise DataError(f"--results: {path}: expected {self.own_results}, found no line 'DPG-Bench score: …'")
+            raise DataError(f"--results: {path}: expected {self.results_source}, found no line 'DPG-Bench score: …'")
         by = f"Read from {path.name}, written by the suite's own evaluation (category scores: last cell only)."
         return Results(self.title, by, {"score": score}, tables)
 
 
-def _together(cells: Sequence[Image.Image]) -> Image.Image:
+def _grid(cells: Sequence[Image.Image]) -> Image.Image:
     """A single image unchanged, or four as a 2×2 grid."""
     if len(cells) == 1:
         return cells[0]
     width, height = cells[0].size
-    whole = Image.new("RGB", (2 * width, 2 * height))
+    grid = Image.new("RGB", (2 * width, 2 * height))
     for k, cell in enumerate(cells):
-        whole.paste(cell, (k % 2 * width, k // 2 * height))
-    return whole
+        grid.paste(cell, (k % 2 * width, k // 2 * height))
+    return grid

@@ -9,7 +9,7 @@ The suite uses mmdet 2's Mask2Former, the reward `geneval` that of transformers,
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from prefgrpo.data.prompts import DataError, Prompt, read_prompts
 from prefgrpo.parallel.world import World
 from prefgrpo.rewards.base import Score
 from prefgrpo.rewards.geneval import TAGS
-from prefgrpo.suites.base import Place, Results, Suite, mean, problems, tally
+from prefgrpo.suites.base import Results, SampleFile, Suite, mean, problems, rows_by_name
 
 Image = tuple[str, str, float | None]
 """(tag, prompt, 1 if the image is correct, else 0; None: missing)"""
@@ -31,23 +31,23 @@ class GenEval(Suite):
     source = "prompts/evaluation_metadata.jsonl of djghosh13/geneval"
     samples = 4
     reward = "geneval"
-    own_results = "the results.jsonl that its evaluation/evaluate_images.py wrote"
+    results_source = "the results.jsonl that its evaluation/evaluate_images.py wrote"
 
     def read(self, path: Path) -> list[Prompt]:
         """One prompt per row of metadata."""
         prompts = read_prompts(path, unique=False)
-        if lacking := [p for p in prompts if p.meta.get("tag") not in TAGS or "include" not in p.meta]:
-            raise DataError(f"{path}: {lacking[0]}: expected columns tag and include; the suite's file: {self.source}")
+        if invalid := [p for p in prompts if p.meta.get("tag") not in TAGS or "include" not in p.meta]:
+            raise DataError(f"{path}: {invalid[0]}: expected columns tag and include; the suite's file: {self.source}")
         return prompts
 
-    def places(self, prompts: Sequence[Prompt], samples: int, out: Path, ending: str) -> list[Place]:
+    def sample_files(self, prompts: Sequence[Prompt], samples: int, out: Path, ending: str) -> list[SampleFile]:
         """images/00012/samples/00003.png"""
         numbers = range(samples or self.samples)
         return [(p, k, _folder(out, p) / "samples" / f"{k:05d}{ending}") for p in prompts for k in numbers]
 
-    def finish(self, places: Sequence[Place], out: Path, world: World) -> None:
+    def write_other_files(self, files: Sequence[SampleFile], out: Path, world: World) -> None:
         """Write each prompt's metadata.jsonl."""
-        for prompt in {p.id: p for p, _, _ in places}.values():
+        for prompt in {p.id: p for p, _, _ in files}.values():
             if world.main:
                 row = json.dumps({**prompt.meta, "prompt": prompt.text})
                 (_folder(out, prompt) / "metadata.jsonl").write_text(row, encoding="utf-8")
@@ -62,7 +62,7 @@ class GenEval(Suite):
         detector = str(options.get("detector", "prefgrpo.rewards.detectors:Transformers"))
         mmdet = detector == "prefgrpo.rewards.detectors:MMDet"
         by = "the suite's detector, mmdet" if mmdet else f"the detector {detector.rpartition(':')[2]}, not mmdet's"
-        note = "" if mmdet else ": near published numbers, not comparable with them"
+        note = "" if mmdet else ": close to published numbers, but not comparable with them"
         return table(f"Counted by the suite's rule on what {by} finds{note}.", rows, problems(files, scores))
 
     def read_results(self, path: Path) -> Results:
@@ -71,7 +71,7 @@ class GenEval(Suite):
             rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
             images = [(row["tag"], row["prompt"], float(bool(row["correct"]))) for row in rows]
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise DataError(f"--results: {path}: expected {self.own_results}: {error!r}") from error
+            raise DataError(f"--results: {path}: expected {self.results_source}: {error!r}") from error
         return table(f"Read from {path.name}, written by the suite's own evaluation.", images, [])
 
 
@@ -79,17 +79,16 @@ def _folder(out: Path, prompt: Prompt) -> Path:
     return out / "images" / f"{prompt.id:05d}"
 
 
-def table(scored_by: str, images: Iterable[Image], missing: list[str]) -> Results:
+def table(scored_by: str, images: Sequence[Image], missing: list[str]) -> Results:
     """One row per task; the overall score is the mean of the six task means."""
-    listed = list(images)
-    rows = sorted(tally((tag, value) for tag, _, value in listed), key=lambda row: TAGS.index(row.name))
+    rows = sorted(rows_by_name((tag, value) for tag, _, value in images), key=lambda row: TAGS.index(row.name))
     prompts: dict[str, float] = {}
-    for _, prompt, value in listed:
+    for _, prompt, value in images:
         prompts[prompt] = max(prompts.get(prompt, 0.0), value or 0.0)
     all_tasks = len(rows) == len(TAGS)
     summary = {
         "overall (mean of the six tasks)": mean(row.mean for row in rows) if all_tasks else None,
-        "correct images": mean(v for _, _, v in listed if v is not None),
+        "correct images": mean(v for _, _, v in images if v is not None),
         "prompts with a correct image": mean(prompts.values()),
     }
     absent = [f"no image of the task {tag}" for tag in TAGS if tag not in {row.name for row in rows}]

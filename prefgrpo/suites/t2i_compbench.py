@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from prefgrpo.data.prompts import DataError, Prompt, read_prompts
-from prefgrpo.suites.base import Place, Results, Row, Suite, mean, only_folder, read_json
+from prefgrpo.suites.base import Results, Row, SampleFile, Suite, mean, read_json, require_folder
 
 RESULTS = {
     "color": "annotation_blip",
@@ -25,7 +25,7 @@ RESULTS = {
     "complex": "annotation_3_in_1",
 }
 """Category → folder where its tool writes vqa_result.json."""
-_LONGEST = 255 - len("_000000.png")
+_MAX_PROMPT_BYTES = 255 - len("_000000.png")
 
 
 class T2ICompBench(Suite):
@@ -34,7 +34,7 @@ class T2ICompBench(Suite):
     title = "T2I-CompBench++"
     source = "the folder examples/dataset of Karine-Huang/T2I-CompBench, or one CATEGORY_val.txt of it"
     samples = 10
-    own_results = "the folder with a folder per category, in which its tools wrote vqa_result.json"
+    results_source = "the folder with a folder per category, in which its tools wrote vqa_result.json"
 
     def read(self, path: Path) -> list[Prompt]:
         """The prompts of all categories found, in the suite's order."""
@@ -43,40 +43,40 @@ class T2ICompBench(Suite):
         for name, file in files.items():
             for k, p in enumerate(read_prompts(file, unique=False) if file.is_file() or not path.is_dir() else ()):
                 text = p.text.split("\t")[0]
-                if set("/_") & set(text) or len(text.encode()) > _LONGEST:
-                    raise DataError(f"{file}: {p}: a file's name cannot hold this prompt as the suite's tools read it")
+                if set("/_") & set(text) or len(text.encode()) > _MAX_PROMPT_BYTES:
+                    raise DataError(f"{file}: {p}: unusable as a file name: too long, or contains / or _")
                 prompts.append(Prompt(len(prompts), text, {"category": name, "number": k}, line=p.line))
         if not prompts:
-            raise DataError(f"{path} holds no CATEGORY_val.txt; expected {self.source}")
+            raise DataError(f"{path} contains no CATEGORY_val.txt; expected {self.source}")
         return prompts
 
-    def places(self, prompts: Sequence[Prompt], samples: int, out: Path, ending: str) -> list[Place]:
+    def sample_files(self, prompts: Sequence[Prompt], samples: int, out: Path, ending: str) -> list[SampleFile]:
         """color/samples/PROMPT_000123.png"""
-        n, places = samples or self.samples, []
+        n, files = samples or self.samples, []
         for p in prompts:
             folder, first = out / p.meta["category"] / "samples", n * p.meta["number"]
-            places += [(p, k, folder / f"{p.text}_{first + k:06d}{ending}") for k in range(n)]
-        return places
+            files += [(p, k, folder / f"{p.text}_{first + k:06d}{ending}") for k in range(n)]
+        return files
 
     def read_results(self, path: Path) -> Results:
         """Mean answer of each category whose tool has been run."""
-        only_folder(path, self.title, self.own_results)
-        rows, absent = [], []
+        require_folder(path, self.title, self.results_source)
+        rows, missing = [], []
         for name, folder in RESULTS.items():
             file = path / name / folder / "vqa_result.json"
             if not file.is_file():
                 rows.append(Row(name, None, 0, 1))
-                absent.append(f"{name}: {file.relative_to(path)} is missing")
+                missing.append(f"{name}: {file.relative_to(path)} is missing")
                 continue
             try:
                 answers = [float(row["answer"]) for row in read_json(file, "[{question_id, answer}]")]
             except (KeyError, TypeError, ValueError) as error:
                 raise DataError(f"--results: {file}: expected [{{question_id, answer}}]: {error!r}") from error
             rows.append(Row(name, mean(answers), len(answers)))
-        if len(absent) == len(RESULTS):
-            raise DataError(f"--results: {path}: expected {self.own_results}; it holds none")
+        if len(missing) == len(RESULTS):
+            raise DataError(f"--results: {path}: expected {self.results_source}; found none")
         by = f"Read from {path.name}, written by the suite's own tools; each category has its own scale."
-        return Results(self.title, by, {}, {"category": rows}, absent)
+        return Results(self.title, by, {}, {"category": rows}, missing)
 
 
 def _category(file: Path) -> str:

@@ -20,7 +20,7 @@ from prefgrpo.data.file_names import Generated, file_name
 from prefgrpo.data.prompts import DataError, Prompt, read_prompts
 from prefgrpo.rewards.base import Score
 from prefgrpo.rewards.unigenbench import points_of
-from prefgrpo.suites.base import Place, Results, Suite, mean, problems, tally
+from prefgrpo.suites.base import Results, SampleFile, Suite, mean, problems, rows_by_name
 
 COLUMNS = ("index", "prompt", "testpoint", "output", "result_json", "img_path")
 """Columns of the table written by the suite's tools, one row per image."""
@@ -35,19 +35,19 @@ class UniGenBench(Suite):
     source = "data/test_prompts_{en,zh}[_long].csv of CodeGoat24/UniGenBench"
     samples = 4
     reward = "unigenbench"
-    own_results = "results/MODEL_CATEGORY.csv of its eval/"
+    results_source = "results/MODEL_CATEGORY.csv of its eval/"
 
     def read(self, path: Path) -> list[Prompt]:
         """The rows of a table, including those whose test points cannot be parsed."""
         prompts = read_prompts(path, unique=False)
-        if lacking := [
+        if invalid := [
             p for p in prompts if not {"sub_dims_en", "sub_dims_zh"} & p.meta.keys() or "index" not in p.meta
         ]:
-            got = f"expected columns index and sub_dims_en or sub_dims_zh, got {['prompt', *lacking[0].meta]}"
+            got = f"expected columns index and sub_dims_en or sub_dims_zh, got {['prompt', *invalid[0].meta]}"
             raise DataError(f"{path}: {got}; the suite's files: {self.source}")
         return prompts
 
-    def places(self, prompts: Sequence[Prompt], samples: int, out: Path, ending: str) -> list[Place]:
+    def sample_files(self, prompts: Sequence[Prompt], samples: int, out: Path, ending: str) -> list[SampleFile]:
         """images/INDEX_K.png"""
         numbers = range(samples or self.samples)
         return [(p, k, out / "images" / file_name(p, k, "unigenbench", ending)) for p in prompts for k in numbers]
@@ -59,7 +59,7 @@ class UniGenBench(Suite):
     def results(self, files: Sequence[Generated], scores: Sequence[Score], options: Mapping[str, Any]) -> Results:
         """The table of all marks."""
         marks = [mark for g, s in zip(files, scores, strict=True) for mark in marks_of(g.prompt, s)]
-        unread = sum(s.value is None for s in scores)
+        unparsed = sum(s.value is None for s in scores)
         asked = str(options.get("template", ""))
         if asked.endswith(".py"):
             wording = "the suite's own wording; comparable with published numbers if the judge is its evaluation model"
@@ -67,7 +67,7 @@ class UniGenBench(Suite):
             words = f"the wording of {Path(asked).name}" if asked else "our own wording"
             why = "which no evaluation model of the suite was trained on; not comparable with published numbers"
             wording = f"{words}, {why}"
-        by = f"Marked by a served judge with {wording}. {len(files) - unread} of {len(files)} images have marks."
+        by = f"Marked by a served judge with {wording}. {len(files) - unparsed} of {len(files)} images have marks."
         return table(by, marks, problems(files, scores))
 
     def write_scores(self, files: Sequence[Generated], scores: Sequence[Score], out: Path) -> None:
@@ -84,7 +84,7 @@ class UniGenBench(Suite):
     def read_results(self, path: Path) -> Results:
         """From a results table written by this command or by the suite's own tools."""
         marks: list[Mark] = []
-        unread: list[str] = []
+        unparsed: list[str] = []
         for row in _rows(path):
             try:
                 names: list[str] = ast.literal_eval(row["testpoint"])
@@ -93,8 +93,8 @@ class UniGenBench(Suite):
                 raise DataError(f"--results: {path}: a row cannot be read: {error!r}") from error
             scored = result["score"] if result else [None] * len(names)
             marks += [(name, None if score is None else float(score == 1)) for name, score in zip(names, scored)]
-            unread += [] if result else [f"{Path(row['img_path']).name}: its reply could not be parsed"]
-        return table(f"Read from {path.name}.", marks, unread)
+            unparsed += [] if result else [f"{Path(row['img_path']).name}: its reply could not be parsed"]
+        return table(f"Read from {path.name}.", marks, unparsed)
 
 
 def _rows(path: Path) -> Iterable[dict[str, str]]:
@@ -123,11 +123,11 @@ def marks_of(prompt: Prompt, score: Score) -> list[Mark]:
 
 def table(scored_by: str, marks: Sequence[Mark], missing: list[str]) -> Results:
     """A row per primary dimension and test point; the suite's overall score is the mean over primary dimensions."""
-    primary = tally((name.split("-", 1)[0].strip(), value) for name, value in marks)
-    every = tally(("all", value) for _, value in marks)
+    primary = rows_by_name((name.split("-", 1)[0].strip(), value) for name, value in marks)
+    all_points = rows_by_name(("all", value) for _, value in marks)
     summary = {
         "mean of the primary dimensions": mean(row.mean for row in primary),
-        "share of all test points": every[0].mean if every else None,
+        "share of all test points": all_points[0].mean if all_points else None,
     }
-    tables = {"primary dimension": primary, "test point": sorted(tally(marks), key=lambda row: row.name)}
+    tables = {"primary dimension": primary, "test point": sorted(rows_by_name(marks), key=lambda row: row.name)}
     return Results("UniGenBench", scored_by, summary, tables, missing)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from prefgrpo.data.file_names import file_name
 from prefgrpo.data.prompts import DataError, Prompt, read_prompts
-from prefgrpo.suites.base import Place, Results, Row, Suite, read_json
+from prefgrpo.suites.base import Results, Row, SampleFile, Suite, read_json
 
 QUALITY = {
     "subject_consistency": (0.1462, 1.0),
@@ -50,7 +50,7 @@ class VBench(Suite):
     source = "vbench/VBench_full_info.json (or prompts/all_dimension.txt: five clips of each) of Vchitect/VBench"
     samples = 5
     takes = "video"
-    own_results = "the *_eval_results.json of its evaluate.py, or a folder of several"
+    results_source = "the *_eval_results.json of its evaluate.py, or a folder of several"
     shares_files = True
 
     def read(self, path: Path) -> list[Prompt]:
@@ -63,9 +63,10 @@ class VBench(Suite):
         except (KeyError, TypeError) as error:
             raise DataError(f"{path}: expected {self.source}: {error!r}") from error
 
-    def places(self, prompts: Sequence[Prompt], samples: int, out: Path, ending: str) -> list[Place]:
+    def sample_files(self, prompts: Sequence[Prompt], samples: int, out: Path, ending: str) -> list[SampleFile]:
         """videos/PROMPT-3.mp4"""
-        counts = [samples or (FLICKERING_SAMPLES if _flickering(p) else self.samples) for p in prompts]
+        flickering = [FLICKERING in p.meta.get("dimension", ()) for p in prompts]
+        counts = [samples or (FLICKERING_SAMPLES if f else self.samples) for f in flickering]
         folder = out / "videos"
         return [
             (p, k, folder / file_name(p, k, "vbench", ending))
@@ -79,18 +80,18 @@ class VBench(Suite):
         scores: dict[str, float] = {}
         for file in files:
             try:
-                scores |= {name: float(value[0]) for name, value in read_json(file, self.own_results).items()}
+                scores |= {name: float(value[0]) for name, value in read_json(file, self.results_source).items()}
             except (AttributeError, LookupError, TypeError, ValueError) as error:
-                raise DataError(f"--results: {file}: expected {self.own_results}: {error!r}") from error
+                raise DataError(f"--results: {file}: expected {self.results_source}: {error!r}") from error
         limits = QUALITY | SEMANTIC
         if not scores.keys() & limits.keys():
-            raise DataError(f"--results: {path}: expected {self.own_results}; it holds no dimension of VBench")
-        parts = {n: (scores[n] - low) / (high - low) for n, (low, high) in limits.items() if n in scores}
-        quality, semantic = _mean(parts, QUALITY), _mean(parts, SEMANTIC)
+            raise DataError(f"--results: {path}: expected {self.results_source}; found no dimension of VBench")
+        normalised = {n: (scores[n] - low) / (high - low) for n, (low, high) in limits.items() if n in scores}
+        quality, semantic = _weighted_mean(normalised, QUALITY), _weighted_mean(normalised, SEMANTIC)
         total = None if quality is None or semantic is None else (4 * quality + semantic) / 5
         tables = {
             title: [Row(n, values.get(n), int(n in values), int(n not in values)) for n in limits]
-            for title, values in (("dimension, normalised", parts), ("dimension, as scored", scores))
+            for title, values in (("dimension, normalised", normalised), ("dimension, as scored", scores))
         }
         return Results(
             self.title,
@@ -101,11 +102,7 @@ class VBench(Suite):
         )
 
 
-def _flickering(prompt: Prompt) -> bool:
-    return FLICKERING in prompt.meta.get("dimension", ())
-
-
-def _mean(values: dict[str, float], names: dict[str, tuple[float, float]]) -> float | None:
+def _weighted_mean(values: dict[str, float], names: dict[str, tuple[float, float]]) -> float | None:
     """The weighted mean; None unless all dimensions are present."""
     if names.keys() - values.keys():
         return None

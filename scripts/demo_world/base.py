@@ -80,7 +80,7 @@ def clip_tokenizer(words: Sequence[str]) -> CLIPTokenizer:
         vocab_size=2000, initial_alphabet=letters, end_of_word_suffix="</w>", show_progress=False
     )
     bpe.train_from_iterator(words, trainer)
-    merges = merge_list(bpe)
+    merges = bpe_merges(bpe)
     vocab = {token: i for i, token in enumerate(letters + [c + "</w>" for c in letters])}
     for left, right in merges:
         vocab.setdefault(left + right, len(vocab))
@@ -89,7 +89,7 @@ def clip_tokenizer(words: Sequence[str]) -> CLIPTokenizer:
     return CLIPTokenizer(vocab=vocab, merges=merges, model_max_length=CLIP_LENGTH)
 
 
-def merge_list(tokenizer: Tokenizer) -> list[tuple[str, str]]:
+def bpe_merges(tokenizer: Tokenizer) -> list[tuple[str, str]]:
     """The merges of a trained BPE tokenizer, in order."""
     merges = json.loads(tokenizer.to_str())["model"]["merges"]
     return [tuple(m) if isinstance(m, list) else tuple(m.split(" ", 1)) for m in merges]
@@ -147,7 +147,7 @@ def encode_captions(pipe: FluxPipeline, texts: list[str]) -> tuple[Tensor, Tenso
 
 
 @torch.no_grad()
-def encode_pictures(vae: AutoencoderKL, world: World, n: int) -> tuple[Tensor, Tensor]:
+def encode_images(vae: AutoencoderKL, world: World, n: int) -> tuple[Tensor, Tensor]:
     """n train-split images as packed, scaled latents [n, tokens, 4C] and their codes [n, k]."""
     images, codes = world.draw("train", n, None)
     latents = torch.cat([vae.encode(x * 2 - 1).latent_dist.mode() for x in images.split(500)])
@@ -170,7 +170,7 @@ def train_base(config: BaseConfig) -> FluxPipeline:
     pipe.vae = vae
     modules = {"clip": pipe.text_encoder, "t5": pipe.text_encoder_2, "flux": pipe.transformer}
     print("base:", {name: parameter_count(module) for name, module in modules.items()})
-    latents, codes = encode_pictures(vae, world, config.pictures)
+    latents, codes = encode_images(vae, world, config.pictures)
     grid = [side // pipe.vae_scale_factor // 2 for side in (world.height, world.width)]
     image_ids = FluxPipeline._prepare_latent_image_ids(1, *grid, "cpu", torch.float32)
     text_ids = torch.zeros(world.t5_length, 3)
@@ -206,13 +206,13 @@ def sample(pipe: FluxPipeline, world: World, texts: list[str], seed: int, batch:
     generator = torch.Generator().manual_seed(seed)
     sampling = {"height": world.height, "width": world.width, "max_sequence_length": world.t5_length}
     sampling |= {"num_inference_steps": 8, "guidance_scale": GUIDANCE}
-    parts = [texts[i : i + batch] for i in range(0, len(texts), batch)]
-    images = [pipe(part, generator=generator, output_type="pt", **sampling).images for part in parts]
+    batches = [texts[i : i + batch] for i in range(0, len(texts), batch)]
+    images = [pipe(prompts, generator=generator, output_type="pt", **sampling).images for prompts in batches]
     return torch.cat(images).float()
 
 
 def report(pipe: FluxPipeline, world: World, split: str, n: int = 720, seed: int = 1234) -> str:
-    """Text with the share of n samples of a split's captions that is correct."""
+    """Text with the share of correct images among n samples of a split's captions."""
     texts = world.prompts(split)
     texts = (texts * (n // len(texts) + 1))[:n]
     return f"{split}: {world.report(sample(pipe, world, texts, seed), texts)}"
@@ -233,12 +233,12 @@ def save(pipe: FluxPipeline, out: Path) -> None:
 
 def train(config: Annotated[BaseConfig, tyro.conf.arg(name="")]) -> None:
     """Train, save, and report from the reloaded folder with the stock call."""
-    began = time.time()
+    started = time.time()
     save(train_base(config), config.out)
     saved = FluxPipeline.from_pretrained(config.out.resolve())
     for split in ("train", "dev", "test"):
         print(report(saved, WORLDS[config.world], split))
-    print(f"base: {time.time() - began:.0f} s in all")
+    print(f"base: {time.time() - started:.0f} s in all")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Train the tiny pairwise judge: `python -m scripts.demo_world.judge OUT --pool BASE.pt ...`.
 
-Three stages, because the pair loss alone stays at chance for a long time; auxiliary heads, which
-are then discarded, teach the parts. (1) The vision tower learns to name colour, shape and place.
+Three stages, because with the pair loss alone accuracy stays at chance for a long time; auxiliary
+heads, later discarded, supervise the steps. (1) The vision tower classifies colour, shape and place.
 (2) All weights train on scene pairs: after layer 1 the token behind each image names the image's
 and the caption's attributes, after layer 2 the three matches, and the last token gives the verdict.
 (3) The same with half of the pairs from generator samples (`judge_data`).
@@ -20,20 +20,20 @@ from torch import Tensor, nn
 
 from prefgrpo.tiny import scenes
 from scripts.demo_world.judge_data import (
-    ASKED,
+    TRAINING_COMBOS,
     Pairs,
     Pool,
     augment,
     augment_pairs,
-    join,
-    keep_ties,
+    concatenate,
     load_pools,
     scene_pairs,
+    subsample_ties,
 )
 from scripts.demo_world.judge_model import IMAGE_TOKENS, WIDTH, PairJudge
 from scripts.demo_world.training import Schedule, fit, parameter_count
 
-TIES = 0.2  # share of ties kept for training
+TIE_SHARE = 0.2  # share of ties kept for training
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Probes(nn.Module):
         self.merged = nn.Linear(IMAGE_TOKENS * WIDTH, sum(scenes.COUNTS))
         self.deep = nn.Linear(IMAGE_TOKENS * WIDTH, sum(scenes.COUNTS))
         self.shown = nn.Linear(WIDTH, sum(scenes.COUNTS))
-        self.asked = nn.Linear(WIDTH, sum(scenes.COUNTS))
+        self.requested = nn.Linear(WIDTH, sum(scenes.COUNTS))
         self.match = nn.Linear(WIDTH, 3)
 
 
@@ -82,7 +82,7 @@ def attribute_loss(logits: Tensor, attributes: Tensor) -> Tensor:
 
 
 def train_vision(judge: PairJudge, probes: Probes, steps: int) -> float:
-    """Stage 1: the vision tower names what it sees, from both of its outputs."""
+    """Stage 1: colour, shape and place are classified from both outputs of the vision tower."""
 
     def step_loss(step: int) -> tuple[Tensor, dict[str, float]]:
         combos = torch.tensor(scenes.COMBOS)[torch.randint(len(scenes.COMBOS), (128,))]
@@ -100,41 +100,41 @@ def train_vision(judge: PairJudge, probes: Probes, steps: int) -> float:
 def draw_pairs(n: int, pool: Pool | None) -> Pairs:
     """n augmented training pairs, half of them generator samples when there is a pool."""
     share = n // 2 if pool is not None else 0
-    drawn = keep_ties(scene_pairs(3 * n, ASKED), TIES).rows(slice(n - share))
+    drawn = subsample_ties(scene_pairs(3 * n, TRAINING_COMBOS), TIE_SHARE).rows(slice(n - share))
     pairs = augment_pairs(drawn, 0.06)
     if pool is None:
         return pairs
-    drawn = keep_ties(pool.pairs(4 * n), TIES).rows(slice(share))
-    return join([pairs, augment_pairs(drawn, 0.02)])
+    drawn = subsample_ties(pool.pairs(4 * n), TIE_SHARE).rows(slice(share))
+    return concatenate([pairs, augment_pairs(drawn, 0.02)])
 
 
 def pair_loss(
     judge: PairJudge, probes: Probes, pairs: Pairs, template: int, attribute_weight: float
 ) -> tuple[Tensor, dict[str, float]]:
     """Loss of every pair in both orders: verdict, agreement of the orders, answer mass, probes."""
-    n = len(pairs.asked)
-    captions = [scenes.caption(scenes.Combo(*c), template) for c in pairs.asked.tolist()]
+    n = len(pairs.requested)
+    captions = [scenes.caption(scenes.Combo(*c), template) for c in pairs.requested.tolist()]
     tokens, deep = judge.encode(torch.cat([pairs.first, pairs.second]))  # [2n, 4, 128]
     swapped = tokens.roll(n, 0), deep.roll(n, 0)
     hidden, ids = judge.states((tokens, deep), swapped, captions * 2)  # rows: n as given, n swapped
-    gap, logits = judge.logits(hidden[-1])
+    logit_difference, logits = judge.logits(hidden[-1])
     target = torch.cat([1 + pairs.margin.sign(), 1 - pairs.margin.sign()]) / 2
-    verdict = F.binary_cross_entropy_with_logits(gap, target)
-    agreement = (gap[:n] + gap[n:]).square().mean()
+    verdict = F.binary_cross_entropy_with_logits(logit_difference, target)
+    agreement = (logit_difference[:n] + logit_difference[n:]).square().mean()
     answers = logits[:, [judge.first, judge.second]].logsumexp(1)
-    elsewhere = (logits.logsumexp(1) - answers).mean()
+    other_mass = (logits.logsumexp(1) - answers).mean()
 
-    behind = ids == judge.model.config.vision_end_token_id  # one token behind each image
-    named, matched = (hidden[layer][behind].view(2 * n, 2, -1) for layer in (1, 2))
+    after_image = ids == judge.model.config.vision_end_token_id  # one token behind each image
+    named, matched = (hidden[layer][after_image].view(2 * n, 2, -1) for layer in (1, 2))
     shown = torch.stack([pairs.shows_first, pairs.shows_second], 1)  # [n, 2, 3]
     shown = torch.cat([shown, shown.flip(1)])
-    asked = torch.cat([pairs.asked] * 2)[:, None].expand(-1, 2, -1)
+    requested = torch.cat([pairs.requested] * 2)[:, None].expand(-1, 2, -1)
     attributes = attribute_loss(probes.shown(named), shown)
-    attributes = attributes + attribute_loss(probes.asked(named), asked)
-    match = F.binary_cross_entropy_with_logits(probes.match(matched), (shown == asked).float())
-    loss = verdict + 0.05 * agreement + 0.2 * elsewhere + match + attribute_weight * attributes
+    attributes = attributes + attribute_loss(probes.requested(named), requested)
+    match = F.binary_cross_entropy_with_logits(probes.match(matched), (shown == requested).float())
+    loss = verdict + 0.05 * agreement + 0.2 * other_mass + match + attribute_weight * attributes
     decided = target != 0.5
-    correct = ((gap > 0) == (target > 0.5))[decided].float().mean().item()
+    correct = ((logit_difference > 0) == (target > 0.5))[decided].float().mean().item()
     return loss, {"verdict": verdict.item(), "correct": correct, "agreement": agreement.item(), "match": match.item()}
 
 
@@ -173,8 +173,8 @@ def train_judge(config: JudgeConfig) -> PairJudge:
 
 
 def report(judge: PairJudge, name: str, pairs: Pairs) -> str:
-    """Text with the accuracy on pairs that are no ties, per order and over both, and how often the order matters."""
-    captions = [scenes.caption(scenes.Combo(*c), i % 3) for i, c in enumerate(pairs.asked.tolist())]
+    """Text with the accuracy on pairs that are not ties, per order and over both, and how often the order matters."""
+    captions = [scenes.caption(scenes.Combo(*c), i % 3) for i, c in enumerate(pairs.requested.tolist())]
     forward = judge.prob(pairs.first, pairs.second, captions)
     backward = 1 - judge.prob(pairs.second, pairs.first, captions)
     decided, better = pairs.margin != 0, pairs.margin > 0
@@ -183,21 +183,21 @@ def report(judge: PairJudge, name: str, pairs: Pairs) -> str:
         return right[where].float().mean().item()
 
     both = (forward + backward > 1) == better
-    one = [share(pairs.margin.abs() == d, decided) for d in (1, 2, 3)]
+    margin_shares = [share(pairs.margin.abs() == d, decided) for d in (1, 2, 3)]
     by_margin = [share(both, pairs.margin.abs() == d) for d in (1, 2, 3)]
     flips = (forward > 0.5) != (backward > 0.5)
     return (
         f"judge {name}: correct {share((forward > 0.5) == better, decided):.3f} / "
         f"{share((backward > 0.5) == better, decided):.3f}, both orders {share(both, decided):.3f} "
         f"(margin 1/2/3: {' '.join(f'{v:.3f}' for v in by_margin)}; "
-        f"shares {' '.join(f'{v:.2f}' for v in one)}), order changes the verdict "
+        f"shares {' '.join(f'{v:.2f}' for v in margin_shares)}), order changes the verdict "
         f"{share(flips, decided):.3f} of decided, {flips.float().mean():.3f} of all"
     )
 
 
 def train(config: Annotated[JudgeConfig, tyro.conf.arg(name="")]) -> None:
     """Train, save, and report from the reloaded folder."""
-    began = time.time()
+    started = time.time()
     train_judge(config).save(config.out)
     judge = PairJudge(config.out).eval()
     torch.manual_seed(config.seed + 1)
@@ -205,7 +205,7 @@ def train(config: Annotated[JudgeConfig, tyro.conf.arg(name="")]) -> None:
         print(report(judge, f"{split} scenes", scene_pairs(3000, torch.tensor(combos), 0.0)))
     if config.pool:
         print(report(judge, "training pool", load_pools(config.pool).pairs(3000)))
-    print(f"judge: {time.time() - began:.0f} s in all")
+    print(f"judge: {time.time() - started:.0f} s in all")
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from prefgrpo.tiny import scenes
 from scripts.demo_world.base import sample
 from scripts.demo_world.worlds import WORLDS
 
-ASKED = torch.tensor(scenes.SPLITS["train"] + scenes.SPLITS["dev"])  # [96, 3]
+TRAINING_COMBOS = torch.tensor(scenes.SPLITS["train"] + scenes.SPLITS["dev"])  # [96, 3]
 
 
 @dataclass(frozen=True)
@@ -32,14 +32,14 @@ class Pairs:
 
     first: Tensor  # [n, 3, 32, 32] in [0, 1]
     second: Tensor
-    asked: Tensor  # long [n, 3]
+    requested: Tensor  # long [n, 3]
     shows_first: Tensor  # long [n, 3]
     shows_second: Tensor
 
     @property
     def margin(self) -> Tensor:
         """Correct attributes of the first image minus those of the second: [n], 0 is a tie."""
-        right = [(shown == self.asked).sum(1) for shown in (self.shows_first, self.shows_second)]
+        right = [(shown == self.requested).sum(1) for shown in (self.shows_first, self.shows_second)]
         return (right[0] - right[1]).float()
 
     def rows(self, index: Tensor | slice) -> "Pairs":
@@ -47,15 +47,15 @@ class Pairs:
         return Pairs(*(getattr(self, name)[index] for name in self.__dataclass_fields__))
 
 
-def join(parts: Sequence[Pairs]) -> Pairs:
+def concatenate(parts: Sequence[Pairs]) -> Pairs:
     """Several sets of pairs, concatenated."""
     names = Pairs.__dataclass_fields__
     return Pairs(*(torch.cat([getattr(part, name) for part in parts]) for name in names))
 
 
-def keep_ties(pairs: Pairs, share: float) -> Pairs:
+def subsample_ties(pairs: Pairs, share: float) -> Pairs:
     """Drop ties at random so that about `share` of them remain."""
-    return pairs.rows((pairs.margin != 0) | (torch.rand(len(pairs.asked)) < share))
+    return pairs.rows((pairs.margin != 0) | (torch.rand(len(pairs.requested)) < share))
 
 
 def jpeg(image: Tensor, quality: int = 95) -> Tensor:
@@ -87,7 +87,7 @@ def augment_pairs(pairs: Pairs, noise: float) -> Pairs:
     return replace(pairs, first=augment(pairs.first, noise), second=augment(pairs.second, noise))
 
 
-def spoil(images: Tensor) -> Tensor:
+def corrupt(images: Tensor) -> Tensor:
     """Images that a poor generator might make: blends of two scenes, specks, heavy noise."""
     n = len(images)
     other, level = images[torch.randperm(n)], torch.rand(n, 1, 1, 1)
@@ -102,21 +102,21 @@ def spoil(images: Tensor) -> Tensor:
     return picked.clamp(0, 1)
 
 
-def scene_pairs(n: int, asked: Tensor, spoilt: float = 0.15) -> Pairs:
+def scene_pairs(n: int, requested: Tensor, corrupted_share: float = 0.15) -> Pairs:
     """n pairs of fresh scenes sharing each requested attribute with probability 0.55."""
-    wanted = asked[torch.randint(len(asked), (n,))]
+    combos = requested[torch.randint(len(requested), (n,))]
     sides: list[tuple[Tensor, Tensor]] = []
     for _ in range(2):
         random = torch.stack([torch.randint(m, (n,)) for m in scenes.COUNTS], 1)
-        shows = torch.where(torch.rand(n, 3) < 0.55, wanted, random)
+        shows = torch.where(torch.rand(n, 3) < 0.55, combos, random)
         images = scenes.render(shows)
-        bad = torch.rand(n) < spoilt
-        if bad.any():
-            images[bad] = spoil(images[bad])
-            shows[bad] = scenes.read(images[bad])
+        corrupted = torch.rand(n) < corrupted_share
+        if corrupted.any():
+            images[corrupted] = corrupt(images[corrupted])
+            shows[corrupted] = scenes.read(images[corrupted])
         sides.append((images, shows))
     (first, shows_first), (second, shows_second) = sides
-    return Pairs(first, second, wanted, shows_first, shows_second)
+    return Pairs(first, second, combos, shows_first, shows_second)
 
 
 @dataclass(frozen=True)

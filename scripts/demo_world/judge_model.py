@@ -155,7 +155,7 @@ def pixel_patches(images: Tensor) -> Tensor:
     return x.reshape(n * PATCHES, -1)
 
 
-def _tiles_attention(
+def _per_image_attention(
     module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, **kwargs: object
 ) -> tuple[Tensor, None]:
     """Vision attention for many images of PATCHES patches at once, instead of one by one.
@@ -164,14 +164,14 @@ def _tiles_attention(
     """
     heads, length, dim = q.shape[1:]
 
-    def tiles(t: Tensor) -> Tensor:
+    def per_image(t: Tensor) -> Tensor:
         return t.view(heads, -1, PATCHES, dim).transpose(0, 1)
 
-    out = F.scaled_dot_product_attention(tiles(q), tiles(k), tiles(v), scale=HEAD_DIM**-0.5)
+    out = F.scaled_dot_product_attention(per_image(q), per_image(k), per_image(v), scale=HEAD_DIM**-0.5)
     return out.transpose(1, 2).reshape(1, length, heads, dim), None
 
 
-AttentionInterface.register("equal_tiles", _tiles_attention)
+AttentionInterface.register("equal_tiles", _per_image_attention)
 
 
 class PairJudge(nn.Module):
@@ -196,8 +196,8 @@ class PairJudge(nn.Module):
         """Images -> (merged tokens [n, 4, 128], deepstack tokens [n, 4, 128])."""
         n = len(images)
         grid = torch.tensor([[1, GRID, GRID]]).expand(n, 3)
-        whole = torch.tensor([0, n * PATCHES], dtype=torch.int32)  # one call; see _tiles_attention
-        out = self.visual(pixel_patches(images), grid_thw=grid, cu_seqlens=whole)
+        cu_seqlens = torch.tensor([0, n * PATCHES], dtype=torch.int32)  # one call; see _per_image_attention
+        out = self.visual(pixel_patches(images), grid_thw=grid, cu_seqlens=cu_seqlens)
         deep = out.deepstack_features[0]
         return out.pooler_output.view(n, IMAGE_TOKENS, -1), deep.view(n, IMAGE_TOKENS, -1)
 
@@ -248,13 +248,13 @@ class PairJudge(nn.Module):
         by_length: dict[int, list[int]] = {}
         for i, text in enumerate(captions):
             by_length.setdefault(len(self.prompt(text)[0]), []).append(i)
-        gap = torch.empty(len(captions))
+        logit_difference = torch.empty(len(captions))
         for rows in by_length.values():
             for chunk in torch.tensor(rows).split(batch):
                 before, after = self.encode(first[chunk]), self.encode(second[chunk])
                 hidden, _ = self.states(before, after, [captions[i] for i in chunk.tolist()])
-                gap[chunk] = self.logits(hidden[-1])[0]
-        return gap.sigmoid()
+                logit_difference[chunk] = self.logits(hidden[-1])[0]
+        return logit_difference.sigmoid()
 
     def save(self, folder: Path) -> None:
         """Write bf16 weights, tokenizer, chat template and the processor's settings."""

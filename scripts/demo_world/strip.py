@@ -17,8 +17,8 @@ from prefgrpo.report.media import SMALL, still
 from prefgrpo.report.run import EvalImages, read_run
 
 SIDES = (128, 96, 64)
-INK, SOFT, GROUND = (28, 30, 33), (92, 99, 112), (255, 255, 255)
-EDGE, GAP, LINE = 12, 8, 18
+TEXT_COLOUR, LABEL_COLOUR, BACKGROUND = (28, 30, 33), (92, 99, 112), (255, 255, 255)
+MARGIN, GAP, LINE_HEIGHT = 12, 8, 18
 
 
 def write_strip(folder: Path, target: Path, columns: int = 6, limit: int = 150_000) -> Path:
@@ -49,44 +49,44 @@ def _fit(pixels: NDArray[np.uint8], side: int) -> Image.Image:
     image = Image.fromarray(pixels)
     longest = max(image.size)
     if longest <= SMALL and longest <= side:
-        times = side // longest
-        return image.resize((image.width * times, image.height * times), Image.Resampling.NEAREST)
+        factor = side // longest
+        return image.resize((image.width * factor, image.height * factor), Image.Resampling.NEAREST)
     image.thumbnail((side, side), Image.Resampling.LANCZOS)
     return image
 
 
-def _wrap(text: str, font: ImageFont.ImageFont | ImageFont.FreeTypeFont, width: float, most: int) -> list[str]:
-    """Text wrapped to lines of at most `width` pixels, cut off with … after `most` lines."""
+def _wrap(text: str, font: ImageFont.ImageFont | ImageFont.FreeTypeFont, width: float, max_lines: int) -> list[str]:
+    """Text wrapped to lines of at most `width` pixels, cut off with … after `max_lines` lines."""
     lines: list[str] = []
     for word in text.split():
-        longer = f"{lines[-1]} {word}" if lines else word
-        if lines and font.getlength(longer) <= width:
-            lines[-1] = longer
+        candidate = f"{lines[-1]} {word}" if lines else word
+        if lines and font.getlength(candidate) <= width:
+            lines[-1] = candidate
         else:
             lines.append(word)
-    return lines if len(lines) <= most else [*lines[: most - 1], lines[most - 1] + " …"]
+    return lines if len(lines) <= max_lines else [*lines[: max_lines - 1], lines[max_lines - 1] + " …"]
 
 
 def _draw(shown: EvalImages, columns: int, side: int) -> Image.Image:
     font = ImageFont.load_default(14)
-    picks = np.unique(np.linspace(0, len(shown.after) - 1, min(columns, len(shown.after))).round().astype(int))
-    rows = [[_fit(still(images[k]), side) for k in picks] for images in (shown.before, shown.after)]
+    indices = np.unique(np.linspace(0, len(shown.after) - 1, min(columns, len(shown.after))).round().astype(int))
+    rows = [[_fit(still(images[k]), side) for k in indices] for images in (shown.before, shown.after)]
     width, height = rows[0][0].size
     labels = ["before", f"after {shown.step} steps"]
-    margin = EDGE + int(max(font.getlength(t) for t in labels)) + GAP
-    captions = [_wrap(shown.prompts[k], font, width, 4) for k in picks]
-    bottom = max(map(len, captions)) * LINE
-    size = (margin + len(picks) * (width + GAP) - GAP + EDGE, EDGE + 2 * (height + GAP) + bottom + EDGE)
-    canvas = Image.new("RGB", size, GROUND)
+    left = MARGIN + int(max(font.getlength(t) for t in labels)) + GAP
+    captions = [_wrap(shown.prompts[k], font, width, 4) for k in indices]
+    top, text_height = MARGIN + 2 * (height + GAP), max(map(len, captions)) * LINE_HEIGHT
+    size = (left + len(indices) * (width + GAP) - GAP + MARGIN, top + text_height + MARGIN)
+    canvas = Image.new("RGB", size, BACKGROUND)
     draw = ImageDraw.Draw(canvas)
     for r, (label, images) in enumerate(zip(labels, rows, strict=True)):
-        y = EDGE + r * (height + GAP)
-        draw.text((EDGE, y + height / 2), label, SOFT, font, anchor="lm")
+        y = MARGIN + r * (height + GAP)
+        draw.text((MARGIN, y + height / 2), label, LABEL_COLOUR, font, anchor="lm")
         for c, image in enumerate(images):
-            canvas.paste(image, (margin + c * (width + GAP), y))
+            canvas.paste(image, (left + c * (width + GAP), y))
     for c, lines in enumerate(captions):
         for k, line in enumerate(lines):
-            draw.text((margin + c * (width + GAP), EDGE + 2 * (height + GAP) + k * LINE), line, INK, font)
+            draw.text((left + c * (width + GAP), top + k * LINE_HEIGHT), line, TEXT_COLOUR, font)
     return canvas
 
 

@@ -25,9 +25,9 @@ HEIGHT, WIDTH = CELL, CELL * CELLS
 LETTERS = "ABCDEFHKLMNPRSTU"
 BLANK, UNREADABLE = len(LETTERS), -1  # codes of an empty cell, and of one that shows no letter
 FONT_SIZE = 14
-_SHIFT = 2  # maximum offset of a letter from its template, in pixels
-_LIKE = 0.6  # minimum correlation with a template
-_EMPTY = 0.06  # an empty cell has a smaller standard deviation
+_MAX_SHIFT = 2  # maximum offset of a letter from its template, in pixels
+_MIN_CORRELATION = 0.6  # minimum correlation with a template
+_MAX_BLANK_STD = 0.06  # an empty cell has a smaller standard deviation
 
 
 def _words() -> list[str]:
@@ -98,15 +98,15 @@ def _shifted(x: Tensor, dy: int, dx: int) -> Tensor:
 
 
 def render(codes: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """Draw one image per row of codes [n, 4] -> float32 [n, 3, 16, 64] in [0, 1]; all moved by at most one pixel."""
+    """Draw one image per row of codes [n, 4] -> float32 [n, 3, 16, 64] in [0, 1]; all shifted by at most one pixel."""
     n = len(codes)
-    ink = glyphs()[codes].permute(0, 2, 1, 3).reshape(n, HEIGHT, WIDTH)
-    move = torch.randint(-1, 2, (n, 2), generator=generator)
-    moved = torch.stack([_shifted(ink, dy, dx) for dy in (-1, 0, 1) for dx in (-1, 0, 1)])
-    ink = moved[(move[:, 0] + 1) * 3 + move[:, 1] + 1, torch.arange(n)][:, None]
-    ground = 0.1 + 0.15 * torch.rand(n, 1, 1, 1, generator=generator)
-    light = 0.85 + 0.15 * torch.rand(n, 1, 1, 1, generator=generator)
-    return (ground + (light - ground) * ink).expand(-1, 3, -1, -1).contiguous()
+    mask = glyphs()[codes].permute(0, 2, 1, 3).reshape(n, HEIGHT, WIDTH)
+    shift = torch.randint(-1, 2, (n, 2), generator=generator)
+    shifted = torch.stack([_shifted(mask, dy, dx) for dy in (-1, 0, 1) for dx in (-1, 0, 1)])
+    mask = shifted[(shift[:, 0] + 1) * 3 + shift[:, 1] + 1, torch.arange(n)][:, None]
+    background = 0.1 + 0.15 * torch.rand(n, 1, 1, 1, generator=generator)
+    foreground = 0.85 + 0.15 * torch.rand(n, 1, 1, 1, generator=generator)
+    return (background + (foreground - background) * mask).expand(-1, 3, -1, -1).contiguous()
 
 
 def draw(split: str, n: int, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
@@ -121,19 +121,19 @@ def corrupt(codes: Tensor, probability: float) -> Tensor:
     drawn = torch.where(
         (codes != BLANK) & (torch.rand(codes.shape) < probability), torch.randint(len(LETTERS), codes.shape), codes
     )
-    held = torch.tensor([word in _HELD_OUT for word in decode(drawn)])
-    return torch.where(held[:, None], codes, drawn)
+    held_out = torch.tensor([word in _HELD_OUT for word in decode(drawn)])
+    return torch.where(held_out[:, None], codes, drawn)
 
 
 @cache
 def _templates() -> Tensor:
     """Letters at all small shifts, [16 * 25, 256], each of mean 0 and norm 1."""
-    span = range(-_SHIFT, _SHIFT + 1)
+    span = range(-_MAX_SHIFT, _MAX_SHIFT + 1)
     all_shifts = torch.stack([_shifted(glyphs()[:BLANK], dy, dx) for dy in span for dx in span], 1)
-    return _normal(all_shifts.flatten(0, 1).flatten(1))
+    return _standardise(all_shifts.flatten(0, 1).flatten(1))
 
 
-def _normal(x: Tensor) -> Tensor:
+def _standardise(x: Tensor) -> Tensor:
     """Rows of mean 0 and norm 1."""
     return F.normalize(x - x.mean(-1, keepdim=True), dim=-1)
 
@@ -144,23 +144,23 @@ def read(images: Tensor) -> Tensor:
     if grey.shape[1:] != (HEIGHT, WIDTH):
         raise ValueError(f"expected images of shape [n, 3, {HEIGHT}, {WIDTH}], got {list(images.shape)}")
     cells = grey.view(-1, HEIGHT, CELLS, CELL).transpose(1, 2).flatten(2)  # [n, 4, 256]
-    likeness, best = (_normal(cells) @ _templates().T).max(-1)
-    letter = torch.where(likeness > _LIKE, best // (2 * _SHIFT + 1) ** 2, UNREADABLE)
-    return torch.where(cells.std(-1) < _EMPTY, BLANK, letter)
+    correlation, best = (_standardise(cells) @ _templates().T).max(-1)
+    letter = torch.where(correlation > _MIN_CORRELATION, best // (2 * _MAX_SHIFT + 1) ** 2, UNREADABLE)
+    return torch.where(cells.std(-1) < _MAX_BLANK_STD, BLANK, letter)
 
 
 def hits(images: Tensor, texts: Sequence[str]) -> tuple[Tensor, Tensor]:
-    """Share of each prompt's letters that are in their cells [n], and whether all four cells are right [n]."""
-    asked = encode([parse_prompt(text) for text in texts])
-    right, letters = read(images) == asked, asked != BLANK
-    return (right & letters).sum(1) / letters.sum(1), right.all(1)
+    """Share of each prompt's letters that are in their cells [n], and whether all four cells are correct [n]."""
+    requested = encode([parse_prompt(text) for text in texts])
+    correct, letters = read(images) == requested, requested != BLANK
+    return (correct & letters).sum(1) / letters.sum(1), correct.all(1)
 
 
 def report(images: Tensor, texts: Sequence[str]) -> str:
     """Text with the shares of correct words and letters, and of cells that show no letter."""
     letters, words = hits(images, texts)
-    broken = (read(images) == UNREADABLE).float().mean()
-    return f"all right {words.float().mean():.3f} (letters {letters.mean():.3f}) unreadable cells {broken:.3f}"
+    unreadable = (read(images) == UNREADABLE).float().mean()
+    return f"all right {words.float().mean():.3f} (letters {letters.mean():.3f}) unreadable cells {unreadable:.3f}"
 
 
 class Letters(PointwiseReward):
@@ -170,9 +170,9 @@ class Letters(PointwiseReward):
 
     def score(self, samples: list[Sample]) -> list[Score]:
         """One score per sample; missing if its prompt or size belongs to another world."""
-        return self.in_batches(samples, 1, lambda one: [self._one(one[0])])
+        return self.in_batches(samples, 1, lambda one: [self._score_one(one[0])])
 
-    def _one(self, sample: Sample) -> Score:
+    def _score_one(self, sample: Sample) -> Score:
         image = torch.from_numpy(np.ascontiguousarray(sample.media.pixels)).permute(2, 0, 1)[None].float() / 255.0
         try:
             letters, words = hits(image, [sample.prompt])

@@ -57,9 +57,9 @@ def fit(
         lr=schedule.lr, betas=schedule.betas, weight_decay=schedule.weight_decay,
     )  # fmt: skip
     params = [p for group in optimizer.param_groups for p in group["params"]]
-    average = [p.detach().clone() for p in params] if schedule.ema else []
+    ema = [p.detach().clone() for p in params] if schedule.ema else []
     sums: dict[str, float] = {}
-    began, cpu_began = time.time(), time.process_time()
+    started, cpu_started = time.time(), time.process_time()
     bar = tqdm(range(schedule.steps), desc=name, mininterval=5.0, dynamic_ncols=True)
     for step in bar:
         for group in optimizer.param_groups:
@@ -69,17 +69,17 @@ def fit(
         loss.backward()
         nn.utils.clip_grad_norm_(params, 1.0)
         optimizer.step()
-        if average:
+        if ema:
             decay = min(schedule.ema, (1 + step) / (10 + step))
-            torch._foreach_lerp_(average, [p.detach() for p in params], 1 - decay)
+            torch._foreach_lerp_(ema, [p.detach() for p in params], 1 - decay)
         for key, value in {"loss": loss.item(), **numbers}.items():
             sums[key] = sums.get(key, 0.0) + value
         if (step + 1) % log_every == 0:
             shown = "  ".join(f"{key} {value / log_every:.4f}" for key, value in sums.items())
-            more = "  " + on_log(step) if on_log else ""
-            bar.write(f"{name} step {step + 1}  {time.time() - began:.0f} s  {shown}{more}")
+            extra = "  " + on_log(step) if on_log else ""
+            bar.write(f"{name} step {step + 1}  {time.time() - started:.0f} s  {shown}{extra}")
             sums.clear()
     with torch.no_grad():
-        for param, mean in zip(params, average, strict=False):
+        for param, mean in zip(params, ema, strict=False):
             param.copy_(mean)
-    return time.process_time() - cpu_began
+    return time.process_time() - cpu_started

@@ -92,13 +92,13 @@ def set_latent_scale(vae: AutoencoderKL, world: World, n: int = 2000) -> None:
 
 @torch.no_grad()
 def report(vae: AutoencoderKL, world: World, split: str, n: int = 1000) -> str:
-    """Reconstruction PSNR and the share of reconstructions that still show the right codes."""
+    """Reconstruction PSNR and the share of reconstructions that still show the correct codes."""
     images, codes = world.draw(split, n, torch.Generator().manual_seed(1))
     recon = vae.decode(vae.encode(images * 2 - 1).latent_dist.mode()).sample
     recon = (recon / 2 + 0.5).clamp(0, 1)
     psnr = -10 * (recon - images).square().mean((1, 2, 3)).log10()
-    right = world.same(recon, codes).float()
-    return f"vae {split}: PSNR {psnr.mean():.1f} dB, reconstructions read right {right.mean():.3f}"
+    correct = world.matches_codes(recon, codes).float()
+    return f"vae {split}: PSNR {psnr.mean():.1f} dB, reconstructions read correctly {correct.mean():.3f}"
 
 
 def train(config: Annotated[VAEConfig, tyro.conf.arg(name="")]) -> None:

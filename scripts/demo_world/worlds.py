@@ -39,7 +39,7 @@ class World:
     """All captions of a split."""
     report: Callable[[Tensor, list[str]], str]
     """(images, captions) -> text with the share of images that match their captions."""
-    same: Callable[[Tensor, Tensor], Tensor]
+    matches_codes: Callable[[Tensor, Tensor], Tensor]
     """(images, codes) -> bool [n], whether an image is recognised as its codes."""
 
 
@@ -73,12 +73,12 @@ def _captions_of_scenes(combos: Tensor, probability: float) -> list[str]:
 
 
 def _report_scenes(images: Tensor, texts: list[str]) -> str:
-    right, seen = scenes.hits(images, texts), scenes.read(images)
-    broken = (seen == scenes.UNREADABLE).any(1).float().mean()
-    colour, shape, place = right.float().mean(0).tolist()
+    correct, read = scenes.hits(images, texts), scenes.read(images)
+    unreadable = (read == scenes.UNREADABLE).any(1).float().mean()
+    colour, shape, place = correct.float().mean(0).tolist()
     return (
-        f"all right {right.all(1).float().mean():.3f} "
-        f"(colour {colour:.2f} shape {shape:.2f} place {place:.2f}) unreadable {broken:.3f}"
+        f"all right {correct.all(1).float().mean():.3f} "
+        f"(colour {colour:.2f} shape {shape:.2f} place {place:.2f}) unreadable {unreadable:.3f}"
     )
 
 
@@ -87,13 +87,13 @@ WORLDS: dict[str, World] = {
         height=scenes.SIZE, width=scenes.SIZE, words=scenes.WORDS, t5_length=12,
         latent_channels=4, heads=3, single_blocks=3,
         draw=_draw_scenes, noisy_captions=_captions_of_scenes, prompts=scenes.prompts, report=_report_scenes,
-        same=lambda images, combos: (scenes.read(images) == combos).all(1),
+        matches_codes=lambda images, combos: (scenes.read(images) == combos).all(1),
     ),
     "text": World(
         height=text.HEIGHT, width=text.WIDTH, words=text.VOCABULARY, t5_length=10,
         latent_channels=8, heads=2, single_blocks=2,
         draw=text.draw, prompts=text.prompts, report=text.report,
         noisy_captions=lambda codes, p: [text.prompt(word) for word in text.decode(text.corrupt(codes, p))],
-        same=lambda images, codes: (text.read(images) == codes).all(1),
+        matches_codes=lambda images, codes: (text.read(images) == codes).all(1),
     ),
 }  # fmt: skip
