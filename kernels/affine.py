@@ -32,9 +32,7 @@ def store_rounded(ptr, y, mask):
 @triton.jit
 def load_fp32(ptr, mask):
     """Load any dtype as fp32."""
-    if (
-        ptr.dtype.element_ty == tl.bfloat16
-    ):  # shifting the bits compiles to shorter code, and the interpreter does it correctly
+    if ptr.dtype.element_ty == tl.bfloat16:  # a shift of the bits: shorter when compiled, correct when interpreted
         word = tl.load(ptr, mask=mask, other=0.0).to(tl.uint16, bitcast=True)
         return (word.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     else:
