@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import io
 import json
 import math
 import os
@@ -62,11 +63,13 @@ def normalise_index(text: str) -> str:
 
 def read_captions(file: Path, index_col: str, caption_col: str) -> dict[str, str]:
     """Index → prompt. Raises DataError."""
-    with file.open(newline="", encoding="utf-8-sig") as lines:
-        rows = csv.DictReader(lines)
-        if absent := [name for name in (index_col, caption_col) if name not in (rows.fieldnames or ())]:
-            raise DataError(f"{file}: expected a column {absent[0]!r}, got {rows.fieldnames}")
-        by_index = {normalise_index(row[index_col] or ""): (row[caption_col] or "").strip() for row in rows}
+    try:
+        rows = csv.DictReader(io.StringIO(file.read_text(encoding="utf-8-sig"), newline=""))
+    except UnicodeDecodeError as error:
+        raise DataError(f"{file}: expected a table in UTF-8: {error}") from error
+    if absent := [name for name in (index_col, caption_col) if name not in (rows.fieldnames or ())]:
+        raise DataError(f"{file}: expected a column {absent[0]!r}, got {rows.fieldnames}")
+    by_index = {normalise_index(row[index_col] or ""): (row[caption_col] or "").strip() for row in rows}
     return {key: text for key, text in by_index.items() if key and text}
 
 
@@ -103,6 +106,8 @@ def main() -> int:
     args = parse_args()
     try:
         weights = parse_reward_spec(args.reward_spec)
+        if args.output_json and args.output_json.is_dir():
+            raise ConfigError([f"--output_json: expected a file, {args.output_json} is a folder"])
         files, skipped = match_images(args)
         if errors := unsupported(
             "image", "--reward_spec:", "the folder holds", {n: load_class(n) for n in weights}, ()
@@ -126,7 +131,7 @@ def main() -> int:
         return 0
     result = payload(files, scores)
     if skipped:
-        print(f"skipped {skipped} images whose names do not start with an index of {args.prompt_csv}")
+        print(f"skipped {skipped} images whose names do not start with the index of a prompt in {args.prompt_csv}")
     print("Mean reward scores:")
     for name, value in sorted(result["mean_scores"].items()):
         missing = sum(row[name].value is None for row in scores)

@@ -13,7 +13,9 @@ import yaml
 from judge_server import JudgeServer
 from tiny_run import PROMPTS, attempt, ranks, rows, settings, train, tree, world
 
-from prefgrpo.run.evaluate import MIN_PROMPTS, verdict
+from prefgrpo.commands.evaluate import _write_comparison
+from prefgrpo.run.evaluate import MIN_PROMPTS, summarise, verdict
+from prefgrpo.run.metrics import eval_line
 
 
 class Indifferent(JudgeServer):
@@ -128,11 +130,16 @@ def test_a_second_judge_is_asked_in_both_orders(place, servers, evaluate):
     (place / "second.yaml").write_text("endpoints: ['http://127.0.0.1:9']\npatience_s: 1\n")
     for value, message in (
         (str(place / "second.yaml"), "http://127.0.0.1:9"),
-        ("{endpoint: x}", "judge.endpoint: unknown key"),
-        ("{: 3", "--judge2: expected fields of the judge section"),
+        ("{endpoint: x}", "--judge2.endpoint: unknown key"),
+        ("{: 3", "--judge2: expected a YAML file, or fields of the judge section"),
+        ("nowhere.yaml", "--judge2: expected a YAML file, or fields of the judge section"),
     ):
         code, output, _ = evaluate("one", "--judge2", value, "--out", place / "none")
         assert code == 2 and message in output
+    (place / "both" / "about.json").write_text("[1]")
+    for _ in range(2):  # the first refusal releases the folder
+        code, output, _ = evaluate("one", "--judge2", fields, "--out", place / "both")
+        assert code == 2 and "about.json is damaged" in output, output
 
 
 @pytest.mark.dist
@@ -193,12 +200,25 @@ def test_enough_prompts_give_a_result(place, evaluate):
     assert row["verdict"] == verdict(row["low"], row["high"], 40) and f"| {row['verdict']} |" in output
 
 
+def test_prompts_without_a_verdict_do_not_count_as_prompts(tmp_path, capsys):
+    """One verdict among 40 prompts is no result, however clear it is."""
+    values = np.where(np.arange(80) < 2, 1.0, np.nan)
+    metrics = summarise("dev/win_judge", np.repeat(np.arange(40), 2), values, interval=True)
+    assert metrics["dev/win_judge_low"] == 1.0 and metrics["dev/win_judge_prompts"] == 1
+    assert "1.000 [1.000, 1.000] (97.5% missing)" in eval_line(3, "dev", metrics)
+    _write_comparison(metrics, {"dev": 40}, {"now": {"samples": 2}}, ("a", "b"), [], tmp_path)
+    assert f"| 97.5 % | inconclusive: fewer than {MIN_PROMPTS} prompts |" in capsys.readouterr().out
+
+
 def test_what_cannot_be_evaluated(place, evaluate, capsys):
     for target, options, message in (
         ("one", ["--results", "x"], "--results: expected a --suite with it"),
         ("one", ["--samples", "2"], "--samples: expected a --suite with it"),
         ("one/checkpoints/step_000009", [], "one/checkpoints/step_000009 is not a whole checkpoint"),
         ("one", ["--against", place / "nowhere"], "nowhere"),
+        ("one", ["--against", place / "flux", "--against-weights", "ema"], "--against-weights: "),
+        ("one", ["--fps", "0"], "--fps: expected at least 1, got 0"),
+        ("one", ["--out", place / "dev.txt"], "dev.txt"),
         ("none", [], "--prompts: a model has no prompts of its own"),
         ("none", [], "none, or a run (there is no folder"),
     ):

@@ -364,6 +364,10 @@ def test_dpg_puts_four_images_into_one(place, capsys):
     cells = [np.asarray(Image.open(out / "samples" / f"0_{k}.png")) for k in range(4)]
     for k, (x, y) in enumerate([(0, 0), (16, 0), (0, 16), (16, 16)]):  # compute_dpg_bench.py's crops
         assert np.array_equal(whole[y : y + 16, x : x + 16], cells[k])
+    (place / "dpg" / "0.txt").rename(place / "dpg" / "1.txt")  # the same text under another name
+    code, output = attempt(capsys, *argv)
+    assert code == 2 and "holds files of another evaluation (different: files)" in output, output
+    (place / "dpg" / "1.txt").rename(place / "dpg" / "0.txt")
     results = place / "dpg-bench_results.txt"
     results.write_text(
         "out/0.png, 1.0, 0.5, 0.75\nModel: out\nL1 category scores:\n\tentity: 91.5\n\trelation: 80.25\n"

@@ -385,7 +385,8 @@ def _user_errors() -> tuple[type[Exception], ...]:
     from prefgrpo.rewards.base import RewardError
     from prefgrpo.run.checkpoint import CheckpointError
 
-    return ConfigError, CheckpointError, DataError, JudgeError, ModelError, RewardError, RewardSpecError
+    paths = PermissionError, IsADirectoryError, NotADirectoryError
+    return ConfigError, CheckpointError, DataError, JudgeError, ModelError, RewardError, RewardSpecError, *paths
 
 
 def _usage(group: str = "") -> str:

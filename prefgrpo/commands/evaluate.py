@@ -8,6 +8,7 @@ evaluation (weights, prompts, noise and sizes); any other evaluation refuses it.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -43,6 +44,7 @@ from prefgrpo.rollout.sampling import eval_sampling
 from prefgrpo.run import checkpoint, judging
 from prefgrpo.run.checkpoint import CheckpointError, write_atomic
 from prefgrpo.run.evaluate import Table, compare, make_eval_set, over_ranks, verdict
+from prefgrpo.run.metrics import PARTS_OF_WINS
 from prefgrpo.run.run_folder import RunFolder
 from prefgrpo.suites import Name, load_suite
 from prefgrpo.suites.base import Results, Suite
@@ -50,8 +52,6 @@ from prefgrpo.suites.base import Results, Suite
 Which = Literal["auto", "live", "ema"]
 AT_ONCE = 32
 """Pairs of images that are read and compared together."""
-PARTS = ("_low", "_high", "_first", "_second", "_missing")
-"""Suffixes of the metrics that accompany a win rate."""
 
 
 @dataclass(frozen=True)
@@ -94,15 +94,15 @@ def _run_of(path: Path) -> RunFolder | None:
     return run if run.config.is_file() else None
 
 
-def _side(config: Config, target: str, which: Which) -> Side:
-    """The side of a target with the chosen weights. Raises CheckpointError, ConfigError."""
+def _side(config: Config, target: str, which: Which, option: str = "--weights") -> Side:
+    """The side of a target with the weights chosen by `option`. Raises CheckpointError, ConfigError."""
     path = Path(target)
     if (run := _run_of(path)) is None:
         if which == "ema":
-            raise ConfigError([f"--weights: {target} is not a run, so it has no EMA weights"])
+            raise ConfigError([f"{option}: {target} is not a run, so it has no EMA weights"])
         return Side(config, Weights(trainable=_is_split(config)), "base")
     if which == "ema" and not config.train.ema_decay:
-        raise ConfigError([f"--weights: {run.root} has no EMA weights (train.ema_decay is 0); expected live"])
+        raise ConfigError([f"{option}: {run.root} has no EMA weights (train.ema_decay is 0); expected live"])
     newest = path if path.resolve().parent.name == "checkpoints" else run.latest()
     if newest is None:
         raise CheckpointError(f"{run.root} has no checkpoint to evaluate; expected one in {run.checkpoints}")
@@ -118,17 +118,18 @@ def _is_split(config: Config) -> bool:
 
 def _baseline_side(side: Side, against: str, which: Which) -> Side:
     """The side to compare with: the base, or another target, sampled with `side`'s settings. Raises ConfigError."""
-    config = side.config
+    config, option = side.config, "--against-weights"
     if against == "base":
         return Side(config, Weights(trainable=side.weights.trainable), "base")
     if (run := _run_of(Path(against))) is not None:
         own = load(run.config)
         same = {name: getattr(own, name) for name in ("model", "family", "dtype", "train")}
-        return _side(replace(config, **same, data=replace(config.data, cache=own.data.cache)), against, which)
-    return replace(_side(replace(config, model=against, family=family_of(against)), against, which), label=against)
+        return _side(replace(config, **same, data=replace(config.data, cache=own.data.cache)), against, which, option)
+    model = replace(config, model=against, family=family_of(against))
+    return replace(_side(model, against, which, option), label=against)
 
 
-def _provenance(side: Side, prompts: Sequence[Prompt], samples: int) -> dict[str, Any]:
+def _provenance(side: Side, prompts: Sequence[Prompt], samples: int, fps: int) -> dict[str, Any]:
     """Everything that determines the files of one side."""
     c, w = side.config, side.weights
     return {
@@ -140,6 +141,7 @@ def _provenance(side: Side, prompts: Sequence[Prompt], samples: int) -> dict[str
         "seed": c.seed,
         "prompts": fingerprint(prompts),
         "samples": samples,
+        "fps": fps if judging.makes_clips(c) else None,
         "sampling": {k: v for k, v in asdict(eval_sampling(c)).items() if k != "batch_size"},
     }
 
@@ -157,21 +159,31 @@ def _lock_folder(out: Path, facts: Mapping[str, Any]) -> int:
     """Lock a folder for this evaluation until the returned descriptor is closed. Raises CheckpointError if it holds
     another's files."""
     handle = checkpoint.lock(out)
-    file = out / "about.json"
     try:
-        known = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
-    except ValueError as error:
-        raise CheckpointError(f"--out: {file} is damaged ({error}); choose another folder") from error
-    wanted = json.loads(json.dumps(facts))
-    if known is not None and known != wanted:
-        changed = [key for key in wanted if known.get(key) != wanted[key]]
-        message = f"--out: {out} holds files of another evaluation (different: {', '.join(changed)})"
-        raise CheckpointError(f"{message}; choose another folder, or remove that one")
+        _check_provenance(out / "about.json", facts)
+    except CheckpointError:
+        os.close(handle)
+        raise
     for leftover in out.rglob(".*"):
         if re.fullmatch(r"\.\d+\.(png|mp4)", leftover.name):  # partial file of a killed process
             leftover.unlink()
-    write_atomic(file, json.dumps(facts, indent=1))
+    write_atomic(out / "about.json", json.dumps(facts, indent=1))
     return handle
+
+
+def _check_provenance(file: Path, facts: Mapping[str, Any]) -> None:
+    """Raise CheckpointError if the folder of `file` holds files of an evaluation with other `facts`."""
+    if not file.is_file():
+        return
+    wanted = json.loads(json.dumps(facts))
+    try:
+        known = json.loads(file.read_text(encoding="utf-8"))
+        changed = [key for key in wanted if known.get(key) != wanted[key]]
+    except (ValueError, AttributeError) as error:
+        raise CheckpointError(f"--out: {file} is damaged ({error}); choose another folder") from error
+    if changed:
+        message = f"--out: {file.parent} holds files of another evaluation (different: {', '.join(changed)})"
+        raise CheckpointError(f"{message}; choose another folder, or remove that one")
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------
@@ -203,22 +215,32 @@ def evaluate(
         known = load_suite(suite).read_results(results)
         place = out or (results if results.is_dir() else results.parent)
         place.mkdir(parents=True, exist_ok=True)
-        return _report(known, {}, place, suite)
+        code = _report(known, {}, place, suite)
+        _update_report(target, place, f"{suite}.json")
+        return code
     side = _side(config, target, weights)
     where = out or Path(config.output) / config.name / "evaluations" / side.label
     world = parallel.start(config.device, config)
     try:
         if suite:
-            code = _suite(side, load_suite(suite), suite, prompts, out or where / suite, samples, question, fps, world)
+            place = out or where / suite
+            code = _suite(side, load_suite(suite), suite, prompts, place, samples, question, fps, world)
         else:
             other = _baseline_side(side, against, against_weights)
             place = out or where / f"against_{str(other).replace(' ', '_').rpartition('/')[2]}"
             code = _compare_sides(side, other, prompts, place, judge2, fps, world)
-        if world.main and out is None and (run := _run_of(Path(target))):
-            print(f"also in {write_report(run.root)}")
+        if world.main:
+            _update_report(target, place, f"{suite}.json" if suite else "comparison.json")
         return code
     finally:
         parallel.stop()
+
+
+def _update_report(target: str, place: Path, results: str) -> None:
+    """Rewrite the report of the run `target` if the file `results` was written to a folder of the run."""
+    run = _run_of(Path(target))
+    if run and (place / results).is_file() and place.resolve().is_relative_to(run.root.resolve()):
+        print(f"also in {write_report(run.root)}")
 
 
 # ---- suites ---------------------------------------------------------------------------------------------------------
@@ -237,10 +259,12 @@ def _suite(
     prompts = suite.read(Path(file))[: config.eval.max_prompts or None]
     sample_files = suite.sample_files(prompts, samples, out, ".mp4" if clips else ".png")
     options = suite.options(config.eval.options.get(suite.reward, {}), question)
-    check_writing(config, out, 1, fps)
+    check_writing(config, out, samples or 1, fps)
     jobs = make_jobs(sample_files, shared=suite.shares_files)
     rewards = _suite_reward(config, suite, options, out, world)  # fails before anything is generated
-    facts = {"suite": name} | _provenance(side, prompts, samples)
+    names = "\n".join(str(job.file.relative_to(out)) for job in jobs)
+    facts = {"suite": name, "files": hashlib.sha256(names.encode()).hexdigest()}
+    facts |= _provenance(side, prompts, samples, fps)
     handle = world.on_main(partial(_lock_folder, out, facts), CheckpointError)
     try:
         generate_files(config, side.weights, jobs, world, fps)
@@ -307,7 +331,9 @@ def _compare_sides(side: Side, other: Side, prompts: str, out: Path, judge2: str
     judges, notes = _judges(config, judge2, out, world)
     every = [p for h in held for p in h.items]
     scorers = _scorers(config, judges, every, world)
-    facts = {"now": _provenance(side, every, samples), "against": _provenance(other, every, samples)}
+    facts = {part: _provenance(s, every, samples, fps) for part, s in (("now", side), ("against", other))}
+    if facts["now"] == facts["against"]:
+        notes.append("both sides are the same weights")
     handle = world.on_main(partial(_lock_folder, out, facts), CheckpointError)
     try:
         metrics: dict[str, float] = {}
@@ -356,7 +382,7 @@ def _judges(config: Config, judge2: str, out: Path, world: World) -> tuple[dict[
     if config.eval.judge and (name in judging.specs(config)[0] or files):  # as in training
         asked["judge"] = judging.judge_config(config, name, config.reward.options.get(name, {}), world)
     if judge2:
-        own = section(JudgeConfig, _mapping(judge2), "judge")
+        own = section(JudgeConfig, _mapping(judge2), "--judge2")
         asked["judge2"] = replace(own, template=own.template or "compare", concurrency=world.share(own.concurrency))
     judges, notes = {}, []
     for label, judge in asked.items():
@@ -369,14 +395,14 @@ def _judges(config: Config, judge2: str, out: Path, world: World) -> tuple[dict[
 def _mapping(text: str) -> dict[str, Any]:
     """The fields given by --judge2, as a YAML file or an inline YAML mapping. Raises ConfigError."""
     value: Any = None
-    if not text.lstrip().startswith("{"):
+    if Path(text).is_file():
         value = read_yaml(text)
     else:
         with suppress(yaml.YAMLError):
             value = yaml.load(text, Loader)
     if not isinstance(value, dict):
         raise ConfigError(
-            [f"--judge2: expected fields of the judge section, {{model: …, endpoints: […]}}, got {text!r}"]
+            [f"--judge2: expected a YAML file, or fields of the judge section, {{endpoints: […], …}}, got {text!r}"]
         )
     return value
 
@@ -412,10 +438,11 @@ def _write_comparison(
     means: dict[str, dict[str, Any]] = {}
     for key, value in metrics.items():
         name, _, measure = key.partition("/")
-        if measure.startswith("win_") and not measure.endswith(PARTS):
+        if measure.startswith("win_") and not measure.endswith(PARTS_OF_WINS):
             own = {part: metrics.get(f"{key}_{part}", math.nan) for part in ("low", "high", "first", "second")}
             own["missing"] = metrics.get(f"{key}_missing", 0.0)
-            rates[key] = {"rate": value, **own, "verdict": verdict(own["low"], own["high"], counts[name])}
+            judged = int(metrics.get(f"{key}_prompts", counts[name]))
+            rates[key] = {"rate": value, **own, "verdict": verdict(own["low"], own["high"], judged)}
         elif f"{key}_before" in metrics:
             worst = max(metrics.get(f"{key}{end}_missing", 0.0) for end in ("", "_before"))
             means[key] = {"now": value, "against": metrics[f"{key}_before"], "missing": worst}
@@ -437,7 +464,8 @@ def _write_comparison(
     if means:
         lines += ["", f"| mean | {labels[0]} | {labels[1]} | missing |", "|---|---:|---:|---:|"]
         for key, row in means.items():
-            lines.append(f"| {key} | {row['now']:.5g} | {row['against']:.5g} | {100 * row['missing']:.1f} % |")
+            now, against = ("–" if math.isnan(row[part]) else f"{row[part]:.5g}" for part in ("now", "against"))
+            lines.append(f"| {key} | {now} | {against} | {100 * row['missing']:.1f} % |")
     lines += ["", *(f"{note}  " for note in notes)]
     write_atomic(out / "comparison.md", "\n".join(lines).rstrip() + "\n")
     print("\n".join(lines), f"\n{out / 'comparison'}.json, .md", sep="\n")

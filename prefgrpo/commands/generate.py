@@ -86,8 +86,8 @@ def generate(
 
 def check_writing(config: Config, out: Path, samples: int, fps: int) -> None:
     """Create `out`. Raises ConfigError if files cannot be written into it."""
-    if samples < 1 or fps < 1:
-        raise ConfigError([f"samples and fps: expected at least 1, got {samples} and {fps}"])
+    if wrong := [f"--{k}: expected at least 1, got {n}" for k, n in (("samples", samples), ("fps", fps)) if n < 1]:
+        raise ConfigError(wrong)
     if makes_clips(config) and find_spec("imageio_ffmpeg") is None:
         raise ConfigError(["generate: writing mp4 files needs imageio-ffmpeg: pip install 'prefgrpo[video]'"])
     try:

@@ -303,7 +303,7 @@ def lock(folder: Path) -> int:
     except BlockingIOError as error:
         os.close(handle)
         raise CheckpointError(
-            f"{folder} is in use by another process; wait for it, or choose another --name"
+            f"{folder} is in use by another process; wait for it, or choose another folder"
         ) from error
     except OSError as error:
         print(f"{folder} cannot be locked ({error}); do not start a second run in it")

@@ -287,13 +287,18 @@ def _win_rate(group: GroupScores) -> float:
 
 
 def summarise(name: str, group: NDArray[np.int64], values: NDArray[np.float64], interval: bool) -> dict[str, float]:
-    """Mean over images, and for win rates a 95 % bootstrap interval over prompts (2000 draws, fixed seed)."""
+    """Mean over images, and for win rates a 95 % bootstrap interval over prompts (2000 draws, fixed seed).
+
+    If values are missing, also their share, and for win rates the number of prompts that have any.
+    """
     ok = ~np.isnan(values)
     out = {name: float(values[ok].mean()) if ok.any() else float("nan")}
     if not ok.all():
         out[f"{name}_missing"] = float((~ok).mean())
     if interval and ok.any():
         ids, inverse = np.unique(group[ok], return_inverse=True)
+        if not ok.all():
+            out[f"{name}_prompts"] = float(len(ids))
         total, count = np.bincount(inverse, values[ok]), np.bincount(inverse)
         draws = np.random.default_rng(0).integers(len(ids), size=(2000, len(ids)))
         means = total[draws].sum(1) / count[draws].sum(1)
@@ -302,7 +307,10 @@ def summarise(name: str, group: NDArray[np.int64], values: NDArray[np.float64], 
 
 
 def verdict(low: float, high: float, prompts: int) -> str:
-    """Interpretation of a win rate's interval: better, worse, or inconclusive if it contains ½ or prompts are few."""
+    """Interpretation of a win rate's interval: better, worse, or inconclusive if it contains ½ or prompts are few.
+
+    prompts: how many have a verdict.
+    """
     if math.isnan(low):
         return "inconclusive: no verdicts"
     if prompts < MIN_PROMPTS:

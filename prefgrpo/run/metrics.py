@@ -115,7 +115,7 @@ def policy_metrics(rows: list[Tensor], world: World, names: Sequence[str] = METR
 
 REWARD = re.compile(r"reward/(?!missing$)([^/]+|.+:[^/]+)(?<!_std)")
 """Matches the key of a reward's mean; a user's reward may be named by a path, my/rewards.py:function."""
-PARTS_OF_WINS = ("_low", "_high", "_missing", "_first", "_second")
+PARTS_OF_WINS = ("_low", "_high", "_missing", "_prompts", "_first", "_second")
 """Key suffixes of a win rate's details: interval bounds, share of missing comparisons, win rate in either order."""
 
 
@@ -174,7 +174,8 @@ def eval_line(step: int, name: str, values: Mapping[str, float]) -> str:
             low, high, first, second = (values.get(f"{key}_{part}") for part in ("low", "high", "first", "second"))
             interval = "" if low is None or high is None else f" [{low:.3f}, {high:.3f}]"
             orders = "" if first is None or second is None else f" (orders {first:.3f} / {second:.3f})"
-            parts.append(f"win rate by {short[4:]} {value:.3f}{interval}{orders}")
+            missing = f" ({values[f'{key}_missing']:.1%} missing)" if f"{key}_missing" in values else ""
+            parts.append(f"win rate by {short[4:]} {value:.3f}{interval}{orders}{missing}")
         elif f"{key}_before" in values:
             parts.append(f"{short} {values[f'{key}_before']:.3f} → {value:.3f}")
     return f"eval at step {step}, {name}: " + ", ".join(parts)
