@@ -30,6 +30,7 @@ from prefgrpo.run.checkpoint import (
     save,
     write_folder,
 )
+from prefgrpo.run.log import Log
 from prefgrpo.run.run_folder import RunFolder
 
 JUDGE = Path(prefgrpo.__file__).parent / "tiny" / "assets" / "judge"
@@ -310,13 +311,28 @@ def fill_the_disk() -> None:
     checkpoint.save_file = failing
 
 
+def no_room_for_metrics() -> None:
+    """Runs in the new process: the disk is full when the metrics of step 3 are written."""
+    true_row = Log.row
+
+    def failing(self, kind, step, values):
+        if step == 3:
+            raise OSError(28, "No space left on device")
+        true_row(self, kind, step, values)
+
+    Log.row = failing
+
+
 def test_a_full_disk_costs_the_steps_since_the_last_checkpoint(place):
     file, run = recipe(place, "full", **PLAIN), place / "runs" / "full"
     code, output = train(file, hook=fill_the_disk)
     assert code == 3 and "the checkpoint cannot be written: [Errno 28] No space left on device" in output, output
     assert [p.name for p in RunFolder(run).all_checkpoints()] == ["step_000001"]
+    code, output = train(file, "--resume", hook=no_room_for_metrics)
+    assert code == 3 and "no room on the disk after step 3: [Errno 28]" in output and "Traceback" not in output, output
+    assert "Make room; continue from" in output and "step_000002 with --resume" in output, output
     code, output = train(file, "--resume")
-    assert code == 0 and f"resumed from {run / 'checkpoints' / 'step_000001'}" in output
+    assert code == 0 and f"resumed from {run / 'checkpoints' / 'step_000002'}" in output
     assert [r["step"] for r in rows(run)] == [1, 2, 3]
 
 

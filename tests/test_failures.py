@@ -20,7 +20,7 @@ from tiny_run import ranks, recipe, rows, world
 
 from prefgrpo.parallel import watch
 from prefgrpo.parallel.world import World
-from prefgrpo.rewards.base import PointwiseReward, Score
+from prefgrpo.rewards.base import PointwiseReward, RewardError, Score
 from prefgrpo.run import checkpoint
 from prefgrpo.run.run_folder import RunFolder
 from prefgrpo.run.trainer import TrainingLoop
@@ -37,6 +37,8 @@ class Brightness(PointwiseReward):
 def fail(kind: str) -> None:
     """Cause the fault; the file FAULT_AT records its time (and, by existing, that it has happened)."""
     Path(os.environ["FAULT_AT"]).write_text(str(time.time()))
+    if kind == "refuses":
+        raise RewardError("no such picture")
     if kind == "raises":
         raise MemoryError("no more of it")
     os.kill(os.getpid(), {"dies": signal.SIGKILL, "hangs": signal.SIGSTOP}[kind])
@@ -77,6 +79,7 @@ def launched(file: Path, *torchrun: str, **env: str) -> subprocess.Popen:
 
 CAUSES = {
     "dies": (137, "process 1 ended with code -9", 0),
+    "refuses": (2, "error: no such picture", 0),
     "raises": (1, "MemoryError: no more of it", 1),
     "hangs": (1, "error: process 1 has not responded for 20 s", 0),
 }

@@ -141,7 +141,12 @@ LAUNCHED = {
     "value": (["--train.steps", "many"], {}, 2, "many"),
     "mistake": ([], {"train": {"updates_per_rollout": 9}}, 2, "expected at most one update per sample, got 9"),
     "folder": ([], {}, 2, "holds another run (thesis.tex)"),
-    "stopped": ([], {"reward": {"spec": f"{HERE}RankOneHasNone"}, "eval": {"every": 0}}, 3, "50% of the rewards are"),
+    "stopped": (
+        [],
+        {"reward": {"spec": f"{HERE}RankOneHasNone"}, "eval": {"every": 0}},
+        3,
+        "Reasons: test_parallel.RankOneHasNone: no luck",
+    ),
 }
 
 

@@ -248,3 +248,10 @@ def test_the_shipped_configs_have_the_published_size(model, monkeypatch):
 
 def test_every_recipe_has_its_models_configs():
     assert {c.model for c in RECIPES.values()} == set(PUBLISHED)
+
+
+def test_a_mesh_that_cannot_divide_the_clip_has_no_plan(root, capsys):
+    """Training would refuse it before the model loads: 9·15·26 = 3510 tokens over 8 processes."""
+    argv = ["plan", str(root / "scripts/prefgrpo/lora_wan.yaml"), "--gpus", "8", "--parallel.ulysses", "8"]
+    code = main(argv)
+    assert code == 2 and "expected a multiple of ring × ulysses = 8 tokens, got 3510" in capsys.readouterr().err

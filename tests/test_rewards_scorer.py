@@ -23,7 +23,7 @@ from prefgrpo.judge.rate import Rating
 from prefgrpo.judge.verdict import PairJudge, Verdict
 from prefgrpo.ops import group_advantage
 from prefgrpo.rewards import build
-from prefgrpo.rewards.base import Comparison, GroupwiseReward, PointwiseReward, RewardError, Sample, Score
+from prefgrpo.rewards.base import Comparison, GroupwiseReward, PointwiseReward, Sample, Score
 from prefgrpo.rewards.pairwise import VlmPairwise, open_judge, tally
 from prefgrpo.rewards.request_stats import DEADLINE_PASSED
 from prefgrpo.rewards.scorer import Scorer
@@ -241,9 +241,9 @@ def test_values_that_are_missing_not_finite_or_raised_are_nan_and_counted(capfd)
 
 @pytest.mark.parametrize("gives", [1.0, None])
 def test_what_is_no_score_is_told(gives):
+    result = run(Scorer({"odd": Level(v10=gives)}, 2), [10, 10])
     message = f"'odd': expected one Score for each of 4 samples, got 4 of {type(gives).__name__}"
-    with pytest.raises(RewardError, match=message):
-        run(Scorer({"odd": Level(v10=gives)}, 2), [10, 10])
+    assert np.isnan(result.values["odd"]).all() and result.reasons == {f"odd: reward {message}": 4}
 
 
 def test_streaming_rewards_get_samples_at_once_and_the_others_run_meanwhile():

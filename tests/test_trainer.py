@@ -53,6 +53,11 @@ class OneMissing(PointwiseReward):
         return [Score(None, "lost") if n == 1 else Score(float(s.media.pixels.mean())) for n, s in enumerate(samples)]
 
 
+class TooFew(PointwiseReward):
+    def score(self, samples):
+        return [Score(1.0)]
+
+
 class Mostly(PointwiseReward):
     def score(self, samples):
         return [Score(1.0) if n % 3 else Score(float("nan")) for n in range(len(samples))]
@@ -303,12 +308,16 @@ def test_a_missing_reward_is_left_out_of_its_group(trainer):
     assert np.allclose(advantage[0, [0, 2, 3]].numpy(), expected, rtol=1e-5)
 
 
-def test_too_many_missing_rewards_stop_with_a_checkpoint(trainer):
-    one = trainer(name="missing", reward={"spec": f"{HERE}Mostly"}, eval={"every": 0})
+@pytest.mark.parametrize(
+    ("name", "share", "reason"),
+    [("Mostly", 38, "the reward returned nan"), ("TooFew", 100, "expected one Score for each of 8 samples, got 1")],
+)
+def test_too_many_missing_rewards_stop_with_a_checkpoint(trainer, name, share, reason):
+    one = trainer(name=name, reward={"spec": f"{HERE}{name}"}, eval={"every": 0})
     with pytest.raises(TrainingStopped) as caught:
         one.run()
     told = str(caught.value)
-    for part in ("step 1:", "38% of the rewards are missing", "judge.max_missing = 10%", "the reward returned nan"):
+    for part in ("step 1:", f"{share}% of the rewards are missing", "judge.max_missing = 10%", reason):
         assert part in told
     assert (one.folder.checkpoint(0) / "state.json").is_file() and "--resume" in told
 

@@ -13,8 +13,9 @@ import sys
 import time
 from collections.abc import Sequence
 
-WAIT_S = 60.0
-"""Maximum seconds that a failed process waits for local rank 0 to report the error."""
+WAIT_S = 8.0
+"""Maximum seconds that a failed process waits for local rank 0 to report the same error, plus half a second per local
+rank; less than CAUSE_S, so that an error of this process alone is reported by it."""
 SAVE_S = 600
 """torchrun's --shutdown-timeout: seconds after a signal to finish and save a step."""
 CAUSE_S = 20.0
@@ -56,11 +57,11 @@ def reports_errors() -> bool:
 def wait_for_first(code: int) -> None:
     """Call before exiting with `code`: torchrun ends all processes when one fails, so local rank 0 must report first.
 
-    On other ranks, exits with `code` when torchrun sends SIGTERM because local rank 0 has ended, or returns after
-    WAIT_S, if only this process has failed.
+    On other ranks, exits with `code` when torchrun sends SIGTERM because another process has ended, or returns after
+    about WAIT_S, if only this process has failed.
     """
     if not reports_errors():
-        _wait_for_torchrun(code, WAIT_S)
+        _wait_for_torchrun(code, WAIT_S + int(os.environ["LOCAL_RANK"]) / 2)
 
 
 def wait_for_cause(error: Exception) -> None:

@@ -58,8 +58,10 @@ def unsupported(cls: type[Adapter], family: str, layout: Layout) -> list[str]:
     return []
 
 
-def context_errors(adapter: Adapter, sizes: Sampling, max_length: int, layout: Layout) -> list[str]:
-    """Why these sizes cannot be split over the context-parallel processes; needs an adapter, but no weights."""
+def context_errors(
+    adapter: Adapter, sizes: Sampling, max_length: int, layout: Layout, name: str = "rollout.height/width/frames"
+) -> list[str]:
+    """Why these sizes, called `name`, cannot be split over the context-parallel processes; needs no weights."""
     if layout.context == 1:
         return []
     model: Any = adapter.transformer
@@ -67,7 +69,7 @@ def context_errors(adapter: Adapter, sizes: Sampling, max_length: int, layout: L
     joined = any("encoder_hidden_states" in entry for entry in plan) and not adapter.own_lengths
     tokens = adapter.sequence(sizes)
     sequence = Sequence(model.config.num_attention_heads, tokens, max_length if joined else 0)
-    return sequence_problems(layout, sequence, _nearby_sizes(adapter, sizes, layout.context))
+    return sequence_problems(layout, sequence, name, _nearby_sizes(adapter, sizes, layout.context))
 
 
 def _nearby_sizes(adapter: Adapter, sizes: Any, multiple: int) -> list[str]:

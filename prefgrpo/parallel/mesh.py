@@ -81,8 +81,9 @@ class Sequence(NamedTuple):
     """Text tokens, if the model concatenates them with the latent tokens; 0: it does not, or pads them itself."""
 
 
-def sequence_problems(layout: Layout, sequence: Sequence, next_sizes: list[str]) -> list[str]:
-    """Why a sequence cannot be divided; next_sizes: nearby heights and widths that can, to suggest in the message."""
+def sequence_problems(layout: Layout, sequence: Sequence, size: str, next_sizes: list[str]) -> list[str]:
+    """Why a sequence cannot be divided. size: the name of its height and width in the message; next_sizes: nearby ones
+    that can be divided, to suggest there."""
     cp, heads, out = layout.context, sequence.heads, []
     if heads % layout.ulysses:
         fits = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
@@ -92,7 +93,7 @@ def sequence_problems(layout: Layout, sequence: Sequence, next_sizes: list[str])
     if sequence.tokens % cp:
         near = f"; sizes that work: {', '.join(next_sizes)}" if next_sizes else ""
         message = f"expected a multiple of ring × ulysses = {cp} tokens, got {sequence.tokens}{near}"
-        out.append(f"rollout.height/width/frames: {message}")
+        out.append(f"{size}: {message}")
     if sequence.text % cp:
         message = f"expected a multiple of ring × ulysses = {cp}, got {sequence.text}"
         out.append(f"data.max_length: {message}; the next is {-(-sequence.text // cp) * cp}")

@@ -210,15 +210,15 @@ class Scorer:
         samples = [added[g][m] for g, m in keys]
         try:
             scores = reward.score(samples) if samples else []
-        except RewardError:  # it did not return a list of scores
-            raise
+            if len(scores) != len(samples) or not all(isinstance(s, Score) for s in scores):
+                kinds = ", ".join(sorted({type(s).__name__ for s in scores})) or "nothing"
+                got = f"expected one Score for each of {len(samples)} samples, got {len(scores)} of {kinds}"
+                raise RewardError(f"reward '{name}': {got}")
+        except RewardError as error:  # it did not return a list of scores, and would not for one sample
+            scores = [Score(None, str(error))] * len(samples)
         except Exception:  # noqa: BLE001  (a reward's libraries may raise anything; same as in `reward serve`)
             traceback.print_exc()
             scores = [_score_one(reward, sample) for sample in samples]
-        if len(scores) != len(samples) or not all(isinstance(s, Score) for s in scores):
-            kinds = ", ".join(sorted({type(s).__name__ for s in scores})) or "nothing"
-            got = f"expected one Score for each of {len(samples)} samples, got {len(scores)} of {kinds}"
-            raise RewardError(f"reward '{name}': {got}")
         scored = dict(zip(keys, scores, strict=True))
         return [GroupScores([scored.get((g, m), _MISSING) for m in range(self.group_size)]) for g in added]
 
@@ -343,7 +343,7 @@ def _finite(score: Score, reasons: Counter[str]) -> float:
     """The value; NaN if missing or not finite, with the reason counted in `reasons`."""
     if score.value is not None and np.isfinite(score.value):
         return score.value
-    reasons[score.reason if score.value is None else f"the reward returned {score.value}"] += 1
+    reasons[score.reason or "no reason given" if score.value is None else f"the reward returned {score.value}"] += 1
     return float("nan")
 
 

@@ -40,6 +40,7 @@ from prefgrpo.models.base import Adapter, Condition
 from prefgrpo.models.folder import REQUIRED_PROCESSOR
 from prefgrpo.models.offload import KINDS
 from prefgrpo.objectives import objective
+from prefgrpo.parallel.context import context_errors
 from prefgrpo.parallel.mesh import Layout, problem
 from prefgrpo.parallel.shard import replicated_parameters
 from prefgrpo.rollout.assignment import assign_batches
@@ -105,6 +106,8 @@ def estimate(config: Config, meshes: Callable[[Adapter], Iterable[ParallelConfig
         raise ConfigError([f"gpus: {wrong}"])
     layout = Layout.of(config, gpus)
     adapter, encoders = build_meta_adapter(config)
+    if errors := context_errors(adapter, r, config.data.max_length, layout):
+        raise ConfigError(errors)
     parts, parameters = static_bytes(config, adapter, gpus), adapter.parameter_counts() | encoders
     before, facts = sum(parts.values()), _denoiser_sizes(config, adapter)
     others = {p: sum(static_bytes(replace(config, parallel=p), adapter, gpus).values()) for p in meshes(adapter)}

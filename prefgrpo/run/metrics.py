@@ -66,7 +66,7 @@ def check_missing(shares: Mapping[str, float], limit: float, reasons: Sequence[s
     kinds = {"reward/missing": "rewards", "judge/missing": "comparisons"}
     worst = max(shares, key=lambda name: shares[name])
     message = f"{shares[worst]:.0%} of the {kinds[worst]} are missing"
-    why = ("; ".join(dict.fromkeys(reasons)) or "none was given on this rank")[:600]
+    why = ("; ".join(dict.fromkeys(reasons)) or "none was given")[:600]
     if shares[worst] > limit:
         raise RewardsMissing(f"{message}, more than judge.max_missing = {limit:.0%}. Reasons: {why}")
     return f"{message} ({worst}); above judge.max_missing = {limit:.0%} the run stops" * (shares[worst] >= WARN_MISSING)

@@ -348,8 +348,14 @@ def _check_context(config: Config, world: World, prompts: list[Prompt]) -> None:
     if world.layout.context == 1:
         return
     adapter, _ = build_meta_adapter(config)
-    sizes = [*all_sizes(prompts, config.rollout, config.data.own_sizes), eval_sampling(config)]
-    problems = [text for s in sizes for text in context_errors(adapter, s, config.data.max_length, world.layout)]
+    sizes = {"rollout.height/width/frames": config.rollout}
+    if config.data.own_sizes:
+        found = all_sizes(prompts, config.rollout, True)
+        sizes = {f"data.own_sizes: a prompt of {s.height}×{s.width}": s for s in found}
+    if eval_sampling(config) not in sizes.values():
+        sizes["eval.height/width/frames"] = eval_sampling(config)
+    length, layout = config.data.max_length, world.layout
+    problems = [text for name, s in sizes.items() for text in context_errors(adapter, s, length, layout, name)]
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
 

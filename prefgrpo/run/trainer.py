@@ -9,6 +9,7 @@ Invariant: every decision (skip, stop, checkpoint) follows from gathered numbers
 
 from __future__ import annotations
 
+import errno
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -147,6 +148,10 @@ class TrainingLoop:
                 if interrupted:
                     raise TrainingStopped(f"interrupted after step {done}; continue with the same command and --resume")
             self._finish(done)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise TrainingStopped(f"no room on the disk after step {done}: {error}\n{self._make_room()}") from error
         finally:
             self.close()
         return self.folder.root
@@ -239,10 +244,6 @@ class TrainingLoop:
     def advantages(self, step: int, scores: StepScores) -> tuple[Tensor, dict[str, float]]:
         """(advantages [P, G] of all ranks' samples, on the device; metrics). Raises RewardsMissing or NoInformation."""
         c, group_size = self.config, self.config.rollout.group_size
-        for reason, count in list(scores.reasons.items())[:REASONS_SHOWN]:
-            if reason not in self._reasons_shown and len(self._reasons_shown) < 10 * REASONS_SHOWN:
-                self._reasons_shown.add(reason)
-                self.log.say(f"missing in step {step}: {count} × {reason}")
         names = list(self.session.weights)
         weights = np.array([self.session.weights[n] for n in names])
         local = np.stack([scores.values[n] for n in names], axis=-1)  # [groups scored here, G, R]
@@ -254,8 +255,14 @@ class TrainingLoop:
         rewards, sub_scores = table[:, : len(names)], table[:, len(names) :]
         verdicts = [[k.verdict.first for g in scores.groups[n] for k in g.comparisons] for n in names]
         counts = self.world.gather(np.array([[(len(v), v.count(None)) for v in verdicts]], np.float64)).sum(0)
-        shares = missing_shares(rewards, weights, counts)
-        if warning := check_missing(shares, c.judge.max_missing, list(scores.reasons)):
+        shares, reasons = missing_shares(rewards, weights, counts), Counter[str]()
+        if np.isnan(rewards).any() or counts[:, 1].any():
+            reasons = sum(map(Counter, self.world.gather_items([scores.reasons])), reasons)
+        for reason, count in reasons.most_common(REASONS_SHOWN):
+            if reason not in self._reasons_shown and len(self._reasons_shown) < 10 * REASONS_SHOWN:
+                self._reasons_shown.add(reason)
+                self.log.say(f"missing in step {step}: {count} × {reason}")
+        if warning := check_missing(shares, c.judge.max_missing, list(reasons)):
             self.log.say(f"WARNING: step {step}: {warning}")
         advantage = advantages(
             rewards, self.session.weights, group_size, c.reward, parts, sub_scores, self.world.device
@@ -425,13 +432,15 @@ class TrainingLoop:
                 self.folder, done, state, meta, lambda f: self._export(f / product, copies), keep, self.world
             )
         except checkpoint.CheckpointError as error:
-            newest = self.folder.latest()
-            advice = f"continue from {newest} with --resume" if newest else "there is no checkpoint yet"
-            raise TrainingStopped(f"step {done}: {error}\nMake room; {advice}") from error
+            raise TrainingStopped(f"step {done}: {error}\n{self._make_room()}") from error
         if self.callbacks.on_save and self.world.main:
             self.callbacks.on_save(path)
         self.world.barrier()
         return path
+
+    def _make_room(self) -> str:
+        newest = self.folder.latest()
+        return "Make room; " + (f"continue from {newest} with --resume" if newest else "there is no checkpoint yet")
 
     def _copies(self) -> dict[str, nn.Module]:
         """Full (averaged) copies of sharded trained weights on rank 0; every rank must call this."""
