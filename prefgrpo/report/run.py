@@ -30,6 +30,8 @@ from prefgrpo.run.signs import HackingMonitor
 Floats = NDArray[np.float64]
 Images = NDArray[np.uint8]
 T = TypeVar("T")
+BAD_NPZ = (ValueError, TypeError, AttributeError, EOFError, NotImplementedError, zipfile.BadZipFile, zlib.error)
+"""What numpy raises for an npz file that is damaged."""
 
 
 @dataclass(frozen=True)
@@ -317,15 +319,7 @@ def _arrays(path: Path) -> dict[str, NDArray[Any]]:
     try:
         with np.load(path, allow_pickle=False) as file:
             return dict(file)
-    except (
-        ValueError,
-        TypeError,
-        AttributeError,
-        EOFError,
-        NotImplementedError,
-        zipfile.BadZipFile,
-        zlib.error,
-    ) as error:
+    except BAD_NPZ as error:
         raise ValueError("the file is damaged") from error
 
 
