@@ -359,6 +359,30 @@ def test_damaged_files_are_left_out_and_named(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["r"]
 
 
+DAMAGE = {
+    "metrics.jsonl": (
+        lambda data: b"\n".join([*data.split(b"\n")[:3], b'{"kind": "tr', *data.split(b"\n")[4:]]),
+        "(4)",
+    ),
+    "eval/dev_000020.npz": (lambda data: b"xx", "the file is damaged"),
+    "eval/dev_000040.npz": (lambda data: b"", "the file is damaged"),
+    "groups/step_000020.npz": (lambda data: data[:300] + bytes(300) + data[600:], "the file is damaged"),
+    "eval/test_000040.json": (lambda data: b"[1]", "does not contain what a run writes there"),
+    "eval/test_prompts.json": (lambda data: b"\xff", "could not be read"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_what_is_wrong_with_a_damaged_file_is_said_in_plain_words(tmp_path, name):
+    folder, (damage, said) = make_run(tmp_path / "r", steps=40, every=20), DAMAGE[name]
+    file = folder / name
+    file.write_bytes(damage(file.read_bytes()))
+    page = report(folder)
+    (problem,) = page.all("p", "problems")
+    assert file.name in problem.text and said in problem.text and "pickle" not in problem.text
+    assert "(test)" in page.all("p", "result")[0].text and curve(charts(page)["Gradient norm"], "before")[0][-1] == 40
+
+
 def test_hostile_text_is_shown_and_not_run(tmp_path):
     evil = "<script>alert(1)</script> & \"quotes' </svg></figure> ü 猫"
     folder = make_run(tmp_path / "r", steps=20, every=20)

@@ -9,8 +9,10 @@ import ast
 import csv
 import io
 import json
+import re
 import zlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -92,14 +94,14 @@ def counted(images, file, samples=4):
         try:
             names = json.loads(row["sub_dims_en"])["Testpoints"]
         except ValueError:
-            unread += [f"{row['index']}_{k}.png" for k in range(samples)]
+            unread += [f"images/{row['index']}_{k}.png" for k in range(samples)]
             continue
         for k in range(samples):
             jpeg = Media(np.asarray(Image.open(images / f"{row['index']}_{k}.png"))).jpeg
             bright = float(np.asarray(Image.open(io.BytesIO(jpeg)).convert("RGB"), np.float64).mean() / 255)
             number = digest(bright, row["prompt_en"])
             if number % 7 == 0 or number % 11 == 0:
-                unread.append(f"{row['index']}_{k}.png")
+                unread.append(f"images/{row['index']}_{k}.png")
                 continue
             for j, name in enumerate(names):
                 for key in (name, "primary: " + name.split(" -")[0]):
@@ -166,7 +168,7 @@ def test_unigenbench_killed_twice_ends_with_the_table_of_its_files(place, count)
         result = check(out, file)
         assert all(f.stat().st_mtime_ns == time for f, time in made.items())
         assert len(list((out / "images").iterdir())) == 4 * count
-        broken = next(p for p in result["problems"] if p.startswith("7_0.png"))
+        broken = next(p for p in result["problems"] if p.startswith("images/7_0.png"))
         assert "is not JSON of the expected form" in broken
         assert f"| {POINTS[0]} |" in run.output and f"of {4 * count} images have marks" in run.output
 
@@ -452,3 +454,158 @@ def test_other_files_are_refused_with_what_was_expected(name, place, tmp_path, c
     for extra, told_of in ((["--judge2", "{}"], "--judge2: expected no --suite"), (["--question", "x"], "")):
         code, output = attempt(capsys, *argv, *extra)
         assert code == 2 and told_of in output
+
+
+# ---- damaged files ------------------------------------------------------------------------------------------------
+
+
+def geneval_line(**over):
+    return json.dumps({"filename": "x", "tag": "counting", "prompt": "p", "correct": True, "reason": ""} | over)
+
+
+def marked(points='["Style"]', result='{"score": [1]}', image="a/0_0.png"):
+    """A UniGenBench table of one row; None: the row ends before this cell."""
+    cells = ["0", "p", points, "o", result, image]
+    out = io.StringIO()
+    csv.writer(out).writerow(cells[: cells.index(None)] if None in cells else cells)
+    return "index,prompt,testpoint,output,result_json,img_path\n" + out.getvalue()
+
+
+T2I = "color/annotation_blip/vqa_result.json"
+REFUSED_RESULTS = [
+    ("vbench", "a_eval_results.json", '{"color": "0.5"}', "color: .*'0.5'"),
+    ("vbench", "a_eval_results.json", '{"color": [NaN, []]}', "color: .*finite number, got nan"),
+    ("vbench", "a_eval_results.json", '{"color": [1e999, []]}', "color: .*finite number, got inf"),
+    ("vbench", "a_eval_results.json", '{"color": [true, []]}', "color: .*got True"),
+    ("vbench", "a_eval_results.json", b"\xff", "UTF-8"),
+    ("t2i_compbench", T2I, '[{"answer": NaN}]', "answer: .*got nan"),
+    ("t2i_compbench", T2I, '[{"answer": "nan"}]', "answer: .*got 'nan'"),
+    ("t2i_compbench", T2I, "[]", "at least 1"),
+    ("dpg", "r.txt", "DPG-Bench score: nan\n", "line 1: .*got 'nan'"),
+    ("dpg", "r.txt", "DPG-Bench score: 1-2e\n", "line 1: .*got '1-2e'"),
+    ("dpg", "r.txt", "L1 category scores:\n\tx: -\nDPG-Bench score: 80\n", "line 2: .*got '-'"),
+    ("dpg", "r.txt", b"\xff\xfe\x00", "UTF-8"),
+    ("geneval", "r.jsonl", geneval_line() + "\n" + geneval_line(correct=None), "line 2: .*correct: .*got None"),
+    ("geneval", "r.jsonl", geneval_line(correct="False"), "correct: .*got 'False'"),
+    ("geneval", "r.jsonl", geneval_line(tag="weird"), "tag: .*got 'weird'"),
+    ("geneval", "r.jsonl", geneval_line(tag=3), "tag: .*got 3"),
+    ("geneval", "r.jsonl", geneval_line(tag=["counting"]), "tag: .*got .'counting'"),
+    ("geneval", "r.jsonl", geneval_line(prompt=["p"]), "prompt: .*got .'p'"),
+    ("geneval", "r.jsonl", b"\xff", "UTF-8"),
+    ("unigenbench", "r.csv", marked("'Style'"), "line 2: .*testpoint: .*got 'Style'"),
+    ("unigenbench", "r.csv", marked("3"), "testpoint: .*got 3"),
+    ("unigenbench", "r.csv", marked(""), "testpoint: .*got ''"),
+    ("unigenbench", "r.csv", marked(image=None), "img_path: .*got None"),
+    ("unigenbench", "r.csv", marked(points=None), "testpoint: .*got None"),
+    ("unigenbench", "r.csv", b"\xff\xfe\x00\x00", "UTF-8"),
+]
+PLAIN = {"prompt_en": "a", "dimension": ["color"]}
+REFUSED_PROMPTS = [
+    ("vbench", "p.json", json.dumps([PLAIN, PLAIN | {"prompt_en": 3}]), "1: prompt_en: .*got 3"),
+    ("vbench", "p.json", json.dumps([PLAIN | {"prompt_en": " "}]), "0: prompt_en: .*got ' '"),
+    ("vbench", "p.json", json.dumps([PLAIN | {"dimension": None}]), "0: dimension: .*got None"),
+    ("vbench", "p.json", "[]", "at least 1"),
+    ("dpg", "dpg/a.txt", b"\xff", "UTF-8"),
+    ("dpg", "dpg/a.txt/b", "", "directory"),
+]
+
+
+@pytest.mark.parametrize(
+    ("reads", "name", "file", "content", "told_of"),
+    [("read_results", *row) for row in REFUSED_RESULTS] + [("read", *row) for row in REFUSED_PROMPTS],
+)
+def test_damaged_files_are_refused_with_file_and_value(reads, name, file, content, told_of, tmp_path):
+    (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / file).write_bytes(content if isinstance(content, bytes) else content.encode())
+    path = tmp_path if file == T2I else tmp_path / "dpg" if name == "dpg" and reads == "read" else tmp_path / file
+    with pytest.raises(DataError) as error:
+        getattr(load_suite(name), reads)(path)
+    assert str(tmp_path / file.removesuffix("/b")) in str(error.value) and "expected" in str(error.value)
+    assert re.search(told_of, str(error.value)), error.value
+
+
+@pytest.mark.parametrize(
+    ("points", "result"),
+    [
+        (["Style", "World Knowledge"], '{"score": [1]}'),
+        (["Style"], '{"score": [1, 1]}'),
+        (["Style"], '{"score": [2]}'),
+        (["Style"], '{"score": "1"}'),
+        (["Style"], '{"score": 1}'),
+        (["Style"], '{"a": [1]}'),
+        (["Style"], "[1]"),
+        (["Style"], "null"),
+        (["Style"], ""),
+        (["Style"], "{"),
+        ([], "null"),
+    ],
+)
+def test_marks_that_do_not_fit_the_test_points_are_missing(points, result, tmp_path):
+    table = marked(str(points), result) + marked(image="a/1_0.png").splitlines(keepends=True)[1]
+    (tmp_path / "r.csv").write_text(table)
+    found = load_suite("unigenbench").read_results(tmp_path / "r.csv")
+    rows = {row.name: (row.mean, row.count, row.missing) for row in found.tables["test point"]}
+    lost = dict.fromkeys(points, (None, 0, 1))
+    assert rows == lost | {"Style": (1.0, 1, int("Style" in points))}
+    assert [problem.split(":")[0] for problem in found.problems] == ["0_0.png"]
+
+
+def test_a_category_that_dpgs_tool_prints_as_nan_is_missing(tmp_path):
+    (tmp_path / "r.txt").write_text("L1 category scores:\n\ta: 50.0\n\tb: nan\nDPG-Bench score: 80\n")
+    found = load_suite("dpg").read_results(tmp_path / "r.txt")
+    assert [(r.name, r.mean, r.count, r.missing) for r in found.tables["L1 category"]] == [
+        ("a", 0.5, 1, 0), ("b", None, 0, 1),
+    ]  # fmt: skip
+    assert found.problems == ["no score of b"] and json.loads(found.json())["summary"] == {"score": 0.8}
+
+
+def test_a_byte_order_mark_is_not_part_of_a_file(tmp_path):
+    for file, content in {
+        "a.txt": "a cat", "p.json": json.dumps([PLAIN]), "r.json": '{"color": [0.5, []]}',
+        "r.jsonl": geneval_line(), "r.txt": "DPG-Bench score: 80", "r.csv": marked(),
+    }.items():  # fmt: skip
+        (tmp_path / file).write_text(content, encoding="utf-8-sig")
+    results = {"vbench": "r.json", "geneval": "r.jsonl", "dpg": "r.txt", "unigenbench": "r.csv"}
+    for name, file in results.items():
+        assert load_suite(name).read_results(tmp_path / file).tables or name == "dpg"
+    (tmp_path / "r.txt").unlink()
+    assert [p.text for p in load_suite("dpg").read(tmp_path)] == ["a cat"]
+    assert [p.text for p in load_suite("vbench").read(tmp_path / "p.json")] == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("values", "images", "prompts"),
+    [
+        ([[None, None], [None, None]], None, None),
+        ([[None, None], [0.0, 1.0]], 1 / 2, 1.0),
+        ([[0.0, None], [0.0, 0.0], [1.0, 0.0]], 1 / 5, 1 / 2),
+    ],
+)
+def test_geneval_leaves_prompts_with_a_missing_image_out(values, images, prompts):
+    """Taken as wrong, a missing image would lower the share; problems name files below the folder."""
+    suite = load_suite("geneval")
+    held = [Prompt(k, f"p{k}", {"tag": "counting"}) for k in range(len(values))]
+    files = suite.sample_files(held, len(values[0]), Path("out"), ".png")
+    flat = [v for row in values for v in row]
+    scores = [Score(None, "torn") if v is None else Score(v) for v in flat]
+    found = suite.results([Generated(p, file) for p, _, file in files], scores, {})
+    assert found.summary["correct images"] == images and found.summary["prompts with a correct image"] == prompts
+    named = [str(file.relative_to("out")) for (_, _, file), v in zip(files, flat, strict=True) if v is None]
+    assert [line.split(":")[0] for line in found.problems if line.endswith(": torn")] == named
+
+
+@pytest.mark.parametrize("index", ["../../esc", "a/b", "", "a\0b", "x" * 300])
+def test_an_index_cannot_leave_the_output_folder(index):
+    with pytest.raises(DataError, match="prompt 2 has"):
+        load_suite("unigenbench").sample_files(
+            [Prompt(k, "x", {"index": i}) for k, i in enumerate(("0", index))], 1, Path("out"), ".png"
+        )
+
+
+def test_a_damaged_sample_of_a_grid_is_named(tmp_path):
+    (tmp_path / "samples").mkdir()
+    (tmp_path / "samples" / "a_0.png").write_bytes(b"xx")
+    suite, world = load_suite("dpg"), SimpleNamespace(dp_index=0, dp_size=1, is_dp_leader=True)
+    files = suite.sample_files([Prompt(0, "x", {"name": "a"})], 1, tmp_path, ".png")
+    with pytest.raises(DataError, match=r"samples: a_0\.png cannot be read .* delete the file"):
+        suite.write_other_files(files, tmp_path, world)

@@ -363,16 +363,23 @@ def report(runs: tuple[Path, ...], out: Path | None = None) -> int:
 
     Args:
         runs: Run folder, e.g. runs/demo, or several; runs that differ only in their seed are shown as one variant.
-        out: File of the comparison; none: comparison.html in the first run's folder.
+        out: File of the page; none: report.html, or comparison.html for several runs, in the first run's folder.
     """
     from prefgrpo.report import write_comparison, write_report
 
-    if not runs or (out and len(runs) == 1):
-        raise ConfigError(["report: expected a run folder, or several (--out: the page that compares them)"])
+    if not runs:
+        print("error: report: expected a run folder, or several", file=sys.stderr)
+        return 2
+    runs = tuple({run.resolve(): run for run in runs}.values())
     try:
-        print(write_report(runs[0]) if len(runs) == 1 else write_comparison(runs, out or runs[0] / "comparison.html"))
-    except FileNotFoundError as error:
-        raise ConfigError([str(error)]) from error
+        print(
+            write_report(*runs, out) if len(runs) == 1 else write_comparison(runs, out or runs[0] / "comparison.html")
+        )
+    except OSError as error:
+        text = f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror or error)
+        hint = "; choose another file with --out" * (isinstance(error, PermissionError) and not error.filename)
+        print(f"error: {text}{hint}", file=sys.stderr)
+        return 2
     return 0
 
 

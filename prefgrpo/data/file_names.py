@@ -39,17 +39,23 @@ def file_name(prompt: Prompt, sample: int, naming: Naming, ending: str) -> str:
     """plain: 000012_0.png, from the prompt's position in the file. unigenbench: INDEX_0.png, from the table's `index`
     column, as UniGenBench's scoring tools expect. vbench: PROMPT-0.mp4, at most 255 bytes.
 
-    Raises DataError if the `index` column is missing.
+    Raises DataError if the `index` column is missing or cannot be part of a file name.
     """
     if naming == "plain":
         return f"{prompt.id:06d}_{sample}{ending}"
     if naming == "unigenbench":
-        if "index" not in prompt.meta:
-            raise DataError(f"--naming unigenbench needs an 'index' column; prompt {prompt.id + 1} has none")
+        if not _names_a_file(prompt):
+            needs = "--naming unigenbench needs an 'index' column with values that can be part of a file name (no /)"
+            raise DataError(f"{needs}; prompt {prompt.id + 1} has {prompt.meta.get('index', 'none')!r}")
         return f"{prompt.meta['index']}_{sample}{ending}"
     tail = f"-{sample}{ending}"
     stem = prompt.text.replace("/", "_").encode()[: 255 - len(tail)].decode(errors="ignore")
     return stem + tail
+
+
+def _names_a_file(prompt: Prompt) -> bool:
+    """Whether a prompt's `index` can be part of a file name."""
+    return re.fullmatch(r"[^/\x00-\x1f]{1,60}", str(prompt.meta.get("index", ""))) is not None
 
 
 def find(folder: Path, prompts: Sequence[Prompt]) -> list[Generated]:
@@ -76,7 +82,7 @@ def find(folder: Path, prompts: Sequence[Prompt]) -> list[Generated]:
 
 
 def _namings(prompts: Sequence[Prompt]) -> list[Naming]:
-    indexed: list[Naming] = ["unigenbench"] if all("index" in p.meta for p in prompts) else []
+    indexed: list[Naming] = ["unigenbench"] if all(map(_names_a_file, prompts)) else []
     return [*indexed, "plain", "vbench"]
 
 

@@ -9,6 +9,7 @@ address on the page. Kinds: `flips` if the two orders give different winners, `m
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -62,7 +63,8 @@ def _item(
     answers = (outcome and outcome.answers) or []
     wins = {who: win for who, win in (outcome.wins if outcome else {}).items() if not math.isnan(win)}
     orders = [[a.judge, a.first, None if math.isnan(a.p_first) else a.p_first, a.reason, a.raw] for a in answers]
-    shown = {readable(who): win for who, win in wins.items()}
+    names = Counter(map(readable, outcome.wins)) if outcome else {}
+    shown = {who if names[readable(who)] > 1 else readable(who): win for who, win in wins.items()}
     item = {"id": ident, "prompt": prompt, "where": where, "media": media, "orders": orders, "wins": shown}
     return item | {"mean": None if math.isnan(mean) else round(mean, 4), "kinds": _kinds(answers, wins)}
 

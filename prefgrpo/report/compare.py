@@ -1,7 +1,7 @@
 """A page that compares runs: final numbers, curves with bands over seeds, and images for the same prompts side by side.
 
-Runs whose configurations differ only in the values in SAME are seeds of one variant. Invariant: a variant's number is
-the mean of its runs' numbers, with their standard deviation; samples are never pooled.
+Runs with different seeds whose configurations differ only in the values in SAME are one variant. Invariant: a variant's
+number is the mean of its runs' numbers, with their standard deviation; samples are never pooled.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,11 @@ import numpy as np
 from prefgrpo.config.recipe import flatten
 from prefgrpo.report.browser import pair_id
 from prefgrpo.report.charts import COLOURS, Chart, Series, draw
-from prefgrpo.report.curves import curves, measure_names, readable, win_names
+from prefgrpo.report.curves import curves, measure_names, namer, win_names
 from prefgrpo.report.headline import certainty, number, percent, subject
 from prefgrpo.report.media import picture
-from prefgrpo.report.page import PAIR_PX, render, span
-from prefgrpo.report.run import EvalImages, Run, read_run
-from prefgrpo.run.checkpoint import write_atomic
+from prefgrpo.report.page import PAIR_PX, render, span, write_page
+from prefgrpo.report.run import EvalImages, Outcome, Run, read_run
 
 SAME = ("seed", "name", "output", "device", "gpus", "tensorboard", "checkpoint.every", "checkpoint.keep")
 """Configuration values that may differ between seeds of one variant."""
@@ -40,8 +40,9 @@ class Variant:
 
 
 def write_comparison(folders: Sequence[Path], out: Path) -> Path:
-    """Write the page `out` comparing the runs in `folders`. Raises FileNotFoundError if one contains no run."""
-    runs = [read_run(Path(folder)) for folder in folders]
+    """Write the page `out` comparing the runs in `folders`, each once. Raises FileNotFoundError if one contains no run,
+    and OSError if the page cannot be written."""
+    runs = [read_run(folder) for folder in {Path(f).resolve(): Path(f) for f in folders}.values()]
     found = variants(runs)
     key, results, health = (compared(found, part) for part in range(3))
     large = [chart for chart, first in key if first]
@@ -63,16 +64,21 @@ def write_comparison(folders: Sequence[Path], out: Path) -> Path:
         health=figures[2],
         problems=[f"{_name(run)}: {problem}" for run in runs for problem in run.problems],
     )
-    write_atomic(out, page)
+    write_page(out, page)
     return out
 
 
 def variants(runs: Sequence[Run]) -> list[Variant]:
-    """Group runs by configuration, in the given order; a run without a configuration is its own variant."""
-    groups: dict[str, list[Run]] = {}
+    """Group runs by configuration, in the given order; a run without a configuration, or with the configuration and
+    the seed of an earlier one, is not a further seed of a variant."""
+    groups: dict[tuple[str, int], list[Run]] = {}
+    twins = Counter[tuple[str, str]]()
     for run in runs:
         values = {key: value for key, value in flatten(run.config).items() if key not in SAME}
-        groups.setdefault(json.dumps(values, default=str) if values else str(run.folder), []).append(run)
+        variant = json.dumps(values, default=str) if values else str(run.folder)
+        same = variant, str(run.config.get("seed"))
+        groups.setdefault((variant, twins[same]), []).append(run)
+        twins[same] += 1
     out = []
     for own in groups.values():
         names = [_name(run) for run in own]
@@ -103,7 +109,8 @@ def _links(variant: Variant, out: Path) -> list[tuple[str, str]]:
 
 def _table(found: list[Variant]) -> list[tuple[str, list[str]]]:
     """(measure, its value for every variant), from the last evaluation of each run's best set."""
-    own = [[_numbers(run) for run in v.runs] for v in found]
+    shown = namer(run for v in found for run in v.runs)
+    own = [[_numbers(run, shown) for run in v.runs] for v in found]
     names = dict.fromkeys(name for runs in own for numbers in runs for name in numbers)
     rows = []
     for name, of in FACTS.items():
@@ -120,16 +127,16 @@ FACTS = {"trained": subject, "evaluated": _when, "against its start": lambda run
 """Rows of the table about a run as a whole."""
 
 
-def _numbers(run: Run) -> dict[str, tuple[float, ...]]:
+def _numbers(run: Run, shown: Callable[[str], str]) -> dict[str, tuple[float, ...]]:
     """Measure → (value, low, high), or (value, before)."""
     if run.best_set is None:
         return {}
     rows = run.evals[run.best_set]
     wins = {
-        f"win rate by {readable(n[4:])}": tuple(rows.last(n + end) for end in ("", "_low", "_high"))
+        f"win rate by {shown(n[4:])}": tuple(rows.last(n + end) for end in ("", "_low", "_high"))
         for n in win_names(rows)
     }
-    measures = {readable(n): (rows.last(n), rows.last(f"{n}_before")) for n in measure_names(rows)}
+    measures = {shown(n): (rows.last(n), rows.last(f"{n}_before")) for n in measure_names(rows)}
     return {name: values for name, values in (wins | measures).items() if not math.isnan(values[0])}
 
 
@@ -156,9 +163,10 @@ def compared(found: list[Variant], part: int) -> list[tuple[Chart, bool]]:
     1 results, 2 health), with one curve per variant. Sets that are only evaluated at the end are in the table."""
     charts: dict[tuple[str, str], Chart] = {}
     drawn: dict[tuple[str, str], dict[int, list[Series]]] = {}
+    shown = namer(run for v in found for run in v.runs)
     for k, variant in enumerate(found):
         for run in variant.runs:
-            for chart in curves(run)[part]:
+            for chart in curves(run, shown)[part]:
                 for series in (s for s in chart.series if not s.marks):
                     key = (chart.title, series.name)
                     charts.setdefault(key, chart)
@@ -197,7 +205,7 @@ def _images(runs: list[Run]) -> tuple[list[tuple[str, str, list[tuple[str, Any]]
         return [], []
     name = names[0]
     last = [run.images[name][-1] for run in runs]
-    rows, items = [], list[dict[str, Any]]()
+    rows, items, shown = [], list[dict[str, Any]](), namer(runs)
     for k, prompt in enumerate(last[0].prompts):
         places = [at for images in last if (at := _place(images, prompt, k)) is not None]
         if len(places) < len(runs):
@@ -208,7 +216,7 @@ def _images(runs: list[Run]) -> tuple[list[tuple[str, str, list[tuple[str, Any]]
         media += [(_name(run), images.after[at]) for run, images, at in zip(runs, last, places, strict=True)]
         labels = [(label, f"{ident}-{n}", m) for n, (label, m) in enumerate(media)]
         rows.append((ident, prompt, [(a, picture(m, f"{prompt}: {a}", PAIR_PX, id=i)) for a, i, m in labels]))
-        texts = [_summary(run, images.kept[at]) for run, images, at in zip(runs, last, places, strict=True)]
+        texts = [_summary(run, images.kept[at], shown) for run, images, at in zip(runs, last, places, strict=True)]
         item = {"id": ident, "prompt": prompt, "where": name, "media": [[a, i] for a, i, _ in labels], "orders": []}
         items.append(item | {"mean": None, "wins": {}, "kinds": [], "text": " · ".join(filter(None, texts))})
     return rows, items
@@ -221,7 +229,8 @@ def _place(images: EvalImages, prompt: str, k: int) -> int | None:
     return images.prompts.index(prompt) if prompt in images.prompts else None
 
 
-def _summary(run: Run, outcome: Any) -> str:
+def _summary(run: Run, outcome: Outcome | None, shown: Callable[[str], str]) -> str:
+    said = {1.0: "won", 0.0: "lost", 0.5: "tied"}
     wins = outcome.wins if outcome else {}
-    words = [f"{readable(who)} {'won' if win > 0.5 else 'lost' if win < 0.5 else 'tied'}" for who, win in wins.items()]
+    words = [f"{shown(who)} {said.get((np.sign(win - 0.5) + 1) / 2, 'gave no verdict')}" for who, win in wins.items()]
     return f"{_name(run)} against its start: {', '.join(words)}" if words else ""

@@ -5,7 +5,9 @@ Colours are consistent across charts: 0 is the judge or main value, 1 the second
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
@@ -23,6 +25,15 @@ NOT_LISTED = ("advantage/zero_groups", "grad_norm", "time/judge/busy_s", "judge/
 def readable(name: str) -> str:
     """Display name of a metric: 'scenes.all' → 'scenes · all', 'my/rewards.py:right_colour' → 'right colour'."""
     return name.rpartition(":")[2].replace(".", " · ").replace("_", " ").replace("/", " · ")
+
+
+def namer(runs: Iterable[Run]) -> Callable[[str], str]:
+    """`readable`, except for names that it would make equal in these runs: those are shown in full."""
+    names = set[str]()
+    for run in runs:
+        names.update(run.reward_weights, run.train.columns, *(rows.columns for rows in run.evals.values()))
+    count = Counter(map(readable, {re.sub(r"^(reward/|win_)", "", n) for n in names}))
+    return lambda name: name if count[readable(name)] > 1 else readable(name)
 
 
 def win_names(rows: Rows) -> list[str]:
@@ -45,11 +56,12 @@ def part_of(name: str, names: Iterable[str]) -> tuple[str, str]:
     return reward, name[len(reward) + 1 :]
 
 
-def curves(run: Run) -> tuple[list[Chart], list[Chart], list[Chart]]:
-    """All charts of a run: (four that show whether it works, further results, health)."""
+def curves(run: Run, shown: Callable[[str], str] | None = None) -> tuple[list[Chart], list[Chart], list[Chart]]:
+    """All charts of a run: (four that show whether it works, further results, health). shown: `namer` of the page."""
+    shown = shown or namer([run])
     watched = "dev" if "dev" in run.evals else next(iter(run.evals), "")  # the set evaluated during training
-    wins, measured = [_wins(run, watched)], _measures(run.evals[watched], watched) if run.evals else []
-    rewards, doubts = _rewards(run.train), _judge_consistency(run.train)
+    wins, measured = [_wins(run, watched, shown)], _measures(run.evals[watched], watched, shown) if run.evals else []
+    rewards, doubts = _rewards(run.train, shown), _judge_consistency(run.train)
     policy, judge, time = _policy(run), _judge(run.train), _time(run.train)
     key = [next((c for c in some if c.has_data), None) for some in (wins, measured, rewards, doubts)]
     key += [c for c in [*measured, *rewards, *policy[2:3]] if c.has_data and not any(c is k for k in key)]
@@ -76,12 +88,12 @@ def _is_phase(name: str) -> bool:
     return name.startswith("time/") and name.count("/") == 1
 
 
-def _wins(run: Run, watched: str) -> Chart:
+def _wins(run: Run, watched: str, shown: Callable[[str], str]) -> Chart:
     series = []
     for name, rows in run.evals.items():
         for k, win in enumerate(win_names(rows)):
             kept = rows.steps >= 0 if name == watched else rows.steps > 0  # at step 0 every win rate is ½
-            label = f"by {readable(win[4:])}" + ("" if name == watched else f", {name}")
+            label = f"by {shown(win[4:])}" + ("" if name == watched else f", {name}")
             y, low, high = (rows[win + end][kept] for end in ("", "_low", "_high"))
             series.append(Series(label, rows.steps[kept], y, k, low, high, marks=name != watched))
     note = "Held-out prompts, against the images of the start from the same noise; bands and bars: 95 % intervals."
@@ -90,17 +102,17 @@ def _wins(run: Run, watched: str) -> Chart:
     return Chart("Win rate against the start", series, note=note, percent=True, include=(0.5, 1.0), lines=lines)
 
 
-def _measures(rows: Rows, watched: str) -> list[Chart]:
+def _measures(rows: Rows, watched: str, shown: Callable[[str], str]) -> list[Chart]:
     """One chart per evaluation reward, with its parts as lines."""
     charts: dict[str, list[tuple[str, str]]] = {}
     for name in (names := measure_names(rows)):
         reward, part = part_of(name, names)
         charts.setdefault(reward, []).append((readable(part) or "overall", name))
     note = f"Mean over the images of the held-out set {watched}."
-    return [Chart(f"Measured: {readable(reward)}", _series(rows, lines), note=note) for reward, lines in charts.items()]
+    return [Chart(f"Measured: {shown(reward)}", _series(rows, lines), note=note) for reward, lines in charts.items()]
 
 
-def _rewards(train: Rows) -> list[Chart]:
+def _rewards(train: Rows, shown: Callable[[str], str]) -> list[Chart]:
     names = [n for n in train.columns if REWARD.fullmatch(n)]
     charts = []
     for k, name in enumerate(names):
@@ -108,8 +120,8 @@ def _rewards(train: Rows) -> list[Chart]:
         if np.nanmax(np.abs(mean - 0.5)) >= 1e-6:  # else a win rate within the group, whose mean is ½ by construction
             series = Series("mean", train.steps, mean, k, mean - std, mean + std)
             note = "Training prompts; band: ± the std within a group."
-            charts.append(Chart(f"Reward: {readable(name[7:])}", [series], note=note))
-    spread = _series(train, [(readable(name[7:]), f"{name}_std") for name in names])
+            charts.append(Chart(f"Reward: {shown(name[7:])}", [series], note=note))
+    spread = _series(train, [(shown(name[7:]), f"{name}_std") for name in names])
     note = "Spread of rewards within a group; 0: no learning signal. "
     note += "A win rate inside a group averages ½ by construction."
     return [

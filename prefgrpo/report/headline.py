@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+import re
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
 
+from prefgrpo.config.schema import JudgeConfig
 from prefgrpo.report import charts
-from prefgrpo.report.curves import measure_names, readable, win_names
-from prefgrpo.report.run import Outcome, Rows, Run
+from prefgrpo.report.curves import measure_names, namer, part_of, readable, win_names
+from prefgrpo.report.run import Floats, Outcome, Rows, Run
 from prefgrpo.run.evaluate import verdict
 from prefgrpo.run.metrics import WARN_MISSING
 
@@ -33,16 +36,19 @@ def _three_decimals(value: float) -> str:
     return f"{value:.3f}" if abs(value) >= 0.1 or value == 0 or math.isnan(value) else charts.number(value)
 
 
-def _wins(rows: Rows) -> list[tuple[str, str, list[str]]]:
-    """(judge, win rate, [interval and orders, if known]) of the last row."""
-    wins = []
+def _wins(run: Run, rows: Rows) -> list[tuple[str, str, list[str]]]:
+    """(judge, win rate, [interval, missing share and orders, if known]) of the last row."""
+    wins, shown = [], namer([run])
     for win in win_names(rows):
         rate, low, high, first, second = (rows.last(win + end) for end in ("", "_low", "_high", "_first", "_second"))
-        details = [] if math.isnan(low + high) else [f"95\u00a0% interval {100 * low:.0f}–{percent(high)}"]
+        note = [] if math.isnan(low + high) else [f"95\u00a0% interval {100 * low:.0f}–{percent(high)}"]
+        if (missing := rows.last(f"{win}_missing")) > 0:
+            note.append(f"no verdict on {percent(missing)} of the samples")
+        details = [", ".join(note)] if note else []
         if not math.isnan(first + second):
             details.append(f"shown first {percent(first)}, shown second {percent(second)}")
         if not math.isnan(rate):
-            wins.append(("the judge" if win == "win_judge" else readable(win[4:]), percent(rate), details))
+            wins.append(("the judge" if win == "win_judge" else shown(win[4:]), percent(rate), details))
     return wins
 
 
@@ -50,12 +56,13 @@ def subject(run: Run) -> str:
     """What was trained: weights, model, family, objective and rewards, as far as the configuration has them; "" without
     a model."""
     train, family, weights = run.settings, run.config.get("family"), {k: w for k, w in run.reward_weights.items() if w}
+    shown = namer([run])
     if not (model := "/".join(Path(str(run.config.get("model") or "")).parts[-2:])):
         return ""
     rank, objective = train.get("lora_rank"), readable(str(train.get("objective") or ""))
     out = f"LoRA of rank {rank} on {model}" if rank else f"All weights of {model}" if rank == 0 else model
     out += f" ({family})" if family else ""
-    goal = " + ".join(f"{w:g} {readable(name)}" if len(weights) > 1 else readable(name) for name, w in weights.items())
+    goal = " + ".join(f"{w:g} {shown(name)}" if len(weights) > 1 else shown(name) for name, w in weights.items())
     return f"{out}, trained by {objective} on {goal}" if objective and goal else out
 
 
@@ -75,7 +82,7 @@ def judge_name(run: Run) -> str:
 
 def facts(run: Run) -> list[tuple[str, str]]:
     """(name, text): the judge, amount of training and comparisons, agreement of judge and independent checks."""
-    out, rollout = [], run.section("rollout")
+    out, rollout, naming = [], run.section("rollout"), namer([run])
     if judge := judge_name(run):
         out.append(("Judge", judge))
     each = [n for key in ("prompts_per_step", "group_size") if isinstance(n := rollout.get(key), int)]
@@ -88,14 +95,15 @@ def facts(run: Run) -> list[tuple[str, str]]:
     for name, shown in run.images.items():
         if outcomes := shown[-1].outcomes:
             prompts = len({o.prompt for o in outcomes})
-            out.append(
-                (f"Held out ({name})", f"{prompts} prompts × {len(outcomes) // prompts} = {len(outcomes)} samples")
-            )
+            text = f"{prompts} prompts × {len(outcomes) // prompts} = {len(outcomes)} samples"
+            lost = Counter(who for o in outcomes for who, win in o.wins.items() if math.isnan(win))
+            text += "".join(f"; {naming(who)}: no verdict on {count}" for who, count in lost.items())
+            out.append((f"Held out ({name})", text))
     if run.best_set in run.images:
         for check, (both, alike) in agreement(run.images[run.best_set][-1].outcomes).items():
             share = f"on {percent(alike / both)} of the {both} samples" if both else "on none of 0 samples"
             share += f" where both prefer one, of {len(run.images[run.best_set][-1].outcomes)}"
-            out.append((f"Judge and {readable(check)} agree", share))
+            out.append((f"Judge and {naming(check)} agree", share))
     return out
 
 
@@ -118,15 +126,34 @@ def alarms(run: Run) -> list[str]:
         worst = run.train[name]
         if (many := worst > WARN_MISSING).any():
             out.append(f"In {many.sum()} steps more than {percent(WARN_MISSING)} of the {text} were missing.")
+    naming = namer([run])
+    for name, rows in run.evals.items():
+        for subject, share in _missing(rows).items():
+            if (many := share > JudgeConfig.max_missing).any():
+                what = f"{'verdicts' if subject.startswith('judge') else 'scores'} by {naming(subject)}"
+                text = f"{many.sum()} of {len(many)} evaluations on {name}"
+                out.append(f"In {text} more than {percent(JudgeConfig.max_missing)} of the {what} were missing.")
+    return out
+
+
+def _missing(rows: Rows) -> dict[str, Floats]:
+    """Judge or reward → largest missing share per evaluation (before, after, in either order). Without the parts of
+    rewards: a part need not apply to every prompt."""
+    out: dict[str, Floats] = {}
+    for column in rows.columns:
+        subject = re.sub(r"^win_|(_before|_first|_second)?_missing$", "", column)
+        if column.endswith("_missing") and not part_of(subject, measure_names(rows))[1]:
+            out[subject] = np.fmax(out.get(subject, np.zeros(len(rows.steps))), rows[column])
     return out
 
 
 def _readable(run: Run, text: str) -> str:
     """The text with display names of held-out metrics."""
     names = [(f"{name}/{column}", column) for name, rows in run.evals.items() for column in rows.columns]
+    shown = namer([run])
     for name, column in sorted(names, key=lambda pair: -len(pair[0])):
         win = column.startswith("win_")
-        text = text.replace(name, "win rate by " * win + readable(column[4:] if win else column))
+        text = text.replace(name, "win rate by " * win + shown(column[4:] if win else column))
     return text
 
 
@@ -135,7 +162,8 @@ def certainty(run: Run) -> tuple[str, str]:
     if run.best_set is None or not (names := win_names(rows := run.evals[run.best_set])):
         return "", ""
     outcomes = run.images[run.best_set][-1].outcomes if run.best_set in run.images else []
-    prompts = len({o.prompt for o in outcomes}) or 10**9  # older runs did not write outcomes: only the interval decides
+    judged = {o.prompt for o in outcomes if not math.isnan(o.wins.get(names[0][4:], math.nan))}
+    prompts = len(judged) if outcomes else 10**9  # older runs did not write outcomes: only the interval decides
     word, _, why = verdict(rows.last(f"{names[0]}_low"), rows.last(f"{names[0]}_high"), prompts).partition(": ")
     return word, why
 
@@ -144,10 +172,10 @@ def figures(run: Run) -> list[tuple[str, str, str, str]]:
     """(name, before, value, line below) of the last evaluation of the run's best set: win rates, then measures."""
     if run.best_set is None:
         return []
-    rows = run.evals[run.best_set]
-    wins = [(f"Win rate by {judge}", "", rate, "; ".join(details)) for judge, rate, details in _wins(rows)]
+    rows, shown = run.evals[run.best_set], namer([run])
+    wins = [(f"Win rate by {judge}", "", rate, "; ".join(details)) for judge, rate, details in _wins(run, rows)]
     measures = [
-        (readable(name), number(rows.last(f"{name}_before")), number(rows.last(name)), "")
+        (shown(name), number(rows.last(f"{name}_before")), number(rows.last(name)), "")
         for name in measure_names(rows)
         if not math.isnan(rows.last(name))
     ]
@@ -165,19 +193,24 @@ def sentence(run: Run) -> str:
         if run.evals or not run.finished:
             return "No evaluation has finished since training started, so there is no result yet."
         return "This run had no evaluation set (eval.prompts, eval.holdout), so there is no before/after result."
-    rows = run.evals[run.best_set]
-    wins = [f"{rate} by {judge}" + (f" ({details[0]})" if details else "") for judge, rate, details in _wins(rows)]
+    rows, shown = run.evals[run.best_set], namer([run])
+    wins = [f"{rate} by {judge}" + (f" ({details[0]})" if details else "") for judge, rate, details in _wins(run, rows)]
     wins[:1] = [win.replace(" by ", " of comparisons by ", 1) for win in wins[:1]]
     result = f"beats its own start from the same noise in {_listed(wins)}" if wins else "was measured"
     names = [n for n in measure_names(rows) if "." not in n or n.endswith(".all")]
-    moves = [f"{readable(n)} {number(rows.last(f'{n}_before'))} → {number(rows.last(n))}" for n in names]
+    moves = [f"{shown(n)} {number(rows.last(f'{n}_before'))} → {number(rows.last(n))}" for n in names]
     where = f"After {int(rows.steps[-1])} steps, on the held-out prompts ({run.best_set}), the policy"
     return f"{where} {result}" + (f"; {', '.join(moves)}." if moves else ".")
 
 
-def table(run: Run) -> list[tuple[str, str, int, str, str, str]]:
-    """(measure, set, step, before, after, interval) of all numbers of the last evaluation of every set."""
-    lines = []
+def table(run: Run) -> list[tuple[str, str, int, str, str, str, str]]:
+    """(measure, set, step, before, after, interval, missing) of all numbers of the last evaluation of every set."""
+    lines, shown = [], namer([run])
+
+    def missing(*columns: str) -> str:
+        share = max((s for c in columns if (s := rows.last(f"{c}_missing")) > 0), default=0.0)
+        return percent(share) if share else ""
+
     for name, rows in run.evals.items():
         step = int(rows.steps[-1])
         for win in win_names(rows):
@@ -186,9 +219,11 @@ def table(run: Run) -> list[tuple[str, str, int, str, str, str]]:
             for label, end in (("", ""), (", shown first", "_first"), (", shown second", "_second")):
                 if win + end in rows:
                     rate = f"{rows.last(win + end):.3f}"
-                    lines.append((f"win rate by {readable(win[4:])}{label}", name, step, "", rate, interval))
+                    measure = f"win rate by {shown(win[4:])}{label}"
+                    lines.append((measure, name, step, "", rate, interval, missing(win + end)))
                 interval = ""
         for measure in measure_names(rows):
             before, after = (_three_decimals(rows.last(measure + end)) for end in ("_before", ""))
-            lines.append((readable(measure), name, step, before, after, ""))
+            lost = missing(measure, f"{measure}_before")
+            lines.append((shown(measure), name, step, before, after, "", lost))
     return [line for line in lines if line[4] != "nan"]

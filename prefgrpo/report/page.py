@@ -34,15 +34,16 @@ PAIR_PX, COURSE_PX = 384, 160
 GROUPS, COURSE_ROWS, COURSE_COLUMNS = 6, 6, 7
 
 
-def write_report(folder: Path) -> Path:
-    """Write `folder/report.html` from the run folder's files. Raises FileNotFoundError if it contains no run."""
+def write_report(folder: Path, out: Path | None = None) -> Path:
+    """Write the page `out` (default: `folder/report.html`) from the run folder's files. Raises FileNotFoundError if it
+    contains no run, and OSError if the page cannot be written."""
     folder = Path(folder)
     run = read_run(folder)
     key, results, health = ([(c, draw(c, span([run]))) for c in charts] for charts in curves(run))
     groups = [(g, f"step{g.step}-{k}") for k, g in enumerate(_evenly_spaced(run.groups, GROUPS))]
     shown, items = _pairs(run), [item for g, ident in groups for item in group_pairs(g, ident)]
     items = [*(shown["items"] if shown else []), *items]
-    path = folder / "report.html"
+    path = out or RunFolder(folder).report
     page = render(
         "page.html.j2",
         title=str(run.config.get("name") or folder.resolve().name),
@@ -72,8 +73,20 @@ def write_report(folder: Path) -> Path:
         machine=machine(),
         problems=run.problems,
     )
-    write_atomic(path, page)
+    write_page(path, page)
     return path
+
+
+def write_page(path: Path, page: str) -> None:
+    """Write a page. Raises OSError with the name of the page, not of a temporary file."""
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"{path} cannot be written: the folder {path.parent} does not exist")
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder; expected the name of a file, e.g. {path / 'report.html'}")
+    try:
+        write_atomic(path, page)
+    except OSError as error:
+        raise OSError(error.errno, f"{path} cannot be written ({error.strerror})") from error
 
 
 def render(template: str, **values: object) -> str:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 import zipfile
+import zlib
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,6 +30,8 @@ from prefgrpo.run.signs import HackingMonitor
 Floats = NDArray[np.float64]
 Images = NDArray[np.uint8]
 T = TypeVar("T")
+BAD_NPZ = (ValueError, TypeError, AttributeError, EOFError, NotImplementedError, zipfile.BadZipFile, zlib.error)
+"""What numpy raises for an npz file that is damaged."""
 
 
 @dataclass(frozen=True)
@@ -192,13 +196,15 @@ def read_run(folder: Path) -> Run:
         expected = f"{source.name} or {files.metrics.name}"
         raise FileNotFoundError(f"{folder} is not a run folder: expected {expected} in it; pass a folder runs/NAME")
     text = source.read_text(encoding="utf-8", errors="replace") if source.is_file() else ""
-    rows = [r for r in read_metrics(files.metrics) if isinstance(r, dict) and isinstance(r.get("step"), int)]
+    damaged: list[int] = []
+    rows = read_metrics(files.metrics, damaged)
     sets = sorted({str(r["set"]) for r in rows if r.get("kind") == "eval" and r.get("set")})
     evals = {
         name: _columns([{k.removeprefix(f"{name}/"): v for k, v in r.items()} for r in rows if r.get("set") == name])
         for name in sets
     }
-    problems: list[str] = []
+    numbers = ", ".join(map(str, damaged[:5])) + ", …" * (len(damaged) > 5)
+    problems = [f"damaged lines of {files.metrics.name} ({numbers})"] if damaged else []
 
     def read(path: Path, load: Callable[[Path], list[T]]) -> list[T]:
         """`load(path)`; a missing or damaged file gives [] and an entry in `problems`."""
@@ -206,8 +212,10 @@ def read_run(folder: Path) -> Run:
             return load(path)
         except FileNotFoundError:
             problems.append(f"{path.name} is missing")
-        except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile, yaml.YAMLError) as error:
+        except (OSError, ValueError, yaml.YAMLError) as error:
             problems.append(f"{path.name} could not be read: {error}")
+        except (KeyError, TypeError, AttributeError):
+            problems.append(f"{path.name} does not contain what a run writes there")
         return []
 
     config = next(iter(read(source, lambda _: [yaml.safe_load(text)])), None)
@@ -216,7 +224,7 @@ def read_run(folder: Path) -> Run:
     for name in sets:
         prompts = read(files.prompts(name), _prompts)
         origin = files.sources(name)
-        sources = read(origin, lambda path: [np.load(path)["sources"]]) if origin.is_file() else []
+        sources = read(origin, lambda path: [_arrays(path)["sources"]]) if origin.is_file() else []
         found = list[EvalImages]()
         for path in files.all_report_images(name):
             file = files.outcomes(name, step_of(path))
@@ -306,9 +314,17 @@ def _answers(path: Path, groups: Sequence[Group]) -> list[tuple[int, list[Answer
     return [(k, left[key].pop(0)) for k, key in enumerate(keys) if left.get(key)]
 
 
+def _arrays(path: Path) -> dict[str, NDArray[Any]]:
+    """The arrays of an npz file. Raises ValueError if it is damaged."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            return dict(file)
+    except BAD_NPZ as error:
+        raise ValueError("the file is damaged") from error
+
+
 def _eval_images(path: Path, prompts: list[str], sources: list[Images], outcomes: list[Outcome]) -> list[EvalImages]:
-    with np.load(path, allow_pickle=False) as file:
-        before, after = file["before"], file["now"]
+    before, after = itemgetter("before", "now")(_arrays(path))
     if before.shape != after.shape or before.ndim not in (4, 5) or before.dtype != np.uint8:
         raise ValueError(f"expected before and now as uint8 [n, (F,) H, W, 3], got {before.shape} and {after.shape}")
     source = next((s for s in sources if s.ndim == 4 and len(s) == len(after)), None)
@@ -317,9 +333,9 @@ def _eval_images(path: Path, prompts: list[str], sources: list[Images], outcomes
 
 
 def _groups(path: Path) -> list[Group]:
-    with np.load(path, allow_pickle=False) as file:
-        parts = [file[key] for key in ("prompts", "images", "wins", "counts", "rates")]
-        sources = list(file["sources"]) if "sources" in file else [None] * len(parts[0])
+    file = _arrays(path)
+    parts = [file[key] for key in ("prompts", "images", "wins", "counts", "rates")]
+    sources = list(file.get("sources", [None] * len(parts[0])))
     _, images, wins, counts, rates = (p.shape for p in parts)
     k, size = rates
     if len(images) != 5 or images[:2] != (k, size) or wins != (k, size, size) or counts != wins:

@@ -26,14 +26,21 @@ from prefgrpo.run.signs import HackingMonitor, Sign
 from prefgrpo.run.trackers import Tracker, stored_media
 
 
-def read_metrics(file: Path) -> list[dict[str, Any]]:
-    """All complete rows of a run's metrics.jsonl (an incomplete last line is skipped)."""
-    rows = []
-    for line in file.read_text(encoding="utf-8").splitlines() if file.is_file() else []:
+def read_metrics(file: Path, damaged: list[int] | None = None) -> list[dict[str, Any]]:
+    """All rows of a run's metrics.jsonl; lines that are not rows are skipped.
+
+    damaged: receives the numbers of the skipped lines, except for an incomplete last line, as a killed run leaves it.
+    """
+    rows, lines = [], file.read_bytes().split(b"\n") if file.is_file() else []
+    for number, line in enumerate(lines, 1):
         try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
+            row = json.loads(line)
+        except ValueError:  # not JSON, or not UTF-8
+            row = None
+        if isinstance(row, dict) and row.get("kind") in ("train", "eval") and type(row.get("step")) is int:
+            rows.append(row)
+        elif damaged is not None and line.strip() and number < len(lines):
+            damaged.append(number)
     return rows
 
 
@@ -58,7 +65,10 @@ class Log:
         """All signs of reward hacking seen so far."""
         if not active:
             return
-        rows = [r for r in read_metrics(folder.metrics) if r["step"] <= start] if start else []
+        damaged: list[int] = []
+        rows = [r for r in read_metrics(folder.metrics, damaged) if r["step"] <= start] if start else []
+        if damaged:
+            self.say(f"WARNING: dropped damaged lines of {folder.metrics}: {', '.join(map(str, damaged))}")
         self.signs = HackingMonitor(trained, rows)
         self.have = {(r["kind"], r["step"], r.get("set")) for r in rows}
         write_atomic(folder.metrics, "".join(json.dumps(r) + "\n" for r in rows))

@@ -1,6 +1,7 @@
 """Interface of a suite: prompts, a file for each sample, and tables from our scores or from its own tools' results.
 
-Invariant: means are over scored samples only; missing ones are counted and listed, never taken as 0.
+Invariants: means are over scored samples only; missing ones are counted and listed, never taken as 0. What files
+contain is checked before it is counted: a DataError names the file and the value.
 """
 
 from __future__ import annotations
@@ -10,8 +11,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
+from pydantic import BeforeValidator, FiniteFloat, TypeAdapter, ValidationError
+
+from prefgrpo.config.loading import EXPECTED
 from prefgrpo.data.file_names import Generated
 from prefgrpo.data.prompts import DataError, Prompt
 from prefgrpo.parallel.world import World
@@ -19,6 +23,17 @@ from prefgrpo.rewards.base import Score
 
 SampleFile = tuple[Prompt, int, Path]
 """(prompt, index of the sample, file to write it to)"""
+T = TypeVar("T")
+
+
+def _not_bool(value: object) -> object:
+    if isinstance(value, bool):
+        raise ValueError("Input should be a number")
+    return value
+
+
+Number = Annotated[FiniteFloat, BeforeValidator(_not_bool)]
+"""A score in a suite's file: a finite number, or the text of one."""
 
 
 @dataclass(frozen=True)
@@ -134,9 +149,10 @@ class Suite(ABC):
         """Tables from the output of the suite's own tools. Raises DataError if it cannot be read."""
 
 
-def problems(files: Sequence[Generated], scores: Sequence[Score]) -> list[str]:
-    """One line per file without a score."""
-    return [f"{g.file.name}: {s.reason}" for g, s in zip(files, scores, strict=True) if s.value is None]
+def problems(files: Sequence[Generated], scores: Sequence[Score], depth: int) -> list[str]:
+    """One line per file without a score, with its path below the output folder, which has `depth` parts."""
+    missing = [(g.file.parts[-depth:], s.reason) for g, s in zip(files, scores, strict=True) if s.value is None]
+    return [f"{'/'.join(parts)}: {reason}" for parts, reason in missing]
 
 
 def require_folder(path: Path, title: str, source: str) -> Path:
@@ -146,9 +162,21 @@ def require_folder(path: Path, title: str, source: str) -> Path:
     return path
 
 
-def read_json(path: Path, expected: str) -> Any:
-    """The contents of a JSON file. The DataError says what was expected."""
+def read_text(path: Path, expected: str) -> str:
+    """The text of a file, without a byte order mark. The DataError says what was expected."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return path.read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
-        raise DataError(f"{path}: expected {expected}: {error}") from error
+        raise DataError(f"{path}: expected {expected}, as UTF-8: {error}") from error
+
+
+def check(form: TypeAdapter[T], value: object, where: object, expected: str) -> T:
+    """The value in that form. The DataError names the place, what was expected, and the first part that is wrong."""
+    try:
+        return form.validate_python(value)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        part = "".join(f"{key}: " for key in first["loc"])
+        known = EXPECTED.get(first["type"], "").format(**first.get("ctx", {}))
+        wrong = f"expected {known}" if known else first["msg"]
+        raise DataError(f"{where}: expected {expected}: {part}{wrong}, got {first['input']!r:.80}") from error

@@ -11,13 +11,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from PIL import Image
+from pydantic import TypeAdapter
 
+from prefgrpo.data.file_names import read_media
 from prefgrpo.data.prompts import DataError, Prompt
 from prefgrpo.parallel.world import World
-from prefgrpo.suites.base import Results, Row, SampleFile, Suite, require_folder
+from prefgrpo.suites.base import Number, Results, Row, SampleFile, Suite, check, read_text, require_folder
 
-_LINE = re.compile(r"\t(?P<name>.+): (?P<value>[-+.\deE]+|nan)$")
-_SCORE = re.compile(r"DPG-Bench score: (?P<value>[-+.\deE]+)$")
+_LINE = re.compile(r"\t(?P<name>.+): (?P<value>.*)$")
+_SCORE = re.compile(r"DPG-Bench score: (?P<value>.*)$")
+_NUMBER: TypeAdapter[float] = TypeAdapter(Number)
 
 
 class Dpg(Suite):
@@ -31,7 +34,7 @@ class Dpg(Suite):
     def read(self, path: Path) -> list[Prompt]:
         """One prompt per text file."""
         files = sorted(require_folder(path, self.title, self.source).glob("*.txt"))
-        prompts = [Prompt(k, f.read_text(encoding="utf-8").strip(), {"name": f.stem}) for k, f in enumerate(files)]
+        prompts = [Prompt(k, read_text(f, self.source).strip(), {"name": f.stem}) for k, f in enumerate(files)]
         if empty := [p.meta["name"] for p in prompts if not p.text]:
             raise DataError(f"{path}: no prompt in {', '.join(empty[:5])}; expected {self.source}")
         if not prompts:
@@ -55,28 +58,37 @@ class Dpg(Suite):
         for name in list(cells)[world.dp_index :: world.dp_size] if world.is_dp_leader else ():
             if not (image_file := folder / f"{name}.png").exists():
                 temporary = out / f".{name}.png"
-                _grid([Image.open(file) for file in cells[name]]).save(temporary)
+                _grid([_open(file) for file in cells[name]]).save(temporary)
                 temporary.replace(image_file)
 
     def read_results(self, path: Path) -> Results:
-        """The overall and category scores printed by the suite's tool."""
-        try:
-            lines = path.read_text(encoding="utf-8").splitlines()
-        except OSError as error:
-            raise DataError(f"--results: {error}") from error
+        """The overall and category scores printed by the suite's tool, which prints nan for an empty category."""
         tables: dict[str, list[Row]] = {}
+        missing: list[str] = []
         score = None
-        for line in lines:
+        for number, line in enumerate(read_text(path, self.results_source).splitlines(), start=1):
+            where = f"{path}, line {number}"
             if line.endswith("category scores:"):
                 tables[line.removesuffix(" scores:")] = []
             elif tables and (row := _LINE.match(line)):
-                tables[list(tables)[-1]].append(Row(row["name"], float(row["value"]) / 100, 1))
+                lacks = row["value"] == "nan"
+                value = None if lacks else check(_NUMBER, row["value"], where, self.results_source) / 100
+                tables[list(tables)[-1]].append(Row(row["name"], value, int(not lacks), int(lacks)))
+                missing += [f"no score of {row['name']}"] * lacks
             elif found := _SCORE.match(line):
-                score = float(found["value"]) / 100
+                score = check(_NUMBER, found["value"], where, self.results_source) / 100
         if score is None:
             raise DataError(f"--results: {path}: expected {self.results_source}, found no line 'DPG-Bench score: …'")
         by = f"Read from {path.name}, written by the suite's own evaluation (category scores: last cell only)."
-        return Results(self.title, by, {"score": score}, tables)
+        return Results(self.title, by, {"score": score}, tables, missing)
+
+
+def _open(file: Path) -> Image.Image:
+    """The image of a sample. Raises DataError if it is damaged."""
+    try:
+        return read_media(file).pil
+    except DataError as error:
+        raise DataError(f"{file.parent}: {error}; delete the file, and repeat the command to make it again") from error
 
 
 def _grid(cells: Sequence[Image.Image]) -> Image.Image:

@@ -10,18 +10,33 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field, Json, StrictBool, TypeAdapter
 
 from prefgrpo.data.file_names import Generated
 from prefgrpo.data.prompts import DataError, Prompt, read_prompts
 from prefgrpo.parallel.world import World
 from prefgrpo.rewards.base import Score
 from prefgrpo.rewards.geneval import TAGS
-from prefgrpo.suites.base import Results, SampleFile, Suite, mean, problems, rows_by_name
+from prefgrpo.suites.base import Results, SampleFile, Suite, check, mean, problems, read_text, rows_by_name
 
 Image = tuple[str, str, float | None]
 """(tag, prompt, 1 if the image is correct, else 0; None: missing)"""
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A line of results.jsonl."""
+
+    tag: Annotated[str, Field(pattern=f"^({'|'.join(TAGS)})$")]
+    prompt: str
+    correct: StrictBool
+
+
+_ROW: TypeAdapter[_Row] = TypeAdapter(Json[_Row])
 
 
 class GenEval(Suite):
@@ -63,15 +78,13 @@ class GenEval(Suite):
         mmdet = detector == "prefgrpo.rewards.detectors:MMDet"
         by = "the suite's detector, mmdet" if mmdet else f"the detector {detector.rpartition(':')[2]}, not mmdet's"
         note = "" if mmdet else ": close to published numbers, but not comparable with them"
-        return table(f"Counted by the suite's rule on what {by} finds{note}.", rows, problems(files, scores))
+        return table(f"Counted by the suite's rule on what {by} finds{note}.", rows, problems(files, scores, 4))
 
     def read_results(self, path: Path) -> Results:
         """From the suite's results.jsonl."""
-        try:
-            rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-            images = [(row["tag"], row["prompt"], float(bool(row["correct"]))) for row in rows]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise DataError(f"--results: {path}: expected {self.results_source}: {error!r}") from error
+        lines = enumerate(read_text(path, self.results_source).split("\n"), start=1)
+        rows = [check(_ROW, line, f"{path}, line {k}", self.results_source) for k, line in lines if line.strip()]
+        images = [(row.tag, row.prompt, float(row.correct)) for row in rows]
         return table(f"Read from {path.name}, written by the suite's own evaluation.", images, [])
 
 
@@ -80,16 +93,17 @@ def _folder(out: Path, prompt: Prompt) -> Path:
 
 
 def table(scored_by: str, images: Sequence[Image], missing: list[str]) -> Results:
-    """One row per task; the overall score is the mean of the six task means."""
+    """One row per task; the overall score is the mean of the six task means. Prompts with a missing image are left out
+    of the fraction of prompts."""
     rows = sorted(rows_by_name((tag, value) for tag, _, value in images), key=lambda row: TAGS.index(row.name))
-    prompts: dict[str, float] = {}
+    prompts: dict[str, list[float | None]] = {}
     for _, prompt, value in images:
-        prompts[prompt] = max(prompts.get(prompt, 0.0), value or 0.0)
+        prompts.setdefault(prompt, []).append(value)
     all_tasks = len(rows) == len(TAGS)
     summary = {
         "overall (mean of the six tasks)": mean(row.mean for row in rows) if all_tasks else None,
         "correct images": mean(v for _, _, v in images if v is not None),
-        "prompts with a correct image": mean(prompts.values()),
+        "prompts with a correct image": mean(float(1 in values) for values in prompts.values() if None not in values),
     }
     absent = [f"no image of the task {tag}" for tag in TAGS if tag not in {row.name for row in rows}]
     return Results("GenEval", scored_by, summary, {"task": rows}, [*absent, *missing])

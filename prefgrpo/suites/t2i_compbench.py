@@ -9,10 +9,14 @@ Its tools (BLIP-VQA, UniDet, CLIP, 3-in-1) take the prompt from the file name, u
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field, Json, TypeAdapter
 
 from prefgrpo.data.prompts import DataError, Prompt, read_prompts
-from prefgrpo.suites.base import Results, Row, SampleFile, Suite, mean, read_json, require_folder
+from prefgrpo.suites.base import Number, Results, Row, SampleFile, Suite, check, mean, read_text, require_folder
 
 RESULTS = {
     "color": "annotation_blip",
@@ -26,6 +30,16 @@ RESULTS = {
 }
 """Category → folder where its tool writes vqa_result.json."""
 _MAX_PROMPT_BYTES = 255 - len("_000000.png")
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """A row of vqa_result.json."""
+
+    answer: Number
+
+
+_ANSWERS: TypeAdapter[list[_Answer]] = TypeAdapter(Json[Annotated[list[_Answer], Field(min_length=1)]])
 
 
 class T2ICompBench(Suite):
@@ -68,10 +82,8 @@ class T2ICompBench(Suite):
                 rows.append(Row(name, None, 0, 1))
                 missing.append(f"{name}: {file.relative_to(path)} is missing")
                 continue
-            try:
-                answers = [float(row["answer"]) for row in read_json(file, "[{question_id, answer}]")]
-            except (KeyError, TypeError, ValueError) as error:
-                raise DataError(f"--results: {file}: expected [{{question_id, answer}}]: {error!r}") from error
+            expected = "[{question_id, answer}]"
+            answers = [row.answer for row in check(_ANSWERS, read_text(file, expected), file, expected)]
             rows.append(Row(name, mean(answers), len(answers)))
         if len(missing) == len(RESULTS):
             raise DataError(f"--results: {path}: expected {self.results_source}; found none")

@@ -11,21 +11,52 @@ from __future__ import annotations
 
 import ast
 import csv
+import io
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field, Json, TypeAdapter
 
 from prefgrpo.data.file_names import Generated, file_name
 from prefgrpo.data.prompts import DataError, Prompt, read_prompts
 from prefgrpo.rewards.base import Score
 from prefgrpo.rewards.unigenbench import points_of
-from prefgrpo.suites.base import Results, SampleFile, Suite, mean, problems, rows_by_name
+from prefgrpo.suites.base import Results, SampleFile, Suite, check, mean, problems, read_text, rows_by_name
 
 COLUMNS = ("index", "prompt", "testpoint", "output", "result_json", "img_path")
 """Columns of the table written by the suite's tools, one row per image."""
 Mark = tuple[str, float | None]
 """(name of the test point, 1 or 0; None if the reply could not be parsed)"""
+
+
+def _literal(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (SyntaxError, TypeError) as error:
+        raise ValueError(str(error)) from error
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A row of the suite's results."""
+
+    testpoint: Annotated[list[str], BeforeValidator(_literal)]
+    result_json: str
+    img_path: Annotated[str, Field(min_length=1)]
+
+
+@dataclass(frozen=True)
+class _Result:
+    """The content of a cell result_json."""
+
+    score: list[Annotated[int, Field(ge=0, le=1)]]
+
+
+_ROW = TypeAdapter(_Row)
+_RESULT: TypeAdapter[_Result] = TypeAdapter(Json[_Result])
 
 
 class UniGenBench(Suite):
@@ -68,7 +99,7 @@ class UniGenBench(Suite):
             why = "which no evaluation model of the suite was trained on; not comparable with published numbers"
             wording = f"{words}, {why}"
         by = f"Marked by a served judge with {wording}. {len(files) - unparsed} of {len(files)} images have marks."
-        return table(by, marks, problems(files, scores))
+        return table(by, marks, problems(files, scores, 2))
 
     def write_scores(self, files: Sequence[Generated], scores: Sequence[Score], out: Path) -> None:
         """Write results.csv in the format of the suite's eval/, for eval/src/calculate_score.py."""
@@ -87,28 +118,35 @@ class UniGenBench(Suite):
         unparsed: list[str] = []
         for row in _rows(path):
             try:
-                names: list[str] = ast.literal_eval(row["testpoint"])
-                result = json.loads(row["result_json"] or "null")
-            except (ValueError, SyntaxError) as error:
-                raise DataError(f"--results: {path}: a row cannot be read: {error!r}") from error
-            scored = result["score"] if result else [None] * len(names)
-            marks += [(name, None if score is None else float(score == 1)) for name, score in zip(names, scored)]
-            unparsed += [] if result else [f"{Path(row['img_path']).name}: its reply could not be parsed"]
+                marks += _marks_in(row)
+            except DataError as error:
+                marks += [(name, None) for name in row.testpoint]
+                unparsed.append(str(error))
         return table(f"Read from {path.name}.", marks, unparsed)
 
 
-def _rows(path: Path) -> Iterable[dict[str, str]]:
+def _rows(path: Path) -> Iterable[_Row]:
     """The rows of a csv file."""
     csv.field_size_limit(1 << 24)
+    expected = f"a table with the columns {', '.join(COLUMNS)}"
+    rows = csv.DictReader(io.StringIO(read_text(path, expected)))
     try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            rows = csv.DictReader(file)
-            if not {"testpoint", "result_json", "img_path"} <= set(rows.fieldnames or ()):
-                expected = f"expected a table with the columns {', '.join(COLUMNS)}"
-                raise DataError(f"--results: {path}: {expected}, got {rows.fieldnames}")
-            yield from rows
-    except OSError as error:
-        raise DataError(f"--results: {error}") from error
+        if not {"testpoint", "result_json", "img_path"} <= set(rows.fieldnames or ()):
+            raise DataError(f"{path}: expected {expected}, got {rows.fieldnames}")
+        for row in rows:
+            yield check(_ROW, row, f"{path}, line {rows.line_num}", expected)
+    except csv.Error as error:
+        raise DataError(f"{path}: expected {expected}: {error}") from error
+
+
+def _marks_in(row: _Row) -> list[Mark]:
+    """The marks of a row. Raises DataError unless there is one per test point."""
+    count, image = len(row.testpoint), Path(row.img_path).name
+    expected = f"a result_json with 0 or 1 per test point ({count})"
+    scores = check(_RESULT, row.result_json, image, expected).score
+    if len(scores) != count:
+        raise DataError(f"{image}: expected {expected}, got {len(scores)}")
+    return list(zip(row.testpoint, map(float, scores)))
 
 
 def marks_of(prompt: Prompt, score: Score) -> list[Mark]:

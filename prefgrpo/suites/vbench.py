@@ -1,6 +1,6 @@
 """VBench (arXiv 2311.17982): 946 prompts × 5 clips (25 for temporal flickering); 16 dimensions.
 
-    PROMPT-K.mp4      NAME_eval_results.json: {dimension: [score, …]}
+    PROMPT-K.mp4      NAME_eval_results.json: {dimension: [score, [score of a clip, …]]}
     normalised = (score − low) / (high − low);   quality, semantic: weighted means;   total = (4·quality + semantic) / 5
 
 Its tools need conflicting versions (transformers 4.33, numpy < 2, detectron2), so they run in a separate environment;
@@ -10,11 +10,15 @@ their results are read here. Limits and weights are from scripts/constant.py of 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field, Json, TypeAdapter
 
 from prefgrpo.data.file_names import file_name
 from prefgrpo.data.prompts import DataError, Prompt, read_prompts
-from prefgrpo.suites.base import Results, Row, SampleFile, Suite, read_json
+from prefgrpo.suites.base import Number, Results, Row, SampleFile, Suite, check, read_text
 
 QUALITY = {
     "subject_consistency": (0.1462, 1.0),
@@ -43,6 +47,19 @@ FLICKERING, FLICKERING_SAMPLES = "temporal_flickering", 25
 """This dimension discards clips without motion, so it needs more clips."""
 
 
+@dataclass(frozen=True)
+class _Row:
+    """A prompt in VBench_full_info.json."""
+
+    prompt_en: Annotated[str, Field(pattern=r"\S")]
+    dimension: list[str]
+
+
+_ROWS: TypeAdapter[list[_Row]] = TypeAdapter(Json[Annotated[list[_Row], Field(min_length=1)]])
+_SCORES: TypeAdapter[dict[str, tuple[float, Any]]] = TypeAdapter(Json[dict[str, tuple[Number, list[Any]]]])
+"""Dimension → (score, the scores of its clips)."""
+
+
 class VBench(Suite):
     """VBench."""
 
@@ -57,11 +74,8 @@ class VBench(Suite):
         """From the JSON with dimensions, or from a plain list."""
         if path.suffix != ".json":
             return read_prompts(path, unique=False)
-        rows = read_json(path, self.source)
-        try:
-            return [Prompt(k, row["prompt_en"], {"dimension": row["dimension"]}) for k, row in enumerate(rows)]
-        except (KeyError, TypeError) as error:
-            raise DataError(f"{path}: expected {self.source}: {error!r}") from error
+        rows = check(_ROWS, read_text(path, self.source), path, self.source)
+        return [Prompt(k, row.prompt_en, {"dimension": row.dimension}) for k, row in enumerate(rows)]
 
     def sample_files(self, prompts: Sequence[Prompt], samples: int, out: Path, ending: str) -> list[SampleFile]:
         """videos/PROMPT-3.mp4"""
@@ -79,10 +93,8 @@ class VBench(Suite):
         files = sorted(path.glob("**/*_eval_results.json")) if path.is_dir() else [path]
         scores: dict[str, float] = {}
         for file in files:
-            try:
-                scores |= {name: float(value[0]) for name, value in read_json(file, self.results_source).items()}
-            except (AttributeError, LookupError, TypeError, ValueError) as error:
-                raise DataError(f"--results: {file}: expected {self.results_source}: {error!r}") from error
+            found = check(_SCORES, read_text(file, self.results_source), file, self.results_source)
+            scores |= {name: score for name, (score, _) in found.items()}
         limits = QUALITY | SEMANTIC
         if not scores.keys() & limits.keys():
             raise DataError(f"--results: {path}: expected {self.results_source}; found no dimension of VBench")
