@@ -13,7 +13,7 @@ import numpy as np
 
 from prefgrpo.report.charts import Chart, Series
 from prefgrpo.report.run import Rows, Run
-from prefgrpo.run.metrics import REWARD
+from prefgrpo.run.metrics import PARTS_OF_WINS, REWARD
 
 PHASES = ("rollout", "judge_wait", "update")
 SHOWN = ("time/judge/latency_", "time/reward/", "policy/", "reward/")
@@ -38,8 +38,7 @@ def namer(runs: Iterable[Run]) -> Callable[[str], str]:
 
 def win_names(rows: Rows) -> list[str]:
     """Names of an evaluation's win rates, the judge's first."""
-    ends = ("_low", "_high", "_first", "_second", "_missing")
-    names = [n for n in rows.columns if n.startswith("win_") and not n.endswith(ends)]
+    names = [n for n in rows.columns if n.startswith("win_") and not n.endswith(PARTS_OF_WINS)]
     return sorted(names, key=lambda n: n != "win_judge")
 
 
