@@ -589,7 +589,7 @@ MISTAKES = {
     "unknown": ({"objective": "nfd"}, "train.objective: expected one of grpo, "),
     "option": (
         {"objective": "nft", "objective_options": {"beto": 1}},
-        "objective_options.beto: unknown key; known keys",
+        "objective_options.beto: unknown key; did you mean 'train.objective_options.beta'?",
     ),
     "limit": (
         {"objective": "nft", "objective_options": {"beta": -1}},

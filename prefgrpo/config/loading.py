@@ -167,7 +167,7 @@ def _suggest_key(section: str, key: str, known: Sequence[str], elsewhere: Sequen
         difflib.get_close_matches(key, known, n=1, cutoff=0.75)
         or [name for name in known if name == initials]
         or [name for name in elsewhere if name.split(".")[-1] in (key, initials)]
-        or difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+        or (elsewhere and difflib.get_close_matches(key, known, n=1, cutoff=0.5))
     )
     if not near:
         return f"known keys here: {', '.join(known) or 'none'}"
