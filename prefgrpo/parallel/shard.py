@@ -13,9 +13,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from prefgrpo.config.schema import ParallelConfig
 from prefgrpo.models.base import Adapter
@@ -70,8 +71,20 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """The full tensor; a collective, which all processes must call."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    """The full tensor, without a gradient; a collective, which all processes must call.
+
+    Shards are gathered without DTensor's functional all-gather: on gloo, with torch 2.13, it rarely corrupts memory.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor
+    if tensor.placements[-1] != Shard(0) or not all(p.is_replicate() for p in tensor.placements[:-1]):
+        return tensor.full_tensor()
+    group, local = tensor.device_mesh.get_group(tensor.device_mesh.ndim - 1), tensor._local_tensor.detach()
+    padded = local.new_zeros(-(-tensor.shape[0] // group.size()), *tensor.shape[1:])
+    padded[: len(local)] = local
+    parts = [torch.empty_like(padded) for _ in range(group.size())]
+    dist.all_gather(parts, padded, group=group)
+    return torch.cat(parts)[: tensor.shape[0]]
 
 
 def to_local(tensors: Iterable[Tensor]) -> list[Tensor]:
