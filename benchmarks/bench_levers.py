@@ -27,6 +27,7 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import peft
 import torch
 from torch import Tensor
 
@@ -35,6 +36,7 @@ from benchmarks.harness import machine
 from benchmarks.peer_runs import Work, make_pipeline
 from prefgrpo.config.loading import from_dict
 from prefgrpo.config.recipe import merge
+from prefgrpo.integrations.lora import LoraLinear
 from prefgrpo.run.memory import MemoryTracker
 from prefgrpo.run.session import Clock
 from prefgrpo.run.trainer import TrainingLoop
@@ -57,6 +59,8 @@ class Lever:
     off: dict[str, Any] = field(default_factory=dict)
     """Settings without the lever."""
     family: str = "flux"
+    peft: bool = False
+    """Whether the baseline has peft's LoRA layers."""
 
 
 KL = {"kl_coef": 0.04}
@@ -83,6 +87,7 @@ LEVERS = {
     "no `train.gradient_checkpointing`": Lever(
         {}, "none; `prefgrpo plan` says where it is needed", {"train": {"gradient_checkpointing": True}}
     ),
+    "our LoRA layers instead of peft's": Lever({}, "always", peft=True),
     "`compile`": Lever({"compile": True}, "off: the first steps compile for minutes"),
 }
 
@@ -149,6 +154,9 @@ def measure(name: str, size: str, rounds: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         made = make_pipeline(lever.family, Path(folder), work)
         sides = [Side(lever, changes, made, work, kind) for kind, changes in (("off", lever.off), ("on", lever.on))]
+        for module in sides[0].loop.adapter.transformer.modules() if lever.peft else ():
+            if isinstance(module, LoraLinear):
+                module.__class__ = peft.tuners.lora.Linear
         for side in sides:
             side.step()
         gradient = compared(sides[1].gradient, sides[0].gradient)

@@ -69,8 +69,11 @@ def add(
 
 def _inject(transformer: Any, config: Any) -> None:
     """Inject `config`, with trained weights in fp32; the random state of the process is preserved."""
+    from prefgrpo.integrations.lora import fuse_lora
+
     with torch.random.fork_rng():
         transformer.add_adapter(config, adapter_name=NAME)
+    fuse_lora(transformer)
     for parameter in transformer.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()

@@ -50,12 +50,13 @@ from prefgrpo.run.loading import config_errors_as, model_options, trainable
 GIB = 2**30
 aten = torch.ops.aten
 FLOP: dict[Any, Any] = flop_registry | {
+    aten.addmm_: flop_registry[aten.addmm],
     aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[aten._scaled_dot_product_flash_attention],
     aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
         aten._scaled_dot_product_flash_attention_backward
     ],
 }
-"""torch's formulas plus those of CPU attention, which torch lacks (the fake tensors are on the CPU)."""
+"""torch's formulas plus those it lacks: of the LoRA layers and of CPU attention (the fake tensors are on the CPU)."""
 Batch = tuple[Tensor, Tensor, Condition]
 """x [B, ...], σ [B], the condition."""
 
