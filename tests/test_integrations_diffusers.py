@@ -5,8 +5,6 @@ save, load and swap like any other scheduler, alone and in a pipeline; with nois
 stored value, its bitwise replay and gradient, and noise from a generator, a tensor or an address.
 """
 
-import re
-
 import pytest
 import sde_formulas
 import torch
@@ -169,14 +167,6 @@ def test_in_a_pipeline(tmp_path):
     loaded = DiffusionPipeline.from_pretrained(tmp_path / "saved")
     loaded.set_progress_bar_config(disable=True)
     assert type(loaded.scheduler) is SDEFlowMatchScheduler and torch.equal(image(loaded), noisy)
-
-
-def test_the_example_of_the_docs(root):
-    text = (root / "docs/integrations.md").read_text(encoding="utf-8")
-    (code,) = re.findall(r"```python\n(.*?)```", text, re.S)
-    names = {}
-    exec(code, names)
-    assert len(names["stored"]) == 2
 
 
 def test_errors_say_what_was_expected():
