@@ -22,7 +22,8 @@ from benchmarks.blocks import replace_block, rounded, write_json
 from prefgrpo.config.loading import load
 from prefgrpo.config.schema import Config
 from prefgrpo.models import family
-from prefgrpo.run.memory import GIB
+from prefgrpo.run.batch_size import FILLED_UNTRIED, chooses_share, estimate_share
+from prefgrpo.run.memory import GIB, Estimate
 from prefgrpo.run.plan import compare_levers
 from prefgrpo.run.speed import HARDWARE, MFU, Machines, judge_servers, reuses_forwards, step_time
 
@@ -42,12 +43,20 @@ def recipes() -> list[Path]:
     return [ROOT / name for name in dict.fromkeys(re.findall(r"\]\((scripts/\w+/\w+\.yaml)\)", section))]
 
 
+def from_few_blocks(config: Config) -> Estimate:
+    """`prefgrpo plan`'s estimate, extrapolated."""
+    with tempfile.TemporaryDirectory() as folder:
+        return estimate(config, Path(folder))
+
+
 def planned(config: Config, with_their_levers: bool = False) -> dict[str, Any]:
     """The numbers of `prefgrpo plan` for a recipe on the GPUs it is sized for."""
-    with tempfile.TemporaryDirectory() as folder:
-        whole = estimate(config, Path(folder))
+    memory_gib = HARDWARE[GPU].memory_gib
+    if chooses_share(config):
+        config = estimate_share(config, FILLED_UNTRIED * memory_gib * GIB, from_few_blocks)
+    whole = from_few_blocks(config)
     machines = Machines(HARDWARE[GPU], config.gpus, math.ceil(config.gpus / 8), MFU[config.compile])
-    reuses = reuses_forwards(config, whole, HARDWARE[GPU].memory_gib)
+    reuses = reuses_forwards(config, whole, memory_gib)
     taken = step_time(config, whole.flop, whole.model, machines, reuses)
     levers = [list(row) for row in compare_levers(config, whole, machines)] if with_their_levers else []
     return ({"levers": levers} if levers else {}) | {

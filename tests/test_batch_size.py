@@ -1,12 +1,14 @@
-"""`rollout.batch_size: auto`: which sizes it tries, what the plan estimates, and what happens if a size does not fit.
+"""`rollout.batch_size` and `train.checkpointing_share: auto`: what the plan estimates, which sizes are tried, and what
+happens if a size does not fit.
 
-Why these cases: the plan makes only two estimates, yet must choose the size that estimating every size would; if one of
-two processes runs out of memory, both must fall back to the smaller size, with no collective left hanging; a trial
-must not affect the numbers of the run; and a resumed run must not search again.
+Why these cases: the plan makes only a few estimates, yet must choose the value that estimating every value would; if
+one of two processes runs out of memory, both must fall back to the smaller size, with no collective left hanging; a
+trial or a share must not affect the numbers of the run; and a resumed run must not search again.
 """
 
 import json
 import os
+import shutil
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from tiny_run import attempt, ranks, recipe, settings, world
 
 from prefgrpo.config.loading import from_dict, to_dict
 from prefgrpo.config.recipe import ConfigError
-from prefgrpo.config.schema import AUTO
+from prefgrpo.config.schema import AUTO, recomputed_share
 from prefgrpo.models.flux import Flux
 from prefgrpo.run import batch_size
 from prefgrpo.run.memory import estimate
@@ -37,6 +39,7 @@ def out_of_memory():
     raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
 
+SHARE = {"gradient_checkpointing": True, "checkpointing_share": "auto"}
 CANDIDATES = {
     "all divisors": (({"prompts_per_step": 2, "group_size": 12}, {}, 1), [12, 6, 4, 3, 2, 1]),
     "one group on eight": (({"prompts_per_step": 1, "group_size": 64}, {}, 8), [8, 4, 2, 1]),
@@ -65,6 +68,14 @@ def test_auto_is_written_as_auto_and_read_again(place, capsys):
     file = recipe(place, "planned", rollout={"batch_size": "auto"})
     code, out = attempt(capsys, "plan", file)
     assert code == 0 and "rollout.batch_size: auto is 4, 4 decoded at once" in out
+    config = auto(place, "w", train=SHARE)
+    assert config.train.checkpointing_share == to_dict(config)["train"]["checkpointing_share"] == "auto"
+    assert from_dict(to_dict(config)) == config
+    assert recomputed_share(config.train) == 1 and recomputed_share(from_dict(settings(place, "w")).train) == 0
+    with pytest.raises(ConfigError, match=r"checkpointing_share: expected a number, because .*, got auto"):
+        auto(place, "w", rollout={"batch_size": 4}, train=SHARE | {"reuse_rollout_forward": True})
+    code, out = attempt(capsys, "plan", file, "--train.gradient-checkpointing", "--train.checkpointing-share", "auto")
+    assert code == 0 and "rollout.batch_size: auto is 4" in out and "train.checkpointing_share: auto is 0, by" in out
 
 
 @pytest.mark.full
@@ -75,6 +86,56 @@ def test_the_plan_chooses_as_an_estimate_of_every_size_would(place):
     assert four > 1.1 * two and found.rollout.batch_size == 2 and estimate(found).total <= 1.03 * two
     assert batch_size.estimate_batch_sizes(config, 1.02 * four).rollout.batch_size == 4
     assert batch_size.estimate_batch_sizes(config, 0).rollout.batch_size == 1
+
+
+@pytest.mark.full
+def test_the_plan_chooses_the_share_that_an_estimate_of_every_share_would(place, tmp_path, monkeypatch):
+    """Twenty blocks, so that every multiple of 0.05 recomputes one block more."""
+    model = shutil.copytree(place / "flux", tmp_path / "deep", ignore=shutil.ignore_patterns("*.safetensors"))
+    file = model / "transformer" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"num_layers": 8, "num_single_layers": 12}))
+    size = {"batch_size": 4, "height": 64, "width": 64}
+    config = auto(place, "deep", model=str(model), rollout=size, train=SHARE, device="cuda")
+    found = {share: estimate(batch_size._with_share(config, share)) for share in batch_size.SHARES}
+    totals, asked = {share: whole.total for share, whole in found.items()}, []
+    assert len(totals) == 21 and estimate(config).total == totals[1.0] == min(totals.values()) < 0.8 * totals[0.0]
+    assert len({whole.phases["rollout"] for whole in found.values()}) == 1
+    monkeypatch.setattr(batch_size, "estimate", lambda c: asked.append(c) or found[c.train.checkpointing_share])
+    for part in range(1, 40):
+        free = totals[1.0] + (totals[0.0] - totals[1.0]) * part / 40
+        want = next(share for share, total in totals.items() if total <= free)
+        assert want > 0 and batch_size.estimate_share(config, free).train.checkpointing_share == want
+    assert len(asked) <= 4 * 39
+    for free, want in ((totals[0.0], 0.0), (totals[1.0] - 1, 1.0), (0, 1.0)):
+        assert batch_size.estimate_share(config, free).train.checkpointing_share == want
+
+
+def test_the_share_changes_no_number_and_is_stored(place, monkeypatch):
+    def loop(name, share, resume=False):
+        train = SHARE | {"checkpointing_share": share}
+        return TrainingLoop(from_dict(settings(place, name, train=train, eval={"every": 0})), resume)
+
+    def recomputed(made):
+        return sum("forward" in vars(block) for block in made.adapter.blocks(made.adapter.transformer))
+
+    loops = loop("free", "auto"), loop("all", 1.0)
+    assert [made.config.train.checkpointing_share for made in loops] == [0.0, 1.0]
+    assert [recomputed(made) for made in loops] == [0, 4]
+    first, second = ({k: v for k, v in m.step(0, Clock()).items() if not k.startswith("time/")} for m in loops)
+    assert first == second and first["grad_norm"] > 0
+    for made in loops:
+        made.close()
+    monkeypatch.setattr(batch_size, "free_bytes", lambda device: 0)
+    stored = place / "runs" / "free" / "config.yaml"
+    for before, share, want in ((0.0, "auto", 0.0), (0.0, 0.5, 0.5), (0.5, "auto", 0.5)):
+        assert yaml.safe_load(stored.read_text())["train"]["checkpointing_share"] == before
+        again = loop("free", share, resume=True)
+        assert again.config.train.checkpointing_share == want and recomputed(again) == 4 * want
+        again.close()
+    short = TrainingLoop(auto(place, "short", train=SHARE))
+    assert (short.config.rollout.batch_size, short.config.train.checkpointing_share, recomputed(short)) == (4, 1.0, 4)
+    assert "train.checkpointing_share: auto is 1, by the memory estimate" in short.session.notes
+    short.close()
 
 
 def test_a_trial_leaves_no_trace_and_decodes_what_fits(place, monkeypatch):

@@ -128,6 +128,8 @@ OVERRIDES = [
     ("--no-tensorboard", "tensorboard", False),
     ("--train.reuse-rollout-forward false", "train.reuse_rollout_forward", False),
     ("--train.reuse-rollout-forward auto", "train.reuse_rollout_forward", "auto"),
+    ("--train.checkpointing-share auto", "train.checkpointing_share", "auto"),
+    ("--train.checkpointing-share 0", "train.checkpointing_share", 0.0),
     ("--train.gradient-checkpointing True", "train.gradient_checkpointing", True),
     ("--train.gradient_checkpointing=false", "train.gradient_checkpointing", False),
     ("--train.no-gradient-checkpointing", "train.gradient_checkpointing", False),

@@ -215,10 +215,11 @@ def test_models_of_few_blocks_say_what_the_whole_one_holds(tmp_path):
     assert found.model == whole.model
 
 
-def test_a_dry_run_says_what_is_wrong(place, capsys):
+def test_a_dry_run_and_a_plan_say_what_is_wrong(place, capsys):
     recipe = FOLDER / "prefgrpo/lora_wan22.yaml"
-    assert main(["train", str(recipe), "--dry-run", *options(place, recipe), "--rollout.frames", "6"]) == 2
-    assert "frames must be a multiple of 2, plus 1" in capsys.readouterr().err
+    for command in (["train", str(recipe), "--dry-run"], ["plan", str(recipe)]):
+        assert main([*command, *options(place, recipe), "--rollout.frames", "6"]) == 2
+        assert "height/width/frames: frames must be a multiple of 2, plus 1" in capsys.readouterr().err
 
 
 def test_a_recipe_extends_another(tmp_path):

@@ -36,11 +36,13 @@ def dry_run(config: Config) -> int:
         print(yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True))
         prompts, sets = prompt_sets(config)
         absent = uncached(config, encoding_jobs(config, prompts))
-        auto = config.rollout.batch_size == AUTO
-        config = batch_size.initial_batch_sizes(config, world, prompts) if auto else config
+        given, config = config, batch_size.initial_values(config, world, prompts)
         adapter = trainable(config, open_adapter(config, world.device, bool(absent), splits(config)), world)
         policy = open_policy(config, goal := objective(config.train), adapter)
-        config = batch_size.probe_batch_sizes(config, adapter, policy, world, prompts) if auto else config
+        if given.rollout.batch_size == AUTO:
+            config = batch_size.probe_batch_sizes(config, adapter, policy, world, prompts)
+        for line in batch_size.auto_notes(given, config):
+            print(line)
         schedules = open_schedules(config, adapter, world, prompts)
         for name, value in static_bytes(config, adapter, world.size).items():
             print(f"{name:<10} {value / GIB:10.4g} GiB per process")

@@ -51,6 +51,11 @@ def check(c: Config) -> list[str]:
             "batches, got auto",
         ),
         (
+            not t.gradient_checkpointing or t.checkpointing_share != "auto" or t.reuse_rollout_forward is not True,
+            "train.checkpointing_share: expected a number, because train.reuse_rollout_forward: true keeps the graphs "
+            "of all batches, got auto",
+        ),
+        (
             not r.staleness or c.checkpoint.every > 1,
             "checkpoint.every: expected 2 or more, because rollout.staleness: 1 generates no samples ahead across a "
             f"checkpoint, got {c.checkpoint.every}",

@@ -306,8 +306,10 @@ class TrainConfig:
     """Optimiser updates between two updates of the EMA."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass."""
-    checkpointing_share: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Share of the repeated blocks that gradient_checkpointing recomputes, evenly spread; the others stay in memory."""
+    checkpointing_share: Annotated[float, Field(ge=0, le=1)] | Literal["auto"] = 1.0
+    """Share of the repeated blocks that gradient_checkpointing recomputes, evenly spread; the activations of the others
+    stay in memory. Without `compile` it changes no result. auto: the smallest share with which the run fits into memory
+    by the estimate of `prefgrpo plan`, determined once at the start; 0 recomputes nothing."""
     reuse_rollout_forward: bool | Literal["auto"] = "auto"
     """Keep the autograd graphs of the rollout's trained steps for the first update, which then needs no forward of its
     own. auto: if results are bitwise unchanged (no batch loses some of its samples, as when batch_size divides
@@ -444,6 +446,14 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+
+
+def recomputed_share(t: TrainConfig) -> float:
+    """Share of the repeated blocks that is recomputed in the backward pass: 0 without gradient_checkpointing, and 1 for
+    `auto` until `run.batch_size` has determined the share."""
+    if not t.gradient_checkpointing:
+        return 0.0
+    return 1.0 if t.checkpointing_share == "auto" else t.checkpointing_share
 
 
 def splits(c: Config) -> bool:

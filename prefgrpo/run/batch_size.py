@@ -1,23 +1,26 @@
-"""`rollout.batch_size: auto`: the largest batch size that fits into memory, determined once at the start of a run.
+"""The fields that may be `auto`, determined once at the start of a run: the largest `rollout.batch_size` that fits into
+memory, and with it the smallest `train.checkpointing_share`.
 
-Candidates are the divisors of rollout.group_size (for which the first ratio is exactly 1) that do not make processes
-wait for each other. On a GPU the search starts at the memory estimate (`run.memory`), on a CPU at ON_CPU at most. One
-forward, decode and backward test whether a size runs; if not, the next smaller one is tried. With sharded weights or
-split tokens, a process that fails would leave the others waiting, so the estimate is used untested. Invariant: all
-processes use the same sizes, which are stored in the run folder's config.
+Candidates for the batch size are the divisors of rollout.group_size (for which the first ratio is exactly 1) that do
+not make processes wait for each other. On a GPU the search starts at the memory estimate (`run.memory`), on a CPU at
+ON_CPU at most. One forward, decode and backward test whether a size runs; if not, the next smaller one is tried. With
+sharded weights or split tokens, a process that fails would leave the others waiting, so the estimate is used untested.
+The estimate chooses the batch size as if all blocks were recomputed, and then, on any device, the share. Invariant: all
+processes use the same values, which are stored in the run folder's config.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
 from accelerate.utils.memory import find_executable_batch_size, should_reduce_batch_size
 
 from prefgrpo.config.recipe import ConfigError
-from prefgrpo.config.schema import Config
+from prefgrpo.config.schema import AUTO, Config, recomputed_share
 from prefgrpo.data.prompts import Prompt
 from prefgrpo.models.base import Adapter
 from prefgrpo.objectives import objective
@@ -26,13 +29,42 @@ from prefgrpo.parallel.world import World
 from prefgrpo.rollout.assignment import assign_batches
 from prefgrpo.rollout.render import decode
 from prefgrpo.rollout.sampling import all_sizes, eval_sampling
-from prefgrpo.run.memory import empty_batch, estimate, free_bytes
+from prefgrpo.run.memory import Estimate, empty_batch, estimate, free_bytes
 from prefgrpo.run.policy import Policy
+from prefgrpo.run.speed import trained_steps
 
 ON_CPU = 8
 """Largest batch size on a CPU."""
 FILLED, FILLED_UNTRIED = 0.9, 0.8
-"""Share of the free memory that the estimate may fill, if the sizes are tested afterwards and if they are not."""
+"""Share of the free memory that the estimate may fill, if the values are tested afterwards and if they are not."""
+SHARES = [count / 20 for count in range(21)]
+"""The values of train.checkpointing_share that `auto` chooses from, in ascending order."""
+
+
+def initial_values(config: Config, world: World, prompts: Sequence[Prompt]) -> Config:
+    """`config` with a number for each `auto`, before the model is loaded; the same on all processes. The batch sizes
+    may still become smaller (`probe_batch_sizes`)."""
+    if config.rollout.batch_size == AUTO:
+        config = initial_batch_sizes(config, world, prompts)
+    if not chooses_share(config):
+        return config
+    free = min(world.all_gather_object(free_bytes(world.device)))
+    found = estimate_share(_for_estimate(config, world, prompts), FILLED_UNTRIED * free)
+    return _with_share(config, recomputed_share(found.train))
+
+
+def chooses_share(config: Config) -> bool:
+    """Whether train.checkpointing_share has to be determined: it is `auto`, and gradient_checkpointing is on."""
+    return config.train.gradient_checkpointing and config.train.checkpointing_share == "auto"
+
+
+def auto_notes(given: Config, found: Config) -> Iterator[str]:
+    """One line for each `auto` of `given`, with its value in `found`."""
+    if given.rollout.batch_size == AUTO:
+        decoded = found.memory.decode_batch or found.rollout.batch_size
+        yield f"rollout.batch_size: auto is {found.rollout.batch_size}, {decoded} decoded at once per process"
+    if chooses_share(given):
+        yield f"train.checkpointing_share: auto is {recomputed_share(found.train):g}, by the memory estimate"
 
 
 def divisors(count: int) -> list[int]:
@@ -74,13 +106,37 @@ def estimate_batch_sizes(config: Config, free: float) -> Config:
     return _with_batch_sizes(config, batch, 0 if decoded == part else decoded)
 
 
+def estimate_share(config: Config, free: float, estimate: Callable[[Config], Estimate] = estimate) -> Config:
+    """`config` with the smallest train.checkpointing_share of SHARES estimated to fit `config.gpus` processes of `free`
+    bytes each; 1 if none does.
+
+    Activations are about linear in the share: estimates for 0 and 1 give a first value, which is then estimated itself
+    and raised until it fits. A forward of train.replay_batch samples counts as that many.
+    """
+    together = max(1, min(trained_steps(config), config.train.replay_batch // config.rollout.batch_size))
+
+    def needed(share: float) -> tuple[int, int]:
+        """(bytes in the update, bytes in the largest phase) of a process."""
+        whole = estimate(_with_share(config, share))
+        update = whole.total - whole.parts["activations"] + together * whole.phases["update"]
+        return update, max(update, whole.total)
+
+    most, largest = needed(0.0)
+    if largest <= free:
+        return _with_share(config, 0.0)
+    least, largest = needed(1.0)
+    if largest > free:
+        return _with_share(config, 1.0)
+    first = math.ceil((most - free) / (most - least) * (len(SHARES) - 1))
+    return _with_share(config, next(share for share in SHARES[first:] if share == 1 or needed(share)[1] <= free))
+
+
 def initial_batch_sizes(config: Config, world: World, prompts: Sequence[Prompt]) -> Config:
     """`config` with the initial batch sizes, before the model is loaded; the same on all processes."""
     if world.device.type == "cpu":
         return _with_batch_sizes(config, next(s for s in candidates(config, world.dp_size) if s <= ON_CPU))
     share = FILLED if world.mesh is None else FILLED_UNTRIED
-    here = replace(_at_largest_size(config, prompts), gpus=world.size, device="cuda")
-    found = estimate_batch_sizes(here, share * free_bytes(world.device))
+    found = estimate_batch_sizes(_for_estimate(config, world, prompts), share * free_bytes(world.device))
     sizes = world.all_gather_object((found.rollout.batch_size, found.memory.decode_batch or found.rollout.batch_size))
     batch, decoded = (min(each) for each in zip(*sizes, strict=True))
     return _with_batch_sizes(config, batch, 0 if decoded == batch else decoded)
@@ -153,6 +209,17 @@ def _with_batch_sizes(config: Config, batch: int, decoded: int = 0) -> Config:
     """`config` with these batch sizes; a memory.decode_batch set in the recipe is kept."""
     memory = replace(config.memory, decode_batch=config.memory.decode_batch or decoded)
     return replace(config, rollout=replace(config.rollout, batch_size=batch), memory=memory)
+
+
+def _with_share(config: Config, share: float) -> Config:
+    """`config` with this train.checkpointing_share."""
+    return replace(config, train=replace(config.train, checkpointing_share=share))
+
+
+def _for_estimate(config: Config, world: World, prompts: Sequence[Prompt]) -> Config:
+    """`config` as the memory of this run is estimated: on its devices, at the largest of the prompts' own sizes."""
+    largest = _at_largest_size(config, prompts)
+    return replace(largest, gpus=world.size, device="cpu" if world.device.type == "cpu" else "cuda")
 
 
 def _at_largest_size(config: Config, prompts: Sequence[Prompt]) -> Config:

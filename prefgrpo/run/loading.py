@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from prefgrpo.config.recipe import ConfigError
-from prefgrpo.config.schema import Config
+from prefgrpo.config.schema import Config, recomputed_share
 from prefgrpo.models import DTYPES, cache, family
 from prefgrpo.models import load as load_model
 from prefgrpo.models.base import Adapter
@@ -104,8 +104,8 @@ def trainable(config: Config, adapter: Adapter, world: World | None = None) -> A
             adapter.add_lora(t.lora_rank, t.lora_alpha, t.lora_targets or None, config.seed, t.lora_init)
     else:
         adapter.enable_full()
-    if t.gradient_checkpointing:
-        adapter.checkpoint_gradients(t.checkpointing_share)
+    if share := recomputed_share(t):
+        adapter.checkpoint_gradients(share)
     cache.check(adapter.transformer, config.rollout)
     if world is not None:
         attention.set_backend(adapter, config, world.layout, world.device)

@@ -264,6 +264,8 @@ def build_meta_adapter(config: Config) -> tuple[Adapter, dict[str, int]]:
     pipe, encoders = meta_pipeline(path, cls.pipeline, DTYPES[config.dtype])
     with config_errors_as("rollout or train"):
         adapter = trainable(config, cls(pipe, **model_options(config)))
+    with config_errors_as("rollout.height/width/frames"):
+        adapter.latent_shape(config.rollout)
     with config_errors_as("memory"):
         adapter.vae_options(config.memory.vae_slicing, config.memory.vae_tiling)
     return adapter, encoders

@@ -14,11 +14,18 @@ from typing import Any
 
 from prefgrpo.config.loading import from_dict, to_dict
 from prefgrpo.config.recipe import ConfigError, merge
-from prefgrpo.config.schema import AUTO, Config, ParallelConfig
+from prefgrpo.config.schema import AUTO, Config, ParallelConfig, recomputed_share
 from prefgrpo.models import family
 from prefgrpo.objectives import objective
 from prefgrpo.parallel.mesh import Layout, problem
-from prefgrpo.run.batch_size import FILLED, estimate_batch_sizes
+from prefgrpo.run.batch_size import (
+    FILLED,
+    FILLED_UNTRIED,
+    auto_notes,
+    chooses_share,
+    estimate_batch_sizes,
+    estimate_share,
+)
 from prefgrpo.run.memory import GIB, Estimate, estimate, samples_per_index
 from prefgrpo.run.speed import (
     HARDWARE,
@@ -49,10 +56,13 @@ def plan(
     machines = Machines(hardware, config.gpus, nodes or math.ceil(config.gpus / 8), mfu or MFU[config.compile])
     if config.gpus % machines.nodes:
         raise ConfigError([f"gpus: expected a multiple of {machines.nodes} nodes, got {config.gpus}"])
+    given = config
     if config.rollout.batch_size == AUTO:
         config = estimate_batch_sizes(config, FILLED * memory_gib * GIB)
-        decoded = config.memory.decode_batch or config.rollout.batch_size
-        print(f"rollout.batch_size: auto is {config.rollout.batch_size}, {decoded} decoded at once per process")
+    if chooses_share(config):
+        config = estimate_share(config, FILLED_UNTRIED * memory_gib * GIB)
+    for line in auto_notes(given, config):
+        print(line)
     whole = estimate(config, partial(meshes, config, machines=machines))
     for name, count in whole.parameters.items():
         print(f"{name:<20} {count / 1e6:12.2f} M parameters")
@@ -148,6 +158,7 @@ NEEDS_NEW_ESTIMATE = ("train.guidance_gradient: conditional", "no train.gradient
 def compare_levers(config: Config, whole: Estimate, machines: Machines) -> Iterator[tuple[str, float, float]]:
     """(name, samples per second and GPU, GiB per GPU) without any of these options, then with each alone."""
     train = {"reuse_rollout_forward": False, "guidance_gradient": "both", "kl_fraction": 1.0, "min_advantage": 0.0}
+    train |= {"checkpointing_share": recomputed_share(config.train)}
     base = from_dict(merge(to_dict(config), {"train": train, "compile": False}))
     plain = whole if config.train.guidance_gradient == "both" else estimate(base)
     reached = {False: MFU[False] if config.compile else machines.mfu, True: MFU[True]}
@@ -176,7 +187,7 @@ def _not_applicable(config: Config, name: str) -> bool:
         or bool(config.rollout.staleness),
         "train.guidance_gradient: conditional": not guided,
         "train.kl_fraction: 0.25": not config.train.kl_coef,
-        "no train.gradient_checkpointing": not config.train.gradient_checkpointing,
+        "no train.gradient_checkpointing": not recomputed_share(config.train),
         "train.min_advantage: 0.25": not objective(config.train).proportional_to_advantage,
         "rollout.window_size: halved": not trajectory or trained_steps(config) == 1,
         "train.objective: awm": not trajectory,
@@ -214,7 +225,7 @@ def _memory_reductions(config: Config, part: str) -> list[tuple[str, Any]]:
     batch = [("rollout.batch_size", r.batch_size // 2)] if r.batch_size > 1 else []
     trained = [("train.lora_rank", t.lora_rank // 2 if t.lora_rank else 64)] if t.lora_rank != 1 else []
     if part in ("rollout", "update"):
-        recomputed = [("train.checkpointing_share", 1.0)] if t.checkpointing_share < 1 else []
+        recomputed = [("train.checkpointing_share", 1.0)] if recomputed_share(t) < 1 else []
         switched = recomputed if t.gradient_checkpointing else [("train.gradient_checkpointing", True)]
         return (switched if part == "update" else []) + batch
     if part == "decode":

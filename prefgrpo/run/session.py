@@ -57,6 +57,7 @@ FREE = (
         "train.stop_when",
         "train.lr",
         "train.max_grad_norm",
+        "train.checkpointing_share",
         "checkpoint.every",
         "checkpoint.keep",
     ),
@@ -127,7 +128,7 @@ class Session:
     """The parts of a run."""
 
     config: Config
-    """The run's configuration, with `auto` batch sizes replaced by numbers."""
+    """The run's configuration, with numbers for batch sizes and checkpointing_share that were `auto`."""
     world: World
     folder: RunFolder
     adapter: Adapter
@@ -176,7 +177,7 @@ def open_session(config: Config, resume: bool) -> Session:
         check_run(config)
         lock = world.on_main(partial(checkpoint.claim, folder, resume), checkpoint.CheckpointError)
         if resume:
-            config = _with_stored_batch_sizes(config, folder)
+            config = _with_stored_values(config, folder)
             _check_same_run(config, folder)
         return _open(config, resume, world, folder, lock)
     except BaseException:
@@ -194,12 +195,12 @@ def _open(config: Config, resume: bool, world: World, folder: RunFolder, lock: i
     scorers = {name: evaluation_scorers(config, judge, held, scorer, world) for name, held in measured.items()}
     absent = len(uncached(config, encoding_jobs(config, prompts, [p for held in sets.values() for p in held])))
     _check_context(config, world, [*prompts, *(p for held in sets.values() for p in held)])
-    auto = config.rollout.batch_size == AUTO
-    config = batch_size.initial_batch_sizes(config, world, prompts) if auto else config
+    given, config = config, batch_size.initial_values(config, world, prompts)
     adapter = trainable(config, open_adapter(config, world.device, bool(absent), splits(config)), world)
     goal = objective(config.train)
     policy = open_policy(config, goal, adapter)
-    config = batch_size.probe_batch_sizes(config, adapter, policy, world, prompts) if auto else config
+    if given.rollout.batch_size == AUTO:
+        config = batch_size.probe_batch_sizes(config, adapter, policy, world, prompts)
     schedules = open_schedules(config, adapter, world, prompts)
     embeddings = Embeddings(adapter, config.data.max_length, config.data.cache or None)
     ode = schedules.ode(eval_sampling(config))
@@ -226,10 +227,7 @@ def _open(config: Config, resume: bool, world: World, folder: RunFolder, lock: i
         Interrupt(),
         lock,
     )
-    session.notes = [*_notes(config, session), *judge_notes]
-    if auto:
-        decoded = config.memory.decode_batch or config.rollout.batch_size
-        session.notes.append(f"rollout.batch_size: auto is {config.rollout.batch_size}, {decoded} decoded at once")
+    session.notes = [*_notes(config, session), *judge_notes, *batch_size.auto_notes(given, config)]
     if config.data.cache:
         state = f"{absent} entries still missing" if absent else "complete, no text encoder was loaded"
         session.notes.append(f"embeddings in {config.data.cache}: {state}")
@@ -360,13 +358,19 @@ def _check_context(config: Config, world: World, prompts: list[Prompt]) -> None:
         raise ConfigError(list(dict.fromkeys(problems)))
 
 
-def _with_stored_batch_sizes(config: Config, folder: RunFolder) -> Config:
-    """For a resumed run with `auto`, `config` with the batch sizes stored at the run's first start."""
-    if config.rollout.batch_size != AUTO or not folder.config.is_file():
+def _with_stored_values(config: Config, folder: RunFolder) -> Config:
+    """For a resumed run, `config` with the values stored at the run's first start for each `auto`."""
+    sizes, share = config.rollout.batch_size == AUTO, batch_size.chooses_share(config)
+    if not (sizes or share) or not folder.config.is_file():
         return config
     stored = load(folder.config)
-    rollout = replace(config.rollout, batch_size=stored.rollout.batch_size)
-    return replace(config, rollout=rollout, memory=replace(config.memory, decode_batch=stored.memory.decode_batch))
+    if sizes:
+        memory = replace(config.memory, decode_batch=stored.memory.decode_batch)
+        config = replace(config, rollout=replace(config.rollout, batch_size=stored.rollout.batch_size), memory=memory)
+    if share:
+        train = replace(config.train, checkpointing_share=stored.train.checkpointing_share)
+        config = replace(config, train=train)
+    return config
 
 
 def _check_same_run(config: Config, folder: RunFolder) -> None:

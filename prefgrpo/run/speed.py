@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from prefgrpo.config.schema import Config, ParallelConfig, splits
+from prefgrpo.config.schema import Config, ParallelConfig, recomputed_share, splits
 from prefgrpo.judge.plans import get_plan
 from prefgrpo.models.base import Adapter
 from prefgrpo.objectives import objective
@@ -195,7 +195,7 @@ def step_time(
         / rate,
     }
     traffic, per_node = dict[str, float](), math.ceil(machines.gpus / machines.nodes)
-    backward = 2 + t.gradient_checkpointing * t.checkpointing_share
+    backward = 2 + recomputed_share(t)
     attended = (done.rollout + done.forward_only + backward * done.trained) * model.hidden / layout.context
     if (u := layout.ulysses) > 1:
         traffic["all-to-all"] = 4 * attended * (u - 1) / u
