@@ -89,7 +89,7 @@ def test_the_plan_chooses_as_an_estimate_of_every_size_would(place):
 
 
 @pytest.mark.full
-def test_the_plan_chooses_the_share_that_an_estimate_of_every_share_would(place, tmp_path, monkeypatch):
+def test_the_plan_chooses_the_share_that_an_estimate_of_every_share_would(place, tmp_path):
     """Twenty blocks, so that every multiple of 0.05 recomputes one block more."""
     model = shutil.copytree(place / "flux", tmp_path / "deep", ignore=shutil.ignore_patterns("*.safetensors"))
     file = model / "transformer" / "config.json"
@@ -98,16 +98,23 @@ def test_the_plan_chooses_the_share_that_an_estimate_of_every_share_would(place,
     config = auto(place, "deep", model=str(model), rollout=size, train=SHARE, device="cuda")
     found = {share: estimate(batch_size._with_share(config, share)) for share in batch_size.SHARES}
     totals, asked = {share: whole.total for share, whole in found.items()}, []
+
+    def chosen(free):
+        return batch_size.estimate_share(config, free, known).train.checkpointing_share
+
+    def known(c):
+        asked.append(c)
+        return found[c.train.checkpointing_share]
+
     assert len(totals) == 21 and estimate(config).total == totals[1.0] == min(totals.values()) < 0.8 * totals[0.0]
     assert len({whole.phases["rollout"] for whole in found.values()}) == 1
-    monkeypatch.setattr(batch_size, "estimate", lambda c: asked.append(c) or found[c.train.checkpointing_share])
     for part in range(1, 40):
         free = totals[1.0] + (totals[0.0] - totals[1.0]) * part / 40
         want = next(share for share, total in totals.items() if total <= free)
-        assert want > 0 and batch_size.estimate_share(config, free).train.checkpointing_share == want
-    assert len(asked) <= 4 * 39
+        assert want > 0 and chosen(free) == want
+    assert 2 * 39 < len(asked) <= 4 * 39
     for free, want in ((totals[0.0], 0.0), (totals[1.0] - 1, 1.0), (0, 1.0)):
-        assert batch_size.estimate_share(config, free).train.checkpointing_share == want
+        assert chosen(free) == want
 
 
 def test_the_share_changes_no_number_and_is_stored(place, monkeypatch):

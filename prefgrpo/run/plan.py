@@ -158,7 +158,6 @@ NEEDS_NEW_ESTIMATE = ("train.guidance_gradient: conditional", "no train.gradient
 def compare_levers(config: Config, whole: Estimate, machines: Machines) -> Iterator[tuple[str, float, float]]:
     """(name, samples per second and GPU, GiB per GPU) without any of these options, then with each alone."""
     train = {"reuse_rollout_forward": False, "guidance_gradient": "both", "kl_fraction": 1.0, "min_advantage": 0.0}
-    train |= {"checkpointing_share": recomputed_share(config.train)}
     base = from_dict(merge(to_dict(config), {"train": train, "compile": False}))
     plain = whole if config.train.guidance_gradient == "both" else estimate(base)
     reached = {False: MFU[False] if config.compile else machines.mfu, True: MFU[True]}
