@@ -20,7 +20,8 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ from benchmarks.peer_runs import Work, make_pipeline
 from prefgrpo.config.loading import from_dict
 from prefgrpo.config.recipe import merge
 from prefgrpo.integrations.lora import LoraLinear
+from prefgrpo.integrations.rotary import stock_rotary
 from prefgrpo.run.memory import MemoryTracker
 from prefgrpo.run.session import Clock
 from prefgrpo.run.trainer import TrainingLoop
@@ -61,6 +63,8 @@ class Lever:
     family: str = "flux"
     peft: bool = False
     """Whether the baseline has peft's LoRA layers."""
+    rotary: bool = False
+    """Whether the baseline has diffusers' rotary embedding."""
 
 
 KL = {"kl_coef": 0.04}
@@ -88,6 +92,7 @@ LEVERS = {
         {}, "none; `prefgrpo plan` says where it is needed", {"train": {"gradient_checkpointing": True}}
     ),
     "our LoRA layers instead of peft's": Lever({}, "always", peft=True),
+    "our rotary embedding instead of diffusers'": Lever({}, "always", rotary=True),
     "`compile`": Lever({"compile": True}, "off: the first steps compile for minutes"),
 }
 
@@ -112,6 +117,7 @@ class Side:
     def __init__(self, lever: Lever, changes: dict[str, Any], folder: Path, work: Work, name: str) -> None:
         self.loop = TrainingLoop(from_dict(merge(settings(lever.family, folder, work, name), changes)))
         self.loop.advantages = lambda step, scores: (ADVANTAGE, {})  # type: ignore[method-assign]
+        self.context: Callable[[], AbstractContextManager[None]] = nullcontext
         self.gradient = torch.empty(0)
         self.seconds: list[dict[str, float]] = []
         update = self.loop.policy.update
@@ -126,9 +132,10 @@ class Side:
 
     def step(self) -> dict[str, float]:
         """CPU seconds of one step and of its update."""
-        clock, begin = Clock(now=time.process_time), time.process_time()
-        self.loop.step(0, clock)
-        return {"step": time.process_time() - begin, "update": clock.seconds["update"]}
+        with self.context():
+            clock, begin = Clock(now=time.process_time), time.process_time()
+            self.loop.step(0, clock)
+            return {"step": time.process_time() - begin, "update": clock.seconds["update"]}
 
     def most(self) -> int:
         """Peak bytes of a step's tensors."""
@@ -157,6 +164,8 @@ def measure(name: str, size: str, rounds: int) -> dict[str, Any]:
         for module in sides[0].loop.adapter.transformer.modules() if lever.peft else ():
             if isinstance(module, LoraLinear):
                 module.__class__ = peft.tuners.lora.Linear
+        if lever.rotary:
+            sides[0].context = stock_rotary
         for side in sides:
             side.step()
         gradient = compared(sides[1].gradient, sides[0].gradient)

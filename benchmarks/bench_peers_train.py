@@ -7,10 +7,12 @@ encoders; processes alternate, and a number is the median over all timed steps. 
 - launcher: its script through `python -m prefgrpo.integrations`, with the patch removed in every other step.
 - same work: `prefgrpo train` with the peer's samples, steps, trained steps, updates, batch, LoRA, rule and KL, with a
   gradient through both predictions of guidance, as in its checkout.
-- as published: ours with the settings of our recipe for the same method: batches of a group where the peer's batch is
-  one sample, and for SD3 a gradient through the conditional prediction alone.
+- as published: the peer with the settings of its launch script and ours with those of our recipe for the same method.
+  DanceGRPO and Pref-GRPO recompute activations and train 60 % of the steps, one sample at a time; our batches are the
+  recipe's, and Pref-GRPO's recipe recomputes nothing where memory allows. For Flow-GRPO's SD3, whose settings are those
+  above, ours has a gradient through the conditional prediction alone.
 
-Results and the machine's load go to results/peers_train.json, replacing earlier results of the same peers and sizes;
+Results, the machine and its load go to results/peers_train.json, replacing earlier results of the same peers and sizes;
 `--render` writes the tables of docs/integrations.md.
 """
 
@@ -43,6 +45,13 @@ FULL = {"dance_grpo_flux"}
 """Peers that train all weights."""
 ALONE = {"dance_grpo_flux", "pref_grpo_flux"}
 """Peers whose forwards hold one sample, in rollout and training."""
+RECIPES = {
+    "dance_grpo_flux": ROOT / "scripts" / "dancegrpo" / "full_flux.yaml",
+    "pref_grpo_flux": ROOT / "scripts" / "prefgrpo" / "lora_flux.yaml",
+}
+"""Our recipes for the methods of these peers."""
+OWN_BATCH = {"dance_grpo_flux": 4, "pref_grpo_flux": 2}
+"""Their batch sizes, at most a group."""
 KINDS = ("same", "own")
 """Kinds of our runs: the peer's work, and our recipe's settings where they differ."""
 
@@ -52,9 +61,15 @@ def kinds(name: str) -> tuple[str, ...]:
     return KINDS if name in ALONE or name == "flow_grpo_sd3" else KINDS[:1]
 
 
+def as_published(name: str, work: Work) -> Work:
+    """The work of a peer's launch script: six steps where it trains 60 % of them."""
+    return replace(work, steps=6, published=True) if name in ALONE else work
+
+
 def settings(name: str, work: Work, folder: Path, steps: int, kind: str) -> dict[str, Any]:
     """prefgrpo's configuration for the work of a peer's training step."""
     published = kind != "same"
+    work = as_published(name, work) if published else work
     family, sde = PEERS[name].family, {"rule": "flow", "eta": 0.7}
     rollout: dict[str, Any] = {
         "height": work.side, "width": work.side, "steps": work.steps, "prompts_per_step": work.prompts,
@@ -67,9 +82,12 @@ def settings(name: str, work: Work, folder: Path, steps: int, kind: str) -> dict
     if name in ALONE:
         sde = {"rule": "dance", "eta": 0.3} if name in FULL else sde
         rollout |= {"sigmas": "published", "truncate_timesteps": True, "shift": 3.0}
-        rollout["batch_size"] = work.group if published else 1
+        rollout["batch_size"] = OWN_BATCH[name] if published else 1
+        if published:
+            rollout |= {"window_high": work.steps - 1, "window_size": int((work.steps - 1) * 0.6)}
+            rollout |= {"window_policy": "subset", "sde_everywhere": True}
     if name in FULL:
-        train["lora_rank"] = 0
+        train |= {"lora_rank": 0, "gradient_checkpointing": published}
     if name.startswith("flow_grpo"):
         train |= {"kl_coef": work.kl, "kl_form": "flow_grpo"}
     if name == "flow_grpo_sd3" and published:
@@ -126,7 +144,13 @@ def measure(name: str, size: str, rounds: int, steps: int) -> dict[str, Any]:
     work, timed = SIZES[size], {kind: list[float]() for kind in ("peer", "launcher", *kinds(name))}
     calls: dict[str, int] = {}
     ours = ["--ours", name, "--sizes", size, "--steps", str(steps)]
+    if name in ALONE:
+        timed["published"] = []
     for _ in range(rounds):
+        if name in ALONE:
+            given = ["--work", json.dumps(asdict(as_published(name, work))), "--steps", str(WARM + steps)]
+            rows = apart("benchmarks.peer_runs", name, *given)["steps"]
+            timed["published"] += [row["seconds"] for row in rows[WARM:]]
         total = str(WARM + 2 * steps + COUNTED)
         arguments = [name, "--work", json.dumps(asdict(work)), "--steps", total, "--launcher", "--alternate", "--calls"]
         rows = apart("benchmarks.peer_runs", *arguments)["steps"]
@@ -142,24 +166,27 @@ def measure(name: str, size: str, rounds: int, steps: int) -> dict[str, Any]:
 
 def tables(found: dict[str, Any]) -> list[str]:
     """The block of docs/integrations.md."""
-    lines = [
-        "| trainer | pipeline | s | launcher, s | × | dispatcher calls | same work, s | × | as published, s | × |",
-        "|---|---|" + "---:|" * 8,
-    ]
+    heads = "trainer | pipeline | s | launcher, s | × | dispatcher calls | same work, s | × | as published, s | ours, s"
+    lines = [f"| {heads} | × |", "|---|---|" + "---:|" * 9]
+    machines: dict[str, list[dict[str, Any]]] = {}
     for run in found["runs"]:
         s, calls = run["seconds"], run["calls"]
         cells = [f"{s['peer']:.2f}", f"{s['launcher']:.2f}", f"{s['peer'] / s['launcher']:.2f}"]
         cells += [f"{calls['peer']} → {calls['launcher']}"]
-        for kind in KINDS:
-            cells += [f"{s[kind]:.2f}", f"{s['peer'] / s[kind]:.2f}"] if kind in s else ["", ""]
+        cells += [f"{s['same']:.2f}", f"{s['peer'] / s['same']:.2f}"]
+        theirs = s.get("published", s["peer"])
+        cells += [f"{theirs:.2f}", f"{s['own']:.2f}", f"{theirs / s['own']:.2f}"] if "own" in s else [""] * 3
         lines.append(f"| {run['peer']} | {run['size']} | {' | '.join(cells)} |")
-    load, torch_version = found["machine"]["load"], found["machine"]["torch"]
-    state = f"One thread of an {found['machine']['device']}, load average {load:.1f}, torch {torch_version}; "
-    state += f"{found['rounds']} × {found['steps']} timed steps of each."
+        machines.setdefault(run["machine"]["device"], []).append(run)
+    state = f"{found['rounds']} × {found['steps']} timed steps of each, on one thread."
+    for device, runs in machines.items():
+        load = max(run["machine"]["load"] for run in runs)
+        names = f" ({', '.join(dict.fromkeys(run['peer'] for run in runs))})" if len(machines) > 1 else ""
+        state += f" {device}{names}: torch {runs[0]['machine']['torch']}, load average up to {load:.1f}."
     done = {(run["peer"], run["size"]) for run in found["runs"]}
     absent = [f"{peer} ({size})" for size in SIZES for peer in PEERS if (peer, size) not in done]
     state += f" Not measured: {', '.join(absent)}." if absent else ""
-    return [*lines, "", ("The machine was busy. " if load > 1.5 else "") + state]
+    return [*lines, "", state]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -185,10 +212,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         runs = {(run["peer"], run["size"]): run for run in known}
         for size in given.sizes:
             for name in given.peers:
-                runs[name, size] = rounded(measure(name, size, given.rounds, given.steps))
+                runs[name, size] = rounded(measure(name, size, given.rounds, given.steps) | {"machine": machine("cpu")})
                 print(json.dumps(runs[name, size]), flush=True)
                 ordered = [runs[one, at] for at in SIZES for one in PEERS if (one, at) in runs]
-                found = {"machine": machine("cpu"), "rounds": given.rounds, "steps": given.steps, "runs": ordered}
+                found = {"rounds": given.rounds, "steps": given.steps, "runs": ordered}
                 write_json(given.out, rounded(found))
     if given.out == JSON:
         replace_block(PAGE, "peers_train", tables(json.loads(JSON.read_text())))

@@ -15,6 +15,7 @@ from PIL import Image
 
 from prefgrpo import models
 from prefgrpo.config.schema import SamplingConfig
+from prefgrpo.integrations.rotary import stock_rotary
 from prefgrpo.models.condition import collate
 from prefgrpo.rollout.embeddings import Embeddings
 from prefgrpo.rollout.rollout import rollout
@@ -180,6 +181,7 @@ def draw(adapter, case, size, steps, prompts=PROMPTS):
     return adapter.decode(done.latents, sampling)
 
 
+@stock_rotary()
 def stock_image(pipe, case, x0, size, steps, prompts=PROMPTS):
     pipe.set_progress_bar_config(disable=True)
     if "solver_order" in pipe.scheduler.config:  # Wan's UniPC as a first-order solver

@@ -38,7 +38,7 @@ NOT_RUN = {
     ),
 }
 """Prefix of a command that is not run (with a final $: the whole command) → reason."""
-SNIPPETS = {"README.md": 1, "docs/integrations.md": 2}
+SNIPPETS = {"README.md": 1, "docs/integrations.md": 3}
 """Number of Python blocks per page, all of which must run (docs/ops.md: test_ops_docs.py)."""
 
 

@@ -8,7 +8,7 @@ from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import Linear
 from torch import nn
 
-from benchmarks import lora_bytes
+from benchmarks import layer_bytes
 from prefgrpo.integrations.lora import LoraLinear, fuse_lora
 
 LEAD = {"[in]s": (7,), "tokens": (2, 5), "images": (2, 3, 4)}
@@ -107,9 +107,9 @@ def test_layers_with_more_than_a_and_b_stay_pefts(options):
     assert all(type(m) is Linear for m in model.modules() if isinstance(m, Linear))
 
 
-@pytest.mark.parametrize("layer", lora_bytes.LAYERS.values(), ids=lora_bytes.LAYERS)
+@pytest.mark.parametrize("layer", layer_bytes.LAYERS.values(), ids=layer_bytes.LAYERS)
 def test_moves_fewer_bytes_for_the_same_multiplications(layer):
-    peft, ours = (lora_bytes.count(*layer, fused=fused, tokens=256) for fused in (False, True))
+    peft, ours = (layer_bytes.count(*layer, fused=fused, tokens=256) for fused in (False, True))
     assert ours.bytes < peft.bytes and ours.kernels < peft.kernels and ours.flop == peft.flop > 0
 
 

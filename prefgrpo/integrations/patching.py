@@ -64,7 +64,7 @@ def patch(codebase: str) -> list[str]:
         names = describe_targets(codebase)
         raise RuntimeError(f"'{codebase}' is not imported, expected {names}: import its training code first")
     _PATCHED[codebase] = replaced
-    _rebind(replaced)
+    rebind(replaced)
     places = sorted(f"{place}.{name}" for place, _, name, f in _functions() if f in replaced.values())
     if len(replaced) > before and os.environ.get("RANK", "0") == "0":
         print(f"prefgrpo: patched {codebase}: {', '.join(places)}", file=sys.stderr, flush=True)
@@ -77,7 +77,7 @@ def unpatch(codebase: str) -> list[str]:
     Raises ValueError for an unknown codebase.
     """
     targets(codebase)
-    return _rebind({ours: original for original, ours in _PATCHED.pop(codebase, {}).items()})
+    return rebind({ours: original for original, ours in _PATCHED.pop(codebase, {}).items()})
 
 
 def targets(codebase: str) -> dict[str, str]:
@@ -143,7 +143,7 @@ def _functions() -> Iterator[tuple[str, Any, str, Function]]:
                 yield place, owner, name, value
 
 
-def _rebind(new: dict[Function, Function]) -> list[str]:
+def rebind(new: dict[Function, Function]) -> list[str]:
     """Replace every reference to f by new[f]; returns the dotted names."""
     held = [(place, owner, name, f) for place, owner, name, f in _functions() if f in new]
     for _, owner, name, f in held:

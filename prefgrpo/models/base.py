@@ -107,6 +107,9 @@ class Adapter(Weights, ABC):
             raise ValueError(f"source_area: expected at least {32 * 32} pixels, got {source_area}")
         if unknown := [name for name in target_components if name not in self.denoisers]:
             raise ValueError(f"target_components: expected some of {', '.join(self.denoisers)}, got {unknown}")
+        from prefgrpo.integrations.rotary import fuse_rotary
+
+        fuse_rotary()
         self.pipe, self.transformer = pipe, getattr(pipe, self.denoisers[0])
         self.trained = tuple(name for name in self.denoisers if name in (target_components or self.denoisers))
         self.fingerprint, self.guidance_gradient = fingerprint, guidance_gradient

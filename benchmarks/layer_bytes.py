@@ -1,4 +1,5 @@
-"""`python -m benchmarks.lora_bytes`: bytes that FLUX.1-dev moves with peft's LoRA layers and with ours.
+"""`python -m benchmarks.layer_bytes`: bytes that FLUX.1-dev moves with peft's LoRA layers and with ours, and with
+diffusers' rotary embedding and with ours.
 
 Counted, not timed: the sizes of the inputs and outputs of every kernel of a forward and a backward pass, in bf16 under
 autocast with fp32 LoRA weights of rank 64, on fake tensors: of single layers, and of the whole model with its published
@@ -8,6 +9,7 @@ memory), and for the multiplications at 989 TFLOP/s.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from prefgrpo.config.loading import parse
 from prefgrpo.integrations.lora import LoraLinear, fuse_lora
+from prefgrpo.integrations.rotary import apply_rotary_emb, stock, stock_rotary
 from prefgrpo.run.memory import FLOP, build_meta_adapter, fake_tensors, norms_of
 
 RECIPE = Path(__file__).resolve().parent.parent / "scripts" / "prefgrpo" / "lora_flux.yaml"
@@ -76,6 +79,17 @@ def count(inputs: int, outputs: int, dtype: torch.dtype, fused: bool, tokens: in
     return traffic
 
 
+def count_rotary(fused: bool) -> Traffic:
+    """One forward and backward pass of the rotary embedding of a query, 24 heads of width 128."""
+    with FakeTensorMode():
+        x = torch.empty(1, TOKENS, 24, 128, dtype=torch.bfloat16, requires_grad=True)
+        freqs = torch.empty(2, TOKENS, 128)
+        with Traffic() as traffic:
+            y = (apply_rotary_emb if fused else stock)(x, freqs, sequence_dim=1)
+            y.backward(y.detach())
+    return traffic
+
+
 def count_model(fused: bool) -> Traffic:
     """One forward and backward pass of FLUX.1-dev with a batch of its recipe, without recomputation."""
     sizes = {"rollout": {"height": 512, "width": 512}, "train": {"gradient_checkpointing": False}}
@@ -86,7 +100,7 @@ def count_model(fused: bool) -> Traffic:
         if isinstance(module, LoraLinear):
             module.__class__ = Linear
     mode, _, (x, sigma, condition) = fake_tensors(config, adapter)
-    with Traffic() as traffic, norms_of(config), mode:
+    with nullcontext() if fused else stock_rotary(), Traffic() as traffic, norms_of(config), mode:
         adapter.velocity(x, sigma, condition, config.rollout).square().mean().backward()
     return traffic
 
@@ -94,9 +108,10 @@ def count_model(fused: bool) -> Traffic:
 def main() -> None:
     """Print the table."""
     print("| | | GB | kernels | ms of memory | ms of multiplications |\n|---|---|---:|---:|---:|---:|")
-    counts = {name: partial(count, *layer) for name, layer in LAYERS.items()} | {"FLUX.1-dev": count_model}
+    counts = {name: partial(count, *layer) for name, layer in LAYERS.items()}
+    counts |= {"rotary embedding, bf16": count_rotary, "FLUX.1-dev": count_model}
     for name, counted in counts.items():
-        for who, fused in (("peft", False), ("ours", True)):
+        for who, fused in (("stock", False), ("ours", True)):
             t = counted(fused=fused)
             cells = f"{t.bytes / 1e9:.2f} | {t.kernels} | {1e3 * t.bytes / BANDWIDTH:.2f} | {1e3 * t.flop / PEAK:.2f}"
             print(f"| {name} | {who} | {cells} |", flush=True)
