@@ -9,8 +9,9 @@ encoders; processes alternate, and a number is the median over all timed steps. 
   gradient through both predictions of guidance, as in its checkout.
 - as published: the peer with the settings of its launch script and ours with those of our recipe for the same method.
   DanceGRPO and Pref-GRPO recompute activations and train 60 % of the steps, one sample at a time; our batches are the
-  recipe's, and Pref-GRPO's recipe recomputes nothing where memory allows. For Flow-GRPO's SD3, whose settings are those
-  above, ours has a gradient through the conditional prediction alone.
+  recipe's, and Pref-GRPO's recipe recomputes nothing where memory allows. Flow-Factory trains one of ten steps, in
+  batches of two. For Flow-GRPO's SD3, whose settings are those above, ours has a gradient through the conditional
+  prediction alone.
 
 Results, the machine and its load go to results/peers_train.json, replacing earlier results of the same peers and sizes;
 `--render` writes the tables of docs/integrations.md.
@@ -48,22 +49,26 @@ ALONE = {"dance_grpo_flux", "pref_grpo_flux"}
 RECIPES = {
     "dance_grpo_flux": ROOT / "scripts" / "dancegrpo" / "full_flux.yaml",
     "pref_grpo_flux": ROOT / "scripts" / "prefgrpo" / "lora_flux.yaml",
+    "flow_factory_flux": ROOT / "scripts" / "flowfactory" / "lora_grpo_flux.yaml",
 }
-"""Our recipes for the methods of these peers."""
-OWN_BATCH = {"dance_grpo_flux": 4, "pref_grpo_flux": 2}
+"""Our recipes for the methods of peers whose launch scripts differ from the same work."""
+OWN_BATCH = {"dance_grpo_flux": 4, "pref_grpo_flux": 2, "flow_factory_flux": 2}
 """Their batch sizes, at most a group."""
+TEXT_TOKENS = {"flow_factory_flux": 512}
+"""T5 tokens per prompt where they are not 128; Flow-Factory always pads to 512."""
 KINDS = ("same", "own")
 """Kinds of our runs: the peer's work, and our recipe's settings where they differ."""
 
 
 def kinds(name: str) -> tuple[str, ...]:
     """Kinds of our runs that are timed for a peer."""
-    return KINDS if name in ALONE or name == "flow_grpo_sd3" else KINDS[:1]
+    return KINDS if name in RECIPES or name == "flow_grpo_sd3" else KINDS[:1]
 
 
 def as_published(name: str, work: Work) -> Work:
-    """The work of a peer's launch script: six steps where it trains 60 % of them."""
-    return replace(work, steps=6, published=True) if name in ALONE else work
+    """The work of a peer's launch script; six steps where it trains 60 % of them."""
+    changes = {"steps": 6} if name in ALONE else {"steps": 10, "batch": 2}
+    return replace(work, published=True, **changes) if name in RECIPES else work
 
 
 def settings(name: str, work: Work, folder: Path, steps: int, kind: str) -> dict[str, Any]:
@@ -81,20 +86,24 @@ def settings(name: str, work: Work, folder: Path, steps: int, kind: str) -> dict
     }  # fmt: skip
     if name in ALONE:
         sde = {"rule": "dance", "eta": 0.3} if name in FULL else sde
-        rollout |= {"sigmas": "published", "truncate_timesteps": True, "shift": 3.0}
-        rollout["batch_size"] = OWN_BATCH[name] if published else 1
+        rollout |= {"sigmas": "published", "truncate_timesteps": True, "shift": 3.0, "batch_size": 1}
         if published:
             rollout |= {"window_high": work.steps - 1, "window_size": int((work.steps - 1) * 0.6)}
-            rollout |= {"window_policy": "subset", "sde_everywhere": True}
+            rollout["sde_everywhere"] = True
+    elif name in RECIPES and published:
+        rollout |= {"window_low": 1, "window_high": 4, "window_size": 1}
+    if name in RECIPES and published:
+        rollout |= {"window_policy": "subset", "batch_size": OWN_BATCH[name]}
     if name in FULL:
         train |= {"lora_rank": 0, "gradient_checkpointing": published}
     if name.startswith("flow_grpo"):
         train |= {"kl_coef": work.kl, "kl_form": "flow_grpo"}
     if name == "flow_grpo_sd3" and published:
         train["guidance_gradient"] = "conditional"
+    data = {"prompts": str(folder / "train.txt"), "max_length": TEXT_TOKENS.get(name, 128)}
     return {
         "model": str(folder), "family": family, "output": str(folder / "runs"), "name": "ours", "device": "cpu",
-        "dtype": "fp32", "gpus": 1, "data": {"prompts": str(folder / "train.txt"), "max_length": 128},
+        "dtype": "fp32", "gpus": 1, "data": data,
         "reward": {"spec": "jpeg_compressibility"}, "rollout": rollout | sde, "train": train, "eval": {"every": 0},
         "checkpoint": {"every": 10**6},
     }  # fmt: skip
@@ -144,10 +153,10 @@ def measure(name: str, size: str, rounds: int, steps: int) -> dict[str, Any]:
     work, timed = SIZES[size], {kind: list[float]() for kind in ("peer", "launcher", *kinds(name))}
     calls: dict[str, int] = {}
     ours = ["--ours", name, "--sizes", size, "--steps", str(steps)]
-    if name in ALONE:
+    if name in RECIPES:
         timed["published"] = []
     for _ in range(rounds):
-        if name in ALONE:
+        if name in RECIPES:
             given = ["--work", json.dumps(asdict(as_published(name, work))), "--steps", str(WARM + steps)]
             rows = apart("benchmarks.peer_runs", name, *given)["steps"]
             timed["published"] += [row["seconds"] for row in rows[WARM:]]

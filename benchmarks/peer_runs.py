@@ -67,8 +67,8 @@ class Work:
     kl: float = 0.04
     lora: int = 32
     published: bool = False
-    """Whether DanceGRPO's and Pref-GRPO's scripts recompute activations and train 60 % of the steps, as their launch
-    scripts say, instead of all."""
+    """Whether trained steps and memory are as in the peer's launch script: DanceGRPO and Pref-GRPO recompute
+    activations and train 60 % of the steps, Flow-Factory trains one of the second to fourth; otherwise all."""
 
 
 def make_pipeline(family: str, folder: Path, work: Work) -> Path:
@@ -449,7 +449,7 @@ def flow_factory(root: Path, folder: Path, work: Work) -> list[str]:
                   "num_inference_steps": work.steps, "per_device_batch_size": work.batch, "group_size": work.group,
                   "unique_sample_num_per_epoch": work.prompts, "gradient_step_per_epoch": work.updates,
                   "latent_storage_dtype": "fp32"},
-        "scheduler": {"sde_steps": None, "num_sde_steps": None},
+        "scheduler": {} if work.published else {"sde_steps": None, "num_sde_steps": None},
         "eval": {"eval_freq": 0, "resolution": work.side},
     }  # fmt: skip
     for section, values in changes.items():
