@@ -23,21 +23,21 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import peft
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks.blocks import replace_block, rounded, write_json
 from benchmarks.harness import machine
+from benchmarks.layer_bytes import peft_layers
 from benchmarks.peer_runs import Work, make_pipeline
 from prefgrpo.config.loading import from_dict
 from prefgrpo.config.recipe import merge
-from prefgrpo.integrations.lora import LoraLinear
 from prefgrpo.integrations.rotary import stock_rotary
 from prefgrpo.run.memory import MemoryTracker
 from prefgrpo.run.session import Clock
@@ -61,10 +61,8 @@ class Lever:
     off: dict[str, Any] = field(default_factory=dict)
     """Settings without the lever."""
     family: str = "flux"
-    peft: bool = False
-    """Whether the baseline has peft's LoRA layers."""
-    rotary: bool = False
-    """Whether the baseline has diffusers' rotary embedding."""
+    baseline: Callable[[nn.Module], AbstractContextManager[None]] = nullcontext
+    """Context of the baseline's steps, given the transformer."""
 
 
 KL = {"kl_coef": 0.04}
@@ -91,8 +89,8 @@ LEVERS = {
     "no `train.gradient_checkpointing`": Lever(
         {}, "none; `prefgrpo plan` says where it is needed", {"train": {"gradient_checkpointing": True}}
     ),
-    "our LoRA layers instead of peft's": Lever({}, "always", peft=True),
-    "our rotary embedding instead of diffusers'": Lever({}, "always", rotary=True),
+    "our LoRA layers instead of peft's": Lever({}, "always", baseline=peft_layers),
+    "our rotary embedding instead of diffusers'": Lever({}, "always", baseline=lambda _: stock_rotary()),
     "`compile`": Lever({"compile": True}, "off: the first steps compile for minutes"),
 }
 
@@ -117,7 +115,8 @@ class Side:
     def __init__(self, lever: Lever, changes: dict[str, Any], folder: Path, work: Work, name: str) -> None:
         self.loop = TrainingLoop(from_dict(merge(settings(lever.family, folder, work, name), changes)))
         self.loop.advantages = lambda step, scores: (ADVANTAGE, {})  # type: ignore[method-assign]
-        self.context: Callable[[], AbstractContextManager[None]] = nullcontext
+        baseline = lever.baseline if name == "off" else nullcontext
+        self.context = partial(baseline, self.loop.adapter.transformer)
         self.gradient = torch.empty(0)
         self.seconds: list[dict[str, float]] = []
         update = self.loop.policy.update
@@ -161,11 +160,6 @@ def measure(name: str, size: str, rounds: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         made = make_pipeline(lever.family, Path(folder), work)
         sides = [Side(lever, changes, made, work, kind) for kind, changes in (("off", lever.off), ("on", lever.on))]
-        for module in sides[0].loop.adapter.transformer.modules() if lever.peft else ():
-            if isinstance(module, LoraLinear):
-                module.__class__ = peft.tuners.lora.Linear
-        if lever.rotary:
-            sides[0].context = stock_rotary
         for side in sides:
             side.step()
         gradient = compared(sides[1].gradient, sides[0].gradient)

@@ -9,7 +9,8 @@ memory), and for the multiplications at 989 TFLOP/s.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,26 @@ class Traffic(TorchDispatchMode):
         return out
 
 
+@contextmanager
+def peft_layers(model: nn.Module) -> Iterator[None]:
+    """Context in which `model` has peft's own LoRA layers, to compare with."""
+    ours = [module for module in model.modules() if isinstance(module, LoraLinear)]
+    for module in ours:
+        module.__class__ = Linear
+    try:
+        yield
+    finally:
+        for module in ours:
+            module.__class__ = LoraLinear
+
+
+@contextmanager
+def stock_layers(model: nn.Module) -> Iterator[None]:
+    """Context with peft's LoRA layers and diffusers' rotary embedding."""
+    with peft_layers(model), stock_rotary():
+        yield
+
+
 def count(inputs: int, outputs: int, dtype: torch.dtype, fused: bool, tokens: int = TOKENS) -> Traffic:
     """One forward and backward pass of a LoRA layer [inputs → outputs] on `tokens` rows of `dtype`."""
     base = nn.Linear(inputs, outputs, dtype=torch.bfloat16, device="meta").requires_grad_(False)
@@ -96,11 +117,8 @@ def count_model(fused: bool) -> Traffic:
     config, mistakes = parse(RECIPE, overrides=sizes)
     assert not mistakes, mistakes
     adapter = build_meta_adapter(config)[0]
-    for module in adapter.transformer.modules() if not fused else ():
-        if isinstance(module, LoraLinear):
-            module.__class__ = Linear
     mode, _, (x, sigma, condition) = fake_tensors(config, adapter)
-    with nullcontext() if fused else stock_rotary(), Traffic() as traffic, norms_of(config), mode:
+    with nullcontext() if fused else stock_layers(adapter.transformer), Traffic() as traffic, norms_of(config), mode:
         adapter.velocity(x, sigma, condition, config.rollout).square().mean().backward()
     return traffic
 
