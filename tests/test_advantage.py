@@ -7,7 +7,9 @@ in fp64 on the same 300 groups; if PREFGRPO_PEERS has a checkout, the function i
 """
 
 import dataclasses
+from pathlib import Path
 from types import MappingProxyType
+from unittest import mock
 
 import advantage_oracle
 import numpy as np
@@ -23,6 +25,7 @@ from prefgrpo.judge.client import HttpJudge
 from prefgrpo.rewards.base import GroupScores, PointwiseReward, Score
 from prefgrpo.rewards.pairwise import UnifiedRewardFlex
 from prefgrpo.rewards.vlm import EditImageQuality
+from prefgrpo.run import trainer
 from prefgrpo.run.advantage import CombineError, advantages, part_table
 from prefgrpo.run.judging import specs
 from prefgrpo.run.trainer import TrainingLoop
@@ -41,6 +44,8 @@ PUBLISHED = {
     "two rewards, gdpo": [-20.125819, 28.323208, 12.766871, -18.758547, -2.884795, 11.076886],
 }
 """`projected` advantages of each of the six steps."""
+JUDGE = Path(__file__).resolve().parent.parent / "prefgrpo" / "tiny" / "assets" / "judge"
+LOCAL = {"backend": "local", "model": str(JUDGE), "template": "caption_match", "max_missing": 0.5}
 MINIMAL = {"model": "m", "data": {"prompts": "p"}}
 ORIGINAL = RewardConfig(combine="weighted_advantage_sum", eps=1e-8, ddof=1)
 
@@ -231,6 +236,33 @@ def test_a_run_takes_the_parts_of_its_rewards(tmp_path):
     assert np.allclose(found.numpy(), blend / blend.std(ddof=1), rtol=1e-3)
     with pytest.raises(ConfigError, match="expected weighted_advantage_sum, got weighted_sum"):
         TrainingLoop(from_dict(settings(place, "sum", reward={"spec": spec}, eval={"every": 0})))
+
+
+@pytest.mark.parametrize(("reward", "fused"), [
+    ({"ddof": 1, "eps": 0.0}, True), ({"spec": "vlm_pairwise:1,jpeg_compressibility:0", "std": "none"}, True),
+    ({"spec": "vlm_pairwise:0.5"}, False), ({"rank": True}, False),
+    ({"options": {"vlm_pairwise": {"rate": "bradley_terry"}}}, False),
+], ids=str)  # fmt: skip
+def test_advantages_of_win_rates_alone_come_from_the_comparisons(tmp_path, reward, fused):
+    """With one launch of `winrate_advantage`; a member whose comparisons are all missing gets 0."""
+    over = {"reward": {"spec": "vlm_pairwise"} | reward, "judge": LOCAL, "eval": {"every": 0}}
+    one = TrainingLoop(from_dict(settings(world(tmp_path), "wins", **over)))
+    collect(one, 0)
+    scores = one.scorer.finish()
+    group = scores.groups["vlm_pairwise"][0]
+    for table in (group.wins, group.counts):
+        table[1] = table[:, 1] = 0.0
+    rates = [g.wins.sum(1) / g.counts.sum(1).clip(1e-9) for g in scores.groups["vlm_pairwise"]]
+    if "options" not in reward:
+        scores.values["vlm_pairwise"][:] = rates
+    scores.values["vlm_pairwise"][0, 1] = NAN
+    values = np.stack([scores.values[name].flatten() for name in one.session.weights], axis=1)
+    want = advantages(values, one.session.weights, 4, one.config.reward)
+    with mock.patch.object(trainer, "winrate_advantage", wraps=trainer.winrate_advantage) as used:
+        found, _ = one.advantages(1, scores)
+    one.close()
+    assert used.called == fused and found[0, 1] == 0 and found.abs().max() > 0.01
+    assert torch.allclose(found, want, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("make", [UnifiedRewardFlex, EditImageQuality])

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from prefgrpo.judge.plans import Judged
-from prefgrpo.ops import bradley_terry, bradley_terry_ordered, winrate_advantage
+from prefgrpo.ops import bradley_terry, bradley_terry_ordered
 
 Floats = NDArray[np.float64]
 Rate = Literal["win_rate", "bradley_terry"]
@@ -73,7 +73,7 @@ def rate_groups(size: int, groups: Sequence[Sequence[Judged]], rating: Rating) -
     if rating.rate == "win_rate":
         if rating.verdict == "hard":
             wins, counts = wins / counts.clamp(min=1.0), counts.clamp(max=1.0)
-        values = winrate_advantage(wins, counts)[0]
+        values = (wins.sum(2) / counts.sum(2)).float()  # so that equal rates stay equal
     elif rating.bias == "fit":
         first, shown = _sums(size, groups, np.zeros(len(groups)), rating.verdict)
         values = _mean_win(bradley_terry_ordered(first, shown, prior=PRIOR)[0])

@@ -67,6 +67,11 @@ class VlmPairwise(GroupwiseReward):
             self.takes = ("image",)  # type: ignore[assignment]
         self.streams, self.answer_s = self.judge.streams, self.judge.answer_s
 
+    @property
+    def is_win_rate(self) -> bool:
+        """Whether the scores are the win rates of wins and counts."""
+        return self.rate == "win_rate"
+
     def check(self, group_size: int) -> None:
         """Raise ValueError for a plan that does not fit the group size."""
         self.next_pairs(group_size, 0, ())
@@ -134,6 +139,11 @@ class UnifiedRewardFlex(VlmPairwise):
             if not self.overall_weight:
                 raise RewardError("normalise_parts needs an overall_weight above 0, for members without categories")
             self.part_weights = {"overall": self.overall_weight, "categories": self.category_weight}
+
+    @property
+    def is_win_rate(self) -> bool:
+        """False: the scores combine several win rates."""
+        return False
 
     def tally(self, size: int, comparisons: list[Comparison]) -> GroupScores:
         """Combined scores; parts: `overall`, `categories` and the rate in each category by name."""

@@ -20,7 +20,8 @@ from torch import Tensor
 from prefgrpo.config.schema import RewardConfig
 from prefgrpo.ops import group_advantage, log_tame
 from prefgrpo.rewards import load_object
-from prefgrpo.rewards.base import GroupScores
+from prefgrpo.rewards.base import GroupScores, Reward
+from prefgrpo.rewards.pairwise import VlmPairwise
 
 Parts = Mapping[str, Mapping[str, float]]
 """Reward → part → weight, for rewards whose parts are normalised separately."""
@@ -60,6 +61,14 @@ def _combined(path: str, table: Tensor, weights: Tensor) -> Tensor:
     if values.shape != table.shape[1:]:
         raise CombineError(f"reward.function {path}: expected {list(table.shape[1:])} values, got {list(values.shape)}")
     return torch.where(values.isfinite(), values, torch.nan)
+
+
+def by_comparisons(rewards: Mapping[str, Reward], weights: Mapping[str, float], options: RewardConfig) -> bool:
+    """Whether advantages are those of one judge's win rates, which `winrate_advantage` computes from its verdicts."""
+    trained = {name: weight for name, weight in weights.items() if weight}
+    changed = options.function or options.log_tame is not None or options.rank or options.batch_norm
+    reward = rewards[next(iter(trained))]
+    return list(trained.values()) == [1] and not changed and isinstance(reward, VlmPairwise) and reward.is_win_rate
 
 
 def advantages(

@@ -23,6 +23,7 @@ from prefgrpo.config.schema import Config
 from prefgrpo.data.prompts import fingerprint
 from prefgrpo.judge.information import Alarm, verdict_counts
 from prefgrpo.objectives.base import Targets
+from prefgrpo.ops import winrate_advantage
 from prefgrpo.parallel.shard import full_copies, gathered
 from prefgrpo.rewards.base import Sample
 from prefgrpo.rewards.pairwise import VlmPairwise, judged
@@ -31,7 +32,7 @@ from prefgrpo.rollout.assignment import update_of
 from prefgrpo.rollout.batches import Batch
 from prefgrpo.rollout.render import stills
 from prefgrpo.run import checkpoint
-from prefgrpo.run.advantage import CombineError, advantages, part_table
+from prefgrpo.run.advantage import CombineError, advantages, by_comparisons, part_table
 from prefgrpo.run.log import Log
 from prefgrpo.run.metrics import (
     NoInformation,
@@ -116,6 +117,7 @@ class TrainingLoop:
         """Samples of the next step (rollout.staleness)."""
         self._staleness_logged = False
         self._reasons_shown: set[str] = set()
+        self._by_comparisons = by_comparisons(self.scorer.rewards, self.session.weights, config.reward)
         self._alarms = {name: Alarm() for name, weight in self.session.weights.items() if weight}
 
     # ---- the loop ---------------------------------------------------------------------------------------------------
@@ -264,29 +266,36 @@ class TrainingLoop:
                 self.log.say(f"missing in step {step}: {count} × {reason}")
         if warning := check_missing(shares, c.judge.max_missing, list(reasons)):
             self.log.say(f"WARNING: step {step}: {warning}")
-        advantage = advantages(
-            rewards, self.session.weights, group_size, c.reward, parts, sub_scores, self.world.device
-        )
+        if self._by_comparisons:
+            wins, given = self._comparisons(scores)
+            _, advantage = winrate_advantage(wins, given, std=c.reward.std, eps=c.reward.eps, ddof=c.reward.ddof)
+        else:
+            advantage = advantages(
+                rewards, self.session.weights, group_size, c.reward, parts, sub_scores, self.world.device
+            )
         self._check_information(step, scores)
         return advantage, reward_metrics(names, rewards, group_size) | shares | {
             "advantage/zero_groups": float((advantage == 0).all(1).float().mean()),
             "advantage/max": float(advantage.abs().max()),
         }
 
-    def _targets(self, advantage: Tensor, scores: StepScores) -> Targets:
-        """Advantages and comparisons of all ranks' samples; pairwise rewards count by their weights."""
-        size = self.config.rollout.group_size
-        weights = self.session.weights
-        trained = [n for n, w in weights.items() if w > 0 and any(g.wins is not None for g in scores.groups[n])]
-        local = np.zeros((len(self.world.slots(len(advantage))), 2, size, size))
-        for name in trained:
+    def _comparisons(self, scores: StepScores) -> tuple[Tensor, Tensor]:
+        """Wins and counts, fp64 [P, G, G] each on the device, of all ranks' groups; rewards count by their weights."""
+        size, total = self.config.rollout.group_size, self.config.rollout.prompts_per_step
+        local = np.zeros((len(self.world.slots(total)), 2, size, size))
+        for name, weight in self.session.weights.items():
             for k, group in enumerate(scores.groups[name]):
-                if group.wins is not None and group.counts is not None:
-                    local[k] += weights[name] * np.stack([group.wins, group.counts])
-        table = torch.from_numpy(self.world.gather_slots(local, len(advantage))).to(advantage)
-        there = np.stack([~np.isnan(scores.values[n]) for n, w in weights.items() if w]).min(0).astype(np.float64)
-        known = torch.from_numpy(self.world.gather_slots(there, len(advantage)) > 0).to(advantage.device)
-        return Targets(advantage, table[:, 0], table[:, 1], known)
+                if weight > 0 and group.wins is not None and group.counts is not None:
+                    local[k] += weight * np.stack([group.wins, group.counts])
+        wins, counts = torch.from_numpy(self.world.gather_slots(local, total)).to(self.world.device).unbind(1)
+        return wins, counts
+
+    def _targets(self, advantage: Tensor, scores: StepScores) -> Targets:
+        """Advantages and comparisons of all ranks' samples."""
+        wins, counts = self._comparisons(scores)
+        there = [~np.isnan(scores.values[name]) for name, weight in self.session.weights.items() if weight]
+        known = self.world.gather_slots(np.stack(there).min(0).astype(np.float64), len(advantage))
+        return Targets(advantage, wins.float(), counts.float(), torch.from_numpy(known > 0).to(advantage.device))
 
     def _check_information(self, step: int, scores: StepScores) -> None:
         """Warn of verdicts without information; raise NoInformation after `judge.patience_steps` such steps."""
