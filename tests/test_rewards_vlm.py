@@ -15,9 +15,9 @@ from reward_cases_vlm import clip, flat, grid, judge, speak, words
 from prefgrpo.config.recipe import ConfigError
 from prefgrpo.config.schema import JudgeConfig
 from prefgrpo.judge.http import HttpJudge
-from prefgrpo.judge.verdict import JudgeError
+from prefgrpo.judge.verdict import JudgeError, Verdict
 from prefgrpo.rewards import build, load_class
-from prefgrpo.rewards.base import RewardError, Sample
+from prefgrpo.rewards.base import Comparison, RewardError, Sample
 from prefgrpo.rewards.scorer import Scorer
 
 B = [40 / 255, 130 / 255, 250 / 255]
@@ -247,6 +247,9 @@ def test_flex_categories_by_name_whatever_their_numbering(server):
     assert [s.parts for s in found.scores] == [
         {"overall": 0.5, "category/look": r, "categories": r} for r in (0.0, 0.5, 1.0)
     ]
+    said = [({"look": 1.0, "light": 1.0}, (0, 1)), ({"light": 1.0}, (1, 0))]  # the second answer lacks a category
+    found = reward.tally(2, [Comparison(*pair, Verdict(1.0, parts=parts)) for parts, pair in said])
+    assert [s.parts["category/light"] for s in found.scores] == [0.5, 0.5], "its other category counts"
 
 
 def test_edit_pairwise_shows_the_source(server):

@@ -138,25 +138,19 @@ class UnifiedRewardFlex(VlmPairwise):
     def tally(self, size: int, comparisons: list[Comparison]) -> GroupScores:
         """Combined scores; parts: `overall`, `categories` and the rate in each category by name."""
         overall = super().tally(size, comparisons)
-        parts = [_categories(c.verdict.parts) for c in comparisons]
-        names = list(dict.fromkeys(name for p in parts for name in p))
+        games, parts = judged(comparisons), [_categories(c.verdict.parts) for c in comparisons]
         rates = {}
-        for name in names:
-            comparisons = [
-                Comparison(
-                    c.first, c.second, replace(c.verdict, value=None if c.verdict.first is None else p.get(name))
-                )
-                for c, p in zip(comparisons, parts, strict=True)
-            ]
-            rates[name] = [s.value for s in tally(size, comparisons, self.rating).scores]
-        scores = [self._blend(s, {n: rates[n][i] for n in names}) for i, s in enumerate(overall.scores)]
+        for name in dict.fromkeys(name for p in parts for name in p):
+            answered = [(i, j, None if v is None else p.get(name)) for (i, j, v), p in zip(games, parts, strict=True)]
+            rates[name] = rate_groups(size, [answered], self.rating).values[0].tolist()
+        scores = [self._blend(s, {n: r[i] for n, r in rates.items()}) for i, s in enumerate(overall.scores)]
         return replace(overall, scores=scores)
 
-    def _blend(self, overall: Score, rates: dict[str, float | None]) -> Score:
+    def _blend(self, overall: Score, rates: dict[str, float]) -> Score:
         if overall.value is None:
             return overall
         weights = dict(zip(rates, [*self.category_weights, *[1.0] * len(rates)], strict=False))
-        known = {name: rate for name, rate in rates.items() if rate is not None}
+        known = {name: rate for name, rate in rates.items() if not np.isnan(rate)}
         total = sum(weights[name] for name in known)
         parts = {"overall": overall.value} | {f"category/{name}": rate for name, rate in known.items()}
         if not known or not self.category_weight:
