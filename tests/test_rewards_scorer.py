@@ -64,10 +64,10 @@ class StubJudge(PairJudge):
             return Verdict(None, "broken on purpose", 0.1, retries=2)
         return Verdict(a / (a + b), "", 0.1)
 
-    def judge_group(self, prompt, media, pairs):
+    def judge_group(self, prompt, media, pairs, source=()):
         return [self._verdict(media[i], media[j]) for i, j in pairs]
 
-    def submit(self, prompt, first, second):
+    def submit(self, prompt, first, second, source=()):
         future = Future()
         if not {level(first), level(second)} & self.hang:
             future.set_result(self._verdict(first, second))

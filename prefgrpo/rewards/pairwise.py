@@ -27,7 +27,6 @@ from typing import Any
 
 import numpy as np
 
-from prefgrpo.data.media import Media
 from prefgrpo.judge.plans import Judged, get_plan
 from prefgrpo.judge.rate import Bias, Rate, Rating, VerdictKind, rate_groups
 from prefgrpo.judge.verdict import PairJudge, Verdict
@@ -75,7 +74,7 @@ class VlmPairwise(GroupwiseReward):
         """Judge the whole group now and wait for the answers."""
         media, comparisons = [s.media for s in group], list[Comparison]()
         while pairs := self.next_pairs(len(group), seed, judged(comparisons)):
-            verdicts = self.judge.judge_group(group[0].prompt, media, pairs, *_source(group[0]))
+            verdicts = self.judge.judge_group(group[0].prompt, media, pairs, group[0].source)
             comparisons += [Comparison(i, j, v) for (i, j), v in zip(pairs, verdicts, strict=True)]
         return self.tally(len(group), comparisons)
 
@@ -201,9 +200,8 @@ class PairSession:
         first, second = (self._members[m] for m in self.pairs[index])
         self._stats.sent()
         self._open += 1
-        self._answers[index] = answer = self.reward.judge.submit(
-            first.prompt, first.media, second.media, *_source(first)
-        )
+        answer = self.reward.judge.submit(first.prompt, first.media, second.media, first.source)
+        self._answers[index] = answer
         answer.add_done_callback(self._answered)
 
     def _answered(self, answer: Future[Verdict]) -> None:
@@ -237,11 +235,6 @@ class PairSession:
         except (FutureTimeout, CancelledError):
             self.cancel()
             return Verdict(None, DEADLINE_PASSED)
-
-
-def _source(sample: Sample) -> tuple[tuple[Media, ...], ...]:
-    """The argument with the source images, if any; judges that never show sources need not accept it."""
-    return (sample.source,) if sample.source else ()
 
 
 def judged(comparisons: list[Comparison]) -> list[Judged]:
