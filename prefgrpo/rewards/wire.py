@@ -17,6 +17,7 @@ import numpy as np
 from PIL import Image
 
 from prefgrpo.data.media import Media
+from prefgrpo.judge.body import png
 from prefgrpo.rewards.base import Reward, Sample, Score
 
 FORMATS = ("PNG", "WEBP", "JPEG")
@@ -30,16 +31,9 @@ class WireError(ValueError):
 
 def media_json(media: Media) -> bytes:
     """An image as a JSON string, a clip as a list of strings."""
-    frames = [b'"%s"' % base64.b64encode(_lossless(frame)) for frame in media.frames()]
+    files = [frame.webp if max(frame.pixels.shape) <= _WEBP_MOST else png(frame) for frame in media.frames()]
+    frames = [b'"%s"' % base64.b64encode(file) for file in files]
     return b"[%s]" % b",".join(frames) if media.clip else frames[0]
-
-
-def _lossless(image: Media) -> bytes:
-    if max(image.pixels.shape) <= _WEBP_MOST:
-        return image.webp
-    buffer = io.BytesIO()
-    image.pil.save(buffer, "PNG", compress_level=1)
-    return buffer.getvalue()
 
 
 def request_json(name: str, sample: Sample, media: bytes, source: list[bytes]) -> bytes:
