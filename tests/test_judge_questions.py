@@ -12,9 +12,9 @@ import resource
 
 import numpy as np
 import pytest
-from judge_server import JudgeServer, images, text_of
+from judge_server import JudgeServer, images, text_of, until
 from PIL import Image
-from test_judge_faults import FAST, judge, media, until
+from test_judge_faults import FAST, judge, media
 
 from prefgrpo.config.schema import JudgeConfig
 from prefgrpo.data.media import Media

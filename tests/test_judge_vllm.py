@@ -16,9 +16,8 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from judge_server import free_port
+from judge_server import free_port, until
 from judge_tiny import stock
-from test_judge_faults import until
 from test_judge_questions import ask
 
 import prefgrpo

@@ -8,13 +8,12 @@ streaming reward must not block the others, and a failing monitor (weight 0) mus
 
 import json
 import threading
-import time
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
-from judge_server import JudgeServer
+from judge_server import JudgeServer, until
 
 from prefgrpo.config.recipe import ConfigError
 from prefgrpo.config.schema import JudgeConfig
@@ -117,10 +116,8 @@ def test_rounds_follow_each_other_over_http_and_pairs_go_out_while_samples_are_m
             for member in range(8):
                 for group in (0, 1):
                     s.add(group, member, sample(20 + 25 * member))
-                end = time.monotonic() + 60
-                while member == 6 and len(server.requests) < asked + 6:  # the round's pairs among existing members
-                    assert time.monotonic() < end
-                    time.sleep(0.01)
+                if member == 6:  # the round's pairs among existing members
+                    until(lambda: len(server.requests) >= asked + 6, 60)
             result = s.finish()
     assert [len(g.comparisons) for g in result.groups["vlm_pairwise"]] == [7, 7]
     assert [np.flatnonzero(row == 1.0).tolist() for row in result.values["vlm_pairwise"]] == [[7], [7]]
@@ -291,9 +288,8 @@ def test_a_second_step_may_begin_before_the_first_is_finished():
             for group in (0, 1):
                 for member in (0, 1):
                     s.add(group, member, sample(50 + 100 * member + group))
-                end = time.monotonic() + 600
-                while not group and server.count and time.monotonic() < end:
-                    time.sleep(0.01)
+                if not group:
+                    until(lambda: not server.count, 600)
             found = [s.finish().metrics for _ in range(2)]
     assert [(m["judge/requests"], m["judge/failures"], m["judge/parse_failure_rate"]) for m in found] == [
         (2, 2, 1.0), (2, 0, 0.0),
