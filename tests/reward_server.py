@@ -56,8 +56,6 @@ class Moody(PointwiseReward):
             raise RuntimeError("out of memory")
         if sample.prompt.startswith("until "):
             wait_for(sample.prompt.split()[1])
-        if "slow" in sample.prompt:
-            time.sleep(0.3)
         if "hang" in sample.prompt:
             time.sleep(60)
         if "nan" in sample.prompt:

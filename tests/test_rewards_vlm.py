@@ -261,6 +261,8 @@ def test_edit_pairwise_shows_the_source(server):
     pair = [r for r in server.requests if "less red" in text_of(r)]
     assert len(pair) == 3 and {len(images(r)) for r in pair} == {3}
     assert all(round(255 * server.media[images(r)[0]["uuid"]]) == source for r in pair)
+    alone = one(server, "unifiedreward_edit_pairwise").score_group(samples(40, 130), 0)
+    assert {"needs a source image" in s.reason for s in alone.scores} == {True}
 
 
 def test_what_does_not_fit_is_refused(server, tmp_path):
