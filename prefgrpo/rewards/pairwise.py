@@ -79,8 +79,10 @@ class VlmPairwise(GroupwiseReward):
         return self.tally(len(group), comparisons)
 
     def tally(self, size: int, comparisons: list[Comparison]) -> GroupScores:
-        """Scores of a group's members, computed from its comparisons."""
-        return tally(size, comparisons, self.rating)
+        """Wins and counts [G, G], and every member's rate, from a group's comparisons."""
+        rated, reasons = rate_groups(size, [judged(comparisons)], self.rating), _reasons(size, comparisons)
+        scores = [Score(None, reasons[i]) if np.isnan(r) else Score(r) for i, r in enumerate(rated.values[0].tolist())]
+        return GroupScores(scores, rated.wins[0], rated.counts[0], comparisons)
 
     def session(self, size: int, seed: int, stats: RequestStats) -> PairSession:
         """Start judging a group of `size` members that arrive one by one (streaming judges only)."""
@@ -240,14 +242,6 @@ class PairSession:
 def judged(comparisons: list[Comparison]) -> list[Judged]:
     """Comparisons in the form that plans and rates use."""
     return [(c.first, c.second, c.verdict.first) for c in comparisons]
-
-
-def tally(size: int, comparisons: list[Comparison], rating: Rating) -> GroupScores:
-    """Wins and counts [G, G], and every member's rate, from a group's comparisons."""
-    rated = rate_groups(size, [judged(comparisons)], rating)
-    reasons = _reasons(size, comparisons)
-    scores = [Score(None, reasons[i]) if np.isnan(r) else Score(r) for i, r in enumerate(rated.values[0].tolist())]
-    return GroupScores(scores, rated.wins[0], rated.counts[0], comparisons)
 
 
 def _reasons(size: int, comparisons: list[Comparison]) -> list[str]:
