@@ -35,7 +35,7 @@ from prefgrpo.rewards.base import (
     Sample,
     Score,
 )
-from prefgrpo.rewards.log import JudgementLog
+from prefgrpo.rewards.log import log_judgements
 from prefgrpo.rewards.request_stats import DEADLINE_PASSED, RequestStats, latency
 
 _DEADLINE_S = 600.0
@@ -102,7 +102,7 @@ class Scorer:
             raise ValueError(f"the judge's deadline must be positive seconds, got {deadline_s}")
         self.rewards, self.group_size, self.deadline_s, self.seed = rewards, group_size, deadline_s, seed
         self.active = active
-        self._log = JudgementLog(log_path) if log_path else None
+        self._log = Path(log_path) if log_path else None
         self.samples: dict[int, dict[int, Sample]] = {}
         """Group → member → sample, of the next step to finish or, right after `finish`, of that step."""
         self._lock = threading.Lock()
@@ -168,12 +168,10 @@ class Scorer:
             self._open_steps.pop().cancel()
 
     def close(self) -> None:
-        """Cancel unfinished steps, close the rewards and the log."""
+        """Cancel unfinished steps, and close the rewards."""
         self.cancel()
         for reward in self.rewards.values():
             reward.close()
-        if self._log:
-            self._log.close()
 
     def __enter__(self) -> Scorer:
         return self
@@ -257,7 +255,7 @@ class Scorer:
             for name, scored in groups.items():
                 for (group, made), scores in zip(one.samples.items(), scored, strict=True):
                     prompt = next((s.prompt for s in made.values()), "")
-                    self._log.write(name, one.number, group, prompt, scores.comparisons)
+                    log_judgements(self._log, name, one.number, group, prompt, scores.comparisons)
         return StepScores(values, groups, metrics, dict(reasons.most_common()))
 
 
