@@ -111,7 +111,7 @@ CHECKS = {
     "down": ("", {"endpoints": "down"}, r"127.0.0.1.*not reachable.*prefgrpo judge serve"),
     "no name": ("", {"endpoints": ("http://judge.invalid:8000",)}, "'judge.invalid' does not resolve .*correct"),
     "no TLS": ("", {"endpoints": "https"}, r"does not speak TLS .*is it an http:// address"),
-    "another model": ("", {"model": "bright-juge"}, f"serves {MODEL}, not 'bright-juge'; did you mean '{MODEL}'"),
+    "another model": ("", {"model": "bright-juge"}, f"serves {MODEL}, not 'bright-juge' .did you mean '{MODEL}'"),
     "no verdict": ("garbage", {}, "no verdict on a probe pair: .*neither label"),
     "refuses": ("400", {}, "At most 1 image"),
     "hangs": ("hang", {"timeout_s": 0.5}, "no verdict.*did not answer within 1 s"),

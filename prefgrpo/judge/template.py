@@ -11,7 +11,6 @@ Markers are replaced literally and only once: braces, quotes or markers inside a
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from typing import Any
 
 import yaml
 
-from prefgrpo.judge.verdict import JudgeError
+from prefgrpo.judge.verdict import JudgeError, did_you_mean
 
 _MARKER = re.compile(r"(\{[a-z][a-z0-9_]*\})")
 _MEDIUM = re.compile(r"\{media_(\d+)\}")
@@ -116,10 +115,9 @@ def load_template(
     path = _FOLDER / f"{name}.yaml" if name in shipped_templates() else Path(name)
     if not path.is_file():
         names = shipped_templates()
-        near = difflib.get_close_matches(name, names, n=1)
-        hint = f"; did you mean '{near[0]}'?" if near else ""
         raise JudgeError(
-            f"judge template '{name}' not found: expected one of {', '.join(names)} or a path to a YAML file{hint}"
+            f"judge template '{name}' not found{did_you_mean(name, names)}: expected one of {', '.join(names)} or a "
+            "path to a YAML file"
         )
     try:
         raw = yaml.safe_load(path.read_text(encoding="utf-8"))
