@@ -237,9 +237,9 @@ class Scorer:
         values: dict[str, NDArray[np.float64]] = {}
         metrics: dict[str, float] = {}
         for name, scored in groups.items():
-            own: Counter[str] = Counter()
-            own_values = [[_finite(s, own) for s in g.scores] for g in scored]
-            values[name] = np.array(own_values, dtype=np.float64).reshape(-1, self.group_size)
+            checked = [s.finite() for g in scored for s in g.scores]
+            own = Counter(s.reason for s in checked if s.value is None)
+            values[name] = np.array([s.value for s in checked], np.float64).reshape(-1, self.group_size)  # None: NaN
             own.update(c.verdict.reason for g in scored for c in g.comparisons if c.verdict.first is None)
             reasons.update({f"{name}: {reason}": count for reason, count in own.items()})
             missing = np.isnan(values[name])
@@ -335,14 +335,6 @@ def _score_one(reward: PointwiseReward, sample: Sample) -> Score:
 
 def _failed_score(error: Exception) -> Score:
     return Score(None, f"the reward raised {type(error).__name__}: {str(error)[:200]}")
-
-
-def _finite(score: Score, reasons: Counter[str]) -> float:
-    """The value; NaN if missing or not finite, with the reason counted in `reasons`."""
-    if score.value is not None and np.isfinite(score.value):
-        return score.value
-    reasons[score.reason or "no reason given" if score.value is None else f"the reward returned {score.value}"] += 1
-    return float("nan")
 
 
 def _expand_to_group(part: GroupScores, members: list[int], size: int) -> GroupScores:

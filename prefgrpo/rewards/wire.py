@@ -99,8 +99,8 @@ def _media(value: Any, place: str) -> Media:
 
 def score_row(score: Score) -> dict[str, Any]:
     """A score as JSON: value, or null with the reason, and parts; non-finite values become null."""
-    value, reason = _finite(score)
-    row: dict[str, Any] = {"value": value} | ({"reason": reason} if value is None else {})
+    score = score.finite()
+    row: dict[str, Any] = {"value": score.value} | ({"reason": score.reason} if score.value is None else {})
     if score.parts:
         row["parts"] = {k: float(v) if math.isfinite(v) else None for k, v in score.parts.items()}
     return row
@@ -125,15 +125,7 @@ def _score(row: Any, place: str) -> Score:
         score = Score(None if row["value"] is None else float(row["value"]), str(row.get("reason", "")), parts)
     except (TypeError, ValueError, AttributeError, KeyError, OverflowError) as error:
         raise WireError(f"{place}: expected a number or null and parts, got {_describe(row)}") from error
-    return Score(*_finite(score), parts)
-
-
-def _finite(score: Score) -> tuple[float | None, str]:
-    """(value, reason); a non-finite value is missing."""
-    if score.value is None:
-        return None, score.reason or "the reward gave no reason"
-    value = float(score.value)
-    return (value, score.reason) if math.isfinite(value) else (None, f"the reward returned {value}")
+    return score.finite()
 
 
 def _describe(value: Any) -> str:
