@@ -103,7 +103,7 @@ def chat_body(
     label_ids: token ids of the labels, if they are known and the server supports `logprob_token_ids` (vLLM).
     """
     parts: list[bytes] = []
-    for part in template.parts(texts.get("prompt", ""), texts):
+    for part in template.parts(texts):
         if part == SOURCE:
             parts += source
         else:

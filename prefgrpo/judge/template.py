@@ -67,12 +67,9 @@ class Template:
         """Whether the template shows the source image."""
         return "{source}" in self.pieces
 
-    def parts(self, prompt: str, values: Mapping[str, str] | None = None) -> list[str | int]:
-        """The user message as a list of non-empty texts, k for medium k + 1, and SOURCE for the source images.
-
-        values: texts for markers other than {prompt}.
-        """
-        texts = {"prompt": prompt, **(values or {})}
+    def parts(self, texts: Mapping[str, str]) -> list[str | int]:
+        """The user message, with `texts` for its markers by name, as a list of non-empty texts, k for medium k + 1, and
+        SOURCE for the source images."""
         parts: list[str | int] = []
         text = ""
         for piece in self.pieces:
@@ -88,7 +85,7 @@ class Template:
     def messages(self, prompt: str, sources: int = 1) -> list[dict[str, Any]]:
         """Messages for transformers' chat templates, with image placeholders; ends with the prefill if there is one."""
         content: list[dict[str, Any]] = []
-        for part in self.parts(prompt):
+        for part in self.parts({"prompt": prompt}):
             if isinstance(part, str):
                 content.append({"type": "text", "text": part})
             else:
