@@ -16,13 +16,15 @@ import math
 import os
 import socket
 import ssl
-import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from aiohttp import web
 from PIL import Image
+
+from prefgrpo.judge.loop import LoopThread
 
 MODEL = "bright-judge"
 STATUSES = {"400": "At most 1 image(s) may be provided in one prompt.", "403": "not for you", "404": "no such path",
@@ -49,37 +51,19 @@ class JudgeServer:
         self.hang_after = -1
         self.media: dict[str, float] = {}
         self.capacity = 10_000
-        self._loop = asyncio.new_event_loop()
 
     @property
     def url(self) -> str:
         return f"{'https' if self.tls else 'http'}://127.0.0.1:{self.port}"
 
     def __enter__(self) -> JudgeServer:
-        started = threading.Event()
-        self._thread = threading.Thread(target=self._run, args=(started,), daemon=True)
-        self._thread.start()
-        assert started.wait(600)
+        self._thread = LoopThread()
+        self._thread.submit(self.start()).result(600)
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._loop.is_running():
-            asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(10)
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(10)
-
-    async def _end(self) -> None:
-        tasks = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await self._runner.cleanup()
-
-    def _run(self, started: threading.Event) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._loop.run_until_complete(self.start())
-        started.set()
-        self._loop.run_forever()
+        self._thread.submit(self._runner.cleanup()).result(10)
+        self._thread.close()
 
     async def start(self) -> None:
         app = web.Application(client_max_size=1 << 28)
@@ -236,31 +220,32 @@ def text_of(body: dict[str, Any]) -> str:
 
 def reply(answer: str | dict[str, float]) -> dict[str, Any]:
     """A chat completion with the given text, or with the given probabilities of its first token."""
-    good = completion(0.0)
-    choice = good["choices"][0]
-    if isinstance(answer, str):
-        choice |= {"message": {"role": "assistant", "content": answer}, "logprobs": None, "finish_reason": "stop"}
-        return good
-    top = [{"token": token, "logprob": math.log(p)} for token, p in answer.items()]
-    choice["logprobs"] = {"content": [{"token": top[0]["token"], "logprob": top[0]["logprob"], "top_logprobs": top}]}
-    return good
+    text, logprobs = answer, None
+    if not isinstance(answer, str):
+        top: list[dict[str, Any]] = [{"token": token, "logprob": math.log(p)} for token, p in answer.items()]
+        text, logprobs = top[0]["token"], {"content": [top[0] | {"top_logprobs": top}]}
+    message = {"role": "assistant", "content": text}
+    choice = {"index": 0, "message": message, "logprobs": logprobs, "finish_reason": "stop"}
+    return {"id": "x", "object": "chat.completion", "model": MODEL, "choices": [choice]}
 
 
 def completion(gap: float, tokens: tuple[str, str] = ("1", "2")) -> dict[str, Any]:
     """A chat completion whose first token prefers tokens[0] by `gap` nats."""
-    first, second = -math.log1p(math.exp(-gap)), -math.log1p(math.exp(gap))
-    top = [{"token": tokens[0], "logprob": first}, {"token": tokens[1], "logprob": second}]
-    top.sort(key=lambda t: -t["logprob"])
-    text = top[0]["token"]
-    content = [{"token": text, "logprob": top[0]["logprob"], "top_logprobs": top}]
-    message = {"role": "assistant", "content": text}
-    choice = {"index": 0, "message": message, "logprobs": {"content": content}, "finish_reason": "stop"}
-    return {"id": "x", "object": "chat.completion", "model": MODEL, "choices": [choice]}
+    odds = zip(tokens, (1 / (1 + math.exp(-gap)), 1 / (1 + math.exp(gap))), strict=True)
+    return reply(dict(sorted(odds, key=lambda item: -item[1])))
 
 
 def _error(status: int, message: str, headers: dict[str, str] | None = None) -> web.Response:
     error = {"message": message, "type": "Error", "param": None, "code": status}
     return web.json_response({"error": error}, status=status, headers=headers)
+
+
+def until(done: Callable[[], object], seconds: float = 30) -> None:
+    """Poll until `done()` is true; fails after `seconds`."""
+    end = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 def free_port() -> int:

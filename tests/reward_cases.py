@@ -4,7 +4,6 @@ tiny_rewards.py makes checkpoints; reward_cases_vlm.py has the rewards that quer
 that need a separate environment.
 """
 
-import atexit
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,8 +30,6 @@ class Case:
     """Creates a tiny checkpoint in the folder (or starts a server) and returns the reward's options."""
     samples: Callable[[], list[Sample]]
     """The samples to score."""
-    group: bool = False
-    """Whether the samples form one group (same prompt)."""
     needs: str = ""
     """Optional library; the case is skipped if it is not installed."""
 
@@ -43,9 +40,7 @@ def nothing(_: Path) -> dict[str, Any]:
 
 def judged(_: Path) -> dict[str, Any]:
     """Options with a judge that prefers the brighter image."""
-    server = JudgeServer()
-    atexit.register(server.__exit__)
-    return {"judge": {"endpoints": [server.__enter__().url]}}
+    return {"judge": {"endpoints": [JudgeServer().__enter__().url]}}
 
 
 def noise() -> list[Sample]:
@@ -115,5 +110,5 @@ CASES = {
     "scenes": Case(nothing, drawn),
     "ocr": Case(nothing, signs, needs="rapidocr_onnxruntime"),
     "video_ocr": Case(nothing, signs_in_clips, needs="rapidocr_onnxruntime"),
-    "vlm_pairwise": Case(judged, group, group=True),
+    "vlm_pairwise": Case(judged, group),
 } | {name: Case(lambda folder, name=name: MAKERS[name](folder / name), SAMPLES.get(name, pictures)) for name in MAKERS}

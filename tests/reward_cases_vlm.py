@@ -4,7 +4,6 @@
 instructions do not match its parser fails.
 """
 
-import atexit
 import json
 import re
 from pathlib import Path
@@ -93,7 +92,6 @@ def judge(server: JudgeServer, **changes: Any) -> dict[str, Any]:
 def _served(_: Path) -> dict[str, Any]:
     server = JudgeServer()
     server.answer = speak
-    atexit.register(server.__exit__)
     return {"judge": judge(server.__enter__())}
 
 
@@ -114,28 +112,23 @@ def points() -> list[Sample]:
     return [Sample("red ink", flat(level), (), {"sub_dims_en": json.dumps(dims)}) for level in (10, 90, 240)]
 
 
-CASES = (
-    {"genrm_ocr": Case(_served, words), "unigenbench": Case(_served, points)}
-    | {
-        name: Case(_served, pictures)
-        for name in (
-            "unifiedreward_alignment",
-            "unifiedreward_style",
-            "unifiedreward_coherence",
-            "unifiedreward_sglang",
-            "qwenvl",
-            "unifiedreward_edit_pointwise_instruction_following",
-            "edit_score",
-            "consistency_score",
-            "consistency_for_editing",
-            "grid_layout",
-        )
-    }
-    | {
-        name: Case(_served, pictures, group=True)
-        for name in ("unifiedreward_think", "unifiedreward_flex", "unifiedreward_edit_pairwise")
-    }
+SHOWN = (
+    "unifiedreward_alignment",
+    "unifiedreward_style",
+    "unifiedreward_coherence",
+    "unifiedreward_sglang",
+    "qwenvl",
+    "unifiedreward_edit_pointwise_instruction_following",
+    "edit_score",
+    "consistency_score",
+    "consistency_for_editing",
+    "grid_layout",
+    "unifiedreward_think",
+    "unifiedreward_flex",
+    "unifiedreward_edit_pairwise",
 )
+CASES = dict.fromkeys(SHOWN, Case(_served, pictures))
+CASES |= {"genrm_ocr": Case(_served, words), "unigenbench": Case(_served, points)}
 CASES["unifiedreward_edit_pointwise_image_quality"] = Case(
     lambda folder: _served(folder) | {"weights": {"artifacts": 0.5}},
     pictures,  # its two scores move in opposite directions

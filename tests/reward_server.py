@@ -7,14 +7,12 @@ ways rewards do.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 import urllib.error
 import urllib.request
@@ -24,9 +22,10 @@ from typing import Any
 
 import numpy as np
 from aiohttp import web
-from judge_server import JudgeServer, free_port
+from judge_server import JudgeServer, free_port, until
 
 from prefgrpo.data.media import Media
+from prefgrpo.judge.loop import LoopThread
 from prefgrpo.rewards.base import PointwiseReward, Sample, Score
 from prefgrpo.rewards.serve import RewardServer
 from prefgrpo.rewards.wire import read_request, scores_json
@@ -57,8 +56,6 @@ class Moody(PointwiseReward):
             raise RuntimeError("out of memory")
         if sample.prompt.startswith("until "):
             wait_for(sample.prompt.split()[1])
-        if "slow" in sample.prompt:
-            time.sleep(0.3)
         if "hang" in sample.prompt:
             time.sleep(60)
         if "nan" in sample.prompt:
@@ -95,11 +92,9 @@ class Process:
         if ready:
             self.wait_ready()
 
-    def wait_ready(self, seconds: float = 30.0) -> None:
-        end = time.monotonic() + seconds
-        while self.health() != 200:
-            assert self.child.poll() is None and time.monotonic() < end, "the reward server did not start"
-            time.sleep(0.05)
+    def wait_ready(self) -> None:
+        until(lambda: self.child.poll() is not None or self.health() == 200)
+        assert self.child.poll() is None, "the reward server did not start"
 
     def health(self) -> int:
         """HTTP status of /health, 0 if there is no answer."""
@@ -116,12 +111,9 @@ class Process:
         with urllib.request.urlopen(f"{self.url}/health", timeout=600) as reply:
             return dict(json.loads(reply.read()))
 
-    def wait_for(self, key: str, value: int, seconds: float = 60.0) -> None:
+    def wait_for(self, key: str, value: int) -> None:
         """Wait until the counter `key` is at least `value`."""
-        end = time.monotonic() + seconds
-        while (now := self.counts()[key]) < value:
-            assert time.monotonic() < end, f"{key} is still {now}"
-            time.sleep(0.01)
+        until(lambda: self.counts()[key] >= value, 60)
 
     def kill(self) -> None:
         self.child.kill()
@@ -141,26 +133,15 @@ class Process:
 @contextlib.contextmanager
 def serving(name: str, options: dict[str, Any]) -> Iterator[str]:
     """Runs the real server in a thread and yields its address once ready; faster than a process per reward."""
-    server, loop = RewardServer(name, options), asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, daemon=True)
-    thread.start()
-
-    def run(work: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(work, loop).result(60)
-
-    async def work() -> asyncio.Task[None]:
-        return asyncio.create_task(server.work())
-
+    server, thread = RewardServer(name, options), LoopThread()
     try:
-        url = run(server.listen("127.0.0.1", 0))
-        run(server.load())
-        worker = run(work())
+        url = thread.submit(server.listen("127.0.0.1", 0)).result(60)
+        thread.submit(server.load()).result(60)
+        thread.submit(server.work())
         yield url
-        loop.call_soon_threadsafe(worker.cancel)
     finally:
-        run(server.stop())
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join(10)
+        thread.submit(server.stop()).result(60)
+        thread.close()
 
 
 class Stub(JudgeServer):

@@ -184,7 +184,7 @@ class Bright(PairJudge):
     def __init__(self):
         self.asked = 0
 
-    def judge_group(self, prompt, media, pairs):
+    def judge_group(self, prompt, media, pairs, source=()):
         out = []
         for i, j in pairs:
             self.asked += 1

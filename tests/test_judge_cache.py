@@ -8,8 +8,8 @@ not store failures. A hedge must help with a slow server, send at most two reque
 from collections import Counter
 
 import pytest
-from judge_server import MODEL, JudgeServer, free_port
-from test_judge_faults import FAST, ask, judge, media, missing, until
+from judge_server import MODEL, JudgeServer, free_port, until
+from test_judge_faults import FAST, ask, judge, media, missing
 from tiny_run import Hold, recipe, rows, start, train, world
 
 from prefgrpo.config.schema import JudgeConfig

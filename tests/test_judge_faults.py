@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from judge_server import MODEL, JudgeServer, free_port
+from judge_server import MODEL, JudgeServer, free_port, until
 
 from prefgrpo.config.schema import JudgeConfig
 from prefgrpo.data.media import Media
@@ -55,14 +55,6 @@ def right(j, levels=LEVELS, pairs=PAIRS):
 def missing(verdicts, reason):
     assert [v.first for v in verdicts] == [None] * len(verdicts)
     assert all(reason in v.reason for v in verdicts), verdicts[0].reason
-
-
-def until(done, seconds=30):
-    """Poll until `done()` is true; fails after `seconds`."""
-    end = time.monotonic() + seconds
-    while not done():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 # fault -> (requests per pair while the fault persists, whether another server helps, reason)
@@ -119,7 +111,7 @@ CHECKS = {
     "down": ("", {"endpoints": "down"}, r"127.0.0.1.*not reachable.*prefgrpo judge serve"),
     "no name": ("", {"endpoints": ("http://judge.invalid:8000",)}, "'judge.invalid' does not resolve .*correct"),
     "no TLS": ("", {"endpoints": "https"}, r"does not speak TLS .*is it an http:// address"),
-    "another model": ("", {"model": "bright-juge"}, f"serves {MODEL}, not 'bright-juge'; did you mean '{MODEL}'"),
+    "another model": ("", {"model": "bright-juge"}, f"serves {MODEL}, not 'bright-juge' .did you mean '{MODEL}'"),
     "no verdict": ("garbage", {}, "no verdict on a probe pair: .*neither label"),
     "refuses": ("400", {}, "At most 1 image"),
     "hangs": ("hang", {"timeout_s": 0.5}, "no verdict.*did not answer within 1 s"),

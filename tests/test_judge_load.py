@@ -16,8 +16,7 @@ import numpy as np
 import pytest
 import torch
 from aiohttp import web
-from judge_server import JudgeServer, reply
-from test_judge_faults import until
+from judge_server import JudgeServer, reply, until
 
 from prefgrpo.config.loading import load
 from prefgrpo.data.media import Media

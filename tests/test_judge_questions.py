@@ -12,9 +12,9 @@ import resource
 
 import numpy as np
 import pytest
-from judge_server import JudgeServer, images, text_of
+from judge_server import JudgeServer, images, text_of, until
 from PIL import Image
-from test_judge_faults import FAST, judge, media, until
+from test_judge_faults import FAST, judge, media
 
 from prefgrpo.config.schema import JudgeConfig
 from prefgrpo.data.media import Media
@@ -70,21 +70,6 @@ def test_texts_by_name_and_pictures_in_their_places(template, server):
     assert kinds == ["text", *["image_url"] * 3, "text", "image_url", "text", "image_url", "text"]
 
 
-def test_a_pair_with_its_source(tmp_path, server):
-    path = tmp_path / "edit.yaml"
-    path.write_text("user: 'Instruction: {prompt} {source} {media_1} {media_2}'\nanswer: edit\n")
-    server.answer = lambda b, text: (
-        f"<answer>Edited image {1 if abs(b[0] - b[1]) < abs(b[0] - b[2]) else 2} is better</answer>"
-    )
-    j = HttpJudge(JudgeConfig(endpoints=(server.url,), template=str(path)))
-    dark, grey, bright = media([40, 120, 200])
-    for source, other in ((dark, bright), (bright, dark)):
-        verdicts = j.judge_group("p", [grey, other, source], [(0, 1), (0, 2)], [source])
-        assert [v.first for v in verdicts] == [1.0, 0.0]
-    none = j.submit("p", dark, bright).result(30)
-    assert none.first is None and "needs a source image" in none.reason
-
-
 def test_the_same_question_is_asked_once(template, server):
     asked = template(TEXT)
     server.answer = lambda bright, text: f"{text} {255 * bright[0]:.0f}"
@@ -130,14 +115,6 @@ def test_judges_with_the_same_servers_share_a_client(server):
     assert HttpJudge(JudgeConfig(**{**config, "timeout_s": 6.0})).client is not one.client
     two.close()
     assert one.submit("p", *media([40, 200])).result(30).first < 0.1
-
-
-def test_clips_are_shown_by_the_sibling_template(server):
-    j = HttpJudge(JudgeConfig(endpoints=(server.url,), template="compare"))
-    clips = [Media(np.full((3, 32, 32, 3), level, np.uint8)) for level in (40, 200)]
-    for pair, kind, count in ((clips, "Video 2", 6), (media([40, 200]), "Image 2", 2)):
-        assert j.submit("p", *pair).result(30).first < 0.1
-        assert kind in text_of(server.requests[-1]) and len(images(server.requests[-1])) == count
 
 
 @pytest.mark.parametrize("image_format", ["jpeg", "webp", "png"])

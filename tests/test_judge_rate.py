@@ -95,10 +95,12 @@ def test_ties_and_missing_verdicts():
     assert np.isnan(nothing.values).all()
 
 
-def test_hard_verdicts_round_after_the_bias_is_out():
+def test_hard_verdicts_average_the_orders_to_half_when_they_contradict_and_round_after_the_bias_is_out():
+    kept = rate_groups(3, [[(0, 1, 0.9), (1, 0, 0.8), (0, 2, 0.6), (2, 0, 0.1), (1, 2, 0.5)]], Rating(verdict="hard"))
+    assert kept.wins[0].tolist() == [[0, 0.5, 1], [0.5, 0, 0.5], [0, 0.5, 0]]
+    assert kept.counts[0].tolist() == [[0, 1, 1], [1, 0, 1], [1, 1, 0]]
+    assert kept.values[0].tolist() == [0.75, 0.5, 0.25]
     judged = [(0, 1, 0.6), (1, 0, 0.6), (0, 2, 0.6), (2, 1, 0.55)]
-    kept = rate_groups(3, [judged], Rating(verdict="hard"))
-    assert kept.wins[0].tolist() == [[0, 0.5, 1], [0.5, 0, 0], [0, 1, 0]] and kept.counts.max() == 1
     assert rate_groups(3, [judged], Rating(verdict="hard", bias=1.0)).wins[0].tolist() == [
         [0, 0.5, 0], [0.5, 0, 1], [1, 0, 0],
     ]  # fmt: skip

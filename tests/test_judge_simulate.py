@@ -27,7 +27,7 @@ from prefgrpo.judge.simulate import (
 )
 from prefgrpo.judge.verdict import JudgeError, Verdict
 from prefgrpo.rewards.base import Comparison
-from prefgrpo.rewards.log import JudgementLog
+from prefgrpo.rewards.log import log_judgements
 
 values = st.lists(st.sampled_from([0.0, 0.25, 0.5, 0.7, 1.0, np.nan]), min_size=7, max_size=7)
 
@@ -97,13 +97,13 @@ def test_the_goal_of_24_members_is_met_by_swiss_rounds_and_bradley_terry():
 
 def log_of(path, verdicts):
     """Writes judgements.jsonl for groups [N, G, G] judged in both orders (NaN: failed), plus one incomplete group."""
-    log = JudgementLog(path)
     for k, group in enumerate(verdicts):
         pairs = [(i, j) for i in range(len(group)) for j in range(len(group)) if i != j]
         told = [Verdict(None, "lost") if np.isnan(group[pair]) else Verdict(float(group[pair])) for pair in pairs]
-        log.write("r", k // 2, k % 2, "p", [Comparison(*pair, v) for pair, v in zip(pairs, told, strict=True)])
-    log.write("r", 9, 0, "p", [Comparison(0, 1, Verdict(0.5))])
-    log.close()
+        log_judgements(
+            path, "r", k // 2, k % 2, "p", [Comparison(*pair, v) for pair, v in zip(pairs, told, strict=True)]
+        )
+    log_judgements(path, "r", 9, 0, "p", [Comparison(0, 1, Verdict(0.5))])
     return str(path)
 
 

@@ -16,9 +16,8 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from judge_server import free_port
+from judge_server import free_port, until
 from judge_tiny import stock
-from test_judge_faults import until
 from test_judge_questions import ask
 
 import prefgrpo
@@ -137,7 +136,7 @@ def masses(template, prompt, shown):
     processor = transformers.AutoImageProcessor.from_pretrained(MODEL)
     model = transformers.AutoModelForImageTextToText.from_pretrained(MODEL, dtype=torch.float32).eval()
     places, content = iter(shown), []
-    for part in template.parts(prompt):
+    for part in template.parts({"prompt": prompt}):
         text = [{"type": "text", "text": part}] if isinstance(part, str) else []
         content += text or [{"type": "image"} for _ in next(places)]
     turns = [{"role": "user", "content": content}]

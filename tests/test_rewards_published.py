@@ -13,7 +13,7 @@ import math
 import pickle
 import sys
 import urllib.request
-from types import ModuleType, SimpleNamespace
+from types import MappingProxyType, ModuleType, SimpleNamespace
 
 import numpy as np
 import peers
@@ -58,6 +58,8 @@ class Seen(PointwiseReward):
     """Records the samples that it is given."""
 
     takes = ("image", "video")
+    answer_s = 900.0
+    part_weights = MappingProxyType({"a": 0.5})
 
     def __init__(self, scale: float = 1.0):
         self.samples, self.scale = [], scale
@@ -94,6 +96,7 @@ def test_a_jpeg_round_trip_is_pillows_and_reaches_every_frame_and_source():
 
 def test_size_is_pillows_resize_and_wrong_values_are_refused():
     reward = seen(size=32)
+    assert (reward.answer_s, reward.part_weights) == (Seen.answer_s, Seen.part_weights), "the run reads these from it"
     reward.score([Sample("a", noise(0))])
     np.testing.assert_array_equal(reward.reward.samples[0].media.pixels, np.asarray(noise(0).pil.resize((32, 32))))
     for options in ({"jpeg": 101}, {"size": -1}):

@@ -15,9 +15,9 @@ from reward_cases_vlm import clip, flat, grid, judge, speak, words
 from prefgrpo.config.recipe import ConfigError
 from prefgrpo.config.schema import JudgeConfig
 from prefgrpo.judge.http import HttpJudge
-from prefgrpo.judge.verdict import JudgeError
+from prefgrpo.judge.verdict import JudgeError, Verdict
 from prefgrpo.rewards import build, load_class
-from prefgrpo.rewards.base import RewardError, Sample
+from prefgrpo.rewards.base import Comparison, RewardError, Sample
 from prefgrpo.rewards.scorer import Scorer
 
 B = [40 / 255, 130 / 255, 250 / 255]
@@ -247,6 +247,9 @@ def test_flex_categories_by_name_whatever_their_numbering(server):
     assert [s.parts for s in found.scores] == [
         {"overall": 0.5, "category/look": r, "categories": r} for r in (0.0, 0.5, 1.0)
     ]
+    said = [({"look": 1.0, "light": 1.0}, (0, 1)), ({"light": 1.0}, (1, 0))]  # the second answer lacks a category
+    found = reward.tally(2, [Comparison(*pair, Verdict(1.0, parts=parts)) for parts, pair in said])
+    assert [s.parts["category/light"] for s in found.scores] == [0.5, 0.5], "its other category counts"
 
 
 def test_edit_pairwise_shows_the_source(server):
@@ -258,6 +261,8 @@ def test_edit_pairwise_shows_the_source(server):
     pair = [r for r in server.requests if "less red" in text_of(r)]
     assert len(pair) == 3 and {len(images(r)) for r in pair} == {3}
     assert all(round(255 * server.media[images(r)[0]["uuid"]]) == source for r in pair)
+    alone = one(server, "unifiedreward_edit_pairwise").score_group(samples(40, 130), 0)
+    assert {"needs a source image" in s.reason for s in alone.scores} == {True}
 
 
 def test_what_does_not_fit_is_refused(server, tmp_path):

@@ -32,13 +32,14 @@ _MIN_MISSES = 16
 _GRACE_S = 0.1
 
 
-def _png(media: Media) -> bytes:
+def png(media: Media) -> bytes:
+    """PNG, fast."""
     buffer = io.BytesIO()
     media.pil.save(buffer, "PNG", compress_level=1)  # the default level takes ten times as long as a lossless WebP
     return buffer.getvalue()
 
 
-FORMATS: dict[str, Callable[[Media], bytes]] = {"jpeg": lambda m: m.jpeg, "webp": lambda m: m.webp, "png": _png}
+FORMATS: dict[str, Callable[[Media], bytes]] = {"jpeg": lambda m: m.jpeg, "webp": lambda m: m.webp, "png": png}
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,7 +103,7 @@ def chat_body(
     label_ids: token ids of the labels, if they are known and the server supports `logprob_token_ids` (vLLM).
     """
     parts: list[bytes] = []
-    for part in template.parts(texts.get("prompt", ""), texts):
+    for part in template.parts(texts):
         if part == SOURCE:
             parts += source
         else:

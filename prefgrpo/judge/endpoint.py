@@ -7,7 +7,6 @@ another one is healthy, then probed with single requests. Everything runs on the
 from __future__ import annotations
 
 import asyncio
-import difflib
 import heapq
 import json
 import math
@@ -20,6 +19,7 @@ import aiohttp
 from prefgrpo.config.schema import JudgeConfig
 from prefgrpo.judge.body import MediaIds
 from prefgrpo.judge.loop import loop_thread
+from prefgrpo.judge.verdict import did_you_mean
 
 _PROBE_TIMEOUT_S = 5.0
 _LONGEST_PROBE_PAUSE_S = 2.0
@@ -113,9 +113,8 @@ class Endpoint:
             return ""
         if not model:
             return f"serves several models ({', '.join(served)}); set the judge's model to one of them"
-        near = difflib.get_close_matches(model, served, n=1)
-        hint = f"did you mean '{near[0]}'?" if near else "set the judge's model to a served name"
-        return f"serves {', '.join(served)}, not '{model}'; {hint}"
+        hint = did_you_mean(model, served)
+        return f"serves {', '.join(served)}, not '{model}'{hint}; set the judge's model to a served name"
 
     async def health(self) -> str:
         """'' if /health returns a status below 500 (not every server implements it), else what is wrong."""

@@ -6,7 +6,6 @@ taken from its documentation (docs.sglang.io, Server Arguments). Nothing here st
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import re
@@ -18,7 +17,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from prefgrpo.judge.verdict import JudgeError
+from prefgrpo.judge.verdict import JudgeError, did_you_mean
 
 Engine = Literal["vllm", "sglang"]
 DRAIN_S = 20
@@ -238,9 +237,8 @@ def _check_model(model: str) -> None:
     if model.startswith(("/", ".")):
         raise JudgeError(f"checkpoint folder not found: {model} (presets: {presets})")
     if "/" not in model:
-        near = difflib.get_close_matches(model, PRESETS, n=1)
-        hint = f"; did you mean '{near[0]}'?" if near else ""
-        raise JudgeError(f"'{model}' is not a preset, a folder or a hub id (OWNER/NAME){hint} Presets: {presets}")
+        hint = did_you_mean(model, PRESETS)
+        raise JudgeError(f"'{model}' is not a preset{hint}, a folder or a hub id (OWNER/NAME); presets: {presets}")
 
 
 def environment(config: ServeConfig) -> dict[str, str]:

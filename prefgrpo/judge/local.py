@@ -53,7 +53,7 @@ class LocalJudge(PairJudge):
         self.template = load_template(template)
         if self.template.answer != "soft" or self.template.labels is None:
             raise JudgeError(f"template '{template}' asks for text; the in-process judge needs a soft answer")
-        order = [p for p in self.template.parts("") if isinstance(p, int)]
+        order = [p for p in self.template.parts({"prompt": ""}) if isinstance(p, int)]
         if order not in ([0, 1], [SOURCE, 0, 1]):
             raise JudgeError(
                 f"template '{template}' shows the source after {{media_1}}, which the in-process judge cannot: "

@@ -8,14 +8,13 @@ second, ±1; swiss: whichever was shown first less often goes first; tournament:
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
 
-from prefgrpo.judge.verdict import Pair
+from prefgrpo.judge.verdict import Pair, did_you_mean
 
 Judged = tuple[int, int, float | None]
 """(first, second, P(first) or None if it failed) of a judged pair."""
@@ -135,7 +134,5 @@ def get_plan(name: str) -> Plan:
     base, number = (match[1], match[2]) if match else (name, None)
     if base not in PLANS or (number and base not in _WITH_NUMBER):
         shown = [f"{p}(n)" if p in _WITH_NUMBER else p for p in PLANS]
-        near = difflib.get_close_matches(base, PLANS, n=1)
-        hint = f"; did you mean '{near[0]}'?" if near and near[0] != base else ""
-        raise ValueError(f"unknown pair plan '{name}': expected one of {', '.join(shown)}{hint}")
+        raise ValueError(f"unknown pair plan '{name}'{did_you_mean(base, PLANS)}: expected one of {', '.join(shown)}")
     return partial(PLANS[base], n=int(number)) if number else PLANS[base]

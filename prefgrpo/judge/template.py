@@ -11,7 +11,6 @@ Markers are replaced literally and only once: braces, quotes or markers inside a
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from typing import Any
 
 import yaml
 
-from prefgrpo.judge.verdict import JudgeError
+from prefgrpo.judge.verdict import JudgeError, did_you_mean
 
 _MARKER = re.compile(r"(\{[a-z][a-z0-9_]*\})")
 _MEDIUM = re.compile(r"\{media_(\d+)\}")
@@ -68,12 +67,9 @@ class Template:
         """Whether the template shows the source image."""
         return "{source}" in self.pieces
 
-    def parts(self, prompt: str, values: Mapping[str, str] | None = None) -> list[str | int]:
-        """The user message as a list of non-empty texts, k for medium k + 1, and SOURCE for the source images.
-
-        values: texts for markers other than {prompt}.
-        """
-        texts = {"prompt": prompt, **(values or {})}
+    def parts(self, texts: Mapping[str, str]) -> list[str | int]:
+        """The user message, with `texts` for its markers by name, as a list of non-empty texts, k for medium k + 1, and
+        SOURCE for the source images."""
         parts: list[str | int] = []
         text = ""
         for piece in self.pieces:
@@ -89,7 +85,7 @@ class Template:
     def messages(self, prompt: str, sources: int = 1) -> list[dict[str, Any]]:
         """Messages for transformers' chat templates, with image placeholders; ends with the prefill if there is one."""
         content: list[dict[str, Any]] = []
-        for part in self.parts(prompt):
+        for part in self.parts({"prompt": prompt}):
             if isinstance(part, str):
                 content.append({"type": "text", "text": part})
             else:
@@ -116,10 +112,9 @@ def load_template(
     path = _FOLDER / f"{name}.yaml" if name in shipped_templates() else Path(name)
     if not path.is_file():
         names = shipped_templates()
-        near = difflib.get_close_matches(name, names, n=1)
-        hint = f"; did you mean '{near[0]}'?" if near else ""
         raise JudgeError(
-            f"judge template '{name}' not found: expected one of {', '.join(names)} or a path to a YAML file{hint}"
+            f"judge template '{name}' not found{did_you_mean(name, names)}: expected one of {', '.join(names)} or a "
+            "path to a YAML file"
         )
     try:
         raw = yaml.safe_load(path.read_text(encoding="utf-8"))

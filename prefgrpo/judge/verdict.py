@@ -6,9 +6,10 @@ A verdict is P(first is better) in [0, 1]; a tie is 0.5, a verdict like any othe
 
 from __future__ import annotations
 
+import difflib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -26,6 +27,13 @@ _ROUNDING = 0.01
 
 class JudgeError(RuntimeError):
     """A judge cannot be used; the message says what was expected, what was found, and what to do."""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The hint " (did you mean …?)" for the closest known name, if there is one; ignores case."""
+    folded = {k.casefold(): k for k in known}
+    close = difflib.get_close_matches(name.casefold(), folded, n=1)
+    return f" (did you mean '{folded[close[0]]}'?)" if close else ""
 
 
 @dataclass(frozen=True)

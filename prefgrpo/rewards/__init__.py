@@ -9,7 +9,6 @@ weight; every error names the offending entry.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import importlib.util
 import inspect
@@ -25,6 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from prefgrpo.judge.verdict import did_you_mean
 from prefgrpo.rewards.base import GroupwiseReward, PointwiseReward, Reward, RewardError
 from prefgrpo.rewards.prepared import PreprocessedReward
 
@@ -166,16 +166,9 @@ def _check_name(name: Any) -> None:
         raise RewardSpecError(f"'{name}' is a file: expected its function or class as well, '{name}:NAME'")
     if name not in REWARDS and name not in get_python_rewards() and not _PATH.fullmatch(name):
         raise RewardSpecError(
-            f"unknown reward '{name}'{_did_you_mean(name, REWARDS)}: expected one of {', '.join(REWARDS)}, "
+            f"unknown reward '{name}'{did_you_mean(name, REWARDS)}: expected one of {', '.join(REWARDS)}, "
             "'package.module:Class' or 'file.py:function'"
         )
-
-
-def _did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The hint "(did you mean …?)" for the closest known name, if there is one; ignores case."""
-    folded = {k.casefold(): k for k in known}
-    close = difflib.get_close_matches(name.casefold(), folded, n=1)
-    return f" (did you mean '{folded[close[0]]}'?)" if close else ""
 
 
 def load_class(name: str) -> type[Reward]:
@@ -203,7 +196,7 @@ def load_object(path: str) -> Any:
     module, _, attribute = path.rpartition(":" if ":" in path else ".")
     loaded = _file_module(Path(module)) if module.endswith(".py") else importlib.import_module(module)
     if not hasattr(loaded, attribute):
-        raise AttributeError(f"{module} has no '{attribute}'{_did_you_mean(attribute, vars(loaded))}")
+        raise AttributeError(f"{module} has no '{attribute}'{did_you_mean(attribute, vars(loaded))}")
     return getattr(loaded, attribute)
 
 
@@ -276,7 +269,7 @@ def _checked(name: str, make: type[Reward], options: dict[str, Any], also: Itera
     for key, value in options.items():
         if key not in accepted:
             known = [*accepted, *also]
-            message = f"reward '{name}' has no option '{key}'{_did_you_mean(key, known)}"
+            message = f"reward '{name}' has no option '{key}'{did_you_mean(key, known)}"
             raise RewardSpecError(f"{message}: expected {', '.join(known) or 'none'}")
         wanted = getattr(accepted[key].annotation, "__name__", accepted[key].annotation)
         if not isinstance(value, PLAIN.get(wanted, object)) or (isinstance(value, bool) and wanted in ("int", "float")):

@@ -8,10 +8,11 @@ without the reward's libraries; its constructor loads them, or raises RewardErro
 from __future__ import annotations
 
 import importlib
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType, ModuleType
 from typing import Any, ClassVar, Protocol
 
@@ -75,6 +76,15 @@ class Score:
     """Named sub-scores, for logs."""
     raw: str = ""
     """The judge's text, for rewards that keep it."""
+
+    def finite(self) -> Score:
+        """This score with its value as a float; missing, with the reason, if the value is not finite."""
+        if self.value is None:
+            return replace(self, reason=self.reason or "the reward gave no reason")
+        value = float(self.value)
+        if math.isfinite(value):
+            return replace(self, value=value)
+        return replace(self, value=None, reason=f"the reward returned {value}")
 
 
 @dataclass(frozen=True)

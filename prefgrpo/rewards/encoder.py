@@ -49,9 +49,9 @@ class Encoder(ABC):
     """A loaded model."""
 
     scale: float
-    """exp(logit_scale): the factor of the cosine in the model's own logits."""
+    """exp(logit_scale): the factor of the cosine in the model's own logits (`Transformers` only)."""
     width: int
-    """D, the length of a vector."""
+    """D, the length of a vector (`Transformers` only)."""
 
     def __init__(self, device: str, dtype: str, batch_size: int) -> None:
         self.device, self.dtype, self.batch_size = device_of(device), dtype_of(dtype), batch_size
@@ -130,8 +130,6 @@ class OpenClip(Encoder):
             self._library.load_checkpoint(self._model, str(weights))
             self._tokenize = self._library.get_tokenizer(name)
         self._model.eval().requires_grad_(False).to(self.device, self.dtype)
-        self.scale = float(self._model.logit_scale.float().exp())
-        self.width = int(self._library.get_model_config(name)["embed_dim"])
 
     def _architecture(self, weights: Path, asked: str, otherwise: str) -> tuple[str, dict[str, Any]]:
         """open_clip's name of the model, and its preprocessing unless a config beside the weights specifies it."""

@@ -10,7 +10,6 @@ Sources: Ghosh et al., "GenEval" (arXiv 2310.11513); Liu et al., "Flow-GRPO" (ar
 
 from __future__ import annotations
 
-import importlib
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from PIL import Image
 from torch.nn import functional
 
 from prefgrpo.data.media import Media
-from prefgrpo.rewards import encoder
+from prefgrpo.rewards import encoder, load_object
 from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample, Score
 from prefgrpo.rewards.detectors import Detection, Detector
 
@@ -111,9 +110,8 @@ class GenEval(PointwiseReward):
 
 def _load_detector(path: str, options: dict[str, Any]) -> Detector:
     """Construct the detector at import path `path`."""
-    module, _, name = path.partition(":")
     try:
-        cls = getattr(importlib.import_module(module), name)
+        cls = load_object(path)
     except (ImportError, AttributeError, ValueError) as error:
         raise RewardError(f"geneval: cannot load the detector '{path}' (expected pkg.mod:Class): {error}") from error
     detector: Detector = cls(**options)

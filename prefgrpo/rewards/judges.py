@@ -16,16 +16,16 @@ if TYPE_CHECKING:
     from prefgrpo.judge.http import Client
 
 
-def open_judge(judge: JudgeConfig | Mapping[str, Any], template: str = "", device: str = "cpu") -> PairJudge:
+def open_judge(judge: JudgeConfig | Mapping[str, Any], template: str = "") -> PairJudge:
     """Open a pairwise judge. JudgeError, with advice, if it gives no verdicts; ConfigError for invalid fields.
 
-    template: used if `judge` names none. device: for a judge in this process.
+    template: used if `judge` names none.
     """
     config = _config(judge, template)
     if config.backend == "local":
         from prefgrpo.judge.local import LocalJudge  # imports transformers
 
-        return LocalJudge(config.model, config.template, device)
+        return LocalJudge(config.model, config.template)
     from prefgrpo.judge import client  # imports aiohttp
 
     client.check(config)

@@ -1,4 +1,4 @@
-"""The judgement log: one JSON line per comparison, without pixels, appended and flushed once per group.
+"""The judgement log: one JSON line per comparison, without pixels, appended once per group.
 
 Invariant: each step is logged once; a run that repeats steps first removes their old lines (`truncate_log`).
 """
@@ -7,36 +7,21 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import IO
 
 from prefgrpo.rewards.base import Comparison
 
 
-class JudgementLog:
-    """Appends judgements to a JSONL file."""
-
-    def __init__(self, path: str | Path) -> None:
-        self._path = Path(path)
-        self._file: IO[str] | None = None
-
-    def write(self, reward: str, step: int, group: int, prompt: str, comparisons: list[Comparison]) -> None:
-        """One line per comparison of a group: members, P(first) or why it is missing, latency, retries, answer."""
-        if self._file is None:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self._path.open("a", encoding="utf-8")
+def log_judgements(path: Path, reward: str, step: int, group: int, prompt: str, comparisons: list[Comparison]) -> None:
+    """One line per comparison of a group: members, P(first) or why it is missing, latency, retries, answer."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
         for c in comparisons:
             v = c.verdict
             line = {"step": step, "reward": reward, "group": group, "first": c.first, "second": c.second}
             line |= {"p_first": v.first, "reason": v.reason, "latency_s": round(v.latency_s, 6), "retries": v.retries}
             line |= {"cached": True} if v.cached else {}
             line |= {"parts": v.parts, "raw": v.raw[:500], "prompt": prompt[:2000]}
-            self._file.write(json.dumps(line) + "\n")  # ASCII: some readers treat U+2028 as a line break
-        self._file.flush()
-
-    def close(self) -> None:
-        """Close the file."""
-        if self._file is not None:
-            self._file.close()
+            file.write(json.dumps(line) + "\n")  # ASCII: some readers treat U+2028 as a line break
 
 
 def truncate_log(path: Path, step: int) -> None:

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -89,7 +89,7 @@ class Ocr(PointwiseReward):
             raise RewardError(f"{message}; got '{self.engine}' and {self.workers}")
         if not self.detect and self.engine != "rapidocr":
             raise RewardError(f"detect: false needs engine rapidocr; got '{self.engine}', which reads whole pages only")
-        self._make: Callable[[], Read] = (lambda: ENGINES[self.engine](self.lang)) if self.detect else _rapidocr_line
+        self._make = partial(ENGINES[self.engine], self.lang) if self.detect else partial(_rapidocr, "", detect=False)
         self._distance = levenshtein()
         self._local = threading.local()
         self._local.read = self._make()
@@ -139,28 +139,15 @@ class VideoOcr(Ocr):
         return Score(sum(shown) / len(shown) if shown else 0.0, parts={"frames_shown": len(shown) / len(values)})
 
 
-def _rapidocr_engine(**options: Any) -> Any:
-    """A RapidOCR engine that runs on the calling thread only."""
+def _rapidocr(_: str, detect: bool = True) -> Read:
+    """detect: False passes the image to the recogniser as one line of text, which is not padded to 320 pixels."""
+    shape, steps = ({}, {}) if detect else ({"rec_img_shape": [3, 48, 48]}, {"use_det": False, "use_cls": False})
     made = library("rapidocr_onnxruntime", INSTALL).RapidOCR
-    return made(intra_op_num_threads=1, inter_op_num_threads=1, **options)
-
-
-def _rapidocr(_: str) -> Read:
-    engine = _rapidocr_engine()
+    engine = made(intra_op_num_threads=1, inter_op_num_threads=1, **shape)  # it runs on the calling thread only
 
     def read(pixels: NDArray[np.uint8]) -> str:
-        lines, _ = engine(np.ascontiguousarray(pixels[..., ::-1]))  # it expects BGR, as cv2 reads files
-        return " ".join(text for _, text, _ in lines or [])
-
-    return read
-
-
-def _rapidocr_line() -> Read:
-    engine = _rapidocr_engine(rec_img_shape=[3, 48, 48])  # minimal width, so that images are not padded to 320 pixels
-
-    def read(pixels: NDArray[np.uint8]) -> str:
-        lines, _ = engine(np.ascontiguousarray(pixels[..., ::-1]), use_det=False, use_cls=False)
-        return " ".join(text for text, _ in lines or [])
+        lines, _ = engine(np.ascontiguousarray(pixels[..., ::-1]), **steps)  # it expects BGR, as cv2 reads files
+        return " ".join(line[-2] for line in lines or [])  # (box, text, confidence), without box if not detected
 
     return read
 

@@ -27,7 +27,6 @@ from typing import Any
 
 import numpy as np
 
-from prefgrpo.data.media import Media
 from prefgrpo.judge.plans import Judged, get_plan
 from prefgrpo.judge.rate import Bias, Rate, Rating, VerdictKind, rate_groups
 from prefgrpo.judge.verdict import PairJudge, Verdict
@@ -80,13 +79,15 @@ class VlmPairwise(GroupwiseReward):
         """Judge the whole group now and wait for the answers."""
         media, comparisons = [s.media for s in group], list[Comparison]()
         while pairs := self.next_pairs(len(group), seed, judged(comparisons)):
-            verdicts = self.judge.judge_group(group[0].prompt, media, pairs, *_source(group[0]))
+            verdicts = self.judge.judge_group(group[0].prompt, media, pairs, group[0].source)
             comparisons += [Comparison(i, j, v) for (i, j), v in zip(pairs, verdicts, strict=True)]
         return self.tally(len(group), comparisons)
 
     def tally(self, size: int, comparisons: list[Comparison]) -> GroupScores:
-        """Scores of a group's members, computed from its comparisons."""
-        return tally(size, comparisons, self.rating)
+        """Wins and counts [G, G], and every member's rate, from a group's comparisons."""
+        rated, reasons = rate_groups(size, [judged(comparisons)], self.rating), _reasons(size, comparisons)
+        scores = [Score(None, reasons[i]) if np.isnan(r) else Score(r) for i, r in enumerate(rated.values[0].tolist())]
+        return GroupScores(scores, rated.wins[0], rated.counts[0], comparisons)
 
     def session(self, size: int, seed: int, stats: RequestStats) -> PairSession:
         """Start judging a group of `size` members that arrive one by one (streaming judges only)."""
@@ -148,25 +149,19 @@ class UnifiedRewardFlex(VlmPairwise):
     def tally(self, size: int, comparisons: list[Comparison]) -> GroupScores:
         """Combined scores; parts: `overall`, `categories` and the rate in each category by name."""
         overall = super().tally(size, comparisons)
-        parts = [_categories(c.verdict.parts) for c in comparisons]
-        names = list(dict.fromkeys(name for p in parts for name in p))
+        games, parts = judged(comparisons), [_categories(c.verdict.parts) for c in comparisons]
         rates = {}
-        for name in names:
-            comparisons = [
-                Comparison(
-                    c.first, c.second, replace(c.verdict, value=None if c.verdict.first is None else p.get(name))
-                )
-                for c, p in zip(comparisons, parts, strict=True)
-            ]
-            rates[name] = [s.value for s in tally(size, comparisons, self.rating).scores]
-        scores = [self._blend(s, {n: rates[n][i] for n in names}) for i, s in enumerate(overall.scores)]
+        for name in dict.fromkeys(name for p in parts for name in p):
+            answered = [(i, j, None if v is None else p.get(name)) for (i, j, v), p in zip(games, parts, strict=True)]
+            rates[name] = rate_groups(size, [answered], self.rating).values[0].tolist()
+        scores = [self._blend(s, {n: r[i] for n, r in rates.items()}) for i, s in enumerate(overall.scores)]
         return replace(overall, scores=scores)
 
-    def _blend(self, overall: Score, rates: dict[str, float | None]) -> Score:
+    def _blend(self, overall: Score, rates: dict[str, float]) -> Score:
         if overall.value is None:
             return overall
         weights = dict(zip(rates, [*self.category_weights, *[1.0] * len(rates)], strict=False))
-        known = {name: rate for name, rate in rates.items() if rate is not None}
+        known = {name: rate for name, rate in rates.items() if not np.isnan(rate)}
         total = sum(weights[name] for name in known)
         parts = {"overall": overall.value} | {f"category/{name}": rate for name, rate in known.items()}
         if not known or not self.category_weight:
@@ -217,9 +212,8 @@ class PairSession:
         first, second = (self._members[m] for m in self.pairs[index])
         self._stats.sent()
         self._open += 1
-        self._answers[index] = answer = self.reward.judge.submit(
-            first.prompt, first.media, second.media, *_source(first)
-        )
+        answer = self.reward.judge.submit(first.prompt, first.media, second.media, first.source)
+        self._answers[index] = answer
         answer.add_done_callback(self._answered)
 
     def _answered(self, answer: Future[Verdict]) -> None:
@@ -255,22 +249,9 @@ class PairSession:
             return Verdict(None, DEADLINE_PASSED)
 
 
-def _source(sample: Sample) -> tuple[tuple[Media, ...], ...]:
-    """The argument with the source images, if any; judges that never show sources need not accept it."""
-    return (sample.source,) if sample.source else ()
-
-
 def judged(comparisons: list[Comparison]) -> list[Judged]:
     """Comparisons in the form that plans and rates use."""
     return [(c.first, c.second, c.verdict.first) for c in comparisons]
-
-
-def tally(size: int, comparisons: list[Comparison], rating: Rating) -> GroupScores:
-    """Wins and counts [G, G], and every member's rate, from a group's comparisons."""
-    rated = rate_groups(size, [judged(comparisons)], rating)
-    reasons = _reasons(size, comparisons)
-    scores = [Score(None, reasons[i]) if np.isnan(r) else Score(r) for i, r in enumerate(rated.values[0].tolist())]
-    return GroupScores(scores, rated.wins[0], rated.counts[0], comparisons)
 
 
 def _reasons(size: int, comparisons: list[Comparison]) -> list[str]:

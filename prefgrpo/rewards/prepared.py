@@ -32,7 +32,7 @@ class PreprocessedReward(PointwiseReward):
         if size < 0 or not 0 <= jpeg <= 100:
             raise RewardError(f"expected size of at least 0 and jpeg from 0 to 100, got {size} and {jpeg}")
         self.size, self.jpeg, self.reward = size, jpeg, make()
-        for name in ("takes", "needs_source", "meta_keys", "streams", "close"):
+        for name in ("takes", "needs_source", "meta_keys", "streams", "answer_s", "part_weights", "close"):
             setattr(self, name, getattr(self.reward, name))
 
     def score(self, samples: list[Sample]) -> list[Score]:

@@ -8,6 +8,7 @@ with a reason.
 from __future__ import annotations
 
 import asyncio
+import json
 import warnings
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -21,7 +22,7 @@ from prefgrpo.config.loading import section
 from prefgrpo.config.recipe import ConfigError
 from prefgrpo.config.schema import JudgeConfig
 from prefgrpo.data.media import Media
-from prefgrpo.judge.endpoint import SendError, describe_error, redirect
+from prefgrpo.judge.endpoint import Endpoint, SendError, describe_error, redirect
 from prefgrpo.judge.send import Sender
 from prefgrpo.judge.verdict import JudgeError
 from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample, Score
@@ -101,22 +102,19 @@ class RemoteReward(PointwiseReward):
 
     def _check(self) -> None:
         endpoints = self._sender.endpoints
-        problems = [self._sender.thread.submit(self._problem(e.url, e.headers)) for e in endpoints]
+        problems = [self._sender.thread.submit(self._problem(e)) for e in endpoints]
         bad = [f"{e.url}: {p.result()}" for e, p in zip(endpoints, problems, strict=True) if p.result()]
         if len(bad) == len(endpoints):
             raise RewardError(f"reward '{self.name}' cannot be used. " + " | ".join(bad))
         if bad:
             warnings.warn(f"reward '{self.name}': left out for now: " + " | ".join(bad), stacklevel=4)
 
-    async def _problem(self, url: str, headers: dict[str, str]) -> str:
+    async def _problem(self, endpoint: Endpoint) -> str:
         """Why a server cannot be used; '' if it can."""
         start = f"'prefgrpo reward serve {self.name}'"
-        timeout, info, to = aiohttp.ClientTimeout(total=CHECK_S), None, ""
         try:
-            session = self._sender.thread.session()
-            async with session.get(f"{url}/v1/info", headers=headers, timeout=timeout, allow_redirects=False) as reply:
-                to = redirect(reply)
-                info = await reply.json(content_type=None)
+            reply, raw = await endpoint.get("/v1/info", CHECK_S)
+            info = json.loads(raw)
         except asyncio.TimeoutError:
             return f"no answer within {CHECK_S:g} s; is the server stuck?"
         except (aiohttp.ClientError, OSError) as error:
@@ -124,11 +122,11 @@ class RemoteReward(PointwiseReward):
         except ValueError:
             info = None  # not JSON
         if not isinstance(info, dict) or "name" not in info:
-            return f"responds, but is not a reward server{to}; start one with {start}, or correct the url"
+            return f"responds, but is not a reward server{redirect(reply)}; start one with {start}, or correct the url"
         if info["name"] != self.name:
             return f"serves '{info['name']}', not '{self.name}'; start {start} on another port, or correct the url"
         status = info.get("status")
-        return "" if status == "ready" else f"is {status}, not ready; try again when {url}/health says ready"
+        return "" if status == "ready" else f"is {status}, not ready; try again when {endpoint.url}/health says ready"
 
 
 def _read_score(url: str, payload: bytes) -> Score:

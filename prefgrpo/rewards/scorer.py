@@ -35,7 +35,7 @@ from prefgrpo.rewards.base import (
     Sample,
     Score,
 )
-from prefgrpo.rewards.log import JudgementLog
+from prefgrpo.rewards.log import log_judgements
 from prefgrpo.rewards.request_stats import DEADLINE_PASSED, RequestStats, latency
 
 _DEADLINE_S = 600.0
@@ -102,7 +102,7 @@ class Scorer:
             raise ValueError(f"the judge's deadline must be positive seconds, got {deadline_s}")
         self.rewards, self.group_size, self.deadline_s, self.seed = rewards, group_size, deadline_s, seed
         self.active = active
-        self._log = JudgementLog(log_path) if log_path else None
+        self._log = Path(log_path) if log_path else None
         self.samples: dict[int, dict[int, Sample]] = {}
         """Group → member → sample, of the next step to finish or, right after `finish`, of that step."""
         self._lock = threading.Lock()
@@ -168,12 +168,10 @@ class Scorer:
             self._open_steps.pop().cancel()
 
     def close(self) -> None:
-        """Cancel unfinished steps, close the rewards and the log."""
+        """Cancel unfinished steps, and close the rewards."""
         self.cancel()
         for reward in self.rewards.values():
             reward.close()
-        if self._log:
-            self._log.close()
 
     def __enter__(self) -> Scorer:
         return self
@@ -239,9 +237,9 @@ class Scorer:
         values: dict[str, NDArray[np.float64]] = {}
         metrics: dict[str, float] = {}
         for name, scored in groups.items():
-            own: Counter[str] = Counter()
-            own_values = [[_finite(s, own) for s in g.scores] for g in scored]
-            values[name] = np.array(own_values, dtype=np.float64).reshape(-1, self.group_size)
+            checked = [s.finite() for g in scored for s in g.scores]
+            own = Counter(s.reason for s in checked if s.value is None)
+            values[name] = np.array([s.value for s in checked], np.float64).reshape(-1, self.group_size)  # None: NaN
             own.update(c.verdict.reason for g in scored for c in g.comparisons if c.verdict.first is None)
             reasons.update({f"{name}: {reason}": count for reason, count in own.items()})
             missing = np.isnan(values[name])
@@ -257,7 +255,7 @@ class Scorer:
             for name, scored in groups.items():
                 for (group, made), scores in zip(one.samples.items(), scored, strict=True):
                     prompt = next((s.prompt for s in made.values()), "")
-                    self._log.write(name, one.number, group, prompt, scores.comparisons)
+                    log_judgements(self._log, name, one.number, group, prompt, scores.comparisons)
         return StepScores(values, groups, metrics, dict(reasons.most_common()))
 
 
@@ -337,14 +335,6 @@ def _score_one(reward: PointwiseReward, sample: Sample) -> Score:
 
 def _failed_score(error: Exception) -> Score:
     return Score(None, f"the reward raised {type(error).__name__}: {str(error)[:200]}")
-
-
-def _finite(score: Score, reasons: Counter[str]) -> float:
-    """The value; NaN if missing or not finite, with the reason counted in `reasons`."""
-    if score.value is not None and np.isfinite(score.value):
-        return score.value
-    reasons[score.reason or "no reason given" if score.value is None else f"the reward returned {score.value}"] += 1
-    return float("nan")
 
 
 def _expand_to_group(part: GroupScores, members: list[int], size: int) -> GroupScores:

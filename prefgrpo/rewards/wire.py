@@ -17,6 +17,7 @@ import numpy as np
 from PIL import Image
 
 from prefgrpo.data.media import Media
+from prefgrpo.judge.body import png
 from prefgrpo.rewards.base import Reward, Sample, Score
 
 FORMATS = ("PNG", "WEBP", "JPEG")
@@ -30,16 +31,9 @@ class WireError(ValueError):
 
 def media_json(media: Media) -> bytes:
     """An image as a JSON string, a clip as a list of strings."""
-    frames = [b'"%s"' % base64.b64encode(_lossless(frame)) for frame in media.frames()]
+    files = [frame.webp if max(frame.pixels.shape) <= _WEBP_MOST else png(frame) for frame in media.frames()]
+    frames = [b'"%s"' % base64.b64encode(file) for file in files]
     return b"[%s]" % b",".join(frames) if media.clip else frames[0]
-
-
-def _lossless(image: Media) -> bytes:
-    if max(image.pixels.shape) <= _WEBP_MOST:
-        return image.webp
-    buffer = io.BytesIO()
-    image.pil.save(buffer, "PNG", compress_level=1)
-    return buffer.getvalue()
 
 
 def request_json(name: str, sample: Sample, media: bytes, source: list[bytes]) -> bytes:
@@ -105,8 +99,8 @@ def _media(value: Any, place: str) -> Media:
 
 def score_row(score: Score) -> dict[str, Any]:
     """A score as JSON: value, or null with the reason, and parts; non-finite values become null."""
-    value, reason = _finite(score)
-    row: dict[str, Any] = {"value": value} | ({"reason": reason} if value is None else {})
+    score = score.finite()
+    row: dict[str, Any] = {"value": score.value} | ({"reason": score.reason} if score.value is None else {})
     if score.parts:
         row["parts"] = {k: float(v) if math.isfinite(v) else None for k, v in score.parts.items()}
     return row
@@ -131,15 +125,7 @@ def _score(row: Any, place: str) -> Score:
         score = Score(None if row["value"] is None else float(row["value"]), str(row.get("reason", "")), parts)
     except (TypeError, ValueError, AttributeError, KeyError, OverflowError) as error:
         raise WireError(f"{place}: expected a number or null and parts, got {_describe(row)}") from error
-    return Score(*_finite(score), parts)
-
-
-def _finite(score: Score) -> tuple[float | None, str]:
-    """(value, reason); a non-finite value is missing."""
-    if score.value is None:
-        return None, score.reason or "the reward gave no reason"
-    value = float(score.value)
-    return (value, score.reason) if math.isfinite(value) else (None, f"the reward returned {value}")
+    return score.finite()
 
 
 def _describe(value: Any) -> str:

@@ -6,9 +6,9 @@ than the suite's own are labelled as such.
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import Literal
 
+from prefgrpo.rewards import load_object
 from prefgrpo.suites.base import Suite
 
 Name = Literal["unigenbench", "geneval", "vbench", "dpg", "t2i_compbench"]
@@ -23,6 +23,5 @@ SUITES: dict[str, str] = {
 
 def load_suite(name: str) -> Suite:
     """The suite of that name."""
-    module, _, attribute = SUITES[name].partition(":")
-    suite: Suite = getattr(import_module(f"prefgrpo.suites.{module}"), attribute)()
+    suite: Suite = load_object(f"prefgrpo.suites.{SUITES[name]}")()
     return suite
