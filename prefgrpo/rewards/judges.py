@@ -25,7 +25,7 @@ def open_judge(judge: JudgeConfig | Mapping[str, Any], template: str = "") -> Pa
     if config.backend == "local":
         from prefgrpo.judge.local import LocalJudge  # imports transformers
 
-        return LocalJudge(config.model, config.template)
+        return LocalJudge(config.model, config.template, min_label_mass=config.min_label_mass)
     from prefgrpo.judge import client  # imports aiohttp
 
     client.check(config)

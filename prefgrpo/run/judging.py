@@ -136,7 +136,7 @@ def _local_judge(config: JudgeConfig, device: str) -> PairJudge:
     """Load a judge. Raises JudgeError if it gives no verdict on a probe pair, or fails the pairs with known answers."""
     from prefgrpo.judge.local import LocalJudge
 
-    judge = LocalJudge(config.model, config.template, device)
+    judge = LocalJudge(config.model, config.template, device, min_label_mass=config.min_label_mass)
     pictures = [Media(np.full((64, 64, 3), colour, np.uint8)) for colour in ((220, 30, 30), (30, 60, 220))]
     verdict = judge.judge_group("a plain red picture", pictures, [(0, 1)])[0]
     problem = f"gave no verdict on a probe pair: {verdict.reason}" if verdict.first is None else ""
