@@ -32,15 +32,16 @@ Grads = dict[str, Tensor | None]
 class Op:
     """An op without a gradient; calling it with its arguments returns its results.
 
-    schema: of the custom op, whose arguments are the first fields of `args_type`. results: allocates the tensors that a
-    backend writes. fp64_fields: fields that select the torch backend if one of them is fp64.
+    schema: of the custom op, whose arguments are the first fields of `args_type`. fp64_fields: fields that select the
+    torch backend if one of them is fp64. results: allocates the tensors that a backend writes (default:
+    `args_type.results`).
     """
 
     has_gradient = False
 
-    def __init__(self, args_type: Any, results: Callable[[Any], Results], schema: str, fp64_fields: str = "") -> None:
+    def __init__(self, args_type: Any, schema: str, fp64_fields: str = "", results: Any = None) -> None:
         self.name, _, signature = schema.partition("(")
-        self.args_type, self.results = args_type, results
+        self.args_type, results = args_type, results or args_type.results
         self._custom = torch.library.custom_op(
             f"{NAMESPACE}::{self.name}", self.run, mutates_args=(), schema="(" + signature
         )
@@ -223,26 +224,23 @@ _REPLAY_FP64_FIELDS = "x v x_next uncond v_ref v_old"
 
 philox_normal = Op(
     Normal,
-    Normal.results,
     "philox_normal(SymInt seed, Tensor sample, Tensor step, SymInt numel, SymInt offset, ScalarType dtype) -> Tensor",
     "dtype sample",
 )
 affine_step = Op(
     Step,
-    Step.results,
     f"affine_step(Tensor x, Tensor v, Tensor coef, {_AFFINE}, Tensor? eps, SymInt seed, Tensor? sample, Tensor? step, "
     "SymInt offset, ScalarType out_dtype, bool want_mean, Tensor? sigma) -> (Tensor, Tensor, Tensor, Tensor)",
     "x v uncond eps out_dtype",
 )
 affine_grad = Op(
     Replay,
-    Replay.gradients,
     f"affine_grad({_REPLAY}, Tensor? g_logp, Tensor? g_kl, Tensor? g_guard) -> (Tensor, Tensor)",
     _REPLAY_FP64_FIELDS,
+    Replay.gradients,
 )
 affine_logp = GradOp(
     Replay,
-    Replay.results,
     f"affine_logp({_REPLAY}) -> (Tensor, Tensor, Tensor)",
     _REPLAY_FP64_FIELDS,
     grad_inputs=("v", "uncond"),
@@ -252,7 +250,6 @@ affine_logp = GradOp(
 )
 policy_loss = GradOp(
     Policy,
-    Policy.results,
     "policy_loss(Tensor logp, Tensor logp_old, Tensor advantage, float clip_low, float clip_high, float adv_clip, "
     "Tensor? weight, Tensor? mask, Tensor? kl, float kl_coef, Tensor? log_ratio, float? denominator) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
@@ -264,12 +261,10 @@ policy_loss = GradOp(
 )
 group_advantage = Op(
     Group,
-    Group.results,
     "group_advantage(Tensor rewards, Tensor group_ids, Tensor weights, str combine, str std, float eps, SymInt ddof, "
     "bool rank) -> Tensor",
 )
 winrate_advantage = Op(
     Winrate,
-    Winrate.results,
     "winrate_advantage(Tensor wins, Tensor counts, str std, float eps, SymInt ddof) -> (Tensor, Tensor)",
 )
