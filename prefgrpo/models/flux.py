@@ -15,8 +15,6 @@ from torch import Tensor, nn
 from prefgrpo.models.base import Adapter, Condition, Sampling
 from prefgrpo.models.lora import JOINT_ATTENTION
 
-TRAIN_STEPS = 1000
-
 
 class Flux(Adapter):
     """FLUX.1 text-to-image."""
@@ -48,7 +46,7 @@ class Flux(Adapter):
             guidance = torch.full_like(sigma, sampling.guidance)
         return net(
             hidden_states=tokens,
-            timestep=sigma * TRAIN_STEPS / TRAIN_STEPS,
+            timestep=sigma * 1000 / 1000,
             guidance=guidance,
             pooled_projections=condition.pooled,
             encoder_hidden_states=embeds,
