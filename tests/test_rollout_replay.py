@@ -48,14 +48,13 @@ def test_only_the_window_is_stored_and_neighbours_share_tensors(adapter, conditi
     assert torch.equal(last.steps[0].x_next, last.latents)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rule", ["flow", "dance", "cps", "cps_normalised"])
-def test_logp_is_that_of_the_stored_value(adapter, condition, dtype, rule):
-    """Close to the fp64 value for the stored, rounded latents, and exactly the logp that replay gives."""
+def test_logp_is_that_of_the_stored_value(adapter, condition, rule):
+    """Close to the fp64 value for the stored latents, and exactly the logp that replay gives."""
     schedule = schedule_of(adapter, rule=rule)
-    done = rollout(adapter, schedule, condition, IDS, S, seed=0, latent_dtype=dtype)
+    done = rollout(adapter, schedule, condition, IDS, S, seed=0)
     for step in done.steps:
-        assert step.x.dtype == step.x_next.dtype == dtype
+        assert step.x.dtype == step.x_next.dtype == torch.float32
         k = int(step.index[0])
         with torch.no_grad():
             v = adapter.velocity(step.x, schedule.sigmas[k].expand(4), condition, S).double()

@@ -92,7 +92,6 @@ def rollout(
     sampling: Sampling,
     *,
     seed: int,
-    latent_dtype: torch.dtype = torch.float32,
     initial_sample: Tensor | None = None,
     keep_velocity: bool = False,
     keep_graph: bool = False,
@@ -100,13 +99,13 @@ def rollout(
     """Denoise B samples along `schedule` (on the adapter's device) for a batched condition [B, …].
 
     sample: int64 [B] ids that determine the noise, unique per sample in the run. seed: the run's noise seed.
-    latent_dtype: dtype of the latents, both as stored and as model input. initial_sample: int64 [B] ids for the initial
-    noise only; equal ids in a group give it the same initial noise. keep_velocity: also store the velocities of the
-    stored steps. keep_graph: also keep the autograd graphs of their forwards.
+    initial_sample: int64 [B] ids for the initial noise only; equal ids in a group give it the same initial noise.
+    keep_velocity: also store the velocities of the stored steps. keep_graph: also keep the autograd graphs of their
+    forwards.
     """
     ids = sample if initial_sample is None else initial_sample
     x = initial_latents(seed, ids, adapter.latent_shape(sampling))
-    x = adapter.prior(x, schedule.sigmas[0]).to(latent_dtype)
+    x = adapter.prior(x, schedule.sigmas[0])
     stored: list[Step] = []
     for k in range(schedule.steps):
         index = torch.full_like(sample, k)
@@ -118,7 +117,7 @@ def rollout(
         if v.requires_grad:
             graph, v = (v, guidance), v.detach()
             guidance = None if guidance is None else guidance._replace(uncond=guidance.uncond.detach())
-        step = affine_step(x, v, schedule.coef, index, noise=noise, out_dtype=latent_dtype, guidance=guidance)
+        step = affine_step(x, v, schedule.coef, index, noise=noise, guidance=guidance)
         if kept:
             own = after_guidance(v, guidance) if keep_velocity else None
             stored.append(Step(index, x, step.x_next, step.logp, (k,), own, graph))
