@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from prefgrpo.models.base import Adapter, Condition, Sampling, after_guidance
 from prefgrpo.ops import NoiseAddress, affine_step
@@ -41,13 +42,7 @@ class Step:
 
     def select(self, rows: Tensor) -> Step:
         """The samples `rows` (int64) of one step; used to drop groups without signal."""
-        index, x, x_next, logp = (p.index_select(0, rows) for p in (self.index, self.x, self.x_next, self.logp))
-        v, graph = None if self.v is None else self.v.index_select(0, rows), self.graph
-        if graph is not None:
-            c, pair = graph
-            uncond = None if pair is None else pair._replace(uncond=pair.uncond.index_select(0, rows))
-            graph = c.index_select(0, rows), uncond
-        return Step(index, x, x_next, logp, self.step_indices, v, graph)
+        return Step(**tree_map_only(Tensor, lambda tensor: tensor.index_select(0, rows), vars(self)))
 
 
 def stack(steps: Sequence[Step]) -> Step:
