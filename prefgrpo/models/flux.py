@@ -50,7 +50,7 @@ class Flux(Adapter):
             guidance=guidance,
             pooled_projections=condition.pooled,
             encoder_hidden_states=embeds,
-            txt_ids=_text_ids(embeds.shape[1], tokens.device),
+            txt_ids=torch.zeros(embeds.shape[1], 3, device=tokens.device),
             img_ids=ids,
             return_dict=False,
         )[0]
@@ -65,9 +65,3 @@ class Flux(Adapter):
 def image_ids(rows: int, columns: int, device: torch.device) -> Tensor:
     """Position ids [rows · columns, 3] fp32."""
     return FluxPipeline._prepare_latent_image_ids(1, rows, columns, device, torch.float32)
-
-
-@lru_cache(maxsize=64)
-def _text_ids(length: int, device: torch.device) -> Tensor:
-    """Text positions are all 0: [length, 3] fp32."""
-    return torch.zeros(length, 3, device=device)
