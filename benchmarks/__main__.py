@@ -10,7 +10,7 @@ import torch
 
 from benchmarks import report
 from benchmarks.cases import cases
-from benchmarks.harness import as_dict, keep_freed_memory, machine, measure
+from benchmarks.harness import keep_freed_memory, machine, measure
 from benchmarks.overhead import overhead
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -31,13 +31,11 @@ def main() -> None:
         keep_freed_memory()
         run = {"machine": machine(args.device), "rounds": args.rounds, "results": []}
         for case in cases(args.device, args.quick):
-            result = measure(case, args.device, args.rounds)
-            run["results"].append(as_dict(result))
-            times = ", ".join(f"{name} {us:.1f}" for name, us in result.us.items())
-            rate = f", {result.bytes / result.us['ours'] / 1e3:.1f} GB/s, copy {result.copy_us:.1f} ({result.formula})"
-            print(
-                f"{result.op} · {result.shape} · {result.dtypes}: {times} µs{rate if result.bytes else ''}", flush=True
-            )
+            us = (result := measure(case, args.device, args.rounds))["us"]
+            run["results"].append(result)
+            times = ", ".join(f"{name} {t:.1f}" for name, t in us.items())
+            rate = f", {case.bytes / us['ours'] / 1e3:.1f} GB/s, copy {result['copy_us']:.1f} ({case.formula})"
+            print(f"{case.op} · {case.shape} · {case.dtypes}: {times} µs{rate if case.bytes else ''}", flush=True)
         if args.quick:
             return
         run["overhead"] = overhead(args.device, args.rounds)

@@ -20,7 +20,7 @@ import numpy as np
 
 from benchmarks import demo_runs
 from benchmarks.blocks import replace_block
-from benchmarks.demo_runs import COLOURS, ROOT, Columns, Rows, Run, Watch, band, drawing, ended, measure, recipe
+from benchmarks.demo_runs import COLOURS, ROOT, Columns, Rows, Run, Watch, band, drawing, ended, gaps, measure, recipe
 from prefgrpo.config.loading import load
 
 RESULTS, PICTURE = ROOT / "benchmarks" / "results" / "objectives", "objectives_demo.svg"
@@ -145,12 +145,8 @@ def table(found: dict[str, list[Run]]) -> list[str]:
 def missing(found: dict[str, list[Run]]) -> str:
     """Names the runs that are missing or incomplete."""
     done = {(run["objective"], run["seed"]) for runs in found.values() for run in runs if complete(run)}
-    without: dict[tuple[int, ...], list[str]] = {}
-    for name in NAMES:
-        if gaps := tuple(seed for seed in SEEDS if (name, seed) not in done):
-            without.setdefault(gaps, []).append(f"`{name}`")
-    parts = [f"seed {', '.join(map(str, gaps))} of {', '.join(names)}" for gaps, names in without.items()]
-    return f"Not measured, or not completely: {'; '.join(parts)}." if parts else "All runs are complete."
+    absent = gaps(NAMES, SEEDS, lambda name, seed: (name, seed) in done)
+    return f"Not measured, or not completely: {absent}." if absent else "All runs are complete."
 
 
 def complete(run: Run) -> bool:

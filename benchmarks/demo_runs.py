@@ -113,6 +113,15 @@ def ended(file: Path, steps: int) -> Run | None:
     return run if run["evaluations"] and run["evaluations"][-1][0] >= steps else None
 
 
+def gaps(names: Sequence[str], seeds: Sequence[int], done: Callable[[str, int], object]) -> str:
+    """The runs that are not done: 'seed 1, 2 of `a`, `b`; seed 2 of `c`'; empty if all are."""
+    without: dict[tuple[int, ...], list[str]] = {}
+    for name in names:
+        if absent := tuple(seed for seed in seeds if not done(name, seed)):
+            without.setdefault(absent, []).append(f"`{name}`")
+    return "; ".join(f"seed {', '.join(map(str, absent))} of {', '.join(own)}" for absent, own in without.items())
+
+
 def column(run: Run, name: str) -> list[float]:
     """One column of `evaluations`; NaN where it was not measured."""
     at = run["columns"].index(name)

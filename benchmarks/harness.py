@@ -12,7 +12,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,22 +35,6 @@ class Case:
     calls: dict[str, Call] = field(repr=False)
     by_host: bool = False
     """On a GPU: time from the host with a final sync, for calls that sync themselves and so cannot be captured."""
-
-
-@dataclass
-class Result:
-    """A measured case: microseconds per variant."""
-
-    op: str
-    shape: str
-    dtypes: str
-    bytes: int
-    formula: str
-    us: dict[str, float]
-    spread: dict[str, float]
-    """Interquartile range over the median."""
-    copy_us: float
-    """Time of a copy of the same bytes; 0 without traffic."""
 
 
 def _sampler(call: Call, device: str, seconds: float, by_host: bool) -> Call:
@@ -96,8 +80,11 @@ def _graph_sampler(call: Call, count: int = 20) -> Call:
     return sample
 
 
-def measure(case: Case, device: str, rounds: int, seconds: float = 0.004) -> Result:
-    """Median microseconds per call of every variant, one sample of each per round."""
+def measure(case: Case, device: str, rounds: int, seconds: float = 0.004) -> dict[str, Any]:
+    """The case's description and `us`: median microseconds per call of every variant, one sample of each per round.
+
+    spread: interquartile range over the median. copy_us: time of a copy of the same bytes; 0 without traffic.
+    """
     calls = dict(case.calls)
     if case.bytes:
         source = torch.empty(max(case.bytes // 8, 1), dtype=torch.float32, device=device).fill_(1.0)
@@ -114,7 +101,8 @@ def measure(case: Case, device: str, rounds: int, seconds: float = 0.004) -> Res
         low, _, high = statistics.quantiles(values, n=4)
         spread[name] = (high - low) / us[name]
     copy = us.pop("copy", 0.0)
-    return Result(case.op, case.shape, case.dtypes, case.bytes, case.formula, us, spread, copy)
+    described = {name: getattr(case, name) for name in ("op", "shape", "dtypes", "bytes", "formula")}
+    return described | {"us": us, "spread": spread, "copy_us": copy}
 
 
 def keep_freed_memory() -> None:
@@ -146,11 +134,6 @@ def machine(device: str) -> dict[str, Any]:
         "isa": built.isa() if built is not None else "",
         "compiler": "inductor",
     }
-
-
-def as_dict(result: Result) -> dict[str, Any]:
-    """For JSON."""
-    return asdict(result)
 
 
 def randn(*shape: int, device: str, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -18,11 +18,11 @@ import numpy as np
 import torch
 
 from benchmarks.blocks import replace_block, rounded, write_json
+from benchmarks.demo_runs import ROOT, drawing
 from prefgrpo.data.media import Media
 from prefgrpo.judge.plans import both_orders
 from prefgrpo.judge.simulate import GOAL, SHARE, Groups, JudgeModel, default_plans, fit_judge, measure, simulate_groups
 
-ROOT = Path(__file__).resolve().parent.parent
 RESULTS, PICTURE = ROOT / "benchmarks" / "results" / "judge_plans.json", "judging_plans.svg"
 SIZE = 24
 SHOWN = ("tournament", "k_regular(4)", "swiss(4)", "swiss(5)", "k_regular(8)", "swiss(8)", "k_regular(9)", "swiss(9)")
@@ -119,35 +119,27 @@ def summary(found: dict[str, Any]) -> list[str]:
 
 def draw(found: dict[str, Any], path: Path) -> None:
     """Plot rank correlation against calls, one panel per case."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "prefgrpo"  # equal numbers give an identical file
-    from matplotlib import pyplot
-
     every = found["size"] * (found["size"] - 1) // 2
-    figure, panels = pyplot.subplots(1, len(found["cases"]), figsize=(11, 4), sharey=True)
     styles = {("swiss", "bradley_terry"): ("#2a6f97", "-"), ("swiss", "win_rate"): ("#2a6f97", ":")}
     styles |= {("k_regular", "bradley_terry"): ("#c1121f", "-"), ("k_regular", "win_rate"): ("#c1121f", ":")}
-    for axes, (name, case) in zip(panels, found["cases"].items(), strict=True):
-        for (family, rate), (colour, dash) in styles.items():
-            rows = [r for r in case["rows"] if r["plan"].startswith(f"{family}(") and r["rate"] == rate]
-            x, y = [r["calls"] for r in rows], [r["spearman"]["mean"] for r in rows]
-            half = [r["spearman"]["half"] for r in rows]
-            axes.errorbar(x, y, half, color=colour, linestyle=dash, marker="o", markersize=3, label=f"{family}, {rate}")
-        once = _find(case["rows"], "round_robin", "win_rate")
-        axes.plot(once["calls"], once["spearman"]["mean"], "ks", markersize=4, label="round_robin")
-        axes.axhline(GOAL, color="black", linewidth=0.6)
-        axes.axvline(SHARE * every, color="black", linewidth=0.6, linestyle="--")
-        axes.set(title=TITLES[name], xlabel="calls per group of 24", xscale="log", ylim=(0.7, 1.005))
-        axes.set_xticks([24, 48, 96, 192, 276], ["24", "48", "96", "192", "276"])
-        axes.minorticks_off()
-        axes.spines[["top", "right"]].set_visible(False)
-    panels[0].set_ylabel("Spearman with both_orders (552 calls)")
-    panels[-1].legend(frameon=False, fontsize=8, loc="lower right")
-    figure.tight_layout()
-    figure.savefig(path, metadata={"Date": None})
-    pyplot.close(figure)
+    with drawing(path, 1, len(found["cases"]), figsize=(11, 4), sharey=True) as panels:
+        for axes, (name, case) in zip(panels[0], found["cases"].items(), strict=True):
+            for (family, rate), (colour, dash) in styles.items():
+                rows = [r for r in case["rows"] if r["plan"].startswith(f"{family}(") and r["rate"] == rate]
+                x, y = [r["calls"] for r in rows], [r["spearman"]["mean"] for r in rows]
+                half = [r["spearman"]["half"] for r in rows]
+                axes.errorbar(
+                    x, y, half, color=colour, linestyle=dash, marker="o", markersize=3, label=f"{family}, {rate}"
+                )
+            once = _find(case["rows"], "round_robin", "win_rate")
+            axes.plot(once["calls"], once["spearman"]["mean"], "ks", markersize=4, label="round_robin")
+            axes.axhline(GOAL, color="black", linewidth=0.6)
+            axes.axvline(SHARE * every, color="black", linewidth=0.6, linestyle="--")
+            axes.set(title=TITLES[name], xlabel="calls per group of 24", xscale="log", ylim=(0.7, 1.005))
+            axes.set_xticks([24, 48, 96, 192, 276], ["24", "48", "96", "192", "276"])
+            axes.minorticks_off()
+        panels[0][0].set_ylabel("Spearman with both_orders (552 calls)")
+        panels[0][-1].legend(frameon=False, fontsize=8, loc="lower right")
 
 
 def block(found: dict[str, Any]) -> list[str]:

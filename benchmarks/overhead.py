@@ -78,7 +78,7 @@ def overhead(device: str, rounds: int) -> dict[str, Any]:
     with torch._inductor.config.patch(force_disable_caches=True):
         cases.compiled(peers.flow_step)(d.x, d.v, d.eps, *d.columns)
     return {
-        "call_us": timed.us,
+        "call_us": timed["us"],
         "ops": {name: counted(call) for name, call in tiny.items()},
         "import_s": float(out),
         "torch_compile_first_call_s": time.perf_counter() - start,

@@ -136,7 +136,7 @@ class Recorder:
             return
         seconds = time.process_time() - self._start - self.encoding
         calls = self._stop_counting()
-        patched = bool(integrations.patching.is_patched(self.codebase))
+        patched = self.codebase in integrations.patching._PATCHED
         self.rows.append({"seconds": seconds, "calls": calls, "patched": patched, "losses": self._losses})
         if len(self.rows) == self.steps:
             raise SystemExit(0)

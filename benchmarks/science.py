@@ -33,7 +33,7 @@ import numpy as np
 
 from benchmarks import bench_objectives
 from benchmarks.blocks import replace_block
-from benchmarks.demo_runs import COLOURS, ROOT, Columns, Run, Watch, band, column, drawing, ended, measure, recipe
+from benchmarks.demo_runs import COLOURS, ROOT, Columns, Run, Watch, band, column, drawing, ended, gaps, measure, recipe
 from benchmarks.simulated_judge import USUAL, Ratings, SimulatedJudge, WinRates
 
 RESULTS, PAGE = ROOT / "benchmarks" / "results" / "science", ROOT / "docs" / "science.md"
@@ -277,12 +277,8 @@ def _whole(numbers: Sequence[float]) -> str:
 
 def missing(key: str, seeds: Sequence[int], folder: Path = RESULTS) -> str:
     """Names the missing runs of an experiment."""
-    without: dict[tuple[int, ...], list[str]] = {}
-    for name in EXPERIMENTS[key].arms:
-        if gaps := tuple(seed for seed in seeds if not done(name, seed, folder)):
-            without.setdefault(gaps, []).append(f"`{name}`")
-    parts = [f"seed {', '.join(map(str, gaps))} of {', '.join(names)}" for gaps, names in without.items()]
-    return f"Not measured: {'; '.join(parts)}." if parts else "All runs are complete."
+    absent = gaps(EXPERIMENTS[key].arms, seeds, lambda name, seed: done(name, seed, folder))
+    return f"Not measured: {absent}." if absent else "All runs are complete."
 
 
 def agreement(one: Sequence[int], two: Sequence[int], folder: Path = RESULTS) -> list[str]:

@@ -1,11 +1,26 @@
 """The published step rules in fp64, written from the papers' equations, independently of prefgrpo.sde.rules.
 
 Each returns (μ, standard deviation of x', the peers' std_dev_t) for scalars or columns σ, σ' that broadcast over x.
+Also golden numbers, measured once in fp64 from those equations in their original (not affine) form.
 """
 
 import math
 
+import pytest
 import torch
+
+INPUTS = [0.5, -1.2], [-0.3, 0.8], [0.25, -0.6]
+"""x, v and ε of the golden numbers."""
+# rule, σ, σ', η, σ_1, σ_last, μ, s, x', mean log-prob
+GOLDEN = [
+    ("flow", 0.9, 0.8, 0.7, 0.95, 0.0, [0.41485, -1.0056], 0.6640783086, [0.58086958, -1.40404699], -0.6152083314),
+    ("flow", 1.0, 0.9, 0.7, 0.9, 0.0, [0.4075, -0.986], 0.7, [0.5825, -1.406], -0.6678885893),
+    ("dance", 0.9, 0.8, 0.3, 0.9, 0.0, [0.52765, -1.2744], 0.0948683298, [0.55136708, -1.331321], 1.3307018176),
+    ("wan", 0.9, 0.8, 0.0, 0.95, 0.0, [0.51091213, -1.234514], 0.2703747399, [0.57850581, -1.39673884], 0.2833828233),
+    ("cps", 0.9, 0.8, 0.8, 0.9, 0.0, [0.27019039, -0.66087923], 0.7608452130, [0.46040169, -1.11738635], -0.1222895488),
+    ("cps", 0.1, 0.0, 0.8, 0.9, 0.0, [0.53, -1.28], 0.0, [0.53, -1.28], 0.0),
+]
+golden = pytest.mark.parametrize("case", GOLDEN, ids=lambda c: f"{c[0]}-{c[1]}")
 
 
 def _double(*values):

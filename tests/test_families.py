@@ -180,6 +180,8 @@ def test_a_batch_is_its_samples(case):
     schedule = make_schedule(adapter.sigmas(sampling), "flow", 0.7, (0, 1))
     ids = torch.tensor([3, 1 << 40, 17, 4])
     whole = rollout(adapter, schedule, condition, ids, sampling, seed=11)
+    other = rollout(adapter, schedule, condition, ids, sampling, seed=12)
+    assert (other.latents - whole.latents).abs().max() > 0.1, "the noise depends on the seed"
     for rows in map(torch.tensor, ([0], [1], [0, 2], [1, 3])):
         part = rollout(adapter, schedule, condition.select(rows), ids[rows], sampling, seed=11)
         assert torch.equal(part.steps[0].x, whole.steps[0].x[rows]), "initial noise depends only on the sample id"

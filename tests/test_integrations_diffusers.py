@@ -9,13 +9,14 @@ import pytest
 import sde_formulas
 import torch
 from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler, FluxPipeline
+from integration_cases import batch, seeded
 
 from prefgrpo.integrations.diffusers import SDEFlowMatchScheduler
 from prefgrpo.ops import NoiseAddress, philox_normal
 from prefgrpo.sde.schedule import make_schedule
 from prefgrpo.tiny import pipelines
 
-T = 6
+T, SHAPE = 6, (2, 7, 5)
 CONFIGS = [
     ({}, {}),
     ({"shift": 3.0}, {}),
@@ -32,21 +33,12 @@ def made(*, steps=T, **config):
     return scheduler
 
 
-def batch(dtype=torch.float32, shape=(2, 7, 5)):
-    g = torch.Generator().manual_seed(0)
-    return [torch.randn(shape, generator=g).to(dtype) for _ in range(2)]
-
-
-def seeded():
-    return torch.Generator().manual_seed(7)
-
-
 @pytest.mark.parametrize("config, call", CONFIGS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("still", [{"eta": 0.0}, {"rule": "ode"}, {"sde_steps": []}])
 def test_without_noise_it_is_diffusers_scheduler(config, call, dtype, still):
     theirs, ours = FlowMatchEulerDiscreteScheduler(**config), SDEFlowMatchScheduler(**config, **still)
-    x, v = batch(dtype)
+    x, v = batch(SHAPE, dtype=dtype)
     y = x
     for scheduler in (theirs, ours):
         scheduler.set_timesteps(T, **call)
@@ -62,7 +54,7 @@ def test_without_noise_it_is_diffusers_scheduler(config, call, dtype, still):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_noisy_steps(rule, eta, dtype):
     """x' has the output's dtype, its log-prob is that of the rounded value, and replay is bitwise equal."""
-    scheduler, (x, v) = made(rule=rule, eta=eta), batch(dtype)
+    scheduler, (x, v) = made(rule=rule, eta=eta), batch(SHAPE, dtype=dtype)
     for k, t in enumerate(scheduler.timesteps[:-1]):
         sigma, after = scheduler.sigmas[k], scheduler.sigmas[k + 1]
         rest = (scheduler.sigmas[1],) if rule == "flow" else ()
@@ -87,7 +79,7 @@ def test_noisy_steps(rule, eta, dtype):
 
 
 def test_replay_of_steps_in_any_order():
-    scheduler, (x, v) = made(), batch()
+    scheduler, (x, v) = made(), batch(SHAPE)
     outs = [scheduler.step(v, t, x, generator=seeded()) for t in scheduler.timesteps]
     pick = [4, 1]
     stored = torch.stack([outs[k].prev_sample[i] for i, k in enumerate(pick)])
@@ -99,7 +91,7 @@ def test_replay_of_steps_in_any_order():
 
 def test_noise_by_address_and_by_tensor():
     """An address is (seed, sample, step): the noise is that of the rest of the package, whatever the batch."""
-    (x, v), ids = batch(), torch.tensor([11, 5])
+    (x, v), ids = batch(SHAPE), torch.tensor([11, 5])
     results = []
     for rows in ([0, 1], [1]):
         scheduler = made()
@@ -117,7 +109,7 @@ def test_noise_by_address_and_by_tensor():
 
 
 def test_only_the_chosen_steps_are_stochastic():
-    scheduler, (x, v) = made(sde_steps=[1, 3]), batch()
+    scheduler, (x, v) = made(sde_steps=[1, 3]), batch(SHAPE)
     generator, states = seeded(), []
     for t in scheduler.timesteps:
         before = generator.get_state()
@@ -170,7 +162,7 @@ def test_in_a_pipeline(tmp_path):
 
 
 def test_errors_say_what_was_expected():
-    x, v = batch()
+    x, v = batch(SHAPE)
     with pytest.raises(ValueError, match="unknown step rule 'sde'"):
         SDEFlowMatchScheduler(rule="sde")
     with pytest.raises(ValueError, match="eta"):
@@ -191,7 +183,7 @@ def test_errors_say_what_was_expected():
 def test_prepared_in_inference_mode_and_trained_after():
     with torch.inference_mode():
         scheduler = made()
-    (x, v), t = batch(), scheduler.timesteps[2:3].clone()
+    (x, v), t = batch(SHAPE), scheduler.timesteps[2:3].clone()
     v.requires_grad_()
     scheduler.logp(v, t, x, x + 0.1).sum().backward()
     assert v.grad.abs().max() > 0

@@ -63,7 +63,7 @@ def check_gradients(case, x, v, at, stored):
     torch.testing.assert_close(a.grad.double(), b.grad, rtol=2e-4, atol=1e-5 * b.grad.abs().max().item())
 
 
-X, V, Z = (torch.tensor([t]) for t in ([0.5, -1.2], [-0.3, 0.8], [0.25, -0.6]))
+X, V, Z = (torch.tensor([t]) for t in sde_formulas.INPUTS)
 FALLING, WAN = [1.0, 0.9, 0.8, 0.0], [0.99, 0.95, 0.9, 0.8, 0.0]
 
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 from families import perturb
 from safetensors.torch import load_file
-from tiny_run import ALONE, merged, ranks, recipe, rows, train
+from tiny_run import ALONE, Brightness, merged, ranks, recipe, rows, train
 from tiny_run import world as tiny_world
 
 from prefgrpo.config.loading import from_dict
@@ -31,7 +31,6 @@ from prefgrpo.parallel import world as parallel
 from prefgrpo.parallel.context import context_errors
 from prefgrpo.parallel.mesh import Layout
 from prefgrpo.parallel.shard import full_tensor, gathered, to_local
-from prefgrpo.rewards.base import PointwiseReward, Score
 from prefgrpo.rollout.batches import Rollouts
 from prefgrpo.rollout.embeddings import Embeddings
 from prefgrpo.rollout.replay import TrajectoryCollector
@@ -43,11 +42,6 @@ from prefgrpo.run.session import open_schedules
 from prefgrpo.tiny import pipelines
 
 P, G, LR = 4, 2, 1e-3
-
-
-class Brightness(PointwiseReward):
-    def score(self, samples):
-        return [Score(float(s.media.pixels.mean())) for s in samples]
 
 
 TEXTS = ["a cube", "two very blue balls on a large wooden table", "a red cube", "one small dog under a tree"]

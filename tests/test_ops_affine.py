@@ -6,6 +6,7 @@ step and replay give the same logp bit for bit, a sample's bits do not depend on
 """
 
 import pytest
+import sde_formulas
 import torch
 from hypothesis import strategies as st
 from ops_cases import (
@@ -25,24 +26,15 @@ from ops_cases import (
 
 from prefgrpo.ops import Guidance, NoiseAddress, affine_logp, affine_step, use_backend
 
-X, V, Z = [0.5, -1.2], [-0.3, 0.8], [0.25, -0.6]
-GOLDEN = {
-    "flow": (("flow", 0.9, 0.8, 0.7), [0.58086958, -1.40404699], -0.6152083314, 0.6640783086),
-    "flow first": (("flow", 1.0, 0.9, 0.7, 0.9), [0.5825, -1.406], -0.6678885893, 0.7),
-    "cps": (("cps", 0.9, 0.8, 0.8), [0.46040169, -1.11738635], -0.1222895488, 0.7608452130),
-    "cps last": (("cps", 0.1, 0.0, 0.8), [0.53, -1.28], 0.0, 0.0),
-    "dance": (("dance", 0.9, 0.8, 0.3), [0.55136708, -1.331321], 1.3307018176, 0.0948683298),
-    "wan": (("wan", 0.9, 0.8, 0.0, 0.95, 0.0), [0.57850581, -1.39673884], 0.2833828233, 0.2703747399),
-}
 GUIDANCES = st.sampled_from([None, (3.0, False, False), (1.5, True, False), (3.5, False, True), (0.7, True, True)])
 
 
 @each_backend
-@pytest.mark.parametrize("name", GOLDEN)
-def test_golden_numbers(backend, name):
-    spec, x_next, logp, std = GOLDEN[name]
-    coef = torch.tensor([row(*spec)], device=DEVICE)
-    x, v, z = (torch.tensor([t], device=DEVICE) for t in (X, V, Z))
+@sde_formulas.golden
+def test_golden_numbers(backend, case):
+    *step, _, std, x_next, logp = case
+    coef = torch.tensor([row(*step)], device=DEVICE)
+    x, v, z = (torch.tensor([t], device=DEVICE) for t in sde_formulas.INPUTS)
     with serve(backend):
         out = affine_step(x, v, coef, noise=z)
         again = affine_logp(x, v, out.x_next, coef)

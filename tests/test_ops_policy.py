@@ -149,15 +149,6 @@ def test_the_first_update_has_ratio_one_exactly(backend):
 
 
 @each_backend
-def test_second_derivative_is_refused(backend):
-    logp = column(0.1, 0.2).requires_grad_()
-    with serve(backend):
-        loss = policy_loss(logp, column(0.0, 0.0), column(1.0, 1.0), clip_low=0.1).loss
-        with pytest.raises(RuntimeError, match="cannot be differentiated twice"):
-            torch.autograd.grad(loss, logp, create_graph=True)
-
-
-@each_backend
 @pytest.mark.parametrize("name", ["logp", "logp_old", "advantage", "weight", "kl", "log_ratio"])
 def test_one_tensor_in_fp64_is_read_as_such(backend, name):
     """A kernel that reinterpreted its bits as fp32 would return garbage."""

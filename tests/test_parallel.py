@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tiny_run import PROMPTS, ranks, recipe, rows, train, world
+from tiny_run import BRIGHTNESS, PROMPTS, ranks, recipe, rows, train, world
 
 from prefgrpo.config.recipe import ConfigError
 from prefgrpo.parallel.world import World, pick_device
@@ -32,11 +32,6 @@ SAME = {"rollout": {"prompts_per_step": P, "group_size": G, "batch_size": G}, "t
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     return world(tmp_path_factory.mktemp("parallel"))
-
-
-class Brightness(PointwiseReward):
-    def score(self, samples):
-        return [Score(float(s.media.pixels.mean())) for s in samples]
 
 
 class RankOneIsTied(PointwiseReward):
@@ -81,7 +76,7 @@ def both(place):
     for size in (1, 2):
         os.environ["DUMP"] = str(place / f"dump{size}")
         (place / f"dump{size}").mkdir()
-        options = SAME | {"reward": {"spec": f"{HERE}Brightness:1,jpeg_compressibility:0"}}
+        options = SAME | {"reward": {"spec": f"{BRIGHTNESS}:1,jpeg_compressibility:0"}}
         options["train"] = {"lr": 1e-3, "updates_per_rollout": 2, "ema_decay": 0.5, "kl_coef": 0.1}
         all_end(ranks(recipe(place, f"size{size}", **options), size, hook=dump, DUMP=os.environ["DUMP"]), 0)
         dumps = {}

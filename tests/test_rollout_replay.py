@@ -1,8 +1,8 @@
 """Rollout and replay on the tiny FLUX pipeline.
 
-Why these cases: what is stored (only the window, the rounded value, shared tensors), which value logp is computed for
-(the stored one), which sample's noise is used (global ids, shared within groups), batching of stored steps, dropped
-samples, KL, and that the loop never reads a value back from the device (which would stall a GPU).
+Why these cases: what is stored (only the window, shared tensors), which value logp is computed for (the stored one),
+whose noise is shared within groups, batching of stored steps, dropped samples, KL, and that the loop never reads a
+value back from the device (which would stall a GPU).
 """
 
 from dataclasses import replace
@@ -48,14 +48,13 @@ def test_only_the_window_is_stored_and_neighbours_share_tensors(adapter, conditi
     assert torch.equal(last.steps[0].x_next, last.latents)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rule", ["flow", "dance", "cps", "cps_normalised"])
-def test_logp_is_that_of_the_stored_value(adapter, condition, dtype, rule):
-    """Close to the fp64 value for the stored, rounded latents, and exactly the logp that replay gives."""
+def test_logp_is_that_of_the_stored_value(adapter, condition, rule):
+    """Close to the fp64 value for the stored latents, and exactly the logp that replay gives."""
     schedule = schedule_of(adapter, rule=rule)
-    done = rollout(adapter, schedule, condition, IDS, S, seed=0, latent_dtype=dtype)
+    done = rollout(adapter, schedule, condition, IDS, S, seed=0)
     for step in done.steps:
-        assert step.x.dtype == step.x_next.dtype == dtype
+        assert step.x.dtype == step.x_next.dtype == torch.float32
         k = int(step.index[0])
         with torch.no_grad():
             v = adapter.velocity(step.x, schedule.sigmas[k].expand(4), condition, S).double()
@@ -63,16 +62,6 @@ def test_logp_is_that_of_the_stored_value(adapter, condition, dtype, rule):
         truth = w * (step.x_next.double() - a * step.x.double() - b * v).square().flatten(1).mean(1) + c
         assert torch.allclose(step.logp.double(), truth, rtol=1e-5)
         assert torch.equal(replay(adapter, schedule, condition, step, S).logp, step.logp)
-
-
-def test_noise_belongs_to_the_global_id(adapter, condition):
-    schedule = schedule_of(adapter)
-    whole = rollout(adapter, schedule, condition, IDS, S, seed=3)
-    rows = torch.tensor([2, 0])
-    part = rollout(adapter, schedule, condition.select(rows), IDS[rows], S, seed=3)
-    assert (part.latents - whole.latents[rows]).abs().max() <= 1e-5
-    other = rollout(adapter, schedule, condition, IDS, S, seed=4)
-    assert (other.latents - whole.latents).abs().max() > 0.1
 
 
 def test_a_group_may_share_its_initial_noise(adapter, condition):

@@ -8,26 +8,17 @@ import math
 
 import numpy as np
 import pytest
+import sde_formulas
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefgrpo.sde import rules
 from prefgrpo.sde.rules import RULES, StepInfo, check
 
-X, V, Z = np.array([0.5, -1.2]), np.array([-0.3, 0.8]), np.array([0.25, -0.6])
-
-# rule, σ, σ', η, σ_1, σ_last, μ, s, x', mean log-prob
-GOLDEN = [
-    ("flow", 0.9, 0.8, 0.7, 0.95, 0.0, [0.41485, -1.0056], 0.6640783086, [0.58086958, -1.40404699], -0.6152083314),
-    ("flow", 1.0, 0.9, 0.7, 0.9, 0.0, [0.4075, -0.986], 0.7, [0.5825, -1.406], -0.6678885893),
-    ("dance", 0.9, 0.8, 0.3, 0.9, 0.0, [0.52765, -1.2744], 0.0948683298, [0.55136708, -1.331321], 1.3307018176),
-    ("wan", 0.9, 0.8, 0.0, 0.95, 0.0, [0.51091213, -1.234514], 0.2703747399, [0.57850581, -1.39673884], 0.2833828233),
-    ("cps", 0.9, 0.8, 0.8, 0.9, 0.0, [0.27019039, -0.66087923], 0.7608452130, [0.46040169, -1.11738635], -0.1222895488),
-    ("cps", 0.1, 0.0, 0.8, 0.9, 0.0, [0.53, -1.28], 0.0, [0.53, -1.28], 0.0),
-]
+X, V, Z = map(np.array, sde_formulas.INPUTS)
 
 
-@pytest.mark.parametrize("case", GOLDEN, ids=lambda c: f"{c[0]}-{c[1]}")
+@sde_formulas.golden
 def test_golden_numbers(case):
     rule, sigma, sigma_next, eta, top, low, mean, std, after, logp = case
     a, b, s, w, c = RULES[rule](StepInfo(sigma, sigma_next, eta, top, low))

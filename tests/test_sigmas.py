@@ -102,7 +102,7 @@ def test_published_is_the_formula_whatever_the_folders_scheduler(shift):
             run = run_of(case_of(family), steps, sigmas="published", shift=shift)
             even = torch.arange(steps, -1, -1, dtype=torch.float64) / steps
             want = shift * even / (1 + (shift - 1) * even)
-            assert (Schedules(run, adapter, CPU).sigmas(run.rollout) - want).abs().max() <= 1.5e-7
+            assert (Schedules(run, adapter, CPU).ode(run.rollout).sigmas - want).abs().max() <= 1.5e-7
 
 
 def test_a_shift_that_makes_sigmas_equal_is_refused_not_shortened(monkeypatch):

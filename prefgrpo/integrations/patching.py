@@ -92,11 +92,6 @@ def describe_targets(codebase: str) -> str:
     return ", ".join(pattern.replace("\\", "") for pattern in targets(codebase))
 
 
-def is_patched(codebase: str) -> bool:
-    """Whether any function of the codebase is currently replaced."""
-    return bool(_PATCHED.get(codebase))
-
-
 def _function(module: ModuleType, name: str) -> FunctionType | None:
     """The function of that name, which may be `Class.method`, or None."""
     owner: Any = module

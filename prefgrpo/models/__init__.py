@@ -58,14 +58,6 @@ def family_of(model: str) -> str:
     raise folder.ModelError(f"'{model}' holds a {index.get('_class_name')}, which no model family supports")
 
 
-def load(
-    name: str,
-    model: str,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    encoders: bool = True,
-    **options: Any,
-) -> Adapter:
-    """Load `model` (a folder or hub id) as family `name`; options are passed to `Adapter`."""
-    return family(name).load(model, dtype, device, encoders=encoders, **options)
+def load(name: str, model: str, dtype: torch.dtype, device: torch.device, **options: Any) -> Adapter:
+    """Load `model` (a folder or hub id) as family `name`; options are passed to `Adapter.load`."""
+    return family(name).load(model, dtype, device, **options)

@@ -345,7 +345,7 @@ class Adapter(Weights, ABC):
             if self.cfg is None or not self.guided(sampling):
                 return predict(x, sigma, condition), None
             c, u = guiding.predict_cond_uncond(predict, x, sigma, condition, self.guidance_gradient)
-        return c, self.cfg.guidance_for(u, scale)
+        return c, Guidance(u, scale, self.cfg.from_cond, self.cfg.rescale)
 
     def grid(self, sampling: Sampling) -> tuple[int, int]:
         """Rows and columns of tokens; ValueError for sides that are not multiples of `unit`."""

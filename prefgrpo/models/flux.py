@@ -15,8 +15,6 @@ from torch import Tensor, nn
 from prefgrpo.models.base import Adapter, Condition, Sampling
 from prefgrpo.models.lora import JOINT_ATTENTION
 
-TRAIN_STEPS = 1000
-
 
 class Flux(Adapter):
     """FLUX.1 text-to-image."""
@@ -48,11 +46,11 @@ class Flux(Adapter):
             guidance = torch.full_like(sigma, sampling.guidance)
         return net(
             hidden_states=tokens,
-            timestep=sigma * TRAIN_STEPS / TRAIN_STEPS,
+            timestep=sigma * 1000 / 1000,
             guidance=guidance,
             pooled_projections=condition.pooled,
             encoder_hidden_states=embeds,
-            txt_ids=_text_ids(embeds.shape[1], tokens.device),
+            txt_ids=torch.zeros(embeds.shape[1], 3, device=tokens.device),
             img_ids=ids,
             return_dict=False,
         )[0]
@@ -67,9 +65,3 @@ class Flux(Adapter):
 def image_ids(rows: int, columns: int, device: torch.device) -> Tensor:
     """Position ids [rows · columns, 3] fp32."""
     return FluxPipeline._prepare_latent_image_ids(1, rows, columns, device, torch.float32)
-
-
-@lru_cache(maxsize=64)
-def _text_ids(length: int, device: torch.device) -> Tensor:
-    """Text positions are all 0: [length, 3] fp32."""
-    return torch.zeros(length, 3, device=device)

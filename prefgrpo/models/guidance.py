@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from prefgrpo.models.condition import Condition, combine
-from prefgrpo.ops.args import Guidance
 
 Gradient = Literal["both", "conditional"]
 """Whether the gradient flows through both c and u, or only through c."""
@@ -36,10 +35,6 @@ class Cfg:
     def active(self, scale: float) -> bool:
         """Whether this scale needs the second forward."""
         return scale > (0.0 if self.from_cond else 1.0)
-
-    def guidance_for(self, u: Tensor, scale: float) -> Guidance:
-        """The ops' guidance argument, for v = c."""
-        return Guidance(u, scale, self.from_cond, self.rescale)
 
 
 def predict_cond_uncond(

@@ -64,7 +64,8 @@ class StableDiffusion1(Adapter):
                 f"timestep_spacing trailing: expected steps that divide {trained}, got {steps}: DDIM's step of "
                 f"{trained} // {steps} does not end where its next one starts"
             )
-        return torch.cat([self._table(scheduler)[scheduler.timesteps], _sigma(scheduler.final_alpha_cumprod)[None]])
+        table = _sigma(scheduler.alphas_cumprod)
+        return torch.cat([table[scheduler.timesteps], _sigma(scheduler.final_alpha_cumprod)[None]])
 
     def times(self, sampling: Sampling) -> Tensor:
         """[steps] fp32 σ: `predict` looks up the integer timestep that belongs to it."""
@@ -76,7 +77,7 @@ class StableDiffusion1(Adapter):
 
     def predict(self, net: nn.Module, x: Tensor, sigma: Tensor, condition: Condition, sampling: Sampling) -> Tensor:
         """Velocity [B, C, h, w]."""
-        table = self._table(self.pipe.scheduler).to(x.device)
+        table = _sigma(self.pipe.scheduler.alphas_cumprod).to(x.device)  # σ of every integer timestep, ascending
         time = (table[None, :] - sigma[:, None]).abs().argmin(1)
         s = sigma[:, None, None, None]
         noise = net(x / _norm(s), time, encoder_hidden_states=condition.prompt_embeds, return_dict=False)[0]
@@ -86,11 +87,6 @@ class StableDiffusion1(Adapter):
         """Rescale to x, undo the VAE's scale, decode."""
         last = _norm(_sigma(self.stock_scheduler().final_alpha_cumprod)).to(latents.device)
         return self.decode_image(latents / last / self.pipe.vae.config.scaling_factor)
-
-    @staticmethod
-    def _table(scheduler: Any) -> Tensor:
-        """σ of every integer timestep, ascending."""
-        return _sigma(scheduler.alphas_cumprod)
 
 
 def _sigma(alpha: Tensor) -> Tensor:

@@ -265,13 +265,10 @@ class OldPolicy:
 class OptimalityObjective(OldPolicy, EndpointObjective):
     """An objective that uses r, the probability that a sample is good, with the old policy as anchor."""
 
+    anchor = "old"
+
     optimality: Literal["advantage", "win_rate"] = "advantage"
     """r of a sample: clip(A / 2A_max + ½) with A_max = train.adv_clip_max, or its win rate."""
-
-    @property
-    def anchor(self) -> Literal["", "base", "old"]:
-        """The old policy."""
-        return "old"
 
     @property
     def needs_comparisons(self) -> bool:

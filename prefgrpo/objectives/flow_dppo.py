@@ -7,18 +7,21 @@ The gradient moves r away from 1 where r > 1 and A > 0, or r < 1 and A < 0. Sour
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from pydantic import PositiveFloat
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from prefgrpo.config.schema import STRICT, TrainConfig
-from prefgrpo.objectives.base import Replayed, TrajectoryObjective
-from prefgrpo.ops import METRICS, PolicyLoss, policy_loss
+from prefgrpo.objectives.base import Replayed
+from prefgrpo.objectives.grpo import GRPO
+from prefgrpo.ops import METRICS, PolicyLoss
 
 
 @dataclass(frozen=True, config=STRICT)
-class FlowDPPO(TrajectoryObjective):
-    """Loss with a masked ratio; the clip-fraction metrics report the masked shares."""
+class FlowDPPO(GRPO):
+    """GRPO with a masked ratio instead of a clipped one; the clip-fraction metrics report the masked shares."""
 
     keeps_velocity = True
 
@@ -31,18 +34,9 @@ class FlowDPPO(TrajectoryObjective):
         moved, far = (new.logp - new.logp_old).detach(), new.kl_old >= self.kl_threshold
         above, below = far & (moved > 0) & (advantage > 0), far & (moved < 0) & (advantage < 0)
         kept = (~(above | below)).float()
-        out = policy_loss(
-            new.logp,
-            new.logp_old,
-            advantage,
-            clip_low=1.0,  # the ratio is never clipped
-            clip_high=1e30,
-            adv_clip=train.adv_clip_max,
-            weight=kept if new.weight is None else kept * new.weight,
-            kl=new.kl,
-            kl_coef=train.kl_coef,
-            denominator=denominator,
-        )
+        weight = kept if new.weight is None else kept * new.weight
+        unclipped = replace(train, clip_range=1.0, clip_range_high=1e30)
+        out = super().loss(unclipped, new._replace(weight=weight, log_ratio=None), advantage, denominator)
         metrics = out.metrics.clone()
         for name, masked in (
             ("clip_fraction", above | below),

@@ -26,6 +26,8 @@ from prefgrpo.objectives.dpo import Preference
 class SoftDPO(Preference):
     """DPO on every compared pair, with its verdict as label."""
 
+    needs_comparisons = True
+
     beta: PositiveFloat = 20.0
     """β: strength of the regularisation towards the reference; smaller values let the policy move further."""
     form: Literal["logistic", "ipo", "logit"] = "logistic"
@@ -35,11 +37,6 @@ class SoftDPO(Preference):
     """Margin of ipo."""
     clip: Annotated[float, Field(gt=0, lt=0.5)] = 0.02
     """Verdicts are clipped to clip … 1 − clip before logit takes their logarithm."""
-
-    @property
-    def needs_comparisons(self) -> bool:
-        """Always true."""
-        return True
 
     def signal(self, train: TrainConfig, targets: Targets) -> Tensor:
         """The advantage; groups without any comparison are dropped. All-tie groups are kept: they pull h together."""

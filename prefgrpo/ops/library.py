@@ -32,15 +32,16 @@ Grads = dict[str, Tensor | None]
 class Op:
     """An op without a gradient; calling it with its arguments returns its results.
 
-    schema: of the custom op, whose arguments are the first fields of `args_type`. results: allocates the tensors that a
-    backend writes. fp64_fields: fields that select the torch backend if one of them is fp64.
+    schema: of the custom op, whose arguments are the first fields of `args_type`. fp64_fields: fields that select the
+    torch backend if one of them is fp64. results: allocates the tensors that a backend writes (default:
+    `args_type.results`).
     """
 
     has_gradient = False
 
-    def __init__(self, args_type: Any, results: Callable[[Any], Results], schema: str, fp64_fields: str = "") -> None:
+    def __init__(self, args_type: Any, schema: str, fp64_fields: str = "", results: Any = None) -> None:
         self.name, _, signature = schema.partition("(")
-        self.args_type, self.results = args_type, results
+        self.args_type, results = args_type, results or args_type.results
         self._custom = torch.library.custom_op(
             f"{NAMESPACE}::{self.name}", self.run, mutates_args=(), schema="(" + signature
         )
@@ -185,23 +186,18 @@ def _affine_grad(a: Replay, backend: ModuleType) -> Results:
 
 def _save_replay(ctx: Any, a: Replay, _: Any) -> None:
     """Inference-mode tensors, which autograd cannot track and refuses to save, are kept as plain references."""
-    tensors = (a.x, a.v, a.x_next, a.coef, a.row, a.uncond, a.v_ref, a.v_old)
-    ctx.guidance = a.scale, a.from_cond, a.rescale
-    ctx.inference = [t if t is not None and t.is_inference() else None for t in tensors]
-    ctx.save_for_backward(*(t if kept is None else None for t, kept in zip(tensors, ctx.inference, strict=True)))
+    saved = [t if isinstance(t, Tensor) and not t.is_inference() else None for t in a]
+    ctx.save_for_backward(*saved)
+    ctx.others = [value if t is None else None for value, t in zip(a, saved, strict=True)]
 
 
 def _replay_backward(ctx: Any, upstream: Sequence[Tensor | None], grad: Callable[[Replay], Results]) -> Grads:
-    saved = (t if kept is None else kept for t, kept in zip(ctx.saved_tensors, ctx.inference, strict=True))
-    x, v, x_next, coef, row, uncond, v_ref, v_old = saved
+    a = Replay(*(t if value is None else value for value, t in zip(ctx.others, ctx.saved_tensors, strict=True)))
     g_logp, g_kl, g_guard = upstream
-    g_kl, g_guard = None if v_ref is None else g_kl, None if v_old is None else g_guard
+    g_kl, g_guard = None if a.v_ref is None else g_kl, None if a.v_old is None else g_guard
     if g_logp is None and g_kl is None and g_guard is None:
         return {}
-    scale, from_cond, rescale = ctx.guidance
-    dv, du = grad(
-        Replay(x, v, x_next, coef, row, uncond, scale, from_cond, rescale, v_ref, v_old, g_logp, g_kl, g_guard)
-    )
+    dv, du = grad(a._replace(g_logp=g_logp, g_kl=g_kl, g_guard=g_guard))
     return {"v": dv, "uncond": du}
 
 
@@ -223,26 +219,23 @@ _REPLAY_FP64_FIELDS = "x v x_next uncond v_ref v_old"
 
 philox_normal = Op(
     Normal,
-    Normal.results,
     "philox_normal(SymInt seed, Tensor sample, Tensor step, SymInt numel, SymInt offset, ScalarType dtype) -> Tensor",
     "dtype sample",
 )
 affine_step = Op(
     Step,
-    Step.results,
     f"affine_step(Tensor x, Tensor v, Tensor coef, {_AFFINE}, Tensor? eps, SymInt seed, Tensor? sample, Tensor? step, "
     "SymInt offset, ScalarType out_dtype, bool want_mean, Tensor? sigma) -> (Tensor, Tensor, Tensor, Tensor)",
     "x v uncond eps out_dtype",
 )
 affine_grad = Op(
     Replay,
-    Replay.gradients,
     f"affine_grad({_REPLAY}, Tensor? g_logp, Tensor? g_kl, Tensor? g_guard) -> (Tensor, Tensor)",
     _REPLAY_FP64_FIELDS,
+    Replay.gradients,
 )
 affine_logp = GradOp(
     Replay,
-    Replay.results,
     f"affine_logp({_REPLAY}) -> (Tensor, Tensor, Tensor)",
     _REPLAY_FP64_FIELDS,
     grad_inputs=("v", "uncond"),
@@ -252,7 +245,6 @@ affine_logp = GradOp(
 )
 policy_loss = GradOp(
     Policy,
-    Policy.results,
     "policy_loss(Tensor logp, Tensor logp_old, Tensor advantage, float clip_low, float clip_high, float adv_clip, "
     "Tensor? weight, Tensor? mask, Tensor? kl, float kl_coef, Tensor? log_ratio, float? denominator) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
@@ -264,12 +256,10 @@ policy_loss = GradOp(
 )
 group_advantage = Op(
     Group,
-    Group.results,
     "group_advantage(Tensor rewards, Tensor group_ids, Tensor weights, str combine, str std, float eps, SymInt ddof, "
     "bool rank) -> Tensor",
 )
 winrate_advantage = Op(
     Winrate,
-    Winrate.results,
     "winrate_advantage(Tensor wins, Tensor counts, str std, float eps, SymInt ddof) -> (Tensor, Tensor)",
 )

@@ -54,11 +54,9 @@ def problem(name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch
     limit, given = LIMIT[dtype], f"on {list(shape)}" + " with a mask" * masked
     if not gradient <= limit:
         return f"gives wrong gradients {given}: they differ by {gradient:.1%} from those of torch's own attention"
-    return (
-        ""
-        if output <= limit
-        else f"gives wrong results {given}: they differ by {output:.1%} from torch's own attention"
-    )
+    if not output <= limit:
+        return f"gives wrong results {given}: they differ by {output:.1%} from torch's own attention"
+    return ""
 
 
 def errors(

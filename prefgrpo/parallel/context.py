@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from prefgrpo.models.base import Adapter, Sampling
-from prefgrpo.parallel.mesh import Layout, Sequence, sequence_problems
+from prefgrpo.parallel.mesh import Layout
 from prefgrpo.parallel.world import World
 
 MAX_SUGGESTIONS = 4
@@ -62,14 +62,26 @@ def context_errors(
     adapter: Adapter, sizes: Sampling, max_length: int, layout: Layout, name: str = "rollout.height/width/frames"
 ) -> list[str]:
     """Why these sizes, called `name`, cannot be split over the context-parallel processes; needs no weights."""
-    if layout.context == 1:
-        return []
+    cp, out = layout.context, list[str]()
+    if cp == 1:
+        return out
     model: Any = adapter.transformer
+    heads, tokens = model.config.num_attention_heads, adapter.sequence(sizes)
+    if heads % layout.ulysses:
+        fits = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+        out.append(
+            f"parallel.ulysses: expected a divisor of the {heads} attention heads ({fits}), got {layout.ulysses}"
+        )
+    if tokens % cp:
+        nearby = ", ".join(_nearby_sizes(adapter, sizes, cp))
+        message = f"expected a multiple of ring × ulysses = {cp} tokens, got {tokens}"
+        out.append(f"{name}: {message}" + (f"; sizes that work: {nearby}" if nearby else ""))
     plan = [entry for entry in (model._cp_plan or {}).values() if isinstance(entry, dict)]
     joined = any("encoder_hidden_states" in entry for entry in plan) and not adapter.own_lengths
-    tokens = adapter.sequence(sizes)
-    sequence = Sequence(model.config.num_attention_heads, tokens, max_length if joined else 0)
-    return sequence_problems(layout, sequence, name, _nearby_sizes(adapter, sizes, layout.context))
+    if joined and max_length % cp:  # else text is not concatenated with the latent tokens, or padded by the model
+        message = f"expected a multiple of ring × ulysses = {cp}, got {max_length}"
+        out.append(f"data.max_length: {message}; the next is {-(-max_length // cp) * cp}")
+    return out
 
 
 def _nearby_sizes(adapter: Adapter, sizes: Any, multiple: int) -> list[str]:

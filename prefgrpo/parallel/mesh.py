@@ -10,7 +10,6 @@ weights and optimiser on context-parallel processes would be wasteful). Invarian
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -69,32 +68,3 @@ def device_mesh(layout: Layout, device: torch.device) -> DeviceMesh | None:
         return None
     sizes = (layout.replicate, layout.shard, layout.ring, layout.ulysses)
     return init_device_mesh(device.type, sizes, mesh_dim_names=DIMENSIONS)
-
-
-class Sequence(NamedTuple):
-    """Sizes in a model's forward that context parallelism must divide."""
-
-    heads: int
-    tokens: int
-    """Latent tokens."""
-    text: int
-    """Text tokens, if the model concatenates them with the latent tokens; 0: it does not, or pads them itself."""
-
-
-def sequence_problems(layout: Layout, sequence: Sequence, size: str, next_sizes: list[str]) -> list[str]:
-    """Why a sequence cannot be divided. size: the name of its height and width in the message; next_sizes: nearby ones
-    that can be divided, to suggest there."""
-    cp, heads, out = layout.context, sequence.heads, []
-    if heads % layout.ulysses:
-        fits = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
-        out.append(
-            f"parallel.ulysses: expected a divisor of the {heads} attention heads ({fits}), got {layout.ulysses}"
-        )
-    if sequence.tokens % cp:
-        near = f"; sizes that work: {', '.join(next_sizes)}" if next_sizes else ""
-        message = f"expected a multiple of ring × ulysses = {cp} tokens, got {sequence.tokens}{near}"
-        out.append(f"{size}: {message}")
-    if sequence.text % cp:
-        message = f"expected a multiple of ring × ulysses = {cp}, got {sequence.text}"
-        out.append(f"data.max_length: {message}; the next is {-(-sequence.text // cp) * cp}")
-    return out

@@ -102,11 +102,10 @@ class World:
 
     def gather_slots(self, local: NDArray[np.float64], total: int) -> NDArray[np.float64]:
         """All-gather the rows [n, …] of each rank's `slots(total)` to rows [total, …] in slot order."""
-        each = -(-total // self.dp_size)
-        padded = np.full((each, *local.shape[1:]), np.nan)
-        padded[: len(local)] = local
-        parts = self.gather(padded).reshape(self.dp_size, *padded.shape)
-        return np.swapaxes(parts, 0, 1).reshape(-1, *local.shape[1:])[:total]
+        rows = np.empty((total, *local.shape[1:]))
+        for index, part in enumerate(self.all_gather_object(local)[:: self.layout.context]):
+            rows[index :: self.dp_size] = part
+        return rows
 
     def send(self, tensor: Tensor, index: int, tag: int) -> Transfer:
         """Start sending a tensor to a data-parallel index; does not wait. `tag` identifies the message."""
@@ -141,21 +140,12 @@ class World:
                 g.copy_(part.view_as(g))
 
     def gather(self, local: NDArray[np.float64]) -> NDArray[np.float64]:
-        """All-gather the rows of all shares, in order of their index; every rank passes the same shape, fp64."""
-        parts = self._gather_ranks(local)[:: self.layout.context]
-        return np.concatenate(parts) if self.size > 1 else local
-
-    def _gather_ranks(self, local: NDArray[np.float64]) -> list[NDArray[np.float64]]:
-        if self.size == 1:
-            return [local]
-        mine = torch.from_numpy(np.ascontiguousarray(local, dtype=np.float64)).to(self.device)
-        parts = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(parts, mine)
-        return [part.cpu().numpy() for part in parts]
+        """All-gather the rows of all shares, in order of their index."""
+        return np.concatenate(self.all_gather_object(local)[:: self.layout.context])
 
     def any(self, flag: bool) -> bool:
         """True on all ranks if `flag` is True on one."""
-        return any(bool(part[0]) for part in self._gather_ranks(np.array([float(flag)])))
+        return any(self.all_gather_object(flag))
 
     def gather_items(self, mine: Iterable[T]) -> list[T]:
         """All-gather the objects of all shares, in order of their index; their number may differ between shares."""

@@ -24,7 +24,7 @@ from prefgrpo.parallel.world import World
 from prefgrpo.rewards.base import Sample
 from prefgrpo.rollout.assignment import BatchPlan, Place, Slots, assign_batches, rebalance, slot_prompts
 from prefgrpo.rollout.embeddings import Embeddings, conditions
-from prefgrpo.rollout.exchange import MediaExchange
+from prefgrpo.rollout.exchange import media_exchange
 from prefgrpo.rollout.render import Images, decode, sample, to_uint8
 from prefgrpo.rollout.rollout import Step, Trajectory, rollout
 from prefgrpo.rollout.sampling import Schedules
@@ -108,14 +108,14 @@ class Rollouts:
         fill = [planned[-1]] * (most - len(mine))
         with self.adapter.offload.keep_on_device():
             texts = [self._condition(slots, b) for b in mine + fill]
-        with MediaExchange(self.world, planned, shape, take) as exchange:
+        with media_exchange(self.world, planned, shape, take) as put:
             for number, (b, condition) in enumerate(zip(mine + fill, texts, strict=True)):
                 sizes = slots[b.places[0][0]][1]
                 batch = self._generate(step, b, condition, sizes)
                 at_once = self.config.memory.decode_batch
                 media = to_uint8(decode(self.adapter, batch.trajectory.latents, sizes, at_once, self.world))
                 if number < len(mine):
-                    exchange.put(b, media)
+                    put(b, media)
                 else:
                     batch.weight = 0.0
                 yield batch

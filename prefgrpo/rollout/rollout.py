@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from prefgrpo.models.base import Adapter, Condition, Sampling, after_guidance
 from prefgrpo.ops import NoiseAddress, affine_step
@@ -41,13 +42,7 @@ class Step:
 
     def select(self, rows: Tensor) -> Step:
         """The samples `rows` (int64) of one step; used to drop groups without signal."""
-        index, x, x_next, logp = (p.index_select(0, rows) for p in (self.index, self.x, self.x_next, self.logp))
-        v, graph = None if self.v is None else self.v.index_select(0, rows), self.graph
-        if graph is not None:
-            c, pair = graph
-            uncond = None if pair is None else pair._replace(uncond=pair.uncond.index_select(0, rows))
-            graph = c.index_select(0, rows), uncond
-        return Step(index, x, x_next, logp, self.step_indices, v, graph)
+        return Step(**tree_map_only(Tensor, lambda tensor: tensor.index_select(0, rows), vars(self)))
 
 
 def stack(steps: Sequence[Step]) -> Step:
@@ -92,7 +87,6 @@ def rollout(
     sampling: Sampling,
     *,
     seed: int,
-    latent_dtype: torch.dtype = torch.float32,
     initial_sample: Tensor | None = None,
     keep_velocity: bool = False,
     keep_graph: bool = False,
@@ -100,13 +94,13 @@ def rollout(
     """Denoise B samples along `schedule` (on the adapter's device) for a batched condition [B, …].
 
     sample: int64 [B] ids that determine the noise, unique per sample in the run. seed: the run's noise seed.
-    latent_dtype: dtype of the latents, both as stored and as model input. initial_sample: int64 [B] ids for the initial
-    noise only; equal ids in a group give it the same initial noise. keep_velocity: also store the velocities of the
-    stored steps. keep_graph: also keep the autograd graphs of their forwards.
+    initial_sample: int64 [B] ids for the initial noise only; equal ids in a group give it the same initial noise.
+    keep_velocity: also store the velocities of the stored steps. keep_graph: also keep the autograd graphs of their
+    forwards.
     """
     ids = sample if initial_sample is None else initial_sample
     x = initial_latents(seed, ids, adapter.latent_shape(sampling))
-    x = adapter.prior(x, schedule.sigmas[0]).to(latent_dtype)
+    x = adapter.prior(x, schedule.sigmas[0])
     stored: list[Step] = []
     for k in range(schedule.steps):
         index = torch.full_like(sample, k)
@@ -118,7 +112,7 @@ def rollout(
         if v.requires_grad:
             graph, v = (v, guidance), v.detach()
             guidance = None if guidance is None else guidance._replace(uncond=guidance.uncond.detach())
-        step = affine_step(x, v, schedule.coef, index, noise=noise, out_dtype=latent_dtype, guidance=guidance)
+        step = affine_step(x, v, schedule.coef, index, noise=noise, guidance=guidance)
         if kept:
             own = after_guidance(v, guidance) if keep_velocity else None
             stored.append(Step(index, x, step.x_next, step.logp, (k,), own, graph))

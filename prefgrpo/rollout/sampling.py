@@ -59,10 +59,6 @@ class Schedules:
         self._truncate = config.rollout.truncate_timesteps and not adapter.whole_times
         self._tables: dict[SamplingConfig, tuple[Tensor, Tensor]] = {}
 
-    def sigmas(self, sizes: SamplingConfig) -> Tensor:
-        """σ_0 … σ_T, [T + 1] fp32."""
-        return self._table(sizes)[0]
-
     def _table(self, sizes: SamplingConfig) -> tuple[Tensor, Tensor]:
         """Sigmas [T + 1], and the σ passed to the model at each step [T], both fp32."""
         if sizes not in self._tables:

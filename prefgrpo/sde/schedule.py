@@ -100,7 +100,7 @@ def step_weights(schedule: Schedule, kind: str, over: Sequence[int]) -> Tensor:
 def consecutive(steps: Sequence[int], size: int, draw: int) -> tuple[int, ...]:
     """`size` consecutive entries of `steps` (0: all), from a random start seeded with `draw` (Flow-GRPO-Fast)."""
     size = size or len(steps)
-    start = _uniform(len(steps) - size + 1, draw)
+    start = int(torch.randint(len(steps) - size + 1, (1,), generator=torch.Generator().manual_seed(draw)))
     return tuple(steps[start : start + size])
 
 
@@ -127,10 +127,6 @@ def progressive(
             return tuple(steps[place : place + size])
         step -= stay
     raise AssertionError("a step of the cycle belongs to a place")
-
-
-def _uniform(count: int, draw: int) -> int:
-    return int(torch.randint(count, (1,), generator=torch.Generator().manual_seed(draw)))
 
 
 def shifted_sigmas(steps: int, shift: float) -> Tensor:

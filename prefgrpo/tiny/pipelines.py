@@ -85,14 +85,17 @@ def qwen_tokenizer(*more: str) -> Qwen2Tokenizer:
     return tokenizer
 
 
+def language_config(tokenizer: Qwen2Tokenizer, layers: int = 2, **more: Any) -> dict[str, Any]:
+    """Configuration of a language model of width 16, by default with grouped queries."""
+    return {
+        "vocab_size": len(tokenizer), "hidden_size": QWEN_WIDTH, "intermediate_size": 32, "num_hidden_layers": layers,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "max_position_embeddings": 4096, **more,
+    }  # fmt: skip
+
+
 def qwen3_text(tokenizer: Qwen2Tokenizer, cls: type[Any], layers: int) -> Any:
     """Qwen3 language model of width 16."""
-    return cls(
-        transformers.Qwen3Config(
-            vocab_size=len(tokenizer), hidden_size=QWEN_WIDTH, intermediate_size=32, num_hidden_layers=layers,
-            num_attention_heads=2, num_key_value_heads=1, head_dim=8, max_position_embeddings=4096,
-        )
-    )  # fmt: skip
+    return cls(transformers.Qwen3Config(**language_config(tokenizer, layers)))
 
 
 def qwen_vl_text(tokenizer: Qwen2Tokenizer, layers: int = 2) -> Any:
@@ -100,13 +103,11 @@ def qwen_vl_text(tokenizer: Qwen2Tokenizer, layers: int = 2) -> Any:
     token = tokenizer.convert_tokens_to_ids
     return transformers.Qwen2_5_VLForConditionalGeneration(
         transformers.Qwen2_5_VLConfig(
-            text_config={
-                "vocab_size": len(tokenizer), "hidden_size": QWEN_WIDTH, "intermediate_size": 32,
-                "num_hidden_layers": layers, "num_attention_heads": 2, "num_key_value_heads": 2,
-                "max_position_embeddings": 4096, "bos_token_id": token("<|endoftext|>"),
-                "eos_token_id": token("<|im_end|>"),
-                "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [1, 1, 2]},
-            },
+            text_config=language_config(
+                tokenizer, layers, num_key_value_heads=2, bos_token_id=token("<|endoftext|>"),
+                eos_token_id=token("<|im_end|>"),
+                rope_parameters={"rope_type": "default", "rope_theta": 1e6, "mrope_section": [1, 1, 2]},
+            ),
             vision_config={
                 "depth": 1, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": QWEN_WIDTH,
                 "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2, "window_size": 112,
@@ -220,12 +221,9 @@ def qwen3_vl_text(tokenizer: Qwen2Tokenizer) -> Any:
     token = tokenizer.convert_tokens_to_ids
     return transformers.Qwen3VLForConditionalGeneration(
         transformers.Qwen3VLConfig(
-            text_config={
-                "vocab_size": len(tokenizer), "hidden_size": QWEN_WIDTH, "intermediate_size": 32,
-                "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8,
-                "max_position_embeddings": 4096,
-                "rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [2, 1, 1]},
-            },
+            text_config=language_config(
+                tokenizer, rope_parameters={"rope_type": "default", "rope_theta": 5e6, "mrope_section": [2, 1, 1]}
+            ),
             vision_config={
                 "depth": 1, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": QWEN_WIDTH,
                 "num_position_embeddings": 16, "deepstack_visual_indexes": [0],
@@ -296,10 +294,7 @@ def hunyuan_video() -> Any:
         in_channels=4, out_channels=4, num_attention_heads=2, attention_head_dim=12, num_layers=1, num_single_layers=1,
         num_refiner_layers=1, text_embed_dim=QWEN_WIDTH, pooled_projection_dim=TEXT_WIDTH, rope_axes_dim=(4, 4, 4),
     )  # fmt: skip
-    llama = transformers.LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=QWEN_WIDTH, intermediate_size=32, num_hidden_layers=3,
-        num_attention_heads=2, max_position_embeddings=4096,
-    )  # fmt: skip
+    llama = transformers.LlamaConfig(**language_config(tokenizer, 3, num_key_value_heads=2))
     vae = diffusers.AutoencoderKLHunyuanVideo(
         latent_channels=4, block_out_channels=(4, 8, 8, 8), layers_per_block=1, norm_num_groups=4,
     )  # fmt: skip
@@ -360,11 +355,7 @@ def gemma3_text(tokenizer: Qwen2Tokenizer) -> Any:
     """Gemma 3 of width 16, with its vision tower."""
     return transformers.Gemma3ForConditionalGeneration(
         transformers.Gemma3Config(
-            text_config={
-                "vocab_size": len(tokenizer), "hidden_size": QWEN_WIDTH, "intermediate_size": 32,
-                "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8,
-                "max_position_embeddings": 4096, "pad_token_id": tokenizer.pad_token_id,
-            },
+            text_config=language_config(tokenizer, pad_token_id=tokenizer.pad_token_id),
             vision_config={
                 "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
                 "image_size": 28, "patch_size": 14,
@@ -434,11 +425,7 @@ def mistral3_text(tokenizer: Qwen2Tokenizer) -> Any:
     """Mistral 3 with width 16 and 31 layers, with its vision tower."""
     return transformers.Mistral3ForConditionalGeneration(
         transformers.Mistral3Config(
-            text_config={
-                "model_type": "mistral", "vocab_size": len(tokenizer), "hidden_size": QWEN_WIDTH,
-                "intermediate_size": 32, "num_hidden_layers": 31, "num_attention_heads": 2, "num_key_value_heads": 1,
-                "head_dim": 8, "max_position_embeddings": 4096,
-            },
+            text_config=language_config(tokenizer, 31, model_type="mistral"),
             vision_config={
                 "model_type": "pixtral", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1,
                 "num_attention_heads": 2, "head_dim": 8, "image_size": 28, "patch_size": 14,
