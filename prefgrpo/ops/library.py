@@ -186,18 +186,23 @@ def _affine_grad(a: Replay, backend: ModuleType) -> Results:
 
 def _save_replay(ctx: Any, a: Replay, _: Any) -> None:
     """Inference-mode tensors, which autograd cannot track and refuses to save, are kept as plain references."""
-    saved = [t if isinstance(t, Tensor) and not t.is_inference() else None for t in a]
-    ctx.save_for_backward(*saved)
-    ctx.others = [value if t is None else None for value, t in zip(a, saved, strict=True)]
+    tensors = (a.x, a.v, a.x_next, a.coef, a.row, a.uncond, a.v_ref, a.v_old)
+    ctx.guidance = a.scale, a.from_cond, a.rescale
+    ctx.inference = [t if t is not None and t.is_inference() else None for t in tensors]
+    ctx.save_for_backward(*(t if kept is None else None for t, kept in zip(tensors, ctx.inference, strict=True)))
 
 
 def _replay_backward(ctx: Any, upstream: Sequence[Tensor | None], grad: Callable[[Replay], Results]) -> Grads:
-    a = Replay(*(t if value is None else value for value, t in zip(ctx.others, ctx.saved_tensors, strict=True)))
+    saved = (t if kept is None else kept for t, kept in zip(ctx.saved_tensors, ctx.inference, strict=True))
+    x, v, x_next, coef, row, uncond, v_ref, v_old = saved
     g_logp, g_kl, g_guard = upstream
-    g_kl, g_guard = None if a.v_ref is None else g_kl, None if a.v_old is None else g_guard
+    g_kl, g_guard = None if v_ref is None else g_kl, None if v_old is None else g_guard
     if g_logp is None and g_kl is None and g_guard is None:
         return {}
-    dv, du = grad(a._replace(g_logp=g_logp, g_kl=g_kl, g_guard=g_guard))
+    scale, from_cond, rescale = ctx.guidance
+    dv, du = grad(
+        Replay(x, v, x_next, coef, row, uncond, scale, from_cond, rescale, v_ref, v_old, g_logp, g_kl, g_guard)
+    )
     return {"v": dv, "uncond": du}
 
 
