@@ -43,7 +43,8 @@ from prefgrpo.rollout.render import sample
 from prefgrpo.rollout.sampling import eval_sampling
 from prefgrpo.run import checkpoint, judging
 from prefgrpo.run.checkpoint import CheckpointError, write_atomic
-from prefgrpo.run.evaluate import Table, compare, make_eval_set, over_ranks, verdict
+from prefgrpo.run.evaluate import Table, compare, make_eval_set, over_ranks, share_of, verdict
+from prefgrpo.run.log import finite
 from prefgrpo.run.metrics import PARTS_OF_WINS
 from prefgrpo.run.run_folder import RunFolder
 from prefgrpo.suites import Name, load_suite
@@ -341,14 +342,13 @@ def _compare_sides(side: Side, other: Side, prompts: str, out: Path, judge2: str
             made = [Job(p, h.first_id + i, file(part, h.name, i)) for h in held for i, p in enumerate(h.items)]
             generate_files(one.config, one.weights, made, world, fps)
         for h in held:
-            each = -(-len(h.items) // world.dp_size)
-            mine = range(world.dp_index * each, min((world.dp_index + 1) * each, len(h.items)))
+            mine = share_of(world, len(h.items))
             parts: list[Table] = []
             for start in range(0, len(mine) * world.is_dp_leader, AT_ONCE):
                 rows = mine[start : start + AT_ONCE]
                 pairs = [_pair(config, h.items[i], *(file(part, h.name, i) for part in facts)) for i in rows]
                 parts.append(compare(scorers, pairs))
-            metrics |= over_ranks(world, h.name, h.group[list(mine)], _concat_tables(parts), len(h.items))
+            metrics |= over_ranks(world, h.name, h.group[mine], _concat_tables(parts))
         for scorer in scorers.values():
             scorer.close()
         if world.main:
@@ -447,7 +447,7 @@ def _write_comparison(
             worst = max(metrics.get(f"{key}{end}_missing", 0.0) for end in ("", "_before"))
             means[key] = {"now": value, "against": metrics[f"{key}_before"], "missing": worst}
     everything = {"about": facts, "prompts": counts, "win_rates": rates, "means": means, "judges": list(notes)}
-    text = json.dumps(_finite(everything), indent=1, ensure_ascii=False, allow_nan=False)
+    text = json.dumps(finite(everything), indent=1, ensure_ascii=False, allow_nan=False)
     write_atomic(out / "comparison.json", text + "\n")
     samples = facts["now"]["samples"]
     of = [f"{n} prompts × {samples} = {n * samples} samples ({name})  " for name, n in counts.items()]
@@ -469,10 +469,3 @@ def _write_comparison(
     lines += ["", *(f"{note}  " for note in notes)]
     write_atomic(out / "comparison.md", "\n".join(lines).rstrip() + "\n")
     print("\n".join(lines), f"\n{out / 'comparison'}.json, .md", sep="\n")
-
-
-def _finite(value: Any) -> Any:
-    """The value with None in place of NaN and ±inf, which JSON cannot represent."""
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    return None if isinstance(value, float) and not np.isfinite(value) else value

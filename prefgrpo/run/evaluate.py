@@ -110,7 +110,7 @@ class Evaluator:
         pairs = [tuple(sample(p, m, self.sizes) for m in both) for p, both in zip(items, images, strict=True)]
         answers: list[list[AnswerRow]] = [[] for _ in pairs]
         table = compare(self.scorers, pairs if self.world.is_dp_leader else [], answers)
-        out = over_ranks(self.world, eval_set.name, eval_set.group[index], table, len(eval_set.items))
+        out = over_ranks(self.world, eval_set.name, eval_set.group[index], table)
         self._save_report_images(step, now)
         self._save_outcomes(step, table, answers)
         return out
@@ -142,9 +142,7 @@ class Evaluator:
 
     def local_indices(self) -> list[int]:
         """Indices of this rank's images."""
-        count = len(self.eval_set.items)
-        each = -(-count // self.world.dp_size)
-        return list(range(self.world.dp_index * each, min((self.world.dp_index + 1) * each, count)))
+        return share_of(self.world, len(self.eval_set.items))
 
     def report_indices(self) -> list[int]:
         """Indices of the `eval.show` images for the report, evenly spaced over the set, on whichever rank they are."""
@@ -246,18 +244,19 @@ def compare(
     return table
 
 
-def over_ranks(world: World, name: str, group: NDArray[np.int64], table: Table, count: int) -> dict[str, float]:
-    """Metrics of the set `name` from the rows of all ranks. group: prompt index per local row; count: total rows."""
-    names = world.union(table)
-    local = np.full((-(-count // world.dp_size), len(names) + 1), np.nan)
-    local[: len(group), 0] = group
-    for k, column in enumerate(names):
-        local[: len(group), k + 1] = table.get(column, np.nan)
-    rows = world.gather(local)
-    rows = rows[~np.isnan(rows[:, 0])]
-    out: dict[str, float] = {}
-    for k, column in enumerate(names):
-        out |= summarise(f"{name}/{column}", rows[:, 0].astype(int), rows[:, k + 1], column.startswith("win"))
+def share_of(world: World, count: int) -> list[int]:
+    """Indices of this rank's share of `count` images, which are consecutive."""
+    each = -(-count // world.dp_size)
+    return list(range(world.dp_index * each, min((world.dp_index + 1) * each, count)))
+
+
+def over_ranks(world: World, name: str, group: NDArray[np.int64], table: Table) -> dict[str, float]:
+    """Metrics of the set `name` from the rows of all ranks. group: prompt index per local row."""
+    names, out = world.union(table), dict[str, float]()
+    prompts = np.array(world.gather_items(group))
+    for column in names:
+        values = np.array(world.gather_items(table.get(column, np.full(len(group), np.nan))))
+        out |= summarise(f"{name}/{column}", prompts, values, column.startswith("win"))
     return out
 
 
