@@ -16,7 +16,6 @@ from tiny_run import ALONE, BRIGHTNESS, ranks, recipe, rows, settings, trainers,
 
 from prefgrpo.config.loading import from_dict
 from prefgrpo.config.recipe import ConfigError
-from prefgrpo.objectives import objective
 from prefgrpo.rewards.base import PointwiseReward, Score
 from prefgrpo.run import trainer as trainer_module
 from prefgrpo.run.memory import static_bytes
@@ -255,9 +254,9 @@ def test_what_needs_samples_of_the_present_weights_is_refused(place):
     with pytest.raises(ConfigError, match=r"checkpoint\.every: expected 2 or more, because rollout\.staleness: 1"):
         from_dict(settings(place, "refused", rollout=STALE, checkpoint={"every": 1}))
     auto, asked = (config(reuse_rollout_forward=value) for value in ("auto", True))
-    assert keeps_graph(auto, objective(auto.train), ALONE) is False
+    assert keeps_graph(auto, ALONE) is False
     with pytest.raises(ConfigError, match=r"reuse_rollout_forward: .* rollout.staleness is 1"):
-        keeps_graph(asked, objective(asked.train), ALONE)
+        keeps_graph(asked, ALONE)
 
 
 # ---- several processes ----------------------------------------------------------------------------------------------

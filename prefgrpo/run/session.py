@@ -46,9 +46,10 @@ from prefgrpo.run import batch_size, checkpoint, judging, trackers
 from prefgrpo.run.evaluate import Evaluator, make_eval_set
 from prefgrpo.run.judging import evaluation_scorers, open_judge, training_scorer
 from prefgrpo.run.loading import config_errors_as, open_adapter, trainable
-from prefgrpo.run.memory import build_meta_adapter, free_bytes, graph_bytes, static_bytes
+from prefgrpo.run.memory import build_meta_adapter, free_bytes, graph_bytes, static_bytes, weight_copies
 from prefgrpo.run.policy import Policy
 from prefgrpo.run.run_folder import RunFolder
+from prefgrpo.run.speed import reuse_obstacles, reuse_takes_effect
 
 FREE = (
     *(
@@ -208,7 +209,7 @@ def _open(config: Config, resume: bool, world: World, folder: RunFolder, lock: i
     for number, (name, held) in enumerate(measured.items()):
         chosen = make_eval_set(name, held[: config.eval.max_prompts or None], config.eval.samples_per_prompt, number)
         evaluators[name] = Evaluator(chosen, config, adapter, ode, embeddings, scorers[name], world, folder)
-    graph = keeps_graph(config, goal, world)
+    graph = keeps_graph(config, world)
     rollouts = Rollouts(config, adapter, embeddings, schedules, prompts, world, goal.whole_groups, graph)
     collector = open_collector(config, goal, adapter, policy, world)
     session = Session(
@@ -237,35 +238,16 @@ def _open(config: Config, resume: bool, world: World, folder: RunFolder, lock: i
 
 def open_policy(config: Config, goal: Objective, adapter: Adapter) -> Policy:
     """The trained weights, with the copies that the objective needs."""
-    old = goal.anchor == "old" or goal.sampled_by_old
-    base = not config.train.lora_rank and (goal.anchor == "base" or config.train.kl_coef > 0)
-    return Policy(dict(adapter.trainable()), config.train, old, base)
+    return Policy(dict(adapter.trainable()), config.train, *weight_copies(config.train, goal))
 
 
-def keeps_graph(config: Config, goal: Objective, world: World) -> bool:
+def keeps_graph(config: Config, world: World) -> bool:
     """Whether the first update reuses the rollout's forwards. Raises ConfigError if set to true but impossible."""
-    wanted, t = config.train.reuse_rollout_forward, config.train
-    obstacles = {
-        f"{t.objective} replays no steps": goal.collector != "trajectory",
-        "an old policy generates the rollouts": goal.sampled_by_old,
-        "parallel splits weights or tokens": world.mesh is not None,
-        "rollout.staleness is 1, so the weights change in between": bool(config.rollout.staleness),
-        "with train.lora_rank 0, the KL's reference weights are swapped in": bool(t.kl_coef and not t.lora_rank),
-    }
-    why = [reason for reason, there in obstacles.items() if there]
-    if wanted is True and why:
+    split = world.mesh is not None
+    there = replace(config, device="cpu" if world.device.type == "cpu" else "cuda")
+    if config.train.reuse_rollout_forward is True and (why := reuse_obstacles(config, split)):
         raise ConfigError([f"train.reuse_rollout_forward: expected auto or false, got true: {'; '.join(why)}"])
-    r, size = config.rollout, config.rollout.group_size
-    if (
-        wanted == "auto"
-        and not why
-        and size % r.batch_size == 0
-        and goal.samples_per_group(size) == size
-        and not t.min_advantage
-    ):
-        there = replace(config, device="cpu" if world.device.type == "cpu" else "cuda")
-        return graph_bytes(there, world.dp_size) <= free_bytes(world.device) / 2
-    return wanted is True
+    return reuse_takes_effect(config, split, lambda: graph_bytes(there, world.dp_size) <= free_bytes(world.device) / 2)
 
 
 def open_collector(config: Config, goal: Objective, adapter: Adapter, policy: Policy, world: World) -> Collector:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -154,18 +154,35 @@ def kept_share(config: Config, groups: int = 2000) -> float:
     return float((a >= config.train.min_advantage * a.amax((1, 2), keepdim=True)).float().mean())
 
 
+def reuse_obstacles(config: Config, split: bool) -> list[str]:
+    """Why the first update cannot reuse the rollout's forwards. split: whether processes share weights or tokens."""
+    t, goal = config.train, objective(config.train)
+    obstacles = {
+        f"{t.objective} replays no steps": goal.collector != "trajectory",
+        "an old policy generates the rollouts": goal.sampled_by_old,
+        "parallel splits weights or tokens": split,
+        "rollout.staleness is 1, so the weights change in between": bool(config.rollout.staleness),
+        "with train.lora_rank 0, the KL's reference weights are swapped in": bool(t.kl_coef and not t.lora_rank),
+    }
+    return [reason for reason, there in obstacles.items() if there]
+
+
+def reuse_takes_effect(config: Config, split: bool, fits: Callable[[], bool]) -> bool:
+    """Whether the first update reuses the rollout's forwards; fits: whether the graphs may be kept if it is auto."""
+    t, size = config.train, config.rollout.group_size
+    if reuse_obstacles(config, split):
+        return False
+    if t.reuse_rollout_forward == "auto":
+        whole_batches = size % config.rollout.batch_size == 0 and not t.min_advantage
+        return whole_batches and objective(t).samples_per_group(size) == size and fits()
+    return t.reuse_rollout_forward
+
+
 def reuses_forwards(config: Config, whole: Estimate, memory_gib: float) -> bool:
-    """Whether train.reuse_rollout_forward takes effect: the decision of `session.keeps_graph`, with estimated bytes."""
-    wanted, r, t, goal = config.train.reuse_rollout_forward, config.rollout, config.train, objective(config.train)
-    layout = Layout.of(config, config.gpus)
-    unable = goal.collector != "trajectory" or goal.sampled_by_old or layout.shard * layout.context > 1 or r.staleness
-    if not wanted or unable or (t.kl_coef and not t.lora_rank):
-        return False
-    if wanted == "auto" and (r.group_size % r.batch_size or goal.samples_per_group(r.group_size) < r.group_size):
-        return False
-    return wanted is True or (
-        not t.min_advantage and estimated_graph_bytes(config, whole) <= (memory_gib * 2**30 - whole.total) / 2
-    )
+    """Whether train.reuse_rollout_forward takes effect, by the estimated bytes."""
+    layout, free = Layout.of(config, config.gpus), memory_gib * 2**30 - whole.total
+    split = layout.shard * layout.context > 1
+    return reuse_takes_effect(config, split, lambda: estimated_graph_bytes(config, whole) <= free / 2)
 
 
 def estimated_graph_bytes(config: Config, whole: Estimate) -> float:
