@@ -54,6 +54,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the tiny pipeline and its prompts; a module that needs another one defines its own."""
+    import tiny_run
+
+    return tiny_run.world(tmp_path_factory.mktemp("place"))
+
+
 @pytest.fixture(scope="session")
 def root() -> Path:
     """The root folder of the checkout."""

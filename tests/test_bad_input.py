@@ -14,14 +14,9 @@ import yaml
 from judge_server import JudgeServer, free_port
 from safetensors.torch import load_file, save_file
 from test_judge_faults import process
-from tiny_run import Hold, attempt, merged, recipe, rows, start, train, tree, world
+from tiny_run import Hold, attempt, merged, recipe, rows, start, train, tree
 
 from prefgrpo.rewards.base import PointwiseReward, Score
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    return world(tmp_path_factory.mktemp("bad"))
 
 
 def untouched(folder):

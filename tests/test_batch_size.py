@@ -13,7 +13,7 @@ import shutil
 import pytest
 import torch
 import yaml
-from tiny_run import attempt, ranks, recipe, settings, world
+from tiny_run import attempt, ranks, recipe, settings
 
 from prefgrpo.config.loading import from_dict, to_dict
 from prefgrpo.config.recipe import ConfigError
@@ -23,11 +23,6 @@ from prefgrpo.run import batch_size
 from prefgrpo.run.memory import estimate
 from prefgrpo.run.session import Clock
 from prefgrpo.run.trainer import TrainingLoop
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    return world(tmp_path_factory.mktemp("auto"))
 
 
 def auto(place, name, **over):

@@ -13,17 +13,12 @@ import sys
 from functools import reduce
 
 import pytest
-from tiny_run import recipe, world
+from tiny_run import recipe
 
 import prefgrpo
 from prefgrpo.commands import cli
 from prefgrpo.config.loading import flat_fields, parse
 from prefgrpo.config.schema import Config
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    return world(tmp_path_factory.mktemp("cli"))
 
 
 @pytest.fixture

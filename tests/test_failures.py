@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_run import ranks, recipe, rows, world
+from tiny_run import ranks, recipe, rows
 
 from prefgrpo.parallel import watch
 from prefgrpo.parallel.world import World
@@ -59,11 +59,6 @@ def fault_in_step_2() -> None:
 
 if "FAULT" in os.environ:  # torchrun's workers import this file for its reward
     fault_in_step_2()
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    return world(tmp_path_factory.mktemp("failures"))
 
 
 # ---- under torchrun --------------------------------------------------------------------------------------------------

@@ -10,10 +10,9 @@ import json
 import numpy as np
 import pytest
 import torch
-import yaml
 from families import CASES, folder, load
 from safetensors import safe_open
-from tiny_run import attempt, ranks, rows, settings, start, train, weights, world
+from tiny_run import attempt, ranks, recipe, rows, start, train, weights, world
 
 from prefgrpo.config.loading import from_dict
 from prefgrpo.data.prompts import Prompt
@@ -34,12 +33,6 @@ def place(tmp_path_factory):
     return folder
 
 
-def written(place, name, **over):
-    file = place / f"{name}.yaml"
-    file.write_text(yaml.safe_dump(settings(place, name, **over)))
-    return file
-
-
 def test_truncated_times_are_the_published_ones():
     sigmas = shifted_sigmas(15, 3.0)  # in fp32 as in their code: 0.6 becomes 0.59999996, then 599
     times = truncated_times(sigmas)
@@ -54,7 +47,7 @@ def test_a_run_with_truncated_times_is_on_policy(place):
     for truncate in (False, True):
         name = f"truncate_{truncate}"
         over = {"rollout": {"truncate_timesteps": truncate}, "train": {"steps": 1}, "eval": {"every": 0}}
-        code, output = train(written(place, name, **over))
+        code, output = train(recipe(place, name, **over))
         assert code == 0 and "max |ratio - 1| = 0.0e+00 (exact)" in output, output
         lora[truncate] = weights(place / "runs" / name / "lora")
     assert lora[True] != lora[False]
@@ -95,7 +88,7 @@ def test_the_columns_are_read_only_where_asked(place, capsys):
     with pytest.raises(ValueError, match=r"'x': expected whole numbers above 0 for both height and width"):
         prompt_sampling(Prompt(0, "x", {"height": 64}), config.rollout, True)
     (place / "odd.jsonl").write_text(json.dumps({"prompt": "x", "height": 18, "width": 16}))
-    odd = written(place, "odd", data={"prompts": str(place / "odd.jsonl"), "own_sizes": True})
+    odd = recipe(place, "odd", data={"prompts": str(place / "odd.jsonl"), "own_sizes": True})
     code, output = attempt(capsys, "train", odd)
     assert code == 2 and "a prompt's own size: height and width must be multiples of 4" in output
 
@@ -125,7 +118,7 @@ def test_own_sizes_train_alike_on_any_number_of_ranks(place):
     }
     found = []
     for size in (1, 2):
-        file = written(place, f"own{size}", **over)
+        file = recipe(place, f"own{size}", **over)
         if size == 1:
             code, output = train(file)
             assert code == 0 and "(exact)" in output, output
@@ -141,10 +134,10 @@ def test_own_sizes_train_alike_on_any_number_of_ranks(place):
 @pytest.mark.full
 def test_evaluation_and_generation_at_another_size(place):
     over = {"height": 24, "width": 16, "steps": 5, "guidance": 1.5}
-    plain = written(place, "plain", train={"steps": 2})
-    file = written(place, "shown", train={"steps": 2}, eval=over)
-    for recipe in (plain, file):
-        code, output = train(recipe)
+    plain = recipe(place, "plain", train={"steps": 2})
+    file = recipe(place, "shown", train={"steps": 2}, eval=over)
+    for trained in (plain, file):
+        code, output = train(trained)
         assert code == 0, output
     runs = place / "runs"
     lora = [weights(runs / name / "lora") for name in ("plain", "shown")]
@@ -177,5 +170,5 @@ def test_what_an_evaluation_cannot_be(place, capsys):
         ({"steps": 0}, "eval.steps: expected a value above 0, got 0"),
     ):
         name = f"wrong_{next(iter(over))}"
-        code, output = attempt(capsys, "train", written(place, name, eval=over))
+        code, output = attempt(capsys, "train", recipe(place, name, eval=over))
         assert code == 2 and message in output, output

@@ -14,7 +14,7 @@ import model_configs
 import pytest
 import torch
 from families import folder
-from tiny_run import settings, world
+from tiny_run import settings
 
 from prefgrpo.commands.cli import main
 from prefgrpo.config.loading import from_dict
@@ -74,11 +74,6 @@ def test_flop_of_the_published_models(name, tmp_path):
     assert flop["rollout"] == pytest.approx(by_hand(name, config), rel=0.03)
     backward = 3 * by_hand(name, config, 1.5 * 4)  # forward, recomputed, backward; attention's backward is 2.5 forwards
     assert flop["update"] == pytest.approx(backward, rel=0.05)
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    return world(tmp_path_factory.mktemp("speed"))
 
 
 RUNS = {

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny_run import ALONE, BRIGHTNESS, ranks, recipe, rows, settings, trainers, weights, world
+from tiny_run import ALONE, BRIGHTNESS, ranks, recipe, rows, settings, trainers, weights
 
 from prefgrpo.config.loading import from_dict
 from prefgrpo.config.recipe import ConfigError
@@ -23,11 +23,6 @@ from prefgrpo.run.session import Clock, config_errors, keeps_graph
 from prefgrpo.run.trainer import Callbacks, TrainingStopped
 
 STALE = {"staleness": 1}
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    return world(tmp_path_factory.mktemp("stale"))
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from tiny_run import BRIGHTNESS, collect, rows, settings, trainers, world
+from tiny_run import BRIGHTNESS, collect, rows, settings, trainers
 
 from prefgrpo.config.loading import from_dict
 from prefgrpo.config.recipe import ConfigError
@@ -22,11 +22,6 @@ from prefgrpo.rewards.base import PointwiseReward, Score
 from prefgrpo.rollout.assignment import assign_batches
 from prefgrpo.run.trainer import TrainingStopped
 from prefgrpo.sde import noise
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    return world(tmp_path_factory.mktemp("trainer"))
 
 
 @pytest.fixture

@@ -14,7 +14,6 @@ import json
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,8 +22,10 @@ from typing import Any, NamedTuple
 
 import torch
 import yaml
+from judge_server import free_port
 
 from prefgrpo.config.loading import from_dict
+from prefgrpo.config.recipe import merge as merged
 from prefgrpo.parallel.world import World
 from prefgrpo.rewards.base import PointwiseReward, Sample, Score
 from prefgrpo.rollout.batches import Batch
@@ -57,14 +58,6 @@ BASE: dict[str, Any] = {
     "checkpoint": {"every": 2},
 }
 """A run of 4 steps of 2 × 4 images; LoRA alpha differs from its rank."""
-
-
-def merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """`base` updated with `over`, section by section."""
-    out = dict(base)
-    for key, value in over.items():
-        out[key] = merged(out[key], value) if isinstance(value, dict) and isinstance(out.get(key), dict) else value
-    return out
 
 
 def world(folder: Path) -> Path:
@@ -271,17 +264,19 @@ def ranks(
     **env: str,
 ) -> list[Run]:
     """Start `prefgrpo COMMAND RECIPE options` on `size` ranks as torchrun would; `holds` maps ranks to their `Hold`."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    shared = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)} | env
-    return [
-        start(
-            [command, str(recipe_file), *options],
-            recipe_file.with_suffix(f".rank{k}.log"),
-            hook,
-            (holds or {}).get(k),
-            **shared | {"RANK": str(k), "LOCAL_RANK": str(k)},
-        )
-        for k in range(size)
-    ]
+    return start_ranks([command, str(recipe_file), *options], recipe_file, size, hook, holds, **env)
+
+
+def start_ranks(
+    argv: list[str],
+    log: Path,
+    size: int,
+    hook: Callable[[], None] | None = None,
+    holds: dict[int, Hold] | None = None,
+    **env: str,
+) -> list[Run]:
+    """Start `prefgrpo argv` on `size` ranks as torchrun would; rank k prints to `log` with the suffix .rank{k}.log."""
+    shared = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())} | env
+    own = [shared | {"RANK": str(k), "LOCAL_RANK": str(k)} for k in range(size)]
+    logs = [log.with_suffix(f".rank{k}.log") for k in range(size)]
+    return [start(argv, file, hook, (holds or {}).get(k), **own[k]) for k, file in enumerate(logs)]
