@@ -49,38 +49,29 @@ def same(a, b):
     return a.keys() == b.keys() and all((a[key] == b[key]).all() for key in a)
 
 
-def test_preprocess_fills_the_cache_and_training_loads_no_encoder(place):
-    cache = place / "cache"
-    file = recipe(place, "cached", data={"cache": str(cache)}, train={"steps": 1})
+def test_text_encoders_may_be_deleted_once_all_is_encoded(place):
+    """The cache is the same when filled again, a run from it the same as without one, and it loads no encoder; texts
+    missing from the cache are reported before anything runs."""
+    model, cache = pipelines.make("flux", place / "lean"), place / "cache"
+    cached = {"model": str(model), "data": {"cache": str(cache)}, "train": {"steps": 1}}
+    file = recipe(place, "cached", **cached)
     code, output = command("preprocess", file)
-    assert code == 0, output
-    assert "10 texts and sources encoded now; all of 10 prompts are in" in output
+    assert code == 0 and "10 texts and sources encoded now; all of 10 prompts are in" in output, output
     first = held(cache)
     assert len({key.partition(".")[0] for key in first}) == 10
     assert "0 texts and sources encoded now" in command("preprocess", file)[1]
     next(cache.glob("*.safetensors")).unlink()
     assert "10 texts and sources encoded now" in command("preprocess", file)[1]
     assert same(held(cache), first)
-    code, output = train(file)
-    assert code == 0 and "no text encoder was loaded" in output
-    without = train(recipe(place, "uncached", train={"steps": 1}))
+    without = train(recipe(place, "uncached", model=str(model), train={"steps": 1}))
     assert without[0] == 0 and "embeddings in" not in without[1]
-    lora = [load_file(place / "runs" / n / "lora" / "pytorch_lora_weights.safetensors") for n in ("cached", "uncached")]
-    assert same(*lora)
-
-
-def test_text_encoders_may_be_deleted_once_all_is_encoded(place):
-    """Proves that a run does not load them; texts missing from the cache are reported before anything runs."""
-    model = place / "lean"
-    pipelines.make("flux", model)
-    cached = {"model": str(model), "data": {"cache": str(place / "lean_cache")}, "train": {"steps": 1}}
-    file = recipe(place, "lean", **cached)
-    assert command("preprocess", file)[0] == 0
     for name in ("text_encoder", "text_encoder_2"):
         shutil.rmtree(model / name)
     code, output = train(file)
     assert code == 0 and "no text encoder was loaded" in output, output
-    assert command("generate", file, "--lora", place / "runs/lean", "--out", place / "lean_out")[0] == 0
+    lora = [load_file(place / "runs" / n / "lora" / "pytorch_lora_weights.safetensors") for n in ("cached", "uncached")]
+    assert same(*lora)
+    assert command("generate", file, "--lora", place / "runs/cached", "--out", place / "lean_out")[0] == 0
     assert "0 texts and sources encoded now" in command("preprocess", file)[1]
     (place / "more.txt").write_text("\n".join([*PROMPTS, "a text that nobody encoded"]))
     for data, told in (

@@ -160,15 +160,3 @@ def test_evaluation_and_generation_at_another_size(place):
     made = [Image.open(place / "own" / f"{k:06d}_0.png").size for k in range(6)]
     assert made == [(w, h) for h, w in SIZES] * 2
     assert {Image.open(file).size for file in (place / "one").glob("*.png")} == {(16, 24)}
-
-
-def test_what_an_evaluation_cannot_be(place, capsys):
-    for over, message in (
-        ({"frames": 5}, "eval.frames: flux makes images"),
-        ({"guidance_2": 3.0}, "eval.guidance_2: flux has one denoiser"),
-        ({"height": 18}, "eval.height/width/frames: height and width must be multiples of 4"),
-        ({"steps": 0}, "eval.steps: expected a value above 0, got 0"),
-    ):
-        name = f"wrong_{next(iter(over))}"
-        code, output = attempt(capsys, "train", recipe(place, name, eval=over))
-        assert code == 2 and message in output, output
