@@ -196,12 +196,8 @@ def _open(config: Config, resume: bool, world: World, folder: RunFolder, lock: i
     scorers = {name: evaluation_scorers(config, judge, held, scorer, world) for name, held in measured.items()}
     absent = len(uncached(config, encoding_jobs(config, prompts, [p for held in sets.values() for p in held])))
     _check_context(config, world, [*prompts, *(p for held in sets.values() for p in held)])
-    given, config = config, batch_size.initial_values(config, world, prompts)
-    adapter = trainable(config, open_adapter(config, world.device, bool(absent), splits(config)), world)
-    goal = objective(config.train)
-    policy = open_policy(config, goal, adapter)
-    if given.rollout.batch_size == AUTO:
-        config = batch_size.probe_batch_sizes(config, adapter, policy, world, prompts)
+    given, goal = config, objective(config.train)
+    config, adapter, policy = open_model(config, goal, world, prompts, encoders=bool(absent))
     schedules = open_schedules(config, adapter, world, prompts)
     embeddings = Embeddings(adapter, config.data.max_length, config.data.cache or None)
     ode = schedules.ode(eval_sampling(config))
@@ -234,6 +230,18 @@ def _open(config: Config, resume: bool, world: World, folder: RunFolder, lock: i
         session.notes.append(f"embeddings in {config.data.cache}: {state}")
     _start_folder(config, session, resume)
     return session
+
+
+def open_model(
+    config: Config, goal: Objective, world: World, prompts: list[Prompt], encoders: bool
+) -> tuple[Config, Adapter, Policy]:
+    """(`config` with numbers for its `auto` values, the model ready to train, its policy). Raises ConfigError."""
+    given, config = config, batch_size.initial_values(config, world, prompts)
+    adapter = trainable(config, open_adapter(config, world.device, encoders, splits(config)), world)
+    policy = open_policy(config, goal, adapter)
+    if given.rollout.batch_size == AUTO:
+        config = batch_size.probe_batch_sizes(config, adapter, policy, world, prompts)
+    return config, adapter, policy
 
 
 def open_policy(config: Config, goal: Objective, adapter: Adapter) -> Policy:
