@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from grpo_formula import plain_formula
-from tiny_run import ALONE, BRIGHTNESS, ranks, recipe, rows, settings, trainers, weights
+from tiny_run import ALONE, BRIGHTNESS, ranks, recipe, rows, settings, weights
 
 from prefgrpo.config.loading import from_dict
 from prefgrpo.config.recipe import ConfigError
@@ -24,13 +24,6 @@ from prefgrpo.run.session import Clock, config_errors, keeps_graph
 from prefgrpo.run.trainer import Callbacks, TrainingStopped
 
 STALE = {"staleness": 1}
-
-
-@pytest.fixture
-def trainer(place):
-    """Makes trainers and closes them at the end."""
-    with trainers(place) as make:
-        yield make
 
 
 HERE = f"{__name__}."

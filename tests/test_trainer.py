@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from grpo_formula import plain_formula
-from tiny_run import BRIGHTNESS, collect, rows, settings, trainers
+from tiny_run import BRIGHTNESS, collect, rows, settings
 
 from prefgrpo.config.loading import from_dict
 from prefgrpo.config.recipe import ConfigError
@@ -23,13 +23,6 @@ from prefgrpo.rewards.base import PointwiseReward, Score
 from prefgrpo.rollout.assignment import assign_batches
 from prefgrpo.run.trainer import TrainingStopped
 from prefgrpo.sde import noise
-
-
-@pytest.fixture
-def trainer(place, request):
-    """Makes trainers, named after the test by default, and closes them at the end."""
-    with trainers(place) as make:
-        yield lambda name=None, **over: make(name or request.node.name.replace("/", "-"), **over)
 
 
 class Constant(PointwiseReward):

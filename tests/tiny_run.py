@@ -16,20 +16,18 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import yaml
-from judge_server import free_port
 
-from prefgrpo.config.loading import from_dict
 from prefgrpo.config.recipe import merge as merged
 from prefgrpo.parallel.world import World
 from prefgrpo.rewards.base import PointwiseReward, Sample, Score
 from prefgrpo.rollout.batches import Batch
-from prefgrpo.run.trainer import Callbacks, TrainingLoop
+from prefgrpo.run.trainer import TrainingLoop
 from prefgrpo.tiny import pipelines
 
 _CONTEXT = multiprocessing.get_context("forkserver")
@@ -85,20 +83,6 @@ def recipe(place: Path, name: str, **over: Any) -> Path:
     file = place / f"{name}.yaml"
     file.write_text(yaml.safe_dump(settings(place, name, **over), allow_unicode=True), encoding="utf-8")
     return file
-
-
-@contextlib.contextmanager
-def trainers(place: Path) -> Iterator[Callable[..., TrainingLoop]]:
-    """Yields a function that makes training loops from `settings`; they are closed at the end."""
-    made = list[TrainingLoop]()
-
-    def make(name: str, resume: bool = False, callbacks: Callbacks | None = None, **over: Any) -> TrainingLoop:
-        made.append(TrainingLoop(from_dict(settings(place, name, **over)), resume, callbacks))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.close()
 
 
 class Brightness(PointwiseReward):
@@ -276,6 +260,8 @@ def start_ranks(
     **env: str,
 ) -> list[Run]:
     """Start `prefgrpo argv` on `size` ranks as torchrun would; rank k prints to `log` with the suffix .rank{k}.log."""
+    from judge_server import free_port  # not above: started processes need no aiohttp
+
     shared = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())} | env
     own = [shared | {"RANK": str(k), "LOCAL_RANK": str(k)} for k in range(size)]
     logs = [log.with_suffix(f".rank{k}.log") for k in range(size)]
