@@ -159,10 +159,6 @@ def test_preprocess_says_what_is_wrong(place, capsys):
     (place / "file").write_text("")
     code, output = attempt(capsys, "preprocess", recipe(place, "file", data={"cache": str(place / "file")}))
     assert code == 2 and "data.cache: expected a folder that can be written, got" in output
-    (place / "bad.jsonl").write_text('{"prompt": "a"}\n{"x": 1}\n')
-    bad = recipe(place, "bad", data={"cache": str(place / "c"), "prompts": str(place / "bad.jsonl")})
-    code, output = attempt(capsys, "preprocess", bad)
-    assert code == 2 and "line 2: no prompt" in output
 
 
 @pytest.mark.dist

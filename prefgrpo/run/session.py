@@ -13,7 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -142,8 +142,8 @@ class Session:
     evaluators: dict[str, Evaluator]
     judge: PairJudge | None
     interrupt: Interrupt
-    lock: int | None
-    """File descriptor of the run folder's lock; on rank 0 only."""
+    opened: ExitStack = field(default_factory=ExitStack)
+    """Closes what else is open: the process group, and on rank 0 the run folder's lock."""
     start: int = 0
     """Number of steps already done."""
     trained_s: float = 0.0
@@ -159,10 +159,7 @@ class Session:
         self.scorer.close()
         if self.judge is not None:
             self.judge.close()
-        if self.lock is not None:
-            os.close(self.lock)
-            self.lock = None
-        parallel.stop()
+        self.opened.close()
 
 
 def open_session(config: Config, resume: bool) -> Session:
@@ -170,25 +167,24 @@ def open_session(config: Config, resume: bool) -> Session:
 
     Raises ConfigError, DataError, CheckpointError, ModelError or JudgeError.
     """
-    world = parallel.start(config.device, config)
-    resume = resume or restart_count() > 0
-    lock: int | None = None
-    try:
+    with ExitStack() as opened:
+        world = parallel.start(config.device, config)
+        opened.callback(parallel.stop)
+        resume = resume or restart_count() > 0
         folder = RunFolder(Path(config.output) / config.name)
         check_run(config)
         lock = world.on_main(partial(checkpoint.claim, folder, resume), checkpoint.CheckpointError)
+        if lock is not None:
+            opened.callback(os.close, lock)
         if resume:
             config = _with_stored_values(config, folder)
             _check_same_run(config, folder)
-        return _open(config, resume, world, folder, lock)
-    except BaseException:
-        if lock is not None:
-            os.close(lock)
-        parallel.stop()
-        raise
+        session = _open(config, resume, world, folder)
+        session.opened = opened.pop_all()
+    return session
 
 
-def _open(config: Config, resume: bool, world: World, folder: RunFolder, lock: int | None) -> Session:
+def _open(config: Config, resume: bool, world: World, folder: RunFolder) -> Session:
     prompts, sets = prompt_sets(config)
     measured = sets if config.eval.every else {}
     judge, judge_notes = open_judge(config, world)  # a bad reward fails before the model loads
@@ -222,7 +218,6 @@ def _open(config: Config, resume: bool, world: World, folder: RunFolder, lock: i
         evaluators,
         judge,
         Interrupt(),
-        lock,
     )
     session.notes = [*_notes(config, session), *judge_notes, *batch_size.auto_notes(given, config)]
     if config.data.cache:
