@@ -344,7 +344,7 @@ def _compare_sides(side: Side, other: Side, prompts: str, out: Path, judge2: str
                     tuple(sample(h.items[i], read_media(file(part, h.name, i)).pixels, sizes) for part in facts)
                     for i in rows
                 ]
-                table += compare(scorers, pairs)
+                table += compare(scorers, pairs)[0]
             metrics |= over_ranks(world, h.name, h.group[mine], table)
         if world.main:
             counts = {h.name: len(set(h.group.tolist())) for h in held}

@@ -29,9 +29,8 @@ from prefgrpo.parallel.world import World
 from prefgrpo.rollout.assignment import assign_batches
 from prefgrpo.rollout.render import decode
 from prefgrpo.rollout.sampling import all_sizes, eval_sampling
-from prefgrpo.run.memory import Estimate, empty_batch, estimate, free_bytes
+from prefgrpo.run.memory import Estimate, empty_batch, estimate, free_bytes, trained_steps
 from prefgrpo.run.policy import Policy
-from prefgrpo.run.speed import trained_steps
 
 ON_CPU = 8
 """Largest batch size on a CPU."""

@@ -109,8 +109,7 @@ class Evaluator:
         images = zip(now, self.before, strict=True)
         items = [eval_set.items[i] for i in index]
         pairs = [tuple(sample(p, m, self.sizes) for m in both) for p, both in zip(items, images, strict=True)]
-        answers: list[list[AnswerRow]] = [[] for _ in pairs]
-        table = compare(self.scorers, pairs if self.world.is_dp_leader else [], answers)
+        table, answers = compare(self.scorers, pairs if self.world.is_dp_leader else [])
         out = over_ranks(self.world, eval_set.name, eval_set.group[index], table)
         self._save_report_images(step, now)
         self._save_outcomes(step, table, answers)
@@ -221,26 +220,24 @@ AnswerRow = dict[str, Any]
 
 
 def compare(
-    scorers: Mapping[str, Scorer], pairs: Sequence[tuple[Sample, ...]], answers: Sequence[list[AnswerRow]] = ()
-) -> list[Row]:
-    """The measures of all scorers for each pair (now, before); scorers of judges are named judge, judge2 …
-
-    answers: one list per pair, to which its comparisons are appended; if empty, they are not stored.
-    """
+    scorers: Mapping[str, Scorer], pairs: Sequence[tuple[Sample, ...]]
+) -> tuple[list[Row], list[list[AnswerRow]]]:
+    """(measures of all scorers, the judges' answers) for each pair (now, before); scorers of judges are named judge,
+    judge2 …"""
     table: list[Row] = [{} for _ in pairs]
+    answers: list[list[AnswerRow]] = [[] for _ in pairs]
     for name, scorer in scorers.items() if pairs else ():
         scorer.begin(0, range(len(pairs)))
         for number, pair in enumerate(pairs):
             for member, one in enumerate(pair):
                 scorer.add(number, member, one)
         for reward, groups in scorer.finish().groups.items():
-            for row, group in zip(table, groups, strict=True):
+            for row, own, group in zip(table, answers, groups, strict=True):
                 row.update(_measures(name, reward, group))
-            for kept, group in zip(answers, groups, strict=False):
                 for c in group.comparisons:
                     shown = {"judge": reward, "first": ("after", "before")[c.first], "p_first": c.verdict.first}
-                    kept.append(shown | {"reason": c.verdict.reason, "raw": c.verdict.raw[:MAX_ANSWER_CHARS]})
-    return table
+                    own.append(shown | {"reason": c.verdict.reason, "raw": c.verdict.raw[:MAX_ANSWER_CHARS]})
+    return table, answers
 
 
 def share_of(world: World, count: int) -> list[int]:

@@ -146,7 +146,7 @@ def static_bytes(config: Config, adapter: Adapter, world: int) -> dict[str, int]
     being prefetched), or all with `parallel.keep_gathered`.
     """
     r, layout, goal = config.rollout, Layout.of(config, world), objective(config.train)
-    stored = r.window_size or len(window_range(r)) if goal.collector == "trajectory" else 0
+    stored = trained_steps(config) if goal.collector == "trajectory" else 0
     stored *= 2 if r.window_policy == "subset" or goal.keeps_velocity else 1  # consecutive steps share latents
     made, scored = (count * (1 + r.staleness) for count in samples_per_index(config, layout.data))
     whole_ones = {
@@ -183,8 +183,20 @@ def graph_bytes(config: Config, indices: int) -> int:
         one = tracker.current()
     del velocity
     _clear_caches("prefgrpo.models")
+    return one * kept_graphs(config, indices)
+
+
+def kept_graphs(config: Config, indices: int) -> int:
+    """Number of autograd graphs of the first update that one data-parallel index (of `indices`) keeps at most: its
+    batches times the trained steps."""
+    r = config.rollout
     first = Counter(b.index for b in assign_batches(config, [r] * r.prompts_per_step, indices) if b.update == 0)
-    return one * max(first.values()) * (r.window_size or len(window_range(r)))
+    return max(first.values()) * trained_steps(config)
+
+
+def trained_steps(config: Config) -> int:
+    """Number of stored steps per sample."""
+    return config.rollout.window_size or len(window_range(config.rollout))
 
 
 def free_bytes(device: torch.device) -> int:

@@ -26,7 +26,7 @@ from prefgrpo.run.batch_size import (
     estimate_batch_sizes,
     estimate_share,
 )
-from prefgrpo.run.memory import GIB, Estimate, estimate, samples_per_index
+from prefgrpo.run.memory import GIB, Estimate, estimate, samples_per_index, trained_steps
 from prefgrpo.run.speed import (
     HARDWARE,
     MFU,
@@ -38,7 +38,6 @@ from prefgrpo.run.speed import (
     reuse_obstacles,
     reuses_forwards,
     step_time,
-    trained_steps,
 )
 
 

@@ -27,9 +27,8 @@ from prefgrpo.parallel.context import context_errors, unsupported
 from prefgrpo.parallel.mesh import Layout, problem
 from prefgrpo.rewards import parse_reward_spec
 from prefgrpo.rollout.assignment import assign_batches
-from prefgrpo.rollout.sampling import window_range
 from prefgrpo.run.judging import PAIRWISE
-from prefgrpo.run.memory import DenoiserSizes, Estimate
+from prefgrpo.run.memory import DenoiserSizes, Estimate, kept_graphs, trained_steps
 
 MFU = {False: 0.3, True: 0.45}
 """Default model FLOP utilisation, as a share of the bf16 peak, without and with `compile`."""
@@ -138,11 +137,6 @@ def work(config: Config, data: int, reuses: bool) -> Work:
     return Work(made, max(batches.values()), made * r.steps, made * passes * share, made * forward_only * share, reused)
 
 
-def trained_steps(config: Config) -> int:
-    """Number of stored steps per sample."""
-    return config.rollout.window_size or len(window_range(config.rollout))
-
-
 def kept_share(config: Config, groups: int = 2000) -> float:
     """Share of the samples that train.min_advantage keeps, assuming normally distributed rewards."""
     if not config.train.min_advantage:
@@ -187,10 +181,7 @@ def reuses_forwards(config: Config, whole: Estimate, memory_gib: float) -> bool:
 
 def estimated_graph_bytes(config: Config, whole: Estimate) -> float:
     """Upper bound of the bytes of the first update's autograd graphs: activations times the number of trained steps."""
-    data = Layout.of(config, config.gpus).data
-    r = config.rollout
-    first = Counter(b.index for b in assign_batches(config, [r] * r.prompts_per_step, data) if b.update == 0)
-    return whole.phases["update"] * max(first.values()) * trained_steps(config)
+    return whole.phases["update"] * kept_graphs(config, Layout.of(config, config.gpus).data)
 
 
 def step_time(
