@@ -157,10 +157,8 @@ class Run:
         """Empty for a finished run; else its progress and the time of its last row."""
         if self.finished:
             return ""
-        file, steps = (
-            RunFolder(self.folder).metrics,
-            f"{self.step} of {self.planned_steps}" if self.planned_steps else f"{self.step}",
-        )
+        file = RunFolder(self.folder).metrics
+        steps = f"{self.step} of {self.planned_steps}" if self.planned_steps else f"{self.step}"
         written = datetime.fromtimestamp(file.stat().st_mtime, timezone.utc) if file.is_file() else None
         last = f"; last entry {written:%Y-%m-%d %H:%M UTC}" if written else ""
         return f"This run is not finished: {steps} steps so far (still running, or stopped{last})."
