@@ -6,7 +6,7 @@ It is set before torch, triton or the hub client is imported, and child processe
 import os
 import shutil
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,34 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items if not torch.cuda.is_available() else ():
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the tiny pipeline and its prompts; a module that needs another one defines its own."""
+    import tiny_run
+
+    return tiny_run.world(tmp_path_factory.mktemp("place"))
+
+
+@pytest.fixture
+def trainer(place: Path, request: pytest.FixtureRequest) -> Iterator[Callable[..., Any]]:
+    """Makes training loops on `tiny_run.settings`, named after the test by default; they are closed at the end."""
+    import tiny_run
+
+    from prefgrpo.config.loading import from_dict
+    from prefgrpo.run.trainer import TrainingLoop
+
+    made = []
+
+    def make(name: str = "", resume: bool = False, callbacks: Any = None, **over: Any) -> Any:
+        settings = tiny_run.settings(place, name or request.node.name.replace("/", "-"), **over)
+        made.append(TrainingLoop(from_dict(settings), resume, callbacks))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
 
 
 @pytest.fixture(scope="session")

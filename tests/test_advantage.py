@@ -16,7 +16,7 @@ import numpy as np
 import peers
 import pytest
 import torch
-from tiny_run import collect, settings, world
+from tiny_run import collect
 
 from prefgrpo.config.loading import from_dict
 from prefgrpo.config.recipe import ConfigError
@@ -28,7 +28,6 @@ from prefgrpo.rewards.vlm import EditImageQuality
 from prefgrpo.run import trainer
 from prefgrpo.run.advantage import CombineError, advantages, part_table
 from prefgrpo.run.judging import specs
-from prefgrpo.run.trainer import TrainingLoop
 
 STEPS, GROUPS, SIZE = 6, 50, 9
 FLEX, QUALITY = "unifiedreward_flex", "unifiedreward_edit_pointwise_image_quality"
@@ -221,21 +220,20 @@ class InParts(PointwiseReward):
         return [Score(float(b.sum()), parts={"a": float(b[0]), "b": float(100 * b[1])}) for b in bright]
 
 
-def test_a_run_takes_the_parts_of_its_rewards(tmp_path):
+def test_a_run_takes_the_parts_of_its_rewards(trainer):
     """A real training step: the scales of the parts (1 vs. 100) must not matter."""
-    place, spec = world(tmp_path), f"{__name__}.InParts"
+    spec = f"{__name__}.InParts"
     reward = {"spec": spec, "combine": "weighted_advantage_sum", "ddof": 1, "batch_norm": True}
-    one = TrainingLoop(from_dict(settings(place, "parts", reward=reward, eval={"every": 0})))
+    one = trainer(reward=reward, eval={"every": 0})
     collect(one, 0)
     scores = one.session.scorer.finish()
     found, _ = one.advantages(1, scores)
-    one.close()
     table = np.array([[[s.parts[p] for s in g.scores] for g in scores.groups[spec]] for p in "ab"])
     each = (table - table.mean(-1, keepdims=True)) / (table.std(-1, ddof=1, keepdims=True) + 1e-4)
     blend = 0.25 * each[0] + 0.75 * each[1]
     assert np.allclose(found.numpy(), blend / blend.std(ddof=1), rtol=1e-3)
     with pytest.raises(ConfigError, match="expected weighted_advantage_sum, got weighted_sum"):
-        TrainingLoop(from_dict(settings(place, "sum", reward={"spec": spec}, eval={"every": 0})))
+        trainer("sum", reward={"spec": spec}, eval={"every": 0})
 
 
 @pytest.mark.parametrize(("reward", "fused"), [

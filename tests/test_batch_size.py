@@ -13,7 +13,7 @@ import shutil
 import pytest
 import torch
 import yaml
-from tiny_run import attempt, ranks, recipe, settings, world
+from tiny_run import attempt, ranks, recipe, settings
 
 from prefgrpo.config.loading import from_dict, to_dict
 from prefgrpo.config.recipe import ConfigError
@@ -22,12 +22,6 @@ from prefgrpo.models.flux import Flux
 from prefgrpo.run import batch_size
 from prefgrpo.run.memory import estimate
 from prefgrpo.run.session import Clock
-from prefgrpo.run.trainer import TrainingLoop
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    return world(tmp_path_factory.mktemp("auto"))
 
 
 def auto(place, name, **over):
@@ -39,6 +33,7 @@ def out_of_memory():
     raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
 
+FOUND = {"rollout": {"batch_size": "auto"}, "eval": {"every": 0}}
 SHARE = {"gradient_checkpointing": True, "checkpointing_share": "auto"}
 CANDIDATES = {
     "all divisors": (({"prompts_per_step": 2, "group_size": 12}, {}, 1), [12, 6, 4, 3, 2, 1]),
@@ -117,10 +112,9 @@ def test_the_plan_chooses_the_share_that_an_estimate_of_every_share_would(place,
         assert chosen(free) == want
 
 
-def test_the_share_changes_no_number_and_is_stored(place, monkeypatch):
+def test_the_share_changes_no_number_and_is_stored(trainer, place, monkeypatch):
     def loop(name, share, resume=False):
-        train = SHARE | {"checkpointing_share": share}
-        return TrainingLoop(from_dict(settings(place, name, train=train, eval={"every": 0})), resume)
+        return trainer(name, resume, train=SHARE | {"checkpointing_share": share}, eval={"every": 0})
 
     def recomputed(made):
         return sum("forward" in vars(block) for block in made.adapter.blocks(made.adapter.transformer))
@@ -139,40 +133,36 @@ def test_the_share_changes_no_number_and_is_stored(place, monkeypatch):
         again = loop("free", share, resume=True)
         assert again.config.train.checkpointing_share == want and recomputed(again) == 4 * want
         again.close()
-    short = TrainingLoop(auto(place, "short", train=SHARE))
+    short = trainer("short", train=SHARE, **FOUND)
     assert (short.config.rollout.batch_size, short.config.train.checkpointing_share, recomputed(short)) == (4, 1.0, 4)
     assert "train.checkpointing_share: auto is 1, by the memory estimate" in short.session.notes
-    short.close()
 
 
-def test_a_trial_leaves_no_trace_and_decodes_what_fits(place, monkeypatch):
-    loops = TrainingLoop(auto(place, "found")), TrainingLoop(auto(place, "given", rollout={"batch_size": 4}))
+def test_a_trial_leaves_no_trace_and_decodes_what_fits(trainer, place, monkeypatch):
+    loops = trainer("found", **FOUND), trainer("given", rollout={"batch_size": 4}, eval={"every": 0})
     assert [loop.config.rollout.batch_size for loop in loops] == [4, 4] and loops[0].config.memory.decode_batch == 0
     assert all(p.grad is None for p in loops[0].policy.params) and not loops[0].policy.optimizer.state
     rows = [{k: v for k, v in loop.step(0, Clock()).items() if not k.startswith("time/")} for loop in loops]
     assert rows[0] == rows[1] and rows[0]["samples_trained"] == 8
-    for loop in loops:
-        loop.close()
     decode = Flux.decode
     monkeypatch.setattr(Flux, "decode", lambda self, x, r: out_of_memory() if len(x) > 1 else decode(self, x, r))
-    loop = TrainingLoop(auto(place, "decoded"))
+    loop = trainer("decoded", **FOUND)
     assert (loop.config.rollout.batch_size, loop.config.memory.decode_batch) == (4, 1)
-    loop.close()
     stored = yaml.safe_load((place / "runs" / "decoded" / "config.yaml").read_text())
     assert stored["rollout"]["batch_size"] == 4 and stored["memory"]["decode_batch"] == 1
 
 
-def test_what_never_fits_is_refused_and_other_errors_are_not_caught(place, monkeypatch):
+def test_what_never_fits_is_refused_and_other_errors_are_not_caught(trainer, monkeypatch):
     monkeypatch.setattr(Flux, "predict", lambda *a, **k: out_of_memory())
     with pytest.raises(ConfigError, match=r"rollout\.batch_size: one sample does not fit"):
-        TrainingLoop(auto(place, "never"))
+        trainer("never", **FOUND)
 
     def wrong(*_, **__):
         raise RuntimeError("shapes differ")
 
     monkeypatch.setattr(Flux, "predict", wrong)
     with pytest.raises(RuntimeError, match="shapes differ"):
-        TrainingLoop(auto(place, "wrong"))
+        trainer("wrong", **FOUND)
 
 
 def short_of_memory():

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from tiny_run import ALONE, Hold, merged, recipe, rows, start, train, tree, weights, world
+from tiny_run import ALONE, Hold, merged, recipe, rows, start, train, tree, weights
 
 import prefgrpo
 from prefgrpo.run import checkpoint
@@ -176,11 +176,6 @@ def judged(place: Path, name: str, **over) -> Path:
         "eval": {"judge": True, "final_prompts": str(place / "dev.txt")},
     }
     return recipe(place, name, **merged(full, over))
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    return world(tmp_path_factory.mktemp("kill"))
 
 
 @pytest.fixture(scope="module")

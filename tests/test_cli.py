@@ -13,17 +13,12 @@ import sys
 from functools import reduce
 
 import pytest
-from tiny_run import recipe, world
+from tiny_run import recipe
 
 import prefgrpo
 from prefgrpo.commands import cli
 from prefgrpo.config.loading import flat_fields, parse
 from prefgrpo.config.schema import Config
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    return world(tmp_path_factory.mktemp("cli"))
 
 
 @pytest.fixture
@@ -220,24 +215,6 @@ def test_no_recipe_at_all(capsys):
     assert code == 2 and "PATH" in text
     code, text = shown(capsys, "train", "scripts/none.yaml")
     assert code == 2 and "recipe not found: scripts/none.yaml" in text
-
-
-def test_reports_can_be_written_again(capsys, place, tmp_path):
-    from tiny_run import train
-
-    assert train(recipe(place, "again", train={"steps": 1}))[0] == 0
-    folder = place / "runs" / "again"
-    (folder / "report.html").unlink()
-    code, text = shown(capsys, "report", str(folder))
-    assert code == 0 and (folder / "report.html").is_file() and "report.html" in text
-    code, text = shown(capsys, "report", str(folder), str(folder), "--out", str(tmp_path / "both.html"))
-    assert code == 0 and "<h1>again</h1>" in (tmp_path / "both.html").read_text() and "both.html" in text
-    assert shown(capsys, "report", str(folder), "--out", str(tmp_path / "one.html"))[0] == 0
-
-
-def test_a_folder_that_is_no_run(capsys, tmp_path):
-    assert cli.main(["report", str(tmp_path)]) == 2
-    assert "is not a run folder: expected config.yaml or metrics.jsonl in it" in capsys.readouterr().err
 
 
 def test_a_reader_may_leave():

@@ -18,7 +18,7 @@ import torch
 from diffusers import StableDiffusion3Pipeline
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tiny_run import recipe, rows, settings, start, train, world
+from tiny_run import recipe, rows, settings, start, train
 
 from prefgrpo.config.loading import from_dict
 from prefgrpo.data.prompts import Prompt, prompt_sets
@@ -36,11 +36,6 @@ from prefgrpo.tiny import pipelines
 
 NAN = float("nan")
 AB = [Prompt(0, "a"), Prompt(1, "b")]
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    return world(tmp_path_factory.mktemp("evaluate"))
 
 
 @pytest.fixture(scope="module")

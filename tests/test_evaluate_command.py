@@ -9,9 +9,8 @@ import json
 
 import numpy as np
 import pytest
-import yaml
 from judge_server import JudgeServer
-from tiny_run import PROMPTS, attempt, ranks, rows, settings, train, tree, world
+from tiny_run import PROMPTS, attempt, ranks, recipe, rows, train, tree, world
 
 from prefgrpo.commands.evaluate import _write_comparison
 from prefgrpo.run.evaluate import MIN_PROMPTS, summarise, verdict
@@ -44,9 +43,7 @@ def place(tmp_path_factory, servers):
         "checkpoint": {"every": 1, "keep": 3},
     }
     for name, seed in (("one", 0), ("two", 1)):
-        file = folder / f"{name}.yaml"
-        file.write_text(yaml.safe_dump(settings(folder, name, seed=seed, **over)))
-        code, output = train(file)
+        code, output = train(recipe(folder, name, seed=seed, **over))
         assert code == 0, output
     return folder
 
@@ -159,9 +156,7 @@ def test_ranks_share_the_prompts(place):
 def test_split_weights_are_read_by_any_number_of_processes(place, evaluate):
     """Full fine-tuning sharded over two processes: a single process can load the whole model from the shards."""
     over = {"train": {"lora_rank": 0, "lr": 1e-3, "steps": 1}, "parallel": {"shard": 2}, "eval": {"every": 1}}
-    target = place / "split.yaml"
-    target.write_text(yaml.safe_dump(settings(place, "split", **over)))
-    both = ranks(target, 2)
+    both = ranks(recipe(place, "split", **over), 2)
     assert [run.wait(600) for run in both] == [0, 0], both[0].output
     assert list((place / "runs/split").glob("checkpoints/*/parts"))
     known, means = last(place, "split"), []

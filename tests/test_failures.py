@@ -16,22 +16,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_run import ranks, recipe, rows, world
+from tiny_run import Brightness, ranks, recipe, rows
 
 from prefgrpo.parallel import watch
 from prefgrpo.parallel.world import World
-from prefgrpo.rewards.base import PointwiseReward, RewardError, Score
+from prefgrpo.rewards.base import RewardError
 from prefgrpo.run import checkpoint
 from prefgrpo.run.run_folder import RunFolder
 from prefgrpo.run.trainer import TrainingLoop
 
 pytestmark = pytest.mark.dist
 SHORT = {"eval": {"every": 0}, "checkpoint": {"every": 1}}
-
-
-class Brightness(PointwiseReward):
-    def score(self, samples):
-        return [Score(float(s.media.pixels.mean())) for s in samples]
+REWARD = {"spec": f"{__name__}.{Brightness.__name__}"}
+"""Named by this file, so that torchrun's workers import it and get the fault."""
 
 
 def fail(kind: str) -> None:
@@ -57,13 +54,8 @@ def fault_in_step_2() -> None:
     World.sum_gradients = sum_gradients
 
 
-if "FAULT" in os.environ:  # torchrun's workers import this file for its reward
+if "FAULT" in os.environ:
     fault_in_step_2()
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    return world(tmp_path_factory.mktemp("failures"))
 
 
 # ---- under torchrun --------------------------------------------------------------------------------------------------
@@ -90,7 +82,7 @@ CAUSES = {
 @pytest.mark.parametrize("kind", CAUSES)
 def test_torchrun_ends_all_within_a_minute_and_says_why_once(place, kind):
     code, message, traces = CAUSES[kind]
-    at, file = place / f"{kind}.at", recipe(place, kind, reward={"spec": f"{__name__}.Brightness"}, **SHORT)
+    at, file = place / f"{kind}.at", recipe(place, kind, reward=REWARD, **SHORT)
     run = launched(file, FAULT=kind, FAULT_AT=str(at))
     ended = run.wait(600)
     seconds, output = time.time() - float(at.read_text()), file.with_suffix(".log").read_text()
@@ -101,7 +93,7 @@ def test_torchrun_ends_all_within_a_minute_and_says_why_once(place, kind):
 
 @pytest.mark.full
 def test_what_torchrun_restarts_is_resumed(place):
-    options = {"reward": {"spec": f"{__name__}.Brightness"}, **SHORT}
+    options = {"reward": REWARD, **SHORT}
     straight = ranks(recipe(place, "straight", **options), 2)
     assert [r.wait() for r in straight] == [0, 0], straight[0].output
     at, file = place / "restarted.at", recipe(place, "restarted", **options)

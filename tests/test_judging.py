@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_run import ALONE, settings, world
+from tiny_run import ALONE, settings
 
 import prefgrpo
 from prefgrpo.config.loading import differences, from_dict
@@ -44,11 +44,6 @@ class EditScore(PointwiseReward):
 
     def score(self, samples):
         return [Score(1.0) for _ in samples]
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    return world(tmp_path_factory.mktemp("judging"))
 
 
 def config(place, **over):

@@ -11,7 +11,7 @@ import shutil
 
 import numpy as np
 import pytest
-from tiny_run import ALONE, Hold, ranks, recipe, rows, train, tree, world
+from tiny_run import ALONE, Hold, ranks, recipe, rows, train, tree
 
 from prefgrpo.rewards.base import GroupScores, GroupwiseReward, Score
 from prefgrpo.run.checkpoint import CheckpointError, read_newest
@@ -72,11 +72,6 @@ CASES = [
     if point in BOTH or n == k % 2
 ]
 """Each point with one of the two kinds, alternating; points where the two kinds write different files, with both."""
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    return world(tmp_path_factory.mktemp("kill"))
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from judge_server import JudgeServer, images
 from PIL import Image
-from tiny_run import ALONE, attempt, recipe, rows, settings, start, train, tree
+from tiny_run import ALONE, attempt, merged, recipe, rows, settings, start, train, tree
 
 from prefgrpo.config.loading import from_dict
 from prefgrpo.config.recipe import ConfigError
@@ -40,8 +40,7 @@ def place(tmp_path_factory):
 
 
 def written(place, name, family, **over):
-    over = {k: {**SMALL.get(k, {}), **v} if isinstance(v, dict) else v for k, v in (SMALL | over).items()}
-    return recipe(place, name, **over, family=family, model=str(place / family))
+    return recipe(place, name, **merged(SMALL, over), family=family, model=str(place / family))
 
 
 def test_a_video_model_with_two_experts(place):

@@ -116,13 +116,7 @@ class TwoRanks(World):
         object.__setattr__(self, "other", other)
 
     def gather_items(self, mine):
-        kinds = [(k, (getattr(m, "reduction", "mean"), getattr(m, "timed", False))) for k, m in self.other.items()]
-        object.__setattr__(self, "names", sorted({*(mine := list(mine)), *kinds}))
-        return [*mine, *kinds]
-
-    def gather(self, local):
-        theirs = [(float(m := self.other.get(name, NAN)), getattr(m, "weight", 1.0)) for name, _ in self.names]
-        return np.concatenate([local, np.array([theirs]).reshape(local.shape)])
+        return [*mine, *self.other.items()]
 
 
 def judge_step(latencies, retries):

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import tiny_rewards
 import yaml
-from judge_server import JudgeServer, free_port
+from judge_server import JudgeServer
 from PIL import Image
 from reward_server import Process
-from tiny_run import start
+from tiny_run import start_ranks
 
 from prefgrpo.commands import cli
 from prefgrpo.commands.score import REASONS, table
@@ -165,16 +165,10 @@ def test_any_number_of_ranks_writes_the_same_bytes(place):
     written = []
     for size in (1, 2, 3):
         out = place / f"of{size}.json"
-        runs = ranks([str(a) for a in (*argv, out)], size, place / f"log{size}")
+        runs = start_ranks([str(a) for a in (*argv, out)], out, size)
         assert [r.wait() for r in runs] == [0] * size, runs[0].output
         written.append(out.read_bytes())
     assert written[0] == written[1] == written[2]
-
-
-def ranks(argv, size, log):
-    """The command on `size` ranks, as torchrun starts them."""
-    shared = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    return [start(argv, log.with_suffix(f".{k}"), **shared, RANK=str(k), LOCAL_RANK=str(k)) for k in range(size)]
 
 
 @pytest.mark.dist

@@ -6,11 +6,9 @@ histories are of endpoint runs in the demo world (healthy: GRPO with its recipe;
 
 import numpy as np
 import pytest
-from tiny_run import rows, settings, world
+from tiny_run import rows
 
-from prefgrpo.config.loading import from_dict
 from prefgrpo.run.signs import SIGNS, WINDOW, HackingMonitor, pixel_distance
-from prefgrpo.run.trainer import TrainingLoop
 
 
 def test_the_distance_is_that_of_all_pairs():
@@ -67,14 +65,12 @@ def test_a_monitor_that_falls_while_the_judge_rises():
     assert not HackingMonitor(["clip"], trained[:1]).add("eval", trained[1]), "no trained reward rose"
 
 
-def test_a_run_ends_at_a_sign(tmp_path, monkeypatch, capsys):
-    place = world(tmp_path)
+def test_a_run_ends_at_a_sign(trainer, monkeypatch, capsys):
     falling = iter(range(999, 0, -1))
     monkeypatch.setattr("prefgrpo.run.trainer.pixel_distance", lambda images: next(falling))
     monkeypatch.setattr("prefgrpo.run.signs.WINDOW", 1)
     monkeypatch.setattr("prefgrpo.run.signs.LESS_DIVERSE", 0.9965)
-    config = settings(place, "signs", train={"steps": 6, "stop_when": ["diversity"]}, eval={"every": 0})
-    loop = TrainingLoop(from_dict(config))
+    loop = trainer(train={"steps": 6, "stop_when": ["diversity"]}, eval={"every": 0})
     loop.run()
     written, said = rows(loop.folder.root), capsys.readouterr().out
     assert [r["step"] for r in written] == [1, 2, 3] and SIGNS[0] in said

@@ -14,7 +14,6 @@ import model_configs
 import pytest
 import torch
 from families import folder
-from tiny_run import settings, world
 
 from prefgrpo.commands.cli import main
 from prefgrpo.config.loading import from_dict
@@ -23,7 +22,6 @@ from prefgrpo.objectives.base import Targets
 from prefgrpo.run.memory import GIB, DenoiserSizes, estimate
 from prefgrpo.run.session import Clock
 from prefgrpo.run.speed import HARDWARE, Machines, judge_servers, kept_share, meshes, step_time, work
-from prefgrpo.run.trainer import TrainingLoop
 
 SIZES = {"flux": (1024, None), "sd3": (1024, None), "qwen_image": (512, None), "wan": (480, 17)}
 MODELS = {
@@ -76,11 +74,6 @@ def test_flop_of_the_published_models(name, tmp_path):
     assert flop["update"] == pytest.approx(backward, rel=0.05)
 
 
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    return world(tmp_path_factory.mktemp("speed"))
-
-
 RUNS = {
     "kl": {"train": {"kl_coef": 0.1, "kl_fraction": 0.5}},
     "reuse": {"train": {"reuse_rollout_forward": True, "updates_per_rollout": 2}},
@@ -91,12 +84,11 @@ RUNS = {
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_passes_are_those_of_a_run(place, name):
+def test_passes_are_those_of_a_run(trainer, name):
     rollout = {"steps": 5, "group_size": 4, "batch_size": 4} | RUNS[name].get("rollout", {})
     train = {"lora_rank": 4, "reuse_rollout_forward": False, "lr": 1e-8} | RUNS[name]["train"]
-    config = from_dict(settings(place, f"passes-{name[:4]}", eval={"every": 0}, rollout=rollout, train=train))
-    loop, seen = TrainingLoop(config), {"rollout": 0, "graph": 0, "none": 0}
-    updating = []
+    loop = trainer(eval={"every": 0}, rollout=rollout, train=train)
+    seen, updating = {"rollout": 0, "graph": 0, "none": 0}, []
 
     def count(module, args, kwargs):
         kind = "graph" if torch.is_grad_enabled() else "none" if updating else "rollout"
@@ -107,8 +99,7 @@ def test_passes_are_those_of_a_run(place, name):
     loop.advantages = lambda step, scores: (updating.append(1), (advantage, {}))[1]
     loop._targets = lambda given, scores: Targets.of(given)
     loop.step(0, Clock())
-    loop.close()
-    want = work(config, 1, train["reuse_rollout_forward"])
+    want = work(loop.config, 1, train["reuse_rollout_forward"])
     assert (
         seen["rollout"] + seen["graph"] + seen["none"] == want.rollout + want.trained + want.forward_only - want.reused
     )

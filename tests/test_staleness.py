@@ -12,11 +12,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny_run import ALONE, BRIGHTNESS, ranks, recipe, rows, settings, trainers, weights, world
+from grpo_formula import plain_formula
+from tiny_run import ALONE, BRIGHTNESS, ranks, recipe, rows, settings, weights
 
 from prefgrpo.config.loading import from_dict
 from prefgrpo.config.recipe import ConfigError
-from prefgrpo.objectives import objective
 from prefgrpo.rewards.base import PointwiseReward, Score
 from prefgrpo.run import trainer as trainer_module
 from prefgrpo.run.memory import static_bytes
@@ -24,18 +24,6 @@ from prefgrpo.run.session import Clock, config_errors, keeps_graph
 from prefgrpo.run.trainer import Callbacks, TrainingStopped
 
 STALE = {"staleness": 1}
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    return world(tmp_path_factory.mktemp("stale"))
-
-
-@pytest.fixture
-def trainer(place):
-    """Makes trainers and closes them at the end."""
-    with trainers(place) as make:
-        yield make
 
 
 HERE = f"{__name__}."
@@ -75,22 +63,6 @@ def put(one, values):
             p.copy_(value)
 
 
-def plain_formula(one, batches, advantage):
-    """(loss, gradient) of GRPO at the current weights, with the stored log-probs as the old ones."""
-    train, total, count = one.config.train, torch.zeros((), dtype=torch.float64), 0
-    for batch in batches:
-        for step in batch.trajectory.steps:
-            a, b, _, w, const = batch.schedule.coef[step.step_indices[0]].double()
-            sigma = batch.schedule.sigmas[step.step_indices[0]].expand(len(batch.slots))
-            v = one.adapter.velocity(step.x, sigma, batch.condition, one.config.rollout).double()
-            logp = w * (step.x_next.double() - a * step.x.double() - b * v).square().flatten(1).mean(1) + const
-            ratio, adv = torch.exp(logp - step.logp.double()), advantage[batch.slots, batch.members].double()
-            clipped = ratio.clamp(1 - train.clip_range, 1 + train.clip_range)
-            total, count = total + torch.maximum(-adv * ratio, -adv * clipped).sum(), count + len(adv)
-    gradient = torch.autograd.grad(total / count, one.policy.params)
-    return float(total.detach() / count), torch.cat([g.flatten() for g in gradient])
-
-
 def test_the_samples_are_those_of_older_weights_and_the_ratio_is_to_them(trainer):
     over = {"train": {"steps": 5, "lr": 1e-2, "clip_range": 2e-4}, "checkpoint": {"every": 3}, "eval": {"every": 0}}
     over["reward"] = {"spec": BRIGHTNESS}
@@ -104,7 +76,7 @@ def test_the_samples_are_those_of_older_weights_and_the_ratio_is_to_them(trainer
             pairs = zip(ours.trajectory.tensors(), theirs.trajectory.tensors(), strict=True)
             assert all(torch.equal(a, b) for a, b in pairs), k
         put(plain, now.weights)
-        loss, gradient = plain_formula(plain, same, now.advantage)
+        loss, gradient, _ = plain_formula(plain, same, now.advantage)
         assert row["loss"] == pytest.approx(loss, rel=1e-3, abs=1e-6), k
         assert float((now.gradient - gradient).norm() / gradient.norm()) < 1e-4, k
         assert row["policy/staleness"] == k - made_by
@@ -255,9 +227,9 @@ def test_what_needs_samples_of_the_present_weights_is_refused(place):
     with pytest.raises(ConfigError, match=r"checkpoint\.every: expected 2 or more, because rollout\.staleness: 1"):
         from_dict(settings(place, "refused", rollout=STALE, checkpoint={"every": 1}))
     auto, asked = (config(reuse_rollout_forward=value) for value in ("auto", True))
-    assert keeps_graph(auto, objective(auto.train), ALONE) is False
+    assert keeps_graph(auto, ALONE) is False
     with pytest.raises(ConfigError, match=r"reuse_rollout_forward: .* rollout.staleness is 1"):
-        keeps_graph(asked, objective(asked.train), ALONE)
+        keeps_graph(asked, ALONE)
 
 
 # ---- several processes ----------------------------------------------------------------------------------------------

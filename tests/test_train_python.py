@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from judge_server import JudgeServer
 from safetensors.torch import load_file
-from tiny_run import BASE, PROMPTS, merged, recipe, rows, train, weights, world
+from tiny_run import BASE, PROMPTS, merged, recipe, rows, train, weights
 
 from prefgrpo import ConfigError, PairwiseJudge, Trainer, TrainingStopped
 from prefgrpo.models import MODELS, family_of
@@ -25,11 +25,6 @@ from prefgrpo.rewards.jpeg import JpegCompressibility
 from prefgrpo.tiny import pipelines
 
 JUDGE = Path(__file__).resolve().parent.parent / "prefgrpo" / "tiny" / "assets" / "judge"
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    return world(tmp_path_factory.mktemp("python"))
 
 
 def trainer(place, name, **arguments):

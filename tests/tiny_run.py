@@ -14,21 +14,20 @@ import json
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import yaml
 
-from prefgrpo.config.loading import from_dict
+from prefgrpo.config.recipe import merge as merged
 from prefgrpo.parallel.world import World
 from prefgrpo.rewards.base import PointwiseReward, Sample, Score
 from prefgrpo.rollout.batches import Batch
-from prefgrpo.run.trainer import Callbacks, TrainingLoop
+from prefgrpo.run.trainer import TrainingLoop
 from prefgrpo.tiny import pipelines
 
 _CONTEXT = multiprocessing.get_context("forkserver")
@@ -59,14 +58,6 @@ BASE: dict[str, Any] = {
 """A run of 4 steps of 2 × 4 images; LoRA alpha differs from its rank."""
 
 
-def merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """`base` updated with `over`, section by section."""
-    out = dict(base)
-    for key, value in over.items():
-        out[key] = merged(out[key], value) if isinstance(value, dict) and isinstance(out.get(key), dict) else value
-    return out
-
-
 def world(folder: Path) -> Path:
     """Writes the tiny pipeline and prompts into `folder` and returns it."""
     pipelines.make("flux", folder / "flux")
@@ -92,20 +83,6 @@ def recipe(place: Path, name: str, **over: Any) -> Path:
     file = place / f"{name}.yaml"
     file.write_text(yaml.safe_dump(settings(place, name, **over), allow_unicode=True), encoding="utf-8")
     return file
-
-
-@contextlib.contextmanager
-def trainers(place: Path) -> Iterator[Callable[..., TrainingLoop]]:
-    """Yields a function that makes training loops from `settings`; they are closed at the end."""
-    made = list[TrainingLoop]()
-
-    def make(name: str, resume: bool = False, callbacks: Callbacks | None = None, **over: Any) -> TrainingLoop:
-        made.append(TrainingLoop(from_dict(settings(place, name, **over)), resume, callbacks))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.close()
 
 
 class Brightness(PointwiseReward):
@@ -271,17 +248,21 @@ def ranks(
     **env: str,
 ) -> list[Run]:
     """Start `prefgrpo COMMAND RECIPE options` on `size` ranks as torchrun would; `holds` maps ranks to their `Hold`."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    shared = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)} | env
-    return [
-        start(
-            [command, str(recipe_file), *options],
-            recipe_file.with_suffix(f".rank{k}.log"),
-            hook,
-            (holds or {}).get(k),
-            **shared | {"RANK": str(k), "LOCAL_RANK": str(k)},
-        )
-        for k in range(size)
-    ]
+    return start_ranks([command, str(recipe_file), *options], recipe_file, size, hook, holds, **env)
+
+
+def start_ranks(
+    argv: list[str],
+    log: Path,
+    size: int,
+    hook: Callable[[], None] | None = None,
+    holds: dict[int, Hold] | None = None,
+    **env: str,
+) -> list[Run]:
+    """Start `prefgrpo argv` on `size` ranks as torchrun would; rank k prints to `log` with the suffix .rank{k}.log."""
+    from judge_server import free_port  # not above: started processes need no aiohttp
+
+    shared = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())} | env
+    own = [shared | {"RANK": str(k), "LOCAL_RANK": str(k)} for k in range(size)]
+    logs = [log.with_suffix(f".rank{k}.log") for k in range(size)]
+    return [start(argv, file, hook, (holds or {}).get(k), **own[k]) for k, file in enumerate(logs)]

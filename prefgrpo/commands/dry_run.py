@@ -12,7 +12,7 @@ import torch
 import yaml
 
 from prefgrpo.config.loading import to_dict
-from prefgrpo.config.schema import AUTO, Config, splits
+from prefgrpo.config.schema import Config
 from prefgrpo.data.prompts import prompt_sets
 from prefgrpo.objectives import objective
 from prefgrpo.parallel import world as parallel
@@ -23,9 +23,8 @@ from prefgrpo.rollout.embeddings import Embeddings, encoding_jobs, uncached
 from prefgrpo.rollout.endpoint import EndpointCollector
 from prefgrpo.rollout.replay import replay
 from prefgrpo.run import batch_size
-from prefgrpo.run.loading import open_adapter, trainable
 from prefgrpo.run.memory import GIB, static_bytes
-from prefgrpo.run.session import check_run, open_collector, open_policy, open_schedules, peak_memory
+from prefgrpo.run.session import check_run, open_collector, open_model, open_schedules, peak_memory
 
 
 def dry_run(config: Config) -> int:
@@ -36,11 +35,8 @@ def dry_run(config: Config) -> int:
         print(yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True))
         prompts, sets = prompt_sets(config)
         absent = uncached(config, encoding_jobs(config, prompts))
-        given, config = config, batch_size.initial_values(config, world, prompts)
-        adapter = trainable(config, open_adapter(config, world.device, bool(absent), splits(config)), world)
-        policy = open_policy(config, goal := objective(config.train), adapter)
-        if given.rollout.batch_size == AUTO:
-            config = batch_size.probe_batch_sizes(config, adapter, policy, world, prompts)
+        given, goal = config, objective(config.train)
+        config, adapter, policy = open_model(config, goal, world, prompts, encoders=bool(absent))
         for line in batch_size.auto_notes(given, config):
             print(line)
         schedules = open_schedules(config, adapter, world, prompts)

@@ -13,14 +13,13 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import yaml
 
 from prefgrpo.commands.generate import Job, Weights, check_writing, generate_files, make_jobs
@@ -36,14 +35,15 @@ from prefgrpo.parallel import world as parallel
 from prefgrpo.parallel.world import World
 from prefgrpo.report import write_report
 from prefgrpo.rewards import build, load_class
-from prefgrpo.rewards.base import PointwiseReward, Sample
+from prefgrpo.rewards.base import PointwiseReward
 from prefgrpo.rewards.functions import FunctionPairwise
 from prefgrpo.rewards.scorer import Scorer
 from prefgrpo.rollout.render import sample
 from prefgrpo.rollout.sampling import eval_sampling
 from prefgrpo.run import checkpoint, judging
 from prefgrpo.run.checkpoint import CheckpointError, write_atomic
-from prefgrpo.run.evaluate import Table, compare, make_eval_set, over_ranks, verdict
+from prefgrpo.run.evaluate import Row, compare, make_eval_set, over_ranks, share_of, verdict
+from prefgrpo.run.log import finite
 from prefgrpo.run.metrics import PARTS_OF_WINS
 from prefgrpo.run.run_folder import RunFolder
 from prefgrpo.suites import Name, load_suite
@@ -100,7 +100,8 @@ def _side(config: Config, target: str, which: Which, option: str = "--weights") 
     if (run := _run_of(path)) is None:
         if which == "ema":
             raise ConfigError([f"{option}: {target} is not a run, so it has no EMA weights"])
-        return Side(config, Weights(trainable=_is_split(config)), "base")
+        p = config.parallel  # a split model must be opened as for training
+        return Side(config, Weights(trainable=p.shard * p.ring * p.ulysses > 1), "base")
     if which == "ema" and not config.train.ema_decay:
         raise ConfigError([f"{option}: {run.root} has no EMA weights (train.ema_decay is 0); expected live"])
     newest = path if path.resolve().parent.name == "checkpoints" else run.latest()
@@ -109,11 +110,6 @@ def _side(config: Config, target: str, which: Which, option: str = "--weights") 
     averaged = config.train.ema_decay > 0 and which != "live"
     weights = Weights(trainable=True, checkpoint=newest, averaged=averaged)
     return Side(config, weights, f"{newest.name}_{'ema' if averaged else 'live'}", run.root.name)
-
-
-def _is_split(config: Config) -> bool:
-    """Whether weights or tokens are split over processes, so that the model must be opened as for training."""
-    return config.parallel.shard * config.parallel.ring * config.parallel.ulysses > 1
 
 
 def _baseline_side(side: Side, against: str, which: Which) -> Side:
@@ -155,35 +151,34 @@ def _sha256(path: Path) -> str:
         raise CheckpointError(f"{path} is not a whole checkpoint ({error!r}); the run has {there}") from error
 
 
-def _lock_folder(out: Path, facts: Mapping[str, Any]) -> int:
-    """Lock a folder for this evaluation until the returned descriptor is closed. Raises CheckpointError if it holds
+@contextmanager
+def _locked(out: Path, facts: Mapping[str, Any], world: World) -> Iterator[None]:
+    """Context in which a folder is locked for this evaluation. Raises CheckpointError, on all ranks, if it holds
     another's files."""
-    handle = checkpoint.lock(out)
+    handle = world.on_main(partial(checkpoint.lock, out), CheckpointError)
     try:
-        _check_provenance(out / "about.json", facts)
-    except CheckpointError:
-        os.close(handle)
-        raise
+        world.on_main(partial(_claim_folder, out, facts), CheckpointError)
+        yield
+    finally:
+        if handle is not None:
+            os.close(handle)
+
+
+def _claim_folder(out: Path, facts: Mapping[str, Any]) -> None:
+    """Write the `facts` of this evaluation into its folder. Raises CheckpointError if it holds files of another one."""
+    about, wanted = out / "about.json", json.loads(json.dumps(facts))
+    try:
+        known = json.loads(about.read_text(encoding="utf-8")) if about.is_file() else wanted
+        changed = [key for key in wanted if known.get(key) != wanted[key]]
+    except (ValueError, AttributeError) as error:
+        raise CheckpointError(f"--out: {about} is damaged ({error}); choose another folder") from error
+    if changed:
+        message = f"--out: {out} holds files of another evaluation (different: {', '.join(changed)})"
+        raise CheckpointError(f"{message}; choose another folder, or remove that one")
     for leftover in out.rglob(".*"):
         if re.fullmatch(r"\.\d+\.(png|mp4)", leftover.name):  # partial file of a killed process
             leftover.unlink()
-    write_atomic(out / "about.json", json.dumps(facts, indent=1))
-    return handle
-
-
-def _check_provenance(file: Path, facts: Mapping[str, Any]) -> None:
-    """Raise CheckpointError if the folder of `file` holds files of an evaluation with other `facts`."""
-    if not file.is_file():
-        return
-    wanted = json.loads(json.dumps(facts))
-    try:
-        known = json.loads(file.read_text(encoding="utf-8"))
-        changed = [key for key in wanted if known.get(key) != wanted[key]]
-    except (ValueError, AttributeError) as error:
-        raise CheckpointError(f"--out: {file} is damaged ({error}); choose another folder") from error
-    if changed:
-        message = f"--out: {file.parent} holds files of another evaluation (different: {', '.join(changed)})"
-        raise CheckpointError(f"{message}; choose another folder, or remove that one")
+    write_atomic(about, json.dumps(facts, indent=1))
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------
@@ -265,8 +260,7 @@ def _suite(
     names = "\n".join(str(job.file.relative_to(out)) for job in jobs)
     facts = {"suite": name, "files": hashlib.sha256(names.encode()).hexdigest()}
     facts |= _provenance(side, prompts, samples, fps)
-    handle = world.on_main(partial(_lock_folder, out, facts), CheckpointError)
-    try:
+    with _locked(out, facts, world):
         generate_files(config, side.weights, jobs, world, fps)
         suite.write_other_files(sample_files, out, world)
         world.barrier()
@@ -283,9 +277,6 @@ def _suite(
             return 0
         suite.write_scores(files, scores, out)
         return _report(suite.results(files, scores, options), facts, out, name)
-    finally:
-        if handle is not None:
-            os.close(handle)
 
 
 def _suite_reward(config: Config, suite: Suite, options: Mapping[str, Any], out: Path, world: World) -> dict[str, Any]:
@@ -314,7 +305,8 @@ def _report(results: Results, facts: Mapping[str, Any], out: Path, name: str) ->
 
 def _compare_sides(side: Side, other: Side, prompts: str, out: Path, judge2: str, fps: int, world: World) -> int:
     """Render both sides from the same noise, compare them, report."""
-    config, ending = side.config, ".mp4" if judging.makes_clips(side.config) else ".png"
+    config, sizes = side.config, eval_sampling(side.config)
+    ending = ".mp4" if judging.makes_clips(config) else ".png"
 
     def file(part: str, name: str, number: int) -> Path:
         return out / part / f"{name}_{number:06d}{ending}"
@@ -334,45 +326,30 @@ def _compare_sides(side: Side, other: Side, prompts: str, out: Path, judge2: str
     facts = {part: _provenance(s, every, samples, fps) for part, s in (("now", side), ("against", other))}
     if facts["now"] == facts["against"]:
         notes.append("both sides are the same weights")
-    handle = world.on_main(partial(_lock_folder, out, facts), CheckpointError)
-    try:
+    with _locked(out, facts, world), ExitStack() as opened:
+        for judge in judges.values():
+            opened.callback(judge.close)
+        for scorer in scorers.values():
+            opened.callback(scorer.close)
         metrics: dict[str, float] = {}
         for one, part in zip((side, other), facts, strict=True):
             made = [Job(p, h.first_id + i, file(part, h.name, i)) for h in held for i, p in enumerate(h.items)]
             generate_files(one.config, one.weights, made, world, fps)
         for h in held:
-            each = -(-len(h.items) // world.dp_size)
-            mine = range(world.dp_index * each, min((world.dp_index + 1) * each, len(h.items)))
-            parts: list[Table] = []
+            mine = share_of(world, len(h.items))
+            table: list[Row] = []
             for start in range(0, len(mine) * world.is_dp_leader, AT_ONCE):
                 rows = mine[start : start + AT_ONCE]
-                pairs = [_pair(config, h.items[i], *(file(part, h.name, i) for part in facts)) for i in rows]
-                parts.append(compare(scorers, pairs))
-            metrics |= over_ranks(world, h.name, h.group[list(mine)], _concat_tables(parts), len(h.items))
-        for scorer in scorers.values():
-            scorer.close()
+                pairs = [
+                    tuple(sample(h.items[i], read_media(file(part, h.name, i)).pixels, sizes) for part in facts)
+                    for i in rows
+                ]
+                table += compare(scorers, pairs)[0]
+            metrics |= over_ranks(world, h.name, h.group[mine], table)
         if world.main:
             counts = {h.name: len(set(h.group.tolist())) for h in held}
             _write_comparison(metrics, counts, facts, (str(side), str(other)), notes, out)
-        return 0
-    finally:
-        for judge in judges.values():
-            judge.close()
-        if handle is not None:
-            os.close(handle)
-
-
-def _pair(config: Config, prompt: Prompt, now: Path, before: Path) -> tuple[Sample, ...]:
-    """A prompt's samples of both sides, read from their files."""
-    return tuple(sample(prompt, read_media(file).pixels, eval_sampling(config)) for file in (now, before))
-
-
-def _concat_tables(parts: Sequence[Table]) -> Table:
-    """The concatenated columns of consecutive tables; NaN where a table lacks one."""
-    names = dict.fromkeys(name for part in parts for name in part)
-    lengths = [len(next(iter(part.values()))) if part else 0 for part in parts]
-    filled = {n: [p.get(n, np.full(k, np.nan)) for p, k in zip(parts, lengths, strict=True)] for n in names}
-    return {name: np.concatenate(columns) for name, columns in filled.items()}
+    return 0
 
 
 def _judges(config: Config, judge2: str, out: Path, world: World) -> tuple[dict[str, PairJudge], list[str]]:
@@ -447,7 +424,7 @@ def _write_comparison(
             worst = max(metrics.get(f"{key}{end}_missing", 0.0) for end in ("", "_before"))
             means[key] = {"now": value, "against": metrics[f"{key}_before"], "missing": worst}
     everything = {"about": facts, "prompts": counts, "win_rates": rates, "means": means, "judges": list(notes)}
-    text = json.dumps(_finite(everything), indent=1, ensure_ascii=False, allow_nan=False)
+    text = json.dumps(finite(everything), indent=1, ensure_ascii=False, allow_nan=False)
     write_atomic(out / "comparison.json", text + "\n")
     samples = facts["now"]["samples"]
     of = [f"{n} prompts × {samples} = {n * samples} samples ({name})  " for name, n in counts.items()]
@@ -469,10 +446,3 @@ def _write_comparison(
     lines += ["", *(f"{note}  " for note in notes)]
     write_atomic(out / "comparison.md", "\n".join(lines).rstrip() + "\n")
     print("\n".join(lines), f"\n{out / 'comparison'}.json, .md", sep="\n")
-
-
-def _finite(value: Any) -> Any:
-    """The value with None in place of NaN and ±inf, which JSON cannot represent."""
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    return None if isinstance(value, float) and not np.isfinite(value) else value

@@ -36,6 +36,7 @@ from prefgrpo.rewards import build, load_class, parse_reward_spec
 from prefgrpo.rewards.base import Reward, Sample, Score
 from prefgrpo.rewards.scorer import Scorer
 from prefgrpo.rewards.wire import score_row
+from prefgrpo.run.checkpoint import write_atomic
 from prefgrpo.run.judging import reward_options, unsupported
 
 STDOUT = "-"
@@ -120,9 +121,7 @@ def score(
     if piped:
         print(_json(result), end="")
     elif out:
-        part = out.with_name(f".{os.getpid()}{out.name}")
-        part.write_text(_json(result), encoding="utf-8")
-        part.replace(out)
+        write_atomic(out, _json(result))
         print(f"{len(files)} files; every score is in {out}")
     return int(any(row["mean"] is None for row in result["rewards"].values()))
 

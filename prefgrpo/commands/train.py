@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prefgrpo.config.loading import from_dict, to_dict
-from prefgrpo.config.recipe import ConfigError, merge, read_yaml
-from prefgrpo.config.schema import MODEL_VALUES, Config
+from prefgrpo.config.loading import from_dict, recipe_values, to_dict
+from prefgrpo.config.recipe import ConfigError, merge
+from prefgrpo.config.schema import Config
 from prefgrpo.data.prompts import SOURCE
 from prefgrpo.models import family_of
 from prefgrpo.models.folder import ModelError
@@ -156,9 +156,7 @@ class Trainer:
     @classmethod
     def from_recipe(cls, recipe: str | Path, model: str | Path = "", **arguments: Any) -> Trainer:
         """A trainer for a recipe; the arguments are those of `Trainer` and override the recipe's values."""
-        values, own = read_yaml(recipe), Path(model) / MODEL_VALUES
-        if model and values.get("model") != str(model) and own.is_file():
-            values = merge(values, read_yaml(own))  # values that this model needs whatever the recipe
+        values = recipe_values(recipe, str(model))
         keywords = {name for name in inspect.signature(cls).parameters if name in arguments}
         overrides = {key: value for key, value in arguments.items() if key not in keywords}
         values = merge(values, _nested(overrides)) | ({"model": str(model)} if model else {})

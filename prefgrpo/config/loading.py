@@ -60,10 +60,15 @@ def parse(
     written for another model (a tiny pipeline cannot render 720 pixels). overrides: nested values that override both.
     The caller runs `check`. Raises ConfigError if a file is missing or not a YAML mapping.
     """
+    return _parse_dict(merge(recipe_values(recipe, model), dict(overrides or {})))
+
+
+def recipe_values(recipe: str | Path | None, model: str = "") -> dict[str, Any]:
+    """Nested values of a recipe, and of MODEL_VALUES as for `parse`."""
     values, own = read_yaml(recipe) if recipe else {}, Path(model) / MODEL_VALUES
     if model and values.get("model") != model and own.is_file():
         values = merge(values, read_yaml(own))
-    return _parse_dict(merge(values, dict(overrides or {})))
+    return values
 
 
 def to_dict(config: Config) -> dict[str, Any]:

@@ -8,7 +8,7 @@ every prompt has a file; otherwise DataError lists the exceptions.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -118,19 +118,16 @@ def _require(lacking: Sequence[str], problem: str) -> None:
 
 def read_media(file: Path) -> Media:
     """The pixels of an image or clip. Raises DataError if the file cannot be read."""
-    read: Callable[[Path], Media] = _read_clip if file.suffix.lower() in CLIPS else _read_image
     try:
         if not file.stat().st_size:
             raise ValueError("it is empty: 0 bytes")
-        return read(file)
+        if file.suffix.lower() in CLIPS:
+            return _read_clip(file)
+        with Image.open(file) as image:
+            return Media(np.array(rgb(image)))
     except UNREADABLE as error:
         why = (str(error) or type(error).__name__).splitlines()[0]  # ffmpeg's further lines contain memory addresses
         raise DataError(f"{file.name} cannot be read ({why})") from error
-
-
-def _read_image(file: Path) -> Media:
-    with Image.open(file) as image:
-        return Media(np.array(rgb(image)))
 
 
 def _read_clip(file: Path) -> Media:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from prefgrpo.report.charts import Chart, Series
-from prefgrpo.report.run import Rows, Run
+from prefgrpo.report.run import Rows, Run, reward_weights
 from prefgrpo.run.metrics import PARTS_OF_WINS, REWARD
 
 PHASES = ("rollout", "judge_wait", "update")
@@ -31,7 +31,7 @@ def namer(runs: Iterable[Run]) -> Callable[[str], str]:
     """`readable`, except for names that it would make equal in these runs: those are shown in full."""
     names = set[str]()
     for run in runs:
-        names.update(run.reward_weights, run.train.columns, *(rows.columns for rows in run.evals.values()))
+        names.update(reward_weights(run.config), run.train.columns, *(rows.columns for rows in run.evals.values()))
     count = Counter(map(readable, {re.sub(r"^(reward/|win_)", "", n) for n in names}))
     return lambda name: name if count[readable(name)] > 1 else readable(name)
 

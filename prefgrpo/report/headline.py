@@ -12,7 +12,7 @@ import numpy as np
 from prefgrpo.config.schema import JudgeConfig
 from prefgrpo.report import charts
 from prefgrpo.report.curves import measure_names, namer, part_of, readable, win_names
-from prefgrpo.report.run import Floats, Outcome, Rows, Run
+from prefgrpo.report.run import Floats, Outcome, Rows, Run, reward_weights
 from prefgrpo.run.evaluate import verdict
 from prefgrpo.run.metrics import WARN_MISSING
 
@@ -55,8 +55,8 @@ def _wins(run: Run, rows: Rows) -> list[tuple[str, str, list[str]]]:
 def subject(run: Run) -> str:
     """What was trained: weights, model, family, objective and rewards, as far as the configuration has them; "" without
     a model."""
-    train, family, weights = run.settings, run.config.get("family"), {k: w for k, w in run.reward_weights.items() if w}
-    shown = namer([run])
+    train, family, shown = run.section("train"), run.config.get("family"), namer([run])
+    weights = {k: w for k, w in reward_weights(run.config).items() if w}
     if not (model := "/".join(Path(str(run.config.get("model") or "")).parts[-2:])):
         return ""
     rank, objective = train.get("lora_rank"), readable(str(train.get("objective") or ""))

@@ -141,36 +141,24 @@ class Run:
         return section if isinstance(section, dict) else {}
 
     @property
-    def settings(self) -> dict[str, Any]:
-        """The section `train`."""
-        return self.section("train")
-
-    @property
-    def reward_weights(self) -> dict[str, float]:
-        """Weights of the rewards, empty if unknown."""
-        return _rewards(self.config)
-
-    @property
     def planned_steps(self) -> int:
         """Number of steps in the configuration, 0 if unknown."""
-        steps = self.settings.get("steps")
+        steps = self.section("train").get("steps")
         return steps if isinstance(steps, int) else 0
 
     @property
     def finished(self) -> bool:
         """Whether the run ended: all steps done, or the time limit reached (the folder then has the final weights)."""
         exported = any((self.folder / name).exists() for name in PRODUCTS)
-        return 0 < self.planned_steps <= self.step or (exported and bool(self.settings.get("max_minutes")))
+        return 0 < self.planned_steps <= self.step or (exported and bool(self.section("train").get("max_minutes")))
 
     @property
     def status(self) -> str:
         """Empty for a finished run; else its progress and the time of its last row."""
         if self.finished:
             return ""
-        file, steps = (
-            RunFolder(self.folder).metrics,
-            f"{self.step} of {self.planned_steps}" if self.planned_steps else f"{self.step}",
-        )
+        file = RunFolder(self.folder).metrics
+        steps = f"{self.step} of {self.planned_steps}" if self.planned_steps else f"{self.step}"
         written = datetime.fromtimestamp(file.stat().st_mtime, timezone.utc) if file.is_file() else None
         last = f"; last entry {written:%Y-%m-%d %H:%M UTC}" if written else ""
         return f"This run is not finished: {steps} steps so far (still running, or stopped{last})."
@@ -178,7 +166,7 @@ class Run:
     @property
     def clip_range(self) -> tuple[float, float] | None:
         """How far the ratio may go below and above 1; None if unknown."""
-        low, high = (_number(self.settings.get(key)) for key in ("clip_range", "clip_range_high"))
+        low, high = (_number(self.section("train").get(key)) for key in ("clip_range", "clip_range_high"))
         return None if np.isnan(low) else (low, low if np.isnan(high) else high)
 
     @property
@@ -241,7 +229,7 @@ def read_run(folder: Path) -> Run:
 
 def _alarms(config: dict[str, Any], rows: list[dict[str, Any]]) -> list[tuple[int, str]]:
     """The warnings that the run gave, recomputed from its rows."""
-    signs, out = HackingMonitor(name for name, weight in _rewards(config).items() if weight), []
+    signs, out = HackingMonitor(name for name, weight in reward_weights(config).items() if weight), []
     for row in rows:
         numbers = {k: v for k, v in row.items() if not np.isnan(_number(v))} | {"set": row.get("set")}
         out += [
@@ -251,8 +239,8 @@ def _alarms(config: dict[str, Any], rows: list[dict[str, Any]]) -> list[tuple[in
     return out
 
 
-def _rewards(config: dict[str, Any]) -> dict[str, float]:
-    """Reward weights of a configuration, empty if it has none."""
+def reward_weights(config: dict[str, Any]) -> dict[str, float]:
+    """Reward weights of a run's configuration, empty if unknown."""
     reward = config.get("reward")
     reward = reward if isinstance(reward, dict) else {}
     options = own if isinstance(own := reward.get("options"), dict) else {}

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
-from accelerate.utils.memory import find_executable_batch_size, should_reduce_batch_size
+from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 
 from prefgrpo.config.recipe import ConfigError
 from prefgrpo.config.schema import AUTO, Config, recomputed_share
@@ -29,9 +29,8 @@ from prefgrpo.parallel.world import World
 from prefgrpo.rollout.assignment import assign_batches
 from prefgrpo.rollout.render import decode
 from prefgrpo.rollout.sampling import all_sizes, eval_sampling
-from prefgrpo.run.memory import Estimate, empty_batch, estimate, free_bytes
+from prefgrpo.run.memory import Estimate, empty_batch, estimate, free_bytes, trained_steps
 from prefgrpo.run.policy import Policy
-from prefgrpo.run.speed import trained_steps
 
 ON_CPU = 8
 """Largest batch size on a CPU."""
@@ -181,10 +180,8 @@ def probe_batch_sizes(
 
 def _largest_that_runs(work: Callable[[int], None], sizes: Sequence[int], world: World) -> int:
     """The first size with which `work` does not run out of memory on any process. Raises ConfigError if none does."""
-    smaller = iter(sizes[1:])
-
-    @find_executable_batch_size(starting_batch_size=sizes[0], reduce_batch_size_fn=lambda: next(smaller, 0))
-    def attempt(size: int) -> int:
+    for size in sizes:
+        clear_device_cache(garbage_collection=True)
         failed = False
         try:
             work(size)
@@ -192,17 +189,10 @@ def _largest_that_runs(work: Callable[[int], None], sizes: Sequence[int], world:
             if not should_reduce_batch_size(error):
                 raise
             failed = True
-        if world.any(failed):
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-        return size
-
-    try:
-        return int(attempt())
-    except RuntimeError as error:
-        if "reached zero" not in str(error):
-            raise
-        advice = "`prefgrpo plan` names what makes it smaller"
-        raise ConfigError([f"rollout.batch_size: one sample does not fit into memory; {advice}"]) from error
+        if not world.any(failed):
+            return size
+    advice = "`prefgrpo plan` names what makes it smaller"
+    raise ConfigError([f"rollout.batch_size: one sample does not fit into memory; {advice}"])
 
 
 def _with_batch_sizes(config: Config, batch: int, decoded: int = 0) -> Config:

@@ -33,6 +33,7 @@ from prefgrpo.rollout.embeddings import Embeddings, fitted_sources
 from prefgrpo.rollout.render import Images, preview, render, sample, to_uint8
 from prefgrpo.rollout.sampling import eval_sampling
 from prefgrpo.run.checkpoint import CheckpointError, save_images, write_atomic
+from prefgrpo.run.log import finite
 from prefgrpo.run.metrics import PARTS_OF_WINS
 from prefgrpo.run.run_folder import RunFolder
 from prefgrpo.sde.noise import initial_latents
@@ -108,9 +109,8 @@ class Evaluator:
         images = zip(now, self.before, strict=True)
         items = [eval_set.items[i] for i in index]
         pairs = [tuple(sample(p, m, self.sizes) for m in both) for p, both in zip(items, images, strict=True)]
-        answers: list[list[AnswerRow]] = [[] for _ in pairs]
-        table = compare(self.scorers, pairs if self.world.is_dp_leader else [], answers)
-        out = over_ranks(self.world, eval_set.name, eval_set.group[index], table, len(eval_set.items))
+        table, answers = compare(self.scorers, pairs if self.world.is_dp_leader else [])
+        out = over_ranks(self.world, eval_set.name, eval_set.group[index], table)
         self._save_report_images(step, now)
         self._save_outcomes(step, table, answers)
         return out
@@ -142,9 +142,7 @@ class Evaluator:
 
     def local_indices(self) -> list[int]:
         """Indices of this rank's images."""
-        count = len(self.eval_set.items)
-        each = -(-count // self.world.dp_size)
-        return list(range(self.world.dp_index * each, min((self.world.dp_index + 1) * each, count)))
+        return share_of(self.world, len(self.eval_set.items))
 
     def report_indices(self) -> list[int]:
         """Indices of the `eval.show` images for the report, evenly spaced over the set, on whichever rank they are."""
@@ -160,16 +158,13 @@ class Evaluator:
             before, after = (np.stack([pair[k] for pair in shown]) for k in range(2))
             save_images(self.folder.report_images(self.eval_set.name, step), before=before, now=after)
 
-    def _save_outcomes(self, step: int, table: Table, answers: list[list[AnswerRow]]) -> None:
+    def _save_outcomes(self, step: int, table: list[Row], answers: list[list[AnswerRow]]) -> None:
         """Store the wins of every image, and the judge's answers for the images in the report."""
-        shown = set(self.report_indices())
-        wins = [n for n in table if n.startswith("win_") and not n.endswith(PARTS_OF_WINS)]
-        mine = []
-        for k, i in enumerate(self.local_indices()):
-            won = {n[4:]: None if np.isnan(table[n][k]) else float(table[n][k]) for n in wins}
-            mine.append(
-                {"prompt": int(self.eval_set.group[i]), "wins": won} | ({"answers": answers[k]} if i in shown else {})
-            )
+        shown, mine = set(self.report_indices()), list[dict[str, Any]]()
+        for i, row, own in zip(self.local_indices(), table, answers, strict=False):
+            wins = {n[4:]: v for n, v in row.items() if n.startswith("win_") and not n.endswith(PARTS_OF_WINS)}
+            outcome = {"prompt": int(self.eval_set.group[i]), "wins": finite(wins)}
+            mine.append(outcome | ({"answers": own} if i in shown else {}))
         if (every := self.world.gather_items(mine)) and self.world.main:
             write_atomic(self.folder.outcomes(self.eval_set.name, step), json.dumps(every))
 
@@ -216,8 +211,8 @@ class Evaluator:
         sort_header(self.folder.proof)
 
 
-Table = dict[str, NDArray[np.float64]]
-"""One column of values per metric, one row per pair of images."""
+Row = dict[str, float]
+"""A pair's measures, by name; NaN where one is missing."""
 
 
 AnswerRow = dict[str, Any]
@@ -225,58 +220,60 @@ AnswerRow = dict[str, Any]
 
 
 def compare(
-    scorers: Mapping[str, Scorer], pairs: Sequence[tuple[Sample, ...]], answers: Sequence[list[AnswerRow]] = ()
-) -> Table:
-    """The columns of all scorers over pairs (now, before); scorers of judges are named judge, judge2 …
-
-    answers: one list per pair, to which its comparisons are appended; if empty, they are not stored.
-    """
-    table: Table = {}
+    scorers: Mapping[str, Scorer], pairs: Sequence[tuple[Sample, ...]]
+) -> tuple[list[Row], list[list[AnswerRow]]]:
+    """(measures of all scorers, the judges' answers) for each pair (now, before); scorers of judges are named judge,
+    judge2 …"""
+    table: list[Row] = [{} for _ in pairs]
+    answers: list[list[AnswerRow]] = [[] for _ in pairs]
     for name, scorer in scorers.items() if pairs else ():
         scorer.begin(0, range(len(pairs)))
-        for row, pair in enumerate(pairs):
+        for number, pair in enumerate(pairs):
             for member, one in enumerate(pair):
-                scorer.add(row, member, one)
+                scorer.add(number, member, one)
         for reward, groups in scorer.finish().groups.items():
-            table.update(_columns(name, reward, groups))
-            for kept, group in zip(answers, groups, strict=False):
+            for row, own, group in zip(table, answers, groups, strict=True):
+                row.update(_measures(name, reward, group))
                 for c in group.comparisons:
                     shown = {"judge": reward, "first": ("after", "before")[c.first], "p_first": c.verdict.first}
-                    kept.append(shown | {"reason": c.verdict.reason, "raw": c.verdict.raw[:MAX_ANSWER_CHARS]})
-    return table
+                    own.append(shown | {"reason": c.verdict.reason, "raw": c.verdict.raw[:MAX_ANSWER_CHARS]})
+    return table, answers
 
 
-def over_ranks(world: World, name: str, group: NDArray[np.int64], table: Table, count: int) -> dict[str, float]:
-    """Metrics of the set `name` from the rows of all ranks. group: prompt index per local row; count: total rows."""
-    names = world.union(table)
-    local = np.full((-(-count // world.dp_size), len(names) + 1), np.nan)
-    local[: len(group), 0] = group
-    for k, column in enumerate(names):
-        local[: len(group), k + 1] = table.get(column, np.nan)
-    rows = world.gather(local)
-    rows = rows[~np.isnan(rows[:, 0])]
+def share_of(world: World, count: int) -> list[int]:
+    """Indices of this rank's share of `count` images, which are consecutive."""
+    each = -(-count // world.dp_size)
+    return list(range(world.dp_index * each, min((world.dp_index + 1) * each, count)))
+
+
+def over_ranks(world: World, name: str, group: NDArray[np.int64], table: Sequence[Row]) -> dict[str, float]:
+    """Metrics of the set `name` from the rows of all ranks. group: prompt index per local row."""
+    prompts, rows = zip(*world.gather_items(zip(group.tolist(), table, strict=False)), strict=True)
     out: dict[str, float] = {}
-    for k, column in enumerate(names):
-        out |= summarise(f"{name}/{column}", rows[:, 0].astype(int), rows[:, k + 1], column.startswith("win"))
+    for column in sorted({column for row in rows for column in row}):
+        values = np.array([row.get(column, np.nan) for row in rows])
+        out |= summarise(f"{name}/{column}", np.array(prompts), values, column.startswith("win"))
     return out
 
 
-def _columns(kind: str, reward: str, groups: list[GroupScores]) -> Table:
-    """Columns of one reward over groups (now, before): a judge's verdicts, or values and wins (1, tie ½, 0)."""
+def _measures(kind: str, reward: str, group: GroupScores) -> Row:
+    """Measures of one reward on a group (now, before): a judge's verdicts, or values and wins (1, tie ½, 0)."""
     if kind.startswith("judge"):
-        first, second = (np.array([g.mean_p_first(*order) for g in groups]) for order in ((0, 1), (1, 0)))
-        return {
-            f"win_{kind}": np.array([_win_rate(g) for g in groups]),
-            f"win_{kind}_first": (np.sign(first - 0.5) + 1) / 2,
-            f"win_{kind}_second": 1 - (np.sign(second - 0.5) + 1) / 2,
-        }
-    values = np.array([[np.nan if s.value is None else s.value for s in g.scores] for g in groups])
-    wins = np.where(np.isnan(values).any(1), np.nan, (np.sign(values[:, 0] - values[:, 1]) + 1) / 2)
-    out = {reward: values[:, 0], f"{reward}_before": values[:, 1], f"win_{reward}": wins}
-    for part in sorted({p for g in groups for s in g.scores for p in s.parts}):
-        column = np.array([[s.parts.get(part, np.nan) for s in g.scores] for g in groups])
-        out[f"{reward}.{part}"], out[f"{reward}.{part}_before"] = column[:, 0], column[:, 1]
-    return out
+        first, second = group.mean_p_first(0, 1), group.mean_p_first(1, 0)
+        in_either = {f"win_{kind}_first": _win(first - 0.5), f"win_{kind}_second": _win(0.5 - second)}
+        return {f"win_{kind}": _win_rate(group)} | in_either
+    both = {reward: [math.nan if s.value is None else s.value for s in group.scores]}
+    for part in sorted({part for s in group.scores for part in s.parts}):
+        both[f"{reward}.{part}"] = [s.parts.get(part, math.nan) for s in group.scores]
+    row = {f"win_{reward}": _win(both[reward][0] - both[reward][1])}
+    for name, (now, before) in both.items():
+        row |= {name: now, f"{name}_before": before}
+    return row
+
+
+def _win(difference: float) -> float:
+    """1, a tie ½ or 0 by the sign of a difference; NaN for NaN."""
+    return float(np.sign(difference) + 1) / 2
 
 
 def _win_rate(group: GroupScores) -> float:

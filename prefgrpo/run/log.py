@@ -92,7 +92,7 @@ class Log:
         if step == self.start:  # the evaluation before the first step does not count towards the time left
             self.began = time.monotonic()
             self.steps.unpause()
-        clean = {k: _finite(v) for k, v in values.items()}
+        clean = finite(dict(values))
         for sign, text in self.signs.add(kind, clean).items():
             self.seen.add(sign)
             self.say(f"WARNING: after step {step}, a sign of reward hacking ({sign}): {text}")
@@ -133,7 +133,10 @@ def _write(text: str) -> None:
     sys.stdout.flush()
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """The value with None in place of NaN and ±inf, which JSON cannot represent."""
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

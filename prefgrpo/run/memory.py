@@ -33,13 +33,14 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from prefgrpo.config.recipe import ConfigError
-from prefgrpo.config.schema import Config, ParallelConfig
+from prefgrpo.config.schema import Config, ParallelConfig, TrainConfig
 from prefgrpo.data.prompts import read_prompts
 from prefgrpo.models import DTYPES, family
 from prefgrpo.models.base import Adapter, Condition
 from prefgrpo.models.folder import REQUIRED_PROCESSOR
 from prefgrpo.models.offload import KINDS
 from prefgrpo.objectives import objective
+from prefgrpo.objectives.base import Objective
 from prefgrpo.parallel.context import context_errors
 from prefgrpo.parallel.mesh import Layout, problem
 from prefgrpo.parallel.shard import replicated_parameters
@@ -145,7 +146,7 @@ def static_bytes(config: Config, adapter: Adapter, world: int) -> dict[str, int]
     being prefetched), or all with `parallel.keep_gathered`.
     """
     r, layout, goal = config.rollout, Layout.of(config, world), objective(config.train)
-    stored = r.window_size or len(window_range(r)) if goal.collector == "trajectory" else 0
+    stored = trained_steps(config) if goal.collector == "trajectory" else 0
     stored *= 2 if r.window_policy == "subset" or goal.keeps_velocity else 1  # consecutive steps share latents
     made, scored = (count * (1 + r.staleness) for count in samples_per_index(config, layout.data))
     whole_ones = {
@@ -154,6 +155,7 @@ def static_bytes(config: Config, adapter: Adapter, world: int) -> dict[str, int]
     if layout.split == 1:
         whole_ones |= {id(p) for name in adapter.denoisers for p in getattr(adapter.pipe, name).parameters()}
     part = 0 if config.parallel.offload else 1 / layout.split
+    copies = bool(config.train.ema_decay) + sum(weight_copies(config.train, goal))
     trained = [p for _, p in adapter.trainable()]
     here = sum(p.numel() * (1 if id(p) in whole_ones else part) for p in trained)
     models: list[nn.Module] = [getattr(adapter.pipe, name) for name in adapter.denoisers]
@@ -161,7 +163,7 @@ def static_bytes(config: Config, adapter: Adapter, world: int) -> dict[str, int]
     weights = _weights(adapter, "") - _weights(adapter, *(s for k in config.memory.offload for s in KINDS[k]))
     parts = {
         "weights": weights - round(sum(p.numel() * p.element_size() for p in split) * (1 - part)),
-        "optimiser": round(here * 4 * (3 + _weight_copies(config))),  # gradient, two moments, averages
+        "optimiser": round(here * 4 * (3 + copies)),  # gradient, two moments, averages
         "latents": made * 4 * math.prod(adapter.latent_shape(r)) * (stored + 1),
         "images": scored * r.height * r.width * 3 * (adapter.frames(r) or 1),
     }
@@ -181,8 +183,20 @@ def graph_bytes(config: Config, indices: int) -> int:
         one = tracker.current()
     del velocity
     _clear_caches("prefgrpo.models")
+    return one * kept_graphs(config, indices)
+
+
+def kept_graphs(config: Config, indices: int) -> int:
+    """Number of autograd graphs of the first update that one data-parallel index (of `indices`) keeps at most: its
+    batches times the trained steps."""
+    r = config.rollout
     first = Counter(b.index for b in assign_batches(config, [r] * r.prompts_per_step, indices) if b.update == 0)
-    return one * max(first.values()) * (r.window_size or len(window_range(r)))
+    return max(first.values()) * trained_steps(config)
+
+
+def trained_steps(config: Config) -> int:
+    """Number of stored steps per sample."""
+    return config.rollout.window_size or len(window_range(config.rollout))
 
 
 def free_bytes(device: torch.device) -> int:
@@ -201,11 +215,10 @@ def samples_per_index(config: Config, indices: int) -> tuple[int, int]:
     return max(made.values()), -(-r.prompts_per_step // indices) * r.group_size
 
 
-def _weight_copies(config: Config) -> int:
-    """Number of extra copies of the trained weights that a run keeps."""
-    goal, t = objective(config.train), config.train
+def weight_copies(train: TrainConfig, goal: Objective) -> tuple[bool, bool]:
+    """Whether a run keeps an old policy's weights, and the initial weights (not needed with a LoRA)."""
     old = goal.anchor == "old" or goal.sampled_by_old
-    return bool(t.ema_decay) + old + (not t.lora_rank and (goal.anchor == "base" or t.kl_coef > 0))
+    return old, not train.lora_rank and (goal.anchor == "base" or train.kl_coef > 0)
 
 
 def _weights(adapter: Adapter, *starts: str) -> int:
@@ -312,20 +325,16 @@ def meta_pipeline(path: Path, pipeline: str, dtype: torch.dtype) -> tuple[Any, d
         if library == "diffusers" and not issubclass(cls := getattr(diffusers, kind), nn.Module):
             parts[name] = cls.from_pretrained(path / name)  # a scheduler, a guider
         elif library == "diffusers":
-            with torch.device("meta"):
-                parts[name] = cls.from_config(cls.load_config(path / name)).to(dtype)
-            parts[name].requires_grad_(False)
+            parts[name] = _on_meta(cls, path / name).to(dtype).requires_grad_(False)
         elif library == "transformers" and name.startswith("image_encoder"):
-            cls = getattr(transformers, kind)
-            with torch.device("meta"):
-                parts[name] = cls._from_config(cls.config_class.from_pretrained(path / name)).to(dtype)
+            parts[name] = _on_meta(getattr(transformers, kind), path / name).to(dtype)
         elif library == "transformers" and (path / name / "preprocessor_config.json").is_file():
             parts[name] = getattr(transformers, kind).from_pretrained(path / name)
         elif library == "transformers" and (path / name / "config.json").is_file():
-            encoders[name] = _count(getattr(transformers, kind), path / name)
+            encoders[name] = _count(_on_meta(getattr(transformers, kind), path / name))
             parts[name] = None
         elif name == "connectors":
-            encoders[name] = _count(getattr(getattr(diffusers.pipelines, library), kind), path / name)
+            encoders[name] = _count(_on_meta(getattr(getattr(diffusers.pipelines, library), kind), path / name))
             parts[name] = None
         elif kind == REQUIRED_PROCESSOR:
             from prefgrpo.models.processors import NoProcessor
@@ -336,12 +345,16 @@ def meta_pipeline(path: Path, pipeline: str, dtype: torch.dtype) -> tuple[Any, d
     return getattr(diffusers, pipeline)(**parts), encoders
 
 
-def _count(cls: Any, path: Path) -> int:
-    """Number of parameters of a transformers or diffusers model."""
+def _on_meta(cls: Any, path: Path) -> nn.Module:
+    """A transformers or diffusers model on the meta device, from its config."""
     with torch.device("meta"):
         if hasattr(cls, "load_config"):
-            return sum(p.numel() for p in cls.from_config(cls.load_config(path)).parameters())
-        return sum(p.numel() for p in cls._from_config(cls.config_class.from_pretrained(path)).parameters())
+            return cls.from_config(cls.load_config(path))
+        return cls._from_config(cls.config_class.from_pretrained(path))
+
+
+def _count(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
 
 
 def _fake(modules: Iterable[nn.Module], mode: FakeTensorMode) -> list[Tensor]:

@@ -1,7 +1,6 @@
 """Metrics of a step: reward statistics, policy metrics over all ranks, and the readable summary lines.
 
-Invariant: every function that combines ranks gathers arrays of the same shape from each rank, and returns the same
-values on each rank.
+Invariant: every function that combines ranks is called by all of them, and returns the same values on each rank.
 """
 
 from __future__ import annotations
@@ -77,17 +76,16 @@ def over_ranks(local: Mapping[str, float], world: World) -> dict[str, float]:
 
     Timed metrics are logged under time/, so that all others are equal in two runs of the same configuration.
     """
-    metrics = {name: value if isinstance(value, Metric) else Metric(value) for name, value in local.items()}
-    kinds = dict(sorted(world.gather_items((name, (m.reduction, m.timed)) for name, m in metrics.items())))
-    own = [(float(m), m.weight) if (m := metrics.get(name)) is not None else (np.nan, 0.0) for name in kinds]
-    table = world.gather(np.array([own]).reshape(1, -1, 2))
+    found: dict[str, list[Metric]] = {}
+    for name, value in world.gather_items(local.items()):
+        if not np.isnan(value):
+            found.setdefault(name, []).append(value if isinstance(value, Metric) else Metric(value))
     out: dict[str, float] = {}
-    for (name, (reduction, timed)), column in zip(kinds.items(), table.swapaxes(0, 1), strict=True):
-        values, weights = column[~np.isnan(column[:, 0])].T
-        if len(values):
-            mean = reduction == "mean"
-            value = np.average(values, weights=weights / weights.sum()) if mean else getattr(values, reduction)()
-            out[f"time/{name}" if timed else name] = float(value)
+    for name, metrics in sorted(found.items()):
+        kind, values, weights = metrics[0], np.array(metrics), np.array([m.weight for m in metrics])
+        mean = kind.reduction == "mean"
+        value = np.average(values, weights=weights / weights.sum()) if mean else getattr(values, kind.reduction)()
+        out[f"time/{name}" if kind.timed else name] = float(value)
     return out
 
 

@@ -26,7 +26,7 @@ from prefgrpo.run.batch_size import (
     estimate_batch_sizes,
     estimate_share,
 )
-from prefgrpo.run.memory import GIB, Estimate, estimate, samples_per_index
+from prefgrpo.run.memory import GIB, Estimate, estimate, samples_per_index, trained_steps
 from prefgrpo.run.speed import (
     HARDWARE,
     MFU,
@@ -35,9 +35,9 @@ from prefgrpo.run.speed import (
     estimated_graph_bytes,
     judge_servers,
     meshes,
+    reuse_obstacles,
     reuses_forwards,
     step_time,
-    trained_steps,
 )
 
 
@@ -138,23 +138,6 @@ def _mesh(config: Config, whole: Estimate, machines: Machines, memory_gib: float
     )
 
 
-LEVERS: dict[str, dict[str, Any]] = {
-    "train.reuse_rollout_forward": {"train": {"reuse_rollout_forward": True}},
-    "train.guidance_gradient: conditional": {"train": {"guidance_gradient": "conditional"}},
-    "train.kl_fraction: 0.25": {"train": {"kl_fraction": 0.25}},
-    "train.min_advantage: 0.25": {"train": {"min_advantage": 0.25}},
-    "no train.gradient_checkpointing": {"train": {"gradient_checkpointing": False}},
-    "compile": {"compile": True},
-    "rollout.window_size: halved": {},
-    "train.objective: awm": {
-        "train": {"objective": "awm", "objective_options": {}, "kl_coef": 0.0, "kl_fraction": 1.0}
-    },
-}
-"""Options that make steps cheaper, each tried alone."""
-NEEDS_NEW_ESTIMATE = ("train.guidance_gradient: conditional", "no train.gradient_checkpointing")
-"""The options that change the FLOP of a forward or backward, which need a new estimate."""
-
-
 def compare_levers(config: Config, whole: Estimate, machines: Machines) -> Iterator[tuple[str, float, float]]:
     """(name, samples per second and GPU, GiB per GPU) without any of these options, then with each alone."""
     train = {"reuse_rollout_forward": False, "guidance_gradient": "both", "kl_fraction": 1.0, "min_advantage": 0.0}
@@ -168,29 +151,31 @@ def compare_levers(config: Config, whole: Estimate, machines: Machines) -> Itera
         return name, taken.rate(at), (held.total + (estimated_graph_bytes(changed, held) if reuses else 0.0)) / GIB
 
     yield found("none of them", base, plain)
-    for name, changes in LEVERS.items():
-        if _not_applicable(base, name):
-            continue
-        half = {"rollout": {"window_size": trained_steps(config) // 2}}
-        changed = from_dict(merge(to_dict(base), changes or half))
-        yield found(name, changed, estimate(changed) if name in NEEDS_NEW_ESTIMATE else plain)
+    for name, changes, applies, new_flop in _levers(base):
+        if applies:
+            changed = from_dict(merge(to_dict(base), changes))
+            yield found(name, changed, estimate(changed) if new_flop else plain)
 
 
-def _not_applicable(config: Config, name: str) -> bool:
-    """Whether an option does not apply to this run."""
-    trajectory = objective(config.train).collector == "trajectory"
+def _levers(config: Config) -> list[tuple[str, dict[str, Any], bool, bool]]:
+    """Options that make steps cheaper: (name, changes of the configuration, whether it applies to this run, whether it
+    changes the FLOP of a forward or backward, which needs a new estimate)."""
+    t, goal, steps = config.train, objective(config.train), trained_steps(config)
+    layout = Layout.of(config, config.gpus)
+    trajectory, recomputes = goal.collector == "trajectory", recomputed_share(t) > 0
+    reusable = not reuse_obstacles(config, layout.shard * layout.context > 1)
     guided = (cfg := family(config.family).cfg) is not None and cfg.active(config.rollout.guidance)
-    return {
-        "train.reuse_rollout_forward": not trajectory
-        or Layout.of(config, config.gpus).split > 1
-        or bool(config.rollout.staleness),
-        "train.guidance_gradient: conditional": not guided,
-        "train.kl_fraction: 0.25": not config.train.kl_coef,
-        "no train.gradient_checkpointing": not recomputed_share(config.train),
-        "train.min_advantage: 0.25": not objective(config.train).proportional_to_advantage,
-        "rollout.window_size: halved": not trajectory or trained_steps(config) == 1,
-        "train.objective: awm": not trajectory,
-    }.get(name, False)
+    awm = {"objective": "awm", "objective_options": {}, "kl_coef": 0.0, "kl_fraction": 1.0}
+    return [
+        ("train.reuse_rollout_forward", {"train": {"reuse_rollout_forward": True}}, reusable, False),
+        ("train.guidance_gradient: conditional", {"train": {"guidance_gradient": "conditional"}}, guided, True),
+        ("train.kl_fraction: 0.25", {"train": {"kl_fraction": 0.25}}, t.kl_coef > 0, False),
+        ("train.min_advantage: 0.25", {"train": {"min_advantage": 0.25}}, goal.proportional_to_advantage, False),
+        ("no train.gradient_checkpointing", {"train": {"gradient_checkpointing": False}}, recomputes, True),
+        ("compile", {"compile": True}, True, False),
+        ("rollout.window_size: halved", {"rollout": {"window_size": steps // 2}}, trajectory and steps > 1, False),
+        ("train.objective: awm", {"train": awm}, trajectory, False),
+    ]
 
 
 # ---- memory ---------------------------------------------------------------------------------------------------------

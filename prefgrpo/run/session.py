@@ -13,7 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -46,9 +46,10 @@ from prefgrpo.run import batch_size, checkpoint, judging, trackers
 from prefgrpo.run.evaluate import Evaluator, make_eval_set
 from prefgrpo.run.judging import evaluation_scorers, open_judge, training_scorer
 from prefgrpo.run.loading import config_errors_as, open_adapter, trainable
-from prefgrpo.run.memory import build_meta_adapter, free_bytes, graph_bytes, static_bytes
+from prefgrpo.run.memory import build_meta_adapter, free_bytes, graph_bytes, static_bytes, weight_copies
 from prefgrpo.run.policy import Policy
 from prefgrpo.run.run_folder import RunFolder
+from prefgrpo.run.speed import reuse_obstacles, reuse_takes_effect
 
 FREE = (
     *(
@@ -141,8 +142,8 @@ class Session:
     evaluators: dict[str, Evaluator]
     judge: PairJudge | None
     interrupt: Interrupt
-    lock: int | None
-    """File descriptor of the run folder's lock; on rank 0 only."""
+    opened: ExitStack = field(default_factory=ExitStack)
+    """Closes what else is open: the process group, and on rank 0 the run folder's lock."""
     start: int = 0
     """Number of steps already done."""
     trained_s: float = 0.0
@@ -158,10 +159,7 @@ class Session:
         self.scorer.close()
         if self.judge is not None:
             self.judge.close()
-        if self.lock is not None:
-            os.close(self.lock)
-            self.lock = None
-        parallel.stop()
+        self.opened.close()
 
 
 def open_session(config: Config, resume: bool) -> Session:
@@ -169,25 +167,24 @@ def open_session(config: Config, resume: bool) -> Session:
 
     Raises ConfigError, DataError, CheckpointError, ModelError or JudgeError.
     """
-    world = parallel.start(config.device, config)
-    resume = resume or restart_count() > 0
-    lock: int | None = None
-    try:
+    with ExitStack() as opened:
+        world = parallel.start(config.device, config)
+        opened.callback(parallel.stop)
+        resume = resume or restart_count() > 0
         folder = RunFolder(Path(config.output) / config.name)
         check_run(config)
         lock = world.on_main(partial(checkpoint.claim, folder, resume), checkpoint.CheckpointError)
+        if lock is not None:
+            opened.callback(os.close, lock)
         if resume:
             config = _with_stored_values(config, folder)
             _check_same_run(config, folder)
-        return _open(config, resume, world, folder, lock)
-    except BaseException:
-        if lock is not None:
-            os.close(lock)
-        parallel.stop()
-        raise
+        session = _open(config, resume, world, folder)
+        session.opened = opened.pop_all()
+    return session
 
 
-def _open(config: Config, resume: bool, world: World, folder: RunFolder, lock: int | None) -> Session:
+def _open(config: Config, resume: bool, world: World, folder: RunFolder) -> Session:
     prompts, sets = prompt_sets(config)
     measured = sets if config.eval.every else {}
     judge, judge_notes = open_judge(config, world)  # a bad reward fails before the model loads
@@ -195,12 +192,8 @@ def _open(config: Config, resume: bool, world: World, folder: RunFolder, lock: i
     scorers = {name: evaluation_scorers(config, judge, held, scorer, world) for name, held in measured.items()}
     absent = len(uncached(config, encoding_jobs(config, prompts, [p for held in sets.values() for p in held])))
     _check_context(config, world, [*prompts, *(p for held in sets.values() for p in held)])
-    given, config = config, batch_size.initial_values(config, world, prompts)
-    adapter = trainable(config, open_adapter(config, world.device, bool(absent), splits(config)), world)
-    goal = objective(config.train)
-    policy = open_policy(config, goal, adapter)
-    if given.rollout.batch_size == AUTO:
-        config = batch_size.probe_batch_sizes(config, adapter, policy, world, prompts)
+    given, goal = config, objective(config.train)
+    config, adapter, policy = open_model(config, goal, world, prompts, encoders=bool(absent))
     schedules = open_schedules(config, adapter, world, prompts)
     embeddings = Embeddings(adapter, config.data.max_length, config.data.cache or None)
     ode = schedules.ode(eval_sampling(config))
@@ -208,7 +201,7 @@ def _open(config: Config, resume: bool, world: World, folder: RunFolder, lock: i
     for number, (name, held) in enumerate(measured.items()):
         chosen = make_eval_set(name, held[: config.eval.max_prompts or None], config.eval.samples_per_prompt, number)
         evaluators[name] = Evaluator(chosen, config, adapter, ode, embeddings, scorers[name], world, folder)
-    graph = keeps_graph(config, goal, world)
+    graph = keeps_graph(config, world)
     rollouts = Rollouts(config, adapter, embeddings, schedules, prompts, world, goal.whole_groups, graph)
     collector = open_collector(config, goal, adapter, policy, world)
     session = Session(
@@ -225,7 +218,6 @@ def _open(config: Config, resume: bool, world: World, folder: RunFolder, lock: i
         evaluators,
         judge,
         Interrupt(),
-        lock,
     )
     session.notes = [*_notes(config, session), *judge_notes, *batch_size.auto_notes(given, config)]
     if config.data.cache:
@@ -235,37 +227,30 @@ def _open(config: Config, resume: bool, world: World, folder: RunFolder, lock: i
     return session
 
 
+def open_model(
+    config: Config, goal: Objective, world: World, prompts: list[Prompt], encoders: bool
+) -> tuple[Config, Adapter, Policy]:
+    """(`config` with numbers for its `auto` values, the model ready to train, its policy). Raises ConfigError."""
+    given, config = config, batch_size.initial_values(config, world, prompts)
+    adapter = trainable(config, open_adapter(config, world.device, encoders, splits(config)), world)
+    policy = open_policy(config, goal, adapter)
+    if given.rollout.batch_size == AUTO:
+        config = batch_size.probe_batch_sizes(config, adapter, policy, world, prompts)
+    return config, adapter, policy
+
+
 def open_policy(config: Config, goal: Objective, adapter: Adapter) -> Policy:
     """The trained weights, with the copies that the objective needs."""
-    old = goal.anchor == "old" or goal.sampled_by_old
-    base = not config.train.lora_rank and (goal.anchor == "base" or config.train.kl_coef > 0)
-    return Policy(dict(adapter.trainable()), config.train, old, base)
+    return Policy(dict(adapter.trainable()), config.train, *weight_copies(config.train, goal))
 
 
-def keeps_graph(config: Config, goal: Objective, world: World) -> bool:
+def keeps_graph(config: Config, world: World) -> bool:
     """Whether the first update reuses the rollout's forwards. Raises ConfigError if set to true but impossible."""
-    wanted, t = config.train.reuse_rollout_forward, config.train
-    obstacles = {
-        f"{t.objective} replays no steps": goal.collector != "trajectory",
-        "an old policy generates the rollouts": goal.sampled_by_old,
-        "parallel splits weights or tokens": world.mesh is not None,
-        "rollout.staleness is 1, so the weights change in between": bool(config.rollout.staleness),
-        "with train.lora_rank 0, the KL's reference weights are swapped in": bool(t.kl_coef and not t.lora_rank),
-    }
-    why = [reason for reason, there in obstacles.items() if there]
-    if wanted is True and why:
+    split = world.mesh is not None
+    there = replace(config, device="cpu" if world.device.type == "cpu" else "cuda")
+    if config.train.reuse_rollout_forward is True and (why := reuse_obstacles(config, split)):
         raise ConfigError([f"train.reuse_rollout_forward: expected auto or false, got true: {'; '.join(why)}"])
-    r, size = config.rollout, config.rollout.group_size
-    if (
-        wanted == "auto"
-        and not why
-        and size % r.batch_size == 0
-        and goal.samples_per_group(size) == size
-        and not t.min_advantage
-    ):
-        there = replace(config, device="cpu" if world.device.type == "cpu" else "cuda")
-        return graph_bytes(there, world.dp_size) <= free_bytes(world.device) / 2
-    return wanted is True
+    return reuse_takes_effect(config, split, lambda: graph_bytes(there, world.dp_size) <= free_bytes(world.device) / 2)
 
 
 def open_collector(config: Config, goal: Objective, adapter: Adapter, policy: Policy, world: World) -> Collector:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,9 +27,8 @@ from prefgrpo.parallel.context import context_errors, unsupported
 from prefgrpo.parallel.mesh import Layout, problem
 from prefgrpo.rewards import parse_reward_spec
 from prefgrpo.rollout.assignment import assign_batches
-from prefgrpo.rollout.sampling import window_range
 from prefgrpo.run.judging import PAIRWISE
-from prefgrpo.run.memory import DenoiserSizes, Estimate
+from prefgrpo.run.memory import DenoiserSizes, Estimate, kept_graphs, trained_steps
 
 MFU = {False: 0.3, True: 0.45}
 """Default model FLOP utilisation, as a share of the bf16 peak, without and with `compile`."""
@@ -138,11 +137,6 @@ def work(config: Config, data: int, reuses: bool) -> Work:
     return Work(made, max(batches.values()), made * r.steps, made * passes * share, made * forward_only * share, reused)
 
 
-def trained_steps(config: Config) -> int:
-    """Number of stored steps per sample."""
-    return config.rollout.window_size or len(window_range(config.rollout))
-
-
 def kept_share(config: Config, groups: int = 2000) -> float:
     """Share of the samples that train.min_advantage keeps, assuming normally distributed rewards."""
     if not config.train.min_advantage:
@@ -154,26 +148,40 @@ def kept_share(config: Config, groups: int = 2000) -> float:
     return float((a >= config.train.min_advantage * a.amax((1, 2), keepdim=True)).float().mean())
 
 
+def reuse_obstacles(config: Config, split: bool) -> list[str]:
+    """Why the first update cannot reuse the rollout's forwards. split: whether processes share weights or tokens."""
+    t, goal = config.train, objective(config.train)
+    obstacles = {
+        f"{t.objective} replays no steps": goal.collector != "trajectory",
+        "an old policy generates the rollouts": goal.sampled_by_old,
+        "parallel splits weights or tokens": split,
+        "rollout.staleness is 1, so the weights change in between": bool(config.rollout.staleness),
+        "with train.lora_rank 0, the KL's reference weights are swapped in": bool(t.kl_coef and not t.lora_rank),
+    }
+    return [reason for reason, there in obstacles.items() if there]
+
+
+def reuse_takes_effect(config: Config, split: bool, fits: Callable[[], bool]) -> bool:
+    """Whether the first update reuses the rollout's forwards; fits: whether the graphs may be kept if it is auto."""
+    t, size = config.train, config.rollout.group_size
+    if reuse_obstacles(config, split):
+        return False
+    if t.reuse_rollout_forward == "auto":
+        whole_batches = size % config.rollout.batch_size == 0 and not t.min_advantage
+        return whole_batches and objective(t).samples_per_group(size) == size and fits()
+    return t.reuse_rollout_forward
+
+
 def reuses_forwards(config: Config, whole: Estimate, memory_gib: float) -> bool:
-    """Whether train.reuse_rollout_forward takes effect: the decision of `session.keeps_graph`, with estimated bytes."""
-    wanted, r, t, goal = config.train.reuse_rollout_forward, config.rollout, config.train, objective(config.train)
-    layout = Layout.of(config, config.gpus)
-    unable = goal.collector != "trajectory" or goal.sampled_by_old or layout.shard * layout.context > 1 or r.staleness
-    if not wanted or unable or (t.kl_coef and not t.lora_rank):
-        return False
-    if wanted == "auto" and (r.group_size % r.batch_size or goal.samples_per_group(r.group_size) < r.group_size):
-        return False
-    return wanted is True or (
-        not t.min_advantage and estimated_graph_bytes(config, whole) <= (memory_gib * 2**30 - whole.total) / 2
-    )
+    """Whether train.reuse_rollout_forward takes effect, by the estimated bytes."""
+    layout, free = Layout.of(config, config.gpus), memory_gib * 2**30 - whole.total
+    split = layout.shard * layout.context > 1
+    return reuse_takes_effect(config, split, lambda: estimated_graph_bytes(config, whole) <= free / 2)
 
 
 def estimated_graph_bytes(config: Config, whole: Estimate) -> float:
     """Upper bound of the bytes of the first update's autograd graphs: activations times the number of trained steps."""
-    data = Layout.of(config, config.gpus).data
-    r = config.rollout
-    first = Counter(b.index for b in assign_batches(config, [r] * r.prompts_per_step, data) if b.update == 0)
-    return whole.phases["update"] * max(first.values()) * trained_steps(config)
+    return whole.phases["update"] * kept_graphs(config, Layout.of(config, config.gpus).data)
 
 
 def step_time(

@@ -61,13 +61,10 @@ class Tracker(Protocol):
 
 def config_errors(config: Config) -> list[str]:
     """Errors for configured trackers whose libraries are not installed."""
-    specs = {
-        name: find_spec(name) for name in config.trackers
-    }  # a ./wandb folder left by a run is a spec without origin
-    lacking = [name for name, spec in specs.items() if spec is None or spec.origin is None]
-    return [
-        f"trackers: {name} is not installed; expected `pip install {name}`, or a run without it" for name in lacking
-    ]
+    # a ./wandb folder left by a run is a spec without origin
+    lacking = [name for name in config.trackers if getattr(find_spec(name), "origin", None) is None]
+    hint = "expected `pip install {0}`, or a run without it"
+    return [f"trackers: {name} is not installed; {hint.format(name)}" for name in lacking]
 
 
 def open_trackers(config: Config, folder: RunFolder, start: int) -> list[Tracker]:
