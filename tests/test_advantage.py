@@ -22,10 +22,10 @@ from prefgrpo.config.loading import from_dict
 from prefgrpo.config.recipe import ConfigError
 from prefgrpo.config.schema import JudgeConfig, RewardConfig
 from prefgrpo.judge.client import HttpJudge
+from prefgrpo.ops import winrate_advantage
 from prefgrpo.rewards.base import GroupScores, PointwiseReward, Score
 from prefgrpo.rewards.pairwise import UnifiedRewardFlex
 from prefgrpo.rewards.vlm import EditImageQuality
-from prefgrpo.run import trainer
 from prefgrpo.run.advantage import CombineError, advantages, part_table
 from prefgrpo.run.judging import specs
 
@@ -241,10 +241,9 @@ def test_a_run_takes_the_parts_of_its_rewards(trainer):
     ({"spec": "vlm_pairwise:0.5"}, False), ({"rank": True}, False),
     ({"options": {"vlm_pairwise": {"rate": "bradley_terry"}}}, False),
 ], ids=str)  # fmt: skip
-def test_advantages_of_win_rates_alone_come_from_the_comparisons(tmp_path, reward, fused):
+def test_advantages_of_win_rates_alone_come_from_the_comparisons(trainer, reward, fused):
     """With one launch of `winrate_advantage`; a member whose comparisons are all missing gets 0."""
-    over = {"reward": {"spec": "vlm_pairwise"} | reward, "judge": LOCAL, "eval": {"every": 0}}
-    one = TrainingLoop(from_dict(settings(world(tmp_path), "wins", **over)))
+    one = trainer(reward={"spec": "vlm_pairwise"} | reward, judge=LOCAL, eval={"every": 0})
     collect(one, 0)
     scores = one.scorer.finish()
     group = scores.groups["vlm_pairwise"][0]
@@ -256,9 +255,8 @@ def test_advantages_of_win_rates_alone_come_from_the_comparisons(tmp_path, rewar
     scores.values["vlm_pairwise"][0, 1] = NAN
     values = np.stack([scores.values[name].flatten() for name in one.session.weights], axis=1)
     want = advantages(values, one.session.weights, 4, one.config.reward)
-    with mock.patch.object(trainer, "winrate_advantage", wraps=trainer.winrate_advantage) as used:
+    with mock.patch("prefgrpo.run.trainer.winrate_advantage", wraps=winrate_advantage) as used:
         found, _ = one.advantages(1, scores)
-    one.close()
     assert used.called == fused and found[0, 1] == 0 and found.abs().max() > 0.01
     assert torch.allclose(found, want, rtol=1e-4, atol=1e-6)
 

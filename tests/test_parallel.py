@@ -256,7 +256,6 @@ def collectives() -> None:
     )
     assert world.gather(np.array([float(rank), np.nan]))[::2].tolist() == list(range(size))
     assert world.any(rank == size - 1) and not world.any(False)
-    assert world.union(["b", f"r{rank}"] if rank else []) == sorted({n for k in range(1, size) for n in ("b", f"r{k}")})
     half, full, none = (
         torch.zeros(3, dtype=t, requires_grad=True) for t in (torch.bfloat16, torch.float32, torch.float32)
     )
@@ -284,7 +283,7 @@ def test_collectives(place, size):
 
 def test_one_process_needs_no_group():
     world = World(0, 1, torch.device("cpu"))
-    assert world.gather(np.ones((2, 3))).shape == (2, 3) and world.union({"b": 1, "a": 2}) == ["a", "b"]
+    assert world.gather(np.ones((2, 3))).shape == (2, 3)
     world.barrier()
     with pytest.raises(ValueError, match="mine"):
         world.on_main(lambda: (_ for _ in ()).throw(ValueError("mine")), ValueError)

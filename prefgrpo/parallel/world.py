@@ -173,10 +173,6 @@ class World:
         dist.all_gather(parts, done.contiguous(), group=group)
         return torch.cat(parts)[: len(rows)]
 
-    def union(self, names: Iterable[str]) -> list[str]:
-        """Sorted union of all ranks' names; the same list on all ranks."""
-        return sorted(set(self.gather_items(names)))
-
     def on_main(self, work: Callable[[], T], failure: type[Exception]) -> T | None:
         """Run `work()` on rank 0 while the others wait and return None; if it raises `failure`, all ranks raise it."""
         problem, result = None, None
