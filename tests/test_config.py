@@ -9,7 +9,8 @@ import math
 from dataclasses import asdict, replace
 from functools import reduce
 from operator import getitem
-from typing import Annotated, get_args
+from types import UnionType
+from typing import Annotated, Union, get_args, get_origin
 
 import pytest
 import yaml
@@ -38,7 +39,15 @@ def values(name):
     if name.endswith("options"):
         return st.dictionaries(st.text(min_size=1, max_size=6), OPTIONS, max_size=3)
     info = field(name)
-    return st.from_type(Annotated[(info.annotation, *info.metadata)] if info.metadata else info.annotation)
+    kinds = get_args(info.annotation) if get_origin(info.annotation) in (Union, UnionType) else (info.annotation,)
+    return st.one_of(st.from_type(limited(kind, info.metadata)) for kind in kinds)
+
+
+def limited(kind, limits=()):
+    """A type with its limits as annotated_types, which hypothesis reads, instead of in pydantic's Field."""
+    base, *more = get_args(kind) if get_origin(kind) is Annotated else (kind,)
+    limits = [*limits, *(m for limit in more for m in getattr(limit, "metadata", [limit]))]
+    return Annotated[(base, *limits)] if limits else base
 
 
 def put(tree, name, value):
