@@ -39,6 +39,7 @@ from benchmarks.peer_runs import Work, make_pipeline
 from prefgrpo.config.loading import from_dict
 from prefgrpo.config.recipe import merge
 from prefgrpo.integrations.rotary import stock_rotary
+from prefgrpo.objectives.base import Targets
 from prefgrpo.run.memory import MemoryTracker
 from prefgrpo.run.session import Clock
 from prefgrpo.run.trainer import TrainingLoop
@@ -47,7 +48,7 @@ ROOT = Path(__file__).resolve().parent.parent
 JSON, PAGE = ROOT / "benchmarks" / "results" / "levers_cpu.json", ROOT / "docs" / "training.md"
 SIZES = {"tiny": Work(), "wide": Work("wide", side=64)}
 GROUP, STEPS, TRAINED = 4, 4, 3
-ADVANTAGE = torch.tensor([[1.5, -0.2, -1.4, 0.1]])
+TARGETS = Targets.of(torch.tensor([[1.5, -0.2, -1.4, 0.1]]))
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ class Side:
 
     def __init__(self, lever: Lever, changes: dict[str, Any], folder: Path, work: Work, name: str) -> None:
         self.loop = TrainingLoop(from_dict(merge(settings(lever.family, folder, work, name), changes)))
-        self.loop.advantages = lambda step, scores: (ADVANTAGE, {})  # type: ignore[method-assign]
+        self.loop.targets = lambda step, scores: (TARGETS, {})  # type: ignore[method-assign]
         baseline = lever.baseline if name == "off" else nullcontext
         self.context = partial(baseline, self.loop.adapter.transformer)
         self.gradient = torch.empty(0)

@@ -1,7 +1,7 @@
 """`python -m benchmarks.peer_runs PEER`: a peer's own training script, unedited, on a small pipeline, in this process.
 
-Packages that its script imports but that are not installed are replaced by stubs: settings, a `wandb` that records what
-is logged, and CUDA functions mapped to this CPU for scripts that require GPUs. The run ends after `--steps` training
+Packages that its script imports but that are not installed are replaced by substitutes: settings, a `wandb` that records
+what is logged, and CUDA functions mapped to this CPU for scripts that require GPUs. The run ends after `--steps` training
 steps. With `--launcher` the script is started by `python -m prefgrpo.integrations`; with `--alternate` every other
 training step runs without the patch. Written to `--out`: for each training step its losses, seconds of this process
 (without text encoders), dispatcher calls if counted, and whether it was patched. Invariant: no file of a peer is edited
@@ -169,7 +169,7 @@ class Recorder:
         cls.forward = timed
 
 
-# ---- stubs for packages that are not installed ----------------------------------------------------------------------
+# ---- substitutes for packages that are not installed ------------------------------------------------------------------
 
 
 class Settings(dict[str, Any]):
@@ -240,7 +240,7 @@ class Peer:
     checkout: str
     script: str
     prepare: Callable[[Path, Path, Work], list[str]]
-    """(checkout, pipeline folder, work) → the script's arguments; installs the stubs."""
+    """(checkout, pipeline folder, work) → the script's arguments; installs the substitutes."""
     loss: str
     per_step: Callable[[Work], int]
     """Number of log entries with a loss per training step."""
@@ -499,7 +499,7 @@ def train(peer: Peer, root: Path, folder: Path, work: Work, recorder: Recorder, 
     sys.path.insert(1, str(root))
     is_module = not peer.script.endswith(".py")
     script = peer.script if is_module else str(root / peer.script)
-    del accelerate, peft  # imported before the stubs, so that they do not mistake one for a package
+    del accelerate, peft  # imported before the substitutes, so that they do not mistake one for a package
     try:
         if launcher:
             launch(peer.codebase, script, arguments, module=is_module)

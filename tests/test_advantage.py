@@ -227,7 +227,7 @@ def test_a_run_takes_the_parts_of_its_rewards(trainer):
     one = trainer(reward=reward, eval={"every": 0})
     collect(one, 0)
     scores = one.session.scorer.finish()
-    found, _ = one.advantages(1, scores)
+    found = one.targets(1, scores)[0].advantage
     table = np.array([[[s.parts[p] for s in g.scores] for g in scores.groups[spec]] for p in "ab"])
     each = (table - table.mean(-1, keepdims=True)) / (table.std(-1, ddof=1, keepdims=True) + 1e-4)
     blend = 0.25 * each[0] + 0.75 * each[1]
@@ -256,8 +256,9 @@ def test_advantages_of_win_rates_alone_come_from_the_comparisons(trainer, reward
     values = np.stack([scores.values[name].flatten() for name in one.session.weights], axis=1)
     want = advantages(values, one.session.weights, 4, one.config.reward)
     with mock.patch("prefgrpo.run.trainer.winrate_advantage", wraps=winrate_advantage) as used:
-        found, _ = one.advantages(1, scores)
-    assert used.called == fused and found[0, 1] == 0 and found.abs().max() > 0.01
+        found, *_, known = one.targets(1, scores)[0]
+    assert used.called == fused and known.flatten().tolist() == [True, False, *[True] * 6]
+    assert found[0, 1] == 0 and found.abs().max() > 0.01
     assert torch.allclose(found, want, rtol=1e-4, atol=1e-6)
 
 

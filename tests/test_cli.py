@@ -13,7 +13,7 @@ import sys
 from functools import reduce
 
 import pytest
-from tiny_run import recipe
+from tiny_run import recipe, train
 
 import prefgrpo
 from prefgrpo.commands import cli
@@ -232,6 +232,17 @@ def test_help_imports_nothing_heavy():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0 and "--train.lr " in done.stdout
     assert not {"torch", "numpy", "transformers", "diffusers", "PIL", "aiohttp"} & set(done.stderr.split())
+
+
+def test_reports_can_be_written_again(capsys, place, tmp_path):
+    assert train(recipe(place, "again", train={"steps": 1}))[0] == 0
+    folder = place / "runs" / "again"
+    (folder / "report.html").unlink()
+    code, text = shown(capsys, "report", str(folder))
+    assert code == 0 and (folder / "report.html").is_file() and "report.html" in text
+    code, text = shown(capsys, "report", str(folder), str(folder), "--out", str(tmp_path / "both.html"))
+    assert code == 0 and "<h1>again</h1>" in (tmp_path / "both.html").read_text() and "both.html" in text
+    assert shown(capsys, "report", str(folder), "--out", str(tmp_path / "one.html"))[0] == 0
 
 
 def test_mistakes_come_before_what_the_model_changes(capsys, place):

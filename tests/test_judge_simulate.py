@@ -95,14 +95,13 @@ def test_the_goal_of_24_members_is_met_by_swiss_rounds_and_bradley_terry():
     assert fitted.mean - fitted.half > kept.mean + kept.half
 
 
-def log_of(path, verdicts):
+def log_of(path, groups):
     """Writes judgements.jsonl for groups [N, G, G] judged in both orders (NaN: failed), plus one incomplete group."""
-    for k, group in enumerate(verdicts):
+    for k, group in enumerate(groups):
         pairs = [(i, j) for i in range(len(group)) for j in range(len(group)) if i != j]
-        told = [Verdict(None, "lost") if np.isnan(group[pair]) else Verdict(float(group[pair])) for pair in pairs]
-        log_judgements(
-            path, "r", k // 2, k % 2, "p", [Comparison(*pair, v) for pair, v in zip(pairs, told, strict=True)]
-        )
+        verdicts = [Verdict(None, "lost") if np.isnan(group[pair]) else Verdict(float(group[pair])) for pair in pairs]
+        comparisons = [Comparison(*pair, verdict) for pair, verdict in zip(pairs, verdicts, strict=True)]
+        log_judgements(path, "r", k // 2, k % 2, "p", comparisons)
     log_judgements(path, "r", 9, 0, "p", [Comparison(0, 1, Verdict(0.5))])
     return str(path)
 

@@ -96,7 +96,7 @@ def test_passes_are_those_of_a_run(trainer, name):
 
     loop.adapter.transformer.register_forward_pre_hook(count, with_kwargs=True)
     advantage = torch.tensor([[1.0, -0.5, 0.2, -0.7], [0.4, -0.9, 1.1, -0.6]])
-    loop.advantages = lambda step, scores: (updating.append(1), (advantage, {}))[1]
+    loop.targets = lambda step, scores: (updating.append(1), (Targets.of(advantage), {}))[1]
     loop._targets = lambda given, scores: Targets.of(given)
     loop.step(0, Clock())
     want = work(loop.config, 1, train["reuse_rollout_forward"])

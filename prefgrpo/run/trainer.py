@@ -168,9 +168,9 @@ class TrainingLoop:
         with clock.phase("judge_wait"), self.log.bar("judging", "group", streamed) as bar:
             scores = self.scorer.finish(bar.update)
         self._save_groups(step + 1, scores)
-        advantage, metrics = self.advantages(step + 1, scores)
+        targets, metrics = self.targets(step + 1, scores)
         with clock.phase("update"):
-            metrics |= self.update(step, rollout.batches, self._targets(advantage, scores))
+            metrics |= self.update(step, rollout.batches, targets)
             metrics |= self._adapt_kl(metrics)
             self.policy.update_old(self.objective.old_decay(step))
         if self.config.rollout.staleness:
@@ -243,8 +243,8 @@ class TrainingLoop:
 
     # ---- advantages -------------------------------------------------------------------------------------------------
 
-    def advantages(self, step: int, scores: StepScores) -> tuple[Tensor, dict[str, float]]:
-        """(advantages [P, G] of all ranks' samples, on the device; metrics). Raises RewardsMissing or NoInformation."""
+    def targets(self, step: int, scores: StepScores) -> tuple[Targets, dict[str, float]]:
+        """(advantages and comparisons of all ranks' samples; metrics). Raises RewardsMissing or NoInformation."""
         c, group_size = self.config, self.config.rollout.group_size
         names = list(self.session.weights)
         weights = np.array([self.session.weights[n] for n in names])
@@ -266,15 +266,17 @@ class TrainingLoop:
                 self.log.say(f"missing in step {step}: {count} × {reason}")
         if warning := check_missing(shares, c.judge.max_missing, list(reasons)):
             self.log.say(f"WARNING: step {step}: {warning}")
+        wins, pair_counts = self._comparisons(scores)
         if self._by_comparisons:
-            wins, given = self._comparisons(scores)
-            _, advantage = winrate_advantage(wins, given, std=c.reward.std, eps=c.reward.eps, ddof=c.reward.ddof)
+            _, advantage = winrate_advantage(wins, pair_counts, std=c.reward.std, eps=c.reward.eps, ddof=c.reward.ddof)
         else:
             advantage = advantages(
                 rewards, self.session.weights, group_size, c.reward, parts, sub_scores, self.world.device
             )
         self._check_information(step, scores)
-        return advantage, reward_metrics(names, rewards, group_size) | shares | {
+        known = torch.from_numpy(~np.isnan(rewards[:, weights != 0]).any(1)).view(-1, group_size)
+        targets = Targets(advantage, wins.float(), pair_counts.float(), known.to(advantage.device))
+        return targets, reward_metrics(names, rewards, group_size) | shares | {
             "advantage/zero_groups": float((advantage == 0).all(1).float().mean()),
             "advantage/max": float(advantage.abs().max()),
         }
@@ -289,13 +291,6 @@ class TrainingLoop:
                     local[k] += weight * np.stack([group.wins, group.counts])
         wins, counts = torch.from_numpy(self.world.gather_slots(local, total)).to(self.world.device).unbind(1)
         return wins, counts
-
-    def _targets(self, advantage: Tensor, scores: StepScores) -> Targets:
-        """Advantages and comparisons of all ranks' samples."""
-        wins, counts = self._comparisons(scores)
-        there = [~np.isnan(scores.values[name]) for name, weight in self.session.weights.items() if weight]
-        known = self.world.gather_slots(np.stack(there).min(0).astype(np.float64), len(advantage))
-        return Targets(advantage, wins.float(), counts.float(), torch.from_numpy(known > 0).to(advantage.device))
 
     def _check_information(self, step: int, scores: StepScores) -> None:
         """Warn of verdicts without information; raise NoInformation after `judge.patience_steps` such steps."""
