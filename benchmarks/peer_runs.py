@@ -1,7 +1,7 @@
 """`python -m benchmarks.peer_runs PEER`: a peer's own training script, unedited, on a small pipeline, in this process.
 
-Packages that its script imports but that are not installed are replaced by substitutes: settings, a `wandb` that records
-what is logged, and CUDA functions mapped to this CPU for scripts that require GPUs. The run ends after `--steps` training
+Packages that its script imports but that are not installed have substitutes: settings, a `wandb` that records what is
+logged, and CUDA functions mapped to this CPU for scripts that require GPUs. The run ends after `--steps` training
 steps. With `--launcher` the script is started by `python -m prefgrpo.integrations`; with `--alternate` every other
 training step runs without the patch. Written to `--out`: for each training step its losses, seconds of this process
 (without text encoders), dispatcher calls if counted, and whether it was patched. Invariant: no file of a peer is edited
@@ -169,7 +169,7 @@ class Recorder:
         cls.forward = timed
 
 
-# ---- substitutes for packages that are not installed ------------------------------------------------------------------
+# ---- substitutes for packages that are not installed -----------------------------------------------------------------
 
 
 class Settings(dict[str, Any]):
