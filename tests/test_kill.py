@@ -8,6 +8,7 @@ for bit, later steps up to rounding in gradient sums. Every file of a checkpoint
 """
 
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -46,7 +47,7 @@ WRITER = "torch.distributed.checkpoint.filesystem:FileSystemWriter.write_data"
 POINTS = {
     "before the first step": (0, Hold(f"{LOOP}run", before=True)),
     "in a rollout": (1, Hold("prefgrpo.rollout.batches:decode", 6)),
-    "judged": (0, Hold(f"{LOOP}advantages", 3)),
+    "judged": (0, Hold(f"{LOOP}targets", 3)),
     "in the gradients": (1, Hold("prefgrpo.rollout.replay:replay", 9)),
     "between two updates": (0, Hold("prefgrpo.run.policy:Policy.update", 5)),
     "updated": (0, Hold(f"{LOOP}update", 3)),
@@ -95,7 +96,7 @@ def all_end(runs):
 def test_killed_and_resumed(place, truths, kind, point):
     truth, name = truths(kind), f"{kind} {point}".replace(" ", "_").replace("'", "")
     (rank, hold), options = POINTS[point], COMMON | KINDS[kind]
-    hold = hold._replace(about=hold.about.replace("PRODUCT", "lora" if kind == "lora" else "pipeline"))
+    hold = replace(hold, about=hold.about.replace("PRODUCT", "lora" if kind == "lora" else "pipeline"))
     run, other = place / "runs" / name, place / "other" / name
     file = recipe(place, name, **options)
     killed = ranks(file, 2, holds={rank: hold})

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import importlib
 import json
 import multiprocessing
 import os
+import pkgutil
 import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import yaml
@@ -97,7 +98,8 @@ BRIGHTNESS = f"{__name__}.Brightness"
 """The name of `Brightness` in `reward.spec`."""
 
 
-class Hold(NamedTuple):
+@dataclass(frozen=True)
+class Hold:
     """Where a process stops and waits for the test: after (or before) the n-th call of a function."""
 
     function: str
@@ -107,13 +109,14 @@ class Hold(NamedTuple):
     about: str = ""
     """Only calls with this text in their arguments are counted."""
 
+    def __post_init__(self) -> None:
+        pkgutil.resolve_name(self.function)  # a renamed function fails here, not only in a child process
+
     def install(self, reached: Any, go: Any) -> None:
         """Patch the function in this process."""
         module, _, path = self.function.partition(":")
-        *owners, name = path.split(".")
-        owner: Any = importlib.import_module(module)
-        for part in owners:
-            owner = getattr(owner, part)
+        owner_path, _, name = path.rpartition(".")
+        owner: Any = pkgutil.resolve_name(f"{module}:{owner_path}")
         original, calls = getattr(owner, name), 0
 
         def held(*args: Any, **kwargs: Any) -> Any:
