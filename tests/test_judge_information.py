@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from aiohttp import web
 from judge_server import MODEL, JudgeServer, text_of
-from tiny_run import merged, ranks, recipe, rows, train, world
+from tiny_run import merged, ranks, recipe, rows, train
 
 from prefgrpo.config.schema import JudgeConfig
 from prefgrpo.judge import client
@@ -201,11 +201,6 @@ def test_a_bad_server_of_two_is_named_and_a_template_of_ones_own_is_warned_about
 
 
 # ---- a run ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    return world(tmp_path_factory.mktemp("information"))
 
 
 def judged(url, **over):

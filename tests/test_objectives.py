@@ -20,7 +20,7 @@ import peers
 import pytest
 import torch
 from families import case_of, conditions, folder, load, perturb
-from tiny_run import ALONE, ranks, recipe, rows, settings, weights, world
+from tiny_run import ALONE, ranks, recipe, rows, settings, weights
 from torch.nn import functional as F
 
 from prefgrpo.config.loading import from_dict
@@ -400,11 +400,6 @@ RUNS = {
     "crd": {},
 }
 QUICK = ("nft",)
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    return world(tmp_path_factory.mktemp("objectives"))
 
 
 def options(name, **train):

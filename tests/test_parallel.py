@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tiny_run import BRIGHTNESS, PROMPTS, ranks, recipe, rows, train, world
+from tiny_run import BRIGHTNESS, PROMPTS, ranks, recipe, rows, train
 
 from prefgrpo.config.recipe import ConfigError
 from prefgrpo.parallel.world import World, pick_device
@@ -27,11 +27,6 @@ from prefgrpo.sde.noise import initial_latents
 pytestmark = pytest.mark.dist
 P, G = 4, 4
 SAME = {"rollout": {"prompts_per_step": P, "group_size": G, "batch_size": G}, "train": {"lr": 1e-3}}
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    return world(tmp_path_factory.mktemp("parallel"))
 
 
 class RankOneIsTied(PointwiseReward):
@@ -229,10 +224,16 @@ def test_ranks_may_change_on_resume_and_a_rank_may_have_nothing_to_evaluate(plac
 
 
 def collectives() -> None:
-    """Runs in the new process: every collective, checked against a known answer; a failure is a non-zero exit code."""
+    """Runs in the new process; a failure is a non-zero exit code."""
     from prefgrpo.parallel import world as parallel
 
-    world = parallel.start("cpu")
+    with parallel.process_group("cpu") as world:
+        check_collectives(world)
+    os._exit(0)
+
+
+def check_collectives(world) -> None:
+    """Every collective, checked against a known answer."""
     rank, size = world.rank, world.size
     assert world.main == (rank == 0) and list(world.slots(6)) == list(range(rank, 6, size))
     local = np.array([[float(p), 10.0 * p] for p in world.slots(6)])
@@ -272,8 +273,6 @@ def collectives() -> None:
         assert ("only here" in str(error)) == (rank == 0)
     else:
         raise AssertionError("every rank must raise")
-    parallel.stop()
-    os._exit(0)
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.full)])

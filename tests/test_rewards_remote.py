@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from judge_server import JudgeServer, free_port
 from reward_server import MOODY, Moody, Process, Stub, brightness, picture
-from tiny_run import Hold, recipe, rows, start, train, weights, world
+from tiny_run import Hold, recipe, rows, start, train, weights
 
 from prefgrpo.data.media import Media
 from prefgrpo.rewards import RewardSpecError, build
@@ -197,11 +197,6 @@ def test_a_source_is_encoded_once(monkeypatch):
         assert reward.needs_source
         scores = reward.score([Sample("p", picture(k), (source,)) for k in range(6)])
     assert [s.value for s in scores] == [k / 255 for k in range(6)] and calls.count(source) == 1 and len(calls) == 7
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    return world(tmp_path_factory.mktemp("remote"))
 
 
 def run(place, name, url=""):

@@ -20,7 +20,7 @@ import yaml
 from judge_server import JudgeServer
 from PIL import Image
 from reward_cases_own import geneval as geneval_options
-from tiny_run import Hold, attempt, ranks, settings, start, tree, world
+from tiny_run import Hold, attempt, ranks, settings, start, tree
 
 from prefgrpo.data.file_names import Generated
 from prefgrpo.data.media import Media
@@ -42,11 +42,6 @@ POINTS = (
 )
 """The 27 test points of the suite, 10 primary dimensions."""
 KEYS = {"en": ("Testpoints", "Testpoint Description"), "zh": ("考点", "考点对应描述")}
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    return world(tmp_path_factory.mktemp("suites"))
 
 
 def bench(file, count, language="en", broken=()):

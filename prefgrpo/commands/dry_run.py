@@ -29,8 +29,7 @@ from prefgrpo.run.session import check_run, open_collector, open_model, open_sch
 
 def dry_run(config: Config) -> int:
     """Print configuration, memory and the first batch; returns the exit code. Raises what `train` raises at start."""
-    world = parallel.start(config.device, config)
-    try:
+    with parallel.process_group(config.device, config) as world:
         check_run(config)
         print(yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True))
         prompts, sets = prompt_sets(config)
@@ -67,6 +66,4 @@ def dry_run(config: Config) -> int:
         seconds = time.perf_counter() - middle
         print(f"encoding, rollout and decoding {middle - begin:.2f} s; one trained step {seconds:.2f} s")
         print(f"peak memory {peak_memory(world.device) / GIB:.2f} GiB; nothing was written")
-    finally:
-        parallel.stop()
     return 0

@@ -215,8 +215,7 @@ def evaluate(
         return code
     side = _side(config, target, weights)
     where = out or Path(config.output) / config.name / "evaluations" / side.label
-    world = parallel.start(config.device, config)
-    try:
+    with parallel.process_group(config.device, config) as world:
         if suite:
             place = out or where / suite
             code = _suite(side, load_suite(suite), suite, prompts, place, samples, question, fps, world)
@@ -227,8 +226,6 @@ def evaluate(
         if world.main:
             _update_report(target, place, f"{suite}.json" if suite else "comparison.json")
         return code
-    finally:
-        parallel.stop()
 
 
 def _update_report(target: str, place: Path, results: str) -> None:

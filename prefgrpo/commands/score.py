@@ -97,9 +97,8 @@ def score(
         raise ConfigError(["score: reading clips needs imageio-ffmpeg: pip install 'prefgrpo[video]'"])
     _check_inputs({name: load_class(name) for name in weights}, files)  # before anything is loaded
     batch = batch or (4 if clips else 32)
-    world = parallel.start(device)
-    torch.set_num_threads(threads)
-    try:
+    with parallel.process_group(device) as world:
+        torch.set_num_threads(threads)
         own = _options(options, weights, device)
         config = Config(reward=RewardConfig(spec=reward_spec, options=own), seed=seed)
         rewards = build(weights, reward_options(config, weights, own, None, world))
@@ -112,8 +111,6 @@ def score(
         scores = score_files(rewards, files, batch, seed, deadline_s, world)
         for reward in rewards.values():
             reward.close()
-    finally:
-        parallel.stop()
     if not world.main:
         return 0
     result = summary(images, weights, files, scores)

@@ -10,7 +10,8 @@ local accumulation (no per-backward hooks), so a rank whose groups carry no sign
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import NamedTuple, TypeVar
@@ -33,8 +34,6 @@ from prefgrpo.parallel.watch import Heartbeat, restart_count
 T = TypeVar("T")
 LONGEST_WAIT = timedelta(hours=2)
 """Timeout of collectives, enough for one rank to judge or write a large model; torch's default on GPUs is 10 min."""
-_heartbeats: list[Heartbeat] = []
-"""The heartbeat of this process, while it is in a process group."""
 
 
 class Transfer(NamedTuple):
@@ -201,8 +200,9 @@ def pick_device(name: str) -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
 
-def start(device_name: str, config: Config | None = None) -> World:
-    """Join the torchrun process group if there is one; without `config`, for plain data parallelism.
+@contextmanager
+def process_group(device_name: str, config: Config | None = None) -> Iterator[World]:
+    """Joins torchrun's process group, if there is one, and leaves it; without `config`, for plain data parallelism.
 
     Raises ConfigError if the section `parallel` does not fit the number of processes.
     """
@@ -211,25 +211,23 @@ def start(device_name: str, config: Config | None = None) -> World:
         torch.cuda.set_device(device)
     size = int(os.environ.get("WORLD_SIZE", "1"))
     layout = Layout.of(config, size) if config else Layout(size)
+    heartbeat: Heartbeat | None = None
     if size > 1 and not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         store, rank, _ = next(rendezvous("env://", timeout=LONGEST_WAIT))
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # it keeps the addresses of earlier starts
             store = PrefixStore(f"attempt/{restart_count()}", store)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=LONGEST_WAIT)
-        _heartbeats.append(Heartbeat())
-        _heartbeats[-1].start()
-    return World(int(os.environ.get("RANK", "0")), size, device, layout, device_mesh(layout, device))
+        heartbeat = Heartbeat()
+        heartbeat.start()
+    try:
+        yield World(int(os.environ.get("RANK", "0")), size, device, layout, device_mesh(layout, device))
+    finally:
+        if heartbeat:
+            heartbeat.stop()
+            dist.destroy_process_group()
 
 
 def is_peer_failure(error: BaseException) -> bool:
     """Whether an error is only a consequence of another process having exited or left the group."""
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "/gloo/" in str(error))
-
-
-def stop() -> None:
-    """Leave the torchrun process group."""
-    if dist.is_initialized():
-        while _heartbeats:
-            _heartbeats.pop().stop()
-        dist.destroy_process_group()

@@ -168,8 +168,7 @@ def open_session(config: Config, resume: bool) -> Session:
     Raises ConfigError, DataError, CheckpointError, ModelError or JudgeError.
     """
     with ExitStack() as opened:
-        world = parallel.start(config.device, config)
-        opened.callback(parallel.stop)
+        world = opened.enter_context(parallel.process_group(config.device, config))
         resume = resume or restart_count() > 0
         folder = RunFolder(Path(config.output) / config.name)
         check_run(config)
