@@ -117,7 +117,11 @@ def test_rewards_with_one_short_name_stay_apart(tmp_path, case):
         places = [rewards.index(full) + 1 if full in rewards else 0 for rewards in own]
         assert table[name] == [f"{k}.00 → {10 + k}" if k else "–" for k in places]
         assert table[f"win rate by {name}"] == [f"{10 * k} %" if k else "–" for k in places]
-        for chart in (f"Measured: {name}: overall", f"Win rate against the initial model: by {name}", f"Reward: {name}: mean"):
+        for chart in (
+            f"Measured: {name}: overall",
+            f"Win rate against the initial model: by {name}",
+            f"Reward: {name}: mean",
+        ):
             assert titles.count(chart) == 1
     page = parse(write_report(folders[0]).read_text())
     assert len({f.all("h2")[0].text for f in page.all("div", "figure")}) == 2 * len(own[0])
@@ -174,7 +178,7 @@ PLACES = {  # runs, --out, what is said (None: the page is written)
     "a folder for one run": (["a"], "sub", "sub is a folder; expected the name of a file"),
     "in no folder": (["a", "b"], "nodir/x.html", "nodir/x.html cannot be written: the folder nodir does not exist"),
     "no run": (["c"], "", "c is not a run folder: expected config.yaml or metrics.jsonl in it"),
-    "nothing": ([], "", "expected a run folder, or several"),
+    "nothing": ([], "", "expected one or more run folders"),
 }
 
 

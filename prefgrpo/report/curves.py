@@ -143,7 +143,10 @@ def _policy(run: Run) -> list[Chart]:
     clipped = [("all", "clip_fraction"), ("above", "clip_fraction_high"), ("below", "clip_fraction_low")]
     kl = _series(train, [("to the rollout's policy", "approx_kl"), ("to the initial policy", "kl")], "policy/")
     kl = [s for s in kl if np.nanmax(np.abs(s.y), initial=0) > 0]
-    note, unused = "Share of samples outside the clip range.", "All advantages of the group are zero; it is not trained on."
+    note, unused = (
+        "Share of samples outside the clip range.",
+        "All advantages of the group are zero; it is not trained on.",
+    )
     lost = _series(train, [("groups without signal", "advantage/zero_groups")], colour=1)
     return [
         Chart("Policy ratio − 1", ratio, note="Band: from the smallest to the largest value of the step.", lines=lines),
