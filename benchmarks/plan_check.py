@@ -35,9 +35,9 @@ WITHIN = 0.3
 Row = tuple[str, str, str, float, float]
 """(what, source, unit, published or measured value, planned value)."""
 NOT_DIVIDED = (
-    "the source has two measurements, which differ by a third. Kernel launches and the latency of the 228 all-to-alls per "
-    "forward do not shrink when a GPU has fewer tokens; the plan counts neither. On four GPUs an image took 1/1.8 of the "
-    "time on one (compiled: 1/2.1), not 1/3.7."
+    "the source has two measurements that differ by a third. Kernel launches and the latency of the 228 all-to-alls "
+    "per forward do not shrink when a GPU has fewer tokens; the plan counts neither. On four GPUs an image took 1/1.8 "
+    "of the time on one (compiled: 1/2.1), not 1/3.7."
 )
 WHY = {
     "FLUX.1-dev 1024², 28 steps, ulysses 4": NOT_DIVIDED,
