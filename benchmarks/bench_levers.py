@@ -69,30 +69,30 @@ class Lever:
 KL = {"kl_coef": 0.04}
 LEVERS = {
     "`train.reuse_rollout_forward`": Lever(
-        {"train": {"reuse_rollout_forward": True}}, "auto: where no bit changes and the graphs fit"
+        {"train": {"reuse_rollout_forward": True}}, "auto: on if no bit changes and the graphs fit"
     ),
     "the same, SD3 with guidance": Lever({"train": {"reuse_rollout_forward": True}}, "auto", family="sd3"),
     "`train.guidance_gradient: conditional`, SD3": Lever(
-        {"train": {"guidance_gradient": "conditional"}}, "both: it is another gradient", family="sd3"
+        {"train": {"guidance_gradient": "conditional"}}, "both, because this changes the gradient", family="sd3"
     ),
     "`rollout.batch_size: 4`, without it 1": Lever({}, "8", {"rollout": {"batch_size": 1}}),
     "`train.replay_batch: 12`": Lever(
-        {"train": {"replay_batch": GROUP * TRAINED}}, "off: the first ratio is 1 up to rounding only"
+        {"train": {"replay_batch": GROUP * TRAINED}}, "off, because the first ratio is then 1 only up to rounding"
     ),
     "`train.kl_fraction: 0.34` of a KL": Lever(
         {"train": KL | {"kl_fraction": 0.34}},
-        "1: it is exact in expectation only (here the KL is still 0)",
+        "1, because this is exact only in expectation (here the KL is still 0)",
         {"train": KL},
     ),
-    "`train.min_advantage: 0.5`": Lever({"train": {"min_advantage": 0.5}}, "0: the gradient is biased"),
+    "`train.min_advantage: 0.5`": Lever({"train": {"min_advantage": 0.5}}, "0, because this biases the gradient"),
     "`rollout.window_size: 1`": Lever({"rollout": {"window_size": 1}}, "all steps; most recipes set it"),
-    "`train.objective: awm`": Lever({"train": {"objective": "awm"}}, "grpo: it is another objective"),
+    "`train.objective: awm`": Lever({"train": {"objective": "awm"}}, "grpo, because this is another objective"),
     "no `train.gradient_checkpointing`": Lever(
-        {}, "none; `prefgrpo plan` says where it is needed", {"train": {"gradient_checkpointing": True}}
+        {}, "off; `prefgrpo plan` says where it is needed", {"train": {"gradient_checkpointing": True}}
     ),
     "our LoRA layers instead of peft's": Lever({}, "always", baseline=peft_layers),
     "our rotary embedding instead of diffusers'": Lever({}, "always", baseline=lambda _: stock_rotary()),
-    "`compile`": Lever({"compile": True}, "off: the first steps compile for minutes"),
+    "`compile`": Lever({"compile": True}, "off, because the first steps compile for minutes"),
 }
 
 
@@ -179,7 +179,7 @@ def measure(name: str, size: str, rounds: int) -> dict[str, Any]:
 def table(found: dict[str, Any]) -> list[str]:
     """The block of docs/training.md."""
     lines = [
-        "| lever | pipeline | step | update | memory | gradient | default |",
+        "| option | pipeline | step | update | memory | gradient | default |",
         "|---|---|---:|---:|---:|---|---|",
     ]
     for run in found["runs"]:
@@ -190,7 +190,7 @@ def table(found: dict[str, Any]) -> list[str]:
         lines.append(f"| {run['lever']} | {run['size']} | {' | '.join(cells)} |")
     m = found["machine"]
     state = f"One thread of an {m['device']}, load average {m['load']:.1f}, torch {m['torch']}; CPU seconds, "
-    return [*lines, "", f"{state}medians of {found['rounds']} steps of each side in turn."]
+    return [*lines, "", f"{state}medians of {found['rounds']} steps with and without the option, alternating."]
 
 
 def main(argv: Sequence[str] | None = None) -> None:

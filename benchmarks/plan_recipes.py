@@ -84,8 +84,8 @@ def table(found: dict[str, Any], missing: Sequence[str] = ()) -> list[str]:
         return later[:1]
     lines = [
         *later,
-        f"On {GPU.upper()} with {HARDWARE[GPU].memory_gib:g} GiB, at {MFU[False]:g} of their peak; recipes are for "
-        "the GPUs named:",
+        f"On {GPU.upper()} with {HARDWARE[GPU].memory_gib:g} GiB, at {MFU[False]:g} of the peak FLOP/s, for "
+        "the number of GPUs in each recipe:",
         "",
         "| family | model | recipe | makes | GPUs | GiB per GPU | s per step | samples per step | steps | GPU-hours "
         "| judges |",
@@ -108,7 +108,7 @@ def levers_table(found: dict[str, Any]) -> list[str]:
     """Images or clips per GPU and second with each single lever, by recipe."""
     known = [name for name in WITH_LEVERS if "levers" in found.get(name, {})]
     rows = {name: {lever: (rate, gib) for lever, rate, gib in found[name]["levers"]} for name in known}
-    lines = ["| lever | " + " | ".join(f"`{name}` | × | GiB" for name in known) + " |"]
+    lines = ["| option | " + " | ".join(f"`{name}` | × | GiB" for name in known) + " |"]
     lines.append("|---" + "|---:" * 3 * len(known) + "|")
     for lever in dict.fromkeys(lever for own in rows.values() for lever in own):
         cells = []

@@ -62,10 +62,10 @@ def _ranges(runs: list[dict[str, Any]]) -> list[str]:
     shown = [f"{min(each):.1f}-{max(each):.1f} ({dtypes})" for dtypes, each in ratios["eager"].items()]
     compiled = [ratio for each in ratios["compile"].values() for ratio in each]
     return [
-        f"On the CPUs below, affine_step with noise given takes, at FLUX 1024² ×4, {', '.join(shown)}",
-        f"times less time than eager torch, and {min(compiled):.1f}-{max(compiled):.1f} times less than torch.compile. "
-        'The variant "ours, out=" writes x\' into',
-        "preallocated memory.",
+        f"On the CPUs below, affine_step with noise given is, at FLUX 1024² ×4, {', '.join(shown)}",
+        f"times as fast as eager torch, and {min(compiled):.1f}-{max(compiled):.1f} times as fast as torch.compile. "
+        'The variant "ours, out=" writes x\'',
+        "into preallocated memory.",
         "",
     ]
 
@@ -103,7 +103,7 @@ def _section(run: dict[str, Any], picture: str) -> list[str]:
     lines = [
         f"## {m['device']}",
         "",
-        f"{m['threads']} threads of {m['cores']}, load average {m['load']:.1f} when it started, backend "
+        f"{m['threads']} threads on {m['cores']} cores, load average {m['load']:.1f} at the start, backend "
         f"`{m['backend']}` {m['isa']}, torch {m['torch']}, Python {m['python']}, {run['rounds']} interleaved rounds.",
         "",
         f"![speed-up over eager torch]({picture})",
@@ -201,10 +201,12 @@ def render(results: Path, docs: Path) -> None:
         "",
         "Written by `python -m benchmarks` (`make bench`) from `benchmarks/results/*.json`; do not edit. Times are",
         "medians of interleaved rounds; *of copy* is the time of a copy of the same bytes divided by our time; bytes",
-        "are the minimum traffic per element. Eager and compile are the peers' published formula in torch. The",
-        "benefits of the kernels are exactness, few launches and no host synchronisation: their time is negligible",
-        "next to the forward of a model with billions of parameters, and no training run gets faster by the factors",
-        "below. On the CPU, freed memory is cached for every variant, so that none pays for page faults.",
+        "are the minimum traffic per element. *Eager* and *compile* are the published formula of Flow-GRPO and",
+        "others in torch, without and with torch.compile. *Noise given*: the step reads ε from memory; *noise",
+        "addressed*: it computes ε from (seed, sample, step, element). The benefits of the kernels are exactness, few",
+        "launches and no host synchronisation: their time is negligible next to the forward of a model with billions",
+        "of parameters, and no training run gets faster by the factors below. On the CPU, freed memory is cached for",
+        "every variant, so that none pays for page faults.",
         "",
     ]
     files = [results / "cpu.json", *sorted(results.glob("cpu_*.json")), results / "cuda.json"]

@@ -51,12 +51,12 @@ MISTAKES = [
     ("model: ./nowhere", "model folder not found: './nowhere' … model_index.json"),
     ("model: .", "is not a diffusers pipeline folder"),
     ("family: fluxx", "family: unknown model family 'fluxx' … did you mean 'flux'?"),
-    ("family: sd3", "holds a FluxPipeline, expected a StableDiffusion3Pipeline"),
+    ("family: sd3", "contains a FluxPipeline, expected a StableDiffusion3Pipeline"),
     ("rollout: {height: 18}", "rollout.height/width … multiples of 4 … got 18 × 16"),
     ("rollout: {width: 2}", "rollout.height/width … multiples of 4"),
     ("train: {lora_targets: [to_qq]}", "train.lora_targets:  … to_qq … it has  … attn.to_q"),
     ("reward: {spec: jpeg_compresibility}", "reward.spec: unknown reward … jpeg_compressibility"),
-    ("reward: {spec: 'jpeg_compressibility:0'}", "reward.spec: every weight is 0 … measure with eval.spec"),
+    ("reward: {spec: 'jpeg_compressibility:0'}", "reward.spec: expected a weight other than 0 … use eval.spec"),
     # wrong media type, reported before anything loads
     ("model: ./nowhere, reward: {spec: videoalign}", "videoalign takes video, but this run makes images"),
     (MANY, "did you mean 'sd3' … data.prompts: prompts file not found: /no/p.txt … group_size: expected 2 or more … "
@@ -73,8 +73,8 @@ MISTAKES = [
     ("eval: {frames: 5, guidance_2: 3.0}", "eval.frames: flux makes images … eval.guidance_2: flux has one denoiser"),
     ("eval: {height: 18}", "eval.height/width/frames: height and width must be multiples of 4"),
     ("eval: {steps: 0}", "eval.steps: expected a value above 0, got 0"),
-    ("device: cuda", "device: cuda was asked for, but torch sees no GPU"),
-    ("output: /dev/null/runs", "cannot be made or written … --output"),
+    ("device: cuda", "device: expected a GPU for cuda, but torch finds none"),
+    ("output: /dev/null/runs", "cannot be created or written … --output"),
     (VLM + "{backend: local, model: /no/judge}", "judge checkpoint not found: expected /no/judge/config.json"),
     (VLM + "{template: compar}", "compar … compare"),
     (VLM + "{endpoints: ['localhost:8000']}", "endpoints must be http:// or https:// addresses … localhost:8000"),
@@ -100,7 +100,7 @@ def test_a_folder_with_foreign_things_stays_as_it_is(place, capsys, foreign):
     folder, file = place / "runs" / name, recipe(place, name)
     (folder / foreign).parent.mkdir(parents=True)
     (folder / foreign).write_text(FOREIGN[foreign])
-    refused(attempt(capsys, "train", file), "holds another run", "nothing was touched", "another --name")
+    refused(attempt(capsys, "train", file), "contains another run", "nothing was changed", "another --name")
     refused(attempt(capsys, "train", file, "--resume"), "is not a run of prefgrpo", "another --name")
     assert tree(folder) == {foreign: FOREIGN[foreign].encode()}
 

@@ -29,7 +29,7 @@ def test_the_page_is_the_rendering_of_the_levers():
 def test_the_plans_table_marks_what_misses():
     rows = [["a run", "someone", "s", 10.0, 12.0], ["another", "someone", "s", 10.0, 14.0]]
     lines = plan_check.table({"flux": rows})
-    assert lines[2].endswith("| 10 | 12 | +20% |  |") and lines[3].endswith("| +40% | misses |")
+    assert lines[2].endswith("| 10 | 12 | +20% |  |") and lines[3].endswith("| +40% | > 30 % |")
     assert lines[5:] == ["- another: not explained yet."]
 
 

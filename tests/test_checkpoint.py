@@ -108,7 +108,7 @@ def test_every_bit_of_the_facts_is_checked(tmp_path):
             read(path, ALONE)
     for content in (b"[]", b"3", b"{}", b'{"files": {}}', b"null"):
         (path / "state.json").write_bytes(content)
-        with pytest.raises(CheckpointError, match="is not a whole checkpoint"):
+        with pytest.raises(CheckpointError, match="is not a complete checkpoint"):
             read(path, ALONE)
 
 
@@ -127,7 +127,10 @@ def test_claiming_a_folder(tmp_path):
     (tmp_path / "new" / ".config.yaml.123").touch()
     os.close(claim(RunFolder(tmp_path / "new"), resume=False))
     (tmp_path / "new" / "thesis.tex").write_text("precious")
-    for resume, told in ((False, r"holds another run \(thesis.tex\); nothing was touched"), (True, "is not a run of")):
+    for resume, told in (
+        (False, r"contains another run \(thesis.tex\); nothing was changed"),
+        (True, "is not a run of"),
+    ):
         with pytest.raises(CheckpointError, match=told):
             claim(RunFolder(tmp_path / "new"), resume)
     (tmp_path / "file").touch()
@@ -324,8 +327,8 @@ def test_a_full_disk_costs_the_steps_since_the_last_checkpoint(place):
     assert code == 3 and "the checkpoint cannot be written: [Errno 28] No space left on device" in output, output
     assert [p.name for p in RunFolder(run).all_checkpoints()] == ["step_000001"]
     code, output = train(file, "--resume", hook=no_room_for_metrics)
-    assert code == 3 and "no room on the disk after step 3: [Errno 28]" in output and "Traceback" not in output, output
-    assert "Make room; continue from" in output and "step_000002 with --resume" in output, output
+    assert code == 3 and "disk full after step 3: [Errno 28]" in output and "Traceback" not in output, output
+    assert "Free disk space, then continue from" in output and "step_000002 with --resume" in output, output
     code, output = train(file, "--resume")
     assert code == 0 and f"resumed from {run / 'checkpoints' / 'step_000002'}" in output
     assert [r["step"] for r in rows(run)] == [1, 2, 3]
@@ -356,7 +359,7 @@ def test_the_same_command_twice_at_once(place):
     code, output = train(file, "--resume")
     assert code == 2 and "is in use by another process" in output, output
     code, output = train(file)
-    assert code == 2 and "holds another run" in output
+    assert code == 2 and "contains another run" in output
     os.kill(first.process.pid, signal.SIGTERM)
     first.release()
     assert first.wait() == 3 and [r["step"] for r in rows(run)] == list(range(1, count(run) + 1)), first.output
@@ -404,7 +407,7 @@ def test_a_finished_run_may_be_resumed_and_prolonged(place, finished):
 
 
 REFUSED = {
-    "overwritten": ([], {}, ("holds another run", "--resume")),
+    "overwritten": ([], {}, ("contains another run", "--resume")),
     "changed": (
         ["--resume", "--seed", "5"], {"rollout": {"group_size": 2, "batch_size": 2}},
         ("rollout.group_size: was 4, is 2", "rollout.batch_size: was 4, is 2", "seed: was 0, is 5", "the old values"),
@@ -447,7 +450,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(place, finishe
         DAMAGE["truncate"](path / "state.json")
     before = tree(run)
     code, output = train(short(place, finished), *options)
-    assert code == 2 and tree(run) == before and f"{newest} is not a whole checkpoint" in output
+    assert code == 2 and tree(run) == before and f"{newest} is not a complete checkpoint" in output
     assert f"remove {run / 'checkpoints'} to start again" in output
 
 

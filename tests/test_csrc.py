@@ -150,7 +150,7 @@ def test_the_environment_names_a_backend():
     assert done.returncode and "unknown backend 'metal': expected one of cuda, triton, cpu, torch" in done.stderr
     if why := unavailable_reason("cuda"):
         done = run(code, PREFGRPO_BACKEND="cuda")
-        assert done.returncode and "backend 'cuda' was asked for but cannot run" in done.stderr and why in done.stderr
+        assert done.returncode and "backend 'cuda' was selected but cannot run" in done.stderr and why in done.stderr
 
 
 SIZE = {"fp32": 4, "bf16": 2, "fp16": 2}

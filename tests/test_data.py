@@ -36,9 +36,9 @@ def test_files_as_people_have_them(tmp_path):
 
 DEEP = b"[" * 10**5 + b"]" * 10**5
 REFUSED = [
-    ("p.txt", b"", ["p.txt holds no prompt: every line is blank"]),
-    ("p.txt", b"\n \n\t\r\n", ["holds no prompt"]),
-    ("p.txt", b"\xef\xbb\xbf\n", ["holds no prompt"]),
+    ("p.txt", b"", ["p.txt contains no prompt, only blank lines"]),
+    ("p.txt", b"\n \n\t\r\n", ["contains no prompt"]),
+    ("p.txt", b"\xef\xbb\xbf\n", ["contains no prompt"]),
     ("p.txt", b"fine\ncaf\xe9\nfine too\n\xff\n", ["2 line(s) are not valid UTF-8 (line 2, 4); re-save"]),
     ("p.txt", b"\xff\n" * 50, ["50 line(s)", "line 1, 2, 3, 4, 5, 6, 7, 8, 9, 10 …"]),
     ("p.txt", "zwei\n".encode("utf-16"), ["not valid UTF-8"]),
@@ -47,7 +47,7 @@ REFUSED = [
     ("p.csv", b"a,b\n1,2", ["no prompt column; expected one of instruction, prompt,", "got ['a', 'b']"]),
     ("p.csv", b"index,prompt\n1,fine\n2,", ["line 3: no prompt"]),
     ("p.csv", b"id;prompt\n1;a cat; asleep", ["line 2: 3 cells, but 2 columns; a cell with ';' needs quotes"]),
-    ("p.csv", b"prompt,id,prompt\na,1,b", ["column prompt is there twice"]),
+    ("p.csv", b"prompt,id,prompt\na,1,b", ["column prompt appears twice"]),
     ("p.csv", b'index,prompt\n0,a dog, a cat and a bird\n\n1,fine\n2,\n3,"two\nlines"\n4,"never closed\n5,x', [
         "3 line(s) cannot be used", "line 2: 3 cells, but 2 columns", "line 5: no prompt",
         "line 8: unexpected end of data (is a quote not closed?)",
@@ -57,7 +57,7 @@ REFUSED = [
         "line 6: no prompt",
     ]),
     ("p.jsonl", b'{"prompt": "deep", "x": %s}\n{"prompt": "\\ud800"}\n{"n": %s}' % (DEEP, b"9" * 5000), ["3 line"]),
-    ("p.parquet", b"nothing", ["is no parquet file that can be read"]),
+    ("p.parquet", b"nothing", ["is not a readable parquet file"]),
 ]  # fmt: skip
 
 

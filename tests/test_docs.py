@@ -29,7 +29,7 @@ NOT_RUN = {
     "pip install ": "installs",
     "CUDA_VISIBLE_DEVICES=": "needs GPUs",
     "prefgrpo judge serve ": "needs a GPU (test_judge_serve.py runs it with a small model)",
-    "prefgrpo judge check ": "needs the judge that the line above serves (test_judge_endpoints.py)",
+    "prefgrpo judge check ": "needs the judge that the line above serves (test_judge_faults.py)",
     "prefgrpo reward serve ": "needs the reward's weights, and does not end (test_reward_serve.py)",
     "curl ": "needs the server of the line above",
     "torchrun ": "abbreviated (test_score.py runs it on two ranks)",

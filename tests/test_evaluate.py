@@ -83,7 +83,7 @@ def test_a_recipe_that_names_no_evaluation_has_a_before_and_after(place):
     over = {"data": {"prompts": str(place / "many.txt")}, "eval": {"prompts": "", "spec": ""}}
     whole = recipe(place, "held", **over)
     code, output = train(whole, "--dry-run")
-    assert code == 0 and "38 training prompts; to evaluate on: 2 of the set dev" in output
+    assert code == 0 and "38 training prompts; evaluation prompts: 2 (dev)" in output
     code, output = train(whole)
     assert code == 0 and "2 of 40 prompts are held out (eval.holdout 0.05)" in output
     found = rows(place / "runs" / "held")

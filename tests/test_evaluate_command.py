@@ -209,7 +209,7 @@ def test_what_cannot_be_evaluated(place, evaluate, capsys):
     for target, options, message in (
         ("one", ["--results", "x"], "--results: expected a --suite with it"),
         ("one", ["--samples", "2"], "--samples: expected a --suite with it"),
-        ("one/checkpoints/step_000009", [], "one/checkpoints/step_000009 is not a whole checkpoint"),
+        ("one/checkpoints/step_000009", [], "one/checkpoints/step_000009 is not a complete checkpoint"),
         ("one", ["--against", place / "nowhere"], "nowhere"),
         ("one", ["--against", place / "flux", "--against-weights", "ema"], "--against-weights: "),
         ("one", ["--fps", "0"], "--fps: expected at least 1, got 0"),

@@ -70,7 +70,7 @@ def launched(file: Path, *torchrun: str, **env: str) -> subprocess.Popen:
 
 
 CAUSES = {
-    "dies": (137, "process 1 ended with code -9", 0),
+    "dies": (137, "process 1 exited with code -9", 0),
     "refuses": (2, "error: no such picture", 0),
     "raises": (1, "MemoryError: no more of it", 1),
     "hangs": (1, "error: process 1 has not responded for 20 s", 0),

@@ -155,7 +155,7 @@ def test_two_ranks_encode_each_text_once(place):
 
 def test_preprocess_says_what_is_wrong(place, capsys):
     code, output = attempt(capsys, "preprocess", recipe(place, "nocache"))
-    assert code == 2 and "data.cache: expected the folder to write to" in output
+    assert code == 2 and "data.cache: expected a folder to write to" in output
     (place / "file").write_text("")
     code, output = attempt(capsys, "preprocess", recipe(place, "file", data={"cache": str(place / "file")}))
     assert code == 2 and "data.cache: expected a folder that can be written, got" in output

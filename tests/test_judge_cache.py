@@ -125,7 +125,7 @@ def test_each_rank_writes_its_own_file_and_reads_all(tmp_path, monkeypatch):
 
 def test_a_disk_that_fails_costs_the_cache_and_no_answer(tmp_path):
     (tmp_path / "file").write_text("")
-    with JudgeServer() as server, pytest.warns(UserWarning, match="no longer kept"):
+    with JudgeServer() as server, pytest.warns(UserWarning, match="no longer cached"):
         count, verdict = asked(server, cache=str(tmp_path / "file" / "x"))
     assert count == 1 and verdict.first < 0.1
     (tmp_path / "rank0.jsonl").mkdir()

@@ -315,7 +315,7 @@ def test_a_server_that_comes_back_with_another_model_gives_no_verdict(noticed, b
     elif back == "another model":
         missing(verdicts, f"serves another, not '{MODEL}'")
     else:
-        missing(verdicts, "from /runs/step-200/judge, where it was /runs/step-100/judge")
+        missing(verdicts, "from /runs/step-200/judge, before that from /runs/step-100/judge")
     assert bool(server.requests) == (back == "the same")
 
 
@@ -347,7 +347,7 @@ def test_one_model_answers_throughout(name):
         j = judge(server.url)
         assert all(v.first is not None for v in ask(j) + ask(j))
         server.fault = "named changed"
-        missing(ask(j), "'changed' answered, not") if name else ask(j)
+        missing(ask(j), "'changed' answered, before that") if name else ask(j)
 
 
 # ---- everything at once ----------------------------------------------------------------------------------------------

@@ -128,7 +128,7 @@ def test_templates_that_cannot_work_are_refused(judge, tmp_path):
     path = tmp_path / "text.yaml"
     path.write_text("user: '{prompt} {media_1} {media_2}'\nanswer: plain\n")
     assert load_template(str(path)).max_tokens == 32
-    with pytest.raises(JudgeError, match="soft answer"):
+    with pytest.raises(JudgeError, match="template with labels"):
         LocalJudge(judge.model.name_or_path, template=str(path))
     folder = shutil.copytree(judge.model.name_or_path, tmp_path / "textual")
     (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'][0]['text'] }}{% endfor %}")

@@ -67,7 +67,7 @@ def test_rubric_and_caption_come_before_the_media(name):
         ("user: '{prompt} media {media_1}'\nlabels: [a, b]", "{media_2} once"),
         ("user: '{prompt} {media_1} {media_2} {media_1}'", "{media_1} once in 'user', found it 2 times"),
         ("user: '{prompt} {media_2} {media_1}'\nlabels: [a, b]", "before"),
-        ("user: '{prompt} {media_1} {media_2} {word}'", "nothing fills in {word}"),
+        ("user: '{prompt} {media_1} {media_2} {word}'", "unknown marker {word}"),
         ("user: '{prompt} {media_1} {media_2}'\nlabels: [a, a]\nanswer: soft", "two labels that differ"),
         ("user: '{prompt} {media_1} {media_2}'\nlabels: ['1', ' 1']", "differ by more than white space, got"),
         ("user: '{prompt} {media_1} {media_2}'\nlabels: [a, A]\nvariants: true", "white space and case"),

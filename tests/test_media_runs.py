@@ -118,13 +118,17 @@ def test_edits_with_sources_of_any_size(place, root):
     assert len(edited) == 3 and len(set(edited)) == 3, "expected three edits of three sources with one instruction"
 
 
-LACK = "per prompt, which 1 of 2 do not have; the first: line 2, 'b' has"
+LACK = "per prompt; 1 of 2 prompts have another number; the first: line 2, 'b' has"
 COUNTS = [
     ("flux", [0, 1], f"flux takes no source image {LACK} 1"),
     ("flux_kontext", [1, 2], f"takes 0 to 1 source images {LACK} 2"),
-    ("qwen_image_edit", [0], "takes one per prompt, which 1 of 1 do not have; the first: line 1, 'a' has 0"),
+    (
+        "qwen_image_edit",
+        [0],
+        "takes one source image per prompt; 1 of 1 prompts have another number; the first: line 1, 'a' has 0",
+    ),
     ("qwen_image_edit_plus", [2, 3, 1], "line 1, 'a' has 2, line 2, 'b' has 3"),
-    ("wan_ti2v", [1, 0], "every prompt of a file needs as many source images"),
+    ("wan_ti2v", [1, 0], "all prompts of a file need the same number of source images"),
 ]
 
 

@@ -53,7 +53,7 @@ def test_a_folder_of_another_kind(folder, tmp_path):
         load(tmp_path)
     index = json.loads((folder / "model_index.json").read_text()) | {"_class_name": "WanPipeline"}
     (tmp_path / "model_index.json").write_text(json.dumps(index))
-    with pytest.raises(ModelError, match="holds a WanPipeline, expected a FluxPipeline"):
+    with pytest.raises(ModelError, match="contains a WanPipeline, expected a FluxPipeline"):
         load(tmp_path)
 
 
@@ -112,7 +112,7 @@ def test_lora_mistakes(folder, tmp_path):
         adapter.save_lora(str(tmp_path))
     with pytest.raises(RuntimeError, match="no reference policy"), adapter.reference():
         pass
-    with pytest.raises(ValueError, match=r"\['attn.to_qq'\] name no Linear .* attn.to_q,"):
+    with pytest.raises(ValueError, match=r"\['attn.to_qq'\] match no Linear .* attn.to_q,"):
         adapter.add_lora(4, 8.0, ("attn.to_q", "attn.to_qq"))
     with pytest.raises(ValueError, match="rank must be at least 1"):
         adapter.add_lora(0, 8.0)

@@ -77,7 +77,7 @@ def test_a_gpu_that_cannot_start_our_kernels_falls_to_triton(gpu, monkeypatch):
     monkeypatch.setattr(backend, "_interpreted", lambda: False)
     with pytest.warns(UserWarning, match="uses 'triton'.*no kernel image"):
         assert backend_of("cuda") == "triton"
-    with pytest.raises(RuntimeError, match=r"'cuda' was asked for but cannot run.*80,90a"), use_backend("cuda"):
+    with pytest.raises(RuntimeError, match=r"'cuda' was selected but cannot run.*80,90a"), use_backend("cuda"):
         pass
 
 

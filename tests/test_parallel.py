@@ -130,7 +130,7 @@ def test_torchrun_starts_it(place):
 LAUNCHED = {
     "value": (["--train.steps", "many"], {}, 2, "many"),
     "mistake": ([], {"train": {"updates_per_rollout": 9}}, 2, "expected at most one update per sample, got 9"),
-    "folder": ([], {}, 2, "holds another run (thesis.tex)"),
+    "folder": ([], {}, 2, "contains another run (thesis.tex)"),
     "stopped": (
         [],
         {"reward": {"spec": f"{HERE}RankOneHasNone"}, "eval": {"every": 0}},
@@ -154,7 +154,7 @@ def test_launch_ends_with_the_runs_exit_code_and_one_message(place, case):
     done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=600, env=env)
     output = done.stdout + done.stderr
     assert done.returncode == code, output
-    assert output.count(told) == 1 and "Traceback" not in output and "rank 0 found" not in output, output
+    assert output.count(told) == 1 and "Traceback" not in output and "error message of rank 0" not in output, output
     assert (place / "runs" / f"launch-{case}" / "report.html").is_file() == (code == 3)
 
 
@@ -165,8 +165,8 @@ TROUBLES = {
         ("expected at most one update per sample, got 13 updates of 12 samples per step",),
         ("expected at most one update per sample",),
     ),
-    "taken": ({}, 2, ("holds another run (thesis.tex)",), ("rank 0 found a problem",)),
-    "down": (NOBODY, 2, ("not reachable",), ("rank 0 found a problem",)),
+    "taken": ({}, 2, ("contains another run (thesis.tex)",), ("see the error message of rank 0",)),
+    "down": (NOBODY, 2, ("not reachable",), ("see the error message of rank 0",)),
     "lost": ({"reward": {"spec": f"{HERE}RankOneHasNone"}}, 3, ("step 1: 50% of the rewards are missing",), ()),
     "tied": ({"reward": {"spec": f"{HERE}RankOneIsTied"}}, 0, (), ()),
 }  # fmt: skip
@@ -291,7 +291,7 @@ def test_one_process_needs_no_group():
 def test_devices(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert pick_device("auto").type == pick_device("cpu").type == "cpu"
-    with pytest.raises(ConfigError, match="device: cuda was asked for, but torch sees no GPU"):
+    with pytest.raises(ConfigError, match="device: expected a GPU for cuda, but torch finds none"):
         pick_device("cuda")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setenv("LOCAL_RANK", "3")

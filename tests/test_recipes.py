@@ -98,7 +98,7 @@ def test_a_recipe_dry_runs(place, recipe, monkeypatch, tmp_path, capsys):
     config = load(recipe)
     assert yaml.safe_load(out[: out.index("\nweights")])["family"] == config.family
     endpoint = objective(config.train).collector == "endpoint"
-    checked = "error of the velocity" if endpoint else "max |ratio − 1| = 0.0e+00"
+    checked = "velocity error" if endpoint else "max |ratio − 1| = 0.0e+00"
     assert checked in out and "nothing was written" in out
     first = -(-4 // config.train.updates_per_rollout) * config.rollout.group_size  # samples of the first update
     assert f"samples [{min(config.rollout.batch_size, first)}, " in out

@@ -145,7 +145,7 @@ def test_clips_play_and_edits_show_their_sources(tmp_path):
     course = page.all("table", "course")[0].all("img")[0].attributes["src"]
     assert getattr(image(course), "n_frames", 1) == 1
     corners = [i for i in page.all("image") if i.attributes["id"].endswith("-source")]
-    assert len(corners) == 2 and "In the corner: the source image." in page.text
+    assert len(corners) == 2 and "The source image is in the corner." in page.text
     for corner, source in zip(corners, sources, strict=False):
         np.testing.assert_array_equal(pixels(corner), source)
     (script,) = [s for s in page.all("script") if s.attributes.get("id") == "items"]
@@ -157,13 +157,13 @@ def test_clips_play_and_edits_show_their_sources(tmp_path):
 def test_curves_carry_the_logged_values(page):
     found = charts(page)
     assert list(found)[:14] == [
-        "Win rate against the start", "Measured: scenes", "Reward: std within a group", "Judge: consistency",
+        "Win rate against the initial model", "Measured: scenes", "Reward: std within a group", "Judge: consistency",
         "Clipped", "KL divergence", "Policy ratio − 1", "Groups without signal", "Gradient norm", "Judge: latency",
         "Judge: failures", "Time per step", "Judge overlap", "loss",
     ]  # fmt: skip
-    assert "to the start" not in found["KL divergence"].text  # kl_coef 0: the KL was never computed
-    x, y = curve(found["Win rate against the start"], "by judge")
-    assert x == [0, 20, 40, 60, 80] and found["Win rate against the start"].all("path", "band")
+    assert "to the initial policy" not in found["KL divergence"].text  # kl_coef 0: the KL was never computed
+    x, y = curve(found["Win rate against the initial model"], "by judge")
+    assert x == [0, 20, 40, 60, 80] and found["Win rate against the initial model"].all("path", "band")
     np.testing.assert_allclose(y, [100 * eval_row(s, STEPS, "dev")["dev/win_judge"] for s in x], rtol=1e-3)
     rows = [train_row(s) for s in range(1, STEPS + 1)]
     x, y = curve(found["Gradient norm"], "before clipping")
@@ -356,8 +356,8 @@ DAMAGE = {
     "eval/dev_000020.npz": (lambda data: b"PK\x03\x04 torn", DAMAGED),
     "eval/dev_000040.npz": (lambda data: b"", DAMAGED),
     "groups/step_000020.npz": (lambda data: data[:300] + bytes(300) + data[600:], DAMAGED),
-    "groups/step_000040.npz": (lambda data: wrong_arrays(), "does not contain what a run writes there"),
-    "eval/test_000040.json": (lambda data: b"[1]", "does not contain what a run writes there"),
+    "groups/step_000040.npz": (lambda data: wrong_arrays(), "does not have the expected content"),
+    "eval/test_000040.json": (lambda data: b"[1]", "does not have the expected content"),
     "eval/test_prompts.json": (lambda data: b"\xff", "could not be read"),
 }
 

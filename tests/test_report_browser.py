@@ -230,10 +230,10 @@ def test_runs_are_compared_with_bands_over_seeds(runs, visit):
             "rows => rows.map(r => [...r.cells].map(c => c.textContent))"
         )
     }
-    assert cells["against its start"] == ["inconclusive"] * 2 and page.text_content(".subject") == "tiny/flux"
+    assert cells["against its initial model"] == ["inconclusive"] * 2 and page.text_content(".subject") == "tiny/flux"
     assert cells["differs in"] == ["train.lr 0.0001", "train.lr 0.0005"]
     assert cells["win rate by judge"] == ["91 % ± 0.0".replace(" %", "\u00a0%"), "91\u00a0% [85–97]"]
-    wins = page.locator("figure.chart", has_text="Win rate against the start: by judge").first
+    wins = page.locator("figure.chart", has_text="Win rate against the initial model: by judge").first
     assert wins.locator("path.band").count() == 1 and wins.locator("path.line").count() == 2
     with np.load(runs[2] / "eval" / "test_000040.npz") as file:
         page.click(".pair >> nth=1 >> a")

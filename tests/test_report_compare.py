@@ -66,7 +66,7 @@ def test_missing_verdicts_weaken_the_result(tmp_path, case):
     table = cells(page)
     assert table["win rate by judge"][-1] == (f"{100 * share:.0f} %" if share else "")
     assert table["scenes"][-1] == ("50 %" if "dev/scenes_before_missing" in row else "")
-    assert cells(compared(tmp_path, folder))["against its start"] == [word]
+    assert cells(compared(tmp_path, folder))["against its initial model"] == [word]
 
 
 SAID = {1.0: "judge won", 0.0: "judge lost", 0.5: "judge tied", None: "judge gave no verdict", 0.75: "judge won"}
@@ -80,7 +80,7 @@ def test_the_comparison_says_who_won(tmp_path, win):
     rows = [{"prompt": k, "wins": {"judge": win}, "answers": []} for k in range(count)]
     (folder / "eval" / "dev_000010.json").write_text(json.dumps(rows))
     (script,) = [s for s in compared(tmp_path, folder).all("script") if s.attributes.get("id") == "items"]
-    assert json.loads(script.text)[0]["text"] == f"r against its start: {SAID[win]}"
+    assert json.loads(script.text)[0]["text"] == f"r against its initial model: {SAID[win]}"
 
 
 # ---- rewards whose short names are equal ----------------------------------------------------------------------------
@@ -117,7 +117,11 @@ def test_rewards_with_one_short_name_stay_apart(tmp_path, case):
         places = [rewards.index(full) + 1 if full in rewards else 0 for rewards in own]
         assert table[name] == [f"{k}.00 → {10 + k}" if k else "–" for k in places]
         assert table[f"win rate by {name}"] == [f"{10 * k} %" if k else "–" for k in places]
-        for chart in (f"Measured: {name}: overall", f"Win rate against the start: by {name}", f"Reward: {name}: mean"):
+        for chart in (
+            f"Measured: {name}: overall",
+            f"Win rate against the initial model: by {name}",
+            f"Reward: {name}: mean",
+        ):
             assert titles.count(chart) == 1
     page = parse(write_report(folders[0]).read_text())
     assert len({f.all("h2")[0].text for f in page.all("div", "figure")}) == 2 * len(own[0])
@@ -174,7 +178,7 @@ PLACES = {  # runs, --out, what is said (None: the page is written)
     "a folder for one run": (["a"], "sub", "sub is a folder; expected the name of a file"),
     "in no folder": (["a", "b"], "nodir/x.html", "nodir/x.html cannot be written: the folder nodir does not exist"),
     "no run": (["c"], "", "c is not a run folder: expected config.yaml or metrics.jsonl in it"),
-    "nothing": ([], "", "expected a run folder, or several"),
+    "nothing": ([], "", "expected one or more run folders"),
 }
 
 

@@ -113,7 +113,7 @@ BAD = "expected base64 of a file that is PNG, WEBP, JPEG, or a list of such fram
         ({"prompt": "a", "media": GOOD, "image": GOOD}, "samples[0]: unknown field(s) image"),
         ({"prompt": "a", "media": [GOOD]}, "samples[0].media: this reward takes image, got video"),
         ({"prompt": "a", "media": GOOD}, "samples[0].source: this reward scores edits"),
-        ({"prompt": "a", "media": GOOD, "source": [GOOD]}, "samples[0].meta: lacks tag"),
+        ({"prompt": "a", "media": GOOD, "source": [GOOD]}, "samples[0].meta: expected also tag"),
     ],
 )  # fmt: skip
 def test_refusals_name_the_field(row, message):
@@ -241,9 +241,9 @@ def test_sigterm_answers_what_was_sent_and_takes_nothing_new(tmp_path):
         (MOODY, ["--options", "load_error=no torch here"], "cannot be loaded: ImportError: no torch here"),
         (MOODY, ["--options", "value=.nan"], "gave no score to a probe sample: nan"),
         (MOODY, ["--options", "colour=3"], "has no option 'colour'"),
-        (MOODY, ["--options", "url=http://x"], "have a url"),
+        (MOODY, ["--options", "url=http://x"], "expected no url"),
         ("jpg", [], "unknown reward 'jpg'"),
-        ("vlm_pairwise", [], "compares a group's samples"),
+        ("vlm_pairwise", [], "compares the samples of a group"),
         ("jpeg_compressibility", ["--port", "99999"], "cannot listen on 127.0.0.1:99999 (expected 0 to 65535)"),
         ("jpeg_compressibility", ["--port", "BUSY"], "(Address already in use)"),
     ],

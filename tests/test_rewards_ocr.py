@@ -126,7 +126,7 @@ def test_a_reader_that_fails_is_missing_and_fails_alone():
     ENGINES["broken"] = broken
     scores = Ocr(engine="broken").score([Sample('"a"', written(t)) for t in ("x", "\0", "x")])
     assert [s.value for s in scores] == [1.0, None, 1.0]
-    assert "reading the picture failed (RuntimeError: bad tensor)" in scores[1].reason
+    assert "reading the image failed (RuntimeError: bad tensor)" in scores[1].reason
 
 
 def test_options_are_checked():

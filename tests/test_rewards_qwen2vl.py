@@ -137,7 +137,7 @@ def test_hpsv3_says_what_to_do_without_its_text(hps):
         (lambda t: t.update({"model.extra.weight": torch.ones(2)}), "unexpected_keys"),
         (lambda t: t.update({"model.norm.weight": torch.ones(7)}), "size|mismatch|shape"),
         (lambda t: [t.pop(k) for k in list(t) if k.startswith("rm_head")], "reward head"),
-        (lambda t: t.update({"model.embed_tokens.weight": torch.ones(200, own.WIDTH)}), "knows 200 tokens"),
+        (lambda t: t.update({"model.embed_tokens.weight": torch.ones(200, own.WIDTH)}), "has 200 tokens"),
     ],
 )
 def test_a_checkpoint_that_does_not_fit_is_refused(hps, tmp_path, change, why):

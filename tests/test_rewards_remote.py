@@ -84,7 +84,7 @@ def test_what_is_no_ready_server_of_the_reward_is_refused_at_the_start(jpeg):
 
 
 def test_one_of_two_dead_at_start_is_named_and_left_out():
-    with Stub() as server, pytest.warns(UserWarning, match="left out for now"):
+    with Stub() as server, pytest.warns(UserWarning, match="servers not used for now"):
         reward = remote([f"http://127.0.0.1:{free_port()}", server.url])
         assert [s.value for s in reward.score(samples(51, 102))] == [0.2, 0.4]
 

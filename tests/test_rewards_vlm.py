@@ -273,7 +273,7 @@ def test_what_does_not_fit_is_refused(server, tmp_path):
         build("qwenvl", {"qwenvl": {"judge": {"backend": "local", "model": "x"}}})
     with pytest.raises(ConfigError, match=r"did you mean 'judge\.model'"):
         build("qwenvl", {"qwenvl": {"judge": judge(server, modl="x")}})
-    with pytest.raises(JudgeError, match=r"nothing fills in \{source\}"):
+    with pytest.raises(JudgeError, match=r"unknown marker \{source\}"):
         one(server, "qwenvl", template="edit_done")
     (tmp_path / "text.yaml").write_text("user: '{prompt}{media_1}'\nanswer: text")
     with pytest.raises(JudgeError, match="expected answer to be one of scores"):

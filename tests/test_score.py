@@ -110,7 +110,7 @@ def test_a_column_names_the_files(tmp_path):
     held = read_prompts(prompts(tmp_path, "file,prompt", [f"{n},{t}" for n, t in zip(names, TEXTS, strict=False)]))
     assert [str(g.file.relative_to(tmp_path)) for g in find(tmp_path, held)] == names
     (tmp_path / "c.png").unlink()
-    with pytest.raises(DataError, match=r"1 files of column 'file' are not there.*c\.png"):
+    with pytest.raises(DataError, match=r"1 files named in column 'file' do not exist.*c\.png"):
         find(tmp_path, held)
 
 
@@ -119,21 +119,21 @@ def test_other_names_go_by_order(tmp_path):
         image(k, tmp_path / f"out ({k}).jpg", (8, 8))
     found = [(g.prompt.id, g.file.name) for g in find(tmp_path, ids(*TEXTS[:2]))]
     assert found == [(0, "out (1).jpg"), (0, "out (2).jpg"), (1, "out (9).jpg"), (1, "out (10).jpg")]
-    with pytest.raises(DataError, match=r"holds 4 files for 3 prompts; expected names as `prefgrpo generate`"):
+    with pytest.raises(DataError, match=r"contains 4 files for 3 prompts; expected names as `prefgrpo generate`"):
         find(tmp_path, ids(*TEXTS[:3]))
 
 
 def test_files_and_prompts_without_each_other_are_named(tmp_path):
     for k in (0, 1, 2):
         image(k, tmp_path / f"{k:06d}_0.png", (8, 8))
-    with pytest.raises(DataError, match=r"1 files of .* belong to no prompt: 000002_0\.png"):
+    with pytest.raises(DataError, match=r"1 files in .* match no prompt: 000002_0\.png"):
         find(tmp_path, ids(*TEXTS[:2]))
     with pytest.raises(DataError, match=r"1 prompts have no file in .*'a black cat'"):
         find(tmp_path, ids(*TEXTS[:4]))
     with pytest.raises(DataError, match="folder not found"):
         find(tmp_path / "none", ids("a"))
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match="holds no image or clip"):
+    with pytest.raises(DataError, match="contains no image or clip"):
         find(tmp_path / "empty", ids("a"))
 
 
@@ -145,7 +145,7 @@ def test_a_fresh_clone_scores_a_folder(place, capsys):
     out, table = place / "one.json", place / "prompts.csv"
     found = run(*arguments(SPEC, place / "images", table, "--options", place / "tiny/options.yaml", "--out", out))
     said = capsys.readouterr().out
-    assert "15 files; every score is in" in said and "pickscore" in said
+    assert "15 files; all scores are in" in said and "pickscore" in said
     assert list(found["rewards"]) == ["clip", "aesthetic", "pickscore"] and len(found["files"]) == 15
     options = yaml.safe_load((place / "tiny/options.yaml").read_text())
     for name, reward in build(SPEC, options).items():

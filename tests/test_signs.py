@@ -75,5 +75,5 @@ def test_a_run_ends_at_a_sign(trainer, monkeypatch, capsys):
     written, said = rows(loop.folder.root), capsys.readouterr().out
     assert [r["step"] for r in written] == [1, 2, 3] and SIGNS[0] in said
     assert written[0]["diversity/pixels"] == 998.5
-    assert "a sign of reward hacking (diversity)" in said and "training ends here (train.stop_when): diversity" in said
+    assert "a sign of reward hacking (diversity)" in said and "training stops (train.stop_when): diversity" in said
     assert (loop.folder.checkpoint(3) / "state.json").is_file()

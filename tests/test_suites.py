@@ -331,7 +331,7 @@ def test_geneval_in_its_layout_by_our_detector(place, capsys):
         alone = verdicts.score([Sample(line["prompt"], m, (), line) for m in media])
         assert row["mean"] == np.mean([s.value for s in alone]) and row["count"] == 2
     code, output = attempt(capsys, *argv, "--seed", "1")
-    assert code == 2 and "holds files of another evaluation (different: seed)" in output
+    assert code == 2 and "contains files of another evaluation (different: seed)" in output
 
 
 def test_geneval_counts_as_its_own_summary(tmp_path):
@@ -363,7 +363,7 @@ def test_dpg_puts_four_images_into_one(place, capsys):
         assert np.array_equal(whole[y : y + 16, x : x + 16], cells[k])
     (place / "dpg" / "0.txt").rename(place / "dpg" / "1.txt")  # the same text under another name
     code, output = attempt(capsys, *argv)
-    assert code == 2 and "holds files of another evaluation (different: files)" in output, output
+    assert code == 2 and "contains files of another evaluation (different: files)" in output, output
     (place / "dpg" / "1.txt").rename(place / "dpg" / "0.txt")
     results = place / "dpg-bench_results.txt"
     results.write_text(

@@ -368,7 +368,7 @@ def report(runs: tuple[Path, ...], out: Path | None = None) -> int:
     from prefgrpo.report import write_comparison, write_report
 
     if not runs:
-        print("error: report: expected a run folder, or several", file=sys.stderr)
+        print("error: report: expected one or more run folders", file=sys.stderr)
         return 2
     runs = tuple({run.resolve(): run for run in runs}.values())
     try:

@@ -41,20 +41,20 @@ def dry_run(config: Config) -> int:
         schedules = open_schedules(config, adapter, world, prompts)
         for name, value in static_bytes(config, adapter, world.size).items():
             print(f"{name:<10} {value / GIB:10.4g} GiB per process")
-        evaluated = ", ".join(f"{len(held)} of the set {name}" for name, held in sets.items())
-        print(f"{len(prompts)} training prompts; to evaluate on: {evaluated or 'none'}")
+        evaluated = ", ".join(f"{len(held)} ({name})" for name, held in sets.items())
+        print(f"{len(prompts)} training prompts; evaluation prompts: {evaluated or 'none'}")
         embeddings = Embeddings(adapter, config.data.max_length, None if absent else config.data.cache or None)
         begin = time.perf_counter()
         samples, alone = list[Sample](), World(0, 1, world.device)
         rollouts = Rollouts(config, adapter, embeddings, schedules, prompts, alone)
         batch = next(rollouts(0, lambda group, member, sample: samples.append(sample)))
-        print(f"first batch: {len(samples)} samples of {samples[0].prompt[:80]!r} …")
+        print(f"first batch: {len(samples)} samples, the first for {samples[0].prompt[:80]!r}")
         r, steps, middle = batch.sizes, batch.trajectory.steps, time.perf_counter()
         collector = open_collector(config, goal, adapter, policy, world)
         if isinstance(collector, EndpointCollector):
             error = collector.predict(batch, 0).error
             error.mean().backward()
-            checked = f"error of the velocity {float(error.detach().mean()):.3g}"
+            checked = f"velocity error {float(error.detach().mean()):.3g}"
         else:
             kl = config.train.kl_form if config.train.kl_coef else ""
             new = replay(adapter, batch.schedule, batch.condition, steps[0], r, kl, collector.reference)

@@ -148,7 +148,7 @@ def _sha256(path: Path) -> str:
         return str(json.loads((path / checkpoint.META).read_text(encoding="utf-8"))["sha256"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         there = ", ".join(p.name for p in RunFolder(path.parent.parent).all_checkpoints()) or "none"
-        raise CheckpointError(f"{path} is not a whole checkpoint ({error!r}); the run has {there}") from error
+        raise CheckpointError(f"{path} is not a complete checkpoint ({error!r}); the run has {there}") from error
 
 
 @contextmanager
@@ -173,7 +173,7 @@ def _claim_folder(out: Path, facts: Mapping[str, Any]) -> None:
     except (ValueError, AttributeError) as error:
         raise CheckpointError(f"--out: {about} is damaged ({error}); choose another folder") from error
     if changed:
-        message = f"--out: {out} holds files of another evaluation (different: {', '.join(changed)})"
+        message = f"--out: {out} contains files of another evaluation (different: {', '.join(changed)})"
         raise CheckpointError(f"{message}; choose another folder, or remove that one")
     for leftover in out.rglob(".*"):
         if re.fullmatch(r"\.\d+\.(png|mp4)", leftover.name):  # partial file of a killed process

@@ -44,7 +44,7 @@ def launch(argv: Sequence[str]) -> int:
     except ChildFailedError as error:
         rank, first = error.get_first_failure()
         if first.exitcode not in (2, 3):
-            print(f"error: process {rank} ended with code {first.exitcode}", file=sys.stderr)
+            print(f"error: process {rank} exited with code {first.exitcode}", file=sys.stderr)
         return first.exitcode if first.exitcode > 0 else 128 - first.exitcode
     return 0
 

@@ -21,7 +21,7 @@ from prefgrpo.run.loading import open_adapter
 def preprocess(config: Config) -> int:
     """Fill data.cache; returns the exit code. Raises ConfigError, DataError or ModelError."""
     if not config.data.cache:
-        raise ConfigError(["data.cache: expected the folder to write to, got nothing"])
+        raise ConfigError(["data.cache: expected a folder to write to, got nothing"])
     prompts, sets = prompt_sets(config)
     held = [p for prompts_of_set in sets.values() for p in prompts_of_set]
     with parallel.process_group(config.device) as world:

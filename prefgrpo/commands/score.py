@@ -119,7 +119,7 @@ def score(
         print(_json(result), end="")
     elif out:
         write_atomic(out, _json(result))
-        print(f"{len(files)} files; every score is in {out}")
+        print(f"{len(files)} files; all scores are in {out}")
     return int(any(row["mean"] is None for row in result["rewards"].values()))
 
 

@@ -61,7 +61,7 @@ class DataConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class SamplingConfig:
-    """How training images are sampled."""
+    """How training images or clips are sampled."""
 
     height: PositiveInt = 512
     """Image height in pixels."""
@@ -180,7 +180,7 @@ class JudgeConfig:
     """Time limit of one request in seconds; none: the template's, 60 s for one-token answers, 600 s for text."""
     deadline_s: PositiveFloat | None = None
     """Time limit of one step's judging in seconds, including retries and server restarts; none: ten times the request
-    limit."""
+    limit, at least 600 s."""
     patience_s: PositiveFloat | None = None
     """Seconds that requests wait while no server is reachable; none: deadline_s, or 600 s without one."""
     retries: NonNegativeInt = 5

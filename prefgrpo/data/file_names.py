@@ -64,16 +64,18 @@ def find(folder: Path, prompts: Sequence[Prompt]) -> list[Generated]:
         raise DataError(f"folder not found: {folder}; expected one with images or clips")
     if column := next((c for c in FILE if all(isinstance(p.meta.get(c), str) for p in prompts)), None):
         listed = [Generated(p, folder / p.meta[column]) for p in prompts]
-        _require([str(g.file) for g in listed if not g.file.is_file()], f"files of column '{column}' are not there")
+        _require(
+            [str(g.file) for g in listed if not g.file.is_file()], f"files named in column '{column}' do not exist"
+        )
         return listed
     files = sorted((f for f in folder.iterdir() if f.suffix.lower() in IMAGES + CLIPS), key=_natural)
     if not files:
-        raise DataError(f"{folder} holds no image or clip ({', '.join(IMAGES + CLIPS)})")
+        raise DataError(f"{folder} contains no image or clip ({', '.join(IMAGES + CLIPS)})")
     named = [_by_name(files, prompts, naming) for naming in _namings(prompts)]
     best = max(named, key=len)
     if not best:
         return _in_order(folder, files, prompts)
-    _require([f.name for f in files if f not in best], f"files of {folder} belong to no prompt")
+    _require([f.name for f in files if f not in best], f"files in {folder} match no prompt")
     shown = {(p.text, p.source) for p in best.values()}  # equal prompts may share their files
     _require(
         [repr(p.text[:60]) for p in prompts if (p.text, p.source) not in shown], f"prompts have no file in {folder}"
@@ -100,8 +102,8 @@ def _in_order(folder: Path, files: Sequence[Path], prompts: Sequence[Prompt]) ->
     each, rest = divmod(len(files), len(prompts))
     if rest:
         raise DataError(
-            f"{folder} holds {len(files)} files for {len(prompts)} prompts; expected names as `prefgrpo generate` "
-            f"gives them (000000_0.png), a column 'file' beside the prompts, or the same number of files per prompt"
+            f"{folder} contains {len(files)} files for {len(prompts)} prompts; expected names as `prefgrpo generate` "
+            f"gives them (000000_0.png), a column 'file' in the prompts file, or the same number of files per prompt"
         )
     return [Generated(prompts[k // each], file) for k, file in enumerate(files)]
 

@@ -112,7 +112,7 @@ def read_prompts(path: str | Path, *, unique: bool = True) -> list[Prompt]:
             prompts.setdefault(key, Prompt(len(prompts), text, meta, sources, number))
     _raise_if_invalid(file, bad | _unreadable_sources(prompts.values()))
     if not prompts:
-        raise DataError(f"{file} holds no prompt: every line is blank; expected one prompt per line")
+        raise DataError(f"{file} contains no prompt, only blank lines; expected one prompt per line")
     return list(prompts.values())
 
 
@@ -236,7 +236,7 @@ def _csv(file: Path) -> Rows:
     if not set(header or ()) & set(TEXT):
         raise DataError(f"{file}: no prompt column; expected one of {', '.join(TEXT)}, got {header}")
     if twice := sorted({name for name in header or () if name and (header or []).count(name) > 1}):
-        raise DataError(f"{file}: column {', '.join(twice)} is there twice; give each column a name of its own")
+        raise DataError(f"{file}: column {', '.join(twice)} appears twice; give each column its own name")
 
 
 def _parquet(file: Path) -> Rows:
@@ -248,7 +248,7 @@ def _parquet(file: Path) -> Rows:
     try:
         yield from enumerate(pyarrow.parquet.read_table(file).to_pylist(), start=1)
     except (OSError, ValueError) as error:  # pyarrow's errors derive from ValueError
-        raise DataError(f"{file} is no parquet file that can be read: {error}") from error
+        raise DataError(f"{file} is not a readable parquet file: {error}") from error
 
 
 READERS: dict[str, Callable[[Path], Rows]] = {

@@ -97,7 +97,7 @@ def parse_answer(template: Template, text: str, cut: bool = False) -> tuple[floa
             case kind:
                 return {"plain": parse_plain, "think": parse_think, "edit": parse_edit}[kind](text), {}
     except Unreadable as error:
-        hint = f"; it was cut off (max_tokens is {template.max_tokens}: give the template more)" if cut else ""
+        hint = f"; it was cut off (max_tokens is {template.max_tokens}; raise it in the template)" if cut else ""
         raise Unreadable(f"{error}{hint}") from error
 
 
@@ -116,7 +116,7 @@ def _complete_part(template: Template, text: str) -> str:
         return text
     if template.answer == "scores":
         return text.rpartition("\n")[0] if template.pattern.rstrip().endswith("{value}") else text
-    raise Unreadable(f"expected a whole answer, got {text[-80:]!r}")
+    raise Unreadable(f"expected a complete answer, got {text[-80:]!r}")
 
 
 def _bare(line: str) -> str:

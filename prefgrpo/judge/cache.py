@@ -73,7 +73,7 @@ class AnswerCache:
                 self._write(line)
             except OSError as error:
                 self._broken = True
-                warnings.warn(f"answers are no longer kept in {self.path}: {error}", stacklevel=2)
+                warnings.warn(f"the judge's answers are no longer cached in {self.path}: {error}", stacklevel=2)
 
     def _read(self) -> dict[str, bytes]:
         """Lines by key from the other ranks' files (up to four times `most_bytes` in all) and from this rank's own.

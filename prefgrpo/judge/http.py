@@ -159,8 +159,8 @@ class Client:
         self._first_model = self._first_model or model
         if model not in ("", self._first_model, self.sender.model):
             raise answers.Unreadable(
-                f"{url} was asked for the model '{self.sender.model}', and '{model[:80]}' answered, not "
-                f"'{self._first_model[:80]}' as before: expected one model throughout a run"
+                f"{url}: the model '{self.sender.model}' was requested and '{model[:80]}' answered, before that "
+                f"'{self._first_model[:80]}'; expected one model throughout a run"
             )
         return choice
 
@@ -224,7 +224,7 @@ class HttpJudge(PairJudge):
         self, template: Template, prompt: str, pair: tuple[Media, Media], source: tuple[Media, ...]
     ) -> Verdict:
         a = await self.client.answer(template, {"prompt": prompt}, pair, source)
-        reason = a.reason or ("" if a.value is not None else f"template '{template.name}' asks for no verdict")
+        reason = a.reason or ("" if a.value is not None else f"template '{template.name}' does not ask for a verdict")
         return Verdict(a.value, reason, a.latency_s, a.raw, a.retries, a.parts, a.cached)
 
 

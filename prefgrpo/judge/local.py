@@ -52,11 +52,13 @@ class LocalJudge(PairJudge):
         self.device, self.pair_batch, self.min_label_mass = device, pair_batch, min_label_mass
         self.template = load_template(template)
         if self.template.answer != "soft" or self.template.labels is None:
-            raise JudgeError(f"template '{template}' asks for text; the in-process judge needs a soft answer")
+            raise JudgeError(
+                f"template '{template}' asks for a text answer; the in-process judge needs a template with labels"
+            )
         order = [p for p in self.template.parts({"prompt": ""}) if isinstance(p, int)]
         if order not in ([0, 1], [SOURCE, 0, 1]):
             raise JudgeError(
-                f"template '{template}' shows the source after {{media_1}}, which the in-process judge cannot: "
+                f"template '{template}' shows the source after {{media_1}}, which the in-process judge cannot do: "
                 "use backend http"
             )
         kind = _model_type(model)

@@ -260,7 +260,7 @@ class Sender:
         if not problem and root and (root != endpoint.root or checkpoint_name(root) != checkpoint_name(self.root)):
             before = endpoint.root if root != endpoint.root else self.root
             problem = (
-                f"serves '{self.model}' from {root}, where it was {before} at first: expected one checkpoint "
+                f"serves '{self.model}' from {root}, before that from {before}: expected one checkpoint "
                 "throughout a run, on all servers of a judge"
             )
         if problem:

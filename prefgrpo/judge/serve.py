@@ -104,7 +104,7 @@ def _healthy(url: str) -> bool:
 def _require_free(host: str, port: int) -> None:
     """Raise JudgeError if the address cannot be bound."""
     if port == 0:
-        raise JudgeError("--port: expected the port that clients will ask, from 1 to 65535, got 0")
+        raise JudgeError("--port: expected the port that clients will use, from 1 to 65535, got 0")
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -124,7 +124,7 @@ def load_judgements(path: Path) -> Groups:
     size = max((sizes[key] for key in full), default=0)
     full = [key for key in full if sizes[key] == size]
     if len(full) < 2:
-        raise JudgeError(f"{path} has {len(full)} groups that were judged in both orders; expected at least 2")
+        raise JudgeError(f"{path} has {len(full)} groups judged in both orders; expected at least 2")
     verdicts = np.full((len(full), size, size), np.nan)
     for k, key in enumerate(full):
         for pair, p in groups[key].items():

@@ -171,7 +171,7 @@ def _check_markers(pieces: tuple[str, ...], needs: tuple[str, ...], may: tuple[s
     """ValueError unless the markers are those that the caller fills in, with media in order, each once."""
     markers = [p[1:-1] for p in pieces if _MARKER.fullmatch(p)]
     if unknown := sorted(set(markers) - set(needs) - set(may)):
-        raise ValueError(f"nothing fills in {{{unknown[0]}}}; expected {', '.join(f'{{{m}}}' for m in needs + may)}")
+        raise ValueError(f"unknown marker {{{unknown[0]}}}; expected {', '.join(f'{{{m}}}' for m in needs + may)}")
     for marker in (*needs, *may):
         n, is_medium = markers.count(marker), marker.startswith("media_") or marker == "source"
         if (n == 0 and marker in needs) or (n > 1 and is_medium):

@@ -55,7 +55,7 @@ def family_of(model: str) -> str:
     fits = (n for n, c in classes.items() if c.pipeline == index.get("_class_name") and not c.unsupported_index(index))
     if found := next(fits, None):
         return found
-    raise folder.ModelError(f"'{model}' holds a {index.get('_class_name')}, which no model family supports")
+    raise folder.ModelError(f"'{model}' contains a {index.get('_class_name')}, which no model family supports")
 
 
 def load(name: str, model: str, dtype: torch.dtype, device: torch.device, **options: Any) -> Adapter:

@@ -102,7 +102,9 @@ class Adapter(Weights, ABC):
         (`folder.encoder_fingerprint`).
         """
         if source_area is not None and self.default_source_area is None:
-            raise ValueError(f"{type(self).__name__} resizes no sources: expected no `source_area`, got {source_area}")
+            raise ValueError(
+                f"{type(self).__name__} does not resize source images: expected no `source_area`, got {source_area}"
+            )
         if source_area is not None and source_area < 32 * 32:
             raise ValueError(f"source_area: expected at least {32 * 32} pixels, got {source_area}")
         if unknown := [name for name in target_components if name not in self.denoisers]:
@@ -141,7 +143,7 @@ class Adapter(Weights, ABC):
         """`folder.resolve` for this family. Raises ModelError for another family's model, even of the same pipeline."""
         path = folders.resolve(model, cls.pipeline, configs_only)
         if odd := cls.unsupported_index(folders.index_of(path)):
-            raise folders.ModelError(f"'{path}' {odd}: set `family` to the one of this model")
+            raise folders.ModelError(f"'{path}' {odd}: set `family` to this model's family")
         return path
 
     @classmethod
@@ -268,7 +270,7 @@ class Adapter(Weights, ABC):
         """
         if all(part is None for name, part in self.pipe.components.items() if name.startswith("text_encoder")):
             message = "a prompt is not in the embedding cache, and the text encoders were not loaded"
-            raise folders.ModelError(f"{message}: remove damaged shards, and run `prefgrpo preprocess` again")
+            raise folders.ModelError(f"{message}: run `prefgrpo preprocess` again (delete shards reported as damaged)")
         return self.encode_edit(prompt, max_length, sources).map(lambda tensor: tensor.detach().cpu().contiguous())
 
     @torch.no_grad()

@@ -38,7 +38,7 @@ def resolve(model: str, pipeline: str, configs_only: bool = False) -> Path:
     path = locate(model, configs_only)
     actual = index_of(path).get("_class_name")
     if actual != pipeline:
-        raise ModelError(f"'{path}' holds a {actual}, expected a {pipeline}: set `family` to the one of this model")
+        raise ModelError(f"'{path}' contains a {actual}, expected a {pipeline}: set `family` to this model's family")
     return path.resolve()
 
 

@@ -53,7 +53,7 @@ def add(
     unknown = [t for t in targets if not any(name == t or name.endswith("." + t) for name in linear)]
     if unknown or not targets:
         known = sorted({re.sub(r"^\w+\.\d+\.", "", name) for name in linear})
-        raise ValueError(f"LoRA targets {unknown} name no Linear of the transformer; it has {', '.join(known)}")
+        raise ValueError(f"LoRA targets {unknown} match no Linear layer of the transformer; it has {', '.join(known)}")
     config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=list(targets))
     _inject(transformer, config)
     generator = torch.Generator().manual_seed(seed)
@@ -145,4 +145,4 @@ def load(pipe: Any, folder: str, component: str = "transformer") -> None:
     own = sum(".lora_" in name for name, _ in module.named_parameters())
     result = set_peft_model_state_dict(module, state, adapter_name=NAME)
     if result.unexpected_keys or own != len(state):
-        raise ValueError(f"{file} holds {len(state)} tensors, the model's LoRA has {own}: targets differ")
+        raise ValueError(f"{file} contains {len(state)} tensors, but the model's LoRA has {own}: their targets differ")

@@ -51,7 +51,9 @@ class StableDiffusion1(Adapter):
         if scheduler.config.prediction_type != "epsilon":
             raise ValueError(f"expected a model that predicts epsilon, got {scheduler.config.prediction_type}")
         if scheduler.config.timestep_spacing == "linspace":
-            raise ValueError("expected timestep_spacing leading or trailing: with linspace DDIM steps past its times")
+            raise ValueError(
+                "expected timestep_spacing leading or trailing: with linspace, DDIM's steps do not end at its timesteps"
+            )
         return scheduler
 
     def sigmas(self, sampling: Sampling) -> Tensor:
@@ -61,8 +63,8 @@ class StableDiffusion1(Adapter):
         whole, trained = scheduler.config.num_train_timesteps % steps == 0, scheduler.config.num_train_timesteps
         if scheduler.config.timestep_spacing == "trailing" and not whole:
             raise ValueError(
-                f"timestep_spacing trailing: expected steps that divide {trained}, got {steps}: DDIM's step of "
-                f"{trained} // {steps} does not end where its next one starts"
+                f"timestep_spacing trailing: expected steps that divide {trained}, got {steps}: a DDIM step of "
+                f"{trained} // {steps} does not end where the next one starts"
             )
         table = _sigma(scheduler.alphas_cumprod)
         return torch.cat([table[scheduler.timesteps], _sigma(scheduler.final_alpha_cumprod)[None]])

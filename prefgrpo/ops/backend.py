@@ -91,7 +91,7 @@ def _validated(name: str) -> str:
     if name not in BACKENDS:
         raise ValueError(f"unknown backend '{name}': expected one of {', '.join(BACKENDS)}")
     if why := unavailable_reason(name):
-        raise RuntimeError(f"backend '{name}' was asked for but cannot run: {why}")
+        raise RuntimeError(f"backend '{name}' was selected but cannot run: {why}")
     return name
 
 

@@ -31,7 +31,7 @@ def set_backend(adapter: Adapter, config: Config, layout: Layout, device: torch.
     tokens = adapter.sequence(config.rollout) + (0 if "text_dim" in model else config.data.max_length)
     heads = model.get("num_attention_heads") or model.get("n_heads")
     if heads is None:
-        raise ConfigError([f"attention: the {config.family} family takes no backend; expected native"])
+        raise ConfigError([f"attention: the {config.family} family supports only native"])
     width = model.get("attention_head_dim") or model["dim"] // heads
     shape = (config.rollout.batch_size, tokens, heads // layout.ulysses, width)
     try:

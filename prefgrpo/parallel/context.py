@@ -54,7 +54,7 @@ def unsupported(cls: type[Adapter], family: str, layout: Layout) -> list[str]:
     if layout.context > 1 and not cls.context_parallel:
         return [f"parallel.ulysses/ring: {family} does not train under context parallelism; expected 1 and 1"]
     if layout.ring > 1 and cls.context_parallel != "ring":
-        return [f"parallel.ring: {family} masks its text, which ring attention does not take; use ulysses"]
+        return [f"parallel.ring: {family} masks its text, which ring attention does not support; use ulysses"]
     return []
 
 

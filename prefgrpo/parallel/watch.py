@@ -62,7 +62,7 @@ class Heartbeat(threading.Thread):
             except dist.DistError:
                 unanswered += 1
                 if unanswered >= MAX_MISSED:
-                    self._exit_process("the machine of process 0 does not answer")
+                    self._exit_process("the machine of process 0 does not respond")
                 continue
             missed = [n + 1 if a == b != ENDED else 0 for a, b, n in zip(before, now, missed, strict=True)]
             before, unanswered = now, 0

@@ -181,7 +181,7 @@ class World:
             except failure as error:
                 problem = error
         if self.any(problem is not None):
-            raise problem or failure("rank 0 found a problem; see its message")
+            raise problem or failure("see the error message of rank 0")
         return result
 
     def barrier(self) -> None:
@@ -194,7 +194,7 @@ def pick_device(name: str) -> torch.device:
     """Device for 'auto', 'cpu' or 'cuda' on this rank. Raises ConfigError if cuda is requested but not available."""
     available = torch.cuda.is_available()
     if name == "cuda" and not available:
-        raise ConfigError(["device: cuda was asked for, but torch sees no GPU; use cpu, or run `prefgrpo doctor`"])
+        raise ConfigError(["device: expected a GPU for cuda, but torch finds none; use cpu, or run `prefgrpo doctor`"])
     if name == "cpu" or not available:
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))

@@ -123,7 +123,7 @@ def _when(run: Run) -> str:
     return f"{run.best_set}, step {run.evals[run.best_set].steps[-1]:.0f}" if run.best_set else "not yet"
 
 
-FACTS = {"trained": subject, "evaluated": _when, "against its start": lambda run: certainty(run)[0]}
+FACTS = {"trained": subject, "evaluated": _when, "against its initial model": lambda run: certainty(run)[0]}
 """Rows of the table about a run as a whole."""
 
 
@@ -233,4 +233,4 @@ def _summary(run: Run, outcome: Outcome | None, shown: Callable[[str], str]) -> 
     said = {1.0: "won", 0.0: "lost", 0.5: "tied"}
     wins = outcome.wins if outcome else {}
     words = [f"{shown(who)} {said.get((np.sign(win - 0.5) + 1) / 2, 'gave no verdict')}" for who, win in wins.items()]
-    return f"{_name(run)} against its start: {', '.join(words)}" if words else ""
+    return f"{_name(run)} against its initial model: {', '.join(words)}" if words else ""

@@ -95,10 +95,10 @@ def _wins(run: Run, watched: str, shown: Callable[[str], str]) -> Chart:
             label = f"by {shown(win[4:])}" + ("" if name == watched else f", {name}")
             y, low, high = (rows[win + end][kept] for end in ("", "_low", "_high"))
             series.append(Series(label, rows.steps[kept], y, k, low, high, marks=name != watched))
-    note = "Held-out prompts, against the images of the start from the same noise; bands and bars: 95 % intervals."
+    note = "Held-out prompts, against the initial model's images from the same noise; bands and bars: 95 % intervals."
     note += f" Lines: the set {watched}." if len(run.evals) > 1 else ""
     lines = ((0.5, "equal"),)
-    return Chart("Win rate against the start", series, note=note, percent=True, include=(0.5, 1.0), lines=lines)
+    return Chart("Win rate against the initial model", series, note=note, percent=True, include=(0.5, 1.0), lines=lines)
 
 
 def _measures(rows: Rows, watched: str, shown: Callable[[str], str]) -> list[Chart]:
@@ -118,11 +118,11 @@ def _rewards(train: Rows, shown: Callable[[str], str]) -> list[Chart]:
         mean, std = train[name], train[f"{name}_std"]
         if np.nanmax(np.abs(mean - 0.5)) >= 1e-6:  # else a win rate within the group, whose mean is ½ by construction
             series = Series("mean", train.steps, mean, k, mean - std, mean + std)
-            note = "Training prompts; band: ± the std within a group."
+            note = "Training prompts; band: ± standard deviation within a group."
             charts.append(Chart(f"Reward: {shown(name[7:])}", [series], note=note))
     spread = _series(train, [(shown(name[7:]), f"{name}_std") for name in names])
-    note = "Spread of rewards within a group; 0: no learning signal. "
-    note += "A win rate inside a group averages ½ by construction."
+    note = "Spread of rewards within a group; 0 means no learning signal. "
+    note += "The mean win rate of a group is always ½."
     return [
         *charts,
         Chart("Reward: std within a group", spread, note=note, include=(0.0,)),
@@ -130,7 +130,7 @@ def _rewards(train: Rows, shown: Callable[[str], str]) -> list[Chart]:
 
 
 def _judge_consistency(train: Rows) -> list[Chart]:
-    doubts = [("order swapped, other winner", "order_inconsistency"), ("first shown wins", "position_bias")]
+    doubts = [("other winner when swapped", "order_inconsistency"), ("first shown wins", "position_bias")]
     doubt, lines = _series(train, [*doubts, ("ties", "tie_rate")], "judge/"), ((0.5, "no bias"),)
     return [Chart("Judge: consistency", doubt, percent=True, include=(0.0,), lines=lines)]
 
@@ -141,12 +141,15 @@ def _policy(run: Run) -> list[Chart]:
     ratio = [Series("mean", train.steps, mean, 0, low, high)]
     lines = ((0.0, ""), (-clip[0], ""), (clip[1], "clip range")) if clip else ()
     clipped = [("all", "clip_fraction"), ("above", "clip_fraction_high"), ("below", "clip_fraction_low")]
-    kl = _series(train, [("to the rollout's policy", "approx_kl"), ("to the start", "kl")], "policy/")
+    kl = _series(train, [("to the rollout's policy", "approx_kl"), ("to the initial policy", "kl")], "policy/")
     kl = [s for s in kl if np.nanmax(np.abs(s.y), initial=0) > 0]
-    note, unused = "Share of samples outside the clip range.", "All advantages zero: not trained on."
+    note, unused = (
+        "Share of samples outside the clip range.",
+        "All advantages of the group are zero; it is not trained on.",
+    )
     lost = _series(train, [("groups without signal", "advantage/zero_groups")], colour=1)
     return [
-        Chart("Policy ratio − 1", ratio, note="Band: smallest to largest of the step.", lines=lines),
+        Chart("Policy ratio − 1", ratio, note="Band: from the smallest to the largest value of the step.", lines=lines),
         Chart("Clipped", _series(train, clipped, "policy/"), percent=True, include=(0.0,), note=note),
         Chart("KL divergence", kl, log=True),
         Chart("Groups without signal", lost, percent=True, include=(0.0,), note=unused),
@@ -159,7 +162,7 @@ def _judge(train: Rows) -> list[Chart]:
     retries = train["time/judge/retries"] / np.maximum(train["judge/requests"], 1.0)
     lost = _series(train, [("comparisons missing", "judge/missing"), ("rewards missing", "reward/missing")])
     lost.append(Series("retries", train.steps, retries, 2))
-    note = "Per request; rewards missing per sample."
+    note = "Shares of comparisons and samples; retries per request."
     return [
         Chart("Judge: latency", delays, unit="s", log=True, include=(0.0,)),
         Chart("Judge: failures", lost, percent=True, include=(0.0,), note=note),
@@ -169,9 +172,9 @@ def _judge(train: Rows) -> list[Chart]:
 def _time(train: Rows) -> list[Chart]:
     phases = [n[5:] for n in train.columns if _is_phase(n)]
     phases.sort(key=lambda n: PHASES.index(n) if n in PHASES else len(PHASES))
-    overlap = [("judge at work", "judge/busy_s"), ("trainer waits for rewards", "judge_wait")]
+    overlap = [("judging", "judge/busy_s"), ("trainer waits for rewards", "judge_wait")]
     overlap = overlap if "time/judge/busy_s" in train else []
-    note = "First request to last answer; what the trainer did not wait for went on during its own work."
+    note = "Judging lasts from the first request to the last answer; time without waiting overlaps with training."
     return [
         Chart("Time per step", _series(train, [(readable(n), n) for n in phases], "time/"), unit="s", stacked=True),
         Chart("Judge overlap", _series(train, overlap, "time/"), unit="s", include=(0.0,), note=note),

@@ -101,8 +101,8 @@ def facts(run: Run) -> list[tuple[str, str]]:
             out.append((f"Held out ({name})", text))
     if run.best_set in run.images:
         for check, (both, alike) in agreement(run.images[run.best_set][-1].outcomes).items():
-            share = f"on {percent(alike / both)} of the {both} samples" if both else "on none of 0 samples"
-            share += f" where both prefer one, of {len(run.images[run.best_set][-1].outcomes)}"
+            share = f"on {percent(alike / both)} of the {both} samples" if both else "on none of the 0 samples"
+            share += f" on which both have a preference ({len(run.images[run.best_set][-1].outcomes)} in all)"
             out.append((f"Judge and {naming(check)} agree", share))
     return out
 
@@ -196,7 +196,7 @@ def sentence(run: Run) -> str:
     rows, shown = run.evals[run.best_set], namer([run])
     wins = [f"{rate} by {judge}" + (f" ({details[0]})" if details else "") for judge, rate, details in _wins(run, rows)]
     wins[:1] = [win.replace(" by ", " of comparisons by ", 1) for win in wins[:1]]
-    result = f"beats its own start from the same noise in {_listed(wins)}" if wins else "was measured"
+    result = f"beats the initial model from the same noise in {_listed(wins)}" if wins else "was measured"
     names = [n for n in measure_names(rows) if "." not in n or n.endswith(".all")]
     moves = [f"{shown(n)} {number(rows.last(f'{n}_before'))} → {number(rows.last(n))}" for n in names]
     where = f"After {int(rows.steps[-1])} steps, on the held-out prompts ({run.best_set}), the policy"

@@ -84,8 +84,8 @@ const show = item => {
     }
   } else if (item.mean !== null) {
     const p = item.mean, won = p === .5 ? "neither is better" : `${names[+(p < .5)]} is better`;
-    make("p", `${won} (${Math.max(p, 1 - p).toFixed(3)}, mean over the orders). The run did not keep the single answers (judge.log).`, said);
-  } else if (item.text || !wins.length) make("p", item.text || "No verdicts on these images were kept.", said);
+    make("p", `${won} (${Math.max(p, 1 - p).toFixed(3)}, mean over the orders). Single answers were not saved (judge.log is off).`, said);
+  } else if (item.text || !wins.length) make("p", item.text || "No verdicts on these images were saved.", said);
 };
 const open = item => { show(item); if (!viewer.open) viewer.showModal(); viewer.scrollTop = 0; };
 const step = by => {

@@ -161,7 +161,7 @@ class Run:
         steps = f"{self.step} of {self.planned_steps}" if self.planned_steps else f"{self.step}"
         written = datetime.fromtimestamp(file.stat().st_mtime, timezone.utc) if file.is_file() else None
         last = f"; last entry {written:%Y-%m-%d %H:%M UTC}" if written else ""
-        return f"This run is not finished: {steps} steps so far (still running, or stopped{last})."
+        return f"This run is not finished: {steps} steps so far (still running or stopped{last})."
 
     @property
     def clip_range(self) -> tuple[float, float] | None:
@@ -203,7 +203,7 @@ def read_run(folder: Path) -> Run:
         except (OSError, ValueError, yaml.YAMLError) as error:
             problems.append(f"{path.name} could not be read: {error}")
         except (KeyError, TypeError, AttributeError):
-            problems.append(f"{path.name} does not contain what a run writes there")
+            problems.append(f"{path.name} does not have the expected content")
         return []
 
     config = next(iter(read(source, lambda _: [yaml.safe_load(text)])), None)

@@ -45,7 +45,7 @@ def unusable(media: Media, takes: Sequence[str] = ("image", "video")) -> str:
     if len(shape) not in (3, 4) or shape[-1] != 3 or media.pixels.dtype != np.uint8:
         return f"expected 8-bit RGB pixels, got {media.pixels.dtype} {list(shape)}"
     if not all(shape):
-        return f"the medium has no pixels: {list(shape)}"
+        return f"the image or clip has no pixels: {list(shape)}"
     kind = "video" if media.clip else "image"
     return "" if kind in takes else f"expected {' or '.join(takes)}, got {kind}"
 

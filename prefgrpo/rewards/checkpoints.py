@@ -87,8 +87,8 @@ def check_shapes(model: torch.nn.Module, shapes: dict[str, tuple[int, ...]], nam
     if other:
         wrong = "; ".join(f"{k} is {shapes[k]}, expected {here[k]}" for k in other[:3])
         raise RewardError(
-            f"the weights of '{name}' do not fit the architecture: {wrong}. Give the architecture that they were "
-            "trained with (its name tells image size and activation)"
+            f"the weights of '{name}' do not fit the architecture: {wrong}. Name the architecture that they were "
+            "trained with (its name includes image size and activation)"
         )
 
 

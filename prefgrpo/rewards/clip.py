@@ -226,7 +226,9 @@ class Aesthetic(FrameReward):
     def __post_init__(self) -> None:
         super().__post_init__()
         if (width := self.encoder.width) != HEAD_WIDTH:
-            message = f"aesthetic's head takes vectors of {HEAD_WIDTH}, '{self.model}' gives {width}"
+            message = (
+                f"aesthetic's head takes embeddings of width {HEAD_WIDTH}, but those of '{self.model}' have {width}"
+            )
             raise RewardError(f"{message}; use CLIP L/14")
         self.layers = _head(self.head)
 

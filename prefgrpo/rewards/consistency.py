@@ -139,7 +139,7 @@ def criteria(meta: Mapping[str, Any]) -> dict[str, list[str]]:
         if texts and all(isinstance(t, str) and t.strip() for t in texts):
             texts_of[str(name)] = texts
     if not isinstance(given, Mapping) or not texts_of or len(texts_of) < len(given):
-        raise ValueError(f"meta 'criteria' must be {{dimension: {{name: text}}}}, got {str(given)[:80]}")
+        raise ValueError(f"column 'criteria': expected {{dimension: {{name: text}}}}, got {str(given)[:80]}")
     return texts_of
 
 

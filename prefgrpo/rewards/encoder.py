@@ -136,11 +136,13 @@ class OpenClip(Encoder):
         configs, known = self._library.get_model_config, self._library.list_models()
         if asked and asked not in known:
             near = ", ".join(difflib.get_close_matches(asked, known, n=5)) or "open_clip.list_models()"
-            raise RewardError(f"open_clip knows no architecture '{asked}'; see {near}")
+            raise RewardError(f"open_clip has no architecture '{asked}'; see {near}")
         if (weights.parent / CONFIG).is_file():
             beside = f"local-dir:{weights.parent}"
             if asked and configs(beside) != configs(asked):
-                raise RewardError(f"{weights.parent / CONFIG} describes another model than '{asked}'; leave one out")
+                raise RewardError(
+                    f"{weights.parent / CONFIG} describes another model than '{asked}'; give only one of the two"
+                )
             return beside, {}
         name = asked or otherwise
         return name, _published(name, bool(configs(name).get("quick_gelu")))

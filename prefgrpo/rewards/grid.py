@@ -41,7 +41,7 @@ def grid_of(prompt: str, meta: Mapping[str, Any] | None = None) -> tuple[int, in
 def require_grid(prompt: str, meta: Mapping[str, Any]) -> tuple[int, int]:
     """As `grid_of`, but ValueError if there is no grid."""
     if (grid := grid_of(prompt, meta)) is None:
-        raise ValueError("the prompt asks for no grid such as '2x2'; give one as meta 'grid'")
+        raise ValueError("no grid found; expected one such as '2x2' in the prompt, or in a column 'grid'")
     return grid
 
 
@@ -74,4 +74,4 @@ def _parse_grid(value: Any) -> tuple[int, int] | None:
         rows, cols = int(pair[0]), int(pair[1])
         if (rows, cols) == (1, 1) or _is_valid_grid(rows, cols):
             return None if rows * cols == 1 else (rows, cols)
-    raise ValueError(f"meta 'grid' must be rows and columns up to {MOST}, such as '2x3' or [2, 3]; got {value!r}")
+    raise ValueError(f"column 'grid': expected rows and columns up to {MOST}, such as '2x3' or [2, 3], got {value!r}")

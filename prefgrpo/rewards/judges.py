@@ -48,8 +48,9 @@ def open_client(judge: Any, template: str) -> tuple[Client, str]:
     config = _config(judge, template)
     if config.backend == "local":
         raise JudgeError(
-            "this reward asks more than which of two is better, which a judge in this process cannot answer: "
-            "serve one, and set judge.backend to http, judge.endpoints, and judge.model to its name or nothing"
+            "this reward asks other questions than which of two images is better, which a judge in this process "
+            "cannot answer: serve one, and set judge.backend: http, judge.endpoints, and judge.model (its name, or "
+            "empty)"
         )
     client.check_reachable(config)
     return shared_client(config), config.template

@@ -105,7 +105,11 @@ class Ocr(PointwiseReward):
             return why
         high, wide = sample.media.pixels.shape[-3:-1]
         over = max(high, wide) > LONGEST * min(high, wide)
-        return f"a picture of {wide}×{high} is too long to be read; expected sides within 1:{LONGEST}" if over else ""
+        return (
+            f"an image of {wide}×{high} is too long to be read; expected an aspect ratio of at most 1:{LONGEST}"
+            if over
+            else ""
+        )
 
     def close(self) -> None:
         """Stop the threads."""
@@ -115,7 +119,7 @@ class Ocr(PointwiseReward):
         try:
             return self._value(sample.media, target(sample))
         except Exception as error:  # noqa: BLE001  (the engines raise whatever cv2 and onnxruntime raise)
-            return Score(None, f"reading the picture failed ({type(error).__name__}: {error})")
+            return Score(None, f"reading the image failed ({type(error).__name__}: {error})")
 
     def _value(self, media: Media, wanted: str) -> Score:
         text = self._text(media)

@@ -241,7 +241,7 @@ class PairSession:
         with self._lock:  # held while a round's pairs are listed and sent, so a pair without a future was never sent
             future = self._answers.get(index)
         if future is None:
-            return Verdict(None, "one of the pair was never generated")
+            return Verdict(None, "one image of the pair was not generated")
         try:
             return future.result(max(deadline - time.monotonic(), 0.0))
         except (FutureTimeout, CancelledError):

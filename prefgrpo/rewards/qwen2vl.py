@@ -102,7 +102,9 @@ class RewardModel:
         self.reserved = sorted(self.tokenizer.get_added_vocab(), key=len, reverse=True)
         rows, needed = len(tensors["model.embed_tokens.weight"]), max(self.tokenizer.convert_tokens_to_ids(self.tokens))
         if needed >= rows:
-            raise RewardError(f"the checkpoint knows {rows} tokens, expected more than {needed}: not made for {base}")
+            raise RewardError(
+                f"the checkpoint has {rows} tokens, expected more than {needed}: it does not match {base}"
+            )
         config.text_config.vocab_size = rows
         body = {k: v for k, v in tensors.items() if not k.startswith(("rm_head.", "lm_head."))}
         self.model = build_model(transformers.Qwen2VLModel, config, body, self.dtype).to(self.device)
@@ -177,7 +179,7 @@ class QwenReward(PointwiseReward):
         """Also rejects prompts that cannot be inserted into the text, and extreme aspect ratios."""
         high, wide = sample.media.pixels.shape[-3:-1] if sample.media.pixels.ndim > 2 else (1, 1)
         over = max(high, wide) > 200 * min(high, wide)
-        too_long = f"a picture of {wide}×{high} is too long; expected sides within 1:200" if over else ""
+        too_long = f"an image of {wide}×{high} is too long; expected an aspect ratio of at most 1:200" if over else ""
         return super().refuse(sample) or too_long or self.network.refuse(sample.prompt)
 
     def score(self, samples: list[Sample]) -> list[Score]:

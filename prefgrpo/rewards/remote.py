@@ -57,7 +57,9 @@ class RemoteReward(PointwiseReward):
     def __post_init__(self) -> None:
         name, cls, url = self.name, self.cls, self.url
         if not issubclass(cls, PointwiseReward):
-            raise RewardError(f"reward '{name}' compares a group's samples and takes no url; give it a judge")
+            raise RewardError(
+                f"reward '{name}' compares the samples of a group, so it takes no url; set its judge instead"
+            )
         self.takes, self.needs_source, self.meta_keys = cls.takes, cls.needs_source, cls.meta_keys
         options = {key: getattr(self, key) for key in SHARED}
         try:
@@ -107,7 +109,7 @@ class RemoteReward(PointwiseReward):
         if len(bad) == len(endpoints):
             raise RewardError(f"reward '{self.name}' cannot be used. " + " | ".join(bad))
         if bad:
-            warnings.warn(f"reward '{self.name}': left out for now: " + " | ".join(bad), stacklevel=4)
+            warnings.warn(f"reward '{self.name}': servers not used for now: " + " | ".join(bad), stacklevel=4)
 
     async def _problem(self, endpoint: Endpoint) -> str:
         """Why a server cannot be used; '' if it can."""
@@ -126,7 +128,7 @@ class RemoteReward(PointwiseReward):
         if info["name"] != self.name:
             return f"serves '{info['name']}', not '{self.name}'; start {start} on another port, or correct the url"
         status = info.get("status")
-        return "" if status == "ready" else f"is {status}, not ready; try again when {endpoint.url}/health says ready"
+        return "" if status == "ready" else f"is {status}, not ready; try again when {endpoint.url}/health returns 200"
 
 
 def _read_score(url: str, payload: bytes) -> Score:

@@ -13,7 +13,7 @@ import numpy as np
 
 from prefgrpo.data.metric import Metric
 
-DEADLINE_PASSED = "no answer before the step's deadline; the server hangs, or deadline_s is too short for it"
+DEADLINE_PASSED = "no answer before the step's deadline; the server hangs, or deadline_s is too short"
 """Reason for a sample or pair that was still unanswered at the deadline."""
 
 

@@ -39,7 +39,7 @@ from prefgrpo.rewards.log import log_judgements
 from prefgrpo.rewards.request_stats import DEADLINE_PASSED, RequestStats, latency
 
 _DEADLINE_S = 600.0
-_MISSING = Score(None, "the sample was never generated")
+_MISSING = Score(None, "the sample was not generated")
 
 
 @dataclass

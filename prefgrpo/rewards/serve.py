@@ -46,9 +46,11 @@ class RewardServer:
         parse_reward_spec([name])
         cls = load_class(name)
         if not issubclass(cls, PointwiseReward):
-            raise RewardError(f"reward '{name}' compares a group's samples and runs in the trainer; serve its judge")
+            raise RewardError(
+                f"reward '{name}' compares the samples of a group, so it runs in the trainer; serve its judge instead"
+            )
         if "url" in options:
-            raise RewardError(f"options of '{name}' have a url, which belongs in the config of the training run")
+            raise RewardError(f"options of '{name}': expected no url, which belongs in the recipe of the training run")
         if max_batch < 1 or max_mib < 1:
             raise RewardError(f"max-batch and max-mib: expected at least 1, got {max_batch} and {max_mib}")
         self.name, self.cls, self.options, self.max_batch, self.max_mib = name, cls, options, max_batch, max_mib
@@ -207,7 +209,7 @@ async def run(server: RewardServer, host: str, port: int) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
     url = await server.listen(host, port)
-    print(f"loading reward '{server.name}', pid {os.getpid()}; {url}/health says when it is ready", flush=True)
+    print(f"loading reward '{server.name}', pid {os.getpid()}; {url}/health returns 200 when it is ready", flush=True)
     if host not in ("127.0.0.1", "localhost", "::1"):
         print(f"note: {host} is reachable by others, and the server has no authentication", flush=True)
     load, worker = asyncio.create_task(server.load()), asyncio.create_task(server.work())
@@ -227,11 +229,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Serve a reward until Ctrl-C or SIGTERM; the exit code."""
     parser = argparse.ArgumentParser("prefgrpo reward serve", description="Serve one reward over HTTP.")
     parser.add_argument("name", help="a reward of `prefgrpo reward list`, package.module:Class or file.py:function")
-    parser.add_argument("--options", nargs="*", default=[], metavar="X", help="its options: FILE.yaml or key=value")
-    parser.add_argument("--host", default="127.0.0.1", help="address; all but loopback lets others in (%(default)s)")
-    parser.add_argument("--port", type=int, default=8100, help="0: one that is free (%(default)s)")
-    parser.add_argument("--max-batch", type=int, default=32, help="most samples per call (%(default)s)")
-    parser.add_argument("--max-mib", type=int, default=256, help="largest request in MiB (%(default)s)")
+    parser.add_argument(
+        "--options", nargs="*", default=[], metavar="X", help="options of the reward: FILE.yaml or key=value"
+    )
+    parser.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help="address to listen on (%(default)s); any but loopback lets other machines in",
+    )
+    parser.add_argument("--port", type=int, default=8100, help="port to listen on (%(default)s); 0: any free port")
+    parser.add_argument("--max-batch", type=int, default=32, help="maximum number of samples per batch (%(default)s)")
+    parser.add_argument("--max-mib", type=int, default=256, help="maximum size of a request in MiB (%(default)s)")
     args = parser.parse_args(argv)
     try:
         server = RewardServer(args.name, read_options(args.name, args.options), args.max_batch, args.max_mib)

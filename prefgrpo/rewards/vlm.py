@@ -123,7 +123,7 @@ class UnifiedRewardAlignment(VlmReward):
         asked = [name.lower() for name, *_ in self.question.scores]
         if self.axis not in asked:
             name = self.question.name
-            raise RewardError(f"template '{name}' must ask for the score '{self.axis}', it asks for {asked}")
+            raise RewardError(f"template '{name}' must ask for the score '{self.axis}', but asks for {asked}")
 
     async def _judge(self, sample: Sample) -> Score:
         answer = await self.ask(self.question, sample)
@@ -184,7 +184,7 @@ class EditImageQuality(VlmReward):
         self.by_name = {name: float(given.get(name, 1.0)) for name in names}
         good = all(0 <= w < math.inf for w in self.by_name.values()) and sum(self.by_name.values()) > 0
         if set(given) - set(names) or not good:
-            raise RewardError(f"weights must give weights of at least 0, not all 0, for {names}; got {self.weights!r}")
+            raise RewardError(f"weights: expected values of at least 0, not all 0, for {names}, got {self.weights!r}")
         if self.normalise_parts:
             self.part_weights = self.by_name
 

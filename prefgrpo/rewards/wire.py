@@ -82,7 +82,7 @@ def _sample(row: Any, place: str, reward: type[Reward]) -> Sample:
     if reward.needs_source and not source:
         raise WireError(f"{place}.source: this reward scores edits and needs the source image")
     if lacks := [key for key in reward.meta_keys if key not in meta]:
-        raise WireError(f"{place}.meta: lacks {', '.join(lacks)}")
+        raise WireError(f"{place}.meta: expected also {', '.join(lacks)}")
     return Sample(prompt, media, tuple(_media(s, f"{place}.source[{k}]") for k, s in enumerate(source)), meta)
 
 

@@ -119,7 +119,7 @@ class Shards:
                 tensors = {k.partition(".")[2]: file.get_tensor(k).clone() for k in own}
                 written = (file.metadata() or {}).get(key, "")
             if not tensors or written not in ("", _checksum(tensors)):
-                raise ValueError(f"it holds under {key[:8]}… what was not written there")
+                raise ValueError(f"the checksum of entry {key[:8]}… does not match")
             return tensors
         except (OSError, ValueError, SafetensorError) as error:
             self._damaged(name, error)
@@ -137,7 +137,7 @@ class Shards:
         self._shard.update(dict.fromkeys(content, name))
 
     def _damaged(self, name: str, error: Exception) -> None:
-        message = "embedding cache: %s is damaged (%s); remove it, what it held is encoded again"
+        message = "embedding cache: %s is damaged (%s); its entries are encoded again, so it can be deleted"
         logger.warning(message, self.folder / name, error)
 
 
@@ -314,11 +314,19 @@ def check_sources(config: Config, prompts: Sequence[Prompt]) -> None:
     cls = family(config.family)
     least, most = int(cls.needs_source), cls.most_sources
     if wrong := [p for p in prompts if not least <= len(p.source) <= most]:
-        takes = "no source image" if most == 0 else f"{least} to {most} source images" if least < most else "one"
-        message = f"{config.family} takes {takes} per prompt, which {len(wrong)} of {len(prompts)} do not have"
+        takes = (
+            "no source image"
+            if most == 0
+            else f"{least} to {most} source images"
+            if least < most
+            else "one source image"
+        )
+        message = (
+            f"{config.family} takes {takes} per prompt; {len(wrong)} of {len(prompts)} prompts have another number"
+        )
         raise DataError(f"{message}; the first: {wrong[0]} has {len(wrong[0].source)}")
     if odd := next((p for p in prompts if len(p.source) != len(prompts[0].source)), None):
-        message = "every prompt of a file needs as many source images, because they share batches"
+        message = "all prompts of a file need the same number of source images, because they share batches"
         raise DataError(f"{message}; {prompts[0]} has {len(prompts[0].source)}, {odd} has {len(odd.source)}")
 
 
@@ -347,7 +355,7 @@ def _cache_folder(config: Config) -> Path:
     path = Path(config.data.cache)
     there = next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())
     if not there.is_dir() or not os.access(there, os.R_OK | os.X_OK if there == path.absolute() else os.W_OK):
-        raise ConfigError([f"data.cache: expected a folder that can be written, got {path} ({there} is none)"])
+        raise ConfigError([f"data.cache: expected a folder that can be written, got {path} ({there} is not)"])
     return path
 
 

@@ -191,7 +191,7 @@ def _largest_that_runs(work: Callable[[int], None], sizes: Sequence[int], world:
             failed = True
         if not world.any(failed):
             return size
-    advice = "`prefgrpo plan` names what makes it smaller"
+    advice = "`prefgrpo plan` names a field that needs less"
     raise ConfigError([f"rollout.batch_size: one sample does not fit into memory; {advice}"])
 
 

@@ -213,7 +213,7 @@ def _verify(path: Path, rank: int, size: int) -> dict[str, Any]:
         meta = json.loads((path / META).read_text(encoding="utf-8"))
         listing, own = meta["files"], meta.pop("sha256")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} is not a whole checkpoint ({META}: {error!r})") from error
+        raise CheckpointError(f"{path} is not a complete checkpoint ({META}: {error!r})") from error
     if own != _hash_facts(meta):
         raise CheckpointError(f"{path} is damaged: the content of {META} does not match its hash")
     split = [name for name in listing if name.startswith(f"{PARTS}/")]
@@ -269,7 +269,7 @@ def claim(run: RunFolder, resume: bool) -> int:
         run.root.mkdir(parents=True, exist_ok=True)
         handle = lock(run.root)
     except OSError as error:
-        raise CheckpointError(f"{run.root} cannot be made or written: {error}; choose another --output") from error
+        raise CheckpointError(f"{run.root} cannot be created or written: {error}; choose another --output") from error
     _check_content(run, resume)  # again: another run may have started in between
     for leftover in (p for folder in (run.root, run.checkpoints, run.eval, run.groups) for p in folder.glob(".*.*")):
         if re.fullmatch(r"\..+\.\d+", leftover.name):  # what a killed process was writing
@@ -285,7 +285,7 @@ def _check_content(run: RunFolder, resume: bool) -> None:
     if content and not resume:
         shown = ", ".join(content[:4]) + (" …" if len(content) > 4 else "")
         raise CheckpointError(
-            f"{folder} holds another run ({shown}); nothing was touched. Continue it with --resume, "
+            f"{folder} contains another run ({shown}); nothing was changed. Continue it with --resume, "
             f"or choose another --name"
         )
     if content and not run.config.is_file():

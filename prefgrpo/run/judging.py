@@ -174,7 +174,7 @@ def reward_options(
             asked = judge_config(config, name, own, world, folder)
             if asked.backend == "local":
                 message = "expected backend http, got local; a process can hold only one local judge"
-                raise ConfigError([f"reward.options.{name}.judge: {message} (the one of {shared(config)})"])
+                raise ConfigError([f"reward.options.{name}.judge: {message} (that of {shared(config)})"])
         options[name] = own | {"judge": asked}
     return options
 

@@ -73,7 +73,7 @@ def plan(
     if config.data.cache:
         print(f"  text encoders      on disk, once `prefgrpo preprocess` has filled {config.data.cache}")
     shown = ", ".join(f"{name} {value / GIB:.4g}" for name, value in whole.phases.items())
-    print(f"activations of {config.rollout.batch_size} samples at once: {shown} GiB; the largest counts")
+    print(f"activations of {config.rollout.batch_size} samples at once: {shown} GiB; the largest is part of the sum")
     fits = whole.total < memory_gib * GIB
     print("fits" if fits else f"does not fit: {_hint(config, whole)}")
     taken = _step(config, whole, machines, memory_gib)
@@ -104,14 +104,14 @@ def _speed(config: Config, taken: StepTime, machines: Machines, gpu: str, judge_
     )
     for name, seconds in taken.seconds.items():
         yield f"  {name:<18} {seconds:10.4g} s"
-    yield f"  {'together':<18} {taken.total:10.4g} s, {taken.rate(machines):.4g} {unit} per GPU and second"
+    yield f"  {'total':<18} {taken.total:10.4g} s, {taken.rate(machines):.4g} {unit} per GPU and second"
     for kind, size in taken.traffic.items():
         yield f"  {kind:<18} {size / GIB:10.4g} GiB per GPU over {taken.links[kind]}"
     asked, each, servers = judge_servers(config, taken, machines, judge_billions)
     if asked:
         yield (
             f"judging: {asked} comparisons of {each:.2g} s ({judge_billions:g} B parameters on one {gpu}, one token): "
-            f"{servers} such server(s) hide it behind the {'step' if config.rollout.staleness else 'rollout'}"
+            f"{servers} such server(s) keep up with the {'step' if config.rollout.staleness else 'rollout'}"
         )
 
 
@@ -123,7 +123,7 @@ def _mesh(config: Config, whole: Estimate, machines: Machines, memory_gib: float
         if held < memory_gib * GIB
     }
     if not times:
-        yield "no mesh of these GPUs fits this run"
+        yield "this run fits on no mesh of these GPUs"
         return
     inner: Mapping[ParallelConfig, int] = {p: p.shard * p.ring * p.ulysses for p in times}
     best = min(times, key=lambda p: (round(times[p], 3), inner[p]))
@@ -195,8 +195,8 @@ def _hint(config: Config, whole: Estimate) -> str:
                 words = value if isinstance(value, tuple) else () if value is True else (value,)
                 option = " ".join([f"--{name.replace('_', '-')}", *map(str, words)])
                 now = getattr(owner, key) or "none"
-                return f"{part} is large; {option} (now {now}) makes the sum {less / GIB:.4g} GiB"
-    return "no field makes it smaller; more GPUs with a larger parallel.shard (or ulysses) do: docs/scale.md"
+                return f"try {option} (now {now}): less for {part}, {less / GIB:.4g} GiB in total"
+    return "no field reduces it; use more GPUs with a larger parallel.shard (or ulysses): docs/scale.md"
 
 
 def _memory_reductions(config: Config, part: str) -> list[tuple[str, Any]]:

@@ -220,7 +220,7 @@ def _open(config: Config, resume: bool, world: World, folder: RunFolder) -> Sess
     )
     session.notes = [*_notes(config, session), *judge_notes, *batch_size.auto_notes(given, config)]
     if config.data.cache:
-        state = f"{absent} entries still missing" if absent else "complete, no text encoder was loaded"
+        state = f"{absent} entries missing" if absent else "complete, no text encoder was loaded"
         session.notes.append(f"embeddings in {config.data.cache}: {state}")
     _start_folder(config, session, resume)
     return session
@@ -309,7 +309,9 @@ def config_errors(config: Config) -> list[str]:
     problems = judging.config_errors(config)
     problems += [] if problems else _objective_errors(config)
     if not problems and not any(judging.specs(config)[0].values()):
-        problems.append("reward.spec: every weight is 0, which leaves nothing to train on; measure with eval.spec")
+        problems.append(
+            "reward.spec: expected a weight other than 0, got only 0; use eval.spec for rewards that are only measured"
+        )
     problems += trackers.config_errors(config)
     files = {"data.prompts": config.data.prompts, "eval.prompts": e.prompts, "eval.final_prompts": e.final_prompts}
     problems += [f"{field}: prompts file not found: {f}" for field, f in files.items() if f and not Path(f).is_file()]

@@ -63,7 +63,7 @@ def config_errors(config: Config) -> list[str]:
     """Errors for configured trackers whose libraries are not installed."""
     # a ./wandb folder left by a run is a spec without origin
     lacking = [name for name in config.trackers if getattr(find_spec(name), "origin", None) is None]
-    hint = "expected `pip install {0}`, or a run without it"
+    hint = "run `pip install {0}`, or remove it from trackers"
     return [f"trackers: {name} is not installed; {hint.format(name)}" for name in lacking]
 
 

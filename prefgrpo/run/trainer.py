@@ -153,7 +153,7 @@ class TrainingLoop:
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
-            raise TrainingStopped(f"no room on the disk after step {done}: {error}\n{self._make_room()}") from error
+            raise TrainingStopped(f"disk full after step {done}: {error}\n{self._make_room()}") from error
         finally:
             self.close()
         return self.folder.root
@@ -238,7 +238,7 @@ class TrainingLoop:
         if not (seen := self.log.seen & set(self.config.train.stop_when)) and not self.config.train.stop_when:
             return False
         if seen:
-            self.log.say(f"training ends here (train.stop_when): {', '.join(sorted(seen))}")
+            self.log.say(f"training stops (train.stop_when): {', '.join(sorted(seen))}")
         return self.world.any(bool(seen))
 
     # ---- advantages -------------------------------------------------------------------------------------------------
@@ -444,7 +444,9 @@ class TrainingLoop:
 
     def _make_room(self) -> str:
         newest = self.folder.latest()
-        return "Make room; " + (f"continue from {newest} with --resume" if newest else "there is no checkpoint yet")
+        return "Free disk space, then " + (
+            f"continue from {newest} with --resume" if newest else "start again: there is no checkpoint yet"
+        )
 
     def _copies(self) -> dict[str, nn.Module]:
         """Full (averaged) copies of sharded trained weights on rank 0; every rank must call this."""

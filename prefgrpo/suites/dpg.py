@@ -88,7 +88,9 @@ def _open(file: Path) -> Image.Image:
     try:
         return read_media(file).pil
     except DataError as error:
-        raise DataError(f"{file.parent}: {error}; delete the file, and repeat the command to make it again") from error
+        raise DataError(
+            f"{file.parent}: {error}; delete the file and repeat the command to generate it again"
+        ) from error
 
 
 def _grid(cells: Sequence[Image.Image]) -> Image.Image:

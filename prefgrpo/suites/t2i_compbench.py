@@ -58,7 +58,7 @@ class T2ICompBench(Suite):
             for k, p in enumerate(read_prompts(file, unique=False) if file.is_file() or not path.is_dir() else ()):
                 text = p.text.split("\t")[0]
                 if set("/_") & set(text) or len(text.encode()) > _MAX_PROMPT_BYTES:
-                    raise DataError(f"{file}: {p}: unusable as a file name: too long, or contains / or _")
+                    raise DataError(f"{file}: {p}: cannot be part of a file name: too long, or contains / or _")
                 prompts.append(Prompt(len(prompts), text, {"category": name, "number": k}, line=p.line))
         if not prompts:
             raise DataError(f"{path} contains no CATEGORY_val.txt; expected {self.source}")

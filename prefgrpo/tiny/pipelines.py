@@ -489,7 +489,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
 
 
 SMALL = """\
-# What replaces a recipe's values when this folder is its --model: little enough for a CPU.
+# Values that replace those of a recipe whose --model is this folder: small enough for a CPU.
 gpus: 1
 parallel: {{shard: 1}}
 data: {{max_length: {length}, prompts: {prompts}}}
@@ -517,9 +517,13 @@ def prompts(folder: Path, sources: bool) -> Path:
 
 
 def make(family: str, folder: str | Path, seed: int = 0, **scheduler: Any) -> Path:
-    """Write a family's tiny pipeline, a few prompts and a matching recipe fragment into `folder`.
+    """Write a tiny pipeline with random weights, a few prompts and a prefgrpo.yaml with matching values.
 
-    scheduler: overrides for the scheduler's config.
+    Args:
+        family: Model family, e.g. flux (the README lists all).
+        folder: Folder to write to.
+        seed: Seed of the random weights.
+        scheduler: Overrides for the scheduler's config (in Python only).
     """
     if family not in FAMILIES:
         raise ModelError(f"no tiny pipeline of family '{family}': expected one of {', '.join(FAMILIES)}")
