@@ -212,7 +212,7 @@ def test_wrong_options(capsys, place, words, message):
 
 def test_no_recipe_at_all(capsys):
     code, text = shown(capsys, "train")
-    assert code == 2 and "PATH" in text
+    assert code == 2 and "RECIPE" in text
     code, text = shown(capsys, "train", "scripts/none.yaml")
     assert code == 2 and "recipe not found: scripts/none.yaml" in text
 

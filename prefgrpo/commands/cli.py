@@ -177,7 +177,7 @@ def generate(
 
 def evaluate(
     config: Config,
-    target: tyro.conf.Positional[str],
+    target: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="TARGET")],
     suite: Literal["unigenbench", "geneval", "vbench", "dpg", "t2i_compbench"] | None = None,
     prompts: str = "",
     out: Path | None = None,
@@ -249,7 +249,8 @@ def _with_recipe(command: Any, name: str, argv: Sequence[str], recipe: Path | No
 
 
 RECIPE = Annotated[
-    tyro.conf.Positional[Path], tyro.conf.arg(help="YAML file of the run, e.g. scripts/prefgrpo/lora_flux.yaml.")
+    tyro.conf.Positional[Path],
+    tyro.conf.arg(metavar="RECIPE", help="YAML file of the run, e.g. scripts/prefgrpo/lora_flux.yaml."),
 ]
 
 
@@ -358,7 +359,7 @@ def _read(recipe: Path | None, values: Mapping[str, Any], command: str) -> Confi
     return config
 
 
-def report(runs: tuple[Path, ...], out: Path | None = None) -> int:
+def report(runs: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="RUN [RUN ...]")], out: Path | None = None) -> int:
     """Write report.html into a run folder, or for several runs one page that compares them.
 
     Args:

@@ -115,7 +115,7 @@ def _require_free(host: str, port: int) -> None:
 
 
 def serve(
-    model: tuple[str, ...],
+    model: Annotated[tuple[str, ...], tyro.conf.arg(metavar="MODEL [MODEL ...]")],
     gpus: tuple[str, ...] = (),
     options: Annotated[ServeConfig, tyro.conf.arg(name="")] = ServeConfig(),  # noqa: B008 - it is frozen
 ) -> int:

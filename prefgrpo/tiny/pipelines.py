@@ -10,11 +10,12 @@ import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import diffusers
 import torch
 import transformers
+import tyro
 from diffusers import FlowMatchEulerDiscreteScheduler
 from PIL import Image
 from tokenizers import pre_tokenizers
@@ -516,7 +517,12 @@ def prompts(folder: Path, sources: bool) -> Path:
     return file
 
 
-def make(family: str, folder: str | Path, seed: int = 0, **scheduler: Any) -> Path:
+def make(
+    family: Annotated[str, tyro.conf.arg(metavar="FAMILY")],
+    folder: Annotated[str | Path, tyro.conf.arg(metavar="FOLDER")],
+    seed: int = 0,
+    **scheduler: Any,
+) -> Path:
     """Write a tiny pipeline with random weights, a few prompts and a prefgrpo.yaml with matching values.
 
     Args:
