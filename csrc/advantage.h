@@ -153,8 +153,8 @@ inline void winrate(const WinrateParams& p) {
       count += load(p.counts, p.dtype, i * p.group + j);
     }
     g.order[i] = i;
-    rate[i] = count > 0 ? wins / count : kMissing;
-    p.rate[i] = static_cast<float>(rate[i]);
+    p.rate[i] = static_cast<float>(count > 0 ? wins / count : kMissing);
+    rate[i] = p.rate[i];  // rounded: sums in another order differ in fp64
   }
   for (int64_t k = 0; k <= p.prompts; ++k) g.start.push_back(k * p.group);
   AdvantageParams a;

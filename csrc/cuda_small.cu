@@ -207,8 +207,8 @@ __global__ void __launch_bounds__(kThreads, 1) winrate_kernel(const __grid_const
       wins += load(p.wins, p.dtype, i * p.group + j);
       count += load(p.counts, p.dtype, i * p.group + j);
     }
-    const double rate = count > 0 ? wins / count : NAN;
-    p.scratch[i] = rate, p.rate[i] = static_cast<float>(rate), p.advantage[i] = 0;
+    p.rate[i] = static_cast<float>(count > 0 ? wins / count : NAN);
+    p.scratch[i] = p.rate[i], p.advantage[i] = 0;  // rounded: sums in another order differ in fp64
   }
   __syncthreads();
   normalise(p.scratch, {nullptr, false, p.group, n}, p.std_mode, p.eps, p.ddof, false, 1.0, nullptr, p.advantage);

@@ -69,7 +69,7 @@ def drawn(case):
 def ours(case, values, groups, options):
     weights, parts, _ = CASES[case]
     table = part_table(groups, parts).reshape(len(values), -1) if parts else None
-    return advantages(values, weights, SIZE, options, parts, table).double().flatten().numpy()
+    return advantages(values, weights, SIZE, options, parts, table)[0].double().flatten().numpy()
 
 
 def projected(rows):
@@ -128,7 +128,7 @@ def test_every_option_of_the_reward_section(options):
     r[0, 4] = r[1, 7] = r[2, 20] = NAN
     config = from_dict({**MINIMAL, "reward": options}).reward
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    found = advantages(r.T, dict(zip("abc", w, strict=True)), 6, config, device=device)
+    found, _ = advantages(r.T, dict(zip("abc", w, strict=True)), 6, config, device=device)
     given = {k: v for k, v in options.items() if k in ("combine", "std", "ddof", "rank")}
     if tame := options.get("log_tame"):
         spread = np.nanstd(r[w != 0], axis=1) / np.nanmean(r[w != 0], axis=1)
@@ -164,6 +164,10 @@ def infinite(rewards, weights):
     return [1.0, 2.0, 4.0, float("inf")]
 
 
+def root(rewards, weights):
+    return rewards[0].sqrt()
+
+
 def test_a_function_must_return_one_value_per_sample():
     for name, message in (
         ("too_few", r"expected \[4\] values, got \[1\]"),
@@ -171,7 +175,7 @@ def test_a_function_must_return_one_value_per_sample():
     ):
         with pytest.raises(CombineError, match=message):
             advantages(np.ones((4, 1)), {"r": 1.0}, 4, RewardConfig(function=f"{__name__}.{name}"))
-    found = advantages(np.ones((4, 1)), {"r": 1.0}, 4, RewardConfig(function=f"{__name__}.infinite"))[0]
+    found = advantages(np.ones((4, 1)), {"r": 1.0}, 4, RewardConfig(function=f"{__name__}.infinite"))[0][0]
     assert found[3] == 0 and found[:3].isfinite().all() and found[0] < found[1] < found[2], "non-finite is missing"
 
 
@@ -182,13 +186,27 @@ def test_a_mean_of_rewards_expects_positive_weights():
 
 
 def test_a_tamed_reward_of_minus_one_is_missing():
-    found = advantages(np.array([[-1.0], [1.0], [3.0], [-1.0]]), {"r": 1.0}, 4, RewardConfig(log_tame=0.0))[0]
+    found = advantages(np.array([[-1.0], [1.0], [3.0], [-1.0]]), {"r": 1.0}, 4, RewardConfig(log_tame=0.0))[0][0]
     assert found.isfinite().all() and found[0] == found[3] == 0 and found[2] > 0 > found[1]
+
+
+@pytest.mark.parametrize("reward", [
+    {"combine": "geometric_mean"}, {"combine": "harmonic_mean"}, {"log_tame": 0.0}, {"function": f"{__name__}.root"},
+], ids=str)  # fmt: skip
+def test_a_sample_without_a_combined_value_is_missing_for_the_objective_too(trainer, reward):
+    """As 0 would be an average advantage, on which `nft` trains."""
+    one = trainer(reward=reward, eval={"every": 0})
+    collect(one, 0)
+    scores = one.scorer.finish()
+    scores.values["jpeg_compressibility"][:] = [[1.0, -2.0, 3.0, 4.0], [5.0, 6.0, 7.0, 8.0]]
+    found, metrics = one.targets(1, scores)
+    assert found.known.flatten().tolist() == [True, False, *[True] * 6] and found.advantage[0, 1] == 0
+    assert metrics["reward/missing"] == 1 / 8
 
 
 def test_constant_groups_stay_exactly_zero_under_batch_normalisation():
     values = np.array([[0.3]] * 4 + [[1.0], [2.0], [4.0], [8.0]] + [[5.0], [NAN], [6.0], [7.0]])
-    found = advantages(values, {"r": 1.0}, 4, RewardConfig(batch_norm=True)).numpy()
+    found = advantages(values, {"r": 1.0}, 4, RewardConfig(batch_norm=True))[0].numpy()
     assert (found[0] == 0).all() and found[2, 1] == 0 and (found[1] != 0).all()
     known = np.delete(found.flatten(), 9)
     assert known.std() == pytest.approx(1.0, rel=1e-3), "the batch std is taken over the samples that are not missing"
@@ -202,7 +220,7 @@ def test_a_missing_part_leaves_the_others_and_a_missing_value_leaves_nothing():
     parts = {"r": {"overall": 0.3, "categories": 0.7}}
     table = part_table({"r": [GroupScores(scores)]}, parts).reshape(5, 2)
     values = np.array([[np.nan if s.value is None else s.value] for s in scores])
-    found = advantages(values, {"r": 2.0}, 5, ORIGINAL, parts, table).numpy()[0]
+    found = advantages(values, {"r": 2.0}, 5, ORIGINAL, parts, table)[0].numpy()[0]
 
     def plain(column):
         known = table[~np.isnan(table[:, column]), column]
@@ -254,7 +272,7 @@ def test_advantages_of_win_rates_alone_come_from_the_comparisons(trainer, reward
         scores.values["vlm_pairwise"][:] = rates
     scores.values["vlm_pairwise"][0, 1] = NAN
     values = np.stack([scores.values[name].flatten() for name in one.session.weights], axis=1)
-    want = advantages(values, one.session.weights, 4, one.config.reward)
+    want, _ = advantages(values, one.session.weights, 4, one.config.reward)
     with mock.patch("prefgrpo.run.trainer.winrate_advantage", wraps=winrate_advantage) as used:
         found, *_, known = one.targets(1, scores)[0]
     assert used.called == fused and known.flatten().tolist() == [True, False, *[True] * 6]

@@ -72,6 +72,8 @@ MISTAKES = [
     ("train: {updates_per_rollout: 9}", "expected at most one update per sample, got 9 updates of 8 samples per step"),
     ("eval: {frames: 5, guidance_2: 3.0}", "eval.frames: flux makes images … eval.guidance_2: flux has one denoiser"),
     ("eval: {height: 18}", "eval.height/width/frames: height and width must be multiples of 4"),
+    ("eval: {judge: true}, judge: {endpoints: ['http://127.0.0.1:9']}",
+     "not reachable … No trained reward uses it: eval.judge: false evaluates without it"),
     ("eval: {steps: 0}", "eval.steps: expected a value above 0, got 0"),
     ("device: cuda", "device: expected a GPU for cuda, but torch finds none"),
     ("output: /dev/null/runs", "cannot be created or written … --output"),

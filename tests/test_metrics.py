@@ -106,6 +106,8 @@ def test_a_step_without_training_has_figures_without_nan():
     assert all(np.isfinite(v) for v in found.values())
     line = step_line(3, 100, found | {"grad_norm": 0.0, "reward/missing": 0.0, "reward/x": 0.5}, {"rollout": 1.0}, 65.0)
     assert line.startswith("step   3/100 (3%, 01:05 left) · x 0.500 · clipped 0% · ") and "nan" not in line
+    idle = step_line(3, 100, found | {"grad_norm": 0.0, "reward/missing": 0.0, "samples_trained": 0.0}, {})
+    assert "nothing to train on: no group's rewards differ" in idle and "grad" not in idle
 
 
 class TwoRanks(World):

@@ -26,13 +26,13 @@ from torch.nn import functional as F
 from prefgrpo.config.loading import from_dict
 from prefgrpo.config.recipe import ConfigError
 from prefgrpo.config.schema import Config, TrainConfig
-from prefgrpo.objectives import OBJECTIVES, objective
+from prefgrpo.objectives import OBJECTIVES, objective, objective_class
 from prefgrpo.objectives.awm import AWM
 from prefgrpo.objectives.base import Targets, TrajectoryObjective
 from prefgrpo.rewards.functions import FunctionPairwise
 from prefgrpo.rollout.batches import Batch
 from prefgrpo.rollout.rollout import Trajectory
-from prefgrpo.run.session import Clock, open_collector, open_policy
+from prefgrpo.run.session import Clock, config_errors, open_collector, open_policy
 from prefgrpo.run.trainer import TrainingLoop
 from prefgrpo.sde.noise import endpoint_noise, endpoint_normal
 from prefgrpo.sde.schedule import make_schedule
@@ -611,3 +611,11 @@ def test_mistakes_say_what_was_expected(place, case):
     with pytest.raises(ConfigError) as caught:
         TrainingLoop(from_dict(settings(place, f"mistake-{case}", train=train)))
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_one_initial_latent_per_prompt_needs_step_noise(place, name):
+    """Deterministic rollouts from the same latent are the same image, so there would be nothing to compare."""
+    config = from_dict(settings(place, "same", train={"objective": name}, rollout={"same_noise": True}))
+    refused = [w for w in config_errors(config) if w.startswith(f"rollout.same_noise: {name} samples without")]
+    assert len(refused) == (objective_class(name).collector == "endpoint")

@@ -121,6 +121,15 @@ def test_a_constant_group_gives_exactly_zero(backend, value):
 
 
 @each_backend
+def test_win_rates_whose_sums_differ_only_in_order_are_equal(backend):
+    wins, counts = tensors([[[0.1, 0.2, 0.3], [0.3, 0.2, 0.1], [0.2, 0.1, 0.3]]], [[[1.0] * 3] * 3])
+    assert len(set((wins.sum(-1) / 3)[0].tolist())) > 1
+    with serve(backend):
+        rate, advantage = winrate_advantage(wins, counts, eps=0.0)
+    assert rate[0].tolist() == [pytest.approx(0.2)] * 3 and advantage.tolist() == [[0.0] * 3]
+
+
+@each_backend
 def test_a_missing_reward_moves_nothing_and_a_lost_group_is_zero(backend):
     r, ids = tensors([[1.0, 2.0, torch.nan, 4.0, torch.nan, torch.nan]], [0, 0, 0, 0, 1, 1])
     with serve(backend):

@@ -68,6 +68,17 @@ def test_a_function_of_pairs_is_a_win_rate():
         assert {s.reason for s in reward.score_group([grey(v, prompt) for v in levels], 0).scores} == {reason}
 
 
+def test_a_function_that_writes_into_its_images_changes_no_other_comparison():
+    def overwrites(prompt, image_a, image_b):
+        value = level(image_a) / (level(image_a) + level(image_b))
+        image_a[:], image_b[:] = 0, 255
+        return value
+
+    group = [grey(v) for v in (10, 20, 40)]
+    ways = [function_class(f)().score_group(group, 0).scores for f in (overwrites, first)]
+    assert ways[0] == ways[1]
+
+
 def test_what_is_no_reward_is_refused(tmp_path):
     for wrong in (3, lambda image: 1.0):
         with pytest.raises(RewardError, match=r"must have a signature|a reward function takes"):

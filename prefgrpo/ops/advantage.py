@@ -31,7 +31,8 @@ def winrate_advantage(
     """(win rate, advantage), both fp32 [P, G], from wins and counts [P, G, G], in one launch.
 
     wins[p, i, j]: sum of the soft verdicts that i beats j; counts: the number of verdicts. A member without any
-    comparison has win rate NaN and advantage 0. Raises ValueError for other shapes.
+    comparison has win rate NaN and advantage 0. Advantages are of the rates as returned, so that rates whose sums
+    differ only in order are equal. Raises ValueError for other shapes.
     """
     _check_options(std, eps, ddof)
     shape, device = wins.shape, wins.device

@@ -320,9 +320,9 @@ def group_advantage(a: Group) -> Results:
 
 
 def win_rate(wins: Tensor, counts: Tensor) -> Tensor:
-    """fp64 [P, G]; NaN for a member without any comparison."""
+    """fp64 [P, G], rounded to fp32 so that rates whose sums differ only in order are equal; NaN: no comparison."""
     n = counts.double().sum(-1)
-    return torch.where(n > 0, wins.double().sum(-1) / torch.where(n > 0, n, 1.0), torch.nan)
+    return torch.where(n > 0, wins.double().sum(-1) / torch.where(n > 0, n, 1.0), torch.nan).float().double()
 
 
 @torch.no_grad()

@@ -80,8 +80,7 @@ class FunctionJudge(PairJudge):
         self, prompt: str, media: Sequence[Media], pairs: Sequence[Pair], source: Sequence[Media] = ()
     ) -> list[Verdict]:
         """The function's result for each pair; missing, with a reason, if it raises or returns no probability."""
-        images = [m.pixels.copy() for m in media]
-        return [self._verdict(prompt, images[a], images[b]) for a, b in pairs]
+        return [self._verdict(prompt, media[a].pixels.copy(), media[b].pixels.copy()) for a, b in pairs]
 
     def _verdict(self, prompt: str, image_a: Any, image_b: Any) -> Verdict:
         start = time.perf_counter()

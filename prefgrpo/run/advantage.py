@@ -79,10 +79,12 @@ def advantages(
     parts: Parts | None = None,
     sub_scores: NDArray[np.float64] | None = None,
     device: torch.device | str = "cpu",
-) -> Tensor:
-    """fp32 [P, G] on `device` from rewards [P · G, R], in the order of `weights`, and sub_scores [P · G, K] of `parts`.
+) -> tuple[Tensor, Tensor]:
+    """(advantages fp32 [P, G], bool [P, G] whether the sample counts), on `device`.
 
-    NaN is missing: the sample is excluded from all statistics and gets 0. Raises CombineError if the function fails.
+    rewards: [P · G, R], in the order of `weights`. sub_scores: [P · G, K] of `parts`. NaN is missing, as is a sample
+    whose rewards have no finite combination: it is excluded from all statistics and gets 0. Raises CombineError if the
+    function fails.
     """
     table = torch.from_numpy(rewards.T.copy()).to(device)
     kinds = torch.tensor(list(weights.values()), dtype=torch.float64, device=device)
@@ -108,8 +110,10 @@ def advantages(
         missing = values.isnan()
         out = in_groups(values[None])
     else:
+        if options.combine in ("geometric_mean", "harmonic_mean"):
+            missing |= (table[trained] < 0).any(0)
         out = in_groups(table, weights=kinds, combine=options.combine)
     if options.batch_norm:
         whole = torch.where(missing, torch.nan, out.double())[None]
         out = torch.where(out == 0, 0.0, normalise(whole, group_ids=torch.zeros_like(ids)).double())
-    return out.float().view(-1, group_size)
+    return out.float().view(-1, group_size), ~missing.view(-1, group_size)

@@ -113,7 +113,12 @@ def open_judge(config: Config, world: World) -> tuple[PairJudge | None, list[str
     if name not in training and not (config.eval.judge and held_out):
         return None, []
     judge = judge_config(config, name, config.reward.options.get(name, {}), world, _folder(config))
-    return connect(judge, makes_clips(config), world)
+    try:
+        return connect(judge, makes_clips(config), world)
+    except JudgeError as error:
+        if name in training:
+            raise
+        raise JudgeError(f"{error}. No trained reward uses it: eval.judge: false evaluates without it") from error
 
 
 def connect(judge: JudgeConfig, clips: bool, world: World) -> tuple[PairJudge, list[str]]:

@@ -152,7 +152,8 @@ def step_line(
         parts.append(f"error {values['policy/error']:.3g}")
     if "policy/drift" in values:
         parts.append(f"drift {values['policy/drift']:.1e}")
-    parts.append(f"grad {values['grad_norm']:.1e}")
+    trains = values.get("samples_trained", 1.0) > 0
+    parts.append(f"grad {values['grad_norm']:.1e}" if trains else "nothing to train on: no group's rewards differ")
     if skipped := values.get("updates_skipped"):
         parts.append(f"{skipped:.0f} updates skipped: gradient not finite")
     if values.get("policy/kl"):

@@ -290,6 +290,9 @@ def _objective_errors(config: Config) -> list[str]:
     if r.cache != "none" and goal.collector == "trajectory":
         why = f"{config.train.objective} needs log-probs of samples computed without a cache"
         wrong.append(f"rollout.cache: {why}: expected none, got {r.cache}")
+    if r.same_noise and goal.collector == "endpoint":
+        why = f"{config.train.objective} samples without step noise, so the images of a prompt would be identical"
+        wrong.append(f"rollout.same_noise: {why}: expected false, got true")
     if r.staleness and (goal.anchor == "old" or goal.sampled_by_old):
         why = f"{config.train.objective} has an old policy, which has to be the one that generated the samples"
         wrong.append(f"rollout.staleness: {why}: expected 0, got {r.staleness}")

@@ -260,26 +260,34 @@ class TrainingLoop:
         shares, reasons = missing_shares(rewards, weights, counts), Counter[str]()
         if np.isnan(rewards).any() or counts[:, 1].any():
             reasons = sum(map(Counter, self.world.gather_items([scores.reasons])), reasons)
-        for reason, count in reasons.most_common(REASONS_SHOWN):
-            if reason not in self._reasons_shown and len(self._reasons_shown) < 10 * REASONS_SHOWN:
-                self._reasons_shown.add(reason)
-                self.log.say(f"missing in step {step}: {count} × {reason}")
+        self._say_missing(step, reasons)
         if warning := check_missing(shares, c.judge.max_missing, list(reasons)):
             self.log.say(f"WARNING: step {step}: {warning}")
         wins, pair_counts = self._comparisons(scores)
+        there = known = torch.from_numpy(~np.isnan(rewards[:, weights != 0]).any(1)).view(-1, group_size)
         if self._by_comparisons:
             _, advantage = winrate_advantage(wins, pair_counts, std=c.reward.std, eps=c.reward.eps, ddof=c.reward.ddof)
         else:
-            advantage = advantages(
+            advantage, known = advantages(
                 rewards, self.session.weights, group_size, c.reward, parts, sub_scores, self.world.device
             )
+        if lost := int(there.sum()) - int(known.sum()):
+            how = next(n for n in ("function", "log_tame", "combine") if getattr(c.reward, n))
+            self._say_missing(step, Counter({f"reward.{how} has no finite value for these rewards": lost}))
+            shares["reward/missing"] = 1.0 - float(known.float().mean())
         self._check_information(step, scores)
-        known = torch.from_numpy(~np.isnan(rewards[:, weights != 0]).any(1)).view(-1, group_size)
         targets = Targets(advantage, wins.float(), pair_counts.float(), known.to(advantage.device))
         return targets, reward_metrics(names, rewards, group_size) | shares | {
             "advantage/zero_groups": float((advantage == 0).all(1).float().mean()),
             "advantage/max": float(advantage.abs().max()),
         }
+
+    def _say_missing(self, step: int, reasons: Counter[str]) -> None:
+        """Print the most frequent reasons for missing rewards that the run has not printed yet."""
+        for reason, count in reasons.most_common(REASONS_SHOWN):
+            if reason not in self._reasons_shown and len(self._reasons_shown) < 10 * REASONS_SHOWN:
+                self._reasons_shown.add(reason)
+                self.log.say(f"missing in step {step}: {count} × {reason}")
 
     def _comparisons(self, scores: StepScores) -> tuple[Tensor, Tensor]:
         """Wins and counts, fp64 [P, G, G] each on the device, of all ranks' groups; rewards count by their weights."""
