@@ -8,6 +8,7 @@ from dataclasses import replace
 import diffusers
 import pytest
 import torch
+from diffusers.models.autoencoders.autoencoder_kl_hunyuanvideo15 import HunyuanVideo15AttnBlock
 from families import (
     CPU,
     PROMPTS,
@@ -31,6 +32,7 @@ from prefgrpo import models
 from prefgrpo.config.loading import from_dict
 from prefgrpo.models.condition import collate
 from prefgrpo.models.folder import ModelError
+from prefgrpo.models.hunyuan_video import causal_attention_mask
 from prefgrpo.rollout.embeddings import Embeddings
 from prefgrpo.rollout.replay import replay, stacked
 from prefgrpo.rollout.rollout import rollout
@@ -108,6 +110,7 @@ WITHOUT_TORCHVISION = """
 import sys
 sys.modules["torchvision"] = None
 import torch
+from diffusers.models.autoencoders.autoencoder_kl_hunyuanvideo15 import HunyuanVideo15AttnBlock
 from PIL import Image
 from prefgrpo import models
 from prefgrpo.tiny import pipelines
@@ -319,6 +322,13 @@ def test_text_in_quotes_has_an_encoder_of_its_own():
     assert lengths is not None and lengths.tolist() == [len('Text "Café". Text "open". '.encode()) + 1, 0]
     for some in (prompts, prompts[:1], prompts[1:]):
         assert differs(adapter, pipe, case, prompts=some) <= 1e-5
+
+
+@pytest.mark.parametrize("frames, size, batch", [(1, 6, None), (5, 1, 2), (3, 4, 1)])
+def test_the_attention_mask_of_a_vae_is_diffusers_own(frames, size, batch):
+    stock = HunyuanVideo15AttnBlock.prepare_causal_attention_mask
+    masks = [mask(frames, size, torch.bfloat16, "cpu", batch) for mask in (causal_attention_mask, stock)]
+    assert torch.equal(*masks) and masks[0].dtype == torch.bfloat16
 
 
 def test_a_few_step_model_has_sigmas_of_its_own():
