@@ -53,8 +53,9 @@ def planned(config: Config, with_their_levers: bool = False) -> dict[str, Any]:
     """The numbers of `prefgrpo plan` for a recipe on the GPUs it is sized for."""
     memory_gib = HARDWARE[GPU].memory_gib
     if chooses_share(config):
-        config = estimate_share(config, FILLED_UNTRIED * memory_gib * GIB, from_few_blocks)
-    whole = from_few_blocks(config)
+        config, whole = estimate_share(config, FILLED_UNTRIED * memory_gib * GIB, from_few_blocks)
+    else:
+        whole = from_few_blocks(config)
     machines = Machines(HARDWARE[GPU], config.gpus, math.ceil(config.gpus / 8), MFU[config.compile])
     reuses = reuses_forwards(config, whole, memory_gib)
     taken = step_time(config, whole.flop, whole.model, machines, reuses)

@@ -95,7 +95,7 @@ def test_the_plan_chooses_the_share_that_an_estimate_of_every_share_would(place,
     totals, asked = {share: whole.total for share, whole in found.items()}, []
 
     def chosen(free):
-        return batch_size.estimate_share(config, free, known).train.checkpointing_share
+        return batch_size.estimate_share(config, free, known)[0].train.checkpointing_share
 
     def known(c):
         asked.append(c)

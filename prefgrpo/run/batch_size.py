@@ -48,7 +48,7 @@ def initial_values(config: Config, world: World, prompts: Sequence[Prompt]) -> C
     if not chooses_share(config):
         return config
     free = min(world.all_gather_object(free_bytes(world.device)))
-    found = estimate_share(_for_estimate(config, world, prompts), FILLED_UNTRIED * free)
+    found, _ = estimate_share(_for_estimate(config, world, prompts), FILLED_UNTRIED * free)
     return _with_share(config, recomputed_share(found.train))
 
 
@@ -105,29 +105,35 @@ def estimate_batch_sizes(config: Config, free: float) -> Config:
     return _with_batch_sizes(config, batch, 0 if decoded == part else decoded)
 
 
-def estimate_share(config: Config, free: float, estimate: Callable[[Config], Estimate] = estimate) -> Config:
+def estimate_share(
+    config: Config, free: float, estimate: Callable[[Config], Estimate] = estimate
+) -> tuple[Config, Estimate]:
     """`config` with the smallest train.checkpointing_share of SHARES estimated to fit `config.gpus` processes of `free`
-    bytes each; 1 if none does.
+    bytes each, 1 if none does; and its estimate.
 
     Activations are about linear in the share: estimates for 0 and 1 give a first value, which is then estimated itself
     and raised until it fits. A forward of train.replay_batch samples counts as that many.
     """
     together = max(1, min(trained_steps(config), config.train.replay_batch // config.rollout.batch_size))
 
-    def needed(share: float) -> tuple[int, int]:
-        """(bytes in the update, bytes in the largest phase) of a process."""
-        whole = estimate(_with_share(config, share))
-        update = whole.total - whole.parts["activations"] + together * whole.phases["update"]
-        return update, max(update, whole.total)
+    def at(share: float) -> tuple[Config, Estimate]:
+        return (one := _with_share(config, share)), estimate(one)
 
-    most, largest = needed(0.0)
-    if largest <= free:
-        return _with_share(config, 0.0)
-    least, largest = needed(1.0)
-    if largest > free:
-        return _with_share(config, 1.0)
+    def update(whole: Estimate) -> int:
+        return whole.total - whole.parts["activations"] + together * whole.phases["update"]
+
+    def fits(whole: Estimate) -> bool:
+        return max(update(whole), whole.total) <= free
+
+    none = at(0.0)
+    if fits(none[1]):
+        return none
+    every = at(1.0)
+    if not fits(every[1]):
+        return every
+    most, least = update(none[1]), update(every[1])
     first = math.ceil((most - free) / (most - least) * (len(SHARES) - 1))
-    return _with_share(config, next(share for share in SHARES[first:] if share == 1 or needed(share)[1] <= free))
+    return next((found for share in SHARES[first:-1] if fits((found := at(share))[1])), every)
 
 
 def initial_batch_sizes(config: Config, world: World, prompts: Sequence[Prompt]) -> Config:

@@ -59,11 +59,13 @@ def plan(
     given = config
     if config.rollout.batch_size == AUTO:
         config = estimate_batch_sizes(config, FILLED * memory_gib * GIB)
+    trace = partial(estimate, meshes=partial(meshes, config, machines=machines))
     if chooses_share(config):
-        config = estimate_share(config, FILLED_UNTRIED * memory_gib * GIB)
+        config, whole = estimate_share(config, FILLED_UNTRIED * memory_gib * GIB, trace)
+    else:
+        whole = trace(config)
     for line in auto_notes(given, config):
         print(line)
-    whole = estimate(config, partial(meshes, config, machines=machines))
     for name, count in whole.parameters.items():
         print(f"{name:<20} {count / 1e6:12.2f} M parameters")
     print(f"per GPU, {config.gpus} GPU(s):")
