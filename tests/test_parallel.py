@@ -11,15 +11,17 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from tiny_run import BRIGHTNESS, PROMPTS, ranks, recipe, rows, train, world
 
 from prefgrpo.config.recipe import ConfigError
-from prefgrpo.parallel.world import World, pick_device
+from prefgrpo.parallel.world import World, pick_device, stop
 from prefgrpo.rewards.base import PointwiseReward, Score
 from prefgrpo.run.trainer import TrainingLoop
 from prefgrpo.sde.noise import initial_latents
@@ -287,6 +289,21 @@ def test_one_process_needs_no_group():
     world.barrier()
     with pytest.raises(ValueError, match="mine"):
         world.on_main(lambda: (_ for _ in ()).throw(ValueError("mine")), ValueError)
+
+
+@pytest.mark.parametrize("config, after_error", [("gloo", True), ("cpu:gloo,cuda:nccl", False)])
+def test_a_process_that_fails_destroys_no_communicator(monkeypatch, config, after_error):
+    """Destroying one waits for the other processes (NCCL: ncclCommDestroy), which wait in a collective for this one."""
+    destroyed = []
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend_config", lambda: config)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: destroyed.append(True))
+    with pytest.raises(RuntimeError), ExitStack() as opened:
+        opened.callback(stop)
+        raise RuntimeError("out of memory")
+    assert bool(destroyed) == after_error
+    stop()
+    assert len(destroyed) == 1 + after_error
 
 
 def test_devices(monkeypatch):

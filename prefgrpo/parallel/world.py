@@ -10,6 +10,7 @@ local accumulation (no per-backward hooks), so a rank whose groups carry no sign
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -228,8 +229,13 @@ def is_peer_failure(error: BaseException) -> bool:
 
 
 def stop() -> None:
-    """Leave the torchrun process group."""
-    if dist.is_initialized():
+    """Leave the torchrun process group.
+
+    With nccl, while an exception is handled, the group and its heartbeat stay: destroying a communicator waits for the
+    other processes, which may be in a collective. They end when this process has ended.
+    """
+    failed = sys.exc_info()[0] is not None
+    if dist.is_initialized() and not (failed and "nccl" in dist.get_backend_config()):
         while _heartbeats:
             _heartbeats.pop().stop()
         dist.destroy_process_group()
