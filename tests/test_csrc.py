@@ -13,7 +13,7 @@ import sys
 
 import pytest
 import torch
-from ops_cases import make
+from ops_cases import Case, make
 
 from prefgrpo.ops import Guidance, NoiseAddress, affine_logp, affine_step, use_backend
 from prefgrpo.ops.backend import extension, unavailable_reason
@@ -31,8 +31,12 @@ def restore():
     torch.set_num_threads(threads)
 
 
+def on_cpu(*case):
+    return Case(**{name: t.cpu() for name, t in vars(make(*case)).items()})
+
+
 def everything(shape, guidance):
-    c = make(shape, 3, torch.float32, torch.bfloat16)
+    c = on_cpu(shape, 3, torch.float32, torch.bfloat16)
     pair = Guidance(c.u, 2.0, rescale=True) if guidance else None
     v = c.v.clone().requires_grad_()
     with use_backend("cpu"):
@@ -47,7 +51,7 @@ def without_extras(shape):
     """Results of the one-pass loops for every combination of fp32 and bf16."""
     results = []
     for x, v, y in itertools.product((torch.float32, torch.bfloat16), repeat=3):
-        c = make(shape, 2, x, v)
+        c = on_cpu(shape, 2, x, v)
         leaf = c.v.clone().requires_grad_()
         with use_backend("cpu"):
             step = affine_step(c.x, c.v, c.coef, c.index, noise=c.eps, out_dtype=y)

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from ops_cases import DEVICE, QUICK, each_backend, make, serve
+from torch.utils._pytree import tree_map_only
 
 from prefgrpo.ops import (
     Guidance,
@@ -62,7 +63,7 @@ STEP = {
 @pytest.mark.parametrize("name", STEP)
 def test_step(backend, name):
     change, error, message = STEP[name]
-    change = {k: t.to(DEVICE) if isinstance(t, torch.Tensor) else t for k, t in change.items()}
+    change = tree_map_only(torch.Tensor, lambda t: t.to(DEVICE), change)
     with serve(backend), pytest.raises(error, match=message):
         affine_step(**{**base(), **change})
 

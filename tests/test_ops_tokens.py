@@ -286,6 +286,8 @@ def test_what_only_values_show_is_found_in_tokens_too(backend, packs):
     """An index outside the table; cu_seqlens that do not ascend from 0 to the token count, which touch no memory."""
     c = make((3, 16) if packs is None else (16,), 3, F32, F32)
     options = {"index": OUTSIDE} if packs is None else {"index": 0, "cu_seqlens": torch.tensor(packs, device=DEVICE)}
+    if DEVICE == "cuda" and backend == "torch":
+        pytest.skip("torch's own assertion on the GPU would end every later test of this process")
     with serve(backend):
         try:
             out = affine_logp(c.x, c.v, c.eps, c.coef, **options)

@@ -11,14 +11,18 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from tiny_run import BRIGHTNESS, PROMPTS, ranks, recipe, rows, train
 
 from prefgrpo.config.recipe import ConfigError
+from prefgrpo.parallel import world as parallel
 from prefgrpo.parallel.world import World, pick_device
 from prefgrpo.rewards.base import PointwiseReward, Score
 from prefgrpo.run.trainer import TrainingLoop
@@ -225,8 +229,6 @@ def test_ranks_may_change_on_resume_and_a_rank_may_have_nothing_to_evaluate(plac
 
 def collectives() -> None:
     """Runs in the new process; a failure is a non-zero exit code."""
-    from prefgrpo.parallel import world as parallel
-
     with parallel.process_group("cpu") as world:
         check_collectives(world)
     os._exit(0)
@@ -286,6 +288,27 @@ def test_one_process_needs_no_group():
     world.barrier()
     with pytest.raises(ValueError, match="mine"):
         world.on_main(lambda: (_ for _ in ()).throw(ValueError("mine")), ValueError)
+
+
+@pytest.mark.parametrize("device, after_error", [("cpu", True), ("cuda", False)])
+def test_a_process_that_fails_destroys_no_communicator(monkeypatch, device, after_error):
+    """Destroying one waits for the other processes (NCCL: ncclCommDestroy), which wait in a collective for this one."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(parallel, "pick_device", torch.device)
+    monkeypatch.setattr(parallel, "rendezvous", lambda *_, **__: iter([(None, 0, 2)]))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
+    destroy = Mock()
+    monkeypatch.setattr(dist, "destroy_process_group", destroy)
+    monkeypatch.setattr(parallel, "Heartbeat", Mock())
+    monkeypatch.setattr(parallel, "device_mesh", lambda *_: None)
+    with pytest.raises(RuntimeError), ExitStack() as opened:
+        opened.enter_context(parallel.process_group(device))
+        raise RuntimeError("out of memory")
+    assert destroy.call_count == after_error
+    with parallel.process_group(device):
+        pass
+    assert destroy.call_count == 1 + after_error
 
 
 def test_devices(monkeypatch):

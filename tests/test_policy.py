@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from prefgrpo.config.schema import TrainConfig
 from prefgrpo.parallel.world import World
@@ -126,3 +127,19 @@ def test_the_average_is_lent_and_given_back():
     plain = Policy(parameters(), TrainConfig(ema_decay=0.0))
     with plain.use_ema():
         assert torch.equal(plain.params[0], parameters()["a.weight"])
+
+
+def test_norms_of_offloaded_shards_are_stacked_on_one_device(monkeypatch):
+    """With parallel.offload, shards and their gradients are in CPU memory, replicated parameters on the GPU; fake
+    tensors stack 0-d tensors of several devices, CUDA does not."""
+    stack, devices = torch.stack, []
+    monkeypatch.setattr(torch, "stack", lambda ts: devices.append({t.device.type for t in ts}) or stack(ts))
+    monkeypatch.setattr("prefgrpo.run.policy.is_sharded", lambda p: p.device.type == "cpu")
+    with FakeTensorMode():
+        where = {"shard": "cpu", "replicated": "cuda"}
+        policy = Policy({n: torch.ones(3, device=d, requires_grad=True) for n, d in where.items()}, TRAIN)
+        for p in policy.params:
+            p.grad = torch.ones_like(p)
+        with pytest.raises(RuntimeError):  # at the norm's value, which fake tensors do not have
+            policy.update(ALONE)
+    assert devices == [{"cuda"}, {"cpu"}, {"cuda"}]

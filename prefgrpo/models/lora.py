@@ -71,7 +71,7 @@ def _inject(transformer: Any, config: Any) -> None:
     """Inject `config`, with trained weights in fp32; the random state of the process is preserved."""
     from prefgrpo.integrations.lora import fuse_lora
 
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):  # peft draws on the CPU
         transformer.add_adapter(config, adapter_name=NAME)
     fuse_lora(transformer)
     for parameter in transformer.parameters():

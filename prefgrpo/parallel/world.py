@@ -10,6 +10,7 @@ local accumulation (no per-backward hooks), so a rank whose groups carry no sign
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -204,6 +205,8 @@ def pick_device(name: str) -> torch.device:
 def process_group(device_name: str, config: Config | None = None) -> Iterator[World]:
     """Joins torchrun's process group, if there is one, and leaves it; without `config`, for plain data parallelism.
 
+    After an error on a GPU, the group and its heartbeat stay until the process ends, which ends the others: destroying
+    an NCCL communicator waits for the other processes, which may be in a collective.
     Raises ConfigError if the section `parallel` does not fit the number of processes.
     """
     device = pick_device(device_name)
@@ -223,7 +226,8 @@ def process_group(device_name: str, config: Config | None = None) -> Iterator[Wo
     try:
         yield World(int(os.environ.get("RANK", "0")), size, device, layout, device_mesh(layout, device))
     finally:
-        if heartbeat:
+        failed = sys.exc_info()[0] is not None
+        if heartbeat and not (failed and device.type == "cuda"):
             heartbeat.stop()
             dist.destroy_process_group()
 

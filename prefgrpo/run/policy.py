@@ -52,6 +52,7 @@ class Policy:
         """
         world.sum_gradients(self.params)
         norms = [full_tensor(get_total_norm([p.grad for p in kind if p.grad is not None])) for kind in self.kinds]
+        norms = [norm.to(norms[0].device) for norm in norms]  # with parallel.offload, shards are on the CPU
         total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
         for kind in self.kinds:
             clip_grads_with_norm_(kind, self.train.max_grad_norm, total)
