@@ -20,7 +20,8 @@ FILES = ("affine", "noise", "policy", "advantage", "replay", "tokens")
 def test_the_tests_of_the_ops_pass_on_the_cuda_sources(root, tmp_path):
     path = os.pathsep.join((str(root), str(root / "tests")))
     env = {**os.environ, "PREFGRPO_SHIM": str(tmp_path), "PYTHONPATH": path, "TRITON_INTERPRET": "1"}
-    options = ["-q", "-p", "cuda_shim.plugin", "-p", "no:cacheprovider", "-k", "not triton and not [torch] and not -torch]"]
+    others = "not triton and not [torch] and not -torch]"
+    options = ["-q", "-p", "cuda_shim.plugin", "-p", "no:cacheprovider", "-k", others]
     command = [sys.executable, "-m", "pytest", *options]
     files = [str(root / "tests" / f"test_ops_{name}.py") for name in FILES]
     done = subprocess.run([*command, *files], env=env, cwd=root, capture_output=True, text=True, timeout=600)
