@@ -13,14 +13,13 @@ from types import UnionType
 from typing import Annotated, Union, get_args, get_origin
 
 import pytest
-import yaml
 from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 
 from prefgrpo.config import loading
 from prefgrpo.config.checks import check
 from prefgrpo.config.loading import differences, flat_fields, from_dict, load, parse, to_dict
-from prefgrpo.config.recipe import ConfigError
+from prefgrpo.config.recipe import ConfigError, to_yaml
 from prefgrpo.config.schema import Config
 from prefgrpo.sde.rules import RULES
 
@@ -66,8 +65,15 @@ def test_any_valid_configuration_survives_its_file(tmp_path_factory, data):
     assert mistakes == []
     assume(not check(config))  # rejects values that contradict each other
     file = tmp_path_factory.getbasetemp() / "round.yaml"
-    file.write_text(yaml.safe_dump(to_dict(config), sort_keys=False), encoding="utf-8")
+    file.write_text(to_yaml(to_dict(config)), encoding="utf-8")
     assert load(file) == from_dict(to_dict(config)) == config and differences(load(file), config) == {}
+
+
+@pytest.mark.parametrize("text", ["1e5", "1.e-4", "+1e5", ".5e3", "yes", "~", "0x1F", "12:30", "\x85"])
+def test_text_that_looks_like_another_value_survives_the_file(tmp_path, text):
+    config = from_dict(GOOD | {"name": text, "reward": {"options": {"clip": {"model": text}}}})
+    (tmp_path / "run.yaml").write_text(to_yaml(to_dict(config)), encoding="utf-8")
+    assert load(tmp_path / "run.yaml") == config
 
 
 def test_differences_name_every_changed_field():

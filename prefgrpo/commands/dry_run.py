@@ -9,9 +9,9 @@ from __future__ import annotations
 import time
 
 import torch
-import yaml
 
 from prefgrpo.config.loading import to_dict
+from prefgrpo.config.recipe import to_yaml
 from prefgrpo.config.schema import Config
 from prefgrpo.data.prompts import prompt_sets
 from prefgrpo.objectives import objective
@@ -31,7 +31,7 @@ def dry_run(config: Config) -> int:
     """Print configuration, memory and the first batch; returns the exit code. Raises what `train` raises at start."""
     with parallel.process_group(config.device, config) as world:
         check_run(config)
-        print(yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True))
+        print(to_yaml(to_dict(config), allow_unicode=True))
         prompts, sets = prompt_sets(config)
         absent = uncached(config, encoding_jobs(config, prompts))
         given, goal = config, objective(config.train)

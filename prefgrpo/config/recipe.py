@@ -35,8 +35,19 @@ class Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+class Dumper(yaml.SafeDumper):
+    """Quotes every text that `Loader` would read as a number."""
+
+
 NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
-Loader.add_implicit_resolver("tag:yaml.org,2002:float", NUMBER, list("-+.0123456789"))
+for _cls in (Loader, Dumper):
+    _cls.add_implicit_resolver("tag:yaml.org,2002:float", NUMBER, list("-+.0123456789"))
+
+
+def to_yaml(values: Mapping[str, Any], allow_unicode: bool = False) -> str:
+    """YAML that `read_yaml` reads back unchanged; without `allow_unicode` in ASCII, else U+0085 is lost."""
+    text: str = yaml.dump(values, Dumper=Dumper, sort_keys=False, allow_unicode=allow_unicode)
+    return text
 
 
 def read_yaml(recipe: str | Path) -> dict[str, Any]:

@@ -19,10 +19,9 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import yaml
 
 from prefgrpo.config.loading import differences, load, to_dict
-from prefgrpo.config.recipe import ConfigError
+from prefgrpo.config.recipe import ConfigError, to_yaml
 from prefgrpo.config.schema import AUTO, Config, splits
 from prefgrpo.data.prompts import FEWEST_TO_SPLIT, Prompt, fingerprint, prompt_sets
 from prefgrpo.judge.verdict import PairJudge
@@ -407,8 +406,7 @@ def _start_folder(config: Config, session: Session, resume: bool) -> None:
     elif resume:
         session.notes.append(f"no checkpoint in {folder.root} yet; starting from step 0")
     if world.main:
-        text = yaml.safe_dump(to_dict(config), sort_keys=False)  # escaped, or U+0085 would be lost
-        checkpoint.write_atomic(folder.config, text)  # first, since without it the run cannot be resumed
+        checkpoint.write_atomic(folder.config, to_yaml(to_dict(config)))  # first: a resumed run needs it
         folder.eval.mkdir(exist_ok=True)
         folder.groups.mkdir(exist_ok=True)
         truncate_log(folder.judgements, session.start)
