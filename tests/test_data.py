@@ -82,7 +82,8 @@ def test_csv_with_a_prompt_column(tmp_path):
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
         writer.writerows(rows)
-    found = read_prompts(tmp_path / "p.csv")
+    with pytest.warns(UserWarning, match="left out lines with an earlier prompt but other columns: 5"):
+        found = read_prompts(tmp_path / "p.csv")
     assert [(p.id, p.text, p.meta["index"]) for p in found] == [(0, 'two "pandas",\nin suits', "7"), (1, "家 🐈", "8")]
     assert found[0].meta["sub_dims_en"] == '{"a": 1}'
     assert [p.meta["index"] for p in read_prompts(tmp_path / "p.csv", unique=False)] == ["7", "8", "9"]

@@ -10,6 +10,7 @@ import csv
 import hashlib
 import io
 import json
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -90,7 +91,8 @@ class DataError(ValueError):
 
 
 def read_prompts(path: str | Path, *, unique: bool = True) -> list[Prompt]:
-    """Prompts of a file, one per line or row, skipping blank lines; `unique` keeps only the first of equal prompts.
+    """Prompts of a file, one per line or row, skipping blank lines; `unique` keeps only the first of equal prompts, and
+    warns of the others if their columns differ.
 
     Raises DataError for a missing or empty file, or one that lists all invalid lines with their numbers: no prompt,
     or a source image that is missing or not an image.
@@ -102,6 +104,7 @@ def read_prompts(path: str | Path, *, unique: bool = True) -> list[Prompt]:
         raise DataError(f"{file}: expected a file that ends in {', '.join(filter(None, READERS))}")
     prompts: dict[Any, Prompt] = {}
     bad: dict[int, str] = {}
+    repeated = list[str]()
     for number, row in READERS[file.suffix.lower()](file):
         try:
             text, sources, meta = _parse_row(row, file.parent)
@@ -109,10 +112,14 @@ def read_prompts(path: str | Path, *, unique: bool = True) -> list[Prompt]:
             bad[number] = str(error)
         else:
             key = (text, sources) if unique else number
-            prompts.setdefault(key, Prompt(len(prompts), text, meta, sources, number))
+            first = prompts.setdefault(key, Prompt(len(prompts), text, meta, sources, number))
+            repeated += [] if first.meta == meta else [str(number)]
     _raise_if_invalid(file, bad | _unreadable_sources(prompts.values()))
     if not prompts:
         raise DataError(f"{file} contains no prompt, only blank lines; expected one prompt per line")
+    if repeated:
+        lines = ", ".join(repeated[:5]) + ", …" * (len(repeated) > 5)
+        warnings.warn(f"{file}: left out lines with an earlier prompt but other columns: {lines}", stacklevel=2)
     return list(prompts.values())
 
 
