@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from prefgrpo.config.schema import Config
@@ -32,7 +33,7 @@ from prefgrpo.rollout.assignment import update_of
 from prefgrpo.rollout.batches import Batch
 from prefgrpo.rollout.render import stills
 from prefgrpo.run import checkpoint
-from prefgrpo.run.advantage import CombineError, advantages, by_comparisons, part_table
+from prefgrpo.run.advantage import CombineError, Parts, advantages, by_comparisons, part_table
 from prefgrpo.run.log import Log
 from prefgrpo.run.metrics import (
     NoInformation,
@@ -245,42 +246,50 @@ class TrainingLoop:
 
     def targets(self, step: int, scores: StepScores) -> tuple[Targets, dict[str, float]]:
         """(advantages and comparisons of all ranks' samples; metrics). Raises RewardsMissing or NoInformation."""
-        c, group_size = self.config, self.config.rollout.group_size
+        c, weights, group_size = self.config.reward, self.session.weights, self.config.rollout.group_size
+        rewards, sub_scores, parts = self._gather_rewards(scores)
+        shares = self._missing_shares(step, scores, rewards)
+        wins, pair_counts = self._comparisons(scores)
+        trained = np.array(list(weights.values())) != 0
+        scored = known = torch.from_numpy(~np.isnan(rewards[:, trained]).any(1)).view(-1, group_size)
+        if self._by_comparisons:
+            _, advantage = winrate_advantage(wins, pair_counts, std=c.std, eps=c.eps, ddof=c.ddof)
+        else:
+            advantage, known = advantages(rewards, weights, group_size, c, parts, sub_scores, self.world.device)
+        if lost := int(scored.sum()) - int(known.sum()):
+            how = next(n for n in ("function", "log_tame", "combine") if getattr(c, n))
+            self._say_missing(step, Counter({f"reward.{how} has no finite value for these rewards": lost}))
+            shares["reward/missing"] = 1.0 - float(known.float().mean())
+        self._check_information(step, scores)
+        targets = Targets(advantage, wins.float(), pair_counts.float(), known.to(advantage.device))
+        return targets, reward_metrics(list(weights), rewards, group_size) | shares | {
+            "advantage/zero_groups": float((advantage == 0).all(1).float().mean()),
+            "advantage/max": float(advantage.abs().max()),
+        }
+
+    def _gather_rewards(self, scores: StepScores) -> tuple[NDArray[np.float64], NDArray[np.float64], Parts]:
+        """(rewards [P · G, R] and sub-scores [P · G, K] of all ranks' samples, parts of the sub-scores)."""
         names = list(self.session.weights)
-        weights = np.array([self.session.weights[n] for n in names])
         local = np.stack([scores.values[n] for n in names], axis=-1)  # [groups scored here, G, R]
         parts = {n: w for n in names if (w := self.scorer.rewards[n].part_weights)}
         if parts:
             own = part_table(scores.groups, parts).reshape(*local.shape[:2], sum(map(len, parts.values())))
             local = np.concatenate([local, own], axis=-1)
-        table = self.world.gather_slots(local, c.rollout.prompts_per_step).reshape(-1, local.shape[-1])
-        rewards, sub_scores = table[:, : len(names)], table[:, len(names) :]
-        verdicts = [[k.verdict.first for g in scores.groups[n] for k in g.comparisons] for n in names]
+        table = self.world.gather_slots(local, self.config.rollout.prompts_per_step).reshape(-1, local.shape[-1])
+        return table[:, : len(names)], table[:, len(names) :], parts
+
+    def _missing_shares(self, step: int, scores: StepScores, rewards: NDArray[np.float64]) -> dict[str, float]:
+        """Shares of missing rewards and comparisons, whose reasons are logged. Raises RewardsMissing."""
+        weights = np.array(list(self.session.weights.values()))
+        verdicts = [[k.verdict.first for g in scores.groups[n] for k in g.comparisons] for n in self.session.weights]
         counts = self.world.gather(np.array([[(len(v), v.count(None)) for v in verdicts]], np.float64)).sum(0)
         shares, reasons = missing_shares(rewards, weights, counts), Counter[str]()
         if np.isnan(rewards).any() or counts[:, 1].any():
             reasons = sum(map(Counter, self.world.gather_items([scores.reasons])), reasons)
         self._say_missing(step, reasons)
-        if warning := check_missing(shares, c.judge.max_missing, list(reasons)):
+        if warning := check_missing(shares, self.config.judge.max_missing, list(reasons)):
             self.log.say(f"WARNING: step {step}: {warning}")
-        wins, pair_counts = self._comparisons(scores)
-        there = known = torch.from_numpy(~np.isnan(rewards[:, weights != 0]).any(1)).view(-1, group_size)
-        if self._by_comparisons:
-            _, advantage = winrate_advantage(wins, pair_counts, std=c.reward.std, eps=c.reward.eps, ddof=c.reward.ddof)
-        else:
-            advantage, known = advantages(
-                rewards, self.session.weights, group_size, c.reward, parts, sub_scores, self.world.device
-            )
-        if lost := int(there.sum()) - int(known.sum()):
-            how = next(n for n in ("function", "log_tame", "combine") if getattr(c.reward, n))
-            self._say_missing(step, Counter({f"reward.{how} has no finite value for these rewards": lost}))
-            shares["reward/missing"] = 1.0 - float(known.float().mean())
-        self._check_information(step, scores)
-        targets = Targets(advantage, wins.float(), pair_counts.float(), known.to(advantage.device))
-        return targets, reward_metrics(names, rewards, group_size) | shares | {
-            "advantage/zero_groups": float((advantage == 0).all(1).float().mean()),
-            "advantage/max": float(advantage.abs().max()),
-        }
+        return shares
 
     def _say_missing(self, step: int, reasons: Counter[str]) -> None:
         """Print the most frequent reasons for missing rewards that the run has not printed yet."""
