@@ -282,7 +282,7 @@ OTHERS = [("wan", "wan22"), ("wan22", "wan_ti2v"), ("wan_ti2v", "wan"), ("wan_i2
 @pytest.mark.parametrize(("family", "other"), [*OTHERS, *((b, a) for a, b in OTHERS)])
 def test_the_folder_of_another_wan_is_refused(family, other):
     """They share a pipeline class; using one of two experts, or one timestep for all tokens, would fail silently."""
-    with pytest.raises(ModelError, match=r"has (\['transformer|expand_timesteps).*set `family` to the one"):
+    with pytest.raises(ModelError, match=r"has (\['transformer|expand_timesteps).*set `family` to this model"):
         models.load(family, str(folder(other)), torch.float32, CPU)
 
 

@@ -127,7 +127,7 @@ def test_a_log_is_replayed_without_a_last_line_that_has_no_end(capsys, tmp_path)
     path.write_bytes(b"{\n" + whole)
     with pytest.raises(JudgeError, match=r"expected the judgements\.jsonl of a run"):
         load_judgements(path)
-    with pytest.raises(JudgeError, match="has 0 groups that were judged in both orders"):
+    with pytest.raises(JudgeError, match="has 0 groups judged in both orders"):
         load_judgements(Path(log_of(tmp_path / "short.jsonl", [])))
 
 
