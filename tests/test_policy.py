@@ -32,6 +32,13 @@ def give_gradients(policy, step):
             p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
 
 
+@pytest.fixture(params=["cuda", "cpu"], ids=lambda where: f"fused on {where}")
+def fused_on(request, monkeypatch):
+    """Where AdamW uses its fused kernel: on GPUs only, as shipped, or here too."""
+    monkeypatch.setattr("prefgrpo.run.policy.FUSED_ON", (request.param,))
+
+
+@pytest.mark.usefixtures("fused_on")
 def test_ten_updates_against_the_formulas_in_fp64():
     """Decoupled weight decay (Loshchilov & Hutter), global-norm clipping, linear warm-up, EMA after the step."""
     policy = Policy(parameters(), TRAIN)
@@ -75,6 +82,7 @@ def test_averages_move_when_they_are_due():
     assert all(torch.equal(a, b) for a, b in zip(policy.params, policy.old.values(), strict=True))
 
 
+@pytest.mark.usefixtures("fused_on")
 @pytest.mark.parametrize("at", [0, 2, 7])
 def test_stopped_and_loaded_it_goes_on_bit_by_bit(at):
     straight, first = Policy(parameters(), TRAIN), Policy(parameters(), TRAIN)

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
@@ -35,6 +36,8 @@ from prefgrpo.parallel.watch import Heartbeat, restart_count
 T = TypeVar("T")
 LONGEST_WAIT = timedelta(hours=2)
 """Timeout of collectives, enough for one rank to judge or write a large model; torch's default on GPUs is 10 min."""
+BUCKET_BYTES = 2**28
+"""Most bytes of gradients that are copied into one buffer to be summed over ranks (a larger gradient has its own)."""
 
 
 class Transfer(NamedTuple):
@@ -122,7 +125,7 @@ class World:
         return index * self.layout.context + self.rank % self.layout.context
 
     def sum_gradients(self, parameters: list[Tensor]) -> None:
-        """Replace every .grad by its sum over ranks, with one flat all-reduce per dtype; a missing .grad counts as 0.
+        """Replace every .grad by its sum over ranks, in buckets of BUCKET_BYTES; a missing .grad counts as 0.
 
         Gradients of sharded parameters (DTensors) are already summed and stay unchanged.
         """
@@ -131,13 +134,11 @@ class World:
                 p.grad = torch.zeros_like(p)
         if self.size == 1:
             return
-        parameters = [p for p in parameters if not isinstance(p, DTensor)]
-        for dtype in sorted({p.grad.dtype for p in parameters if p.grad is not None}, key=str):
-            grads = [p.grad for p in parameters if p.grad is not None and p.grad.dtype == dtype]
-            flat = torch.cat([g.flatten() for g in grads])
+        replicated = [p.grad for p in parameters if p.grad is not None and not isinstance(p, DTensor)]
+        for grads in _take_tensors(replicated, BUCKET_BYTES):
+            flat = _flatten_dense_tensors(grads)
             dist.all_reduce(flat)
-            for g, part in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
-                g.copy_(part.view_as(g))
+            torch._foreach_copy_(grads, _unflatten_dense_tensors(flat, grads))
 
     def gather(self, local: NDArray[np.float64]) -> NDArray[np.float64]:
         """All-gather the rows of all shares, in order of their index."""

@@ -19,6 +19,9 @@ from prefgrpo.parallel.shard import full_tensor, is_sharded, shard_like, to_loca
 from prefgrpo.parallel.world import World
 from prefgrpo.run.checkpoint import load_into
 
+FUSED_ON = ("cuda",)
+"""Device types on which AdamW uses its fused kernel."""
+
 
 class NonFiniteGradient(RuntimeError):
     """The gradient norm is NaN or infinite; no weight was changed."""
@@ -37,7 +40,7 @@ class Policy:
         self.kinds = [kind for wanted in (False, True) if (kind := [p for p in self.params if is_sharded(p) == wanted])]
         """The non-empty lists among the replicated and the sharded parameters."""
         self.optimizer = torch.optim.AdamW(
-            [{"params": kind} for kind in self.kinds],
+            [{"params": kind, "fused": _fused(kind)} for kind in self.kinds],
             lr=train.lr,
             betas=(train.beta1, train.beta2),
             weight_decay=train.weight_decay,
@@ -128,5 +131,13 @@ class Policy:
                 self.optimizer.state[p] = {k: _like(tensors[f"adamw.{k}.{name}"], p, k) for k in keys}
 
 
+def _fused(kind: list[Tensor]) -> bool | None:
+    """Whether AdamW updates these parameters with its fused kernel, which needs no temporary copies of them; on CPUs
+    None, torch's default."""
+    return all(p.device.type in FUSED_ON for p in kind) or None
+
+
 def _like(value: Tensor, parameter: Tensor, key: str) -> Tensor:
-    return value.clone() if key == "step" else shard_like(value, parameter).clone().to(parameter.device)
+    if key == "step":  # on the device only for the fused kernel
+        return value.clone().to(parameter.device if _fused([parameter]) else "cpu")
+    return shard_like(value, parameter).clone().to(parameter.device)
