@@ -10,10 +10,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import base64
+import contextlib
 import io
 import json
 import math
 import os
+import secrets
 import socket
 import ssl
 import time
@@ -249,10 +251,11 @@ def until(done: Callable[[], object], seconds: float = 30) -> None:
 
 
 def free_port() -> int:
-    """A TCP port that was free a moment ago."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+    """A TCP port that is free now, below the range from which the system gives other tests' servers theirs."""
+    while True:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port := 20000 + secrets.randbelow(12000)))
+            return port
 
 
 def main() -> None:
