@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -40,9 +41,11 @@ from prefgrpo.config.loading import from_dict
 from prefgrpo.config.recipe import merge
 from prefgrpo.integrations.rotary import stock_rotary
 from prefgrpo.objectives.base import Targets
+from prefgrpo.rollout import rollout
 from prefgrpo.run.memory import MemoryTracker
 from prefgrpo.run.session import Clock
 from prefgrpo.run.trainer import TrainingLoop
+from prefgrpo.sde.noise import initial_latents
 
 ROOT = Path(__file__).resolve().parent.parent
 JSON, PAGE = ROOT / "benchmarks" / "results" / "levers_cpu.json", ROOT / "docs" / "training.md"
@@ -66,7 +69,15 @@ class Lever:
     """Context of the baseline's steps, given the transformer."""
 
 
+def same_noise(_: nn.Module) -> AbstractContextManager[None]:
+    """All samples of a group start from its first sample's noise, but each is denoised on its own."""
+    return patch.object(  # type: ignore[return-value]
+        rollout, "initial_latents", lambda seed, ids, shape: initial_latents(seed, ids // GROUP * GROUP, shape)
+    )
+
+
 KL = {"kl_coef": 0.04}
+LATE = {"window_low": 2}
 LEVERS = {
     "`train.reuse_rollout_forward`": Lever(
         {"train": {"reuse_rollout_forward": True}}, "auto: on if no bit changes and the graphs fit"
@@ -86,6 +97,9 @@ LEVERS = {
     ),
     "`train.min_advantage: 0.5`": Lever({"train": {"min_advantage": 0.5}}, "0, because this biases the gradient"),
     "`rollout.window_size: 1`": Lever({"rollout": {"window_size": 1}}, "all steps; most recipes set it"),
+    "`rollout.same_noise`: two steps before the window": Lever(
+        {"rollout": LATE | {"same_noise": True}}, "always with this option", {"rollout": LATE}, baseline=same_noise
+    ),
     "`train.objective: awm`": Lever({"train": {"objective": "awm"}}, "grpo, because this is another objective"),
     "no `train.gradient_checkpointing`": Lever(
         {}, "off; `prefgrpo plan` says where it is needed", {"train": {"gradient_checkpointing": True}}

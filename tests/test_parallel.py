@@ -262,8 +262,9 @@ def check_collectives(world) -> None:
     half, full, none = (
         torch.zeros(3, dtype=t, requires_grad=True) for t in (torch.bfloat16, torch.float32, torch.float32)
     )
-    for parallel.BUCKET_BYTES in (parallel.BUCKET_BYTES, 12):  # one bucket per dtype, then one per gradient
-        half.grad, full.grad, none.grad = torch.full((3,), 2.0, dtype=torch.bfloat16), torch.full((3,), rank + 1.0), None
+    for limit in (parallel.BUCKET_BYTES, 12):  # one bucket per dtype, then one per gradient
+        parallel.BUCKET_BYTES, none.grad = limit, None
+        half.grad, full.grad = torch.full((3,), 2.0, dtype=torch.bfloat16), torch.full((3,), rank + 1.0)
         world.sum_gradients([half, full, none])
         assert half.grad.tolist() == [2.0 * size] * 3 and full.grad.tolist() == [size * (size + 1) / 2] * 3
         assert none.grad.tolist() == [0.0] * 3

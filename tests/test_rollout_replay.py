@@ -64,13 +64,28 @@ def test_logp_is_that_of_the_stored_value(adapter, condition, rule):
         assert torch.equal(replay(adapter, schedule, condition, step, S).logp, step.logp)
 
 
-def test_a_group_may_share_its_initial_noise(adapter, condition):
-    schedule = schedule_of(adapter, window=(0, 1))
-    shared = torch.tensor([4, 4, 6, 6])
-    done = rollout(adapter, schedule, condition, IDS, S, seed=0, initial_sample=shared)
+@pytest.mark.parametrize("first", [0, 2, 3])
+def test_a_group_may_share_its_initial_noise(adapter, condition, first):
+    """Before the first stochastic step, one sample is denoised for its group. Oracle: every sample on its own."""
+    schedule, starts, seen = schedule_of(adapter, window=(first, 3)), [4, 4, 6, 4], []
+    condition = condition.select(torch.tensor([0, 1, 2, 0]))
+    alone = [
+        rollout(adapter, schedule, condition.select(row), IDS[row], S, seed=0, initial_sample=[starts[row]])
+        for row in torch.arange(4).split(1)
+    ]
+    count = adapter.transformer.register_forward_pre_hook(
+        lambda module, args, given: seen.append(len(given["hidden_states"])), with_kwargs=True
+    )
+    done = rollout(adapter, schedule, condition, IDS, S, seed=0, initial_sample=starts)
+    count.remove()
+    assert seen == [2] * first + [4] * (S.steps - first)
     x0, x1 = done.steps[0].x, done.steps[0].x_next
-    assert torch.equal(x0[0], x0[1]) and torch.equal(x0[2], x0[3]) and not torch.equal(x0[0], x0[2])
+    assert torch.equal(x0[0], x0[1]) and torch.equal(x0[0], x0[3]) and not torch.equal(x0[0], x0[2])
     assert not torch.equal(x1[0], x1[1]), "the noise of later steps must not be shared"
+    for whole, *each in zip(done.tensors(), *(one.tensors() for one in alone), strict=True):
+        assert torch.allclose(whole, torch.cat(each), rtol=1e-4, atol=1e-4)
+    for step in done.steps:
+        assert torch.equal(replay(adapter, schedule, condition, step, S).logp, step.logp)
 
 
 @pytest.mark.parametrize(("replay_batch", "blocks"), [(0, [1, 1, 1]), (4, [1, 1, 1]), (8, [2, 1]), (99, [3])])

@@ -124,8 +124,8 @@ class SamplingConfig:
     batch mixes groups, zero-advantage groups are dropped from it, and rounding differs. auto: the largest divisor that
     fits into memory and leaves no process idle, determined at the start of a run (docs/training.md)."""
     same_noise: bool = False
-    """Start all images of a prompt from one initial latent (`init_same_noise`). Not for endpoint objectives, whose
-    sampling is deterministic."""
+    """Start all images of a prompt from one initial latent (`init_same_noise`). In each batch, the steps before the
+    window are then computed once per prompt. Not for endpoint objectives, whose sampling is deterministic."""
     cache: Literal["none", "first_block", "taylorseer"] = "none"
     """A diffusers cache that skips blocks of the denoiser in training rollouts, for objectives without a ratio: faster,
     but approximate (docs/objectives.md). first_block: skips while the first block's output hardly changes; taylorseer:

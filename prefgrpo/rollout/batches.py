@@ -166,7 +166,7 @@ class Rollouts:
 
     def _generate(self, step: int, b: BatchPlan, condition: Condition, sizes: SamplingConfig) -> Batch:
         """Generate a batch with the current policy."""
-        schedule, (first, ids) = self._schedule(step, b, sizes), self._ids(step, b)
+        schedule, ids = self._schedule(step, b, sizes), self._ids(step, b)
         denoisers = [getattr(self.adapter.pipe, name) for name in self.adapter.denoisers]
         with cached(denoisers, self.config.rollout):
             done = rollout(
@@ -176,7 +176,7 @@ class Rollouts:
                 ids,
                 sizes,
                 seed=self.config.seed,
-                initial_sample=first if self.config.rollout.same_noise else None,
+                initial_sample=self._group_starts(step, b) if self.config.rollout.same_noise else None,
                 keep_velocity=self.schedules.goal.keeps_velocity,
                 keep_graph=self.keep_graph and b.update == 0,
             )
@@ -185,7 +185,7 @@ class Rollouts:
     def _receive(self, step: int, slots: Slots, old: BatchPlan, new: BatchPlan) -> Batch:
         """Receive a batch that another index generated; its condition is encoded here."""
         sizes = slots[new.places[0][0]][1]
-        schedule, (_, ids) = self._schedule(step, new, sizes), self._ids(step, new)
+        schedule, ids = self._schedule(step, new, sizes), self._ids(step, new)
         latents, count = (len(new.places), *self.adapter.latent_shape(sizes)), len(new.places)
         kept = [k for k in schedule.trained if k in schedule.sde_steps]
         each = [latents, latents, (count,)] + [latents] * self.schedules.goal.keeps_velocity
@@ -205,14 +205,16 @@ class Rollouts:
     def _schedule(self, step: int, b: BatchPlan, sizes: SamplingConfig) -> Schedule:
         return self.schedules.step(sizes, step, step * self.config.rollout.prompts_per_step + b.places[0][0])
 
-    def _ids(self, step: int, b: BatchPlan) -> tuple[Tensor, Tensor]:
-        """Noise addresses, int64 [B] on the device: of the first sample of each sample's group, and of the sample."""
-        r, device = self.config.rollout, self.world.device
-        groups, members = (
-            torch.tensor(column, dtype=torch.int64, device=device) for column in zip(*b.places, strict=True)
-        )
-        start = (step * r.prompts_per_step + groups) * r.group_size
-        return start, start + members
+    def _group_starts(self, step: int, b: BatchPlan) -> list[int]:
+        """The id of the first sample of each sample's group."""
+        r = self.config.rollout
+        return [(step * r.prompts_per_step + p) * r.group_size for p, _ in b.places]
+
+    def _ids(self, step: int, b: BatchPlan) -> Tensor:
+        """The ids of the samples, which determine their noise: int64 [B] on the device."""
+        starts = self._group_starts(step, b)
+        ids = [start + g for start, (_, g) in zip(starts, b.places, strict=True)]
+        return torch.tensor(ids, dtype=torch.int64, device=self.world.device)
 
 
 def _batch(

@@ -1,6 +1,7 @@
 """Denoises a batch and stores the steps to train on: x_{k+1} = a·x_k + b·v(x_k, σ_k) + s·ε at every step k.
 
-Steps outside `schedule.sde_steps` are deterministic; only the stochastic steps in `schedule.trained` are stored.
+Steps outside `schedule.sde_steps` are deterministic; only the stochastic steps in `schedule.trained` are stored. Before
+the first stochastic step, samples with the same initial noise are equal, so one of them is denoised for all.
 Invariants: noise is a function of the global sample id, so any batch split gives the same samples; a stored log-prob
 is computed for x_{k+1} as stored; the loop never synchronises with the device.
 """
@@ -87,28 +88,36 @@ def rollout(
     sampling: Sampling,
     *,
     seed: int,
-    initial_sample: Tensor | None = None,
+    initial_sample: Sequence[int] | None = None,
     keep_velocity: bool = False,
     keep_graph: bool = False,
 ) -> Trajectory:
     """Denoise B samples along `schedule` (on the adapter's device) for a batched condition [B, …].
 
     sample: int64 [B] ids that determine the noise, unique per sample in the run. seed: the run's noise seed.
-    initial_sample: int64 [B] ids for the initial noise only; equal ids in a group give it the same initial noise.
+    initial_sample: B ids for the initial noise only. Samples with equal ids must have equal conditions.
     keep_velocity: also store the velocities of the stored steps. keep_graph: also keep the autograd graphs of their
     forwards.
     """
-    ids = sample if initial_sample is None else initial_sample
-    x = initial_latents(seed, ids, adapter.latent_shape(sampling))
+    starts, active = sample if initial_sample is None else sample.new_tensor(initial_sample), condition
+    branch = 0 if initial_sample is None else min(schedule.sde_steps, default=0)
+    if initial_sample is not None and branch:
+        distinct = list(dict.fromkeys(initial_sample))
+        starts = sample.new_tensor(distinct)
+        active = condition.select(sample.new_tensor([initial_sample.index(i) for i in distinct]))
+        copies = sample.new_tensor([distinct.index(i) for i in initial_sample])
+    x = initial_latents(seed, starts, adapter.latent_shape(sampling))
     x = adapter.prior(x, schedule.sigmas[0])
     stored: list[Step] = []
     for k in range(schedule.steps):
-        index = torch.full_like(sample, k)
-        sigma = schedule.times[k].expand(sample.numel())
+        if branch and k == branch:
+            x, active = x.index_select(0, copies), condition
+        index = sample.new_full((len(x),), k)
+        sigma = schedule.times[k].expand(len(x))
         noise = NoiseAddress(seed, sample) if k in schedule.sde_steps else None
         kept, graph = noise is not None and k in schedule.trained, None
         with torch.set_grad_enabled(kept and keep_graph):
-            v, guidance = adapter.cond_uncond(x, sigma, condition, sampling)
+            v, guidance = adapter.cond_uncond(x, sigma, active, sampling)
         if v.requires_grad:
             graph, v = (v, guidance), v.detach()
             guidance = None if guidance is None else guidance._replace(uncond=guidance.uncond.detach())

@@ -83,14 +83,8 @@ class Schedules:
 
         group: run-wide group number; with rollout.window_per_prompt, every group has its own window.
         """
-        steps, size = window_range(sizes), sizes.window_size
-        draw = (self.config.seed * 1_000_003 + (group if sizes.window_per_prompt else step)) % 2**63
-        if sizes.window_policy == "progressive":
-            decay = sizes.window_decay, sizes.window_decay_from
-            window = progressive(steps, size, step, sizes.window_interval, sizes.window_stride, *decay)
-        else:
-            window = (consecutive if sizes.window_policy == "random" else subset)(steps, size, draw)
-        return self._with(sizes, self.trained(sizes, window)).to(self.device)
+        chosen = window(sizes, self.config.seed, step, group)
+        return self._with(sizes, self.trained(sizes, chosen)).to(self.device)
 
     def trained(self, sizes: SamplingConfig, window: Iterable[int]) -> tuple[int, ...]:
         """The steps of a window whose denoiser is trained; the others stay deterministic."""
@@ -126,6 +120,16 @@ class Schedules:
                     f"expected windows that train"
                 ]
             )
+
+
+def window(sizes: SamplingConfig, seed: int, step: int, group: int = 0) -> tuple[int, ...]:
+    """The trainable steps of training step `step`, ascending; group: as in `Schedules.step`."""
+    steps, size = window_range(sizes), sizes.window_size
+    draw = (seed * 1_000_003 + (group if sizes.window_per_prompt else step)) % 2**63
+    if sizes.window_policy == "progressive":
+        decay = sizes.window_decay, sizes.window_decay_from
+        return progressive(steps, size, step, sizes.window_interval, sizes.window_stride, *decay)
+    return (consecutive if sizes.window_policy == "random" else subset)(steps, size, draw)
 
 
 def window_range(sizes: SamplingConfig) -> Sequence[int]:

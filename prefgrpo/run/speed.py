@@ -11,7 +11,8 @@ real run (`assign_batches`, same windows, forwards and passes), its FLOP counted
 from __future__ import annotations
 
 import math
-from collections import Counter
+import statistics
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,6 +28,7 @@ from prefgrpo.parallel.context import context_errors, unsupported
 from prefgrpo.parallel.mesh import Layout, problem
 from prefgrpo.rewards import parse_reward_spec
 from prefgrpo.rollout.assignment import assign_batches
+from prefgrpo.rollout.sampling import window
 from prefgrpo.run.judging import PAIRWISE
 from prefgrpo.run.memory import DenoiserSizes, Estimate, kept_graphs, trained_steps
 
@@ -120,10 +122,12 @@ def work(config: Config, data: int, reuses: bool) -> Work:
     """The work of the busiest of `data` data-parallel indices; reuses: the first update reuses the rollout's graphs."""
     r, t, goal = config.rollout, config.train, objective(config.train)
     samples, batches, first = Counter[int](), Counter[int](), Counter[int]()
+    forwards, shared = defaultdict[int, float](float), shared_steps(config)
     for batch in assign_batches(config, [r] * r.prompts_per_step, data, goal.whole_groups):
         samples[batch.index] += len(batch.places)
         batches[batch.index] += 1
         first[batch.index] += len(batch.places) * (batch.update == 0)
+        forwards[batch.index] += len(batch.places) * (r.steps - shared) + len({p for p, _ in batch.places}) * shared
     made = max(samples.values())
     share = goal.samples_per_group(r.group_size) / r.group_size * kept_share(config)
     if isinstance(goal, EndpointObjective):
@@ -134,7 +138,16 @@ def work(config: Config, data: int, reuses: bool) -> Work:
         passes = trained_steps(config)
         forward_only = max(1, round(t.kl_fraction * passes)) if t.kl_coef else 0
     reused = max(first.values()) * passes * share if reuses else 0.0
-    return Work(made, max(batches.values()), made * r.steps, made * passes * share, made * forward_only * share, reused)
+    trained, most = made * share, max(forwards.values())
+    return Work(made, max(batches.values()), most, trained * passes, trained * forward_only, reused)
+
+
+def shared_steps(config: Config) -> float:
+    """Mean number of denoising steps before the window, which a group's samples with equal initial noise share."""
+    r = config.rollout
+    if not r.same_noise or r.sde_everywhere:
+        return 0.0
+    return statistics.fmean(window(r, config.seed, step)[0] for step in range(max(config.train.steps, 1)))
 
 
 def kept_share(config: Config, groups: int = 2000) -> float:
@@ -214,7 +227,7 @@ def step_time(
     links |= {"gather in rollout": inner <= per_node, "gather in update": inner <= per_node}
     if (n := layout.split) > 1:
         part = (n - 1) / n * model.gathered
-        made = 1 if config.parallel.keep_gathered else done.rollout / batch
+        made = 1 if config.parallel.keep_gathered else done.batches * r.steps
         traffic["gather in rollout"] = part * made
         traffic["gather in update"] = part * (2 * done.trained + done.forward_only) / batch
         if not t.lora_rank:  # gradients are reduce-scattered in fp32 after every backward
