@@ -48,7 +48,8 @@ class Clock(selectors.DefaultSelector):
     def select(self, timeout=None):
         if timeout is not None and timeout <= 0:
             return super().select(0)
-        events = super().select(0.0005 if self.runs else 0.01)  # data being sent by another thread or the peer
+        # data being sent by another thread or the peer; the server's timers are short, long ones are of timeouts
+        events = super().select(0.01 if not self.runs else 0.05 if timeout is None or timeout > 5 else 0.0005)
         if not events and self.runs and timeout is not None:
             self.now += timeout
         return events
