@@ -26,11 +26,7 @@ from prefgrpo.judge.simulate import GOAL, SHARE, Groups, JudgeModel, default_pla
 RESULTS, PICTURE = ROOT / "benchmarks" / "results" / "judge_plans.json", "judging_plans.svg"
 SIZE = 24
 SHOWN = ("tournament", "k_regular(4)", "swiss(4)", "swiss(5)", "k_regular(8)", "swiss(8)", "k_regular(9)", "swiss(9)")
-TITLES = {
-    "simulated": "Simulated judge",
-    "text": "Simulated, rounded verdicts",
-    "tiny": "Tiny judge",
-}
+TITLES = {"simulated": "Simulated judge", "text": "Simulated, rounded verdicts", "tiny": "Tiny judge"}
 
 
 def tiny_groups(captions: int, seed: int = 0) -> Groups:

@@ -123,10 +123,7 @@ def _rewards(train: Rows, shown: Callable[[str], str]) -> list[Chart]:
     spread = _series(train, [(shown(name[7:]), f"{name}_std") for name in names])
     note = "Spread of rewards within a group; 0 means no learning signal. "
     note += "The mean win rate of a group is always ½."
-    return [
-        *charts,
-        Chart("Reward: std within a group", spread, note=note, include=(0.0,)),
-    ]
+    return [*charts, Chart("Reward: std within a group", spread, note=note, include=(0.0,))]
 
 
 def _judge_consistency(train: Rows) -> list[Chart]:

@@ -75,10 +75,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     )
     bpe.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    bpe.train_from_iterator(
-        texts,
-        trainers.BpeTrainer(vocab_size=600, initial_alphabet=alphabet, show_progress=False),
-    )
+    bpe.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=600, initial_alphabet=alphabet, show_progress=False))
     bpe.add_special_tokens(list(SPECIAL))
     return PreTrainedTokenizerFast(
         tokenizer_object=bpe,
@@ -279,8 +276,5 @@ def processor_files() -> dict[str, dict[str, object]]:
     }
     return {
         "preprocessor_config.json": {**common, "image_processor_type": "Qwen2VLImageProcessor"},
-        "video_preprocessor_config.json": {
-            **common,
-            "video_processor_type": "Qwen3VLVideoProcessor",
-        },
+        "video_preprocessor_config.json": {**common, "video_processor_type": "Qwen3VLVideoProcessor"},
     }
