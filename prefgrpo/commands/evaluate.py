@@ -237,7 +237,7 @@ def evaluate(
     with parallel.process_group(config.device, config) as world:
         if suite:
             place = out or where / suite
-            code = _suite(side, load_suite(suite), suite, prompts, place, samples, question, fps, world)
+            code = _suite(side, suite, prompts, place, samples, question, fps, world)
         else:
             other = _baseline_side(side, against, against_weights)
             place = out or where / f"against_{str(other).replace(' ', '_').rpartition('/')[2]}"
@@ -257,11 +257,9 @@ def _update_report(target: str, place: Path, results: str) -> None:
 # ---- suites ---------------------------------------------------------------------------------------------------------
 
 
-def _suite(
-    side: Side, suite: Suite, name: str, file: str, out: Path, samples: int, question: str, fps: int, world: World
-) -> int:
+def _suite(side: Side, name: Name, file: str, out: Path, samples: int, question: str, fps: int, world: World) -> int:
     """Generate files in the suite's layout; if the suite has a reward here, score them and report."""
-    config, clips = side.config, judging.makes_clips(side.config)
+    suite, config, clips = load_suite(name), side.config, judging.makes_clips(side.config)
     if clips != (suite.takes == "video"):
         kinds = ["clips" if video else "images" for video in (suite.takes == "video", clips)]
         raise ConfigError([f"--suite: {suite.title} takes {kinds[0]}, but {config.family} makes {kinds[1]} here"])
@@ -308,9 +306,8 @@ def _suite_reward(config: Config, suite: Suite, options: Mapping[str, Any], out:
 
 def _report(results: Results, facts: Mapping[str, Any], out: Path, name: str) -> int:
     """Print and write the tables; returns 1 if nothing was scored."""
-    write_atomic(
-        out / f"{name}.json", json.dumps({"about": dict(facts), **json.loads(results.json())}, indent=1) + "\n"
-    )
+    content = {"about": dict(facts), **asdict(results)}
+    write_atomic(out / f"{name}.json", json.dumps(content, indent=1, allow_nan=False) + "\n")
     write_atomic(out / f"{name}.md", results.markdown())
     print(f"{results.markdown(max_problems=10)}\n{out / name}.json, {out / name}.md")
     return int(not any(row.count for rows in results.tables.values() for row in rows))
