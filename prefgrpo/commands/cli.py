@@ -243,7 +243,6 @@ def _is_bare_switch(key: str, rest: Sequence[str]) -> bool:
 
 
 def _field_type(key: str) -> Any:
-    """The type of a field of the configuration."""
     kind: Any = Config
     for part in key.split("."):
         kind = kind.__pydantic_fields__[part].annotation
@@ -376,13 +375,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(name: str, argv: list[str]) -> int:
-    """The exit code of a command."""
     module, _, attribute = COMMANDS[name][0].partition(":")
     command: Any = getattr(import_module(module), attribute)
-    parameters = signature(command).parameters
     if name in FIELDS:
         return _with_recipe(command, name, argv)
-    if list(parameters) == ["argv"]:  # it parses its own arguments
+    if list(signature(command).parameters) == ["argv"]:  # it parses its own arguments
         return command(argv)
     result = tyro.cli(command, args=argv, prog=f"prefgrpo {name}", config=(tyro.conf.PositionalRequiredArgs,))
     if isinstance(result, Path):

@@ -180,15 +180,12 @@ def _shrink(s: Series, most: int) -> Series:
     if size <= 1:
         return s
 
-    def pooled(values: Floats | None, pool: Callable[[Floats], Any]) -> Floats | None:
-        if values is None:
-            return None
+    def pooled(values: Floats, pool: Callable[[Floats], Any]) -> Floats:
         parts = [values[k : k + size] for k in range(0, len(values), size)]
         return np.array([np.nan if np.isnan(p).all() else pool(p) for p in parts])
 
-    x, y, low, high = pooled(s.x, np.mean), pooled(s.y, np.nanmean), pooled(s.low, np.nanmin), pooled(s.high, np.nanmax)
-    assert x is not None and y is not None
-    return replace(s, x=x, y=y, low=low, high=high)
+    low, high = (v if v is None else pooled(v, pool) for v, pool in ((s.low, np.nanmin), (s.high, np.nanmax)))
+    return replace(s, x=pooled(s.x, np.mean), y=pooled(s.y, np.nanmean), low=low, high=high)
 
 
 def _stack(series: list[Series]) -> list[Series]:

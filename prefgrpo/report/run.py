@@ -92,10 +92,10 @@ class EvalImages:
     """Outcomes of all images of the set, including those not kept; empty if the run wrote none."""
 
     @property
-    def kept(self) -> list[Outcome | None]:
-        """Outcomes of the kept images."""
+    def kept(self) -> list[Outcome]:
+        """Outcomes of the kept images; without verdicts if the run wrote none."""
         kept = [o for o in self.outcomes if o.answers is not None]
-        return list(kept) if len(kept) == len(self.prompts) else [None] * len(self.prompts)
+        return kept if len(kept) == len(self.prompts) else [Outcome(0, {}, None)] * len(self.prompts)
 
 
 @dataclass(frozen=True)
