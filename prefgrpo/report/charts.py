@@ -277,7 +277,7 @@ def _between(x: Floats, low: Floats, high: Floats) -> str:
 
 def _area(axes: Axes, s: Series) -> Markup:
     assert s.low is not None
-    return tag("path", class_=f"area f{s.colour}", d=_between(axes.x(s.x), axes.y(s.y), axes.y(s.low)))
+    return tag("path", class_=f"area c{s.colour}", d=_between(axes.x(s.x), axes.y(s.y), axes.y(s.low)))
 
 
 def _curve(axes: Axes, s: Series) -> Markup:
@@ -290,17 +290,17 @@ def _curve(axes: Axes, s: Series) -> Markup:
             if s.marks or part.stop - part.start == 1:
                 for k in range(part.start, part.stop):
                     ends = np.array([low[k], high[k]])
-                    out.append(tag("path", class_=f"bar s{s.colour}", d=_path(x[[k, k]], ends)))
+                    out.append(tag("path", class_=f"bar c{s.colour}", d=_path(x[[k, k]], ends)))
             else:
-                out.append(tag("path", class_=f"band f{s.colour}", d=_between(x[part], low[part], high[part])))
+                out.append(tag("path", class_=f"band c{s.colour}", d=_between(x[part], low[part], high[part])))
     smooth = _smoothed(s)
     for part in _runs(known):
         if part.stop - part.start > 1 and not s.marks:
             faint = "" if smooth is None else " faint"
-            out.append(tag("path", class_=f"line s{s.colour}{faint}", d=_path(x[part], y[part])))
+            out.append(tag("path", class_=f"line c{s.colour}{faint}", d=_path(x[part], y[part])))
             if smooth is not None:
-                out.append(tag("path", class_=f"line s{s.colour}", d=_path(x[part], axes.y(smooth[part]))))
-    look = {"class_": f"mark f{s.colour}", "r": 3.5} if s.marks else {"class_": f"f{s.colour}", "r": 2.5}
+                out.append(tag("path", class_=f"line c{s.colour}", d=_path(x[part], axes.y(smooth[part]))))
+    look = {"class_": f"mark c{s.colour}", "r": 3.5} if s.marks else {"class_": f"c{s.colour}", "r": 2.5}
     for part in _runs(known):
         if known.sum() <= 30 or s.marks or part.stop - part.start == 1:
             out += [tag("circle", cx=float(x[k]), cy=float(y[k]), **look) for k in range(part.start, part.stop)]

@@ -122,7 +122,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3VLForConditionalGene
     return model
 
 
-def messages(caption: str, image: object = None) -> list[dict[str, object]]:
+def messages(caption: str) -> list[dict[str, object]]:
     """The chat of one comparison; `image` parts are empty (pixels are passed separately)."""
     before, between, after = USER_PARTS
     content = [
