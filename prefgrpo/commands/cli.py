@@ -146,10 +146,9 @@ def _with_recipe(command: Any, name: str, argv: Sequence[str], recipe: Path | No
     """Run a command on a checked configuration: the recipe (default: the first argument) and its overrides."""
     own = {k: p.replace(kind=Parameter.KEYWORD_ONLY) for k, p in signature(command, eval_str=True).parameters.items()}
     del own["config"]
-    path = (
-        [] if recipe or "target" in own else [Parameter("recipe", Parameter.POSITIONAL_OR_KEYWORD, annotation=RECIPE)]
-    )
-    parameters = [*path, *own.values()]
+    parameters = list(own.values())
+    if recipe is None and "target" not in own:
+        parameters.insert(0, Parameter("recipe", Parameter.POSITIONAL_OR_KEYWORD, annotation=RECIPE))
     if wanted := {"-h", "--help", "--help-all"} & set(argv):
         shown = ["*"] if wanted == {"--help-all"} else FIELDS[command.__name__].split()
         section = _help_section(load(recipe) if recipe else Config(), shown)
