@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import yaml
 from markdown_it import MarkdownIt
+from report_html import parse
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -78,17 +79,9 @@ def test_readme_leads_to_every_page():
     assert {p for p in PAGES if p.parent.name == "docs"} - reached == set()
 
 
-class Blocks(HTMLParser):
+def blocks(html):
     """The headings, lists, tables and code blocks of a page, in order."""
-
-    def __init__(self, html):
-        super().__init__()
-        self.found = []
-        self.feed(html)
-
-    def handle_starttag(self, tag, attrs):
-        if re.fullmatch("h[1-6]|[uo]l|li|t[rdh]|pre|strong|em", tag):
-            self.found.append(tag)
+    return [node.tag for node in parse(html).all() if re.fullmatch("h[1-6]|[uo]l|li|t[rdh]|pre|strong|em", node.tag)]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -96,7 +89,7 @@ def test_a_page_on_the_site_is_what_it_is_on_github(page):
     markdown = pytest.importorskip("markdown")
     text = re.sub(r"^```.*?^```", "```\ncode\n```", page.read_text(encoding="utf-8"), flags=re.S | re.M)
     site = markdown.markdown(text, extensions=["attr_list", "def_list", "tables", "fenced_code"])
-    assert Blocks(site).found == Blocks(GITHUB.render(text)).found
+    assert blocks(site) == blocks(GITHUB.render(text))
 
 
 # ---- the site -------------------------------------------------------------------------------------------------------
