@@ -10,7 +10,6 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
 
@@ -95,22 +94,15 @@ def test_a_page_on_the_site_is_what_it_is_on_github(page):
 # ---- the site -------------------------------------------------------------------------------------------------------
 
 
-class Links(HTMLParser):
+class Links:
     """The links of a built page, the resources it loads, and its anchors."""
 
     def __init__(self, file):
-        super().__init__()
-        self.leads, self.loads, self.ids = [], [], set()
-        self.feed(file.read_text(encoding="utf-8"))
-
-    def handle_starttag(self, tag, attrs):
-        given = dict(attrs)
-        if "id" in given:
-            self.ids.add(given["id"])
-        if tag == "a" and given.get("href"):
-            self.leads.append(given["href"])
-        elif link := given.get("src") or (tag == "link" and given.get("href")):
-            self.loads.append(link)
+        nodes = parse(file.read_text(encoding="utf-8")).all()
+        given = [(n.tag, n.attributes.get("href"), n.attributes.get("src")) for n in nodes]
+        self.leads = [href for tag, href, _ in given if tag == "a" and href]
+        self.loads = [link for tag, href, src in given if (link := src or (tag == "link" and href))]
+        self.ids = {n.attributes["id"] for n in nodes if "id" in n.attributes}
 
 
 @pytest.fixture(scope="module")
