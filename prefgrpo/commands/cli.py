@@ -297,9 +297,8 @@ def report(runs: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="RUN [RUN ...
         return 2
     runs = tuple({run.resolve(): run for run in runs}.values())
     try:
-        print(
-            write_report(*runs, out) if len(runs) == 1 else write_comparison(runs, out or runs[0] / "comparison.html")
-        )
+        several = len(runs) > 1
+        print(write_comparison(runs, out or runs[0] / "comparison.html") if several else write_report(runs[0], out))
     except OSError as error:
         text = f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror or error)
         hint = "; choose another file with --out" * (isinstance(error, PermissionError) and not error.filename)

@@ -327,11 +327,8 @@ def _compare_sides(side: Side, other: Side, prompts: str, out: Path, judge2: str
     sets = {"prompts": read_prompts(prompts)} if prompts else prompt_sets(config)[1]
     if not sets:
         raise ConfigError(["--prompts: the run has no held-out prompts; expected a file of prompts to compare on"])
-    samples = config.eval.samples_per_prompt
-    held = [
-        make_eval_set(name, own[: config.eval.max_prompts or None], samples, k)
-        for k, (name, own) in enumerate(sets.items())
-    ]
+    samples, most = config.eval.samples_per_prompt, config.eval.max_prompts or None
+    held = [make_eval_set(name, own[:most], samples, k) for k, (name, own) in enumerate(sets.items())]
     check_writing(config, out, 1, fps)
     judges, notes = _judges(config, judge2, out, world)
     every = [p for h in held for p in h.items]
@@ -391,9 +388,8 @@ def _mapping(text: str) -> dict[str, Any]:
         with suppress(yaml.YAMLError):
             value = yaml.load(text, Loader)
     if not isinstance(value, dict):
-        raise ConfigError(
-            [f"--judge2: expected a YAML file, or fields of the judge section, {{endpoints: […], …}}, got {text!r}"]
-        )
+        expected = "expected a YAML file, or fields of the judge section, {endpoints: […], …}"
+        raise ConfigError([f"--judge2: {expected}, got {text!r}"])
     return value
 
 

@@ -203,9 +203,8 @@ def _stack(series: list[Series]) -> list[Series]:
 
 def _axes(chart: Chart, series: list[Series], steps: tuple[float, float]) -> tuple[Axes, str]:
     """Axes that include all the data, and the unit for tick labels and legend."""
-    values = np.concatenate(
-        [np.array(chart.include), *(v for s in series for v in (s.y, s.low, s.high) if v is not None)]
-    )
+    drawn = [v for s in series for v in (s.y, s.low, s.high) if v is not None]
+    values = np.concatenate([np.array(chart.include), *drawn])
     values = values[~np.isnan(values)]
     values[np.abs(values) < TINY] = 0.0
     low, high = float(values.min()), float(values.max())

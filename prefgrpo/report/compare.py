@@ -131,11 +131,8 @@ def _numbers(run: Run, shown: Callable[[str], str]) -> dict[str, tuple[float, ..
     """Measure → (value, low, high), or (value, before)."""
     if run.best_set is None:
         return {}
-    rows = run.evals[run.best_set]
-    wins = {
-        f"win rate by {shown(n[4:])}": tuple(rows.last(n + end) for end in ("", "_low", "_high"))
-        for n in win_names(rows)
-    }
+    rows, ends = run.evals[run.best_set], ("", "_low", "_high")
+    wins = {f"win rate by {shown(n[4:])}": tuple(rows.last(n + end) for end in ends) for n in win_names(rows)}
     measures = {shown(n): (rows.last(n), rows.last(f"{n}_before")) for n in measure_names(rows)}
     return {name: values for name, values in (wins | measures).items() if not math.isnan(values[0])}
 

@@ -232,10 +232,8 @@ def _alarms(config: dict[str, Any], rows: list[dict[str, Any]]) -> list[tuple[in
     signs, out = HackingMonitor(name for name, weight in reward_weights(config).items() if weight), []
     for row in rows:
         numbers = {k: v for k, v in row.items() if not np.isnan(_number(v))} | {"set": row.get("set")}
-        out += [
-            (row["step"], text)
-            for text in signs.add("eval" if row.get("kind") == "eval" else "train", numbers).values()
-        ]
+        kind = "eval" if row.get("kind") == "eval" else "train"
+        out += [(row["step"], text) for text in signs.add(kind, numbers).values()]
     return out
 
 
