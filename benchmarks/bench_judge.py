@@ -224,12 +224,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--render", action="store_true", help="only write the table from the JSON")
     args = parser.parse_args(argv)
     if not args.render:
-        found: dict[str, Any] = {
-            "machine": machine(),
-            "group": SIZE,
-            "side": SIDE,
-            "pictures": picture_bytes(SIZE, SIDE),
-        }
+        found: dict[str, Any] = {"machine": machine(), "group": SIZE, "side": SIDE}
+        found["pictures"] = picture_bytes(SIZE, SIDE)
         with echo_server() as url:
             found["echo"] = measure(url, "echo", args.rounds)
         if args.vllm:

@@ -125,11 +125,8 @@ def measure(prompts: int, batch: int, side: int, rounds: int, share: float) -> d
                         last = samples
                 if k <= ALONE:
                     times["judge"].append(judge_alone(judged, session.scorer, k, last))
-                print(
-                    f"round {k}: " + ", ".join(f"{n} {v[-1]:.2f} s" for n, v in times.items()),
-                    file=sys.stderr,
-                    flush=True,
-                )
+                taken = ", ".join(f"{n} {v[-1]:.2f} s" for n, v in times.items())
+                print(f"round {k}: {taken}", file=sys.stderr, flush=True)
             session.close()
         parts.close()
     with_judge = [a / b - 1.0 for a, b in zip(times["with_judge"], times["rollout"], strict=True)]
@@ -158,9 +155,8 @@ def block(loop: TrainingLoop, number: int) -> dict[str, float]:
         metrics.append(loop.step(step, clock))
     requests = sum(m["judge/requests"] for m in metrics)
     clipped = statistics.mean(m["policy/clip_fraction"] for m in metrics)
-    print(
-        f"block {number}: " + ", ".join(f"{n} {s:.2f} s" for n, s in clock.seconds.items()), file=sys.stderr, flush=True
-    )
+    taken = ", ".join(f"{n} {s:.2f} s" for n, s in clock.seconds.items())
+    print(f"block {number}: {taken}", file=sys.stderr, flush=True)
     return clock.seconds | {"requests": requests, "clipped": clipped, "step": sum(clock.seconds.values())}
 
 

@@ -45,9 +45,8 @@ def rollout_seconds(rounds: int = 5) -> dict[str, float]:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         base = merge(to_dict(load(recipe(OBJECTIVE))), {"output": folder, "tensorboard": False, "eval": {"every": 0}})
-        loops = {
-            arm: TrainingLoop(from_dict(merge(base, {"name": arm, "rollout": values}))) for arm, values in ARMS.items()
-        }
+        configs = {arm: from_dict(merge(base, {"name": arm, "rollout": values})) for arm, values in ARMS.items()}
+        loops = {arm: TrainingLoop(config) for arm, config in configs.items()}
         taken: dict[str, list[float]] = {arm: [] for arm in ARMS}
         for step in range(rounds + 1):
             for arm, loop in loops.items():

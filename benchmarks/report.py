@@ -29,9 +29,8 @@ WHY = {
 
 
 def _headline(results: list[dict[str, Any]], op: str) -> list[dict[str, Any]]:
-    return [
-        r for r in results if r["op"] == op and (r["shape"].startswith(("FLUX 1024² ×4", "48")) and "ours" in r["us"])
-    ]
+    shapes = ("FLUX 1024² ×4", "48")
+    return [r for r in results if r["op"] == op and r["shape"].startswith(shapes) and "ours" in r["us"]]
 
 
 def verdicts(run: dict[str, Any]) -> list[tuple[str, str, float, float]]:

@@ -64,10 +64,8 @@ def clip_tokenizer(words: Sequence[str]) -> CLIPTokenizer:
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     bpe = Tokenizer(models.BPE(end_of_word_suffix="</w>"))
     bpe.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    trainer = trainers.BpeTrainer(
-        vocab_size=2000, initial_alphabet=letters, end_of_word_suffix="</w>", show_progress=False
-    )
-    bpe.train_from_iterator(words, trainer)
+    options = {"vocab_size": 2000, "initial_alphabet": letters, "end_of_word_suffix": "</w>", "show_progress": False}
+    bpe.train_from_iterator(words, trainers.BpeTrainer(**options))
     merges = [tuple(pair) for pair in json.loads(bpe.to_str())["model"]["merges"]]
     vocab = {token: i for i, token in enumerate(letters + [c + "</w>" for c in letters])}
     for left, right in merges:

@@ -28,9 +28,8 @@ def write_strip(folder: Path, target: Path, columns: int = 6, limit: int = 150_0
     run = read_run(Path(folder))
     found = [s for s in run.images.get(run.best_set or "", []) if s.step > 0]
     if not found:
-        raise FileNotFoundError(
-            f"{folder}: no images of an evaluation after step 0 in eval/; let the run evaluate first"
-        )
+        expected = "let the run evaluate first"
+        raise FileNotFoundError(f"{folder}: no images of an evaluation after step 0 in eval/; {expected}")
     for side in SIDES:
         canvas = _draw(found[-1], columns, side)
         dithered = canvas.quantize(palette=canvas.quantize(256), dither=Image.Dither.FLOYDSTEINBERG)
