@@ -29,6 +29,7 @@ from PIL import Image, ImageFilter
 
 from benchmarks import original_client
 from benchmarks.blocks import replace_block, rounded, write_json
+from benchmarks.harness import cpu_name
 from prefgrpo.config.schema import JudgeConfig
 from prefgrpo.data.media import Media
 from prefgrpo.judge.client import HttpJudge
@@ -176,15 +177,9 @@ def picture_bytes(size: int, side: int) -> dict[str, Any]:
 
 def machine() -> dict[str, Any]:
     """The machine of the measurement."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    cpu = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
     libraries = {name: version(name) for name in ("aiohttp", "requests", "pillow", "numpy")}
-    return {
-        "cpu": cpu,
-        "cores": os.cpu_count(),
-        "load": rounded(os.getloadavg()[0]),
-        "python": platform.python_version(),
-    } | libraries
+    load, python = rounded(os.getloadavg()[0]), platform.python_version()
+    return {"cpu": cpu_name(), "cores": os.cpu_count(), "load": load, "python": python} | libraries
 
 
 def table(found: dict[str, Any]) -> list[str]:
@@ -229,12 +224,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--render", action="store_true", help="only write the table from the JSON")
     args = parser.parse_args(argv)
     if not args.render:
-        found: dict[str, Any] = {
-            "machine": machine(),
-            "group": SIZE,
-            "side": SIDE,
-            "pictures": picture_bytes(SIZE, SIDE),
-        }
+        found: dict[str, Any] = {"machine": machine(), "group": SIZE, "side": SIDE}
+        found["pictures"] = picture_bytes(SIZE, SIDE)
         with echo_server() as url:
             found["echo"] = measure(url, "echo", args.rounds)
         if args.vllm:

@@ -18,9 +18,8 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks import demo_runs
 from benchmarks.blocks import replace_block
-from benchmarks.demo_runs import COLOURS, ROOT, Columns, Rows, Run, Watch, band, drawing, ended, gaps, measure, recipe
+from benchmarks.demo_runs import COLOURS, ROOT, Columns, Run, Watch, band, column, drawing, ended, gaps, measure, recipe
 from prefgrpo.config.loading import load
 
 RESULTS, PICTURE = ROOT / "benchmarks" / "results" / "objectives", "objectives_demo.svg"
@@ -39,7 +38,6 @@ MEASURED = Columns(
     {"accuracy": "dev/scenes.all", "win_judge": "dev/win_judge"},
     {"diversity": "diversity/pixels", "order_inconsistency": "judge/order_inconsistency"},
 )
-COLUMNS = MEASURED.names
 
 
 def train(name: str, seed: int, file: Path, steps: int = STEPS, every: int = EVERY, rollout: Run | None = None) -> None:
@@ -67,21 +65,16 @@ def read(folder: Path) -> dict[str, list[Run]]:
 # ---- what a run's rows say ------------------------------------------------------------------------------------------
 
 
-def column(rows: Rows, name: str) -> list[float]:
-    """One column of `evaluations`; NaN where it was not measured."""
-    return demo_runs.column({"columns": COLUMNS, "evaluations": rows}, name)
-
-
-def reached(rows: Rows, name: str, goal: float = GOAL) -> float | None:
+def reached(run: Run, name: str, goal: float = GOAL) -> float | None:
     """Value of a column where the accuracy first reaches the goal, interpolated between evaluations.
 
     None if it never does; NaN if the run is not complete.
     """
-    x, y = column(rows, name), column(rows, "accuracy")
-    for k in range(1, len(rows)):
+    x, y = column(run, name), column(run, "accuracy")
+    for k in range(1, len(y)):
         if y[k] >= goal:
             return x[k - 1] + (x[k] - x[k - 1]) * (goal - y[k - 1]) / (y[k] - y[k - 1])
-    return None if rows[-1][0] >= STEPS else np.nan
+    return None if run["evaluations"][-1][0] >= STEPS else np.nan
 
 
 def stopped(run: Run, stop_when: Sequence[str]) -> int | None:
@@ -94,13 +87,12 @@ def fall(run: Run, stop_when: Sequence[str]) -> float | None:
 
     None if the goal was not reached before the rule's step, or the run is too short to tell.
     """
-    rows = run["evaluations"]
-    at = reached(rows, "step")
+    at = reached(run, "step")
     stop = stopped(run, stop_when) or np.inf
     if at is None or np.isnan(at) or stop < at:
         return None
     end = min(2 * at, stop)
-    steps, y = column(rows, "step"), column(rows, "accuracy")
+    steps, y = column(run, "step"), column(run, "accuracy")
     if steps[-1] < end:
         return None
     inside = [v for s, v in zip(steps, y, strict=True) if s < end] + [float(np.interp(end, steps, y))]
@@ -127,15 +119,15 @@ def table(found: dict[str, list[Run]]) -> list[str]:
         "|---" * 9 + "|",
     ]
     for name, runs in found.items():
-        rows, rule = [run["evaluations"] for run in runs], load(recipe_of(name)).train.stop_when
+        rule = load(recipe_of(name)).train.stop_when
         stops = [stopped(run, rule) for run in runs]
         lines.append(
             f"| `{name}` | {', '.join(str(run['seed']) for run in runs)} "
-            f"| {', '.join(str(int(r[-1][0])) for r in rows)} "
-            f"| {over_seeds([reached(r, 'calls') for r in rows], 1, 1e-3)} "
-            f"| {over_seeds([reached(r, 'seconds') for r in rows])} "
-            f"| {over_seeds([max(column(r, 'accuracy')) for r in rows], 3)} "
-            f"| {over_seeds([column(r, 'accuracy')[-1] for r in rows], 3)} "
+            f"| {', '.join(str(int(column(run, 'step')[-1])) for run in runs)} "
+            f"| {over_seeds([reached(run, 'calls') for run in runs], 1, 1e-3)} "
+            f"| {over_seeds([reached(run, 'seconds') for run in runs])} "
+            f"| {over_seeds([max(column(run, 'accuracy')) for run in runs], 3)} "
+            f"| {over_seeds([column(run, 'accuracy')[-1] for run in runs], 3)} "
             f"| {', '.join('–' if s is None else str(s) for s in stops) if rule else 'none'} "
             f"| {over_seeds([np.nan if (f := fall(run, rule)) is None else f for run in runs], 3)} |"
         )
@@ -160,10 +152,9 @@ def draw(found: dict[str, list[Run]], path: Path) -> None:
         for k, (title, names) in enumerate(FAMILIES.items()):
             own = [n for n in names if n in found and n != BASELINE]
             for name, colour in [*zip(own, COLOURS, strict=False), *([(BASELINE, "black")] * (BASELINE in found))]:
-                rows = [run["evaluations"] for run in found[name]]
-                y = [column(r, "accuracy") for r in rows]
+                y = [column(run, "accuracy") for run in found[name]]
                 for axes, unit, factor in zip(panels[:, k], ("calls", "seconds"), (1e-3, 1.0), strict=True):
-                    x = [[value * factor for value in column(r, unit)] for r in rows]
+                    x = [[value * factor for value in column(run, unit)] for run in found[name]]
                     band(axes, x, y, colour, label=name, linewidth=1.6 if name == BASELINE else 1.2)
             for axes in panels[:, k]:
                 axes.axhline(GOAL, color="grey", linewidth=0.6, linestyle="--")

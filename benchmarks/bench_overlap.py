@@ -27,7 +27,8 @@ import torch
 
 from benchmarks.bench_judge import echo_server, machine
 from benchmarks.blocks import replace_block, rounded, write_json
-from prefgrpo.config.loading import load
+from prefgrpo.config.loading import from_dict, recipe_values
+from prefgrpo.config.recipe import merge
 from prefgrpo.config.schema import Config
 from prefgrpo.data.media import Media
 from prefgrpo.rewards import build
@@ -55,32 +56,21 @@ class Nothing(PointwiseReward):
         return [Score(0.0)] * len(samples)
 
 
-def demo(url: str, folder: str, prompts: int, batch: int, side: int) -> Config:
-    """The demo's configuration, judged over HTTP."""
-    config = load(ROOT / "scripts" / "demo" / "demo.yaml")
-    replace = dataclasses.replace
-    assets = ROOT / "prefgrpo" / "tiny" / "assets"
-    templates = ROOT / "prefgrpo" / "judge" / "templates"
-    judge = replace(
-        config.judge,
-        backend="http",
-        endpoints=(url,),
-        model="",
-        template=str(templates / f"{config.judge.template}.yaml"),  # by path: wrong answers only warn
-        plan=PLAN,
-        verdict="soft",
-        concurrency=CONCURRENCY,
-        patience_steps=0,  # the echo server always answers the same
-    )
-    return replace(
-        config,
-        model=str(assets / "base"),
-        output=folder,
-        data=replace(config.data, prompts=str(assets / "prompts" / "train.txt")),
-        rollout=replace(config.rollout, prompts_per_step=prompts, batch_size=batch, height=side, width=side),
-        judge=judge,
-        eval=replace(config.eval, every=0),
-    )
+def demo(url: str, folder: str, prompts: int, batch: int, side: int, **over: Any) -> Config:
+    """The demo's configuration, judged over HTTP; over: sections whose values override it."""
+    values = recipe_values(ROOT / "scripts" / "demo" / "demo.yaml")
+    assets, templates = ROOT / "prefgrpo" / "tiny" / "assets", ROOT / "prefgrpo" / "judge" / "templates"
+    judge = {
+        "backend": "http", "endpoints": [url], "model": "", "plan": PLAN, "verdict": "soft", "concurrency": CONCURRENCY,
+        "template": str(templates / f"{values['judge']['template']}.yaml"),  # by path: wrong answers only warn
+        "patience_steps": 0,  # the echo server always answers the same
+    }  # fmt: skip
+    changes = {
+        "model": str(assets / "base"), "output": folder, "data": {"prompts": str(assets / "prompts" / "train.txt")},
+        "rollout": {"prompts_per_step": prompts, "batch_size": batch, "height": side, "width": side},
+        "judge": judge, "eval": {"every": 0},
+    }  # fmt: skip
+    return from_dict(merge(merge(values, changes), over))
 
 
 def step(config: Config, parts: Session, number: int) -> tuple[float, StepScores, Any]:
@@ -135,11 +125,8 @@ def measure(prompts: int, batch: int, side: int, rounds: int, share: float) -> d
                         last = samples
                 if k <= ALONE:
                     times["judge"].append(judge_alone(judged, session.scorer, k, last))
-                print(
-                    f"round {k}: " + ", ".join(f"{n} {v[-1]:.2f} s" for n, v in times.items()),
-                    file=sys.stderr,
-                    flush=True,
-                )
+                taken = ", ".join(f"{n} {v[-1]:.2f} s" for n, v in times.items())
+                print(f"round {k}: {taken}", file=sys.stderr, flush=True)
             session.close()
         parts.close()
     with_judge = [a / b - 1.0 for a, b in zip(times["with_judge"], times["rollout"], strict=True)]
@@ -156,13 +143,9 @@ def measure(prompts: int, batch: int, side: int, rounds: int, share: float) -> d
 
 def trained(url: str, folder: str, prompts: int, batch: int, side: int, staleness: Literal[0, 1]) -> Config:
     """`demo` with a second reward, because the echo server's constant answers give no learning signal."""
-    config = demo(url, folder, prompts, batch, side)
-    return dataclasses.replace(
-        config,
-        rollout=dataclasses.replace(config.rollout, staleness=staleness),
-        reward=dataclasses.replace(config.reward, spec="vlm_pairwise:0.5,jpeg_compressibility:0.5"),
-        checkpoint=dataclasses.replace(config.checkpoint, every=BLOCK),
-    )
+    reward = {"spec": "vlm_pairwise:0.5,jpeg_compressibility:0.5"}
+    over = {"rollout": {"staleness": staleness}, "reward": reward, "checkpoint": {"every": BLOCK}}
+    return demo(url, folder, prompts, batch, side, **over)
 
 
 def block(loop: TrainingLoop, number: int) -> dict[str, float]:
@@ -172,9 +155,8 @@ def block(loop: TrainingLoop, number: int) -> dict[str, float]:
         metrics.append(loop.step(step, clock))
     requests = sum(m["judge/requests"] for m in metrics)
     clipped = statistics.mean(m["policy/clip_fraction"] for m in metrics)
-    print(
-        f"block {number}: " + ", ".join(f"{n} {s:.2f} s" for n, s in clock.seconds.items()), file=sys.stderr, flush=True
-    )
+    taken = ", ".join(f"{n} {s:.2f} s" for n, s in clock.seconds.items())
+    print(f"block {number}: {taken}", file=sys.stderr, flush=True)
     return clock.seconds | {"requests": requests, "clipped": clipped, "step": sum(clock.seconds.values())}
 
 
@@ -188,9 +170,7 @@ def measure_staleness(prompts: int, batch: int, side: int, rounds: int, slow: fl
             loop.close()
         delay = slow * quick["rollout"] * CONCURRENCY / quick["requests"]
         with echo_server("--delay", f"{delay:.4f}") as url:
-            loops = {
-                str(s): TrainingLoop(trained(url, f"{folder}/{s}", prompts, batch, side, s)) for s in (0, 1)
-            }  # fmt: skip
+            loops = {str(s): TrainingLoop(trained(url, f"{folder}/{s}", prompts, batch, side, s)) for s in (0, 1)}
             for k in range(rounds + 1):  # the first warms up
                 for name in ("0", "1") if k % 2 else ("1", "0"):
                     found[name].append(block(loops[name], k))

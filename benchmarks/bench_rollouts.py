@@ -18,10 +18,10 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.bench_objectives import GOAL, ROOT, SEEDS, STEPS, column, complete, ended, over_seeds, reached, train
+from benchmarks.bench_objectives import GOAL, ROOT, SEEDS, STEPS, complete, over_seeds, reached, train
 from benchmarks.bench_objectives import RESULTS as FULL
 from benchmarks.blocks import replace_block, rounded, write_json
-from benchmarks.demo_runs import Run, recipe
+from benchmarks.demo_runs import Run, column, ended, recipe
 
 RESULTS, OBJECTIVE = ROOT / "benchmarks" / "results" / "rollouts", "soft_dpo"
 ARMS: dict[str, dict[str, Any]] = {
@@ -45,9 +45,8 @@ def rollout_seconds(rounds: int = 5) -> dict[str, float]:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         base = merge(to_dict(load(recipe(OBJECTIVE))), {"output": folder, "tensorboard": False, "eval": {"every": 0}})
-        loops = {
-            arm: TrainingLoop(from_dict(merge(base, {"name": arm, "rollout": values}))) for arm, values in ARMS.items()
-        }
+        configs = {arm: from_dict(merge(base, {"name": arm, "rollout": values})) for arm, values in ARMS.items()}
+        loops = {arm: TrainingLoop(config) for arm, config in configs.items()}
         taken: dict[str, list[float]] = {arm: [] for arm in ARMS}
         for step in range(rounds + 1):
             for arm, loop in loops.items():
@@ -79,17 +78,16 @@ def table(seconds: dict[str, float]) -> list[str]:
     ]
     for arm, values in ARMS.items():
         found = runs(arm)
-        rows = [run["evaluations"] for run in found]
         shown = ", ".join(f"`rollout.{key}: {value}`" for key, value in values.items()) or "in full"
         if not found:
             lines.append(f"| {shown} | ×{seconds[arm] / seconds['full']:.2f} | not measured | | | | |")
             continue
         lines.append(
             f"| {shown} | ×{seconds[arm] / seconds['full']:.2f} | {', '.join(str(run['seed']) for run in found)} "
-            f"| {over_seeds([column(r, 'accuracy')[-1] for r in rows], 3)} "
-            f"| {over_seeds([max(column(r, 'accuracy')) for r in rows], 3)} "
-            f"| {over_seeds([reached(r, 'calls') for r in rows], 1, 1e-3)} "
-            f"| {over_seeds([reached(r, 'seconds') for r in rows])} |"
+            f"| {over_seeds([column(run, 'accuracy')[-1] for run in found], 3)} "
+            f"| {over_seeds([max(column(run, 'accuracy')) for run in found], 3)} "
+            f"| {over_seeds([reached(run, 'calls') for run in found], 1, 1e-3)} "
+            f"| {over_seeds([reached(run, 'seconds') for run in found])} |"
         )
     return lines
 

@@ -10,20 +10,13 @@ from pathlib import Path
 from typing import Any
 
 
-def split(text: str, name: str) -> tuple[str, str, str]:
-    """(text before, block, text after). Raises ValueError if a marker is missing."""
+def rendered(text: str, name: str, lines: Sequence[str]) -> str:
+    """The text with the block's lines replaced. Raises ValueError if a marker is missing."""
     start, end = f"<!-- {name} -->\n", f"<!-- /{name} -->\n"
     if text.count(start) != 1 or text.count(end) != 1:
         raise ValueError(f"expected the marks {start.strip()} and {end.strip()} once each")
-    before, rest = text.split(start)
-    block, after = rest.split(end)
-    return before + start, block, end + after
-
-
-def rendered(text: str, name: str, lines: Sequence[str]) -> str:
-    """The text with the block's lines replaced."""
-    before, _, after = split(text, name)
-    return before + "\n" + "\n".join(lines) + "\n\n" + after
+    before, _, rest = text.partition(start)
+    return before + start + "\n" + "\n".join(lines) + "\n\n" + end + rest.partition(end)[2]
 
 
 def replace_block(path: Path, name: str, lines: Sequence[str]) -> None:

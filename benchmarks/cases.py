@@ -93,10 +93,8 @@ def step_given(d: Latents, with_compile: bool) -> Case:
     if with_compile:
         fast = compiled(peers.flow_step)
         calls["compile"] = lambda: fast(d.x, d.v, noise, *d.columns)
-    per = 2 * d.xb + d.vb + 4
-    return Case(
-        "affine_step, noise given", d.label, d.dtypes, d.size * per, f"{d.xb} x + {d.vb} v + 4 ε + {d.xb} x'", calls
-    )
+    per, text = 2 * d.xb + d.vb + 4, f"{d.xb} x + {d.vb} v + 4 ε + {d.xb} x'"
+    return Case("affine_step, noise given", d.label, d.dtypes, d.size * per, text, calls)
 
 
 def step_addressed(d: Latents, with_compile: bool) -> Case:
@@ -111,10 +109,8 @@ def step_addressed(d: Latents, with_compile: bool) -> Case:
     if with_compile:
         fast = compiled(peers.flow_step)
         calls["compile"] = lambda: fast(d.x, d.v, None, *d.columns)
-    per = 2 * d.xb + d.vb
-    return Case(
-        "affine_step, noise addressed", d.label, d.dtypes, d.size * per, f"{d.xb} x + {d.vb} v + {d.xb} x'", calls
-    )
+    per, text = 2 * d.xb + d.vb, f"{d.xb} x + {d.vb} v + {d.xb} x'"
+    return Case("affine_step, noise addressed", d.label, d.dtypes, d.size * per, text, calls)
 
 
 def replay(d: Latents, with_compile: bool) -> Case:

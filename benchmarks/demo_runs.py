@@ -22,7 +22,6 @@ from benchmarks.blocks import rounded, write_json
 from prefgrpo.run.signs import HackingMonitor
 
 ROOT = Path(__file__).resolve().parent.parent
-Rows = list[list[float]]
 Run = dict[str, Any]
 COLOURS = ("#2a6f97", "#c1121f", "#e09f3e", "#588157", "#7b2cbf", "#4a4e69")
 

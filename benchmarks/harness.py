@@ -116,15 +116,19 @@ def keep_freed_memory() -> None:
         libc.mallopt(-1, (1 << 31) - 1)  # M_TRIM_THRESHOLD
 
 
+def cpu_name() -> str:
+    """Name of this machine's processor."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
 def machine(device: str) -> dict[str, Any]:
     """The machine of the measurement."""
     from prefgrpo.ops.backend import backend_of, extension
 
     built = extension()
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    cpu = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
     return {
-        "device": torch.cuda.get_device_name() if device == "cuda" else cpu,
+        "device": torch.cuda.get_device_name() if device == "cuda" else cpu_name(),
         "threads": torch.get_num_threads(),
         "load": os.getloadavg()[0],
         "cores": os.cpu_count(),

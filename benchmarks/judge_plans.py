@@ -26,11 +26,7 @@ from prefgrpo.judge.simulate import GOAL, SHARE, Groups, JudgeModel, default_pla
 RESULTS, PICTURE = ROOT / "benchmarks" / "results" / "judge_plans.json", "judging_plans.svg"
 SIZE = 24
 SHOWN = ("tournament", "k_regular(4)", "swiss(4)", "swiss(5)", "k_regular(8)", "swiss(8)", "k_regular(9)", "swiss(9)")
-TITLES = {
-    "simulated": "Simulated judge",
-    "text": "Simulated, rounded verdicts",
-    "tiny": "Tiny judge",
-}
+TITLES = {"simulated": "Simulated judge", "text": "Simulated, rounded verdicts", "tiny": "Tiny judge"}
 
 
 def tiny_groups(captions: int, seed: int = 0) -> Groups:
@@ -49,14 +45,8 @@ def tiny_groups(captions: int, seed: int = 0) -> Groups:
     for k, combo in enumerate(scenes.SPLITS["dev"][:captions]):
         text = scenes.caption(combo)
         noise = [torch.Generator().manual_seed(10_000 * seed + SIZE * k + g) for g in range(SIZE)]
-        options = {
-            "height": 32,
-            "width": 32,
-            "num_inference_steps": 8,
-            "guidance_scale": 3.5,
-            "max_sequence_length": 12,
-        }
-        images = pipe([text] * SIZE, generator=noise, output_type="pt", **options).images
+        options = {"height": 32, "width": 32, "max_sequence_length": 12, "output_type": "pt"}
+        images = pipe([text] * SIZE, generator=noise, num_inference_steps=8, guidance_scale=3.5, **options).images
         truth[k] = scenes.hits(images, [text] * SIZE).sum(1).numpy()
         pixels = images.mul(255).round().byte().permute(0, 2, 3, 1).numpy()
         for (i, j), verdict in zip(pairs, judge.judge_group(text, [Media(p) for p in pixels], pairs), strict=True):
@@ -128,9 +118,8 @@ def draw(found: dict[str, Any], path: Path) -> None:
                 rows = [r for r in case["rows"] if r["plan"].startswith(f"{family}(") and r["rate"] == rate]
                 x, y = [r["calls"] for r in rows], [r["spearman"]["mean"] for r in rows]
                 half = [r["spearman"]["half"] for r in rows]
-                axes.errorbar(
-                    x, y, half, color=colour, linestyle=dash, marker="o", markersize=3, label=f"{family}, {rate}"
-                )
+                style = {"color": colour, "linestyle": dash, "marker": "o", "markersize": 3}
+                axes.errorbar(x, y, half, label=f"{family}, {rate}", **style)
             once = _find(case["rows"], "round_robin", "win_rate")
             axes.plot(once["calls"], once["spearman"]["mean"], "ks", markersize=4, label="round_robin")
             axes.axhline(GOAL, color="black", linewidth=0.6)

@@ -16,17 +16,9 @@ from benchmarks import cases, peers
 from benchmarks.harness import Case, measure
 from prefgrpo.ops import affine_logp, affine_step, library
 
-FREE = (
-    "aten::view",
-    "aten::expand",
-    "aten::empty",
-    "aten::new_empty",
-    "aten::detach",
-    "aten::slice",
-    "aten::unsqueeze",
-    "aten::t",
-    "aten::_unsafe_view",
-)
+OPS = ("view", "expand", "empty", "new_empty", "detach", "slice", "unsqueeze", "t", "_unsafe_view")
+FREE = tuple(f"aten::{name}" for name in OPS)
+"""Torch ops that launch no kernel."""
 
 
 class Counter(TorchDispatchMode):

@@ -81,9 +81,8 @@ def make_pipeline(family: str, folder: Path, work: Work) -> Path:
         pipe.vae = pipelines.image_vae(16)
     pipe.transformer = type(pipe.transformer).from_config(dict(pipe.transformer.config) | changes)
     pipe.save_pretrained(folder)
-    (folder / "train.txt").write_text(
-        "\n".join(f"a {c} {s}" for c in ("red", "green") for s in ("cube", "ball")) + "\n"
-    )
+    prompts = [f"a {colour} {shape}\n" for colour in ("red", "green") for shape in ("cube", "ball")]
+    (folder / "train.txt").write_text("".join(prompts))
     (folder / "test.txt").write_text("a red cube\n")
     return folder
 
@@ -129,9 +128,8 @@ class Recorder:
         """Record one entry, like wandb.log."""
         if self.loss not in data:
             return
-        self._losses.append(
-            {k: float(v) for k, v in data.items() if any(word in k for word in ("loss", "kl", "grad_norm"))}
-        )
+        kept = [key for key in data if any(word in key for word in ("loss", "kl", "grad_norm"))]
+        self._losses.append({key: float(data[key]) for key in kept})
         if len(self._losses) < self.per_step:
             return
         seconds = time.process_time() - self._start - self.encoding

@@ -113,9 +113,8 @@ def branch() -> Iterator[Row]:
     """BranchGRPO's table: DanceGRPO on FLUX, training ever fewer of the 20 steps."""
     rollout = {"steps": 20, "window_high": 20, "prompts_per_step": 8, "group_size": 8}
     train = {"lora_rank": 0, "gradient_checkpointing": True, "reuse_rollout_forward": False}
-    content = base(
-        "black-forest-labs/FLUX.1-dev", "flux", 720, rollout=rollout, train=train, gpus=8, parallel={"shard": 8}
-    )
+    over = {"rollout": rollout, "train": train, "gpus": 8, "parallel": {"shard": 8}}
+    content = base("black-forest-labs/FLUX.1-dev", "flux", 720, **over)
     whole = estimate(from_dict(content))
 
     def seconds(trained: int) -> float:

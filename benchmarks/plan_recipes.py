@@ -37,10 +37,10 @@ WITH_LEVERS = ("prefgrpo/lora_flux", "prefgrpo/lora_wan")
 """Recipes for which each lever is planned too."""
 
 
-def recipes() -> list[Path]:
-    """The recipes of README's table of families."""
+def recipes() -> dict[str, Path]:
+    """METHOD/RECIPE → file of the recipes in README's table of families."""
     section = (ROOT / "README.md").read_text(encoding="utf-8").split("## Model families\n")[1].split("\n## ")[0]
-    return [ROOT / name for name in dict.fromkeys(re.findall(r"\]\((scripts/\w+/\w+\.yaml)\)", section))]
+    return {name: ROOT / "scripts" / f"{name}.yaml" for name in re.findall(r"\]\(scripts/(\w+/\w+)\.yaml\)", section)}
 
 
 def from_few_blocks(config: Config) -> Estimate:
@@ -59,16 +59,12 @@ def planned(config: Config, with_their_levers: bool = False) -> dict[str, Any]:
     machines = Machines(HARDWARE[GPU], config.gpus, math.ceil(config.gpus / 8), MFU[config.compile])
     reuses = reuses_forwards(config, whole, memory_gib)
     taken = step_time(config, whole.flop, whole.model, machines, reuses)
-    levers = [list(row) for row in compare_levers(config, whole, machines)] if with_their_levers else []
-    return ({"levers": levers} if levers else {}) | {
+    levers, r = compare_levers(config, whole, machines) if with_their_levers else [], config.rollout
+    return ({"levers": list(map(list, levers))} if levers else {}) | {
         "family": config.family,
         "model": config.model,
         "lora": config.train.lora_rank > 0,
-        "size": [
-            config.rollout.width,
-            config.rollout.height,
-            config.rollout.frames or family(config.family).default_frames,
-        ],
+        "size": [r.width, r.height, r.frames or family(config.family).default_frames],
         "gpus": config.gpus,
         "gib": whole.total / GIB,
         "step_s": taken.total,
@@ -78,11 +74,10 @@ def planned(config: Config, with_their_levers: bool = False) -> dict[str, Any]:
     }
 
 
-def table(found: dict[str, Any], missing: Sequence[str] = ()) -> list[str]:
-    """The block of docs/hardware.md; missing: recipes not planned yet."""
-    later = [f"Not planned yet: {', '.join(f'`{name}`' for name in missing)}.", ""] if missing else []
-    if not found:
-        return later[:1]
+def table(found: dict[str, Any]) -> list[str]:
+    """The block of docs/hardware.md."""
+    missing = [f"`{name}`" for name in recipes() if name not in found]
+    later = [f"Not planned yet: {', '.join(missing)}.", ""] if missing else []
     lines = [
         *later,
         f"On {GPU.upper()} with {HARDWARE[GPU].memory_gib:g} GiB, at {MFU[False]:g} of the peak FLOP/s, for "
@@ -126,17 +121,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--render", action="store_true", help="only write the document's table from the JSON")
-    paths = {path.relative_to(ROOT / "scripts").with_suffix("").as_posix(): path for path in recipes()}
+    paths = recipes()
     parser.add_argument("--only", nargs="+", choices=paths, default=list(paths), metavar="METHOD/RECIPE")
     given = parser.parse_args(argv)
-    known: dict[str, Any] = json.loads(JSON.read_text()) if JSON.is_file() else {}
+    known: dict[str, Any] = json.loads(JSON.read_text())
     for name in [] if given.render else given.only:
         known[name] = rounded(planned(load(paths[name]), name in WITH_LEVERS))
         print(name, known[name], flush=True)
         write_json(JSON, {name: known[name] for name in paths if name in known})
     found = {name: known[name] for name in paths if name in known}
-    missing = [name for name in paths if name not in known]
-    replace_block(PAGE, "plan_recipes", table(found, missing))
+    replace_block(PAGE, "plan_recipes", table(found))
     replace_block(PAGE, "plan_levers", levers_table(found))
 
 

@@ -29,9 +29,8 @@ WHY = {
 
 
 def _headline(results: list[dict[str, Any]], op: str) -> list[dict[str, Any]]:
-    return [
-        r for r in results if r["op"] == op and (r["shape"].startswith(("FLUX 1024² ×4", "48")) and "ours" in r["us"])
-    ]
+    shapes = ("FLUX 1024² ×4", "48")
+    return [r for r in results if r["op"] == op and r["shape"].startswith(shapes) and "ours" in r["us"]]
 
 
 def verdicts(run: dict[str, Any]) -> list[tuple[str, str, float, float]]:
@@ -79,21 +78,9 @@ def _table(run: dict[str, Any]) -> list[str]:
         ours, us = r["us"]["ours"], r["us"]
         times = {k: f"{us[k]:.0f} µs, {us[k] / ours:.1f}×" if k in us else "" for k in ("eager", "compile")}
         others = "; ".join(f"{k} {t:.0f} µs" for k, t in us.items() if k not in ("ours", "eager", "compile"))
-        rate, part = (
-            (f"{r['bytes'] / ours / 1e3:.1f}", f"{100 * r['copy_us'] / ours:.0f} %") if r["bytes"] else ("", "")
-        )
-        cells = (
-            r["op"],
-            r["shape"],
-            r["dtypes"],
-            f"{ours:.0f}",
-            times["eager"],
-            times["compile"],
-            others,
-            rate,
-            part,
-            r["formula"],
-        )
+        rate = [f"{r['bytes'] / ours / 1e3:.1f}", f"{100 * r['copy_us'] / ours:.0f} %"] if r["bytes"] else ["", ""]
+        cells = [r["op"], r["shape"], r["dtypes"], f"{ours:.0f}", times["eager"], times["compile"], others, *rate]
+        cells.append(r["formula"])
         lines.append("| " + " | ".join(cells) + " |")
     return lines
 

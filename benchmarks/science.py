@@ -250,10 +250,10 @@ def table(key: str, seeds: Sequence[int], folder: Path = RESULTS) -> list[str]:
         if not runs:
             continue
         if key == "e":
-            rows = [found["evaluations"] for found in runs]
-            cells = [shown([column(found, "accuracy")[k] for found in runs]) for k in (-1, len(rows[0]) // 2)]
+            half = len(runs[0]["evaluations"]) // 2
+            cells = [shown([column(found, "accuracy")[k] for found in runs]) for k in (-1, half)]
             for what, factor in (("calls", 1e-3), ("seconds", 1.0)):
-                at = [bench_objectives.reached(r, what, 0.6) for r in rows]
+                at = [bench_objectives.reached(found, what, 0.6) for found in runs]
                 known = [value * factor for value in at if value is not None]
                 cells.append(_whole(known) + f", {len(at) - len(known)} never" * (len(known) < len(at)))
         else:

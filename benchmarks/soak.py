@@ -9,7 +9,6 @@ time. At the end the run gets SIGTERM, and must save and exit with status 3.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import os
 import signal
 import subprocess
@@ -32,14 +31,8 @@ EVERY = 5
 
 def recipe(url: str, folder: Path) -> Path:
     """An endless run of the demo's pipeline."""
-    config = demo(url, str(folder), prompts=4, batch=8, side=32)
-    config = dataclasses.replace(
-        config,
-        name="soak",
-        train=dataclasses.replace(config.train, steps=10**6),
-        eval=dataclasses.replace(config.eval, every=EVERY, max_prompts=4),
-        checkpoint=dataclasses.replace(config.checkpoint, every=EVERY),
-    )
+    over = {"name": "soak", "train": {"steps": 10**6}, "checkpoint": {"every": EVERY}}
+    config = demo(url, str(folder), 4, 8, 32, **over, eval={"every": EVERY, "max_prompts": 4})
     file = folder / "soak.yaml"
     file.write_text(yaml.safe_dump(to_dict(config)))
     return file

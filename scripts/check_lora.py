@@ -118,18 +118,14 @@ def main() -> int:
     """Check one run folder."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="run folder, e.g. runs/demo")
-    parser.add_argument(
-        "--tolerance", type=float, help="largest allowed difference (default 1e-5 in fp32, 0.05 in bf16)"
-    )
+    allowed = "largest allowed difference (default 1e-5 in fp32, 0.05 in bf16)"
+    parser.add_argument("--tolerance", type=float, help=allowed)
     parser.add_argument("--device", default="cpu", help="torch device (default cpu)")
     args = parser.parse_args()
     missing = [name for name in ("config.yaml", "proof.safetensors") if not (args.run / name).is_file()]
     if missing:
-        print(
-            f"error: {args.run} has no {' and no '.join(missing)}; expected a run that finished with evaluation on "
-            "(eval.prompts or eval.final_prompts)",
-            file=sys.stderr,
-        )
+        expected = "expected a run that finished with evaluation on (eval.prompts or eval.final_prompts)"
+        print(f"error: {args.run} has no {' and no '.join(missing)}; {expected}", file=sys.stderr)
         return 2
     metadata, _ = read_proof(args.run / "proof.safetensors")
     if json.loads(metadata["source_area"]) is not None:

@@ -47,11 +47,8 @@ def table() -> str:
     product = sum(n for folder, (_, n) in rows.items() if folder.split("/")[0] in PRODUCT)
     out = ["| folder | files | lines |", "|---|---:|---:|"]
     out += [f"| `{folder}` | {count} | {total} |" for folder, (count, total) in rows.items()]
-    out += [
-        "",
-        f"Product (csrc, kernels, prefgrpo): {product} lines in {len(sizes)} files, median {median(sizes):.0f}.",
-    ]
-    return "\n".join(out)
+    total = f"Product (csrc, kernels, prefgrpo): {product} lines in {len(sizes)} files, median {median(sizes):.0f}."
+    return "\n".join([*out, "", total])
 
 
 def main() -> None:

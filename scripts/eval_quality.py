@@ -13,14 +13,13 @@ import argparse
 import csv
 import io
 import json
-import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from prefgrpo.commands.score import score_files
+from prefgrpo.commands.score import score_files, summary
 from prefgrpo.config.recipe import ConfigError
 from prefgrpo.config.schema import Config, RewardConfig
 from prefgrpo.data.file_names import Generated
@@ -89,16 +88,12 @@ def match_images(args: argparse.Namespace) -> tuple[list[Generated], int]:
 
 def payload(files: Sequence[Generated], scores: Sequence[Mapping[str, Score]]) -> dict[str, Any]:
     """The JSON's content."""
-    means = {}
-    for name in scores[0]:
-        values = [row[name].value for row in scores]
-        scored = [value for value in values if value is not None]
-        means[name] = math.fsum(scored) / len(scored) if scored else None
+    found = summary(Path(), dict.fromkeys(scores[0], 1.0), files, scores)["rewards"]
     records = [
         {"path": str(g.file), "caption": g.prompt.text, "scores": {name: s.value for name, s in row.items()}}
         for g, row in zip(files, scores, strict=True)
     ]
-    return {"mean_scores": means, "records": records}
+    return {"mean_scores": {name: row["mean"] for name, row in found.items()}, "records": records}
 
 
 def main() -> int:
@@ -109,12 +104,11 @@ def main() -> int:
         if args.output_json and args.output_json.is_dir():
             raise ConfigError([f"--output_json: expected a file, {args.output_json} is a folder"])
         files, skipped = match_images(args)
-        if errors := unsupported(
-            "image", "--reward_spec:", "the folder holds", {n: load_class(n) for n in weights}, ()
-        ):
+        classes = {name: load_class(name) for name in weights}
+        if errors := unsupported("image", "--reward_spec:", "the folder holds", classes, ()):
             raise ConfigError(errors)
         judge = {"judge": {"endpoints": [args.api_url]}} if args.api_url else {}
-        options = {name: judge for name in weights if judge and load_class(name).judged}
+        options = {name: judge for name, reward in classes.items() if judge and reward.judged}
         config = Config(reward=RewardConfig(spec=args.reward_spec, options=options))
         with parallel.process_group(args.device) as world:
             rewards = build(weights, reward_options(config, weights, options, None, world))

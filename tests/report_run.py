@@ -2,6 +2,8 @@
 
 import json
 import math
+from dataclasses import asdict
+from itertools import permutations, product
 
 import numpy as np
 import torch
@@ -80,21 +82,11 @@ def outcomes(folder, name, step):
 def judgements(folder, step, size=8):
     """Judgement log of a step's first two groups (numbered from 0 within the step): every pair, in both orders."""
     with (folder / "judgements.jsonl").open("a") as file:
-        for n in range(2):
-            for first in range(size):
-                for second in range(size):
-                    if first != second:
-                        line = {
-                            "step": step - 1,
-                            "reward": "vlm_pairwise",
-                            "group": 40 + n,
-                            "first": first,
-                            "second": second,
-                        }
-                        line |= {"p_first": (1 + first) / (2 + first + second), "reason": "", "latency_s": 0.1}
-                        line |= {"retries": 0, "parts": {}, "raw": f"<A> {n} {first} {second}"}
-                        line |= {"prompt": caption(SPLITS["train"][n])}
-                        file.write(json.dumps(line) + "\n")
+        for n, (first, second) in product(range(2), permutations(range(size), 2)):
+            line = {"step": step - 1, "reward": "vlm_pairwise", "group": 40 + n, "first": first, "second": second}
+            line |= {"p_first": (1 + first) / (2 + first + second), "reason": "", "latency_s": 0.1, "retries": 0}
+            line |= {"parts": {}, "raw": f"<A> {n} {first} {second}", "prompt": caption(SPLITS["train"][n])}
+            file.write(json.dumps(line) + "\n")
 
 
 def groups(folder, step, k=2, size=8, missing=True):
@@ -129,10 +121,10 @@ def evaluated(folder):
     means = {"dev/scenes.all": {"now": 0.5, "against": None, "missing": 0.25}}
     rates, judges = {"dev/win_judge2": rate}, ["judge2 is x"]
     comparison = {"prompts": {"dev": 40}, "win_rates": rates, "means": means, "judges": judges}
-    for name, text in (("unigenbench/unigenbench", suite.json()), ("against_base/comparison", json.dumps(comparison))):
+    for name, content in (("unigenbench/unigenbench", asdict(suite)), ("against_base/comparison", comparison)):
         file = folder / "evaluations" / "step_000001_ema" / f"{name}.json"
         file.parent.mkdir(parents=True)
-        file.write_text(text)
+        file.write_text(json.dumps(content))
 
 
 def make_run(folder, steps=80, every=20, planned=None):

@@ -15,16 +15,17 @@ from benchmarks.blocks import rendered
 def run(*accuracies, signs=None):
     """A run with one evaluation per accuracy, spaced by 10 steps, 1000 calls and 20 seconds."""
     rows = [[10 * k, 1000.0 * k, 20.0 * k, y, 0.5, 0.1, 0.1] for k, y in enumerate(accuracies)]
-    return {"objective": "nft", "seed": 0, "signs": signs or {}, "evaluations": rows, "machine": {"cpu": "one"}}
+    facts = {"objective": "nft", "seed": 0, "machine": {"cpu": "one"}}
+    return facts | {"signs": signs or {}, "columns": bench.MEASURED.names, "evaluations": rows}
 
 
 def test_what_is_read_from_a_run(monkeypatch):
     monkeypatch.setattr(bench, "STEPS", 40)
     up = run(0.4, 0.6, 0.8, 0.7, 0.9)
-    assert bench.reached(up["evaluations"], "calls") == pytest.approx(1500)
-    assert bench.reached(up["evaluations"], "seconds") == pytest.approx(30)
-    assert bench.reached(run(0.4, 0.6, 0.5, 0.5, 0.5)["evaluations"], "calls") is None
-    assert math.isnan(bench.reached(run(0.4, 0.6)["evaluations"], "calls")), "unknown while the run is unfinished"
+    assert bench.reached(up, "calls") == pytest.approx(1500)
+    assert bench.reached(up, "seconds") == pytest.approx(30)
+    assert bench.reached(run(0.4, 0.6, 0.5, 0.5, 0.5), "calls") is None
+    assert math.isnan(bench.reached(run(0.4, 0.6), "calls")), "unknown while the run is unfinished"
     assert bench.fall(up, ()) == pytest.approx(0.1), "target reached at step 15, window ends at step 30"
     early = up | {"signs": {"diversity": 24}}
     assert bench.fall(early, ["diversity"]) == pytest.approx(0.04), "the stopping rule ends the window at step 24"

@@ -5,7 +5,6 @@ reach its nested field whatever its type (tuples, None, switches), even if the r
 or option must end with exit code 2 and a suggestion, not with a traceback.
 """
 
-import inspect
 import os
 import re
 import subprocess
@@ -100,11 +99,8 @@ def test_every_command_has_help(capsys, name):
     assert code == 0 and f"usage: prefgrpo {name}" in text and "--help" in text
 
 
-def test_version_and_module(capsys):
-    import prefgrpo.__main__ as module
-
+def test_version(capsys):
     assert shown(capsys, "--version") == (0, f"prefgrpo {prefgrpo.__version__} ")
-    assert "import main as run" in inspect.getsource(module.main) and "sys.exit(main())" in inspect.getsource(module)
 
 
 @pytest.mark.parametrize("argv", [["trian"], ["judge", "srve"], ["--train"], ["", "x"]])
@@ -234,15 +230,12 @@ def test_help_imports_nothing_heavy():
     assert not {"torch", "numpy", "transformers", "diffusers", "PIL", "aiohttp"} & set(done.stderr.split())
 
 
-def test_reports_can_be_written_again(capsys, place, tmp_path):
+def test_reports_can_be_written_again(capsys, place):
     assert train(recipe(place, "again", train={"steps": 1}))[0] == 0
     folder = place / "runs" / "again"
     (folder / "report.html").unlink()
     code, text = shown(capsys, "report", str(folder))
     assert code == 0 and (folder / "report.html").is_file() and "report.html" in text
-    code, text = shown(capsys, "report", str(folder), str(folder), "--out", str(tmp_path / "both.html"))
-    assert code == 0 and "<h1>again</h1>" in (tmp_path / "both.html").read_text() and "both.html" in text
-    assert shown(capsys, "report", str(folder), "--out", str(tmp_path / "one.html"))[0] == 0
 
 
 def test_mistakes_come_before_what_the_model_changes(capsys, place):

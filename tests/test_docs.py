@@ -20,7 +20,7 @@ import pytest
 from tiny_run import start
 
 from benchmarks import plan_recipes
-from benchmarks.blocks import split
+from benchmarks.blocks import rendered
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -128,9 +128,8 @@ def test_the_messages_and_metrics_of_troubleshooting_are_those_of_the_code():
     page, texts = (ROOT / "docs" / "troubleshooting.md").read_text(), "\n".join(said())
     lines = [line for block in re.findall(r"^```text\n(.*?)^```", page, re.S | re.M) for line in block.splitlines()]
     parts = {part.strip(" ()") for line in lines for part in re.split("…|[,;:] ", line)} - {""}
-    named = {*re.findall(r"`((?:judge|policy|reward|advantage)/\w+|grad_norm|samples_trained)`", page)} - {
-        "reward/NAME_std"
-    }
+    named = {*re.findall(r"`((?:judge|policy|reward|advantage)/\w+|grad_norm|samples_trained)`", page)}
+    named -= {"reward/NAME_std"}
     assert len(lines) >= 12 and len(named) >= 5
     assert [text for text in parts if text not in texts] == []
     assert [name for name in named if name not in texts and name.split("/")[-1] not in texts] == []
@@ -146,25 +145,19 @@ def test_the_hardware_page_names_every_model_and_prompt_file_of_the_recipes():
 
 def test_the_hardware_page_is_what_its_results_render_to():
     page = (ROOT / "docs" / "hardware.md").read_text()
-    found = json.loads(plan_recipes.JSON.read_text()) if plan_recipes.JSON.is_file() else {}
-    names = {path.relative_to(ROOT / "scripts").with_suffix("").as_posix(): path for path in plan_recipes.recipes()}
-    lines = plan_recipes.table(found, [name for name in names if name not in found])
-    assert split(page, "plan_recipes")[1] == "\n" + "\n".join(lines) + "\n\n"
-    assert split(page, "plan_levers")[1] == "\n" + "\n".join(plan_recipes.levers_table(found)) + "\n\n"
-    for name, path in names.items():
+    found = json.loads(plan_recipes.JSON.read_text())
+    assert rendered(page, "plan_recipes", plan_recipes.table(found)) == page
+    assert rendered(page, "plan_levers", plan_recipes.levers_table(found)) == page
+    for name, path in plan_recipes.recipes().items():
         if name in found:
-            recipe, row = plan_recipes.load(path), found[name]
-            samples = recipe.rollout.prompts_per_step * recipe.rollout.group_size
-            assert (recipe.model, recipe.gpus, recipe.train.steps, samples) == (
-                row["model"], row["gpus"], row["steps"], row["samples"]
-            ), name  # fmt: skip
+            c, row = plan_recipes.load(path), found[name]
+            samples = c.rollout.prompts_per_step * c.rollout.group_size
+            facts = {"model": c.model, "gpus": c.gpus, "steps": c.train.steps, "samples": samples}
+            assert row == row | facts, name
 
 
 @pytest.mark.full
 def test_a_row_of_the_hardware_page_is_what_the_plan_says():
-    """Checked for the smallest model, if its row is present."""
-    known = json.loads(plan_recipes.JSON.read_text()) if plan_recipes.JSON.is_file() else {}
-    if "prefgrpo/lora_sd1" not in known:
-        pytest.skip("not planned yet: python -m benchmarks.plan_recipes")
+    """Checked for the smallest model."""
     row = plan_recipes.planned(plan_recipes.load(ROOT / "scripts" / "prefgrpo" / "lora_sd1.yaml"))
-    assert known["prefgrpo/lora_sd1"] == plan_recipes.rounded(row)
+    assert json.loads(plan_recipes.JSON.read_text())["prefgrpo/lora_sd1"] == plan_recipes.rounded(row)

@@ -85,9 +85,8 @@ def test_the_runs_own_last_evaluation_is_found_again(place, servers, evaluate):
     asked = len(servers[0].requests)
     kept = {name: (out / name).stat().st_mtime_ns for name in tree(out) if name.endswith(".png")}
     code, again, _ = evaluate("one")
-    assert code == 0 and [line for line in again.splitlines() if "|" in line] == [
-        line for line in output.splitlines() if "|" in line
-    ]
+    first, second = ([line for line in text.splitlines() if "|" in line] for text in (output, again))
+    assert code == 0 and first == second
     assert kept == {name: (out / name).stat().st_mtime_ns for name in kept}
     pairs = [r for r in servers[0].requests[asked:] if "red circle" in json.dumps(r)]
     assert not pairs, "cached verdicts are not requested again"
@@ -101,9 +100,7 @@ def test_checkpoints_weights_and_runs_are_told_apart(place, evaluate):
         code, output, found = evaluate(target, *own, "--against", place / "runs" / target, "--against-weights", weights)
         assert code == 0, output
         rate = found["win_rates"]["dev/win_jpeg_incompressibility"]
-        assert (rate["rate"], rate["low"], rate["high"]) == (0.5, 0.5, 0.5) and rate["verdict"].startswith(
-            "inconclusive"
-        )
+        assert rate["rate"] == rate["low"] == rate["high"] == 0.5 and rate["verdict"].startswith("inconclusive")
         shown.append(found["means"]["dev/jpeg_incompressibility"]["now"])
     assert len(set(shown)) == 4
     code, output, found = evaluate("one", "--eval.judge", "false", "--against", place / "runs/two", "--seed", "0")

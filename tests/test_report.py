@@ -184,19 +184,13 @@ def test_win_rates_inside_a_group_give_no_mean_curve_but_other_rewards_do(tmp_pa
 def test_rewards_of_ones_own_go_by_their_function(tmp_path):
     """Named by file or module, with dots, slashes and colons in the name; each part is a line in its reward's chart."""
     file, module = "my/rewards.py:right_colour", "pkg.rewards.Shade"
-    rows = [
-        train_row(s) | {f"reward/{file}": 20.0 + s, f"reward/{file}_std": 1.5, f"reward/{file}/missing_rate": 0.1}
-        for s in range(1, 5)
-    ]
-    measured = {
-        f"dev/{name}{end}": k for name in (file, module) for k, end in enumerate(("_before", "", ".all", ".all_before"))
-    }
+    own, ends = {f"reward/{file}_std": 1.5, f"reward/{file}/missing_rate": 0.1}, ("_before", "", ".all", ".all_before")
+    rows = [train_row(s) | own | {f"reward/{file}": 20.0 + s} for s in range(1, 5)]
+    measured = {f"dev/{name}{end}": k for name in (file, module) for k, end in enumerate(ends)}
     page = report(small_run(tmp_path / "r", [*rows, eval_row(4, 4, "dev") | measured | {f"dev/win_{file}": 0.6}]))
     found = charts(page)
-    assert (
-        curve(found["Reward: right colour"], "mean")[1] == [21, 22, 23, 24]
-        and "right colour" in found["Reward: std within a group"].text
-    )
+    assert curve(found["Reward: right colour"], "mean")[1] == [21, 22, 23, 24]
+    assert "right colour" in found["Reward: std within a group"].text
     for name in ("right colour", "pkg · rewards · Shade"):
         assert [curve(found[f"Measured: {name}"], line)[1] for line in ("overall", "all")] == [[1], [2]]
     shown = {f.all("h2")[0].text: f.all("p", "value")[0].text for f in page.all("div", "figure")}

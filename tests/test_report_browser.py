@@ -105,16 +105,15 @@ def pixels(page, selector):
     return np.array(flat, np.uint8).reshape(height, width, 4)[..., :3]
 
 
-def answers(page):
-    """The rows of the viewer's table: shown first, prefers, answer."""
-    return page.locator(".said tbody tr").evaluate_all("rows => rows.map(r => [...r.cells].map(c => c.textContent))")
+def table(page, rows=".said tbody tr"):
+    """The texts of a table's cells, by row; of the viewer's: shown first, prefers, answer."""
+    return page.locator(rows).evaluate_all("rows => rows.map(r => [...r.cells].map(c => c.textContent))")
 
 
 def test_the_navigation_leads_to_every_section(runs, visit):
     page = visit(runs[0] / "report.html")
-    assert page.locator("nav a").all_text_contents() == [
-        *("Result", "Evaluations", "Images", "Verdicts", "Curves", "Config")
-    ]
+    sections = ["Result", "Evaluations", "Images", "Verdicts", "Curves", "Config"]
+    assert page.locator("nav a").all_text_contents() == sections
     for name in ("Curves", "Images", "Evaluations", "Verdicts", "Config", "Result"):
         page.click(f"nav a:text('{name}')")
         page.wait_for_function("n => document.querySelector('nav [aria-current]')?.textContent === n", arg=name)
@@ -149,7 +148,7 @@ def test_an_image_enlarges_wipes_and_has_a_link(runs, visit):
             np.testing.assert_array_equal(pixels(page, f"dialog .{name} img"), file[key][2])
     boxes = [page.locator(f"dialog .{name} img").bounding_box() for name in ("first", "second")]
     assert min(box["width"] for box in boxes) > 300 and boxes[0]["x"] + boxes[0]["width"] <= boxes[1]["x"]
-    assert answers(page) == [  # the third image kept is the set's fifth, which won in both orders
+    assert table(page) == [  # the third image kept is the set's fifth, which won in both orders
         ["after 40 steps", "after 40 steps (0.900)", "answer 4 after"],
         ["before", "after 40 steps (0.800)", "answer 4 before"],
     ]
@@ -192,7 +191,7 @@ def test_verdicts_are_browsed_by_what_is_odd_about_them(runs, visit):
         [f"image {a + 1}", f"image {(i if x > 0.5 else j) + 1} ({max(x, 1 - x):.3f})", f"<A> 0 {a} {b}"]
         for a, b, x in ((i, j, p), (j, i, p))
     )
-    assert sorted(answers(page)) == wanted
+    assert sorted(table(page)) == wanted
 
 
 def test_verdicts_without_an_answer_say_why(runs, visit):
@@ -202,7 +201,7 @@ def test_verdicts_without_an_answer_say_why(runs, visit):
         "id": "odd", "orders": [["j", 1, None, "timed out", ""], ["j", 0, 0.5, "", "<b>tie</b>"]], "wins": {},
     })  # fmt: skip
     page.wait_for_function("document.getElementById('viewer').open")
-    assert answers(page) == [["after 40 steps", "no verdict", "timed out"], ["before", "neither (0.500)", "<b>tie</b>"]]
+    assert table(page) == [["after 40 steps", "no verdict", "timed out"], ["before", "neither (0.500)", "<b>tie</b>"]]
 
 
 @pytest.mark.parametrize("dark", [False, True])
@@ -224,12 +223,7 @@ def test_runs_are_compared_with_bands_over_seeds(runs, visit):
     page = visit(compared)
     heads = page.locator(".compared thead th").all_text_contents()[1:]
     assert heads == ["run0 … run1 (2 seeds)", "run2"]
-    cells = {
-        row[0]: row[1:]
-        for row in page.locator(".compared tr").evaluate_all(
-            "rows => rows.map(r => [...r.cells].map(c => c.textContent))"
-        )
-    }
+    cells = {name: others for name, *others in table(page, ".compared tr")}
     assert cells["against its initial model"] == ["inconclusive"] * 2 and page.text_content(".subject") == "tiny/flux"
     assert cells["differs in"] == ["train.lr 0.0001", "train.lr 0.0005"]
     assert cells["win rate by judge"] == ["91 % ± 0.0".replace(" %", "\u00a0%"), "91\u00a0% [85–97]"]

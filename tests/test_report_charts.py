@@ -96,7 +96,7 @@ def test_running_mean_keeps_a_level_and_gaps():
     y[10] = np.nan
     figure = parse(str(draw(Chart("c", [Series("s", np.arange(n, dtype=float), y)], include=(0.0,)), (0.0, n - 1.0))))
     faint = figure.all("path", "faint")
-    bold = [p for p in figure.all("path", "s0") if p not in faint]
+    bold = [p for p in figure.all("path", "c0") if p not in faint]
     assert [p.attributes["d"] for p in faint] == [p.attributes["d"] for p in bold] and len(bold) == 2
 
 

@@ -56,9 +56,7 @@ def test_missing_verdicts_weaken_the_result(tmp_path, case):
     page = parse(write_report(folder).read_text())
     assert page.all("strong", "verdict")[0].text == word
     said = [line.text for line in result(page).all("li")]
-    assert len(said) == len(alarms) and all(
-        a in s and "1 of 1 evaluations on dev more than 10 %" in s for a, s in zip(alarms, said)
-    )
+    assert all(a in s and "1 of 1 evaluations on dev more than 10 %" in s for a, s in zip(alarms, said, strict=True))
     share = row.get("dev/win_judge_missing", 0)
     for place in (page.all("p", "result")[0].text, page.all("p", "detail")[0].text):
         assert (f"no verdict on {100 * share:.0f} % of the samples" in place) is (share > 0)
@@ -117,12 +115,8 @@ def test_rewards_with_one_short_name_stay_apart(tmp_path, case):
         places = [rewards.index(full) + 1 if full in rewards else 0 for rewards in own]
         assert table[name] == [f"{k}.00 → {10 + k}" if k else "–" for k in places]
         assert table[f"win rate by {name}"] == [f"{10 * k} %" if k else "–" for k in places]
-        for chart in (
-            f"Measured: {name}: overall",
-            f"Win rate against the initial model: by {name}",
-            f"Reward: {name}: mean",
-        ):
-            assert titles.count(chart) == 1
+        drawn = f"Measured: {name}: overall", f"Reward: {name}: mean", f"Win rate against the initial model: by {name}"
+        assert [titles.count(chart) for chart in drawn] == [1, 1, 1]
     page = parse(write_report(folders[0]).read_text())
     assert len({f.all("h2")[0].text for f in page.all("div", "figure")}) == 2 * len(own[0])
     assert len(result(page).all("tr")) == 1 + 2 * len(own[0])
@@ -153,10 +147,8 @@ SEEDS = {  # changes of each run's configuration, labels of the variants
 @pytest.mark.parametrize("case", SEEDS)
 def test_only_runs_that_differ_in_the_seed_are_seeds(tmp_path, case):
     changes, labels = SEEDS[case]
-    folders = [
-        small_run(tmp_path / f"r{k}", [eval_row(10, 10, "dev")], json.dumps(BASE | own))
-        for k, own in enumerate(changes)
-    ]
+    configs = [json.dumps(BASE | own) for own in changes]
+    folders = [small_run(tmp_path / f"r{k}", [eval_row(10, 10, "dev")], text) for k, text in enumerate(configs)]
     page = compared(tmp_path, *folders)
     assert cells(page)[""] == labels
     assert [" ± " in cell for cell in cells(page)["win rate by judge"]] == ["seeds" in label for label in labels]

@@ -102,9 +102,8 @@ def test_what_is_read_from_runs(tmp_path, monkeypatch):
     assert np.isnan(science.interval([1.0])[1])
     assert science.against("win_rates", "ratings", (0, 1, 2), "accuracy", tmp_path) == pytest.approx([0.1, 0.11])
     rows = science.table("a", (0, 1, 2), tmp_path)
-    assert rows[3].startswith(
-        "| `win_rates`: win rates | 2 | 0.625 ± 0.318 | 0.725 ± 0.318 | 0.805 ± 0.318 | 0.080 ± 0.000 |"
-    )
+    wanted = "| `win_rates`: win rates | 2 | 0.625 ± 0.318 | 0.725 ± 0.318 | 0.805 ± 0.318 | 0.080 ± 0.000 |"
+    assert rows[3].startswith(wanted)
     assert "+0.105 ± 0.064" in rows[3], "expected paired differences, per seed"
     assert "seed 2 of `ratings`, `win_rates`." in science.missing("a", (0, 1, 2), tmp_path)
     assert len(science.table("b", (0,), tmp_path)) == 2 + 3, "arms without runs must be omitted"

@@ -10,13 +10,13 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import yaml
 from markdown_it import MarkdownIt
+from report_html import parse
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -78,17 +78,9 @@ def test_readme_leads_to_every_page():
     assert {p for p in PAGES if p.parent.name == "docs"} - reached == set()
 
 
-class Blocks(HTMLParser):
+def blocks(html):
     """The headings, lists, tables and code blocks of a page, in order."""
-
-    def __init__(self, html):
-        super().__init__()
-        self.found = []
-        self.feed(html)
-
-    def handle_starttag(self, tag, attrs):
-        if re.fullmatch("h[1-6]|[uo]l|li|t[rdh]|pre|strong|em", tag):
-            self.found.append(tag)
+    return [node.tag for node in parse(html).all() if re.fullmatch("h[1-6]|[uo]l|li|t[rdh]|pre|strong|em", node.tag)]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -96,28 +88,21 @@ def test_a_page_on_the_site_is_what_it_is_on_github(page):
     markdown = pytest.importorskip("markdown")
     text = re.sub(r"^```.*?^```", "```\ncode\n```", page.read_text(encoding="utf-8"), flags=re.S | re.M)
     site = markdown.markdown(text, extensions=["attr_list", "def_list", "tables", "fenced_code"])
-    assert Blocks(site).found == Blocks(GITHUB.render(text)).found
+    assert blocks(site) == blocks(GITHUB.render(text))
 
 
 # ---- the site -------------------------------------------------------------------------------------------------------
 
 
-class Links(HTMLParser):
+class Links:
     """The links of a built page, the resources it loads, and its anchors."""
 
     def __init__(self, file):
-        super().__init__()
-        self.leads, self.loads, self.ids = [], [], set()
-        self.feed(file.read_text(encoding="utf-8"))
-
-    def handle_starttag(self, tag, attrs):
-        given = dict(attrs)
-        if "id" in given:
-            self.ids.add(given["id"])
-        if tag == "a" and given.get("href"):
-            self.leads.append(given["href"])
-        elif link := given.get("src") or (tag == "link" and given.get("href")):
-            self.loads.append(link)
+        nodes = parse(file.read_text(encoding="utf-8")).all()
+        given = [(n.tag, n.attributes.get("href"), n.attributes.get("src")) for n in nodes]
+        self.leads = [href for tag, href, _ in given if tag == "a" and href]
+        self.loads = [link for tag, href, src in given if (link := src or (tag == "link" and href))]
+        self.ids = {n.attributes["id"] for n in nodes if "id" in n.attributes}
 
 
 @pytest.fixture(scope="module")
@@ -126,9 +111,8 @@ def site(tmp_path_factory):
     pytest.importorskip("mkdocs")
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", folder]
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}
-    )
+    env = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=env)
     assert done.returncode == 0 and "WARNING" not in done.stderr, done.stdout + done.stderr
     return {file: Links(file) for file in folder.rglob("*.html") if file.name != "404.html"}
 

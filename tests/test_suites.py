@@ -16,11 +16,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import yaml
 from judge_server import JudgeServer
 from PIL import Image
 from reward_cases_own import geneval as geneval_options
-from tiny_run import Hold, attempt, ranks, settings, start, tree
+from tiny_run import Hold, attempt, ranks, recipe, start, tree
 
 from prefgrpo.data.file_names import Generated
 from prefgrpo.data.media import Media
@@ -53,13 +52,6 @@ def bench(file, count, language="en", broken=()):
             names = [POINTS[(7 * k + j * j) % 27] for j in range(1 + k % 5)]
             dims = json.dumps(dict(zip(KEYS[language], (names, [f"part {j}" for j in range(len(names))]))))
             rows.writerow([k, f"a red circle, number {k}", dims.replace('", "', '" "', 1) if k in broken else dims])
-    return file
-
-
-def recipe(place, name, server=None, **over):
-    judge = {"endpoints": [server.url]} if server else {}
-    file = place / f"{name}.yaml"
-    file.write_text(yaml.safe_dump(settings(place, name, judge=judge | over.pop("judge", {}), **over)))
     return file
 
 
@@ -111,14 +103,12 @@ def reported(out):
     result = json.loads((out / "unigenbench.json").read_text())
     rows = {row["name"]: row for row in result["tables"]["test point"]}
     rows |= {f"primary: {row['name']}": row for row in result["tables"]["primary dimension"]}
-    assert {name for name, row in rows.items() if row["count"] == 0} == {
-        n for n, r in rows.items() if r["mean"] is None
-    }
+    assert all((row["count"] == 0) is (row["mean"] is None) for row in rows.values())
     found = {n: [row["mean"] * row["count"], row["count"]] for n, row in rows.items() if row["count"]}
     return result, found, [problem.split(":")[0] for problem in result["problems"]]
 
 
-def check(out, file, marks_missing=True):
+def check(out, file):
     table, unread = counted(out / "images", file)
     result, found, named = reported(out)
     assert found.keys() == table.keys() and all(found[name] == pytest.approx(table[name]) for name in table)
@@ -146,7 +136,7 @@ def test_unigenbench_killed_twice_ends_with_the_table_of_its_files(place, count)
     file, out = bench(place / f"test{count}.csv", count, broken=(7,)), place / f"bench{count}"
     with JudgeServer() as server:
         server.answer = answer
-        target = recipe(place, f"unigen{count}", server, judge={"concurrency": 2})
+        target = recipe(place, f"unigen{count}", judge={"endpoints": [server.url], "concurrency": 2})
         argv = ["evaluate", target, "--suite", "unigenbench", "--prompts", file, "--out", out]
         killed(argv, place / "a.log", Hold("prefgrpo.commands.generate:write", call=2 * count))
         made = {f: f.stat().st_mtime_ns for f in (out / "images").glob("[0-9]*.png")}
@@ -185,7 +175,7 @@ def test_unigenbench_does_not_depend_on_ranks(place):
     file = bench(place / "ranks.csv", 5)
     with JudgeServer() as server:
         server.answer = answer
-        target, tables = recipe(place, "ranks", server), []
+        target, tables = recipe(place, "ranks", judge={"endpoints": [server.url]}), []
         options = ["--suite", "unigenbench", "--prompts", str(file), "--samples", "1", "--out"]
         alone = start(["evaluate", str(target), *options, str(place / "alone")], place / "alone.log")
         assert alone.wait(600) == 0, alone.output
@@ -280,14 +270,12 @@ def test_the_suites_own_wording_is_read_from_its_file_and_put_word_for_word(tmp_
 
 
 def test_rows_without_readable_points_say_why():
+    uneven = json.dumps(dict(zip(KEYS["en"], (["a"], ["b", "c"]))))
     for meta, why in (
         ({}, "expected a column sub_dims_en or sub_dims_zh"),
         ({"sub_dims_en": '{"Testpoints": ["a" "b"]}'}, "sub_dims_en is not JSON of the expected form"),
         ({"sub_dims_zh": '{"考点": ["a"]}'}, "sub_dims_zh is not JSON of the expected form (KeyError"),
-        (
-            {"sub_dims_en": json.dumps(dict(zip(KEYS["en"], (["a"], ["b", "c"]))))},
-            "as many descriptions as test points",
-        ),
+        ({"sub_dims_en": uneven}, "as many descriptions as test points"),
     ):
         with pytest.raises(ValueError, match="sub_dims") as error:
             points_of(meta)
@@ -303,24 +291,12 @@ def test_geneval_in_its_layout_by_our_detector(place, capsys):
     (place / "metadata.jsonl").write_text("\n".join(map(json.dumps, lines)))
     options = geneval_options(place)
     target, out = recipe(place, "geneval", eval={"options": {"geneval": options}}), place / "geneval"
-    argv = [
-        "evaluate",
-        target,
-        "--suite",
-        "geneval",
-        "--prompts",
-        place / "metadata.jsonl",
-        "--samples",
-        2,
-        "--out",
-        out,
-    ]
+    argv = ["evaluate", target, "--suite", "geneval", "--prompts", place / "metadata.jsonl", "--samples", 2]
+    argv += ["--out", out]
     code, output = attempt(capsys, *argv)
     assert code == 0, output
-    files = [
-        f"{k:05d}/{name}" for k in range(6) for name in ("metadata.jsonl", "samples/00000.png", "samples/00001.png")
-    ]
-    assert sorted(tree(out / "images")) == sorted(files)
+    names = ("metadata.jsonl", "samples/00000.png", "samples/00001.png")
+    assert sorted(tree(out / "images")) == [f"{k:05d}/{name}" for k in range(6) for name in names]
     assert [json.loads((out / f"images/{k:05d}/metadata.jsonl").read_text()) for k in range(6)] == lines
     result = json.loads((out / "geneval.json").read_text())
     assert [row["name"] for row in result["tables"]["task"]] == list(tags)
@@ -404,11 +380,9 @@ def test_t2i_compbench_numbers_a_categorys_images_through(place, capsys):
 
 def test_vbench_names_and_numbers(tmp_path):
     suite, out = load_suite("vbench"), Path("out")
-    rows = [
-        {"prompt_en": "a stop sign", "dimension": ["temporal_flickering"]},
-        {"prompt_en": "a cat", "dimension": ["color"]},
-    ]
-    (tmp_path / "full.json").write_text(json.dumps(rows))
+    rows = {"a stop sign": "temporal_flickering", "a cat": "color"}
+    content = [{"prompt_en": prompt, "dimension": [name]} for prompt, name in rows.items()]
+    (tmp_path / "full.json").write_text(json.dumps(content))
     files = suite.sample_files(suite.read(tmp_path / "full.json"), 0, out, ".mp4")
     assert [p[2] for p in files[:25]] == [out / "videos" / f"a stop sign-{k}.mp4" for k in range(25)]
     assert [p[2].name for p in files[25:]] == [f"a cat-{k}.mp4" for k in range(5)]
@@ -551,7 +525,7 @@ def test_a_category_that_dpgs_tool_prints_as_nan_is_missing(tmp_path):
     assert [(r.name, r.mean, r.count, r.missing) for r in found.tables["L1 category"]] == [
         ("a", 0.5, 1, 0), ("b", None, 0, 1),
     ]  # fmt: skip
-    assert found.problems == ["no score of b"] and json.loads(found.json())["summary"] == {"score": 0.8}
+    assert found.problems == ["no score of b"] and found.summary == {"score": 0.8}
 
 
 def test_a_byte_order_mark_is_not_part_of_a_file(tmp_path):
@@ -591,10 +565,9 @@ def test_geneval_leaves_prompts_with_a_missing_image_out(values, images, prompts
 
 @pytest.mark.parametrize("index", ["../../esc", "a/b", "", "a\0b", "x" * 300])
 def test_an_index_cannot_leave_the_output_folder(index):
+    prompts = [Prompt(k, "x", {"index": i}) for k, i in enumerate(("0", index))]
     with pytest.raises(DataError, match="prompt 2 has"):
-        load_suite("unigenbench").sample_files(
-            [Prompt(k, "x", {"index": i}) for k, i in enumerate(("0", index))], 1, Path("out"), ".png"
-        )
+        load_suite("unigenbench").sample_files(prompts, 1, Path("out"), ".png")
 
 
 def test_a_damaged_sample_of_a_grid_is_named(tmp_path):

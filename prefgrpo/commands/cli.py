@@ -35,14 +35,14 @@ from prefgrpo.config.schema import AUTO, MODEL_VALUES, Config
 COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("prefgrpo.commands.cli:train", "train a model from a recipe; any field can be overridden"),
     "demo": ("prefgrpo.commands.cli:demo", "train the tiny demo into ./runs/demo; takes the options of train"),
-    "preprocess": ("prefgrpo.commands.cli:preprocess", "encode all prompts of a recipe once, into data.cache"),
+    "preprocess": ("prefgrpo.commands.preprocess:preprocess", "encode all prompts of a recipe once, into data.cache"),
     "launch": ("prefgrpo.commands.launch:launch", "torchrun with the run's exit code: --nproc_per_node 8 train RECIPE"),
     "plan": (
         "prefgrpo.commands.cli:plan",
         "estimate memory, time and traffic per GPU and the best mesh, without loading weights",
     ),
-    "generate": ("prefgrpo.commands.cli:generate", "generate images or clips for every prompt of a file"),
-    "evaluate": ("prefgrpo.commands.cli:evaluate", "evaluate on a published suite, or against the base model"),
+    "generate": ("prefgrpo.commands.generate:generate", "generate images or clips for every prompt of a file"),
+    "evaluate": ("prefgrpo.commands.evaluate:evaluate", "evaluate on a published suite, or against the base model"),
     "score": ("prefgrpo.commands.score:main", "score a folder of images or clips"),
     "reward list": ("prefgrpo.rewards:show_rewards", "list all rewards with inputs, description and where they run"),
     "reward serve": ("prefgrpo.rewards.serve:main", "serve one reward over HTTP, from a separate environment"),
@@ -142,88 +142,13 @@ def plan(
     return run(config, memory_gib, gpu, nodes, mfu, judge_billions, levers)
 
 
-def preprocess(config: Config) -> int:
-    """Encode all prompts of a recipe once, into data.cache (also under torchrun)."""
-    from prefgrpo.commands.preprocess import preprocess as run
-
-    return run(config)
-
-
-def generate(
-    config: Config,
-    lora: Path | None = None,
-    prompts: str = "",
-    out: Path = Path("generated"),
-    samples: int = 4,
-    naming: Literal["plain", "unigenbench", "vbench"] = "plain",
-    fps: int = 16,
-) -> int:
-    """Generate images or clips for every prompt of a file, as the evaluation does (also under torchrun).
-
-    Args:
-        config: The recipe with its overrides, e.g. runs/demo/config.yaml.
-        lora: Folder of a trained LoRA, or its run folder; none: the base model (or the full weights given by --model).
-        prompts: Prompts: txt, csv, tsv, jsonl or parquet; empty: the recipe's eval.prompts, or else its data.prompts.
-        out: Output folder; existing files are skipped.
-        samples: Images or clips per prompt.
-        naming: plain: 000012_0.png by position; unigenbench: INDEX_0.png by the table's index column; vbench:
-            PROMPT-0.mp4.
-        fps: Frames per second of clips.
-    """
-    from prefgrpo.commands.generate import generate as run
-
-    return run(config, lora, prompts, out, samples, naming, fps)
-
-
-def evaluate(
-    config: Config,
-    target: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="TARGET")],
-    suite: Literal["unigenbench", "geneval", "vbench", "dpg", "t2i_compbench"] | None = None,
-    prompts: str = "",
-    out: Path | None = None,
-    samples: int = 0,
-    weights: Literal["auto", "live", "ema"] = "auto",
-    against: str = "base",
-    against_weights: Literal["auto", "live", "ema"] = "auto",
-    judge2: str = "",
-    question: str = "",
-    results: Path | None = None,
-    fps: int = 16,
-) -> int:
-    """Evaluate a run, one of its checkpoints or a model (also under torchrun): on a published suite with --suite, else
-    against another model on held-out prompts, from the same noise.
-
-    Args:
-        config: The target's configuration with its overrides.
-        target: Run folder (its newest checkpoint), RUN/checkpoints/step_000020, recipe, pipeline folder or hub id.
-        suite: Published suite; none: compare with --against.
-        prompts: The suite's own file or folder of prompts (docs/evaluation.md); without a suite: a file of prompts,
-            empty: the run's held-out prompts.
-        out: Output folder for files and tables; none: RUN/evaluations/…. Existing files are kept.
-        samples: Images or clips per prompt of a suite; 0: the suite's own number.
-        weights: Weights of a checkpoint: live, ema, or auto (ema if the run keeps one).
-        against: base, or another run, checkpoint or model, sampled with the target's settings.
-        against_weights: As weights, for the checkpoint of --against.
-        judge2: A second judge: fields of the judge section, "{endpoints: [http://…], template: think}", or a YAML file.
-        question: Question for a suite's judge: a template, or UniGenBench's own eval_common.py; empty: our own.
-        results: Output of the suite's own tools, read into our table instead of generating and scoring.
-        fps: Frames per second of clips.
-    """
-    from prefgrpo.commands.evaluate import evaluate as run
-
-    return run(
-        config, target, suite, prompts, out, samples, weights, against, against_weights, judge2, question, results, fps
-    )
-
-
 def _with_recipe(command: Any, name: str, argv: Sequence[str], recipe: Path | None = None) -> int:
     """Run a command on a checked configuration: the recipe (default: the first argument) and its overrides."""
     own = {k: p.replace(kind=Parameter.KEYWORD_ONLY) for k, p in signature(command, eval_str=True).parameters.items()}
     del own["config"]
-    path = (
-        [] if recipe or "target" in own else [Parameter("recipe", Parameter.POSITIONAL_OR_KEYWORD, annotation=RECIPE)]
-    )
-    parameters = [*path, *own.values()]
+    parameters = list(own.values())
+    if recipe is None and "target" not in own:
+        parameters.insert(0, Parameter("recipe", Parameter.POSITIONAL_OR_KEYWORD, annotation=RECIPE))
     if wanted := {"-h", "--help", "--help-all"} & set(argv):
         shown = ["*"] if wanted == {"--help-all"} else FIELDS[command.__name__].split()
         section = _help_section(load(recipe) if recipe else Config(), shown)
@@ -317,7 +242,6 @@ def _is_bare_switch(key: str, rest: Sequence[str]) -> bool:
 
 
 def _field_type(key: str) -> Any:
-    """The type of a field of the configuration."""
     kind: Any = Config
     for part in key.split("."):
         kind = kind.__pydantic_fields__[part].annotation
@@ -373,9 +297,8 @@ def report(runs: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="RUN [RUN ...
         return 2
     runs = tuple({run.resolve(): run for run in runs}.values())
     try:
-        print(
-            write_report(*runs, out) if len(runs) == 1 else write_comparison(runs, out or runs[0] / "comparison.html")
-        )
+        several = len(runs) > 1
+        print(write_comparison(runs, out or runs[0] / "comparison.html") if several else write_report(runs[0], out))
     except OSError as error:
         text = f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror or error)
         hint = "; choose another file with --out" * (isinstance(error, PermissionError) and not error.filename)
@@ -450,13 +373,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(name: str, argv: list[str]) -> int:
-    """The exit code of a command."""
     module, _, attribute = COMMANDS[name][0].partition(":")
     command: Any = getattr(import_module(module), attribute)
-    parameters = signature(command).parameters
     if name in FIELDS:
         return _with_recipe(command, name, argv)
-    if list(parameters) == ["argv"]:  # it parses its own arguments
+    if list(signature(command).parameters) == ["argv"]:  # it parses its own arguments
         return command(argv)
     result = tyro.cli(command, args=argv, prog=f"prefgrpo {name}", config=(tyro.conf.PositionalRequiredArgs,))
     if isinstance(result, Path):

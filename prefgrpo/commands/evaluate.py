@@ -18,8 +18,9 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+import tyro
 import yaml
 
 from prefgrpo.commands.generate import Job, Weights, check_writing, generate_files, make_jobs
@@ -186,20 +187,38 @@ def _claim_folder(out: Path, facts: Mapping[str, Any]) -> None:
 
 def evaluate(
     config: Config,
-    target: str,
-    suite: Name | None,
-    prompts: str,
-    out: Path | None,
-    samples: int,
-    weights: Which,
-    against: str,
-    against_weights: Which,
-    judge2: str,
-    question: str,
-    results: Path | None,
-    fps: int,
+    target: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="TARGET")],
+    suite: Name | None = None,
+    prompts: str = "",
+    out: Path | None = None,
+    samples: int = 0,
+    weights: Which = "auto",
+    against: str = "base",
+    against_weights: Which = "auto",
+    judge2: str = "",
+    question: str = "",
+    results: Path | None = None,
+    fps: int = 16,
 ) -> int:
-    """Run one evaluation; returns the exit code. Raises ConfigError, DataError, CheckpointError, JudgeError, …"""
+    """Evaluate a run, one of its checkpoints or a model (also under torchrun): on a published suite with --suite, else
+    against another model on held-out prompts, from the same noise.
+
+    Args:
+        config: The target's configuration with its overrides.
+        target: Run folder (its newest checkpoint), RUN/checkpoints/step_000020, recipe, pipeline folder or hub id.
+        suite: Published suite; none: compare with --against.
+        prompts: The suite's own file or folder of prompts (docs/evaluation.md); without a suite: a file of prompts,
+            empty: the run's held-out prompts.
+        out: Output folder for files and tables; none: RUN/evaluations/…. Existing files are kept.
+        samples: Images or clips per prompt of a suite; 0: the suite's own number.
+        weights: Weights of a checkpoint: live, ema, or auto (ema if the run keeps one).
+        against: base, or another run, checkpoint or model, sampled with the target's settings.
+        against_weights: As weights, for the checkpoint of --against.
+        judge2: A second judge: fields of the judge section, "{endpoints: [http://…], template: think}", or a YAML file.
+        question: Question for a suite's judge: a template, or UniGenBench's own eval_common.py; empty: our own.
+        results: Output of the suite's own tools, read into our table instead of generating and scoring.
+        fps: Frames per second of clips.
+    """
     given = {"--against": against != "base", "--judge2": bool(judge2)} if suite else {"--results": results is not None}
     given |= {} if suite else {"--question": bool(question), "--samples": samples > 0}
     if odd := [name for name, on in given.items() if on]:
@@ -218,7 +237,7 @@ def evaluate(
     with parallel.process_group(config.device, config) as world:
         if suite:
             place = out or where / suite
-            code = _suite(side, load_suite(suite), suite, prompts, place, samples, question, fps, world)
+            code = _suite(side, suite, prompts, place, samples, question, fps, world)
         else:
             other = _baseline_side(side, against, against_weights)
             place = out or where / f"against_{str(other).replace(' ', '_').rpartition('/')[2]}"
@@ -238,11 +257,9 @@ def _update_report(target: str, place: Path, results: str) -> None:
 # ---- suites ---------------------------------------------------------------------------------------------------------
 
 
-def _suite(
-    side: Side, suite: Suite, name: str, file: str, out: Path, samples: int, question: str, fps: int, world: World
-) -> int:
+def _suite(side: Side, name: Name, file: str, out: Path, samples: int, question: str, fps: int, world: World) -> int:
     """Generate files in the suite's layout; if the suite has a reward here, score them and report."""
-    config, clips = side.config, judging.makes_clips(side.config)
+    suite, config, clips = load_suite(name), side.config, judging.makes_clips(side.config)
     if clips != (suite.takes == "video"):
         kinds = ["clips" if video else "images" for video in (suite.takes == "video", clips)]
         raise ConfigError([f"--suite: {suite.title} takes {kinds[0]}, but {config.family} makes {kinds[1]} here"])
@@ -289,9 +306,8 @@ def _suite_reward(config: Config, suite: Suite, options: Mapping[str, Any], out:
 
 def _report(results: Results, facts: Mapping[str, Any], out: Path, name: str) -> int:
     """Print and write the tables; returns 1 if nothing was scored."""
-    write_atomic(
-        out / f"{name}.json", json.dumps({"about": dict(facts), **json.loads(results.json())}, indent=1) + "\n"
-    )
+    content = {"about": dict(facts), **asdict(results)}
+    write_atomic(out / f"{name}.json", json.dumps(content, indent=1, allow_nan=False) + "\n")
     write_atomic(out / f"{name}.md", results.markdown())
     print(f"{results.markdown(max_problems=10)}\n{out / name}.json, {out / name}.md")
     return int(not any(row.count for rows in results.tables.values() for row in rows))
@@ -311,11 +327,8 @@ def _compare_sides(side: Side, other: Side, prompts: str, out: Path, judge2: str
     sets = {"prompts": read_prompts(prompts)} if prompts else prompt_sets(config)[1]
     if not sets:
         raise ConfigError(["--prompts: the run has no held-out prompts; expected a file of prompts to compare on"])
-    samples = config.eval.samples_per_prompt
-    held = [
-        make_eval_set(name, own[: config.eval.max_prompts or None], samples, k)
-        for k, (name, own) in enumerate(sets.items())
-    ]
+    samples, most = config.eval.samples_per_prompt, config.eval.max_prompts or None
+    held = [make_eval_set(name, own[:most], samples, k) for k, (name, own) in enumerate(sets.items())]
     check_writing(config, out, 1, fps)
     judges, notes = _judges(config, judge2, out, world)
     every = [p for h in held for p in h.items]
@@ -375,9 +388,8 @@ def _mapping(text: str) -> dict[str, Any]:
         with suppress(yaml.YAMLError):
             value = yaml.load(text, Loader)
     if not isinstance(value, dict):
-        raise ConfigError(
-            [f"--judge2: expected a YAML file, or fields of the judge section, {{endpoints: […], …}}, got {text!r}"]
-        )
+        expected = "expected a YAML file, or fields of the judge section, {endpoints: […], …}"
+        raise ConfigError([f"--judge2: {expected}, got {text!r}"])
     return value
 
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -40,30 +42,26 @@ def pairs(images: EvalImages, name: str) -> list[Item]:
 
 def group_pairs(group: Group, ident: str) -> list[Item]:
     """An item for every judged pair of a group."""
-    size, out = len(group.rates), []
-    for i in range(size):
-        for j in range(i + 1, size):
-            own = [a for a in group.answers if {a.first, a.second} == {i, j}]
-            count = float(group.counts[i, j])
-            mean = float(group.wins[i, j]) / count if count > 0 else math.nan
-            if own or not math.isnan(mean):
-                media = [["source", f"{ident}-source"]] if group.source is not None else []
-                media += [[f"image {k + 1}", f"{ident}-{k}"] for k in (i, j)]
-                where = f"training, step {group.step}, images {i + 1} and {j + 1}"
-                numbered = [
-                    Answer(a.judge, int(a.first == j), int(a.first == i), a.p_first, a.reason, a.raw) for a in own
-                ]
-                out.append(_item(f"{ident}-{i}-{j}", group.prompt, where, media, Outcome(0, {}, numbered), mean))
+    out = []
+    for i, j in combinations(range(len(group.rates)), 2):
+        own = [a for a in group.answers if {a.first, a.second} == {i, j}]
+        count = float(group.counts[i, j])
+        mean = float(group.wins[i, j]) / count if count > 0 else math.nan
+        if own or not math.isnan(mean):
+            media = [["source", f"{ident}-source"]] if group.source is not None else []
+            media += [[f"image {k + 1}", f"{ident}-{k}"] for k in (i, j)]
+            where = f"training, step {group.step}, images {i + 1} and {j + 1}"
+            numbered = [replace(a, first=int(a.first == j), second=int(a.first == i)) for a in own]
+            out.append(_item(f"{ident}-{i}-{j}", group.prompt, where, media, Outcome(0, {}, numbered), mean))
     return out
 
 
 def _item(
-    ident: str, prompt: str, where: str, media: list[list[str]], outcome: Outcome | None, mean: float = math.nan
+    ident: str, prompt: str, where: str, media: list[list[str]], outcome: Outcome, mean: float = math.nan
 ) -> Item:
-    answers = (outcome and outcome.answers) or []
-    wins = {who: win for who, win in (outcome.wins if outcome else {}).items() if not math.isnan(win)}
+    answers, wins = outcome.answers or [], {who: win for who, win in outcome.wins.items() if not math.isnan(win)}
     orders = [[a.judge, a.first, None if math.isnan(a.p_first) else a.p_first, a.reason, a.raw] for a in answers]
-    names = Counter(map(readable, outcome.wins)) if outcome else {}
+    names = Counter(map(readable, outcome.wins))
     shown = {who if names[readable(who)] > 1 else readable(who): win for who, win in wins.items()}
     item = {"id": ident, "prompt": prompt, "where": where, "media": media, "orders": orders, "wins": shown}
     return item | {"mean": None if math.isnan(mean) else round(mean, 4), "kinds": _kinds(answers, wins)}

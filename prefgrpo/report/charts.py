@@ -180,15 +180,12 @@ def _shrink(s: Series, most: int) -> Series:
     if size <= 1:
         return s
 
-    def pooled(values: Floats | None, pool: Callable[[Floats], Any]) -> Floats | None:
-        if values is None:
-            return None
+    def pooled(values: Floats, pool: Callable[[Floats], Any]) -> Floats:
         parts = [values[k : k + size] for k in range(0, len(values), size)]
         return np.array([np.nan if np.isnan(p).all() else pool(p) for p in parts])
 
-    x, y, low, high = pooled(s.x, np.mean), pooled(s.y, np.nanmean), pooled(s.low, np.nanmin), pooled(s.high, np.nanmax)
-    assert x is not None and y is not None
-    return replace(s, x=x, y=y, low=low, high=high)
+    low, high = (v if v is None else pooled(v, pool) for v, pool in ((s.low, np.nanmin), (s.high, np.nanmax)))
+    return replace(s, x=pooled(s.x, np.mean), y=pooled(s.y, np.nanmean), low=low, high=high)
 
 
 def _stack(series: list[Series]) -> list[Series]:
@@ -206,9 +203,8 @@ def _stack(series: list[Series]) -> list[Series]:
 
 def _axes(chart: Chart, series: list[Series], steps: tuple[float, float]) -> tuple[Axes, str]:
     """Axes that include all the data, and the unit for tick labels and legend."""
-    values = np.concatenate(
-        [np.array(chart.include), *(v for s in series for v in (s.y, s.low, s.high) if v is not None)]
-    )
+    drawn = [v for s in series for v in (s.y, s.low, s.high) if v is not None]
+    values = np.concatenate([np.array(chart.include), *drawn])
     values = values[~np.isnan(values)]
     values[np.abs(values) < TINY] = 0.0
     low, high = float(values.min()), float(values.max())
@@ -280,7 +276,7 @@ def _between(x: Floats, low: Floats, high: Floats) -> str:
 
 def _area(axes: Axes, s: Series) -> Markup:
     assert s.low is not None
-    return tag("path", class_=f"area f{s.colour}", d=_between(axes.x(s.x), axes.y(s.y), axes.y(s.low)))
+    return tag("path", class_=f"area c{s.colour}", d=_between(axes.x(s.x), axes.y(s.y), axes.y(s.low)))
 
 
 def _curve(axes: Axes, s: Series) -> Markup:
@@ -293,17 +289,17 @@ def _curve(axes: Axes, s: Series) -> Markup:
             if s.marks or part.stop - part.start == 1:
                 for k in range(part.start, part.stop):
                     ends = np.array([low[k], high[k]])
-                    out.append(tag("path", class_=f"bar s{s.colour}", d=_path(x[[k, k]], ends)))
+                    out.append(tag("path", class_=f"bar c{s.colour}", d=_path(x[[k, k]], ends)))
             else:
-                out.append(tag("path", class_=f"band f{s.colour}", d=_between(x[part], low[part], high[part])))
+                out.append(tag("path", class_=f"band c{s.colour}", d=_between(x[part], low[part], high[part])))
     smooth = _smoothed(s)
     for part in _runs(known):
         if part.stop - part.start > 1 and not s.marks:
             faint = "" if smooth is None else " faint"
-            out.append(tag("path", class_=f"line s{s.colour}{faint}", d=_path(x[part], y[part])))
+            out.append(tag("path", class_=f"line c{s.colour}{faint}", d=_path(x[part], y[part])))
             if smooth is not None:
-                out.append(tag("path", class_=f"line s{s.colour}", d=_path(x[part], axes.y(smooth[part]))))
-    look = {"class_": f"mark f{s.colour}", "r": 3.5} if s.marks else {"class_": f"f{s.colour}", "r": 2.5}
+                out.append(tag("path", class_=f"line c{s.colour}", d=_path(x[part], axes.y(smooth[part]))))
+    look = {"class_": f"mark c{s.colour}", "r": 3.5} if s.marks else {"class_": f"c{s.colour}", "r": 2.5}
     for part in _runs(known):
         if known.sum() <= 30 or s.marks or part.stop - part.start == 1:
             out += [tag("circle", cx=float(x[k]), cy=float(y[k]), **look) for k in range(part.start, part.stop)]

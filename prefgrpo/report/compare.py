@@ -24,7 +24,7 @@ from prefgrpo.report.curves import curves, measure_names, namer, win_names
 from prefgrpo.report.headline import certainty, number, percent, subject
 from prefgrpo.report.media import picture
 from prefgrpo.report.page import PAIR_PX, render, span, write_page
-from prefgrpo.report.run import EvalImages, Outcome, Run, read_run
+from prefgrpo.report.run import EvalImages, Run, read_run
 
 SAME = ("seed", "name", "output", "device", "gpus", "tensorboard", "checkpoint.every", "checkpoint.keep")
 """Configuration values that may differ between seeds of one variant."""
@@ -131,11 +131,8 @@ def _numbers(run: Run, shown: Callable[[str], str]) -> dict[str, tuple[float, ..
     """Measure → (value, low, high), or (value, before)."""
     if run.best_set is None:
         return {}
-    rows = run.evals[run.best_set]
-    wins = {
-        f"win rate by {shown(n[4:])}": tuple(rows.last(n + end) for end in ("", "_low", "_high"))
-        for n in win_names(rows)
-    }
+    rows, ends = run.evals[run.best_set], ("", "_low", "_high")
+    wins = {f"win rate by {shown(n[4:])}": tuple(rows.last(n + end) for end in ends) for n in win_names(rows)}
     measures = {shown(n): (rows.last(n), rows.last(f"{n}_before")) for n in measure_names(rows)}
     return {name: values for name, values in (wins | measures).items() if not math.isnan(values[0])}
 
@@ -216,7 +213,7 @@ def _images(runs: list[Run]) -> tuple[list[tuple[str, str, list[tuple[str, Any]]
         media += [(_name(run), images.after[at]) for run, images, at in zip(runs, last, places, strict=True)]
         labels = [(label, f"{ident}-{n}", m) for n, (label, m) in enumerate(media)]
         rows.append((ident, prompt, [(a, picture(m, f"{prompt}: {a}", PAIR_PX, id=i)) for a, i, m in labels]))
-        texts = [_summary(run, images.kept[at], shown) for run, images, at in zip(runs, last, places, strict=True)]
+        texts = [_summary(run, images.kept[at].wins, shown) for run, images, at in zip(runs, last, places, strict=True)]
         item = {"id": ident, "prompt": prompt, "where": name, "media": [[a, i] for a, i, _ in labels], "orders": []}
         items.append(item | {"mean": None, "wins": {}, "kinds": [], "text": " · ".join(filter(None, texts))})
     return rows, items
@@ -229,8 +226,7 @@ def _place(images: EvalImages, prompt: str, k: int) -> int | None:
     return images.prompts.index(prompt) if prompt in images.prompts else None
 
 
-def _summary(run: Run, outcome: Outcome | None, shown: Callable[[str], str]) -> str:
+def _summary(run: Run, wins: dict[str, float], shown: Callable[[str], str]) -> str:
     said = {1.0: "won", 0.0: "lost", 0.5: "tied"}
-    wins = outcome.wins if outcome else {}
     words = [f"{shown(who)} {said.get((np.sign(win - 0.5) + 1) / 2, 'gave no verdict')}" for who, win in wins.items()]
     return f"{_name(run)} against its initial model: {', '.join(words)}" if words else ""

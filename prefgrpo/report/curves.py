@@ -121,12 +121,8 @@ def _rewards(train: Rows, shown: Callable[[str], str]) -> list[Chart]:
             note = "Training prompts; band: ± standard deviation within a group."
             charts.append(Chart(f"Reward: {shown(name[7:])}", [series], note=note))
     spread = _series(train, [(shown(name[7:]), f"{name}_std") for name in names])
-    note = "Spread of rewards within a group; 0 means no learning signal. "
-    note += "The mean win rate of a group is always ½."
-    return [
-        *charts,
-        Chart("Reward: std within a group", spread, note=note, include=(0.0,)),
-    ]
+    note = "Spread of rewards within a group; 0 means no learning signal. The mean win rate of a group is always ½."
+    return [*charts, Chart("Reward: std within a group", spread, note=note, include=(0.0,))]
 
 
 def _judge_consistency(train: Rows) -> list[Chart]:
@@ -143,10 +139,8 @@ def _policy(run: Run) -> list[Chart]:
     clipped = [("all", "clip_fraction"), ("above", "clip_fraction_high"), ("below", "clip_fraction_low")]
     kl = _series(train, [("to the rollout's policy", "approx_kl"), ("to the initial policy", "kl")], "policy/")
     kl = [s for s in kl if np.nanmax(np.abs(s.y), initial=0) > 0]
-    note, unused = (
-        "Share of samples outside the clip range.",
-        "All advantages of the group are zero; it is not trained on.",
-    )
+    note = "Share of samples outside the clip range."
+    unused = "All advantages of the group are zero; it is not trained on."
     lost = _series(train, [("groups without signal", "advantage/zero_groups")], colour=1)
     return [
         Chart("Policy ratio − 1", ratio, note="Band: from the smallest to the largest value of the step.", lines=lines),

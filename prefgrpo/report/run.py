@@ -92,10 +92,10 @@ class EvalImages:
     """Outcomes of all images of the set, including those not kept; empty if the run wrote none."""
 
     @property
-    def kept(self) -> list[Outcome | None]:
-        """Outcomes of the kept images."""
+    def kept(self) -> list[Outcome]:
+        """Outcomes of the kept images; without verdicts if the run wrote none."""
         kept = [o for o in self.outcomes if o.answers is not None]
-        return list(kept) if len(kept) == len(self.prompts) else [None] * len(self.prompts)
+        return kept if len(kept) == len(self.prompts) else [Outcome(0, {}, None)] * len(self.prompts)
 
 
 @dataclass(frozen=True)
@@ -232,10 +232,8 @@ def _alarms(config: dict[str, Any], rows: list[dict[str, Any]]) -> list[tuple[in
     signs, out = HackingMonitor(name for name, weight in reward_weights(config).items() if weight), []
     for row in rows:
         numbers = {k: v for k, v in row.items() if not np.isnan(_number(v))} | {"set": row.get("set")}
-        out += [
-            (row["step"], text)
-            for text in signs.add("eval" if row.get("kind") == "eval" else "train", numbers).values()
-        ]
+        kind = "eval" if row.get("kind") == "eval" else "train"
+        out += [(row["step"], text) for text in signs.add(kind, numbers).values()]
     return out
 
 

@@ -6,10 +6,9 @@ contain is checked before it is counted: a DataError names the file and the valu
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar
 
@@ -61,10 +60,6 @@ class Results:
     tables: dict[str, list[Row]]
     problems: list[str] = field(default_factory=list)
     """Missing items, each with its reason."""
-
-    def json(self) -> str:
-        """The results as JSON."""
-        return json.dumps(asdict(self), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
     def markdown(self, max_problems: int = 0) -> str:
         """Tables and problems as Markdown; max_problems: list at most this many problems, 0: all."""

@@ -88,9 +88,8 @@ def _open(file: Path) -> Image.Image:
     try:
         return read_media(file).pil
     except DataError as error:
-        raise DataError(
-            f"{file.parent}: {error}; delete the file and repeat the command to generate it again"
-        ) from error
+        hint = "delete the file and repeat the command to generate it again"
+        raise DataError(f"{file.parent}: {error}; {hint}") from error
 
 
 def _grid(cells: Sequence[Image.Image]) -> Image.Image:

@@ -78,9 +78,8 @@ class GenEval(Suite):
         mmdet = detector == "prefgrpo.rewards.detectors:MMDet"
         by = "the suite's detector, mmdet" if mmdet else f"the detector {detector.rpartition(':')[2]}, not mmdet's"
         note = "" if mmdet else ": close to published numbers, but not comparable with them"
-        return table(
-            f"Counted by the suite's rule from the detections of {by}{note}.", rows, problems(files, scores, 4)
-        )
+        scored_by = f"Counted by the suite's rule from the detections of {by}{note}."
+        return table(scored_by, rows, problems(files, scores, 4))
 
     def read_results(self, path: Path) -> Results:
         """From the suite's results.jsonl."""

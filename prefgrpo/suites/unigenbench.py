@@ -71,9 +71,8 @@ class UniGenBench(Suite):
     def read(self, path: Path) -> list[Prompt]:
         """The rows of a table, including those whose test points cannot be parsed."""
         prompts = read_prompts(path, unique=False)
-        if invalid := [
-            p for p in prompts if not {"sub_dims_en", "sub_dims_zh"} & p.meta.keys() or "index" not in p.meta
-        ]:
+        points = {"sub_dims_en", "sub_dims_zh"}
+        if invalid := [p for p in prompts if not points & p.meta.keys() or "index" not in p.meta]:
             got = f"expected columns index and sub_dims_en or sub_dims_zh, got {['prompt', *invalid[0].meta]}"
             raise DataError(f"{path}: {got}; the suite's files: {self.source}")
         return prompts

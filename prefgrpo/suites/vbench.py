@@ -81,12 +81,8 @@ class VBench(Suite):
         """videos/PROMPT-3.mp4"""
         flickering = [FLICKERING in p.meta.get("dimension", ()) for p in prompts]
         counts = [samples or (FLICKERING_SAMPLES if f else self.samples) for f in flickering]
-        folder = out / "videos"
-        return [
-            (p, k, folder / file_name(p, k, "vbench", ending))
-            for p, n in zip(prompts, counts, strict=True)
-            for k in range(n)
-        ]
+        numbered = [(p, k) for p, count in zip(prompts, counts, strict=True) for k in range(count)]
+        return [(p, k, out / "videos" / file_name(p, k, "vbench", ending)) for p, k in numbered]
 
     def read_results(self, path: Path) -> Results:
         """Normalised scores, and their means if all dimensions are present."""
@@ -105,13 +101,10 @@ class VBench(Suite):
             title: [Row(n, values.get(n), int(n in values), int(n not in values)) for n in limits]
             for title, values in (("dimension, normalised", normalised), ("dimension, as scored", scores))
         }
-        return Results(
-            self.title,
-            f"Read from {path.name}, written by the suite's own evaluation.",
-            {"total": total, "quality": quality, "semantic": semantic},
-            tables,
-            [f"no score of {name}" for name in limits if name not in scores],
-        )
+        by = f"Read from {path.name}, written by the suite's own evaluation."
+        summary = {"total": total, "quality": quality, "semantic": semantic}
+        missing = [f"no score of {name}" for name in limits if name not in scores]
+        return Results(self.title, by, summary, tables, missing)
 
 
 def _weighted_mean(values: dict[str, float], names: dict[str, tuple[float, float]]) -> float | None:

@@ -21,6 +21,7 @@ from PIL import Image
 from tokenizers import pre_tokenizers
 from transformers import CLIPTextModel, CLIPTokenizer, Qwen2Tokenizer, T5Config, T5EncoderModel, T5Tokenizer
 
+from prefgrpo.config.recipe import to_yaml
 from prefgrpo.config.schema import MODEL_VALUES
 from prefgrpo.models import family as model_family
 from prefgrpo.models.folder import ModelError
@@ -489,23 +490,6 @@ FAMILIES: dict[str, Callable[[], Any]] = {
 """Family name → builder of its tiny pipeline."""
 
 
-SMALL = """\
-# Values that replace those of a recipe whose --model is this folder: small enough for a CPU.
-gpus: 1
-parallel: {{shard: 1}}
-data: {{max_length: {length}, prompts: {prompts}}}
-rollout:
-  height: {side}
-  width: {side}
-  steps: 2
-  window_low: 0
-  window_high: 0
-  window_size: 1
-  prompts_per_step: 4{own}
-eval: {{height: {side}, width: {side}, steps: 2}}
-"""
-
-
 def prompts(folder: Path, sources: bool) -> Path:
     """Write a few prompts into `folder`, as edits of one image if `sources`; the prompt file."""
     texts = [f"a {colour} {shape}" for colour in ("red", "green", "blue") for shape in ("circle", "square")]
@@ -539,9 +523,15 @@ def make(
     pipe.scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config, **scheduler)
     pipe.save_pretrained(folder)
     cls, side = model_family(family), 64 if family.startswith("flux2") else 32
-    own = "" if cls.default_frames is None else "\n  frames: 5"
-    own += "" if cls.default_source_area is None else f"\n  source_area: {side * side}"
-    file = json.dumps(str(prompts(Path(folder).resolve(), cls.needs_source)))
     length = 1000 if family in ("flux2", "hunyuan_video_15") else 128  # includes a system message; one token per letter
-    (Path(folder) / MODEL_VALUES).write_text(SMALL.format(side=side, own=own, prompts=file, length=length))
+    file = prompts(Path(folder).resolve(), cls.needs_source)
+    rollout = {"height": side, "width": side, "steps": 2, "window_low": 0, "window_high": 0, "window_size": 1}
+    rollout |= {"prompts_per_step": 4} | ({} if cls.default_frames is None else {"frames": 5})
+    rollout |= {} if cls.default_source_area is None else {"source_area": side * side}
+    values = {
+        "gpus": 1, "parallel": {"shard": 1}, "data": {"max_length": length, "prompts": str(file)}, "rollout": rollout,
+        "eval": {"height": side, "width": side, "steps": 2},
+    }  # fmt: skip
+    head = "# Values that replace those of a recipe whose --model is this folder: small enough for a CPU.\n"
+    (Path(folder) / MODEL_VALUES).write_text(head + to_yaml(values))
     return Path(folder)

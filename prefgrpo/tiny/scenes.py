@@ -195,12 +195,7 @@ def read(images: Tensor) -> Tensor:
     iou, shape = seen.shape.max(1)
     place_distance, place = seen.place.min(1)
     sure = torch.stack(
-        [
-            colour_distance < _MAX_COLOUR_DISTANCE,
-            iou > _MIN_SHAPE_IOU,
-            place_distance < _MAX_PLACE_PX,
-        ],
-        1,
+        [colour_distance < _MAX_COLOUR_DISTANCE, iou > _MIN_SHAPE_IOU, place_distance < _MAX_PLACE_PX], 1
     )
     sized = (seen.pixels > _READABLE_PX[0]) & (seen.pixels < _READABLE_PX[1])
     return torch.where(sure & sized[:, None], torch.stack([colour, shape, place], 1), UNREADABLE)

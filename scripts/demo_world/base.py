@@ -19,22 +19,10 @@ from typing import Annotated, Literal
 import torch
 import torch.nn.functional as F
 import tyro
-from diffusers import (
-    AutoencoderKL,
-    FlowMatchEulerDiscreteScheduler,
-    FluxPipeline,
-    FluxTransformer2DModel,
-)
+from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from torch import Tensor
-from transformers import (
-    CLIPTextConfig,
-    CLIPTextModel,
-    CLIPTokenizer,
-    T5Config,
-    T5EncoderModel,
-    T5Tokenizer,
-)
+from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer, T5Config, T5EncoderModel, T5Tokenizer
 
 from scripts.demo_world.training import Schedule, fit, parameter_count
 from scripts.demo_world.worlds import WORLDS, World
@@ -76,23 +64,15 @@ def clip_tokenizer(words: Sequence[str]) -> CLIPTokenizer:
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     bpe = Tokenizer(models.BPE(end_of_word_suffix="</w>"))
     bpe.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    trainer = trainers.BpeTrainer(
-        vocab_size=2000, initial_alphabet=letters, end_of_word_suffix="</w>", show_progress=False
-    )
-    bpe.train_from_iterator(words, trainer)
-    merges = bpe_merges(bpe)
+    options = {"vocab_size": 2000, "initial_alphabet": letters, "end_of_word_suffix": "</w>", "show_progress": False}
+    bpe.train_from_iterator(words, trainers.BpeTrainer(**options))
+    merges = [tuple(pair) for pair in json.loads(bpe.to_str())["model"]["merges"]]
     vocab = {token: i for i, token in enumerate(letters + [c + "</w>" for c in letters])}
     for left, right in merges:
         vocab.setdefault(left + right, len(vocab))
     for special in ("<|startoftext|>", "<|endoftext|>"):
         vocab[special] = len(vocab)
     return CLIPTokenizer(vocab=vocab, merges=merges, model_max_length=CLIP_LENGTH)
-
-
-def bpe_merges(tokenizer: Tokenizer) -> list[tuple[str, str]]:
-    """The merges of a trained BPE tokenizer, in order."""
-    merges = json.loads(tokenizer.to_str())["model"]["merges"]
-    return [tuple(m) if isinstance(m, list) else tuple(m.split(" ", 1)) for m in merges]
 
 
 def t5_tokenizer(words: Sequence[str], length: int) -> T5Tokenizer:

@@ -67,18 +67,11 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     texts += [*USER_PARTS, PREFILL + "1", PREFILL + "2", "user\n", "assistant\n", "system\n"] * 60
     bpe = Tokenizer(models.BPE())
     bpe.normalizer = normalizers.NFC()
-    bpe.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(_WORD), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    bpe.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(_WORD), "isolated"), byte_level])
     bpe.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    bpe.train_from_iterator(
-        texts,
-        trainers.BpeTrainer(vocab_size=600, initial_alphabet=alphabet, show_progress=False),
-    )
+    bpe.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=600, initial_alphabet=alphabet, show_progress=False))
     bpe.add_special_tokens(list(SPECIAL))
     return PreTrainedTokenizerFast(
         tokenizer_object=bpe,
@@ -125,7 +118,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3VLForConditionalGene
     return model
 
 
-def messages(caption: str, image: object = None) -> list[dict[str, object]]:
+def messages(caption: str) -> list[dict[str, object]]:
     """The chat of one comparison; `image` parts are empty (pixels are passed separately)."""
     before, between, after = USER_PARTS
     content = [
@@ -279,8 +272,5 @@ def processor_files() -> dict[str, dict[str, object]]:
     }
     return {
         "preprocessor_config.json": {**common, "image_processor_type": "Qwen2VLImageProcessor"},
-        "video_preprocessor_config.json": {
-            **common,
-            "video_processor_type": "Qwen3VLVideoProcessor",
-        },
+        "video_preprocessor_config.json": {**common, "video_processor_type": "Qwen3VLVideoProcessor"},
     }

@@ -13,7 +13,6 @@ import tyro
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
-from prefgrpo.report.media import SMALL, still
 from prefgrpo.report.run import EvalImages, read_run
 
 SIDES = (128, 96, 64)
@@ -29,9 +28,8 @@ def write_strip(folder: Path, target: Path, columns: int = 6, limit: int = 150_0
     run = read_run(Path(folder))
     found = [s for s in run.images.get(run.best_set or "", []) if s.step > 0]
     if not found:
-        raise FileNotFoundError(
-            f"{folder}: no images of an evaluation after step 0 in eval/; let the run evaluate first"
-        )
+        expected = "let the run evaluate first"
+        raise FileNotFoundError(f"{folder}: no images of an evaluation after step 0 in eval/; {expected}")
     for side in SIDES:
         canvas = _draw(found[-1], columns, side)
         dithered = canvas.quantize(palette=canvas.quantize(256), dither=Image.Dither.FLOYDSTEINBERG)
@@ -45,14 +43,10 @@ def write_strip(folder: Path, target: Path, columns: int = 6, limit: int = 150_0
 
 
 def _fit(pixels: NDArray[np.uint8], side: int) -> Image.Image:
-    """The image scaled to at most `side` pixels: small ones up by a whole factor, large ones averaged down."""
+    """The image scaled up by a whole factor to at most `side` pixels."""
     image = Image.fromarray(pixels)
-    longest = max(image.size)
-    if longest <= SMALL and longest <= side:
-        factor = side // longest
-        return image.resize((image.width * factor, image.height * factor), Image.Resampling.NEAREST)
-    image.thumbnail((side, side), Image.Resampling.LANCZOS)
-    return image
+    factor = side // max(image.size)
+    return image.resize((image.width * factor, image.height * factor), Image.Resampling.NEAREST)
 
 
 def _wrap(text: str, font: ImageFont.ImageFont | ImageFont.FreeTypeFont, width: float, max_lines: int) -> list[str]:
@@ -70,7 +64,7 @@ def _wrap(text: str, font: ImageFont.ImageFont | ImageFont.FreeTypeFont, width: 
 def _draw(shown: EvalImages, columns: int, side: int) -> Image.Image:
     font = ImageFont.load_default(14)
     indices = np.unique(np.linspace(0, len(shown.after) - 1, min(columns, len(shown.after))).round().astype(int))
-    rows = [[_fit(still(images[k]), side) for k in indices] for images in (shown.before, shown.after)]
+    rows = [[_fit(images[k], side) for k in indices] for images in (shown.before, shown.after)]
     width, height = rows[0][0].size
     labels = ["before", f"after {shown.step} steps"]
     left = MARGIN + int(max(font.getlength(t) for t in labels)) + GAP
