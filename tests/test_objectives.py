@@ -7,7 +7,6 @@ groups within one batch or spread over several (the two-pass form). Real runs: a
 one, and a bit-identical resumed run.
 """
 
-import ast
 import functools
 import itertools
 import re
@@ -317,22 +316,12 @@ def test_the_gradient_is_that_of_the_published_formula(setting, family, lora, na
 # ---- against a peer's own functions -------------------------------------------------------------------------------
 
 
-def methods(codebase, file, *names):
-    """Methods of a peer's class as plain functions of `self`, taken from the source to avoid the module's imports."""
-    source = (peers.folder(codebase) / file).read_text(encoding="utf-8")
-    found = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef) and n.name in names]
-    for node in found:
-        node.decorator_list, node.returns = [], None
-        for argument in [*node.args.args, *node.args.kwonlyargs]:
-            argument.annotation = None
-    made = {"torch": torch, "F": F, "flow_match_sigma": lambda t: t / 1000}
-    exec(compile(ast.fix_missing_locations(ast.Module(found, [])), file, "exec"), made)
-    return [made[name] for name in names]
+SCOPE = {"F": F, "flow_match_sigma": lambda t: t / 1000}
 
 
 @pytest.mark.parametrize("weight", ["uniform", "t", "t2", "huber", "ghuber"])
 def test_awm_weights_are_those_of_flow_factory(weight):
-    (theirs,) = methods("flow_factory", "flow_factory/trainers/awm.py", "compute_weighted_log_prob")
+    (theirs,) = peers.methods("flow_factory", "flow_factory/trainers/awm.py", "compute_weighted_log_prob", **SCOPE)
     v, u, t = torch.randn(5, 3, 4), torch.randn(5, 3, 4), torch.rand(5)
     name = {"uniform": "Uniform", "t2": "t**2"}.get(weight, weight)
     ours = AWM(weight=weight).log_likelihood(mse(v, u), t)
@@ -342,7 +331,7 @@ def test_awm_weights_are_those_of_flow_factory(weight):
 @pytest.mark.parametrize("form", ["mse", "bce"])
 def test_crd_is_that_of_flow_factory(form):
     """One group on one rank; in Flow-Factory the caller scales the loss by adv_clip_max / β."""
-    (theirs,) = methods("flow_factory", "flow_factory/trainers/crd.py", "_compute_crd_loss")
+    (theirs,) = peers.methods("flow_factory", "flow_factory/trainers/crd.py", "_compute_crd_loss", **SCOPE)
     error, old = torch.rand(1, G), torch.rand(1, G)
     r = (ADVANTAGE[0] / 10 + 0.5).clamp(0, 1)
     peer = SimpleNamespace(weight_temp=-1.0, crd_loss_type=form, crd_beta=0.7)
@@ -354,7 +343,7 @@ def test_crd_is_that_of_flow_factory(form):
 
 
 def test_dgpo_is_that_of_flow_factory():
-    (clip,) = methods("flow_factory", "flow_factory/trainers/dgpo.py", "_maybe_clip_dsm")
+    (clip,) = peers.methods("flow_factory", "flow_factory/trainers/dgpo.py", "_maybe_clip_dsm", **SCOPE)
     error, old, u = torch.rand(2, G), torch.rand(2, G), torch.zeros(2 * G, 1)
     setting = SimpleNamespace(clip_range=(-0.3, 0.3))
     peer = SimpleNamespace(clip_dsm=True, clip_kl=False, training_args=setting)
