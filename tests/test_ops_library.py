@@ -17,7 +17,7 @@ from typing import ClassVar, get_args
 
 import pytest
 import torch
-from ops_cases import DEVICE, ON_CPU, ON_GPU, each_backend, make, serve
+from ops_cases import DEVICE, HERE, each_backend, kernels, make, serve
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
@@ -37,8 +37,6 @@ from prefgrpo.ops import (
 )
 from prefgrpo.ops.args import Combine, Std
 from prefgrpo.ops.backend import BACKENDS, extension, implementation
-
-kernels = pytest.mark.parametrize("backend", ON_GPU if DEVICE == "cuda" else [b for b in ON_CPU if b != "triton"])
 
 
 def case():
@@ -170,7 +168,7 @@ def test_opcheck_over_options(mixture, backend):
             opcheck(name, given, PROMISES)
 
 
-@pytest.mark.parametrize("backend", [b for b in (ON_GPU if DEVICE == "cuda" else ON_CPU[:1]) if b != "torch"])
+@pytest.mark.parametrize("backend", [b for b in HERE if b != "torch" and (DEVICE == "cuda" or b != "triton")])
 def test_every_combination_of_options_agrees_with_torch(backend):
     for name, given in options(F32, F32, F32):
         results = []
