@@ -183,18 +183,14 @@ static char* address(const View& t, int64_t i, int64_t start) {
 
 // ---------------------------------------------------------------- step
 static double step_tile(const AffineParams& p, const Row& r, int64_t i, int64_t start, int n, Buffers& s) {
-  const bool noisy = p.noise.sample || p.eps.data;
-  if (noisy && r.w != 0.0f && has_pass(p) && !p.mean.data && !p.x0.data) {
-    const float* e =
-        p.noise.sample ? addressed_noise(p.noise, i, start, n, s.noise) : load(p.eps, i, start, n, s.noise);
-    return kStepPass[p.x.dtype][p.v.dtype][p.out.dtype](r, address(p.x, i, start), address(p.v, i, start), e,
-                                                        address(p.out, i, start), n);
-  }
-  const float* x = load(p.x, i, start, n, s.x);
-  const float* v = velocity(p, i, start, n, s);
   const float* e = p.noise.sample ? addressed_noise(p.noise, i, start, n, s.noise)
                    : p.eps.data   ? load(p.eps, i, start, n, s.noise)
                                   : nullptr;
+  if (e && r.w != 0.0f && has_pass(p) && !p.mean.data && !p.x0.data)
+    return kStepPass[p.x.dtype][p.v.dtype][p.out.dtype](r, address(p.x, i, start), address(p.v, i, start), e,
+                                                        address(p.out, i, start), n);
+  const float* x = load(p.x, i, start, n, s.x);
+  const float* v = velocity(p, i, start, n, s);
   float* m = p.mean.data ? result_buffer(p.mean, i, start, s.m) : s.m;
   float* y = result_buffer(p.out, i, start, s.y);
   if (p.x0.data) {
