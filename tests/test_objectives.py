@@ -11,7 +11,6 @@ import functools
 import itertools
 import re
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -32,7 +31,6 @@ from prefgrpo.rewards.functions import FunctionPairwise
 from prefgrpo.rollout.batches import Batch
 from prefgrpo.rollout.rollout import Trajectory
 from prefgrpo.run.session import Clock, config_errors, open_collector, open_policy
-from prefgrpo.run.trainer import TrainingLoop
 from prefgrpo.sde.noise import endpoint_noise, endpoint_normal
 from prefgrpo.sde.schedule import make_schedule
 
@@ -402,12 +400,12 @@ def options(name, **train):
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.full] * (n not in QUICK)) for n in RUNS])
-def test_a_run_by_two_processes_and_resumed(place, name):
+def test_a_run_by_two_processes_and_resumed(place, trainer, name):
     """Three real steps with a pairwise judge: the weights change, two processes match one within a tolerance, and a
     resumed run ends with the same bytes."""
     own = {"kl_target": 1e-3, "ema_decay": 0.5, "ema_every": 2, "lora_init": "gaussian"}
     more = options(name, updates_per_rollout=2, kl_coef=0.01, **own)
-    loop = TrainingLoop(from_dict(settings(place, f"{name}-one", **more)))
+    loop = trainer(f"{name}-one", **more)
     start = [p.detach().clone() for p in loop.policy.params]
     loop.run()
     one = rows(loop.folder.root)
@@ -424,9 +422,8 @@ def test_a_run_by_two_processes_and_resumed(place, name):
         assert a.keys() == b.keys()
         for key in ("loss", "grad_norm", "policy/error", "policy/drift", "policy/kl", "samples_trained"):
             assert a.get(key, 0.0) == pytest.approx(b.get(key, 0.0), rel=5e-3, abs=1e-6), (a["step"], key)
-    first = from_dict(settings(place, f"{name}-again", **more | {"train": more["train"] | {"steps": 2}}))
-    TrainingLoop(first).run()
-    TrainingLoop(from_dict(settings(place, f"{name}-again", **more)), resume=True).run()
+    trainer(f"{name}-again", **more | {"train": more["train"] | {"steps": 2}}).run()
+    trainer(f"{name}-again", resume=True, **more).run()
     saved = [weights(place / "runs" / f"{name}-{run}" / "checkpoints" / "step_000003") for run in ("one", "again")]
     assert saved[0] == saved[1] and len(saved[0]) > 0
     assert rows(place / "runs" / f"{name}-again") == one
@@ -443,7 +440,7 @@ TRAJECTORY = {
 
 @pytest.mark.parametrize("case", TRAJECTORY)
 @pytest.mark.parametrize("guided", [False, pytest.param(True, marks=pytest.mark.full)])
-def test_the_gradient_of_replayed_steps_is_that_of_the_published_formula(place, case, guided):
+def test_the_gradient_of_replayed_steps_is_that_of_the_published_formula(trainer, case, guided):
     """On off-policy steps, so that ratios, masks and means are not trivial."""
     name, own = TRAJECTORY[case]
     train = {"objective": name, "objective_options": own, "clip_range": 2e-3, "lora_rank": 4}
@@ -453,7 +450,7 @@ def test_the_gradient_of_replayed_steps_is_that_of_the_published_formula(place, 
     if guided:
         more |= {"model": str(folder("sd3")), "family": "sd3"}
         more["rollout"] |= {"height": 32, "width": 32, "guidance": 3.0}
-    loop = TrainingLoop(from_dict(settings(place, f"trajectory-{case[:5]}-{guided}", **more)))
+    loop = trainer(**more)
     c, adapter = loop.config, loop.adapter
     perturb(adapter, 0.05)
     batches = list(loop.rollouts(0, lambda group, member, sample: None))
@@ -518,13 +515,13 @@ WINDOWS = {
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.full] * (c == "per prompt")) for c in WINDOWS])
-def test_windows_in_a_rollout(place, case):
+def test_windows_in_a_rollout(trainer, case):
     """Which steps are stored and which are stochastic, over training steps and prompts; the first ratio is always 1."""
     rollout, own = WINDOWS[case]
     train = {"objective_options": own, "clip_range": 1e-3}
     train |= {"updates_per_rollout": 2, "update_slices": "members"} if case == "slices" else {}
     more = {"rollout": {"steps": 6, "prompts_per_step": 4} | rollout, "train": train, "eval": {"every": 0}}
-    loop = TrainingLoop(from_dict(settings(place, f"window-{case}", **more)))
+    loop = trainer(**more)
     seen = {}
     for step in range(8):
         for batch in loop.rollouts(step, lambda group, member, sample: None):
@@ -555,14 +552,14 @@ def test_windows_in_a_rollout(place, case):
     assert values["policy/on_policy_error"] == 0.0 and values["samples_trained"] == 16 and values["grad_norm"] > 0
 
 
-def test_the_example_of_the_docs_is_an_objective(place):
+def test_the_example_of_the_docs_is_an_objective(place, root, trainer):
     """The example in docs/objectives.md has under 40 lines, and trains for a step when named by its file."""
-    page = (Path(__file__).parent.parent / "docs" / "objectives.md").read_text()
+    page = (root / "docs" / "objectives.md").read_text()
     (text,) = re.findall(r"<!-- example: begin -->\n```python\n(.*?)```\n<!-- example: end -->", page, re.S)
     assert len(text.splitlines()) < 40
     (place / "hinge.py").write_text(text)
     named = {"objective": f"{place}/hinge.py:Hinge", "objective_options": {"margin": 0.5}, "steps": 1}
-    loop = TrainingLoop(from_dict(settings(place, "hinge", train=named, eval={"every": 0})))
+    loop = trainer(train=named, eval={"every": 0})
     loop.run()
     assert rows(loop.folder.root)[0]["loss"] == pytest.approx(0.5), "expected h = 0 at the start"
     assert rows(loop.folder.root)[0]["grad_norm"] > 0
@@ -595,10 +592,10 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("case", MISTAKES)
-def test_mistakes_say_what_was_expected(place, case):
+def test_mistakes_say_what_was_expected(trainer, case):
     train, message = MISTAKES[case]
     with pytest.raises(ConfigError) as caught:
-        TrainingLoop(from_dict(settings(place, f"mistake-{case}", train=train)))
+        trainer(train=train)
     assert message in str(caught.value)
 
 
