@@ -246,17 +246,8 @@ PyMethodDef methods[] = {
     {nullptr, nullptr, 0, nullptr},
 };
 
-PyModuleDef definition = {
-    PyModuleDef_HEAD_INIT,
-    "_C",
-    "prefgrpo's compiled kernels over raw pointers; use prefgrpo.ops",
-    -1,
-    methods,
-    nullptr,
-    nullptr,
-    nullptr,
-    nullptr,
-};
+PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_C",
+                          "prefgrpo's compiled kernels over raw pointers; use prefgrpo.ops", -1, methods};
 
 }  // namespace
 

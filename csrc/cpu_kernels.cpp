@@ -24,30 +24,24 @@ struct Buffers {
   alignas(64) float noise[kTile + 8 * kNoiseBlocks];
 };
 
-#if defined(__F16C__)
 static void widen_half(const uint16_t* h, int n, float* out) {
   int k = 0;
+#if defined(__F16C__)
   for (; k + 8 <= n; k += 8)
     _mm256_storeu_ps(out + k, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(h + k))));
+#endif
   for (; k < n; ++k) out[k] = half_to_float(h[k]);
 }
 
 static void narrow_half(const float* y, int n, uint16_t* h) {
   int k = 0;
+#if defined(__F16C__)
   for (; k + 8 <= n; k += 8)
     _mm_storeu_si128(reinterpret_cast<__m128i*>(h + k),
                      _mm256_cvtps_ph(_mm256_loadu_ps(y + k), _MM_FROUND_TO_NEAREST_INT));
+#endif
   for (; k < n; ++k) h[k] = float_to_half(y[k]);
 }
-#else
-static void widen_half(const uint16_t* h, int n, float* out) {
-  for (int k = 0; k < n; ++k) out[k] = half_to_float(h[k]);
-}
-
-static void narrow_half(const float* y, int n, uint16_t* h) {
-  for (int k = 0; k < n; ++k) h[k] = float_to_half(y[k]);
-}
-#endif
 
 static const float* load(const View& t, int64_t i, int64_t start, int n, float* buffer) {
   const int64_t at = i * t.stride + start;
@@ -183,18 +177,14 @@ static char* address(const View& t, int64_t i, int64_t start) {
 
 // ---------------------------------------------------------------- step
 static double step_tile(const AffineParams& p, const Row& r, int64_t i, int64_t start, int n, Buffers& s) {
-  const bool noisy = p.noise.sample || p.eps.data;
-  if (noisy && r.w != 0.0f && has_pass(p) && !p.mean.data && !p.x0.data) {
-    const float* e =
-        p.noise.sample ? addressed_noise(p.noise, i, start, n, s.noise) : load(p.eps, i, start, n, s.noise);
-    return kStepPass[p.x.dtype][p.v.dtype][p.out.dtype](r, address(p.x, i, start), address(p.v, i, start), e,
-                                                        address(p.out, i, start), n);
-  }
-  const float* x = load(p.x, i, start, n, s.x);
-  const float* v = velocity(p, i, start, n, s);
   const float* e = p.noise.sample ? addressed_noise(p.noise, i, start, n, s.noise)
                    : p.eps.data   ? load(p.eps, i, start, n, s.noise)
                                   : nullptr;
+  if (e && r.w != 0.0f && has_pass(p) && !p.mean.data && !p.x0.data)
+    return kStepPass[p.x.dtype][p.v.dtype][p.out.dtype](r, address(p.x, i, start), address(p.v, i, start), e,
+                                                        address(p.out, i, start), n);
+  const float* x = load(p.x, i, start, n, s.x);
+  const float* v = velocity(p, i, start, n, s);
   float* m = p.mean.data ? result_buffer(p.mean, i, start, s.m) : s.m;
   float* y = result_buffer(p.out, i, start, s.y);
   if (p.x0.data) {

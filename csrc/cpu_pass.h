@@ -19,28 +19,28 @@ static double lanes_sum(const float* acc) {
   return t[0];
 }
 
-// Σ p·q in 32 lanes; the order depends on n only.
-static double dot(const float* __restrict p, const float* __restrict q, int n) {
-  alignas(64) float acc[kLanes] = {};
+// Calls body(k, k % kLanes) for every k < n, in an order that depends on n only.
+template <class Body>
+PG_INLINE void for_lanes(int n, Body body) {
   int k = 0;
   for (; k + kLanes <= n; k += kLanes)
-    for (int l = 0; l < kLanes; ++l) acc[l] += p[k + l] * q[k + l];
-  for (int l = 0; k + l < n; ++l) acc[l] += p[k + l] * q[k + l];
+    for (int l = 0; l < kLanes; ++l) body(k + l, l);
+  for (int l = 0; k + l < n; ++l) body(k + l, l);
+}
+
+// Σ p·q in 32 lanes.
+static double dot(const float* __restrict p, const float* __restrict q, int n) {
+  alignas(64) float acc[kLanes] = {};
+  for_lanes(n, [&](int k, int l) __attribute__((always_inline)) { acc[l] += p[k] * q[k]; });
   return lanes_sum(acc);
 }
 
 static double squared_distance(const float* __restrict p, const float* __restrict q, int n) {
   alignas(64) float acc[kLanes] = {};
-  int k = 0;
-  for (; k + kLanes <= n; k += kLanes)
-    for (int l = 0; l < kLanes; ++l) {
-      const float d = p[k + l] - q[k + l];
-      acc[l] += d * d;
-    }
-  for (int l = 0; k + l < n; ++l) {
-    const float d = p[k + l] - q[k + l];
+  for_lanes(n, [&](int k, int l) __attribute__((always_inline)) {
+    const float d = p[k] - q[k];
     acc[l] += d * d;
-  }
+  });
   return lanes_sum(acc);
 }
 
@@ -55,15 +55,6 @@ PG_INLINE float put(void* p, int k, float y) {  // returns what is stored
   const uint32_t word = round_to_bf16(y);
   static_cast<uint16_t*>(p)[k] = static_cast<uint16_t>(word >> 16);
   return from_bits(word);
-}
-
-// Calls body(k, k % kLanes) for every k < n, in the order of `dot`.
-template <class Body>
-PG_INLINE void for_lanes(int n, Body body) {
-  int k = 0;
-  for (; k + kLanes <= n; k += kLanes)
-    for (int l = 0; l < kLanes; ++l) body(k + l, l);
-  for (int l = 0; k + l < n; ++l) body(k + l, l);
 }
 
 template <int kX, int kV, int kY>

@@ -369,10 +369,9 @@ const struct {
     {"affine_grad", "(" PG_REPLAY ", Tensor? g_logp, Tensor? g_kl, Tensor? g_guard) -> (Tensor, Tensor)",
      Boxed<affine_grad>::call},
     {"policy_loss",
-     "(Tensor logp, Tensor logp_old, Tensor advantage, float clip_low, float clip_high, float adv_clip, Tensor? "
-     "weight, "
-     "Tensor? mask, Tensor? kl, float kl_coef, Tensor? log_ratio, float? denominator) -> (Tensor, Tensor, Tensor, "
-     "Tensor)",
+     "(Tensor logp, Tensor logp_old, Tensor advantage, float clip_low, float clip_high, float adv_clip, "
+     "Tensor? weight, Tensor? mask, Tensor? kl, float kl_coef, Tensor? log_ratio, float? denominator) "
+     "-> (Tensor, Tensor, Tensor, Tensor)",
      Boxed<policy_loss>::call},
     {"group_advantage",
      "(Tensor rewards, Tensor group_ids, Tensor weights, str combine, str std, float eps, SymInt ddof, bool rank) -> "

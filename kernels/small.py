@@ -79,6 +79,17 @@ def span(span_ptr, batch, SORTED: tl.constexpr):
 
 
 @triton.jit
+def members(v_ptr, id_ptr, group, first, end, ALL: tl.constexpr, BLOCK: tl.constexpr):
+    """(values [BLOCK] from `first` on, whether each is known and in each `group` (ALL: in any) [ROWS, BLOCK])."""
+    j = first + tl.arange(0, BLOCK)
+    v = tl.load(v_ptr + j, mask=j < end, other=float("nan"))
+    ok = (v == v)[None, :] & (group == group)[:, None]
+    if not ALL:
+        ok = ok & (tl.load(id_ptr + j, mask=j < end, other=0)[None, :] == group[:, None])
+    return v, ok
+
+
+@triton.jit
 def moments(v_ptr, id_ptr, group, start, end, ddof, ALL: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """(mean, standard deviation, whether values differ) [ROWS] over the members of each `group`, or over all."""
     n = tl.zeros((ROWS,), tl.float64)
@@ -86,11 +97,7 @@ def moments(v_ptr, id_ptr, group, start, end, ddof, ALL: tl.constexpr, ROWS: tl.
     low = tl.full((ROWS,), float("inf"), tl.float64)
     high = tl.full((ROWS,), float("-inf"), tl.float64)
     for first in range(start, end, BLOCK):
-        j = first + tl.arange(0, BLOCK)
-        v = tl.load(v_ptr + j, mask=j < end, other=float("nan"))
-        ok = (v == v)[None, :] & (group == group)[:, None]
-        if not ALL:
-            ok = ok & (tl.load(id_ptr + j, mask=j < end, other=0)[None, :] == group[:, None])
+        v, ok = members(v_ptr, id_ptr, group, first, end, ALL, BLOCK)
         n += tl.sum(ok.to(tl.float64), axis=1)
         sums += tl.sum(tl.where(ok, v[None, :], 0.0), axis=1)
         low = tl.minimum(low, tl.min(tl.where(ok, v[None, :], float("inf")), axis=1))
@@ -98,11 +105,7 @@ def moments(v_ptr, id_ptr, group, start, end, ddof, ALL: tl.constexpr, ROWS: tl.
     mean = sums / tl.maximum(n, 1.0)
     squares = tl.zeros((ROWS,), tl.float64)
     for first in range(start, end, BLOCK):
-        j = first + tl.arange(0, BLOCK)
-        v = tl.load(v_ptr + j, mask=j < end, other=float("nan"))
-        ok = (v == v)[None, :] & (group == group)[:, None]
-        if not ALL:
-            ok = ok & (tl.load(id_ptr + j, mask=j < end, other=0)[None, :] == group[:, None])
+        v, ok = members(v_ptr, id_ptr, group, first, end, ALL, BLOCK)
         d = tl.where(ok, v[None, :] - mean[:, None], 0.0)
         squares += tl.sum(d * d, axis=1)
     return mean, tl.sqrt(squares / tl.maximum(n - ddof, 1.0)), high > low
@@ -146,9 +149,7 @@ def rank_kernel(v_ptr, id_ptr, span_ptr, out_ptr, batch, SORTED: tl.constexpr, R
     below = tl.zeros((ROWS,), tl.float64)
     equal = tl.zeros((ROWS,), tl.float64)
     for first in range(start, end, BLOCK):
-        j = first + tl.arange(0, BLOCK)
-        v = tl.load(v_ptr + j, mask=j < end, other=float("nan"))
-        ok = (v == v)[None, :] & (tl.load(id_ptr + j, mask=j < end, other=0)[None, :] == group[:, None])
+        v, ok = members(v_ptr, id_ptr, group, first, end, False, BLOCK)
         n += tl.sum(ok.to(tl.float64), axis=1)
         below += tl.sum((ok & (v[None, :] < value[:, None])).to(tl.float64), axis=1)
         equal += tl.sum((ok & (v[None, :] == value[:, None])).to(tl.float64), axis=1)

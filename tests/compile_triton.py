@@ -18,6 +18,8 @@ from prefgrpo.kernels import affine, noise, small
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 import sass_report
 
+NUMBERS = {"scale", "to_c", "to_u", "eps", "clip_low", "clip_high", "adv_clip", "kl_coef", "denominator"}
+
 
 def arguments(kernel):
     """(argument types, constexpr values) of a typical call: bf16 velocities, fp32 latents."""
@@ -35,18 +37,9 @@ def arguments(kernel):
             kind = "i64" if ids else "fp64" if wide else "i8" if name == "mask" else "bf16" if velocity else "fp32"
             types[p.name] = f"*{kind}"
         else:
-            number = p.name in (
-                "scale",
-                "to_c",
-                "to_u",
-                "eps",
-                "clip_low",
-                "clip_high",
-                "adv_clip",
-                "kl_coef",
-                "denominator",
+            types[p.name] = (
+                "fp32" if p.name in NUMBERS else "i64" if p.name in ("offset", "seed_low", "seed_high") else "i32"
             )
-            types[p.name] = "fp32" if number else "i64" if p.name in ("offset", "seed_low", "seed_high") else "i32"
     if kernel in (small.normalise_kernel, small.rank_kernel):
         fixed["BLOCK"] = 128
     if kernel is affine.guide_kernel:
@@ -99,9 +92,8 @@ def main() -> None:
             if "BLOCK" in fixed and fixed["BLOCK"] == 2048:
                 line["instructions"] = instructions * 128 / 2048  # per element: 4 warps on 2048
             line["wide"] = len(re.findall(r"ld\.global[.\w]*\.v4", ptx)), len(re.findall(r"st\.global[.\w]*\.v4", ptx))
-            line["fused"] = len(re.findall(r"\bfma\.rn\.f32", ptx)) + len(
-                re.findall(r"\bfma\.rn\.f32x2", ptx)
-            )  # x2: two at once
+            each = [len(re.findall(rf"\bfma\.rn\.{kind}", ptx)) for kind in ("f32", "f32x2")]  # x2: two at once
+            line["fused"] = sum(each)
             print(json.dumps(line), flush=True)
 
 

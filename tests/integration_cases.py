@@ -8,6 +8,7 @@ import peers
 import sde_formulas
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
+from diffusers.utils.torch_utils import randn_tensor
 
 from prefgrpo.integrations import dance_grpo, flow_factory, flow_grpo, pref_grpo
 
@@ -71,11 +72,16 @@ class Case:
     expected: dict[str, Callable[..., Any]] = field(default_factory=dict)  # further outputs from (x, v, σ, σ', s, std)
 
     def truth(self, x, v, steps):
-        """Named fp64 outputs other than x' and logp; always includes `s`."""
+        """Named fp64 outputs other than logp, with the noise that `call` draws; always includes `s`."""
         view = () if self.one_step else (-1, *([1] * (x.dim() - 1)))
         sigma, after = (self.sigmas[torch.as_tensor(steps) + k].double().view(view) for k in (0, 1))
         mean, s, std = self.law(x, v, sigma, after)
-        return {"mean": mean, "s": s} | {k: f(x, v, sigma, after, s, std) for k, f in self.expected.items()}
+        noise = randn_tensor(x.shape, seeded(), dtype=v.dtype if self.one_step else torch.float32)
+        if "dance" in self.name:  # of the global generator, in fp32
+            torch.manual_seed(7)
+            noise = torch.randn(x.shape)
+        expected = {name: f(x, v, sigma, after, s, std) for name, f in self.expected.items()}
+        return {"mean": mean, "s": s, "x'": mean + s * noise.double()} | expected
 
     def score(self, x_next, truth):
         if self.square:

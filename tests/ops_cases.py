@@ -13,12 +13,14 @@ from prefgrpo.ops.backend import unavailable_reason
 from prefgrpo.sde.rules import sde_row
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-ON_GPU = ("cuda", "triton", "torch")
-ON_CPU = ("cpu", "triton", "torch")
+HERE = (DEVICE, "triton", "torch")
+"""The backends of the device."""
 QUICK = settings(max_examples=25, deadline=None, derandomize=True)
 
-each_backend = pytest.mark.parametrize("backend", ON_GPU if DEVICE == "cuda" else ON_CPU)
-compiled = pytest.mark.parametrize("backend", [b for b in (ON_GPU if DEVICE == "cuda" else ON_CPU) if b != "torch"])
+each_backend = pytest.mark.parametrize("backend", HERE)
+compiled = pytest.mark.parametrize("backend", [b for b in HERE if b != "torch"])
+kernels = pytest.mark.parametrize("backend", [b for b in HERE if b != "triton" or DEVICE == "cuda"])
+"""Without Triton's interpreter, which cannot be part of a graph."""
 
 
 def fuzz(**strategies):

@@ -66,18 +66,29 @@ def same_parameters(codebase, theirs, ours):
 
 def functions(codebase, file, module_name, monkeypatch):
     """A module with only the top-level functions of a peer's trainer, whose imports are not all installed here."""
-    source = (folder(codebase) / file).read_text(encoding="utf-8")
-    tree = ast.parse(source)
-    tree.body = [n for n in tree.body if isinstance(n, ast.FunctionDef) and not n.decorator_list]
-    made = ModuleType(module_name)
-    made.__dict__.update(torch=torch, math=math)
-    for node in tree.body:
-        node.returns = None
-        for arg in node.args.args:
-            arg.annotation = None
-    exec(compile(ast.fix_missing_locations(tree), file, "exec"), made.__dict__)
+    made, path = ModuleType(module_name), folder(codebase) / file
+    define(made, path, [n for n in ast.parse(path.read_bytes()).body if not getattr(n, "decorator_list", None)])
     monkeypatch.setitem(sys.modules, module_name, made)
     return made
+
+
+def methods(codebase, file, *names, **scope):
+    """Methods of a peer's classes as plain functions of `self`; scope: what they take from their module."""
+    made, path = ModuleType(file), folder(codebase) / file
+    vars(made).update(scope)
+    define(made, path, [n for n in ast.walk(ast.parse(path.read_bytes())) if getattr(n, "name", "") in names])
+    return [getattr(made, name) for name in names]
+
+
+def define(made, path, nodes):
+    """Run those of the nodes that are functions in a module, without decorators and annotations."""
+    functions = [node for node in nodes if isinstance(node, ast.FunctionDef)]
+    for node in functions:
+        node.decorator_list, node.returns = [], None
+        for arg in [*node.args.args, *node.args.kwonlyargs]:
+            arg.annotation = None
+    vars(made).update(torch=torch, math=math)
+    exec(compile(ast.fix_missing_locations(ast.Module(functions, [])), path, "exec"), vars(made))
 
 
 def file_module(codebase, file, module_name, monkeypatch):

@@ -24,11 +24,7 @@ golden = pytest.mark.parametrize("case", GOLDEN, ids=lambda c: f"{c[0]}-{c[1]}")
 
 
 def _double(*values):
-    return [torch.as_tensor(v).detach().double() if not _tracked(v) else v for v in values]
-
-
-def _tracked(v):
-    return isinstance(v, torch.Tensor) and v.requires_grad
+    return [torch.as_tensor(v).double() for v in values]
 
 
 def flow(x, v, sigma, sigma_next, eta, sigma_1):

@@ -149,7 +149,7 @@ def test_every_option_of_the_reward_section(options):
 @pytest.mark.parametrize("path", ["nowhere.py:f", f"{__file__}:absent", "no_such_package.f", "f"])
 def test_a_function_that_cannot_be_loaded(path):
     with pytest.raises(ConfigError, match=r"reward\.function: cannot load"):
-        specs(from_dict({"model": "m", "data": {"prompts": "p"}, "reward": {"function": path}}))
+        specs(from_dict({**MINIMAL, "reward": {"function": path}}))
 
 
 def too_few(rewards, weights):
@@ -182,7 +182,7 @@ def test_a_function_must_return_one_value_per_sample():
 def test_a_mean_of_rewards_expects_positive_weights():
     reward = {"spec": "jpeg_compressibility:1,jpeg_incompressibility:-1", "combine": "geometric_mean"}
     with pytest.raises(ConfigError, match="geometric_mean expects weights of at least 0"):
-        specs(from_dict({"model": "m", "data": {"prompts": "p"}, "reward": reward}))
+        specs(from_dict({**MINIMAL, "reward": reward}))
 
 
 def test_a_tamed_reward_of_minus_one_is_missing():

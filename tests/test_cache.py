@@ -10,13 +10,12 @@ import pytest
 import torch
 from diffusers import FirstBlockCacheConfig, TaylorSeerCacheConfig
 from families import SIZES, case_of, draw, load, noise, stock_image
-from tiny_run import settings, world
+from tiny_run import settings
 
 from prefgrpo.config.loading import from_dict
 from prefgrpo.config.recipe import ConfigError
 from prefgrpo.models.cache import ATTENTION, cached, check
 from prefgrpo.run.session import Clock, config_errors
-from prefgrpo.run.trainer import TrainingLoop
 
 STOCK = {
     "first_block": FirstBlockCacheConfig(threshold=50.0),  # large: both CFG halves always skip
@@ -42,20 +41,18 @@ def test_samples_are_those_of_the_stock_pipeline_with_the_cache(family, cache):
     assert float((ours - theirs).abs().max()) < 1e-5 < float((ours - plain).abs().max())
 
 
-def test_a_run_skips_blocks_in_rollouts_alone(tmp_path):
+def test_a_run_skips_blocks_in_rollouts_alone(trainer):
     """Counts forwards of the first and of the last block in one AWM step, with and without the cache."""
-    place, counts = world(tmp_path), {}
+    counts = {}
     for cache in ("none", "first_block"):
         rollout = {"steps": 8, "cache": cache, "cache_threshold": 50.0}
-        config = settings(place, cache, rollout=rollout, train={"objective": "awm"}, eval={"every": 0})
-        loop = TrainingLoop(from_dict(config))
+        loop = trainer(cache, rollout=rollout, train={"objective": "awm"}, eval={"every": 0})
         blocks = loop.adapter.transformer.transformer_blocks[0], loop.adapter.transformer.single_transformer_blocks[-1]
         seen = [[], []]
         for calls, block in zip(seen, blocks, strict=True):
             block.attn.register_forward_hook(lambda *_, calls=calls: calls.append(torch.is_grad_enabled()))
         loop.step(0, Clock())
         counts[cache] = [(len(calls) - sum(calls), sum(calls)) for calls in seen]
-        loop.close()
     (first, trains), (last, also) = counts["none"]
     assert (first, trains) == (last, also) and first > 8
     assert counts["first_block"] == [(first, trains), (first // 8, trains)]
@@ -69,10 +66,10 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("message", REFUSED)
-def test_what_needs_every_forward_is_refused(tmp_path, message):
+def test_what_needs_every_forward_is_refused(place, message):
     changes = {"rollout": {"cache": "taylorseer"}, "eval": {"every": 0}} | REFUSED[message]
     with pytest.raises(ConfigError, match=message):
-        raise ConfigError(config_errors(from_dict(settings(world(tmp_path), "refused", **changes))))
+        raise ConfigError(config_errors(from_dict(settings(place, "refused", **changes))))
 
 
 def test_a_family_without_a_cache_is_refused():

@@ -68,8 +68,8 @@ def test_the_source_image_is_part_of_the_condition(tmp_path):
         Embeddings(load(flux), 32)(["red"], flux.sampling(), [(SOURCES[0],)])
 
 
-@pytest.mark.parametrize("family", ["qwen_image_edit", pytest.param("qwen_image_edit_plus", marks=full)])
-@pytest.mark.full
+@pytest.mark.parametrize("family", ["qwen_image_edit", "qwen_image_edit_plus"])
+@full
 def test_sources_of_real_size(family, monkeypatch):
     """Without `small_sources`: both pipelines resize a source to a million pixels, whatever the output's size."""
     case = replace(case_of(family).unguided(), sources=1)
@@ -110,7 +110,6 @@ WITHOUT_TORCHVISION = """
 import sys
 sys.modules["torchvision"] = None
 import torch
-from diffusers.models.autoencoders.autoencoder_kl_hunyuanvideo15 import HunyuanVideo15AttnBlock
 from PIL import Image
 from prefgrpo import models
 from prefgrpo.tiny import pipelines
@@ -123,7 +122,7 @@ adapter.save_full(sys.argv[4])
 """
 
 
-@pytest.mark.full
+@full
 def test_qwen_edit_without_torchvision(tmp_path):
     """Only transformers' video processor needs it: embeddings agree, and what is saved loads where it is installed."""
     made, saved, file = tmp_path / "made", tmp_path / "saved", tmp_path / "embeds"
@@ -349,11 +348,10 @@ def test_the_sound_of_a_clip_is_in_its_state():
     x, clip = noise(adapter, sampling), adapter.tokens(sampling)
     assert x.shape[1] == clip + 5
     condition, sigma = conditions(adapter, case), torch.full((2,), 0.7)
-    v, other = (
-        adapter.velocity(one, sigma, condition, sampling) for one in (x, torch.cat([x[:, :clip], -x[:, clip:]], 1))
-    )
+    inverted = torch.cat([x[:, :clip], -x[:, clip:]], 1)
+    v, other = (adapter.velocity(one, sigma, condition, sampling) for one in (x, inverted))
     assert v.shape == x.shape and (v - other)[:, :clip].abs().max() > 1e-4
-    assert torch.equal(adapter.decode(x, sampling), adapter.decode(torch.cat([x[:, :clip], -x[:, clip:]], 1), sampling))
+    assert torch.equal(adapter.decode(x, sampling), adapter.decode(inverted, sampling))
 
 
 def test_the_boundary_belongs_to_the_high_noise_expert():

@@ -158,14 +158,18 @@ def test_trainers_that_define_their_own(codebase):
     assert flux.flux_step(*8 * [0]) == 3 and wan.flux_step(*8 * [0]) == 4 and sd.step is None
 
 
+def python(root, folder, *arguments):
+    """Run the interpreter in a folder; returns the finished process."""
+    env = {"PYTHONPATH": str(root), "PATH": "", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *arguments]
+    run = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=600)
+    assert run.returncode == 0, run.stderr
+    return run
+
+
 def test_a_script_that_is_main(codebase, root):
     """torchrun starts a trainer as __main__; it is recognised by its file name."""
-    folder = codebase("dance_grpo")
-    env = {"PYTHONPATH": str(root), "PATH": "", "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(
-        [sys.executable, "train_grpo_flux.py"], cwd=folder, env=env, capture_output=True, text=True, timeout=600
-    )
-    assert run.returncode == 0, run.stderr
+    run = python(root, codebase("dance_grpo"), "train_grpo_flux.py")
     place = "['train_grpo_flux.flux_step']"
     assert run.stdout.split("\n")[:3] == [place, "prefgrpo.integrations.dance_grpo", f"{place} 3"]
 
@@ -268,10 +272,7 @@ def test_the_launcher_replaces_the_functions_of_the_script_itself(codebase, root
         f"from __future__ import annotations\n{FLUX_STEP} 3\nused = flux_step\n"
         "if __name__ == '__main__': print(used.__wrapped__.__module__, used is flux_step, __file__)\n"
     )
-    env = {"PYTHONPATH": str(root), "PATH": "", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *torchrun, "-m", "prefgrpo.integrations", "dance_grpo", "train_grpo_flux.py"]
-    run = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=600)
-    assert run.returncode == 0, run.stderr
+    run = python(root, folder, *torchrun, "-m", "prefgrpo.integrations", "dance_grpo", "train_grpo_flux.py")
     assert run.stdout.strip() == "prefgrpo.integrations.dance_grpo True train_grpo_flux.py"
     assert "prefgrpo: patched dance_grpo: train_grpo_flux.flux_step" in run.stderr
 

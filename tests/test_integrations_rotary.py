@@ -5,12 +5,12 @@ from unittest import mock
 import pytest
 import torch
 from diffusers.models import embeddings
+from families import SIZES, case_of, conditions, noise, policy
 from hypothesis import given
 from hypothesis import strategies as st
 
 from prefgrpo.integrations import rotary
 from prefgrpo.integrations.rotary import fuse_rotary, stock, stock_rotary
-from tests.families import SIZES, case_of, conditions, noise, policy
 
 
 def frequencies(length, width, dtype=torch.float32):

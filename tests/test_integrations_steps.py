@@ -9,7 +9,6 @@ first used in inference mode.
 import pytest
 import sde_formulas
 import torch
-from diffusers.utils.torch_utils import randn_tensor
 from integration_cases import BF16, CASES, F32, FactoryScheduler, T, batch, euler, seeded, unipc
 
 from prefgrpo.integrations import dance_grpo, flow_factory, flow_grpo, pref_grpo, steps
@@ -29,13 +28,8 @@ def test_against_fp64(case, shape):
     x, v = (t.to(dtype) for t, dtype in zip(batch(shape), case.dtypes, strict=True))
     for at in (0, T - 1, torch.tensor(3)) if case.one_step else ([0], [2, T - 1], [8, 5]):
         truth, out = case.truth(x, v, at), case.call(case.ours, x, v, at)
-        noise = randn_tensor(shape, seeded(), dtype=v.dtype if case.one_step else F32).double()
-        if "dance" in case.name:
-            torch.manual_seed(7)
-            noise = torch.randn(shape).double()
-        x_next = truth.get("x'", truth["mean"] + truth["s"] * noise)
         rough = case.rounded == BF16
-        near(out["x'"], x_next, rtol=2**-8 if rough else 1e-5, atol=1e-5)
+        near(out["x'"], truth["x'"], rtol=2**-8 if rough else 1e-5, atol=1e-5)
         assert not rough or torch.equal(out["x'"], out["x'"].bfloat16().float()), "x' is rounded before scoring"
         coarse = case.one_step and v.dtype == BF16  # μ and x0 are fp32, but std has bf16 accuracy
         for name in out.keys() - {"x'", "logp"}:
@@ -64,7 +58,6 @@ def check_gradients(case, x, v, at, stored):
 
 
 X, V, Z = (torch.tensor([t]) for t in sde_formulas.INPUTS)
-FALLING, WAN = [1.0, 0.9, 0.8, 0.0], [0.99, 0.95, 0.9, 0.8, 0.0]
 
 
 class Scheduler:
@@ -75,28 +68,22 @@ class Scheduler:
         self.timesteps = self.sigmas[:-1] * 1000
 
 
-@pytest.mark.parametrize(
-    "kind, sigmas, k, eta, mean, s, x_next, logp",
-    [
-        ("sde", [1.0, 0.9, 0.0], 0, 0.7, [0.4075, -0.986], 0.7, [0.5825, -1.406], -0.6678885893),
-        ("cps", FALLING, 1, 0.8, [0.27019039, -0.66087923], 0.760845213, [0.46040169, -1.11738635], -0.1222895488),
-        ("cps", [1.0, 0.1, 0.0], 1, 0.8, [0.53, -1.28], 0.0, [0.53, -1.28], 0.0),
-        ("dance", FALLING, 1, 0.3, [0.52765, -1.2744], 0.0948683298, [0.55136708, -1.331321], 1.3307018176),
-        ("wan", WAN, 2, 0.0, [0.51091213, -1.234514], 0.2703747399, [0.57850581, -1.39673884], 0.2833828233),
-    ],
-)  # fmt: skip
-def test_golden_numbers(monkeypatch, kind, sigmas, k, eta, mean, s, x_next, logp):
-    """Numbers computed once in fp64 from the published formulas, at σ 0.9 → 0.8, 1 → 0.9 or 0.1 → 0."""
-    scheduler = Scheduler(sigmas)
+@sde_formulas.golden
+def test_golden_numbers(monkeypatch, case):
+    """The golden numbers through the peers' arguments, in schedules that hold the case's σ, σ' and second σ."""
+    rule, sigma, after, eta, second, _, mean, s, x_next, logp = case
+    sigmas = sorted({1.0, second, sigma, after, 0.0}, reverse=True)
+    scheduler, k = Scheduler(sigmas), sigmas.index(sigma)
     t = scheduler.timesteps[[k]]
     monkeypatch.setattr(flow_grpo, "randn_tensor", lambda *_: Z)
     monkeypatch.setattr(torch, "randn_like", lambda *_, **__: Z)
-    if kind == "wan":
+    if rule == "wan":
         out = flow_grpo.wan_sde_step_with_logprob(scheduler, V, t, X)
-    elif kind == "dance":
+    elif rule == "dance":
         out = pref_grpo.dance_grpo_step(V, X, eta, scheduler.sigmas, k, None, True, True, True)
         out = out[0], out[2], out[3], out[4]
     else:
+        kind = {"flow": "sde"}.get(rule, rule)
         *out, std, dt = flow_grpo.sde_step_with_logprob(scheduler, V, t, X, eta, sde_type=kind, return_sqrt_dt=True)
         out = *out, std * dt if kind == "sde" else std
     for ours, golden in zip(out, (x_next, logp, mean, s), strict=True):

@@ -7,12 +7,10 @@ groups within one batch or spread over several (the two-pass form). Real runs: a
 one, and a bit-identical resumed run.
 """
 
-import ast
 import functools
 import itertools
 import re
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -33,7 +31,6 @@ from prefgrpo.rewards.functions import FunctionPairwise
 from prefgrpo.rollout.batches import Batch
 from prefgrpo.rollout.rollout import Trajectory
 from prefgrpo.run.session import Clock, config_errors, open_collector, open_policy
-from prefgrpo.run.trainer import TrainingLoop
 from prefgrpo.sde.noise import endpoint_noise, endpoint_normal
 from prefgrpo.sde.schedule import make_schedule
 
@@ -192,11 +189,10 @@ class Setting:
         else:
             self.adapter.enable_full()
         self.sampling = replace(case.sampling(), prompts_per_step=P, group_size=G)
-        self.base = [p.detach().clone() for _, p in self.adapter.trainable()]
-        perturb(self.adapter, 0.02)
-        self.old = [p.detach().clone() for _, p in self.adapter.trainable()]
-        perturb(self.adapter, 0.01)
-        self.live = [p.detach().clone() for _, p in self.adapter.trainable()]
+        self.weights = {}
+        for which, scale in {"base": 0.0, "old": 0.02, "live": 0.01}.items():
+            perturb(self.adapter, scale)
+            self.weights[which] = [p.detach().clone() for _, p in self.adapter.trainable()]
         self.condition = conditions(self.adapter, case, ["red", "a blue ball", "x"])
         self.x0 = torch.randn(
             P * G, *self.adapter.latent_shape(self.sampling), generator=torch.Generator().manual_seed(1)
@@ -215,18 +211,19 @@ class Setting:
             out.append(Batch(len(out), 0, slots, members, self.sampling, self.schedule, condition, trajectory))
         return out
 
-    def set(self, values):
+    def set(self, which):
+        """Load the weights "base", "old" or "live"."""
         with torch.no_grad():
-            torch._foreach_copy_([p for _, p in self.adapter.trainable()], values)
+            torch._foreach_copy_([p for _, p in self.adapter.trainable()], self.weights[which])
 
     def velocity(self, x, sigma, condition, which):
-        """The velocity under the weights `which`: "base", "old" or "live"."""
+        """The velocity under these weights."""
         if which == "base" and self.lora:
             with self.adapter.reference():
                 return self.adapter.velocity(x, sigma, condition, self.sampling).double()
-        self.set({"base": self.base, "old": self.old, "live": self.live}[which])
+        self.set(which)
         v = self.adapter.velocity(x, sigma, condition, self.sampling).double()
-        self.set(self.live)
+        self.set("live")
         return v
 
 
@@ -249,26 +246,21 @@ def drawn(o, schedule, groups, draw):
     return schedule.sigmas[k], schedule.times[k]
 
 
-FAMILIES = [("flux", True), ("flux", False), ("sd3", True), ("sd3", False), ("wan", True), ("wan", False)]
-
-
 @pytest.mark.parametrize("size", [G, 3])
 @pytest.mark.parametrize("name", ENDPOINT)
-@pytest.mark.parametrize(
-    ("family", "lora"),
-    [pytest.param(*key, marks=[pytest.mark.full] * (key not in FAMILIES[:1])) for key in FAMILIES],
-)
+@pytest.mark.parametrize("lora", [True, pytest.param(False, marks=pytest.mark.full)])
+@pytest.mark.parametrize("family", ["flux", *(pytest.param(name, marks=pytest.mark.full) for name in ("sd3", "wan"))])
 def test_the_gradient_is_that_of_the_published_formula(setting, family, lora, name, size):
     """At size 3, groups are spread over several batches. Every case also has the KL to the starting weights."""
     one, (kind, options, formula) = setting(family, lora), ENDPOINT[name]
     least = LARGE if "large" in name else 0.0
     train = TrainConfig(objective=kind, objective_options=options, lora_rank=4 * lora, kl_coef=0.2, min_advantage=least)
     config = Config(seed=SEED, rollout=replace(one.sampling, batch_size=size), train=train)
-    one.set(one.base)
+    one.set("base")
     o, policy = objective(train), open_policy(config, objective(train), one.adapter)
-    one.set(one.old)
-    policy.old and torch._foreach_copy_(list(policy.old.values()), one.old)
-    one.set(one.live)
+    one.set("old")
+    policy.old and torch._foreach_copy_(list(policy.old.values()), one.weights["old"])
+    one.set("live")
     groups = [p for p in range(P) if not o.signal(train, TARGETS)[p].isnan().all()]
     assert groups == ([0, 1, 2] if kind == "soft_dpo" else [0, 1])
     signal = o.selected(train, TARGETS)
@@ -317,22 +309,12 @@ def test_the_gradient_is_that_of_the_published_formula(setting, family, lora, na
 # ---- against a peer's own functions -------------------------------------------------------------------------------
 
 
-def methods(codebase, file, *names):
-    """Methods of a peer's class as plain functions of `self`, taken from the source to avoid the module's imports."""
-    source = (peers.folder(codebase) / file).read_text(encoding="utf-8")
-    found = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef) and n.name in names]
-    for node in found:
-        node.decorator_list, node.returns = [], None
-        for argument in [*node.args.args, *node.args.kwonlyargs]:
-            argument.annotation = None
-    made = {"torch": torch, "F": F, "flow_match_sigma": lambda t: t / 1000}
-    exec(compile(ast.fix_missing_locations(ast.Module(found, [])), file, "exec"), made)
-    return [made[name] for name in names]
+SCOPE = {"F": F, "flow_match_sigma": lambda t: t / 1000}
 
 
 @pytest.mark.parametrize("weight", ["uniform", "t", "t2", "huber", "ghuber"])
 def test_awm_weights_are_those_of_flow_factory(weight):
-    (theirs,) = methods("flow_factory", "flow_factory/trainers/awm.py", "compute_weighted_log_prob")
+    (theirs,) = peers.methods("flow_factory", "flow_factory/trainers/awm.py", "compute_weighted_log_prob", **SCOPE)
     v, u, t = torch.randn(5, 3, 4), torch.randn(5, 3, 4), torch.rand(5)
     name = {"uniform": "Uniform", "t2": "t**2"}.get(weight, weight)
     ours = AWM(weight=weight).log_likelihood(mse(v, u), t)
@@ -342,7 +324,7 @@ def test_awm_weights_are_those_of_flow_factory(weight):
 @pytest.mark.parametrize("form", ["mse", "bce"])
 def test_crd_is_that_of_flow_factory(form):
     """One group on one rank; in Flow-Factory the caller scales the loss by adv_clip_max / β."""
-    (theirs,) = methods("flow_factory", "flow_factory/trainers/crd.py", "_compute_crd_loss")
+    (theirs,) = peers.methods("flow_factory", "flow_factory/trainers/crd.py", "_compute_crd_loss", **SCOPE)
     error, old = torch.rand(1, G), torch.rand(1, G)
     r = (ADVANTAGE[0] / 10 + 0.5).clamp(0, 1)
     peer = SimpleNamespace(weight_temp=-1.0, crd_loss_type=form, crd_beta=0.7)
@@ -354,7 +336,7 @@ def test_crd_is_that_of_flow_factory(form):
 
 
 def test_dgpo_is_that_of_flow_factory():
-    (clip,) = methods("flow_factory", "flow_factory/trainers/dgpo.py", "_maybe_clip_dsm")
+    (clip,) = peers.methods("flow_factory", "flow_factory/trainers/dgpo.py", "_maybe_clip_dsm", **SCOPE)
     error, old, u = torch.rand(2, G), torch.rand(2, G), torch.zeros(2 * G, 1)
     setting = SimpleNamespace(clip_range=(-0.3, 0.3))
     peer = SimpleNamespace(clip_dsm=True, clip_kl=False, training_args=setting)
@@ -413,12 +395,12 @@ def options(name, **train):
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.full] * (n not in QUICK)) for n in RUNS])
-def test_a_run_by_two_processes_and_resumed(place, name):
+def test_a_run_by_two_processes_and_resumed(place, trainer, name):
     """Three real steps with a pairwise judge: the weights change, two processes match one within a tolerance, and a
     resumed run ends with the same bytes."""
     own = {"kl_target": 1e-3, "ema_decay": 0.5, "ema_every": 2, "lora_init": "gaussian"}
     more = options(name, updates_per_rollout=2, kl_coef=0.01, **own)
-    loop = TrainingLoop(from_dict(settings(place, f"{name}-one", **more)))
+    loop = trainer(f"{name}-one", **more)
     start = [p.detach().clone() for p in loop.policy.params]
     loop.run()
     one = rows(loop.folder.root)
@@ -435,9 +417,8 @@ def test_a_run_by_two_processes_and_resumed(place, name):
         assert a.keys() == b.keys()
         for key in ("loss", "grad_norm", "policy/error", "policy/drift", "policy/kl", "samples_trained"):
             assert a.get(key, 0.0) == pytest.approx(b.get(key, 0.0), rel=5e-3, abs=1e-6), (a["step"], key)
-    first = from_dict(settings(place, f"{name}-again", **more | {"train": more["train"] | {"steps": 2}}))
-    TrainingLoop(first).run()
-    TrainingLoop(from_dict(settings(place, f"{name}-again", **more)), resume=True).run()
+    trainer(f"{name}-again", **more | {"train": more["train"] | {"steps": 2}}).run()
+    trainer(f"{name}-again", resume=True, **more).run()
     saved = [weights(place / "runs" / f"{name}-{run}" / "checkpoints" / "step_000003") for run in ("one", "again")]
     assert saved[0] == saved[1] and len(saved[0]) > 0
     assert rows(place / "runs" / f"{name}-again") == one
@@ -454,7 +435,7 @@ TRAJECTORY = {
 
 @pytest.mark.parametrize("case", TRAJECTORY)
 @pytest.mark.parametrize("guided", [False, pytest.param(True, marks=pytest.mark.full)])
-def test_the_gradient_of_replayed_steps_is_that_of_the_published_formula(place, case, guided):
+def test_the_gradient_of_replayed_steps_is_that_of_the_published_formula(trainer, case, guided):
     """On off-policy steps, so that ratios, masks and means are not trivial."""
     name, own = TRAJECTORY[case]
     train = {"objective": name, "objective_options": own, "clip_range": 2e-3, "lora_rank": 4}
@@ -464,7 +445,7 @@ def test_the_gradient_of_replayed_steps_is_that_of_the_published_formula(place, 
     if guided:
         more |= {"model": str(folder("sd3")), "family": "sd3"}
         more["rollout"] |= {"height": 32, "width": 32, "guidance": 3.0}
-    loop = TrainingLoop(from_dict(settings(place, f"trajectory-{case[:5]}-{guided}", **more)))
+    loop = trainer(**more)
     c, adapter = loop.config, loop.adapter
     perturb(adapter, 0.05)
     batches = list(loop.rollouts(0, lambda group, member, sample: None))
@@ -529,13 +510,13 @@ WINDOWS = {
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.full] * (c == "per prompt")) for c in WINDOWS])
-def test_windows_in_a_rollout(place, case):
+def test_windows_in_a_rollout(trainer, case):
     """Which steps are stored and which are stochastic, over training steps and prompts; the first ratio is always 1."""
     rollout, own = WINDOWS[case]
     train = {"objective_options": own, "clip_range": 1e-3}
     train |= {"updates_per_rollout": 2, "update_slices": "members"} if case == "slices" else {}
     more = {"rollout": {"steps": 6, "prompts_per_step": 4} | rollout, "train": train, "eval": {"every": 0}}
-    loop = TrainingLoop(from_dict(settings(place, f"window-{case}", **more)))
+    loop = trainer(**more)
     seen = {}
     for step in range(8):
         for batch in loop.rollouts(step, lambda group, member, sample: None):
@@ -566,14 +547,14 @@ def test_windows_in_a_rollout(place, case):
     assert values["policy/on_policy_error"] == 0.0 and values["samples_trained"] == 16 and values["grad_norm"] > 0
 
 
-def test_the_example_of_the_docs_is_an_objective(place):
+def test_the_example_of_the_docs_is_an_objective(place, root, trainer):
     """The example in docs/objectives.md has under 40 lines, and trains for a step when named by its file."""
-    page = (Path(__file__).parent.parent / "docs" / "objectives.md").read_text()
+    page = (root / "docs" / "objectives.md").read_text()
     (text,) = re.findall(r"<!-- example: begin -->\n```python\n(.*?)```\n<!-- example: end -->", page, re.S)
     assert len(text.splitlines()) < 40
     (place / "hinge.py").write_text(text)
     named = {"objective": f"{place}/hinge.py:Hinge", "objective_options": {"margin": 0.5}, "steps": 1}
-    loop = TrainingLoop(from_dict(settings(place, "hinge", train=named, eval={"every": 0})))
+    loop = trainer(train=named, eval={"every": 0})
     loop.run()
     assert rows(loop.folder.root)[0]["loss"] == pytest.approx(0.5), "expected h = 0 at the start"
     assert rows(loop.folder.root)[0]["grad_norm"] > 0
@@ -606,10 +587,10 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("case", MISTAKES)
-def test_mistakes_say_what_was_expected(place, case):
+def test_mistakes_say_what_was_expected(trainer, case):
     train, message = MISTAKES[case]
     with pytest.raises(ConfigError) as caught:
-        TrainingLoop(from_dict(settings(place, f"mistake-{case}", train=train)))
+        trainer(train=train)
     assert message in str(caught.value)
 
 

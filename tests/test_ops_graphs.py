@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from ops_cases import DEVICE, ON_CPU, ON_GPU, make, serve
+from ops_cases import DEVICE, kernels, make, serve
 from test_ops_library import LAYOUTS, MIXTURES
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -32,7 +32,6 @@ from prefgrpo.ops import (
 
 F32 = torch.float32
 FULL = pytest.mark.full
-kernels = pytest.mark.parametrize("backend", ON_GPU if DEVICE == "cuda" else [b for b in ON_CPU if b != "triton"])
 
 
 class Inputs(NamedTuple):

@@ -58,14 +58,11 @@ def test_against_fp64(backend, batch, seed, masked, weighted, with_kl, guard, de
     given = [logp, kl if with_kl else None, ratio if guard else None]
     leaves = [t if t is None else t.clone().requires_grad_() for t in given]
     options = {"weight": weight.abs() if weighted else None, "mask": mask, "denominator": denominator, "kl_coef": 0.3}
+    options |= {"clip_low": 1e-4, "clip_high": 2e-4}
     with serve(backend):
-        got = policy_loss(
-            leaves[0], old, 4 * adv, clip_low=1e-4, clip_high=2e-4, kl=leaves[1], log_ratio=leaves[2], **options
-        )
+        got = policy_loss(leaves[0], old, 4 * adv, kl=leaves[1], log_ratio=leaves[2], **options)
         (3 * got.loss).backward()
-        plain = policy_loss_grad(
-            given[0], old, 4 * adv, clip_low=1e-4, clip_high=2e-4, kl=given[1], log_ratio=given[2], **options
-        )
+        plain = policy_loss_grad(given[0], old, 4 * adv, kl=given[1], log_ratio=given[2], **options)
     exact = [t if t is None else t.detach().double().requires_grad_() for t in leaves]
     weight64 = None if options["weight"] is None else weight.abs().double()
     fp32_delta = (logp - old).double()  # the difference is rounded once, in fp32, on every backend
@@ -91,13 +88,8 @@ def test_the_losses_of_many_steps_are_those_of_each(backend, batch):
     """[B, T] in one launch: every result is bit-identical to its column alone (torch sums in another order)."""
     steps = 3
     draw = torch.randn(5, batch, steps, generator=torch.Generator().manual_seed(1)).to(DEVICE)
-    logp, old, kl, weight, adv = (
-        draw[0],
-        draw[0] + 2e-4 * draw[1],
-        draw[2].abs().T.contiguous().T,
-        draw[3],
-        draw[4, :, 0],
-    )
+    logp, old, weight, adv = draw[0], draw[0] + 2e-4 * draw[1], draw[3], draw[4, :, 0]
+    kl = draw[2].abs().T.contiguous().T
     mask, slope = draw[1] > -0.5, column(1.0, -2.0, 0.5)
     options = {"clip_low": 1e-4, "kl_coef": 0.2, "denominator": 7.0}
     with serve(backend):

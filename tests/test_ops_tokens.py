@@ -26,15 +26,17 @@ F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
 NAMES = ("logp", "kl", "log_ratio")
 
 
+def fitted(t, dims):
+    """`t` with 1s after its dimensions, up to `dims` of them."""
+    return t.view(*t.shape, *[1] * (dims - t.dim()))
+
+
 def truth(c, x_next, index, mask, segment, divisor, scale, grad):
     """(logp, KL, Guard log-ratio, dv, du) in fp64; every element has its own row, mask and sample."""
     x, y, ref, old = (t.double() for t in (c.x, x_next, c.v_ref, c.v_old))
     v, u = (t.double().requires_grad_() for t in (c.v, c.u))
-    index = index.view(*index.shape, *[1] * (x.dim() - index.dim())).expand(x.shape)
-    keep = (
-        torch.ones_like(x, dtype=torch.bool) if mask is None else mask.view(*mask.shape, *[1] * (x.dim() - mask.dim()))
-    )
-    keep = keep.expand(x.shape)
+    index = fitted(index, x.dim()).expand(x.shape)
+    keep = torch.ones_like(x, dtype=torch.bool) if mask is None else fitted(mask, x.dim()).expand(x.shape)
     q = u + scale * (v - u) if scale else v
     a, b, s, w, k = c.coef.double()[index].unbind(-1)
     safe = torch.where(s > 0, s, 1.0)
@@ -111,10 +113,9 @@ def test_against_the_formula_of_one_element(backend, name, guided, dtypes):
         if isinstance(index, torch.Tensor) and index.shape == (batch,):
             index = index[segment.to(DEVICE)]
     index = torch.full((shape[0],), index, device=DEVICE) if isinstance(index, int) else index.long()
-    noise = (
-        c.eps if lengths else NoiseAddress(5, torch.arange(batch, device=DEVICE), torch.arange(batch, device=DEVICE))
-    )
-    spoil = None if mask is None else ~mask.view(*mask.shape, *[1] * (len(shape) - mask.dim()))
+    ids = torch.arange(batch, device=DEVICE)
+    noise = c.eps if lengths else NoiseAddress(5, ids, ids)
+    spoil = None if mask is None else ~fitted(mask, len(shape))
 
     def bad(t):
         return t if spoil is None else t.masked_fill(spoil, math.nan)
@@ -139,19 +140,14 @@ def test_against_the_formula_of_one_element(backend, name, guided, dtypes):
         if spoil is not None:
             assert not mine[spoil.expand(mine.shape)].any(), "a masked element has a gradient"
         scale = float(want.abs().max())
-        assert_close(
-            mine.double() / scale,
-            want / scale,
-            1e-2 if mine.dtype == BF16 else 1e-4,
-            1e-2 if mine.dtype == BF16 else 2e-5,
-        )
-    rows_of_all = c.coef[index].double().view(*index.shape, *[1] * (len(shape) - index.dim()), 5)
+        assert_close(mine.double() / scale, want / scale, *((1e-2, 1e-2) if mine.dtype == BF16 else (1e-4, 2e-5)))
+    a, b, s, *_ = c.coef.double()[fitted(index, len(shape))].unbind(-1)
     q = c.u.double() + 2.5 * (c.v.double() - c.u.double()) if guided else c.v.double()
-    mean = rows_of_all[..., 0] * c.x.double() + rows_of_all[..., 1] * q
+    mean = a * c.x.double() + b * q
     assert_close(clean.mean, mean, 1e-5, 1e-5)
-    drawn = c.eps.double() if lengths else philox_normal(5, *noise[1:3], math.prod(shape[1:])).view(shape).double()
+    drawn = c.eps.double() if lengths else philox_normal(5, ids, ids, math.prod(shape[1:])).view(shape).double()
     tolerance = 1e-5 if c.x.dtype == F32 else 2**-7
-    assert_close(clean.x_next, mean + rows_of_all[..., 2] * drawn, tolerance, tolerance)
+    assert_close(clean.x_next, mean + s * drawn, tolerance, tolerance)
 
 
 @each_backend
@@ -183,28 +179,16 @@ def test_slices_of_a_latent_add_up_to_the_whole(backend):
 def test_results_in_the_callers_memory(backend):
     c, ids = make((9, 16), 3, F32, BF16), torch.arange(3, device=DEVICE)
     adv = torch.tensor([1.0, -1.0, 2.0], device=DEVICE)
+    pair = Guidance(c.u, 2.0, rescale=True)
     calls = {
         "step": lambda out: affine_step(c.x, c.v, c.coef, c.index, noise=c.eps, out_dtype=BF16, out=out).x_next,
         "masked": lambda out: affine_step(c.x, c.v, c.coef, 1, noise=None, mask=keep(3, 9), out_dtype=BF16, out=out)[0],
         "per token": lambda out: (
             affine_step(c.x, c.v, c.coef, rows(3, 9), noise=NoiseAddress(1, ids, ids), out_dtype=BF16, out=out).x_next
         ),
-        "normal": lambda out: philox_normal(
-            3, ids, ids, 144, dtype=BF16, out=None if out is None else out.view(3, 144)
-        ),
+        "normal": lambda out: philox_normal(3, ids, ids, 144, dtype=BF16, out=out if out is None else out.flatten(1)),
         "replay": lambda out: (
-            replay_policy_grad(
-                c.x,
-                c.v,
-                c.eps,
-                c.coef,
-                c.index,
-                adv,
-                adv,
-                clip_low=9.0,
-                guidance=Guidance(c.u, 2.0, rescale=True),
-                out=out,
-            ).dv
+            replay_policy_grad(c.x, c.v, c.eps, c.coef, c.index, adv, adv, clip_low=9.0, guidance=pair, out=out).dv
         ),
         "on policy": lambda out: on_policy_grad(c.v, c.coef, c.index, NoiseAddress(1, ids), adv, out=out),
     }

@@ -8,9 +8,9 @@ same effect as calling it once.
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
 import os
+import pkgutil
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -23,18 +23,18 @@ _FLOW_GRPO, _FLOW_FACTORY = r"flow_grpo\.diffusers_patch\.", r"flow_factory\.sch
 
 CODEBASES: dict[str, dict[str, str]] = {
     "flow_grpo": {
-        _FLOW_GRPO + "sd3_sde_with_logprob:sde_step_with_logprob": "flow_grpo.sde_step_with_logprob",
-        _FLOW_GRPO + "wan_pipeline_with_logprob:sde_step_with_logprob": "flow_grpo.wan_sde_step_with_logprob",
-        _FLOW_GRPO + "solver:flow_grpo_step": "pref_grpo.flow_grpo_step",
+        _FLOW_GRPO + "sd3_sde_with_logprob:sde_step_with_logprob": "flow_grpo:sde_step_with_logprob",
+        _FLOW_GRPO + "wan_pipeline_with_logprob:sde_step_with_logprob": "flow_grpo:wan_sde_step_with_logprob",
+        _FLOW_GRPO + "solver:flow_grpo_step": "pref_grpo:flow_grpo_step",
     },
-    "dance_grpo": {r"(fastvideo\.)?train_grpo_\w+:flux_step": "dance_grpo.flux_step"},
+    "dance_grpo": {r"(fastvideo\.)?train_grpo_\w+:flux_step": "dance_grpo:flux_step"},
     "pref_grpo": {
-        r"fastvideo\.grpo\.steps:flow_grpo_step": "pref_grpo.flow_grpo_step",
-        r"fastvideo\.grpo\.steps:dance_grpo_step": "pref_grpo.dance_grpo_step",
+        r"fastvideo\.grpo\.steps:flow_grpo_step": "pref_grpo:flow_grpo_step",
+        r"fastvideo\.grpo\.steps:dance_grpo_step": "pref_grpo:dance_grpo_step",
     },
-    "flow_factory": {_FLOW_FACTORY + ":FlowMatchEulerDiscreteSDEScheduler.step": "flow_factory.step"},
+    "flow_factory": {_FLOW_FACTORY + ":FlowMatchEulerDiscreteSDEScheduler.step": "flow_factory:step"},
 }
-"""Regular expression for a module's name and, after a colon, a function in it → its replacement, relative to
+"""Regular expression for a module's name and, after a colon, a function in it → its replacement likewise, relative to
 prefgrpo.integrations."""
 _PATCHED: dict[str, dict[Function, Function]] = {}
 """Codebase → original → replacement; each original has a separate replacement, so that it can be restored."""
@@ -54,10 +54,9 @@ def patch(codebase: str) -> list[str]:
         functions = {place: f for place, module in modules.items() if (f := _function(module, name)) is not None}
         if modules and not functions:
             raise RuntimeError(f"expected a function {name} in {', '.join(modules)}, found none: another version?")
-        module, _, ours = replacement.partition(".")
         for place, original in functions.items():
             if original not in replaced and original not in replaced.values():
-                step = getattr(importlib.import_module(f"prefgrpo.integrations.{module}"), ours)
+                step = pkgutil.resolve_name(f"prefgrpo.integrations.{replacement}")
                 _check_parameters(f"{place}.{name}", original, step)
                 replaced[original] = _wrap(step)
     if not replaced:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -44,8 +44,7 @@ def family(name: str) -> type[Adapter]:
         near = difflib.get_close_matches(name, MODELS, n=1)
         hint = f"; did you mean '{near[0]}'?" if near else ""
         raise ValueError(f"unknown model family '{name}': expected one of {', '.join(MODELS)}{hint}")
-    module, _, attribute = MODELS[name].partition(":")
-    return getattr(import_module(module), attribute)
+    return resolve_name(MODELS[name])
 
 
 def family_of(model: str) -> str:

@@ -61,6 +61,7 @@ class HunyuanVideo15(HunyuanVideo):
     pipeline = "HunyuanVideo15Pipeline"
     default_frames = 121
     cfg = Cfg()
+    stock_length = "tokenizer_max_length"  # an attribute of the pipeline, as the guidance scale is one of its guider
 
     def encode_prompt(self, prompt: str, max_length: int) -> Condition:
         """prompt_embeds [n, C] with n ≤ max_length tokens, prompt_embeds_2 [n', C'] of quoted text, and the lengths."""
@@ -78,11 +79,6 @@ class HunyuanVideo15(HunyuanVideo):
         """With the maximum length of quoted text."""
         glyphs = self.pipe.tokenizer_2_max_length, self.pipe.transformer.config.text_embed_2_dim
         return super().condition_shapes(max_length) | {"prompt_embeds_2": glyphs, "text_length_2": ()}
-
-    def stock_call(self, prompts: list[str], max_length: int, sampling: Sampling) -> dict[str, Any]:
-        """The guidance scale belongs to the guider, and the length is a pipeline attribute; the call takes neither."""
-        length = {"tokenizer_max_length": max_length, "num_frames": self.frames(sampling)}
-        return {"prompt": prompts, "guidance_scale": sampling.guidance} | length
 
     def predict(self, net: nn.Module, x: Tensor, sigma: Tensor, condition: Condition, sampling: Sampling) -> Tensor:
         """Velocity [B, C, F', h, w]; there is no first frame: its latents and mask are 0, its image tokens left out.

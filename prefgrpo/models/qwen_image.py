@@ -26,6 +26,7 @@ class QwenImage(Adapter):
     own_lengths = True
     context_parallel = "ulysses"
     cfg = Cfg(rescale=True, negative=" ")
+    stock_guidance = "true_cfg_scale"
     lora_targets = JOINT_ATTENTION
 
     def encode_prompt(self, prompt: str, max_length: int) -> Condition:
@@ -36,15 +37,6 @@ class QwenImage(Adapter):
         """Call the pipeline's own `encode_prompt` with one prompt."""
         embeds, _ = self.pipe.encode_prompt(prompt=[prompt], device=self.device, **options)
         return Condition(embeds[0], text_length=torch.tensor(embeds.shape[1]))
-
-    def stock_call(self, prompts: list[str], max_length: int, sampling: Sampling) -> dict[str, Any]:
-        """Qwen-Image calls its guidance true_cfg_scale, and takes one negative prompt per prompt."""
-        call: dict[str, Any] = {
-            "prompt": prompts,
-            "max_sequence_length": max_length,
-            "true_cfg_scale": sampling.guidance,
-        }
-        return call | ({"negative_prompt": [self.cfg.negative] * len(prompts)} if self.guided(sampling) else {})
 
     def predict(self, net: nn.Module, x: Tensor, sigma: Tensor, condition: Condition, sampling: Sampling) -> Tensor:
         """Velocity [B, L, 4C]."""

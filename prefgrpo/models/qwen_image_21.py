@@ -25,6 +25,7 @@ class QwenImage21(Adapter):
     packed = True
     own_lengths = True
     cfg = Cfg(negative=" ")
+    stock_guidance, stock_length = "true_cfg_scale", ""
     lora_targets = (
         "attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0", "img_mlp.proj", "img_mlp.gate_layer", "img_mlp.out",
     )  # fmt: skip
@@ -50,11 +51,6 @@ class QwenImage21(Adapter):
                 f"this model has {len(sigmas)} sampling sigmas: expected as many steps, got {sampling.steps}"
             )
         return {"sigmas": np.array(sigmas), "mu": self.mu(sampling)}
-
-    def stock_call(self, prompts: list[str], max_length: int, sampling: Sampling) -> dict[str, Any]:
-        """The guidance argument is called true_cfg_scale; there is one negative prompt per prompt."""
-        call: dict[str, Any] = {"prompt": prompts, "true_cfg_scale": sampling.guidance}
-        return call | ({"negative_prompt": [self.cfg.negative] * len(prompts)} if self.guided(sampling) else {})
 
     def predict(self, net: nn.Module, x: Tensor, sigma: Tensor, condition: Condition, sampling: Sampling) -> Tensor:
         """Velocity [B, L, C]; the transformer sees one sequence, text followed by image.

@@ -24,6 +24,7 @@ class StableDiffusion1(Adapter):
     pipeline = "StableDiffusionPipeline"
     cfg = Cfg()
     whole_times = True
+    stock_length = ""
     denoisers = ("unet",)
     lora_targets = ("to_q", "to_k", "to_v", "to_out.0")
 
@@ -40,10 +41,6 @@ class StableDiffusion1(Adapter):
     def condition_shapes(self, max_length: int) -> dict[str, tuple[int, ...]]:
         """CLIP's 77 states."""
         return super().condition_shapes(77)
-
-    def stock_call(self, prompts: list[str], max_length: int, sampling: Sampling) -> dict[str, Any]:
-        """Without max_sequence_length."""
-        return {"prompt": prompts, "guidance_scale": sampling.guidance}
 
     def stock_scheduler(self) -> Any:
         """DDIM with the betas of the folder's own scheduler. ValueError if DDIM would not match that scheduler."""

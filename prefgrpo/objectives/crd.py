@@ -7,9 +7,9 @@ r in 0 … 1 as in NFT; the mean of the implicit rewards is detached. `bce`: cro
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import Field, PositiveFloat
+from pydantic import NonNegativeFloat, PositiveFloat
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
@@ -28,7 +28,7 @@ class CRD(OptimalityObjective, GroupObjective):
     """Squared difference, or cross entropy."""
     decay: Share = 0.25
     """EMA decay of the old policy per training step."""
-    decay_rate: Annotated[float, Field(ge=0)] = 0.005
+    decay_rate: NonNegativeFloat = 0.005
     """Increase of decay per training step."""
 
     def loss(self, train: TrainConfig, error: Tensor, anchor_error: Tensor, targets: Targets) -> Tensor:

@@ -26,9 +26,8 @@ class DGPO(Preference):
 
     def option_errors(self, group_size: int) -> list[str]:
         """clip requires reference: old."""
-        return ["clip: expected reference old, which the ratio is measured against"] * (
-            self.clip and self.reference != "old"
-        )
+        fits = not self.clip or self.reference == "old"
+        return [] if fits else ["clip: expected reference old, which the ratio is measured against"]
 
     def loss(self, train: TrainConfig, error: Tensor, anchor_error: Tensor, targets: Targets) -> Tensor:
         """[n]."""

@@ -4,13 +4,7 @@ Invariant: on every backend, every input gives the same result as `ops.reference
 """
 
 from prefgrpo.ops.advantage import group_advantage, winrate_advantage
-from prefgrpo.ops.affine import (
-    AffineLogp,
-    AffineStep,
-    affine_logp,
-    affine_step,
-    philox_normal,
-)
+from prefgrpo.ops.affine import AffineLogp, AffineStep, affine_logp, affine_step, philox_normal
 from prefgrpo.ops.args import Guidance, NoiseAddress
 from prefgrpo.ops.backend import backend_of, use_backend
 from prefgrpo.ops.policy import METRICS, PolicyGrad, PolicyLoss, metrics_by_name, policy_loss, policy_loss_grad

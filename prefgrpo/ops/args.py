@@ -193,10 +193,12 @@ MAX_UNSORTED_BATCH = 4096
 """Up to this batch size, a GPU finds groups by comparing all pairs of ids; larger batches are first sorted by group."""
 
 
-def sorted_groups(a: Group, op: Callable[[Group], Results]) -> Results:
-    """Run `op` on the samples sorted by group id; the results are in the order of `a`."""
+def sorted_if_large(a: Group, op: Callable[[Group, bool], Results]) -> Results:
+    """op(arguments, is_sorted) on the samples, sorted by group id if there are many; results in the order of `a`."""
+    if a.rewards.shape[1] <= MAX_UNSORTED_BATCH:
+        return op(a, False)
     order = a.group_ids.argsort(stable=True)
-    (out,) = op(a._replace(rewards=a.rewards[:, order], group_ids=a.group_ids[order]))
+    (out,) = op(a._replace(rewards=a.rewards[:, order], group_ids=a.group_ids[order]), True)
     return [torch.empty_like(out).index_copy_(0, order, out)]
 
 

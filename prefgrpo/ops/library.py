@@ -59,14 +59,19 @@ class Op:
 
     def __call__(self, a: Any) -> Results:
         """The results for these arguments."""
-        if not torch.compiler.is_compiling():
-            dispatched = self.needs_dispatcher(a)
-            if dispatched or forward_ad._current_level >= 0:
-                self.check_transforms(a)
-            if not dispatched:
-                return self.eager(a)
+        if self.runs_directly(a):
+            return self.eager(a)
         with torch.no_grad():
             return self.call_custom_op(a)
+
+    def runs_directly(self, a: Any, requires_grad: bool = False) -> bool:
+        """Whether to call the backend without the dispatcher. Raises NotImplementedError as `check_transforms`."""
+        if torch.compiler.is_compiling():
+            return False
+        dispatched = self.needs_dispatcher(a)
+        if dispatched or forward_ad._current_level >= 0:
+            self.check_transforms(a, requires_grad)
+        return not dispatched
 
     def needs_dispatcher(self, a: Any) -> bool:
         """Whether this call must go through the dispatcher: something intercepts it, or a tensor is not plain."""
@@ -168,12 +173,8 @@ class GradOp(Op):
         if requires_grad and (other := [field for field in requires_grad if field not in self._grad_inputs]):
             allowed = ", ".join(self._grad_inputs)
             raise ValueError(f"{self.name}: gradients flow only to {allowed}; detach {', '.join(other)}")
-        if not torch.compiler.is_compiling():
-            dispatched = self.needs_dispatcher(a)
-            if dispatched or forward_ad._current_level >= 0:
-                self.check_transforms(a, bool(requires_grad))
-            if not dispatched:
-                return self._function.apply(*a[: len(self.fields)]) if requires_grad else self.eager(a)
+        if self.runs_directly(a, bool(requires_grad)):
+            return self._function.apply(*a[: len(self.fields)]) if requires_grad else self.eager(a)
         return [
             t if t is None or k < self._num_grad_outputs else t.detach() for k, t in enumerate(self.call_custom_op(a))
         ]
@@ -265,6 +266,5 @@ group_advantage = Op(
     "bool rank) -> Tensor",
 )
 winrate_advantage = Op(
-    Winrate,
-    "winrate_advantage(Tensor wins, Tensor counts, str std, float eps, SymInt ddof) -> (Tensor, Tensor)",
+    Winrate, "winrate_advantage(Tensor wins, Tensor counts, str std, float eps, SymInt ddof) -> (Tensor, Tensor)"
 )

@@ -165,12 +165,10 @@ def _fp32_or_fp64(t: Tensor) -> Tensor:
 
 def group_advantage(a: args.Group) -> Results:
     """`Group.results`."""
-    if _on_cpu(a.rewards) or a.rewards.shape[1] <= args.MAX_UNSORTED_BATCH:
-        return _group_advantage(a)
-    return args.sorted_groups(a, lambda ordered: _group_advantage(ordered, is_sorted=True))
+    return _group_advantage(a, False) if _on_cpu(a.rewards) else args.sorted_if_large(a, _group_advantage)
 
 
-def _group_advantage(a: args.Group, is_sorted: bool = False) -> Results:
+def _group_advantage(a: args.Group, is_sorted: bool) -> Results:
     r, ids, w = _fp32_or_fp64(a.rewards), a.group_ids.contiguous(), a.weights.double().contiguous()
     results, scratch = a.results(), None if _on_cpu(r) else r.new_empty(4, r.shape[1], dtype=torch.float64)
     options = (_combine_code(a.combine), _std_code(a.std), a.eps, a.ddof, a.rank)

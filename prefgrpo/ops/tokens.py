@@ -17,17 +17,7 @@ import torch
 from torch import Tensor
 
 from prefgrpo.ops import library
-from prefgrpo.ops.args import (
-    Normal,
-    Replay,
-    Results,
-    Step,
-    check_affine,
-    check_ids,
-    check_latents,
-    check_step,
-    copy_to,
-)
+from prefgrpo.ops.args import Normal, Replay, Results, Step, check_affine, check_ids, check_latents, check_step, copy_to
 
 
 def _check_leading(name: str, t: Tensor, x: Tensor) -> None:

@@ -210,9 +210,7 @@ def group_advantage(a: args.Group) -> Results:
     """`Group.results`."""
     if not a.rewards.numel():
         return [torch.zeros(a.rewards.shape[1], device=a.rewards.device)]
-    if a.rewards.shape[1] > args.MAX_UNSORTED_BATCH:
-        return args.sorted_groups(a, lambda ordered: _group_advantage(ordered, is_sorted=True))
-    return _group_advantage(a, is_sorted=False)
+    return args.sorted_if_large(a, _group_advantage)
 
 
 def _group_advantage(a: args.Group, is_sorted: bool) -> Results:
