@@ -31,6 +31,7 @@ from prefgrpo.rewards.functions import FunctionPairwise
 from prefgrpo.rewards.pairwise import VlmPairwise
 from prefgrpo.rewards.scorer import Scorer
 from prefgrpo.run.advantage import load_function
+from prefgrpo.run.metrics import taken_name
 
 PAIRWISE = "vlm_pairwise"
 CALIBRATION_PAIRS = 8
@@ -62,6 +63,8 @@ def config_errors(config: Config) -> list[str]:
         parsed("reward.function", load_function, config.reward.function)
     if config.reward.combine in ("geometric_mean", "harmonic_mean") and any(w < 0 for w in trained.values()):
         wrong.append(f"reward.combine: {config.reward.combine} expects weights of at least 0, got {config.reward.spec}")
+    for field, names in (("reward.spec", trained), ("eval.spec", measured)):
+        wrong += [f"{field}: rename the reward {name!r}: {why}" for name in names if (why := taken_name(name))]
     if PAIRWISE in trained:
         parsed("judge.template", load_template, config.judge.template or "compare")
     if PAIRWISE in measured:
