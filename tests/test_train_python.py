@@ -151,6 +151,10 @@ def test_a_run_that_stops_says_so_and_has_a_report(place):
         ({"rewards": lambda x: 1}, r"a reward function takes \(images, prompts, …\)"),
         ({"rewards": [redness, redness.__class__(redness.__code__, globals(), "redness")]}, "redness is given twice"),
         ({"rewards": [redness, redness_std]}, "reward.spec: rename the reward 'redness_std'"),
+        (
+            {"rewards": "ocr", "reward": {"options": {"ocr": {"detekt": 2}, "oct": {}}}, "eval": {"spec": "a.py:b"}},
+            r"'ocr' has no option 'detekt'[^\n]*'detect'.*\n.*reward.options: unknown reward 'oct'.*\n.*eval.spec: ",
+        ),
         ({"rewards": 7}, "rewards: expected a name, a PairwiseJudge, a reward or a function, got 7"),
         ({"train_prompts": "nowhere.txt"}, "data.prompts: prompts file not found: nowhere.txt"),
         ({"train_prompts": []}, "train_prompts: expected at least one prompt"),
