@@ -26,7 +26,7 @@ from prefgrpo.config.recipe import ConfigError
 from prefgrpo.config.schema import Config, TrainConfig
 from prefgrpo.objectives import OBJECTIVES, objective, objective_class
 from prefgrpo.objectives.awm import AWM
-from prefgrpo.objectives.base import Targets, TrajectoryObjective
+from prefgrpo.objectives.base import GroupObjective, PointwiseObjective, Targets, TrajectoryObjective
 from prefgrpo.rewards.functions import FunctionPairwise
 from prefgrpo.rollout.batches import Batch
 from prefgrpo.rollout.rollout import Trajectory
@@ -559,6 +559,38 @@ def test_the_example_of_the_docs_is_an_objective(place, root, trainer):
     assert rows(loop.folder.root)[0]["loss"] == pytest.approx(0.5), "expected h = 0 at the start"
     assert rows(loop.folder.root)[0]["grad_norm"] > 0
     assert all(f"| `{name}` |" in page for name in OBJECTIVES)
+
+
+class Closer(GroupObjective):
+    """A group objective of one's own that names no anchor: the initial policy is its anchor."""
+
+    def loss(self, train, error, anchor_error, targets):
+        return ((error - anchor_error) * targets.advantage).mean(1)
+
+
+class PerMember(GroupObjective):
+    def loss(self, train, error, anchor_error, targets):
+        return error * targets.advantage
+
+
+class OneNumber(PointwiseObjective):
+    def loss(self, train, p, signal):
+        return (p.error * signal).mean()
+
+
+@pytest.mark.parametrize("batch_size", [2, 4])
+def test_an_objective_of_ones_own_has_an_anchor_and_returns_one_loss_each(trainer, batch_size):
+    def own(name):
+        train, rollout = {"objective": f"{__name__}.{name}", "steps": 1}, {"group_size": 4, "batch_size": batch_size}
+        return trainer(f"own-{name}-{batch_size}", train=train, rollout=rollout, eval={"every": 0})
+
+    loop = own("Closer")
+    loop.run()
+    row = rows(loop.folder.root)[0]
+    assert row["loss"] == row["policy/drift"] == 0.0 and row["grad_norm"] > 0, "the policy starts as its anchor"
+    for name, got in (("PerMember", "[1, 4]"), ("OneNumber", "[]")):
+        with pytest.raises(ValueError, match=rf"expected one loss for each of \d .* got shape {re.escape(got)}"):
+            own(name).run()
 
 
 MISTAKES = {

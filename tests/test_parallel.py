@@ -131,6 +131,27 @@ def test_torchrun_starts_it(place):
     assert "2 × cpu" in done.stdout + done.stderr
 
 
+SEVERAL_GROUPS = """
+import os, time
+from prefgrpo.parallel.world import process_group
+
+rank = int(os.environ["RANK"])
+for k in range(3):
+    time.sleep(k * (rank == 0))  # rank 1 looks up the new group's addresses before rank 0 has stored its own
+    with process_group("cpu") as world:
+        assert world.all_gather_object(10 * k + rank) == [10 * k, 10 * k + 1]
+"""
+
+
+def test_a_program_may_train_several_times_under_torchrun(tmp_path):
+    """torchrun's store outlives a group: a later group must not read the addresses of an earlier one."""
+    (tmp_path / "several.py").write_text(SEVERAL_GROUPS)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "several.py"]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, env=env)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
 LAUNCHED = {
     "value": (["--train.steps", "many"], {}, 2, "many"),
     "mistake": ([], {"train": {"updates_per_rollout": 9}}, 2, "expected at most one update per sample, got 9"),

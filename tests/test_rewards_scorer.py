@@ -138,7 +138,7 @@ def test_a_failed_comparison_counts_for_nobody_and_the_log_has_a_line_for_it(tmp
     np.testing.assert_allclose(rates[1:], by_hand([20, 40, 80]), rtol=1e-6)
     assert result.metrics["judge/failures"] == 6 and result.metrics["judge/retries"] == 12
     assert result.metrics["reward/vlm_pairwise/missing_rate"] == 0.25
-    assert result.reasons == {"vlm_pairwise: broken on purpose": 7}
+    assert result.reasons == {"vlm_pairwise: broken on purpose": 6}, "comparisons, not their members as well"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert len(lines) == 12 and {line["step"] for line in lines} == {3}
     assert sum(line["p_first"] is None for line in lines) == 6

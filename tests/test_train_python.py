@@ -22,6 +22,8 @@ from prefgrpo import ConfigError, PairwiseJudge, Trainer, TrainingStopped
 from prefgrpo.models import MODELS, family_of
 from prefgrpo.models.folder import hub_id, resolve
 from prefgrpo.rewards.jpeg import JpegCompressibility
+from prefgrpo.run.evaluate import summarise
+from prefgrpo.run.metrics import taken_name
 from prefgrpo.tiny import pipelines
 
 JUDGE = Path(__file__).resolve().parent.parent / "prefgrpo" / "tiny" / "assets" / "judge"
@@ -33,6 +35,14 @@ def trainer(place, name, **arguments):
     base |= {"eval": {"every": 2, "judge": False, "show": 2}, "name": name, "output": str(place / "runs")}
     given = {"train_prompts": PROMPTS[:7], "eval_prompts": PROMPTS[7:], "rewards": redness}
     return Trainer(place / "flux", **merged(base, given | arguments))
+
+
+GAP = np.array([1.0, np.nan])
+
+
+def redness_std(images, prompts):
+    """Its mean would have the key of redness's spread."""
+    return [float(image[..., 0].std()) for image in images]
 
 
 def redness(images, prompts, **columns):
@@ -73,6 +83,10 @@ def test_functions_and_open_rewards_are_rewards_and_every_callback_is_called(pla
     assert [step for step, _ in seen["step"]] == [1, 2] and seen["step"][0][1] == found[0]["reward/redness"]
     assert seen["evaluation"] == [(0, "dev"), (2, "dev")] and seen["save"] == ["step_000001", "step_000002"]
     assert {"reward/brighter", "reward/jpeg_compressibility"} <= found[0].keys()
+    keys = {key for row in rows(result.folder) for key in row} | summarise("dev/win_x", np.zeros(2), GAP, True).keys()
+    used = {match[1] for key in keys if (match := re.fullmatch(r"(?:reward|dev)/(\w+)", key))}
+    assert len(used) > 12
+    assert {name for name in used if not taken_name(name)} == {"redness", "brighter", "jpeg_compressibility"}
 
 
 def test_a_run_with_functions_is_resumed_by_its_program_only(place):
@@ -136,6 +150,11 @@ def test_a_run_that_stops_says_so_and_has_a_report(place):
         ({"rewards": {redness: "much"}}, "weight of reward 'redness' must be a number, got 'much'"),
         ({"rewards": lambda x: 1}, r"a reward function takes \(images, prompts, …\)"),
         ({"rewards": [redness, redness.__class__(redness.__code__, globals(), "redness")]}, "redness is given twice"),
+        ({"rewards": [redness, redness_std]}, "reward.spec: rename the reward 'redness_std'"),
+        (
+            {"rewards": "ocr", "reward": {"options": {"ocr": {"detekt": 2}, "oct": {}}}, "eval": {"spec": "a.py:b"}},
+            r"'ocr' has no option 'detekt'[^\n]*'detect'.*\n.*reward.options: unknown reward 'oct'.*\n.*eval.spec: ",
+        ),
         ({"rewards": 7}, "rewards: expected a name, a PairwiseJudge, a reward or a function, got 7"),
         ({"train_prompts": "nowhere.txt"}, "data.prompts: prompts file not found: nowhere.txt"),
         ({"train_prompts": []}, "train_prompts: expected at least one prompt"),

@@ -236,6 +236,11 @@ class GroupObjective(EndpointObjective):
 
     whole_groups = True
 
+    @property
+    def anchor(self) -> Literal["", "base", "old"]:
+        """The initial policy, unless a subclass compares with the old one."""
+        return "base"
+
     @abstractmethod
     def loss(self, train: TrainConfig, error: Tensor, anchor_error: Tensor, targets: Targets) -> Tensor:
         """[n] losses of n whole groups in one draw. error, anchor_error: [n, G], d of the policy (with gradient) and of
@@ -265,10 +270,13 @@ class OldPolicy:
 class OptimalityObjective(OldPolicy, EndpointObjective):
     """An objective that uses r, the probability that a sample is good, with the old policy as anchor."""
 
-    anchor = "old"
-
     optimality: Literal["advantage", "win_rate"] = "advantage"
     """r of a sample: clip(A / 2A_max + ½) with A_max = train.adv_clip_max, or its win rate."""
+
+    @property
+    def anchor(self) -> Literal["", "base", "old"]:
+        """The old policy."""
+        return "old"
 
     @property
     def needs_comparisons(self) -> bool:

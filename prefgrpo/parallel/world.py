@@ -9,6 +9,7 @@ local accumulation (no per-backward hooks), so a rank whose groups carry no sign
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -38,6 +39,8 @@ LONGEST_WAIT = timedelta(hours=2)
 """Timeout of collectives, enough for one rank to judge or write a large model; torch's default on GPUs is 10 min."""
 BUCKET_BYTES = 2**28
 """Most bytes of gradients that are copied into one buffer to be summed over ranks (a larger gradient has its own)."""
+_groups_joined = itertools.count()
+"""How many groups this process has joined: a program may train several times, and every rank runs the same program."""
 
 
 class Transfer(NamedTuple):
@@ -219,8 +222,8 @@ def process_group(device_name: str, config: Config | None = None) -> Iterator[Wo
     if size > 1 and not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         store, rank, _ = next(rendezvous("env://", timeout=LONGEST_WAIT))
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # it keeps the addresses of earlier starts
-            store = PrefixStore(f"attempt/{restart_count()}", store)
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # it keeps the addresses of earlier groups
+            store = PrefixStore(f"attempt/{restart_count()}/{next(_groups_joined)}", store)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=LONGEST_WAIT)
         heartbeat = Heartbeat()
         heartbeat.start()

@@ -238,13 +238,13 @@ def build(
     weights, options = parse_reward_spec(spec), options or {}
     for name in set(options) - set(weights):
         _check_name(name)  # unused options are allowed, misspelt reward names are not
-    ready = [_factory(name, dict(options.get(name, {}))) for name in weights]  # check all options before loading one
+    ready = [factory(name, options.get(name, {})) for name in weights]  # check all options before loading one
     return {name: make() for name, make in zip(weights, ready, strict=True)}
 
 
-def _factory(name: str, options: dict[str, Any]) -> Callable[[], Reward]:
-    """Check the options; a function that constructs the reward."""
-    options.pop(PYTHON, None)
+def factory(name: str, options: Mapping[str, Any]) -> Callable[[], Reward]:
+    """A function that constructs the reward. RewardSpecError if it cannot be imported or an option is wrong."""
+    options = {key: value for key, value in options.items() if key != PYTHON}
     if isinstance(made := get_python_rewards().get(name), Reward):
         return lambda: made
     cls = load_class(name)

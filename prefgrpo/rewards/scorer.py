@@ -53,7 +53,8 @@ class StepScores:
     metrics: dict[str, float]
     """judge/… and reward/… metrics of this step."""
     reasons: dict[str, int]
-    """'REWARD: reason' → number of missing values or comparisons, most common first."""
+    """'REWARD: reason' → number of comparisons without a verdict, or of values missing for another reason, most common
+    first."""
 
 
 @dataclass
@@ -237,11 +238,13 @@ class Scorer:
         values: dict[str, NDArray[np.float64]] = {}
         metrics: dict[str, float] = {}
         for name, scored in groups.items():
-            checked = [s.finite() for g in scored for s in g.scores]
-            own = Counter(s.reason for s in checked if s.value is None)
-            values[name] = np.array([s.value for s in checked], np.float64).reshape(-1, self.group_size)  # None: NaN
-            own.update(c.verdict.reason for g in scored for c in g.comparisons if c.verdict.first is None)
-            reasons.update({f"{name}: {reason}": count for reason, count in own.items()})
+            checked = [[s.finite() for s in g.scores] for g in scored]
+            table = [s.value for row in checked for s in row]
+            values[name] = np.array(table, np.float64).reshape(-1, self.group_size)  # None: NaN
+            for g, row in zip(scored, checked, strict=True):
+                failed = [c.verdict.reason for c in g.comparisons if c.verdict.first is None]
+                lost = [s.reason for s in row if s.value is None and s.reason not in failed]
+                reasons.update(f"{name}: {reason}" for reason in failed + lost)
             missing = np.isnan(values[name])
             if missing.size:
                 metrics[f"reward/{name}/missing_rate"] = Metric(float(missing.mean()), weight=missing.size)

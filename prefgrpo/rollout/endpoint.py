@@ -76,7 +76,7 @@ class EndpointCollector:
                 if not batch.weight:
                     loss = 0.0 * p.error.sum()
                 elif isinstance(objective, PointwiseObjective):
-                    loss = objective.loss(train, p, signal[batch.slots, batch.members]).sum()
+                    loss = _sum(objective.loss(train, p, signal[batch.slots, batch.members]), len(batch.slots))
                 elif slopes:
                     rows = [slopes[place] for place in zip(batch.slots, batch.members, strict=True)]
                     slope, value = torch.stack(rows).unbind(1)
@@ -124,7 +124,8 @@ class EndpointCollector:
         if batch.slots != [p for p in slots for _ in range(size)] or batch.members != list(range(size)) * len(slots):
             raise RuntimeError(f"expected a batch of whole groups of {size}, got members {batch.members}")
         own = targets.select(slots)
-        return objective.loss(self.config.train, error.view(-1, size), p.anchor_error.view(-1, size), own).sum() * size
+        losses = objective.loss(self.config.train, error.view(-1, size), p.anchor_error.view(-1, size), own)
+        return _sum(losses, len(slots)) * size
 
     def _slopes(
         self, objective: GroupObjective, batches: Sequence[Batch], draw: int, targets: Targets
@@ -143,7 +144,7 @@ class EndpointCollector:
             error, beside = torch.stack([errors[slot, g] for g in range(size)]).unbind(1)
             error = error[None].requires_grad_()
             with torch.enable_grad():
-                loss = objective.loss(self.config.train, error, beside[None], targets.select([slot])).sum() * size
+                loss = _sum(objective.loss(self.config.train, error, beside[None], targets.select([slot])), 1) * size
                 (slope,) = torch.autograd.grad(loss, error)
             parts = torch.stack([slope[0], (loss.detach() / size).expand(size)], 1)
             out |= {(slot, g): parts[g] for g in range(size)}
@@ -186,3 +187,13 @@ class EndpointCollector:
         steps = torch.tensor(schedule.trained if o.times == "window" else every)
         k = steps[(u * len(steps)).long().clamp(max=len(steps) - 1)]
         return schedule.sigmas[k], schedule.times[k]
+
+
+def _sum(losses: Tensor, count: int) -> Tensor:
+    """The sum of `count` losses. Raises ValueError if an objective returns another number of them."""
+    if losses.shape != (count,):
+        raise ValueError(
+            f"train.objective: expected one loss for each of {count} samples (groups, if it compares their members), "
+            f"shape [{count}], got shape {list(losses.shape)}"
+        )
+    return losses.sum()

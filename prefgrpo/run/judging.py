@@ -25,12 +25,13 @@ from prefgrpo.judge.template import load_template
 from prefgrpo.judge.verdict import JudgeError, PairJudge
 from prefgrpo.models import family
 from prefgrpo.parallel.world import World
-from prefgrpo.rewards import build, load_class, parse_reward_spec
+from prefgrpo.rewards import build, factory, load_class, parse_reward_spec
 from prefgrpo.rewards.base import GroupwiseReward, PointwiseReward, Reward
 from prefgrpo.rewards.functions import FunctionPairwise
 from prefgrpo.rewards.pairwise import VlmPairwise
 from prefgrpo.rewards.scorer import Scorer
 from prefgrpo.run.advantage import load_function
+from prefgrpo.run.metrics import taken_name
 
 PAIRWISE = "vlm_pairwise"
 CALIBRATION_PAIRS = 8
@@ -48,7 +49,7 @@ def config_errors(config: Config) -> list[str]:
     """Mistakes in the reward specs, how rewards are combined, the pair plan and the pairwise judge's template."""
     wrong: list[str] = []
 
-    def parsed(field: str, parse: Callable[[str], Any], value: str) -> Any:
+    def parsed(field: str, parse: Callable[[Any], Any], value: Any) -> Any:
         try:
             return parse(value)
         except (ValueError, JudgeError) as error:
@@ -62,6 +63,18 @@ def config_errors(config: Config) -> list[str]:
         parsed("reward.function", load_function, config.reward.function)
     if config.reward.combine in ("geometric_mean", "harmonic_mean") and any(w < 0 for w in trained.values()):
         wrong.append(f"reward.combine: {config.reward.combine} expects weights of at least 0, got {config.reward.spec}")
+    for kind, weights, options in (
+        ("reward", trained, config.reward.options),
+        ("eval", measured, config.eval.options),
+    ):
+        wrong += [f"{kind}.spec: rename the reward {name!r}: {why}" for name in weights if (why := taken_name(name))]
+        for name in weights:
+            if cls := parsed(f"{kind}.spec", load_class, name):
+                own = options.get(name, {})
+                judge = {"judge": None} if cls.judged and "url" not in own else {}
+                parsed(f"{kind}.options", partial(factory, name), own | judge)
+        for name in sorted(set(options) - set(weights)):  # unused options are allowed, misspelt reward names are not
+            parsed(f"{kind}.options", parse_reward_spec, [name])
     if PAIRWISE in trained:
         parsed("judge.template", load_template, config.judge.template or "compare")
     if PAIRWISE in measured:

@@ -117,6 +117,16 @@ PARTS_OF_WINS = ("_low", "_high", "_missing", "_prompts", "_first", "_second")
 """Key suffixes of a win rate's details: interval bounds, share of missing comparisons, win rate in either order."""
 
 
+def taken_name(name: str) -> str:
+    """Why a reward cannot have this name, because its metrics would have the keys of others; '' if it can."""
+    if name in ("missing", "judge", "judge2"):
+        return f"metrics use the name {name!r} for something else"
+    if name.startswith("win_"):
+        return "metrics use the prefix 'win_' for win rates"
+    ending = next((end for end in ("_std", "_before", *PARTS_OF_WINS) if name.endswith(end)), "")
+    return f"metrics use the ending {ending!r} for details of a reward" if ending else ""
+
+
 def step_line(
     step: int,
     total: int,
