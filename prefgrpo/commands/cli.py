@@ -29,7 +29,7 @@ from prefgrpo import __version__
 from prefgrpo.commands.launch import reports_errors, wait_for_cause, wait_for_first
 from prefgrpo.config.checks import check
 from prefgrpo.config.loading import differences, flat_fields, load, parse
-from prefgrpo.config.recipe import ConfigError, Loader, merge
+from prefgrpo.config.recipe import ConfigError, Loader, UserError, merge
 from prefgrpo.config.schema import AUTO, MODEL_VALUES, Config
 
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -381,19 +381,6 @@ def report(runs: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="RUN [RUN ...
     return 0
 
 
-def _user_errors() -> tuple[type[Exception], ...]:
-    """Errors whose message alone tells the user what to do."""
-    from prefgrpo.data.prompts import DataError
-    from prefgrpo.judge.verdict import JudgeError
-    from prefgrpo.models.folder import ModelError
-    from prefgrpo.rewards import RewardSpecError
-    from prefgrpo.rewards.base import RewardError
-    from prefgrpo.run.checkpoint import CheckpointError
-
-    paths = PermissionError, IsADirectoryError, NotADirectoryError
-    return ConfigError, CheckpointError, DataError, JudgeError, ModelError, RewardError, RewardSpecError, *paths
-
-
 def _usage(group: str = "") -> str:
     """Help text with one line per command, or per command of one group."""
     shown = {name: text for name, (_, text) in COMMANDS.items() if name.startswith(group)}
@@ -434,13 +421,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `prefgrpo reward list | head`; discard unflushed output
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    except Exception as error:
-        if not isinstance(error, ConfigError) and not isinstance(error, _user_errors()):  # the latter imports torch
-            wait_for_cause(error)
-            raise
+    except (UserError, PermissionError, IsADirectoryError, NotADirectoryError) as error:
         wait_for_first(2)
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except Exception as error:
+        wait_for_cause(error)
+        raise
     if code:
         wait_for_first(code)
     return code

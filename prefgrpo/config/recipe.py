@@ -14,7 +14,11 @@ from typing import Any
 import yaml
 
 
-class ConfigError(ValueError):
+class UserError(Exception):
+    """An error whose message alone says what to do: the command line prints it without a traceback."""
+
+
+class ConfigError(UserError, ValueError):
     """A recipe that cannot run; the message lists every mistake, one per line."""
 
     def __init__(self, mistakes: list[str]) -> None:

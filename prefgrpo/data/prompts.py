@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from PIL import Image
 
+from prefgrpo.config.recipe import UserError
 from prefgrpo.config.schema import Config
 from prefgrpo.data.media import UNREADABLE, rgb
 
@@ -86,7 +87,7 @@ def fingerprint(prompts: Sequence[Prompt]) -> str:
     return hashlib.sha256(rows.encode("utf-8", "surrogatepass")).hexdigest()
 
 
-class DataError(ValueError):
+class DataError(UserError, ValueError):
     """A prompts file that cannot be used; the message says what is wrong, where, and what to do."""
 
 

@@ -14,6 +14,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from prefgrpo.config.recipe import UserError
+
 if TYPE_CHECKING:
     from prefgrpo.data.media import Media
 
@@ -25,7 +27,7 @@ _ROUNDING = 0.01
 """Tolerance: a larger log-probability than this is invalid."""
 
 
-class JudgeError(RuntimeError):
+class JudgeError(UserError, RuntimeError):
     """A judge cannot be used; the message says what was expected, what was found, and what to do."""
 
 

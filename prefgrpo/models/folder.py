@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from prefgrpo.config.recipe import UserError
+
 SAMPLE, STRIDE = 1 << 16, 1 << 22  # of every STRIDE bytes of a large file, SAMPLE bytes are hashed
 CONFIGS = Path(__file__).with_name("configs")
 """Public configs of the models used in recipes, as OWNER/NAME on the hub; no weights or tokenizers."""
@@ -24,7 +26,7 @@ BOOKKEEPING = {"_name_or_path", "is_local", "local_files_only"}
 """Config keys that record where a model was loaded from, not what it is."""
 
 
-class ModelError(ValueError):
+class ModelError(UserError, ValueError):
     """A model cannot be loaded; the message says what was expected and what to do."""
 
 

@@ -24,6 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from prefgrpo.config.recipe import UserError
 from prefgrpo.judge.verdict import did_you_mean
 from prefgrpo.rewards.base import GroupwiseReward, PointwiseReward, Reward, RewardError
 from prefgrpo.rewards.prepared import PreprocessedReward
@@ -83,7 +84,7 @@ PYTHON = "python"
 _OBJECTS: ContextVar[Mapping[str, Any] | None] = ContextVar("prefgrpo_reward_objects", default=None)
 
 
-class RewardSpecError(ValueError):
+class RewardSpecError(UserError, ValueError):
     """An invalid reward spec; the message names the offending entry."""
 
 

@@ -19,12 +19,13 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from prefgrpo.config.recipe import UserError
 from prefgrpo.data.media import Media
 from prefgrpo.judge.verdict import Verdict
 from prefgrpo.rewards.request_stats import RequestStats
 
 
-class RewardError(RuntimeError):
+class RewardError(UserError, RuntimeError):
     """A reward cannot be used; the message says what was expected, what was found, and what to do."""
 
 

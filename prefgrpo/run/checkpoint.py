@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load as load_parts
 from torch.distributed.checkpoint.state_dict_saver import save as save_parts
 
+from prefgrpo.config.recipe import UserError
 from prefgrpo.parallel.shard import is_sharded, shard_like
 from prefgrpo.parallel.world import World
 from prefgrpo.run.run_folder import RunFolder, step_of
@@ -38,7 +39,7 @@ from prefgrpo.run.run_folder import RunFolder, step_of
 STATE, META, PARTS = "state.safetensors", "state.json", "parts"
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(UserError, RuntimeError):
     """A checkpoint or run folder that cannot be used; the message says which and what to do."""
 
 
