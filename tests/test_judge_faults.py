@@ -163,7 +163,7 @@ def test_the_check_asks_every_server_and_measures_position_bias(tmp_path):
 
 
 def test_random_pairs_without_a_verdict_are_told(monkeypatch):
-    """A judge that answers the first pair and nothing after it would only lack the line on its bias, or measure it on the rest."""
+    """Without it, a judge that answers little would only lack the line on its bias, or show the bias of a few pairs."""
     with JudgeServer() as server:
         asked = itertools.count()
         monkeypatch.setattr(server, "next_fault", lambda: "" if next(asked) in (0, 3) else "400 too long")
