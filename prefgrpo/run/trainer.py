@@ -496,5 +496,6 @@ class TrainingLoop:
             with self.policy.use_ema():
                 evaluator.save_proof(min(4, c.rollout.batch_size))
         if self.world.main:
-            self.log.say(f"finished after {done} steps; the result is in {self.folder.root}")
+            steps = f"{done} step" + "s" * (done != 1)
+            self.log.say(f"finished after {steps}; the result is in {self.folder.root}")
         self.world.barrier()
