@@ -256,6 +256,7 @@ def test_the_judges_win_rate_is_in_both_orders_and_without_lost_verdicts(run):
     won = evaluator.run(3)
     assert won["dev/win_judge"] == won["dev/win_judge_first"] == won["dev/win_judge_second"] == 1.0
     assert won["dev/win_judge_first_missing"] == 0.25 or won["dev/win_judge_second_missing"] == 0.25
+    assert list(evaluator.reasons.values()) == [1]
     evaluator.before = now
     same = evaluator.run(3)
     assert same["dev/win_judge"] == 0.5

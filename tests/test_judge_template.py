@@ -167,6 +167,18 @@ def test_a_verdict_is_the_two_label_softmax_and_missing_without_probability(firs
 
 
 @pytest.mark.parametrize(
+    ("first", "second", "reason"),
+    [
+        (math.nan, -1.0, "log-probs nan and -1 are not"), (-1.0, 3.0, "log-probs -1 and 3 are not"),
+        (math.inf, 0.0, "log-probs inf and 0 are not"), (-9.0, -9.0, "have only 0.00025 of"),
+    ],
+)  # fmt: skip
+def test_what_is_no_probability_is_not_called_too_little_of_it(first, second, reason):
+    value, why = two_label_softmax(first, second, 0.01)
+    assert value is None and reason in why
+
+
+@pytest.mark.parametrize(
     "logprob", [math.nan, math.inf, -math.inf, "NaN", "x", None, 3.0, [], {}, True, 1e400], ids=str
 )
 def test_log_probabilities_that_are_no_numbers_are_missing(logprob):

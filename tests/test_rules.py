@@ -5,6 +5,8 @@ computed from the papers' formulas in their original (not affine) form; the prop
 """
 
 import math
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -51,6 +53,22 @@ def literal(rule, i):
         return mean * norm_next, s * norm_next
     std = i.sigma_next * math.sin(i.eta * math.pi / 2)
     return x0 * (1 - i.sigma_next) + x1 * math.sqrt(i.sigma_next**2 - std**2), std
+
+
+def test_the_rule_of_the_docs():
+    """The example in docs/add-a-family.md is the flow's reverse SDE, and the page names all lists of rules."""
+    root = Path(__file__).parent.parent
+    page = (root / "docs" / "add-a-family.md").read_text(encoding="utf-8")
+    section = page.partition("# Add a step rule")[2]
+    space = vars(rules) | {"RULES": dict(RULES)}
+    exec(re.search(r"```python\n(.*?)```", section, re.S)[1], space)
+    i = StepInfo(0.8, 0.55, 0.7, 0.93, 0.01)
+    a, b, s, w, c = space["RULES"]["constant"](i)
+    mean = X + (V + i.eta**2 / (2 * i.sigma) * (X + (1 - i.sigma) * V)) * (i.sigma_next - i.sigma)
+    assert np.allclose(a * X + b * V, mean, rtol=1e-12) and s == pytest.approx(0.7 * 0.5)
+    assert (w, c) == pytest.approx((-1 / (2 * s * s), -math.log(s) - 0.5 * math.log(2 * math.pi)))
+    lists = [file for file in root.glob("prefgrpo/**/*.py") if '"cps_normalised"' in file.read_text(encoding="utf-8")]
+    assert {str(file.relative_to(root)) for file in lists} == set(re.findall(r"prefgrpo/[\w/]+\.py", section))
 
 
 @settings(max_examples=200, deadline=None)

@@ -73,7 +73,7 @@ class Result:
     """Metrics of the last evaluation (all are in the folder's `metrics.jsonl`); empty without one."""
     win_rate: float | None
     """Win rate of held-out images against the initial policy's, by the judge or else by the first evaluation reward;
-    None without an evaluation."""
+    None without an evaluation, NaN if all its verdicts are missing."""
     lora: Path | None
     """The LoRA in diffusers format, for `pipe.load_lora_weights`; None after full fine-tuning."""
     pipeline: Path | None

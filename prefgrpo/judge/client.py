@@ -45,6 +45,8 @@ class Health:
     """Seconds the probe pair took."""
     position_bias: float | None = None
     """Mean P(first) over random pairs in both orders; 0.5 is no bias."""
+    unjudged: str = ""
+    """How many of these pairs got no verdict, and why; '' if all did."""
     known_answers: str = ""
     """How many known answers were right; '' if none were requested."""
     alarm: str = ""
@@ -62,6 +64,7 @@ class Health:
             rows.append(f"probe pair: P(first) {self.probe_p_first:.3f} in {self.probe_latency_s:.2f} s")
         if self.position_bias is not None:
             rows.append(f"position bias: mean P(first) {self.position_bias:.3f} over pairs in both orders")
+        rows += [f"WARNING: {self.unjudged}"] if self.unjudged else []
         rows += [row for row in (self.known_answers, self.alarm and f"WARNING: {self.alarm}") if row]
         return "\n".join(rows)
 
@@ -188,8 +191,11 @@ def _probe(config: JudgeConfig, health: Health, bias_pairs: int) -> None:
         media = [Media(rng.integers(0, 256, (64, 64, 3), dtype=np.uint8)) for _ in range(2 * bias_pairs)]
         pairs = [p for k in range(bias_pairs) for p in ((2 * k, 2 * k + 1), (2 * k + 1, 2 * k))]
         with closing(HttpJudge(replace(config, endpoints=tuple(e.url for e in health.good)))) as judge:
-            values = [v.first for v in judge.judge_group("a picture", media, pairs, [grey]) if v.first is not None]
+            verdicts = judge.judge_group("a picture", media, pairs, [grey])
+        values, reasons = [v.first for v in verdicts if v.first is not None], [v.reason for v in verdicts if v.reason]
         health.position_bias = float(np.mean(values)) if values else None
+        if reasons:
+            health.unjudged = f"no verdict on {len(reasons)} of {len(pairs)} pairs of random images: {reasons[0]}"
 
 
 def _ask_known_answers(config: JudgeConfig, health: Health, clips: bool) -> None:

@@ -73,8 +73,10 @@ def two_label_softmax(first: float, second: float, min_mass: float) -> tuple[flo
 
     Missing if the two labels' probabilities sum to less than `min_mass`, or are not finite.
     """
+    if math.isnan(first) or math.isnan(second) or max(first, second) > _ROUNDING:
+        return None, f"the labels' log-probs {first:.3g} and {second:.3g} are not logarithms of a probability"
     mass = math.exp(min(first, 0.0)) + math.exp(min(second, 0.0))
-    if not mass >= min_mass or math.isnan(first - second) or max(first, second) > _ROUNDING:
+    if not mass >= min_mass or math.isnan(first - second):
         return None, f"the labels have only {mass:.2g} of the answer's probability (at least {min_mass:g} expected)"
     gap = max(-700.0, min(700.0, first - second))
     return 1.0 / (1.0 + math.exp(-gap)), ""

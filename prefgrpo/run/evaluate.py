@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,6 +85,8 @@ class Evaluator:
         self.sizes = eval_sampling(config)
         self.before: Images = np.zeros((0, 1, 1, 3), np.uint8)
         """This rank's images of the initial policy."""
+        self.reasons = Counter[str]()
+        """Why values and verdicts of the last evaluation are missing, over all ranks, as in `StepScores.reasons`."""
 
     def start(self, resumed: bool) -> None:
         """Get the initial policy's images: rendered and stored by a new run, loaded by a resumed one."""
@@ -109,7 +112,9 @@ class Evaluator:
         images = zip(now, self.before, strict=True)
         items = [eval_set.items[i] for i in index]
         pairs = [tuple(sample(p, m, self.sizes) for m in both) for p, both in zip(items, images, strict=True)]
-        table, answers = compare(self.scorers, pairs if self.world.is_dp_leader else [])
+        reasons = Counter[str]()
+        table, answers = compare(self.scorers, pairs if self.world.is_dp_leader else [], reasons)
+        self.reasons = sum(map(Counter, self.world.gather_items([reasons])), Counter[str]())
         out = over_ranks(self.world, eval_set.name, eval_set.group[index], table)
         self._save_report_images(step, now)
         self._save_outcomes(step, table, answers)
@@ -220,10 +225,10 @@ AnswerRow = dict[str, Any]
 
 
 def compare(
-    scorers: Mapping[str, Scorer], pairs: Sequence[tuple[Sample, ...]]
+    scorers: Mapping[str, Scorer], pairs: Sequence[tuple[Sample, ...]], reasons: Counter[str] | None = None
 ) -> tuple[list[Row], list[list[AnswerRow]]]:
     """(measures of all scorers, the judges' answers) for each pair (now, before); scorers of judges are named judge,
-    judge2 …"""
+    judge2 … `reasons` is increased by those for missing values and verdicts."""
     table: list[Row] = [{} for _ in pairs]
     answers: list[list[AnswerRow]] = [[] for _ in pairs]
     for name, scorer in scorers.items() if pairs else ():
@@ -231,7 +236,10 @@ def compare(
         for number, pair in enumerate(pairs):
             for member, one in enumerate(pair):
                 scorer.add(number, member, one)
-        for reward, groups in scorer.finish().groups.items():
+        scores = scorer.finish()
+        if reasons is not None:
+            reasons.update(scores.reasons)
+        for reward, groups in scores.groups.items():
             for row, own, group in zip(table, answers, groups, strict=True):
                 row.update(_measures(name, reward, group))
                 for c in group.comparisons:

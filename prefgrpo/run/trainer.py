@@ -258,7 +258,7 @@ class TrainingLoop:
             advantage, known = advantages(rewards, weights, group_size, c, parts, sub_scores, self.world.device)
         if lost := int(scored.sum()) - int(known.sum()):
             how = next(n for n in ("function", "log_tame", "combine") if getattr(c, n))
-            self._say_missing(step, Counter({f"reward.{how} has no finite value for these rewards": lost}))
+            self._say_missing(f"step {step}", Counter({f"reward.{how} has no finite value for these rewards": lost}))
             shares["reward/missing"] = 1.0 - float(known.float().mean())
         self._check_information(step, scores)
         targets = Targets(advantage, wins.float(), pair_counts.float(), known.to(advantage.device))
@@ -286,17 +286,17 @@ class TrainingLoop:
         shares, reasons = missing_shares(rewards, weights, counts), Counter[str]()
         if np.isnan(rewards).any() or counts[:, 1].any():
             reasons = sum(map(Counter, self.world.gather_items([scores.reasons])), reasons)
-        self._say_missing(step, reasons)
+        self._say_missing(f"step {step}", reasons)
         if warning := check_missing(shares, self.config.judge.max_missing, list(reasons)):
             self.log.say(f"WARNING: step {step}: {warning}")
         return shares
 
-    def _say_missing(self, step: int, reasons: Counter[str]) -> None:
+    def _say_missing(self, where: str, reasons: Counter[str]) -> None:
         """Print the most frequent reasons for missing rewards that the run has not printed yet."""
         for reason, count in reasons.most_common(REASONS_SHOWN):
             if reason not in self._reasons_shown and len(self._reasons_shown) < 10 * REASONS_SHOWN:
                 self._reasons_shown.add(reason)
-                self.log.say(f"missing in step {step}: {count} × {reason}")
+                self.log.say(f"missing in {where}: {count} × {reason}")
 
     def _comparisons(self, scores: StepScores) -> tuple[Tensor, Tensor]:
         """Wins and counts, fp64 [P, G, G] each on the device, of all ranks' groups; rewards count by their weights."""
@@ -435,6 +435,7 @@ class TrainingLoop:
         self.log.row("eval", step, {"set": name} | self.evaluation | {"time/eval": clock.seconds["eval"]})
         self.verdict = eval_line(step, name, self.evaluation)
         self.log.say(self.verdict)
+        self._say_missing(f"the evaluation after step {step}", self.evaluators[name].reasons)
         if self.callbacks.on_evaluation and self.world.main:
             self.callbacks.on_evaluation(step, name, self.evaluation)
 
@@ -496,5 +497,6 @@ class TrainingLoop:
             with self.policy.use_ema():
                 evaluator.save_proof(min(4, c.rollout.batch_size))
         if self.world.main:
-            self.log.say(f"finished after {done} steps; the result is in {self.folder.root}")
+            steps = f"{done} step" + "s" * (done != 1)
+            self.log.say(f"finished after {steps}; the result is in {self.folder.root}")
         self.world.barrier()
