@@ -417,7 +417,7 @@ def _notes(config: Config, session: Session) -> Iterator[str]:
     """Start-up messages: what is trained, on which prompts, how it is evaluated, and memory before the first step."""
     c, r, t, e, adapter = config, config.rollout, config.train, config.eval, session.adapter
     count, what = len(session.rollouts.prompts), f"LoRA rank {t.lora_rank}" if t.lora_rank else "full"
-    media = f"clips of {frames} frame" + "s" * (frames > 1) if (frames := adapter.frames(r)) else "images"
+    media = f"clips of {frames} frames" if (frames := adapter.frames(r)) else "images"
     yield (
         f"{c.family} from {c.model}: training {adapter.parameter_counts()['trainable'] / 1e6:.2f} M parameters "
         f"({what}, {c.dtype}) on {session.world.size} × {session.world.device}; {r.prompts_per_step} prompts × "

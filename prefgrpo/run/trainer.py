@@ -497,6 +497,5 @@ class TrainingLoop:
             with self.policy.use_ema():
                 evaluator.save_proof(min(4, c.rollout.batch_size))
         if self.world.main:
-            steps = f"{done} step" + "s" * (done != 1)
-            self.log.say(f"finished after {steps}; the result is in {self.folder.root}")
+            self.log.say(f"finished after {done} steps; the result is in {self.folder.root}")
         self.world.barrier()
