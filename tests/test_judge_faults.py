@@ -162,7 +162,7 @@ def test_the_check_asks_every_server_and_measures_position_bias(tmp_path):
         assert text_judge.probe_p_first == 0.0, "judges that write text get more time"
 
 
-def test_random_pairs_without_a_verdict_are_told(monkeypatch):
+def test_random_pairs_without_a_verdict_are_reported(monkeypatch):
     """Without it, a judge that answers little would only lack the line on its bias, or show the bias of a few pairs."""
     with JudgeServer() as server:
         asked = itertools.count()
