@@ -68,7 +68,7 @@ MISTAKES = [
     ("eval: {spec: vlm_pairwise}", "eval.spec: vlm_pairwise is not allowed here; use eval.judge: true"),
     ("reward: {spec: no.such.Thing}", "cannot load reward 'no.such.Thing'"),
     ("rollout: {rule: cps, eta: 0.5, window_low: 2, window_high: 3}",
-     "rule cps has no noise … in step(s) [2]; expected windows that train"),
+     "windows that start at step(s) [2] have no step to train, as rule cps leave(s) only step(s) []; expected windows"),
     ("train: {updates_per_rollout: 9}", "expected at most one update per sample, got 9 updates of 8 samples per step"),
     ("eval: {frames: 5, guidance_2: 3.0}", "eval.frames: flux makes images … eval.guidance_2: flux has one denoiser"),
     ("eval: {height: 18}", "eval.height/width/frames: height and width must be multiples of 4"),

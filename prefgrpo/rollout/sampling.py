@@ -113,11 +113,12 @@ class Schedules:
             idle = [k for k in steps if k not in random]
             empty = idle if len(idle) >= size else []
         if empty:
-            only = f" (train.target_components trains only step(s) {list(trained)})" * (len(trained) < len(steps))
+            windows = f"{'chosen from' if sizes.window_policy == 'subset' else 'that start at'} step(s) {empty}"
+            why = f"rule {sizes.rule}" + " and train.target_components" * (len(trained) < len(steps))
             raise ConfigError(
                 [
-                    f"rollout.window_low/high: rule {sizes.rule} has no noise in step(s) {empty}{only}; "
-                    f"expected windows that train"
+                    f"rollout.window_low/high: windows {windows} have no step to train, as {why} leave(s) only step(s) "
+                    f"{list(random)}; expected windows that train"
                 ]
             )
 
