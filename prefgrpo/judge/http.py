@@ -223,9 +223,7 @@ class HttpJudge(PairJudge):
     async def _judge(
         self, template: Template, prompt: str, pair: tuple[Media, Media], source: tuple[Media, ...]
     ) -> Verdict:
-        a = await self.client.answer(template, {"prompt": prompt}, pair, source)
-        reason = a.reason or ("" if a.value is not None else f"template '{template.name}' does not ask for a verdict")
-        return Verdict(a.value, reason, a.latency_s, a.raw, a.retries, a.parts, a.cached)
+        return Verdict(**vars(await self.client.answer(template, {"prompt": prompt}, pair, source)))
 
 
 _clients: WeakValueDictionary[tuple[int, JudgeConfig], Client] = WeakValueDictionary()

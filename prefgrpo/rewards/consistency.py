@@ -19,9 +19,10 @@ from typing import Any
 
 from prefgrpo.data.media import Media
 from prefgrpo.judge.template import Template
+from prefgrpo.judge.verdict import Answer
 from prefgrpo.rewards.base import RewardError, Sample, Score
 from prefgrpo.rewards.grid import require_grid, split, sub_prompts
-from prefgrpo.rewards.vlm import VlmReward, missing
+from prefgrpo.rewards.vlm import VlmReward
 
 
 @dataclass(eq=False)
@@ -46,6 +47,10 @@ class YesNo(VlmReward):
             self.client.prepare(question)
         return question
 
+    async def probabilities(self, sample: Sample, *questions: Template, **values: str) -> list[float]:
+        """P(Yes) of each question about a sample; ValueError with the reason if one is missing."""
+        return [a.value for a in await self.answers(sample, *questions, **values) if a.value is not None]
+
 
 class ConsistencyScore(YesNo):
     """Whether the cells of a generated grid belong together, 0 … 1. `meta["criteria"]`: {dimension: {name: text}}.
@@ -62,21 +67,15 @@ class ConsistencyScore(YesNo):
         cells = split(sample.media, *require_grid(sample.prompt, sample.meta))
         wanted = criteria(sample.meta) if "{criterion}" in self.question.pieces else {"": [""]}
         texts = list(dict.fromkeys(text for group in wanted.values() for text in group))
-        answers = dict(zip(texts, await asyncio.gather(*(self._pairs(sample, cells, t) for t in texts)), strict=True))
-        if absent := next((score for score in answers.values() if score.value is None), None):
-            return absent
-        parts = {name: _mean([answers[text].value for text in group]) for name, group in wanted.items()}
+        answers = await asyncio.gather(*(self._ask_pairs(sample, cells, text) for text in texts))
+        rates = {text: _mean_answered(of_text) for text, of_text in zip(texts, answers, strict=True)}
+        parts = {name: _mean([rates[text] for text in group]) for name, group in wanted.items()}
         return Score(_mean(list(parts.values())), parts={name: value for name, value in parts.items() if name})
 
-    async def _pairs(self, sample: Sample, cells: Sequence[Media], criterion: str) -> Score:
-        """Mean over the answered pairs."""
-        theme = sub_prompts(sample.prompt)[0]
-        questions = [
-            self.ask(self.question, sample, pair, prompt=theme, criterion=criterion) for pair in combinations(cells, 2)
-        ]
-        answers = await asyncio.gather(*questions)
-        values = [a.value for a in answers if a.value is not None]
-        return Score(_mean(values)) if values else Score(None, answers[0].reason)
+    async def _ask_pairs(self, sample: Sample, cells: Sequence[Media], criterion: str) -> list[Answer]:
+        """The answers about all pairs of cells."""
+        texts = {"prompt": sub_prompts(sample.prompt)[0], "criterion": criterion}
+        return await asyncio.gather(*(self.ask(self.question, sample, p, **texts) for p in combinations(cells, 2)))
 
 
 @dataclass(eq=False)
@@ -98,11 +97,8 @@ class ConsistencyForEditing(YesNo):
         self.following = self.load(self.following_template, ("prompt", "source", "media_1"))
 
     async def _judge(self, sample: Sample) -> Score:
-        same, done = await self.ask_both(self.question, self.following, sample)
-        if same.value is None or done.value is None:
-            return missing(same, done) or Score(None, "the judge gave no probability")
-        parts = {"consistency": same.value, "following": done.value}
-        return Score(math.sqrt(same.value * done.value), parts=parts)
+        same, done = await self.probabilities(sample, self.question, self.following)
+        return Score(math.sqrt(same * done), parts={"consistency": same, "following": done})
 
 
 @dataclass(eq=False)
@@ -124,10 +120,8 @@ class GridLayout(YesNo):
 
     async def _judge(self, sample: Sample) -> Score:
         rows, columns = map(str, require_grid(sample.prompt, sample.meta))
-        answer = await self.ask(self.question, sample, rows=rows, columns=columns)
-        if answer.value is None or self.verdict == "soft":
-            return missing(answer) or Score(answer.value)
-        return Score(float(answer.value > 0.5), parts={"probability": answer.value})
+        (yes,) = await self.probabilities(sample, self.question, rows=rows, columns=columns)
+        return Score(yes) if self.verdict == "soft" else Score(float(yes > 0.5), parts={"probability": yes})
 
 
 def criteria(meta: Mapping[str, Any]) -> dict[str, list[str]]:
@@ -143,6 +137,13 @@ def criteria(meta: Mapping[str, Any]) -> dict[str, list[str]]:
     return texts_of
 
 
-def _mean(values: Sequence[float | None]) -> float:
-    present = [v for v in values if v is not None]
-    return sum(present) / len(present)
+def _mean_answered(answers: Sequence[Answer]) -> float:
+    """Mean over the pairs with an answer; ValueError with a reason if there is none."""
+    values = [a.value for a in answers if a.value is not None]
+    if not values:
+        raise ValueError(answers[0].reason)
+    return _mean(values)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

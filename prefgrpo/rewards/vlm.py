@@ -87,19 +87,16 @@ class VlmReward(PointwiseReward):
         shown = [sample.media] if media is None else media
         return await self.client.answer(question, {"prompt": sample.prompt, **values}, shown, sample.source, once=True)
 
-    async def ask_both(self, first: Template, second: Template, sample: Sample) -> tuple[Answer, Answer]:
-        """The answers to two questions, asked concurrently."""
-        one, two = await asyncio.gather(self.ask(first, sample), self.ask(second, sample))
-        return one, two
+    async def answers(self, sample: Sample, *questions: Template, **values: str) -> list[Answer]:
+        """The answers to questions asked concurrently; ValueError with the reason of the first unusable one."""
+        answers = await asyncio.gather(*(self.ask(question, sample, None, **values) for question in questions))
+        if unusable := next((a for a in answers if a.reason), None):
+            raise ValueError(unusable.reason)
+        return answers
 
     def close(self) -> None:
         """Release the client."""
         self.client.close()
-
-
-def missing(*answers: Answer) -> Score | None:
-    """A missing score with the reason of the first unusable answer; None if all are usable."""
-    return next((Score(None, a.reason) for a in answers if a.reason), None)
 
 
 def weighted(parts: Mapping[str, float], weights: Mapping[str, float]) -> Score:
@@ -126,9 +123,9 @@ class UnifiedRewardAlignment(VlmReward):
             raise RewardError(f"template '{name}' must ask for the score '{self.axis}', but asks for {asked}")
 
     async def _judge(self, sample: Sample) -> Score:
-        answer = await self.ask(self.question, sample)
+        (answer,) = await self.answers(sample, self.question)
         parts = {name.lower(): value for name, value in answer.parts.items()}
-        return missing(answer) or weighted(parts, {self.axis: 1.0})
+        return weighted(parts, {self.axis: 1.0})
 
 
 class UnifiedRewardCoherence(UnifiedRewardAlignment):
@@ -150,9 +147,9 @@ class UnifiedRewardSglang(VlmReward):
     kinds = ("scores",)
 
     async def _judge(self, sample: Sample) -> Score:
-        answer = await self.ask(self.question, sample)
+        (answer,) = await self.answers(sample, self.question)
         name, _, high = self.question.scores[0]
-        return missing(answer) or Score(answer.parts[name] / high)
+        return Score(answer.parts[name] / high)
 
 
 class QwenVl(UnifiedRewardSglang):
@@ -189,8 +186,8 @@ class EditImageQuality(VlmReward):
             self.part_weights = self.by_name
 
     async def _judge(self, sample: Sample) -> Score:
-        answer = await self.ask(self.question, sample)
-        return missing(answer) or weighted(answer.parts, self.by_name)
+        (answer,) = await self.answers(sample, self.question)
+        return weighted(answer.parts, self.by_name)
 
 
 class EditInstructionFollowing(EditImageQuality):
@@ -224,11 +221,8 @@ class EditScore(VlmReward):
         self.quality = self.load(self.quality_template, ("media_1",))
 
     async def _judge(self, sample: Sample) -> Score:
-        answers = await self.ask_both(self.question, self.quality, sample)
-        if absent := missing(*answers):
-            return absent
-        means = []
-        for question, answer in zip((self.question, self.quality), answers, strict=True):
+        questions, means = (self.question, self.quality), []
+        for question, answer in zip(questions, await self.answers(sample, *questions), strict=True):
             shares = [answer.parts[name] / high for name, _, high in question.scores]
             means.append(min(shares) if self.reduce == "min" else sum(shares) / len(shares))
         return Score(math.sqrt(means[0] * means[1]), parts={"following": means[0], "quality": means[1]})
@@ -251,5 +245,5 @@ class GenrmOcr(VlmReward):
         return super().refuse(sample) or missing_target(sample)
 
     async def _judge(self, sample: Sample) -> Score:
-        answer = await self.ask(self.question, sample)
-        return missing(answer) or Score(image_value(target(sample), plain(answer.raw).strip("`\"'"), self._distance))
+        (answer,) = await self.answers(sample, self.question)
+        return Score(image_value(target(sample), plain(answer.raw).strip("`\"'"), self._distance))
