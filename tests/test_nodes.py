@@ -5,20 +5,14 @@ other. Named rendezvous (`prefgrpo launch`) and fixed node ranks (plain torchrun
 """
 
 import os
-import socket
 import subprocess
 import sys
 
 import pytest
-from tiny_run import ranks, recipe, rows, weights, world
+from judge_server import free_port
+from tiny_run import all_end, ranks, recipe, rows, weights, world
 
 pytestmark = [pytest.mark.dist, pytest.mark.full]
-
-
-def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
 
 
 def by_name(node: int, port: str) -> list[str]:
@@ -35,12 +29,11 @@ def by_rank(node: int, port: str) -> list[str]:
 
 def test_two_agents_are_one_with_two_processes(tmp_path):
     place = world(tmp_path)
-    together = ranks(recipe(place, "together"), 2)
-    assert [r.wait() for r in together] == [0, 0], together[0].output
+    all_end(ranks(recipe(place, "together"), 2))
     truth = place / "runs" / "together"
     env = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     for way in (by_name, by_rank):
-        name, port = way.__name__, free_port()
+        name, port = way.__name__, str(free_port())
         file, logs = recipe(place, name), [place / f"{name}{node}.log" for node in range(2)]
         agents = []
         for node, log in enumerate(logs):
