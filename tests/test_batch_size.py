@@ -13,7 +13,7 @@ import shutil
 import pytest
 import torch
 import yaml
-from tiny_run import attempt, ranks, recipe, settings
+from tiny_run import all_end, attempt, ranks, recipe, settings
 
 from prefgrpo.config.loading import from_dict, to_dict
 from prefgrpo.config.recipe import ConfigError
@@ -180,13 +180,11 @@ def short_of_memory():
 @pytest.mark.full
 def test_all_processes_take_the_smallest_and_a_resumed_run_keeps_it(place):
     file = recipe(place, "two", rollout={"batch_size": "auto"}, train={"steps": 2})
-    runs = ranks(file, 2, hook=short_of_memory)
-    assert [run.wait() for run in runs] == [0, 0], runs[0].output + runs[1].output
-    assert "rollout.batch_size: auto is 2, 2 decoded at once" in runs[0].output
+    output, _ = all_end(ranks(file, 2, hook=short_of_memory))
+    assert "rollout.batch_size: auto is 2, 2 decoded at once" in output
     folder = place / "runs" / "two"
     assert yaml.safe_load((folder / "config.yaml").read_text())["rollout"]["batch_size"] == 2
     steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert {row["policy/on_policy_error"] for row in steps if row["kind"] == "train"} == {0.0}
-    again = ranks(file, 2, "--resume", "--train.steps", "3")  # now with memory for four
-    assert [run.wait() for run in again] == [0, 0], again[0].output + again[1].output
+    all_end(ranks(file, 2, "--resume", "--train.steps", "3"))  # now with memory for four
     assert yaml.safe_load((folder / "config.yaml").read_text())["rollout"]["batch_size"] == 2

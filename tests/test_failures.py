@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_run import Brightness, ranks, recipe, rows
+from tiny_run import Brightness, all_end, ranks, recipe, rows
 
 from prefgrpo.parallel import watch
 from prefgrpo.parallel.world import World
@@ -94,8 +94,7 @@ def test_torchrun_ends_all_within_a_minute_and_says_why_once(place, kind):
 @pytest.mark.full
 def test_what_torchrun_restarts_is_resumed(place):
     options = {"reward": REWARD, **SHORT}
-    straight = ranks(recipe(place, "straight", **options), 2)
-    assert [r.wait() for r in straight] == [0, 0], straight[0].output
+    all_end(ranks(recipe(place, "straight", **options), 2))
     at, file = place / "restarted.at", recipe(place, "restarted", **options)
     run = launched(file, "--max_restarts", "1", FAULT="dies", FAULT_AT=str(at))
     code, output = run.wait(600), file.with_suffix(".log").read_text()
@@ -164,8 +163,7 @@ def no_room() -> None:
 
 @pytest.mark.full
 def test_a_slow_save_is_waited_for(place):
-    runs = ranks(recipe(place, "slow", train={"steps": 1}, **SHORT), 2, hook=slow_save)
-    assert [r.wait() for r in runs] == [0, 0], [r.output for r in runs]
+    all_end(ranks(recipe(place, "slow", train={"steps": 1}, **SHORT), 2, hook=slow_save))
 
 
 ALL = {"train": {"lora_rank": 0, "lr": 1e-4}, "parallel": {"shard": 2}}
@@ -176,12 +174,11 @@ ALL = {"train": {"lora_rank": 0, "lr": 1e-4}, "parallel": {"shard": 2}}
 )
 def test_no_room_for_a_checkpoint_stops_all_after_the_one_before(place, name, rank, options):
     file, folder = recipe(place, f"room-{name}", **SHORT, **options), RunFolder(place / "runs" / f"room-{name}")
-    runs = ranks(file, 2, hook=no_room, RANK_LIMITED=rank)
-    assert [r.wait() for r in runs] == [3, 3], [r.output for r in runs]
-    assert "step 2: the checkpoint cannot be written" in runs[0].output and "Traceback" not in runs[0].output
+    output, _ = all_end(ranks(file, 2, hook=no_room, RANK_LIMITED=rank), 3)
+    assert "step 2: the checkpoint cannot be written" in output and "Traceback" not in output
     assert [p.name for p in folder.checkpoints.iterdir()] == ["step_000001"], "the partial checkpoint is removed"
-    again = ranks(file, 2, "--resume")
-    assert [r.wait() for r in again] == [0, 0] and [r["step"] for r in rows(folder.root)] == [1, 2, 3, 4]
+    all_end(ranks(file, 2, "--resume"))
+    assert [r["step"] for r in rows(folder.root)] == [1, 2, 3, 4]
 
 
 def not_finite() -> None:
@@ -204,9 +201,8 @@ def not_finite() -> None:
 
 
 def test_a_gradient_that_is_not_finite_in_one_process_is_skipped_in_both(place):
-    runs = ranks(recipe(place, "nan", **SHORT), 2, hook=not_finite, DUMP=str(place))
-    assert [r.wait() for r in runs] == [0, 0], [r.output for r in runs]
+    output, _ = all_end(ranks(recipe(place, "nan", **SHORT), 2, hook=not_finite, DUMP=str(place)))
     assert [r["updates_skipped"] for r in rows(place / "runs" / "nan")] == [0, 1, 0, 0]
     weights = [(place / f"weights{k}").read_text() for k in range(2)]
     assert weights[0] == weights[1] and weights[0].startswith("3 ")
-    assert "1 updates skipped: gradient not finite" in runs[0].output
+    assert "1 updates skipped: gradient not finite" in output

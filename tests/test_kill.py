@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from tiny_run import ALONE, Hold, ranks, recipe, rows, train, tree
+from tiny_run import ALONE, Hold, all_end, ranks, recipe, rows, train, tree
 
 from prefgrpo.rewards.base import GroupScores, GroupwiseReward, Score
 from prefgrpo.run.checkpoint import CheckpointError, read_newest
@@ -86,10 +86,6 @@ def truths(place):
         return folder
 
     return truth
-
-
-def all_end(runs):
-    assert [r.wait() for r in runs] == [0] * len(runs), "\n".join(r.output for r in runs)
 
 
 @pytest.mark.parametrize(("kind", "point"), CASES)

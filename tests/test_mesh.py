@@ -19,7 +19,7 @@ import pytest
 import torch
 from families import perturb
 from safetensors.torch import load_file
-from tiny_run import ALONE, Brightness, merged, ranks, recipe, rows, train
+from tiny_run import ALONE, Brightness, all_end, merged, ranks, recipe, rows, train
 from tiny_run import world as tiny_world
 
 from prefgrpo.config.loading import from_dict
@@ -190,23 +190,19 @@ def place(tmp_path_factory):
     return folder
 
 
-def all_end(runs, seconds=600):
-    assert [r.wait(seconds) for r in runs] == [0] * len(runs), "\n".join(r.output for r in runs)
-
-
 @pytest.mark.dist
 @pytest.mark.full
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_layout_changes_nothing(place, family, size):
-    all_end(ranks(place / f"{family}{size}.yaml", size, hook=cells, PLACE=str(place), FAMILY=family))
+    all_end(ranks(place / f"{family}{size}.yaml", size, hook=cells, PLACE=str(place), FAMILY=family), seconds=600)
 
 
 @pytest.mark.dist
 @pytest.mark.full
 def test_a_layout_changes_nothing_in_any_family(place):
     families = " ".join(OTHERS)
-    all_end(ranks(place / "others.yaml", 2, hook=cells, PLACE=str(place), FAMILY=families), 1500)
+    all_end(ranks(place / "others.yaml", 2, hook=cells, PLACE=str(place), FAMILY=families), seconds=1500)
 
 
 def compiled():
@@ -227,7 +223,7 @@ def compiled():
 @pytest.mark.timeout(1800)
 def test_compiled_blocks_train_as_eager_ones(place):
     """Rollout and replay must run the same graph, or the first ratio is not 1; gradients must match eager blocks."""
-    all_end(ranks(place / "compiled.yaml", 2, hook=compiled, PLACE=str(place)), 1700)
+    all_end(ranks(place / "compiled.yaml", 2, hook=compiled, PLACE=str(place)), seconds=1700)
 
 
 # ---- whole runs -----------------------------------------------------------------------------------------------------
@@ -252,15 +248,15 @@ def test_split_weights_are_resumed_on_any_layout(run_place):
     trained = {"lora_rank": 0, "ema_decay": 0.5, "lr": 1e-4, "objective": "nft"}  # nft also stores an old policy
     options = {"train": trained, "eval": {"every": 0}}
     two = {"parallel": {"shard": 2}}
-    all_end(ranks(recipe(run_place, "straight", **options, **two), 2))
+    all_end(ranks(recipe(run_place, "straight", **options, **two), 2), seconds=600)
     assert train(recipe(run_place, "one", **options))[0] == 0
-    all_end(ranks(recipe(run_place, "two_two", **options, **two), 2, "--train.steps", "2"))
+    all_end(ranks(recipe(run_place, "two_two", **options, **two), 2, "--train.steps", "2"), seconds=600)
     shutil.copytree(runs / "two_two", runs / "two_one")
     assert train(recipe(run_place, "one_two", **options), "--train.steps", "2")[0] == 0
     parts = runs / "two_two" / "checkpoints" / "step_000002" / "parts"
     assert sorted(p.name for p in parts.iterdir()) == [".metadata", "__0_0.distcp", "__1_0.distcp"]
-    all_end(ranks(recipe(run_place, "two_two", **options, **two), 2, "--resume"))
-    all_end(ranks(recipe(run_place, "one_two", **options, **two), 2, "--resume"))
+    all_end(ranks(recipe(run_place, "two_two", **options, **two), 2, "--resume"), seconds=600)
+    all_end(ranks(recipe(run_place, "one_two", **options, **two), 2, "--resume"), seconds=600)
     code, output = train(recipe(run_place, "two_one", **options), "--resume")
     assert code == 0 and "resumed from" in output, output
     want, start = final(runs / "one"), load_file(next((run_place / "flux" / "transformer").glob("*.safetensors")))
@@ -279,7 +275,7 @@ def test_split_weights_are_resumed_on_any_layout(run_place):
     content[-9] ^= 1
     damaged.write_bytes(content)
     again = ranks(recipe(run_place, "straight", **options, **two), 2, "--resume")
-    all_end(again)
+    all_end(again, seconds=600)
     assert "the content of parts/__1_0.distcp does not match its hash" in again[0].output, again[0].output
     assert "step_000002" in again[0].output.partition("resumed from")[2].splitlines()[0]
     assert all(torch.equal(straight[k], weight) for k, weight in final(runs / "straight").items())
@@ -298,7 +294,7 @@ def test_a_run_of_context_parallel_processes(run_place):
     """Rewards, evaluation and exported weights match a single process: each sample is scored and counted once."""
     spec = {"reward": {"spec": f"{__name__}.OnlyTheFirstIsAsked"}}
     spec["eval"] = {"spec": f"{__name__}.OnlyTheFirstIsAsked", "every": 2}
-    all_end(ranks(recipe(run_place, "cp", parallel={"ulysses": 2}, **spec), 2))
+    all_end(ranks(recipe(run_place, "cp", parallel={"ulysses": 2}, **spec), 2), seconds=600)
     assert train(recipe(run_place, "alone", **spec))[0] == 0
     got, want = (rows(run_place / "runs" / name) for name in ("cp", "alone"))
     assert [(r["kind"], r["step"]) for r in got] == [(r["kind"], r["step"]) for r in want]
@@ -349,14 +345,7 @@ FLUX, WAN = "black-forest-labs/FLUX.1-dev", "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
 PUBLISHED = {
     "wan 480p": ("wan", WAN, (480, 832, 81), {"ulysses": 4}, 0, ""),
     "wan heads": ("wan", WAN, (480, 832, 81), {"ulysses": 8}, 0, "12 attention heads"),
-    "wan 16": (
-        "wan",
-        WAN,
-        (480, 832, 81),
-        {"ring": 16},
-        0,
-        "got 32760; sizes that work",
-    ),
+    "wan 16": ("wan", WAN, (480, 832, 81), {"ring": 16}, 0, "got 32760; sizes that work"),
     "flux": ("flux", FLUX, (1024, 1024, None), {"ulysses": 8}, 512, ""),
     "flux 720": ("flux", FLUX, (720, 720, None), {"ulysses": 2}, 512, "got 2025; sizes that"),
     "flux text": ("flux", FLUX, (1024, 1024, None), {"ulysses": 8}, 300, "the next is 304"),

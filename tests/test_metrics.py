@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_run import ALONE
 
 from prefgrpo.judge import traffic
 from prefgrpo.judge.verdict import Verdict
@@ -37,7 +38,6 @@ from prefgrpo.run.metrics import (
 from prefgrpo.run.run_folder import RunFolder
 from prefgrpo.run.trackers import TensorBoard
 
-ALONE = World(0, 1, torch.device("cpu"))
 NAN = float("nan")
 
 

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 from judge_server import free_port
-from tiny_run import ranks, recipe, rows, weights, world
+from tiny_run import all_end, ranks, recipe, rows, weights, world
 
 pytestmark = [pytest.mark.dist, pytest.mark.full]
 
@@ -29,8 +29,7 @@ def by_rank(node: int, port: str) -> list[str]:
 
 def test_two_agents_are_one_with_two_processes(tmp_path):
     place = world(tmp_path)
-    together = ranks(recipe(place, "together"), 2)
-    assert [r.wait() for r in together] == [0, 0], together[0].output
+    all_end(ranks(recipe(place, "together"), 2))
     truth = place / "runs" / "together"
     env = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     for way in (by_name, by_rank):

@@ -19,11 +19,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from tiny_run import BRIGHTNESS, PROMPTS, ranks, recipe, rows, train
+from tiny_run import ALONE, BRIGHTNESS, PROMPTS, all_end, ranks, recipe, rows, train
 
 from prefgrpo.config.recipe import ConfigError
 from prefgrpo.parallel import world as parallel
-from prefgrpo.parallel.world import World, pick_device
+from prefgrpo.parallel.world import pick_device
 from prefgrpo.rewards.base import PointwiseReward, Score
 from prefgrpo.run.trainer import TrainingLoop
 from prefgrpo.sde.noise import initial_latents
@@ -61,11 +61,6 @@ def dump() -> None:
         return true_update(self, step, batches, advantage)
 
     TrainingLoop.update = update
-
-
-def all_end(runs, code):
-    assert [r.wait() for r in runs] == [code] * len(runs), "\n".join(r.output for r in runs)
-    return [r.output for r in runs]
 
 
 @pytest.fixture(scope="module")
@@ -306,11 +301,10 @@ def test_collectives(place, size):
 
 
 def test_one_process_needs_no_group():
-    world = World(0, 1, torch.device("cpu"))
-    assert world.gather(np.ones((2, 3))).shape == (2, 3)
-    world.barrier()
+    assert ALONE.gather(np.ones((2, 3))).shape == (2, 3)
+    ALONE.barrier()
     with pytest.raises(ValueError, match="mine"):
-        world.on_main(lambda: (_ for _ in ()).throw(ValueError("mine")), ValueError)
+        ALONE.on_main(lambda: (_ for _ in ()).throw(ValueError("mine")), ValueError)
 
 
 @pytest.mark.parametrize("device, after_error", [("cpu", True), ("cuda", False)])

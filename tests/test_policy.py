@@ -8,14 +8,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tiny_run import ALONE
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from prefgrpo.config.schema import TrainConfig
-from prefgrpo.parallel.world import World
 from prefgrpo.run.checkpoint import CheckpointError
 from prefgrpo.run.policy import NonFiniteGradient, Policy
 
-ALONE = World(0, 1, torch.device("cpu"))
 TRAIN = TrainConfig(lr=0.1, beta1=0.8, beta2=0.95, weight_decay=0.2, max_grad_norm=0.7, warmup_steps=4, ema_decay=0.9)
 
 

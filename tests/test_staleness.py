@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from grpo_formula import plain_formula
-from tiny_run import ALONE, BRIGHTNESS, ranks, recipe, rows, settings, weights
+from tiny_run import ALONE, BRIGHTNESS, all_end, ranks, recipe, rows, settings, weights
 
 from prefgrpo.config.loading import from_dict
 from prefgrpo.config.recipe import ConfigError
@@ -243,8 +243,7 @@ def test_two_processes_are_one(trainer, place):
     over["train"] = {"steps": 4, "lr": 1e-3, "updates_per_rollout": 2, "kl_coef": 0.1}
     over["checkpoint"] = {"every": 3}
     trainer("one", **over).run()
-    runs = ranks(recipe(place, "two", **over), 2)
-    assert [r.wait(900) for r in runs] == [0, 0], "\n".join(r.output for r in runs)
+    all_end(ranks(recipe(place, "two", **over), 2), seconds=900)
     one, two = rows(place / "runs" / "one"), rows(place / "runs" / "two")
     assert [(r["kind"], r["step"]) for r in one] == [(r["kind"], r["step"]) for r in two]
     for a, b in zip(one, two, strict=True):

@@ -269,3 +269,9 @@ def start_ranks(
     own = [shared | {"RANK": str(k), "LOCAL_RANK": str(k)} for k in range(size)]
     logs = [log.with_suffix(f".rank{k}.log") for k in range(size)]
     return [start(argv, file, hook, (holds or {}).get(k), **own[k]) for k, file in enumerate(logs)]
+
+
+def all_end(runs: list[Run], code: int = 0, seconds: float = 180.0) -> list[str]:
+    """The outputs of all ranks, each of which must end with this exit code."""
+    assert [r.wait(seconds) for r in runs] == [code] * len(runs), "\n".join(r.output for r in runs)
+    return [r.output for r in runs]

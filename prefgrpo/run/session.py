@@ -51,32 +51,18 @@ from prefgrpo.run.run_folder import RunFolder
 from prefgrpo.run.speed import reuse_obstacles, reuse_takes_effect
 
 FREE = (
-    *(
-        "train.steps",
-        "train.max_minutes",
-        "train.stop_when",
-        "train.lr",
-        "train.max_grad_norm",
-        "train.checkpointing_share",
-        "checkpoint.every",
-        "checkpoint.keep",
-    ),
-    *("output", "name", "device", "gpus", "tensorboard", "trackers", "data.cache", "memory.offload"),
-    *("judge.endpoints", "judge.api_key_env", "judge.concurrency", "judge.timeout_s", "judge.deadline_s"),
-    *("judge.max_missing", "judge.patience_steps", "judge.log", "judge.cache", "judge.hedge_s"),
-    *("judge.retries", "judge.patience_s", "parallel.replicate", "parallel.shard", "parallel.ulysses"),
-    *("parallel.ring", "parallel.keep_gathered", "parallel.offload"),
-)
+    "output", "name", "device", "gpus", "tensorboard", "trackers", "data.cache", "memory.offload",
+    "train.steps", "train.max_minutes", "train.stop_when", "train.lr", "train.max_grad_norm",
+    "train.checkpointing_share", "checkpoint.every", "checkpoint.keep",
+    "judge.endpoints", "judge.api_key_env", "judge.concurrency", "judge.timeout_s", "judge.deadline_s",
+    "judge.max_missing", "judge.patience_steps", "judge.log", "judge.cache", "judge.hedge_s", "judge.retries",
+    "judge.patience_s", "parallel.replicate", "parallel.shard", "parallel.ulysses", "parallel.ring",
+    "parallel.keep_gathered", "parallel.offload",
+)  # fmt: skip
 """Fields that may differ in a resumed run: where and how it runs, and options that help after a stop."""
 FREE_OPTIONS = (
-    ".url",
-    ".device",
-    ".batch_size",
-    ".judge.endpoints",
-    ".judge.concurrency",
-    ".judge.timeout_s",
-    f".{PYTHON}",
-)
+    ".url", ".device", ".batch_size", ".judge.endpoints", ".judge.concurrency", ".judge.timeout_s", f".{PYTHON}",
+)  # fmt: skip
 """The same for a reward's options, as suffixes."""
 Collector = TrajectoryCollector | EndpointCollector
 
