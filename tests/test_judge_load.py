@@ -155,7 +155,7 @@ def test_a_loaded_judge_of_eight_ranks_loses_nothing(recipe, rate, clock):
                 scorer.add(group, member, Sample("a red circle", picture(group, member)))
     clients = [scorer.rewards[name].judge.client for scorer in scorers]
     pictures = rollout.prompts_per_step * rollout.group_size
-    until(lambda: sum(f.done() for client in clients for f in list(client._encodings.values())) == pictures)
+    until(lambda: sum(f.done() for client in clients for f in list(client.encodings.futures.values())) == pictures)
     start, clock.runs = clock.now, True
     found = [scorer.finish() for scorer in scorers]
     seconds = clock.now - start

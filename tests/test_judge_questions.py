@@ -86,7 +86,7 @@ def test_the_same_question_is_asked_once(template, server):
     assert "refused with 400" in ask(j, asked, {"prompt": "c"}, [one], once=True).result(30).reason
     assert ask(j, asked, {"prompt": "c"}, [one], once=True).result(30).raw == "c 10", "failures are asked again"
     del one, same, other, first, late, rest
-    until(lambda: not len(j._asked) and not len(j._encodings))  # nothing is kept for garbage-collected media
+    until(lambda: not len(j._asked) and not len(j.encodings.futures))  # nothing is kept for garbage-collected media
 
 
 def test_a_shared_question_survives_those_who_leave(template, server):

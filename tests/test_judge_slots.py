@@ -89,7 +89,7 @@ def test_a_request_that_waits_for_a_picture_holds_no_slot_and_comes_next():
         pictures = [Media(np.full((8, 8, 3), 20 * k, np.uint8)) for k in range(9)]
         j.judge_group("p", pictures[7:], [(0, 1)])  # warm-up: identifies the server
         for picture in pictures:  # encode first, so that encoding time does not affect the order
-            loop_thread().submit(j.client._encoded(picture)).result(10)
+            loop_thread().submit(j.client.encodings.get(picture)).result(10)
         verdicts = j.judge_group("p", pictures[:7], [(0, 1), (0, 2), (0, 3), (1, 2), (4, 5), (5, 6)])
         grey = {uuid: round(value * 255 / 20) for uuid, value in server.media.items()}
     assert all(v.first is not None for v in verdicts) and server.peak == 2, "at most two requests at a time"
