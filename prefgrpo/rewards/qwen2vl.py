@@ -31,7 +31,7 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional
 
-from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample, Score
+from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample, Score, too_long
 from prefgrpo.rewards.checkpoints import (
     build_model,
     device_of,
@@ -176,10 +176,7 @@ class QwenReward(PointwiseReward):
 
     def refuse(self, sample: Sample) -> str:
         """Also rejects prompts that cannot be inserted into the text, and extreme aspect ratios."""
-        high, wide = sample.media.pixels.shape[-3:-1] if sample.media.pixels.ndim > 2 else (1, 1)
-        over = max(high, wide) > 200 * min(high, wide)
-        too_long = f"an image of {wide}×{high} is too long; expected an aspect ratio of at most 1:200" if over else ""
-        return super().refuse(sample) or too_long or self.network.refuse(sample.prompt)
+        return super().refuse(sample) or too_long(sample.media, 200) or self.network.refuse(sample.prompt)
 
     def score(self, samples: list[Sample]) -> list[Score]:
         """One score per sample."""
