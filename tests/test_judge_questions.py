@@ -15,6 +15,7 @@ import pytest
 from judge_server import JudgeServer, images, text_of, until
 from PIL import Image
 from test_judge_faults import FAST, judge, media
+from tiny_media import grey
 
 from prefgrpo.config.schema import JudgeConfig
 from prefgrpo.data.media import Media
@@ -139,7 +140,7 @@ def scored(server, pictures, prompt="p", **changes):
 @pytest.mark.parametrize("shape", [(0, 0, 3), (32, 0, 3), (0, 32, 32, 3), (5, 0, 0, 3)])
 def test_media_without_pixels_or_frames_are_missing(server, shape):
     empty = Media(np.zeros(shape, np.uint8))
-    good = [Media(np.full((3, 32, 32, 3) if empty.clip else (32, 32, 3), level, np.uint8)) for level in (40, 200)]
+    good = [grey(level, frames=3 * empty.clip) for level in (40, 200)]
     template = "compare_video" if empty.clip else "compare"
     result, requests = scored(server, [good[0], empty, good[1]], template=template)
     values = result.values["vlm_pairwise"][0]

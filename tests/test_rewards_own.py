@@ -18,6 +18,7 @@ import reward_cases_own as own
 import torch
 from PIL import Image
 from safetensors.torch import load_file
+from tiny_media import noise
 from torch import nn
 
 from prefgrpo.rewards.base import RewardError, Sample
@@ -90,7 +91,7 @@ def by_hand(tensors, ids, mask, pixels, text_heads=4):
 def test_imagereward_against_its_formula_in_float64(blip):
     reward = ImageReward(**blip, batch_size=2)
     tensors = torch.load(Path(blip["model"]) / "ImageReward.pt")
-    samples = [Sample(p, own.image(k, 40 + 20 * k, 56)) for k, p in enumerate([*PROMPTS, "long " * 60])]
+    samples = [Sample(p, noise(k, 40 + 20 * k, 56)) for k, p in enumerate([*PROMPTS, "long " * 60])]
     for sample, score in zip(samples, reward.score(samples), strict=True):
         words = reward.tokenize(
             sample.prompt, padding="max_length", truncation=True, max_length=35, return_tensors="pt"
@@ -108,7 +109,7 @@ def test_imagereward_preprocesses_as_torchvision_does(size):
         transforms.ToTensor(),
         transforms.Normalize((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)),
     ])  # fmt: skip
-    picture = own.image(0, *size).pil
+    picture = noise(0, *size).pil
     assert torch.allclose(preprocess(picture, 32), published(picture), atol=1e-6)
 
 
@@ -141,7 +142,7 @@ def test_deqa_asks_the_published_question_through_the_models_own_code(owl):
     said = [("IMAGE" if k == -200 else reward.tokenizer.convert_ids_to_tokens(k)) for k in reward.question]
     assert said == words and words[11:13] == ["IMAGE", "ASSISTANT:"]
     assert reward.tokenizer.convert_ids_to_tokens(reward.levels) == list(LEVELS)
-    samples = [Sample("not asked about", own.image(k, 40, 40 + 20 * k)) for k in range(3)]
+    samples = [Sample("not asked about", noise(k, 40, 40 + 20 * k)) for k in range(3)]
     weights = load_file(Path(owl["model"]) / "model.safetensors")
     for sample, score in zip(samples, reward.score(samples), strict=True):
         shown = square(sample.media.pil, (122, 117, 104))  # 255 · mean, truncated
