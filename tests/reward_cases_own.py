@@ -22,6 +22,7 @@ QWEN = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vi
         "<|image_pad|>", "<|video_pad|>")  # fmt: skip
 WIDTH, HEADS, ROWS = 32, 4, 288
 HPS_TEXT = "Rate it.\n{text_prompt}\nMark: <|Reward|>\nEND\n"
+PROMPTS = ("a red cat", 'two dogs, or {x} "quoted" ünd 猫', "")
 VIDEO_TEXT = "Rate it.\nSight: <|VQ_reward|>\nMotion: <|MQ_reward|>\n{text_prompt}\nFit: <|TA_reward|>\nEND\n"
 
 
@@ -295,11 +296,11 @@ def deqa(folder: Path) -> dict[str, object]:
 
 def pictures() -> list[Sample]:
     """Images of several sizes with their prompts."""
-    return [Sample(p, noise(k, 40 + 9 * k, 56)) for k, p in enumerate(("a red cat", "two dogs, or {x}", ""))]
+    return [Sample(p, noise(k, 40 + 9 * k, 56)) for k, p in enumerate(PROMPTS)]
 
 
 def clips() -> list[Sample]:
-    return [Sample(p, noise(k, frames=8 + k)) for k, p in enumerate(("a red cat", "two dogs, or {x}"))]
+    return [Sample(p, noise(k, frames=8 + k)) for k, p in enumerate(PROMPTS[:2])]
 
 
 def photos() -> list[Sample]:

@@ -25,8 +25,6 @@ from prefgrpo.rewards.base import RewardError, Sample
 from prefgrpo.rewards.deqa import IMAGE, LEVELS, QUESTION, DeQA, score_from_logits, square
 from prefgrpo.rewards.imagereward import CENTRE, SCALE, ImageReward, preprocess
 
-PROMPTS = ("a red cat", 'two dogs, or {x} "quoted" ünd 猫', "")
-
 
 @pytest.fixture(scope="module")
 def blip(tmp_path_factory):
@@ -91,7 +89,7 @@ def by_hand(tensors, ids, mask, pixels, text_heads=4):
 def test_imagereward_against_its_formula_in_float64(blip):
     reward = ImageReward(**blip, batch_size=2)
     tensors = torch.load(Path(blip["model"]) / "ImageReward.pt")
-    samples = [Sample(p, noise(k, 40 + 20 * k, 56)) for k, p in enumerate([*PROMPTS, "long " * 60])]
+    samples = [Sample(p, noise(k, 40 + 20 * k, 56)) for k, p in enumerate([*own.PROMPTS, "long " * 60])]
     for sample, score in zip(samples, reward.score(samples), strict=True):
         words = reward.tokenize(
             sample.prompt, padding="max_length", truncation=True, max_length=35, return_tensors="pt"

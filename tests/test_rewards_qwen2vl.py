@@ -33,8 +33,6 @@ from prefgrpo.rewards.qwen2vl import (
     resized,
 )  # fmt: skip
 
-PROMPTS = ("a red cat", 'two dogs, or {x} "quoted" ünd 猫', "")
-
 
 @pytest.fixture(scope="module")
 def hps(tmp_path_factory):
@@ -108,7 +106,7 @@ def test_hpsv3_is_the_head_at_the_reward_token(hps):
     )
     head.load_state_dict({k.removeprefix("rm_head."): v for k, v in tensors.items() if k.startswith("rm_head")})
     body = {k: v for k, v in tensors.items() if not k.startswith("rm_head")}
-    samples = [Sample(p, noise(k, 60 + 90 * k, 200)) for k, p in enumerate(PROMPTS)]
+    samples = [Sample(p, noise(k, 60 + 90 * k, 200)) for k, p in enumerate(own.PROMPTS)]
     turns = [(frame(s.media.pil, PIXELS), own.HPS_TEXT.replace("{text_prompt}", s.prompt)) for s in samples]
     expected = reference(hps, body, head.eval(), turns, ["<|Reward|>"], "image")[:, 0]
     scores = HPSv3(**hps, batch_size=2).score(samples)
@@ -121,7 +119,7 @@ def test_one_bad_sample_is_missing_and_the_others_are_scored(hps):
     """Reward tokens in a prompt would be read in place of the template's; a one-line sliver has no patches."""
     bad = [Sample("a <|Reward|>", noise(0)), Sample("a <|image_pad|>", noise(0))]
     bad.append(Sample("a line", noise(0, 2, 500)))
-    scores = HPSv3(**hps).score([*bad, Sample(PROMPTS[0], noise(0))])
+    scores = HPSv3(**hps).score([*bad, Sample(own.PROMPTS[0], noise(0))])
     assert [s.value is None for s in scores] == [True, True, True, False]
     assert "<|Reward|>" in scores[0].reason and "<|image_pad|>" in scores[1].reason and "1:200" in scores[2].reason
 
@@ -192,7 +190,7 @@ def by_peft(tensors):
 
 
 def test_videoalign_is_three_heads_at_three_tokens_normalised(video):
-    samples = [Sample(p, noise(k, frames=n)) for k, (p, n) in enumerate(zip(PROMPTS, (9, 32, 2), strict=True))]
+    samples = [Sample(p, noise(k, frames=n)) for k, (p, n) in enumerate(zip(own.PROMPTS, (9, 32, 2), strict=True))]
     expected = np.stack([np.diagonal(rows) for rows in raw(video, samples)])
     scores = VideoAlign(**video, batch_size=2).score(samples)
     for score, (vq, mq, ta) in zip(scores, expected, strict=True):
@@ -203,7 +201,7 @@ def test_videoalign_is_three_heads_at_three_tokens_normalised(video):
 
 def test_videoalign_of_some_dimensions(video):
     """DanceGRPO trains HunyuanVideo on VQ alone, with clips written at 8 frames per second."""
-    samples = [Sample(p, noise(k, frames=20)) for k, p in enumerate(PROMPTS)]
+    samples = [Sample(p, noise(k, frames=20)) for k, p in enumerate(own.PROMPTS)]
     every = VideoAlign(**video).score(samples)
     for chosen in (["VQ"], ["TA", "MQ"]):
         found = VideoAlign(**video, dimensions=chosen).score(samples)
@@ -217,7 +215,7 @@ def test_videoalign_of_some_dimensions(video):
 @pytest.mark.parametrize("outputs", [1, 3])
 def test_adapters_and_a_full_file_give_the_same(outputs, tmp_path):
     """An adapter checkpoint takes other weights from the base; one output per token or the diagonal of three."""
-    samples = [Sample(PROMPTS[0], noise(0, frames=9))]
+    samples = [Sample(own.PROMPTS[0], noise(0, frames=9))]
     scores = [
         VideoAlign(**own.videoalign(tmp_path / str(full), full, outputs)).score(samples)[0].parts
         for full in (True, False)
