@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from judge_server import JudgeServer
 from PIL import Image, ImageDraw, ImageFont
+from tiny_media import grey
 from tiny_rewards import MAKERS
 
 from prefgrpo.data.media import Media
@@ -75,7 +76,7 @@ def signs_in_clips() -> list[Sample]:
 
 def group() -> list[Sample]:
     """Images of one prompt, from dark to bright."""
-    return [Sample("a bright day", Media(np.full((32, 32, 3), level, np.uint8))) for level in (40, 120, 200)]
+    return [Sample("a bright day", grey(level)) for level in (40, 120, 200)]
 
 
 def picture(seed: int, high: int = 40, wide: int = 56) -> Media:

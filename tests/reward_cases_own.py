@@ -8,14 +8,13 @@ with med_config.json, and a detector and a CLIP as transformers saves them.
 import json
 from pathlib import Path
 
-import numpy as np
 import torch
 from reward_cases import Case
 from safetensors.torch import load_file, save_file
+from tiny_media import noise
 from tiny_rewards import clip_folder, spread
 from tokenizers import pre_tokenizers
 
-from prefgrpo.data.media import Media
 from prefgrpo.rewards.base import Sample
 from prefgrpo.rewards.deqa import IMAGE, QUESTION
 
@@ -23,6 +22,7 @@ QWEN = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vi
         "<|image_pad|>", "<|video_pad|>")  # fmt: skip
 WIDTH, HEADS, ROWS = 32, 4, 288
 HPS_TEXT = "Rate it.\n{text_prompt}\nMark: <|Reward|>\nEND\n"
+PROMPTS = ("a red cat", 'two dogs, or {x} "quoted" ünd 猫', "")
 VIDEO_TEXT = "Rate it.\nSight: <|VQ_reward|>\nMotion: <|MQ_reward|>\n{text_prompt}\nFit: <|TA_reward|>\nEND\n"
 
 
@@ -30,14 +30,6 @@ def write(path: Path, content: object) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
     return path
-
-
-def image(seed: int, high: int = 40, wide: int = 56) -> Media:
-    return Media(np.random.default_rng(seed).integers(0, 256, (high, wide, 3), np.uint8))
-
-
-def clip(seed: int, frames: int = 9, high: int = 40, wide: int = 56) -> Media:
-    return Media(np.random.default_rng(seed).integers(0, 256, (frames, high, wide, 3), np.uint8))
 
 
 def qwen2vl(folder: Path, seed: int = 0) -> Path:
@@ -304,17 +296,17 @@ def deqa(folder: Path) -> dict[str, object]:
 
 def pictures() -> list[Sample]:
     """Images of several sizes with their prompts."""
-    return [Sample(p, image(k, 40 + 9 * k, 56)) for k, p in enumerate(("a red cat", "two dogs, or {x}", ""))]
+    return [Sample(p, noise(k, 40 + 9 * k, 56)) for k, p in enumerate(PROMPTS)]
 
 
 def clips() -> list[Sample]:
-    return [Sample(p, clip(k, 8 + k)) for k, p in enumerate(("a red cat", "two dogs, or {x}"))]
+    return [Sample(p, noise(k, frames=8 + k)) for k, p in enumerate(PROMPTS[:2])]
 
 
 def photos() -> list[Sample]:
     """Images with GenEval's metadata columns; the detector sees no person and several couches."""
     asked = [{"tag": "single_object", "include": [{"class": c, "count": 1}]} for c in ("person", "couch")]
-    return [Sample("a photo", image(k), meta=meta) for k, meta in enumerate(asked)]
+    return [Sample("a photo", noise(k), meta=meta) for k, meta in enumerate(asked)]
 
 
 CASES = {

@@ -12,14 +12,10 @@ from typing import Any
 import numpy as np
 from judge_server import JudgeServer
 from reward_cases import Case
+from tiny_media import grey
 
 from prefgrpo.data.media import Media
 from prefgrpo.rewards.base import Sample
-
-
-def flat(level: float, size: int = 32) -> Media:
-    """A uniformly grey image."""
-    return Media(np.full((size, size, 3), level, np.uint8))
 
 
 def clip(level: float, frames: int = 33) -> Media:
@@ -98,18 +94,18 @@ def _served(_: Path) -> dict[str, Any]:
 def pictures(prompt: str = "a 2x2 grid of cats", **meta: Any) -> list[Sample]:
     """Four samples of different brightness, each a grid of four cells."""
     levels = [(40, 60, 90, 130), (200, 180, 90, 80), (10, 20, 30, 40), (250, 240, 10, 100)]
-    return [Sample(prompt, grid(*four), (flat(128),), meta) for four in levels]
+    return [Sample(prompt, grid(*four), (grey(128),), meta) for four in levels]
 
 
 def words() -> list[Sample]:
     """Samples whose prompt quotes the text to render."""
-    return [Sample('a sign that says "level 40"', flat(level)) for level in (40, 41, 200)]
+    return [Sample('a sign that says "level 40"', grey(level)) for level in (40, 41, 200)]
 
 
 def points() -> list[Sample]:
     """Samples with two test points; they satisfy none, one and both."""
     dims = {"Testpoints": ["Style", "Attribute - Color"], "Testpoint Description": ["ink", "red"]}
-    return [Sample("red ink", flat(level), (), {"sub_dims_en": json.dumps(dims)}) for level in (10, 90, 240)]
+    return [Sample("red ink", grey(level), (), {"sub_dims_en": json.dumps(dims)}) for level in (10, 90, 240)]
 
 
 SHOWN = (

@@ -24,7 +24,6 @@ import numpy as np
 from aiohttp import web
 from judge_server import JudgeServer, free_port, until
 
-from prefgrpo.data.media import Media
 from prefgrpo.judge.loop import LoopThread
 from prefgrpo.rewards.base import PointwiseReward, Sample, Score
 from prefgrpo.rewards.serve import RewardServer
@@ -72,10 +71,6 @@ def wait_for(file: str) -> None:
 
 def brightness(sample: Sample) -> float:
     return float(sample.media.pixels.astype(np.float64).mean() / 255)
-
-
-def picture(level: int, size: int = 32) -> Media:
-    return Media(np.full((size, size, 3), level, np.uint8))
 
 
 class Process:

@@ -22,9 +22,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from judge_server import MODEL, JudgeServer, free_port, until
+from tiny_media import grey
 
 from prefgrpo.config.schema import JudgeConfig
-from prefgrpo.data.media import Media
 from prefgrpo.judge.client import HttpJudge, check
 from prefgrpo.judge.plans import both_orders
 from prefgrpo.judge.verdict import JudgeError
@@ -35,7 +35,7 @@ PAIRS = both_orders(len(LEVELS), 0)
 
 
 def media(levels):
-    return [Media(np.full((32, 32, 3), level, np.uint8)) for level in levels]
+    return [grey(level) for level in levels]
 
 
 def judge(*urls, **changes):

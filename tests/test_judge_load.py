@@ -17,9 +17,9 @@ import pytest
 import torch
 from aiohttp import web
 from judge_server import JudgeServer, reply, until
+from tiny_media import noise
 
 from prefgrpo.config.loading import load
-from prefgrpo.data.media import Media
 from prefgrpo.judge import http, loop
 from prefgrpo.judge.http import HttpJudge
 from prefgrpo.parallel.world import World
@@ -126,10 +126,6 @@ def clock(monkeypatch):
     thread.close()
 
 
-def picture(group: int, member: int) -> Media:
-    return Media(np.random.default_rng(100 * group + member).integers(0, 256, (16, 16, 3), dtype=np.uint8))
-
-
 @pytest.mark.parametrize(("recipe", "rate"), [("lora_think_flux", 2800), ("lora_flex_flux2_klein", 4700)])
 def test_a_loaded_judge_of_eight_ranks_loses_nothing(recipe, rate, clock):
     """All questions of a step arrive at once, as after an instantaneous rollout, with the recipe's own values."""
@@ -152,10 +148,10 @@ def test_a_loaded_judge_of_eight_ranks_loses_nothing(recipe, rate, clock):
         scorer.begin(0, groups)
         for group in groups:
             for member in range(rollout.group_size):
-                scorer.add(group, member, Sample("a red circle", picture(group, member)))
+                scorer.add(group, member, Sample("a red circle", noise(100 * group + member, 16, 16)))
     clients = [scorer.rewards[name].judge.client for scorer in scorers]
     pictures = rollout.prompts_per_step * rollout.group_size
-    until(lambda: sum(f.done() for client in clients for f in list(client._encodings.values())) == pictures)
+    until(lambda: sum(f.done() for client in clients for f in list(client.encodings.futures.values())) == pictures)
     start, clock.runs = clock.now, True
     found = [scorer.finish() for scorer in scorers]
     seconds = clock.now - start

@@ -15,6 +15,7 @@ import pytest
 from judge_server import JudgeServer, images, text_of, until
 from PIL import Image
 from test_judge_faults import FAST, judge, media
+from tiny_media import grey
 
 from prefgrpo.config.schema import JudgeConfig
 from prefgrpo.data.media import Media
@@ -86,7 +87,7 @@ def test_the_same_question_is_asked_once(template, server):
     assert "refused with 400" in ask(j, asked, {"prompt": "c"}, [one], once=True).result(30).reason
     assert ask(j, asked, {"prompt": "c"}, [one], once=True).result(30).raw == "c 10", "failures are asked again"
     del one, same, other, first, late, rest
-    until(lambda: not len(j._asked) and not len(j._encodings))  # nothing is kept for garbage-collected media
+    until(lambda: not len(j._asked) and not len(j.encodings.futures))  # nothing is kept for garbage-collected media
 
 
 def test_a_shared_question_survives_those_who_leave(template, server):
@@ -139,7 +140,7 @@ def scored(server, pictures, prompt="p", **changes):
 @pytest.mark.parametrize("shape", [(0, 0, 3), (32, 0, 3), (0, 32, 32, 3), (5, 0, 0, 3)])
 def test_media_without_pixels_or_frames_are_missing(server, shape):
     empty = Media(np.zeros(shape, np.uint8))
-    good = [Media(np.full((3, 32, 32, 3) if empty.clip else (32, 32, 3), level, np.uint8)) for level in (40, 200)]
+    good = [grey(level, frames=3 * empty.clip) for level in (40, 200)]
     template = "compare_video" if empty.clip else "compare"
     result, requests = scored(server, [good[0], empty, good[1]], template=template)
     values = result.values["vlm_pairwise"][0]

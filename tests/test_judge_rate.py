@@ -7,8 +7,8 @@ win rates of the rewards are tested in test_rewards_scorer.py.
 
 import numpy as np
 import pytest
+from tiny_media import grey
 
-from prefgrpo.data.media import Media
 from prefgrpo.judge.plans import both_orders, get_plan
 from prefgrpo.judge.rate import Rating, position_bias, rate_groups, unbiased
 from prefgrpo.judge.verdict import PairJudge, Verdict
@@ -126,7 +126,7 @@ class Exact(PairJudge):
 
 def test_the_reward_rates_as_its_options_say():
     level = np.random.default_rng(2).permutation(G) * 15
-    group = [Sample("p", Media(np.full((4, 4, 3), v, np.uint8))) for v in level]
+    group = [Sample("p", grey(v, 4)) for v in level]
     options = {"judge": Exact(), "plan": "swiss(5)", "rate": "bradley_terry", "bias": "fit"}
     scores = build("vlm_pairwise", {"vlm_pairwise": options})["vlm_pairwise"].score_group(group, seed=3)
     assert np.argsort([s.value for s in scores.scores]).tolist() == np.argsort(level).tolist()

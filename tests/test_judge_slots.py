@@ -10,13 +10,12 @@ import asyncio
 import json
 import random
 
-import numpy as np
 import pytest
 from judge_server import JudgeServer, images
 from test_judge_faults import ask, judge, media
+from tiny_media import grey
 
 from prefgrpo.config.schema import JudgeConfig
-from prefgrpo.data.media import Media
 from prefgrpo.judge.endpoint import Endpoint, Pool
 from prefgrpo.judge.loop import loop_thread
 from prefgrpo.judge.plans import both_orders
@@ -86,14 +85,14 @@ def test_a_picture_is_named_while_its_carrier_is_being_answered(too_soon):
 def test_a_request_that_waits_for_a_picture_holds_no_slot_and_comes_next():
     with JudgeServer(delay_s=0.3) as server:
         j = judge(server.url, concurrency=2, image_format="png", timeout_s=30)
-        pictures = [Media(np.full((8, 8, 3), 20 * k, np.uint8)) for k in range(9)]
+        pictures = [grey(20 * k, 8) for k in range(9)]
         j.judge_group("p", pictures[7:], [(0, 1)])  # warm-up: identifies the server
         for picture in pictures:  # encode first, so that encoding time does not affect the order
-            loop_thread().submit(j.client._encoded(picture)).result(10)
+            loop_thread().submit(j.client.encodings.get(picture)).result(10)
         verdicts = j.judge_group("p", pictures[:7], [(0, 1), (0, 2), (0, 3), (1, 2), (4, 5), (5, 6)])
-        grey = {uuid: round(value * 255 / 20) for uuid, value in server.media.items()}
+        number = {uuid: round(value * 255 / 20) for uuid, value in server.media.items()}
     assert all(v.first is not None for v in verdicts) and server.peak == 2, "at most two requests at a time"
-    order = [{grey[p["uuid"]] for p in images(r)} for r in server.requests[1:]]
+    order = [{number[p["uuid"]] for p in images(r)} for r in server.requests[1:]]
     assert {frozenset(s) for s in order[:2]} == {frozenset({0, 1}), frozenset({4, 5})}
     assert order[-1] == {5, 6}, "requested last"
 

@@ -21,10 +21,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from judge_server import free_port
-from reward_server import MOODY, TESTS, Moody, Process, brightness, picture
+from reward_server import MOODY, TESTS, Moody, Process, brightness
+from tiny_media import grey, noise
 
 from prefgrpo.commands import cli
-from prefgrpo.data.media import Media
 from prefgrpo.rewards.base import PointwiseReward, Sample, Score
 from prefgrpo.rewards.serve import read_options
 from prefgrpo.rewards.wire import WireError, media_json, read_request, read_scores, request_json, scores_json
@@ -59,12 +59,7 @@ class Edit(PointwiseReward):
         return []
 
 
-def drawn(height, width, seed, frames):
-    shape = (height, width, 3) if not frames else (frames, height, width, 3)
-    return Media(np.random.default_rng(seed).integers(0, 256, shape, np.uint8))
-
-
-pixels = st.builds(drawn, st.integers(1, 20), st.integers(1, 20), st.integers(0, 2**32 - 1), st.integers(0, 3))
+pixels = st.builds(noise, st.integers(0, 2**32 - 1), st.integers(1, 20), st.integers(1, 20), st.integers(0, 3))
 
 
 @settings(max_examples=60)
@@ -95,7 +90,7 @@ def test_any_bytes_are_read_or_refused(raw):
             read()
 
 
-GOOD, NOISE = json.loads(media_json(picture(9))), json.loads(media_json(drawn(32, 32, 0, 0)))
+GOOD, NOISE = json.loads(media_json(grey(9))), json.loads(media_json(noise(0, 32, 32)))
 BAD = "expected base64 of a file that is PNG, WEBP, JPEG, or a list of such frames of one size"
 
 
@@ -107,7 +102,7 @@ BAD = "expected base64 of a file that is PNG, WEBP, JPEG, or a list of such fram
         *(
             ({"prompt": "a", "media": bad}, f"samples[0].media: {BAD}")
             for bad in (None, "", [], [GOOD, ""], "é", base64.b64encode(b"GIF89a").decode(), NOISE[:400],
-                        [json.loads(media_json(picture(9, size))) for size in (8, 9)])
+                        [json.loads(media_json(grey(9, size))) for size in (8, 9)])
         ),
         ({"prompt": "a", "media": GOOD, "meta": []}, "samples[0].meta: expected a dict, got list"),
         ({"prompt": "a", "media": GOOD, "image": GOOD}, "samples[0]: unknown field(s) image"),
@@ -127,13 +122,13 @@ def test_refusals_name_the_field(row, message):
 
 def test_answers(moody):
     """Scores equal the reward's own; missing or non-finite ones are null with a reason; /v1/info names the inputs."""
-    clip = drawn(24, 16, 1, 5)
-    for media in (picture(77), clip):
+    clip = noise(1, 24, 16, 5)
+    for media in (grey(77), clip):
         status, answer = post(moody.url, body('braces {} "quotes" 😀', media))
         assert status == 200 and answer["scores"][0]["value"] == brightness(Sample("", media))
     nan = {"value": None, "reason": "the reward returned nan", "parts": {"half": None}}
-    assert post(moody.url, body("nan", picture(9)))[1]["scores"] == [nan]
-    assert post(moody.url, body("missing", picture(9)))[1]["scores"] == [{"value": None, "reason": "nothing to see"}]
+    assert post(moody.url, body("nan", grey(9)))[1]["scores"] == [nan]
+    assert post(moody.url, body("missing", grey(9)))[1]["scores"] == [{"value": None, "reason": "nothing to see"}]
     with urllib.request.urlopen(f"{moody.url}/v1/info", timeout=600) as reply:
         info = json.loads(reply.read())
     assert info["name"] == MOODY and info["takes"] == ["image", "video"] and info["status"] == "ready"
@@ -148,7 +143,7 @@ def test_answers(moody):
         (b'{"reward": "clip", "samples": [1]}', 400, f"this server scores '{MOODY}', not 'clip'"),
         (b'{"samples": [{"prompt": "a", "media": ""}]}', 400, BAD),
         (b"[" * 100_000, 400, "not JSON"),
-        (b" " * (1 << 20) + body("a", picture(9)), 413, "larger than 1 MiB; raise --max-mib"),
+        (b" " * (1 << 20) + body("a", grey(9)), 413, "larger than 1 MiB; raise --max-mib"),
     ],
 )
 def test_bad_requests_are_refused_with_the_reason(moody, raw, code, message):
@@ -161,7 +156,7 @@ def together(server, gate, prompts):
     answers = {}
 
     def ask(k, prompt):
-        answers[k] = post(server.url, body(prompt, picture(10 * k)))
+        answers[k] = post(server.url, body(prompt, grey(10 * k)))
 
     first, *rest = [threading.Thread(target=ask, args=item) for item in enumerate([f"until {gate}", *prompts])]
     batches = server.counts()["batches"]
@@ -203,11 +198,11 @@ def listening(*options, **more):
 def test_ready_only_after_a_real_score(tmp_path):
     with listening("--options", f"load_until={tmp_path / 'go'}") as server:
         assert server.health() == 503, "it must listen while loading"
-        status, message = post(server.url, body("a", picture(9)))
+        status, message = post(server.url, body("a", grey(9)))
         assert status == 503 and "is loading" in message
         (tmp_path / "go").touch()
         server.wait_ready()
-        assert post(server.url, body("a", picture(9)))[0] == 200
+        assert post(server.url, body("a", grey(9)))[0] == 200
 
 
 def test_interrupt_while_loading_ends_it():
@@ -220,7 +215,7 @@ def test_sigterm_answers_what_was_sent_and_takes_nothing_new(tmp_path):
     log, gate, answers, stopped = tmp_path / "log", tmp_path / "go", [], []
     server = Process(MOODY, log=log)
     assert "note" not in log.read_text()
-    ask = threading.Thread(target=lambda: answers.append(post(server.url, body(f"until {gate}", picture(51)))))
+    ask = threading.Thread(target=lambda: answers.append(post(server.url, body(f"until {gate}", grey(51)))))
     ask.start()
     server.wait_for("batches", 2)  # the probe and this request
     stop = threading.Thread(target=lambda: stopped.append(server.stop()))

@@ -9,7 +9,8 @@ hand-drawn mask.
 import numpy as np
 import pytest
 import torch
-from reward_cases_own import detr, image, mask2former
+from reward_cases_own import detr, mask2former
+from tiny_media import noise
 
 from prefgrpo.data.media import Media
 from prefgrpo.rewards import RewardSpecError, build
@@ -113,7 +114,7 @@ def test_a_crop_shows_the_object_before_grey():
     mask = np.zeros((40, 56), bool)
     mask[10:20, 8:30] = True
     mask[10, 8] = False
-    media = image(0)
+    media = noise(0)
     got = crop(media.pil, Detection("dog", 1.0, bounds(mask), mask)).pixels
     expected = media.pixels[10:20, 8:30].copy()
     expected[0, 0] = GROUND
@@ -186,8 +187,8 @@ BAD = [
 @pytest.mark.parametrize(("meta", "why"), BAD)
 def test_what_cannot_be_judged_is_missing_with_a_reason(meta, why, monkeypatch):
     """Flow-GRPO's server returns −10 for an unknown tag; here the sample is missing, the rest of the batch scored."""
-    fine = Sample("", image(1), meta={"tag": "two_object", "include": [clause("dog"), clause("cat")]})
-    bad, good = reward([DOG], monkeypatch).score([Sample("", image(0), meta=meta), fine])
+    fine = Sample("", noise(1), meta={"tag": "two_object", "include": [clause("dog"), clause("cat")]})
+    bad, good = reward([DOG], monkeypatch).score([Sample("", noise(0), meta=meta), fine])
     assert bad.value is None and why in bad.reason
     assert good.value == 0.5
 
@@ -210,7 +211,7 @@ def folders(tmp_path_factory):
 def test_mask2former_scores_and_boxes_against_their_definition(folders):
     """Class probability × mean mask probability for every (query, class); boxes of the masks at the image's size."""
     detector = Transformers(folders["m"], "cpu")
-    media = [image(0, 48, 64), image(1, 30, 90)]
+    media = [noise(0, 48, 64), noise(1, 30, 90)]
     assert detector.names == {"person", "couch", "computer mouse"}
     for medium, found in zip(media, detector(media), strict=True):
         pixels = detector._processor(images=[medium.pil], return_tensors="pt")["pixel_values"]
@@ -234,7 +235,7 @@ def test_mask2former_scores_and_boxes_against_their_definition(folders):
 
 def test_detr_boxes_are_in_pixels_and_named(folders):
     detector = Transformers(folders["d"], "cpu")
-    media = [image(0, 48, 64), image(1, 30, 90)]
+    media = [noise(0, 48, 64), noise(1, 30, 90)]
     alone = [detector([m])[0] for m in media]
     assert {f.name for found in alone for f in found} <= {"person", "N/A", "tv remote"}
     for medium, found in zip(media, alone, strict=True):
@@ -269,6 +270,6 @@ def test_mmdet(monkeypatch):
         inference_detector=lambda _, images: shown.extend(images) or [result for _ in images],
     )
     monkeypatch.setattr("prefgrpo.rewards.detectors.library", lambda *_: apis)
-    (found,) = MMDet("c.py", "m.pth", "cpu")([image(0)])[0]
+    (found,) = MMDet("c.py", "m.pth", "cpu")([noise(0)])[0]
     assert (found.name, found.score, found.box.tolist()) == ("computer mouse", 0.75, [4, 3, 8, 9])
-    assert np.array_equal(found.mask, mask) and np.array_equal(shown[0], image(0).pixels[..., ::-1])  # BGR
+    assert np.array_equal(found.mask, mask) and np.array_equal(shown[0], noise(0).pixels[..., ::-1])  # BGR

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image, ImageDraw, ImageFont
+from tiny_media import grey
 
 from prefgrpo.data.media import Media
 from prefgrpo.rewards import build
@@ -51,7 +52,7 @@ def test_reads_drawn_text(real):
         [
             Sample('A sign that says "Hello World"', Media(drawn("HELLO WORLD"))),
             Sample('A sign that says "Closed"', Media(drawn("Hello World"))),
-            Sample('A sign that says "Closed"', Media(np.full((64, 64, 3), 200, np.uint8))),
+            Sample('A sign that says "Closed"', grey(200, 64)),
             Sample('A sign that says "Open 24 hours"', Media(drawn("Open 24"))),
         ]
     )

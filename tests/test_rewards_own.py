@@ -18,13 +18,12 @@ import reward_cases_own as own
 import torch
 from PIL import Image
 from safetensors.torch import load_file
+from tiny_media import noise
 from torch import nn
 
 from prefgrpo.rewards.base import RewardError, Sample
 from prefgrpo.rewards.deqa import IMAGE, LEVELS, QUESTION, DeQA, score_from_logits, square
 from prefgrpo.rewards.imagereward import CENTRE, SCALE, ImageReward, preprocess
-
-PROMPTS = ("a red cat", 'two dogs, or {x} "quoted" ünd 猫', "")
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +89,7 @@ def by_hand(tensors, ids, mask, pixels, text_heads=4):
 def test_imagereward_against_its_formula_in_float64(blip):
     reward = ImageReward(**blip, batch_size=2)
     tensors = torch.load(Path(blip["model"]) / "ImageReward.pt")
-    samples = [Sample(p, own.image(k, 40 + 20 * k, 56)) for k, p in enumerate([*PROMPTS, "long " * 60])]
+    samples = [Sample(p, noise(k, 40 + 20 * k, 56)) for k, p in enumerate([*own.PROMPTS, "long " * 60])]
     for sample, score in zip(samples, reward.score(samples), strict=True):
         words = reward.tokenize(
             sample.prompt, padding="max_length", truncation=True, max_length=35, return_tensors="pt"
@@ -108,15 +107,16 @@ def test_imagereward_preprocesses_as_torchvision_does(size):
         transforms.ToTensor(),
         transforms.Normalize((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)),
     ])  # fmt: skip
-    picture = own.image(0, *size).pil
+    picture = noise(0, *size).pil
     assert torch.allclose(preprocess(picture, 32), published(picture), atol=1e-6)
 
 
 def test_imagereward_without_a_weight_or_with_pickled_code_is_refused(blip, tmp_path):
     tensors = torch.load(Path(blip["model"]) / "ImageReward.pt")
     own.write(tmp_path / "med_config.json", (Path(blip["model"]) / "med_config.json").read_text())
-    del tensors["blip.visual_encoder.norm.weight"]
-    for content, message in ((tensors, r"missing_keys.*post_layernorm"), ({"blip": Path("/")}, "cannot load")):
+    absent = {"blip.visual_encoder.norm.weight": "missing_keys.*post_layernorm", "mlp.layers.2.bias": "bias"}
+    cases = [({k: v for k, v in tensors.items() if k != name}, message) for name, message in absent.items()]
+    for content, message in (*cases, ({"blip": Path("/")}, "cannot load")):
         torch.save(content, tmp_path / "ImageReward.pt")
         with pytest.raises(RewardError, match=message):
             ImageReward(**{**blip, "model": str(tmp_path)})
@@ -141,7 +141,7 @@ def test_deqa_asks_the_published_question_through_the_models_own_code(owl):
     said = [("IMAGE" if k == -200 else reward.tokenizer.convert_ids_to_tokens(k)) for k in reward.question]
     assert said == words and words[11:13] == ["IMAGE", "ASSISTANT:"]
     assert reward.tokenizer.convert_ids_to_tokens(reward.levels) == list(LEVELS)
-    samples = [Sample("not asked about", own.image(k, 40, 40 + 20 * k)) for k in range(3)]
+    samples = [Sample("not asked about", noise(k, 40, 40 + 20 * k)) for k in range(3)]
     weights = load_file(Path(owl["model"]) / "model.safetensors")
     for sample, score in zip(samples, reward.score(samples), strict=True):
         shown = square(sample.media.pil, (122, 117, 104))  # 255 · mean, truncated

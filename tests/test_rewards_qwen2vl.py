@@ -15,6 +15,7 @@ import reward_cases_own as own
 import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
+from tiny_media import noise
 from torch import nn
 
 from prefgrpo.rewards.base import RewardError, Sample
@@ -31,8 +32,6 @@ from prefgrpo.rewards.qwen2vl import (
     patches,
     resized,
 )  # fmt: skip
-
-PROMPTS = ("a red cat", 'two dogs, or {x} "quoted" ünd 猫', "")
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +51,7 @@ def video(tmp_path_factory):
 def test_patches_are_those_of_the_published_processors(count):
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-    pixels = own.clip(0, count, 56, 84).pixels
+    pixels = noise(0, 56, 84, count).pixels
     rows, grid = patches(torch.from_numpy(pixels).permute(0, 3, 1, 2))
     assert grid.tolist() == [(count + 1) // 2, 4, 6] and rows.shape == (grid.prod(), 1176)
     processor = Qwen2VLImageProcessorPil(do_resize=False)
@@ -107,7 +106,7 @@ def test_hpsv3_is_the_head_at_the_reward_token(hps):
     )
     head.load_state_dict({k.removeprefix("rm_head."): v for k, v in tensors.items() if k.startswith("rm_head")})
     body = {k: v for k, v in tensors.items() if not k.startswith("rm_head")}
-    samples = [Sample(p, own.image(k, 60 + 90 * k, 200)) for k, p in enumerate(PROMPTS)]
+    samples = [Sample(p, noise(k, 60 + 90 * k, 200)) for k, p in enumerate(own.PROMPTS)]
     turns = [(frame(s.media.pil, PIXELS), own.HPS_TEXT.replace("{text_prompt}", s.prompt)) for s in samples]
     expected = reference(hps, body, head.eval(), turns, ["<|Reward|>"], "image")[:, 0]
     scores = HPSv3(**hps, batch_size=2).score(samples)
@@ -118,9 +117,9 @@ def test_hpsv3_is_the_head_at_the_reward_token(hps):
 
 def test_one_bad_sample_is_missing_and_the_others_are_scored(hps):
     """Reward tokens in a prompt would be read in place of the template's; a one-line sliver has no patches."""
-    bad = [Sample("a <|Reward|>", own.image(0)), Sample("a <|image_pad|>", own.image(0))]
-    bad.append(Sample("a line", own.image(0, 2, 500)))
-    scores = HPSv3(**hps).score([*bad, Sample(PROMPTS[0], own.image(0))])
+    bad = [Sample("a <|Reward|>", noise(0)), Sample("a <|image_pad|>", noise(0))]
+    bad.append(Sample("a line", noise(0, 2, 500)))
+    scores = HPSv3(**hps).score([*bad, Sample(own.PROMPTS[0], noise(0))])
     assert [s.value is None for s in scores] == [True, True, True, False]
     assert "<|Reward|>" in scores[0].reason and "<|image_pad|>" in scores[1].reason and "1:200" in scores[2].reason
 
@@ -191,7 +190,7 @@ def by_peft(tensors):
 
 
 def test_videoalign_is_three_heads_at_three_tokens_normalised(video):
-    samples = [Sample(p, own.clip(k, n)) for k, (p, n) in enumerate(zip(PROMPTS, (9, 32, 2), strict=True))]
+    samples = [Sample(p, noise(k, frames=n)) for k, (p, n) in enumerate(zip(own.PROMPTS, (9, 32, 2), strict=True))]
     expected = np.stack([np.diagonal(rows) for rows in raw(video, samples)])
     scores = VideoAlign(**video, batch_size=2).score(samples)
     for score, (vq, mq, ta) in zip(scores, expected, strict=True):
@@ -202,7 +201,7 @@ def test_videoalign_is_three_heads_at_three_tokens_normalised(video):
 
 def test_videoalign_of_some_dimensions(video):
     """DanceGRPO trains HunyuanVideo on VQ alone, with clips written at 8 frames per second."""
-    samples = [Sample(p, own.clip(k, 20)) for k, p in enumerate(PROMPTS)]
+    samples = [Sample(p, noise(k, frames=20)) for k, p in enumerate(own.PROMPTS)]
     every = VideoAlign(**video).score(samples)
     for chosen in (["VQ"], ["TA", "MQ"]):
         found = VideoAlign(**video, dimensions=chosen).score(samples)
@@ -216,7 +215,7 @@ def test_videoalign_of_some_dimensions(video):
 @pytest.mark.parametrize("outputs", [1, 3])
 def test_adapters_and_a_full_file_give_the_same(outputs, tmp_path):
     """An adapter checkpoint takes other weights from the base; one output per token or the diagonal of three."""
-    samples = [Sample(PROMPTS[0], own.clip(0))]
+    samples = [Sample(own.PROMPTS[0], noise(0, frames=9))]
     scores = [
         VideoAlign(**own.videoalign(tmp_path / str(full), full, outputs)).score(samples)[0].parts
         for full in (True, False)
@@ -225,7 +224,7 @@ def test_adapters_and_a_full_file_give_the_same(outputs, tmp_path):
 
 
 def test_the_newest_checkpoint_is_used(tmp_path):
-    options, samples = own.videoalign(tmp_path), [Sample("a", own.clip(0))]
+    options, samples = own.videoalign(tmp_path), [Sample("a", noise(0, frames=9))]
     first = VideoAlign(**options).score(samples)
     old, new = (Path(options["model"]) / f"checkpoint-{k}" for k in (7, 10))
     new.mkdir()
@@ -248,7 +247,7 @@ def test_how_many_frames(total, video_fps, fps, frames, expected):
 
 def test_frames_are_resized_as_torchvision_does():
     transforms = pytest.importorskip("torchvision.transforms")
-    frames = torch.from_numpy(own.clip(0, 3, 200, 320).pixels).permute(0, 3, 1, 2)
+    frames = torch.from_numpy(noise(0, 200, 320, 3).pixels).permute(0, 3, 1, 2)
     for most in (8 * 784, 200704):
         size = list(fit(200, 320, 128 * 784, most))
         bicubic = transforms.InterpolationMode.BICUBIC
@@ -263,7 +262,7 @@ def test_without_published_figures_the_parts_are_raw():
 
 def test_what_is_no_clip_is_missing(video):
     scores = VideoAlign(**video).score(
-        [Sample("a", own.image(0)), Sample("a", own.clip(0, 1)), Sample("a", own.clip(0))]
+        [Sample("a", noise(0)), Sample("a", noise(0, frames=1)), Sample("a", noise(0, frames=9))]
     )
     assert [s.value is None for s in scores] == [True, True, False] and "2 frames" in scores[1].reason
 

@@ -12,7 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 from judge_server import JudgeServer, free_port
-from reward_server import MOODY, Moody, Process, Stub, brightness, picture
+from reward_server import MOODY, Moody, Process, Stub, brightness
+from tiny_media import grey
 from tiny_run import Hold, recipe, rows, start, train, weights
 
 from prefgrpo.data.media import Media
@@ -38,7 +39,7 @@ def remote(url, **changes):
 
 
 def samples(*levels, prompt="p"):
-    return [Sample(prompt, picture(level)) for level in levels]
+    return [Sample(prompt, grey(level)) for level in levels]
 
 
 def noise(count):
@@ -123,7 +124,7 @@ def test_killed_in_the_middle_and_restarted_or_not(tmp_path):
     """If the server comes back, no request in flight is lost; if not, each ends as missing with a reason."""
     first, gate = Process(MOODY), tmp_path / "go"
     reward = remote(first.url, retries=8, patience_s=30.0, timeout_s=10.0)
-    given = [Sample(f"until {gate}" if k < 2 else "p", picture(10 * k)) for k in range(8)]
+    given = [Sample(f"until {gate}" if k < 2 else "p", grey(10 * k)) for k in range(8)]
     answers = [reward.submit(s) for s in given]
     first.wait_for("batches", 2)
     first.kill()
@@ -139,10 +140,10 @@ def test_each_sample_ends_as_the_reward_makes_it_end():
     """One sample in twenty raises, one is nan, one is missing, one hangs: all other scores are unaffected."""
     prompts = ["raise" if k % 20 == 7 else "p" for k in range(60)]
     prompts[3], prompts[5] = "nan", "missing"
-    given = [Sample(p, picture(k)) for k, p in enumerate(prompts)]
+    given = [Sample(p, grey(k)) for k, p in enumerate(prompts)]
     with Process(MOODY) as server:
         scores = remote(server.url, retries=0, timeout_s=20.0).score(given)
-        hung = remote(server.url, retries=1).score([Sample("hang", picture(51))])[0]
+        hung = remote(server.url, retries=1).score([Sample("hang", grey(51))])[0]
     assert hung.value is None and "did not answer within 0.5 s" in hung.reason
     assert [s.value for s in scores] == [brightness(g) if g.prompt == "p" else None for g in given]
     reasons = {g.prompt: s.reason for g, s in zip(given, scores, strict=True)}
@@ -154,7 +155,7 @@ def test_cancelled_samples_free_the_server(tmp_path):
     """Cancelled samples are not scored later, which would delay the next step."""
     with Process(MOODY, "--max-batch", "2") as server:
         reward = remote(server.url, timeout_s=20.0)
-        answers = [reward.submit(Sample(f"until {tmp_path / 'go'} {k}", picture(k))) for k in range(30)]
+        answers = [reward.submit(Sample(f"until {tmp_path / 'go'} {k}", grey(k))) for k in range(30)]
         server.wait_for("queued", 1)
         for answer in answers:
             answer.cancel()
@@ -183,7 +184,7 @@ def test_a_source_is_encoded_once(monkeypatch):
     """A group's samples share their source image, which is encoded once."""
     import prefgrpo.rewards.remote as module
 
-    source, calls, real = picture(3, 64), [], module.media_json
+    source, calls, real = grey(3, 64), [], module.media_json
 
     class Edits(PointwiseReward):
         needs_source = True
@@ -195,7 +196,7 @@ def test_a_source_is_encoded_once(monkeypatch):
     with Stub(name="edits") as server:
         reward = RemoteReward("edits", Edits, server.url, **FAST)
         assert reward.needs_source
-        scores = reward.score([Sample("p", picture(k), (source,)) for k in range(6)])
+        scores = reward.score([Sample("p", grey(k), (source,)) for k in range(6)])
     assert [s.value for s in scores] == [k / 255 for k in range(6)] and calls.count(source) == 1 and len(calls) == 7
 
 

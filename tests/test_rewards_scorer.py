@@ -12,10 +12,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 import pytest
 from judge_server import JudgeServer, until
+from tiny_media import grey
 
 from prefgrpo.config.recipe import ConfigError
 from prefgrpo.config.schema import JudgeConfig
-from prefgrpo.data.media import Media
 from prefgrpo.judge.verdict import PairJudge, Verdict
 from prefgrpo.rewards import build
 from prefgrpo.rewards.base import GroupwiseReward, PointwiseReward, Sample, Score
@@ -31,7 +31,7 @@ def level(media):
 
 
 def sample(value, **meta):
-    return Sample("p", Media(np.full((8, 8, 3), value, np.uint8)), meta=meta)
+    return Sample("p", grey(value, 8), meta=meta)
 
 
 def run(scorer, levels, groups=(7, 9), step=0, order=None):

@@ -8,13 +8,12 @@ import inspect
 import math
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from reward_cases import drawn
+from tiny_media import grey
 
-from prefgrpo.data.media import Media
 from prefgrpo.rewards import RewardSpecError, build, parse_reward_spec
 from prefgrpo.rewards.base import PointwiseReward, Sample, Score
 from prefgrpo.tiny import scenes
@@ -103,7 +102,7 @@ def test_any_text_parses_or_is_refused(spec):
 def test_options_are_checked_before_any_reward_is_made(monkeypatch):
     """Options that are unknown, of the wrong type, missing, or for a later reward; and objects that are not rewards."""
     name, other, made = f"{__name__}:Brightness", f"{__name__}.Brightness", []
-    sample = Sample("", Media(np.full((4, 4, 3), 10, np.uint8)))
+    sample = Sample("", grey(10, 4))
     for own in (name, other):
         assert build({own: 0.5}, {own: {"scale": 2}})[own].score([sample])[0].value == 20.0
     monkeypatch.setattr(Brightness, "__signature__", inspect.signature(Brightness), raising=False)

@@ -10,7 +10,8 @@ import re
 
 import pytest
 from judge_server import JudgeServer, free_port, images, text_of
-from reward_cases_vlm import clip, flat, grid, judge, speak, words
+from reward_cases_vlm import clip, grid, judge, speak, words
+from tiny_media import grey
 
 from prefgrpo.config.recipe import ConfigError
 from prefgrpo.config.schema import JudgeConfig
@@ -31,7 +32,7 @@ def server():
 
 
 def samples(*levels, prompt="a cat", source=(), **meta):
-    return [Sample(prompt, flat(level), source, meta) for level in levels]
+    return [Sample(prompt, grey(level), source, meta) for level in levels]
 
 
 def make(server, spec, **options):
@@ -71,7 +72,7 @@ FORMULAS = [
 @pytest.mark.parametrize(("name", "options", "formula"), FORMULAS)
 def test_one_by_one(server, name, options, formula):
     """Three grey images, edits of one source; the prompt asks for a grid and for a change."""
-    group = samples(40, 130, 250, source=(flat(200),), prompt="a 2x3 grid, made dark")
+    group = samples(40, 130, 250, source=(grey(200),), prompt="a 2x3 grid, made dark")
     assert values(one(server, name, **options).score(group)) == pytest.approx([formula(b) for b in B], abs=0.01)
     needs = load_class(name).needs_source
     assert {len(images(r)) for r in server.requests if "naturalness" not in text_of(r)} <= {1 + needs}
@@ -90,7 +91,7 @@ def test_what_the_answer_does_not_state_is_missing(server, name, answers):
     reward = one(server, name)
     for answer in answers:
         server.answer = say(answer)
-        (score,) = reward.score(samples(40, prompt="a 2x2 grid", source=(flat(200),)))
+        (score,) = reward.score(samples(40, prompt="a 2x2 grid", source=(grey(200),)))
         assert score.value is None and score.reason, answer
 
 
@@ -114,7 +115,7 @@ def test_three_axes_of_unifiedreward_cost_one_request_per_image(server):
 
 def test_rewards_of_edits_share_their_questions_and_refuse_odd_weights(server):
     names = ["edit_score", EDIT + "instruction_following", EDIT + "image_quality"]
-    group = samples(40, 250, source=(flat(200),), prompt="make it dark")
+    group = samples(40, 250, source=(grey(200),), prompt="make it dark")
     scores = [reward.score(group) for reward in make(server, names).values()]
     assert len(server.requests) == 4, "two questions × two edits, shared by the rewards"
     assert sorted("make it dark" in text_of(r) for r in server.requests) == [False, False, True, True]
@@ -134,7 +135,7 @@ def test_consistency_is_the_mean_over_pairs_of_cells(server):
     criteria = {"Identity": {"a": "same cat"}, "Style": {"a": "same style", "b": "same light"}}
     sample = Sample("A 2x2 grid of cats.", grid(*levels), (), {"criteria": criteria})
     scores = one(server, "consistency_score").score(
-        [sample, Sample("one cat", flat(40)), Sample("a 64x64 grid", flat(40))]
+        [sample, Sample("one cat", grey(40)), Sample("a 64x64 grid", grey(40))]
     )
     assert scores[0].value == pytest.approx(pairs_mean(levels), abs=1e-6)
     assert len(server.requests) == 6, "criteria with equal questions must share a request per pair"
@@ -166,7 +167,7 @@ def test_a_pair_that_fails_counts_for_nothing(server):
 
 def test_consistency_for_editing_asks_both_at_once(server):
     server.delay_s = 0.2
-    group = samples(40, 250, source=(flat(200), flat(10)), prompt="brighter")
+    group = samples(40, 250, source=(grey(200), grey(10)), prompt="brighter")
     asks = {"judge": judge(server, media_ids="off")}  # ids make requests wait for the first upload
     scores = build("consistency_for_editing", {"consistency_for_editing": asks})["consistency_for_editing"].score(group)
     assert server.peak == 4
@@ -200,7 +201,7 @@ def win_rates(levels, first_wins):
     return found
 
 
-@pytest.mark.parametrize("media", [flat, clip], ids=["image", "video"])
+@pytest.mark.parametrize("media", [grey, clip], ids=["image", "video"])
 @pytest.mark.parametrize("name", ["unifiedreward_think", "unifiedreward_flex"])
 def test_judges_of_pairs_see_images_and_eight_even_frames(server, name, media):
     levels = (40, 130, 200, 90)
@@ -218,13 +219,13 @@ def test_judges_of_pairs_see_images_and_eight_even_frames(server, name, media):
         assert parts["category/alignment"] == overall[0] and len([p for p in parts if p.startswith("category/")]) == 3
     assert values(found.scores) == pytest.approx(rate)
     pair = [r for r in server.requests if "a cat" in text_of(r)]
-    assert len(pair) == 12 and {len(images(r)) for r in pair} == {2 if media is flat else 16}
+    assert len(pair) == 12 and {len(images(r)) for r in pair} == {2 if media is grey else 16}
     assert all(("Video 1" in text_of(r)) == (media is clip) for r in pair)
 
 
 def test_flex_weights(server):
     levels = (40, 130, 200)
-    group = [Sample("a cat", flat(level)) for level in levels]
+    group = [Sample("a cat", grey(level)) for level in levels]
     rate = win_rates(levels, lambda a, b: float(a > b))
     only = one(server, "unifiedreward_flex", overall_weight=0, category_weights=[0, 1, 0]).score_group(group, 0)
     assert values(only.scores) == pytest.approx([1 - r for r in rate])
@@ -243,7 +244,7 @@ def test_flex_categories_by_name_whatever_their_numbering(server):
     )
     reward = build("unifiedreward_flex", {"unifiedreward_flex": {"judge": HttpJudge(JudgeConfig(
         endpoints=(server.url,), template="flex", image_format="png"))}})["unifiedreward_flex"]  # fmt: skip
-    found = reward.score_group([Sample("a cat", flat(level)) for level in (40, 130, 200)], 0)
+    found = reward.score_group([Sample("a cat", grey(level)) for level in (40, 130, 200)], 0)
     assert [s.parts for s in found.scores] == [
         {"overall": 0.5, "category/look": r, "categories": r} for r in (0.0, 0.5, 1.0)
     ]
@@ -254,7 +255,7 @@ def test_flex_categories_by_name_whatever_their_numbering(server):
 
 def test_edit_pairwise_shows_the_source(server):
     levels, source = (40, 130, 250), 150
-    group = [Sample("less red", flat(level), (flat(source),)) for level in levels]
+    group = [Sample("less red", grey(level), (grey(source),)) for level in levels]
     found = one(server, "unifiedreward_edit_pairwise", plan="round_robin").score_group(group, 0)
     want = win_rates(levels, lambda a, b: float(abs(a - source) < abs(b - source)))
     assert values(found.scores) == pytest.approx(want)

@@ -17,7 +17,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Generic, TypeVar
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from PIL import Image
@@ -30,6 +31,7 @@ FRAMES = 8
 _KNOWN_MEDIA = 8192
 _MIN_MISSES = 16
 _GRACE_S = 0.1
+T = TypeVar("T")
 
 
 def png(media: Media) -> bytes:
@@ -74,6 +76,27 @@ def encode(media: Media, image_format: str, max_pixels: int = 0) -> Encoded:
         images.append((_uuid(data), url % (image_format.encode(), base64.b64encode(data))))
     uuid = _uuid(b"".join(uuid.encode() for uuid, _ in images)) if media.clip else images[0][0]
     return Encoded(uuid, tuple(images))
+
+
+class EncodeError(RuntimeError):
+    """A medium that could not be encoded; the message says why."""
+
+
+class Encodings(Generic[T]):
+    """Encodes each medium once, in a worker thread; the result is kept as long as the medium."""
+
+    def __init__(self, encode: Callable[[Media], T]) -> None:
+        self._encode = encode
+        self.futures: WeakKeyDictionary[Media, asyncio.Future[T]] = WeakKeyDictionary()
+
+    async def get(self, media: Media) -> T:
+        """The medium's encoding. Raises EncodeError."""
+        if media not in self.futures:
+            self.futures[media] = asyncio.get_running_loop().run_in_executor(None, self._encode, media)
+        try:
+            return await asyncio.shield(self.futures[media])
+        except (OSError, ValueError, TypeError, SystemError) as error:  # raised by PIL for pixels it cannot write
+            raise EncodeError(f"an image could not be encoded ({type(error).__name__}: {error})") from error
 
 
 def _uuid(data: bytes) -> str:

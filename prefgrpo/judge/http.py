@@ -22,7 +22,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 from prefgrpo.config.schema import JudgeConfig
 from prefgrpo.data.media import Media
 from prefgrpo.judge import answers, traffic
-from prefgrpo.judge.body import Encoded, chat_body, encode
+from prefgrpo.judge.body import Encoded, EncodeError, Encodings, chat_body, encode
 from prefgrpo.judge.cache import shared_cache
 from prefgrpo.judge.endpoint import Endpoint, SendError, describe_error
 from prefgrpo.judge.loop import loop_thread
@@ -49,7 +49,7 @@ class Client:
         self._tokenizer: Any = None
         self._first_model = ""
         self._label_ids: dict[Template, tuple[int, ...] | None] = {}
-        self._encodings: WeakKeyDictionary[Media, asyncio.Future[Encoded]] = WeakKeyDictionary()
+        self.encodings = Encodings(lambda media: encode(media, config.image_format, config.max_pixels))
         self._asked: WeakKeyDictionary[Media, dict[_Key, _Shared]] = WeakKeyDictionary()
 
     def run(self, work: Coroutine[Any, Any, T]) -> Future[T]:
@@ -93,11 +93,10 @@ class Client:
         if template.takes_source and not source:
             return Answer(None, f"template '{template.name}' needs a source image, but the sample has none")
         try:
-            shown = [await self._encoded(m) for m in media]
-            before = [await self._encoded(m) for m in source] if template.takes_source else []
-        except (OSError, ValueError, TypeError, SystemError) as error:  # raised by PIL for pixels it cannot write
-            reason = f"an image could not be encoded ({describe_error(error)})"
-            return Answer(None, reason, time.monotonic() - start)
+            shown = [await self.encodings.get(m) for m in media]
+            before = [await self.encodings.get(m) for m in source] if template.takes_source else []
+        except EncodeError as error:
+            return Answer(None, str(error), time.monotonic() - start)
         if not once or not media:
             return await self._request(template, values, shown, before)
         key = (template, tuple(sorted(values.items())), tuple(e.uuid for e in shown), tuple(e.uuid for e in before))
@@ -105,13 +104,6 @@ class Client:
         if key not in asked or asked[key].failed:
             asked[key] = _Shared(asyncio.ensure_future(self._request(template, values, shown, before)))
         return await asked[key].answer()
-
-    async def _encoded(self, media: Media) -> Encoded:
-        """The medium's request parts, encoded once, in a worker thread."""
-        if media not in self._encodings:
-            options = self.config.image_format, self.config.max_pixels
-            self._encodings[media] = asyncio.get_running_loop().run_in_executor(None, encode, media, *options)
-        return await asyncio.shield(self._encodings[media])
 
     async def _request(
         self, template: Template, values: Mapping[str, str], media: list[Encoded], source: list[Encoded]

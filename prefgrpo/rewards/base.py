@@ -51,6 +51,14 @@ def unusable(media: Media, takes: Sequence[str] = ("image", "video")) -> str:
     return "" if kind in takes else f"expected {' or '.join(takes)}, got {kind}"
 
 
+def too_long(media: Media, ratio: int) -> str:
+    """Why a medium whose aspect ratio is over 1:`ratio` cannot be scored; '' if it can."""
+    high, wide = media.pixels.shape[-3:-1]
+    if max(high, wide) <= ratio * min(high, wide):
+        return ""
+    return f"an image of {wide}×{high} is too long; expected an aspect ratio of at most 1:{ratio}"
+
+
 @dataclass(frozen=True, eq=False)
 class Sample:
     """One generated image or clip with its inputs."""

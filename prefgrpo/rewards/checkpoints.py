@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from prefgrpo.rewards.base import RewardError
 from prefgrpo.rewards.base import library as library
@@ -147,6 +147,22 @@ def build_model(cls: Any, config: Any, tensors: Mapping[str, Tensor], dtype: tor
     }:
         raise RewardError(f"the checkpoint does not fit {cls.__name__} as its config describes it: {wrong}")
     return model.eval().requires_grad_(False)
+
+
+def linear_head(tensors: Mapping[str, Tensor], prefix: str, activation: type[nn.Module]) -> nn.Sequential:
+    """The linear layers `prefix`* in the order of their names, in float32, with activations in between."""
+    own = {name: tensor.float() for name, tensor in tensors.items() if name.startswith(prefix)}
+    stems = sorted(name.removesuffix("weight") for name in own if name.endswith("weight"))
+    if not stems:
+        raise RewardError(f"expected a reward head ({prefix}*) in the checkpoint, found none")
+    biased = any(name.endswith("bias") for name in own)
+    layers: list[nn.Module] = []
+    for stem in stems:
+        outputs, inputs = own[f"{stem}weight"].shape
+        layer = nn.Linear(inputs, outputs, bias=biased, device="meta")
+        layer.load_state_dict({k.removeprefix(stem): v for k, v in own.items() if k.startswith(stem)}, assign=True)
+        layers += [layer, activation()]
+    return nn.Sequential(*layers[:-1]).requires_grad_(False)
 
 
 def standard(pixels: Tensor) -> Tensor:

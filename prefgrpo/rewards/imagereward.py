@@ -20,7 +20,16 @@ from PIL import Image
 from torch import Tensor, nn
 
 from prefgrpo.rewards.base import PointwiseReward, Sample, Score
-from prefgrpo.rewards.checkpoints import build_model, device_of, folder_of, library, loading, read_tensors, standard
+from prefgrpo.rewards.checkpoints import (
+    build_model,
+    device_of,
+    folder_of,
+    library,
+    linear_head,
+    loading,
+    read_tensors,
+    standard,
+)
 from prefgrpo.rewards.encoder import clean
 
 CENTRE, SCALE = 0.16717362830052426, 1.0333394966054072
@@ -58,7 +67,8 @@ class ImageReward(PointwiseReward):
             settings = json.loads((folder / "med_config.json").read_text(encoding="utf-8"))
             self.vision = _vision(transformers, _with_prefix(tensors, "blip.visual_encoder.")).to(self.place)
             self.text = _text(transformers, _with_prefix(tensors, "blip.text_encoder."), settings).to(self.place)
-            self.mlp = _mlp(_with_prefix(tensors, "mlp.layers.")).to(self.place)
+            # the published head has dropout, which is inactive, and no activations
+            self.mlp = linear_head(tensors, "mlp.layers.", nn.Identity).to(self.place)
         self.side = int(self.vision.config.image_size)
 
     def score(self, samples: list[Sample]) -> list[Score]:
@@ -121,13 +131,3 @@ def _text(transformers: Any, tensors: dict[str, Tensor], settings: dict[str, Any
     config = transformers.BlipTextConfig(encoder_hidden_size=width, **{k: settings[k] for k in keys})
     kept = {k: v for k, v in tensors.items() if not k.endswith("position_ids")}
     return build_model(transformers.BlipTextModel, config, kept, torch.float32, add_pooling_layer=False)
-
-
-def _mlp(tensors: dict[str, Tensor]) -> nn.Sequential:
-    """The head: linear layers without activations (dropout is inactive in eval mode)."""
-    layers = []
-    for depth in sorted({int(k.split(".")[0]) for k in tensors}):
-        weight = tensors[f"{depth}.weight"]
-        layers.append(nn.Linear(weight.shape[1], weight.shape[0]))
-        layers[-1].load_state_dict({k: tensors[f"{depth}.{k}"] for k in ("weight", "bias")})
-    return nn.Sequential(*layers).float().eval().requires_grad_(False)

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prefgrpo.data.media import Media
-from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample, Score, library
+from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample, Score, library, too_long
 
 COLUMN = "text"
 """Column with the target text, for prompts that do not quote it."""
@@ -101,15 +101,7 @@ class Ocr(PointwiseReward):
 
     def refuse(self, sample: Sample) -> str:
         """Also rejects prompts without target text, and very long strips, which engines would enlarge without limit."""
-        if why := super().refuse(sample) or missing_target(sample):
-            return why
-        high, wide = sample.media.pixels.shape[-3:-1]
-        over = max(high, wide) > LONGEST * min(high, wide)
-        return (
-            f"an image of {wide}×{high} is too long to be read; expected an aspect ratio of at most 1:{LONGEST}"
-            if over
-            else ""
-        )
+        return super().refuse(sample) or missing_target(sample) or too_long(sample.media, LONGEST)
 
     def close(self) -> None:
         """Stop the threads."""

@@ -28,16 +28,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
-from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample, Score
+from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample, Score, too_long
 from prefgrpo.rewards.checkpoints import (
     build_model,
     device_of,
     dtype_of,
     folder_of,
     library,
+    linear_head,
     loading,
     merge_lora,
     parse_assignments,
@@ -108,7 +109,7 @@ class RewardModel:
         config.text_config.vocab_size = rows
         body = {k: v for k, v in tensors.items() if not k.startswith(("rm_head.", "lm_head."))}
         self.model = build_model(transformers.Qwen2VLModel, config, body, self.dtype).to(self.device)
-        self.head = _head(tensors, self.device)
+        self.head = linear_head(tensors, "rm_head.", nn.ReLU).to(self.device)
 
     def refuse(self, prompt: str) -> str:
         """Why a prompt cannot be inserted into the text, e.g. because it has the model's special tokens; else ''."""
@@ -135,9 +136,7 @@ class RewardModel:
         hidden = self.model.language_model(inputs_embeds=embeds, attention_mask=batch["attention_mask"])[0]
         reward = torch.isin(ids, torch.tensor(self.tokenizer.convert_tokens_to_ids(self.tokens), device=self.device))
         asked = hidden[reward].view(len(turns), len(self.tokens), -1).float()
-        for depth, (weight, bias) in enumerate(self.head):
-            asked = functional.linear(asked.relu() if depth else asked, weight, bias)
-        return asked.double().cpu().numpy()
+        return self.head(asked).double().cpu().numpy()
 
 
 @dataclass(kw_only=True, eq=False)
@@ -177,10 +176,7 @@ class QwenReward(PointwiseReward):
 
     def refuse(self, sample: Sample) -> str:
         """Also rejects prompts that cannot be inserted into the text, and extreme aspect ratios."""
-        high, wide = sample.media.pixels.shape[-3:-1] if sample.media.pixels.ndim > 2 else (1, 1)
-        over = max(high, wide) > 200 * min(high, wide)
-        too_long = f"an image of {wide}×{high} is too long; expected an aspect ratio of at most 1:200" if over else ""
-        return super().refuse(sample) or too_long or self.network.refuse(sample.prompt)
+        return super().refuse(sample) or too_long(sample.media, 200) or self.network.refuse(sample.prompt)
 
     def score(self, samples: list[Sample]) -> list[Score]:
         """One score per sample."""
@@ -347,15 +343,3 @@ def video_tensors(folder: Path, base: str, lora: dict[str, Any]) -> dict[str, Te
         tensors = {f"base_model.model.{k}": v for k, v in read_tensors(below).items()} | rest
     rank = lora["lora_r"]
     return merge_lora(tensors, lora["lora_alpha"] / (math.sqrt(rank) if lora.get("use_rslora") else rank))
-
-
-def _head(tensors: Mapping[str, Tensor], device: torch.device) -> list[tuple[Tensor, Tensor | None]]:
-    """(weight, bias) of the head's linear layers, in order."""
-    names = sorted(n for n in tensors if n.startswith("rm_head") and n.endswith("weight"))
-    if not names:
-        raise RewardError("expected a reward head (rm_head.*) in the checkpoint, found none")
-    biases: list[Any] = [tensors.get(n.removesuffix("weight") + "bias") for n in names]
-    return [
-        (tensors[n].to(device, torch.float32), None if b is None else b.to(device, torch.float32))
-        for n, b in zip(names, biases, strict=True)
-    ]

@@ -14,14 +14,13 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import cast
-from weakref import WeakKeyDictionary
 
 import aiohttp
 
 from prefgrpo.config.loading import section
 from prefgrpo.config.recipe import ConfigError
 from prefgrpo.config.schema import JudgeConfig
-from prefgrpo.data.media import Media
+from prefgrpo.judge.body import EncodeError, Encodings
 from prefgrpo.judge.endpoint import Endpoint, SendError, describe_error, redirect
 from prefgrpo.judge.send import Sender
 from prefgrpo.judge.verdict import JudgeError
@@ -70,7 +69,7 @@ class RemoteReward(PointwiseReward):
             raise RewardError(f"options of reward '{name}': {message}") from error
         except JudgeError as error:
             raise RewardError(f"url of reward '{name}': {str(error).removeprefix('judge: ')}") from error
-        self._encodings: WeakKeyDictionary[Media, asyncio.Future[bytes]] = WeakKeyDictionary()
+        self._encodings = Encodings(media_json)
         self._check()
 
     def score(self, samples: list[Sample]) -> list[Score]:
@@ -87,20 +86,11 @@ class RemoteReward(PointwiseReward):
 
     async def _ask(self, sample: Sample) -> Score:
         try:
-            media, *source = [await self._encoded(m) for m in (sample.media, *sample.source)]
-        except (OSError, ValueError, TypeError, SystemError) as error:  # raised by PIL for pixels it cannot write
-            return Score(None, f"an image could not be encoded ({describe_error(error)})")
-        body = request_json(self.name, sample, media, source)
-        try:
+            media, *source = [await self._encodings.get(m) for m in (sample.media, *sample.source)]
+            body = request_json(self.name, sample, media, source)
             return cast(Score, (await self._sender.send("/score", lambda *_: body, _read_score)).value)
-        except SendError as error:
+        except (EncodeError, SendError) as error:
             return Score(None, str(error))
-
-    async def _encoded(self, media: Media) -> bytes:
-        """The medium as JSON, encoded once, in a worker thread."""
-        if media not in self._encodings:
-            self._encodings[media] = asyncio.get_running_loop().run_in_executor(None, media_json, media)
-        return await asyncio.shield(self._encodings[media])
 
     def _check(self) -> None:
         endpoints = self._sender.endpoints
