@@ -300,6 +300,8 @@ def _report(results: Results, facts: Mapping[str, Any], out: Path, name: str) ->
 def _compare_sides(side: Side, other: Side, prompts: str, out: Path, judge2: str, fps: int, world: World) -> int:
     """Render both sides from the same noise, compare them, report."""
     config, sizes = side.config, eval_sampling(side.config)
+    if wrong := judging.config_errors(config):
+        raise ConfigError(wrong)
     ending = ".mp4" if judging.makes_clips(config) else ".png"
 
     def file(part: str, name: str, number: int) -> Path:

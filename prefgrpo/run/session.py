@@ -156,7 +156,8 @@ def open_session(config: Config, resume: bool) -> Session:
         world = opened.enter_context(parallel.process_group(config.device, config))
         resume = resume or restart_count() > 0
         folder = RunFolder(Path(config.output) / config.name)
-        check_run(config)
+        if problems := config_errors(config):
+            raise ConfigError(problems)
         lock = world.on_main(partial(checkpoint.claim, folder, resume), checkpoint.CheckpointError)
         if lock is not None:
             opened.callback(os.close, lock)
@@ -307,12 +308,6 @@ def config_errors(config: Config) -> list[str]:
         problem = f"expected at most one update per sample, got {config.train.updates_per_rollout} updates"
         problems.append(f"train.updates_per_rollout: {problem} of {samples} samples per step")
     return problems
-
-
-def check_run(config: Config) -> None:
-    """Raise ConfigError if there are `config_errors`, with all of them."""
-    if problems := config_errors(config):
-        raise ConfigError(problems)
 
 
 def _check_context(config: Config, world: World, prompts: list[Prompt]) -> None:
