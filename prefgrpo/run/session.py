@@ -23,6 +23,7 @@ import torch
 from prefgrpo.config.loading import differences, load, to_dict
 from prefgrpo.config.recipe import ConfigError, to_yaml
 from prefgrpo.config.schema import AUTO, Config, splits
+from prefgrpo.data.atomic import write_atomic
 from prefgrpo.data.prompts import FEWEST_TO_SPLIT, Prompt, fingerprint, prompt_sets
 from prefgrpo.judge.verdict import PairJudge
 from prefgrpo.models.base import Adapter
@@ -387,7 +388,7 @@ def _start_folder(config: Config, session: Session, resume: bool) -> None:
     elif resume:
         session.notes.append(f"no checkpoint in {folder.root} yet; starting from step 0")
     if world.main:
-        checkpoint.write_atomic(folder.config, to_yaml(to_dict(config)))  # first: a resumed run needs it
+        write_atomic(folder.config, to_yaml(to_dict(config)))  # first: a resumed run needs it
         folder.eval.mkdir(exist_ok=True)
         folder.groups.mkdir(exist_ok=True)
         truncate_log(folder.judgements, session.start)

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from prefgrpo.config.schema import Config
+from prefgrpo.data.atomic import save_images, write_folder
 from prefgrpo.data.prompts import fingerprint
 from prefgrpo.judge.information import Alarm, verdict_counts
 from prefgrpo.objectives.base import Targets
@@ -417,7 +418,7 @@ class TrainingLoop:
         judged = [(m, g) for m, g in judged if shapes(m[0]) == shapes(judged[0][0][0])][:most]
         sources = [np.concatenate([s.pixels for s in m[0].source], axis=1) for m, _ in judged if m[0].source]
         if judged:
-            checkpoint.save_images(
+            save_images(
                 self.folder.group(step),
                 images=np.stack([stills(np.stack([s.media.pixels for s in members])) for members, _ in judged]),
                 wins=np.stack([np.asarray(g.wins) for _, g in judged]),
@@ -492,7 +493,7 @@ class TrainingLoop:
             self._save(done)
         copies = self._copies()
         if self.world.main:
-            checkpoint.write_folder(self.product, lambda folder: self._export(folder, copies))
+            write_folder(self.product, lambda folder: self._export(folder, copies))
         for evaluator in list(self.evaluators.values())[-1:]:
             with self.policy.use_ema():
                 evaluator.save_proof(min(4, c.rollout.batch_size))
