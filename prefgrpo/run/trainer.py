@@ -12,7 +12,7 @@ from __future__ import annotations
 import errno
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -47,7 +47,7 @@ from prefgrpo.run.metrics import (
     reward_metrics,
 )
 from prefgrpo.run.policy import NonFiniteGradient
-from prefgrpo.run.session import Clock, open_session, peak_memory
+from prefgrpo.run.session import Clock, open_collector, open_session, peak_memory
 from prefgrpo.run.signs import DIVERSITY, pixel_distance
 from prefgrpo.run.trackers import open_trackers
 
@@ -108,7 +108,7 @@ class TrainingLoop:
         )
         self.objective, self.collector = self.session.objective, self.session.collector
         if self.session.kl_coef is not None:
-            self.collector = self.collector.with_kl_coef(self.session.kl_coef)
+            self._set_kl_coef(self.session.kl_coef)
         self.evaluation: dict[str, float] = {}
         """Metrics of the last evaluation."""
         self.verdict = ""
@@ -367,9 +367,13 @@ class TrainingLoop:
         used = self.session.kl_coef or train.kl_coef
         if metrics["samples_trained"] and not metrics["updates_skipped"]:  # the KL of a skipped update may be NaN
             error = min(max(metrics["policy/kl"] / train.kl_target - 1.0, -0.2), 0.2)
-            self.session.kl_coef = used * (1.0 + train.kl_rate * error)
-            self.collector = self.collector.with_kl_coef(self.session.kl_coef)
+            self._set_kl_coef(used * (1.0 + train.kl_rate * error))
         return {"policy/kl_coef": used}
+
+    def _set_kl_coef(self, value: float) -> None:
+        self.session.kl_coef = value
+        config = replace(self.config, train=replace(self.config.train, kl_coef=value))
+        self.collector = open_collector(config, self.objective, self.adapter, self.policy, self.world)
 
     # ---- what is written --------------------------------------------------------------------------------------------
 
