@@ -171,6 +171,15 @@ def steady(place):
 AFTER_FIRST_STEP = Hold("prefgrpo.run.trainer:TrainingLoop._report")
 
 
+def train_with_fault(file, server, fault, count=-1):
+    """(exit code, output) of a run whose judge has a fault in `count` answers (-1: in all) after the first step."""
+    run = start(["train", str(file)], file.with_suffix(".log"), hold=AFTER_FIRST_STEP)
+    run.until_held()
+    server.count, server.fault = count, fault
+    run.release()
+    return run.wait(), run.output
+
+
 @pytest.mark.full
 def test_a_judge_that_dies_in_a_step_and_comes_back_loses_nothing(place, steady):
     port, folder = free_port(), place / "runs" / "back"
@@ -213,11 +222,8 @@ def test_a_few_garbage_answers_are_left_out_and_counted(place):
     folder = place / "runs" / "few"
     with JudgeServer(delay_s=0.02) as server:
         file = recipe(place, "few", **judged(server.url, judge={"max_missing": 0.2}))  # 3 of a step's 24
-        run = start(["train", str(file)], place / "few.log", hold=AFTER_FIRST_STEP)
-        run.until_held()
-        server.count, server.fault = 3, "garbage"
-        run.release()
-        assert run.wait() == 0, run.output
+        code, output = train_with_fault(file, server, "garbage", 3)
+    assert code == 0, output
     found = rows(folder)
     assert sum(r["judge/failures"] for r in found) == 3 and all(r["samples_trained"] == 8 for r in found)
     reasons = [json.loads(x)["reason"] for x in (folder / "judgements.jsonl").read_text().splitlines()]
@@ -230,13 +236,9 @@ def test_a_judge_that_says_nothing_any_more_stops_the_run_with_its_reason(place,
     folder = place / "runs" / f"all_{fault}"
     with JudgeServer(delay_s=0.02) as server:
         file = recipe(place, f"all_{fault}", **judged(server.url, judge={"timeout_s": 1.0, "deadline_s": 2.0}))
-        run = start(["train", str(file)], place / "all.log", hold=AFTER_FIRST_STEP)
-        run.until_held()
-        server.count, server.fault = -1, fault
-        run.release()
-        assert run.wait() == 3, run.output
-    assert "of the rewards are missing, more than judge.max_missing = 10%. Reasons: " in run.output
-    assert any(reason in run.output for reason in ("neither label", "step's deadline", "did not answer"))
+        code, output = train_with_fault(file, server, fault)
+    assert code == 3 and "of the rewards are missing, more than judge.max_missing = 10%. Reasons: " in output, output
+    assert any(reason in output for reason in ("neither label", "step's deadline", "did not answer"))
     assert list((folder / "checkpoints").glob("step_*")) and (folder / "report.html").is_file()
 
 
@@ -246,11 +248,8 @@ def test_evaluation_survives_a_judge_that_is_gone(place):
     folder = place / "runs" / "measured"
     with JudgeServer(delay_s=0.01) as server:
         over["judge"]["endpoints"] = [server.url]
-        run = start(["train", str(recipe(place, "measured", **over))], place / "measured.log", hold=AFTER_FIRST_STEP)
-        run.until_held()
-        server.count, server.fault = -1, "garbage"
-        run.release()
-        assert run.wait() == 0, run.output
+        code, output = train_with_fault(recipe(place, "measured", **over), server, "garbage")
+    assert code == 0, output
     found = [r for r in rows(folder) if r["kind"] == "eval"]
     assert found[0]["dev/win_judge"] == 0.5 and found[-1]["dev/win_judge"] is None
     assert found[-1]["dev/win_judge_missing"] == 1.0

@@ -20,6 +20,7 @@ import yaml
 from tiny_run import ALONE, Hold, merged, recipe, rows, start, train, tree, weights
 
 import prefgrpo
+from prefgrpo.data.atomic import write_folder
 from prefgrpo.run import checkpoint
 from prefgrpo.run.checkpoint import (
     CheckpointError,
@@ -28,7 +29,6 @@ from prefgrpo.run.checkpoint import (
     lock,
     read,
     save,
-    write_folder,
 )
 from prefgrpo.run.log import Log
 from prefgrpo.run.run_folder import RunFolder

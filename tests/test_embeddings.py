@@ -70,7 +70,7 @@ def test_a_damaged_cache_file_is_encoded_again(tmp_path, caplog):
     third = Embeddings(load(FLUX), 16, tmp_path)
     encode(third, ["a red cube"])
     assert third.encoded == 0
-    assert not list(tmp_path.rglob("*.partial")), "no partial file remains"
+    assert not list(tmp_path.rglob(".*")), "no partial file remains"
 
 
 def test_the_cache_key_follows_the_text_encoder(tmp_path):

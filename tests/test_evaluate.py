@@ -21,13 +21,14 @@ from safetensors.torch import load_file, save_file
 from tiny_run import recipe, rows, settings, start, train
 
 from prefgrpo.config.loading import from_dict
+from prefgrpo.data.atomic import save_images
 from prefgrpo.data.prompts import Prompt, prompt_sets
 from prefgrpo.judge.verdict import PairJudge, Verdict
 from prefgrpo.rewards.pairwise import VlmPairwise
 from prefgrpo.rewards.scorer import Scorer
 from prefgrpo.rollout.assignment import slot_prompts
 from prefgrpo.rollout.render import to_uint8
-from prefgrpo.run.checkpoint import CheckpointError, save_images
+from prefgrpo.run.checkpoint import CheckpointError
 from prefgrpo.run.evaluate import EvalSet, load_initial_images, make_eval_set, summarise
 from prefgrpo.run.run_folder import RunFolder
 from prefgrpo.run.trainer import TrainingLoop

@@ -209,6 +209,7 @@ def test_what_cannot_be_evaluated(place, evaluate, capsys):
         ("one/checkpoints/step_000009", [], "one/checkpoints/step_000009 is not a complete checkpoint"),
         ("one", ["--against", place / "nowhere"], "nowhere"),
         ("one", ["--against", place / "flux", "--against-weights", "ema"], "--against-weights: "),
+        ("one", ["--eval.spec", "clpi"], "eval.spec: unknown reward 'clpi'"),
         ("one", ["--fps", "0"], "--fps: expected at least 1, got 0"),
         ("one", ["--out", place / "dev.txt"], "dev.txt"),
         ("none", [], "--prompts: a model has no prompts of its own"),

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_run import Brightness, all_end, ranks, recipe, rows
+from tiny_run import Brightness, all_end, environment, ranks, recipe, rows
 
 from prefgrpo.parallel import watch
 from prefgrpo.parallel.world import World
@@ -64,9 +64,8 @@ if "FAULT" in os.environ:
 def launched(file: Path, *torchrun: str, **env: str) -> subprocess.Popen:
     """Start `prefgrpo launch` with two processes."""
     command = [sys.executable, "-m", "prefgrpo", "launch", "--standalone", "--nproc_per_node", "2", *torchrun, "train"]
-    path = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *(p for p in sys.path if p)])}
     with file.with_suffix(".log").open("w") as log:
-        return subprocess.Popen([*command, str(file)], stdout=log, stderr=log, env=os.environ | path | env)
+        return subprocess.Popen([*command, str(file)], stdout=log, stderr=log, env=environment(**env))
 
 
 CAUSES = {

@@ -1,16 +1,19 @@
-"""metrics.jsonl as it is found after crashes, full disks and edits by hand.
+"""metrics.jsonl, whose lines must each appear exactly once and whole, also after crashes, full disks and edits by hand.
 
 A line that is not a row costs only itself, wherever it stands; only a last line without its end is normal, because a
 killed run leaves one. Expected rows are those that the test wrote.
 """
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
 from prefgrpo.run.log import Log, read_metrics
 from prefgrpo.run.run_folder import RunFolder
+from prefgrpo.run.trackers import TensorBoard
 
+NAN = float("nan")
 ROWS = [{"kind": "train", "step": step, "loss": 0.5} for step in (1, 2, 3)]
 LINES = [json.dumps(row).encode() + b"\n" for row in ROWS]
 FILES = {
@@ -29,6 +32,10 @@ FILES = {
 }
 
 
+def log(folder, start=0, active=True):
+    return Log(RunFolder(folder), 10, start, active=active)
+
+
 @pytest.mark.parametrize("case", FILES)
 def test_a_damaged_line_costs_only_itself(tmp_path, capsys, case):
     lines, steps, wanted = FILES[case]
@@ -36,9 +43,82 @@ def test_a_damaged_line_costs_only_itself(tmp_path, capsys, case):
     file.write_bytes(b"".join(lines))
     damaged = []
     assert [row["step"] for row in read_metrics(file, damaged)] == steps and damaged == wanted
-    log = Log(RunFolder(tmp_path), 10, 2, active=True)  # resumed after step 2
+    resumed = log(tmp_path, start=2)
     for row in ROWS:
-        log.row("train", row["step"], {"loss": 0.5})
-    log.close()
+        resumed.row("train", row["step"], {"loss": 0.5})
+    resumed.close()
     assert ("dropped damaged lines" in capsys.readouterr().out) is bool(wanted)
     assert file.read_bytes() == b"".join(LINES)
+
+
+def test_rows_are_whole_lines_and_not_finite_is_null(tmp_path):
+    one = log(tmp_path)
+    one.row("train", 1, {"a": NAN, "b": float("inf"), "c": 0.5, "d": "text"})
+    one.close()
+    text = (tmp_path / "metrics.jsonl").read_text()
+    assert text == '{"kind": "train", "step": 1, "a": null, "b": null, "c": 0.5, "d": "text"}\n'
+
+
+def test_a_resumed_log_drops_what_is_done_again_and_repeats_nothing(tmp_path):
+    one = log(tmp_path)
+    for step in (1, 2, 3):
+        one.row("train", step, {"loss": float(step)})
+        one.row("eval", step, {"set": "dev", "x": float(step)})
+    one.close()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "train", "step": 4, "lo')  # killed in the middle of a write
+    two = log(tmp_path, start=2)
+    two.row("eval", 2, {"set": "dev", "x": 2.0})  # the resumed run repeats its evaluation
+    two.row("eval", 2, {"set": "test", "x": 9.0})
+    two.row("train", 3, {"loss": 33.0})
+    two.close()
+    found = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(r["kind"], r["step"], r.get("set")) for r in found] == [
+        ("train", 1, None), ("eval", 1, "dev"), ("train", 2, None), ("eval", 2, "dev"), ("eval", 2, "test"),
+        ("train", 3, None),
+    ]  # fmt: skip
+    assert found[-1]["loss"] == 33.0
+    log(tmp_path, start=0).close()
+    assert read_metrics(tmp_path / "metrics.jsonl") == [] == read_metrics(tmp_path / "nowhere")
+
+
+def test_the_time_left_does_not_count_what_precedes_the_first_step(tmp_path, monkeypatch, capsys):
+    now = [0.0]
+    monkeypatch.setattr("prefgrpo.run.log.time", SimpleNamespace(monotonic=lambda: now[0]))
+    one = log(tmp_path)
+    now[0] = 600.0
+    one.row("eval", 0, {"set": "dev", "x": 0.5})
+    for step, said in ((1, "step  1/10 (10%, 00:45 left)"), (2, "step  2/10 (20%, 00:40 left)")):
+        now[0] += 5.0
+        one.step(step, {"reward/missing": 0.0, "grad_norm": 1.0}, {})
+        one.row("eval", step, {"set": "dev", "x": 0.5})
+        assert said in capsys.readouterr().out
+    one.close()
+
+
+def test_other_ranks_are_silent(tmp_path, capsys):
+    one = log(tmp_path, active=False)
+    one.row("train", 1, {})
+    one.say("x")
+    one.step(1, {}, {})
+    with one.bar("rollout", "sample", 3) as bar:
+        bar.update(3)
+    one.close()
+    assert not list(tmp_path.iterdir()) and capsys.readouterr() == ("", "")
+
+
+def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path, monkeypatch):
+    """TensorBoard's reader hides the steps that the resumed run repeats, and keeps the one it resumed from."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for start, steps in ((0, (1, 2, 3)), (2, (3, 4))):
+        now = 1.7e9 + start  # TensorBoard reads event files in the order of the timestamps in their names
+        clock = SimpleNamespace(time=lambda now=now: now)
+        monkeypatch.setattr("tensorboard.summary.writer.event_file_writer.time", clock)
+        one = Log(RunFolder(tmp_path), 10, start, trackers=[TensorBoard(RunFolder(tmp_path), start)], active=True)
+        for step in steps:
+            one.row("train", step, {"loss": float(step), "set": "text"})
+        one.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [e.step for e in events.Scalars("train/loss")] == [1, 2, 3, 4]

@@ -4,13 +4,12 @@ Why these cases: a multi-node run differs from a single-node run only in who sta
 other. Named rendezvous (`prefgrpo launch`) and fixed node ranks (plain torchrun) must give the same metrics.
 """
 
-import os
 import subprocess
 import sys
 
 import pytest
 from judge_server import free_port
-from tiny_run import all_end, ranks, recipe, rows, weights, world
+from tiny_run import all_end, environment, ranks, recipe, rows, weights, world
 
 pytestmark = [pytest.mark.dist, pytest.mark.full]
 
@@ -31,7 +30,6 @@ def test_two_agents_are_one_with_two_processes(tmp_path):
     place = world(tmp_path)
     all_end(ranks(recipe(place, "together"), 2))
     truth = place / "runs" / "together"
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     for way in (by_name, by_rank):
         name, port = way.__name__, str(free_port())
         file, logs = recipe(place, name), [place / f"{name}{node}.log" for node in range(2)]
@@ -39,7 +37,7 @@ def test_two_agents_are_one_with_two_processes(tmp_path):
         for node, log in enumerate(logs):
             with log.open("w") as to:
                 command = [sys.executable, *way(node, port), "train", str(file)]
-                agents.append(subprocess.Popen(command, stdout=to, stderr=to, env=env))
+                agents.append(subprocess.Popen(command, stdout=to, stderr=to, env=environment()))
         ended, outputs = [agent.wait(600) for agent in agents], [log.read_text() for log in logs]
         assert ended == [0, 0], outputs
         run = place / "runs" / name

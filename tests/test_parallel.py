@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from tiny_run import ALONE, BRIGHTNESS, PROMPTS, all_end, ranks, recipe, rows, train
+from tiny_run import ALONE, BRIGHTNESS, PROMPTS, all_end, environment, ranks, recipe, rows, train
 
 from prefgrpo.config.recipe import ConfigError
 from prefgrpo.parallel import world as parallel
@@ -118,8 +118,8 @@ def test_only_rank_0_writes_what_is_no_ranks_own(both):
 def test_torchrun_starts_it(place):
     file = recipe(place, "torchrun", **SAME, eval={"every": 0})
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "prefgrpo"]
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    done = subprocess.run([*command, "train", str(file)], capture_output=True, text=True, timeout=600, env=env)
+    command += ["train", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment())
     assert done.returncode == 0, done.stderr[-3000:]
     assert [r["step"] for r in rows(place / "runs" / "torchrun")] == [1, 2, 3, 4]
     assert done.stdout.count("finished after 4 steps") + done.stderr.count("finished after 4 steps") == 1
@@ -142,8 +142,7 @@ def test_a_program_may_train_several_times_under_torchrun(tmp_path):
     """torchrun's store outlives a group: a later group must not read the addresses of an earlier one."""
     (tmp_path / "several.py").write_text(SEVERAL_GROUPS)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "several.py"]
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, env=env)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, env=environment())
     assert done.returncode == 0, done.stderr[-3000:]
 
 
@@ -170,8 +169,7 @@ def test_launch_ends_with_the_runs_exit_code_and_one_message(place, case):
         (place / "runs" / "launch-folder").mkdir(parents=True)
         (place / "runs" / "launch-folder" / "thesis.tex").touch()
     command = [sys.executable, "-m", "prefgrpo", "launch", "--standalone", "--nproc_per_node", "2", "train", str(file)]
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=600, env=env)
+    done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=600, env=environment())
     output = done.stdout + done.stderr
     assert done.returncode == code, output
     assert output.count(told) == 1 and "Traceback" not in output and "error message of rank 0" not in output, output

@@ -219,6 +219,11 @@ def _child(argv: list[str], log: str, env: dict[str, str], hook: Callable[[], No
     sys.exit(main(argv))
 
 
+def environment(**env: str) -> dict[str, str]:
+    """This process's environment for another process, with the same import path."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), **env}
+
+
 def collect(loop: TrainingLoop, step: int) -> list[Batch]:
     """The rollouts of a training step, with every sample passed to the scorer as in the loop."""
     loop.scorer.begin(step, loop.rollouts.groups(step))

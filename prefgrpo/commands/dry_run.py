@@ -24,13 +24,12 @@ from prefgrpo.rollout.endpoint import EndpointCollector
 from prefgrpo.rollout.replay import replay
 from prefgrpo.run import batch_size
 from prefgrpo.run.memory import GIB, static_bytes
-from prefgrpo.run.session import check_run, open_collector, open_model, open_schedules, peak_memory
+from prefgrpo.run.session import open_collector, open_model, open_schedules, peak_memory
 
 
 def dry_run(config: Config) -> int:
     """Print configuration, memory and the first batch; returns the exit code. Raises what `train` raises at start."""
     with parallel.process_group(config.device, config) as world:
-        check_run(config)
         print(to_yaml(to_dict(config), allow_unicode=True))
         prompts, sets = prompt_sets(config)
         absent = uncached(config, encoding_jobs(config, prompts))

@@ -27,6 +27,7 @@ from prefgrpo.commands.score import score_files
 from prefgrpo.config.loading import load, section
 from prefgrpo.config.recipe import ConfigError, Loader, read_yaml
 from prefgrpo.config.schema import Config, JudgeConfig
+from prefgrpo.data.atomic import write_atomic
 from prefgrpo.data.file_names import Generated, read_media
 from prefgrpo.data.prompts import Prompt, fingerprint, prompt_sets, read_prompts
 from prefgrpo.judge.verdict import PairJudge
@@ -41,7 +42,7 @@ from prefgrpo.rewards.scorer import Scorer
 from prefgrpo.rollout.render import sample
 from prefgrpo.rollout.sampling import eval_sampling
 from prefgrpo.run import checkpoint, judging
-from prefgrpo.run.checkpoint import CheckpointError, write_atomic
+from prefgrpo.run.checkpoint import CheckpointError
 from prefgrpo.run.evaluate import Row, compare, make_eval_set, over_ranks, share_of, verdict
 from prefgrpo.run.log import finite
 from prefgrpo.run.metrics import PARTS_OF_WINS
@@ -300,6 +301,8 @@ def _report(results: Results, facts: Mapping[str, Any], out: Path, name: str) ->
 def _compare_sides(side: Side, other: Side, prompts: str, out: Path, judge2: str, fps: int, world: World) -> int:
     """Render both sides from the same noise, compare them, report."""
     config, sizes = side.config, eval_sampling(side.config)
+    if wrong := judging.config_errors(config):
+        raise ConfigError(wrong)
     ending = ".mp4" if judging.makes_clips(config) else ".png"
 
     def file(part: str, name: str, number: int) -> Path:

@@ -27,6 +27,7 @@ from tqdm import tqdm
 
 from prefgrpo.config.recipe import ConfigError, merge, read_yaml
 from prefgrpo.config.schema import Config, RewardConfig
+from prefgrpo.data.atomic import write_atomic
 from prefgrpo.data.file_names import CLIPS, Generated, find, read_media
 from prefgrpo.data.media import Media
 from prefgrpo.data.prompts import DataError, read_prompts
@@ -36,7 +37,6 @@ from prefgrpo.rewards import build, load_class, parse_reward_spec
 from prefgrpo.rewards.base import Reward, Sample, Score
 from prefgrpo.rewards.scorer import Scorer
 from prefgrpo.rewards.wire import score_row
-from prefgrpo.run.checkpoint import write_atomic
 from prefgrpo.run.judging import reward_options, unsupported
 
 STDOUT = "-"

@@ -22,6 +22,7 @@ from typing import Any
 from prefgrpo.config.loading import from_dict, recipe_values, to_dict
 from prefgrpo.config.recipe import ConfigError, merge
 from prefgrpo.config.schema import Config
+from prefgrpo.data.atomic import write_atomic
 from prefgrpo.data.prompts import SOURCE
 from prefgrpo.models import family_of
 from prefgrpo.models.folder import ModelError
@@ -29,7 +30,6 @@ from prefgrpo.report import write_report
 from prefgrpo.rewards import PYTHON, REWARDS, RewardSpecError, load_class, parse_reward_spec, python_rewards
 from prefgrpo.rewards.base import Reward
 from prefgrpo.rewards.pairwise import VlmPairwise
-from prefgrpo.run.checkpoint import write_atomic
 from prefgrpo.run.loading import unsupported
 from prefgrpo.run.run_folder import RunFolder
 from prefgrpo.run.session import config_errors

@@ -18,6 +18,7 @@ import torch
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 import prefgrpo
+from prefgrpo.data.atomic import write_atomic
 from prefgrpo.report.browser import KINDS, group_pairs, pairs
 from prefgrpo.report.charts import draw
 from prefgrpo.report.curves import curves, other_curves
@@ -26,7 +27,6 @@ from prefgrpo.report.headline import alarms, certainty, facts, figures, sentence
 from prefgrpo.report.media import picture, still
 from prefgrpo.report.run import Run, read_run
 from prefgrpo.report.verdicts import draw_group
-from prefgrpo.run.checkpoint import write_atomic
 from prefgrpo.run.run_folder import RunFolder
 
 PACKAGES = ("torch", "diffusers", "transformers", "peft", "accelerate", "numpy", "pillow")

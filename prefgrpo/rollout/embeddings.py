@@ -26,6 +26,7 @@ from torch import Tensor
 
 from prefgrpo.config.recipe import ConfigError
 from prefgrpo.config.schema import Config, SamplingConfig
+from prefgrpo.data.atomic import write_atomic
 from prefgrpo.data.prompts import DataError, Prompt
 from prefgrpo.models import DTYPES, family, folder
 from prefgrpo.models.base import Adapter, Condition, Sampling
@@ -132,6 +133,7 @@ class Shards:
             return
         name = hashlib.sha256("\n".join(sorted(content)).encode()).hexdigest()[:32] + ".safetensors"
         tensors = {f"{key}.{k}": v for key in sorted(content) for k, v in content[key].items()}
+        self.folder.mkdir(parents=True, exist_ok=True)
         write_atomic(self.folder / name, save(tensors, {key: _checksum(content[key]) for key in sorted(content)}))
         self._opened.add(name)
         self._shard.update(dict.fromkeys(content, name))
@@ -139,14 +141,6 @@ class Shards:
     def _damaged(self, name: str, error: Exception) -> None:
         message = "embedding cache: %s is damaged (%s); its entries are encoded again, so it can be deleted"
         logger.warning(message, self.folder / name, error)
-
-
-def write_atomic(file: Path, content: bytes) -> None:
-    """Write a file of the cache atomically."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_name(f".{file.name}.{os.getpid()}.partial")
-    part.write_bytes(content)
-    os.replace(part, file)
 
 
 def _checksum(tensors: Mapping[str, Tensor]) -> str:
@@ -379,7 +373,7 @@ def record_encoders(config: Config) -> None:
     body, own = folder.body_fingerprint(path), cached_fingerprint(config)
     if own not in noted.setdefault(body, []):
         noted[body].append(own)
-        write_atomic(Path(config.data.cache) / MODELS_FILE, json.dumps(noted, indent=1).encode())
+        write_atomic(Path(config.data.cache) / MODELS_FILE, json.dumps(noted, indent=1))
 
 
 def _recorded_models(config: Config) -> dict[str, list[str]]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -55,10 +55,6 @@ class EndpointCollector:
         """Metrics of every forward: d, the anchor's d, mean_D ‖v − v_anchor‖² and mean_D ‖v − v_reference‖²."""
         beside = ("anchor_error", "drift") if self.objective.anchor else ()
         return ("error", *beside, *(("kl",) if self.config.train.kl_coef else ()))
-
-    def with_kl_coef(self, value: float) -> EndpointCollector:
-        """A copy with another train.kl_coef."""
-        return replace(self, config=replace(self.config, train=replace(self.config.train, kl_coef=value)))
 
     def accumulate(self, batches: Sequence[Batch], targets: Targets, samples: float) -> list[Tensor]:
         """Accumulate gradients of this rank's batches; returns one row [update, samples, loss, *metrics] per forward.

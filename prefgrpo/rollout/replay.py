@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal
 
@@ -99,10 +99,6 @@ class TrajectoryCollector:
     def metrics(self) -> tuple[str, ...]:
         """Names of the metrics of every forward."""
         return self.objective.metrics
-
-    def with_kl_coef(self, value: float) -> TrajectoryCollector:
-        """A copy with another train.kl_coef."""
-        return replace(self, train=replace(self.train, kl_coef=value))
 
     def accumulate(self, batches: Sequence[Batch], targets: Targets, samples: float) -> list[Tensor]:
         """Accumulate gradients of this rank's batches; returns one row [update, samples, loss, *metrics] per forward.

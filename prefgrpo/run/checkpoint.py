@@ -1,4 +1,4 @@
-"""Checkpoints and the run folder: written atomically, verified before use.
+"""Checkpoints and the run folder: written atomically (`data.atomic`), verified before use.
 
 A checkpoint is a folder `step_NNNNNN` with `state.safetensors` (trained weights, AdamW moments, EMA), `state.json`
 (step, optimiser counters, sizes and hashes) and `lora/` or `pipeline/` in diffusers format. Sharded weights, with their
@@ -20,9 +20,7 @@ from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -32,6 +30,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_parts
 from torch.distributed.checkpoint.state_dict_saver import save as save_parts
 
 from prefgrpo.config.recipe import UserError
+from prefgrpo.data.atomic import temporary_path, write_folder
 from prefgrpo.parallel.shard import is_sharded, shard_like
 from prefgrpo.parallel.world import World
 from prefgrpo.run.run_folder import RunFolder, step_of
@@ -41,56 +40,6 @@ STATE, META, PARTS = "state.safetensors", "state.json", "parts"
 
 class CheckpointError(UserError, RuntimeError):
     """A checkpoint or run folder that cannot be used; the message says which and what to do."""
-
-
-# ---- atomic writes --------------------------------------------------------------------------------------------------
-
-
-def write_atomic(path: Path, text: str) -> None:
-    """Replace a small text file atomically."""
-    temporary = _temporary_path(path)
-    temporary.write_text(text, encoding="utf-8")
-    _sync(temporary)
-    os.replace(temporary, path)
-
-
-def save_images(path: Path, **arrays: NDArray[Any]) -> None:
-    """Write arrays (npz, no pickle) atomically."""
-    temporary = _temporary_path(path)
-    with temporary.open("wb") as file:
-        np.savez_compressed(file, allow_pickle=False, **arrays)
-    os.replace(temporary, path)
-
-
-def write_folder(final: Path, write: Callable[[Path], None]) -> None:
-    """Write a folder atomically: `write` fills a hidden folder next to it, which is renamed to `final`, replacing an
-    existing one, after everything in it is on disk. `claim` removes leftovers of killed processes."""
-    temporary, old = _temporary_path(final), _temporary_path(final.with_name(f"{final.name}.old"))
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    write(temporary)
-    mode = temporary.stat().st_mode & 0o666  # as by the umask; safetensors 0.8 writes files readable only by the owner
-    for path in (*temporary.rglob("*"), temporary):
-        if path.is_file():
-            path.chmod(mode)
-        _sync(path)
-    if final.exists():
-        os.replace(final, old)
-    os.replace(temporary, final)
-    _sync(final.parent)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def _temporary_path(path: Path) -> Path:
-    return path.with_name(f".{path.name}.{os.getpid()}")
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 # ---- checkpoints ----------------------------------------------------------------------------------------------------
@@ -129,8 +78,8 @@ def save(
         if world.main:
             write_folder(final, write)
             for old in run.all_checkpoints()[:-keep]:
-                os.replace(old, _temporary_path(old))  # under this name, `claim` removes it if we are killed here
-                shutil.rmtree(_temporary_path(old))
+                os.replace(old, temporary_path(old))  # under this name, `claim` removes it if we are killed here
+                shutil.rmtree(temporary_path(old))
         elif parts:
             _save_parts(None, parts, world)
     except (OSError, SafetensorError) as error:
@@ -139,7 +88,7 @@ def save(
         causes = (f"process {rank}: {cause}" for rank, (cause, _) in error.failures.items())
         problem = f"the checkpoint cannot be written: {'; '.join(causes)}"
     if first := next((text for text in world.all_gather_object(problem) if text), None):
-        shutil.rmtree(_temporary_path(final), ignore_errors=True)
+        shutil.rmtree(temporary_path(final), ignore_errors=True)
         raise CheckpointError(first)
 
 

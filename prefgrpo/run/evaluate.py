@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from prefgrpo.config.schema import Config
+from prefgrpo.data.atomic import save_images, write_atomic
 from prefgrpo.data.prompts import Prompt
 from prefgrpo.models.base import Adapter
 from prefgrpo.models.folder import hub_id
@@ -33,7 +34,7 @@ from prefgrpo.rewards.scorer import Scorer
 from prefgrpo.rollout.embeddings import Embeddings, fitted_sources
 from prefgrpo.rollout.render import Images, preview, render, sample, to_uint8
 from prefgrpo.rollout.sampling import eval_sampling
-from prefgrpo.run.checkpoint import CheckpointError, save_images, write_atomic
+from prefgrpo.run.checkpoint import CheckpointError
 from prefgrpo.run.log import finite
 from prefgrpo.run.metrics import PARTS_OF_WINS
 from prefgrpo.run.run_folder import RunFolder

@@ -19,7 +19,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from prefgrpo.run.checkpoint import write_atomic
+from prefgrpo.data.atomic import write_atomic
 from prefgrpo.run.metrics import PARTS_OF_WINS, step_line
 from prefgrpo.run.run_folder import RunFolder
 from prefgrpo.run.signs import HackingMonitor, Sign

@@ -256,7 +256,7 @@ def _denoiser_sizes(config: Config, adapter: Adapter) -> DenoiserSizes:
     """The denoisers' `DenoiserSizes`; `hidden` is 0 if the config does not give the width of the blocks (U-Net)."""
     denoiser: Any = adapter.transformer
     get, itemsize = denoiser.config.get, DTYPES[config.dtype].itemsize
-    base = sum(p.numel() for p in denoiser.parameters()) * itemsize
+    base = _count(denoiser) * itemsize
     width = get("num_attention_heads", 0) * (get("attention_head_dim") or 0) if adapter.context_parallel else 0
     divided = [entry for entry in (getattr(denoiser, "_cp_plan", None) or {}).values() if isinstance(entry, dict)]
     text = config.data.max_length * any("encoder_hidden_states" in entry for entry in divided)
@@ -330,11 +330,9 @@ def meta_pipeline(path: Path, pipeline: str, dtype: torch.dtype) -> tuple[Any, d
             parts[name] = _on_meta(getattr(transformers, kind), path / name).to(dtype)
         elif library == "transformers" and (path / name / "preprocessor_config.json").is_file():
             parts[name] = getattr(transformers, kind).from_pretrained(path / name)
-        elif library == "transformers" and (path / name / "config.json").is_file():
-            encoders[name] = _count(_on_meta(getattr(transformers, kind), path / name))
-            parts[name] = None
-        elif name == "connectors":
-            encoders[name] = _count(_on_meta(getattr(getattr(diffusers.pipelines, library), kind), path / name))
+        elif name == "connectors" or (library == "transformers" and (path / name / "config.json").is_file()):
+            source = transformers if library == "transformers" else getattr(diffusers.pipelines, library)
+            encoders[name] = _count(_on_meta(getattr(source, kind), path / name))
             parts[name] = None
         elif kind == REQUIRED_PROCESSOR:
             from prefgrpo.models.processors import NoProcessor
@@ -362,22 +360,19 @@ def _fake(modules: Iterable[nn.Module], mode: FakeTensorMode) -> list[Tensor]:
     made: list[Tensor] = []
 
     def like(tensor: Tensor) -> Tensor:
-        made.append(torch.empty(tensor.shape, dtype=tensor.dtype))
+        made.append(torch.empty_like(tensor, device="cpu"))
         return made[-1]
 
     with mode:
-        for module in (part for whole in modules for part in whole.modules()):
-            for name, p in module._parameters.items():
-                if p is not None:
-                    module._parameters[name] = nn.Parameter(like(p), requires_grad=p.requires_grad)
-            for name, b in module._buffers.items():
-                if b is not None:
-                    module._buffers[name] = like(b)
-            for name, value in list(vars(module).items()):
-                if isinstance(value, Tensor):
-                    setattr(module, name, like(value))
-                elif isinstance(value, list) and value and all(isinstance(each, Tensor) for each in value):
-                    setattr(module, name, [like(each) for each in value])
+        for whole in modules:
+            whole.to_empty(device="cpu")
+            made += [*whole.parameters(), *whole.buffers()]
+            for module in whole.modules():  # tensors that are neither parameters nor buffers
+                for name, value in list(vars(module).items()):
+                    if isinstance(value, Tensor):
+                        setattr(module, name, like(value))
+                    elif isinstance(value, list) and value and all(isinstance(each, Tensor) for each in value):
+                        setattr(module, name, [like(each) for each in value])
     return made
 
 

@@ -23,6 +23,7 @@ import torch
 from prefgrpo.config.loading import differences, load, to_dict
 from prefgrpo.config.recipe import ConfigError, to_yaml
 from prefgrpo.config.schema import AUTO, Config, splits
+from prefgrpo.data.atomic import write_atomic
 from prefgrpo.data.prompts import FEWEST_TO_SPLIT, Prompt, fingerprint, prompt_sets
 from prefgrpo.judge.verdict import PairJudge
 from prefgrpo.models.base import Adapter
@@ -156,7 +157,8 @@ def open_session(config: Config, resume: bool) -> Session:
         world = opened.enter_context(parallel.process_group(config.device, config))
         resume = resume or restart_count() > 0
         folder = RunFolder(Path(config.output) / config.name)
-        check_run(config)
+        if problems := config_errors(config):
+            raise ConfigError(problems)
         lock = world.on_main(partial(checkpoint.claim, folder, resume), checkpoint.CheckpointError)
         if lock is not None:
             opened.callback(os.close, lock)
@@ -309,12 +311,6 @@ def config_errors(config: Config) -> list[str]:
     return problems
 
 
-def check_run(config: Config) -> None:
-    """Raise ConfigError if there are `config_errors`, with all of them."""
-    if problems := config_errors(config):
-        raise ConfigError(problems)
-
-
 def _check_context(config: Config, world: World, prompts: list[Prompt]) -> None:
     """Raise ConfigError for sizes whose tokens cannot be divided; needs the model's configs but not its weights."""
     if world.layout.context == 1:
@@ -392,7 +388,7 @@ def _start_folder(config: Config, session: Session, resume: bool) -> None:
     elif resume:
         session.notes.append(f"no checkpoint in {folder.root} yet; starting from step 0")
     if world.main:
-        checkpoint.write_atomic(folder.config, to_yaml(to_dict(config)))  # first: a resumed run needs it
+        write_atomic(folder.config, to_yaml(to_dict(config)))  # first: a resumed run needs it
         folder.eval.mkdir(exist_ok=True)
         folder.groups.mkdir(exist_ok=True)
         truncate_log(folder.judgements, session.start)

@@ -25,7 +25,7 @@ from PIL import Image
 
 from prefgrpo.config.loading import to_dict
 from prefgrpo.config.schema import Config
-from prefgrpo.run.checkpoint import write_atomic
+from prefgrpo.data.atomic import write_atomic
 from prefgrpo.run.run_folder import RunFolder
 
 FRAME_MS = 125

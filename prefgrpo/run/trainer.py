@@ -12,7 +12,7 @@ from __future__ import annotations
 import errno
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from prefgrpo.config.schema import Config
+from prefgrpo.data.atomic import save_images, write_folder
 from prefgrpo.data.prompts import fingerprint
 from prefgrpo.judge.information import Alarm, verdict_counts
 from prefgrpo.objectives.base import Targets
@@ -46,7 +47,7 @@ from prefgrpo.run.metrics import (
     reward_metrics,
 )
 from prefgrpo.run.policy import NonFiniteGradient
-from prefgrpo.run.session import Clock, open_session, peak_memory
+from prefgrpo.run.session import Clock, open_collector, open_session, peak_memory
 from prefgrpo.run.signs import DIVERSITY, pixel_distance
 from prefgrpo.run.trackers import open_trackers
 
@@ -107,7 +108,7 @@ class TrainingLoop:
         )
         self.objective, self.collector = self.session.objective, self.session.collector
         if self.session.kl_coef is not None:
-            self.collector = self.collector.with_kl_coef(self.session.kl_coef)
+            self._set_kl_coef(self.session.kl_coef)
         self.evaluation: dict[str, float] = {}
         """Metrics of the last evaluation."""
         self.verdict = ""
@@ -366,9 +367,13 @@ class TrainingLoop:
         used = self.session.kl_coef or train.kl_coef
         if metrics["samples_trained"] and not metrics["updates_skipped"]:  # the KL of a skipped update may be NaN
             error = min(max(metrics["policy/kl"] / train.kl_target - 1.0, -0.2), 0.2)
-            self.session.kl_coef = used * (1.0 + train.kl_rate * error)
-            self.collector = self.collector.with_kl_coef(self.session.kl_coef)
+            self._set_kl_coef(used * (1.0 + train.kl_rate * error))
         return {"policy/kl_coef": used}
+
+    def _set_kl_coef(self, value: float) -> None:
+        self.session.kl_coef = value
+        config = replace(self.config, train=replace(self.config.train, kl_coef=value))
+        self.collector = open_collector(config, self.objective, self.adapter, self.policy, self.world)
 
     # ---- what is written --------------------------------------------------------------------------------------------
 
@@ -417,7 +422,7 @@ class TrainingLoop:
         judged = [(m, g) for m, g in judged if shapes(m[0]) == shapes(judged[0][0][0])][:most]
         sources = [np.concatenate([s.pixels for s in m[0].source], axis=1) for m, _ in judged if m[0].source]
         if judged:
-            checkpoint.save_images(
+            save_images(
                 self.folder.group(step),
                 images=np.stack([stills(np.stack([s.media.pixels for s in members])) for members, _ in judged]),
                 wins=np.stack([np.asarray(g.wins) for _, g in judged]),
@@ -492,7 +497,7 @@ class TrainingLoop:
             self._save(done)
         copies = self._copies()
         if self.world.main:
-            checkpoint.write_folder(self.product, lambda folder: self._export(folder, copies))
+            write_folder(self.product, lambda folder: self._export(folder, copies))
         for evaluator in list(self.evaluators.values())[-1:]:
             with self.policy.use_ema():
                 evaluator.save_proof(min(4, c.rollout.batch_size))

@@ -1,0 +1,63 @@
+"""Atomic writes: everything is written under a hidden temporary name in the same folder, then renamed.
+
+Invariant: under its final name, a file or folder is either the old one or the whole new one, also after a crash.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+def write_atomic(path: Path, content: str | bytes) -> None:
+    """Replace a file atomically; text is written as UTF-8."""
+    temporary = temporary_path(path)
+    temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+    _sync(temporary)
+    os.replace(temporary, path)
+
+
+def save_images(path: Path, **arrays: NDArray[Any]) -> None:
+    """Write arrays (npz, no pickle) atomically."""
+    temporary = temporary_path(path)
+    with temporary.open("wb") as file:
+        np.savez_compressed(file, allow_pickle=False, **arrays)
+    os.replace(temporary, path)
+
+
+def write_folder(final: Path, write: Callable[[Path], None]) -> None:
+    """Write a folder atomically: `write` fills a hidden folder next to it, which is renamed to `final`, replacing an
+    existing one, after everything in it is on disk."""
+    temporary, old = temporary_path(final), temporary_path(final.with_name(f"{final.name}.old"))
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    write(temporary)
+    mode = temporary.stat().st_mode & 0o666  # as by the umask; safetensors 0.8 writes files readable only by the owner
+    for path in (*temporary.rglob("*"), temporary):
+        if path.is_file():
+            path.chmod(mode)
+        _sync(path)
+    if final.exists():
+        os.replace(final, old)
+    os.replace(temporary, final)
+    _sync(final.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def temporary_path(path: Path) -> Path:
+    """Where this process writes `path`; in run folders, `checkpoint.claim` removes what killed processes left."""
+    return path.with_name(f".{path.name}.{os.getpid()}")
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
