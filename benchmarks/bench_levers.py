@@ -9,7 +9,8 @@ One prompt, four samples, three of four steps trained. Results go to results/lev
 - memory: peak bytes of a step's tensors, with the lever divided by without.
 - gradient: bitwise equal, or its relative error and cosine to the gradient without it, at the same weights and samples.
 
-All other options have their defaults, except that `train.reuse_rollout_forward` is off in all rows but its own.
+All other options have their defaults, except that `train.reuse_rollout_forward` and oneDNN's linear layers are off in
+all rows but their own.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from prefgrpo.config.loading import from_dict
 from prefgrpo.config.recipe import merge
 from prefgrpo.integrations.rotary import stock_rotary
 from prefgrpo.objectives.base import Targets
+from prefgrpo.ops import linear
 from prefgrpo.rollout import rollout
 from prefgrpo.run.memory import MemoryTracker
 from prefgrpo.run.session import Clock
@@ -67,6 +69,8 @@ class Lever:
     family: str = "flux"
     baseline: Callable[[nn.Module], AbstractContextManager[None]] = nullcontext
     """Context of the baseline's steps, given the transformer."""
+    onednn: bool = False
+    """Whether linear layers use oneDNN where that is faster."""
 
 
 def same_noise(_: nn.Module) -> AbstractContextManager[None]:
@@ -106,6 +110,9 @@ LEVERS = {
     ),
     "our LoRA layers instead of peft's": Lever({}, "always", baseline=peft_layers),
     "our rotary embedding instead of diffusers'": Lever({}, "always", baseline=lambda _: stock_rotary()),
+    "oneDNN's linear layers instead of MKL's": Lever(
+        {}, "on AMD CPUs with AVX-512", baseline=lambda _: patch.object(linear, "FASTER", False), onednn=True
+    ),
     "`compile`": Lever({"compile": True}, "off, because the first steps compile for minutes"),
 }
 
@@ -172,7 +179,7 @@ def measure(name: str, size: str, rounds: int) -> dict[str, Any]:
     """Measure one lever on one pipeline."""
     lever, work = LEVERS[name], SIZES[size]
     torch.compiler.reset()  # else blocks compiled for many shapes would run uncompiled
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, patch.object(linear, "FASTER", lever.onednn and linear.FASTER):
         made = make_pipeline(lever.family, Path(folder), work)
         sides = [Side(lever, changes, made, work, kind) for kind, changes in (("off", lever.off), ("on", lever.on))]
         for side in sides:

@@ -116,9 +116,11 @@ def train(name: str, work: Work, steps: int, kind: str) -> list[float]:
 
     from benchmarks.peer_runs import Recorder
     from prefgrpo.config.loading import from_dict
+    from prefgrpo.ops import linear
     from prefgrpo.run.trainer import Callbacks, TrainingLoop
 
     torch.set_num_threads(1)
+    linear.FASTER = False  # matrices are multiplied as in the peers
     recorder, seconds, start = Recorder("", 1, steps, ""), list[float](), [0.0]
     for cls in (transformers.CLIPTextModel, transformers.CLIPTextModelWithProjection, transformers.T5EncoderModel):
         recorder.leave_out(cls)

@@ -148,7 +148,7 @@ def measured() -> Iterator[Row]:
     """Ratios of steps with and without an option ("lever"), on this machine's CPU."""
     for run in json.loads(LEVERS_JSON.read_text())["runs"] if LEVERS_JSON.is_file() else []:
         lever = LEVERS[run["lever"]]
-        if run["size"] != "wide" or lever.on.get("compile"):
+        if run["size"] != "wide" or lever.on.get("compile") or lever.onednn:
             continue
         with tempfile.TemporaryDirectory() as folder:
             made = make_pipeline(lever.family, Path(folder), SIZES["wide"])

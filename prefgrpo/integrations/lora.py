@@ -3,14 +3,16 @@
 peft computes `base(x) + B(A(x.float())) * scaling`. In bf16 with fp32 LoRA weights, x is cast to fp32 and back, and the
 product with `scaling` and the sum are two more passes over the output, in the backward pass too. Here A reads x as the
 base layer does, and B's matrix multiplication adds to the base layer's output.
-Invariant: equal to peft's layer up to rounding; in fp32 with a `scaling` that is a power of two, usually to the bit.
+Invariant: equal to peft's layer up to rounding; in fp32 with a `scaling` that is a power of two, usually to the bit,
+except where `ops.linear` uses oneDNN.
 """
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from peft.tuners.lora import Linear
 from torch import Tensor, nn
+
+from prefgrpo.ops.linear import linear
 
 
 class LoraLinear(Linear):
@@ -26,7 +28,7 @@ class LoraLinear(Linear):
             if name not in self.lora_A:
                 continue
             up = self.lora_B[name].weight * self.scaling[name]  # in fp32: as addmm's alpha it would round the gradient
-            down = F.linear(flat, self.lora_A[name].weight.to(flat.dtype))
+            down = linear(flat, self.lora_A[name].weight.to(flat.dtype))
             out.addmm_(down, up.to(out.dtype).t())
         return out.unflatten(0, x.shape[:-1])
 

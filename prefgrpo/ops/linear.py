@@ -1,0 +1,88 @@
+"""fp32 linear layers by oneDNN instead of MKL, on AMD CPUs with AVX-512.
+
+torch multiplies fp32 matrices with MKL, which runs AVX2 kernels on AMD CPUs. oneDNN, which is part of torch too, uses
+AVX-512. `python -m benchmarks.bench_levers` measures both.
+Invariant: equal to torch's linear up to fp32 rounding; what is not a plain fp32 tensor on a CPU goes to torch's.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+
+def _is_faster() -> bool:
+    """Whether this is an AMD CPU with AVX-512, and this torch has oneDNN."""
+    cpu = Path("/proc/cpuinfo")
+    amd = cpu.is_file() and "AuthenticAMD" in cpu.read_text()
+    return amd and torch.backends.cpu.get_cpu_capability() == "AVX512" and torch.backends.mkldnn.is_available()
+
+
+FASTER = _is_faster()
+
+
+class _Linear(torch.autograd.Function):
+    """x Wᵀ + b and its gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x if weight.requires_grad else None, weight)
+        return _product(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        to_x, to_weight, to_bias = ctx.needs_input_grad
+        (grad,) = gradients
+        rows = grad.flatten(0, -2) if to_weight or to_bias else grad
+        return (
+            _product(grad, weight.t()) if to_x else None,
+            _product(rows.t(), x.flatten(0, -2).t()) if to_weight else None,
+            rows.sum(0) if to_bias else None,
+        )
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x Wᵀ + b by oneDNN: the op to which inductor compiles linear layers."""
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`F.linear`: x [..., in], weight [out, in] and bias [out] to [..., out]; by oneDNN where that is faster."""
+    if not FASTER or torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):  # inductor has no lowering
+        return F.linear(x, weight, bias)
+    if x.dim() < 2 or not x.numel() or not _is_fp32(x) or not _is_fp32(weight):
+        return F.linear(x, weight, bias)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias)):
+        return _Linear.apply(x, weight, bias)
+    return _product(x, weight, bias)
+
+
+def _is_fp32(tensor: Tensor) -> bool:
+    """Whether a tensor is plain (not fake, not sharded), in fp32 and on a CPU."""
+    return type(tensor) in (Tensor, nn.Parameter) and tensor.dtype == torch.float32 and tensor.device.type == "cpu"
+
+
+class Linear(nn.Linear):
+    """A `torch.nn.Linear` that computes with `linear`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Input [..., in] to [..., out]."""
+        return linear(input, self.weight, self.bias)
+
+
+def use_onednn(model: nn.Module) -> int:
+    """Turn the Linear layers of `model` into this module's, in place, where oneDNN is faster; returns how many.
+
+    Parameters and their names stay; subclasses of torch's Linear stay as they are.
+    """
+    layers = [module for module in model.modules() if type(module) is nn.Linear] if FASTER else []
+    for layer in layers:
+        layer.__class__ = Linear
+    return len(layers)
