@@ -102,8 +102,8 @@ def test_a_folder_with_foreign_things_stays_as_it_is(place, capsys, foreign):
     folder, file = place / "runs" / name, recipe(place, name)
     (folder / foreign).parent.mkdir(parents=True)
     (folder / foreign).write_text(FOREIGN[foreign])
-    refused(attempt(capsys, "train", file), "contains another run", "nothing was changed", "another --name")
-    refused(attempt(capsys, "train", file, "--resume"), "is not a run of prefgrpo", "another --name")
+    refused(attempt(capsys, "train", file), "contains another run", "nothing was changed", "another name")
+    refused(attempt(capsys, "train", file, "--resume"), "is not a run of prefgrpo", "another name")
     assert tree(folder) == {foreign: FOREIGN[foreign].encode()}
 
 

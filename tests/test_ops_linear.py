@@ -17,6 +17,7 @@ pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason
 @pytest.fixture(autouse=True)
 def faster(monkeypatch):
     monkeypatch.setattr(onednn, "FASTER", True)
+    monkeypatch.setattr(onednn, "LARGE", 1)
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", True)
 
 
@@ -63,9 +64,11 @@ def test_as_near_to_fp64_as_torchs_own(shape, sizes, with_bias, needs, form, see
         torch.testing.assert_close(got, true.float(), rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["one row", "bf16", "fp64", "fake", "autocast", "mixed", "meta"])
-def test_other_inputs_are_torchs_own(kind, products):
+@pytest.mark.parametrize("kind", ["small", "one row", "bf16", "fp64", "fake", "autocast", "mixed", "meta"])
+def test_other_inputs_are_torchs_own(kind, products, monkeypatch):
     layer, x = nn.Linear(6, 5), torch.randn(3, 6)
+    if kind == "small":
+        monkeypatch.setattr(onednn, "LARGE", 3 * 6 * 5 + 1)
     if kind in ("bf16", "fp64", "meta"):
         to = {"bf16": torch.bfloat16, "fp64": torch.float64, "meta": "meta"}[kind]
         layer, x = layer.to(to), x.to(to)

@@ -2,7 +2,8 @@
 
 torch multiplies fp32 matrices with MKL, which runs AVX2 kernels on AMD CPUs. oneDNN, which is part of torch too, uses
 AVX-512. `python -m benchmarks.bench_levers` measures both.
-Invariant: equal to torch's linear up to fp32 rounding; what is not a plain fp32 tensor on a CPU goes to torch's.
+Invariant: equal to torch's linear up to fp32 rounding; small products, and what is not a plain fp32 tensor on a CPU, go
+to torch's.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ def _is_faster() -> bool:
 
 
 FASTER = _is_faster()
+LARGE = 1 << 21
+"""Multiplications from which oneDNN is used; below, a call costs more than it saves."""
 
 
 class _Linear(torch.autograd.Function):
@@ -57,7 +60,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`F.linear`: x [..., in], weight [out, in] and bias [out] to [..., out]; by oneDNN where that is faster."""
     if not FASTER or torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):  # inductor has no lowering
         return F.linear(x, weight, bias)
-    if x.dim() < 2 or not x.numel() or not _is_fp32(x) or not _is_fp32(weight):
+    if x.dim() < 2 or x.numel() * len(weight) < LARGE or not _is_fp32(x) or not _is_fp32(weight):
         return F.linear(x, weight, bias)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias)):
         return _Linear.apply(x, weight, bias)

@@ -143,7 +143,7 @@ def read_newest(
         except CheckpointError as error:
             damaged.append(error)
     if damaged:
-        advice = f"no other one is complete; remove {run.checkpoints} to start again, or choose another --name"
+        advice = f"no other one is complete; remove {run.checkpoints} to start again, or choose another name"
         raise CheckpointError(f"{damaged[0]}; {advice}")
     return None
 
@@ -186,7 +186,7 @@ def load_into(parameters: dict[str, Tensor], tensors: dict[str, Tensor], prefix:
     if wanted.keys() != stored.keys() or any(wanted[k].shape != stored[k].shape for k in wanted):
         raise CheckpointError(
             f"the checkpoint's weights do not fit this configuration ({len(stored)} stored, {len(wanted)} expected "
-            f"under '{prefix}'); resume with the same model and LoRA rank, or start a new --name"
+            f"under '{prefix}'); resume with the same model and LoRA rank, or choose another name"
         )
     with torch.no_grad():
         for key, p in wanted.items():
@@ -230,16 +230,16 @@ def claim(run: RunFolder, resume: bool) -> int:
 def _check_content(run: RunFolder, resume: bool) -> None:
     folder = run.root
     if folder.exists() and not folder.is_dir():
-        raise CheckpointError(f"{folder} is a file; expected a folder for the run, choose another --name")
+        raise CheckpointError(f"{folder} is a file; expected a folder for the run, choose another name")
     content = sorted(p.name for p in folder.iterdir() if p.name[:1] != ".") if folder.is_dir() else []
     if content and not resume:
         shown = ", ".join(content[:4]) + (" …" if len(content) > 4 else "")
         raise CheckpointError(
-            f"{folder} contains another run ({shown}); nothing was changed. Continue it with --resume, "
-            f"or choose another --name"
+            f"{folder} contains another run ({shown}); nothing was changed. Resume it (--resume, or resume=True in "
+            f"Python), or choose another name"
         )
     if content and not run.config.is_file():
-        raise CheckpointError(f"{folder} is not a run of prefgrpo (no config.yaml in it); choose another --name")
+        raise CheckpointError(f"{folder} is not a run of prefgrpo (no config.yaml in it); choose another name")
 
 
 def lock(folder: Path) -> int:

@@ -336,4 +336,4 @@ def load_initial_images(folder: RunFolder, name: str, size: int) -> Images:
         if all(f.is_file() for f in files):
             return np.concatenate([np.load(f, allow_pickle=False)["images"] for f in files])
     lacking = f"lacks images of the starting policy ({name}_before_*.npz)"
-    raise CheckpointError(f"{folder.eval} {lacking}; choose another --name")
+    raise CheckpointError(f"{folder.eval} {lacking}; choose another name")

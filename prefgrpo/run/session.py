@@ -351,7 +351,7 @@ def _check_same_run(config: Config, folder: RunFolder) -> None:
         shown = "; ".join(f"{k}: was {a!r}, is {b!r}" for k, (a, b) in fixed.items())
         raise checkpoint.CheckpointError(
             f"{folder.root} was started with another configuration ({shown}); resume with the old values, "
-            f"or choose another --name"
+            f"or choose another name"
         )
 
 
@@ -377,7 +377,7 @@ def _start_folder(config: Config, session: Session, resume: bool) -> None:
         if meta["prompts"] != fingerprint(session.rollouts.prompts):
             raise checkpoint.CheckpointError(
                 f"{config.data.prompts} has different prompts than when {folder.root} was started; "
-                "resume with the old file, or choose another --name"
+                "resume with the old file, or choose another name"
             )
         session.policy.load_state_dict(tensors, meta["updates"])
         session.start, session.trained_s, session.kl_coef = meta["step"], meta["trained_s"], meta.get("kl_coef")
