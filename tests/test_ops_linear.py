@@ -1,5 +1,7 @@
 """oneDNN's linear layers: as near to fp64 as torch's own, on any CPU that has oneDNN."""
 
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -88,6 +90,17 @@ def test_other_inputs_are_torchs_own(kind, products, monkeypatch):
     assert not products and got.dtype == want.dtype and got.shape == want.shape
     if kind not in ("fake", "meta"):
         assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize(
+    "shapes", [((3, 6), (5, 7), None), ((3, 6), (5, 6), (4,)), ((3, 6), (5, 6, 2), None)], ids=["in", "bias", "3-D"]
+)
+def test_wrong_shapes_are_torchs_own_errors(shapes):
+    given = [None if shape is None else torch.randn(shape) for shape in shapes]
+    with pytest.raises(RuntimeError) as theirs:
+        F.linear(*given)
+    with pytest.raises(RuntimeError, match=re.escape(str(theirs.value))):
+        onednn.linear(*given)
 
 
 def test_layers_are_turned_in_place_and_keep_their_names(products):

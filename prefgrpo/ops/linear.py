@@ -3,7 +3,7 @@
 torch multiplies fp32 matrices with MKL, which runs AVX2 kernels on AMD CPUs. oneDNN, which is part of torch too, uses
 AVX-512. `python -m benchmarks.bench_levers` measures both.
 Invariant: equal to torch's linear up to fp32 rounding; small products, and what is not a plain fp32 tensor on a CPU, go
-to torch's.
+to torch's own, which raises the errors.
 """
 
 from __future__ import annotations
@@ -52,24 +52,28 @@ class _Linear(torch.autograd.Function):
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x Wᵀ + b by oneDNN: the op to which inductor compiles linear layers."""
+    """x Wᵀ + b by oneDNN: the op to which inductor compiles layers with constant weights, and none else."""
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`F.linear`: x [..., in], weight [out, in] and bias [out] to [..., out]; by oneDNN where that is faster."""
-    if not FASTER or torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):  # inductor has no lowering
+    if not FASTER or torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):
         return F.linear(x, weight, bias)
-    if x.dim() < 2 or x.numel() * len(weight) < LARGE or not _is_fp32(x) or not _is_fp32(weight):
+    tensors = (x, weight) if bias is None else (x, weight, bias)
+    if not _fits(*tensors):
         return F.linear(x, weight, bias)
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias)):
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return _Linear.apply(x, weight, bias)
     return _product(x, weight, bias)
 
 
-def _is_fp32(tensor: Tensor) -> bool:
-    """Whether a tensor is plain (not fake, not sharded), in fp32 and on a CPU."""
-    return type(tensor) in (Tensor, nn.Parameter) and tensor.dtype == torch.float32 and tensor.device.type == "cpu"
+def _fits(x: Tensor, weight: Tensor, *bias: Tensor) -> bool:
+    """Whether these are plain fp32 tensors (not fake, not sharded) on a CPU, of matching shapes and large enough."""
+    if x.dim() < 2 or x.shape[-1:] != weight.shape[1:] or any(b.shape != weight.shape[:1] for b in bias):
+        return False
+    plain = all(type(t) in (Tensor, nn.Parameter) and t.device.type == "cpu" for t in (x, weight, *bias))
+    return plain and x.numel() * len(weight) >= LARGE and all(t.dtype == torch.float32 for t in (x, weight, *bias))
 
 
 class Linear(nn.Linear):
