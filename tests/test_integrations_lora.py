@@ -9,7 +9,7 @@ from peft.tuners.lora import Linear
 from torch import nn
 
 from benchmarks import layer_bytes
-from prefgrpo.integrations.lora import LoraLinear, fuse_lora
+from prefgrpo.integrations.lora import LoraLinear, MergedLora, fuse_lora
 from prefgrpo.ops import linear
 
 LEAD = {"[in]s": (7,), "tokens": (2, 5), "images": (2, 3, 4)}
@@ -79,6 +79,32 @@ def test_a_scaling_of_a_power_of_two_gives_pefts_bits(monkeypatch):
     fuse_lora(ours)
     x = torch.randn(3, 24)
     assert all(torch.equal(a, b) for a, b in zip(results(peft, x, False), results(ours, x, False), strict=True))
+
+
+@pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)], ids=str)
+@torch.no_grad()
+def test_merged_copies_are_the_sum_in_fp64_rounded_once(dtype, bound):
+    model, x = with_lora(dtype), torch.randn(5, 24, dtype=dtype)
+    fuse_lora(model)
+    before, layers = model(x), [m for m in model.modules() if isinstance(m, LoraLinear)]
+    merged = MergedLora(model)
+    for _ in range(2):
+        with merged:
+            inside = model(x)
+            with model.disable_adapter():
+                assert torch.equal(model(x), copy.deepcopy(model).unload()(x))
+        assert torch.equal(model(x), before)
+    assert (inside - before).abs().max() <= bound * before.abs().max()
+    with merged:
+        for layer in layers:
+            down, up = layer.lora_A.default.weight.double(), layer.lora_B.default.weight.double()
+            delta = layer.scaling["default"] * up @ down
+            base = layer.base_layer.weight.double()
+            error = (layer.merged_weight - base - delta).abs() / (base.abs() + delta.abs())
+            assert layer.merged_weight.dtype == dtype and error.max() <= 2 * torch.finfo(dtype).eps
+            layer.lora_B.default.weight.mul_(2)
+    with MergedLora(model):
+        assert not torch.equal(model(x), inside)  # a new object merges the weights of now
 
 
 def test_disabled_merged_and_second_adapters_as_in_peft():

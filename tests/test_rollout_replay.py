@@ -12,6 +12,7 @@ import torch
 from families import case_of, conditions, policy
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from prefgrpo.integrations.lora import LoraLinear
 from prefgrpo.rollout.replay import replay, stacked
 from prefgrpo.rollout.rollout import rollout, stack
 from prefgrpo.sde.schedule import make_schedule
@@ -46,6 +47,25 @@ def test_only_the_window_is_stored_and_neighbours_share_tensors(adapter, conditi
     assert ode.steps == () and torch.isfinite(ode.latents).all()
     last = rollout(adapter, schedule_of(adapter, window=(S.steps - 1,)), condition, IDS, S, seed=0)
     assert torch.equal(last.steps[0].x_next, last.latents)
+
+
+@pytest.mark.parametrize("keep_graph", [False, True])
+def test_untrained_steps_use_the_merged_lora_and_trained_ones_do_not(adapter, condition, keep_graph, monkeypatch):
+    """The trained steps' log-probs are replay's to the bit, and the samples the unmerged ones' up to rounding."""
+    schedule, used = schedule_of(adapter), []
+    layer = next(m for m in adapter.transformer.modules() if isinstance(m, LoraLinear))
+    forward = layer.forward
+    monkeypatch.setattr(layer, "forward", lambda x: (used.append(layer.merged_weight is not None), forward(x))[1])
+    plain = rollout(adapter, schedule, condition, IDS, S, seed=0)
+    assert used == [False] * S.steps
+    monkeypatch.setattr(adapter, "merges_lora", True)
+    used.clear()
+    done = rollout(adapter, schedule, condition, IDS, S, seed=0, keep_graph=keep_graph)
+    assert used == [k not in (1, 2, 3) for k in range(S.steps)]
+    for step in done.steps:
+        assert torch.equal(replay(adapter, schedule, condition, step, S).logp, step.logp)
+    torch.testing.assert_close(done.latents, plain.latents, rtol=1e-4, atol=1e-5)
+    assert not torch.equal(done.latents, plain.latents)
 
 
 @pytest.mark.parametrize("rule", ["flow", "dance", "cps", "cps_normalised"])

@@ -60,20 +60,25 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`F.linear`: x [..., in], weight [out, in] and bias [out] to [..., out]; by oneDNN where that is faster."""
     if not FASTER or torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):
         return F.linear(x, weight, bias)
-    tensors = (x, weight) if bias is None else (x, weight, bias)
-    if not _fits(*tensors):
+    if not (_is_plain(x) and _is_plain(weight) and (bias is None or _is_plain(bias)) and _fits(x, weight, bias)):
         return F.linear(x, weight, bias)
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+    trained = x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
+    if trained and torch.is_grad_enabled():
         return _Linear.apply(x, weight, bias)
     return _product(x, weight, bias)
 
 
-def _fits(x: Tensor, weight: Tensor, *bias: Tensor) -> bool:
-    """Whether these are plain fp32 tensors (not fake, not sharded) on a CPU, of matching shapes and large enough."""
-    if x.dim() < 2 or x.shape[-1:] != weight.shape[1:] or any(b.shape != weight.shape[:1] for b in bias):
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether this is an fp32 tensor on a CPU, neither fake nor sharded."""
+    return type(tensor) in (Tensor, nn.Parameter) and tensor.dtype is torch.float32 and tensor.is_cpu
+
+
+def _fits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether the product is large enough, and the shapes match."""
+    if weight.dim() != 2 or x.dim() < 2:
         return False
-    plain = all(type(t) in (Tensor, nn.Parameter) and t.device.type == "cpu" for t in (x, weight, *bias))
-    return plain and x.numel() * len(weight) >= LARGE and all(t.dtype == torch.float32 for t in (x, weight, *bias))
+    n, k = weight.shape
+    return x.numel() * n >= LARGE and x.shape[-1] == k and (bias is None or bias.shape == (n,))
 
 
 class Linear(nn.Linear):

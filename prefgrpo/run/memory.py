@@ -85,8 +85,8 @@ class Estimate:
     parameters: dict[str, int]
     """Number of parameters per component of the pipeline, and of trained parameters."""
     flop: dict[str, float]
-    """FLOP per sample of a rollout forward, of decoding and of a trained step (forward and backward, including
-    recomputation by checkpointing), and of encoding a text of data.max_length tokens."""
+    """FLOP per sample of a rollout forward (of an untrained step), of decoding and of a trained step (forward and
+    backward, including recomputation by checkpointing), and of encoding a text of data.max_length tokens."""
     model: DenoiserSizes
     """Sizes that the traffic between processes depends on."""
     other_meshes: dict[ParallelConfig, int]
@@ -246,7 +246,8 @@ def _phase(name: str, config: Config, adapter: Adapter, batch: Batch, known: lis
             adapter.decode(x[:count], r)
             offloaded = _weights(adapter, *KINDS["vae"]) if "vae" in config.memory.offload else 0
         else:
-            v = adapter.velocity(x, sigma, condition, r)
+            with adapter.merged_lora() if name == "rollout" else nullcontext():
+                v = adapter.velocity(x, sigma, condition, r)
             if name == "update":
                 v.float().square().mean().backward()
     return tracker.peak + offloaded, tracker.flop / count
