@@ -82,6 +82,7 @@ def same_noise(_: nn.Module) -> AbstractContextManager[None]:
 
 KL = {"kl_coef": 0.04}
 LATE = {"window_low": 2}
+ONE = {"window_size": 1}
 LEVERS = {
     "`train.reuse_rollout_forward`": Lever(
         {"train": {"reuse_rollout_forward": True}}, "auto: on if no bit changes and the graphs fit"
@@ -100,7 +101,10 @@ LEVERS = {
         {"train": KL},
     ),
     "`train.min_advantage: 0.5`": Lever({"train": {"min_advantage": 0.5}}, "0, because this biases the gradient"),
-    "`rollout.window_size: 1`": Lever({"rollout": {"window_size": 1}}, "all steps; most recipes set it"),
+    "`rollout.window_size: 1`": Lever({"rollout": ONE}, "all steps; most recipes set it"),
+    "`rollout.merge_lora`, one of four steps trained": Lever(
+        {"rollout": ONE}, "auto: on in fp32, where it only rounds", {"rollout": ONE | {"merge_lora": False}}
+    ),
     "`rollout.same_noise`: two steps before the window": Lever(
         {"rollout": LATE | {"same_noise": True}}, "always with this option", {"rollout": LATE}, baseline=same_noise
     ),

@@ -149,6 +149,8 @@ MISTAKES = [
     ("rollout: {rule: cps, eta: 1.5}", "rollout.eta: rule cps takes 0 … 1, got 1.5"),
     ("rollout: {window_low: 9}", "rollout.window_low/high: expected 0 <= low < high <= steps (10), got 9 and 9"),
     ("rollout: {window_size: 10}", "rollout.window_size: expected 0 … 9, got 10"),
+    ("compile: true\nrollout: {merge_lora: true}", "rollout.merge_lora: expected auto or false with compile"),
+    ("train: {lora_rank: 0}\nrollout: {merge_lora: true}", "rollout.merge_lora: expected auto or false with compile"),
     ("rollout: {sigmas: published}", "rollout.shift: expected a value for rollout.sigmas: published"),
     ("rollout: {shift: 3}", "rollout.shift: with rollout.sigmas: pipeline the model folder's scheduler sets the shift"),
     ("rollout: {rule: cps}\ntrain: {kl_form: flow_grpo}", "train.kl_form: flow_grpo divides by a variance"),

@@ -76,7 +76,7 @@ def real(case, c):
         p.grad = torch.zeros_like(p)
 
     def forward():
-        with torch.no_grad():
+        with torch.no_grad(), adapter.merged_lora():
             return adapter.velocity(x, sigma, condition, r)
 
     def update():

@@ -68,6 +68,21 @@ def test_untrained_steps_use_the_merged_lora_and_trained_ones_do_not(adapter, co
     assert not torch.equal(done.latents, plain.latents)
 
 
+@pytest.mark.parametrize("family", ["flux", "sd3", "wan"])
+def test_merged_samples_in_bf16_are_as_near_to_those_in_fp32(family):
+    case, samples = case_of(family), {}
+    sampling = case.sampling((32, 32), 4)
+    for dtype in (torch.float32, torch.bfloat16):
+        one = policy(case, dtype=dtype)
+        condition = conditions(one, case, ["red", "red", "blue", "blue"], (32, 32))
+        for one.merges_lora in (False, True):
+            done = rollout(one, make_schedule(one.sigmas(sampling), "ode", 0.0), condition, IDS, sampling, seed=0)
+            samples[dtype, one.merges_lora] = done.latents
+    exact = samples[torch.float32, False]
+    apart, merged = ((samples[torch.bfloat16, how] - exact).norm() for how in (False, True))
+    assert merged <= 1.1 * apart and (samples[torch.float32, True] - exact).norm() <= 1e-3 * apart
+
+
 @pytest.mark.parametrize("rule", ["flow", "dance", "cps", "cps_normalised"])
 def test_logp_is_that_of_the_stored_value(adapter, condition, rule):
     """Close to the fp64 value for the stored latents, and exactly the logp that replay gives."""

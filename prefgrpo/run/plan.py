@@ -26,6 +26,7 @@ from prefgrpo.run.batch_size import (
     estimate_batch_sizes,
     estimate_share,
 )
+from prefgrpo.run.loading import merges_lora
 from prefgrpo.run.memory import GIB, Estimate, estimate, samples_per_index, trained_steps
 from prefgrpo.run.speed import (
     HARDWARE,
@@ -143,8 +144,9 @@ def _mesh(config: Config, whole: Estimate, machines: Machines, memory_gib: float
 def compare_levers(config: Config, whole: Estimate, machines: Machines) -> Iterator[tuple[str, float, float]]:
     """(name, samples per second and GPU, GiB per GPU) without any of these options, then with each alone."""
     train = {"reuse_rollout_forward": False, "guidance_gradient": "both", "kl_fraction": 1.0, "min_advantage": 0.0}
-    base = from_dict(merge(to_dict(config), {"train": train, "compile": False}))
-    plain = whole if config.train.guidance_gradient == "both" else estimate(base)
+    base = from_dict(merge(to_dict(config), {"rollout": {"merge_lora": False}, "train": train, "compile": False}))
+    same = config.train.guidance_gradient == "both" and not merges_lora(config)
+    plain = whole if same else estimate(base)
     reached = {False: MFU[False] if config.compile else machines.mfu, True: MFU[True]}
 
     def found(name: str, changed: Config, held: Estimate) -> tuple[str, float, float]:
@@ -170,6 +172,7 @@ def _levers(config: Config) -> list[tuple[str, dict[str, Any], bool, bool]]:
     awm = {"objective": "awm", "objective_options": {}, "kl_coef": 0.0, "kl_fraction": 1.0}
     return [
         ("train.reuse_rollout_forward", {"train": {"reuse_rollout_forward": True}}, reusable, False),
+        ("rollout.merge_lora", {"rollout": {"merge_lora": True}}, bool(t.lora_rank) and layout.split == 1, True),
         ("train.guidance_gradient: conditional", {"train": {"guidance_gradient": "conditional"}}, guided, True),
         ("train.kl_fraction: 0.25", {"train": {"kl_fraction": 0.25}}, t.kl_coef > 0, False),
         ("train.min_advantage: 0.25", {"train": {"min_advantage": 0.25}}, goal.proportional_to_advantage, False),
