@@ -288,16 +288,6 @@ def test_misuse_is_refused():
     for size, plan, why in ((1, "both_orders", "at least 2"), (4, "swiss(4)", "got G = 4")):
         with pytest.raises(ValueError, match=why):
             pairs(StubJudge(), size, plan)
-    s = pairs(StubJudge())
-    s.begin(0, [5])
-    s.add(5, 0, sample(10))
-    for group, member, why in ((6, 0, "not part of this step"), (5, 0, "added before"), (5, 4, "out of range")):
-        with pytest.raises(ValueError, match=why):
-            s.add(group, member, sample(10))
-    with pytest.raises(ValueError, match=r"different, got \[5\] beside \[5\]"):
-        s.begin(1, [5], ahead=True)
-    with pytest.raises(ValueError, match="different"):
-        s.begin(1, [5, 5])
     with pytest.raises(ValueError, match="soft, hard"):
         VlmPairwise(StubJudge(), verdict="loud")
     with pytest.raises(ConfigError, match="url"):
