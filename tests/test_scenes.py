@@ -55,7 +55,7 @@ def test_captions_name_their_combination():
     for split, combos in scenes.SPLITS.items():
         assert [scenes.parse_caption(text) for text in scenes.prompts(split)] == [c for c in combos for _ in range(3)]
         assert (ASSETS / "prompts" / f"{split}.txt").read_text().splitlines() == scenes.prompts(split)
-    with pytest.raises(ValueError, match=r"expected a caption such as .*got 'a pink circle'"):
+    with pytest.raises(ValueError, match=r"expected one of the demo's captions, such as .*got 'a pink circle'"):
         scenes.parse_caption("a pink circle")
 
 
