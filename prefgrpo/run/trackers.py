@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,19 +44,6 @@ class Table(NamedTuple):
 
     columns: list[str]
     rows: list[list[Any]]
-
-
-class Tracker(Protocol):
-    """Interface of an experiment tracker."""
-
-    def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Log the numbers of a training step or an evaluation."""
-
-    def show(self, step: int, name: str, images: Sequence[MediaItem], table: Table | None) -> None:
-        """Log images or clips, and a table of the judge's answers."""
-
-    def close(self) -> None:
-        """Send pending data."""
 
 
 def config_errors(config: Config) -> list[str]:
@@ -144,6 +131,9 @@ class Service:
     def close(self) -> None:
         """Finish the run, sending pending data."""
         self._run.finish()
+
+
+Tracker = TensorBoard | Service
 
 
 def encode(pixels: NDArray[np.uint8]) -> bytes:
