@@ -23,14 +23,7 @@ from tiny_run import ALONE, Hold, merged, recipe, rows, start, train, tree, weig
 import prefgrpo
 from prefgrpo.data.atomic import write_folder
 from prefgrpo.run import checkpoint
-from prefgrpo.run.checkpoint import (
-    CheckpointError,
-    claim,
-    load_into,
-    lock,
-    read,
-    save,
-)
+from prefgrpo.run.checkpoint import CheckpointError, claim, load_into, lock, read, save
 from prefgrpo.run.log import Log
 from prefgrpo.run.run_folder import RunFolder
 
