@@ -171,22 +171,6 @@ def train_with_fault(file, server, fault, count=-1):
     return run.wait(), run.output
 
 
-@pytest.mark.full
-def test_a_judge_that_dies_in_a_step_and_comes_back_loses_nothing(place, steady):
-    port, folder = free_port(), place / "runs" / "back"
-    over = judged(f"http://127.0.0.1:{port}", judge={"deadline_s": 60.0})
-    with process(port, "--delay", "0.05") as judge:
-        run = start(["train", str(recipe(place, "back", **over))], place / "back.log", hold=AFTER_FIRST_STEP)
-        run.until_held()
-        judge.kill()
-        judge.wait()
-    run.release()
-    with process(port):
-        assert run.wait() == 0, run.output
-    assert rows(folder) == steady
-    assert sum(r["judge/failures"] for r in rows(folder)) == 0
-
-
 def test_a_judge_that_is_gone_for_good_stops_the_run_which_goes_on_when_it_is_back(place, steady):
     port, folder = free_port(), place / "runs" / "gone"
     file = recipe(place, "gone", **judged(f"http://127.0.0.1:{port}"))
