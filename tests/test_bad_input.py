@@ -43,19 +43,16 @@ def test_prompt_files(place, tmp_path, capsys, field):
     assert untouched(place / "runs" / f"file_{field}"), "the run folder stays empty and its name free"
 
 
-VLM = "reward: {spec: vlm_pairwise}, judge: "
 MANY = """family: sd33, data: {prompts: /no/p.txt}, rollout: {group_size: 1, prompts_per_step: 3}, eval: {spec: jpeg},
 train: {updates_per_rollout: 99, stepps: 1}, judge: {template: compar, plan: robin, endpoints: here},
 reward: {spec: 'vlm_pairwise:1'}"""
 MISTAKES = [
     ("model: ./nowhere", "model folder not found: './nowhere' … model_index.json"),
     ("model: .", "is not a diffusers pipeline folder"),
-    ("family: fluxx", "family: unknown model family 'fluxx' … did you mean 'flux'?"),
     ("family: sd3", "contains a FluxPipeline, expected a StableDiffusion3Pipeline"),
     ("rollout: {height: 18}", "rollout.height/width … multiples of 4 … got 18 × 16"),
     ("rollout: {width: 2}", "rollout.height/width … multiples of 4"),
     ("train: {lora_targets: [to_qq]}", "train.lora_targets:  … to_qq … it has  … attn.to_q"),
-    ("reward: {spec: jpeg_compresibility}", "reward.spec: unknown reward … jpeg_compressibility"),
     ("reward: {spec: 'jpeg_compressibility:0'}", "reward.spec: expected a weight other than 0 … use eval.spec"),
     # wrong media type, reported before anything loads
     ("model: ./nowhere, reward: {spec: videoalign}", "videoalign takes video, but this run makes images"),
@@ -64,23 +61,17 @@ MISTAKES = [
            "judge.plan: unknown … endpoints: expected a list … eval.spec: unknown reward 'jpeg'"),
     ("rollout: {frames: 5, source_area: 4096}, train: {target_components: [transformer_2]}",
      "rollout.frames: flux makes images … source_area: flux resizes no … expected some of transformer, got"),
-    ("reward: {spec: 'a:b:c'}, eval: {spec: zz}", "reward.spec: bad entry … eval.spec: unkn"),
     ("eval: {spec: vlm_pairwise}", "eval.spec: vlm_pairwise is not allowed here; use eval.judge: true"),
-    ("reward: {spec: no.such.Thing}", "cannot load reward 'no.such.Thing'"),
     ("rollout: {rule: cps, eta: 0.5, window_low: 2, window_high: 3}",
      "windows that start at step(s) [2] have no step to train, as rule cps leave(s) only step(s) []; expected windows"),
-    ("train: {updates_per_rollout: 9}", "expected at most one update per sample, got 9 updates of 8 samples per step"),
     ("eval: {frames: 5, guidance_2: 3.0}", "eval.frames: flux makes images … eval.guidance_2: flux has one denoiser"),
     ("eval: {height: 18}", "eval.height/width/frames: height and width must be multiples of 4"),
     ("eval: {judge: true}, judge: {endpoints: ['http://127.0.0.1:9']}",
      "not reachable … No trained reward uses it: eval.judge: false evaluates without it"),
-    ("eval: {steps: 0}", "eval.steps: expected a value above 0, got 0"),
     ("device: cuda", "device: expected a GPU for cuda, but torch finds none"),
     ("output: /dev/null/runs", "cannot be created or written … --output"),
-    (VLM + "{backend: local, model: /no/judge}", "judge checkpoint not found: expected /no/judge/config.json"),
-    (VLM + "{template: compar}", "compar … compare"),
-    (VLM + "{endpoints: ['localhost:8000']}", "endpoints must be http:// or https:// addresses … localhost:8000"),
-    (VLM + "{api_key_env: NO_SUCH_KEY}", "NO_SUCH_KEY … is not set"),
+    ("reward: {spec: vlm_pairwise}, judge: {backend: local, model: /no/judge}",
+     "judge checkpoint not found: expected /no/judge/config.json"),
 ]  # fmt: skip
 
 
@@ -178,22 +169,6 @@ def train_with_fault(file, server, fault, count=-1):
     server.count, server.fault = count, fault
     run.release()
     return run.wait(), run.output
-
-
-@pytest.mark.full
-def test_a_judge_that_dies_in_a_step_and_comes_back_loses_nothing(place, steady):
-    port, folder = free_port(), place / "runs" / "back"
-    over = judged(f"http://127.0.0.1:{port}", judge={"deadline_s": 60.0})
-    with process(port, "--delay", "0.05") as judge:
-        run = start(["train", str(recipe(place, "back", **over))], place / "back.log", hold=AFTER_FIRST_STEP)
-        run.until_held()
-        judge.kill()
-        judge.wait()
-    run.release()
-    with process(port):
-        assert run.wait() == 0, run.output
-    assert rows(folder) == steady
-    assert sum(r["judge/failures"] for r in rows(folder)) == 0
 
 
 def test_a_judge_that_is_gone_for_good_stops_the_run_which_goes_on_when_it_is_back(place, steady):

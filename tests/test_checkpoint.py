@@ -3,6 +3,7 @@
 Why these cases: a preempted job normally ends with kill -9, at any instruction: before the first checkpoint, between
 two, while one is being written, while old ones are being removed, at the very end. After each, `--resume` must
 reproduce the metrics of an uninterrupted run bit for bit. Disks also fail: every checkpoint file is damaged once.
+Kills at named points, of two processes, are in test_kill.py.
 """
 
 import json
@@ -22,14 +23,7 @@ from tiny_run import ALONE, Hold, merged, recipe, rows, start, train, tree, weig
 import prefgrpo
 from prefgrpo.data.atomic import write_folder
 from prefgrpo.run import checkpoint
-from prefgrpo.run.checkpoint import (
-    CheckpointError,
-    claim,
-    load_into,
-    lock,
-    read,
-    save,
-)
+from prefgrpo.run.checkpoint import CheckpointError, claim, load_into, lock, read, save
 from prefgrpo.run.log import Log
 from prefgrpo.run.run_folder import RunFolder
 
@@ -148,24 +142,6 @@ def test_claiming_a_folder(tmp_path):
     assert not half.exists(), "leftovers of a killed save are removed"
 
 
-def test_one_process_at_a_time(tmp_path):
-    """The lock is released when its process ends, however that happens; file systems without locks are accepted."""
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        lock(tmp_path)
-        os.write(writer, b"x")
-        time.sleep(60)
-        os._exit(0)
-    os.read(reader, 1)
-    with pytest.raises(CheckpointError, match="is in use by another process"):
-        lock(tmp_path)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    os.close(lock(tmp_path))
-    os.close(lock(tmp_path))
-
-
 # ---- kill -9 ------------------------------------------------------------------------------------------------------
 
 
@@ -205,27 +181,6 @@ def count(run: Path, kind: str = "train") -> int:
 
 
 REPORT, SAVE = (f"prefgrpo.run.trainer:TrainingLoop.{name}" for name in ("_report", "_save"))
-MOMENTS = {
-    "start": Hold("prefgrpo.run.trainer:TrainingLoop.run", before=True),
-    "between": Hold(REPORT, 3),
-    "checkpoint": Hold("prefgrpo.run.checkpoint:save_file", 2, before=True),
-    "product": Hold("prefgrpo.run.trainer:TrainingLoop._export", 4),
-}
-"""Before the first step, between two checkpoints, while writing a checkpoint, and while exporting the weights."""
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("moment", MOMENTS)
-def test_killed_at_a_moment(place, truth, moment):
-    file, run = judged(place, moment), place / "runs" / moment
-    first = start(["train", str(file)], place / "log", hold=MOMENTS[moment])
-    first.until_held()
-    first.kill()
-    if moment == "product":
-        assert any(run.glob(".lora.*")) and not (run / "lora").exists()
-    code, output = train(file, "--resume")
-    assert code == 0, output
-    same_as(truth, run)
 
 
 @pytest.mark.full

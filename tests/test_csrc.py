@@ -4,7 +4,6 @@ Properties: every instruction set and thread count gives bitwise equal results (
 sums depends on D only); the module does not link torch and loads without a GPU driver; without it results are the same.
 """
 
-import importlib.util
 import itertools
 import os
 import shutil
@@ -17,6 +16,7 @@ from ops_cases import Case, make
 
 from prefgrpo.ops import Guidance, NoiseAddress, affine_logp, affine_step, use_backend
 from prefgrpo.ops.backend import extension, unavailable_reason
+from scripts import sass_report
 
 pytestmark = pytest.mark.skipif(extension() is None, reason="prefgrpo._C is not built")
 SETS = ("plain", "avx2", "avx512")
@@ -95,13 +95,6 @@ def test_threads_change_no_bit(restore, guidance):
             assert torch.equal(a, b)
 
 
-def load(path):
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    sys.modules[path.stem] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def run(code, **env):
     env = {**os.environ, **{k: v for k, v in env.items() if v is not None}}
     return subprocess.run(
@@ -170,9 +163,8 @@ def test_compiled_cuda_kernels(root, arch):
 
     From the disassembly (scripts/sass_report.py): the ceiling follows from instruction counts, it is not a timing.
     """
-    sass = load(root / "scripts" / "sass_report.py")
-    rows = sass.report(arch)
-    assert not [k for k in (*rows, *sass.report(arch, root / "csrc" / "cuda_small.cu")) if k.spills]
+    rows = sass_report.report(arch)
+    assert not [k for k in (*rows, *sass_report.report(arch, root / "csrc" / "cuda_small.cu")) if k.spills]
     assert len(rows) == 5 * 5 + 5 + 3  # five pairs of dtypes, everything else, noise and norms
     seen = set()
     for k in rows:
@@ -184,7 +176,7 @@ def test_compiled_cuda_kernels(root, arch):
         read = SIZE[x] + SIZE[v] + (4 if noise == ["given"] else 0) + (0 if noise else SIZE[x])
         written = {"step": SIZE[x], "logp": 0, "grad": SIZE[v]}[kind]
         assert (2 * k.wide_loads, 2 * k.wide_stores, k.narrow_stores) == (read, written, 0), k  # 8 elements, 16 bytes
-        assert k.ceiling > min(3.35, sass.GPUS[arch].memory), k
+        assert k.ceiling > min(3.35, sass_report.GPUS[arch].memory), k
         seen.add((kind, x, v, *noise))
     usual = (("fp32", "fp32"), ("fp32", "bf16"), ("bf16", "bf16"))
     assert seen >= {("step", *types, noise) for types in usual for noise in ("given", "addressed")}

@@ -5,7 +5,6 @@ including which file belongs to which row; and VBench's tools must find the clip
 """
 
 import csv
-import importlib.util
 import json
 import os
 import subprocess
@@ -25,6 +24,7 @@ from prefgrpo.rewards import build
 from prefgrpo.rewards.base import Sample, Score
 from prefgrpo.suites.vbench import QUALITY, SEMANTIC
 from prefgrpo.tiny import pipelines
+from scripts import eval_quality
 
 SPEC = '["jpeg_compressibility", "jpeg_incompressibility"]'
 
@@ -76,10 +76,7 @@ def original(argv, monkeypatch):
     for name in ("fastvideo", "fastvideo.rewards"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, stub.__name__, stub)
-    file = peers.folder("pref_grpo") / "tools" / "image_reward_eval.py"
-    spec = importlib.util.spec_from_file_location("image_reward_eval", file)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = peers.file_module("pref_grpo", "tools/image_reward_eval.py", "image_reward_eval", monkeypatch)
     monkeypatch.setattr(sys, "argv", ["image_reward_eval.py", *map(str, argv)])
     module.main()
 
@@ -112,14 +109,11 @@ def test_eval_quality_is_the_originals(place, root, monkeypatch):
 
 @pytest.mark.full
 def test_eval_quality_names_what_is_missing(root, place):
-    spec = importlib.util.spec_from_file_location("eval_quality", root / "scripts" / "eval_quality.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
     argv = ["--image_dir", str(place / "images"), "--prompt_csv", str(place / "bench.csv")]
-    files, skipped = module.match_images(module.parse_args(argv))
+    files, skipped = eval_quality.match_images(eval_quality.parse_args(argv))
     assert (len(files), skipped) == (5, 2)
     scores = [{"clip": Score(None, "lost") if k == 1 else Score(float(k))} for k in range(5)]
-    found = module.payload(files, scores)
+    found = eval_quality.payload(files, scores)
     assert found["mean_scores"] == {"clip": 9 / 4}, "the mean is over four images, not five"
     assert [row["scores"]["clip"] for row in found["records"]] == [0.0, None, 2.0, 3.0, 4.0]
     done = script(root, "eval_quality.sh", *argv[:2], "--prompt_csv", place / "bench.csv", "--caption_col", "prompt_zh")

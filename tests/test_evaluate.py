@@ -5,7 +5,6 @@ count; the confidence interval must be over prompts, since images of one prompt 
 be the policy that was evaluated (EMA included), with its alpha, loadable without this project.
 """
 
-import importlib.util
 import json
 import os
 import shutil
@@ -34,17 +33,10 @@ from prefgrpo.run.run_folder import RunFolder
 from prefgrpo.run.trainer import TrainingLoop
 from prefgrpo.sde.noise import initial_latents
 from prefgrpo.tiny import pipelines
+from scripts import check_lora
 
 NAN = float("nan")
 AB = [Prompt(0, "a"), Prompt(1, "b")]
-
-
-@pytest.fixture(scope="module")
-def check_lora(root):
-    spec = importlib.util.spec_from_file_location("check_lora", root / "scripts" / "check_lora.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 # ---- the prompts --------------------------------------------------------------------------------------------------
@@ -282,7 +274,7 @@ def test_stock_diffusers_renders_the_same_without_this_project(run, root):
     assert images.dtype == torch.float32 and images.shape[1:] == (3, 16, 16)
 
 
-def test_the_check_notices_a_wrong_scale_and_a_wrong_policy(run, check_lora, place, monkeypatch, capsys):
+def test_the_check_notices_a_wrong_scale_and_a_wrong_policy(run, place, monkeypatch, capsys):
     """A missing alpha, or weights that are not the evaluated ones, must be detected, or the check proves nothing."""
     assert check_lora.largest_difference(run.folder.root, "cpu") <= 1e-5
     file = run.folder.root / "lora" / "pytorch_lora_weights.safetensors"
@@ -302,7 +294,7 @@ def test_the_check_notices_a_wrong_scale_and_a_wrong_policy(run, check_lora, pla
     assert check_lora.main() == 2 and "has no config.yaml and no proof.safetensors" in capsys.readouterr().err
 
 
-def test_a_fully_trained_pipeline_is_exported_whole(place, check_lora):
+def test_a_fully_trained_pipeline_is_exported_whole(place):
     file = recipe(place, "full", train={"lora_rank": 0, "lr": 1e-3, "steps": 2, "ema_decay": 0.5})
     code, output = train(file)
     assert code == 0, output
@@ -323,7 +315,7 @@ OTHERS = {
 
 @pytest.mark.full
 @pytest.mark.parametrize(("family", "dtype"), OTHERS)
-def test_the_check_of_other_families(family, dtype, place, check_lora, monkeypatch, capsys):
+def test_the_check_of_other_families(family, dtype, place, monkeypatch, capsys):
     """Kontext without a source (its pipeline would resize to a million pixels), SD3 without T5, a UNet in bf16, an
     alpha channel, a guider, and a state that is more than the pipeline's `latents`."""
     model = pipelines.make(family, place / family)

@@ -293,12 +293,6 @@ def test_sd3_without_its_largest_text_encoder(tmp_path):
     assert differs(load(case_of("sd3"), tmp_path), pipe, case_of("sd3")) <= 1e-5
 
 
-def test_frames_are_a_multiple_of_the_vaes_stride_plus_one():
-    case = case_of("wan")
-    with pytest.raises(ValueError, match="frames must be a multiple of 2, plus 1"):
-        load(case).latent_shape(replace(case.sampling(), frames=6))
-
-
 def test_a_distilled_klein_stays_distilled(tmp_path):
     """Pipeline settings that are not components (is_distilled) must survive a full export."""
     case = case_of("flux2_klein")

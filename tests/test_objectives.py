@@ -611,10 +611,7 @@ MISTAKES = {
     ),
     "class": ({"objective": f"{__name__}.Setting"}, "train.objective: expected a class derived from prefg"),
     "small": ({"objective": "sft", "min_advantage": 0.5}, "min_advantage: sft does not weight samples by their advan"),
-    "clip": (
-        {"objective": "dgpo", "objective_options": {"clip": True}},
-        "options.clip: expected reference old",
-    ),
+    "clip": ({"objective": "dgpo", "objective_options": {"clip": True}}, "options.clip: expected reference old"),
 }
 
 

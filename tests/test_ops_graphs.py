@@ -2,7 +2,8 @@
 
 Works: shapes, dtypes and strides match the fake kernels, values and gradients match eager's, also at other batch sizes.
 Refused: with an error that names the op, or torch's own error where a transform forbids `out=`. The table fixes which
-of the two applies, so a case that starts or stops working fails. Graphs are compiled by torch with fullgraph=True.
+of the two applies, so a case that starts or stops working fails. Graphs are compiled with fullgraph=True, which fails
+on any graph break: no value is read back, and the eager fast paths stay out of a graph.
 """
 
 import re
@@ -185,10 +186,11 @@ def values(call, i):
 
 
 def same(got, want):
+    """Equal; on a CPU bit for bit, since both ran the same kernels."""
     assert len(got) == len(want)
     for g, w in zip(got, want, strict=True):
         assert promise(g)[:3] == promise(w)[:3]
-        torch.testing.assert_close(g, w, rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(g, w, rtol=1e-6 * (DEVICE != "cpu"), atol=1e-7 * (DEVICE != "cpu"))
 
 
 def static(call):

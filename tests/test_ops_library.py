@@ -2,10 +2,9 @@
 
 A fake kernel promises shapes, dtypes and strides; a graph compiled from a wrong promise silently computes garbage. So a
 table compares fakes with results over dtypes, strides, options and backends. Modes, tracers, tensor subclasses and
-functorch must see a dispatched op, not a kernel that reads raw memory. fullgraph=True fails on any graph break, so it
-proves that no value is read back and that the eager fast paths stay out of a graph; results must equal eager's bit for
-bit, since both run the same kernel. Every backend is tested, since each must work without autograd inside an op
-(Triton's interpreter cannot be part of a graph).
+functorch must see a dispatched op, not a kernel that reads raw memory. In a graph, results must equal eager's bit for
+bit, since both run the same kernel; graphs of single functions are in test_ops_graphs.py. Every backend is tested,
+since each must work without autograd inside an op (Triton's interpreter cannot be part of a graph).
 """
 
 import itertools
@@ -37,11 +36,6 @@ from prefgrpo.ops import (
 )
 from prefgrpo.ops.args import Combine, Std
 from prefgrpo.ops.backend import BACKENDS, extension, implementation
-
-
-def case():
-    return make((5, 8), 3, torch.float32, torch.float32)
-
 
 LAYOUTS = {
     "contiguous": lambda t: t,
@@ -236,21 +230,6 @@ def training_step(x, v, u, ref, old, coef, index, ids):
     return out.loss + rate.sum(), step.x_next, step.mean, new.logp, out.metrics
 
 
-@kernels
-def test_one_graph_equals_eager(backend):
-    c, ids = case(), torch.arange(3, device=DEVICE)
-    compiled = torch.compile(training_step, fullgraph=True, backend="aot_eager")
-    results = []
-    for step in (training_step, compiled):
-        v, u = c.v.clone().requires_grad_(), c.u.clone().requires_grad_()
-        with serve(backend):
-            out = step(c.x, v, u, c.v_ref, c.v_old, c.coef, c.index, ids)
-            out[0].backward()
-        results.append((*out, v.grad, u.grad))
-    for eager, graph in zip(*results, strict=True):
-        assert torch.equal(eager, graph)
-
-
 class Exported(torch.nn.Module):
     """Calls every op, without autograd, which exported programs do not support; the last results are in bf16."""
 
@@ -400,16 +379,3 @@ def test_metrics_have_no_gradient_in_a_graph_either():
     with Dispatched():
         out = policy_loss(leaf, zero, zero + 1, clip_low=0.1)
     assert out.loss.requires_grad and not out.metrics.requires_grad
-
-
-@each_backend
-def test_a_lazily_negated_view_is_read_with_its_sign(backend):
-    """The imaginary part of a conjugate is such a view: its memory holds the opposite sign."""
-    c = make((5, 8), 3, F32, F32)
-    lazy = torch._neg_view(-c.eps)
-    assert lazy.is_neg() and torch.equal(lazy, c.eps)
-    with serve(backend):
-        for name in ("x", "v", "noise"):
-            given = {"x": c.x, "v": c.v, "noise": c.eps, "coef": c.coef, "index": c.index}
-            got, want = (affine_step(**given | {name: t}) for t in (lazy, c.eps))
-            assert torch.equal(got.x_next, want.x_next) and torch.equal(got.logp, want.logp)

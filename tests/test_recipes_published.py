@@ -2,7 +2,7 @@
 
 The shell flags of Pref-GRPO and DanceGRPO and the YAML of Flow-Factory are parsed; the Python configurations of
 Flow-GRPO and PaCo-RL are executed. Why this oracle: a recipe copies someone else's numbers, so only the originals can
-confirm them. Intentional deviations are listed here and in docs/recipes.md.
+confirm them. docs/recipes.md names the script of each recipe; deviations are listed there and here.
 """
 
 import inspect
@@ -25,36 +25,18 @@ from prefgrpo.objectives import objective
 from prefgrpo.rewards import parse_reward_spec
 
 RECIPES = Path(__file__).parent.parent / "scripts"
-PREF = {
-    "full_train/unifiedreward_flux": "unifiedreward/full_flux",
-    "full_train/unifiedreward_qwenimage": "unifiedreward/full_qwen_image",
-    "full_train/ur_edit_prefgrpo_qwen_image_edit": "unifiedreward/full_edit_qwen_image_edit",
-    "full_train/ur_flex_prefgrpo_flux": "unifiedreward/full_flex_flux",
-    "full_train/ur_flex_prefgrpo_zimage": "unifiedreward/full_flex_z_image",
-    "full_train/ur_think_prefgrpo_flux": "unifiedreward/full_think_flux",
-    "full_train/ur_think_prefgrpo_qwenimage": "unifiedreward/full_think_qwen_image",
-    "full_train/ur_think_prefgrpo_wan21": "unifiedreward/full_think_wan",
-    "lora/lora_unifiedreward_flux": "unifiedreward/lora_flux",
-    "lora/lora_unifiedreward_qwenimage": "unifiedreward/lora_qwen_image",
-    "lora/lora_ur_edit_point_flux2_klein_edit": "unifiedreward/lora_edit_point_flux2_klein_edit",
-    "lora/lora_ur_edit_prefgrpo_flux1_kontext_edit": "unifiedreward/lora_edit_flux_kontext",
-    "lora/lora_ur_edit_prefgrpo_flux2_klein_edit": "unifiedreward/lora_edit_flux2_klein_edit",
-    "lora/lora_ur_flex_prefgrpo_flux2_klein": "unifiedreward/lora_flex_flux2_klein",
-    "lora/lora_ur_flex_prefgrpo_wan21": "unifiedreward/lora_flex_wan",
-    "lora/lora_ur_flex_prefgrpo_wan22": "unifiedreward/lora_flex_wan22",
-    "lora/lora_ur_flex_prefgrpo_zimage": "unifiedreward/lora_flex_z_image",
-    "lora/lora_ur_think_prefgrpo_flux": "unifiedreward/lora_think_flux",
-    "lora/lora_ur_think_prefgrpo_qwenimage": "unifiedreward/lora_think_qwen_image",
-    "lora/lora_ur_think_prefgrpo_wan21": "unifiedreward/lora_think_wan",
-}
-DANCE = {
-    "finetune_flux_grpo": "dancegrpo/full_flux",
-    "finetune_flux_grpo_8gpus_lora": "dancegrpo/lora_flux",
-    "finetune_hunyuan_grpo": "dancegrpo/full_hunyuan_video",
-    "finetune_qwenimage_grpo": "dancegrpo/full_qwen_image",
-    "finetune_qwenimage_edit_grpo": "dancegrpo/full_qwen_image_edit",
-    "finetune_wan_2_1_grpo": "dancegrpo/full_wan",
-}
+PAGE = (RECIPES.parent / "docs" / "recipes.md").read_text(encoding="utf-8")
+SCRIPTS = dict(re.findall(r"\(\.\./scripts/(\w+/\w+)\.yaml\) \| `([^`]+)`", PAGE))
+"""Recipe → the script that it copies, in the peer's checkout."""
+BY_HAND = {"dancegrpo/full_sd1", "mixgrpo/full_flux"}
+
+
+def scripts_of(folder):
+    """Parametrises a test with the recipes of a folder and their scripts."""
+    rows = [(recipe, script) for recipe, script in SCRIPTS.items() if recipe.startswith(f"{folder}/")]
+    return pytest.mark.parametrize(("recipe", "script"), [row for row in rows if row[0] not in BY_HAND])
+
+
 OTHERWISE = {"unifiedreward/full_think_wan": {"train.kl_coef"}}
 """Recipe → fields that deviate from the script, as stated in docs/recipes.md."""
 FLAGS = {
@@ -66,19 +48,6 @@ FLAGS = {
     "checkpoint.every": "checkpointing_steps", "eval.max_prompts": "eval_num_prompts", "eval.every": "eval_every_steps",
     "rollout.guidance": "guidance", "seed": "seed",
 }  # fmt: skip
-FLOW = {
-    "general_ocr_sd3": "ocr_sd3", "general_ocr_sd3_1gpu": "ocr_sd3_1gpu", "geneval_sd3": "geneval_sd3",
-    "pickscore_sd3": "pickscore_sd3", "pickscore_sd3_4gpu": "pickscore_sd3_4gpu", "clipscore_sd3": "clipscore_sd3",
-    "geneval_sd3_fast_nocfg": "fast_geneval_sd3", "pickscore_sd3_fast_nocfg": "fast_pickscore_sd3",
-    "pickscore_flux": "pickscore_flux", "geneval_flux_fast": "fast_geneval_flux",
-    "pickscore_flux_fast": "fast_pickscore_flux",
-    "counting_flux_kontext": "counting_flux_kontext", "pickscore_qwenimage": "pickscore_qwen_image",
-    "counting_qwenimage_edit": "counting_qwen_image_edit",
-    "counting_qwenimage_edit_fast": "fast_counting_qwen_image_edit",
-    "general_ocr_wan2_1": "ocr_wan", "general_ocr_sd3_rationorm": "guard_ocr_sd3",
-    "geneval_sd3_rationorm": "guard_geneval_sd3", "pickscore_hps_sd3_ratio_norm": "guard_pickscore_sd3",
-}  # fmt: skip
-PACO = {"t2is": "t2is_flux", "kontext_editing": "flux_kontext", "qwen_editing": "qwen_image_edit"}
 
 
 def ours(recipe):
@@ -123,10 +92,10 @@ def shared(given):
     return out | ({f"train.{key}": number[key] for key in lora} or {"train.lora_rank": 0})
 
 
-@pytest.mark.parametrize("script", PREF)
-def test_the_values_of_a_pref_grpo_script(script):
-    place = peers.folder("pref_grpo") / "scripts"
-    given, exported = flags(place / "_common_finetune.sh", place / f"{script}.sh")
+@scripts_of("unifiedreward")
+def test_the_values_of_a_pref_grpo_script(recipe, script):
+    place = peers.folder("pref_grpo")
+    given, exported = flags(place / "scripts" / "_common_finetune.sh", place / script)
     given = {"learning_rate": given.get("learning"), "h": "720", "w": "720", **given}
     scales = ("train_guidance_scale", "cfg_infer", "rollout_guidance_scale")
     given["guidance"] = next((given[key] for key in scales if key in given), True)
@@ -134,17 +103,17 @@ def test_the_values_of_a_pref_grpo_script(script):
     published = shared(given) | {"reward.spec": spec, "reward.batch_norm": given["apply_gdpo"]}
     published["reward.combine"] = "weighted_advantage_sum"
     if "unifiedreward_flex" in spec:
-        flex = ours(PREF[script])[0].reward.options["unifiedreward_flex"]
+        flex = ours(recipe)[0].reward.options["unifiedreward_flex"]
         weights = [float(w) for w in exported.get("CATEGORY_WEIGHTS", "1,1,1").split(",")]
         assert flex["normalise_parts"] and list(flex.get("category_weights", (1.0, 0.7, 0.7))) == weights
         assert flex.get("overall_weight", 0.3) == float(exported.get("OVERALL_WEIGHT", 1))
         assert flex.get("category_weight", 0.7) == float(exported.get("DIM_WEIGHT", 1))
-    equal(PREF[script], published)
+    equal(recipe, published)
 
 
-@pytest.mark.parametrize("script", DANCE)
-def test_the_values_of_a_dance_grpo_script(script):
-    given, _ = flags(peers.folder("dance_grpo") / "scripts" / "finetune" / f"{script}.sh")
+@scripts_of("dancegrpo")
+def test_the_values_of_a_dance_grpo_script(recipe, script):
+    given, _ = flags(peers.folder("dance_grpo") / script)
     if "bestofn" in given:  # the same number of updates as on the samples that best-of-n keeps
         given["gradient_accumulation_steps"] = str(24 // (8 // int(given["gradient_accumulation_steps"])))
     given["guidance"] = given.get("cfg_infer", "3.5" if "flux" in script else "6.018" if "hunyuan" in script else "1.0")
@@ -152,9 +121,9 @@ def test_the_values_of_a_dance_grpo_script(script):
     if "lora" in script:
         published["train.lora_targets"] = ["to_q", "to_k", "to_v", "to_out.0"]
     if "use_videoalign" in given:
-        assert ours(DANCE[script])[0].reward.options["videoalign"]["dimensions"] == ["VQ"]
+        assert ours(recipe)[0].reward.options["videoalign"]["dimensions"] == ["VQ"]
     published["reward.spec"] = {"hpsv2": 1.0} if "use_hpsv2" in given else {"videoalign": 1.0}
-    equal(DANCE[script], published)
+    equal(recipe, published)
 
 
 class ConfigDict(dict):
@@ -163,14 +132,14 @@ class ConfigDict(dict):
     __getattr__, __setattr__ = dict.__getitem__, dict.__setitem__
 
 
-def configuration(codebase, name, monkeypatch):
-    """(return value, source code) of a function in the peer's config/grpo.py or config/grpo_guard.py."""
+def configuration(codebase, script, monkeypatch):
+    """(return value, source code) of a function in the peer's checkout, given as FILE:NAME."""
     stubs = {"ml_collections": ModuleType("ml_collections"), "imp": ModuleType("imp")}
     stubs["ml_collections"].ConfigDict = ConfigDict
     stubs["imp"].load_source = lambda name, file: peers.file_module(codebase, "config/base.py", name, monkeypatch)
     for stub, module in stubs.items():
         monkeypatch.setitem(sys.modules, stub, module)
-    file = "config/grpo_guard.py" if "ratio" in name else "config/grpo.py"
+    file, name = script.split(":")
     module = peers.file_module(codebase, file, f"{codebase}_config", monkeypatch)
     function = getattr(module, name, None)
     if function is None:
@@ -193,11 +162,11 @@ def common(config, lora):
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", FLOW)
-def test_the_values_of_a_flow_grpo_configuration(name, monkeypatch):
-    config, source = configuration("flow_grpo", name, monkeypatch)
-    s, t, wan = config.sample, config.train, "wan" in name
-    published = common(config, 32 if wan or "sd3" in name else 64) | {
+@scripts_of("flowgrpo")
+def test_the_values_of_a_flow_grpo_configuration(recipe, script, monkeypatch):
+    config, source = configuration("flow_grpo", script, monkeypatch)
+    s, t, wan = config.sample, config.train, "wan" in script
+    published = common(config, 32 if wan or "sd3" in script else 64) | {
         "rollout.group_size": s.num_image_per_prompt, "eval.steps": s.eval_num_steps,
         "rollout.rule": "wan" if wan else "cps" if s.get("sde_type") == "cps" else "flow",
         "train.kl_form": "flow_grpo" if t.beta and not wan else "gaussian",
@@ -214,16 +183,16 @@ def test_the_values_of_a_flow_grpo_configuration(name, monkeypatch):
     if s.get("sde_window_size") and "sde_window_range" in source:
         high = s.sde_window_range[1]
         published |= {"rollout.window_size": s.sde_window_size, "rollout.window_high": high}
-    equal(f"flowgrpo/lora_{FLOW[name]}", published)
+    equal(recipe, published)
 
 
-@pytest.mark.parametrize("name", PACO)
-def test_the_values_of_a_paco_grpo_configuration(name, monkeypatch):
+@scripts_of("pacogrpo")
+def test_the_values_of_a_paco_grpo_configuration(recipe, script, monkeypatch):
     pytest.importorskip("scipy")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6")
-    config, _ = configuration("paco", name, monkeypatch)
+    config, _ = configuration("paco", script, monkeypatch)
     s = config.sample
-    equal(f"pacogrpo/lora_{PACO[name]}", common(config, 64) | {
+    equal(recipe, common(config, 64) | {
         "rollout.group_size": s.num_images_per_prompt, "rollout.prompts_per_step": s.unique_sample_num_per_epoch,
         "rollout.height": config.train.resolution, "rollout.width": config.train.resolution, "gpus": 7,
         "rollout.eta": s.noise_level, "rollout.window_low": s.noise_steps[0],
@@ -233,11 +202,6 @@ def test_the_values_of_a_paco_grpo_configuration(name, monkeypatch):
     })  # fmt: skip
 
 
-FACTORY = {
-    "nft/lora/sd3_5": "nft_sd3", "nft/lora/flux1": "nft_flux", "awm/lora/sd3_5": "awm_sd3",
-    "awm/lora/flux1": "awm_flux", "crd/lora/sd3_5": "crd_sd3", "dgpo/lora/sd3_5": "dgpo_sd3",
-    "dpo/lora/sd3_5": "dpo_sd3", "grpo/lora/flux1": "grpo_flux",
-}  # fmt: skip
 FACTORY_OPTIONS = {
     "nft": {"beta": "nft_beta", "decay_rate": "ramp_rate", "decay_max": "ema_decay", "draws": "num_train_timesteps",
             "sample_with_old": "off_policy"},
@@ -248,12 +212,11 @@ FACTORY_OPTIONS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", FACTORY)
-def test_the_values_of_a_flow_factory_configuration(name, monkeypatch):
-    file = peers.folder("flow_factory").parent / "examples" / name / "default.yaml"
-    given = read_yaml(file)
+@scripts_of("flowfactory")
+def test_the_values_of_a_flow_factory_configuration(recipe, script, monkeypatch):
+    given = read_yaml(peers.folder("flow_factory").parent / script)
     m, t, e, noise = given["model"], given["train"], given["eval"], given["scheduler"]
-    config, _ = ours(f"flowfactory/lora_{FACTORY[name]}")
+    config, _ = ours(recipe)
     kind, options = t["trainer_type"], objective(config.train)
     for field, key in FACTORY_OPTIONS.get(kind, {}).items():
         assert getattr(options, field) == t[key], field
@@ -291,22 +254,13 @@ def test_the_values_of_a_flow_factory_configuration(name, monkeypatch):
                 for _ in range(200)]  # fmt: skip
         seen = [times.tolist().index(time) for time in torch.cat(many).unique()]
         published |= {"rollout.window_low": min(seen), "rollout.window_high": max(seen) + 1}
-    equal(f"flowfactory/lora_{FACTORY[name]}", published)
+    equal(recipe, published)
 
 
 def test_every_recipe_and_its_script_is_in_the_docs():
-    page = (RECIPES.parent / "docs" / "recipes.md").read_text()
-    rows = dict(re.findall(r"\(\.\./scripts/(\w+/\w+)\.yaml\) \| `([^`]+)`", page))
-    published = {r: f"scripts/{script}.sh" for script, r in PREF.items()}
-    published |= {r: f"scripts/finetune/{script}.sh" for script, r in DANCE.items()}
-    published |= {f"pacogrpo/lora_{r}": f"config/grpo.py:{name}" for name, r in PACO.items()}
-    published |= {f"flowfactory/lora_{r}": f"examples/{name}/default.yaml" for name, r in FACTORY.items()}
-    for name, r in FLOW.items():
-        published[f"flowgrpo/lora_{r}"] = f"config/{'grpo_guard' if 'ratio' in name else 'grpo'}.py:{name}"
-    by_hand = {"dancegrpo/full_sd1", "mixgrpo/full_flux"}
-    assert {r: script for r, script in rows.items() if r not in by_hand} == published
     shipped = {p.relative_to(RECIPES).with_suffix("").as_posix() for p in RECIPES.glob("*/*.yaml")}
-    assert {r for r in shipped if r.split("/")[0] not in ("demo", "prefgrpo") and "_base" not in r} == rows.keys()
-    assert {r for r, script in rows.items() if OTHERWISE.get(r)} <= {
-        r for r in rows if re.search(rf"{r}\.yaml\) \| `[^`]+` \| \w", page)
-    }, "a deviation is missing in the docs"
+    assert {r for r in shipped if r.split("/")[0] not in ("demo", "prefgrpo") and "_base" not in r} == SCRIPTS.keys()
+    compared = ("unifiedreward", "dancegrpo", "flowgrpo", "pacogrpo", "flowfactory")
+    assert {r for r in SCRIPTS if not r.startswith(compared)} <= BY_HAND <= SCRIPTS.keys()
+    assert len(set(SCRIPTS.values())) == len(SCRIPTS), "two recipes of one script"
+    assert all(re.search(rf"{r}\.yaml\) \| `[^`]+` \| \w", PAGE) for r in OTHERWISE), "a deviation is not in the docs"

@@ -14,7 +14,6 @@ import torch
 from families import CASES, CPU, PROMPTS, QUICK, case_of, configure_pipe, folder, load, one_or_list, small_sources
 
 from prefgrpo.config.loading import from_dict
-from prefgrpo.config.recipe import ConfigError
 from prefgrpo.rollout.sampling import Schedules
 from prefgrpo.run.loading import unsupported
 from prefgrpo.sde.rules import RULES, StepInfo
@@ -124,20 +123,6 @@ def test_a_first_sigma_of_unipc_is_a_first_step():
     second = float(schedule.sigmas[1])
     whole = RULES["flow"](StepInfo(1.0, second, 0.7, second, 0.0))
     assert torch.allclose(schedule.coef[0].double(), torch.tensor(whole, dtype=torch.float64), rtol=1e-4, atol=0)
-
-
-@pytest.mark.parametrize(
-    ("rollout", "told"),
-    [
-        ({"shift": 3.0}, "rollout.shift: with rollout.sigmas: pipeline"),
-        ({"sigmas": "published"}, "rollout.shift: expected a value for rollout.sigmas: published .* got none"),
-        ({"sigmas": "published", "shift": 0.0}, "rollout.shift: expected a value above 0"),
-        ({"sigmas": "even"}, "rollout.sigmas: "),
-    ],
-)
-def test_a_shift_that_would_not_count_is_refused(rollout, told):
-    with pytest.raises(ConfigError, match=told):
-        run_of(CASES[0], 4, **rollout)
 
 
 def test_stable_diffusion_1_has_no_published_sigmas():

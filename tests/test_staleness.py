@@ -99,11 +99,7 @@ SAME = {
 def test_where_no_weight_moves_nothing_changes(trainer, case):
     found = []
     for staleness in (0, 1):
-        over = {
-            "rollout": {"staleness": staleness},
-            "checkpoint": {"every": 3},
-            "reward": {"spec": BRIGHTNESS},
-        }
+        over = {"rollout": {"staleness": staleness}, "checkpoint": {"every": 3}, "reward": {"spec": BRIGHTNESS}}
         one = trainer(f"{case}{staleness}", train={"steps": 4, "lr": 1e-30} | SAME[case], **over)
         one.run()
         found.append(rows(one.folder.root))
@@ -207,12 +203,7 @@ def test_a_resumed_run_is_the_one_that_was_not_stopped(trainer, place):
 
 # ---- combinations that are refused ----------------------------------------------------------------------------------
 
-OLD = {
-    "nft": {},
-    "crd": {},
-    "awm": {"ratio": True},
-    "dgpo": {"reference": "old"},
-}
+OLD = {"nft": {}, "crd": {}, "awm": {"ratio": True}, "dgpo": {"reference": "old"}}
 TAKEN = ("grpo", "grpo_guard", "flow_dppo", "awm", "sft", "rwr", "dpo", "plackett_luce", "dgpo")
 
 

@@ -154,7 +154,6 @@ def test_a_run_that_stops_says_so_and_has_a_report(place):
     ("arguments", "message"),
     [
         ({"rollout": {"group_size": 1, "eta": -1}}, r"rollout.eta: .*\n.*rollout.group_size: "),
-        ({"train": {"lrr": 1}}, "train.lrr: unknown key; did you mean 'train.lr'"),
         ({"hight": 3}, "hight: unknown key"),
         ({"rewards": "jpg"}, "unknown reward 'jpg'"),
         ({"rewards": {redness: "much"}}, "weight of reward 'redness' must be a number, got 'much'"),
@@ -166,7 +165,6 @@ def test_a_run_that_stops_says_so_and_has_a_report(place):
             r"'ocr' has no option 'detekt'[^\n]*'detect'.*\n.*reward.options: unknown reward 'oct'.*\n.*eval.spec: ",
         ),
         ({"rewards": 7}, "rewards: expected a name, a PairwiseJudge, a reward or a function, got 7"),
-        ({"train_prompts": "nowhere.txt"}, "data.prompts: prompts file not found: nowhere.txt"),
         ({"train_prompts": []}, "train_prompts: expected at least one prompt"),
         ({"train_prompts": {"prompt": "a"}}, "train_prompts: expected a file or a list of prompts"),
         ({"train_prompts": [1]}, "train_prompts: expected texts, or mappings"),
