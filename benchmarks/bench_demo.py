@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("checkout", type=Path, nargs="?", help="the earlier checkout; none: only write the table")
     parser.add_argument("--recipe", default="recipes/demo.yaml", help="the demo's recipe in it")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--every", type=int, default=20, help="steps between evaluations")
     parser.add_argument("--out", type=Path, default=JSON)
     given = parser.parse_args(argv)

@@ -70,7 +70,7 @@ class Lever:
     baseline: Callable[[nn.Module], AbstractContextManager[None]] = nullcontext
     """Context of the baseline's steps, given the transformer."""
     onednn: bool = False
-    """Whether linear layers use oneDNN where that is faster."""
+    """Whether linear layers use oneDNN, on any CPU."""
 
 
 def same_noise(_: nn.Module) -> AbstractContextManager[None]:
@@ -103,7 +103,9 @@ LEVERS = {
     "`train.min_advantage: 0.5`": Lever({"train": {"min_advantage": 0.5}}, "0, because this biases the gradient"),
     "`rollout.window_size: 1`": Lever({"rollout": ONE}, "all steps; most recipes set it"),
     "`rollout.merge_lora`, one of four steps trained": Lever(
-        {"rollout": ONE}, "auto: on in fp32, where it only rounds", {"rollout": ONE | {"merge_lora": False}}
+        {"rollout": ONE},
+        "auto: on in fp32, where it only rounds (here the LoRA is still 0)",
+        {"rollout": ONE | {"merge_lora": False}},
     ),
     "`rollout.same_noise`: two steps before the window": Lever(
         {"rollout": LATE | {"same_noise": True}}, "always with this option", {"rollout": LATE}, baseline=same_noise
@@ -115,7 +117,7 @@ LEVERS = {
     "our LoRA layers instead of peft's": Lever({}, "always", baseline=peft_layers),
     "our rotary embedding instead of diffusers'": Lever({}, "always", baseline=lambda _: stock_rotary()),
     "oneDNN's linear layers instead of MKL's": Lever(
-        {}, "on AMD CPUs with AVX-512", baseline=lambda _: patch.object(linear, "FASTER", False), onednn=True
+        {}, "on AMD CPUs from Zen 5 on", baseline=lambda _: patch.object(linear, "FASTER", False), onednn=True
     ),
     "`compile`": Lever({"compile": True}, "off, because the first steps compile for minutes"),
 }
@@ -183,7 +185,7 @@ def measure(name: str, size: str, rounds: int) -> dict[str, Any]:
     """Measure one lever on one pipeline."""
     lever, work = LEVERS[name], SIZES[size]
     torch.compiler.reset()  # else blocks compiled for many shapes would run uncompiled
-    with tempfile.TemporaryDirectory() as folder, patch.object(linear, "FASTER", lever.onednn and linear.FASTER):
+    with tempfile.TemporaryDirectory() as folder, patch.object(linear, "FASTER", lever.onednn):
         made = make_pipeline(lever.family, Path(folder), work)
         sides = [Side(lever, changes, made, work, kind) for kind, changes in (("off", lever.off), ("on", lever.on))]
         for side in sides:

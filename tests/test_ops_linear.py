@@ -31,6 +31,18 @@ def products(monkeypatch):
     return seen
 
 
+CPUS = {"AuthenticAMD 26": True, "AuthenticAMD 25": False, "GenuineIntel 26": False, "": False}
+
+
+@pytest.mark.parametrize("cpu", CPUS)
+def test_it_is_used_on_amd_cpus_with_512_bit_units(tmp_path, monkeypatch, cpu):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    if cpu:
+        vendor, family = cpu.split()
+        (tmp_path / "cpuinfo").write_text(f"vendor_id\t: {vendor}\ncpu family\t: {family}\nmodel\t\t: 2\n")
+    assert onednn._is_faster(tmp_path / "cpuinfo") == CPUS[cpu]
+
+
 def results(function, x, weight, bias, dtype, needs):
     """Output, and the gradients of those inputs that need one."""
     given = [None if t is None else t.detach().to(dtype).requires_grad_(n) for t, n in zip((x, weight, bias), needs)]

@@ -1,13 +1,15 @@
-"""fp32 linear layers by oneDNN instead of MKL, on AMD CPUs with AVX-512.
+"""fp32 linear layers by oneDNN instead of MKL, on AMD CPUs with 512-bit units (Zen 5 and later).
 
 torch multiplies fp32 matrices with MKL, which runs AVX2 kernels on AMD CPUs. oneDNN, which is part of torch too, uses
-AVX-512. `python -m benchmarks.bench_levers` measures both.
+AVX-512; on Zen 4, which splits AVX-512 instructions in two, it is no faster. `python -m benchmarks.bench_levers`
+measures both.
 Invariant: equal to torch's linear up to fp32 rounding; small products, and what is not a plain fp32 tensor on a CPU, go
 to torch's own, which raises the errors.
 """
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +18,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+ZEN_5 = 26
+"""CPU family of AMD's first generation with 512-bit units."""
 
-def _is_faster() -> bool:
-    """Whether this is an AMD CPU with AVX-512, and this torch has oneDNN."""
-    cpu = Path("/proc/cpuinfo")
-    amd = cpu.is_file() and "AuthenticAMD" in cpu.read_text()
-    return amd and torch.backends.cpu.get_cpu_capability() == "AVX512" and torch.backends.mkldnn.is_available()
+
+def _is_faster(file: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether this is an AMD CPU with 512-bit units, and this torch uses AVX-512 and has oneDNN."""
+    cpu = file.read_text() if file.is_file() else ""
+    family = re.search(r"cpu family\s*: (\d+)", cpu)
+    new = "AuthenticAMD" in cpu and family is not None and int(family[1]) >= ZEN_5
+    return new and torch.backends.cpu.get_cpu_capability() == "AVX512" and torch.backends.mkldnn.is_available()
 
 
 FASTER = _is_faster()
