@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from benchmarks import bench_levers, plan_check
+from benchmarks import bench_demo, bench_levers, plan_check
 from benchmarks.blocks import rendered
 
 
@@ -41,3 +41,8 @@ def test_the_page_is_the_rendering_of_the_plans_check():
     assert {what for rows in found.values() for what, *_ in rows if what in plan_check.WHY} == missed, (
         "every estimate that is off by more than 30 % has an explanation, and no other has"
     )
+
+
+def test_the_page_is_the_rendering_of_the_demo():
+    found, page = json.loads(bench_demo.JSON.read_text()), bench_demo.PAGE.read_text()
+    assert rendered(page, "demo", bench_demo.table(found)) == page
