@@ -75,6 +75,7 @@ def settings(place, family, lora, dtype, layout):
         "model": f"{place}/{family}", "family": family, "dtype": dtype, "parallel": layout,
         "data": {"prompts": str(own) if own.is_file() else f"{place}/prompts.txt", "max_length": 24},
         "rollout": {
+            "merge_lora": False,  # sharded weights are never merged
             "height": 32, "width": 32, "steps": 4, "prompts_per_step": P, "group_size": G, "batch_size": G, "eta": 0.5,
         },
         "train": {"lora_rank": 4 if lora else 0, "lr": LR, "ema_decay": 0.5, "gradient_checkpointing": True,
