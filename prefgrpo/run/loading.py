@@ -94,8 +94,8 @@ def open_adapter(config: Config, device: torch.device, encoders: bool = True, sp
 
 
 def keep_freed_memory() -> None:
-    """Let glibc (if that is the C library) reuse freed memory, up to 2 GB, instead of returning it to the system: page
-    faults of new memory took 5 to 8 % of a small model's step on a CPU."""
+    """Let glibc (if that is the C library) reuse freed memory, up to 2 GB, instead of returning it to the system, so
+    that every step does not pay the page faults of new memory again."""
     if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
         mallopt(M_MMAP_THRESHOLD, 32 << 20)  # the largest value that it accepts
         mallopt(M_TRIM_THRESHOLD, 2_000_000_000)
