@@ -95,7 +95,7 @@ def settings(name: str, work: Work, folder: Path, steps: int, kind: str) -> dict
     if name in RECIPES and published:
         rollout |= {"window_policy": "subset", "batch_size": OWN_BATCH[name]}
     if name in FULL:
-        train |= {"lora_rank": 0, "gradient_checkpointing": published}
+        train |= {"lora_rank": 0, "gradient_checkpointing": float(published)}
     if name.startswith("flow_grpo"):
         train |= {"kl_coef": work.kl, "kl_form": "flow_grpo"}
     if name == "flow_grpo_sd3" and published:
@@ -103,7 +103,7 @@ def settings(name: str, work: Work, folder: Path, steps: int, kind: str) -> dict
     data = {"prompts": str(folder / "train.txt"), "max_length": TEXT_TOKENS.get(name, 128)}
     return {
         "model": str(folder), "family": family, "output": str(folder / "runs"), "name": "ours", "device": "cpu",
-        "dtype": "fp32", "gpus": 1, "data": data,
+        "dtype": "fp32", "data": data,
         "reward": {"spec": "jpeg_compressibility"}, "rollout": rollout | sde, "train": train, "eval": {"every": 0},
         "checkpoint": {"every": 10**6},
     }  # fmt: skip

@@ -19,8 +19,7 @@ from pathlib import Path
 import pytest
 from tiny_run import start
 
-from benchmarks import plan_recipes
-from benchmarks.blocks import rendered
+from prefgrpo.config.loading import load
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -138,26 +137,6 @@ def test_the_messages_and_metrics_of_troubleshooting_are_those_of_the_code():
 def test_the_hardware_page_names_every_model_and_prompt_file_of_the_recipes():
     page = (ROOT / "docs" / "hardware.md").read_text()
     shipped = [path for path in (ROOT / "scripts").glob("*/[!_]*.yaml") if path.parent.name != "demo"]
-    recipes = [plan_recipes.load(path) for path in shipped]
+    recipes = [load(path) for path in shipped]
     named = {name for r in recipes for name in (r.model.split("/")[-1], Path(r.data.prompts).name)}
     assert len(named) > 20 and [name for name in named if name not in page] == []
-
-
-def test_the_hardware_page_is_what_its_results_render_to():
-    page = (ROOT / "docs" / "hardware.md").read_text()
-    found = json.loads(plan_recipes.JSON.read_text())
-    assert rendered(page, "plan_recipes", plan_recipes.table(found)) == page
-    assert rendered(page, "plan_levers", plan_recipes.levers_table(found)) == page
-    for name, path in plan_recipes.recipes().items():
-        if name in found:
-            c, row = plan_recipes.load(path), found[name]
-            samples = c.rollout.prompts_per_step * c.rollout.group_size
-            facts = {"model": c.model, "gpus": c.gpus, "steps": c.train.steps, "samples": samples}
-            assert row == row | facts, name
-
-
-@pytest.mark.full
-def test_a_row_of_the_hardware_page_is_what_the_plan_says():
-    """Checked for the smallest model."""
-    row = plan_recipes.planned(plan_recipes.load(ROOT / "scripts" / "prefgrpo" / "lora_sd1.yaml"))
-    assert json.loads(plan_recipes.JSON.read_text())["prefgrpo/lora_sd1"] == plan_recipes.rounded(row)

@@ -1,7 +1,8 @@
 """Memory savers: activation checkpointing of blocks, modules offloaded to the CPU, sliced decoding.
 
 Why these cases: they may change where tensors live but never what is computed. Without a GPU this is checked by
-counting which blocks run twice, and which modules are moved, where to and how often.
+counting which blocks run twice, and which modules are moved, where to and how often. The bytes printed at a run's start
+are compared with those of its tensors.
 """
 
 import pytest
@@ -15,6 +16,8 @@ from prefgrpo.models.weights import innermost, recompute
 from prefgrpo.rollout.embeddings import Embeddings
 from prefgrpo.rollout.render import decode
 from prefgrpo.run.loading import open_adapter
+from prefgrpo.run.memory import memory_line, static_bytes
+from prefgrpo.run.session import Clock
 
 FLUX = case_of("flux")
 CPU = torch.device("cpu")
@@ -161,3 +164,38 @@ def test_decoding_in_slices(tmp_path):
     assert (sliced - decode(plain, x, config.rollout)).abs().max() <= 1e-5
     tiled = open_adapter(from_dict(content | {"memory": {"vae_tiling": True}}), CPU)
     assert tiled.pipe.vae.use_tiling
+
+
+def storages(tensors):
+    """Bytes of the storages of tensors, each counted once."""
+    return sum({s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in tensors)}.values())
+
+
+KINDS = {
+    "LoRA": {"ema_decay": 0.9},
+    "LoRA, old policy": {"objective": "nft"},
+    "all weights": {"objective": "nft", "lora_rank": 0, "ema_decay": 0.9, "kl_coef": 0.1},
+}
+
+
+@pytest.mark.parametrize("case", KINDS)
+def test_the_printed_bytes_are_those_of_the_tensors(trainer, case):
+    """Of the real tensors of a run, after its first update."""
+    one, held = trainer(train=KINDS[case], eval={"every": 0}), {}
+    policy, adapter = one.policy, one.adapter
+    known, line = static_bytes(adapter, policy), memory_line(adapter, policy)
+
+    def note_gradients(*_):
+        held["gradients"] = storages(p.grad for p in policy.params)
+
+    policy.optimizer.register_step_pre_hook(note_gradients)
+    one.step(0, Clock())
+    modules = [part for part in adapter.pipe.components.values() if isinstance(part, nn.Module)]
+    held["weights"] = storages(t for module in modules for t in [*module.parameters(), *module.buffers()])
+    moments = [value for state in policy.optimizer.state.values() for key, value in state.items() if key != "step"]
+    held["AdamW"] = storages(moments)
+    for kind, copies in (("EMA", policy.ema), ("old policy", policy.old), ("initial policy", policy.base)):
+        held[kind] = storages(copies.values())
+        assert (kind in line) == bool(copies)
+    assert known == held and line.endswith(f"= {sum(held.values()) / 2**20:.3g} MiB")
+    assert line in one.session.notes

@@ -440,7 +440,6 @@ def test_the_gradient_of_replayed_steps_is_that_of_the_published_formula(trainer
     name, own = TRAJECTORY[case]
     train = {"objective": name, "objective_options": own, "clip_range": 2e-3, "lora_rank": 4}
     train |= {"min_advantage": LARGE} if case == "large advantages" else {}
-    train |= {"reuse_rollout_forward": False}  # the policy changes between rollout and update
     more = {"eval": {"every": 0}, "train": train, "rollout": {"steps": 5, "group_size": 4, "batch_size": 4}}
     if guided:
         more |= {"model": str(folder("sd3")), "family": "sd3"}

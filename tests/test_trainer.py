@@ -69,7 +69,7 @@ EXACT = {
     "wan": {"rollout": {"rule": "wan"}},
     "truncated times": {"rollout": {"truncate_timesteps": True}},
     "shift": {"rollout": {"sigmas": "published", "shift": 3.0, "guidance": 1.0}},
-    "checkpointing": {"train": {"gradient_checkpointing": True}},
+    "checkpointing": {"train": {"gradient_checkpointing": 1.0}},
     "full": {"train": {"lora_rank": 0, "lr": 1e-4}},
     "bf16": {"dtype": "bf16"},
     "odd size": {"rollout": {"height": 24, "width": 8}},
@@ -104,7 +104,7 @@ REUSE = {
     "plain": {},
     "kl, tied groups": {"train": {"kl_coef": 0.5}, "reward": {"spec": "HalfTied"}},
     "two updates, guard": {"train": {"updates_per_rollout": 2, "objective": "grpo_guard"}},
-    "checkpointing, full": {"train": {"gradient_checkpointing": True, "lora_rank": 0, "lr": 1e-4}},
+    "checkpointing, full": {"train": {"gradient_checkpointing": 1.0, "lora_rank": 0, "lr": 1e-4}},
 }
 
 
@@ -112,7 +112,7 @@ REUSE = {
 def test_reusing_the_forward_of_the_rollout_changes_no_bit(trainer, case):
     """Compared with replaying: the same metrics and weights, with fewer model forwards."""
     seen = []
-    for reuse in (True, False, "auto"):
+    for reuse in (True, False):
         over = {"eval": {"every": 0}} | REUSE[case]
         over["train"] = {"steps": 2} | over.get("train", {}) | {"reuse_rollout_forward": reuse}
         if "reward" in over:
@@ -121,9 +121,9 @@ def test_reusing_the_forward_of_the_rollout_changes_no_bit(trainer, case):
         one.adapter.transformer.register_forward_pre_hook(lambda *_, forwards=forwards: forwards.append(1))
         one.run()
         seen.append((rows(one.folder.root), [p.detach().clone() for p in one.policy.params], len(forwards)))
-    (metrics, weights, few), (want, true, many), (same, _, auto) = seen
-    assert metrics == want == same and all(torch.equal(a, b) for a, b in zip(weights, true, strict=True))
-    assert few == auto < many
+    (metrics, weights, few), (want, true, many) = seen
+    assert metrics == want and all(torch.equal(a, b) for a, b in zip(weights, true, strict=True))
+    assert few < many
 
 
 def test_the_kl_of_a_share_of_the_steps_is_unbiased(trainer, monkeypatch):
@@ -132,7 +132,7 @@ def test_the_kl_of_a_share_of_the_steps_is_unbiased(trainer, monkeypatch):
     over = {"rollout": {"steps": 4}, "eval": {"every": 0}}
 
     def gradient(fraction, chosen=None):
-        train = {"kl_coef": 0.7, "kl_fraction": fraction, "reuse_rollout_forward": False}
+        train = {"kl_coef": 0.7, "kl_fraction": fraction}
         one, taken = trainer(name=f"kl {fraction} {chosen}", train=train, **over), []
         moved(one)
         batches = list(one.rollouts(0, lambda group, member, sample: None))
@@ -154,7 +154,7 @@ def test_the_kl_of_a_share_of_the_steps_is_unbiased(trainer, monkeypatch):
 
 
 def test_the_forward_of_the_rollout_cannot_always_be_reused(trainer):
-    with pytest.raises(ConfigError, match="reuse_rollout_forward: expected auto or false, got true: nft replays no"):
+    with pytest.raises(ConfigError, match="reuse_rollout_forward: expected false, got true: nft replays no"):
         trainer(train={"objective": "nft", "reuse_rollout_forward": True})
 
 
@@ -175,7 +175,7 @@ def moved(one, scale=0.05):
 PLAIN_FORMULA = {
     "on-policy": {},
     "kl": {"train": {"kl_coef": 0.7}},
-    "off-policy and clipped": {"train": {"clip_range": 2e-4, "clip_range_high": 3e-4, "reuse_rollout_forward": False}},
+    "off-policy and clipped": {"train": {"clip_range": 2e-4, "clip_range_high": 3e-4}},
     "steps replayed at once": {"train": {"kl_coef": 0.7, "replay_batch": 99}},
     "kl, window, batches": {
         "train": {"kl_coef": 0.3, "adv_clip_max": 0.8},

@@ -1,4 +1,4 @@
-"""The command line: `prefgrpo train | plan | preprocess | generate | evaluate | report | judge … | tiny | …`.
+"""The command line: `prefgrpo train | preprocess | generate | evaluate | report | judge … | tiny | …`.
 
 A command is a function whose arguments are its options, so `--help` is always complete. A command with an argument
 `config` takes a recipe and `--section.field value` overrides, which are checked together. Exit codes: 2 for an error
@@ -13,7 +13,7 @@ import re
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext, redirect_stderr
-from dataclasses import field, fields, is_dataclass, make_dataclass, replace
+from dataclasses import field, fields, is_dataclass, make_dataclass
 from fnmatch import fnmatch
 from importlib import import_module
 from inspect import Parameter, Signature, signature
@@ -30,17 +30,13 @@ from prefgrpo.commands.launch import reports_errors, wait_for_cause, wait_for_fi
 from prefgrpo.config.checks import check
 from prefgrpo.config.loading import differences, flat_fields, load, parse
 from prefgrpo.config.recipe import ConfigError, Loader, UserError, merge
-from prefgrpo.config.schema import AUTO, MODEL_VALUES, Config
+from prefgrpo.config.schema import MODEL_VALUES, Config
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("prefgrpo.commands.cli:train", "train a model from a recipe; any field can be overridden"),
     "demo": ("prefgrpo.commands.cli:demo", "train the tiny demo into ./runs/demo; takes the options of train"),
     "preprocess": ("prefgrpo.commands.cli:preprocess", "encode all prompts of a recipe once, into data.cache"),
     "launch": ("prefgrpo.commands.launch:launch", "torchrun with the run's exit code: --nproc_per_node 8 train RECIPE"),
-    "plan": (
-        "prefgrpo.commands.cli:plan",
-        "estimate memory, time and traffic per GPU and the best mesh, without loading weights",
-    ),
     "generate": ("prefgrpo.commands.cli:generate", "generate images or clips for every prompt of a file"),
     "evaluate": ("prefgrpo.commands.cli:evaluate", "evaluate on a published suite, or against the base model"),
     "score": ("prefgrpo.commands.score:main", "score a folder of images or clips"),
@@ -59,10 +55,6 @@ FIELDS = {
     "rollout.prompts_per_step rollout.group_size rollout.batch_size judge.model judge.endpoints judge.template "
     "reward.spec train.steps train.lr train.lora_rank train.gradient_checkpointing eval.every eval.prompts "
     "checkpoint.every",
-    "plan": "model family dtype gpus data.prompts data.max_length data.cache rollout.height rollout.width "
-    "rollout.frames rollout.steps rollout.window_* rollout.guidance* rollout.source_area rollout.prompts_per_step "
-    "rollout.group_size rollout.batch_size train.lora_* train.target_components train.ema_decay train.*checkpointing* "
-    "memory.* parallel.*",
     "preprocess": "model family seed dtype device data.* rollout.height rollout.width rollout.frames rollout.guidance "
     "rollout.source_area eval.every eval.prompts eval.final_prompts eval.holdout eval.max_prompts eval.height "
     "eval.width eval.frames eval.guidance memory.offload",
@@ -114,32 +106,6 @@ def demo(argv: Sequence[str]) -> int:
 
     recipe, *paths = demo_options()
     return _with_recipe(train, "demo", [*paths, *argv], Path(recipe))
-
-
-def plan(
-    config: Config,
-    memory_gib: float | None = None,
-    gpu: Literal["h100", "h200", "a100"] = "h100",
-    nodes: int = 0,
-    mfu: float | None = None,
-    judge_billions: float = 8.0,
-    levers: bool = False,
-) -> int:
-    """Estimate parameters, memory per GPU, time and traffic of a step, judge servers and the fastest mesh from the
-    model's config alone.
-
-    Args:
-        config: The recipe with its overrides.
-        memory_gib: Memory of one GPU in GiB; none: that of `gpu`.
-        gpu: GPU type, for peak FLOP/s and link bandwidth (docs/scale.md).
-        nodes: Number of machines; 0: 8 GPUs per machine.
-        mfu: Model FLOP utilisation, as a share of the bf16 peak; none: 0.3, and 0.45 with compile.
-        judge_billions: Parameters of the pairwise judge, in billions.
-        levers: Also predict the speed with each option that makes steps cheaper.
-    """
-    from prefgrpo.run.plan import plan as run
-
-    return run(config, memory_gib, gpu, nodes, mfu, judge_billions, levers)
 
 
 def preprocess(config: Config) -> int:
@@ -331,10 +297,7 @@ def _yaml(text: str) -> Any:
 
 
 def _read(recipe: Path | None, values: Mapping[str, Any], command: str) -> Config:
-    """A command's configuration; batch_size `auto` becomes ON_CPU for commands other than `train` and `plan`.
-
-    Raises ConfigError with every mistake.
-    """
+    """A command's configuration. Raises ConfigError with every mistake."""
     from prefgrpo.run.loading import unsupported
 
     model = str(values.get("model", ""))
@@ -350,10 +313,6 @@ def _read(recipe: Path | None, values: Mapping[str, Any], command: str) -> Confi
     if changed and os.environ.get("RANK", "0") == "0":
         shown = ", ".join(f"{key} {b} (was {a})" for key, (a, b) in changed.items())
         print(f"from {model}/{MODEL_VALUES}: {shown}", file=sys.stderr)
-    if config.rollout.batch_size == AUTO and command not in ("train", "plan"):
-        from prefgrpo.run.batch_size import ON_CPU
-
-        config = replace(config, rollout=replace(config.rollout, batch_size=ON_CPU))
     return config
 
 

@@ -22,8 +22,7 @@ from prefgrpo.rollout.batches import Rollouts
 from prefgrpo.rollout.embeddings import Embeddings, encoding_jobs, uncached
 from prefgrpo.rollout.endpoint import EndpointCollector
 from prefgrpo.rollout.replay import replay
-from prefgrpo.run import batch_size
-from prefgrpo.run.memory import GIB, static_bytes
+from prefgrpo.run.memory import GIB, memory_line
 from prefgrpo.run.session import open_collector, open_model, open_schedules, peak_memory
 
 
@@ -33,13 +32,10 @@ def dry_run(config: Config) -> int:
         print(to_yaml(to_dict(config), allow_unicode=True))
         prompts, sets = prompt_sets(config)
         absent = uncached(config, encoding_jobs(config, prompts))
-        given, goal = config, objective(config.train)
-        config, adapter, policy = open_model(config, goal, world, prompts, encoders=bool(absent))
-        for line in batch_size.auto_notes(given, config):
-            print(line)
+        goal = objective(config.train)
+        adapter, policy = open_model(config, goal, world, prompts, encoders=bool(absent))
         schedules = open_schedules(config, adapter, world, prompts)
-        for name, value in static_bytes(config, adapter, world.size).items():
-            print(f"{name:<10} {value / GIB:10.4g} GiB per process")
+        print(memory_line(adapter, policy))
         evaluated = ", ".join(f"{len(held)} ({name})" for name, held in sets.items())
         print(f"{len(prompts)} training prompts; evaluation prompts: {evaluated or 'none'}")
         embeddings = Embeddings(adapter, config.data.max_length, None if absent else config.data.cache or None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from prefgrpo.config.schema import AUTO, IN_FP32, SPLITTING, Config, splits
+from prefgrpo.config.schema import IN_FP32, SPLITTING, Config, splits
 
 
 def check(c: Config) -> list[str]:
@@ -30,8 +30,7 @@ def check(c: Config) -> list[str]:
             f"rollout.window_size: expected 0 … {many}, got {r.window_size}",
         ),
         (
-            not r.window_per_prompt
-            or ((r.batch_size == AUTO or r.group_size % r.batch_size == 0) and r.window_policy != "progressive"),
+            not r.window_per_prompt or (r.group_size % r.batch_size == 0 and r.window_policy != "progressive"),
             "rollout.window_per_prompt: expected window_policy random or subset, and a batch_size that divides "
             f"group_size, got {r.window_policy}, {r.batch_size} and {r.group_size}",
         ),
@@ -44,16 +43,6 @@ def check(c: Config) -> list[str]:
             t.update_slices == "prompts" or t.updates_per_rollout <= r.group_size,
             f"train.updates_per_rollout: expected at most group_size = {r.group_size} with train.update_slices: "
             f"members, got {t.updates_per_rollout}",
-        ),
-        (
-            r.batch_size != AUTO or t.reuse_rollout_forward is not True,
-            "rollout.batch_size: expected a number, because train.reuse_rollout_forward: true keeps the graphs of all "
-            "batches, got auto",
-        ),
-        (
-            not t.gradient_checkpointing or t.checkpointing_share != "auto" or t.reuse_rollout_forward is not True,
-            "train.checkpointing_share: expected a number, because train.reuse_rollout_forward: true keeps the graphs "
-            "of all batches, got auto",
         ),
         (
             not r.staleness or c.checkpoint.every > 1,

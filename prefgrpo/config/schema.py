@@ -9,12 +9,10 @@ from dataclasses import field
 from typing import Annotated, Any, Literal
 
 from pydantic import (
-    BeforeValidator,
     ConfigDict,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
-    PlainSerializer,
     PositiveFloat,
     PositiveInt,
 )
@@ -25,14 +23,6 @@ MODEL_VALUES = "prefgrpo.yaml"
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
 """Reject unknown keys, never convert types (true to 1, 1 to "1"); the line below a field is its description."""
 Share = Annotated[float, Field(ge=0, lt=1)]
-AUTO = 0
-"""Value of `rollout.batch_size: auto` until `run.batch_size` has determined the size."""
-BatchSize = Annotated[
-    int,
-    Field(ge=AUTO),
-    BeforeValidator(lambda value: AUTO if value == "auto" else value),
-    PlainSerializer(lambda value: value or "auto"),
-]
 Attention = Literal[
     "native", "_native_cudnn", "_native_efficient", "_native_flash", "_native_math",
     "flash", "flash_hub", "_flash_3", "_flash_3_hub", "xformers",
@@ -119,10 +109,9 @@ class SamplingConfig:
     """P, prompts per training step over all processes."""
     group_size: Annotated[int, Field(ge=2)] = 8
     """G, images per prompt."""
-    batch_size: BatchSize = 8
+    batch_size: PositiveInt = 8
     """Images per forward, in both rollout and training. A divisor of group_size keeps the first ratio exactly 1; if a
-    batch mixes groups, zero-advantage groups are dropped from it, and rounding differs. auto: the largest divisor that
-    fits into memory and leaves no process idle, determined at the start of a run (docs/training.md)."""
+    batch mixes groups, zero-advantage groups are dropped from it, and rounding differs."""
     same_noise: bool = False
     """Start all images of a prompt from one initial latent (`init_same_noise`). In each batch, the steps before the
     window are then computed once per prompt. Not for endpoint objectives, whose sampling is deterministic."""
@@ -309,16 +298,12 @@ class TrainConfig:
     """Exponential moving average of the trained weights, used for evaluation and export; 0: none."""
     ema_every: PositiveInt = 1
     """Optimiser updates between two updates of the EMA."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass."""
-    checkpointing_share: Annotated[float, Field(ge=0, le=1)] | Literal["auto"] = 1.0
-    """Share of the repeated blocks that gradient_checkpointing recomputes, evenly spread; the activations of the others
-    stay in memory. Without `compile` it changes no result. auto: the smallest share with which the run fits into memory
-    by the estimate of `prefgrpo plan`, determined once at the start; 0 recomputes nothing."""
-    reuse_rollout_forward: bool | Literal["auto"] = "auto"
+    gradient_checkpointing: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share of the repeated blocks, evenly spread, that are recomputed in the backward pass instead of keeping their
+    activations: 0 none, 1 all. Without `compile` it changes no result."""
+    reuse_rollout_forward: bool = False
     """Keep the autograd graphs of the rollout's trained steps for the first update, which then needs no forward of its
-    own. auto: if results are bitwise unchanged (no batch loses some of its samples, as when batch_size divides
-    group_size) and the graphs take at most half of the memory free at the start."""
+    own: for small models, because the activations of all these steps stay in memory."""
     replay_batch: NonNegativeInt = 0
     """Maximum images per forward in the replay: as many stored steps of a batch as fit are replayed at once. The first
     ratio is then 1 only up to rounding. 0: one step at a time, as in the rollout."""
@@ -371,8 +356,7 @@ class MemoryConfig:
     offload: tuple[Literal["text_encoder", "vae"], ...] = ()
     """Parts kept in CPU memory and moved to the device only while they are used."""
     decode_batch: NonNegativeInt = 0
-    """Images or clips per call of the VAE decoder; 0: rollout.batch_size, or fewer if that is auto and they do not
-    fit."""
+    """Images or clips per call of the VAE decoder; 0: rollout.batch_size."""
     vae_slicing: bool = False
     """Decode the images of a batch one by one."""
     vae_tiling: bool = False
@@ -435,8 +419,6 @@ class Config:
     memory for activations as training. Not with context parallelism."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda if there is a GPU."""
-    gpus: PositiveInt = 1
-    """GPUs that a recipe is sized for, used by `prefgrpo plan`. A run uses the GPUs that torchrun gives it."""
     tensorboard: bool = True
     """Also write TensorBoard events: numbers, images, verdicts."""
     trackers: tuple[Literal["wandb", "trackio"], ...] = ()
@@ -451,14 +433,6 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
-
-
-def recomputed_share(t: TrainConfig) -> float:
-    """Share of the repeated blocks that is recomputed in the backward pass: 0 without gradient_checkpointing, and 1 for
-    `auto` until `run.batch_size` has determined the share."""
-    if not t.gradient_checkpointing:
-        return 0.0
-    return 1.0 if t.checkpointing_share == "auto" else t.checkpointing_share
 
 
 def splits(c: Config) -> bool:

@@ -32,12 +32,6 @@ from prefgrpo.ops.reference import guided
 
 __all__ = ["Adapter", "Condition", "Sampling", "after_guidance", "text_mask"]
 
-TEXT_WIDTHS = (
-    "joint_attention_dim", "text_dim", "cap_feat_dim", "caption_channels", "text_embed_dim", "context_in_dim",
-    "cross_attention_dim",
-)  # fmt: skip
-"""Config keys for the width of text states in diffusers' denoisers; the first one present is used."""
-
 
 def after_guidance(c: Tensor, more: Guidance | None) -> Tensor:
     """The guided velocity from the results of `cond_uncond`."""
@@ -51,8 +45,8 @@ def text_mask(condition: Condition, multiple: int = 1, second: bool = False) -> 
     """
     lengths = condition.text_length_2 if second else condition.text_length
     assert lengths is not None
-    places = lengths.new_ones(-(-int(lengths.max()) // multiple) * multiple).cumsum(0)
-    return places[None, :] <= lengths[:, None]  # from the lengths, whose values `plan` knows
+    longest = -(-int(lengths.max()) // multiple) * multiple
+    return torch.arange(longest)[None, :] < lengths[:, None]
 
 
 class Adapter(Weights, ABC):
@@ -143,9 +137,9 @@ class Adapter(Weights, ABC):
         return cls(pipe, fingerprint=folders.encoder_fingerprint(path), **options)
 
     @classmethod
-    def find(cls, model: str, configs_only: bool = False) -> Path:
+    def find(cls, model: str) -> Path:
         """`folder.resolve` for this family. Raises ModelError for another family's model, even of the same pipeline."""
-        path = folders.resolve(model, cls.pipeline, configs_only)
+        path = folders.resolve(model, cls.pipeline)
         if odd := cls.unsupported_index(folders.index_of(path)):
             raise folders.ModelError(f"'{path}' {odd}: set `family` to this model's family")
         return path
@@ -223,18 +217,6 @@ class Adapter(Weights, ABC):
         """
         config = self.pipe.vae.config
         return self.decode_image(latents / config.scaling_factor + config.shift_factor)
-
-    def condition_shapes(self, max_length: int) -> dict[str, tuple[int, ...]]:
-        """Shapes of the tensors that `encode_prompt` returns for max_length tokens, for `prefgrpo plan`."""
-        config: Any = self.transformer.config
-        shapes: dict[str, tuple[int, ...]] = {
-            "prompt_embeds": (max_length, next(config[key] for key in TEXT_WIDTHS if key in config))
-        }
-        if self.own_lengths:
-            shapes["text_length"] = ()
-        if "pooled_projection_dim" in config:
-            shapes["pooled"] = (config.pooled_projection_dim,)
-        return shapes
 
     def schedule_options(self, sampling: Sampling) -> dict[str, Any]:
         """Arguments that the stock pipeline passes to `set_timesteps`, besides the number of steps and the device.

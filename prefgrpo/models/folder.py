@@ -19,8 +19,6 @@ from prefgrpo.config.recipe import UserError
 from prefgrpo.ops.linear import use_onednn
 
 SAMPLE, STRIDE = 1 << 16, 1 << 22  # of every STRIDE bytes of a large file, SAMPLE bytes are hashed
-CONFIGS = Path(__file__).with_name("configs")
-"""Public configs of the models used in recipes, as OWNER/NAME on the hub; no weights or tokenizers."""
 REQUIRED_PROCESSOR = "Qwen3VLProcessor"
 """Class of a processor that the pipeline's constructor needs."""
 BOOKKEEPING = {"_name_or_path", "is_local", "local_files_only"}
@@ -31,14 +29,13 @@ class ModelError(UserError, ValueError):
     """A model cannot be loaded; the message says what was expected and what to do."""
 
 
-def resolve(model: str, pipeline: str, configs_only: bool = False) -> Path:
+def resolve(model: str, pipeline: str) -> Path:
     """Local folder of `model`: a folder, or a hub id 'owner/name' or 'owner/name@revision', downloaded unless cached.
 
-    configs_only: get only JSON files: those in configs/ for a hub id used in recipes, else the hub's. A name that looks
-    like a path is never looked up on the hub. Raises ModelError if the model is not found, or its pipeline class is not
-    `pipeline`.
+    A name that looks like a path is never looked up on the hub. Raises ModelError if the model is not found, or its
+    pipeline class is not `pipeline`.
     """
-    path = locate(model, configs_only)
+    path = locate(model)
     actual = index_of(path).get("_class_name")
     if actual != pipeline:
         raise ModelError(f"'{path}' contains a {actual}, expected a {pipeline}: set `family` to this model's family")
@@ -46,7 +43,7 @@ def resolve(model: str, pipeline: str, configs_only: bool = False) -> Path:
 
 
 def locate(model: str, configs_only: bool = False) -> Path:
-    """`resolve` without the check of the pipeline class."""
+    """`resolve` without the check of the pipeline class. configs_only: download only JSON files."""
     path = Path(model).expanduser()
     if not path.is_dir():
         is_id = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*(@[\w./-]+)?", model) and not Path(model.split("/")[0]).is_dir()
@@ -73,13 +70,11 @@ def index_of(path: Path) -> dict[str, Any]:
 
 
 def _from_hub(model: str, configs_only: bool) -> Path:
-    """Local snapshot of a hub repository, or of its configs only (shipped with this package, or downloaded)."""
+    """Local snapshot of a hub repository, or of its JSON files only."""
     from diffusers import DiffusionPipeline
     from huggingface_hub import snapshot_download
 
     name, revision = hub_id(model)
-    if configs_only and (CONFIGS / model).is_dir():
-        return CONFIGS / model
     try:
         if configs_only:
             return Path(snapshot_download(name, revision=revision, allow_patterns=["*.json"]))

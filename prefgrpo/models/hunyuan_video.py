@@ -75,11 +75,6 @@ class HunyuanVideo15(HunyuanVideo):
             text_length_2=torch.tensor(count),
         )
 
-    def condition_shapes(self, max_length: int) -> dict[str, tuple[int, ...]]:
-        """With the maximum length of quoted text."""
-        glyphs = self.pipe.tokenizer_2_max_length, self.pipe.transformer.config.text_embed_2_dim
-        return super().condition_shapes(max_length) | {"prompt_embeds_2": glyphs, "text_length_2": ()}
-
     def predict(self, net: nn.Module, x: Tensor, sigma: Tensor, condition: Condition, sampling: Sampling) -> Tensor:
         """Velocity [B, C, F', h, w]; there is no first frame: its latents and mask are 0, its image tokens left out.
 

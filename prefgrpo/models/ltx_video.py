@@ -99,13 +99,6 @@ class LTX2(LTXVideo):
         clip, sound, _ = self.pipe.connectors(embeds, mask, padding_side=self.pipe.tokenizer.padding_side)
         return Condition(clip[0], prompt_embeds_2=sound[0])
 
-    def condition_shapes(self, max_length: int) -> dict[str, tuple[int, ...]]:
-        """Shapes that the connectors return: as wide as Gemma's states (2.0), or as the two streams."""
-        config: Any = self.pipe.transformer.config
-        wide = config.cross_attention_dim, config.audio_cross_attention_dim
-        widths = (config.caption_channels,) * 2 if config.use_prompt_embeddings else wide
-        return {"prompt_embeds": (max_length, widths[0]), "prompt_embeds_2": (max_length, widths[1])}
-
     def sound_tokens(self, sampling: Sampling) -> int:
         """Number of audio tokens of a clip."""
         pipe, frames = self.pipe, self.frames(sampling) or 1

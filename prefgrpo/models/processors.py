@@ -57,20 +57,6 @@ class PixtralProcessor(ProcessorMixin):
         self.image_token_id = tokenizer.convert_tokens_to_ids(image_token)
 
 
-class NoProcessor:
-    """Stub with what QwenImage21Pipeline's constructor calls on its processor, for use without text encoders."""
-
-    tokenizer = property(lambda self: self)
-
-    def apply_chat_template(self, *args: Any, **kwargs: Any) -> list[list[int]]:
-        """An empty token list for a system message."""
-        return [[]]
-
-    def encode(self, text: str) -> list[int]:
-        """One dummy token."""
-        return [0]
-
-
 for own, module in ((Qwen2VLProcessor, Qwen2.__module__), (Qwen3VLProcessor, Qwen3.__module__)):
     own.__module__ = module  # so that `save_pretrained` writes these names into model_index.json
 PixtralProcessor.__module__ = "transformers.models.pixtral.processing_pixtral"

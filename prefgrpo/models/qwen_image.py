@@ -51,7 +51,7 @@ class QwenImage(Adapter):
         """
         mask, lengths = text_mask(condition, self.text_multiple), condition.text_length
         assert lengths is not None
-        padded = int(lengths.min()) < mask.shape[1]  # not from the mask: `plan` knows only the lengths
+        padded = int(lengths.min()) < mask.shape[1]
         embeds = condition.prompt_embeds[:, : mask.shape[1]]
         embeds = nn.functional.pad(embeds, (0, 0, 0, mask.shape[1] - embeds.shape[1]))
         return net(

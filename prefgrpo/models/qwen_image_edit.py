@@ -37,11 +37,6 @@ class QwenImageEdit(QwenImage):
             raise ValueError(f"{type(self).__name__} edits images: expected a source image for the prompt {prompt!r}")
         return self.embed(prompt, image=[self._resized(image, self.seen_area) for image in sources])
 
-    def condition_shapes(self, max_length: int) -> dict[str, tuple[int, ...]]:
-        """With the tokens of one source, 28² pixels each, in addition to the prompt's."""
-        assert self.source_area is not None
-        return super().condition_shapes(max_length + min(self.source_area, self.seen_area) // 28**2)
-
     def encode_source(self, source: Image.Image) -> Tensor:
         """[rows, columns, 4C]: the packed latents of the source."""
         vae, image = self.pipe.vae, self._resized(source)

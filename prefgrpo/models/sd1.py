@@ -38,10 +38,6 @@ class StableDiffusion1(Adapter):
         embeds, _ = self.pipe.encode_prompt(prompt, self.device, 1, do_classifier_free_guidance=False)
         return Condition(embeds[0])
 
-    def condition_shapes(self, max_length: int) -> dict[str, tuple[int, ...]]:
-        """CLIP's 77 states."""
-        return super().condition_shapes(77)
-
     def stock_scheduler(self) -> Any:
         """DDIM with the betas of the folder's own scheduler. ValueError if DDIM would not match that scheduler."""
         scheduler = DDIMScheduler.from_config(self.pipe.scheduler.config, clip_sample=False, thresholding=False)

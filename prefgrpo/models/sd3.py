@@ -39,10 +39,6 @@ class StableDiffusion3(Adapter):
         )
         return Condition(embeds[0], pooled=pooled[0])
 
-    def condition_shapes(self, max_length: int) -> dict[str, tuple[int, ...]]:
-        """With CLIP's 77 tokens."""
-        return super().condition_shapes(77 + max_length)
-
     def schedule_options(self, sampling: Sampling) -> dict[str, Any]:
         """The scheduler's own sigmas; if it shifts dynamically, the shift for this image size."""
         dynamic = self.pipe.scheduler.config.get("use_dynamic_shifting")

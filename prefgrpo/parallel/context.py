@@ -2,7 +2,7 @@
 
 diffusers' hooks split the inputs and gather the output, so every process computes noise, steps and losses from the same
 bits as without it. Each holds the part of a gradient that flows through its tokens, so gradients are summed over all
-processes (`World.sum_gradients`, or FSDP2). Invariant: indivisible sizes are rejected before a model loads.
+processes (`World.sum_gradients`, or FSDP2). Invariant: indivisible sizes are rejected before the first step.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def unsupported(cls: type[Adapter], family: str, layout: Layout) -> list[str]:
 def context_errors(
     adapter: Adapter, sizes: Sampling, max_length: int, layout: Layout, name: str = "rollout.height/width/frames"
 ) -> list[str]:
-    """Why these sizes, called `name`, cannot be split over the context-parallel processes; needs no weights."""
+    """Why these sizes, called `name`, cannot be split over the context-parallel processes."""
     cp, out = layout.context, list[str]()
     if cp == 1:
         return out

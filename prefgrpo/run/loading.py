@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from prefgrpo.config.recipe import ConfigError
-from prefgrpo.config.schema import Config, recomputed_share, splits
+from prefgrpo.config.schema import Config, splits
 from prefgrpo.models import DTYPES, cache, family
 from prefgrpo.models import load as load_model
 from prefgrpo.models.base import Adapter
@@ -126,8 +126,8 @@ def trainable(config: Config, adapter: Adapter, world: World | None = None) -> A
     else:
         adapter.enable_full()
     adapter.merges_lora = merges_lora(config)
-    if share := recomputed_share(t):
-        adapter.checkpoint_gradients(share)
+    if t.gradient_checkpointing:
+        adapter.checkpoint_gradients(t.gradient_checkpointing)
     cache.check(adapter.transformer, config.rollout)
     if world is not None:
         attention.set_backend(adapter, config, world.layout, world.device)

@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -22,7 +22,7 @@ import torch
 
 from prefgrpo.config.loading import differences, load, to_dict
 from prefgrpo.config.recipe import ConfigError, to_yaml
-from prefgrpo.config.schema import AUTO, Config, splits
+from prefgrpo.config.schema import Config, splits
 from prefgrpo.data.atomic import write_atomic
 from prefgrpo.data.prompts import FEWEST_TO_SPLIT, Prompt, fingerprint, prompt_sets
 from prefgrpo.judge.verdict import PairJudge
@@ -42,19 +42,18 @@ from prefgrpo.rollout.embeddings import Embeddings, encoding_jobs, uncached
 from prefgrpo.rollout.endpoint import EndpointCollector
 from prefgrpo.rollout.replay import TrajectoryCollector
 from prefgrpo.rollout.sampling import Schedules, all_sizes, eval_sampling
-from prefgrpo.run import batch_size, checkpoint, judging, trackers
+from prefgrpo.run import checkpoint, judging, trackers
 from prefgrpo.run.evaluate import Evaluator, make_eval_set
 from prefgrpo.run.judging import evaluation_scorers, open_judge, training_scorer
 from prefgrpo.run.loading import config_errors_as, open_adapter, trainable
-from prefgrpo.run.memory import build_meta_adapter, free_bytes, graph_bytes, static_bytes, weight_copies
+from prefgrpo.run.memory import memory_line
 from prefgrpo.run.policy import Policy
 from prefgrpo.run.run_folder import RunFolder
-from prefgrpo.run.speed import reuse_obstacles, reuse_takes_effect
 
 FREE = (
-    "output", "name", "device", "gpus", "tensorboard", "trackers", "data.cache", "memory.offload",
+    "output", "name", "device", "tensorboard", "trackers", "data.cache", "memory.offload",
     "train.steps", "train.max_minutes", "train.stop_when", "train.lr", "train.max_grad_norm",
-    "train.checkpointing_share", "checkpoint.every", "checkpoint.keep",
+    "train.gradient_checkpointing", "checkpoint.every", "checkpoint.keep",
     "judge.endpoints", "judge.api_key_env", "judge.concurrency", "judge.timeout_s", "judge.deadline_s",
     "judge.max_missing", "judge.patience_steps", "judge.log", "judge.cache", "judge.hedge_s", "judge.retries",
     "judge.patience_s", "parallel.replicate", "parallel.shard", "parallel.ulysses", "parallel.ring",
@@ -115,7 +114,6 @@ class Session:
     """The parts of a run."""
 
     config: Config
-    """The run's configuration, with numbers for batch sizes and checkpointing_share that were `auto`."""
     world: World
     folder: RunFolder
     adapter: Adapter
@@ -163,7 +161,6 @@ def open_session(config: Config, resume: bool) -> Session:
         if lock is not None:
             opened.callback(os.close, lock)
         if resume:
-            config = _with_stored_values(config, folder)
             _check_same_run(config, folder)
         session = _open(config, resume, world, folder)
         session.opened = opened.pop_all()
@@ -177,9 +174,9 @@ def _open(config: Config, resume: bool, world: World, folder: RunFolder) -> Sess
     scorer, weights = training_scorer(config, judge, folder.root if world.main else None, prompts, world)
     scorers = {name: evaluation_scorers(config, judge, held, scorer, world) for name, held in measured.items()}
     absent = len(uncached(config, encoding_jobs(config, prompts, [p for held in sets.values() for p in held])))
-    _check_context(config, world, [*prompts, *(p for held in sets.values() for p in held)])
-    given, goal = config, objective(config.train)
-    config, adapter, policy = open_model(config, goal, world, prompts, encoders=bool(absent))
+    goal = objective(config.train)
+    every_prompt = [*prompts, *(p for held in sets.values() for p in held)]
+    adapter, policy = open_model(config, goal, world, every_prompt, encoders=bool(absent))
     schedules = open_schedules(config, adapter, world, prompts)
     embeddings = Embeddings(adapter, config.data.max_length, config.data.cache or None)
     ode = schedules.ode(eval_sampling(config))
@@ -187,7 +184,7 @@ def _open(config: Config, resume: bool, world: World, folder: RunFolder) -> Sess
     for number, (name, held) in enumerate(measured.items()):
         chosen = make_eval_set(name, held[: config.eval.max_prompts or None], config.eval.samples_per_prompt, number)
         evaluators[name] = Evaluator(chosen, config, adapter, ode, embeddings, scorers[name], world, folder)
-    graph = keeps_graph(config, world)
+    graph = config.train.reuse_rollout_forward
     rollouts = Rollouts(config, adapter, embeddings, schedules, prompts, world, goal.whole_groups, graph)
     collector = open_collector(config, goal, adapter, policy, world)
     session = Session(
@@ -205,7 +202,7 @@ def _open(config: Config, resume: bool, world: World, folder: RunFolder) -> Sess
         judge,
         Interrupt(),
     )
-    session.notes = [*_notes(config, session), *judge_notes, *batch_size.auto_notes(given, config)]
+    session.notes = [*_notes(config, session), *judge_notes]
     if config.data.cache:
         state = f"{absent} entries missing" if absent else "complete, no text encoder was loaded"
         session.notes.append(f"embeddings in {config.data.cache}: {state}")
@@ -215,28 +212,21 @@ def _open(config: Config, resume: bool, world: World, folder: RunFolder) -> Sess
 
 def open_model(
     config: Config, goal: Objective, world: World, prompts: list[Prompt], encoders: bool
-) -> tuple[Config, Adapter, Policy]:
-    """(`config` with numbers for its `auto` values, the model ready to train, its policy). Raises ConfigError."""
-    given, config = config, batch_size.initial_values(config, world, prompts)
-    adapter = trainable(config, open_adapter(config, world.device, encoders, splits(config)), world)
-    policy = open_policy(config, goal, adapter)
-    if given.rollout.batch_size == AUTO:
-        config = batch_size.probe_batch_sizes(config, adapter, policy, world, prompts)
-    return config, adapter, policy
+) -> tuple[Adapter, Policy]:
+    """(the model ready to train, its policy), after checking that sizes can be split. Raises ConfigError."""
+    adapter = open_adapter(config, world.device, encoders, splits(config))
+    _check_context(config, world, adapter, prompts)
+    trainable(config, adapter, world)
+    return adapter, open_policy(config, goal, adapter)
 
 
 def open_policy(config: Config, goal: Objective, adapter: Adapter) -> Policy:
-    """The trained weights, with the copies that the objective needs."""
-    return Policy(dict(adapter.trainable()), config.train, *weight_copies(config.train, goal))
-
-
-def keeps_graph(config: Config, world: World) -> bool:
-    """Whether the first update reuses the rollout's forwards. Raises ConfigError if set to true but impossible."""
-    split = world.mesh is not None
-    there = replace(config, device="cpu" if world.device.type == "cpu" else "cuda")
-    if config.train.reuse_rollout_forward is True and (why := reuse_obstacles(config, split)):
-        raise ConfigError([f"train.reuse_rollout_forward: expected auto or false, got true: {'; '.join(why)}"])
-    return reuse_takes_effect(config, split, lambda: graph_bytes(there, world.dp_size) <= free_bytes(world.device) / 2)
+    """The trained weights, with the copies that the objective needs: of an old policy, and without a LoRA of the
+    initial weights."""
+    t = config.train
+    old = goal.anchor == "old" or goal.sampled_by_old
+    base = not t.lora_rank and (goal.anchor == "base" or t.kl_coef > 0)
+    return Policy(dict(adapter.trainable()), t, old, base)
 
 
 def open_collector(config: Config, goal: Objective, adapter: Adapter, policy: Policy, world: World) -> Collector:
@@ -253,6 +243,19 @@ def open_collector(config: Config, goal: Objective, adapter: Adapter, policy: Po
         raise ConfigError([f"train.objective_options.times: {which}, got {goal.times}"])
     anchor = reference if goal.anchor == "base" else lambda: policy.use_weights(policy.old)
     return EndpointCollector(adapter, goal, config, anchor, reference)
+
+
+def _reuse_obstacles(config: Config, goal: Objective) -> list[str]:
+    """Why the first update cannot reuse the rollout's forwards."""
+    t, p = config.train, config.parallel
+    obstacles = {
+        f"{t.objective} replays no steps": goal.collector != "trajectory",
+        "an old policy generates the rollouts": goal.sampled_by_old,
+        "parallel splits weights or tokens": p.shard * p.ring * p.ulysses > 1,
+        "rollout.staleness is 1, so the weights change in between": bool(config.rollout.staleness),
+        "with train.lora_rank 0, the KL's reference weights are swapped in": bool(t.kl_coef and not t.lora_rank),
+    }
+    return [reason for reason, there in obstacles.items() if there]
 
 
 def _objective_errors(config: Config) -> list[str]:
@@ -283,6 +286,8 @@ def _objective_errors(config: Config) -> list[str]:
     if r.staleness and (goal.anchor == "old" or goal.sampled_by_old):
         why = f"{config.train.objective} has an old policy, which has to be the one that generated the samples"
         wrong.append(f"rollout.staleness: {why}: expected 0, got {r.staleness}")
+    if config.train.reuse_rollout_forward and (why_not := _reuse_obstacles(config, goal)):
+        wrong.append(f"train.reuse_rollout_forward: expected false, got true: {'; '.join(why_not)}")
     if config.train.min_advantage and not goal.proportional_to_advantage:
         why = f"{config.train.objective} does not weight samples by their advantages"
         wrong.append(f"train.min_advantage: {why}: expected 0, got {config.train.min_advantage}")
@@ -311,11 +316,10 @@ def config_errors(config: Config) -> list[str]:
     return problems
 
 
-def _check_context(config: Config, world: World, prompts: list[Prompt]) -> None:
-    """Raise ConfigError for sizes whose tokens cannot be divided; needs the model's configs but not its weights."""
+def _check_context(config: Config, world: World, adapter: Adapter, prompts: list[Prompt]) -> None:
+    """Raise ConfigError for sizes whose tokens cannot be divided over the context-parallel processes."""
     if world.layout.context == 1:
         return
-    adapter, _ = build_meta_adapter(config)
     sizes = {"rollout.height/width/frames": config.rollout}
     if config.data.own_sizes:
         found = all_sizes(prompts, config.rollout, True)
@@ -326,21 +330,6 @@ def _check_context(config: Config, world: World, prompts: list[Prompt]) -> None:
     problems = [text for name, s in sizes.items() for text in context_errors(adapter, s, length, layout, name)]
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
-
-
-def _with_stored_values(config: Config, folder: RunFolder) -> Config:
-    """For a resumed run, `config` with the values stored at the run's first start for each `auto`."""
-    sizes, share = config.rollout.batch_size == AUTO, batch_size.chooses_share(config)
-    if not (sizes or share) or not folder.config.is_file():
-        return config
-    stored = load(folder.config)
-    if sizes:
-        memory = replace(config.memory, decode_batch=stored.memory.decode_batch)
-        config = replace(config, rollout=replace(config.rollout, batch_size=stored.rollout.batch_size), memory=memory)
-    if share:
-        train = replace(config.train, checkpointing_share=stored.train.checkpointing_share)
-        config = replace(config, train=train)
-    return config
 
 
 def _check_same_run(config: Config, folder: RunFolder) -> None:
@@ -425,14 +414,7 @@ def _notes(config: Config, session: Session) -> Iterator[str]:
         )
     if waits := idle_warning(config, session.world.dp_size):
         yield waits
-    parts, device = static_bytes(config, adapter, session.world.size), session.world.device
-    total, free = sum(parts.values()), free_bytes(device) / 2**30
-    unit, name = (2**30, "GiB") if total >= 2**30 else (2**20, "MiB")
-    listed = " + ".join(f"{part} {size / unit:.3g}" for part, size in parts.items())
-    yield (
-        f"memory per process: {listed} = {total / unit:.3g} {name} of {free:.1f} GiB free, plus the activations of "
-        f"{r.batch_size} images"
-    )
+    yield memory_line(adapter, session.policy)
 
 
 def idle_warning(config: Config, indices: int) -> str:
