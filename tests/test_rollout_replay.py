@@ -12,7 +12,6 @@ import torch
 from families import case_of, conditions, policy
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from prefgrpo.integrations.lora import LoraLinear
 from prefgrpo.rollout.replay import replay, stacked
 from prefgrpo.rollout.rollout import rollout, stack
 from prefgrpo.sde.schedule import make_schedule
@@ -47,40 +46,6 @@ def test_only_the_window_is_stored_and_neighbours_share_tensors(adapter, conditi
     assert ode.steps == () and torch.isfinite(ode.latents).all()
     last = rollout(adapter, schedule_of(adapter, window=(S.steps - 1,)), condition, IDS, S, seed=0)
     assert torch.equal(last.steps[0].x_next, last.latents)
-
-
-@pytest.mark.parametrize("keep_graph", [False, True])
-def test_untrained_steps_use_the_merged_lora_and_trained_ones_do_not(adapter, condition, keep_graph, monkeypatch):
-    """The trained steps' log-probs are replay's to the bit, and the samples the unmerged ones' up to rounding."""
-    schedule, used = schedule_of(adapter), []
-    layer = next(m for m in adapter.transformer.modules() if isinstance(m, LoraLinear))
-    forward = layer.forward
-    monkeypatch.setattr(layer, "forward", lambda x: (used.append(layer.merged_weight is not None), forward(x))[1])
-    plain = rollout(adapter, schedule, condition, IDS, S, seed=0)
-    assert used == [False] * S.steps
-    monkeypatch.setattr(adapter, "merges_lora", True)
-    used.clear()
-    done = rollout(adapter, schedule, condition, IDS, S, seed=0, keep_graph=keep_graph)
-    assert used == [k not in (1, 2, 3) for k in range(S.steps)]
-    for step in done.steps:
-        assert torch.equal(replay(adapter, schedule, condition, step, S).logp, step.logp)
-    torch.testing.assert_close(done.latents, plain.latents, rtol=1e-4, atol=1e-5)
-    assert not torch.equal(done.latents, plain.latents)
-
-
-@pytest.mark.parametrize("family", ["flux", "sd3", "wan"])
-def test_merged_samples_in_bf16_are_as_near_to_those_in_fp32(family):
-    case, samples = case_of(family), {}
-    sampling = case.sampling((32, 32), 4)
-    for dtype in (torch.float32, torch.bfloat16):
-        one = policy(case, dtype=dtype)
-        condition = conditions(one, case, ["red", "red", "blue", "blue"], (32, 32))
-        for one.merges_lora in (False, True):
-            done = rollout(one, make_schedule(one.sigmas(sampling), "ode", 0.0), condition, IDS, sampling, seed=0)
-            samples[dtype, one.merges_lora] = done.latents
-    exact = samples[torch.float32, False]
-    apart, merged = ((samples[torch.bfloat16, how] - exact).norm() for how in (False, True))
-    assert merged <= 1.1 * apart and (samples[torch.float32, True] - exact).norm() <= 1e-3 * apart
 
 
 @pytest.mark.parametrize("rule", ["flow", "dance", "cps", "cps_normalised"])

@@ -33,7 +33,7 @@ from prefgrpo.rollout.render import Images, render, to_uint8
 from prefgrpo.rollout.sampling import Schedules, all_sizes, eval_sampling, prompt_sampling
 from prefgrpo.run import checkpoint
 from prefgrpo.run.judging import makes_clips
-from prefgrpo.run.loading import config_errors_as, merges_lora, open_adapter, trainable
+from prefgrpo.run.loading import config_errors_as, open_adapter, trainable
 
 FIRST_ID = 2**61
 """Sample ids of generated noise start here, far from those of training and evaluation."""
@@ -144,7 +144,6 @@ def _open(config: Config, weights: Weights, world: World, encoders: bool) -> Ada
             lines = str(error).splitlines()
             message = f"{config.model} is not the model that it was trained on: {' '.join(lines[:2])}"
             raise ModelError(f"--lora {lora}: {message}, and {len(lines) - 2} more") from error
-        adapter.merges_lora = merges_lora(config)
     return adapter
 
 

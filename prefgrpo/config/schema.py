@@ -115,10 +115,6 @@ class SamplingConfig:
     same_noise: bool = False
     """Start all images of a prompt from one initial latent (`init_same_noise`). In each batch, the steps before the
     window are then computed once per prompt. Not for endpoint objectives, whose sampling is deterministic."""
-    merge_lora: bool | Literal["auto"] = "auto"
-    """Compute all steps that are not trained, and evaluations, with the LoRA merged into copies of the weights: one
-    product per layer instead of three. In bf16 this rounds the merged weights, so samples change slightly; ratios do
-    not. auto: with dtype fp32, where samples are the same up to rounding (not with compile or sharded weights)."""
     cache: Literal["none", "first_block", "taylorseer"] = "none"
     """A diffusers cache that skips blocks of the denoiser in training rollouts, for objectives without a ratio: faster,
     but approximate (docs/objectives.md). first_block: skips while the first block's output hardly changes; taylorseer:

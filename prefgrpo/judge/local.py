@@ -24,7 +24,6 @@ from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextTo
 from prefgrpo.data.media import Media
 from prefgrpo.judge.template import SOURCE, label_ids, load_template
 from prefgrpo.judge.verdict import JudgeError, Pair, PairJudge, Verdict, two_label_softmax
-from prefgrpo.ops.linear import linear, use_onednn
 
 _FAMILIES = ("qwen3_vl", "qwen2_5_vl")
 _SHARED_TOKENS = 64
@@ -79,8 +78,6 @@ class LocalJudge(PairJudge):
                 module.__class__ = _RmsNorm
         last = self.model.model.language_model.layers[-1]
         last.self_attn.o_proj, last.mlp = _LastToken(last.self_attn.o_proj), _LastToken(last.mlp)
-        if torch.device(device).type == "cpu":
-            use_onednn(self.model)
         self.labels = [torch.tensor(ids) for ids in label_ids(self.tokenizer, self.template)]
         self.pad: int = self.model.config.image_token_id
         self._pad_text: str = self.tokenizer.convert_ids_to_tokens(self.pad)
@@ -222,7 +219,7 @@ class _PatchEmbed(nn.Conv3d):
 
     def forward(self, input: Tensor) -> Tensor:
         """One row per patch."""
-        return linear(input.flatten(1), self.weight.flatten(1), self.bias)
+        return F.linear(input.flatten(1), self.weight.flatten(1), self.bias)
 
 
 def _rows(cache: DynamicCache, rows: Tensor) -> DynamicCache:

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from prefgrpo.config.recipe import UserError
-from prefgrpo.ops.linear import use_onednn
 
 SAMPLE, STRIDE = 1 << 16, 1 << 22  # of every STRIDE bytes of a large file, SAMPLE bytes are hashed
 REQUIRED_PROCESSOR = "Qwen3VLProcessor"
@@ -104,8 +103,6 @@ def read(path: Path, pipeline: str, dtype: torch.dtype, device: torch.device, en
         module.eval().requires_grad_(False)
         for tensor in [*module.parameters(), *module.buffers()]:
             tensor.data = tensor.data.clone()
-        if device.type == "cpu":
-            use_onednn(module)
     pipe.set_progress_bar_config(disable=True)
     return pipe.to(device)
 

@@ -6,7 +6,7 @@ Invariant: saved files load in the stock pipeline (alpha included), and reload h
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -66,8 +66,6 @@ class Weights:
     """Names of the trained denoisers."""
     compiled = False
     """Whether the repeated blocks are compiled."""
-    merges_lora = False
-    """Whether `merged_lora` merges."""
 
     def modules(self) -> dict[str, nn.Module]:
         """The trained denoisers, by name."""
@@ -142,13 +140,6 @@ class Weights:
             self.compiled = compiled
             for module in modules:
                 module.enable_adapters()
-
-    def merged_lora(self) -> AbstractContextManager[None]:
-        """A context, entered any number of times, in which forwards without gradient use the LoRA merged into copies of
-        the weights; these are made at the first use. Without `merges_lora`, it does nothing."""
-        from prefgrpo.integrations.lora import MergedLora
-
-        return MergedLora(*self.modules().values()) if self.merges_lora else nullcontext()
 
     def has_lora(self) -> bool:
         """Whether a trained denoiser has a LoRA."""

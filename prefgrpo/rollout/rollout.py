@@ -1,8 +1,7 @@
 """Denoises a batch and stores the steps to train on: x_{k+1} = a·x_k + b·v(x_k, σ_k) + s·ε at every step k.
 
-Steps outside `schedule.sde_steps` are deterministic; only the stochastic steps in `schedule.trained` are stored, and
-the others use a merged LoRA if the adapter `merges_lora`. Before the first stochastic step, samples with the same
-initial noise are equal, so one of them is denoised for all.
+Steps outside `schedule.sde_steps` are deterministic; only the stochastic steps in `schedule.trained` are stored. Before
+the first stochastic step, samples with the same initial noise are equal, so one of them is denoised for all.
 Invariants: noise is a function of the global sample id, so any batch split gives the same samples; a stored log-prob
 is computed for x_{k+1} as stored; the loop never synchronises with the device.
 """
@@ -10,7 +9,6 @@ is computed for x_{k+1} as stored; the loop never synchronises with the device.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -111,7 +109,6 @@ def rollout(
     x = initial_latents(seed, starts, adapter.latent_shape(sampling))
     x = adapter.prior(x, schedule.sigmas[0])
     stored: list[Step] = []
-    merged = adapter.merged_lora()
     for k in range(schedule.steps):
         if branch and k == branch:
             x, active = x.index_select(0, copies), condition
@@ -119,7 +116,7 @@ def rollout(
         sigma = schedule.times[k].expand(len(x))
         noise = NoiseAddress(seed, sample) if k in schedule.sde_steps else None
         kept, graph = noise is not None and k in schedule.trained, None
-        with nullcontext() if kept else merged, torch.set_grad_enabled(kept and keep_graph):
+        with torch.set_grad_enabled(kept and keep_graph):
             v, guidance = adapter.cond_uncond(x, sigma, active, sampling)
         if v.requires_grad:
             graph, v = (v, guidance), v.detach()

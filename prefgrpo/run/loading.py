@@ -5,7 +5,6 @@ Invariant: a value that the model rejects raises a ConfigError that names its fi
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 
 from prefgrpo.config.recipe import ConfigError
-from prefgrpo.config.schema import Config, splits
+from prefgrpo.config.schema import Config
 from prefgrpo.models import DTYPES, cache, family
 from prefgrpo.models import load as load_model
 from prefgrpo.models.base import Adapter
@@ -23,9 +22,6 @@ from prefgrpo.parallel.mesh import Layout
 from prefgrpo.parallel.world import World
 from prefgrpo.rollout.embeddings import cached_fingerprint
 from prefgrpo.run.log import quiet_libraries
-
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-"""Parameters of glibc's mallopt."""
 
 
 @contextmanager
@@ -69,8 +65,6 @@ def open_adapter(config: Config, device: torch.device, encoders: bool = True, sp
     """
     m = config.memory
     quiet_libraries()
-    if device.type == "cpu":
-        keep_freed_memory()
     if errors := unsupported(config):
         raise ConfigError(errors)
     with config_errors_as("rollout.source_area"):
@@ -93,14 +87,6 @@ def open_adapter(config: Config, device: torch.device, encoders: bool = True, sp
     return adapter
 
 
-def keep_freed_memory() -> None:
-    """Let glibc (if that is the C library) reuse freed memory, up to 2 GB, instead of returning it to the system, so
-    that every step does not pay the page faults of new memory again."""
-    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
-        mallopt(M_MMAP_THRESHOLD, 32 << 20)  # the largest value that it accepts
-        mallopt(M_TRIM_THRESHOLD, 2_000_000_000)
-
-
 def model_options(config: Config) -> dict[str, Any]:
     """The configuration's keyword arguments for an adapter."""
     return {
@@ -108,13 +94,6 @@ def model_options(config: Config) -> dict[str, Any]:
         "target_components": config.train.target_components,
         "guidance_gradient": config.train.guidance_gradient,
     }
-
-
-def merges_lora(config: Config) -> bool:
-    """Whether `rollout.merge_lora` takes effect."""
-    if config.rollout.merge_lora == "auto":
-        return bool(config.train.lora_rank) and config.dtype == "fp32" and not (config.compile or splits(config))
-    return config.rollout.merge_lora
 
 
 def trainable(config: Config, adapter: Adapter, world: World | None = None) -> Adapter:
@@ -125,7 +104,6 @@ def trainable(config: Config, adapter: Adapter, world: World | None = None) -> A
             adapter.add_lora(t.lora_rank, t.lora_alpha, t.lora_targets or None, config.seed, t.lora_init)
     else:
         adapter.enable_full()
-    adapter.merges_lora = merges_lora(config)
     if t.gradient_checkpointing:
         adapter.checkpoint_gradients(t.gradient_checkpointing)
     cache.check(adapter.transformer, config.rollout)
