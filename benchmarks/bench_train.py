@@ -4,26 +4,20 @@ The transformer and the VAE have the published configuration and random weights,
 text encoders have the published widths and two layers, since training reads an embedding cache. For each image size, a
 new process trains `scripts/prefgrpo/lora_flux.yaml` on its own with small groups; the reward is the images' JPEG size,
 so that there is no wait for a judge. Written to results/train_DEVICE.json: seconds per phase, images per second, the
-allocator's peak next to the estimate of `prefgrpo plan`, and MFU.
+allocator's peak, and MFU.
 
 MFU = (forward FLOP of the rollout + forward and backward FLOP of the trained steps, without recomputation) / seconds
-/ FLOP/s of one large bf16 matrix product, timed in the same run. FLOP are those of `prefgrpo plan`. `step_over_model`
-is a step's seconds divided by those in model forwards and backwards. `--processes N` also trains two prompts in two
-updates per step, on one process and on N, and writes the share of an update that processes wait for the slowest:
-1 − mean / max of their seconds in forwards and backwards; then again with each update on a single process, to show what
-distributing every update over all processes saves. On CPUs both are CPU seconds on one thread, so that other load does
-not count, and unless `--model` is given, the model is FLUX.1 with six blocks of width 256 (`benchmarks.peer_runs`).
-Invariant: apart from that one comparison, `prefgrpo train` is timed unchanged.
+/ FLOP/s of one large bf16 matrix product, timed in the same run; torch counts the FLOP. `step_over_model` is a step's
+seconds divided by those in model forwards and backwards: on CPUs CPU seconds on one thread, so that other load does not
+count, and unless `--model` is given, the model is FLUX.1 with six blocks of width 256 (`benchmarks.peer_runs`).
+Invariant: `prefgrpo train` is timed unchanged.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import multiprocessing
-import os
-import socket
 import statistics
 import tempfile
 import time
@@ -34,18 +28,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from benchmarks.bench_judge import machine
 from benchmarks.blocks import rounded, write_json
 from benchmarks.peer_runs import Work, make_pipeline
 from prefgrpo.config.loading import load
-from prefgrpo.config.schema import Config
-from prefgrpo.run.memory import GIB, estimate
+from prefgrpo.run.memory import GIB
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPE, RESULTS = ROOT / "scripts" / "prefgrpo/lora_flux.yaml", ROOT / "benchmarks" / "results"
-UPDATES = 2
-"""Updates per step with `--processes`."""
+aten = torch.ops.aten
+FLOP: dict[Any, Any] = {
+    aten.addmm_: flop_registry[aten.addmm],
+    aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[aten._scaled_dot_product_flash_attention],
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
+        aten._scaled_dot_product_flash_attention_backward
+    ],
+}
+"""Formulas that torch lacks: of the LoRA layers and of CPU attention."""
 PROMPTS = ("a red cube left of a blue ball", "a street in the rain at night", "two cats asleep on a piano")
 
 
@@ -109,11 +110,24 @@ def apart(command: str, file: Path) -> int:
         return pool.submit(run, command, file).result()
 
 
-def flop(config: Config) -> dict[str, float]:
+def flop(loop: Any) -> dict[str, float]:
     """FLOP of one sample's forward, and of its forward and backward without recomputation."""
-    once = dataclasses.replace(config, train=dataclasses.replace(config.train, gradient_checkpointing=False), gpus=1)
-    counted = estimate(once).flop
-    return {"forward": counted["rollout"], "train": counted["update"]}
+    batch = next(loop.rollouts(0, lambda *sample: None))
+    step, adapter, r = batch.trajectory.steps[0], loop.adapter, loop.config.rollout
+    sigma = batch.schedule.times[step.index]
+
+    def count(trained: bool) -> float:
+        counter = FlopCounterMode(display=False)
+        counter.flop_registry |= FLOP
+        with counter, torch.set_grad_enabled(trained):
+            v = adapter.velocity(step.x, sigma, batch.condition, r)
+            if trained:
+                v.float().square().mean().backward()
+        return counter.get_total_flops() / len(step.x)
+
+    forward = count(False)
+    recomputed = loop.config.train.gradient_checkpointing * forward
+    return {"forward": forward, "train": count(True) - recomputed}
 
 
 def matmul_flops(device: str, size: int, rounds: int = 20) -> float:
@@ -140,8 +154,8 @@ def measure(model: Path, work: Path, side: int, device: str, steps: int, peak_fl
     phases = [k for k in trained[0] if k.startswith("time/") and k.count("/") == 1]
     seconds = {k: statistics.median(r[k] for r in trained) for k in phases}
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        over_model = pool.submit(step_over_model, file, device, steps).result()
-    r, counted, expected = config.rollout, flop(config), estimate(replace(config, gpus=1))
+        over_model, counted = pool.submit(step_over_model, file, device, steps).result()
+    r = config.rollout
     samples = r.prompts_per_step * r.group_size
     work_done = samples * (r.steps * counted["forward"] + r.window_size * counted["train"])
     whole = sum(seconds.values())
@@ -150,8 +164,6 @@ def measure(model: Path, work: Path, side: int, device: str, steps: int, peak_fl
         "seconds": {k.removeprefix("time/"): v for k, v in seconds.items()}, "images_per_s": samples / whole,
         "step_over_model": over_model, "flop_per_sample": counted, "mfu": work_done / whole / peak_flops,
         "peak_gib": peak / GIB,
-        "plan_gib": expected.total / GIB, "plan_over_peak": expected.total / peak if device == "cuda" else None,
-        "plan_parts_gib": {k: v / GIB for k, v in (expected.parts | expected.phases).items()},
     }  # fmt: skip
 
 
@@ -163,8 +175,9 @@ def alone_s(device: str) -> float:
     return time.perf_counter()
 
 
-def step_over_model(file: Path, device: str, steps: int) -> float:
-    """Median, over the steps after the first, of a step's seconds divided by those in model forwards and backwards."""
+def step_over_model(file: Path, device: str, steps: int) -> tuple[float, dict[str, float]]:
+    """(median, over the steps after the first, of a step's seconds divided by those in model forwards and backwards;
+    `flop`)."""
     from prefgrpo.run.session import Clock
     from prefgrpo.run.trainer import TrainingLoop
 
@@ -196,64 +209,9 @@ def step_over_model(file: Path, device: str, steps: int) -> float:
         loop.step(step, Clock())
         ratios.append((alone_s(device) - begin) / inside)
     torch.Tensor.backward = backward  # type: ignore[method-assign]
+    counted = flop(loop)
     loop.close()
-    return statistics.median(ratios[1:])
-
-
-def worked(rank: int, count: int, port: int, file: Path, device: str, dealt: bool) -> list[float]:
-    """Train as process `rank` of `count`; returns its seconds in forwards and backwards per update.
-
-    dealt: distribute every update over all processes, the normal case; False: update u on process u % count alone.
-    """
-    from prefgrpo.rollout import batches
-    from prefgrpo.rollout.assignment import BatchPlan, assign_batches
-    from prefgrpo.rollout.replay import TrajectoryCollector
-
-    def by_update(*given: Any) -> list[BatchPlan]:
-        return [replace(batch, index=batch.update % count) for batch in assign_batches(*given)]
-
-    if not dealt:
-        batches.assign_batches, batches.rebalance = by_update, lambda planned, _: list(planned)
-
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "MASTER_PORT": str(port)}
-    os.environ["MASTER_ADDR"] = "127.0.0.1"
-    torch.set_num_threads(1)
-    seconds, accumulate = list[float](), TrajectoryCollector.accumulate
-
-    def timed(*given: Any) -> Any:
-        start = alone_s(device)
-        out = accumulate(*given)
-        seconds.append(alone_s(device) - start)
-        return out
-
-    TrajectoryCollector.accumulate = timed  # type: ignore[method-assign, assignment]
-    run("train", file)
-    return seconds
-
-
-def waits(
-    model: Path, work: Path, side: int, device: str, steps: int, count: int, dealt: bool = True
-) -> dict[str, Any]:
-    """Two updates per step on `count` processes, distributed as in `worked`; the first step is not counted."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    file, name = recipe(model, work, side, device, steps), f"on{count}" + "-undealt" * (not dealt)
-    changed = json.loads(file.read_text()) | {"name": name}
-    changed["train"] |= {"updates_per_rollout": UPDATES}
-    changed["rollout"] |= {"prompts_per_step": UPDATES, "group_size": 8, "batch_size": 2}
-    file = work / f"{name}.yaml"
-    file.write_text(json.dumps(changed))
-    with ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn")) as pool:
-        found = [pool.submit(worked, rank, count, port, file, device, dealt) for rank in range(count)]
-        seconds = [one.result()[UPDATES:] for one in found]
-    rows = [json.loads(line) for line in (work / "runs" / name / "metrics.jsonl").read_text().splitlines()]
-    trained = [r for r in rows if r["kind"] == "train"][1:]
-    waiting = [1 - statistics.mean(own) / max(own) for own in zip(*seconds, strict=True)]
-    phases = {
-        k.removeprefix("time/"): statistics.median(r[k] for r in trained) for k in ("time/rollout", "time/update")
-    }
-    return {"processes": count, "dealt": dealt, "waiting": statistics.median(waiting), "seconds": phases}
+    return statistics.median(ratios[1:]), counted
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -264,7 +222,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--sides", type=int, nargs="+", default=[512, 1024], help="image sizes")
     parser.add_argument("--steps", type=int, default=3, help="steps of each run; the first is not timed")
     parser.add_argument("--matmul", type=int, default=8192, help="size of the matrix product timed for MFU")
-    parser.add_argument("--processes", type=int, default=0, help="compare one process with this many")
     parser.add_argument("--out", type=Path, default=None, help="the JSON; default results/train_DEVICE.json")
     given = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
@@ -284,11 +241,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "model": str(given.model or ("wide" if given.device == "cpu" else "FLUX.1-dev, random weights")),
             "runs": [measure(model, work, side, given.device, given.steps, flops) for side in given.sides],
         }  # fmt: skip
-        if given.processes:
-            found["processes"] = [
-                waits(model, work, given.sides[0], given.device, given.steps, count, dealt)
-                for count, dealt in ((1, True), (given.processes, True), (given.processes, False))
-            ]
     write_json(given.out or RESULTS / f"train_{given.device}.json", rounded(found))
     print(json.dumps(rounded(found), indent=1))
 

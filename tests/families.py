@@ -16,7 +16,7 @@ from PIL import Image
 from prefgrpo import models
 from prefgrpo.config.schema import SamplingConfig
 from prefgrpo.integrations.rotary import stock_rotary
-from prefgrpo.models.condition import collate
+from prefgrpo.models.condition import Condition, collate
 from prefgrpo.rollout.embeddings import Embeddings
 from prefgrpo.rollout.rollout import rollout
 from prefgrpo.sde.noise import initial_latents
@@ -253,3 +253,9 @@ def small_sources():
             real = module.calculate_dimensions
             patch.setattr(module, "calculate_dimensions", lambda area, ratio, real=real: real(area / 256, ratio))
         yield
+
+
+def tensors_of(condition: Condition) -> list[torch.Tensor]:
+    """All tensors of a condition."""
+    negative = tensors_of(condition.negative) if condition.negative else []
+    return [*condition.tensors().values(), *condition.sources, *negative]

@@ -9,7 +9,7 @@ import json
 import numpy as np
 import pytest
 
-from benchmarks import bench_judge, bench_overlap, blocks, judge_plans, original_client
+from benchmarks import bench_judge, blocks, judge_plans, original_client
 
 
 def test_every_client_gets_all_answers_and_is_timed():
@@ -43,23 +43,6 @@ def test_a_lost_answer_is_not_timed(monkeypatch):
         bench_judge.measure(url, "echo", rounds=2, size=3, side=16)
 
 
-@pytest.mark.full
-def test_the_overlap_runs(monkeypatch):
-    monkeypatch.setattr(bench_overlap, "CONCURRENCY", 2)
-    found = bench_overlap.measure(prompts=2, batch=8, side=32, rounds=2, share=1.0)
-    assert found["requests"] == 2 * 16 and found["delay_s"] > 0
-    assert set(found["seconds"]) == {"rollout", "with_judge", "judge", "wait"}
-
-
-@pytest.mark.full
-def test_steps_with_and_without_staleness_are_timed(monkeypatch):
-    monkeypatch.setattr(bench_overlap, "BLOCK", 2)
-    found = bench_overlap.measure_staleness(prompts=2, batch=8, side=32, rounds=1, slow=1.0)
-    assert found["requests"] == 2 * 16 and found["delay_s"] > 0 and found["seconds"].keys() == {"0", "1"}
-    for s in found["seconds"].values():
-        assert s["update"] > 0 and s["step"] == pytest.approx(s["rollout"] + s["judge_wait"] + s["update"], rel=1e-3)
-
-
 def test_the_tiny_judge_is_measured_on_real_groups():
     groups = judge_plans.tiny_groups(2)
     assert groups.verdicts.shape == (2, 24, 24) and np.isnan(groups.verdicts).sum() == 2 * 24
@@ -73,8 +56,6 @@ def test_the_tiny_judge_is_measured_on_real_groups():
     [
         ("plans", judge_plans, judge_plans.block),
         ("client", bench_judge, bench_judge.table),
-        ("overlap", bench_overlap, bench_overlap.table),
-        ("staleness", bench_overlap, bench_overlap.steps_table),
     ],
 )
 def test_the_document_is_rendered_from_the_results(root, name, module, lines):

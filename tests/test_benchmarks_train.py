@@ -13,7 +13,7 @@ from prefgrpo.tiny.pipelines import make
 def test_a_run_is_timed_weighed_and_counted(tmp_path):
     make("flux", tmp_path / "model")
     out = tmp_path / "out.json"
-    flags = ["--sides", "32", "--steps", "2", "--matmul", "128", "--processes", "2", "--out", str(out)]
+    flags = ["--sides", "32", "--steps", "2", "--matmul", "128", "--out", str(out)]
     bench_train.main(["--device", "cpu", "--model", str(tmp_path / "model"), *flags])
     found = json.loads(out.read_text())
     (run,) = found["runs"]
@@ -24,11 +24,7 @@ def test_a_run_is_timed_weighed_and_counted(tmp_path):
     assert run["images_per_s"] == pytest.approx(4 / whole, rel=1e-3)
     done = 4 * (10 * forward + 4 * train)
     assert run["mfu"] == pytest.approx(done / whole / (found["matmul_tflops"] * 1e12), rel=1e-3)
-    assert run["plan_gib"] > 0 and run["peak_gib"] > 0
-    assert 1 < run["step_over_model"] < 3
-    one, two, undealt = found["processes"]
-    assert undealt["waiting"] > 0.45, "only one of two processes has work"
-    assert (one["processes"], one["waiting"], two["processes"]) == (1, 0.0, 2) and 0 <= two["waiting"] < 0.4
+    assert run["peak_gib"] > 0 and 1 < run["step_over_model"] < 3
 
 
 def test_the_true_size():

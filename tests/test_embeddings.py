@@ -6,7 +6,7 @@ and the cache key must change with everything that affects the embedding.
 
 import pytest
 import torch
-from families import SOURCES, case_of, load
+from families import SOURCES, case_of, load, tensors_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -44,7 +44,7 @@ def test_lengths_stay_on_the_cpu(device):
     one = Condition(torch.ones(2, 3), torch.tensor(2), torch.ones(5), (torch.ones(2),))
     moved = collate([Condition(*one.tensors().values(), one.sources, negative=one)], device)
     assert moved.text_length.device.type == moved.negative.text_length.device.type == "cpu"
-    assert {t.device.type for t in moved.all_tensors() if t.is_floating_point()} == {device}
+    assert {t.device.type for t in tensors_of(moved) if t.is_floating_point()} == {device}
     assert moved.select(torch.tensor([0])).text_length.tolist() == [2]
 
 
@@ -66,7 +66,7 @@ def test_a_damaged_cache_file_is_encoded_again(tmp_path, caplog):
     second = Embeddings(load(FLUX), 16, tmp_path)
     (got,) = encode(second, ["a red cube"])
     assert "damaged" in caplog.text and second.encoded == 1
-    assert all(torch.equal(a, b) for a, b in zip(got.all_tensors(), want.all_tensors(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(tensors_of(got), tensors_of(want), strict=True))
     third = Embeddings(load(FLUX), 16, tmp_path)
     encode(third, ["a red cube"])
     assert third.encoded == 0

@@ -27,6 +27,7 @@ from families import (
     small_sources,
     stock_image,
     stock_lora,
+    tensors_of,
     tiered,
 )  # fmt: skip
 from safetensors.torch import load_file, save_file
@@ -234,7 +235,7 @@ def test_cached_embeddings_are_the_encoded_ones(case, tmp_path):
     assert again.encoded == 0
     for a, b in zip(fresh, cached, strict=False):
         assert a.tensors().keys() == b.tensors().keys() and (a.negative is None) == (b.negative is None)
-        pairs = zip(a.all_tensors(), b.all_tensors(), strict=True)
+        pairs = zip(tensors_of(a), tensors_of(b), strict=True)
         assert all(torch.equal(x, y) and x.dtype == y.dtype for x, y in pairs)
     with pytest.raises(ModelError, match="text encoders were not loaded"):
         again(["a prompt that nobody encoded"], sampling)

@@ -45,10 +45,6 @@ class Condition:
         named = {name: getattr(self, name) for name in TEXT}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
-    def all_tensors(self) -> list[Tensor]:
-        """All tensors of the condition."""
-        return [*self.tensors().values(), *self.sources, *(self.negative.all_tensors() if self.negative else ())]
-
     def map(self, function: Callable[[Tensor], Tensor]) -> Condition:
         """A condition with `function` applied to every tensor."""
         return combine([self], lambda _, tensors: function(tensors[0]))
