@@ -9,9 +9,8 @@ encoders; processes alternate, and a number is the median over all timed steps. 
   gradient through both predictions of guidance, as in its checkout.
 - as published: the peer with the settings of its launch script and ours with those of our recipe for the same method.
   DanceGRPO and Pref-GRPO recompute activations and train 60 % of the steps, one sample at a time; our batches are the
-  recipe's, and Pref-GRPO's recipe recomputes nothing where memory allows. Flow-Factory trains one of ten steps, in
-  batches of two. For Flow-GRPO's SD3, whose settings are those above, ours has a gradient through the conditional
-  prediction alone.
+  recipe's, and Pref-GRPO's recipe recomputes nothing. Flow-Factory trains one of ten steps, in batches of two. For
+  Flow-GRPO's SD3, whose settings are those above, ours has a gradient through the conditional prediction alone.
 
 Results, the machine and its load go to results/peers_train.json, replacing earlier results of the same peers and sizes;
 `--render` writes the tables of docs/integrations.md.
@@ -116,11 +115,9 @@ def train(name: str, work: Work, steps: int, kind: str) -> list[float]:
 
     from benchmarks.peer_runs import Recorder
     from prefgrpo.config.loading import from_dict
-    from prefgrpo.ops import linear
     from prefgrpo.run.trainer import Callbacks, TrainingLoop
 
     torch.set_num_threads(1)
-    linear.FASTER = False  # matrices are multiplied as in the peers
     recorder, seconds, start = Recorder("", 1, steps, ""), list[float](), [0.0]
     for cls in (transformers.CLIPTextModel, transformers.CLIPTextModelWithProjection, transformers.T5EncoderModel):
         recorder.leave_out(cls)

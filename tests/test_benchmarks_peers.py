@@ -49,7 +49,7 @@ def test_as_published_is_our_recipe(tmp_path, name):
             assert getattr(ours.rollout, key) == getattr(recipe.rollout, key), key
         assert ours.data.max_length == recipe.data.max_length or name in bench_peers_train.ALONE
         assert ours.rollout.batch_size == min(recipe.rollout.batch_size, work.group)
-        assert ours.train.gradient_checkpointing == (1.0 if name in bench_peers_train.FULL else 0.0)
+        assert ours.train.gradient_checkpointing == recipe.train.gradient_checkpointing
         assert (ours.train.lora_rank == 0) == (recipe.train.lora_rank == 0)
 
 

@@ -194,7 +194,7 @@ def test_the_values_of_a_paco_grpo_configuration(recipe, script, monkeypatch):
     s = config.sample
     equal(recipe, common(config, 64) | {
         "rollout.group_size": s.num_images_per_prompt, "rollout.prompts_per_step": s.unique_sample_num_per_epoch,
-        "rollout.height": config.train.resolution, "rollout.width": config.train.resolution, "gpus": 7,
+        "rollout.height": config.train.resolution, "rollout.width": config.train.resolution,
         "rollout.eta": s.noise_level, "rollout.window_low": s.noise_steps[0],
         "rollout.window_high": s.noise_steps[-1] + 1,
         "eval.height": config.test.resolution, "eval.width": config.test.resolution,

@@ -26,7 +26,7 @@ from prefgrpo.report.media import picture
 from prefgrpo.report.page import PAIR_PX, render, span, write_page
 from prefgrpo.report.run import EvalImages, Run, read_run
 
-SAME = ("seed", "name", "output", "device", "gpus", "tensorboard", "checkpoint.every", "checkpoint.keep")
+SAME = ("seed", "name", "output", "device", "tensorboard", "checkpoint.every", "checkpoint.keep")
 """Configuration values that may differ between seeds of one variant."""
 
 
