@@ -178,7 +178,7 @@ def generate(
 def evaluate(
     config: Config,
     target: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="TARGET")],
-    suite: Literal["unigenbench", "geneval", "vbench", "dpg", "t2i_compbench"] | None = None,
+    suite: Literal["unigenbench", "geneval", "vbench"] | None = None,
     prompts: str = "",
     out: Path | None = None,
     samples: int = 0,
