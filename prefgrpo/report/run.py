@@ -164,12 +164,6 @@ class Run:
         return f"This run is not finished: {steps} steps so far (still running or stopped{last})."
 
     @property
-    def clip_range(self) -> tuple[float, float] | None:
-        """How far the ratio may go below and above 1; None if unknown."""
-        low, high = (_number(self.section("train").get(key)) for key in ("clip_range", "clip_range_high"))
-        return None if np.isnan(low) else (low, low if np.isnan(high) else high)
-
-    @property
     def best_set(self) -> str | None:
         """The set by which to judge the run: 'test' if it was evaluated after step 0, else one that was."""
         late = [name for name, rows in self.evals.items() if rows.steps[-1] > 0]
