@@ -28,8 +28,8 @@ ROOT = Path(__file__).resolve().parent.parent
 JSON, PAGE = ROOT / "benchmarks" / "results" / "demo_cpu.json", ROOT / "docs" / "training.md"
 GOAL, ACCURACY = 0.7, "dev/scenes.all"
 PHASES = ("time/rollout", "time/judge_wait", "time/update")
-NOW = ("launch", "--nproc_per_node", "2", "train", "scripts/demo/demo.yaml", "--rollout.batch-size", "24",
-       "--train.reuse-rollout-forward", "true")  # fmt: skip
+NOW = ("torch.distributed.run", "--nproc_per_node", "2", "-m", "prefgrpo", "train", "scripts/demo/demo.yaml",
+       "--rollout.batch-size", "24", "--train.reuse-rollout-forward", "true")  # fmt: skip
 """The command of `make demo`, without --resume."""
 
 
@@ -42,9 +42,7 @@ def run(checkout: Path, command: Sequence[str], threads: int, seed: int, steps: 
             "eval.final-prompts": "", "output": folder, "name": "run",
         }  # fmt: skip
         words = [word for key, value in options.items() for word in (f"--{key}", str(value))]
-        subprocess.run(
-            [sys.executable, "-m", "prefgrpo", *command, *words], cwd=checkout, env=env, check=True, capture_output=True
-        )
+        subprocess.run([sys.executable, "-m", *command, *words], cwd=checkout, env=env, check=True, capture_output=True)
         rows = [json.loads(line) for line in (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()]
     phases = np.array([[row[name] for name in PHASES] for row in rows if PHASES[0] in row])
     spent = np.concatenate([[0.0], phases.sum(1).cumsum()])
@@ -94,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         found["commit"] = subprocess.run(head, check=True, capture_output=True, text=True).stdout.strip()
         for seed in given.seeds:
             size = (seed, given.steps, given.every)
-            found["earlier"].append(rounded(run(place, ["train", given.recipe], 2, *size)))
+            found["earlier"].append(rounded(run(place, ["prefgrpo", "train", given.recipe], 2, *size)))
             found["now"].append(rounded(run(ROOT, NOW, 1, *size)))
             print(json.dumps([found["earlier"][-1], found["now"][-1]]), flush=True)
             write_json(given.out, found)
