@@ -47,7 +47,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "judge check": ("prefgrpo.judge.client:main", "test a judge: reachable, right model, correct on known answers"),
     "judge plan": ("prefgrpo.judge.simulate:plan", "compare pair plans by calls and rank correlation"),
     "tiny": ("prefgrpo.tiny.pipelines:make", "write a tiny pipeline with random weights: prefgrpo tiny flux DIR"),
-    "doctor": ("prefgrpo.commands.doctor:doctor", "show what is installed, and test which backends work"),
+    "doctor": ("prefgrpo.commands.doctor:doctor", "show versions, and test which op backends work"),
 }
 
 FIELDS = {
