@@ -289,7 +289,7 @@ def test_the_newest_and_the_most_contradictory_verdicts_have_their_answers(page,
 def test_a_verdict_without_an_answer_says_why_and_text_is_not_markup(tmp_path):
     folder = small_run(tmp_path / "r", [eval_row(10, 10, "dev")])
     shown(folder, "dev", 10)
-    count = len(read_run(folder).images["dev"][0].prompts)
+    count = len(read_run(folder).images["dev"].prompts)
     said = [{"judge": "j", "first": "after", "p_first": None, "reason": "timed out", "raw": ""},
             {"judge": "j", "first": "before", "p_first": 0.5, "reason": "", "raw": "<b>tie</b>"}]  # fmt: skip
     kept = [{"prompt": k, "wins": {"judge": None}, "answers": said} for k in range(count)]

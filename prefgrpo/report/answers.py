@@ -85,8 +85,7 @@ def _pairs(run: Run) -> list[Pair]:
                 images = (group.images[i], group.images[j])
                 names = (f"image {i + 1}", f"image {j + 1}")
                 out.append(Pair(group.step, f"training step {group.step}", group.prompt, names, images, numbered))
-    for name, evaluations in run.images.items():
-        last = evaluations[-1]
+    for name, last in run.images.items():
         shown = zip(last.prompts, last.before, last.after, last.kept, strict=True)
         for prompt, before, after, outcome in shown:
             if outcome.answers:

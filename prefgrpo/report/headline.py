@@ -84,16 +84,17 @@ def facts(run: Run) -> list[tuple[str, str]]:
         asked = np.nansum(run.train["judge/requests"])
         out.append(("Training", text + (f"; {asked:,.0f} comparisons by the judge" if asked else "")))
     for name, shown in run.images.items():
-        if outcomes := shown[-1].outcomes:
+        if outcomes := shown.outcomes:
             prompts = len({o.prompt for o in outcomes})
             text = f"{prompts} prompts × {len(outcomes) // prompts} = {len(outcomes)} samples"
             lost = Counter(who for o in outcomes for who, win in o.wins.items() if math.isnan(win))
             text += "".join(f"; {naming(who)}: no verdict on {count}" for who, count in lost.items())
             out.append((f"Held out ({name})", text))
     if run.best_set in run.images:
-        for check, (both, alike) in agreement(run.images[run.best_set][-1].outcomes).items():
+        outcomes = run.images[run.best_set].outcomes
+        for check, (both, alike) in agreement(outcomes).items():
             share = f"on {percent(alike / both)} of the {both} samples" if both else "on none of the 0 samples"
-            share += f" on which both have a preference ({len(run.images[run.best_set][-1].outcomes)} in all)"
+            share += f" on which both have a preference ({len(outcomes)} in all)"
             out.append((f"Judge and {naming(check)} agree", share))
     return out
 
@@ -152,7 +153,7 @@ def certainty(run: Run) -> tuple[str, str]:
     """("better", "worse" or "inconclusive", reason) by the best set's first win rate; empty strings without one."""
     if run.best_set is None or not (names := win_names(rows := run.evals[run.best_set])):
         return "", ""
-    outcomes = run.images[run.best_set][-1].outcomes if run.best_set in run.images else []
+    outcomes = run.images[run.best_set].outcomes if run.best_set in run.images else []
     judged = {o.prompt for o in outcomes if not math.isnan(o.wins.get(names[0][4:], math.nan))}
     prompts = len(judged) if outcomes else 10**9  # older runs did not write outcomes: only the interval decides
     word, _, why = verdict(rows.last(f"{names[0]}_low"), rows.last(f"{names[0]}_high"), prompts).partition(": ")

@@ -92,10 +92,10 @@ def _evaluations(run: Run) -> list[Evaluation]:
 
 def _pairs(run: Run) -> dict[str, Any] | None:
     """The last evaluation of the best set as (prompt, images, who won); None without images."""
-    name = next((n for n in (run.best_set, *run.images) if n in run.images and run.images[n][-1].step > 0), None)
+    name = next((n for n in (run.best_set, *run.images) if n in run.images and run.images[n].step > 0), None)
     if name is None:
         return None
-    last, shown = run.images[name][-1], namer(run)
+    last, shown = run.images[name], namer(run)
     columns = {"source": last.sources, "before": last.before, "after": last.after}
     pairs = []
     for k, (prompt, outcome) in enumerate(zip(last.prompts, last.kept, strict=True)):

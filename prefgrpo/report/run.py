@@ -124,7 +124,8 @@ class Run:
     train: Rows
     evals: dict[str, Rows]
     """Set name → rows; metric names without the set's prefix."""
-    images: dict[str, list[EvalImages]]
+    images: dict[str, EvalImages]
+    """Of the last evaluation of each set."""
     groups: list[Group]
     alarms: list[tuple[int, str]]
     """The run's warnings: (training step, sign of reward hacking)."""
@@ -202,17 +203,18 @@ def read_run(folder: Path) -> Run:
 
     config = next(iter(read(source, lambda _: [yaml.safe_load(text)])), None)
     train = _columns([r for r in rows if r.get("kind") == "train"])
-    images: dict[str, list[EvalImages]] = {}
+    images: dict[str, EvalImages] = {}
     for name in sets:
         prompts = read(files.prompts(name), _prompts)
         origin = files.sources(name)
         sources = read(origin, lambda path: [_arrays(path)["sources"]]) if origin.is_file() else []
-        found = list[EvalImages]()
-        for path in files.all_report_images(name):
+        for path in reversed(files.all_report_images(name)):
             file = files.outcomes(name, step_of(path))
             outcomes = read(file, _outcomes) if file.is_file() else []
-            found += read(path, partial(_eval_images, prompts=prompts, sources=sources, outcomes=outcomes))
-        images |= {name: found} if found else {}
+            found = read(path, partial(_eval_images, prompts=prompts, sources=sources, outcomes=outcomes))
+            if found:
+                images[name] = found[0]
+                break
     groups = [group for path in files.all_groups() for group in read(path, _groups)]
     log = files.judgements
     answers = dict(read(log, partial(_answers, groups=groups))) if groups and log.is_file() else {}
