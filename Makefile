@@ -52,7 +52,7 @@ venv: $(VENV)/.installed-dev
 
 # Two processes of one thread are faster than one process of two; 24 images of each update on each.
 demo: $(VENV)/.installed-train
-	@OMP_NUM_THREADS=1 $(BIN)/prefgrpo launch --nproc_per_node 2 demo --rollout.batch-size 24 \
+	@OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc_per_node 2 -m prefgrpo demo --rollout.batch-size 24 \
 	    --train.reuse-rollout-forward true --resume
 
 demo-ocr: $(VENV)/.installed-train $(VENV)/.installed-rewards

@@ -233,10 +233,9 @@ def commands() -> str:
     text = "# Commands\n\n`prefgrpo COMMAND --help` prints the same.\n\n"
     for name, (_, about) in COMMANDS.items():
         text += f"## prefgrpo {name}\n\n{about[0].upper()}{about[1:]}.\n\n"
-        if name != "launch":  # its --help lists torchrun's options
-            with redirect_stdout(StringIO()) as out, patch.dict(os.environ, COLUMNS="94"), suppress(SystemExit):
-                main([*name.split(), "--help"])
-            text += f"```text\n{out.getvalue().strip()}\n```\n\n"
+        with redirect_stdout(StringIO()) as out, patch.dict(os.environ, COLUMNS="94"), suppress(SystemExit):
+            main([*name.split(), "--help"])
+        text += f"```text\n{out.getvalue().strip()}\n```\n\n"
     return text
 
 

@@ -110,11 +110,12 @@ def main() -> int:
         judge = {"judge": {"endpoints": [args.api_url]}} if args.api_url else {}
         options = {name: judge for name, reward in classes.items() if judge and reward.judged}
         config = Config(reward=RewardConfig(spec=args.reward_spec, options=options))
-        with parallel.process_group(args.device) as world:
-            rewards = build(weights, reward_options(config, weights, options, None, world))
-            scores = score_files(rewards, files, args.chunk_size, 0, 0.0, world)
-            for reward in rewards.values():
-                reward.close()
+        world = parallel.join(args.device)
+        rewards = build(weights, reward_options(config, weights, options, None, world))
+        scores = score_files(rewards, files, args.chunk_size, 0, 0.0, world)
+        for reward in rewards.values():
+            reward.close()
+        parallel.leave()
     except (ConfigError, DataError, JudgeError, OSError, RewardError, RewardSpecError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

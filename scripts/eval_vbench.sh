@@ -9,8 +9,8 @@ set -euo pipefail
 target=$1 info=$(realpath "$2") out=$3
 shift 3
 python=${PYTHON:-python}
-"$python" -m prefgrpo launch --nproc_per_node "${GPU_NUM:-1}" evaluate "$target" --suite vbench --prompts "$info" \
-    --out "$out" "$@"
+"$python" -m torch.distributed.run --nproc_per_node "${GPU_NUM:-1}" -m prefgrpo evaluate "$target" --suite vbench \
+    --prompts "$info" --out "$out" "$@"
 [ -n "${VBENCH:-}" ] || exit 0
 
 vbench_python=$(realpath -s "${VBENCH_PYTHON:?expected the path to the Python of an environment with VBench}") out=$(realpath "$out")

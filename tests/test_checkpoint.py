@@ -2,7 +2,8 @@
 
 Why these cases: a preempted job normally ends with kill -9, at any instruction: before the first checkpoint, between
 two, while one is being written, while old ones are being removed, at the very end. After each, `--resume` must
-reproduce the metrics of an uninterrupted run bit for bit. Disks also fail: every checkpoint file is damaged once.
+reproduce the metrics of an uninterrupted run bit for bit. Copies and disks also fail: every checkpoint file is lost or
+cut off once.
 Kills at named points, of two processes, are in test_kill.py.
 """
 
@@ -70,7 +71,6 @@ def test_one_that_exists_is_never_replaced(tmp_path):
 
 
 DAMAGE = {
-    "flip": lambda f: f.write_bytes((b := bytearray(f.read_bytes())) and bytes([*b[:-20], b[-20] ^ 1, *b[-19:]])),
     "truncate": lambda f: f.write_bytes(f.read_bytes()[:-1]),
     "empty": lambda f: f.write_bytes(b""),
     "remove": lambda f: f.unlink(),
@@ -80,7 +80,7 @@ DAMAGE = {
 
 @pytest.mark.parametrize("damage", DAMAGE)
 @pytest.mark.parametrize("name", ["state.safetensors", "state.json", "lora/w.safetensors"])
-def test_every_damage_to_every_file_is_seen(tmp_path, name, damage):
+def test_a_file_that_is_not_whole_is_seen(tmp_path, name, damage):
     save_one(tmp_path, 2)
     path = save_one(tmp_path, 4)
     DAMAGE[damage](path / name)
@@ -89,21 +89,12 @@ def test_every_damage_to_every_file_is_seen(tmp_path, name, damage):
     assert str(path) in str(caught.value) and Path(name).name in str(caught.value)
 
 
-def test_every_bit_of_the_facts_is_checked(tmp_path):
-    """A changed digit in the step or in the update count would still be valid JSON."""
+@pytest.mark.parametrize("content", [b"[]", b"3", b"{}", b'{"files": {"a": "b"}}', b"null"])
+def test_facts_of_another_form_are_refused(tmp_path, content):
     path = save_one(tmp_path, 4)
-    good = (path / "state.json").read_bytes()
-    for _ in range(60):
-        at = random.Random(_).randrange(len(good))
-        if good[at : at + 1].isspace():
-            continue
-        (path / "state.json").write_bytes(good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :])
-        with pytest.raises(CheckpointError):
-            read(path, ALONE)
-    for content in (b"[]", b"3", b"{}", b'{"files": {}}', b"null"):
-        (path / "state.json").write_bytes(content)
-        with pytest.raises(CheckpointError, match="is not a complete checkpoint"):
-            read(path, ALONE)
+    (path / "state.json").write_bytes(content)
+    with pytest.raises(CheckpointError, match="is not a complete checkpoint"):
+        read(path, ALONE)
 
 
 def test_loading_checks_names_and_shapes():
@@ -389,24 +380,22 @@ def test_what_would_be_another_run_is_refused_and_nothing_is_touched(place, fini
     assert code == 2 and tree(run) == before and all(part in output for part in parts), output
 
 
-def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(place, finished):
+def test_a_damaged_checkpoint_is_named_and_without_it_the_one_before_is_used(place, finished):
     run, options = finished / "runs" / "short", ("--resume", "--checkpoint.every", "1")
     shutil.rmtree(run / "checkpoints")
     code, output = train(short(place, finished), *options)
     assert code == 0, output
     truth, newest = rows(run), run / "checkpoints" / "step_000002"
     whole = weights(newest)
-    DAMAGE["flip"](newest / "state.safetensors")
-    code, output = train(short(place, finished), *options)
-    assert code == 0 and f"{newest} is damaged: the content of state.safetensors does not match" in output, output
-    assert f"resumed from {newest.parent / 'step_000001'}" in output and rows(run) == truth
-    assert weights(newest) == whole and (run / "checkpoints" / "step_000002.damaged").is_dir()
-    for path in RunFolder(run).all_checkpoints():
-        DAMAGE["truncate"](path / "state.json")
+    DAMAGE["truncate"](newest / "state.safetensors")
     before = tree(run)
     code, output = train(short(place, finished), *options)
-    assert code == 2 and tree(run) == before and f"{newest} is not a complete checkpoint" in output
-    assert f"remove {run / 'checkpoints'} to start again" in output
+    assert code == 2 and tree(run) == before and f"{newest} is damaged: state.safetensors should have" in output, output
+    assert f"remove {newest} to use the one before" in output
+    shutil.rmtree(newest)
+    code, output = train(short(place, finished), *options)
+    assert code == 0 and f"resumed from {newest.parent / 'step_000001'}" in output and rows(run) == truth, output
+    assert weights(newest) == whole
 
 
 def test_time_spent_counts_over_resumes(place):

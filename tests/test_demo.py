@@ -19,7 +19,7 @@ STEPS = [
     "--train.steps", "3", "--eval.every", "2", "--eval.max-prompts", "3", "--rollout.prompts-per-step", "2",
     "--checkpoint.every", "2", "--eval.samples-per-prompt", "2", "--rollout.batch-size", "16",
 ]  # fmt: skip
-LEFT = ("report.html", "config.yaml", "metrics.jsonl", "proof.safetensors", "lora/pytorch_lora_weights.safetensors")
+LEFT = ("report.html", "config.yaml", "metrics.jsonl", "lora/pytorch_lora_weights.safetensors")
 
 
 @pytest.fixture(scope="module")

@@ -14,9 +14,8 @@ import sys
 import numpy as np
 import pytest
 import torch
-from diffusers import StableDiffusion3Pipeline
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from diffusers import FluxPipeline
+from safetensors.torch import load_file
 from tiny_run import recipe, rows, settings, start, train
 
 from prefgrpo.config.loading import from_dict
@@ -32,8 +31,6 @@ from prefgrpo.run.evaluate import EvalSet, load_initial_images, make_eval_set, s
 from prefgrpo.run.run_folder import RunFolder
 from prefgrpo.run.trainer import TrainingLoop
 from prefgrpo.sde.noise import initial_latents
-from prefgrpo.tiny import pipelines
-from scripts import check_lora
 
 NAN = float("nan")
 AB = [Prompt(0, "a"), Prompt(1, "b")]
@@ -185,11 +182,14 @@ class Bright(PairJudge):
         pass
 
 
+PUBLISHED = {"sigmas": "published", "shift": 2.5, "guidance": 2.0}
+
+
 @pytest.fixture(scope="module")
 def run(place):
     """A finished run with two sets, several images per prompt, EMA, alpha ≠ rank and a static shift."""
     over = {
-        "rollout": {"sigmas": "published", "shift": 2.5, "guidance": 2.0},
+        "rollout": PUBLISHED,
         "train": {"ema_decay": 0.5, "steps": 3},
         "eval": {"samples_per_prompt": 2, "max_prompts": 2, "final_prompts": str(place / "train.txt"), "every": 1},
     }
@@ -259,81 +259,43 @@ def test_the_judges_win_rate_is_in_both_orders_and_without_lost_verdicts(run):
 # ---- the product --------------------------------------------------------------------------------------------------
 
 
-def test_stock_diffusers_renders_the_same_without_this_project(run, root):
-    """Runs scripts/check_lora.py in a process in which prefgrpo cannot be imported."""
-    script = str(root / "scripts" / "check_lora.py")
-    code = "import sys, runpy; sys.modules['prefgrpo'] = None; sys.argv = sys.argv[1:]; "
-    code += "runpy.run_path(sys.argv[0], run_name='__main__')"
-    command = [sys.executable, "-c", code, script, str(run.folder.root)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert ": the same images" in done.stdout
-    with safe_open(run.folder.proof, "pt") as proof:
-        images = proof.get_tensor("images")
-        assert json.loads(proof.metadata()["call"])["num_inference_steps"] == 3
-    assert images.dtype == torch.float32 and images.shape[1:] == (3, 16, 16)
+def stock_images(pipe, run):
+    """The images of the last evaluation's report drawn by a stock pipeline, uint8."""
+    evaluator = run.evaluators["dev"]
+    index = evaluator.report_indices()
+    static = dict(pipe.scheduler.config) | {"shift": 2.5, "use_dynamic_shifting": False}
+    pipe.scheduler = type(pipe.scheduler).from_config(static)
+    latents = initial_latents(0, evaluator.ids(index), run.adapter.latent_shape(evaluator.sizes))
+    prompts = [evaluator.eval_set.items[i].text for i in index]
+    size = {"height": 16, "width": 16, "num_inference_steps": 3, "guidance_scale": 2.0, "max_sequence_length": 24}
+    return to_uint8(pipe(prompts, latents=latents, output_type="pt", **size).images)
 
 
-def test_the_check_notices_a_wrong_scale_and_a_wrong_policy(run, place, monkeypatch, capsys):
-    """A missing alpha, or weights that are not the evaluated ones, must be detected, or the check proves nothing."""
-    assert check_lora.largest_difference(run.folder.root, "cpu") <= 1e-5
+def furthest(run, images):
+    """Largest difference between images and those of the run's last evaluation, in steps of 1/255."""
+    evaluated = np.load(run.folder.all_report_images("dev")[-1])["now"]
+    return np.abs(images.astype(int) - evaluated).max()
+
+
+def test_stock_diffusers_draws_the_evaluated_images_from_the_saved_lora(run, place):
+    """Every family: test_families.py. Here: what a run saves is the policy that it evaluated, with its alpha."""
     file = run.folder.root / "lora" / "pytorch_lora_weights.safetensors"
-    good = file.read_bytes()
-    with safe_open(file, "pt") as stored:
-        facts = stored.metadata()
-    tensors = load_file(file)
-    save_file(tensors, file)  # without metadata, so alpha is lost
-    lost_alpha = check_lora.largest_difference(run.folder.root, "cpu")
-    live = {k: v + 0.01 for k, v in tensors.items()}
-    save_file(live, file, metadata=facts)
-    monkeypatch.setattr(sys, "argv", ["check_lora.py", str(run.folder.root)])
-    assert check_lora.main() == 1 and "NOT the same images" in capsys.readouterr().out
-    file.write_bytes(good)
-    assert lost_alpha > 1e-4, "alpha / rank = 1.5 must matter for this test to mean anything"
-    monkeypatch.setattr(sys, "argv", ["check_lora.py", str(place)])
-    assert check_lora.main() == 2 and "has no config.yaml and no proof.safetensors" in capsys.readouterr().err
+    pipe = FluxPipeline.from_pretrained(place / "flux")
+    assert furthest(run, stock_images(pipe, run)) > 1, "the training must matter for this test to mean anything"
+    pipe.load_lora_weights(str(file.parent))
+    assert furthest(run, stock_images(pipe, run)) <= 1
+    pipe.unload_lora_weights()
+    pipe.load_lora_weights(load_file(file))  # without the file's metadata, which hold alpha
+    assert furthest(run, stock_images(pipe, run)) > 1, "alpha / rank = 1.5 must matter"
 
 
 def test_a_fully_trained_pipeline_is_exported_whole(place):
-    file = recipe(place, "full", train={"lora_rank": 0, "lr": 1e-3, "steps": 2, "ema_decay": 0.5})
-    code, output = train(file)
-    assert code == 0, output
-    assert check_lora.largest_difference(place / "runs" / "full", "cpu") <= 1e-5
-    assert not (place / "runs" / "full" / "lora").exists()
-
-
-def sizes(length, **more):
-    size = {"height": 32, "width": 32} | more
-    return {"data": {"max_length": length}, "rollout": size, "eval": size}
-
-
-OTHERS = {
-    ("flux_kontext", "fp32"): {}, ("sd3", "fp32"): {}, ("sd1", "bf16"): {}, ("qwen_image_21", "fp32"): sizes(320),
-    ("hunyuan_video_15", "fp32"): sizes(1000, frames=5), ("ltx2", "fp32"): sizes(32, frames=5),
-}  # fmt: skip
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("family", "dtype"), OTHERS)
-def test_the_check_of_other_families(family, dtype, place, monkeypatch, capsys):
-    """Kontext without a source (its pipeline would resize to a million pixels), SD3 without T5, a UNet in bf16, an
-    alpha channel, a guider, and a state that is more than the pipeline's `latents`."""
-    model = pipelines.make(family, place / family)
-    if family == "sd3":
-        less = {"text_encoder_3": None, "tokenizer_3": None}
-        StableDiffusion3Pipeline.from_pretrained(model, **less).save_pretrained(model)
-    over = {"model": str(model), "family": family, "dtype": dtype, "train": {"steps": 1}} | OTHERS[family, dtype]
-    code, output = train(recipe(place, family, **over))
-    assert code == 0 and "(exact)" in output, output
-    monkeypatch.setattr(sys, "argv", ["check_lora.py", str(place / "runs" / family)])
-    assert check_lora.main() == 0
-    told = capsys.readouterr().out
-    assert f"(allowed in {dtype}: {'1e-05' if dtype == 'fp32' else '5e-02'}): the same images" in told
-    assert ("without the LoRA" in told) == (dtype == "bf16")
-    file = place / "runs" / family / "lora" / "pytorch_lora_weights.safetensors"
-    with safe_open(file, "pt") as stored:
-        save_file({k: v + 1.0 for k, v in load_file(file).items()}, file, metadata=stored.metadata())
-    assert check_lora.main() == 1 and ": NOT the same images" in capsys.readouterr().out
+    over = {"lora_rank": 0, "lr": 1e-3, "steps": 2, "ema_decay": 0.5}
+    done = TrainingLoop(from_dict(settings(place, "full", train=over, rollout=PUBLISHED)))
+    done.run()
+    pipe = FluxPipeline.from_pretrained(done.folder.root / "pipeline")
+    assert furthest(done, stock_images(pipe, done)) <= 1
+    assert not (done.folder.root / "lora").exists()
 
 
 @pytest.mark.full

@@ -1,8 +1,8 @@
-"""One of two processes dies, raises, hangs or cannot write: the other exits soon, and the cause is printed once.
+"""One of two processes dies, raises, hangs or cannot write: the other exits too, and the cause is printed.
 
-Why these cases: otherwise a cluster would wait hours for a collective, or the cause would be buried among tracebacks
-of processes that only lost their peer. Faults are real: SIGKILL, SIGSTOP, a limit on file sizes, NaN gradients.
-Tested under torchrun (`prefgrpo launch`) with the default timeouts, and on bare processes with shorter ones.
+Why these cases: otherwise a cluster would wait for ever. Faults are real: SIGKILL, SIGSTOP, a limit on file sizes, NaN
+gradients.
+Tested under torchrun, and on bare processes with a short timeout of collectives.
 """
 
 import hashlib
@@ -12,13 +12,14 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 from tiny_run import Brightness, all_end, environment, ranks, recipe, rows
 
-from prefgrpo.parallel import watch
+from prefgrpo.parallel import world as parallel
 from prefgrpo.parallel.world import World
 from prefgrpo.rewards.base import RewardError
 from prefgrpo.run import checkpoint
@@ -62,31 +63,29 @@ if "FAULT" in os.environ:
 
 
 def launched(file: Path, *torchrun: str, **env: str) -> subprocess.Popen:
-    """Start `prefgrpo launch` with two processes."""
-    command = [sys.executable, "-m", "prefgrpo", "launch", "--standalone", "--nproc_per_node", "2", *torchrun, "train"]
+    """Start torchrun with two processes."""
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", *torchrun]
+    command = [*start, "-m", "prefgrpo", "train"]
     with file.with_suffix(".log").open("w") as log:
         return subprocess.Popen([*command, str(file)], stdout=log, stderr=log, env=environment(**env))
 
 
 CAUSES = {
-    "dies": (137, "process 1 exited with code -9", 0),
-    "refuses": (2, "error: no such picture", 0),
-    "raises": (1, "MemoryError: no more of it", 1),
-    "hangs": (1, "error: process 1 has not responded for 20 s", 0),
+    "dies": "Signal 9 (SIGKILL) received",
+    "refuses": "error: no such picture",
+    "raises": "MemoryError: no more of it",
 }
-"""Fault → (exit code, message that is printed once, number of tracebacks)."""
+"""Fault → what is printed."""
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", CAUSES)
-def test_torchrun_ends_all_within_a_minute_and_says_why_once(place, kind):
-    code, message, traces = CAUSES[kind]
+def test_torchrun_ends_all_within_a_minute_and_says_why(place, kind):
     at, file = place / f"{kind}.at", recipe(place, kind, reward=REWARD, **SHORT)
     run = launched(file, FAULT=kind, FAULT_AT=str(at))
     ended = run.wait(600)
     seconds, output = time.time() - float(at.read_text()), file.with_suffix(".log").read_text()
-    assert ended == code and seconds < 60, (ended, seconds, output)
-    assert output.count(message) == 1 and output.count("Traceback (most") == traces, output
+    assert ended == 1 and seconds < 60 and CAUSES[kind] in output, (ended, seconds, output)
     assert [r["step"] for r in rows(place / "runs" / kind)] == [1]
 
 
@@ -102,7 +101,7 @@ def test_what_torchrun_restarts_is_resumed(place):
 
 
 @pytest.mark.full
-def test_a_signal_to_launch_saves_and_ends_with_3(place):
+def test_a_signal_to_torchrun_saves(place):
     file = recipe(place, "signal", train={"steps": 5000}, eval={"every": 0})
     run, folder = launched(file), RunFolder(place / "runs" / "signal")
     while not (folder.metrics.is_file() and len(rows(folder.root)) >= 2):
@@ -110,20 +109,16 @@ def test_a_signal_to_launch_saves_and_ends_with_3(place):
         time.sleep(0.05)
     run.terminate()
     output = (run.wait(300), file.with_suffix(".log").read_text())
-    assert output[0] == 3 and "--resume" in output[1] and "Traceback" not in output[1], output
+    assert output[0] != 0 and "continue with the same command and --resume" in output[1], output
     assert folder.latest() == folder.checkpoint(rows(folder.root)[-1]["step"])
 
 
 # ---- bare processes --------------------------------------------------------------------------------------------------
 
 
-def quick_watch() -> None:
-    """Runs in the new process: ten polls take six seconds; on a busy machine a thread may be late for one."""
-    watch.POLL_S = 0.6
-
-
 def standing_still() -> None:
-    quick_watch()
+    """Runs in the new process."""
+    parallel.TIMEOUT = timedelta(seconds=15)
     fault_in_step_2()
 
 
@@ -133,14 +128,7 @@ def test_a_process_that_stands_still_ends_the_other(place):
     runs = ranks(recipe(place, "still", **SHORT), 2, hook=standing_still, FAULT="hangs", FAULT_AT=str(at))
     assert runs[0].wait() == 1 and runs[1].process.exitcode is None
     runs[1].kill()
-    assert runs[0].output.count("process 1 has not responded for 6 s; the run ends") == 1, runs[0].output
-
-
-def slow_save() -> None:
-    """Process 0 saves for ten seconds, although a hung process would be detected after six."""
-    quick_watch()
-    true_save = checkpoint.save_file
-    checkpoint.save_file = lambda *given, **more: (time.sleep(10), true_save(*given, **more))[1]
+    assert "Timed out waiting 15000ms" in runs[0].output, runs[0].output
 
 
 def no_room() -> None:
@@ -158,11 +146,6 @@ def no_room() -> None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
     checkpoint.save = save
-
-
-@pytest.mark.full
-def test_a_slow_save_is_waited_for(place):
-    all_end(ranks(recipe(place, "slow", train={"steps": 1}, **SHORT), 2, hook=slow_save))
 
 
 ALL = {"train": {"lora_rank": 0, "lr": 1e-4}, "parallel": {"shard": 2}}

@@ -244,11 +244,7 @@ def test_cached_embeddings_are_the_encoded_ones(case, tmp_path):
 
 
 @every
-def test_the_stock_call_is_named_and_a_size_that_does_not_fit_refused(case):
-    """Exports and proofs rely on `stock_call`; the oracles above use the hand-written call."""
-    adapter, sampling = load(case), case.sampling(SIZES[1])
-    assert adapter.stock_call(PROMPTS, case.max_length, sampling) == case.call | {"prompt": PROMPTS}
-    if case.edit:
-        assert adapter.stock_edit(sampling) == (case.stock or adapter.pipeline, case.edit(*SIZES[1]))
+def test_a_size_that_does_not_fit_is_refused(case):
+    adapter = load(case)
     with pytest.raises(ValueError, match="multiples of"):
         adapter.latent_shape(case.sampling((33, 32)))

@@ -261,7 +261,7 @@ def test_a_folder_with_another_solver_gives_its_sigmas(family, solver, takes):
         sigmas, times = sigmas[[0, *range(1, 12, 2)]], times[[0, *range(1, 11, 2)]]
     assert torch.equal(adapter.sigmas(sampling), sigmas)
     assert torch.allclose(adapter.times(sampling) * 1000, times, rtol=0, atol=2e-4)
-    assert not adapter.stock_scheduler().config.get("stochastic_sampling"), "a proof's stock scheduler adds no noise"
+    assert not adapter.stock_scheduler().config.get("stochastic_sampling"), "our copy of the scheduler adds no noise"
 
 
 @pytest.mark.parametrize(

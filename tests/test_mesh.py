@@ -10,7 +10,6 @@ they write, and resuming on other layouts.
 import os
 import re
 import shutil
-from contextlib import ExitStack
 from dataclasses import replace
 from inspect import signature
 from pathlib import Path
@@ -152,7 +151,7 @@ def far(got, want):
 def cells():
     """Runs in the new process: all cells of the families in $FAMILY; a failure shows as a non-zero exit code."""
     torch.set_num_threads(1)
-    place, size, group = os.environ["PLACE"], int(os.environ["WORLD_SIZE"]), ExitStack()
+    place, size = os.environ["PLACE"], int(os.environ["WORLD_SIZE"])
     for family in os.environ["FAMILY"].split():
         layouts = LAYOUTS[size]
         if family in OTHERS:
@@ -162,7 +161,7 @@ def cells():
             for name, layout in layouts.items():
                 cell = f"{family} {'LoRA' if lora else 'all weights'} {name}"
                 config = settings(place, family, lora, "fp32", layout)
-                world = group.enter_context(parallel.process_group("cpu", config))
+                world = parallel.join("cpu", config)
                 compare(cell, one_step(config, world), want, "cp" not in name, config.rollout.window_low == 0)
                 if family in FAMILIES:
                     low = one_step(settings(place, family, lora, "bf16", layout), world)
@@ -216,8 +215,7 @@ def compiled():
     place, layout = os.environ["PLACE"], {"shard": 2}
     want = one_step(settings(place, "flux", True, "fp32", {}), ALONE)
     config = replace(settings(place, "flux", True, "fp32", layout), compile=True)
-    with parallel.process_group("cpu", config) as world:
-        got = one_step(config, world)
+    got = one_step(config, parallel.join("cpu", config))
     assert got["moved"] <= 1e-6, "rollout and replay run different graphs"
     compare("compiled", got | {"moved": 0.0}, want, bits=False)
     os._exit(0)

@@ -1,7 +1,7 @@
 """Two torchrun agents with one process each, started as in docs/scale.md, against one agent with two processes.
 
 Why these cases: a multi-node run differs from a single-node run only in who starts the processes and how they find each
-other. Named rendezvous (`prefgrpo launch`) and fixed node ranks (plain torchrun) must give the same metrics.
+other. Named rendezvous and fixed node ranks must give the same metrics.
 """
 
 import subprocess
@@ -17,13 +17,12 @@ pytestmark = [pytest.mark.dist, pytest.mark.full]
 def by_name(node: int, port: str) -> list[str]:
     """The options from docs/scale.md, plus the address, as a test machine's host name may not resolve."""
     meeting = ["--rdzv_backend", "c10d", "--rdzv_id", "wan", "--rdzv_endpoint", f"127.0.0.1:{port}"]
-    return ["-m", "prefgrpo", "launch", "--nnodes", "2", "--nproc_per_node", "1", *meeting, "--local_addr", "127.0.0.1"]
+    return [*meeting, "--local_addr", "127.0.0.1"]
 
 
 def by_rank(node: int, port: str) -> list[str]:
-    """Plain torchrun with explicit ranks."""
-    meeting = ["--node_rank", str(node), "--master_addr", "127.0.0.1", "--master_port", port]
-    return ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc_per_node", "1", *meeting, "-m", "prefgrpo"]
+    """The options for explicit ranks."""
+    return ["--node_rank", str(node), "--master_addr", "127.0.0.1", "--master_port", port]
 
 
 def test_two_agents_are_one_with_two_processes(tmp_path):
@@ -36,7 +35,8 @@ def test_two_agents_are_one_with_two_processes(tmp_path):
         agents = []
         for node, log in enumerate(logs):
             with log.open("w") as to:
-                command = [sys.executable, *way(node, port), "train", str(file)]
+                torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc_per_node", "1"]
+                command = [*torchrun, *way(node, port), "-m", "prefgrpo", "train", str(file)]
                 agents.append(subprocess.Popen(command, stdout=to, stderr=to, env=environment()))
         ended, outputs = [agent.wait(600) for agent in agents], [log.read_text() for log in logs]
         assert ended == [0, 0], outputs

@@ -20,6 +20,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+import torch
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -322,20 +323,19 @@ LACKING = ("triton", "torchvision", "peft", "diffusers", "transformers", "prefgr
 @pytest.mark.parametrize("absent", [(), pytest.param(LACKING, marks=pytest.mark.full)], ids=["all", "lacking"])
 def test_doctor(absent):
     code = HIDE.format(names=absent) + "from prefgrpo.commands.doctor import doctor\nraise SystemExit(doctor())"
-    rows = {line.split()[0]: line.split()[1:] for line in python(code, COLUMNS="160").splitlines() if line.split()}
-    assert rows["reference"][0] == rows["torch"][0] == "ok"
-    assert ("native" in rows) is ("diffusers" not in absent)
-    if not absent:
-        assert rows["native"][0] == "ok" and rows["_native_cudnn"][0] != "ok"
+    rows = {line[:24].strip(): line[25:] for line in python(code).splitlines()}
+    assert rows["torch version"] == torch.__version__ and rows["numpy"] == metadata.version("numpy")
+    assert rows["ops: torch"].startswith("ok on cpu")
+    for name in ("cpu", "triton") if absent else ():
+        assert rows[f"ops: {name}"].startswith("not available")
 
 
 @pytest.mark.full
-def test_doctor_finds_a_wrong_reference():
-    """If a reference op is wrong (here a step that drops the noise), `doctor` notices and returns 1."""
+def test_doctor_finds_a_wrong_backend():
     code = (
-        "import prefgrpo.ops.reference as r\n"
-        "right = r.affine_step\n"
-        "r.affine_step = lambda x, v, rows, eps, dtype: right(x, v, rows, None, dtype)\n"
+        "import prefgrpo.ops.native as n\n"
+        "right = n.affine_step\n"
+        "n.affine_step = lambda x, *rest, **more: right(2 * x, *rest, **more)\n"
         "from prefgrpo.commands.doctor import doctor\nprint('code', doctor())"
     )
     assert python(code).splitlines()[-1] == "code 1"

@@ -11,7 +11,7 @@ import os
 import signal
 import subprocess
 import sys
-from contextlib import ExitStack
+from contextlib import suppress
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from tiny_run import ALONE, BRIGHTNESS, PROMPTS, all_end, environment, ranks, recipe, rows, train
 
+from prefgrpo.commands import cli
 from prefgrpo.config.recipe import ConfigError
 from prefgrpo.parallel import world as parallel
 from prefgrpo.parallel.world import pick_device
@@ -29,6 +30,7 @@ from prefgrpo.run.trainer import TrainingLoop
 from prefgrpo.sde.noise import initial_latents
 
 pytestmark = pytest.mark.dist
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "prefgrpo"]
 P, G = 4, 4
 SAME = {"rollout": {"prompts_per_step": P, "group_size": G, "batch_size": G}, "train": {"lr": 1e-3}}
 
@@ -117,9 +119,9 @@ def test_only_rank_0_writes_what_is_no_ranks_own(both):
 @pytest.mark.full
 def test_torchrun_starts_it(place):
     file = recipe(place, "torchrun", **SAME, eval={"every": 0})
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "prefgrpo"]
-    command += ["train", str(file)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment())
+    done = subprocess.run(
+        [*TORCHRUN, "train", str(file)], capture_output=True, text=True, timeout=600, env=environment()
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     assert [r["step"] for r in rows(place / "runs" / "torchrun")] == [1, 2, 3, 4]
     assert done.stdout.count("finished after 4 steps") + done.stderr.count("finished after 4 steps") == 1
@@ -128,52 +130,31 @@ def test_torchrun_starts_it(place):
 
 SEVERAL_GROUPS = """
 import os, time
-from prefgrpo.parallel.world import process_group
+from prefgrpo.parallel.world import join
 
 rank = int(os.environ["RANK"])
 for k in range(3):
-    time.sleep(k * (rank == 0))  # rank 1 looks up the new group's addresses before rank 0 has stored its own
-    with process_group("cpu") as world:
-        assert world.all_gather_object(10 * k + rank) == [10 * k, 10 * k + 1]
+    time.sleep(k * (rank == 0))
+    assert join("cpu").all_gather_object(10 * k + rank) == [10 * k, 10 * k + 1]
 """
 
 
 def test_a_program_may_train_several_times_under_torchrun(tmp_path):
-    """torchrun's store outlives a group: a later group must not read the addresses of an earlier one."""
+    """A group that was left cannot be joined again: torchrun's store keeps the addresses of the earlier one."""
     (tmp_path / "several.py").write_text(SEVERAL_GROUPS)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "several.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, env=environment())
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-LAUNCHED = {
-    "value": (["--train.steps", "many"], {}, 2, "many"),
-    "mistake": ([], {"train": {"updates_per_rollout": 9}}, 2, "expected at most one update per sample, got 9"),
-    "folder": ([], {}, 2, "contains another run (thesis.tex)"),
-    "stopped": (
-        [],
-        {"reward": {"spec": f"{HERE}RankOneHasNone"}, "eval": {"every": 0}},
-        3,
-        "Reasons: test_parallel.RankOneHasNone: no luck",
-    ),
-}
-
-
 @pytest.mark.full
-@pytest.mark.parametrize("case", LAUNCHED)
-def test_launch_ends_with_the_runs_exit_code_and_one_message(place, case):
-    """Plain torchrun exits with 1 and a traceback, and kills rank 0 while it is still writing its report."""
-    options, over, code, told = LAUNCHED[case]
-    file = recipe(place, f"launch-{case}", **over)
-    if case == "folder":
-        (place / "runs" / "launch-folder").mkdir(parents=True)
-        (place / "runs" / "launch-folder" / "thesis.tex").touch()
-    command = [sys.executable, "-m", "prefgrpo", "launch", "--standalone", "--nproc_per_node", "2", "train", str(file)]
-    done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=600, env=environment())
-    output = done.stdout + done.stderr
-    assert done.returncode == code, output
-    assert output.count(told) == 1 and "Traceback" not in output and "error message of rank 0" not in output, output
-    assert (place / "runs" / f"launch-{case}" / "report.html").is_file() == (code == 3)
+def test_torchrun_lets_a_stopped_run_write_its_report(place):
+    """torchrun sends SIGTERM to rank 0, which is still writing, as soon as rank 1 has ended."""
+    file = recipe(place, "stopped", reward={"spec": f"{HERE}RankOneHasNone"}, eval={"every": 0})
+    done = subprocess.run([*TORCHRUN, "train", str(file)], capture_output=True, text=True, env=environment())
+    assert done.returncode == 1, done.stderr
+    assert "Reasons: test_parallel.RankOneHasNone: no luck" in done.stdout + done.stderr
+    assert (place / "runs" / "stopped" / "report.html").is_file()
 
 
 NOBODY = {"reward": {"spec": "vlm_pairwise"}, "judge": {"endpoints": ["http://127.0.0.1:9"]}}
@@ -243,8 +224,7 @@ def test_ranks_may_change_on_resume_and_a_rank_may_have_nothing_to_evaluate(plac
 
 def collectives() -> None:
     """Runs in the new process; a failure is a non-zero exit code."""
-    with parallel.process_group("cpu") as world:
-        check_collectives(world)
+    check_collectives(parallel.join("cpu"))
     os._exit(0)
 
 
@@ -305,25 +285,22 @@ def test_one_process_needs_no_group():
         ALONE.on_main(lambda: (_ for _ in ()).throw(ValueError("mine")), ValueError)
 
 
-@pytest.mark.parametrize("device, after_error", [("cpu", True), ("cuda", False)])
-def test_a_process_that_fails_destroys_no_communicator(monkeypatch, device, after_error):
-    """Destroying one waits for the other processes (NCCL: ncclCommDestroy), which wait in a collective for this one."""
+ENDS = {"finished": ({"return_value": 0}, 1), "stopped": ({"return_value": 3}, 0),
+        "failed": ({"side_effect": RuntimeError("out of memory")}, 0)}  # fmt: skip
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_only_a_process_that_succeeds_leaves_the_group(monkeypatch, end):
+    """Destroying a communicator waits for the other processes (NCCL), which may wait in a collective for this one."""
+    result, left = ENDS[end]
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(parallel, "pick_device", torch.device)
-    monkeypatch.setattr(parallel, "rendezvous", lambda *_, **__: iter([(None, 0, 2)]))
-    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
-    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
+    monkeypatch.setattr(cli, "_run", Mock(**result))
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
     destroy = Mock()
     monkeypatch.setattr(dist, "destroy_process_group", destroy)
-    monkeypatch.setattr(parallel, "Heartbeat", Mock())
-    monkeypatch.setattr(parallel, "device_mesh", lambda *_: None)
-    with pytest.raises(RuntimeError), ExitStack() as opened:
-        opened.enter_context(parallel.process_group(device))
-        raise RuntimeError("out of memory")
-    assert destroy.call_count == after_error
-    with parallel.process_group(device):
-        pass
-    assert destroy.call_count == 1 + after_error
+    with suppress(RuntimeError):
+        cli.main(["doctor"])
+    assert destroy.call_count == left
 
 
 def test_devices(monkeypatch):

@@ -18,7 +18,7 @@ from report_run import MEASURES, eval_row, evaluated, groups, make_run, shown, s
 
 from prefgrpo.report import page as report_page
 from prefgrpo.report import write_report
-from prefgrpo.report.charts import LEFT, RIGHT, WIDTH
+from prefgrpo.report.answers import ROWS
 from prefgrpo.report.run import read_run
 from prefgrpo.rollout.render import preview
 
@@ -45,10 +45,15 @@ def charts(page):
     return {f.all("h3")[0].text: f for f in page.all("figure", "chart")}
 
 
-def curve(figure, name):
-    """(x, y) of a series by its legend name, as given to the page's script."""
-    names = [span.text for span in figure.all("div", "legend")[0].all("span")]
-    return json.loads(figure.attributes["data-chart"])["s"][next(k for k, n in enumerate(names) if n.startswith(name))]
+def last(figure, name):
+    """The last value of a series by its legend name, as printed."""
+    spans = figure.all("div", "legend")[0].all("span")
+    return next(span.all("b")[0].text for span in spans if span.text.startswith(name))
+
+
+def rows_of(table):
+    """The texts of a table's cells, by row, without its head."""
+    return [[cell.text for cell in row.all("td")] for row in table.all("tr") if row.all("td")]
 
 
 def image(uri):
@@ -66,8 +71,7 @@ def arrays(file):
 
 def test_page_refers_to_nothing_outside_itself(page, run):
     text = (run / "report.html").read_text(encoding="utf-8")
-    assert len(text.encode()) < 3e6 and not page.all("link") and not page.all("iframe")
-    assert all("src" not in script.attributes for script in page.all("script"))
+    assert len(text.encode()) < 3e6 and not page.all("link") and not page.all("iframe") and not page.all("script")
     nodes = page.all()
     targets = [n.attributes[k] for n in nodes for k in ("src", "href", "xlink:href", "srcset") if k in n.attributes]
     assert targets and all(t.startswith(("data:image/", "#")) for t in targets)
@@ -81,29 +85,28 @@ def test_page_refers_to_nothing_outside_itself(page, run):
 
 def test_light_and_dark_define_every_colour_that_is_used():
     css = (report_page.Path(report_page.__file__).parent / "page.css").read_text()
-    used = set(re.findall(r"var\((--\w+)\)", css)) - {"--at", "--column"}  # the page's script sets these
-    light, dark, printed = (set(re.findall(r"(--\w+):", block)) for block in re.findall(r":root \{(.*?)\}", css, re.S))
-    assert light == dark == used and printed < used
+    used = set(re.findall(r"var\((--\w+)\)", css))
+    light, dark = (set(re.findall(r"(--\w+):", block)) for block in re.findall(r":root \{(.*?)\}", css, re.S))
+    assert light == dark == used
 
 
 def test_the_headline_and_the_table_hold_the_last_evaluations(page):
     row = eval_row(STEPS, STEPS, "test")
-    shown = {f.all("h2")[0].text: f.all("p", "value")[0].text for f in page.all("div", "figure")}
-    assert shown.pop("Win rate by the judge") == f"{100 * row['test/win_judge']:.0f} %"
-    assert shown.pop("Win rate by scenes") == f"{100 * row['test/win_scenes']:.0f} %"
-    moved = {m.replace(".", " · "): f"{row[f'test/{m}_before']:.2f} → {row[f'test/{m}']:.2f}" for m in MEASURES}
-    assert shown == moved
     sentence = page.all("p", "result")[0].text
     low, high = row["test/win_judge_low"], row["test/win_judge_high"]
     assert f"95 % interval {100 * low:.0f}–{100 * high:.0f} %" in sentence and f"After {STEPS} steps" in sentence
-    detail = page.all("p", "detail")[0].text
-    assert f"shown first {100 * row['test/win_judge_first']:.0f} %" in detail and not page.all("p", "status")
+    assert f"{100 * row['test/win_judge']:.0f} % of comparisons by the judge" in sentence
+    assert f"{100 * row['test/win_scenes']:.0f} % by scenes" in sentence
+    assert f"scenes {row['test/scenes_before']:.2f} → {row['test/scenes']:.2f}" in sentence
+    assert not page.all("p", "status")
     cells = [tuple(c.text for c in r.all("td")) for r in page.all("details", "numbers")[0].all("tr")[1:]]
     for name in ("dev", "test"):
         row = eval_row(STEPS, STEPS, name)
         values = {(c[0], c[3], c[4]) for c in cells if c[1] == name}
         assert ("win rate by judge", "", f"{row[f'{name}/win_judge']:.3f}") in values
-        assert ("scenes · all", f"{row[f'{name}/scenes.all_before']:.3f}", f"{row[f'{name}/scenes.all']:.3f}") in values
+        for measure in MEASURES:
+            before, after = (f"{row[f'{name}/{measure}{end}']:.2f}" for end in ("_before", ""))
+            assert (measure.replace(".", " · "), before, after) in values
 
 
 def test_images_are_the_stored_pixels_and_prompts(page, run):
@@ -115,15 +118,13 @@ def test_images_are_the_stored_pixels_and_prompts(page, run):
         assert "sharp" in left.attributes["class"]
         np.testing.assert_array_equal(pixels(left), last["before"][k])
         np.testing.assert_array_equal(pixels(right), last["now"][k])
-    table = page.all("table", "course")[0]
-    assert [th.text for th in table.all("thead")[0].all("th")] == ["", "start", "20", "40", "60", "80"]
-    first = table.all("tbody")[0].all("tr")[0].all("img")
-    np.testing.assert_array_equal(pixels(first[2]), arrays(run / "eval" / "dev_000040.npz")["now"][0])
+    won = [p.all("small")[-1].text for p in pairs]
+    assert won[:2] == ["judge: won · scenes: tied", "judge: tied · scenes: lost"]
 
 
 def test_clips_play_and_edits_show_their_sources(tmp_path):
     """Clips of noise, the worst case for WebP: every frame is on the page, and the page stays small; sources are shown
-    beside the pairs, in the corner of a judged group, and in the viewer."""
+    beside the pairs and in the corner of a judged group."""
     folder = make_run(tmp_path / "clips", steps=40, every=20)
     rng = np.random.default_rng(0)
     kept = preview(rng.integers(0, 256, (4, 33, 240, 416, 3), dtype=np.uint8))
@@ -132,7 +133,7 @@ def test_clips_play_and_edits_show_their_sources(tmp_path):
     np.savez(folder / "eval" / "test_sources.npz", sources=sources)
     for file in (folder / "eval").glob("*_0*.npz"):
         np.savez_compressed(file, before=kept, now=kept[::-1])
-    (file, *_) = sorted((folder / "groups").iterdir())
+    file = sorted((folder / "groups").iterdir())[-1]
     np.savez(file, **arrays(file) | {"sources": sources[:2]})
     page = report(folder)
     assert (folder / "report.html").stat().st_size < 3e6
@@ -142,59 +143,47 @@ def test_clips_play_and_edits_show_their_sources(tmp_path):
     np.testing.assert_array_equal(pixels(source), sources[0])
     for clip in (image(c.attributes["src"]) for c in clips):
         assert clip.n_frames == 16 and clip.info["loop"] == 0
-    course = page.all("table", "course")[0].all("img")[0].attributes["src"]
-    assert getattr(image(course), "n_frames", 1) == 1
     corners = [i for i in page.all("image") if i.attributes["id"].endswith("-source")]
     assert len(corners) == 2 and "The source image is in the corner." in page.text
     for corner, source in zip(corners, sources, strict=False):
         np.testing.assert_array_equal(pixels(corner), source)
-    (script,) = [s for s in page.all("script") if s.attributes.get("id") == "items"]
-    items = {item["id"]: item for item in json.loads(script.text)}
-    ident = corners[1].attributes["id"]
-    assert items[ident.replace("source", "0-3")]["media"][0] == ["source", ident]
 
 
 def test_curves_carry_the_logged_values(page):
     found = charts(page)
-    assert list(found)[:14] == [
-        "Win rate against the initial model", "Measured: scenes", "Reward: std within a group", "Judge: consistency",
-        "Clipped", "KL divergence", "Policy ratio − 1", "Groups without signal", "Gradient norm", "Judge: latency",
-        "Judge: failures", "Time per step", "Judge overlap", "loss",
+    assert list(found) == [
+        "Win rate against the initial model", "Reward: std within a group", "KL divergence", "Judge", "Time per step",
     ]  # fmt: skip
     assert "to the initial policy" not in found["KL divergence"].text  # kl_coef 0: the KL was never computed
-    x, y = curve(found["Win rate against the initial model"], "by judge")
-    assert x == [0, 20, 40, 60, 80] and found["Win rate against the initial model"].all("path", "band")
-    np.testing.assert_allclose(y, [100 * eval_row(s, STEPS, "dev")["dev/win_judge"] for s in x], rtol=1e-3)
-    rows = [train_row(s) for s in range(1, STEPS + 1)]
-    x, y = curve(found["Gradient norm"], "before clipping")
-    assert x == list(range(1, STEPS + 1))
-    np.testing.assert_allclose(y, [r["grad_norm"] for r in rows], rtol=1e-3)
-    y = curve(found["Clipped"], "above")[1]
-    np.testing.assert_allclose(y, [100 * r["policy/clip_fraction_high"] for r in rows], rtol=1e-3)
+    wins, row = found["Win rate against the initial model"], train_row(STEPS)
+    assert last(wins, "by judge") == f"{100 * eval_row(STEPS, STEPS, 'dev')['dev/win_judge']:.3g} %"
+    assert len(wins.all("path", "band")) == 2
+    assert last(found["Reward: std within a group"], "vlm pairwise") == f"{row['reward/vlm_pairwise_std']:.3g}"
+    assert last(found["Judge"], "other winner when swapped") == f"{100 * row['judge/order_inconsistency']:.3g} %"
+    assert last(found["Time per step"], "rollout") == f"{row['time/rollout']:.3g} s"
 
 
 def test_win_rates_inside_a_group_give_no_mean_curve_but_other_rewards_do(tmp_path):
     rows = [train_row(s) | {"reward/clip": 20.0 + s, "reward/clip_std": 1.5} for s in range(1, 5)]
     found = charts(report(small_run(tmp_path / "r", rows)))
-    assert "Reward: vlm pairwise" not in found
-    assert curve(found["Reward: clip"], "mean")[1] == [21, 22, 23, 24]
-    assert curve(found["Reward: std within a group"], "clip")[1] == [1.5] * 4
+    assert "vlm pairwise" not in found["Reward"].text and last(found["Reward"], "clip") == "24"
+    assert last(found["Reward: std within a group"], "clip") == "1.5"
 
 
 def test_rewards_of_ones_own_go_by_their_function(tmp_path):
-    """Named by file or module, with dots, slashes and colons in the name; each part is a line in its reward's chart."""
+    """Named by file or module, with dots, slashes and colons in the name."""
     file, module = "my/rewards.py:right_colour", "pkg.rewards.Shade"
     own, ends = {f"reward/{file}_std": 1.5, f"reward/{file}/missing_rate": 0.1}, ("_before", "", ".all", ".all_before")
     rows = [train_row(s) | own | {f"reward/{file}": 20.0 + s} for s in range(1, 5)]
     measured = {f"dev/{name}{end}": k for name in (file, module) for k, end in enumerate(ends)}
     page = report(small_run(tmp_path / "r", [*rows, eval_row(4, 4, "dev") | measured | {f"dev/win_{file}": 0.6}]))
     found = charts(page)
-    assert curve(found["Reward: right colour"], "mean")[1] == [21, 22, 23, 24]
+    assert last(found["Reward"], "right colour") == "24"
     assert "right colour" in found["Reward: std within a group"].text
+    assert last(found["Win rate against the initial model"], "by right colour") == "60 %"
+    cells = [row[0] for row in rows_of(page.all("details", "numbers")[0])]
     for name in ("right colour", "pkg · rewards · Shade"):
-        assert [curve(found[f"Measured: {name}"], line)[1] for line in ("overall", "all")] == [[1], [2]]
-    shown = {f.all("h2")[0].text: f.all("p", "value")[0].text for f in page.all("div", "figure")}
-    assert shown["right colour"] == "0.00 → 1.00" and shown["Win rate by right colour"] == "60 %"
+        assert {name, f"{name} · all"} <= {*cells} or f"{name} · all" in " ".join(cells)
     assert "missing rate" not in " ".join(found) and ".py" not in page.all("section")[0].text
 
 
@@ -248,7 +237,7 @@ def test_evaluations_after_the_training_have_a_section(tmp_path):
 
 
 def test_verdict_matrix_is_sorted_and_complete(page, run):
-    group, figure = read_run(run).groups[0], page.all("figure", "group")[0]
+    group, figure = next(g for g in read_run(run).groups if g.step == STEPS), page.all("figure", "group")[0]
     assert figure.all("figcaption")[0].text.startswith(group.prompt)
     images = {i.attributes["id"]: i for i in figure.all("image")}
     order = np.argsort(-group.rates, kind="stable")
@@ -262,6 +251,53 @@ def test_verdict_matrix_is_sorted_and_complete(page, run):
     for kind, values in {"win": p[p > 0.5], "lose": p[p < 0.5]}.items():
         opacity = [float(r.attributes["fill-opacity"]) for r in figure.all("rect", kind)]
         np.testing.assert_allclose(opacity, np.abs(values - 0.5) * 2, atol=1e-4)
+
+
+def test_the_newest_and_the_most_contradictory_verdicts_have_their_answers(page, run):
+    """Single answers: the test evaluation's (step 80), of which every fourth pair contradicts itself in the two orders,
+    and the log's of step 20, whose two orders agree exactly."""
+    newest, worst = page.all("table", "answers")
+    kept = [k for k in json.loads((run / "eval" / "test_000080.json").read_text()) if "answers" in k]
+    prompts = json.loads((run / "eval" / "test_prompts.json").read_text())
+    assert [s.text for s in page.all("summary")][1:3] == [
+        "Newest verdicts (step 80)", "Verdicts that contradict each other most",
+    ]  # fmt: skip
+    bodies = newest.all("tbody")
+    assert len(bodies) == min(len(kept), ROWS)
+    for body, outcome, prompt in zip(bodies, kept, prompts):
+        rows = [[cell.text for cell in row.all("td")][-3:] for row in body.all("tr")]
+        assert [row[2] for row in rows] == [a["raw"] for a in outcome["answers"]] and prompt in body.text
+        assert [row[0] for row in rows] == [a["first"] for a in outcome["answers"]]
+    first = rows_of(bodies[0])
+    assert [row[-2] for row in first] == ["after (0.900)", "after (0.800)"]
+    last_step = arrays(run / "eval" / "test_000080.npz")
+    np.testing.assert_array_equal(pixels(bodies[0].all("img")[1]), last_step["now"][0])
+
+    def gap(outcome):
+        (a, b) = (x["p_first"] for x in outcome["answers"])
+        return abs(a - (1 - b)) if None not in (a, b) else 0.0
+
+    wanted = sorted((gap(outcome) for outcome in kept if gap(outcome) > 1e-9), reverse=True)
+    found = []
+    for body in worst.all("tbody"):
+        cells = rows_of(body)
+        p = [float(cell[-2].split("(")[1][:-1]) * (1 if cell[-2].startswith("after") else -1) for cell in cells]
+        found.append(round(abs((p[0] if p[0] > 0 else 1 + p[0]) - (p[1] if p[1] > 0 else 1 + p[1])), 3))
+    assert found[: len(wanted)] == pytest.approx(wanted[:ROWS], abs=2e-3)
+
+
+def test_a_verdict_without_an_answer_says_why_and_text_is_not_markup(tmp_path):
+    folder = small_run(tmp_path / "r", [eval_row(10, 10, "dev")])
+    shown(folder, "dev", 10)
+    count = len(read_run(folder).images["dev"].prompts)
+    said = [{"judge": "j", "first": "after", "p_first": None, "reason": "timed out", "raw": ""},
+            {"judge": "j", "first": "before", "p_first": 0.5, "reason": "", "raw": "<b>tie</b>"}]  # fmt: skip
+    kept = [{"prompt": k, "wins": {"judge": None}, "answers": said} for k in range(count)]
+    (folder / "eval" / "dev_000010.json").write_text(json.dumps(kept))
+    (table,) = report(folder).all("table", "answers")
+    assert [row[-3:] for row in rows_of(table)[:2]] == [
+        ["after", "no verdict", "timed out"], ["before", "neither (0.500)", "<b>tie</b>"],
+    ]  # fmt: skip
 
 
 def test_a_member_without_any_verdict_is_missing_and_last(tmp_path):
@@ -287,36 +323,27 @@ def test_a_run_without_a_result_says_so(tmp_path):
         page = report(folder)
         assert f"{steps} of 10 steps so far" in page.all("p", "status")[0].text
         assert page.all("p", "result")[0].text.startswith(NO_RESULT)
-        assert not page.all("div", "figure") and not page.all("figure", "pair") and not page.all("figure", "group")
-        assert ("Gradient norm" in charts(page)) is (steps > 0)
+        assert not page.all("figure", "pair") and not page.all("figure", "group")
+        assert ("Time per step" in charts(page)) is (steps > 0)
 
 
 def test_a_single_step_shows_as_points(tmp_path):
     found = charts(report(small_run(tmp_path / "r", [train_row(1)])))
-    (delay,) = curve(found["Judge: latency"], "median")[1]
-    assert delay == pytest.approx(1000 * train_row(1)["time/judge/latency_p50"], rel=1e-3)
-    for title in ("Gradient norm", "Policy ratio − 1", "Judge: latency"):
-        circles = found[title].all("circle")
-        assert circles and all(LEFT <= float(c.attributes["cx"]) <= WIDTH - RIGHT for c in circles), title
-    areas = found["Time per step"].all("path", "area")
-    assert len(areas) == 3
-    for area in areas:
-        xs = [float(v) for v in re.findall(r"[ML](-?[\d.]+),", area.attributes["d"])]
-        assert max(xs) - min(xs) > 10
+    assert last(found["Time per step"], "update") == f"{train_row(1)['time/update']:.3g} s"
+    assert len(found["Time per step"].all("circle")) == 3 and not found["Time per step"].all("path")
 
 
 def test_missing_keys_nulls_and_text_in_numbers_are_gaps(tmp_path):
     rows = [train_row(s) | {"policy/approx_kl": None} for s in range(1, 6)]
-    rows[2]["grad_norm"] = None
-    del rows[3]["policy/ratio_min"]
-    rows[1]["time/judge/latency_p95"] = "slow"
-    for row in rows:
-        del row["advantage/zero_groups"]
+    rows[2]["time/rollout"] = None
+    del rows[3]["judge/tie_rate"]
+    rows[1]["time/update"] = "slow"
     found = charts(report(small_run(tmp_path / "r", [*rows, {"kind": "train", "step": None}, {"kind": "train"}, [1]])))
-    assert curve(found["Gradient norm"], "before")[1][2] is None
-    assert curve(found["Judge: latency"], "95")[1][1] is None
-    assert "KL divergence" not in found and "Groups without signal" not in found
-    assert "nan" not in found["Gradient norm"].all("svg")[0].text
+    assert "KL divergence" not in found
+    lines = found["Time per step"].all(
+        "path", "line"
+    )  # rollout in two parts, judge_wait whole, update in a dot and one
+    assert len(lines) == 4 and len(found["Time per step"].all("circle")) == 1
     assert all("nan" not in p.attributes["d"] for f in found.values() for p in f.all("path"))
 
 
@@ -327,7 +354,7 @@ def test_a_torn_last_line_and_an_unfinished_run(tmp_path):
     page = report(folder)
     assert "40 of 100 steps so far" in page.all("p", "status")[0].text
     assert page.all("h1")[0].text == "demo" and "(dev)" in page.all("p", "result")[0].text
-    assert curve(charts(page)["Gradient norm"], "before")[0][-1] == 40
+    assert last(charts(page)["Time per step"], "update") == f"{train_row(40, 100)['time/update']:.3g} s"
 
 
 def test_the_time_limit_is_an_end_once_the_product_is_there(tmp_path):
@@ -368,7 +395,7 @@ def test_damaged_files_are_left_out_and_named_in_plain_words(tmp_path):
     for name, (_, said) in DAMAGE.items():
         assert f"{name.rpartition('/')[2]} {said}" in problem.text
     assert len(page.all("figure", "pair")) == 12 and not page.all("figure", "group")
-    assert "(test)" in page.all("p", "result")[0].text and curve(charts(page)["Gradient norm"], "before")[0][-1] == 40
+    assert "(test)" in page.all("p", "result")[0].text and "Time per step" in charts(page)
 
 
 def test_hostile_text_is_shown_and_not_run(tmp_path):
@@ -377,15 +404,15 @@ def test_hostile_text_is_shown_and_not_run(tmp_path):
     (folder / "eval" / "test_prompts.json").write_text(json.dumps([evil] * 12))
     file = folder / "groups" / "step_000020.npz"
     np.savez(file, **arrays(file) | {"prompts": np.array([evil, "fine"])})
-    row = {"reward/<b>x": 1.0, "reward/<b>x_std": 1.0, "odd/<i>": 2.0}
+    row = {"reward/<b>x": 1.0, "reward/<b>x_std": 1.0}
     rows = [train_row(1) | row, eval_row(20, 20, "test")]
     small_run(folder, rows, f"name: {json.dumps(evil)}\nmodel: '</pre><img src=x onerror=y>'\n")
     page = report(folder)
-    assert len(page.all("script")) == 2 and all("onerror" not in n.attributes for n in page.all())
+    assert not page.all("script") and all("onerror" not in n.attributes for n in page.all())
     assert page.all("h1")[0].text == evil and page.all("figure", "pair")[0].all("figcaption")[0].text == evil
     assert page.all("figure", "group")[0].all("figcaption")[0].text.startswith(evil)
-    assert "<img src=x onerror=y>" in page.all("pre")[0].text
-    assert "Reward: <b>x" in charts(page) and "odd · <i>" in charts(page)
+    assert "<img src=x onerror=y>" in page.all("pre")[-1].text
+    assert "<b>x" in charts(page)["Reward"].text
 
 
 def test_large_images_and_long_runs_stay_small(tmp_path):
@@ -400,4 +427,4 @@ def test_large_images_and_long_runs_stay_small(tmp_path):
     assert (folder / "report.html").stat().st_size < 3e6
     large = page.all("figure", "pair")[0].all("img")[0]
     assert "smooth" in large.attributes["class"] and max(pixels(large).shape) == 384
-    assert "Each point stands for 8 steps" in charts(page)["Gradient norm"].text
+    assert len(charts(page)["Time per step"].all("path")[0].attributes["d"].split("L")) == 375

@@ -10,14 +10,17 @@ import json
 import numpy as np
 import pytest
 import torch
-from families import CASES, folder, load
-from safetensors import safe_open
+from diffusers import FluxPipeline
+from families import CASES, case_of, folder, load
 from tiny_run import attempt, ranks, recipe, rows, start, train, weights, world
 
 from prefgrpo.config.loading import from_dict
+from prefgrpo.config.schema import SamplingConfig
 from prefgrpo.data.prompts import Prompt
 from prefgrpo.rollout.assignment import assign_batches, slot_prompts
 from prefgrpo.rollout.sampling import Schedules, prompt_sampling
+from prefgrpo.run.evaluate import FIRST_ID
+from prefgrpo.sde.noise import initial_latents
 from prefgrpo.sde.schedule import make_schedule, shifted_sigmas, truncated_times
 
 PUBLISHED = [1000, 976, 951, 923, 891, 857, 818, 774, 724, 666, 599, 521, 428, 315, 176]
@@ -133,9 +136,13 @@ def test_evaluation_and_generation_at_another_size(place):
     assert lora[0] == lora[1], "evaluation changed the training"
     images = np.load(runs / "shown" / "eval" / "dev_000002.npz")
     assert images["now"].shape[1:] == (24, 16, 3)
-    with safe_open(runs / "shown" / "proof.safetensors", "pt") as proof:
-        call = json.loads(proof.metadata()["call"])
-    assert (call["height"], call["num_inference_steps"], call["guidance_scale"]) == (24, 5, 1.5)
+    shown = json.loads((runs / "shown" / "eval" / "dev_prompts.json").read_text())
+    pipe = FluxPipeline.from_pretrained(place / "flux")
+    shape = load(case_of("flux"), place / "flux").latent_shape(SamplingConfig(24, 16, 5))
+    latents = initial_latents(0, torch.tensor([FIRST_ID]), shape)
+    call = {"height": 24, "width": 16, "num_inference_steps": 5, "guidance_scale": 1.5, "max_sequence_length": 24}
+    stock = pipe(shown[0], latents=latents, output_type="np", **call).images
+    assert np.abs(images["before"][:1] - 255 * stock).max() <= 1
     argv = ["generate", str(runs / "shown" / "config.yaml"), "--lora", str(runs / "shown"), "--samples", "1"]
     run = start([*argv, "--prompts", str(place / "sized.jsonl"), "--out", str(place / "one")], place / "g.log")
     assert run.wait() == 0, run.output

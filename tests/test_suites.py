@@ -12,7 +12,6 @@ import json
 import re
 import zlib
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -308,6 +307,15 @@ def test_geneval_in_its_layout_by_our_detector(place, capsys):
         assert row["mean"] == np.mean([s.value for s in alone]) and row["count"] == 2
     code, output = attempt(capsys, *argv, "--seed", "1")
     assert code == 2 and "contains files of another evaluation (different: seed)" in output
+    own = place / "own"
+    own.mkdir()
+    results = own / "results.jsonl"
+    results.write_text("\n".join(geneval_line(tag=tag, correct=tag != "counting") for tag in tags))
+    code, output = attempt(capsys, *argv[:-1], place / "new" / "folder", "--results", results)
+    assert code == 0 and "| counting | 0.00 % | 1 | 0 |" in output, output
+    assert tree(place / "new").keys() == {"folder/geneval.json", "folder/geneval.md"}
+    code, output = attempt(capsys, *argv[:-2], "--results", results)
+    assert code == 0 and f"{own / 'geneval'}.json" in output, "default --out: beside the results"
 
 
 def test_geneval_counts_as_its_own_summary(tmp_path):
@@ -322,60 +330,6 @@ def test_geneval_counts_as_its_own_summary(tmp_path):
     (tmp_path / "some.jsonl").write_text(json.dumps(content[0]))
     some = load_suite("geneval").read_results(tmp_path / "some.jsonl")
     assert some.summary["overall (mean of the six tasks)"] is None and len(some.problems) == 5
-
-
-def test_dpg_puts_four_images_into_one(place, capsys):
-    (place / "dpg").mkdir()
-    for name in ("COCOval1", "0"):
-        (place / "dpg" / f"{name}.txt").write_text(f"a red circle {name}")
-    out = place / "dpg_out"
-    argv = ["evaluate", recipe(place, "dpg"), "--suite", "dpg", "--prompts", place / "dpg", "--out", out]
-    code, output = attempt(capsys, *argv)
-    assert code == 0 and "8 files are in" in output, output
-    assert sorted(p.name for p in (out / "images").iterdir()) == ["0.png", "COCOval1.png"]
-    whole = np.asarray(Image.open(out / "images" / "0.png"))
-    cells = [np.asarray(Image.open(out / "samples" / f"0_{k}.png")) for k in range(4)]
-    for k, (x, y) in enumerate([(0, 0), (16, 0), (0, 16), (16, 16)]):  # compute_dpg_bench.py's crops
-        assert np.array_equal(whole[y : y + 16, x : x + 16], cells[k])
-    (place / "dpg" / "0.txt").rename(place / "dpg" / "1.txt")  # the same text under another name
-    code, output = attempt(capsys, *argv)
-    assert code == 2 and "contains files of another evaluation (different: files)" in output, output
-    (place / "dpg" / "1.txt").rename(place / "dpg" / "0.txt")
-    results = place / "dpg-bench_results.txt"
-    results.write_text(
-        "out/0.png, 1.0, 0.5, 0.75\nModel: out\nL1 category scores:\n\tentity: 91.5\n\trelation: 80.25\n"
-        "L2 category scores:\n\tentity - whole: 91.5\nImage path: out\nSave results to: x: 3\nDPG-Bench score: 83.79\n"
-    )
-    code, output = attempt(capsys, *argv, "--results", results)
-    assert code == 0 and "| score | 83.79 % |" in output and "| entity - whole | 91.50 % | 1 | 0 |" in output
-    assert "L1 category" in output and (out / "dpg.md").is_file()
-
-
-def test_t2i_compbench_numbers_a_categorys_images_through(place, capsys):
-    (place / "t2i").mkdir()
-    for name in ("color", "spatial"):
-        (place / "t2i" / f"{name}_val.txt").write_text("a green bench and a blue bowl\na red car.\n")
-    out = place / "t2i_out"
-    argv = ["evaluate", recipe(place, "t2i"), "--suite", "t2i_compbench", "--prompts", place / "t2i", "--out", out]
-    code, output = attempt(capsys, *argv, "--samples", "2")
-    assert code == 0, output
-    names = [f"a green bench and a blue bowl_{k:06d}.png" for k in (0, 1)] + [f"a red car._{k:06d}.png" for k in (2, 3)]
-    assert sorted(tree(out / "color" / "samples")) == sorted(tree(out / "spatial" / "samples")) == names
-    assert tree(out / "color" / "samples") != tree(out / "spatial" / "samples"), "categories share noise"
-    prompt = Prompt(0, "x", {"category": "color", "number": 299})
-    files = load_suite("t2i_compbench").sample_files([prompt], 0, out, ".png")
-    assert [p[2].name for p in files][::9] == ["x_002990.png", "x_002999.png"]
-    for folder, answers in {"color/annotation_blip": ["0.6900", "0.7110"], "complex/annotation_3_in_1": [0.25]}.items():
-        (out / folder).mkdir(parents=True)
-        rows = [{"question_id": k, "answer": a} for k, a in enumerate(answers)]
-        (out / folder / "vqa_result.json").write_text(json.dumps(rows))
-    code, output = attempt(capsys, *argv, "--results", out)
-    assert code == 0 and "| color | 70.05 % | 2 | 0 |" in output and "| complex | 25.00 % | 1 | 0 |" in output
-    assert "spatial: spatial/labels/annotation_obj_detection_2d/vqa_result.json is missing" in output
-    code, output = attempt(capsys, *argv[:-1], place / "new" / "folder", "--results", out)
-    assert code == 0 and tree(place / "new").keys() == {"folder/t2i_compbench.json", "folder/t2i_compbench.md"}
-    code, output = attempt(capsys, *argv[:-2], "--results", out)
-    assert code == 0 and f"{out / 't2i_compbench'}.json" in output, "default --out: beside the results"
 
 
 def test_vbench_names_and_numbers(tmp_path):
@@ -440,16 +394,10 @@ def marked(points='["Style"]', result='{"score": [1]}', image="a/0_0.png"):
     return "index,prompt,testpoint,output,result_json,img_path\n" + out.getvalue()
 
 
-T2I = "color/annotation_blip/vqa_result.json"
 REFUSED_RESULTS = [
     ("vbench", "a_eval_results.json", '{"color": "0.5"}', "color: .*'0.5'"),
     ("vbench", "a_eval_results.json", '{"color": [NaN, []]}', "color: .*finite number, got nan"),
     ("vbench", "a_eval_results.json", '{"color": [true, []]}', "color: .*got True"),
-    ("t2i_compbench", T2I, '[{"answer": NaN}]', "answer: .*got nan"),
-    ("t2i_compbench", T2I, "[]", "at least 1"),
-    ("dpg", "r.txt", "DPG-Bench score: nan\n", "line 1: .*got 'nan'"),
-    ("dpg", "r.txt", "DPG-Bench score: 1-2e\n", "line 1: .*got '1-2e'"),
-    ("dpg", "r.txt", "L1 category scores:\n\tx: -\nDPG-Bench score: 80\n", "line 2: .*got '-'"),
     ("geneval", "r.jsonl", geneval_line() + "\n" + geneval_line(correct=None), "line 2: .*correct: .*got None"),
     ("geneval", "r.jsonl", geneval_line(correct="False"), "correct: .*got 'False'"),
     ("geneval", "r.jsonl", geneval_line(tag="weird"), "tag: .*got 'weird'"),
@@ -466,8 +414,8 @@ REFUSED_PROMPTS = [
     ("vbench", "p.json", json.dumps([PLAIN | {"prompt_en": " "}]), "0: prompt_en: .*got ' '"),
     ("vbench", "p.json", json.dumps([PLAIN | {"dimension": None}]), "0: dimension: .*got None"),
     ("vbench", "p.json", "[]", "at least 1"),
-    ("dpg", "dpg/a.txt", b"\xff", "UTF-8"),
-    ("dpg", "dpg/a.txt/b", "", "directory"),
+    ("vbench", "p.json", b"\xff", "UTF-8"),
+    ("vbench", "p.json/b", "", "directory"),
 ]
 
 
@@ -478,10 +426,10 @@ REFUSED_PROMPTS = [
 def test_damaged_files_are_refused_with_file_and_value(reads, name, file, content, told_of, tmp_path):
     (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / file).write_bytes(content if isinstance(content, bytes) else content.encode())
-    path = tmp_path if file == T2I else tmp_path / "dpg" if name == "dpg" and reads == "read" else tmp_path / file
+    path = tmp_path / file.removesuffix("/b")
     with pytest.raises(DataError) as error:
         getattr(load_suite(name), reads)(path)
-    assert str(tmp_path / file.removesuffix("/b")) in str(error.value) and "expected" in str(error.value)
+    assert str(path) in str(error.value) and "expected" in str(error.value)
     assert re.search(told_of, str(error.value)), error.value
 
 
@@ -508,19 +456,10 @@ def test_marks_that_do_not_fit_the_test_points_are_missing(points, result, tmp_p
     assert [problem.split(":")[0] for problem in found.problems] == ["0_0.png"]
 
 
-def test_a_category_that_dpgs_tool_prints_as_nan_is_missing(tmp_path):
-    (tmp_path / "r.txt").write_text("L1 category scores:\n\ta: 50.0\n\tb: nan\nDPG-Bench score: 80\n")
-    found = load_suite("dpg").read_results(tmp_path / "r.txt")
-    assert [(r.name, r.mean, r.count, r.missing) for r in found.tables["L1 category"]] == [
-        ("a", 0.5, 1, 0), ("b", None, 0, 1),
-    ]  # fmt: skip
-    assert found.problems == ["no score of b"] and found.summary == {"score": 0.8}
-
-
 def test_a_byte_order_mark_is_not_part_of_a_file(tmp_path):
     """All suites read their files with the same function."""
-    (tmp_path / "a.txt").write_text("a cat", encoding="utf-8-sig")
-    assert [p.text for p in load_suite("dpg").read(tmp_path)] == ["a cat"]
+    (tmp_path / "p.json").write_text(json.dumps([PLAIN]), encoding="utf-8-sig")
+    assert [p.text for p in load_suite("vbench").read(tmp_path / "p.json")] == ["a"]
 
 
 @pytest.mark.parametrize(
@@ -549,12 +488,3 @@ def test_an_index_cannot_leave_the_output_folder(index):
     prompts = [Prompt(k, "x", {"index": i}) for k, i in enumerate(("0", index))]
     with pytest.raises(DataError, match="prompt 2 has"):
         load_suite("unigenbench").sample_files(prompts, 1, Path("out"), ".png")
-
-
-def test_a_damaged_sample_of_a_grid_is_named(tmp_path):
-    (tmp_path / "samples").mkdir()
-    (tmp_path / "samples" / "a_0.png").write_bytes(b"xx")
-    suite, world = load_suite("dpg"), SimpleNamespace(dp_index=0, dp_size=1, is_dp_leader=True)
-    files = suite.sample_files([Prompt(0, "x", {"name": "a"})], 1, tmp_path, ".png")
-    with pytest.raises(DataError, match=r"samples: a_0\.png cannot be read .* delete the file"):
-        suite.write_other_files(files, tmp_path, world)

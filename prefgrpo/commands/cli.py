@@ -12,12 +12,10 @@ import os
 import re
 import sys
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import nullcontext, redirect_stderr
 from dataclasses import field, fields, is_dataclass, make_dataclass
 from fnmatch import fnmatch
 from importlib import import_module
 from inspect import Parameter, Signature, signature
-from io import StringIO
 from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -26,7 +24,6 @@ import tyro
 import yaml
 
 from prefgrpo import __version__
-from prefgrpo.commands.launch import reports_errors, wait_for_cause, wait_for_first
 from prefgrpo.config.checks import check
 from prefgrpo.config.loading import differences, flat_fields, load, parse
 from prefgrpo.config.recipe import ConfigError, Loader, UserError, merge
@@ -36,18 +33,17 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("prefgrpo.commands.cli:train", "train a model from a recipe; any field can be overridden"),
     "demo": ("prefgrpo.commands.cli:demo", "train the tiny demo into ./runs/demo; takes the options of train"),
     "preprocess": ("prefgrpo.commands.cli:preprocess", "encode all prompts of a recipe once, into data.cache"),
-    "launch": ("prefgrpo.commands.launch:launch", "torchrun with the run's exit code: --nproc_per_node 8 train RECIPE"),
     "generate": ("prefgrpo.commands.cli:generate", "generate images or clips for every prompt of a file"),
     "evaluate": ("prefgrpo.commands.cli:evaluate", "evaluate on a published suite, or against the base model"),
     "score": ("prefgrpo.commands.score:main", "score a folder of images or clips"),
     "reward list": ("prefgrpo.rewards:show_rewards", "list all rewards with inputs, description and where they run"),
     "reward serve": ("prefgrpo.rewards.serve:main", "serve one reward over HTTP, from a separate environment"),
-    "report": ("prefgrpo.commands.cli:report", "write report.html for a run, or a comparison of several runs"),
+    "report": ("prefgrpo.commands.cli:report", "write report.html for a run"),
     "judge serve": ("prefgrpo.judge.serve:serve", "start judges with vLLM or SGLang, one port per model"),
     "judge check": ("prefgrpo.judge.client:main", "test a judge: reachable, right model, correct on known answers"),
     "judge plan": ("prefgrpo.judge.simulate:plan", "compare pair plans by calls and rank correlation"),
     "tiny": ("prefgrpo.tiny.pipelines:make", "write a tiny pipeline with random weights: prefgrpo tiny flux DIR"),
-    "doctor": ("prefgrpo.commands.doctor:doctor", "show what is installed, and test which backends work"),
+    "doctor": ("prefgrpo.commands.doctor:doctor", "show versions, and test which op backends work"),
 }
 
 FIELDS = {
@@ -144,7 +140,7 @@ def generate(
 def evaluate(
     config: Config,
     target: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="TARGET")],
-    suite: Literal["unigenbench", "geneval", "vbench", "dpg", "t2i_compbench"] | None = None,
+    suite: Literal["unigenbench", "geneval", "vbench"] | None = None,
     prompts: str = "",
     out: Path | None = None,
     samples: int = 0,
@@ -203,8 +199,7 @@ def _with_recipe(command: Any, name: str, argv: Sequence[str], recipe: Path | No
     arguments.__doc__ = command.__doc__
     arguments.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
     arguments.__annotations__ = {p.name: p.annotation for p in parameters}
-    with nullcontext() if reports_errors() else redirect_stderr(StringIO()):
-        given = tyro.cli(arguments, args=words, prog=f"prefgrpo {name}")
+    given = tyro.cli(arguments, args=words, prog=f"prefgrpo {name}")
     if "target" in given:
         from prefgrpo.commands.evaluate import recipe_of
 
@@ -316,22 +311,17 @@ def _read(recipe: Path | None, values: Mapping[str, Any], command: str) -> Confi
     return config
 
 
-def report(runs: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="RUN [RUN ...]")], out: Path | None = None) -> int:
-    """Write report.html into a run folder, or for several runs one page that compares them.
+def report(run: Path, out: Path | None = None) -> int:
+    """Write report.html into a run folder.
 
     Args:
-        runs: Run folder, e.g. runs/demo, or several; runs that differ only in their seed are shown as one variant.
-        out: File of the page; none: report.html, or comparison.html for several runs, in the first run's folder.
+        run: Run folder, e.g. runs/demo.
+        out: File of the page; none: report.html in the run folder.
     """
-    from prefgrpo.report import write_comparison, write_report
+    from prefgrpo.report import write_report
 
-    if not runs:
-        print("error: report: expected one or more run folders", file=sys.stderr)
-        return 2
-    runs = tuple({run.resolve(): run for run in runs}.values())
     try:
-        several = len(runs) > 1
-        print(write_comparison(runs, out or runs[0] / "comparison.html") if several else write_report(runs[0], out))
+        print(write_report(run, out))
     except OSError as error:
         text = f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror or error)
         hint = "; choose another file with --out" * (isinstance(error, PermissionError) and not error.filename)
@@ -370,10 +360,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code = _run(name, rest)
         sys.stdout.flush()
-    except SystemExit as end:  # raised by tyro
-        if end.code:
-            wait_for_first(2)
-        raise
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
@@ -381,14 +367,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except (UserError, PermissionError, IsADirectoryError, NotADirectoryError) as error:
-        wait_for_first(2)
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except Exception as error:
-        wait_for_cause(error)
-        raise
-    if code:
-        wait_for_first(code)
+    if code == 0 and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        from prefgrpo.parallel.world import leave
+
+        leave()
     return code
 
 

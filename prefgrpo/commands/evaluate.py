@@ -132,7 +132,7 @@ def _provenance(side: Side, prompts: Sequence[Prompt], samples: int, fps: int) -
     return {
         "model": c.model,
         "checkpoint": w.checkpoint and w.checkpoint.name,
-        "sha256": w.checkpoint and _sha256(w.checkpoint),
+        "state": w.checkpoint and _state(w.checkpoint),
         "weights": None if w.checkpoint is None else "ema" if w.averaged else "live",
         "dtype": c.dtype,
         "seed": c.seed,
@@ -143,13 +143,14 @@ def _provenance(side: Side, prompts: Sequence[Prompt], samples: int, fps: int) -
     }
 
 
-def _sha256(path: Path) -> str:
-    """The hash stored in a checkpoint, which is verified when the checkpoint is read. Raises CheckpointError."""
+def _state(path: Path) -> dict[str, Any]:
+    """What identifies a checkpoint: step, updates and seconds of training. Raises CheckpointError."""
     try:
-        return str(json.loads((path / checkpoint.META).read_text(encoding="utf-8"))["sha256"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        meta = checkpoint.read_meta(path)
+    except CheckpointError as error:
         there = ", ".join(p.name for p in RunFolder(path.parent.parent).all_checkpoints()) or "none"
-        raise CheckpointError(f"{path} is not a complete checkpoint ({error!r}); the run has {there}") from error
+        raise CheckpointError(f"{error}; the run has {there}") from error
+    return {key: meta[key] for key in ("step", "updates", "trained_s")}
 
 
 @contextmanager
@@ -216,17 +217,17 @@ def evaluate(
         return code
     side = _side(config, target, weights)
     where = out or Path(config.output) / config.name / "evaluations" / side.label
-    with parallel.process_group(config.device, config) as world:
-        if suite:
-            place = out or where / suite
-            code = _suite(side, suite, prompts, place, samples, question, fps, world)
-        else:
-            other = _baseline_side(side, against, against_weights)
-            place = out or where / f"against_{str(other).replace(' ', '_').rpartition('/')[2]}"
-            code = _compare_sides(side, other, prompts, place, judge2, fps, world)
-        if world.main:
-            _update_report(target, place, f"{suite}.json" if suite else "comparison.json")
-        return code
+    world = parallel.join(config.device, config)
+    if suite:
+        place = out or where / suite
+        code = _suite(side, suite, prompts, place, samples, question, fps, world)
+    else:
+        other = _baseline_side(side, against, against_weights)
+        place = out or where / f"against_{str(other).replace(' ', '_').rpartition('/')[2]}"
+        code = _compare_sides(side, other, prompts, place, judge2, fps, world)
+    if world.main:
+        _update_report(target, place, f"{suite}.json" if suite else "comparison.json")
+    return code
 
 
 def _update_report(target: str, place: Path, results: str) -> None:

@@ -74,10 +74,10 @@ def generate(
     places = [(p, j, out / file_name(p, j, naming, ending)) for p in held for j in range(samples)]
     jobs = make_jobs(places, shared=naming == "vbench")
     there = sum(job.file.exists() for job in jobs)
-    with parallel.process_group(config.device) as world:
-        generate_files(config, Weights(lora=lora), jobs, world, fps)
-        if world.main:
-            print(f"{len(jobs)} files are in {out}" + f"; {there} already existed and are unchanged" * (there > 0))
+    world = parallel.join(config.device)
+    generate_files(config, Weights(lora=lora), jobs, world, fps)
+    if world.main:
+        print(f"{len(jobs)} files are in {out}" + f"; {there} already existed and are unchanged" * (there > 0))
     return 0
 
 

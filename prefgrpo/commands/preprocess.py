@@ -24,16 +24,16 @@ def preprocess(config: Config) -> int:
         raise ConfigError(["data.cache: expected a folder to write to, got nothing"])
     prompts, sets = prompt_sets(config)
     held = [p for prompts_of_set in sets.values() for p in prompts_of_set]
-    with parallel.process_group(config.device) as world:
-        todo = uncached(config, encoding_jobs(config, prompts, held))
-        world.barrier()  # every rank checks the cache before any rank writes to it
-        if mine := todo[world.dp_index :: world.dp_size]:
-            _encode(config, mine, world)
-        world.barrier()
-        if world.main:
-            record_encoders(config)
-            total = f"all of {len(prompts) + len(held)} prompts are in {config.data.cache}"
-            print(f"{len(todo)} texts and sources encoded now; {total}")
+    world = parallel.join(config.device)
+    todo = uncached(config, encoding_jobs(config, prompts, held))
+    world.barrier()  # every rank checks the cache before any rank writes to it
+    if mine := todo[world.dp_index :: world.dp_size]:
+        _encode(config, mine, world)
+    world.barrier()
+    if world.main:
+        record_encoders(config)
+        total = f"all of {len(prompts) + len(held)} prompts are in {config.data.cache}"
+        print(f"{len(todo)} texts and sources encoded now; {total}")
     return 0
 
 

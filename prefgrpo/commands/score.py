@@ -97,20 +97,20 @@ def score(
         raise ConfigError(["score: reading clips needs imageio-ffmpeg: pip install 'prefgrpo[video]'"])
     _check_inputs({name: load_class(name) for name in weights}, files)  # before anything is loaded
     batch = batch or (4 if clips else 32)
-    with parallel.process_group(device) as world:
-        torch.set_num_threads(threads)
-        own = _options(options, weights, device)
-        config = Config(reward=RewardConfig(spec=reward_spec, options=own), seed=seed)
-        rewards = build(weights, reward_options(config, weights, own, None, world))
-        _check_inputs(rewards, files)
-        for size in sorted({len(group) for group in _groups(files)}):
-            try:
-                Scorer(rewards, size)
-            except ValueError as error:
-                raise ConfigError([f"--reward-spec: {error}"]) from error
-        scores = score_files(rewards, files, batch, seed, deadline_s, world)
-        for reward in rewards.values():
-            reward.close()
+    world = parallel.join(device)
+    torch.set_num_threads(threads)
+    own = _options(options, weights, device)
+    config = Config(reward=RewardConfig(spec=reward_spec, options=own), seed=seed)
+    rewards = build(weights, reward_options(config, weights, own, None, world))
+    _check_inputs(rewards, files)
+    for size in sorted({len(group) for group in _groups(files)}):
+        try:
+            Scorer(rewards, size)
+        except ValueError as error:
+            raise ConfigError([f"--reward-spec: {error}"]) from error
+    scores = score_files(rewards, files, batch, seed, deadline_s, world)
+    for reward in rewards.values():
+        reward.close()
     if not world.main:
         return 0
     result = summary(images, weights, files, scores)

@@ -32,7 +32,7 @@ from prefgrpo.rewards.base import Reward
 from prefgrpo.rewards.pairwise import VlmPairwise
 from prefgrpo.run.loading import unsupported
 from prefgrpo.run.run_folder import RunFolder
-from prefgrpo.run.session import config_errors
+from prefgrpo.run.session import Interrupt, config_errors
 from prefgrpo.run.trainer import Callbacks, TrainingLoop, TrainingStopped
 
 SECTIONS = ("data", "eval", "judge", "reward", "train")
@@ -179,8 +179,10 @@ class Trainer:
                 loop.run()
             except TrainingStopped:
                 if loop.world.main:
+                    interrupt = Interrupt()  # torchrun sends SIGTERM as soon as another process has ended
                     with suppress(OSError):  # a full disk
                         write_report(self.folder.root)
+                    interrupt.restore()
                 raise
         if loop.world.main:
             write_report(self.folder.root)

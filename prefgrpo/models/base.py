@@ -76,10 +76,6 @@ class Adapter(Weights, ABC):
     """Whether the model takes only integer timesteps, so that there is nothing to truncate."""
     context_parallel: ClassVar[str] = ""
     """Context parallelism that training supports: "" for none, "ulysses", or "ring" for both."""
-    stock_guidance: ClassVar[str] = "guidance_scale"
-    """Name of the stock call's argument for the guidance scale."""
-    stock_length: ClassVar[str] = "max_sequence_length"
-    """Name of its argument for the maximum length of a prompt; "": it takes none."""
     text_sees_sources: ClassVar[bool] = False
     """Whether the text encoder sees the source images: a prompt then has one embedding per source."""
 
@@ -228,21 +224,6 @@ class Adapter(Weights, ABC):
         own = flux and self.pipe.scheduler.config.get("use_flow_sigmas")
         even = {} if own else {"sigmas": np.linspace(1.0, 1.0 / steps, steps)}
         return even | {"mu": self.mu(sampling)}
-
-    def stock_call(self, prompts: list[str], max_length: int, sampling: Sampling) -> dict[str, Any]:
-        """Arguments, besides latents, size and steps, that make the stock pipeline match this adapter."""
-        call: dict[str, Any] = {"prompt": prompts, self.stock_guidance: sampling.guidance}
-        if self.stock_length:
-            call[self.stock_length] = max_length
-        if self.default_frames is not None:
-            call["num_frames"] = self.frames(sampling)
-        if self.cfg is not None and self.cfg.negative and self.guided(sampling):
-            call["negative_prompt"] = [self.cfg.negative] * len(prompts)
-        return call
-
-    def stock_edit(self, sampling: Sampling) -> tuple[str, dict[str, Any]]:
-        """(stock pipeline, extra call arguments) for an edit; source images go into `image`, one prompt per call."""
-        return self.pipeline, {}
 
     # ---- shared by all families ---------------------------------------------------------------------------------
 

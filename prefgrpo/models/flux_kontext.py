@@ -7,7 +7,6 @@ Invariant: with `ode` steps the images are those of the stock FluxKontextPipelin
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
 
 import torch
 from PIL import Image
@@ -34,10 +33,6 @@ class FluxKontext(Flux):
         latents = self.pipe._encode_vae_image(pixels.to(vae.device, vae.dtype), generator=None)
         packed = self.pipe._pack_latents(latents, 1, latents.shape[1], 2 * rows, 2 * columns)
         return packed.view(rows, columns, -1)
-
-    def stock_edit(self, sampling: Sampling) -> tuple[str, dict[str, Any]]:
-        """Sources keep their size (a run has already resized them for the output); `max_area` is the output's."""
-        return self.pipeline, {"max_area": sampling.height * sampling.width, "_auto_resize": False}
 
     def predict(self, net: nn.Module, x: Tensor, sigma: Tensor, condition: Condition, sampling: Sampling) -> Tensor:
         """Velocity [B, L, 4C] of the generated tokens."""

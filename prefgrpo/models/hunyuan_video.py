@@ -61,7 +61,6 @@ class HunyuanVideo15(HunyuanVideo):
     pipeline = "HunyuanVideo15Pipeline"
     default_frames = 121
     cfg = Cfg()
-    stock_length = "tokenizer_max_length"  # an attribute of the pipeline, as the guidance scale is one of its guider
 
     def encode_prompt(self, prompt: str, max_length: int) -> Condition:
         """prompt_embeds [n, C] with n ≤ max_length tokens, prompt_embeds_2 [n', C'] of quoted text, and the lengths."""

@@ -9,7 +9,7 @@ steps the clips are those of the stock LTXPipeline, or of LTX2Pipeline with plai
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from diffusers.pipelines.ltx.pipeline_ltx import LTXPipeline
@@ -108,13 +108,6 @@ class LTX2(LTXVideo):
     def latent_shape(self, sampling: Sampling) -> tuple[int, ...]:
         """[F'·(height / 32)·(width / 32) + audio tokens, C]: clip and audio tokens are both C wide."""
         return self.tokens(sampling) + self.sound_tokens(sampling), self.pipe.transformer.config.in_channels
-
-    def stock_call(self, prompts: list[str], max_length: int, sampling: Sampling) -> dict[str, Any]:
-        """Plain guidance of clip and audio; `latents` are the clip's, and `audio_latents` the audio's."""
-        plain = {"stg_scale": 0.0, "modality_scale": 1.0, "guidance_rescale": 0.0}
-        call = super().stock_call(prompts, max_length, sampling) | plain | {f"audio_{k}": v for k, v in plain.items()}
-        cross = self.pipe.transformer.config.cross_attn_mod
-        return call | {"audio_guidance_scale": sampling.guidance, "use_cross_timestep": cross}
 
     def predict(self, net: nn.Module, x: Tensor, sigma: Tensor, condition: Condition, sampling: Sampling) -> Tensor:
         """Velocity [B, clip and audio tokens, C]."""

@@ -26,7 +26,6 @@ class QwenImage(Adapter):
     own_lengths = True
     context_parallel = "ulysses"
     cfg = Cfg(rescale=True, negative=" ")
-    stock_guidance = "true_cfg_scale"
     lora_targets = JOINT_ATTENTION
 
     def encode_prompt(self, prompt: str, max_length: int) -> Condition:

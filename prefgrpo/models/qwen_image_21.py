@@ -25,7 +25,6 @@ class QwenImage21(Adapter):
     packed = True
     own_lengths = True
     cfg = Cfg(negative=" ")
-    stock_guidance, stock_length = "true_cfg_scale", ""
     lora_targets = (
         "attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0", "img_mlp.proj", "img_mlp.gate_layer", "img_mlp.out",
     )  # fmt: skip

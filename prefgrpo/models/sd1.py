@@ -24,7 +24,6 @@ class StableDiffusion1(Adapter):
     pipeline = "StableDiffusionPipeline"
     cfg = Cfg()
     whole_times = True
-    stock_length = ""
     denoisers = ("unet",)
     lora_targets = ("to_q", "to_k", "to_v", "to_out.0")
 

@@ -82,10 +82,6 @@ class Wan22(Wan):
     default_guidance_2 = 3.0
     denoisers = ("transformer", "transformer_2")
 
-    def stock_call(self, prompts: list[str], max_length: int, sampling: Sampling) -> dict[str, Any]:
-        """With the second expert's guidance."""
-        return super().stock_call(prompts, max_length, sampling) | {"guidance_scale_2": self._guidance_2(sampling)}
-
     def _guidance_2(self, sampling: Sampling) -> float:
         return self.default_guidance_2 if sampling.guidance_2 is None else sampling.guidance_2
 
@@ -158,10 +154,6 @@ class WanTI2V(Wan):
     def encode_source(self, source: Image.Image) -> Tensor:
         """Latents [C, 1, h, w] of the first frame."""
         return encode_frame(self.pipe, source)
-
-    def stock_edit(self, sampling: Sampling) -> tuple[str, dict[str, Any]]:
-        """The folder holds a WanPipeline; for a source image, the image-to-video pipeline is built from it."""
-        return "WanImageToVideoPipeline", {}
 
     def predict(self, net: nn.Module, x: Tensor, sigma: Tensor, condition: Condition, sampling: Sampling) -> Tensor:
         """Velocity [B, C, F', h, w]."""

@@ -43,9 +43,7 @@ def set_backend(adapter: Adapter, config: Config, layout: Layout, device: torch.
         if isinstance(error, ConfigError):
             raise
         reason = str(error).strip().splitlines()[0][:300]
-        raise ConfigError(
-            [f"attention: {config.attention} does not run here: {reason}; see `prefgrpo doctor`"]
-        ) from error
+        raise ConfigError([f"attention: {config.attention} does not run here: {reason}"]) from error
 
 
 def problem(name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, masked: bool) -> str:

@@ -9,11 +9,8 @@ local accumulation (no per-backward hooks), so a rank whose groups carry no sign
 
 from __future__ import annotations
 
-import itertools
 import os
-import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import NamedTuple, TypeVar
@@ -32,15 +29,13 @@ from torch.distributed.tensor import DTensor
 from prefgrpo.config.recipe import ConfigError
 from prefgrpo.config.schema import Config
 from prefgrpo.parallel.mesh import Layout, device_mesh
-from prefgrpo.parallel.watch import Heartbeat, restart_count
 
 T = TypeVar("T")
-LONGEST_WAIT = timedelta(hours=2)
-"""Timeout of collectives, enough for one rank to judge or write a large model; torch's default on GPUs is 10 min."""
+TIMEOUT = timedelta(hours=1)
+"""Time limit of collectives (beyond judge.deadline_s, if it is set), after which torch ends a process whose peer hangs:
+enough for one rank to judge or to write a large model. torch's default on GPUs is 10 min."""
 BUCKET_BYTES = 2**28
 """Most bytes of gradients that are copied into one buffer to be summed over ranks (a larger gradient has its own)."""
-_groups_joined = itertools.count()
-"""How many groups this process has joined: a program may train several times, and every rank runs the same program."""
 
 
 class Transfer(NamedTuple):
@@ -205,12 +200,15 @@ def pick_device(name: str) -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
 
-@contextmanager
-def process_group(device_name: str, config: Config | None = None) -> Iterator[World]:
-    """Joins torchrun's process group, if there is one, and leaves it; without `config`, for plain data parallelism.
+def restart_count() -> int:
+    """How many times torchrun has restarted the processes of this run on this machine (`--max-restarts`)."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
-    After an error on a GPU, the group and its heartbeat stay until the process ends, which ends the others: destroying
-    an NCCL communicator waits for the other processes, which may be in a collective.
+
+def join(device_name: str, config: Config | None = None) -> World:
+    """This process's place among those that torchrun started; without `config`, for plain data parallelism.
+
+    The first call joins their process group, which is kept until `leave`: a program may train several times.
     Raises ConfigError if the section `parallel` does not fit the number of processes.
     """
     device = pick_device(device_name)
@@ -218,24 +216,20 @@ def process_group(device_name: str, config: Config | None = None) -> Iterator[Wo
         torch.cuda.set_device(device)
     size = int(os.environ.get("WORLD_SIZE", "1"))
     layout = Layout.of(config, size) if config else Layout(size)
-    heartbeat: Heartbeat | None = None
     if size > 1 and not dist.is_initialized():
+        timeout = TIMEOUT + timedelta(seconds=(config and config.judge.deadline_s) or 0)
+        store, rank, _ = next(rendezvous("env://", timeout=timeout))
+        store = PrefixStore(f"attempt/{restart_count()}", store)  # torchrun's store keeps the addresses of earlier ones
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        store, rank, _ = next(rendezvous("env://", timeout=LONGEST_WAIT))
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # it keeps the addresses of earlier groups
-            store = PrefixStore(f"attempt/{restart_count()}/{next(_groups_joined)}", store)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=LONGEST_WAIT)
-        heartbeat = Heartbeat()
-        heartbeat.start()
-    try:
-        yield World(int(os.environ.get("RANK", "0")), size, device, layout, device_mesh(layout, device))
-    finally:
-        failed = sys.exc_info()[0] is not None
-        if heartbeat and not (failed and device.type == "cuda"):
-            heartbeat.stop()
-            dist.destroy_process_group()
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    return World(int(os.environ.get("RANK", "0")), size, device, layout, device_mesh(layout, device))
 
 
-def is_peer_failure(error: BaseException) -> bool:
-    """Whether an error is only a consequence of another process having exited or left the group."""
-    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "/gloo/" in str(error))
+def leave() -> None:
+    """Leave the process group, at the end of a command that succeeded.
+
+    After an error the group stays until the process ends: destroying an NCCL communicator waits for the other
+    processes, which may be in a collective that this one has left.
+    """
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -10,13 +10,11 @@ from pathlib import Path
 import numpy as np
 
 from prefgrpo.config.schema import JudgeConfig
-from prefgrpo.report import charts
+from prefgrpo.report import svg
 from prefgrpo.report.curves import measure_names, namer, part_of, readable, win_names
 from prefgrpo.report.run import Floats, Outcome, Rows, Run, reward_weights
 from prefgrpo.run.evaluate import verdict
 from prefgrpo.run.metrics import WARN_MISSING
-
-LARGE = 8
 
 
 def percent(value: float) -> str:
@@ -28,17 +26,12 @@ def number(value: float) -> str:
     """Three significant digits, two decimals for values around 1."""
     if math.isnan(value):
         return "–"
-    return f"{value:.2f}".replace("-", "−") if 0.1 <= abs(value) < 10 or value == 0 else charts.number(value)
-
-
-def _three_decimals(value: float) -> str:
-    """Three decimals, or three significant digits if the value is too small for those."""
-    return f"{value:.3f}" if abs(value) >= 0.1 or value == 0 or math.isnan(value) else charts.number(value)
+    return f"{value:.2f}".replace("-", "−") if 0.1 <= abs(value) < 10 or value == 0 else svg.number(value)
 
 
 def _wins(run: Run, rows: Rows) -> list[tuple[str, str, list[str]]]:
     """(judge, win rate, [interval, missing share and orders, if known]) of the last row."""
-    wins, shown = [], namer([run])
+    wins, shown = [], namer(run)
     for win in win_names(rows):
         rate, low, high, first, second = (rows.last(win + end) for end in ("", "_low", "_high", "_first", "_second"))
         note = [] if math.isnan(low + high) else [f"95\u00a0% interval {100 * low:.0f}–{percent(high)}"]
@@ -55,7 +48,7 @@ def _wins(run: Run, rows: Rows) -> list[tuple[str, str, list[str]]]:
 def subject(run: Run) -> str:
     """What was trained: weights, model, family, objective and rewards, as far as the configuration has them; "" without
     a model."""
-    train, family, shown = run.section("train"), run.config.get("family"), namer([run])
+    train, family, shown = run.section("train"), run.config.get("family"), namer(run)
     weights = {k: w for k, w in reward_weights(run.config).items() if w}
     if not (model := "/".join(Path(str(run.config.get("model") or "")).parts[-2:])):
         return ""
@@ -71,18 +64,16 @@ def judge_name(run: Run) -> str:
     judge = run.section("judge")
     if "judge/requests" not in run.train and not any("win_judge" in rows for rows in run.evals.values()):
         return ""
-    model = str(judge.get("model") or "")
-    name, hosts = "/".join(Path(model).parts[-2:]) or "a served model", judge.get("endpoints")
-    if judge.get("backend") == "local":
-        name += " (in this process)"
-    elif isinstance(hosts, list | tuple) and hosts:
+    name = "/".join(Path(str(judge.get("model") or "")).parts[-2:]) or "a served model"
+    hosts = judge.get("endpoints")
+    if isinstance(hosts, list | tuple) and hosts:
         name += f" at {', '.join(map(str, hosts))}"
     return name + "".join(f", {key} {judge[key]}" for key in ("template", "plan") if judge.get(key))
 
 
 def facts(run: Run) -> list[tuple[str, str]]:
     """(name, text): the judge, amount of training and comparisons, agreement of judge and independent checks."""
-    out, rollout, naming = [], run.section("rollout"), namer([run])
+    out, rollout, naming = [], run.section("rollout"), namer(run)
     if judge := judge_name(run):
         out.append(("Judge", judge))
     each = [n for key in ("prompts_per_step", "group_size") if isinstance(n := rollout.get(key), int)]
@@ -93,16 +84,17 @@ def facts(run: Run) -> list[tuple[str, str]]:
         asked = np.nansum(run.train["judge/requests"])
         out.append(("Training", text + (f"; {asked:,.0f} comparisons by the judge" if asked else "")))
     for name, shown in run.images.items():
-        if outcomes := shown[-1].outcomes:
+        if outcomes := shown.outcomes:
             prompts = len({o.prompt for o in outcomes})
             text = f"{prompts} prompts × {len(outcomes) // prompts} = {len(outcomes)} samples"
             lost = Counter(who for o in outcomes for who, win in o.wins.items() if math.isnan(win))
             text += "".join(f"; {naming(who)}: no verdict on {count}" for who, count in lost.items())
             out.append((f"Held out ({name})", text))
     if run.best_set in run.images:
-        for check, (both, alike) in agreement(run.images[run.best_set][-1].outcomes).items():
+        outcomes = run.images[run.best_set].outcomes
+        for check, (both, alike) in agreement(outcomes).items():
             share = f"on {percent(alike / both)} of the {both} samples" if both else "on none of the 0 samples"
-            share += f" on which both have a preference ({len(run.images[run.best_set][-1].outcomes)} in all)"
+            share += f" on which both have a preference ({len(outcomes)} in all)"
             out.append((f"Judge and {naming(check)} agree", share))
     return out
 
@@ -126,7 +118,7 @@ def alarms(run: Run) -> list[str]:
         worst = run.train[name]
         if (many := worst > WARN_MISSING).any():
             out.append(f"In {many.sum()} steps more than {percent(WARN_MISSING)} of the {text} were missing.")
-    naming = namer([run])
+    naming = namer(run)
     for name, rows in run.evals.items():
         for subject, share in _missing(rows).items():
             if (many := share > JudgeConfig.max_missing).any():
@@ -150,7 +142,7 @@ def _missing(rows: Rows) -> dict[str, Floats]:
 def _readable(run: Run, text: str) -> str:
     """The text with display names of held-out metrics."""
     names = [(f"{name}/{column}", column) for name, rows in run.evals.items() for column in rows.columns]
-    shown = namer([run])
+    shown = namer(run)
     for name, column in sorted(names, key=lambda pair: -len(pair[0])):
         win = column.startswith("win_")
         text = text.replace(name, "win rate by " * win + shown(column[4:] if win else column))
@@ -161,25 +153,11 @@ def certainty(run: Run) -> tuple[str, str]:
     """("better", "worse" or "inconclusive", reason) by the best set's first win rate; empty strings without one."""
     if run.best_set is None or not (names := win_names(rows := run.evals[run.best_set])):
         return "", ""
-    outcomes = run.images[run.best_set][-1].outcomes if run.best_set in run.images else []
+    outcomes = run.images[run.best_set].outcomes if run.best_set in run.images else []
     judged = {o.prompt for o in outcomes if not math.isnan(o.wins.get(names[0][4:], math.nan))}
     prompts = len(judged) if outcomes else 10**9  # older runs did not write outcomes: only the interval decides
     word, _, why = verdict(rows.last(f"{names[0]}_low"), rows.last(f"{names[0]}_high"), prompts).partition(": ")
     return word, why
-
-
-def figures(run: Run) -> list[tuple[str, str, str, str]]:
-    """(name, before, value, line below) of the last evaluation of the run's best set: win rates, then measures."""
-    if run.best_set is None:
-        return []
-    rows, shown = run.evals[run.best_set], namer([run])
-    wins = [(f"Win rate by {judge}", "", rate, "; ".join(details)) for judge, rate, details in _wins(run, rows)]
-    measures = [
-        (shown(name), number(rows.last(f"{name}_before")), number(rows.last(name)), "")
-        for name in measure_names(rows)
-        if not math.isnan(rows.last(name))
-    ]
-    return (wins + measures)[:LARGE]
 
 
 def _listed(parts: list[str]) -> str:
@@ -193,7 +171,7 @@ def sentence(run: Run) -> str:
         if run.evals or not run.finished:
             return "No evaluation has finished since training started, so there is no result yet."
         return "This run had no evaluation set (eval.prompts, eval.holdout), so there is no before/after result."
-    rows, shown = run.evals[run.best_set], namer([run])
+    rows, shown = run.evals[run.best_set], namer(run)
     wins = [f"{rate} by {judge}" + (f" ({details[0]})" if details else "") for judge, rate, details in _wins(run, rows)]
     wins[:1] = [win.replace(" by ", " of comparisons by ", 1) for win in wins[:1]]
     result = f"beats the initial model from the same noise in {_listed(wins)}" if wins else "was measured"
@@ -205,7 +183,7 @@ def sentence(run: Run) -> str:
 
 def table(run: Run) -> list[tuple[str, str, int, str, str, str, str]]:
     """(measure, set, step, before, after, interval, missing) of all numbers of the last evaluation of every set."""
-    lines, shown = [], namer([run])
+    lines, shown = [], namer(run)
 
     def missing(*columns: str) -> str:
         share = max((s for c in columns if (s := rows.last(f"{c}_missing")) > 0), default=0.0)
@@ -223,7 +201,7 @@ def table(run: Run) -> list[tuple[str, str, int, str, str, str, str]]:
                     lines.append((measure, name, step, "", rate, interval, missing(win + end)))
                 interval = ""
         for measure in measure_names(rows):
-            before, after = (_three_decimals(rows.last(measure + end)) for end in ("_before", ""))
+            before, after = (number(rows.last(measure + end)) for end in ("_before", ""))
             lost = missing(measure, f"{measure}_before")
             lines.append((shown(measure), name, step, before, after, "", lost))
     return [line for line in lines if line[4] != "nan"]

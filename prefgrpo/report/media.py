@@ -11,7 +11,7 @@ from markupsafe import Markup
 from numpy.typing import NDArray
 from PIL import Image
 
-from prefgrpo.report.charts import tag
+from prefgrpo.report.svg import tag
 
 SMALL = 128
 """Images up to this many pixels per side are embedded unchanged and enlarged without smoothing."""

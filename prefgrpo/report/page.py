@@ -5,33 +5,26 @@ Invariant: the page refers to nothing outside itself, and all text from the run 
 
 from __future__ import annotations
 
-import os
-import platform
-from collections.abc import Sequence
+import math
 from datetime import datetime, timezone
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 import prefgrpo
 from prefgrpo.data.atomic import write_atomic
-from prefgrpo.report.browser import KINDS, group_pairs, pairs
-from prefgrpo.report.charts import draw
-from prefgrpo.report.curves import curves, other_curves
+from prefgrpo.report.answers import tables
+from prefgrpo.report.curves import curves, namer
 from prefgrpo.report.evaluations import Evaluation, read_evaluation
-from prefgrpo.report.headline import alarms, certainty, facts, figures, sentence, subject, table
-from prefgrpo.report.media import picture, still
+from prefgrpo.report.headline import alarms, certainty, facts, sentence, subject, table
+from prefgrpo.report.media import picture
 from prefgrpo.report.run import Run, read_run
 from prefgrpo.report.verdicts import draw_group
 from prefgrpo.run.run_folder import RunFolder
 
-PACKAGES = ("torch", "diffusers", "transformers", "peft", "accelerate", "numpy", "pillow")
-PAIR_PX, COURSE_PX = 384, 160
-GROUPS, COURSE_ROWS, COURSE_COLUMNS = 6, 6, 7
+PAIR_PX = 384
 
 
 def write_report(folder: Path, out: Path | None = None) -> Path:
@@ -39,58 +32,41 @@ def write_report(folder: Path, out: Path | None = None) -> Path:
     contains no run, and OSError if the page cannot be written."""
     folder = Path(folder)
     run = read_run(folder)
-    key, results, health = ([(c, draw(c, span([run]))) for c in charts] for charts in curves(run))
-    groups = [(g, f"step{g.step}-{k}") for k, g in enumerate(_evenly_spaced(run.groups, GROUPS))]
-    shown, items = _pairs(run), [item for g, ident in groups for item in group_pairs(g, ident)]
-    items = [*(shown["items"] if shown else []), *items]
+    newest = max((group.step for group in run.groups), default=0)
+    groups = [group for group in run.groups if group.step == newest]
     path = out or RunFolder(folder).report
-    page = render(
-        "page.html.j2",
+    page = _render(
         title=str(run.config.get("name") or folder.resolve().name),
         subject=subject(run),
         status=run.status,
         sentence=sentence(run),
         certainty=certainty(run),
-        figures=figures(run),
         facts=facts(run),
         alarms=alarms(run),
         watched=len(run.train.steps) > 0,
         table=table(run),
         evaluations=_evaluations(run),
-        pairs=shown,
-        course=_progress_table(run),
-        key=[figure for _, figure in key],
-        charts=[figure for _, figure in results],
-        health=[figure for chart, figure in health if not chart.is_flat],
-        flat=[figure for chart, figure in health if chart.is_flat],
-        others=[figure for chart in other_curves(run) if (figure := draw(chart, span([run])))],
-        groups=[draw_group(g, ident) for g, ident in groups],
-        sources=any(g.source is not None for g, _ in groups),
-        items=items,
-        judged=sum(bool(item["orders"] or item["mean"] is not None) for item in items),
-        kinds=[(kind, KINDS[kind], count) for kind in KINDS if (count := sum(kind in item["kinds"] for item in items))],
+        pairs=_pairs(run),
+        charts=curves(run),
+        groups=[draw_group(group, f"group{k}") for k, group in enumerate(groups)],
+        sources=any(group.source is not None for group in groups),
+        answers=tables(run),
         config=run.config_text,
-        machine=machine(),
         problems=run.problems,
     )
-    write_page(path, page)
-    return path
-
-
-def write_page(path: Path, page: str) -> None:
-    """Write a page. Raises OSError with the name of the page, not of a temporary file."""
     if not path.parent.is_dir():
         raise FileNotFoundError(f"{path} cannot be written: the folder {path.parent} does not exist")
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a folder; expected the name of a file, e.g. {path / 'report.html'}")
     try:
         write_atomic(path, page)
-    except OSError as error:
+    except OSError as error:  # with the name of the page, not of a temporary file
         raise OSError(error.errno, f"{path} cannot be written ({error.strerror})") from error
+    return path
 
 
-def render(template: str, **values: object) -> str:
-    """Render a template from this folder."""
+def _render(**values: object) -> str:
+    """The page from page.html.j2."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -99,34 +75,8 @@ def render(template: str, **values: object) -> str:
         lstrip_blocks=True,
     )
     written = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
-    return environment.get_template(template).render(written=written, **values)
-
-
-def span(runs: Sequence[Run]) -> tuple[float, float]:
-    """First and last training step in the runs' rows."""
-    rows = [r for run in runs for r in (run.train, *run.evals.values()) if len(r.steps)]
-    ends = [float(step) for r in rows for step in (r.steps[0], r.steps[-1])]
-    return min(ends, default=0.0), max(ends, default=0.0)
-
-
-def machine() -> list[tuple[str, str]]:
-    """(name, value) pairs: versions and machine of this process."""
-    rows = [("prefgrpo", prefgrpo.__version__), ("Python", platform.python_version())]
-    for package in PACKAGES:
-        try:
-            rows.append((package, version(package)))
-        except PackageNotFoundError:
-            continue
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text(errors="replace").splitlines() if cpuinfo.is_file() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    rows.append(("system", f"{platform.system()} {platform.release()}, {platform.machine()}"))
-    rows.append(("processor", names[0] if names else platform.processor() or "unknown"))
-    rows.append(("cores", f"{len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()}"))
-    if hasattr(os, "sysconf"):
-        rows.append(("memory", f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB"))
-    gpus = [torch.cuda.get_device_name(k) for k in range(torch.cuda.device_count())]
-    return [*rows, ("GPU", ", ".join(f"{gpus.count(g)} × {g}" for g in dict.fromkeys(gpus)) or "none")]
+    versions = f"prefgrpo {prefgrpo.__version__}, torch {torch.__version__}"
+    return environment.get_template("page.html.j2").render(written=written, versions=versions, **values)
 
 
 def _evaluations(run: Run) -> list[Evaluation]:
@@ -141,41 +91,25 @@ def _evaluations(run: Run) -> list[Evaluation]:
 
 
 def _pairs(run: Run) -> dict[str, Any] | None:
-    """The last evaluation of the best set as pairs of images; None without images."""
-    name = next((n for n in (run.best_set, *run.images) if n in run.images and run.images[n][-1].step > 0), None)
+    """The last evaluation of the best set as (prompt, images, who won); None without images."""
+    name = next((n for n in (run.best_set, *run.images) if n in run.images and run.images[n].step > 0), None)
     if name is None:
         return None
-    last = run.images[name][-1]
-    columns = [m for m in (last.sources, last.before, last.after) if m is not None]
-    items, shown = pairs(last, name), []
-    for k, item in enumerate(items):
-        labels = [(label.split()[0], f"{item['prompt']}: {label}", ident) for label, ident in item["media"]]
+    last, shown = run.images[name], namer(run)
+    columns = {"source": last.sources, "before": last.before, "after": last.after}
+    pairs = []
+    for k, (prompt, outcome) in enumerate(zip(last.prompts, last.kept, strict=True)):
         images = [
-            (label, picture(media[k], caption, PAIR_PX, id=ident))
-            for media, (label, caption, ident) in zip(columns, labels, strict=True)
+            (label, picture(media[k], f"{prompt}: {label}", PAIR_PX))
+            for label, media in columns.items()
+            if media is not None
         ]
-        change = float(np.abs(last.after[k].astype(np.float32) - last.before[k]).mean() / 255)
-        shown.append((item, images, f"{change:.4f}"))
-    judges = list(dict.fromkeys(who for item in items for who in item["wins"]))
-    return {"step": last.step, "set": name, "pairs": shown, "items": items, "judges": judges}
+        results = [f"{shown(who)}: {_result(win)}" for who, win in outcome.wins.items()]
+        pairs.append((prompt, images, " · ".join(results)))
+    return {"step": last.step, "set": name, "pairs": pairs, "edits": last.sources is not None}
 
 
-def _progress_table(run: Run) -> dict[str, object] | None:
-    """The same prompts at several evaluations of the set evaluated most often; None with fewer than two."""
-    later = [images for images in max(run.images.values(), key=len, default=[]) if images.step > 0]
-    if len(later) < 2:
-        return None
-    columns = _evenly_spaced(later, COURSE_COLUMNS - 1)
-    shown = [(0, columns[0].before), *((images.step, images.after) for images in columns)]
-    rows = []
-    for k in _evenly_spaced(list(range(len(columns[0].prompts))), COURSE_ROWS):
-        prompt = columns[0].prompts[k]
-        rows.append((prompt, [picture(still(m[k]), f"{prompt}: step {step}", COURSE_PX) for step, m in shown]))
-    return {"steps": [step for step, _ in shown], "rows": rows}
-
-
-def _evenly_spaced(items: list, most: int) -> list:
-    """At most `most` evenly spaced items, including the first and the last."""
-    if len(items) <= most:
-        return items
-    return [items[k] for k in np.linspace(0, len(items) - 1, most).round().astype(int)]
+def _result(win: float) -> str:
+    if math.isnan(win):
+        return "no verdict"
+    return "won" if win > 0.5 else "lost" if win < 0.5 else "tied"

@@ -124,7 +124,8 @@ class Run:
     train: Rows
     evals: dict[str, Rows]
     """Set name → rows; metric names without the set's prefix."""
-    images: dict[str, list[EvalImages]]
+    images: dict[str, EvalImages]
+    """Of the last evaluation of each set."""
     groups: list[Group]
     alarms: list[tuple[int, str]]
     """The run's warnings: (training step, sign of reward hacking)."""
@@ -162,12 +163,6 @@ class Run:
         written = datetime.fromtimestamp(file.stat().st_mtime, timezone.utc) if file.is_file() else None
         last = f"; last entry {written:%Y-%m-%d %H:%M UTC}" if written else ""
         return f"This run is not finished: {steps} steps so far (still running or stopped{last})."
-
-    @property
-    def clip_range(self) -> tuple[float, float] | None:
-        """How far the ratio may go below and above 1; None if unknown."""
-        low, high = (_number(self.section("train").get(key)) for key in ("clip_range", "clip_range_high"))
-        return None if np.isnan(low) else (low, low if np.isnan(high) else high)
 
     @property
     def best_set(self) -> str | None:
@@ -208,17 +203,18 @@ def read_run(folder: Path) -> Run:
 
     config = next(iter(read(source, lambda _: [yaml.safe_load(text)])), None)
     train = _columns([r for r in rows if r.get("kind") == "train"])
-    images: dict[str, list[EvalImages]] = {}
+    images: dict[str, EvalImages] = {}
     for name in sets:
         prompts = read(files.prompts(name), _prompts)
         origin = files.sources(name)
         sources = read(origin, lambda path: [_arrays(path)["sources"]]) if origin.is_file() else []
-        found = list[EvalImages]()
-        for path in files.all_report_images(name):
+        for path in reversed(files.all_report_images(name)):
             file = files.outcomes(name, step_of(path))
             outcomes = read(file, _outcomes) if file.is_file() else []
-            found += read(path, partial(_eval_images, prompts=prompts, sources=sources, outcomes=outcomes))
-        images |= {name: found} if found else {}
+            found = read(path, partial(_eval_images, prompts=prompts, sources=sources, outcomes=outcomes))
+            if found:
+                images[name] = found[0]
+                break
     groups = [group for path in files.all_groups() for group in read(path, _groups)]
     log = files.judgements
     answers = dict(read(log, partial(_answers, groups=groups))) if groups and log.is_file() else {}

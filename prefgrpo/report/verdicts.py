@@ -11,25 +11,25 @@ import math
 import numpy as np
 from markupsafe import Markup
 
-from prefgrpo.report.charts import tag
 from prefgrpo.report.media import data_uri, is_small
 from prefgrpo.report.run import Group
+from prefgrpo.report.svg import tag
 
-CELL, GAP, BAR = 40, 2, 84
-LARGE = 256
-"""Longest side of an image when enlarged in the verdict browser."""
+CELL, GAP, BAR = 40, 2, 50
+IMAGE_PX = 128
 SIDE = CELL - GAP
 
 
 def draw_group(group: Group, ident: str) -> Markup:
-    """The figure of one group; `ident` is unique on the page. A cell links to the verdict `ident`-i-j, i < j."""
+    """The figure of one group; `ident` is unique on the page."""
     order = np.argsort(-np.nan_to_num(group.rates, nan=-1.0), kind="stable").tolist()
     size = len(order)
     body = [_images(group, order, ident)]
     for row, i in enumerate(order, 1):
         y = row * CELL
-        body += [_cell(group, i, j, column * CELL, y, size <= 12, ident) for column, j in enumerate(order, 1) if i != j]
-        body += [tag("rect", class_="self", x=y, y=y, width=SIDE, height=SIDE), _rate(group, i, size, y)]
+        body += [_cell(group, i, j, column * CELL, y, size <= 12) for column, j in enumerate(order, 1) if i != j]
+        rate = "missing" if math.isnan(group.rates[i]) else f"{group.rates[i]:.2f}"
+        body.append(tag("text", rate, x=(size + 1) * CELL + 4, y=y + CELL / 2 + 3))
     box = f"0 0 {(size + 1) * CELL + BAR} {(size + 1) * CELL}"
     svg = tag("svg", *body, viewBox=box, role="img", aria_label=f"verdicts on {group.prompt}")
     prompt = tag("div", group.prompt, class_="clamp", title=group.prompt)
@@ -43,23 +43,23 @@ def _images(group: Group, order: list[int], ident: str) -> Markup:
     look = "sharp" if is_small(group.images[0]) else "smooth"
     for place, i in enumerate(order, 1):
         name = f"{ident}-{i}"
-        defs.append(tag("image", href=data_uri(group.images[i], LARGE), width=SIDE, height=SIDE, id=name, class_=look))
+        image = data_uri(group.images[i], IMAGE_PX)
+        defs.append(tag("image", href=image, width=SIDE, height=SIDE, id=name, class_=look))
         title = tag("title", f"image {i + 1} of {len(order)}, in the order of generation")
         uses += [tag("use", title, href=f"#{name}", x=x, y=y) for x, y in ((0, place * CELL), (place * CELL, 0))]
     if group.source is not None:
         title, look = tag("title", "source"), "sharp" if is_small(group.source) else "smooth"
-        source = data_uri(group.source, LARGE)
+        source = data_uri(group.source, IMAGE_PX)
         uses.append(tag("image", title, href=source, width=SIDE, height=SIDE, id=f"{ident}-source", class_=look))
     return tag("g", tag("defs", *defs), *uses)
 
 
-def _cell(group: Group, i: int, j: int, x: int, y: int, written: bool, ident: str) -> Markup:
+def _cell(group: Group, i: int, j: int, x: int, y: int, written: bool) -> Markup:
     """P(image i beats image j), as a colour and (in small groups) a number."""
     count, place = float(group.counts[i, j]), {"x": x, "y": y, "width": SIDE, "height": SIDE}
     if not count > 0 or math.isnan(group.wins[i, j]):
         title = tag("title", f"image {i + 1} over image {j + 1}: no verdict")
         return tag("rect", title, class_="missing", **place, fill="url(#hatch)")
-    link = f"#{ident}-{min(i, j)}-{max(i, j)}"
     p = float(group.wins[i, j]) / count
     title = tag("title", f"image {i + 1} over image {j + 1}: {p:.3f}, mean of {count:g}")
     strength = abs(p - 0.5) * 2
@@ -67,14 +67,4 @@ def _cell(group: Group, i: int, j: int, x: int, y: int, written: bool, ident: st
     out += tag("rect", title, class_="win" if p > 0.5 else "lose", **place, fill_opacity=strength)
     if written:
         out += tag("text", f"{p:.2f}", class_="number", x=x + SIDE / 2, y=y + SIDE / 2 + 4, text_anchor="middle")
-    return tag("a", out, href=link, aria_label=f"image {i + 1} over image {j + 1}", tabindex=-1)
-
-
-def _rate(group: Group, i: int, size: int, y: int) -> Markup:
-    """Win rate at the end of the row, as a bar and a number."""
-    rate, x, middle, long = float(group.rates[i]), (size + 1) * CELL + 4, y + CELL / 2 - 1, BAR - 44
-    if math.isnan(rate):
-        return tag("text", "missing", x=x, y=middle + 4)
-    widths = (("rest", long), ("rate", rate * long))
-    bars = [tag("rect", class_=kind, x=x, y=middle - 5, width=width, height=10) for kind, width in widths]
-    return tag("g", *bars, tag("text", f"{rate:.2f}", x=x + long + 6, y=middle + 4))
+    return tag("g", out)

@@ -1,9 +1,9 @@
-"""Checkpoints and the run folder: written atomically (`data.atomic`), verified before use.
+"""Checkpoints and the run folder: written atomically (`data.atomic`), checked for completeness before use.
 
 A checkpoint is a folder `step_NNNNNN` with `state.safetensors` (trained weights, AdamW moments, EMA), `state.json`
-(step, optimiser counters, sizes and hashes) and `lora/` or `pipeline/` in diffusers format. Sharded weights, with their
-moments and EMA, are in `parts/` instead (torch.distributed.checkpoint): every process writes and hashes its own files,
-and any number of processes can read them. Noise and prompt order are functions of (seed, step), so there is no
+(step, optimiser counters, the size of every file) and `lora/` or `pipeline/` in diffusers format. Sharded weights, with
+their moments and EMA, are in `parts/` instead (torch.distributed.checkpoint): every process writes its own files, and
+any number of processes can read them. Noise and prompt order are functions of (seed, step), so there is no
 generator state to save. Invariant: a folder with the final name is complete, because it is renamed into place after
 everything in it is on disk, and it is never replaced.
 """
@@ -11,12 +11,11 @@ everything in it is on disk, and it is never replaced.
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ from prefgrpo.config.recipe import UserError
 from prefgrpo.data.atomic import temporary_path, write_folder
 from prefgrpo.parallel.shard import is_sharded, shard_like
 from prefgrpo.parallel.world import World
-from prefgrpo.run.run_folder import RunFolder, step_of
+from prefgrpo.run.run_folder import RunFolder
 
 STATE, META, PARTS = "state.safetensors", "state.json", "parts"
 
@@ -65,13 +64,14 @@ def save(
     parts = {key: t.detach() for key, t in tensors.items() if is_sharded(t)}
 
     def write(inside: Path) -> None:
-        listing = _save_parts(inside, parts, world) if parts else {}
+        if parts:
+            _save_parts(inside, parts, world)
         whole = {k: t.detach().contiguous().cpu() for k, t in tensors.items() if k not in parts}
         save_file(whole, inside / STATE)
         export(inside)
-        listing |= _listing(inside, (p for p in inside.rglob("*") if str(p.relative_to(inside)) not in listing))
-        facts = {"step": step, **meta, "files": dict(sorted(listing.items()))}
-        (inside / META).write_text(json.dumps(facts | {"sha256": _hash_facts(facts)}, indent=1), encoding="utf-8")
+        sizes = {str(p.relative_to(inside)): p.stat().st_size for p in sorted(inside.rglob("*")) if p.is_file()}
+        facts = {"step": step, **meta, "files": sizes}
+        (inside / META).write_text(json.dumps(facts, indent=1), encoding="utf-8")
 
     problem = None
     try:
@@ -92,29 +92,21 @@ def save(
         raise CheckpointError(first)
 
 
-def _save_parts(inside: Path | None, parts: dict[str, Tensor], world: World) -> dict[str, Any]:
-    """Write sharded tensors into rank 0's folder `inside`; every rank calls it and hashes the files that it wrote."""
+def _save_parts(inside: Path | None, parts: dict[str, Tensor], world: World) -> None:
+    """Write sharded tensors into rank 0's folder `inside`; every rank calls it and writes its own files."""
     folder = next(place for place in world.all_gather_object(inside) if place is not None)
     save_parts(parts, checkpoint_id=folder / PARTS)
-    mine = [*(folder / PARTS).glob(f"__{world.rank}_*"), *((folder / PARTS).glob(".*") if world.main else ())]
-    return {name: facts for own in world.all_gather_object(_listing(folder, mine)) for name, facts in own.items()}
-
-
-def _listing(folder: Path, files: Iterable[Path]) -> dict[str, Any]:
-    """Size and hash of files, by path relative to `folder`."""
-    found = sorted(p for p in files if p.is_file())
-    return {str(p.relative_to(folder)): {"bytes": p.stat().st_size, "sha256": _hash(p)} for p in found}
 
 
 def read(
     path: Path, world: World, templates: Callable[[Collection[str]], dict[str, Tensor]] = lambda names: {}
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """(tensors, meta) of a checkpoint folder; every rank calls it. Sharded tensors are read into those returned by
-    `templates(names)`. Raises CheckpointError, on all ranks, if anything in it is missing or damaged.
+    `templates(names)`. Raises CheckpointError, on all ranks, if a file is missing or has another size than when saved.
     """
     problem = None
     try:
-        meta = _verify(path, world.rank, world.size)
+        meta = read_meta(path)
         tensors = load_file(path / STATE)
     except CheckpointError as error:
         problem = error
@@ -130,52 +122,20 @@ def read(
     return tensors, meta
 
 
-def read_newest(
-    run: RunFolder, world: World, templates: Callable[[Collection[str]], dict[str, Tensor]]
-) -> tuple[Path, dict[str, Tensor], dict[str, Any], list[CheckpointError]] | None:
-    """(path, tensors, meta, errors) of the newest undamaged checkpoint, with the errors of newer ones; None if the run
-    has no checkpoint. Every rank calls it. If all are damaged, raises the CheckpointError of the newest.
-    """
-    damaged: list[CheckpointError] = []
-    for path in reversed(run.all_checkpoints()):
-        try:
-            return path, *read(path, world, templates), damaged
-        except CheckpointError as error:
-            damaged.append(error)
-    if damaged:
-        advice = f"no other one is complete; remove {run.checkpoints} to start again, or choose another name"
-        raise CheckpointError(f"{damaged[0]}; {advice}")
-    return None
-
-
-def rename_damaged(run: RunFolder, newest: int) -> None:
-    """Rename the (damaged) checkpoints after step `newest` to step_NNNNNN.damaged; they will be written again."""
-    for path in run.all_checkpoints():
-        if step_of(path) > newest:
-            aside = path.with_name(f"{path.name}.damaged")
-            shutil.rmtree(aside, ignore_errors=True)
-            os.replace(path, aside)
-
-
-def _verify(path: Path, rank: int, size: int) -> dict[str, Any]:
-    """The meta of a checkpoint verified to be whole; each of `size` ranks hashes its share of the shard files."""
+def read_meta(path: Path) -> dict[str, Any]:
+    """The meta of a checkpoint. Raises CheckpointError if it is not complete."""
+    advice = f"remove {path} to use the one before, or {path.parent} to start again"
     try:
-        meta = json.loads((path / META).read_text(encoding="utf-8"))
-        listing, own = meta["files"], meta.pop("sha256")
+        meta: dict[str, Any] = json.loads((path / META).read_text(encoding="utf-8"))
+        sizes = {str(name): int(size) for name, size in meta["files"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} is not a complete checkpoint ({META}: {error!r})") from error
-    if own != _hash_facts(meta):
-        raise CheckpointError(f"{path} is damaged: the content of {META} does not match its hash")
-    split = [name for name in listing if name.startswith(f"{PARTS}/")]
-    skipped = set(split) - set(split[rank::size])
-    for name, facts in listing.items():
+        raise CheckpointError(f"{path} is not a complete checkpoint ({META}: {error!r}); {advice}") from error
+    for name, size in sizes.items():
         file = path / name
-        length = file.stat().st_size if file.is_file() else None
-        if length != facts["bytes"]:
-            has = "it is missing" if length is None else f"it has {length}"
-            raise CheckpointError(f"{path} is damaged: {name} should have {facts['bytes']} bytes, {has}")
-        if name not in skipped and _hash(file) != facts["sha256"]:
-            raise CheckpointError(f"{path} is damaged: the content of {name} does not match its hash")
+        found = file.stat().st_size if file.is_file() else None
+        if found != size:
+            has = "it is missing" if found is None else f"it has {found}"
+            raise CheckpointError(f"{path} is damaged: {name} should have {size} bytes, {has}; {advice}")
     return meta
 
 
@@ -191,18 +151,6 @@ def load_into(parameters: dict[str, Tensor], tensors: dict[str, Tensor], prefix:
     with torch.no_grad():
         for key, p in wanted.items():
             p.copy_(shard_like(stored[key], p))
-
-
-def _hash(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-def _hash_facts(facts: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
 # ---- one process per run folder -------------------------------------------------------------------------------------

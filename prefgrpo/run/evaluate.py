@@ -12,21 +12,17 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors.torch import save_file
 from torch import Tensor
 
 from prefgrpo.config.schema import Config
 from prefgrpo.data.atomic import save_images, write_atomic
 from prefgrpo.data.prompts import Prompt
 from prefgrpo.models.base import Adapter
-from prefgrpo.models.folder import hub_id
-from prefgrpo.models.lora import sort_header
 from prefgrpo.parallel.shard import gathered
 from prefgrpo.parallel.world import World
 from prefgrpo.rewards.base import GroupScores, Sample
@@ -38,7 +34,6 @@ from prefgrpo.run.checkpoint import CheckpointError
 from prefgrpo.run.log import finite
 from prefgrpo.run.metrics import PARTS_OF_WINS
 from prefgrpo.run.run_folder import RunFolder
-from prefgrpo.sde.noise import initial_latents
 from prefgrpo.sde.schedule import Schedule
 
 MAX_ANSWER_CHARS = 2000
@@ -173,48 +168,6 @@ class Evaluator:
             mine.append(outcome | ({"answers": own} if i in shown else {}))
         if (every := self.world.gather_items(mine)) and self.world.main:
             write_atomic(self.folder.outcomes(self.eval_set.name, step), json.dumps(every))
-
-    def save_proof(self, count: int) -> None:
-        """Store what a stock pipeline needs to reproduce `count` images: prompts, call, initial latents, float images.
-
-        Rank 0 writes it; if processes share samples or weights, all of them render its images. For edits also the
-        source images, `source_PROMPT_NUMBER` uint8 [H, W, 3], as the model saw them. If the model's own scheduler
-        would step differently (published sigmas, truncated times, a multistep solver), also an Euler scheduler with
-        its `sigmas` and `timesteps`, [T] fp32.
-        """
-        index = (self.report_indices() or [0])[:count]
-        together = self.world.mesh is not None
-        images = self.render(index).contiguous() if self.world.main or together else None
-        if images is None or not self.world.main:
-            return
-        r, c, items = self.sizes, self.config, [self.eval_set.items[i] for i in index]
-        prompts = [item.text for item in items]
-        latents = initial_latents(c.seed, self.ids(index), self.adapter.latent_shape(r))
-        call = self.adapter.stock_call(prompts, c.data.max_length, r)
-        pipeline, edit = self.adapter.stock_edit(r)
-        scheduler = self.adapter.stock_scheduler()
-        call |= {"height": r.height, "width": r.width, "num_inference_steps": r.steps}
-        call.pop("prompt")
-        if not any(item.source for item in items):
-            pipeline = self.adapter.pipeline
-        stepping, pinned = {"class": type(scheduler).__name__, "config": dict(scheduler.config)}, {}
-        times = self.schedule.times.cpu()
-        exact = r.sigmas == "pipeline" and torch.equal(times, self.schedule.sigmas[:-1]) and scheduler.order == 1
-        if not self.adapter.whole_times and not exact:
-            stepping = {"class": "FlowMatchEulerDiscreteScheduler", "config": {}}
-            pinned = {"sigmas": self.schedule.sigmas[:-1].contiguous(), "timesteps": times * 1000}
-        facts = {"prompts": prompts, "call": call | edit, "scheduler": stepping, "source_area": r.source_area}
-        model, revision = (c.model, None) if Path(c.model).is_dir() else hub_id(c.model)
-        meta = {"model": model, "pipeline": pipeline} | {name: json.dumps(value) for name, value in facts.items()}
-        meta |= {"revision": revision} if revision else {}
-        shown = {
-            f"source_{i}_{k}": torch.from_numpy(np.array(image))
-            for i, own in enumerate(fitted_sources(items, r.height, r.width))
-            for k, image in enumerate(own)
-        }
-        tensors = {"latents": latents.cpu().contiguous(), "images": images}
-        save_file(tensors | shown | pinned, self.folder.proof, metadata=meta)
-        sort_header(self.folder.proof)
 
 
 Row = dict[str, float]

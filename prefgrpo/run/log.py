@@ -23,7 +23,7 @@ from prefgrpo.data.atomic import write_atomic
 from prefgrpo.run.metrics import PARTS_OF_WINS, step_line
 from prefgrpo.run.run_folder import RunFolder
 from prefgrpo.run.signs import HackingMonitor, Sign
-from prefgrpo.run.trackers import Tracker, stored_media
+from prefgrpo.run.trackers import Tracker, evaluated
 
 
 def read_metrics(file: Path, damaged: list[int] | None = None) -> list[dict[str, Any]]:
@@ -100,11 +100,9 @@ class Log:
         self.file.flush()
         os.fsync(self.file.fileno())
         numbers = {f"{kind}/{key}": value for key, value in clean.items() if isinstance(value, (int, float))}
-        shown = stored_media(self.folder, kind, step, values.get("set")) if self.trackers else None
+        pictures = evaluated(self.folder, values["set"], step) if kind == "eval" and self.trackers else {}
         for tracker in self.trackers:
-            tracker.log(step, numbers)
-            if shown is not None:
-                tracker.show(step, *shown)
+            tracker.log(step, numbers, pictures)
 
     def step(self, step: int, values: Mapping[str, float], seconds: Mapping[str, float]) -> None:
         """Print the summary line of a finished step; the remaining time extrapolates from all steps and evaluations."""

@@ -1,7 +1,7 @@
 """Layout of a run's folder, `output/name`: the only module that knows the names of its files.
 
 config.yaml  metrics.jsonl  judgements.jsonl  verdicts/  tensorboard/  checkpoints/step_000020/
-eval/dev_000050.npz, .json  groups/step_000050.npz  lora/ or pipeline/  proof.safetensors  report.html
+eval/dev_000050.npz, .json  groups/step_000050.npz  lora/ or pipeline/  report.html
 evaluations/step_000020_live/against_base/comparison.json
 """
 
@@ -28,7 +28,6 @@ class RunFolder:
         self.eval = root / "eval"
         self.groups = root / "groups"
         self.evaluations = root / "evaluations"
-        self.proof = root / "proof.safetensors"
         self.report = root / "report.html"
 
     def product(self, lora: bool) -> Path:

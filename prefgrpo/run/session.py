@@ -31,7 +31,6 @@ from prefgrpo.objectives import objective
 from prefgrpo.objectives.base import EndpointObjective, Objective, TrajectoryObjective
 from prefgrpo.parallel import world as parallel
 from prefgrpo.parallel.context import context_errors
-from prefgrpo.parallel.watch import restart_count
 from prefgrpo.parallel.world import World
 from prefgrpo.rewards import PYTHON, get_python_rewards
 from prefgrpo.rewards.log import truncate_log
@@ -90,9 +89,6 @@ class Interrupt:
     Only the main thread can handle signals: created in another thread, this does nothing.
     """
 
-    ever = False
-    """Whether a signal was received in this process."""
-
     def __init__(self) -> None:
         self.seen = False
         main = threading.current_thread() is threading.main_thread()
@@ -100,7 +96,7 @@ class Interrupt:
         self._before = {number: signal.signal(number, self._note) for number in caught}
 
     def _note(self, number: int, frame: object) -> None:
-        self.seen = Interrupt.ever = True
+        self.seen = True
         self.restore()
 
     def restore(self) -> None:
@@ -127,7 +123,7 @@ class Session:
     judge: PairJudge | None
     interrupt: Interrupt
     opened: ExitStack = field(default_factory=ExitStack)
-    """Closes what else is open: the process group, and on rank 0 the run folder's lock."""
+    """On rank 0, closes the run folder's lock."""
     start: int = 0
     """Number of steps already done."""
     trained_s: float = 0.0
@@ -138,7 +134,7 @@ class Session:
     """Start-up messages to print."""
 
     def close(self) -> None:
-        """Stop the judge and leave the process group."""
+        """Stop the judge and unlock the run folder."""
         self.interrupt.restore()
         self.scorer.close()
         if self.judge is not None:
@@ -151,12 +147,12 @@ def open_session(config: Config, resume: bool) -> Session:
 
     Raises ConfigError, DataError, CheckpointError, ModelError or JudgeError.
     """
+    world = parallel.join(config.device, config)
+    resume = resume or parallel.restart_count() > 0
+    folder = RunFolder(Path(config.output) / config.name)
+    if problems := config_errors(config):
+        raise ConfigError(problems)
     with ExitStack() as opened:
-        world = opened.enter_context(parallel.process_group(config.device, config))
-        resume = resume or restart_count() > 0
-        folder = RunFolder(Path(config.output) / config.name)
-        if problems := config_errors(config):
-            raise ConfigError(problems)
         lock = world.on_main(partial(checkpoint.claim, folder, resume), checkpoint.CheckpointError)
         if lock is not None:
             opened.callback(os.close, lock)
@@ -360,9 +356,9 @@ def open_schedules(config: Config, adapter: Adapter, world: World, prompts: list
 def _start_folder(config: Config, session: Session, resume: bool) -> None:
     """Write the configuration of a new run, or load the newest checkpoint of an old one."""
     folder, world = session.folder, session.world
-    stored = checkpoint.read_newest(folder, world, session.policy.templates) if resume else None
-    if stored is not None:
-        path, tensors, meta, damaged = stored
+    newest = folder.latest() if resume else None
+    if newest is not None:
+        tensors, meta = checkpoint.read(newest, world, session.policy.templates)
         if meta["prompts"] != fingerprint(session.rollouts.prompts):
             raise checkpoint.CheckpointError(
                 f"{config.data.prompts} has different prompts than when {folder.root} was started; "
@@ -370,10 +366,7 @@ def _start_folder(config: Config, session: Session, resume: bool) -> None:
             )
         session.policy.load_state_dict(tensors, meta["updates"])
         session.start, session.trained_s, session.kl_coef = meta["step"], meta["trained_s"], meta.get("kl_coef")
-        session.notes += [f"WARNING: {error}; its name now ends in .damaged" for error in damaged]
-        session.notes.append(f"resumed from {path}")
-        if world.main:
-            checkpoint.rename_damaged(folder, session.start)
+        session.notes.append(f"resumed from {newest}")
     elif resume:
         session.notes.append(f"no checkpoint in {folder.root} yet; starting from step 0")
     if world.main:

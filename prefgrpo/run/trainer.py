@@ -498,9 +498,6 @@ class TrainingLoop:
         copies = self._copies()
         if self.world.main:
             write_folder(self.product, lambda folder: self._export(folder, copies))
-        for evaluator in list(self.evaluators.values())[-1:]:
-            with self.policy.use_ema():
-                evaluator.save_proof(min(4, c.rollout.batch_size))
         if self.world.main:
             self.log.say(f"finished after {done} steps; the result is in {self.folder.root}")
         self.world.barrier()

@@ -11,13 +11,11 @@ from typing import Literal
 from prefgrpo.rewards import load_object
 from prefgrpo.suites.base import Suite
 
-Name = Literal["unigenbench", "geneval", "vbench", "dpg", "t2i_compbench"]
+Name = Literal["unigenbench", "geneval", "vbench"]
 SUITES: dict[str, str] = {
     "unigenbench": "unigenbench:UniGenBench",
     "geneval": "geneval:GenEval",
     "vbench": "vbench:VBench",
-    "dpg": "dpg:Dpg",
-    "t2i_compbench": "t2i_compbench:T2ICompBench",
 }
 
 

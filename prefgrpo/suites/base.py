@@ -150,13 +150,6 @@ def problems(files: Sequence[Generated], scores: Sequence[Score], depth: int) ->
     return [f"{'/'.join(parts)}: {reason}" for parts, reason in missing]
 
 
-def require_folder(path: Path, title: str, source: str) -> Path:
-    """The path. Raises DataError unless it is a folder."""
-    if not path.is_dir():
-        raise DataError(f"{path}: expected a folder of {title}: {source}")
-    return path
-
-
 def read_text(path: Path, expected: str) -> str:
     """The text of a file, without a byte order mark. The DataError says what was expected."""
     try:

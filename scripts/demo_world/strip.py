@@ -26,12 +26,12 @@ def write_strip(folder: Path, target: Path, columns: int = 6, limit: int = 150_0
     Raises FileNotFoundError if the run has no images of an evaluation after step 0.
     """
     run = read_run(Path(folder))
-    found = [s for s in run.images.get(run.best_set or "", []) if s.step > 0]
-    if not found:
+    found = run.images.get(run.best_set or "")
+    if found is None or found.step == 0:
         expected = "let the run evaluate first"
         raise FileNotFoundError(f"{folder}: no images of an evaluation after step 0 in eval/; {expected}")
     for side in SIDES:
-        canvas = _draw(found[-1], columns, side)
+        canvas = _draw(found, columns, side)
         dithered = canvas.quantize(palette=canvas.quantize(256), dither=Image.Dither.FLOYDSTEINBERG)
         for image in (canvas, dithered):
             buffer = io.BytesIO()
