@@ -8,7 +8,6 @@ import math
 import pytest
 
 from benchmarks import bench_objectives as bench
-from benchmarks import bench_rollouts
 from benchmarks.blocks import rendered
 
 
@@ -57,9 +56,3 @@ def test_a_run_is_measured(tmp_path, root, monkeypatch):
     start, end = json.loads((tmp_path / "run.json").read_text())["evaluations"]
     assert start[:3] == [0, 0, 0] and start[3] == pytest.approx(113 / 288, abs=0.01)
     assert end[:2] == [1, 672] and end[2] > 0.5 and end[5] > 0
-
-
-def test_the_table_of_lossy_rollouts_is_its_results():
-    page = (bench.ROOT / "docs" / "objectives.md").read_text()
-    seconds = json.loads((bench_rollouts.RESULTS / "seconds.json").read_text())
-    assert rendered(page, "rollouts", bench_rollouts.table(seconds)) == page

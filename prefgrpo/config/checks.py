@@ -101,10 +101,6 @@ def check(c: Config) -> list[str]:
             "native",
         ),
         (
-            r.cache == "none" or not (c.compile or splits(c) or p.ring * p.ulysses > 1),
-            f"rollout.cache: expected none with compile or where parallel splits weights or tokens, got {r.cache}",
-        ),
-        (
             r.merge_lora is not True or not (c.compile or splits(c) or not t.lora_rank),
             "rollout.merge_lora: expected auto or false with compile, sharded weights or train.lora_rank: 0, got true",
         ),

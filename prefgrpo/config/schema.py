@@ -130,14 +130,6 @@ class SamplingConfig:
     """Compute all steps that are not trained, and evaluations, with the LoRA merged into copies of the weights: one
     product per layer instead of three. In bf16 this rounds the merged weights, so samples change slightly; ratios do
     not. auto: with dtype fp32, where samples are the same up to rounding (not with compile or sharded weights)."""
-    cache: Literal["none", "first_block", "taylorseer"] = "none"
-    """A diffusers cache that skips blocks of the denoiser in training rollouts, for objectives without a ratio: faster,
-    but approximate (docs/objectives.md). first_block: skips while the first block's output hardly changes; taylorseer:
-    skips in most steps and extrapolates their outputs."""
-    cache_threshold: PositiveFloat = 0.05
-    """first_block: largest relative change at which the other blocks are skipped."""
-    cache_interval: Annotated[int, Field(ge=2)] = 2
-    """taylorseer: all blocks are computed in every N-th step, and in the first two."""
     staleness: Literal[0, 1] = 0
     """1: generate the next step's samples while the current step is judged, before its update; ratios are relative to
     the policy that generated the samples. Never across a checkpoint, so that a resumed run is unchanged; a run that

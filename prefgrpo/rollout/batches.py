@@ -19,7 +19,6 @@ from torch import Tensor
 from prefgrpo.config.schema import Config, SamplingConfig
 from prefgrpo.data.prompts import Prompt
 from prefgrpo.models.base import Adapter, Condition
-from prefgrpo.models.cache import cached
 from prefgrpo.parallel.world import World
 from prefgrpo.rewards.base import Sample
 from prefgrpo.rollout.assignment import BatchPlan, Place, Slots, assign_batches, rebalance, slot_prompts
@@ -167,19 +166,17 @@ class Rollouts:
     def _generate(self, step: int, b: BatchPlan, condition: Condition, sizes: SamplingConfig) -> Batch:
         """Generate a batch with the current policy."""
         schedule, ids = self._schedule(step, b, sizes), self._ids(step, b)
-        denoisers = [getattr(self.adapter.pipe, name) for name in self.adapter.denoisers]
-        with cached(denoisers, self.config.rollout):
-            done = rollout(
-                self.adapter,
-                schedule,
-                condition,
-                ids,
-                sizes,
-                seed=self.config.seed,
-                initial_sample=self._group_starts(step, b) if self.config.rollout.same_noise else None,
-                keep_velocity=self.schedules.goal.keeps_velocity,
-                keep_graph=self.keep_graph and b.update == 0,
-            )
+        done = rollout(
+            self.adapter,
+            schedule,
+            condition,
+            ids,
+            sizes,
+            seed=self.config.seed,
+            initial_sample=self._group_starts(step, b) if self.config.rollout.same_noise else None,
+            keep_velocity=self.schedules.goal.keeps_velocity,
+            keep_graph=self.keep_graph and b.update == 0,
+        )
         return _batch(b, sizes, schedule, condition, done)
 
     def _receive(self, step: int, slots: Slots, old: BatchPlan, new: BatchPlan) -> Batch:

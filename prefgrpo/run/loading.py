@@ -14,7 +14,7 @@ import torch
 
 from prefgrpo.config.recipe import ConfigError
 from prefgrpo.config.schema import Config, recomputed_share, splits
-from prefgrpo.models import DTYPES, cache, family
+from prefgrpo.models import DTYPES, family
 from prefgrpo.models import load as load_model
 from prefgrpo.models.base import Adapter
 from prefgrpo.models.folder import ModelError
@@ -128,7 +128,6 @@ def trainable(config: Config, adapter: Adapter, world: World | None = None) -> A
     adapter.merges_lora = merges_lora(config)
     if share := recomputed_share(t):
         adapter.checkpoint_gradients(share)
-    cache.check(adapter.transformer, config.rollout)
     if world is not None:
         attention.set_backend(adapter, config, world.layout, world.device)
         if config.compile:

@@ -274,9 +274,6 @@ def _objective_errors(config: Config) -> list[str]:
     if goal.needs_comparisons and not judging.trains_on_pairs(config):
         wanted = f"{config.train.objective} trains on comparisons: expected a pairwise reward, such as vlm_pairwise"
         wrong.append(f"reward.spec: {wanted}, with a weight above 0, got {config.reward.spec!r}")
-    if r.cache != "none" and goal.collector == "trajectory":
-        why = f"{config.train.objective} needs log-probs of samples computed without a cache"
-        wrong.append(f"rollout.cache: {why}: expected none, got {r.cache}")
     if r.same_noise and goal.collector == "endpoint":
         why = f"{config.train.objective} samples without step noise, so the images of a prompt would be identical"
         wrong.append(f"rollout.same_noise: {why}: expected false, got true")
