@@ -100,7 +100,6 @@ LEVERS = {
         "1, because this is exact only in expectation (here the KL is still 0)",
         {"train": KL},
     ),
-    "`train.min_advantage: 0.5`": Lever({"train": {"min_advantage": 0.5}}, "0, because this biases the gradient"),
     "`rollout.window_size: 1`": Lever({"rollout": ONE}, "all steps; most recipes set it"),
     "`rollout.merge_lora`, one of four steps trained": Lever(
         {"rollout": ONE},

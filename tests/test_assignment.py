@@ -68,10 +68,6 @@ CELLS = {
         "rollout": {"prompts_per_step": 5, "batch_size": 8}, "reward": ONLY, "tied": (0, 4),
         "train": {"updates_per_rollout": 2},
     },
-    "large advantages": {
-        "rollout": {"prompts_per_step": 3, "batch_size": 3}, "reward": BOTH,
-        "train": {"updates_per_rollout": 2, "min_advantage": 0.9},
-    },
     "whole groups": {"rollout": {"prompts_per_step": 3, "batch_size": 3}, "reward": ONLY, "tied": (1,), "whole": True},
     "equal forwards": {
         "rollout": {"prompts_per_step": 3, "batch_size": 3}, "reward": ONLY, "equal": True,

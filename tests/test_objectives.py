@@ -151,8 +151,6 @@ ENDPOINT = {
     "awm huber": ("awm", {"weight": "huber", "times": "logit_normal"}, awm),
     "awm ghuber": ("awm", {"weight": "ghuber", "times": "schedule"}, awm),
     "awm ratio": ("awm", {"ratio": True}, awm),
-    "awm, large advantages": ("awm", {}, awm),
-    "nft, large advantages": ("nft", {"beta": 0.3}, nft),
     "sft": ("sft", {}, lambda o, x: (best_of_groups(x) * mse(x["v"], x["u"])).sum()),
     "rwr": ("rwr", {"temperature": 0.7}, lambda o, x: (
         torch.cat([(ADVANTAGE[s].double() / 0.7).softmax(0) for s in x["slots"]]) * mse(x["v"], x["u"])).sum()),
@@ -167,10 +165,7 @@ ENDPOINT = {
     "crd": ("crd", {}, crd),
     "crd bce": ("crd", {"form": "bce"}, crd),
 }  # fmt: skip
-"""Objective, its options, and the published loss as a sum over groups; in cases named "large", only over the members
-that train.min_advantage keeps."""
-LARGE = 0.6
-"""train.min_advantage in the cases named "large"."""
+"""Objective, its options, and the published loss as a sum over groups."""
 
 
 def test_the_table_has_every_objective():
@@ -253,8 +248,7 @@ def drawn(o, schedule, groups, draw):
 def test_the_gradient_is_that_of_the_published_formula(setting, family, lora, name, size):
     """At size 3, groups are spread over several batches. Every case also has the KL to the starting weights."""
     one, (kind, options, formula) = setting(family, lora), ENDPOINT[name]
-    least = LARGE if "large" in name else 0.0
-    train = TrainConfig(objective=kind, objective_options=options, lora_rank=4 * lora, kl_coef=0.2, min_advantage=least)
+    train = TrainConfig(objective=kind, objective_options=options, lora_rank=4 * lora, kl_coef=0.2)
     config = Config(seed=SEED, rollout=replace(one.sampling, batch_size=size), train=train)
     one.set("base")
     o, policy = objective(train), open_policy(config, objective(train), one.adapter)
@@ -263,7 +257,7 @@ def test_the_gradient_is_that_of_the_published_formula(setting, family, lora, na
     one.set("live")
     groups = [p for p in range(P) if not o.signal(train, TARGETS)[p].isnan().all()]
     assert groups == ([0, 1, 2] if kind == "soft_dpo" else [0, 1])
-    signal = o.selected(train, TARGETS)
+    signal = o.signal(train, TARGETS)
     kept = [batch.select(~signal.isnan().numpy()) for batch in one.batches(size, groups)]
     params = [p for _, p in one.adapter.trainable()]
     for p in params:
@@ -289,11 +283,6 @@ def test_the_gradient_is_that_of_the_published_formula(setting, family, lora, na
         v = one.adapter.velocity(xt, shown, batch.condition, one.sampling).double()
         x = {"v": v, "anchor": anchor, "u": (noise - x0).double(), "t": t.double(), "x0": x0.double(),
              "xt": xt.double(), "adv": ADVANTAGE[groups].double().flatten()}  # fmt: skip
-        if least:
-            large = x["adv"].abs() >= LARGE * ADVANTAGE.abs().max()
-            assert 1 < large.sum() < len(large)
-            x, start = {key: value if value is None else value[large] for key, value in x.items()}, start[large]
-            v = x["v"]
         x["slots"] = groups
         kept_rows = best_of_groups(x) if kind == "sft" else torch.ones(len(v), dtype=torch.float64)
         loss_of_draw = formula(o, x) + 0.2 * (kept_rows * mse(v, start)).sum() / o.samples_per_group(G)
@@ -427,7 +416,6 @@ def test_a_run_by_two_processes_and_resumed(place, trainer, name):
 TRAJECTORY = {
     "best of 2, Flash-GRPO's weight": ("grpo", {"best_of": 2, "step_weight": "velocity"}),
     "TempFlow-GRPO's weight": ("grpo", {"step_weight": "noise"}),
-    "large advantages": ("grpo", {}),
     "guard": ("grpo_guard", {}),
     "dppo": ("flow_dppo", {"kl_threshold": 2e-6}),
 }
@@ -439,7 +427,6 @@ def test_the_gradient_of_replayed_steps_is_that_of_the_published_formula(trainer
     """On off-policy steps, so that ratios, masks and means are not trivial."""
     name, own = TRAJECTORY[case]
     train = {"objective": name, "objective_options": own, "clip_range": 2e-3, "lora_rank": 4}
-    train |= {"min_advantage": LARGE} if case == "large advantages" else {}
     train |= {"reuse_rollout_forward": False}  # the policy changes between rollout and update
     more = {"eval": {"every": 0}, "train": train, "rollout": {"steps": 5, "group_size": 4, "batch_size": 4}}
     if guided:
@@ -456,12 +443,11 @@ def test_the_gradient_of_replayed_steps_is_that_of_the_published_formula(trainer
     values = loop.update(0, batches, Targets.of(advantage))
     loop.policy.optimizer.zero_grad()
     total, count, masked, used = torch.zeros((), dtype=torch.float64), 0, [], 0
-    large = advantage.abs() >= c.train.min_advantage * advantage.abs().max()
     for batch in batches:
         schedule, (slot,) = batch.schedule, set(batch.slots)
         order = advantage[slot].argsort(descending=True).tolist()
         rows = sorted([order[0], order[-1]]) if "best_of" in own else list(range(4))
-        members, rows = len(rows), [g for g in rows if large[slot, g]]
+        members = len(rows)
         used += len(rows)
         adv = advantage[slot][rows].double()
         for step in batch.trajectory.steps:
@@ -495,7 +481,7 @@ def test_the_gradient_of_replayed_steps_is_that_of_the_published_formula(trainer
     assert float((ours - exact).norm() / exact.norm()) < 1e-4
     assert values["loss"] == pytest.approx(float(total.detach() / count), rel=1e-3, abs=1e-6)
     assert values["samples_trained"] == used
-    assert used == 4 if "best_of" in own else used < 8 if c.train.min_advantage else used == 8
+    assert used == (4 if "best_of" in own else 8)
     if name == "flow_dppo":
         assert 0 < np.mean(masked) < 1 and values["policy/clip_fraction"] == pytest.approx(np.mean(masked))
 
@@ -610,7 +596,6 @@ MISTAKES = {
         "train.updates_per_rollout: dpo compares the members of a group: expected update_slices: prompts",
     ),
     "class": ({"objective": f"{__name__}.Setting"}, "train.objective: expected a class derived from prefg"),
-    "small": ({"objective": "sft", "min_advantage": 0.5}, "min_advantage: sft does not weight samples by their advan"),
     "clip": ({"objective": "dgpo", "objective_options": {"clip": True}}, "options.clip: expected reference old"),
 }
 

@@ -21,7 +21,7 @@ from prefgrpo.models import family
 from prefgrpo.objectives.base import Targets
 from prefgrpo.run.memory import GIB, DenoiserSizes, estimate
 from prefgrpo.run.session import Clock
-from prefgrpo.run.speed import HARDWARE, Machines, judge_servers, kept_share, meshes, step_time, work
+from prefgrpo.run.speed import HARDWARE, Machines, judge_servers, meshes, step_time, work
 
 SIZES = {"flux": (1024, None), "sd3": (1024, None), "qwen_image": (512, None), "wan": (480, 17)}
 MODELS = {
@@ -148,15 +148,6 @@ def test_judges_are_hidden_behind_the_rollout_or_the_whole_step(staleness):
     s = step.seconds
     beside = s["rollout"] + s["decode"] + staleness * (s["text"] + s["update"] + s["reduce"])
     assert asked == 8 * 8 * 7 and servers == math.ceil(asked * each / beside) > 1
-
-
-def test_the_share_that_min_advantage_keeps():
-    config = from_dict({"model": "m", "data": {"prompts": "p"}, "train": {"min_advantage": 0.5}})
-    values = torch.randn(4000, 8, 8)
-    a = (values - values.mean(2, keepdim=True)) / values.std(2, correction=0, keepdim=True)
-    share = (a.abs() >= 0.5 * a.abs().amax((1, 2), keepdim=True)).float().mean()
-    assert kept_share(config) == pytest.approx(float(share), rel=0.03) and kept_share(replace(config, train=replace(
-        config.train, min_advantage=0.0))) == 1.0  # fmt: skip
 
 
 @pytest.mark.full

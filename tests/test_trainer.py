@@ -161,7 +161,7 @@ def test_the_forward_of_the_rollout_cannot_always_be_reused(trainer):
 def around_loss(one, function):
     """Replace the objective's loss by function(loss, *arguments of the loss)."""
     loss = function and partial(function, one.objective.loss)
-    parts = {name: getattr(one.objective, name) for name in ("metrics", "selected")}
+    parts = {name: getattr(one.objective, name) for name in ("metrics", "signal")}
     one.collector = replace(one.collector, objective=SimpleNamespace(loss=loss, **parts))
 
 

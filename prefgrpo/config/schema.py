@@ -276,9 +276,6 @@ class TrainConfig:
     """Clip range above 1; none: the same as clip_range."""
     adv_clip_max: PositiveFloat = 5.0
     """Advantages are clamped to ± this."""
-    min_advantage: Share = 0.0
-    """Skip samples in the update whose |advantage| is below this share of the step's largest (both clamped): less
-    compute, but a biased gradient (docs/training.md). 0: skip none. For grpo, grpo_guard, flow_dppo, awm and nft."""
     kl_coef: NonNegativeFloat = 0.0
     """Weight of the KL to the initial policy; 0: not computed. For endpoint objectives the KL is mean_D (v −
     v_ref)²."""

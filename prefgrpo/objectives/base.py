@@ -62,8 +62,6 @@ class Objective(ABC):
     """Which collector supplies the inputs of the loss."""
     whole_groups: ClassVar[bool] = False
     """Whether the loss needs all members of a group together, on one data-parallel index."""
-    proportional_to_advantage: ClassVar[bool] = False
-    """Whether a sample's part of the first gradient is proportional to its advantage (`train.min_advantage`)."""
     keeps_velocity: ClassVar[bool] = False
     """Whether the rollout stores the velocities of its steps, for losses that compare the means of steps."""
 
@@ -93,14 +91,6 @@ class Objective(ABC):
         """
         whole = (targets.advantage != 0).any(1, keepdim=True)
         return torch.where(whole, targets.advantage, torch.nan)
-
-    def selected(self, train: TrainConfig, targets: Targets) -> Tensor:
-        """`signal`, also NaN where |A| is below train.min_advantage times the largest |A| of the step.
-
-        targets: of all groups of the step, over all ranks. Dropped samples still count in the mean of the loss.
-        """
-        size = targets.advantage.abs().clamp(max=train.adv_clip_max)
-        return self.signal(train, targets).masked_fill(size < train.min_advantage * size.max(), torch.nan)
 
     def samples_per_group(self, group_size: int) -> int:
         """How many samples per group count in the mean of the loss."""
@@ -136,7 +126,6 @@ class TrajectoryObjective(Objective):
     """An objective whose loss is computed from replayed steps."""
 
     collector = "trajectory"
-    proportional_to_advantage = True
     metrics: ClassVar[tuple[str, ...]] = METRICS
     """Names of the entries of `PolicyLoss.metrics`."""
 

@@ -28,8 +28,6 @@ from prefgrpo.objectives.base import (
 class NFT(OptimalityObjective, PointwiseObjective):
     """Negative-aware fine-tuning."""
 
-    proportional_to_advantage = True
-
     beta: PositiveFloat = 1.0
     """β: distance of the positive and the negative policy from the old policy, in units of v − v_old."""
     scale: PositiveFloat | None = None

@@ -106,7 +106,7 @@ class TrajectoryCollector:
         samples: number in the whole update, over all ranks.
         """
         table, train = list[Tensor](), self.train
-        signal = self.objective.selected(train, targets)
+        signal = self.objective.signal(train, targets)
         for batch in batches:
             steps = batch.trajectory.steps
             adv = signal[batch.slots, batch.members].nan_to_num(0.0)  # padding batches may hold dropped samples

@@ -280,9 +280,6 @@ def _objective_errors(config: Config) -> list[str]:
     if r.staleness and (goal.anchor == "old" or goal.sampled_by_old):
         why = f"{config.train.objective} has an old policy, which has to be the one that generated the samples"
         wrong.append(f"rollout.staleness: {why}: expected 0, got {r.staleness}")
-    if config.train.min_advantage and not goal.proportional_to_advantage:
-        why = f"{config.train.objective} does not weight samples by their advantages"
-        wrong.append(f"train.min_advantage: {why}: expected 0, got {config.train.min_advantage}")
     return wrong
 
 

@@ -129,7 +129,7 @@ def work(config: Config, data: int, reuses: bool) -> Work:
         first[batch.index] += len(batch.places) * (batch.update == 0)
         forwards[batch.index] += len(batch.places) * (r.steps - shared) + len({p for p, _ in batch.places}) * shared
     made = max(samples.values())
-    share = goal.samples_per_group(r.group_size) / r.group_size * kept_share(config)
+    share = goal.samples_per_group(r.group_size) / r.group_size
     if isinstance(goal, EndpointObjective):
         passes = goal.draws
         two = isinstance(goal, GroupObjective) and r.batch_size % r.group_size != 0
@@ -148,17 +148,6 @@ def shared_steps(config: Config) -> float:
     if not r.same_noise or r.sde_everywhere:
         return 0.0
     return statistics.fmean(window(r, config.seed, step)[0] for step in range(max(config.train.steps, 1)))
-
-
-def kept_share(config: Config, groups: int = 2000) -> float:
-    """Share of the samples that train.min_advantage keeps, assuming normally distributed rewards."""
-    if not config.train.min_advantage:
-        return 1.0
-    r = config.rollout
-    values = torch.randn(groups, r.prompts_per_step, r.group_size, generator=torch.Generator().manual_seed(0))
-    a = (values - values.mean(2, keepdim=True)) / values.std(2, correction=0, keepdim=True)
-    a = a.abs().clamp(max=config.train.adv_clip_max)
-    return float((a >= config.train.min_advantage * a.amax((1, 2), keepdim=True)).float().mean())
 
 
 def reuse_obstacles(config: Config, split: bool) -> list[str]:
@@ -180,7 +169,7 @@ def reuse_takes_effect(config: Config, split: bool, fits: Callable[[], bool]) ->
     if reuse_obstacles(config, split):
         return False
     if t.reuse_rollout_forward == "auto":
-        whole_batches = size % config.rollout.batch_size == 0 and not t.min_advantage
+        whole_batches = size % config.rollout.batch_size == 0
         return whole_batches and objective(t).samples_per_group(size) == size and fits()
     return t.reuse_rollout_forward
 

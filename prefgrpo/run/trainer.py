@@ -337,7 +337,7 @@ class TrainingLoop:
         SKIPS in a row raise NonFiniteGradient.
         """
         r, table, norms, skipped = self.config.rollout, list[Tensor](), list[float](), 0
-        keep = ~self.objective.selected(self.config.train, targets).isnan().cpu().numpy()  # [P, G]
+        keep = ~self.objective.signal(self.config.train, targets).isnan().cpu().numpy()  # [P, G]
         places = [(p, g) for p in range(r.prompts_per_step) for g in range(r.group_size)]
         samples = Counter(update_of(self.config, place) for place in places)
         trained = {update_of(self.config, place) for place in places if keep[place]}
