@@ -80,7 +80,6 @@ def same_noise(_: nn.Module) -> AbstractContextManager[None]:
     )
 
 
-KL = {"kl_coef": 0.04}
 LATE = {"window_low": 2}
 ONE = {"window_size": 1}
 LEVERS = {
@@ -94,11 +93,6 @@ LEVERS = {
     "`rollout.batch_size: 4`, without it 1": Lever({}, "8", {"rollout": {"batch_size": 1}}),
     "`train.replay_batch: 12`": Lever(
         {"train": {"replay_batch": GROUP * TRAINED}}, "off, because the first ratio is then 1 only up to rounding"
-    ),
-    "`train.kl_fraction: 0.34` of a KL": Lever(
-        {"train": KL | {"kl_fraction": 0.34}},
-        "1, because this is exact only in expectation (here the KL is still 0)",
-        {"train": KL},
     ),
     "`rollout.window_size: 1`": Lever({"rollout": ONE}, "all steps; most recipes set it"),
     "`rollout.merge_lora`, one of four steps trained": Lever(

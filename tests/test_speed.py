@@ -75,7 +75,7 @@ def test_flop_of_the_published_models(name, tmp_path):
 
 
 RUNS = {
-    "kl": {"train": {"kl_coef": 0.1, "kl_fraction": 0.5}},
+    "kl": {"train": {"kl_coef": 0.1}},
     "reuse": {"train": {"reuse_rollout_forward": True, "updates_per_rollout": 2}},
     "awm": {"train": {"objective": "awm", "objective_options": {"draws": 2, "ratio": True}, "kl_coef": 0.1}},
     "dgpo, batches of part of a group": {"train": {"objective": "dgpo"}, "rollout": {"batch_size": 2}},

@@ -279,9 +279,6 @@ class TrainConfig:
     kl_coef: NonNegativeFloat = 0.0
     """Weight of the KL to the initial policy; 0: not computed. For endpoint objectives the KL is mean_D (v −
     v_ref)²."""
-    kl_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Share of the replayed steps on which the KL is computed (at least one), drawn for every training step; the KL is
-    divided by this share, so the expected loss is the same with fewer forwards of the reference."""
     kl_target: PositiveFloat | None = None
     """Adapt kl_coef to reach this KL: after every training step it is multiplied by 1 + kl_rate · clip(KL / kl_target −
     1, −0.2, 0.2) (Ziegler et al. 2019); none: kl_coef is constant."""

@@ -23,7 +23,7 @@ from prefgrpo.ops import affine_logp
 from prefgrpo.ops.reference import affine_kl
 from prefgrpo.rollout.batches import Batch
 from prefgrpo.rollout.rollout import Step, stack
-from prefgrpo.sde.schedule import Schedule, subset
+from prefgrpo.sde.schedule import Schedule
 
 
 def stacked(
@@ -79,10 +79,6 @@ def replay(
     return Replayed(out.logp, step.logp, away, out.log_ratio, moved, weight)
 
 
-KL_DRAWS = 2**62
-"""First seed for the draws of train.kl_fraction, far from the seeds of windows."""
-
-
 @dataclass(frozen=True)
 class TrajectoryCollector:
     """Accumulates the gradients of a trajectory objective by replaying stored steps, one or several per forward."""
@@ -113,16 +109,9 @@ class TrajectoryCollector:
             limit = train.replay_batch
             if self.equal_forwards:
                 limit = limit // batch.sizes.batch_size * len(batch.slots)
-            measured = self._kl_steps(batch)
-            parts = (
-                [s for s in steps if s.step_indices[0] in measured],
-                [s for s in steps if s.step_indices[0] not in measured],
-            )
-            for step in (s for part in parts for s in stacked(self.adapter, batch.schedule, part, batch.sizes, limit)):
-                kl = train.kl_form if step.step_indices[0] in measured else ""
+            for step in stacked(self.adapter, batch.schedule, steps, batch.sizes, limit):
+                kl = train.kl_form if train.kl_coef else ""
                 new = replay(self.adapter, batch.schedule, batch.condition, step, batch.sizes, kl, self.reference)
-                if new.kl is not None:
-                    new = new._replace(kl=new.kl * (len(steps) / len(measured)))
                 together = len(step.step_indices)
                 out = self.objective.loss(train, new, adv.repeat(together), float(samples * len(steps)))
                 (out.loss * batch.weight).backward()
@@ -130,13 +119,3 @@ class TrajectoryCollector:
                 if batch.weight:
                     table.append(torch.cat([facts, out.loss.detach()[None], out.metrics]))
         return table
-
-    def _kl_steps(self, batch: Batch) -> set[int]:
-        """Indices of the steps whose KL is part of the loss: the same for all samples of a training step."""
-        if not self.train.kl_coef:
-            return set()
-        steps = [step.step_indices[0] for step in batch.trajectory.steps]
-        count = max(1, round(self.train.kl_fraction * len(steps)))
-        r = batch.sizes
-        number = int(batch.trajectory.sample[0]) // (r.prompts_per_step * r.group_size)
-        return set(subset(steps, count, KL_DRAWS + number)) if count < len(steps) else set(steps)

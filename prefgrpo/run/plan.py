@@ -143,7 +143,7 @@ def _mesh(config: Config, whole: Estimate, machines: Machines, memory_gib: float
 
 def compare_levers(config: Config, whole: Estimate, machines: Machines) -> Iterator[tuple[str, float, float]]:
     """(name, samples per second and GPU, GiB per GPU) without any of these options, then with each alone."""
-    train = {"reuse_rollout_forward": False, "guidance_gradient": "both", "kl_fraction": 1.0}
+    train = {"reuse_rollout_forward": False, "guidance_gradient": "both"}
     base = from_dict(merge(to_dict(config), {"rollout": {"merge_lora": False}, "train": train, "compile": False}))
     same = config.train.guidance_gradient == "both" and not merges_lora(config)
     plain = whole if same else estimate(base)
@@ -169,12 +169,11 @@ def _levers(config: Config) -> list[tuple[str, dict[str, Any], bool, bool]]:
     trajectory, recomputes = goal.collector == "trajectory", recomputed_share(t) > 0
     reusable = not reuse_obstacles(config, layout.shard * layout.context > 1)
     guided = (cfg := family(config.family).cfg) is not None and cfg.active(config.rollout.guidance)
-    awm = {"objective": "awm", "objective_options": {}, "kl_coef": 0.0, "kl_fraction": 1.0}
+    awm = {"objective": "awm", "objective_options": {}, "kl_coef": 0.0}
     return [
         ("train.reuse_rollout_forward", {"train": {"reuse_rollout_forward": True}}, reusable, False),
         ("rollout.merge_lora", {"rollout": {"merge_lora": True}}, bool(t.lora_rank) and layout.split == 1, True),
         ("train.guidance_gradient: conditional", {"train": {"guidance_gradient": "conditional"}}, guided, True),
-        ("train.kl_fraction: 0.25", {"train": {"kl_fraction": 0.25}}, t.kl_coef > 0, False),
         ("no train.gradient_checkpointing", {"train": {"gradient_checkpointing": False}}, recomputes, True),
         ("compile", {"compile": True}, True, False),
         ("rollout.window_size: halved", {"rollout": {"window_size": steps // 2}}, trajectory and steps > 1, False),

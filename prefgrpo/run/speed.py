@@ -17,8 +17,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from prefgrpo.config.schema import Config, ParallelConfig, recomputed_share, splits
 from prefgrpo.judge.plans import get_plan
 from prefgrpo.models.base import Adapter
@@ -136,7 +134,7 @@ def work(config: Config, data: int, reuses: bool) -> Work:
         forward_only = passes * ((1 + two) * bool(goal.anchor) + two + bool(t.kl_coef))
     else:
         passes = trained_steps(config)
-        forward_only = max(1, round(t.kl_fraction * passes)) if t.kl_coef else 0
+        forward_only = passes if t.kl_coef else 0
     reused = max(first.values()) * passes * share if reuses else 0.0
     trained, most = made * share, max(forwards.values())
     return Work(made, max(batches.values()), most, trained * passes, trained * forward_only, reused)
