@@ -8,7 +8,6 @@ one, and a bit-identical resumed run.
 """
 
 import functools
-import itertools
 import re
 from dataclasses import replace
 from types import SimpleNamespace
@@ -387,7 +386,7 @@ def options(name, **train):
 def test_a_run_by_two_processes_and_resumed(place, trainer, name):
     """Three real steps with a pairwise judge: the weights change, two processes match one within a tolerance, and a
     resumed run ends with the same bytes."""
-    own = {"kl_target": 1e-3, "ema_decay": 0.5, "ema_every": 2, "lora_init": "gaussian"}
+    own = {"ema_decay": 0.5, "ema_every": 2, "lora_init": "gaussian"}
     more = options(name, updates_per_rollout=2, kl_coef=0.01, **own)
     loop = trainer(f"{name}-one", **more)
     start = [p.detach().clone() for p in loop.policy.params]
@@ -395,9 +394,6 @@ def test_a_run_by_two_processes_and_resumed(place, trainer, name):
     one = rows(loop.folder.root)
     assert [r["step"] for r in one] == [1, 2, 3] and all(r["grad_norm"] > 0 for r in one)
     assert any(not torch.equal(a, b) for a, b in zip(start, loop.policy.params, strict=True))
-    for row, after in itertools.pairwise(one):
-        error = np.clip(row["policy/kl"] / 1e-3 - 1, -0.2, 0.2)
-        assert after["policy/kl_coef"] == pytest.approx(row["policy/kl_coef"] * (1 + 0.1 * error))
     file = recipe(place, f"{name}-two", **more)
     runs = ranks(file, 2)
     assert [r.wait() for r in runs] == [0, 0], runs[0].output

@@ -78,7 +78,6 @@ def check(c: Config) -> list[str]:
             (c.judge.timeout_s or 0) <= (c.judge.deadline_s or math.inf),
             f"judge.deadline_s: expected at least judge.timeout_s ({c.judge.timeout_s}), got {c.judge.deadline_s}",
         ),
-        (t.kl_target is None or t.kl_coef, "train.kl_target: expected a train.kl_coef above 0 to start from, got 0"),
         (
             t.kl_form == "gaussian" or not r.rule.startswith(("cps", "ddim")),
             f"train.kl_form: {t.kl_form} divides by a variance per unit of σ, which rule {r.rule} does not have; "

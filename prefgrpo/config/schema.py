@@ -279,11 +279,6 @@ class TrainConfig:
     kl_coef: NonNegativeFloat = 0.0
     """Weight of the KL to the initial policy; 0: not computed. For endpoint objectives the KL is mean_D (v −
     v_ref)²."""
-    kl_target: PositiveFloat | None = None
-    """Adapt kl_coef to reach this KL: after every training step it is multiplied by 1 + kl_rate · clip(KL / kl_target −
-    1, −0.2, 0.2) (Ziegler et al. 2019); none: kl_coef is constant."""
-    kl_rate: PositiveFloat = 0.1
-    """Rate at which kl_coef adapts to kl_target."""
     kl_form: Literal["gaussian", "flow_grpo"] = "gaussian"
     """gaussian: mean_D (μ − μ_ref)² / 2s² with the step's variance s²; flow_grpo: that times |Δσ|, as in Flow-GRPO's
     SD3 and FLUX trainers, whose variance omits the step length."""

@@ -134,8 +134,6 @@ class Session:
     """Number of steps already done."""
     trained_s: float = 0.0
     """Seconds of training already spent."""
-    kl_coef: float | None = None
-    """train.kl_coef as adapted to train.kl_target; None: not adapted yet."""
     notes: list[str] = field(default_factory=list)
     """Start-up messages to print."""
 
@@ -374,7 +372,7 @@ def _start_folder(config: Config, session: Session, resume: bool) -> None:
                 "resume with the old file, or choose another name"
             )
         session.policy.load_state_dict(tensors, meta["updates"])
-        session.start, session.trained_s, session.kl_coef = meta["step"], meta["trained_s"], meta.get("kl_coef")
+        session.start, session.trained_s = meta["step"], meta["trained_s"]
         session.notes += [f"WARNING: {error}; its name now ends in .damaged" for error in damaged]
         session.notes.append(f"resumed from {path}")
         if world.main:

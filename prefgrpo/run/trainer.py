@@ -12,7 +12,7 @@ from __future__ import annotations
 import errno
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -47,7 +47,7 @@ from prefgrpo.run.metrics import (
     reward_metrics,
 )
 from prefgrpo.run.policy import NonFiniteGradient
-from prefgrpo.run.session import Clock, open_collector, open_session, peak_memory
+from prefgrpo.run.session import Clock, open_session, peak_memory
 from prefgrpo.run.signs import DIVERSITY, pixel_distance
 from prefgrpo.run.trackers import open_trackers
 
@@ -107,8 +107,6 @@ class TrainingLoop:
             trained=[name for name, weight in self.session.weights.items() if weight],
         )
         self.objective, self.collector = self.session.objective, self.session.collector
-        if self.session.kl_coef is not None:
-            self._set_kl_coef(self.session.kl_coef)
         self.evaluation: dict[str, float] = {}
         """Metrics of the last evaluation."""
         self.verdict = ""
@@ -173,7 +171,6 @@ class TrainingLoop:
         targets, metrics = self.targets(step + 1, scores)
         with clock.phase("update"):
             metrics |= self.update(step, rollout.batches, targets)
-            metrics |= self._adapt_kl(metrics)
             self.policy.update_old(self.objective.old_decay(step))
         if self.config.rollout.staleness:
             metrics["policy/staleness"] = float(stale)
@@ -359,22 +356,6 @@ class TrainingLoop:
             "updates_skipped": float(skipped),
         }
 
-    def _adapt_kl(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Adapt the KL coefficient of the next step towards train.kl_target; returns the one used in this step."""
-        train = self.config.train
-        if train.kl_target is None:
-            return {}
-        used = self.session.kl_coef or train.kl_coef
-        if metrics["samples_trained"] and not metrics["updates_skipped"]:  # the KL of a skipped update may be NaN
-            error = min(max(metrics["policy/kl"] / train.kl_target - 1.0, -0.2), 0.2)
-            self._set_kl_coef(used * (1.0 + train.kl_rate * error))
-        return {"policy/kl_coef": used}
-
-    def _set_kl_coef(self, value: float) -> None:
-        self.session.kl_coef = value
-        config = replace(self.config, train=replace(self.config.train, kl_coef=value))
-        self.collector = open_collector(config, self.objective, self.adapter, self.policy, self.world)
-
     # ---- what is written --------------------------------------------------------------------------------------------
 
     def _report(self, step: int, metrics: dict[str, float], clock: Clock) -> None:
@@ -451,7 +432,6 @@ class TrainingLoop:
             "updates": self.policy.updates,
             "trained_s": self.session.trained_s,
             "prompts": fingerprint(self.rollouts.prompts),
-            "kl_coef": self.session.kl_coef,
         }
         state, keep, product = self.policy.state_dict(), self.config.checkpoint.keep, self.product.name
         try:
