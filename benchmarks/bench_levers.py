@@ -91,9 +91,6 @@ LEVERS = {
         {"train": {"guidance_gradient": "conditional"}}, "both, because this changes the gradient", family="sd3"
     ),
     "`rollout.batch_size: 4`, without it 1": Lever({}, "8", {"rollout": {"batch_size": 1}}),
-    "`train.replay_batch: 12`": Lever(
-        {"train": {"replay_batch": GROUP * TRAINED}}, "off, because the first ratio is then 1 only up to rounding"
-    ),
     "`rollout.window_size: 1`": Lever({"rollout": ONE}, "all steps; most recipes set it"),
     "`rollout.merge_lora`, one of four steps trained": Lever(
         {"rollout": ONE},

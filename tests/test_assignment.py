@@ -60,7 +60,7 @@ CELLS = {
     },
     "three prompts": {
         "rollout": {"prompts_per_step": 3, "batch_size": 3}, "reward": BOTH,
-        "train": {"updates_per_rollout": 2, "kl_coef": 0.3, "replay_batch": 4},
+        "train": {"updates_per_rollout": 2, "kl_coef": 0.3},
     },
     "two sizes": {"rollout": {"prompts_per_step": 3, "batch_size": 3}, "reward": BOTH, "data": {"own_sizes": True}},
     "no signal": {"rollout": {"prompts_per_step": 4}, "reward": ONLY, "tied": (1, 3)},
@@ -71,7 +71,7 @@ CELLS = {
     "whole groups": {"rollout": {"prompts_per_step": 3, "batch_size": 3}, "reward": ONLY, "tied": (1,), "whole": True},
     "equal forwards": {
         "rollout": {"prompts_per_step": 3, "batch_size": 3}, "reward": ONLY, "equal": True,
-        "train": {"updates_per_rollout": 2, "kl_coef": 0.3, "replay_batch": 6}, "eval": {"every": 1},
+        "train": {"updates_per_rollout": 2, "kl_coef": 0.3}, "eval": {"every": 1},
     },
 }  # fmt: skip
 

@@ -97,9 +97,7 @@ def one_step(config, world):
     with gathered(adapter, config.parallel.keep_gathered):
         rollouts = Rollouts(config, adapter, embeddings, schedules, prompts, world)
         batches = list(rollouts(0, lambda group, member, sample: media.update({(group, member): sample.media.pixels})))
-    collector = TrajectoryCollector(
-        adapter, objective(config.train), config.train, adapter.reference, world.equal_forwards
-    )
+    collector = TrajectoryCollector(adapter, objective(config.train), config.train, adapter.reference)
     advantage = torch.randn(P, G, generator=torch.Generator().manual_seed(5))
     columns = (*FACTS, *collector.metrics)
     table = [

@@ -149,7 +149,6 @@ PLAIN_FORMULA = {
     "on-policy": {},
     "kl": {"train": {"kl_coef": 0.7}},
     "off-policy and clipped": {"train": {"clip_range": 2e-4, "clip_range_high": 3e-4, "reuse_rollout_forward": False}},
-    "steps replayed at once": {"train": {"kl_coef": 0.7, "replay_batch": 99}},
     "kl, window, batches": {
         "train": {"kl_coef": 0.3, "adv_clip_max": 0.8},
         "rollout": {"steps": 5, "window_size": 2, "batch_size": 3, "guidance": 2.0},

@@ -300,9 +300,6 @@ class TrainConfig:
     """Keep the autograd graphs of the rollout's trained steps for the first update, which then needs no forward of its
     own. auto: if results are bitwise unchanged (no batch loses some of its samples, as when batch_size divides
     group_size) and the graphs take at most half of the memory free at the start."""
-    replay_batch: NonNegativeInt = 0
-    """Maximum images per forward in the replay: as many stored steps of a batch as fit are replayed at once. The first
-    ratio is then 1 only up to rounding. 0: one step at a time, as in the rollout."""
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -194,7 +194,7 @@ class Rollouts:
         final, *rest = [transfer.wait().to(ids.device) for transfer in transfers]
         of_steps = (rest[n * len(each) : (n + 1) * len(each)] for n in range(len(kept)))
         steps = tuple(
-            Step(torch.full_like(ids, k), x, x_next, logp, (k,), v[0] if v else None)
+            Step(torch.full_like(ids, k), x, x_next, logp, k, v[0] if v else None)
             for k, (x, x_next, logp, *v) in zip(kept, of_steps, strict=True)
         )
         return _batch(new, sizes, schedule, condition, Trajectory(final, ids, steps))

@@ -26,7 +26,7 @@ from prefgrpo.sde.schedule import Schedule
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """A stochastic step of B samples, or S steps stacked to S · B rows, as input of `replay`."""
+    """A stochastic step of B samples, as input of `replay`."""
 
     index: Tensor
     """int64 [B], step number k, i.e. row of the schedule."""
@@ -36,8 +36,8 @@ class Step:
     """[B, …] latents after the step, as stored (the same tensor as the next stored step's x)."""
     logp: Tensor
     """fp32 [B], log-prob of x_next under the policy that generated it."""
-    step_indices: tuple[int, ...]
-    """The same k as Python ints: one per block of B rows (several after `stack`)."""
+    number: int
+    """The same k as a Python int."""
     v: Tensor | None = None
     """[B, …] velocity of the policy that generated the step, after guidance; None: not stored."""
     graph: tuple[Tensor, Guidance | None] | None = None
@@ -46,17 +46,6 @@ class Step:
     def select(self, rows: Tensor) -> Step:
         """The samples `rows` (int64) of one step; used to drop groups without signal."""
         return Step(**tree_map_only(Tensor, lambda tensor: tensor.index_select(0, rows), vars(self)))
-
-
-def stack(steps: Sequence[Step]) -> Step:
-    """Concatenate S steps of B samples to one of S · B rows, in step order; a single step is returned unchanged."""
-    if len(steps) == 1:
-        return steps[0]
-    index, x, x_next, logp = (torch.cat([getattr(s, n) for s in steps]) for n in ("index", "x", "x_next", "logp"))
-    kept = [s.v for s in steps if s.v is not None]
-    return Step(
-        index, x, x_next, logp, tuple(k for s in steps for k in s.step_indices), torch.cat(kept) if kept else None
-    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,6 +116,6 @@ def rollout(
         step = affine_step(x, v, schedule.coef, index, noise=noise, guidance=guidance)
         if kept:
             own = after_guidance(v, guidance) if keep_velocity else None
-            stored.append(Step(index, x, step.x_next, step.logp, (k,), own, graph))
+            stored.append(Step(index, x, step.x_next, step.logp, k, own, graph))
         x = step.x_next
     return Trajectory(adapter.final(x, condition), sample, tuple(stored))

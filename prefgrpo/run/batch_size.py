@@ -29,7 +29,7 @@ from prefgrpo.parallel.world import World
 from prefgrpo.rollout.assignment import assign_batches
 from prefgrpo.rollout.render import decode
 from prefgrpo.rollout.sampling import all_sizes, eval_sampling
-from prefgrpo.run.memory import Estimate, empty_batch, estimate, free_bytes, trained_steps
+from prefgrpo.run.memory import Estimate, empty_batch, estimate, free_bytes
 from prefgrpo.run.policy import Policy
 
 ON_CPU = 8
@@ -112,15 +112,14 @@ def estimate_share(
     bytes each, 1 if none does; and its estimate.
 
     Activations are about linear in the share: estimates for 0 and 1 give a first value, which is then estimated itself
-    and raised until it fits. A forward of train.replay_batch samples counts as that many.
+    and raised until it fits.
     """
-    together = max(1, min(trained_steps(config), config.train.replay_batch // config.rollout.batch_size))
 
     def at(share: float) -> tuple[Config, Estimate]:
         return (one := _with_share(config, share)), estimate(one)
 
     def update(whole: Estimate) -> int:
-        return whole.total - whole.parts["activations"] + together * whole.phases["update"]
+        return whole.total - whole.parts["activations"] + whole.phases["update"]
 
     def fits(whole: Estimate) -> bool:
         return max(update(whole), whole.total) <= free

@@ -244,7 +244,7 @@ def open_collector(config: Config, goal: Objective, adapter: Adapter, policy: Po
         return adapter.reference() if config.train.lora_rank else policy.use_weights(policy.base)
 
     if isinstance(goal, TrajectoryObjective):
-        return TrajectoryCollector(adapter, goal, config.train, reference, world.equal_forwards)
+        return TrajectoryCollector(adapter, goal, config.train, reference)
     assert isinstance(goal, EndpointObjective)
     if len(adapter.denoisers) > 1 and goal.times not in ("window", "schedule"):
         which = f"{config.family} has a denoiser for each part of the schedule: expected window or schedule"
