@@ -83,7 +83,6 @@ def check(c: Config) -> list[str]:
             f"train.kl_form: {t.kl_form} divides by a variance per unit of σ, which rule {r.rule} does not have; "
             "expected gaussian",
         ),
-        (splits(c) or not p.keep_gathered, "parallel.keep_gathered: expected parallel.shard above 1, got 1"),
         (splits(c) or not p.offload, "parallel.offload: expected parallel.shard above 1, got 1"),
         (
             c.dtype == "bf16" or c.attention in IN_FP32,
@@ -103,6 +102,5 @@ def check(c: Config) -> list[str]:
             "rollout.merge_lora: expected auto or false with compile, sharded weights or train.lora_rank: 0, got true",
         ),
         (not c.compile or p.ring * p.ulysses == 1, "compile: expected false under context parallelism, got true"),
-        (not (p.offload and p.keep_gathered), "parallel.offload: expected keep_gathered off (it undoes this), got on"),
     ]
     return [text for ok, text in rules if not ok]

@@ -372,9 +372,6 @@ class ParallelConfig:
     ring: PositiveInt = 1
     """Processes that share the tokens of each sample and pass keys and values around (ring attention); for use across
     machines, or if ulysses does not divide the heads. Not on CPUs."""
-    keep_gathered: bool = False
-    """Gather sharded weights once per rollout or evaluation and keep them until its end, instead of once per forward:
-    less traffic, but memory for a full copy."""
     offload: bool = False
     """Keep sharded weights and their optimiser state in CPU memory, and run the optimiser there."""
 

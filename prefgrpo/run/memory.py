@@ -143,7 +143,7 @@ def static_bytes(config: Config, adapter: Adapter, world: int) -> dict[str, int]
     """Bytes by kind for each of `world` processes before the first step, without activations and text encoders on disk.
 
     Sharded weights count as this process's shard, plus `gathered` for the blocks that a forward holds in full: two (one
-    being prefetched), or all with `parallel.keep_gathered`.
+    being prefetched).
     """
     r, layout, goal = config.rollout, Layout.of(config, world), objective(config.train)
     stored = trained_steps(config) if goal.collector == "trajectory" else 0
@@ -170,7 +170,7 @@ def static_bytes(config: Config, adapter: Adapter, world: int) -> dict[str, int]
     if layout.split > 1:
         low, parted = DTYPES[config.dtype].itemsize, {id(p) for p in split}
         sizes = [sum(p.numel() for p in b.parameters() if id(p) in parted) for m in models for b in adapter.blocks(m)]
-        parts["gathered"] = low * (sum(p.numel() for p in split) if config.parallel.keep_gathered else 2 * max(sizes))
+        parts["gathered"] = low * 2 * max(sizes)
     return parts
 
 

@@ -58,7 +58,7 @@ FREE = (
     "judge.endpoints", "judge.api_key_env", "judge.concurrency", "judge.timeout_s", "judge.deadline_s",
     "judge.max_missing", "judge.patience_steps", "judge.log", "judge.cache", "judge.hedge_s", "judge.retries",
     "judge.patience_s", "parallel.replicate", "parallel.shard", "parallel.ulysses", "parallel.ring",
-    "parallel.keep_gathered", "parallel.offload",
+    "parallel.offload",
 )  # fmt: skip
 """Fields that may differ in a resumed run: where and how it runs, and options that help after a stop."""
 FREE_OPTIONS = (

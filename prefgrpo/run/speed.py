@@ -214,8 +214,7 @@ def step_time(
     links |= {"gather in rollout": inner <= per_node, "gather in update": inner <= per_node}
     if (n := layout.split) > 1:
         part = (n - 1) / n * model.gathered
-        made = 1 if config.parallel.keep_gathered else done.batches * r.steps
-        traffic["gather in rollout"] = part * made
+        traffic["gather in rollout"] = part * done.batches * r.steps
         traffic["gather in update"] = part * (2 * done.trained + done.forward_only) / batch
         if not t.lora_rank:  # gradients are reduce-scattered in fp32 after every backward
             traffic["gather in update"] += (n - 1) / n * 4 * model.trained * done.trained / batch
@@ -271,7 +270,7 @@ def meshes(config: Config, adapter: Adapter, machines: Machines) -> list[Paralle
         ]:
             one = replace(p, replicate=0, shard=shard, ulysses=ulysses)
             if not splits(replace(config, parallel=one)):
-                one = replace(one, keep_gathered=False, offload=False)
+                one = replace(one, offload=False)
             layout = Layout.of(replace(config, parallel=one), machines.gpus)
             wrong = unsupported(type(adapter), config.family, layout)
             if not wrong and not context_errors(adapter, config.rollout, config.data.max_length, layout):

@@ -26,7 +26,7 @@ from prefgrpo.data.prompts import fingerprint
 from prefgrpo.judge.information import Alarm, verdict_counts
 from prefgrpo.objectives.base import Targets
 from prefgrpo.ops import winrate_advantage
-from prefgrpo.parallel.shard import full_copies, gathered
+from prefgrpo.parallel.shard import full_copies
 from prefgrpo.rewards.base import Sample
 from prefgrpo.rewards.pairwise import VlmPairwise, judged
 from prefgrpo.rewards.scorer import StepScores
@@ -184,9 +184,8 @@ class TrainingLoop:
         ahead: the scores of the previous step are still outstanding. Raises Diverged.
         """
         batches = list[Batch]()
-        kept = gathered(self.adapter, self.config.parallel.keep_gathered)
         weights = self.policy.use_weights(self.policy.old if self.objective.sampled_by_old else {})
-        with weights, kept, self.log.bar("rollout", "sample", self.rollouts.count(step)) as bar:
+        with weights, self.log.bar("rollout", "sample", self.rollouts.count(step)) as bar:
             self.scorer.begin(step, self.rollouts.groups(step), ahead)
             for batch in self.rollouts(step, self.scorer.add):
                 batches.append(batch)
