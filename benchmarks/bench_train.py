@@ -213,7 +213,7 @@ def worked(rank: int, count: int, port: int, file: Path, device: str, dealt: boo
         return [replace(batch, index=batch.update % count) for batch in assign_batches(*given)]
 
     if not dealt:
-        batches.assign_batches, batches.rebalance = by_update, lambda planned, _: list(planned)
+        batches.assign_batches = by_update
 
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "MASTER_PORT": str(port)}
     os.environ["MASTER_ADDR"] = "127.0.0.1"

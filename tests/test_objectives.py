@@ -484,16 +484,13 @@ def test_the_gradient_of_replayed_steps_is_that_of_the_published_formula(trainer
 
 WINDOWS = {
     "subset": ({"window_policy": "subset", "window_size": 2, "sde_everywhere": True}, {}),
-    "listed": ({"window_steps": [1, 4], "window_size": 1}, {}),
-    "progressive": ({"window_policy": "progressive", "window_size": 2, "window_interval": 1, "window_high": 4}, {}),
-    "per prompt": ({"window_per_prompt": True, "window_size": 1, "batch_size": 2}, {"step_weight": "velocity"}),
     "slices": ({"window_size": 1, "batch_size": 3}, {}),
 }
 
 
-@pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.full] * (c == "per prompt")) for c in WINDOWS])
+@pytest.mark.parametrize("case", WINDOWS)
 def test_windows_in_a_rollout(trainer, case):
-    """Which steps are stored and which are stochastic, over training steps and prompts; the first ratio is always 1."""
+    """Which steps are stored and which are stochastic, over training steps; the first ratio is always 1."""
     rollout, own = WINDOWS[case]
     train = {"objective_options": own, "clip_range": 1e-3}
     train |= {"updates_per_rollout": 2, "update_slices": "members"} if case == "slices" else {}
@@ -512,16 +509,10 @@ def test_windows_in_a_rollout(trainer, case):
             if case == "slices":
                 assert {g * 2 // 4 for g in batch.members} == {batch.update}
     of_steps = [set(each.values()) for each in seen.values()]
-    if case == "per prompt":
-        assert any(len(windows) > 1 for windows in of_steps), "all prompts have the same window"
-    else:
-        assert all(len(windows) == 1 for windows in of_steps)
+    assert all(len(windows) == 1 for windows in of_steps)
     all_of = set.union(*of_steps)
     expected = {
         "subset": all(len(w) == 2 for w in all_of) and any(w[1] - w[0] > 1 for w in all_of),
-        "listed": all_of == {(1,), (4,)},
-        "progressive": [windows.pop() for windows in of_steps] == [(0, 1), (1, 2), (2, 3)] * 2 + [(0, 1), (1, 2)],
-        "per prompt": all_of == {(k,) for k in range(5)},
         "slices": len(all_of) > 2,
     }
     assert expected[case]

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from families import case_of, conditions, policy
+from tiny_run import stored
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from prefgrpo.integrations.lora import LoraLinear
@@ -117,7 +118,7 @@ def test_a_group_may_share_its_initial_noise(adapter, condition, first):
     x0, x1 = done.steps[0].x, done.steps[0].x_next
     assert torch.equal(x0[0], x0[1]) and torch.equal(x0[0], x0[3]) and not torch.equal(x0[0], x0[2])
     assert not torch.equal(x1[0], x1[1]), "the noise of later steps must not be shared"
-    for whole, *each in zip(done.tensors(), *(one.tensors() for one in alone), strict=True):
+    for whole, *each in zip(stored(done), *(stored(one) for one in alone), strict=True):
         assert torch.allclose(whole, torch.cat(each), rtol=1e-4, atol=1e-4)
     for step in done.steps:
         assert torch.equal(replay(adapter, schedule, condition, step, S).logp, step.logp)

@@ -95,24 +95,9 @@ class SamplingConfig:
     """One past the last step that may be stochastic and trained; 0: all but the last step."""
     window_size: NonNegativeInt = 0
     """Steps that are trained per rollout, chosen from the range by window_policy; 0: the whole range."""
-    window_steps: tuple[NonNegativeInt, ...] = ()
-    """The range as a list of steps, instead of window_low and window_high."""
-    window_policy: Literal["random", "subset", "progressive"] = "random"
+    window_policy: Literal["random", "subset"] = "random"
     """random: consecutive steps from a start drawn for every training step (Flow-GRPO-Fast); subset: any steps, drawn
-    for every training step (DanceGRPO, Pref-GRPO); progressive: consecutive steps that move through the range and start
-    again (MixGRPO)."""
-    window_interval: PositiveInt = 25
-    """progressive: training steps between moves of the window."""
-    window_stride: PositiveInt = 1
-    """progressive: steps by which the window moves."""
-    window_decay: NonNegativeFloat = 0.0
-    """progressive: the interval is divided by exp(window_decay) for every step by which the window's start exceeds
-    window_decay_from (MixGRPO's exponential strategy: 0.1 from 13)."""
-    window_decay_from: NonNegativeInt = 13
-    """progressive: window start from which window_decay applies."""
-    window_per_prompt: bool = False
-    """Draw random and subset windows separately for each prompt (Flash-GRPO). A batch then holds samples of one prompt:
-    batch_size must divide group_size."""
+    for every training step (DanceGRPO, Pref-GRPO)."""
     sde_everywhere: bool = False
     """Make all steps stochastic, not only the trained ones (DanceGRPO, Pref-GRPO)."""
     prompts_per_step: PositiveInt = 8

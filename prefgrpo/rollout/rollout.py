@@ -59,11 +59,6 @@ class Trajectory:
     steps: tuple[Step, ...]
     """One entry per stored step, by ascending k."""
 
-    def tensors(self) -> list[Tensor]:
-        """The final latents, then x, x_next and logp (and v, if stored) of every step, all fp32."""
-        of_steps = ((s.x, s.x_next, s.logp) + (() if s.v is None else (s.v.float(),)) for s in self.steps)
-        return [self.latents, *(tensor for step in of_steps for tensor in step)]
-
     def select(self, rows: Tensor) -> Trajectory:
         """The samples `rows` (int64)."""
         latents, ids = self.latents.index_select(0, rows), self.sample.index_select(0, rows)
