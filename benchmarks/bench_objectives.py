@@ -25,9 +25,9 @@ from prefgrpo.config.loading import load
 RESULTS, PICTURE = ROOT / "benchmarks" / "results" / "objectives", "objectives_demo.svg"
 BASELINE = "grpo"
 FAMILIES = {
-    "replayed steps": ("grpo", "grpo_guard", "flow_dppo"),
-    "noised x0, single samples": ("nft", "awm", "rwr", "sft"),
-    "noised x0, members compared": ("soft_dpo", "dpo", "plackett_luce", "dgpo", "crd"),
+    "replayed steps": ("grpo", "grpo_guard"),
+    "noised x0, single samples": ("nft", "awm", "sft"),
+    "noised x0, members compared": ("soft_dpo", "dpo"),
 }
 SLOW, SLOW_STEPS = "grpo_5e-4", 110
 """The baseline at half its learning rate, which takes longer; a separate row."""

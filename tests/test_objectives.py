@@ -10,7 +10,6 @@ one, and a bit-identical resumed run.
 import functools
 import re
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import peers
@@ -112,35 +111,6 @@ def soft(o, x):
     return preference(o, x, lambda h, s: pairs(h, s, term))
 
 
-def plackett_luce(o, x):
-    def one(h, s):
-        order = ADVANTAGE[s].argsort(descending=True)
-        return -sum(h[order[k]] - h[order[k:]].logsumexp(0) for k in range(G)) / (G - 1)
-
-    return preference(o, x, one)
-
-
-def dgpo(o, x):
-    total = 0.0
-    for k, s in enumerate(x["slots"]):
-        own = slice(k * G, k * G + G)
-        a, d = ADVANTAGE[s].double(), mse(x["v"], x["u"])[own]
-        s_p = (o.beta / G * a * (d - mse(x["anchor"], x["u"])[own])).sum().detach()
-        total = total + torch.sigmoid(s_p) * (a * d).mean()
-    return total
-
-
-def crd(o, x):
-    total, gain = 0.0, mse(x["anchor"], x["u"]) - mse(x["v"], x["u"])
-    for k, s in enumerate(x["slots"]):
-        rho, r = gain[k * G : k * G + G], (ADVANTAGE[s].double() / 10 + 0.5).clamp(0, 1)
-        rho, r = o.beta * (rho - rho.mean().detach()), r - r.mean()
-        p = torch.sigmoid(r)
-        bce = -p * F.logsigmoid(rho) - (1 - p) * F.logsigmoid(-rho)
-        total = total + ((rho - r) ** 2 if o.form == "mse" else bce).mean() * 5 / o.beta
-    return total
-
-
 ENDPOINT = {
     "nft": ("nft", {}, nft),
     "nft win rate": ("nft", {"optimality": "win_rate", "beta": 0.3, "weighted": False, "decay": 0.9}, nft),
@@ -151,18 +121,12 @@ ENDPOINT = {
     "awm ghuber": ("awm", {"weight": "ghuber", "times": "schedule"}, awm),
     "awm ratio": ("awm", {"ratio": True}, awm),
     "sft": ("sft", {}, lambda o, x: (best_of_groups(x) * mse(x["v"], x["u"])).sum()),
-    "rwr": ("rwr", {"temperature": 0.7}, lambda o, x: (
-        torch.cat([(ADVANTAGE[s].double() / 0.7).softmax(0) for s in x["slots"]]) * mse(x["v"], x["u"])).sum()),
     "dpo": ("dpo", {}, dpo),
     "dpo old": ("dpo", {"reference": "old", "beta": 20.0}, dpo),
     "soft dpo": ("soft_dpo", {}, soft),
     "soft dpo, 2 draws": ("soft_dpo", {"draws": 2}, soft),
     "ipo": ("soft_dpo", {"form": "ipo", "beta": 3.0}, soft),
     "logit": ("soft_dpo", {"form": "logit", "beta": 3.0}, soft),
-    "plackett-luce": ("plackett_luce", {}, plackett_luce),
-    "dgpo": ("dgpo", {}, dgpo),
-    "crd": ("crd", {}, crd),
-    "crd bce": ("crd", {"form": "bce"}, crd),
 }  # fmt: skip
 """Objective, its options, and the published loss as a sum over groups."""
 
@@ -309,37 +273,6 @@ def test_awm_weights_are_those_of_flow_factory(weight):
     assert torch.allclose(ours, theirs(v, u, t * 1000, name), rtol=1e-5)
 
 
-@pytest.mark.parametrize("form", ["mse", "bce"])
-def test_crd_is_that_of_flow_factory(form):
-    """One group on one rank; in Flow-Factory the caller scales the loss by adv_clip_max / β."""
-    (theirs,) = peers.methods("flow_factory", "flow_factory/trainers/crd.py", "_compute_crd_loss", **SCOPE)
-    error, old = torch.rand(1, G), torch.rand(1, G)
-    r = (ADVANTAGE[0] / 10 + 0.5).clamp(0, 1)
-    peer = SimpleNamespace(weight_temp=-1.0, crd_loss_type=form, crd_beta=0.7)
-    gain = (old - error)[0]
-    expected = theirs(peer, r, r, gain, gain) * 5.0 / 0.7
-    train = TrainConfig(objective="crd", objective_options={"form": form, "beta": 0.7})
-    ours = objective(train).loss(train, error, old, Targets.of(ADVANTAGE[:1]))
-    assert float(ours) == pytest.approx(float(expected), rel=1e-5)
-
-
-def test_dgpo_is_that_of_flow_factory():
-    (clip,) = peers.methods("flow_factory", "flow_factory/trainers/dgpo.py", "_maybe_clip_dsm", **SCOPE)
-    error, old, u = torch.rand(2, G), torch.rand(2, G), torch.zeros(2 * G, 1)
-    setting = SimpleNamespace(clip_range=(-0.3, 0.3))
-    peer = SimpleNamespace(clip_dsm=True, clip_kl=False, training_args=setting)
-    advantage = ADVANTAGE[:2].flatten()
-    facts = {"clip_ratio": []}
-    kept = error.flatten().clone().requires_grad_()
-    _, clipped = clip(peer, kept, old.flatten().sqrt()[:, None], u, advantage, facts)
-    inside = (100.0 * advantage * (error - old).flatten() / G).view(2, G).sum(1)  # dgpo.py:450-528
-    (torch.sigmoid(inside).repeat_interleave(G) * advantage * clipped).mean().backward()
-    train = TrainConfig(objective="dgpo", clip_range=0.3, objective_options={"reference": "old", "clip": True})
-    own = error.clone().requires_grad_()
-    objective(train).loss(train, own, old, Targets.of(ADVANTAGE[:2])).mean().backward()
-    assert torch.allclose(own.grad.flatten(), kept.grad, rtol=1e-5) and 0 < float(facts["clip_ratio"][0]) < 1
-
-
 # ---- real runs ------------------------------------------------------------------------------------------------------
 
 
@@ -358,16 +291,11 @@ class Judged(FunctionPairwise):
 RUNS = {
     "grpo": {},
     "grpo_guard": {},
-    "flow_dppo": {},
     "nft": {"optimality": "win_rate", "decay": 0.5, "sample_with_old": True},
     "awm": {"ratio": True},
     "sft": {},
-    "rwr": {},
     "dpo": {"reference": "old"},
     "soft_dpo": {"draws": 2},
-    "plackett_luce": {},
-    "dgpo": {"reference": "old", "clip": True},
-    "crd": {},
 }
 QUICK = ("nft",)
 
@@ -413,7 +341,6 @@ TRAJECTORY = {
     "best of 2, Flash-GRPO's weight": ("grpo", {"best_of": 2, "step_weight": "velocity"}),
     "TempFlow-GRPO's weight": ("grpo", {"step_weight": "noise"}),
     "guard": ("grpo_guard", {}),
-    "dppo": ("flow_dppo", {"kl_threshold": 2e-6}),
 }
 
 
@@ -438,7 +365,7 @@ def test_the_gradient_of_replayed_steps_is_that_of_the_published_formula(trainer
     loop.policy.update = lambda world: taken.append([p.grad.double().flatten() for p in loop.policy.params]) or 0.0
     values = loop.update(0, batches, Targets.of(advantage))
     loop.policy.optimizer.zero_grad()
-    total, count, masked, used = torch.zeros((), dtype=torch.float64), 0, [], 0
+    total, count, used = torch.zeros((), dtype=torch.float64), 0, 0
     for batch in batches:
         schedule, (slot,) = batch.schedule, set(batch.slots)
         order = advantage[slot].argsort(descending=True).tolist()
@@ -467,10 +394,6 @@ def test_the_gradient_of_replayed_steps_is_that_of_the_published_formula(trainer
             loss = torch.maximum(-adv * ratio, -adv * ratio.clamp(1 - 2e-3, 1 + 2e-3))
             if name == "grpo_guard":
                 loss = loss / dt
-            if name == "flow_dppo":
-                far = mse(mean, old) / (2 * s * s) >= 2e-6
-                away = far & ((ratio > 1) & (adv > 0) | (ratio < 1) & (adv < 0))
-                loss, masked = torch.where(away, 0.0, -adv * ratio), [*masked, *away.tolist()]
             total, count = total + (weight * loss).sum(), count + members
     (total / count).backward()
     exact, ours = torch.cat([p.grad.double().flatten() for p in loop.policy.params]), torch.cat(taken[0])
@@ -478,8 +401,6 @@ def test_the_gradient_of_replayed_steps_is_that_of_the_published_formula(trainer
     assert values["loss"] == pytest.approx(float(total.detach() / count), rel=1e-3, abs=1e-6)
     assert values["samples_trained"] == used
     assert used == (4 if "best_of" in own else 8)
-    if name == "flow_dppo":
-        assert 0 < np.mean(masked) < 1 and values["policy/clip_fraction"] == pytest.approx(np.mean(masked))
 
 
 WINDOWS = {
@@ -583,7 +504,6 @@ MISTAKES = {
         "train.updates_per_rollout: dpo compares the members of a group: expected update_slices: prompts",
     ),
     "class": ({"objective": f"{__name__}.Setting"}, "train.objective: expected a class derived from prefg"),
-    "clip": ({"objective": "dgpo", "objective_options": {"clip": True}}, "options.clip: expected reference old"),
 }
 
 

@@ -78,7 +78,7 @@ RUNS = {
     "kl": {"train": {"kl_coef": 0.1}},
     "reuse": {"train": {"reuse_rollout_forward": True, "updates_per_rollout": 2}},
     "awm": {"train": {"objective": "awm", "objective_options": {"draws": 2, "ratio": True}, "kl_coef": 0.1}},
-    "dgpo, batches of part of a group": {"train": {"objective": "dgpo"}, "rollout": {"batch_size": 2}},
+    "dpo, batches of part of a group": {"train": {"objective": "dpo"}, "rollout": {"batch_size": 2}},
     "same noise": {"train": {}, "rollout": {"same_noise": True, "window_low": 2}},
     "best of 2": {"train": {"objective_options": {"best_of": 2}}},
 }

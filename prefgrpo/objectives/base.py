@@ -112,8 +112,6 @@ class Replayed(NamedTuple):
     """KL to the reference policy, with gradient, if train.kl_coef is above 0."""
     log_ratio: Tensor | None = None
     """GRPO-Guard's log-ratio, with gradient, if the objective keeps velocities."""
-    kl_old: Tensor | None = None
-    """KL to the policy that generated it, without gradient, if the objective keeps velocities."""
     weight: Tensor | None = None
     """Loss weight of the step (`step_weight`)."""
 
@@ -253,30 +251,6 @@ class OldPolicy:
         """decay + decay_rate · (steps beyond decay_after), at most decay_max; after step `step` (from 0)."""
         grown = self.decay + self.decay_rate * max(0, step + 1 - self.decay_after)
         return min(grown, max(self.decay, self.decay_max))
-
-
-@dataclass(frozen=True, config=STRICT)
-class OptimalityObjective(OldPolicy, EndpointObjective):
-    """An objective that uses r, the probability that a sample is good, with the old policy as anchor."""
-
-    optimality: Literal["advantage", "win_rate"] = "advantage"
-    """r of a sample: clip(A / 2A_max + ½) with A_max = train.adv_clip_max, or its win rate."""
-
-    @property
-    def anchor(self) -> Literal["", "base", "old"]:
-        """The old policy."""
-        return "old"
-
-    @property
-    def needs_comparisons(self) -> bool:
-        """True for optimality win_rate."""
-        return self.optimality == "win_rate"
-
-    def probability(self, train: TrainConfig, targets: Targets) -> Tensor:
-        """r, [P, G] in 0 … 1."""
-        if self.optimality == "win_rate":
-            return targets.win_rate()
-        return (targets.advantage / (2.0 * train.adv_clip_max) + 0.5).clamp(0.0, 1.0)
 
 
 def mask_missing(values: Tensor, targets: Targets) -> Tensor:

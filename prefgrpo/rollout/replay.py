@@ -19,7 +19,6 @@ from prefgrpo.config.schema import TrainConfig
 from prefgrpo.models.base import Adapter, Condition, Sampling, after_guidance
 from prefgrpo.objectives.base import Replayed, Targets, TrajectoryObjective
 from prefgrpo.ops import affine_logp
-from prefgrpo.ops.reference import affine_kl
 from prefgrpo.rollout.batches import Batch
 from prefgrpo.rollout.rollout import Step
 from prefgrpo.sde.schedule import Schedule
@@ -47,16 +46,14 @@ def replay(
         with torch.no_grad(), (reference or adapter.reference)():
             v_ref = adapter.velocity(step.x, sigma, condition, sampling)
     v, guidance = step.graph or adapter.cond_uncond(step.x, sigma, condition, sampling)
-    moved = None
     if step.v is not None:
         v, guidance = after_guidance(v, guidance), None
-        moved = affine_kl(v.detach(), step.v, schedule.coef[step.index])
     out = affine_logp(step.x, v, step.x_next, schedule.coef, step.index, v_ref=v_ref, v_old=step.v, guidance=guidance)
     away = out.kl
     if kl == "flow_grpo" and away is not None:
         away = away * (-schedule.sigmas.diff()).to(away.device)[step.index]
     weight = None if schedule.weights is None else schedule.weights[step.index]
-    return Replayed(out.logp, step.logp, away, out.log_ratio, moved, weight)
+    return Replayed(out.logp, step.logp, away, out.log_ratio, weight)
 
 
 @dataclass(frozen=True)
