@@ -197,9 +197,6 @@ class RewardConfig:
     function: str = ""
     """Your own function instead of `combine`, as file.py:function or package.module.function. From the rewards [R, B]
     of non-zero weight (NaN: missing) and their weights [R], fp64 tensors, it returns [B] values to normalise."""
-    log_tame: Literal["mean", "median"] | float | None = None
-    """Apply log(1 + r) to rewards whose std/mean exceeds this number, or the mean or median over all rewards
-    (PaCo-GRPO); none: never."""
     rank: bool = False
     """Replace rewards by their rank in the group, from 0 to 1, before normalisation."""
     std: Literal["group", "global", "none"] = "group"

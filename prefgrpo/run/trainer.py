@@ -254,7 +254,7 @@ class TrainingLoop:
         else:
             advantage, known = advantages(rewards, weights, group_size, c, parts, sub_scores, self.world.device)
         if lost := int(scored.sum()) - int(known.sum()):
-            how = next(n for n in ("function", "log_tame", "combine") if getattr(c, n))
+            how = "function" if c.function else "combine"
             self._say_missing(f"step {step}", Counter({f"reward.{how} has no finite value for these rewards": lost}))
             shares["reward/missing"] = 1.0 - float(known.float().mean())
         self._check_information(step, scores)
