@@ -218,8 +218,6 @@ class TrainConfig:
     """Training steps, each with one rollout of prompts_per_step groups."""
     max_minutes: NonNegativeFloat = 0.0
     """Stop after this many minutes of training; 0: no limit."""
-    stop_when: tuple[Literal["diversity", "order_inconsistency", "monitors"], ...] = ()
-    """Stop with a checkpoint at the first of these signs of reward hacking; none: only warn (docs/objectives.md)."""
     lora_rank: NonNegativeInt = 64
     """Rank of the LoRA on the transformer; 0: full fine-tuning."""
     lora_alpha: PositiveInt = 128

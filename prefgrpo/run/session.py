@@ -53,7 +53,7 @@ from prefgrpo.run.speed import reuse_obstacles, reuse_takes_effect
 
 FREE = (
     "output", "name", "device", "gpus", "tensorboard", "trackers", "data.cache", "memory.offload",
-    "train.steps", "train.max_minutes", "train.stop_when", "train.lr", "train.max_grad_norm",
+    "train.steps", "train.max_minutes", "train.lr", "train.max_grad_norm",
     "train.checkpointing_share", "checkpoint.every", "checkpoint.keep",
     "judge.endpoints", "judge.api_key_env", "judge.concurrency", "judge.timeout_s", "judge.deadline_s",
     "judge.max_missing", "judge.patience_steps", "judge.log", "judge.cache", "judge.hedge_s", "judge.retries",

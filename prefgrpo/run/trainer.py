@@ -43,12 +43,13 @@ from prefgrpo.run.metrics import (
     eval_line,
     missing_shares,
     over_ranks,
+    pixel_distance,
     policy_metrics,
     reward_metrics,
+    thumbnail,
 )
 from prefgrpo.run.policy import NonFiniteGradient
 from prefgrpo.run.session import Clock, open_session, peak_memory
-from prefgrpo.run.signs import DIVERSITY, pixel_distance
 from prefgrpo.run.trackers import open_trackers
 
 REASONS_SHOWN = 3
@@ -104,7 +105,6 @@ class TrainingLoop:
             self.session.start,
             trackers=open_trackers(config, self.folder, self.session.start) if self.world.main else (),
             active=self.world.main,
-            trained=[name for name, weight in self.session.weights.items() if weight],
         )
         self.objective, self.collector = self.session.objective, self.session.collector
         self.evaluation: dict[str, float] = {}
@@ -136,7 +136,7 @@ class TrainingLoop:
                 evaluator.start(resumed=done > 0)
                 if not done:
                     self._evaluate(0, name)
-            while done < c.train.steps and not self._out_of_time() and not self._stop_sign_seen():
+            while done < c.train.steps and not self._out_of_time():
                 clock = Clock()
                 metrics = self._guarded_step(done, clock)
                 done += 1
@@ -166,6 +166,7 @@ class TrainingLoop:
         groups, stale = self.rollouts.groups(step), self.policy.updates - rollout.updates
         streamed = sum(reward.streams for reward in self.scorer.rewards.values()) * len(groups)
         with clock.phase("judge_wait"), self.log.bar("judging", "group", streamed) as bar:
+            distances = self._distances()  # while the judge answers
             scores = self.scorer.finish(bar.update)
         self._save_groups(step + 1, scores)
         targets, metrics = self.targets(step + 1, scores)
@@ -176,7 +177,9 @@ class TrainingLoop:
             metrics["policy/staleness"] = float(stale)
         if stale:
             metrics.pop("policy/on_policy_error", None)
-        return metrics | self._diversity(len(groups)) | over_ranks(scores.metrics, self.world)
+        distances = self.world.gather_slots(distances, self.config.rollout.prompts_per_step)
+        metrics["diversity/pixels"] = float(distances.mean())
+        return metrics | over_ranks(scores.metrics, self.world)
 
     def generate(self, step: int, ahead: bool = False) -> StepRollout:
         """Generate a step's samples with the current policy, passing each to the scorer as soon as it is decoded.
@@ -200,12 +203,11 @@ class TrainingLoop:
         every, steps = self.config.checkpoint.every, self.config.train.steps
         return self.config.rollout.staleness > 0 and step % every != 0 and step < steps
 
-    def _diversity(self, groups: int) -> dict[str, float]:
-        """Mean pixel distance between the images of a group, averaged over the groups of the step."""
-        local = np.full(groups, np.nan)
-        for k, made in enumerate(self.scorer.samples.values()):
-            local[k] = pixel_distance(np.stack([made[g].media.pixels for g in sorted(made)]))
-        return {DIVERSITY: float(self.world.gather_slots(local, self.config.rollout.prompts_per_step).mean())}
+    def _distances(self) -> NDArray[np.float64]:
+        """Mean distance between the images of each group scored here, from small versions of them; NaN if unknown."""
+        made = self.scorer.generated().values()
+        small = [[thumbnail(samples[g].media.pixels) for g in sorted(samples)] for samples in made]
+        return np.array([pixel_distance(np.stack(images)) if images else np.nan for images in small])
 
     def close(self) -> None:
         """Close the log and the session."""
@@ -230,14 +232,6 @@ class TrainingLoop:
     def _out_of_time(self) -> bool:
         limit = self.config.train.max_minutes * 60
         return limit > 0 and self.world.any(self.session.trained_s >= limit)
-
-    def _stop_sign_seen(self) -> bool:
-        """Whether one of the signs in train.stop_when has appeared."""
-        if not (seen := self.log.seen & set(self.config.train.stop_when)) and not self.config.train.stop_when:
-            return False
-        if seen:
-            self.log.say(f"training stops (train.stop_when): {', '.join(sorted(seen))}")
-        return self.world.any(bool(seen))
 
     # ---- advantages -------------------------------------------------------------------------------------------------
 
