@@ -1,12 +1,11 @@
 """`python -m benchmarks.bench_objectives`: every objective in the demo's world, for docs/objectives.md.
 
 All start from the same weights and make the same number of judge calls: each trains with its recipe
-`scripts/demo/NAME.yaml` for the same number of steps, with three seeds (of prompts, noise and LoRA). Neither the
-recipe's stopping rule nor an uninformative judge ends a run, so that a later decline is visible; the step at which the
-rule would stop is derived from the recorded signs. Held-out accuracy: share of the dev captions' 288 images whose
-colour, shape and position are all correct; neither objective nor judge uses it. Seconds are the process's CPU seconds
-without evaluations, so that other load hardly counts; run it with OMP_NUM_THREADS=1. A run's JSON in results/objectives
-grows with its evaluations; complete runs are not repeated.
+`scripts/demo/NAME.yaml` for the same number of steps, with three seeds (of prompts, noise and LoRA). An uninformative
+judge does not end a run, so that a later decline is visible. Held-out accuracy: share of the dev captions' 288 images
+whose colour, shape and position are all correct; neither objective nor judge uses it. Seconds are the process's CPU
+seconds without evaluations, so that other load hardly counts; run it with OMP_NUM_THREADS=1. A run's JSON in
+results/objectives grows with its evaluations; complete runs are not repeated.
 """
 
 from __future__ import annotations
@@ -20,14 +19,13 @@ import numpy as np
 
 from benchmarks.blocks import replace_block
 from benchmarks.demo_runs import COLOURS, ROOT, Columns, Run, Watch, band, column, drawing, ended, gaps, measure, recipe
-from prefgrpo.config.loading import load
 
 RESULTS, PICTURE = ROOT / "benchmarks" / "results" / "objectives", "objectives_demo.svg"
 BASELINE = "grpo"
 FAMILIES = {
-    "replayed steps": ("grpo", "grpo_guard", "flow_dppo"),
-    "noised x0, single samples": ("nft", "awm", "rwr", "sft"),
-    "noised x0, members compared": ("soft_dpo", "dpo", "plackett_luce", "dgpo", "crd"),
+    "replayed steps": ("grpo", "grpo_guard"),
+    "noised x0, single samples": ("nft", "awm", "sft"),
+    "noised x0, members compared": ("soft_dpo", "dpo"),
 }
 SLOW, SLOW_STEPS = "grpo_5e-4", 110
 """The baseline at half its learning rate, which takes longer; a separate row."""
@@ -41,7 +39,7 @@ MEASURED = Columns(
 
 
 def train(name: str, seed: int, file: Path, steps: int = STEPS, every: int = EVERY, rollout: Run | None = None) -> None:
-    """Run one training; `file` receives its evaluations and the steps at which signs of reward hacking appeared.
+    """Run one training; `file` receives its evaluations.
 
     rollout: values that replace the recipe's.
     """
@@ -77,21 +75,15 @@ def reached(run: Run, name: str, goal: float = GOAL) -> float | None:
     return None if run["evaluations"][-1][0] >= STEPS else np.nan
 
 
-def stopped(run: Run, stop_when: Sequence[str]) -> int | None:
-    """The step at which the recipe's stopping rule would have ended the run."""
-    return min((run["signs"][sign] for sign in stop_when if sign in run["signs"]), default=None)
+def fall(run: Run) -> float | None:
+    """Largest drop below the best accuracy so far, from reaching the goal to twice that step.
 
-
-def fall(run: Run, stop_when: Sequence[str]) -> float | None:
-    """Largest drop below the best accuracy so far, from reaching the goal to twice that step or to the rule's step.
-
-    None if the goal was not reached before the rule's step, or the run is too short to tell.
+    None if the goal was not reached, or the run is too short to tell.
     """
     at = reached(run, "step")
-    stop = stopped(run, stop_when) or np.inf
-    if at is None or np.isnan(at) or stop < at:
+    if at is None or np.isnan(at):
         return None
-    end = min(2 * at, stop)
+    end = 2 * at
     steps, y = column(run, "step"), column(run, "accuracy")
     if steps[-1] < end:
         return None
@@ -115,12 +107,10 @@ def table(found: dict[str, list[Run]]) -> list[str]:
     """A row per objective."""
     lines = [
         f"| objective | seeds | steps | calls to {GOAL:.2f} (thousands) | CPU seconds to {GOAL:.2f} | best | last | "
-        "stopped by its rule at step | largest fall up to then, or to twice the steps to the goal |",
-        "|---" * 9 + "|",
+        "largest fall up to twice the steps to the goal |",
+        "|---" * 8 + "|",
     ]
     for name, runs in found.items():
-        rule = load(recipe_of(name)).train.stop_when
-        stops = [stopped(run, rule) for run in runs]
         lines.append(
             f"| `{name}` | {', '.join(str(run['seed']) for run in runs)} "
             f"| {', '.join(str(int(column(run, 'step')[-1])) for run in runs)} "
@@ -128,8 +118,7 @@ def table(found: dict[str, list[Run]]) -> list[str]:
             f"| {over_seeds([reached(run, 'seconds') for run in runs])} "
             f"| {over_seeds([max(column(run, 'accuracy')) for run in runs], 3)} "
             f"| {over_seeds([column(run, 'accuracy')[-1] for run in runs], 3)} "
-            f"| {', '.join('–' if s is None else str(s) for s in stops) if rule else 'none'} "
-            f"| {over_seeds([np.nan if (f := fall(run, rule)) is None else f for run in runs], 3)} |"
+            f"| {over_seeds([np.nan if (f := fall(run)) is None else f for run in runs], 3)} |"
         )
     return lines
 

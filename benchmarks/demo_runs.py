@@ -19,7 +19,6 @@ import numpy as np
 
 from benchmarks.bench_judge import machine
 from benchmarks.blocks import rounded, write_json
-from prefgrpo.run.signs import HackingMonitor
 
 ROOT = Path(__file__).resolve().parent.parent
 Run = dict[str, Any]
@@ -42,17 +41,14 @@ class Columns:
 
 
 class Watch:
-    """Callbacks that record calls and CPU seconds of training, a row per evaluation, and signs of reward hacking."""
+    """Callbacks that record calls and CPU seconds of training, and a row per evaluation."""
 
     def __init__(self, columns: Columns, calls: Callable[[dict[str, float]], float]) -> None:
         """calls: returns the number of judge calls of a step, given its metrics."""
         self.columns, self.write = columns, lambda: None
         self.evaluations: list[list[float | None]] = []
-        self.seen: dict[str, int] = {}
-        """Sign → step at which it was first seen."""
         self._asked, self._calls, self._seconds, self._mark = calls, 0.0, 0.0, 0.0
         self._since: list[list[float]] = []
-        self._signs = HackingMonitor(["vlm_pairwise"])
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
         """After a training step."""
@@ -60,39 +56,32 @@ class Watch:
         self._seconds, self._mark = self._seconds + now - self._mark, now
         self._calls += self._asked(metrics)
         self._since.append([metrics[name] for name in self.columns.stepped.values()])
-        self._note("train", step, metrics)
 
     def evaluation(self, step: int, name: str, metrics: dict[str, float]) -> None:
         """After an evaluation, whose seconds are not counted."""
         stepped = np.mean(self._since, axis=0).tolist() if self._since else [None] * len(self.columns.stepped)
         measured = [metrics[name] for name in self.columns.evaluated.values()]
         self.evaluations.append(rounded([step, self._calls, self._seconds, *measured, *stepped]))
-        self._note("eval", step, {"set": name} | metrics)
         self.write()
         self._since, self._mark = [], time.process_time()
-
-    def _note(self, kind: str, step: int, row: dict[str, Any]) -> None:
-        for sign in self._signs.add(kind, row):
-            self.seen.setdefault(sign, step)
 
 
 def measure(recipe: Path, file: Path, facts: Run, watch: Watch, steps: int, every: int, **values: Any) -> None:
     """Train with a recipe of the demo for `steps` steps, evaluating at the start and every `every` steps.
 
-    Neither the recipe's stopping rule nor an uninformative judge ends the run. `file` receives the facts, the
-    machine, `signs` (the steps at which signs of reward hacking appeared), columns and evaluations. values: overrides
-    of the recipe, or arguments of `Trainer`.
+    An uninformative judge does not end the run. `file` receives the facts, the machine, columns and evaluations.
+    values: overrides of the recipe, or arguments of `Trainer`.
     """
     from prefgrpo import Trainer
     from prefgrpo.config.recipe import merge
 
     def write() -> None:
-        found = facts | {"machine": machine(), "signs": watch.seen, "columns": watch.columns.names}
+        found = facts | {"machine": machine(), "columns": watch.columns.names}
         write_json(file, found | {"evaluations": watch.evaluations})
 
     watch.write = write
     fixed = {
-        "steps": steps, "tensorboard": False, "checkpoint": {"every": steps}, "train": {"stop_when": []},
+        "steps": steps, "tensorboard": False, "checkpoint": {"every": steps},
         "judge": {"cache": False, "patience_steps": 0}, "eval": {"every": every, "final_prompts": ""},
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:

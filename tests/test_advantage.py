@@ -7,6 +7,7 @@ in fp64 on the same 300 groups; if PREFGRPO_PEERS has a checkout, the function i
 """
 
 import dataclasses
+import re
 from pathlib import Path
 from types import MappingProxyType
 from unittest import mock
@@ -118,7 +119,7 @@ def combined_here(rewards, weights):
 @pytest.mark.parametrize("options", [
     *({"combine": c} for c in ("weighted_sum", "weighted_advantage_sum", "geometric_mean", "harmonic_mean")),
     *({"std": std, "ddof": 1} for std in ("global", "none")),
-    {"rank": True}, {"batch_norm": True}, {"log_tame": "mean"}, {"log_tame": 0.0, "combine": "harmonic_mean"},
+    {"rank": True}, {"batch_norm": True},
     {"function": f"{__file__}:combined_here"}, {"function": f"{__name__}.combined_here", "rank": True},
 ], ids=str)  # fmt: skip
 def test_every_option_of_the_reward_section(options):
@@ -130,11 +131,6 @@ def test_every_option_of_the_reward_section(options):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     found, _ = advantages(r.T, dict(zip("abc", w, strict=True)), 6, config, device=device)
     given = {k: v for k, v in options.items() if k in ("combine", "std", "ddof", "rank")}
-    if tame := options.get("log_tame"):
-        spread = np.nanstd(r[w != 0], axis=1) / np.nanmean(r[w != 0], axis=1)
-        r[w != 0] = np.where((spread > spread.mean())[:, None], np.log1p(r[w != 0]), r[w != 0])
-    elif tame == 0.0:
-        r[w != 0] = np.log1p(r[w != 0])
     if "function" in options:
         r = np.where(np.isnan(r), NAN, r)
         r, w = (r[w != 0] ** 2 * w[w != 0, None]).sum(0, keepdims=True), np.ones(1)
@@ -185,13 +181,26 @@ def test_a_mean_of_rewards_expects_positive_weights():
     assert "geometric_mean expects weights of at least 0" in wrong
 
 
-def test_a_tamed_reward_of_minus_one_is_missing():
-    found = advantages(np.array([[-1.0], [1.0], [3.0], [-1.0]]), {"r": 1.0}, 4, RewardConfig(log_tame=0.0))[0][0]
-    assert found.isfinite().all() and found[0] == found[3] == 0 and found[2] > 0 > found[1]
+def test_the_tamed_sum_of_the_page_is_paco_grpos(tmp_path, root):
+    """PaCo-GRPO (arXiv 2512.04784): log(1 + r) for rewards whose std/mean over the step exceeds the rewards' mean."""
+    page = (root / "docs" / "own_rewards.md").read_text()
+    (tmp_path / "tamed.py").write_text(re.search(r'```python title="tamed.py"\n(.*?)```', page, re.S)[1])
+    options, weights = RewardConfig(function=f"{tmp_path}/tamed.py:tamed_sum"), {"a": 0.2, "b": 1.0, "c": 0.5}
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        r = rng.gamma(rng.random((3, 1)) * 4 + 0.2, 2.0, (3, 30))
+        r[rng.random(r.shape) < 0.1] = NAN
+        spread = np.nanstd(r, axis=1) / np.nanmean(r, axis=1)
+        tamed = np.where((spread > spread.mean())[:, None], np.log1p(r), r)
+        want = advantages(tamed.T, weights, 6, RewardConfig())
+        for ours, theirs in zip(advantages(r.T, weights, 6, options), want, strict=True):
+            assert torch.allclose(ours, theirs, atol=1e-5)
+    found = advantages(np.array([[-1.0, 1.0], [1.0, 1.0], [3.0, 1.0], [-1.0, 1.0]]), {"r": 1.0, "s": 1.0}, 4, options)
+    assert found[1].tolist() == [[False, True, True, False]], "log(1 + r) of −1 is no number: missing"
 
 
 @pytest.mark.parametrize("reward", [
-    {"combine": "geometric_mean"}, {"combine": "harmonic_mean"}, {"log_tame": 0.0}, {"function": f"{__name__}.root"},
+    {"combine": "geometric_mean"}, {"combine": "harmonic_mean"}, {"function": f"{__name__}.root"},
 ], ids=str)  # fmt: skip
 def test_a_sample_without_a_combined_value_is_missing_for_the_objective_too(trainer, reward):
     """As 0 would be an average advantage, on which `nft` trains."""

@@ -9,13 +9,14 @@ import pytest
 
 from benchmarks import bench_objectives as bench
 from benchmarks.blocks import rendered
+from prefgrpo.config.loading import load
 
 
-def run(*accuracies, signs=None):
+def run(*accuracies):
     """A run with one evaluation per accuracy, spaced by 10 steps, 1000 calls and 20 seconds."""
     rows = [[10 * k, 1000.0 * k, 20.0 * k, y, 0.5, 0.1, 0.1] for k, y in enumerate(accuracies)]
     facts = {"objective": "nft", "seed": 0, "machine": {"cpu": "one"}}
-    return facts | {"signs": signs or {}, "columns": bench.MEASURED.names, "evaluations": rows}
+    return facts | {"columns": bench.MEASURED.names, "evaluations": rows}
 
 
 def test_what_is_read_from_a_run(monkeypatch):
@@ -25,11 +26,8 @@ def test_what_is_read_from_a_run(monkeypatch):
     assert bench.reached(up, "seconds") == pytest.approx(30)
     assert bench.reached(run(0.4, 0.6, 0.5, 0.5, 0.5), "calls") is None
     assert math.isnan(bench.reached(run(0.4, 0.6), "calls")), "unknown while the run is unfinished"
-    assert bench.fall(up, ()) == pytest.approx(0.1), "target reached at step 15, window ends at step 30"
-    early = up | {"signs": {"diversity": 24}}
-    assert bench.fall(early, ["diversity"]) == pytest.approx(0.04), "the stopping rule ends the window at step 24"
-    assert bench.fall(early, ["monitors"]) == pytest.approx(0.1)
-    assert bench.fall(run(0.4, 0.6, 0.8), ()) is None, "the run is too short"
+    assert bench.fall(up) == pytest.approx(0.1), "target reached at step 15, window ends at step 30"
+    assert bench.fall(run(0.4, 0.6, 0.8)) is None, "the run is too short"
     table = bench.table({"nft": [up, run(0.4, 0.5, 0.5, 0.5, 0.6) | {"seed": 1}]})
     assert table[2].startswith("| `nft` | 0, 1 | 40, 40 | 1.5, 1 never | 30, 1 never | 0.750 (0.600–0.900) |"), table[2]
     assert "seed 1, 2 of `nft`" in bench.missing({"nft": [up]})
@@ -39,8 +37,8 @@ def test_what_is_read_from_a_run(monkeypatch):
 def test_every_objective_is_compared():
     from prefgrpo.objectives import OBJECTIVES
 
-    assert set(bench.NAMES) == set(OBJECTIVES) and all(bench.load(bench.recipe(n)) for n in bench.NAMES)
-    assert all(bench.load(bench.recipe(n)).train.objective == n for n in bench.NAMES)
+    assert set(bench.NAMES) == set(OBJECTIVES) and all(load(bench.recipe(n)) for n in bench.NAMES)
+    assert all(load(bench.recipe(n)).train.objective == n for n in bench.NAMES)
 
 
 def test_the_document_is_rendered_from_the_results(root):

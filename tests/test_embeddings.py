@@ -29,7 +29,6 @@ def test_a_batch_pads_shorter_prompts():
     both = collate([short, long])
     assert both.prompt_embeds.shape == (2, 4, 3) and both.pooled.shape == (2, 5) and len(both.sources) == 1
     assert both.text_length.tolist() == [2, 4] and both.prompt_embeds[0, 2:].abs().max() == 0
-    assert torch.equal(both.tile(2).pooled, torch.cat([both.pooled] * 2))
     assert torch.equal(both.select(torch.tensor([1])).sources[0], long.sources[0][None])
     with pytest.raises(ValueError, match="at least one"):
         collate([])

@@ -11,7 +11,6 @@ import torch
 from diffusers.models.autoencoders.autoencoder_kl_hunyuanvideo15 import HunyuanVideo15AttnBlock
 from families import (
     CPU,
-    PROMPTS,
     SIZES,
     SOURCES,
     case_of,
@@ -34,7 +33,6 @@ from prefgrpo.models.condition import collate
 from prefgrpo.models.folder import ModelError
 from prefgrpo.models.hunyuan_video import causal_attention_mask
 from prefgrpo.rollout.embeddings import Embeddings
-from prefgrpo.rollout.replay import replay, stacked
 from prefgrpo.rollout.rollout import rollout
 from prefgrpo.rollout.sampling import Schedules
 from prefgrpo.sde.schedule import make_schedule
@@ -371,16 +369,3 @@ def test_one_expert_may_train(tmp_path):
     assert file.parent.name == "transformer_2"
     with pytest.raises(ValueError, match=r"some of transformer, transformer_2, got \['transformer_3'\]"):
         load(case_of("wan22"), target_components=("transformer_3",))
-
-
-def test_steps_are_stacked_within_one_expert():
-    case = case_of("wan22")
-    adapter, sampling = load(case), case.sampling()
-    condition = conditions(adapter, case, PROMPTS)
-    schedule = make_schedule(adapter.sigmas(sampling), "flow", 0.7, (0, 1, 2))
-    done = rollout(adapter, schedule, condition, torch.arange(2), sampling, seed=1)
-    steps = stacked(adapter, schedule, done.steps, sampling, 6)
-    sides = [adapter.is_high_noise(schedule.times[list(step.step_indices)]).tolist() for step in steps]
-    assert [len(set(side)) for side in sides] == [1, 1] and sides[0][0] and not sides[1][0]
-    logp = torch.cat([replay(adapter, schedule, condition, step, sampling).logp for step in steps])
-    assert torch.allclose(logp, torch.cat([step.logp for step in done.steps]), atol=1e-5)

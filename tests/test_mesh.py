@@ -33,7 +33,7 @@ from prefgrpo.objectives.base import Targets
 from prefgrpo.parallel import world as parallel
 from prefgrpo.parallel.context import context_errors
 from prefgrpo.parallel.mesh import Layout
-from prefgrpo.parallel.shard import full_tensor, gathered, to_local
+from prefgrpo.parallel.shard import full_tensor, to_local
 from prefgrpo.rollout.batches import Rollouts
 from prefgrpo.rollout.embeddings import Embeddings
 from prefgrpo.rollout.replay import TrajectoryCollector
@@ -50,7 +50,7 @@ P, G, LR = 4, 2, 1e-3
 TEXTS = ["a cube", "two very blue balls on a large wooden table", "a red cube", "one small dog under a tree"]
 CP = {"ulysses": 2}
 LAYOUTS = {
-    2: {"dp": {}, "shard": {"shard": 2}, "kept": {"shard": 2, "keep_gathered": True}, "cp": CP},
+    2: {"dp": {}, "shard": {"shard": 2}, "cp": CP},
     4: {"dp": {}, "shard": {"shard": 4}, "dp×shard": {"shard": 2}, "shard×cp": {"shard": 2} | CP, "dp×cp": CP},
 }
 FAMILIES = {
@@ -95,12 +95,9 @@ def one_step(config, world):
     schedules = open_schedules(config, adapter, world, prompts)
     embeddings = Embeddings(adapter, config.data.max_length, None)
     media = {}
-    with gathered(adapter, config.parallel.keep_gathered):
-        rollouts = Rollouts(config, adapter, embeddings, schedules, prompts, world)
-        batches = list(rollouts(0, lambda group, member, sample: media.update({(group, member): sample.media.pixels})))
-    collector = TrajectoryCollector(
-        adapter, objective(config.train), config.train, adapter.reference, world.equal_forwards
-    )
+    rollouts = Rollouts(config, adapter, embeddings, schedules, prompts, world)
+    batches = list(rollouts(0, lambda group, member, sample: media.update({(group, member): sample.media.pixels})))
+    collector = TrajectoryCollector(adapter, objective(config.train), config.train, adapter.reference)
     advantage = torch.randn(P, G, generator=torch.Generator().manual_seed(5))
     columns = (*FACTS, *collector.metrics)
     table = [
@@ -397,6 +394,5 @@ def test_sizes_that_a_message_names_can_be_divided(place):
 
 
 def test_wrong_values_of_the_section():
-    for layout, text in (({"offload": True}, "parallel.offload: expected"), ({"keep_gathered": True}, "keep_gathered")):
-        with pytest.raises(ConfigError, match=text):
-            from_dict({"model": "m", "parallel": layout, **DATA})
+    with pytest.raises(ConfigError, match=r"parallel\.offload: expected"):
+        from_dict({"model": "m", "parallel": {"offload": True}, **DATA})

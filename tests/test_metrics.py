@@ -28,9 +28,11 @@ from prefgrpo.run.metrics import (
     eval_line,
     missing_shares,
     over_ranks,
+    pixel_distance,
     policy_metrics,
     reward_metrics,
     step_line,
+    thumbnail,
 )
 
 NAN = float("nan")
@@ -163,3 +165,23 @@ def test_lines_for_a_person():
     told = eval_line(50, "dev", values)
     assert told.startswith("eval at step 50, dev: scenes 0.300 → 0.700, ")
     assert "win rate by judge 0.800 [0.700, 0.900] (orders 0.750 / 0.850)" in told
+
+
+def test_the_distance_of_images_is_that_of_all_pairs():
+    images = np.random.default_rng(0).integers(0, 256, (5, 4, 3, 3), dtype=np.uint8)
+    pairs = [((a / 255 - b / 255) ** 2).mean() for i, a in enumerate(images) for b in images[:i]]
+    assert pixel_distance(images) == pytest.approx(np.mean(pairs) ** 0.5, rel=1e-5)
+    assert pixel_distance(images[:1].repeat(3, 0)) == 0.0
+
+
+@pytest.mark.parametrize(("shape", "small"), [
+    ((48, 64, 3), (48, 64, 3)), ((200, 130, 3), (100, 65, 3)), ((9, 128, 192, 3), (4, 64, 96, 3)),
+    ((2, 16, 16, 3), (2, 16, 16, 3)),
+])  # fmt: skip
+def test_a_thumbnail_holds_the_means_of_boxes(shape, small):
+    pixels = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
+    made, factor = thumbnail(pixels), shape[-3] // small[-3]
+    assert made.shape == small and made.dtype == np.uint8
+    frames = pixels.reshape(-1, *shape[-3:])[[0, 2, 5, 8] if len(shape) == 4 and shape[0] > 4 else slice(None)]
+    boxes = frames.reshape(-1, small[-3], factor, small[-2], factor, 3).mean((2, 4)).reshape(small)
+    assert np.abs(made - boxes).max() <= 0.51

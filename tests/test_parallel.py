@@ -240,7 +240,7 @@ def check_collectives(world) -> None:
         assert world.gather_slots(mine, total).tolist() == [[float(p)] for p in range(total)]
         assert [p for p in range(total) if world.owner(p) == rank] == list(world.slots(total))
     others = [k for k in range(size) if k != rank]
-    coming = {(k, tag): world.receive((2, tag), torch.uint8, k, tag) for k in others for tag in (1, 3)}
+    coming = {(k, tag): world.receive((2, tag), k, tag) for k in others for tag in (1, 3)}
     sent = [
         world.send(torch.full((2, tag), 16 * rank + tag, dtype=torch.uint8), k, tag) for tag in (3, 1) for k in others
     ]

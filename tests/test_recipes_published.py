@@ -206,8 +206,6 @@ FACTORY_OPTIONS = {
     "nft": {"beta": "nft_beta", "decay_rate": "ramp_rate", "decay_max": "ema_decay", "draws": "num_train_timesteps",
             "sample_with_old": "off_policy"},
     "awm": {"weight": "awm_weighting", "draws": "num_train_timesteps"},
-    "crd": {"beta": "crd_beta", "form": "crd_loss_type", "draws": "num_train_timesteps"},
-    "dgpo": {"beta": "dpo_beta", "draws": "num_train_timesteps"},
     "dpo": {"beta": "beta", "draws": "num_train_timesteps", "times": "weighting_scheme"},
 }  # fmt: skip
 
@@ -231,7 +229,7 @@ def test_the_values_of_a_flow_factory_configuration(recipe, script, monkeypatch)
         "reward.std": "global" if t["global_std"] else "group", "eval.steps": e["num_inference_steps"],
         "eval.every": e["eval_freq"], "checkpoint.every": given["log"]["save_freq"],
     }  # fmt: skip
-    if kind not in ("nft", "crd"):  # their EMA settings define the old policy
+    if kind != "nft":  # its EMA settings define the old policy
         published |= {"train.ema_decay": t["ema_decay"], "train.ema_every": t["ema_update_interval"]}
     if kind == "grpo":
         steps, size = noise["sde_steps"], noise["num_sde_steps"]

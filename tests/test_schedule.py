@@ -4,7 +4,6 @@ Why these cases: the table must equal the rules at the fp32 σ that the model is
 every rank, move over steps, stay in range and cover it evenly; a step without noise must never be trained.
 """
 
-import math
 from collections import Counter
 
 import numpy as np
@@ -14,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefgrpo.sde.rules import RULES, StepInfo
-from prefgrpo.sde.schedule import consecutive, make_schedule, progressive, shifted_sigmas, step_weights, subset
+from prefgrpo.sde.schedule import consecutive, make_schedule, shifted_sigmas, step_weights, subset
 
 
 def test_shift_three_of_dance():
@@ -85,17 +84,6 @@ def test_windows_move_and_cover_the_range_evenly():
     state = torch.random.get_rng_state()
     consecutive(range(1, 9), 2, 0), subset(range(9), 2, 0)
     assert torch.equal(state, torch.random.get_rng_state()), "the global generator was used"
-
-
-def test_progressive_windows_are_those_of_mixgrpo():
-    """MixGRPO's progressive strategy by counting (stay 3 steps, move by 2, restart), the exponential one by formula."""
-    seen = [progressive(range(1, 8), 3, k, interval=3, stride=2) for k in range(12)]
-    assert seen == [(1, 2, 3)] * 3 + [(3, 4, 5)] * 3 + [(5, 6, 7)] * 3 + [(1, 2, 3)] * 3
-    stays = [math.ceil(25 * math.exp(-0.1 * max(0, place - 13))) for place in range(13)]
-    long = [progressive(range(16), 4, k, 25, 1, 0.1, 13)[0] for k in range(sum(stays))]
-    assert Counter(long) == dict(enumerate(stays))
-    late = Counter(progressive(range(12, 20), 4, k, 25, 1, 0.1, 13)[0] for k in range(25 + 25 + 23 + 21 + 19))
-    assert late == {12: 25, 13: 25, 14: 23, 15: 21, 16: 19}
 
 
 def test_step_weights_even_out_what_noise_does_to_the_velocity():

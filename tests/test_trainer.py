@@ -126,33 +126,6 @@ def test_reusing_the_forward_of_the_rollout_changes_no_bit(trainer, case):
     assert few < many
 
 
-def test_the_kl_of_a_share_of_the_steps_is_unbiased(trainer, monkeypatch):
-    """The gradient averaged over all choices of one step in three equals the gradient of the KL over all three."""
-    advantage = torch.randn(2, 4, generator=torch.Generator().manual_seed(2))
-    over = {"rollout": {"steps": 4}, "eval": {"every": 0}}
-
-    def gradient(fraction, chosen=None):
-        train = {"kl_coef": 0.7, "kl_fraction": fraction}
-        one, taken = trainer(name=f"kl {fraction} {chosen}", train=train, **over), []
-        moved(one)
-        batches = list(one.rollouts(0, lambda group, member, sample: None))
-        forwards = []
-        one.adapter.transformer.register_forward_pre_hook(lambda *_: forwards.append(1))
-        one.policy.update = lambda world: taken.append(torch.cat([p.grad.flatten() for p in one.policy.params])) or 0.0
-        if chosen is not None:
-            monkeypatch.setattr(
-                "prefgrpo.rollout.replay.subset", lambda steps, size, draw: steps[chosen : chosen + size]
-            )
-        one.update(0, batches, Targets.of(advantage))
-        return taken[0].double(), len(forwards)
-
-    whole, all_forwards = gradient(1.0)
-    parts = [gradient(0.34, chosen) for chosen in range(3)]
-    assert all_forwards == 2 * (3 + 3) and {count for _, count in parts} == {2 * (3 + 1)}
-    mean = sum(g for g, _ in parts) / 3
-    assert (mean - whole).norm() < 1e-5 * whole.norm() < 1e-2 * (parts[0][0] - whole).norm()
-
-
 def test_the_forward_of_the_rollout_cannot_always_be_reused(trainer):
     with pytest.raises(ConfigError, match="reuse_rollout_forward: expected false, got true: nft replays no"):
         trainer(train={"objective": "nft", "reuse_rollout_forward": True})
@@ -161,7 +134,7 @@ def test_the_forward_of_the_rollout_cannot_always_be_reused(trainer):
 def around_loss(one, function):
     """Replace the objective's loss by function(loss, *arguments of the loss)."""
     loss = function and partial(function, one.objective.loss)
-    parts = {name: getattr(one.objective, name) for name in ("metrics", "selected")}
+    parts = {name: getattr(one.objective, name) for name in ("metrics", "signal")}
     one.collector = replace(one.collector, objective=SimpleNamespace(loss=loss, **parts))
 
 
@@ -176,7 +149,6 @@ PLAIN_FORMULA = {
     "on-policy": {},
     "kl": {"train": {"kl_coef": 0.7}},
     "off-policy and clipped": {"train": {"clip_range": 2e-4, "clip_range_high": 3e-4}},
-    "steps replayed at once": {"train": {"kl_coef": 0.7, "replay_batch": 99}},
     "kl, window, batches": {
         "train": {"kl_coef": 0.3, "adv_clip_max": 0.8},
         "rollout": {"steps": 5, "window_size": 2, "batch_size": 3, "guidance": 2.0},

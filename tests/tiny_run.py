@@ -23,11 +23,13 @@ from typing import Any
 
 import torch
 import yaml
+from torch import Tensor
 
 from prefgrpo.config.recipe import merge as merged
 from prefgrpo.parallel.world import World
 from prefgrpo.rewards.base import PointwiseReward, Sample, Score
 from prefgrpo.rollout.batches import Batch
+from prefgrpo.rollout.rollout import Trajectory
 from prefgrpo.run.trainer import TrainingLoop
 from prefgrpo.tiny import pipelines
 
@@ -228,6 +230,12 @@ def collect(loop: TrainingLoop, step: int) -> list[Batch]:
     """The rollouts of a training step, with every sample passed to the scorer as in the loop."""
     loop.scorer.begin(step, loop.rollouts.groups(step))
     return list(loop.rollouts(step, loop.scorer.add))
+
+
+def stored(trajectory: Trajectory) -> list[Tensor]:
+    """The final latents, then x, x_next and logp (and v, if stored) of every step."""
+    of_steps = [(s.x, s.x_next, s.logp) + (() if s.v is None else (s.v,)) for s in trajectory.steps]
+    return [trajectory.latents, *(tensor for step in of_steps for tensor in step)]
 
 
 def rows(folder: Path, timeless: bool = True) -> list[dict[str, Any]]:

@@ -26,7 +26,6 @@ from prefgrpo.data.prompts import DataError, Prompt, read_prompts
 from prefgrpo.models.base import Adapter
 from prefgrpo.models.folder import ModelError
 from prefgrpo.parallel import world as parallel
-from prefgrpo.parallel.shard import gathered
 from prefgrpo.parallel.world import World
 from prefgrpo.rollout.embeddings import Embeddings, encoding_jobs, uncached
 from prefgrpo.rollout.render import Images, render, to_uint8
@@ -117,8 +116,7 @@ def generate_files(config: Config, weights: Weights, jobs: Sequence[Job], world:
         with config_errors_as("eval, or a prompt's own size"):
             for sizes in all_sizes(prompts, shown, config.data.own_sizes):
                 adapter.latent_shape(sizes)
-        with gathered(adapter, config.parallel.keep_gathered):
-            _render(config, adapter, missing, jobs[0], world, fps)
+        _render(config, adapter, missing, jobs[0], world, fps)
     world.barrier()
 
 

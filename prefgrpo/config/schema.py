@@ -85,24 +85,9 @@ class SamplingConfig:
     """One past the last step that may be stochastic and trained; 0: all but the last step."""
     window_size: NonNegativeInt = 0
     """Steps that are trained per rollout, chosen from the range by window_policy; 0: the whole range."""
-    window_steps: tuple[NonNegativeInt, ...] = ()
-    """The range as a list of steps, instead of window_low and window_high."""
-    window_policy: Literal["random", "subset", "progressive"] = "random"
+    window_policy: Literal["random", "subset"] = "random"
     """random: consecutive steps from a start drawn for every training step (Flow-GRPO-Fast); subset: any steps, drawn
-    for every training step (DanceGRPO, Pref-GRPO); progressive: consecutive steps that move through the range and start
-    again (MixGRPO)."""
-    window_interval: PositiveInt = 25
-    """progressive: training steps between moves of the window."""
-    window_stride: PositiveInt = 1
-    """progressive: steps by which the window moves."""
-    window_decay: NonNegativeFloat = 0.0
-    """progressive: the interval is divided by exp(window_decay) for every step by which the window's start exceeds
-    window_decay_from (MixGRPO's exponential strategy: 0.1 from 13)."""
-    window_decay_from: NonNegativeInt = 13
-    """progressive: window start from which window_decay applies."""
-    window_per_prompt: bool = False
-    """Draw random and subset windows separately for each prompt (Flash-GRPO). A batch then holds samples of one prompt:
-    batch_size must divide group_size."""
+    for every training step (DanceGRPO, Pref-GRPO)."""
     sde_everywhere: bool = False
     """Make all steps stochastic, not only the trained ones (DanceGRPO, Pref-GRPO)."""
     prompts_per_step: PositiveInt = 8
@@ -115,14 +100,6 @@ class SamplingConfig:
     same_noise: bool = False
     """Start all images of a prompt from one initial latent (`init_same_noise`). In each batch, the steps before the
     window are then computed once per prompt. Not for endpoint objectives, whose sampling is deterministic."""
-    cache: Literal["none", "first_block", "taylorseer"] = "none"
-    """A diffusers cache that skips blocks of the denoiser in training rollouts, for objectives without a ratio: faster,
-    but approximate (docs/objectives.md). first_block: skips while the first block's output hardly changes; taylorseer:
-    skips in most steps and extrapolates their outputs."""
-    cache_threshold: PositiveFloat = 0.05
-    """first_block: largest relative change at which the other blocks are skipped."""
-    cache_interval: Annotated[int, Field(ge=2)] = 2
-    """taylorseer: all blocks are computed in every N-th step, and in the first two."""
     staleness: Literal[0, 1] = 0
     """1: generate the next step's samples while the current step is judged, before its update; ratios are relative to
     the policy that generated the samples. Never across a checkpoint, so that a resumed run is unchanged; a run that
@@ -205,9 +182,6 @@ class RewardConfig:
     function: str = ""
     """Your own function instead of `combine`, as file.py:function or package.module.function. From the rewards [R, B]
     of non-zero weight (NaN: missing) and their weights [R], fp64 tensors, it returns [B] values to normalise."""
-    log_tame: Literal["mean", "median"] | float | None = None
-    """Apply log(1 + r) to rewards whose std/mean exceeds this number, or the mean or median over all rewards
-    (PaCo-GRPO); none: never."""
     rank: bool = False
     """Replace rewards by their rank in the group, from 0 to 1, before normalisation."""
     std: Literal["group", "global", "none"] = "group"
@@ -229,8 +203,6 @@ class TrainConfig:
     """Training steps, each with one rollout of prompts_per_step groups."""
     max_minutes: NonNegativeFloat = 0.0
     """Stop after this many minutes of training; 0: no limit."""
-    stop_when: tuple[Literal["diversity", "order_inconsistency", "monitors"], ...] = ()
-    """Stop with a checkpoint at the first of these signs of reward hacking; none: only warn (docs/objectives.md)."""
     lora_rank: NonNegativeInt = 64
     """Rank of the LoRA on the transformer; 0: full fine-tuning."""
     lora_alpha: PositiveInt = 128
@@ -269,20 +241,9 @@ class TrainConfig:
     """Clip range above 1; none: the same as clip_range."""
     adv_clip_max: PositiveFloat = 5.0
     """Advantages are clamped to ± this."""
-    min_advantage: Share = 0.0
-    """Skip samples in the update whose |advantage| is below this share of the step's largest (both clamped): less
-    compute, but a biased gradient (docs/training.md). 0: skip none. For grpo, grpo_guard, flow_dppo, awm and nft."""
     kl_coef: NonNegativeFloat = 0.0
     """Weight of the KL to the initial policy; 0: not computed. For endpoint objectives the KL is mean_D (v −
     v_ref)²."""
-    kl_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Share of the replayed steps on which the KL is computed (at least one), drawn for every training step; the KL is
-    divided by this share, so the expected loss is the same with fewer forwards of the reference."""
-    kl_target: PositiveFloat | None = None
-    """Adapt kl_coef to reach this KL: after every training step it is multiplied by 1 + kl_rate · clip(KL / kl_target −
-    1, −0.2, 0.2) (Ziegler et al. 2019); none: kl_coef is constant."""
-    kl_rate: PositiveFloat = 0.1
-    """Rate at which kl_coef adapts to kl_target."""
     kl_form: Literal["gaussian", "flow_grpo"] = "gaussian"
     """gaussian: mean_D (μ − μ_ref)² / 2s² with the step's variance s²; flow_grpo: that times |Δσ|, as in Flow-GRPO's
     SD3 and FLUX trainers, whose variance omits the step length."""
@@ -300,9 +261,6 @@ class TrainConfig:
     reuse_rollout_forward: bool = False
     """Keep the autograd graphs of the rollout's trained steps for the first update, which then needs no forward of its
     own: for small models, because the activations of all these steps stay in memory."""
-    replay_batch: NonNegativeInt = 0
-    """Maximum images per forward in the replay: as many stored steps of a batch as fit are replayed at once. The first
-    ratio is then 1 only up to rounding. 0: one step at a time, as in the rollout."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -374,9 +332,6 @@ class ParallelConfig:
     ring: PositiveInt = 1
     """Processes that share the tokens of each sample and pass keys and values around (ring attention); for use across
     machines, or if ulysses does not divide the heads. Not on CPUs."""
-    keep_gathered: bool = False
-    """Gather sharded weights once per rollout or evaluation and keep them until its end, instead of once per forward:
-    less traffic, but memory for a full copy."""
     offload: bool = False
     """Keep sharded weights and their optimiser state in CPU memory, and run the optimiser there."""
 

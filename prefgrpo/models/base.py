@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from prefgrpo.config.schema import SamplingConfig as Sampling
 from prefgrpo.models import folder as folders
 from prefgrpo.models import guidance as guiding
-from prefgrpo.models.cache import with_cache_contexts
 from prefgrpo.models.condition import Condition
 from prefgrpo.models.offload import ComponentOffload
 from prefgrpo.models.weights import Weights
@@ -307,10 +306,7 @@ class Adapter(Weights, ABC):
         Keep sigma on the host if possible: families with several experts select one by it.
         """
         name, scale = self.expert(sigma, sampling)
-        denoiser = getattr(self.pipe, name)
-        predict: Callable[..., Tensor] = partial(self.predict, denoiser, sampling=sampling)
-        if getattr(denoiser, "is_cache_enabled", False):
-            predict = with_cache_contexts(predict, denoiser)
+        predict: Callable[..., Tensor] = partial(self.predict, getattr(self.pipe, name), sampling=sampling)
         x, sigma, low = x.float(), sigma.to(x.device, non_blocking=True), self.dtype != torch.float32
         if self.compiled and not torch.is_grad_enabled():  # use the training graph; see `compile_blocks`
             with torch.enable_grad():

@@ -57,10 +57,6 @@ class Condition:
         """The batch rows `rows` (int64)."""
         return self.map(lambda tensor: tensor.index_select(0, rows.to(tensor.device)))
 
-    def tile(self, times: int) -> Condition:
-        """A batch [B, …] repeated to [times · B, …]."""
-        return self.map(lambda tensor: tensor.repeat(times, *[1] * (tensor.dim() - 1)))
-
 
 def combine(conditions: Sequence[Condition], function: Callable[[str, list[Tensor]], Tensor]) -> Condition:
     """A condition of function(field, tensors of all conditions). Raises ValueError if their fields differ."""

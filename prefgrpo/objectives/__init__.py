@@ -8,16 +8,11 @@ from prefgrpo.rewards import load_object
 OBJECTIVES = {
     "grpo": "prefgrpo.objectives.grpo:GRPO",
     "grpo_guard": "prefgrpo.objectives.grpo_guard:GRPOGuard",
-    "flow_dppo": "prefgrpo.objectives.flow_dppo:FlowDPPO",
     "nft": "prefgrpo.objectives.nft:NFT",
     "awm": "prefgrpo.objectives.awm:AWM",
     "sft": "prefgrpo.objectives.sft:SFT",
-    "rwr": "prefgrpo.objectives.rwr:RWR",
     "dpo": "prefgrpo.objectives.dpo:DPO",
     "soft_dpo": "prefgrpo.objectives.soft_dpo:SoftDPO",
-    "plackett_luce": "prefgrpo.objectives.plackett_luce:PlackettLuce",
-    "dgpo": "prefgrpo.objectives.dgpo:DGPO",
-    "crd": "prefgrpo.objectives.crd:CRD",
 }
 """Name → import path of the class."""
 

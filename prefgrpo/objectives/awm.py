@@ -23,8 +23,6 @@ HUBER_POWER = 0.25
 class AWM(OldPolicy, PointwiseObjective):
     """Advantage-weighted matching."""
 
-    proportional_to_advantage = True
-
     weight: Literal["uniform", "t", "t2", "huber", "ghuber"] = "uniform"
     """ℓ(d): −d, −t·d, −t²·d, −t·(√(d + 1e-10) − 1e-5), or −t·((d + 1e-10)^p − 1e-10^p) / p with p = ¼."""
     ratio: bool = False

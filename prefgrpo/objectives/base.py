@@ -62,8 +62,6 @@ class Objective(ABC):
     """Which collector supplies the inputs of the loss."""
     whole_groups: ClassVar[bool] = False
     """Whether the loss needs all members of a group together, on one data-parallel index."""
-    proportional_to_advantage: ClassVar[bool] = False
-    """Whether a sample's part of the first gradient is proportional to its advantage (`train.min_advantage`)."""
     keeps_velocity: ClassVar[bool] = False
     """Whether the rollout stores the velocities of its steps, for losses that compare the means of steps."""
 
@@ -94,14 +92,6 @@ class Objective(ABC):
         whole = (targets.advantage != 0).any(1, keepdim=True)
         return torch.where(whole, targets.advantage, torch.nan)
 
-    def selected(self, train: TrainConfig, targets: Targets) -> Tensor:
-        """`signal`, also NaN where |A| is below train.min_advantage times the largest |A| of the step.
-
-        targets: of all groups of the step, over all ranks. Dropped samples still count in the mean of the loss.
-        """
-        size = targets.advantage.abs().clamp(max=train.adv_clip_max)
-        return self.signal(train, targets).masked_fill(size < train.min_advantage * size.max(), torch.nan)
-
     def samples_per_group(self, group_size: int) -> int:
         """How many samples per group count in the mean of the loss."""
         return group_size
@@ -122,8 +112,6 @@ class Replayed(NamedTuple):
     """KL to the reference policy, with gradient, if train.kl_coef is above 0."""
     log_ratio: Tensor | None = None
     """GRPO-Guard's log-ratio, with gradient, if the objective keeps velocities."""
-    kl_old: Tensor | None = None
-    """KL to the policy that generated it, without gradient, if the objective keeps velocities."""
     weight: Tensor | None = None
     """Loss weight of the step (`step_weight`)."""
 
@@ -136,7 +124,6 @@ class TrajectoryObjective(Objective):
     """An objective whose loss is computed from replayed steps."""
 
     collector = "trajectory"
-    proportional_to_advantage = True
     metrics: ClassVar[tuple[str, ...]] = METRICS
     """Names of the entries of `PolicyLoss.metrics`."""
 
@@ -264,30 +251,6 @@ class OldPolicy:
         """decay + decay_rate · (steps beyond decay_after), at most decay_max; after step `step` (from 0)."""
         grown = self.decay + self.decay_rate * max(0, step + 1 - self.decay_after)
         return min(grown, max(self.decay, self.decay_max))
-
-
-@dataclass(frozen=True, config=STRICT)
-class OptimalityObjective(OldPolicy, EndpointObjective):
-    """An objective that uses r, the probability that a sample is good, with the old policy as anchor."""
-
-    optimality: Literal["advantage", "win_rate"] = "advantage"
-    """r of a sample: clip(A / 2A_max + ½) with A_max = train.adv_clip_max, or its win rate."""
-
-    @property
-    def anchor(self) -> Literal["", "base", "old"]:
-        """The old policy."""
-        return "old"
-
-    @property
-    def needs_comparisons(self) -> bool:
-        """True for optimality win_rate."""
-        return self.optimality == "win_rate"
-
-    def probability(self, train: TrainConfig, targets: Targets) -> Tensor:
-        """r, [P, G] in 0 … 1."""
-        if self.optimality == "win_rate":
-            return targets.win_rate()
-        return (targets.advantage / (2.0 * train.adv_clip_max) + 0.5).clamp(0.0, 1.0)
 
 
 def mask_missing(values: Tensor, targets: Targets) -> Tensor:

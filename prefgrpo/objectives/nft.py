@@ -9,13 +9,15 @@ r_i in 0 … 1 is the probability that sample i is good: clip(A / 2A_max + ½) a
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import PositiveFloat
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from prefgrpo.config.schema import STRICT, TrainConfig
 from prefgrpo.objectives.base import (
-    OptimalityObjective,
+    OldPolicy,
     PointwiseObjective,
     Prediction,
     Targets,
@@ -25,11 +27,11 @@ from prefgrpo.objectives.base import (
 
 
 @dataclass(frozen=True, config=STRICT)
-class NFT(OptimalityObjective, PointwiseObjective):
+class NFT(OldPolicy, PointwiseObjective):
     """Negative-aware fine-tuning."""
 
-    proportional_to_advantage = True
-
+    optimality: Literal["advantage", "win_rate"] = "advantage"
+    """r of a sample: clip(A / 2A_max + ½) with A_max = train.adv_clip_max, or its win rate."""
     beta: PositiveFloat = 1.0
     """β: distance of the positive and the negative policy from the old policy, in units of v − v_old."""
     scale: PositiveFloat | None = None
@@ -40,13 +42,25 @@ class NFT(OptimalityObjective, PointwiseObjective):
     """Generate the rollouts with the old policy, as published, instead of the current policy."""
 
     @property
+    def anchor(self) -> Literal["", "base", "old"]:
+        """The old policy."""
+        return "old"
+
+    @property
+    def needs_comparisons(self) -> bool:
+        """True for optimality win_rate."""
+        return self.optimality == "win_rate"
+
+    @property
     def sampled_by_old(self) -> bool:
         """The option sample_with_old."""
         return self.sample_with_old
 
     def signal(self, train: TrainConfig, targets: Targets) -> Tensor:
         """r [P, G]."""
-        return mask_missing(self.probability(train, targets), targets)
+        if self.optimality == "win_rate":
+            return mask_missing(targets.win_rate(), targets)
+        return mask_missing((targets.advantage / (2.0 * train.adv_clip_max) + 0.5).clamp(0.0, 1.0), targets)
 
     def loss(self, train: TrainConfig, p: Prediction, signal: Tensor) -> Tensor:
         """[B]."""

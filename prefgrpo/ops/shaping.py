@@ -1,15 +1,13 @@
-"""Optional transforms of verdicts and rewards before the advantage: Bradley-Terry strengths, log-taming.
+"""Bradley-Terry strengths from verdicts, instead of win rates.
 
     P(i beats j) = σ(θ_i − θ_j); if i is shown first: σ(θ_i − θ_j + b)   (Hunter 2004, where b is the home advantage)
 
 θ and b maximise the likelihood under a prior worth ρ drawn games of every member against θ = 0, and of b against 0.
-Plain torch on any device, batched over prompts. Invariant: a missing comparison or reward (count 0, NaN) has no effect,
-and the strength of an undefeated member stays finite.
+Plain torch on any device, batched over prompts. Invariant: a missing comparison (count 0) has no effect, and the
+strength of an undefeated member stays finite.
 """
 
 from __future__ import annotations
-
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -84,22 +82,3 @@ def _maximise(wins: Tensor, shown: Tensor, first_wins: Tensor | None, prior: flo
             break
     played = shown.sum(-1) + shown.sum(-2) > 0
     return torch.where(played, theta, torch.nan), bias[:, 0]
-
-
-def log_tame(rewards: Tensor, threshold: float | Literal["mean", "median"] = "mean") -> Tensor:
-    """Rewards [R, B], with log(1 + r) in the rows whose std/mean exceeds `threshold` (PaCo-GRPO, arXiv 2512.04784).
-
-    threshold: a number, or the mean or median of std/mean over the rows. NaN stays NaN and is left out of statistics.
-    Rewards must be above −1 (others become NaN, hence missing). Raises ValueError for another shape.
-    """
-    if rewards.dim() != 2:
-        raise ValueError(f"rewards: expected [R, B], got {list(rewards.shape)}")
-    r = rewards.double()
-    mean = r.nanmean(1, keepdim=True)
-    variation = ((r - mean).square().nanmean(1).sqrt() / mean[:, 0]).nan_to_num(0.0)
-    if isinstance(threshold, str):
-        limit = variation.mean() if threshold == "mean" else variation.median()
-    else:
-        limit = variation.new_tensor(threshold)
-    tamed = torch.where(r > -1, torch.log1p(r), torch.nan)
-    return torch.where((variation > limit)[:, None], tamed, r).to(rewards.dtype)

@@ -9,7 +9,6 @@ averaged. Invariant: gathered weights are freed after every forward and backward
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -97,22 +96,6 @@ def shard_like(value: Tensor, like: Tensor) -> Tensor:
     if not isinstance(like, DTensor) or isinstance(value, DTensor):
         return value
     return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
-
-
-@contextmanager
-def gathered(adapter: Adapter, keep: bool) -> Iterator[None]:
-    """Context in which, with `keep`, weights stay gathered: forwards communicate nothing and may differ in number."""
-    models: list[nn.Module] = [getattr(adapter.pipe, name) for name in adapter.denoisers] if keep else []
-    parts = [part for model in models for part in model.modules() if isinstance(part, FSDPModule)]
-    for part in parts:
-        part.set_reshard_after_forward(False, recurse=False)
-        part.unshard()
-    try:
-        yield
-    finally:
-        for part in parts:
-            part.set_reshard_after_forward(True, recurse=False)
-            part.reshard()
 
 
 def full_copies(adapter: Adapter, world: World) -> dict[str, nn.Module]:

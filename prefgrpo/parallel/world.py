@@ -109,13 +109,13 @@ class World:
         return rows
 
     def send(self, tensor: Tensor, index: int, tag: int) -> Transfer:
-        """Start sending a tensor to a data-parallel index; does not wait. `tag` identifies the message."""
-        tensor = tensor.cpu().contiguous()
+        """Start sending a CPU tensor to a data-parallel index; does not wait. `tag` identifies the message."""
+        tensor = tensor.contiguous()
         return Transfer(tensor, dist.isend(tensor, self._peer(index), tag=tag))
 
-    def receive(self, shape: Sequence[int], dtype: torch.dtype, index: int, tag: int) -> Transfer:
-        """Start receiving the message `tag` from a data-parallel index as a CPU tensor; does not wait."""
-        tensor = torch.empty(shape, dtype=dtype)
+    def receive(self, shape: Sequence[int], index: int, tag: int) -> Transfer:
+        """Start receiving the message `tag` from a data-parallel index as a uint8 CPU tensor; does not wait."""
+        tensor = torch.empty(shape, dtype=torch.uint8)
         return Transfer(tensor, dist.irecv(tensor, self._peer(index), tag=tag))
 
     def _peer(self, index: int) -> int:

@@ -113,7 +113,7 @@ def agreement(outcomes: list[Outcome]) -> dict[str, tuple[int, int]]:
 
 def alarms(run: Run) -> list[str]:
     """Warnings that a reader should see before trusting the result."""
-    out = [f"After step {step}, a sign of reward hacking: {_readable(run, text)}." for step, text in run.alarms]
+    out = list[str]()
     for name, text in (("judge/missing", "comparisons"), ("reward/missing", "rewards")):
         worst = run.train[name]
         if (many := worst > WARN_MISSING).any():
@@ -137,16 +137,6 @@ def _missing(rows: Rows) -> dict[str, Floats]:
         if column.endswith("_missing") and not part_of(subject, measure_names(rows))[1]:
             out[subject] = np.fmax(out.get(subject, np.zeros(len(rows.steps))), rows[column])
     return out
-
-
-def _readable(run: Run, text: str) -> str:
-    """The text with display names of held-out metrics."""
-    names = [(f"{name}/{column}", column) for name, rows in run.evals.items() for column in rows.columns]
-    shown = namer(run)
-    for name, column in sorted(names, key=lambda pair: -len(pair[0])):
-        win = column.startswith("win_")
-        text = text.replace(name, "win rate by " * win + shown(column[4:] if win else column))
-    return text
 
 
 def certainty(run: Run) -> tuple[str, str]:

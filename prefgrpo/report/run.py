@@ -25,7 +25,6 @@ from numpy.typing import NDArray
 from prefgrpo.rewards import PYTHON, RewardSpecError, parse_reward_spec, python_rewards
 from prefgrpo.run.log import read_metrics
 from prefgrpo.run.run_folder import PRODUCTS, RunFolder, step_of
-from prefgrpo.run.signs import HackingMonitor
 
 Floats = NDArray[np.float64]
 Images = NDArray[np.uint8]
@@ -127,8 +126,6 @@ class Run:
     images: dict[str, EvalImages]
     """Of the last evaluation of each set."""
     groups: list[Group]
-    alarms: list[tuple[int, str]]
-    """The run's warnings: (training step, sign of reward hacking)."""
     problems: list[str]
 
     @property
@@ -220,17 +217,7 @@ def read_run(folder: Path) -> Run:
     answers = dict(read(log, partial(_answers, groups=groups))) if groups and log.is_file() else {}
     groups = [replace(group, answers=answers.get(k, [])) for k, group in enumerate(groups)]
     config = config if isinstance(config, dict) else {}
-    return Run(folder, config, text, train, evals, images, groups, _alarms(config, rows), problems)
-
-
-def _alarms(config: dict[str, Any], rows: list[dict[str, Any]]) -> list[tuple[int, str]]:
-    """The warnings that the run gave, recomputed from its rows."""
-    signs, out = HackingMonitor(name for name, weight in reward_weights(config).items() if weight), []
-    for row in rows:
-        numbers = {k: v for k, v in row.items() if not np.isnan(_number(v))} | {"set": row.get("set")}
-        kind = "eval" if row.get("kind") == "eval" else "train"
-        out += [(row["step"], text) for text in signs.add(kind, numbers).values()]
-    return out
+    return Run(folder, config, text, train, evals, images, groups, problems)
 
 
 def reward_weights(config: dict[str, Any]) -> dict[str, float]:

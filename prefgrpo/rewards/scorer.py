@@ -130,6 +130,10 @@ class Scorer:
             for sessions in one.sessions.values():
                 sessions[group].add(member, sample)
 
+    def generated(self) -> dict[int, dict[int, Sample]]:
+        """Group → member → sample, of the earliest unfinished step."""
+        return self._open_steps[0].samples
+
     def finish(self, progress: Callable[[int], object] = lambda n: None) -> StepScores:
         """Scores of the earliest unfinished step; takes at most the in-process rewards' time plus `deadline_s`.
 

@@ -1,14 +1,14 @@
 """Splits the samples of a training step into batches and assigns these to processes; every process computes the same.
 
 The samples of an update are ordered by image size and split into batches of a single image size. The batches of a step
-are assigned to the data-parallel indices round-robin. Invariant: batches do not depend on the number of processes.
+are assigned to the data-parallel indices round-robin, update by update, so that every index has its share of every
+update. Invariant: batches do not depend on the number of processes.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from prefgrpo.config.schema import Config, SamplingConfig
 from prefgrpo.data.prompts import Prompt, step_prompts
@@ -29,8 +29,6 @@ class BatchPlan:
     update: int
     """Index of the optimiser update that it belongs to, within the step."""
     places: tuple[Place, ...]
-    unit: int
-    """Batches of the same unit go to the same index."""
     index: int
     """The data-parallel index that it is assigned to."""
 
@@ -75,26 +73,11 @@ def assign_batches(
     together = max(r.batch_size // r.group_size, 1) * r.group_size if whole_groups else r.batch_size
     units = [
         (update, places[k : k + together])
-        for (update, _, _), places in places_of.items()
+        for (update, _, _), places in sorted(places_of.items(), key=lambda item: item[0][0])
         for k in range(0, len(places), together)
     ]
-    cut = [
-        (update, tuple(places[k : k + r.batch_size]), unit)
-        for unit, (update, places) in enumerate(units)
-        for k in range(0, len(places), r.batch_size)
-    ]
-    return [BatchPlan(number, *what, what[-1] % indices) for number, what in enumerate(cut)]
-
-
-def rebalance(batches: Sequence[BatchPlan], indices: int) -> list[BatchPlan]:
-    """Rebalance the batches of one update until shares differ by at most one unit, moving as few as possible."""
-    out = list(batches)
-    while out:
-        held, size = Counter(b.index for b in out), Counter(b.unit for b in out)
-        most = max(range(indices), key=lambda k: held[k])
-        least = min(range(indices), key=lambda k: held[k])
-        unit = next(b.unit for b in reversed(out) if b.index == most)
-        if held[most] - held[least] <= size[unit]:
-            break
-        out = [replace(b, index=least) if b.unit == unit else b for b in out]
+    out: list[BatchPlan] = []
+    for unit, (update, places) in enumerate(units):
+        for k in range(0, len(places), r.batch_size):
+            out.append(BatchPlan(len(out), update, tuple(places[k : k + r.batch_size]), unit % indices))
     return out

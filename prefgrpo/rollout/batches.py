@@ -1,7 +1,7 @@
 """The rollout of one training step: generates this process's batches, and selects from them what the update trains on.
 
-Samples are sent to the data-parallel index that scores their group while the next batch is generated. If dropping
-groups without signal leaves unequal work, batches are rebalanced over the processes. Invariant: a sample depends on
+Samples are sent to the data-parallel index that scores their group while the next batch is generated. Every process
+trains on the batches that it generated, without the groups that carry no signal. Invariant: a sample depends on
 (weights, prompt, seed, step, slot, member) and the other prompts of its batch only, not on the number of processes.
 """
 
@@ -19,14 +19,13 @@ from torch import Tensor
 from prefgrpo.config.schema import Config, SamplingConfig
 from prefgrpo.data.prompts import Prompt
 from prefgrpo.models.base import Adapter, Condition
-from prefgrpo.models.cache import cached
 from prefgrpo.parallel.world import World
 from prefgrpo.rewards.base import Sample
-from prefgrpo.rollout.assignment import BatchPlan, Place, Slots, assign_batches, rebalance, slot_prompts
+from prefgrpo.rollout.assignment import BatchPlan, Place, Slots, assign_batches, slot_prompts
 from prefgrpo.rollout.embeddings import Embeddings, conditions
 from prefgrpo.rollout.exchange import media_exchange
 from prefgrpo.rollout.render import Images, decode, sample, to_uint8
-from prefgrpo.rollout.rollout import Step, Trajectory, rollout
+from prefgrpo.rollout.rollout import Trajectory, rollout
 from prefgrpo.rollout.sampling import Schedules
 from prefgrpo.sde.schedule import Schedule
 
@@ -121,39 +120,25 @@ class Rollouts:
                 yield batch
 
     def training_batches(self, step: int, batches: Sequence[Batch], keep: NDArray[np.bool_]) -> list[Batch]:
-        """The batches that this index trains on: the samples in `keep` [P, G], rebalanced over the indices.
+        """The batches that this index trains on: those that it made, reduced to the samples in `keep` [P, G].
 
-        batches: from `__call__`. Shares of each update differ by at most one batch (with `whole_groups`, one unit);
-        stored latents are sent to the index that trains on them. Batches are never split or merged, so one that keeps
-        all its samples keeps its shape. All processes must call this together.
+        batches: from `__call__`. They are not moved, split or merged: one that keeps all its samples keeps its shape,
+        and dropped samples only make an index's share smaller.
         """
-        slots, planned = self._plan(step)
-        world, made = self.world, {b.number: b for b in batches if b.weight}
-        updates: dict[int, list[BatchPlan]] = {}
-        for b in planned:
-            if places := tuple(place for place in b.places if keep[place]):
-                updates.setdefault(b.update, []).append(replace(b, places=places))
-        after = {update: rebalance(left, world.dp_size) for update, left in updates.items()}
-        moves = [
-            (old, new) for u, left in updates.items() for old, new in zip(left, after[u], strict=True) if old != new
-        ]
-        sent = [
-            world.send(tensor, new.index, _tag(new, k))
-            for old, new in moves
-            if old.index == world.dp_index
-            for k, tensor in enumerate(made[old.number].select(keep).trajectory.tensors())
-        ]
-        came = {new.number: self._receive(step, slots, old, new) for old, new in moves if new.index == world.dp_index}
-        for transfer in sent:
-            transfer.wait()
-        out: list[Batch] = []
-        for update, left in after.items():
-            numbers = [b.number for b in left if b.index == world.dp_index]
-            out += [came[n] if n in came else made[n].select(keep) for n in numbers]
-            if world.equal_forwards:
-                most = max(Counter(b.index for b in left).values())
-                out += [replace([*batches, *out][-1], update=update, weight=0.0)] * (most - len(numbers))
-        return out
+        own = [batch.select(keep) for batch in batches if batch.weight and keep[batch.slots, batch.members].any()]
+        if not self.world.equal_forwards:
+            # An index with nothing left in an update runs no forward; `World.sum_gradients` takes its gradient as 0.
+            return own
+        # With sharded weights, every forward and backward is a collective of all processes, so an index with fewer
+        # batches in an update than another repeats one of its own with weight 0.
+        counts: dict[int, Counter[int]] = {}
+        for planned in self._plan(step)[1]:
+            if any(keep[place] for place in planned.places):
+                counts.setdefault(planned.update, Counter())[planned.index] += 1
+        for update, held in counts.items():
+            missing = max(held.values()) - held[self.world.dp_index]
+            own += [replace(batches[-1], update=update, weight=0.0)] * missing
+        return own
 
     def _plan(self, step: int) -> tuple[Slots, list[BatchPlan]]:
         slots = slot_prompts(self.config, self.prompts, step)
@@ -166,44 +151,19 @@ class Rollouts:
 
     def _generate(self, step: int, b: BatchPlan, condition: Condition, sizes: SamplingConfig) -> Batch:
         """Generate a batch with the current policy."""
-        schedule, ids = self._schedule(step, b, sizes), self._ids(step, b)
-        denoisers = [getattr(self.adapter.pipe, name) for name in self.adapter.denoisers]
-        with cached(denoisers, self.config.rollout):
-            done = rollout(
-                self.adapter,
-                schedule,
-                condition,
-                ids,
-                sizes,
-                seed=self.config.seed,
-                initial_sample=self._group_starts(step, b) if self.config.rollout.same_noise else None,
-                keep_velocity=self.schedules.goal.keeps_velocity,
-                keep_graph=self.keep_graph and b.update == 0,
-            )
-        return _batch(b, sizes, schedule, condition, done)
-
-    def _receive(self, step: int, slots: Slots, old: BatchPlan, new: BatchPlan) -> Batch:
-        """Receive a batch that another index generated; its condition is encoded here."""
-        sizes = slots[new.places[0][0]][1]
-        schedule, ids = self._schedule(step, new, sizes), self._ids(step, new)
-        latents, count = (len(new.places), *self.adapter.latent_shape(sizes)), len(new.places)
-        kept = [k for k in schedule.trained if k in schedule.sde_steps]
-        each = [latents, latents, (count,)] + [latents] * self.schedules.goal.keeps_velocity
-        shapes = [latents, *each * len(kept)]
-        transfers = [
-            self.world.receive(shape, torch.float32, old.index, _tag(new, k)) for k, shape in enumerate(shapes)
-        ]
-        condition = self._condition(slots, new)
-        final, *rest = [transfer.wait().to(ids.device) for transfer in transfers]
-        of_steps = (rest[n * len(each) : (n + 1) * len(each)] for n in range(len(kept)))
-        steps = tuple(
-            Step(torch.full_like(ids, k), x, x_next, logp, (k,), v[0] if v else None)
-            for k, (x, x_next, logp, *v) in zip(kept, of_steps, strict=True)
+        schedule, ids = self.schedules.step(sizes, step), self._ids(step, b)
+        done = rollout(
+            self.adapter,
+            schedule,
+            condition,
+            ids,
+            sizes,
+            seed=self.config.seed,
+            initial_sample=self._group_starts(step, b) if self.config.rollout.same_noise else None,
+            keep_velocity=self.schedules.goal.keeps_velocity,
+            keep_graph=self.keep_graph and b.update == 0,
         )
-        return _batch(new, sizes, schedule, condition, Trajectory(final, ids, steps))
-
-    def _schedule(self, step: int, b: BatchPlan, sizes: SamplingConfig) -> Schedule:
-        return self.schedules.step(sizes, step, step * self.config.rollout.prompts_per_step + b.places[0][0])
+        return _batch(b, sizes, schedule, condition, done)
 
     def _group_starts(self, step: int, b: BatchPlan) -> list[int]:
         """The id of the first sample of each sample's group."""
@@ -222,8 +182,3 @@ def _batch(
 ) -> Batch:
     slots, members = [p for p, _ in b.places], [g for _, g in b.places]
     return Batch(b.number, b.update, slots, members, sizes, schedule, condition, trajectory)
-
-
-def _tag(b: BatchPlan, part: int) -> int:
-    """Message tag of tensor `part` of a batch's trajectory."""
-    return b.number * 4096 + part

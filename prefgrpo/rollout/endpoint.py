@@ -62,7 +62,7 @@ class EndpointCollector:
         samples: number in the whole update, over all ranks (`Objective.samples_per_group` per group).
         """
         objective, train, table = self.objective, self.config.train, list[Tensor]()
-        signal = objective.selected(train, targets)
+        signal = objective.signal(train, targets)
         for draw in range(objective.draws):
             slopes = {}
             if isinstance(objective, GroupObjective) and not self._whole:

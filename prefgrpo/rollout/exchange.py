@@ -36,7 +36,7 @@ def media_exchange(
         return [row for row, (p, _) in enumerate(batch.places) if world.owner(p) == index]
 
     coming = [
-        (b, rows, world.receive((len(rows), *shape(b)), torch.uint8, b.index, b.number))
+        (b, rows, world.receive((len(rows), *shape(b)), b.index, b.number))
         for b in planned
         if b.index != world.dp_index and (rows := rows_of(b, world.dp_index))
     ]

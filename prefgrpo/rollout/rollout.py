@@ -24,7 +24,7 @@ from prefgrpo.sde.schedule import Schedule
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """A stochastic step of B samples, or S steps stacked to S · B rows, as input of `replay`."""
+    """A stochastic step of B samples, as input of `replay`."""
 
     index: Tensor
     """int64 [B], step number k, i.e. row of the schedule."""
@@ -34,8 +34,8 @@ class Step:
     """[B, …] latents after the step, as stored (the same tensor as the next stored step's x)."""
     logp: Tensor
     """fp32 [B], log-prob of x_next under the policy that generated it."""
-    step_indices: tuple[int, ...]
-    """The same k as Python ints: one per block of B rows (several after `stack`)."""
+    number: int
+    """The same k as a Python int."""
     v: Tensor | None = None
     """[B, …] velocity of the policy that generated the step, after guidance; None: not stored."""
     graph: tuple[Tensor, Guidance | None] | None = None
@@ -44,17 +44,6 @@ class Step:
     def select(self, rows: Tensor) -> Step:
         """The samples `rows` (int64) of one step; used to drop groups without signal."""
         return Step(**tree_map_only(Tensor, lambda tensor: tensor.index_select(0, rows), vars(self)))
-
-
-def stack(steps: Sequence[Step]) -> Step:
-    """Concatenate S steps of B samples to one of S · B rows, in step order; a single step is returned unchanged."""
-    if len(steps) == 1:
-        return steps[0]
-    index, x, x_next, logp = (torch.cat([getattr(s, n) for s in steps]) for n in ("index", "x", "x_next", "logp"))
-    kept = [s.v for s in steps if s.v is not None]
-    return Step(
-        index, x, x_next, logp, tuple(k for s in steps for k in s.step_indices), torch.cat(kept) if kept else None
-    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,11 +56,6 @@ class Trajectory:
     """int64 [B] global sample ids."""
     steps: tuple[Step, ...]
     """One entry per stored step, by ascending k."""
-
-    def tensors(self) -> list[Tensor]:
-        """The final latents, then x, x_next and logp (and v, if stored) of every step, all fp32."""
-        of_steps = ((s.x, s.x_next, s.logp) + (() if s.v is None else (s.v.float(),)) for s in self.steps)
-        return [self.latents, *(tensor for step in of_steps for tensor in step)]
 
     def select(self, rows: Tensor) -> Trajectory:
         """The samples `rows` (int64)."""
@@ -124,6 +108,6 @@ def rollout(
         step = affine_step(x, v, schedule.coef, index, noise=noise, guidance=guidance)
         if kept:
             own = after_guidance(v, guidance) if keep_velocity else None
-            stored.append(Step(index, x, step.x_next, step.logp, (k,), own, graph))
+            stored.append(Step(index, x, step.x_next, step.logp, k, own, graph))
         x = step.x_next
     return Trajectory(adapter.final(x, condition), sample, tuple(stored))

@@ -2,12 +2,12 @@
 
 All settings are in a `SamplingConfig`; evaluation, and prompts with their own size, override some of its fields. The
 time shift may depend on the size, so each size has its own schedule. Invariant: the window of a training step is a
-function of (seed, step), or of (seed, group) with one window per prompt, so neither sizes nor processes change it.
+function of (seed, step), so neither sizes nor processes change it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
@@ -23,7 +23,6 @@ from prefgrpo.sde.schedule import (
     Schedule,
     consecutive,
     make_schedule,
-    progressive,
     shifted_sigmas,
     step_weights,
     subset,
@@ -78,12 +77,9 @@ class Schedules:
         sigmas, times = self._table(sizes)
         return make_schedule(sigmas, "ode", 0.0, times=times).to(self.device)
 
-    def step(self, sizes: SamplingConfig, step: int, group: int = 0) -> Schedule:
-        """Schedule with the window of training step `step`; deterministic if the objective needs only final latents.
-
-        group: run-wide group number; with rollout.window_per_prompt, every group has its own window.
-        """
-        chosen = window(sizes, self.config.seed, step, group)
+    def step(self, sizes: SamplingConfig, step: int) -> Schedule:
+        """Schedule with the window of training step `step`; deterministic if the objective needs only final latents."""
+        chosen = window(sizes, self.config.seed, step)
         return self._with(sizes, self.trained(sizes, chosen)).to(self.device)
 
     def trained(self, sizes: SamplingConfig, window: Iterable[int]) -> tuple[int, ...]:
@@ -123,16 +119,13 @@ class Schedules:
             )
 
 
-def window(sizes: SamplingConfig, seed: int, step: int, group: int = 0) -> tuple[int, ...]:
-    """The trainable steps of training step `step`, ascending; group: as in `Schedules.step`."""
-    steps, size = window_range(sizes), sizes.window_size
-    draw = (seed * 1_000_003 + (group if sizes.window_per_prompt else step)) % 2**63
-    if sizes.window_policy == "progressive":
-        decay = sizes.window_decay, sizes.window_decay_from
-        return progressive(steps, size, step, sizes.window_interval, sizes.window_stride, *decay)
-    return (consecutive if sizes.window_policy == "random" else subset)(steps, size, draw)
+def window(sizes: SamplingConfig, seed: int, step: int) -> tuple[int, ...]:
+    """The trainable steps of training step `step`, ascending."""
+    draw = (seed * 1_000_003 + step) % 2**63
+    choose = consecutive if sizes.window_policy == "random" else subset
+    return choose(window_range(sizes), sizes.window_size, draw)
 
 
-def window_range(sizes: SamplingConfig) -> Sequence[int]:
-    """The trainable steps, ascending."""
-    return sorted(set(sizes.window_steps)) or range(sizes.window_low, sizes.window_high or sizes.steps - 1)
+def window_range(sizes: SamplingConfig) -> range:
+    """The steps that may be trained."""
+    return range(sizes.window_low, sizes.window_high or sizes.steps - 1)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from prefgrpo.config.schema import RewardConfig
-from prefgrpo.ops import group_advantage, log_tame
+from prefgrpo.ops import group_advantage
 from prefgrpo.rewards import load_object
 from prefgrpo.rewards.base import GroupScores, Reward
 from prefgrpo.rewards.pairwise import VlmPairwise
@@ -66,7 +66,7 @@ def _combined(path: str, table: Tensor, weights: Tensor) -> Tensor:
 def by_comparisons(rewards: Mapping[str, Reward], weights: Mapping[str, float], options: RewardConfig) -> bool:
     """Whether advantages are those of one judge's win rates, which `winrate_advantage` computes from its verdicts."""
     trained = {name: weight for name, weight in weights.items() if weight}
-    changed = options.function or options.log_tame is not None or options.rank or options.batch_norm
+    changed = options.function or options.rank or options.batch_norm
     reward = rewards[next(iter(trained))]
     return list(trained.values()) == [1] and not changed and isinstance(reward, VlmPairwise) and reward.is_win_rate
 
@@ -90,8 +90,6 @@ def advantages(
     kinds = torch.tensor(list(weights.values()), dtype=torch.float64, device=device)
     ids = torch.arange(len(rewards) // group_size, device=device).repeat_interleave(group_size)
     trained = kinds != 0
-    if options.log_tame is not None:
-        table[trained] = log_tame(table[trained], options.log_tame)
     missing = table[trained].isnan().any(0)
     normalise = partial(group_advantage, eps=options.eps, ddof=options.ddof)
     in_groups = partial(normalise, group_ids=ids, std=options.std, rank=options.rank)

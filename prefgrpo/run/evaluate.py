@@ -23,7 +23,6 @@ from prefgrpo.config.schema import Config
 from prefgrpo.data.atomic import save_images, write_atomic
 from prefgrpo.data.prompts import Prompt
 from prefgrpo.models.base import Adapter
-from prefgrpo.parallel.shard import gathered
 from prefgrpo.parallel.world import World
 from prefgrpo.rewards.base import GroupScores, Sample
 from prefgrpo.rewards.scorer import Scorer
@@ -127,12 +126,11 @@ class Evaluator:
         if self.world.equal_forwards:
             most = int(self.world.gather(np.array([float(count)])).max())
             index = index + [0] * (most - count)
-        with gathered(self.adapter, self.config.parallel.keep_gathered):
-            for start in range(0, len(index), r.batch_size):
-                chunk = index[start : start + r.batch_size]
-                items, ids = [self.eval_set.items[i] for i in chunk], self.ids(chunk)
-                made = render(self.adapter, self.schedule, self.embeddings, items, ids, r, seed, at_once, self.world)
-                parts.append(made.cpu())
+        for start in range(0, len(index), r.batch_size):
+            chunk = index[start : start + r.batch_size]
+            items, ids = [self.eval_set.items[i] for i in chunk], self.ids(chunk)
+            made = render(self.adapter, self.schedule, self.embeddings, items, ids, r, seed, at_once, self.world)
+            parts.append(made.cpu())
         clip = self.adapter.frames(r)
         frames = () if clip is None else (clip,)
         return torch.cat(parts)[:count] if parts else torch.zeros(0, *frames, 3, r.height, r.width)

@@ -13,7 +13,7 @@ import torch
 
 from prefgrpo.config.recipe import ConfigError
 from prefgrpo.config.schema import Config
-from prefgrpo.models import DTYPES, cache, family
+from prefgrpo.models import DTYPES, family
 from prefgrpo.models import load as load_model
 from prefgrpo.models.base import Adapter
 from prefgrpo.models.folder import ModelError
@@ -106,7 +106,6 @@ def trainable(config: Config, adapter: Adapter, world: World | None = None) -> A
         adapter.enable_full()
     if t.gradient_checkpointing:
         adapter.checkpoint_gradients(t.gradient_checkpointing)
-    cache.check(adapter.transformer, config.rollout)
     if world is not None:
         attention.set_backend(adapter, config, world.layout, world.device)
         if config.compile:

@@ -13,7 +13,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,6 @@ from tqdm import tqdm
 from prefgrpo.data.atomic import write_atomic
 from prefgrpo.run.metrics import PARTS_OF_WINS, step_line
 from prefgrpo.run.run_folder import RunFolder
-from prefgrpo.run.signs import HackingMonitor, Sign
 from prefgrpo.run.trackers import Tracker, evaluated
 
 
@@ -55,21 +54,16 @@ class Log:
         *,
         trackers: Sequence[Tracker] = (),
         active: bool,
-        trained: Iterable[str] = (),
     ) -> None:
-        """trained: names of the rewards with non-zero weight."""
         self.active, self.folder, self.trackers = active, folder, trackers
         self.win_rate: float | None = None
         """Win rate in the last evaluation: by the judge, or else by the first reward."""
-        self.seen = set[Sign]()
-        """All signs of reward hacking seen so far."""
         if not active:
             return
         damaged: list[int] = []
         rows = [r for r in read_metrics(folder.metrics, damaged) if r["step"] <= start] if start else []
         if damaged:
             self.say(f"WARNING: dropped damaged lines of {folder.metrics}: {', '.join(map(str, damaged))}")
-        self.signs = HackingMonitor(trained, rows)
         self.have = {(r["kind"], r["step"], r.get("set")) for r in rows}
         write_atomic(folder.metrics, "".join(json.dumps(r) + "\n" for r in rows))
         self.file = folder.metrics.open("a", encoding="utf-8")
@@ -93,9 +87,6 @@ class Log:
             self.began = time.monotonic()
             self.steps.unpause()
         clean = finite(dict(values))
-        for sign, text in self.signs.add(kind, clean).items():
-            self.seen.add(sign)
-            self.say(f"WARNING: after step {step}, a sign of reward hacking ({sign}): {text}")
         self.file.write(json.dumps({"kind": kind, "step": step, **clean}) + "\n")
         self.file.flush()
         os.fsync(self.file.fileno())

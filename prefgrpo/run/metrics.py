@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from PIL import Image
 from torch import Tensor
 from tqdm import tqdm
 
@@ -24,6 +25,10 @@ FACTS = ("update", "samples", "loss")
 
 WARN_MISSING = 0.05
 """Share of missing rewards or comparisons at which a step starts to warn."""
+
+
+THUMBNAIL, THUMBNAIL_FRAMES = 64, 4
+"""Shorter side in pixels of the images whose distance is measured, and most frames of a clip."""
 
 
 class RewardsMissing(RuntimeError):
@@ -47,6 +52,21 @@ def reward_metrics(names: Sequence[str], rewards: NDArray[np.float64], group_siz
         if len(groups):
             out[f"reward/{name}_std"] = float(groups.std(1).mean())
     return out
+
+
+def thumbnail(pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """A small version [h, w, 3] of an image by box averages, or [f, h, w, 3] of evenly spaced frames of a clip."""
+    if pixels.ndim == 4:
+        count = min(len(pixels), THUMBNAIL_FRAMES)
+        return np.stack([thumbnail(pixels[k]) for k in np.linspace(0, len(pixels) - 1, count).astype(int)])
+    factor = max(min(pixels.shape[:2]) // THUMBNAIL, 1)
+    return np.asarray(Image.fromarray(pixels).reduce(factor))
+
+
+def pixel_distance(images: NDArray[np.uint8]) -> float:
+    """RMS pixel difference between two of G images or clips [G, …], with pixels in 0 … 1: √(2 · variance)."""
+    pixels = images.reshape(len(images), -1).astype(np.float32) / 255.0
+    return float(np.sqrt(2.0 * pixels.var(axis=0, ddof=1, dtype=np.float64).mean()))
 
 
 def missing_shares(

@@ -51,12 +51,12 @@ from prefgrpo.run.run_folder import RunFolder
 
 FREE = (
     "output", "name", "device", "tensorboard", "trackers", "data.cache", "memory.offload",
-    "train.steps", "train.max_minutes", "train.stop_when", "train.lr", "train.max_grad_norm",
+    "train.steps", "train.max_minutes", "train.lr", "train.max_grad_norm",
     "train.gradient_checkpointing", "checkpoint.every", "checkpoint.keep",
     "judge.endpoints", "judge.api_key_env", "judge.concurrency", "judge.timeout_s", "judge.deadline_s",
     "judge.max_missing", "judge.patience_steps", "judge.log", "judge.cache", "judge.hedge_s", "judge.retries",
     "judge.patience_s", "parallel.replicate", "parallel.shard", "parallel.ulysses", "parallel.ring",
-    "parallel.keep_gathered", "parallel.offload",
+    "parallel.offload",
 )  # fmt: skip
 """Fields that may differ in a resumed run: where and how it runs, and options that help after a stop."""
 FREE_OPTIONS = (
@@ -128,8 +128,6 @@ class Session:
     """Number of steps already done."""
     trained_s: float = 0.0
     """Seconds of training already spent."""
-    kl_coef: float | None = None
-    """train.kl_coef as adapted to train.kl_target; None: not adapted yet."""
     notes: list[str] = field(default_factory=list)
     """Start-up messages to print."""
 
@@ -232,7 +230,7 @@ def open_collector(config: Config, goal: Objective, adapter: Adapter, policy: Po
         return adapter.reference() if config.train.lora_rank else policy.use_weights(policy.base)
 
     if isinstance(goal, TrajectoryObjective):
-        return TrajectoryCollector(adapter, goal, config.train, reference, world.equal_forwards)
+        return TrajectoryCollector(adapter, goal, config.train, reference)
     assert isinstance(goal, EndpointObjective)
     if len(adapter.denoisers) > 1 and goal.times not in ("window", "schedule"):
         which = f"{config.family} has a denoiser for each part of the schedule: expected window or schedule"
@@ -273,9 +271,6 @@ def _objective_errors(config: Config) -> list[str]:
     if goal.needs_comparisons and not judging.trains_on_pairs(config):
         wanted = f"{config.train.objective} trains on comparisons: expected a pairwise reward, such as vlm_pairwise"
         wrong.append(f"reward.spec: {wanted}, with a weight above 0, got {config.reward.spec!r}")
-    if r.cache != "none" and goal.collector == "trajectory":
-        why = f"{config.train.objective} needs log-probs of samples computed without a cache"
-        wrong.append(f"rollout.cache: {why}: expected none, got {r.cache}")
     if r.same_noise and goal.collector == "endpoint":
         why = f"{config.train.objective} samples without step noise, so the images of a prompt would be identical"
         wrong.append(f"rollout.same_noise: {why}: expected false, got true")
@@ -284,9 +279,6 @@ def _objective_errors(config: Config) -> list[str]:
         wrong.append(f"rollout.staleness: {why}: expected 0, got {r.staleness}")
     if config.train.reuse_rollout_forward and (why_not := _reuse_obstacles(config, goal)):
         wrong.append(f"train.reuse_rollout_forward: expected false, got true: {'; '.join(why_not)}")
-    if config.train.min_advantage and not goal.proportional_to_advantage:
-        why = f"{config.train.objective} does not weight samples by their advantages"
-        wrong.append(f"train.min_advantage: {why}: expected 0, got {config.train.min_advantage}")
     return wrong
 
 
@@ -365,7 +357,7 @@ def _start_folder(config: Config, session: Session, resume: bool) -> None:
                 "resume with the old file, or choose another name"
             )
         session.policy.load_state_dict(tensors, meta["updates"])
-        session.start, session.trained_s, session.kl_coef = meta["step"], meta["trained_s"], meta.get("kl_coef")
+        session.start, session.trained_s = meta["step"], meta["trained_s"]
         session.notes.append(f"resumed from {newest}")
     elif resume:
         session.notes.append(f"no checkpoint in {folder.root} yet; starting from step 0")

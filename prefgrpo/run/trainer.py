@@ -12,7 +12,7 @@ from __future__ import annotations
 import errno
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +26,7 @@ from prefgrpo.data.prompts import fingerprint
 from prefgrpo.judge.information import Alarm, verdict_counts
 from prefgrpo.objectives.base import Targets
 from prefgrpo.ops import winrate_advantage
-from prefgrpo.parallel.shard import full_copies, gathered
+from prefgrpo.parallel.shard import full_copies
 from prefgrpo.rewards.base import Sample
 from prefgrpo.rewards.pairwise import VlmPairwise, judged
 from prefgrpo.rewards.scorer import StepScores
@@ -43,12 +43,13 @@ from prefgrpo.run.metrics import (
     eval_line,
     missing_shares,
     over_ranks,
+    pixel_distance,
     policy_metrics,
     reward_metrics,
+    thumbnail,
 )
 from prefgrpo.run.policy import NonFiniteGradient
-from prefgrpo.run.session import Clock, open_collector, open_session, peak_memory
-from prefgrpo.run.signs import DIVERSITY, pixel_distance
+from prefgrpo.run.session import Clock, open_session, peak_memory
 from prefgrpo.run.trackers import open_trackers
 
 REASONS_SHOWN = 3
@@ -104,11 +105,8 @@ class TrainingLoop:
             self.session.start,
             trackers=open_trackers(config, self.folder, self.session.start) if self.world.main else (),
             active=self.world.main,
-            trained=[name for name, weight in self.session.weights.items() if weight],
         )
         self.objective, self.collector = self.session.objective, self.session.collector
-        if self.session.kl_coef is not None:
-            self._set_kl_coef(self.session.kl_coef)
         self.evaluation: dict[str, float] = {}
         """Metrics of the last evaluation."""
         self.verdict = ""
@@ -138,7 +136,7 @@ class TrainingLoop:
                 evaluator.start(resumed=done > 0)
                 if not done:
                     self._evaluate(0, name)
-            while done < c.train.steps and not self._out_of_time() and not self._stop_sign_seen():
+            while done < c.train.steps and not self._out_of_time():
                 clock = Clock()
                 metrics = self._guarded_step(done, clock)
                 done += 1
@@ -168,18 +166,20 @@ class TrainingLoop:
         groups, stale = self.rollouts.groups(step), self.policy.updates - rollout.updates
         streamed = sum(reward.streams for reward in self.scorer.rewards.values()) * len(groups)
         with clock.phase("judge_wait"), self.log.bar("judging", "group", streamed) as bar:
+            distances = self._distances()  # while the judge answers
             scores = self.scorer.finish(bar.update)
         self._save_groups(step + 1, scores)
         targets, metrics = self.targets(step + 1, scores)
         with clock.phase("update"):
             metrics |= self.update(step, rollout.batches, targets)
-            metrics |= self._adapt_kl(metrics)
             self.policy.update_old(self.objective.old_decay(step))
         if self.config.rollout.staleness:
             metrics["policy/staleness"] = float(stale)
         if stale:
             metrics.pop("policy/on_policy_error", None)
-        return metrics | self._diversity(len(groups)) | over_ranks(scores.metrics, self.world)
+        distances = self.world.gather_slots(distances, self.config.rollout.prompts_per_step)
+        metrics["diversity/pixels"] = float(distances.mean())
+        return metrics | over_ranks(scores.metrics, self.world)
 
     def generate(self, step: int, ahead: bool = False) -> StepRollout:
         """Generate a step's samples with the current policy, passing each to the scorer as soon as it is decoded.
@@ -187,9 +187,8 @@ class TrainingLoop:
         ahead: the scores of the previous step are still outstanding. Raises Diverged.
         """
         batches = list[Batch]()
-        kept = gathered(self.adapter, self.config.parallel.keep_gathered)
         weights = self.policy.use_weights(self.policy.old if self.objective.sampled_by_old else {})
-        with weights, kept, self.log.bar("rollout", "sample", self.rollouts.count(step)) as bar:
+        with weights, self.log.bar("rollout", "sample", self.rollouts.count(step)) as bar:
             self.scorer.begin(step, self.rollouts.groups(step), ahead)
             for batch in self.rollouts(step, self.scorer.add):
                 batches.append(batch)
@@ -204,12 +203,11 @@ class TrainingLoop:
         every, steps = self.config.checkpoint.every, self.config.train.steps
         return self.config.rollout.staleness > 0 and step % every != 0 and step < steps
 
-    def _diversity(self, groups: int) -> dict[str, float]:
-        """Mean pixel distance between the images of a group, averaged over the groups of the step."""
-        local = np.full(groups, np.nan)
-        for k, made in enumerate(self.scorer.samples.values()):
-            local[k] = pixel_distance(np.stack([made[g].media.pixels for g in sorted(made)]))
-        return {DIVERSITY: float(self.world.gather_slots(local, self.config.rollout.prompts_per_step).mean())}
+    def _distances(self) -> NDArray[np.float64]:
+        """Mean distance between the images of each group scored here, from small versions of them; NaN if unknown."""
+        made = self.scorer.generated().values()
+        small = [[thumbnail(samples[g].media.pixels) for g in sorted(samples)] for samples in made]
+        return np.array([pixel_distance(np.stack(images)) if images else np.nan for images in small])
 
     def close(self) -> None:
         """Close the log and the session."""
@@ -235,14 +233,6 @@ class TrainingLoop:
         limit = self.config.train.max_minutes * 60
         return limit > 0 and self.world.any(self.session.trained_s >= limit)
 
-    def _stop_sign_seen(self) -> bool:
-        """Whether one of the signs in train.stop_when has appeared."""
-        if not (seen := self.log.seen & set(self.config.train.stop_when)) and not self.config.train.stop_when:
-            return False
-        if seen:
-            self.log.say(f"training stops (train.stop_when): {', '.join(sorted(seen))}")
-        return self.world.any(bool(seen))
-
     # ---- advantages -------------------------------------------------------------------------------------------------
 
     def targets(self, step: int, scores: StepScores) -> tuple[Targets, dict[str, float]]:
@@ -258,7 +248,7 @@ class TrainingLoop:
         else:
             advantage, known = advantages(rewards, weights, group_size, c, parts, sub_scores, self.world.device)
         if lost := int(scored.sum()) - int(known.sum()):
-            how = next(n for n in ("function", "log_tame", "combine") if getattr(c, n))
+            how = "function" if c.function else "combine"
             self._say_missing(f"step {step}", Counter({f"reward.{how} has no finite value for these rewards": lost}))
             shares["reward/missing"] = 1.0 - float(known.float().mean())
         self._check_information(step, scores)
@@ -337,7 +327,7 @@ class TrainingLoop:
         SKIPS in a row raise NonFiniteGradient.
         """
         r, table, norms, skipped = self.config.rollout, list[Tensor](), list[float](), 0
-        keep = ~self.objective.selected(self.config.train, targets).isnan().cpu().numpy()  # [P, G]
+        keep = ~self.objective.signal(self.config.train, targets).isnan().cpu().numpy()  # [P, G]
         places = [(p, g) for p in range(r.prompts_per_step) for g in range(r.group_size)]
         samples = Counter(update_of(self.config, place) for place in places)
         trained = {update_of(self.config, place) for place in places if keep[place]}
@@ -358,22 +348,6 @@ class TrainingLoop:
             "samples_trained": float(keep.sum()),
             "updates_skipped": float(skipped),
         }
-
-    def _adapt_kl(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Adapt the KL coefficient of the next step towards train.kl_target; returns the one used in this step."""
-        train = self.config.train
-        if train.kl_target is None:
-            return {}
-        used = self.session.kl_coef or train.kl_coef
-        if metrics["samples_trained"] and not metrics["updates_skipped"]:  # the KL of a skipped update may be NaN
-            error = min(max(metrics["policy/kl"] / train.kl_target - 1.0, -0.2), 0.2)
-            self._set_kl_coef(used * (1.0 + train.kl_rate * error))
-        return {"policy/kl_coef": used}
-
-    def _set_kl_coef(self, value: float) -> None:
-        self.session.kl_coef = value
-        config = replace(self.config, train=replace(self.config.train, kl_coef=value))
-        self.collector = open_collector(config, self.objective, self.adapter, self.policy, self.world)
 
     # ---- what is written --------------------------------------------------------------------------------------------
 
@@ -451,7 +425,6 @@ class TrainingLoop:
             "updates": self.policy.updates,
             "trained_s": self.session.trained_s,
             "prompts": fingerprint(self.rollouts.prompts),
-            "kl_coef": self.session.kl_coef,
         }
         state, keep, product = self.policy.state_dict(), self.config.checkpoint.keep, self.product.name
         try:

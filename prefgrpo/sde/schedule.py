@@ -7,7 +7,6 @@ rule; all others are `ode` rows without a log-prob.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -109,24 +108,6 @@ def subset(steps: Sequence[int], size: int, draw: int) -> tuple[int, ...]:
     generator = torch.Generator().manual_seed(draw)
     chosen = torch.randperm(len(steps), generator=generator)[: size or len(steps)]
     return tuple(steps[k] for k in sorted(chosen.tolist()))
-
-
-def progressive(
-    steps: Sequence[int], size: int, step: int, interval: int, stride: int, decay: float = 0.0, decay_from: int = 0
-) -> tuple[int, ...]:
-    """`size` consecutive entries of `steps` at training step `step`: slides by `stride` in a cycle (MixGRPO).
-
-    It stays at position p for ⌈interval · exp(−decay · max(0, steps[p] − decay_from))⌉ training steps.
-    """
-    size = size or len(steps)
-    places = range(0, len(steps) - size + 1, stride)
-    stays = [math.ceil(interval * math.exp(-decay * max(0, steps[p] - decay_from))) for p in places]
-    step %= sum(stays)
-    for place, stay in zip(places, stays, strict=True):
-        if step < stay:
-            return tuple(steps[place : place + size])
-        step -= stay
-    raise AssertionError("a step of the cycle belongs to a place")
 
 
 def shifted_sigmas(steps: int, shift: float) -> Tensor:
