@@ -9,7 +9,7 @@ import json
 import numpy as np
 import pytest
 
-from benchmarks import bench_judge, bench_overlap, blocks, judge_plans, original_client
+from benchmarks import bench_judge, bench_overlap, blocks, original_client
 
 
 def test_every_client_gets_all_answers_and_is_timed():
@@ -60,18 +60,9 @@ def test_steps_with_and_without_staleness_are_timed(monkeypatch):
         assert s["update"] > 0 and s["step"] == pytest.approx(s["rollout"] + s["judge_wait"] + s["update"], rel=1e-3)
 
 
-def test_the_tiny_judge_is_measured_on_real_groups():
-    groups = judge_plans.tiny_groups(2)
-    assert groups.verdicts.shape == (2, 24, 24) and np.isnan(groups.verdicts).sum() == 2 * 24
-    assert set(np.unique(groups.truth)) <= {0.0, 1.0, 2.0, 3.0} and groups.truth.std() > 0
-    once, _ = judge_plans.measure(groups, ["round_robin"])
-    assert once.spearman.mean > 0.95
-
-
 @pytest.mark.parametrize(
     ("name", "module", "lines"),
     [
-        ("plans", judge_plans, judge_plans.block),
         ("client", bench_judge, bench_judge.table),
         ("overlap", bench_overlap, bench_overlap.table),
         ("staleness", bench_overlap, bench_overlap.steps_table),
@@ -82,8 +73,6 @@ def test_the_document_is_rendered_from_the_results(root, name, module, lines):
     assert blocks.rendered(text, name, lines(json.loads(module.RESULTS.read_text()))) == text
 
 
-def test_the_picture_is_drawn_from_the_results(root, tmp_path):
-    judge_plans.draw(json.loads(judge_plans.RESULTS.read_text()), tmp_path / "plans.svg")
-    assert (tmp_path / "plans.svg").read_text() == (root / "docs" / judge_plans.PICTURE).read_text()
+def test_a_document_without_marks_is_refused():
     with pytest.raises(ValueError, match="expected the marks <!-- plans --> and <!-- /plans --> once each"):
         blocks.rendered("no marks", "plans", ["x"])

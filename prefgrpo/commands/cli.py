@@ -49,7 +49,6 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "report": ("prefgrpo.commands.cli:report", "write report.html for a run, or a comparison of several runs"),
     "judge serve": ("prefgrpo.judge.serve:serve", "start judges with vLLM or SGLang, one port per model"),
     "judge check": ("prefgrpo.judge.client:main", "test a judge: reachable, right model, correct on known answers"),
-    "judge plan": ("prefgrpo.judge.simulate:plan", "compare pair plans by calls and rank correlation"),
     "tiny": ("prefgrpo.tiny.pipelines:make", "write a tiny pipeline with random weights: prefgrpo tiny flux DIR"),
     "doctor": ("prefgrpo.commands.doctor:doctor", "show what is installed, and test which backends work"),
 }
