@@ -47,7 +47,7 @@ class PairwiseJudge:
     """A vision-language judge that compares the images of a prompt in pairs; the reward is the win rate.
 
     PairwiseJudge("http://127.0.0.1:8000")                   an OpenAI-compatible server (or a list of several)
-    PairwiseJudge("Qwen/Qwen3-VL-8B-Instruct", plan="swiss(3)")    a folder or hub id, loaded in this process
+    PairwiseJudge("Qwen/Qwen3-VL-8B-Instruct", plan="k_regular(4)")    a folder or hub id, loaded in this process
     """
 
     def __init__(self, judge: str | Path | Sequence[str], **options: Any) -> None:

@@ -161,14 +161,12 @@ class JudgeConfig:
     backend: Literal["local", "http"] = "http"
     """local: transformers in this process; http: an OpenAI-compatible server (vLLM, SGLang)."""
     plan: str = "both_orders"
-    """Which pairs are compared: both_orders, round_robin, k_regular(n), budget(n), swiss(n) or tournament."""
+    """Which pairs are compared: both_orders, round_robin or k_regular(n)."""
     verdict: Literal["soft", "hard"] = "soft"
     """Win rates from probabilities, or from won/tied/lost comparisons."""
     rate: Literal["win_rate", "bradley_terry"] = "win_rate"
     """win_rate: mean over the comparisons made; bradley_terry: estimated win rate against the whole group (for plans
     that skip pairs)."""
-    bias: float | Literal["fit"] = 0.0
-    """Position bias in logits to subtract from verdicts, or fit: estimated in each group (one-order plans)."""
     min_label_mass: Share = 0.01
     """A soft verdict is missing if the two labels together have less probability than this."""
     concurrency: PositiveInt = 64

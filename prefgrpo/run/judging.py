@@ -184,7 +184,7 @@ def reward_options(
         if not cls.judged or "url" in own:
             continue
         if issubclass(cls, VlmPairwise):
-            own = {key: getattr(config.judge, key) for key in ("plan", "verdict", "rate", "bias")} | own
+            own = {key: getattr(config.judge, key) for key in ("plan", "verdict", "rate")} | own
         asked: Any = judge
         if judge is None or name != shared(config):
             asked = judge_config(config, name, own, world, folder)

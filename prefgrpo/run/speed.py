@@ -15,7 +15,6 @@ import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -259,10 +258,8 @@ def judge_servers(config: Config, step: StepTime, machines: Machines, judge_bill
     """
     if PAIRWISE not in parse_reward_spec(config.reward.spec):
         return 0, 0.0, 0
-    r, plan, judged = config.rollout, get_plan(config.judge.plan), list[Any]()
-    while pairs := plan(r.group_size, 0, judged):
-        judged += [(a, b, 0.5) for a, b in pairs]
-    asked = r.prompts_per_step * len(judged)
+    r = config.rollout
+    asked = r.prompts_per_step * len(get_plan(config.judge.plan)(r.group_size, 0))
     pixels = min(r.height * r.width, config.judge.max_pixels or math.inf)
     tokens = 2 * pixels / PIXELS_PER_TOKEN * (FRAMES_SHOWN if (r.frames or 1) > 1 else 1) + TEXT_TOKENS
     each = 2e9 * judge_billions * tokens / (machines.gpu.flops * JUDGE_MFU)
