@@ -385,7 +385,7 @@ def test_among_all_faults_at_once_no_verdict_is_wrong_and_everything_ends(tmp_pa
     levels = list(range(10, 250, 15))
     group, pairs = media(levels), both_orders(len(levels), 0)
     with Chaos(0) as one, Chaos(1) as two:
-        options = {"retries": 4, "concurrency": 8, "timeout_s": 0.5, "patience_s": 10, "hedge_s": 0.2}
+        options = {"retries": 4, "concurrency": 8, "timeout_s": 0.5, "patience_s": 10}
         j = judge(one.url, two.url, cache=str(tmp_path), **options)
         answers = [j.submit("p", group[a], group[b]) for a, b in pairs]
         for answer in answers[::10]:

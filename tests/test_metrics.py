@@ -137,7 +137,7 @@ def test_every_metric_is_reduced_over_ranks_as_its_producer_says():
     timed = {"retries", "busy_s", "wait_s", "queue_max", "queue_mean", "latency_p50", "latency_p95"}
     assert {name for name in found if name.startswith("time/")} == {f"time/judge/{name}" for name in timed}
     found = over_ranks(m := traffic.metrics(Counter(questions=2, cache_hits=1)), TwoRanks(m))
-    assert found == {"time/judge/cache_hits": 2, "time/judge/hedges": 0, "judge/parse_failure_rate": 0}
+    assert found == {"time/judge/cache_hits": 2, "judge/parse_failure_rate": 0}
     assert over_ranks({}, ALONE) == {}
     assert pickle.loads(pickle.dumps(a["judge/requests"])).reduction == "sum"
 

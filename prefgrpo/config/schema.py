@@ -188,9 +188,6 @@ class JudgeConfig:
     """Seconds that requests wait while no server is reachable; none: deadline_s, or 600 s without one."""
     retries: NonNegativeInt = 5
     """Retries of a failed request."""
-    hedge_s: NonNegativeFloat = 0.0
-    """Send a request that takes longer than this many seconds to a second server too; the first answer counts. 0:
-    never."""
     log: bool = True
     """Write every comparison of training to judgements.jsonl (about 250 bytes each, no pixels)."""
     cache: bool | str = True

@@ -136,7 +136,7 @@ class Sender:
         """
         turn, job = next(self._turns), _Job(path, write, read, frozenset(media), self.config.timeout_s or timeout_s)
         ended, slow, longest = Counter[Outcome](), None, min(_LONGEST_PAUSE_S, job.timeout_s)
-        exchange, retries = self._hedged if self.config.hedge_s else self._exchange, 0
+        retries = 0
         while True:
             try:
                 endpoint = await self._acquire_endpoint(turn, job.media, slow)
@@ -144,7 +144,7 @@ class Sender:
                 error.retries = retries
                 raise
             try:
-                return replace(await exchange(endpoint, job), retries=retries)
+                return replace(await self._exchange(endpoint, job), retries=retries)
             except Failure as failure:
                 outcome = failure.outcome
                 ended[outcome] += 1
@@ -181,28 +181,6 @@ class Sender:
             self.pool.release(endpoint)
             for event in events:
                 await event.wait()
-
-    async def _hedged(self, endpoint: Endpoint, job: _Job) -> Reply:
-        """Send a request, and a duplicate if it is slow; the first reply is used and the other request cancelled."""
-        tasks = [asyncio.create_task(self._exchange(endpoint, job))]
-        other = None
-        try:
-            _, waiting = await asyncio.wait(tasks, timeout=self.config.hedge_s)
-            if waiting and (other := self.pool.try_acquire(endpoint)):
-                traffic.count(hedges=1)
-                lone = replace(job, media=frozenset()) if other is endpoint else job  # the slow one is uploading them
-                tasks.append(asyncio.create_task(self._exchange(other, lone)))
-                waiting = set(tasks)
-            while waiting:
-                done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-                if good := [task for task in done if not task.cancelled() and task.exception() is None]:
-                    return good[0].result()
-            return await tasks[0]
-        finally:
-            for task in tasks:
-                task.cancel()
-            if other is not None:
-                self.pool.release(other)
 
     async def _exchange(self, endpoint: Endpoint, job: _Job) -> Reply:
         """Send one request to an endpoint with an acquired slot, and record the outcome for later choices."""
