@@ -132,8 +132,6 @@ OVERRIDES = [
     ("--train.target-components", "train.target_components", ()),
     ("--judge.endpoints=[http://a:1,http://b:2]", "judge.endpoints", ("http://a:1", "http://b:2")),
     ("--judge.endpoints http://a:1/?k=v --seed 3", "judge.endpoints", ("http://a:1/?k=v",)),
-    ("--judge.cache answers", "judge.cache", "answers"),
-    ("--judge.cache False", "judge.cache", False),
     ("--reward.ddof 1", "reward.ddof", 1),
     ("--reward.options={clip:\xa0{device:\xa0cpu}}", "reward.options", {"clip": {"device": "cpu"}}),
     ("--eval.options.clip.device cpu", "eval.options", {"clip": {"device": "cpu"}}),

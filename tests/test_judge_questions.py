@@ -192,8 +192,8 @@ PROMPTS = {
 
 
 @pytest.mark.parametrize("name", PROMPTS)
-def test_a_prompt_arrives_as_it_is(server, name, tmp_path):
-    result, _ = scored(server, media([40, 200]), PROMPTS[name], cache=str(tmp_path))
+def test_a_prompt_arrives_as_it_is(server, name):
+    result, _ = scored(server, media([40, 200]), PROMPTS[name])
     assert result.values["vlm_pairwise"][0, 0] < 0.1 and result.values["vlm_pairwise"][0, 1] > 0.9
     arrives = "a\ufffdb\ufffdc 😀" if name == "lone surrogates" else PROMPTS[name]
     body = server.requests[-1]

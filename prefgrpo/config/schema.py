@@ -190,9 +190,6 @@ class JudgeConfig:
     """Retries of a failed request."""
     log: bool = True
     """Write every comparison of training to judgements.jsonl (about 250 bytes each, no pixels)."""
-    cache: bool | str = True
-    """Cache answers, so that a resumed step does not repeat requests: true for the run folder (verdicts/, at most 32
-    MiB per rank), or the path of another folder."""
     max_missing: Share = 0.1
     """Largest share of missing rewards, and of comparisons without a verdict, in a step; above it the run stops with a
     checkpoint."""

@@ -87,7 +87,7 @@ def check(
     health = check_reachable(config, timeout_s)
     template = load_template(config.template or "compare")
     longest = timeout_s if template.answer == "soft" else max(timeout_s, config.timeout_s or template.timeout_s)
-    config = replace(config, model=health.model, timeout_s=longest, cache=False, patience_s=5.0)
+    config = replace(config, model=health.model, timeout_s=longest, patience_s=5.0)
     _probe(config, health, bias_pairs)
     if known_answers and is_pairwise(template):
         _ask_known_answers(replace(config, timeout_s=max(longest, template.timeout_s)), health, clips)

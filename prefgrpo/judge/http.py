@@ -8,7 +8,6 @@ once. Invariant: every question ends, in bounded time, with an answer or a reaso
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import os
 import threading
@@ -23,7 +22,6 @@ from prefgrpo.config.schema import JudgeConfig
 from prefgrpo.data.media import Media
 from prefgrpo.judge import answers, traffic
 from prefgrpo.judge.body import Encoded, EncodeError, Encodings, chat_body, encode
-from prefgrpo.judge.cache import shared_cache
 from prefgrpo.judge.endpoint import Endpoint, SendError, describe_error
 from prefgrpo.judge.loop import loop_thread
 from prefgrpo.judge.send import Sender
@@ -45,7 +43,6 @@ class Client:
         self.config = config
         self.sender = Sender(config)
         self.users = 0
-        self._cache = shared_cache(config.cache) if isinstance(config.cache, str) and config.cache else None
         self._tokenizer: Any = None
         self._first_model = ""
         self._label_ids: dict[Template, tuple[int, ...] | None] = {}
@@ -108,26 +105,16 @@ class Client:
     async def _request(
         self, template: Template, values: Mapping[str, str], media: list[Encoded], source: list[Encoded]
     ) -> Answer:
-        """The cached answer to a question; otherwise send it, parse the answer and cache it."""
+        """Send a question and parse the answer."""
         start = time.monotonic()
         traffic.count(questions=1)
 
-        def body(model: str, vllm: bool, carried: Collection[str] | None) -> bytes:
-            ids = self._label_ids[template] if vllm else None
-            shown, before = ([e.part(carried) for e in group] for group in (media, source))
-            return chat_body(model, template, values, shown, before, ids)
-
         def write(endpoint: Endpoint, carried: Collection[str] | None) -> bytes:
-            return body(self.sender.model, endpoint.vllm, carried)
+            ids = self._label_ids[template] if endpoint.vllm else None
+            shown = [e.part(carried) for e in media]
+            before = [e.part(carried) for e in source]
+            return chat_body(self.sender.model, template, values, shown, before, ids)
 
-        key = ""
-        if self._cache is not None and (model := await self.sender.resolve_model()):
-            t = template
-            rule = (t.answer, t.labels, t.variants, t.scores, t.pattern, self.config.min_label_mass)
-            key = hashlib.sha256(body(model, True, ()) + repr(rule).encode()).hexdigest()[:32]
-            if kept := self._cache.get(key):
-                traffic.count(cache_hits=1)
-                return replace(kept, latency_s=time.monotonic() - start)
         try:
             uuids = [e.uuid for e in (*media, *source)]
             reply = await self.sender.send(_PATH, write, self._choice, uuids, template.timeout_s)
@@ -138,8 +125,6 @@ class Client:
             answer = read(template, reply.value, answer, self.config.min_label_mass)
         except answers.Unreadable as error:
             answer = replace(answer, reason=str(error))
-        if self._cache is not None and key:
-            self._cache.put(key, answer, whole=template.answer in ("marks", "text"))
         if answer.reason:
             traffic.count(unread=1, wasted_us=reply.spent_us)
         return answer

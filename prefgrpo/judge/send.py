@@ -161,16 +161,6 @@ class Sender:
             retries += 1
             await asyncio.sleep(pause_s)
 
-    async def resolve_model(self) -> str:
-        """The model for all requests: the configured one, else the first that a server lists; '' if none is listed."""
-        for endpoint in () if self.model else self.endpoints:
-            try:
-                await endpoint.describe(_CONNECT_S)
-            except (asyncio.TimeoutError, aiohttp.ClientError, OSError):
-                continue
-            self.model = self.model or (endpoint.models or [""])[0]
-        return self.model
-
     async def _acquire_endpoint(self, turn: int, media: frozenset[str], slow: Endpoint | None) -> Endpoint:
         """The best endpoint with a free slot, avoiding `slow` if possible. A request that must wait for media in upload
         by another request holds no slot meanwhile."""

@@ -95,13 +95,11 @@ def shared(config: Config) -> str:
     return names[0] if names else PAIRWISE
 
 
-def judge_config(
-    config: Config, name: str, options: Mapping[str, Any], world: World, folder: Path | None = None
-) -> JudgeConfig:
+def judge_config(config: Config, name: str, options: Mapping[str, Any], world: World) -> JudgeConfig:
     """The judge section for reward `name`: with its own template, then with the overrides in its options' `judge`.
 
     `concurrency` becomes this rank's share: a rank judges whole groups, so with fewer prompts per step than ranks, only
-    that many ranks share it and the others get 1. folder: the run folder, where answers are cached; None: nowhere.
+    that many ranks share it and the others get 1.
     """
     template = config.judge.template or "compare" if name == PAIRWISE else load_class(name).template
     try:
@@ -109,9 +107,7 @@ def judge_config(
         judge = section(JudgeConfig, own, "judge")
     except ConfigError as error:
         raise ConfigError([f"reward.options.{name}.{mistake}" for mistake in error.mistakes]) from error
-    cache = judge.cache if isinstance(judge.cache, str) else str(folder / "verdicts") if judge.cache and folder else ""
-    share = world.share(judge.concurrency, config.rollout.prompts_per_step)
-    return replace(judge, concurrency=share, cache=cache)
+    return replace(judge, concurrency=world.share(judge.concurrency, config.rollout.prompts_per_step))
 
 
 def open_judge(config: Config, world: World) -> tuple[PairJudge | None, list[str]]:
@@ -123,7 +119,7 @@ def open_judge(config: Config, world: World) -> tuple[PairJudge | None, list[str
     held_out = config.eval.every and (config.eval.prompts or config.eval.final_prompts)
     if name not in training and not (config.eval.judge and held_out):
         return None, []
-    judge = judge_config(config, name, config.reward.options.get(name, {}), world, _folder(config))
+    judge = judge_config(config, name, config.reward.options.get(name, {}), world)
     try:
         return connect(judge, makes_clips(config), world)
     except JudgeError as error:
@@ -172,11 +168,10 @@ def reward_options(
     given: Mapping[str, Any],
     judge: PairJudge | None,
     world: World,
-    folder: Path | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Options of every reward in a spec; judge-based ones get `judge`, if the shared one is theirs, or a JudgeConfig.
 
-    world: the ranks that share `concurrency`. folder: as for `judge_config`.
+    world: the ranks that share `concurrency`.
     """
     options: dict[str, dict[str, Any]] = {name: dict(own) for name, own in given.items()}
     for name in spec:
@@ -187,16 +182,12 @@ def reward_options(
             own = {key: getattr(config.judge, key) for key in ("plan", "verdict", "rate")} | own
         asked: Any = judge
         if judge is None or name != shared(config):
-            asked = judge_config(config, name, own, world, folder)
+            asked = judge_config(config, name, own, world)
             if asked.backend == "local":
                 message = "expected backend http, got local; a process can hold only one local judge"
                 raise ConfigError([f"reward.options.{name}.judge: {message} (that of {shared(config)})"])
         options[name] = own | {"judge": asked}
     return options
-
-
-def _folder(config: Config) -> Path:
-    return Path(config.output) / config.name
 
 
 def makes_clips(config: Config) -> bool:
@@ -246,7 +237,7 @@ def _built(
 ) -> dict[str, Reward]:
     """The rewards of a spec; their classes are checked against the run before they load, the loaded rewards again."""
     check_inputs(config, field, {name: load_class(name) for name in weights}, prompts)
-    options = reward_options(config, weights, given, judge, world, _folder(config))
+    options = reward_options(config, weights, given, judge, world)
     for name in weights:
         own = options.get(name, {}).get("judge")
         if issubclass(load_class(name), VlmPairwise) and isinstance(own, JudgeConfig):
