@@ -48,7 +48,6 @@ def server():
 
 def ask(client, template, values, media, source=(), once=False):
     """Future of the client's answer to one question."""
-    client.prepare(template)
     return client.run(client.answer(template, values, media, source, once))
 
 

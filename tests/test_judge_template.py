@@ -35,7 +35,7 @@ NASTY = ["{media_1}", 'a "quoted" {prompt} {0} {', "🙂 \\u0041 \n\t\x00", "%s 
 def test_the_prompt_arrives_untouched_in_valid_json(name, prompt):
     template = load_template(name, (), TEXTS + MEDIA, KINDS)
     texts = dict.fromkeys(TEXTS[1:], "") | {"prompt": prompt}
-    body = json.loads(chat_body("m", template, texts, (b'{"medium":1}', b'{"medium":2}'), (b'{"medium":0}',), (16, 17)))
+    body = json.loads(chat_body("m", template, texts, (b'{"medium":1}', b'{"medium":2}'), (b'{"medium":0}',)))
     content = body["messages"][0]["content"]
     shown = [MEDIA.index(m[1:-1]) for m in template.pieces if m[1:-1] in MEDIA]
     assert [p["medium"] for p in content if "medium" in p] == shown == sorted(shown)
@@ -45,7 +45,7 @@ def test_the_prompt_arrives_untouched_in_valid_json(name, prompt):
     rubric = joined.replace(prompt, "", 1) if prompt not in "".join(template.pieces) else ""
     assert "{media" not in rubric and "{prompt}" not in rubric
     assert body["temperature"] == 0 and body["max_tokens"] == template.max_tokens
-    assert (body.get("logprob_token_ids") == [16, 17]) == body.get("logprobs", False) == (template.answer == "soft")
+    assert (body.get("top_logprobs") == 20) == body.get("logprobs", False) == (template.answer == "soft")
     prefilled = [{"role": "assistant", "content": template.prefill}] if template.prefill else []
     assert body["messages"][1:] == prefilled
     assert body.get("continue_final_message", False) == bool(prefilled) != body.get("add_generation_prompt", True)

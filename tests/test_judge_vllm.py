@@ -65,8 +65,8 @@ def port(model):
         yield port
 
 
-def judge(folder, port, **changes):
-    base = {"endpoints": (f"http://127.0.0.1:{port}",), "template": "caption_match", "tokenizer": folder}
+def judge(port, **changes):
+    base = {"endpoints": (f"http://127.0.0.1:{port}",), "template": "caption_match"}
     return HttpJudge(JudgeConfig(**{**base, "image_format": "webp", **changes}))
 
 
@@ -83,8 +83,8 @@ def test_soft_verdicts_equal_the_in_process_judge(model, port):
     local = LocalJudge(model, template="caption_match").judge_group(caption, media, PAIRS)
     p = np.array([v.first for v in local])
     assert np.ptp(p) > 0.5, "the images differ in how well they match"
-    for changes in ({}, {"tokenizer": ""}, {"media_ids": "off"}):
-        j = judge(model, port, **changes)
+    for changes in ({}, {"media_ids": "off"}):
+        j = judge(port, **changes)
         for _ in range(2):  # uploaded, then by id only
             served = j.judge_group(caption, media, PAIRS)
             assert all(v.retries == 0 for v in served)
@@ -97,7 +97,7 @@ def test_a_server_killed_in_the_middle_of_a_group_and_restarted_loses_nothing(mo
     port, (caption, media) = free_port(), group()
     with serving(model, port) as server:
         server.wait_ready()
-        j = judge(model, port, concurrency=4, patience_s=300.0)
+        j = judge(port, concurrency=4, patience_s=300.0)
         expected = [v.first for v in j.judge_group(caption, media, PAIRS)]
         answers = [j.submit(caption, media[a], media[b]) for a, b in PAIRS * 4]
         until(lambda: sum(a.done() for a in answers) >= 8)
@@ -182,8 +182,7 @@ QUESTIONS = {  # template, media, sources, images by place in the prompt
 
 
 @pytest.mark.parametrize("name", QUESTIONS)
-@pytest.mark.parametrize("tokenizer", [MODEL, ""])
-def test_a_question_equals_stock_code(tmp_path, port, name, tokenizer):
+def test_a_question_equals_stock_code(tmp_path, port, name):
     text, make = QUESTIONS[name]
     media, source, shown = make()
     (tmp_path / "question.yaml").write_text(text)
@@ -192,7 +191,7 @@ def test_a_question_equals_stock_code(tmp_path, port, name, tokenizer):
     mass = masses(asked, "less red", shown)
     first, second = (mass(spellings(label, True) if asked.variants else [label]) for label in asked.labels)
     url = f"http://127.0.0.1:{port}"
-    client = Client(JudgeConfig((url,), image_format="webp", min_label_mass=0.0, tokenizer=tokenizer))
+    client = Client(JudgeConfig((url,), image_format="webp", min_label_mass=0.0))
     for _ in range(2):  # uploaded, then by id only
         answer = ask(client, asked, {"prompt": "less red"}, media, source).result(60)
         assert answer.value == pytest.approx(first / (first + second), abs=2e-3), answer

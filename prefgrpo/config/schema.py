@@ -156,8 +156,6 @@ class JudgeConfig:
     template: str = ""
     """Prompt template with its answer format: a shipped name (compare, caption_match, …) or the path of a YAML file;
     empty: compare. Rewards other than vlm_pairwise have their own templates (reward.options.NAME.judge.template)."""
-    tokenizer: str = ""
-    """Folder or hub id of the judge's tokenizer, for exact label ids over http; empty: labels by token text."""
     backend: Literal["local", "http"] = "http"
     """local: transformers in this process; http: an OpenAI-compatible server (vLLM, SGLang)."""
     plan: str = "both_orders"

@@ -98,7 +98,6 @@ def main(
     endpoint: tuple[str, ...] = ("http://127.0.0.1:8000",),
     model: str = "",
     template: str = "compare",
-    tokenizer: str = "",
     api_key_env: str = "",
     bias_pairs: int = 8,
     timeout_s: float = 20.0,
@@ -112,12 +111,11 @@ def main(
         endpoint: OpenAI-compatible servers, with or without /v1.
         model: Served model name; empty: the only one served.
         template: Shipped template name or path to one.
-        tokenizer: Folder or hub id of the judge's tokenizer, for exact label ids.
         api_key_env: Environment variable that holds the API key.
         bias_pairs: Random pairs to judge in both orders for the position bias; 0 for none.
         timeout_s: Longest wait for one answer, in seconds.
     """
-    config = JudgeConfig(endpoint, model, template, tokenizer, api_key_env=api_key_env)
+    config = JudgeConfig(endpoint, model, template, api_key_env=api_key_env)
     health = check(config, timeout_s=timeout_s, bias_pairs=bias_pairs, known_answers=True)
     print(health.summary())
     return 1 if health.alarm else 0

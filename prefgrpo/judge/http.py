@@ -22,10 +22,10 @@ from prefgrpo.config.schema import JudgeConfig
 from prefgrpo.data.media import Media
 from prefgrpo.judge import answers, traffic
 from prefgrpo.judge.body import Encoded, EncodeError, Encodings, chat_body, encode
-from prefgrpo.judge.endpoint import Endpoint, SendError, describe_error
+from prefgrpo.judge.endpoint import SendError, describe_error
 from prefgrpo.judge.loop import loop_thread
 from prefgrpo.judge.send import Sender
-from prefgrpo.judge.template import Template, label_ids, load_template, shipped_templates
+from prefgrpo.judge.template import Template, load_template, shipped_templates
 from prefgrpo.judge.verdict import Answer, Pair, PairJudge, Verdict, two_label_softmax
 
 _PATH = "/v1/chat/completions"
@@ -43,29 +43,13 @@ class Client:
         self.config = config
         self.sender = Sender(config)
         self.users = 0
-        self._tokenizer: Any = None
         self._first_model = ""
-        self._label_ids: dict[Template, tuple[int, ...] | None] = {}
         self.encodings = Encodings(lambda media: encode(media, config.image_format, config.max_pixels))
         self._asked: WeakKeyDictionary[Media, dict[_Key, _Shared]] = WeakKeyDictionary()
 
     def run(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Run a coroutine that calls `answer` on the event loop."""
         return loop_thread().submit(work)
-
-    def prepare(self, template: Template) -> None:
-        """Look up the labels' token ids if the judge's tokenizer is known; JudgeError if a label is not one token."""
-        if template in self._label_ids:
-            return
-        ids = None
-        if self.config.tokenizer and template.labels is not None and template.answer == "soft":
-            if self._tokenizer is None:
-                from transformers import AutoTokenizer  # imported only when needed
-
-                self._tokenizer = AutoTokenizer.from_pretrained(self.config.tokenizer)
-            first, second = label_ids(self._tokenizer, template)
-            ids = first + second
-        self._label_ids[template] = ids
 
     def close(self) -> None:
         """Drop one user; the last one stops health probes (the process's connection pool stays open for others)."""
@@ -81,7 +65,7 @@ class Client:
         source: Sequence[Media] = (),
         once: bool = False,
     ) -> Answer:
-        """The answer to one question. Never raises; runs on the event loop (`run`), after `prepare(template)`.
+        """The answer to one question. Never raises; runs on the event loop (`run`).
 
         values: texts of the template's markers by name; media: for {media_1} …; source: for {source}.
         once: identical questions share one request and its answer, as long as the first medium is alive.
@@ -109,11 +93,10 @@ class Client:
         start = time.monotonic()
         traffic.count(questions=1)
 
-        def write(endpoint: Endpoint, carried: Collection[str] | None) -> bytes:
-            ids = self._label_ids[template] if endpoint.vllm else None
+        def write(carried: Collection[str] | None) -> bytes:
             shown = [e.part(carried) for e in media]
             before = [e.part(carried) for e in source]
-            return chat_body(self.sender.model, template, values, shown, before, ids)
+            return chat_body(self.sender.model, template, values, shown, before)
 
         try:
             uuids = [e.uuid for e in (*media, *source)]
@@ -178,8 +161,6 @@ class HttpJudge(PairJudge):
         self.clip_template = load_template(video) if video in shipped_templates() else self.template
         self.client = shared_client(config)
         self.answer_s = config.timeout_s or max(self.template.timeout_s, self.clip_template.timeout_s)
-        self.client.prepare(self.template)
-        self.client.prepare(self.clip_template)
 
     def submit(self, prompt: str, first: Media, second: Media, source: Sequence[Media] = ()) -> Future[Verdict]:
         """Send one pair; the future always ends with a Verdict unless it is cancelled."""

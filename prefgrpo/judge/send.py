@@ -37,8 +37,8 @@ _CONNECT_S = 30.0
 """Timeout of connecting and of /v1/models, neither of which waits for text generation."""
 PATIENCE_S = 600.0
 """How long to wait for unreachable servers if the configuration sets no limit."""
-Write = Callable[[Endpoint, Collection[str] | None], bytes]
-"""(endpoint, media whose data the body must include; None: all of them, without ids) -> body."""
+Write = Callable[[Collection[str] | None], bytes]
+"""Media whose data the body must include (None: all of them, without ids) -> body."""
 Read = Callable[[str, bytes], Any]
 """(address, payload of a 200) -> parsed reply. Raises ValueError if the payload is not a valid reply."""
 
@@ -257,7 +257,7 @@ class Sender:
         self, endpoint: Endpoint, job: _Job, carried: Collection[str] | None
     ) -> tuple[aiohttp.ClientResponse, bytes]:
         """(response, body) of one POST."""
-        body, url = job.write(endpoint, carried), endpoint.url + job.path
+        body, url = job.write(carried), endpoint.url + job.path
         timeout = aiohttp.ClientTimeout(total=job.timeout_s, sock_connect=_CONNECT_S)
         session, headers = self.thread.session(), endpoint.headers
         async with session.post(url, data=body, headers=headers, timeout=timeout, allow_redirects=False) as reply:

@@ -42,10 +42,7 @@ class YesNo(VlmReward):
     def load(self, name: str, needs: tuple[str, ...] | None = None) -> Template:
         """As in VlmReward, but with exact labels only if `spellings` is exact."""
         question = super().load(name, needs)
-        if self.spellings == "exact":
-            question = replace(question, variants=None)
-            self.client.prepare(question)
-        return question
+        return replace(question, variants=None) if self.spellings == "exact" else question
 
     async def probabilities(self, sample: Sample, *questions: Template, **values: str) -> list[float]:
         """P(Yes) of each question about a sample; ValueError with the reason if one is missing."""

@@ -54,9 +54,8 @@ class VlmReward(PointwiseReward):
         self.question = self.load(self.template or named)
 
     def load(self, name: str, needs: tuple[str, ...] | None = None) -> Template:
-        """Load and prepare a template, checked against `needs`, `may` and `kinds`."""
+        """Load a template, checked against `needs`, `may` and `kinds`."""
         question = load_template(name, needs or self.needs, self.may, self.kinds)
-        self.client.prepare(question)
         self.answer_s = max(self.answer_s, self.client.config.timeout_s or question.timeout_s)
         return question
 
