@@ -5,11 +5,13 @@ because vLLM needs 2.5 GB and 40 s to start. Oracles: the in-process judge, and 
 question, which uses none of our client code. Served in fp32 to allow tight tolerances.
 """
 
+import contextlib
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -23,13 +25,12 @@ from test_judge_questions import ask
 import prefgrpo
 from prefgrpo.config.schema import JudgeConfig
 from prefgrpo.data.media import Media
-from prefgrpo.judge.client import HttpJudge
-from prefgrpo.judge.engines import ServeConfig
+from prefgrpo.judge.client import HttpJudge, check
 from prefgrpo.judge.http import Client
 from prefgrpo.judge.local import LocalJudge
 from prefgrpo.judge.plans import both_orders
-from prefgrpo.judge.serve import Server
 from prefgrpo.judge.template import load_template, spellings
+from prefgrpo.judge.verdict import JudgeError
 from prefgrpo.rewards import build
 from prefgrpo.rewards.base import Sample
 from prefgrpo.tiny import scenes
@@ -50,18 +51,33 @@ def model(tmp_path_factory):
     return shutil.copytree(MODEL, tmp_path_factory.mktemp("judge") / "tiny").as_posix()
 
 
+@contextlib.contextmanager
 def serving(model, port):
-    return Server(ServeConfig(
-        model, VLLM, port=port, name="tiny", template="caption_match", cpu=True, dtype="float32",
-        vision_tokens=4, max_model_len=2048, startup_s=240,
-    ))  # fmt: skip
+    """Runs `judge serve` in its own process group; yields the process once it answers."""
+    line = ["judge", "serve", model, "--vllm", VLLM, "--port", str(port), "--name", "tiny", "--cpu"]
+    line += ["--vision-tokens", "4", "--max-model-len", "2048", "--extra=--dtype float32"]
+    server = subprocess.Popen([sys.executable, "-m", "prefgrpo", *line], start_new_session=True)
+    config = JudgeConfig((f"http://127.0.0.1:{port}",), template="caption_match", min_label_mass=0.0)
+    try:
+        end = time.monotonic() + 240
+        while True:
+            assert server.poll() is None, f"vLLM ended with code {server.returncode}"
+            try:
+                assert "ok, serves tiny" in check(config, timeout_s=120.0).summary()
+                break
+            except JudgeError:
+                assert time.monotonic() < end
+                time.sleep(1.0)
+        yield server
+    finally:
+        server.terminate()
+        server.wait(60)
 
 
 @pytest.fixture(scope="module")
 def port(model):
     port = free_port()
-    with serving(model, port) as server:
-        assert "ok, serves tiny" in server.wait_ready()
+    with serving(model, port):
         yield port
 
 
@@ -96,35 +112,32 @@ def test_soft_verdicts_equal_the_in_process_judge(model, port):
 def test_a_server_killed_in_the_middle_of_a_group_and_restarted_loses_nothing(model):
     port, (caption, media) = free_port(), group()
     with serving(model, port) as server:
-        server.wait_ready()
         j = judge(port, concurrency=4, patience_s=300.0)
         expected = [v.first for v in j.judge_group(caption, media, PAIRS)]
         answers = [j.submit(caption, media[a], media[b]) for a, b in PAIRS * 4]
         until(lambda: sum(a.done() for a in answers) >= 8)
-        os.killpg(server.supervisor.pid, signal.SIGKILL)  # kills its whole process group: API server, engine and worker
-        server.supervisor.wait()
+        os.killpg(server.pid, signal.SIGKILL)  # kills its whole process group: API server, engine and worker
+        server.wait()
         assert not all(a.done() for a in answers)
-    with serving(model, port) as server:
-        server.wait_ready()
+    with serving(model, port):
         found = [a.result(120).first for a in answers]
     np.testing.assert_allclose(found, expected * 4, atol=1e-5)
 
 
-def test_the_command_serves_until_it_is_told_to_stop(model):
-    options = {"template": "caption_match", "cpu": True, "vision_tokens": 4, "max_model_len": 2048, "name": "tiny"}
-    code = "import sys; from prefgrpo.judge.engines import ServeConfig; from prefgrpo.judge.serve import serve; "
-    code += f"sys.exit(serve(({model!r},), options=ServeConfig(port={free_port()}, **{options!r})))"
-    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    assert child.stdout is not None
-    lines = [child.stdout.readline()]
-    while not lines[-1].startswith("ready: judge"):
-        lines.append(child.stdout.readline())
-        assert lines[-1], lines
-    (pid,) = (int(line.split("pid ")[1].split(",")[0]) for line in lines if line.startswith("starting"))
-    child.send_signal(signal.SIGTERM)
-    assert child.wait(600) == 0
-    with pytest.raises(ProcessLookupError):
-        os.killpg(pid, 0)
+def test_the_server_ends_when_it_is_told_to(model):
+    with serving(model, free_port()) as server:
+        server.send_signal(signal.SIGTERM)
+        server.wait(60)
+        until(lambda: not alive(server.pid))
+
+
+def alive(group):
+    """Whether a process group has members."""
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 # ---- every kind of question ------------------------------------------------------------------------------------------

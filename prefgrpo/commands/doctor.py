@@ -56,7 +56,7 @@ def doctor(folder: Path = Path("runs"), hub: bool = False) -> int:
     reference = _run_check("reference", _reference)
     _print("Versions", _versions())
     _print("Machine", _machine(folder))
-    _print("Judge engines (each in a separate environment)", _engines())
+    _print("Judge server (in a separate environment)", _vllm())
     _print("Ops (affine step compared with the reference)", [reference, _extension(), *_ops(device)])
     _print(f"Attention backends of diffusers on {device} (one forward and backward call)", _attention(device, hub))
     return int(not reference.ok)
@@ -90,19 +90,15 @@ def _versions() -> Iterator[Row]:
                 yield Row(name, None if group == "optional" else False, f"not installed ({group})")
 
 
-def _engines() -> Iterator[Row]:
-    """The engines that `judge serve` would start."""
-    from prefgrpo.judge.engines import find_engine, vllm_version
+def _vllm() -> Iterator[Row]:
+    """The vLLM that `judge serve` would start."""
+    from prefgrpo.judge.serve import find_vllm
     from prefgrpo.judge.verdict import JudgeError
 
-    for engine in ("vllm", "sglang"):
-        try:
-            path = find_engine(engine, "")
-        except JudgeError as error:
-            yield Row(engine, None, str(error))
-            continue
-        version, why = vllm_version(path) if engine == "vllm" else ("", "")
-        yield Row(engine, not why, f"{why or version or 'unknown version'}, {path}")
+    try:
+        yield Row("vllm", True, find_vllm())
+    except JudgeError as error:
+        yield Row("vllm", None, str(error))
 
 
 def _machine(folder: Path) -> Iterator[Row]:
