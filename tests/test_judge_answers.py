@@ -19,8 +19,8 @@ from prefgrpo.judge.template import PAIR_ANSWERS, load_template, shipped_templat
 
 SEED = os.environ.get("PREFGRPO_FUZZ_SEED", "0")
 MANY = pytest.mark.parametrize("count", [700, pytest.param(14_500, marks=pytest.mark.full)])
-MARKERS = ("prompt", "source", "media_2", "criterion", "rows", "columns", "checkpoints")
-KINDS = (*PAIR_ANSWERS, "scores", "json", "marks", "text")
+MARKERS = ("prompt", "source", "media_2", "criterion", "checkpoints")
+KINDS = (*PAIR_ANSWERS, "scores", "json", "marks")
 TEMPLATES = {name: load_template(name, ("media_1",), MARKERS, KINDS) for name in shipped_templates()}
 TEMPLATES = {name: t for name, t in TEMPLATES.items() if t.answer != "soft"}
 TEMPLATES["plain"] = replace(TEMPLATES["think"], name="plain", answer="plain")
@@ -76,7 +76,6 @@ ASKED = {  # the formats that are asked for, and those that the models were trai
     "edit_following": [('```json\n{"score": [1, 2,],}\n```', {"success": 1.0, "overediting": 2.0})],
     "unigenbench": [("<analysis>[it's [1, 1]]</analysis>\n<score>[1, 0, 1]</score>", {"1": 1.0, "2": 0.0, "3": 1.0})],
     "unigenbench_zh": [("<SCORE>\n[ 1 ,\n0, ]\n</SCORE></description>", {"1": 1.0, "2": 0.0})],
-    "read_text": [("anything", {})],
 }  # fmt: skip
 
 
@@ -243,7 +242,7 @@ JUNK = [
 
 
 @MANY
-@pytest.mark.parametrize("name", [name for name in ASKED if name != "read_text"])
+@pytest.mark.parametrize("name", ASKED)
 def test_a_broken_answer_gives_only_what_stands_in_it(name, count):
     rng, read = random.Random(f"{SEED} {name}"), 0
     for _ in range(count):

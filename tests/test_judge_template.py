@@ -22,11 +22,11 @@ from prefgrpo.judge.send import message_of
 from prefgrpo.judge.template import PAIR_ANSWERS, SOURCE, load_template, shipped_templates
 from prefgrpo.judge.verdict import Answer, JudgeError, two_label_softmax
 
-TEXTS = ("prompt", "criterion", "rows", "columns", "checkpoints")
+TEXTS = ("prompt", "criterion", "checkpoints")
 MEDIA = ("source", "media_1", "media_2")
-KINDS = (*PAIR_ANSWERS, "scores", "json", "marks", "text")
+KINDS = (*PAIR_ANSWERS, "scores", "json", "marks")
 
-ONE = "user: '{prompt}{media_1}'\nanswer: text"
+ONE = "user: '{prompt}{media_1}'\nanswer: marks"
 NASTY = ["{media_1}", 'a "quoted" {prompt} {0} {', "🙂 \\u0041 \n\t\x00", "%s %(x)s", "x" * 1_000_000]
 
 
@@ -75,15 +75,15 @@ def test_rubric_and_caption_come_before_the_media(name):
         ("user: '{prompt} {media_1} {media_2}'\nprefil: x", "prefil"),
         ("user: '{prompt} {media_1} {media_2}'\ntimeout_s: 0", "positive seconds, got 0"),
         (ONE.replace("{prompt}", "{prompt}{source}{source}"), "{source} once"),
-        (ONE.replace("text", "scores\nscores: {a: [1, 5]}"), "pattern"),
-        (ONE.replace("text", "json"), "needs scores"),
-        (ONE.replace("text", "json\nscores: {a: [5, 1]}"), "low, high"),
-        (ONE.replace("text", "json\nscores: {a: [x, 1]}"), "could not convert"),
+        (ONE.replace("marks", "scores\nscores: {a: [1, 5]}"), "pattern"),
+        (ONE.replace("marks", "json"), "needs scores"),
+        (ONE.replace("marks", "json\nscores: {a: [5, 1]}"), "low, high"),
+        (ONE.replace("marks", "json\nscores: {a: [x, 1]}"), "could not convert"),
         (ONE + "\nmax_tokens: [1]", "int"),
         (ONE + "\n3: 4", "unknown key"),
         ("user: [", "not valid YAML"),
         ("- a", "mapping"),
-        (ONE.replace("{media_1}", "{media_1}{media_2}"), "soft, plain, think, flex, edit, got 'text'"),
+        (ONE.replace("{media_1}", "{media_1}{media_2}"), "soft, plain, think, flex, edit, got 'marks'"),
     ],
 )
 def test_a_bad_template_is_refused_by_name(tmp_path, text, complaint):

@@ -214,7 +214,7 @@ def test_a_question_equals_stock_code(tmp_path, port, name):
 def test_a_model_that_writes_something_else_gives_missing_scores(port):
     """The demo's judge can only compare, so nothing that it writes is a valid score."""
     options = {"judge": {"endpoints": [f"http://127.0.0.1:{port}"], "image_format": "webp"}}
-    names = ["unifiedreward_alignment", "unifiedreward_style", "qwenvl", "edit_score", "grid_layout"]
+    names = ["unifiedreward_alignment", "unifiedreward_style", "qwenvl", "consistency_score"]
     sample = Sample("a 2x2 grid", pictures(1)[0], tuple(pictures(1, 3)))
     for name, reward in build(names, dict.fromkeys(names, options)).items():
         score = reward.score([sample])[0]

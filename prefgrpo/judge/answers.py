@@ -59,8 +59,6 @@ def parse_answer(template: Template, text: str, cut: bool = False) -> tuple[floa
                 return None, parse_json_scores(text, template.scores)
             case "marks":
                 return None, parse_marks(text)
-            case "text":
-                return None, {}
             case kind:
                 return {"plain": parse_plain, "think": parse_think, "edit": parse_edit}[kind](text), {}
     except Unreadable as error:

@@ -229,5 +229,4 @@ def read(template: Template, choice: Mapping[str, Any], answer: Answer, min_labe
         value, parts = answers.parse_answer(template, text, choice.get("finish_reason") in _CUT)
     except answers.Unreadable as error:
         return replace(answer, reason=str(error), raw=text)
-    raw = answers.strip_reasoning(text) if template.answer == "text" else text
-    return replace(answer, value=value, parts=parts, raw=raw)
+    return replace(answer, value=value, parts=parts, raw=text)
