@@ -191,9 +191,11 @@ class JudgeConfig:
     max_missing: Share = 0.1
     """Largest share of missing rewards, and of comparisons without a verdict, in a step; above it the run stops with a
     checkpoint."""
+    strict: bool = False
+    """Stop at the start of a run if the judge gets questions with known answers wrong; false: only warn."""
     patience_steps: NonNegativeInt = 3
-    """Steps in a row without information (all ties, always the same side, contradictions when swapped) after which the
-    run stops with a checkpoint; 0: only warn."""
+    """Steps in a row whose verdicts are all ties, or all the same for one side, after which the run stops with a
+    checkpoint; 0: only warn."""
 
 
 @dataclass(frozen=True, config=STRICT)

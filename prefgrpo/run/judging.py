@@ -6,6 +6,7 @@ overrides from their own options. Invariant: a judge is opened once per process,
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -131,7 +132,8 @@ def open_judge(config: Config, world: World) -> tuple[PairJudge | None, list[str
 def connect(judge: JudgeConfig, clips: bool, world: World) -> tuple[PairJudge, list[str]]:
     """(judge of pairs, results of its health check). Raises JudgeError like `open_judge`."""
     if judge.backend == "local":
-        return _local_judge(judge, str(world.device)), [f"judge in this process: {judge.model}"]
+        opened, warning = _local_judge(judge, str(world.device))
+        return opened, [f"judge in this process: {judge.model}", *warning]
     from prefgrpo.judge.client import HttpJudge, check
 
     notes: list[str] = []
@@ -144,22 +146,21 @@ def connect(judge: JudgeConfig, clips: bool, world: World) -> tuple[PairJudge, l
     return HttpJudge(judge), notes
 
 
-def _local_judge(config: JudgeConfig, device: str) -> PairJudge:
-    """Load a judge. Raises JudgeError if it gives no verdict on a probe pair, or fails the pairs with known answers."""
+def _local_judge(config: JudgeConfig, device: str) -> tuple[PairJudge, list[str]]:
+    """(judge, warnings). Raises JudgeError if it gives no verdict on a probe pair, or if judge.strict and the known
+    answers are wrong."""
     from prefgrpo.judge.local import LocalJudge
 
     judge = LocalJudge(config.model, config.template, device, min_label_mass=config.min_label_mass)
     pictures = [Media(np.full((64, 64, 3), colour, np.uint8)) for colour in ((220, 30, 30), (30, 60, 220))]
     verdict = judge.judge_group("a plain red picture", pictures, [(0, 1)])[0]
-    problem = f"gave no verdict on a probe pair: {verdict.reason}" if verdict.first is None else ""
-    if not problem and is_pairwise(judge.template):
-        problem = ask_known_answers(judge, judge.template).problem
-    if problem:
-        raise JudgeError(
-            f"the judge {config.model} {problem}. Expected a model that answers the template '{config.template}'; "
-            "correct judge.model or judge.template"
-        )
-    return judge
+    advice = f"Expected a model that answers the template '{config.template}'; correct judge.model or judge.template"
+    if verdict.first is None:
+        raise JudgeError(f"the judge {config.model} gave no verdict on a probe pair: {verdict.reason}. {advice}")
+    problem = ask_known_answers(judge, judge.template).problem if is_pairwise(judge.template) else ""
+    if problem and config.strict:
+        raise JudgeError(f"the judge {config.model} {problem}. {advice}")
+    return judge, [f"WARNING: the judge {problem}. {advice}"] if problem else []
 
 
 def reward_options(
@@ -241,12 +242,18 @@ def _built(
     for name in weights:
         own = options.get(name, {}).get("judge")
         if issubclass(load_class(name), VlmPairwise) and isinstance(own, JudgeConfig):
-            from prefgrpo.judge.client import check
-
-            world.on_main(partial(check, own, known_answers=True, clips=makes_clips(config)), JudgeError)
+            world.on_main(partial(_check_own, name, own, makes_clips(config)), JudgeError)
     rewards = build(weights, options)
     check_inputs(config, field, rewards, prompts)
     return rewards
+
+
+def _check_own(name: str, judge: JudgeConfig, clips: bool) -> None:
+    """Check the judge of a reward that does not use the shared one; JudgeError if it cannot be used."""
+    from prefgrpo.judge.client import check
+
+    if alarm := check(judge, known_answers=True, clips=clips).alarm:
+        warnings.warn(f"reward '{name}': {alarm}", stacklevel=2)
 
 
 def training_scorer(

@@ -56,7 +56,7 @@ FREE = (
     "train.steps", "train.max_minutes", "train.stop_when", "train.lr", "train.max_grad_norm",
     "train.checkpointing_share", "checkpoint.every", "checkpoint.keep",
     "judge.endpoints", "judge.api_key_env", "judge.concurrency", "judge.timeout_s", "judge.deadline_s",
-    "judge.max_missing", "judge.patience_steps", "judge.log", "judge.retries",
+    "judge.max_missing", "judge.strict", "judge.patience_steps", "judge.log", "judge.retries",
     "judge.patience_s", "parallel.replicate", "parallel.shard", "parallel.ulysses", "parallel.ring",
     "parallel.keep_gathered", "parallel.offload",
 )  # fmt: skip
