@@ -78,10 +78,28 @@ def echo_server(*options: str) -> Iterator[str]:
 @contextmanager
 def vllm_server(environment: str, port: int) -> Iterator[str]:
     """Address of a vLLM server with the tiny judge on the CPU."""
-    options = ["--vllm", environment, "--port", str(port), "--template", TEMPLATE, "--vision-tokens", "4"]
+    options = ["--vllm", environment, "--port", str(port), "--vision-tokens", "4", "--max-model-len", "2048"]
     command = [sys.executable, "-m", "prefgrpo", "judge", "serve", str(JUDGE), "--cpu", *options]
-    with process([*command, "--max-model-len", "2048"], "ready", 300):
-        yield f"http://127.0.0.1:{port}"
+    url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 300
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, cwd=ROOT) as running:
+        try:
+            while not healthy(url):
+                if running.poll() is not None or time.monotonic() > deadline:
+                    raise RuntimeError(f"{' '.join(command)} is not ready")
+                time.sleep(0.5)
+            yield url
+        finally:
+            running.terminate()
+            running.wait(60)
+
+
+def healthy(url: str) -> bool:
+    """Whether a server's /health answers."""
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=5) as reply:
+            return reply.status == 200
+    except OSError:
+        return False
 
 
 def counts(url: str) -> dict[str, int]:

@@ -82,7 +82,7 @@ def measure(recipe: Path, file: Path, facts: Run, watch: Watch, steps: int, ever
     watch.write = write
     fixed = {
         "steps": steps, "tensorboard": False, "checkpoint": {"every": steps},
-        "judge": {"cache": False, "patience_steps": 0}, "eval": {"every": every, "final_prompts": ""},
+        "judge": {"patience_steps": 0}, "eval": {"every": every, "final_prompts": ""},
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         Trainer.from_recipe(

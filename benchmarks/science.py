@@ -10,9 +10,9 @@ all right, `truth` a continuous version of it; training sees both only through t
 same prompts, noise and starting weights, so they can be more certain than the two means. A run's JSON is written during
 the run; complete runs with the same settings are not repeated, so `--seeds` can split the work over machines.
 
-Budget of `make science` from scratch, 5 seeds: 13 arms × 5 × about 55 CPU seconds (40 steps of 64 images, 5
+Budget of `make science` from scratch, 5 seeds: 10 arms × 5 × about 55 CPU seconds (40 steps of 64 images, 5
 evaluations of 144) and 5 × 5 × about 240 for e (80 steps of 96 images, 9 evaluations of 288, the demo's judge):
-160 core minutes, 40 minutes on 4 cores.
+150 core minutes, 40 minutes on 4 cores.
 """
 
 from __future__ import annotations
@@ -90,16 +90,11 @@ ARMS: dict[str, Arm] = {
     "soft_global": Arm("win rates of probabilities, divided by the std of all", FLAWED, pairs=SOFT, values=GLOBAL),
     "both_orders": Arm("12 pairs in both orders", BIASED, pairs=SPARSE | {"plan": "k_regular(3)", "order": "both"}),
     "one_order": Arm("24 pairs in one order, balanced", BIASED, pairs=SPARSE | {"plan": "budget(24)"}),
-    "one_order_fit": Arm(
-        "24 pairs in one order, bias fitted", BIASED, pairs=SPARSE | {"plan": "budget(24)", "bias": "fit"}
-    ),
     "index_order": Arm(
         "24 pairs, the earlier image first", BIASED, pairs=SPARSE | {"plan": "budget(24)", "order": "index"}
     ),
     "regular": Arm("k_regular(4), Bradley-Terry", FAIR, pairs=SPARSE | {"plan": "k_regular(4)"}),
     "regular_wins": Arm("k_regular(4), win rate", FAIR, pairs={"verdict": "hard", "plan": "k_regular(4)"}),
-    "swiss": Arm("swiss(4), Bradley-Terry", FAIR, pairs=SPARSE | {"plan": "swiss(4)"}),
-    "swiss_wins": Arm("swiss(4), win rate", FAIR, pairs={"verdict": "hard", "plan": "swiss(4)"}),
 }
 OBJECTIVES: dict[str, Objective] = {
     "grpo": Objective("GRPO, all 3 steps of the window", "grpo"),
@@ -124,8 +119,8 @@ EXPERIMENTS = {
     "b": Experiment(
         ("ratings", "ratings_global", "win_rates", "soft", "soft_global"), ("accuracy", "truth", "opinion", "gap")
     ),
-    "c": Experiment(("both_orders", "one_order", "one_order_fit", "index_order")),
-    "d": Experiment(("regular", "regular_wins", "swiss", "swiss_wins")),
+    "c": Experiment(("both_orders", "one_order", "index_order")),
+    "d": Experiment(("regular", "regular_wins")),
     "e": Experiment(tuple(OBJECTIVES), ("accuracy",)),
 }
 ORDER = ("a", "c", "b", "d", "e")

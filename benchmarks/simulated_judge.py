@@ -16,6 +16,7 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -24,6 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from prefgrpo.data.media import Media
+from prefgrpo.judge.plans import rings
 from prefgrpo.judge.verdict import Pair, PairJudge, Verdict
 from prefgrpo.rewards.base import PointwiseReward, Sample, Score
 from prefgrpo.rewards.pairwise import VlmPairwise
@@ -118,15 +120,29 @@ class WinRates(VlmPairwise):
 
     judged = False
 
-    def __init__(self, judge: SimulatedJudge, order: Literal["plan", "both", "index"] = "plan", **options: Any) -> None:
+    def __init__(
+        self,
+        judge: SimulatedJudge,
+        order: Literal["plan", "both", "index"] = "plan",
+        plan: str = "both_orders",
+        **options: Any,
+    ) -> None:
         """order: which image of a pair is shown first: as the plan says, each in turn (two calls), or the one earlier
-        in the group (as in Pref-GRPO). options: plan, verdict, rate and bias, as in VlmPairwise."""
-        super().__init__(Pairs(judge), **options)
-        plan = self.next_pairs
+        in the group (as in Pref-GRPO). plan: as in VlmPairwise, or budget(n): n random pairs, balanced per member.
+        options: verdict and rate, as in VlmPairwise."""
+        budget = int(plan[len("budget(") : -1]) if plan.startswith("budget(") else 0
+        super().__init__(Pairs(judge), "round_robin" if budget else plan, **options)
+        chosen = partial(random_pairs, n=budget) if budget else self.plan_pairs
+        self.plan_pairs = chosen
         if order == "both":
-            self.next_pairs = lambda *group: [pair for i, j in plan(*group) for pair in ((i, j), (j, i))]
+            self.plan_pairs = lambda size, seed: [pair for i, j in chosen(size, seed) for pair in ((i, j), (j, i))]
         elif order == "index":
-            self.next_pairs = lambda *group: [(min(pair), max(pair)) for pair in plan(*group)]
+            self.plan_pairs = lambda size, seed: [(min(pair), max(pair)) for pair in chosen(size, seed)]
+
+
+def random_pairs(size: int, seed: int, n: int) -> list[Pair]:
+    """n different pairs, members as often first as second."""
+    return [pair for ring in rings(size, seed) for pair in ring][:n]
 
 
 def _digest(image: NDArray[np.uint8]) -> bytes:

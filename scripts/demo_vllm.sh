@@ -8,7 +8,7 @@ prefgrpo=$1/bin/prefgrpo vllm=$2/bin/vllm port=${PORT:-8211}
 log=$(mktemp)
 # In its own session, so that Ctrl-C reaches only the trainer, which still needs the judge to finish its step.
 setsid "$prefgrpo" judge serve prefgrpo/tiny/assets/judge --vllm "$vllm" --cpu --port "$port" --name judge \
-    --template caption_match --vision-tokens 4 --max-model-len 512 >"$log" 2>&1 &
+    --vision-tokens 4 --max-model-len 512 >"$log" 2>&1 &
 server=$!
 trap 'kill "$server" 2>/dev/null || true; wait "$server" 2>/dev/null || true; rm -f "$log"' EXIT
 

@@ -102,7 +102,7 @@ def grids() -> list[Sample]:
     return [Sample(GRID, picture(k)) for k in range(2)] + [Sample("a 1920x1080 photo", picture(2))]
 
 
-SAMPLES = {"image_similarity": edits, "subfig_clipT": grids, "subfig_clipI": grids, "subfig_dreamsim": grids}
+SAMPLES = {"image_similarity": edits, "subfig_clipT": grids}
 
 
 CASES = {

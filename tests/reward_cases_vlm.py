@@ -75,8 +75,6 @@ def speak(b: list[float], text: str) -> str | dict[str, float]:
         return (
             f"<analysis>['a', 'b']</analysis>\n<score>{[int(b[0] > 0.2 * (k + 1)) for k in range(len(points))]}</score>"
         )
-    if "Read the text" in text:
-        return f'"LEVEL {round(255 * b[0])}"'
     raise AssertionError(f"no answer for {text[:200]}")
 
 
@@ -97,11 +95,6 @@ def pictures(prompt: str = "a 2x2 grid of cats", **meta: Any) -> list[Sample]:
     return [Sample(prompt, grid(*four), (grey(128),), meta) for four in levels]
 
 
-def words() -> list[Sample]:
-    """Samples whose prompt quotes the text to render."""
-    return [Sample('a sign that says "level 40"', grey(level)) for level in (40, 41, 200)]
-
-
 def points() -> list[Sample]:
     """Samples with two test points; they satisfy none, one and both."""
     dims = {"Testpoints": ["Style", "Attribute - Color"], "Testpoint Description": ["ink", "red"]}
@@ -115,16 +108,14 @@ SHOWN = (
     "unifiedreward_sglang",
     "qwenvl",
     "unifiedreward_edit_pointwise_instruction_following",
-    "edit_score",
     "consistency_score",
     "consistency_for_editing",
-    "grid_layout",
     "unifiedreward_think",
     "unifiedreward_flex",
     "unifiedreward_edit_pairwise",
 )
 CASES = dict.fromkeys(SHOWN, Case(_served, pictures))
-CASES |= {"genrm_ocr": Case(_served, words), "unigenbench": Case(_served, points)}
+CASES["unigenbench"] = Case(_served, points)
 CASES["unifiedreward_edit_pointwise_image_quality"] = Case(
     lambda folder: _served(folder) | {"weights": {"artifacts": 0.5}},
     pictures,  # its two scores move in opposite directions

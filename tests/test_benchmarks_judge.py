@@ -9,7 +9,7 @@ import json
 import numpy as np
 import pytest
 
-from benchmarks import bench_judge, blocks, judge_plans, original_client
+from benchmarks import bench_judge, blocks, original_client
 
 
 def test_every_client_gets_all_answers_and_is_timed():
@@ -43,18 +43,9 @@ def test_a_lost_answer_is_not_timed(monkeypatch):
         bench_judge.measure(url, "echo", rounds=2, size=3, side=16)
 
 
-def test_the_tiny_judge_is_measured_on_real_groups():
-    groups = judge_plans.tiny_groups(2)
-    assert groups.verdicts.shape == (2, 24, 24) and np.isnan(groups.verdicts).sum() == 2 * 24
-    assert set(np.unique(groups.truth)) <= {0.0, 1.0, 2.0, 3.0} and groups.truth.std() > 0
-    once, _ = judge_plans.measure(groups, ["round_robin"])
-    assert once.spearman.mean > 0.95
-
-
 @pytest.mark.parametrize(
     ("name", "module", "lines"),
     [
-        ("plans", judge_plans, judge_plans.block),
         ("client", bench_judge, bench_judge.table),
     ],
 )
@@ -63,8 +54,6 @@ def test_the_document_is_rendered_from_the_results(root, name, module, lines):
     assert blocks.rendered(text, name, lines(json.loads(module.RESULTS.read_text()))) == text
 
 
-def test_the_picture_is_drawn_from_the_results(root, tmp_path):
-    judge_plans.draw(json.loads(judge_plans.RESULTS.read_text()), tmp_path / "plans.svg")
-    assert (tmp_path / "plans.svg").read_text() == (root / "docs" / judge_plans.PICTURE).read_text()
+def test_a_document_without_marks_is_refused():
     with pytest.raises(ValueError, match="expected the marks <!-- plans --> and <!-- /plans --> once each"):
         blocks.rendered("no marks", "plans", ["x"])

@@ -126,7 +126,6 @@ MISTAKES = [
     ("name: no", f"name: expected text, got False {TRAP}"),
     ("judge: {endpoints: http://h}", "judge.endpoints: expected a list, got 'http://h'"),
     ("judge: {endpoints: [1, 2]}", "judge.endpoints: expected text, got 1"),
-    ("judge: {bias: high}", "judge.bias: expected a number or 'fit', got 'high'"),
     ("rollout: {shift: high}", "rollout.shift: expected a number, got 'high'"),
     ("rollout: {shift: off}", f"rollout.shift: expected a number, got False {TRAP}"),
     ("rollout: {steps: 10.5}", "rollout.steps: expected a whole number, got 10.5"),

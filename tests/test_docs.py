@@ -27,7 +27,7 @@ NOT_RUN = {
     "make ": "runs this suite, or the demo (test_demo.py)",
     "pip install ": "installs",
     "CUDA_VISIBLE_DEVICES=": "needs GPUs",
-    "prefgrpo judge serve ": "needs a GPU (test_judge_serve.py runs it with a small model)",
+    "prefgrpo judge serve ": "needs a GPU (test_judge_vllm.py runs it with a small model)",
     "prefgrpo judge check ": "needs the judge that the line above serves (test_judge_faults.py)",
     "prefgrpo reward serve ": "needs the reward's weights, and does not end (test_reward_serve.py)",
     "curl ": "needs the server of the line above",
@@ -90,7 +90,7 @@ def test_every_exception_is_still_there_and_every_other_command_is_ours():
         assert any(f"{text}$".startswith(head) for _, text, _ in FOUND), f"no command begins with {head!r} any more"
     assert [text for _, text, words in RUN if words[0] not in ("prefgrpo", "python")] == []
     assert {file for file, _, _ in RUN} >= {
-        "README.md", "docs/training.md", "docs/judging.md", "docs/scoring.md", "docs/tutorial.md"
+        "README.md", "docs/training.md", "docs/scoring.md", "docs/tutorial.md"
     }  # fmt: skip
 
 

@@ -1,13 +1,12 @@
-"""A judge whose answers carry no information: `judge check` names the fault, and a training run stops.
+"""A judge whose answers carry no information: `judge check` and the start of a run name the fault, and a run stops.
 
-Simulated judges have known strengths, biases and faults. False alarms matter as much: a strong position bias that
-both orders cancel, members that are nearly alike, and small groups, where chance looks like a fault.
+False alarms matter as much: a strong position bias that both orders cancel, members that are nearly alike, and small
+groups, where chance looks like a fault.
 """
 
 import contextlib
 import itertools
 import json
-import re
 
 import numpy as np
 import pytest
@@ -18,102 +17,71 @@ from tiny_run import merged, ranks, recipe, rows, train
 from prefgrpo.config.schema import JudgeConfig
 from prefgrpo.judge import client
 from prefgrpo.judge.client import check
-from prefgrpo.judge.information import Alarm, uninformative_reason, verdict_counts
-from prefgrpo.judge.plans import get_plan
+from prefgrpo.judge.information import Alarm, extent
 from prefgrpo.judge.template import PAIR_ANSWERS, load_template, shipped_templates
 from prefgrpo.judge.verdict import JudgeError
-
-
-def verdicts(judge, plan="both_orders", groups=12, size=8, seed=0):
-    """Groups of (first, second, P(first)); judge: (quality difference, generator) -> P(first)."""
-    rng, ask = np.random.default_rng(seed), get_plan(plan)
-    out = []
-    for group in range(groups):
-        quality = rng.normal(size=size)
-        out.append([(i, j, judge(quality[i] - quality[j], rng)) for i, j in ask(size, group, ())])
-    return out
 
 
 def logistic(x):
     return float(1 / (1 + np.exp(-x)))
 
 
-MEANINGLESS = [
-    (lambda gap, rng: 0.5, "are ties"),
-    (lambda gap, rng: 1.0, "first|changes"),
-    (lambda gap, rng: 0.0, "second|changes"),
-    (lambda gap, rng: 0.97, "first"),
-    (lambda gap, rng: logistic(3 + 0.3 * rng.normal()), "first|changes"),
-    (lambda gap, rng: float(rng.choice([0.0, 0.5, 1.0], p=[0.4, 0.2, 0.4])), "the winner changes with the order"),
-    (lambda gap, rng: logistic(rng.normal()), "the winner changes with the order"),
-]
-GOOD = [
-    lambda gap, rng: logistic(gap),
-    lambda gap, rng: logistic(0.1 * gap + 0.02 * rng.normal()),  # members that are nearly alike
-    lambda gap, rng: logistic(gap + 4.0 + 0.5 * rng.normal()),  # always prefers the first, yet fully informative
-    lambda gap, rng: float(np.sign(gap) / 2 + 0.5) if abs(gap) > 1.5 else 0.5,  # most are ties
-    lambda gap, rng: float(gap + 0.7 * rng.normal() > 0),
-    lambda gap, rng: float(gap + 0.5 > 0),  # a hard judge with a strong position bias
-]
+def alarmed(judge, count, steps, rounded=False):
+    """(messages, largest number of useless steps in a row) for steps of `count` verdicts, spread over two ranks.
 
-
-@pytest.mark.parametrize(("judge", "message"), MEANINGLESS)
-def test_a_step_without_information_is_named(judge, message):
-    for seed in range(5):
-        groups = verdicts(judge, groups=48, seed=seed)
-        assert re.search(message, uninformative_reason(verdict_counts(groups, False)))
-    parts = verdict_counts(groups[:5], True) + verdict_counts(groups[5:], True)
-    np.testing.assert_allclose(parts, verdict_counts(groups, True), err_msg="over ranks")
-
-
-@pytest.mark.parametrize("judge", GOOD)
-@pytest.mark.parametrize("plan", ["both_orders", "round_robin", "swiss(2)"])
-def test_a_working_judge_raises_no_alarm(judge, plan):
-    for seed in range(20):
-        assert uninformative_reason(verdict_counts(verdicts(judge, plan, seed=seed), False)) == ""
-
-
-def test_plans_of_one_order_see_ties_and_a_constant_side_and_rounding_keeps_a_bias():
-    for answer, message in (
-        (1.0, "all 336 verdicts, ties aside, prefer the one shown first"),
-        (0.03, "all 336 verdicts, ties aside, prefer the one shown second"),
-        (0.5, "all 336 verdicts are ties"),
-    ):
-        one_order = verdicts(lambda gap, rng, p=answer: p, "round_robin")
-        assert uninformative_reason(verdict_counts(one_order, False)) == message
-    mixed = verdict_counts(verdicts(lambda gap, rng: float(rng.choice([0.0, 1.0])), "round_robin"), False)
-    assert uninformative_reason(mixed) == "", "a single order cannot reveal contradictions"
-    groups = verdicts(lambda gap, rng: logistic(0.3 * gap + 2.0))
-    assert uninformative_reason(verdict_counts(groups, False)) == ""
-    rounded = uninformative_reason(verdict_counts(groups, True))
-    assert "the winner changes" in rounded, "hard win rates do not cancel the bias"
-
-
-@pytest.mark.parametrize(("size", "plan"), [(2, "both_orders"), (3, "round_robin"), (4, "both_orders")])
-def test_small_groups_raise_no_alarm_by_chance(size, plan):
-    """One prompt per step, 2,000 steps, a weak judge with hard verdicts: ties, a bias, and 29 % contradictions."""
-
-    def weak(gap, rng):
-        value = gap + 1.6 * rng.normal() + 0.3
-        return 0.5 if abs(value) < 0.6 else float(value > 0)
-
-    alarm, longest = Alarm(), 0
-    for group in verdicts(weak, plan, groups=2000, size=size):
-        alarm.add(verdict_counts([group], True))
+    judge: random generator -> P(first).
+    """
+    alarm, rng, longest = Alarm(), np.random.default_rng(0), 0
+    said = []
+    for _ in range(steps):
+        p = [judge(rng) for _ in range(count)]
+        said.append(alarm.add(np.stack([extent(p[:1], rounded), extent([*p[1:], None], rounded)])))
         longest = max(longest, alarm.steps)
-    assert longest < 3
+    return said, longest
 
 
-@pytest.mark.parametrize(("judge", "_"), MEANINGLESS[:3])
-def test_small_groups_show_a_fault_after_a_while(judge, _):
-    alarm, steps = Alarm(), 0
-    for group in verdicts(judge, groups=400, size=2):
-        if alarm.steps < 3:
-            alarm.add(verdict_counts([group], True))
-            steps += 1
-    assert alarm.steps == 3 and 3 * 16 <= steps <= 3 * 100
-    alarm.add(verdict_counts(verdicts(GOOD[0]), True))
-    assert alarm.steps == 0, "one informative step resets the alarm"
+@pytest.mark.parametrize(
+    ("judge", "message"),
+    [
+        (lambda rng: 0.5, "all 48 verdicts are ties"),
+        (lambda rng: 0.5004 - 0.0008 * rng.random(), "all 48 verdicts are ties"),
+        (lambda rng: 1.0, "all 48 verdicts are for the image shown first"),
+        (lambda rng: 0.03 + 0.004 * rng.random(), "all 48 verdicts are for the image shown second"),
+    ],
+)
+def test_constant_verdicts_are_named_and_counted(judge, message):
+    assert alarmed(judge, 48, 2) == ([message] * 2, 2)
+    said, longest = alarmed(judge, 2, 48)
+    assert longest == 3 and [k for k, text in enumerate(said) if text] == [15, 31, 47], "small steps are pooled"
+
+
+def test_one_informative_step_resets_the_alarm():
+    alarm = Alarm()
+    for verdicts, steps in (([0.5] * 40, 1), ([], 1), ([0.5] * 40, 2), ([0.2, 0.9] * 20, 0)):
+        alarm.add(np.array([extent(verdicts, False)]))
+        assert alarm.steps == steps
+
+
+@pytest.mark.parametrize("count", [2, 6, 48])
+@pytest.mark.parametrize(
+    "judge",
+    [
+        lambda rng: logistic(rng.normal()),
+        lambda rng: logistic(0.1 * rng.normal()),  # members that are nearly alike
+        lambda rng: logistic(rng.normal() + 4.0),  # mostly prefers the first, yet fully informative
+        lambda rng: float(rng.choice([0.0, 0.5, 1.0], p=[0.05, 0.9, 0.05])),  # most are ties
+        lambda rng: float(rng.random() < 0.8),  # a hard judge with a position bias
+    ],
+)
+def test_a_working_judge_stops_no_run(judge, count):
+    assert alarmed(judge, count, 1000)[1] < 3
+
+
+def test_rounding_keeps_a_bias():
+    def biased(rng):
+        return logistic(rng.normal() + 6.0)
+
+    assert alarmed(biased, 48, 3)[1] == 0 and alarmed(biased, 48, 3, rounded=True)[1] == 3
 
 
 # ---- judge check ----------------------------------------------------------------------------------------------------
@@ -158,11 +126,11 @@ class Server(JudgeServer):
 
 TURN = itertools.count()
 FAULTS = {
-    "always answers a tie": lambda wins, rng: 0,
-    "always prefers the image shown first": lambda wins, rng: 1,
-    "always prefers the image shown second": lambda wins, rng: 2,
+    "its verdicts are ties": lambda wins, rng: 0,
+    "its verdicts are for the image shown first": lambda wins, rng: 1,
+    "its verdicts are for the image shown second": lambda wins, rng: 2,
     "prefers the wrong image": lambda wins, rng: 3 - wins,
-    "has a position bias: it prefers the image shown first 14 of 16 times": lambda wins, rng: 1 + (next(TURN) % 8 == 7),
+    "the image shown first won 14 of 16 times": lambda wins, rng: 1 + (next(TURN) % 8 == 7),
     "does not see the images, or mixes them up": lambda wins, rng: int(rng.integers(1, 3)),
 }
 
@@ -172,28 +140,25 @@ def test_a_working_judge_knows_the_answers(template, capsys):
     assert {"compare", "compare_video", "caption_match", "think", "flex", "edit_pairwise"} <= set(pair_templates())
     with Server(template, lambda wins, rng: wins) as server:
         assert client.main((server.url,), template=template, bias_pairs=0) == 0
-    assert "known answers: 16 of 16 right" in capsys.readouterr().out
+    assert "known answers: 8 of 8 pairs right" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("template", ["compare", "flex"])
-def test_judge_check_fails_by_name(template, fault):
-    with Server(template, FAULTS[fault]) as server, pytest.raises(JudgeError, match=fault):
-        client.main((server.url,), template=template, bias_pairs=0)
+def test_judge_check_names_the_fault(template, fault, capsys):
+    with Server(template, FAULTS[fault]) as server:
+        assert client.main((server.url,), template=template, bias_pairs=0) == 1
+        assert fault in capsys.readouterr().out
+        with pytest.raises(JudgeError, match=fault):
+            check(JudgeConfig((server.url,), template=template, strict=True), known_answers=True)
 
 
-def test_a_bad_server_of_two_is_named_and_a_template_of_ones_own_is_warned_about(tmp_path, capsys):
-    """With a custom template the check only warns, since plain colours may not be a fair question for it."""
-    good, bad = (Server("compare", decide) for decide in (lambda wins, rng: wins, FAULTS["always answers a tie"]))
+def test_a_bad_server_of_two_is_named():
+    good, bad = (Server("compare", decide) for decide in (lambda wins, rng: wins, lambda wins, rng: 0))
     with good, bad:
-        with pytest.raises(JudgeError, match=f"{bad.url}: '{MODEL}' always answers a tie"):
-            check(JudgeConfig((good.url, bad.url)), known_answers=True)
-        file = tmp_path / "own.yaml"
-        file.write_text(
-            "user: '{prompt} {media_1} {media_2} which has more cats?'\nprefill: 'Image '\nlabels: ['1', '2']\n"
-        )
-        assert client.main((bad.url,), template=str(file), bias_pairs=0) == 1
-        assert "WARNING" in capsys.readouterr().out
+        health = check(JudgeConfig((good.url, bad.url)), known_answers=True)
+        assert health.known_answers == "known answers: 8 of 8 pairs, 0 of 8 pairs right"
+        assert f"{bad.url}: '{MODEL}' always answers the same" in health.alarm and good.url not in health.alarm
         bad.answer = lambda bright, text: {"Yes": 0.9, "No": 0.1}
         assert check(JudgeConfig((bad.url,), template="consistency"), known_answers=True).known_answers == "", (
             "not a comparison"

@@ -26,7 +26,8 @@ from prefgrpo.rewards import build
 from prefgrpo.rewards.base import Sample
 from prefgrpo.rewards.scorer import Scorer
 
-TEXT = "user: '{prompt}{media_1}'\nanswer: text"
+TEXT = "user: '{prompt}{media_1}'\nanswer: marks"
+READABLE = "<score>[1]</score>"
 
 
 @pytest.fixture
@@ -35,7 +36,7 @@ def template(tmp_path):
 
     def load(text, needs=("prompt", "media_1")):
         (tmp_path / "question.yaml").write_text(text)
-        return load_template(str(tmp_path / "question.yaml"), needs, ("source", "criterion"), ("text",))
+        return load_template(str(tmp_path / "question.yaml"), needs, ("source", "criterion"), ("marks",))
 
     return load
 
@@ -48,7 +49,6 @@ def server():
 
 def ask(client, template, values, media, source=(), once=False):
     """Future of the client's answer to one question."""
-    client.prepare(template)
     return client.run(client.answer(template, values, media, source, once))
 
 
@@ -58,13 +58,13 @@ def client(server, **changes):
 
 def test_texts_by_name_and_pictures_in_their_places(template, server):
     asked = template(
-        "user: 'By {criterion}: {source} then {media_1}, {media_2} for {prompt}, {criterion}'\nanswer: text",
+        "user: 'By {criterion}: {source} then {media_1}, {media_2} for {prompt}, {criterion}'\nanswer: marks",
         needs=("prompt", "media_1", "media_2"),
     )
-    server.answer = lambda bright, text: " ".join(f"{255 * b:.0f}" for b in bright)
+    server.answer = lambda bright, text: " ".join(f"{255 * b:.0f}" for b in bright) + READABLE
     values = {"prompt": "{criterion} {media_1}", "criterion": "{prompt}"}
     answer = ask(client(server, image_format="png"), asked, values, media([10, 20]), media([30, 40, 50])).result(10)
-    assert answer.raw == "30 40 50 10 20" and answer.reason == "" and answer.value is None
+    assert answer.raw == f"30 40 50 10 20{READABLE}" and answer.reason == "" and answer.value is None
     body = server.requests[0]
     assert text_of(body) == "By {prompt}:  then ,  for {criterion} {media_1}, {prompt}"
     kinds = [p["type"] for p in body["messages"][0]["content"]]
@@ -73,30 +73,30 @@ def test_texts_by_name_and_pictures_in_their_places(template, server):
 
 def test_the_same_question_is_asked_once(template, server):
     asked = template(TEXT)
-    server.answer = lambda bright, text: f"{text} {255 * bright[0]:.0f}"
+    server.answer = lambda bright, text: f"{text} {255 * bright[0]:.0f}{READABLE}"
     server.delay_s, j = 0.1, client(server)
     one, same, other = media([10, 10, 200])
     first = [ask(j, asked, {"prompt": "a"}, [one], once=True) for _ in range(3)]
     late = first[0].result(30) and ask(j, asked, {"prompt": "a"}, [one], once=True)
     rest = [ask(j, asked, {"prompt": "b"}, [one], once=True), ask(j, asked, {"prompt": "a"}, [other], once=True)]
-    assert {f.result(30).raw for f in (*first, late)} == {"a 10"}
-    assert [f.result(30).raw for f in rest] == ["b 10", "a 200"]
+    assert {f.result(30).raw for f in (*first, late)} == {f"a 10{READABLE}"}
+    assert [f.result(30).raw for f in rest] == [f"b 10{READABLE}", f"a 200{READABLE}"]
     assert len(server.requests) == 3
-    assert ask(j, asked, {"prompt": "a"}, [same]).result(30).raw == "a 10" and len(server.requests) == 4
+    assert ask(j, asked, {"prompt": "a"}, [same]).result(30).raw.startswith("a 10") and len(server.requests) == 4
     server.fault, server.count = "400", 1
     assert "refused with 400" in ask(j, asked, {"prompt": "c"}, [one], once=True).result(30).reason
-    assert ask(j, asked, {"prompt": "c"}, [one], once=True).result(30).raw == "c 10", "failures are asked again"
+    assert ask(j, asked, {"prompt": "c"}, [one], once=True).result(30).reason == "", "failures are asked again"
     del one, same, other, first, late, rest
     until(lambda: not len(j._asked) and not len(j.encodings.futures))  # nothing is kept for garbage-collected media
 
 
 def test_a_shared_question_survives_those_who_leave(template, server):
-    server.answer, server.delay_s = (lambda bright, text: "here"), 0.3
+    server.answer, server.delay_s = (lambda bright, text: READABLE), 0.3
     j, (one,), asked = client(server), media([10]), template(TEXT)
     leaves, stays = (ask(j, asked, {"prompt": "a"}, [one], once=True) for _ in range(2))
     until(lambda: server.requests)
     leaves.cancel()
-    assert stays.result(30).raw == "here" and len(server.requests) == 1
+    assert stays.result(30).raw == READABLE and len(server.requests) == 1
 
     async def leave_and_come_back():
         first = asyncio.ensure_future(j.answer(asked, {"prompt": "b"}, [one], once=True))
@@ -106,7 +106,7 @@ def test_a_shared_question_survives_those_who_leave(template, server):
         await asyncio.sleep(0)
         return await j.answer(asked, {"prompt": "b"}, [one], once=True)
 
-    assert j.run(leave_and_come_back()).result(30).raw == "here"
+    assert j.run(leave_and_come_back()).result(30).raw == READABLE
 
 
 def test_judges_with_the_same_servers_share_a_client(server):
@@ -192,8 +192,8 @@ PROMPTS = {
 
 
 @pytest.mark.parametrize("name", PROMPTS)
-def test_a_prompt_arrives_as_it_is(server, name, tmp_path):
-    result, _ = scored(server, media([40, 200]), PROMPTS[name], cache=str(tmp_path))
+def test_a_prompt_arrives_as_it_is(server, name):
+    result, _ = scored(server, media([40, 200]), PROMPTS[name])
     assert result.values["vlm_pairwise"][0, 0] < 0.1 and result.values["vlm_pairwise"][0, 1] > 0.9
     arrives = "a\ufffdb\ufffdc 😀" if name == "lone surrogates" else PROMPTS[name]
     body = server.requests[-1]

@@ -22,11 +22,11 @@ from prefgrpo.judge.send import message_of
 from prefgrpo.judge.template import PAIR_ANSWERS, SOURCE, load_template, shipped_templates
 from prefgrpo.judge.verdict import Answer, JudgeError, two_label_softmax
 
-TEXTS = ("prompt", "criterion", "rows", "columns", "checkpoints")
+TEXTS = ("prompt", "criterion", "checkpoints")
 MEDIA = ("source", "media_1", "media_2")
-KINDS = (*PAIR_ANSWERS, "scores", "json", "marks", "text")
+KINDS = (*PAIR_ANSWERS, "scores", "json", "marks")
 
-ONE = "user: '{prompt}{media_1}'\nanswer: text"
+ONE = "user: '{prompt}{media_1}'\nanswer: marks"
 NASTY = ["{media_1}", 'a "quoted" {prompt} {0} {', "🙂 \\u0041 \n\t\x00", "%s %(x)s", "x" * 1_000_000]
 
 
@@ -35,7 +35,7 @@ NASTY = ["{media_1}", 'a "quoted" {prompt} {0} {', "🙂 \\u0041 \n\t\x00", "%s 
 def test_the_prompt_arrives_untouched_in_valid_json(name, prompt):
     template = load_template(name, (), TEXTS + MEDIA, KINDS)
     texts = dict.fromkeys(TEXTS[1:], "") | {"prompt": prompt}
-    body = json.loads(chat_body("m", template, texts, (b'{"medium":1}', b'{"medium":2}'), (b'{"medium":0}',), (16, 17)))
+    body = json.loads(chat_body("m", template, texts, (b'{"medium":1}', b'{"medium":2}'), (b'{"medium":0}',)))
     content = body["messages"][0]["content"]
     shown = [MEDIA.index(m[1:-1]) for m in template.pieces if m[1:-1] in MEDIA]
     assert [p["medium"] for p in content if "medium" in p] == shown == sorted(shown)
@@ -45,7 +45,7 @@ def test_the_prompt_arrives_untouched_in_valid_json(name, prompt):
     rubric = joined.replace(prompt, "", 1) if prompt not in "".join(template.pieces) else ""
     assert "{media" not in rubric and "{prompt}" not in rubric
     assert body["temperature"] == 0 and body["max_tokens"] == template.max_tokens
-    assert (body.get("logprob_token_ids") == [16, 17]) == body.get("logprobs", False) == (template.answer == "soft")
+    assert (body.get("top_logprobs") == 20) == body.get("logprobs", False) == (template.answer == "soft")
     prefilled = [{"role": "assistant", "content": template.prefill}] if template.prefill else []
     assert body["messages"][1:] == prefilled
     assert body.get("continue_final_message", False) == bool(prefilled) != body.get("add_generation_prompt", True)
@@ -75,15 +75,15 @@ def test_rubric_and_caption_come_before_the_media(name):
         ("user: '{prompt} {media_1} {media_2}'\nprefil: x", "prefil"),
         ("user: '{prompt} {media_1} {media_2}'\ntimeout_s: 0", "positive seconds, got 0"),
         (ONE.replace("{prompt}", "{prompt}{source}{source}"), "{source} once"),
-        (ONE.replace("text", "scores\nscores: {a: [1, 5]}"), "pattern"),
-        (ONE.replace("text", "json"), "needs scores"),
-        (ONE.replace("text", "json\nscores: {a: [5, 1]}"), "low, high"),
-        (ONE.replace("text", "json\nscores: {a: [x, 1]}"), "could not convert"),
+        (ONE.replace("marks", "scores\nscores: {a: [1, 5]}"), "pattern"),
+        (ONE.replace("marks", "json"), "needs scores"),
+        (ONE.replace("marks", "json\nscores: {a: [5, 1]}"), "low, high"),
+        (ONE.replace("marks", "json\nscores: {a: [x, 1]}"), "could not convert"),
         (ONE + "\nmax_tokens: [1]", "int"),
         (ONE + "\n3: 4", "unknown key"),
         ("user: [", "not valid YAML"),
         ("- a", "mapping"),
-        (ONE.replace("{media_1}", "{media_1}{media_2}"), "soft, plain, think, flex, edit, got 'text'"),
+        (ONE.replace("{media_1}", "{media_1}{media_2}"), "soft, plain, think, flex, edit, got 'marks'"),
     ],
 )
 def test_a_bad_template_is_refused_by_name(tmp_path, text, complaint):

@@ -5,11 +5,13 @@ because vLLM needs 2.5 GB and 40 s to start. Oracles: the in-process judge, and 
 question, which uses none of our client code. Served in fp32 to allow tight tolerances.
 """
 
+import contextlib
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -23,13 +25,12 @@ from test_judge_questions import ask
 import prefgrpo
 from prefgrpo.config.schema import JudgeConfig
 from prefgrpo.data.media import Media
-from prefgrpo.judge.client import HttpJudge
-from prefgrpo.judge.engines import ServeConfig
+from prefgrpo.judge.client import HttpJudge, check
 from prefgrpo.judge.http import Client
 from prefgrpo.judge.local import LocalJudge
 from prefgrpo.judge.plans import both_orders
-from prefgrpo.judge.serve import Server
 from prefgrpo.judge.template import load_template, spellings
+from prefgrpo.judge.verdict import JudgeError
 from prefgrpo.rewards import build
 from prefgrpo.rewards.base import Sample
 from prefgrpo.tiny import scenes
@@ -50,23 +51,38 @@ def model(tmp_path_factory):
     return shutil.copytree(MODEL, tmp_path_factory.mktemp("judge") / "tiny").as_posix()
 
 
+@contextlib.contextmanager
 def serving(model, port):
-    return Server(ServeConfig(
-        model, VLLM, port=port, name="tiny", template="caption_match", cpu=True, dtype="float32",
-        vision_tokens=4, max_model_len=2048, startup_s=240,
-    ))  # fmt: skip
+    """Runs `judge serve` in its own process group; yields the process once it answers."""
+    line = ["judge", "serve", model, "--vllm", VLLM, "--port", str(port), "--name", "tiny", "--cpu"]
+    line += ["--vision-tokens", "4", "--max-model-len", "2048", "--extra=--dtype float32"]
+    server = subprocess.Popen([sys.executable, "-m", "prefgrpo", *line], start_new_session=True)
+    config = JudgeConfig((f"http://127.0.0.1:{port}",), template="caption_match", min_label_mass=0.0)
+    try:
+        end = time.monotonic() + 240
+        while True:
+            assert server.poll() is None, f"vLLM ended with code {server.returncode}"
+            try:
+                assert "ok, serves tiny" in check(config, timeout_s=120.0).summary()
+                break
+            except JudgeError:
+                assert time.monotonic() < end
+                time.sleep(1.0)
+        yield server
+    finally:
+        server.terminate()
+        server.wait(60)
 
 
 @pytest.fixture(scope="module")
 def port(model):
     port = free_port()
-    with serving(model, port) as server:
-        assert "ok, serves tiny" in server.wait_ready()
+    with serving(model, port):
         yield port
 
 
-def judge(folder, port, **changes):
-    base = {"endpoints": (f"http://127.0.0.1:{port}",), "template": "caption_match", "tokenizer": folder}
+def judge(port, **changes):
+    base = {"endpoints": (f"http://127.0.0.1:{port}",), "template": "caption_match"}
     return HttpJudge(JudgeConfig(**{**base, "image_format": "webp", **changes}))
 
 
@@ -83,8 +99,8 @@ def test_soft_verdicts_equal_the_in_process_judge(model, port):
     local = LocalJudge(model, template="caption_match").judge_group(caption, media, PAIRS)
     p = np.array([v.first for v in local])
     assert np.ptp(p) > 0.5, "the images differ in how well they match"
-    for changes in ({}, {"tokenizer": ""}, {"media_ids": "off"}):
-        j = judge(model, port, **changes)
+    for changes in ({}, {"media_ids": "off"}):
+        j = judge(port, **changes)
         for _ in range(2):  # uploaded, then by id only
             served = j.judge_group(caption, media, PAIRS)
             assert all(v.retries == 0 for v in served)
@@ -96,35 +112,32 @@ def test_soft_verdicts_equal_the_in_process_judge(model, port):
 def test_a_server_killed_in_the_middle_of_a_group_and_restarted_loses_nothing(model):
     port, (caption, media) = free_port(), group()
     with serving(model, port) as server:
-        server.wait_ready()
-        j = judge(model, port, concurrency=4, patience_s=300.0)
+        j = judge(port, concurrency=4, patience_s=300.0)
         expected = [v.first for v in j.judge_group(caption, media, PAIRS)]
         answers = [j.submit(caption, media[a], media[b]) for a, b in PAIRS * 4]
         until(lambda: sum(a.done() for a in answers) >= 8)
-        os.killpg(server.supervisor.pid, signal.SIGKILL)  # kills its whole process group: API server, engine and worker
-        server.supervisor.wait()
+        os.killpg(server.pid, signal.SIGKILL)  # kills its whole process group: API server, engine and worker
+        server.wait()
         assert not all(a.done() for a in answers)
-    with serving(model, port) as server:
-        server.wait_ready()
+    with serving(model, port):
         found = [a.result(120).first for a in answers]
     np.testing.assert_allclose(found, expected * 4, atol=1e-5)
 
 
-def test_the_command_serves_until_it_is_told_to_stop(model):
-    options = {"template": "caption_match", "cpu": True, "vision_tokens": 4, "max_model_len": 2048, "name": "tiny"}
-    code = "import sys; from prefgrpo.judge.engines import ServeConfig; from prefgrpo.judge.serve import serve; "
-    code += f"sys.exit(serve(({model!r},), options=ServeConfig(port={free_port()}, **{options!r})))"
-    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    assert child.stdout is not None
-    lines = [child.stdout.readline()]
-    while not lines[-1].startswith("ready: judge"):
-        lines.append(child.stdout.readline())
-        assert lines[-1], lines
-    (pid,) = (int(line.split("pid ")[1].split(",")[0]) for line in lines if line.startswith("starting"))
-    child.send_signal(signal.SIGTERM)
-    assert child.wait(600) == 0
-    with pytest.raises(ProcessLookupError):
-        os.killpg(pid, 0)
+def test_the_server_ends_when_it_is_told_to(model):
+    with serving(model, free_port()) as server:
+        server.send_signal(signal.SIGTERM)
+        server.wait(60)
+        until(lambda: not alive(server.pid))
+
+
+def alive(group):
+    """Whether a process group has members."""
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 # ---- every kind of question ------------------------------------------------------------------------------------------
@@ -182,8 +195,7 @@ QUESTIONS = {  # template, media, sources, images by place in the prompt
 
 
 @pytest.mark.parametrize("name", QUESTIONS)
-@pytest.mark.parametrize("tokenizer", [MODEL, ""])
-def test_a_question_equals_stock_code(tmp_path, port, name, tokenizer):
+def test_a_question_equals_stock_code(tmp_path, port, name):
     text, make = QUESTIONS[name]
     media, source, shown = make()
     (tmp_path / "question.yaml").write_text(text)
@@ -192,7 +204,7 @@ def test_a_question_equals_stock_code(tmp_path, port, name, tokenizer):
     mass = masses(asked, "less red", shown)
     first, second = (mass(spellings(label, True) if asked.variants else [label]) for label in asked.labels)
     url = f"http://127.0.0.1:{port}"
-    client = Client(JudgeConfig((url,), image_format="webp", min_label_mass=0.0, tokenizer=tokenizer))
+    client = Client(JudgeConfig((url,), image_format="webp", min_label_mass=0.0))
     for _ in range(2):  # uploaded, then by id only
         answer = ask(client, asked, {"prompt": "less red"}, media, source).result(60)
         assert answer.value == pytest.approx(first / (first + second), abs=2e-3), answer
@@ -202,7 +214,7 @@ def test_a_question_equals_stock_code(tmp_path, port, name, tokenizer):
 def test_a_model_that_writes_something_else_gives_missing_scores(port):
     """The demo's judge can only compare, so nothing that it writes is a valid score."""
     options = {"judge": {"endpoints": [f"http://127.0.0.1:{port}"], "image_format": "webp"}}
-    names = ["unifiedreward_alignment", "unifiedreward_style", "qwenvl", "edit_score", "grid_layout"]
+    names = ["unifiedreward_alignment", "unifiedreward_style", "qwenvl", "consistency_score"]
     sample = Sample("a 2x2 grid", pictures(1)[0], tuple(pictures(1, 3)))
     for name, reward in build(names, dict.fromkeys(names, options)).items():
         score = reward.score([sample])[0]

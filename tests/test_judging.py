@@ -51,19 +51,19 @@ def config(place, **over):
 
 
 def test_each_judged_reward_asks_its_own_server_with_its_own_template(place):
-    own = {"judge": {"endpoints": ["http://127.0.0.1:2"], "model": "b"}, "plan": "swiss(2)"}
+    own = {"judge": {"endpoints": ["http://127.0.0.1:2"], "model": "b"}, "plan": "k_regular(2)"}
     section = {"endpoints": ["http://127.0.0.1:1"], "model": "a", "template": "caption_match", "timeout_s": 9.0}
     spec = {"spec": f'{{"vlm_pairwise": 1, "{OTHER}": 0.5}}', "options": {OTHER: own}}
     c, judge = config(place, judge=section, reward=spec), Constant()
-    options = reward_options(c, specs(c)[0], c.reward.options, judge, ALONE, Path("run"))
+    options = reward_options(c, specs(c)[0], c.reward.options, judge, ALONE)
     assert shared(c) == "vlm_pairwise" and options["vlm_pairwise"]["judge"] is judge
-    assert options["vlm_pairwise"]["plan"] == "both_orders" and options[OTHER]["plan"] == "swiss(2)"
-    asked = {"endpoints": ("http://127.0.0.1:2",), "model": "b", "template": "think", "cache": "run/verdicts"}
+    assert options["vlm_pairwise"]["plan"] == "both_orders" and options[OTHER]["plan"] == "k_regular(2)"
+    asked = {"endpoints": ("http://127.0.0.1:2",), "model": "b", "template": "think"}
     assert options[OTHER]["judge"] == replace(c.judge, **asked), "the judge section, with the reward's own options"
-    assert judge_config(c, "vlm_pairwise", {}, ALONE) == replace(c.judge, cache="")
-    alone = config(place, reward={"spec": OTHER}, judge={"cache": str(place)})
+    assert judge_config(c, "vlm_pairwise", {}, ALONE) == c.judge
+    alone = config(place, reward={"spec": OTHER})
     assert shared(alone) == OTHER
-    assert judge_config(alone, OTHER, {}, ALONE) == replace(alone.judge, template="think", cache=str(place))
+    assert judge_config(alone, OTHER, {}, ALONE) == replace(alone.judge, template="think")
     assert judge_config(alone, "vlm_pairwise", {}, ALONE).template == "compare"
 
 

@@ -138,8 +138,8 @@ def test_every_metric_is_reduced_over_ranks_as_its_producer_says():
     assert found["reward/x"] == 0.25 and found["only/b"] == 7.0
     timed = {"retries", "busy_s", "wait_s", "queue_max", "queue_mean", "latency_p50", "latency_p95"}
     assert {name for name in found if name.startswith("time/")} == {f"time/judge/{name}" for name in timed}
-    found = over_ranks(m := traffic.metrics(Counter(questions=2, cache_hits=1)), TwoRanks(m))
-    assert found == {"time/judge/cache_hits": 2, "time/judge/hedges": 0, "judge/parse_failure_rate": 0}
+    m = traffic.metrics(Counter(questions=2, unread=1, spent_us=8, wasted_us=2))
+    assert over_ranks(m, TwoRanks(m)) == {"time/judge/wasted_share": 0.25, "judge/parse_failure_rate": 0.5}
     assert over_ranks({}, ALONE) == {}
     assert pickle.loads(pickle.dumps(a["judge/requests"])).reduction == "sum"
 

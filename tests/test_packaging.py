@@ -305,7 +305,7 @@ def test_every_family_encodes_with_the_train_extra_alone(tmp_path):
     """All other packages of this environment are hidden; stock Wan image-to-video, for one, calls ftfy unchecked."""
     there, wanted = metadata.packages_distributions(), needed("train")
     others = {name for name, dists in there.items() if not {canonicalize_name(d) for d in dists} & wanted}
-    assert {"open_clip", "dreamsim", "pytest"} <= others and not {"torch", "diffusers"} & others
+    assert {"open_clip", "pytest"} <= others and not {"torch", "diffusers"} & others
     families = python(HIDE.format(names=sorted(others - {"prefgrpo"})) + ENCODE, tmp_path).split()
     assert {"wan_i2v", "wan22_i2v", "flux", "qwen_image_edit"} <= set(families)
 

@@ -12,7 +12,6 @@ import numpy as np
 import open_clip
 import pytest
 import torch
-from dreamsim import dreamsim
 from reward_cases import GRID, edits, grids, picture, pictures
 from safetensors.torch import load_file, save_file
 from tiny_rewards import MAKERS, SIZE, clip_folder
@@ -137,30 +136,15 @@ def test_image_similarity_is_the_mean_cosine_with_the_sources(made, reward):
     assert alone.value is None and "source" in alone.reason
 
 
-def test_subfigures_are_the_diagonal_and_the_rest(made, reward):
+def test_subfigures_are_the_diagonal(made, reward):
     cells, texts = split(grids()[0].media, 1, 2), ['a cat that says "hi."', "another cat sleeps."]
     image, text = (x.double().numpy() for x in by_open_clip(made["subfig_clipT"]["model"], cells, texts))
     first, _, none = reward("subfig_clipT").score(grids())
     assert first.value == pytest.approx((image @ text.T).diagonal().mean(), abs=2e-6)
     assert none.value is None and "no grid" in none.reason
     four = Sample(GRID, grids()[0].media, meta={"grid": "2x2"})
-    image, _ = by_open_clip(made["subfig_clipI"]["model"], split(four.media, 2, 2), ["x"])
-    expected = (image @ image.T).double().numpy()[~np.eye(4, dtype=bool)].mean()
-    assert reward("subfig_clipI").score([four])[0].value == pytest.approx(expected, abs=2e-6)
     (wrong,) = reward("subfig_clipT").score([four])
     assert wrong.value is None and "2 cells" in wrong.reason and "2x2" in wrong.reason
-
-
-def test_dreamsim_is_one_minus_the_packages_distance(made, reward):
-    opened = reward("subfig_dreamsim")
-    model, preprocess = dreamsim(
-        device="cpu", cache_dir=made["subfig_dreamsim"]["model"], dreamsim_type="open_clip_vitb32"
-    )
-    cells = [preprocess(cell.pil) for cell in split(grids()[0].media, 1, 2)]
-    with torch.no_grad():
-        expected = 1 - float(model(*cells))
-    assert opened.score(grids()[:1])[0].value == pytest.approx(expected, abs=2e-6)
-    assert opened.score(grids())[1].value != pytest.approx(expected, abs=1e-3)
 
 
 # Batches, order, clips

@@ -305,28 +305,15 @@ def test_consistency_for_editing_is_pacos(server, monkeypatch):
         assert off > 1e-3
 
 
-def test_grid_layout_is_pacos_hard_verdict(server, monkeypatch):
-    theirs = paco("layout_scorer", monkeypatch)
-    server.answer = spelled
-    samples = [Sample("a 2x2 grid", noise(k)) for k in range(12)]
-    scorer = theirs.GridLayoutScorer(client=Client(server))
-    expected = scorer([s.media.pil for s in samples], ["a 2x2 grid"] * 12, [{}] * 12)
-    assert sorted(set(expected)) == [0.0, 1.0]
-    assert ours(server, "grid_layout", samples, verdict="hard", **PACO) == expected
-
-
-def test_exact_spellings_and_a_hard_verdict_by_hand(server):
+def test_exact_spellings_by_hand(server):
     said = {"Yes": 0.3, " yes": 0.3, "No": 0.35, "Well": 0.05}
     server.answer = lambda b, text: said
     sample = Sample("a 2x2 grid", noise(0), (noise(1),))
-    for name in ("grid_layout", "consistency_score", "consistency_for_editing"):
+    for name in ("consistency_score", "consistency_for_editing"):
         assert ours(server, name, [sample]) == pytest.approx([0.6 / 0.95])
         assert ours(server, name, [sample], spellings="exact") == pytest.approx([0.3 / 0.65])
-    assert ours(server, "grid_layout", [sample], verdict="hard") == [1.0]
-    assert ours(server, "grid_layout", [sample], verdict="hard", spellings="exact") == [0.0]
-    for options in ({"spellings": "few"}, {"verdict": "firm"}):
-        with pytest.raises(RewardError, match="must be"):
-            ours(server, "grid_layout", [sample], **options)
+    with pytest.raises(RewardError, match="must be"):
+        ours(server, "consistency_score", [sample], spellings="few")
 
 
 def test_unifiedreward_sees_flow_grpos_512_squares(server, monkeypatch):

@@ -89,7 +89,7 @@ def test_win_rates_by_hand(streams, plan):
 
 @pytest.mark.parametrize(
     ("plan", "asked"),
-    [("round_robin", 28), ("swiss(3)", 12), ("tournament", 7), ("k_regular(3)", 12), ("budget(9)", 9)],
+    [("round_robin", 28), ("both_orders", 56), ("k_regular(3)", 12)],
 )
 def test_plans_ask_the_same_streamed_or_not_in_any_order_of_arrival(plan, asked):
     levels, rng, found = [10, 20, 40, 80, 15, 25, 45, 85], np.random.default_rng(0), []
@@ -100,8 +100,8 @@ def test_plans_ask_the_same_streamed_or_not_in_any_order_of_arrival(plan, asked)
     assert all(one == found[0] for one in found) and [len(p) for p in found[0][1]] == [asked] * 2
 
 
-def test_rounds_follow_each_other_over_http_and_pairs_go_out_while_samples_are_made():
-    options = {"plan": "tournament", "verdict": "hard"}
+def test_pairs_go_out_over_http_while_samples_are_made():
+    options = {"plan": "k_regular(2)", "verdict": "hard"}
     with JudgeServer(delay_s=0.02) as server:
         judge = {"judge": JudgeConfig((server.url,))}
         rewards = build("vlm_pairwise,jpeg_compressibility", {"vlm_pairwise": judge | options})
@@ -111,10 +111,10 @@ def test_rounds_follow_each_other_over_http_and_pairs_go_out_while_samples_are_m
             for member in range(8):
                 for group in (0, 1):
                     s.add(group, member, sample(20 + 25 * member))
-                if member == 6:  # the round's pairs among existing members
-                    until(lambda: len(server.requests) >= asked + 6, 60)
+                if member == 6:  # pairs of neighbours among existing members
+                    until(lambda: len(server.requests) >= asked + 12, 60)
             result = s.finish()
-    assert [len(g.comparisons) for g in result.groups["vlm_pairwise"]] == [7, 7]
+    assert [len(g.comparisons) for g in result.groups["vlm_pairwise"]] == [8, 8]
     assert [np.flatnonzero(row == 1.0).tolist() for row in result.values["vlm_pairwise"]] == [[7], [7]]
     assert result.metrics["judge/failures"] == 0 and result.metrics["judge/busy_s"] > result.metrics["judge/wait_s"]
     assert list(result.values) == ["vlm_pairwise", "jpeg_compressibility"]
@@ -285,7 +285,7 @@ def test_the_deadline_bounds_the_wait_and_late_answers_are_missing():
 
 
 def test_misuse_is_refused():
-    for size, plan, why in ((1, "both_orders", "at least 2"), (4, "swiss(4)", "got G = 4")):
+    for size, plan, why in ((1, "both_orders", "at least 2"), (4, "k_regular(4)", "got G = 4")):
         with pytest.raises(ValueError, match=why):
             pairs(StubJudge(), size, plan)
     with pytest.raises(ValueError, match="soft, hard"):

@@ -6,11 +6,10 @@ missing, never 0 or a mean; the same question about the same image is sent once;
 
 import itertools
 import math
-import re
 
 import pytest
 from judge_server import JudgeServer, free_port, images, text_of
-from reward_cases_vlm import clip, grid, judge, speak, words
+from reward_cases_vlm import clip, grid, judge, speak
 from tiny_media import grey
 
 from prefgrpo.config.recipe import ConfigError
@@ -62,10 +61,7 @@ FORMULAS = [
     ("qwenvl", {}, lambda b: (1 + round(4 * b)) / 5),
     (EDIT + "instruction_following", {"weights": {"success": 3}}, lambda b: 25 * (3 * b + S) / 4),
     (EDIT + "image_quality", {"weights": {"artifacts": 0}}, lambda b: 25 * b),
-    ("edit_score", {}, lambda b: math.sqrt((b + S) / 2 * 0.5)),
-    ("edit_score", {"reduce": "min"}, lambda b: math.sqrt(min(b, S) * min(b, 1 - b))),
     ("consistency_for_editing", {}, lambda b: math.sqrt((1 - abs(S - b)) * b)),
-    ("grid_layout", {}, lambda b: b),
 ]
 
 
@@ -83,7 +79,7 @@ def test_one_by_one(server, name, options, formula):
 NUMBERS = ["I cannot say.", "Final Score: 1-5", "Final Score: 6", "<Score>N</Score>", ""]
 PAIRS = ['{"score": [20]}', '{"score": [-1, 3]}', "20, 3", '{"score": "20, 3"}', '{"score": [1, 2], "score": [3, 4]}']
 UNREADABLE = [("unifiedreward_sglang", NUMBERS), ("qwenvl", NUMBERS), (EDIT + "image_quality", PAIRS),
-              ("edit_score", ["?"]), ("consistency_score", [{"Hm": 1.0}]), ("grid_layout", [{"Hm": 1.0}])]  # fmt: skip
+              ("consistency_score", [{"Hm": 1.0}])]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "answers"), UNREADABLE)
@@ -113,16 +109,16 @@ def test_three_axes_of_unifiedreward_cost_one_request_per_image(server):
         assert score.value == 3 if axis == "alignment" else f"no readable {axis}" in score.reason
 
 
-def test_rewards_of_edits_share_their_questions_and_refuse_odd_weights(server):
-    names = ["edit_score", EDIT + "instruction_following", EDIT + "image_quality"]
+def test_rewards_of_edits_refuse_odd_weights(server):
+    names = [EDIT + "instruction_following", EDIT + "image_quality"]
     group = samples(40, 250, source=(grey(200),), prompt="make it dark")
     scores = [reward.score(group) for reward in make(server, names).values()]
-    assert len(server.requests) == 4, "two questions × two edits, shared by the rewards"
+    assert len(server.requests) == 4, "two questions × two edits"
     assert sorted("make it dark" in text_of(r) for r in server.requests) == [False, False, True, True]
-    assert scores[2][0].parts == pytest.approx({"naturalness": 25 * B[0], "artifacts": 25 - 25 * B[0]}, abs=0.01)
+    assert scores[1][0].parts == pytest.approx({"naturalness": 25 * B[0], "artifacts": 25 - 25 * B[0]}, abs=0.01)
     for weights, why in (({"beauty": 1}, "naturalness"), ({"naturalness": 0, "artifacts": 0}, "not all 0")):
         with pytest.raises(RewardError, match=why):
-            one(server, names[2], weights=weights)
+            one(server, names[1], weights=weights)
 
 
 def pairs_mean(levels, scale=1.0):
@@ -174,23 +170,6 @@ def test_consistency_for_editing_asks_both_at_once(server):
     parts = [{"consistency": 1 - abs(S - b), "following": b} for b in (B[0], B[2])]
     assert [s.parts for s in scores] == [pytest.approx(p, abs=1e-4) for p in parts]
     assert all(len(images(r)) == 3 for r in server.requests), "expected both sources and the edit"
-
-
-def test_grid_layout_asks_about_the_grid_of_the_prompt_or_the_column(server):
-    group = [*samples(40, prompt="a 2x3 grid"), *samples(40, prompt="cat"), *samples(250, prompt="cat", grid=[3, 1])]
-    assert values(one(server, "grid_layout").score(group))[1] is None and len(server.requests) == 2
-    asked = sorted(re.findall(r"(\d) rows and (\d) columns", "".join(map(text_of, server.requests))))
-    assert asked == [("2", "3"), ("3", "1")]
-
-
-def test_a_judge_that_reads(server):
-    reward = one(server, "genrm_ocr")
-    group = words() + samples(40, prompt="no quotation") + samples(99, prompt="a sign", text="Level 9")
-    found = reward.score(group)  # the judge reads "LEVEL 40", "LEVEL 41", "LEVEL 200", …
-    assert values(found) == pytest.approx([1, 1 - 1 / 7, 1 - 2 / 7, None, 1])
-    assert "double quotes" in found[3].reason and len(server.requests) == 4
-    server.answer = say("")
-    assert values(reward.score(samples(7, prompt='"abc"'))) == [0.0]
 
 
 def win_rates(levels, first_wins):

@@ -78,7 +78,7 @@ def test_arms_of_an_experiment_have_one_judge_and_as_many_calls(key):
 
 
 def test_who_is_shown_first():
-    shown = lambda order: WinRates(SimulatedJudge(), order, plan="k_regular(3)").next_pairs(8, 0, [])  # noqa: E731
+    shown = lambda order: WinRates(SimulatedJudge(), order, plan="k_regular(3)").plan_pairs(8, 0)  # noqa: E731
     assert all(i < j for i, j in shown("index")) and len(shown("index")) == 12
     assert not all(i < j for i, j in shown("plan"))
     assert sorted(shown("both")) == sorted([(j, i) for i, j in shown("plan")] + shown("plan"))
@@ -136,7 +136,7 @@ def test_the_document_is_rendered_from_the_results(root):
 def test_a_run_is_measured_once_and_again_the_same(tmp_path, root, monkeypatch):
     monkeypatch.chdir(root)
     monkeypatch.setattr(science, "STEPS", 1)
-    for name, calls in (("ratings", 56), ("one_order_fit", 24)):
+    for name, calls in (("ratings", 56), ("one_order", 24)):
         science.train(name, 0, tmp_path, steps=1, every=1)
         start, end = json.loads(science.file_of(name, 0, tmp_path).read_text())["evaluations"]
         assert start[:3] == [0, 0, 0] and end[:2] == [1, 8 * calls] and None not in end

@@ -94,31 +94,6 @@ def _aesthetic(folder: Path) -> dict[str, Any]:
     return {"model": str(model), "head": str(aesthetic_head(folder / "sac+logos+ava1-l14-linearMSE.pth"))}
 
 
-def dreamsim_folder(folder: Path, seed: int = 0) -> Path:
-    """DreamSim's open_clip_vitb32: a base ViT, here in half precision (177 MB), and a LoRA adapter."""
-    from peft import LoraConfig, get_peft_model
-
-    library("dreamsim", "'prefgrpo[rewards]'")
-    from dreamsim.config import dreamsim_args
-    from dreamsim.feature_extraction.vision_transformer import vit_base
-    from dreamsim.model import PerceptualModel
-
-    folder.mkdir(parents=True, exist_ok=True)
-    base = vit_base(patch_size=32)
-    base.pos_drop = nn.LayerNorm(base.embed_dim)
-    weights = {name: tensor.half() for name, tensor in base.state_dict().items()}
-    weights["proj"] = torch.randn(base.embed_dim, 512, generator=torch.Generator().manual_seed(seed))
-    torch.save({"state_dict": weights}, folder / "open_clip_vitb32_pretrain.pth.tar")
-    kind = dreamsim_args["model_config"]["open_clip_vitb32"]
-    model = PerceptualModel(**kind, device="cpu", load_dir=str(folder), normalize_embeds=True)
-    adapted = get_peft_model(model, LoraConfig(r=4, lora_alpha=4, target_modules=["qkv"]))
-    for name, weight in adapted.named_parameters():
-        if "lora_B" in name:
-            weight.data.normal_(0, 0.02, generator=torch.Generator().manual_seed(seed))
-    adapted.save_pretrained(folder / "open_clip_vitb32_single_lora")
-    return folder
-
-
 def _clip(folder: Path) -> dict[str, Any]:
     return {"model": str(clip_folder(folder))}
 
@@ -134,9 +109,7 @@ MAKERS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "hpsv2": lambda folder: {"model": str(hps_folder(folder))},
     "image_similarity": _clip,
     "pickscore": _clip,
-    "subfig_clipI": _laion,
     "subfig_clipT": _laion,
-    "subfig_dreamsim": lambda folder: {"model": str(dreamsim_folder(folder)), "kind": "open_clip_vitb32"},
 }
 """Reward -> function that fills a folder and returns the options that refer to its files."""
 

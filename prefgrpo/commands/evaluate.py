@@ -253,7 +253,7 @@ def _suite(side: Side, name: Name, file: str, out: Path, samples: int, question:
     options = suite.options(config.eval.options.get(suite.reward, {}), question)
     check_writing(config, out, samples or 1, fps)
     jobs = make_jobs(sample_files, shared=suite.shares_files)
-    rewards = _suite_reward(config, suite, options, out, world)  # fails before anything is generated
+    rewards = _suite_reward(config, suite, options, world)  # fails before anything is generated
     names = "\n".join(str(job.file.relative_to(out)) for job in jobs)
     facts = {"suite": name, "files": hashlib.sha256(names.encode()).hexdigest()}
     facts |= _provenance(side, prompts, samples, fps)
@@ -276,14 +276,13 @@ def _suite(side: Side, name: Name, file: str, out: Path, samples: int, question:
         return _report(suite.results(files, scores, options), facts, out, name)
 
 
-def _suite_reward(config: Config, suite: Suite, options: Mapping[str, Any], out: Path, world: World) -> dict[str, Any]:
-    """The suite's reward by name, {} if it has none; its judge's answers are kept beside the files."""
+def _suite_reward(config: Config, suite: Suite, options: Mapping[str, Any], world: World) -> dict[str, Any]:
+    """The suite's reward by name, {} if it has none."""
     if not suite.reward:
         return {}
     own = dict(options)
     if load_class(suite.reward).judged and "url" not in own:
-        kept = replace(config, judge=replace(config.judge, cache=str(out / "answers")))
-        own |= {"judge": judging.judge_config(kept, suite.reward, own, world)}
+        own |= {"judge": judging.judge_config(config, suite.reward, own, world)}
     return build(suite.reward, {suite.reward: own})
 
 
@@ -315,7 +314,7 @@ def _compare_sides(side: Side, other: Side, prompts: str, out: Path, judge2: str
     samples, most = config.eval.samples_per_prompt, config.eval.max_prompts or None
     held = [make_eval_set(name, own[:most], samples, k) for k, (name, own) in enumerate(sets.items())]
     check_writing(config, out, 1, fps)
-    judges, notes = _judges(config, judge2, out, world)
+    judges, notes = _judges(config, judge2, world)
     every = [p for h in held for p in h.items]
     scorers = _scorers(config, judges, every, world)
     facts = {part: _provenance(s, every, samples, fps) for part, s in (("now", side), ("against", other))}
@@ -347,7 +346,7 @@ def _compare_sides(side: Side, other: Side, prompts: str, out: Path, judge2: str
     return 0
 
 
-def _judges(config: Config, judge2: str, out: Path, world: World) -> tuple[dict[str, PairJudge], list[str]]:
+def _judges(config: Config, judge2: str, world: World) -> tuple[dict[str, PairJudge], list[str]]:
     """(the run's judge and the second one by label, results of their checks). Raises ConfigError, JudgeError."""
     asked: dict[str, JudgeConfig] = {}
     name, files = judging.shared(config), config.eval.prompts or config.eval.final_prompts
@@ -358,8 +357,7 @@ def _judges(config: Config, judge2: str, out: Path, world: World) -> tuple[dict[
         asked["judge2"] = replace(own, template=own.template or "compare", concurrency=world.share(own.concurrency))
     judges, notes = {}, []
     for label, judge in asked.items():
-        kept = replace(judge, cache=str(out / "answers"))
-        judges[label], found = judging.connect(kept, judging.makes_clips(config), world)
+        judges[label], found = judging.connect(judge, judging.makes_clips(config), world)
         notes += [f"{label} {line.removeprefix('judge ')}" for line in found]
     return judges, notes
 

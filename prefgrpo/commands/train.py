@@ -37,7 +37,7 @@ from prefgrpo.run.trainer import Callbacks, TrainingLoop, TrainingStopped
 
 SECTIONS = ("data", "eval", "judge", "reward", "train")
 """Sections that the arguments of `Trainer` set values in."""
-WHICH_JUDGE = ("backend", "model", "endpoints", "tokenizer", "template", "api_key_env")
+WHICH_JUDGE = ("backend", "model", "endpoints", "template", "api_key_env")
 """Fields of the judge section that identify the judge."""
 Prompts = str | Path | Sequence[str | Mapping[str, Any]]
 """A prompt file, or the prompts themselves: texts, or mappings from column names to values."""
@@ -46,8 +46,8 @@ Prompts = str | Path | Sequence[str | Mapping[str, Any]]
 class PairwiseJudge:
     """A vision-language judge that compares the images of a prompt in pairs; the reward is the win rate.
 
-    PairwiseJudge("http://127.0.0.1:8000")                   an OpenAI-compatible server (or a list of several)
-    PairwiseJudge("Qwen/Qwen3-VL-8B-Instruct", plan="swiss(3)")    a folder or hub id, loaded in this process
+    PairwiseJudge("http://127.0.0.1:8000")                             an OpenAI-compatible server, or a list of several
+    PairwiseJudge("Qwen/Qwen3-VL-8B-Instruct", plan="k_regular(4)")    a folder or hub id, loaded in this process
     """
 
     def __init__(self, judge: str | Path | Sequence[str], **options: Any) -> None:

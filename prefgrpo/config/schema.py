@@ -118,19 +118,15 @@ class JudgeConfig:
     template: str = ""
     """Prompt template with its answer format: a shipped name (compare, caption_match, …) or the path of a YAML file;
     empty: compare. Rewards other than vlm_pairwise have their own templates (reward.options.NAME.judge.template)."""
-    tokenizer: str = ""
-    """Folder or hub id of the judge's tokenizer, for exact label ids over http; empty: labels by token text."""
     backend: Literal["local", "http"] = "http"
     """local: transformers in this process; http: an OpenAI-compatible server (vLLM, SGLang)."""
     plan: str = "both_orders"
-    """Which pairs are compared: both_orders, round_robin, k_regular(n), budget(n), swiss(n) or tournament."""
+    """Which pairs are compared: both_orders, round_robin or k_regular(n)."""
     verdict: Literal["soft", "hard"] = "soft"
     """Win rates from probabilities, or from won/tied/lost comparisons."""
     rate: Literal["win_rate", "bradley_terry"] = "win_rate"
     """win_rate: mean over the comparisons made; bradley_terry: estimated win rate against the whole group (for plans
     that skip pairs)."""
-    bias: float | Literal["fit"] = 0.0
-    """Position bias in logits to subtract from verdicts, or fit: estimated in each group (one-order plans)."""
     min_label_mass: Share = 0.01
     """A soft verdict is missing if the two labels together have less probability than this."""
     concurrency: PositiveInt = 64
@@ -152,20 +148,16 @@ class JudgeConfig:
     """Seconds that requests wait while no server is reachable; none: deadline_s, or 600 s without one."""
     retries: NonNegativeInt = 5
     """Retries of a failed request."""
-    hedge_s: NonNegativeFloat = 0.0
-    """Send a request that takes longer than this many seconds to a second server too; the first answer counts. 0:
-    never."""
     log: bool = True
     """Write every comparison of training to judgements.jsonl (about 250 bytes each, no pixels)."""
-    cache: bool | str = True
-    """Cache answers, so that a resumed step does not repeat requests: true for the run folder (verdicts/, at most 32
-    MiB per rank), or the path of another folder."""
     max_missing: Share = 0.1
     """Largest share of missing rewards, and of comparisons without a verdict, in a step; above it the run stops with a
     checkpoint."""
+    strict: bool = False
+    """Stop at the start of a run if the judge gets questions with known answers wrong; false: only warn."""
     patience_steps: NonNegativeInt = 3
-    """Steps in a row without information (all ties, always the same side, contradictions when swapped) after which the
-    run stops with a checkpoint; 0: only warn."""
+    """Steps in a row whose verdicts are all ties, or all the same for one side, after which the run stops with a
+    checkpoint; 0: only warn."""
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -17,41 +17,16 @@ import numpy as np
 
 from prefgrpo.judge.template import Template, spelled
 
-_WHO = r"(?:edited\s+)?(?:image|video)"
-_GROUNDS = (
-    r"based on (?:the above|th(?:is|at|ese|ose))"
-    r"(?: (?:analysis|assessment|comparison|evaluation|observations?|points|reasoning))?"
-)
-_LEAD = (
-    rf"(?:(?:{_GROUNDS}"
-    r"|so|thus|hence|therefore|overall|finally|in (?:conclusion|summary|total|the end)|to (?:sum up|conclude)"
-    r"|all in all|on balance|i (?:think|believe|find|conclude|would say)(?: that)?"
-    r"|(?:the |my )?(?:final )?(?:answer|verdict|conclusion|decision|choice|winner)(?:\s+is(?:\s+that)?)?)\s*[,:]?\s+)*"
-    r"(?:the\s+)?"
-)
-_IS = r"\s+(?:is|was|looks)\s+(?:(?:clearly|slightly|much|far|definitely|significantly|overall|the|a)\s+){0,2}"
-_BETTER = rf"{_WHO}\s*([12]){_IS}better(?:\s+than\s+(?:the\s+)?{_WHO}\s*(?!\1)[12]\b)?(?:\s+overall)?"
-_WHY = r"(?:,?\s+(?:because|since|due to|thanks to|as (?:it|its))\b.*)?"
-_ONLY = re.compile(
-    rf"{_LEAD}(?:(?:{_WHO}|answer|option|picture)\s*)?([12])(?:{_IS}(?:better|best|winner))?", re.I | re.A
-)
-_STATED = re.compile(_LEAD + _BETTER + _WHY, re.I | re.A)
-_IN_TERMS = re.compile(rf"{_GROUNDS}\s*,?\s+(?:the\s+)?{_BETTER},?\s+in terms of\s+(?P<of>[^\d\"'“”‘:?]+)", re.I | re.A)
-_HEDGED = re.compile(  # words after "in terms of" that withdraw the verdict, or make a comparison
-    r"\b(?:wait|actually|instead|rather|but|however|though|although|yet|correction|mistake|mistaken|mixed|wrong|false"
-    r"|second thought|sorry|unless|if|not|only|alone|solely|merely|just|least|no|none|nothing|neither|nor|never|hardly"
-    r"|would|could|might|or|while|whereas|image|video|better|worse|than|one|some|few)\b|n['’]t\b",
-    re.I | re.A,
-)
-_PREFERRED = re.compile(rf"{_WHO}\s*([12]){_IS}better\b", re.I | re.A)
+_WHO = r"(?:the )?(?:edited )?(?:image|video) ?"
+_LEAD = r"(?:(?:(?:the )?(?:final )?(?:answer|verdict)(?: is)?:?|therefore|thus|so|overall|in conclusion),? )?"
+_ONLY = re.compile(rf"{_LEAD}(?:{_WHO})?([12])", re.I | re.A)
+"""A whole answer that is only a number."""
+_STATED = re.compile(rf"{_LEAD}{_WHO}([12]) is better", re.I | re.A)
+"""A sentence that is a verdict."""
+_TIE = re.compile(r"(?:a )?tie|both (?:(?:images|videos|edited images) )?are equally good", re.I | re.A)
 _SENTENCE = re.compile(r"[^.!?;]+[.!?;]?")
-_TIE = re.compile(
-    r"(?:(?:it\s+is\s+|it's\s+)?a\s+)?(?:tie|draw|equal|neither|both|both\s+(?:are\s+)?equal(?:ly\s+good)?)"
-    r"|(?:both\s+)?(?:images?|videos?)\s*(?:1\s+and\s+(?:image\s+|video\s+)?2\s+)?(?:are\s+)?(?:equal|tied|equally\s+good)",
-    re.I | re.A,
-)
-_THOUGHTS = re.compile(r".*</think(?:ing)?>", re.I | re.S | re.A)
-_THINKS = re.compile(r"<think(?:ing)?>", re.I | re.A)
+_THOUGHTS = re.compile(r".*</(?:think|thinking|thought)>", re.I | re.S | re.A)
+_THINKS = re.compile(r"<(?:think|thinking|thought)>", re.I | re.A)
 _TAG = re.compile(r"</?answer>", re.I | re.A)
 _MARKUP = re.compile(r"(?<!\d)[*`_]+|[*`_]+(?!\d)", re.A)
 _BULLET = re.compile(r"^(?:[#>•\s\"'“”]|-(?!\d))+")
@@ -59,15 +34,7 @@ _EDGE = " \"'“”"
 _SCORE_TAG = re.compile(r"</?score>", re.I | re.A)
 _MARKS = re.compile(r"\[\s*[01](?:\s*,\s*[01])*\s*,?\s*\]", re.A)
 _COMMA = re.compile(r",(?=\s*[}\]])")
-_GIVEN = (
-    r"i (?:will |now )?(?:give|assign)(?: (?:it|(?:this|the) (?:image|picture|video)))? (?:an? |the )?"
-    r"|here (?:you go|it is|they are|(?:is|are) (?:the|my) (?:scores?|ratings?|answer|evaluation))\s*:\s*"
-)
 _NUMBER = r"[-+]?(?:0|[1-9]\d*)(?:\.\d+)?"
-_REST = (  # may follow a score: a remark that has no digits and does not begin with "or", "but" …
-    r"(?u:\s*(?:points?|stars?)?(?:\s+overall)?\s*[.!]?\s*(?:(?:[-–—(:;,]|(?<=\.)\s)\s*"
-    r"(?!\W*(?:or|to|and|maybe|perhaps|possibly|out|of|if|but|not|would)\b)[^\d?½¼¾]*)?)"
-)
 
 
 class Unreadable(ValueError):
@@ -92,8 +59,6 @@ def parse_answer(template: Template, text: str, cut: bool = False) -> tuple[floa
                 return None, parse_json_scores(text, template.scores)
             case "marks":
                 return None, parse_marks(text)
-            case "text":
-                return None, {}
             case kind:
                 return {"plain": parse_plain, "think": parse_think, "edit": parse_edit}[kind](text), {}
     except Unreadable as error:
@@ -124,28 +89,24 @@ def _bare(line: str) -> str:
     return _BULLET.sub("", " ".join(_MARKUP.sub("", line).split())).rstrip(_EDGE)
 
 
-def parse_plain(text: str) -> float:
-    """'Image 1', 'Video 2 is better', '1', 'tie' … -> 1.0, 0.0 or 0.5.
-
-    A longer answer must end with a sentence that only says which is better, and must not contradict it anywhere.
-    "Better in terms of …" counts as a partial judgement, not as the verdict, unless it is in the last sentence, that
-    sentence begins with "based on the above", and the answer never calls the other one better.
-    """
+def _short_verdict(text: str) -> float | None:
+    """'Image 1', 'Video 2 is better.', '1', 'tie' … -> 1.0, 0.0 or 0.5; None if the text says anything else."""
     whole = _bare(text).rstrip(".! ").strip(_EDGE)
-    if match := _ONLY.fullmatch(whole):
+    if match := _ONLY.fullmatch(whole) or _STATED.fullmatch(whole):
         return 2.0 - int(match[1])
-    if _TIE.fullmatch(whole):
-        return 0.5
-    parts = [part.strip(_EDGE).rstrip(".!; ") for line in text.splitlines() for part in _SENTENCE.findall(_bare(line))]
-    sentences = [part for part in parts if part]
-    stated = [match[1] for s in sentences if (match := _STATED.fullmatch(s))]
-    if sentences and (match := _IN_TERMS.fullmatch(sentences[-1])) and not _HEDGED.search(match["of"]):
-        stated += _PREFERRED.findall(" ".join(sentences))
-    elif not sentences or not _STATED.fullmatch(sentences[-1]):
-        stated = []
-    if len(set(stated)) != 1:
-        raise Unreadable(f"expected 'Image 1', 'Image 2' or 'tie', got {text[-80:]!r}")
-    return 2.0 - int(stated[0])
+    return 0.5 if _TIE.fullmatch(whole) else None
+
+
+def parse_plain(text: str) -> float:
+    """A short verdict, or a longer answer that ends with the sentence 'Image k is better' and nowhere has the other."""
+    if (short := _short_verdict(text)) is not None:
+        return short
+    sentences = [part for line in text.splitlines() for part in _SENTENCE.findall(_bare(line)) if part.strip(_EDGE)]
+    verdicts = [_STATED.fullmatch(s.strip(_EDGE).rstrip(".!; ").strip(_EDGE)) for s in sentences]
+    stated = {match[1] for match in verdicts if match}
+    if len(stated) != 1 or verdicts[-1] is None:
+        raise Unreadable(f"expected an answer that ends with 'Image k is better', got {text[-80:]!r}")
+    return 2.0 - int(stated.pop())
 
 
 def parse_think(text: str) -> float:
@@ -153,7 +114,7 @@ def parse_think(text: str) -> float:
     tags = [tag.lower() for tag in _TAG.findall(text)]
     if tags != ["<answer>", "</answer>"]:
         raise Unreadable(f"expected one <answer>…</answer>, found {len(tags)} tags in {text[-80:]!r}")
-    return parse_plain(_TAG.split(text)[1])
+    return _winner(_TAG.split(text)[1])
 
 
 def parse_edit(text: str) -> float:
@@ -180,9 +141,11 @@ def parse_flex(text: str) -> tuple[float, dict[str, float]]:
 
 
 def _winner(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, str | int):
-        raise Unreadable(f"expected 'Image 1', 'Image 2' or 'tie', got {str(value)[:80]}")
-    return parse_plain(str(value))
+    if not isinstance(value, bool) and isinstance(value, str | int):
+        verdict = _short_verdict(str(value))
+        if verdict is not None:
+            return verdict
+    raise Unreadable(f"expected 'Image 1', 'Image 2' or 'tie', got {str(value)[:80]!r}")
 
 
 def parse_scores(text: str, names: tuple[tuple[str, float, float], ...], pattern: str) -> dict[str, float]:
@@ -217,7 +180,7 @@ def _score_patterns(
     item = r"(?<!\w)" + r"\s*".join(parts.get(p) or r"\s*".join(map(re.escape, p.split())) for p in pieces)
     score = item.replace("?P<name>", "?:").replace("?P<value>", "?:")
     score += rf"(?:\s*(?:/|out of)\s*{max(high for *_, high in names):g}(?!\w|\.\d))?"
-    line = rf"(?:\d+[.)]\s+)?{_LEAD}(?:{_GIVEN})?{score}(?:[ ,;|.]*{score})*{_REST}"
+    line = rf"(?:\d+[.)]\s+)?{score}(?:[ ,;|.]*{score})*\s*\.?"
     return re.compile(item, re.I | re.A), re.compile(line, re.I | re.A)
 
 

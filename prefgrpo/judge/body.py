@@ -119,12 +119,8 @@ def chat_body(
     texts: Mapping[str, str],
     media: Sequence[bytes],
     source: Sequence[bytes] = (),
-    label_ids: tuple[int, ...] | None = None,
 ) -> bytes:
-    """Build the request from a template, its texts by marker name, and the content parts of media and source images.
-
-    label_ids: token ids of the labels, if they are known and the server supports `logprob_token_ids` (vLLM).
-    """
+    """Build the request from a template, its texts by marker name, and the content parts of media and source images."""
     parts: list[bytes] = []
     for part in template.parts(texts):
         if part == SOURCE:
@@ -132,11 +128,11 @@ def chat_body(
         else:
             parts.append(media[part] if isinstance(part, int) else _text(part))
     head = b'{"model":' + _json(model) + b',"messages":[{"role":"user","content":['
-    return head + b",".join(parts) + b"]" + _tail(template, label_ids)
+    return head + b",".join(parts) + b"]" + _tail(template)
 
 
 @lru_cache(maxsize=32)
-def _tail(template: Template, label_ids: tuple[int, ...] | None) -> bytes:
+def _tail(template: Template) -> bytes:
     """Everything after the user's content: prefill, sampling, logprobs."""
     fields: dict[str, Any] = {"max_tokens": template.max_tokens, "temperature": 0, "seed": 0}
     turn = b"}]"
@@ -145,8 +141,6 @@ def _tail(template: Template, label_ids: tuple[int, ...] | None) -> bytes:
         fields |= {"continue_final_message": True, "add_generation_prompt": False}
     if template.answer == "soft":
         fields |= {"logprobs": True, "top_logprobs": 20}
-        if label_ids:
-            fields["logprob_token_ids"] = list(label_ids)
     return turn + b"," + _json(fields)[1:]
 
 

@@ -158,14 +158,6 @@ class Pool:
                 self.release(slot.result())
             raise
 
-    def try_acquire(self, busy: Endpoint) -> Endpoint | None:
-        """A slot for a hedged request, preferably not on `busy`; None if no slot is free."""
-        free = self._free()
-        chosen = min([e for e in free if e is not busy] or free, key=lambda e: e.load, default=None)
-        if chosen is not None:
-            chosen.load += 1
-        return chosen
-
     def release(self, endpoint: Endpoint) -> None:
         """Release a slot."""
         endpoint.load -= 1

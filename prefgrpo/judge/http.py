@@ -8,7 +8,6 @@ once. Invariant: every question ends, in bounded time, with an answer or a reaso
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import os
 import threading
@@ -23,11 +22,10 @@ from prefgrpo.config.schema import JudgeConfig
 from prefgrpo.data.media import Media
 from prefgrpo.judge import answers, traffic
 from prefgrpo.judge.body import Encoded, EncodeError, Encodings, chat_body, encode
-from prefgrpo.judge.cache import shared_cache
-from prefgrpo.judge.endpoint import Endpoint, SendError, describe_error
+from prefgrpo.judge.endpoint import SendError, describe_error
 from prefgrpo.judge.loop import loop_thread
 from prefgrpo.judge.send import Sender
-from prefgrpo.judge.template import Template, label_ids, load_template, shipped_templates
+from prefgrpo.judge.template import Template, load_template, shipped_templates
 from prefgrpo.judge.verdict import Answer, Pair, PairJudge, Verdict, two_label_softmax
 
 _PATH = "/v1/chat/completions"
@@ -45,30 +43,13 @@ class Client:
         self.config = config
         self.sender = Sender(config)
         self.users = 0
-        self._cache = shared_cache(config.cache) if isinstance(config.cache, str) and config.cache else None
-        self._tokenizer: Any = None
         self._first_model = ""
-        self._label_ids: dict[Template, tuple[int, ...] | None] = {}
         self.encodings = Encodings(lambda media: encode(media, config.image_format, config.max_pixels))
         self._asked: WeakKeyDictionary[Media, dict[_Key, _Shared]] = WeakKeyDictionary()
 
     def run(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Run a coroutine that calls `answer` on the event loop."""
         return loop_thread().submit(work)
-
-    def prepare(self, template: Template) -> None:
-        """Look up the labels' token ids if the judge's tokenizer is known; JudgeError if a label is not one token."""
-        if template in self._label_ids:
-            return
-        ids = None
-        if self.config.tokenizer and template.labels is not None and template.answer == "soft":
-            if self._tokenizer is None:
-                from transformers import AutoTokenizer  # imported only when needed
-
-                self._tokenizer = AutoTokenizer.from_pretrained(self.config.tokenizer)
-            first, second = label_ids(self._tokenizer, template)
-            ids = first + second
-        self._label_ids[template] = ids
 
     def close(self) -> None:
         """Drop one user; the last one stops health probes (the process's connection pool stays open for others)."""
@@ -84,7 +65,7 @@ class Client:
         source: Sequence[Media] = (),
         once: bool = False,
     ) -> Answer:
-        """The answer to one question. Never raises; runs on the event loop (`run`), after `prepare(template)`.
+        """The answer to one question. Never raises; runs on the event loop (`run`).
 
         values: texts of the template's markers by name; media: for {media_1} …; source: for {source}.
         once: identical questions share one request and its answer, as long as the first medium is alive.
@@ -108,26 +89,15 @@ class Client:
     async def _request(
         self, template: Template, values: Mapping[str, str], media: list[Encoded], source: list[Encoded]
     ) -> Answer:
-        """The cached answer to a question; otherwise send it, parse the answer and cache it."""
+        """Send a question and parse the answer."""
         start = time.monotonic()
         traffic.count(questions=1)
 
-        def body(model: str, vllm: bool, carried: Collection[str] | None) -> bytes:
-            ids = self._label_ids[template] if vllm else None
-            shown, before = ([e.part(carried) for e in group] for group in (media, source))
-            return chat_body(model, template, values, shown, before, ids)
+        def write(carried: Collection[str] | None) -> bytes:
+            shown = [e.part(carried) for e in media]
+            before = [e.part(carried) for e in source]
+            return chat_body(self.sender.model, template, values, shown, before)
 
-        def write(endpoint: Endpoint, carried: Collection[str] | None) -> bytes:
-            return body(self.sender.model, endpoint.vllm, carried)
-
-        key = ""
-        if self._cache is not None and (model := await self.sender.resolve_model()):
-            t = template
-            rule = (t.answer, t.labels, t.variants, t.scores, t.pattern, self.config.min_label_mass)
-            key = hashlib.sha256(body(model, True, ()) + repr(rule).encode()).hexdigest()[:32]
-            if kept := self._cache.get(key):
-                traffic.count(cache_hits=1)
-                return replace(kept, latency_s=time.monotonic() - start)
         try:
             uuids = [e.uuid for e in (*media, *source)]
             reply = await self.sender.send(_PATH, write, self._choice, uuids, template.timeout_s)
@@ -138,8 +108,6 @@ class Client:
             answer = read(template, reply.value, answer, self.config.min_label_mass)
         except answers.Unreadable as error:
             answer = replace(answer, reason=str(error))
-        if self._cache is not None and key:
-            self._cache.put(key, answer, whole=template.answer in ("marks", "text"))
         if answer.reason:
             traffic.count(unread=1, wasted_us=reply.spent_us)
         return answer
@@ -193,8 +161,6 @@ class HttpJudge(PairJudge):
         self.clip_template = load_template(video) if video in shipped_templates() else self.template
         self.client = shared_client(config)
         self.answer_s = config.timeout_s or max(self.template.timeout_s, self.clip_template.timeout_s)
-        self.client.prepare(self.template)
-        self.client.prepare(self.clip_template)
 
     def submit(self, prompt: str, first: Media, second: Media, source: Sequence[Media] = ()) -> Future[Verdict]:
         """Send one pair; the future always ends with a Verdict unless it is cancelled."""
@@ -263,5 +229,4 @@ def read(template: Template, choice: Mapping[str, Any], answer: Answer, min_labe
         value, parts = answers.parse_answer(template, text, choice.get("finish_reason") in _CUT)
     except answers.Unreadable as error:
         return replace(answer, reason=str(error), raw=text)
-    raw = answers.strip_reasoning(text) if template.answer == "text" else text
-    return replace(answer, value=value, parts=parts, raw=raw)
+    return replace(answer, value=value, parts=parts, raw=text)

@@ -37,8 +37,8 @@ _CONNECT_S = 30.0
 """Timeout of connecting and of /v1/models, neither of which waits for text generation."""
 PATIENCE_S = 600.0
 """How long to wait for unreachable servers if the configuration sets no limit."""
-Write = Callable[[Endpoint, Collection[str] | None], bytes]
-"""(endpoint, media whose data the body must include; None: all of them, without ids) -> body."""
+Write = Callable[[Collection[str] | None], bytes]
+"""Media whose data the body must include (None: all of them, without ids) -> body."""
 Read = Callable[[str, bytes], Any]
 """(address, payload of a 200) -> parsed reply. Raises ValueError if the payload is not a valid reply."""
 
@@ -136,7 +136,7 @@ class Sender:
         """
         turn, job = next(self._turns), _Job(path, write, read, frozenset(media), self.config.timeout_s or timeout_s)
         ended, slow, longest = Counter[Outcome](), None, min(_LONGEST_PAUSE_S, job.timeout_s)
-        exchange, retries = self._hedged if self.config.hedge_s else self._exchange, 0
+        retries = 0
         while True:
             try:
                 endpoint = await self._acquire_endpoint(turn, job.media, slow)
@@ -144,7 +144,7 @@ class Sender:
                 error.retries = retries
                 raise
             try:
-                return replace(await exchange(endpoint, job), retries=retries)
+                return replace(await self._exchange(endpoint, job), retries=retries)
             except Failure as failure:
                 outcome = failure.outcome
                 ended[outcome] += 1
@@ -161,16 +161,6 @@ class Sender:
             retries += 1
             await asyncio.sleep(pause_s)
 
-    async def resolve_model(self) -> str:
-        """The model for all requests: the configured one, else the first that a server lists; '' if none is listed."""
-        for endpoint in () if self.model else self.endpoints:
-            try:
-                await endpoint.describe(_CONNECT_S)
-            except (asyncio.TimeoutError, aiohttp.ClientError, OSError):
-                continue
-            self.model = self.model or (endpoint.models or [""])[0]
-        return self.model
-
     async def _acquire_endpoint(self, turn: int, media: frozenset[str], slow: Endpoint | None) -> Endpoint:
         """The best endpoint with a free slot, avoiding `slow` if possible. A request that must wait for media in upload
         by another request holds no slot meanwhile."""
@@ -181,28 +171,6 @@ class Sender:
             self.pool.release(endpoint)
             for event in events:
                 await event.wait()
-
-    async def _hedged(self, endpoint: Endpoint, job: _Job) -> Reply:
-        """Send a request, and a duplicate if it is slow; the first reply is used and the other request cancelled."""
-        tasks = [asyncio.create_task(self._exchange(endpoint, job))]
-        other = None
-        try:
-            _, waiting = await asyncio.wait(tasks, timeout=self.config.hedge_s)
-            if waiting and (other := self.pool.try_acquire(endpoint)):
-                traffic.count(hedges=1)
-                lone = replace(job, media=frozenset()) if other is endpoint else job  # the slow one is uploading them
-                tasks.append(asyncio.create_task(self._exchange(other, lone)))
-                waiting = set(tasks)
-            while waiting:
-                done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-                if good := [task for task in done if not task.cancelled() and task.exception() is None]:
-                    return good[0].result()
-            return await tasks[0]
-        finally:
-            for task in tasks:
-                task.cancel()
-            if other is not None:
-                self.pool.release(other)
 
     async def _exchange(self, endpoint: Endpoint, job: _Job) -> Reply:
         """Send one request to an endpoint with an acquired slot, and record the outcome for later choices."""
@@ -289,7 +257,7 @@ class Sender:
         self, endpoint: Endpoint, job: _Job, carried: Collection[str] | None
     ) -> tuple[aiohttp.ClientResponse, bytes]:
         """(response, body) of one POST."""
-        body, url = job.write(endpoint, carried), endpoint.url + job.path
+        body, url = job.write(carried), endpoint.url + job.path
         timeout = aiohttp.ClientTimeout(total=job.timeout_s, sock_connect=_CONNECT_S)
         session, headers = self.thread.session(), endpoint.headers
         async with session.post(url, data=body, headers=headers, timeout=timeout, allow_redirects=False) as reply:

@@ -3,7 +3,7 @@
     user: text with {prompt}, {media_1} …, {source} and other {name}s      prefill: start of the assistant's turn
     labels: the two answers that may follow the prefill      variants: ignore their case      max_tokens: n
     timeout_s: timeout of one answer (default: 60 if the answer is one token, 600 if it is text)
-    answer: soft | plain | think | edit | flex | scores | json | marks | text      scores: {name: [low, high]}
+    answer: soft | plain | think | edit | flex | scores | json | marks      scores: {name: [low, high]}
     pattern: a line with {name} and {value} as the judge writes it (scores)
 
 Markers are replaced literally and only once: braces, quotes or markers inside a prompt are left alone.

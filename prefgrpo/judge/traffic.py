@@ -1,6 +1,6 @@
 """Statistics of this process's judge clients, attributed to the step that issued each question.
 
-Counts: questions (total), cache_hits (answered from the cache), hedges (duplicates of slow requests), unread (answers
+Counts: questions (total), unread (answers
 that could not be parsed), spent_us (total microseconds of all requests) and wasted_us (the part spent on requests that
 timed out, were cancelled or could not be parsed). A request is attributed to the `collect_counts` context in which it
 was issued; asyncio tasks and callbacks inherit the context. Invariant: counts never decrease.
@@ -41,7 +41,5 @@ def metrics(done: Counter[str]) -> dict[str, float]:
     share = done["wasted_us"] / done["spent_us"] if done["spent_us"] else None
     wasted = {} if share is None else {"judge/wasted_share": Metric(share, timed=True)}
     return wasted | {
-        "judge/cache_hits": Metric(done["cache_hits"], "sum", timed=True),
-        "judge/hedges": Metric(done["hedges"], "sum", timed=True),
         "judge/parse_failure_rate": done["unread"] / done["questions"],
     }

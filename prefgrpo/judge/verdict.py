@@ -54,8 +54,6 @@ class Answer:
     """Number of retries."""
     parts: dict[str, float] = field(default_factory=dict)
     """Named scores, or P(first) per category; unreadable ones are left out."""
-    cached: bool = False
-    """The answer came from the cache; no request was sent."""
 
 
 @dataclass(frozen=True)

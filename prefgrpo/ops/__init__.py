@@ -9,7 +9,7 @@ from prefgrpo.ops.args import Guidance, NoiseAddress
 from prefgrpo.ops.backend import backend_of, use_backend
 from prefgrpo.ops.policy import METRICS, PolicyGrad, PolicyLoss, metrics_by_name, policy_loss, policy_loss_grad
 from prefgrpo.ops.replay import ReplayGrad, on_policy_grad, replay_policy_grad
-from prefgrpo.ops.shaping import bradley_terry, bradley_terry_ordered
+from prefgrpo.ops.shaping import bradley_terry
 
 __all__ = [
     "METRICS",
@@ -24,7 +24,6 @@ __all__ = [
     "affine_step",
     "backend_of",
     "bradley_terry",
-    "bradley_terry_ordered",
     "group_advantage",
     "metrics_by_name",
     "on_policy_grad",

@@ -1,8 +1,8 @@
 """Bradley-Terry strengths from verdicts, instead of win rates.
 
-    P(i beats j) = σ(θ_i − θ_j); if i is shown first: σ(θ_i − θ_j + b)   (Hunter 2004, where b is the home advantage)
+    P(i beats j) = σ(θ_i − θ_j)   (Hunter 2004)
 
-θ and b maximise the likelihood under a prior worth ρ drawn games of every member against θ = 0, and of b against 0.
+θ maximises the likelihood under a prior worth ρ drawn games of every member against θ = 0.
 Plain torch on any device, batched over prompts. Invariant: a missing comparison (count 0) has no effect, and the
 strength of an undefeated member stays finite.
 """
@@ -24,61 +24,33 @@ def bradley_terry(wins: Tensor, counts: Tensor, *, prior: float = 1.0) -> Tensor
     For sparse plans, where win rates depend on the opponents met. counts is symmetric. prior: number of drawn games
     with a member of strength 1. A member without comparisons is NaN. Raises ValueError for other shapes or prior <= 0.
     """
-    _check("wins and counts", wins, counts, prior)
-    theta = _maximise(_observed_wins(wins, counts).sum(-1), counts.double() / 2, None, prior)[0]
+    if wins.dim() != 3 or wins.shape != counts.shape or wins.shape[1] != wins.shape[2]:
+        raise ValueError(f"wins and counts: expected [P, G, G], got {list(wins.shape)} and {list(counts.shape)}")
+    if not prior > 0:
+        raise ValueError(f"prior: expected more than 0, got {prior}")
+    observed = torch.where(counts > 0, wins.double(), 0.0)  # so that a NaN without a comparison has no effect
+    theta = _maximise(observed.sum(-1), counts.double(), prior)
     return theta.to(torch.float64 if wins.dtype == torch.float64 else torch.float32)
 
 
-def bradley_terry_ordered(first: Tensor, shown: Tensor, *, prior: float = 1.0) -> tuple[Tensor, Tensor]:
-    """(θ [P, G], position bias b [P] in logits): P(i beats j, i shown first) = σ(θ_i − θ_j + b).
-
-    first[p, i, j]: sum of P(first is better) over the comparisons that showed i before j; shown: their number. fp64 for
-    fp64, else fp32. prior: as in `bradley_terry`, and the same number of drawn games that pull b towards 0. Raises
-    ValueError for other shapes or prior <= 0.
-    """
-    _check("first and shown", first, shown, prior)
-    f, n = _observed_wins(first, shown), shown.double()
-    theta, bias = _maximise((f + (n - f).mT).sum(-1), n, f.sum((1, 2)), prior)
-    dtype = torch.float64 if first.dtype == torch.float64 else torch.float32
-    return theta.to(dtype), bias.to(dtype)
-
-
-def _observed_wins(wins: Tensor, counts: Tensor) -> Tensor:
-    """Wins in fp64, and 0 where there was no comparison, so that a NaN there has no effect."""
-    return torch.where(counts > 0, wins.double(), 0.0)
-
-
-def _check(what: str, a: Tensor, b: Tensor, prior: float) -> None:
-    if a.dim() != 3 or a.shape != b.shape or a.shape[1] != a.shape[2]:
-        raise ValueError(f"{what}: expected [P, G, G], got {list(a.shape)} and {list(b.shape)}")
-    if not prior > 0:
-        raise ValueError(f"prior: expected more than 0, got {prior}")
-
-
-def _maximise(wins: Tensor, shown: Tensor, first_wins: Tensor | None, prior: float) -> tuple[Tensor, Tensor]:
-    """(θ, b) from wins [P, G], comparisons [P, first, second] and wins of the first [P] (None: no bias is fitted).
+def _maximise(wins: Tensor, counts: Tensor, prior: float) -> Tensor:
+    """θ [P, G] from each member's wins [P, G] and the number of comparisons [P, G, G], in fp64.
 
     Newton's method, each step scaled by log(1 + β)/β, where β bounds the change of any logit: for a sum of logistic
     losses this ascends from any start and converges quadratically (Sun and Tran-Dinh 2019, generalised
     self-concordance). It stops when no member moves by more than 1e-10.
     """
-    theta, bias = torch.zeros_like(wins), torch.zeros_like(wins[:, :1])
-    fit_bias = 0.0 if first_wins is None else 1.0
+    theta = torch.zeros_like(wins)
     for _ in range(_MAX_NEWTON_STEPS):
-        p = torch.sigmoid(theta[:, :, None] - theta[:, None, :] + bias[:, :, None])
-        p_theta, p_bias = torch.sigmoid(theta), torch.sigmoid(bias)
-        expected, w = shown * p, shown * p * (1 - p)
-        grad_theta = wins - expected.sum(2) - (shown - expected).sum(1) + prior * (0.5 - p_theta)
-        grad_bias = prior * (0.5 - p_bias) + (0 if first_wins is None else (first_wins - expected.sum((1, 2)))[:, None])
-        h_cross = fit_bias * (w.sum(2) - w.sum(1))
-        h_theta = torch.diag_embed(w.sum(2) + w.sum(1) + prior * p_theta * (1 - p_theta)) - w - w.mT
-        h_bias = fit_bias * w.sum((1, 2))[:, None] + prior * p_bias * (1 - p_bias)
-        hessian = torch.cat([torch.cat([h_theta, h_cross[:, :, None]], 2), torch.cat([h_cross, h_bias], 1)[:, None]], 1)
-        step = torch.linalg.solve(hessian, torch.cat([grad_theta, grad_bias], 1))
-        beta = (2 * step[:, :-1].abs().amax(1, keepdim=True) + step[:, -1:].abs()).clamp(min=1e-300)
+        p = torch.sigmoid(theta[:, :, None] - theta[:, None, :])
+        p_prior = torch.sigmoid(theta)
+        w = counts * p * (1 - p)
+        gradient = wins - (counts * p).sum(2) + prior * (0.5 - p_prior)
+        hessian = torch.diag_embed(w.sum(2) + prior * p_prior * (1 - p_prior)) - w
+        step = torch.linalg.solve(hessian, gradient)
+        beta = (2 * step.abs().amax(1, keepdim=True)).clamp(min=1e-300)
         step = step * torch.log1p(beta) / beta
-        theta, bias = theta + step[:, :-1], bias + step[:, -1:]
+        theta = theta + step
         if not (step.abs() > _TOLERANCE).any():  # a NaN in one group does not stop the others
             break
-    played = shown.sum(-1) + shown.sum(-2) > 0
-    return torch.where(played, theta, torch.nan), bias[:, 0]
+    return torch.where(counts.sum(-1) > 0, theta, torch.nan)

@@ -3,11 +3,10 @@
     clip, hpsv2        cos(image, prompt)               pickscore         cos, or exp(logit_scale)·cos/26
     clipscore          exp(logit_scale)·cos/30          aesthetic         head(e_image), 768-1024-128-64-16-1, linear
     image_similarity   mean_s cos(image, source_s)      subfig_clipT      mean_i cos(cell_i, text_i)
-    subfig_clipI       mean_{i≠j} cos(cell_i, cell_j)   subfig_dreamsim   the same under DreamSim, 1 − its distance
 
 The weights differ: DFN5B (Fang et al. 2309.17425), HPS 2.1 (Wu et al. 2306.09341), PickScore (Kirstain et al.
-2305.01569), OpenAI's CLIP L/14 (Radford et al. 2103.00020), LAION's aesthetic predictor (Schuhmann), DreamSim
-(2306.09344); the divisors 26 and 30 are Flow-GRPO's, the grids PaCo-RL's (2512.04784; grid.py). A clip's value is the
+2305.01569), OpenAI's CLIP L/14 (Radford et al. 2103.00020), LAION's aesthetic predictor (Schuhmann); the
+divisors 26 and 30 are Flow-GRPO's, the grids PaCo-RL's (2512.04784; grid.py). A clip's value is the
 mean over `frames` frames. Pref-GRPO and DanceGRPO score only the first frame (`frames: 1`), which rewards a good start.
 Invariant: a non-finite value is missing, as is the score of a sample whose prompt does not ask for a grid or does not
 describe its cells; other samples are not affected.
@@ -268,50 +267,17 @@ class ImageSimilarity(ResizeReward):
         return (images[1:] @ images[0]).mean()
 
 
-class CellsReward(VectorReward):
-    """Mean similarity between the cells of a grid."""
+class SubfigClipT(OpenClipReward):
+    """Mean CLIP similarity between each cell of a grid and its part of the prompt."""
 
     probe: ClassVar[dict[str, Any]] = {"prompt": "a 1x2 grid. [LEFT]: a red square. [RIGHT]: a blue circle."}
 
     def _parts(self, sample: Sample) -> tuple[list[Media], list[str]]:
-        return split(sample.media, *require_grid(sample.prompt, sample.meta)), []
-
-    def _values(self, images: Tensor, texts: Tensor) -> Tensor:
-        n = len(images)
-        return ((images @ images.T).sum() - (images * images).sum()) / (n * (n - 1))
-
-
-class SubfigClipI(CellsReward, OpenClipReward):
-    """Mean CLIP similarity between the cells of a grid."""
-
-
-class SubfigClipT(CellsReward, OpenClipReward):
-    """Mean CLIP similarity between each cell of a grid and its part of the prompt."""
-
-    def _parts(self, sample: Sample) -> tuple[list[Media], list[str]]:
-        cells, texts = super()._parts(sample)[0], sub_prompts(sample.prompt)[1]
+        rows, cols = require_grid(sample.prompt, sample.meta)
+        cells, texts = split(sample.media, rows, cols), sub_prompts(sample.prompt)[1]
         if len(texts) != len(cells):
-            rows, cols = require_grid(sample.prompt, sample.meta)
             raise ValueError(f"the prompt describes {len(texts)} cells (' [LEFT]: …') of a {rows}x{cols} grid")
         return cells, texts
 
     def _values(self, images: Tensor, texts: Tensor) -> Tensor:
         return (images * texts).sum(-1).mean()
-
-
-@dataclass(kw_only=True, eq=False)
-class SubfigDreamsim(CellsReward):
-    """Mean similarity between the cells of a grid under DreamSim, which was trained on human judgements.
-
-    model: folder with the weights; the package downloads them if missing. kind: ensemble (its two DINO models load code
-    from torch.hub), open_clip_vitb32, clip_vitb32, dino_vitb16. device: auto, cpu, cuda, cuda:1.
-    batch_size: images per forward.
-    """
-
-    model: str = "~/.cache/dreamsim"
-    kind: str = "ensemble"
-    device: str = "auto"
-    batch_size: int = 32
-
-    def __post_init__(self) -> None:
-        self.encoder = encoder.get_encoder(encoder.DreamSim, self.model, self.kind, self.device, self.batch_size)

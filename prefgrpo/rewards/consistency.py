@@ -2,7 +2,6 @@
 
     consistency_score        mean of P over all pairs of a grid's cells, then over criteria, then over dimensions
     consistency_for_editing  sqrt(P(consistent with the source) · P(instruction carried out))
-    grid_layout              P(the image has the requested grid layout), or 1 if that is above ½, else 0
 
 Source: PaCo-RL (arXiv 2512.04784). Invariant: if there is no pair, or a question was answered for no pair, the score
 is missing, never 0.
@@ -42,10 +41,7 @@ class YesNo(VlmReward):
     def load(self, name: str, needs: tuple[str, ...] | None = None) -> Template:
         """As in VlmReward, but with exact labels only if `spellings` is exact."""
         question = super().load(name, needs)
-        if self.spellings == "exact":
-            question = replace(question, variants=None)
-            self.client.prepare(question)
-        return question
+        return replace(question, variants=None) if self.spellings == "exact" else question
 
     async def probabilities(self, sample: Sample, *questions: Template, **values: str) -> list[float]:
         """P(Yes) of each question about a sample; ValueError with the reason if one is missing."""
@@ -99,29 +95,6 @@ class ConsistencyForEditing(YesNo):
     async def _judge(self, sample: Sample) -> Score:
         same, done = await self.probabilities(sample, self.question, self.following)
         return Score(math.sqrt(same * done), parts={"consistency": same, "following": done})
-
-
-@dataclass(eq=False)
-class GridLayout(YesNo):
-    """Whether the image has the grid layout requested by the prompt (or meta "grid"), 0 … 1.
-
-    verdict: soft: P(Yes); hard: 1 if Yes is likelier than No, else 0, as in PaCo-RL.
-    """
-
-    template = "grid_layout"
-    needs = ("rows", "columns", "media_1")
-    may = ("prompt",)
-    verdict: str = "soft"
-
-    def __post_init__(self) -> None:
-        if self.verdict not in ("soft", "hard"):
-            raise RewardError(f"grid_layout: verdict must be soft or hard, got '{self.verdict}'")
-        super().__post_init__()
-
-    async def _judge(self, sample: Sample) -> Score:
-        rows, columns = map(str, require_grid(sample.prompt, sample.meta))
-        (yes,) = await self.probabilities(sample, self.question, rows=rows, columns=columns)
-        return Score(yes) if self.verdict == "soft" else Score(float(yes > 0.5), parts={"probability": yes})
 
 
 def criteria(meta: Mapping[str, Any]) -> dict[str, list[str]]:

@@ -2,18 +2,17 @@
 
     e = f(x) / |f(x)|   in float32        cosine of image and text = e_image · e_text
 
-One loader per library: `OpenClip` for its own checkpoints, `Transformers` for CLIPModel folders, `DreamSim`. Invariant:
-a vector does not depend on the rest of its batch; a text is encoded once as long as it is cached.
+One loader per library: `OpenClip` for its own checkpoints, `Transformers` for CLIPModel folders. Invariant: a vector
+does not depend on the rest of its batch; a text is encoded once as long as it is cached.
 """
 
 from __future__ import annotations
 
 import difflib
 import logging
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
@@ -198,26 +197,6 @@ class Transformers(Encoder):
         )
         ids, mask = batch["input_ids"].to(self.device), batch["attention_mask"].to(self.device)
         return self._model.get_text_features(input_ids=ids, attention_mask=mask).pooler_output
-
-
-class DreamSim(Encoder):
-    """DreamSim's image embeddings, from its package."""
-
-    def __init__(self, model: str, kind: str, device: str, batch_size: int) -> None:
-        super().__init__(device, "float32", batch_size)
-        package = library("dreamsim", "'prefgrpo[rewards]'")
-        folder = Path(model).expanduser()
-        with loading(model), redirect_stdout(sys.stderr):  # it prints progress
-            folder.mkdir(parents=True, exist_ok=True)
-            self._model, self._preprocess = package.dreamsim(
-                pretrained=True, device=str(self.device), cache_dir=str(folder), dreamsim_type=kind
-            )
-
-    def _pixels(self, media: Media) -> Tensor:
-        return self._preprocess(media.pil)[0]
-
-    def _encode_images(self, pixels: Tensor) -> Tensor:
-        return self._model.embed(pixels)
 
 
 _open: WeakValueDictionary[tuple[Any, ...], Encoder] = WeakValueDictionary()

@@ -19,7 +19,6 @@ def log_judgements(path: Path, reward: str, step: int, group: int, prompt: str, 
             v = c.verdict
             line = {"step": step, "reward": reward, "group": group, "first": c.first, "second": c.second}
             line |= {"p_first": v.first, "reason": v.reason, "latency_s": round(v.latency_s, 6), "retries": v.retries}
-            line |= {"cached": True} if v.cached else {}
             line |= {"parts": v.parts, "raw": v.raw[:500], "prompt": prompt[:2000]}
             file.write(json.dumps(line) + "\n")  # ASCII: some readers treat U+2028 as a line break
 

@@ -16,7 +16,6 @@ Sources: UnifiedReward-Think (arXiv 2505.03318), UnifiedReward-Flex, Pref-GRPO (
 from __future__ import annotations
 
 import re
-import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -28,8 +27,8 @@ from typing import Any
 import numpy as np
 
 from prefgrpo.judge.plans import Judged, get_plan
-from prefgrpo.judge.rate import Bias, Rate, Rating, VerdictKind, rate_groups
-from prefgrpo.judge.verdict import PairJudge, Verdict
+from prefgrpo.judge.rate import Rate, Rating, VerdictKind, rate_groups
+from prefgrpo.judge.verdict import Pair, PairJudge, Verdict
 from prefgrpo.rewards.base import Comparison, GroupScores, GroupwiseReward, RewardError, Sample, Score
 from prefgrpo.rewards.judges import open_judge
 from prefgrpo.rewards.request_stats import DEADLINE_PASSED, RequestStats
@@ -45,7 +44,7 @@ class VlmPairwise(GroupwiseReward):
 
     judge: an open judge, its config, or a mapping of the config's fields with `backend: http | local`. plan: which
     pairs are compared. verdict: soft or hard, see above. rate: win_rate, or bradley_terry for plans that do not compare
-    every pair. bias: position bias in logits to remove, or 'fit' (for plans that show each pair once).
+    every pair.
     """
 
     takes = ("image", "video")
@@ -55,11 +54,10 @@ class VlmPairwise(GroupwiseReward):
     plan: str = "both_orders"
     verdict: VerdictKind = "soft"
     rate: Rate = "win_rate"
-    bias: Bias = 0.0
 
     def __post_init__(self) -> None:
-        self.rating = Rating(self.rate, self.verdict, self.bias)
-        self.next_pairs = get_plan(self.plan)
+        self.rating = Rating(self.rate, self.verdict)
+        self.plan_pairs = get_plan(self.plan)
         self._owned = not isinstance(self.judge, PairJudge)
         self.judge = open_judge(self.judge, self.template) if self._owned else self.judge
         if not self.judge.clips:
@@ -73,14 +71,13 @@ class VlmPairwise(GroupwiseReward):
 
     def check(self, group_size: int) -> None:
         """Raise ValueError for a plan that does not fit the group size."""
-        self.next_pairs(group_size, 0, ())
+        self.plan_pairs(group_size, 0)
 
     def score_group(self, group: list[Sample], seed: int) -> GroupScores:
         """Judge the whole group now and wait for the answers."""
-        media, comparisons = [s.media for s in group], list[Comparison]()
-        while pairs := self.next_pairs(len(group), seed, judged(comparisons)):
-            verdicts = self.judge.judge_group(group[0].prompt, media, pairs, group[0].source)
-            comparisons += [Comparison(i, j, v) for (i, j), v in zip(pairs, verdicts, strict=True)]
+        pairs = self.plan_pairs(len(group), seed)
+        verdicts = self.judge.judge_group(group[0].prompt, [s.media for s in group], pairs, group[0].source)
+        comparisons = [Comparison(i, j, v) for (i, j), v in zip(pairs, verdicts, strict=True)]
         return self.tally(len(group), comparisons)
 
     def tally(self, size: int, comparisons: list[Comparison]) -> GroupScores:
@@ -172,78 +169,47 @@ class UnifiedRewardFlex(VlmPairwise):
 
 
 class PairSession:
-    """Judges one group: a pair is sent as soon as both members exist, the next round once the previous is answered."""
+    """Judges one group: a pair is sent as soon as both members exist."""
 
     def __init__(self, reward: VlmPairwise, size: int, seed: int, stats: RequestStats) -> None:
-        self.reward, self.size, self.seed, self._stats = reward, size, seed, stats
-        self.pairs = list(reward.next_pairs(size, seed, ()))
+        self.reward, self.size, self._stats = reward, size, stats
+        self.pairs = reward.plan_pairs(size, seed)
         self._members: dict[int, Sample] = {}
-        self._answers: dict[int, Future[Verdict]] = {}
-        self._open = 0
-        self._ended = False
-        self._lock = threading.RLock()
+        self._answers: dict[Pair, Future[Verdict]] = {}
 
     def add(self, member: int, sample: Sample) -> None:
         """Add member `member` and send its pairs with members that already exist. Does not block."""
-        with self._lock:
-            self._members[member] = sample
-            for n, pair in enumerate(self.pairs):
-                if member in pair and pair[0] in self._members and pair[1] in self._members:
-                    self._send(n)
+        self._members[member] = sample
+        for pair in self.pairs:
+            if member in pair and pair[0] in self._members and pair[1] in self._members:
+                self._send(pair)
 
     def result(self, deadline: float) -> GroupScores:
         """Wait for all answers until `deadline` (`time.monotonic()`); verdicts not available by then are missing."""
-        comparisons: list[Comparison] = []
-        while len(comparisons) < len(self.pairs):
-            i, j = self.pairs[len(comparisons)]
-            comparisons.append(Comparison(i, j, self._answer(len(comparisons), deadline)))
-            if len(comparisons) == len(self.pairs):
-                self._next_round()  # the answer's own callback may run a little later
+        comparisons = [Comparison(*pair, self._answer(pair, deadline)) for pair in self.pairs]
         return self.reward.tally(self.size, comparisons)
 
     def cancel(self) -> None:
         """Cancel all unanswered requests."""
-        with self._lock:
-            self._ended = True
         for answer in list(self._answers.values()):
             answer.cancel()
 
-    def _send(self, index: int) -> None:
-        first, second = (self._members[m] for m in self.pairs[index])
+    def _send(self, pair: Pair) -> None:
+        first, second = (self._members[m] for m in pair)
         self._stats.sent()
-        self._open += 1
         answer = self.reward.judge.submit(first.prompt, first.media, second.media, first.source)
-        self._answers[index] = answer
+        self._answers[pair] = answer
         answer.add_done_callback(self._answered)
 
     def _answered(self, answer: Future[Verdict]) -> None:
         """Callback for an answered or cancelled request (on any thread)."""
         self._stats.done(None if answer.cancelled() else answer.result().latency_s)
-        with self._lock:
-            self._open -= 1
-            if not self._open:
-                self._next_round()
 
-    def _next_round(self) -> None:
-        """Send the plan's next pairs, if all answers of the previous round have arrived."""
-        with self._lock:
-            answers = [self._answers.get(n) for n in range(len(self.pairs))]
-            verdicts = [a.result() for a in answers if a is not None and a.done() and not a.cancelled()]
-            if self._ended or len(verdicts) < len(self.pairs):
-                return
-            comparisons = [Comparison(i, j, v) for (i, j), v in zip(self.pairs, verdicts, strict=True)]
-            start = len(self.pairs)
-            self.pairs += self.reward.next_pairs(self.size, self.seed, judged(comparisons))
-            for n in range(start, len(self.pairs)):
-                self._send(n)
-
-    def _answer(self, index: int, deadline: float) -> Verdict:
-        with self._lock:  # held while a round's pairs are listed and sent, so a pair without a future was never sent
-            future = self._answers.get(index)
-        if future is None:
+    def _answer(self, pair: Pair, deadline: float) -> Verdict:
+        if pair not in self._answers:
             return Verdict(None, "one image of the pair was not generated")
         try:
-            return future.result(max(deadline - time.monotonic(), 0.0))
+            return self._answers[pair].result(max(deadline - time.monotonic(), 0.0))
         except (FutureTimeout, CancelledError):
             self.cancel()
             return Verdict(None, DEADLINE_PASSED)

@@ -88,7 +88,7 @@ class RemoteReward(PointwiseReward):
         try:
             media, *source = [await self._encodings.get(m) for m in (sample.media, *sample.source)]
             body = request_json(self.name, sample, media, source)
-            return cast(Score, (await self._sender.send("/score", lambda *_: body, _read_score)).value)
+            return cast(Score, (await self._sender.send("/score", lambda _: body, _read_score)).value)
         except (EncodeError, SendError) as error:
             return Score(None, str(error))
 

@@ -117,7 +117,6 @@ class UniGenBench(VlmReward):
         self.questions = {"en": self.question, "zh": self.load("unigenbench_zh") if own else self.question}
         if file:
             plain = replace(self.question, name=file, pieces=("{media_1}", "{asked}"))
-            self.client.prepare(plain)
             self.questions = dict.fromkeys(KEYS, plain)
 
     async def _judge(self, sample: Sample) -> Score:

@@ -3,11 +3,9 @@
     unifiedreward_alignment / _coherence / _style    one axis each, 1 … 5; one request serves all of them
     unifiedreward_sglang, qwenvl                     N / 5
     unifiedreward_edit_pointwise_*                   Σ w·s / Σ w over the answer's two numbers, 0 … 25
-    edit_score                       sqrt(mean(success, overediting) · mean(naturalness, artifacts)) / 25
-    genrm_ocr                                        as `ocr`, with the text read by the judge
 
-Sources: UnifiedReward (arXiv 2503.05236), Flow-GRPO (2505.05470), UnifiedReward-Edit, EditScore (2509.23909). A sample
-is sent as soon as it exists; rewards with the same server settings share one client, and identical questions about the
+Sources: UnifiedReward (arXiv 2503.05236), Flow-GRPO (2505.05470), UnifiedReward-Edit. A sample is sent as soon as it
+exists; rewards with the same server settings share one client, and identical questions about the
 same medium are sent only once. Invariant: a value that the answer does not state is missing, never 0.
 """
 
@@ -26,7 +24,6 @@ from prefgrpo.judge.template import Template, load_template
 from prefgrpo.judge.verdict import Answer
 from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample, Score
 from prefgrpo.rewards.judges import open_client
-from prefgrpo.rewards.ocr import image_value, levenshtein, missing_target, plain, target
 
 
 @dataclass(eq=False)
@@ -54,9 +51,8 @@ class VlmReward(PointwiseReward):
         self.question = self.load(self.template or named)
 
     def load(self, name: str, needs: tuple[str, ...] | None = None) -> Template:
-        """Load and prepare a template, checked against `needs`, `may` and `kinds`."""
+        """Load a template, checked against `needs`, `may` and `kinds`."""
         question = load_template(name, needs or self.needs, self.may, self.kinds)
-        self.client.prepare(question)
         self.answer_s = max(self.answer_s, self.client.config.timeout_s or question.timeout_s)
         return question
 
@@ -196,54 +192,3 @@ class EditInstructionFollowing(EditImageQuality):
     template = "edit_following"
     needs = ("prompt", "source", "media_1")
     needs_source = True
-
-
-@dataclass(eq=False)
-class EditScore(VlmReward):
-    """Geometric mean of instruction following and image quality, 0 … 1.
-
-    quality_template: template that asks how good the image is; `template` asks how well the instruction was followed.
-    reduce: mean of each rating's two scores, as in PaCo-RL, or min, as in EditScore's own evaluation.
-    """
-
-    template = "edit_following"
-    needs = ("prompt", "source", "media_1")
-    may = ("prompt", "source")
-    kinds = ("json",)
-    needs_source = True
-    quality_template: str = "edit_quality"
-    reduce: str = "mean"
-
-    def __post_init__(self) -> None:
-        if self.reduce not in ("mean", "min"):
-            raise RewardError(f"edit_score: reduce must be mean or min, got {self.reduce!r}")
-        super().__post_init__()
-        self.quality = self.load(self.quality_template, ("media_1",))
-
-    async def _judge(self, sample: Sample) -> Score:
-        questions, means = (self.question, self.quality), []
-        for question, answer in zip(questions, await self.answers(sample, *questions), strict=True):
-            shares = [answer.parts[name] / high for name, _, high in question.scores]
-            means.append(min(shares) if self.reduce == "min" else sum(shares) / len(shares))
-        return Score(math.sqrt(means[0] * means[1]), parts={"following": means[0], "quality": means[1]})
-
-
-class GenrmOcr(VlmReward):
-    """How much of the quoted text the judge reads in the image, 0 to 1."""
-
-    template = "read_text"
-    needs = ("media_1",)
-    kinds = ("text",)
-    probe: ClassVar[dict[str, Any]] = {"prompt": 'a sign that says "A"'}
-
-    def __post_init__(self) -> None:
-        self._distance = levenshtein()
-        super().__post_init__()
-
-    def refuse(self, sample: Sample) -> str:
-        """Also rejects prompts without target text."""
-        return super().refuse(sample) or missing_target(sample)
-
-    async def _judge(self, sample: Sample) -> Score:
-        (answer,) = await self.answers(sample, self.question)
-        return Score(image_value(target(sample), plain(answer.raw).strip("`\"'"), self._distance))

@@ -6,6 +6,7 @@ overrides from their own options. Invariant: a judge is opened once per process,
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -95,13 +96,11 @@ def shared(config: Config) -> str:
     return names[0] if names else PAIRWISE
 
 
-def judge_config(
-    config: Config, name: str, options: Mapping[str, Any], world: World, folder: Path | None = None
-) -> JudgeConfig:
+def judge_config(config: Config, name: str, options: Mapping[str, Any], world: World) -> JudgeConfig:
     """The judge section for reward `name`: with its own template, then with the overrides in its options' `judge`.
 
     `concurrency` becomes this rank's share: a rank judges whole groups, so with fewer prompts per step than ranks, only
-    that many ranks share it and the others get 1. folder: the run folder, where answers are cached; None: nowhere.
+    that many ranks share it and the others get 1.
     """
     template = config.judge.template or "compare" if name == PAIRWISE else load_class(name).template
     try:
@@ -109,9 +108,7 @@ def judge_config(
         judge = section(JudgeConfig, own, "judge")
     except ConfigError as error:
         raise ConfigError([f"reward.options.{name}.{mistake}" for mistake in error.mistakes]) from error
-    cache = judge.cache if isinstance(judge.cache, str) else str(folder / "verdicts") if judge.cache and folder else ""
-    share = world.share(judge.concurrency, config.rollout.prompts_per_step)
-    return replace(judge, concurrency=share, cache=cache)
+    return replace(judge, concurrency=world.share(judge.concurrency, config.rollout.prompts_per_step))
 
 
 def open_judge(config: Config, world: World) -> tuple[PairJudge | None, list[str]]:
@@ -123,7 +120,7 @@ def open_judge(config: Config, world: World) -> tuple[PairJudge | None, list[str
     held_out = config.eval.every and (config.eval.prompts or config.eval.final_prompts)
     if name not in training and not (config.eval.judge and held_out):
         return None, []
-    judge = judge_config(config, name, config.reward.options.get(name, {}), world, _folder(config))
+    judge = judge_config(config, name, config.reward.options.get(name, {}), world)
     try:
         return connect(judge, makes_clips(config), world)
     except JudgeError as error:
@@ -135,7 +132,8 @@ def open_judge(config: Config, world: World) -> tuple[PairJudge | None, list[str
 def connect(judge: JudgeConfig, clips: bool, world: World) -> tuple[PairJudge, list[str]]:
     """(judge of pairs, results of its health check). Raises JudgeError like `open_judge`."""
     if judge.backend == "local":
-        return _local_judge(judge, str(world.device)), [f"judge in this process: {judge.model}"]
+        opened, warning = _local_judge(judge, str(world.device))
+        return opened, [f"judge in this process: {judge.model}", *warning]
     from prefgrpo.judge.client import HttpJudge, check
 
     notes: list[str] = []
@@ -148,22 +146,21 @@ def connect(judge: JudgeConfig, clips: bool, world: World) -> tuple[PairJudge, l
     return HttpJudge(judge), notes
 
 
-def _local_judge(config: JudgeConfig, device: str) -> PairJudge:
-    """Load a judge. Raises JudgeError if it gives no verdict on a probe pair, or fails the pairs with known answers."""
+def _local_judge(config: JudgeConfig, device: str) -> tuple[PairJudge, list[str]]:
+    """(judge, warnings). Raises JudgeError if it gives no verdict on a probe pair, or if judge.strict and the known
+    answers are wrong."""
     from prefgrpo.judge.local import LocalJudge
 
     judge = LocalJudge(config.model, config.template, device, min_label_mass=config.min_label_mass)
     pictures = [Media(np.full((64, 64, 3), colour, np.uint8)) for colour in ((220, 30, 30), (30, 60, 220))]
     verdict = judge.judge_group("a plain red picture", pictures, [(0, 1)])[0]
-    problem = f"gave no verdict on a probe pair: {verdict.reason}" if verdict.first is None else ""
-    if not problem and is_pairwise(judge.template):
-        problem = ask_known_answers(judge, judge.template).problem
-    if problem:
-        raise JudgeError(
-            f"the judge {config.model} {problem}. Expected a model that answers the template '{config.template}'; "
-            "correct judge.model or judge.template"
-        )
-    return judge
+    advice = f"Expected a model that answers the template '{config.template}'; correct judge.model or judge.template"
+    if verdict.first is None:
+        raise JudgeError(f"the judge {config.model} gave no verdict on a probe pair: {verdict.reason}. {advice}")
+    problem = ask_known_answers(judge, judge.template).problem if is_pairwise(judge.template) else ""
+    if problem and config.strict:
+        raise JudgeError(f"the judge {config.model} {problem}. {advice}")
+    return judge, [f"WARNING: the judge {problem}. {advice}"] if problem else []
 
 
 def reward_options(
@@ -172,11 +169,10 @@ def reward_options(
     given: Mapping[str, Any],
     judge: PairJudge | None,
     world: World,
-    folder: Path | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Options of every reward in a spec; judge-based ones get `judge`, if the shared one is theirs, or a JudgeConfig.
 
-    world: the ranks that share `concurrency`. folder: as for `judge_config`.
+    world: the ranks that share `concurrency`.
     """
     options: dict[str, dict[str, Any]] = {name: dict(own) for name, own in given.items()}
     for name in spec:
@@ -184,19 +180,15 @@ def reward_options(
         if not cls.judged or "url" in own:
             continue
         if issubclass(cls, VlmPairwise):
-            own = {key: getattr(config.judge, key) for key in ("plan", "verdict", "rate", "bias")} | own
+            own = {key: getattr(config.judge, key) for key in ("plan", "verdict", "rate")} | own
         asked: Any = judge
         if judge is None or name != shared(config):
-            asked = judge_config(config, name, own, world, folder)
+            asked = judge_config(config, name, own, world)
             if asked.backend == "local":
                 message = "expected backend http, got local; a process can hold only one local judge"
                 raise ConfigError([f"reward.options.{name}.judge: {message} (that of {shared(config)})"])
         options[name] = own | {"judge": asked}
     return options
-
-
-def _folder(config: Config) -> Path:
-    return Path(config.output) / config.name
 
 
 def makes_clips(config: Config) -> bool:
@@ -246,16 +238,22 @@ def _built(
 ) -> dict[str, Reward]:
     """The rewards of a spec; their classes are checked against the run before they load, the loaded rewards again."""
     check_inputs(config, field, {name: load_class(name) for name in weights}, prompts)
-    options = reward_options(config, weights, given, judge, world, _folder(config))
+    options = reward_options(config, weights, given, judge, world)
     for name in weights:
         own = options.get(name, {}).get("judge")
         if issubclass(load_class(name), VlmPairwise) and isinstance(own, JudgeConfig):
-            from prefgrpo.judge.client import check
-
-            world.on_main(partial(check, own, known_answers=True, clips=makes_clips(config)), JudgeError)
+            world.on_main(partial(_check_own, name, own, makes_clips(config)), JudgeError)
     rewards = build(weights, options)
     check_inputs(config, field, rewards, prompts)
     return rewards
+
+
+def _check_own(name: str, judge: JudgeConfig, clips: bool) -> None:
+    """Check the judge of a reward that does not use the shared one; JudgeError if it cannot be used."""
+    from prefgrpo.judge.client import check
+
+    if alarm := check(judge, known_answers=True, clips=clips).alarm:
+        warnings.warn(f"reward '{name}': {alarm}", stacklevel=2)
 
 
 def training_scorer(

@@ -54,7 +54,7 @@ FREE = (
     "train.steps", "train.max_minutes", "train.lr", "train.max_grad_norm",
     "train.gradient_checkpointing", "checkpoint.every", "checkpoint.keep",
     "judge.endpoints", "judge.api_key_env", "judge.concurrency", "judge.timeout_s", "judge.deadline_s",
-    "judge.max_missing", "judge.patience_steps", "judge.log", "judge.cache", "judge.hedge_s", "judge.retries",
+    "judge.max_missing", "judge.strict", "judge.patience_steps", "judge.log", "judge.retries",
     "judge.patience_s", "parallel.replicate", "parallel.shard", "parallel.ulysses", "parallel.ring",
     "parallel.offload",
 )  # fmt: skip

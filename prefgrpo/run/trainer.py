@@ -23,12 +23,12 @@ from torch import Tensor, nn
 from prefgrpo.config.schema import Config
 from prefgrpo.data.atomic import save_images, write_folder
 from prefgrpo.data.prompts import fingerprint
-from prefgrpo.judge.information import Alarm, verdict_counts
+from prefgrpo.judge.information import Alarm, extent
 from prefgrpo.objectives.base import Targets
 from prefgrpo.ops import winrate_advantage
 from prefgrpo.parallel.shard import full_copies
 from prefgrpo.rewards.base import Sample
-from prefgrpo.rewards.pairwise import VlmPairwise, judged
+from prefgrpo.rewards.pairwise import VlmPairwise
 from prefgrpo.rewards.scorer import StepScores
 from prefgrpo.rollout.assignment import update_of
 from prefgrpo.rollout.batches import Batch
@@ -306,11 +306,11 @@ class TrainingLoop:
         for name in self._alarms:
             reward = self.scorer.rewards[name]
             rounded = isinstance(reward, VlmPairwise) and reward.rating.verdict == "hard"
-            local.append(verdict_counts([judged(g.comparisons) for g in scores.groups[name]], rounded))
-        counts = self.world.gather(np.stack(local)[None]).sum(0)
+            local.append(extent((c.verdict.first for g in scores.groups[name] for c in g.comparisons), rounded))
+        ranks = self.world.gather(np.stack(local)[None])
         patience = self.config.judge.patience_steps
-        for (name, alarm), row in zip(self._alarms.items(), counts, strict=True):
-            if not (problem := alarm.add(row)):
+        for k, (name, alarm) in enumerate(self._alarms.items()):
+            if not (problem := alarm.add(ranks[:, k])):
                 continue
             message = f"{name}: the judge's verdicts carry no information: {problem}"
             if patience and alarm.steps >= patience:
