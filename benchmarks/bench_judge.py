@@ -1,9 +1,8 @@
-"""`python -m benchmarks.bench_judge [--vllm ENVIRONMENT]`: our judge client compared with the original client.
+"""`python -m benchmarks.bench_judge [--vllm ENVIRONMENT]`: the judge client's speed.
 
 One group of 9 noisy 512² images, each of its 36 pairs once: pairs per second, CPU time of the client, and image bytes
 sent, with a server that answers immediately (so that the client is the bottleneck) and with a real vLLM that serves the
-tiny judge on this CPU. Every round runs each client in turn on new images; ratios are medians over the rounds. Writes
-results/judge_cpu.json and the table in docs/judging.md.
+tiny judge on this CPU. Every round has new images. Writes results/judge_cpu.json and the table in docs/judging.md.
 """
 
 from __future__ import annotations
@@ -15,10 +14,9 @@ import platform
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
@@ -27,7 +25,6 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageFilter
 
-from benchmarks import original_client
 from benchmarks.blocks import replace_block, rounded, write_json
 from benchmarks.harness import cpu_name
 from prefgrpo.config.schema import JudgeConfig
@@ -39,7 +36,6 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS, DOCUMENT = ROOT / "benchmarks" / "results" / "judge_cpu.json", ROOT / "docs" / "judging.md"
 JUDGE, TEMPLATE, PROMPT = ROOT / "prefgrpo" / "tiny" / "assets" / "judge", "caption_match", "a red circle on the left"
 SIZE, SIDE = 9, 512
-STYLES = {"original, paths": "paths", "original, pairs encoded": "pairs"}
 
 
 def photo(rng: np.random.Generator, side: int = SIDE) -> Media:
@@ -102,100 +98,41 @@ def healthy(url: str) -> bool:
         return False
 
 
-def counts(url: str) -> dict[str, int]:
-    """The counters of an echo server."""
-    with urllib.request.urlopen(f"{url}/counts") as reply:
-        return json.load(reply)
-
-
 def judge_at(url: str, **changes: Any) -> HttpJudge:
     """Our client."""
     return HttpJudge(JudgeConfig((url,), template=TEMPLATE, **changes))
 
 
-def skeleton(model: str) -> dict[str, Any]:
-    """Template for the other clients' requests: the one that our client would send without media ids."""
-    with echo_server("--count") as url:
-        judge = judge_at(url, model="echo", media_ids="off")
-        media = [Media(np.full((8, 8, 3), c, np.uint8)) for c in (0, 255)]
-        judge.judge_group(PROMPT, media, [(0, 1)])
-        judge.close()
-        with urllib.request.urlopen(f"{url}/last") as reply:
-            return json.load(reply) | {"model": model}
-
-
-def clients(url: str, model: str, size: int) -> dict[str, Callable[[list[Media], list[Path]], int]]:
-    """name -> function that judges a group, given as images and as files, and returns the number of answered pairs."""
-    judge, pairs, asked = judge_at(url, model=model), round_robin(size, 0), skeleton(model)
-
-    def ours(media: list[Media], files: list[Path]) -> int:
-        del files
-        return sum(v.first is not None for v in judge.judge_group(PROMPT, media, pairs))
-
-    def original(style: str) -> Callable[[list[Media], list[Path]], int]:
-        def call(media: list[Media], files: list[Path]) -> int:
-            del media
-            return sum(bool(a["choices"]) for a in original_client.judge_group(url, asked, files, style))
-
-        return call
-
-    return {"ours": ours} | {name: original(style) for name, style in STYLES.items()}
-
-
-def group(folder: Path, rng: np.random.Generator, size: int, side: int) -> tuple[list[Media], list[Path]]:
-    """New images, in memory and as files."""
-    media = [photo(rng, side) for _ in range(size)]
-    files = [folder / f"{k}.png" for k in range(size)]
-    for picture, file in zip(media, files, strict=True):
-        picture.pil.save(file, compress_level=1)
-    return [Media(m.pixels) for m in media], files
-
-
 def measure(url: str, model: str, rounds: int, size: int = SIZE, side: int = SIDE) -> dict[str, Any]:
-    """Wall and CPU seconds per group for every client, round by round; the first round is a warm-up."""
-    calls, pairs, rng = clients(url, model, size), size * (size - 1) // 2, np.random.default_rng(0)
-    wall: dict[str, list[float]] = {name: [] for name in calls}
-    cpu: dict[str, list[float]] = {name: [] for name in calls}
-    with tempfile.TemporaryDirectory() as folder:
-        for k in range(rounds + 1):
-            for name in list(calls) if k % 2 else list(calls)[::-1]:
-                media, files = group(Path(folder), rng, size, side)
-                start, busy = time.perf_counter(), time.process_time()
-                answered = calls[name](media, files)
-                seconds, worked = time.perf_counter() - start, time.process_time() - busy
-                if answered != pairs:
-                    raise RuntimeError(f"{name}: {answered} of {pairs} pairs were answered")
-                if k:
-                    wall[name].append(seconds)
-                    cpu[name].append(worked)
-    result = {"pairs": pairs, "rounds": rounds, "clients": {}}
-    for name in calls:
-        low, middle, high = statistics.quantiles([pairs / s for s in wall[name]], n=4)
-        ratios = [other / own for other, own in zip(wall[name], wall["ours"], strict=True)]
-        result["clients"][name] = {
-            "pairs_per_s": middle,
-            "pairs_per_s_quartiles": [low, high],
-            "client_ms_per_pair": 1e3 * statistics.median(cpu[name]) / pairs,
-            "slower_than_ours": statistics.median(ratios),
-        }
-    return rounded(result)
+    """Pairs per second and client CPU time per group of new images; the first round is a warm-up."""
+    judge, pairs, rng = judge_at(url, model=model), round_robin(size, 0), np.random.default_rng(0)
+    wall: list[float] = []
+    cpu: list[float] = []
+    for _ in range(rounds + 1):
+        media = [photo(rng, side) for _ in range(size)]
+        start, busy = time.perf_counter(), time.process_time()
+        answered = sum(v.first is not None for v in judge.judge_group(PROMPT, media, pairs))
+        wall.append(time.perf_counter() - start)
+        cpu.append(time.process_time() - busy)
+        if answered != len(pairs):
+            raise RuntimeError(f"{answered} of {len(pairs)} pairs were answered")
+    low, middle, high = statistics.quantiles([len(pairs) / s for s in wall[1:]], n=4)
+    found = {"pairs_per_s": middle, "pairs_per_s_quartiles": [low, high]}
+    return rounded(found | {"rounds": rounds, "client_ms_per_pair": 1e3 * statistics.median(cpu[1:]) / len(pairs)})
 
 
-def picture_bytes(size: int, side: int) -> dict[str, Any]:
-    """Megabytes of base64 that each client sends per group."""
-    sent: dict[str, Any] = {}
-    with echo_server("--count") as url, tempfile.TemporaryDirectory() as folder:
-        media, files = group(Path(folder), np.random.default_rng(1), size, side)
-        for name, call in clients(url, "echo", size).items():
-            before = counts(url)["image_bytes"]
-            call(media, files)
-            sent[name] = counts(url)["image_bytes"] - before
-    return {"bytes": sent, "share": rounded({name: sent["ours"] / n for name, n in sent.items()})}
+def picture_bytes(size: int, side: int) -> int:
+    """Bytes of base64 sent per group."""
+    rng = np.random.default_rng(1)
+    with echo_server("--count") as url:
+        judge_at(url, model="echo").judge_group(PROMPT, [photo(rng, side) for _ in range(size)], round_robin(size, 0))
+        with urllib.request.urlopen(f"{url}/counts") as reply:
+            return int(json.load(reply)["image_bytes"])
 
 
 def machine() -> dict[str, Any]:
     """The machine of the measurement."""
-    libraries = {name: version(name) for name in ("aiohttp", "requests", "pillow", "numpy")}
+    libraries = {name: version(name) for name in ("aiohttp", "pillow", "numpy")}
     load, python = rounded(os.getloadavg()[0]), platform.python_version()
     return {"cpu": cpu_name(), "cores": os.cpu_count(), "load": load, "python": python} | libraries
 
@@ -205,25 +142,20 @@ def table(found: dict[str, Any]) -> list[str]:
     m = found["machine"]
     lines = [
         f"{m['cpu']}, {m['cores']} cores shared with other work (load {m['load']:.1f} at the start), Python "
-        f"{m['python']}, aiohttp {m['aiohttp']}, requests {m['requests']}"
+        f"{m['python']}, aiohttp {m['aiohttp']}"
         + (f", vLLM {found['vllm_version']}" if "vllm_version" in found else "")
-        + ".",
+        + f"; {found['image_bytes'] / 1e6:.2f} MB of images sent per group.",
         "",
-        "| server | client | pairs/s (quartiles) | client CPU per pair | time relative to ours | images sent |",
-        "|---" * 6 + "|",
+        "| server | pairs/s (quartiles) | client CPU per pair |",
+        "|---" * 3 + "|",
     ]
     for server in ("echo", "vllm"):
-        if server not in found:
-            continue
-        for name, row in found[server]["clients"].items():
+        if server in found:
+            row = found[server]
             low, high = row["pairs_per_s_quartiles"]
-            sent = found["pictures"]["bytes"][name] / 1e6
-            lines.append(
-                f"| {server} | {name} | {row['pairs_per_s']:.0f} ({low:.0f}-{high:.0f}) "
-                f"| {row['client_ms_per_pair']:.2f} ms | {row['slower_than_ours']:.2f} | {sent:.2f} MB |"
-            )
-    share = min(v for name, v in found["pictures"]["share"].items() if name != "ours")
-    return [*lines, "", f"Our client sends {share:.4f} of the original's image bytes."]
+            speed = f"{row['pairs_per_s']:.0f} ({low:.0f}-{high:.0f})"
+            lines.append(f"| {server} | {speed} | {row['client_ms_per_pair']:.2f} ms |")
+    return lines
 
 
 def vllm_version(environment: str) -> str:
@@ -243,7 +175,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if not args.render:
         found: dict[str, Any] = {"machine": machine(), "group": SIZE, "side": SIDE}
-        found["pictures"] = picture_bytes(SIZE, SIDE)
+        found["image_bytes"] = picture_bytes(SIZE, SIDE)
         with echo_server() as url:
             found["echo"] = measure(url, "echo", args.rounds)
         if args.vllm:

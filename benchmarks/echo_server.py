@@ -1,7 +1,7 @@
 """`python -m benchmarks.echo_server`: a judge server with immediate answers, faster than its clients.
 
-It reads a request and sends a fixed chat completion, after `--delay` seconds if given. It uses only the length of the
-body; with `--count` it also sums the bytes of the images, for GET /counts. GET /last returns the last body.
+It reads a request and sends a fixed chat completion. It uses only the length of the body; with `--count` it also sums
+the bytes of the images, for GET /counts.
 """
 
 from __future__ import annotations
@@ -35,9 +35,8 @@ def image_bytes(body: bytes) -> int:
 class Judge:
     """State shared by all connections."""
 
-    def __init__(self, delay_s: float, count: bool) -> None:
-        self.delay_s, self.count = delay_s, count
-        self.last = b"null"
+    def __init__(self, count: bool) -> None:
+        self.count = count
         self.requests = self.images = 0
 
     def reply(self, path: bytes, body: bytes) -> bytes:
@@ -46,13 +45,10 @@ class Judge:
             return MODELS
         if path == b"/counts":
             return json.dumps({"requests": self.requests, "image_bytes": self.images}).encode()
-        if path == b"/last":
-            return self.last
         if not body:
             return b"{}"
         if self.count:
             self.images += image_bytes(body)
-            self.last = body
         self.requests += 1
         return ANSWER
 
@@ -85,11 +81,7 @@ class Connection(asyncio.Protocol):
             whole = b"".join(self.parts)
             self.parts, self.size, body = [], 0, whole[self.start : self.needed]
             self.needed = 0
-            answer = self.judge.reply(self.path, body)
-            if self.judge.delay_s and body:
-                asyncio.get_running_loop().call_later(self.judge.delay_s, self.send, answer)
-            else:
-                self.send(answer)
+            self.send(self.judge.reply(self.path, body))
 
     def send(self, answer: bytes) -> None:
         """Write a response."""
@@ -98,9 +90,9 @@ class Connection(asyncio.Protocol):
             self.transport.write(head + answer)
 
 
-async def serve(port: int, delay_s: float, count: bool) -> None:
+async def serve(port: int, count: bool) -> None:
     """Serve until killed; prints the address."""
-    judge = Judge(delay_s, count)
+    judge = Judge(count)
     server = await asyncio.get_running_loop().create_server(lambda: Connection(judge), "127.0.0.1", port)
     print(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", flush=True)
     await server.serve_forever()
@@ -109,7 +101,6 @@ async def serve(port: int, delay_s: float, count: bool) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--port", type=int, default=0)
-    parser.add_argument("--delay", type=float, default=0.0)
     parser.add_argument("--count", action="store_true")
     arguments = parser.parse_args()
-    asyncio.run(serve(arguments.port, arguments.delay, arguments.count))
+    asyncio.run(serve(arguments.port, arguments.count))
