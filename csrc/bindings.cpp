@@ -16,19 +16,7 @@
 #include "cuda.h"
 #endif
 
-// Weak symbols, so that a program without Python can load the module for the ops of torch_library.cpp.
-#define PG_TEXT(text) #text
-#define PG_WEAK(name) _Pragma(PG_TEXT(weak name))
-// clang-format off
-PG_WEAK(PyBool_FromLong) PG_WEAK(PyErr_NoMemory) PG_WEAK(PyErr_Occurred) PG_WEAK(PyErr_SetString)
-PG_WEAK(PyEval_RestoreThread) PG_WEAK(PyEval_SaveThread) PG_WEAK(PyExc_IndexError) PG_WEAK(PyExc_RuntimeError)
-PG_WEAK(PyExc_TypeError) PG_WEAK(PyFloat_AsDouble) PG_WEAK(PyLong_AsLongLong) PG_WEAK(PyLong_AsUnsignedLongLongMask)
-PG_WEAK(PyLong_FromLongLong) PG_WEAK(PyModule_AddIntConstant) PG_WEAK(PyModule_AddStringConstant)
-PG_WEAK(PyModule_Create2) PG_WEAK(PyTuple_GetItem) PG_WEAK(PyTuple_Size) PG_WEAK(PyType_GetFlags)
-PG_WEAK(PyUnicode_AsUTF8AndSize) PG_WEAK(PyUnicode_FromString) PG_WEAK(_Py_Dealloc) PG_WEAK(_Py_NoneStruct)
-    // clang-format on
-
-    using namespace prefgrpo;
+using namespace prefgrpo;
 
 namespace {
 
