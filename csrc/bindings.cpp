@@ -159,9 +159,8 @@ void read_grad(Arguments& in, AffineParams& p) {
 }
 void read_normal(Arguments& in, NormalParams& p) { in >> p.batch >> p.dim >> p.noise >> p.out; }
 void read_policy(Arguments& in, PolicyParams& p) {
-  in >> p.batch >> p.steps >> p.logp >> p.logp_old >> p.advantage >> p.weight >> p.mask >> p.kl >> p.log_ratio >>
-      p.clip_low >> p.clip_high >> p.adv_clip >> p.kl_coef >> p.denominator >> p.loss >> p.metrics >> p.d_delta >>
-      p.d_kl;
+  in >> p.batch >> p.logp >> p.logp_old >> p.advantage >> p.weight >> p.kl >> p.log_ratio >> p.clip_low >>
+      p.clip_high >> p.adv_clip >> p.kl_coef >> p.denominator >> p.loss >> p.metrics >> p.d_delta >> p.d_kl;
 }
 void read_group(Arguments& in, AdvantageParams& p) {
   in >> p.rewards >> p.batch >> p.values >> p.dtype >> p.group >> p.sorted >> p.weights >> p.combine >> p.std_mode >>

@@ -70,8 +70,7 @@ void with_scratch(const AffineParams& given, Launch launch, int num_sums) {
   for (int64_t i = 0; given.index && i < given.batch; ++i)
     if (given.index[i] < 0 || given.index[i] >= given.rows)
       throw std::out_of_range("index: " + std::to_string(given.index[i]) + " is not within the " +
-                              std::to_string(given.rows) + " rows of coef" +
-                              (given.index[i] == -1 ? ", or cu_seqlens do not ascend from 0 to all tokens" : ""));
+                              std::to_string(given.rows) + " rows of coef");
   const CpuKernels& k = *selected().kernels;
   AffineParams p = given;
   const int64_t size = num_sums * p.batch * k.partials_of(p.dim, p.rescale_dim);
@@ -92,18 +91,13 @@ void launch_normal(const NormalParams& p, Stream) {
   if (p.batch && p.dim) selected().kernels->normal(p);
 }
 
-static void policy_column(const PolicyParams& p, int64_t column) {
+void launch_policy(const PolicyParams& p, Stream) {
   double sum = 0, squares = 0, ratios = 0, kls = 0;
   float low = std::numeric_limits<float>::infinity(), high = -low;
-  int64_t count = 0, above = 0, below = 0;
-  const int64_t end = p.batch * p.steps;
-  for (int64_t i = column; i < end; i += p.steps) count += !p.mask || p.mask[i];
-  const double norm = p.denominator != 0 ? p.denominator : static_cast<double>(count > 1 ? count : 1);
-  for (int64_t i = column; i < end; i += p.steps) {
-    const bool keep = !p.mask || p.mask[i];
-    p.d_delta[i] = 0;
-    if (p.d_kl) p.d_kl[i] = keep ? static_cast<float>(p.kl_coef / norm) : 0;
-    if (!keep) continue;
+  int64_t above = 0, below = 0;
+  const double n = static_cast<double>(p.batch > 1 ? p.batch : 1), norm = p.denominator != 0 ? p.denominator : n;
+  for (int64_t i = 0; i < p.batch; ++i) {
+    if (p.d_kl) p.d_kl[i] = static_cast<float>(p.kl_coef / norm);
     const float delta = p.log_ratio ? p.log_ratio[i] : p.logp[i] - p.logp_old[i];
     const base::PolicyTerm t =
         base::policy_term(delta, p.advantage[i], p.adv_clip, p.clip_low, p.clip_high, p.weight ? p.weight[i] : 1.0f);
@@ -115,15 +109,10 @@ static void policy_column(const PolicyParams& p, int64_t column) {
     high = high >= t.ratio || std::isnan(high) ? high : t.ratio;
     above += t.above, below += t.below;
   }
-  const double n = static_cast<double>(count > 1 ? count : 1);
-  p.loss[column] = static_cast<float>(sum / norm);
+  p.loss[0] = static_cast<float>(sum / norm);
   const double metrics[8] = {
       0.5 * squares / n, (above + below) / n, above / n, below / n, low, ratios / n, high, kls / n};
-  for (int k = 0; k < 8; ++k) p.metrics[8 * column + k] = static_cast<float>(metrics[k]);
-}
-
-void launch_policy(const PolicyParams& p, Stream) {
-  for (int64_t column = 0; column < p.steps; ++column) policy_column(p, column);
+  for (int k = 0; k < 8; ++k) p.metrics[k] = static_cast<float>(metrics[k]);
 }
 
 void launch_advantage(const AdvantageParams& p, Stream) { advantage::group(p); }

@@ -1,9 +1,8 @@
-// CUDA kernels of the small ops: policy loss (one block per column), group advantages and win rates (one block each).
-// Each is one launch without a sync.
+// CUDA kernels of the small ops: policy loss, group advantages and win rates. Each is one launch of one block,
+// without a sync.
 //
 // Statistics are fp64 and two-pass, over a group's members in index order, as on the CPU; members are neighbours if ids
-// ascend (large batches are sorted first). Invariant: every sum has a fixed order; a missing value (NaN) or a masked
-// sample enters none.
+// ascend (large batches are sorted first). Invariant: every sum has a fixed order; a missing value (NaN) enters none.
 #include "cuda_launch.cuh"
 #include "math.h"
 
@@ -42,18 +41,11 @@ __device__ float block_min(float x) {
 
 __global__ void __launch_bounds__(kThreads, 1) policy_kernel(const __grid_constant__ PolicyParams p) {
   begin();
-  const int64_t column = blockIdx.x, first = column + threadIdx.x * p.steps, end = p.batch * p.steps;
-  const int64_t stride = kThreads * p.steps;
-  double kept = 0;
-  for (int64_t i = first; i < end; i += stride) kept += !p.mask || p.mask[i];
-  const double count = fmax(block_sum(kept), 1.0), norm = p.denominator != 0 ? p.denominator : count;
+  const double count = fmax(static_cast<double>(p.batch), 1.0), norm = p.denominator != 0 ? p.denominator : count;
   double sum = 0, squares = 0, ratios = 0, kls = 0, above = 0, below = 0;
   float low = INFINITY, high = INFINITY;  // high holds −ratio
-  for (int64_t i = first; i < end; i += stride) {
-    const bool keep = !p.mask || p.mask[i];
-    p.d_delta[i] = 0;
-    if (p.d_kl) p.d_kl[i] = keep ? static_cast<float>(p.kl_coef / norm) : 0.f;
-    if (!keep) continue;
+  for (int64_t i = threadIdx.x; i < p.batch; i += kThreads) {
+    if (p.d_kl) p.d_kl[i] = static_cast<float>(p.kl_coef / norm);
     const float delta = p.log_ratio ? p.log_ratio[i] : p.logp[i] - p.logp_old[i];
     const base::PolicyTerm t =
         base::policy_term(delta, p.advantage[i], p.adv_clip, p.clip_low, p.clip_high, p.weight ? p.weight[i] : 1.0f);
@@ -65,11 +57,11 @@ __global__ void __launch_bounds__(kThreads, 1) policy_kernel(const __grid_consta
   sum = block_sum(sum), squares = block_sum(squares), ratios = block_sum(ratios), kls = block_sum(kls);
   above = block_sum(above), below = block_sum(below), low = block_min(low), high = block_min(high);
   if (threadIdx.x) return;
-  p.loss[column] = static_cast<float>(sum / norm);
+  p.loss[0] = static_cast<float>(sum / norm);
   const double m[8] = {0.5 * squares / count, (above + below) / count,    above / count, below / count, low,
                        ratios / count,        -static_cast<double>(high), kls / count};
 #pragma unroll
-  for (int k = 0; k < 8; ++k) p.metrics[8 * column + k] = static_cast<float>(m[k]);
+  for (int k = 0; k < 8; ++k) p.metrics[k] = static_cast<float>(m[k]);
 }
 
 __device__ double load(const void* data, int32_t dtype, int64_t k) {
@@ -218,9 +210,7 @@ __global__ void __launch_bounds__(kThreads, 1) winrate_kernel(const __grid_const
 
 namespace cuda {
 
-const char* launch_policy(const PolicyParams& p, Stream s) {
-  return run(policy_kernel, static_cast<unsigned>(p.steps), kThreads, s, p);
-}
+const char* launch_policy(const PolicyParams& p, Stream s) { return run(policy_kernel, 1, kThreads, s, p); }
 const char* launch_advantage(const AdvantageParams& p, Stream s) { return run(advantage_kernel, 1, kThreads, s, p); }
 const char* launch_winrate(const WinrateParams& p, Stream s) { return run(winrate_kernel, 1, kThreads, s, p); }
 

@@ -58,12 +58,11 @@ struct NormalParams {
 };
 
 struct PolicyParams {
-  int64_t batch = 0, steps = 1;  // tensors [B, T], results loss [T] and metrics [T, 8]
+  int64_t batch = 0;  // tensors [B]
   const float *logp = nullptr, *logp_old = nullptr, *advantage = nullptr;
   const float *weight = nullptr, *kl = nullptr, *log_ratio = nullptr;
-  const uint8_t* mask = nullptr;
   float clip_low = 0, clip_high = 0, adv_clip = 0, kl_coef = 0;
-  double denominator = 0;  // 0: the number of unmasked samples
+  double denominator = 0;  // 0: batch
   float *loss = nullptr, *metrics = nullptr, *d_delta = nullptr, *d_kl = nullptr;
 };
 

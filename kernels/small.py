@@ -1,7 +1,6 @@
 """Policy loss and group-wise normalisation in Triton; counterparts of csrc/cuda_small.cu.
 
-Statistics are fp64 and two-pass. Invariant: a masked sample or a missing value (NaN) enters no sum, and a constant
-group gives exactly 0.
+Statistics are fp64 and two-pass. Invariant: a missing value (NaN) enters no sum, and a constant group gives exactly 0.
 """
 
 import triton
@@ -10,20 +9,14 @@ import triton.language as tl
 
 @triton.jit
 def policy_kernel(
-    logp_ptr, old_ptr, adv_ptr, weight_ptr, mask_ptr, kl_ptr, ratio_ptr, loss_ptr, metrics_ptr, d_delta_ptr, d_kl_ptr,
-    batch, steps, clip_low, clip_high, adv_clip, kl_coef, denominator,
-    WEIGHT: tl.constexpr, MASK: tl.constexpr, KL: tl.constexpr, RATIO: tl.constexpr, FIXED: tl.constexpr,
+    logp_ptr, old_ptr, adv_ptr, weight_ptr, kl_ptr, ratio_ptr, loss_ptr, metrics_ptr, d_delta_ptr, d_kl_ptr,
+    batch, clip_low, clip_high, adv_clip, kl_coef, denominator,
+    WEIGHT: tl.constexpr, KL: tl.constexpr, RATIO: tl.constexpr, FIXED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Loss, 8 metrics, d loss/d log-ratio and d loss/d kl; each program handles one column of the batch [B, T]."""
-    column = tl.program_id(0)
+    """Loss, 8 metrics, d loss/d log-ratio and d loss/d kl."""
     i = tl.arange(0, BLOCK)
-    in_batch = i < batch
-    i = i * steps + column
-    metrics_ptr += 8 * column
-    keep = in_batch
-    if MASK:
-        keep = in_batch & (tl.load(mask_ptr + i, mask=in_batch, other=0) != 0)
+    keep = i < batch
     if RATIO:
         delta = tl.load(ratio_ptr + i, mask=keep, other=0.0)
     else:
@@ -49,9 +42,9 @@ def policy_kernel(
     if KL:
         kl_sum = tl.sum(tl.load(kl_ptr + i, mask=keep, other=0.0).to(tl.float64), axis=0)
         total += kl_coef * kl_sum
-        tl.store(d_kl_ptr + i, tl.where(keep, kl_coef / norm, 0.0).to(tl.float32), mask=in_batch)
-    tl.store(loss_ptr + column, (total / norm).to(tl.float32))
-    tl.store(d_delta_ptr + i, tl.where(keep, grad / norm, 0.0).to(tl.float32), mask=in_batch)
+        tl.store(d_kl_ptr + i, tl.zeros((BLOCK,), tl.float32) + (kl_coef / norm).to(tl.float32), mask=keep)
+    tl.store(loss_ptr, (total / norm).to(tl.float32))
+    tl.store(d_delta_ptr + i, (grad / norm).to(tl.float32), mask=keep)
     above = tl.sum((keep & (ratio > high)).to(tl.float64), axis=0) / count
     below = tl.sum((keep & (ratio < low)).to(tl.float64), axis=0) / count
     d64 = tl.where(keep, delta, 0.0).to(tl.float64)

@@ -34,7 +34,7 @@ def arguments(kernel):
             wide = kernel in (small.normalise_kernel, small.rank_kernel)
             velocity = name in ("v", "u", "c", "ref", "old", "dv", "du")
             ids = name in ("index", "sample", "step", "id", "span")
-            kind = "i64" if ids else "fp64" if wide else "i8" if name == "mask" else "bf16" if velocity else "fp32"
+            kind = "i64" if ids else "fp64" if wide else "bf16" if velocity else "fp32"
             types[p.name] = f"*{kind}"
         else:
             types[p.name] = (

@@ -200,7 +200,7 @@ def test_nan_stays_in_its_sample_and_never_reaches_a_step_without_logp(backend):
 @pytest.mark.parametrize("guidance", [None, (3.0, False, False), (3.0, False, True)])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_a_step_without_logp_has_gradient_zero_whatever_its_latents_hold(backend, dtype, guidance, bad):
-    """Sample 3 has w = s = 0; sample 0 has upstream gradient 0 (masked). The other samples must not be affected."""
+    """Sample 3 has w = s = 0; sample 0 has upstream gradient 0 (clipped). The other samples must not be affected."""
     c = make((3, 5), 4, dtype, dtype)
     x_next = c.eps.to(dtype)
 

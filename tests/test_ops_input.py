@@ -112,7 +112,7 @@ SMALL = {
     "noise dtype": (lambda: philox_normal(1, ids(), ids(), 4, dtype=torch.int32), TypeError, "dtype: expected fp32"),
     "noise seed": (lambda: philox_normal(1.5, ids(), ids(), 4), TypeError, "integer"),
     "policy shape": (lambda: loss(*zeros(2, 3), zeros(4)), ValueError, "advantage"),
-    "policy dtype": (lambda: loss(*zeros(3, 3), mask=zeros(3)), TypeError, r"mask: expected torch\.bool"),
+    "policy dtype": (lambda: loss(*zeros(3, 3), kl=zeros(3).half()), TypeError, r"kl: expected torch\.float32"),
     "policy clip": (lambda: loss(*zeros(3, 3), clip_low=-0.1), ValueError, "0 or more"),
     "policy clip NaN": (lambda: loss(*zeros(3, 3), clip_high=NAN), ValueError, "0 or more"),
     "advantage clip NaN": (lambda: loss(*zeros(3, 3), adv_clip=NAN), ValueError, "0 or more"),

@@ -65,10 +65,8 @@ def table(layout, x_dtype, v_dtype, out_dtype):
         yield "affine_step", (x, v, coef, index, *pair, *noise, out_dtype, more, sigma if more else None)
         yield "affine_logp", (x, v, eps, coef, index, *pair, *((ref, old) if more else (None, None)))
         yield "affine_grad", (x, v, eps, coef, index, *pair, ref, old, column, column if more else None, None)
-    yield "policy_loss", (column, column, column.float(), 0.1, 0.2, 5.0, None, None, None, 0.0, None, None)
-    steps = torch.stack((column, column), 1)
-    yield "policy_loss", (steps, steps, steps.float(), 0.1, 0.2, 5.0, None, steps > 0.5, steps, 0.1, None, None)
-    more = (column.float(), column > 0.5, column, 0.1, column, 7.0)
+    yield "policy_loss", (column, column, column.float(), 0.1, 0.2, 5.0, None, None, 0.0, None, None)
+    more = (column.float(), column, 0.1, column, 7.0)
     yield "policy_loss", (column.float(), column.float(), column.float(), 0.1, 0.2, 5.0, *more)
     options = ("weighted_sum", "group", 1e-4, 0, True), ("weighted_advantage_sum", "global", 0.0, 1, False)
     for option in options:
@@ -88,7 +86,7 @@ def options(x_dtype, v_dtype, out_dtype):
     """(op, arguments) for every op and every combination of its options; tensors are contiguous."""
     c = make((4, 6), 3, x_dtype, v_dtype)
     column, sigma = torch.rand(3, device=DEVICE), torch.rand(4, device=DEVICE)
-    steps, flags = torch.stack((column, column), 1), (False, True)
+    flags = (False, True)
     pairs = [(None, 0.0, False, False), *((c.u, 2.0, *both) for both in itertools.product(flags, flags))]
     noises = (None, 0, None, None, 0), (c.eps, 0, None, None, 0), (None, 7, c.index, c.index, 2)
 
@@ -105,9 +103,8 @@ def options(x_dtype, v_dtype, out_dtype):
             for upstream in each(column, column, -column):
                 if all(g is None or t is not None for g, t in zip(upstream[1:], others, strict=True)):
                     yield "affine_grad", (*given, *upstream)
-    for logp in (column, steps):
-        for weight, mask, kl, delta, n in each(logp, logp > 0.5, logp, logp - 0.5, 7.0):
-            yield "policy_loss", (logp, logp * 0.9, logp - 0.3, 0.1, 0.2, 5.0, weight, mask, kl, 0.1, delta, n)
+    for weight, kl, delta, n in each(column, column, column - 0.5, 7.0):
+        yield "policy_loss", (column, column * 0.9, column - 0.3, 0.1, 0.2, 5.0, weight, kl, 0.1, delta, n)
     rewards, ids = torch.rand(2, 5, device=DEVICE), torch.tensor([4, 9, 4, 4, 9], device=DEVICE)
     for combine, std, ddof, rank in itertools.product(get_args(Combine), get_args(Std), (0, 1), flags):
         yield "group_advantage", (rewards, ids, sigma[:2], combine, std, 1e-4, ddof, rank)
@@ -234,7 +231,7 @@ class Exported(torch.nn.Module):
         x, v, u, ref, old, coef, index, ids = given
         half, pair = x.mT.bfloat16(), Guidance(u.mT, 1.5, from_cond=True)
         step = affine_step(half, v.mT, coef, index, noise=ref.mT, guidance=pair, x0_sigma=coef[:, 0])
-        losses = {"advantage": ids.float(), "clip_low": 0.1, "kl_coef": 0.1, "denominator": 7.0, "mask": ids > 0}
+        losses = {"advantage": ids.float(), "clip_low": 0.1, "kl_coef": 0.1, "denominator": 7.0}
         grad = replay_policy_grad(
             half, v.mT, step.x_next, coef, index, step.logp - 0.1, v_ref=old.mT, guidance=pair, **losses
         )

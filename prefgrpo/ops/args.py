@@ -143,7 +143,7 @@ class Replay(NamedTuple):
 
 
 class Policy(NamedTuple):
-    """policy_loss; tensors are [B], or [B, T] for T losses."""
+    """policy_loss; tensors are [B]."""
 
     logp: Tensor
     logp_old: Tensor
@@ -152,19 +152,17 @@ class Policy(NamedTuple):
     clip_high: float
     adv_clip: float = 5.0
     weight: Tensor | None = None
-    mask: Tensor | None = None
     kl: Tensor | None = None
     kl_coef: float = 0.0
     log_ratio: Tensor | None = None
     denominator: float | None = None
 
     def results(self) -> Results:
-        """loss [T], metrics [T, 8], d loss/d log-ratio [B, T], d loss/d kl [B, T]; without T where logp is [B]."""
-        losses = self.logp.shape[1:]
+        """loss, metrics [8], d loss/d log-ratio [B], d loss/d kl [B]."""
         like = self.logp.float().contiguous()
         return [
-            like.new_empty_strided(losses, (1,) * len(losses)),
-            like.new_empty(*losses, 8),
+            like.new_empty(()),
+            like.new_empty(8),
             torch.empty_like(like),
             None if self.kl is None else torch.empty_like(like),
         ]
@@ -315,17 +313,6 @@ def check_ids(name: str, t: Tensor, batch: int, device: torch.device) -> None:
 
 def check_affine(a: Affine, **like: Tensor | None) -> None:
     """Raise ValueError or TypeError, stating what was expected, unless the inputs of an affine op fit together."""
-    check_latents(a, **like)
-    if a.row is not None:
-        check_ids("index", a.row, a.x.shape[0], a.x.device)
-    elif a.coef.shape[0] != a.x.shape[0]:
-        raise ValueError(
-            f"coef rows: expected [{len(a.x)}, 5], got {list(a.coef.shape)}; pass an index [B] into a [T, 5] table"
-        )
-
-
-def check_latents(a: Affine, **like: Tensor | None) -> None:
-    """`check_affine` without the check of the number of rows."""
     x, coef = a.x, a.coef
     if not x.dim():
         raise ValueError("x: expected [B, …], got a 0-d tensor")
@@ -347,6 +334,12 @@ def check_latents(a: Affine, **like: Tensor | None) -> None:
         raise ValueError(f"coef: expected fp32 [T, 5], got {coef.dtype} {list(coef.shape)}")
     if coef.device != device:
         raise ValueError(f"coef: is on {coef.device}, but x is on {device}; move it once, outside the loop")
+    if a.row is not None:
+        check_ids("index", a.row, shape[0], device)
+    elif coef.shape[0] != shape[0]:
+        raise ValueError(
+            f"coef rows: expected [{shape[0]}, 5], got {list(coef.shape)}; pass an index [B] into a [T, 5] table"
+        )
 
 
 def check_step(a: Step) -> None:

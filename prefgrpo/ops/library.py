@@ -252,7 +252,7 @@ affine_logp = GradOp(
 policy_loss = GradOp(
     Policy,
     "policy_loss(Tensor logp, Tensor logp_old, Tensor advantage, float clip_low, float clip_high, float adv_clip, "
-    "Tensor? weight, Tensor? mask, Tensor? kl, float kl_coef, Tensor? log_ratio, float? denominator) "
+    "Tensor? weight, Tensor? kl, float kl_coef, Tensor? log_ratio, float? denominator) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
     "logp logp_old kl log_ratio",
     grad_inputs=("logp", "kl", "log_ratio"),

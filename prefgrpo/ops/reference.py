@@ -5,8 +5,8 @@
 
 Coefficient rows are (a, b, s, w, c). Every function computes in the promoted dtype of its inputs, at least fp32, and
 runs unchanged in fp64, so tests take their expected values from it. Group statistics are two-pass fp64. Invariants: the
-result for one sample depends on that sample's latents alone; a masked sample or a missing value (NaN) enters no loss,
-gradient or statistic, and a constant group gives exactly 0.
+result for one sample depends on that sample's latents alone; a missing value (NaN) enters no statistic, and
+a constant group gives exactly 0.
 """
 
 from __future__ import annotations
@@ -77,14 +77,9 @@ def compute_dtype(*tensors: Tensor) -> torch.dtype:
 
 
 def mean_d(t: Tensor) -> Tensor:
-    """Mean over all but the batch dimension, [B]; one reduction per sample: its order is the same for any batch size.
-
-    Batches of more than 256 are tokens (`ops.tokens`) and take a single reduction.
-    """
+    """Mean over all but the batch dimension, [B]; one reduction per sample, so that its order suits any batch size."""
     t = t.reshape(t.shape[0], -1 if t.numel() else 0)
-    if 0 < t.shape[0] <= 256:
-        return torch.stack([sample.mean() for sample in t.unbind(0)])
-    return t.mean(1)
+    return torch.stack([sample.mean() for sample in t.unbind(0)]) if t.shape[0] else t.mean(1)
 
 
 def guided(cond: Tensor, uncond: Tensor, scale: float, from_cond: bool, rescale: bool) -> Tensor:
@@ -197,56 +192,48 @@ def guided_grad(
 
 # ---- policy loss ----
 def policy_loss(a: Policy) -> tuple[Tensor, Tensor]:
-    """(loss [T], metrics [T, 8] in the order of `ops.METRICS`); without the dimension T if logp is [B].
-
-    The loss is differentiable in logp, log_ratio and kl.
-    """
-    zero, (keep, delta, ratio, unclipped, clipped) = torch.zeros_like(a.logp), _terms(a)
+    """(loss, metrics [8] in the order of `ops.METRICS`); the loss is differentiable in logp, log_ratio and kl."""
+    delta, ratio, unclipped, clipped = _terms(a)
     per_sample = torch.maximum(unclipped, clipped)
     if a.weight is not None:
         per_sample = per_sample * a.weight
-    kl_term = zero if a.kl is None else torch.where(keep, a.kl, zero)
-    count = keep.sum(0).clamp_min(1).to(ratio.dtype)
-    total = torch.where(keep, per_sample + a.kl_coef * kl_term, zero).sum(0)
-    loss = total / (count if a.denominator is None else a.denominator)
+    kl = torch.zeros_like(a.logp) if a.kl is None else a.kl
+    count = max(len(ratio), 1)
+    loss = (per_sample + a.kl_coef * kl).sum() / (count if a.denominator is None else a.denominator)
     with torch.no_grad():
-        above, below = (ratio > 1.0 + a.clip_high) & keep, (ratio < 1.0 - a.clip_low) & keep
-        infinity = ratio.new_full((1, *ratio.shape[1:]), torch.inf)
+        above, below = ratio > 1.0 + a.clip_high, ratio < 1.0 - a.clip_low
+        infinity = ratio.new_full((1,), torch.inf)
         metrics = torch.stack(
             [
-                0.5 * delta.square().sum(0) / count,
-                (above | below).sum(0) / count,
-                above.sum(0) / count,
-                below.sum(0) / count,
-                torch.cat([torch.where(keep, ratio, torch.inf), infinity]).amin(0),
-                torch.where(keep, ratio, zero).sum(0) / count,
-                torch.cat([torch.where(keep, ratio, -torch.inf), -infinity]).amax(0),
-                kl_term.sum(0) / count,
-            ],
-            dim=-1,
+                0.5 * delta.square().sum() / count,
+                (above | below).sum() / count,
+                above.sum() / count,
+                below.sum() / count,
+                torch.cat([ratio, infinity]).amin(),
+                ratio.sum() / count,
+                torch.cat([ratio, -infinity]).amax(),
+                kl.sum() / count,
+            ]
         )
     return loss, metrics
 
 
 def _terms(a: Policy) -> tuple[Tensor, ...]:
-    """Mask of samples to keep, log-ratio, ratio r, −A r and −A clip(r), each like logp."""
-    keep = torch.ones_like(a.logp, dtype=torch.bool) if a.mask is None else a.mask
-    zero = torch.zeros_like(a.logp)
-    delta = torch.where(keep, a.logp - a.logp_old if a.log_ratio is None else a.log_ratio, zero)
+    """Log-ratio, ratio r, −A r and −A clip(r), each like logp."""
+    delta = a.logp - a.logp_old if a.log_ratio is None else a.log_ratio
     ratio = torch.exp(delta)
-    adv = torch.where(keep, a.advantage, zero).clamp(-a.adv_clip, a.adv_clip)
-    return keep, delta, ratio, -adv * ratio, -adv * ratio.clamp(1.0 - a.clip_low, 1.0 + a.clip_high)
+    adv = a.advantage.clamp(-a.adv_clip, a.adv_clip)
+    return delta, ratio, -adv * ratio, -adv * ratio.clamp(1.0 - a.clip_low, 1.0 + a.clip_high)
 
 
 def policy_grad(a: Policy) -> tuple[Tensor, Tensor | None]:
     """(∂ loss / ∂ log-ratio, ∂ loss / ∂ kl) of `policy_loss`, like logp; the first is −A r, or 0 where r is clipped."""
-    keep, _, _, unclipped, clipped = _terms(a)
-    kept = keep.to(unclipped.dtype)
-    scale = kept / (kept.sum(0).clamp_min(1) if a.denominator is None else a.denominator)
-    d_delta = torch.where(keep & ~(unclipped < clipped), unclipped, 0.0) * scale
+    _, _, unclipped, clipped = _terms(a)
+    denominator = max(len(unclipped), 1) if a.denominator is None else a.denominator
+    d_delta = torch.where(unclipped < clipped, 0.0, unclipped) / denominator
     if a.weight is not None:
-        d_delta = torch.where(keep, d_delta * a.weight, 0.0)
-    return d_delta, None if a.kl is None else a.kl_coef * scale
+        d_delta = d_delta * a.weight
+    return d_delta, None if a.kl is None else torch.full_like(unclipped, a.kl_coef / denominator)
 
 
 # ---- advantages ----

@@ -173,13 +173,11 @@ def affine_grad(a: args.Replay) -> Results:
 def policy_loss(a: args.Policy) -> Results:
     """`Policy.results`."""
     batch, results = len(a.logp), a.results()
-    mask = None if a.mask is None else a.mask.contiguous().view(torch.uint8)
-    inputs = (a.logp, a.logp_old, a.advantage, a.weight, mask, a.kl, a.log_ratio)
-    steps = results[0].numel()
-    small.policy_kernel[(steps,)](
+    inputs = (a.logp, a.logp_old, a.advantage, a.weight, a.kl, a.log_ratio)
+    small.policy_kernel[(1,)](
         *(a.logp if t is None else t.contiguous() for t in inputs), *(a.logp if t is None else t for t in results),
-        batch, steps, a.clip_low, a.clip_high, a.adv_clip, a.kl_coef, a.denominator or 0.0,
-        *(t is not None for t in (a.weight, a.mask, a.kl, a.log_ratio, a.denominator)),
+        batch, a.clip_low, a.clip_high, a.adv_clip, a.kl_coef, a.denominator or 0.0,
+        *(t is not None for t in (a.weight, a.kl, a.log_ratio, a.denominator)),
         max(16, triton.next_power_of_2(batch)), **_FLAGS,
     )  # fmt: skip
     return results
