@@ -18,8 +18,7 @@ from prefgrpo.ops import (
     affine_step,
     group_advantage,
     philox_normal,
-    policy_loss_grad,
-    replay_policy_grad,
+    policy_loss,
     use_backend,
     winrate_advantage,
 )
@@ -43,10 +42,9 @@ def _calls() -> dict[str, tuple[Callable[[], Any], int]]:
         "affine_step addressed": (lambda: affine_step(x, v, c, index, noise=NoiseAddress(1, sample)), 1),
         "affine_logp": (lambda: affine_logp(x, v, e, c, index, v_ref=x, v_old=x), 1),
         "philox_normal": (lambda: philox_normal(1, sample, index, 4096), 1),
-        "policy_loss": (lambda: policy_loss_grad(column, column, column, clip_low=0.1), 1),
+        "policy_loss": (lambda: policy_loss(column, column, column, clip_low=0.1), 1),
         "winrate_advantage": (lambda: winrate_advantage(wins, played), 1),
         "group_advantage": (lambda: group_advantage(rewards, ids, weights), 1),
-        "replay_policy_grad": (lambda: replay_policy_grad(x, v, e, c, index, column, column, clip_low=0.1), 3),
     }
 
 

@@ -12,7 +12,7 @@ import sys
 
 import pytest
 
-FILES = ("affine", "noise", "policy", "advantage", "replay")
+FILES = ("affine", "noise", "policy", "advantage")
 
 
 @pytest.mark.full

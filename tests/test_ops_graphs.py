@@ -22,11 +22,8 @@ from prefgrpo.ops import (
     affine_logp,
     affine_step,
     group_advantage,
-    on_policy_grad,
     philox_normal,
     policy_loss,
-    policy_loss_grad,
-    replay_policy_grad,
     winrate_advantage,
 )
 
@@ -87,11 +84,6 @@ def loss(i, **options):
     return policy_loss(i.logp, i.logp_old, i.kl.detach().float(), clip_low=0.1, **options)
 
 
-def replay(i, **options):
-    losses = {"logp_old": i.logp_old, "advantage": i.kl.detach(), "clip_low": 0.1}
-    return replay_policy_grad(i.x, i.v, i.y, i.coef, i.index, **losses, **options)
-
-
 CALLS = {
     "step": lambda i: step(i),
     "step, a pair, addressed, mean, x0": lambda i: step(
@@ -112,10 +104,6 @@ CALLS = {
     "loss, weight, KL, Guard": lambda i: loss(
         i, clip_high=0.2, weight=i.logp_old.float(), kl=i.kl, kl_coef=0.1, log_ratio=i.logp, denominator=7,
     ),
-    "loss and gradient": lambda i: policy_loss_grad(i.logp, i.logp_old, i.spread, clip_low=0.1, kl=i.kl, kl_coef=0.1),
-    "replay": lambda i: replay(i),
-    "replay, a pair, KL, out": lambda i: replay(i, guidance=Guidance(i.u, 1.5), v_ref=i.ref, kl_coef=0.1, out=i.out),
-    "on policy, out": lambda i: on_policy_grad(i.v, i.coef, i.index, NoiseAddress(3, i.ids), i.spread, out=i.out),
     "groups": lambda i: group_advantage(i.rewards, i.ids // 2),
     "groups, GDPO, ranks": lambda i: group_advantage(
         i.rewards, i.ids.int() // 2, i.sigma[:2], combine="weighted_advantage_sum", std="global", ddof=1, rank=True
@@ -223,7 +211,7 @@ def test_exported(backend, name):
             same(got, results(name, i))
 
 
-DIFFERENTIABLE = [name for name in CALLS if name.startswith(("logp", "loss")) and name != "loss and gradient"]
+DIFFERENTIABLE = [name for name in CALLS if name.startswith(("logp", "loss"))]
 
 
 @kernels
@@ -293,7 +281,7 @@ def test_derivatives_are_complete_refused_or_none(backend, name, how):
         elif name in DIFFERENTIABLE and how is twice:
             with pytest.raises(RuntimeError, match=f"{op} cannot be differentiated twice"):
                 how(total, given)
-        elif name in DIFFERENTIABLE or (forward and name.startswith(("step", "replay", "loss"))):
+        elif name in DIFFERENTIABLE or (forward and name.startswith(("step", "loss"))):
             with pytest.raises(NotImplementedError, match=f"{op}.* (backward only|no derivative)"):
                 how(total, given)
         elif name.endswith(", out") and how in (forward_mode, func_grad, func_vjp, hessian):  # torch's own error

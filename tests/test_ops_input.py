@@ -17,7 +17,6 @@ from prefgrpo.ops import (
     affine_logp,
     affine_step,
     group_advantage,
-    on_policy_grad,
     philox_normal,
     policy_loss,
     use_backend,
@@ -97,10 +96,6 @@ def loss(*args, **options):
     return policy_loss(*args, **{"clip_low": 0.1, **options})
 
 
-def on_policy(advantage, **options):
-    return on_policy_grad(base()["x"], base()["coef"], ids(), NoiseAddress(1, ids()), advantage, **options)
-
-
 def zeros(*shape, dtype=torch.float32):
     return torch.zeros(*shape, dtype=dtype)
 
@@ -118,8 +113,6 @@ SMALL = {
     "advantage clip NaN": (lambda: loss(*zeros(3, 3), adv_clip=NAN), ValueError, "0 or more"),
     "KL coefficient NaN": (lambda: loss(*zeros(3, 3), kl_coef=NAN), ValueError, "finite"),
     "policy denominator": (lambda: loss(*zeros(3, 3), denominator=0.0), ValueError, "more than 0"),
-    "on policy clip NaN": (lambda: on_policy(torch.ones(3), adv_clip=NAN), ValueError, "0 or more"),
-    "on policy shape": (lambda: on_policy(torch.ones(1)), ValueError, r"advantage and weight: expected \[3\]"),
     "complex rewards": (lambda: group_advantage(zeros(1, 3, dtype=torch.complex64), ids()), TypeError, "expected real"),
     "group shape": (lambda: group_advantage(zeros(1, 4), ids()), ValueError, r"rewards \[R, B\]"),
     "group id dtype": (lambda: group_advantage(zeros(1, 3), ids(dtype=torch.int16)), ValueError, "int32 group_ids"),

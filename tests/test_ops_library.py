@@ -28,7 +28,6 @@ from prefgrpo.ops import (
     library,
     philox_normal,
     policy_loss,
-    replay_policy_grad,
     winrate_advantage,
 )
 from prefgrpo.ops.args import Combine, Std
@@ -231,12 +230,14 @@ class Exported(torch.nn.Module):
         x, v, u, ref, old, coef, index, ids = given
         half, pair = x.mT.bfloat16(), Guidance(u.mT, 1.5, from_cond=True)
         step = affine_step(half, v.mT, coef, index, noise=ref.mT, guidance=pair, x0_sigma=coef[:, 0])
-        losses = {"advantage": ids.float(), "clip_low": 0.1, "kl_coef": 0.1, "denominator": 7.0}
-        grad = replay_policy_grad(
-            half, v.mT, step.x_next, coef, index, step.logp - 0.1, v_ref=old.mT, guidance=pair, **losses
+        losses = {"clip_low": 0.1, "kl_coef": 0.1, "denominator": 7.0}
+        new = affine_logp(half, v.mT, step.x_next, coef, index, v_ref=old.mT, guidance=pair)
+        loss = policy_loss(new.logp, step.logp - 0.1, ids.float(), kl=new.kl, **losses)
+        grad = torch.ops.prefgrpo.affine_grad(
+            half, v.mT, step.x_next, coef, index, *pair, old.mT, None, new.logp, new.kl, None
         )
         ranks = group_advantage(x[:, :2, 0].T, ids % 2, std="global", combine="weighted_advantage_sum", rank=True)
-        return *training_step(*given), step.x_next, step.x0, grad.dv, grad.du, grad.metrics, ranks
+        return *training_step(*given), step.x_next, step.x0, *grad, *loss, ranks
 
 
 def exported(backend):

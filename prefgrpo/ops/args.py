@@ -68,7 +68,7 @@ class Normal(NamedTuple):
     offset: int
     dtype: torch.dtype
     out: Tensor | None = None
-    """The caller's memory for the noise. Like `out` of Step and Replay, not an argument of the custom op."""
+    """The caller's memory for the noise. Like `out` of Step, not an argument of the custom op."""
 
     def results(self) -> Results:
         """Noise [B, numel]."""
@@ -129,8 +129,6 @@ class Replay(NamedTuple):
     """[B] upstream gradient of logp; the next two, of KL and Guard log-ratio. Only affine_grad takes them."""
     g_kl: Tensor | None = None
     g_guard: Tensor | None = None
-    out: Tensor | None = None
-    """The caller's memory for dv."""
 
     def results(self) -> Results:
         """logp, kl, Guard log-ratio, [B] each."""
@@ -138,7 +136,7 @@ class Replay(NamedTuple):
 
     def gradients(self) -> Results:
         """dv (dc of a guidance pair) and du, in the dtypes of v and u."""
-        dv = _empty_like(self.x, self.v.dtype) if self.out is None else self.out
+        dv = _empty_like(self.x, self.v.dtype)
         return [dv, None if self.uncond is None else _empty_like(self.x, self.uncond.dtype)]
 
 

@@ -139,7 +139,7 @@ def affine_grad(a: args.Replay) -> Results:
     if _norm_dim_too_large(a):
         return plain.affine_grad(a)
     if (guided := _precompute_guidance(a)) is not a:
-        (inner, _), results = affine_grad(guided._replace(out=None)), a.gradients()
+        (inner, _), results = affine_grad(guided), a.gradients()
         _launch_guide(a, inner, *results)
         return results
     leading, _alive = _leading_args(a)

@@ -35,17 +35,6 @@ class PolicyLoss(NamedTuple):
     """fp32 [8] in the order of `METRICS`; no gradient."""
 
 
-class PolicyGrad(NamedTuple):
-    """Result of `policy_loss_grad`."""
-
-    loss: Tensor
-    metrics: Tensor
-    d_log_ratio: Tensor
-    """[B]: d loss/d logp (or d log_ratio)."""
-    d_kl: Tensor | None
-    """d loss/d kl, likewise."""
-
-
 def metrics_by_name(metrics: Tensor) -> dict[str, Tensor]:
     """`PolicyLoss.metrics` as {name: value}, still on the device."""
     return dict(zip(METRICS, metrics.unbind(-1), strict=True))
@@ -76,21 +65,6 @@ def policy_loss(
     a = Policy(logp, logp_old, advantage, clip_low, high, adv_clip, weight, kl, kl_coef, log_ratio, denominator)
     loss, metrics, *_ = library.policy_loss(_checked(a))
     return PolicyLoss(loss, metrics)
-
-
-def policy_loss_grad(
-    logp: Tensor,
-    logp_old: Tensor,
-    advantage: Tensor,
-    *,
-    clip_low: float,
-    clip_high: float | None = None,
-    **options: Any,
-) -> PolicyGrad:
-    """`policy_loss` with explicit gradients, for loops that do their own backward; same arguments."""
-    a = Policy(logp, logp_old, advantage, clip_low, clip_low if clip_high is None else clip_high, **options)
-    with torch.no_grad():
-        return PolicyGrad(*library.policy_loss(_checked(a)))
 
 
 def _checked(a: Policy) -> Policy:

@@ -156,7 +156,7 @@ def affine_grad(a: args.Replay) -> Results:
     if not a.x.numel():
         return results
     if (guided := _precompute_guidance(a)) is not a:
-        _launch_guide(a, affine_grad(guided._replace(out=None))[0], *results)
+        _launch_guide(a, affine_grad(guided)[0], *results)
         return results
     inputs, strides, coef, index = _inputs(a, a.x_next, a.v_ref, a.v_old)
     upstream = [coef if g is None else g.float().contiguous() for g in (a.g_logp, a.g_kl, a.g_guard)]
