@@ -149,7 +149,7 @@ Arguments& read_affine(Arguments& in, AffineParams& p) {
   return in >> p.coef >> p.rows >> p.index;
 }
 void read_step(Arguments& in, AffineParams& p) {
-  read_affine(in, p) >> p.out >> p.eps >> p.noise >> p.mean >> p.x0 >> p.sigma >> p.logp >> p.partial >> p.ticket;
+  read_affine(in, p) >> p.out >> p.eps >> p.noise >> p.mean >> p.logp >> p.partial >> p.ticket;
 }
 void read_logp(Arguments& in, AffineParams& p) {
   read_affine(in, p) >> p.out >> p.v_ref >> p.v_old >> p.logp >> p.kl >> p.guard >> p.partial >> p.ticket;

@@ -180,19 +180,13 @@ static double step_tile(const AffineParams& p, const Row& r, int64_t i, int64_t 
   const float* e = p.noise.sample ? addressed_noise(p.noise, i, start, n, s.noise)
                    : p.eps.data   ? load(p.eps, i, start, n, s.noise)
                                   : nullptr;
-  if (e && r.w != 0.0f && has_pass(p) && !p.mean.data && !p.x0.data)
+  if (e && r.w != 0.0f && has_pass(p) && !p.mean.data)
     return kStepPass[p.x.dtype][p.v.dtype][p.out.dtype](r, address(p.x, i, start), address(p.v, i, start), e,
                                                         address(p.out, i, start), n);
   const float* x = load(p.x, i, start, n, s.x);
   const float* v = velocity(p, i, start, n, s);
   float* m = p.mean.data ? result_buffer(p.mean, i, start, s.m) : s.m;
   float* y = result_buffer(p.out, i, start, s.y);
-  if (p.x0.data) {
-    const float sigma = p.sigma[p.index ? p.index[i] : i];
-    float* o = result_buffer(p.x0, i, start, s.o);
-    for (int k = 0; k < n; ++k) o[k] = x[k] - sigma * v[k];
-    store(p.x0, i, start, n, o, false);
-  }
   if (e)
     for (int k = 0; k < n; ++k) {
       const float mean = mean_of(r, x[k], v[k]);

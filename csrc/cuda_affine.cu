@@ -200,12 +200,6 @@ __global__ void __launch_bounds__(kThreads, kVelocity == kAny ? 5 : 9)
     if (kNoise == kAddressed) addressed_noise(split, p.noise, counter, tile, kGeneral, e);
     if (kNoise == kGiven) e = eps_.values();
     const Values x = x_.values(), v = velocity(p, v_, u_);
-    if (kGeneral && p.x0.data) {
-      const int64_t row = p.index ? p.index[i] : i;
-      const float sigma = row >= 0 && row < p.rows ? p.sigma[row] : r.a;
-      for (int j = 0; j < kVector; ++j) y[j] = x[j] - sigma * v[j];
-      Stream<kAny>(p.x0, i, start).store(tile, y);
-    }
     for (int j = 0; j < kVector; ++j) {
       mean[j] = mean_of(r, x[j], v[j]);
       y[j] = kNoise == kNone ? mean[j] : mean[j] + r.s * e[j];
@@ -429,8 +423,8 @@ bool fuses_norm(int64_t rescale_dim) {
 }
 
 const char* launch_affine_step(const AffineParams& p, Stream s) {
-  const bool is_aligned = all_aligned({p.x, p.v, p.u, p.eps, p.out, p.mean, p.x0});
-  return dispatch_types(p, p.u.data || p.mean.data || p.x0.data || (p.noise.offset & 3), [&](auto t) {
+  const bool is_aligned = all_aligned({p.x, p.v, p.u, p.eps, p.out, p.mean});
+  return dispatch_types(p, p.u.data || p.mean.data || (p.noise.offset & 3), [&](auto t) {
     constexpr int x = decltype(t)::kLatent, v = decltype(t)::kVelocity;
     if (p.noise.sample) return launch(step_kernel<x, v, kAddressed>, p, is_aligned, s);
     return launch(p.eps.data ? step_kernel<x, v, kGiven> : step_kernel<x, v, kNone>, p, is_aligned, s);

@@ -35,8 +35,7 @@ struct AffineParams {
   int64_t rows = 0;                // T
   const int64_t* index = nullptr;  // [B] rows of coef; null: row i. Outside: CPU throws, CUDA gives NaN
   // step
-  View eps, out, mean, x0;
-  const float* sigma = nullptr;  // like coef: [T] with index, else [B]; for x0
+  View eps, out, mean;
   NoiseAddress noise;
   // replay: `out` is the stored x'
   View v_ref, v_old;

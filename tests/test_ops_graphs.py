@@ -50,7 +50,7 @@ class Inputs(NamedTuple):
     wins: Tensor
     rewards: Tensor
     coef: Tensor
-    sigma: Tensor
+    weights: Tensor
 
 
 BATCH = Inputs(*[0] * 14, 1, None, None)
@@ -68,7 +68,7 @@ def inputs(batch=3, x_dtype=F32, v_dtype=F32, lay=lambda t: t, seed=0):
     n = len(x)
     return Inputs(
         x, v, u, ref, old, y, logp, logp_old, kl, c.index[:n], 1 + draw(n), torch.arange(n, device=DEVICE) + seed,
-        torch.empty(n, 5, 8, dtype=v_dtype, device=DEVICE), draw(n, 4, 4), draw(2, n), c.coef, draw(4),
+        torch.empty(n, 5, 8, dtype=v_dtype, device=DEVICE), draw(n, 4, 4), draw(2, n), c.coef, draw(2),
     )  # fmt: skip
 
 
@@ -86,9 +86,9 @@ def loss(i, **options):
 
 CALLS = {
     "step": lambda i: step(i),
-    "step, a pair, addressed, mean, x0": lambda i: step(
+    "step, a pair, addressed, mean": lambda i: step(
         i, noise=NoiseAddress(5, i.ids, offset=2), guidance=Guidance(i.u, 2.0, rescale=True), want_mean=True,
-        x0_sigma=i.sigma, out_dtype=torch.bfloat16,
+        out_dtype=torch.bfloat16,
     ),
     "step without noise, a row each": lambda i: affine_step(i.x, i.v, i.coef[i.index], noise=None),
     "step of one index": lambda i: step(i, 2, noise=NoiseAddress(-3, i.ids.int())),
@@ -106,7 +106,7 @@ CALLS = {
     ),
     "groups": lambda i: group_advantage(i.rewards, i.ids // 2),
     "groups, GDPO, ranks": lambda i: group_advantage(
-        i.rewards, i.ids.int() // 2, i.sigma[:2], combine="weighted_advantage_sum", std="global", ddof=1, rank=True
+        i.rewards, i.ids.int() // 2, i.weights, combine="weighted_advantage_sum", std="global", ddof=1, rank=True
     ),
     "groups, geometric": lambda i: group_advantage(i.rewards, i.ids, combine="geometric_mean", std="none"),
     "win rates": lambda i: winrate_advantage(i.wins, i.wins.mT, std="global"),

@@ -101,7 +101,6 @@ def zeros(*shape, dtype=torch.float32):
 
 
 SMALL = {
-    "sigma for x0": (lambda: affine_step(**base(), x0_sigma=zeros(2)), ValueError, "one σ per row"),
     "noise ids": (lambda: philox_normal(1, ids(), ids(2), 4), ValueError, "step: expected int64"),
     "noise size": (lambda: philox_normal(1, ids(), ids(), -4), ValueError, "0 or more"),
     "noise dtype": (lambda: philox_normal(1, ids(), ids(), 4, dtype=torch.int32), TypeError, "dtype: expected fp32"),

@@ -51,9 +51,9 @@ def table(layout, x_dtype, v_dtype, out_dtype):
     x, v, u, ref, old, eps = map(lay, (c.x, c.v, c.u, c.v_ref, c.v_old, c.eps))
     index = c.index[: len(x)]
     column = lay(torch.rand(3, device=DEVICE).to(F64 if F64 in (x_dtype, v_dtype) else F32))
-    coef, sigma, wins = (lay(torch.rand(*size, device=DEVICE)) for size in ((4, 5), (4,), (2, 3, 3)))
+    coef, wins = (lay(torch.rand(*size, device=DEVICE)) for size in ((4, 5), (2, 3, 3)))
     if layout == "no samples":
-        coef, sigma = torch.rand(4, 5, device=DEVICE), torch.rand(4, device=DEVICE)
+        coef = torch.rand(4, 5, device=DEVICE)
     given, addressed = (eps, 0, None, None, 0), (None, 7, index, index, 2)
     yield "philox_normal", (-5, index, index, 9, 3, out_dtype)
     for pair, noise, more in (
@@ -61,7 +61,7 @@ def table(layout, x_dtype, v_dtype, out_dtype):
         ((u, 2.0, False, True), addressed, True),
         ((u, 2.0, True, False), (None, 0, None, None, 0), False),
     ):
-        yield "affine_step", (x, v, coef, index, *pair, *noise, out_dtype, more, sigma if more else None)
+        yield "affine_step", (x, v, coef, index, *pair, *noise, out_dtype, more)
         yield "affine_logp", (x, v, eps, coef, index, *pair, *((ref, old) if more else (None, None)))
         yield "affine_grad", (x, v, eps, coef, index, *pair, ref, old, column, column if more else None, None)
     yield "policy_loss", (column, column, column.float(), 0.1, 0.2, 5.0, None, None, 0.0, None, None)
@@ -84,7 +84,7 @@ def with_leaves(name, given):
 def options(x_dtype, v_dtype, out_dtype):
     """(op, arguments) for every op and every combination of its options; tensors are contiguous."""
     c = make((4, 6), 3, x_dtype, v_dtype)
-    column, sigma = torch.rand(3, device=DEVICE), torch.rand(4, device=DEVICE)
+    column = torch.rand(3, device=DEVICE)
     flags = (False, True)
     pairs = [(None, 0.0, False, False), *((c.u, 2.0, *both) for both in itertools.product(flags, flags))]
     noises = (None, 0, None, None, 0), (c.eps, 0, None, None, 0), (None, 7, c.index, c.index, 2)
@@ -92,10 +92,10 @@ def options(x_dtype, v_dtype, out_dtype):
     def each(*options):
         return itertools.product(*((None, option) for option in options))
 
-    tables = (c.coef, c.index, sigma), (c.rows, None, sigma[:3])
-    for (coef, row, levels), pair in itertools.product(tables, pairs):
-        for noise, mean, (x0,) in itertools.product(noises, flags, each(levels)):
-            yield "affine_step", (c.x, c.v, coef, row, *pair, *noise, out_dtype, mean, x0)
+    tables = (c.coef, c.index), (c.rows, None)
+    for (coef, row), pair in itertools.product(tables, pairs):
+        for noise, mean in itertools.product(noises, flags):
+            yield "affine_step", (c.x, c.v, coef, row, *pair, *noise, out_dtype, mean)
         for others in each(c.v_ref, c.v_old):
             given = (c.x, c.v, c.eps, coef, row, *pair, *others)
             yield "affine_logp", given
@@ -106,7 +106,7 @@ def options(x_dtype, v_dtype, out_dtype):
         yield "policy_loss", (column, column * 0.9, column - 0.3, 0.1, 0.2, 5.0, weight, kl, 0.1, delta, n)
     rewards, ids = torch.rand(2, 5, device=DEVICE), torch.tensor([4, 9, 4, 4, 9], device=DEVICE)
     for combine, std, ddof, rank in itertools.product(get_args(Combine), get_args(Std), (0, 1), flags):
-        yield "group_advantage", (rewards, ids, sigma[:2], combine, std, 1e-4, ddof, rank)
+        yield "group_advantage", (rewards, ids, column[:2], combine, std, 1e-4, ddof, rank)
     wins = torch.rand(2, 3, 3, device=DEVICE)
     for std, ddof in itertools.product(get_args(Std), (0, 1)):
         yield "winrate_advantage", (wins, torch.ones_like(wins), std, 1e-4, ddof)
@@ -229,7 +229,7 @@ class Exported(torch.nn.Module):
     def forward(self, *given):
         x, v, u, ref, old, coef, index, ids = given
         half, pair = x.mT.bfloat16(), Guidance(u.mT, 1.5, from_cond=True)
-        step = affine_step(half, v.mT, coef, index, noise=ref.mT, guidance=pair, x0_sigma=coef[:, 0])
+        step = affine_step(half, v.mT, coef, index, noise=ref.mT, guidance=pair)
         losses = {"clip_low": 0.1, "kl_coef": 0.1, "denominator": 7.0}
         new = affine_logp(half, v.mT, step.x_next, coef, index, v_ref=old.mT, guidance=pair)
         loss = policy_loss(new.logp, step.logp - 0.1, ids.float(), kl=new.kl, **losses)
@@ -237,7 +237,7 @@ class Exported(torch.nn.Module):
             half, v.mT, step.x_next, coef, index, *pair, old.mT, None, new.logp, new.kl, None
         )
         ranks = group_advantage(x[:, :2, 0].T, ids % 2, std="global", combine="weighted_advantage_sum", rank=True)
-        return *training_step(*given), step.x_next, step.x0, *grad, *loss, ranks
+        return *training_step(*given), step.x_next, *grad, *loss, ranks
 
 
 def exported(backend):

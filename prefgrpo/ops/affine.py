@@ -42,8 +42,6 @@ class AffineStep(NamedTuple):
     """[B] fp32; 0 for rows without a log-prob (s = 0)."""
     mean: Tensor | None = None
     """[B, …] fp32 a·x + b·v, if asked for."""
-    x0: Tensor | None = None
-    """[B, …] in the storage dtype: x − σ·v, if `x0_sigma` was given."""
 
 
 class AffineLogp(NamedTuple):
@@ -98,7 +96,6 @@ def affine_step(
     out_dtype: torch.dtype | None = None,
     guidance: Guidance | None = None,
     want_mean: bool = False,
-    x0_sigma: Tensor | None = None,
     out: Tensor | None = None,
 ) -> AffineStep:
     """One denoising step of any rule, in one launch; no gradient.
@@ -106,9 +103,8 @@ def affine_step(
     x, v: [B, …] bf16/fp16/fp32 (fp64: computed in torch), any strides; results are contiguous. coef: fp32 [T, 5] rows
     (a, b, s, w, c), selected by index (int64 or int32 [B], or one number for all samples); without index, [B, 5].
     noise: ε like x, an address, or None (no noise). out_dtype: storage dtype of x' (default: x's). guidance: v is the
-    conditional half of a pair. want_mean: also return a·x + b·v. x0_sigma: fp32 σ, one per row of coef, selected by
-    `index`: also return x − σ·v. out: memory for x'; it must not overlap an input. Raises ValueError, TypeError or
-    IndexError for arguments that do not fit together.
+    conditional half of a pair. want_mean: also return a·x + b·v. out: memory for x'; it must not overlap an input.
+    Raises ValueError, TypeError or IndexError for arguments that do not fit together.
     """
     eps, seed, sample, step, offset = None, 0, None, None, 0
     row = rows_index(index, x)
@@ -118,7 +114,7 @@ def affine_step(
     else:
         eps = noise
     pair, dtype = unpack_guidance(guidance), out_dtype or x.dtype
-    a = Step(x, v, coef, row, *pair, eps, seed, sample, step, offset, dtype, want_mean, x0_sigma, out)
+    a = Step(x, v, coef, row, *pair, eps, seed, sample, step, offset, dtype, want_mean, out)
     if out is not None:
         check_out(out, x.shape, dtype, x.device, x, v, eps, pair[0])
     check_step(a)

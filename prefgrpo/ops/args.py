@@ -99,16 +99,14 @@ class Step(NamedTuple):
     offset: int
     out_dtype: torch.dtype
     want_mean: bool
-    sigma: Tensor | None
     out: Tensor | None = None
     """The caller's memory for x'."""
 
     def results(self) -> Results:
-        """x', logp, mean, x0."""
+        """x', logp, mean."""
         out = _empty_like(self.x, self.out_dtype) if self.out is None else self.out
         mean = _empty_like(self.x, torch.float32) if self.want_mean else None
-        x0 = None if self.sigma is None else _empty_like(self.x, self.out_dtype)
-        return [out, _empty_per_sample(self.x), mean, x0]
+        return [out, _empty_per_sample(self.x), mean]
 
 
 class Replay(NamedTuple):
@@ -341,7 +339,7 @@ def check_affine(a: Affine, **like: Tensor | None) -> None:
 
 
 def check_step(a: Step) -> None:
-    """`check_affine`, and checks of a step's noise, σ and dtypes; the same errors."""
+    """`check_affine`, and checks of a step's noise and dtypes; the same errors."""
     check_affine(a, noise=a.eps)
     if a.sample is not None:
         if a.step is None:
@@ -350,11 +348,5 @@ def check_step(a: Step) -> None:
         check_ids("noise.step", a.step, a.x.shape[0], a.x.device)
         if a.offset < 0:
             raise ValueError(f"noise.offset: expected 0 or more, got {a.offset}")
-    rows, sigma = a.coef.shape[0], a.sigma
-    if sigma is not None and (sigma.dim() != 1 or sigma.numel() < rows or sigma.device != a.x.device):
-        raise ValueError(
-            f"x0_sigma: expected [{rows}] on {a.x.device}, one σ per row of coef, got {list(sigma.shape)} on "
-            f"{sigma.device}"
-        )
     if a.out_dtype not in DTYPES:
         raise TypeError(f"out_dtype: expected fp32, bf16, fp16 or fp64, got {a.out_dtype}")

@@ -231,7 +231,7 @@ philox_normal = Op(
 affine_step = Op(
     Step,
     f"affine_step(Tensor x, Tensor v, Tensor coef, {_AFFINE}, Tensor? eps, SymInt seed, Tensor? sample, Tensor? step, "
-    "SymInt offset, ScalarType out_dtype, bool want_mean, Tensor? sigma) -> (Tensor, Tensor, Tensor, Tensor)",
+    "SymInt offset, ScalarType out_dtype, bool want_mean) -> (Tensor, Tensor, Tensor)",
     "x v uncond eps out_dtype",
 )
 affine_grad = Op(

@@ -114,11 +114,11 @@ def affine_step(a: args.Step) -> Results:
         return plain.affine_step(a)
     a = _precompute_guidance(a)
     leading, _alive = _leading_args(a)
-    out, logp, mean, x0 = results = a.results()
+    out, logp, mean = results = a.results()
     (eps,) = _contiguous_samples(a.eps)
-    sample, step, sigma = _contiguous(a.sample, a.step, None if a.sigma is None else a.sigma.float())
+    sample, step = _contiguous(a.sample, a.step)
     address = None if sample is None else (a.seed, _ptr(sample), _ptr(step), a.offset)
-    more = (address, _view(mean), _view(x0), _ptr(sigma), _ptr(logp))
+    more = (address, _view(mean), _ptr(logp))
     _launch(_C.affine_step, a.x, *leading, _view(out), _view(eps), *more, num_sums=1)
     return results
 

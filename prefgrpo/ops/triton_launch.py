@@ -117,16 +117,16 @@ def affine_step(a: args.Step) -> Results:
         return plain.affine_step(a)
     a = _precompute_guidance(a)
     inputs, strides, coef, index = _inputs(a, a.eps)
-    out, logp, *more = results = a.results()
+    out, logp, mean = results = a.results()
     grid = a.x.shape[0] * triton.cdiv(_dim(a), BLOCK)
     partial = torch.empty(grid, dtype=torch.float32, device=a.x.device)
     sample, step = (index if t is None else t.contiguous() for t in (a.sample, a.step))
     affine.step_kernel[(grid,)](
-        *inputs, out, *(out if t is None else t for t in more), coef, index,
-        coef if a.sigma is None else a.sigma.float().contiguous(), sample, step, partial, _dim(a), coef.shape[0],
+        *inputs, out, out if mean is None else mean, coef, index,
+        sample, step, partial, _dim(a), coef.shape[0],
         *strides, a.scale, a.offset, *_seed_words(a.seed),
         NOISE=2 if a.sample is not None else int(a.eps is not None), ALIGNED=a.offset % 4 == 0,
-        MEAN=a.want_mean, X0=a.sigma is not None, **_constexprs(a),
+        MEAN=a.want_mean, **_constexprs(a),
     )  # fmt: skip
     _finish(a, partial, coef, index, logp)
     return results
