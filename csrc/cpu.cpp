@@ -35,7 +35,6 @@ struct Choice {
   const CpuKernels* kernels;
 };
 
-// The kernels also use F16C, which every CPU with AVX2 has; older compilers cannot test for it by name.
 bool find(const char* name, Choice& out) {
 #if defined(PG_X86)
   if (!std::strcmp(name, "avx512") && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&

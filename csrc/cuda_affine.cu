@@ -386,17 +386,13 @@ struct Types {
 // Calls `launch_as` with the Types of a launch: kAny if `general`, if x and x' differ in dtype, or if v's is rare.
 template <class Launch>
 const char* dispatch_types(const AffineParams& p, bool general, Launch launch_as) {
-  if (!general && p.x.dtype == p.out.dtype) switch (3 * p.x.dtype + p.v.dtype) {
-      case 3 * kF32 + kF32:
+  if (!general && p.x.dtype == p.out.dtype) switch (2 * p.x.dtype + p.v.dtype) {
+      case 2 * kF32 + kF32:
         return launch_as(Types<kF32, kF32>());
-      case 3 * kF32 + kBF16:
+      case 2 * kF32 + kBF16:
         return launch_as(Types<kF32, kBF16>());
-      case 3 * kF32 + kF16:
-        return launch_as(Types<kF32, kF16>());
-      case 3 * kBF16 + kBF16:
+      case 2 * kBF16 + kBF16:
         return launch_as(Types<kBF16, kBF16>());
-      case 3 * kF16 + kF16:
-        return launch_as(Types<kF16, kF16>());
     }
   return launch_as(Types<kAny, kAny>());
 }

@@ -7,7 +7,7 @@
 
 namespace prefgrpo {
 
-enum DType : int32_t { kF32 = 0, kBF16 = 1, kF16 = 2, kF64 = 3 };
+enum DType : int32_t { kF32 = 0, kBF16 = 1, kF64 = 2 };
 
 // [B, D] with contiguous D; `stride` elements from one sample to the next.
 struct View {

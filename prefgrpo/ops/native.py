@@ -17,7 +17,7 @@ from prefgrpo.ops import args, plain
 from prefgrpo.ops.args import Affine, Combine, Results, Std, contiguous_samples, rescaled_dim
 from prefgrpo.ops.backend import extension
 
-_DTYPE_CODE = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
+_DTYPE_CODE = {torch.float32: 0, torch.bfloat16: 1, torch.float64: 2}
 _std_code, _combine_code = get_args(Std).index, get_args(Combine).index
 _C: Any = extension()
 _TICKETS: dict[tuple[int, int], Tensor] = {}
