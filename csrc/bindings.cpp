@@ -162,13 +162,8 @@ void read_policy(Arguments& in, PolicyParams& p) {
   in >> p.batch >> p.logp >> p.logp_old >> p.advantage >> p.weight >> p.kl >> p.log_ratio >> p.clip_low >>
       p.clip_high >> p.adv_clip >> p.kl_coef >> p.denominator >> p.loss >> p.metrics >> p.d_delta >> p.d_kl;
 }
-void read_group(Arguments& in, AdvantageParams& p) {
-  in >> p.rewards >> p.batch >> p.values >> p.dtype >> p.group >> p.sorted >> p.weights >> p.combine >> p.std_mode >>
-      p.eps >> p.ddof >> p.rank >> p.scratch >> p.advantage;
-}
 void read_winrate(Arguments& in, WinrateParams& p) {
-  in >> p.prompts >> p.group >> p.wins >> p.counts >> p.dtype >> p.std_mode >> p.eps >> p.ddof >> p.rate >>
-      p.advantage >> p.scratch;
+  in >> p.prompts >> p.group >> p.wins >> p.counts >> p.dtype >> p.use_std >> p.eps >> p.ddof >> p.rate >> p.advantage;
 }
 
 PyObject* isa(PyObject*, PyObject*) { return PyUnicode_FromString(cpu::isa()); }
@@ -221,7 +216,6 @@ PyMethodDef methods[] = {
     {"affine_grad", method(op<AffineParams, read_grad, PG_LAUNCHES(affine_grad)>), METH_FASTCALL, nullptr},
     {"normal", method(op<NormalParams, read_normal, PG_LAUNCHES(normal)>), METH_FASTCALL, nullptr},
     {"policy", method(op<PolicyParams, read_policy, PG_LAUNCHES(policy)>), METH_FASTCALL, nullptr},
-    {"group_advantage", method(op<AdvantageParams, read_group, PG_LAUNCHES(advantage)>), METH_FASTCALL, nullptr},
     {"winrate_advantage", method(op<WinrateParams, read_winrate, PG_LAUNCHES(winrate)>), METH_FASTCALL, nullptr},
 #if defined(PG_CUDA)
     {"guide", method(op<AffineParams, read_guide, guide_on_cpu, guide>), METH_FASTCALL, nullptr},

@@ -11,7 +11,6 @@
 #include <stdexcept>
 #include <string>
 
-#include "advantage.h"
 #include "math.h"
 
 namespace prefgrpo {
@@ -114,8 +113,27 @@ void launch_policy(const PolicyParams& p, Stream) {
   for (int k = 0; k < 8; ++k) p.metrics[k] = static_cast<float>(metrics[k]);
 }
 
-void launch_advantage(const AdvantageParams& p, Stream) { advantage::group(p); }
-void launch_winrate(const WinrateParams& p, Stream) { advantage::winrate(p); }
+static double load(const void* data, int32_t dtype, int64_t k) {
+  return dtype == kF64 ? static_cast<const double*>(data)[k] : static_cast<const float*>(data)[k];
+}
+
+// fp64 and two-pass, over a prompt's members in order, of the rates as returned: rounded, so that equal ones are equal.
+void launch_winrate(const WinrateParams& p, Stream) {
+  for (int64_t i = 0; i < p.prompts * p.group; ++i) {
+    double wins = 0, count = 0;
+    for (int64_t j = i * p.group; j < (i + 1) * p.group; ++j) {
+      wins += load(p.wins, p.dtype, j);
+      count += load(p.counts, p.dtype, j);
+    }
+    p.rate[i] = static_cast<float>(count > 0 ? wins / count : std::numeric_limits<double>::quiet_NaN());
+  }
+  for (int64_t prompt = 0; prompt < p.prompts; ++prompt) {
+    const float* rate = p.rate + prompt * p.group;
+    float* advantage = p.advantage + prompt * p.group;
+    const base::Moments m = base::moments(rate, p.group, p.ddof);
+    for (int64_t i = 0; i < p.group; ++i) advantage[i] = base::advantage_of(rate[i], m, p.use_std, p.eps);
+  }
+}
 
 }  // namespace cpu
 }  // namespace prefgrpo

@@ -177,7 +177,6 @@ template <int kLatent, int kVelocity, int kNoise>
 __global__ void __launch_bounds__(kThreads, kVelocity == kAny ? 5 : 9)
     step_kernel(const __grid_constant__ AffineParams p, const __grid_constant__ Split split) {
   constexpr bool kGeneral = kVelocity == kAny;
-  begin();
   const int64_t i = blockIdx.x, start = block_start(split);
   Stream<kLatent> x_(p.x, i, start), out_(p.out, i, start);
   Stream<kVelocity> v_(p.v, i, start);
@@ -217,7 +216,6 @@ template <int kLatent, int kVelocity>
 __global__ void __launch_bounds__(kThreads, kVelocity == kAny ? 5 : 9)
     logp_kernel(const __grid_constant__ AffineParams p, const __grid_constant__ Split split) {
   constexpr bool kGeneral = kVelocity == kAny;
-  begin();
   const int64_t i = blockIdx.x, start = block_start(split);
   Stream<kLatent> x_(p.x, i, start), y_(p.out, i, start);
   Stream<kVelocity> v_(p.v, i, start);
@@ -261,7 +259,6 @@ __global__ void __launch_bounds__(kThreads, kVelocity == kAny ? 5 : 9)
     grad_kernel(const __grid_constant__ AffineParams p, const __grid_constant__ Split split) {
   constexpr bool kGeneral = kVelocity == kAny;
   __shared__ GradScale scale;
-  begin();
   const int64_t i = blockIdx.x, start = block_start(split);
   Stream<kLatent> x_(p.x, i, start), y_(p.out, i, start);
   Stream<kVelocity> v_(p.v, i, start), dv_(p.dv, i, start);
@@ -311,7 +308,6 @@ __global__ void __launch_bounds__(kThreads, kVelocity == kAny ? 5 : 9)
 
 __global__ void __launch_bounds__(kThreads, 9)
     normal_kernel(const __grid_constant__ NormalParams p, const __grid_constant__ Split split) {
-  begin();
   const int64_t i = blockIdx.x;
   const Counter counter = counter_of(p.noise, i);
   Stream<kAny> out(p.out, i, block_start(split));
@@ -326,7 +322,6 @@ __global__ void __launch_bounds__(kThreads, 9)
 // Guidance with the norm restored, for rows that the affine kernels cannot handle (`fuses_norm`): one warp per row.
 template <bool kBackward>
 __global__ void __launch_bounds__(kThreads) guide_kernel(const __grid_constant__ AffineParams p, const int64_t rows) {
-  begin();
   const int64_t warp = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
   if (warp >= p.batch * rows) return;
   const int64_t i = warp / rows, from = (warp % rows) * p.rescale_dim;

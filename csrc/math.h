@@ -246,5 +246,34 @@ PG_INLINE PolicyTerm policy_term(float delta, float adv, float adv_clip, float l
   return t;
 }
 
+// ---------------------------------------------------------------- advantages, one group
+struct Moments {
+  double mean, deviation;
+  bool varies;
+};
+
+// Of the values that are not NaN (missing), in order, in two passes.
+PG_INLINE Moments moments(const float* values, int64_t size, int ddof) {
+  double n = 0, sum = 0, squares = 0;
+  float low = INFINITY, high = -INFINITY;
+  for (int64_t k = 0; k < size; ++k) {
+    const float v = values[k];
+    if (v != v) continue;
+    n += 1;
+    sum += v;
+    low = v < low ? v : low;
+    high = v > high ? v : high;
+  }
+  const double mean = sum / (n > 1 ? n : 1);
+  for (int64_t k = 0; k < size; ++k)
+    if (values[k] == values[k]) squares += (values[k] - mean) * (values[k] - mean);
+  return {mean, sqrt(squares / (n - ddof > 1 ? n - ddof : 1)), high > low};
+}
+
+PG_INLINE float advantage_of(float value, const Moments& m, bool use_std, double eps) {
+  if (value != value || !m.varies) return 0.f;
+  return static_cast<float>((value - m.mean) / (use_std ? m.deviation + eps : 1.0));
+}
+
 }  // namespace PG_ISA
 }  // namespace prefgrpo

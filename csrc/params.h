@@ -65,29 +65,12 @@ struct PolicyParams {
   float *loss = nullptr, *metrics = nullptr, *d_delta = nullptr, *d_kl = nullptr;
 };
 
-struct AdvantageParams {
-  int64_t rewards = 0, batch = 0;  // values [R, B]
-  const void* values = nullptr;
-  int32_t dtype = kF64;
-  const int64_t* group = nullptr;   // [B]
-  int32_t sorted = 0;               // CUDA: whether group ids ascend, so that members are neighbours
-  const double* weights = nullptr;  // [R]
-  int32_t combine = 0, std_mode = 0, ddof = 0, rank = 0;
-  double eps = 0;
-  float* advantage = nullptr;  // [B]
-  double* scratch = nullptr;   // CUDA: [4, B]
-};
-
 struct WinrateParams {
   int64_t prompts = 0, group = 0;
   const void *wins = nullptr, *counts = nullptr;  // [P, G, G]
-  int32_t dtype = kF64, std_mode = 0, ddof = 0;
+  int32_t dtype = kF64, use_std = 0, ddof = 0;
   double eps = 0;
   float *rate = nullptr, *advantage = nullptr;  // [P, G]
-  double* scratch = nullptr;                    // CUDA: [P, G]
 };
-
-enum Combine : int32_t { kWeightedSum = 0, kWeightedAdvantageSum = 1, kGeometric = 2, kHarmonic = 3 };
-enum StdMode : int32_t { kStdGroup = 0, kStdGlobal = 1, kStdNone = 2 };
 
 }  // namespace prefgrpo

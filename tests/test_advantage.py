@@ -116,9 +116,9 @@ def combined_here(rewards, weights):
 
 
 @pytest.mark.parametrize("options", [
-    *({"combine": c} for c in ("weighted_sum", "weighted_advantage_sum", "geometric_mean", "harmonic_mean")),
+    *({"combine": c} for c in ("weighted_sum", "weighted_advantage_sum", "geometric_mean")),
     *({"std": std, "ddof": 1} for std in ("global", "none")),
-    {"rank": True}, {"batch_norm": True}, {"log_tame": "mean"}, {"log_tame": 0.0, "combine": "harmonic_mean"},
+    {"rank": True}, {"batch_norm": True}, {"log_tame": "mean"}, {"log_tame": 0.0, "combine": "geometric_mean"},
     {"function": f"{__file__}:combined_here"}, {"function": f"{__name__}.combined_here", "rank": True},
 ], ids=str)  # fmt: skip
 def test_every_option_of_the_reward_section(options):
@@ -191,7 +191,7 @@ def test_a_tamed_reward_of_minus_one_is_missing():
 
 
 @pytest.mark.parametrize("reward", [
-    {"combine": "geometric_mean"}, {"combine": "harmonic_mean"}, {"log_tame": 0.0}, {"function": f"{__name__}.root"},
+    {"combine": "geometric_mean"}, {"log_tame": 0.0}, {"function": f"{__name__}.root"},
 ], ids=str)  # fmt: skip
 def test_a_sample_without_a_combined_value_is_missing_for_the_objective_too(trainer, reward):
     """As 0 would be an average advantage, on which `nft` trains."""

@@ -114,7 +114,7 @@ SMALL = {
     "policy denominator": (lambda: loss(*zeros(3, 3), denominator=0.0), ValueError, "more than 0"),
     "complex rewards": (lambda: group_advantage(zeros(1, 3, dtype=torch.complex64), ids()), TypeError, "expected real"),
     "group shape": (lambda: group_advantage(zeros(1, 4), ids()), ValueError, r"rewards \[R, B\]"),
-    "group id dtype": (lambda: group_advantage(zeros(1, 3), ids(dtype=torch.int16)), ValueError, "int32 group_ids"),
+    "group id dtype": (lambda: group_advantage(zeros(1, 3), zeros(3)), ValueError, "integer group_ids"),
     "weights": (lambda: group_advantage(zeros(2, 3), ids(), zeros(3)), ValueError, "one per reward"),
     "combine": (lambda: group_advantage(zeros(2, 3), ids(), combine="mean"), ValueError, "combine: expected one of"),
     "std": (lambda: group_advantage(zeros(2, 3), ids(), std="batch"), ValueError, "std: expected one of"),

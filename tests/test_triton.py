@@ -31,7 +31,7 @@ def built():
 
 @pytest.mark.full
 def test_every_kernel_compiles_for_every_architecture_without_spills(built):
-    assert {k["kernel"] for k in built if k["arch"] == 90} >= {"finish", "guide", "policy", "normalise", "rank"}
+    assert {k["kernel"] for k in built if k["arch"] == 90} >= {"finish", "guide", "policy", "winrate"}
     for arch in (80, 90, 100):
         assert {k["kernel"] for k in built if k["arch"] == arch} >= {*BULK, "normal"}
     assert [k for k in built if k["stack"]] == []

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 Std = Literal["group", "global", "none"]
-Combine = Literal["weighted_sum", "weighted_advantage_sum", "geometric_mean", "harmonic_mean"]
+Combine = Literal["weighted_sum", "weighted_advantage_sum", "geometric_mean"]
 Results = list[Any]
 """Tensors, and None for results that were not requested."""
 
@@ -164,44 +164,12 @@ class Policy(NamedTuple):
         ]
 
 
-class Group(NamedTuple):
-    """group_advantage."""
-
-    rewards: Tensor
-    group_ids: Tensor
-    weights: Tensor
-    combine: str
-    """One of `Combine`, which is in the order of csrc's enum."""
-    std: str
-    """One of `Std`, likewise."""
-    eps: float
-    ddof: int
-    rank: bool
-
-    def results(self) -> Results:
-        """Advantage [B]."""
-        return [self.rewards.new_empty(self.rewards.shape[1], dtype=torch.float32)]
-
-
-MAX_UNSORTED_BATCH = 4096
-"""Up to this batch size, a GPU finds groups by comparing all pairs of ids; larger batches are first sorted by group."""
-
-
-def sorted_if_large(a: Group, op: Callable[[Group, bool], Results]) -> Results:
-    """op(arguments, is_sorted) on the samples, sorted by group id if there are many; results in the order of `a`."""
-    if a.rewards.shape[1] <= MAX_UNSORTED_BATCH:
-        return op(a, False)
-    order = a.group_ids.argsort(stable=True)
-    (out,) = op(a._replace(rewards=a.rewards[:, order], group_ids=a.group_ids[order]), True)
-    return [torch.empty_like(out).index_copy_(0, order, out)]
-
-
 class Winrate(NamedTuple):
     """winrate_advantage."""
 
     wins: Tensor
     counts: Tensor
-    std: str
+    use_std: bool
     eps: float
     ddof: int
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from prefgrpo.ops.args import Group, Normal, Policy, Replay, Results, Step, Winrate
+from prefgrpo.ops.args import Normal, Policy, Replay, Results, Step, Winrate
 from prefgrpo.ops.backend import backend_of, implementation, module_for
 
 NAMESPACE = __name__.split(".")[0]
@@ -260,11 +260,6 @@ policy_loss = GradOp(
     save=_save_policy,
     backward=_policy_backward,
 )
-group_advantage = Op(
-    Group,
-    "group_advantage(Tensor rewards, Tensor group_ids, Tensor weights, str combine, str std, float eps, SymInt ddof, "
-    "bool rank) -> Tensor",
-)
 winrate_advantage = Op(
-    Winrate, "winrate_advantage(Tensor wins, Tensor counts, str std, float eps, SymInt ddof) -> (Tensor, Tensor)"
+    Winrate, "winrate_advantage(Tensor wins, Tensor counts, bool use_std, float eps, SymInt ddof) -> (Tensor, Tensor)"
 )

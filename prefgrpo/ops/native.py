@@ -8,17 +8,16 @@ tensors' device.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from prefgrpo.ops import args, plain
-from prefgrpo.ops.args import Affine, Combine, Results, Std, contiguous_samples, rescaled_dim
+from prefgrpo.ops.args import Affine, Results, contiguous_samples, rescaled_dim
 from prefgrpo.ops.backend import extension
 
 _DTYPE_CODE = {torch.float32: 0, torch.bfloat16: 1, torch.float64: 2}
-_std_code, _combine_code = get_args(Std).index, get_args(Combine).index
 _C: Any = extension()
 _TICKETS: dict[tuple[int, int], Tensor] = {}
 
@@ -163,26 +162,11 @@ def _fp32_or_fp64(t: Tensor) -> Tensor:
     return (t if t.dtype in (torch.float32, torch.float64) else t.double()).contiguous()
 
 
-def group_advantage(a: args.Group) -> Results:
-    """`Group.results`."""
-    return _group_advantage(a, False) if _on_cpu(a.rewards) else args.sorted_if_large(a, _group_advantage)
-
-
-def _group_advantage(a: args.Group, is_sorted: bool) -> Results:
-    r, ids, w = _fp32_or_fp64(a.rewards), a.group_ids.contiguous(), a.weights.double().contiguous()
-    results, scratch = a.results(), None if _on_cpu(r) else r.new_empty(4, r.shape[1], dtype=torch.float64)
-    options = (_combine_code(a.combine), _std_code(a.std), a.eps, a.ddof, a.rank)
-    values = (r.data_ptr(), _DTYPE_CODE[r.dtype], ids.data_ptr(), is_sorted, w.data_ptr())
-    _launch(_C.group_advantage, r, *r.shape, *values, *options, _ptr(scratch), *map(_ptr, results))
-    return results
-
-
 def winrate_advantage(a: args.Winrate) -> Results:
     """`Winrate.results`."""
     wins = _fp32_or_fp64(a.wins)
     counts = _fp32_or_fp64(a.counts).to(wins.dtype)
-    (prompts, group, _), results = wins.shape, a.results()
-    scratch = None if _on_cpu(wins) else wins.new_empty(prompts, group, dtype=torch.float64)
-    values = (wins.data_ptr(), counts.data_ptr(), _DTYPE_CODE[wins.dtype], _std_code(a.std), a.eps, a.ddof)
-    _launch(_C.winrate_advantage, wins, prompts, group, *values, *map(_ptr, results), _ptr(scratch))
+    results = a.results()
+    values = (wins.data_ptr(), counts.data_ptr(), _DTYPE_CODE[wins.dtype], a.use_std, a.eps, a.ddof)
+    _launch(_C.winrate_advantage, wins, *wins.shape[:2], *values, *map(_ptr, results))
     return results

@@ -16,7 +16,7 @@ from prefgrpo.ops import args, reference
 from prefgrpo.ops.args import Affine, Results, coef_rows
 
 FP32 = torch.float32
-group_advantage, winrate_advantage = reference.group_advantage, reference.winrate_advantage
+winrate_advantage = reference.winrate_advantage
 
 
 def philox_normal(a: args.Normal) -> Results:

@@ -16,7 +16,7 @@ import math
 import torch
 from torch import Tensor
 
-from prefgrpo.ops.args import Group, Policy, Replay, Results, Winrate
+from prefgrpo.ops.args import Policy, Replay, Results, Winrate
 
 _MUL = (0xD2511F53, 0xCD9E8D57)
 _KEY = (0x9E3779B9, 0xBB67AE85)
@@ -254,12 +254,21 @@ def _ranks(r: Tensor, ids: Tensor) -> Tensor:
     return torch.where(torch.isnan(r), r, rank)
 
 
-def normalise(r: Tensor, ids: Tensor, groups: int, std: str, eps: float, ddof: int, rank: bool = False) -> Tensor:
-    """(r − group mean) / (std + eps) in fp64; missing entries and constant groups give 0."""
+def dense_ids(group_ids: Tensor) -> Tensor:
+    """Group numbers 0, 1, … int64 [B] of any integer ids, without reading a value back from the device."""
+    order = group_ids.argsort(stable=True)
+    ordered = group_ids[order]
+    new = torch.ones_like(order)
+    new[1:] = ordered[1:] != ordered[:-1]
+    return torch.empty_like(order).scatter_(0, order, new.cumsum(0) - 1)
+
+
+def normalise(r: Tensor, ids: Tensor, std: str, eps: float, ddof: int, rank: bool = False) -> Tensor:
+    """(r − group mean) / (std + eps) in fp64, for `dense_ids` [B]; missing entries and constant groups give 0."""
     if rank:
         r = _ranks(r, ids)
     ok = ~torch.isnan(r)
-    zeros = torch.zeros(groups, dtype=torch.float64, device=r.device)
+    zeros = torch.zeros_like(r)
     n = zeros.index_add(0, ids, ok.double())
     mean = zeros.index_add(0, ids, torch.where(ok, r, 0.0)) / n.clamp_min(1)
     low = (zeros + torch.inf).scatter_reduce(0, ids, torch.where(ok, r, torch.inf), "amin")
@@ -275,37 +284,6 @@ def normalise(r: Tensor, ids: Tensor, groups: int, std: str, eps: float, ddof: i
     return torch.where(centred != 0, centred / scale, 0.0)
 
 
-def combine_rewards(r: Tensor, w: Tensor, combine: str) -> Tensor:
-    """One value per sample, [B], from rewards [R, B]; a reward of weight 0 is ignored."""
-    used = (w != 0)[:, None]
-    if combine == "weighted_sum":
-        return torch.where(used, w[:, None] * r, 0.0).sum(0)
-    negative = ((r < 0) & used).any(0)
-    if combine == "geometric_mean":
-        value = torch.exp(torch.where(used, w[:, None] * torch.log(r), 0.0).sum(0) / w.sum())
-    else:
-        value = w.sum() / torch.where(used, w[:, None] / r, 0.0).sum(0)
-    return torch.where(negative, torch.nan, value)
-
-
-@torch.no_grad()
-def group_advantage(a: Group) -> Results:
-    """`Group.results`; the torch backend uses it too."""
-    r, w = a.rewards.double(), a.weights.double()
-    _, ids = torch.unique(a.group_ids, return_inverse=True)
-    groups = int(ids.max()) + 1 if ids.numel() else 0
-    r, w = r[w != 0], w[w != 0]
-    if r.numel() == 0:
-        return [torch.zeros(a.rewards.shape[1], dtype=torch.float32, device=a.rewards.device)]
-    r = torch.where(torch.isnan(r).any(0), torch.nan, r)
-    if a.combine == "weighted_advantage_sum":
-        advantages = torch.stack([normalise(row, ids, groups, a.std, a.eps, a.ddof, a.rank) for row in r])
-        return [(w[:, None] * advantages).sum(0).float()]
-    value = combine_rewards(r, w, a.combine)
-    adv = normalise(value, ids, groups, a.std, a.eps, a.ddof, a.rank)
-    return [adv.float()]
-
-
 def win_rate(wins: Tensor, counts: Tensor) -> Tensor:
     """fp64 [P, G], rounded to fp32 so that rates whose sums differ only in order are equal; NaN: no comparison."""
     n = counts.double().sum(-1)
@@ -318,5 +296,5 @@ def winrate_advantage(a: Winrate) -> Results:
     rate = win_rate(a.wins, a.counts)
     p, g = rate.shape
     ids = torch.arange(p, device=rate.device).repeat_interleave(g)
-    adv = normalise(rate.reshape(-1), ids, p, a.std, a.eps, a.ddof)
+    adv = normalise(rate.reshape(-1), ids, "group" if a.use_std else "none", a.eps, a.ddof)
     return [rate.float(), adv.float().view(p, g)]

@@ -7,15 +7,15 @@ be the current one.
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 import torch
 import triton
 from torch import Tensor
 
 from prefgrpo.kernels import affine, noise, small
-from prefgrpo.ops import args, plain, reference
-from prefgrpo.ops.args import Affine, Results, Std, contiguous_samples, rescaled_dim
+from prefgrpo.ops import args, plain
+from prefgrpo.ops.args import Affine, Results, contiguous_samples, rescaled_dim
 
 BLOCK = 2048
 _FLAGS = {"enable_fp_fusion": False}
@@ -183,51 +183,13 @@ def policy_loss(a: args.Policy) -> Results:
     return results
 
 
-def _normalised(a: args.Group | args.Winrate, values: Tensor, ids: Tensor, weights: Tensor, is_sorted: bool) -> Tensor:
-    """Σ_r weight_r · normalised(values_r), fp64 [B], from values fp64 [R, B] and the options of `a`."""
-    rewards, batch = values.shape
-    out = torch.empty(batch, dtype=torch.float64, device=values.device)
-    rows, block = 8, min(128, triton.next_power_of_2(max(batch, 16)))
-    grid, sizes, span = (triton.cdiv(batch, rows),), (is_sorted, rows, block), ids
-    if is_sorted:  # per program: start of its first sample's group, end of its last sample's group
-        ends = torch.arange(rows - 1, batch + rows - 1, rows, device=ids.device).clamp_max_(batch - 1)
-        first, last = ids[::rows].contiguous(), ids[ends]
-        span = torch.stack([torch.searchsorted(ids, first), torch.searchsorted(ids, last, right=True)])
-    if isinstance(a, args.Group) and a.rank:
-        ranked = torch.empty_like(values)
-        for r in range(rewards):
-            small.rank_kernel[grid](values[r], ids, span, ranked[r], batch, *sizes, **_FLAGS)
-        values = ranked
-    mode = get_args(Std).index(a.std)
-    small.normalise_kernel[grid](values, ids, span, weights, out, rewards, batch, a.eps, a.ddof, mode, *sizes, **_FLAGS)
-    return out
-
-
-@_on_tensor_device
-def group_advantage(a: args.Group) -> Results:
-    """`Group.results`."""
-    if not a.rewards.numel():
-        return [torch.zeros(a.rewards.shape[1], device=a.rewards.device)]
-    return args.sorted_if_large(a, _group_advantage)
-
-
-def _group_advantage(a: args.Group, is_sorted: bool) -> Results:
-    r, w, ids = a.rewards.double(), a.weights.double(), a.group_ids.contiguous()
-    r = torch.where((w != 0)[:, None], r, 0.0)
-    missing = torch.isnan(r).any(0)
-    if a.combine != "weighted_advantage_sum":
-        r, w = reference.combine_rewards(r, w, a.combine)[None], (w != 0).any().double().view(1)
-    r = torch.where(missing, torch.nan, r).contiguous()
-    return [_normalised(a, r, ids, w, is_sorted).float()]
-
-
 @_on_tensor_device
 def winrate_advantage(a: args.Winrate) -> Results:
     """`Winrate.results`."""
-    rate = reference.win_rate(a.wins, a.counts)
-    if not rate.numel():
-        return [rate.float(), rate.float()]
-    ids = torch.arange(rate.shape[0], device=rate.device).repeat_interleave(rate.shape[1])
-    one = torch.ones(1, dtype=torch.float64, device=rate.device)
-    advantage = _normalised(a, rate.reshape(1, -1), ids, one, is_sorted=ids.numel() > args.MAX_UNSORTED_BATCH)
-    return [rate.float(), advantage.float().view(rate.shape)]
+    results, (prompts, group, _) = a.results(), a.wins.shape
+    if results[0].numel():
+        small.winrate_kernel[(prompts,)](
+            a.wins.contiguous(), a.counts.contiguous(), *results, group, a.eps, a.ddof, a.use_std,
+            triton.next_power_of_2(group), **_FLAGS,
+        )  # fmt: skip
+    return results

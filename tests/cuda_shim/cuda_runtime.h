@@ -101,6 +101,10 @@ inline void launch(dim3 blocks, unsigned threads, const std::function<void()>& k
 }  // namespace cuda_shim
 
 inline void __syncthreads() { cuda_shim::barrier(0, static_cast<unsigned>(cuda_shim::fibers.size())); }
+inline void __syncwarp() {
+  const unsigned warp = cuda_shim::me->thread.x & ~31u;
+  cuda_shim::barrier(warp, warp + 32);
+}
 inline void __threadfence() {}
 
 template <class T>
@@ -127,22 +131,9 @@ using cudaStream_t = void*;
 using cudaError_t = int;
 constexpr int cudaSuccess = 0;
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
-inline cudaError_t cudaGetDevice(int*) { return 1; }
-enum { cudaDevAttrComputeCapabilityMajor, cudaLaunchAttributeProgrammaticStreamSerialization };
-inline cudaError_t cudaDeviceGetAttribute(int*, int, int) { return 1; }
-enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone };
-inline cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus*) { return cudaSuccess; }
-struct cudaLaunchAttribute {
-  int id;
-  struct {
-    int programmaticStreamSerializationAllowed;
-  } val;
-};
 struct cudaLaunchConfig_t {
   dim3 gridDim, blockDim;
   cudaStream_t stream;
-  cudaLaunchAttribute* attrs;
-  unsigned numAttrs;
 };
 template <class... Taken, class... Given>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Taken...), const Given&... given) {
