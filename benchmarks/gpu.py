@@ -35,9 +35,9 @@ def _calls() -> dict[str, tuple[Callable[[], Any], int]]:
     played = torch.ones_like(wins)
     c = schedule.coef
     return {
-        "affine_step": (lambda: affine_step(x, v, c, index, noise=e), 1),
-        "affine_step addressed": (lambda: affine_step(x, v, c, index, noise=NoiseAddress(1, sample)), 1),
-        "affine_logp": (lambda: affine_logp(x, v, e, c, index, v_ref=x, v_old=x), 1),
+        "affine_step": (lambda: affine_step(x, v, c, index, noise=e), 2),
+        "affine_step addressed": (lambda: affine_step(x, v, c, index, noise=NoiseAddress(1, sample)), 2),
+        "affine_logp": (lambda: affine_logp(x, v, e, c, index, v_ref=x, v_old=x), 2),
         "philox_normal": (lambda: philox_normal(1, sample, index, 4096), 1),
         "policy_loss": (lambda: policy_loss(column, column, column, clip_low=0.1), 1),
         "winrate_advantage": (lambda: winrate_advantage(wins, played), 1),

@@ -149,10 +149,10 @@ Arguments& read_affine(Arguments& in, AffineParams& p) {
   return in >> p.coef >> p.rows >> p.index;
 }
 void read_step(Arguments& in, AffineParams& p) {
-  read_affine(in, p) >> p.out >> p.eps >> p.noise >> p.mean >> p.logp >> p.partial >> p.ticket;
+  read_affine(in, p) >> p.out >> p.eps >> p.noise >> p.mean >> p.logp >> p.partial;
 }
 void read_logp(Arguments& in, AffineParams& p) {
-  read_affine(in, p) >> p.out >> p.v_ref >> p.v_old >> p.logp >> p.kl >> p.guard >> p.partial >> p.ticket;
+  read_affine(in, p) >> p.out >> p.v_ref >> p.v_old >> p.logp >> p.kl >> p.guard >> p.partial;
 }
 void read_grad(Arguments& in, AffineParams& p) {
   read_affine(in, p) >> p.out >> p.v_ref >> p.v_old >> p.g_logp >> p.g_kl >> p.g_guard >> p.dv >> p.du;

@@ -44,9 +44,8 @@ struct AffineParams {
   // results
   float *logp = nullptr, *kl = nullptr, *guard = nullptr;  // [B] fp32
   // scratch
-  double* partial = nullptr;   // [3, B, partials_of(...)]
-  uint32_t* ticket = nullptr;  // CUDA: [B], zero before and after each launch
-  int32_t threads = 1;         // CPU
+  double* partial = nullptr;  // [3, B, partials_of(...)]
+  int32_t threads = 1;        // CPU
 };
 
 struct NormalParams {

@@ -98,7 +98,7 @@ def affine_step(
     want_mean: bool = False,
     out: Tensor | None = None,
 ) -> AffineStep:
-    """One denoising step of any rule, in one launch; no gradient.
+    """One denoising step of any rule; no gradient.
 
     x, v: [B, …] bf16/fp16/fp32 (fp64: computed in torch), any strides; results are contiguous. coef: fp32 [T, 5] rows
     (a, b, s, w, c), selected by index (int64 or int32 [B], or one number for all samples); without index, [B, 5].

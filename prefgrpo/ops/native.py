@@ -19,7 +19,6 @@ from prefgrpo.ops.backend import extension
 
 _DTYPE_CODE = {torch.float32: 0, torch.bfloat16: 1, torch.float64: 2}
 _C: Any = extension()
-_TICKETS: dict[tuple[int, int], Tensor] = {}
 
 
 def _view(t: Tensor | None) -> tuple[int, int, int] | None:
@@ -49,24 +48,17 @@ def _stream(t: Tensor) -> int:
 def _launch(function: Callable[..., None], like: Tensor, *arguments: Any, num_sums: int = 0) -> None:
     """Call `function` with 0 (cpu) or 1 (cuda), `arguments`, scratch for `num_sums` sums, and threads or stream."""
     if _on_cpu(like):
-        function(0, *arguments, *((0, 0) if num_sums else ()), torch.get_num_threads())
+        function(0, *arguments, *((0,) if num_sums else ()), torch.get_num_threads())
         return
     with torch.cuda.device_of(like):
-        scratch = _scratch(like, num_sums) if num_sums else ()
+        scratch = [_scratch(like, num_sums)] if num_sums else []
         function(1, *arguments, *map(_ptr, scratch), _stream(like))
 
 
-def _scratch(x: Tensor, num_sums: int) -> tuple[Tensor, Tensor]:
-    """(partial sums, tickets) for a CUDA reduction; tickets are 0 before and after every launch."""
+def _scratch(x: Tensor, num_sums: int) -> Tensor:
+    """Partial sums of a CUDA reduction."""
     batch, dim = x.shape[0], x.numel() // max(x.shape[0], 1)
-    partial = torch.empty(num_sums * batch * _C.partials(dim), dtype=torch.float64, device=x.device)
-    if torch.cuda.is_current_stream_capturing():
-        return partial, torch.zeros(batch, dtype=torch.int32, device=x.device)
-    key = (x.device.index, _stream(x))
-    ticket = _TICKETS.get(key)
-    if ticket is None or ticket.numel() < batch:
-        ticket = _TICKETS[key] = torch.zeros(max(batch, 256), dtype=torch.int32, device=x.device)
-    return partial, ticket
+    return torch.empty(num_sums * batch * _C.partials(dim), dtype=torch.float64, device=x.device)
 
 
 def _norm_dim_too_large(a: Affine) -> bool:

@@ -1,7 +1,7 @@
 // Enough of CUDA to run the project's kernels on a CPU, one block after the other, each thread a fiber.
 //
 // Barriers and shuffles switch fibers; a fiber that returned counts no more. It shows whether indices, tails, alignment
-// branches, reductions and tickets are right; it says nothing of races between blocks, of speed or of a GPU's rounding.
+// branches and reductions are right; it says nothing of races between blocks, of speed or of a GPU's rounding.
 #pragma once
 #include <ucontext.h>
 
@@ -105,7 +105,6 @@ inline void __syncwarp() {
   const unsigned warp = cuda_shim::me->thread.x & ~31u;
   cuda_shim::barrier(warp, warp + 32);
 }
-inline void __threadfence() {}
 
 template <class T>
 T __shfl_xor_sync(uint32_t, T value, int width) {
@@ -117,11 +116,6 @@ T __shfl_xor_sync(uint32_t, T value, int width) {
   return other;
 }
 
-inline uint32_t atomicAdd(uint32_t* p, uint32_t by) { return (*p += by) - by; }
-template <class T>
-T __ldcg(const T* p) {
-  return *p;
-}
 template <class T>
 void __stwb(T* p, T value) {
   *p = value;
