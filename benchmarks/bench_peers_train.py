@@ -1,10 +1,9 @@
-"""`python -m benchmarks.bench_peers_train`: training steps of the peers, with and without our launcher, and ours.
+"""`python -m benchmarks.bench_peers_train`: training steps of the peers, and ours.
 
 PREFGRPO_PEERS names the folder of the checkouts. Every trainer runs on the same pipeline folder (benchmarks/peer_runs):
 tiny, or wide, where the model takes nearly all of the time. Seconds are each process's own, on one thread, without text
 encoders; processes alternate, and a number is the median over all timed steps. For each peer:
 
-- launcher: its script through `python -m prefgrpo.integrations`, with the patch removed in every other step.
 - same work: `prefgrpo train` with the peer's samples, steps, trained steps, updates, batch, LoRA, rule and KL, with a
   gradient through both predictions of guidance, as in its checkout.
 - as published: the peer with the settings of its launch script and ours with those of our recipe for the same method.
@@ -39,8 +38,8 @@ from benchmarks.peer_runs import PEERS, Work, make_pipeline
 ROOT = Path(__file__).resolve().parent.parent
 JSON, PAGE = ROOT / "benchmarks" / "results" / "peers_train.json", ROOT / "docs" / "integrations.md"
 SIZES = {"tiny": Work(), "wide": Work("wide", side=64, prompts=1, steps=3, updates=1, kl=0.0)}
-WARM, COUNTED = 2, 2
-"""Untimed steps of a run: the first and, with `--calls`, the last."""
+WARM = 2
+"""Untimed steps at the start of a run."""
 FULL = {"dance_grpo_flux"}
 """Peers that train all weights."""
 ALONE = {"dance_grpo_flux", "pref_grpo_flux"}
@@ -149,8 +148,7 @@ def apart(module: str, *arguments: str) -> dict[str, Any]:
 
 def measure(name: str, size: str, rounds: int, steps: int) -> dict[str, Any]:
     """One peer on one pipeline."""
-    work, timed = SIZES[size], {kind: list[float]() for kind in ("peer", "launcher", *kinds(name))}
-    calls: dict[str, int] = {}
+    work, timed = SIZES[size], {kind: list[float]() for kind in ("peer", *kinds(name))}
     ours = ["--ours", name, "--sizes", size, "--steps", str(steps)]
     if name in RECIPES:
         timed["published"] = []
@@ -159,29 +157,23 @@ def measure(name: str, size: str, rounds: int, steps: int) -> dict[str, Any]:
             given = ["--work", json.dumps(asdict(as_published(name, work))), "--steps", str(WARM + steps)]
             rows = apart("benchmarks.peer_runs", name, *given)["steps"]
             timed["published"] += [row["seconds"] for row in rows[WARM:]]
-        total = str(WARM + 2 * steps + COUNTED)
-        arguments = [name, "--work", json.dumps(asdict(work)), "--steps", total, "--launcher", "--alternate", "--calls"]
-        rows = apart("benchmarks.peer_runs", *arguments)["steps"]
-        for row in rows[WARM:-COUNTED]:
-            timed["launcher" if row["patched"] else "peer"].append(row["seconds"])
-        calls |= {"launcher" if row["patched"] else "peer": row["calls"] for row in rows[-COUNTED:]}
+        given = ["--work", json.dumps(asdict(work)), "--steps", str(WARM + steps)]
+        timed["peer"] += [row["seconds"] for row in apart("benchmarks.peer_runs", name, *given)["steps"][WARM:]]
         for kind in kinds(name):
             timed[kind] += apart("benchmarks.bench_peers_train", *ours, "--kind", kind)["seconds"][WARM:]
     medians = {kind: statistics.median(values) for kind, values in timed.items()}
     batch = 1 if name in ALONE else work.batch
-    return {"peer": name, "size": size, "work": asdict(replace(work, batch=batch)), "seconds": medians, "calls": calls}
+    return {"peer": name, "size": size, "work": asdict(replace(work, batch=batch)), "seconds": medians}
 
 
 def tables(found: dict[str, Any]) -> list[str]:
     """The block of docs/integrations.md."""
-    heads = "trainer | pipeline | s | launcher, s | × | dispatcher calls | same work, s | × | as published, s | ours, s"
-    lines = [f"| {heads} | × |", "|---|---|" + "---:|" * 9]
+    heads = "trainer | pipeline | s | same work, s | × | as published, s | ours, s"
+    lines = [f"| {heads} | × |", "|---|---|" + "---:|" * 6]
     machines: dict[str, list[dict[str, Any]]] = {}
     for run in found["runs"]:
-        s, calls = run["seconds"], run["calls"]
-        cells = [f"{s['peer']:.2f}", f"{s['launcher']:.2f}", f"{s['peer'] / s['launcher']:.2f}"]
-        cells += [f"{calls['peer']} → {calls['launcher']}"]
-        cells += [f"{s['same']:.2f}", f"{s['peer'] / s['same']:.2f}"]
+        s = run["seconds"]
+        cells = [f"{s['peer']:.2f}", f"{s['same']:.2f}", f"{s['peer'] / s['same']:.2f}"]
         theirs = s.get("published", s["peer"])
         cells += [f"{theirs:.2f}", f"{s['own']:.2f}", f"{theirs / s['own']:.2f}"] if "own" in s else [""] * 3
         lines.append(f"| {run['peer']} | {run['size']} | {' | '.join(cells)} |")

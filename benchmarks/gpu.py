@@ -16,10 +16,8 @@ from prefgrpo.ops import (
     NoiseAddress,
     affine_logp,
     affine_step,
-    group_advantage,
     philox_normal,
-    policy_loss_grad,
-    replay_policy_grad,
+    policy_loss,
     use_backend,
     winrate_advantage,
 )
@@ -34,19 +32,15 @@ def _calls() -> dict[str, tuple[Callable[[], Any], int]]:
     x, v, e = (randn(4, 4096, 64, device=DEVICE) for _ in range(3))
     index, sample = torch.full((4,), 3, device=DEVICE), torch.arange(4, device=DEVICE)
     column, wins = randn(4, device=DEVICE), randn(48, 24, 24, device=DEVICE).abs()
-    rewards = randn(2, 1152, device=DEVICE)
-    ids, weights = torch.arange(1152, device=DEVICE) // 24, torch.ones(2, dtype=torch.float64, device=DEVICE)
     played = torch.ones_like(wins)
     c = schedule.coef
     return {
-        "affine_step": (lambda: affine_step(x, v, c, index, noise=e), 1),
-        "affine_step addressed": (lambda: affine_step(x, v, c, index, noise=NoiseAddress(1, sample)), 1),
-        "affine_logp": (lambda: affine_logp(x, v, e, c, index, v_ref=x, v_old=x), 1),
+        "affine_step": (lambda: affine_step(x, v, c, index, noise=e), 2),
+        "affine_step addressed": (lambda: affine_step(x, v, c, index, noise=NoiseAddress(1, sample)), 2),
+        "affine_logp": (lambda: affine_logp(x, v, e, c, index, v_ref=x, v_old=x), 2),
         "philox_normal": (lambda: philox_normal(1, sample, index, 4096), 1),
-        "policy_loss": (lambda: policy_loss_grad(column, column, column, clip_low=0.1), 1),
+        "policy_loss": (lambda: policy_loss(column, column, column, clip_low=0.1), 1),
         "winrate_advantage": (lambda: winrate_advantage(wins, played), 1),
-        "group_advantage": (lambda: group_advantage(rewards, ids, weights), 1),
-        "replay_policy_grad": (lambda: replay_policy_grad(x, v, e, c, index, column, column, clip_low=0.1), 3),
     }
 
 

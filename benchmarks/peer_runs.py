@@ -2,10 +2,8 @@
 
 Packages that its script imports but that are not installed have substitutes: settings, a `wandb` that records what is
 logged, and CUDA functions mapped to this CPU for scripts that require GPUs. The run ends after `--steps` training
-steps. With `--launcher` the script is started by `python -m prefgrpo.integrations`; with `--alternate` every other
-training step runs without the patch. Written to `--out`: for each training step its losses, seconds of this process
-(without text encoders), dispatcher calls if counted, and whether it was patched. Invariant: no file of a peer is edited
-or copied.
+steps. Written to `--out`: for each training step its losses and seconds of this process (without text encoders).
+Invariant: no file of a peer is edited or copied.
 """
 
 from __future__ import annotations
@@ -29,10 +27,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from prefgrpo import integrations
-from prefgrpo.integrations.__main__ import run as launch
 from prefgrpo.ops import native  # noqa: F401  # its table of dtypes is made at import
 from prefgrpo.tiny import pipelines
 
@@ -90,18 +85,6 @@ def make_pipeline(family: str, folder: Path, work: Work) -> Path:
 # ---- recording ------------------------------------------------------------------------------------------------------
 
 
-class Calls(TorchDispatchMode):
-    """Counts dispatcher calls inside its context."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += 1
-        return func(*args, **(kwargs or {}))
-
-
 @dataclass
 class Recorder:
     """Splits what a trainer logs into training steps, and ends the run after enough of them.
@@ -112,16 +95,12 @@ class Recorder:
     loss: str
     per_step: int
     steps: int
-    codebase: str
-    alternate: bool = False
-    count_calls: bool = False
     rows: list[dict[str, Any]] = field(default_factory=list)
     encoding: float = 0.0
     """Seconds in text encoders since the step began."""
 
     def __post_init__(self) -> None:
         self._losses: list[dict[str, float]] = []
-        self._calls: Calls | None = None
         self._start = time.process_time()
 
     def log(self, data: dict[str, Any], *_: Any, **__: Any) -> None:
@@ -133,25 +112,11 @@ class Recorder:
         if len(self._losses) < self.per_step:
             return
         seconds = time.process_time() - self._start - self.encoding
-        calls = self._stop_counting()
-        patched = self.codebase in integrations.patching._PATCHED
-        self.rows.append({"seconds": seconds, "calls": calls, "patched": patched, "losses": self._losses})
+        self.rows.append({"seconds": seconds, "losses": self._losses})
         if len(self.rows) == self.steps:
             raise SystemExit(0)
-        if self.alternate:
-            (integrations.unpatch if patched else integrations.patch)(self.codebase)
         self._losses, self.encoding = [], 0.0
-        if self.count_calls and len(self.rows) >= self.steps - 2:  # in the last steps, which are then not timed
-            self._calls = Calls()
-            self._calls.__enter__()
         self._start = time.process_time()
-
-    def _stop_counting(self) -> int | None:
-        if self._calls is None:
-            return None
-        self._calls.__exit__(None, None, None)
-        calls, self._calls = self._calls.count, None
-        return calls
 
     def leave_out(self, cls: type[Any]) -> None:
         """Exclude the seconds that a text encoder's forward takes."""
@@ -482,7 +447,7 @@ PEERS = {
 }  # fmt: skip
 
 
-def train(peer: Peer, root: Path, folder: Path, work: Work, recorder: Recorder, launcher: bool) -> list[dict[str, Any]]:
+def train(peer: Peer, root: Path, folder: Path, work: Work, recorder: Recorder) -> list[dict[str, Any]]:
     """Run the peer's script to its end; returns the records of its training steps."""
     import accelerate
     import peft
@@ -493,18 +458,15 @@ def train(peer: Peer, root: Path, folder: Path, work: Work, recorder: Recorder, 
     for cls in (transformers.CLIPTextModel, transformers.CLIPTextModelWithProjection, transformers.T5EncoderModel):
         recorder.leave_out(cls)
     arguments = peer.prepare(root, folder, work)
-    sys.path.insert(0, "")  # the launcher and runpy put the script's folder here
+    sys.path.insert(0, "")  # runpy puts the script's folder here
     sys.path.insert(1, str(root))
     is_module = not peer.script.endswith(".py")
     script = peer.script if is_module else str(root / peer.script)
     del accelerate, peft  # imported before the substitutes, so that they do not mistake one for a package
     try:
-        if launcher:
-            launch(peer.codebase, script, arguments, module=is_module)
-        else:
-            sys.argv = [script, *arguments]
-            run: Callable[..., Any] = partial(runpy.run_module, alter_sys=True) if is_module else runpy.run_path
-            run(script, run_name="__main__")
+        sys.argv = [script, *arguments]
+        run: Callable[..., Any] = partial(runpy.run_module, alter_sys=True) if is_module else runpy.run_path
+        run(script, run_name="__main__")
     except SystemExit as end:
         if end.code not in (None, 0):
             raise
@@ -519,18 +481,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("peer", choices=PEERS)
     parser.add_argument("--work", type=json.loads, default={}, help="fields of Work to override, as JSON")
     parser.add_argument("--steps", type=int, default=2, help="training steps")
-    parser.add_argument("--launcher", action="store_true", help="start the script by python -m prefgrpo.integrations")
-    parser.add_argument("--alternate", action="store_true", help="remove the patch in every other step")
-    parser.add_argument("--calls", action="store_true", help="count the dispatcher calls of the last two steps")
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     given = parser.parse_args(argv)
     peer, work = PEERS[given.peer], Work(**given.work)
-    recorder = Recorder(peer.loss, peer.per_step(work), given.steps, peer.codebase, given.alternate, given.calls)
+    recorder = Recorder(peer.loss, peer.per_step(work), given.steps)
     root = Path(os.environ["PREFGRPO_PEERS"]).resolve() / peer.checkout
     out = given.out.resolve()
     with tempfile.TemporaryDirectory() as folder, redirect_stdout(sys.stderr):
         os.chdir(folder)
-        rows = train(peer, root, make_pipeline(peer.family, Path(folder), work), work, recorder, given.launcher)
+        rows = train(peer, root, make_pipeline(peer.family, Path(folder), work), work, recorder)
     out.write_text(json.dumps({"peer": given.peer, "work": asdict(work), "steps": rows}, indent=1) + "\n")
 
 

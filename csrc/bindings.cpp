@@ -16,19 +16,7 @@
 #include "cuda.h"
 #endif
 
-// Weak symbols, so that a program without Python can load the module for the ops of torch_library.cpp.
-#define PG_TEXT(text) #text
-#define PG_WEAK(name) _Pragma(PG_TEXT(weak name))
-// clang-format off
-PG_WEAK(PyBool_FromLong) PG_WEAK(PyErr_NoMemory) PG_WEAK(PyErr_Occurred) PG_WEAK(PyErr_SetString)
-PG_WEAK(PyEval_RestoreThread) PG_WEAK(PyEval_SaveThread) PG_WEAK(PyExc_IndexError) PG_WEAK(PyExc_RuntimeError)
-PG_WEAK(PyExc_TypeError) PG_WEAK(PyFloat_AsDouble) PG_WEAK(PyLong_AsLongLong) PG_WEAK(PyLong_AsUnsignedLongLongMask)
-PG_WEAK(PyLong_FromLongLong) PG_WEAK(PyModule_AddIntConstant) PG_WEAK(PyModule_AddStringConstant)
-PG_WEAK(PyModule_Create2) PG_WEAK(PyTuple_GetItem) PG_WEAK(PyTuple_Size) PG_WEAK(PyType_GetFlags)
-PG_WEAK(PyUnicode_AsUTF8AndSize) PG_WEAK(PyUnicode_FromString) PG_WEAK(_Py_Dealloc) PG_WEAK(_Py_NoneStruct)
-    // clang-format on
-
-    using namespace prefgrpo;
+using namespace prefgrpo;
 
 namespace {
 
@@ -161,27 +149,21 @@ Arguments& read_affine(Arguments& in, AffineParams& p) {
   return in >> p.coef >> p.rows >> p.index;
 }
 void read_step(Arguments& in, AffineParams& p) {
-  read_affine(in, p) >> p.out >> p.eps >> p.noise >> p.mean >> p.x0 >> p.sigma >> p.logp >> p.partial >> p.ticket;
+  read_affine(in, p) >> p.out >> p.eps >> p.noise >> p.mean >> p.logp >> p.partial;
 }
 void read_logp(Arguments& in, AffineParams& p) {
-  read_affine(in, p) >> p.out >> p.v_ref >> p.v_old >> p.logp >> p.kl >> p.guard >> p.partial >> p.ticket;
+  read_affine(in, p) >> p.out >> p.v_ref >> p.v_old >> p.logp >> p.kl >> p.guard >> p.partial;
 }
 void read_grad(Arguments& in, AffineParams& p) {
   read_affine(in, p) >> p.out >> p.v_ref >> p.v_old >> p.g_logp >> p.g_kl >> p.g_guard >> p.dv >> p.du;
 }
 void read_normal(Arguments& in, NormalParams& p) { in >> p.batch >> p.dim >> p.noise >> p.out; }
 void read_policy(Arguments& in, PolicyParams& p) {
-  in >> p.batch >> p.steps >> p.logp >> p.logp_old >> p.advantage >> p.weight >> p.mask >> p.kl >> p.log_ratio >>
-      p.clip_low >> p.clip_high >> p.adv_clip >> p.kl_coef >> p.denominator >> p.loss >> p.metrics >> p.d_delta >>
-      p.d_kl;
-}
-void read_group(Arguments& in, AdvantageParams& p) {
-  in >> p.rewards >> p.batch >> p.values >> p.dtype >> p.group >> p.sorted >> p.weights >> p.combine >> p.std_mode >>
-      p.eps >> p.ddof >> p.rank >> p.scratch >> p.advantage;
+  in >> p.batch >> p.logp >> p.logp_old >> p.advantage >> p.weight >> p.kl >> p.log_ratio >> p.clip_low >>
+      p.clip_high >> p.adv_clip >> p.kl_coef >> p.denominator >> p.loss >> p.metrics >> p.d_delta >> p.d_kl;
 }
 void read_winrate(Arguments& in, WinrateParams& p) {
-  in >> p.prompts >> p.group >> p.wins >> p.counts >> p.dtype >> p.std_mode >> p.eps >> p.ddof >> p.rate >>
-      p.advantage >> p.scratch;
+  in >> p.prompts >> p.group >> p.wins >> p.counts >> p.dtype >> p.use_std >> p.eps >> p.ddof >> p.rate >> p.advantage;
 }
 
 PyObject* isa(PyObject*, PyObject*) { return PyUnicode_FromString(cpu::isa()); }
@@ -234,7 +216,6 @@ PyMethodDef methods[] = {
     {"affine_grad", method(op<AffineParams, read_grad, PG_LAUNCHES(affine_grad)>), METH_FASTCALL, nullptr},
     {"normal", method(op<NormalParams, read_normal, PG_LAUNCHES(normal)>), METH_FASTCALL, nullptr},
     {"policy", method(op<PolicyParams, read_policy, PG_LAUNCHES(policy)>), METH_FASTCALL, nullptr},
-    {"group_advantage", method(op<AdvantageParams, read_group, PG_LAUNCHES(advantage)>), METH_FASTCALL, nullptr},
     {"winrate_advantage", method(op<WinrateParams, read_winrate, PG_LAUNCHES(winrate)>), METH_FASTCALL, nullptr},
 #if defined(PG_CUDA)
     {"guide", method(op<AffineParams, read_guide, guide_on_cpu, guide>), METH_FASTCALL, nullptr},

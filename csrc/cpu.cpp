@@ -11,7 +11,6 @@
 #include <stdexcept>
 #include <string>
 
-#include "advantage.h"
 #include "math.h"
 
 namespace prefgrpo {
@@ -35,7 +34,6 @@ struct Choice {
   const CpuKernels* kernels;
 };
 
-// The kernels also use F16C, which every CPU with AVX2 has; older compilers cannot test for it by name.
 bool find(const char* name, Choice& out) {
 #if defined(PG_X86)
   if (!std::strcmp(name, "avx512") && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
@@ -70,8 +68,7 @@ void with_scratch(const AffineParams& given, Launch launch, int num_sums) {
   for (int64_t i = 0; given.index && i < given.batch; ++i)
     if (given.index[i] < 0 || given.index[i] >= given.rows)
       throw std::out_of_range("index: " + std::to_string(given.index[i]) + " is not within the " +
-                              std::to_string(given.rows) + " rows of coef" +
-                              (given.index[i] == -1 ? ", or cu_seqlens do not ascend from 0 to all tokens" : ""));
+                              std::to_string(given.rows) + " rows of coef");
   const CpuKernels& k = *selected().kernels;
   AffineParams p = given;
   const int64_t size = num_sums * p.batch * k.partials_of(p.dim, p.rescale_dim);
@@ -92,18 +89,13 @@ void launch_normal(const NormalParams& p, Stream) {
   if (p.batch && p.dim) selected().kernels->normal(p);
 }
 
-static void policy_column(const PolicyParams& p, int64_t column) {
+void launch_policy(const PolicyParams& p, Stream) {
   double sum = 0, squares = 0, ratios = 0, kls = 0;
   float low = std::numeric_limits<float>::infinity(), high = -low;
-  int64_t count = 0, above = 0, below = 0;
-  const int64_t end = p.batch * p.steps;
-  for (int64_t i = column; i < end; i += p.steps) count += !p.mask || p.mask[i];
-  const double norm = p.denominator != 0 ? p.denominator : static_cast<double>(count > 1 ? count : 1);
-  for (int64_t i = column; i < end; i += p.steps) {
-    const bool keep = !p.mask || p.mask[i];
-    p.d_delta[i] = 0;
-    if (p.d_kl) p.d_kl[i] = keep ? static_cast<float>(p.kl_coef / norm) : 0;
-    if (!keep) continue;
+  int64_t above = 0, below = 0;
+  const double n = static_cast<double>(p.batch > 1 ? p.batch : 1), norm = p.denominator != 0 ? p.denominator : n;
+  for (int64_t i = 0; i < p.batch; ++i) {
+    if (p.d_kl) p.d_kl[i] = static_cast<float>(p.kl_coef / norm);
     const float delta = p.log_ratio ? p.log_ratio[i] : p.logp[i] - p.logp_old[i];
     const base::PolicyTerm t =
         base::policy_term(delta, p.advantage[i], p.adv_clip, p.clip_low, p.clip_high, p.weight ? p.weight[i] : 1.0f);
@@ -115,19 +107,33 @@ static void policy_column(const PolicyParams& p, int64_t column) {
     high = high >= t.ratio || std::isnan(high) ? high : t.ratio;
     above += t.above, below += t.below;
   }
-  const double n = static_cast<double>(count > 1 ? count : 1);
-  p.loss[column] = static_cast<float>(sum / norm);
+  p.loss[0] = static_cast<float>(sum / norm);
   const double metrics[8] = {
       0.5 * squares / n, (above + below) / n, above / n, below / n, low, ratios / n, high, kls / n};
-  for (int k = 0; k < 8; ++k) p.metrics[8 * column + k] = static_cast<float>(metrics[k]);
+  for (int k = 0; k < 8; ++k) p.metrics[k] = static_cast<float>(metrics[k]);
 }
 
-void launch_policy(const PolicyParams& p, Stream) {
-  for (int64_t column = 0; column < p.steps; ++column) policy_column(p, column);
+static double load(const void* data, int32_t dtype, int64_t k) {
+  return dtype == kF64 ? static_cast<const double*>(data)[k] : static_cast<const float*>(data)[k];
 }
 
-void launch_advantage(const AdvantageParams& p, Stream) { advantage::group(p); }
-void launch_winrate(const WinrateParams& p, Stream) { advantage::winrate(p); }
+// fp64 and two-pass, over a prompt's members in order, of the rates as returned: rounded, so that equal ones are equal.
+void launch_winrate(const WinrateParams& p, Stream) {
+  for (int64_t i = 0; i < p.prompts * p.group; ++i) {
+    double wins = 0, count = 0;
+    for (int64_t j = i * p.group; j < (i + 1) * p.group; ++j) {
+      wins += load(p.wins, p.dtype, j);
+      count += load(p.counts, p.dtype, j);
+    }
+    p.rate[i] = static_cast<float>(count > 0 ? wins / count : std::numeric_limits<double>::quiet_NaN());
+  }
+  for (int64_t prompt = 0; prompt < p.prompts; ++prompt) {
+    const float* rate = p.rate + prompt * p.group;
+    float* advantage = p.advantage + prompt * p.group;
+    const base::Moments m = base::moments(rate, p.group, p.ddof);
+    for (int64_t i = 0; i < p.group; ++i) advantage[i] = base::advantage_of(rate[i], m, p.use_std, p.eps);
+  }
+}
 
 }  // namespace cpu
 }  // namespace prefgrpo

@@ -23,7 +23,6 @@ void launch_affine_logp(const AffineParams&, Stream);
 void launch_affine_grad(const AffineParams&, Stream);
 void launch_normal(const NormalParams&, Stream);
 void launch_policy(const PolicyParams&, Stream);
-void launch_advantage(const AdvantageParams&, Stream);
 void launch_winrate(const WinrateParams&, Stream);
 
 const char* isa();               // the instruction set in use: plain, avx2, avx512

@@ -6,9 +6,6 @@
 #include "cpu.h"
 #include "cpu_pass.h"
 #include "math.h"
-#if defined(__F16C__)
-#include <immintrin.h>
-#endif
 #if defined(__AVX512BW__)
 #include "cpu_pass_avx512.h"
 #endif
@@ -24,33 +21,11 @@ struct Buffers {
   alignas(64) float noise[kTile + 8 * kNoiseBlocks];
 };
 
-static void widen_half(const uint16_t* h, int n, float* out) {
-  int k = 0;
-#if defined(__F16C__)
-  for (; k + 8 <= n; k += 8)
-    _mm256_storeu_ps(out + k, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(h + k))));
-#endif
-  for (; k < n; ++k) out[k] = half_to_float(h[k]);
-}
-
-static void narrow_half(const float* y, int n, uint16_t* h) {
-  int k = 0;
-#if defined(__F16C__)
-  for (; k + 8 <= n; k += 8)
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(h + k),
-                     _mm256_cvtps_ph(_mm256_loadu_ps(y + k), _MM_FROUND_TO_NEAREST_INT));
-#endif
-  for (; k < n; ++k) h[k] = float_to_half(y[k]);
-}
-
 static const float* load(const View& t, int64_t i, int64_t start, int n, float* buffer) {
   const int64_t at = i * t.stride + start;
   if (t.dtype == kF32) return static_cast<const float*>(t.data) + at;
   const uint16_t* h = static_cast<const uint16_t*>(t.data) + at;
-  if (t.dtype == kBF16)
-    for (int k = 0; k < n; ++k) buffer[k] = bf16_to_float(h[k]);
-  else
-    widen_half(h, n, buffer);
+  for (int k = 0; k < n; ++k) buffer[k] = bf16_to_float(h[k]);
   return buffer;
 }
 
@@ -63,14 +38,9 @@ static float* result_buffer(const View& t, int64_t i, int64_t start, float* buff
 static void store(const View& t, int64_t i, int64_t start, int n, float* y, bool keep_rounded) {
   if (t.dtype == kF32) return;
   uint16_t* h = static_cast<uint16_t*>(t.data) + i * t.stride + start;
-  if (t.dtype == kBF16) {
-    for (int k = 0; k < n; ++k) h[k] = float_to_bf16(y[k]);
-    if (keep_rounded)
-      for (int k = 0; k < n; ++k) y[k] = bf16_to_float(h[k]);
-  } else {
-    narrow_half(y, n, h);
-    if (keep_rounded) widen_half(h, n, y);
-  }
+  for (int k = 0; k < n; ++k) h[k] = float_to_bf16(y[k]);
+  if (keep_rounded)
+    for (int k = 0; k < n; ++k) y[k] = bf16_to_float(h[k]);
 }
 
 // Noise of the counter blocks first … first + blocks − 1, 4 values each; writes up to kNoiseBlocks − 1 further blocks.
@@ -167,10 +137,6 @@ constexpr decltype(&step_pass<0, 0, 0>) kStepPass[2][2][2] = PG_PASSES(step_pass
 constexpr decltype(&logp_pass<0, 0, 0>) kLogpPass[2][2][2] = PG_PASSES(logp_pass);
 constexpr decltype(&grad_pass<0, 0, 0>) kGradPass[2][2][2] = PG_PASSES(grad_pass);
 
-static bool has_pass(const AffineParams& p) {
-  return !p.u.data && p.x.dtype <= kBF16 && p.v.dtype <= kBF16 && p.out.dtype <= kBF16;
-}
-
 static char* address(const View& t, int64_t i, int64_t start) {
   return static_cast<char*>(t.data) + (i * t.stride + start) * (t.dtype == kF32 ? 4 : 2);
 }
@@ -180,19 +146,13 @@ static double step_tile(const AffineParams& p, const Row& r, int64_t i, int64_t 
   const float* e = p.noise.sample ? addressed_noise(p.noise, i, start, n, s.noise)
                    : p.eps.data   ? load(p.eps, i, start, n, s.noise)
                                   : nullptr;
-  if (e && r.w != 0.0f && has_pass(p) && !p.mean.data && !p.x0.data)
+  if (e && r.w != 0.0f && !p.u.data && !p.mean.data)
     return kStepPass[p.x.dtype][p.v.dtype][p.out.dtype](r, address(p.x, i, start), address(p.v, i, start), e,
                                                         address(p.out, i, start), n);
   const float* x = load(p.x, i, start, n, s.x);
   const float* v = velocity(p, i, start, n, s);
   float* m = p.mean.data ? result_buffer(p.mean, i, start, s.m) : s.m;
   float* y = result_buffer(p.out, i, start, s.y);
-  if (p.x0.data) {
-    const float sigma = p.sigma[p.index ? p.index[i] : i];
-    float* o = result_buffer(p.x0, i, start, s.o);
-    for (int k = 0; k < n; ++k) o[k] = x[k] - sigma * v[k];
-    store(p.x0, i, start, n, o, false);
-  }
   if (e)
     for (int k = 0; k < n; ++k) {
       const float mean = mean_of(r, x[k], v[k]);
@@ -214,7 +174,7 @@ struct Sums {
 };
 
 static void logp_tile(const AffineParams& p, const Row& r, int64_t i, int64_t start, int n, Buffers& s, Sums& sum) {
-  if (r.w != 0.0f && has_pass(p) && !p.v_ref.data && !p.v_old.data) {
+  if (r.w != 0.0f && !p.u.data && !p.v_ref.data && !p.v_old.data) {
     sum.logp += kLogpPass[p.x.dtype][p.v.dtype][p.out.dtype](r, address(p.x, i, start), address(p.v, i, start),
                                                              address(p.out, i, start), n);
     return;
@@ -237,7 +197,7 @@ static void logp_tile(const AffineParams& p, const Row& r, int64_t i, int64_t st
 
 static void grad_tile(const AffineParams& p, const Row& r, const GradScale& g, int64_t i, int64_t start, int n,
                       Buffers& s) {
-  if (g.logp != 0.f && has_pass(p) && p.dv.dtype == p.v.dtype && !p.v_ref.data && !p.v_old.data) {
+  if (g.logp != 0.f && !p.u.data && p.dv.dtype == p.v.dtype && !p.v_ref.data && !p.v_old.data) {
     kGradPass[p.x.dtype][p.v.dtype][p.out.dtype](r, g.logp, address(p.x, i, start), address(p.v, i, start),
                                                  address(p.out, i, start), address(p.dv, i, start), n);
     return;

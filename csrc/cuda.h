@@ -14,7 +14,6 @@ const char* launch_guide(const AffineParams&, Stream);
 const char* launch_guide_grad(const AffineParams&, Stream);
 const char* launch_normal(const NormalParams&, Stream);
 const char* launch_policy(const PolicyParams&, Stream);
-const char* launch_advantage(const AdvantageParams&, Stream);
 const char* launch_winrate(const WinrateParams&, Stream);
 
 int64_t partials_of(int64_t dim);      // chunks of a sample

@@ -1,7 +1,7 @@
 // CUDA kernels of the affine step, its replay and their gradient.
 //
 // A block handles 1 to 8 tiles (more in huge samples) of 1024 elements of one sample, 8 neighbours per thread with
-// 128-bit accesses; partial sums go to fp64 scratch, and the last block to finish adds them in a fixed order. The usual
+// 128-bit accesses; partial sums go to fp64 scratch, and a second kernel adds them in a fixed order. The usual
 // pairs of dtypes have specialised kernels; <kAny, kAny> is for all others and for options. Invariant: the order of
 // every sum depends on D alone (no float atomics) and is the same in step and replay, so log-probs are bitwise equal.
 #include <initializer_list>
@@ -140,36 +140,37 @@ PG_DEVICE Values velocity(const AffineParams& p, const Stream<kType>& v, const S
   return q;
 }
 
-// Adds this block's sums in a fixed order. True only in thread 0 of the sample's last block, where `sums` are totals.
+// Adds this block's sums in a fixed order and stores them for finish_kernel.
 template <int kSums>
-PG_DEVICE bool reduce(const AffineParams& p, double (&sums)[kSums]) {
+PG_DEVICE void reduce(const AffineParams& p, const double (&sums)[kSums]) {
   __shared__ double warps[kSums][kWarps];
-  __shared__ bool last;
-  const int64_t i = blockIdx.x, chunks = gridDim.y;
   for (int k = 0; k < kSums; ++k) {
     const double sum = warp_sum(sums[k]);
     if (threadIdx.x % 32 == 0) warps[k][threadIdx.x / 32] = sum;
   }
   __syncthreads();
-  if (threadIdx.x == 0) {
-    for (int k = 0; k < kSums; ++k) {
-      double sum = 0;
-      for (int w = 0; w < kWarps; ++w) sum += warps[k][w];
-      p.partial[(k * p.batch + i) * chunks + blockIdx.y] = sum;
-    }
-    __threadfence();
-    last = atomicAdd(p.ticket + i, 1u) == static_cast<uint32_t>(chunks - 1);
-  }
-  __syncthreads();
-  if (!last || threadIdx.x >= 32) return false;
-  __threadfence();
+  if (threadIdx.x != 0) return;
   for (int k = 0; k < kSums; ++k) {
     double sum = 0;
-    for (int64_t j = threadIdx.x; j < chunks; j += 32) sum += __ldcg(p.partial + (k * p.batch + i) * chunks + j);
-    sums[k] = warp_sum(sum);
+    for (int w = 0; w < kWarps; ++w) sum += warps[k][w];
+    p.partial[(k * p.batch + blockIdx.x) * gridDim.y + blockIdx.y] = sum;
   }
-  if (threadIdx.x == 0) p.ticket[i] = 0;
-  return threadIdx.x == 0;
+}
+
+// One warp per sample: logp and, if asked, KL and Guard log-ratio from the partial sums, in a fixed order.
+__global__ void __launch_bounds__(32) finish_kernel(const __grid_constant__ AffineParams p, const int64_t chunks) {
+  const int64_t i = blockIdx.x;
+  const Row r = row_of(p, i);
+  for (int k = 0; k < 3; ++k) {
+    if ((k == 1 && !p.kl) || (k == 2 && !p.guard)) continue;
+    double sum = 0;
+    for (int64_t j = threadIdx.x; j < chunks; j += 32) sum += p.partial[(k * p.batch + i) * chunks + j];
+    sum = warp_sum(sum);
+    if (threadIdx.x != 0) continue;
+    if (k == 0) p.logp[i] = finish_logp(r, sum, p.dim);
+    if (k == 1) p.kl[i] = finish_kl(r, sum, p.dim);
+    if (k == 2) p.guard[i] = finish_guard(r, sum, p.dim);
+  }
 }
 
 // ---------------------------------------------------------------- kernels: kLatent is the dtype of x and x'
@@ -177,7 +178,6 @@ template <int kLatent, int kVelocity, int kNoise>
 __global__ void __launch_bounds__(kThreads, kVelocity == kAny ? 5 : 9)
     step_kernel(const __grid_constant__ AffineParams p, const __grid_constant__ Split split) {
   constexpr bool kGeneral = kVelocity == kAny;
-  begin();
   const int64_t i = blockIdx.x, start = block_start(split);
   Stream<kLatent> x_(p.x, i, start), out_(p.out, i, start);
   Stream<kVelocity> v_(p.v, i, start);
@@ -200,12 +200,6 @@ __global__ void __launch_bounds__(kThreads, kVelocity == kAny ? 5 : 9)
     if (kNoise == kAddressed) addressed_noise(split, p.noise, counter, tile, kGeneral, e);
     if (kNoise == kGiven) e = eps_.values();
     const Values x = x_.values(), v = velocity(p, v_, u_);
-    if (kGeneral && p.x0.data) {
-      const int64_t row = p.index ? p.index[i] : i;
-      const float sigma = row >= 0 && row < p.rows ? p.sigma[row] : r.a;
-      for (int j = 0; j < kVector; ++j) y[j] = x[j] - sigma * v[j];
-      Stream<kAny>(p.x0, i, start).store(tile, y);
-    }
     for (int j = 0; j < kVector; ++j) {
       mean[j] = mean_of(r, x[j], v[j]);
       y[j] = kNoise == kNone ? mean[j] : mean[j] + r.s * e[j];
@@ -215,15 +209,14 @@ __global__ void __launch_bounds__(kThreads, kVelocity == kAny ? 5 : 9)
     y = out_.values();
     for (int j = 0; j < kVector; ++j) acc = fma_(y[j] - mean[j], y[j] - mean[j], acc);
   } while (next(split, tile));
-  double sums[1] = {acc};
-  if (reduce(p, sums)) p.logp[i] = finish_logp(row_of(p, i), sums[0], p.dim);
+  const double sums[1] = {acc};
+  reduce(p, sums);
 }
 
 template <int kLatent, int kVelocity>
 __global__ void __launch_bounds__(kThreads, kVelocity == kAny ? 5 : 9)
     logp_kernel(const __grid_constant__ AffineParams p, const __grid_constant__ Split split) {
   constexpr bool kGeneral = kVelocity == kAny;
-  begin();
   const int64_t i = blockIdx.x, start = block_start(split);
   Stream<kLatent> x_(p.x, i, start), y_(p.out, i, start);
   Stream<kVelocity> v_(p.v, i, start);
@@ -255,11 +248,7 @@ __global__ void __launch_bounds__(kThreads, kVelocity == kAny ? 5 : 9)
   } while (next(split, tile));
   double sums[kGeneral ? 3 : 1] = {acc};
   if (kGeneral) sums[kGeneral] = kl, sums[2 * kGeneral] = guard;
-  if (!reduce(p, sums)) return;
-  r = row_of(p, i);
-  p.logp[i] = finish_logp(r, sums[0], p.dim);
-  if (kGeneral && p.kl) p.kl[i] = finish_kl(r, sums[kGeneral], p.dim);
-  if (kGeneral && p.guard) p.guard[i] = finish_guard(r, sums[2 * kGeneral], p.dim);
+  reduce(p, sums);
 }
 
 template <int kLatent, int kVelocity>
@@ -267,7 +256,6 @@ __global__ void __launch_bounds__(kThreads, kVelocity == kAny ? 5 : 9)
     grad_kernel(const __grid_constant__ AffineParams p, const __grid_constant__ Split split) {
   constexpr bool kGeneral = kVelocity == kAny;
   __shared__ GradScale scale;
-  begin();
   const int64_t i = blockIdx.x, start = block_start(split);
   Stream<kLatent> x_(p.x, i, start), y_(p.out, i, start);
   Stream<kVelocity> v_(p.v, i, start), dv_(p.dv, i, start);
@@ -317,7 +305,6 @@ __global__ void __launch_bounds__(kThreads, kVelocity == kAny ? 5 : 9)
 
 __global__ void __launch_bounds__(kThreads, 9)
     normal_kernel(const __grid_constant__ NormalParams p, const __grid_constant__ Split split) {
-  begin();
   const int64_t i = blockIdx.x;
   const Counter counter = counter_of(p.noise, i);
   Stream<kAny> out(p.out, i, block_start(split));
@@ -332,7 +319,6 @@ __global__ void __launch_bounds__(kThreads, 9)
 // Guidance with the norm restored, for rows that the affine kernels cannot handle (`fuses_norm`): one warp per row.
 template <bool kBackward>
 __global__ void __launch_bounds__(kThreads) guide_kernel(const __grid_constant__ AffineParams p, const int64_t rows) {
-  begin();
   const int64_t warp = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
   if (warp >= p.batch * rows) return;
   const int64_t i = warp / rows, from = (warp % rows) * p.rescale_dim;
@@ -384,6 +370,12 @@ const char* launch(void (*kernel)(Params, Split), const Params& p, bool is_align
   return run(kernel, grid, kThreads, stream, p, split);
 }
 
+// `error` is that of the kernel which wrote the partial sums.
+const char* finish(const char* error, const AffineParams& p, cuda::Stream stream) {
+  if (error || p.batch == 0 || p.dim == 0) return error;
+  return run(finish_kernel, static_cast<unsigned>(p.batch), 32, stream, p, cuda::partials_of(p.dim));
+}
+
 template <int kLatentType, int kVelocityType>
 struct Types {
   static constexpr int kLatent = kLatentType, kVelocity = kVelocityType;
@@ -392,17 +384,13 @@ struct Types {
 // Calls `launch_as` with the Types of a launch: kAny if `general`, if x and x' differ in dtype, or if v's is rare.
 template <class Launch>
 const char* dispatch_types(const AffineParams& p, bool general, Launch launch_as) {
-  if (!general && p.x.dtype == p.out.dtype) switch (3 * p.x.dtype + p.v.dtype) {
-      case 3 * kF32 + kF32:
+  if (!general && p.x.dtype == p.out.dtype) switch (2 * p.x.dtype + p.v.dtype) {
+      case 2 * kF32 + kF32:
         return launch_as(Types<kF32, kF32>());
-      case 3 * kF32 + kBF16:
+      case 2 * kF32 + kBF16:
         return launch_as(Types<kF32, kBF16>());
-      case 3 * kF32 + kF16:
-        return launch_as(Types<kF32, kF16>());
-      case 3 * kBF16 + kBF16:
+      case 2 * kBF16 + kBF16:
         return launch_as(Types<kBF16, kBF16>());
-      case 3 * kF16 + kF16:
-        return launch_as(Types<kF16, kF16>());
     }
   return launch_as(Types<kAny, kAny>());
 }
@@ -429,19 +417,21 @@ bool fuses_norm(int64_t rescale_dim) {
 }
 
 const char* launch_affine_step(const AffineParams& p, Stream s) {
-  const bool is_aligned = all_aligned({p.x, p.v, p.u, p.eps, p.out, p.mean, p.x0});
-  return dispatch_types(p, p.u.data || p.mean.data || p.x0.data || (p.noise.offset & 3), [&](auto t) {
+  const bool is_aligned = all_aligned({p.x, p.v, p.u, p.eps, p.out, p.mean});
+  const char* error = dispatch_types(p, p.u.data || p.mean.data || (p.noise.offset & 3), [&](auto t) {
     constexpr int x = decltype(t)::kLatent, v = decltype(t)::kVelocity;
     if (p.noise.sample) return launch(step_kernel<x, v, kAddressed>, p, is_aligned, s);
     return launch(p.eps.data ? step_kernel<x, v, kGiven> : step_kernel<x, v, kNone>, p, is_aligned, s);
   });
+  return finish(error, p, s);
 }
 
 const char* launch_affine_logp(const AffineParams& p, Stream s) {
   const bool is_aligned = all_aligned({p.x, p.v, p.u, p.out, p.v_ref, p.v_old});
-  return dispatch_types(p, p.u.data || p.kl || p.guard, [&](auto t) {
+  const char* error = dispatch_types(p, p.u.data || p.kl || p.guard, [&](auto t) {
     return launch(logp_kernel<decltype(t)::kLatent, decltype(t)::kVelocity>, p, is_aligned, s);
   });
+  return finish(error, p, s);
 }
 
 const char* launch_affine_grad(const AffineParams& p, Stream s) {

@@ -53,7 +53,6 @@ struct Stream {
   }
 
   PG_DEVICE bool f32() const { return (kType == kAny ? t.dtype : kType) == kF32; }
-  PG_DEVICE bool bf16() const { return (kType == kAny ? t.dtype : kType) == kBF16; }
   PG_DEVICE int size() const { return f32() ? 4 : 2; }
 
   // Elements outside the sample are 0.
@@ -80,25 +79,21 @@ struct Stream {
 
   PG_DEVICE Values values() const {
     Values y;
-    const bool is_f32 = f32(), is_bf16 = bf16();
-    if (is_f32)
-      for (int j = 0; j < kVector; ++j) y[j] = from_bits(raw.w[j]);
-    else if (is_bf16)
-      for (int j = 0; j < kVector; ++j) y[j] = from_bits(j % 2 ? raw.w[j / 2] & 0xffff0000u : raw.w[j / 2] << 16);
-    else
-      for (int j = 0; j < kVector; ++j) y[j] = half_to_float(static_cast<uint16_t>(raw.w[j / 2] >> (16 * (j % 2))));
+    const bool is_f32 = f32();
+    for (int j = 0; j < kVector; ++j)
+      y[j] = from_bits(is_f32 ? raw.w[j] : j % 2 ? raw.w[j / 2] & 0xffff0000u : raw.w[j / 2] << 16);
     return y;
   }
 
   // __stwb is an ordinary store that the compiler does not split into the narrow stores of the tail.
   PG_DEVICE void store(const Tile& tile, const Values& y) {
     char* q = p + tile.from * size();
-    const bool is_f32 = f32(), is_bf16 = bf16();
+    const bool is_f32 = f32();
     for (int j = 0; j < kVector; j += 2) {
       if (is_f32)
         raw.w[j] = bits(y[j]), raw.w[j + 1] = bits(y[j + 1]);
       else
-        raw.w[j / 2] = is_bf16 ? pack_bf16(y[j], y[j + 1]) : pack_half(y[j], y[j + 1]);
+        raw.w[j / 2] = pack_bf16(y[j], y[j + 1]);
     }
     if (tile.full) {
       __stwb(reinterpret_cast<uint4*>(q), make_uint4(raw.w[0], raw.w[1], raw.w[2], raw.w[3]));
@@ -123,8 +118,7 @@ PG_DEVICE char* element_ptr(const View& t, int64_t i, int64_t k) {
 PG_DEVICE float load_element(const View& t, int64_t i, int64_t k) {
   const char* p = element_ptr(t, i, k);
   if (t.dtype == kF32) return *reinterpret_cast<const float*>(p);
-  const uint16_t h = *reinterpret_cast<const uint16_t*>(p);
-  return t.dtype == kBF16 ? bf16_to_float(h) : half_to_float(h);
+  return bf16_to_float(*reinterpret_cast<const uint16_t*>(p));
 }
 
 PG_DEVICE void store_element(const View& t, int64_t i, int64_t k, float y) {
@@ -132,7 +126,7 @@ PG_DEVICE void store_element(const View& t, int64_t i, int64_t k, float y) {
   if (t.dtype == kF32)
     *reinterpret_cast<float*>(p) = y;
   else
-    *reinterpret_cast<uint16_t*>(p) = static_cast<uint16_t>(t.dtype == kBF16 ? pack_bf16(y, 0.f) : pack_half(y, 0.f));
+    *reinterpret_cast<uint16_t*>(p) = static_cast<uint16_t>(pack_bf16(y, 0.f));
 }
 
 }  // namespace

@@ -212,30 +212,7 @@ PG_INLINE uint32_t round_to_bf16(float x) {  // the bits of the rounded fp32: to
 
 PG_INLINE uint16_t float_to_bf16(float x) { return static_cast<uint16_t>(round_to_bf16(x) >> 16); }
 
-PG_INLINE float half_to_float(uint16_t h) {  // normal numbers by scaling, subnormals by subtraction
-#if defined(__CUDA_ARCH__)
-  float y;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(h));
-  return y;
-#else
-  const uint32_t w = static_cast<uint32_t>(h) << 16, two = w + w;
-  const float normal = from_bits((two >> 4) + (0xE0u << 23)) * 0x1p-112f;
-  const float subnormal = from_bits((two >> 17) | (126u << 23)) - 0.5f;
-  return from_bits((w & 0x80000000u) | bits(two < (1u << 27) ? subnormal : normal));
-#endif
-}
-
-PG_INLINE uint16_t float_to_half(float x) {  // to nearest even, by adding a number that shifts out the low bits
-  const uint32_t w = bits(x), two = w + w;
-  const float scaled = from_bits(w & 0x7fffffffu) * 0x1p+112f * 0x1p-110f;
-  const uint32_t top = two & 0xFF000000u;
-  const uint32_t bias = top < 0x71000000u ? 0x71000000u : top;
-  const uint32_t r = bits(from_bits((bias >> 1) + 0x07800000u) + scaled);
-  const uint32_t magnitude = ((r >> 13) & 0x7C00u) + (r & 0x0FFFu);
-  return static_cast<uint16_t>((w >> 16 & 0x8000u) | (two > 0xFF000000u ? 0x7E00u : magnitude));
-}
-
-// Converts two values, `low` into the low half; the hardware instruction differs only in the bits of a NaN.
+// Converts two values, `low` into the low bits; the hardware instruction differs only in the bits of a NaN.
 PG_INLINE uint32_t pack_bf16(float low, float high) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   uint32_t w;
@@ -243,16 +220,6 @@ PG_INLINE uint32_t pack_bf16(float low, float high) {
   return w;
 #else
   return round_to_bf16(low) >> 16 | round_to_bf16(high);
-#endif
-}
-
-PG_INLINE uint32_t pack_half(float low, float high) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-  uint32_t w;
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(w) : "f"(high), "f"(low));
-  return w;
-#else
-  return float_to_half(low) | static_cast<uint32_t>(float_to_half(high)) << 16;
 #endif
 }
 
@@ -277,6 +244,35 @@ PG_INLINE PolicyTerm policy_term(float delta, float adv, float adv_clip, float l
   t.above = ratio > hi;
   t.below = ratio < lo;
   return t;
+}
+
+// ---------------------------------------------------------------- advantages, one group
+struct Moments {
+  double mean, deviation;
+  bool varies;
+};
+
+// Of the values that are not NaN (missing), in order, in two passes.
+PG_INLINE Moments moments(const float* values, int64_t size, int ddof) {
+  double n = 0, sum = 0, squares = 0;
+  float low = INFINITY, high = -INFINITY;
+  for (int64_t k = 0; k < size; ++k) {
+    const float v = values[k];
+    if (v != v) continue;
+    n += 1;
+    sum += v;
+    low = v < low ? v : low;
+    high = v > high ? v : high;
+  }
+  const double mean = sum / (n > 1 ? n : 1);
+  for (int64_t k = 0; k < size; ++k)
+    if (values[k] == values[k]) squares += (values[k] - mean) * (values[k] - mean);
+  return {mean, sqrt(squares / (n - ddof > 1 ? n - ddof : 1)), high > low};
+}
+
+PG_INLINE float advantage_of(float value, const Moments& m, bool use_std, double eps) {
+  if (value != value || !m.varies) return 0.f;
+  return static_cast<float>((value - m.mean) / (use_std ? m.deviation + eps : 1.0));
 }
 
 }  // namespace PG_ISA

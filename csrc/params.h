@@ -7,7 +7,7 @@
 
 namespace prefgrpo {
 
-enum DType : int32_t { kF32 = 0, kBF16 = 1, kF16 = 2, kF64 = 3 };
+enum DType : int32_t { kF32 = 0, kBF16 = 1, kF64 = 2 };
 
 // [B, D] with contiguous D; `stride` elements from one sample to the next.
 struct View {
@@ -35,8 +35,7 @@ struct AffineParams {
   int64_t rows = 0;                // T
   const int64_t* index = nullptr;  // [B] rows of coef; null: row i. Outside: CPU throws, CUDA gives NaN
   // step
-  View eps, out, mean, x0;
-  const float* sigma = nullptr;  // like coef: [T] with index, else [B]; for x0
+  View eps, out, mean;
   NoiseAddress noise;
   // replay: `out` is the stored x'
   View v_ref, v_old;
@@ -45,9 +44,8 @@ struct AffineParams {
   // results
   float *logp = nullptr, *kl = nullptr, *guard = nullptr;  // [B] fp32
   // scratch
-  double* partial = nullptr;   // [3, B, partials_of(...)]
-  uint32_t* ticket = nullptr;  // CUDA: [B], zero before and after each launch
-  int32_t threads = 1;         // CPU
+  double* partial = nullptr;  // [3, B, partials_of(...)]
+  int32_t threads = 1;        // CPU
 };
 
 struct NormalParams {
@@ -58,38 +56,20 @@ struct NormalParams {
 };
 
 struct PolicyParams {
-  int64_t batch = 0, steps = 1;  // tensors [B, T], results loss [T] and metrics [T, 8]
+  int64_t batch = 0;  // tensors [B]
   const float *logp = nullptr, *logp_old = nullptr, *advantage = nullptr;
   const float *weight = nullptr, *kl = nullptr, *log_ratio = nullptr;
-  const uint8_t* mask = nullptr;
   float clip_low = 0, clip_high = 0, adv_clip = 0, kl_coef = 0;
-  double denominator = 0;  // 0: the number of unmasked samples
+  double denominator = 0;  // 0: batch
   float *loss = nullptr, *metrics = nullptr, *d_delta = nullptr, *d_kl = nullptr;
-};
-
-struct AdvantageParams {
-  int64_t rewards = 0, batch = 0;  // values [R, B]
-  const void* values = nullptr;
-  int32_t dtype = kF64;
-  const int64_t* group = nullptr;   // [B]
-  int32_t sorted = 0;               // CUDA: whether group ids ascend, so that members are neighbours
-  const double* weights = nullptr;  // [R]
-  int32_t combine = 0, std_mode = 0, ddof = 0, rank = 0;
-  double eps = 0;
-  float* advantage = nullptr;  // [B]
-  double* scratch = nullptr;   // CUDA: [4, B]
 };
 
 struct WinrateParams {
   int64_t prompts = 0, group = 0;
   const void *wins = nullptr, *counts = nullptr;  // [P, G, G]
-  int32_t dtype = kF64, std_mode = 0, ddof = 0;
+  int32_t dtype = kF64, use_std = 0, ddof = 0;
   double eps = 0;
   float *rate = nullptr, *advantage = nullptr;  // [P, G]
-  double* scratch = nullptr;                    // CUDA: [P, G]
 };
-
-enum Combine : int32_t { kWeightedSum = 0, kWeightedAdvantageSum = 1, kGeometric = 2, kHarmonic = 3 };
-enum StdMode : int32_t { kStdGroup = 0, kStdGlobal = 1, kStdNone = 2 };
 
 }  // namespace prefgrpo

@@ -41,7 +41,7 @@ def load_fp32(ptr, mask):
 
 @triton.jit
 def coefficients(coef_ptr, index_ptr, i, rows, HAS_INDEX: tl.constexpr):
-    """(row, ok, a, b, s, w, c) of sample i; if its index is outside the table, ok is False and a … c are NaN."""
+    """(a, b, s, w, c) of sample i; NaN if its index is outside the table."""
     if HAS_INDEX:
         row = tl.load(index_ptr + i)
     else:
@@ -53,7 +53,7 @@ def coefficients(coef_ptr, index_ptr, i, rows, HAS_INDEX: tl.constexpr):
     s = tl.where(ok, tl.load(row_ptr + 2), float("nan"))
     w = tl.where(ok, tl.load(row_ptr + 3), float("nan"))
     c = tl.where(ok, tl.load(row_ptr + 4), float("nan"))
-    return row, ok, a, b, s, w, c
+    return a, b, s, w, c
 
 
 @triton.jit
@@ -73,10 +73,10 @@ def velocity(v_ptr, u_ptr, v_offset, u_offset, mask, scale, PAIR: tl.constexpr, 
 
 @triton.jit(do_not_specialize=["offset", "seed_low", "seed_high"])
 def step_kernel(
-    x_ptr, v_ptr, u_ptr, eps_ptr, out_ptr, mean_ptr, x0_ptr, coef_ptr, index_ptr, sigma_ptr, sample_ptr, step_ptr,
+    x_ptr, v_ptr, u_ptr, eps_ptr, out_ptr, mean_ptr, coef_ptr, index_ptr, sample_ptr, step_ptr,
     partial_ptr, dim, rows, x_stride, v_stride, u_stride, eps_stride, scale, offset, seed_low, seed_high,
     NOISE: tl.constexpr, ALIGNED: tl.constexpr, HAS_INDEX: tl.constexpr, PAIR: tl.constexpr, FROM_COND: tl.constexpr,
-    MEAN: tl.constexpr, X0: tl.constexpr, BLOCK: tl.constexpr,
+    MEAN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One affine step. NOISE: 0 none, 1 given, 2 addressed."""
     chunks = tl.cdiv(dim, BLOCK)
@@ -84,7 +84,7 @@ def step_kernel(
     i, start = pid // chunks, (pid % chunks) * BLOCK
     k = start + tl.arange(0, BLOCK)
     mask = k < dim
-    row, ok, a, b, s, w, c = coefficients(coef_ptr, index_ptr, i, rows, HAS_INDEX)
+    a, b, s, w, c = coefficients(coef_ptr, index_ptr, i, rows, HAS_INDEX)
     x = load_fp32(x_ptr + i * x_stride + k, mask)
     v = velocity(v_ptr, u_ptr, i * v_stride + k, i * u_stride + k, mask, scale, PAIR, FROM_COND)
     mean = a * x + b * v
@@ -98,9 +98,6 @@ def step_kernel(
     y = store_rounded(out_ptr + out_offset, y, mask)
     if MEAN:
         tl.store(mean_ptr + out_offset, mean, mask=mask)
-    if X0:
-        sigma = tl.where(ok, tl.load(sigma_ptr + tl.where(ok, row, 0)), float("nan"))
-        store_rounded(x0_ptr + out_offset, x - sigma * v, mask)
     d = tl.where(mask, y - mean, 0.0)
     tl.store(partial_ptr + pid, tl.sum(d * d, axis=0))
 
@@ -118,7 +115,7 @@ def logp_kernel(
     i, start = pid // chunks, (pid % chunks) * BLOCK
     k = start + tl.arange(0, BLOCK)
     mask = k < dim
-    row, ok, a, b, s, w, c = coefficients(coef_ptr, index_ptr, i, rows, HAS_INDEX)
+    a, b, s, w, c = coefficients(coef_ptr, index_ptr, i, rows, HAS_INDEX)
     x = load_fp32(x_ptr + i * x_stride + k, mask)
     y = load_fp32(y_ptr + i * y_stride + k, mask)
     v = velocity(v_ptr, u_ptr, i * v_stride + k, i * u_stride + k, mask, scale, PAIR, FROM_COND)
@@ -150,7 +147,7 @@ def finish_kernel(
 ):  # fmt: skip
     """Compute one sample's logp, KL and Guard log-ratio from its partial sums."""
     i = tl.program_id(0).to(tl.int64)
-    row, ok, a, b, s, w, c = coefficients(coef_ptr, index_ptr, i, rows, HAS_INDEX)
+    a, b, s, w, c = coefficients(coef_ptr, index_ptr, i, rows, HAS_INDEX)
     mean = (sum_partials(partial_ptr, i, chunks, BLOCK) / dim).to(tl.float32)
     tl.store(logp_ptr + i, tl.where(w == 0, c, w * mean + c))
     noisy = s > 0
@@ -182,7 +179,7 @@ def grad_kernel(
     i, start = pid // chunks, (pid % chunks) * BLOCK
     k = start + tl.arange(0, BLOCK)
     mask = k < dim
-    row, ok, a, b, s, w, c = coefficients(coef_ptr, index_ptr, i, rows, HAS_INDEX)
+    a, b, s, w, c = coefficients(coef_ptr, index_ptr, i, rows, HAS_INDEX)
     x = load_fp32(x_ptr + i * x_stride + k, mask)
     y = load_fp32(y_ptr + i * y_stride + k, mask)
     v = velocity(v_ptr, u_ptr, i * v_stride + k, i * u_stride + k, mask, scale, PAIR, FROM_COND)

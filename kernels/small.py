@@ -1,7 +1,6 @@
-"""Policy loss and group-wise normalisation in Triton; counterparts of csrc/cuda_small.cu.
+"""Policy loss and win rates in Triton; counterparts of csrc/cuda_small.cu.
 
-Statistics are fp64 and two-pass. Invariant: a masked sample or a missing value (NaN) enters no sum, and a constant
-group gives exactly 0.
+Statistics are fp64 and two-pass. Invariant: a missing value (NaN) enters no sum, and a constant group gives exactly 0.
 """
 
 import triton
@@ -10,20 +9,14 @@ import triton.language as tl
 
 @triton.jit
 def policy_kernel(
-    logp_ptr, old_ptr, adv_ptr, weight_ptr, mask_ptr, kl_ptr, ratio_ptr, loss_ptr, metrics_ptr, d_delta_ptr, d_kl_ptr,
-    batch, steps, clip_low, clip_high, adv_clip, kl_coef, denominator,
-    WEIGHT: tl.constexpr, MASK: tl.constexpr, KL: tl.constexpr, RATIO: tl.constexpr, FIXED: tl.constexpr,
+    logp_ptr, old_ptr, adv_ptr, weight_ptr, kl_ptr, ratio_ptr, loss_ptr, metrics_ptr, d_delta_ptr, d_kl_ptr,
+    batch, clip_low, clip_high, adv_clip, kl_coef, denominator,
+    WEIGHT: tl.constexpr, KL: tl.constexpr, RATIO: tl.constexpr, FIXED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Loss, 8 metrics, d loss/d log-ratio and d loss/d kl; each program handles one column of the batch [B, T]."""
-    column = tl.program_id(0)
+    """Loss, 8 metrics, d loss/d log-ratio and d loss/d kl."""
     i = tl.arange(0, BLOCK)
-    in_batch = i < batch
-    i = i * steps + column
-    metrics_ptr += 8 * column
-    keep = in_batch
-    if MASK:
-        keep = in_batch & (tl.load(mask_ptr + i, mask=in_batch, other=0) != 0)
+    keep = i < batch
     if RATIO:
         delta = tl.load(ratio_ptr + i, mask=keep, other=0.0)
     else:
@@ -49,9 +42,9 @@ def policy_kernel(
     if KL:
         kl_sum = tl.sum(tl.load(kl_ptr + i, mask=keep, other=0.0).to(tl.float64), axis=0)
         total += kl_coef * kl_sum
-        tl.store(d_kl_ptr + i, tl.where(keep, kl_coef / norm, 0.0).to(tl.float32), mask=in_batch)
-    tl.store(loss_ptr + column, (total / norm).to(tl.float32))
-    tl.store(d_delta_ptr + i, tl.where(keep, grad / norm, 0.0).to(tl.float32), mask=in_batch)
+        tl.store(d_kl_ptr + i, tl.zeros((BLOCK,), tl.float32) + (kl_coef / norm).to(tl.float32), mask=keep)
+    tl.store(loss_ptr, (total / norm).to(tl.float32))
+    tl.store(d_delta_ptr + i, (grad / norm).to(tl.float32), mask=keep)
     above = tl.sum((keep & (ratio > high)).to(tl.float64), axis=0) / count
     below = tl.sum((keep & (ratio < low)).to(tl.float64), axis=0) / count
     d64 = tl.where(keep, delta, 0.0).to(tl.float64)
@@ -69,89 +62,29 @@ def policy_kernel(
 
 
 @triton.jit
-def span(span_ptr, batch, SORTED: tl.constexpr):
-    """(start, end) of the samples to search for this program's groups: `span_ptr` [2, programs] if sorted, else all."""
-    if SORTED:
-        ptr = span_ptr + tl.program_id(0)
-        return tl.load(ptr), tl.load(ptr + tl.num_programs(0))
-    else:
-        return tl.zeros((), tl.int64), tl.zeros((), tl.int64) + batch
-
-
-@triton.jit
-def members(v_ptr, id_ptr, group, first, end, ALL: tl.constexpr, BLOCK: tl.constexpr):
-    """(values [BLOCK] from `first` on, whether each is known and in each `group` (ALL: in any) [ROWS, BLOCK])."""
-    j = first + tl.arange(0, BLOCK)
-    v = tl.load(v_ptr + j, mask=j < end, other=float("nan"))
-    ok = (v == v)[None, :] & (group == group)[:, None]
-    if not ALL:
-        ok = ok & (tl.load(id_ptr + j, mask=j < end, other=0)[None, :] == group[:, None])
-    return v, ok
-
-
-@triton.jit
-def moments(v_ptr, id_ptr, group, start, end, ddof, ALL: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """(mean, standard deviation, whether values differ) [ROWS] over the members of each `group`, or over all."""
-    n = tl.zeros((ROWS,), tl.float64)
-    sums = tl.zeros((ROWS,), tl.float64)
-    low = tl.full((ROWS,), float("inf"), tl.float64)
-    high = tl.full((ROWS,), float("-inf"), tl.float64)
-    for first in range(start, end, BLOCK):
-        v, ok = members(v_ptr, id_ptr, group, first, end, ALL, BLOCK)
-        n += tl.sum(ok.to(tl.float64), axis=1)
-        sums += tl.sum(tl.where(ok, v[None, :], 0.0), axis=1)
-        low = tl.minimum(low, tl.min(tl.where(ok, v[None, :], float("inf")), axis=1))
-        high = tl.maximum(high, tl.max(tl.where(ok, v[None, :], float("-inf")), axis=1))
-    mean = sums / tl.maximum(n, 1.0)
-    squares = tl.zeros((ROWS,), tl.float64)
-    for first in range(start, end, BLOCK):
-        v, ok = members(v_ptr, id_ptr, group, first, end, ALL, BLOCK)
-        d = tl.where(ok, v[None, :] - mean[:, None], 0.0)
-        squares += tl.sum(d * d, axis=1)
-    return mean, tl.sqrt(squares / tl.maximum(n - ddof, 1.0)), high > low
-
-
-@triton.jit
-def normalise_kernel(
-    v_ptr, id_ptr, span_ptr, weight_ptr, out_ptr, rewards, batch, eps, ddof,
-    STD: tl.constexpr, SORTED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+def winrate_kernel(
+    wins_ptr, counts_ptr, rate_ptr, advantage_ptr, group, eps, ddof, USE_STD: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """out[i] = Σ_r weight_r · (v_ri − mean of i's group) / scale; STD: 0 group, 1 global, 2 none."""
-    i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    in_batch = i < batch
-    group = tl.load(id_ptr + i, mask=in_batch, other=0)
-    start, end = span(span_ptr, batch, SORTED)
-    acc = tl.zeros((ROWS,), tl.float64)
-    for r in range(rewards):
-        row = v_ptr + r * batch
-        v = tl.load(row + i, mask=in_batch, other=float("nan"))
-        mean, deviation, varies = moments(row, id_ptr, group, start, end, ddof, False, ROWS, BLOCK)
-        scale = tl.full((ROWS,), 1.0, tl.float64)
-        if STD == 0:
-            scale = deviation + eps
-        if STD == 1:
-            _, global_deviation, _ = moments(row, id_ptr, group, 0, batch, ddof, True, ROWS, BLOCK)
-            scale = global_deviation + eps
-        valid = (v == v) & varies
-        acc += tl.where(valid, tl.load(weight_ptr + r) * ((v - mean) / tl.where(valid, scale, 1.0)), 0.0)
-    tl.store(out_ptr + i, acc, mask=in_batch)
-
-
-@triton.jit
-def rank_kernel(v_ptr, id_ptr, span_ptr, out_ptr, batch, SORTED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Rank within the group, scaled to [0, 1]; tied values get their mean rank, and NaN stays NaN."""
-    i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    in_batch = i < batch
-    group = tl.load(id_ptr + i, mask=in_batch, other=0)
-    value = tl.load(v_ptr + i, mask=in_batch, other=float("nan"))
-    start, end = span(span_ptr, batch, SORTED)
-    n = tl.zeros((ROWS,), tl.float64)
-    below = tl.zeros((ROWS,), tl.float64)
-    equal = tl.zeros((ROWS,), tl.float64)
-    for first in range(start, end, BLOCK):
-        v, ok = members(v_ptr, id_ptr, group, first, end, False, BLOCK)
-        n += tl.sum(ok.to(tl.float64), axis=1)
-        below += tl.sum((ok & (v[None, :] < value[:, None])).to(tl.float64), axis=1)
-        equal += tl.sum((ok & (v[None, :] == value[:, None])).to(tl.float64), axis=1)
-    rank = (below + 0.5 * (equal - 1.0)) / tl.maximum(n - 1.0, 1.0)
-    tl.store(out_ptr + i, tl.where(value == value, rank, value), mask=in_batch)
+    """Win rates and advantages of one prompt, [G] each, from its wins and counts [G, G]; one program per prompt."""
+    p = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, BLOCK)
+    inside = i < group
+    wins = tl.zeros((BLOCK,), tl.float64)
+    count = tl.zeros((BLOCK,), tl.float64)
+    row = (p * group + i) * group
+    for j in range(group):
+        wins += tl.load(wins_ptr + row + j, mask=inside, other=0).to(tl.float64)
+        count += tl.load(counts_ptr + row + j, mask=inside, other=0).to(tl.float64)
+    rate = (wins / tl.where(count > 0, count, 1.0)).to(tl.float32)  # rounded: sums in another order differ in fp64
+    ok = inside & (count > 0) & (rate == rate)
+    tl.store(rate_ptr + p * group + i, tl.where(ok, rate, float("nan")), mask=inside)
+    r = tl.where(ok, rate, 0.0).to(tl.float64)
+    n = tl.sum(ok.to(tl.float64), axis=0)
+    low = tl.min(tl.where(ok, rate, float("inf")), axis=0)
+    high = tl.max(tl.where(ok, rate, float("-inf")), axis=0)
+    d = tl.where(ok, r - tl.sum(tl.where(ok, r, 0.0), axis=0) / tl.maximum(n, 1.0), 0.0)
+    scale = tl.zeros((), tl.float64) + 1.0
+    if USE_STD:
+        scale = tl.sqrt(tl.sum(d * d, axis=0) / tl.maximum(n - ddof, 1.0)) + eps
+    advantage = tl.where(high > low, d / tl.where(high > low, scale, 1.0), 0.0)
+    tl.store(advantage_ptr + p * group + i, advantage.to(tl.float32), mask=inside)

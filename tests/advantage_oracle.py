@@ -28,6 +28,5 @@ def advantage(r, ids, w, combine="weighted_sum", **options):
         value = {
             "weighted_sum": lambda: w @ r,
             "geometric_mean": lambda: np.exp(w @ np.log(r) / w.sum()),
-            "harmonic_mean": lambda: w.sum() / (w @ (1 / r)),
         }[combine]()
     return normalised(value, ids, **options)

@@ -24,25 +24,22 @@ NUMBERS = {"scale", "to_c", "to_u", "eps", "clip_low", "clip_high", "adv_clip", 
 def arguments(kernel):
     """(argument types, constexpr values) of a typical call: bf16 velocities, fp32 latents."""
     types, fixed = {}, {}
-    flags = {"BLOCK": 2048, "NOISE": 2, "STD": 0, "ROWS": 8, "ALL": False}
+    flags = {"BLOCK": 2048, "NOISE": 2, "ROWS": 8}
     for p in kernel.params:
         if p.is_constexpr:
             fixed[p.name] = flags.get(p.name, True)
             types[p.name] = "constexpr"
         elif p.name.endswith("_ptr"):
             name = p.name.removesuffix("_ptr")
-            wide = kernel in (small.normalise_kernel, small.rank_kernel)
             velocity = name in ("v", "u", "c", "ref", "old", "dv", "du")
-            ids = name in ("index", "sample", "step", "id", "span")
-            kind = "i64" if ids else "fp64" if wide else "i8" if name == "mask" else "bf16" if velocity else "fp32"
+            ids = name in ("index", "sample", "step")
+            kind = "i64" if ids else "bf16" if velocity else "fp32"
             types[p.name] = f"*{kind}"
         else:
             types[p.name] = (
                 "fp32" if p.name in NUMBERS else "i64" if p.name in ("offset", "seed_low", "seed_high") else "i32"
             )
-    if kernel in (small.normalise_kernel, small.rank_kernel):
-        fixed["BLOCK"] = 128
-    if kernel is affine.guide_kernel:
+    if kernel in (affine.guide_kernel, small.winrate_kernel):
         fixed["BLOCK"] = 64
     if kernel is affine.finish_kernel:
         fixed["BLOCK"] = 1024
@@ -57,8 +54,7 @@ KERNELS = {
     "guide": affine.guide_kernel,
     "normal": noise.normal_kernel,
     "policy": small.policy_kernel,
-    "normalise": small.normalise_kernel,
-    "rank": small.rank_kernel,
+    "winrate": small.winrate_kernel,
 }
 
 

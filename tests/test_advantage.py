@@ -117,7 +117,7 @@ def combined_here(rewards, weights):
 
 
 @pytest.mark.parametrize("options", [
-    *({"combine": c} for c in ("weighted_sum", "weighted_advantage_sum", "geometric_mean", "harmonic_mean")),
+    *({"combine": c} for c in ("weighted_sum", "weighted_advantage_sum", "geometric_mean")),
     *({"std": std, "ddof": 1} for std in ("global", "none")),
     {"rank": True}, {"batch_norm": True},
     {"function": f"{__file__}:combined_here"}, {"function": f"{__name__}.combined_here", "rank": True},
@@ -200,7 +200,7 @@ def test_the_tamed_sum_of_the_page_is_paco_grpos(tmp_path, root):
 
 
 @pytest.mark.parametrize("reward", [
-    {"combine": "geometric_mean"}, {"combine": "harmonic_mean"}, {"function": f"{__name__}.root"},
+    {"combine": "geometric_mean"}, {"function": f"{__name__}.root"},
 ], ids=str)  # fmt: skip
 def test_a_sample_without_a_combined_value_is_missing_for_the_objective_too(trainer, reward):
     """As 0 would be an average advantage, on which `nft` trains."""

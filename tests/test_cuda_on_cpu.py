@@ -12,7 +12,7 @@ import sys
 
 import pytest
 
-FILES = ("affine", "noise", "policy", "advantage", "replay", "tokens")
+FILES = ("affine", "noise", "policy", "advantage")
 
 
 @pytest.mark.full

@@ -1,4 +1,4 @@
-"""winrate_advantage and group_advantage on every backend.
+"""winrate_advantage on every backend, and group_advantage, which is plain torch.
 
 Oracles: golden numbers for the settings of three published codebases; NumPy's mean and std per group on random inputs
 (any ids, sizes, missing entries, weights); and two properties: a constant group gives exactly 0, and missing values
@@ -9,10 +9,11 @@ import advantage_oracle
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
 from hypothesis import strategies as st
-from ops_cases import DEVICE, assert_close, each_backend, fuzz, serve
+from ops_cases import DEVICE, QUICK, each_backend, fuzz, serve
 
-from prefgrpo.ops import args, group_advantage, winrate_advantage
+from prefgrpo.ops import group_advantage, winrate_advantage
 
 R, IDS = [1.0, 2.0, 3.0, 10.0, 0.0, 0.0, 4.0, 4.0], [7, 7, 7, 7, -2, -2, -2, -2]
 GOLDEN = {
@@ -29,35 +30,14 @@ def tensors(r, ids, dtype=torch.float64):
     return torch.tensor(r, dtype=dtype, device=DEVICE), torch.tensor(ids, device=DEVICE)
 
 
-@each_backend
 @pytest.mark.parametrize("name", GOLDEN)
-def test_golden_numbers(backend, name):
+def test_golden_numbers(name):
     options, want = GOLDEN[name]
     r, ids = tensors([R], IDS)
     order = torch.tensor([4, 0, 6, 1, 2, 5, 3, 7], device=DEVICE)  # groups need not be contiguous
-    with serve(backend):
-        got, mixed = group_advantage(r, ids, **options), group_advantage(r[:, order], ids[order], **options)
+    got, mixed = group_advantage(r, ids, **options), group_advantage(r[:, order], ids[order], **options)
     assert got[:4].tolist() == pytest.approx(want, abs=1e-6)
     assert torch.equal(mixed, got[order])
-
-
-@each_backend
-@pytest.mark.parametrize(
-    "options",
-    [{}, pytest.param({"std": "global", "combine": "weighted_advantage_sum"}, marks=pytest.mark.full), {"rank": True}],
-)
-def test_a_large_batch_is_sorted_by_group_first(backend, options, monkeypatch):
-    rng = np.random.default_rng(0)
-    r, ids = rng.random((2, 301)), rng.integers(-20, 20, 301)
-    r[rng.random(r.shape) < 0.1] = np.nan
-    r[:, ids < -15] = 0.5  # constant groups
-    given = tensors(r, ids)
-    with serve(backend):
-        want = group_advantage(*given, **options)
-        monkeypatch.setattr(args, "MAX_UNSORTED_BATCH", 16)
-        got = group_advantage(*given, **options)
-    assert want.any()
-    assert_close(got, want, 1e-6, 1e-7)  # Triton sums over different blocks
 
 
 OPTIONS = {
@@ -68,16 +48,17 @@ OPTIONS = {
 }
 
 
-@fuzz(
+@QUICK
+@given(
     batch=st.sampled_from([1, 2, 7, 48, 130]),
     groups=st.integers(1, 6),
     rewards=st.integers(1, 3),
-    combine=st.sampled_from(["weighted_sum", "weighted_advantage_sum", "geometric_mean", "harmonic_mean"]),
+    combine=st.sampled_from(["weighted_sum", "weighted_advantage_sum", "geometric_mean"]),
     rank=st.booleans(),
     holes=st.sampled_from([0.0, 0.3, 1.0]),
     **OPTIONS,
 )
-def test_against_numpy(backend, batch, groups, rewards, combine, std, ddof, rank, holes, dtype, seed):
+def test_against_numpy(batch, groups, rewards, combine, std, ddof, rank, holes, dtype, seed):
     rng = np.random.default_rng(seed)
     ids = rng.integers(-5, -5 + groups, batch)
     r = rng.choice([0.25, 0.5, 0.5, 1.0, 2.0], (rewards, batch)) if rank else rng.random((rewards, batch)) + 0.01
@@ -88,14 +69,18 @@ def test_against_numpy(backend, batch, groups, rewards, combine, std, ddof, rank
         w[0] = 0.0
         r[0] = np.nan  # a reward of weight 0 may be missing everywhere
     options = {"combine": combine, "std": std, "ddof": ddof, "rank": rank, "eps": 1e-4}
-    with serve(backend):
-        got = group_advantage(*tensors(r, ids, dtype), torch.tensor(w), **options)
+    got = group_advantage(*tensors(r, ids, dtype), torch.tensor(w), **options)
     assert got.dtype == torch.float32 and got.shape == (batch,)
     want = advantage_oracle.advantage(r, ids, w, **options)
     np.testing.assert_allclose(got.double().cpu().numpy(), want, rtol=2e-5, atol=2e-6)
 
 
-@fuzz(prompts=st.integers(1, 5), group=st.integers(1, 9), holes=st.sampled_from([0.0, 0.5, 1.0]), **OPTIONS)
+@fuzz(
+    prompts=st.integers(0, 9),
+    group=st.sampled_from([0, 1, 2, 5, 9, 33, 64]),
+    holes=st.sampled_from([0.0, 0.5, 1.0]),
+    **OPTIONS,
+)
 def test_winrate_against_numpy(backend, prompts, group, holes, std, ddof, dtype, seed):
     rng = np.random.default_rng(seed)
     counts = rng.integers(0, 3, (prompts, group, group)) * (rng.random((prompts, group, group)) >= holes)
@@ -109,15 +94,13 @@ def test_winrate_against_numpy(backend, prompts, group, holes, std, ddof, dtype,
     np.testing.assert_allclose(adv.double().cpu().numpy().reshape(-1), want, rtol=2e-5, atol=2e-6)
 
 
-@each_backend
 @pytest.mark.parametrize("value", [0.1, 1 / 3, 1e6 + 0.1, -7e-30])
-def test_a_constant_group_gives_exactly_zero(backend, value):
+def test_a_constant_group_gives_exactly_zero(value):
     r, ids = tensors([[value] * 7 + [0.0, 1.0]], [0] * 7 + [1, 1])
-    with serve(backend):
-        for std in ("group", "global", "none"):
-            got = group_advantage(r, ids, std=std, eps=0.0)
-            assert got[:7].tolist() == [0.0] * 7 and got[7:].abs().min() > 0
-        assert group_advantage(r.float(), ids, eps=0.0)[:7].tolist() == [0.0] * 7
+    for std in ("group", "global", "none"):
+        got = group_advantage(r, ids, std=std, eps=0.0)
+        assert got[:7].tolist() == [0.0] * 7 and got[7:].abs().min() > 0
+    assert group_advantage(r.float(), ids, eps=0.0)[:7].tolist() == [0.0] * 7
 
 
 @each_backend
@@ -129,13 +112,11 @@ def test_win_rates_whose_sums_differ_only_in_order_are_equal(backend):
     assert rate[0].tolist() == [pytest.approx(0.2)] * 3 and advantage.tolist() == [[0.0] * 3]
 
 
-@each_backend
-def test_a_missing_reward_moves_nothing_and_a_lost_group_is_zero(backend):
+def test_a_missing_reward_moves_nothing_and_a_lost_group_is_zero():
     r, ids = tensors([[1.0, 2.0, torch.nan, 4.0, torch.nan, torch.nan]], [0, 0, 0, 0, 1, 1])
-    with serve(backend):
-        got = group_advantage(r, ids)
-        less = group_advantage(r[:, [0, 1, 3]], ids[[0, 1, 3]])
-        negative = group_advantage(-r, ids, combine="geometric_mean")
-        empty = group_advantage(r[:, :0], ids[:0])
+    got = group_advantage(r, ids)
+    less = group_advantage(r[:, [0, 1, 3]], ids[[0, 1, 3]])
+    negative = group_advantage(-r, ids, combine="geometric_mean")
+    empty = group_advantage(r[:, :0], ids[:0])
     assert got[[0, 1, 3]].tolist() == less.tolist() and got[[2, 4, 5]].tolist() == [0.0] * 3
     assert negative.tolist() == [0.0] * 6 and empty.shape == (0,)

@@ -6,7 +6,6 @@ of the two applies, so a case that starts or stops working fails. Graphs are com
 on any graph break: no value is read back, and the eager fast paths stay out of a graph.
 """
 
-import re
 from typing import NamedTuple
 
 import pytest
@@ -23,11 +22,8 @@ from prefgrpo.ops import (
     affine_logp,
     affine_step,
     group_advantage,
-    on_policy_grad,
     philox_normal,
     policy_loss,
-    policy_loss_grad,
-    replay_policy_grad,
     winrate_advantage,
 )
 
@@ -46,24 +42,19 @@ class Inputs(NamedTuple):
     y: Tensor
     logp: Tensor
     logp_old: Tensor
-    logps: Tensor
     kl: Tensor
     index: Tensor
-    token_row: Tensor
-    mask: Tensor
-    token_mask: Tensor
-    divisor: Tensor
+    spread: Tensor
     ids: Tensor
     out: Tensor
     wins: Tensor
     rewards: Tensor
     coef: Tensor
-    sigma: Tensor
-    packs: Tensor
+    weights: Tensor
 
 
-BATCH = Inputs(*[0] * 18, 1, None, None, None)
-LEAVES = ("v", "u", "logp", "logps", "kl")
+BATCH = Inputs(*[0] * 14, 1, None, None)
+LEAVES = ("v", "u", "logp", "kl")
 
 
 def inputs(batch=3, x_dtype=F32, v_dtype=F32, lay=lambda t: t, seed=0):
@@ -76,10 +67,8 @@ def inputs(batch=3, x_dtype=F32, v_dtype=F32, lay=lambda t: t, seed=0):
     logp, logp_old, kl = (lay(draw(batch)) for _ in range(3))
     n = len(x)
     return Inputs(
-        x, v, u, ref, old, y, logp, logp_old, lay(draw(batch, 2)), kl, c.index[:n], (draw(n, 5) * 4).long(),
-        draw(n) > 0.4, draw(n, 5) > 0.4, 1 + draw(n), torch.arange(n, device=DEVICE) + seed,
-        torch.empty(n, 5, 8, dtype=v_dtype, device=DEVICE), draw(n, 4, 4), draw(2, n), c.coef, draw(4),
-        torch.tensor([0, min(n, 1), n], device=DEVICE),
+        x, v, u, ref, old, y, logp, logp_old, kl, c.index[:n], 1 + draw(n), torch.arange(n, device=DEVICE) + seed,
+        torch.empty(n, 5, 8, dtype=v_dtype, device=DEVICE), draw(n, 4, 4), draw(2, n), c.coef, draw(2),
     )  # fmt: skip
 
 
@@ -95,50 +84,29 @@ def loss(i, **options):
     return policy_loss(i.logp, i.logp_old, i.kl.detach().float(), clip_low=0.1, **options)
 
 
-def replay(i, **options):
-    losses = {"logp_old": i.logp_old, "advantage": i.kl.detach(), "clip_low": 0.1}
-    return replay_policy_grad(i.x, i.v, i.y, i.coef, i.index, **losses, **options)
-
-
 CALLS = {
     "step": lambda i: step(i),
-    "step, a pair, addressed, mean, x0": lambda i: step(
+    "step, a pair, addressed, mean": lambda i: step(
         i, noise=NoiseAddress(5, i.ids, offset=2), guidance=Guidance(i.u, 2.0, rescale=True), want_mean=True,
-        x0_sigma=i.sigma, out_dtype=torch.bfloat16,
+        out_dtype=torch.bfloat16,
     ),
     "step without noise, a row each": lambda i: affine_step(i.x, i.v, i.coef[i.index], noise=None),
     "step of one index": lambda i: step(i, 2, noise=NoiseAddress(-3, i.ids.int())),
     "step, out": lambda i: step(i, out=i.out, out_dtype=i.out.dtype),
-    "step, mask": lambda i: step(i, mask=i.token_mask, guidance=Guidance(i.u, 1.5, from_cond=True)),
-    "step, mask, out": lambda i: step(i, mask=i.mask, out=i.out, out_dtype=i.out.dtype),
-    "step, a row per token": lambda i: step(i, i.token_row, noise=NoiseAddress(5, i.ids, i.ids), want_mean=True),
-    "step, packed": lambda i: step(i, cu_seqlens=i.packs, **{"index": 1}),
-    "step, divisor": lambda i: step(i, divisor=640.0),
     "logp": lambda i: logp(i),
     "logp, a pair, KL, Guard": lambda i: logp(
         i, v_ref=i.ref, v_old=i.old, guidance=Guidance(i.u, 2.0, rescale=True)
     ),
     "logp, int32": lambda i: logp(i, i.index.int()),
-    "logp, mask": lambda i: logp(i, mask=i.token_mask, v_ref=i.ref),
-    "logp, a row per token, a pair": lambda i: logp(i, i.token_row, guidance=Guidance(i.u, 1.5), v_old=i.old),
-    "logp, a row per token, mask": lambda i: logp(i, i.token_row, mask=i.token_mask),
-    "logp, packed": lambda i: logp(i, 1, cu_seqlens=i.packs, v_ref=i.ref),
-    "logp, packed, mask": lambda i: logp(i, cu_seqlens=i.packs.int(), mask=i.mask),
-    "logp, divisor each": lambda i: logp(i, divisor=i.divisor),
     "normal": lambda i: philox_normal(9, i.ids, i.index, 40, 3),
     "normal, out": lambda i: philox_normal(9, i.ids, i.index, 40, dtype=i.out.dtype, out=i.out.flatten(1)),
     "loss": lambda i: loss(i),
-    "loss, weight, mask, KL, Guard": lambda i: loss(
-        i, clip_high=0.2, weight=i.logp_old.float(), mask=i.mask, kl=i.kl, kl_coef=0.1, log_ratio=i.logp, denominator=7,
+    "loss, weight, KL, Guard": lambda i: loss(
+        i, clip_high=0.2, weight=i.logp_old.float(), kl=i.kl, kl_coef=0.1, log_ratio=i.logp, denominator=7,
     ),
-    "loss of steps": lambda i: policy_loss(i.logps, i.logp_old, i.divisor, clip_low=0.1, mask=i.mask),
-    "loss and gradient": lambda i: policy_loss_grad(i.logp, i.logp_old, i.divisor, clip_low=0.1, kl=i.kl, kl_coef=0.1),
-    "replay": lambda i: replay(i),
-    "replay, a pair, KL, out": lambda i: replay(i, guidance=Guidance(i.u, 1.5), v_ref=i.ref, kl_coef=0.1, out=i.out),
-    "on policy, out": lambda i: on_policy_grad(i.v, i.coef, i.index, NoiseAddress(3, i.ids), i.divisor, out=i.out),
     "groups": lambda i: group_advantage(i.rewards, i.ids // 2),
     "groups, GDPO, ranks": lambda i: group_advantage(
-        i.rewards, i.ids.int() // 2, i.sigma[:2], combine="weighted_advantage_sum", std="global", ddof=1, rank=True
+        i.rewards, i.ids.int() // 2, i.weights, combine="weighted_advantage_sum", std="global", ddof=1, rank=True
     ),
     "groups, geometric": lambda i: group_advantage(i.rewards, i.ids, combine="geometric_mean", std="none"),
     "win rates": lambda i: winrate_advantage(i.wins, i.wins.mT, std="global"),
@@ -243,7 +211,7 @@ def test_exported(backend, name):
             same(got, results(name, i))
 
 
-DIFFERENTIABLE = [name for name in CALLS if name.startswith(("logp", "loss")) and name != "loss and gradient"]
+DIFFERENTIABLE = [name for name in CALLS if name.startswith(("logp", "loss"))]
 
 
 @kernels
@@ -306,14 +274,14 @@ def test_derivatives_are_complete_refused_or_none(backend, name, how):
     """Refusals name the op. In reverse mode, a result without a gradient is a constant, like a detached tensor."""
     total, given = functions(name)
     op = {"log": "affine_logp", "los": "policy_loss"}.get(name[:3], "")
-    forward = how in (forward_mode, dual_numbers) or (how is hessian and not re.fullmatch("step(?!, mask$).*", name))
+    forward = how in (forward_mode, dual_numbers) or (how is hessian and not name.startswith("step"))
     with serve(backend):
         if name in DIFFERENTIABLE and how is backward:
             assert any(t is not None and bool(t.any()) for t in how(total, given))
         elif name in DIFFERENTIABLE and how is twice:
             with pytest.raises(RuntimeError, match=f"{op} cannot be differentiated twice"):
                 how(total, given)
-        elif name in DIFFERENTIABLE or (forward and name.startswith(("step", "replay", "loss"))):
+        elif name in DIFFERENTIABLE or (forward and name.startswith(("step", "loss"))):
             with pytest.raises(NotImplementedError, match=f"{op}.* (backward only|no derivative)"):
                 how(total, given)
         elif name.endswith(", out") and how in (forward_mode, func_grad, func_vjp, hessian):  # torch's own error

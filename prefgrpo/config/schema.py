@@ -168,9 +168,9 @@ class RewardConfig:
     """Rewards and weights, e.g. "vlm_pairwise:0.7,clip:0.3"; weight 0 is logged and not trained on."""
     options: Options = field(default_factory=dict)
     """Options per reward, including `url` (its server) and `judge` (values that override the judge section)."""
-    combine: Literal["weighted_sum", "weighted_advantage_sum", "geometric_mean", "harmonic_mean"] = "weighted_sum"
+    combine: Literal["weighted_sum", "weighted_advantage_sum", "geometric_mean"] = "weighted_sum"
     """weighted_sum: sum rewards, then normalise; weighted_advantage_sum: normalise each, then sum (Pref-GRPO; GDPO);
-    geometric_mean, harmonic_mean: normalise this weighted mean; a sample with a negative reward is then missing."""
+    geometric_mean: normalise this weighted mean; a sample with a negative reward is then missing."""
     function: str = ""
     """Your own function instead of `combine`, as file.py:function or package.module.function. From the rewards [R, B]
     of non-zero weight (NaN: missing) and their weights [R], fp64 tensors, it returns [B] values to normalise."""

@@ -1,7 +1,7 @@
 """Drop-in step functions for other GRPO codebases, based on the fused ops.
 
-`patch("flow_grpo")` replaces the step functions of an imported codebase by this package's, with the same names,
-signatures and return order; `unpatch` restores them. The functions can also be imported from the modules here;
+Each module here has a codebase's functions under their own names, to import in one line; `patch("flow_grpo")` replaces
+those of an imported codebase, and `unpatch` restores them.
 `lora.fuse_lora` makes peft's LoRA layers faster, `rotary.fuse_rotary` diffusers' rotary embedding, and
 `diffusers.SDEFlowMatchScheduler` is a scheduler for any pipeline.
 Intended differences: docs/integrations.md.

@@ -9,65 +9,54 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
 import pkgutil
-import re
 import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from types import FunctionType, ModuleType
 from typing import Any
 
 Function = Callable[..., Any]
-_FLOW_GRPO, _FLOW_FACTORY = r"flow_grpo\.diffusers_patch\.", r"flow_factory\.scheduler\.flow_match_euler_discrete"
-
+_FLOW_GRPO, _FLOW_FACTORY = "flow_grpo.diffusers_patch.", "flow_factory.scheduler.flow_match_euler_discrete"
 CODEBASES: dict[str, dict[str, str]] = {
     "flow_grpo": {
         _FLOW_GRPO + "sd3_sde_with_logprob:sde_step_with_logprob": "flow_grpo:sde_step_with_logprob",
         _FLOW_GRPO + "wan_pipeline_with_logprob:sde_step_with_logprob": "flow_grpo:wan_sde_step_with_logprob",
         _FLOW_GRPO + "solver:flow_grpo_step": "pref_grpo:flow_grpo_step",
     },
-    "dance_grpo": {r"(fastvideo\.)?train_grpo_\w+:flux_step": "dance_grpo:flux_step"},
     "pref_grpo": {
-        r"fastvideo\.grpo\.steps:flow_grpo_step": "pref_grpo:flow_grpo_step",
-        r"fastvideo\.grpo\.steps:dance_grpo_step": "pref_grpo:dance_grpo_step",
+        "fastvideo.grpo.steps:flow_grpo_step": "pref_grpo:flow_grpo_step",
+        "fastvideo.grpo.steps:dance_grpo_step": "pref_grpo:dance_grpo_step",
     },
     "flow_factory": {_FLOW_FACTORY + ":FlowMatchEulerDiscreteSDEScheduler.step": "flow_factory:step"},
 }
-"""Regular expression for a module's name and, after a colon, a function in it → its replacement likewise, relative to
-prefgrpo.integrations."""
+"""Module and function of each codebase that calls its step through a module → ours, relative to this package."""
 _PATCHED: dict[str, dict[Function, Function]] = {}
-"""Codebase → original → replacement; each original has a separate replacement, so that it can be restored."""
+"""Codebase → original → replacement."""
 
 
 def patch(codebase: str) -> list[str]:
-    """Replace the step functions of an imported codebase; prints and returns the dotted names that are now ours.
+    """Replace the step functions of an imported codebase; returns the dotted names that were replaced now.
 
     Raises ValueError for an unknown codebase, and RuntimeError, without replacing anything, if it is not imported
     (import its training code first), or if a function is missing or its parameters differ from the known version's.
     """
-    replaced = dict(_PATCHED.get(codebase, {}))
-    before = len(replaced)
-    for pattern, replacement in targets(codebase).items():
-        where, _, name = pattern.partition(":")
-        modules = {place: module for place, module in _modules() if re.fullmatch(where, place)}
-        functions = {place: f for place, module in modules.items() if (f := _function(module, name)) is not None}
-        if modules and not functions:
-            raise RuntimeError(f"expected a function {name} in {', '.join(modules)}, found none: another version?")
-        for place, original in functions.items():
-            if original not in replaced and original not in replaced.values():
-                step = pkgutil.resolve_name(f"prefgrpo.integrations.{replacement}")
-                _check_parameters(f"{place}.{name}", original, step)
-                replaced[original] = _wrap(step)
-    if not replaced:
-        names = describe_targets(codebase)
-        raise RuntimeError(f"'{codebase}' is not imported, expected {names}: import its training code first")
-    _PATCHED[codebase] = replaced
-    rebind(replaced)
-    places = sorted(f"{place}.{name}" for place, _, name, f in _functions() if f in replaced.values())
-    if len(replaced) > before and os.environ.get("RANK", "0") == "0":
-        print(f"prefgrpo: patched {codebase}: {', '.join(places)}", file=sys.stderr, flush=True)
-    return places
+    targets, replaced = _targets(codebase), _PATCHED.get(codebase, {})
+    found = dict(replaced)
+    for place, name in targets.items():
+        if place.partition(":")[0] not in sys.modules:
+            continue
+        try:
+            original = pkgutil.resolve_name(place)
+        except AttributeError as error:
+            raise RuntimeError(f"{place}: {error}; another version of {codebase}?") from None
+        if original not in found.values():
+            ours = pkgutil.resolve_name(f"{__package__}.{name}")
+            _check_parameters(place, original, ours)
+            found[original] = _copy(ours)
+    if not found:
+        raise RuntimeError(f"expected {', '.join(targets)} to be imported: import {codebase}'s training code first")
+    _PATCHED[codebase] = found
+    return rebind(found)
 
 
 def unpatch(codebase: str) -> list[str]:
@@ -75,28 +64,14 @@ def unpatch(codebase: str) -> list[str]:
 
     Raises ValueError for an unknown codebase.
     """
-    targets(codebase)
+    _targets(codebase)
     return rebind({ours: original for original, ours in _PATCHED.pop(codebase, {}).items()})
 
 
-def targets(codebase: str) -> dict[str, str]:
-    """The entries of `CODEBASES` for a codebase. Raises ValueError for an unknown one."""
+def _targets(codebase: str) -> dict[str, str]:
     if codebase not in CODEBASES:
         raise ValueError(f"unknown codebase '{codebase}': expected one of {', '.join(CODEBASES)}")
     return CODEBASES[codebase]
-
-
-def describe_targets(codebase: str) -> str:
-    """The functions replaced in a codebase, for messages."""
-    return ", ".join(pattern.replace("\\", "") for pattern in targets(codebase))
-
-
-def _function(module: ModuleType, name: str) -> FunctionType | None:
-    """The function of that name, which may be `Class.method`, or None."""
-    owner: Any = module
-    for part in name.split("."):
-        owner = vars(owner).get(part) if isinstance(owner, (ModuleType, type)) else None
-    return owner if isinstance(owner, FunctionType) else None
 
 
 def _check_parameters(name: str, original: Function, ours: Function) -> None:
@@ -106,40 +81,21 @@ def _check_parameters(name: str, original: Function, ours: Function) -> None:
         raise RuntimeError(f"{name}: expected the parameters ({', '.join(expected)}), found ({', '.join(actual)})")
 
 
-def _wrap(step: Function) -> Function:
+def _copy(step: Function) -> Function:
+    """A function that calls `step`; each original has its own, so that it can be restored."""
     return functools.wraps(step)(lambda *args, **kwargs: step(*args, **kwargs))
 
 
-def _modules() -> Iterator[tuple[str, ModuleType]]:
-    """Imported modules by name; a script that runs as __main__ is listed under its file's name."""
-    once = {id(module): (name, module) for name, module in reversed(list(sys.modules.items()))}
-    for name, module in once.values():
-        if isinstance(module, ModuleType):
-            file = getattr(module, "__file__", None) if name == "__main__" else None
-            yield (name if file is None else Path(file).stem), module
-
-
-def _namespaces() -> Iterator[tuple[str, Any]]:
-    """Imported modules and Flow-Factory's classes, by name."""
-    for name, module in _modules():
-        yield name, module
-        if name.startswith("flow_factory."):
-            for value in list(vars(module).values()):
-                if isinstance(value, type) and value.__module__ == name:
-                    yield f"{name}.{value.__name__}", value
-
-
-def _functions() -> Iterator[tuple[str, Any, str, Function]]:
-    """(owner's name, owner, name, function) for every function in a module or class."""
-    for place, owner in _namespaces():
-        for name, value in list(vars(owner).items()):
-            if type(value) is FunctionType:  # not isinstance: some objects in modules warn when it reads __class__
-                yield place, owner, name, value
-
-
 def rebind(new: dict[Function, Function]) -> list[str]:
-    """Replace every reference to f by new[f]; returns the dotted names."""
-    held = [(place, owner, name, f) for place, owner, name, f in _functions() if f in new]
-    for _, owner, name, f in held:
-        setattr(owner, name, new[f])
-    return sorted(f"{place}.{name}" for place, _, name, _ in held)
+    """Replace every reference to f in an imported module, or in a class of it, by new[f]; returns the dotted names."""
+    places = []
+    modules = {id(module): (name, module) for name, module in sys.modules.items() if isinstance(module, ModuleType)}
+    for module_name, module in modules.values():
+        owners: list[tuple[str, Any]] = [(module_name, module)]
+        owners += [(f"{module_name}.{k}", v) for k, v in list(vars(module).items()) if isinstance(v, type)]
+        for owner_name, owner in owners:
+            for name, value in list(vars(owner).items()):
+                if type(value) is FunctionType and value in new:
+                    setattr(owner, name, new[value])
+                    places.append(f"{owner_name}.{name}")
+    return sorted(places)

@@ -14,7 +14,7 @@ import torch
 from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor
 
-from prefgrpo.integrations.steps import table, transition
+from prefgrpo.integrations.steps import column, table, transition
 
 
 def _step(
@@ -42,16 +42,14 @@ def _step(
     else:
         raise IndexError(f"index: expected a step in 0 … {t.dt.numel() - 1} of this schedule, got {index}")
     dtype = torch.promote_types(latents.dtype, model_output.dtype)
-    step = transition(
-        latents, model_output, t.coef, rows, x_next=x_next, noise=noise, out_dtype=dtype, x0_sigma=t.sigma,
-        want_mean=stats,
-    )  # fmt: skip
-    assert step.x0 is not None
+    step = transition(latents, model_output, t.coef, rows, x_next=x_next, noise=noise, out_dtype=dtype, want_mean=stats)
+    sigma = column(t.sigma, rows, latents.dim())
+    x0 = (latents - sigma * model_output.to(torch.promote_types(dtype, torch.float32))).to(dtype)
     if not stats:
-        return step.x_next, step.x0, step.logp
+        return step.x_next, x0, step.logp
     assert step.mean is not None
     s, dt = (c.index_select(0, rows[:1])[0] for c in (t.coef[:, 2], t.dt))
-    return step.x_next, step.x0, step.logp, step.mean.to(dtype), s, dt
+    return step.x_next, x0, step.logp, step.mean.to(dtype), s, dt
 
 
 def flow_grpo_step(

@@ -138,18 +138,17 @@ def transition(
     x_next: Tensor | None = None,
     noise: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
-    x0_sigma: Tensor | None = None,
     want_mean: bool = True,
 ) -> AffineStep:
     """One step with its mean: x' sampled with `noise` (rounded to `out_dtype`, default: x's), or a given x' scored.
 
-    x, v: [B, …]; coef [T, 5] and index int64 [B]. x0_sigma: σ, [T] or more, read at `index`. In grad mode μ and logp
-    are differentiable in x and v; the log-prob treats x' as a constant. want_mean: False if μ may be None.
+    x, v: [B, …]; coef [T, 5] and index int64 [B]. In grad mode μ and logp are differentiable in x and v; the log-prob
+    treats x' as a constant. want_mean: False if μ may be None.
     """
     out_dtype = out_dtype or x.dtype
     needs_grad = torch.is_grad_enabled() and (x.requires_grad or v.requires_grad)
     if x_next is None and not needs_grad:
-        return affine_step(x, v, coef, index, noise=noise, out_dtype=out_dtype, want_mean=want_mean, x0_sigma=x0_sigma)
+        return affine_step(x, v, coef, index, noise=noise, out_dtype=out_dtype, want_mean=want_mean)
     of_x = needs_grad and x.requires_grad
     mean: Any = _Mean.apply(x, v, coef, index) if want_mean or x_next is None or of_x else None
     if x_next is None:
@@ -160,7 +159,4 @@ def transition(
         logp = affine_logp(x.detach(), mean, x_next.detach(), on_mean, index).logp
     else:
         logp = affine_logp(x, v, x_next.detach(), coef, index).logp
-    x0 = None
-    if x0_sigma is not None:
-        x0 = x - column(x0_sigma, index, x.dim()) * v.to(torch.promote_types(x.dtype, torch.float32))
-    return AffineStep(x_next, logp, mean, x0)
+    return AffineStep(x_next, logp, mean)

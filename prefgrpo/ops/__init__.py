@@ -7,8 +7,7 @@ from prefgrpo.ops.advantage import group_advantage, winrate_advantage
 from prefgrpo.ops.affine import AffineLogp, AffineStep, affine_logp, affine_step, philox_normal
 from prefgrpo.ops.args import Guidance, NoiseAddress
 from prefgrpo.ops.backend import backend_of, use_backend
-from prefgrpo.ops.policy import METRICS, PolicyGrad, PolicyLoss, metrics_by_name, policy_loss, policy_loss_grad
-from prefgrpo.ops.replay import ReplayGrad, on_policy_grad, replay_policy_grad
+from prefgrpo.ops.policy import METRICS, PolicyLoss, metrics_by_name, policy_loss
 from prefgrpo.ops.shaping import bradley_terry
 
 __all__ = [
@@ -17,20 +16,15 @@ __all__ = [
     "AffineStep",
     "Guidance",
     "NoiseAddress",
-    "PolicyGrad",
     "PolicyLoss",
-    "ReplayGrad",
     "affine_logp",
     "affine_step",
     "backend_of",
     "bradley_terry",
     "group_advantage",
     "metrics_by_name",
-    "on_policy_grad",
     "philox_normal",
     "policy_loss",
-    "policy_loss_grad",
-    "replay_policy_grad",
     "use_backend",
     "winrate_advantage",
 ]

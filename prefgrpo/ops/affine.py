@@ -31,7 +31,6 @@ from prefgrpo.ops.args import (
     int64_seed,
     rows_index,
 )
-from prefgrpo.ops.tokens import Tokens
 
 
 class AffineStep(NamedTuple):
@@ -43,8 +42,6 @@ class AffineStep(NamedTuple):
     """[B] fp32; 0 for rows without a log-prob (s = 0)."""
     mean: Tensor | None = None
     """[B, …] fp32 a·x + b·v, if asked for."""
-    x0: Tensor | None = None
-    """[B, …] in the storage dtype: x − σ·v, if `x0_sigma` was given."""
 
 
 class AffineLogp(NamedTuple):
@@ -99,21 +96,15 @@ def affine_step(
     out_dtype: torch.dtype | None = None,
     guidance: Guidance | None = None,
     want_mean: bool = False,
-    x0_sigma: Tensor | None = None,
-    mask: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    divisor: float | Tensor | None = None,
     out: Tensor | None = None,
 ) -> AffineStep:
-    """One denoising step of any rule, in one launch; no gradient.
+    """One denoising step of any rule; no gradient.
 
     x, v: [B, …] bf16/fp16/fp32 (fp64: computed in torch), any strides; results are contiguous. coef: fp32 [T, 5] rows
     (a, b, s, w, c), selected by index (int64 or int32 [B], or one number for all samples); without index, [B, 5].
     noise: ε like x, an address, or None (no noise). out_dtype: storage dtype of x' (default: x's). guidance: v is the
-    conditional half of a pair. want_mean: also return a·x + b·v. x0_sigma: fp32 σ, one per row of coef, selected by
-    `index`: also return x − σ·v. out: memory for x'; it must not overlap an input. mask, cu_seqlens, divisor and an
-    index per token: as in `affine_logp`; x' is computed outside the mask too. Raises ValueError, TypeError or
-    IndexError for arguments that do not fit together.
+    conditional half of a pair. want_mean: also return a·x + b·v. out: memory for x'; it must not overlap an input.
+    Raises ValueError, TypeError or IndexError for arguments that do not fit together.
     """
     eps, seed, sample, step, offset = None, 0, None, None, 0
     row = rows_index(index, x)
@@ -123,11 +114,9 @@ def affine_step(
     else:
         eps = noise
     pair, dtype = unpack_guidance(guidance), out_dtype or x.dtype
-    a = Step(x, v, coef, row, *pair, eps, seed, sample, step, offset, dtype, want_mean, x0_sigma, out)
+    a = Step(x, v, coef, row, *pair, eps, seed, sample, step, offset, dtype, want_mean, out)
     if out is not None:
         check_out(out, x.shape, dtype, x.device, x, v, eps, pair[0])
-    if mask is not None or cu_seqlens is not None or divisor is not None or (row is not None and row.dim() > 1):
-        return AffineStep(*Tokens(a, mask, cu_seqlens, divisor).step())
     check_step(a)
     results = library.affine_step(a)
     results[0] = copy_to(results[0], out)
@@ -144,26 +133,14 @@ def affine_logp(
     v_ref: Tensor | None = None,
     v_old: Tensor | None = None,
     guidance: Guidance | None = None,
-    mask: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    divisor: float | Tensor | None = None,
 ) -> AffineLogp:
     """Log-prob of a stored step, with its KL to `v_ref` and Guard log-ratio to `v_old`; shapes as in `affine_step`.
 
     The gradient flows to v, and with a guidance pair to c (= v) and u. If another input requires a gradient, ValueError
     asks to detach it. Backward keeps nothing of size D but the inputs; autograd cannot detect that inference-mode
     inputs were overwritten before it. No second derivative. v_ref and v_old are velocities after guidance.
-
-    index [B, …], with the leading dimensions of x (or 1 in their place): one row per token, frame or element. mask:
-    bool, likewise; elements where it is False are ignored and get gradient 0, whatever they hold. cu_seqlens: int32 or
-    int64 [B + 1], ascending from 0 to N: x is [N, …], and sample i consists of the tokens cu_seqlens[i] …
-    cu_seqlens[i + 1] − 1; index is then [B], or per token ([N, 1] if N = B). Other cu_seqlens count as an index outside
-    the table. divisor: a number or [B] by which a sample's sums are divided; default: its number of unmasked elements.
-    1 gives plain sums; with the size of a whole latent, the results of its slices add up.
     """
     row = rows_index(index, x)
     a = Replay(x, v, x_next, coef, row, *unpack_guidance(guidance), v_ref, v_old)
-    if mask is not None or cu_seqlens is not None or divisor is not None or (row is not None and row.dim() > 1):
-        return AffineLogp(*Tokens(a, mask, cu_seqlens, divisor).logp())
     check_affine(a, x_next=x_next, v_ref=v_ref, v_old=v_old)
     return AffineLogp(*library.affine_logp(a))

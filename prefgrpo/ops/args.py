@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 Std = Literal["group", "global", "none"]
-Combine = Literal["weighted_sum", "weighted_advantage_sum", "geometric_mean", "harmonic_mean"]
+Combine = Literal["weighted_sum", "weighted_advantage_sum", "geometric_mean"]
 Results = list[Any]
 """Tensors, and None for results that were not requested."""
 
@@ -68,7 +68,7 @@ class Normal(NamedTuple):
     offset: int
     dtype: torch.dtype
     out: Tensor | None = None
-    """The caller's memory for the noise. Like `out` of Step and Replay, not an argument of the custom op."""
+    """The caller's memory for the noise. Like `out` of Step, not an argument of the custom op."""
 
     def results(self) -> Results:
         """Noise [B, numel]."""
@@ -99,16 +99,14 @@ class Step(NamedTuple):
     offset: int
     out_dtype: torch.dtype
     want_mean: bool
-    sigma: Tensor | None
     out: Tensor | None = None
     """The caller's memory for x'."""
 
     def results(self) -> Results:
-        """x', logp, mean, x0."""
+        """x', logp, mean."""
         out = _empty_like(self.x, self.out_dtype) if self.out is None else self.out
         mean = _empty_like(self.x, torch.float32) if self.want_mean else None
-        x0 = None if self.sigma is None else _empty_like(self.x, self.out_dtype)
-        return [out, _empty_per_sample(self.x), mean, x0]
+        return [out, _empty_per_sample(self.x), mean]
 
 
 class Replay(NamedTuple):
@@ -129,8 +127,6 @@ class Replay(NamedTuple):
     """[B] upstream gradient of logp; the next two, of KL and Guard log-ratio. Only affine_grad takes them."""
     g_kl: Tensor | None = None
     g_guard: Tensor | None = None
-    out: Tensor | None = None
-    """The caller's memory for dv."""
 
     def results(self) -> Results:
         """logp, kl, Guard log-ratio, [B] each."""
@@ -138,12 +134,12 @@ class Replay(NamedTuple):
 
     def gradients(self) -> Results:
         """dv (dc of a guidance pair) and du, in the dtypes of v and u."""
-        dv = _empty_like(self.x, self.v.dtype) if self.out is None else self.out
+        dv = _empty_like(self.x, self.v.dtype)
         return [dv, None if self.uncond is None else _empty_like(self.x, self.uncond.dtype)]
 
 
 class Policy(NamedTuple):
-    """policy_loss; tensors are [B], or [B, T] for T losses."""
+    """policy_loss; tensors are [B]."""
 
     logp: Tensor
     logp_old: Tensor
@@ -152,54 +148,20 @@ class Policy(NamedTuple):
     clip_high: float
     adv_clip: float = 5.0
     weight: Tensor | None = None
-    mask: Tensor | None = None
     kl: Tensor | None = None
     kl_coef: float = 0.0
     log_ratio: Tensor | None = None
     denominator: float | None = None
 
     def results(self) -> Results:
-        """loss [T], metrics [T, 8], d loss/d log-ratio [B, T], d loss/d kl [B, T]; without T where logp is [B]."""
-        losses = self.logp.shape[1:]
+        """loss, metrics [8], d loss/d log-ratio [B], d loss/d kl [B]."""
         like = self.logp.float().contiguous()
         return [
-            like.new_empty_strided(losses, (1,) * len(losses)),
-            like.new_empty(*losses, 8),
+            like.new_empty(()),
+            like.new_empty(8),
             torch.empty_like(like),
             None if self.kl is None else torch.empty_like(like),
         ]
-
-
-class Group(NamedTuple):
-    """group_advantage."""
-
-    rewards: Tensor
-    group_ids: Tensor
-    weights: Tensor
-    combine: str
-    """One of `Combine`, which is in the order of csrc's enum."""
-    std: str
-    """One of `Std`, likewise."""
-    eps: float
-    ddof: int
-    rank: bool
-
-    def results(self) -> Results:
-        """Advantage [B]."""
-        return [self.rewards.new_empty(self.rewards.shape[1], dtype=torch.float32)]
-
-
-MAX_UNSORTED_BATCH = 4096
-"""Up to this batch size, a GPU finds groups by comparing all pairs of ids; larger batches are first sorted by group."""
-
-
-def sorted_if_large(a: Group, op: Callable[[Group, bool], Results]) -> Results:
-    """op(arguments, is_sorted) on the samples, sorted by group id if there are many; results in the order of `a`."""
-    if a.rewards.shape[1] <= MAX_UNSORTED_BATCH:
-        return op(a, False)
-    order = a.group_ids.argsort(stable=True)
-    (out,) = op(a._replace(rewards=a.rewards[:, order], group_ids=a.group_ids[order]), True)
-    return [torch.empty_like(out).index_copy_(0, order, out)]
 
 
 class Winrate(NamedTuple):
@@ -207,7 +169,7 @@ class Winrate(NamedTuple):
 
     wins: Tensor
     counts: Tensor
-    std: str
+    use_std: bool
     eps: float
     ddof: int
 
@@ -315,17 +277,6 @@ def check_ids(name: str, t: Tensor, batch: int, device: torch.device) -> None:
 
 def check_affine(a: Affine, **like: Tensor | None) -> None:
     """Raise ValueError or TypeError, stating what was expected, unless the inputs of an affine op fit together."""
-    check_latents(a, **like)
-    if a.row is not None:
-        check_ids("index", a.row, a.x.shape[0], a.x.device)
-    elif a.coef.shape[0] != a.x.shape[0]:
-        raise ValueError(
-            f"coef rows: expected [{len(a.x)}, 5], got {list(a.coef.shape)}; pass an index [B] into a [T, 5] table"
-        )
-
-
-def check_latents(a: Affine, **like: Tensor | None) -> None:
-    """`check_affine` without the check of the number of rows."""
     x, coef = a.x, a.coef
     if not x.dim():
         raise ValueError("x: expected [B, …], got a 0-d tensor")
@@ -347,10 +298,16 @@ def check_latents(a: Affine, **like: Tensor | None) -> None:
         raise ValueError(f"coef: expected fp32 [T, 5], got {coef.dtype} {list(coef.shape)}")
     if coef.device != device:
         raise ValueError(f"coef: is on {coef.device}, but x is on {device}; move it once, outside the loop")
+    if a.row is not None:
+        check_ids("index", a.row, shape[0], device)
+    elif coef.shape[0] != shape[0]:
+        raise ValueError(
+            f"coef rows: expected [{shape[0]}, 5], got {list(coef.shape)}; pass an index [B] into a [T, 5] table"
+        )
 
 
 def check_step(a: Step) -> None:
-    """`check_affine`, and checks of a step's noise, σ and dtypes; the same errors."""
+    """`check_affine`, and checks of a step's noise and dtypes; the same errors."""
     check_affine(a, noise=a.eps)
     if a.sample is not None:
         if a.step is None:
@@ -359,11 +316,5 @@ def check_step(a: Step) -> None:
         check_ids("noise.step", a.step, a.x.shape[0], a.x.device)
         if a.offset < 0:
             raise ValueError(f"noise.offset: expected 0 or more, got {a.offset}")
-    rows, sigma = a.coef.shape[0], a.sigma
-    if sigma is not None and (sigma.dim() != 1 or sigma.numel() < rows or sigma.device != a.x.device):
-        raise ValueError(
-            f"x0_sigma: expected [{rows}] on {a.x.device}, one σ per row of coef, got {list(sigma.shape)} on "
-            f"{sigma.device}"
-        )
     if a.out_dtype not in DTYPES:
         raise TypeError(f"out_dtype: expected fp32, bf16, fp16 or fp64, got {a.out_dtype}")

@@ -114,10 +114,13 @@ def _select(device: torch.device | str, name: str | None) -> str:
 
 
 def backend_of(device: torch.device | str, *dtypes: torch.dtype) -> str:
-    """Name of the backend that runs ops on `device`; fp64 always runs in torch."""
+    """Name of the backend that runs ops on `device`; fp64 always runs in torch, fp16 in Triton or torch."""
     if torch.float64 in dtypes:
         return "torch"
-    return _select(device, _override.get() or _from_environment())
+    name = _select(device, _override.get() or _from_environment())
+    if torch.float16 in dtypes and name in ("cuda", "cpu"):
+        return "triton" if name == "cuda" and unavailable_reason("triton") is None else "torch"
+    return name
 
 
 @lru_cache(None)

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from prefgrpo.ops.args import Group, Normal, Policy, Replay, Results, Step, Winrate
-from prefgrpo.ops.backend import implementation, module_for
+from prefgrpo.ops.args import Normal, Policy, Replay, Results, Step, Winrate
+from prefgrpo.ops.backend import backend_of, implementation, module_for
 
 NAMESPACE = __name__.split(".")[0]
 """Namespace of the custom ops: prefgrpo, or the name that the hub's loader gives the package."""
@@ -32,14 +32,14 @@ Grads = dict[str, Tensor | None]
 class Op:
     """An op without a gradient; calling it with its arguments returns its results.
 
-    schema: of the custom op, whose arguments are the first fields of `args_type`. fp64_fields: fields that select the
-    torch backend if one of them is fp64. results: allocates the tensors that a backend writes (default:
+    schema: of the custom op, whose arguments are the first fields of `args_type`. dtyped: fields whose dtypes
+    `backend_of` looks at. results: allocates the tensors that a backend writes (default:
     `args_type.results`).
     """
 
     has_gradient = False
 
-    def __init__(self, args_type: Any, schema: str, fp64_fields: str = "", results: Any = None) -> None:
+    def __init__(self, args_type: Any, schema: str, dtyped: str = "", results: Any = None) -> None:
         self.name, _, signature = schema.partition("(")
         self.args_type, results = args_type, results or args_type.results
         self._custom = torch.library.custom_op(
@@ -51,7 +51,7 @@ class Op:
         self.fields = args_type._fields[: len(arguments)]
         self.tensors = [k for k, a in enumerate(arguments) if "Tensor" in str(a.type)]
         self._get_tensors = itemgetter(*self.tensors)
-        self._get_fp64_fields = attrgetter(*fp64_fields.split()) if fp64_fields else None
+        self._get_dtyped = attrgetter(*dtyped.split()) if dtyped else None
 
     def run(self, *args: Any) -> Any:
         """Implementation of the custom op."""
@@ -98,11 +98,11 @@ class Op:
 
     def backend(self, a: Any) -> ModuleType:
         """The backend for these arguments."""
-        if self._get_fp64_fields is not None:
-            for value in self._get_fp64_fields(a):
-                if value is not None and getattr(value, "dtype", value) == torch.float64:
-                    return implementation("torch")
-        return module_for(self._get_tensors(a)[0].device)
+        dtypes = () if self._get_dtyped is None else {getattr(t, "dtype", t) for t in self._get_dtyped(a)}
+        device = self._get_tensors(a)[0].device
+        if torch.float64 in dtypes or torch.float16 in dtypes:
+            return implementation(backend_of(device, *dtypes))
+        return module_for(device)
 
     def call_custom_op(self, a: Any) -> Results:
         """Call the custom op."""
@@ -221,7 +221,7 @@ def _policy_backward(ctx: Any, upstream: Sequence[Any], _: Any) -> Grads:
 
 _AFFINE = "Tensor? row, Tensor? uncond, float scale, bool from_cond, bool rescale"
 _REPLAY = f"Tensor x, Tensor v, Tensor x_next, Tensor coef, {_AFFINE}, Tensor? v_ref, Tensor? v_old"
-_REPLAY_FP64_FIELDS = "x v x_next uncond v_ref v_old"
+_REPLAY_DTYPED = "x v x_next uncond v_ref v_old"
 
 philox_normal = Op(
     Normal,
@@ -231,19 +231,19 @@ philox_normal = Op(
 affine_step = Op(
     Step,
     f"affine_step(Tensor x, Tensor v, Tensor coef, {_AFFINE}, Tensor? eps, SymInt seed, Tensor? sample, Tensor? step, "
-    "SymInt offset, ScalarType out_dtype, bool want_mean, Tensor? sigma) -> (Tensor, Tensor, Tensor, Tensor)",
+    "SymInt offset, ScalarType out_dtype, bool want_mean) -> (Tensor, Tensor, Tensor)",
     "x v uncond eps out_dtype",
 )
 affine_grad = Op(
     Replay,
     f"affine_grad({_REPLAY}, Tensor? g_logp, Tensor? g_kl, Tensor? g_guard) -> (Tensor, Tensor)",
-    _REPLAY_FP64_FIELDS,
+    _REPLAY_DTYPED,
     Replay.gradients,
 )
 affine_logp = GradOp(
     Replay,
     f"affine_logp({_REPLAY}) -> (Tensor, Tensor, Tensor)",
-    _REPLAY_FP64_FIELDS,
+    _REPLAY_DTYPED,
     grad_inputs=("v", "uncond"),
     num_grad_outputs=3,
     save=_save_replay,
@@ -252,7 +252,7 @@ affine_logp = GradOp(
 policy_loss = GradOp(
     Policy,
     "policy_loss(Tensor logp, Tensor logp_old, Tensor advantage, float clip_low, float clip_high, float adv_clip, "
-    "Tensor? weight, Tensor? mask, Tensor? kl, float kl_coef, Tensor? log_ratio, float? denominator) "
+    "Tensor? weight, Tensor? kl, float kl_coef, Tensor? log_ratio, float? denominator) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
     "logp logp_old kl log_ratio",
     grad_inputs=("logp", "kl", "log_ratio"),
@@ -260,11 +260,6 @@ policy_loss = GradOp(
     save=_save_policy,
     backward=_policy_backward,
 )
-group_advantage = Op(
-    Group,
-    "group_advantage(Tensor rewards, Tensor group_ids, Tensor weights, str combine, str std, float eps, SymInt ddof, "
-    "bool rank) -> Tensor",
-)
 winrate_advantage = Op(
-    Winrate, "winrate_advantage(Tensor wins, Tensor counts, str std, float eps, SymInt ddof) -> (Tensor, Tensor)"
+    Winrate, "winrate_advantage(Tensor wins, Tensor counts, bool use_std, float eps, SymInt ddof) -> (Tensor, Tensor)"
 )

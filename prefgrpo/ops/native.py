@@ -8,19 +8,17 @@ tensors' device.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from prefgrpo.ops import args, plain
-from prefgrpo.ops.args import Affine, Combine, Results, Std, contiguous_samples, rescaled_dim
+from prefgrpo.ops.args import Affine, Results, contiguous_samples, rescaled_dim
 from prefgrpo.ops.backend import extension
 
-_DTYPE_CODE = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
-_std_code, _combine_code = get_args(Std).index, get_args(Combine).index
+_DTYPE_CODE = {torch.float32: 0, torch.bfloat16: 1, torch.float64: 2}
 _C: Any = extension()
-_TICKETS: dict[tuple[int, int], Tensor] = {}
 
 
 def _view(t: Tensor | None) -> tuple[int, int, int] | None:
@@ -50,24 +48,17 @@ def _stream(t: Tensor) -> int:
 def _launch(function: Callable[..., None], like: Tensor, *arguments: Any, num_sums: int = 0) -> None:
     """Call `function` with 0 (cpu) or 1 (cuda), `arguments`, scratch for `num_sums` sums, and threads or stream."""
     if _on_cpu(like):
-        function(0, *arguments, *((0, 0) if num_sums else ()), torch.get_num_threads())
+        function(0, *arguments, *((0,) if num_sums else ()), torch.get_num_threads())
         return
     with torch.cuda.device_of(like):
-        scratch = _scratch(like, num_sums) if num_sums else ()
+        scratch = [_scratch(like, num_sums)] if num_sums else []
         function(1, *arguments, *map(_ptr, scratch), _stream(like))
 
 
-def _scratch(x: Tensor, num_sums: int) -> tuple[Tensor, Tensor]:
-    """(partial sums, tickets) for a CUDA reduction; tickets are 0 before and after every launch."""
+def _scratch(x: Tensor, num_sums: int) -> Tensor:
+    """Partial sums of a CUDA reduction."""
     batch, dim = x.shape[0], x.numel() // max(x.shape[0], 1)
-    partial = torch.empty(num_sums * batch * _C.partials(dim), dtype=torch.float64, device=x.device)
-    if torch.cuda.is_current_stream_capturing():
-        return partial, torch.zeros(batch, dtype=torch.int32, device=x.device)
-    key = (x.device.index, _stream(x))
-    ticket = _TICKETS.get(key)
-    if ticket is None or ticket.numel() < batch:
-        ticket = _TICKETS[key] = torch.zeros(max(batch, 256), dtype=torch.int32, device=x.device)
-    return partial, ticket
+    return torch.empty(num_sums * batch * _C.partials(dim), dtype=torch.float64, device=x.device)
 
 
 def _norm_dim_too_large(a: Affine) -> bool:
@@ -114,11 +105,11 @@ def affine_step(a: args.Step) -> Results:
         return plain.affine_step(a)
     a = _precompute_guidance(a)
     leading, _alive = _leading_args(a)
-    out, logp, mean, x0 = results = a.results()
+    out, logp, mean = results = a.results()
     (eps,) = _contiguous_samples(a.eps)
-    sample, step, sigma = _contiguous(a.sample, a.step, None if a.sigma is None else a.sigma.float())
+    sample, step = _contiguous(a.sample, a.step)
     address = None if sample is None else (a.seed, _ptr(sample), _ptr(step), a.offset)
-    more = (address, _view(mean), _view(x0), _ptr(sigma), _ptr(logp))
+    more = (address, _view(mean), _ptr(logp))
     _launch(_C.affine_step, a.x, *leading, _view(out), _view(eps), *more, num_sums=1)
     return results
 
@@ -139,7 +130,7 @@ def affine_grad(a: args.Replay) -> Results:
     if _norm_dim_too_large(a):
         return plain.affine_grad(a)
     if (guided := _precompute_guidance(a)) is not a:
-        (inner, _), results = affine_grad(guided._replace(out=None)), a.gradients()
+        (inner, _), results = affine_grad(guided), a.gradients()
         _launch_guide(a, inner, *results)
         return results
     leading, _alive = _leading_args(a)
@@ -152,9 +143,9 @@ def affine_grad(a: args.Replay) -> Results:
 
 def policy_loss(a: args.Policy) -> Results:
     """`Policy.results`."""
-    inputs, results = _contiguous(a.logp, a.logp_old, a.advantage, a.weight, a.mask, a.kl, a.log_ratio), a.results()
+    inputs, results = _contiguous(a.logp, a.logp_old, a.advantage, a.weight, a.kl, a.log_ratio), a.results()
     scalars = (a.clip_low, a.clip_high, a.adv_clip, a.kl_coef, a.denominator or 0.0)
-    _launch(_C.policy, a.logp, a.logp.shape[0], results[0].numel(), *map(_ptr, inputs), *scalars, *map(_ptr, results))
+    _launch(_C.policy, a.logp, a.logp.shape[0], *map(_ptr, inputs), *scalars, *map(_ptr, results))
     return results
 
 
@@ -163,26 +154,11 @@ def _fp32_or_fp64(t: Tensor) -> Tensor:
     return (t if t.dtype in (torch.float32, torch.float64) else t.double()).contiguous()
 
 
-def group_advantage(a: args.Group) -> Results:
-    """`Group.results`."""
-    return _group_advantage(a, False) if _on_cpu(a.rewards) else args.sorted_if_large(a, _group_advantage)
-
-
-def _group_advantage(a: args.Group, is_sorted: bool) -> Results:
-    r, ids, w = _fp32_or_fp64(a.rewards), a.group_ids.contiguous(), a.weights.double().contiguous()
-    results, scratch = a.results(), None if _on_cpu(r) else r.new_empty(4, r.shape[1], dtype=torch.float64)
-    options = (_combine_code(a.combine), _std_code(a.std), a.eps, a.ddof, a.rank)
-    values = (r.data_ptr(), _DTYPE_CODE[r.dtype], ids.data_ptr(), is_sorted, w.data_ptr())
-    _launch(_C.group_advantage, r, *r.shape, *values, *options, _ptr(scratch), *map(_ptr, results))
-    return results
-
-
 def winrate_advantage(a: args.Winrate) -> Results:
     """`Winrate.results`."""
     wins = _fp32_or_fp64(a.wins)
     counts = _fp32_or_fp64(a.counts).to(wins.dtype)
-    (prompts, group, _), results = wins.shape, a.results()
-    scratch = None if _on_cpu(wins) else wins.new_empty(prompts, group, dtype=torch.float64)
-    values = (wins.data_ptr(), counts.data_ptr(), _DTYPE_CODE[wins.dtype], _std_code(a.std), a.eps, a.ddof)
-    _launch(_C.winrate_advantage, wins, prompts, group, *values, *map(_ptr, results), _ptr(scratch))
+    results = a.results()
+    values = (wins.data_ptr(), counts.data_ptr(), _DTYPE_CODE[wins.dtype], a.use_std, a.eps, a.ddof)
+    _launch(_C.winrate_advantage, wins, *wins.shape[:2], *values, *map(_ptr, results))
     return results

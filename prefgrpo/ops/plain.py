@@ -16,7 +16,7 @@ from prefgrpo.ops import args, reference
 from prefgrpo.ops.args import Affine, Results, coef_rows
 
 FP32 = torch.float32
-group_advantage, winrate_advantage = reference.group_advantage, reference.winrate_advantage
+winrate_advantage = reference.winrate_advantage
 
 
 def philox_normal(a: args.Normal) -> Results:
@@ -42,11 +42,7 @@ def affine_step(a: args.Step) -> Results:
         eps = reference.philox_normal(a.seed, a.sample, a.step, numel, a.offset).view(x.shape)
     x_next, logp = reference.affine_step(x, v, rows, eps, a.out_dtype)
     mean = reference.affine_mean(x, v, rows) if a.want_mean else None
-    x0 = None
-    if a.sigma is not None:
-        sigma = a.sigma if a.row is None else a.sigma.index_select(0, a.row)
-        x0 = (x.to(logp.dtype) - reference.expand(sigma.to(logp.dtype), x) * v.to(logp.dtype)).to(a.out_dtype)
-    return _cast([x_next, logp, mean, x0], (a.out_dtype, FP32, FP32, a.out_dtype))
+    return _cast([x_next, logp, mean], (a.out_dtype, FP32, FP32))
 
 
 @torch.no_grad()

@@ -5,8 +5,8 @@
 
 Coefficient rows are (a, b, s, w, c). Every function computes in the promoted dtype of its inputs, at least fp32, and
 runs unchanged in fp64, so tests take their expected values from it. Group statistics are two-pass fp64. Invariants: the
-result for one sample depends on that sample's latents alone; a masked sample or a missing value (NaN) enters no loss,
-gradient or statistic, and a constant group gives exactly 0.
+result for one sample depends on that sample's latents alone; a missing value (NaN) enters no statistic, and
+a constant group gives exactly 0.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import math
 import torch
 from torch import Tensor
 
-from prefgrpo.ops.args import Group, Policy, Replay, Results, Winrate
+from prefgrpo.ops.args import Policy, Replay, Results, Winrate
 
 _MUL = (0xD2511F53, 0xCD9E8D57)
 _KEY = (0x9E3779B9, 0xBB67AE85)
@@ -77,14 +77,9 @@ def compute_dtype(*tensors: Tensor) -> torch.dtype:
 
 
 def mean_d(t: Tensor) -> Tensor:
-    """Mean over all but the batch dimension, [B]; one reduction per sample: its order is the same for any batch size.
-
-    Batches of more than 256 are tokens (`ops.tokens`) and take a single reduction.
-    """
+    """Mean over all but the batch dimension, [B]; one reduction per sample, so that its order suits any batch size."""
     t = t.reshape(t.shape[0], -1 if t.numel() else 0)
-    if 0 < t.shape[0] <= 256:
-        return torch.stack([sample.mean() for sample in t.unbind(0)])
-    return t.mean(1)
+    return torch.stack([sample.mean() for sample in t.unbind(0)]) if t.shape[0] else t.mean(1)
 
 
 def guided(cond: Tensor, uncond: Tensor, scale: float, from_cond: bool, rescale: bool) -> Tensor:
@@ -197,56 +192,48 @@ def guided_grad(
 
 # ---- policy loss ----
 def policy_loss(a: Policy) -> tuple[Tensor, Tensor]:
-    """(loss [T], metrics [T, 8] in the order of `ops.METRICS`); without the dimension T if logp is [B].
-
-    The loss is differentiable in logp, log_ratio and kl.
-    """
-    zero, (keep, delta, ratio, unclipped, clipped) = torch.zeros_like(a.logp), _terms(a)
+    """(loss, metrics [8] in the order of `ops.METRICS`); the loss is differentiable in logp, log_ratio and kl."""
+    delta, ratio, unclipped, clipped = _terms(a)
     per_sample = torch.maximum(unclipped, clipped)
     if a.weight is not None:
         per_sample = per_sample * a.weight
-    kl_term = zero if a.kl is None else torch.where(keep, a.kl, zero)
-    count = keep.sum(0).clamp_min(1).to(ratio.dtype)
-    total = torch.where(keep, per_sample + a.kl_coef * kl_term, zero).sum(0)
-    loss = total / (count if a.denominator is None else a.denominator)
+    kl = torch.zeros_like(a.logp) if a.kl is None else a.kl
+    count = max(len(ratio), 1)
+    loss = (per_sample + a.kl_coef * kl).sum() / (count if a.denominator is None else a.denominator)
     with torch.no_grad():
-        above, below = (ratio > 1.0 + a.clip_high) & keep, (ratio < 1.0 - a.clip_low) & keep
-        infinity = ratio.new_full((1, *ratio.shape[1:]), torch.inf)
+        above, below = ratio > 1.0 + a.clip_high, ratio < 1.0 - a.clip_low
+        infinity = ratio.new_full((1,), torch.inf)
         metrics = torch.stack(
             [
-                0.5 * delta.square().sum(0) / count,
-                (above | below).sum(0) / count,
-                above.sum(0) / count,
-                below.sum(0) / count,
-                torch.cat([torch.where(keep, ratio, torch.inf), infinity]).amin(0),
-                torch.where(keep, ratio, zero).sum(0) / count,
-                torch.cat([torch.where(keep, ratio, -torch.inf), -infinity]).amax(0),
-                kl_term.sum(0) / count,
-            ],
-            dim=-1,
+                0.5 * delta.square().sum() / count,
+                (above | below).sum() / count,
+                above.sum() / count,
+                below.sum() / count,
+                torch.cat([ratio, infinity]).amin(),
+                ratio.sum() / count,
+                torch.cat([ratio, -infinity]).amax(),
+                kl.sum() / count,
+            ]
         )
     return loss, metrics
 
 
 def _terms(a: Policy) -> tuple[Tensor, ...]:
-    """Mask of samples to keep, log-ratio, ratio r, −A r and −A clip(r), each like logp."""
-    keep = torch.ones_like(a.logp, dtype=torch.bool) if a.mask is None else a.mask
-    zero = torch.zeros_like(a.logp)
-    delta = torch.where(keep, a.logp - a.logp_old if a.log_ratio is None else a.log_ratio, zero)
+    """Log-ratio, ratio r, −A r and −A clip(r), each like logp."""
+    delta = a.logp - a.logp_old if a.log_ratio is None else a.log_ratio
     ratio = torch.exp(delta)
-    adv = torch.where(keep, a.advantage, zero).clamp(-a.adv_clip, a.adv_clip)
-    return keep, delta, ratio, -adv * ratio, -adv * ratio.clamp(1.0 - a.clip_low, 1.0 + a.clip_high)
+    adv = a.advantage.clamp(-a.adv_clip, a.adv_clip)
+    return delta, ratio, -adv * ratio, -adv * ratio.clamp(1.0 - a.clip_low, 1.0 + a.clip_high)
 
 
 def policy_grad(a: Policy) -> tuple[Tensor, Tensor | None]:
     """(∂ loss / ∂ log-ratio, ∂ loss / ∂ kl) of `policy_loss`, like logp; the first is −A r, or 0 where r is clipped."""
-    keep, _, _, unclipped, clipped = _terms(a)
-    kept = keep.to(unclipped.dtype)
-    scale = kept / (kept.sum(0).clamp_min(1) if a.denominator is None else a.denominator)
-    d_delta = torch.where(keep & ~(unclipped < clipped), unclipped, 0.0) * scale
+    _, _, unclipped, clipped = _terms(a)
+    denominator = max(len(unclipped), 1) if a.denominator is None else a.denominator
+    d_delta = torch.where(unclipped < clipped, 0.0, unclipped) / denominator
     if a.weight is not None:
-        d_delta = torch.where(keep, d_delta * a.weight, 0.0)
-    return d_delta, None if a.kl is None else a.kl_coef * scale
+        d_delta = d_delta * a.weight
+    return d_delta, None if a.kl is None else torch.full_like(unclipped, a.kl_coef / denominator)
 
 
 # ---- advantages ----
@@ -267,12 +254,21 @@ def _ranks(r: Tensor, ids: Tensor) -> Tensor:
     return torch.where(torch.isnan(r), r, rank)
 
 
-def normalise(r: Tensor, ids: Tensor, groups: int, std: str, eps: float, ddof: int, rank: bool = False) -> Tensor:
-    """(r − group mean) / (std + eps) in fp64; missing entries and constant groups give 0."""
+def dense_ids(group_ids: Tensor) -> Tensor:
+    """Group numbers 0, 1, … int64 [B] of any integer ids, without reading a value back from the device."""
+    order = group_ids.argsort(stable=True)
+    ordered = group_ids[order]
+    new = torch.ones_like(order)
+    new[1:] = ordered[1:] != ordered[:-1]
+    return torch.empty_like(order).scatter_(0, order, new.cumsum(0) - 1)
+
+
+def normalise(r: Tensor, ids: Tensor, std: str, eps: float, ddof: int, rank: bool = False) -> Tensor:
+    """(r − group mean) / (std + eps) in fp64, for `dense_ids` [B]; missing entries and constant groups give 0."""
     if rank:
         r = _ranks(r, ids)
     ok = ~torch.isnan(r)
-    zeros = torch.zeros(groups, dtype=torch.float64, device=r.device)
+    zeros = torch.zeros_like(r)
     n = zeros.index_add(0, ids, ok.double())
     mean = zeros.index_add(0, ids, torch.where(ok, r, 0.0)) / n.clamp_min(1)
     low = (zeros + torch.inf).scatter_reduce(0, ids, torch.where(ok, r, torch.inf), "amin")
@@ -288,37 +284,6 @@ def normalise(r: Tensor, ids: Tensor, groups: int, std: str, eps: float, ddof: i
     return torch.where(centred != 0, centred / scale, 0.0)
 
 
-def combine_rewards(r: Tensor, w: Tensor, combine: str) -> Tensor:
-    """One value per sample, [B], from rewards [R, B]; a reward of weight 0 is ignored."""
-    used = (w != 0)[:, None]
-    if combine == "weighted_sum":
-        return torch.where(used, w[:, None] * r, 0.0).sum(0)
-    negative = ((r < 0) & used).any(0)
-    if combine == "geometric_mean":
-        value = torch.exp(torch.where(used, w[:, None] * torch.log(r), 0.0).sum(0) / w.sum())
-    else:
-        value = w.sum() / torch.where(used, w[:, None] / r, 0.0).sum(0)
-    return torch.where(negative, torch.nan, value)
-
-
-@torch.no_grad()
-def group_advantage(a: Group) -> Results:
-    """`Group.results`; the torch backend uses it too."""
-    r, w = a.rewards.double(), a.weights.double()
-    _, ids = torch.unique(a.group_ids, return_inverse=True)
-    groups = int(ids.max()) + 1 if ids.numel() else 0
-    r, w = r[w != 0], w[w != 0]
-    if r.numel() == 0:
-        return [torch.zeros(a.rewards.shape[1], dtype=torch.float32, device=a.rewards.device)]
-    r = torch.where(torch.isnan(r).any(0), torch.nan, r)
-    if a.combine == "weighted_advantage_sum":
-        advantages = torch.stack([normalise(row, ids, groups, a.std, a.eps, a.ddof, a.rank) for row in r])
-        return [(w[:, None] * advantages).sum(0).float()]
-    value = combine_rewards(r, w, a.combine)
-    adv = normalise(value, ids, groups, a.std, a.eps, a.ddof, a.rank)
-    return [adv.float()]
-
-
 def win_rate(wins: Tensor, counts: Tensor) -> Tensor:
     """fp64 [P, G], rounded to fp32 so that rates whose sums differ only in order are equal; NaN: no comparison."""
     n = counts.double().sum(-1)
@@ -331,5 +296,5 @@ def winrate_advantage(a: Winrate) -> Results:
     rate = win_rate(a.wins, a.counts)
     p, g = rate.shape
     ids = torch.arange(p, device=rate.device).repeat_interleave(g)
-    adv = normalise(rate.reshape(-1), ids, p, a.std, a.eps, a.ddof)
+    adv = normalise(rate.reshape(-1), ids, "group" if a.use_std else "none", a.eps, a.ddof)
     return [rate.float(), adv.float().view(p, g)]

@@ -7,15 +7,15 @@ be the current one.
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 import torch
 import triton
 from torch import Tensor
 
 from prefgrpo.kernels import affine, noise, small
-from prefgrpo.ops import args, plain, reference
-from prefgrpo.ops.args import Affine, Results, Std, contiguous_samples, rescaled_dim
+from prefgrpo.ops import args, plain
+from prefgrpo.ops.args import Affine, Results, contiguous_samples, rescaled_dim
 
 BLOCK = 2048
 _FLAGS = {"enable_fp_fusion": False}
@@ -117,16 +117,16 @@ def affine_step(a: args.Step) -> Results:
         return plain.affine_step(a)
     a = _precompute_guidance(a)
     inputs, strides, coef, index = _inputs(a, a.eps)
-    out, logp, *more = results = a.results()
+    out, logp, mean = results = a.results()
     grid = a.x.shape[0] * triton.cdiv(_dim(a), BLOCK)
     partial = torch.empty(grid, dtype=torch.float32, device=a.x.device)
     sample, step = (index if t is None else t.contiguous() for t in (a.sample, a.step))
     affine.step_kernel[(grid,)](
-        *inputs, out, *(out if t is None else t for t in more), coef, index,
-        coef if a.sigma is None else a.sigma.float().contiguous(), sample, step, partial, _dim(a), coef.shape[0],
+        *inputs, out, out if mean is None else mean, coef, index,
+        sample, step, partial, _dim(a), coef.shape[0],
         *strides, a.scale, a.offset, *_seed_words(a.seed),
         NOISE=2 if a.sample is not None else int(a.eps is not None), ALIGNED=a.offset % 4 == 0,
-        MEAN=a.want_mean, X0=a.sigma is not None, **_constexprs(a),
+        MEAN=a.want_mean, **_constexprs(a),
     )  # fmt: skip
     _finish(a, partial, coef, index, logp)
     return results
@@ -156,7 +156,7 @@ def affine_grad(a: args.Replay) -> Results:
     if not a.x.numel():
         return results
     if (guided := _precompute_guidance(a)) is not a:
-        _launch_guide(a, affine_grad(guided._replace(out=None))[0], *results)
+        _launch_guide(a, affine_grad(guided)[0], *results)
         return results
     inputs, strides, coef, index = _inputs(a, a.x_next, a.v_ref, a.v_old)
     upstream = [coef if g is None else g.float().contiguous() for g in (a.g_logp, a.g_kl, a.g_guard)]
@@ -173,63 +173,23 @@ def affine_grad(a: args.Replay) -> Results:
 def policy_loss(a: args.Policy) -> Results:
     """`Policy.results`."""
     batch, results = len(a.logp), a.results()
-    mask = None if a.mask is None else a.mask.contiguous().view(torch.uint8)
-    inputs = (a.logp, a.logp_old, a.advantage, a.weight, mask, a.kl, a.log_ratio)
-    steps = results[0].numel()
-    small.policy_kernel[(steps,)](
+    inputs = (a.logp, a.logp_old, a.advantage, a.weight, a.kl, a.log_ratio)
+    small.policy_kernel[(1,)](
         *(a.logp if t is None else t.contiguous() for t in inputs), *(a.logp if t is None else t for t in results),
-        batch, steps, a.clip_low, a.clip_high, a.adv_clip, a.kl_coef, a.denominator or 0.0,
-        *(t is not None for t in (a.weight, a.mask, a.kl, a.log_ratio, a.denominator)),
+        batch, a.clip_low, a.clip_high, a.adv_clip, a.kl_coef, a.denominator or 0.0,
+        *(t is not None for t in (a.weight, a.kl, a.log_ratio, a.denominator)),
         max(16, triton.next_power_of_2(batch)), **_FLAGS,
     )  # fmt: skip
     return results
 
 
-def _normalised(a: args.Group | args.Winrate, values: Tensor, ids: Tensor, weights: Tensor, is_sorted: bool) -> Tensor:
-    """Σ_r weight_r · normalised(values_r), fp64 [B], from values fp64 [R, B] and the options of `a`."""
-    rewards, batch = values.shape
-    out = torch.empty(batch, dtype=torch.float64, device=values.device)
-    rows, block = 8, min(128, triton.next_power_of_2(max(batch, 16)))
-    grid, sizes, span = (triton.cdiv(batch, rows),), (is_sorted, rows, block), ids
-    if is_sorted:  # per program: start of its first sample's group, end of its last sample's group
-        ends = torch.arange(rows - 1, batch + rows - 1, rows, device=ids.device).clamp_max_(batch - 1)
-        first, last = ids[::rows].contiguous(), ids[ends]
-        span = torch.stack([torch.searchsorted(ids, first), torch.searchsorted(ids, last, right=True)])
-    if isinstance(a, args.Group) and a.rank:
-        ranked = torch.empty_like(values)
-        for r in range(rewards):
-            small.rank_kernel[grid](values[r], ids, span, ranked[r], batch, *sizes, **_FLAGS)
-        values = ranked
-    mode = get_args(Std).index(a.std)
-    small.normalise_kernel[grid](values, ids, span, weights, out, rewards, batch, a.eps, a.ddof, mode, *sizes, **_FLAGS)
-    return out
-
-
-@_on_tensor_device
-def group_advantage(a: args.Group) -> Results:
-    """`Group.results`."""
-    if not a.rewards.numel():
-        return [torch.zeros(a.rewards.shape[1], device=a.rewards.device)]
-    return args.sorted_if_large(a, _group_advantage)
-
-
-def _group_advantage(a: args.Group, is_sorted: bool) -> Results:
-    r, w, ids = a.rewards.double(), a.weights.double(), a.group_ids.contiguous()
-    r = torch.where((w != 0)[:, None], r, 0.0)
-    missing = torch.isnan(r).any(0)
-    if a.combine != "weighted_advantage_sum":
-        r, w = reference.combine_rewards(r, w, a.combine)[None], (w != 0).any().double().view(1)
-    r = torch.where(missing, torch.nan, r).contiguous()
-    return [_normalised(a, r, ids, w, is_sorted).float()]
-
-
 @_on_tensor_device
 def winrate_advantage(a: args.Winrate) -> Results:
     """`Winrate.results`."""
-    rate = reference.win_rate(a.wins, a.counts)
-    if not rate.numel():
-        return [rate.float(), rate.float()]
-    ids = torch.arange(rate.shape[0], device=rate.device).repeat_interleave(rate.shape[1])
-    one = torch.ones(1, dtype=torch.float64, device=rate.device)
-    advantage = _normalised(a, rate.reshape(1, -1), ids, one, is_sorted=ids.numel() > args.MAX_UNSORTED_BATCH)
-    return [rate.float(), advantage.float().view(rate.shape)]
+    results, (prompts, group, _) = a.results(), a.wins.shape
+    if results[0].numel():
+        small.winrate_kernel[(prompts,)](
+            a.wins.contiguous(), a.counts.contiguous(), *results, group, a.eps, a.ddof, a.use_std,
+            triton.next_power_of_2(group), **_FLAGS,
+        )  # fmt: skip
+    return results

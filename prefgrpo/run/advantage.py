@@ -108,7 +108,7 @@ def advantages(
         missing = values.isnan()
         out = in_groups(values[None])
     else:
-        if options.combine in ("geometric_mean", "harmonic_mean"):
+        if options.combine == "geometric_mean":
             missing |= (table[trained] < 0).any(0)
         out = in_groups(table, weights=kinds, combine=options.combine)
     if options.batch_norm:

@@ -60,7 +60,7 @@ def config_errors(config: Config) -> list[str]:
     parsed("judge.plan", get_plan, config.judge.plan)
     if config.reward.function:
         parsed("reward.function", load_function, config.reward.function)
-    if config.reward.combine in ("geometric_mean", "harmonic_mean") and any(w < 0 for w in trained.values()):
+    if config.reward.combine == "geometric_mean" and any(w < 0 for w in trained.values()):
         wrong.append(f"reward.combine: {config.reward.combine} expects weights of at least 0, got {config.reward.spec}")
     for kind, weights, options in (
         ("reward", trained, config.reward.options),

@@ -1,7 +1,7 @@
 // Enough of CUDA to run the project's kernels on a CPU, one block after the other, each thread a fiber.
 //
 // Barriers and shuffles switch fibers; a fiber that returned counts no more. It shows whether indices, tails, alignment
-// branches, reductions and tickets are right; it says nothing of races between blocks, of speed or of a GPU's rounding.
+// branches and reductions are right; it says nothing of races between blocks, of speed or of a GPU's rounding.
 #pragma once
 #include <ucontext.h>
 
@@ -101,7 +101,10 @@ inline void launch(dim3 blocks, unsigned threads, const std::function<void()>& k
 }  // namespace cuda_shim
 
 inline void __syncthreads() { cuda_shim::barrier(0, static_cast<unsigned>(cuda_shim::fibers.size())); }
-inline void __threadfence() {}
+inline void __syncwarp() {
+  const unsigned warp = cuda_shim::me->thread.x & ~31u;
+  cuda_shim::barrier(warp, warp + 32);
+}
 
 template <class T>
 T __shfl_xor_sync(uint32_t, T value, int width) {
@@ -113,11 +116,6 @@ T __shfl_xor_sync(uint32_t, T value, int width) {
   return other;
 }
 
-inline uint32_t atomicAdd(uint32_t* p, uint32_t by) { return (*p += by) - by; }
-template <class T>
-T __ldcg(const T* p) {
-  return *p;
-}
 template <class T>
 void __stwb(T* p, T value) {
   *p = value;
@@ -127,22 +125,9 @@ using cudaStream_t = void*;
 using cudaError_t = int;
 constexpr int cudaSuccess = 0;
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
-inline cudaError_t cudaGetDevice(int*) { return 1; }
-enum { cudaDevAttrComputeCapabilityMajor, cudaLaunchAttributeProgrammaticStreamSerialization };
-inline cudaError_t cudaDeviceGetAttribute(int*, int, int) { return 1; }
-enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone };
-inline cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus*) { return cudaSuccess; }
-struct cudaLaunchAttribute {
-  int id;
-  struct {
-    int programmaticStreamSerializationAllowed;
-  } val;
-};
 struct cudaLaunchConfig_t {
   dim3 gridDim, blockDim;
   cudaStream_t stream;
-  cudaLaunchAttribute* attrs;
-  unsigned numAttrs;
 };
 template <class... Taken, class... Given>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Taken...), const Given&... given) {
