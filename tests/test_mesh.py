@@ -271,13 +271,12 @@ def test_split_weights_are_resumed_on_any_layout(run_place):
     page = (runs / "straight" / "pipeline" / "transformer" / "config.json").read_text()
     assert '"FluxTransformer2DModel"' in page
     damaged = next((runs / "straight" / "checkpoints" / "step_000004" / "parts").glob("__1_*"))
-    content = bytearray(damaged.read_bytes())
-    content[-9] ^= 1
-    damaged.write_bytes(content)
+    damaged.write_bytes(damaged.read_bytes()[:-1])
     again = ranks(recipe(run_place, "straight", **options, **two), 2, "--resume")
-    all_end(again, seconds=600)
-    assert "the content of parts/__1_0.distcp does not match its hash" in again[0].output, again[0].output
-    assert "step_000002" in again[0].output.partition("resumed from")[2].splitlines()[0]
+    assert all("parts/__1_0.distcp should have" in output for output in all_end(again, 2, seconds=600))
+    shutil.rmtree(runs / "straight" / "checkpoints" / "step_000004")
+    output, _ = all_end(ranks(recipe(run_place, "straight", **options, **two), 2, "--resume"), seconds=600)
+    assert "step_000002" in output.partition("resumed from")[2].splitlines()[0]
     assert all(torch.equal(straight[k], weight) for k, weight in final(runs / "straight").items())
 
 
