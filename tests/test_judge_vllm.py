@@ -179,8 +179,8 @@ def frames(clip):
 
 PAIR = "prefill: 'Image '\nlabels: ['1', '2']\n"
 QUESTIONS = {  # template, media, sources, images by place in the prompt
-    "every spelling of yes and no": (
-        "user: '{prompt} {source} then {media_1}?'\nlabels: ['y', 'n']\nvariants: true\n",
+    "one image after its source": (
+        "user: '{prompt} {source} then {media_1}?'\nlabels: ['1', '2']\nvariants: true\n",
         lambda: (pictures(1), pictures(1, 3), [pictures(1, 3), pictures(1)]),
     ),
     "a pair with two source images": (
