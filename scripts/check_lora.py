@@ -81,8 +81,6 @@ def largest_difference(run: Path, device: str, lora: bool = True) -> float:
     latents = tensors["latents"].to(device)
     if "sigmas" in tensors:
         fix_schedule(pipe.scheduler, tensors["sigmas"], tensors["timesteps"])
-    if hasattr(pipe, "unet"):
-        latents = latents.to(pipe.unet.dtype)  # all other pipelines cast the latents themselves
     call = {"output_type": "pt", "return_dict": False} | json.loads(metadata["call"])
     if hasattr(pipe, "guider"):  # HunyuanVideo-1.5: not call arguments; its VAE decodes one clip at a time
         pipe.guider = pipe.guider.new(guidance_scale=call.pop("guidance_scale"))

@@ -158,6 +158,5 @@ def test_the_hardware_page_is_what_its_results_render_to():
 
 @pytest.mark.full
 def test_a_row_of_the_hardware_page_is_what_the_plan_says():
-    """Checked for the smallest model."""
-    row = plan_recipes.planned(plan_recipes.load(ROOT / "scripts" / "prefgrpo" / "lora_sd1.yaml"))
-    assert json.loads(plan_recipes.JSON.read_text())["prefgrpo/lora_sd1"] == plan_recipes.rounded(row)
+    row = plan_recipes.planned(plan_recipes.load(ROOT / "scripts" / "prefgrpo" / "lora_sd3.yaml"))
+    assert json.loads(plan_recipes.JSON.read_text())["prefgrpo/lora_sd3"] == plan_recipes.rounded(row)

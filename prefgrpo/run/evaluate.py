@@ -198,7 +198,7 @@ class Evaluator:
         stepping, pinned = {"class": type(scheduler).__name__, "config": dict(scheduler.config)}, {}
         times = self.schedule.times.cpu()
         exact = r.sigmas == "pipeline" and torch.equal(times, self.schedule.sigmas[:-1]) and scheduler.order == 1
-        if not self.adapter.whole_times and not exact:
+        if not exact:
             stepping = {"class": "FlowMatchEulerDiscreteScheduler", "config": {}}
             pinned = {"sigmas": self.schedule.sigmas[:-1].contiguous(), "timesteps": times * 1000}
         facts = {"prompts": prompts, "call": call | edit, "scheduler": stepping, "source_area": r.source_area}
