@@ -38,12 +38,9 @@ MEASURED = Columns(
 )
 
 
-def train(name: str, seed: int, file: Path, steps: int = STEPS, every: int = EVERY, rollout: Run | None = None) -> None:
-    """Run one training; `file` receives its evaluations.
-
-    rollout: values that replace the recipe's.
-    """
-    values = {"rollout": rollout or {}} | ({"train": {"lr": 5e-4}} if name == SLOW else {})
+def train(name: str, seed: int, file: Path, steps: int = STEPS, every: int = EVERY) -> None:
+    """Run one training; `file` receives its evaluations."""
+    values = {"train": {"lr": 5e-4}} if name == SLOW else {}
     watch = Watch(MEASURED, lambda metrics: metrics["judge/requests"])
     measure(recipe_of(name), file, {"objective": name, "seed": seed}, watch, steps, every, seed=seed, **values)
 

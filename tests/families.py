@@ -28,7 +28,7 @@ PROMPTS = ["a red cube", "two blue balls on a table"]
 SIZES = [(32, 32), (32, 64)]
 SOURCES = [Image.fromarray(np.random.default_rng(i).integers(0, 256, (64, 64, 3), dtype=np.uint8)) for i in range(2)]
 SEED = 3
-QUICK = ("flux", "qwen_image_edit", "sd1", "wan22")
+QUICK = ("flux", "qwen_image_edit", "sd3", "wan22")
 """Families that every `make test` covers; the others run in the `full` tier only."""
 
 
@@ -95,7 +95,6 @@ QWEN = {"name": "true_cfg_scale", "dynamic": True}
 CASES = [
     _case("flux", 3.5, dynamic=True),
     _case("flux_kontext", 2.5, dynamic=True, edit=lambda h, w: {"max_area": h * w, "_auto_resize": False}),
-    _case("sd1", 7.5, 0),
     _case("sd3", 4.5, dynamic=True),
     _case("qwen_image", 4.0, 320, **QWEN),
     _case("qwen_image_edit", 4.0, 512, same_edit=True, **QWEN),
@@ -105,7 +104,6 @@ CASES = [
     _case("hunyuan_video", 6.0, 448, frames=5),
     Case("hunyuan_video_15", {"guidance_scale": 6.0, "tokenizer_max_length": 1000, "num_frames": 5}, 6.0, 1000),
     _case("ltx2", 3.0, dynamic=True, frames=5, also=LTX2),
-    _case("ltx_video", 3.0, dynamic=True, frames=5),
     _case("wan", 5.0, frames=5),
     _case("wan22", 4.0, frames=5, second=3.0),
     _case("wan22_i2v", 3.5, frames=5, second=3.5, same_edit=True, fit=True),

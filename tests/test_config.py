@@ -105,7 +105,7 @@ def test_every_mistake_is_listed_at_once():
         "judge.endpoints: expected at least one URL, got none",
         "model: expected the folder or hub id of a diffusers pipeline, got nothing",
         "rollout.group_size: expected 2 or more, got 1",
-        "rollout.rule: expected 'flow', 'dance', 'cps', 'cps_normalised', 'ddim' or 'wan', got 'flwo'",
+        "rollout.rule: expected 'flow', 'dance', 'cps', 'cps_normalised' or 'wan', got 'flwo'",
         "rollout.steps: expected a whole number, got 'many'",
         "train.lr: expected a value above 0, got -1",
         "train.updates_per_rollout: expected a value above 0, got 0",

@@ -28,13 +28,11 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from prefgrpo import models
-from prefgrpo.config.loading import from_dict
 from prefgrpo.models.condition import collate
 from prefgrpo.models.folder import ModelError
 from prefgrpo.models.hunyuan_video import causal_attention_mask
 from prefgrpo.rollout.embeddings import Embeddings
 from prefgrpo.rollout.rollout import rollout
-from prefgrpo.rollout.sampling import Schedules
 from prefgrpo.sde.schedule import make_schedule
 
 pytestmark = pytest.mark.families
@@ -177,57 +175,6 @@ def test_an_export_is_whole_though_the_encoders_stayed_on_disk(family, tmp_path)
         trained[0].save_full(str(tmp_path))
     with small_sources():
         assert differs(trained[1], case.pipe(tmp_path), case) <= 1e-5
-
-
-@pytest.mark.parametrize("steps", [3, 20])
-def test_ddim_with_noise_is_the_schedulers(steps):
-    """Rule `ddim` in SD1's flow parametrisation, against diffusers' own DDIM step with the same η and noise."""
-    case = case_of("sd1")
-    adapter = load(case)
-    scheduler, sigmas = adapter.stock_scheduler(), adapter.sigmas(case.sampling(steps=steps))
-    scheduler.set_timesteps(steps)
-    schedule = make_schedule(sigmas, "ddim", 0.7)
-    generator = torch.Generator().manual_seed(0)
-    x, noise, z = (torch.randn(1, 4, 8, 8, generator=generator, dtype=torch.float64) for _ in range(3))
-    norm = torch.hypot(1 - sigmas, sigmas).double()
-    for k, time in enumerate(scheduler.timesteps):
-        want = scheduler.step(noise, time, x, eta=0.7, variance_noise=z).prev_sample
-        flow, s = x * norm[k], float(sigmas[k])
-        a, b, std, _, _ = schedule.coef[k].double()
-        got = a * flow + b * (noise - flow) / (1 - s) + std * z
-        assert torch.allclose(got / norm[k + 1], want, rtol=1e-5, atol=1e-5)
-        assert std > 0 or k == steps - 1
-
-
-def test_sd1_with_the_published_solver_of_its_folder():
-    """PNDM's config lacks `clip_sample`, which DDIM would default to on; latents must not be clipped."""
-    case = case_of("sd1")
-    adapter, pipe = load(case), case.pipe(folder("sd1"))
-    betas = {key: adapter.pipe.scheduler.config[key] for key in ("beta_start", "beta_end", "beta_schedule")}
-    adapter.pipe.scheduler = diffusers.PNDMScheduler(**betas, skip_prk_steps=True, steps_offset=1)
-    pipe.scheduler = adapter.stock_scheduler()
-    assert differs(adapter, pipe, case, steps=4) <= 1e-5
-    config = from_dict({"model": "m", "data": {"prompts": "p"}, "rollout": {"truncate_timesteps": True, "steps": 4}})
-    schedule = Schedules(config, adapter, CPU).ode(config.rollout)
-    assert torch.equal(schedule.times, schedule.sigmas[:-1]), "its timesteps are already integers"
-
-
-@pytest.mark.parametrize("steps", [7, 50, *(pytest.param(n, marks=full) for n in (5, 20, 30, 48))])
-@pytest.mark.parametrize("spacing", ["leading", "trailing", "linspace"])
-def test_ddim_starts_each_step_where_the_last_one_ended(spacing, steps):
-    """Oracle: stock DDIM's image. Trailing timesteps need steps that divide 1000, its stride being 1000 // steps."""
-    case = case_of("sd1")
-    adapter, pipe = load(case), case.pipe(folder("sd1"))
-    adapter.pipe.scheduler.register_to_config(timestep_spacing=spacing)
-    if spacing == "linspace" or (spacing == "trailing" and 1000 % steps):
-        with pytest.raises(ValueError, match=f"expected steps that divide 1000, got {steps}|leading or trailing"):
-            adapter.sigmas(case.sampling(steps=steps))
-        adapter.pipe.scheduler.register_to_config(prediction_type="v_prediction")
-        with pytest.raises(ValueError, match="predicts epsilon, got v_prediction"):
-            adapter.sigmas(case.sampling(steps=steps))
-        return
-    pipe.scheduler = adapter.stock_scheduler()
-    assert differs(adapter, pipe, case, steps=steps) <= 1e-5
 
 
 FLOW = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": 5.0}

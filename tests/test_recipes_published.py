@@ -28,7 +28,7 @@ RECIPES = Path(__file__).parent.parent / "scripts"
 PAGE = (RECIPES.parent / "docs" / "recipes.md").read_text(encoding="utf-8")
 SCRIPTS = dict(re.findall(r"\(\.\./scripts/(\w+/\w+)\.yaml\) \| `([^`]+)`", PAGE))
 """Recipe → the script that it copies, in the peer's checkout."""
-BY_HAND = {"dancegrpo/full_sd1", "mixgrpo/full_flux"}
+BY_HAND = {"mixgrpo/full_flux"}
 
 
 def scripts_of(folder):

@@ -44,13 +44,6 @@ def literal(rule, i):
         score = -(x - x0 * (1 - i.sigma)) / i.sigma**2
         return x + delta * v - 0.5 * i.eta**2 * score * delta, i.eta * math.sqrt(-delta)
     x0, x1 = x - i.sigma * v, x + v * (1 - i.sigma)
-    if rule == "ddim":
-        norm, norm_next = math.hypot(1 - i.sigma, i.sigma), math.hypot(1 - i.sigma_next, i.sigma_next)
-        alpha, alpha_next = ((1 - i.sigma) / norm) ** 2, ((1 - i.sigma_next) / norm_next) ** 2
-        rest, rest_next = (i.sigma / norm) ** 2, (i.sigma_next / norm_next) ** 2  # 1 - alpha
-        s = i.eta * math.sqrt(rest_next / rest * (1 - alpha / alpha_next))
-        mean = math.sqrt(alpha_next) * x0 + math.sqrt(rest_next - s**2) * x1
-        return mean * norm_next, s * norm_next
     std = i.sigma_next * math.sin(i.eta * math.pi / 2)
     return x0 * (1 - i.sigma_next) + x1 * math.sqrt(i.sigma_next**2 - std**2), std
 

@@ -15,12 +15,10 @@ from families import CASES, CPU, PROMPTS, QUICK, case_of, configure_pipe, folder
 
 from prefgrpo.config.loading import from_dict
 from prefgrpo.rollout.sampling import Schedules
-from prefgrpo.run.loading import unsupported
 from prefgrpo.sde.rules import RULES, StepInfo
 
 CONFIGS = json.loads((Path(__file__).parent / "data" / "schedulers.json").read_text())
-CASES = [case for case in CASES if case.family != "sd1"]
-OWN = {"sd3": "sd35m", "hunyuan_video": "hunyuan", "ltx_video": "ltx", "z_image": "zimage", "flux2_klein": "flux"}
+OWN = {"sd3": "sd35m", "hunyuan_video": "hunyuan", "z_image": "zimage", "flux2_klein": "flux"}
 CHANGES = {
     "flux": [{"use_dynamic_shifting": False, "shift": 1.0}],  # FLUX.1-schnell
     "sd3": [{"use_dynamic_shifting": True}],
@@ -123,10 +121,3 @@ def test_a_first_sigma_of_unipc_is_a_first_step():
     second = float(schedule.sigmas[1])
     whole = RULES["flow"](StepInfo(1.0, second, 0.7, second, 0.0))
     assert torch.allclose(schedule.coef[0].double(), torch.tensor(whole, dtype=torch.float64), rtol=1e-4, atol=0)
-
-
-def test_stable_diffusion_1_has_no_published_sigmas():
-    run = from_dict(
-        {"model": "m", "family": "sd1", "data": {"prompts": "p"}, "rollout": {"sigmas": "published", "shift": 3.0}}
-    )
-    assert unsupported(run) == ["rollout.sigmas: sd1 has no time shift, expected pipeline, got published"]

@@ -54,7 +54,7 @@ def check(c: Config) -> list[str]:
             f"judge.deadline_s: expected at least judge.timeout_s ({c.judge.timeout_s}), got {c.judge.deadline_s}",
         ),
         (
-            t.kl_form == "gaussian" or not r.rule.startswith(("cps", "ddim")),
+            t.kl_form == "gaussian" or not r.rule.startswith("cps"),
             f"train.kl_form: {t.kl_form} divides by a variance per unit of σ, which rule {r.rule} does not have; "
             "expected gaussian",
         ),

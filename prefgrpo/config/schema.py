@@ -75,7 +75,7 @@ class SamplingConfig:
     pipeline, about a million."""
     truncate_timesteps: bool = False
     """Pass int(1000 σ) to the model as timestep, as the published trainers do, instead of the exact 1000 σ."""
-    rule: Literal["flow", "dance", "cps", "cps_normalised", "ddim", "wan"] = "flow"
+    rule: Literal["flow", "dance", "cps", "cps_normalised", "wan"] = "flow"
     """Step rule of the stochastic steps."""
     eta: NonNegativeFloat = 0.7
     """Noise level η of the rule."""

@@ -71,8 +71,6 @@ class Adapter(Weights, ABC):
     """Number of pixels to which the stock pipeline resizes source images; None: it does not resize them."""
     source_spans_clip: ClassVar[bool] = False
     """Whether the latents of a source depend on the number of frames."""
-    whole_times: ClassVar[bool] = False
-    """Whether the model takes only integer timesteps, so that there is nothing to truncate."""
     context_parallel: ClassVar[str] = ""
     """Context parallelism that training supports: "" for none, "ulysses", or "ring" for both."""
     text_sees_sources: ClassVar[bool] = False
@@ -184,10 +182,6 @@ class Adapter(Weights, ABC):
             return rows * columns, config.in_channels
         scale = self.pipe.vae_scale_factor
         return config.in_channels, sampling.height // scale, sampling.width // scale
-
-    def prior(self, x: Tensor, sigma: Tensor) -> Tensor:
-        """Initial latents, like the stock `latents`, from unit noise x [B, …]; sigma: the first σ, 0-d on the host."""
-        return x
 
     def final(self, x: Tensor, condition: Condition) -> Tensor:
         """Latents after the last step, with parts that the condition fixes put back in place."""

@@ -88,13 +88,11 @@ def save(pipe: Any, folder: str, component: str = "transformer") -> None:
     if not has(module):
         raise RuntimeError("there is no LoRA to save: call add_lora or load_lora first")
     facts = module.peft_config[NAME].to_dict()
-    part, kind = f".partial-{os.getpid()}.safetensors", _kind(component)
+    part = f".partial-{os.getpid()}.safetensors"
     _files(pipe).save_lora_weights(
         folder,
-        **{
-            f"{kind}_lora_layers": get_peft_model_state_dict(module, adapter_name=NAME),
-            f"{kind}_lora_adapter_metadata": {k: sorted(v) if isinstance(v, set) else v for k, v in facts.items()},
-        },
+        transformer_lora_layers=get_peft_model_state_dict(module, adapter_name=NAME),
+        transformer_lora_adapter_metadata={k: sorted(v) if isinstance(v, set) else v for k, v in facts.items()},
         weight_name=part,
     )
     sort_header(Path(folder) / part)
@@ -118,11 +116,6 @@ def sort_header(file: Path) -> None:
         handle.write(text.ljust(size))  # trailing spaces in the header align the tensors
 
 
-def _kind(component: str) -> str:
-    """Denoiser's key prefix in diffusers' LoRA files: transformer (also for a second one, in its own file) or unet."""
-    return component if component == "unet" else "transformer"
-
-
 def load(pipe: Any, folder: str, component: str = "transformer") -> None:
     """Load what `save` wrote; if the model has no LoRA, one of the saved shape is injected first.
 
@@ -135,7 +128,7 @@ def load(pipe: Any, folder: str, component: str = "transformer") -> None:
     if not file.is_file():
         raise FileNotFoundError(f"no LoRA in '{folder}': expected {LORA_WEIGHT_NAME_SAFE}")
     packed, *_, metadata = _files(pipe).lora_state_dict(str(Path(folder).resolve()), return_lora_metadata=True)
-    prefix = f"{_kind(component)}."
+    prefix = "transformer."  # also for a second one, in its own file
     state = {key.removeprefix(prefix): value for key, value in packed.items()}
     if not has(module):
         options = {k.removeprefix(prefix): v for k, v in (metadata or {}).items()}

@@ -41,9 +41,9 @@ class PatchVideo(Adapter):
 
 
 @torch.no_grad()
-def decode_clip(pipe: Any, latents: Tensor, *time: Tensor | None) -> Tensor:
-    """Clips [B, F, 3, H, W] fp32 in [0, 1] from unscaled latents; time: for VAEs that take one."""
-    video = pipe.vae.decode(latents, *time, return_dict=False)[0]
+def decode_clip(pipe: Any, latents: Tensor) -> Tensor:
+    """Clips [B, F, 3, H, W] fp32 in [0, 1] from unscaled latents."""
+    video = pipe.vae.decode(latents, return_dict=False)[0]
     return pipe.video_processor.postprocess_video(video, output_type="pt").float()
 
 

@@ -91,7 +91,6 @@ def rollout(
         active = condition.select(sample.new_tensor([initial_sample.index(i) for i in distinct]))
         copies = sample.new_tensor([distinct.index(i) for i in initial_sample])
     x = initial_latents(seed, starts, adapter.latent_shape(sampling))
-    x = adapter.prior(x, schedule.sigmas[0])
     stored: list[Step] = []
     for k in range(schedule.steps):
         if branch and k == branch:

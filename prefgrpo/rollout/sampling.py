@@ -55,7 +55,6 @@ class Schedules:
     def __init__(self, config: Config, adapter: Adapter, device: torch.device) -> None:
         self.config, self.adapter, self.device = config, adapter, device
         self.goal = objective(config.train)
-        self._truncate = config.rollout.truncate_timesteps and not adapter.whole_times
         self._tables: dict[SamplingConfig, tuple[Tensor, Tensor]] = {}
 
     def _table(self, sizes: SamplingConfig) -> tuple[Tensor, Tensor]:
@@ -67,7 +66,7 @@ class Schedules:
                 times = sigmas[:-1]
             else:
                 sigmas, times = self.adapter.sigmas(sizes), self.adapter.times(sizes)
-            if self._truncate and torch.equal(times, sigmas[:-1]):
+            if self.config.rollout.truncate_timesteps and torch.equal(times, sigmas[:-1]):
                 times = truncated_times(sigmas)
             self._tables[sizes] = sigmas, times
         return self._tables[sizes]

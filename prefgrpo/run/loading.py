@@ -48,8 +48,6 @@ def unsupported(config: Config) -> list[str]:
             errors.append(f"{name}.frames: {config.family} makes images, expected none, got {part.frames}")
         if part.guidance_2 is not None and cls.default_guidance_2 is None:
             errors.append(f"{name}.guidance_2: {config.family} has one denoiser, expected none, got {part.guidance_2}")
-    if config.rollout.sigmas == "published" and cls.whole_times:
-        errors.append(f"rollout.sigmas: {config.family} has no time shift, expected pipeline, got published")
     if config.rollout.source_area is not None and cls.default_source_area is None:
         errors.append(f"rollout.source_area: {config.family} resizes no sources, expected none")
     if unknown:

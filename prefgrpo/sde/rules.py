@@ -100,8 +100,16 @@ def dance(i: StepInfo) -> Row:
 
 
 def cps_normalised(i: StepInfo) -> Row:
-    """Coefficient-preserving sampling (arXiv 2509.05952), st = σ'·sin(ηπ/2), with the Gaussian log-prob."""
-    return _preserving(i, i.sigma_next * _sin(i.eta * math.pi / 2.0))
+    """Coefficient-preserving sampling (arXiv 2509.05952) with the Gaussian log-prob.
+
+    x' = (1 − σ')·x₀ + sqrt(σ'² − st²)·ε̂ + st·ε with st = σ'·sin(ηπ/2) and the predicted x₀ and ε̂, so that x' has noise
+    level σ'.
+    """
+    st = i.sigma_next * _sin(i.eta * math.pi / 2.0)
+    left = i.sigma_next**2 - st**2
+    r = _sqrt(_where(left > 0.0, left, 0.0))
+    a, b = (1.0 - i.sigma_next) + r, -i.sigma * (1.0 - i.sigma_next) + (1.0 - i.sigma) * r
+    return _gaussian(a, b, st)
 
 
 def cps(i: StepInfo) -> Row:
@@ -110,31 +118,11 @@ def cps(i: StepInfo) -> Row:
     return Row(a, b, st, _where(st != 0.0, -1.0, 0.0), 0.0)
 
 
-def _preserving(i: StepInfo, st: Number) -> Row:
-    """x' = (1 − σ')·x₀ + sqrt(σ'² − st²)·ε̂ + st·ε with the predicted x₀ and ε̂, so that x' has noise level σ'."""
-    left = i.sigma_next**2 - st**2
-    r = _sqrt(_where(left > 0.0, left, 0.0))
-    a, b = (1.0 - i.sigma_next) + r, -i.sigma * (1.0 - i.sigma_next) + (1.0 - i.sigma) * r
-    return _gaussian(a, b, st)
-
-
-def ddim(i: StepInfo) -> Row:
-    """DDIM (arXiv 2010.02502, eq. 12 and 16) with ᾱ = (1 − σ)² / ((1 − σ)² + σ²): s² = η²·(1−ᾱ')/(1−ᾱ)·(1−ᾱ/ᾱ').
-
-    DDIM's x is our x times sqrt(ᾱ) + sqrt(1 − ᾱ) (models/sd1.py), so st = s · sqrt((1 − σ')² + σ'²).
-    """
-    square, square_next = ((1.0 - s) ** 2 + s**2 for s in (i.sigma, i.sigma_next))
-    kept = ((1.0 - i.sigma) / (1.0 - i.sigma_next)) ** 2 * square_next / square  # ᾱ/ᾱ'
-    st = i.eta * i.sigma_next / i.sigma * _sqrt(square * _where(kept < 1.0, 1.0 - kept, 0.0))
-    return _preserving(i, st)
-
-
 RULES: dict[str, Rule] = {
     "flow": flow,
     "dance": dance,
     "cps": cps,
     "cps_normalised": cps_normalised,
-    "ddim": ddim,
     "wan": wan,
     "ode": ode,
 }
@@ -171,6 +159,6 @@ def check(info: StepInfo, rule: str) -> None:
             f"sigmas must fall within [0, 1]: expected 0 <= sigma_next < sigma <= 1, got sigma={info.sigma}, "
             f"sigma_next={info.sigma_next}"
         )
-    top = 1.0 if rule.startswith(("cps", "ddim")) else math.inf
+    top = 1.0 if rule.startswith("cps") else math.inf
     if not 0.0 <= info.eta <= top:
         raise ValueError(f"eta must be in [0, {top:g}] for rule '{rule}', got {info.eta}")

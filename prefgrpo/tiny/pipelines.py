@@ -160,24 +160,6 @@ def flux(pipeline: str = "FluxPipeline") -> Any:
     )  # fmt: skip
 
 
-def sd1() -> Any:
-    """Stable Diffusion 1: a UNet of widths 16 and 32, DDIM."""
-    clip = clip_tokenizer()
-    unet = diffusers.UNet2DConditionModel(
-        sample_size=16, block_out_channels=(16, 32), layers_per_block=1, norm_num_groups=8, attention_head_dim=2,
-        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"), up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
-        cross_attention_dim=TEXT_WIDTH,
-    )  # fmt: skip
-    scheduler = diffusers.DDIMScheduler(
-        beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", clip_sample=False, set_alpha_to_one=False,
-        steps_offset=1,
-    )  # fmt: skip
-    return diffusers.StableDiffusionPipeline(
-        vae=image_vae(), text_encoder=clip_text(clip), tokenizer=clip, unet=unet, scheduler=scheduler,
-        safety_checker=None, feature_extractor=None, requires_safety_checker=False,
-    )  # fmt: skip
-
-
 def sd3() -> Any:
     """SD3.5-medium: 2 joint blocks of width 32, the first with dual attention, three text encoders, static shift."""
     clip, t5 = clip_tokenizer(), t5_tokenizer()
@@ -329,30 +311,6 @@ def hunyuan_video_15() -> Any:
     )  # fmt: skip
 
 
-def ltx_video() -> Any:
-    """LTX-Video: 2 blocks of width 32, a VAE with 8× downsampling and half the frames, dynamic shift to a last σ."""
-    t5 = t5_tokenizer()
-    transformer = diffusers.LTXVideoTransformer3DModel(
-        in_channels=8, out_channels=8, num_attention_heads=2, attention_head_dim=16, cross_attention_dim=32,
-        num_layers=2, caption_channels=TEXT_WIDTH,
-    )  # fmt: skip
-    vae = diffusers.AutoencoderKLLTXVideo(
-        latent_channels=8, block_out_channels=(8, 8), decoder_block_out_channels=(8, 8), layers_per_block=(1, 1, 1),
-        decoder_layers_per_block=(1, 1, 1), spatio_temporal_scaling=(True, False), patch_size=4,
-        decoder_spatio_temporal_scaling=(True, False), decoder_inject_noise=(False,) * 3,
-        down_block_types=("LTXVideoDownBlock3D",) * 2, downsample_type=("conv",) * 2, upsample_residual=(False,) * 2,
-        upsample_factor=(1, 1),
-    )  # fmt: skip
-    torch.nn.init.normal_(vae.latents_mean, std=0.2)
-    torch.nn.init.uniform_(vae.latents_std, 0.5, 1.5)
-    return diffusers.LTXPipeline(
-        scheduler=FlowMatchEulerDiscreteScheduler(
-            use_dynamic_shifting=True, base_image_seq_len=1024, base_shift=0.95, max_shift=2.05, shift_terminal=0.1,
-        ),
-        vae=vae, transformer=transformer, text_encoder=t5_text(t5), tokenizer=t5,
-    )  # fmt: skip
-
-
 def gemma3_text(tokenizer: Qwen2Tokenizer) -> Any:
     """Gemma 3 of width 16, with its vision tower."""
     return transformers.Gemma3ForConditionalGeneration(
@@ -473,12 +431,10 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "hunyuan_video": hunyuan_video,
     "hunyuan_video_15": hunyuan_video_15,
     "ltx2": ltx2,
-    "ltx_video": ltx_video,
     "qwen_image": qwen_image,
     "qwen_image_edit": partial(qwen_image, "QwenImageEditPipeline"),
     "qwen_image_edit_plus": partial(qwen_image, "QwenImageEditPlusPipeline"),
     "qwen_image_21": qwen_image_21,
-    "sd1": sd1,
     "sd3": sd3,
     "wan": wan,
     "wan22": partial(wan, experts=True),
