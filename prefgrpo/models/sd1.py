@@ -74,7 +74,8 @@ class StableDiffusion1(Adapter):
         table = _sigma(self.pipe.scheduler.alphas_cumprod).to(x.device)  # σ of every integer timestep, ascending
         time = (table[None, :] - sigma[:, None]).abs().argmin(1)
         s = sigma[:, None, None, None]
-        noise = net(x / _norm(s), time, encoder_hidden_states=condition.prompt_embeds, return_dict=False)[0]
+        scaled = (x / _norm(s)).to(self.dtype)
+        noise = net(scaled, time, encoder_hidden_states=condition.prompt_embeds, return_dict=False)[0]
         return (noise.float() - x) / (1.0 - s)
 
     def decode(self, latents: Tensor, sampling: Sampling) -> Tensor:
