@@ -192,6 +192,7 @@ def stock_image(pipe, case, x0, size, steps, prompts=PROMPTS):
         count = frames * size[0] * size[1] // pipe.vae_spatial_compression_ratio**2
         sound = x0[:, count:] * pipe.audio_vae.latents_std + pipe.audio_vae.latents_mean
         x0, call["audio_latents"] = x0[:, :count], sound
+    call = {key: value[: len(prompts)] if isinstance(value, list) else value for key, value in call.items()}
     if case.alone:
         one = {key: value[:1] if isinstance(value, list) else value for key, value in call.items()}
         each = [pipe(prompt=[p], latents=x, **one)[0] for p, x in zip(prompts, x0[:, None], strict=True)]
@@ -207,7 +208,7 @@ def stock_image(pipe, case, x0, size, steps, prompts=PROMPTS):
 
 def on_white(images):
     """RGBA images composited on white, as Pillow's paste does."""
-    return torch.lerp(torch.ones(3, 1, 1), images[:, :3], images[:, 3:])
+    return torch.lerp(torch.ones(3, 1, 1), images[:, :3].float(), images[:, 3:].float())
 
 
 def configure_pipe(pipe, call):
@@ -237,6 +238,22 @@ def differs(adapter, pipe, case, size=SIZES[0], steps=2, prompts=PROMPTS):
 def one_or_list(images):
     """A single image or a list, as stock pipelines expect."""
     return images[0] if len(images) == 1 else list(images)
+
+
+def imitate_cuda_autocast():
+    """Make CPU norms behave as under CUDA's autocast, where torch runs them in fp32 and returns fp32."""
+    for name in ("rms_norm", "layer_norm", "group_norm"):
+        real = getattr(torch.nn.functional, name)
+
+        def norm(x, *args, real=real, **kwargs):
+            if not torch.is_autocast_enabled("cpu"):
+                return real(x, *args, **kwargs)
+            with torch.autocast("cpu", enabled=False):
+                args = [a.float() if isinstance(a, torch.Tensor) else a for a in args]
+                kwargs = {k: a.float() if isinstance(a, torch.Tensor) else a for k, a in kwargs.items()}
+                return real(x.float(), *args, **kwargs)
+
+        setattr(torch.nn.functional, name, norm)
 
 
 EDIT_PLUS = "diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus"

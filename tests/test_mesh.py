@@ -18,10 +18,12 @@ import diffusers
 import numpy as np
 import pytest
 import torch
-from families import perturb
+import torch.distributed as dist
+from families import imitate_cuda_autocast, perturb
 from safetensors.torch import load_file
 from tiny_run import ALONE, Brightness, all_end, merged, ranks, recipe, rows, train
 from tiny_run import world as tiny_world
+from torch.distributed.device_mesh import init_device_mesh
 
 from prefgrpo.config.loading import from_dict
 from prefgrpo.config.recipe import ConfigError
@@ -30,10 +32,10 @@ from prefgrpo.data.prompts import read_prompts
 from prefgrpo.models import family as family_class
 from prefgrpo.objectives import objective
 from prefgrpo.objectives.base import Targets
-from prefgrpo.parallel import world as parallel
 from prefgrpo.parallel.context import context_errors
-from prefgrpo.parallel.mesh import Layout
+from prefgrpo.parallel.mesh import DIMENSIONS, Layout
 from prefgrpo.parallel.shard import full_tensor, to_local
+from prefgrpo.parallel.world import World, join
 from prefgrpo.rollout.batches import Rollouts
 from prefgrpo.rollout.embeddings import Embeddings
 from prefgrpo.rollout.replay import TrajectoryCollector
@@ -88,7 +90,7 @@ def settings(place, family, lora, dtype, layout):
 def one_step(config, world):
     """Runs one training step; returns its samples, gradients, weights and EMA, the loss and the largest |ratio − 1|."""
     prompts = read_prompts(Path(config.data.prompts))
-    adapter = trainable(config, open_adapter(config, world.device, True, world.layout.split > 1), world)
+    adapter = trainable(config, open_adapter(config, world.device, True, world.layout.fsdp), world)
     if config.train.lora_rank:
         perturb(adapter, 0.02)
     policy = Policy(dict(adapter.trainable()), config.train)
@@ -109,17 +111,17 @@ def one_step(config, world):
     for batch in (b for b in batches if b.weight):
         for row, slot in enumerate(zip(batch.slots, batch.members, strict=True)):
             samples[slot] = [t[row].float() for step in batch.trajectory.steps for t in (step.x, step.x_next)]
-    held_gradients = local_bytes(p.grad for p in policy.params)
-    gradients, real = {}, policy.optimizer.step
+    held, gradients, real = {}, {}, policy.optimizer.step
 
     def note_gradients():
+        held["gradients"] = local_bytes(p.grad for p in policy.params)
         gradients.update({name: full_tensor(p.grad).clone() for name, p in policy.parameters.items()})
         real()
 
     policy.optimizer.step = note_gradients
     policy.update(world)
     moments = [t for state in policy.optimizer.state.values() for key, t in state.items() if key != "step"]
-    held = {"gradients": held_gradients, "AdamW": local_bytes(moments), "EMA": local_bytes(policy.ema.values())}
+    held |= {"AdamW": local_bytes(moments), "EMA": local_bytes(policy.ema.values())}
     known = static_bytes(adapter, policy)
     assert {kind: known[kind] for kind in held} == held
     media = dict(world.gather_items((place, torch.from_numpy(pixels).float()) for place, pixels in media.items()))
@@ -148,38 +150,51 @@ def far(got, want):
 def cells():
     """Runs in the new process: all cells of the families in $FAMILY; a failure shows as a non-zero exit code."""
     torch.set_num_threads(1)
+    imitate_cuda_autocast()
     place, size = os.environ["PLACE"], int(os.environ["WORLD_SIZE"])
     for family in os.environ["FAMILY"].split():
         layouts = LAYOUTS[size]
         if family in OTHERS:
             layouts = {"shard": {"shard": size}} | ({"cp": CP} if family_class(family).context_parallel else {})
         for lora in (True, False)[: 1 if family in OTHERS else 2]:
-            want = one_step(settings(place, family, lora, "fp32", {}), ALONE)
-            for name, layout in layouts.items():
-                cell = f"{family} {'LoRA' if lora else 'all weights'} {name}"
-                config = settings(place, family, lora, "fp32", layout)
-                world = parallel.join("cpu", config)
-                compare(cell, one_step(config, world), want, "cp" not in name, config.rollout.window_low == 0)
-                if family in FAMILIES:
-                    low = one_step(settings(place, family, lora, "bf16", layout), world)
-                    assert low["moved"] == 0, f"{cell}: the first ratio is not exactly 1 in bf16"
+            for dtype in ("fp32",) if family in OTHERS else ("fp32", "bf16"):
+                configs = {name: settings(place, family, lora, dtype, layout) for name, layout in layouts.items()}
+                worlds = {name: join("cpu", config) for name, config in configs.items()}
+                want = one_step(
+                    settings(place, family, lora, dtype, {}), alone(settings(place, family, lora, dtype, {}))
+                )
+                for name, config in configs.items():
+                    cell = f"{family} {'LoRA' if lora else 'all weights'} {dtype} {name}"
+                    noise = config.rollout.window_low == 0
+                    compare(cell, one_step(config, worlds[name]), want, "cp" not in name, noise, dtype)
     os._exit(0)
 
 
-def compare(cell, got, want, bits, noise=True):
+def alone(config):
+    """A world of one process inside a larger process group."""
+    layout = Layout.of(config, 1)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(), 1, 1, 1), mesh_dim_names=DIMENSIONS)
+    return World(0, 1, ALONE.device, layout, mesh if layout.fsdp else None)
+
+
+def compare(cell, got, want, bits, noise=True, dtype="fp32"):
     """Fails unless two results of `one_step` agree; with `bits`, the samples must be bit-identical, with `noise`, the
-    first stored latents."""
+    first stored latents. In bf16, context parallelism changes what is rounded: gradients differ by up to 5 %."""
+    rounds = dtype == "bf16" and not bits
+    limit = 0.05 if rounds else 1e-5
     assert got["samples"].keys() == want["samples"].keys(), cell
-    assert got["moved"] == 0, f"{cell}: the first ratio is not exactly 1 in fp32"
+    assert got["moved"] == 0, f"{cell}: the first ratio is not exactly 1"
     for sample, stored in want["samples"].items():
         own = got["samples"][sample]
         assert torch.equal(own[0], stored[0]) or not noise, f"{cell}: initial noise differs"
-        assert far(own[:-1], stored[:-1])[0] <= (0 if bits else 1e-5), f"{cell}: latents differ"
-        assert far(own[-1:], stored[-1:])[0] <= (0 if bits else 1), f"{cell}: pixels (0-255) differ"
-    assert abs(got["loss"] - want["loss"]) <= 1e-5 * abs(want["loss"]), cell
-    for kind, limit in (("gradients", 1e-5), ("weights", 0.02 * LR), ("ema", 0.02 * LR)):
+        assert far(own[:-1], stored[:-1])[0] <= (0 if bits else limit), f"{cell}: latents differ"
+        assert far(own[-1:], stored[-1:])[0] <= (0 if bits else 100 * limit if rounds else 1), f"{cell}: pixels differ"
+    assert abs(got["loss"] - want["loss"]) <= limit * abs(want["loss"]), cell
+    difference, largest = far(got["gradients"], want["gradients"])
+    assert difference <= limit * largest, (cell, "gradients", difference, largest)
+    for kind in ("weights", "ema") if not rounds else ():  # AdamW's first step is the gradient's sign
         difference, largest = far(got[kind], want[kind])
-        assert difference <= limit * (largest if kind == "gradients" else 1), (cell, kind, difference, largest)
+        assert difference <= 0.02 * LR, (cell, kind, difference, largest)
 
 
 @pytest.fixture(scope="module")
@@ -212,7 +227,7 @@ def compiled():
     place, layout = os.environ["PLACE"], {"shard": 2}
     want = one_step(settings(place, "flux", True, "fp32", {}), ALONE)
     config = replace(settings(place, "flux", True, "fp32", layout), compile=True)
-    got = one_step(config, parallel.join("cpu", config))
+    got = one_step(config, join("cpu", config))
     assert got["moved"] <= 1e-6, "rollout and replay run different graphs"
     compare("compiled", got | {"moved": 0.0}, want, bits=False)
     os._exit(0)

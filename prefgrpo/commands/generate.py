@@ -122,7 +122,7 @@ def generate_files(config: Config, weights: Weights, jobs: Sequence[Job], world:
 
 def _open(config: Config, weights: Weights, world: World, encoders: bool) -> Adapter:
     """The model with these weights. Raises ConfigError, ModelError or CheckpointError."""
-    adapter = open_adapter(config, world.device, encoders, split=weights.trainable and world.layout.split > 1)
+    adapter = open_adapter(config, world.device, encoders, split=weights.trainable and world.layout.fsdp)
     if weights.trainable:
         trainable(config, adapter, world)
     if weights.checkpoint is not None:

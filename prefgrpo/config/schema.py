@@ -353,7 +353,7 @@ class Config:
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed of prompts, noise, pair orders and LoRA initialisation."""
     dtype: Literal["fp32", "bf16"] = "bf16"
-    """Type of the frozen weights and of the forward; LoRA and optimiser are fp32."""
+    """Type of the denoiser's weights in a forward; LoRA, master weights and optimiser are fp32."""
     attention: Attention = "native"
     """diffusers' attention backend, in both rollout and training; its gradients are first compared with torch's own.
     native: torch's choice; flash and cudnn backends need bf16; names ending in _hub download a kernel."""
@@ -382,3 +382,8 @@ def splits(c: Config) -> bool:
     """Whether a run splits its denoisers' weights over processes."""
     p = c.parallel
     return p.shard > 1 or (not c.train.lora_rank and p.ring * p.ulysses > 1)
+
+
+def has_masters(c: Config) -> bool:
+    """Whether a run trains fp32 master weights of denoisers that compute in another dtype."""
+    return not c.train.lora_rank and c.dtype != "fp32"

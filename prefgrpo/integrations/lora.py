@@ -17,11 +17,12 @@ class LoraLinear(Linear):
     """W x + b + scaling·B A x. A bf16 output is rounded twice; peft's is rounded four times."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """`x` [..., in] to [..., out], with all products in the base layer's dtype, or in autocast's."""
+        """`x` [..., in] to [..., out], with all products in the base layer's dtype."""
         if self.disable_adapters or self.merged:
             return super().forward(x)
-        flat = x.flatten(0, -2).to(self.base_layer.weight.dtype)  # autocast would cast x for each of the two layers
-        out = self.base_layer(flat)
+        x = x.to(self.base_layer.weight.dtype)
+        out = self.base_layer(x).flatten(0, -2)  # not of x.flatten(): in bf16 torch rounds that product otherwise
+        flat = x.flatten(0, -2)
         for name in self.active_adapters:
             if name not in self.lora_A:
                 continue

@@ -108,9 +108,11 @@ class Adapter(Weights, ABC):
         self.fingerprint, self.guidance_gradient = fingerprint, guidance_gradient
         self.source_area = self.default_source_area if source_area is None else source_area
         self.dtype: torch.dtype = self.transformer.dtype  # type: ignore[assignment]
-        """Compute dtype; bf16 and fp16 run under autocast, so fp32 LoRA masters may sit on a bf16 base."""
+        """Dtype of the denoiser's inputs and, except for modules that diffusers keeps in fp32, of its weights."""
         self.home: torch.device | None = None
         """Device on which the denoisers run, if their weights may be stored elsewhere."""
+        self.equal_forwards = False
+        """Whether all processes must run equally many forwards, because weights are sharded."""
         self.text_multiple = 1
         """Batches of prompts of different lengths are padded to a multiple of this many tokens."""
         self.offload = ComponentOffload({}, (), torch.device("cpu"))
@@ -197,7 +199,11 @@ class Adapter(Weights, ABC):
 
     @abstractmethod
     def predict(self, net: nn.Module, x: Tensor, sigma: Tensor, condition: Condition, sampling: Sampling) -> Tensor:
-        """One denoiser forward: velocity [B, …] at x [B, …] fp32 and σ [B] fp32, before classifier-free guidance."""
+        """One denoiser forward: velocity [B, …] at x [B, …] and σ [B] fp32, before classifier-free guidance.
+
+        x and the condition have the adapter's dtype; timestep and guidance get the dtype that the stock pipeline gives
+        them, since casting is left to nothing else (there is no autocast).
+        """
 
     def decode(self, latents: Tensor, sampling: Sampling) -> Tensor:
         """Images [B, 3, H, W], or clips [B, F, 3, H, W], fp32 in [0, 1] from final latents.
@@ -301,15 +307,15 @@ class Adapter(Weights, ABC):
         """
         name, scale = self.expert(sigma, sampling)
         predict: Callable[..., Tensor] = partial(self.predict, getattr(self.pipe, name), sampling=sampling)
-        x, sigma, low = x.float(), sigma.to(x.device, non_blocking=True), self.dtype != torch.float32
+        x, condition = x.to(self.dtype), condition.cast(self.dtype)
+        sigma = sigma.to(x.device, non_blocking=True)
         if self.compiled and not torch.is_grad_enabled():  # use the training graph; see `compile_blocks`
             with torch.enable_grad():
                 c, more = self.cond_uncond(x, sigma, condition, sampling)
             return c.detach(), more if more is None else more._replace(uncond=more.uncond.detach())
-        with torch.autocast(x.device.type, dtype=self.dtype if low else None, enabled=low):
-            if self.cfg is None or not self.guided(sampling):
-                return predict(x, sigma, condition), None
-            c, u = guiding.predict_cond_uncond(predict, x, sigma, condition, self.guidance_gradient)
+        if self.cfg is None or not self.guided(sampling):
+            return predict(x, sigma, condition), None
+        c, u = guiding.predict_cond_uncond(predict, x, sigma, condition, self.guidance_gradient)
         return c, Guidance(u, scale, self.cfg.from_cond, self.cfg.rescale)
 
     def grid(self, sampling: Sampling) -> tuple[int, int]:

@@ -53,6 +53,10 @@ class Condition:
         """Move everything but the lengths to `device`."""
         return self.map(lambda tensor: tensor.to(device) if tensor.is_floating_point() else tensor)
 
+    def cast(self, dtype: torch.dtype) -> Condition:
+        """The same in a floating-point dtype; lengths stay integers."""
+        return self.map(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+
     def select(self, rows: Tensor) -> Condition:
         """The batch rows `rows` (int64)."""
         return self.map(lambda tensor: tensor.index_select(0, rows.to(tensor.device)))

@@ -38,7 +38,7 @@ class Flux(Adapter):
     ) -> Tensor:
         """Run the transformer on tokens [B, L, 4C] at positions [L, 3].
 
-        σ is multiplied and divided by 1000 as in the stock pipeline, to be bitwise equal to it.
+        σ is multiplied by 1000, cast and divided by 1000 as in the stock pipeline, to be bitwise equal to it.
         """
         embeds = condition.prompt_embeds
         guidance = None
@@ -46,7 +46,7 @@ class Flux(Adapter):
             guidance = torch.full_like(sigma, sampling.guidance)
         return net(
             hidden_states=tokens,
-            timestep=sigma * 1000 / 1000,
+            timestep=(sigma * 1000).to(tokens.dtype) / 1000,
             guidance=guidance,
             pooled_projections=condition.pooled,
             encoder_hidden_states=embeds,

@@ -68,7 +68,7 @@ class Flux2(Adapter):
             ids = torch.cat([ids, _source_ids(tuple(source.shape[1:3] for source in sources), x.device)], dim=1)
         v = net(
             hidden_states=tokens,
-            timestep=sigma * 1000 / 1000,
+            timestep=(sigma * 1000).to(x.dtype) / 1000,
             guidance=guidance,
             encoder_hidden_states=embeds,
             txt_ids=_text_ids(embeds.shape[1], x.device).expand(x.shape[0], -1, -1),

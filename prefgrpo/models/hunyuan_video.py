@@ -42,11 +42,11 @@ class HunyuanVideo(PatchVideo):
         mask = text_mask(condition)
         return net(
             hidden_states=x,
-            timestep=sigma * 1000,
+            timestep=(sigma * 1000).to(x.dtype),
             encoder_hidden_states=condition.prompt_embeds[:, : mask.shape[1]],
             encoder_attention_mask=mask.to(x.device, x.dtype, non_blocking=True),
             pooled_projections=condition.pooled,
-            guidance=torch.full_like(sigma, sampling.guidance) * 1000.0,
+            guidance=torch.full_like(sigma, sampling.guidance, dtype=x.dtype) * 1000.0,
             return_dict=False,
         )[0]
 
@@ -66,7 +66,7 @@ class HunyuanVideo15(HunyuanVideo):
         """prompt_embeds [n, C] with n ≤ max_length tokens, prompt_embeds_2 [n', C'] of quoted text, and the lengths."""
         self.pipe.tokenizer_max_length = max_length
         embeds, mask, glyphs, glyph_mask = self.pipe.encode_prompt(prompt, device=self.device)
-        length, count = (int(each.sum()) for each in (mask, glyph_mask))
+        length, count = (int(each.float().sum()) for each in (mask, glyph_mask))  # bf16 counts to 256 only
         return Condition(
             embeds[0, :length],
             text_length=torch.tensor(length),
@@ -85,7 +85,7 @@ class HunyuanVideo15(HunyuanVideo):
         no_image = mask.new_zeros(len(x), 0, self.pipe.transformer.config.image_embed_dim, dtype=second.dtype)
         return net(
             hidden_states=torch.cat([x, torch.zeros_like(x), torch.zeros_like(x[:, :1])], dim=1),
-            timestep=sigma * 1000,
+            timestep=(sigma * 1000).to(x.dtype),
             encoder_hidden_states=condition.prompt_embeds[:, : mask.shape[1]],
             encoder_attention_mask=mask.to(x.device, non_blocking=True),
             encoder_hidden_states_2=second[:, : glyphs.shape[1]],

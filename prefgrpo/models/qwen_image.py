@@ -55,7 +55,7 @@ class QwenImage(Adapter):
         embeds = nn.functional.pad(embeds, (0, 0, 0, mask.shape[1] - embeds.shape[1]))
         return net(
             hidden_states=tokens,
-            timestep=sigma * 1000 / 1000,
+            timestep=(sigma * 1000).to(tokens.dtype) / 1000,
             encoder_hidden_states=embeds,
             encoder_hidden_states_mask=mask.to(tokens.device, non_blocking=True) if padded else None,
             img_shapes=[[(1, *grid) for grid in grids]] * tokens.shape[0],

@@ -58,7 +58,7 @@ class QwenImage21(Adapter):
         """
         lengths, (count, tokens) = condition.text_length, x.shape[:2]
         assert lengths is not None
-        rows = _at_once(net, lengths)
+        rows = self._at_once(lengths)
         if len(rows) > 1:
             v = [self.predict(net, x[row], sigma[row], condition.select(row), sampling) for row in rows]
             return torch.cat(v)[torch.cat(rows).argsort()]
@@ -66,12 +66,19 @@ class QwenImage21(Adapter):
         slots = torch.cat([lengths.new_zeros(count, text), lengths.new_ones(count, tokens // 4)], dim=1).bool()
         return net(
             hidden_states=x,
-            timestep=sigma * 1000 / 1000,
+            timestep=(sigma * 1000).to(x.dtype) / 1000,
             encoder_hidden_states=condition.prompt_embeds[:, :text],
             img_shapes=[[(1, *self.grid(sampling))]] * count,
             img_mask=slots.to(x.device, non_blocking=True),
             return_dict=False,
         )[0][:, -tokens:]
+
+    def _at_once(self, lengths: Tensor) -> list[Tensor]:
+        """Batch rows that share a forward: rows of equal length, or each row alone if all processes must run equally
+        many forwards."""
+        if self.equal_forwards:
+            return list(torch.arange(len(lengths)).split(1))
+        return [(lengths == length).nonzero().flatten() for length in lengths.unique()]
 
     def decode(self, latents: Tensor, sampling: Sampling) -> Tensor:
         """Unpack, undo the VAE's normalisation, decode a clip of one frame, composite it onto white."""
@@ -79,11 +86,3 @@ class QwenImage21(Adapter):
         grid = latents.transpose(1, 2).reshape(len(latents), -1, 1, rows, columns)
         image = self.decode_image(unnormalise(self.pipe.vae, grid))
         return image[:, :3] * image[:, 3:] + (1 - image[:, 3:])
-
-
-def _at_once(net: nn.Module, lengths: Tensor) -> list[Tensor]:
-    """Batch rows that share a forward: rows of equal length, or with sharded weights each row alone, because all
-    processes must take part in equally many all-gathers."""
-    if hasattr(net, "unshard"):  # split by FSDP2
-        return list(torch.arange(len(lengths)).split(1))
-    return [(lengths == length).nonzero().flatten() for length in lengths.unique()]

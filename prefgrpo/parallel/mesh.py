@@ -4,7 +4,9 @@
 
 The last dimensions vary fastest: the processes of a Ulysses group have consecutive ranks, hence share a machine.
 Weights are sharded over shard × ring × ulysses processes if shard is above 1 or in full fine-tuning (where replicas of
-weights and optimiser on context-parallel processes would be wasteful). Invariant: no model weights are needed here.
+weights and optimiser on context-parallel processes would be wasteful). In full fine-tuning in bf16, FSDP2 also holds
+weights that are not sharded, on a mesh of one process, as it casts fp32 masters for a forward and accumulates their
+gradients in fp32. Invariant: no model weights are needed here.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from prefgrpo.config.recipe import ConfigError
-from prefgrpo.config.schema import Config, ParallelConfig, splits
+from prefgrpo.config.schema import Config, ParallelConfig, has_masters, splits
 
 DIMENSIONS = ("replicate", "shard", "ring", "ulysses")
 
@@ -30,6 +32,8 @@ class Layout:
     ulysses: int = 1
     split: int = 1
     """Number of processes over which one copy of the denoisers' weights is sharded; 1: each process has all of them."""
+    fsdp: bool = False
+    """Whether FSDP2 holds the weights: they are sharded, or fp32 masters of denoisers that compute in another dtype."""
 
     @property
     def context(self) -> int:
@@ -48,7 +52,8 @@ class Layout:
         if wrong := problem(p, processes):
             raise ConfigError([wrong])
         inner = p.shard * p.ring * p.ulysses
-        return cls(processes // inner, p.shard, p.ring, p.ulysses, inner if splits(config) else 1)
+        split, fsdp = inner if splits(config) else 1, splits(config) or has_masters(config)
+        return cls(processes // inner, p.shard, p.ring, p.ulysses, split, fsdp)
 
 
 def problem(parallel: ParallelConfig, processes: int) -> str:
@@ -63,8 +68,8 @@ def problem(parallel: ParallelConfig, processes: int) -> str:
 
 
 def device_mesh(layout: Layout, device: torch.device) -> DeviceMesh | None:
-    """The mesh of an initialised process group; None if neither weights nor tokens are split."""
-    if layout.shard * layout.context == 1:
+    """The mesh of an initialised process group; None if neither FSDP2 nor context parallelism needs one."""
+    if not layout.fsdp and layout.context == 1:
         return None
     sizes = (layout.replicate, layout.shard, layout.ring, layout.ulysses)
     return init_device_mesh(device.type, sizes, mesh_dim_names=DIMENSIONS)

@@ -2,8 +2,9 @@
 
 With a LoRA, the frozen base is sharded and the LoRA is replicated as plain tensors, so gradients are bitwise equal to
 those of an unsharded model. In full fine-tuning, the fp32 master weights are sharded and gathered in the compute dtype;
-modules that diffusers keeps in fp32 (a few norms and tables) are replicated. Gradients are summed over processes, never
-averaged. Invariant: gathered weights are freed after every forward and backward, so none is stale after an update.
+modules that diffusers keeps in fp32 (a few norms and tables) are replicated. fp32 masters that are not sharded are on a
+mesh of one process, for the same casts. Gradients are summed over processes, never averaged. Invariant: gathered
+weights are freed after every forward and backward, so none is stale after an update.
 """
 
 from __future__ import annotations
@@ -27,21 +28,22 @@ def shard_weights(adapter: Adapter, world: World, parallel: ParallelConfig) -> N
 
     Call it after everything that modifies blocks: LoRA, full fine-tuning, gradient checkpointing, context parallelism.
     """
-    if world.mesh is None or world.layout.split == 1:
+    layout = world.layout
+    if world.mesh is None or not layout.fsdp:
         return
     weights = world.mesh["shard", "ring", "ulysses"]._flatten("weights")
-    mesh = world.mesh["replicate", "weights"] if world.layout.replicate > 1 else weights
+    mesh = world.mesh["replicate", "weights"] if layout.split > 1 and layout.replicate > 1 else weights
     offload = CPUOffloadPolicy(pin_memory=world.device.type != "cpu") if parallel.offload else OffloadPolicy()
     for name in adapter.denoisers:
         _shard(getattr(adapter.pipe, name), adapter, world.device, {"mesh": mesh, "offload_policy": offload})
-    adapter.home = world.device
+    adapter.home, adapter.equal_forwards = world.device, world.equal_forwards
 
 
 def _shard(model: nn.Module, adapter: Adapter, device: torch.device, options: dict[str, Any]) -> None:
     replicated = set(replicated_parameters(model, adapter))
     low = any(p.requires_grad and p not in replicated for p in model.parameters()) and adapter.dtype != torch.float32
     options = options | {"ignored_params": replicated, "reshard_after_forward": True}
-    if low:  # leave casting of inputs to autocast, as without sharding
+    if low:  # inputs are cast as in the stock pipeline, which keeps some in fp32
         options["mp_policy"] = MixedPrecisionPolicy(adapter.dtype, torch.float32, cast_forward_inputs=False)
     for part in [*adapter.blocks(model), model]:
         fully_shard(part, **options)

@@ -1,4 +1,4 @@
-"""The processes of a run, started by torchrun: gloo on CPUs, nccl on GPUs, no process group for a single process.
+"""The processes of a run, started by torchrun: gloo on CPUs, nccl on GPUs.
 
 Each process has a data-parallel index, which selects its share of the samples. Context-parallel processes have the same
 index: they generate the same samples together, and the first of them represents all. Point-to-point messages (`send`,
@@ -61,7 +61,7 @@ class World:
     layout: Layout = field(default_factory=Layout)
     """Sizes of the mesh."""
     mesh: DeviceMesh | None = None
-    """Dimensions replicate, shard, ring and ulysses; None if neither weights nor tokens are split."""
+    """Dimensions replicate, shard, ring and ulysses; None if neither FSDP2 nor context parallelism needs it."""
 
     @property
     def main(self) -> bool:
@@ -125,14 +125,20 @@ class World:
     def sum_gradients(self, parameters: list[Tensor]) -> None:
         """Replace every .grad by its sum over ranks, in buckets of BUCKET_BYTES; a missing .grad counts as 0.
 
-        Gradients of sharded parameters (DTensors) are already summed and stay unchanged.
+        Gradients of sharded parameters (DTensors over several processes) are already summed and stay unchanged.
         """
         for p in parameters:
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
         if self.size == 1:
             return
-        replicated = [p.grad for p in parameters if p.grad is not None and not isinstance(p, DTensor)]
+        sharded = self.layout.split > 1
+        replicated = list[Tensor]()
+        for p in parameters:
+            if isinstance(p.grad, DTensor):
+                replicated += [] if sharded else [p.grad.to_local()]
+            elif p.grad is not None:
+                replicated.append(p.grad)
         for grads in _take_tensors(replicated, BUCKET_BYTES):
             flat = _flatten_dense_tensors(grads)
             dist.all_reduce(flat)
@@ -208,7 +214,8 @@ def restart_count() -> int:
 def join(device_name: str, config: Config | None = None) -> World:
     """This process's place among those that torchrun started; without `config`, for plain data parallelism.
 
-    The first call joins their process group, which is kept until `leave`: a program may train several times.
+    The first call joins their process group, which is kept until `leave`: a program may train several times. A single
+    process gets a group of its own if FSDP2 holds its weights.
     Raises ConfigError if the section `parallel` does not fit the number of processes.
     """
     device = pick_device(device_name)
@@ -216,11 +223,14 @@ def join(device_name: str, config: Config | None = None) -> World:
         torch.cuda.set_device(device)
     size = int(os.environ.get("WORLD_SIZE", "1"))
     layout = Layout.of(config, size) if config else Layout(size)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    if size == 1 and layout.fsdp and not dist.is_initialized():
+        own = dist.HashStore()  # type: ignore[attr-defined]  # torch re-exports it without naming it
+        dist.init_process_group(backend, store=own, rank=0, world_size=1)
     if size > 1 and not dist.is_initialized():
         timeout = TIMEOUT + timedelta(seconds=(config and config.judge.deadline_s) or 0)
         store, rank, _ = next(rendezvous("env://", timeout=timeout))
         store = PrefixStore(f"attempt/{restart_count()}", store)  # torchrun's store keeps the addresses of earlier ones
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     return World(int(os.environ.get("RANK", "0")), size, device, layout, device_mesh(layout, device))
 

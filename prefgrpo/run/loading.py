@@ -110,6 +110,6 @@ def trainable(config: Config, adapter: Adapter, world: World | None = None) -> A
             adapter.compile_blocks()
         context.enable(adapter, world)
         shard.shard_weights(adapter, world, config.parallel)
-        if world.layout.split > 1:
+        if world.layout.fsdp:
             adapter.enable_offload(config.memory.offload, world.device)
     return adapter

@@ -22,7 +22,7 @@ import torch
 
 from prefgrpo.config.loading import differences, load, to_dict
 from prefgrpo.config.recipe import ConfigError, to_yaml
-from prefgrpo.config.schema import Config, splits
+from prefgrpo.config.schema import Config, has_masters
 from prefgrpo.data.atomic import write_atomic
 from prefgrpo.data.prompts import FEWEST_TO_SPLIT, Prompt, fingerprint, prompt_sets
 from prefgrpo.judge.verdict import PairJudge
@@ -208,7 +208,7 @@ def open_model(
     config: Config, goal: Objective, world: World, prompts: list[Prompt], encoders: bool
 ) -> tuple[Adapter, Policy]:
     """(the model ready to train, its policy), after checking that sizes can be split. Raises ConfigError."""
-    adapter = open_adapter(config, world.device, encoders, splits(config))
+    adapter = open_adapter(config, world.device, encoders, world.layout.fsdp)
     _check_context(config, world, adapter, prompts)
     trainable(config, adapter, world)
     return adapter, open_policy(config, goal, adapter)
@@ -245,6 +245,7 @@ def _reuse_obstacles(config: Config, goal: Objective) -> list[str]:
     obstacles = {
         f"{t.objective} replays no steps": goal.collector != "trajectory",
         "an old policy generates the rollouts": goal.sampled_by_old,
+        "fp32 master weights have no bf16 copy between forwards": has_masters(config),
         "parallel splits weights or tokens": p.shard * p.ring * p.ulysses > 1,
         "rollout.staleness is 1, so the weights change in between": bool(config.rollout.staleness),
         "with train.lora_rank 0, the KL's reference weights are swapped in": bool(t.kl_coef and not t.lora_rank),

@@ -446,7 +446,7 @@ class TrainingLoop:
 
     def _copies(self) -> dict[str, nn.Module]:
         """Full (averaged) copies of sharded trained weights on rank 0; every rank must call this."""
-        if self.config.train.lora_rank or not self.world.equal_forwards:
+        if self.config.train.lora_rank or not self.world.layout.fsdp:
             return {}
         with self.policy.use_ema():
             return full_copies(self.adapter, self.world)
