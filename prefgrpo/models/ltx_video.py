@@ -89,6 +89,7 @@ class LTX2(LTXVideo):
     default_frames = 121
     own_lengths = False
     lora_targets = tuple(f"{name}.{part}" for name in ("attn1", "attn2", "audio_to_video_attn") for part in ATTENTION)
+    comfy_names = ((r"^transformer\.", "diffusion_model."),)
     frame_rate: ClassVar[float] = 24.0
 
     def encode_prompt(self, prompt: str, max_length: int) -> Condition:
