@@ -34,6 +34,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "demo": ("prefgrpo.commands.cli:demo", "train the tiny demo into ./runs/demo; takes the options of train"),
     "preprocess": ("prefgrpo.commands.cli:preprocess", "encode all prompts of a recipe once, into data.cache"),
     "generate": ("prefgrpo.commands.cli:generate", "generate images or clips for every prompt of a file"),
+    "export": ("prefgrpo.commands.export:export", "write a run's LoRA for ComfyUI"),
     "evaluate": ("prefgrpo.commands.cli:evaluate", "evaluate on a published suite, or against the base model"),
     "score": ("prefgrpo.commands.score:main", "score a folder of images or clips"),
     "reward list": ("prefgrpo.rewards:show_rewards", "list all rewards with inputs, description and where they run"),

@@ -26,6 +26,7 @@ class HunyuanVideo(PatchVideo):
     default_frames = 129
     own_lengths = True
     lora_targets = JOINT_ATTENTION
+    comfy_names = None
 
     def encode_prompt(self, prompt: str, max_length: int) -> Condition:
         """prompt_embeds [n, C] with n ≤ max_length tokens, text_length = n, and pooled [C']."""

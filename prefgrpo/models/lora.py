@@ -1,7 +1,9 @@
 """LoRA on a frozen diffusers transformer: W x + (alpha / rank)·B A x, with fp32 masters over any base dtype.
 
-peft provides the layers; diffusers reads and writes the file. Invariants: the initial LoRA depends on (seed, shapes),
-not on device or rank; a saved LoRA keeps its alpha and reloads bit for bit, and equal LoRAs give identical files.
+peft provides the layers; diffusers reads and writes the file. A file has alpha = rank, with B multiplied by alpha /
+rank, because most programs (ComfyUI, for example) ignore the header, where diffusers keeps alpha, and use the scale 1.
+Invariants: the initial LoRA depends on (seed, shapes), not on device or rank; a saved LoRA has the same effect without
+its header, and equal LoRAs give identical files.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 JOINT_ATTENTION = (
     "attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0",
@@ -80,23 +82,34 @@ def _inject(transformer: Any, config: Any) -> None:
 
 
 def save(pipe: Any, folder: str, component: str = "transformer") -> None:
-    """Write `pytorch_lora_weights.safetensors` into `folder`, with rank and alpha in its metadata, atomically."""
+    """Write `pytorch_lora_weights.safetensors` into `folder`, atomically, with alpha = rank.
+
+    B is multiplied by alpha / rank and rounded to fp32, which is exact if alpha / rank is a power of two.
+    """
     from diffusers.loaders.lora_base import LORA_WEIGHT_NAME_SAFE
     from peft import get_peft_model_state_dict
 
     module = getattr(pipe, component)
     if not has(module):
         raise RuntimeError("there is no LoRA to save: call add_lora or load_lora first")
-    facts = module.peft_config[NAME].to_dict()
+    config = module.peft_config[NAME]
+    facts = config.to_dict() | {"lora_alpha": config.r}
     part = f".partial-{os.getpid()}.safetensors"
     _files(pipe).save_lora_weights(
         folder,
-        transformer_lora_layers=get_peft_model_state_dict(module, adapter_name=NAME),
+        transformer_lora_layers=_scale_up(
+            get_peft_model_state_dict(module, adapter_name=NAME), config.lora_alpha / config.r
+        ),
         transformer_lora_adapter_metadata={k: sorted(v) if isinstance(v, set) else v for k, v in facts.items()},
         weight_name=part,
     )
     sort_header(Path(folder) / part)
     os.replace(Path(folder) / part, Path(folder) / LORA_WEIGHT_NAME_SAFE)
+
+
+def _scale_up(layers: dict[str, Tensor], factor: float) -> dict[str, Tensor]:
+    """The tensors of LoRA layers, with every B multiplied by `factor`."""
+    return {key: value * factor if ".lora_B." in key else value for key, value in layers.items()}
 
 
 def _files(pipe: Any) -> Any:
@@ -117,7 +130,8 @@ def sort_header(file: Path) -> None:
 
 
 def load(pipe: Any, folder: str, component: str = "transformer") -> None:
-    """Load what `save` wrote; if the model has no LoRA, one of the saved shape is injected first.
+    """Load what `save` wrote. If the model has no LoRA, one of the saved shape is injected first, with alpha = rank;
+    otherwise the model's alpha stays, and B is divided by alpha / rank.
 
     Raises FileNotFoundError, or ValueError if the layers or rank of the saved LoRA differ from the model's.
     """
@@ -130,11 +144,14 @@ def load(pipe: Any, folder: str, component: str = "transformer") -> None:
     packed, *_, metadata = _files(pipe).lora_state_dict(str(Path(folder).resolve()), return_lora_metadata=True)
     prefix = "transformer."  # also for a second one, in its own file
     state = {key.removeprefix(prefix): value for key, value in packed.items()}
+    options = {k.removeprefix(prefix): v for k, v in (metadata or {}).items()}
     if not has(module):
-        options = {k.removeprefix(prefix): v for k, v in (metadata or {}).items()}
         if "lora_alpha" not in options:
             raise ValueError(f"{file} has no metadata on rank and alpha: call add_lora with them before load_lora")
         _inject(module, LoraConfig(**options))
+    config = module.peft_config[NAME]
+    stored = options["lora_alpha"] / options["r"] if "lora_alpha" in options else 1.0
+    state = _scale_up(state, stored / (config.lora_alpha / config.r))
     own = sum(".lora_" in name for name, _ in module.named_parameters())
     result = set_peft_model_state_dict(module, state, adapter_name=NAME)
     if result.unexpected_keys or own != len(state):

@@ -26,6 +26,16 @@ class Wan(PatchVideo):
     context_parallel = "ring"
     cfg = Cfg()
     lora_targets: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0")
+    comfy_names = (
+        (r"^transformer\.", "diffusion_model."),
+        (r"\.attn1\.", ".self_attn."),
+        (r"\.attn2\.", ".cross_attn."),
+        (r"\.to_([qkv])\.", r".\1."),
+        (r"\.to_out\.0\.", ".o."),
+        (r"\.add_([kv])_proj\.", r".\1_img."),
+        (r"\.ffn\.net\.0\.proj\.", ".ffn.0."),
+        (r"\.ffn\.net\.2\.", ".ffn.2."),
+    )
 
     expand_timesteps: ClassVar[bool] = False
     """Whether every token has its own timestep."""

@@ -1,6 +1,6 @@
 """Trainable weights of a family's denoisers, LoRA layers or all weights, and their files.
 
-Invariant: saved files load in the stock pipeline (alpha included), and reload here bit for bit.
+Invariant: saved files have the same effect in the stock pipeline and when they are loaded here again.
 """
 
 from __future__ import annotations
@@ -57,6 +57,9 @@ class Weights:
     """Module name suffixes that LoRA wraps by default."""
     denoisers: ClassVar[tuple[str, ...]] = ("transformer",)
     """The pipeline's denoisers; if several, they are experts for different σ."""
+    comfy_names: ClassVar[tuple[tuple[str, str], ...] | None] = ()
+    """Replacements (pattern, text) from diffusers' names of LoRA tensors to ComfyUI's; (): it reads diffusers' names;
+    None: it has no names for these layers."""
 
     pipe: Any
     """The stock diffusers pipeline."""
@@ -146,7 +149,7 @@ class Weights:
         return any(lora.has(module) for module in self.modules().values())
 
     def save_lora(self, folder: str) -> None:
-        """Write the LoRA in diffusers format with its alpha, for `pipe.load_lora_weights(folder)`.
+        """Write the LoRA in diffusers format, with alpha = rank (`lora.save`), for `pipe.load_lora_weights(folder)`.
 
         A second expert's LoRA goes into a subfolder of its name: `load_lora_weights(f"{folder}/transformer_2",
         load_into_transformer_2=True)`.
@@ -155,7 +158,7 @@ class Weights:
             lora.save(self.pipe, place, name)
 
     def load_lora(self, folder: str) -> None:
-        """Load a LoRA saved by `save_lora`, bit for bit; if the model has none, one of that shape is injected."""
+        """Load a LoRA saved by `save_lora`; if the model has none, one of that shape is injected."""
         for name, place in self._lora_folders(folder):
             lora.load(self.pipe, place, name)
 

@@ -1,0 +1,127 @@
+"""LoRA files in the hands of others: read without metadata, as ComfyUI, A1111 and most converters read them.
+
+ComfyUI's rules (comfy/lora.py and comfy/weight_adapter/lora.py): a layer is `{name}.lora_A.weight` with
+`{name}.lora_B.weight`; its scale is `{name}.alpha` / rank, or 1 without that tensor; the header is never read; a name
+that is not in the model's map is skipped with a line in the log. The names below are those that its maps hold.
+"""
+
+import re
+
+import pytest
+import torch
+from families import CASES, case_of, load, perturb, policy
+from peft.tuners.lora import Linear
+from safetensors.torch import load_file
+
+from prefgrpo.commands.cli import main
+
+ATTENTION = r"attn\.(to_[qkv]|to_out\.0|add_[qkv]_proj|to_add_out)"
+FLUX = (
+    rf"transformer\.(transformer_blocks\.\d+\.({ATTENTION}|ff(_context)?\.(net\.0\.proj|net\.2|linear_in|linear_out))"
+    r"|single_transformer_blocks\.\d+\.attn\.(to_[qkv]|to_qkv_mlp_proj))"
+)
+QWEN = rf"transformer\.transformer_blocks\.\d+\.({ATTENTION}|img_mlp\.(proj|gate_layer|out))"
+NAMES = {
+    "flux": FLUX,
+    "flux_kontext": FLUX,
+    "flux2": FLUX,
+    "flux2_klein": FLUX,
+    "qwen_image": QWEN,
+    "qwen_image_21": QWEN,
+    "qwen_image_edit": QWEN,
+    "qwen_image_edit_plus": QWEN,
+    "sd3": rf"transformer\.transformer_blocks\.\d+\.{ATTENTION}",
+    "z_image": r"transformer\.(layers|context_refiner|noise_refiner)\.\d+\.attention\.(to_[qkv]|to_out\.0)",
+}
+"""Names in diffusers' files that ComfyUI's maps hold, by family."""
+
+
+def read_without_metadata(file):
+    """{name: (scale, A, B)} as ComfyUI reads a LoRA file."""
+    tensors = load_file(file)
+    out = {}
+    for key in tensors:
+        if not key.endswith(".lora_B.weight"):
+            continue
+        name = key.removesuffix(".lora_B.weight")
+        down = tensors[f"{name}.lora_A.weight"]
+        alpha = tensors.get(f"{name}.alpha")
+        out[name] = (1.0 if alpha is None else float(alpha) / down.shape[0], down, tensors[key])
+    return out
+
+
+def layers(module):
+    """{name: (W, W + (alpha / rank) B A)} of a denoiser's LoRA layers, in fp64, from peft's own scaling."""
+    out = {}
+    for name, layer in module.named_modules():
+        if isinstance(layer, Linear):
+            base = layer.base_layer.weight.double()
+            delta = layer.lora_B["default"].weight.double() @ layer.lora_A["default"].weight.double()
+            out[name] = (base, base + layer.scaling["default"] * delta)
+    return out
+
+
+@pytest.mark.parametrize("family", dict.fromkeys(case.family for case in CASES))
+@torch.no_grad()
+def test_a_file_read_without_its_metadata_has_the_trained_strength(family, tmp_path):
+    adapter = policy(case_of(family))  # rank 4, alpha 8
+    adapter.save_lora(str(tmp_path))
+    for place, module in zip((tmp_path, tmp_path / "transformer_2"), adapter.modules().values(), strict=False):
+        found, own = read_without_metadata(place / "pytorch_lora_weights.safetensors"), layers(module)
+        assert len(found) == len(own) > 0
+        for name, (scale, down, up) in found.items():
+            base, merged = own[name.split(".", 1)[1]]
+            assert torch.equal(base + scale * up.double() @ down.double(), merged), name
+        if family in NAMES:
+            assert not [name for name in found if not re.fullmatch(NAMES[family], name)]
+
+
+EXPORTED = {
+    "wan": r"diffusion_model\.blocks\.\d+\.(self|cross)_attn\.[qkvo]",
+    "wan22": r"diffusion_model\.blocks\.\d+\.(self|cross)_attn\.[qkvo]",
+    "wan_ti2v": r"diffusion_model\.blocks\.\d+\.(self|cross)_attn\.[qkvo]",
+    "wan_i2v": r"diffusion_model\.blocks\.\d+\.(self|cross)_attn\.([qkvo]|[kv]_img)",
+    "wan22_i2v": r"diffusion_model\.blocks\.\d+\.(self|cross)_attn\.([qkvo]|[kv]_img)",
+    "ltx2": r"diffusion_model\.transformer_blocks\.\d+\.(attn1|attn2|audio_to_video_attn)\.(to_[qkv]|to_out\.0)",
+    "flux": FLUX,
+}
+"""Names in files written by `prefgrpo export`, as ComfyUI's maps hold them."""
+
+
+@pytest.mark.parametrize("family", EXPORTED)
+def test_the_exported_file_has_comfyuis_names(family, tmp_path):
+    """diffusers, which reads such files too, must find the LoRA under its own names in it again."""
+    targets = ("to_q", "to_k", "to_v", "to_out.0", "add_k_proj", "add_v_proj") if family == "wan_i2v" else None
+    adapter = load(case_of(family))
+    adapter.add_lora(4, 8.0, targets)
+    perturb(adapter)
+    run = tmp_path / "my_run"
+    adapter.save_lora(str(run / "lora"))
+    (run / "config.yaml").write_text(f"{{family: {family}, model: m, data: {{prompts: p.txt}}}}")
+    assert main(["export", str(run)]) == 0
+    files = {f"my_run{end}": place for end, place in (("", "."), ("_transformer_2", "transformer_2"))}
+    assert sorted(f.stem for f in (run / "comfy").iterdir()) == sorted(files)[: len(adapter.denoisers)]
+    for file in (run / "comfy").iterdir():
+        found = read_without_metadata(file)
+        assert not [name for name in found if not re.fullmatch(EXPORTED[family], name)]
+        assert all(scale == 1.0 for scale, _, _ in found.values())
+        own = run / "lora" / files[file.stem]
+        again, own = (
+            type(adapter.pipe).lora_state_dict(str(p)) for p in (file, own / "pytorch_lora_weights.safetensors")
+        )
+        again, own = (dict(d) for d in (first(again), first(own)))
+        assert again.keys() == own.keys() and all(torch.equal(again[k], own[k]) for k in own)
+
+
+def first(value):
+    """diffusers' lora_state_dict returns the tensors, or (tensors, network alphas)."""
+    return value[0] if isinstance(value, tuple) else value
+
+
+def test_what_cannot_be_exported(tmp_path, capsys):
+    assert main(["export", str(tmp_path)]) == 2
+    assert "has no LoRA: expected the folder of a run" in capsys.readouterr().err
+    (tmp_path / "lora").mkdir()
+    (tmp_path / "config.yaml").write_text("{family: hunyuan_video, model: m, data: {prompts: p.txt}}")
+    assert main(["export", str(tmp_path)]) == 2
+    assert "ComfyUI has no names for LoRAs of hunyuan_video" in capsys.readouterr().err
