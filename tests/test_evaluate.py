@@ -278,7 +278,7 @@ def furthest(run, images):
 
 
 def test_stock_diffusers_draws_the_evaluated_images_from_the_saved_lora(run, place):
-    """Every family: test_families.py. Here: what a run saves is the policy that it evaluated, without the header too."""
+    """Every family: test_families.py. What a run saves is the policy that it evaluated, also without its header."""
     file = run.folder.root / "lora" / "pytorch_lora_weights.safetensors"
     pipe = FluxPipeline.from_pretrained(place / "flux")
     assert furthest(run, stock_images(pipe, run)) > 1, "the training must matter for this test to mean anything"

@@ -32,6 +32,7 @@ class LTX2(Adapter):
     default_frames = 121
     cfg = Cfg()
     lora_targets = tuple(f"{name}.{part}" for name in ("attn1", "attn2", "audio_to_video_attn") for part in ATTENTION)
+    comfy_names = ((r"^transformer\.", "diffusion_model."),)
     frame_rate: ClassVar[float] = 24.0
 
     @property
