@@ -5,16 +5,41 @@ injected into a backend, and the start of a run must detect it; a correct backen
 same results on the run's own model.
 """
 
+import os
+from typing import get_args
+from unittest import mock
+
 import pytest
 import torch
+from attention_kernels import NAMES, stand_ins
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
-from families import case_of, conditions, folder
-from tiny_run import ALONE
+from families import (
+    PROMPTS,
+    SIZES,
+    case_of,
+    conditions,
+    folder,
+    imitate_cuda_autocast,
+    load,
+    noise,
+    perturb,
+    small_sources,
+    tiered,
+)
+from tiny_run import ALONE, all_end, ranks
 
 from prefgrpo.config.loading import from_dict
 from prefgrpo.config.recipe import ConfigError
-from prefgrpo.parallel.attention import errors, problem
-from prefgrpo.run.loading import open_adapter, trainable
+from prefgrpo.config.schema import SPLITTING, Attention
+from prefgrpo.models import MODELS
+from prefgrpo.models import family as model_family
+from prefgrpo.parallel.attention import backends, errors, problem
+from prefgrpo.parallel.mesh import Layout
+from prefgrpo.parallel.world import join
+from prefgrpo.rollout.replay import replay
+from prefgrpo.rollout.rollout import rollout
+from prefgrpo.run.loading import open_adapter, trainable, unsupported
+from prefgrpo.sde.schedule import make_schedule
 
 CPU, SHAPE = torch.device("cpu"), (2, 24, 2, 16)
 NAME = "_native_math"
@@ -73,7 +98,7 @@ def test_a_run_uses_it_everywhere_or_does_not_start(inject):
         condition = conditions(adapter, case)
         out[name] = adapter.velocity(x, torch.full((2,), 0.5), condition, config().rollout)
         used = {block.attn.processor._attention_backend for block in adapter.blocks(adapter.transformer)}
-        assert used == {None if name == "native" else BACKEND}
+        assert used == {AttentionBackendName(name)}
     assert torch.allclose(out["native"], out[NAME], atol=1e-5)
     inject(FAULTS["gradient of k dropped"][0])
     with pytest.raises(ConfigError, match="attention: _native_math gives wrong gradients"):
@@ -93,3 +118,152 @@ def test_backends_that_cannot_be():
         else:
             with pytest.raises(ConfigError, match=text):
                 config(attention, **more)
+
+
+def test_a_run_leaves_no_backend_behind():
+    """diffusers has one active backend per process, for modules without their own: an estimate, a VAE, the next run."""
+    before = _AttentionBackendRegistry.get_active_backend()[0]
+    trainable(config(NAME), open_adapter(config(NAME), CPU), ALONE)
+    assert _AttentionBackendRegistry.get_active_backend()[0] == before != BACKEND
+
+
+# ---- every family, with stand-ins for the kernels of GPUs -----------------------------------------------------------
+
+REFUSED = {"qwen_image_21": "chooses its kernels itself", "hunyuan_video": "masks its text"}
+REFUSED["hunyuan_video_15"] = REFUSED["hunyuan_video"]
+
+
+def settings(case, attention, place, **more):
+    values = {"model": f"{place}/{case.family}", "family": case.family, "dtype": "bf16", "attention": attention}
+    values |= {"data": {"prompts": "p.txt", "max_length": case.max_length}, "train": {"lora_rank": 4, "lora_alpha": 8}}
+    return from_dict(values | {"rollout": {"height": 32, "width": 64, "batch_size": 2}} | more)
+
+
+def one_step(config, case, world):
+    """The LoRA's gradients of one replayed step of two prompts, and the largest |ratio - 1|."""
+    adapter = perturb(trainable(config, open_adapter(config, CPU), world))
+    sampling = case.sampling(SIZES[1])
+    condition = conditions(adapter, case, size=SIZES[1])
+    schedule = make_schedule(adapter.sigmas(sampling), "flow", 0.7, (1,))
+    (step,) = rollout(adapter, schedule, condition, torch.tensor([5, 9]), sampling, seed=1).steps
+    new = replay(adapter, schedule, condition, step, sampling)
+    (new.logp * torch.tensor([1.0, -0.5])).sum().backward()
+    gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in adapter.trainable()}
+    if world.size > 1:
+        world.sum_gradients([p for _, p in adapter.trainable()])
+        gradients = {name: p.grad for name, p in adapter.trainable()}
+    return torch.cat([g.flatten() for g in gradients.values()]), float((new.logp - step.logp).abs().max())
+
+
+def trains_with(case, layout, world, place, want):
+    """Check all backends of a family under a layout against the gradients of torch's own attention."""
+    cls, family = model_family(case.family), case.family
+    trained, parallel = backends(cls, layout), {"ring": layout.ring, "ulysses": layout.ulysses}
+    with stand_ins() as calls:
+        for name in NAMES:
+            if layout.context > 1 and name not in SPLITTING:
+                continue
+            config = settings(case, name, place, parallel=parallel)
+            if name not in trained:
+                (text,) = unsupported(config)
+                assert text.startswith(f"attention: {family} ") and text.endswith(f"got {name}"), text
+                continue
+            assert not unsupported(config)
+            gradient, moved = one_step(config, case, world)
+            assert moved == 0, (family, name, "the first ratio is not exactly 1")
+            assert calls[name] > 0 and (layout.context == 1 or calls[f"{name} backward"] > 0), (family, name, calls)
+            assert (gradient - want).norm() <= 0.1 * want.norm(), (family, name, layout)
+    return trained
+
+
+@pytest.mark.parametrize("case", tiered([case_of(name) for name in MODELS]))
+def test_every_family_trains_with_its_backends(case, tmp_path):
+    (tmp_path / case.family).symlink_to(folder(case.family))
+    with small_sources():
+        want, _ = one_step(settings(case, "native", tmp_path), case, ALONE)
+        trained = trains_with(case, Layout(), ALONE, tmp_path, want)
+    refused = {name for name in NAMES if name not in trained}
+    if case.family in REFUSED:
+        assert refused and REFUSED[case.family] in unsupported(settings(case, "flash", tmp_path))[0]
+    else:
+        assert not refused
+
+
+def test_texts_of_different_lengths_need_no_mask():
+    """A kernel without masks gets them in separate forwards; the velocities are those of the padded batch."""
+    for family in ("qwen_image", "z_image"):
+        adapter, case = load(case_of(family)), case_of(family).unguided()
+        sampling, condition = case.sampling(SIZES[1]), conditions(adapter, case, [*PROMPTS, *PROMPTS], SIZES[1])
+        x, sigma = noise(adapter, sampling, 4), torch.tensor([0.3, 0.5, 0.7, 0.9])
+        with torch.no_grad():
+            want = adapter.velocity(x, sigma, condition, sampling)
+            masks, real = [], torch.nn.functional.scaled_dot_product_attention
+
+            def noted(*args, attn_mask=None, masks=masks, real=real, **kwargs):
+                masks.append(attn_mask)
+                return real(*args, attn_mask=attn_mask, **kwargs)
+
+            adapter.splits_lengths = True
+            with mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", noted):
+                got = adapter.velocity(x, sigma, condition, sampling)
+        assert masks and all(mask is None for mask in masks)
+        assert (got - want).abs().max() <= 1e-5, family
+
+
+SHORT = {"none": "no mask", "padding": "masks padding of texts", "always": "masks text", "own": "own kernels"}
+
+
+def support_table():
+    """Family × (one GPU, Ulysses, ring) → backends, from the code's own table."""
+    everything = get_args(Attention)
+
+    def cell(cls, layout):
+        names = backends(cls, layout)
+        if len(names) == len(everything):
+            return "all"
+        return ", ".join(f"`{name}`" for name in names) or "refused"
+
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for name in MODELS:
+        cls = model_family(name)
+        cells = [cell(cls, layout) for layout in (Layout(), Layout(ulysses=2), Layout(ring=2))]
+        rows.setdefault((SHORT[cls.attention_masks], *cells), []).append(name)
+    lines = ["| family | masks | one GPU | Ulysses | ring |", "|---|---|---|---|---|"]
+    return lines + [f"| {', '.join(f'`{n}`' for n in names)} | {' | '.join(row)} |" for row, names in rows.items()]
+
+
+def test_the_table_of_the_documentation_is_the_codes(root):
+    text = (root / "docs" / "scale.md").read_text(encoding="utf-8")
+    table = text.partition("<!-- attention: begin -->")[2].partition("<!-- attention: end -->")[0]
+    assert table.split("\n")[1:-1] == support_table(), "\n".join(support_table())
+
+
+def split_processes():
+    """Runs in the new process: all backends of $FAMILY under Ulysses and, where supported, ring attention."""
+    torch.set_num_threads(1)
+    imitate_cuda_autocast()
+    case, place = case_of(os.environ["FAMILY"]), os.environ["PLACE"]
+    cls = model_family(case.family)
+    with small_sources():
+        want, _ = one_step(settings(case, "native", place), case, ALONE)
+        for layout in (Layout(ulysses=2), Layout(ring=2)):
+            if trained := backends(cls, layout):
+                parallel = {"ring": layout.ring, "ulysses": layout.ulysses}
+                world = join("cpu", settings(case, trained[-1], place, parallel=parallel))
+                trains_with(case, layout, world, place, want)
+                if "native" in trained:
+                    native, moved = one_step(settings(case, "native", place, parallel=parallel), case, world)
+                    assert moved == 0 and (native - want).norm() <= 0.1 * want.norm()
+    os._exit(0)
+
+
+SPLIT = [case_of(name) for name in MODELS if model_family(name).context_parallel]
+
+
+@pytest.mark.dist
+@pytest.mark.full
+@pytest.mark.parametrize("case", SPLIT, ids=str)
+def test_every_family_trains_with_them_under_context_parallelism(case, tmp_path):
+    (tmp_path / case.family).symlink_to(folder(case.family))
+    runs = ranks(tmp_path / "run.yaml", 2, hook=split_processes, PLACE=str(tmp_path), FAMILY=case.family)
+    all_end(runs, seconds=600)

@@ -41,7 +41,7 @@ from prefgrpo.sde.schedule import make_schedule
 
 pytestmark = pytest.mark.families
 BF16 = torch.bfloat16
-every = pytest.mark.parametrize("case", tiered([case for case in CASES if case.family not in ("sd1", "ltx_video")]))
+every = pytest.mark.parametrize("case", tiered(CASES))
 SIZE, STEPS = SIZES[1], 4
 ONE = PROMPTS[1:]
 """One prompt per call: text encoders round batches in bf16 otherwise than single prompts."""

@@ -24,13 +24,21 @@ STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attrib
 """Reject unknown keys, never convert types (true to 1, 1 to "1"); the line below a field is its description."""
 Share = Annotated[float, Field(ge=0, lt=1)]
 Attention = Literal[
-    "native", "_native_cudnn", "_native_efficient", "_native_flash", "_native_math",
-    "flash", "flash_hub", "_flash_3", "_flash_3_hub", "xformers",
+    "native", "_native_cudnn", "_native_efficient", "_native_flash", "_native_math", "xformers",
+    "flash", "flash_hub", "_flash_3_hub", "flash_varlen", "flash_varlen_hub", "_flash_3_varlen_hub",
 ]  # fmt: skip
 IN_FP32 = ("native", "_native_efficient", "_native_math", "xformers")
-SPLITTING = ("native", "_native_cudnn", "_native_flash", "flash", "flash_hub", "_flash_3_hub")
-"""Attention backends that accept fp32, and those that support context parallelism; ring attention needs
-log-sum-exps, which native does not return."""
+"""Attention backends that accept fp32."""
+SPLITTING = (
+    "native", "_native_cudnn", "_native_flash", "flash", "flash_hub", "_flash_3_hub", "flash_varlen_hub",
+    "_flash_3_varlen_hub",
+)  # fmt: skip
+"""Those that support context parallelism; ring attention needs log-sum-exps, which native does not return."""
+MASKING = (
+    "native", "_native_cudnn", "_native_efficient", "_native_math", "flash_varlen", "flash_varlen_hub",
+    "_flash_3_varlen_hub",
+)  # fmt: skip
+"""Those that take a mask of padded keys (diffusers adds a boolean mask to xformers' scores as 0 and 1)."""
 Options = dict[str, dict[str, Any]]
 """Options per reward."""
 

@@ -20,9 +20,11 @@ class LoraLinear(Linear):
         """`x` [..., in] to [..., out], with all products in the base layer's dtype."""
         if self.disable_adapters or self.merged:
             return super().forward(x)
-        x = x.to(self.base_layer.weight.dtype)
-        out = self.base_layer(x).flatten(0, -2)  # not of x.flatten(): in bf16 torch rounds that product otherwise
-        flat = x.flatten(0, -2)
+        flat = x.flatten(0, -2).to(self.base_layer.weight.dtype)
+        if x.is_contiguous():
+            out = self.base_layer(flat)
+        else:  # torch rounds products of strided inputs otherwise, and a LoRA of zeros changes nothing
+            out = self.base_layer(x.to(flat.dtype)).flatten(0, -2)
         for name in self.active_adapters:
             if name not in self.lora_A:
                 continue

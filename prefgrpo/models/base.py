@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -29,7 +29,10 @@ from prefgrpo.models.weights import Weights
 from prefgrpo.ops.args import Guidance
 from prefgrpo.ops.reference import guided
 
-__all__ = ["Adapter", "Condition", "Sampling", "after_guidance", "text_mask"]
+__all__ = ["Adapter", "Condition", "Masks", "Sampling", "after_guidance", "text_mask"]
+
+
+Masks = Literal["none", "padding", "always", "own"]
 
 
 def after_guidance(c: Tensor, more: Guidance | None) -> Tensor:
@@ -71,6 +74,9 @@ class Adapter(Weights, ABC):
     """Number of pixels to which the stock pipeline resizes source images; None: it does not resize them."""
     source_spans_clip: ClassVar[bool] = False
     """Whether the latents of a source depend on the number of frames."""
+    attention_masks: ClassVar[Masks] = "none"
+    """When the blocks' attention masks padded text: never, in batches of texts of different lengths, or always; "own":
+    blocks choose masks and kernels themselves."""
     context_parallel: ClassVar[str] = ""
     """Context parallelism that training supports: "" for none, "ulysses", or "ring" for both."""
     text_sees_sources: ClassVar[bool] = False
@@ -111,6 +117,8 @@ class Adapter(Weights, ABC):
         """Dtype of the denoiser's inputs and, except for modules that diffusers keeps in fp32, of its weights."""
         self.home: torch.device | None = None
         """Device on which the denoisers run, if their weights may be stored elsewhere."""
+        self.splits_lengths = False
+        """Whether prompts of different lengths run in separate forwards, because attention takes no mask."""
         self.equal_forwards = False
         """Whether all processes must run equally many forwards, because weights are sharded."""
         self.text_multiple = 1
@@ -306,7 +314,7 @@ class Adapter(Weights, ABC):
         Keep sigma on the host if possible: families with several experts select one by it.
         """
         name, scale = self.expert(sigma, sampling)
-        predict: Callable[..., Tensor] = partial(self.predict, getattr(self.pipe, name), sampling=sampling)
+        predict: Callable[..., Tensor] = partial(self._predict, getattr(self.pipe, name), sampling=sampling)
         x, condition = x.to(self.dtype), condition.cast(self.dtype)
         sigma = sigma.to(x.device, non_blocking=True)
         if self.compiled and not torch.is_grad_enabled():  # use the training graph; see `compile_blocks`
@@ -317,6 +325,27 @@ class Adapter(Weights, ABC):
             return predict(x, sigma, condition), None
         c, u = guiding.predict_cond_uncond(predict, x, sigma, condition, self.guidance_gradient)
         return c, Guidance(u, scale, self.cfg.from_cond, self.cfg.rescale)
+
+    def _predict(self, net: nn.Module, x: Tensor, sigma: Tensor, condition: Condition, sampling: Sampling) -> Tensor:
+        """`predict`, in one forward per length of prompt if `splits_lengths`."""
+        lengths = condition.text_length
+        if not self.splits_lengths or lengths is None:
+            return self.predict(net, x, sigma, condition, sampling)
+        if self.equal_forwards:
+            parts = list(torch.arange(len(lengths)).split(1))
+        else:
+            parts = [(lengths == length).nonzero().flatten() for length in lengths.unique()]
+        if len(parts) == 1:
+            return self.predict(net, x, sigma, condition, sampling)
+        v = []
+        for rows in parts:
+            there = rows.to(x.device, non_blocking=True)
+            v.append(self.predict(net, x[there], sigma[there], condition.select(rows), sampling))
+        order = torch.cat(parts).argsort().to(x.device, non_blocking=True)
+        return torch.cat(v)[order]
+
+    def dispatch_attention(self) -> None:
+        """Make the blocks' attention use diffusers' dispatcher, for families whose stock processor does not."""
 
     def grid(self, sampling: Sampling) -> tuple[int, int]:
         """Rows and columns of tokens; ValueError for sides that are not multiples of `unit`."""

@@ -25,6 +25,7 @@ class HunyuanVideo(PatchVideo):
     pipeline = "HunyuanVideoPipeline"
     default_frames = 129
     own_lengths = True
+    attention_masks = "always"
     lora_targets = JOINT_ATTENTION
     comfy_names = None
 

@@ -24,6 +24,7 @@ class QwenImage(Adapter):
     pipeline = "QwenImagePipeline"
     packed = True
     own_lengths = True
+    attention_masks = "padding"
     context_parallel = "ulysses"
     cfg = Cfg(rescale=True, negative=" ")
     lora_targets = JOINT_ATTENTION

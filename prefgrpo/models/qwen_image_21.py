@@ -24,10 +24,15 @@ class QwenImage21(Adapter):
     pipeline = "QwenImage21Pipeline"
     packed = True
     own_lengths = True
+    attention_masks = "own"
     cfg = Cfg(negative=" ")
     lora_targets = (
         "attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0", "img_mlp.proj", "img_mlp.gate_layer", "img_mlp.out",
     )  # fmt: skip
+
+    def __init__(self, pipe: Any, **options: Any) -> None:
+        super().__init__(pipe, **options)
+        self.splits_lengths = True
 
     def grid(self, sampling: Sampling) -> tuple[int, int]:
         """Rows and columns of tokens, both even, because each of the language model's image slots is 2 × 2 tokens."""
@@ -58,10 +63,6 @@ class QwenImage21(Adapter):
         """
         lengths, (count, tokens) = condition.text_length, x.shape[:2]
         assert lengths is not None
-        rows = self._at_once(lengths)
-        if len(rows) > 1:
-            v = [self.predict(net, x[row], sigma[row], condition.select(row), sampling) for row in rows]
-            return torch.cat(v)[torch.cat(rows).argsort()]
         text = int(lengths[0])
         slots = torch.cat([lengths.new_zeros(count, text), lengths.new_ones(count, tokens // 4)], dim=1).bool()
         return net(
@@ -72,13 +73,6 @@ class QwenImage21(Adapter):
             img_mask=slots.to(x.device, non_blocking=True),
             return_dict=False,
         )[0][:, -tokens:]
-
-    def _at_once(self, lengths: Tensor) -> list[Tensor]:
-        """Batch rows that share a forward: rows of equal length, or each row alone if all processes must run equally
-        many forwards."""
-        if self.equal_forwards:
-            return list(torch.arange(len(lengths)).split(1))
-        return [(lengths == length).nonzero().flatten() for length in lengths.unique()]
 
     def decode(self, latents: Tensor, sampling: Sampling) -> Tensor:
         """Unpack, undo the VAE's normalisation, decode a clip of one frame, composite it onto white."""

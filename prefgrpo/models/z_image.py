@@ -20,6 +20,7 @@ class ZImage(Adapter):
 
     pipeline = "ZImagePipeline"
     own_lengths = True
+    attention_masks = "padding"
     cfg = Cfg(from_cond=True)
     lora_targets = ("attention.to_q", "attention.to_k", "attention.to_v", "attention.to_out.0")
 

@@ -1,49 +1,117 @@
 """Sets a diffusers attention backend by name, the same in rollout and training, after checking its numerics.
 
 Some backends run forward and backward without an error but drop the gradient of the attention branch, which no loss
-curve shows. So a backend's outputs and gradients are compared with torch's attention in fp32, on the run's shapes.
-Invariant: a run starts only with a backend whose gradients are correct.
+curve shows. So a backend's outputs and gradients are compared with torch's attention in fp32, in the run's dtype and
+with its kind of mask. diffusers also has one backend per process for modules without their own, which stays as it was.
+Invariant: a run starts only with a backend whose gradients are correct, and every block of its denoisers uses it.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from prefgrpo.config.recipe import ConfigError
-from prefgrpo.config.schema import Config
+from prefgrpo.config.schema import MASKING, SPLITTING, Attention, Config
 from prefgrpo.models.base import Adapter
 from prefgrpo.parallel.mesh import Layout
 
 LIMIT = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 """Maximum error of an output or gradient, relative to its largest element."""
+TOKENS = 256
+"""Number of tokens of the check."""
+
+
+def backends(cls: type[Adapter], layout: Layout) -> list[str]:
+    """The backends that a family trains with under a layout, judged from its class alone."""
+    if layout.context > 1 and (not cls.context_parallel or (layout.ring > 1 and cls.context_parallel != "ring")):
+        return []
+    named: list[str] = list(get_args(Attention))
+    if layout.context > 1:
+        named = [name for name in named if name in SPLITTING]
+    if layout.ring > 1:
+        named.remove("native")
+    if cls.attention_masks == "own":
+        named = [name for name in named if name == "native"]
+    padded = cls.attention_masks == "padding" and layout.context > 1  # texts are padded to a multiple of the processes
+    if cls.attention_masks == "always" or padded:
+        named = [name for name in named if name in MASKING]
+    return named
+
+
+def unsupported(cls: type[Adapter], family: str, attention: str, layout: Layout) -> list[str]:
+    """Why a family does not train with this backend; empty if it does, or if it does not support the layout at all."""
+    known = backends(cls, layout)
+    if not known or attention in known:
+        return []
+    why = {"own": "chooses its kernels itself", "always": "masks its text", "padding": "pads its text here"}
+    reason = why.get(cls.attention_masks, "is split over processes")
+    return [f"attention: {family} {reason}: expected one of {', '.join(known)}, got {attention}"]
 
 
 def set_backend(adapter: Adapter, config: Config, layout: Layout, device: torch.device) -> None:
-    """Set config.attention in every denoiser, after a check on the run's shapes. Raises ConfigError."""
-    if config.attention == "native":
+    """Set config.attention in every denoiser, after a check of its results. Raises ConfigError."""
+    name = config.attention
+    adapter.splits_lengths |= adapter.attention_masks == "padding" and name not in MASKING
+    if name == "native":
+        _set(adapter, name)
         return
     transformer: Any = adapter.transformer
     model = transformer.config
-    tokens = adapter.sequence(config.rollout) + (0 if "text_dim" in model else config.data.max_length)
     heads = model.get("num_attention_heads") or model.get("n_heads")
-    if heads is None:
-        raise ConfigError([f"attention: the {config.family} family supports only native"])
     width = model.get("attention_head_dim") or model["dim"] // heads
-    shape = (config.rollout.batch_size, tokens, heads // layout.ulysses, width)
+    shape = (min(config.rollout.batch_size, 2), TOKENS, heads // layout.ulysses, width)
+    masked = adapter.attention_masks in ("padding", "always") and name in MASKING
     try:
-        if wrong := problem(config.attention, shape, adapter.dtype, device, masked=adapter.own_lengths):
-            raise ConfigError([f"attention: {config.attention} {wrong}; expected native, or another backend"])
-        for name in adapter.denoisers:
-            getattr(adapter.pipe, name).set_attention_backend(config.attention)
+        if wrong := problem(name, shape, adapter.dtype, device, masked):
+            raise ConfigError([f"attention: {name} {wrong}; expected native, or another backend"])
+        adapter.dispatch_attention()
+        _set(adapter, name)
     except (RuntimeError, ValueError, ImportError) as error:
         if isinstance(error, ConfigError):
             raise
         reason = str(error).strip().splitlines()[0][:300]
-        raise ConfigError([f"attention: {config.attention} does not run here: {reason}"]) from error
+        raise ConfigError([f"attention: {name} does not run here: {reason}"]) from error
+    if ignoring := [kind for denoiser in _denoisers(adapter) for kind in _without(denoiser, adapter, name)]:
+        raise ConfigError([f"attention: expected native: {ignoring[0]} of this model does not take {name}"])
+
+
+def _denoisers(adapter: Adapter) -> list[Any]:
+    return [getattr(adapter.pipe, name) for name in adapter.denoisers]
+
+
+def _set(adapter: Adapter, name: str) -> None:
+    with _process_backend_kept():
+        for denoiser in _denoisers(adapter):
+            denoiser.set_attention_backend(name)
+
+
+@contextmanager
+def _process_backend_kept() -> Iterator[None]:
+    """Context that restores the backend of modules without their own, which `set_attention_backend` changes."""
+    from diffusers.models.attention_dispatch import _AttentionBackendRegistry as registry
+
+    before, _ = registry.get_active_backend()
+    try:
+        yield
+    finally:
+        registry.set_active_backend(before)
+
+
+def _without(denoiser: nn.Module, adapter: Adapter, name: str) -> Iterator[str]:
+    """Attention classes in the denoiser's blocks that do not use the backend; text refiners keep torch's attention."""
+    for block in adapter.blocks(denoiser):
+        for module in block.modules():
+            processor: Any = getattr(module, "processor", None)
+            if processor is None or type(processor).__name__ == "AttnProcessor2_0":
+                continue
+            if getattr(processor, "_attention_backend", None) != name:
+                yield type(processor).__name__
 
 
 def problem(name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, masked: bool) -> str:

@@ -42,7 +42,9 @@ def unsupported(config: Config) -> list[str]:
     except ValueError as error:
         return [f"family: {error}"]
     p, unknown = config.parallel, set(config.train.target_components) - set(cls.denoisers)
-    errors = context.unsupported(cls, config.family, Layout(ring=p.ring, ulysses=p.ulysses))
+    layout = Layout(ring=p.ring, ulysses=p.ulysses)
+    errors = context.unsupported(cls, config.family, layout)
+    errors += attention.unsupported(cls, config.family, config.attention, layout)
     for name, part in (("rollout", config.rollout), ("eval", config.eval)):
         if part.frames is not None and cls.default_frames is None:
             errors.append(f"{name}.frames: {config.family} makes images, expected none, got {part.frames}")
