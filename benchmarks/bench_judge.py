@@ -2,7 +2,7 @@
 
 One group of 9 noisy 512² images, each of its 36 pairs once: pairs per second, CPU time of the client, and image bytes
 sent, with a server that answers immediately (so that the client is the bottleneck) and with a real vLLM that serves the
-tiny judge on this CPU. Every round has new images. Writes results/judge_cpu.json and the table in docs/judging.md.
+tiny judge on this CPU. Every round has new images. Writes results/judge_cpu.json and the table in docs/science.md.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from prefgrpo.judge.client import HttpJudge
 from prefgrpo.judge.plans import round_robin
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS, DOCUMENT = ROOT / "benchmarks" / "results" / "judge_cpu.json", ROOT / "docs" / "judging.md"
+RESULTS, DOCUMENT = ROOT / "benchmarks" / "results" / "judge_cpu.json", ROOT / "docs" / "science.md"
 JUDGE, TEMPLATE, PROMPT = ROOT / "prefgrpo" / "tiny" / "assets" / "judge", "caption_match", "a red circle on the left"
 SIZE, SIDE = 9, 512
 
@@ -138,7 +138,7 @@ def machine() -> dict[str, Any]:
 
 
 def table(found: dict[str, Any]) -> list[str]:
-    """The block of docs/judging.md."""
+    """The block of docs/science.md."""
     m = found["machine"]
     lines = [
         f"{m['cpu']}, {m['cores']} cores shared with other work (load {m['load']:.1f} at the start), Python "

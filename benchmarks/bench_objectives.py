@@ -1,4 +1,4 @@
-"""`python -m benchmarks.bench_objectives`: every objective in the demo's world, for docs/objectives.md.
+"""`python -m benchmarks.bench_objectives`: every objective in the demo's world, for docs/science.md.
 
 All start from the same weights and make the same number of judge calls: each trains with its recipe
 `scripts/demo/NAME.yaml` for the same number of steps, with three seeds (of prompts, noise and LoRA). An uninformative
@@ -152,7 +152,7 @@ def draw(found: dict[str, list[Run]], path: Path) -> None:
 
 
 def block(found: dict[str, list[Run]]) -> list[str]:
-    """The generated part of docs/objectives.md."""
+    """The generated part of docs/science.md."""
     cpu = next(iter(found.values()))[0]["machine"]["cpu"]
     where = f"{cpu}, one thread, shared with other work. {missing(found)}"
     return [where, "", f"![held-out accuracy over judge calls and over CPU seconds]({PICTURE})", "", *table(found)]
@@ -175,7 +175,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             train(name, seed, file, steps)
     found = read(RESULTS)
     draw(found, ROOT / "docs" / PICTURE)
-    replace_block(ROOT / "docs" / "objectives.md", "objectives", block(found))
+    replace_block(ROOT / "docs" / "science.md", "objectives", block(found))
     print("\n".join(block(found)))
 
 

@@ -1,4 +1,4 @@
-"""docs/add-a-family.md, followed to the letter for a family that the package does not have: AuraFlow.
+"""docs/extend.md, followed to the letter for a family that the package does not have: AuraFlow.
 
 Why this case: the guide only holds if one new file is enough to get every feature of the built-in families. The family
 is defined here, in fewer than 80 lines, and goes through the same oracles, a training run, a generation and a plan.

@@ -25,7 +25,7 @@ def test_a_lost_answer_is_not_timed(monkeypatch):
 
 
 def test_the_document_is_rendered_from_the_results(root):
-    text = (root / "docs" / "judging.md").read_text()
+    text = (root / "docs" / "science.md").read_text()
     found = json.loads(bench_judge.RESULTS.read_text())
     assert blocks.rendered(text, "client", bench_judge.table(found)) == text
 

@@ -1,4 +1,4 @@
-"""The comparison of objectives: the statistics computed from a run's rows, and docs/objectives.md matches the committed
+"""The comparison of objectives: the statistics computed from a run's rows, and docs/science.md matches the committed
 results. The full tier runs one step of a demo recipe through it.
 """
 
@@ -43,7 +43,7 @@ def test_every_objective_is_compared():
 
 def test_the_document_is_rendered_from_the_results(root):
     if found := bench.read(bench.RESULTS):
-        page = (root / "docs" / "objectives.md").read_text()
+        page = (root / "docs" / "science.md").read_text()
         assert rendered(page, "objectives", bench.block(found)) == page
 
 

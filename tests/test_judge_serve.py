@@ -59,7 +59,7 @@ def test_every_preset_has_the_measured_flags(name, vllm, capsys):
 
 
 def test_the_presets_are_those_of_the_page(root):
-    page = (root / "docs" / "judge_servers.md").read_text()
+    page = (root / "docs" / "judging.md").read_text()
     assert all(f"{hub.rpartition('-')[0]}" in page for hub in PRESETS.values())
     assert PRESETS["unifiedreward"] == PRESETS["unifiedreward-8b"] == "CodeGoat24/UnifiedReward-2.0-qwen3vl-8b"
     assert len(PRESETS) == 3 * 5 + 2 + 3

@@ -1,4 +1,4 @@
-"""User-written rewards: functions of images, functions of pairs, and the examples of docs/own_rewards.md."""
+"""User-written rewards: functions of images, functions of pairs, and the examples of docs/extend.md."""
 
 import re
 from pathlib import Path
@@ -120,8 +120,8 @@ def test_a_list_of_another_length_is_missing_and_not_asked_for_again_one_by_one(
 
 
 def test_the_examples_of_the_page(tmp_path, monkeypatch):
-    """The examples in docs/own_rewards.md work as given, from a file or a module, in process and served."""
-    page = (Path(__file__).parent.parent / "docs" / "own_rewards.md").read_text(encoding="utf-8")
+    """The examples in docs/extend.md work as given, from a file or a module, in process and served."""
+    page = (Path(__file__).parent.parent / "docs" / "extend.md").read_text(encoding="utf-8")
     example = re.search(r"```python\n(.*?)```", page, re.S)[1]
     assert len(example.splitlines()) < 40
     (tmp_path / "ownreward.py").write_text(example)

@@ -3,7 +3,7 @@
 Why these cases: each score depends on details whose errors raise nothing (resizing, masked padding, the levels' order,
 the image's place in the question). Oracles: BLIP's forward in plain float64 from the checkpoint's tensor names,
 torchvision for resizing, sums by hand. These rewards were once compared with the package image-reward 1.5 and the code
-of DeQA-Score, outside the repository: docs/reward_servers.md. CI runs a stub of the code of deqa's model.
+of DeQA-Score, outside the repository: docs/rewards.md. CI runs a stub of the code of deqa's model.
 """
 
 import os

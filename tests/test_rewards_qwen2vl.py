@@ -3,7 +3,7 @@
 Why these cases: each score depends on details whose errors raise nothing (sequential text positions, which token is
 read, LoRA scaling, the frames and sizes the model sees). Oracles: transformers' own Qwen2-VL called another way, its
 image processor and sizes, peft for LoRA, torchvision for resizing. These rewards were once compared with the package
-hpsv3 1.0.0 and the code of VideoAlign, outside the repository: docs/reward_servers.md.
+hpsv3 1.0.0 and the code of VideoAlign, outside the repository: docs/rewards.md.
 """
 
 import json
