@@ -66,7 +66,9 @@ def judge_name(run: Run) -> str:
         return ""
     name = "/".join(Path(str(judge.get("model") or "")).parts[-2:]) or "a served model"
     hosts = judge.get("endpoints")
-    if isinstance(hosts, list | tuple) and hosts:
+    if judge.get("backend") == "local":
+        name += " in this process"
+    elif isinstance(hosts, list | tuple) and hosts:
         name += f" at {', '.join(map(str, hosts))}"
     return name + "".join(f", {key} {judge[key]}" for key in ("template", "plan") if judge.get(key))
 
