@@ -46,8 +46,6 @@ def main() -> None:
             print(json.dumps(run["checks"], indent=1))
         args.out.mkdir(parents=True, exist_ok=True)
         (args.out / f"{args.device}.json").write_text(json.dumps(run, indent=1) + "\n")
-        for name, dtypes, reached, least in report.verdicts(run):
-            print(f"{'met   ' if reached >= least else 'MISSED'} {name} ({dtypes}): {reached:.2f}")
     if args.out == ROOT / "benchmarks" / "results":
         report.render(args.out, ROOT / "docs")
         print("wrote docs/benchmarks.md")

@@ -17,7 +17,6 @@ from prefgrpo.ops import (
     NoiseAddress,
     affine_logp,
     affine_step,
-    group_advantage,
     philox_normal,
     policy_loss,
     winrate_advantage,
@@ -140,7 +139,7 @@ def replay(d: Latents, with_compile: bool) -> Case:
 
 
 def small_policy(groups: int, group: int, device: str) -> Case:
-    """policy_loss with metrics and gradient, against the peers' loop over groups and against one eager call."""
+    """policy_loss with metrics and gradient, against one eager call."""
     logp = randn(groups * group, device=device).mul(1e-3).requires_grad_()
     old, adv = torch.zeros(groups * group, device=device), randn(groups * group, device=device)
 
@@ -149,14 +148,13 @@ def small_policy(groups: int, group: int, device: str) -> Case:
         policy_loss(logp, old, adv, clip_low=1e-4).loss.backward()
         return _grad(logp)
 
-    def eager(parts: int) -> Tensor:
+    def eager() -> Tensor:
         logp.grad = None
-        for new, before, a in zip(logp.split(group * groups // parts), old.chunk(parts), adv.chunk(parts), strict=True):
-            (peers.policy(new, before, a, 1e-4)[0] / parts).backward()
+        peers.policy(logp, old, adv, 1e-4)[0].backward()
         return _grad(logp)
 
-    _same(ours(), eager(groups), 1e-4)
-    calls = {"ours": ours, "eager": lambda: eager(groups), "eager, one batch": lambda: eager(1)}
+    _same(ours(), eager(), 1e-4)
+    calls = {"ours": ours, "eager": eager}
     return Case("policy_loss, forward + backward", f"{groups} groups × {group}", "fp32", 0, "", calls, by_host=True)
 
 
@@ -173,36 +171,19 @@ def small_winrate(groups: int, group: int, device: str) -> Case:
     return Case("winrate_advantage", f"{groups} groups × {group}", "fp32", 0, "", calls, by_host=True)
 
 
-def small_group(groups: int, group: int, device: str) -> Case:
-    """group_advantage against the peers' loop over groups."""
-    rewards = randn(1, groups * group, device=device)
-    ids = torch.arange(groups, device=device).repeat_interleave(group)
-
-    def eager() -> Tensor:
-        out = torch.zeros(groups * group, device=device)
-        for g in ids.unique():
-            r = rewards[0, ids == g]
-            out[ids == g] = (r - r.mean()) / (r.std(unbiased=False) + 1e-4)
-        return out
-
-    _same(group_advantage(rewards, ids), eager(), 1e-4)
-    calls = {"ours": lambda: group_advantage(rewards, ids), "eager": eager}
-    return Case("group_advantage", f"{groups} groups × {group}", "fp32", 0, "", calls, by_host=True)
-
-
 def plan(device: str, quick: bool) -> list[tuple[str, int, torch.dtype, torch.dtype, bool]]:
     """(shape, batch, dtypes of x and v, whether with torch.compile) of the cases with latents."""
     headline = [(*HEADLINE, x, v, not quick) for x, v in ((F32, F32), (F32, BF16), (BF16, BF16))]
     if quick:
         return headline
-    batches = {"FLUX 512²": (1, 4, 32), "FLUX 1024²": (1, 32), "Wan 480p 81f": (1, 4), "Wan 720p 81f": (1,)}
+    batches = {"FLUX 512²": (1,), "FLUX 1024²": (32,), "Wan 480p 81f": (4,), "Wan 720p 81f": (1,)}
     shapes = [(name, b) for name, many in batches.items() for b in many]
     return headline + [(*shape, F32, BF16, device == "cuda" and shape in LARGE) for shape in shapes]
 
 
 def cases(device: str, quick: bool) -> Iterator[Case]:
     """All cases; `quick`: the headline shape without torch.compile."""
-    for build in (small_policy, small_winrate, small_group):
+    for build in (small_policy, small_winrate):
         yield build(48, 24, device)
     for name, batch, x, v, with_compile in plan(device, quick):
         latents = Latents(name, batch, x, v, device)

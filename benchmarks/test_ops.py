@@ -4,12 +4,11 @@ from collections.abc import Callable
 
 import pytest
 
-from benchmarks.cases import replay, small_group, small_policy, small_winrate, step_addressed, step_given
+from benchmarks.cases import replay, small_policy, small_winrate, step_addressed, step_given
 
 SMALL = {
-    small_policy: ("ours", "eager", "eager, one batch"),
+    small_policy: ("ours", "eager"),
     small_winrate: ("ours", "eager"),
-    small_group: ("ours", "eager"),
 }
 LATENTS = {
     step_given: ("ours", "ours, out=", "eager", "compile"),

@@ -5,18 +5,15 @@ Run as a script, in a process without TRITON_INTERPRET: python compile_triton.py
 
 import json
 import re
+import subprocess
 import sys
 import tempfile
-from pathlib import Path
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from prefgrpo.kernels import affine, noise, small
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
-import sass_report
 
 NUMBERS = {"scale", "to_c", "to_u", "eps", "clip_low", "clip_high", "adv_clip", "kl_coef", "denominator"}
 
@@ -59,14 +56,14 @@ KERNELS = {
 
 
 def resources(cubin: bytes) -> tuple[int, int, int]:
-    """(registers, stack bytes, instructions from entry to exit as scripts/sass_report.py counts them) of a cubin."""
+    """(registers, stack bytes, instructions) of a cubin."""
     tools = f"{triton.__path__[0]}/backends/nvidia/bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        text = sass_report.run(f"{tools}/cuobjdump", "-res-usage", file.name)
-        graph = sass_report.blocks_of(sass_report.run(f"{tools}/nvdisasm", "-c", file.name).splitlines())
-    length = sum(len(graph[k].code) for k in sass_report.hot_path(graph)[0])
+        commands = [f"{tools}/cuobjdump", "-res-usage", file.name], [f"{tools}/nvdisasm", "-c", file.name]
+        text, code = (subprocess.run(c, check=True, capture_output=True, text=True).stdout for c in commands)
+    length = len(re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?!NOP|BRA)\S", code))
     return int(re.search(r"REG:(\d+)", text)[1]), int(re.search(r"STACK:(\d+)", text)[1]), length
 
 

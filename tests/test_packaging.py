@@ -257,7 +257,7 @@ def test_the_hub_library_loads_the_ops_from_a_folder(tmp_path):
     run(sys.executable, ROOT / "scripts" / "build_hub.py", tmp_path, cwd=tmp_path)
     built = tmp_path / "build" / "torch-universal"
     assert (built / "ops" / "triton_launch.py").is_file() and not list(built.rglob("*.safetensors"))
-    assert int(python(HUB, tmp_path, cwd=tmp_path, TRITON_INTERPRET="1")) > 20
+    assert int(python(HUB, tmp_path, cwd=tmp_path, TRITON_INTERPRET="1")) > 10
 
 
 def needed(*extras: str) -> set[str]:

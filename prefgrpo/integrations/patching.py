@@ -92,7 +92,7 @@ def rebind(new: dict[Function, Function]) -> list[str]:
     modules = {id(module): (name, module) for name, module in sys.modules.items() if isinstance(module, ModuleType)}
     for module_name, module in modules.values():
         owners: list[tuple[str, Any]] = [(module_name, module)]
-        owners += [(f"{module_name}.{k}", v) for k, v in list(vars(module).items()) if isinstance(v, type)]
+        owners += [(f"{module_name}.{k}", v) for k, v in list(vars(module).items()) if issubclass(type(v), type)]
         for owner_name, owner in owners:
             for name, value in list(vars(owner).items()):
                 if type(value) is FunctionType and value in new:
