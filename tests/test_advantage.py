@@ -258,7 +258,7 @@ def test_a_run_takes_the_parts_of_its_rewards(trainer):
     table = np.array([[[s.parts[p] for s in g.scores] for g in scores.groups[spec]] for p in "ab"])
     each = (table - table.mean(-1, keepdims=True)) / (table.std(-1, ddof=1, keepdims=True) + 1e-4)
     blend = 0.25 * each[0] + 0.75 * each[1]
-    assert np.allclose(found.numpy(), blend / blend.std(ddof=1), rtol=1e-3)
+    assert np.allclose(found.cpu().numpy(), blend / blend.std(ddof=1), rtol=1e-3)
     with pytest.raises(ConfigError, match="expected weighted_advantage_sum, got weighted_sum"):
         trainer("sum", reward={"spec": spec}, eval={"every": 0})
 
@@ -286,7 +286,7 @@ def test_advantages_of_win_rates_alone_come_from_the_comparisons(trainer, reward
         found, *_, known = one.targets(1, scores)[0]
     assert used.called == fused and known.flatten().tolist() == [True, False, *[True] * 6]
     assert found[0, 1] == 0 and found.abs().max() > 0.01
-    assert torch.allclose(found, want, rtol=1e-4, atol=1e-6)
+    assert torch.allclose(found.cpu(), want.cpu(), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("make", [UnifiedRewardFlex, EditImageQuality])

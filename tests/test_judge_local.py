@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from judge_tiny import build, stock
 
 from prefgrpo.data.media import Media
@@ -54,6 +55,15 @@ def test_equals_the_stock_forward_of_one_pair(judge, sizes):
     stock = [_stock(judge, 'a {red} "circle"', media[i], media[j]) for i, j in pairs]
     assert np.abs(np.subtract(found, stock)).max() < 1e-5
     assert np.ptp(found) > 1e-3  # the images matter, so equality is not trivial
+
+
+def test_in_bf16_as_on_a_gpu(judge):
+    """All of it runs in bf16, and verdicts differ from those of fp32 by its rounding."""
+    low = LocalJudge(judge.model.name_or_path, min_label_mass=0.0, dtype=torch.bfloat16)
+    assert {p.dtype for p in low.model.parameters()} == {torch.bfloat16}
+    media, pairs = _media(SIZES["mixed"]), both_orders(4, 0)
+    want, found = ([v.first for v in one.judge_group("a red circle", media, pairs)] for one in (judge, low))
+    assert 0 < np.abs(np.subtract(found, want)).max() < 0.02
 
 
 @pytest.mark.parametrize("variants", [False, True])

@@ -166,7 +166,8 @@ class Setting:
             trajectory = Trajectory(self.x0[at], at + 7 * P * G, ())
             slots, members = [p for p, _ in own], [g for _, g in own]
             condition = self.condition.select(torch.tensor(slots))
-            out.append(Batch(len(out), 0, slots, members, self.sampling, self.schedule, condition, trajectory))
+            of = (trajectory.sample // G).tolist()
+            out.append(Batch(len(out), 0, slots, members, of, self.sampling, self.schedule, condition, trajectory))
         return out
 
     def set(self, which):

@@ -51,7 +51,7 @@ class Condition:
 
     def to(self, device: torch.device | str) -> Condition:
         """Move everything but the lengths to `device`."""
-        return self.map(lambda tensor: tensor.to(device) if tensor.is_floating_point() else tensor)
+        return self.map(lambda tensor: tensor.to(device, non_blocking=True) if tensor.is_floating_point() else tensor)
 
     def cast(self, dtype: torch.dtype) -> Condition:
         """The same in a floating-point dtype; lengths stay integers."""

@@ -50,10 +50,13 @@ def decode_clip(pipe: Any, latents: Tensor) -> Tensor:
 def unnormalise(vae: Any, latents: Tensor) -> Tensor:
     """z · std + mean per channel, in the VAE's dtype, as the stock pipelines of Qwen-Image and Wan do."""
     latents = latents.to(vae.dtype)
-    shape = (1, vae.config.z_dim, 1, 1, 1)
-    mean = torch.tensor(vae.config.latents_mean).view(shape).to(latents.device, latents.dtype)
-    inverse = 1.0 / torch.tensor(vae.config.latents_std).view(shape).to(latents.device, latents.dtype)
-    return latents / inverse + mean
+    mean, std = (_table(tuple(values), latents) for values in (vae.config.latents_mean, vae.config.latents_std))
+    return latents / (1.0 / std) + mean
+
+
+def _table(values: tuple[float, ...], like: Tensor) -> Tensor:
+    """One value per channel, for latents [B, C, F', h, w]."""
+    return torch.tensor(values).view(1, -1, 1, 1, 1).to(like.device, like.dtype, non_blocking=True)
 
 
 def encode_frame(pipe: Any, image: Image.Image, frames: int = 1) -> Tensor:

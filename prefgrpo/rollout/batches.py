@@ -42,6 +42,8 @@ class Batch:
     """Slot p (0 … P − 1) of each sample's prompt."""
     members: list[int]
     """Index g (0 … G − 1) of each sample in its group."""
+    groups: list[int]
+    """Run-wide number, step · P + slot, of each sample's group; on the host, as all that shapes depend on."""
     sizes: SamplingConfig
     schedule: Schedule
     condition: Condition
@@ -54,10 +56,27 @@ class Batch:
         kept = np.flatnonzero(keep[self.slots, self.members])
         if len(kept) == len(self.slots):
             return self
-        rows = torch.from_numpy(kept).to(self.trajectory.sample.device)
-        chosen, members = [self.slots[k] for k in kept], [self.members[k] for k in kept]
-        condition, trajectory = self.condition.select(rows), self.trajectory.select(rows)
-        return replace(self, slots=chosen, members=members, condition=condition, trajectory=trajectory)
+        rows = torch.from_numpy(kept).to(self.trajectory.sample.device, non_blocking=True)
+        return replace(
+            self,
+            slots=[self.slots[k] for k in kept],
+            members=[self.members[k] for k in kept],
+            groups=[self.groups[k] for k in kept],
+            condition=self.condition.select(rows),
+            trajectory=self.trajectory.select(rows),
+        )
+
+    def own(self, table: Tensor) -> Tensor:
+        """The entries [B] of a table [P, G] that belong to the batch's samples, without waiting for the device."""
+        size = table.shape[1]
+        places = torch.tensor([p * size + g for p, g in zip(self.slots, self.members, strict=True)])
+        return table.flatten().index_select(0, places.to(table.device, non_blocking=True))
+
+
+def row(batch: Batch, loss: Tensor, metrics: Tensor) -> Tensor:
+    """One row [update, samples, loss, *metrics] of a table; it stays on the device, which is not waited for."""
+    facts = [metrics.new_full((1,), fact) for fact in (batch.update, len(batch.slots))]
+    return torch.cat([*facts, loss.detach()[None], metrics])
 
 
 @dataclass(frozen=True)
@@ -163,7 +182,9 @@ class Rollouts:
             keep_velocity=self.schedules.goal.keeps_velocity,
             keep_graph=self.keep_graph and b.update == 0,
         )
-        return _batch(b, sizes, schedule, condition, done)
+        slots, members = [p for p, _ in b.places], [g for _, g in b.places]
+        groups = [step * self.config.rollout.prompts_per_step + p for p in slots]
+        return Batch(b.number, b.update, slots, members, groups, sizes, schedule, condition, done)
 
     def _group_starts(self, step: int, b: BatchPlan) -> list[int]:
         """The id of the first sample of each sample's group."""
@@ -174,11 +195,4 @@ class Rollouts:
         """The ids of the samples, which determine their noise: int64 [B] on the device."""
         starts = self._group_starts(step, b)
         ids = [start + g for start, (_, g) in zip(starts, b.places, strict=True)]
-        return torch.tensor(ids, dtype=torch.int64, device=self.world.device)
-
-
-def _batch(
-    b: BatchPlan, sizes: SamplingConfig, schedule: Schedule, condition: Condition, trajectory: Trajectory
-) -> Batch:
-    slots, members = [p for p, _ in b.places], [g for _, g in b.places]
-    return Batch(b.number, b.update, slots, members, sizes, schedule, condition, trajectory)
+        return torch.tensor(ids).to(self.world.device, non_blocking=True)

@@ -29,7 +29,7 @@ from prefgrpo.objectives.base import (
     Targets,
     mean_square,
 )
-from prefgrpo.rollout.batches import Batch
+from prefgrpo.rollout.batches import Batch, row
 from prefgrpo.sde.noise import endpoint_noise, endpoint_normal
 
 EDGE = 1e-3
@@ -72,7 +72,7 @@ class EndpointCollector:
                 if not batch.weight:
                     loss = 0.0 * p.error.sum()
                 elif isinstance(objective, PointwiseObjective):
-                    loss = _sum(objective.loss(train, p, signal[batch.slots, batch.members]), len(batch.slots))
+                    loss = _sum(objective.loss(train, p, batch.own(signal)), len(batch.slots))
                 elif slopes:
                     rows = [slopes[place] for place in zip(batch.slots, batch.members, strict=True)]
                     slope, value = torch.stack(rows).unbind(1)
@@ -87,10 +87,8 @@ class EndpointCollector:
                     loss, facts = loss + train.kl_coef * kl.sum(), [*facts, kl]
                 loss = loss / (samples * objective.draws)
                 (loss * batch.weight).backward()
-                row = torch.stack([fact.detach().mean() for fact in facts])
-                head = row.new_tensor([batch.update, len(batch.slots)])
                 if batch.weight:
-                    table.append(torch.cat([head, loss.detach()[None], row]))
+                    table.append(row(batch, loss, torch.stack([fact.detach().mean() for fact in facts])))
         return table
 
     def predict(self, batch: Batch, draw: int) -> Prediction:
@@ -158,7 +156,7 @@ class EndpointCollector:
         x0 = batch.trajectory.latents.float()
         groups = batch.trajectory.sample // self.config.rollout.group_size
         noise = endpoint_noise(self.config.seed, groups, draw, tuple(x0.shape[1:]))
-        t, shown = self.times(batch, groups.cpu(), draw)
+        t, shown = self.times(batch, torch.tensor(batch.groups), draw)
         on_device = t.to(x0.device, non_blocking=True)
         mix = on_device.view(-1, *[1] * (x0.dim() - 1))
         x = (1.0 - mix) * x0 + mix * noise

@@ -19,7 +19,7 @@ from prefgrpo.config.schema import TrainConfig
 from prefgrpo.models.base import Adapter, Condition, Sampling, after_guidance
 from prefgrpo.objectives.base import Replayed, Targets, TrajectoryObjective
 from prefgrpo.ops import affine_logp
-from prefgrpo.rollout.batches import Batch
+from prefgrpo.rollout.batches import Batch, row
 from prefgrpo.rollout.rollout import Step
 from prefgrpo.sde.schedule import Schedule
 
@@ -81,12 +81,11 @@ class TrajectoryCollector:
         signal = self.objective.signal(train, targets)
         for batch in batches:
             steps = batch.trajectory.steps
-            adv = signal[batch.slots, batch.members].nan_to_num(0.0)  # padding batches may hold dropped samples
+            adv = batch.own(signal).nan_to_num(0.0)  # padding batches may hold dropped samples
             for step in steps:
                 new = replay(self.adapter, batch.schedule, batch.condition, step, batch.sizes, kl, self.reference)
                 out = self.objective.loss(train, new, adv, float(samples * len(steps)))
                 (out.loss * batch.weight).backward()
-                facts = out.metrics.new_tensor([batch.update, len(adv)])
                 if batch.weight:
-                    table.append(torch.cat([facts, out.loss.detach()[None], out.metrics]))
+                    table.append(row(batch, out.loss, out.metrics))
         return table

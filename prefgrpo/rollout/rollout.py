@@ -83,13 +83,17 @@ def rollout(
     keep_velocity: also store the velocities of the stored steps. keep_graph: also keep the autograd graphs of their
     forwards.
     """
-    starts, active = sample if initial_sample is None else sample.new_tensor(initial_sample), condition
+
+    def on_device(numbers: Sequence[int]) -> Tensor:
+        return torch.tensor(numbers).to(sample.device, non_blocking=True)
+
+    starts, active = sample if initial_sample is None else on_device(initial_sample), condition
     branch = 0 if initial_sample is None else min(schedule.sde_steps, default=0)
     if initial_sample is not None and branch:
         distinct = list(dict.fromkeys(initial_sample))
-        starts = sample.new_tensor(distinct)
-        active = condition.select(sample.new_tensor([initial_sample.index(i) for i in distinct]))
-        copies = sample.new_tensor([distinct.index(i) for i in initial_sample])
+        starts = on_device(distinct)
+        active = condition.select(on_device([initial_sample.index(i) for i in distinct]))
+        copies = on_device([distinct.index(i) for i in initial_sample])
     x = initial_latents(seed, starts, adapter.latent_shape(sampling))
     stored: list[Step] = []
     for k in range(schedule.steps):

@@ -193,8 +193,8 @@ class TrainingLoop:
             for batch in self.rollouts(step, self.scorer.add):
                 batches.append(batch)
                 bar.update(len(batch.slots))
-            finite = all(bool(batch.trajectory.latents.isfinite().all()) for batch in batches)
-            if self.world.any(not finite):
+            finite = [batch.trajectory.latents.isfinite().all() for batch in batches]
+            if self.world.any(bool(finite) and not torch.stack(finite).all()):
                 raise Diverged("the policy produces latents that are not finite (NaN or infinite)")
         return StepRollout(batches, self.policy.updates)
 

@@ -40,8 +40,8 @@ class Schedule:
 
     def to(self, device: torch.device | str) -> Schedule:
         """The same schedule with its coefficients and weights on `device`; the sigmas stay on the CPU."""
-        weights = None if self.weights is None else self.weights.to(device)
-        return replace(self, coef=self.coef.to(device), weights=weights)
+        weights = None if self.weights is None else self.weights.to(device, non_blocking=True)
+        return replace(self, coef=self.coef.to(device, non_blocking=True), weights=weights)
 
 
 def make_schedule(
