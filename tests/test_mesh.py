@@ -25,7 +25,7 @@ from tiny_run import ALONE, Brightness, all_end, merged, ranks, recipe, rows, tr
 from tiny_run import world as tiny_world
 from torch.distributed.device_mesh import init_device_mesh
 
-from prefgrpo.config.loading import from_dict
+from prefgrpo.config.loading import from_dict, load
 from prefgrpo.config.recipe import ConfigError
 from prefgrpo.config.schema import SamplingConfig
 from prefgrpo.data.prompts import read_prompts
@@ -376,9 +376,10 @@ PARTS = {
 """Denoiser and VAE of each family, with what differs from diffusers' defaults, which are the published models."""
 
 
-def published(name):
-    """The adapter of a published model without weights, with one block."""
+def published(name, **sizes):
+    """The adapter of a published model without weights, with one block; sizes: where it differs from PARTS."""
     denoiser, own, vae, scaled = PARTS[name]
+    own = own | sizes
     cls = family_class(name)
     pipeline = getattr(diffusers, cls.pipeline)
     with torch.device("meta"):
@@ -395,6 +396,18 @@ def test_published_models_are_divided_by_arithmetic(case):
     sizes = SamplingConfig(height=height, width=width, frames=frames)
     problems = context_errors(published(name), sizes, length or 512, Layout(**layout))
     assert (text in problems[0] and len(problems) == 1) if text else not problems, problems
+
+
+@pytest.mark.parametrize("recipe", ["lora_wan_480p", "lora_wan22_480p"])
+def test_the_recipes_of_long_clips_are_divided(recipe, root):
+    """At the published size, for the 40 heads of the 14B models."""
+    config = load(root / "scripts" / "prefgrpo" / f"{recipe}.yaml")
+    r, p = config.rollout, config.parallel
+    assert (r.height, r.width, r.frames, p.ulysses) == (480, 832, 81, 8)
+    assert not context_errors(
+        published("wan", num_attention_heads=40), r, config.data.max_length, Layout(ulysses=p.ulysses)
+    )
+    assert not unsupported(config)
 
 
 def test_sizes_that_a_message_names_can_be_divided(place):
