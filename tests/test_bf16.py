@@ -54,9 +54,13 @@ def _small():
 
 
 def stock_pipe(case, dtype=BF16):
-    """The stock pipeline in a dtype, its parameters copied to aligned addresses, at which products round equally."""
+    """The stock pipeline in a dtype (of Wan the VAE and image encoder in fp32), its parameters copied to aligned
+    addresses, at which products round equally."""
     kind = case.stock or family(case.family).pipeline
-    pipe = getattr(diffusers, kind).from_pretrained(folder(case.family), dtype=dtype)
+    dtypes = {"default": dtype} | (
+        {"vae": torch.float32, "image_encoder": torch.float32} if "wan" in case.family else {}
+    )
+    pipe = getattr(diffusers, kind).from_pretrained(folder(case.family), dtype=dtypes)
     for module in (part for part in pipe.components.values() if isinstance(part, torch.nn.Module)):
         for tensor in [*module.parameters(), *module.buffers()]:
             tensor.data = tensor.data.clone()

@@ -5,6 +5,8 @@ counting which blocks run twice, and which modules are moved, where to and how o
 are compared with those of its tensors.
 """
 
+from pathlib import Path
+
 import pytest
 import torch
 from families import case_of, conditions, folder, load, noise
@@ -199,3 +201,23 @@ def test_the_printed_bytes_are_those_of_the_tensors(trainer, case):
         assert (kind in line) == bool(copies)
     assert known == held and line.endswith(f"= {sum(held.values()) / 2**20:.3g} MiB")
     assert line in one.session.notes
+
+
+def mapped_bytes(module):
+    """Bytes of parameters that lie in mapped weight files, which the processes of a machine share."""
+    lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith(".safetensors")]
+    spans = [tuple(int(end, 16) for end in line[0].split("-")) for line in lines]
+    return sum(p.nbytes for p in module.parameters() if any(a <= p.data_ptr() < b for a, b in spans))
+
+
+@pytest.mark.parametrize("lora", [True, False])
+def test_weights_to_be_sharded_stay_in_their_files(lora):
+    """Eight processes that copy a model of 12 B parameters, as fp32 masters, would need 384 GB of CPU memory."""
+    values = {"model": str(folder("flux")), "dtype": "fp32", "data": {"prompts": "p.txt"}}
+    config = from_dict(values | {"train": {"lora_rank": 2 if lora else 0}})
+    split, whole = (open_adapter(config, CPU, split=split) for split in (True, False))
+    bytes_of = sum(p.nbytes for p in split.transformer.parameters())
+    assert mapped_bytes(split.transformer) == bytes_of > 0 == mapped_bytes(whole.transformer)
+    split.enable_full(cast=False)
+    assert mapped_bytes(split.transformer) == bytes_of, "masters are made block by block, when they are sharded"
+    assert mapped_bytes(split.pipe.text_encoder_2) == mapped_bytes(split.pipe.vae) == 0, "these run where they are"

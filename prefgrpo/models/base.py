@@ -74,6 +74,8 @@ class Adapter(Weights, ABC):
     """Number of pixels to which the stock pipeline resizes source images; None: it does not resize them."""
     source_spans_clip: ClassVar[bool] = False
     """Whether the latents of a source depend on the number of frames."""
+    parts_in_fp32: ClassVar[tuple[str, ...]] = ()
+    """Components of the pipeline that run in fp32, as in the published use of a bf16 denoiser."""
     attention_masks: ClassVar[Masks] = "none"
     """When the blocks' attention masks padded text: never, in batches of texts of different lengths, or always; "own":
     blocks choose masks and kernels themselves."""
@@ -128,15 +130,25 @@ class Adapter(Weights, ABC):
 
     @classmethod
     def load(
-        cls, model: str, dtype: torch.dtype, device: torch.device, *, encoders: bool = True, **options: Any
+        cls,
+        model: str,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        encoders: bool = True,
+        mapped: bool = False,
+        **options: Any,
     ) -> Adapter:
-        """Load from a folder or hub id, frozen, in eval mode, with aligned parameters (cloned out of the mmap).
+        """Load from a folder or hub id, frozen, in eval mode, with aligned parameters (copied out of the mapped files).
 
         options: passed to `__init__`. encoders: False skips the text encoders (every prompt must then be in the cache).
+        mapped: leave the denoisers in the mapped files, to be sharded from there.
         Raises `folder.ModelError` for a missing folder or one that holds another kind of pipeline.
         """
         path = cls.find(model)
-        pipe = folders.read(path, cls.pipeline, dtype, device, encoders)
+        pipe = folders.read(
+            path, cls.pipeline, dtype, device, encoders, cls.denoisers if mapped else (), cls.parts_in_fp32
+        )
         return cls(pipe, fingerprint=folders.encoder_fingerprint(path), **options)
 
     @classmethod

@@ -1,7 +1,7 @@
 """Locating and loading diffusers pipeline folders, with reproducible weights.
 
 Invariant: two loads of one folder give bitwise equal models. safetensors may map parameters at unaligned addresses,
-which changes the last bits of a matrix product, so every parameter is cloned.
+which changes the last bits of a matrix product, so every parameter is copied before it is used.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import hashlib
 import json
 import re
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -89,22 +90,37 @@ def _is_encoder(name: str) -> bool:
     return name.startswith(("text_encoder", "tokenizer", "processor", "image_encoder", "image_processor", "connectors"))
 
 
-def read(path: Path, pipeline: str, dtype: torch.dtype, device: torch.device, encoders: bool) -> Any:
-    """Load the pipeline in `path`: frozen, in eval mode, on `device`; text encoders only if `encoders`."""
+def read(
+    path: Path,
+    pipeline: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    encoders: bool,
+    mapped: Collection[str] = (),
+    in_fp32: Collection[str] = (),
+) -> Any:
+    """Load the pipeline in `path`: frozen, in eval mode, on `device`; text encoders only if `encoders`.
+
+    mapped: components that stay mapped files in CPU memory, which the processes of a machine share, until they are
+    copied elsewhere. All others go to the device tensor by tensor, without a second copy in CPU memory. in_fp32:
+    components that run in fp32 whatever `dtype` is.
+    """
     import diffusers
 
     named = {name: part for name, part in index_of(path).items() if _is_encoder(name)}
     parts: dict[str, Any] = {name: None for name, part in named.items() if not encoders or part[0] is None}
+    dtypes = {"default": dtype} | dict.fromkeys(in_fp32, torch.float32)
     own = {name: found for name, part in named.items() if (found := _processor(path / name, part[1] or "", encoders))}
     asked = {name: part for name, part in own.items() if type(part).__name__ == REQUIRED_PROCESSOR}
-    pipe = getattr(diffusers, pipeline).from_pretrained(path, dtype=dtype, **parts | dict.fromkeys(own) | asked)
+    pipe = getattr(diffusers, pipeline).from_pretrained(path, dtype=dtypes, **parts | dict.fromkeys(own) | asked)
     pipe.register_modules(**own)
-    for module in (part for part in pipe.components.values() if isinstance(part, torch.nn.Module)):
+    modules = {name: part for name, part in pipe.components.items() if isinstance(part, torch.nn.Module)}
+    for name, module in modules.items():
         module.eval().requires_grad_(False)
-        for tensor in [*module.parameters(), *module.buffers()]:
-            tensor.data = tensor.data.clone()
+        for tensor in [*module.parameters(), *module.buffers()] if name not in mapped else ():
+            tensor.data = tensor.data.to(device, copy=True)
     pipe.set_progress_bar_config(disable=True)
-    return pipe.to(device)
+    return pipe
 
 
 def _processor(path: Path, kind: str, encoders: bool) -> Any:

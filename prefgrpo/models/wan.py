@@ -23,6 +23,7 @@ class Wan(PatchVideo):
 
     pipeline = "WanPipeline"
     default_frames = 81
+    parts_in_fp32 = ("vae", "image_encoder")
     context_parallel = "ring"
     cfg = Cfg()
     lora_targets: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0")

@@ -95,10 +95,10 @@ class Weights:
         for number, module in enumerate(self.modules().values()):
             lora.add(module, rank, alpha, self.lora_targets if targets is None else targets, seed + number, init)
 
-    def enable_full(self) -> None:
-        """Train all weights of the denoisers, as fp32 masters."""
+    def enable_full(self, cast: bool = True) -> None:
+        """Train all weights of the denoisers, as fp32 masters; cast: now, not block by block when they are sharded."""
         for module in self.modules().values():
-            module.float().requires_grad_(True)
+            (module.float() if cast else module).requires_grad_(True)
 
     def checkpoint_gradients(self, share: float = 1.0) -> None:
         """Recompute activations in the backward pass, for an evenly spread share of the repeated blocks."""

@@ -46,9 +46,12 @@ def _shard(model: nn.Module, adapter: Adapter, device: torch.device, options: di
     if low:  # inputs are cast as in the stock pipeline, which keeps some in fp32
         options["mp_policy"] = MixedPrecisionPolicy(adapter.dtype, torch.float32, cast_forward_inputs=False)
     for part in [*adapter.blocks(model), model]:
+        for p in part.parameters():  # one block at a time is fp32 and whole
+            if p.requires_grad and not isinstance(p, DTensor):
+                p.data = p.data.float()
         fully_shard(part, **options)
     for p in replicated:
-        p.data = p.data.to(device)
+        p.data = p.data.to(device, copy=True)
     for module in model.modules():
         for key, buffer in module._buffers.items():
             module._buffers[key] = None if buffer is None else buffer.to(device)

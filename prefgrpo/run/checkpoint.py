@@ -62,8 +62,11 @@ def save(
     if world.any(world.main and final.exists()):
         return
     parts = {key: t.detach() for key, t in tensors.items() if is_sharded(t)}
+    problem, began = None, False
 
     def write(inside: Path) -> None:
+        nonlocal began
+        began = True
         if parts:
             _save_parts(inside, parts, world)
         whole = {k: t.detach().contiguous().cpu() for k, t in tensors.items() if k not in parts}
@@ -73,7 +76,6 @@ def save(
         facts = {"step": step, **meta, "files": sizes}
         (inside / META).write_text(json.dumps(facts, indent=1), encoding="utf-8")
 
-    problem = None
     try:
         if world.main:
             write_folder(final, write)
@@ -84,6 +86,10 @@ def save(
             _save_parts(None, parts, world)
     except (OSError, SafetensorError) as error:
         problem = f"the checkpoint cannot be written: {error}"
+        if world.main and parts and not began:
+            world.all_gather_object(CheckpointError(problem))  # the others wait for the folder
+    except CheckpointError as error:
+        problem = str(error)
     except PartsError as error:
         causes = (f"process {rank}: {cause}" for rank, (cause, _) in error.failures.items())
         problem = f"the checkpoint cannot be written: {'; '.join(causes)}"
@@ -93,8 +99,13 @@ def save(
 
 
 def _save_parts(inside: Path | None, parts: dict[str, Tensor], world: World) -> None:
-    """Write sharded tensors into rank 0's folder `inside`; every rank calls it and writes its own files."""
-    folder = next(place for place in world.all_gather_object(inside) if place is not None)
+    """Write sharded tensors into rank 0's folder `inside`; every rank calls it and writes its own files.
+
+    Raises the CheckpointError that rank 0 sends instead of a folder.
+    """
+    folder: Path | CheckpointError = next(place for place in world.all_gather_object(inside) if place is not None)
+    if isinstance(folder, CheckpointError):
+        raise folder
     save_parts(parts, checkpoint_id=folder / PARTS)
 
 

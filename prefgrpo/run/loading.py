@@ -61,7 +61,7 @@ def unsupported(config: Config) -> list[str]:
 def open_adapter(config: Config, device: torch.device, encoders: bool = True, split: bool = False) -> Adapter:
     """The run's model, frozen, after checking image size and frames. Raises ConfigError or ModelError.
 
-    split: keep the whole model in CPU memory, for `trainable` to shard.
+    split: leave the denoisers in the mapped files of the checkpoint, for `trainable` to shard.
     """
     m = config.memory
     quiet_libraries()
@@ -72,8 +72,9 @@ def open_adapter(config: Config, device: torch.device, encoders: bool = True, sp
             config.family,
             config.model,
             DTYPES[config.dtype],
-            torch.device("cpu") if m.offload or split else device,
+            torch.device("cpu") if m.offload else device,
             encoders=encoders,
+            mapped=split,
             **model_options(config),
         )
     with config_errors_as("rollout.height/width/frames"):
@@ -103,7 +104,7 @@ def trainable(config: Config, adapter: Adapter, world: World | None = None) -> A
         with config_errors_as("train.lora_targets"):
             adapter.add_lora(t.lora_rank, t.lora_alpha, t.lora_targets or None, config.seed, t.lora_init)
     else:
-        adapter.enable_full()
+        adapter.enable_full(cast=world is None or not world.layout.fsdp)
     if t.gradient_checkpointing:
         adapter.checkpoint_gradients(t.gradient_checkpointing)
     if world is not None:

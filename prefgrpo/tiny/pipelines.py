@@ -485,7 +485,8 @@ def make(
     rollout |= {"prompts_per_step": 4} | ({} if cls.default_frames is None else {"frames": 5})
     rollout |= {} if cls.default_source_area is None else {"source_area": side * side}
     values = {
-        "parallel": {"shard": 1, "ring": 1, "ulysses": 1}, "data": {"max_length": length, "prompts": str(file)}, "rollout": rollout,
+        "parallel": {"shard": 1, "ring": 1, "ulysses": 1},
+        "data": {"max_length": length, "prompts": str(file)}, "rollout": rollout,
         "eval": {"height": side, "width": side, "steps": 2},
     }  # fmt: skip
     head = "# Values that replace those of a recipe whose --model is this folder: small enough for a CPU.\n"
