@@ -4,9 +4,6 @@ A short real run of the small ops and of the cases on tiny latents; no timing is
 """
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -29,20 +26,6 @@ def test_a_wrong_result_is_not_timed(monkeypatch):
     latents = cases.Latents("FLUX 512²", 1, torch.float32, torch.float32, "cpu")
     with pytest.raises(RuntimeError, match="would time wrong results"):
         cases.step_given(latents, with_compile=False)
-
-
-@pytest.mark.full
-def test_pytest_benchmark_times_the_same_cases(root, tmp_path):
-    """JSON with one group per case; runs two cheap cases."""
-    quick = ["--benchmark-min-rounds=2", "--benchmark-max-time=0.01", f"--benchmark-json={tmp_path / 'out.json'}"]
-    command = [sys.executable, "-m", "pytest", "benchmarks", "--benchmark-only", "-q", "-p", "no:cacheprovider", *quick]
-    command += ["-k", "winrate or (step_given and 512 and x1 and out)"]
-    env = {name: value for name, value in os.environ.items() if name != "PYTEST_XDIST_WORKER"}
-    done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    groups = [one["group"] for one in json.loads((tmp_path / "out.json").read_text())["benchmarks"]]
-    step, winrate = "affine_step, noise given · FLUX 512² ×1 · x fp32, v bf16", "winrate_advantage · 48 groups × 24"
-    assert sorted(groups) == [step, *[f"{winrate} · fp32"] * 2]
 
 
 def test_eager_launches_many_ops_and_ours_none_but_itself():

@@ -17,7 +17,7 @@ import torch
 from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tiny_run import PROMPTS, Hold, attempt, ranks, recipe, start, train, tree, world
+from tiny_run import PROMPTS, Hold, ranks, recipe, start, train, tree, world
 
 from prefgrpo.rollout import embeddings
 from prefgrpo.tiny import pipelines
@@ -151,14 +151,6 @@ def test_two_ranks_encode_each_text_once(place):
         assert "11 texts and sources encoded now" in runs[0].output, "ten prompts and the negative prompt"
         found.append(held(place / f"cache{size}"))
     assert same(*found[:2]) and same(*found[1:])
-
-
-def test_preprocess_says_what_is_wrong(place, capsys):
-    code, output = attempt(capsys, "preprocess", recipe(place, "nocache"))
-    assert code == 2 and "data.cache: expected a folder to write to" in output
-    (place / "file").write_text("")
-    code, output = attempt(capsys, "preprocess", recipe(place, "file", data={"cache": str(place / "file")}))
-    assert code == 2 and "data.cache: expected a folder that can be written, got" in output
 
 
 @pytest.mark.dist

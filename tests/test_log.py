@@ -82,20 +82,6 @@ def test_a_resumed_log_drops_what_is_done_again_and_repeats_nothing(tmp_path):
     assert read_metrics(tmp_path / "metrics.jsonl") == [] == read_metrics(tmp_path / "nowhere")
 
 
-def test_the_time_left_does_not_count_what_precedes_the_first_step(tmp_path, monkeypatch, capsys):
-    now = [0.0]
-    monkeypatch.setattr("prefgrpo.run.log.time", SimpleNamespace(monotonic=lambda: now[0]))
-    one = log(tmp_path)
-    now[0] = 600.0
-    one.row("eval", 0, {"set": "dev", "x": 0.5})
-    for step, said in ((1, "step  1/10 (10%, 00:45 left)"), (2, "step  2/10 (20%, 00:40 left)")):
-        now[0] += 5.0
-        one.step(step, {"reward/missing": 0.0, "grad_norm": 1.0}, {})
-        one.row("eval", step, {"set": "dev", "x": 0.5})
-        assert said in capsys.readouterr().out
-    one.close()
-
-
 def test_other_ranks_are_silent(tmp_path, capsys):
     one = log(tmp_path, active=False)
     one.row("train", 1, {})

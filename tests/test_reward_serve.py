@@ -8,7 +8,6 @@ old environments, so it may import only light libraries.
 import base64
 import json
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -205,12 +204,6 @@ def test_ready_only_after_a_real_score(tmp_path):
         assert post(server.url, body("a", grey(9)))[0] == 200
 
 
-def test_interrupt_while_loading_ends_it():
-    server = listening("--options", "load_until=/nowhere")
-    server.child.send_signal(signal.SIGINT)
-    server.child.wait(600)
-
-
 def test_sigterm_answers_what_was_sent_and_takes_nothing_new(tmp_path):
     log, gate, answers, stopped = tmp_path / "log", tmp_path / "go", [], []
     server = Process(MOODY, log=log)
@@ -249,11 +242,6 @@ def test_what_cannot_be_served_ends_the_command(moody, capfd, name, options, mes
     assert cli.main(["reward", "serve", name, *port, *options]) == 2
     assert message in capfd.readouterr().err
     assert moody.health() == 200
-
-
-def test_all_addresses_are_noted(tmp_path):
-    with Process("jpeg_compressibility", "--host", "0.0.0.0", log=tmp_path / "log"):
-        assert "note: 0.0.0.0 is reachable by others" in (tmp_path / "log").read_text()
 
 
 def test_options_come_from_words_and_files(tmp_path):

@@ -22,7 +22,7 @@ from reward_server import serving
 
 from prefgrpo.config.loading import from_dict
 from prefgrpo.data.media import Media
-from prefgrpo.rewards import REWARDS, build, load_class, show_rewards
+from prefgrpo.rewards import REWARDS, build, load_class
 from prefgrpo.rewards.base import GroupwiseReward, PointwiseReward
 from prefgrpo.run.judging import specs
 
@@ -161,13 +161,6 @@ def test_the_pages_recipe_is_one():
     rest = {"model": "black-forest-labs/FLUX.1-dev", "data": {"prompts": "prompts.txt"}}
     config = from_dict(rest | yaml.safe_load(block("yaml")))
     assert set(config.reward.options) == set(specs(config)[0]) and specs(config)[0]["aesthetic"] == 0
-
-
-def test_list_prints_every_reward(capsys):
-    assert show_rewards() == 0
-    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()[1:]}
-    assert list(lines) == sorted(REWARDS)
-    assert "image or video" in lines["jpeg_compressibility"] and "a judge" in lines["vlm_pairwise"]
 
 
 def test_every_module_imports_without_its_libraries():
