@@ -8,7 +8,8 @@ import json
 import pytest
 import torch
 
-from benchmarks import cases, harness, overhead, report
+from benchmarks import bench_judge, bench_objectives, blocks, cases, harness, overhead, report, science
+from prefgrpo.judge.verdict import Verdict
 
 
 def test_every_case_compares_and_times(monkeypatch):
@@ -39,3 +40,19 @@ def test_the_document_is_rendered_from_the_results(root, tmp_path):
     assert json.loads((results / "cpu.json").read_text())["results"]
     report.render(results, tmp_path)
     assert (tmp_path / "benchmarks.md").read_text() == (root / "docs" / "benchmarks.md").read_text()
+
+
+def test_a_lost_answer_is_not_timed(monkeypatch):
+    monkeypatch.setattr(bench_judge.HttpJudge, "judge_group", lambda *_: [Verdict(None, "lost")])
+    with bench_judge.echo_server() as url, pytest.raises(RuntimeError, match="0 of 3 pairs were answered"):
+        bench_judge.measure(url, "echo", rounds=2, size=3, side=16)
+
+
+def test_blocks_of_other_pages_are_rendered_from_the_results(root):
+    client = bench_judge.table(json.loads(bench_judge.RESULTS.read_text()))
+    found = [("judging", "client", client)]
+    found += [("objectives", "objectives", bench_objectives.block(bench_objectives.read(bench_objectives.RESULTS)))]
+    found += [("science", f"science-{key}", science.block(key)) for key in science.EXPERIMENTS]
+    for page, name, block in found:
+        text = (root / "docs" / f"{page}.md").read_text()
+        assert blocks.rendered(text, name, block) == text, f"docs/{page}.md differs from benchmarks/results"

@@ -170,16 +170,11 @@ def test_scores_carry_soft_strict_correct_and_the_tags_own(monkeypatch):
 
 BAD = [
     ({"tag": "drawbench", "include": [clause("dog")]}, "expected a tag of single_object"),
-    ({"include": [clause("dog")]}, "got None"),
     ({"tag": "colors"}, "lists of clauses"),
-    ({"tag": "colors", "include": []}, "not empty"),
     ({"tag": "colors", "include": [clause("unicorn")]}, "no such class"),
     ({"tag": "colors", "include": [clause("dog", 0)]}, "at least 1"),
-    ({"tag": "colors", "include": ["dog"]}, "at least 1"),
     ({"tag": "colors", "include": [clause("dog", color="mauve")]}, "a color of red"),
-    ({"tag": "position", "include": [clause("dog", position=["above", 0])]}, "an earlier clause"),
     ({"tag": "position", "include": [clause("dog"), clause("cat", position=["near", 0])]}, "an earlier clause"),
-    ({"tag": "counting", "include": [clause("dog")], "exclude": [clause("unicorn", 2)]}, "no such class"),
 ]
 
 

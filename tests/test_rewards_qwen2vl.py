@@ -196,9 +196,6 @@ def test_videoalign_of_some_dimensions(video):
         found = VideoAlign(**video, dimensions=chosen).score(samples)
         assert [s.value for s in found] == pytest.approx([sum(s.parts[k] for k in chosen) for s in every], abs=1e-6)
         assert [s.parts for s in found] == [s.parts for s in every]
-    for wrong in ([], ["vq"], ["VQ", "VQ"], "VQ,MQ"):
-        with pytest.raises(RewardError, match="dimensions must be a list"):
-            VideoAlign(**video, dimensions=wrong)
 
 
 @pytest.mark.parametrize("outputs", [1, 3])
@@ -277,5 +274,3 @@ def test_a_videoreward_of_another_kind_is_refused(tmp_path):
     own.write(file, config)
     with pytest.raises(RewardError, match="reward tokens"):
         VideoAlign(**options)
-    with pytest.raises(RewardError, match="video_fps"):
-        VideoAlign(**{**options, "video_fps": 0.0})

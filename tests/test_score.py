@@ -323,12 +323,7 @@ MISTAKES = [
     ("video_ocr", "", [], "takes video, but the folder holds images"),
     ("image_similarity", "", [], "scores edits"),
     (JPEG, "clipp: {model: x}", [], "did you mean 'clip'"),
-    (JPEG, "clip: x", [], "clip: expected options of a reward"),
     ("clip", "clip: {model: 3}", [], "'model' of reward 'clip': expected str, got 3"),
-    ("clip", "clip: {batch_size: 0}", [], "at least 1"),
-    (JPEG, "", ["--threads", "0"], "threads of at least 1"),
-    (JPEG, "", ["--deadline-s", "-1"], "deadline-s of at least 0"),
-    (JPEG, "", ["--out", "/dev/null"], "--out /dev/null: "),
     (JPEG, "", ["--out", "/dev/null/o.json"], "--out /dev/null/o.json: "),
     (JPEG, "", ["--prompts", "none.csv"], "prompts file not found"),
 ]

@@ -114,6 +114,8 @@ def check(out, file):
     assert sorted(named) == sorted(unread)
     primary = [ones / count for name, (ones, count) in table.items() if name.startswith("primary")]
     assert result["summary"]["mean of the primary dimensions"] == pytest.approx(np.mean(primary))
+    points = np.array([row for name, row in table.items() if not name.startswith("primary")]).sum(0)
+    assert result["summary"]["share of all test points"] == pytest.approx(points[0] / points[1])
     assert "not comparable" in result["scored_by"] and result["about"]["seed"] == 0
     return result
 
@@ -333,25 +335,17 @@ def marked(points='["Style"]', result='{"score": [1]}', image="a/0_0.png"):
 REFUSED_RESULTS = [
     ("vbench", "a_eval_results.json", '{"color": "0.5"}', "color: .*'0.5'"),
     ("vbench", "a_eval_results.json", '{"color": [NaN, []]}', "color: .*finite number, got nan"),
-    ("vbench", "a_eval_results.json", '{"color": [true, []]}', "color: .*got True"),
     ("geneval", "r.jsonl", geneval_line() + "\n" + geneval_line(correct=None), "line 2: .*correct: .*got None"),
     ("geneval", "r.jsonl", geneval_line(correct="False"), "correct: .*got 'False'"),
-    ("geneval", "r.jsonl", geneval_line(tag="weird"), "tag: .*got 'weird'"),
-    ("geneval", "r.jsonl", geneval_line(prompt=["p"]), "prompt: .*got .'p'"),
     ("unigenbench", "r.csv", marked("'Style'"), "line 2: .*testpoint: .*got 'Style'"),
-    ("unigenbench", "r.csv", marked(""), "testpoint: .*got ''"),
     ("unigenbench", "r.csv", marked(image=None), "img_path: .*got None"),
-    ("unigenbench", "r.csv", marked(points=None), "testpoint: .*got None"),
     ("unigenbench", "r.csv", b"\xff\xfe\x00\x00", "UTF-8"),
 ]
 PLAIN = {"prompt_en": "a", "dimension": ["color"]}
 REFUSED_PROMPTS = [
     ("vbench", "p.json", json.dumps([PLAIN, PLAIN | {"prompt_en": 3}]), "1: prompt_en: .*got 3"),
-    ("vbench", "p.json", json.dumps([PLAIN | {"prompt_en": " "}]), "0: prompt_en: .*got ' '"),
     ("vbench", "p.json", json.dumps([PLAIN | {"dimension": None}]), "0: dimension: .*got None"),
     ("vbench", "p.json", "[]", "at least 1"),
-    ("vbench", "p.json", b"\xff", "UTF-8"),
-    ("vbench", "p.json/b", "", "directory"),
 ]
 
 
@@ -360,9 +354,8 @@ REFUSED_PROMPTS = [
     [("read_results", *row) for row in REFUSED_RESULTS] + [("read", *row) for row in REFUSED_PROMPTS],
 )
 def test_damaged_files_are_refused_with_file_and_value(reads, name, file, content, told_of, tmp_path):
-    (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
-    (tmp_path / file).write_bytes(content if isinstance(content, bytes) else content.encode())
-    path = tmp_path / file.removesuffix("/b")
+    path = tmp_path / file
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(DataError) as error:
         getattr(load_suite(name), reads)(path)
     assert str(path) in str(error.value) and "expected" in str(error.value)
