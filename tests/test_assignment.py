@@ -22,7 +22,7 @@ from prefgrpo.rewards.base import GroupScores, GroupwiseReward, PointwiseReward,
 from prefgrpo.rollout import batches
 from prefgrpo.rollout.assignment import assign_batches, update_of
 from prefgrpo.rollout.replay import TrajectoryCollector
-from prefgrpo.run.session import Clock, idle_warning
+from prefgrpo.run.session import Clock
 from prefgrpo.run.trainer import TrainingLoop
 
 
@@ -170,8 +170,7 @@ def alone(place):
 
 
 @pytest.mark.dist
-@pytest.mark.full
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [2, *(pytest.param(n, marks=pytest.mark.full) for n in (3, 4))])
 def test_several_processes_make_and_train_what_one_does(place, alone, size):
     for cell, seen in run(place, size).items():
         (one,) = alone[cell]
@@ -260,11 +259,3 @@ def test_assignment(prompts, group, batch, updates, sides, slices, whole):
         if whole:
             at = {}
             assert all(at.setdefault(p, b.index) == b.index for b in assigned for p, _ in b.places)
-
-
-def test_a_run_says_that_processes_wait():
-    c = config(rollout={"prompts_per_step": 1, "group_size": 8, "batch_size": 8})
-    assert idle_warning(
-        c, 1
-    ) == "" and "1 batches of up to 8 samples for 2 processes, which are idle 50% of it" in idle_warning(c, 2)
-    assert idle_warning(config(rollout={"prompts_per_step": 1, "group_size": 8, "batch_size": 4}), 2) == ""

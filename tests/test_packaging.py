@@ -8,7 +8,6 @@ Installs use the build tools and dependencies of this environment: nothing is do
 import contextlib
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -175,35 +174,6 @@ def test_an_install_without_compiler_from_a_checkout_without_links(tmp_path):
     assert lines[2].startswith("torch prefgrpo._C is not built")
 
 
-@pytest.mark.parametrize("version", ["old", "none"])
-def test_make_refuses_a_python_that_will_not_do(version, tmp_path):
-    """With one line that names the supported versions, before anything is created."""
-    old = tmp_path / "old"
-    old.write_text('#!/bin/sh\n[ "$1" = --version ] && echo Python 3.9.18\n[ "$1" = --version ]\n')
-    old.chmod(0o755)
-    command = ["make", "--no-print-directory", "venv", f"VENV={tmp_path / 'venv'}", f"PYTHON={tmp_path / version}"]
-    outside = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=outside)
-    (error,) = [line for line in done.stderr.splitlines() if not line.startswith("make:")]
-    assert done.returncode == 2 and "3.10-3.13" in error and ("3.9.18" in error) is (version == "old")
-    assert not (tmp_path / "venv").exists()
-
-
-@pytest.mark.full
-def test_every_module_imports_without_the_optional_packages():
-    """torchvision, open_clip, flash-attn, xformers, vllm etc. may be imported only where they are used."""
-    walk = HIDE.format(names=NAMED_WHERE_USED) + (
-        "import importlib, pkgutil, prefgrpo\n"
-        "names = [m.name for m in pkgutil.walk_packages(prefgrpo.__path__, 'prefgrpo.')] + "
-        f"[f'prefgrpo.kernels.{{n}}' for n in {CODE!r}]\n"
-        "for name in names:\n"
-        "    if name not in ('prefgrpo.__main__', 'prefgrpo._C'):\n"
-        "        importlib.import_module(name)\n"
-        "print(len(names))"
-    )
-    assert int(python(walk)) > 40
-
-
 def test_ops_need_torch_and_numpy_only():
     step = HIDE.format(names=BEYOND_OPS) + (
         "import torch, prefgrpo.ops, prefgrpo.sde.rules, prefgrpo.sde.schedule, prefgrpo.sde.noise\n"
@@ -213,13 +183,6 @@ def test_ops_need_torch_and_numpy_only():
         "print(float(out.x_next.sum()))"
     )
     assert float(python(step)) == 2 * 8 * 2.5
-
-
-def test_the_command_of_an_ops_only_install_says_what_to_install():
-    code = HIDE.format(names=BEYOND_OPS) + "from prefgrpo.__main__ import main\nprint('code', main())"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout.split() == ["code", "2"] and "Traceback" not in done.stderr
-    assert re.fullmatch(r"error: the prefgrpo command needs \w+, .* pip install 'prefgrpo\[train\]'.*\n", done.stderr)
 
 
 HUB = """
@@ -279,13 +242,17 @@ def needed(*extras: str) -> set[str]:
 
 
 ENCODE = """
-import sys, tempfile
+import importlib, pkgutil, sys, tempfile
+import prefgrpo
 import torch
 from PIL import Image
 from prefgrpo import models
 from prefgrpo.config.schema import SamplingConfig
 from prefgrpo.rollout.embeddings import Embeddings
 from prefgrpo.tiny import pipelines
+for module in pkgutil.walk_packages(prefgrpo.__path__, "prefgrpo."):
+    if module.name not in ("prefgrpo.__main__", "prefgrpo._C"):
+        importlib.import_module(module.name)
 source = Image.new("RGB", (64, 64), "red")
 for name in pipelines.FAMILIES:
     folder, family = tempfile.mkdtemp(dir=sys.argv[1]), models.family(name)
@@ -302,7 +269,7 @@ for name in pipelines.FAMILIES:
 
 @pytest.mark.full
 def test_every_family_encodes_with_the_train_extra_alone(tmp_path):
-    """All other packages of this environment are hidden; stock Wan image-to-video, for one, calls ftfy unchecked."""
+    """All other packages are hidden. Every module must import, and stock Wan image-to-video calls ftfy unchecked."""
     there, wanted = metadata.packages_distributions(), needed("train")
     others = {name for name, dists in there.items() if not {canonicalize_name(d) for d in dists} & wanted}
     assert {"open_clip", "pytest"} <= others and not {"torch", "diffusers"} & others
