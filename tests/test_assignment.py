@@ -6,7 +6,6 @@ equally many forwards. A sample sent to another rank must reach its group.
 """
 
 import os
-import socket
 from collections import Counter
 from concurrent.futures import Future
 from dataclasses import replace
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from judge_server import free_port
 from tiny_run import ranks, recipe, settings, stored, world
 
 from prefgrpo.config.loading import from_dict
@@ -146,20 +146,10 @@ def place(tmp_path_factory):
     return folder
 
 
-def ports(count: int) -> str:
-    """`count` free TCP ports, comma-separated."""
-    probes = [socket.socket() for _ in range(count)]
-    for probe in probes:
-        probe.bind(("127.0.0.1", 0))
-    found = ",".join(str(probe.getsockname()[1]) for probe in probes)
-    for probe in probes:
-        probe.close()
-    return found
-
-
 def run(place: Path, size: int) -> dict[str, list[dict]]:
     """Run all cells on `size` processes; returns what each process saw, by cell."""
-    runs = ranks(place / "none.yaml", size, hook=run_cells, PLACE=str(place), PORTS=ports(len(CELLS)))
+    ports = ",".join(str(free_port()) for _ in CELLS)
+    runs = ranks(place / "none.yaml", size, hook=run_cells, PLACE=str(place), PORTS=ports)
     assert [r.wait(600) for r in runs] == [0] * size, "\n".join(r.output for r in runs)
     return {cell: [torch.load(place / f"{cell}_{k}of{size}.pt") for k in range(size)] for cell in CELLS}
 

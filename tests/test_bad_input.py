@@ -9,10 +9,8 @@ import json
 import shutil
 
 import pytest
-import torch
 import yaml
 from judge_server import JudgeServer, free_port
-from safetensors.torch import load_file, save_file
 from test_judge_faults import process
 from tiny_run import Hold, attempt, merged, recipe, rows, start, train, tree
 
@@ -55,7 +53,6 @@ MISTAKES = [
     ("eval: {height: 18}", "eval.height/width/frames: height and width must be multiples of 4"),
     ("eval: {judge: true}, judge: {endpoints: ['http://127.0.0.1:9']}",
      "not reachable … No trained reward uses it: eval.judge: false evaluates without it"),
-    ("device: cuda", "device: expected a GPU for cuda, but torch finds none"),
     ("output: /dev/null/runs", "cannot be created or written … --output"),
     ("reward: {spec: vlm_pairwise}, judge: {backend: local, model: /no/judge}",
      "judge checkpoint not found: expected /no/judge/config.json"),
@@ -64,8 +61,6 @@ MISTAKES = [
 
 @pytest.mark.parametrize(("over", "messages"), MISTAKES)
 def test_mistakes_in_the_recipe(place, capsys, over, messages, request):
-    if "cuda" in over and torch.cuda.is_available():
-        pytest.skip("there is a GPU here")
     name = f"mistake{request.node.callspec.indices['over']}"
     refused(attempt(capsys, "train", recipe(place, name, **yaml.safe_load(f"{{{over}}}"))), *messages.split(" … "))
     assert untouched(place / "runs" / name)
@@ -85,18 +80,13 @@ def test_a_folder_with_foreign_things_stays_as_it_is(place, capsys, foreign):
     assert tree(folder) == {foreign: FOREIGN[foreign].encode()}
 
 
+@pytest.mark.full
+def test_names_that_a_shell_would_mangle(place):
+    code, output = train(recipe(place, "name with spaces & é"))
+    assert code == 0 and (place / "runs" / "name with spaces & é" / "lora").is_dir(), output
+
+
 # ---- while it runs ------------------------------------------------------------------------------------------------
-
-
-def test_a_base_model_with_a_nan_in_it(place):
-    shutil.copytree(place / "flux", place / "poisoned")
-    file = place / "poisoned" / "transformer" / "diffusion_pytorch_model.safetensors"
-    weights = {k: t.clone() for k, t in load_file(file).items()}
-    weights["proj_out.weight"][0, 0] = float("nan")
-    save_file(weights, file, metadata={"format": "pt"})
-    code, output = train(recipe(place, "nan", model=str(place / "poisoned"), eval={"every": 0}))
-    assert code == 3 and "Traceback" not in output
-    assert "stopped: step 1: the policy produces latents that are not finite" in output
 
 
 def test_an_absurd_learning_rate_stops_and_a_lower_one_goes_on(place):

@@ -164,12 +164,6 @@ def test_a_source_is_what_a_viewer_shows(tmp_path):
     assert upright.size == (10, 20) and grey.getpixel((0, 0)) == (128, 128, 128)
 
 
-def test_sizes_are_whole_numbers(tmp_path):
-    sizes = written(tmp_path / "s.jsonl", ["", {"prompt": "a"}, {"prompt": "b", "height": 9, "width": "x"}])
-    with pytest.raises(DataError, match=r"line 3, 'b': expected whole numbers above 0 .*, got \['9', 'x'\]"):
-        read_prompts(sizes)[1].size()
-
-
 def test_parquet(tmp_path):
     parquet = pytest.importorskip("pyarrow.parquet")
     import pyarrow

@@ -1,7 +1,6 @@
-"""Two processes (gloo) against one with the same global batch, and every way in which a single rank can fail.
+"""Every way in which one of two processes (gloo) can fail. Samples, metrics and gradients: test_assignment.py.
 
-Why these cases: a run on 8 GPUs must equal the run on one, only faster: bit-identical noise and samples, the same group
-statistics. A rank that stops alone leaves the others waiting for ever, so any problem on one rank (a wrong option, a
+Why these cases: a rank that stops alone leaves the others waiting for ever, so any problem on one rank (a wrong option, a
 folder only rank 0 may touch, a dead judge, lost rewards, a signal, nothing to evaluate, groups without learning signal)
 must reach all ranks.
 """

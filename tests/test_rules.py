@@ -1,4 +1,4 @@
-"""Step rules against independent references: the published formulas in NumPy fp64, and golden numbers.
+"""Step rules against independent references: the published formulas in fp64, and golden numbers.
 
 Why these cases: with one wrong sign or σ, a rule silently trains in the wrong direction. The golden numbers were
 computed from the papers' formulas in their original (not affine) form; the properties hold for every rule at every σ.
@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import sde_formulas
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -51,9 +52,9 @@ def test_the_rule_of_the_docs():
 
 def published(rule, i):
     """(mean, std) of a step by the published equations."""
-    formula = getattr(sde_formulas, rule)
     levels = {"flow": (i.eta, i.sigma_max), "wan": (i.sigma_max, i.sigma_min)}.get(rule, (i.eta,))
-    mean, std, _ = formula(X, V, i.sigma, i.sigma_next, *levels)
+    given = (torch.tensor(value, dtype=torch.float64) for value in (i.sigma, i.sigma_next, *levels))
+    mean, std, _ = getattr(sde_formulas, rule)(X, V, *given)
     return mean.numpy(), float(std)
 
 

@@ -120,16 +120,6 @@ def test_without_a_judge_the_rewards_measure_held_out_prompts(place, reward):
     assert 0 <= result.win_rate <= 1 and f"dev/{reward.__name__}" in result.metrics
 
 
-def test_why_an_evaluation_lacks_values_is_told_once(place, capfd):
-    def unsure(images, prompts):
-        return [None if p in PROMPTS[7:] else float(i.mean()) for i, p in zip(images, prompts, strict=True)]
-
-    result = trainer(place, "unsure", rewards=unsure, steps=2).train()
-    assert np.isnan(result.win_rate) and result.metrics["dev/unsure_missing"] == 1.0
-    printed = "".join(capfd.readouterr())
-    assert printed.count("missing in the evaluation after step 0: ") == printed.count("unsure returned None") == 1
-
-
 def test_off_the_main_thread(place):
     results = []
     thread = threading.Thread(target=lambda: results.append(trainer(place, "thread", steps=1).train()))

@@ -17,7 +17,6 @@ from grpo_formula import plain_formula
 from tiny_run import BRIGHTNESS, collect, rows, settings
 
 from prefgrpo.config.loading import from_dict
-from prefgrpo.config.recipe import ConfigError
 from prefgrpo.objectives.base import Targets
 from prefgrpo.rewards.base import PointwiseReward, Score
 from prefgrpo.rollout.assignment import assign_batches
@@ -126,11 +125,6 @@ def test_reusing_the_forward_of_the_rollout_changes_no_bit(trainer, case):
     (metrics, weights, few), (want, true, many) = seen
     assert metrics == want and all(torch.equal(a, b) for a, b in zip(weights, true, strict=True))
     assert few < many
-
-
-def test_the_forward_of_the_rollout_cannot_always_be_reused(trainer):
-    with pytest.raises(ConfigError, match="reuse_rollout_forward: expected false, got true: nft replays no"):
-        trainer(train={"objective": "nft", "reuse_rollout_forward": True})
 
 
 def around_loss(one, function):
@@ -325,11 +319,3 @@ def test_a_stop_between_two_updates_of_a_step_saves_no_half_step(trainer):
     straight = trainer(name="unhurt", **over)
     straight.run()
     assert rows(again.folder.root) == rows(straight.folder.root)
-
-
-def test_one_prompt_and_more_groups_than_prompts(trainer, place):
-    (place / "one.txt").write_text('{x} "it\'s" 100% 家 🐈 \\n ' + "very long " * 300 + "\n", encoding="utf-8")
-    one = trainer(data={"prompts": str(place / "one.txt")}, rollout={"prompts_per_step": 3}, train={"steps": 2})
-    one.run()
-    found = [r for r in rows(one.folder.root) if r["kind"] == "train"]
-    assert len(found) == 2 and all(r["samples_trained"] == 12 for r in found)
