@@ -39,7 +39,7 @@ def test_a_loaded_judge_of_eight_ranks_loses_nothing(recipe, rate):
     config = load(f"scripts/unifiedreward/{recipe}.yaml")
     name, rollout, section = config.reward.spec.split(":")[0], config.rollout, config.judge
     template, scorers = load_class(name).template, []
-    with JudgeServer(delay_s=0.1) as server:
+    with JudgeServer(delay_s=0.25) as server:
         server.answer = lambda bright, text: SAYS[template]
         for rank in range(RANKS):
             own = judge_config(config, name, {}, World(rank, RANKS, torch.device("cpu")))

@@ -1,8 +1,8 @@
 """Every way in which one of two processes (gloo) can fail. Samples, metrics and gradients: test_assignment.py.
 
-Why these cases: a rank that stops alone leaves the others waiting for ever, so any problem on one rank (a wrong option, a
-folder only rank 0 may touch, a dead judge, lost rewards, a signal, nothing to evaluate, groups without learning signal)
-must reach all ranks.
+Why these cases: a rank that stops alone leaves the others waiting for ever, so any problem on one rank (a wrong option,
+a folder only rank 0 may touch, a dead judge, lost rewards, a signal, nothing to evaluate, groups without learning
+signal) must reach all ranks.
 """
 
 import json
