@@ -176,7 +176,8 @@ def test_the_tamed_sum_of_the_page_is_paco_grpos(tmp_path, root):
     """PaCo-GRPO (arXiv 2512.04784): log(1 + r) for rewards whose std/mean over the step exceeds the rewards' mean."""
     page = (root / "docs" / "extend.md").read_text()
     (tmp_path / "tamed.py").write_text(re.search(r'```python title="tamed.py"\n(.*?)```', page, re.S)[1])
-    options, weights = RewardConfig(function=f"{tmp_path}/tamed.py:tamed_sum"), {"a": 0.2, "b": 1.0, "c": 0.5}
+    options = RewardConfig(function=f"{tmp_path}/tamed.py:tamed_sum")
+    weights = {"a": 0.2, "b": 1.0, "c": 0.5}
     for seed in range(20):
         rng = np.random.default_rng(seed)
         r = rng.gamma(rng.random((3, 1)) * 4 + 0.2, 2.0, (3, 30))

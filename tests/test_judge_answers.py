@@ -246,7 +246,8 @@ def test_a_broken_answer_gives_only_what_stands_in_it(name, count):
     for _ in range(count):
         text, _ = rng.choice(ASKED[name])
         for _ in range(rng.choice((1, 1, 2, 4))):
-            a, junk = rng.randrange(len(text) + 1), rng.choice(JUNK)
+            a = rng.randrange(len(text) + 1)
+            junk = rng.choice(JUNK)
             text = text[:a] + junk + text[a + rng.choice((0, 1, 5, 20)) :]
         found = value_of(name, text)
         read += found is not None

@@ -61,7 +61,8 @@ def test_in_bf16_as_on_a_gpu(judge):
     """All of it runs in bf16, and verdicts differ from those of fp32 by its rounding."""
     low = LocalJudge(judge.model.name_or_path, min_label_mass=0.0, dtype=torch.bfloat16)
     assert {p.dtype for p in low.model.parameters()} == {torch.bfloat16}
-    media, pairs = _media(SIZES["mixed"]), both_orders(4, 0)
+    media = _media(SIZES["mixed"])
+    pairs = both_orders(4, 0)
     want, found = ([v.first for v in one.judge_group("a red circle", media, pairs)] for one in (judge, low))
     assert 0 < np.abs(np.subtract(found, want)).max() < 0.02
 

@@ -156,7 +156,8 @@ def test_the_distance_of_images_is_that_of_all_pairs():
 ])  # fmt: skip
 def test_a_thumbnail_holds_the_means_of_boxes(shape, small):
     pixels = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
-    made, factor = thumbnail(pixels), shape[-3] // small[-3]
+    made = thumbnail(pixels)
+    factor = shape[-3] // small[-3]
     assert made.shape == small and made.dtype == np.uint8
     frames = pixels.reshape(-1, *shape[-3:])[[0, 2, 5, 8] if len(shape) == 4 and shape[0] > 4 else slice(None)]
     boxes = frames.reshape(-1, small[-3], factor, small[-2], factor, 3).mean((2, 4)).reshape(small)

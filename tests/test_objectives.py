@@ -365,7 +365,9 @@ def test_the_gradient_of_replayed_steps_is_that_of_the_published_formula(trainer
     loop.policy.update = lambda world: taken.append([p.grad.double().flatten() for p in loop.policy.params]) or 0.0
     values = loop.update(0, batches, Targets.of(advantage))
     loop.policy.optimizer.zero_grad()
-    total, count, used = torch.zeros((), dtype=torch.float64), 0, 0
+    total = torch.zeros((), dtype=torch.float64)
+    count = 0
+    used = 0
     for batch in batches:
         schedule, (slot,) = batch.schedule, set(batch.slots)
         order = advantage[slot].argsort(descending=True).tolist()
@@ -405,7 +407,8 @@ def test_the_gradient_of_replayed_steps_is_that_of_the_published_formula(trainer
 
 def test_a_subset_of_the_steps_is_trained_and_all_are_stochastic(trainer):
     rollout = {"steps": 6, "window_policy": "subset", "window_size": 2, "sde_everywhere": True}
-    loop, seen = trainer(rollout=rollout, eval={"every": 0}), set()
+    loop = trainer(rollout=rollout, eval={"every": 0})
+    seen = set()
     for step in range(8):
         batches = list(loop.rollouts(step, lambda group, member, sample: None))
         stored = {tuple(int(s.index[0]) for s in batch.trajectory.steps) for batch in batches}

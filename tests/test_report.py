@@ -147,7 +147,8 @@ def test_curves_carry_the_logged_values(page):
         "Win rate against the initial model", "Reward: std within a group", "KL divergence", "Judge", "Time per step",
     ]  # fmt: skip
     assert "to the initial policy" not in found["KL divergence"].text  # kl_coef 0: the KL was never computed
-    wins, row = found["Win rate against the initial model"], train_row(STEPS)
+    wins = found["Win rate against the initial model"]
+    row = train_row(STEPS)
     assert last(wins, "by judge") == f"{100 * eval_row(STEPS, STEPS, 'dev')['dev/win_judge']:.3g} %"
     assert len(wins.all("path", "band")) == 2
     assert last(found["Reward: std within a group"], "vlm pairwise") == f"{row['reward/vlm_pairwise_std']:.3g}"

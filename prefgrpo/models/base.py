@@ -327,7 +327,8 @@ class Adapter(Weights, ABC):
         """
         name, scale = self.expert(sigma, sampling)
         predict: Callable[..., Tensor] = partial(self._predict, getattr(self.pipe, name), sampling=sampling)
-        x, condition = x.to(self.dtype), condition.cast(self.dtype)
+        x = x.to(self.dtype)
+        condition = condition.cast(self.dtype)
         sigma = sigma.to(x.device, non_blocking=True)
         if self.compiled and not torch.is_grad_enabled():  # use the training graph; see `compile_blocks`
             with torch.enable_grad():

@@ -143,7 +143,8 @@ def affine_grad(a: args.Replay) -> Results:
 
 def policy_loss(a: args.Policy) -> Results:
     """`Policy.results`."""
-    inputs, results = _contiguous(a.logp, a.logp_old, a.advantage, a.weight, a.kl, a.log_ratio), a.results()
+    inputs = _contiguous(a.logp, a.logp_old, a.advantage, a.weight, a.kl, a.log_ratio)
+    results = a.results()
     scalars = (a.clip_low, a.clip_high, a.adv_clip, a.kl_coef, a.denominator or 0.0)
     _launch(_C.policy, a.logp, a.logp.shape[0], *map(_ptr, inputs), *scalars, *map(_ptr, results))
     return results
