@@ -13,7 +13,6 @@ import random
 import shutil
 import signal
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -144,7 +143,7 @@ def test_killed_again_and_again_at_random(place, truth):
     same_as(truth, run)
 
 
-PLAIN = {"train": {"steps": 3}, "checkpoint": {"every": 1, "keep": 1}, "eval": {"every": 0}}
+PLAIN = {"train": {"steps": 3}, "checkpoint": {"every": 1}, "eval": {"every": 0}}
 
 
 WRITES = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.copyfile", "shutil.rmtree")
@@ -339,14 +338,3 @@ def test_a_damaged_checkpoint_is_named_and_without_it_the_one_before_is_used(pla
     code, output = train(short(place, finished), *options)
     assert code == 0 and f"resumed from {newest.parent / 'step_000001'}" in output and rows(run) == truth, output
     assert weights(newest) == whole
-
-
-def test_time_spent_counts_over_resumes(place):
-    """train.max_minutes limits the whole run: a resumed run gets only the time that is left."""
-    file = recipe(place, "timed", train={"steps": 1000, "max_minutes": 0.01}, eval={"every": 0})
-    begin = time.monotonic()
-    assert train(file)[0] == 0 and time.monotonic() - begin < 60
-    done = count(place / "runs" / "timed")
-    assert 0 < done < 1000
-    code, output = train(file, "--resume")
-    assert code == 0 and count(place / "runs" / "timed") == done, output

@@ -333,7 +333,6 @@ DATA = {"data": {"prompts": "p.txt"}, "attention": "_native_cudnn"}
 
 REFUSED = {
     "too few": ({"shard": 4}, 2, "expected a multiple of shard 4 × ring 1 × ulysses 1 = 4 processes, got 2"),
-    "replicas": ({"replicate": 3, "shard": 2}, 4, "parallel.replicate: expected 2 (4 processes / shard 2"),
 }
 
 
