@@ -422,5 +422,5 @@ def test_sizes_that_a_message_names_can_be_divided(place):
 
 
 def test_wrong_values_of_the_section():
-    with pytest.raises(ConfigError, match=r"parallel\.offload: expected"):
-        from_dict({"model": "m", "parallel": {"offload": True}, **DATA})
+    with pytest.raises(ConfigError, match=r"memory\.offload: .*expected parallel.shard above 1"):
+        from_dict({"model": "m", "memory": {"offload": ["weights"]}, **DATA})

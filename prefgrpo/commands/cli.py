@@ -341,7 +341,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if (argv[1:] if group else argv) in ([], ["-h"], ["--help"]):
             print(_usage(group))
             return 0
-        print(f"error: unknown command '{' '.join(argv[:2])}'\n{_usage(group)}", file=sys.stderr)
+        typed = " ".join(argv[:2] if group else argv[:1])
+        near = difflib.get_close_matches(typed, COMMANDS, n=1)
+        hint = f"; did you mean 'prefgrpo {near[0]}'?" if near else f"\n{_usage(group)}"
+        print(f"error: unknown command '{typed}'{hint}", file=sys.stderr)
         return 2
     try:
         code = _run(name, rest)
