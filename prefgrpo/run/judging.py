@@ -184,7 +184,11 @@ def reward_options(
         asked: Any = judge
         if judge is None or name != shared(config):
             asked = judge_config(config, name, own, world)
-            if asked.backend == "local":
+            if asked.backend == "local" and judge is None and name == shared(config):
+                asked, notes = _local_judge(asked, str(world.device))
+                for note in notes if world.main else ():
+                    warnings.warn(f"reward '{name}': {note}", stacklevel=2)
+            elif asked.backend == "local":
                 message = "expected backend http, got local; a process can hold only one local judge"
                 raise ConfigError([f"reward.options.{name}.judge: {message} (that of {shared(config)})"])
         options[name] = own | {"judge": asked}
