@@ -134,7 +134,8 @@ def connect(judge: JudgeConfig, clips: bool, world: World) -> tuple[PairJudge, l
     if judge.backend == "local":
         opened, warning = _local_judge(judge, str(world.device))
         return opened, [f"judge in this process: {judge.model}", *warning]
-    from prefgrpo.judge.client import HttpJudge, check
+    from prefgrpo.judge.check import check
+    from prefgrpo.judge.client import HttpJudge
 
     notes: list[str] = []
 
@@ -254,7 +255,7 @@ def _built(
 
 def _check_own(name: str, judge: JudgeConfig, clips: bool) -> None:
     """Check the judge of a reward that does not use the shared one; JudgeError if it cannot be used."""
-    from prefgrpo.judge.client import check
+    from prefgrpo.judge.check import check
 
     if alarm := check(judge, known_answers=True, clips=clips).alarm:
         warnings.warn(f"reward '{name}': {alarm}", stacklevel=2)
