@@ -8,6 +8,7 @@ would show. Non-numeric log-probabilities and other malformed answers are in tes
 import contextlib
 import os
 import random
+import resource
 import shutil
 import signal
 import ssl
@@ -24,7 +25,8 @@ from judge_server import MODEL, JudgeServer, free_port, until
 from tiny_media import grey
 
 from prefgrpo.config.schema import JudgeConfig
-from prefgrpo.judge.client import HttpJudge, check
+from prefgrpo.judge.check import check
+from prefgrpo.judge.client import HttpJudge
 from prefgrpo.judge.plans import both_orders
 from prefgrpo.judge.traffic import collect_counts, metrics
 from prefgrpo.judge.verdict import JudgeError
@@ -73,6 +75,8 @@ FAULTS = {
     "html": (2, True, "no readable chat completion"),
     "not_json": (2, True, "no readable chat completion"),
     "no_choices": (2, True, "without choices"),
+    "endless": (2, True, "sent more than 16 MiB, which is no answer"),
+    "bomb": (2, True, "sent more than 16 MiB, which is no answer"),
     "307": (1, True, "refused with 307, a redirect to /elsewhere; correct the address"),
     "403": (1, True, "refused with 403: not for you"),
     "404": (1, True, "refused with 404: no such path"),
@@ -97,6 +101,19 @@ def test_a_fault(fault):
             bad.count, seen = -1, len(bad.requests)
             assert all(right(judge(bad.url, good.url, concurrency=4, retries=5)))
             assert len(bad.requests) - seen < len(PAIRS)
+
+
+@pytest.mark.parametrize("fault", ["endless", "bomb"])
+def test_a_reply_without_end_costs_little_memory(fault):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with JudgeServer(fault) as server:
+        missing(ask(judge(server.url, timeout_s=30.0)), "sent more than 16 MiB")
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 << 10, "KiB"
+
+
+def test_a_compressed_reply_is_read():
+    with JudgeServer("gzip") as server:
+        assert [v.first for v in ask(judge(server.url))] == [0.5, 0.5]
 
 
 def test_unreadable_answers_are_counted():
@@ -313,7 +330,7 @@ def test_a_server_that_comes_back_with_another_model_gives_no_verdict(noticed, b
     answers, pair = [], media([200, 40])
     if noticed == "restart":
         answers = [j.submit("p", *pair)]
-        until(lambda: not j.client.sender.endpoints[0].alive)
+        until(lambda: not j.client.pool.endpoints[0].alive)
     else:
         monkeypatch.setattr("prefgrpo.judge.endpoint._IDLE_S", 0.0)
     server = Other(port=port) if back == "another model" else JudgeServer(port=port)
@@ -394,4 +411,4 @@ def test_among_all_faults_at_once_no_verdict_is_wrong_and_everything_ends():
         assert all(v.reason for _, v in found if v.first is None)
         assert sum(v.first is not None for _, v in found) > 0.6 * len(found)
         assert len(one.met + two.met) == 13, "every fault occurred"
-        until(lambda: not any(e.load for e in j.client.sender.endpoints))
+        until(lambda: not any(e.load for e in j.client.pool.endpoints))

@@ -25,8 +25,8 @@ from test_judge_questions import ask
 import prefgrpo
 from prefgrpo.config.schema import JudgeConfig
 from prefgrpo.data.media import Media
-from prefgrpo.judge.client import HttpJudge, check
-from prefgrpo.judge.http import Client
+from prefgrpo.judge.check import check
+from prefgrpo.judge.client import HttpJudge, JudgeClient
 from prefgrpo.judge.local import LocalJudge
 from prefgrpo.judge.plans import both_orders
 from prefgrpo.judge.template import load_template, spellings
@@ -103,7 +103,7 @@ def test_soft_verdicts_equal_the_in_process_judge(model, port):
             served = j.judge_group(caption, media, PAIRS)
             assert all(v.retries == 0 for v in served)
             assert np.abs(p - [v.first for v in served]).max() < 2e-3
-        endpoint = j.client.sender.endpoints[0]
+        endpoint = j.client.pool.endpoints[0]
         assert endpoint.uses_ids == ("media_ids" not in changes) and endpoint.ids.misses == 0
 
 
@@ -202,8 +202,8 @@ def test_a_question_equals_stock_code(tmp_path, port, name):
     mass = masses(asked, "less red", shown)
     first, second = (mass(spellings(label, True) if asked.variants else [label]) for label in asked.labels)
     url = f"http://127.0.0.1:{port}"
-    client = Client(JudgeConfig((url,), image_format="webp", min_label_mass=0.0))
+    client = JudgeClient(JudgeConfig((url,), image_format="webp", min_label_mass=0.0))
     for _ in range(2):  # uploaded, then by id only
         answer = ask(client, asked, {"prompt": "less red"}, media, source).result(60)
         assert answer.value == pytest.approx(first / (first + second), abs=2e-3), answer
-    assert client.sender.endpoints[0].uses_ids and client.sender.endpoints[0].ids.misses == 0
+    assert client.pool.endpoints[0].uses_ids and client.pool.endpoints[0].ids.misses == 0

@@ -85,7 +85,7 @@ def test_options_are_checked_by_name_and_type(place):
         ({"endpoints": "http://h"}, rf"reward\.options\.{OTHER}\.judge\.endpoints: expected a list"),
         ({"backend": "local", "model": "m"}, "expected backend http, got local"),
     ):
-        c = config(place, reward={"spec": OTHER, "options": {OTHER: {"judge": own}}})
+        c = config(place, reward={"spec": f"vlm_pairwise,{OTHER}", "options": {OTHER: {"judge": own}}})
         with pytest.raises(ConfigError, match=message):
             reward_options(c, specs(c)[0], c.reward.options, None, ALONE)
     with pytest.raises(ConfigError, match=r"judge\.modle: unknown key"):

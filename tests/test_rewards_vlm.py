@@ -13,7 +13,7 @@ from reward_cases_vlm import clip, grid, judge, speak
 from tiny_media import grey
 
 from prefgrpo.config.schema import JudgeConfig
-from prefgrpo.judge.http import HttpJudge
+from prefgrpo.judge.client import HttpJudge
 from prefgrpo.judge.verdict import JudgeError, Verdict
 from prefgrpo.rewards import build, load_class
 from prefgrpo.rewards.base import Comparison, RewardError, Sample
