@@ -31,7 +31,7 @@ from prefgrpo.judge.plans import both_orders
 from prefgrpo.judge.traffic import collect_counts, metrics
 from prefgrpo.judge.verdict import JudgeError
 
-FAST = {"timeout_s": 1.0, "retries": 2, "patience_s": 2.0}
+FAST = {"timeout_s": 1.0, "deadline_s": 2.0}
 LEVELS = (20, 60, 100, 140, 180, 220)
 PAIRS = both_orders(len(LEVELS), 0)
 
@@ -40,8 +40,10 @@ def media(levels):
     return [grey(level) for level in levels]
 
 
-def judge(*urls, **changes):
-    return HttpJudge(JudgeConfig(endpoints=urls, **{**FAST, **changes}))
+def judge(*urls, retries=2, **changes):
+    made = HttpJudge(JudgeConfig(endpoints=urls, **{**FAST, **changes}))
+    made.client.pool.retries = retries
+    return made
 
 
 def ask(j, count=1):
@@ -95,7 +97,7 @@ def test_a_fault(fault):
         assert requests in (None, len(bad.requests) / 2)
         if requests not in (1, None):  # the fault is transient
             bad.count = 1
-            dark_first, bright_first = ask(judge(bad.url, retries=5, patience_s=10))
+            dark_first, bright_first = ask(judge(bad.url, retries=5, deadline_s=10))
             assert dark_first.first < 0.1 and bright_first.first > 0.9
         if mends:  # one of two servers stays faulty and must not attract the requests
             bad.count, seen = -1, len(bad.requests)
@@ -143,8 +145,8 @@ CHECKS = {
     "refuses": ("400", {}, "At most 1 image"),
     "hangs": ("hang", {"timeout_s": 0.5}, "no verdict.*did not answer within 1 s"),
     "mute": ("mute", {}, r"no answer from /v1/models within 1 s"),
-    "loading": ("loading", {"patience_s": 0.5}, "/v1/models answered 503"),
-    "overloaded": ("503", {"retries": 1}, "answered 503: overloaded"),
+    "loading": ("loading", {"deadline_s": 0.5}, "/v1/models answered 503"),
+    "overloaded": ("503", {}, "answered 503: overloaded"),
     "no server": ("listing", {}, "lists no model"),
     "key missing": ("key", {}, r"answered 401; give the name of the .* variable .* api_key_env\)"),
     "key wrong": ("key", {"api_key_env": "WRONG_KEY"}, r"api_key_env \(now WRONG_KEY\)\)"),
@@ -225,7 +227,7 @@ def test_a_certificate_that_is_not_trusted_is_named_with_what_to_do(certificate)
 
 def test_a_server_that_cannot_say_yet_what_it_serves_is_asked_again():
     with JudgeServer("loading") as server:
-        answer = judge(server.url, retries=6, patience_s=10).submit("p", *media([40, 200]))
+        answer = judge(server.url, retries=6, deadline_s=10).submit("p", *media([40, 200]))
         time.sleep(0.3)
         server.fault = ""
         assert answer.result(20).first < 0.1 and server.requests[-1]["model"] == server.model
@@ -255,7 +257,7 @@ def process(port, *options):
 
 def test_a_server_killed_in_the_middle_of_a_group_and_restarted_loses_nothing():
     port, group = free_port(), media(LEVELS)
-    j = judge(f"http://127.0.0.1:{port}", concurrency=4, retries=4, patience_s=120, timeout_s=60)
+    j = judge(f"http://127.0.0.1:{port}", concurrency=4, retries=4, deadline_s=120, timeout_s=60)
     with process(port, "--answers", "12") as child:
         answers = [j.submit("p", group[a], group[b]) for a, b in PAIRS]
         until(lambda: sum(a.done() for a in answers) >= 10)
@@ -325,7 +327,7 @@ def test_a_server_that_comes_back_with_another_model_gives_no_verdict(noticed, b
     port = free_port()
     with JudgeServer(port=port) as server:
         server.root = "/runs/step-100/judge"
-        j = judge(server.url, retries=6, patience_s=20.0)
+        j = judge(server.url, retries=6, deadline_s=20.0)
         assert ask(j)[1].first > 0.9
     answers, pair = [], media([200, 40])
     if noticed == "restart":
@@ -401,7 +403,7 @@ def test_among_all_faults_at_once_no_verdict_is_wrong_and_everything_ends():
     levels = list(range(10, 250, 15))
     group, pairs = media(levels), both_orders(len(levels), 0)
     with Chaos(0) as one, Chaos(1) as two:
-        options = {"retries": 4, "concurrency": 8, "timeout_s": 0.5, "patience_s": 10}
+        options = {"retries": 4, "concurrency": 8, "timeout_s": 0.5, "deadline_s": 10}
         j = judge(one.url, two.url, **options)
         answers = [j.submit("p", group[a], group[b]) for a, b in pairs]
         for answer in answers[::10]:

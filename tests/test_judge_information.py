@@ -188,7 +188,7 @@ def test_a_run_stops_for_a_judge_that_says_nothing_and_goes_on_when_it_does(plac
         for step in (1, 2):
             assert f"WARNING: step {step}, vlm_pairwise: the judge's verdicts carry no information" in output
         assert "step 3: vlm_pairwise" in output and "all 48 verdicts are ties" in output
-        assert "judge.patience_steps" in output and "rerun with --resume" in output
+        assert "3 steps in a row" in output and "rerun with --resume" in output
         assert [r["step"] for r in rows(place / "runs" / "ties") if r["kind"] == "train"] == [1, 2]
         server.answer = None
         code, output = train(file, "--resume")

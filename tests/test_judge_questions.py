@@ -53,7 +53,9 @@ def ask(client, template, values, media, source=(), once=False):
 
 
 def client(server, **changes):
-    return JudgeClient(JudgeConfig(endpoints=(server.url,), timeout_s=5, retries=1, **changes))
+    made = JudgeClient(JudgeConfig(endpoints=(server.url,), timeout_s=5, **changes))
+    made.pool.retries = 1
+    return made
 
 
 def test_texts_by_name_and_pictures_in_their_places(template, server):

@@ -164,9 +164,7 @@ class MediaIds:
     are repeated with data if the server did not know the medium yet.
     """
 
-    def __init__(self, mode: str) -> None:
-        """`mode`: JudgeConfig.media_ids."""
-        self.mode = mode
+    def __init__(self) -> None:
         self.grace_s = _GRACE_S
         self.known: OrderedDict[str, bool] = OrderedDict()
         """Media that the server holds (True), or that are sent without id (False)."""
@@ -177,7 +175,7 @@ class MediaIds:
     def enabled(self, supported: bool) -> bool:
         """Whether to send ids instead of data: not to a server that loses media (several API processes on one port)."""
         unreliable = self.misses >= _MIN_MISSES and self.misses > 0.2 * self.requests
-        return self.mode == "on" or (self.mode == "auto" and supported and not unreliable)
+        return supported and not unreliable
 
     def trusts(self, media: Collection[str]) -> bool:
         """Whether a request with these media may have ids."""

@@ -87,7 +87,7 @@ def check(
     health = check_reachable(config, timeout_s)
     template = load_template(config.template or "compare")
     longest = timeout_s if template.answer == "soft" else max(timeout_s, config.timeout_s or template.timeout_s)
-    config = replace(config, model=health.model, timeout_s=longest, patience_s=5.0)
+    config = replace(config, model=health.model, timeout_s=longest, deadline_s=5.0)
     _probe(config, health, bias_pairs)
     if known_answers and is_pairwise(template):
         _ask_known_answers(replace(config, timeout_s=max(longest, template.timeout_s)), health, clips)
@@ -124,10 +124,10 @@ def main(
 def check_reachable(config: JudgeConfig, timeout_s: float = 10.0) -> Health:
     """Check that servers are reachable and serve the model, without querying it. JudgeError if no endpoint does.
 
-    A server that is still loading (5xx) gets 30 s, or `config.patience_s` if that is less.
+    A server that is still loading (5xx) gets 30 s, or `config.deadline_s` if that is less.
     """
     validate(config)
-    busy_s = min(_BUSY_S, _BUSY_S if config.patience_s is None else config.patience_s)
+    busy_s = min(_BUSY_S, config.deadline_s or _BUSY_S)
     endpoints = [Endpoint(url, config) for url in config.endpoints]
     queries = [loop_thread().submit(_query_models(e, config, timeout_s, busy_s)) for e in endpoints]
     for query in queries:

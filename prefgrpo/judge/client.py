@@ -26,9 +26,11 @@ from prefgrpo.judge.endpoint import describe_error
 from prefgrpo.judge.loop import loop_thread
 from prefgrpo.judge.pool import HttpPool, SendError
 from prefgrpo.judge.template import Template, load_template, shipped_templates
-from prefgrpo.judge.verdict import Answer, Pair, PairJudge, Verdict, two_label_softmax
+from prefgrpo.judge.verdict import MIN_LABEL_MASS, Answer, Pair, PairJudge, Verdict, two_label_softmax
 
 _PATH = "/v1/chat/completions"
+MAX_PIXELS = 2048 * 2048
+"""Larger images are sent smaller."""
 _CUT = ("length", "abort", "content_filter", "error")
 """Finish reasons of a truncated answer."""
 T = TypeVar("T")
@@ -44,7 +46,7 @@ class JudgeClient:
         self.pool = HttpPool(config)
         self.users = 0
         self._first_model = ""
-        self.encodings = Encodings(lambda media: encode(media, config.image_format, config.max_pixels))
+        self.encodings = Encodings(lambda media: encode(media, config.image_format, MAX_PIXELS))
         self._asked: WeakKeyDictionary[Media, dict[_Key, _Shared]] = WeakKeyDictionary()
 
     def run(self, work: Coroutine[Any, Any, T]) -> Future[T]:
@@ -105,7 +107,7 @@ class JudgeClient:
             return Answer(None, str(error), time.monotonic() - start, retries=error.retries)
         answer = Answer(None, "", time.monotonic() - start, retries=reply.retries)
         try:
-            answer = read(template, reply.value, answer, self.config.min_label_mass)
+            answer = read(template, reply.value, answer)
         except answers.Unreadable as error:
             answer = replace(answer, reason=str(error))
         if answer.reason:
@@ -214,11 +216,11 @@ def first_choice(url: str, payload: bytes) -> tuple[dict[str, Any], str]:
     return choices[0], model if isinstance(model, str) else ""
 
 
-def read(template: Template, choice: Mapping[str, Any], answer: Answer, min_label_mass: float) -> Answer:
+def read(template: Template, choice: Mapping[str, Any], answer: Answer) -> Answer:
     """`answer`, filled in from a choice as the template specifies; Unreadable if the choice contains nothing usable."""
     if template.answer == "soft" and template.labels:
         first, second = answers.label_logprobs(choice, template.labels, template.variants)
-        value, reason = two_label_softmax(first, second, min_label_mass)
+        value, reason = two_label_softmax(first, second, MIN_LABEL_MASS)
         return replace(answer, value=value, reason=reason, raw=f"logp {first:.4f} {second:.4f}")
     message = choice.get("message")
     text = message.get("content") if isinstance(message, dict) else None

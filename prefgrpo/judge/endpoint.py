@@ -106,7 +106,7 @@ class Endpoint:
         self.refusal = ""
         """How /v1/models failed to return a list."""
         self.idle_since = math.inf
-        self.ids = MediaIds(config.media_ids)
+        self.ids = MediaIds()
         self.probe: asyncio.Task[None] | None = None
         self._describing: asyncio.Task[None] | None = None
 

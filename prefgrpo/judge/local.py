@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextTo
 
 from prefgrpo.data.media import Media
 from prefgrpo.judge.template import SOURCE, label_ids, load_template
-from prefgrpo.judge.verdict import JudgeError, Pair, PairJudge, Verdict, two_label_softmax
+from prefgrpo.judge.verdict import MIN_LABEL_MASS, JudgeError, Pair, PairJudge, Verdict, two_label_softmax
 
 _FAMILIES = ("qwen3_vl", "qwen2_5_vl")
 _SHARED_TOKENS = 64
@@ -44,7 +44,7 @@ class LocalJudge(PairJudge):
         device: str = "auto",
         *,
         pair_batch: int = 256,
-        min_label_mass: float = 0.01,
+        min_label_mass: float = MIN_LABEL_MASS,
         dtype: torch.dtype | None = None,
     ) -> None:
         """`model`: folder or hub id of a Qwen3-VL or Qwen2.5-VL checkpoint; run on a torch `device` in `dtype`

@@ -30,6 +30,7 @@ _BACKOFF_S = 0.25
 _LONGEST_PAUSE_S = 60.0
 _PAUSE_S, _LONGEST_SERVER_PAUSE_S = 0.5, 30.0
 _LONGEST_PROBE_PAUSE_S = 2.0
+RETRIES = 5
 PATIENCE_S = 600.0
 """How long to wait for unreachable servers if the configuration sets no limit."""
 
@@ -168,16 +169,19 @@ class Pool:
 class HttpPool:
     """Sends requests to the configured servers; `send` runs on the event loop."""
 
-    def __init__(self, config: JudgeConfig, *, openai: bool = True) -> None:
-        """`openai`: the servers list models in /v1/models, and must serve `config.model`. JudgeError for invalid
-        options."""
+    def __init__(
+        self, config: JudgeConfig, *, openai: bool = True, retries: int = RETRIES, patience_s: float | None = None
+    ) -> None:
+        """openai: the servers list models in /v1/models, and must serve `config.model`. retries: most retries of a
+        failed request. patience_s: how long requests wait while no server is reachable; None: the deadline of a step,
+        or PATIENCE_S without one. JudgeError for invalid options."""
         validate(config)
         self.config = config
         self.model = config.model
         self.root = ""
         self.endpoints = [Endpoint(url, config, openai) for url in config.endpoints]
-        patience_s = config.deadline_s or PATIENCE_S if config.patience_s is None else config.patience_s
-        self.pool = Pool(self.endpoints, config.concurrency, patience_s)
+        self.retries = retries
+        self.pool = Pool(self.endpoints, config.concurrency, patience_s or config.deadline_s or PATIENCE_S)
         self._turns = itertools.count()
 
     def close(self) -> None:
@@ -210,7 +214,7 @@ class HttpPool:
                 limits = (failure.most, failure.alone)
                 seen[limits] += 1
                 most = failure.most if self.pool.healthy(besides=endpoint) else min(limits)
-                give_up = failure.kind is Kind.GIVE_UP or seen[limits] >= most or retries >= self.config.retries
+                give_up = failure.kind is Kind.GIVE_UP or seen[limits] >= most or retries >= self.retries
                 if give_up:
                     given_up = f"gave up after {retries + 1} requests; the last one: " if retries else ""
                     raise SendError(f"{given_up}{failure}", retries) from failure

@@ -25,7 +25,7 @@ def open_judge(judge: JudgeConfig | Mapping[str, Any], template: str = "") -> Pa
     if config.backend == "local":
         from prefgrpo.judge.local import LocalJudge  # imports transformers
 
-        return LocalJudge(config.model, config.template, min_label_mass=config.min_label_mass)
+        return LocalJudge(config.model, config.template)
     from prefgrpo.judge.check import check  # imports aiohttp
     from prefgrpo.judge.client import HttpJudge
 

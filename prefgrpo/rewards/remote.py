@@ -30,7 +30,7 @@ from prefgrpo.rewards.wire import WireError, media_json, read_scores, request_js
 
 CHECK_S = 10.0
 """Timeout of the initial check of a server."""
-SHARED = ("timeout_s", "retries", "patience_s", "concurrency", "api_key_env")
+SHARED = ("timeout_s", "concurrency", "api_key_env")
 """Options shared with judges."""
 
 
@@ -64,7 +64,8 @@ class RemoteReward(PointwiseReward):
         options = {key: getattr(self, key) for key in SHARED}
         try:
             endpoints = [url] if isinstance(url, str) else list(url)
-            self._pool = HttpPool(section(JudgeConfig, {"endpoints": endpoints} | options, "judge"), openai=False)
+            config = section(JudgeConfig, {"endpoints": endpoints} | options, "judge")
+            self._pool = HttpPool(config, openai=False, retries=self.retries, patience_s=self.patience_s)
         except ConfigError as error:
             message = "; ".join(mistake.removeprefix("judge.") for mistake in error.mistakes)
             raise RewardError(f"options of reward '{name}': {message}") from error

@@ -152,7 +152,7 @@ def _local_judge(config: JudgeConfig, device: str) -> tuple[PairJudge, list[str]
     answers are wrong."""
     from prefgrpo.judge.local import LocalJudge
 
-    judge = LocalJudge(config.model, config.template, device, min_label_mass=config.min_label_mass)
+    judge = LocalJudge(config.model, config.template, device)
     pictures = [Media(np.full((64, 64, 3), colour, np.uint8)) for colour in ((220, 30, 30), (30, 60, 220))]
     verdict = judge.judge_group("a plain red picture", pictures, [(0, 1)])[0]
     advice = f"Expected a model that answers the template '{config.template}'; correct judge.model or judge.template"

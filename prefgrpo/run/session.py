@@ -54,8 +54,7 @@ FREE = (
     "train.steps", "train.lr", "train.max_grad_norm",
     "train.gradient_checkpointing", "checkpoint.every",
     "judge.endpoints", "judge.api_key_env", "judge.concurrency", "judge.timeout_s", "judge.deadline_s",
-    "judge.max_missing", "judge.strict", "judge.patience_steps", "judge.log", "judge.retries",
-    "judge.patience_s", "parallel.shard", "parallel.ulysses", "parallel.ring",
+    "judge.max_missing", "judge.strict", "judge.log", "parallel.shard", "parallel.ulysses", "parallel.ring",
 )  # fmt: skip
 """Fields that may differ in a resumed run: where and how it runs, and options that help after a stop."""
 FREE_OPTIONS = (
