@@ -328,7 +328,9 @@ class CheckpointConfig:
     """Saving."""
 
     every: PositiveInt = 20
-    """Training steps between checkpoints; the newest two are kept."""
+    """Training steps between checkpoints."""
+    keep: PositiveInt = 2
+    """Number of newest checkpoints to keep."""
 
 
 @dataclass(frozen=True, config=STRICT)

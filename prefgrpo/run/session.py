@@ -52,7 +52,7 @@ from prefgrpo.run.run_folder import RunFolder
 FREE = (
     "output", "name", "device", "trackers", "data.cache", "memory.offload",
     "train.steps", "train.lr", "train.max_grad_norm",
-    "train.gradient_checkpointing", "checkpoint.every",
+    "train.gradient_checkpointing", "checkpoint.every", "checkpoint.keep",
     "judge.endpoints", "judge.api_key_env", "judge.concurrency", "judge.timeout_s", "judge.deadline_s",
     "judge.max_missing", "judge.strict", "judge.log", "parallel.shard", "parallel.ulysses", "parallel.ring",
 )  # fmt: skip

@@ -54,8 +54,6 @@ from prefgrpo.run.trackers import open_trackers
 
 PATIENCE_STEPS = 3
 """Steps in a row whose verdicts are all the same, after which the run stops with a checkpoint."""
-KEEP = 2
-"""Newest checkpoints that a run keeps."""
 REASONS_SHOWN = 3
 """Reasons for missing rewards that a step prints, most frequent first; a run prints ten times as many."""
 
@@ -424,7 +422,7 @@ class TrainingLoop:
             "trained_s": self.session.trained_s,
             "prompts": fingerprint(self.rollouts.prompts),
         }
-        state, keep, product = self.policy.state_dict(), KEEP, self.product.name
+        state, keep, product = self.policy.state_dict(), self.config.checkpoint.keep, self.product.name
         try:
             checkpoint.save(
                 self.folder, done, state, meta, lambda f: self._export(f / product, copies), keep, self.world
