@@ -102,7 +102,7 @@ def settings(name: str, work: Work, folder: Path, steps: int, kind: str) -> dict
     return {
         "model": str(folder), "family": family, "output": str(folder / "runs"), "name": "ours", "device": "cpu",
         "dtype": "fp32", "data": data,
-        "reward": {"spec": "jpeg_compressibility"}, "rollout": rollout | sde, "train": train, "eval": {"every": 0},
+        "rewards": "jpeg_compressibility", "rollout": rollout | sde, "train": train, "eval": {"every": 0},
         "checkpoint": {"every": 10**6},
     }  # fmt: skip
 

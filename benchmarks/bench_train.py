@@ -81,7 +81,7 @@ def recipe(model: Path, work: Path, side: int, device: str, steps: int) -> Path:
     """Write the shipped recipe with the benchmark's changes to a file; returns its path."""
     changed = {
         "extends": str(RECIPE), "model": str(model), "output": str(work / "runs"), "name": f"at{side}",
-        "device": device, "reward": {"spec": "jpeg_compressibility"}, "eval": {"every": 0},
+        "device": device, "rewards": "jpeg_compressibility", "eval": {"every": 0},
         "data": {"prompts": str(work / "prompts.txt"), "cache": str(work / "cache")},
         "rollout": {
             "height": side, "width": side, "steps": 10, "window_high": 9, "window_size": 4, "prompts_per_step": 1,

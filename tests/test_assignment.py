@@ -50,27 +50,27 @@ class Pairs(GroupwiseReward):
 
 
 HERE = f"{__name__}."
-BOTH = {"spec": f"{HERE}Streamed:1,{HERE}Pairs:0.5"}
-ONLY = {"spec": f"{HERE}Streamed:1"}
+BOTH = f"{HERE}Streamed:1,{HERE}Pairs:0.5"
+ONLY = f"{HERE}Streamed:1"
 CELLS = {
-    "one prompt": {"rollout": {"prompts_per_step": 1, "batch_size": 1}, "reward": BOTH},
+    "one prompt": {"rollout": {"prompts_per_step": 1, "batch_size": 1}, "rewards": BOTH},
     "one prompt, two updates": {
-        "rollout": {"prompts_per_step": 1, "group_size": 8, "batch_size": 2}, "reward": BOTH,
+        "rollout": {"prompts_per_step": 1, "group_size": 8, "batch_size": 2}, "rewards": BOTH,
         "train": {"updates_per_rollout": 2},
     },
     "three prompts": {
-        "rollout": {"prompts_per_step": 3, "batch_size": 3}, "reward": BOTH,
+        "rollout": {"prompts_per_step": 3, "batch_size": 3}, "rewards": BOTH,
         "train": {"updates_per_rollout": 2, "kl_coef": 0.3},
     },
-    "two sizes": {"rollout": {"prompts_per_step": 3, "batch_size": 3}, "reward": BOTH, "data": {"own_sizes": True}},
-    "no signal": {"rollout": {"prompts_per_step": 4}, "reward": ONLY, "tied": (1, 3)},
+    "two sizes": {"rollout": {"prompts_per_step": 3, "batch_size": 3}, "rewards": BOTH, "data": {"own_sizes": True}},
+    "no signal": {"rollout": {"prompts_per_step": 4}, "rewards": ONLY, "tied": (1, 3)},
     "part of a batch": {
-        "rollout": {"prompts_per_step": 5, "batch_size": 8}, "reward": ONLY, "tied": (0, 4),
+        "rollout": {"prompts_per_step": 5, "batch_size": 8}, "rewards": ONLY, "tied": (0, 4),
         "train": {"updates_per_rollout": 2},
     },
-    "whole groups": {"rollout": {"prompts_per_step": 3, "batch_size": 3}, "reward": ONLY, "tied": (1,), "whole": True},
+    "whole groups": {"rollout": {"prompts_per_step": 3, "batch_size": 3}, "rewards": ONLY, "tied": (1,), "whole": True},
     "equal forwards": {
-        "rollout": {"prompts_per_step": 3, "batch_size": 3}, "reward": ONLY, "equal": True,
+        "rollout": {"prompts_per_step": 3, "batch_size": 3}, "rewards": ONLY, "equal": True,
         "train": {"updates_per_rollout": 2, "kl_coef": 0.3}, "eval": {"every": 1},
     },
 }  # fmt: skip

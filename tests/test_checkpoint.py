@@ -94,11 +94,14 @@ def test_a_file_that_is_not_whole_is_seen(tmp_path, name, damage):
 def judged(place: Path, name: str, **over) -> Path:
     """Recipe with everything that resuming must restore: EMA, KL, warm-up, windows, several updates, a judge."""
     full = {
-        "reward": {"spec": "vlm_pairwise:1,jpeg_compressibility:0.5"},
-        "judge": {"backend": "local", "model": str(JUDGE), "template": "caption_match", "log": True},
+        "rewards": [
+            {"name": "vlm_pairwise", "options": {"template": "caption_match"}},
+            {"name": "jpeg_compressibility", "weight": 0.5},
+        ],
+        "judge": {"backend": "local", "model": str(JUDGE), "log": True},
         "rollout": {"steps": 4, "window_size": 2, "prompts_per_step": 2},
         "train": {"steps": 5, "ema_decay": 0.7, "kl_coef": 0.1, "warmup_steps": 3, "updates_per_rollout": 2},
-        "eval": {"judge": True, "final_prompts": str(place / "dev.txt")},
+        "eval": {"rewards": "vlm_pairwise,jpeg_incompressibility", "final_prompts": str(place / "dev.txt")},
     }
     return recipe(place, name, **merged(full, over))
 

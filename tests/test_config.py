@@ -68,7 +68,7 @@ def test_any_valid_configuration_survives_its_file(tmp_path_factory, data):
 
 @pytest.mark.parametrize("text", ["1e5", "1.e-4", "+1e5", ".5e3", "yes", "~", "0x1F", "12:30", "\x85"])
 def test_text_that_looks_like_another_value_survives_the_file(tmp_path, text):
-    config = from_dict(GOOD | {"name": text, "reward": {"options": {"clip": {"model": text}}}})
+    config = from_dict(GOOD | {"name": text, "rewards": [{"name": "clip", "options": {"model": text}}]})
     (tmp_path / "run.yaml").write_text(to_yaml(to_dict(config)), encoding="utf-8")
     assert load(tmp_path / "run.yaml") == config
 

@@ -14,7 +14,7 @@ from tiny_run import rows, start
 
 from prefgrpo.config.loading import load
 from prefgrpo.data.media import Media
-from prefgrpo.rewards import build, parse_reward_spec
+from prefgrpo.rewards import build
 from prefgrpo.rewards.base import Sample
 from scripts.demo_world import text
 from scripts.demo_world.text import Letters
@@ -91,9 +91,8 @@ def test_the_ocr_package_reads_clean_drawings():
 
 def test_the_check_is_never_the_reward(root):
     config = load(root / "scripts/demo/ocr.yaml")
-    assert [*parse_reward_spec(config.reward.spec)] == ["ocr"]
-    assert [*parse_reward_spec(config.eval.spec)] == ["ocr", LETTERS]
-    assert config.reward.options == config.eval.options
+    assert [entry.name for entry in config.rewards] == ["ocr"]
+    assert [entry.name for entry in config.measured] == ["ocr", LETTERS] and config.measured[0] == config.rewards[0]
 
 
 def test_one_step_and_its_evaluation(root, tmp_path):

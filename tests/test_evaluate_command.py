@@ -16,6 +16,8 @@ from prefgrpo.commands.evaluate import _write_comparison
 from prefgrpo.run.evaluate import MIN_PROMPTS, summarise, verdict
 from prefgrpo.run.metrics import eval_line
 
+MEASURED = ["--eval.rewards", "jpeg_incompressibility"]
+
 
 class Indifferent(JudgeServer):
     """A judge that tells uniformly coloured images apart and calls all other pairs ties."""
@@ -39,7 +41,7 @@ def place(tmp_path_factory, servers):
     over = {
         "judge": {"endpoints": [servers[0].url]},
         "train": {"ema_decay": 0.5, "steps": 3},
-        "eval": {"samples_per_prompt": 2, "judge": True, "every": 1},
+        "eval": {"samples_per_prompt": 2, "rewards": "vlm_pairwise,jpeg_incompressibility", "every": 1},
         "checkpoint": {"every": 1, "keep": 3},
     }
     for name, seed in (("one", 0), ("two", 1)):
@@ -93,14 +95,14 @@ def test_checkpoints_weights_and_runs_are_told_apart(place, evaluate):
     """Live and EMA weights differ, and so do checkpoints and runs; anything against itself is a tie."""
     shown = []
     for target, weights in (("one", "ema"), ("one", "live"), ("one/checkpoints/step_000002", "live"), ("two", "live")):
-        own = ["--eval.judge", "false", "--weights", weights, "--seed", "0"]
+        own = [*MEASURED, "--weights", weights, "--seed", "0"]
         code, output, found = evaluate(target, *own, "--against", place / "runs" / target, "--against-weights", weights)
         assert code == 0, output
         rate = found["win_rates"]["dev/win_jpeg_incompressibility"]
         assert rate["rate"] == rate["low"] == rate["high"] == 0.5 and rate["verdict"].startswith("inconclusive")
         shown.append(found["means"]["dev/jpeg_incompressibility"]["now"])
     assert len(set(shown)) == 4
-    code, output, found = evaluate("one", "--eval.judge", "false", "--against", place / "runs/two", "--seed", "0")
+    code, output, found = evaluate("one", *MEASURED, "--against", place / "runs/two", "--seed", "0")
     mean = found["means"]["dev/jpeg_incompressibility"]
     assert code == 0 and mean["now"] == shown[0] and mean["against"] not in shown
     assert (place / "runs/one/evaluations/step_000003_ema/against_two_step_000003_ema").is_dir()
@@ -130,7 +132,7 @@ def test_a_second_judge_is_asked_in_both_orders(place, servers, evaluate):
 @pytest.mark.dist
 def test_ranks_share_the_prompts(place):
     target = place / "runs/one"
-    options = ["--eval.judge", "false", "--out", str(place / "ranks")]
+    options = [*MEASURED, "--out", str(place / "ranks")]
     both = ranks(target, 2, *options, command="evaluate")
     assert [run.wait(600) for run in both] == [0, 0], both[0].output
     found, known = json.loads((place / "ranks/comparison.json").read_text()), last(place, "one")
@@ -196,7 +198,7 @@ def test_what_cannot_be_evaluated(place, evaluate, capsys):
         assert code == 2 and message in output and "Traceback" not in output, output
     code, output = attempt(capsys, "evaluate", place / "flux", "--prompts", place / "dev.txt", "--weights", "ema")
     assert code == 2 and "is not a run, so it has no EMA weights" in output
-    options = ["--output", place / "runs", "--eval.judge", "false", "--eval.spec", "jpeg_incompressibility"]
+    options = ["--output", place / "runs", *MEASURED]
     sizes = ["--rollout.height", 16, "--rollout.width", 16, "--rollout.steps", 3, "--dtype", "fp32"]
     options += ["--prompts", place / "dev.txt", "--against", place / "runs/one", "--data.max-length", 24]
     code, output = attempt(capsys, "evaluate", place / "flux", *options, *sizes)

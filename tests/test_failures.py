@@ -28,7 +28,7 @@ from prefgrpo.run.trainer import TrainingLoop
 
 pytestmark = pytest.mark.dist
 SHORT = {"eval": {"every": 0}, "checkpoint": {"every": 1}}
-REWARD = {"spec": f"{__name__}.{Brightness.__name__}"}
+REWARD = f"{__name__}.{Brightness.__name__}"
 """Named by this file, so that torchrun's workers import it and get the fault."""
 
 
@@ -81,7 +81,7 @@ CAUSES = {
 @pytest.mark.full
 @pytest.mark.parametrize("kind", CAUSES)
 def test_torchrun_ends_all_within_a_minute_and_says_why(place, kind):
-    at, file = place / f"{kind}.at", recipe(place, kind, reward=REWARD, **SHORT)
+    at, file = place / f"{kind}.at", recipe(place, kind, rewards=REWARD, **SHORT)
     run = launched(file, FAULT=kind, FAULT_AT=str(at))
     ended = run.wait(600)
     seconds, output = time.time() - float(at.read_text()), file.with_suffix(".log").read_text()
@@ -91,7 +91,7 @@ def test_torchrun_ends_all_within_a_minute_and_says_why(place, kind):
 
 @pytest.mark.full
 def test_what_torchrun_restarts_is_resumed(place):
-    options = {"reward": REWARD, **SHORT}
+    options = {"rewards": REWARD, **SHORT}
     all_end(ranks(recipe(place, "straight", **options), 2))
     at, file = place / "restarted.at", recipe(place, "restarted", **options)
     run = launched(file, "--max_restarts", "1", FAULT="dies", FAULT_AT=str(at))

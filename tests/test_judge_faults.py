@@ -186,7 +186,7 @@ def test_the_check_asks_every_server_and_measures_position_bias(tmp_path):
         assert f"{good.url}: ok, serves {MODEL}" in health.summary()
         assert health.position_bias == pytest.approx(1 / (1 + np.exp(-3)))
         good.fault, good.delay_s = "", 1.0
-        text_judge = check(JudgeConfig((good.url,), template=str(text)), timeout_s=0.4)
+        text_judge = check(JudgeConfig((good.url,)), str(text), timeout_s=0.4)
         assert text_judge.probe_p_first == 0.0, "judges that write text get more time"
 
 

@@ -152,7 +152,7 @@ def test_judge_check_names_the_fault(template, fault, capsys):
         assert check_module.main((server.url,), template=template, bias_pairs=0) == 1
         assert fault in capsys.readouterr().out
         with pytest.raises(JudgeError, match=fault):
-            check(JudgeConfig((server.url,), template=template, strict=True), known_answers=True)
+            check(JudgeConfig((server.url,), strict=True), template, known_answers=True)
 
 
 def test_a_bad_server_of_two_is_named():
@@ -162,9 +162,7 @@ def test_a_bad_server_of_two_is_named():
         assert health.known_answers == "known answers: 8 of 8 pairs, 0 of 8 pairs right"
         assert f"{bad.url}: '{MODEL}' always answers the same" in health.alarm and good.url not in health.alarm
         bad.answer = lambda bright, text: {"Yes": 0.9, "No": 0.1}
-        assert check(JudgeConfig((bad.url,), template="consistency"), known_answers=True).known_answers == "", (
-            "not a comparison"
-        )
+        assert check(JudgeConfig((bad.url,)), "consistency", known_answers=True).known_answers == "", "not a comparison"
 
 
 # ---- a run ----------------------------------------------------------------------------------------------------------
@@ -172,7 +170,7 @@ def test_a_bad_server_of_two_is_named():
 
 def judged(url, **over):
     base = {
-        "reward": {"spec": "vlm_pairwise"}, "judge": {"endpoints": [url]}, "eval": {"every": 0}, "train": {"steps": 6},
+        "rewards": "vlm_pairwise", "judge": {"endpoints": [url]}, "eval": {"every": 0}, "train": {"steps": 6},
         "rollout": {"prompts_per_step": 4, "batch_size": 8},
     }  # fmt: skip
     return merged(base, over)

@@ -56,13 +56,13 @@ def serving(model, port):
     line = ["judge", "serve", model, "--vllm", VLLM, "--port", str(port), "--name", "tiny", "--cpu"]
     line += ["--vision-tokens", "4", "--max-model-len", "2048", "--extra=--dtype float32"]
     server = subprocess.Popen([sys.executable, "-m", "prefgrpo", *line], start_new_session=True)
-    config = JudgeConfig((f"http://127.0.0.1:{port}",), template="caption_match")
+    config = JudgeConfig((f"http://127.0.0.1:{port}",))
     try:
         end = time.monotonic() + 240
         while True:
             assert server.poll() is None, f"vLLM ended with code {server.returncode}"
             try:
-                assert "ok, serves tiny" in check(config, timeout_s=120.0).summary()
+                assert "ok, serves tiny" in check(config, "caption_match", timeout_s=120.0).summary()
                 break
             except JudgeError:
                 assert time.monotonic() < end
@@ -81,8 +81,8 @@ def port(model):
 
 
 def judge(port, **changes):
-    base = {"endpoints": (f"http://127.0.0.1:{port}",), "template": "caption_match"}
-    return HttpJudge(JudgeConfig(**{**base, "image_format": "webp", **changes}))
+    base = {"endpoints": (f"http://127.0.0.1:{port}",), "image_format": "webp"}
+    return HttpJudge(JudgeConfig(**{**base, **changes}), "caption_match")
 
 
 def group(size=8):

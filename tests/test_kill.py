@@ -34,7 +34,7 @@ class Brighter(GroupwiseReward):
 
 COMMON = {
     "rollout": {"batch_size": 2},
-    "reward": {"spec": f"{__name__}.Brighter"},
+    "rewards": f"{__name__}.Brighter",
     "eval": {"every": 1, "max_prompts": 2},
     "checkpoint": {"every": 1, "keep": 2},
 }

@@ -309,8 +309,8 @@ class OnlyTheFirstIsAsked(Brightness):
 @pytest.mark.dist
 def test_a_run_of_context_parallel_processes(run_place):
     """Rewards, evaluation and exported weights match a single process: each sample is scored and counted once."""
-    spec = {"reward": {"spec": f"{__name__}.OnlyTheFirstIsAsked"}}
-    spec["eval"] = {"spec": f"{__name__}.OnlyTheFirstIsAsked", "every": 2}
+    spec = {"rewards": f"{__name__}.OnlyTheFirstIsAsked"}
+    spec["eval"] = {"rewards": f"{__name__}.OnlyTheFirstIsAsked", "every": 2}
     all_end(ranks(recipe(run_place, "cp", parallel={"ulysses": 2}, **spec), 2), seconds=600)
     assert train(recipe(run_place, "alone", **spec))[0] == 0
     got, want = (rows(run_place / "runs" / name) for name in ("cp", "alone"))

@@ -303,7 +303,7 @@ QUICK = ("nft",)
 
 def options(name, **train):
     return {
-        "reward": {"spec": f"{__name__}.Judged"},
+        "rewards": f"{__name__}.Judged",
         "train": {"steps": 3, "lr": 1e-3, "objective": name, "objective_options": RUNS[name], **train},
         "rollout": {"prompts_per_step": 2, "batch_size": 3},
         "eval": {"every": 0},
@@ -468,7 +468,7 @@ MISTAKES = {
         {"objective": "nft", "objective_options": {"beto": 1}},
         "objective_options.beto: unknown key; did you mean 'train.objective_options.beta'?",
     ),
-    "pairs": ({"objective": "soft_dpo"}, "reward.spec: soft_dpo trains on comparisons: expected a pairwise reward"),
+    "pairs": ({"objective": "soft_dpo"}, "rewards: soft_dpo trains on comparisons: expected a pairwise reward"),
     "slices": (
         {"objective": "dpo", "updates_per_rollout": 2, "update_slices": "members"},
         "train.updates_per_rollout: dpo compares the members of a group: expected update_slices: prompts",

@@ -147,8 +147,8 @@ def test_encodings_of_one_medium_at_once_do_not_mix():
 
 
 def run(place, name, url=""):
-    reward = {"spec": JPEG} | ({"options": {JPEG: {"url": url, "patience_s": 2.0}}} if url else {})
-    return recipe(place, name, reward=reward, judge={"deadline_s": 3.0}, train={"steps": 3}), place / "runs" / name
+    rewards = [{"name": JPEG, "options": {"url": url, "patience_s": 2.0} if url else {}}]
+    return recipe(place, name, rewards=rewards, judge={"deadline_s": 3.0}, train={"steps": 3}), place / "runs" / name
 
 
 @pytest.mark.full

@@ -222,7 +222,7 @@ def test_flex_categories_by_name_whatever_their_numbering(server):
         ', {"name": "x", "cat_winner": 7}]}'
     )
     reward = build("unifiedreward_flex", {"unifiedreward_flex": {"judge": HttpJudge(JudgeConfig(
-        endpoints=(server.url,), template="flex", image_format="png"))}})["unifiedreward_flex"]  # fmt: skip
+        endpoints=(server.url,), image_format="png"), "flex")}})["unifiedreward_flex"]  # fmt: skip
     found = reward.score_group([Sample("a cat", grey(level)) for level in (40, 130, 200)], 0)
     assert [s.parts for s in found.scores] == [
         {"overall": 0.5, "category/look": r, "categories": r} for r in (0.0, 0.5, 1.0)

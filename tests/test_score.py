@@ -325,9 +325,9 @@ def test_a_judge_and_a_served_reward(place, tmp_path, capsys):
 
 def test_a_judge_in_this_process_scores_a_folder(place, tmp_path):
     options = tmp_path / "options.yaml"
-    judge = {"backend": "local", "template": "caption_match"}
+    judge = {"backend": "local"}
     judge["model"] = str(Path(prefgrpo.__file__).parent / "tiny" / "assets" / "judge")
-    options.write_text(json.dumps({"vlm_pairwise": {"judge": judge}}))
+    options.write_text(json.dumps({"vlm_pairwise": {"judge": judge, "template": "caption_match"}}))
     table = prompts(tmp_path)
     more = ["--options", options, "--out", tmp_path / "o.json"]
     found = run(*arguments("vlm_pairwise", place / "images", table, *more))

@@ -64,7 +64,7 @@ def put(one, values):
 
 def test_the_samples_are_those_of_older_weights_and_the_ratio_is_to_them(trainer):
     over = {"train": {"steps": 5, "lr": 1e-2, "clip_range": 2e-4}, "checkpoint": {"every": 3}, "eval": {"every": 0}}
-    over["reward"] = {"spec": BRIGHTNESS}
+    over["rewards"] = BRIGHTNESS
     one, plain = trainer("ahead", rollout=STALE, **over), trainer("plain", **over)
     seen = recorded(one)
     found = rows(one.folder.root)
@@ -96,7 +96,7 @@ SAME = {
 def test_where_no_weight_moves_nothing_changes(trainer, case):
     found = []
     for staleness in (0, 1):
-        over = {"rollout": {"staleness": staleness}, "checkpoint": {"every": 3}, "reward": {"spec": BRIGHTNESS}}
+        over = {"rollout": {"staleness": staleness}, "checkpoint": {"every": 3}, "rewards": BRIGHTNESS}
         one = trainer(f"{case}{staleness}", train={"steps": 4, "lr": 1e-30} | SAME[case], **over)
         one.run()
         found.append(rows(one.folder.root))
@@ -140,7 +140,7 @@ def test_the_next_samples_are_made_before_the_scores_are_there(trainer, monkeypa
     events, time = [], [0.0]
     monkeypatch.setattr(trainer_module, "Clock", lambda: Clock(now=lambda: time[0]))
     over = {"judge": {"deadline_s": 60, "timeout_s": 60}, "eval": {"every": 0}, "checkpoint": {"every": 20}}
-    one = trainer("late", rollout=STALE, train={"steps": STEPS}, reward={"spec": f"{HERE}OneStepLate"}, **over)
+    one = trainer("late", rollout=STALE, train={"steps": STEPS}, rewards=f"{HERE}OneStepLate", **over)
 
     def noted(owner, name, what, seconds):
         true = getattr(owner, name)
@@ -179,7 +179,7 @@ def test_a_resumed_run_is_the_one_that_was_not_stopped(trainer, place):
         if step == 3:
             raise OSError("lost")
 
-    over = {"rollout": STALE, "train": {"steps": 5, "ema_decay": 0.5}, "reward": {"spec": BRIGHTNESS}}
+    over = {"rollout": STALE, "train": {"steps": 5, "ema_decay": 0.5}, "rewards": BRIGHTNESS}
     trainer("straight", **over).run()
     with pytest.raises(OSError, match="lost"):
         trainer("stopped", callbacks=Callbacks(on_step=lost), **over).run()
@@ -225,7 +225,7 @@ def test_what_needs_samples_of_the_present_weights_is_refused(place):
 @pytest.mark.full
 def test_two_processes_are_one(trainer, place):
     """Groups span the processes: both make the next samples ahead, but neither does so across the checkpoint."""
-    over = {"rollout": STALE | {"prompts_per_step": 3, "batch_size": 2}, "reward": {"spec": BRIGHTNESS}}
+    over = {"rollout": STALE | {"prompts_per_step": 3, "batch_size": 2}, "rewards": BRIGHTNESS}
     over["train"] = {"steps": 4, "lr": 1e-3, "updates_per_rollout": 2, "kl_coef": 0.1}
     over["checkpoint"] = {"every": 3}
     trainer("one", **over).run()

@@ -55,7 +55,7 @@ HERE = f"{__name__}."
 
 EXACT = {
     "plain": {},
-    "bright": {"reward": {"spec": BRIGHTNESS}},
+    "bright": {"rewards": BRIGHTNESS},
     "ema": {"train": {"ema_decay": 0.9}},
     "kl": {"train": {"kl_coef": 0.5}},
     "window": {"rollout": {"steps": 6, "window_low": 1, "window_high": 5, "window_size": 2}},
@@ -102,7 +102,7 @@ def test_the_first_update_is_on_policy_to_the_last_bit(trainer, case):
 
 REUSE = {
     "plain": {},
-    "kl, tied groups": {"train": {"kl_coef": 0.5}, "reward": {"spec": "HalfTied"}},
+    "kl, tied groups": {"train": {"kl_coef": 0.5}, "rewards": "HalfTied"},
     "two updates, guard": {"train": {"updates_per_rollout": 2, "objective": "grpo_guard"}},
     "checkpointing, full": {"train": {"gradient_checkpointing": 1.0, "lora_rank": 0, "lr": 1e-4}},
 }
@@ -115,8 +115,8 @@ def test_reusing_the_forward_of_the_rollout_changes_no_bit(trainer, case):
     for reuse in (True, False):
         over = {"eval": {"every": 0}} | REUSE[case]
         over["train"] = {"steps": 2} | over.get("train", {}) | {"reuse_rollout_forward": reuse}
-        if "reward" in over:
-            over["reward"] = {"spec": f"{HERE}{over['reward']['spec']}"}
+        if "rewards" in over:
+            over["rewards"] = f"{HERE}{over['rewards']}"
         one, forwards = trainer(name=f"{case} {reuse}", **over), []
         one.adapter.transformer.register_forward_pre_hook(lambda *_, forwards=forwards: forwards.append(1))
         one.run()
@@ -154,7 +154,7 @@ PLAIN_FORMULA = {
 @pytest.mark.parametrize("case", PLAIN_FORMULA)
 def test_the_gradient_of_an_update_is_that_of_the_plain_formula(trainer, case):
     """Autograd through the objective as written in the papers, on the stored latents, sample by sample."""
-    one = trainer(reward={"spec": BRIGHTNESS}, eval={"every": 0}, **PLAIN_FORMULA[case])
+    one = trainer(rewards=BRIGHTNESS, eval={"every": 0}, **PLAIN_FORMULA[case])
     c = one.config
     moved(one)
     batches = collect(one, 0)
@@ -203,7 +203,7 @@ def test_every_image_goes_to_its_own_prompt_and_group(trainer):
 
 def test_groups_without_any_signal_change_nothing(trainer):
     """If all rewards are equal there is no forward, no update (also no weight decay or EMA), and the run finishes."""
-    one = trainer(reward={"spec": f"{HERE}Constant"}, train={"steps": 3, "weight_decay": 0.5, "ema_decay": 0.5})
+    one = trainer(rewards=f"{HERE}Constant", train={"steps": 3, "weight_decay": 0.5, "ema_decay": 0.5})
     before = [p.detach().clone() for p in one.policy.params]
     around_loss(one, None)  # any replayed sample would call it and fail
     one.run()
@@ -220,7 +220,7 @@ def test_a_tied_group_costs_no_forward_and_stays_in_the_mean(trainer, batch_size
     The ratio is exact if each batch holds one group; a batch of two groups (8) is replayed at half its size.
     """
     over = {"train": {"steps": 1}, "eval": {"every": 0}, "rollout": {"batch_size": batch_size}}
-    one = trainer(reward={"spec": f"{HERE}HalfTied"}, **over)
+    one = trainer(rewards=f"{HERE}HalfTied", **over)
     seen = []
     around_loss(one, lambda loss, train, new, adv, n: seen.append((len(adv), n)) or loss(train, new, adv, n))
     one.run()
@@ -233,7 +233,7 @@ def test_a_tied_group_costs_no_forward_and_stays_in_the_mean(trainer, batch_size
 
 
 def test_a_missing_reward_is_left_out_of_its_group(trainer):
-    one = trainer(reward={"spec": f"{HERE}OneMissing"}, judge={"max_missing": 0.2}, eval={"every": 0})
+    one = trainer(rewards=f"{HERE}OneMissing", judge={"max_missing": 0.2}, eval={"every": 0})
     batches = collect(one, 0)
     assert len(batches) == 2
     scores = one.scorer.finish()
@@ -249,7 +249,7 @@ def test_a_missing_reward_is_left_out_of_its_group(trainer):
     [("Mostly", 38, "the reward returned nan"), ("TooFew", 100, "expected one Score for each of 8 samples, got 1")],
 )
 def test_too_many_missing_rewards_stop_with_a_checkpoint(trainer, name, share, reason):
-    one = trainer(name=name, reward={"spec": f"{HERE}{name}"}, eval={"every": 0})
+    one = trainer(name=name, rewards=f"{HERE}{name}", eval={"every": 0})
     with pytest.raises(TrainingStopped) as caught:
         one.run()
     told = str(caught.value)
@@ -274,10 +274,9 @@ def test_updates_share_the_prompts_not_the_samples(trainer, place):
 
 def test_monitors_are_logged_and_not_trained_on(trainer):
     """A reward of weight 0 affects only its own metrics."""
-    alone = trainer(name="alone", train={"steps": 2}, reward={"spec": "jpeg_compressibility"})
+    alone = trainer(name="alone", train={"steps": 2}, rewards="jpeg_compressibility")
     alone.run()
-    spec = {"spec": f"jpeg_compressibility:1,{HERE}Mostly:0"}
-    both = trainer(name="both", train={"steps": 2}, reward=spec)
+    both = trainer(name="both", train={"steps": 2}, rewards=f"jpeg_compressibility:1,{HERE}Mostly:0")
     both.run()
     for a, b in zip(rows(alone.folder.root), rows(both.folder.root), strict=True):
         assert a == {k: v for k, v in b.items() if "Mostly" not in k}

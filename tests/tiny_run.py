@@ -53,9 +53,9 @@ BASE: dict[str, Any] = {
     "trackers": [],
     "data": {"max_length": 24},
     "rollout": {"height": 16, "width": 16, "steps": 3, "prompts_per_step": 2, "group_size": 4, "batch_size": 4},
-    "reward": {"spec": "jpeg_compressibility"},
+    "rewards": "jpeg_compressibility",
     "train": {"steps": 4, "lora_rank": 4, "lora_alpha": 6, "lr": 1e-2, "clip_range": 1e-5},
-    "eval": {"every": 2, "spec": "jpeg_incompressibility", "judge": False},
+    "eval": {"every": 2, "rewards": "jpeg_incompressibility"},
     "checkpoint": {"every": 2},
 }
 """A run of 4 steps of 2 × 4 images; LoRA alpha differs from its rank."""
@@ -97,7 +97,7 @@ class Brightness(PointwiseReward):
 
 
 BRIGHTNESS = f"{__name__}.Brightness"
-"""The name of `Brightness` in `reward.spec`."""
+"""The name of `Brightness` in `rewards`."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from importlib import import_module
 from inspect import Parameter, Signature, signature
 from itertools import takewhile
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import tyro
 import yaml
@@ -25,6 +25,7 @@ import yaml
 from prefgrpo import __version__
 from prefgrpo.config.loading import differences, flat_fields, load, parse, recipe_values
 from prefgrpo.config.recipe import ConfigError, Loader, UserError, merge
+from prefgrpo.config.rewards import RewardEntry
 from prefgrpo.config.schema import MODEL_VALUES, Config
 
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -46,8 +47,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
 
 FIELDS = {
     "train": "model name output seed data.prompts rollout.height rollout.width rollout.steps rollout.guidance "
-    "rollout.prompts_per_step rollout.group_size rollout.batch_size judge.model judge.endpoints judge.template "
-    "reward.spec train.steps train.lr train.lora_rank train.gradient_checkpointing eval.every eval.prompts "
+    "rollout.prompts_per_step rollout.group_size rollout.batch_size judge.model judge.endpoints "
+    "rewards train.steps train.lr train.lora_rank train.gradient_checkpointing eval.every eval.prompts "
     "checkpoint.every",
     "preprocess": "model family seed dtype device data.* rollout.height rollout.width rollout.frames rollout.guidance "
     "rollout.source_area eval.every eval.prompts eval.final_prompts eval.holdout eval.max_prompts eval.height "
@@ -57,8 +58,8 @@ FIELDS = {
     "eval.steps memory.*",
     "evaluate": "seed dtype device data.cache rollout.height rollout.width rollout.frames rollout.steps "
     "rollout.guidance* rollout.batch_size judge.backend judge.model judge.endpoints judge.concurrency "
-    "eval.prompts eval.samples_per_prompt eval.max_prompts eval.height eval.width eval.steps eval.spec eval.options "
-    "eval.judge memory.* parallel.*",
+    "eval.prompts eval.samples_per_prompt eval.max_prompts eval.height eval.width eval.steps eval.rewards "
+    "memory.* parallel.*",
 }
 """Configuration fields that --help shows: the most common ones for `train`, for other commands those they use."""
 
@@ -221,7 +222,7 @@ def _help_section(values: Any, shown: Sequence[str], prefix: str = "") -> Any:
             section = _help_section(default, shown, f"{prefix}{name}.")
             out += [(name, section, field(default_factory=section))] if fields(section) else []
         elif any(fnmatch(prefix + name, pattern) for pattern in shown):
-            as_text = isinstance(default, dict)
+            as_text = isinstance(default, dict) or RewardEntry in get_args(kind)
             help_ = tyro.conf.arg(help=" ".join(info.description.split()), metavar="YAML" if as_text else None)
             out.append((name, Annotated[str if as_text else kind, help_], field(default="" if as_text else default)))
     return make_dataclass(type(values).__name__, out, namespace={"__doc__": values.__doc__})

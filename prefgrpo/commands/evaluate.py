@@ -1,7 +1,7 @@
 """`prefgrpo evaluate RUN|MODEL`: a published suite's table, or a checkpoint compared with its base or another model.
 
 Without a suite, both sides render the run's held-out prompts from the noise of its own evaluation and are compared by
-the rewards of eval.spec, by the run's judge and by an optional second one, each in both orders. Existing files and
+the rewards of eval.rewards, by the run's judge and by an optional second one, each in both orders. Existing files and
 judge answers are reused, so the same command continues a killed evaluation. Invariant: a folder holds files of a single
 evaluation (weights, prompts, noise and sizes); any other evaluation refuses it.
 """
@@ -24,20 +24,19 @@ import yaml
 
 from prefgrpo.commands.generate import Job, Weights, check_writing, generate_files, make_jobs
 from prefgrpo.commands.score import score_files
-from prefgrpo.config.loading import load, section
+from prefgrpo.config.loading import load
 from prefgrpo.config.recipe import ConfigError, Loader, read_yaml
-from prefgrpo.config.schema import Config, JudgeConfig
+from prefgrpo.config.rewards import RewardEntry
+from prefgrpo.config.schema import Config
 from prefgrpo.data.atomic import write_atomic
 from prefgrpo.data.file_names import Generated, read_media
 from prefgrpo.data.prompts import Prompt, fingerprint, prompt_sets, read_prompts
-from prefgrpo.judge.verdict import PairJudge
 from prefgrpo.models import family_of
 from prefgrpo.parallel import world as parallel
 from prefgrpo.parallel.world import World
 from prefgrpo.report import write_report
-from prefgrpo.rewards import build, load_class
-from prefgrpo.rewards.base import PointwiseReward
-from prefgrpo.rewards.functions import FunctionPairwise
+from prefgrpo.rewards import build
+from prefgrpo.rewards.pairwise import VlmPairwise
 from prefgrpo.rewards.scorer import Scorer
 from prefgrpo.rollout.render import sample
 from prefgrpo.rollout.sampling import eval_sampling
@@ -250,10 +249,11 @@ def _suite(side: Side, name: Name, file: str, out: Path, samples: int, question:
         raise ConfigError([f"--prompts: expected {suite.source}"])
     prompts = suite.read(Path(file))[: config.eval.max_prompts or None]
     sample_files = suite.sample_files(prompts, samples, out, ".mp4" if clips else ".png")
-    options = suite.options(config.eval.options.get(suite.reward, {}), question)
+    entry = next((e for e in config.measured if e.name == suite.reward), RewardEntry(suite.reward or "none"))
+    options = suite.options(entry.options, question)
     check_writing(config, out, samples or 1, fps)
     jobs = make_jobs(sample_files, shared=suite.shares_files)
-    rewards = _suite_reward(config, suite, options, world)  # fails before anything is generated
+    rewards = _suite_reward(config, replace(entry, options=options), suite, world)  # fails before anything is generated
     names = "\n".join(str(job.file.relative_to(out)) for job in jobs)
     facts = {"suite": name, "files": hashlib.sha256(names.encode()).hexdigest()}
     facts |= _provenance(side, prompts, samples, fps)
@@ -276,14 +276,11 @@ def _suite(side: Side, name: Name, file: str, out: Path, samples: int, question:
         return _report(suite.results(files, scores, options), facts, out, name)
 
 
-def _suite_reward(config: Config, suite: Suite, options: Mapping[str, Any], world: World) -> dict[str, Any]:
+def _suite_reward(config: Config, entry: RewardEntry, suite: Suite, world: World) -> dict[str, Any]:
     """The suite's reward by name, {} if it has none."""
     if not suite.reward:
         return {}
-    own = dict(options)
-    if load_class(suite.reward).judged and "url" not in own:
-        own |= {"judge": judging.judge_config(config, suite.reward, own, world)}
-    return build(suite.reward, {suite.reward: own})
+    return build(suite.reward, {suite.reward: judging.reward_options(config, entry, world)})
 
 
 def _report(results: Results, facts: Mapping[str, Any], out: Path, name: str) -> int:
@@ -314,17 +311,15 @@ def _compare_sides(side: Side, other: Side, prompts: str, out: Path, judge2: str
     samples, most = config.eval.samples_per_prompt, config.eval.max_prompts or None
     held = [make_eval_set(name, own[:most], samples, k) for k, (name, own) in enumerate(sets.items())]
     check_writing(config, out, 1, fps)
-    judges, notes = _judges(config, judge2, world)
     every = [p for h in held for p in h.items]
-    scorers = _scorers(config, judges, every, world)
+    rewards = judging.Rewards(config, every, world)
+    scorers = _scorers(config, rewards, judge2)
+    notes = rewards.notes
     facts = {part: _provenance(s, every, samples, fps) for part, s in (("now", side), ("against", other))}
     if facts["now"] == facts["against"]:
         notes.append("both sides are the same weights")
     with _locked(out, facts, world), ExitStack() as opened:
-        for judge in judges.values():
-            opened.callback(judge.close)
-        for scorer in scorers.values():
-            opened.callback(scorer.close)
+        opened.callback(rewards.close)
         metrics: dict[str, float] = {}
         for one, part in zip((side, other), facts, strict=True):
             made = [Job(p, h.first_id + i, file(part, h.name, i)) for h in held for i, p in enumerate(h.items)]
@@ -346,22 +341,6 @@ def _compare_sides(side: Side, other: Side, prompts: str, out: Path, judge2: str
     return 0
 
 
-def _judges(config: Config, judge2: str, world: World) -> tuple[dict[str, PairJudge], list[str]]:
-    """(the run's judge and the second one by label, results of their checks). Raises ConfigError, JudgeError."""
-    asked: dict[str, JudgeConfig] = {}
-    name, files = judging.shared(config), config.eval.prompts or config.eval.final_prompts
-    if config.eval.judge and (name in judging.specs(config)[0] or files):  # as in training
-        asked["judge"] = judging.judge_config(config, name, config.reward.options.get(name, {}), world)
-    if judge2:
-        own = section(JudgeConfig, _mapping(judge2), "--judge2")
-        asked["judge2"] = replace(own, template=own.template or "compare", concurrency=world.share(own.concurrency))
-    judges, notes = {}, []
-    for label, judge in asked.items():
-        judges[label], found = judging.connect(judge, judging.makes_clips(config), world)
-        notes += [f"{label} {line.removeprefix('judge ')}" for line in found]
-    return judges, notes
-
-
 def _mapping(text: str) -> dict[str, Any]:
     """The fields given by --judge2, as a YAML file or an inline YAML mapping. Raises ConfigError."""
     value: Any = None
@@ -376,21 +355,15 @@ def _mapping(text: str) -> dict[str, Any]:
     return value
 
 
-def _scorers(
-    config: Config, judges: Mapping[str, PairJudge], prompts: Sequence[Prompt], world: World
-) -> dict[str, Scorer]:
-    """One per judge, and one for eval.spec, or without it for the training rewards that need no judge comparisons."""
-    names = {"judge": judging.shared(config), "judge2": judging.PAIRWISE}
-    scorers = {label: judging.both_orders(config, names[label], judge, prompts) for label, judge in judges.items()}
-    if not config.eval.spec:
-        trained = {n: load_class(n) for n in judging.specs(config)[0]}
-        unjudged = [n for n, c in trained.items() if issubclass(c, PointwiseReward | FunctionPairwise)]
-        own = replace(config.eval, spec=json.dumps(unjudged) if unjudged else "", options=config.reward.options)
-        config = replace(config, eval=own)
-    if config.eval.spec:
-        scorers["measure"] = judging.measuring(config, prompts, world)
-    if not scorers:
-        raise ConfigError(["eval: nothing to compare the two sides with; expected eval.judge, --judge2 or eval.spec"])
+def _scorers(config: Config, rewards: judging.Rewards, judge2: str) -> dict[str, Scorer]:
+    """The scorers of an evaluation in training, and one of the second judge. Raises ConfigError, JudgeError."""
+    scorers = judging.evaluation_scorers(config, rewards.build("eval.rewards", config.measured))
+    if judge2:
+        fields = _mapping(judge2)
+        template = {"template": fields.pop("template")} if "template" in fields else {}
+        second = rewards.build("--judge2", [RewardEntry("vlm_pairwise", options=template, judge=fields)], "judge2")
+        pairs = {name: judging.both_orders(r) for name, r in second.items() if isinstance(r, VlmPairwise)}
+        scorers["judge2"] = Scorer(pairs, 2, config.judge.deadline_s, config.seed)
     return scorers
 
 

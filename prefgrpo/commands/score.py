@@ -26,7 +26,8 @@ import tyro
 from tqdm import tqdm
 
 from prefgrpo.config.recipe import ConfigError, merge, read_yaml
-from prefgrpo.config.schema import Config, RewardConfig
+from prefgrpo.config.rewards import RewardEntry
+from prefgrpo.config.schema import Config
 from prefgrpo.data.atomic import write_atomic
 from prefgrpo.data.file_names import CLIPS, Generated, find, read_media
 from prefgrpo.data.media import Media
@@ -74,7 +75,7 @@ def score(
         reward_spec: Rewards and weights: '["clip","aesthetic"]', "clip:0.7,pickscore:0.3".
         images: Folder of the files: named as by `prefgrpo generate`, by a `file` column, or in the prompts' order.
         prompts: Prompts: txt, csv, jsonl or parquet.
-        options: YAML files of options per reward, as in a recipe's reward.options: {clip: {model: …}}.
+        options: YAML files of options per reward, {clip: {model: …}}; `judge` in them replaces values of the judge section.
         out: JSON file to write, - for standard output (and the table on standard error); none: a table only.
         source: Folder of the source images of edits, one per prompt; none: the prompts' source_image column.
         batch: Files read and scored together (whole groups); 0: 32 images or 4 clips.
@@ -100,8 +101,11 @@ def score(
     world = parallel.join(device)
     torch.set_num_threads(threads)
     own = _options(options, weights, device)
-    config = Config(reward=RewardConfig(spec=reward_spec, options=own), seed=seed)
-    rewards = build(weights, reward_options(config, weights, own, None, world))
+    listed = [
+        RewardEntry(n, w, {k: v for k, v in own.get(n, {}).items() if k != "judge"}, own.get(n, {}).get("judge", {}))
+        for n, w in weights.items()
+    ]
+    rewards = build(weights, {entry.name: reward_options(Config(seed=seed), entry, world) for entry in listed})
     _check_inputs(rewards, files)
     for size in sorted({len(group) for group in _groups(files)}):
         try:

@@ -16,20 +16,20 @@ import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from prefgrpo.config.loading import from_dict, recipe_values, to_dict
 from prefgrpo.config.recipe import ConfigError, merge
-from prefgrpo.config.schema import Config
+from prefgrpo.config.schema import Config, JudgeConfig
 from prefgrpo.data.atomic import write_atomic
 from prefgrpo.data.tables import SOURCE
 from prefgrpo.models import family_of
 from prefgrpo.models.folder import ModelError
 from prefgrpo.parallel.world import leave
 from prefgrpo.report import write_report
-from prefgrpo.rewards import PYTHON, REWARDS, RewardSpecError, load_class, parse_reward_spec, python_rewards
+from prefgrpo.rewards import PYTHON, REWARDS, python_rewards
 from prefgrpo.rewards.base import Reward
 from prefgrpo.rewards.pairwise import VlmPairwise
 from prefgrpo.run.loading import unsupported
@@ -37,10 +37,8 @@ from prefgrpo.run.run_folder import RunFolder
 from prefgrpo.run.session import Interrupt, config_errors
 from prefgrpo.run.trainer import Callbacks, TrainingLoop, TrainingStopped
 
-SECTIONS = ("data", "eval", "judge", "reward", "train")
+SECTIONS = ("data", "eval", "judge", "advantage", "train")
 """Sections that the arguments of `Trainer` set values in."""
-WHICH_JUDGE = ("backend", "model", "endpoints", "template", "api_key_env")
-"""Fields of the judge section that identify the judge."""
 Prompts = str | Path | Sequence[str | Mapping[str, Any]]
 """A prompt file, or the prompts themselves: texts, or mappings from column names to values."""
 
@@ -53,11 +51,14 @@ class PairwiseJudge:
     """
 
     def __init__(self, judge: str | Path | Sequence[str], **options: Any) -> None:
-        """options: fields of `JudgeConfig`, e.g. model (of a server), template, plan, verdict, concurrency."""
+        """options: fields of the judge section, e.g. model (of a server), concurrency, and options of vlm_pairwise:
+        template, plan, verdict, rate."""
         endpoints = [str(judge)] if isinstance(judge, str | Path) else list(judge)
         server = all("://" in endpoint for endpoint in endpoints)
         where = {"backend": "http", "endpoints": endpoints} if server else {"backend": "local", "model": str(judge)}
-        self.options: dict[str, Any] = where | options
+        named = {f.name for f in fields(JudgeConfig)}
+        self.judge: dict[str, Any] = where | {key: value for key, value in options.items() if key in named}
+        self.options = {key: value for key, value in options.items() if key not in named}
 
 
 RewardLike = str | PairwiseJudge | Reward | Callable[..., Any]
@@ -116,7 +117,7 @@ class Trainer:
         rollout={"height": 512, "width": 512}, **{"train.lr": 1e-4}.
         """
         values = _nested(overrides)
-        objects, reward_values, judged = _rewards(rewards)
+        objects, listed = _rewards(rewards)
         training = {"steps": _plain(steps), "lora_rank": _plain(lora_rank)}
         given: dict[str, Any] = {"train": {key: value for key, value in training.items() if value is not None}}
         eval_prompts = _plain(eval_prompts)
@@ -131,14 +132,9 @@ class Trainer:
             given["eval"] = {"prompts": _prompts_file("eval_prompts", eval_prompts, output, files)}
         if wrong := [key for key in SECTIONS if not isinstance(values.get(key, {}), Mapping)]:
             raise ConfigError([f"{key}: expected a mapping of its fields, got {values[key]!r}" for key in wrong])
-        if "judge" in reward_values:  # replaces the recipe's judge, but not its other settings
-            values["judge"] = {key: own for key, own in values.get("judge", {}).items() if key not in WHICH_JUDGE}
-        elif rewards is not None and "judge" not in values and not judged:
-            given["eval"] = {"judge": False} | values.get("eval", {}) | given.get("eval", {})
-        values = merge(merge(values, given), reward_values)
-        if rewards is not None:  # drop the recipe's Python rewards that are not given here
-            options = values["reward"]["options"]
-            values["reward"]["options"] = {n: own for n, own in options.items() if n in objects or PYTHON not in own}
+        values = merge(values, given)
+        if rewards is not None:
+            values["rewards"] = listed
         if values.get("model") and "family" not in values:
             try:
                 values["family"] = family_of(str(values["model"]))
@@ -247,44 +243,34 @@ def _prompts_file(argument: str, prompts: Prompts, output: str, files: dict[Path
     return str(file)
 
 
-def _rewards(rewards: Any) -> tuple[dict[str, Any], dict[str, Any], bool]:
-    """(name → function or reward object, the recipe values, whether a reward uses a judge). Raises ConfigError."""
-    if rewards is None:
-        return {}, {}, False
-    if isinstance(rewards, str):
-        try:
-            rewards = parse_reward_spec(rewards)
-        except RewardSpecError as error:
-            raise ConfigError([f"rewards: {error}"]) from error
+def _rewards(rewards: Any) -> tuple[dict[str, Any], Any]:
+    """(name → function or reward object, the recipe's `rewards`). Raises ConfigError."""
+    if rewards is None or isinstance(rewards, str):
+        return {}, rewards
     objects: dict[str, Any] = {}
-    values: dict[str, Any] = {"reward": {"options": {}}}
-    spec: dict[str, float] = {}
+    listed: list[dict[str, Any]] = []
     several = rewards if isinstance(rewards, Sequence) else [rewards]
-    weighed = rewards.items() if isinstance(rewards, Mapping) else [(reward, 1.0) for reward in several]
+    weighed = rewards.items() if isinstance(rewards, Mapping) else [(reward, None) for reward in several]
     for reward, weight in weighed:
-        if isinstance(reward, str):
-            name = reward
+        if isinstance(reward, Mapping):
+            entry = dict(reward)
+        elif isinstance(reward, str):
+            entry = {"name": reward}
         elif isinstance(reward, PairwiseJudge):
-            name, values["judge"] = "vlm_pairwise", reward.options
+            entry = {"name": "vlm_pairwise", "options": reward.options, "judge": reward.judge}
         elif isinstance(reward, VlmPairwise) and reward.judged:
             raise ConfigError([f"rewards: expected PairwiseJudge(…) or a name, got {type(reward).__name__}"])
         elif not callable(reward) and not isinstance(reward, Reward):
             raise ConfigError([f"rewards: expected a name, a PairwiseJudge, a reward or a function, got {reward!r}"])
         else:
             name = _name(reward)
+            if name in objects:
+                raise ConfigError([f"rewards: {name} is given twice; give functions distinct names"])
             objects[name] = reward
             origin = reward if hasattr(reward, "__qualname__") else type(reward)
-            values["reward"]["options"][name] = {PYTHON: f"{origin.__module__}.{origin.__qualname__}"}
-        if name in spec:
-            raise ConfigError([f"rewards: {name} is given twice; give each reward once, and functions distinct names"])
-        spec[name] = _plain(weight)
-    with python_rewards(objects):
-        try:
-            values["reward"]["spec"] = json.dumps(parse_reward_spec(spec))
-            classes = [load_class(name) for name in spec]
-        except RewardSpecError as error:
-            raise ConfigError([f"rewards: {error}"]) from error
-    return objects, values, any(cls.judged for cls in classes)
+            entry = {"name": name, "options": {PYTHON: f"{origin.__module__}.{origin.__qualname__}"}}
+        listed.append(entry if weight is None else entry | {"weight": _plain(weight)})
+    return objects, listed
 
 
 def _name(reward: Any) -> str:

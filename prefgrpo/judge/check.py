@@ -71,26 +71,27 @@ class Health:
 
 def check(
     config: JudgeConfig,
+    template: str = "compare",
     *,
     timeout_s: float = 10.0,
     bias_pairs: int = 0,
     known_answers: bool = False,
     clips: bool = False,
 ) -> Health:
-    """Check the configured judge. Takes at most about 3 · `timeout_s` per endpoint, longer for judges that write text.
+    """Check a judge. Takes at most about 3 · `timeout_s` per endpoint, longer for judges that write text.
 
     bias_pairs: judge this many random pairs in both orders. known_answers: ask each endpoint 16 questions with known
     answers. clips: use clips for these.
     Raises JudgeError if no endpoint works, the probe gets no verdict, or `config.strict` and known answers are wrong.
     """
-    HttpJudge(config).close()  # validates the config and the template
+    HttpJudge(config, template).close()  # validates the config and the template
     health = check_reachable(config, timeout_s)
-    template = load_template(config.template or "compare")
-    longest = timeout_s if template.answer == "soft" else max(timeout_s, config.timeout_s or template.timeout_s)
+    question = load_template(template)
+    longest = timeout_s if question.answer == "soft" else max(timeout_s, config.timeout_s or question.timeout_s)
     config = replace(config, model=health.model, timeout_s=longest, deadline_s=5.0)
-    _probe(config, health, bias_pairs)
-    if known_answers and is_pairwise(template):
-        _ask_known_answers(replace(config, timeout_s=max(longest, template.timeout_s)), health, clips)
+    _probe(config, template, health, bias_pairs)
+    if known_answers and is_pairwise(question):
+        _ask_known_answers(replace(config, timeout_s=max(longest, question.timeout_s)), template, health, clips)
     return health
 
 
@@ -115,8 +116,8 @@ def main(
         bias_pairs: Random pairs to judge in both orders for the position bias; 0 for none.
         timeout_s: Longest wait for one answer, in seconds.
     """
-    config = JudgeConfig(endpoint, model, template, api_key_env=api_key_env)
-    health = check(config, timeout_s=timeout_s, bias_pairs=bias_pairs, known_answers=True)
+    config = JudgeConfig(endpoint, model, api_key_env=api_key_env)
+    health = check(config, template, timeout_s=timeout_s, bias_pairs=bias_pairs, known_answers=True)
     print(health.summary())
     return 1 if health.alarm else 0
 
@@ -168,11 +169,11 @@ async def _query_models(endpoint: Endpoint, config: JudgeConfig, timeout_s: floa
         endpoint.problem = endpoint.model_problem(config.model)
 
 
-def _probe(config: JudgeConfig, health: Health, bias_pairs: int) -> None:
+def _probe(config: JudgeConfig, template: str, health: Health, bias_pairs: int) -> None:
     """Each server judges one pair of plain images; the working ones then judge random pairs in both orders."""
     red, blue, grey = (Media(np.full((64, 64, 3), c, np.uint8)) for c in ((220, 30, 30), (30, 60, 220), (128,) * 3))
     for endpoint in (asked := health.good):
-        with closing(HttpJudge(replace(config, endpoints=(endpoint.url,)))) as judge:
+        with closing(HttpJudge(replace(config, endpoints=(endpoint.url,)), template)) as judge:
             verdict = judge.judge_group("a plain red picture", [red, blue], [(0, 1)], [grey])[0]
         if verdict.first is None:
             endpoint.problem = f"'{health.model}' gave no verdict on a probe pair: {verdict.reason}"
@@ -188,7 +189,7 @@ def _probe(config: JudgeConfig, health: Health, bias_pairs: int) -> None:
         rng = np.random.default_rng(0)
         media = [Media(rng.integers(0, 256, (64, 64, 3), dtype=np.uint8)) for _ in range(2 * bias_pairs)]
         pairs = [p for k in range(bias_pairs) for p in ((2 * k, 2 * k + 1), (2 * k + 1, 2 * k))]
-        with closing(HttpJudge(replace(config, endpoints=tuple(e.url for e in health.good)))) as judge:
+        with closing(HttpJudge(replace(config, endpoints=tuple(e.url for e in health.good)), template)) as judge:
             verdicts = judge.judge_group("a picture", media, pairs, [grey])
         values, reasons = [v.first for v in verdicts if v.first is not None], [v.reason for v in verdicts if v.reason]
         health.position_bias = float(np.mean(values)) if values else None
@@ -196,11 +197,11 @@ def _probe(config: JudgeConfig, health: Health, bias_pairs: int) -> None:
             health.unjudged = f"no verdict on {len(reasons)} of {len(pairs)} pairs of random images: {reasons[0]}"
 
 
-def _ask_known_answers(config: JudgeConfig, health: Health, clips: bool) -> None:
+def _ask_known_answers(config: JudgeConfig, template: str, health: Health, clips: bool) -> None:
     """Ask every working server the questions with known answers; set the alarm, or raise JudgeError if strict."""
 
     def ask(url: str) -> tuple[str, str]:
-        with closing(HttpJudge(replace(config, endpoints=(url,)))) as judge:
+        with closing(HttpJudge(replace(config, endpoints=(url,)), template)) as judge:
             known = ask_known_answers(judge, judge.clip_template if clips else judge.template, clips)
         return (
             f"{known.right} of {known.asked} pairs",
@@ -214,7 +215,7 @@ def _ask_known_answers(config: JudgeConfig, health: Health, clips: bool) -> None
     if wrong := " | ".join(p for p in problems if p):
         health.alarm = (
             f"the judge's verdicts do not depend on the images as they should. {wrong}. Expected the plain colour that "
-            f"the caption names to win; check that the template '{config.template or 'compare'}' suits the model, and "
+            f"the caption names to win; check that the template '{template}' suits the model, and "
             "that the server shows it both images, in order"
         )
         if config.strict:

@@ -157,9 +157,8 @@ class HttpJudge(PairJudge):
     streams = True
     clips = True
 
-    def __init__(self, config: JudgeConfig) -> None:
-        name = config.template or "compare"
-        self.config, self.template, video = config, load_template(name), f"{name}_video"
+    def __init__(self, config: JudgeConfig, template: str = "compare") -> None:
+        self.config, self.template, video = config, load_template(template), f"{template}_video"
         self.clip_template = load_template(video) if video in shipped_templates() else self.template
         self.client = shared_client(config)
         self.answer_s = config.timeout_s or max(self.template.timeout_s, self.clip_template.timeout_s)
@@ -191,8 +190,8 @@ _lock = threading.Lock()
 
 
 def shared_client(config: JudgeConfig) -> JudgeClient:
-    """This process's client for a config's servers and options, ignoring its template. Call `close` when done."""
-    key = replace(config, endpoints=tuple(config.endpoints), template="")
+    """This process's client for a config's servers and options. Call `close` when done."""
+    key = replace(config, endpoints=tuple(config.endpoints))
     with _lock:
         client = _clients.get((os.getpid(), key))
         if client is None:

@@ -67,7 +67,7 @@ class DeQA(PointwiseReward):
             raise RewardError(
                 f"the code of '{self.model}' does not run with transformers {transformers.__version__} ({error}): run "
                 "`scripts/setup_reward.sh deqa VENV`, then `prefgrpo reward serve deqa` there, and give "
-                "reward.options.deqa.url"
+                "the option url"
             ) from error
         self.network.eval().requires_grad_(False).to(self.place)
         self.question = question_ids(self.tokenizer)

@@ -25,7 +25,6 @@ from prefgrpo.config.recipe import ConfigError, to_yaml
 from prefgrpo.config.schema import Config
 from prefgrpo.data.atomic import write_atomic
 from prefgrpo.data.prompts import FEWEST_TO_SPLIT, Prompt, fingerprint, prompt_sets
-from prefgrpo.judge.verdict import PairJudge
 from prefgrpo.models.base import Adapter
 from prefgrpo.objectives import objective
 from prefgrpo.objectives.base import EndpointObjective, Objective, TrajectoryObjective
@@ -43,7 +42,7 @@ from prefgrpo.rollout.replay import TrajectoryCollector
 from prefgrpo.rollout.sampling import Schedules, all_sizes, eval_sampling
 from prefgrpo.run import checkpoint, judging, trackers
 from prefgrpo.run.evaluate import Evaluator, make_eval_set
-from prefgrpo.run.judging import evaluation_scorers, open_judge, training_scorer
+from prefgrpo.run.judging import Rewards, evaluation_scorers, training_scorer
 from prefgrpo.run.loading import config_errors_as, open_adapter, trainable
 from prefgrpo.run.memory import memory_line
 from prefgrpo.run.policy import Policy
@@ -118,7 +117,7 @@ class Session:
     scorer: Scorer
     weights: dict[str, float]
     evaluators: dict[str, Evaluator]
-    judge: PairJudge | None
+    rewards: Rewards
     interrupt: Interrupt
     opened: ExitStack = field(default_factory=ExitStack)
     """On rank 0, closes the run folder's lock."""
@@ -132,9 +131,8 @@ class Session:
     def close(self) -> None:
         """Stop the judge and unlock the run folder."""
         self.interrupt.restore()
-        self.scorer.close()
-        if self.judge is not None:
-            self.judge.close()
+        self.scorer.cancel()
+        self.rewards.close()
         self.opened.close()
 
 
@@ -162,9 +160,14 @@ def open_session(config: Config, resume: bool) -> Session:
 def _open(config: Config, resume: bool, world: World, folder: RunFolder) -> Session:
     prompts, sets = prompt_sets(config)
     measured = sets if config.eval.every else {}
-    judge, judge_notes = open_judge(config, world)  # a bad reward fails before the model loads
-    scorer, weights = training_scorer(config, judge, folder.root if world.main else None, prompts, world)
-    scorers = {name: evaluation_scorers(config, judge, held, scorer, world) for name, held in measured.items()}
+    every_prompt = [*prompts, *(p for held in measured.values() for p in held)]
+    rewards = Rewards(config, every_prompt, world)  # a bad reward fails before the model loads
+    scorer = training_scorer(
+        config, rewards.build("rewards", config.rewards), folder.root if world.main else None, world
+    )
+    evaluated = rewards.build("eval.rewards", config.measured) if measured else {}
+    scorers = {name: evaluation_scorers(config, evaluated) for name in measured}
+    weights = {entry.name: entry.weight for entry in config.rewards}
     absent = len(uncached(config, encoding_jobs(config, prompts, [p for held in sets.values() for p in held])))
     goal = objective(config.train)
     every_prompt = [*prompts, *(p for held in sets.values() for p in held)]
@@ -191,10 +194,10 @@ def _open(config: Config, resume: bool, world: World, folder: RunFolder) -> Sess
         scorer,
         weights,
         evaluators,
-        judge,
+        rewards,
         Interrupt(),
     )
-    session.notes = [*_notes(config, session), *judge_notes]
+    session.notes = [*_notes(config, session), *rewards.notes]
     if config.data.cache:
         state = f"{absent} entries missing" if absent else "complete, no text encoder was loaded"
         session.notes.append(f"embeddings in {config.data.cache}: {state}")
@@ -269,7 +272,8 @@ def _objective_errors(config: Config) -> list[str]:
         )
     if goal.needs_comparisons and not judging.trains_on_pairs(config):
         wanted = f"{config.train.objective} trains on comparisons: expected a pairwise reward, such as vlm_pairwise"
-        wrong.append(f"reward.spec: {wanted}, with a weight above 0, got {config.reward.spec!r}")
+        names = ", ".join(entry.name for entry in config.rewards)
+        wrong.append(f"rewards: {wanted}, with a weight above 0, got {names}")
     if r.same_noise and goal.collector == "endpoint":
         why = f"{config.train.objective} samples without step noise, so the images of a prompt would be identical"
         wrong.append(f"rollout.same_noise: {why}: expected false, got true")
@@ -283,17 +287,14 @@ def _objective_errors(config: Config) -> list[str]:
 
 def config_errors(config: Config) -> list[str]:
     """Errors that can be found without loading the model: files, rewards, judge, objective, number of updates."""
-    r, e, options = config.rollout, config.eval, config.reward.options
-    if absent := [name for name, own in options.items() if PYTHON in own and name not in get_python_rewards()]:
-        origin = ", ".join(f"{name} is {options[name][PYTHON]}" for name in absent)
+    r, e = config.rollout, config.eval
+    of_python = [entry for entry in config.rewards if PYTHON in entry.options]
+    if absent := [entry for entry in of_python if entry.name not in get_python_rewards()]:
+        origin = ", ".join(f"{entry.name} is {entry.options[PYTHON]}" for entry in absent)
         advice = "resume it there, with prefgrpo.Trainer(…, resume=True)"
-        return [f"reward.spec: {origin}, which exists only in the Python program that started the run; {advice}"]
+        return [f"rewards: {origin}, which exists only in the Python program that started the run; {advice}"]
     problems = judging.config_errors(config)
     problems += [] if problems else _objective_errors(config)
-    if not problems and not any(judging.specs(config)[0].values()):
-        problems.append(
-            "reward.spec: expected a weight other than 0, got only 0; use eval.spec for rewards that are only measured"
-        )
     problems += trackers.config_errors(config)
     files = {"data.prompts": config.data.prompts, "eval.prompts": e.prompts, "eval.final_prompts": e.final_prompts}
     problems += [f"{field}: prompts file not found: {f}" for field, f in files.items() if f and not Path(f).is_file()]
@@ -322,7 +323,7 @@ def _check_context(config: Config, world: World, adapter: Adapter, prompts: list
 def _check_same_run(config: Config, folder: RunFolder) -> None:
     """Raise CheckpointError if the folder's run differs in a field that a resumed run may not change."""
     changed = differences(load(folder.config), config) if folder.config.is_file() else {}
-    fixed = {k: v for k, v in changed.items() if k not in FREE and not (".options." in k and k.endswith(FREE_OPTIONS))}
+    fixed = {k: v for k, v in changed.items() if k not in FREE and not ("rewards." in k and k.endswith(FREE_OPTIONS))}
     if fixed:
         shown = "; ".join(f"{k}: was {a!r}, is {b!r}" for k, (a, b) in fixed.items())
         raise checkpoint.CheckpointError(

@@ -119,7 +119,7 @@ class TrainingLoop:
         """Samples of the next step (rollout.staleness)."""
         self._staleness_logged = False
         self._reasons_shown: set[str] = set()
-        self._by_comparisons = by_comparisons(self.scorer.rewards, self.session.weights, config.reward)
+        self._by_comparisons = by_comparisons(self.scorer.rewards, self.session.weights, config.advantage)
         self._alarms = {name: Alarm() for name, weight in self.session.weights.items() if weight}
 
     # ---- the loop ---------------------------------------------------------------------------------------------------
@@ -235,7 +235,7 @@ class TrainingLoop:
 
     def targets(self, step: int, scores: StepScores) -> tuple[Targets, dict[str, float]]:
         """(advantages and comparisons of all ranks' samples; metrics). Raises RewardsMissing or NoInformation."""
-        c, weights, group_size = self.config.reward, self.session.weights, self.config.rollout.group_size
+        c, weights, group_size = self.config.advantage, self.session.weights, self.config.rollout.group_size
         rewards, sub_scores, parts = self._gather_rewards(scores)
         shares = self._missing_shares(step, scores, rewards)
         wins, pair_counts = self._comparisons(scores)
@@ -246,7 +246,9 @@ class TrainingLoop:
         else:
             advantage, known = advantages(rewards, weights, group_size, c, parts, sub_scores, self.world.device)
         if lost := int(scored.sum()) - int(known.sum()):
-            self._say_missing(f"step {step}", Counter({"reward.combine has no finite value for these rewards": lost}))
+            self._say_missing(
+                f"step {step}", Counter({"advantage.combine has no finite value for these rewards": lost})
+            )
             shares["reward/missing"] = 1.0 - float(known.float().mean())
         self._check_information(step, scores)
         targets = Targets(advantage, wins.float(), pair_counts.float(), known.to(advantage.device))
