@@ -12,8 +12,9 @@ import pytest
 import torch
 from diffusers import FluxPipeline
 from safetensors.torch import load_file
-from tiny_run import rows, settings
+from tiny_run import rows, settings, tree
 
+from prefgrpo.commands.cli import main
 from prefgrpo.config.loading import from_dict
 from prefgrpo.data.atomic import save_images
 from prefgrpo.data.prompts import Prompt, prompt_sets
@@ -261,10 +262,16 @@ def test_a_fully_trained_pipeline_is_exported_whole(place):
     pipe = FluxPipeline.from_pretrained(done.folder.root / "pipeline")
     assert furthest(done, stock_images(pipe, done)) <= 1
     assert not (done.folder.root / "lora").exists()
+    assert main(["export", str(done.folder.root)]) == 0
+    assert tree(done.folder.root / "exports" / "step_000002") == tree(done.folder.root / "pipeline")
 
 
-def test_each_checkpoint_carries_a_loadable_product(run):
-    tensors = load_file(run.folder.root / "lora" / "pytorch_lora_weights.safetensors")
-    newest = run.folder.latest() / "lora" / "pytorch_lora_weights.safetensors"
-    assert all(torch.equal(t, load_file(newest)[k]) for k, t in tensors.items())
-    assert len(tensors) == len(run.policy.ema)
+def test_any_checkpoint_is_exported(run, tmp_path):
+    """The newest is what the run wrote at its end; an older one is another LoRA, and live weights are not the EMA."""
+    checkpoints, final = run.folder.all_checkpoints(), tree(run.folder.root / "lora")
+    for name, options in (
+        ("newest", [run.folder.root]), ("older", [checkpoints[0]]), ("live", [checkpoints[-1], "--weights", "live"])
+    ):  # fmt: skip
+        assert main(["export", *map(str, options), "--out", str(tmp_path / name)]) == 0
+        assert (tree(tmp_path / name) == final) == (name == "newest")
+        assert tree(tmp_path / name).keys() == final.keys()

@@ -249,6 +249,11 @@ def tree(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
+def hidden(folder: Path) -> list[str]:
+    """Names of the hidden files and folders below a folder, except the .metadata of finished checkpoints."""
+    return [p.name for p in folder.rglob(".*") if p.name != ".metadata"]
+
+
 def weights(run: Path) -> dict[str, bytes]:
     """{relative path: bytes} of every safetensors file of a run."""
     return {str(f.relative_to(run)): f.read_bytes() for f in sorted(run.rglob("*.safetensors"))}

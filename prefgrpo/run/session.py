@@ -351,13 +351,13 @@ def _start_folder(config: Config, session: Session, resume: bool) -> None:
     folder, world = session.folder, session.world
     newest = folder.latest() if resume else None
     if newest is not None:
-        tensors, meta = checkpoint.read(newest, world, session.policy.templates)
+        meta = checkpoint.read(newest, session.policy.state_dict(), world)
         if meta["prompts"] != fingerprint(session.rollouts.prompts):
             raise checkpoint.CheckpointError(
                 f"{config.data.prompts} has different prompts than when {folder.root} was started; "
                 "resume with the old file, or choose another name"
             )
-        session.policy.load_state_dict(tensors, meta["updates"])
+        session.policy.updates = meta["updates"]
         session.start = meta["step"]
         session.trained_s = meta["trained_s"]
         session.notes.append(f"resumed from {newest}")
