@@ -203,13 +203,13 @@ def test_a_renderer_is_stock_sampling_at_the_sets_noise(run):
     ).images  # fmt: skip
     pipe.scheduler = keep
     assert (stock - alone).abs().max() <= 1e-5
-    assert evaluator.render([]).shape == (0, 3, 16, 16)
+    assert evaluator.render([]).shape == (0, 16, 16, 3)
 
 
 def test_the_judges_win_rate_is_in_both_orders_and_without_lost_verdicts(run):
     evaluator = run.evaluators["dev"]
     keep, evaluator.scorers = evaluator.scorers, {"judge": Scorer({"v": VlmPairwise(Bright())}, 2)}
-    now = to_uint8(evaluator.render(evaluator.local_indices()))
+    now = evaluator.render(evaluator.local_indices())
     darker = (now * 0.5).astype(np.uint8)
     evaluator.before = darker
     won = evaluator.run(3)
