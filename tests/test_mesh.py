@@ -333,7 +333,6 @@ DATA = {"data": {"prompts": "p.txt"}, "attention": "_native_cudnn"}
 
 REFUSED = {
     "too few": ({"shard": 4}, 2, "expected a multiple of shard 4 × ring 1 × ulysses 1 = 4 processes, got 2"),
-    "replicas": ({"replicate": 3, "shard": 2}, 4, "parallel.replicate: expected 2 (4 processes / shard 2"),
 }
 
 
@@ -423,5 +422,5 @@ def test_sizes_that_a_message_names_can_be_divided(place):
 
 
 def test_wrong_values_of_the_section():
-    with pytest.raises(ConfigError, match=r"parallel\.offload: expected"):
-        from_dict({"model": "m", "parallel": {"offload": True}, **DATA})
+    with pytest.raises(ConfigError, match=r"memory\.offload: .*expected parallel.shard above 1"):
+        from_dict({"model": "m", "memory": {"offload": ["weights"]}, **DATA})

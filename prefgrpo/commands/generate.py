@@ -156,7 +156,7 @@ def _render(config: Config, adapter: Adapter, jobs: Sequence[Job], any_job: Job,
 
     With `World.equal_forwards`, a rank with fewer batches renders `any_job` as padding, without writing it.
     """
-    r, own, m = eval_sampling(config), config.data.own_sizes, config.memory
+    r, own = eval_sampling(config), config.data.own_sizes
     embeddings = Embeddings(adapter, config.data.max_length, config.data.cache or None)
     schedules = Schedules(config, adapter, world.device)
     by_size: dict[SamplingConfig, list[Job]] = {}
@@ -171,7 +171,7 @@ def _render(config: Config, adapter: Adapter, jobs: Sequence[Job], any_job: Job,
         for number, (sizes, batch) in enumerate(batches):
             ids = torch.tensor([job.noise for job in batch], dtype=torch.int64, device=world.device)
             prompts, schedule = [job.prompt for job in batch], schedules.ode(sizes)
-            media = render(adapter, schedule, embeddings, prompts, ids, sizes, config.seed, m.decode_batch, world)
+            media = render(adapter, schedule, embeddings, prompts, ids, sizes, config.seed, world)
             if number < count and world.is_dp_leader:
                 for job, pixels in zip(batch, to_uint8(media), strict=True):
                     write(job.file, pixels, fps)

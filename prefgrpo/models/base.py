@@ -391,13 +391,11 @@ class Adapter(Weights, ABC):
         image = image[:, :, 0] if image.dim() == 5 else image  # video VAEs: a clip of one frame
         return self.pipe.image_processor.postprocess(image, output_type="pt").float()
 
-    def vae_options(self, slicing: bool, tiling: bool) -> None:
-        """Let the VAE process one image of a batch at a time, or tiles. ValueError if this VAE does not support it."""
-        for asked, name in ((slicing, "enable_slicing"), (tiling, "enable_tiling")):
-            if asked and not hasattr(self.pipe.vae, name):
-                raise ValueError(f"{type(self.pipe.vae).__name__} has no {name}")
-            if asked:
-                getattr(self.pipe.vae, name)()
+    def tile_vae(self) -> None:
+        """Let the VAE process tiles of an image. ValueError if this VAE does not support it."""
+        if not hasattr(self.pipe.vae, "enable_tiling"):
+            raise ValueError(f"{type(self.pipe.vae).__name__} has no enable_tiling")
+        self.pipe.vae.enable_tiling()
 
     def enable_offload(self, kinds: tuple[str, ...], device: torch.device) -> None:
         """Move the pipeline to `device`, but offload these kinds of parts (text_encoder, vae) to the CPU between uses.

@@ -22,7 +22,8 @@ class ComponentOffload:
 
     def __init__(self, parts: Mapping[str, Any], kinds: tuple[str, ...], device: torch.device) -> None:
         """parts: a pipeline's components; those of `kinds` move to the CPU, all others to `device`."""
-        self.device, kinds = device, () if device.type == "cpu" else kinds
+        self.device = device
+        kinds = () if device.type == "cpu" else tuple(kind for kind in kinds if kind in KINDS)
         modules = {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
         self.modules = {k: [m for name, m in modules.items() if name.startswith(KINDS[k])] for k in kinds}
         self._on_device, self._depth = set[str](), 0

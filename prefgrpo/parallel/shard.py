@@ -18,12 +18,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from prefgrpo.config.schema import ParallelConfig
 from prefgrpo.models.base import Adapter
 from prefgrpo.parallel.world import World
 
 
-def shard_weights(adapter: Adapter, world: World, parallel: ParallelConfig) -> None:
+def shard_weights(adapter: Adapter, world: World, offload: bool) -> None:
     """Shard the weights of all denoisers over the mesh, and move shards and replicated parameters to the device.
 
     Call it after everything that modifies blocks: LoRA, full fine-tuning, gradient checkpointing, context parallelism.
@@ -33,9 +32,9 @@ def shard_weights(adapter: Adapter, world: World, parallel: ParallelConfig) -> N
         return
     weights = world.mesh["shard", "ring", "ulysses"]._flatten("weights")
     mesh = world.mesh["replicate", "weights"] if layout.split > 1 and layout.replicate > 1 else weights
-    offload = CPUOffloadPolicy(pin_memory=world.device.type != "cpu") if parallel.offload else OffloadPolicy()
+    policy = CPUOffloadPolicy(pin_memory=world.device.type != "cpu") if offload else OffloadPolicy()
     for name in adapter.denoisers:
-        _shard(getattr(adapter.pipe, name), adapter, world.device, {"mesh": mesh, "offload_policy": offload})
+        _shard(getattr(adapter.pipe, name), adapter, world.device, {"mesh": mesh, "offload_policy": policy})
     adapter.home = world.device
     adapter.equal_forwards = world.equal_forwards
 

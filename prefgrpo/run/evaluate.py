@@ -39,6 +39,8 @@ MAX_ANSWER_CHARS = 2000
 """Maximum number of stored characters of a judge's answer."""
 MIN_PROMPTS = 30
 """Below this number of prompts, a result is called inconclusive."""
+IN_REPORT = 12
+"""Images of an evaluation that the report shows."""
 FIRST_ID = 2**62
 """First sample id of evaluation noise, far from those of training."""
 
@@ -122,7 +124,6 @@ class Evaluator:
         With `World.equal_forwards` all processes must call this together; those with fewer images repeat one.
         """
         r, parts, count = self.sizes, list[Images](), len(index)
-        at_once, seed = self.config.memory.decode_batch, self.config.seed
         if self.world.equal_forwards:
             most = int(self.world.gather(np.array([float(count)])).max())
             index = index + [0] * (most - count)
@@ -130,7 +131,7 @@ class Evaluator:
             chunk = index[start : start + r.batch_size]
             items = [self.eval_set.items[i] for i in chunk]
             ids = self.ids(chunk)
-            made = render(self.adapter, self.schedule, self.embeddings, items, ids, r, seed, at_once, self.world)
+            made = render(self.adapter, self.schedule, self.embeddings, items, ids, r, self.config.seed, self.world)
             parts.append(to_uint8(made))
         frames = self.adapter.frames(r) or 1
         shape = (*(frames,) * (frames > 1), r.height, r.width, 3)
@@ -145,9 +146,9 @@ class Evaluator:
         return share_of(self.world, len(self.eval_set.items))
 
     def report_indices(self) -> list[int]:
-        """Indices of the `eval.show` images for the report, evenly spaced over the set, on whichever rank they are."""
+        """Indices of the IN_REPORT images for the report, evenly spaced over the set, on whichever rank they are."""
         count = len(self.eval_set.items)
-        return np.linspace(0, count - 1, min(self.config.eval.show, count)).round().astype(int).tolist()
+        return np.linspace(0, count - 1, min(IN_REPORT, count)).round().astype(int).tolist()
 
     def _save_report_images(self, step: int, now: Images) -> None:
         """Gather the report's images, before and now, and store them."""

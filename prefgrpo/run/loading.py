@@ -47,12 +47,12 @@ def unsupported(config: Config) -> list[str]:
     layout = Layout(ring=p.ring, ulysses=p.ulysses)
     errors = context.unsupported(cls, config.family, layout)
     errors += attention.unsupported(cls, config.family, config.attention, layout)
-    for name, part in (("rollout", config.rollout), ("eval", config.eval)):
-        if part.frames is not None and cls.default_frames is None:
-            errors.append(f"{name}.frames: {config.family} makes images, expected none, got {part.frames}")
-        if part.guidance_2 is not None and cls.default_guidance_2 is None:
-            errors.append(f"{name}.guidance_2: {config.family} has one denoiser, expected none, got {part.guidance_2}")
-    if config.rollout.source_area is not None and cls.default_source_area is None:
+    r = config.rollout
+    if r.frames is not None and cls.default_frames is None:
+        errors.append(f"rollout.frames: {config.family} makes images, expected none, got {r.frames}")
+    if r.guidance_2 is not None and cls.default_guidance_2 is None:
+        errors.append(f"rollout.guidance_2: {config.family} has one denoiser, expected none, got {r.guidance_2}")
+    if r.source_area is not None and cls.default_source_area is None:
         errors.append(f"rollout.source_area: {config.family} resizes no sources, expected none")
     if unknown:
         expected = f"expected some of {', '.join(cls.denoisers)}"
@@ -81,8 +81,9 @@ def open_adapter(config: Config, device: torch.device, encoders: bool = True, sp
         )
     with config_errors_as("rollout.height/width/frames"):
         adapter.latent_shape(config.rollout)
-    with config_errors_as("memory"):
-        adapter.vae_options(m.vae_slicing, m.vae_tiling)
+    if m.vae_tiling:
+        with config_errors_as("memory.vae_tiling"):
+            adapter.tile_vae()
     if m.offload and not split:
         adapter.enable_offload(m.offload, device)
     if not encoders:
@@ -114,7 +115,7 @@ def trainable(config: Config, adapter: Adapter, world: World | None = None) -> A
         if config.compile:
             adapter.compile_blocks()
         context.enable(adapter, world)
-        shard.shard_weights(adapter, world, config.parallel)
+        shard.shard_weights(adapter, world, "weights" in config.memory.offload)
         if world.layout.fsdp:
             adapter.enable_offload(config.memory.offload, world.device)
     return adapter

@@ -41,7 +41,7 @@ class Policy:
         self.optimizer = torch.optim.AdamW(
             [{"params": kind, "fused": _fused(kind)} for kind in self.kinds],
             lr=train.lr,
-            betas=(train.beta1, train.beta2),
+            betas=(0.9, train.beta2),
             weight_decay=train.weight_decay,
         )
         for p in self.params:  # as AdamW itself does in its first step; a checkpoint is read into these
@@ -60,7 +60,7 @@ class Policy:
         """
         world.sum_gradients(self.params)
         norms = [full_tensor(get_total_norm([p.grad for p in kind if p.grad is not None])) for kind in self.kinds]
-        norms = [norm.to(norms[0].device) for norm in norms]  # with parallel.offload, shards are on the CPU
+        norms = [norm.to(norms[0].device) for norm in norms]  # with memory.offload: [weights], shards are on the CPU
         total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
         for kind in self.kinds:
             clip_grads_with_norm_(kind, self.train.max_grad_norm, total)

@@ -107,7 +107,7 @@ class TrainingLoop:
             active=self.world.main,
         )
         self.objective, self.collector = self.session.objective, self.session.collector
-        self.checkpoints = Checkpoints(self.folder, config.checkpoint.keep, self.world)
+        self.checkpoints = Checkpoints(self.folder, self.world)
         self.evaluation: dict[str, float] = {}
         """Metrics of the last evaluation."""
         self.verdict = ""
@@ -124,7 +124,7 @@ class TrainingLoop:
     # ---- the loop ---------------------------------------------------------------------------------------------------
 
     def run(self) -> Path:
-        """Train to the end (or the time limit). Returns the run folder.
+        """Train to the end. Returns the run folder.
 
         Raises TrainingStopped, after saving, if too many rewards are missing, verdicts carry no information, or
         gradients stay non-finite.
@@ -137,7 +137,7 @@ class TrainingLoop:
                 evaluator.start(resumed=done > 0)
                 if not done:
                     self._evaluate(0, name)
-            while done < c.train.steps and not self._out_of_time():
+            while done < c.train.steps:
                 clock = Clock()
                 metrics = self._guarded_step(done, clock)
                 done += 1
@@ -236,10 +236,6 @@ class TrainingLoop:
                 advice += "; continue from there with --resume and a lower --train.lr"
             raise TrainingStopped(f"step {step + 1}: {error}\n{advice}") from error
 
-    def _out_of_time(self) -> bool:
-        limit = self.config.train.max_minutes * 60
-        return limit > 0 and self.world.any(self.session.trained_s >= limit)
-
     # ---- advantages -------------------------------------------------------------------------------------------------
 
     def targets(self, step: int, scores: StepScores) -> tuple[Targets, dict[str, float]]:
@@ -255,8 +251,7 @@ class TrainingLoop:
         else:
             advantage, known = advantages(rewards, weights, group_size, c, parts, sub_scores, self.world.device)
         if lost := int(scored.sum()) - int(known.sum()):
-            how = "function" if c.function else "combine"
-            self._say_missing(f"step {step}", Counter({f"reward.{how} has no finite value for these rewards": lost}))
+            self._say_missing(f"step {step}", Counter({"reward.combine has no finite value for these rewards": lost}))
             shares["reward/missing"] = 1.0 - float(known.float().mean())
         self._check_information(step, scores)
         targets = Targets(advantage, wins.float(), pair_counts.float(), known.to(advantage.device))
