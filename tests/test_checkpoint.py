@@ -39,7 +39,7 @@ def export(folder: Path) -> None:
 
 def save_one(folder: Path, step: int, keep: int = 2, state: dict[str, torch.Tensor] = STATE) -> Path:
     checkpoints = Checkpoints(RunFolder(folder), ALONE, keep)
-    checkpoints.save(step, state, {"updates": step, "trained_s": 1.5})
+    checkpoints.save(step, state, {"updates": step})
     checkpoints.wait()
     return RunFolder(folder).checkpoint(step)
 
@@ -57,7 +57,7 @@ def test_what_is_saved_is_read(tmp_path):
     (tmp_path / "file").touch()
     modes = {p.stat().st_mode for p in tmp_path.rglob("*") if p.is_file()}
     assert modes == {(tmp_path / "file").stat().st_mode}, "weights have the permissions of any other new file"
-    assert meta["step"] == meta["updates"] == 7 and meta["trained_s"] == 1.5
+    assert meta["step"] == meta["updates"] == 7
     assert tensors.keys() == STATE.keys() and all(torch.equal(tensors[k], STATE[k]) for k in STATE)
 
 
@@ -135,7 +135,7 @@ def count(run: Path, kind: str = "train") -> int:
 
 
 WRITER = "torch.distributed.checkpoint.filesystem:FileSystemWriter.write_data"
-REPORT, SAVE = (f"prefgrpo.run.trainer:TrainingLoop.{name}" for name in ("_report", "_save"))
+REPORT, SAVE = (f"prefgrpo.trainer:Trainer.{name}" for name in ("_report", "_save"))
 
 
 @pytest.mark.full

@@ -26,8 +26,8 @@ from prefgrpo.rollout.render import to_uint8
 from prefgrpo.run.checkpoint import CheckpointError
 from prefgrpo.run.evaluate import EvalSet, load_initial_images, make_eval_set, summarise
 from prefgrpo.run.run_folder import RunFolder
-from prefgrpo.run.trainer import TrainingLoop
 from prefgrpo.sde.noise import initial_latents
+from prefgrpo.trainer import Trainer
 
 NAN = float("nan")
 AB = [Prompt(0, "a"), Prompt(1, "b")]
@@ -159,8 +159,8 @@ def run(place):
         "train": {"ema_decay": 0.5, "steps": 3},
         "eval": {"samples_per_prompt": 2, "max_prompts": 2, "final_prompts": str(place / "train.txt"), "every": 1},
     }
-    trainer = TrainingLoop(from_dict(settings(place, "evaluated", **over)))
-    trainer.run()
+    trainer = Trainer(from_dict(settings(place, "evaluated", **over)))
+    trainer.train()
     return trainer
 
 
@@ -252,8 +252,8 @@ def test_stock_diffusers_draws_the_evaluated_images_from_the_saved_lora(run, pla
 
 def test_a_fully_trained_pipeline_is_exported_whole(place):
     over = {"lora_rank": 0, "lr": 1e-3, "steps": 2, "ema_decay": 0.5}
-    done = TrainingLoop(from_dict(settings(place, "full", train=over, rollout=SAMPLING)))
-    done.run()
+    done = Trainer(from_dict(settings(place, "full", train=over, rollout=SAMPLING)))
+    done.train()
     pipe = FluxPipeline.from_pretrained(done.folder.root / "pipeline")
     assert furthest(done, stock_images(pipe, done)) <= 1
     assert not (done.folder.root / "lora").exists()

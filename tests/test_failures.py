@@ -24,7 +24,7 @@ from prefgrpo.parallel.world import World
 from prefgrpo.rewards.base import RewardError
 from prefgrpo.run import checkpoint
 from prefgrpo.run.run_folder import RunFolder
-from prefgrpo.run.trainer import TrainingLoop
+from prefgrpo.trainer import Trainer
 
 pytestmark = pytest.mark.dist
 SHORT = {"eval": {"every": 0}, "checkpoint": {"every": 1}}
@@ -189,7 +189,7 @@ def test_no_room_for_a_checkpoint_stops_all_after_the_one_before(place, name, ra
 
 def not_finite() -> None:
     """Process 1 gets a NaN gradient in the second update; a hash of the final weights is written to DUMP."""
-    true_sum, true_finish, calls = World.sum_gradients, TrainingLoop._finish, []
+    true_sum, true_finish, calls = World.sum_gradients, Trainer._finish, []
 
     def sum_gradients(self, parameters):
         calls.append(1)
@@ -203,7 +203,7 @@ def not_finite() -> None:
         (Path(os.environ["DUMP"]) / f"weights{self.world.rank}").write_text(text)
         true_finish(self, done)
 
-    World.sum_gradients, TrainingLoop._finish = sum_gradients, finish
+    World.sum_gradients, Trainer._finish = sum_gradients, finish
 
 
 def test_a_gradient_that_is_not_finite_in_one_process_is_skipped_in_both(place):

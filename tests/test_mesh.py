@@ -42,8 +42,8 @@ from prefgrpo.rollout.replay import TrajectoryCollector
 from prefgrpo.run.loading import open_adapter, trainable, unsupported
 from prefgrpo.run.memory import static_bytes
 from prefgrpo.run.metrics import FACTS
+from prefgrpo.run.opening import open_schedules
 from prefgrpo.run.policy import Policy
-from prefgrpo.run.session import open_schedules
 from prefgrpo.tiny import pipelines
 
 P, G, LR = 4, 2, 1e-3

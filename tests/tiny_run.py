@@ -30,13 +30,13 @@ from prefgrpo.parallel.world import World
 from prefgrpo.rewards.base import PointwiseReward, Sample, Score
 from prefgrpo.rollout.batches import Batch
 from prefgrpo.rollout.rollout import Trajectory
-from prefgrpo.run.trainer import TrainingLoop
 from prefgrpo.tiny import pipelines
+from prefgrpo.trainer import Trainer
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
     [
-        "prefgrpo.run.trainer",
+        "prefgrpo.trainer",
         "prefgrpo.models.flux",
         "prefgrpo.commands.cli",
         "prefgrpo.report",
@@ -226,7 +226,7 @@ def environment(**env: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), **env}
 
 
-def collect(loop: TrainingLoop, step: int) -> list[Batch]:
+def collect(loop: Trainer, step: int) -> list[Batch]:
     """The rollouts of a training step, with every sample passed to the scorer as in the loop."""
     loop.scorer.begin(step, loop.rollouts.groups(step))
     return list(loop.rollouts(step, loop.scorer.add))

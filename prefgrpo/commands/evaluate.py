@@ -137,13 +137,13 @@ def _provenance(side: Side, prompts: Sequence[Prompt], samples: int, fps: int) -
 
 
 def _state(path: Path) -> dict[str, Any]:
-    """What identifies a checkpoint: step, updates and seconds of training. Raises CheckpointError."""
+    """What identifies a checkpoint: its step, and when it was written. Raises CheckpointError."""
     try:
         meta = checkpoint.read_meta(path)
     except CheckpointError as error:
         there = ", ".join(p.name for p in RunFolder(path.parent.parent).all_checkpoints()) or "none"
         raise CheckpointError(f"{error}; the run has {there}") from error
-    return {key: meta[key] for key in ("step", "updates", "trained_s")}
+    return {key: meta[key] for key in ("step", "written")}
 
 
 @contextmanager

@@ -14,6 +14,7 @@ import json
 import os
 import re
 import shutil
+import time
 import warnings
 from concurrent.futures import Future
 from pathlib import Path
@@ -127,7 +128,7 @@ class _Writer(FileSystemWriter):
         super().finish(metadata, results)
         folder, final = Path(self.path), self._run.checkpoint(self._step)
         sizes = {p.name: p.stat().st_size for p in sorted(folder.iterdir())}
-        facts = {"step": self._step, **self._meta, "files": sizes}
+        facts = {"step": self._step, "written": time.time(), **self._meta, "files": sizes}
         (folder / META).write_text(json.dumps(facts, indent=1), encoding="utf-8")
         sync(folder / META)
         sync(folder)
