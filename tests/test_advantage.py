@@ -201,7 +201,7 @@ def test_a_sample_without_a_combined_value_is_missing_for_the_objective_too(trai
     collect(one, 0)
     scores = one.scorer.finish()
     scores.values["jpeg_compressibility"][:] = [[1.0, -2.0, 3.0, 4.0], [5.0, 6.0, 7.0, 8.0]]
-    found, metrics = one.targets(1, scores)
+    found, metrics = one.targets.compute(1, scores)
     assert found.known.flatten().tolist() == [True, False, *[True] * 6] and found.advantage[0, 1] == 0
     assert metrics["reward/missing"] == 1 / 8
 
@@ -246,8 +246,8 @@ def test_a_run_takes_the_parts_of_its_rewards(trainer):
     advantage = {"combine": "weighted_advantage_sum", "ddof": 1, "batch_norm": True}
     one = trainer(rewards=spec, advantage=advantage, eval={"every": 0})
     collect(one, 0)
-    scores = one.session.scorer.finish()
-    found = one.targets(1, scores)[0].advantage
+    scores = one.scorer.finish()
+    found = one.targets.compute(1, scores)[0].advantage
     table = np.array([[[s.parts[p] for s in g.scores] for g in scores.groups[spec]] for p in "ab"])
     each = (table - table.mean(-1, keepdims=True)) / (table.std(-1, ddof=1, keepdims=True) + 1e-4)
     blend = 0.25 * each[0] + 0.75 * each[1]
@@ -276,10 +276,10 @@ def test_advantages_of_win_rates_alone_come_from_the_comparisons(trainer, entry,
     if "options" not in entry:
         scores.values["vlm_pairwise"][:] = rates
     scores.values["vlm_pairwise"][0, 1] = NAN
-    values = np.stack([scores.values[name].flatten() for name in one.session.weights], axis=1)
-    want, _ = advantages(values, one.session.weights, 4, one.config.advantage)
-    with mock.patch("prefgrpo.run.trainer.winrate_advantage", wraps=winrate_advantage) as used:
-        found, *_, known = one.targets(1, scores)[0]
+    values = np.stack([scores.values[name].flatten() for name in one.weights], axis=1)
+    want, _ = advantages(values, one.weights, 4, one.config.advantage)
+    with mock.patch("prefgrpo.run.targets.winrate_advantage", wraps=winrate_advantage) as used:
+        found, *_, known = one.targets.compute(1, scores)[0]
     assert used.called == fused and known.flatten().tolist() == [True, False, *[True] * 6]
     assert found[0, 1] == 0 and found.abs().max() > 0.01
     assert torch.allclose(found.cpu(), want.cpu(), rtol=1e-4, atol=1e-6)

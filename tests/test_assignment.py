@@ -22,8 +22,8 @@ from prefgrpo.rewards.base import GroupScores, GroupwiseReward, PointwiseReward,
 from prefgrpo.rollout import batches
 from prefgrpo.rollout.assignment import assign_batches, update_of
 from prefgrpo.rollout.replay import TrajectoryCollector
-from prefgrpo.run.session import Clock
-from prefgrpo.run.trainer import TrainingLoop
+from prefgrpo.run.clock import Clock
+from prefgrpo.trainer import Trainer
 
 
 class Streamed(PointwiseReward):
@@ -96,7 +96,7 @@ def run_cells() -> None:
         seen = {"samples": {}, "gradients": [], "batches": [], "forwards": 0}
         on = CELLS[cell].get("equal", False)
         World.equal_forwards = property(lambda self, on=on: on)
-        loop = TrainingLoop(from_dict(cell_settings(place, cell, f"{cell}-{os.environ['WORLD_SIZE']}")))
+        loop = Trainer(from_dict(cell_settings(place, cell, f"{cell}-{os.environ['WORLD_SIZE']}")))
         slots = loop.rollouts._plan(0)[0]
         os.environ["TIED"] = "\n".join(slots[p][0].text for p in CELLS[cell].get("tied", ()))
         if CELLS[cell].get("whole"):

@@ -119,7 +119,7 @@ def steady(place):
     return rows(place / "runs" / "steady")
 
 
-AFTER_FIRST_STEP = Hold("prefgrpo.run.trainer:TrainingLoop._report")
+AFTER_FIRST_STEP = Hold("prefgrpo.trainer:Trainer._report")
 
 
 def train_with_fault(file, server, fault, count=-1):

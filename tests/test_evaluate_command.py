@@ -148,7 +148,7 @@ def test_split_weights_are_read_by_any_number_of_processes(place, evaluate):
     over = {"train": {"lora_rank": 0, "lr": 1e-3, "steps": 1}, "parallel": {"shard": 2}, "eval": {"every": 1}}
     both = ranks(recipe(place, "split", **over), 2)
     assert [run.wait(600) for run in both] == [0, 0], both[0].output
-    assert list((place / "runs/split").glob("checkpoints/*/parts"))
+    assert list((place / "runs/split").glob("checkpoints/*/__1_0.distcp"))
     known, means = last(place, "split"), []
     code, output, found = evaluate("split", "--parallel.shard", "1", "--out", place / "whole")
     assert code == 0, output

@@ -18,9 +18,9 @@ from prefgrpo.models.weights import innermost, recompute
 from prefgrpo.rollout import render
 from prefgrpo.rollout.embeddings import Embeddings
 from prefgrpo.rollout.render import decode
+from prefgrpo.run.clock import Clock
 from prefgrpo.run.loading import open_adapter
 from prefgrpo.run.memory import memory_line, static_bytes
-from prefgrpo.run.session import Clock
 
 FLUX = case_of("flux")
 CPU = torch.device("cpu")
@@ -207,7 +207,7 @@ def test_the_printed_bytes_are_those_of_the_tensors(trainer, case):
         held[kind] = storages(copies.values())
         assert (kind in line) == bool(copies)
     assert known == held and line.endswith(f"= {sum(held.values()) / 2**20:.3g} MiB")
-    assert line in one.session.notes
+    assert line in one.notes
 
 
 def mapped_bytes(module):

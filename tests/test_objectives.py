@@ -28,7 +28,8 @@ from prefgrpo.objectives.base import GroupObjective, PointwiseObjective, Targets
 from prefgrpo.rewards.functions import FunctionPairwise
 from prefgrpo.rollout.batches import Batch
 from prefgrpo.rollout.rollout import Trajectory
-from prefgrpo.run.session import config_errors, open_collector, open_policy
+from prefgrpo.run.checks import config_errors
+from prefgrpo.run.opening import open_collector, open_policy
 from prefgrpo.sde.noise import endpoint_noise, endpoint_normal
 from prefgrpo.sde.schedule import make_schedule
 
@@ -319,7 +320,7 @@ def test_a_run_by_two_processes_and_resumed(place, trainer, name):
     more = options(name, updates_per_rollout=2, kl_coef=0.01, **own)
     loop = trainer(f"{name}-one", **more)
     start = [p.detach().clone() for p in loop.policy.params]
-    loop.run()
+    loop.train()
     one = rows(loop.folder.root)
     assert [r["step"] for r in one] == [1, 2, 3] and all(r["grad_norm"] > 0 for r in one)
     assert any(not torch.equal(a, b) for a, b in zip(start, loop.policy.params, strict=True))
@@ -425,7 +426,7 @@ def test_the_example_of_the_docs_is_an_objective(place, root, trainer):
     (place / "hinge.py").write_text(text)
     named = {"objective": f"{place}/hinge.py:Hinge", "objective_options": {"margin": 0.5}, "steps": 1}
     loop = trainer(train=named, eval={"every": 0})
-    loop.run()
+    loop.train()
     assert rows(loop.folder.root)[0]["loss"] == pytest.approx(0.5), "expected h = 0 at the start"
     assert rows(loop.folder.root)[0]["grad_norm"] > 0
     assert all(f"| `{name}` |" in (root / "docs" / "objectives.md").read_text() for name in OBJECTIVES)
@@ -455,7 +456,7 @@ def test_an_objective_of_ones_own_has_an_anchor_and_returns_one_loss_each(traine
         return trainer(f"own-{name}-{batch_size}", train=train, rollout=rollout, eval={"every": 0})
 
     loop = own("Closer")
-    loop.run()
+    loop.train()
     row = rows(loop.folder.root)[0]
     assert row["loss"] == row["policy/drift"] == 0.0 and row["grad_norm"] > 0, "the policy starts as its anchor"
     for name, got in (("PerMember", "[1, 4]"), ("OneNumber", "[]")):

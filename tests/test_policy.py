@@ -12,8 +12,9 @@ from tiny_run import ALONE
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from prefgrpo.config.schema import TrainConfig
-from prefgrpo.run.checkpoint import CheckpointError
+from prefgrpo.run.checkpoint import CheckpointError, Checkpoints, read
 from prefgrpo.run.policy import NonFiniteGradient, Policy
+from prefgrpo.run.run_folder import RunFolder
 
 TRAIN = TrainConfig(lr=0.1, beta2=0.95, weight_decay=0.2, max_grad_norm=0.7, warmup_steps=4, ema_decay=0.9)
 
@@ -83,7 +84,7 @@ def test_averages_move_when_they_are_due():
 
 @pytest.mark.usefixtures("fused_on")
 @pytest.mark.parametrize("at", [0, 2, 7])
-def test_stopped_and_loaded_it_goes_on_bit_by_bit(at):
+def test_stopped_and_loaded_it_goes_on_bit_by_bit(at, tmp_path):
     straight, first = Policy(parameters(), TRAIN), Policy(parameters(), TRAIN)
     for step in range(10):
         give_gradients(straight, step)
@@ -91,20 +92,23 @@ def test_stopped_and_loaded_it_goes_on_bit_by_bit(at):
         if step < at:
             give_gradients(first, step)
             first.update(ALONE)
-    stored = {k: t.detach().clone() for k, t in first.state_dict().items()}
-    kinds = {"param", "ema", *(("adamw.step", "adamw.exp_avg", "adamw.exp_avg_sq") if at else ())}
-    assert stored.keys() == {f"{kind}.{n}" for kind in kinds for n in first.parameters}
+    checkpoints = Checkpoints(RunFolder(tmp_path), ALONE)
+    checkpoints.save(at, first.state_dict(), {"updates": first.updates})
+    give_gradients(first, at)
+    first.update(ALONE)  # the writing thread has copies from before
+    checkpoints.wait()
+    (path,) = RunFolder(tmp_path).all_checkpoints()
     second = Policy({n: torch.zeros_like(p).requires_grad_() for n, p in parameters().items()}, TRAIN)
-    second.load_state_dict(stored, at)
+    second.updates = read(path, second.state_dict(), ALONE)["updates"]
     for step in range(at, 10):
         give_gradients(second, step)
         second.update(ALONE)
     assert straight.state_dict().keys() == second.state_dict().keys()
     for key, value in straight.state_dict().items():
         assert torch.equal(value, second.state_dict()[key]), key
-    for other, part in ((Policy({"x": torch.zeros(2)}, TRAIN), "fit"), (Policy(parameters(), TrainConfig()), r"ema\.")):
-        with pytest.raises(CheckpointError, match=part):
-            other.load_state_dict(stored, at)
+    for other, name in ((Policy({"x": torch.zeros(2)}, TRAIN), "param.x"), (Policy(parameters(), TRAIN, True), "old")):
+        with pytest.raises(CheckpointError, match=f"do not fit this configuration.*{name}"):
+            read(path, other.state_dict(), ALONE)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), -float("inf")])

@@ -164,7 +164,7 @@ def test_a_run_with_its_reward_behind_http_is_the_same_also_if_the_server_dies(p
     assert done[0] == done[1]
     server = Process(JPEG)
     file, folder = run(place, "killed", server.url)
-    held = Hold("prefgrpo.run.trainer:TrainingLoop._evaluate")
+    held = Hold("prefgrpo.trainer:Trainer._evaluate")
     running = start(["train", str(file)], file.with_suffix(".log"), hold=held)
     running.until_held()
     server.kill()

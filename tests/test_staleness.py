@@ -15,12 +15,13 @@ import torch
 from grpo_formula import plain_formula
 from tiny_run import BRIGHTNESS, all_end, ranks, recipe, rows, settings, stored, weights
 
+from prefgrpo import trainer as trainer_module
 from prefgrpo.config.loading import from_dict
 from prefgrpo.config.recipe import ConfigError
 from prefgrpo.rewards.base import PointwiseReward, Score
-from prefgrpo.run import trainer as trainer_module
-from prefgrpo.run.session import Clock, config_errors
-from prefgrpo.run.trainer import Callbacks, TrainingStopped
+from prefgrpo.run.checks import config_errors
+from prefgrpo.run.clock import Clock
+from prefgrpo.run.stopping import TrainingStopped
 
 STALE = {"staleness": 1}
 
@@ -52,7 +53,7 @@ def recorded(one):
         return true_step(world)
 
     one.update, one.policy.update = update, optimise
-    one.run()
+    one.train()
     return seen
 
 
@@ -98,7 +99,7 @@ def test_where_no_weight_moves_nothing_changes(trainer, case):
     for staleness in (0, 1):
         over = {"rollout": {"staleness": staleness}, "checkpoint": {"every": 3}, "rewards": BRIGHTNESS}
         one = trainer(f"{case}{staleness}", train={"steps": 4, "lr": 1e-30} | SAME[case], **over)
-        one.run()
+        one.train()
         found.append(rows(one.folder.root))
     assert len(found[0]) == len(found[1]) > 4
     for before, ahead in zip(*found, strict=True):
@@ -156,7 +157,7 @@ def test_the_next_samples_are_made_before_the_scores_are_there(trainer, monkeypa
     noted(one, "generate", "made", 10.0)
     noted(one.scorer, "finish", "scored", 1.0)
     noted(one, "update", "updated", 3.0)
-    one.run()
+    one.train()
     done = ["scored", "updated"]
     assert events == ["made", "made", *done, "made", *done, *done]
     found = rows(one.folder.root, timeless=False)
@@ -182,16 +183,16 @@ def test_a_resumed_run_is_the_one_that_was_not_stopped(trainer, place):
     over = {"rollout": STALE, "train": {"steps": 5, "ema_decay": 0.5}, "rewards": BRIGHTNESS}
     trainer("straight", **over).run()
     with pytest.raises(OSError, match="lost"):
-        trainer("stopped", callbacks=Callbacks(on_step=lost), **over).run()
+        trainer("stopped", callbacks={"on_step": lost}, **over).train()
     trainer("stopped", resume=True, **over).run()
     straight, stopped = place / "runs" / "straight", place / "runs" / "stopped"
     assert rows(stopped) == rows(straight) and weights(stopped) == weights(straight)
     assert [r["policy/staleness"] for r in rows(straight) if r["kind"] == "train"] == [0, 1, 0, 1, 0]
 
     one = trainer("interrupted", **over)
-    one.callbacks = Callbacks(on_step=lambda step, metrics: setattr(one.session.interrupt, "seen", True))
+    one.on_step = lambda step, metrics: setattr(one.interrupt, "seen", True)
     with pytest.raises(TrainingStopped, match="interrupted after step 1"):
-        one.run()
+        one.train()
     trainer("interrupted", resume=True, **over).run()
     anew = [r for r in rows(place / "runs" / "interrupted") if r["kind"] == "train"]
     assert anew[0] == rows(straight)[1] and anew[1] != rows(straight)[2]

@@ -30,13 +30,13 @@ from prefgrpo.parallel.world import World
 from prefgrpo.rewards.base import PointwiseReward, Sample, Score
 from prefgrpo.rollout.batches import Batch
 from prefgrpo.rollout.rollout import Trajectory
-from prefgrpo.run.trainer import TrainingLoop
 from prefgrpo.tiny import pipelines
+from prefgrpo.trainer import Trainer
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
     [
-        "prefgrpo.run.trainer",
+        "prefgrpo.trainer",
         "prefgrpo.models.flux",
         "prefgrpo.commands.cli",
         "prefgrpo.report",
@@ -226,7 +226,7 @@ def environment(**env: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), **env}
 
 
-def collect(loop: TrainingLoop, step: int) -> list[Batch]:
+def collect(loop: Trainer, step: int) -> list[Batch]:
     """The rollouts of a training step, with every sample passed to the scorer as in the loop."""
     loop.scorer.begin(step, loop.rollouts.groups(step))
     return list(loop.rollouts(step, loop.scorer.add))
@@ -247,6 +247,11 @@ def rows(folder: Path, timeless: bool = True) -> list[dict[str, Any]]:
 def tree(folder: Path) -> dict[str, bytes]:
     """{relative path: content} of every file below a folder."""
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def hidden(folder: Path) -> list[str]:
+    """Names of the hidden files and folders below a folder, except the .metadata of finished checkpoints."""
+    return [p.name for p in folder.rglob(".*") if p.name != ".metadata"]
 
 
 def weights(run: Path) -> dict[str, bytes]:

@@ -78,10 +78,10 @@ def train(config: Config, resume: bool = False, dry_run: bool = False) -> int:
         from prefgrpo.commands.dry_run import dry_run as run
 
         return run(config)
-    from prefgrpo.commands.train import Trainer
-    from prefgrpo.run.trainer import TrainingStopped
+    from prefgrpo.run.stopping import TrainingStopped
+    from prefgrpo.trainer import Trainer
 
-    trainer, main = Trainer.from_config(config, resume), os.environ.get("RANK", "0") == "0"
+    trainer, main = Trainer(config, resume=resume), os.environ.get("RANK", "0") == "0"
     try:
         result = trainer.train()
     except TrainingStopped as stop:
@@ -286,9 +286,9 @@ def _read(recipe: Path | None, values: Mapping[str, Any], command: str) -> Confi
     config, mistakes = parse(merge(adapted, dict(values)))
     mistakes += unsupported(config)
     if command == "train":
-        from prefgrpo.run import session
+        from prefgrpo.run.checks import config_errors
 
-        mistakes += session.config_errors(config)
+        mistakes += config_errors(config)
     if mistakes:
         raise ConfigError(mistakes)
     changed = differences(parse(written)[0], parse(adapted)[0])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from prefgrpo.parallel import attention, context, shard
 from prefgrpo.parallel.mesh import Layout
 from prefgrpo.parallel.world import World
 from prefgrpo.rollout.embeddings import cached_fingerprint
+from prefgrpo.run import checkpoint
 from prefgrpo.run.log import quiet_libraries
 
 
@@ -117,3 +119,12 @@ def trainable(config: Config, adapter: Adapter, world: World | None = None) -> A
         if world.layout.fsdp:
             adapter.enable_offload(config.memory.offload, world.device)
     return adapter
+
+
+def load_checkpoint(adapter: Adapter, path: Path, averaged: bool, world: World) -> None:
+    """Read the trained weights of a checkpoint, or their EMA, into an adapter from `trainable`.
+
+    Raises CheckpointError, on all ranks.
+    """
+    prefix = "ema." if averaged else "param."
+    checkpoint.read(path, {prefix + name: p.detach() for name, p in adapter.trainable()}, world)
