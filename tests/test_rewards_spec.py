@@ -57,18 +57,18 @@ def test_accepted(spec, weights):
     ("spec", "named"),
     [
         ("jpeg_compresibility", f"unknown reward 'jpeg_compresibility'.*did you mean '{A}'"),
-        (None, "expected a text, a list of entries or a mapping from names to weights, got None"),
+        (None, "bad entry None: expected a name"),
         (f"{A},{A}", f"'{A}' is named twice"),
         (f"{A}:", f"bad entry '{A}:'"),
         (f"{A}:x", f"weight of reward '{A}' must be a number, got 'x'"),
         ("a:b:1", "bad entry 'a:b:1'"),
-        (f"{A}:nan", f"weight of reward '{A}' must be a finite number"),
-        (f'{{"{A}":true}}', f"weight of reward '{A}' must be a finite number, got True"),
+        (f"{A}:nan", f"weight of reward '{A}': expected a finite number, got nan"),
+        (f'{{"{A}":true}}', f"weight of reward '{A}': expected a finite number, got True"),
         (f'["{A}", 1]', "bad entry 1"),
         ("", "no reward is named"),
-        (f"{A}=0.5", "a weight follows a colon"),
-        ([{"name": A, "wieght": 1}], "an entry has no key 'wieght'"),
-        ([{"name": A, "options": 3}], f"reward '{A}': options: expected a mapping, got 3"),
+        (f"{A}=0.5", "expected 'name' or 'name:weight'"),
+        ([{"name": A, "wieght": 1}], "wieght of reward .*: expected none of this name, but name, weight"),
+        ([{"name": A, "options": 3}], f"options of reward '{A}': expected a mapping, got 3"),
         ('{"a":', "not valid JSON"),
     ],
 )
@@ -105,7 +105,7 @@ def test_options_are_checked_before_any_reward_is_made(monkeypatch):
         ),
         (["no.such.Thing"], {}, "cannot load"),
         (["os.path"], {}, "not a Pointwise"),
-        (["math:pi"], {}, "not a PointwiseReward"),
+        (["math.pi"], {}, "not a PointwiseReward"),
     ):
         with pytest.raises(RewardSpecError, match=message):
             build(spec, options)

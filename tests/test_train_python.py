@@ -133,7 +133,7 @@ def test_off_the_main_thread(place):
     ("arguments", "message"),
     [
         ({"rollout": {"group_size": 1, "eta": -1}}, r"rollout.eta: .*\n.*rollout.group_size: "),
-        ({"rewards": {redness: "much"}}, "weight of reward 'redness' must be a finite number, got 'much'"),
+        ({"rewards": {redness: "much"}}, "weight of reward 'redness': expected a finite number, got 'much'"),
         ({"rewards": lambda x: 1}, r"a reward function takes \(images, prompts, …\)"),
         ({"rewards": [redness, redness.__class__(redness.__code__, globals(), "redness")]}, "redness is given twice"),
         ({"rewards": [redness, redness_std]}, "rewards: rename the reward 'redness_std'"),

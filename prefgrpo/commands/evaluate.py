@@ -18,8 +18,9 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+import tyro
 import yaml
 
 from prefgrpo.commands.generate import Job, Weights, check_writing, generate_files, make_jobs
@@ -180,20 +181,38 @@ def _claim_folder(out: Path, facts: Mapping[str, Any]) -> None:
 
 def evaluate(
     config: Config,
-    target: str,
-    suite: Name | None,
-    prompts: str,
-    out: Path | None,
-    samples: int,
-    weights: Which,
-    against: str,
-    against_weights: Which,
-    judge2: str,
-    question: str,
-    results: Path | None,
-    fps: int,
+    target: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="TARGET")],
+    suite: Name | None = None,
+    prompts: str = "",
+    out: Path | None = None,
+    samples: int = 0,
+    weights: Which = "auto",
+    against: str = "base",
+    against_weights: Which = "auto",
+    judge2: str = "",
+    question: str = "",
+    results: Path | None = None,
+    fps: int = 16,
 ) -> int:
-    """Run one evaluation; returns the exit code. Raises ConfigError, DataError, CheckpointError, JudgeError, …"""
+    """Evaluate a run, one of its checkpoints or a model (also under torchrun): on a published suite with --suite, else
+    against another model on held-out prompts, from the same noise.
+
+    Args:
+        config: The target's configuration with its overrides.
+        target: Run folder (its newest checkpoint), RUN/checkpoints/step_000020, recipe, pipeline folder or hub id.
+        suite: Published suite; none: compare with --against.
+        prompts: The suite's own file or folder of prompts (docs/evaluation.md); without a suite: a file of prompts,
+            empty: the run's held-out prompts.
+        out: Output folder for files and tables; none: RUN/evaluations/…. Existing files are kept.
+        samples: Images or clips per prompt of a suite; 0: the suite's own number.
+        weights: Weights of a checkpoint: live, ema, or auto (ema if the run keeps one).
+        against: base, or another run, checkpoint or model, sampled with the target's settings.
+        against_weights: As weights, for the checkpoint of --against.
+        judge2: A second judge: fields of the judge section, "{endpoints: [http://…], template: think}", or a YAML file.
+        question: Question for a suite's judge: a template, or UniGenBench's own eval_common.py; empty: our own.
+        results: Output of the suite's own tools, read into our table instead of generating and scoring.
+        fps: Frames per second of clips.
+    """
     given = {"--against": against != "base", "--judge2": bool(judge2)} if suite else {"--results": results is not None}
     given |= {} if suite else {"--question": bool(question), "--samples": samples > 0}
     if odd := [name for name, on in given.items() if on]:

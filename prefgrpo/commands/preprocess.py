@@ -19,7 +19,7 @@ from prefgrpo.run.loading import open_adapter
 
 
 def preprocess(config: Config) -> int:
-    """Fill data.cache; returns the exit code. Raises ConfigError, DataError or ModelError."""
+    """Encode all prompts of a recipe once, into data.cache (also under torchrun)."""
     if not config.data.cache:
         raise ConfigError(["data.cache: expected a folder to write to, got nothing"])
     prompts, sets = prompt_sets(config)

@@ -75,7 +75,7 @@ def score(
         reward_spec: Rewards and weights: '["clip","aesthetic"]', "clip:0.7,pickscore:0.3".
         images: Folder of the files: named as by `prefgrpo generate`, by a `file` column, or in the prompts' order.
         prompts: Prompts: txt, csv, jsonl or parquet.
-        options: YAML files of options per reward, {clip: {model: …}}; their `judge` replaces values of the judge section.
+        options: YAML files of options per reward, {clip: {model: …}}; their `judge` as in an entry of `rewards`.
         out: JSON file to write, - for standard output (and the table on standard error); none: a table only.
         source: Folder of the source images of edits, one per prompt; none: the prompts' source_image column.
         batch: Files read and scored together (whole groups); 0: 32 images or 4 clips.

@@ -10,10 +10,9 @@ A user's own class or function is named by its import path, "pkg.mod:Class" or "
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Mapping
-from dataclasses import field, fields
+from dataclasses import field
 from typing import Any
 
 from pydantic import ConfigDict, ValidationError
@@ -23,7 +22,7 @@ IMPORT_PATH = re.compile(r"([^\W\d]\w*\.)*[^\W\d]\w*[.:][^\W\d]\w*|[^,:]+\.py:[^
 """package.module.Class, package.module:Class or path/file.py:function."""
 
 
-@dataclass(frozen=True, config=ConfigDict(strict=True, allow_inf_nan=False))
+@dataclass(frozen=True, config=ConfigDict(extra="forbid", strict=True, allow_inf_nan=False))
 class RewardEntry:
     """One reward of a run."""
 
@@ -39,40 +38,46 @@ class RewardEntry:
 
 def entries(spec: Any) -> tuple[RewardEntry, ...]:
     """The entries in any of their forms. Raises ValueError that names the first bad one."""
-    found: dict[str, RewardEntry] = {}
-    for entry in _listed(spec):
-        if entry.name in found:
-            raise ValueError(f"reward '{entry.name}' is named twice; give each reward once")
-        found[entry.name] = entry
-    return tuple(found.values())
+    found = _listed(spec)
+    names = [entry.name for entry in found]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"reward '{twice[0]}' is named twice; give each reward once")
+    return tuple(found)
 
 
 def _listed(spec: Any) -> list[RewardEntry]:
     if isinstance(spec, RewardEntry):
         return [spec]
     if isinstance(spec, str):
-        text = spec.strip()
-        if text[:1] not in ("{", "["):
-            return [_from_text(entry.strip(), spec) for entry in text.split(",") if entry.strip()]
-        try:
-            pairs = json.loads(text, object_pairs_hook=_pairs)
-        except (json.JSONDecodeError, RecursionError) as error:
-            raise ValueError(f"{spec!r} is not valid JSON: {error}") from error
-        return _listed(pairs)
+        return _from_text(spec.strip())
+    if isinstance(spec, Mapping) and "name" in spec:
+        return [_entry(spec)]
     if isinstance(spec, Mapping):
         return [_entry({"name": name, "weight": weight}) for name, weight in spec.items()]
-    if not isinstance(spec, list | tuple):
-        raise ValueError(f"expected a text, a list of entries or a mapping from names to weights, got {spec!r}")
-    if bad := [item for item in spec if not isinstance(item, str | Mapping | RewardEntry)]:
-        raise ValueError(f"bad entry {bad[0]!r}: expected a name, or {{name: …, weight: …, options: …, judge: …}}")
-    made: list[RewardEntry] = []
-    for item in spec:
-        if isinstance(item, Mapping):
-            made.append(_entry(item))
-        elif isinstance(item, str) and IMPORT_PATH.fullmatch(item.strip()):
-            made.append(_entry({"name": item.strip()}))
-        else:
-            made += _listed(item)
+    if isinstance(spec, list | tuple):
+        return [entry for item in spec for entry in _listed(item)]
+    raise ValueError(
+        f"bad entry {spec!r}: expected a name, {{name: …, weight: …, options: …, judge: …}} or a list of them"
+    )
+
+
+def _from_text(text: str) -> list[RewardEntry]:
+    """JSON, or 'name' and 'name:weight' with commas between them; a name may be 'pkg.mod:Class' or 'file.py:name'."""
+    if text[:1] in ("{", "["):
+        try:
+            return _listed(json.loads(text, object_pairs_hook=_pairs))
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise ValueError(f"{text!r} is not valid JSON: {error}") from error
+    made = []
+    for part in filter(None, map(str.strip, text.split(","))):
+        name, colon, weight = (piece.strip() for piece in part.rpartition(":"))
+        if not colon or _is_path(part):
+            name, weight = part, "1"
+        if "=" in part or not name or not weight or (":" in name and not _is_path(name)):
+            raise ValueError(f"bad entry {part!r} in {text!r}: expected 'name' or 'name:weight'")
+        if not _is_number(weight):
+            raise ValueError(f"weight of reward '{name}' must be a number, got {weight!r}")
+        made.append(_entry({"name": name, "weight": float(weight)}))
     return made
 
 
@@ -84,19 +89,10 @@ def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
-def _from_text(entry: str, spec: str) -> RewardEntry:
-    """'name', 'name:weight', 'pkg.mod:Class' or 'pkg.mod:Class:weight'."""
-    if "=" in entry:
-        raise ValueError(f"bad entry {entry!r} in {spec!r}: a weight follows a colon, '{entry.replace('=', ':')}'")
-    name, *rest = [part.strip() for part in entry.split(":")]
-    if rest and not _is_number(rest[0]) and ("." in name or rest[0][:1].isupper()):
-        if IMPORT_PATH.fullmatch(f"{name}:{rest[0]}"):
-            name, rest = f"{name}:{rest[0]}", rest[1:]
-    if not name or len(rest) > 1 or rest == [""]:
-        raise ValueError(f"bad entry {entry!r} in {spec!r}: expected 'name' or 'name:weight'")
-    if rest and not _is_number(rest[0]):
-        raise ValueError(f"weight of reward '{name}' must be a number, got {rest[0]!r}")
-    return _entry({"name": name, "weight": float(rest[0]) if rest else 1.0})
+def _is_path(text: str) -> bool:
+    """Whether a text with a colon is pkg.mod:Class, mod:Class or file.py:name, and not a name with its weight."""
+    module, _, name = text.rpartition(":")
+    return bool(IMPORT_PATH.fullmatch(text)) and ("." in module or name[:1].isupper())
 
 
 def _is_number(text: str) -> bool:
@@ -109,16 +105,12 @@ def _is_number(text: str) -> bool:
 
 def _entry(content: Mapping[str, Any]) -> RewardEntry:
     """An entry from its keys."""
-    keys = [f.name for f in fields(RewardEntry)]
-    if unknown := [key for key in content if key not in keys]:
-        raise ValueError(f"an entry has no key {unknown[0]!r}: expected {', '.join(keys)}, got {dict(content)!r:.120}")
-    name, weight = content.get("name"), content.get("weight", 1.0)
-    if not isinstance(name, str) or not name:
-        raise ValueError(f"bad reward name {name!r}: expected a text, as in {{name: clip}}")
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
-        raise ValueError(f"weight of reward '{name}' must be a finite number, got {weight!r}")
     try:
         return RewardEntry(**content)
     except ValidationError as error:
         wrong = error.errors()[0]
-        raise ValueError(f"reward '{name}': {wrong['loc'][0]}: expected a mapping, got {wrong['input']!r}") from error
+        key = str(wrong["loc"][0])
+        expected = {"name": "a text", "weight": "a finite number"}.get(key, "a mapping")
+        if wrong["type"] == "unexpected_keyword_argument":
+            expected = "none of this name, but name, weight, options and judge"
+        raise ValueError(f"{key} of reward {content['name']!r}: expected {expected}, got {wrong['input']!r}") from error
