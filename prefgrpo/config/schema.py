@@ -126,6 +126,11 @@ class JudgeConfig:
     template: str = ""
     """Prompt template with its answer format: a shipped name (compare, caption_match, …) or the path of a YAML file;
     empty: compare. Rewards other than vlm_pairwise have their own templates (reward.options.NAME.judge.template)."""
+    prompt: Literal["ours", "published"] = "ours"
+    """Whose words ask the question: ours, or those that the judge was trained on, which `prefgrpo judge prompts`
+    fetches from their publisher (templates for which none were published are used as they are)."""
+    chat_template_kwargs: dict[str, bool | int | str] = field(default_factory=dict)
+    """Options of the server's chat template in every request, e.g. {enable_thinking: false}."""
     backend: Literal["local", "http"] = "http"
     """local: transformers in this process; http: an OpenAI-compatible server (vLLM, SGLang)."""
     plan: str = "both_orders"

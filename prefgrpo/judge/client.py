@@ -44,6 +44,8 @@ class JudgeClient:
         self.pool = HttpPool(config)
         self.users = 0
         self._first_model = ""
+        options = config.chat_template_kwargs
+        self._options: dict[str, Any] = {"chat_template_kwargs": options} if options else {}
         self.encodings = Encodings(lambda media: encode(media, config.image_format, config.max_pixels))
         self._asked: WeakKeyDictionary[Media, dict[_Key, _Shared]] = WeakKeyDictionary()
 
@@ -96,7 +98,7 @@ class JudgeClient:
         def write(carried: Collection[str] | None) -> bytes:
             shown = [e.part(carried) for e in media]
             before = [e.part(carried) for e in source]
-            return chat_body(self.pool.model, template, values, shown, before)
+            return chat_body(self.pool.model, template, values, shown, before, self._options)
 
         try:
             uuids = [e.uuid for e in (*media, *source)]
@@ -157,8 +159,12 @@ class HttpJudge(PairJudge):
 
     def __init__(self, config: JudgeConfig) -> None:
         name = config.template or "compare"
-        self.config, self.template, video = config, load_template(name), f"{name}_video"
-        self.clip_template = load_template(video) if video in shipped_templates() else self.template
+        video = f"{name}_video"
+        self.config = config
+        self.template = load_template(name, prompt=config.prompt)
+        self.clip_template = self.template
+        if video in shipped_templates():
+            self.clip_template = load_template(video, prompt=config.prompt)
         self.client = shared_client(config)
         self.answer_s = config.timeout_s or max(self.template.timeout_s, self.clip_template.timeout_s)
 
@@ -184,17 +190,18 @@ class HttpJudge(PairJudge):
         return Verdict(**vars(await self.client.answer(template, {"prompt": prompt}, pair, source)))
 
 
-_clients: WeakValueDictionary[tuple[int, JudgeConfig], JudgeClient] = WeakValueDictionary()
+_clients: WeakValueDictionary[tuple[int, str], JudgeClient] = WeakValueDictionary()
 _lock = threading.Lock()
 
 
 def shared_client(config: JudgeConfig) -> JudgeClient:
     """This process's client for a config's servers and options, ignoring its template. Call `close` when done."""
-    key = replace(config, endpoints=tuple(config.endpoints), template="")
+    config = replace(config, endpoints=tuple(config.endpoints), template="")
+    key = (os.getpid(), repr(config))
     with _lock:
-        client = _clients.get((os.getpid(), key))
+        client = _clients.get(key)
         if client is None:
-            client = _clients[os.getpid(), key] = JudgeClient(key)
+            client = _clients[key] = JudgeClient(config)
         client.users += 1
         return client
 
@@ -221,7 +228,12 @@ def read(template: Template, choice: Mapping[str, Any], answer: Answer, min_labe
         value, reason = two_label_softmax(first, second, min_label_mass)
         return replace(answer, value=value, reason=reason, raw=f"logp {first:.4f} {second:.4f}")
     message = choice.get("message")
-    text = message.get("content") if isinstance(message, dict) else None
+    message = message if isinstance(message, dict) else {}
+    text = message.get("content")
+    if not isinstance(text, str) and (message.get("reasoning") or message.get("reasoning_content")):
+        raise answers.Unreadable(
+            f"the judge only thought, for max_tokens = {template.max_tokens}: {answers.NO_THINKING}"
+        )
     if not isinstance(text, str):
         raise answers.Unreadable("the server's answer has no text")
     text = text.encode("utf-8", "replace").decode()  # a lone surrogate cannot be written to a log

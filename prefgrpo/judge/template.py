@@ -19,6 +19,7 @@ from typing import Any
 
 import yaml
 
+from prefgrpo.judge.prompts import PUBLISHED, published_template
 from prefgrpo.judge.verdict import JudgeError, did_you_mean
 
 _MARKER = re.compile(r"(\{[a-z][a-z0-9_]*\})")
@@ -102,14 +103,25 @@ def shipped_templates() -> list[str]:
 
 
 def load_template(
-    name: str, needs: tuple[str, ...] = PAIR, may: tuple[str, ...] = ("source",), kinds: tuple[str, ...] = PAIR_ANSWERS
+    name: str,
+    needs: tuple[str, ...] = PAIR,
+    may: tuple[str, ...] = ("source",),
+    kinds: tuple[str, ...] = PAIR_ANSWERS,
+    prompt: str = "ours",
 ) -> Template:
     """Load a template by shipped name or by path to a YAML file; JudgeError if it is missing or invalid.
 
     needs: required markers; may: optional ones; media must appear in order, each once. kinds: answers that the caller
-    supports.
+    supports. prompt: JudgeConfig.prompt; published: with its publisher's question, if there is one.
     """
-    path = _FOLDER / f"{name}.yaml" if name in shipped_templates() else Path(name)
+    if prompt == "published" and name in PUBLISHED:
+        return _load(published_template(name), name, needs, may, kinds)
+    return _load(name, name, needs, may, kinds)
+
+
+def _load(file: str, name: str, needs: tuple[str, ...], may: tuple[str, ...], kinds: tuple[str, ...]) -> Template:
+    """The template of a shipped name or file, called `name`."""
+    path = _FOLDER / f"{file}.yaml" if file in shipped_templates() else Path(file)
     if not path.is_file():
         names = shipped_templates()
         raise JudgeError(

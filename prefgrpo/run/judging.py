@@ -35,6 +35,8 @@ from prefgrpo.run.advantage import load_function
 from prefgrpo.run.metrics import taken_name
 
 PAIRWISE = "vlm_pairwise"
+FRAMES = 8
+"""Frames of a clip that a judge sees (judge.body.FRAMES, whose module needs aiohttp)."""
 CALIBRATION_PAIRS = 8
 """Random pairs judged in both orders at the start, to measure the judge's position bias."""
 
@@ -75,7 +77,8 @@ def config_errors(config: Config) -> list[str]:
         for name in sorted(set(options) - set(weights)):  # unused options are allowed, misspelt reward names are not
             parsed(f"{kind}.options", parse_reward_spec, [name])
     if PAIRWISE in trained:
-        parsed("judge.template", load_template, config.judge.template or "compare")
+        prompt = config.judge.prompt
+        parsed("judge.template", partial(load_template, prompt=prompt), config.judge.template or "compare")
     if PAIRWISE in measured:
         wrong.append(f"eval.spec: {PAIRWISE} is not allowed here; use eval.judge: true for the judge's win rate")
     return wrong
@@ -111,7 +114,7 @@ def judge_config(config: Config, name: str, options: Mapping[str, Any], world: W
     return replace(judge, concurrency=world.share(judge.concurrency, config.rollout.prompts_per_step))
 
 
-def open_judge(config: Config, world: World) -> tuple[PairJudge | None, list[str]]:
+def open_judge(config: Config, world: World, prompts: Sequence[Prompt] = ()) -> tuple[PairJudge | None, list[str]]:
     """(shared judge, results of its health check), or (None, []) if neither training nor evaluation uses a judge.
 
     Raises JudgeError within seconds if the judge is unreachable, serves another model or fails a probe pair.
@@ -122,25 +125,35 @@ def open_judge(config: Config, world: World) -> tuple[PairJudge | None, list[str
         return None, []
     judge = judge_config(config, name, config.reward.options.get(name, {}), world)
     try:
-        return connect(judge, makes_clips(config), world)
+        return connect(judge, makes_clips(config), world, prompts, config)
     except JudgeError as error:
         if name in training:
             raise
         raise JudgeError(f"{error}. No trained reward uses it: eval.judge: false evaluates without it") from error
 
 
-def connect(judge: JudgeConfig, clips: bool, world: World) -> tuple[PairJudge, list[str]]:
-    """(judge of pairs, results of its health check). Raises JudgeError like `open_judge`."""
+def connect(
+    judge: JudgeConfig, clips: bool, world: World, prompts: Sequence[Prompt] = (), config: Config | None = None
+) -> tuple[PairJudge, list[str]]:
+    """(judge of pairs, results of its health check). Raises JudgeError like `open_judge`.
+
+    prompts, config: the run whose largest question is asked.
+    """
     if judge.backend == "local":
         opened, warning = _local_judge(judge, str(world.device))
         return opened, [f"judge in this process: {judge.model}", *warning]
-    from prefgrpo.judge.check import check
+    from prefgrpo.judge.check import Shape, check
     from prefgrpo.judge.client import HttpJudge
 
+    shape = Shape()
+    if config is not None and prompts:
+        longest = max((p.text for p in prompts), key=len)
+        frames = FRAMES if clips else 1
+        shape = Shape(config.rollout.height, config.rollout.width, frames, longest)
     notes: list[str] = []
 
     def run_check() -> None:
-        health = check(judge, bias_pairs=CALIBRATION_PAIRS, known_answers=True, clips=clips)
+        health = check(judge, bias_pairs=CALIBRATION_PAIRS, known_answers=True, clips=clips, shape=shape)
         notes.extend(f"judge {line}" for line in health.summary().splitlines())
 
     world.on_main(run_check, JudgeError)

@@ -164,7 +164,7 @@ def open_session(config: Config, resume: bool) -> Session:
 def _open(config: Config, resume: bool, world: World, folder: RunFolder) -> Session:
     prompts, sets = prompt_sets(config)
     measured = sets if config.eval.every else {}
-    judge, judge_notes = open_judge(config, world)  # a bad reward fails before the model loads
+    judge, judge_notes = open_judge(config, world, prompts)  # a bad reward fails before the model loads
     scorer, weights = training_scorer(config, judge, folder.root if world.main else None, prompts, world)
     scorers = {name: evaluation_scorers(config, judge, held, scorer, world) for name, held in measured.items()}
     absent = len(uncached(config, encoding_jobs(config, prompts, [p for held in sets.values() for p in held])))
