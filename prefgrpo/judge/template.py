@@ -19,7 +19,6 @@ from typing import Any
 
 import yaml
 
-from prefgrpo.judge.prompts import PUBLISHED, published_template
 from prefgrpo.judge.verdict import JudgeError, did_you_mean
 
 _MARKER = re.compile(r"(\{[a-z][a-z0-9_]*\})")
@@ -114,9 +113,12 @@ def load_template(
     needs: required markers; may: optional ones; media must appear in order, each once. kinds: answers that the caller
     supports. prompt: JudgeConfig.prompt; published: with its publisher's question, if there is one.
     """
-    if prompt == "published" and name in PUBLISHED:
-        return _load(published_template(name), name, needs, may, kinds)
-    return _load(name, name, needs, may, kinds)
+    file = name
+    if prompt == "published":
+        from prefgrpo.judge.prompts import published_template  # imports tyro, which a reward server need not have
+
+        file = published_template(name)
+    return _load(file, name, needs, may, kinds)
 
 
 def _load(file: str, name: str, needs: tuple[str, ...], may: tuple[str, ...], kinds: tuple[str, ...]) -> Template:
