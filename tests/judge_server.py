@@ -106,12 +106,16 @@ class JudgeServer:
             await asyncio.sleep(3600)
         return web.Response(status=503 if self.fault == "sick" else 200)
 
+    async def parse(self, request: web.Request, raw: bytes) -> Any:
+        """A request's content."""
+        return json.loads(raw)
+
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         raw = await request.read()
         if self.key and request.headers.get("Authorization") != f"Bearer {self.key}":
             return _error(401, "Unauthorized")
         self.bytes_in += len(raw)
-        body = json.loads(raw)
+        body = await self.parse(request, raw)
         self.requests.append(body)
         self.in_flight += 1
         self.peak = max(self.peak, self.in_flight)

@@ -6,6 +6,7 @@ would show. Non-numeric log-probabilities and other malformed answers are in tes
 """
 
 import contextlib
+import json
 import os
 import random
 import resource
@@ -21,11 +22,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from judge_server import MODEL, JudgeServer, free_port, until
+from judge_server import MODEL, JudgeServer, _error, free_port, images, until
 from tiny_media import grey
 
 from prefgrpo.config.schema import JudgeConfig
-from prefgrpo.judge.check import check
+from prefgrpo.judge.check import Shape, check
 from prefgrpo.judge.client import HttpJudge
 from prefgrpo.judge.plans import both_orders
 from prefgrpo.judge.traffic import collect_counts, metrics
@@ -153,6 +154,48 @@ CHECKS = {
     "key unset": ("", {"api_key_env": "NO_KEY"}, r"variable NO_KEY \(api_key_env\) is not set"),
     "no address": ("", {"endpoints": ("here:80",)}, "endpoints must be http:// or https://"),
 }
+
+
+class Short(JudgeServer):
+    """Refuses what exceeds its limits, in vLLM's words: requests above 100 kB, and more than 8 images."""
+
+    async def _chat(self, request):
+        raw = await request.read()
+        if len(images(json.loads(raw))) > 8:
+            return _error(400, "At most 8 image(s) may be provided in one prompt.")
+        if len(raw) > 100_000:
+            return _error(400, "The prompt (length 9000) exceeds the model's maximum context length of 4096")
+        return await super()._chat(request)
+
+
+def test_the_check_asks_a_question_of_the_runs_shape():
+    with Short() as server:
+        config = JudgeConfig((server.url,))
+        assert check(config, shape=Shape(64, 64)).probe_p_first is not None
+        for shape, advice in (
+            (Shape(512, 512, prompt="x" * 100_000), r"400: .*512×512 .* serve it with a larger --max-model-len"),
+            (Shape(64, 64, frames=8), r"8 frames .* --limit-mm-per-prompt"),
+        ):
+            with pytest.raises(JudgeError, match=advice):
+                check(config, shape=shape)
+
+
+@pytest.mark.parametrize("template", ["compare", "edit_pairwise"])
+def test_a_judge_that_thinks_although_it_should_not_is_told_by_name(template):
+    with JudgeServer() as server:
+        server.answer = lambda bright, text: {"<think>": 0.9, "\n": 0.1}
+        if template == "edit_pairwise":
+            server.answer = lambda bright, text: "<think>so</think>Edited image 1 is better."
+            assert (
+                f"'{MODEL}' thinks before it answers" in check(JudgeConfig((server.url,), template=template)).notes[-1]
+            )
+        else:
+            with pytest.raises(JudgeError, match=rf"'{MODEL}' .* begins to think .*enable_thinking"):
+                check(JudgeConfig((server.url,)))
+        options = {"enable_thinking": False}
+        server.answer = None
+        ask(judge(server.url, chat_template_kwargs=options))
+        assert server.requests[-1]["chat_template_kwargs"] == options
 
 
 @pytest.mark.parametrize("name", CHECKS)

@@ -155,6 +155,7 @@ def test_a_published_mix_of_rewards_trains(place, monkeypatch, tmp_path):
     with JudgeServer() as server:
         server.answer = reward_cases_vlm.speak
         free = ["--judge.endpoints", server.url, "--train.steps", "1", "--rewards", rewards]
+        free += ["--judge.prompt", "ours"]  # the published question is not in this repository
         assert main(["train", str(recipe), *options(place, recipe), *free]) == 0
     (trained,) = [r for r in rows(tmp_path / "runs" / name_of(recipe)) if r["kind"] == "train"]
     assert trained["reward/missing"] == 0 and trained["grad_norm"] > 0

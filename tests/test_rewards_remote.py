@@ -83,8 +83,8 @@ def test_one_of_two_dead_at_start_is_named_and_left_out():
 MISSING = {
     "500": "answered 500: engine trouble",
     "400": "refused with 400: At most 1 image",
-    "not_json": "no readable scores: not JSON",
-    "few": "no readable scores: scores: expected a list of 1",
+    "not_json": "no readable score: not JSON",
+    "few": "no readable score: expected a number or null",
     "nan": "the reward returned nan",
 }
 

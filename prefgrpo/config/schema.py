@@ -139,6 +139,11 @@ class JudgeConfig:
     """Base URLs of servers of the same model, with or without /v1; requests go to the least-loaded healthy one."""
     model: str = ""
     """http: the served model's name (empty: the only one served); local: folder or hub id of the checkpoint."""
+    prompt: Literal["ours", "published"] = "ours"
+    """Whose words ask the question: ours, or those that the judge was trained on, which `prefgrpo judge prompts`
+    fetches from their publisher (templates for which none were published are used as they are)."""
+    chat_template_kwargs: dict[str, bool | int | str] = field(default_factory=dict)
+    """Options of the server's chat template in every request, e.g. {enable_thinking: false}."""
     backend: Literal["local", "http"] = "http"
     """local: transformers in this process; http: an OpenAI-compatible server (vLLM, SGLang)."""
     concurrency: PositiveInt = 64

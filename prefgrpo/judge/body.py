@@ -119,8 +119,12 @@ def chat_body(
     texts: Mapping[str, str],
     media: Sequence[bytes],
     source: Sequence[bytes] = (),
+    options: Mapping[str, Any] | None = None,
 ) -> bytes:
-    """Build the request from a template, its texts by marker name, and the content parts of media and source images."""
+    """Build the request from a template, its texts by marker name, and the content parts of media and source images.
+
+    options: other fields of the request.
+    """
     parts: list[bytes] = []
     for part in template.parts(texts):
         if part == SOURCE:
@@ -128,7 +132,10 @@ def chat_body(
         else:
             parts.append(media[part] if isinstance(part, int) else _text(part))
     head = b'{"model":' + _json(model) + b',"messages":[{"role":"user","content":['
-    return head + b",".join(parts) + b"]" + _tail(template)
+    tail = _tail(template)
+    if options:
+        tail = tail[:-1] + b"," + _json(options)[1:]
+    return head + b",".join(parts) + b"]" + tail
 
 
 @lru_cache(maxsize=32)

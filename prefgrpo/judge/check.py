@@ -8,27 +8,54 @@ single JudgeError that says what was expected, what was found, and what to do.
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import aiohttp
 import numpy as np
 
 from prefgrpo.config.schema import JudgeConfig
 from prefgrpo.data.media import Media
+from prefgrpo.judge.answers import NO_THINKING
 from prefgrpo.judge.client import HttpJudge
 from prefgrpo.judge.endpoint import Endpoint, checkpoint_name, describe_error
 from prefgrpo.judge.information import ask_known_answers, is_pairwise
 from prefgrpo.judge.loop import loop_thread
 from prefgrpo.judge.pool import validate
-from prefgrpo.judge.template import load_template
+from prefgrpo.judge.prompts import wording_note
+from prefgrpo.judge.template import Template, load_template
 from prefgrpo.judge.verdict import JudgeError
 
 __all__ = ["Health", "HttpJudge", "check", "check_reachable", "main"]
 
 _BUSY_S, _PAUSE_S = 30.0, 0.5
+_ADVICE = (
+    (
+        r"context length|model length|max_model_len",
+        "serve it with a larger --max-model-len, or make smaller images",
+    ),
+    (r"At most \d+ \w+", "serve it with a larger --limit-mm-per-prompt"),
+)
+"""Server's message about a request of the run's shape → what to do."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The largest question of a run."""
+
+    height: int = 64
+    width: int = 64
+    frames: int = 1
+    """Frames per clip; 1: images."""
+    prompt: str = "a plain red picture"
+
+    def plain(self, colour: tuple[int, int, int]) -> Media:
+        """An image or clip of one colour."""
+        image = np.full((self.height, self.width, 3), colour, np.uint8)
+        return Media(np.stack([image] * self.frames) if self.frames > 1 else image)
 
 
 @dataclass
@@ -49,6 +76,8 @@ class Health:
     """How many of these pairs got no verdict, and why; '' if all did."""
     known_answers: str = ""
     """How many known answers were right; '' if none were requested."""
+    notes: list[str] = field(default_factory=list)
+    """What else to know: in whose words the judge is asked, and whether it thinks although it should not."""
     alarm: str = ""
     """Why the known answers were wrong; '' if they were right or not requested."""
 
@@ -65,6 +94,7 @@ class Health:
         if self.position_bias is not None:
             rows.append(f"position bias: mean P(first) {self.position_bias:.3f} over pairs in both orders")
         rows += [f"WARNING: {self.unjudged}"] if self.unjudged else []
+        rows += [f"WARNING: {note}" for note in self.notes]
         rows += [row for row in (self.known_answers, self.alarm and f"WARNING: {self.alarm}") if row]
         return "\n".join(rows)
 
@@ -77,19 +107,24 @@ def check(
     bias_pairs: int = 0,
     known_answers: bool = False,
     clips: bool = False,
+    shape: Shape | None = None,
 ) -> Health:
     """Check a judge. Takes at most about 3 · `timeout_s` per endpoint, longer for judges that write text.
 
     bias_pairs: judge this many random pairs in both orders. known_answers: ask each endpoint 16 questions with known
-    answers. clips: use clips for these.
+    answers. clips: use clips for these. shape: the first pair is as large as the run's.
     Raises JudgeError if no endpoint works, the probe gets no verdict, or `config.strict` and known answers are wrong.
     """
     HttpJudge(config, template).close()  # validates the config and the template
     health = check_reachable(config, timeout_s)
-    question = load_template(template)
+    question = load_template(template, prompt=config.prompt)
+    if config.prompt == "ours" and (note := wording_note(template)):
+        health.notes.append(note)
     longest = timeout_s if question.answer == "soft" else max(timeout_s, config.timeout_s or question.timeout_s)
     config = replace(config, model=health.model, timeout_s=longest, deadline_s=5.0)
-    _probe(config, template, health, bias_pairs)
+    _probe(config, health, shape or Shape(), question, template)
+    if bias_pairs:
+        _measure_bias(config, template, health, bias_pairs)
     if known_answers and is_pairwise(question):
         _ask_known_answers(replace(config, timeout_s=max(longest, question.timeout_s)), template, health, clips)
     return health
@@ -169,32 +204,46 @@ async def _query_models(endpoint: Endpoint, config: JudgeConfig, timeout_s: floa
         endpoint.problem = endpoint.model_problem(config.model)
 
 
-def _probe(config: JudgeConfig, template: str, health: Health, bias_pairs: int) -> None:
-    """Each server judges one pair of plain images; the working ones then judge random pairs in both orders."""
-    red, blue, grey = (Media(np.full((64, 64, 3), c, np.uint8)) for c in ((220, 30, 30), (30, 60, 220), (128,) * 3))
-    for endpoint in (asked := health.good):
+def _probe(config: JudgeConfig, health: Health, shape: Shape, question: Template, template: str) -> None:
+    """Each server judges one pair of plain images of the run's shape."""
+    red, blue, grey = (shape.plain(colour) for colour in ((220, 30, 30), (30, 60, 220), (128, 128, 128)))
+    asked = health.good
+    for endpoint in asked:
         with closing(HttpJudge(replace(config, endpoints=(endpoint.url,)), template)) as judge:
-            verdict = judge.judge_group("a plain red picture", [red, blue], [(0, 1)], [grey])[0]
+            verdict = judge.judge_group(shape.prompt, [red, blue], [(0, 1)], [grey])[0]
         if verdict.first is None:
-            endpoint.problem = f"'{health.model}' gave no verdict on a probe pair: {verdict.reason}"
+            size = f"{shape.width}×{shape.height}" + (f", {shape.frames} frames" if shape.frames > 1 else "")
+            advice = [text for pattern, text in _ADVICE if re.search(pattern, verdict.reason)]
+            hint = f" (a pair of {size} with the run's longest prompt: {advice[0]})" if advice else ""
+            endpoint.problem = f"'{health.model}' gave no verdict on a probe pair: {verdict.reason}{hint}"
         elif health.probe_p_first is None:
-            health.probe_p_first, health.probe_latency_s = verdict.first, verdict.latency_s
+            health.probe_p_first = verdict.first
+            health.probe_latency_s = verdict.latency_s
+        if question.answer != "think" and "</think" in verdict.raw:
+            health.notes.append(
+                f"{endpoint.url}: '{health.model}' thinks before it answers, which template '{question.name}' does not "
+                f"ask for: {NO_THINKING}"
+            )
     if health.probe_p_first is None:
         raise JudgeError(
             f"the judge {' | '.join(e.problem for e in asked)}\n"
             "Check that the server works, that the template suits the model (labels, prefill, answer), and that it "
             "accepts two images"
         )
-    if bias_pairs:
-        rng = np.random.default_rng(0)
-        media = [Media(rng.integers(0, 256, (64, 64, 3), dtype=np.uint8)) for _ in range(2 * bias_pairs)]
-        pairs = [p for k in range(bias_pairs) for p in ((2 * k, 2 * k + 1), (2 * k + 1, 2 * k))]
-        with closing(HttpJudge(replace(config, endpoints=tuple(e.url for e in health.good)), template)) as judge:
-            verdicts = judge.judge_group("a picture", media, pairs, [grey])
-        values, reasons = [v.first for v in verdicts if v.first is not None], [v.reason for v in verdicts if v.reason]
-        health.position_bias = float(np.mean(values)) if values else None
-        if reasons:
-            health.unjudged = f"no verdict on {len(reasons)} of {len(pairs)} pairs of random images: {reasons[0]}"
+
+
+def _measure_bias(config: JudgeConfig, template: str, health: Health, count: int) -> None:
+    """The working servers judge random pairs in both orders."""
+    rng = np.random.default_rng(0)
+    media = [Media(rng.integers(0, 256, (64, 64, 3), dtype=np.uint8)) for _ in range(2 * count)]
+    pairs = [p for k in range(count) for p in ((2 * k, 2 * k + 1), (2 * k + 1, 2 * k))]
+    with closing(HttpJudge(replace(config, endpoints=tuple(e.url for e in health.good)), template)) as judge:
+        verdicts = judge.judge_group("a picture", media, pairs, [Shape().plain((128, 128, 128))])
+    values = [v.first for v in verdicts if v.first is not None]
+    reasons = [v.reason for v in verdicts if v.reason]
+    health.position_bias = float(np.mean(values)) if values else None
+    if reasons:
+        health.unjudged = f"no verdict on {len(reasons)} of {len(pairs)} pairs of random images: {reasons[0]}"
 
 
 def _ask_known_answers(config: JudgeConfig, template: str, health: Health, clips: bool) -> None:

@@ -46,6 +46,8 @@ class JudgeClient:
         self.pool = HttpPool(config)
         self.users = 0
         self._first_model = ""
+        options = config.chat_template_kwargs
+        self._options: dict[str, Any] = {"chat_template_kwargs": options} if options else {}
         self.encodings = Encodings(lambda media: encode(media, config.image_format, MAX_PIXELS))
         self._asked: WeakKeyDictionary[Media, dict[_Key, _Shared]] = WeakKeyDictionary()
 
@@ -98,7 +100,7 @@ class JudgeClient:
         def write(carried: Collection[str] | None) -> bytes:
             shown = [e.part(carried) for e in media]
             before = [e.part(carried) for e in source]
-            return chat_body(self.pool.model, template, values, shown, before)
+            return chat_body(self.pool.model, template, values, shown, before, self._options)
 
         try:
             uuids = [e.uuid for e in (*media, *source)]
@@ -158,8 +160,12 @@ class HttpJudge(PairJudge):
     clips = True
 
     def __init__(self, config: JudgeConfig, template: str = "compare") -> None:
-        self.config, self.template, video = config, load_template(template), f"{template}_video"
-        self.clip_template = load_template(video) if video in shipped_templates() else self.template
+        video = f"{template}_video"
+        self.config = config
+        self.template = load_template(template, prompt=config.prompt)
+        self.clip_template = self.template
+        if video in shipped_templates():
+            self.clip_template = load_template(video, prompt=config.prompt)
         self.client = shared_client(config)
         self.answer_s = config.timeout_s or max(self.template.timeout_s, self.clip_template.timeout_s)
 
@@ -185,17 +191,18 @@ class HttpJudge(PairJudge):
         return Verdict(**vars(await self.client.answer(template, {"prompt": prompt}, pair, source)))
 
 
-_clients: WeakValueDictionary[tuple[int, JudgeConfig], JudgeClient] = WeakValueDictionary()
+_clients: WeakValueDictionary[tuple[int, str], JudgeClient] = WeakValueDictionary()
 _lock = threading.Lock()
 
 
 def shared_client(config: JudgeConfig) -> JudgeClient:
     """This process's client for a config's servers and options. Call `close` when done."""
-    key = replace(config, endpoints=tuple(config.endpoints))
+    config = replace(config, endpoints=tuple(config.endpoints))
+    key = (os.getpid(), repr(config))
     with _lock:
-        client = _clients.get((os.getpid(), key))
+        client = _clients.get(key)
         if client is None:
-            client = _clients[os.getpid(), key] = JudgeClient(key)
+            client = _clients[key] = JudgeClient(config)
         client.users += 1
         return client
 
@@ -222,7 +229,12 @@ def read(template: Template, choice: Mapping[str, Any], answer: Answer) -> Answe
         value, reason = two_label_softmax(first, second, MIN_LABEL_MASS)
         return replace(answer, value=value, reason=reason, raw=f"logp {first:.4f} {second:.4f}")
     message = choice.get("message")
-    text = message.get("content") if isinstance(message, dict) else None
+    message = message if isinstance(message, dict) else {}
+    text = message.get("content")
+    if not isinstance(text, str) and (message.get("reasoning") or message.get("reasoning_content")):
+        raise answers.Unreadable(
+            f"the judge only thought, for max_tokens = {template.max_tokens}: {answers.NO_THINKING}"
+        )
     if not isinstance(text, str):
         raise answers.Unreadable("the server's answer has no text")
     text = text.encode("utf-8", "replace").decode()  # a lone surrogate cannot be written to a log

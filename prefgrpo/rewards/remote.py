@@ -26,7 +26,7 @@ from prefgrpo.judge.loop import loop_thread
 from prefgrpo.judge.pool import HttpPool, SendError
 from prefgrpo.judge.verdict import JudgeError
 from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample, Score
-from prefgrpo.rewards.wire import WireError, media_json, read_scores, request_json
+from prefgrpo.rewards.wire import CONTENT_TYPE, WireError, encode_frames, read_score, request_body
 
 CHECK_S = 10.0
 """Timeout of the initial check of a server."""
@@ -71,7 +71,9 @@ class RemoteReward(PointwiseReward):
             raise RewardError(f"options of reward '{name}': {message}") from error
         except JudgeError as error:
             raise RewardError(f"url of reward '{name}': {str(error).removeprefix('judge: ')}") from error
-        self._encodings = Encodings(media_json)
+        self._encodings = Encodings(encode_frames)
+        for endpoint in self._pool.endpoints:
+            endpoint.headers["Content-Type"] = CONTENT_TYPE
         self._check()
 
     def score(self, samples: list[Sample]) -> list[Score]:
@@ -88,8 +90,8 @@ class RemoteReward(PointwiseReward):
 
     async def _ask(self, sample: Sample) -> Score:
         try:
-            media, *source = [await self._encodings.get(m) for m in (sample.media, *sample.source)]
-            body = request_json(self.name, sample, media, source)
+            files = [await self._encodings.get(m) for m in (sample.media, *sample.source)]
+            body = request_body(self.name, sample, files)
             return cast(Score, (await self._pool.send("/score", lambda _: body, _read_score)).value)
         except (EncodeError, SendError) as error:
             return Score(None, str(error))
@@ -125,6 +127,6 @@ class RemoteReward(PointwiseReward):
 
 def _read_score(url: str, payload: bytes) -> Score:
     try:
-        return read_scores(payload, 1)[0]
+        return read_score(payload)
     except WireError as error:
-        raise WireError(f"{url} sent no readable scores: {error}") from error
+        raise WireError(f"{url} sent no readable score: {error}") from error

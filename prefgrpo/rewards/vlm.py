@@ -52,7 +52,7 @@ class VlmReward(PointwiseReward):
 
     def load(self, name: str, needs: tuple[str, ...] | None = None) -> Template:
         """Load a template, checked against `needs`, `may` and `kinds`."""
-        question = load_template(name, needs or self.needs, self.may, self.kinds)
+        question = load_template(name, needs or self.needs, self.may, self.kinds, self.client.config.prompt)
         self.answer_s = max(self.answer_s, self.client.config.timeout_s or question.timeout_s)
         return question
 

@@ -34,6 +34,8 @@ from prefgrpo.rewards.scorer import Scorer
 from prefgrpo.run.advantage import load_function
 from prefgrpo.run.metrics import taken_name
 
+FRAMES = 8
+"""Frames of a clip that a judge sees (judge.body.FRAMES, whose module needs aiohttp)."""
 CALIBRATION_PAIRS = 8
 """Random pairs judged in both orders at the start, to measure the judge's position bias."""
 
@@ -159,12 +161,18 @@ class Rewards:
                 self._local[key], warning = _local_judge(judge, template, str(self.world.device))
                 self.notes += [f"{label} in this process: {judge.model}", *warning]
             return self._local[key]
-        from prefgrpo.judge.check import check
+        from prefgrpo.judge.check import Shape, check
         from prefgrpo.judge.client import HttpJudge
 
+        clips = makes_clips(self.config)
+        shape = Shape()
+        if self.prompts:
+            r = self.config.rollout
+            longest = max((prompt.text for prompt in self.prompts), key=len)
+            shape = Shape(r.height, r.width, FRAMES if clips else 1, longest)
+
         def run_check() -> None:
-            clips = makes_clips(self.config)
-            health = check(judge, template, bias_pairs=CALIBRATION_PAIRS, known_answers=True, clips=clips)
+            health = check(judge, template, bias_pairs=CALIBRATION_PAIRS, known_answers=True, clips=clips, shape=shape)
             self.notes.extend(f"{label} {line}" for line in health.summary().splitlines())
 
         self.world.on_main(run_check, JudgeError)
