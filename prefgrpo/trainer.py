@@ -148,7 +148,7 @@ class Trainer:
         """A trainer for a recipe; the arguments are those of `Trainer` and override the recipe's values."""
         named = {name: arguments.pop(name) for name in inspect.signature(cls).parameters if name in arguments}
         values = merge(recipe_values(recipe, str(model)), arguments) | ({"model": str(model)} if model else {})
-        return cls(**values, **named)
+        return cls(**(values | named))
 
     def _open(self, opened: ExitStack) -> None:
         """Open the parts of the run in order: what fails soonest first, the model last."""
@@ -157,13 +157,13 @@ class Trainer:
         measured = sets if config.eval.every else {}
         held_out = [prompt for prompts_of_set in sets.values() for prompt in prompts_of_set]
         evaluated = [prompt for prompts_of_set in measured.values() for prompt in prompts_of_set]
-        rewards = Rewards(config, [*prompts, *evaluated], world)
+        rewards = Rewards(config, world)
         opened.callback(rewards.close)
-        trained = rewards.build("rewards", config.rewards)
+        trained = rewards.build("rewards", config.rewards, prompts)
         self.weights = {entry.name: entry.weight for entry in config.rewards}
         self.scorer = training_scorer(config, trained, self.folder.root if world.main else None, world)
         opened.callback(self.scorer.cancel)
-        measuring = rewards.build("eval.rewards", config.measured) if measured else {}
+        measuring = rewards.build("eval.rewards", config.measured, evaluated) if measured else {}
         scorers = {name: evaluation_scorers(config, measuring) for name in measured}
         absent = len(uncached(config, encoding_jobs(config, prompts, held_out)))
         self.objective = objective(config.train)

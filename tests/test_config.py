@@ -33,6 +33,9 @@ def field(name):
 
 def values(name):
     """Hypothesis strategy of the values that the field's type allows."""
+    if name.endswith("rewards"):
+        entry = st.fixed_dictionaries({"name": st.text(min_size=1, max_size=6)}, optional={"options": OPTIONS})
+        return st.lists(entry, max_size=3, unique_by=lambda e: e["name"])
     if name.endswith("options"):
         return st.dictionaries(st.text(min_size=1, max_size=6), OPTIONS, max_size=3)
     info = field(name)

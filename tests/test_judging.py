@@ -53,13 +53,13 @@ def test_each_reward_asks_its_own_judge_with_its_own_question(place):
         ]
         judge = {"endpoints": [first.url], "timeout_s": 9.0}
         c = config(place, judge=judge, rewards=entries, eval={"rewards": []})
-        rewards = Rewards(c, [], ALONE)
-        built = rewards.build("rewards", c.rewards)
+        rewards = Rewards(c, ALONE)
+        built = rewards.build("rewards", c.rewards, [])
         one, other = built["vlm_pairwise"], built[OTHER]
         assert (one.plan, one.judge.template.name, one.judge.config.timeout_s) == ("both_orders", "caption_match", 9.0)
         assert (other.plan, other.judge.template.name, other.judge.config.timeout_s) == ("k_regular(2)", "think", 7.0)
         assert other.judge.config.endpoints == (second.url,) and len(rewards.notes) >= 2
-        assert rewards.build("eval.rewards", c.measured) == built, "evaluation uses the trained objects"
+        assert rewards.build("eval.rewards", c.measured, []) == built, "evaluation uses the trained objects"
         both = evaluation_scorers(c, built)
         assert both["judge"].rewards["vlm_pairwise"].judge is one.judge
         assert both["judge"].rewards["vlm_pairwise"].plan == both["measure"].rewards[OTHER].plan == "both_orders"
@@ -109,4 +109,4 @@ def test_a_reward_that_does_not_fit_the_run_is_refused_with_all_reasons(place):
     assert "2 prompt(s) have no source image, the first: 'a cat'" in str(told.value)
     assert "needs the column 'tag', which 1 prompt(s) lack, the first: 'a cat' (its columns: none)" in str(told.value)
     with pytest.raises(ConfigError, match="no source image"):
-        Rewards(c, plain, ALONE).build("rewards", config(place, rewards=f'["{EDIT}"]').rewards)
+        Rewards(c, ALONE).build("rewards", config(place, rewards=f'["{EDIT}"]').rewards, plain)

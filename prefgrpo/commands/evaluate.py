@@ -324,8 +324,8 @@ def _compare_sides(side: Side, other: Side, prompts: str, out: Path, judge2: str
     held = [make_eval_set(name, own[:most], samples, k) for k, (name, own) in enumerate(sets.items())]
     check_writing(config, out, 1, fps)
     every = [p for h in held for p in h.items]
-    rewards = judging.Rewards(config, every, world)
-    scorers = _scorers(config, rewards, judge2)
+    rewards = judging.Rewards(config, world)
+    scorers = _scorers(config, rewards, every, judge2)
     notes = rewards.notes
     facts = {part: _provenance(s, every, samples, fps) for part, s in (("now", side), ("against", other))}
     if facts["now"] == facts["against"]:
@@ -367,13 +367,14 @@ def _mapping(text: str) -> dict[str, Any]:
     return value
 
 
-def _scorers(config: Config, rewards: judging.Rewards, judge2: str) -> dict[str, Scorer]:
+def _scorers(config: Config, rewards: judging.Rewards, prompts: Sequence[Prompt], judge2: str) -> dict[str, Scorer]:
     """The scorers of an evaluation in training, and one of the second judge. Raises ConfigError, JudgeError."""
-    scorers = judging.evaluation_scorers(config, rewards.build("eval.rewards", config.measured))
+    scorers = judging.evaluation_scorers(config, rewards.build("eval.rewards", config.measured, prompts))
     if judge2:
         fields = _mapping(judge2)
         template = {"template": fields.pop("template")} if "template" in fields else {}
-        second = rewards.build("--judge2", [RewardEntry("vlm_pairwise", options=template, judge=fields)], "judge2")
+        entry = RewardEntry("vlm_pairwise", options=template, judge=fields)
+        second = rewards.build("--judge2", [entry], prompts, "judge2")
         pairs = {name: judging.both_orders(r) for name, r in second.items() if isinstance(r, VlmPairwise)}
         scorers["judge2"] = Scorer(pairs, 2, config.judge.deadline_s, config.seed)
     return scorers

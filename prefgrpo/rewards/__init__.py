@@ -99,13 +99,14 @@ def parse_reward_spec(spec: Any) -> dict[str, float]:
     except ValueError as error:
         raise RewardSpecError(str(error)) from error
     for name in weights:
-        _check_name(name)
+        check_name(name)
     if not weights:
         raise RewardSpecError(f"no reward is named ({spec!r}); expected for example 'vlm_pairwise:1.0'")
     return weights
 
 
-def _check_name(name: str) -> None:
+def check_name(name: str) -> None:
+    """Raise RewardSpecError for a name that is neither registered nor an import path."""
     if name.endswith(".py"):
         raise RewardSpecError(f"'{name}' is a file: expected its function or class as well, '{name}:NAME'")
     if name not in REWARDS and name not in get_python_rewards() and not IMPORT_PATH.fullmatch(name):
@@ -181,7 +182,7 @@ def build(
     """
     weights, options = parse_reward_spec(spec), options or {}
     for name in set(options) - set(weights):
-        _check_name(name)  # unused options are allowed, misspelt reward names are not
+        check_name(name)  # unused options are allowed, misspelt reward names are not
     ready = [factory(name, options.get(name, {})) for name in weights]  # check all options before loading one
     return {name: make() for name, make in zip(weights, ready, strict=True)}
 

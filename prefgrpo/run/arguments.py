@@ -133,12 +133,15 @@ def _rewards(rewards: Any) -> tuple[dict[str, Any], Any]:
     if rewards is None or isinstance(rewards, str):
         return {}, rewards
     objects: dict[str, Any] = {}
-    listed: list[dict[str, Any]] = []
+    listed: list[dict[str, Any] | str] = []
     several = rewards if isinstance(rewards, Sequence) else [rewards]
     weighed = rewards.items() if isinstance(rewards, Mapping) else [(reward, None) for reward in several]
     for reward, weight in weighed:
         if isinstance(reward, Mapping):
             entry = dict(reward)
+        elif isinstance(reward, str) and weight is None:
+            listed.append(reward)
+            continue
         elif isinstance(reward, str):
             entry = {"name": reward}
         elif isinstance(reward, PairwiseJudge):

@@ -26,7 +26,7 @@ from prefgrpo.judge.template import load_template
 from prefgrpo.judge.verdict import JudgeError, PairJudge
 from prefgrpo.models import family
 from prefgrpo.parallel.world import World
-from prefgrpo.rewards import build, factory, load_class
+from prefgrpo.rewards import build, check_name, factory, load_class
 from prefgrpo.rewards.base import GroupwiseReward, PointwiseReward, Reward
 from prefgrpo.rewards.functions import FunctionPairwise
 from prefgrpo.rewards.pairwise import VlmPairwise
@@ -71,6 +71,7 @@ def config_errors(config: Config) -> list[str]:
 
 def _check_entry(config: Config, entry: RewardEntry) -> None:
     """Raise ValueError, ConfigError or JudgeError for a reward that cannot be built, without building it."""
+    check_name(entry.name)
     if why := taken_name(entry.name):
         raise ValueError(f"rename the reward {entry.name!r}: {why}")
     kind = load_class(entry.name)
@@ -124,33 +125,35 @@ def reward_options(config: Config, entry: RewardEntry, world: World) -> dict[str
 class Rewards:
     """Builds rewards by name; each, and its judge, is built once."""
 
-    def __init__(self, config: Config, prompts: Sequence[Prompt], world: World) -> None:
-        self.config, self.prompts, self.world = config, prompts, world
+    def __init__(self, config: Config, world: World) -> None:
+        self.config, self.world = config, world
         self.notes: list[str] = []
         """What the checks of the judges found."""
         self._built: list[tuple[RewardEntry, Reward]] = []
         self._local: dict[tuple[str, str], PairJudge] = {}
 
-    def build(self, field: str, entries: Iterable[RewardEntry], label: str = "judge") -> dict[str, Reward]:
+    def build(
+        self, field: str, entries: Iterable[RewardEntry], prompts: Sequence[Prompt], label: str = "judge"
+    ) -> dict[str, Reward]:
         """The rewards of these entries by name. label: how notes call their judges.
 
-        Raises ConfigError if one cannot score this run's prompts, JudgeError if a judge cannot be used.
+        Raises ConfigError if a new one cannot score these prompts, JudgeError if a judge cannot be used.
         """
         wanted = {entry.name: entry for entry in entries}
         found = {entry.name: reward for entry, reward in self._built if wanted.get(entry.name) == entry}
         absent = {name: entry for name, entry in wanted.items() if name not in found}
-        check_inputs(self.config, field, {name: load_class(name) for name in absent}, self.prompts)
+        check_inputs(self.config, field, {name: load_class(name) for name in absent}, prompts)
         options = {name: reward_options(self.config, entry, self.world) for name, entry in absent.items()}
         for name, entry in absent.items():
             if _asks_judge(entry) and issubclass(load_class(name), VlmPairwise):
-                options[name]["judge"] = self._open(label, entry, options[name]["judge"])
+                options[name]["judge"] = self._open(label, entry, options[name]["judge"], prompts)
         made = build({name: entry.weight for name, entry in absent.items()}, options) if absent else {}
-        check_inputs(self.config, field, made, self.prompts)
+        check_inputs(self.config, field, made, prompts)
         self._built += [(absent[name], reward) for name, reward in made.items()]
         return {name: found[name] if name in found else made[name] for name in wanted}
 
-    def _open(self, label: str, entry: RewardEntry, judge: JudgeConfig) -> PairJudge:
-        """A judge of pairs that answers. Raises JudgeError within seconds otherwise."""
+    def _open(self, label: str, entry: RewardEntry, judge: JudgeConfig, prompts: Sequence[Prompt]) -> PairJudge:
+        """A judge that answers, also a pair as large as those of this run. Raises JudgeError within seconds if not."""
         template = _question(entry)
         if judge.backend == "local":
             key = (judge.model, template)
@@ -166,9 +169,9 @@ class Rewards:
 
         clips = makes_clips(self.config)
         shape = Shape()
-        if self.prompts:
+        if prompts:
             r = self.config.rollout
-            longest = max((prompt.text for prompt in self.prompts), key=len)
+            longest = max((prompt.text for prompt in prompts), key=len)
             shape = Shape(r.height, r.width, FRAMES if clips else 1, longest)
 
         def run_check() -> None:
