@@ -49,7 +49,7 @@ from prefgrpo.run.evaluate import Evaluator, make_eval_set
 from prefgrpo.run.exporting import export_weights
 from prefgrpo.run.groups import save_groups
 from prefgrpo.run.interrupt import Interrupt
-from prefgrpo.run.judging import Rewards, evaluation_scorers, training_scorer
+from prefgrpo.run.judging import Rewards, evaluation_scorers, training_scorer, unread_columns
 from prefgrpo.run.loading import unsupported
 from prefgrpo.run.log import Log
 from prefgrpo.run.metrics import (
@@ -185,6 +185,8 @@ class Trainer:
         opened.callback(self.interrupt.restore)
         started = start_notes(config, world, self.adapter, self.policy, self.rollouts, self.evaluators)
         self.notes = [*started, *rewards.notes]
+        if unread := unread_columns(config, prompts):
+            self.notes.append(f"WARNING: nothing reads the column(s) {', '.join(unread)} of {config.data.prompts}")
         if config.data.cache:
             state = f"{absent} entries missing" if absent else "complete, no text encoder was loaded"
             self.notes.append(f"embeddings in {config.data.cache}: {state}")

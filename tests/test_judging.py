@@ -17,7 +17,7 @@ from prefgrpo.parallel.world import World
 from prefgrpo.rewards import RewardSpecError, build
 from prefgrpo.rewards.base import PointwiseReward, Score
 from prefgrpo.rewards.pairwise import VlmPairwise
-from prefgrpo.run.judging import Rewards, check_inputs, config_errors, evaluation_scorers, judge_config
+from prefgrpo.run.judging import Rewards, check_inputs, config_errors, evaluation_scorers, judge_config, unread_columns
 
 OTHER = f"{__name__}.Other"
 EDIT = f"{__name__}.EditScore"
@@ -99,6 +99,13 @@ def test_options_are_checked_by_name_and_type(place):
         build("jpeg_compressibility", {"jpeg_compresibility": {}})
     changed = differences(config(place), config(place, rewards=[entry("jpeg_compressibility", size=8)]))
     assert changed == {"rewards.jpeg_compressibility.options.size": (None, 8)}
+
+
+def test_columns_that_nothing_reads_are_named(place):
+    rows = [Prompt(0, "a", {"ocr_text": "A", "caption": "x"}), Prompt(1, "b", {"negative_prompt": "c", "tag": "d"})]
+    c = config(place, rewards=["ocr", "geneval"])
+    assert unread_columns(c, rows) == ["caption", "negative_prompt"]
+    assert unread_columns(config(place, rewards=["ocr", f"{__name__}.EditScore"]), rows) == [], "it may read any"
 
 
 def test_a_reward_that_does_not_fit_the_run_is_refused_with_all_reasons(place):

@@ -147,6 +147,8 @@ class Reward(ABC):  # noqa: B024  (the abstract methods are in its two subclasse
     """Whether it scores edits, so that samples must have source images."""
     meta_keys: tuple[str, ...] = ()
     """Columns that every prompt must have."""
+    reads: ClassVar[tuple[str, ...]] = ()
+    """Columns that it uses where a prompt has them."""
     judged: ClassVar[bool] = False
     """Whether it queries a vision-language model; its constructor then takes `judge` first."""
     template: str = ""

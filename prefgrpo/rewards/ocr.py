@@ -129,6 +129,7 @@ class Ocr(PointwiseReward):
     (rapidocr only). Part `exact`: 1 if exactly the targets are read.
     """
 
+    reads = (COLUMN,)
     engine: str = "rapidocr"
     lang: str = "en"
     workers: int = 4

@@ -242,6 +242,17 @@ def unsupported(kind: str, field: str, made: str, rewards: Mapping[str, Any], pr
     return errors
 
 
+def unread_columns(config: Config, prompts: Sequence[Prompt]) -> list[str]:
+    """Columns of the prompts that nothing in this run reads; none if a reward of one's own may read any."""
+    kinds = [load_class(entry.name) for entry in (*config.rewards, *config.measured)]
+    if not all(kind.__module__.startswith("prefgrpo.rewards.") for kind in kinds):
+        return []
+    read = {column for kind in kinds for column in (*kind.meta_keys, *kind.reads)}
+    if config.data.own_sizes:
+        read |= {"height", "width"}
+    return list(dict.fromkeys(column for p in prompts for column in p.meta if column not in read))
+
+
 def training_scorer(config: Config, rewards: Mapping[str, Reward], folder: Path | None, world: World) -> Scorer:
     """The scorer of training groups. folder: where judgements.jsonl is written (None: it is not)."""
     split = [name for name, reward in rewards.items() if reward.part_weights]
