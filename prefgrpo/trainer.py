@@ -168,6 +168,7 @@ class Trainer:
         self.adapter, self.policy = open_model(config, self.objective, world, [*prompts, *held_out], absent > 0)
         schedules = open_schedules(config, self.adapter, world, prompts)
         embeddings = Embeddings(self.adapter, config.data.max_length, config.data.cache or None)
+        opened.callback(embeddings.flush)
         keep = {"whole_groups": self.objective.whole_groups, "keep_graph": config.train.reuse_rollout_forward}
         self.rollouts = Rollouts(config, self.adapter, embeddings, schedules, prompts, world, **keep)
         self.collector = open_collector(config, self.objective, self.adapter, self.policy, world)

@@ -26,7 +26,7 @@ from prefgrpo.models.base import Adapter
 from prefgrpo.parallel.world import World
 from prefgrpo.rewards.base import GroupScores, Sample
 from prefgrpo.rewards.scorer import Scorer
-from prefgrpo.rollout.embeddings import Embeddings, fitted_sources
+from prefgrpo.rollout.embeddings import Embeddings, sources_of
 from prefgrpo.rollout.render import Images, preview, render, sample, to_uint8
 from prefgrpo.rollout.sampling import eval_sampling
 from prefgrpo.run.checkpoint import CheckpointError
@@ -98,8 +98,8 @@ class Evaluator:
             shown = [self.eval_set.items[i] for i in self.report_indices()]
             write_atomic(self.folder.prompts(name), json.dumps([item.text for item in shown]))
             if any(item.source for item in shown):  # several of a prompt side by side
-                fitted = fitted_sources(shown, self.sizes.height, self.sizes.width)
-                rows = [np.concatenate([np.array(s) for s in own], axis=1) for own in fitted]
+                fitted = [sources_of(item, self.sizes).media() for item in shown]
+                rows = [np.concatenate([media.pixels for media in of_prompt], axis=1) for of_prompt in fitted]
                 save_images(self.folder.sources(name), sources=np.stack(rows))
 
     def run(self, step: int) -> dict[str, float]:
