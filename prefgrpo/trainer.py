@@ -179,7 +179,7 @@ class Trainer:
             )
             parts = (self.adapter, schedules.ode(eval_sampling(config)), embeddings, scorers[name], world, self.folder)
             self.evaluators[name] = Evaluator(chosen, config, *parts)
-        self.checkpoints = Checkpoints(self.folder, world)
+        self.checkpoints = Checkpoints(self.folder, world, config.checkpoint.keep)
         self.interrupt = Interrupt()
         opened.callback(self.interrupt.restore)
         started = start_notes(config, world, self.adapter, self.policy, self.rollouts, self.evaluators)

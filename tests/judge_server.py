@@ -19,6 +19,7 @@ import secrets
 import socket
 import ssl
 import time
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -39,6 +40,7 @@ class JudgeServer:
     model = MODEL
     root = ""
     listing = ""
+    version = "0.32.0+cpu"
     key = ""
     answer: Callable[[list[float], str], str | dict[str, float]] | None = None
     """(brightness of each image, all text of the request) -> text of the answer, or {first token: probability}."""
@@ -71,6 +73,7 @@ class JudgeServer:
         app = web.Application(client_max_size=1 << 28)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/health", self._health)
+        app.router.add_get("/version", self._version)
         app.router.add_post("/v1/chat/completions", self._chat)
         self.add_routes(app)
         self._runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
@@ -94,6 +97,9 @@ class JudgeServer:
         owner = "vllm" if self.vllm else "someone"
         row = {"id": self.model, "owned_by": owner} | ({"root": self.root} if self.root else {})
         return web.json_response({"object": "list", "data": [row]})
+
+    async def _version(self, _: web.Request) -> web.Response:
+        return web.json_response({"version": self.version})
 
     async def _health(self, _: web.Request) -> web.Response:
         if self.fault in ("hang", "mute"):
@@ -186,6 +192,19 @@ class JudgeServer:
                 return web.Response(body=json.dumps(good)[:40], content_type="application/json")
             case "html":
                 return web.Response(text="<html>It works!</html>", content_type="text/html")
+            case "gzip" | "bomb":
+                data = zlib.compressobj(wbits=31)
+                text = json.dumps(good).encode()
+                small = b"".join(data.compress(b" " * (1 << 20)) for _ in range(64 * (kind == "bomb")))
+                small += data.compress(text) + data.flush()
+                return web.Response(body=small, headers={"Content-Encoding": "gzip"})
+            case "endless":
+                stream = web.StreamResponse()
+                await stream.prepare(request)
+                with contextlib.suppress(ConnectionError):
+                    while True:
+                        await stream.write(b" " * (1 << 16))
+                return stream
             case "named":
                 good["model"] = detail
             case "contradict":

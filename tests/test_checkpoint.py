@@ -152,7 +152,7 @@ def test_killed_again_and_again_at_random(place, truth):
     same_as(truth, run)
 
 
-PLAIN = {"train": {"steps": 3}, "checkpoint": {"every": 1}, "eval": {"every": 0}}
+PLAIN = {"train": {"steps": 3}, "checkpoint": {"every": 1, "keep": 1}, "eval": {"every": 0}}
 
 
 WRITES = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.copyfile", "shutil.rmtree")
@@ -279,7 +279,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(place):
 
 
 def test_full_fine_tuning_resumes_bit_for_bit(place):
-    options = {"train": {"lora_rank": 0, "steps": 3, "lr": 1e-4}, "checkpoint": {"every": 1}}
+    options = {"train": {"lora_rank": 0, "steps": 3, "lr": 1e-4}, "checkpoint": {"every": 1, "keep": 1}}
     assert train(recipe(place, "whole", **options))[0] == 0
     file = recipe(place, "halves", **options)
     process, run = start(["train", str(file)], place / "log", hold=Hold(SAVE, 2)), place / "runs" / "halves"

@@ -78,7 +78,6 @@ def test_templates_read_every_clean_drawing_and_no_other_word():
 
 
 def test_the_ocr_package_reads_clean_drawings():
-    pytest.importorskip("rapidocr_onnxruntime", reason="it has no release for this Python")
     images, words = drawn(60)
     reward = build("ocr", {"ocr": {"detect": False, "workers": 1}})["ocr"]
     samples = [Sample(text.prompt(word), one) for word, one in zip(words, media(images), strict=True)]
@@ -98,7 +97,6 @@ def test_the_check_is_never_the_reward(root):
 
 
 def test_one_step_and_its_evaluation(root, tmp_path):
-    pytest.importorskip("rapidocr_onnxruntime", reason="it has no release for this Python")
     folder, _ = train(root, tmp_path, "--train.steps", "1", "--eval.prompts", "")
     (step,) = [row for row in rows(folder) if row["kind"] == "train"]
     assert step["reward/missing"] == 0 and 0 <= step["reward/ocr"] <= 1

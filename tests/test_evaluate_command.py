@@ -118,7 +118,7 @@ def test_a_second_judge_is_asked_in_both_orders(place, servers, evaluate):
     asked = [json.dumps(r) for r in servers[1].requests[before:]]
     assert len([r for r in asked if "red circle" in r]) == 2 * 6, "every pair in both orders"
     assert any(line.startswith("judge2 ") and "second-judge" in line for line in found["judges"])
-    (place / "second.yaml").write_text("endpoints: ['http://127.0.0.1:9']\npatience_s: 1\n")
+    (place / "second.yaml").write_text("endpoints: ['http://127.0.0.1:9']\ndeadline_s: 1\ntimeout_s: 1\n")
     code, output, _ = evaluate("one", "--judge2", place / "second.yaml", "--out", place / "none")
     assert code == 2 and "http://127.0.0.1:9" in output
     (place / "both" / "about.json").write_text("[1]")

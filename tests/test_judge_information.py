@@ -15,8 +15,8 @@ from judge_server import MODEL, JudgeServer, text_of
 from tiny_run import merged, ranks, recipe, rows, train
 
 from prefgrpo.config.schema import JudgeConfig
-from prefgrpo.judge import client
-from prefgrpo.judge.client import check
+from prefgrpo.judge import check as check_module
+from prefgrpo.judge.check import check
 from prefgrpo.judge.information import Alarm, extent
 from prefgrpo.judge.template import PAIR_ANSWERS, load_template, shipped_templates
 from prefgrpo.judge.verdict import JudgeError
@@ -141,7 +141,7 @@ FAULTS = {
 def test_a_working_judge_knows_the_answers(template, capsys):
     assert {"compare", "compare_video", "caption_match", "think", "flex", "edit_pairwise"} <= set(pair_templates())
     with Server(template, lambda wins, rng: wins) as server:
-        assert client.main((server.url,), template=template, bias_pairs=0) == 0
+        assert check_module.main((server.url,), template=template, bias_pairs=0) == 0
     assert "known answers: 8 of 8 pairs right" in capsys.readouterr().out
 
 
@@ -149,7 +149,7 @@ def test_a_working_judge_knows_the_answers(template, capsys):
 @pytest.mark.parametrize("template", ["compare", "flex"])
 def test_judge_check_names_the_fault(template, fault, capsys):
     with Server(template, FAULTS[fault]) as server:
-        assert client.main((server.url,), template=template, bias_pairs=0) == 1
+        assert check_module.main((server.url,), template=template, bias_pairs=0) == 1
         assert fault in capsys.readouterr().out
         with pytest.raises(JudgeError, match=fault):
             check(JudgeConfig((server.url,), template=template, strict=True), known_answers=True)
@@ -188,7 +188,7 @@ def test_a_run_stops_for_a_judge_that_says_nothing_and_goes_on_when_it_does(plac
         for step in (1, 2):
             assert f"WARNING: step {step}, vlm_pairwise: the judge's verdicts carry no information" in output
         assert "step 3: vlm_pairwise" in output and "all 48 verdicts are ties" in output
-        assert "judge.patience_steps" in output and "rerun with --resume" in output
+        assert "3 steps in a row" in output and "rerun with --resume" in output
         assert [r["step"] for r in rows(place / "runs" / "ties") if r["kind"] == "train"] == [1, 2]
         server.answer = None
         code, output = train(file, "--resume")

@@ -20,8 +20,8 @@ from judge_server import JudgeServer, reply, until
 from tiny_media import noise
 
 from prefgrpo.config.loading import load
-from prefgrpo.judge import http, loop
-from prefgrpo.judge.http import HttpJudge
+from prefgrpo.judge import client, loop
+from prefgrpo.judge.client import HttpJudge
 from prefgrpo.parallel.world import World
 from prefgrpo.rewards import build, load_class
 from prefgrpo.rewards.base import Sample
@@ -140,7 +140,7 @@ def test_a_loaded_judge_of_eight_ranks_loses_nothing(recipe, rate, clock):
         own = judge_config(config, name, {}, World(rank, RANKS, torch.device("cpu")))
         assert own.template == template
         own = replace(own, endpoints=(server.url,), model=server.model)
-        http._clients.clear()  # ranks are separate processes and share no client
+        client._clients.clear()  # ranks are separate processes and share no client
         reward = build(name, {name: {"judge": HttpJudge(own), "plan": section.plan}})
         scorers.append(Scorer(reward, rollout.group_size, section.deadline_s, config.seed))
     for rank, scorer in enumerate(scorers):

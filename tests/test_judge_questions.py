@@ -20,7 +20,7 @@ from tiny_media import grey
 from prefgrpo.config.schema import JudgeConfig
 from prefgrpo.data.media import Media
 from prefgrpo.judge.body import encode
-from prefgrpo.judge.http import Client, HttpJudge, shared_client
+from prefgrpo.judge.client import HttpJudge, JudgeClient, shared_client
 from prefgrpo.judge.template import load_template
 from prefgrpo.rewards import build
 from prefgrpo.rewards.base import Sample
@@ -53,7 +53,9 @@ def ask(client, template, values, media, source=(), once=False):
 
 
 def client(server, **changes):
-    return Client(JudgeConfig(endpoints=(server.url,), timeout_s=5, retries=1, **changes))
+    made = JudgeClient(JudgeConfig(endpoints=(server.url,), timeout_s=5, **changes))
+    made.pool.retries = 1
+    return made
 
 
 def test_texts_by_name_and_pictures_in_their_places(template, server):

@@ -5,22 +5,20 @@ score the run's samples must be refused before the first image.
 """
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from tiny_run import ALONE, settings
 
-import prefgrpo
 from prefgrpo.config.loading import differences, from_dict
 from prefgrpo.config.recipe import ConfigError
 from prefgrpo.data.prompts import Prompt
 from prefgrpo.judge.verdict import PairJudge, Verdict
 from prefgrpo.parallel.world import World
-from prefgrpo.rewards import RewardSpecError, build, judges
+from prefgrpo.rewards import RewardSpecError, build
 from prefgrpo.rewards.base import PointwiseReward, Score
 from prefgrpo.rewards.pairwise import VlmPairwise
-from prefgrpo.run.judging import check_inputs, connect, judge_config, reward_options, shared, specs, training_scorer
+from prefgrpo.run.judging import check_inputs, judge_config, reward_options, shared, specs, training_scorer
 
 OTHER = f"{__name__}.Other"
 EDIT = f"{__name__}.EditScore"
@@ -85,7 +83,7 @@ def test_options_are_checked_by_name_and_type(place):
         ({"endpoints": "http://h"}, rf"reward\.options\.{OTHER}\.judge\.endpoints: expected a list"),
         ({"backend": "local", "model": "m"}, "expected backend http, got local"),
     ):
-        c = config(place, reward={"spec": OTHER, "options": {OTHER: {"judge": own}}})
+        c = config(place, reward={"spec": f"vlm_pairwise,{OTHER}", "options": {OTHER: {"judge": own}}})
         with pytest.raises(ConfigError, match=message):
             reward_options(c, specs(c)[0], c.reward.options, None, ALONE)
     with pytest.raises(ConfigError, match=r"judge\.modle: unknown key"):
@@ -94,13 +92,6 @@ def test_options_are_checked_by_name_and_type(place):
         build("jpeg_compressibility", {"jpeg_compresibility": {}})
     changed = differences(config(place), config(place, reward={"options": {"clip": {"device": "cpu"}}}))
     assert changed == {"reward.options.clip.device": (None, "cpu")}
-
-
-def test_a_local_judge_keeps_to_the_least_label_mass_of_its_configuration(place):
-    local = {"backend": "local", "model": str(Path(prefgrpo.__file__).parent / "tiny" / "assets" / "judge")}
-    local |= {"template": "caption_match", "min_label_mass": 0.5}
-    assert connect(config(place, judge=local).judge, False, ALONE)[0].min_label_mass == 0.5
-    assert judges.open_judge(local).min_label_mass == 0.5
 
 
 def test_a_reward_that_does_not_fit_the_run_is_refused_with_all_reasons(place):

@@ -103,7 +103,7 @@ def test_a_family_trains_with_model_and_prompts_alone(place, recipe, monkeypatch
     monkeypatch.chdir(tmp_path)
     config = load(recipe)
     with JudgeServer() as server:
-        free = ["--judge.endpoints", server.url, "--train.steps", "2", "--judge.patience-steps", "0"]
+        free = ["--judge.endpoints", server.url, "--train.steps", "2"]
         assert main(["train", str(recipe), *options(place, recipe), *free]) == 0
         asked = [body for body in server.requests if images(body)]
     size = config.rollout.group_size

@@ -152,7 +152,7 @@ import importlib, sys
 class Blocked:
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] in {"transformers", "open_clip", "torchvision", "safetensors", "tokenizers", "cv2",
-                                  "rapidocr_onnxruntime", "rapidfuzz", "paddleocr", "peft", "diffusers"}:
+                                  "rapidocr", "rapidfuzz", "paddleocr", "peft", "diffusers"}:
             raise ImportError(f"blocked: {name}")
 sys.meta_path.insert(0, Blocked())
 from prefgrpo.config.loading import from_dict

@@ -125,7 +125,7 @@ def test_cancelled_samples_free_the_server(tmp_path):
         server.wait_for("queued", 1)
         for answer in answers:
             answer.cancel()
-        while reward._sender.endpoints[0].load:
+        while reward._pool.endpoints[0].load:
             time.sleep(0.01)
         assert server.health() == server.health() == 200  # by now the server has seen the connections close
         (tmp_path / "go").touch()

@@ -13,7 +13,7 @@ from reward_cases_vlm import clip, grid, judge, speak
 from tiny_media import grey
 
 from prefgrpo.config.schema import JudgeConfig
-from prefgrpo.judge.http import HttpJudge
+from prefgrpo.judge.client import HttpJudge
 from prefgrpo.judge.verdict import JudgeError, Verdict
 from prefgrpo.rewards import build, load_class
 from prefgrpo.rewards.base import Comparison, RewardError, Sample
@@ -163,7 +163,8 @@ def test_a_pair_that_fails_counts_for_nothing(server):
 def test_consistency_for_editing_asks_both_at_once(server):
     server.delay_s = 0.2
     group = samples(40, 250, source=(grey(200), grey(10)), prompt="brighter")
-    asks = {"judge": judge(server, media_ids="off")}  # ids make requests wait for the first upload
+    server.version = "0.31.2"  # takes no ids, with which requests wait for the first upload
+    asks = {"judge": judge(server)}
     scores = build("consistency_for_editing", {"consistency_for_editing": asks})["consistency_for_editing"].score(group)
     assert server.peak == 4
     parts = [{"consistency": 1 - abs(S - b), "following": b} for b in (B[0], B[2])]

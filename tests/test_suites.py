@@ -143,7 +143,7 @@ def test_unigenbench_killed_twice_ends_with_the_table_of_its_files(place, count)
         made = {f: f.stat().st_mtime_ns for f in (out / "images").glob("[0-9]*.png")}
         assert len(made) == 2 * count and not server.requests
         (out / "images" / ".1234.png").write_bytes(b"torn")
-        killed(argv, place / "b.log", Hold("prefgrpo.judge.http:read", call=count))
+        killed(argv, place / "b.log", Hold("prefgrpo.judge.client:read", call=count))
         before, asked = json.dumps(tree(out), default=repr), len(server.requests)
         assert count <= asked < 4 * count and "unigenbench.json" not in before
         run = start([str(a) for a in argv], place / "c.log")

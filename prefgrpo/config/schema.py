@@ -148,27 +148,17 @@ class JudgeConfig:
     rate: Literal["win_rate", "bradley_terry"] = "win_rate"
     """win_rate: mean over the comparisons made; bradley_terry: estimated win rate against the whole group (for plans
     that skip pairs)."""
-    min_label_mass: Share = 0.01
-    """A soft verdict is missing if the two labels together have less probability than this."""
     concurrency: PositiveInt = 64
     """Maximum requests in flight per endpoint, over all processes (each gets an equal share, at least 1)."""
     api_key_env: str = ""
     """Environment variable that holds the API key, if the server needs one."""
     image_format: Literal["jpeg", "png", "webp"] = "jpeg"
-    """Encoding of images on the wire; jpeg is quality 95."""
-    max_pixels: NonNegativeInt = 2048 * 2048
-    """Larger images are downscaled before they are sent to an http judge; 0: never."""
-    media_ids: Literal["auto", "on", "off"] = "auto"
-    """Send each image once and then its id: on vLLM servers (auto), always or never."""
+    """Encoding of images on the wire; jpeg is quality 95. Images above 2048² pixels are sent smaller."""
     timeout_s: PositiveFloat | None = None
     """Time limit of one request in seconds; none: the template's, 60 s for one-token answers, 600 s for text."""
     deadline_s: PositiveFloat | None = None
     """Time limit of one step's judging in seconds, including retries and server restarts; none: ten times the request
     limit, at least 600 s."""
-    patience_s: PositiveFloat | None = None
-    """Seconds that requests wait while no server is reachable; none: deadline_s, or 600 s without one."""
-    retries: NonNegativeInt = 5
-    """Retries of a failed request."""
     log: bool = True
     """Write every comparison of training to judgements.jsonl (about 250 bytes each, no pixels)."""
     max_missing: Share = 0.1
@@ -176,9 +166,6 @@ class JudgeConfig:
     checkpoint."""
     strict: bool = False
     """Stop at the start of a run if the judge gets questions with known answers wrong; false: only warn."""
-    patience_steps: NonNegativeInt = 3
-    """Steps in a row whose verdicts are all ties, or all the same for one side, after which the run stops with a
-    checkpoint; 0: only warn."""
 
     def mistakes(self) -> Iterator[str]:
         """Values that contradict each other."""
@@ -341,7 +328,9 @@ class CheckpointConfig:
     """Saving."""
 
     every: PositiveInt = 20
-    """Training steps between checkpoints; the newest two are kept."""
+    """Training steps between checkpoints."""
+    keep: PositiveInt = 2
+    """Number of newest checkpoints to keep."""
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -13,7 +13,7 @@ from prefgrpo.config.schema import JudgeConfig
 from prefgrpo.judge.verdict import JudgeError, PairJudge
 
 if TYPE_CHECKING:
-    from prefgrpo.judge.http import Client
+    from prefgrpo.judge.client import JudgeClient
 
 
 def open_judge(judge: JudgeConfig | Mapping[str, Any], template: str = "") -> PairJudge:
@@ -25,22 +25,23 @@ def open_judge(judge: JudgeConfig | Mapping[str, Any], template: str = "") -> Pa
     if config.backend == "local":
         from prefgrpo.judge.local import LocalJudge  # imports transformers
 
-        return LocalJudge(config.model, config.template, min_label_mass=config.min_label_mass)
-    from prefgrpo.judge import client  # imports aiohttp
+        return LocalJudge(config.model, config.template)
+    from prefgrpo.judge.check import check  # imports aiohttp
+    from prefgrpo.judge.client import HttpJudge
 
-    client.check(config)
-    return client.HttpJudge(config)
+    check(config)
+    return HttpJudge(config)
 
 
-def open_client(judge: Any, template: str) -> tuple[Client, str]:
+def open_client(judge: Any, template: str) -> tuple[JudgeClient, str]:
     """(client for any question, name of the template to use); `template`: used if `judge` names none.
 
     Raises JudgeError within seconds if no reachable server serves the model. Call the client's `close` when done.
     """
-    from prefgrpo.judge import client  # imports aiohttp
-    from prefgrpo.judge.http import Client, HttpJudge, shared_client
+    from prefgrpo.judge.check import check_reachable
+    from prefgrpo.judge.client import HttpJudge, JudgeClient, shared_client
 
-    if isinstance(judge, Client):
+    if isinstance(judge, JudgeClient):
         judge.users += 1
         return judge, template
     if isinstance(judge, HttpJudge):  # its template is pairwise
@@ -52,7 +53,7 @@ def open_client(judge: Any, template: str) -> tuple[Client, str]:
             "cannot answer: serve one, and set judge.backend: http, judge.endpoints, and judge.model (its name, or "
             "empty)"
         )
-    client.check_reachable(config)
+    check_reachable(config)
     return shared_client(config), config.template
 
 

@@ -205,7 +205,8 @@ class PairSession:
 
     def _answered(self, answer: Future[Verdict]) -> None:
         """Callback for an answered or cancelled request (on any thread)."""
-        self._stats.done(None if answer.cancelled() else answer.result().latency_s)
+        ended = not answer.cancelled() and answer.exception() is None
+        self._stats.done(answer.result().latency_s if ended else None)
 
     def _answer(self, pair: Pair, deadline: float) -> Verdict:
         if pair not in self._answers:
@@ -215,6 +216,8 @@ class PairSession:
         except (FutureTimeout, CancelledError):
             self.cancel()
             return Verdict(None, DEADLINE_PASSED)
+        except Exception as error:  # noqa: BLE001  (one pair must not end a run)
+            return Verdict(None, f"judging the pair raised {type(error).__name__}: {str(error)[:200]}")
 
 
 def judged(comparisons: list[Comparison]) -> list[Judged]:

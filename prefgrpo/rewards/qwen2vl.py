@@ -43,6 +43,7 @@ from prefgrpo.rewards.checkpoints import (
     merge_lora,
     parse_assignments,
     read_tensors,
+    source_of,
     standard,
 )
 
@@ -97,8 +98,8 @@ class RewardModel:
         self.vision, self.tokens, self.device = vision, list(tokens), device_of(device)
         self.dtype = dtype_of(dtype, self.device)
         with loading(base):
-            self.tokenizer = transformers.AutoTokenizer.from_pretrained(base, padding_side="right")
-            config = transformers.Qwen2VLConfig.from_pretrained(base)
+            self.tokenizer = transformers.AutoTokenizer.from_pretrained(**source_of(base), padding_side="right")
+            config = transformers.Qwen2VLConfig.from_pretrained(**source_of(base))
         self.tokenizer.add_tokens(self.tokens, special_tokens=True)
         self.reserved = sorted(self.tokenizer.get_added_vocab(), key=len, reverse=True)
         rows, needed = len(tensors["model.embed_tokens.weight"]), max(self.tokenizer.convert_tokens_to_ids(self.tokens))

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from prefgrpo.data.media import Media
+from prefgrpo.data.media import Media, rgb
 from prefgrpo.judge.body import png
 from prefgrpo.rewards.base import Reward, Sample, Score
 
@@ -90,7 +90,7 @@ def _media(value: Any, place: str) -> Media:
     frames = value if isinstance(value, list) else [value]
     try:
         images = [Image.open(io.BytesIO(base64.b64decode(f, validate=True)), formats=FORMATS) for f in frames]
-        pixels = np.stack([np.array(image.convert("RGB")) for image in images])
+        pixels = np.stack([np.array(rgb(image)) for image in images])
     except (OSError, ValueError, TypeError, SyntaxError, Image.DecompressionBombError) as error:
         expected = f"base64 of a file that is {', '.join(FORMATS)}, or a list of such frames of one size"
         raise WireError(f"{place}: expected {expected}, got {_describe(value)}") from error

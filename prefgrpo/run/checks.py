@@ -25,10 +25,9 @@ from prefgrpo.run.run_folder import RunFolder
 MAY_CHANGE = (
     "output", "name", "device", "trackers", "data.cache", "memory.offload",
     "train.steps", "train.lr", "train.max_grad_norm",
-    "train.gradient_checkpointing", "checkpoint.every",
+    "train.gradient_checkpointing", "checkpoint.every", "checkpoint.keep",
     "judge.endpoints", "judge.api_key_env", "judge.concurrency", "judge.timeout_s", "judge.deadline_s",
-    "judge.max_missing", "judge.strict", "judge.patience_steps", "judge.log", "judge.retries",
-    "judge.patience_s", "parallel.shard", "parallel.ulysses", "parallel.ring",
+    "judge.max_missing", "judge.strict", "judge.log", "parallel.shard", "parallel.ulysses", "parallel.ring",
 )  # fmt: skip
 """Fields that may differ in a resumed run: where and how it runs, and options that help after a stop."""
 MAY_CHANGE_IN_OPTIONS = (

@@ -134,7 +134,8 @@ def connect(judge: JudgeConfig, clips: bool, world: World) -> tuple[PairJudge, l
     if judge.backend == "local":
         opened, warning = _local_judge(judge, str(world.device))
         return opened, [f"judge in this process: {judge.model}", *warning]
-    from prefgrpo.judge.client import HttpJudge, check
+    from prefgrpo.judge.check import check
+    from prefgrpo.judge.client import HttpJudge
 
     notes: list[str] = []
 
@@ -151,7 +152,7 @@ def _local_judge(config: JudgeConfig, device: str) -> tuple[PairJudge, list[str]
     answers are wrong."""
     from prefgrpo.judge.local import LocalJudge
 
-    judge = LocalJudge(config.model, config.template, device, min_label_mass=config.min_label_mass)
+    judge = LocalJudge(config.model, config.template, device)
     pictures = [Media(np.full((64, 64, 3), colour, np.uint8)) for colour in ((220, 30, 30), (30, 60, 220))]
     verdict = judge.judge_group("a plain red picture", pictures, [(0, 1)])[0]
     advice = f"Expected a model that answers the template '{config.template}'; correct judge.model or judge.template"
@@ -184,7 +185,11 @@ def reward_options(
         asked: Any = judge
         if judge is None or name != shared(config):
             asked = judge_config(config, name, own, world)
-            if asked.backend == "local":
+            if asked.backend == "local" and judge is None and name == shared(config):
+                asked, notes = _local_judge(asked, str(world.device))
+                for note in notes if world.main else ():
+                    warnings.warn(f"reward '{name}': {note}", stacklevel=2)
+            elif asked.backend == "local":
                 message = "expected backend http, got local; a process can hold only one local judge"
                 raise ConfigError([f"reward.options.{name}.judge: {message} (that of {shared(config)})"])
         options[name] = own | {"judge": asked}
@@ -250,7 +255,7 @@ def _built(
 
 def _check_own(name: str, judge: JudgeConfig, clips: bool) -> None:
     """Check the judge of a reward that does not use the shared one; JudgeError if it cannot be used."""
-    from prefgrpo.judge.client import check
+    from prefgrpo.judge.check import check
 
     if alarm := check(judge, known_answers=True, clips=clips).alarm:
         warnings.warn(f"reward '{name}': {alarm}", stacklevel=2)

@@ -26,6 +26,9 @@ from prefgrpo.run.advantage import Parts, advantages, by_comparisons, part_table
 from prefgrpo.run.log import Log
 from prefgrpo.run.metrics import NoInformation, check_missing, missing_shares, reward_metrics
 
+PATIENCE_STEPS = 3
+"""Steps in a row whose verdicts are all the same, after which the run stops with a checkpoint."""
+
 
 class StepTargets:
     """Computes the targets of a run's steps, one after the other: alarms count consecutive steps."""
@@ -96,18 +99,17 @@ class StepTargets:
         return wins, counts
 
     def _check_information(self, step: int, scores: StepScores) -> None:
-        """Warn of verdicts without information; raise NoInformation after `judge.patience_steps` such steps."""
+        """Warn of verdicts without information; raise NoInformation after PATIENCE_STEPS such steps."""
         local = []
         for name in self._alarms:
             reward = self.rewards[name]
             rounded = isinstance(reward, VlmPairwise) and reward.rating.verdict == "hard"
             local.append(extent((c.verdict.first for g in scores.groups[name] for c in g.comparisons), rounded))
         ranks = self.world.gather(np.stack(local)[None])
-        patience = self.config.judge.patience_steps
         for k, (name, alarm) in enumerate(self._alarms.items()):
             if not (problem := alarm.add(ranks[:, k])):
                 continue
             message = f"{name}: the judge's verdicts carry no information: {problem}"
-            if patience and alarm.steps >= patience:
-                raise NoInformation(f"{message}; {alarm.steps} steps in a row (judge.patience_steps)")
-            self.log.say(f"WARNING: step {step}, {message}; {alarm.steps} of judge.patience_steps = {patience}")
+            if alarm.steps >= PATIENCE_STEPS:
+                raise NoInformation(f"{message}; {alarm.steps} steps in a row")
+            self.log.say(f"WARNING: step {step}, {message}; the run stops after {PATIENCE_STEPS} such steps in a row")
