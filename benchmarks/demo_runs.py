@@ -74,9 +74,9 @@ def measure(recipe: Path, file: Path, facts: Run, watch: Watch, steps: int, ever
     """
     from prefgrpo import Trainer
     from prefgrpo.config.recipe import merge
-    from prefgrpo.run import trainer
+    from prefgrpo.run import targets
 
-    trainer.PATIENCE_STEPS = steps + 1
+    targets.PATIENCE_STEPS = steps + 1
 
     def write() -> None:
         found = facts | {"machine": machine(), "columns": watch.columns.names}

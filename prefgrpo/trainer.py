@@ -53,7 +53,6 @@ from prefgrpo.run.judging import evaluation_scorers, open_judge, training_scorer
 from prefgrpo.run.loading import unsupported
 from prefgrpo.run.log import Log
 from prefgrpo.run.metrics import (
-    eval_line,
     over_ranks,
     pixel_distances,
     policy_metrics,
@@ -400,9 +399,9 @@ class Trainer:
         """Compare the current (averaged) policy with the initial one on a held-out set."""
         clock = Clock()
         with clock.phase("eval"), self.policy.use_ema():
-            self.evaluation = self.evaluators[name].run(step)
+            comparison = self.evaluators[name].run(step)
+        self.evaluation, self.summary = comparison.metrics(), comparison.line(step)
         self.log.row("eval", step, {"set": name} | self.evaluation | {"time/eval": clock.seconds["eval"]})
-        self.summary = eval_line(step, name, self.evaluation)
         self.log.say(self.summary)
         self.log.missing(f"the evaluation after step {step}", self.evaluators[name].reasons)
         if self.on_evaluation and self.world.main:
