@@ -53,7 +53,6 @@ from prefgrpo.run.judging import Rewards, evaluation_scorers, training_scorer, u
 from prefgrpo.run.loading import unsupported
 from prefgrpo.run.log import Log
 from prefgrpo.run.metrics import (
-    eval_line,
     over_ranks,
     pixel_distances,
     policy_metrics,
@@ -170,6 +169,7 @@ class Trainer:
         self.adapter, self.policy = open_model(config, self.objective, world, [*prompts, *held_out], absent > 0)
         schedules = open_schedules(config, self.adapter, world, prompts)
         embeddings = Embeddings(self.adapter, config.data.max_length, config.data.cache or None)
+        opened.callback(embeddings.flush)
         keep = {"whole_groups": self.objective.whole_groups, "keep_graph": config.train.reuse_rollout_forward}
         self.rollouts = Rollouts(config, self.adapter, embeddings, schedules, prompts, world, **keep)
         self.collector = open_collector(config, self.objective, self.adapter, self.policy, world)
@@ -180,7 +180,7 @@ class Trainer:
             )
             parts = (self.adapter, schedules.ode(eval_sampling(config)), embeddings, scorers[name], world, self.folder)
             self.evaluators[name] = Evaluator(chosen, config, *parts)
-        self.checkpoints = Checkpoints(self.folder, world)
+        self.checkpoints = Checkpoints(self.folder, world, config.checkpoint.keep)
         self.interrupt = Interrupt()
         opened.callback(self.interrupt.restore)
         started = start_notes(config, world, self.adapter, self.policy, self.rollouts, self.evaluators)
@@ -403,9 +403,9 @@ class Trainer:
         """Compare the current (averaged) policy with the initial one on a held-out set."""
         clock = Clock()
         with clock.phase("eval"), self.policy.use_ema():
-            self.evaluation = self.evaluators[name].run(step)
+            comparison = self.evaluators[name].run(step)
+        self.evaluation, self.summary = comparison.metrics(), comparison.line(step)
         self.log.row("eval", step, {"set": name} | self.evaluation | {"time/eval": clock.seconds["eval"]})
-        self.summary = eval_line(step, name, self.evaluation)
         self.log.say(self.summary)
         self.log.missing(f"the evaluation after step {step}", self.evaluators[name].reasons)
         if self.on_evaluation and self.world.main:

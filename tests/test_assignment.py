@@ -129,7 +129,7 @@ def run_cells() -> None:
         measured = {}
         for evaluator in loop.evaluators.values():
             evaluator.start(resumed=False)
-            measured |= evaluator.run(0)
+            measured |= evaluator.run(0).metrics()
         seen["metrics"] = loop.step(0, Clock()) | measured
         media = {(group, g): s.media.pixels for group, made in loop.scorer.samples.items() for g, s in made.items()}
         seen["media"] = {place: torch.from_numpy(pixels) for place, pixels in media.items()}

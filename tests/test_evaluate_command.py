@@ -13,8 +13,7 @@ from judge_server import JudgeServer
 from tiny_run import attempt, ranks, recipe, rows, train, tree, world
 
 from prefgrpo.commands.evaluate import _write_comparison
-from prefgrpo.run.evaluate import MIN_PROMPTS, summarise, verdict
-from prefgrpo.run.metrics import eval_line
+from prefgrpo.run.comparison import MIN_PROMPTS, compared, verdict
 
 MEASURED = ["--eval.rewards", "jpeg_incompressibility"]
 
@@ -178,10 +177,11 @@ def test_what_an_interval_says(low, high, prompts, said):
 def test_prompts_without_a_verdict_do_not_count_as_prompts(tmp_path, capsys):
     """One verdict among 40 prompts is no result, however clear it is."""
     values = np.where(np.arange(80) < 2, 1.0, np.nan)
-    metrics = summarise("dev/win_judge", np.repeat(np.arange(40), 2), values, interval=True)
+    found = compared("dev", np.repeat(np.arange(40), 2), [{"win_judge": value} for value in values])
+    metrics = found.metrics()
     assert metrics["dev/win_judge_low"] == 1.0 and metrics["dev/win_judge_prompts"] == 1
-    assert "1.000 [1.000, 1.000] (97.5% missing)" in eval_line(3, "dev", metrics)
-    _write_comparison(metrics, {"dev": 40}, {"now": {"samples": 2}}, ("a", "b"), [], tmp_path)
+    assert "1.000 [1.000, 1.000] (97.5% missing)" in found.line(3)
+    _write_comparison([found], {"dev": 40}, {"now": {"samples": 2}}, ("a", "b"), [], tmp_path)
     assert f"| 97.5 % | inconclusive: fewer than {MIN_PROMPTS} prompts |" in capsys.readouterr().out
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import case_of, conditions, folder, load, noise
+from families import case_of, conditions, folder, in_files, load, noise
 from torch import nn
 
 from prefgrpo.config.loading import from_dict
@@ -146,9 +146,9 @@ def test_encoding_and_decoding_call_for_their_parts():
     adapter, sampling = load(case), case.sampling()
     adapter.offload = Counted()
     embed = Embeddings(adapter, 32)
-    embed(["a", "a", "b"], sampling, [case.images(0, (32, 32))] * 3)
+    embed(["a", "a", "b"], sampling, [in_files(case.images(0, (32, 32)))] * 3)
     assert adapter.offload.called == [("text_encoder",), ("vae", "text_encoder"), ("text_encoder",)]
-    embed(["a"], sampling, [case.images(0, (32, 32))])
+    embed(["a"], sampling, [in_files(case.images(0, (32, 32)))])
     assert len(adapter.offload.called) == 3, "cached embeddings need no encoder"
 
 

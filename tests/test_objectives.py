@@ -332,8 +332,8 @@ def test_a_run_by_two_processes_and_resumed(place, trainer, name):
         assert a.keys() == b.keys()
         for key in ("loss", "grad_norm", "policy/error", "policy/drift", "policy/kl", "samples_trained"):
             assert a.get(key, 0.0) == pytest.approx(b.get(key, 0.0), rel=5e-3, abs=1e-6), (a["step"], key)
-    trainer(f"{name}-again", **more | {"train": more["train"] | {"steps": 2}}).run()
-    trainer(f"{name}-again", resume=True, **more).run()
+    trainer(f"{name}-again", **more | {"train": more["train"] | {"steps": 2}}).train()
+    trainer(f"{name}-again", resume=True, **more).train()
     saved = [weights(place / "runs" / f"{name}-{run}" / "checkpoints" / "step_000003") for run in ("one", "again")]
     assert saved[0] == saved[1] and len(saved[0]) > 0
     assert rows(place / "runs" / f"{name}-again") == one
@@ -461,7 +461,7 @@ def test_an_objective_of_ones_own_has_an_anchor_and_returns_one_loss_each(traine
     assert row["loss"] == row["policy/drift"] == 0.0 and row["grad_norm"] > 0, "the policy starts as its anchor"
     for name, got in (("PerMember", "[1, 4]"), ("OneNumber", "[]")):
         with pytest.raises(ValueError, match=rf"expected one loss for each of \d .* got shape {re.escape(got)}"):
-            own(name).run()
+            own(name).train()
 
 
 MISTAKES = {

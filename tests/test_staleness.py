@@ -181,10 +181,10 @@ def test_a_resumed_run_is_the_one_that_was_not_stopped(trainer, place):
             raise OSError("lost")
 
     over = {"rollout": STALE, "train": {"steps": 5, "ema_decay": 0.5}, "rewards": BRIGHTNESS}
-    trainer("straight", **over).run()
+    trainer("straight", **over).train()
     with pytest.raises(OSError, match="lost"):
         trainer("stopped", callbacks={"on_step": lost}, **over).train()
-    trainer("stopped", resume=True, **over).run()
+    trainer("stopped", resume=True, **over).train()
     straight, stopped = place / "runs" / "straight", place / "runs" / "stopped"
     assert rows(stopped) == rows(straight) and weights(stopped) == weights(straight)
     assert [r["policy/staleness"] for r in rows(straight) if r["kind"] == "train"] == [0, 1, 0, 1, 0]
@@ -193,7 +193,7 @@ def test_a_resumed_run_is_the_one_that_was_not_stopped(trainer, place):
     one.on_step = lambda step, metrics: setattr(one.interrupt, "seen", True)
     with pytest.raises(TrainingStopped, match="interrupted after step 1"):
         one.train()
-    trainer("interrupted", resume=True, **over).run()
+    trainer("interrupted", resume=True, **over).train()
     anew = [r for r in rows(place / "runs" / "interrupted") if r["kind"] == "train"]
     assert anew[0] == rows(straight)[1] and anew[1] != rows(straight)[2]
     assert [r["policy/staleness"] for r in anew] == [0] * 3 + [1, 0] and anew[1]["policy/on_policy_error"] == 0.0
@@ -229,7 +229,7 @@ def test_two_processes_are_one(trainer, place):
     over = {"rollout": STALE | {"prompts_per_step": 3, "batch_size": 2}, "rewards": BRIGHTNESS}
     over["train"] = {"steps": 4, "lr": 1e-3, "updates_per_rollout": 2, "kl_coef": 0.1}
     over["checkpoint"] = {"every": 3}
-    trainer("one", **over).run()
+    trainer("one", **over).train()
     all_end(ranks(recipe(place, "two", **over), 2), seconds=900)
     one, two = rows(place / "runs" / "one"), rows(place / "runs" / "two")
     assert [(r["kind"], r["step"]) for r in one] == [(r["kind"], r["step"]) for r in two]

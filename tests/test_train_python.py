@@ -19,7 +19,7 @@ from prefgrpo import ConfigError, PairwiseJudge, Trainer
 from prefgrpo.models import MODELS, family_of
 from prefgrpo.models.folder import hub_id, resolve
 from prefgrpo.rewards.jpeg import JpegCompressibility
-from prefgrpo.run.evaluate import summarise
+from prefgrpo.run.comparison import compared
 from prefgrpo.run.metrics import taken_name
 from prefgrpo.tiny import pipelines
 
@@ -82,7 +82,8 @@ def test_functions_and_open_rewards_are_rewards_and_every_callback_is_called(pla
     assert [step for step, _ in seen["step"]] == [1, 2] and seen["step"][0][1] == found[0]["reward/redness"]
     assert seen["evaluation"] == [(0, "dev"), (2, "dev")] and seen["save"] == ["step_000001", "step_000002"]
     assert {"reward/brighter", "reward/jpeg_compressibility"} <= found[0].keys()
-    keys = {key for row in rows(result.folder) for key in row} | summarise("dev/win_x", np.zeros(2), GAP, True).keys()
+    all_kinds = compared("dev", np.zeros(2), [{"win_x": gap} for gap in GAP]).metrics()
+    keys = {key for row in rows(result.folder) for key in row} | all_kinds.keys()
     used = {match[1] for key in keys if (match := re.fullmatch(r"(?:reward|dev)/(\w+)", key))}
     assert len(used) > 12
     assert {name for name in used if not taken_name(name)} == {"redness", "brighter", "jpeg_compressibility"}

@@ -43,9 +43,9 @@ from prefgrpo.rollout.render import sample
 from prefgrpo.rollout.sampling import eval_sampling
 from prefgrpo.run import checkpoint, judging
 from prefgrpo.run.checkpoint import CheckpointError
-from prefgrpo.run.evaluate import Row, compare, make_eval_set, over_ranks, share_of, verdict
+from prefgrpo.run.comparison import Comparison, Mean, Row, WinRate, over_ranks
+from prefgrpo.run.evaluate import compare, make_eval_set, share_of
 from prefgrpo.run.log import finite
-from prefgrpo.run.metrics import PARTS_OF_WINS
 from prefgrpo.run.run_folder import RunFolder, run_of
 from prefgrpo.suites import Name, load_suite
 from prefgrpo.suites.base import Results, Suite
@@ -332,7 +332,7 @@ def _compare_sides(side: Side, other: Side, prompts: str, out: Path, judge2: str
         notes.append("both sides are the same weights")
     with _locked(out, facts, world), ExitStack() as opened:
         opened.callback(rewards.close)
-        metrics: dict[str, float] = {}
+        found: list[Comparison] = []
         for one, part in zip((side, other), facts, strict=True):
             made = [Job(p, h.first_id + i, file(part, h.name, i)) for h in held for i, p in enumerate(h.items)]
             generate_files(one.config, one.weights, made, world, fps)
@@ -346,10 +346,10 @@ def _compare_sides(side: Side, other: Side, prompts: str, out: Path, judge2: str
                     for i in rows
                 ]
                 table += compare(scorers, pairs)[0]
-            metrics |= over_ranks(world, h.name, h.group[mine], table)
+            found.append(over_ranks(world, h.name, h.group[mine], table))
         if world.main:
             counts = {h.name: len(set(h.group.tolist())) for h in held}
-            _write_comparison(metrics, counts, facts, (str(side), str(other)), notes, out)
+            _write_comparison(found, counts, facts, (str(side), str(other)), notes, out)
     return 0
 
 
@@ -381,7 +381,7 @@ def _scorers(config: Config, rewards: judging.Rewards, prompts: Sequence[Prompt]
 
 
 def _write_comparison(
-    metrics: Mapping[str, float],
+    found: Sequence[Comparison],
     counts: Mapping[str, int],
     facts: Mapping[str, Any],
     labels: tuple[str, str],
@@ -389,19 +389,15 @@ def _write_comparison(
     out: Path,
 ) -> None:
     """Write comparison.json and comparison.md: win rates with their verdicts, then means."""
-    rates: dict[str, dict[str, Any]] = {}
-    means: dict[str, dict[str, Any]] = {}
-    for key, value in metrics.items():
-        name, _, measure = key.partition("/")
-        if measure.startswith("win_") and not measure.endswith(PARTS_OF_WINS):
-            own = {part: metrics.get(f"{key}_{part}", math.nan) for part in ("low", "high", "first", "second")}
-            own["missing"] = metrics.get(f"{key}_missing", 0.0)
-            judged = int(metrics.get(f"{key}_prompts", counts[name]))
-            rates[key] = {"rate": value, **own, "verdict": verdict(own["low"], own["high"], judged)}
-        elif f"{key}_before" in metrics:
-            worst = max(metrics.get(f"{key}{end}_missing", 0.0) for end in ("", "_before"))
-            means[key] = {"now": value, "against": metrics[f"{key}_before"], "missing": worst}
-    everything = {"about": facts, "prompts": counts, "win_rates": rates, "means": means, "judges": list(notes)}
+    wins = {f"{one.name}/win_{name}": win for one in found for name, win in one.win_rates.items()}
+    means = {f"{one.name}/{name}": mean for one in found for name, mean in one.means.items()}
+    everything = {
+        "about": facts,
+        "prompts": counts,
+        "win_rates": {key: _win_row(win) for key, win in wins.items()},
+        "means": {key: _mean_row(mean) for key, mean in means.items()},
+        "judges": list(notes),
+    }
     text = json.dumps(finite(everything), indent=1, ensure_ascii=False, allow_nan=False)
     write_atomic(out / "comparison.json", text + "\n")
     samples = facts["now"]["samples"]
@@ -409,18 +405,30 @@ def _write_comparison(
     lines = [f"# {labels[0]} against {labels[1]}", "", *of, ""]
     lines += ["| win rate by | rate | 95 % interval over prompts | shown first, second | missing | result |"]
     lines += ["|---|---:|---:|---:|---:|---|"]
-    for key, row in rates.items():
-        rate, lowest, highest, first, second, missing = (
-            "–" if math.isnan(row[part]) else f"{100 * row[part]:.1f} %"
-            for part in ("rate", "low", "high", "first", "second", "missing")
-        )
-        cells = [key.replace("win_", ""), rate, f"{lowest} – {highest}", f"{first} / {second}", missing, row["verdict"]]
-        lines.append(f"| {' | '.join(cells)} |")
+    for key, win in wins.items():
+        row = {part: "–" if math.isnan(share) else f"{100 * share:.1f} %" for part, share in _shares(win).items()}
+        cells = [row["rate"], f"{row['low']} – {row['high']}", f"{row['first']} / {row['second']}", row["missing"]]
+        lines.append(f"| {' | '.join([key.replace('win_', ''), *cells, win.verdict])} |")
     if means:
         lines += ["", f"| mean | {labels[0]} | {labels[1]} | missing |", "|---|---:|---:|---:|"]
-        for key, row in means.items():
-            now, against = ("–" if math.isnan(row[part]) else f"{row[part]:.5g}" for part in ("now", "against"))
-            lines.append(f"| {key} | {now} | {against} | {100 * row['missing']:.1f} % |")
+        for key, mean in means.items():
+            now, against = ("–" if math.isnan(v.mean) else f"{v.mean:.5g}" for v in (mean.now, mean.before))
+            lines.append(f"| {key} | {now} | {against} | {100 * _mean_row(mean)['missing']:.1f} % |")
     lines += ["", *(f"{note}  " for note in notes)]
     write_atomic(out / "comparison.md", "\n".join(lines).rstrip() + "\n")
     print("\n".join(lines), f"\n{out / 'comparison'}.json, .md", sep="\n")
+
+
+def _shares(win: WinRate) -> dict[str, float]:
+    first, second = (math.nan if order is None else order.mean for order in (win.first, win.second))
+    rate = {"rate": win.rate.mean, "low": win.low, "high": win.high}
+    return rate | {"first": first, "second": second, "missing": win.rate.missing}
+
+
+def _win_row(win: WinRate) -> dict[str, Any]:
+    return {**_shares(win), "verdict": win.verdict}
+
+
+def _mean_row(mean: Mean) -> dict[str, float]:
+    missing = max(mean.now.missing, mean.before.missing)
+    return {"now": mean.now.mean, "against": mean.before.mean, "missing": missing}

@@ -193,6 +193,7 @@ def _render(config: Config, adapter: Adapter, jobs: Sequence[Job], any_job: Job,
                 for job, pixels in zip(batch, to_uint8(media), strict=True):
                     write(job.file, pixels, fps)
             bar.update(len(batch) * (number < count))
+    embeddings.flush()
 
 
 def write(file: Path, pixels: Images, fps: int) -> None:

@@ -98,7 +98,7 @@ class Adapter(Weights, ABC):
         target_components: denoisers to train (default: all). source_area: number of pixels to which source images are
         resized (for editing families that resize them; default: as the stock pipeline does). guidance_gradient: which
         predictions of a guidance pair receive a gradient. fingerprint: identifies the encoders that make conditions
-        (`folder.encoder_fingerprint`).
+        (`folder.encoder_identity`).
         """
         if source_area is not None and self.default_source_area is None:
             raise ValueError(
@@ -149,7 +149,7 @@ class Adapter(Weights, ABC):
         pipe = folders.read(
             path, cls.pipeline, dtype, device, encoders, cls.denoisers if mapped else (), cls.parts_in_fp32
         )
-        return cls(pipe, fingerprint=folders.encoder_fingerprint(path), **options)
+        return cls(pipe, fingerprint=folders.encoder_identity(path), **options)
 
     @classmethod
     def find(cls, model: str) -> Path:

@@ -13,7 +13,7 @@ from prefgrpo.config.schema import JudgeConfig
 from prefgrpo.report import svg
 from prefgrpo.report.curves import measure_names, namer, part_of, readable, win_names
 from prefgrpo.report.run import Floats, Outcome, Rows, Run, reward_weights, trained_rewards
-from prefgrpo.run.evaluate import verdict
+from prefgrpo.run.comparison import verdict
 from prefgrpo.run.metrics import WARN_MISSING
 
 

@@ -36,8 +36,6 @@ from prefgrpo.parallel.world import World
 from prefgrpo.run.run_folder import RunFolder
 
 META = "state.json"
-KEEP = 2
-"""Newest checkpoints that a run keeps."""
 PARTIAL = "partial"
 """Ending of the hidden folder in which a checkpoint is written; every process derives the same name."""
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -53,7 +51,7 @@ class CheckpointError(UserError, RuntimeError):
 class Checkpoints:
     """The checkpoints of a run. At most one is being written at a time; every rank calls every method."""
 
-    def __init__(self, run: RunFolder, world: World, keep: int = KEEP) -> None:
+    def __init__(self, run: RunFolder, world: World, keep: int) -> None:
         """keep: number of newest checkpoints that stay."""
         self.run, self.keep, self.world = run, keep, world
         self._group: dist.ProcessGroup | None = None

@@ -21,7 +21,6 @@ from prefgrpo.models.folder import ModelError
 from prefgrpo.parallel import attention, context, shard
 from prefgrpo.parallel.mesh import Layout
 from prefgrpo.parallel.world import World
-from prefgrpo.rollout.embeddings import cached_fingerprint
 from prefgrpo.run import checkpoint
 from prefgrpo.run.log import quiet_libraries
 
@@ -86,8 +85,6 @@ def open_adapter(config: Config, device: torch.device, encoders: bool = True, sp
             adapter.tile_vae()
     if m.offload and not split:
         adapter.enable_offload(m.offload, device)
-    if not encoders:
-        adapter.fingerprint = cached_fingerprint(config)
     return adapter
 
 

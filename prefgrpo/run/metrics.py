@@ -201,24 +201,6 @@ def step_line(
     return " · ".join([*parts, f"{sum(seconds.values()):.2f} s ({phases})"])
 
 
-def eval_line(step: int, name: str, values: Mapping[str, float]) -> str:
-    """The summary line of an evaluation: metrics now (and before), win rates over the initial policy with intervals."""
-    parts = []
-    for key, value in values.items():
-        short = key.split("/", 1)[1]
-        if short.endswith(("_before", *PARTS_OF_WINS)) or key.startswith("time/"):
-            continue
-        if short.startswith("win_"):
-            low, high, first, second = (values.get(f"{key}_{part}") for part in ("low", "high", "first", "second"))
-            interval = "" if low is None or high is None else f" [{low:.3f}, {high:.3f}]"
-            orders = "" if first is None or second is None else f" (orders {first:.3f} / {second:.3f})"
-            missing = f" ({values[f'{key}_missing']:.1%} missing)" if f"{key}_missing" in values else ""
-            parts.append(f"win rate by {short[4:]} {value:.3f}{interval}{orders}{missing}")
-        elif f"{key}_before" in values:
-            parts.append(f"{short} {values[f'{key}_before']:.3f} → {value:.3f}")
-    return f"eval at step {step}, {name}: " + ", ".join(parts)
-
-
 def step_notes(
     config: Config, step: int, values: Mapping[str, float], first: bool, device: torch.device
 ) -> Iterator[str]:
