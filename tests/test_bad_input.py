@@ -47,7 +47,7 @@ MISTAKES = [
            "judge template 'compar' not found … 'clip' has no option 'modle' … eval.rewards: unknown reward 'jpeg'"),
     ("rollout: {frames: 5, guidance_2: 3.0, source_area: 4096}, train: {target_components: [transformer_2]}",
      "rollout.frames: flux makes images … guidance_2: flux has one denoiser … source_area … some of transformer, got"),
-    ("rewards: [{name: vlm_pairwise, options: {plan: robin}}]", "unknown pair plan 'robin' (did you mean 'round_robin'?)"),
+    ("rewards: [{name: vlm_pairwise, options: {plan: robin}}]", "unknown pair plan 'robin' (did you mean 'round"),
     ("rewards: [{name: jpeg_compressibility, judge: {model: x}}]", "asks no judge: remove `judge` from its entry"),
     ("rollout: {rule: cps, eta: 0.5, window_low: 2, window_high: 3}",
      "windows that start at step(s) [2] have no step to train, as rule cps leave(s) only step(s) []; expected windows"),

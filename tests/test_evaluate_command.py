@@ -117,7 +117,7 @@ def test_a_second_judge_is_asked_in_both_orders(place, servers, evaluate):
     second = rates["dev/win_judge2"]
     assert second["rate"] == second["first"] == second["second"] == 0.5 and second["missing"] == 0.0
     asked = [json.dumps(r) for r in servers[1].requests[before:]]
-    assert len([r for r in asked if "red circle" in r]) == 2 * 6, "every pair in both orders"
+    assert len([r for r in asked if "red circle" in r]) == 2 * 6 + 1, "every pair in both orders, after a probe"
     assert any(line.startswith("judge2 ") and "second-judge" in line for line in found["judges"])
     (place / "second.yaml").write_text("endpoints: ['http://127.0.0.1:9']\ndeadline_s: 1\ntimeout_s: 1\n")
     code, output, _ = evaluate("one", "--judge2", place / "second.yaml", "--out", place / "none")

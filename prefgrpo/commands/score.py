@@ -34,7 +34,7 @@ from prefgrpo.data.media import Media
 from prefgrpo.data.prompts import DataError, read_prompts
 from prefgrpo.parallel import world as parallel
 from prefgrpo.parallel.world import World
-from prefgrpo.rewards import build, load_class, parse_reward_spec
+from prefgrpo.rewards import build, check_name, load_class, parse_reward_spec
 from prefgrpo.rewards.base import Reward, Sample, Score
 from prefgrpo.rewards.scorer import Scorer
 from prefgrpo.rewards.wire import score_row
@@ -101,11 +101,14 @@ def score(
     world = parallel.join(device)
     torch.set_num_threads(threads)
     own = _options(options, weights, device)
-    listed = [
-        RewardEntry(n, w, {k: v for k, v in own.get(n, {}).items() if k != "judge"}, own.get(n, {}).get("judge", {}))
-        for n, w in weights.items()
-    ]
-    rewards = build(weights, {entry.name: reward_options(Config(seed=seed), entry, world) for entry in listed})
+    for name in set(own) - set(weights):
+        check_name(name)  # options of other rewards are allowed, misspelt names are not
+    keywords = {}
+    for name, weight in weights.items():
+        judge = own.get(name, {}).pop("judge", {})
+        entry = RewardEntry(name, weight, own.get(name, {}), judge)
+        keywords[name] = reward_options(Config(seed=seed), entry, world)
+    rewards = build(weights, keywords)
     _check_inputs(rewards, files)
     for size in sorted({len(group) for group in _groups(files)}):
         try:
