@@ -45,6 +45,8 @@ class Brightness(PointwiseReward):
         ("my.mod.Class:0.5", {"my.mod.Class": 0.5}),
         ("my.mod:Class:0.5", {"my.mod:Class": 0.5}),
         ("my.mod:Class", {"my.mod:Class": 1.0}),
+        (f"mine:redness:0.5,{A}", {"mine:redness": 0.5, A: 1.0}),
+        ("mine:redness", {"mine:redness": 1.0}),
         (f"mine:Class,{A}:0,mine:Other:0.5", {"mine:Class": 1.0, A: 0.0, "mine:Other": 0.5}),
     ],
 )
@@ -61,7 +63,7 @@ def test_accepted(spec, weights):
         (f"{A},{A}", f"'{A}' is named twice"),
         (f"{A}:", f"bad entry '{A}:'"),
         (f"{A}:x", f"weight of reward '{A}' must be a number, got 'x'"),
-        ("a:b:1", "bad entry 'a:b:1'"),
+        ("a:b:c:1", "bad entry 'a:b:c:1'"),
         (f"{A}:nan", f"weight of reward '{A}': expected a finite number, got nan"),
         (f'{{"{A}":true}}', f"weight of reward '{A}': expected a finite number, got True"),
         (f'["{A}", 1]', "bad entry 1"),

@@ -71,9 +71,9 @@ def _from_text(text: str) -> list[RewardEntry]:
     made = []
     for part in filter(None, map(str.strip, text.split(","))):
         name, colon, weight = (piece.strip() for piece in part.rpartition(":"))
-        if not colon or _is_path(part):
+        if not colon or (IMPORT_PATH.fullmatch(part) and not _is_number(weight)):
             name, weight = part, "1"
-        if "=" in part or not name or not weight or (":" in name and not _is_path(name)):
+        if "=" in part or not name or not weight or (":" in name and not IMPORT_PATH.fullmatch(name)):
             raise ValueError(f"bad entry {part!r} in {text!r}: expected 'name' or 'name:weight'")
         if not _is_number(weight):
             raise ValueError(f"weight of reward '{name}' must be a number, got {weight!r}")
@@ -87,12 +87,6 @@ def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if twice := [name for name in names if names.count(name) > 1]:
         raise ValueError(f"reward '{twice[0]}' is named twice; give each reward once")
     return dict(pairs)
-
-
-def _is_path(text: str) -> bool:
-    """Whether a text with a colon is pkg.mod:Class, mod:Class or file.py:name, and not a name with its weight."""
-    module, _, name = text.rpartition(":")
-    return bool(IMPORT_PATH.fullmatch(text)) and ("." in module or name[:1].isupper())
 
 
 def _is_number(text: str) -> bool:

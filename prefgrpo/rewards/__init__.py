@@ -107,6 +107,9 @@ def parse_reward_spec(spec: Any) -> dict[str, float]:
 
 def check_name(name: str) -> None:
     """Raise RewardSpecError for a name that is neither registered nor an import path."""
+    head, _, tail = name.partition(":")
+    if tail and head in REWARDS:
+        raise RewardSpecError(f"weight of reward '{head}' must be a number, got {tail!r}")
     if name.endswith(".py"):
         raise RewardSpecError(f"'{name}' is a file: expected its function or class as well, '{name}:NAME'")
     if name not in REWARDS and name not in get_python_rewards() and not IMPORT_PATH.fullmatch(name):
