@@ -247,7 +247,8 @@ def test_geneval_in_its_layout_by_our_detector(place, capsys):
     lines = [{"tag": t, "include": [{"class": "person", "count": 1}], "prompt": f"a photo of {t}"} for t in tags]
     (place / "metadata.jsonl").write_text("\n".join(map(json.dumps, lines)))
     options = geneval_options(place)
-    target, out = recipe(place, "geneval", eval={"rewards": [{"name": "geneval", "options": options}]}), place / "geneval"
+    measured = [{"name": "geneval", "options": options}]
+    target, out = recipe(place, "geneval", eval={"rewards": measured}), place / "geneval"
     argv = ["evaluate", target, "--suite", "geneval", "--prompts", place / "metadata.jsonl", "--samples", 2]
     argv += ["--out", out]
     code, output = attempt(capsys, *argv)
