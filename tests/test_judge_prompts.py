@@ -7,6 +7,7 @@ its errors, against a file made here. Their parsers count an answer that they ca
 import asyncio
 import hashlib
 import json
+import re
 import string
 import sys
 import types
@@ -18,8 +19,9 @@ import pytest
 from judge_server import JudgeServer, images, text_of
 from tiny_media import grey, noise
 
+from prefgrpo.commands import cli
 from prefgrpo.config.schema import JudgeConfig
-from prefgrpo.judge import answers, prompts
+from prefgrpo.judge import answers
 from prefgrpo.judge.check import check
 from prefgrpo.judge.client import HttpJudge, JudgeClient
 from prefgrpo.judge.prompts import PUBLISHED, Published, extract, fetch
@@ -227,7 +229,12 @@ def test_a_run_asks_in_published_words_once_they_are_fetched(cache, tmp_path, mo
         config = JudgeConfig((server.url,), template="think", prompt="published")
         with pytest.raises(JudgeError, match=r"run `prefgrpo judge prompts think`"):
             HttpJudge(config)
-        assert prompts.main(("think",), tmp_path / "clone") == 0 and "licence: theirs" in capsys.readouterr().out
+        assert (
+            cli.main(["judge", "prompts", "think", "--from", str(tmp_path / "clone")]) == 0
+            and "licence: theirs" in capsys.readouterr().out
+        )
+        assert cli.main(["judge", "prompts"]) == 0
+        assert re.search(r"think +fetched +owner/name a/b.py", capsys.readouterr().out)
         judge = HttpJudge(config)
         judge.judge_group("a cat", [grey(40), grey(200)], [(0, 1)])
         body = server.requests[-1]
