@@ -139,7 +139,7 @@ def test_a_loaded_judge_of_eight_ranks_loses_nothing(recipe, rate, clock):
     for rank in range(RANKS):
         own = judge_config(config, name, {}, World(rank, RANKS, torch.device("cpu")))
         assert own.template == template
-        own = replace(own, endpoints=(server.url,), model=server.model)
+        own = replace(own, endpoints=(server.url,), model=server.model, prompt="ours")
         client._clients.clear()  # ranks are separate processes and share no client
         reward = build(name, {name: {"judge": HttpJudge(own), "plan": section.plan}})
         scorers.append(Scorer(reward, rollout.group_size, section.deadline_s, config.seed))
