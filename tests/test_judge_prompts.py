@@ -242,6 +242,9 @@ def test_a_run_asks_in_published_words_once_they_are_fetched(cache, tmp_path, mo
         assert [p["type"] for p in body["messages"][0]["content"]] == ["image_url", "image_url", "text"]
         server.answer = lambda bright, text: "<think>.</think><answer>Image 1 is better</answer>"
         assert not check(config).notes
+        words = ["judge", "check", "--endpoint", server.url, "--template", "think", "--prompt", "published"]
+        assert cli.main([*words, "--bias-pairs", "0"]) == 1, "it always names the first"
+        assert text_of(server.requests[-1]).startswith("Judge {1}: a plain ")
         ours = check(replace(config, prompt="ours")).summary()
         assert "template 'think' asks in our words" in ours and "`prefgrpo judge prompts think`" in ours
     file.write_text(CODE + "\n")
