@@ -189,6 +189,31 @@ def test_their_parser_and_ours_agree(name, monkeypatch):
         assert rates["overall_reward"] == [value, 1 - value], text
 
 
+AXES = "Alignment Score (1-5): {}\nCoherence Score (1-5): {}\nStyle Score (1-5): {}"
+RATED = [AXES.format(4, 3.5, 2), f"Here it is.\n{AXES.format(1, 5, '4.25')}\n", "Alignment Score (1-5): 3", "nothing"]
+SCORED = ['{"reasoning": "a", "score": [20, 7.5]}', '```json\n{"score": [0, 25]}\n```', '{"score": [3]}', "3 and 4", ""]
+
+
+def parts_of(name, text):
+    try:
+        return answers.parse_answer(load_template(name, ("media_1",), MARKERS, KINDS), text)[1]
+    except answers.Unreadable:
+        return {}
+
+
+def test_their_scores_and_ours_agree(monkeypatch):
+    """A score that they cannot read is 0; ours is missing."""
+    theirs = peers.file_module("pref_grpo", "fastvideo/rewards/unifiedreward.py", "their_scores", monkeypatch)
+    for text in RATED:
+        read = theirs.extract_normalized_rewards([text], device="cpu")[-1]
+        ours = parts_of("unifiedreward", text)
+        assert {name: values[0] for name, values in read.items()} == {name: ours.get(name, 0.0) for name in read}, text
+    file = "fastvideo/rewards/unifiedreward_edit_pointwise.py"
+    scores = peers.methods("pref_grpo", file, "_extract_json", "_parse_scores", json=json, re=re)[1]
+    for text in SCORED:
+        assert scores(text) == list(parts_of("edit_quality", text).values() or (0.0, 0.0)), text
+
+
 # ---- fetching --------------------------------------------------------------------------------------------------------
 
 CODE = """
