@@ -32,10 +32,11 @@ def simulate(spread: float, noise: float, seed: int) -> tuple[np.ndarray, np.nda
 def coefficients(plan: str, verdicts: np.ndarray) -> dict[str, np.ndarray]:
     """Objective → its c [N, G], all from the same verdicts."""
     pairs = get_plan(plan)
-    judged = []
+    p = np.full_like(verdicts, np.nan)
     for k, group in enumerate(verdicts):
-        judged.append([(i, j, float(group[i, j])) for i, j in pairs(SIZE, k)])
-    rated = rate_groups(SIZE, judged, Rating("win_rate", "soft"))
+        first, second = np.transpose(pairs(SIZE, k))
+        p[k, first, second] = group[first, second]
+    rated = rate_groups(p, Rating("win_rate", "soft"))
     wins, counts = rated.wins, rated.counts
     rate = np.where(np.isnan(rated.values), 0.5, rated.values)
     centred = rate - rate.mean(1, keepdims=True)

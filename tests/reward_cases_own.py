@@ -216,23 +216,6 @@ def mask2former(folder: Path) -> Path:
     return folder
 
 
-def detr(folder: Path) -> Path:
-    """A DETR as transformers saves it."""
-    from transformers import DetrConfig, DetrForObjectDetection, ResNetConfig
-    from transformers.models.detr.image_processing_pil_detr import DetrImageProcessorPil
-
-    net = ResNetConfig(embedding_size=8, hidden_sizes=[8] * 4, depths=[1] * 4, out_features=["stage4"])
-    sizes = dict.fromkeys(("encoder_layers", "decoder_layers"), 1) | dict.fromkeys(
-        ("encoder_attention_heads", "decoder_attention_heads"), 2) | dict.fromkeys(
-        ("encoder_ffn_dim", "decoder_ffn_dim", "d_model"), 16)  # fmt: skip
-    torch.manual_seed(0)
-    config = DetrConfig(use_timm_backbone=False, backbone_config=net, num_queries=5,
-                        id2label={0: "person", 1: "N/A", 2: "remote"}, **sizes)  # fmt: skip
-    DetrForObjectDetection(config).save_pretrained(folder)
-    DetrImageProcessorPil(size={"shortest_edge": 64, "longest_edge": 96}).save_pretrained(folder)
-    return folder
-
-
 def geneval(folder: Path) -> dict[str, object]:
     """Options of a GenEval with a tiny CLIP and a tiny detector, confident enough that it detects couches."""
     from transformers import Mask2FormerForUniversalSegmentation

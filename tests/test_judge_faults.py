@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from judge_server import MODEL, JudgeServer, _error, free_port, images, until
+from judge_server import MODEL, JudgeServer, _error, _zipped, completion, free_port, images, until
 from tiny_media import grey
 
 from prefgrpo.config.schema import JudgeConfig
@@ -92,6 +92,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", [pytest.param(f, marks=[pytest.mark.full] * (f == "drip")) for f in FAULTS])
 def test_a_fault(fault):
+    _zipped(json.dumps(completion(0.0) | {"model": MODEL}).encode(), 64)
     requests, mends, reason = FAULTS[fault]
     with JudgeServer(fault) as bad, JudgeServer(delay_s=0.02) as good:
         missing(ask(judge(bad.url)), reason)

@@ -7,6 +7,7 @@ its errors, against a file made here. Their parsers count an answer that they ca
 import asyncio
 import hashlib
 import json
+import re
 import string
 import sys
 import types
@@ -18,8 +19,9 @@ import pytest
 from judge_server import JudgeServer, images, text_of
 from tiny_media import grey, noise
 
+from prefgrpo.commands import cli
 from prefgrpo.config.schema import JudgeConfig
-from prefgrpo.judge import answers, prompts
+from prefgrpo.judge import answers
 from prefgrpo.judge.check import check
 from prefgrpo.judge.client import HttpJudge, JudgeClient
 from prefgrpo.judge.prompts import PUBLISHED, Published, extract, fetch
@@ -187,6 +189,31 @@ def test_their_parser_and_ours_agree(name, monkeypatch):
         assert rates["overall_reward"] == [value, 1 - value], text
 
 
+AXES = "Alignment Score (1-5): {}\nCoherence Score (1-5): {}\nStyle Score (1-5): {}"
+RATED = [AXES.format(4, 3.5, 2), f"Here it is.\n{AXES.format(1, 5, '4.25')}\n", "Alignment Score (1-5): 3", "nothing"]
+SCORED = ['{"reasoning": "a", "score": [20, 7.5]}', '```json\n{"score": [0, 25]}\n```', '{"score": [3]}', "3 and 4", ""]
+
+
+def parts_of(name, text):
+    try:
+        return answers.parse_answer(load_template(name, ("media_1",), MARKERS, KINDS), text)[1]
+    except answers.Unreadable:
+        return {}
+
+
+def test_their_scores_and_ours_agree(monkeypatch):
+    """A score that they cannot read is 0; ours is missing."""
+    theirs = peers.file_module("pref_grpo", "fastvideo/rewards/unifiedreward.py", "their_scores", monkeypatch)
+    for text in RATED:
+        read = theirs.extract_normalized_rewards([text], device="cpu")[-1]
+        ours = parts_of("unifiedreward", text)
+        assert {name: values[0] for name, values in read.items()} == {name: ours.get(name, 0.0) for name in read}, text
+    file = "fastvideo/rewards/unifiedreward_edit_pointwise.py"
+    scores = peers.methods("pref_grpo", file, "_extract_json", "_parse_scores", json=json, re=re)[1]
+    for text in SCORED:
+        assert scores(text) == list(parts_of("edit_quality", text).values() or (0.0, 0.0)), text
+
+
 # ---- fetching --------------------------------------------------------------------------------------------------------
 
 CODE = """
@@ -227,7 +254,10 @@ def test_a_run_asks_in_published_words_once_they_are_fetched(cache, tmp_path, mo
         config = JudgeConfig((server.url,), prompt="published")
         with pytest.raises(JudgeError, match=r"run `prefgrpo judge prompts think`"):
             HttpJudge(config, "think")
-        assert prompts.main(("think",), tmp_path / "clone") == 0 and "licence: theirs" in capsys.readouterr().out
+        words = ["judge", "prompts", "think", "--from", str(tmp_path / "clone")]
+        assert cli.main(words) == 0 and "licence: theirs" in capsys.readouterr().out
+        assert cli.main(["judge", "prompts"]) == 0
+        assert re.search(r"think +fetched +owner/name a/b.py", capsys.readouterr().out)
         judge = HttpJudge(config, "think")
         judge.judge_group("a cat", [grey(40), grey(200)], [(0, 1)])
         body = server.requests[-1]
@@ -235,6 +265,9 @@ def test_a_run_asks_in_published_words_once_they_are_fetched(cache, tmp_path, mo
         assert [p["type"] for p in body["messages"][0]["content"]] == ["image_url", "image_url", "text"]
         server.answer = lambda bright, text: "<think>.</think><answer>Image 1 is better</answer>"
         assert not check(config, "think").notes
+        words = ["judge", "check", "--endpoint", server.url, "--template", "think", "--prompt", "published"]
+        assert cli.main([*words, "--bias-pairs", "0"]) == 1, "it always names the first"
+        assert text_of(server.requests[-1]).startswith("Judge {1}: a plain ")
         ours = check(replace(config, prompt="ours"), "think").summary()
         assert "template 'think' asks in our words" in ours and "`prefgrpo judge prompts think`" in ours
     file.write_text(CODE + "\n")

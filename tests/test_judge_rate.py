@@ -10,7 +10,7 @@ import pytest
 from tiny_media import grey
 
 from prefgrpo.judge.plans import get_plan
-from prefgrpo.judge.rate import Rating, rate_groups
+from prefgrpo.judge.rate import Rating, rate_groups, verdict_table
 from prefgrpo.judge.verdict import PairJudge, Verdict
 from prefgrpo.rewards import build
 from prefgrpo.rewards.base import Sample
@@ -28,6 +28,11 @@ def asked(plan, quality, bias=0.0, seed=0):
     return [(i, j, float(sigmoid(quality[i] - quality[j] + bias))) for i, j in pairs]
 
 
+def rated(size, groups, rating):
+    """Ratings of groups of games (first, second, P(first) or None)."""
+    return rate_groups(np.stack([verdict_table(size, games) for games in groups]), rating)
+
+
 def full_rates(quality):
     p = sigmoid(quality[:, None] - quality)
     return (p.sum(1) - 0.5) / (len(quality) - 1)
@@ -41,8 +46,8 @@ def quality():
 @pytest.mark.parametrize("plan", ["k_regular(4)", "k_regular(6)"])
 def test_few_pairs_give_the_rates_of_the_full_plan(plan, quality):
     done = asked(plan, quality)
-    strength = rate_groups(G, [done], Rating("bradley_terry")).values[0]
-    wins = rate_groups(G, [done], Rating()).values[0]
+    strength = rated(G, [done], Rating("bradley_terry")).values[0]
+    wins = rated(G, [done], Rating()).values[0]
     error, plain = np.abs(strength - full_rates(quality)), np.abs(wins - full_rates(quality))
     assert error.max() < 0.05 and error.max() < 0.5 * plain.max()
     assert np.array_equal(strength.argsort(), quality.argsort())
@@ -50,19 +55,19 @@ def test_few_pairs_give_the_rates_of_the_full_plan(plan, quality):
 
 def test_ties_and_missing_verdicts():
     judged = [(0, 1, 0.5), (1, 2, None), (2, 3, 0.9), (3, 2, None)]
-    by_wins = rate_groups(5, [judged], Rating()).values[0]
+    by_wins = rated(5, [judged], Rating()).values[0]
     assert by_wins == pytest.approx([0.5, 0.5, 0.9, 0.1, np.nan], nan_ok=True)
-    strength = rate_groups(5, [judged], Rating("bradley_terry")).values[0]
+    strength = rated(5, [judged], Rating("bradley_terry")).values[0]
     assert strength[0] == pytest.approx(strength[1]) and strength[2] > strength[0] > strength[3]
     assert np.isnan(strength[4]) and strength[:4].mean() == pytest.approx(0.5)
-    without = rate_groups(5, [[v for v in judged if v[2] is not None]], Rating("bradley_terry")).values[0]
+    without = rated(5, [[v for v in judged if v[2] is not None]], Rating("bradley_terry")).values[0]
     assert strength == pytest.approx(without, nan_ok=True)
-    nothing = rate_groups(3, [[(0, 1, None)], []], Rating("bradley_terry"))
+    nothing = rated(3, [[(0, 1, None)], []], Rating("bradley_terry"))
     assert np.isnan(nothing.values).all()
 
 
 def test_hard_verdicts_average_the_orders_to_half_when_they_contradict():
-    kept = rate_groups(3, [[(0, 1, 0.9), (1, 0, 0.8), (0, 2, 0.6), (2, 0, 0.1), (1, 2, 0.5)]], Rating(verdict="hard"))
+    kept = rated(3, [[(0, 1, 0.9), (1, 0, 0.8), (0, 2, 0.6), (2, 0, 0.1), (1, 2, 0.5)]], Rating(verdict="hard"))
     assert kept.wins[0].tolist() == [[0, 0.5, 1], [0.5, 0, 0.5], [0, 0.5, 0]]
     assert kept.counts[0].tolist() == [[0, 1, 1], [1, 0, 1], [1, 1, 0]]
     assert kept.values[0].tolist() == [0.75, 0.5, 0.25]
@@ -72,8 +77,8 @@ def test_many_groups_at_once_are_each_alone():
     rng = np.random.default_rng(1)
     groups = [asked("k_regular(3)", rng.normal(size=G), bias=0.4, seed=k) for k in range(3)]
     for rating in (Rating(), Rating("bradley_terry"), Rating(verdict="hard")):
-        alone = [rate_groups(G, [group], rating).values[0] for group in groups]
-        np.testing.assert_allclose(rate_groups(G, groups, rating).values, alone, rtol=1e-5)
+        alone = [rated(G, [group], rating).values[0] for group in groups]
+        np.testing.assert_allclose(rated(G, groups, rating).values, alone, rtol=1e-5)
 
 
 class Exact(PairJudge):

@@ -19,6 +19,7 @@ from prefgrpo.judge.verdict import PairJudge, Verdict
 from prefgrpo.rewards import build
 from prefgrpo.rewards.base import GroupwiseReward, PointwiseReward, Sample, Score
 from prefgrpo.rewards.pairwise import VlmPairwise
+from prefgrpo.rewards.prepared import PreprocessedReward
 from prefgrpo.rewards.request_stats import DEADLINE_PASSED
 from prefgrpo.rewards.scorer import Scorer
 
@@ -177,6 +178,30 @@ class RaisesGroups(GroupwiseReward):
 
     def score_group(self, group, seed):
         raise RuntimeError("no such kernel")
+
+
+class Echo(Level):
+    """Answers at once with the size and the level of what it gets."""
+
+    streams = True
+
+    def submit(self, sample):
+        future = Future()
+        future.set_result(Score(float(level(sample.media)), parts={"side": float(len(sample.media.pixels))}))
+        return future
+
+
+def test_preprocessing_does_not_hold_up_the_rollout(monkeypatch):
+    go, resize = threading.Event(), PreprocessedReward._pixels
+    monkeypatch.setattr(PreprocessedReward, "_pixels", lambda self, image: go.wait(60) and resize(self, image))
+    reward = PreprocessedReward(Echo, size=4)
+    answers = [reward.submit(sample(k)) for k in LEVELS]
+    assert not any(a.done() for a in answers)
+    go.set()
+    assert [a.result(60) for a in answers] == [Score(float(k), parts={"side": 4.0}) for k in LEVELS]
+    monkeypatch.setattr(PreprocessedReward, "_pixels", lambda self, image: (_ for _ in ()).throw(OSError("too large")))
+    result = run(Scorer({"echo": PreprocessedReward(Echo, jpeg=50)}, 4), LEVELS, groups=(7,))
+    assert result.reasons == {"echo: the reward raised OSError: too large": 4}
 
 
 class Raises(StubJudge):

@@ -13,6 +13,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import aiohttp
 import numpy as np
@@ -134,6 +135,7 @@ def main(
     endpoint: tuple[str, ...] = ("http://127.0.0.1:8000",),
     model: str = "",
     template: str = "compare",
+    prompt: Literal["ours", "published"] = "ours",
     api_key_env: str = "",
     bias_pairs: int = 8,
     timeout_s: float = 20.0,
@@ -147,11 +149,12 @@ def main(
         endpoint: OpenAI-compatible servers, with or without /v1.
         model: Served model name; empty: the only one served.
         template: Shipped template name or path to one.
+        prompt: Whose words ask: ours, or the published ones that `prefgrpo judge prompts` has fetched.
         api_key_env: Environment variable that holds the API key.
         bias_pairs: Random pairs to judge in both orders for the position bias; 0 for none.
         timeout_s: Longest wait for one answer, in seconds.
     """
-    config = JudgeConfig(endpoint, model, api_key_env=api_key_env)
+    config = JudgeConfig(endpoint, model, prompt, api_key_env=api_key_env)
     health = check(config, template, timeout_s=timeout_s, bias_pairs=bias_pairs, known_answers=True)
     print(health.summary())
     return 1 if health.alarm else 0

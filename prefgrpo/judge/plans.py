@@ -14,8 +14,6 @@ import numpy as np
 
 from prefgrpo.judge.verdict import Pair, did_you_mean
 
-Judged = tuple[int, int, float | None]
-"""(first, second, P(first) or None if it failed) of a judged pair."""
 Plan = Callable[[int, int], list[Pair]]
 
 

@@ -62,27 +62,25 @@ class Published:
 
 _PAIR = ("media_1", "media_2")
 _EDITS = ("source", "media_1", "media_2")
-_GET = "get_unifiedreward_"
-_EDIT = {"instruction": "prompt"}
+
+
+def _unified(name: str, media: tuple[str, ...], formatted: bool = True, **texts: str) -> Published:
+    """A question of Pref-GRPO's templates, whose client asks for up to 4,096 tokens."""
+    symbol = f"get_unifiedreward_{name}_template"
+    return Published(_PREF_GRPO, symbol, media, 0, texts or {"prompt": "prompt"}, formatted, 4096)
+
+
 PUBLISHED = {
-    "think": Published(_PREF_GRPO, f"{_GET}think_image_template", _PAIR, formatted=True, max_tokens=4096),
-    "think_video": Published(_PREF_GRPO, f"{_GET}think_video_template", _PAIR, formatted=True, max_tokens=4096),
-    "flex": Published(_PREF_GRPO, f"{_GET}flex_image_template", _PAIR, formatted=True, max_tokens=4096),
-    "flex_video": Published(_PREF_GRPO, f"{_GET}flex_video_template", _PAIR, formatted=True, max_tokens=4096),
-    "edit_pairwise": Published(
-        _PREF_GRPO, f"{_GET}edit_pairwise_template", _EDITS, texts=_EDIT, formatted=True, max_tokens=4096
+    "think": _unified("think_image", _PAIR),
+    "think_video": _unified("think_video", _PAIR),
+    "flex": _unified("flex_image", _PAIR),
+    "flex_video": _unified("flex_video", _PAIR),
+    "edit_pairwise": _unified("edit_pairwise", _EDITS, instruction="prompt"),
+    "edit_quality": _unified("edit_pointwise_image_quality", ("media_1",), formatted=False),
+    "edit_following": _unified(
+        "edit_pointwise_instruction_following", ("source", "media_1"), formatted=False, instruction="prompt"
     ),
-    "edit_quality": Published(
-        _PREF_GRPO, f"{_GET}edit_pointwise_image_quality_template", ("media_1",), max_tokens=4096
-    ),
-    "edit_following": Published(
-        _PREF_GRPO,
-        f"{_GET}edit_pointwise_instruction_following_template",
-        ("source", "media_1"),
-        texts=_EDIT,
-        max_tokens=4096,
-    ),
-    "unifiedreward": Published(_PREF_GRPO, f"{_GET}image_template", ("media_1",), formatted=True, max_tokens=4096),
+    "unifiedreward": _unified("image", ("media_1",)),
     "consistency": Published(_PACO_SETS, "text_prompt", _PAIR, 1, {"main_prompt": "prompt"}),
     "consistency_no_duplicates": Published(_PACO_SETS, "text_prompt", _PAIR, 2, {"main_prompt": "prompt"}),
     "consistency_criterion": Published(_PACO_SETS, "text_prompt", _PAIR, 0, {"criteria_text": "criterion"}),
@@ -189,15 +187,12 @@ def _read(source: Path, path: str) -> bytes:
 
 def extract(code: str, row: Published) -> str:
     """The published text with our markers, from the syntax tree of the publisher's file."""
-    pieces = _pieces(_expression(ast.parse(code), row))
     text = ""
-    for piece, literal in pieces:
+    for piece, literal in _pieces(_expression(ast.parse(code), row)):
         if not literal:
             text += f"{{{_marker(piece, row)}}}"
-        elif row.formatted:
-            text += _formatted(piece, row)
         else:
-            text += piece
+            text += _formatted(piece, row) if row.formatted else piece
     return text
 
 

@@ -1,5 +1,6 @@
-"""Turns a group's verdicts into one number in [0, 1] per member.
+"""Turns groups' verdicts p [P, G, G] into one number in [0, 1] per member.
 
+    p[group, i, j]  P(i beats j) of the pair shown in this order; NaN: not compared, or no verdict
     win_rate:       r_i = Σ_j W_ij / n_i            over the comparisons of i with a verdict
     bradley_terry:  r_i = mean over j ≠ i of σ(θ_i − θ_j),  P(i beats j) = σ(θ_i − θ_j)
 
@@ -8,7 +9,7 @@ Invariant: a missing verdict has no effect, and a member without any verdict is 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -17,7 +18,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from prefgrpo.judge.plans import Judged
 from prefgrpo.ops import bradley_terry
 
 Floats = NDArray[np.float64]
@@ -54,10 +54,21 @@ class Rated:
     """[P, G, G] number of these verdicts."""
 
 
-def rate_groups(size: int, groups: Sequence[Sequence[Judged]], rating: Rating) -> Rated:
-    """Rate P groups of `size` members in one batch."""
-    first, shown = _sums(size, groups, rating.verdict)
-    wins, counts = first + (shown - first).mT, shown + shown.mT
+def verdict_table(size: int, games: Iterable[tuple[int, int, float | None]]) -> Floats:
+    """p [G, G] of a group from (first, second, P(first) or None); each ordered pair at most once."""
+    p = np.full((size, size), np.nan)
+    for first, second, value in games:
+        if value is not None:
+            p[first, second] = value
+    return p
+
+
+def rate_groups(p: Floats, rating: Rating) -> Rated:
+    """Rate P groups of G members, from their verdicts p [P, G, G], in one batch."""
+    shown = torch.from_numpy(~np.isnan(p)).double()
+    first = torch.from_numpy(np.nan_to_num(p if rating.verdict == "soft" else (np.sign(p - 0.5) + 1) / 2))
+    wins = first + (shown - first).mT
+    counts = shown + shown.mT
     if rating.rate == "win_rate":
         if rating.verdict == "hard":
             wins, counts = wins / counts.clamp(min=1.0), counts.clamp(max=1.0)
@@ -65,19 +76,6 @@ def rate_groups(size: int, groups: Sequence[Sequence[Judged]], rating: Rating) -
     else:
         values = _mean_win(bradley_terry(wins, counts, prior=PRIOR))
     return Rated(values.double().numpy(), wins.numpy(), counts.numpy())
-
-
-def _sums(size: int, groups: Sequence[Sequence[Judged]], verdict: VerdictKind) -> tuple[Tensor, Tensor]:
-    """Sum of P(first), and number of verdicts, both [P, first, second]."""
-    first, shown = np.zeros((2, len(groups), size, size))
-    for k, group in enumerate(groups):
-        games = [(i, j, p) for i, j, p in group if p is not None]
-        if not games:
-            continue
-        i, j, p = (np.array(column) for column in zip(*games, strict=True))
-        np.add.at(first[k], (i, j), p if verdict == "soft" else (np.sign(p - 0.5) + 1) / 2)
-        np.add.at(shown[k], (i, j), 1.0)
-    return torch.from_numpy(first), torch.from_numpy(shown)
 
 
 def _mean_win(theta: Tensor) -> Tensor:

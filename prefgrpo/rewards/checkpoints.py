@@ -66,8 +66,9 @@ def dtype_of(name: str, device: torch.device | None = None, half: torch.dtype = 
     return DTYPES[name]
 
 
-def source_of(model: str) -> dict[str, str]:
+def source_of(model: str | Path) -> dict[str, str]:
     """transformers' arguments for a folder, or for a hub id 'owner/name' or 'owner/name@revision'."""
+    model = str(model)
     name, at, revision = model.rpartition("@")
     if not at or Path(model).expanduser().exists():
         return {"pretrained_model_name_or_path": str(Path(model).expanduser()) if model.startswith("~") else model}

@@ -1,6 +1,6 @@
 """Object detectors for `geneval`: they return class names, scores, boxes and masks.
 
-`Transformers` loads Mask2Former and DETR-like checkpoints in transformers' format; `MMDet` runs a config and checkpoint
+`Transformers` loads a Mask2Former checkpoint in transformers' format; `MMDet` runs a config and checkpoint
 of MMDetection 3 (the Mask2Former that GenEval was published with). Mask2Former's score for a query q and class c:
 
     p(c | q) · mean of σ(mask logits) over positive logits        box = bounds of that mask
@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from prefgrpo.data.media import Media
+from prefgrpo.rewards.base import RewardError
 from prefgrpo.rewards.checkpoints import device_of, library, loading, source_of
 
 RENAMED = {
@@ -56,7 +57,7 @@ class Detector(Protocol):
 
 
 class Transformers:
-    """A Mask2Former (instances) or DETR-like checkpoint in transformers' format."""
+    """A Mask2Former (instances) in transformers' format."""
 
     def __init__(self, model: str = "facebook/mask2former-swin-small-coco-instance", device: str = "auto") -> None:
         """model: folder or hub id."""
@@ -64,13 +65,11 @@ class Transformers:
         self._device = device_of(device)
         with loading(model):
             config = transformers.AutoConfig.from_pretrained(**source_of(model))
-            self._masks = config.model_type in ("mask2former", "maskformer")
-            if self._masks:
-                library("scipy", "scipy")  # required by transformers' classes for these models
-            kind = "AutoModelForUniversalSegmentation" if self._masks else "AutoModelForObjectDetection"
-            self._model, info = getattr(transformers, kind).from_pretrained(
-                **source_of(model), output_loading_info=True
-            )
+            if config.model_type not in ("mask2former", "maskformer"):
+                raise RewardError(f"geneval: expected a Mask2Former, got a {config.model_type} in '{model}'")
+            library("scipy", "scipy")  # required by transformers' classes for these models
+            segmenter = transformers.AutoModelForUniversalSegmentation
+            self._model, info = segmenter.from_pretrained(**source_of(model), output_loading_info=True)
             if info["missing_keys"]:
                 raise ValueError(f"weights are missing: {sorted(info['missing_keys'])[:3]}")
             self._processor = transformers.AutoImageProcessor.from_pretrained(**source_of(model), backend="pil")
@@ -86,9 +85,6 @@ class Transformers:
         masks = {k: v.to(self._device) for k, v in batch.items() if k == "pixel_mask"}
         outputs = self._model(pixel_values=pixels, **masks)
         sizes = [m.pixels.shape[:2] for m in images]
-        if not self._masks:
-            detections = self._processor.post_process_object_detection(outputs, threshold=0.0, target_sizes=sizes)
-            return [self._boxes(f) for f in detections]
         seen = functional.interpolate(
             outputs.masks_queries_logits.float(), pixels.shape[2:], mode="bilinear", align_corners=False
         )
@@ -111,12 +107,6 @@ class Transformers:
                 outline = mask.cpu().numpy()
                 detections.append(Detection(self._labels[label], score, bounds(outline), outline))
         return detections
-
-    def _boxes(self, detections: dict[str, Tensor]) -> list[Detection]:
-        rows = zip(
-            detections["labels"].tolist(), detections["scores"].tolist(), detections["boxes"].tolist(), strict=True
-        )
-        return [Detection(self._labels[k], score, np.array(box)) for k, score, box in rows if k in self._labels]
 
 
 def bounds(mask: NDArray[np.bool_]) -> NDArray[np.float64]:

@@ -26,8 +26,8 @@ from typing import Any
 
 import numpy as np
 
-from prefgrpo.judge.plans import Judged, get_plan
-from prefgrpo.judge.rate import Rate, Rating, VerdictKind, rate_groups
+from prefgrpo.judge.plans import get_plan
+from prefgrpo.judge.rate import Rate, Rating, VerdictKind, rate_groups, verdict_table
 from prefgrpo.judge.verdict import Pair, PairJudge, Verdict
 from prefgrpo.rewards.base import Comparison, GroupScores, GroupwiseReward, RewardError, Sample, Score
 from prefgrpo.rewards.judges import open_judge
@@ -84,7 +84,9 @@ class VlmPairwise(GroupwiseReward):
 
     def tally(self, size: int, comparisons: list[Comparison]) -> GroupScores:
         """Wins and counts [G, G], and every member's rate, from a group's comparisons."""
-        rated, reasons = rate_groups(size, [judged(comparisons)], self.rating), _reasons(size, comparisons)
+        p = verdict_table(size, ((c.first, c.second, c.verdict.first) for c in comparisons))
+        rated = rate_groups(p[None], self.rating)
+        reasons = _reasons(size, comparisons)
         scores = [Score(None, reasons[i]) if np.isnan(r) else Score(r) for i, r in enumerate(rated.values[0].tolist())]
         return GroupScores(scores, rated.wins[0], rated.counts[0], comparisons)
 
@@ -148,11 +150,14 @@ class UnifiedRewardFlex(VlmPairwise):
     def tally(self, size: int, comparisons: list[Comparison]) -> GroupScores:
         """Combined scores; parts: `overall`, `categories` and the rate in each category by name."""
         overall = super().tally(size, comparisons)
-        games, parts = judged(comparisons), [_categories(c.verdict.parts) for c in comparisons]
-        rates = {}
-        for name in dict.fromkeys(name for p in parts for name in p):
-            answered = [(i, j, None if v is None else p.get(name)) for (i, j, v), p in zip(games, parts, strict=True)]
-            rates[name] = rate_groups(size, [answered], self.rating).values[0].tolist()
+        answered = [c for c in comparisons if c.verdict.first is not None]
+        parts = [_categories(c.verdict.parts) for c in answered]
+        names = list(dict.fromkeys(name for part in parts for name in part))
+        rates: dict[str, list[float]] = {}
+        if names:
+            games = [[(c.first, c.second, p.get(n)) for c, p in zip(answered, parts, strict=True)] for n in names]
+            p = np.stack([verdict_table(size, of_category) for of_category in games])
+            rates = dict(zip(names, rate_groups(p, self.rating).values.tolist(), strict=True))
         scores = [self._blend(s, {n: r[i] for n, r in rates.items()}) for i, s in enumerate(overall.scores)]
         return replace(overall, scores=scores)
 
@@ -220,11 +225,6 @@ class PairSession:
             return Verdict(None, DEADLINE_PASSED)
         except Exception as error:  # noqa: BLE001  (one pair must not end a run)
             return Verdict(None, f"judging the pair raised {type(error).__name__}: {str(error)[:200]}")
-
-
-def judged(comparisons: list[Comparison]) -> list[Judged]:
-    """Comparisons in the form that plans and rates use."""
-    return [(c.first, c.second, c.verdict.first) for c in comparisons]
 
 
 def _reasons(size: int, comparisons: list[Comparison]) -> list[str]:

@@ -8,6 +8,7 @@ processed the same way. Invariant: rewards with the same options share the proce
 
 from __future__ import annotations
 
+import asyncio
 import io
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -40,13 +41,14 @@ class PreprocessedReward(PointwiseReward):
         return self.reward.score([self._preprocess(s) for s in samples])
 
     def submit(self, sample: Sample) -> Future[Score]:
-        """Send the processed sample without waiting."""
-        try:
-            return self.reward.submit(self._preprocess(sample))
-        except (OSError, ValueError) as error:  # raised by PIL for sizes that JPEG does not support
-            failed: Future[Score] = Future()
-            failed.set_exception(error)
-            return failed
+        """Process a sample in a worker thread and send it; does not wait."""
+        from prefgrpo.judge.loop import loop_thread  # imports aiohttp
+
+        return loop_thread().submit(self._send(sample))
+
+    async def _send(self, sample: Sample) -> Score:
+        processed = await asyncio.get_running_loop().run_in_executor(None, self._preprocess, sample)
+        return await asyncio.wrap_future(self.reward.submit(processed))
 
     def _preprocess(self, sample: Sample) -> Sample:
         return replace(sample, media=self._media(sample.media), source=tuple(map(self._media, sample.source)))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import warnings
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from prefgrpo.data.media import Media
+from prefgrpo.judge.prompts import wording_note
 from prefgrpo.judge.template import Template, load_template
 from prefgrpo.judge.verdict import Answer
 from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample, Score
@@ -53,6 +55,8 @@ class VlmReward(PointwiseReward):
     def load(self, name: str, needs: tuple[str, ...] | None = None) -> Template:
         """Load a template, checked against `needs`, `may` and `kinds`."""
         question = load_template(name, needs or self.needs, self.may, self.kinds, self.client.config.prompt)
+        if self.client.config.prompt == "ours" and (note := wording_note(name)):
+            warnings.warn(note, stacklevel=2)  # once per process and template
         self.answer_s = max(self.answer_s, self.client.config.timeout_s or question.timeout_s)
         return question
 
