@@ -108,9 +108,9 @@ def one_step(config, world):
     ]
     moved = max((abs(row[name] - 1) for row in table for name in ("ratio_min", "ratio_max")), default=0.0)
     samples = {}
-    for batch in (b for b in batches if b.weight):
+    for batch in (b for b in batches if not b.padding):
         for row, slot in enumerate(zip(batch.slots, batch.members, strict=True)):
-            samples[slot] = [t[row].float() for step in batch.trajectory.steps for t in (step.x, step.x_next)]
+            samples[slot] = [t[row].float() for step in batch.steps for t in (step.x, step.x_next)]
     held = {}
     gradients = {}
     real = policy.optimizer.step

@@ -172,7 +172,7 @@ def test_the_gradient_of_an_update_is_that_of_the_plain_formula(trainer, case):
     one.policy.update = lambda world: taken.append([p.grad.clone() for p in one.policy.params]) or 0.0
     values = one.update(0, batches, Targets.of(advantage))
     loss, truth, ratios = plain_formula(one, batches, advantage)
-    assert len(ratios) == c.rollout.prompts_per_step * c.rollout.group_size * len(batches[0].trajectory.steps)
+    assert len(ratios) == c.rollout.prompts_per_step * c.rollout.group_size * len(batches[0].steps)
     assert values["loss"] == pytest.approx(loss, rel=1e-3, abs=1e-6)
     if case.startswith("off"):
         low, high = 1 - c.train.clip_range, 1 + c.train.clip_range
@@ -191,7 +191,7 @@ def test_every_image_goes_to_its_own_prompt_and_group(trainer):
     assert [p for b in batches for p in zip(b.slots, b.members, strict=True)] == [
         (p, g) for p in range(3) for g in (0, 1)
     ]
-    first = batches[0].trajectory.steps[0]
+    first = batches[0].steps[0]
     ids = [(5 * 3 + p) * 2 + g for p, g in zip(batches[0].slots, batches[0].members, strict=True)]
     shape = one.adapter.latent_shape(one.config.rollout)
     assert torch.equal(first.x, noise.initial_latents(0, torch.tensor(ids), shape))
@@ -203,7 +203,7 @@ def test_every_image_goes_to_its_own_prompt_and_group(trainer):
                 assert torch.equal(value, batch.condition.tensors()[key][row])
     one.scorer.finish()
     same = trainer(name="same", rollout={"same_noise": True, "batch_size": 8}, eval={"every": 0})
-    x = collect(same, 0)[0].trajectory.steps[0].x
+    x = collect(same, 0)[0].steps[0].x
     assert torch.equal(x[:4], x[:1].expand_as(x[:4])) and torch.equal(x[4:], x[4:5].expand_as(x[4:]))
     assert not torch.equal(x[0], x[4]), "groups share their initial latent"
 

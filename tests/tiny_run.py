@@ -28,7 +28,7 @@ from torch import Tensor
 from prefgrpo.config.recipe import merge as merged
 from prefgrpo.parallel.world import World
 from prefgrpo.rewards.base import PointwiseReward, Sample, Score
-from prefgrpo.rollout.batches import Batch
+from prefgrpo.rollout.batch import Batch
 from prefgrpo.rollout.rollout import Trajectory
 from prefgrpo.tiny import pipelines
 from prefgrpo.trainer import Trainer
@@ -232,7 +232,7 @@ def collect(loop: Trainer, step: int) -> list[Batch]:
     return list(loop.rollouts(step, loop.scorer.add))
 
 
-def stored(trajectory: Trajectory) -> list[Tensor]:
+def stored(trajectory: Batch | Trajectory) -> list[Tensor]:
     """The final latents, then x, x_next and logp (and v, if stored) of every step."""
     of_steps = [(s.x, s.x_next, s.logp) + (() if s.v is None else (s.v,)) for s in trajectory.steps]
     return [trajectory.latents, *(tensor for step in of_steps for tensor in step)]
