@@ -71,9 +71,8 @@ class EndpointCollector:
                 if batch.padding:
                     loss = 0.0 * p.error.sum()
                 elif isinstance(objective, PointwiseObjective):
-                    loss = _sum(
-                        objective.loss(train, p, batch.of_samples(objective.signal(train, targets))), len(batch.places)
-                    )
+                    signal = batch.of_samples(objective.signal(train, targets))
+                    loss = _sum(objective.loss(train, p, signal), len(batch.places))
                 elif slopes:
                     rows = [slopes[place] for place in batch.places]
                     slope, value = torch.stack(rows).unbind(1)
