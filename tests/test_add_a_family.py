@@ -16,6 +16,7 @@ from prefgrpo import models
 from prefgrpo.commands.cli import main
 from prefgrpo.models.base import Adapter, Condition
 from prefgrpo.models.guidance import Cfg
+from prefgrpo.models.vae import decode_image
 from prefgrpo.tiny import pipelines
 
 
@@ -40,7 +41,7 @@ class AuraFlow(Adapter):
         return net(x, encoder_hidden_states=condition.prompt_embeds, timestep=time, return_dict=False)[0]
 
     def decode(self, latents, sampling):
-        return self.decode_image(latents / self.pipe.vae.config.scaling_factor)
+        return decode_image(self.pipe, latents / self.pipe.vae.config.scaling_factor)
 
 
 def tiny():

@@ -34,6 +34,8 @@ from safetensors.torch import load_file, save_file
 
 from prefgrpo.models import family
 from prefgrpo.models.folder import ModelError
+from prefgrpo.models.vae import save_memory
+from prefgrpo.parallel.parallelize import recompute
 from prefgrpo.rollout.embeddings import Embeddings
 from prefgrpo.rollout.replay import replay
 from prefgrpo.rollout.rollout import rollout
@@ -75,7 +77,8 @@ def test_without_guidance_it_is_the_stock_pipeline_too(case):
 def test_the_first_ratio_is_one_and_the_gradient_that_of_a_normal(case):
     """Oracle: torch.distributions.Normal with Flow-GRPO's published mean and std, in fp64 autograd."""
     adapter, sampling, eta = policy(case), case.sampling(SIZES[1]), 0.7
-    adapter.checkpoint_gradients(0.5)
+    for module in adapter.modules().values():
+        recompute(adapter.blocks(module), 0.5)
     condition = conditions(adapter, case, size=SIZES[1])
     schedule = make_schedule(adapter.sigmas(sampling), "flow", eta, (0, 1, 2))
     done = rollout(adapter, schedule, condition, torch.tensor([5, 9]), sampling, seed=1)
@@ -198,11 +201,11 @@ def test_a_sliced_vae_decodes_the_same(case):
     adapter, sampling, seen = load(case), case.sampling(SIZES[1]), set()
     x = noise(adapter, sampling)
     whole = adapter.decode(x, sampling)
-    adapter.vae_options(slicing=True, tiling=False)
+    save_memory(adapter.pipe.vae, slicing=True, tiling=False)
     adapter.pipe.vae.decoder.register_forward_pre_hook(lambda module, args: seen.add(len(args[0])))
     assert (adapter.decode(x, sampling) - whole).abs().max() <= 1e-5
     assert seen == {1}, "decodes one sample (or one of its frames) at a time"
-    adapter.vae_options(slicing=False, tiling=True)
+    save_memory(adapter.pipe.vae, slicing=False, tiling=True)
     tiled = adapter.decode(x, sampling)
     assert adapter.pipe.vae.use_tiling and tiled.shape == whole.shape and torch.isfinite(tiled).all()
 

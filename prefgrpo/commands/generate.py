@@ -26,13 +26,14 @@ from prefgrpo.data.prompts import DataError, Prompt, read_prompts
 from prefgrpo.models.base import Adapter
 from prefgrpo.models.folder import ModelError
 from prefgrpo.parallel import world as parallel
+from prefgrpo.parallel.parallelize import parallelize
 from prefgrpo.parallel.world import World
 from prefgrpo.rollout.embeddings import Embeddings, encoding_jobs, uncached
 from prefgrpo.rollout.render import Images, render, to_uint8
 from prefgrpo.rollout.sampling import Schedules, all_sizes, eval_sampling, prompt_sampling
 from prefgrpo.run import checkpoint
 from prefgrpo.run.judging import makes_clips
-from prefgrpo.run.loading import config_errors_as, open_adapter, trainable
+from prefgrpo.run.loading import config_errors_as, open_adapter
 
 FIRST_ID = 2**61
 """Sample ids of generated noise start here, far from those of training and evaluation."""
@@ -124,7 +125,7 @@ def _open(config: Config, weights: Weights, world: World, encoders: bool) -> Ada
     """The model with these weights. Raises ConfigError, ModelError or CheckpointError."""
     adapter = open_adapter(config, world.device, encoders, split=weights.trainable and world.layout.fsdp)
     if weights.trainable:
-        trainable(config, adapter, world)
+        parallelize(adapter, config, world)
     if weights.checkpoint is not None:
         trained, prefix = dict[str, Tensor](adapter.trainable()), "ema." if weights.averaged else "param."
 

@@ -1,4 +1,4 @@
-"""Loads the model of a configuration and prepares it for training.
+"""Loads the model of a configuration.
 
 Invariant: a value that the model rejects raises a ConfigError that names its field.
 """
@@ -17,9 +17,9 @@ from prefgrpo.models import DTYPES, family
 from prefgrpo.models import load as load_model
 from prefgrpo.models.base import Adapter
 from prefgrpo.models.folder import ModelError
-from prefgrpo.parallel import attention, context, shard
+from prefgrpo.models.vae import save_memory
+from prefgrpo.parallel import attention, context
 from prefgrpo.parallel.mesh import Layout
-from prefgrpo.parallel.world import World
 from prefgrpo.rollout.embeddings import cached_fingerprint
 from prefgrpo.run.log import quiet_libraries
 
@@ -61,7 +61,7 @@ def unsupported(config: Config) -> list[str]:
 def open_adapter(config: Config, device: torch.device, encoders: bool = True, split: bool = False) -> Adapter:
     """The run's model, frozen, after checking image size and frames. Raises ConfigError or ModelError.
 
-    split: leave the denoisers in the mapped files of the checkpoint, for `trainable` to shard.
+    split: leave the denoisers in the mapped files of the checkpoint, for `parallelize` to shard.
     """
     m = config.memory
     quiet_libraries()
@@ -72,17 +72,16 @@ def open_adapter(config: Config, device: torch.device, encoders: bool = True, sp
             config.family,
             config.model,
             DTYPES[config.dtype],
-            torch.device("cpu") if m.offload else device,
+            device,
             encoders=encoders,
-            mapped=split,
+            split=split,
+            offload=m.offload,
             **model_options(config),
         )
     with config_errors_as("rollout.height/width/frames"):
         adapter.latent_shape(config.rollout)
     with config_errors_as("memory"):
-        adapter.vae_options(m.vae_slicing, m.vae_tiling)
-    if m.offload and not split:
-        adapter.enable_offload(m.offload, device)
+        save_memory(adapter.pipe.vae, m.vae_slicing, m.vae_tiling)
     if not encoders:
         adapter.fingerprint = cached_fingerprint(config)
     return adapter
@@ -95,24 +94,3 @@ def model_options(config: Config) -> dict[str, Any]:
         "target_components": config.train.target_components,
         "guidance_gradient": config.train.guidance_gradient,
     }
-
-
-def trainable(config: Config, adapter: Adapter, world: World | None = None) -> Adapter:
-    """Make the adapter trainable (LoRA or full) and split it over the processes of `world`. Raises ConfigError."""
-    t = config.train
-    if t.lora_rank:
-        with config_errors_as("train.lora_targets"):
-            adapter.add_lora(t.lora_rank, t.lora_alpha, t.lora_targets or None, config.seed, t.lora_init)
-    else:
-        adapter.enable_full(cast=world is None or not world.layout.fsdp)
-    if t.gradient_checkpointing:
-        adapter.checkpoint_gradients(t.gradient_checkpointing)
-    if world is not None:
-        attention.set_backend(adapter, config, world.layout, world.device)
-        if config.compile:
-            adapter.compile_blocks()
-        context.enable(adapter, world)
-        shard.shard_weights(adapter, world, config.parallel)
-        if world.layout.fsdp:
-            adapter.enable_offload(config.memory.offload, world.device)
-    return adapter

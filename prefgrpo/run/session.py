@@ -31,6 +31,7 @@ from prefgrpo.objectives import objective
 from prefgrpo.objectives.base import EndpointObjective, Objective, TrajectoryObjective
 from prefgrpo.parallel import world as parallel
 from prefgrpo.parallel.context import context_errors
+from prefgrpo.parallel.parallelize import parallelize
 from prefgrpo.parallel.world import World
 from prefgrpo.rewards import PYTHON, get_python_rewards
 from prefgrpo.rewards.log import truncate_log
@@ -44,7 +45,7 @@ from prefgrpo.rollout.sampling import Schedules, all_sizes, eval_sampling
 from prefgrpo.run import checkpoint, judging, trackers
 from prefgrpo.run.evaluate import Evaluator, make_eval_set
 from prefgrpo.run.judging import evaluation_scorers, open_judge, training_scorer
-from prefgrpo.run.loading import config_errors_as, open_adapter, trainable
+from prefgrpo.run.loading import config_errors_as, open_adapter
 from prefgrpo.run.memory import memory_line
 from prefgrpo.run.policy import Policy
 from prefgrpo.run.run_folder import RunFolder
@@ -210,7 +211,7 @@ def open_model(
     """(the model ready to train, its policy), after checking that sizes can be split. Raises ConfigError."""
     adapter = open_adapter(config, world.device, encoders, world.layout.fsdp)
     _check_context(config, world, adapter, prompts)
-    trainable(config, adapter, world)
+    parallelize(adapter, config, world)
     return adapter, open_policy(config, goal, adapter)
 
 
