@@ -84,7 +84,7 @@ def settings(name: str, work: Work, folder: Path, steps: int, kind: str) -> dict
     }  # fmt: skip
     if name in ALONE:
         sde = {"rule": "dance", "eta": 0.3} if name in FULL else sde
-        rollout |= {"sigmas": "published", "truncate_timesteps": True, "shift": 3.0, "batch_size": 1}
+        rollout |= {"shift": 3.0, "batch_size": 1}
         if published:
             rollout |= {"window_high": work.steps - 1, "window_size": int((work.steps - 1) * 0.6)}
             rollout["sde_everywhere"] = True

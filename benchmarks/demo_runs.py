@@ -81,7 +81,7 @@ def measure(recipe: Path, file: Path, facts: Run, watch: Watch, steps: int, ever
 
     watch.write = write
     fixed = {
-        "steps": steps, "tensorboard": False, "checkpoint": {"every": steps},
+        "steps": steps, "trackers": [], "checkpoint": {"every": steps},
         "judge": {"patience_steps": 0}, "eval": {"every": every, "final_prompts": ""},
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:

@@ -7,7 +7,7 @@ def plain_formula(one, batches, advantage):
     """(loss, gradient, ratios) of a trainer's update at its current weights, sample by sample; the log-probs stored in
     the batches are the old ones. advantage: [P, G]."""
     train, rollout = one.config.train, one.config.rollout
-    low, high = 1 - train.clip_range, 1 + (train.clip_range_high or train.clip_range)
+    low, high = 1 - train.clip_range, 1 + train.clip_range
     total, ratios = torch.zeros((), dtype=torch.float64), []
     for batch in batches:
         for step in batch.trajectory.steps:

@@ -109,7 +109,7 @@ NAN = float("nan")
 
 
 def combined_here(rewards, weights):
-    """A function for `reward.function`."""
+    """A function for `reward.combine`."""
     return (rewards.square() * weights[:, None]).sum(0)
 
 
@@ -117,7 +117,7 @@ def combined_here(rewards, weights):
     *({"combine": c} for c in ("weighted_sum", "weighted_advantage_sum", "geometric_mean")),
     *({"std": std, "ddof": 1} for std in ("global", "none")),
     {"rank": True}, {"batch_norm": True},
-    {"function": f"{__file__}:combined_here"}, {"function": f"{__name__}.combined_here", "rank": True},
+    {"combine": f"{__file__}:combined_here"}, {"combine": f"{__name__}.combined_here", "rank": True},
 ], ids=str)  # fmt: skip
 def test_every_option_of_the_reward_section(options):
     """Two rewards and a monitor, with missing values, on the run's device, against NumPy."""
@@ -128,7 +128,8 @@ def test_every_option_of_the_reward_section(options):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     found, _ = advantages(r.T, dict(zip("abc", w, strict=True)), 6, config, device=device)
     given = {k: v for k, v in options.items() if k in ("combine", "std", "ddof", "rank")}
-    if "function" in options:
+    if given.get("combine", "").endswith("combined_here"):
+        del given["combine"]
         r = np.where(np.isnan(r), NAN, r)
         r, w = (r[w != 0] ** 2 * w[w != 0, None]).sum(0, keepdims=True), np.ones(1)
     want = advantage_oracle.advantage(r, ids, w, **given)
@@ -141,8 +142,8 @@ def test_every_option_of_the_reward_section(options):
 
 @pytest.mark.parametrize("path", ["nowhere.py:f", f"{__file__}:absent", "no_such_package.f", "f"])
 def test_a_function_that_cannot_be_loaded(path):
-    (wrong,) = config_errors(from_dict({**MINIMAL, "reward": {"function": path}}))
-    assert wrong.startswith("reward.function: cannot load")
+    (wrong,) = config_errors(from_dict({**MINIMAL, "reward": {"combine": path}}))
+    assert wrong.startswith("reward.combine: cannot load")
 
 
 def too_few(rewards, weights):
@@ -167,8 +168,8 @@ def test_a_function_must_return_one_value_per_sample():
         ("raising", "raised KeyError: 'on purpose'"),
     ):
         with pytest.raises(CombineError, match=message):
-            advantages(np.ones((4, 1)), {"r": 1.0}, 4, RewardConfig(function=f"{__name__}.{name}"))
-    found = advantages(np.ones((4, 1)), {"r": 1.0}, 4, RewardConfig(function=f"{__name__}.infinite"))[0][0]
+            advantages(np.ones((4, 1)), {"r": 1.0}, 4, RewardConfig(combine=f"{__name__}.{name}"))
+    found = advantages(np.ones((4, 1)), {"r": 1.0}, 4, RewardConfig(combine=f"{__name__}.infinite"))[0][0]
     assert found[3] == 0 and found[:3].isfinite().all() and found[0] < found[1] < found[2], "non-finite is missing"
 
 
@@ -176,7 +177,7 @@ def test_the_tamed_sum_of_the_page_is_paco_grpos(tmp_path, root):
     """PaCo-GRPO (arXiv 2512.04784): log(1 + r) for rewards whose std/mean over the step exceeds the rewards' mean."""
     page = (root / "docs" / "extend.md").read_text()
     (tmp_path / "tamed.py").write_text(re.search(r'```python title="tamed.py"\n(.*?)```', page, re.S)[1])
-    options = RewardConfig(function=f"{tmp_path}/tamed.py:tamed_sum")
+    options = RewardConfig(combine=f"{tmp_path}/tamed.py:tamed_sum")
     weights = {"a": 0.2, "b": 1.0, "c": 0.5}
     for seed in range(20):
         rng = np.random.default_rng(seed)
@@ -192,7 +193,7 @@ def test_the_tamed_sum_of_the_page_is_paco_grpos(tmp_path, root):
 
 
 @pytest.mark.parametrize("reward", [
-    {"combine": "geometric_mean"}, {"function": f"{__name__}.root"},
+    {"combine": "geometric_mean"}, {"combine": f"{__name__}.root"},
 ], ids=str)  # fmt: skip
 def test_a_sample_without_a_combined_value_is_missing_for_the_objective_too(trainer, reward):
     """As 0 would be an average advantage, on which `nft` trains."""

@@ -45,12 +45,11 @@ MISTAKES = [
     (MANY, "did you mean 'sd3' … data.prompts: prompts file not found: /no/p.txt … group_size: expected 2 or more … "
            "at most one update per sample … train.stepps: unknown key … judge template 'compar' not found … "
            "judge.plan: unknown … endpoints: expected a list … eval.spec: unknown reward 'jpeg'"),
-    ("rollout: {frames: 5, source_area: 4096}, train: {target_components: [transformer_2]}",
-     "rollout.frames: flux makes images … source_area: flux resizes no … expected some of transformer, got"),
+    ("rollout: {frames: 5, guidance_2: 3.0, source_area: 4096}, train: {target_components: [transformer_2]}",
+     "rollout.frames: flux makes images … guidance_2: flux has one denoiser … source_area … some of transformer, got"),
     ("eval: {spec: vlm_pairwise}", "eval.spec: vlm_pairwise is not allowed here; use eval.judge: true"),
     ("rollout: {rule: cps, eta: 0.5, window_low: 2, window_high: 3}",
      "windows that start at step(s) [2] have no step to train, as rule cps leave(s) only step(s) []; expected windows"),
-    ("eval: {frames: 5, guidance_2: 3.0}", "eval.frames: flux makes images … eval.guidance_2: flux has one denoiser"),
     ("eval: {height: 18}", "eval.height/width/frames: height and width must be multiples of 4"),
     ("eval: {judge: true}, judge: {endpoints: ['http://127.0.0.1:9']}",
      "not reachable … No trained reward uses it: eval.judge: false evaluates without it"),

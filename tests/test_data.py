@@ -42,8 +42,14 @@ REFUSED = [
     ("p.txt", b"fine\ncaf\xe9\nfine too\n\xff\n", ["2 line(s) are not valid UTF-8 (line 2, 4); re-save"]),
     ("p.txt", b"\xff\n" * 50, ["50 line(s)", "line 1, 2, 3, 4, 5, 6, 7, 8, 9, 10 …"]),
     ("p.txt", "zwei\n".encode("utf-16"), ["not valid UTF-8"]),
-    ("p.json", b"[]", ["expected a file that ends in .txt, .csv, .tsv, .jsonl, .parquet"]),
-    ("p.xlsx", b"[]", ["expected a file that ends in .txt, .csv, .tsv, .jsonl, .parquet"]),
+    ("p.txt", "\ufeff\n\u200b \u200d\n".encode(), ["contains no prompt"]),
+    ("p.txt", b"fine\na\0b\n", ["line 2: the prompt contains a NUL character"]),
+    ("p.jsonl", b'{"prompt": "a\\u0000"}', ["line 1: the prompt contains a NUL character"]),
+    ("p.json", b'["a", {"prompt": "b"}, 3, {"n": 1}]', ["line 3: expected an object, got int", "line 4: no prompt"]),
+    ("p.json", b'{"prompt": "a"}', ["expected a list of prompts or of objects, got dict"]),
+    ("p.json", b"[", ["is not JSON"]),
+    ("p.xlsx", b"[]", ["expected a file that ends in .txt, .csv, .tsv, .jsonl, .json, .parquet"]),
+    ("p.csv", "prompt,id\nx,1\n\ufeffprompt,id\ny,2".encode(), ["line 3: the header again (are two files joined?)"]),
     ("p.csv", b"a,b\n1,2", ["no prompt column; expected one of instruction, prompt,", "got ['a', 'b']"]),
     ("p.csv", b"index,prompt\n1,fine\n2,", ["line 3: no prompt"]),
     ("p.csv", b"id;prompt\n1;a cat; asleep", ["line 2: 3 cells, but 2 columns; a cell with ';' needs quotes"]),
@@ -67,6 +73,24 @@ def test_a_file_that_cannot_be_used_is_refused_with_all_its_lines(tmp_path, name
     with pytest.raises(DataError) as caught:
         read_prompts(tmp_path / name)
     assert all(message in str(caught.value) for message in messages), caught.value
+
+
+JOINED = [
+    ("p.txt", "\ufeffone\n\ufefftwo\r\n\u200b\none\u200b\n\u2060 two\n"),
+    ("p.csv", " Prompts ,n\none,1\n\ufefftwo,2\n\u200b,\none\u200b,1\n"),
+    ("p.csv", '"PROMPT";"n"\n"one";1\n"two";2\n'),
+    ("p.jsonl", '{"Prompt": "one", "n": "1"}\n\ufeff{" prompt ": "two", "n": "2"}\n{"prompts": "one", "n": "1"}'),
+    ("p.json", '\ufeff["one", {"Prompts": "two"}, "two\u200b"]'),
+]
+
+
+@pytest.mark.parametrize(("name", "content"), JOINED, ids=[name for name, _ in JOINED])
+def test_marks_and_headers_that_cannot_be_seen(tmp_path, name, content, recwarn):
+    """Byte-order marks inside joined files, zero-width characters, headers in capitals: the prompts are one and two."""
+    (tmp_path / name).write_bytes(content.encode())
+    found = read_prompts(tmp_path / name)
+    assert [(p.id, p.text) for p in found] == [(0, "one"), (1, "two")]
+    assert all(p.meta.keys() <= {"n"} for p in found) and not recwarn
 
 
 def test_csv_with_a_prompt_column(tmp_path):
@@ -154,14 +178,17 @@ def test_sources_that_are_no_whole_images_are_told_before_anything_runs(tmp_path
 
 
 def test_a_source_is_what_a_viewer_shows(tmp_path):
-    """EXIF orientation is applied, and 16-bit channels are scaled (a plain conversion would turn them white)."""
+    """EXIF orientation, 16-bit channels (a plain conversion turns them white), and transparency on white."""
     turned = Image.Exif()
     turned[0x0112] = 6
     Image.new("RGB", (20, 10), "red").save(tmp_path / "a.jpg", exif=turned)
     Image.fromarray(np.full((4, 6), 0x8000, np.uint16)).save(tmp_path / "b.png")
-    rows = [{"instruction": "x", "source_image": name} for name in ("a.jpg", "b.png")]
-    upright, grey = (p.images()[0] for p in read_prompts(written(tmp_path / "e.jsonl", rows)))
+    hidden = np.array([[[255, 0, 0, 0], [255, 0, 0, 127]]], np.uint8)
+    Image.fromarray(hidden).save(tmp_path / "c.png")
+    rows = [{"instruction": "x", "source_image": name} for name in ("a.jpg", "b.png", "c.png")]
+    upright, grey, clear = (p.images()[0] for p in read_prompts(written(tmp_path / "e.jsonl", rows)))
     assert upright.size == (10, 20) and grey.getpixel((0, 0)) == (128, 128, 128)
+    assert clear.getpixel((0, 0)) == (255, 255, 255) and clear.getpixel((1, 0)) == (255, 128, 128)
 
 
 def test_parquet(tmp_path):

@@ -64,7 +64,7 @@ def recipe(place, url):
     mixed = {
         "model": str(ASSETS / "base"),
         "output": str(place / "runs"),
-        "tensorboard": False,
+        "trackers": [],
         "data": {"prompts": str(ASSETS / "prompts/train.txt")},
         "judge": {"backend": "http", "model": "", "endpoints": [url], "plan": "round_robin", "log": True},
         "rollout": {"prompts_per_step": 2, "group_size": 4, "batch_size": 8},

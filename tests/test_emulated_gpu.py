@@ -38,7 +38,7 @@ def recipe(place, name, model, **over):
         "rollout": {
             "height": 32, "width": 32, "steps": 3, "prompts_per_step": 2, "group_size": 2, "batch_size": 2, **frames,
         },
-        "reward": {"spec": "jpeg_compressibility"}, "tensorboard": False,
+        "reward": {"spec": "jpeg_compressibility"}, "trackers": [],
         "train": {"steps": 2, "lora_rank": 2, "lora_alpha": 4, "clip_range": 0.1},
         "eval": {"every": 0}, "checkpoint": {"every": 2},
     }  # fmt: skip

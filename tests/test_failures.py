@@ -133,33 +133,32 @@ def test_a_process_that_stands_still_ends_the_other(place):
 
 def no_room() -> None:
     """Process RANK_LIMITED cannot write large files during the second save."""
-    true_save, calls = checkpoint.save, []
+    true_write, calls = checkpoint._Writer.write_data, []
 
-    def save(*given):
+    def write_data(*given):
         calls.append(1)
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         if len(calls) == 2 and os.environ["RANK"] == os.environ["RANK_LIMITED"]:
             resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
         try:
-            true_save(*given)
+            return true_write(*given)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
-    checkpoint.save = save
+    checkpoint._Writer.write_data = write_data
 
 
 def no_folder() -> None:
-    """Process 0 cannot make the folder of the second save, which the others wait to be told."""
-    true_write = checkpoint.write_folder
-    calls = []
+    """Process 0 cannot make the folder of the second save."""
+    true_prepare, calls = checkpoint._Writer.prepare_local_plan, []
 
-    def write_folder(*given):
+    def prepare_local_plan(*given):
         calls.append(1)
-        if len(calls) == 2:
+        if len(calls) == 2 and os.environ["RANK"] == "0":
             raise PermissionError(13, "Permission denied")
-        true_write(*given)
+        return true_prepare(*given)
 
-    checkpoint.write_folder = write_folder
+    checkpoint._Writer.prepare_local_plan = prepare_local_plan
 
 
 ALL = {"train": {"lora_rank": 0, "lr": 1e-4}, "parallel": {"shard": 2}}
@@ -170,8 +169,9 @@ def test_a_folder_that_cannot_be_made_stops_all_with_one_message(place):
     file = recipe(place, "denied", **SHORT, **ALL)
     folder = RunFolder(place / "runs" / "denied")
     output, other = all_end(ranks(file, 2, hook=no_folder), 3)
-    assert "step 2: the checkpoint cannot be written: [Errno 13] Permission denied" in output, output
-    assert "Traceback" not in output + other
+    for text in (output, other):
+        assert "the checkpoint step_000002 cannot be written: process 0: [Errno 13] Permission denied" in text, text
+        assert "Traceback" not in text
     assert [p.name for p in folder.checkpoints.iterdir()] == ["step_000001"]
 
 
@@ -181,7 +181,7 @@ def test_a_folder_that_cannot_be_made_stops_all_with_one_message(place):
 def test_no_room_for_a_checkpoint_stops_all_after_the_one_before(place, name, rank, options):
     file, folder = recipe(place, f"room-{name}", **SHORT, **options), RunFolder(place / "runs" / f"room-{name}")
     output, _ = all_end(ranks(file, 2, hook=no_room, RANK_LIMITED=rank), 3)
-    assert "step 2: the checkpoint cannot be written" in output and "Traceback" not in output
+    assert f"the checkpoint step_000002 cannot be written: process {rank}: " in output and "Traceback" not in output
     assert [p.name for p in folder.checkpoints.iterdir()] == ["step_000001"], "the partial checkpoint is removed"
     all_end(ranks(file, 2, "--resume"))
     assert [r["step"] for r in rows(folder.root)] == [1, 2, 3, 4]

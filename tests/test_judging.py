@@ -83,7 +83,7 @@ def test_options_are_checked_by_name_and_type(place):
     for own, message in (
         ({"modle": "b"}, rf"reward\.options\.{OTHER}\.judge\.modle: unknown key; did you mean 'judge\.model'"),
         ({"endpoints": "http://h"}, rf"reward\.options\.{OTHER}\.judge\.endpoints: expected a list"),
-        ({"backend": "local"}, "expected backend http, got local"),
+        ({"backend": "local", "model": "m"}, "expected backend http, got local"),
     ):
         c = config(place, reward={"spec": OTHER, "options": {OTHER: {"judge": own}}})
         with pytest.raises(ConfigError, match=message):

@@ -99,7 +99,7 @@ def test_the_exported_file_has_comfyuis_names(family, tmp_path):
     run = tmp_path / "my_run"
     adapter.save_lora(str(run / "lora"))
     (run / "config.yaml").write_text(f"{{family: {family}, model: m, data: {{prompts: p.txt}}}}")
-    assert main(["export", str(run)]) == 0
+    assert main(["export", str(run), "--format", "comfy"]) == 0
     files = {f"my_run{end}": place for end, place in (("", "."), ("_transformer_2", "transformer_2"))}
     assert sorted(f.stem for f in (run / "comfy").iterdir()) == sorted(files)[: len(adapter.denoisers)]
     for file in (run / "comfy").iterdir():
@@ -121,8 +121,9 @@ def first(value):
 
 def test_what_cannot_be_exported(tmp_path, capsys):
     assert main(["export", str(tmp_path)]) == 2
-    assert "has no LoRA: expected the folder of a run" in capsys.readouterr().err
-    (tmp_path / "lora").mkdir()
+    assert "is not a run: expected a folder with config.yaml" in capsys.readouterr().err
     (tmp_path / "config.yaml").write_text("{family: hunyuan_video, model: m, data: {prompts: p.txt}}")
     assert main(["export", str(tmp_path)]) == 2
+    assert "has no checkpoint to export" in capsys.readouterr().err
+    assert main(["export", str(tmp_path), "--format", "comfy"]) == 2
     assert "ComfyUI has no names for LoRAs of hunyuan_video" in capsys.readouterr().err

@@ -17,6 +17,7 @@ from prefgrpo.models import DTYPES
 from prefgrpo.models.offload import ComponentOffload
 from prefgrpo.models.weights import innermost
 from prefgrpo.parallel.parallelize import add_trained_weights, recompute
+from prefgrpo.rollout import render
 from prefgrpo.rollout.embeddings import Embeddings
 from prefgrpo.rollout.render import decode
 from prefgrpo.run.loading import open_adapter
@@ -150,17 +151,20 @@ def test_encoding_and_decoding_call_for_their_parts():
     assert len(adapter.offload.called) == 3, "cached embeddings need no encoder"
 
 
-def test_decoding_in_slices(tmp_path):
+def test_decoding_in_parts(monkeypatch):
     rollout = {"height": 32, "width": 32}
-    memory = {"offload": ["text_encoder", "vae"], "vae_slicing": True, "decode_batch": 2}
+    memory = {"offload": ["text_encoder", "vae"], "vae_tiling": False}
+    monkeypatch.setattr(render, "DECODED_PIXELS", 2 * 32 * 32)
     content = {"model": str(folder("flux")), "dtype": "fp32", "data": {"prompts": "p"}, "rollout": rollout}
     config = from_dict(content | {"memory": memory})
     adapter = open_adapter(config, CPU)
-    assert adapter.pipe.vae.use_slicing and not adapter.pipe.vae.use_tiling
+    assert not adapter.pipe.vae.use_tiling
+    parts = []
+    adapter.pipe.vae.decoder.register_forward_pre_hook(lambda module, args: parts.append(len(args[0])))
     x = torch.randn(5, *adapter.latent_shape(config.rollout))
     adapter.offload = Counted()
-    sliced = decode(adapter, x, config.rollout, config.memory.decode_batch)
-    assert adapter.offload.called == [("vae",)]
+    sliced = decode(adapter, x, config.rollout)
+    assert adapter.offload.called == [("vae",)] and parts == [2, 2, 1]
     plain = load(FLUX, folder("flux"))
     assert (sliced - decode(plain, x, config.rollout)).abs().max() <= 1e-5
     tiled = open_adapter(from_dict(content | {"memory": {"vae_tiling": True}}), CPU)

@@ -130,10 +130,10 @@ def test_ranks_may_change_on_resume_and_a_rank_may_have_nothing_to_evaluate(plac
     shown = [dict(np.load(f)) for f in sorted((place / "runs" / "change" / "eval").glob("test_00000[0-9].npz"))]
     parts = [place / "runs" / "change" / "eval" / f"test_before_{k}of2.npz" for k in range(2)]
     start = np.concatenate([np.load(part)["images"] for part in parts])
-    assert len(shown) == 4 and all(np.array_equal(s["before"], start[[0, 2]]) for s in shown)
-    assert not any(np.array_equal(s["now"], start[[0, 2]]) for s in shown[1:])
+    assert len(shown) == 4 and all(np.array_equal(s["before"], start) for s in shown)
+    assert not any(np.array_equal(s["now"], start) for s in shown[1:])
     prompts = json.loads((place / "runs" / "change" / "eval" / "test_prompts.json").read_text())
-    assert prompts == [PROMPTS[7], PROMPTS[9]], "expected the first and last of the set's three prompts"
+    assert prompts == PROMPTS[7:]
 
 
 def collectives() -> None:

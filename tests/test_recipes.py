@@ -16,7 +16,7 @@ from PIL import Image
 from tiny_run import rows, tree
 
 from prefgrpo.commands.cli import main
-from prefgrpo.config.loading import load, parse
+from prefgrpo.config.loading import load, parse, recipe_values
 from prefgrpo.config.recipe import ConfigError
 from prefgrpo.models import MODELS
 from prefgrpo.objectives import objective
@@ -141,8 +141,8 @@ def test_a_recipe_extends_another(tmp_path):
     (tmp_path / "sub").mkdir()
     for name, text in files.items():
         (tmp_path / f"{name}.yaml").write_text(text)
-    config, mistakes = parse(tmp_path / "sub" / "a.yaml")
-    assert not mistakes and (config.seed, config.model) == (7, "m")
+    config, mistakes = parse(recipe_values(tmp_path / "sub" / "a.yaml"))
+    assert len(mistakes) == 1 and (config.seed, config.model) == (7, "m")
     assert (config.rollout.height, config.rollout.width, config.reward.spec) == (32, 64, "scenes")
     for name, message in {
         "lost": r"recipe not found: .*gone\.yaml; .*lost\.yaml extends it",
@@ -150,12 +150,12 @@ def test_a_recipe_extends_another(tmp_path):
         "list": r"extends: expected the name of one recipe, got \['base\.yaml'\]",
     }.items():
         with pytest.raises(ConfigError, match=message):
-            parse(tmp_path / f"{name}.yaml")
+            load(tmp_path / f"{name}.yaml")
 
 
 def test_a_models_own_values_replace_those_of_another_model(place, tmp_path):
     recipe = FOLDER / "prefgrpo/lora_flux.yaml"
-    own, _ = parse(recipe, str(place / "flux"))
+    own, _ = parse(recipe_values(recipe, str(place / "flux")))
     assert own.rollout.height == 32 and own.rollout.group_size == load(recipe).rollout.group_size
     (tmp_path / "r.yaml").write_text(yaml.safe_dump({"model": str(place / "flux"), "rollout": {"height": 16}}))
-    assert parse(tmp_path / "r.yaml", str(place / "flux"))[0].rollout.height == 16, "written for this model: kept"
+    assert recipe_values(tmp_path / "r.yaml", str(place / "flux"))["rollout"]["height"] == 16, "of this model: kept"

@@ -81,8 +81,8 @@ def shared(given):
     number = {k: float(v) for k, v in given.items() if v is not True and re.fullmatch(r"\d*\.?\d+(e-?\d+)?", v)}
     window = int((number["sampling_steps"] - 1) * number["timestep_fraction"])
     out = {field: number[flag] for field, flag in FLAGS.items() if flag in number}
-    out |= {"rollout.window_size": window, "rollout.sigmas": "published", "rollout.same_noise": True, "reward.ddof": 1}
-    out |= {"rollout.truncate_timesteps": True, "reward.std": "group", "reward.eps": 1e-8}
+    out |= {"rollout.window_size": window, "rollout.same_noise": True, "reward.ddof": 1}
+    out |= {"reward.std": "group", "reward.eps": 1e-8}
     samples = number["num_generations"] * number.get("train_batch_size", 1)
     out |= {"rollout.window_policy": "subset", "rollout.sde_everywhere": True, "train.update_slices": "members"}
     out["train.objective"] = "grpo_guard" if "rationorm" in given else "grpo"
@@ -157,7 +157,7 @@ def common(config, lora):
     """The config values that follow from settings which both codebases share."""
     s, t = config.sample, config.train
     return {
-        "rollout.steps": s.num_steps, "rollout.guidance": s.guidance_scale, "rollout.sigmas": "pipeline",
+        "rollout.steps": s.num_steps, "rollout.guidance": s.guidance_scale, "rollout.shift": None,
         "rollout.same_noise": s.get("same_latent", False), "reward.spec": dict(config.reward_fn or t.reward_fn),
         "reward.std": "global" if s.global_std else "group", "reward.combine": "weighted_sum", "reward.ddof": 0,
         "train.lr": t.learning_rate, "train.clip_range": t.clip_range, "train.max_grad_norm": t.max_grad_norm,

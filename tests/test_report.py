@@ -313,13 +313,6 @@ def test_a_torn_last_line_and_an_unfinished_run(tmp_path):
     assert last(charts(page)["Time per step"], "update") == f"{train_row(40, 100)['time/update']:.3g} s"
 
 
-def test_the_time_limit_is_an_end_once_the_product_is_there(tmp_path):
-    folder = small_run(tmp_path / "r", [train_row(4)], "train: {steps: 10, max_minutes: 2.0}\n")
-    assert report(folder).all("p", "status")
-    (folder / "lora").mkdir()
-    assert not report(folder).all("p", "status")
-
-
 def wrong_arrays():
     file = io.BytesIO()
     np.savez(file, images=np.zeros((1, 2, 4, 4, 3), np.uint8))

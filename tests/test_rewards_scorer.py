@@ -218,7 +218,7 @@ def test_values_that_are_missing_not_finite_or_raised_are_nan_and_counted(capfd)
 @pytest.mark.parametrize("gives", [1.0, None])
 def test_what_is_no_score_is_told(gives):
     result = run(Scorer({"odd": Level(v10=gives)}, 2), [10, 10])
-    message = f"'odd': expected one Score for each of 4 samples, got 4 of {type(gives).__name__}"
+    message = f"'odd': expected one Score for each of 2 samples, got 2 of {type(gives).__name__}"
     assert np.isnan(result.values["odd"]).all() and result.reasons == {f"odd: reward {message}": 4}
 
 
@@ -230,13 +230,35 @@ def test_streaming_rewards_get_samples_at_once_and_the_others_run_meanwhile():
         def score(self, samples):
             assert streaming.complete.wait(600)
             for future, value in zip(streaming.waiting[::-1], streaming.seen[::-1], strict=True):
-                future.set_result(Score(value * 2.0))
+                if not future.done():
+                    future.set_result(Score(value * 2.0))
             return super().score(samples)
 
     result = run(Scorer({"slow": Slow(), "streaming": streaming}, 4), LEVELS)
     assert streaming.seen == [10, 20, 40, 80, 20, 40, 80, 10]
     assert np.array_equal(result.values["streaming"], 2 * result.values["slow"])
     assert {"reward/slow/latency_p50", "reward/streaming/latency_p95"} <= set(result.metrics)
+
+
+def test_an_in_process_reward_scores_a_group_while_the_next_is_generated():
+    """A complete group is scored at once, in another thread, and `add` waits for nobody."""
+    scored, rollout = threading.Event(), threading.current_thread()
+
+    class Told(Level):
+        def score(self, samples):
+            assert threading.current_thread() is not rollout
+            scored.set()
+            return super().score(samples)
+
+    with Scorer({"told": Told()}, 4) as scorer:
+        scorer.begin(0, [1, 2])
+        for member, value in enumerate(LEVELS):
+            assert not scored.is_set(), "the group is not complete"
+            scorer.add(1, member, sample(value))
+        assert scored.wait(600)
+        for member in (0, 2, 3):  # a member of the second group is never made
+            scorer.add(2, member, sample(LEVELS[member]))
+        np.testing.assert_array_equal(scorer.finish().values["told"], [LEVELS, [10, np.nan, 40, 80]])
 
 
 def test_a_second_step_may_begin_before_the_first_is_finished():

@@ -97,7 +97,7 @@ def test_a_service_gets_what_the_run_kept_and_is_resumed(folder, name, monkeypat
     module = Recorder(name)
     monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setenv(f"{name.upper()}_PROJECT", "mine")
-    given = config(tensorboard=False, trackers=[name])
+    given = config(trackers=[name])
     report(folder, given)
     images, prompts = kept(folder)
     for k, (image, prompt) in enumerate(zip(images, prompts, strict=True), 1):
@@ -119,7 +119,7 @@ def test_a_service_gets_what_the_run_kept_and_is_resumed(folder, name, monkeypat
 def test_wandb_offline(folder, monkeypatch):
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
-    report(folder, config(tensorboard=False, trackers=["wandb"]))
+    report(folder, config(trackers=["wandb"]))
     (place,) = (folder.root / "wandb").glob("offline-run-*")
     stored = {np.asarray(Image.open(file)).tobytes() for file in place.glob("files/media/images/images/test/*.png")}
     assert {image.tobytes() for image in kept(folder)[0]} <= stored
@@ -128,7 +128,7 @@ def test_wandb_offline(folder, monkeypatch):
 def test_trackio_on_this_machine(folder, monkeypatch, tmp_path):
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     pytest.importorskip("trackio")
-    report(folder, config(tensorboard=False, trackers=["trackio"]))
+    report(folder, config(trackers=["trackio"]))
     stored = {np.asarray(Image.open(file).convert("RGB")).tobytes() for file in (tmp_path / "trackio").rglob("*.png")}
     assert {image.tobytes() for image in kept(folder)[0]} <= stored
 

@@ -30,7 +30,7 @@ JUDGE = Path(__file__).resolve().parent.parent / "prefgrpo" / "tiny" / "assets" 
 def trainer(place, name, **arguments):
     """A Trainer with the settings of BASE passed as arguments."""
     base = {key: value for key, value in BASE.items() if key not in ("reward", "eval")}
-    base |= {"eval": {"every": 2, "judge": False, "show": 2}, "name": name, "output": str(place / "runs")}
+    base |= {"eval": {"every": 2, "judge": False}, "name": name, "output": str(place / "runs")}
     given = {"train_prompts": PROMPTS[:7], "eval_prompts": PROMPTS[7:], "rewards": redness}
     return Trainer(place / "flux", **merged(base, given | arguments))
 

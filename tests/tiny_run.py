@@ -50,12 +50,12 @@ PROMPTS = [f"a red circle number {k}" for k in range(1, 11)]
 
 BASE: dict[str, Any] = {
     "dtype": "fp32",
-    "tensorboard": False,
+    "trackers": [],
     "data": {"max_length": 24},
     "rollout": {"height": 16, "width": 16, "steps": 3, "prompts_per_step": 2, "group_size": 4, "batch_size": 4},
     "reward": {"spec": "jpeg_compressibility"},
     "train": {"steps": 4, "lora_rank": 4, "lora_alpha": 6, "lr": 1e-2, "clip_range": 1e-5},
-    "eval": {"every": 2, "spec": "jpeg_incompressibility", "judge": False, "show": 2},
+    "eval": {"every": 2, "spec": "jpeg_incompressibility", "judge": False},
     "checkpoint": {"every": 2},
 }
 """A run of 4 steps of 2 × 4 images; LoRA alpha differs from its rank."""
@@ -247,6 +247,11 @@ def rows(folder: Path, timeless: bool = True) -> list[dict[str, Any]]:
 def tree(folder: Path) -> dict[str, bytes]:
     """{relative path: content} of every file below a folder."""
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def hidden(folder: Path) -> list[str]:
+    """Names of the hidden files and folders below a folder, except the .metadata of finished checkpoints."""
+    return [p.name for p in folder.rglob(".*") if p.name != ".metadata"]
 
 
 def weights(run: Path) -> dict[str, bytes]:

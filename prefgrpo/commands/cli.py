@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import difflib
 import os
-import re
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import field, fields, is_dataclass, make_dataclass
@@ -18,14 +17,13 @@ from importlib import import_module
 from inspect import Parameter, Signature, signature
 from itertools import takewhile
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import tyro
 import yaml
 
 from prefgrpo import __version__
-from prefgrpo.config.checks import check
-from prefgrpo.config.loading import differences, flat_fields, load, parse
+from prefgrpo.config.loading import differences, flat_fields, load, parse, recipe_values
 from prefgrpo.config.recipe import ConfigError, Loader, UserError, merge
 from prefgrpo.config.schema import MODEL_VALUES, Config
 
@@ -53,14 +51,14 @@ FIELDS = {
     "checkpoint.every",
     "preprocess": "model family seed dtype device data.* rollout.height rollout.width rollout.frames rollout.guidance "
     "rollout.source_area eval.every eval.prompts eval.final_prompts eval.holdout eval.max_prompts eval.height "
-    "eval.width eval.frames eval.guidance memory.offload",
+    "eval.width memory.offload",
     "generate": "model family seed dtype device data.* rollout.height rollout.width rollout.frames rollout.steps "
-    "rollout.guidance* rollout.sigmas rollout.shift rollout.source_area rollout.truncate_timesteps rollout.batch_size "
-    "eval.prompts eval.height eval.width eval.frames eval.steps eval.guidance* memory.*",
+    "rollout.guidance* rollout.shift rollout.source_area rollout.batch_size eval.prompts eval.height eval.width "
+    "eval.steps memory.*",
     "evaluate": "seed dtype device data.cache rollout.height rollout.width rollout.frames rollout.steps "
     "rollout.guidance* rollout.batch_size judge.backend judge.model judge.endpoints judge.concurrency "
-    "eval.prompts eval.samples_per_prompt eval.max_prompts eval.height eval.width eval.frames eval.steps "
-    "eval.guidance* eval.spec eval.options eval.judge memory.* parallel.*",
+    "eval.prompts eval.samples_per_prompt eval.max_prompts eval.height eval.width eval.steps eval.spec eval.options "
+    "eval.judge memory.* parallel.*",
 }
 """Configuration fields that --help shows: the most common ones for `train`, for other commands those they use."""
 
@@ -232,12 +230,11 @@ def _help_section(values: Any, shown: Sequence[str], prefix: str = "") -> Any:
 def overrides(argv: Sequence[str], own: Collection[str]) -> tuple[list[str], dict[str, Any]]:
     """Split a command line into (the command's own words, nested values of configuration fields).
 
-    `--train.lr 1e-5`, `--train.lr=1e-5`, `--train.lora-targets to_q to_k`; a switch is `--tensorboard`,
-    `--no-tensorboard`, or `--tensorboard` with true or false. An unknown name counts as a field, so that it is
-    reported with the recipe's mistakes, unless it resembles one of `own`, the names of the command's options.
+    Fields are `--train.lr 1e-5`, `--train.lr=1e-5`, `--train.lora-targets to_q to_k`. An unknown name counts as a
+    field, so that it is reported with the recipe's mistakes, unless it resembles one of `own`, the names of the
+    command's options.
     """
     defaults, rest = flat_fields(Config()), list(argv)
-    value: Any
     words, values = list[str](), dict[str, Any]()
     while rest:
         word = rest.pop(0)
@@ -248,47 +245,35 @@ def overrides(argv: Sequence[str], own: Collection[str]) -> tuple[list[str], dic
         if not option.startswith("--") or (key not in defaults and difflib.get_close_matches(key, own)):
             words.append(word)
             continue
-        switch = re.sub(r"(^|\.)no_(?=\w+$)", r"\1", key)
-        default = defaults.get(key)
-        if switch != key and isinstance(defaults.get(switch), bool):
-            key, value = switch, False
-        elif isinstance(default, tuple) and not equals:
-            value = list(takewhile(lambda w: not w.startswith("--"), rest))
-            del rest[: len(value)]
-        elif isinstance(default, bool) and not equals and _is_bare_switch(key, rest):
-            value = True
-        elif not equals and (not rest or rest[0].startswith("--")):
-            raise ConfigError([f"{word}: expected a value"])
-        else:
-            text = text if equals else rest.pop(0)
-            value = text if isinstance(default, str) and bool not in get_args(_field_type(key)) else _yaml(text)
-            value = [value] if isinstance(default, tuple) and isinstance(value, str) else value
+        several = isinstance(defaults.get(key), tuple)
+        following = list(takewhile(lambda w: not w.startswith("--"), rest))
+        texts = [text] if equals else following if several else following[:1]
+        if not equals:
+            del rest[: len(texts)]
+        if not (texts or several):
+            raise ConfigError([f"{word}: expected a value, as in {word} {_as_text(defaults.get(key)) or 'VALUE'}"])
+        value = _value(texts, defaults.get(key))
         for part in reversed(key.split(".")):
             value = {part: value}
         values = merge(values, value)
     return words, values
 
 
-def _is_bare_switch(key: str, rest: Sequence[str]) -> bool:
-    """Whether no value follows a switch: true or false, or any word if the field is not only a bool."""
-    if not rest or rest[0].startswith("--"):
-        return True
-    return _field_type(key) is bool and rest[0].lower() not in ("true", "false")
-
-
-def _field_type(key: str) -> Any:
-    kind: Any = Config
-    for part in key.split("."):
-        kind = kind.__pydantic_fields__[part].annotation
-    return kind
-
-
-def _yaml(text: str) -> Any:
-    """The text parsed as YAML (a number, bool, list, mapping or None), or the text itself if it is not YAML."""
+def _value(texts: list[str], default: Any) -> Any:
+    """The value of a field with this default: text stays text, a list has one word per item, else YAML is read."""
+    if isinstance(default, str):
+        return texts[0]
+    if isinstance(default, tuple) and not (len(texts) == 1 and texts[0].startswith("[")):
+        return texts
     try:
-        return None if text == "None" else yaml.load(text, Loader)
+        return None if texts[0] == "None" else yaml.load(texts[0], Loader)
     except yaml.YAMLError:
-        return text
+        return texts[0]
+
+
+def _as_text(value: Any) -> str:
+    """A value as it is written in YAML."""
+    return str(value).lower() if isinstance(value, bool) else str(value or "")
 
 
 def _read(recipe: Path | None, values: Mapping[str, Any], command: str) -> Config:
@@ -296,18 +281,19 @@ def _read(recipe: Path | None, values: Mapping[str, Any], command: str) -> Confi
     from prefgrpo.run.loading import unsupported
 
     model = str(values.get("model", ""))
-    config, errors = parse(recipe, model, values)
-    errors += check(config) + unsupported(config)
+    written, adapted = recipe_values(recipe), recipe_values(recipe, model)
+    config, mistakes = parse(merge(adapted, dict(values)))
+    mistakes += unsupported(config)
     if command == "train":
         from prefgrpo.run import session
 
-        errors += session.config_errors(config)
-    if errors:
-        raise ConfigError(errors)
-    changed = differences(parse(recipe)[0], parse(recipe, model)[0]) if model else {}
+        mistakes += session.config_errors(config)
+    if mistakes:
+        raise ConfigError(mistakes)
+    changed = differences(parse(written)[0], parse(adapted)[0])
     if changed and os.environ.get("RANK", "0") == "0":
-        shown = ", ".join(f"{key} {b} (was {a})" for key, (a, b) in changed.items())
-        print(f"from {model}/{MODEL_VALUES}: {shown}", file=sys.stderr)
+        listed = ", ".join(f"{key} {new} (was {old})" for key, (old, new) in changed.items())
+        print(f"from {model}/{MODEL_VALUES}: {listed}", file=sys.stderr)
     return config
 
 
@@ -355,7 +341,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if (argv[1:] if group else argv) in ([], ["-h"], ["--help"]):
             print(_usage(group))
             return 0
-        print(f"error: unknown command '{' '.join(argv[:2])}'\n{_usage(group)}", file=sys.stderr)
+        typed = " ".join(argv[:2] if group else argv[:1])
+        near = difflib.get_close_matches(typed, COMMANDS, n=1)
+        hint = f"; did you mean 'prefgrpo {near[0]}'?" if near else f"\n{_usage(group)}"
+        print(f"error: unknown command '{typed}'{hint}", file=sys.stderr)
         return 2
     try:
         code = _run(name, rest)

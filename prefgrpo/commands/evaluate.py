@@ -46,7 +46,7 @@ from prefgrpo.run.checkpoint import CheckpointError
 from prefgrpo.run.evaluate import Row, compare, make_eval_set, over_ranks, share_of, verdict
 from prefgrpo.run.log import finite
 from prefgrpo.run.metrics import PARTS_OF_WINS
-from prefgrpo.run.run_folder import RunFolder
+from prefgrpo.run.run_folder import RunFolder, run_of
 from prefgrpo.suites import Name, load_suite
 from prefgrpo.suites.base import Results, Suite
 
@@ -76,7 +76,7 @@ class Side:
 def recipe_of(target: str, prompts: str) -> tuple[Path | None, dict[str, Any]]:
     """(recipe or None, values that override it) for a target: a run, a checkpoint of one, a recipe or a model. Raises
     ConfigError, ModelError."""
-    if (run := _run_of(Path(target))) is not None:
+    if (run := run_of(Path(target))) is not None:
         return run.config, {"output": str(run.root.parent), "name": run.root.name}
     if Path(target).suffix in (".yaml", ".yml"):
         return Path(target), {}
@@ -88,24 +88,17 @@ def recipe_of(target: str, prompts: str) -> tuple[Path | None, dict[str, Any]]:
     return None, {"model": target, "name": name, "family": family_of(target), "data": {"prompts": prompts}}
 
 
-def _run_of(path: Path) -> RunFolder | None:
-    """The run that a run folder or a checkpoint folder belongs to; None for anything else."""
-    root = path.resolve().parent.parent if path.resolve().parent.name == "checkpoints" else path
-    run = RunFolder(root if root.name else root.resolve())
-    return run if run.config.is_file() else None
-
-
 def _side(config: Config, target: str, which: Which, option: str = "--weights") -> Side:
     """The side of a target with the weights chosen by `option`. Raises CheckpointError, ConfigError."""
     path = Path(target)
-    if (run := _run_of(path)) is None:
+    if (run := run_of(path)) is None:
         if which == "ema":
             raise ConfigError([f"{option}: {target} is not a run, so it has no EMA weights"])
         p = config.parallel  # a split model must be opened as for training
         return Side(config, Weights(trainable=p.shard * p.ring * p.ulysses > 1), "base")
     if which == "ema" and not config.train.ema_decay:
         raise ConfigError([f"{option}: {run.root} has no EMA weights (train.ema_decay is 0); expected live"])
-    newest = path if path.resolve().parent.name == "checkpoints" else run.latest()
+    newest = run.checkpoint_of(path)
     if newest is None:
         raise CheckpointError(f"{run.root} has no checkpoint to evaluate; expected one in {run.checkpoints}")
     averaged = config.train.ema_decay > 0 and which != "live"
@@ -118,7 +111,7 @@ def _baseline_side(side: Side, against: str, which: Which) -> Side:
     config, option = side.config, "--against-weights"
     if against == "base":
         return Side(config, Weights(trainable=side.weights.trainable), "base")
-    if (run := _run_of(Path(against))) is not None:
+    if (run := run_of(Path(against))) is not None:
         own = load(run.config)
         same = {name: getattr(own, name) for name in ("model", "family", "dtype", "train")}
         return _side(replace(config, **same, data=replace(config.data, cache=own.data.cache)), against, which, option)
@@ -232,7 +225,7 @@ def evaluate(
 
 def _update_report(target: str, place: Path, results: str) -> None:
     """Rewrite the report of the run `target` if the file `results` was written to a folder of the run."""
-    run = _run_of(Path(target))
+    run = run_of(Path(target))
     if run and (place / results).is_file() and place.resolve().is_relative_to(run.root.resolve()):
         print(f"also in {write_report(run.root)}")
 

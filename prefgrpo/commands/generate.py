@@ -8,7 +8,7 @@ address), not on the world size or on which files already exist.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,9 +16,9 @@ from pathlib import Path
 import numpy as np
 import torch
 from PIL import Image
-from torch import Tensor
 from tqdm import tqdm
 
+from prefgrpo.config.loading import load
 from prefgrpo.config.recipe import ConfigError
 from prefgrpo.config.schema import Config, SamplingConfig
 from prefgrpo.data.file_names import Naming, file_name
@@ -31,9 +31,9 @@ from prefgrpo.parallel.world import World
 from prefgrpo.rollout.embeddings import Embeddings, encoding_jobs, uncached
 from prefgrpo.rollout.render import Images, render, to_uint8
 from prefgrpo.rollout.sampling import Schedules, all_sizes, eval_sampling, prompt_sampling
-from prefgrpo.run import checkpoint
 from prefgrpo.run.judging import makes_clips
-from prefgrpo.run.loading import config_errors_as, open_adapter
+from prefgrpo.run.loading import config_errors_as, load_checkpoint, open_adapter
+from prefgrpo.run.run_folder import run_of
 
 FIRST_ID = 2**61
 """Sample ids of generated noise start here, far from those of training and evaluation."""
@@ -75,10 +75,22 @@ def generate(
     jobs = make_jobs(places, shared=naming == "vbench")
     there = sum(job.file.exists() for job in jobs)
     world = parallel.join(config.device)
-    generate_files(config, Weights(lora=lora), jobs, world, fps)
+    config, weights = _weights(config, lora)
+    generate_files(config, weights, jobs, world, fps)
     if world.main:
         print(f"{len(jobs)} files are in {out}" + f"; {there} already existed and are unchanged" * (there > 0))
     return 0
+
+
+def _weights(config: Config, lora: Path | None) -> tuple[Config, Weights]:
+    """(configuration to open the model with, weights) for --lora: a LoRA's folder, a finished run or a checkpoint."""
+    run = run_of(lora) if lora is not None else None
+    if lora is None or run is None or (lora / "lora").is_dir():
+        return config, Weights(lora=lora)
+    path, trained = run.checkpoint_of(lora), load(run.config).train
+    if path is None:
+        raise ModelError(f"--lora: {lora} has neither a LoRA nor a checkpoint")
+    return replace(config, train=trained), Weights(trainable=True, checkpoint=path, averaged=trained.ema_decay > 0)
 
 
 def check_writing(config: Config, out: Path, samples: int, fps: int) -> None:
@@ -127,13 +139,7 @@ def _open(config: Config, weights: Weights, world: World, encoders: bool) -> Ada
     if weights.trainable:
         parallelize(adapter, config, world)
     if weights.checkpoint is not None:
-        trained, prefix = dict[str, Tensor](adapter.trainable()), "ema." if weights.averaged else "param."
-
-        def templates(names: Collection[str]) -> dict[str, Tensor]:
-            return {prefix + n: p.detach() for n, p in trained.items() if prefix + n in names}
-
-        tensors, _ = checkpoint.read(weights.checkpoint, world, templates)
-        checkpoint.load_into(trained, tensors, prefix)
+        load_checkpoint(adapter, weights.checkpoint, weights.averaged, world)
     if (lora := weights.lora) is not None:
         try:
             adapter.load_lora(str(lora / "lora" if (lora / "lora").is_dir() else lora))
@@ -151,7 +157,7 @@ def _render(config: Config, adapter: Adapter, jobs: Sequence[Job], any_job: Job,
 
     With `World.equal_forwards`, a rank with fewer batches renders `any_job` as padding, without writing it.
     """
-    r, own, m = eval_sampling(config), config.data.own_sizes, config.memory
+    r, own = eval_sampling(config), config.data.own_sizes
     embeddings = Embeddings(adapter, config.data.max_length, config.data.cache or None)
     schedules = Schedules(config, adapter, world.device)
     by_size: dict[SamplingConfig, list[Job]] = {}
@@ -166,7 +172,7 @@ def _render(config: Config, adapter: Adapter, jobs: Sequence[Job], any_job: Job,
         for number, (sizes, batch) in enumerate(batches):
             ids = torch.tensor([job.noise for job in batch], dtype=torch.int64, device=world.device)
             prompts, schedule = [job.prompt for job in batch], schedules.ode(sizes)
-            media = render(adapter, schedule, embeddings, prompts, ids, sizes, config.seed, m.decode_batch, world)
+            media = render(adapter, schedule, embeddings, prompts, ids, sizes, config.seed, world)
             if number < count and world.is_dp_leader:
                 for job, pixels in zip(batch, to_uint8(media), strict=True):
                     write(job.file, pixels, fps)

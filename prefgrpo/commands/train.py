@@ -24,7 +24,7 @@ from prefgrpo.config.loading import from_dict, recipe_values, to_dict
 from prefgrpo.config.recipe import ConfigError, merge
 from prefgrpo.config.schema import Config
 from prefgrpo.data.atomic import write_atomic
-from prefgrpo.data.prompts import SOURCE
+from prefgrpo.data.tables import SOURCE
 from prefgrpo.models import family_of
 from prefgrpo.models.folder import ModelError
 from prefgrpo.parallel.world import leave

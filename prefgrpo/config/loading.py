@@ -16,11 +16,39 @@ from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from prefgrpo.config.checks import check
 from prefgrpo.config.recipe import ConfigError, flatten, merge, read_yaml
 from prefgrpo.config.schema import MODEL_VALUES, Config
 
 T = TypeVar("T")
+
+
+def load(recipe: str | Path) -> Config:
+    """Configuration from a YAML recipe. Raises ConfigError with every mistake in it."""
+    return from_dict(read_yaml(recipe))
+
+
+def from_dict(content: Mapping[str, Any]) -> Config:
+    """Configuration from nested dicts. Raises ConfigError with every mistake in them."""
+    config, mistakes = parse(content)
+    if mistakes:
+        raise ConfigError(mistakes)
+    return config
+
+
+def parse(content: Mapping[str, Any]) -> tuple[Config, list[str]]:
+    """(configuration, every mistake) of nested dicts; wrong entries keep their defaults."""
+    data: dict[str, Any] = json.loads(json.dumps(content, default=str))
+    mistakes: list[str] = []
+    while True:
+        try:
+            config = TypeAdapter(Config).validate_json(json.dumps(data))  # JSON: lists become tuples
+        except ValidationError as error:
+            wrong = _error_messages(error, data)
+        else:
+            return config, [*mistakes, *config.mistakes()]
+        mistakes += wrong.values()
+        for *sections, key in wrong:
+            reduce(dict.__getitem__, sections, data).pop(key)
 
 
 def section(kind: type[T], content: Mapping[str, Any], name: str) -> T:
@@ -28,46 +56,28 @@ def section(kind: type[T], content: Mapping[str, Any], name: str) -> T:
 
     Raises ConfigError with every mistake in it.
     """
-    known = [f.name for f in fields(kind)]  # type: ignore[arg-type]
-    unknown = [f"{name}.{key}: unknown key; {_suggest_key(name, key, known)}" for key in content if key not in known]
-    given = {key: value for key, value in content.items() if key in known}
+    names = [f.name for f in fields(kind)]  # type: ignore[arg-type]
+    mistakes = [f"{name}.{key}: unknown key; {_suggest_key(name, key, names)}" for key in content if key not in names]
+    values = {key: value for key, value in content.items() if key in names}
     try:
-        made = TypeAdapter(kind).validate_json(json.dumps(given, default=str))
+        made = TypeAdapter(kind).validate_json(json.dumps(values, default=str))
     except ValidationError as error:
-        raise ConfigError([*unknown, *_error_messages(error, given, (name,)).values()]) from error
-    if unknown:
-        raise ConfigError(unknown)
+        raise ConfigError([*mistakes, *_error_messages(error, values, (name,)).values()]) from error
+    contradictions = made.mistakes() if hasattr(made, "mistakes") else ()
+    mistakes += [f"{name}.{mistake}" for mistake in contradictions]
+    if mistakes:
+        raise ConfigError(mistakes)
     return made
 
 
-def load(recipe: str | Path) -> Config:
-    """Configuration from a YAML recipe. Raises ConfigError with every mistake in it."""
-    return _require_valid(*parse(recipe))
-
-
-def from_dict(content: Mapping[str, Any]) -> Config:
-    """Configuration from nested dicts. Raises ConfigError with every mistake in them."""
-    return _require_valid(*_parse_dict(content))
-
-
-def parse(
-    recipe: str | Path | None, model: str = "", overrides: Mapping[str, Any] | None = None
-) -> tuple[Config, list[str]]:
-    """(configuration, mistakes in keys, types and limits) of a YAML recipe (None: of the defaults); wrong entries
-    keep their defaults.
-
-    model: replaces the recipe's. If its folder contains MODEL_VALUES, these values override the recipe's, which were
-    written for another model (a tiny pipeline cannot render 720 pixels). overrides: nested values that override both.
-    The caller runs `check`. Raises ConfigError if a file is missing or not a YAML mapping.
-    """
-    return _parse_dict(merge(recipe_values(recipe, model), dict(overrides or {})))
-
-
 def recipe_values(recipe: str | Path | None, model: str = "") -> dict[str, Any]:
-    """Nested values of a recipe, and of MODEL_VALUES as for `parse`."""
-    values, own = read_yaml(recipe) if recipe else {}, Path(model) / MODEL_VALUES
-    if model and values.get("model") != model and own.is_file():
-        values = merge(values, read_yaml(own))
+    """Nested values of a recipe (None: none), overridden by the file MODEL_VALUES in the folder of `model`.
+
+    That is, if it is not the recipe's own model: a tiny pipeline cannot render the 720 pixels of FLUX's recipe.
+    """
+    values, file = read_yaml(recipe) if recipe else {}, Path(model) / MODEL_VALUES
+    if model and values.get("model") != model and file.is_file():
+        values = merge(values, read_yaml(file))
     return values
 
 
@@ -92,40 +102,6 @@ def flat_fields(section: Any, prefix: str = "") -> dict[str, Any]:
     return out
 
 
-def _require_valid(config: Config, errors: list[str]) -> Config:
-    if errors := errors + check(config):
-        raise ConfigError(errors)
-    return config
-
-
-def _parse_dict(content: Mapping[str, Any]) -> tuple[Config, list[str]]:
-    """Like `parse`, for nested dicts."""
-    data: dict[str, Any] = json.loads(json.dumps(content, default=str))
-    errors: list[str] = []
-    while True:
-        try:
-            return TypeAdapter(Config).validate_json(json.dumps(data)), errors  # JSON: lists become tuples
-        except ValidationError as error:
-            wrong = _error_messages(error, data)
-        errors += wrong.values()
-        for *sections, key in wrong:
-            tree = data
-            for section in sections:
-                tree = tree[section]
-            tree.pop(key, None)
-
-
-def _key_path(loc: tuple[int | str, ...], data: Any) -> tuple[str, ...]:
-    """The path of keys in `data` in an error's location, without the indices and union branches that pydantic adds."""
-    keys: list[str] = []
-    for part in loc:
-        if not (isinstance(data, dict) and part in data):
-            break
-        keys.append(str(part))
-        data = data[part]
-    return tuple(keys)
-
-
 EXPECTED = {
     "bool_type": "true or false",
     "dataclass_type": "a mapping of keys",
@@ -145,35 +121,45 @@ EXPECTED = {
 
 
 def _error_messages(error: ValidationError, data: Any, section: tuple[str, ...] = ()) -> dict[tuple[str, ...], str]:
-    """Key path in `data`, the content of `section` → error message for its value."""
+    """Key path in `data`, the content of `section` → message for its value: one, if a union has an error per branch."""
     errors: dict[tuple[str, ...], list[Any]] = {}
     for item in error.errors():
         errors.setdefault(_key_path(item["loc"], data), []).append(item)
     return {path: _describe_error((*section, *path), items) for path, items in errors.items()}
 
 
+def _key_path(loc: tuple[int | str, ...], data: Any) -> tuple[str, ...]:
+    """The keys in an error's location, without the list indices and union branches that pydantic adds to it."""
+    keys: list[str] = []
+    for part in loc:
+        if not (isinstance(data, dict) and part in data):
+            break
+        keys.append(str(part))
+        data = data[part]
+    return tuple(keys)
+
+
 def _describe_error(path: tuple[str, ...], items: list[Any]) -> str:
-    """One message for all errors at a key; a union has one error per branch."""
-    name, came = ".".join(path), items[0]["input"]
+    """One message for all errors at a key."""
+    name, value = ".".join(path), items[0]["input"]
     if items[0]["type"] == "unexpected_keyword_argument":
         *sections, key = path
-        parent = reduce(getattr, sections, Config())
-        known, elsewhere = [f.name for f in fields(parent)], list(flat_fields(Config()))
-        return f"{name}: unknown key; {_suggest_key('.'.join(sections), key, known, elsewhere)}"
+        siblings = [f.name for f in fields(reduce(getattr, sections, Config()))]
+        return f"{name}: unknown key; {_suggest_key('.'.join(sections), key, siblings, list(flat_fields(Config())))}"
     expected = [EXPECTED.get(item["type"], item["msg"]).format(**item.get("ctx", {})) for item in items]
-    trap = " (YAML reads an unquoted on, off, yes or no as true or false)" * isinstance(came, bool)
-    return f"{name}: expected {' or '.join(dict.fromkeys(expected))}, got {came!r}{trap}"
+    trap = " (YAML reads an unquoted on, off, yes or no as true or false)" * isinstance(value, bool)
+    return f"{name}: expected {' or '.join(dict.fromkeys(expected))}, got {value!r}{trap}"
 
 
-def _suggest_key(section: str, key: str, known: Sequence[str], elsewhere: Sequence[str] = ()) -> str:
-    """Hint for an unknown key: "did you mean 'train.lr'?", or the known keys. elsewhere: keys of other sections."""
+def _suggest_key(section: str, key: str, siblings: Sequence[str], elsewhere: Sequence[str] = ()) -> str:
+    """Hint for an unknown key: "did you mean 'train.lr'?", or the section's keys. elsewhere: keys of all sections."""
     initials = "".join(word[:1] for word in key.split("_"))
     near = (
-        difflib.get_close_matches(key, known, n=1, cutoff=0.75)
-        or [name for name in known if name == initials]
+        difflib.get_close_matches(key, siblings, n=1, cutoff=0.75)
+        or [name for name in siblings if name == initials]
         or [name for name in elsewhere if name.split(".")[-1] in (key, initials)]
-        or (elsewhere and difflib.get_close_matches(key, known, n=1, cutoff=0.5))
+        or (elsewhere and difflib.get_close_matches(key, siblings, n=1, cutoff=0.5))
     )
     if not near:
-        return f"known keys here: {', '.join(known) or 'none'}"
+        return f"known keys here: {', '.join(siblings) or 'none'}"
     return f"did you mean '{near[0] if '.' in near[0] or not section else f'{section}.{near[0]}'}'?"

@@ -5,6 +5,7 @@ Defaults are safe for FLUX.1-dev; recipes override them.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import field
 from typing import Annotated, Any, Literal
 
@@ -39,6 +40,8 @@ MASKING = (
     "_flash_3_varlen_hub",
 )  # fmt: skip
 """Those that take a mask of padded keys (diffusers adds a boolean mask to xformers' scores as 0 and 1)."""
+COMBINE = ("weighted_sum", "weighted_advantage_sum", "geometric_mean")
+"""Ways to combine rewards; `reward.combine` may also name a function."""
 Options = dict[str, dict[str, Any]]
 """Options per reward."""
 
@@ -67,11 +70,10 @@ class SamplingConfig:
     """Image width in pixels."""
     steps: PositiveInt = 10
     """T, denoising steps."""
-    sigmas: Literal["pipeline", "published"] = "pipeline"
-    """pipeline: the sigmas of the model folder's own scheduler for this size and step count. published:
-    shift·s / (1 + (shift − 1)·s) on linspace(1, 0, steps + 1), ignoring that scheduler (Pref-GRPO, DanceGRPO)."""
     shift: PositiveFloat | None = None
-    """Time shift for `sigmas: published`; not allowed with `sigmas: pipeline`."""
+    """none: sigmas and timesteps of the model folder's own scheduler for this size and step count. A number: those of
+    Pref-GRPO's and DanceGRPO's trainers, sigmas shift·s / (1 + (shift − 1)·s) on linspace(1, 0, steps + 1) and
+    timesteps int(1000 σ), whatever that scheduler says."""
     frames: PositiveInt | None = None
     """Frames per clip; none: the video family's default (image families have no frames)."""
     guidance: float = 3.5
@@ -81,8 +83,6 @@ class SamplingConfig:
     source_area: PositiveInt | None = None
     """Pixels per source image, for editing families that resize sources (Qwen-Image-Edit); none: as in the published
     pipeline, about a million."""
-    truncate_timesteps: bool = False
-    """Pass int(1000 σ) to the model as timestep, as the published trainers do, instead of the exact 1000 σ."""
     rule: Literal["flow", "dance", "cps", "cps_normalised", "wan"] = "flow"
     """Step rule of the stochastic steps."""
     eta: NonNegativeFloat = 0.7
@@ -113,6 +113,19 @@ class SamplingConfig:
     the policy that generated the samples. Never across a checkpoint, so that a resumed run is unchanged; a run that
     ended between checkpoints (SIGTERM, a limit) regenerates those samples from the newer weights. Not for objectives
     with an old policy."""
+
+    def mistakes(self) -> Iterator[str]:
+        """Values that contradict each other, as 'field: what was expected, what was given'."""
+        high = self.window_high or self.steps - 1
+        if not self.eta and self.rule != "wan":
+            yield f"eta: expected a noise level above 0 to train with, got {self.eta}"
+        if self.eta > 1 and self.rule.startswith("cps"):
+            yield f"eta: rule {self.rule} takes 0 … 1, got {self.eta}"
+        if not self.window_low < high <= self.steps:
+            order = f"expected 0 <= low < high <= steps ({self.steps})"
+            yield f"window_low/high: {order}, got {self.window_low} and {high}"
+        if self.window_size > max(high - self.window_low, 0):
+            yield f"window_size: expected 0 … {max(high - self.window_low, 0)}, got {self.window_size}"
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -167,6 +180,15 @@ class JudgeConfig:
     """Steps in a row whose verdicts are all ties, or all the same for one side, after which the run stops with a
     checkpoint; 0: only warn."""
 
+    def mistakes(self) -> Iterator[str]:
+        """Values that contradict each other."""
+        if self.backend == "local" and not self.model:
+            yield "model: the local judge needs a folder or hub id"
+        if self.backend == "http" and not self.endpoints:
+            yield "endpoints: expected at least one URL, got none"
+        if self.timeout_s and self.deadline_s and self.deadline_s < self.timeout_s:
+            yield f"deadline_s: expected at least judge.timeout_s ({self.timeout_s}), got {self.deadline_s}"
+
 
 @dataclass(frozen=True, config=STRICT)
 class RewardConfig:
@@ -176,12 +198,11 @@ class RewardConfig:
     """Rewards and weights, e.g. "vlm_pairwise:0.7,clip:0.3"; weight 0 is logged and not trained on."""
     options: Options = field(default_factory=dict)
     """Options per reward, including `url` (its server) and `judge` (values that override the judge section)."""
-    combine: Literal["weighted_sum", "weighted_advantage_sum", "geometric_mean"] = "weighted_sum"
+    combine: str = "weighted_sum"
     """weighted_sum: sum rewards, then normalise; weighted_advantage_sum: normalise each, then sum (Pref-GRPO; GDPO);
-    geometric_mean: normalise this weighted mean; a sample with a negative reward is then missing."""
-    function: str = ""
-    """Your own function instead of `combine`, as file.py:function or package.module.function. From the rewards [R, B]
-    of non-zero weight (NaN: missing) and their weights [R], fp64 tensors, it returns [B] values to normalise."""
+    geometric_mean: normalise this weighted mean; a sample with a negative reward is then missing. Or a function of your
+    own, as file.py:function or package.module.function: from the rewards [R, B] of non-zero weight (NaN: missing) and
+    their weights [R], fp64 tensors, it returns [B] values to normalise."""
     rank: bool = False
     """Replace rewards by their rank in the group, from 0 to 1, before normalisation."""
     std: Literal["group", "global", "none"] = "group"
@@ -201,8 +222,6 @@ class TrainConfig:
 
     steps: NonNegativeInt = 300
     """Training steps, each with one rollout of prompts_per_step groups."""
-    max_minutes: NonNegativeFloat = 0.0
-    """Stop after this many minutes of training; 0: no limit."""
     lora_rank: NonNegativeInt = 64
     """Rank of the LoRA on the transformer; 0: full fine-tuning."""
     lora_alpha: PositiveInt = 128
@@ -215,10 +234,8 @@ class TrainConfig:
     """Which denoisers to train if there are several (Wan2.2: transformer, transformer_2); empty: all."""
     lr: PositiveFloat = 5e-5
     """Learning rate of AdamW."""
-    beta1: Share = 0.9
-    """AdamW's β₁."""
     beta2: Share = 0.999
-    """AdamW's β₂."""
+    """AdamW's β₂; β₁ is 0.9."""
     weight_decay: NonNegativeFloat = 1e-4
     """AdamW's weight decay."""
     warmup_steps: NonNegativeInt = 0
@@ -236,9 +253,7 @@ class TrainConfig:
     objective_options: dict[str, Any] = field(default_factory=dict)
     """Options of the objective, by name."""
     clip_range: PositiveFloat = 1e-4
-    """PPO clip range of the ratio below 1 (log-probs are means over latent elements)."""
-    clip_range_high: PositiveFloat | None = None
-    """Clip range above 1; none: the same as clip_range."""
+    """PPO clip range of the ratio around 1 (log-probs are means over latent elements)."""
     adv_clip_max: PositiveFloat = 5.0
     """Advantages are clamped to ± this."""
     kl_coef: NonNegativeFloat = 0.0
@@ -281,48 +296,35 @@ class EvalConfig:
     max_prompts: NonNegativeInt = 0
     """Use only the first N held-out prompts; 0: all."""
     height: PositiveInt | None = None
-    """Image height in pixels for evaluation and `generate`; none: as in rollout. The same holds for the fields
-    below."""
+    """Image height in pixels for evaluation and `generate`; none: as in rollout."""
     width: PositiveInt | None = None
-    """Image width in pixels."""
-    frames: PositiveInt | None = None
-    """Frames per clip."""
+    """Image width in pixels; none: as in rollout."""
     steps: PositiveInt | None = None
-    """Denoising steps."""
-    guidance: float | None = None
-    """Guidance scale."""
-    guidance_2: float | None = None
-    """Guidance scale of the second expert."""
+    """Denoising steps; none: as in rollout."""
     spec: str = ""
     """Rewards for evaluation only, e.g. "scenes"; never trained on."""
     options: Options = field(default_factory=dict)
     """Options of these rewards, as in reward.options."""
     judge: bool = True
     """Also compute the judge's win rate against the initial policy, in both orders."""
-    show: NonNegativeInt = 12
-    """Images per evaluation kept for the report."""
 
 
 @dataclass(frozen=True, config=STRICT)
 class MemoryConfig:
-    """Offloading and decoding. Only vae_tiling changes results."""
+    """What is kept off the GPU, and decoding. Only vae_tiling changes results."""
 
-    offload: tuple[Literal["text_encoder", "vae"], ...] = ()
-    """Parts kept in CPU memory and moved to the device only while they are used."""
-    decode_batch: NonNegativeInt = 0
-    """Images or clips per call of the VAE decoder; 0: rollout.batch_size."""
-    vae_slicing: bool = False
-    """Decode the images of a batch one by one."""
+    offload: tuple[Literal["text_encoder", "vae", "weights"], ...] = ()
+    """Parts kept in CPU memory. text_encoder, vae: moved to the GPU only while they are used. weights: the denoiser's
+    shards (parallel.shard above 1) and their optimiser state; the optimiser then runs on the CPU."""
     vae_tiling: bool = False
     """Decode in overlapping, blended tiles; large images then differ slightly."""
 
 
 @dataclass(frozen=True, config=STRICT)
 class ParallelConfig:
-    """How work is distributed over the processes; the world size is replicate × shard × ring × ulysses."""
+    """How one copy of the denoisers is distributed; every shard × ring × ulysses processes hold one, with their own
+    samples (data parallel)."""
 
-    replicate: NonNegativeInt = 0
-    """Copies of the denoisers' weights, each with its own samples (data parallel); 0: computed from the world size."""
     shard: PositiveInt = 1
     """Data-parallel processes over which one copy of the denoisers' weights is sharded (FSDP2), together with their
     context-parallel processes; 1: every process holds a full copy, except that full fine-tuning still shards it over
@@ -332,8 +334,6 @@ class ParallelConfig:
     ring: PositiveInt = 1
     """Processes that share the tokens of each sample and pass keys and values around (ring attention); for use across
     machines, or if ulysses does not divide the heads. Not on CPUs."""
-    offload: bool = False
-    """Keep sharded weights and their optimiser state in CPU memory, and run the optimiser there."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -341,9 +341,7 @@ class CheckpointConfig:
     """Saving."""
 
     every: PositiveInt = 20
-    """Training steps between checkpoints."""
-    keep: PositiveInt = 2
-    """Number of latest checkpoints to keep."""
+    """Training steps between checkpoints; the newest two are kept."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -370,11 +368,9 @@ class Config:
     memory for activations as training. Not with context parallelism."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda if there is a GPU."""
-    tensorboard: bool = True
-    """Also write TensorBoard events: numbers, images, verdicts."""
-    trackers: tuple[Literal["wandb", "trackio"], ...] = ()
-    """Send the same data to Weights & Biases or Trackio, configured by their environment variables (WANDB_PROJECT,
-    WANDB_MODE=offline, TRACKIO_SPACE_ID)."""
+    trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ("tensorboard",)
+    """Where numbers and images go besides metrics.jsonl: TensorBoard events in the run folder; Weights & Biases or
+    Trackio, configured by their environment variables (WANDB_PROJECT, WANDB_MODE=offline, TRACKIO_SPACE_ID)."""
     data: DataConfig = field(default_factory=DataConfig)
     rollout: SamplingConfig = field(default_factory=SamplingConfig)
     judge: JudgeConfig = field(default_factory=JudgeConfig)
@@ -385,13 +381,47 @@ class Config:
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
+    def mistakes(self) -> Iterator[str]:
+        """Values that contradict each other, within a section and across sections."""
+        r, t, context = self.rollout, self.train, self.parallel.ring * self.parallel.ulysses
+        if not self.model:
+            yield "model: expected the folder or hub id of a diffusers pipeline, got nothing"
+        if not self.data.prompts:
+            yield "data.prompts: expected a file of prompts (txt, csv, tsv, jsonl or parquet), got nothing"
+        if self.name in ("", ".", "..") or "/" in self.name:
+            yield f"name: expected a folder name, got {self.name!r}"
+        for section in ("rollout", "judge"):
+            for mistake in getattr(self, section).mistakes():
+                yield f"{section}.{mistake}"
+        if t.update_slices == "members" and t.updates_per_rollout > r.group_size:
+            most = f"at most group_size = {r.group_size} with train.update_slices: members"
+            yield f"train.updates_per_rollout: expected {most}, got {t.updates_per_rollout}"
+        if t.kl_form != "gaussian" and r.rule.startswith("cps"):
+            why = f"{t.kl_form} divides by a variance per unit of σ, which rule {r.rule} does not have"
+            yield f"train.kl_form: {why}; expected gaussian"
+        if r.staleness and self.checkpoint.every == 1:
+            why = "rollout.staleness: 1 generates no samples ahead across a checkpoint"
+            yield f"checkpoint.every: expected 2 or more, because {why}, got 1"
+        if "weights" in self.memory.offload and not self.splits:
+            yield "memory.offload: only sharded weights can be offloaded: expected parallel.shard above 1, got 1"
+        if self.dtype == "fp32" and self.attention not in IN_FP32:
+            yield f"attention: {self.attention} computes in bf16; expected dtype bf16, got fp32"
+        if context > 1 and self.attention not in SPLITTING:
+            expected = f"expected one of {', '.join(SPLITTING)} under context parallelism"
+            yield f"attention: {expected}, got {self.attention}"
+        if self.parallel.ring > 1 and self.attention == "native":
+            expected = f"expected one of {', '.join(SPLITTING[1:])} (on GPUs)"
+            yield f"attention: ring attention needs log-sum-exps; {expected}, got native"
+        if context > 1 and self.compile:
+            yield "compile: expected false under context parallelism, got true"
 
-def splits(c: Config) -> bool:
-    """Whether a run splits its denoisers' weights over processes."""
-    p = c.parallel
-    return p.shard > 1 or (not c.train.lora_rank and p.ring * p.ulysses > 1)
+    @property
+    def splits(self) -> bool:
+        """Whether the denoisers' weights are split over processes."""
+        p = self.parallel
+        return p.shard > 1 or (not self.train.lora_rank and p.ring * p.ulysses > 1)
 
-
-def has_masters(c: Config) -> bool:
-    """Whether a run trains fp32 master weights of denoisers that compute in another dtype."""
-    return not c.train.lora_rank and c.dtype != "fp32"
+    @property
+    def has_masters(self) -> bool:
+        """Whether fp32 master weights are trained of denoisers that compute in another dtype."""
+        return not self.train.lora_rank and self.dtype != "fp32"

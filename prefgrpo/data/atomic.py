@@ -19,7 +19,7 @@ def write_atomic(path: Path, content: str | bytes) -> None:
     """Replace a file atomically; text is written as UTF-8."""
     temporary = temporary_path(path)
     temporary.write_bytes(content.encode() if isinstance(content, str) else content)
-    _sync(temporary)
+    sync(temporary)
     os.replace(temporary, path)
 
 
@@ -42,11 +42,11 @@ def write_folder(final: Path, write: Callable[[Path], None]) -> None:
     for path in (*temporary.rglob("*"), temporary):
         if path.is_file():
             path.chmod(mode)
-        _sync(path)
+        sync(path)
     if final.exists():
         os.replace(final, old)
     os.replace(temporary, final)
-    _sync(final.parent)
+    sync(final.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 
@@ -55,7 +55,8 @@ def temporary_path(path: Path) -> Path:
     return path.with_name(f".{path.name}.{os.getpid()}")
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -20,8 +20,8 @@ KINDS: dict[str, tuple[str, ...]] = {"text_encoder": ("text_encoder", "image_enc
 
 
 def offloaded(names: Iterable[str], kinds: Iterable[str]) -> list[str]:
-    """Which of these components belong to one of these kinds."""
-    prefixes = tuple(prefix for kind in kinds for prefix in KINDS[kind])
+    """Which of these components belong to one of these kinds; other kinds have no components."""
+    prefixes = tuple(prefix for kind in kinds for prefix in KINDS.get(kind, ()))
     return [name for name in names if name.startswith(prefixes)]
 
 
@@ -32,7 +32,7 @@ class ComponentOffload:
         """parts: a pipeline's components, of which those of `kinds` are in CPU memory and run on `device`."""
         self.device = device
         self._modules: dict[str, list[nn.Module]] = {}
-        for kind in kinds if device.type != "cpu" else ():
+        for kind in KINDS.keys() & set(kinds) if device.type != "cpu" else ():
             named = offloaded(parts, [kind])
             self._modules[kind] = [parts[name] for name in named if isinstance(parts[name], nn.Module)]
         self._stored: dict[str, list[tuple[Tensor, Tensor]]] = {}

@@ -49,10 +49,8 @@ def encode_frame(pipe: Any, image: Image.Image, frames: int = 1) -> Tensor:
     return ((latents - mean) * (1.0 / std))[0]
 
 
-def save_memory(vae: Any, slicing: bool, tiling: bool) -> None:
-    """Let the VAE process one image of a batch at a time, or tiles. ValueError if this VAE does not support it."""
-    for asked, name in ((slicing, "enable_slicing"), (tiling, "enable_tiling")):
-        if asked and not hasattr(vae, name):
-            raise ValueError(f"{type(vae).__name__} has no {name}")
-        if asked:
-            getattr(vae, name)()
+def tile(vae: Any) -> None:
+    """Let the VAE process tiles of an image. ValueError if this VAE does not support it."""
+    if not hasattr(vae, "enable_tiling"):
+        raise ValueError(f"{type(vae).__name__} has no enable_tiling")
+    vae.enable_tiling()

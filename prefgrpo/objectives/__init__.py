@@ -2,6 +2,7 @@
 
 from prefgrpo.config.loading import section
 from prefgrpo.config.schema import TrainConfig
+from prefgrpo.judge.verdict import did_you_mean
 from prefgrpo.objectives.base import Objective
 from prefgrpo.rewards import load_object
 
@@ -21,7 +22,8 @@ def objective_class(name: str) -> type[Objective]:
     """The class registered as `name`, or at the import path `name`. Raises ValueError if there is none."""
     path = OBJECTIVES.get(name, name)
     if not {".", ":"} & set(path):
-        raise ValueError(f"expected one of {', '.join(OBJECTIVES)}, or the import path of a class, got {name!r}")
+        expected = f"expected one of {', '.join(OBJECTIVES)}, or the import path of a class"
+        raise ValueError(f"{expected}, got {name!r}{did_you_mean(name, OBJECTIVES)}")
     try:
         kind = load_object(path)
     except Exception as error:

@@ -47,6 +47,6 @@ class AWM(OldPolicy, PointwiseObjective):
         new = self.log_likelihood(p.error, p.t)
         if not self.ratio:
             return -advantage * new
-        high = train.clip_range if train.clip_range_high is None else train.clip_range_high
         ratio = torch.exp(new - self.log_likelihood(p.anchor_error, p.t))
-        return torch.maximum(-advantage * ratio, -advantage * ratio.clamp(1.0 - train.clip_range, 1.0 + high))
+        clipped = ratio.clamp(1.0 - train.clip_range, 1.0 + train.clip_range)
+        return torch.maximum(-advantage * ratio, -advantage * clipped)

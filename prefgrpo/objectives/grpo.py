@@ -26,7 +26,6 @@ class GRPO(TrajectoryObjective):
             new.logp_old,
             advantage,
             clip_low=train.clip_range,
-            clip_high=train.clip_range_high,
             adv_clip=train.adv_clip_max,
             weight=new.weight,
             kl=new.kl,

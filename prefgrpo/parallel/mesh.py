@@ -17,7 +17,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from prefgrpo.config.recipe import ConfigError
-from prefgrpo.config.schema import Config, ParallelConfig, has_masters, splits
+from prefgrpo.config.schema import Config, ParallelConfig
 
 DIMENSIONS = ("replicate", "shard", "ring", "ulysses")
 
@@ -47,13 +47,13 @@ class Layout:
 
     @classmethod
     def of(cls, config: Config, processes: int) -> Layout:
-        """The layout for a number of processes. Raises ConfigError unless it is replicate × shard × ring × ulysses."""
+        """The layout for a number of processes. Raises ConfigError unless shard × ring × ulysses divides it."""
         p = config.parallel
         if wrong := problem(p, processes):
             raise ConfigError([wrong])
         inner = p.shard * p.ring * p.ulysses
-        split = inner if splits(config) else 1
-        fsdp = splits(config) or has_masters(config)
+        split = inner if config.splits else 1
+        fsdp = config.splits or config.has_masters
         return cls(processes // inner, p.shard, p.ring, p.ulysses, split, fsdp)
 
 
@@ -63,8 +63,6 @@ def problem(parallel: ParallelConfig, processes: int) -> str:
     sizes = f"shard {p.shard} × ring {p.ring} × ulysses {p.ulysses} = {inner}"
     if processes % inner:
         return f"parallel: expected a multiple of {sizes} processes, got {processes}; start more, or set smaller sizes"
-    if p.replicate and processes != p.replicate * inner:
-        return f"parallel.replicate: expected {processes // inner} ({processes} processes / {sizes}), got {p.replicate}"
     return ""
 
 

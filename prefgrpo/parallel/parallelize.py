@@ -42,7 +42,7 @@ def parallelize(adapter: Adapter, config: Config, world: World) -> None:
     if layout.context > 1:
         split_tokens(adapter, world)
     if layout.fsdp:
-        shard_weights(adapter, world, offload=config.parallel.offload)
+        shard_weights(adapter, world, offload="weights" in config.memory.offload)
 
 
 def add_trained_weights(adapter: Adapter, train: TrainConfig, seed: int) -> None:

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from prefgrpo.rewards import PYTHON, RewardSpecError, parse_reward_spec, python_rewards
 from prefgrpo.run.log import read_metrics
-from prefgrpo.run.run_folder import PRODUCTS, RunFolder, step_of
+from prefgrpo.run.run_folder import RunFolder, step_of
 
 Floats = NDArray[np.float64]
 Images = NDArray[np.uint8]
@@ -146,9 +146,8 @@ class Run:
 
     @property
     def finished(self) -> bool:
-        """Whether the run ended: all steps done, or the time limit reached (the folder then has the final weights)."""
-        exported = any((self.folder / name).exists() for name in PRODUCTS)
-        return 0 < self.planned_steps <= self.step or (exported and bool(self.section("train").get("max_minutes")))
+        """Whether all steps are done."""
+        return 0 < self.planned_steps <= self.step
 
     @property
     def status(self) -> str:

@@ -1,25 +1,28 @@
 """Scores a step's groups while they are being generated.
 
 `add` hands over a sample without blocking: streaming rewards get it at once (a judge gets a pair as soon as both its
-members exist). `finish` runs the in-process rewards on the calling thread while those requests are in flight, then
-waits for the answers until the deadline. A second step may begin before the first is finished; each has its own
-counts and timings. Invariant: values depend only on (seed, step, group, samples), not on the order of arrival; a metric
-without data (latency without an answer) is left out, never 0.
+members exist), in-process rewards score a group, on a thread of the scorer, as soon as it is complete. `finish` waits
+for the in-process rewards, then for answers until the deadline. A second step may begin before the first is finished;
+each has its own counts and timings. Invariant: values depend only on (seed, step, group, samples), not on the order of
+arrival; a metric without data (latency without an answer) is left out, never 0.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from prefgrpo.data.metric import Metric
@@ -66,7 +69,7 @@ class _Step:
     """Group → member → added sample."""
     stats: dict[str, RequestStats]
     sessions: dict[str, dict[int, GroupSession]] = field(default_factory=dict)
-    """Streaming reward → group → its session."""
+    """Reward → group → its session."""
     counts: Counter[str] = field(default_factory=Counter)
     """Statistics of the judge clients for this step (`judge.traffic`)."""
 
@@ -106,6 +109,9 @@ class Scorer:
         """Group → member → sample, of the next step to finish or, right after `finish`, of that step."""
         self._lock = threading.Lock()
         self._open_steps: list[_Step] = []
+        device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+        self._worker = ThreadPoolExecutor(1, "rewards", initializer=_use_device, initargs=(device,))
+        """Runs the in-process rewards, one call at a time."""
 
     def begin(self, step: int, groups: Sequence[int], ahead: bool = False) -> None:
         """Start a step with these group ids. ahead: keep the step that has already begun, which must have other groups
@@ -117,7 +123,7 @@ class Scorer:
         one.sessions = {
             name: {g: self._session(one, name, reward, g) for g in groups}
             for name, reward in self.rewards.items()
-            if reward.streams and self.active
+            if self.active
         }
         self._open_steps.append(one)
         self.samples = self._open_steps[0].samples
@@ -146,14 +152,16 @@ class Scorer:
             missing = np.full((len(one.samples), self.group_size), np.nan)
             return StepScores(dict.fromkeys(self.rewards, missing), none, {}, {})
         with traffic.collect_counts(one.counts):
-            groups = {name: self._in_process(one, name, r) for name, r in self.rewards.items() if not r.streams}
+            inside = {name: sessions for name, sessions in one.sessions.items() if not self.rewards[name].streams}
+            groups = {name: [s.result(math.inf) for s in sessions.values()] for name, sessions in inside.items()}
             started = time.monotonic()
-            for name, sessions in one.sessions.items():
+            streaming = {name: sessions for name, sessions in one.sessions.items() if self.rewards[name].streams}
+            for name, sessions in streaming.items():
                 groups[name] = []
                 for session in sessions.values():
                     groups[name].append(session.result(started + self.deadline_s))
                     progress(1)
-        wait_s = time.monotonic() - started if one.sessions else 0.0
+        wait_s = time.monotonic() - started if streaming else 0.0
         one.cancel()
         return self._collect(one, {name: groups[name] for name in self.rewards}, wait_s)
 
@@ -165,6 +173,7 @@ class Scorer:
     def close(self) -> None:
         """Cancel unfinished steps, and close the rewards."""
         self.cancel()
+        self._worker.shutdown()
         for reward in self.rewards.values():
             reward.close()
 
@@ -180,27 +189,36 @@ class Scorer:
         return int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0])
 
     def _session(self, one: _Step, name: str, reward: Reward, group: int) -> GroupSession:
+        if not reward.streams:
+            return _InProcessSession(self.group_size, partial(self._in_process, one, name, reward, group))
         if isinstance(reward, GroupwiseReward):
             return reward.session(self.group_size, self._seed(one.number, group), one.stats[name])
         assert isinstance(reward, PointwiseReward)
         return _PointwiseSession(reward, self.group_size, one.stats[name])
 
-    def _in_process(self, one: _Step, name: str, reward: Reward) -> list[GroupScores]:
-        """Run an in-process reward on this thread."""
-        stats, started = one.stats[name], time.monotonic()
-        stats.sent()
-        if isinstance(reward, PointwiseReward):
-            scores = self._pointwise(one.samples, name, reward)
-        else:
-            assert isinstance(reward, GroupwiseReward)
-            scores = [self._groupwise(reward, made, self._seed(one.number, g)) for g, made in one.samples.items()]
-        stats.done(time.monotonic() - started)
-        return scores
+    def _in_process(
+        self, one: _Step, name: str, reward: Reward, group: int, members: dict[int, Sample]
+    ) -> Future[GroupScores]:
+        """Start to score a group under an in-process reward."""
+        stats = one.stats[name]
 
-    def _pointwise(self, added: dict[int, dict[int, Sample]], name: str, reward: PointwiseReward) -> list[GroupScores]:
-        """One call for the whole step, in order of groups and members; if it raises, one call per sample."""
-        keys = [(g, m) for g, members in added.items() for m in sorted(members)]
-        samples = [added[g][m] for g, m in keys]
+        def work() -> GroupScores:
+            started = time.monotonic()
+            with traffic.collect_counts(one.counts):
+                if isinstance(reward, PointwiseReward):
+                    scores = self._pointwise(name, reward, members)
+                else:
+                    assert isinstance(reward, GroupwiseReward)
+                    scores = self._groupwise(reward, members, self._seed(one.number, group))
+            stats.done(time.monotonic() - started)
+            return scores
+
+        stats.sent()
+        return self._worker.submit(work)
+
+    def _pointwise(self, name: str, reward: PointwiseReward, members: dict[int, Sample]) -> GroupScores:
+        """One call for the group, in order of its members; if it raises, one call per sample."""
+        samples = [members[m] for m in sorted(members)]
         try:
             scores = reward.score(samples) if samples else []
             if len(scores) != len(samples) or not all(isinstance(s, Score) for s in scores):
@@ -212,8 +230,8 @@ class Scorer:
         except Exception:  # noqa: BLE001  (a reward's libraries may raise anything; same as in `reward serve`)
             traceback.print_exc()
             scores = [_score_one(reward, sample) for sample in samples]
-        scored = dict(zip(keys, scores, strict=True))
-        return [GroupScores([scored.get((g, m), _MISSING) for m in range(self.group_size)]) for g in added]
+        scored = dict(zip(sorted(members), scores, strict=True))
+        return GroupScores([scored.get(m, _MISSING) for m in range(self.group_size)])
 
     def _groupwise(self, reward: GroupwiseReward, made: dict[int, Sample], seed: int) -> GroupScores:
         """Run an in-process groupwise reward on the members that exist."""
@@ -254,6 +272,30 @@ class Scorer:
                     prompt = next((s.prompt for s in made.values()), "")
                     log_judgements(self._log, name, one.number, group, prompt, scores.comparisons)
         return StepScores(values, groups, metrics, dict(reasons.most_common()))
+
+
+class _InProcessSession:
+    """A group that an in-process reward scores as soon as it is complete."""
+
+    def __init__(self, size: int, start: Callable[[dict[int, Sample]], Future[GroupScores]]) -> None:
+        self.size, self.start = size, start
+        self.members: dict[int, Sample] = {}
+        self.scores: Future[GroupScores] | None = None
+
+    def add(self, member: int, sample: Sample) -> None:
+        self.members[member] = sample
+        if len(self.members) == self.size:
+            self.scores = self.start(self.members)
+
+    def result(self, deadline: float) -> GroupScores:
+        """The scores, whenever they come: there is no deadline for work in this process."""
+        if self.scores is None:  # some members were never generated
+            self.scores = self.start(self.members)
+        return self.scores.result()
+
+    def cancel(self) -> None:
+        if self.scores is not None:
+            self.scores.cancel()
 
 
 class _PointwiseSession:
@@ -320,6 +362,12 @@ def _contradictions(group: list[Comparison]) -> list[bool]:
     return [
         np.sign(p - 0.5) != np.sign(0.5 - answers[j, i]) for (i, j), p in answers.items() if i < j and (j, i) in answers
     ]
+
+
+def _use_device(device: int | None) -> None:
+    """On a new thread, make the process's GPU the current one: it is a setting of every thread."""
+    if device is not None:
+        torch.cuda.set_device(device)
 
 
 def _score_one(reward: PointwiseReward, sample: Sample) -> Score:

@@ -130,8 +130,7 @@ class Rollouts:
             for number, (b, condition) in enumerate(zip(mine + fill, texts, strict=True)):
                 sizes = slots[b.places[0][0]][1]
                 batch = self._generate(step, b, condition, sizes)
-                at_once = self.config.memory.decode_batch
-                media = to_uint8(decode(self.adapter, batch.trajectory.latents, sizes, at_once, self.world))
+                media = to_uint8(decode(self.adapter, batch.trajectory.latents, sizes, self.world))
                 if number < len(mine):
                     put(b, media)
                 else:

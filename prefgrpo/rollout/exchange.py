@@ -1,13 +1,15 @@
 """Sends every sample to the data-parallel index that scores its group, while the next batch is generated.
 
 One message per batch and receiver: uint8 [n, (F,) H, W, 3], the samples in batch order. All processes derive the
-messages and their shapes from the same plan, so only pixels are sent.
+messages and their shapes from the same plan, so only pixels are sent. Samples are handed over on threads, so resizing
+of source images and encoding for a judge never hold up the rollout.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 
 import numpy as np
@@ -27,13 +29,37 @@ def media_exchange(
 ) -> Iterator[Callable[[BatchPlan, Images], None]]:
     """Yields `put`, to be called with every locally generated batch [B, (F,) H, W, 3]; it sends without waiting.
 
-    shape: of a sample's pixels. take: called with (place, pixels) of every sample of `world.slots`; for samples from
-    other processes, on a separate thread. On exit, it has been called for all samples.
+    shape: of a sample's pixels. take: called, on other threads, with (place, pixels) of every sample of `world.slots`.
+    On exit, it has been called for all samples; what it raised is raised by the next `put`, or on exit.
     """
 
     def rows_of(batch: BatchPlan, index: int) -> list[int]:
         """Rows of the samples of a batch that are scored on an index."""
         return [row for row, (p, _) in enumerate(batch.places) if world.owner(p) == index]
+
+    def hand_over(batch: BatchPlan, rows: list[int], pixels: Images) -> None:
+        for row, image in zip(rows, pixels, strict=True):
+            take(batch.places[row], image)
+
+    def receive() -> None:
+        try:
+            for batch, rows, transfer in coming:
+                hand_over(batch, rows, np.asarray(transfer.wait()))
+            received.set_result(None)
+        except BaseException as error:  # noqa: BLE001  (raised where the result is asked for)
+            received.set_exception(error)
+
+    def put(batch: BatchPlan, media: Images) -> None:
+        if media.shape[1:] != shape(batch):
+            raise RuntimeError(f"expected media of shape {shape(batch)}, the model made {media.shape[1:]}")
+        for done in [work for work in works if work.done()]:
+            done.result()
+        for index in range(world.dp_size):
+            rows = rows_of(batch, index)
+            if index == world.dp_index:
+                works.append(local.submit(hand_over, batch, rows, media[rows]))
+            elif rows:
+                sent.append(world.send(torch.from_numpy(media[rows]), index, batch.number))
 
     coming = [
         (b, rows, world.receive((len(rows), *shape(b)), b.index, b.number))
@@ -41,33 +67,12 @@ def media_exchange(
         if b.index != world.dp_index and (rows := rows_of(b, world.dp_index))
     ]
     sent: list[Transfer] = []
-    errors: list[BaseException] = []
-
-    def receive() -> None:
-        try:
-            for batch, rows, transfer in coming:
-                pixels = np.asarray(transfer.wait())
-                for row, image in zip(rows, pixels, strict=True):
-                    take(batch.places[row], image)
-        except BaseException as error:  # noqa: BLE001  (re-raised below)
-            errors.append(error)
-
-    def put(batch: BatchPlan, media: Images) -> None:
-        if media.shape[1:] != shape(batch):
-            raise RuntimeError(f"expected media of shape {shape(batch)}, the model made {media.shape[1:]}")
-        for index in range(world.dp_size):
-            rows = rows_of(batch, index)
-            if index == world.dp_index:
-                for row in rows:
-                    take(batch.places[row], media[row])
-            elif rows:
-                sent.append(world.send(torch.from_numpy(media[rows]), index, batch.number))
-
-    thread = threading.Thread(target=receive, daemon=True)
-    thread.start()
-    yield put  # after an error inside, nothing is waited for: the other processes may have ended
-    thread.join()
+    received: Future[None] = Future()
+    works = [received]
+    threading.Thread(target=receive, daemon=True).start()
+    with ThreadPoolExecutor(1, "samples") as local:
+        yield put  # after an error inside, nothing is waited for: the other processes may have ended
+        for work in works:
+            work.result()
     for transfer in sent:
         transfer.wait()
-    for error in errors:
-        raise error

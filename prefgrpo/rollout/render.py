@@ -26,6 +26,8 @@ from prefgrpo.rollout.rollout import rollout
 from prefgrpo.sde.schedule import Schedule
 
 Images = NDArray[np.uint8]
+DECODED_PIXELS = 1024 * 1024
+"""Most pixels per call of the VAE decoder, at least one image or clip: more take memory and no less time."""
 
 
 @lru_cache(maxsize=256)
@@ -49,26 +51,25 @@ def render(
     ids: Tensor,
     sizes: SamplingConfig,
     seed: int,
-    at_once: int = 0,
     world: World | None = None,
 ) -> Tensor:
     """Images [B, 3, H, W] or clips [B, F, 3, H, W], fp32 in [0, 1], of B prompts; ids: int64 [B] noise addresses.
 
-    at_once: samples per VAE call; 0: all. world: if given, its context-parallel processes each decode a part.
+    world: if given, its context-parallel processes each decode a part.
     """
     condition = conditions(embeddings, prompts, sizes, ids.device)
     done = rollout(adapter, schedule, condition, ids, sizes, seed=seed)
-    return decode(adapter, done.latents, sizes, at_once, world)
+    return decode(adapter, done.latents, sizes, world)
 
 
 @torch.no_grad()
-def decode(
-    adapter: Adapter, latents: Tensor, sizes: SamplingConfig, at_once: int = 0, world: World | None = None
-) -> Tensor:
-    """Decode final latents [B, …] to images or clips, `at_once` per VAE call (0: all); world: as for `render`."""
+def decode(adapter: Adapter, latents: Tensor, sizes: SamplingConfig, world: World | None = None) -> Tensor:
+    """Decode final latents [B, …] to images or clips, DECODED_PIXELS per VAE call; world: as for `render`."""
+    frames = adapter.frames(sizes) or 1
+    at_once = max(1, DECODED_PIXELS // (frames * sizes.height * sizes.width))
 
     def work(rows: Tensor) -> Tensor:
-        return torch.cat([adapter.decode(part, sizes) for part in rows.split(at_once or len(rows))])
+        return torch.cat([adapter.decode(part, sizes) for part in rows.split(at_once)])
 
     with adapter.offload.on_device("vae"):
         return work(latents) if world is None else world.split_and_gather(latents, work)

@@ -32,7 +32,7 @@ from prefgrpo.sde.schedule import (
 
 def eval_sampling(config: Config) -> SamplingConfig:
     """Sampling settings of evaluation and `generate`: those of training, with the fields set in `eval` replaced."""
-    keys = ("height", "width", "frames", "steps", "guidance", "guidance_2")
+    keys = ("height", "width", "steps")
     given = {key: getattr(config.eval, key) for key in keys}
     return replace(config.rollout, **{key: value for key, value in given.items() if value is not None})
 
@@ -60,13 +60,10 @@ class Schedules:
     def _table(self, sizes: SamplingConfig) -> tuple[Tensor, Tensor]:
         """Sigmas [T + 1], and the σ passed to the model at each step [T], both fp32."""
         if sizes not in self._tables:
-            if sizes.sigmas == "published":
-                assert sizes.shift is not None  # config.checks
-                sigmas = shifted_sigmas(sizes.steps, sizes.shift)
-                times = sigmas[:-1]
-            else:
+            if sizes.shift is None:
                 sigmas, times = self.adapter.sigmas(sizes), self.adapter.times(sizes)
-            if self.config.rollout.truncate_timesteps and torch.equal(times, sigmas[:-1]):
+            else:
+                sigmas = shifted_sigmas(sizes.steps, sizes.shift)
                 times = truncated_times(sigmas)
             self._tables[sizes] = sigmas, times
         return self._tables[sizes]

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from prefgrpo.config.schema import RewardConfig
+from prefgrpo.config.schema import COMBINE, RewardConfig
 from prefgrpo.ops import group_advantage
 from prefgrpo.rewards import load_object
 from prefgrpo.rewards.base import GroupScores, Reward
@@ -38,11 +38,11 @@ def part_table(groups: Mapping[str, list[GroupScores]], parts: Parts) -> NDArray
 
 
 class CombineError(RuntimeError):
-    """`reward.function` raised, or did not return one number per sample."""
+    """`reward.combine` raised, or did not return one number per sample."""
 
 
 def load_function(path: str) -> Callable[[Tensor, Tensor], Tensor]:
-    """The function of `reward.function`: file.py:function or package.module.function. Raises ValueError."""
+    """The function named by `reward.combine`: file.py:function or package.module.function. Raises ValueError."""
     try:
         function: Callable[[Tensor, Tensor], Tensor] = load_object(path)
     except Exception as error:
@@ -57,16 +57,16 @@ def _combined(path: str, table: Tensor, weights: Tensor) -> Tensor:
     try:
         values = torch.as_tensor(load_function(path)(table, weights)).to(table)
     except Exception as error:
-        raise CombineError(f"reward.function {path} raised {type(error).__name__}: {error}") from error
+        raise CombineError(f"reward.combine {path} raised {type(error).__name__}: {error}") from error
     if values.shape != table.shape[1:]:
-        raise CombineError(f"reward.function {path}: expected {list(table.shape[1:])} values, got {list(values.shape)}")
+        raise CombineError(f"reward.combine {path}: expected {list(table.shape[1:])} values, got {list(values.shape)}")
     return torch.where(values.isfinite(), values, torch.nan)
 
 
 def by_comparisons(rewards: Mapping[str, Reward], weights: Mapping[str, float], options: RewardConfig) -> bool:
     """Whether advantages are those of one judge's win rates, which `winrate_advantage` computes from its verdicts."""
     trained = {name: weight for name, weight in weights.items() if weight}
-    changed = options.function or options.rank or options.batch_norm
+    changed = options.combine not in COMBINE or options.rank or options.batch_norm
     reward = rewards[next(iter(trained))]
     return list(trained.values()) == [1] and not changed and isinstance(reward, VlmPairwise) and reward.is_win_rate
 
@@ -103,8 +103,8 @@ def advantages(
             known = sum(u * ~values.isnan() for u, values in own)
             if weight:
                 out += torch.where(missing | (known == 0), 0.0, weight * total / known)
-    elif options.function:
-        values = _combined(options.function, table[trained], kinds[trained])
+    elif options.combine not in COMBINE:
+        values = _combined(options.combine, table[trained], kinds[trained])
         missing = values.isnan()
         out = in_groups(values[None])
     else:

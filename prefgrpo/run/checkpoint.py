@@ -1,11 +1,10 @@
-"""Checkpoints and the run folder: written atomically (`data.atomic`), checked for completeness before use.
+"""Checkpoints of a run, written by torch.distributed.checkpoint (DCP) while training goes on, and read on any mesh.
 
-A checkpoint is a folder `step_NNNNNN` with `state.safetensors` (trained weights, AdamW moments, EMA), `state.json`
-(step, optimiser counters, the size of every file) and `lora/` or `pipeline/` in diffusers format. Sharded weights, with
-their moments and EMA, are in `parts/` instead (torch.distributed.checkpoint): every process writes its own files, and
-any number of processes can read them. Noise and prompt order are functions of (seed, step), so there is no
-generator state to save. Invariant: a folder with the final name is complete, because it is renamed into place after
-everything in it is on disk, and it is never replaced.
+A checkpoint is a folder `step_NNNNNN`: `.metadata` and one `.distcp` file per process hold the trained weights, AdamW's
+state, the EMA and the old policy, as plain tensors or shards; `state.json` holds the step, the number of updates and
+the size of every file. Noise and prompt order are functions of (seed, step), so there is no generator state to save.
+Invariant: a folder with the final name is complete, because rank 0 renames it into place after every process has
+written its files; it is never replaced.
 """
 
 from __future__ import annotations
@@ -15,154 +14,195 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Collection
+import warnings
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException as PartsError
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.state_dict_loader import load as load_parts
-from torch.distributed.checkpoint.state_dict_saver import save as save_parts
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save
+from torch.distributed.checkpoint.storage import WriteResult
 
 from prefgrpo.config.recipe import UserError
-from prefgrpo.data.atomic import temporary_path, write_folder
-from prefgrpo.parallel.shard import is_sharded, shard_like
+from prefgrpo.data.atomic import sync, temporary_path
+from prefgrpo.parallel import world as parallel
 from prefgrpo.parallel.world import World
 from prefgrpo.run.run_folder import RunFolder
 
-STATE, META, PARTS = "state.safetensors", "state.json", "parts"
+META = "state.json"
+KEEP = 2
+"""Newest checkpoints that a run keeps."""
+PARTIAL = "partial"
+"""Ending of the hidden folder in which a checkpoint is written; every process derives the same name."""
+warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
 class CheckpointError(UserError, RuntimeError):
     """A checkpoint or run folder that cannot be used; the message says which and what to do."""
 
 
-# ---- checkpoints ----------------------------------------------------------------------------------------------------
+# ---- writing --------------------------------------------------------------------------------------------------------
 
 
-def save(
-    run: RunFolder,
-    step: int,
-    tensors: dict[str, Tensor],
-    meta: dict[str, Any],
-    export: Callable[[Path], None],
-    keep: int,
-    world: World,
-) -> None:
-    """Write the checkpoint of a step; `export(path)` adds the diffusers-format weights. Keeps the newest `keep` ones.
+class Checkpoints:
+    """The checkpoints of a run. At most one is being written at a time; every rank calls every method."""
 
-    Every rank calls it: rank 0 writes, and every rank its shards. An existing checkpoint is left unchanged, because the
-    state after a step is a function of the run and the step. Raises CheckpointError on all ranks if any cannot write.
+    def __init__(self, run: RunFolder, world: World, keep: int = KEEP) -> None:
+        """keep: number of newest checkpoints that stay."""
+        self.run, self.keep, self.world = run, keep, world
+        self._group: dist.ProcessGroup | None = None
+        """For the writing threads, whose messages must not mix with those of the step."""
+        self._path: Path | None = None
+        """The checkpoint that is being written."""
+        self._future: Future[Any] | None = None
+
+    def save(self, step: int, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
+        """Copy the tensors, then write them in another thread; waits for the previous save first.
+
+        Plain tensors must be equal on all ranks. An existing checkpoint is left unchanged, because the state after a
+        step is a function of the run and the step. Raises CheckpointError, on all ranks, if the previous save failed.
+        """
+        self.wait()
+        final = self.run.checkpoint(step)
+        if self.world.any(self.world.main and final.exists()):
+            return
+        if self.world.size > 1 and self._group is None:
+            self._group = dist.new_group(backend="gloo", timeout=parallel.TIMEOUT)
+        writer = _Writer(self.run, step, meta, self.keep)
+        alone = self.world.size == 1
+        self._future = async_save(dict(tensors), storage_writer=writer, process_group=self._group, no_dist=alone)  # type: ignore[assignment]  # a Future, as the writer copies the tensors before it returns
+        self._path = final
+
+    @property
+    def failed(self) -> bool:
+        """Whether the save in flight has failed on this rank, so that `wait` will raise; does not wait."""
+        return self._future is not None and self._future.done() and self._future.exception() is not None
+
+    def completed(self) -> Path | None:
+        """The folder of a save that has succeeded since the last call, or None; does not wait."""
+        if self._future is None or not self._future.done() or self._future.exception() is not None:
+            return None
+        path, self._path, self._future = self._path, None, None
+        return path
+
+    def wait(self) -> None:
+        """Wait until the save in flight, if there is one, has ended.
+
+        Raises CheckpointError, on all ranks and with the same message, if a process could not write its part.
+        """
+        if self._future is None or self._path is None:
+            return
+        try:
+            self._future.result()
+        except CheckpointException as error:
+            path, self._path, self._future = self._path, None, None
+            if self.world.main:
+                shutil.rmtree(_partial(path), ignore_errors=True)
+            causes = "; ".join(f"process {rank}: {cause}" for rank, (cause, _) in sorted(error.failures.items()))
+            raise CheckpointError(f"the checkpoint {path.name} cannot be written: {causes}") from error
+
+    def close(self) -> None:
+        """Let the save in flight end, whatever becomes of it: the process must not exit in the middle of it."""
+        if self._future is not None:
+            self._future.exception()
+
+
+class _Writer(FileSystemWriter):
+    """Writes a checkpoint into a hidden folder; rank 0 completes and renames it when all processes have written.
+
+    DCP passes an exception in any of its methods to all processes.
     """
-    final = run.checkpoint(step)
-    if world.any(world.main and final.exists()):
-        return
-    parts = {key: t.detach() for key, t in tensors.items() if is_sharded(t)}
-    problem = None
-    began = False
 
-    def write(inside: Path) -> None:
-        nonlocal began
-        began = True
-        if parts:
-            _save_parts(inside, parts, world)
-        whole = {k: t.detach().contiguous().cpu() for k, t in tensors.items() if k not in parts}
-        save_file(whole, inside / STATE)
-        export(inside)
-        sizes = {str(p.relative_to(inside)): p.stat().st_size for p in sorted(inside.rglob("*")) if p.is_file()}
-        facts = {"step": step, **meta, "files": sizes}
-        (inside / META).write_text(json.dumps(facts, indent=1), encoding="utf-8")
+    def __init__(self, run: RunFolder, step: int, meta: dict[str, Any], keep: int) -> None:
+        super().__init__(_partial(run.checkpoint(step)))
+        self._run, self._step, self._meta, self._keep = run, step, meta, keep
 
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """On rank 0: write `.metadata` and state.json, rename the folder, and remove checkpoints beyond `keep`."""
+        super().finish(metadata, results)
+        folder, final = Path(self.path), self._run.checkpoint(self._step)
+        sizes = {p.name: p.stat().st_size for p in sorted(folder.iterdir())}
+        facts = {"step": self._step, **self._meta, "files": sizes}
+        (folder / META).write_text(json.dumps(facts, indent=1), encoding="utf-8")
+        sync(folder / META)
+        sync(folder)
+        os.replace(folder, final)
+        sync(final.parent)
+        for old in self._run.all_checkpoints()[: -self._keep]:
+            os.replace(old, temporary_path(old))  # under this name, `claim` removes it if we are killed here
+            shutil.rmtree(temporary_path(old))
+
+
+def _partial(final: Path) -> Path:
+    return final.with_name(f".{final.name}.{PARTIAL}")
+
+
+# ---- reading --------------------------------------------------------------------------------------------------------
+
+
+def read(path: Path, tensors: dict[str, Tensor], world: World) -> dict[str, Any]:
+    """Read these entries of a checkpoint in place, whatever mesh wrote it; returns its meta. Every rank calls it.
+
+    Raises CheckpointError, on all ranks, if a file is missing or has another size than when it was saved, or if the
+    checkpoint has other names or shapes.
+    """
+    checked: dict[str, Any] | CheckpointError | None = None
+    if world.main:  # not every process: they would ask the file system for the size of every other one's file
+        try:
+            checked = read_meta(path)
+            _check_names(path, tensors)
+        except CheckpointError as error:
+            checked = error
+    meta = world.all_gather_object(checked)[0]
+    if not isinstance(meta, dict):
+        assert meta is not None
+        raise meta
     try:
-        if world.main:
-            write_folder(final, write)
-            for old in run.all_checkpoints()[:-keep]:
-                os.replace(old, temporary_path(old))  # under this name, `claim` removes it if we are killed here
-                shutil.rmtree(temporary_path(old))
-        elif parts:
-            _save_parts(None, parts, world)
-    except (OSError, SafetensorError) as error:
-        problem = f"the checkpoint cannot be written: {error}"
-        if world.main and parts and not began:
-            world.all_gather_object(CheckpointError(problem))  # the others wait for the folder
-    except CheckpointError as error:
-        problem = str(error)
-    except PartsError as error:
-        causes = (f"process {rank}: {cause}" for rank, (cause, _) in error.failures.items())
-        problem = f"the checkpoint cannot be written: {'; '.join(causes)}"
-    if first := next((text for text in world.all_gather_object(problem) if text), None):
-        shutil.rmtree(temporary_path(final), ignore_errors=True)
-        raise CheckpointError(first)
+        load(dict(tensors), storage_reader=FileSystemReader(path), no_dist=world.size == 1)
+    except CheckpointException as error:
+        causes = "; ".join(f"process {rank}: {cause!r}" for rank, (cause, _) in sorted(error.failures.items()))
+        raise CheckpointError(f"{path} is damaged: {causes}; {_advice(path)}") from error
+    return meta
 
 
-def _save_parts(inside: Path | None, parts: dict[str, Tensor], world: World) -> None:
-    """Write sharded tensors into rank 0's folder `inside`; every rank calls it and writes its own files.
-
-    Raises the CheckpointError that rank 0 sends instead of a folder.
-    """
-    folder: Path | CheckpointError = next(place for place in world.all_gather_object(inside) if place is not None)
-    if isinstance(folder, CheckpointError):
-        raise folder
-    save_parts(parts, checkpoint_id=folder / PARTS)
-
-
-def read(
-    path: Path, world: World, templates: Callable[[Collection[str]], dict[str, Tensor]] = lambda names: {}
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """(tensors, meta) of a checkpoint folder; every rank calls it. Sharded tensors are read into those returned by
-    `templates(names)`. Raises CheckpointError, on all ranks, if a file is missing or has another size than when saved.
-    """
-    problem = None
+def _check_names(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Raise CheckpointError unless the checkpoint has all these tensors, in these shapes."""
     try:
-        meta = read_meta(path)
-        tensors = load_file(path / STATE)
-    except CheckpointError as error:
-        problem = error
-    except SafetensorError as error:
-        problem = CheckpointError(f"{path} is damaged: {STATE}: {error}")
-    if first := next((p for p in world.all_gather_object(problem) if p is not None), None):
-        raise first
-    if (path / PARTS).is_dir():
-        names = FileSystemReader(path / PARTS).read_metadata().state_dict_metadata
-        parts = templates(names.keys())
-        load_parts(parts, checkpoint_id=path / PARTS)
-        tensors |= parts
-    return tensors, meta
+        stored = FileSystemReader(path).read_metadata().state_dict_metadata
+    except Exception as error:  # what unpickling raises
+        raise CheckpointError(f"{path} is damaged: .metadata: {error!r}; {_advice(path)}") from error
+    wrong = [n for n, t in tensors.items() if n not in stored or getattr(stored[n], "size", None) != t.shape]
+    if wrong:
+        raise CheckpointError(
+            f"the weights in {path} do not fit this configuration: {len(wrong)} of {len(tensors)} tensors are missing "
+            f"or have another shape, the first: {wrong[0]}; resume with the same model and LoRA rank, or choose "
+            "another name"
+        )
 
 
 def read_meta(path: Path) -> dict[str, Any]:
     """The meta of a checkpoint. Raises CheckpointError if it is not complete."""
-    advice = f"remove {path} to use the one before, or {path.parent} to start again"
     try:
         meta: dict[str, Any] = json.loads((path / META).read_text(encoding="utf-8"))
         sizes = {str(name): int(size) for name, size in meta["files"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} is not a complete checkpoint ({META}: {error!r}); {advice}") from error
+        raise CheckpointError(f"{path} is not a complete checkpoint ({META}: {error!r}); {_advice(path)}") from error
     for name, size in sizes.items():
         file = path / name
-        found = file.stat().st_size if file.is_file() else None
-        if found != size:
-            has = "it is missing" if found is None else f"it has {found}"
-            raise CheckpointError(f"{path} is damaged: {name} should have {size} bytes, {has}; {advice}")
+        length = file.stat().st_size if file.is_file() else None
+        if length != size:
+            has = "it is missing" if length is None else f"it has {length}"
+            raise CheckpointError(f"{path} is damaged: {name} should have {size} bytes, {has}; {_advice(path)}")
     return meta
 
 
-def load_into(parameters: dict[str, Tensor], tensors: dict[str, Tensor], prefix: str) -> None:
-    """Copy the tensors `prefix + name` into parameters, in place. Raises CheckpointError if names or shapes differ."""
-    wanted = {f"{prefix}{n}": p for n, p in parameters.items()}
-    stored = {k: t for k, t in tensors.items() if k.startswith(prefix)}
-    if wanted.keys() != stored.keys() or any(wanted[k].shape != stored[k].shape for k in wanted):
-        raise CheckpointError(
-            f"the checkpoint's weights do not fit this configuration ({len(stored)} stored, {len(wanted)} expected "
-            f"under '{prefix}'); resume with the same model and LoRA rank, or choose another name"
-        )
-    with torch.no_grad():
-        for key, p in wanted.items():
-            p.copy_(shard_like(stored[key], p))
+def _advice(path: Path) -> str:
+    return f"remove {path} to use the one before, or {path.parent} to start again"
 
 
 # ---- one process per run folder -------------------------------------------------------------------------------------
@@ -182,7 +222,7 @@ def claim(run: RunFolder, resume: bool) -> int:
         raise CheckpointError(f"{run.root} cannot be created or written: {error}; choose another --output") from error
     _check_content(run, resume)  # again: another run may have started in between
     for leftover in (p for folder in (run.root, run.checkpoints, run.eval, run.groups) for p in folder.glob(".*.*")):
-        if re.fullmatch(r"\..+\.\d+", leftover.name):  # what a killed process was writing
+        if re.fullmatch(rf"\..+\.(\d+|{PARTIAL})", leftover.name):  # what a killed process was writing
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
     return handle
 

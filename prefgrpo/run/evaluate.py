@@ -39,6 +39,8 @@ MAX_ANSWER_CHARS = 2000
 """Maximum number of stored characters of a judge's answer."""
 MIN_PROMPTS = 30
 """Below this number of prompts, a result is called inconclusive."""
+IN_REPORT = 12
+"""Images of an evaluation that the report shows."""
 FIRST_ID = 2**62
 """First sample id of evaluation noise, far from those of training."""
 
@@ -89,7 +91,7 @@ class Evaluator:
         if resumed:
             self.before = load_initial_images(self.folder, name, self.world.dp_size)[mine]
             return
-        self.before = to_uint8(self.render(mine))
+        self.before = self.render(mine)
         if self.world.is_dp_leader:
             save_images(self.folder.initial_images(name, self.world.dp_index, self.world.dp_size), images=self.before)
         if self.world.main:
@@ -103,7 +105,7 @@ class Evaluator:
     def run(self, step: int) -> dict[str, float]:
         """Evaluate the policy after `step` steps: returns metrics over all ranks, stores the report's images."""
         index, eval_set = self.local_indices(), self.eval_set
-        now = to_uint8(self.render(index))
+        now = self.render(index)
         images = zip(now, self.before, strict=True)
         items = [eval_set.items[i] for i in index]
         pairs = [tuple(sample(p, m, self.sizes) for m in both) for p, both in zip(items, images, strict=True)]
@@ -116,13 +118,12 @@ class Evaluator:
         return out
 
     @torch.no_grad()
-    def render(self, index: list[int]) -> Tensor:
-        """Images [n, 3, H, W], or clips [n, F, 3, H, W], fp32 in [0, 1] of the current policy under the ODE rule.
+    def render(self, index: list[int]) -> Images:
+        """Images [n, H, W, 3], or clips [n, F, H, W, 3], of the current policy under the ODE rule.
 
         With `World.equal_forwards` all processes must call this together; those with fewer images repeat one.
         """
-        r, parts, count = self.sizes, [], len(index)
-        at_once, seed = self.config.memory.decode_batch, self.config.seed
+        r, parts, count = self.sizes, list[Images](), len(index)
         if self.world.equal_forwards:
             most = int(self.world.gather(np.array([float(count)])).max())
             index = index + [0] * (most - count)
@@ -130,11 +131,11 @@ class Evaluator:
             chunk = index[start : start + r.batch_size]
             items = [self.eval_set.items[i] for i in chunk]
             ids = self.ids(chunk)
-            made = render(self.adapter, self.schedule, self.embeddings, items, ids, r, seed, at_once, self.world)
-            parts.append(made.cpu())
-        clip = self.adapter.frames(r)
-        frames = () if clip is None else (clip,)
-        return torch.cat(parts)[:count] if parts else torch.zeros(0, *frames, 3, r.height, r.width)
+            made = render(self.adapter, self.schedule, self.embeddings, items, ids, r, self.config.seed, self.world)
+            parts.append(to_uint8(made))
+        frames = self.adapter.frames(r) or 1
+        shape = (*(frames,) * (frames > 1), r.height, r.width, 3)
+        return np.concatenate(parts)[:count] if parts else np.zeros((0, *shape), np.uint8)
 
     def ids(self, index: list[int]) -> Tensor:
         """Noise addresses of the given images, int64."""
@@ -145,9 +146,9 @@ class Evaluator:
         return share_of(self.world, len(self.eval_set.items))
 
     def report_indices(self) -> list[int]:
-        """Indices of the `eval.show` images for the report, evenly spaced over the set, on whichever rank they are."""
+        """Indices of the IN_REPORT images for the report, evenly spaced over the set, on whichever rank they are."""
         count = len(self.eval_set.items)
-        return np.linspace(0, count - 1, min(self.config.eval.show, count)).round().astype(int).tolist()
+        return np.linspace(0, count - 1, min(IN_REPORT, count)).round().astype(int).tolist()
 
     def _save_report_images(self, step: int, now: Images) -> None:
         """Gather the report's images, before and now, and store them."""

@@ -17,7 +17,7 @@ import numpy as np
 
 from prefgrpo.config.loading import section
 from prefgrpo.config.recipe import ConfigError
-from prefgrpo.config.schema import Config, JudgeConfig
+from prefgrpo.config.schema import COMBINE, Config, JudgeConfig
 from prefgrpo.data.media import Media
 from prefgrpo.data.prompts import Prompt
 from prefgrpo.judge.information import ask_known_answers, is_pairwise
@@ -58,8 +58,8 @@ def config_errors(config: Config) -> list[str]:
     trained = parsed("reward.spec", parse_reward_spec, config.reward.spec)
     measured = parsed("eval.spec", parse_reward_spec, config.eval.spec) if config.eval.spec else {}
     parsed("judge.plan", get_plan, config.judge.plan)
-    if config.reward.function:
-        parsed("reward.function", load_function, config.reward.function)
+    if config.reward.combine not in COMBINE:
+        parsed("reward.combine", load_function, config.reward.combine)
     if config.reward.combine == "geometric_mean" and any(w < 0 for w in trained.values()):
         wrong.append(f"reward.combine: {config.reward.combine} expects weights of at least 0, got {config.reward.spec}")
     for kind, weights, options in (
@@ -263,7 +263,7 @@ def training_scorer(
     weights, _ = specs(config)
     rewards = _built(config, "reward.spec", weights, config.reward.options, judge, prompts, world)
     split = [name for name, reward in rewards.items() if reward.part_weights]
-    combine = config.reward.function or config.reward.combine
+    combine = config.reward.combine
     if split and combine != "weighted_advantage_sum":
         message = f"reward.combine: expected weighted_advantage_sum, got {combine}, but {', '.join(split)}"
         raise ConfigError([f"{message} normalises its parts separately; change one of the two"])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,10 +18,12 @@ from prefgrpo.models import DTYPES, family
 from prefgrpo.models import load as load_model
 from prefgrpo.models.base import Adapter
 from prefgrpo.models.folder import ModelError
-from prefgrpo.models.vae import save_memory
+from prefgrpo.models.vae import tile
 from prefgrpo.parallel import attention, context
 from prefgrpo.parallel.mesh import Layout
+from prefgrpo.parallel.world import World
 from prefgrpo.rollout.embeddings import cached_fingerprint
+from prefgrpo.run import checkpoint
 from prefgrpo.run.log import quiet_libraries
 
 
@@ -45,12 +48,12 @@ def unsupported(config: Config) -> list[str]:
     layout = Layout(ring=p.ring, ulysses=p.ulysses)
     errors = context.unsupported(cls, config.family, layout)
     errors += attention.unsupported(cls, config.family, config.attention, layout)
-    for name, part in (("rollout", config.rollout), ("eval", config.eval)):
-        if part.frames is not None and cls.default_frames is None:
-            errors.append(f"{name}.frames: {config.family} makes images, expected none, got {part.frames}")
-        if part.guidance_2 is not None and cls.default_guidance_2 is None:
-            errors.append(f"{name}.guidance_2: {config.family} has one denoiser, expected none, got {part.guidance_2}")
-    if config.rollout.source_area is not None and cls.default_source_area is None:
+    r = config.rollout
+    if r.frames is not None and cls.default_frames is None:
+        errors.append(f"rollout.frames: {config.family} makes images, expected none, got {r.frames}")
+    if r.guidance_2 is not None and cls.default_guidance_2 is None:
+        errors.append(f"rollout.guidance_2: {config.family} has one denoiser, expected none, got {r.guidance_2}")
+    if r.source_area is not None and cls.default_source_area is None:
         errors.append(f"rollout.source_area: {config.family} resizes no sources, expected none")
     if unknown:
         expected = f"expected some of {', '.join(cls.denoisers)}"
@@ -80,8 +83,9 @@ def open_adapter(config: Config, device: torch.device, encoders: bool = True, sp
         )
     with config_errors_as("rollout.height/width/frames"):
         adapter.latent_shape(config.rollout)
-    with config_errors_as("memory"):
-        save_memory(adapter.pipe.vae, m.vae_slicing, m.vae_tiling)
+    if m.vae_tiling:
+        with config_errors_as("memory.vae_tiling"):
+            tile(adapter.pipe.vae)
     if not encoders:
         adapter.fingerprint = cached_fingerprint(config)
     return adapter
@@ -94,3 +98,12 @@ def model_options(config: Config) -> dict[str, Any]:
         "target_components": config.train.target_components,
         "guidance_gradient": config.train.guidance_gradient,
     }
+
+
+def load_checkpoint(adapter: Adapter, path: Path, averaged: bool, world: World) -> None:
+    """Read the trained weights of a checkpoint, or their EMA, into an adapter that is ready to train.
+
+    Raises CheckpointError, on all ranks.
+    """
+    prefix = "ema." if averaged else "param."
+    checkpoint.read(path, {prefix + name: p.detach() for name, p in adapter.trainable()}, world)

@@ -7,7 +7,7 @@ Invariant: `state_dict` holds everything that the next update depends on, so a r
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
@@ -15,9 +15,8 @@ from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from prefgrpo.config.schema import TrainConfig
-from prefgrpo.parallel.shard import full_tensor, is_sharded, shard_like, to_local
+from prefgrpo.parallel.shard import full_tensor, is_sharded, to_local
 from prefgrpo.parallel.world import World
-from prefgrpo.run.checkpoint import load_into
 
 FUSED_ON = ("cuda",)
 """Device types on which AdamW uses its fused kernel."""
@@ -42,9 +41,15 @@ class Policy:
         self.optimizer = torch.optim.AdamW(
             [{"params": kind, "fused": _fused(kind)} for kind in self.kinds],
             lr=train.lr,
-            betas=(train.beta1, train.beta2),
+            betas=(0.9, train.beta2),
             weight_decay=train.weight_decay,
         )
+        for p in self.params:  # as AdamW itself does in its first step; a checkpoint is read into these
+            start = torch.zeros(
+                (), device=p.device if _fused([p]) else "cpu"
+            )  # on the device for the fused kernel only
+            moments = {key: torch.zeros_like(p) for key in ("exp_avg", "exp_avg_sq")}
+            self.optimizer.state[p] = {"step": start} | moments
         self.ema, self.old, self.base = (self._copy() if kept else {} for kept in (train.ema_decay, old, base))
         self.updates = 0
 
@@ -55,7 +60,7 @@ class Policy:
         """
         world.sum_gradients(self.params)
         norms = [full_tensor(get_total_norm([p.grad for p in kind if p.grad is not None])) for kind in self.kinds]
-        norms = [norm.to(norms[0].device) for norm in norms]  # with parallel.offload, shards are on the CPU
+        norms = [norm.to(norms[0].device) for norm in norms]  # with memory.offload: [weights], shards are on the CPU
         total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
         for kind in self.kinds:
             clip_grads_with_norm_(kind, self.train.max_grad_norm, total)
@@ -104,40 +109,15 @@ class Policy:
                 torch._foreach_copy_(live, saved)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """All tensors of a checkpoint, by name."""
+        """All tensors of a checkpoint, by name: the live ones, which a checkpoint is also read into."""
         kinds = {"param": self.parameters, "ema": self.ema, "old": self.old}
-        out = {f"{kind}.{n}": t for kind, tensors in kinds.items() for n, t in tensors.items()}
+        out = {f"{kind}.{n}": t.detach() for kind, tensors in kinds.items() for n, t in tensors.items()}
         for name, p in self.parameters.items():
-            for key, value in self.optimizer.state.get(p, {}).items():
-                out[f"adamw.{key}.{name}"] = value
+            out |= {f"adamw.{key}.{name}": value for key, value in self.optimizer.state[p].items()}
         return out
-
-    def templates(self, names: Collection[str]) -> dict[str, Tensor]:
-        """Tensors, sharded as on this process, to read the entries `names` of a stored `state_dict()` into."""
-        live = {f"param.{n}": p.detach() for n, p in self.parameters.items()}
-        live |= {f"{kind}.{n}": t for kind in ("ema", "old") for n, t in getattr(self, kind).items()}
-        moments = {f"adamw.{key}.{n}": p for n, p in self.parameters.items() for key in ("exp_avg", "exp_avg_sq")}
-        return {n: live[n] if n in live else torch.zeros_like(moments[n]) for n in names if n in live or n in moments}
-
-    def load_state_dict(self, tensors: dict[str, Tensor], updates: int) -> None:
-        """Restore a `state_dict()` taken after `updates` updates. Raises CheckpointError if names do not match."""
-        load_into(self.parameters, tensors, "param.")
-        load_into(self.ema, tensors, "ema.")
-        load_into(self.old, tensors, "old.")
-        self.updates = updates
-        for name, p in self.parameters.items():
-            keys = [k for k in ("step", "exp_avg", "exp_avg_sq") if f"adamw.{k}.{name}" in tensors]
-            if keys:
-                self.optimizer.state[p] = {k: _like(tensors[f"adamw.{k}.{name}"], p, k) for k in keys}
 
 
 def _fused(kind: list[Tensor]) -> bool | None:
     """Whether AdamW updates these parameters with its fused kernel, which needs no temporary copies of them; on CPUs
     None, torch's default."""
     return all(p.device.type in FUSED_ON for p in kind) or None
-
-
-def _like(value: Tensor, parameter: Tensor, key: str) -> Tensor:
-    if key == "step":  # on the device only for the fused kernel
-        return value.clone().to(parameter.device if _fused([parameter]) else "cpu")
-    return shard_like(value, parameter).clone().to(parameter.device)

@@ -89,6 +89,17 @@ class RunFolder:
         steps = self.all_checkpoints()
         return steps[-1] if steps else None
 
+    def checkpoint_of(self, path: Path) -> Path | None:
+        """The checkpoint that a path names: itself, or for the run's folder the newest one."""
+        return path if path.resolve().parent.name == "checkpoints" else self.latest()
+
+
+def run_of(path: Path) -> RunFolder | None:
+    """The run that a run folder or a checkpoint folder belongs to; None for anything else."""
+    root = path.resolve().parent.parent if path.resolve().parent.name == "checkpoints" else path
+    run = RunFolder(root if root.name else root.resolve())
+    return run if run.config.is_file() else None
+
 
 def step_of(path: Path) -> int:
     """The step number in the file name of a checkpoint, of evaluation images or of groups."""

@@ -22,7 +22,7 @@ import torch
 
 from prefgrpo.config.loading import differences, load, to_dict
 from prefgrpo.config.recipe import ConfigError, to_yaml
-from prefgrpo.config.schema import Config, has_masters
+from prefgrpo.config.schema import Config
 from prefgrpo.data.atomic import write_atomic
 from prefgrpo.data.prompts import FEWEST_TO_SPLIT, Prompt, fingerprint, prompt_sets
 from prefgrpo.judge.verdict import PairJudge
@@ -51,13 +51,12 @@ from prefgrpo.run.policy import Policy
 from prefgrpo.run.run_folder import RunFolder
 
 FREE = (
-    "output", "name", "device", "tensorboard", "trackers", "data.cache", "memory.offload",
-    "train.steps", "train.max_minutes", "train.lr", "train.max_grad_norm",
-    "train.gradient_checkpointing", "checkpoint.every", "checkpoint.keep",
+    "output", "name", "device", "trackers", "data.cache", "memory.offload",
+    "train.steps", "train.lr", "train.max_grad_norm",
+    "train.gradient_checkpointing", "checkpoint.every",
     "judge.endpoints", "judge.api_key_env", "judge.concurrency", "judge.timeout_s", "judge.deadline_s",
     "judge.max_missing", "judge.strict", "judge.patience_steps", "judge.log", "judge.retries",
-    "judge.patience_s", "parallel.replicate", "parallel.shard", "parallel.ulysses", "parallel.ring",
-    "parallel.offload",
+    "judge.patience_s", "parallel.shard", "parallel.ulysses", "parallel.ring",
 )  # fmt: skip
 """Fields that may differ in a resumed run: where and how it runs, and options that help after a stop."""
 FREE_OPTIONS = (
@@ -246,7 +245,7 @@ def _reuse_obstacles(config: Config, goal: Objective) -> list[str]:
     obstacles = {
         f"{t.objective} replays no steps": goal.collector != "trajectory",
         "an old policy generates the rollouts": goal.sampled_by_old,
-        "fp32 master weights have no bf16 copy between forwards": has_masters(config),
+        "fp32 master weights have no bf16 copy between forwards": config.has_masters,
         "parallel splits weights or tokens": p.shard * p.ring * p.ulysses > 1,
         "rollout.staleness is 1, so the weights change in between": bool(config.rollout.staleness),
         "with train.lora_rank 0, the KL's reference weights are swapped in": bool(t.kl_coef and not t.lora_rank),
@@ -352,13 +351,13 @@ def _start_folder(config: Config, session: Session, resume: bool) -> None:
     folder, world = session.folder, session.world
     newest = folder.latest() if resume else None
     if newest is not None:
-        tensors, meta = checkpoint.read(newest, world, session.policy.templates)
+        meta = checkpoint.read(newest, session.policy.state_dict(), world)
         if meta["prompts"] != fingerprint(session.rollouts.prompts):
             raise checkpoint.CheckpointError(
                 f"{config.data.prompts} has different prompts than when {folder.root} was started; "
                 "resume with the old file, or choose another name"
             )
-        session.policy.load_state_dict(tensors, meta["updates"])
+        session.policy.updates = meta["updates"]
         session.start = meta["step"]
         session.trained_s = meta["trained_s"]
         session.notes.append(f"resumed from {newest}")

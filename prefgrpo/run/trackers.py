@@ -38,8 +38,10 @@ def config_errors(config: Config) -> list[str]:
 
 def open_trackers(config: Config, folder: RunFolder, start: int) -> list[Tracker]:
     """The trackers of a run that starts or resumes after step `start`."""
-    found: list[Tracker] = [TensorBoard(folder, start)] if config.tensorboard else []
-    return found + [Service(name, config, folder, start > 0) for name in config.trackers]
+    return [
+        TensorBoard(folder, start) if name == "tensorboard" else Service(name, config, folder, start > 0)
+        for name in config.trackers
+    ]
 
 
 class TensorBoard:

@@ -33,8 +33,8 @@ from prefgrpo.rewards.scorer import StepScores
 from prefgrpo.rollout.assignment import update_of
 from prefgrpo.rollout.batches import Batch
 from prefgrpo.rollout.render import stills
-from prefgrpo.run import checkpoint
 from prefgrpo.run.advantage import CombineError, Parts, advantages, by_comparisons, part_table
+from prefgrpo.run.checkpoint import CheckpointError, Checkpoints
 from prefgrpo.run.log import Log
 from prefgrpo.run.metrics import (
     NoInformation,
@@ -107,6 +107,7 @@ class TrainingLoop:
             active=self.world.main,
         )
         self.objective, self.collector = self.session.objective, self.session.collector
+        self.checkpoints = Checkpoints(self.folder, self.world)
         self.evaluation: dict[str, float] = {}
         """Metrics of the last evaluation."""
         self.verdict = ""
@@ -123,7 +124,7 @@ class TrainingLoop:
     # ---- the loop ---------------------------------------------------------------------------------------------------
 
     def run(self) -> Path:
-        """Train to the end (or the time limit). Returns the run folder.
+        """Train to the end. Returns the run folder.
 
         Raises TrainingStopped, after saving, if too many rewards are missing, verdicts carry no information, or
         gradients stay non-finite.
@@ -136,7 +137,7 @@ class TrainingLoop:
                 evaluator.start(resumed=done > 0)
                 if not done:
                     self._evaluate(0, name)
-            while done < c.train.steps and not self._out_of_time():
+            while done < c.train.steps:
                 clock = Clock()
                 metrics = self._guarded_step(done, clock)
                 done += 1
@@ -144,12 +145,16 @@ class TrainingLoop:
                 self._report(done, metrics, clock)
                 if c.eval.every and done % c.eval.every == 0 and "dev" in self.evaluators:
                     self._evaluate(done, "dev")
+                self._saved(wait=self.world.any(self.checkpoints.failed))
                 interrupted = self.world.any(self.session.interrupt.seen)
                 if done % c.checkpoint.every == 0 or interrupted:
                     self._save(done)
                 if interrupted:
+                    self._saved(wait=True)
                     raise TrainingStopped(f"interrupted after step {done}; continue with the same command and --resume")
             self._finish(done)
+        except CheckpointError as error:
+            raise TrainingStopped(f"step {done}: {error}\n{self._make_room()}") from error
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
@@ -210,7 +215,8 @@ class TrainingLoop:
         return np.array([pixel_distance(np.stack(images)) if images else np.nan for images in small])
 
     def close(self) -> None:
-        """Close the log and the session."""
+        """Close the log and the session, when the last checkpoint is written."""
+        self.checkpoints.close()
         self.log.close()
         self.session.close()
 
@@ -223,15 +229,12 @@ class TrainingLoop:
             self.policy.optimizer.zero_grad()
             if self.policy.updates == updates and not isinstance(error, Diverged):
                 advice = f"Checkpoint saved to {self._save(step)}. Fix the cause, then rerun with --resume."
+                self._saved(wait=True)
             else:
                 newest = self.folder.latest()
                 advice = f"the newest checkpoint is {newest}" if newest else "there is no checkpoint yet"
                 advice += "; continue from there with --resume and a lower --train.lr"
             raise TrainingStopped(f"step {step + 1}: {error}\n{advice}") from error
-
-    def _out_of_time(self) -> bool:
-        limit = self.config.train.max_minutes * 60
-        return limit > 0 and self.world.any(self.session.trained_s >= limit)
 
     # ---- advantages -------------------------------------------------------------------------------------------------
 
@@ -248,8 +251,7 @@ class TrainingLoop:
         else:
             advantage, known = advantages(rewards, weights, group_size, c, parts, sub_scores, self.world.device)
         if lost := int(scored.sum()) - int(known.sum()):
-            how = "function" if c.function else "combine"
-            self._say_missing(f"step {step}", Counter({f"reward.{how} has no finite value for these rewards": lost}))
+            self._say_missing(f"step {step}", Counter({"reward.combine has no finite value for these rewards": lost}))
             shares["reward/missing"] = 1.0 - float(known.float().mean())
         self._check_information(step, scores)
         targets = Targets(advantage, wins.float(), pair_counts.float(), known.to(advantage.device))
@@ -419,24 +421,23 @@ class TrainingLoop:
             self.callbacks.on_evaluation(step, name, self.evaluation)
 
     def _save(self, done: int) -> Path:
-        """Checkpoint after `done` steps: rank 0 writes, with sharded weights every rank its shards, and all wait."""
-        path, copies = self.folder.checkpoint(done), self._copies()
+        """Start to write the checkpoint after `done` steps; training goes on meanwhile."""
         meta = {
             "updates": self.policy.updates,
             "trained_s": self.session.trained_s,
             "prompts": fingerprint(self.rollouts.prompts),
         }
-        state, keep, product = self.policy.state_dict(), self.config.checkpoint.keep, self.product.name
-        try:
-            checkpoint.save(
-                self.folder, done, state, meta, lambda f: self._export(f / product, copies), keep, self.world
-            )
-        except checkpoint.CheckpointError as error:
-            raise TrainingStopped(f"step {done}: {error}\n{self._make_room()}") from error
-        if self.callbacks.on_save and self.world.main:
+        self._saved(wait=True)
+        self.checkpoints.save(done, self.policy.state_dict(), meta)
+        return self.folder.checkpoint(done)
+
+    def _saved(self, wait: bool = False) -> None:
+        """Report a checkpoint that has been written since the last call; wait: for the one that is being written."""
+        if wait:
+            self.checkpoints.wait()
+        path = self.checkpoints.completed()
+        if path is not None and self.callbacks.on_save and self.world.main:
             self.callbacks.on_save(path)
-        self.world.barrier()
-        return path
 
     def _make_room(self) -> str:
         newest = self.folder.latest()
@@ -471,6 +472,7 @@ class TrainingLoop:
         copies = self._copies()
         if self.world.main:
             write_folder(self.product, lambda folder: self._export(folder, copies))
+        self._saved(wait=True)
         if self.world.main:
             self.log.say(f"finished after {done} steps; the result is in {self.folder.root}")
         self.world.barrier()
