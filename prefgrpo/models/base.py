@@ -227,9 +227,7 @@ class Adapter(StockSchedule, Weights, ABC):
     def encode_sources(self, sources: tuple[Image.Image, ...], frames: int | None = None) -> tuple[Tensor, ...]:
         """`Condition.sources` for the source images of an edit, on the CPU; frames: length of the generated clip."""
         if not self.most_sources:
-            raise ValueError(
-                f"{type(self).__name__} takes no source image; expected an editing family such as flux_kontext"
-            )
+            raise ValueError(f"{type(self).__name__} takes no source image; expected a family that edits")
         if len(sources) > self.most_sources:
             raise ValueError(f"{type(self).__name__} takes {self.most_sources} source image(s), got {len(sources)}")
         return tuple(tensor.detach().cpu().contiguous() for tensor in self.source_tensors(sources, frames))
