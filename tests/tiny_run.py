@@ -293,3 +293,13 @@ def all_end(runs: list[Run], code: int = 0, seconds: float = 180.0) -> list[str]
     """The outputs of all ranks, each of which must end with this exit code."""
     assert [r.wait(seconds) for r in runs] == [code] * len(runs), "\n".join(r.output for r in runs)
     return [r.output for r in runs]
+
+
+def opened(config, world=ALONE):
+    """The adapter of a run, ready to train."""
+    from prefgrpo.parallel.parallelize import parallelize
+    from prefgrpo.run.loading import open_adapter
+
+    adapter = open_adapter(config, world.device, True, world.layout.fsdp)
+    parallelize(adapter, config, world)
+    return adapter

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from prefgrpo.config.schema import TrainConfig
-from prefgrpo.models.base import Adapter, Condition, Sampling, after_guidance
+from prefgrpo.models.base import Adapter, Condition, Sampling
+from prefgrpo.models.guidance import after_guidance
 from prefgrpo.objectives.base import Replayed, Targets, TrajectoryObjective
 from prefgrpo.ops import affine_logp
 from prefgrpo.rollout.batch import Batch

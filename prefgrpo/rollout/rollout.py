@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from prefgrpo.models.base import Adapter, Condition, Sampling, after_guidance
+from prefgrpo.models.base import Adapter, Condition, Sampling
+from prefgrpo.models.guidance import after_guidance
 from prefgrpo.ops import NoiseAddress, affine_step
 from prefgrpo.ops.args import Guidance
 from prefgrpo.sde.noise import initial_latents
