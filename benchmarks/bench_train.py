@@ -113,7 +113,7 @@ def apart(command: str, file: Path) -> int:
 def flop(loop: Any) -> dict[str, float]:
     """FLOP of one sample's forward, and of its forward and backward without recomputation."""
     batch = next(loop.rollouts(0, lambda *sample: None))
-    step = batch.trajectory.steps[0]
+    step = batch.steps[0]
     adapter = loop.adapter
     r = loop.config.rollout
     sigma = batch.schedule.times[step.index]

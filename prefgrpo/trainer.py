@@ -37,7 +37,8 @@ from prefgrpo.rewards import python_rewards
 from prefgrpo.rewards.log import truncate_log
 from prefgrpo.rewards.scorer import StepScores
 from prefgrpo.rollout.assignment import update_of
-from prefgrpo.rollout.batches import Batch, Rollouts
+from prefgrpo.rollout.batch import Batch
+from prefgrpo.rollout.batches import Rollouts
 from prefgrpo.rollout.embeddings import Embeddings, encoding_jobs, uncached
 from prefgrpo.rollout.sampling import eval_sampling
 from prefgrpo.run import checkpoint
@@ -312,8 +313,8 @@ class Trainer:
             self.scorer.begin(step, self.rollouts.groups(step), ahead)
             for batch in self.rollouts(step, self.scorer.add):
                 batches.append(batch)
-                bar.update(len(batch.slots))
-            finite = [batch.trajectory.latents.isfinite().all() for batch in batches]
+                bar.update(len(batch.places))
+            finite = [batch.latents.isfinite().all() for batch in batches]
             if self.world.any(bool(finite) and not torch.stack(finite).all()):
                 raise Diverged("the policy produces latents that are not finite (NaN or infinite)")
         return StepRollout(batches, self.policy.updates)
@@ -341,12 +342,12 @@ class Trainer:
         SKIPS in a row raise NonFiniteGradient.
         """
         r, table, norms, skipped = self.config.rollout, list[torch.Tensor](), list[float](), 0
-        keep = ~self.objective.signal(self.config.train, targets).isnan().cpu().numpy()  # [P, G]
+        mask = self.objective.mask(self.config.train, targets).cpu().numpy()  # [P, G]
         places = [(p, g) for p in range(r.prompts_per_step) for g in range(r.group_size)]
         samples = Counter(update_of(self.config, place) for place in places)
-        trained = {update_of(self.config, place) for place in places if keep[place]}
+        trained = {update_of(self.config, place) for place in places if mask[place]}
         counted = self.objective.samples_per_group(r.group_size) / r.group_size
-        left = self.rollouts.training_batches(step, batches, keep)
+        left = self.rollouts.training_batches(step, batches, mask)
         for update in sorted(trained):
             own = [batch for batch in left if batch.update == update]
             table += self.collector.accumulate(own, targets, samples[update] * counted)
@@ -359,7 +360,7 @@ class Trainer:
                     raise NonFiniteGradient(f"{error}, in {SKIPS} updates in a row") from error
         return policy_metrics(table, self.world, self.collector.metrics) | {
             "grad_norm": float(np.mean(norms)) if norms else 0.0,
-            "samples_trained": float(keep.sum()),
+            "samples_trained": float(mask.sum()),
             "updates_skipped": float(skipped),
         }
 

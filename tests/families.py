@@ -143,9 +143,9 @@ def folder(family, **scheduler):
     return pipelines.make(family, tempfile.mkdtemp(dir=_ROOT.name), **scheduler)
 
 
-def load(case, path=None, dtype=torch.float32, **options):
+def load(case, path=None, dtype=torch.float32, device=CPU, **options):
     """The adapter loaded from a folder (default: the family's tiny pipeline)."""
-    return models.load(case.family, str(path or folder(case.family)), dtype, CPU, **options)
+    return models.load(case.family, str(path or folder(case.family)), dtype, device, **options)
 
 
 def in_files(images):

@@ -10,7 +10,7 @@ def plain_formula(one, batches, advantage):
     low, high = 1 - train.clip_range, 1 + train.clip_range
     total, ratios = torch.zeros((), dtype=torch.float64), []
     for batch in batches:
-        for step in batch.trajectory.steps:
+        for step in batch.steps:
             k = int(step.index[0])
             a, b, s, w, const = batch.schedule.coef[k].double()
             sigma = batch.schedule.sigmas[k].expand(len(batch.slots))

@@ -16,6 +16,7 @@ from prefgrpo import models
 from prefgrpo.commands.cli import main
 from prefgrpo.models.base import Adapter, Condition
 from prefgrpo.models.guidance import Cfg
+from prefgrpo.models.vae import decode_image
 from prefgrpo.tiny import pipelines
 
 
@@ -40,7 +41,7 @@ class AuraFlow(Adapter):
         return net(x, encoder_hidden_states=condition.prompt_embeds, timestep=time, return_dict=False)[0]
 
     def decode(self, latents, sampling):
-        return self.decode_image(latents / self.pipe.vae.config.scaling_factor)
+        return decode_image(self.pipe, latents / self.pipe.vae.config.scaling_factor)
 
 
 def tiny():
@@ -65,7 +66,7 @@ CASE = Case("aura_flow", {"guidance_scale": 3.5, "max_sequence_length": 32}, 3.5
 
 @pytest.fixture(autouse=True)
 def added(monkeypatch):
-    """The two registrations that the guide adds to the package."""
+    """The two lines that the guide adds to the package's tables."""
     monkeypatch.setitem(models.MODELS, "aura_flow", f"{__name__}:AuraFlow")
     monkeypatch.setitem(pipelines.FAMILIES, "aura_flow", tiny)
 
@@ -85,16 +86,29 @@ def test_it_passes_the_oracles_of_every_family(tmp_path):
 
 
 def test_it_trains_and_generates(tmp_path):
+    """Named by its path, without a line in the package's table."""
     pipelines.make("aura_flow", tmp_path / "model")
     for name in ("train", "dev"):
         (tmp_path / f"{name}.txt").write_text("a red circle\na blue square\n")
-    content = settings(tmp_path, "run", train={"steps": 3}) | {"family": "aura_flow", "model": str(tmp_path / "model")}
+    by_path = {"family": f"{__file__}:AuraFlow", "model": str(tmp_path / "model")}
+    content = settings(tmp_path, "run", train={"steps": 3}) | by_path
     (tmp_path / "r.yaml").write_text(yaml.safe_dump(content))
     assert main(["train", str(tmp_path / "r.yaml")]) == 0
     assert [r["policy/on_policy_error"] for r in rows(tmp_path / "runs" / "run") if r["kind"] == "train"] == [0.0] * 3
     argv = ["--lora", str(tmp_path / "runs" / "run"), "--out", str(tmp_path / "out"), "--samples", "1"]
     assert main(["generate", str(tmp_path / "r.yaml"), *argv]) == 0
     assert len(list((tmp_path / "out").glob("*.png"))) == 2
+
+
+def test_a_family_that_is_none():
+    for name, text in {
+        "qwen_imagee": r"unknown model family .* \(did you mean 'qwen_image'\?\)",
+        f"{__file__}:AuraFlo": r"no 'AuraFlo' \(did you mean 'AuraFlow'\?\)",
+        "nowhere.py:AuraFlow": "cannot load the family 'nowhere.py:AuraFlow': FileNotFoundError",
+        f"{__file__}:Cfg": "expected a class derived from prefgrpo.models.base.Adapter",
+    }.items():
+        with pytest.raises(ValueError, match=text):
+            models.family(name)
 
 
 def test_a_wrong_convention_is_found(monkeypatch):

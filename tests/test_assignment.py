@@ -107,7 +107,7 @@ def run_cells() -> None:
             seen["gradients"].append(torch.cat([p.grad.flatten() for p in parameters]))
 
         def accumulate(self, batches, *rest, seen=seen):
-            seen["batches"] += [(batch.number, batch.update, batch.weight) for batch in batches]
+            seen["batches"] += [(batch.number, batch.update, batch.factor) for batch in batches]
             return true_accumulate(self, batches, *rest)
 
         def count(*_, seen=seen):
@@ -120,9 +120,9 @@ def run_cells() -> None:
         def training_batches(step, batches, signal, seen=seen, keep=keep):
             for batch in batches:
                 for row, place in enumerate(zip(batch.slots, batch.members, strict=True)):
-                    if batch.weight:
+                    if not batch.padding:
                         assert place not in seen["samples"], "each sample is generated once"
-                        seen["samples"][place] = [t[row].clone() for t in stored(batch.trajectory)]
+                        seen["samples"][place] = [t[row].clone() for t in stored(batch)]
             return keep(step, batches, signal)
 
         object.__setattr__(loop.rollouts, "training_batches", training_batches)
@@ -242,10 +242,10 @@ def test_assignment(prompts, group, batch, updates, sides, slices, whole):
     unit = -(-group // batch) if whole else 1
     for indices in (2, 3, 8, 32):
         assigned = assign_batches(c, sizes, indices, whole)
-        assert [replace(b, index=0) for b in assigned] == one
+        assert [replace(b, dp_rank=0) for b in assigned] == one
         for own in (assigned, *([b for b in assigned if b.update == u] for u in range(updates))):
-            held = Counter(dict.fromkeys(range(indices), 0) | Counter(b.index for b in own))
+            held = Counter(dict.fromkeys(range(indices), 0) | Counter(b.dp_rank for b in own))
             assert max(held.values()) - min(held.values()) <= unit
         if whole:
             at = {}
-            assert all(at.setdefault(p, b.index) == b.index for b in assigned for p, _ in b.places)
+            assert all(at.setdefault(p, b.dp_rank) == b.dp_rank for b in assigned for p, _ in b.places)

@@ -26,7 +26,7 @@ from families import (
     small_sources,
     tiered,
 )
-from tiny_run import ALONE, all_end, ranks
+from tiny_run import ALONE, all_end, opened, ranks
 
 from prefgrpo.config.loading import from_dict
 from prefgrpo.config.recipe import ConfigError
@@ -38,7 +38,7 @@ from prefgrpo.parallel.mesh import Layout
 from prefgrpo.parallel.world import join
 from prefgrpo.rollout.replay import replay
 from prefgrpo.rollout.rollout import rollout
-from prefgrpo.run.loading import open_adapter, trainable, unsupported
+from prefgrpo.run.loading import unsupported
 from prefgrpo.sde.schedule import make_schedule
 
 CPU, SHAPE = torch.device("cpu"), (2, 24, 2, 16)
@@ -93,7 +93,7 @@ def config(attention="native", **more):
 def test_a_run_uses_it_everywhere_or_does_not_start(inject):
     case, out = case_of("flux"), {}
     for name in ("native", NAME):
-        adapter = trainable(config(name), open_adapter(config(name), CPU), ALONE)
+        adapter = opened(config(name))
         x = torch.randn(2, *adapter.latent_shape(config().rollout), generator=torch.Generator().manual_seed(0))
         condition = conditions(adapter, case)
         out[name] = adapter.velocity(x, torch.full((2,), 0.5), condition, config().rollout)
@@ -102,7 +102,7 @@ def test_a_run_uses_it_everywhere_or_does_not_start(inject):
     assert torch.allclose(out["native"], out[NAME], atol=1e-5)
     inject(FAULTS["gradient of k dropped"][0])
     with pytest.raises(ConfigError, match="attention: _native_math gives wrong gradients"):
-        trainable(config(NAME), open_adapter(config(NAME), CPU), ALONE)
+        opened(config(NAME))
 
 
 def test_backends_that_cannot_be():
@@ -114,7 +114,7 @@ def test_backends_that_cannot_be():
     ):
         if text is None:
             with pytest.raises(ConfigError, match=r"attention: xformers does not run here: .*xformers"):
-                trainable(config(attention), open_adapter(config(attention), CPU), ALONE)
+                opened(config(attention))
         else:
             with pytest.raises(ConfigError, match=text):
                 config(attention, **more)
@@ -123,7 +123,7 @@ def test_backends_that_cannot_be():
 def test_a_run_leaves_no_backend_behind():
     """diffusers has one active backend per process, for modules without their own: an estimate, a VAE, the next run."""
     before = _AttentionBackendRegistry.get_active_backend()[0]
-    trainable(config(NAME), open_adapter(config(NAME), CPU), ALONE)
+    opened(config(NAME))
     assert _AttentionBackendRegistry.get_active_backend()[0] == before != BACKEND
 
 
@@ -141,7 +141,7 @@ def settings(case, attention, place, **more):
 
 def one_step(config, case, world):
     """The LoRA's gradients of one replayed step of two prompts, and the largest |ratio - 1|."""
-    adapter = perturb(trainable(config, open_adapter(config, CPU), world))
+    adapter = perturb(opened(config, world))
     sampling = case.sampling(SIZES[1])
     condition = conditions(adapter, case, size=SIZES[1])
     schedule = make_schedule(adapter.sigmas(sampling), "flow", 0.7, (1,))

@@ -13,7 +13,6 @@ import pytest
 import torch
 from families import (
     CASES,
-    CPU,
     PROMPTS,
     SIZES,
     case_of,
@@ -29,6 +28,7 @@ from families import (
     stock_image,
     tiered,
 )  # fmt: skip
+from tiny_run import opened
 
 from prefgrpo.config.loading import from_dict
 from prefgrpo.models import family
@@ -36,7 +36,6 @@ from prefgrpo.parallel.shard import full_tensor
 from prefgrpo.parallel.world import join, leave
 from prefgrpo.rollout.replay import replay
 from prefgrpo.rollout.rollout import rollout
-from prefgrpo.run.loading import open_adapter, trainable
 from prefgrpo.sde.schedule import make_schedule
 
 pytestmark = pytest.mark.families
@@ -203,7 +202,7 @@ def full_run(case, dtype="bf16"):
     values = {"model": str(folder(case.family)), "family": case.family, "dtype": dtype, "train": {"lora_rank": 0}}
     config = from_dict(values | {"data": {"prompts": "p.txt"}})
     world = join("cpu", config)
-    yield trainable(config, open_adapter(config, CPU, True, world.layout.fsdp), world), world
+    yield opened(config, world), world
     leave()
 
 

@@ -35,6 +35,8 @@ from safetensors.torch import load_file, save_file
 
 from prefgrpo.models import family
 from prefgrpo.models.folder import ModelError
+from prefgrpo.models.vae import tile
+from prefgrpo.parallel.parallelize import recompute
 from prefgrpo.rollout.embeddings import Embeddings
 from prefgrpo.rollout.replay import replay
 from prefgrpo.rollout.rollout import rollout
@@ -76,7 +78,8 @@ def test_without_guidance_it_is_the_stock_pipeline_too(case):
 def test_the_first_ratio_is_one_and_the_gradient_that_of_a_normal(case):
     """Oracle: torch.distributions.Normal with Flow-GRPO's published mean and std, in fp64 autograd."""
     adapter, sampling, eta = policy(case), case.sampling(SIZES[1]), 0.7
-    adapter.checkpoint_gradients(0.5)
+    for module in adapter.modules().values():
+        recompute(adapter.blocks(module), 0.5)
     condition = conditions(adapter, case, size=SIZES[1])
     schedule = make_schedule(adapter.sigmas(sampling), "flow", eta, (0, 1, 2))
     done = rollout(adapter, schedule, condition, torch.tensor([5, 9]), sampling, seed=1)
@@ -199,7 +202,7 @@ def test_a_tiled_vae_decodes(case):
     adapter, sampling = load(case), case.sampling(SIZES[1])
     x = noise(adapter, sampling)
     whole = adapter.decode(x, sampling)
-    adapter.tile_vae()
+    tile(adapter.pipe.vae)
     tiled = adapter.decode(x, sampling)
     assert adapter.pipe.vae.use_tiling and tiled.shape == whole.shape and torch.isfinite(tiled).all()
 

@@ -187,9 +187,7 @@ def test_a_judge_that_thinks_although_it_should_not_is_told_by_name(template):
         server.answer = lambda bright, text: {"<think>": 0.9, "\n": 0.1}
         if template == "edit_pairwise":
             server.answer = lambda bright, text: "<think>so</think>Edited image 1 is better."
-            assert (
-                f"'{MODEL}' thinks before it answers" in check(JudgeConfig((server.url,), template=template)).notes[-1]
-            )
+            assert f"'{MODEL}' thinks before it answers" in check(JudgeConfig((server.url,)), template).notes[-1]
         else:
             with pytest.raises(JudgeError, match=rf"'{MODEL}' .* begins to think .*enable_thinking"):
                 check(JudgeConfig((server.url,)))

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from families import imitate_cuda_autocast, perturb
 from safetensors.torch import load_file
-from tiny_run import ALONE, Brightness, all_end, merged, ranks, recipe, rows, train
+from tiny_run import ALONE, Brightness, all_end, merged, opened, ranks, recipe, rows, train
 from tiny_run import world as tiny_world
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -39,7 +39,7 @@ from prefgrpo.parallel.world import World, join
 from prefgrpo.rollout.batches import Rollouts
 from prefgrpo.rollout.embeddings import Embeddings
 from prefgrpo.rollout.replay import TrajectoryCollector
-from prefgrpo.run.loading import open_adapter, trainable, unsupported
+from prefgrpo.run.loading import open_adapter, unsupported
 from prefgrpo.run.memory import static_bytes
 from prefgrpo.run.metrics import FACTS
 from prefgrpo.run.opening import open_schedules
@@ -90,7 +90,7 @@ def settings(place, family, lora, dtype, layout):
 def one_step(config, world):
     """Runs one training step; returns its samples, gradients, weights and EMA, the loss and the largest |ratio − 1|."""
     prompts = read_prompts(Path(config.data.prompts))
-    adapter = trainable(config, open_adapter(config, world.device, True, world.layout.fsdp), world)
+    adapter = opened(config, world)
     if config.train.lora_rank:
         perturb(adapter, 0.02)
     policy = Policy(dict(adapter.trainable()), config.train)
@@ -108,9 +108,9 @@ def one_step(config, world):
     ]
     moved = max((abs(row[name] - 1) for row in table for name in ("ratio_min", "ratio_max")), default=0.0)
     samples = {}
-    for batch in (b for b in batches if b.weight):
+    for batch in (b for b in batches if not b.padding):
         for row, slot in enumerate(zip(batch.slots, batch.members, strict=True)):
-            samples[slot] = [t[row].float() for step in batch.trajectory.steps for t in (step.x, step.x_next)]
+            samples[slot] = [t[row].float() for step in batch.steps for t in (step.x, step.x_next)]
     held = {}
     gradients = {}
     real = policy.optimizer.step

@@ -26,8 +26,7 @@ from prefgrpo.objectives import OBJECTIVES, objective, objective_class
 from prefgrpo.objectives.awm import AWM
 from prefgrpo.objectives.base import GroupObjective, PointwiseObjective, Targets, TrajectoryObjective
 from prefgrpo.rewards.functions import FunctionPairwise
-from prefgrpo.rollout.batches import Batch
-from prefgrpo.rollout.rollout import Trajectory
+from prefgrpo.rollout.batch import Batch
 from prefgrpo.run.checks import config_errors
 from prefgrpo.run.opening import open_collector, open_policy
 from prefgrpo.sde.noise import endpoint_noise, endpoint_normal
@@ -164,11 +163,11 @@ class Setting:
         for k in range(0, len(places), size):
             own = places[k : k + size]
             at = torch.tensor([p * G + g for p, g in own])
-            trajectory = Trajectory(self.x0[at], at + 7 * P * G, ())
-            slots, members = [p for p, _ in own], [g for _, g in own]
-            condition = self.condition.select(torch.tensor(slots))
-            of = (trajectory.sample // G).tolist()
-            out.append(Batch(len(out), 0, slots, members, of, self.sampling, self.schedule, condition, trajectory))
+            condition = self.condition.select(torch.tensor([p for p, _ in own]))
+            ids = at + 7 * P * G
+            groups = tuple((ids // G).tolist())
+            done = (groups, self.sampling, self.schedule, condition, ids, self.x0[at])
+            out.append(Batch(len(out), 0, tuple(own), 0, *done))
         return out
 
     def set(self, which):
@@ -220,10 +219,9 @@ def test_the_gradient_is_that_of_the_published_formula(setting, family, lora, na
     one.set("old")
     policy.old and torch._foreach_copy_(list(policy.old.values()), one.weights["old"])
     one.set("live")
-    groups = [p for p in range(P) if not o.signal(train, TARGETS)[p].isnan().all()]
+    groups = [p for p in range(P) if o.mask(train, TARGETS)[p].any()]
     assert groups == ([0, 1, 2] if kind == "soft_dpo" else [0, 1])
-    signal = o.signal(train, TARGETS)
-    kept = [batch.select(~signal.isnan().numpy()) for batch in one.batches(size, groups)]
+    kept = [batch.select(o.mask(train, TARGETS).numpy()) for batch in one.batches(size, groups)]
     params = [p for _, p in one.adapter.trainable()]
     for p in params:
         p.grad = None
@@ -236,11 +234,11 @@ def test_the_gradient_is_that_of_the_published_formula(setting, family, lora, na
     truth = torch.zeros((), dtype=torch.float64)
     (batch,) = one.batches(P * G, groups)
     for draw in range(o.draws):
-        number = batch.trajectory.sample // G
+        number = batch.ids // G
         noise = endpoint_noise(SEED, number, draw, tuple(one.x0.shape[1:]))
         t, shown = drawn(o, one.schedule, number, draw)
         mix = t.view(-1, *[1] * (one.x0.dim() - 1))
-        x0 = batch.trajectory.latents
+        x0 = batch.latents
         xt = (1 - mix) * x0 + mix * noise
         with torch.no_grad():
             anchor = one.velocity(xt, shown, batch.condition, o.anchor) if o.anchor else None
@@ -376,7 +374,7 @@ def test_the_gradient_of_replayed_steps_is_that_of_the_published_formula(trainer
         members = len(rows)
         used += len(rows)
         adv = advantage[slot][rows].double()
-        for step in batch.trajectory.steps:
+        for step in batch.steps:
             k = int(step.index[0])
             a, b, s, w, const = schedule.coef[k].double()
             x, x_next = step.x[rows].double(), step.x_next[rows].double()
@@ -412,7 +410,7 @@ def test_a_subset_of_the_steps_is_trained_and_all_are_stochastic(trainer):
     seen = set()
     for step in range(8):
         batches = list(loop.rollouts(step, lambda group, member, sample: None))
-        stored = {tuple(int(s.index[0]) for s in batch.trajectory.steps) for batch in batches}
+        stored = {tuple(int(s.index[0]) for s in batch.steps) for batch in batches}
         assert stored == {batches[0].schedule.trained} and batches[0].schedule.sde_steps == tuple(range(6))
         seen |= stored
     assert all(len(window) == 2 for window in seen) and any(high - low > 1 for low, high in seen)

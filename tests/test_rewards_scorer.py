@@ -260,7 +260,7 @@ def test_values_that_are_missing_not_finite_or_raised_are_nan_and_counted(capfd)
 @pytest.mark.parametrize("gives", [1.0, None])
 def test_what_is_no_score_is_told(gives):
     result = run(Scorer({"odd": Level(v10=gives)}, 2), [10, 10])
-    message = f"'odd': expected one Score for each of 2 samples, got 2 of {type(gives).__name__}"
+    message = f"'odd': expected one Score for each of 4 samples, got 4 of {type(gives).__name__}"
     assert np.isnan(result.values["odd"]).all() and result.reasons == {f"odd: reward {message}": 4}
 
 
@@ -282,8 +282,9 @@ def test_streaming_rewards_get_samples_at_once_and_the_others_run_meanwhile():
     assert {"reward/slow/latency_p50", "reward/streaming/latency_p95"} <= set(result.metrics)
 
 
-def test_an_in_process_reward_scores_a_group_while_the_next_is_generated():
-    """A complete group is scored at once, in another thread, and `add` waits for nobody."""
+def test_an_in_process_reward_scores_a_group_while_the_next_is_generated(monkeypatch):
+    """Complete groups are scored at once, in another thread, and `add` waits for nobody."""
+    monkeypatch.setattr("prefgrpo.rewards.scorer.AT_ONCE", 4)
     scored, rollout = threading.Event(), threading.current_thread()
 
     class Told(Level):

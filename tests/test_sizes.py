@@ -64,7 +64,8 @@ def test_batches_have_one_size_and_ranks_share_the_large_ones(size):
         assert len({(sizes[p].height, sizes[p].width) for p, _ in b.places}) == 1 and len(b.places) <= 4
         assert {p * 2 // 8 for p, _ in b.places} == {b.update}
     pixels = [
-        sum(sizes[p].height * sizes[p].width for b in planned if b.index == k for p, _ in b.places) for k in range(size)
+        sum(sizes[p].height * sizes[p].width for b in planned if b.dp_rank == k for p, _ in b.places)
+        for k in range(size)
     ]
     assert max(pixels) <= min(pixels) + 64 * 16 * 4, "ranks may differ by one large batch at most"
     assert sorted(p.id for p, _ in slots) == list(range(8))

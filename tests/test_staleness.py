@@ -42,7 +42,7 @@ def recorded(one):
 
     def update(step, batches, targets):
         kept = {t.untyped_storage() for b in (*batches, *(one._ahead.batches if one._ahead else ()))
-                for t in stored(b.trajectory)}  # fmt: skip
+                for t in stored(b)}  # fmt: skip
         held = sum({s.data_ptr(): s.nbytes() for s in kept}.values())
         before = [p.detach().clone() for p in one.policy.params]
         seen.append(SimpleNamespace(weights=before, batches=batches, advantage=targets.advantage, held=held))
@@ -73,7 +73,7 @@ def test_the_samples_are_those_of_older_weights_and_the_ratio_is_to_them(trainer
         put(plain, seen[made_by].weights)
         same = list(plain.rollouts(k, lambda *sample: None))
         for ours, theirs in zip(now.batches, same, strict=True):
-            pairs = zip(stored(ours.trajectory), stored(theirs.trajectory), strict=True)
+            pairs = zip(stored(ours), stored(theirs), strict=True)
             assert all(torch.equal(a, b) for a, b in pairs), k
         put(plain, now.weights)
         loss, gradient, _ = plain_formula(plain, same, now.advantage)

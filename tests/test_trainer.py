@@ -136,8 +136,7 @@ def test_reusing_the_forward_of_the_rollout_changes_no_bit(trainer, case):
 def around_loss(one, function):
     """Replace the objective's loss by function(loss, *arguments of the loss)."""
     loss = function and partial(function, one.objective.loss)
-    parts = {name: getattr(one.objective, name) for name in ("metrics", "signal")}
-    one.collector = replace(one.collector, objective=SimpleNamespace(loss=loss, **parts))
+    one.collector = replace(one.collector, objective=SimpleNamespace(loss=loss, metrics=one.objective.metrics))
 
 
 def moved(one, scale=0.05):
@@ -172,7 +171,7 @@ def test_the_gradient_of_an_update_is_that_of_the_plain_formula(trainer, case):
     one.policy.update = lambda world: taken.append([p.grad.clone() for p in one.policy.params]) or 0.0
     values = one.update(0, batches, Targets.of(advantage))
     loss, truth, ratios = plain_formula(one, batches, advantage)
-    assert len(ratios) == c.rollout.prompts_per_step * c.rollout.group_size * len(batches[0].trajectory.steps)
+    assert len(ratios) == c.rollout.prompts_per_step * c.rollout.group_size * len(batches[0].steps)
     assert values["loss"] == pytest.approx(loss, rel=1e-3, abs=1e-6)
     if case.startswith("off"):
         low, high = 1 - c.train.clip_range, 1 + c.train.clip_range
@@ -191,7 +190,7 @@ def test_every_image_goes_to_its_own_prompt_and_group(trainer):
     assert [p for b in batches for p in zip(b.slots, b.members, strict=True)] == [
         (p, g) for p in range(3) for g in (0, 1)
     ]
-    first = batches[0].trajectory.steps[0]
+    first = batches[0].steps[0]
     ids = [(5 * 3 + p) * 2 + g for p, g in zip(batches[0].slots, batches[0].members, strict=True)]
     shape = one.adapter.latent_shape(one.config.rollout)
     assert torch.equal(first.x, noise.initial_latents(0, torch.tensor(ids), shape))
@@ -203,7 +202,7 @@ def test_every_image_goes_to_its_own_prompt_and_group(trainer):
                 assert torch.equal(value, batch.condition.tensors()[key][row])
     one.scorer.finish()
     same = trainer(name="same", rollout={"same_noise": True, "batch_size": 8}, eval={"every": 0})
-    x = collect(same, 0)[0].trajectory.steps[0].x
+    x = collect(same, 0)[0].steps[0].x
     assert torch.equal(x[:4], x[:1].expand_as(x[:4])) and torch.equal(x[4:], x[4:5].expand_as(x[4:]))
     assert not torch.equal(x[0], x[4]), "groups share their initial latent"
 
@@ -253,7 +252,7 @@ def test_a_missing_reward_is_left_out_of_its_group(trainer):
 
 @pytest.mark.parametrize(
     ("name", "share", "reason"),
-    [("Mostly", 50, "the reward returned nan"), ("TooFew", 100, "expected one Score for each of 4 samples, got 1")],
+    [("Mostly", 38, "the reward returned nan"), ("TooFew", 100, "expected one Score for each of 8 samples, got 1")],
 )
 def test_too_many_missing_rewards_stop_with_a_checkpoint(trainer, name, share, reason):
     one = trainer(name=name, rewards=f"{HERE}{name}", eval={"every": 0})

@@ -28,7 +28,7 @@ from torch import Tensor
 from prefgrpo.config.recipe import merge as merged
 from prefgrpo.parallel.world import World
 from prefgrpo.rewards.base import PointwiseReward, Sample, Score
-from prefgrpo.rollout.batches import Batch
+from prefgrpo.rollout.batch import Batch
 from prefgrpo.rollout.rollout import Trajectory
 from prefgrpo.tiny import pipelines
 from prefgrpo.trainer import Trainer
@@ -232,7 +232,7 @@ def collect(loop: Trainer, step: int) -> list[Batch]:
     return list(loop.rollouts(step, loop.scorer.add))
 
 
-def stored(trajectory: Trajectory) -> list[Tensor]:
+def stored(trajectory: Batch | Trajectory) -> list[Tensor]:
     """The final latents, then x, x_next and logp (and v, if stored) of every step."""
     of_steps = [(s.x, s.x_next, s.logp) + (() if s.v is None else (s.v,)) for s in trajectory.steps]
     return [trajectory.latents, *(tensor for step in of_steps for tensor in step)]
@@ -293,3 +293,13 @@ def all_end(runs: list[Run], code: int = 0, seconds: float = 180.0) -> list[str]
     """The outputs of all ranks, each of which must end with this exit code."""
     assert [r.wait(seconds) for r in runs] == [code] * len(runs), "\n".join(r.output for r in runs)
     return [r.output for r in runs]
+
+
+def opened(config, world=ALONE):
+    """The adapter of a run, ready to train."""
+    from prefgrpo.parallel.parallelize import parallelize
+    from prefgrpo.run.loading import open_adapter
+
+    adapter = open_adapter(config, world.device, True, world.layout.fsdp)
+    parallelize(adapter, config, world)
+    return adapter

@@ -46,7 +46,7 @@ def dry_run(config: Config) -> int:
     batch = next(rollouts(0, lambda group, member, sample: samples.append(sample)))
     print(f"first batch: {len(samples)} samples, the first for {samples[0].prompt[:80]!r}")
     r = batch.sizes
-    steps = batch.trajectory.steps
+    steps = batch.steps
     middle = time.perf_counter()
     collector = open_collector(config, goal, adapter, policy, world)
     if isinstance(collector, EndpointCollector):

@@ -19,8 +19,9 @@ from prefgrpo.config.loading import load
 from prefgrpo.config.recipe import UserError
 from prefgrpo.config.schema import Config
 from prefgrpo.data.atomic import write_atomic, write_folder
+from prefgrpo.parallel.parallelize import add_trained_weights
 from prefgrpo.parallel.world import World
-from prefgrpo.run.loading import load_checkpoint, open_adapter, trainable
+from prefgrpo.run.loading import load_checkpoint, open_adapter
 from prefgrpo.run.run_folder import RunFolder, run_of
 
 
@@ -60,7 +61,11 @@ def _write(config: Config, path: Path, weights: str, target: Path) -> None:
         raise UserError(f"{path} has no EMA weights (train.ema_decay is 0); expected --weights live")
     world = World(0, 1, torch.device("cpu"))
     lora = config.train.lora_rank > 0
-    adapter = trainable(config, open_adapter(config, world.device, encoders=not lora, split=lora))
+    adapter = open_adapter(config, world.device, encoders=not lora, split=lora)
+    add_trained_weights(adapter, config.train, config.seed)
+    if not lora:
+        for module in adapter.modules().values():
+            module.float()  # a checkpoint holds fp32 masters
     load_checkpoint(adapter, path, config.train.ema_decay > 0 and weights != "live", world)
     if lora:
         adapter.save_lora(str(target))

@@ -26,12 +26,13 @@ from prefgrpo.data.prompts import DataError, Prompt, read_prompts
 from prefgrpo.models.base import Adapter
 from prefgrpo.models.folder import ModelError
 from prefgrpo.parallel import world as parallel
+from prefgrpo.parallel.parallelize import parallelize
 from prefgrpo.parallel.world import World
 from prefgrpo.rollout.embeddings import Embeddings, encoding_jobs, uncached
 from prefgrpo.rollout.render import Images, render, to_uint8
 from prefgrpo.rollout.sampling import Schedules, all_sizes, eval_sampling, prompt_sampling
 from prefgrpo.run.judging import makes_clips
-from prefgrpo.run.loading import config_errors_as, load_checkpoint, open_adapter, trainable
+from prefgrpo.run.loading import config_errors_as, load_checkpoint, open_adapter
 from prefgrpo.run.run_folder import run_of
 
 FIRST_ID = 2**61
@@ -153,7 +154,7 @@ def _open(config: Config, weights: Weights, world: World, encoders: bool) -> Ada
     """The model with these weights. Raises ConfigError, ModelError or CheckpointError."""
     adapter = open_adapter(config, world.device, encoders, split=weights.trainable and world.layout.fsdp)
     if weights.trainable:
-        trainable(config, adapter, world)
+        parallelize(adapter, config, world)
     if weights.checkpoint is not None:
         load_checkpoint(adapter, weights.checkpoint, weights.averaged, world)
     if (lora := weights.lora) is not None:

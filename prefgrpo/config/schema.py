@@ -331,7 +331,7 @@ class Config:
     model: str = ""
     """The diffusers pipeline to train: a folder or a hub id."""
     family: str = "flux"
-    """Model family (an adapter in prefgrpo/models)."""
+    """Model family: a name in prefgrpo/models, or a class of your own, as file.py:Class."""
     name: str = "run"
     """Name of the run; everything it writes goes to output/name."""
     output: str = "runs"

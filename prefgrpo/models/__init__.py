@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import difflib
-from pkgutil import resolve_name
 from typing import Any
 
 import torch
 
+from prefgrpo.config.by_path import load_object
 from prefgrpo.models import folder
 from prefgrpo.models.base import Adapter
 
@@ -37,12 +37,21 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def family(name: str) -> type[Adapter]:
-    """Adapter class of a family. An unknown name raises ValueError, which suggests the nearest known one."""
-    if name not in MODELS:
+    """Adapter class of a family in MODELS, or at the import path `name` (as file.py:Class). Raises ValueError for a
+    name that is neither, and suggests the nearest."""
+    path = MODELS.get(name, name)
+    if not {".", ":"} & set(path):
         near = difflib.get_close_matches(name, MODELS, n=1)
-        hint = f"; did you mean '{near[0]}'?" if near else ""
-        raise ValueError(f"unknown model family '{name}': expected one of {', '.join(MODELS)}{hint}")
-    return resolve_name(MODELS[name])
+        hint = f" (did you mean '{near[0]}'?)" if near else ""
+        expected = f"expected one of {', '.join(MODELS)}, or the import path of a class"
+        raise ValueError(f"unknown model family '{name}': {expected}{hint}")
+    try:
+        cls = load_object(path)
+    except Exception as error:
+        raise ValueError(f"cannot load the family '{name}': {type(error).__name__}: {error}") from error
+    if not (isinstance(cls, type) and issubclass(cls, Adapter)):
+        raise ValueError(f"expected a class derived from prefgrpo.models.base.Adapter at '{name}', got {cls!r}")
+    return cls
 
 
 def family_of(model: str) -> str:

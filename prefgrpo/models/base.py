@@ -8,59 +8,37 @@ rollout and in replay.
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor, nn
 
 from prefgrpo.config.schema import SamplingConfig as Sampling
 from prefgrpo.models import folder as folders
-from prefgrpo.models import guidance as guiding
 from prefgrpo.models.condition import Condition
-from prefgrpo.models.offload import ComponentOffload
+from prefgrpo.models.guidance import Cfg, Gradient, after_guidance, predict_cond_uncond
+from prefgrpo.models.lengths import predict_by_length
+from prefgrpo.models.offload import ComponentOffload, offloaded
+from prefgrpo.models.schedule import StockSchedule
+from prefgrpo.models.vae import decode_image
 from prefgrpo.models.weights import Weights
 from prefgrpo.ops.args import Guidance
-from prefgrpo.ops.reference import guided
 
-__all__ = ["Adapter", "Condition", "Masks", "Sampling", "after_guidance", "text_mask"]
-
+__all__ = ["Adapter", "Condition", "Masks", "Sampling"]
 
 Masks = Literal["none", "padding", "always", "own"]
 
 
-def after_guidance(c: Tensor, more: Guidance | None) -> Tensor:
-    """The guided velocity from the results of `cond_uncond`."""
-    return c if more is None else guided(c, more.uncond, more.scale, more.from_cond, more.rescale)
-
-
-def text_mask(condition: Condition, multiple: int = 1, second: bool = False) -> Tensor:
-    """Padding mask bool [B, longest], on the CPU: True where a batch's `prompt_embeds` hold a token of the prompt.
-
-    multiple: round the length up to a multiple of this. second: the mask for `prompt_embeds_2`.
-    """
-    lengths = condition.text_length_2 if second else condition.text_length
-    assert lengths is not None
-    longest = -(-int(lengths.max()) // multiple) * multiple
-    return torch.arange(longest)[None, :] < lengths[:, None]
-
-
-class Adapter(Weights, ABC):
+class Adapter(StockSchedule, Weights, ABC):
     """A loaded model family."""
 
-    pipeline: ClassVar[str]
-    """Name of the stock diffusers pipeline class."""
-    default_frames: ClassVar[int | None] = None
-    """Frames per clip of the published model; None: it makes images."""
     default_guidance_2: ClassVar[float | None] = None
     """Guidance scale of the second expert; None: the family has one denoiser."""
-    cfg: ClassVar[guiding.Cfg | None] = None
+    cfg: ClassVar[Cfg | None] = None
     """Form of classifier-free guidance; None: the family has none (guidance is embedded, or absent)."""
     own_lengths: ClassVar[bool] = False
     """Whether embeddings are as long as their prompts (`text_length`) instead of padded to a fixed length."""
@@ -90,35 +68,31 @@ class Adapter(Weights, ABC):
         *,
         target_components: tuple[str, ...] = (),
         source_area: int | None = None,
-        guidance_gradient: guiding.Gradient = "both",
+        guidance_gradient: Gradient = "both",
         fingerprint: str = "",
     ) -> None:
         """Wrap a loaded pipeline.
 
         target_components: denoisers to train (default: all). source_area: number of pixels to which source images are
-        resized (for editing families that resize them; default: as the stock pipeline does). guidance_gradient: which
+        resized, by families that resize them (default: as the stock pipeline does). guidance_gradient: which
         predictions of a guidance pair receive a gradient. fingerprint: identifies the encoders that make conditions
         (`folder.encoder_identity`).
         """
-        if source_area is not None and self.default_source_area is None:
-            raise ValueError(
-                f"{type(self).__name__} does not resize source images: expected no `source_area`, got {source_area}"
-            )
-        if source_area is not None and source_area < 32 * 32:
-            raise ValueError(f"source_area: expected at least {32 * 32} pixels, got {source_area}")
         if unknown := [name for name in target_components if name not in self.denoisers]:
             raise ValueError(f"target_components: expected some of {', '.join(self.denoisers)}, got {unknown}")
         from prefgrpo.integrations.rotary import fuse_rotary
 
         fuse_rotary()
-        self.pipe, self.transformer = pipe, getattr(pipe, self.denoisers[0])
+        self.pipe = pipe
+        self.transformer = getattr(pipe, self.denoisers[0])
         self.trained = tuple(name for name in self.denoisers if name in (target_components or self.denoisers))
-        self.fingerprint, self.guidance_gradient = fingerprint, guidance_gradient
+        self.fingerprint = fingerprint
+        self.guidance_gradient = guidance_gradient
         self.source_area = self.default_source_area if source_area is None else source_area
         self.dtype: torch.dtype = self.transformer.dtype  # type: ignore[assignment]
         """Dtype of the denoiser's inputs and, except for modules that diffusers keeps in fp32, of its weights."""
-        self.home: torch.device | None = None
-        """Device on which the denoisers run, if their weights may be stored elsewhere."""
+        self.device: torch.device = next(self.transformer.parameters()).device
+        """Device on which the denoisers run; weights may be stored elsewhere."""
         self.splits_lengths = False
         """Whether prompts of different lengths run in separate forwards, because attention takes no mask."""
         self.equal_forwards = False
@@ -126,7 +100,7 @@ class Adapter(Weights, ABC):
         self.text_multiple = 1
         """Batches of prompts of different lengths are padded to a multiple of this many tokens."""
         self.offload = ComponentOffload({}, (), torch.device("cpu"))
-        """Components offloaded to CPU memory; none before `enable_offload`."""
+        """Components that are in CPU memory while they are not used."""
 
     @classmethod
     def load(
@@ -136,20 +110,26 @@ class Adapter(Weights, ABC):
         device: torch.device,
         *,
         encoders: bool = True,
-        mapped: bool = False,
+        split: bool = False,
+        offload: tuple[str, ...] = (),
         **options: Any,
     ) -> Adapter:
-        """Load from a folder or hub id, frozen, in eval mode, with aligned parameters (copied out of the mapped files).
+        """Load from a folder or hub id, frozen, in eval mode.
 
-        options: passed to `__init__`. encoders: False skips the text encoders (every prompt must then be in the cache).
-        mapped: leave the denoisers in the mapped files, to be sharded from there.
+        encoders: False skips the text encoders (every prompt must then be in the cache). split: leave the denoisers in
+        the mapped files, in the files' dtype, to be sharded from there. offload: kinds of parts (text_encoder, vae)
+        that are in CPU memory while they are not used. options: passed to `__init__`.
         Raises `folder.ModelError` for a missing folder or one that holds another kind of pipeline.
         """
         path = cls.find(model)
+        waiting = offloaded(folders.index_of(path), offload) if device.type != "cpu" else ()
         pipe = folders.read(
-            path, cls.pipeline, dtype, device, encoders, cls.denoisers if mapped else (), cls.parts_in_fp32
+            path, cls.pipeline, dtype, device, encoders, cls.denoisers if split else (), waiting, cls.parts_in_fp32
         )
-        return cls(pipe, fingerprint=folders.encoder_identity(path), **options)
+        adapter = cls(pipe, fingerprint=folders.encoder_identity(path), **options)
+        adapter.dtype, adapter.device = dtype, device
+        adapter.offload = ComponentOffload(pipe.components, offload, device)
+        return adapter
 
     @classmethod
     def find(cls, model: str) -> Path:
@@ -164,16 +144,6 @@ class Adapter(Weights, ABC):
         """How a model_index.json of this pipeline class differs from this family; empty if it belongs to the family."""
         there = [name for name in index if name.startswith(cls.denoisers[0]) and index[name][0] is not None]
         return "" if set(there) == set(cls.denoisers) else f"has {there}, {cls.__name__} has {list(cls.denoisers)}"
-
-    @property
-    def device(self) -> torch.device:
-        """Device on which the transformer runs."""
-        return self.home or next(self.transformer.parameters()).device
-
-    @property
-    def unit(self) -> int:
-        """Side of one token in pixels; image sides are multiples of it."""
-        return 2 * self.pipe.vae_scale_factor
 
     # ---- what a family implements -------------------------------------------------------------------------------
 
@@ -231,24 +201,12 @@ class Adapter(Weights, ABC):
         Here for images: undo the VAE's scale and shift of latents [B, C, h, w], then decode.
         """
         config = self.pipe.vae.config
-        return self.decode_image(latents / config.scaling_factor + config.shift_factor)
+        return decode_image(self.pipe, latents / config.scaling_factor + config.shift_factor)
 
-    def schedule_options(self, sampling: Sampling) -> dict[str, Any]:
-        """Arguments that the stock pipeline passes to `set_timesteps`, besides the number of steps and the device.
-
-        mu only matters if the scheduler shifts dynamically.
-        """
-        steps = sampling.steps
-        flux = self.pipeline in ("FluxPipeline", "Flux2Pipeline", "Flux2KleinPipeline")
-        own = flux and self.pipe.scheduler.config.get("use_flow_sigmas")
-        even = {} if own else {"sigmas": np.linspace(1.0, 1.0 / steps, steps)}
-        return even | {"mu": self.mu(sampling)}
+    def dispatch_attention(self) -> None:
+        """Make the blocks' attention use diffusers' dispatcher, for families whose stock processor does not."""
 
     # ---- shared by all families ---------------------------------------------------------------------------------
-
-    def frames(self, sampling: Sampling) -> int | None:
-        """Frames per clip; None for images."""
-        return self.default_frames if sampling.frames is None else sampling.frames
 
     def guided(self, sampling: Sampling) -> bool:
         """Whether a forward needs the negative prompt too."""
@@ -269,50 +227,10 @@ class Adapter(Weights, ABC):
     def encode_sources(self, sources: tuple[Image.Image, ...], frames: int | None = None) -> tuple[Tensor, ...]:
         """`Condition.sources` for the source images of an edit, on the CPU; frames: length of the generated clip."""
         if not self.most_sources:
-            raise ValueError(
-                f"{type(self).__name__} takes no source image; expected an editing family such as flux_kontext"
-            )
+            raise ValueError(f"{type(self).__name__} takes no source image; expected a family that edits")
         if len(sources) > self.most_sources:
             raise ValueError(f"{type(self).__name__} takes {self.most_sources} source image(s), got {len(sources)}")
         return tuple(tensor.detach().cpu().contiguous() for tensor in self.source_tensors(sources, frames))
-
-    def stock_scheduler(self) -> Any:
-        """A fresh, deterministic copy of the pipeline's scheduler. ValueError if it is no flow-matching scheduler."""
-        scheduler = self.pipe.scheduler
-        if "shift" not in scheduler.config and not scheduler.config.get("use_flow_sigmas"):
-            raise ValueError(
-                f"{type(scheduler).__name__} is not a flow-matching scheduler: expected "
-                "FlowMatchEulerDiscreteScheduler, or a solver with use_flow_sigmas"
-            )
-        still = {"stochastic_sampling": False} if "stochastic_sampling" in scheduler.config else {}
-        return type(scheduler).from_config(scheduler.config, **still)
-
-    def timed_scheduler(self, sampling: Sampling) -> Any:
-        """`stock_scheduler` after `set_timesteps`, called as the stock pipeline does for this size."""
-        scheduler, options = self.stock_scheduler(), self.schedule_options(sampling)
-        try:
-            scheduler.set_timesteps(num_inference_steps=sampling.steps, device="cpu", **options)
-        except (TypeError, AssertionError) as error:
-            raise ValueError(
-                f"{type(scheduler).__name__} does not take what {self.pipeline} passes it ({', '.join(options)}): "
-                "expected FlowMatchEulerDiscreteScheduler"
-            ) from error
-        return scheduler
-
-    def sigmas(self, sampling: Sampling) -> Tensor:
-        """[steps + 1] fp32 sigmas of the stock pipeline's own scheduler for this size.
-
-        Heun's scheduler repeats each, and here they are merged. For other schedulers duplicates stay, so that
-        `make_schedule` rejects them: merging would silently sample with fewer steps than requested.
-        """
-        scheduler = self.timed_scheduler(sampling)
-        sigmas = scheduler.sigmas.to(torch.float32)
-        return sigmas.unique_consecutive() if scheduler.order > 1 else sigmas
-
-    def times(self, sampling: Sampling) -> Tensor:
-        """[steps] fp32, the stock pipeline's timesteps / 1000: σ, or whole thousandths if the solver rounds them."""
-        timesteps = self.timed_scheduler(sampling).timesteps
-        return self.sigmas(sampling)[:-1] if timesteps.is_floating_point() else timesteps.float() / 1000
 
     def velocity(self, x: Tensor, sigma: Tensor, condition: Condition, sampling: Sampling) -> Tensor:
         """Guided velocity v [B, …] at latents x [B, …] of any dtype and σ [B] fp32, for a batched condition."""
@@ -326,81 +244,17 @@ class Adapter(Weights, ABC):
         Keep sigma on the host if possible: families with several experts select one by it.
         """
         name, scale = self.expert(sigma, sampling)
-        predict: Callable[..., Tensor] = partial(self._predict, getattr(self.pipe, name), sampling=sampling)
         x = x.to(self.dtype)
         condition = condition.cast(self.dtype)
         sigma = sigma.to(x.device, non_blocking=True)
-        if self.compiled and not torch.is_grad_enabled():  # use the training graph; see `compile_blocks`
+        if self.compiled and not torch.is_grad_enabled():  # use the training graph, see `compiled`
             with torch.enable_grad():
                 c, more = self.cond_uncond(x, sigma, condition, sampling)
             return c.detach(), more if more is None else more._replace(uncond=more.uncond.detach())
+        predict = partial(self.predict, getattr(self.pipe, name), sampling=sampling)
+        if self.splits_lengths:
+            predict = partial(predict_by_length, predict, one_by_one=self.equal_forwards)
         if self.cfg is None or not self.guided(sampling):
             return predict(x, sigma, condition), None
-        c, u = guiding.predict_cond_uncond(predict, x, sigma, condition, self.guidance_gradient)
+        c, u = predict_cond_uncond(predict, x, sigma, condition, self.guidance_gradient)
         return c, Guidance(u, scale, self.cfg.from_cond, self.cfg.rescale)
-
-    def _predict(self, net: nn.Module, x: Tensor, sigma: Tensor, condition: Condition, sampling: Sampling) -> Tensor:
-        """`predict`, in one forward per length of prompt if `splits_lengths`."""
-        lengths = condition.text_length
-        if not self.splits_lengths or lengths is None:
-            return self.predict(net, x, sigma, condition, sampling)
-        if self.equal_forwards:
-            parts = list(torch.arange(len(lengths)).split(1))
-        else:
-            parts = [(lengths == length).nonzero().flatten() for length in lengths.unique()]
-        if len(parts) == 1:
-            return self.predict(net, x, sigma, condition, sampling)
-        v = []
-        for rows in parts:
-            there = rows.to(x.device, non_blocking=True)
-            v.append(self.predict(net, x[there], sigma[there], condition.select(rows), sampling))
-        order = torch.cat(parts).argsort().to(x.device, non_blocking=True)
-        return torch.cat(v)[order]
-
-    def dispatch_attention(self) -> None:
-        """Make the blocks' attention use diffusers' dispatcher, for families whose stock processor does not."""
-
-    def grid(self, sampling: Sampling) -> tuple[int, int]:
-        """Rows and columns of tokens; ValueError for sides that are not multiples of `unit`."""
-        height, width = sampling.height, sampling.width
-        if height < self.unit or width < self.unit or height % self.unit or width % self.unit:
-            raise ValueError(
-                f"height and width must be multiples of {self.unit} for this model, got {height} × {width}"
-            )
-        return height // self.unit, width // self.unit
-
-    def tokens(self, sampling: Sampling) -> int:
-        """Number of tokens of a sample's latents (for some video families: of one latent frame)."""
-        return math.prod(self.grid(sampling))
-
-    def sequence(self, sampling: Sampling) -> int:
-        """Number of tokens that context parallelism splits: those of all latent frames of a sample."""
-        return self.tokens(sampling)
-
-    def mu(self, sampling: Sampling) -> float:
-        """The dynamic time shift: linear in the number of tokens, with the scheduler config's parameters."""
-        get = self.pipe.scheduler.config.get
-        low, high, base = get("base_image_seq_len", 256), get("max_image_seq_len", 4096), get("base_shift", 0.5)
-        slope = (get("max_shift", 1.15) - base) / (high - low)
-        return self.tokens(sampling) * slope + (base - slope * low)
-
-    @torch.no_grad()
-    def decode_image(self, grid: Tensor) -> Tensor:
-        """Images [B, 3, H, W] fp32 in [0, 1] from unscaled VAE latents."""
-        image = self.pipe.vae.decode(grid.to(self.pipe.vae.dtype), return_dict=False)[0]
-        image = image[:, :, 0] if image.dim() == 5 else image  # video VAEs: a clip of one frame
-        return self.pipe.image_processor.postprocess(image, output_type="pt").float()
-
-    def tile_vae(self) -> None:
-        """Let the VAE process tiles of an image. ValueError if this VAE does not support it."""
-        if not hasattr(self.pipe.vae, "enable_tiling"):
-            raise ValueError(f"{type(self.pipe.vae).__name__} has no enable_tiling")
-        self.pipe.vae.enable_tiling()
-
-    def enable_offload(self, kinds: tuple[str, ...], device: torch.device) -> None:
-        """Move the pipeline to `device`, but offload these kinds of parts (text_encoder, vae) to the CPU between uses.
-
-        If `home` is set, denoisers stay where they are.
-        """
-        kept = self.denoisers if self.home else ()
-        self.offload = ComponentOffload({n: p for n, p in self.pipe.components.items() if n not in kept}, kinds, device)

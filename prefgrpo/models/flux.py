@@ -21,6 +21,7 @@ class Flux(Adapter):
 
     pipeline = "FluxPipeline"
     packed = True
+    leaves_sigmas = True
     context_parallel = "ring"
     lora_targets = (*JOINT_ATTENTION, "ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2")
 

@@ -19,12 +19,14 @@ from torch import Tensor, nn
 from prefgrpo.models.base import Adapter, Condition, Sampling
 from prefgrpo.models.guidance import Cfg
 from prefgrpo.models.lora import JOINT_ATTENTION
+from prefgrpo.models.vae import decode_image
 
 
 class Flux2(Adapter):
     """FLUX.2-dev text-to-image and editing."""
 
     pipeline = "Flux2Pipeline"
+    leaves_sigmas = True
     most_sources = 4
     context_parallel = "ring"
     lora_targets = (
@@ -82,7 +84,7 @@ class Flux2(Adapter):
         vae = self.pipe.vae
         mean = vae.bn.running_mean.view(1, -1, 1, 1).to(latents)
         std = torch.sqrt(vae.bn.running_var.view(1, -1, 1, 1) + vae.config.batch_norm_eps).to(latents)
-        return self.decode_image(Flux2Pipeline._unpatchify_latents(latents * std + mean))
+        return decode_image(self.pipe, Flux2Pipeline._unpatchify_latents(latents * std + mean))
 
 
 class Flux2Klein(Flux2):

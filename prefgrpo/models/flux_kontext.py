@@ -21,6 +21,7 @@ class FluxKontext(Flux):
 
     pipeline = "FluxKontextPipeline"
     most_sources = 1
+    leaves_sigmas = False
     context_parallel = ""  # source tokens, whose number varies, follow the generated ones
 
     def encode_source(self, source: Image.Image) -> Tensor:

@@ -7,8 +7,10 @@ which changes the last bits of a matrix product, so every parameter is copied be
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
+from collections import Counter
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -92,20 +94,23 @@ def read(
     dtype: torch.dtype,
     device: torch.device,
     encoders: bool,
-    mapped: Collection[str] = (),
+    split: Collection[str] = (),
+    waiting: Collection[str] = (),
     in_fp32: Collection[str] = (),
 ) -> Any:
     """Load the pipeline in `path`: frozen, in eval mode, on `device`; text encoders only if `encoders`.
 
-    mapped: components that stay mapped files in CPU memory, which the processes of a machine share, until they are
-    copied elsewhere. All others go to the device tensor by tensor, without a second copy in CPU memory. in_fp32:
-    components that run in fp32 whatever `dtype` is.
+    Components in `split` and `waiting` stay mapped files in CPU memory, which the processes of a machine share, until
+    they are copied elsewhere; those in `split` have the dtype of the file, as a cast would be a copy. All others go to
+    the device tensor by tensor, without a second copy in CPU memory. in_fp32: components that run in fp32 whatever
+    `dtype` is.
     """
     import diffusers
 
     named = {name: part for name, part in index_of(path).items() if _is_encoder(name)}
     parts: dict[str, Any] = {name: None for name, part in named.items() if not encoders or part[0] is None}
     dtypes = {"default": dtype} | dict.fromkeys(in_fp32, torch.float32)
+    dtypes |= {name: stored_dtype(path / name) or dtype for name in split}
     own = {name: found for name, part in named.items() if (found := _processor(path / name, part[1] or "", encoders))}
     asked = {name: part for name, part in own.items() if type(part).__name__ == REQUIRED_PROCESSOR}
     pipe = getattr(diffusers, pipeline).from_pretrained(path, dtype=dtypes, **parts | dict.fromkeys(own) | asked)
@@ -113,10 +118,25 @@ def read(
     modules = {name: part for name, part in pipe.components.items() if isinstance(part, torch.nn.Module)}
     for name, module in modules.items():
         module.eval().requires_grad_(False)
-        for tensor in [*module.parameters(), *module.buffers()] if name not in mapped else ():
+        for tensor in [*module.parameters(), *module.buffers()] if name not in {*split, *waiting} else ():
             tensor.data = tensor.data.to(device, copy=True)
     pipe.set_progress_bar_config(disable=True)
     return pipe
+
+
+def stored_dtype(component: Path) -> torch.dtype | None:
+    """The dtype of most elements in a component's safetensors files; None if it has no such file."""
+    count: Counter[str] = Counter()
+    for file in component.glob("*.safetensors"):
+        if file.name.count(".") > 1:  # a variant, such as "….fp16.safetensors"
+            continue
+        with file.open("rb") as handle:
+            header = json.loads(handle.read(int.from_bytes(handle.read(8), "little")))
+        header.pop("__metadata__", None)
+        for tensor in header.values():
+            count[tensor["dtype"]] += math.prod(tensor["shape"])
+    named = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+    return named.get(count.most_common(1)[0][0]) if count else None
 
 
 def _processor(path: Path, kind: str, encoders: bool) -> Any:

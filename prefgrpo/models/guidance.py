@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from prefgrpo.models.condition import Condition, combine
+from prefgrpo.ops.args import Guidance
+from prefgrpo.ops.reference import guided
 
 Gradient = Literal["both", "conditional"]
 """Whether the gradient flows through both c and u, or only through c."""
@@ -62,3 +64,8 @@ def predict_cond_uncond(
     pair = combine([positive, negative], lambda _, tensors: torch.cat(tensors))
     c, u = predict(torch.cat([x, x]), torch.cat([sigma, sigma]), pair).chunk(2)
     return c, u
+
+
+def after_guidance(c: Tensor, more: Guidance | None) -> Tensor:
+    """The guided velocity from the results of `Adapter.cond_uncond`."""
+    return c if more is None else guided(c, more.uncond, more.scale, more.from_cond, more.rescale)

@@ -13,10 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from prefgrpo.models.base import Condition, Sampling, text_mask
+from prefgrpo.models.base import Condition, Sampling
 from prefgrpo.models.guidance import Cfg
+from prefgrpo.models.lengths import text_mask
 from prefgrpo.models.lora import JOINT_ATTENTION
-from prefgrpo.models.video_vae import PatchVideo, decode_clip
+from prefgrpo.models.vae import decode_clip
+from prefgrpo.models.video import PatchVideo
 
 
 class HunyuanVideo(PatchVideo):

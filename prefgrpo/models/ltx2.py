@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from prefgrpo.models.base import Adapter, Condition, Sampling
 from prefgrpo.models.guidance import Cfg
-from prefgrpo.models.video_vae import decode_clip, latent_frames
+from prefgrpo.models.vae import decode_clip
+from prefgrpo.models.video import latent_frames
 
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
 

@@ -12,10 +12,11 @@ import torch
 from diffusers.pipelines.qwenimage.pipeline_qwenimage import QwenImagePipeline
 from torch import Tensor, nn
 
-from prefgrpo.models.base import Adapter, Condition, Sampling, text_mask
+from prefgrpo.models.base import Adapter, Condition, Sampling
 from prefgrpo.models.guidance import Cfg
+from prefgrpo.models.lengths import text_mask
 from prefgrpo.models.lora import JOINT_ATTENTION
-from prefgrpo.models.video_vae import unnormalise
+from prefgrpo.models.vae import decode_image, unnormalise
 
 
 class QwenImage(Adapter):
@@ -66,4 +67,4 @@ class QwenImage(Adapter):
     def decode(self, latents: Tensor, sampling: Sampling) -> Tensor:
         """Unpack, undo the VAE's normalisation, decode a clip of one frame."""
         grid = QwenImagePipeline._unpack_latents(latents, sampling.height, sampling.width, self.pipe.vae_scale_factor)
-        return self.decode_image(unnormalise(self.pipe.vae, grid))
+        return decode_image(self.pipe, unnormalise(self.pipe.vae, grid))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from prefgrpo.models.base import Adapter, Condition, Sampling
 from prefgrpo.models.guidance import Cfg
-from prefgrpo.models.video_vae import unnormalise
+from prefgrpo.models.vae import decode_image, unnormalise
 
 
 class QwenImage21(Adapter):
@@ -78,5 +78,5 @@ class QwenImage21(Adapter):
         """Unpack, undo the VAE's normalisation, decode a clip of one frame, composite it onto white."""
         rows, columns = self.grid(sampling)
         grid = latents.transpose(1, 2).reshape(len(latents), -1, 1, rows, columns)
-        image = self.decode_image(unnormalise(self.pipe.vae, grid))
+        image = decode_image(self.pipe, unnormalise(self.pipe.vae, grid))
         return image[:, :3] * image[:, 3:] + (1 - image[:, 3:])

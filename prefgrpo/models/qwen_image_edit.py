@@ -8,7 +8,7 @@ at any output size. Invariant: with `ode` steps the images are those of the stoc
 from __future__ import annotations
 
 import math
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus import calculate_dimensions
@@ -30,6 +30,11 @@ class QwenImageEdit(QwenImage):
     default_source_area = 1024 * 1024
     seen_area: ClassVar[int] = 1024 * 1024
     """Number of pixels of a source passed to the language model's image processor, unless `source_area` is less."""
+
+    def __init__(self, pipe: Any, **options: Any) -> None:
+        super().__init__(pipe, **options)
+        if self.source_area is not None and self.source_area < 32 * 32:
+            raise ValueError(f"source_area: expected at least {32 * 32} pixels, got {self.source_area}")
 
     def encode_edit(self, prompt: str, max_length: int, sources: tuple[Image.Image, ...]) -> Condition:
         """prompt_embeds [n, C], image tokens included, and text_length = n; nothing is truncated."""

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from prefgrpo.models.base import Condition, Sampling
 from prefgrpo.models.guidance import Cfg
-from prefgrpo.models.video_vae import PatchVideo, decode_clip, encode_frame, unnormalise
+from prefgrpo.models.vae import decode_clip, encode_frame, unnormalise
+from prefgrpo.models.video import PatchVideo
 
 
 class Wan(PatchVideo):

@@ -5,22 +5,16 @@ Invariant: saved files have the same effect in the stock pipeline and when they 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
-import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from prefgrpo.models import folder as folders
 from prefgrpo.models import lora
-
-GRAPHS = 64
-"""Maximum number of compiled graphs per kind of block: one per shape, dtype and set of inputs with gradients."""
 
 
 def innermost(module: nn.Module, classes: Iterable[str]) -> list[nn.Module]:
@@ -31,23 +25,6 @@ def innermost(module: nn.Module, classes: Iterable[str]) -> list[nn.Module]:
         return any(cls.__name__ in names for cls in type(part).__mro__)
 
     return [m for m in module.modules() if [n for n in m.modules() if named(n)] == [m]]
-
-
-def recompute(blocks: Iterable[nn.Module], share: float) -> None:
-    """Checkpoint the activations of every block i at which floor((i + 1) · share) increases: for ½, every second one.
-
-    Blocks keep their call arguments; diffusers' own gradient checkpointing drops some of them in some models.
-    """
-    for i, block in enumerate(blocks):
-        if int((i + 1) * share) > int(i * share):
-            block.forward = partial(_recomputed, block.forward)
-
-
-def _recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """`forward` without keeping its activations for the backward pass."""
-    if not torch.is_grad_enabled():
-        return forward(*args, **kwargs)
-    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)  # nothing is random
 
 
 class Weights:
@@ -68,7 +45,8 @@ class Weights:
     trained: tuple[str, ...]
     """Names of the trained denoisers."""
     compiled = False
-    """Whether the repeated blocks are compiled."""
+    """Whether the repeated blocks are compiled. Without gradients Inductor makes other graphs, which round differently,
+    so every forward then uses the training graph (`Adapter.cond_uncond`), and keeps activations while it runs."""
 
     def modules(self) -> dict[str, nn.Module]:
         """The trained denoisers, by name."""
@@ -95,28 +73,10 @@ class Weights:
         for number, module in enumerate(self.modules().values()):
             lora.add(module, rank, alpha, self.lora_targets if targets is None else targets, seed + number, init)
 
-    def enable_full(self, cast: bool = True) -> None:
-        """Train all weights of the denoisers, as fp32 masters; cast: now, not block by block when they are sharded."""
+    def enable_full(self) -> None:
+        """Train all weights of the denoisers. If their dtype is not fp32, FSDP2 makes the fp32 masters."""
         for module in self.modules().values():
-            (module.float() if cast else module).requires_grad_(True)
-
-    def checkpoint_gradients(self, share: float = 1.0) -> None:
-        """Recompute activations in the backward pass, for an evenly spread share of the repeated blocks."""
-        for module in self.modules().values():
-            recompute(self.blocks(module), share)
-
-    def compile_blocks(self) -> None:
-        """Compile the repeated blocks of all denoisers, one graph per shape.
-
-        Without gradients Inductor would make different graphs, which round differently. From now on every forward
-        therefore uses the training graph (`Adapter.cond_uncond`) and keeps activations while it runs.
-        """
-        dynamo: Any = torch._dynamo.config
-        dynamo.recompile_limit = max(dynamo.recompile_limit, GRAPHS)
-        for name in self.denoisers:
-            for block in self.blocks(getattr(self.pipe, name)):
-                block.compile(dynamic=False)
-        self.compiled = True
+            module.requires_grad_(True)
 
     def trainable(self) -> list[tuple[str, nn.Parameter]]:
         """(name, parameter) of all trainable parameters, in a fixed order."""

@@ -1,10 +1,10 @@
 """Registry of training objectives: one class per file, derived from `objectives.base.Objective`."""
 
+from prefgrpo.config.by_path import load_object
 from prefgrpo.config.loading import section
 from prefgrpo.config.schema import TrainConfig
 from prefgrpo.judge.verdict import did_you_mean
 from prefgrpo.objectives.base import Objective
-from prefgrpo.rewards import load_object
 
 OBJECTIVES = {
     "grpo": "prefgrpo.objectives.grpo:GRPO",

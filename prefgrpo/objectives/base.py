@@ -45,6 +45,10 @@ class Targets(NamedTuple):
         """The targets of some groups."""
         return Targets(*(part[groups] for part in self))
 
+    def informative(self) -> Tensor:
+        """bool [P, 1], groups whose advantages are not all 0."""
+        return (self.advantage != 0).any(1, keepdim=True)
+
     def preference(self) -> Tensor:
         """[P, G, G] share of comparisons that row won against column, a tie counting ½; ½ for pairs never compared."""
         return torch.where(self.counts > 0, self.wins / self.counts.clamp(min=1e-9), 0.5)
@@ -84,13 +88,12 @@ class Objective(ABC):
         """Errors for incompatible options, as 'field: what was expected, what was given'."""
         return []
 
-    def signal(self, train: TrainConfig, targets: Targets) -> Tensor:
-        """fp32 [P, G], the training signal of each sample; samples with NaN are dropped and cost no forward.
+    def mask(self, train: TrainConfig, targets: Targets) -> Tensor:
+        """bool [P, G], the samples that are trained on; the others are dropped and cost no forward.
 
-        By default the advantage, dropping groups whose advantages are all 0.
+        By default all but those of groups whose advantages are all 0.
         """
-        whole = (targets.advantage != 0).any(1, keepdim=True)
-        return torch.where(whole, targets.advantage, torch.nan)
+        return targets.informative().expand_as(targets.advantage)
 
     def samples_per_group(self, group_size: int) -> int:
         """How many samples per group count in the mean of the loss."""
@@ -139,15 +142,15 @@ class TrajectoryObjective(Objective):
         fits = self.best_of % 2 == 0 and self.best_of <= group_size
         return [] if fits else [f"best_of: expected an even number up to {group_size}, got {self.best_of}"]
 
-    def signal(self, train: TrainConfig, targets: Targets) -> Tensor:
-        """The advantage; with best_of, only for the best and the worst members."""
-        signal = super().signal(train, targets)
+    def mask(self, train: TrainConfig, targets: Targets) -> Tensor:
+        """With best_of, only the best and the worst members."""
+        mask = super().mask(train, targets)
         if not self.best_of:
-            return signal
+            return mask
         order, half = targets.advantage.argsort(stable=True, dim=1, descending=True), self.best_of // 2
-        chosen = torch.zeros_like(signal, dtype=torch.bool)
+        chosen = torch.zeros_like(targets.advantage, dtype=torch.bool)
         chosen.scatter_(1, torch.cat([order[:, :half], order[:, -half:]], 1), True)
-        return torch.where(chosen, signal, torch.nan)
+        return mask & chosen
 
     def samples_per_group(self, group_size: int) -> int:
         """The number of members that are trained on."""
@@ -212,9 +215,13 @@ class EndpointObjective(Objective):
 class PointwiseObjective(EndpointObjective):
     """An endpoint objective whose loss is a sum over samples."""
 
+    def signal(self, train: TrainConfig, targets: Targets) -> Tensor:
+        """fp32 [P, G], what the loss gets of each sample: by default its advantage."""
+        return targets.advantage
+
     @abstractmethod
     def loss(self, train: TrainConfig, p: Prediction, signal: Tensor) -> Tensor:
-        """[B] losses of one draw; signal: [B], from `Objective.signal`."""
+        """[B] losses of one draw; signal: [B], from `signal`."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -251,8 +258,3 @@ class OldPolicy:
         """decay + decay_rate · (steps beyond decay_after), at most decay_max; after step `step` (from 0)."""
         grown = self.decay + self.decay_rate * max(0, step + 1 - self.decay_after)
         return min(grown, max(self.decay, self.decay_max))
-
-
-def mask_missing(values: Tensor, targets: Targets) -> Tensor:
-    """`values` [P, G], with NaN in groups whose advantages are all 0 and where rewards are missing."""
-    return torch.where((targets.advantage != 0).any(1, keepdim=True) & targets.known, values, torch.nan)

@@ -21,7 +21,6 @@ from prefgrpo.objectives.base import (
     PointwiseObjective,
     Prediction,
     Targets,
-    mask_missing,
     mean_square,
 )
 
@@ -56,11 +55,15 @@ class NFT(OldPolicy, PointwiseObjective):
         """The option sample_with_old."""
         return self.sample_with_old
 
+    def mask(self, train: TrainConfig, targets: Targets) -> Tensor:
+        """Without samples whose rewards are missing: an advantage of 0 would be r = ½."""
+        return super().mask(train, targets) & targets.known
+
     def signal(self, train: TrainConfig, targets: Targets) -> Tensor:
         """r [P, G]."""
         if self.optimality == "win_rate":
-            return mask_missing(targets.win_rate(), targets)
-        return mask_missing((targets.advantage / (2.0 * train.adv_clip_max) + 0.5).clamp(0.0, 1.0), targets)
+            return targets.win_rate()
+        return (targets.advantage / (2.0 * train.adv_clip_max) + 0.5).clamp(0.0, 1.0)
 
     def loss(self, train: TrainConfig, p: Prediction, signal: Tensor) -> Tensor:
         """[B]."""

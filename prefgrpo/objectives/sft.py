@@ -12,17 +12,17 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from prefgrpo.config.schema import STRICT, TrainConfig
-from prefgrpo.objectives.base import PointwiseObjective, Prediction, Targets, mask_missing
+from prefgrpo.objectives.base import PointwiseObjective, Prediction, Targets
 
 
 @dataclass(frozen=True, config=STRICT)
 class SFT(PointwiseObjective):
     """Flow matching on the best of every group."""
 
-    def signal(self, train: TrainConfig, targets: Targets) -> Tensor:
-        """1 for the best member of a group, NaN for the others."""
-        best = torch.full_like(targets.advantage, torch.nan).scatter(1, targets.advantage.argmax(1, keepdim=True), 1.0)
-        return mask_missing(best, targets)
+    def mask(self, train: TrainConfig, targets: Targets) -> Tensor:
+        """Only the best member of a group."""
+        best = torch.zeros_like(targets.known).scatter(1, targets.advantage.argmax(1, keepdim=True), True)
+        return super().mask(train, targets) & targets.known & best
 
     def samples_per_group(self, group_size: int) -> int:
         """1, the best member."""

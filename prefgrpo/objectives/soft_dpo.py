@@ -38,9 +38,9 @@ class SoftDPO(Preference):
     clip: Annotated[float, Field(gt=0, lt=0.5)] = 0.02
     """Verdicts are clipped to clip … 1 − clip before logit takes their logarithm."""
 
-    def signal(self, train: TrainConfig, targets: Targets) -> Tensor:
-        """The advantage; groups without any comparison are dropped. All-tie groups are kept: they pull h together."""
-        return torch.where((targets.counts > 0).any(2).any(1, keepdim=True), targets.advantage, torch.nan)
+    def mask(self, train: TrainConfig, targets: Targets) -> Tensor:
+        """All groups with a comparison, those that are all ties too: they pull h together."""
+        return (targets.counts > 0).any(2).any(1, keepdim=True).expand_as(targets.advantage)
 
     def loss(self, train: TrainConfig, error: Tensor, anchor_error: Tensor, targets: Targets) -> Tensor:
         """[n]."""

@@ -22,13 +22,12 @@ MAX_SUGGESTIONS = 4
 """Maximum number of sizes suggested in an error message."""
 
 
-def enable(adapter: Adapter, world: World) -> None:
-    """Enable splitting the tokens of every denoiser's forward over the context-parallel processes."""
+def split_tokens(adapter: Adapter, world: World) -> None:
+    """Split the tokens of every denoiser's forward over the context-parallel processes."""
     from diffusers import ContextParallelConfig
 
     layout = world.layout
-    if world.mesh is None or layout.context == 1:
-        return
+    assert world.mesh is not None
     adapter.text_multiple = layout.context
     for name in adapter.denoisers:
         mesh = world.mesh["ring", "ulysses"]

@@ -9,12 +9,13 @@ weights are freed after every forward and backward, so none is stale after an up
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -25,48 +26,53 @@ from prefgrpo.parallel.world import World
 def shard_weights(adapter: Adapter, world: World, offload: bool) -> None:
     """Shard the weights of all denoisers over the mesh, and move shards and replicated parameters to the device.
 
-    Call it after everything that modifies blocks: LoRA, full fine-tuning, gradient checkpointing, context parallelism.
+    Call it after everything that modifies blocks. offload: keep the shards in CPU memory.
     """
     layout = world.layout
-    if world.mesh is None or not layout.fsdp:
-        return
+    assert world.mesh is not None
     weights = world.mesh["shard", "ring", "ulysses"]._flatten("weights")
     mesh = world.mesh["replicate", "weights"] if layout.split > 1 and layout.replicate > 1 else weights
     policy = CPUOffloadPolicy(pin_memory=world.device.type != "cpu") if offload else OffloadPolicy()
     for name in adapter.denoisers:
-        _shard(getattr(adapter.pipe, name), adapter, world.device, {"mesh": mesh, "offload_policy": policy})
-    adapter.home = world.device
+        _shard(getattr(adapter.pipe, name), adapter, mesh, policy)
     adapter.equal_forwards = world.equal_forwards
 
 
-def _shard(model: nn.Module, adapter: Adapter, device: torch.device, options: dict[str, Any]) -> None:
+def _shard(model: nn.Module, adapter: Adapter, mesh: DeviceMesh, offload: OffloadPolicy) -> None:
+    """Shard one denoiser. One block at a time is cast from the dtype of its file: trained weights to fp32, others to
+    the adapter's dtype, except what diffusers keeps in fp32."""
     replicated = set(replicated_parameters(model, adapter))
-    low = any(p.requires_grad and p not in replicated for p in model.parameters()) and adapter.dtype != torch.float32
-    options = options | {"ignored_params": replicated, "reshard_after_forward": True}
-    if low:  # inputs are cast as in the stock pipeline, which keeps some in fp32
+    trained = [p for p in model.parameters() if p.requires_grad and p not in replicated]
+    options: dict[str, Any] = {"mesh": mesh, "offload_policy": offload, "ignored_params": replicated}
+    if trained and adapter.dtype != torch.float32:  # inputs are cast as in the stock pipeline, which keeps some in fp32
         options["mp_policy"] = MixedPrecisionPolicy(adapter.dtype, torch.float32, cast_forward_inputs=False)
+    in_fp32 = {*trained, *replicated, *kept_in_fp32(model)}
     for part in [*adapter.blocks(model), model]:
-        for p in part.parameters():  # one block at a time is fp32 and whole
-            if p.requires_grad and not isinstance(p, DTensor):
-                p.data = p.data.float()
-        fully_shard(part, **options)
+        for p in part.parameters():
+            if not isinstance(p, DTensor):
+                p.data = p.data.to(torch.float32 if p in in_fp32 else adapter.dtype)
+        fully_shard(part, reshard_after_forward=True, **options)
     for p in replicated:
-        p.data = p.data.to(device, copy=True)
+        p.data = p.data.to(adapter.device, copy=True)
     for module in model.modules():
         for key, buffer in module._buffers.items():
-            module._buffers[key] = None if buffer is None else buffer.to(device)
+            module._buffers[key] = None if buffer is None else buffer.to(adapter.device)
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo does not support pre-multiplied sums
 
 
-def replicated_parameters(model: nn.Module, adapter: Adapter) -> Iterator[nn.Parameter]:
+def kept_in_fp32(model: nn.Module) -> set[nn.Parameter]:
+    """The parameters that diffusers keeps in fp32 in a model of any dtype: a few norms and tables."""
+    kept = set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    return {p for name, p in model.named_parameters() if kept & set(name.split("."))}
+
+
+def replicated_parameters(model: nn.Module, adapter: Adapter) -> list[nn.Parameter]:
     """The parameters that are replicated: a LoRA, or of trained weights the ones that diffusers keeps in fp32."""
-    kept = getattr(model, "_keep_in_fp32_modules", None) or ()
+    kept = kept_in_fp32(model)
     lora = adapter.has_lora()
-    for name, p in model.named_parameters():
-        if p.requires_grad and (lora or any(part in kept for part in name.split("."))):
-            yield p
+    return [p for p in model.parameters() if p.requires_grad and (lora or p in kept)]
 
 
 def is_sharded(tensor: Tensor) -> bool:

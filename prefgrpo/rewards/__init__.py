@@ -6,18 +6,15 @@ before the first reward is made.
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import inspect
 import os
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
-from pathlib import Path
 from typing import Any
 
+from prefgrpo.config.by_path import load_object
 from prefgrpo.config.recipe import UserError
 from prefgrpo.config.rewards import IMPORT_PATH, entries
 from prefgrpo.judge.verdict import did_you_mean
@@ -138,16 +135,6 @@ def load_class(name: str) -> type[Reward]:
     return _class_of(name, value)
 
 
-def load_object(path: str) -> Any:
-    """What "package.module.name", "package.module:name" or "file.py:name" is; raises what importing it raises, and
-    AttributeError."""
-    module, _, attribute = path.rpartition(":" if ":" in path else ".")
-    loaded = _file_module(Path(module)) if module.endswith(".py") else importlib.import_module(module)
-    if not hasattr(loaded, attribute):
-        raise AttributeError(f"{module} has no '{attribute}'{did_you_mean(attribute, vars(loaded))}")
-    return getattr(loaded, attribute)
-
-
 def _class_of(name: str, value: Any) -> type[Reward]:
     """The class of a reward, or a reward class made from a function."""
     if isinstance(value, Reward):
@@ -158,21 +145,6 @@ def _class_of(name: str, value: Any) -> type[Reward]:
         return function_class(value)
     except RewardError as error:
         raise RewardSpecError(f"reward '{name}': {error}") from error
-
-
-def _file_module(file: Path) -> Any:
-    """The module of a .py file, executed once per process."""
-    name = f"prefgrpo_rewards_of_{file.resolve()}"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, file.resolve())
-        assert spec is not None and spec.loader is not None
-        module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look up their module there
-        try:
-            spec.loader.exec_module(module)
-        except BaseException:
-            del sys.modules[name]
-            raise
-    return sys.modules[name]
 
 
 def build(

@@ -20,8 +20,9 @@ import torch
 from PIL import Image
 from torch.nn import functional
 
+from prefgrpo.config.by_path import load_object
 from prefgrpo.data.media import Media
-from prefgrpo.rewards import encoder, load_object
+from prefgrpo.rewards import encoder
 from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample, Score
 from prefgrpo.rewards.detectors import Detection, Detector
 

@@ -52,7 +52,7 @@ class RequestStats:
 
 
 def latency(prefix: str, seconds: Sequence[float]) -> dict[str, float]:
-    """p50 and p95 of the seconds per request (for an in-process reward: of its call for a group)."""
+    """p50 and p95 of the seconds per request (for an in-process reward: of each of its calls)."""
     if not seconds:
         return {}
     p50, p95 = np.percentile(list(seconds), [50, 95]).tolist()

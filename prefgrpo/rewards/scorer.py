@@ -1,7 +1,7 @@
 """Scores a step's groups while they are being generated.
 
 `add` hands over a sample without blocking: streaming rewards get it at once (a judge gets a pair as soon as both its
-members exist), in-process rewards score a group, on a thread of the scorer, as soon as it is complete. `finish` waits
+members exist), in-process rewards score groups, on a thread of the scorer, as soon as they are complete. `finish` waits
 for the in-process rewards, then for answers until the deadline. A second step may begin before the first is finished;
 each has its own counts and timings. Invariant: values depend only on (seed, step, group, samples), not on the order of
 arrival; a metric without data (latency without an answer) is left out, never 0.
@@ -41,6 +41,8 @@ from prefgrpo.rewards.base import (
 from prefgrpo.rewards.log import log_judgements
 from prefgrpo.rewards.request_stats import DEADLINE_PASSED, RequestStats, latency
 
+AT_ONCE = 16
+"""Samples that an in-process pointwise reward scores in one call: as many whole groups as make so many, or one."""
 _DEADLINE_S = 600.0
 _MISSING = Score(None, "the sample was not generated")
 
@@ -109,9 +111,10 @@ class Scorer:
         """Group → member → sample, of the next step to finish or, right after `finish`, of that step."""
         self._lock = threading.Lock()
         self._open_steps: list[_Step] = []
-        device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-        self._worker = ThreadPoolExecutor(1, "rewards", initializer=_use_device, initargs=(device,))
+        self._worker = ThreadPoolExecutor(1, "rewards")
         """Runs the in-process rewards, one call at a time."""
+        self._device: int | None = None
+        """The process's GPU, if it uses one."""
 
     def begin(self, step: int, groups: Sequence[int], ahead: bool = False) -> None:
         """Start a step with these group ids. ahead: keep the step that has already begun, which must have other groups
@@ -119,12 +122,11 @@ class Scorer:
         """
         if not ahead:
             self.cancel()
+        if torch.cuda.is_initialized():
+            self._device = torch.cuda.current_device()
         one = _Step(step, {g: {} for g in groups}, {name: RequestStats() for name in self.rewards})
-        one.sessions = {
-            name: {g: self._session(one, name, reward, g) for g in groups}
-            for name, reward in self.rewards.items()
-            if self.active
-        }
+        if self.active:
+            one.sessions = {name: self._sessions(one, name, reward) for name, reward in self.rewards.items()}
         self._open_steps.append(one)
         self.samples = self._open_steps[0].samples
 
@@ -188,37 +190,57 @@ class Scorer:
         words = [self.seed & 0xFFFFFFFF, step & 0xFFFFFFFF, group & 0xFFFFFFFF]
         return int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0])
 
+    def _sessions(self, one: _Step, name: str, reward: Reward) -> dict[int, GroupSession]:
+        """Group → its session under a reward."""
+        if reward.streams:
+            return {group: self._session(one, name, reward, group) for group in one.samples}
+        return self._units(one, name, reward)
+
     def _session(self, one: _Step, name: str, reward: Reward, group: int) -> GroupSession:
-        if not reward.streams:
-            return _InProcessSession(self.group_size, partial(self._in_process, one, name, reward, group))
         if isinstance(reward, GroupwiseReward):
             return reward.session(self.group_size, self._seed(one.number, group), one.stats[name])
         assert isinstance(reward, PointwiseReward)
         return _PointwiseSession(reward, self.group_size, one.stats[name])
 
-    def _in_process(
-        self, one: _Step, name: str, reward: Reward, group: int, members: dict[int, Sample]
-    ) -> Future[GroupScores]:
-        """Start to score a group under an in-process reward."""
+    def _units(self, one: _Step, name: str, reward: Reward) -> dict[int, GroupSession]:
+        """Sessions of all groups under an in-process reward, which share calls."""
+        groups = list(one.samples)
+        together = max(AT_ONCE // self.group_size, 1) if isinstance(reward, PointwiseReward) else 1
+        sessions: dict[int, GroupSession] = {}
+        for k in range(0, len(groups), together):
+            unit = _InProcessUnit(groups[k : k + together], self.group_size, partial(self._start, one, name, reward))
+            sessions |= {group: _InProcessSession(unit, group) for group in unit.members}
+        return sessions
+
+    def _start(
+        self, one: _Step, name: str, reward: Reward, added: dict[int, dict[int, Sample]]
+    ) -> Future[dict[int, GroupScores]]:
+        """Start to score groups (group → member → sample) under an in-process reward."""
         stats = one.stats[name]
 
-        def work() -> GroupScores:
+        def work() -> dict[int, GroupScores]:
             started = time.monotonic()
+            if self._device is not None:  # the current GPU is a setting of every thread
+                torch.cuda.set_device(self._device)
             with traffic.collect_counts(one.counts):
                 if isinstance(reward, PointwiseReward):
-                    scores = self._pointwise(name, reward, members)
+                    scores = self._pointwise(name, reward, added)
                 else:
                     assert isinstance(reward, GroupwiseReward)
-                    scores = self._groupwise(reward, members, self._seed(one.number, group))
+                    seeds = {group: self._seed(one.number, group) for group in added}
+                    scores = {g: self._groupwise(reward, members, seeds[g]) for g, members in added.items()}
             stats.done(time.monotonic() - started)
             return scores
 
         stats.sent()
         return self._worker.submit(work)
 
-    def _pointwise(self, name: str, reward: PointwiseReward, members: dict[int, Sample]) -> GroupScores:
-        """One call for the group, in order of its members; if it raises, one call per sample."""
-        samples = [members[m] for m in sorted(members)]
+    def _pointwise(
+        self, name: str, reward: PointwiseReward, added: dict[int, dict[int, Sample]]
+    ) -> dict[int, GroupScores]:
+        """One call, in order of groups and members; if it raises, one call per sample."""
+        keys = [(g, m) for g, members in added.items() for m in sorted(members)]
+        samples = [added[g][m] for g, m in keys]
         try:
             scores = reward.score(samples) if samples else []
             if len(scores) != len(samples) or not all(isinstance(s, Score) for s in scores):
@@ -230,8 +252,8 @@ class Scorer:
         except Exception:  # noqa: BLE001  (a reward's libraries may raise anything; same as in `reward serve`)
             traceback.print_exc()
             scores = [_score_one(reward, sample) for sample in samples]
-        scored = dict(zip(sorted(members), scores, strict=True))
-        return GroupScores([scored.get(m, _MISSING) for m in range(self.group_size)])
+        scored = dict(zip(keys, scores, strict=True))
+        return {g: GroupScores([scored.get((g, m), _MISSING) for m in range(self.group_size)]) for g in added}
 
     def _groupwise(self, reward: GroupwiseReward, made: dict[int, Sample], seed: int) -> GroupScores:
         """Run an in-process groupwise reward on the members that exist."""
@@ -274,28 +296,47 @@ class Scorer:
         return StepScores(values, groups, metrics, dict(reasons.most_common()))
 
 
-class _InProcessSession:
-    """A group that an in-process reward scores as soon as it is complete."""
+class _InProcessUnit:
+    """Consecutive groups that an in-process reward scores in one call, as soon as all of their members exist."""
 
-    def __init__(self, size: int, start: Callable[[dict[int, Sample]], Future[GroupScores]]) -> None:
-        self.size, self.start = size, start
-        self.members: dict[int, Sample] = {}
-        self.scores: Future[GroupScores] | None = None
+    def __init__(
+        self,
+        groups: Sequence[int],
+        size: int,
+        start: Callable[[dict[int, dict[int, Sample]]], Future[dict[int, GroupScores]]],
+    ) -> None:
+        self.members: dict[int, dict[int, Sample]] = {group: {} for group in groups}
+        self.count, self.start = len(groups) * size, start
+        self.scores: Future[dict[int, GroupScores]] | None = None
 
-    def add(self, member: int, sample: Sample) -> None:
-        self.members[member] = sample
-        if len(self.members) == self.size:
+    def add(self, group: int, member: int, sample: Sample) -> None:
+        self.members[group][member] = sample
+        if sum(map(len, self.members.values())) == self.count:
             self.scores = self.start(self.members)
 
-    def result(self, deadline: float) -> GroupScores:
+    def result(self, group: int) -> GroupScores:
         """The scores, whenever they come: there is no deadline for work in this process."""
         if self.scores is None:  # some members were never generated
             self.scores = self.start(self.members)
-        return self.scores.result()
+        return self.scores.result()[group]
+
+
+@dataclass(frozen=True)
+class _InProcessSession:
+    """One group of a unit."""
+
+    unit: _InProcessUnit
+    group: int
+
+    def add(self, member: int, sample: Sample) -> None:
+        self.unit.add(self.group, member, sample)
+
+    def result(self, deadline: float) -> GroupScores:
+        return self.unit.result(self.group)
 
     def cancel(self) -> None:
-        if self.scores is not None:
-            self.scores.cancel()
+        if self.unit.scores is not None:
+            self.unit.scores.cancel()
 
 
 class _PointwiseSession:
@@ -362,12 +403,6 @@ def _contradictions(group: list[Comparison]) -> list[bool]:
     return [
         np.sign(p - 0.5) != np.sign(0.5 - answers[j, i]) for (i, j), p in answers.items() if i < j and (j, i) in answers
     ]
-
-
-def _use_device(device: int | None) -> None:
-    """On a new thread, make the process's GPU the current one: it is a setting of every thread."""
-    if device is not None:
-        torch.cuda.set_device(device)
 
 
 def _score_one(reward: PointwiseReward, sample: Sample) -> Score:

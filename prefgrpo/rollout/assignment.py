@@ -1,36 +1,21 @@
 """Splits the samples of a training step into batches and assigns these to processes; every process computes the same.
 
 The samples of an update are ordered by image size and split into batches of a single image size. The batches of a step
-are assigned to the data-parallel indices round-robin, update by update, so that every index has its share of every
-update. Invariant: batches do not depend on the number of processes.
+are assigned to the data-parallel ranks round-robin, update by update, so that every one has its share of every update.
+Invariant: batches do not depend on the number of processes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from prefgrpo.config.schema import Config, SamplingConfig
 from prefgrpo.data.prompts import Prompt, step_prompts
+from prefgrpo.rollout.batch import BatchPlan, Place
 from prefgrpo.rollout.sampling import prompt_sampling
 
-Place = tuple[int, int]
-"""(slot 0 … P − 1 of the prompt, member 0 … G − 1 of its group)."""
 Slots = list[tuple[Prompt, SamplingConfig]]
 """The prompt and sampling sizes of every slot of a step."""
-
-
-@dataclass(frozen=True)
-class BatchPlan:
-    """The plan of one batch of a step, known to every process."""
-
-    number: int
-    """Index among the step's batches."""
-    update: int
-    """Index of the optimiser update that it belongs to, within the step."""
-    places: tuple[Place, ...]
-    index: int
-    """The data-parallel index that it is assigned to."""
 
 
 def slot_prompts(config: Config, prompts: Sequence[Prompt], step: int) -> Slots:
@@ -58,26 +43,25 @@ def update_of(config: Config, place: Place) -> int:
 
 
 def assign_batches(
-    config: Config, sizes: Sequence[SamplingConfig], indices: int = 1, whole_groups: bool = False
+    config: Config, sizes: Sequence[SamplingConfig], dp_size: int = 1, whole_groups: bool = False
 ) -> list[BatchPlan]:
-    """The batches of a step, assigned to `indices` data-parallel indices; sizes: of every slot.
+    """The batches of a step, assigned to `dp_size` data-parallel ranks; sizes: of every slot.
 
     Shares of each update and of the step differ by at most one batch. whole_groups: all batches of a group go to one
-    index (a unit is one group, or as many as fit into a batch), and shares differ by at most one unit.
+    rank, as many groups together as fit into a batch, and shares differ by at most so many batches.
     """
     r = config.rollout
     places_of: dict[tuple[int, int, int], list[Place]] = {}
-    for place in ((p, g) for p in range(r.prompts_per_step) for g in range(r.group_size)):
+    for place in ((slot, member) for slot in range(r.prompts_per_step) for member in range(r.group_size)):
         size = sizes[place[0]]
         places_of.setdefault((update_of(config, place), size.height, size.width), []).append(place)
     together = max(r.batch_size // r.group_size, 1) * r.group_size if whole_groups else r.batch_size
-    units = [
-        (update, places[k : k + together])
-        for (update, _, _), places in sorted(places_of.items(), key=lambda item: item[0][0])
-        for k in range(0, len(places), together)
-    ]
     out: list[BatchPlan] = []
-    for unit, (update, places) in enumerate(units):
-        for k in range(0, len(places), r.batch_size):
-            out.append(BatchPlan(len(out), update, tuple(places[k : k + r.batch_size]), unit % indices))
+    turn = 0
+    for (update, _, _), places in sorted(places_of.items(), key=lambda item: item[0][0]):
+        for first in range(0, len(places), together):
+            on_one_rank = places[first : first + together]
+            for k in range(0, len(on_one_rank), r.batch_size):
+                out.append(BatchPlan(len(out), update, tuple(on_one_rank[k : k + r.batch_size]), turn % dp_size))
+            turn += 1
     return out

@@ -29,7 +29,7 @@ from prefgrpo.objectives.base import (
     Targets,
     mean_square,
 )
-from prefgrpo.rollout.batches import Batch, row
+from prefgrpo.rollout.batch import Batch
 from prefgrpo.sde.noise import endpoint_noise, endpoint_normal
 
 EDGE = 1e-3
@@ -62,19 +62,19 @@ class EndpointCollector:
         samples: number in the whole update, over all ranks (`Objective.samples_per_group` per group).
         """
         objective, train, table = self.objective, self.config.train, list[Tensor]()
-        signal = objective.signal(train, targets)
         for draw in range(objective.draws):
             slopes = {}
             if isinstance(objective, GroupObjective) and not self._whole:
                 slopes = self._slopes(objective, batches, draw, targets)
             for batch in batches:
                 p = self.predict(batch, draw)
-                if not batch.weight:
+                if batch.padding:
                     loss = 0.0 * p.error.sum()
                 elif isinstance(objective, PointwiseObjective):
-                    loss = _sum(objective.loss(train, p, batch.own(signal)), len(batch.slots))
+                    signal = batch.of_samples(objective.signal(train, targets))
+                    loss = _sum(objective.loss(train, p, signal), len(batch.places))
                 elif slopes:
-                    rows = [slopes[place] for place in zip(batch.slots, batch.members, strict=True)]
+                    rows = [slopes[place] for place in batch.places]
                     slope, value = torch.stack(rows).unbind(1)
                     loss = (slope * p.error).sum()
                     loss = loss + (value.sum() - loss.detach())  # so that the reported value is the loss
@@ -86,9 +86,9 @@ class EndpointCollector:
                     kl = mean_square(p.v - p.start)
                     loss, facts = loss + train.kl_coef * kl.sum(), [*facts, kl]
                 loss = loss / (samples * objective.draws)
-                (loss * batch.weight).backward()
-                if batch.weight:
-                    table.append(row(batch, loss, torch.stack([fact.detach().mean() for fact in facts])))
+                (loss * batch.factor).backward()
+                if not batch.padding:
+                    table.append(batch.row(loss, torch.stack([fact.detach().mean() for fact in facts])))
         return table
 
     def predict(self, batch: Batch, draw: int) -> Prediction:
@@ -130,8 +130,8 @@ class EndpointCollector:
             with torch.no_grad():
                 p = self.predict(batch, draw)
             both = torch.stack([p.error, p.anchor_error], 1)
-            if batch.weight:
-                errors |= dict(zip(zip(batch.slots, batch.members, strict=True), both, strict=True))
+            if not batch.padding:
+                errors |= dict(zip(batch.places, both, strict=True))
         size, slots = self.config.rollout.group_size, sorted({slot for slot, _ in errors})
         out: dict[tuple[int, int], Tensor] = {}
         for slot in slots:
@@ -153,8 +153,8 @@ class EndpointCollector:
 
     def _velocity(self, batch: Batch, draw: int) -> tuple[Tensor, Tensor, Tensor]:
         """(u [B, …], v [B, …], t [B]) of a batch in one draw."""
-        x0 = batch.trajectory.latents.float()
-        groups = batch.trajectory.sample // self.config.rollout.group_size
+        x0 = batch.latents.float()
+        groups = batch.ids // self.config.rollout.group_size
         noise = endpoint_noise(self.config.seed, groups, draw, tuple(x0.shape[1:]))
         t, shown = self.times(batch, torch.tensor(batch.groups), draw)
         on_device = t.to(x0.device, non_blocking=True)

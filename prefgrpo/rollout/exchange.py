@@ -1,4 +1,4 @@
-"""Sends every sample to the data-parallel index that scores its group, while the next batch is generated.
+"""Sends every sample to the data-parallel rank that scores its group, while the next batch is generated.
 
 One message per batch and receiver: uint8 [n, (F,) H, W, 3], the samples in batch order. All processes derive the
 messages and their shapes from the same plan, so only pixels are sent. Samples are handed over on threads, so resizing
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from prefgrpo.parallel.world import Transfer, World
-from prefgrpo.rollout.assignment import BatchPlan, Place
+from prefgrpo.rollout.batch import BatchPlan, Place
 from prefgrpo.rollout.render import Images
 
 
@@ -33,9 +33,9 @@ def media_exchange(
     On exit, it has been called for all samples; what it raised is raised by the next `put`, or on exit.
     """
 
-    def rows_of(batch: BatchPlan, index: int) -> list[int]:
-        """Rows of the samples of a batch that are scored on an index."""
-        return [row for row, (p, _) in enumerate(batch.places) if world.owner(p) == index]
+    def rows_of(batch: BatchPlan, dp_rank: int) -> list[int]:
+        """Rows of the samples of a batch that are scored by a rank."""
+        return [row for row, slot in enumerate(batch.slots) if world.owner(slot) == dp_rank]
 
     def hand_over(batch: BatchPlan, rows: list[int], pixels: Images) -> None:
         for row, image in zip(rows, pixels, strict=True):
@@ -54,17 +54,17 @@ def media_exchange(
             raise RuntimeError(f"expected media of shape {shape(batch)}, the model made {media.shape[1:]}")
         for done in [work for work in works if work.done()]:
             done.result()
-        for index in range(world.dp_size):
-            rows = rows_of(batch, index)
-            if index == world.dp_index:
+        for dp_rank in range(world.dp_size):
+            rows = rows_of(batch, dp_rank)
+            if dp_rank == world.dp_index:
                 works.append(local.submit(hand_over, batch, rows, media[rows]))
             elif rows:
-                sent.append(world.send(torch.from_numpy(media[rows]), index, batch.number))
+                sent.append(world.send(torch.from_numpy(media[rows]), dp_rank, batch.number))
 
     coming = [
-        (b, rows, world.receive((len(rows), *shape(b)), b.index, b.number))
+        (b, rows, world.receive((len(rows), *shape(b)), b.dp_rank, b.number))
         for b in planned
-        if b.index != world.dp_index and (rows := rows_of(b, world.dp_index))
+        if b.dp_rank != world.dp_index and (rows := rows_of(b, world.dp_index))
     ]
     sent: list[Transfer] = []
     received: Future[None] = Future()

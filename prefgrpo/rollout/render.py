@@ -50,8 +50,8 @@ def render(
     world: if given, its context-parallel processes each decode a part.
     """
     condition = conditions(embeddings, prompts, sizes, ids.device)
-    done = rollout(adapter, schedule, condition, ids, sizes, seed=seed)
-    return decode(adapter, done.latents, sizes, world)
+    latents, _ = rollout(adapter, schedule, condition, ids, sizes, seed=seed)
+    return decode(adapter, latents, sizes, world)
 
 
 @torch.no_grad()

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from prefgrpo.config.schema import TrainConfig
-from prefgrpo.models.base import Adapter, Condition, Sampling, after_guidance
+from prefgrpo.models.base import Adapter, Condition, Sampling
+from prefgrpo.models.guidance import after_guidance
 from prefgrpo.objectives.base import Replayed, Targets, TrajectoryObjective
 from prefgrpo.ops import affine_logp
-from prefgrpo.rollout.batches import Batch, row
+from prefgrpo.rollout.batch import Batch
 from prefgrpo.rollout.rollout import Step
 from prefgrpo.sde.schedule import Schedule
 
@@ -78,14 +79,13 @@ class TrajectoryCollector:
         """
         table, train = list[Tensor](), self.train
         kl = train.kl_form if train.kl_coef else ""
-        signal = self.objective.signal(train, targets)
         for batch in batches:
-            steps = batch.trajectory.steps
-            adv = batch.own(signal).nan_to_num(0.0)  # padding batches may hold dropped samples
+            steps = batch.steps
+            adv = batch.of_samples(targets.advantage)
             for step in steps:
                 new = replay(self.adapter, batch.schedule, batch.condition, step, batch.sizes, kl, self.reference)
                 out = self.objective.loss(train, new, adv, float(samples * len(steps)))
-                (out.loss * batch.weight).backward()
-                if batch.weight:
-                    table.append(row(batch, out.loss, out.metrics))
+                (out.loss * batch.factor).backward()
+                if not batch.padding:
+                    table.append(batch.row(out.loss, out.metrics))
         return table

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from prefgrpo.models.base import Adapter, Condition, Sampling, after_guidance
+from prefgrpo.models.base import Adapter, Condition, Sampling
+from prefgrpo.models.guidance import after_guidance
 from prefgrpo.ops import NoiseAddress, affine_step
 from prefgrpo.ops.args import Guidance
 from prefgrpo.sde.noise import initial_latents
@@ -46,21 +48,13 @@ class Step:
         return Step(**tree_map_only(Tensor, lambda tensor: tensor.index_select(0, rows), vars(self)))
 
 
-@dataclass(frozen=True, eq=False)
-class Trajectory:
+class Trajectory(NamedTuple):
     """Result of `rollout`."""
 
     latents: Tensor
     """[B, …] final latents, input of the adapter's `decode`."""
-    sample: Tensor
-    """int64 [B] global sample ids."""
     steps: tuple[Step, ...]
-    """One entry per stored step, by ascending k."""
-
-    def select(self, rows: Tensor) -> Trajectory:
-        """The samples `rows` (int64)."""
-        latents, ids = self.latents.index_select(0, rows), self.sample.index_select(0, rows)
-        return Trajectory(latents, ids, tuple(s.select(rows) for s in self.steps))
+    """One entry per stored step, by ascending number."""
 
 
 @torch.no_grad()
@@ -114,4 +108,4 @@ def rollout(
             own = after_guidance(v, guidance) if keep_velocity else None
             stored.append(Step(index, x, step.x_next, step.logp, k, own, graph))
         x = step.x_next
-    return Trajectory(adapter.final(x, condition), sample, tuple(stored))
+    return Trajectory(adapter.final(x, condition), tuple(stored))

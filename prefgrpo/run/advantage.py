@@ -17,9 +17,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from prefgrpo.config.by_path import load_object
 from prefgrpo.config.schema import COMBINE, AdvantageConfig
 from prefgrpo.ops import group_advantage
-from prefgrpo.rewards import load_object
 from prefgrpo.rewards.base import GroupScores, Reward
 from prefgrpo.rewards.pairwise import VlmPairwise
 

@@ -1,4 +1,4 @@
-"""Loads the model of a configuration and prepares it for training.
+"""Loads the model of a configuration.
 
 Invariant: a value that the model rejects raises a ConfigError that names its field.
 """
@@ -18,7 +18,8 @@ from prefgrpo.models import DTYPES, family
 from prefgrpo.models import load as load_model
 from prefgrpo.models.base import Adapter
 from prefgrpo.models.folder import ModelError
-from prefgrpo.parallel import attention, context, shard
+from prefgrpo.models.vae import tile
+from prefgrpo.parallel import attention, context
 from prefgrpo.parallel.mesh import Layout
 from prefgrpo.parallel.world import World
 from prefgrpo.run import checkpoint
@@ -62,7 +63,7 @@ def unsupported(config: Config) -> list[str]:
 def open_adapter(config: Config, device: torch.device, encoders: bool = True, split: bool = False) -> Adapter:
     """The run's model, frozen, after checking image size and frames. Raises ConfigError or ModelError.
 
-    split: leave the denoisers in the mapped files of the checkpoint, for `trainable` to shard.
+    split: leave the denoisers in the mapped files of the checkpoint, for `parallelize` to shard.
     """
     m = config.memory
     quiet_libraries()
@@ -73,18 +74,17 @@ def open_adapter(config: Config, device: torch.device, encoders: bool = True, sp
             config.family,
             config.model,
             DTYPES[config.dtype],
-            torch.device("cpu") if m.offload else device,
+            device,
             encoders=encoders,
-            mapped=split,
+            split=split,
+            offload=m.offload,
             **model_options(config),
         )
     with config_errors_as("rollout.height/width/frames"):
         adapter.latent_shape(config.rollout)
     if m.vae_tiling:
         with config_errors_as("memory.vae_tiling"):
-            adapter.tile_vae()
-    if m.offload and not split:
-        adapter.enable_offload(m.offload, device)
+            tile(adapter.pipe.vae)
     return adapter
 
 
@@ -97,29 +97,8 @@ def model_options(config: Config) -> dict[str, Any]:
     }
 
 
-def trainable(config: Config, adapter: Adapter, world: World | None = None) -> Adapter:
-    """Make the adapter trainable (LoRA or full) and split it over the processes of `world`. Raises ConfigError."""
-    t = config.train
-    if t.lora_rank:
-        with config_errors_as("train.lora_targets"):
-            adapter.add_lora(t.lora_rank, t.lora_alpha, t.lora_targets or None, config.seed, t.lora_init)
-    else:
-        adapter.enable_full(cast=world is None or not world.layout.fsdp)
-    if t.gradient_checkpointing:
-        adapter.checkpoint_gradients(t.gradient_checkpointing)
-    if world is not None:
-        attention.set_backend(adapter, config, world.layout, world.device)
-        if config.compile:
-            adapter.compile_blocks()
-        context.enable(adapter, world)
-        shard.shard_weights(adapter, world, "weights" in config.memory.offload)
-        if world.layout.fsdp:
-            adapter.enable_offload(config.memory.offload, world.device)
-    return adapter
-
-
 def load_checkpoint(adapter: Adapter, path: Path, averaged: bool, world: World) -> None:
-    """Read the trained weights of a checkpoint, or their EMA, into an adapter from `trainable`.
+    """Read the trained weights of a checkpoint, or their EMA, into an adapter that is ready to train.
 
     Raises CheckpointError, on all ranks.
     """

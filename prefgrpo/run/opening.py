@@ -9,12 +9,13 @@ from prefgrpo.config.schema import Config
 from prefgrpo.data.prompts import Prompt
 from prefgrpo.models.base import Adapter
 from prefgrpo.objectives.base import EndpointObjective, Objective, TrajectoryObjective
+from prefgrpo.parallel.parallelize import parallelize
 from prefgrpo.parallel.world import World
 from prefgrpo.rollout.endpoint import EndpointCollector
 from prefgrpo.rollout.replay import TrajectoryCollector
 from prefgrpo.rollout.sampling import Schedules, all_sizes, eval_sampling
 from prefgrpo.run.checks import check_context
-from prefgrpo.run.loading import config_errors_as, open_adapter, trainable
+from prefgrpo.run.loading import config_errors_as, open_adapter
 from prefgrpo.run.policy import Policy
 
 Collector = TrajectoryCollector | EndpointCollector
@@ -27,7 +28,7 @@ def open_model(
     """(the model ready to train, its policy), after checking that sizes can be split. Raises ConfigError."""
     adapter = open_adapter(config, world.device, encoders, world.layout.fsdp)
     check_context(config, world, adapter, prompts)
-    trainable(config, adapter, world)
+    parallelize(adapter, config, world)
     return adapter, open_policy(config, goal, adapter)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from prefgrpo.rewards import load_object
+from prefgrpo.config.by_path import load_object
 from prefgrpo.suites.base import Suite
 
 Name = Literal["unigenbench", "geneval", "vbench"]
