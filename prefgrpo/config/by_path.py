@@ -16,8 +16,9 @@ def load_object(path: str) -> Any:
     module, _, attribute = path.rpartition(":" if ":" in path else ".")
     loaded = _file_module(Path(module)) if module.endswith(".py") else importlib.import_module(module)
     if not hasattr(loaded, attribute):
-        near = difflib.get_close_matches(attribute, vars(loaded), n=1)
-        hint = f" (did you mean '{near[0]}'?)" if near else ""
+        names = {name.lower(): name for name in vars(loaded)}
+        near = difflib.get_close_matches(attribute.lower(), names, n=1)
+        hint = f" (did you mean '{names[near[0]]}'?)" if near else ""
         raise AttributeError(f"{module} has no '{attribute}'{hint}")
     return getattr(loaded, attribute)
 
