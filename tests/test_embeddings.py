@@ -4,14 +4,19 @@ Why these cases: many processes write and read the folder at once, some are kill
 and the cache key must change with everything that affects the embedding.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
-from families import case_of, load, tensors_of
+from families import CPU, case_of, load, tensors_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from prefgrpo.config.loading import from_dict
+from prefgrpo.data.prompts import Prompt
 from prefgrpo.models.condition import Condition, collate
-from prefgrpo.rollout.embeddings import Embeddings, Shards
+from prefgrpo.rollout.embeddings import Embeddings, Shards, conditions, encoding_jobs
+from prefgrpo.run.loading import unsupported
 from prefgrpo.tiny import pipelines
 
 FLUX, NAMES = case_of("flux"), st.text("0123456789abcdef", min_size=4, max_size=8)
@@ -44,6 +49,38 @@ def test_lengths_stay_on_the_cpu(device):
     assert moved.text_length.device.type == moved.negative.text_length.device.type == "cpu"
     assert {t.device.type for t in tensors_of(moved) if t.is_floating_point()} == {device}
     assert moved.select(torch.tensor([0])).text_length.tolist() == [2]
+
+
+def test_a_negative_prompt_is_the_prompts_own_the_runs_or_the_familys(tmp_path, caplog):
+    """In the condition, among what `preprocess` encodes, and in the velocity; unused, it is not silent."""
+    case = case_of("sd3")
+    adapter, sampling = load(case), case.sampling()
+    embed = Embeddings(adapter, case.max_length)
+    prompts = [
+        Prompt(0, "a cat", {"negative_prompt": " blurry "}),
+        Prompt(1, "a cat"),
+        Prompt(2, "a dog", {"negative_prompt": ""}),
+    ]
+    assert [p.negative for p in prompts] == ["blurry", None, None]
+    named = {"family": "", "run": "ugly"}
+    for source, text in named.items():
+        run = replace(sampling, negative_prompt=text if source == "run" else None)
+        batch = conditions(embed, prompts, run, CPU).negative.prompt_embeds
+        want = [embed.text(own).prompt_embeds for own in ("blurry", text, text)]
+        assert torch.equal(batch, torch.stack(want)), source
+    values = {
+        "model": "m",
+        "family": "sd3",
+        "data": {"prompts": "p"},
+        "rollout": {"guidance": 4.5, "negative_prompt": "ugly"},
+    }
+    texts = {job.text for job in encoding_jobs(from_dict(values), prompts)}
+    assert texts == {"a cat", "a dog", "blurry", "ugly"} and not caplog.records
+    assert unsupported(from_dict(values | {"rollout": {"guidance": 1.0, "negative_prompt": "ugly"}})) == [
+        "rollout.negative_prompt: guidance 1 is off, expected none, got 'ugly'"
+    ]
+    encoding_jobs(from_dict(values | {"family": "flux", "rollout": {}}), prompts)
+    assert "column negative_prompt is not used (the family has no classifier-free guidance)" in caplog.text
 
 
 def test_memory_is_bounded():

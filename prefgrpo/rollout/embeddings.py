@@ -32,6 +32,7 @@ from prefgrpo.models import DTYPES, family, folder
 from prefgrpo.models.base import Adapter, Condition, Sampling
 from prefgrpo.models.condition import collate
 from prefgrpo.models.folder import ModelError
+from prefgrpo.models.guidance import Cfg
 from prefgrpo.rollout.sampling import eval_sampling, prompt_sampling
 
 logger = logging.getLogger(__name__)
@@ -173,23 +174,30 @@ class Embeddings:
         """Number of texts run through the text encoders so far."""
 
     def __call__(
-        self, prompts: Sequence[str], sampling: Sampling, sources: Sequence[Sources] | None = None
+        self,
+        prompts: Sequence[str],
+        sampling: Sampling,
+        sources: Sequence[Sources] | None = None,
+        negatives: Sequence[str | None] | None = None,
     ) -> list[Condition]:
         """One unbatched CPU condition per prompt (and source images), in order; equal texts share their tensors.
 
-        With guidance, each includes the embedding of the negative prompt, encoded once (or once per source).
+        With guidance, each includes the embedding of its negative prompt (None: the run's), encoded once, or once per
+        source.
         """
-        asked = zip(prompts, sources or [()] * len(prompts), strict=True)
-        conditions = [self._condition(prompt, tuple(own), sampling) for prompt, own in asked]
+        nothing = [None] * len(prompts)
+        asked = zip(prompts, sources or [()] * len(prompts), negatives or nothing, strict=True)
+        conditions = [self._condition(prompt, tuple(own), negative, sampling) for prompt, own, negative in asked]
         self.flush()
         return conditions
 
-    def _condition(self, prompt: str, sources: Sources, sampling: Sampling) -> Condition:
+    def _condition(self, prompt: str, sources: Sources, negative: str | None, sampling: Sampling) -> Condition:
         adapter, condition = self._adapter, self.text(prompt, sources)
         if sources:
             condition = replace(condition, sources=self.sources(sources, sampling.frames))
         if adapter.cfg is not None and adapter.guided(sampling):
-            condition = replace(condition, negative=self.text(adapter.cfg.negative, sources))
+            text = negative_text(adapter.cfg, sampling, negative)
+            condition = replace(condition, negative=self.text(text, sources))
         return condition
 
     def text(self, prompt: str, sources: Sources = ()) -> Condition:
@@ -253,10 +261,18 @@ def conditions(
     embeddings: Embeddings, prompts: Sequence[Prompt], sizes: SamplingConfig, device: torch.device
 ) -> Condition:
     """The batched condition [B, …] of prompts with their source images."""
-    unique = list({(p.text, p.source): p for p in prompts}.values())
-    encoded = embeddings([p.text for p in unique], sizes, fitted_sources(unique, sizes.height, sizes.width))
-    by = {(p.text, p.source): one for p, one in zip(unique, encoded, strict=True)}
-    return collate([by[p.text, p.source] for p in prompts], device)
+    unique = list({(p.text, p.source, p.negative): p for p in prompts}.values())
+    sources = fitted_sources(unique, sizes.height, sizes.width)
+    encoded = embeddings([p.text for p in unique], sizes, sources, [p.negative for p in unique])
+    by = {(p.text, p.source, p.negative): one for p, one in zip(unique, encoded, strict=True)}
+    return collate([by[p.text, p.source, p.negative] for p in prompts], device)
+
+
+def negative_text(cfg: Cfg, sampling: Sampling, own: str | None) -> str:
+    """The negative prompt of a prompt: its own, the run's, or the family's."""
+    if own is not None:
+        return own
+    return cfg.negative if sampling.negative_prompt is None else sampling.negative_prompt
 
 
 # ---- everything that a run encodes ----------------------------------------------------------------------------------
@@ -288,12 +304,15 @@ def encoding_jobs(config: Config, trained: Sequence[Prompt], evaluated: Sequence
     """
     check_sources(config, trained)
     check_sources(config, evaluated)
+    check_negatives(config, [*trained, *evaluated])
     cls, shown = family(config.family), eval_sampling(config)
     used = [(prompt, prompt_sampling(prompt, config.rollout, config.data.own_sizes)) for prompt in trained]
     jobs: dict[EncodeJob, None] = {}
     for prompt, sizes in [*used, *((prompt, shown) for prompt in evaluated)]:
         place = (prompt.source, sizes.height, sizes.width) if prompt.source else ()
-        texts = [cls.cfg.negative] if cls.cfg is not None and cls.cfg.active(sizes.guidance) else []
+        texts = []
+        if cls.cfg is not None and cls.cfg.active(sizes.guidance):
+            texts = [negative_text(cls.cfg, sizes, prompt.negative)]
         for text in [*texts, prompt.text]:
             jobs[EncodeJob(text, *(place if cls.text_sees_sources else ()))] = None
         if place:
@@ -303,7 +322,7 @@ def encoding_jobs(config: Config, trained: Sequence[Prompt], evaluated: Sequence
 
 
 def check_sources(config: Config, prompts: Sequence[Prompt]) -> None:
-    """Raise DataError unless all prompts have the same number of source images, one that the family accepts."""
+    """Raise DataError unless all prompts have a number of source images that the family accepts."""
     cls = family(config.family)
     least, most = int(cls.needs_source), cls.most_sources
     if wrong := [p for p in prompts if not least <= len(p.source) <= most]:
@@ -318,9 +337,15 @@ def check_sources(config: Config, prompts: Sequence[Prompt]) -> None:
             f"{config.family} takes {takes} per prompt; {len(wrong)} of {len(prompts)} prompts have another number"
         )
         raise DataError(f"{message}; the first: {wrong[0]} has {len(wrong[0].source)}")
-    if odd := next((p for p in prompts if len(p.source) != len(prompts[0].source)), None):
-        message = "all prompts of a file need the same number of source images, because they share batches"
-        raise DataError(f"{message}; {prompts[0]} has {len(prompts[0].source)}, {odd} has {len(odd.source)}")
+
+
+def check_negatives(config: Config, prompts: Sequence[Prompt]) -> None:
+    """Warn if prompts have negative prompts that the run does not use."""
+    cfg = family(config.family).cfg
+    named = [p for p in prompts if p.negative]
+    if named and (cfg is None or not cfg.active(config.rollout.guidance)):
+        why = "the family has no classifier-free guidance" if cfg is None else "guidance is off"
+        logger.warning("the column negative_prompt is not used (%s); the first: %s", why, named[0])
 
 
 def uncached(config: Config, jobs: list[EncodeJob]) -> list[EncodeJob]:

@@ -215,11 +215,11 @@ def open_model(
 
 
 def open_policy(config: Config, goal: Objective, adapter: Adapter) -> Policy:
-    """The trained weights, with the copies that the objective needs: of an old policy, and without a LoRA of the
-    initial weights."""
+    """The trained weights, with the copies that the objective needs: of an old policy, and of the initial weights
+    if they are the reference."""
     t = config.train
     old = goal.anchor == "old" or goal.sampled_by_old
-    base = not t.lora_rank and (goal.anchor == "base" or t.kl_coef > 0)
+    base = t.swaps_reference and (goal.anchor == "base" or t.kl_coef > 0)
     return Policy(dict(adapter.trainable()), t, old, base)
 
 
@@ -227,7 +227,7 @@ def open_collector(config: Config, goal: Objective, adapter: Adapter, policy: Po
     """The collector of the objective. Raises ConfigError for a `times` that a family with several denoisers rejects."""
 
     def reference() -> AbstractContextManager[None]:
-        return adapter.reference() if config.train.lora_rank else policy.use_weights(policy.base)
+        return policy.use_weights(policy.base) if config.train.swaps_reference else adapter.reference()
 
     if isinstance(goal, TrajectoryObjective):
         return TrajectoryCollector(adapter, goal, config.train, reference)
@@ -248,7 +248,7 @@ def _reuse_obstacles(config: Config, goal: Objective) -> list[str]:
         "fp32 master weights have no bf16 copy between forwards": config.has_masters,
         "parallel splits weights or tokens": p.shard * p.ring * p.ulysses > 1,
         "rollout.staleness is 1, so the weights change in between": bool(config.rollout.staleness),
-        "with train.lora_rank 0, the KL's reference weights are swapped in": bool(t.kl_coef and not t.lora_rank),
+        "the KL's reference weights are swapped in": bool(t.kl_coef and t.swaps_reference),
     }
     return [reason for reason, there in obstacles.items() if there]
 
@@ -374,7 +374,7 @@ def _start_folder(config: Config, session: Session, resume: bool) -> None:
 def _notes(config: Config, session: Session) -> Iterator[str]:
     """Start-up messages: what is trained, on which prompts, how it is evaluated, and memory before the first step."""
     c, r, t, e, adapter = config, config.rollout, config.train, config.eval, session.adapter
-    count, what = len(session.rollouts.prompts), f"LoRA rank {t.lora_rank}" if t.lora_rank else "full"
+    count, what = len(session.rollouts.prompts), adapter.lora_name(t.lora_from) if t.lora_rank else "full"
     media = f"clips of {frames} frames" if (frames := adapter.frames(r)) else "images"
     yield (
         f"{c.family} from {c.model}: training {adapter.parameter_counts()['trainable'] / 1e6:.2f} M parameters "
