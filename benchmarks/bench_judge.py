@@ -101,7 +101,7 @@ def healthy(url: str) -> bool:
 
 def judge_at(url: str, **changes: Any) -> HttpJudge:
     """Our client."""
-    return HttpJudge(JudgeConfig((url,), template=TEMPLATE, **changes))
+    return HttpJudge(JudgeConfig((url,), **changes), TEMPLATE)
 
 
 def measure(url: str, model: str, rounds: int, size: int = SIZE, side: int = SIDE) -> dict[str, Any]:

@@ -102,7 +102,7 @@ def settings(name: str, work: Work, folder: Path, steps: int, kind: str) -> dict
     return {
         "model": str(folder), "family": family, "output": str(folder / "runs"), "name": "ours", "device": "cpu",
         "dtype": "fp32", "data": data,
-        "reward": {"spec": "jpeg_compressibility"}, "rollout": rollout | sde, "train": train, "eval": {"every": 0},
+        "rewards": "jpeg_compressibility", "rollout": rollout | sde, "train": train, "eval": {"every": 0},
         "checkpoint": {"every": 10**6},
     }  # fmt: skip
 
@@ -114,7 +114,7 @@ def train(name: str, work: Work, steps: int, kind: str) -> list[float]:
 
     from benchmarks.peer_runs import Recorder
     from prefgrpo.config.loading import from_dict
-    from prefgrpo.run.trainer import Callbacks, TrainingLoop
+    from prefgrpo.trainer import Trainer
 
     torch.set_num_threads(1)
     recorder, seconds, start = Recorder("", 1, steps, ""), list[float](), [0.0]
@@ -128,9 +128,9 @@ def train(name: str, work: Work, steps: int, kind: str) -> list[float]:
 
     with tempfile.TemporaryDirectory() as folder:
         made = make_pipeline(PEERS[name].family, Path(folder), work)
-        loop = TrainingLoop(from_dict(settings(name, work, made, steps, kind)), callbacks=Callbacks(timed))
+        loop = Trainer(from_dict(settings(name, work, made, steps, kind)), on_step=timed)
         start[0] = time.process_time()
-        loop.run()
+        loop.train()
     return seconds
 
 

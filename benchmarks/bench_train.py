@@ -81,7 +81,7 @@ def recipe(model: Path, work: Path, side: int, device: str, steps: int) -> Path:
     """Write the shipped recipe with the benchmark's changes to a file; returns its path."""
     changed = {
         "extends": str(RECIPE), "model": str(model), "output": str(work / "runs"), "name": f"at{side}",
-        "device": device, "reward": {"spec": "jpeg_compressibility"}, "eval": {"every": 0},
+        "device": device, "rewards": "jpeg_compressibility", "eval": {"every": 0},
         "data": {"prompts": str(work / "prompts.txt"), "cache": str(work / "cache")},
         "rollout": {
             "height": side, "width": side, "steps": 10, "window_high": 9, "window_size": 4, "prompts_per_step": 1,
@@ -97,7 +97,7 @@ def recipe(model: Path, work: Path, side: int, device: str, steps: int) -> Path:
 def run(command: str, file: Path) -> int:
     """Run `prefgrpo COMMAND` in this process; returns its peak memory in bytes. Raises RuntimeError if it fails."""
     from prefgrpo.commands.cli import main
-    from prefgrpo.run.session import peak_memory
+    from prefgrpo.run.memory import peak_memory
 
     if code := main([command, str(file)]):
         raise RuntimeError(f"prefgrpo {command} ended with {code}")
@@ -180,12 +180,12 @@ def alone_s(device: str) -> float:
 def step_over_model(file: Path, device: str, steps: int) -> tuple[float, dict[str, float]]:
     """(median, over the steps after the first, of a step's seconds divided by those in model forwards and backwards;
     `flop`)."""
-    from prefgrpo.run.session import Clock
-    from prefgrpo.run.trainer import TrainingLoop
+    from prefgrpo.run.clock import Clock
+    from prefgrpo.trainer import Trainer
 
     torch.set_num_threads(1)
     config = load(file)
-    loop, inside, depth = TrainingLoop(replace(config, name=f"{config.name}-share")), 0.0, 0
+    loop, inside, depth = Trainer(replace(config, name=f"{config.name}-share")), 0.0, 0
 
     def timed(work: Any) -> Any:
         def call(*given: Any, **named: Any) -> Any:

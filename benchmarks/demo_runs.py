@@ -74,6 +74,9 @@ def measure(recipe: Path, file: Path, facts: Run, watch: Watch, steps: int, ever
     """
     from prefgrpo import Trainer
     from prefgrpo.config.recipe import merge
+    from prefgrpo.run import targets
+
+    targets.PATIENCE_STEPS = steps + 1
 
     def write() -> None:
         found = facts | {"machine": machine(), "columns": watch.columns.names}
@@ -82,7 +85,7 @@ def measure(recipe: Path, file: Path, facts: Run, watch: Watch, steps: int, ever
     watch.write = write
     fixed = {
         "steps": steps, "trackers": [], "checkpoint": {"every": steps},
-        "judge": {"patience_steps": 0}, "eval": {"every": every, "final_prompts": ""},
+        "eval": {"every": every, "final_prompts": ""},
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         Trainer.from_recipe(

@@ -43,6 +43,8 @@ class Judge:
         """The JSON that answers a request."""
         if path == b"/v1/models":
             return MODELS
+        if path == b"/version":
+            return b'{"version": "0.32.0"}'
         if path == b"/counts":
             return json.dumps({"requests": self.requests, "image_bytes": self.images}).encode()
         if not body:

@@ -81,7 +81,7 @@ class Objective:
 HARD = {"plan": "both_orders", "verdict": "hard"}
 SOFT = {"plan": "both_orders", "verdict": "soft"}
 SPARSE = {"verdict": "hard", "rate": "bradley_terry"}
-GLOBAL = {"reward": {"std": "global"}}
+GLOBAL = {"advantage": {"std": "global"}}
 ARMS: dict[str, Arm] = {
     "ratings": Arm("7 ratings of every image", FLAWED, asks=7),
     "win_rates": Arm("win rates", FLAWED, pairs=HARD),
@@ -162,7 +162,7 @@ def train(name: str, seed: int, folder: Path = RESULTS, steps: int = STEPS, ever
         recipe("grpo"), file_of(name, seed, folder), {"arm": name, "seed": seed, "settings": arm.settings()},
         Watch(MEASURED, calls), steps, every, seed=seed, rewards=reward,
         rollout={"prompts_per_step": GROUPS, "group_size": MEMBERS, "batch_size": GROUPS * MEMBERS},
-        eval={"judge": False, "spec": f"scenes,{JUDGE}:truth,{JUDGE}:brightness", "samples_per_prompt": 2},
+        eval={"rewards": f"scenes,{JUDGE}:truth,{JUDGE}:brightness", "samples_per_prompt": 2},
         **arm.values,
     )  # fmt: skip
 

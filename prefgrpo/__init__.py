@@ -11,10 +11,10 @@ from typing import Any
 __version__ = "0.1.0"
 _EXPORTS = {
     "ConfigError": "prefgrpo.config.recipe",
-    "PairwiseJudge": "prefgrpo.commands.train",
-    "Result": "prefgrpo.commands.train",
-    "Trainer": "prefgrpo.commands.train",
-    "TrainingStopped": "prefgrpo.run.trainer",
+    "PairwiseJudge": "prefgrpo.run.arguments",
+    "Result": "prefgrpo.run.result",
+    "Trainer": "prefgrpo.trainer",
+    "TrainingStopped": "prefgrpo.run.stopping",
 }
 
 

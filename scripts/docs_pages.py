@@ -206,7 +206,7 @@ def rewards() -> str:
     """The options of every reward, as its class documents them."""
     from prefgrpo.rewards import REWARDS, load_class
 
-    text = "# Options of rewards\n\nIn `reward.options.NAME` and `eval.options.NAME`; [the rewards](../rewards.md).\n\n"
+    text = "# Options of rewards\n\nIn the entries of `rewards` and `eval.rewards`; [the rewards](../rewards.md).\n\n"
     for name in sorted(REWARDS):
         kind = load_class(name)
         bases, parameters = kind.__mro__[:-1], inspect.signature(kind).parameters

@@ -21,7 +21,8 @@ from typing import Any
 
 from prefgrpo.commands.score import score_files, summary
 from prefgrpo.config.recipe import ConfigError
-from prefgrpo.config.schema import Config, RewardConfig
+from prefgrpo.config.rewards import RewardEntry
+from prefgrpo.config.schema import Config, JudgeConfig
 from prefgrpo.data.file_names import Generated
 from prefgrpo.data.prompts import DataError, Prompt
 from prefgrpo.judge.verdict import JudgeError
@@ -107,11 +108,10 @@ def main() -> int:
         classes = {name: load_class(name) for name in weights}
         if errors := unsupported("image", "--reward_spec:", "the folder holds", classes, ()):
             raise ConfigError(errors)
-        judge = {"judge": {"endpoints": [args.api_url]}} if args.api_url else {}
-        options = {name: judge for name, reward in classes.items() if judge and reward.judged}
-        config = Config(reward=RewardConfig(spec=args.reward_spec, options=options))
+        served = JudgeConfig(endpoints=(args.api_url,)) if args.api_url else JudgeConfig()
+        config = Config(judge=served)
         world = parallel.join(args.device)
-        rewards = build(weights, reward_options(config, weights, options, None, world))
+        rewards = build(weights, {name: reward_options(config, RewardEntry(name), world) for name in weights})
         scores = score_files(rewards, files, args.chunk_size, 0, 0.0, world)
         for reward in rewards.values():
             reward.close()

@@ -68,13 +68,13 @@ def trainer(place: Path, request: pytest.FixtureRequest) -> Iterator[Callable[..
     import tiny_run
 
     from prefgrpo.config.loading import from_dict
-    from prefgrpo.run.trainer import TrainingLoop
+    from prefgrpo.trainer import Trainer
 
     made = []
 
     def make(name: str = "", resume: bool = False, callbacks: Any = None, **over: Any) -> Any:
         settings = tiny_run.settings(place, name or request.node.name.replace("/", "-"), **over)
-        made.append(TrainingLoop(from_dict(settings), resume, callbacks))
+        made.append(Trainer(from_dict(settings), resume=resume, **(callbacks or {})))
         return made[-1]
 
     yield make

@@ -1,11 +1,13 @@
 """Shared by the family tests: the table of families, and sampling with our adapter and with the stock pipeline."""
 
 import functools
+import hashlib
 import importlib
 import tempfile
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import diffusers
 import numpy as np
@@ -20,6 +22,7 @@ from prefgrpo.models.condition import Condition, collate
 from prefgrpo.models.wan import NEGATIVE
 from prefgrpo.rollout.embeddings import Embeddings
 from prefgrpo.rollout.rollout import rollout
+from prefgrpo.rollout.sources import Sources
 from prefgrpo.sde.noise import initial_latents
 from prefgrpo.sde.schedule import make_schedule
 from prefgrpo.tiny import pipelines
@@ -147,8 +150,17 @@ def load(case, path=None, dtype=torch.float32, device=CPU, **options):
     return models.load(case.family, str(path or folder(case.family)), dtype, device, **options)
 
 
+def in_files(images):
+    """`Sources` of pictures in memory, written to files that are named by their content."""
+    files = [Path(_ROOT.name) / f"{hashlib.sha256(one.tobytes()).hexdigest()}-{one.width}.png" for one in images]
+    for file, one in zip(files, images, strict=True):
+        if not file.exists():
+            one.save(file)
+    return Sources(tuple(map(str, files)), images[0].height, images[0].width) if images else Sources()
+
+
 def conditions(adapter, case, prompts=PROMPTS, size=SIZES[0]):
-    sources = [case.images(number, size) for number in range(len(prompts))]
+    sources = [in_files(case.images(number, size)) for number in range(len(prompts))]
     return collate(Embeddings(adapter, case.max_length)(prompts, case.sampling(size), sources))
 
 

@@ -19,6 +19,7 @@ import secrets
 import socket
 import ssl
 import time
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -39,6 +40,7 @@ class JudgeServer:
     model = MODEL
     root = ""
     listing = ""
+    version = "0.32.0+cpu"
     key = ""
     answer: Callable[[list[float], str], str | dict[str, float]] | None = None
     """(brightness of each image, all text of the request) -> text of the answer, or {first token: probability}."""
@@ -71,6 +73,7 @@ class JudgeServer:
         app = web.Application(client_max_size=1 << 28)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/health", self._health)
+        app.router.add_get("/version", self._version)
         app.router.add_post("/v1/chat/completions", self._chat)
         self.add_routes(app)
         self._runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
@@ -95,17 +98,24 @@ class JudgeServer:
         row = {"id": self.model, "owned_by": owner} | ({"root": self.root} if self.root else {})
         return web.json_response({"object": "list", "data": [row]})
 
+    async def _version(self, _: web.Request) -> web.Response:
+        return web.json_response({"version": self.version})
+
     async def _health(self, _: web.Request) -> web.Response:
         if self.fault in ("hang", "mute"):
             await asyncio.sleep(3600)
         return web.Response(status=503 if self.fault == "sick" else 200)
+
+    async def parse(self, request: web.Request, raw: bytes) -> Any:
+        """A request's content."""
+        return json.loads(raw)
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         raw = await request.read()
         if self.key and request.headers.get("Authorization") != f"Bearer {self.key}":
             return _error(401, "Unauthorized")
         self.bytes_in += len(raw)
-        body = json.loads(raw)
+        body = await self.parse(request, raw)
         self.requests.append(body)
         self.in_flight += 1
         self.peak = max(self.peak, self.in_flight)
@@ -186,6 +196,19 @@ class JudgeServer:
                 return web.Response(body=json.dumps(good)[:40], content_type="application/json")
             case "html":
                 return web.Response(text="<html>It works!</html>", content_type="text/html")
+            case "gzip" | "bomb":
+                data = zlib.compressobj(wbits=31)
+                text = json.dumps(good).encode()
+                small = b"".join(data.compress(b" " * (1 << 20)) for _ in range(64 * (kind == "bomb")))
+                small += data.compress(text) + data.flush()
+                return web.Response(body=small, headers={"Content-Encoding": "gzip"})
+            case "endless":
+                stream = web.StreamResponse()
+                await stream.prepare(request)
+                with contextlib.suppress(ConnectionError):
+                    while True:
+                        await stream.write(b" " * (1 << 16))
+                return stream
             case "named":
                 good["model"] = detail
             case "contradict":

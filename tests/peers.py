@@ -82,7 +82,7 @@ def methods(codebase, file, *names, **scope):
 
 def define(made, path, nodes):
     """Run those of the nodes that are functions in a module, without decorators and annotations."""
-    functions = [node for node in nodes if isinstance(node, ast.FunctionDef)]
+    functions = [node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     for node in functions:
         node.decorator_list, node.returns = [], None
         for arg in [*node.args.args, *node.args.kwonlyargs]:

@@ -130,7 +130,7 @@ def evaluated(folder):
 def make_run(folder, steps=80, every=20, planned=None):
     """A complete run of `steps` steps with dev and test evaluations and groups."""
     config = {
-        "name": "demo", "model": "tiny/flux", "eval": {"every": every}, "reward": {"spec": "vlm_pairwise"},
+        "name": "demo", "model": "tiny/flux", "eval": {"every": every}, "rewards": [{"name": "vlm_pairwise"}],
         "train": {"steps": planned or steps, "clip_range": 1e-5},
     }  # fmt: skip
     rows = [eval_row(0, steps, "dev"), eval_row(0, steps, "test"), *(train_row(s, steps) for s in range(1, steps + 1))]

@@ -109,7 +109,7 @@ CASES = {
     "jpeg_compressibility": Case(nothing, noise),
     "jpeg_incompressibility": Case(nothing, noise),
     "scenes": Case(nothing, drawn),
-    "ocr": Case(nothing, signs, needs="rapidocr_onnxruntime"),
-    "video_ocr": Case(nothing, signs_in_clips, needs="rapidocr_onnxruntime"),
+    "ocr": Case(nothing, signs, needs="rapidocr"),
+    "video_ocr": Case(nothing, signs_in_clips, needs="rapidocr"),
     "vlm_pairwise": Case(judged, group),
 } | {name: Case(lambda folder, name=name: MAKERS[name](folder / name), SAMPLES.get(name, pictures)) for name in MAKERS}

@@ -8,6 +8,7 @@ ways rewards do.
 from __future__ import annotations
 
 import contextlib
+import email.policy
 import json
 import os
 import signal
@@ -27,7 +28,7 @@ from judge_server import JudgeServer, free_port, until
 from prefgrpo.judge.loop import LoopThread
 from prefgrpo.rewards.base import PointwiseReward, Sample, Score
 from prefgrpo.rewards.serve import RewardServer
-from prefgrpo.rewards.wire import read_request, scores_json
+from prefgrpo.rewards.wire import CONTENT_TYPE, read_sample, score_row
 
 TESTS = Path(__file__).resolve().parent
 MOODY = "reward_server:Moody"
@@ -71,6 +72,13 @@ def wait_for(file: str) -> None:
 
 def brightness(sample: Sample) -> float:
     return float(sample.media.pixels.astype(np.float64).mean() / 255)
+
+
+def parts_of(raw: bytes) -> tuple[str, list[bytes]]:
+    """(field `sample`, files) of a form, read by the standard library."""
+    form = email.message_from_bytes(f"Content-Type: {CONTENT_TYPE}\r\n\r\n".encode() + raw, policy=email.policy.HTTP)
+    first, *files = [part.get_payload(decode=True) for part in form.iter_parts()]
+    return first.decode(), files
 
 
 class Process:
@@ -140,7 +148,7 @@ def serving(name: str, options: dict[str, Any]) -> Iterator[str]:
 
 
 class Stub(JudgeServer):
-    """A reward server with the faults of `JudgeServer` plus "nan" and "few" (too few scores)."""
+    """A reward server with the faults of `JudgeServer` plus "nan" and "few" (no value)."""
 
     def add_routes(self, app: web.Application) -> None:
         app.router.add_get("/v1/info", self._info)
@@ -149,14 +157,15 @@ class Stub(JudgeServer):
     async def _info(self, _: web.Request) -> web.Response:
         return web.json_response({"name": MOODY, "status": "ready"})
 
-    def _answer(self, body: dict[str, Any]) -> web.Response:
-        samples = read_request(json.dumps(body).encode(), MOODY, Moody)
-        scores = [Score(brightness(s)) for s in samples]
-        return web.Response(body=scores_json(scores), content_type="application/json")
+    async def parse(self, request: web.Request, raw: bytes) -> Any:
+        return parts_of(raw)
 
-    async def _misbehave(self, fault: str, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    def _answer(self, body: Any) -> web.Response:
+        return web.json_response(score_row(Score(brightness(read_sample(*body, MOODY, Moody)))))
+
+    async def _misbehave(self, fault: str, request: web.Request, body: Any) -> web.StreamResponse:
         if fault == "nan":
-            return web.Response(text='{"scores": [{"value": NaN}]}', content_type="application/json")
+            return web.Response(text='{"value": NaN}', content_type="application/json")
         if fault == "few":
-            return web.Response(text='{"scores": []}', content_type="application/json")
+            return web.Response(text="{}", content_type="application/json")
         return await super()._misbehave(fault, request, body)

@@ -21,7 +21,7 @@ from tiny_run import collect
 
 from prefgrpo.config.loading import from_dict
 from prefgrpo.config.recipe import ConfigError
-from prefgrpo.config.schema import RewardConfig
+from prefgrpo.config.schema import AdvantageConfig
 from prefgrpo.ops import winrate_advantage
 from prefgrpo.rewards.base import GroupScores, PointwiseReward, Score
 from prefgrpo.run.advantage import CombineError, advantages, part_table
@@ -42,9 +42,9 @@ PUBLISHED = {
 }
 """`projected` advantages of each of the six steps."""
 JUDGE = Path(__file__).resolve().parent.parent / "prefgrpo" / "tiny" / "assets" / "judge"
-LOCAL = {"backend": "local", "model": str(JUDGE), "template": "caption_match", "max_missing": 0.5}
+LOCAL = {"backend": "local", "model": str(JUDGE), "max_missing": 0.5}
 MINIMAL = {"model": "m", "data": {"prompts": "p"}}
-ORIGINAL = RewardConfig(combine="weighted_advantage_sum", eps=1e-8, ddof=1)
+ORIGINAL = AdvantageConfig(combine="weighted_advantage_sum", eps=1e-8, ddof=1)
 
 
 def drawn(case):
@@ -109,7 +109,7 @@ NAN = float("nan")
 
 
 def combined_here(rewards, weights):
-    """A function for `reward.combine`."""
+    """A function for `advantage.combine`."""
     return (rewards.square() * weights[:, None]).sum(0)
 
 
@@ -124,7 +124,7 @@ def test_every_option_of_the_reward_section(options):
     rng, w, ids = np.random.default_rng(3), np.array([0.3, 0.0, 0.7]), np.arange(5).repeat(6)
     r = rng.gamma([[0.5], [1.0], [8.0]], 1.0, (3, 30)) + 0.01
     r[0, 4] = r[1, 7] = r[2, 20] = NAN
-    config = from_dict({**MINIMAL, "reward": options}).reward
+    config = from_dict({**MINIMAL, "advantage": options}).advantage
     device = "cuda" if torch.cuda.is_available() else "cpu"
     found, _ = advantages(r.T, dict(zip("abc", w, strict=True)), 6, config, device=device)
     given = {k: v for k, v in options.items() if k in ("combine", "std", "ddof", "rank")}
@@ -142,8 +142,8 @@ def test_every_option_of_the_reward_section(options):
 
 @pytest.mark.parametrize("path", ["nowhere.py:f", f"{__file__}:absent", "no_such_package.f", "f"])
 def test_a_function_that_cannot_be_loaded(path):
-    (wrong,) = config_errors(from_dict({**MINIMAL, "reward": {"combine": path}}))
-    assert wrong.startswith("reward.combine: cannot load")
+    (wrong,) = config_errors(from_dict({**MINIMAL, "advantage": {"combine": path}}))
+    assert wrong.startswith("advantage.combine: cannot load")
 
 
 def too_few(rewards, weights):
@@ -168,8 +168,8 @@ def test_a_function_must_return_one_value_per_sample():
         ("raising", "raised KeyError: 'on purpose'"),
     ):
         with pytest.raises(CombineError, match=message):
-            advantages(np.ones((4, 1)), {"r": 1.0}, 4, RewardConfig(combine=f"{__name__}.{name}"))
-    found = advantages(np.ones((4, 1)), {"r": 1.0}, 4, RewardConfig(combine=f"{__name__}.infinite"))[0][0]
+            advantages(np.ones((4, 1)), {"r": 1.0}, 4, AdvantageConfig(combine=f"{__name__}.{name}"))
+    found = advantages(np.ones((4, 1)), {"r": 1.0}, 4, AdvantageConfig(combine=f"{__name__}.infinite"))[0][0]
     assert found[3] == 0 and found[:3].isfinite().all() and found[0] < found[1] < found[2], "non-finite is missing"
 
 
@@ -177,7 +177,7 @@ def test_the_tamed_sum_of_the_page_is_paco_grpos(tmp_path, root):
     """PaCo-GRPO (arXiv 2512.04784): log(1 + r) for rewards whose std/mean over the step exceeds the rewards' mean."""
     page = (root / "docs" / "extend.md").read_text()
     (tmp_path / "tamed.py").write_text(re.search(r'```python title="tamed.py"\n(.*?)```', page, re.S)[1])
-    options = RewardConfig(combine=f"{tmp_path}/tamed.py:tamed_sum")
+    options = AdvantageConfig(combine=f"{tmp_path}/tamed.py:tamed_sum")
     weights = {"a": 0.2, "b": 1.0, "c": 0.5}
     for seed in range(20):
         rng = np.random.default_rng(seed)
@@ -185,30 +185,30 @@ def test_the_tamed_sum_of_the_page_is_paco_grpos(tmp_path, root):
         r[rng.random(r.shape) < 0.1] = NAN
         spread = np.nanstd(r, axis=1) / np.nanmean(r, axis=1)
         tamed = np.where((spread > spread.mean())[:, None], np.log1p(r), r)
-        want = advantages(tamed.T, weights, 6, RewardConfig())
+        want = advantages(tamed.T, weights, 6, AdvantageConfig())
         for ours, theirs in zip(advantages(r.T, weights, 6, options), want, strict=True):
             assert torch.allclose(ours, theirs, atol=1e-5)
     found = advantages(np.array([[-1.0, 1.0], [1.0, 1.0], [3.0, 1.0], [-1.0, 1.0]]), {"r": 1.0, "s": 1.0}, 4, options)
     assert found[1].tolist() == [[False, True, True, False]], "log(1 + r) of −1 is no number: missing"
 
 
-@pytest.mark.parametrize("reward", [
+@pytest.mark.parametrize("advantage", [
     {"combine": "geometric_mean"}, {"combine": f"{__name__}.root"},
 ], ids=str)  # fmt: skip
-def test_a_sample_without_a_combined_value_is_missing_for_the_objective_too(trainer, reward):
+def test_a_sample_without_a_combined_value_is_missing_for_the_objective_too(trainer, advantage):
     """As 0 would be an average advantage, on which `nft` trains."""
-    one = trainer(reward=reward, eval={"every": 0})
+    one = trainer(advantage=advantage, eval={"every": 0})
     collect(one, 0)
     scores = one.scorer.finish()
     scores.values["jpeg_compressibility"][:] = [[1.0, -2.0, 3.0, 4.0], [5.0, 6.0, 7.0, 8.0]]
-    found, metrics = one.targets(1, scores)
+    found, metrics = one.targets.compute(1, scores)
     assert found.known.flatten().tolist() == [True, False, *[True] * 6] and found.advantage[0, 1] == 0
     assert metrics["reward/missing"] == 1 / 8
 
 
 def test_constant_groups_stay_exactly_zero_under_batch_normalisation():
     values = np.array([[0.3]] * 4 + [[1.0], [2.0], [4.0], [8.0]] + [[5.0], [NAN], [6.0], [7.0]])
-    found = advantages(values, {"r": 1.0}, 4, RewardConfig(batch_norm=True))[0].numpy()
+    found = advantages(values, {"r": 1.0}, 4, AdvantageConfig(batch_norm=True))[0].numpy()
     assert (found[0] == 0).all() and found[2, 1] == 0 and (found[1] != 0).all()
     known = np.delete(found.flatten(), 9)
     assert known.std() == pytest.approx(1.0, rel=1e-3), "the batch std is taken over the samples that are not missing"
@@ -243,46 +243,49 @@ class InParts(PointwiseReward):
 def test_a_run_takes_the_parts_of_its_rewards(trainer):
     """A real training step: the scales of the parts (1 vs. 100) must not matter."""
     spec = f"{__name__}.InParts"
-    reward = {"spec": spec, "combine": "weighted_advantage_sum", "ddof": 1, "batch_norm": True}
-    one = trainer(reward=reward, eval={"every": 0})
+    advantage = {"combine": "weighted_advantage_sum", "ddof": 1, "batch_norm": True}
+    one = trainer(rewards=spec, advantage=advantage, eval={"every": 0})
     collect(one, 0)
-    scores = one.session.scorer.finish()
-    found = one.targets(1, scores)[0].advantage
+    scores = one.scorer.finish()
+    found = one.targets.compute(1, scores)[0].advantage
     table = np.array([[[s.parts[p] for s in g.scores] for g in scores.groups[spec]] for p in "ab"])
     each = (table - table.mean(-1, keepdims=True)) / (table.std(-1, ddof=1, keepdims=True) + 1e-4)
     blend = 0.25 * each[0] + 0.75 * each[1]
     assert np.allclose(found.cpu().numpy(), blend / blend.std(ddof=1), rtol=1e-3)
     with pytest.raises(ConfigError, match="expected weighted_advantage_sum, got weighted_sum"):
-        trainer("sum", reward={"spec": spec}, eval={"every": 0})
+        trainer("sum", rewards=spec, eval={"every": 0})
 
 
-@pytest.mark.parametrize(("reward", "fused"), [
-    ({"ddof": 1, "eps": 0.0}, True), ({"spec": "vlm_pairwise:1,jpeg_compressibility:0", "std": "none"}, True),
-    ({"spec": "vlm_pairwise:0.5"}, False), ({"rank": True}, False),
-    ({"options": {"vlm_pairwise": {"rate": "bradley_terry"}}}, False),
+PAIRWISE = {"name": "vlm_pairwise", "options": {"template": "caption_match"}}
+
+
+@pytest.mark.parametrize(("entry", "advantage", "fused"), [
+    ({}, {"ddof": 1, "eps": 0.0}, True), ({}, {"std": "none"}, True), ({"weight": 0.5}, {}, False),
+    ({}, {"rank": True}, False), ({"options": PAIRWISE["options"] | {"rate": "bradley_terry"}}, {}, False),
 ], ids=str)  # fmt: skip
-def test_advantages_of_win_rates_alone_come_from_the_comparisons(trainer, reward, fused):
+def test_advantages_of_win_rates_alone_come_from_the_comparisons(trainer, entry, advantage, fused):
     """With one launch of `winrate_advantage`; a member whose comparisons are all missing gets 0."""
-    one = trainer(reward={"spec": "vlm_pairwise"} | reward, judge=LOCAL, eval={"every": 0})
+    rewards = [PAIRWISE | entry, {"name": "jpeg_compressibility", "weight": 0.0}]
+    one = trainer(rewards=rewards, advantage=advantage, judge=LOCAL, eval={"every": 0})
     collect(one, 0)
     scores = one.scorer.finish()
     group = scores.groups["vlm_pairwise"][0]
     for table in (group.wins, group.counts):
         table[1] = table[:, 1] = 0.0
     rates = [g.wins.sum(1) / g.counts.sum(1).clip(1e-9) for g in scores.groups["vlm_pairwise"]]
-    if "options" not in reward:
+    if "options" not in entry:
         scores.values["vlm_pairwise"][:] = rates
     scores.values["vlm_pairwise"][0, 1] = NAN
-    values = np.stack([scores.values[name].flatten() for name in one.session.weights], axis=1)
-    want, _ = advantages(values, one.session.weights, 4, one.config.reward)
-    with mock.patch("prefgrpo.run.trainer.winrate_advantage", wraps=winrate_advantage) as used:
-        found, *_, known = one.targets(1, scores)[0]
+    values = np.stack([scores.values[name].flatten() for name in one.weights], axis=1)
+    want, _ = advantages(values, one.weights, 4, one.config.advantage)
+    with mock.patch("prefgrpo.run.targets.winrate_advantage", wraps=winrate_advantage) as used:
+        found, *_, known = one.targets.compute(1, scores)[0]
     assert used.called == fused and known.flatten().tolist() == [True, False, *[True] * 6]
     assert found[0, 1] == 0 and found.abs().max() > 0.01
     assert torch.allclose(found.cpu(), want.cpu(), rtol=1e-4, atol=1e-6)
 
 
 def test_a_mean_of_rewards_expects_positive_weights():
-    reward = {"spec": "jpeg_compressibility:1,jpeg_incompressibility:-1", "combine": "geometric_mean"}
-    (wrong,) = config_errors(from_dict({**MINIMAL, "reward": reward}))
+    rewards = {"jpeg_compressibility": 1, "jpeg_incompressibility": -1}
+    (wrong,) = config_errors(from_dict({**MINIMAL, "rewards": rewards, "advantage": {"combine": "geometric_mean"}}))
     assert "geometric_mean expects weights of at least 0" in wrong

@@ -23,8 +23,8 @@ from prefgrpo.rewards.base import GroupScores, GroupwiseReward, PointwiseReward,
 from prefgrpo.rollout import batches
 from prefgrpo.rollout.assignment import assign_batches, slot_prompts, update_of
 from prefgrpo.rollout.replay import TrajectoryCollector
-from prefgrpo.run.session import Clock
-from prefgrpo.run.trainer import TrainingLoop
+from prefgrpo.run.clock import Clock
+from prefgrpo.trainer import Trainer
 
 
 class Streamed(PointwiseReward):
@@ -51,27 +51,27 @@ class Pairs(GroupwiseReward):
 
 
 HERE = f"{__name__}."
-BOTH = {"spec": f"{HERE}Streamed:1,{HERE}Pairs:0.5"}
-ONLY = {"spec": f"{HERE}Streamed:1"}
+BOTH = f"{HERE}Streamed:1,{HERE}Pairs:0.5"
+ONLY = f"{HERE}Streamed:1"
 CELLS = {
-    "one prompt": {"rollout": {"prompts_per_step": 1, "batch_size": 1}, "reward": BOTH},
+    "one prompt": {"rollout": {"prompts_per_step": 1, "batch_size": 1}, "rewards": BOTH},
     "one prompt, two updates": {
-        "rollout": {"prompts_per_step": 1, "group_size": 8, "batch_size": 2}, "reward": BOTH,
+        "rollout": {"prompts_per_step": 1, "group_size": 8, "batch_size": 2}, "rewards": BOTH,
         "train": {"updates_per_rollout": 2},
     },
     "three prompts": {
-        "rollout": {"prompts_per_step": 3, "batch_size": 3}, "reward": BOTH,
+        "rollout": {"prompts_per_step": 3, "batch_size": 3}, "rewards": BOTH,
         "train": {"updates_per_rollout": 2, "kl_coef": 0.3},
     },
-    "two sizes": {"rollout": {"prompts_per_step": 3, "batch_size": 3}, "reward": BOTH, "data": {"own_sizes": True}},
-    "no signal": {"rollout": {"prompts_per_step": 4}, "reward": ONLY, "tied": (1, 3)},
+    "two sizes": {"rollout": {"prompts_per_step": 3, "batch_size": 3}, "rewards": BOTH, "data": {"own_sizes": True}},
+    "no signal": {"rollout": {"prompts_per_step": 4}, "rewards": ONLY, "tied": (1, 3)},
     "part of a batch": {
-        "rollout": {"prompts_per_step": 5, "batch_size": 8}, "reward": ONLY, "tied": (0, 4),
+        "rollout": {"prompts_per_step": 5, "batch_size": 8}, "rewards": ONLY, "tied": (0, 4),
         "train": {"updates_per_rollout": 2},
     },
-    "whole groups": {"rollout": {"prompts_per_step": 3, "batch_size": 3}, "reward": ONLY, "tied": (1,), "whole": True},
+    "whole groups": {"rollout": {"prompts_per_step": 3, "batch_size": 3}, "rewards": ONLY, "tied": (1,), "whole": True},
     "equal forwards": {
-        "rollout": {"prompts_per_step": 3, "batch_size": 3}, "reward": ONLY, "equal": True,
+        "rollout": {"prompts_per_step": 3, "batch_size": 3}, "rewards": ONLY, "equal": True,
         "train": {"updates_per_rollout": 2, "kl_coef": 0.3}, "eval": {"every": 1},
     },
 }  # fmt: skip
@@ -97,7 +97,7 @@ def run_cells() -> None:
         seen = {"samples": {}, "gradients": [], "batches": [], "forwards": 0}
         on = CELLS[cell].get("equal", False)
         World.equal_forwards = property(lambda self, on=on: on)
-        loop = TrainingLoop(from_dict(cell_settings(place, cell, f"{cell}-{os.environ['WORLD_SIZE']}")))
+        loop = Trainer(from_dict(cell_settings(place, cell, f"{cell}-{os.environ['WORLD_SIZE']}")))
         slots = loop.rollouts._plan(0)[0]
         os.environ["TIED"] = "\n".join(slots[p][0].text for p in CELLS[cell].get("tied", ()))
         if CELLS[cell].get("whole"):
@@ -130,7 +130,7 @@ def run_cells() -> None:
         measured = {}
         for evaluator in loop.evaluators.values():
             evaluator.start(resumed=False)
-            measured |= evaluator.run(0)
+            measured |= evaluator.run(0).metrics()
         seen["metrics"] = loop.step(0, Clock()) | measured
         media = {(group, g): s.media.pixels for group, made in loop.scorer.samples.items() for g, s in made.items()}
         seen["media"] = {place: torch.from_numpy(pixels) for place, pixels in media.items()}

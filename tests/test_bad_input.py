@@ -32,29 +32,29 @@ def refused(result, *messages):
 # ---- before anything runs -----------------------------------------------------------------------------------------
 
 
-MANY = """family: sd33, data: {prompts: /no/p.txt}, rollout: {group_size: 1, prompts_per_step: 3}, eval: {spec: jpeg},
-train: {updates_per_rollout: 99, stepps: 1}, judge: {template: compar, plan: robin, endpoints: here},
-reward: {spec: 'vlm_pairwise:1'}"""
+MANY = """family: sd33, data: {prompts: /no/p.txt}, rollout: {group_size: 1, prompts_per_step: 3},
+eval: {rewards: jpeg}, train: {updates_per_rollout: 99, stepps: 1}, judge: {endpoints: here},
+rewards: [{name: vlm_pairwise, options: {template: compar}}, {name: clip, options: {modle: x}}]"""
 MISTAKES = [
     ("model: ./nowhere", "model folder not found: './nowhere' … model_index.json"),
     ("family: sd3", "contains a FluxPipeline, expected a StableDiffusion3Pipeline"),
     ("train: {lora_targets: [to_qq]}", "train.lora_targets:  … to_qq … it has  … attn.to_q"),
-    ("reward: {spec: 'jpeg_compressibility:0'}", "reward.spec: expected a weight other than 0 … use eval.spec"),
+    ("rewards: 'jpeg_compressibility:0'", "rewards: expected a weight other than 0 … use eval.rewards"),
     # wrong media type, reported before anything loads
-    ("model: ./nowhere, reward: {spec: videoalign}", "videoalign takes video, but this run makes images"),
+    ("model: ./nowhere, rewards: videoalign", "videoalign takes video, but this run makes images"),
     (MANY, "did you mean 'sd3' … data.prompts: prompts file not found: /no/p.txt … group_size: expected 2 or more … "
-           "at most one update per sample … train.stepps: unknown key … judge template 'compar' not found … "
-           "judge.plan: unknown … endpoints: expected a list … eval.spec: unknown reward 'jpeg'"),
+           "at most one update per sample … train.stepps: unknown key … endpoints: expected a list … "
+           "judge template 'compar' not found … 'clip' has no option 'modle' … eval.rewards: unknown reward 'jpeg'"),
     ("rollout: {frames: 5, guidance_2: 3.0, source_area: 4096}, train: {target_components: [transformer_2]}",
      "rollout.frames: flux makes images … guidance_2: flux has one denoiser … source_area … some of transformer, got"),
-    ("eval: {spec: vlm_pairwise}", "eval.spec: vlm_pairwise is not allowed here; use eval.judge: true"),
+    ("rewards: [{name: vlm_pairwise, options: {plan: robin}}]", "unknown pair plan 'robin' (did you mean 'round"),
+    ("rewards: [{name: jpeg_compressibility, judge: {model: x}}]", "asks no judge: remove `judge` from its entry"),
     ("rollout: {rule: cps, eta: 0.5, window_low: 2, window_high: 3}",
      "windows that start at step(s) [2] have no step to train, as rule cps leave(s) only step(s) []; expected windows"),
     ("eval: {height: 18}", "eval.height/width/frames: height and width must be multiples of 4"),
-    ("eval: {judge: true}, judge: {endpoints: ['http://127.0.0.1:9']}",
-     "not reachable … No trained reward uses it: eval.judge: false evaluates without it"),
+    ("eval: {rewards: vlm_pairwise}, judge: {endpoints: ['http://127.0.0.1:9']}", "not reachable"),
     ("output: /dev/null/runs", "cannot be created or written … --output"),
-    ("reward: {spec: vlm_pairwise}, judge: {backend: local, model: /no/judge}",
+    ("rewards: vlm_pairwise, judge: {backend: local, model: /no/judge}",
      "judge checkpoint not found: expected /no/judge/config.json"),
 ]  # fmt: skip
 
@@ -106,7 +106,7 @@ def test_an_absurd_learning_rate_stops_and_a_lower_one_goes_on(place):
 def judged(url, **over):
     """Options of a run rewarded by an HTTP judge, with short timeouts."""
     judge = {"endpoints": [url], "timeout_s": 2.0, "deadline_s": 3.0}
-    base = {"reward": {"spec": "vlm_pairwise"}, "judge": judge, "eval": {"every": 0}, "checkpoint": {"every": 20}}
+    base = {"rewards": "vlm_pairwise", "judge": judge, "eval": {"every": 0}, "checkpoint": {"every": 20}}
     return merged(base, over)
 
 
@@ -119,7 +119,7 @@ def steady(place):
     return rows(place / "runs" / "steady")
 
 
-AFTER_FIRST_STEP = Hold("prefgrpo.run.trainer:TrainingLoop._report")
+AFTER_FIRST_STEP = Hold("prefgrpo.trainer:Trainer._report")
 
 
 def train_with_fault(file, server, fault, count=-1):
@@ -179,7 +179,11 @@ def test_a_judge_that_says_nothing_any_more_stops_the_run_with_its_reason(place,
 
 def test_evaluation_survives_a_judge_that_is_gone(place):
     """Here the judge is used for evaluation only: its metrics are missing (null) and training continues."""
-    over = {"eval": {"judge": True, "every": 1}, "judge": {"deadline_s": 1.0, "timeout_s": 1.0}, "train": {"steps": 3}}
+    over = {
+        "eval": {"rewards": "vlm_pairwise", "every": 1},
+        "judge": {"deadline_s": 1.0, "timeout_s": 1.0},
+        "train": {"steps": 3},
+    }
     folder = place / "runs" / "measured"
     with JudgeServer(delay_s=0.01) as server:
         over["judge"]["endpoints"] = [server.url]

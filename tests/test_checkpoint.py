@@ -39,7 +39,7 @@ def export(folder: Path) -> None:
 
 def save_one(folder: Path, step: int, keep: int = 2, state: dict[str, torch.Tensor] = STATE) -> Path:
     checkpoints = Checkpoints(RunFolder(folder), ALONE, keep)
-    checkpoints.save(step, state, {"updates": step, "trained_s": 1.5})
+    checkpoints.save(step, state, {"updates": step})
     checkpoints.wait()
     return RunFolder(folder).checkpoint(step)
 
@@ -57,7 +57,7 @@ def test_what_is_saved_is_read(tmp_path):
     (tmp_path / "file").touch()
     modes = {p.stat().st_mode for p in tmp_path.rglob("*") if p.is_file()}
     assert modes == {(tmp_path / "file").stat().st_mode}, "weights have the permissions of any other new file"
-    assert meta["step"] == meta["updates"] == 7 and meta["trained_s"] == 1.5
+    assert meta["step"] == meta["updates"] == 7
     assert tensors.keys() == STATE.keys() and all(torch.equal(tensors[k], STATE[k]) for k in STATE)
 
 
@@ -102,11 +102,14 @@ def test_a_file_that_is_not_whole_is_seen(tmp_path, name, damage):
 def judged(place: Path, name: str, **over) -> Path:
     """Recipe with everything that resuming must restore: EMA, KL, warm-up, windows, several updates, a judge."""
     full = {
-        "reward": {"spec": "vlm_pairwise:1,jpeg_compressibility:0.5"},
-        "judge": {"backend": "local", "model": str(JUDGE), "template": "caption_match", "log": True},
+        "rewards": [
+            {"name": "vlm_pairwise", "options": {"template": "caption_match"}},
+            {"name": "jpeg_compressibility", "weight": 0.5},
+        ],
+        "judge": {"backend": "local", "model": str(JUDGE), "log": True},
         "rollout": {"steps": 4, "window_size": 2, "prompts_per_step": 2},
         "train": {"steps": 5, "ema_decay": 0.7, "kl_coef": 0.1, "warmup_steps": 3, "updates_per_rollout": 2},
-        "eval": {"judge": True, "final_prompts": str(place / "dev.txt")},
+        "eval": {"rewards": "vlm_pairwise,jpeg_incompressibility", "final_prompts": str(place / "dev.txt")},
     }
     return recipe(place, name, **merged(full, over))
 
@@ -135,7 +138,7 @@ def count(run: Path, kind: str = "train") -> int:
 
 
 WRITER = "torch.distributed.checkpoint.filesystem:FileSystemWriter.write_data"
-REPORT, SAVE = (f"prefgrpo.run.trainer:TrainingLoop.{name}" for name in ("_report", "_save"))
+REPORT, SAVE = (f"prefgrpo.trainer:Trainer.{name}" for name in ("_report", "_save"))
 
 
 @pytest.mark.full
@@ -152,7 +155,7 @@ def test_killed_again_and_again_at_random(place, truth):
     same_as(truth, run)
 
 
-PLAIN = {"train": {"steps": 3}, "checkpoint": {"every": 1}, "eval": {"every": 0}}
+PLAIN = {"train": {"steps": 3}, "checkpoint": {"every": 1, "keep": 1}, "eval": {"every": 0}}
 
 
 WRITES = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.copyfile", "shutil.rmtree")
@@ -279,7 +282,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(place):
 
 
 def test_full_fine_tuning_resumes_bit_for_bit(place):
-    options = {"train": {"lora_rank": 0, "steps": 3, "lr": 1e-4}, "checkpoint": {"every": 1}}
+    options = {"train": {"lora_rank": 0, "steps": 3, "lr": 1e-4}, "checkpoint": {"every": 1, "keep": 1}}
     assert train(recipe(place, "whole", **options))[0] == 0
     file = recipe(place, "halves", **options)
     process, run = start(["train", str(file)], place / "log", hold=Hold(SAVE, 2)), place / "runs" / "halves"

@@ -66,7 +66,7 @@ def test_help_shows_the_fields_that_a_command_uses(capsys, monkeypatch):
         assert description(name)[:40] in text, name
     first = shown(capsys, "train", "--help")[1]
     assert 15 < len(options(first)) < 25 and "--help-all" in first and "--resume" in first
-    assert {"model", "data.prompts", "reward.spec", "train.lr", "train.lora_rank"} < options(first)
+    assert {"model", "data.prompts", "rewards", "train.lr", "train.lora_rank"} < options(first)
     assert options(shown(capsys, "generate", "--help")[1]) >= {"eval.steps", "rollout.shift", "memory.vae_tiling"}
     for command, patterns in cli.FIELDS.items():
         fields = options(shown(capsys, command, "--help")[1])
@@ -105,7 +105,7 @@ OVERRIDES = [
     ("--rollout.group-size=5", "rollout.group_size", 5),
     ("--trackers", "trackers", ()),
     ("--compile true", "compile", True),
-    ("--eval.judge=false", "eval.judge", False),
+    ("--judge.log=false", "judge.log", False),
     ("--train.gradient_checkpointing=0.5", "train.gradient_checkpointing", 0.5),
     ("--rollout.shift 2.5", "rollout.shift", 2.5),
     ("--rollout.shift None", "rollout.shift", None),
@@ -113,7 +113,6 @@ OVERRIDES = [
     ("--train.target-components", "train.target_components", ()),
     ("--judge.endpoints=[http://a:1,http://b:2]", "judge.endpoints", ("http://a:1", "http://b:2")),
     ("--judge.endpoints http://a:1/?k=v --seed 3", "judge.endpoints", ("http://a:1/?k=v",)),
-    ("--reward.options={clip:\xa0{device:\xa0cpu}}", "reward.options", {"clip": {"device": "cpu"}}),
     ("--name my\xa0run=b", "name", "my run=b"),
 ]
 
@@ -136,9 +135,10 @@ def test_where_the_recipe_stands(asked, place):
     plain = file.with_suffix("")
     plain.write_text(file.read_text())
     assert asked(plain, "--seed", "3")[0].seed == 3
-    template = place / "template.yaml"
-    template.write_text("labels: []")
-    assert asked("--reward.spec", "jpeg_compressibility", "--judge.template", template, file)[0].judge.template
+    options = "[{name: clip, weight: 0.3, options: {device: cpu}}, {name: jpeg_compressibility}]"
+    for words, weights in (("clip:0.5,jpeg_compressibility", {"clip": 0.5, "jpeg_compressibility": 1.0}),
+                           (options, {"clip": 0.3, "jpeg_compressibility": 1.0})):  # fmt: skip
+        assert {e.name: e.weight for e in asked(file, "--rewards", words)[0].rewards} == weights
 
 
 def test_mistakes_of_recipe_and_overrides_come_together(capsys, place):

@@ -46,6 +46,8 @@ def test_what_it_leaves(demo):
 def test_the_scorer_of_the_scenes_is_never_the_reward(demo, root):
     for file in (demo[1] / "config.yaml", *sorted((root / "scripts" / "demo").glob("*.yaml"))):
         config = load(file)
-        assert "scenes" not in config.reward.spec
-        assert config.eval.spec == "scenes" or config.name == "demo-ocr"  # for words see test_demo_ocr.py
+        assert "scenes" not in {entry.name for entry in config.rewards}
+        assert (
+            "scenes" in {entry.name for entry in config.measured} or config.name == "demo-ocr"
+        )  # for words see test_demo_ocr.py
     assert not any("scenes" in key for r in rows(demo[1]) if r["kind"] == "train" for key in r)

@@ -66,18 +66,21 @@ def recipe(place, url):
         "output": str(place / "runs"),
         "trackers": [],
         "data": {"prompts": str(ASSETS / "prompts/train.txt")},
-        "judge": {"backend": "http", "model": "", "endpoints": [url], "plan": "round_robin", "log": True},
+        "judge": {"backend": "http", "model": "", "endpoints": [url], "log": True},
         "rollout": {"prompts_per_step": 2, "group_size": 4, "batch_size": 8},
         "train": {"steps": 3},
         "eval": {"every": 0, "prompts": "", "final_prompts": str(ASSETS / "prompts/test.txt"), "max_prompts": 4},
-        "reward": {
-            "spec": "unifiedreward_flex:0.7,clip:0.3,jpeg_compressibility:0,test_demo_mixed:Never:0",
-            "combine": "weighted_advantage_sum",
-            "options": {
-                "clip": tiny_rewards.MAKERS["clip"](place / "clip"),
-                "unifiedreward_flex": {"category_weights": [1.0, 0.7, 0.7]},
+        "rewards": [
+            {
+                "name": "unifiedreward_flex",
+                "weight": 0.7,
+                "options": {"category_weights": [1.0, 0.7, 0.7], "plan": "round_robin", "verdict": "hard"},
             },
-        },
+            {"name": "clip", "weight": 0.3, "options": tiny_rewards.MAKERS["clip"](place / "clip")},
+            {"name": "jpeg_compressibility", "weight": 0.0},
+            {"name": "test_demo_mixed:Never", "weight": 0.0},
+        ],
+        "advantage": {"combine": "weighted_advantage_sum"},
     }
     file = place / "mixed.yaml"
     file.write_text(yaml.safe_dump(merged(read_yaml(FOLDER / "demo.yaml"), mixed)), encoding="utf-8")

@@ -1,9 +1,11 @@
 """Prompt conditions: batching, what is kept in memory, and the embedding cache's folder of shards.
 
-Why these cases: many processes write and read the folder at once, some are killed (truncated files), bytes may flip,
-and the cache key must change with everything that affects the embedding.
+Why these cases: many processes write and read the folder at once, some are killed (truncated files), and the cache key
+must change with everything that affects the embedding.
 """
 
+import os
+import threading
 from dataclasses import replace
 
 import pytest
@@ -11,14 +13,21 @@ import torch
 from families import CPU, case_of, load, tensors_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 
 from prefgrpo.config.loading import from_dict
 from prefgrpo.data.prompts import Prompt
+from prefgrpo.models import family
 from prefgrpo.models.condition import Condition, collate
-from prefgrpo.rollout.embeddings import Embeddings, Shards, conditions, encoding_jobs
+from prefgrpo.models.folder import encoder_identity
+from prefgrpo.rollout import sources
+from prefgrpo.rollout.embeddings import CacheKeys, Embeddings, conditions, encoding_jobs
+from prefgrpo.rollout.shards import Shards
+from prefgrpo.run.judging import unread_columns
 from prefgrpo.run.loading import unsupported
 from prefgrpo.tiny import pipelines
 
+FLUX_KONTEXT = family("flux_kontext")
 FLUX, NAMES = case_of("flux"), st.text("0123456789abcdef", min_size=4, max_size=8)
 SAMPLING = FLUX.sampling()
 
@@ -51,8 +60,8 @@ def test_lengths_stay_on_the_cpu(device):
     assert moved.select(torch.tensor([0])).text_length.tolist() == [2]
 
 
-def test_a_negative_prompt_is_the_prompts_own_the_runs_or_the_familys(tmp_path, caplog):
-    """In the condition, among what `preprocess` encodes, and in the velocity; unused, it is not silent."""
+def test_a_negative_prompt_is_the_prompts_own_the_runs_or_the_familys():
+    """In the condition, and among what `preprocess` encodes; a column that is not used is told."""
     case = case_of("sd3")
     adapter, sampling = load(case), case.sampling()
     embed = Embeddings(adapter, case.max_length)
@@ -75,32 +84,37 @@ def test_a_negative_prompt_is_the_prompts_own_the_runs_or_the_familys(tmp_path, 
         "rollout": {"guidance": 4.5, "negative_prompt": "ugly"},
     }
     texts = {job.text for job in encoding_jobs(from_dict(values), prompts)}
-    assert texts == {"a cat", "a dog", "blurry", "ugly"} and not caplog.records
+    assert texts == {"a cat", "a dog", "blurry", "ugly"}
     assert unsupported(from_dict(values | {"rollout": {"guidance": 1.0, "negative_prompt": "ugly"}})) == [
         "rollout.negative_prompt: guidance 1 is off, expected none, got 'ugly'"
     ]
-    encoding_jobs(from_dict(values | {"family": "flux", "rollout": {}}), prompts)
-    assert "column negative_prompt is not used (the family has no classifier-free guidance)" in caplog.text
+    for family_name, unread in {"sd3": [], "flux": ["negative_prompt"]}.items():
+        run = values | {"family": family_name, "rollout": {"guidance": 4.5}}
+        run |= {"rewards": "jpeg_compressibility"}
+        assert unread_columns(from_dict(run), prompts) == unread
 
 
 def test_memory_is_bounded():
-    embed = Embeddings(load(FLUX), 16, keep=2)
+    """In bytes, for the latest entries; the one in use is always kept."""
+    entry = sum(t.nbytes for t in tensors_of(encode(Embeddings(load(FLUX), 16), ["a"])[0]))
+    embed = Embeddings(load(FLUX), 16, most_bytes=2 * entry)
     encode(embed, ["a", "b", "c", "c"])
     encode(embed, ["c", "b"])
     assert embed.encoded == 3
     encode(embed, ["a"])
     assert embed.encoded == 4
-    with pytest.raises(ValueError, match="keep must be"):
-        Embeddings(load(FLUX), 16, keep=0)
 
 
 def test_a_damaged_cache_file_is_encoded_again(tmp_path, caplog):
-    (want,) = encode(Embeddings(load(FLUX), 16, tmp_path), ["a red cube"])
+    first = Embeddings(load(FLUX), 16, tmp_path)
+    (want,) = encode(first, ["a red cube"])
+    first.flush()
     (file,) = tmp_path.glob("*.safetensors")
     file.write_bytes(file.read_bytes()[:-7])
     second = Embeddings(load(FLUX), 16, tmp_path)
     (got,) = encode(second, ["a red cube"])
-    assert "damaged" in caplog.text and second.encoded == 1
+    second.flush()
+    assert f"{file} is damaged" in caplog.text and second.encoded == 1
     assert all(torch.equal(a, b) for a, b in zip(tensors_of(got), tensors_of(want), strict=True))
     third = Embeddings(load(FLUX), 16, tmp_path)
     encode(third, ["a red cube"])
@@ -108,17 +122,38 @@ def test_a_damaged_cache_file_is_encoded_again(tmp_path, caplog):
     assert not list(tmp_path.rglob(".*")), "no partial file remains"
 
 
-def test_the_cache_key_follows_the_text_encoder(tmp_path):
-    """The key depends on the encoder weights and the maximum length, but not on the transformer."""
-    key = Embeddings(load(FLUX), 16, tmp_path).keys.text("x")
-    other = pipelines.make("flux", tmp_path / "other", seed=1)
-    assert Embeddings(load(FLUX, other), 16, tmp_path).keys.text("x") != key
-    assert Embeddings(load(FLUX), 17, tmp_path).keys.text("x") != key
-    tuned = load(FLUX)
-    tuned.enable_full()
-    tuned.transformer.x_embedder.weight.data.add_(1)
-    tuned.save_full(str(tmp_path / "tuned"))
-    assert Embeddings(load(FLUX, tmp_path / "tuned"), 16, tmp_path).keys.text("x") == key
+def test_the_key_follows_the_encoders_and_what_they_are_given(tmp_path):
+    """Encoders of a folder are known by their files, those of the hub by repository and commit."""
+    model = pipelines.make("flux", tmp_path / "model")
+    key = Embeddings(load(FLUX, model), 16).keys.text("x")
+    assert Embeddings(load(FLUX, model), 16).keys.text("x") == key
+    assert Embeddings(load(FLUX, model), 17).keys.text("x") != key
+    assert Embeddings(load(FLUX, model), 16).keys.text("y") != key
+    for name, other in (("transformer", False), ("text_encoder", True)):
+        (weights,) = (model / name).glob("*.safetensors")
+        os.utime(weights, ns=(1, 1))
+        assert (Embeddings(load(FLUX, model), 16).keys.text("x") != key) == other
+    snapshot = tmp_path / "models--owner--name" / "snapshots" / "abc123"
+    assert encoder_identity(snapshot) == "owner/name@abc123"
+
+
+def test_sources_are_known_by_their_files_and_read_once(tmp_path, monkeypatch):
+    """A key needs no pixels; the images are read in a worker thread, fitted to the output, once for all users."""
+    file = tmp_path / "source.png"
+    Image.new("RGB", (40, 20), "red").save(file)
+    readers = []
+    true_read = sources._read
+    monkeypatch.setattr(sources, "_read", lambda one: readers.append(threading.current_thread()) or true_read(one))
+    one, wide = (sources.Sources((str(file),), 16, width) for width in (16, 24))
+    keys = CacheKeys(FLUX_KONTEXT, "model", torch.float32, 16, None)
+    before = [keys.sources(s, None) for s in (one, wide)]
+    assert len(set(before)) == 2 and not readers
+    sources.prefetch([one, one])
+    assert one.images()[0].size == (16, 16) and one.media()[0].pixels.shape == (16, 16, 3)
+    assert len(readers) == 1 and readers[0] is not threading.current_thread()
+    Image.new("RGB", (40, 20), "blue").save(file)
+    os.utime(file, ns=(1, 1))
+    assert keys.sources(one, None) != before[0], "another picture under the same name"
 
 
 @settings(max_examples=40)
@@ -145,17 +180,3 @@ def test_the_same_keys_make_the_same_file_and_a_reader_learns_of_it(tmp_path):
         Shards(tmp_path / "new").write(order)
     assert len(list((tmp_path / "new").iterdir())) == 1
     assert "k0" not in reader and torch.equal(reader.read("k0")["x"], torch.zeros(3))
-
-
-@pytest.mark.parametrize("place", [0, 4, -1, -5])
-def test_a_flipped_byte_is_noticed(tmp_path, place, caplog):
-    """The file size is unchanged, so only the content reveals the damage."""
-    Shards(tmp_path).write({"k": {"x": torch.arange(40.0)}, "other": {"x": torch.ones(2)}})
-    (file,) = tmp_path.glob("*.safetensors")
-    content = bytearray(file.read_bytes())
-    content[place] ^= 255
-    file.write_bytes(content)
-    shards = Shards(tmp_path)
-    found = [shards.read(key) for key in ("k", "other")]
-    assert found[1 if place < 0 else 0] is None and str(file) in caplog.text
-    assert found[0] is None or torch.equal(found[0]["x"], torch.arange(40.0))

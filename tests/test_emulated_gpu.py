@@ -38,7 +38,7 @@ def recipe(place, name, model, **over):
         "rollout": {
             "height": 32, "width": 32, "steps": 3, "prompts_per_step": 2, "group_size": 2, "batch_size": 2, **frames,
         },
-        "reward": {"spec": "jpeg_compressibility"}, "trackers": [],
+        "rewards": "jpeg_compressibility", "trackers": [],
         "train": {"steps": 2, "lora_rank": 2, "lora_alpha": 4, "clip_range": 0.1},
         "eval": {"every": 0}, "checkpoint": {"every": 2},
     }  # fmt: skip
@@ -86,12 +86,12 @@ def test_a_training_step_of_every_family(model, tmp_path):
 
 def test_evaluation_checkpoints_and_resuming(tmp_path):
     (tmp_path / "held.txt").write_text("a green cube\na cat\n")
-    held = {"every": 1, "prompts": str(tmp_path / "held.txt"), "spec": "jpeg_incompressibility", "judge": False}
+    held = {"every": 1, "prompts": str(tmp_path / "held.txt"), "rewards": "jpeg_incompressibility"}
     first = recipe(tmp_path, "run", "flux", eval=held, train={"steps": 2}, checkpoint={"every": 1})
     more = [*first, "--train.steps", "3", "--resume"]
     clip = recipe(tmp_path, "clip", "wan22", eval=held)
     judge = {"backend": "local", "model": str(Path(prefgrpo.__file__).parent / "tiny" / "assets" / "judge")}
-    judged = recipe(tmp_path, "judged", "flux", reward={"spec": "vlm_pairwise"}, judge=judge)
+    judged = recipe(tmp_path, "judged", "flux", rewards="vlm_pairwise", judge=judge)
     results = run(tmp_path, first=first, resumed=more, clip=clip, judged=judged)
     assert "resumed from" in results["resumed"]["output"]
     assert (tmp_path / "runs" / "run" / "checkpoints" / "step_000003").is_dir()

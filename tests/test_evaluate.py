@@ -24,10 +24,11 @@ from prefgrpo.rewards.scorer import Scorer
 from prefgrpo.rollout.assignment import slot_prompts
 from prefgrpo.rollout.render import to_uint8
 from prefgrpo.run.checkpoint import CheckpointError
-from prefgrpo.run.evaluate import EvalSet, load_initial_images, make_eval_set, summarise
+from prefgrpo.run.comparison import Value, compared, interval
+from prefgrpo.run.evaluate import EvalSet, load_initial_images, make_eval_set
 from prefgrpo.run.run_folder import RunFolder
-from prefgrpo.run.trainer import TrainingLoop
 from prefgrpo.sde.noise import initial_latents
+from prefgrpo.trainer import Trainer
 
 NAN = float("nan")
 AB = [Prompt(0, "a"), Prompt(1, "b")]
@@ -69,12 +70,11 @@ def test_held_out_prompts_are_never_trained_on(place, count, evaluation, held):
 
 def test_means_leave_missing_ones_out_and_the_interval_is_over_prompts():
     """Ten images of a prompt that always wins count no more than one: the interval for 2 prompts is 0 … 1."""
-    found = summarise("x", np.array([0, 0, 1]), np.array([1.0, NAN, 0.0]), interval=False)
-    assert found == {"x": 0.5, "x_missing": pytest.approx(1 / 3)}
-    nothing = summarise("x", np.array([0, 1]), np.array([NAN, NAN]), interval=True)
-    assert np.isnan(nothing["x"]) and nothing["x_missing"] == 1.0 and "x_low" not in nothing
-    found = summarise("w", np.repeat([0, 1], 10), np.repeat([1.0, 0.0], 10), interval=True)
-    assert (found["w"], found["w_low"], found["w_high"]) == (0.5, 0.0, 1.0)
+    assert Value.of(np.array([1.0, NAN, 0.0])).metrics("x") == {"x": 0.5, "x_missing": pytest.approx(1 / 3)}
+    nothing = compared("x", np.array([0, 1]), [{"win_w": NAN}, {"win_w": NAN}])
+    assert nothing.metrics() == {"x/win_w": pytest.approx(NAN, nan_ok=True), "x/win_w_missing": 1.0}
+    assert nothing.win_rates["w"].verdict == "inconclusive: no verdicts"
+    assert interval(np.repeat([0, 1], 10), np.repeat([1.0, 0.0], 10)) == (0.0, 1.0, 2)
 
 
 def test_the_interval_covers_the_truth_as_often_as_it_says():
@@ -83,8 +83,8 @@ def test_the_interval_covers_the_truth_as_often_as_it_says():
     for _ in range(n):
         skill = rng.beta(3, 2, size=60)  # mean 0.6
         values = (rng.random((60, 4)) < skill[:, None]).astype(float).ravel()
-        found = summarise("w", np.repeat(np.arange(60), 4), values, interval=True)
-        hits += found["w_low"] <= 0.6 <= found["w_high"]
+        low, high, _ = interval(np.repeat(np.arange(60), 4), values)
+        hits += low <= 0.6 <= high
     assert 0.90 <= hits / n <= 0.99
 
 
@@ -159,8 +159,8 @@ def run(place):
         "train": {"ema_decay": 0.5, "steps": 3},
         "eval": {"samples_per_prompt": 2, "max_prompts": 2, "final_prompts": str(place / "train.txt"), "every": 1},
     }
-    trainer = TrainingLoop(from_dict(settings(place, "evaluated", **over)))
-    trainer.run()
+    trainer = Trainer(from_dict(settings(place, "evaluated", **over)))
+    trainer.train()
     return trainer
 
 
@@ -209,13 +209,12 @@ def test_the_judges_win_rate_is_in_both_orders_and_without_lost_verdicts(run):
     now = evaluator.render(evaluator.local_indices())
     darker = (now * 0.5).astype(np.uint8)
     evaluator.before = darker
-    won = evaluator.run(3)
+    won = evaluator.run(3).metrics()
     assert won["dev/win_judge"] == won["dev/win_judge_first"] == won["dev/win_judge_second"] == 1.0
     assert won["dev/win_judge_first_missing"] == 0.25 or won["dev/win_judge_second_missing"] == 0.25
     assert list(evaluator.reasons.values()) == [1]
     evaluator.before = now
-    same = evaluator.run(3)
-    assert same["dev/win_judge"] == 0.5
+    assert evaluator.run(3).win_rates["judge"].rate.mean == 0.5
     evaluator.scorers = keep
 
 
@@ -252,8 +251,8 @@ def test_stock_diffusers_draws_the_evaluated_images_from_the_saved_lora(run, pla
 
 def test_a_fully_trained_pipeline_is_exported_whole(place):
     over = {"lora_rank": 0, "lr": 1e-3, "steps": 2, "ema_decay": 0.5}
-    done = TrainingLoop(from_dict(settings(place, "full", train=over, rollout=SAMPLING)))
-    done.run()
+    done = Trainer(from_dict(settings(place, "full", train=over, rollout=SAMPLING)))
+    done.train()
     pipe = FluxPipeline.from_pretrained(done.folder.root / "pipeline")
     assert furthest(done, stock_images(pipe, done)) <= 1
     assert not (done.folder.root / "lora").exists()

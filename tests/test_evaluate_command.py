@@ -13,8 +13,9 @@ from judge_server import JudgeServer
 from tiny_run import attempt, ranks, recipe, rows, train, tree, world
 
 from prefgrpo.commands.evaluate import _write_comparison
-from prefgrpo.run.evaluate import MIN_PROMPTS, summarise, verdict
-from prefgrpo.run.metrics import eval_line
+from prefgrpo.run.comparison import MIN_PROMPTS, compared, verdict
+
+MEASURED = ["--eval.rewards", "jpeg_incompressibility"]
 
 
 class Indifferent(JudgeServer):
@@ -39,7 +40,7 @@ def place(tmp_path_factory, servers):
     over = {
         "judge": {"endpoints": [servers[0].url]},
         "train": {"ema_decay": 0.5, "steps": 3},
-        "eval": {"samples_per_prompt": 2, "judge": True, "every": 1},
+        "eval": {"samples_per_prompt": 2, "rewards": "vlm_pairwise,jpeg_incompressibility", "every": 1},
         "checkpoint": {"every": 1, "keep": 3},
     }
     for name, seed in (("one", 0), ("two", 1)):
@@ -93,14 +94,14 @@ def test_checkpoints_weights_and_runs_are_told_apart(place, evaluate):
     """Live and EMA weights differ, and so do checkpoints and runs; anything against itself is a tie."""
     shown = []
     for target, weights in (("one", "ema"), ("one", "live"), ("one/checkpoints/step_000002", "live"), ("two", "live")):
-        own = ["--eval.judge", "false", "--weights", weights, "--seed", "0"]
+        own = [*MEASURED, "--weights", weights, "--seed", "0"]
         code, output, found = evaluate(target, *own, "--against", place / "runs" / target, "--against-weights", weights)
         assert code == 0, output
         rate = found["win_rates"]["dev/win_jpeg_incompressibility"]
         assert rate["rate"] == rate["low"] == rate["high"] == 0.5 and rate["verdict"].startswith("inconclusive")
         shown.append(found["means"]["dev/jpeg_incompressibility"]["now"])
     assert len(set(shown)) == 4
-    code, output, found = evaluate("one", "--eval.judge", "false", "--against", place / "runs/two", "--seed", "0")
+    code, output, found = evaluate("one", *MEASURED, "--against", place / "runs/two", "--seed", "0")
     mean = found["means"]["dev/jpeg_incompressibility"]
     assert code == 0 and mean["now"] == shown[0] and mean["against"] not in shown
     assert (place / "runs/one/evaluations/step_000003_ema/against_two_step_000003_ema").is_dir()
@@ -116,9 +117,9 @@ def test_a_second_judge_is_asked_in_both_orders(place, servers, evaluate):
     second = rates["dev/win_judge2"]
     assert second["rate"] == second["first"] == second["second"] == 0.5 and second["missing"] == 0.0
     asked = [json.dumps(r) for r in servers[1].requests[before:]]
-    assert len([r for r in asked if "red circle" in r]) == 2 * 6, "every pair in both orders"
+    assert len([r for r in asked if "red circle" in r]) == 2 * 6 + 1, "every pair in both orders, after a probe"
     assert any(line.startswith("judge2 ") and "second-judge" in line for line in found["judges"])
-    (place / "second.yaml").write_text("endpoints: ['http://127.0.0.1:9']\npatience_s: 1\n")
+    (place / "second.yaml").write_text("endpoints: ['http://127.0.0.1:9']\ndeadline_s: 1\ntimeout_s: 1\n")
     code, output, _ = evaluate("one", "--judge2", place / "second.yaml", "--out", place / "none")
     assert code == 2 and "http://127.0.0.1:9" in output
     (place / "both" / "about.json").write_text("[1]")
@@ -130,7 +131,7 @@ def test_a_second_judge_is_asked_in_both_orders(place, servers, evaluate):
 @pytest.mark.dist
 def test_ranks_share_the_prompts(place):
     target = place / "runs/one"
-    options = ["--eval.judge", "false", "--out", str(place / "ranks")]
+    options = [*MEASURED, "--out", str(place / "ranks")]
     both = ranks(target, 2, *options, command="evaluate")
     assert [run.wait(600) for run in both] == [0, 0], both[0].output
     found, known = json.loads((place / "ranks/comparison.json").read_text()), last(place, "one")
@@ -146,7 +147,7 @@ def test_split_weights_are_read_by_any_number_of_processes(place, evaluate):
     over = {"train": {"lora_rank": 0, "lr": 1e-3, "steps": 1}, "parallel": {"shard": 2}, "eval": {"every": 1}}
     both = ranks(recipe(place, "split", **over), 2)
     assert [run.wait(600) for run in both] == [0, 0], both[0].output
-    assert list((place / "runs/split").glob("checkpoints/*/parts"))
+    assert list((place / "runs/split").glob("checkpoints/*/__1_0.distcp"))
     known, means = last(place, "split"), []
     code, output, found = evaluate("split", "--parallel.shard", "1", "--out", place / "whole")
     assert code == 0, output
@@ -176,10 +177,11 @@ def test_what_an_interval_says(low, high, prompts, said):
 def test_prompts_without_a_verdict_do_not_count_as_prompts(tmp_path, capsys):
     """One verdict among 40 prompts is no result, however clear it is."""
     values = np.where(np.arange(80) < 2, 1.0, np.nan)
-    metrics = summarise("dev/win_judge", np.repeat(np.arange(40), 2), values, interval=True)
+    found = compared("dev", np.repeat(np.arange(40), 2), [{"win_judge": value} for value in values])
+    metrics = found.metrics()
     assert metrics["dev/win_judge_low"] == 1.0 and metrics["dev/win_judge_prompts"] == 1
-    assert "1.000 [1.000, 1.000] (97.5% missing)" in eval_line(3, "dev", metrics)
-    _write_comparison(metrics, {"dev": 40}, {"now": {"samples": 2}}, ("a", "b"), [], tmp_path)
+    assert "1.000 [1.000, 1.000] (97.5% missing)" in found.line(3)
+    _write_comparison([found], {"dev": 40}, {"now": {"samples": 2}}, ("a", "b"), [], tmp_path)
     assert f"| 97.5 % | inconclusive: fewer than {MIN_PROMPTS} prompts |" in capsys.readouterr().out
 
 
@@ -196,7 +198,7 @@ def test_what_cannot_be_evaluated(place, evaluate, capsys):
         assert code == 2 and message in output and "Traceback" not in output, output
     code, output = attempt(capsys, "evaluate", place / "flux", "--prompts", place / "dev.txt", "--weights", "ema")
     assert code == 2 and "is not a run, so it has no EMA weights" in output
-    options = ["--output", place / "runs", "--eval.judge", "false", "--eval.spec", "jpeg_incompressibility"]
+    options = ["--output", place / "runs", *MEASURED]
     sizes = ["--rollout.height", 16, "--rollout.width", 16, "--rollout.steps", 3, "--dtype", "fp32"]
     options += ["--prompts", place / "dev.txt", "--against", place / "runs/one", "--data.max-length", 24]
     code, output = attempt(capsys, "evaluate", place / "flux", *options, *sizes)

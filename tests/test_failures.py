@@ -24,11 +24,11 @@ from prefgrpo.parallel.world import World
 from prefgrpo.rewards.base import RewardError
 from prefgrpo.run import checkpoint
 from prefgrpo.run.run_folder import RunFolder
-from prefgrpo.run.trainer import TrainingLoop
+from prefgrpo.trainer import Trainer
 
 pytestmark = pytest.mark.dist
 SHORT = {"eval": {"every": 0}, "checkpoint": {"every": 1}}
-REWARD = {"spec": f"{__name__}.{Brightness.__name__}"}
+REWARD = f"{__name__}.{Brightness.__name__}"
 """Named by this file, so that torchrun's workers import it and get the fault."""
 
 
@@ -81,7 +81,7 @@ CAUSES = {
 @pytest.mark.full
 @pytest.mark.parametrize("kind", CAUSES)
 def test_torchrun_ends_all_within_a_minute_and_says_why(place, kind):
-    at, file = place / f"{kind}.at", recipe(place, kind, reward=REWARD, **SHORT)
+    at, file = place / f"{kind}.at", recipe(place, kind, rewards=REWARD, **SHORT)
     run = launched(file, FAULT=kind, FAULT_AT=str(at))
     ended = run.wait(600)
     seconds, output = time.time() - float(at.read_text()), file.with_suffix(".log").read_text()
@@ -91,7 +91,7 @@ def test_torchrun_ends_all_within_a_minute_and_says_why(place, kind):
 
 @pytest.mark.full
 def test_what_torchrun_restarts_is_resumed(place):
-    options = {"reward": REWARD, **SHORT}
+    options = {"rewards": REWARD, **SHORT}
     all_end(ranks(recipe(place, "straight", **options), 2))
     at, file = place / "restarted.at", recipe(place, "restarted", **options)
     run = launched(file, "--max_restarts", "1", FAULT="dies", FAULT_AT=str(at))
@@ -189,7 +189,7 @@ def test_no_room_for_a_checkpoint_stops_all_after_the_one_before(place, name, ra
 
 def not_finite() -> None:
     """Process 1 gets a NaN gradient in the second update; a hash of the final weights is written to DUMP."""
-    true_sum, true_finish, calls = World.sum_gradients, TrainingLoop._finish, []
+    true_sum, true_finish, calls = World.sum_gradients, Trainer._finish, []
 
     def sum_gradients(self, parameters):
         calls.append(1)
@@ -203,7 +203,7 @@ def not_finite() -> None:
         (Path(os.environ["DUMP"]) / f"weights{self.world.rank}").write_text(text)
         true_finish(self, done)
 
-    World.sum_gradients, TrainingLoop._finish = sum_gradients, finish
+    World.sum_gradients, Trainer._finish = sum_gradients, finish
 
 
 def test_a_gradient_that_is_not_finite_in_one_process_is_skipped_in_both(place):

@@ -20,6 +20,7 @@ from families import (
     differs,
     draw,
     folder,
+    in_files,
     load,
     noise,
     perturb,
@@ -226,10 +227,11 @@ def test_bf16_base_with_fp32_lora_trains(case):
 
 @every
 def test_cached_embeddings_are_the_encoded_ones(case, tmp_path):
-    sampling, sources = case.sampling(), [case.images(number, SIZES[0]) for number in range(2)]
+    sampling, sources = case.sampling(), [in_files(case.images(number, SIZES[0])) for number in range(2)]
     first = Embeddings(load(case), case.max_length, tmp_path)
     fresh = first([*PROMPTS, PROMPTS[0]], sampling, [*sources, sources[0]])
     assert first.encoded >= len(PROMPTS) and fresh[0].prompt_embeds is fresh[2].prompt_embeds
+    first.flush()
 
     again = Embeddings(load(case, encoders=False), case.max_length, tmp_path)
     cached = again([*reversed(PROMPTS)], sampling, [*reversed(sources)])[::-1]

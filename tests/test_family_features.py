@@ -17,6 +17,7 @@ from families import (
     conditions,
     differs,
     folder,
+    in_files,
     load,
     noise,
     perturb,
@@ -44,7 +45,8 @@ def test_the_source_image_is_part_of_the_condition(tmp_path):
     case = case_of("flux_kontext")
     adapter, sampling = load(case), case.sampling()
     embed = Embeddings(adapter, case.max_length, tmp_path)
-    a, b, again = embed(["red"] * 3, sampling, [(SOURCES[0],), (SOURCES[1],), (SOURCES[0].copy(),)])
+    a, b, again = embed(["red"] * 3, sampling, [in_files((s,)) for s in (SOURCES[0], SOURCES[1], SOURCES[0].copy())])
+    embed.flush()
     assert a.sources[0] is again.sources[0] and embed.encoded == 1, "the text encoder does not see the source"
     kept = {key.partition(".")[0] for file in tmp_path.glob("*.safetensors") for key in load_file(file)}
     assert len(kept) == 3, "the cache holds one text and two sources"
@@ -52,16 +54,16 @@ def test_the_source_image_is_part_of_the_condition(tmp_path):
     x, sigma = noise(adapter, sampling)[:1].repeat(2, 1, 1), torch.full((2,), 0.7)
     v = adapter.velocity(x, sigma, collate([a, b]), sampling)
     assert (v[0] - v[1]).abs().max() > 1e-3
-    wide = embed(["red"], sampling, [(SOURCES[0].resize((96, 64)),)])
+    wide = embed(["red"], sampling, [in_files((SOURCES[0].resize((96, 64)),))])
     with pytest.raises(ValueError, match="equal shapes, but 'source'"):
         collate([a, *wide])
     with pytest.raises(ValueError, match="must have equal parts"):
         collate([a, *embed(["red"], sampling)])
     with pytest.raises(ValueError, match=r"takes 1 source image\(s\), got 2"):
-        embed(["red"], sampling, [(SOURCES[0], SOURCES[1])])
+        embed(["red"], sampling, [in_files((SOURCES[0], SOURCES[1]))])
     flux = case_of("flux")
     with pytest.raises(ValueError, match="takes no source image"):
-        Embeddings(load(flux), 32)(["red"], flux.sampling(), [(SOURCES[0],)])
+        Embeddings(load(flux), 32)(["red"], flux.sampling(), [in_files((SOURCES[0],))])
 
 
 @pytest.mark.parametrize("family", ["qwen_image_edit", "qwen_image_edit_plus"])
@@ -94,9 +96,9 @@ def test_a_source_is_encoded_once_for_all_prompts(monkeypatch):
     monkeypatch.setattr(adapter, "encode_source", lambda image: calls.append(image) or real(image))
     embed = Embeddings(adapter, case.max_length)
     with small_sources():
-        embed(["a", "b", "c"], case.sampling(), [case.images(0, SMALL)] * 3)
+        embed(["a", "b", "c"], case.sampling(), [in_files(case.images(0, SMALL))] * 3)
         assert len(calls) == 1 and embed.encoded == 4
-        embed(["a"], case.sampling(), [case.images(1, SMALL)])
+        embed(["a"], case.sampling(), [in_files(case.images(1, SMALL))])
     assert len(calls) == 2 and embed.encoded == 6, "the text encoder sees the source, so each (text, source) is encoded"
     with pytest.raises(ValueError, match="edits images: expected a source image for the prompt 'a'"):
         embed(["a"], case.sampling())
@@ -140,13 +142,15 @@ def test_a_first_frame_is_encoded_per_number_of_frames(tmp_path):
     case = case_of("wan_i2v")
     adapter, sampling, images = load(case), case.sampling(), case.images(0, SMALL)
     embed = Embeddings(adapter, case.max_length, tmp_path)
-    (five,), (nine,) = (embed(["red"], replace(sampling, frames=n), [images]) for n in (5, 9))
+    (five,), (nine,) = (embed(["red"], replace(sampling, frames=n), [in_files(images)]) for n in (5, 9))
     assert (five.sources[0].shape[1], nine.sources[0].shape[1]) == (3, 5) and embed.encoded == 2
+    embed.flush()
     again = Embeddings(load(case, encoders=False), case.max_length, tmp_path)
-    assert torch.equal(again(["red"], sampling, [images])[0].sources[1], five.sources[1]), "CLIP embedding of the frame"
+    (cached,) = again(["red"], sampling, [in_files(images)])
+    assert torch.equal(cached.sources[1], five.sources[1]), "CLIP embedding of the frame"
     for given in ((), images * 2):
         with pytest.raises(ValueError, match=r"from an image: expected one|takes 1 source image\(s\), got 2"):
-            condition = collate(embed(["red"], sampling, [given]))
+            condition = collate(embed(["red"], sampling, [in_files(given)]))
             adapter.velocity(noise(adapter, sampling)[:1], torch.ones(1), condition, sampling)
 
 

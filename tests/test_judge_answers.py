@@ -96,14 +96,16 @@ def test_the_first_categories_of_flex_are_read_by_name_and_an_unreadable_one_is_
 
 SHORT = {
     "Image 1": 1.0, "image 2.": 0.0, "**Image 1 is better**": 1.0, "Video 2 is better": 0.0, "2": 0.0, "- 1": 1.0,
-    "Edited image 1 is better": 1.0, "tie": 0.5, "Final answer: Image 1": 1.0, "**Image 1** is better.": 1.0,
-    "The answer is image 2": 0.0, "Therefore, Image 1 is better": 1.0, "“Image 2 is better”": 0.0,
+    "Edited image 1 is better": 1.0, "tie": 0.5, "**Image 1** is better.": 1.0,
+    "“Image 2 is better”": 0.0,
 } | dict.fromkeys([
     "", "Image", "Image 3", "Image 12", "12", "-1", "-2", "**-1**", "> -1", "Image -1", "1.5", "Image 1 or Image 2",
     "neither nor", "<answer>", "Image 1 is worse", "Image 1 is far from better", "Answer: both? No.", "Image ١",
     "Image 1 is better. Image 2 is better.", "Neither image 1 is better nor image 2", "Image 1 is not better",
     "Image 1 wins", "Image 1 is better lit", "Is image 1 better?", "Image 1 is better?", "I prefer image 1",
     "In terms of colour, image 1 is better", "Image 1 is better in terms of colour", "Image 1 vs. 2", "Image 2 ２",
+    "Final answer: Image 1", "The answer is image 2", "Therefore, Image 1 is better", "图1更好", "\\boxed{1}",
+    "Image 1更好",
 ])  # fmt: skip
 
 
@@ -116,7 +118,7 @@ def test_a_short_answer_is_a_verdict_or_missing(text):
     assert value_of("edit_pairwise", f"<think>Image 2 is better.</think>{text}") == value
 
 
-ENDS = ["Edited image {k} is better.", "**Edited image {k} is better**", "Final answer: edited image {k} is better!"]
+ENDS = ["Edited image {k} is better.", "**Edited image {k} is better**"]
 TALK = [
     "Both show a cat",
     "The caption asks for 2 birds",

@@ -6,8 +6,10 @@ would show. Non-numeric log-probabilities and other malformed answers are in tes
 """
 
 import contextlib
+import json
 import os
 import random
+import resource
 import shutil
 import signal
 import ssl
@@ -20,16 +22,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from judge_server import MODEL, JudgeServer, free_port, until
+from judge_server import MODEL, JudgeServer, _error, free_port, images, until
 from tiny_media import grey
 
 from prefgrpo.config.schema import JudgeConfig
-from prefgrpo.judge.client import HttpJudge, check
+from prefgrpo.judge.check import Shape, check
+from prefgrpo.judge.client import HttpJudge
 from prefgrpo.judge.plans import both_orders
 from prefgrpo.judge.traffic import collect_counts, metrics
 from prefgrpo.judge.verdict import JudgeError
 
-FAST = {"timeout_s": 1.0, "retries": 2, "patience_s": 2.0}
+FAST = {"timeout_s": 1.0, "deadline_s": 2.0}
 LEVELS = (20, 60, 100, 140, 180, 220)
 PAIRS = both_orders(len(LEVELS), 0)
 
@@ -38,8 +41,10 @@ def media(levels):
     return [grey(level) for level in levels]
 
 
-def judge(*urls, **changes):
-    return HttpJudge(JudgeConfig(endpoints=urls, **{**FAST, **changes}))
+def judge(*urls, retries=2, **changes):
+    made = HttpJudge(JudgeConfig(endpoints=urls, **{**FAST, **changes}))
+    made.client.pool.retries = retries
+    return made
 
 
 def ask(j, count=1):
@@ -73,6 +78,8 @@ FAULTS = {
     "html": (2, True, "no readable chat completion"),
     "not_json": (2, True, "no readable chat completion"),
     "no_choices": (2, True, "without choices"),
+    "endless": (2, True, "sent more than 16 MiB, which is no answer"),
+    "bomb": (2, True, "sent more than 16 MiB, which is no answer"),
     "307": (1, True, "refused with 307, a redirect to /elsewhere; correct the address"),
     "403": (1, True, "refused with 403: not for you"),
     "404": (1, True, "refused with 404: no such path"),
@@ -91,12 +98,25 @@ def test_a_fault(fault):
         assert requests in (None, len(bad.requests) / 2)
         if requests not in (1, None):  # the fault is transient
             bad.count = 1
-            dark_first, bright_first = ask(judge(bad.url, retries=5, patience_s=10))
+            dark_first, bright_first = ask(judge(bad.url, retries=5, deadline_s=10))
             assert dark_first.first < 0.1 and bright_first.first > 0.9
         if mends:  # one of two servers stays faulty and must not attract the requests
             bad.count, seen = -1, len(bad.requests)
             assert all(right(judge(bad.url, good.url, concurrency=4, retries=5)))
             assert len(bad.requests) - seen < len(PAIRS)
+
+
+@pytest.mark.parametrize("fault", ["endless", "bomb"])
+def test_a_reply_without_end_costs_little_memory(fault):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with JudgeServer(fault) as server:
+        missing(ask(judge(server.url, timeout_s=30.0)), "sent more than 16 MiB")
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 << 10, "KiB"
+
+
+def test_a_compressed_reply_is_read():
+    with JudgeServer("gzip") as server:
+        assert [v.first for v in ask(judge(server.url))] == [0.5, 0.5]
 
 
 def test_unreadable_answers_are_counted():
@@ -126,14 +146,56 @@ CHECKS = {
     "refuses": ("400", {}, "At most 1 image"),
     "hangs": ("hang", {"timeout_s": 0.5}, "no verdict.*did not answer within 1 s"),
     "mute": ("mute", {}, r"no answer from /v1/models within 1 s"),
-    "loading": ("loading", {"patience_s": 0.5}, "/v1/models answered 503"),
-    "overloaded": ("503", {"retries": 1}, "answered 503: overloaded"),
+    "loading": ("loading", {"deadline_s": 0.5}, "/v1/models answered 503"),
+    "overloaded": ("503", {}, "answered 503: overloaded"),
     "no server": ("listing", {}, "lists no model"),
     "key missing": ("key", {}, r"answered 401; give the name of the .* variable .* api_key_env\)"),
     "key wrong": ("key", {"api_key_env": "WRONG_KEY"}, r"api_key_env \(now WRONG_KEY\)\)"),
     "key unset": ("", {"api_key_env": "NO_KEY"}, r"variable NO_KEY \(api_key_env\) is not set"),
     "no address": ("", {"endpoints": ("here:80",)}, "endpoints must be http:// or https://"),
 }
+
+
+class Short(JudgeServer):
+    """Refuses what exceeds its limits, in vLLM's words: requests above 100 kB, and more than 8 images."""
+
+    async def _chat(self, request):
+        raw = await request.read()
+        if len(images(json.loads(raw))) > 8:
+            return _error(400, "At most 8 image(s) may be provided in one prompt.")
+        if len(raw) > 100_000:
+            return _error(400, "The prompt (length 9000) exceeds the model's maximum context length of 4096")
+        return await super()._chat(request)
+
+
+def test_the_check_asks_a_question_of_the_runs_shape():
+    with Short() as server:
+        config = JudgeConfig((server.url,))
+        assert check(config, shape=Shape(64, 64)).probe_p_first is not None
+        for shape, advice in (
+            (Shape(512, 512, prompt="x" * 100_000), r"400: .*512×512 .* serve it with a larger --max-model-len"),
+            (Shape(64, 64, frames=8), r"8 frames .* --limit-mm-per-prompt"),
+        ):
+            with pytest.raises(JudgeError, match=advice):
+                check(config, shape=shape)
+
+
+@pytest.mark.parametrize("template", ["compare", "edit_pairwise"])
+def test_a_judge_that_thinks_although_it_should_not_is_told_by_name(template):
+    with JudgeServer() as server:
+        server.answer = lambda bright, text: {"<think>": 0.9, "\n": 0.1}
+        if template == "edit_pairwise":
+            server.answer = lambda bright, text: "<think>so</think>Edited image 1 is better."
+            assert (
+                f"'{MODEL}' thinks before it answers" in check(JudgeConfig((server.url,), template=template)).notes[-1]
+            )
+        else:
+            with pytest.raises(JudgeError, match=rf"'{MODEL}' .* begins to think .*enable_thinking"):
+                check(JudgeConfig((server.url,)))
+        options = {"enable_thinking": False}
+        server.answer = None
+        ask(judge(server.url, chat_template_kwargs=options))
+        assert server.requests[-1]["chat_template_kwargs"] == options
 
 
 @pytest.mark.parametrize("name", CHECKS)
@@ -167,7 +229,7 @@ def test_the_check_asks_every_server_and_measures_position_bias(tmp_path):
         assert f"{good.url}: ok, serves {MODEL}" in health.summary()
         assert health.position_bias == pytest.approx(1 / (1 + np.exp(-3)))
         good.fault, good.delay_s = "", 1.0
-        text_judge = check(JudgeConfig((good.url,), template=str(text)), timeout_s=0.4)
+        text_judge = check(JudgeConfig((good.url,)), str(text), timeout_s=0.4)
         assert text_judge.probe_p_first == 0.0, "judges that write text get more time"
 
 
@@ -208,7 +270,7 @@ def test_a_certificate_that_is_not_trusted_is_named_with_what_to_do(certificate)
 
 def test_a_server_that_cannot_say_yet_what_it_serves_is_asked_again():
     with JudgeServer("loading") as server:
-        answer = judge(server.url, retries=6, patience_s=10).submit("p", *media([40, 200]))
+        answer = judge(server.url, retries=6, deadline_s=10).submit("p", *media([40, 200]))
         time.sleep(0.3)
         server.fault = ""
         assert answer.result(20).first < 0.1 and server.requests[-1]["model"] == server.model
@@ -238,7 +300,7 @@ def process(port, *options):
 
 def test_a_server_killed_in_the_middle_of_a_group_and_restarted_loses_nothing():
     port, group = free_port(), media(LEVELS)
-    j = judge(f"http://127.0.0.1:{port}", concurrency=4, retries=4, patience_s=120, timeout_s=60)
+    j = judge(f"http://127.0.0.1:{port}", concurrency=4, retries=4, deadline_s=120, timeout_s=60)
     with process(port, "--answers", "12") as child:
         answers = [j.submit("p", group[a], group[b]) for a, b in PAIRS]
         until(lambda: sum(a.done() for a in answers) >= 10)
@@ -308,12 +370,12 @@ def test_a_server_that_comes_back_with_another_model_gives_no_verdict(noticed, b
     port = free_port()
     with JudgeServer(port=port) as server:
         server.root = "/runs/step-100/judge"
-        j = judge(server.url, retries=6, patience_s=20.0)
+        j = judge(server.url, retries=6, deadline_s=20.0)
         assert ask(j)[1].first > 0.9
     answers, pair = [], media([200, 40])
     if noticed == "restart":
         answers = [j.submit("p", *pair)]
-        until(lambda: not j.client.sender.endpoints[0].alive)
+        until(lambda: not j.client.pool.endpoints[0].alive)
     else:
         monkeypatch.setattr("prefgrpo.judge.endpoint._IDLE_S", 0.0)
     server = Other(port=port) if back == "another model" else JudgeServer(port=port)
@@ -384,7 +446,7 @@ def test_among_all_faults_at_once_no_verdict_is_wrong_and_everything_ends():
     levels = list(range(10, 250, 15))
     group, pairs = media(levels), both_orders(len(levels), 0)
     with Chaos(0) as one, Chaos(1) as two:
-        options = {"retries": 4, "concurrency": 8, "timeout_s": 0.5, "patience_s": 10}
+        options = {"retries": 4, "concurrency": 8, "timeout_s": 0.5, "deadline_s": 10}
         j = judge(one.url, two.url, **options)
         answers = [j.submit("p", group[a], group[b]) for a, b in pairs]
         for answer in answers[::10]:
@@ -394,4 +456,4 @@ def test_among_all_faults_at_once_no_verdict_is_wrong_and_everything_ends():
         assert all(v.reason for _, v in found if v.first is None)
         assert sum(v.first is not None for _, v in found) > 0.6 * len(found)
         assert len(one.met + two.met) == 13, "every fault occurred"
-        until(lambda: not any(e.load for e in j.client.sender.endpoints))
+        until(lambda: not any(e.load for e in j.client.pool.endpoints))

@@ -15,8 +15,8 @@ from judge_server import MODEL, JudgeServer, text_of
 from tiny_run import merged, ranks, recipe, rows, train
 
 from prefgrpo.config.schema import JudgeConfig
-from prefgrpo.judge import client
-from prefgrpo.judge.client import check
+from prefgrpo.judge import check as check_module
+from prefgrpo.judge.check import check
 from prefgrpo.judge.information import Alarm, extent
 from prefgrpo.judge.template import PAIR_ANSWERS, load_template, shipped_templates
 from prefgrpo.judge.verdict import JudgeError
@@ -141,7 +141,7 @@ FAULTS = {
 def test_a_working_judge_knows_the_answers(template, capsys):
     assert {"compare", "compare_video", "caption_match", "think", "flex", "edit_pairwise"} <= set(pair_templates())
     with Server(template, lambda wins, rng: wins) as server:
-        assert client.main((server.url,), template=template, bias_pairs=0) == 0
+        assert check_module.main((server.url,), template=template, bias_pairs=0) == 0
     assert "known answers: 8 of 8 pairs right" in capsys.readouterr().out
 
 
@@ -149,10 +149,10 @@ def test_a_working_judge_knows_the_answers(template, capsys):
 @pytest.mark.parametrize("template", ["compare", "flex"])
 def test_judge_check_names_the_fault(template, fault, capsys):
     with Server(template, FAULTS[fault]) as server:
-        assert client.main((server.url,), template=template, bias_pairs=0) == 1
+        assert check_module.main((server.url,), template=template, bias_pairs=0) == 1
         assert fault in capsys.readouterr().out
         with pytest.raises(JudgeError, match=fault):
-            check(JudgeConfig((server.url,), template=template, strict=True), known_answers=True)
+            check(JudgeConfig((server.url,), strict=True), template, known_answers=True)
 
 
 def test_a_bad_server_of_two_is_named():
@@ -162,9 +162,7 @@ def test_a_bad_server_of_two_is_named():
         assert health.known_answers == "known answers: 8 of 8 pairs, 0 of 8 pairs right"
         assert f"{bad.url}: '{MODEL}' always answers the same" in health.alarm and good.url not in health.alarm
         bad.answer = lambda bright, text: {"Yes": 0.9, "No": 0.1}
-        assert check(JudgeConfig((bad.url,), template="consistency"), known_answers=True).known_answers == "", (
-            "not a comparison"
-        )
+        assert check(JudgeConfig((bad.url,)), "consistency", known_answers=True).known_answers == "", "not a comparison"
 
 
 # ---- a run ----------------------------------------------------------------------------------------------------------
@@ -172,7 +170,7 @@ def test_a_bad_server_of_two_is_named():
 
 def judged(url, **over):
     base = {
-        "reward": {"spec": "vlm_pairwise"}, "judge": {"endpoints": [url]}, "eval": {"every": 0}, "train": {"steps": 6},
+        "rewards": "vlm_pairwise", "judge": {"endpoints": [url]}, "eval": {"every": 0}, "train": {"steps": 6},
         "rollout": {"prompts_per_step": 4, "batch_size": 8},
     }  # fmt: skip
     return merged(base, over)
@@ -188,7 +186,7 @@ def test_a_run_stops_for_a_judge_that_says_nothing_and_goes_on_when_it_does(plac
         for step in (1, 2):
             assert f"WARNING: step {step}, vlm_pairwise: the judge's verdicts carry no information" in output
         assert "step 3: vlm_pairwise" in output and "all 48 verdicts are ties" in output
-        assert "judge.patience_steps" in output and "rerun with --resume" in output
+        assert "3 steps in a row" in output and "rerun with --resume" in output
         assert [r["step"] for r in rows(place / "runs" / "ties") if r["kind"] == "train"] == [1, 2]
         server.answer = None
         code, output = train(file, "--resume")

@@ -20,8 +20,8 @@ from judge_server import JudgeServer, reply, until
 from tiny_media import noise
 
 from prefgrpo.config.loading import load
-from prefgrpo.judge import http, loop
-from prefgrpo.judge.http import HttpJudge
+from prefgrpo.judge import client, loop
+from prefgrpo.judge.client import HttpJudge
 from prefgrpo.parallel.world import World
 from prefgrpo.rewards import build, load_class
 from prefgrpo.rewards.base import Sample
@@ -130,18 +130,18 @@ def clock(monkeypatch):
 def test_a_loaded_judge_of_eight_ranks_loses_nothing(recipe, rate, clock):
     """All questions of a step arrive at once, as after an instantaneous rollout, with the recipe's own values."""
     config = load(f"scripts/unifiedreward/{recipe}.yaml")
-    name, rollout = config.reward.spec.split(":")[0], config.rollout
+    entry, rollout = config.rewards[0], config.rollout
+    name = entry.name
     section = config.judge
     thread, scorers = loop.loop_thread(), []
     template = load_class(name).template
     server = LoadedServer(rate, SAYS[template], thread.loop)
     thread.submit(server.start()).result(10)
     for rank in range(RANKS):
-        own = judge_config(config, name, {}, World(rank, RANKS, torch.device("cpu")))
-        assert own.template == template
+        own = judge_config(config, entry, World(rank, RANKS, torch.device("cpu")))
         own = replace(own, endpoints=(server.url,), model=server.model)
-        http._clients.clear()  # ranks are separate processes and share no client
-        reward = build(name, {name: {"judge": HttpJudge(own), "plan": section.plan}})
+        client._clients.clear()  # ranks are separate processes and share no client
+        reward = build(name, {name: {"judge": HttpJudge(own, template), "plan": entry.options["plan"]}})
         scorers.append(Scorer(reward, rollout.group_size, section.deadline_s, config.seed))
     for rank, scorer in enumerate(scorers):
         groups = range(rank, rollout.prompts_per_step, RANKS)

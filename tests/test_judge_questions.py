@@ -20,7 +20,7 @@ from tiny_media import grey
 from prefgrpo.config.schema import JudgeConfig
 from prefgrpo.data.media import Media
 from prefgrpo.judge.body import encode
-from prefgrpo.judge.http import Client, HttpJudge, shared_client
+from prefgrpo.judge.client import HttpJudge, JudgeClient, shared_client
 from prefgrpo.judge.template import load_template
 from prefgrpo.rewards import build
 from prefgrpo.rewards.base import Sample
@@ -53,7 +53,9 @@ def ask(client, template, values, media, source=(), once=False):
 
 
 def client(server, **changes):
-    return Client(JudgeConfig(endpoints=(server.url,), timeout_s=5, retries=1, **changes))
+    made = JudgeClient(JudgeConfig(endpoints=(server.url,), timeout_s=5, **changes))
+    made.pool.retries = 1
+    return made
 
 
 def test_texts_by_name_and_pictures_in_their_places(template, server):
@@ -112,7 +114,7 @@ def test_a_shared_question_survives_those_who_leave(template, server):
 
 def test_judges_with_the_same_servers_share_a_client(server):
     config = {"endpoints": (server.url,), "timeout_s": 5.0}
-    one, two = HttpJudge(JudgeConfig(**config)), HttpJudge(JudgeConfig(**config, template="think"))
+    one, two = HttpJudge(JudgeConfig(**config)), HttpJudge(JudgeConfig(**config), "think")
     assert one.client is two.client is shared_client(JudgeConfig(**config))
     assert HttpJudge(JudgeConfig(**{**config, "timeout_s": 6.0})).client is not one.client
     two.close()
@@ -142,8 +144,7 @@ def scored(server, pictures, prompt="p", **changes):
 def test_media_without_pixels_or_frames_are_missing(server, shape):
     empty = Media(np.zeros(shape, np.uint8))
     good = [grey(level, frames=3 * empty.clip) for level in (40, 200)]
-    template = "compare_video" if empty.clip else "compare"
-    result, requests = scored(server, [good[0], empty, good[1]], template=template)
+    result, requests = scored(server, [good[0], empty, good[1]])
     values = result.values["vlm_pairwise"][0]
     assert requests == 2 and np.isnan(values[1]) and values[0] < 0.1 and values[2] > 0.9
     reason = f"an image could not be encoded (ValueError: it has no {'frames or ' if empty.clip else ''}pixels"

@@ -9,11 +9,14 @@ import os
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from prefgrpo.config.loading import load
 from prefgrpo.judge.serve import PRESETS, find_vllm, serve
 from prefgrpo.judge.verdict import JudgeError
+from prefgrpo.run.judging import makes_clips
 
 STAND_IN = "import json, os, sys; print(json.dumps([os.getpid(), sys.argv[1:], dict(os.environ)])); sys.exit(7)"
 
@@ -43,7 +46,7 @@ def flags(words):
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_has_the_measured_flags(name, vllm, capsys):
-    variables, words = printed(capsys, name, str(vllm), media_in_flight=128, gpus="2,3")
+    variables, words = printed(capsys, name, str(vllm), media_in_flight=128, media_per_step=768, gpus="2,3")
     assert words[:3] == [str(vllm / "bin" / "vllm"), "serve", PRESETS[name]]
     assert variables == {
         "DO_NOT_TRACK": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "300",
@@ -52,21 +55,39 @@ def test_every_preset_has_the_measured_flags(name, vllm, capsys):
     assert "--disable-uvicorn-access-log" in words and "--enforce-eager" not in words
     assert flags(words).items() >= {
         "--served-model-name": name, "--host": "127.0.0.1", "--port": "8000", "--tensor-parallel-size": "2",
-        "--max-model-len": "16384", "--limit-mm-per-prompt": '{"image": 16, "video": 0}',
+        "--max-model-len": "24576", "--mm-processor-cache-gb": "18",
+        "--limit-mm-per-prompt": '{"image": 16, "video": 0}',
         "--max-num-batched-tokens": str(128 * 1024), "--shutdown-timeout": "20", "--gpu-memory-utilization": "0.9",
     }.items()  # fmt: skip
+    thinks = '{"enable_thinking": false}' if "qwen35" in name else None
+    assert flags(words).get("--default-chat-template-kwargs") == thinks
     assert "--api-server-count" not in words  # one process, since media ids live in its cache
 
 
 def test_a_folder_on_the_cpu(vllm, capsys, tmp_path):
     options = {"cpu": True, "extra": "--dtype float32", "port": 9, "name": "tiny", "vision_tokens": 4}
-    variables, words = printed(capsys, str(tmp_path), str(vllm), max_model_len=512, **options)
+    variables, words = printed(capsys, str(tmp_path), str(vllm), max_model_len=512, media_per_step=8, **options)
     assert variables["TORCHDYNAMO_DISABLE"] == variables["HF_HUB_OFFLINE"] == "1"
     assert "--enforce-eager" in words and "--gpu-memory-utilization" not in words
     assert words[-2:] == ["--dtype", "float32"], "last, so that it overrides"
     expected = {"--served-model-name": "tiny", "--port": "9", "--max-model-len": "512"}
     assert flags(words).items() >= (expected | {"--max-num-batched-tokens": "8192"}).items()
     assert flags(printed(capsys, "OWNER/NAME", str(vllm))[1])["--served-model-name"] == "NAME"
+
+
+def test_the_shipped_recipes_fit_the_defaults(vllm, capsys):
+    """Two clips of 8 frames, or two results with their source, at the recipe's size, with 2,000 tokens of text and the
+    longest answer; a group's encodings (4 · 4096 bf16 numbers per token) fit a card of 24 GB beside an 8B judge."""
+    words = flags(printed(capsys, "unifiedreward-think", str(vllm))[1])
+    for file in (Path(__file__).parent.parent / "scripts").glob("*/[!_]*.yaml"):
+        config = load(file)
+        if config.judge.backend == "local":
+            continue
+        images = 16 if makes_clips(config) else 3
+        tokens = images * -(-config.rollout.height // 32) * -(-config.rollout.width // 32)
+        assert tokens + 2000 + 4096 <= int(words["--max-model-len"]), file.stem
+        assert images <= json.loads(words["--limit-mm-per-prompt"])["image"]
+    assert int(words["--max-num-batched-tokens"]) * 4 * 4096 * 2 < 2**30
 
 
 def test_vllm_replaces_the_process(vllm):

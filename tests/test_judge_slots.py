@@ -11,14 +11,16 @@ import json
 import random
 
 import pytest
+from aiohttp import web
 from judge_server import JudgeServer, images
 from test_judge_faults import ask, judge, media
 from tiny_media import grey
 
 from prefgrpo.config.schema import JudgeConfig
-from prefgrpo.judge.endpoint import Endpoint, Pool
+from prefgrpo.judge.endpoint import Endpoint
 from prefgrpo.judge.loop import loop_thread
 from prefgrpo.judge.plans import both_orders
+from prefgrpo.judge.pool import Pool
 
 NINE = both_orders(9, 0)
 
@@ -48,6 +50,35 @@ def test_other_servers_get_plain_openai_parts():
     assert all("logprob_token_ids" not in b for b in server.requests)
 
 
+class Drifting(JudgeServer):
+    """Its API process has seen an image whose request failed, and drops the data that comes with that id."""
+
+    async def _chat(self, request):
+        body = json.loads(await request.read())
+        self.requests.append(body)
+        if len(self.requests) > 1 and all("uuid" not in p for p in images(body)):
+            return self._answer(body)
+        return web.json_response({"error": {"message": "Expected a cached item for mm_hash"}}, status=500)
+
+
+def test_an_image_that_a_server_lost_travels_again_without_its_id():
+    with Drifting() as server:
+        j = judge(server.url, retries=2)
+        assert j.judge_group("p", media([200, 40]), [(0, 1)])[0].first > 0.9
+        assert j.judge_group("p", media([200, 60]), [(0, 1)])[0].first > 0.9, "its id is not used again"
+    assert all("uuid" not in p for p in images(server.requests[-1]))
+
+
+@pytest.mark.parametrize(
+    ("version", "ids"), [("0.32.0", True), ("0.31.2", False), ("1.0.0+cu130", True), ("dev", False)]
+)
+def test_ids_are_used_only_with_a_vllm_that_recovers_lost_images(version, ids):
+    with JudgeServer() as server:
+        server.version = version
+        assert ask(judge(server.url))[0].first < 0.1
+    assert any("uuid" in p for r in server.requests for p in images(r)) == ids
+
+
 class Reader(JudgeServer):
     """Caches an image as soon as it has read the request, as vLLM does; answers only after `needed` requests."""
 
@@ -73,7 +104,7 @@ def test_a_picture_is_named_while_its_carrier_is_being_answered(too_soon):
         j.judge_group("p", media([200, 220]), [(0, 1)])  # warm-up: identifies the server
         server.needed, server.requests, server.too_soon = 3, [], too_soon
         verdicts = j.judge_group("p", media([20, 40, 60, 80]), [(0, 1), (1, 2), (2, 3)])
-    ids = j.client.sender.endpoints[0].ids
+    ids = j.client.pool.endpoints[0].ids
     assert all(v.first is not None and v.first < 0.5 for v in verdicts), verdicts
     if too_soon:
         assert server.refused and ids.grace_s >= 0.2 and ids.misses == 0 and ids.enabled(True), "nothing was evicted"

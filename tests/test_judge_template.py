@@ -16,7 +16,7 @@ from judge_server import completion
 
 from prefgrpo.judge import answers
 from prefgrpo.judge.body import chat_body
-from prefgrpo.judge.http import first_choice, read
+from prefgrpo.judge.client import first_choice, read
 from prefgrpo.judge.template import PAIR_ANSWERS, SOURCE, load_template, shipped_templates
 from prefgrpo.judge.verdict import Answer, JudgeError, two_label_softmax
 

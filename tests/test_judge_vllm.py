@@ -25,8 +25,9 @@ from test_judge_questions import ask
 import prefgrpo
 from prefgrpo.config.schema import JudgeConfig
 from prefgrpo.data.media import Media
-from prefgrpo.judge.client import HttpJudge, check
-from prefgrpo.judge.http import Client
+from prefgrpo.judge.body import MediaIds
+from prefgrpo.judge.check import check
+from prefgrpo.judge.client import HttpJudge, JudgeClient
 from prefgrpo.judge.local import LocalJudge
 from prefgrpo.judge.plans import both_orders
 from prefgrpo.judge.template import load_template, spellings
@@ -55,13 +56,13 @@ def serving(model, port):
     line = ["judge", "serve", model, "--vllm", VLLM, "--port", str(port), "--name", "tiny", "--cpu"]
     line += ["--vision-tokens", "4", "--max-model-len", "2048", "--extra=--dtype float32"]
     server = subprocess.Popen([sys.executable, "-m", "prefgrpo", *line], start_new_session=True)
-    config = JudgeConfig((f"http://127.0.0.1:{port}",), template="caption_match", min_label_mass=0.0)
+    config = JudgeConfig((f"http://127.0.0.1:{port}",))
     try:
         end = time.monotonic() + 240
         while True:
             assert server.poll() is None, f"vLLM ended with code {server.returncode}"
             try:
-                assert "ok, serves tiny" in check(config, timeout_s=120.0).summary()
+                assert "ok, serves tiny" in check(config, "caption_match", timeout_s=120.0).summary()
                 break
             except JudgeError:
                 assert time.monotonic() < end
@@ -80,8 +81,8 @@ def port(model):
 
 
 def judge(port, **changes):
-    base = {"endpoints": (f"http://127.0.0.1:{port}",), "template": "caption_match"}
-    return HttpJudge(JudgeConfig(**{**base, "image_format": "webp", **changes}))
+    base = {"endpoints": (f"http://127.0.0.1:{port}",), "image_format": "webp"}
+    return HttpJudge(JudgeConfig(**{**base, **changes}), "caption_match")
 
 
 def group(size=8):
@@ -92,25 +93,26 @@ def group(size=8):
     return scenes.caption(combos[0]), [Media(p) for p in pictures]
 
 
-def test_soft_verdicts_equal_the_in_process_judge(model, port):
+def test_soft_verdicts_equal_the_in_process_judge(model, port, monkeypatch):
     caption, media = group()
     local = LocalJudge(model, template="caption_match").judge_group(caption, media, PAIRS)
     p = np.array([v.first for v in local])
     assert np.ptp(p) > 0.5, "the images differ in how well they match"
-    for changes in ({}, {"media_ids": "off"}):
-        j = judge(port, **changes)
+    for ids in (True, False):
+        monkeypatch.setattr(MediaIds, "enabled", lambda self, supported, ids=ids: ids and supported)
+        j = judge(port)
         for _ in range(2):  # uploaded, then by id only
             served = j.judge_group(caption, media, PAIRS)
             assert all(v.retries == 0 for v in served)
             assert np.abs(p - [v.first for v in served]).max() < 2e-3
-        endpoint = j.client.sender.endpoints[0]
-        assert endpoint.uses_ids == ("media_ids" not in changes) and endpoint.ids.misses == 0
+        endpoint = j.client.pool.endpoints[0]
+        assert endpoint.uses_ids == ids and endpoint.ids.misses == 0
 
 
 def test_a_server_killed_in_the_middle_of_a_group_and_restarted_loses_nothing(model):
     port, (caption, media) = free_port(), group()
     with serving(model, port) as server:
-        j = judge(port, concurrency=4, patience_s=300.0)
+        j = judge(port, concurrency=4, deadline_s=300.0)
         expected = [v.first for v in j.judge_group(caption, media, PAIRS)]
         answers = [j.submit(caption, media[a], media[b]) for a, b in PAIRS * 4]
         until(lambda: sum(a.done() for a in answers) >= 8)
@@ -202,8 +204,8 @@ def test_a_question_equals_stock_code(tmp_path, port, name):
     mass = masses(asked, "less red", shown)
     first, second = (mass(spellings(label, True) if asked.variants else [label]) for label in asked.labels)
     url = f"http://127.0.0.1:{port}"
-    client = Client(JudgeConfig((url,), image_format="webp", min_label_mass=0.0))
+    client = JudgeClient(JudgeConfig((url,), image_format="webp"))
     for _ in range(2):  # uploaded, then by id only
         answer = ask(client, asked, {"prompt": "less red"}, media, source).result(60)
         assert answer.value == pytest.approx(first / (first + second), abs=2e-3), answer
-    assert client.sender.endpoints[0].uses_ids and client.sender.endpoints[0].ids.misses == 0
+    assert client.pool.endpoints[0].uses_ids and client.pool.endpoints[0].ids.misses == 0

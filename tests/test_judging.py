@@ -4,33 +4,23 @@ Why these cases: with several judged rewards, a wrong template or server would g
 score the run's samples must be refused before the first image.
 """
 
-from dataclasses import replace
-from pathlib import Path
-
 import pytest
+import reward_cases_vlm
 import torch
+from judge_server import JudgeServer
 from tiny_run import ALONE, settings
 
-import prefgrpo
 from prefgrpo.config.loading import differences, from_dict
 from prefgrpo.config.recipe import ConfigError
 from prefgrpo.data.prompts import Prompt
-from prefgrpo.judge.verdict import PairJudge, Verdict
 from prefgrpo.parallel.world import World
-from prefgrpo.rewards import RewardSpecError, build, judges
+from prefgrpo.rewards import RewardSpecError, build
 from prefgrpo.rewards.base import PointwiseReward, Score
 from prefgrpo.rewards.pairwise import VlmPairwise
-from prefgrpo.run.judging import check_inputs, connect, judge_config, reward_options, shared, specs, training_scorer
+from prefgrpo.run.judging import Rewards, check_inputs, config_errors, evaluation_scorers, judge_config, unread_columns
 
 OTHER = f"{__name__}.Other"
 EDIT = f"{__name__}.EditScore"
-
-
-class Constant(PairJudge):
-    streams = False
-
-    def judge_group(self, prompt, media, pairs, source=()):
-        return [Verdict(0.5) for _ in pairs]
 
 
 class Other(VlmPairwise):
@@ -50,28 +40,44 @@ def config(place, **over):
     return from_dict(settings(place, "x", **over))
 
 
-def test_each_judged_reward_asks_its_own_server_with_its_own_template(place):
-    own = {"judge": {"endpoints": ["http://127.0.0.1:2"], "model": "b"}, "plan": "k_regular(2)"}
-    section = {"endpoints": ["http://127.0.0.1:1"], "model": "a", "template": "caption_match", "timeout_s": 9.0}
-    spec = {"spec": f'{{"vlm_pairwise": 1, "{OTHER}": 0.5}}', "options": {OTHER: own}}
-    c, judge = config(place, judge=section, reward=spec), Constant()
-    options = reward_options(c, specs(c)[0], c.reward.options, judge, ALONE)
-    assert shared(c) == "vlm_pairwise" and options["vlm_pairwise"]["judge"] is judge
-    assert options["vlm_pairwise"]["plan"] == "both_orders" and options[OTHER]["plan"] == "k_regular(2)"
-    asked = {"endpoints": ("http://127.0.0.1:2",), "model": "b", "template": "think"}
-    assert options[OTHER]["judge"] == replace(c.judge, **asked), "the judge section, with the reward's own options"
-    assert judge_config(c, "vlm_pairwise", {}, ALONE) == c.judge
-    alone = config(place, reward={"spec": OTHER})
-    assert shared(alone) == OTHER
-    assert judge_config(alone, OTHER, {}, ALONE) == replace(alone.judge, template="think")
-    assert judge_config(alone, "vlm_pairwise", {}, ALONE).template == "compare"
+def entry(name, judge=None, **options):
+    return {"name": name, "options": options, "judge": judge or {}}
+
+
+def test_each_reward_asks_its_own_judge_with_its_own_question(place):
+    with JudgeServer() as first, JudgeServer() as second:
+        second.answer = reward_cases_vlm.speak
+        entries = [
+            entry("vlm_pairwise", template="caption_match"),
+            entry(OTHER, {"endpoints": [second.url], "timeout_s": 7.0}, plan="k_regular(2)"),
+        ]
+        judge = {"endpoints": [first.url], "timeout_s": 9.0}
+        c = config(place, judge=judge, rewards=entries, eval={"rewards": []})
+        rewards = Rewards(c, ALONE)
+        built = rewards.build("rewards", c.rewards, [])
+        one, other = built["vlm_pairwise"], built[OTHER]
+        assert (one.plan, one.judge.template.name, one.judge.config.timeout_s) == ("both_orders", "caption_match", 9.0)
+        assert (other.plan, other.judge.template.name, other.judge.config.timeout_s) == ("k_regular(2)", "think", 7.0)
+        assert other.judge.config.endpoints == (second.url,) and len(rewards.notes) >= 2
+        assert rewards.build("eval.rewards", c.measured, []) == built, "evaluation uses the trained objects"
+        both = evaluation_scorers(c, built)
+        assert both["judge"].rewards["vlm_pairwise"].judge is one.judge
+        assert both["judge"].rewards["vlm_pairwise"].plan == both["measure"].rewards[OTHER].plan == "both_orders"
+        rewards.close()
+
+
+def test_a_bare_name_in_evaluation_is_the_trained_reward(place):
+    trained = [entry("clip", device="cpu"), entry("jpeg_compressibility")]
+    c = config(place, rewards=trained, eval={"rewards": ["clip", entry("jpeg_compressibility", size=64), "scenes"]})
+    assert c.measured[0] == c.rewards[0] and c.measured[1].options == {"size": 64} and c.measured[2].name == "scenes"
+    assert config(place, rewards=trained, eval={"rewards": []}).measured == c.rewards
 
 
 @pytest.mark.parametrize(("limit", "ranks"), [(64, 8), (10, 4), (3, 8)])
 def test_ranks_share_the_limit(place, limit, ranks):
     def shares(prompts):
         c = config(place, judge={"concurrency": limit}, rollout={"prompts_per_step": prompts})
-        judges = [judge_config(c, "vlm_pairwise", {}, World(k, ranks, torch.device("cpu"))) for k in range(ranks)]
+        judges = [judge_config(c, c.rewards[0], World(k, ranks, torch.device("cpu"))) for k in range(ranks)]
         return [judge.concurrency for judge in judges]
 
     for asked in (shares(42), shares(2)[:2]):
@@ -81,34 +87,33 @@ def test_ranks_share_the_limit(place, limit, ranks):
 
 def test_options_are_checked_by_name_and_type(place):
     for own, message in (
-        ({"modle": "b"}, rf"reward\.options\.{OTHER}\.judge\.modle: unknown key; did you mean 'judge\.model'"),
-        ({"endpoints": "http://h"}, rf"reward\.options\.{OTHER}\.judge\.endpoints: expected a list"),
-        ({"backend": "local", "model": "m"}, "expected backend http, got local"),
+        ({"modle": "b"}, f"rewards.{OTHER}.judge.modle: unknown key; did you mean 'judge.model'?"),
+        ({"endpoints": "http://h"}, f"rewards.{OTHER}.judge.endpoints: expected a list, got 'http://h'"),
+        ({"deadline_s": 1.0, "timeout_s": 2.0}, f"rewards.{OTHER}.judge.deadline_s: expected at least judge.timeout_s"),
     ):
-        c = config(place, reward={"spec": OTHER, "options": {OTHER: {"judge": own}}})
-        with pytest.raises(ConfigError, match=message):
-            reward_options(c, specs(c)[0], c.reward.options, None, ALONE)
+        (wrong,) = config_errors(config(place, rewards=[entry(OTHER, own)]))
+        assert wrong.startswith(message)
     with pytest.raises(ConfigError, match=r"judge\.modle: unknown key"):
         build("vlm_pairwise", {"vlm_pairwise": {"judge": {"modle": "b"}}})["vlm_pairwise"]
     with pytest.raises(RewardSpecError, match=r"unknown reward 'jpeg_compresibility'.*did you mean"):
         build("jpeg_compressibility", {"jpeg_compresibility": {}})
-    changed = differences(config(place), config(place, reward={"options": {"clip": {"device": "cpu"}}}))
-    assert changed == {"reward.options.clip.device": (None, "cpu")}
+    changed = differences(config(place), config(place, rewards=[entry("jpeg_compressibility", size=8)]))
+    assert changed == {"rewards.jpeg_compressibility.options.size": (None, 8)}
 
 
-def test_a_local_judge_keeps_to_the_least_label_mass_of_its_configuration(place):
-    local = {"backend": "local", "model": str(Path(prefgrpo.__file__).parent / "tiny" / "assets" / "judge")}
-    local |= {"template": "caption_match", "min_label_mass": 0.5}
-    assert connect(config(place, judge=local).judge, False, ALONE)[0].min_label_mass == 0.5
-    assert judges.open_judge(local).min_label_mass == 0.5
+def test_columns_that_nothing_reads_are_named(place):
+    rows = [Prompt(0, "a", {"ocr_text": "A", "caption": "x"}), Prompt(1, "b", {"negative_prompt": "c", "tag": "d"})]
+    c = config(place, rewards=["ocr", "geneval"])
+    assert unread_columns(c, rows) == ["caption", "negative_prompt"]
+    assert unread_columns(config(place, rewards=["ocr", f"{__name__}.EditScore"]), rows) == [], "it may read any"
 
 
 def test_a_reward_that_does_not_fit_the_run_is_refused_with_all_reasons(place):
     c, edits = config(place), build(f'["{EDIT}"]')
     plain = [Prompt(0, "a cat"), Prompt(1, "a dog", {"tag": "x"})]
     with pytest.raises(ConfigError) as told:
-        check_inputs(c, "reward.spec", edits, plain)
+        check_inputs(c, "rewards", edits, plain)
     assert "2 prompt(s) have no source image, the first: 'a cat'" in str(told.value)
     assert "needs the column 'tag', which 1 prompt(s) lack, the first: 'a cat' (its columns: none)" in str(told.value)
     with pytest.raises(ConfigError, match="no source image"):
-        training_scorer(config(place, reward={"spec": f'["{EDIT}"]'}), None, None, plain, ALONE)
+        Rewards(c, ALONE).build("rewards", config(place, rewards=f'["{EDIT}"]').rewards, plain)

@@ -35,7 +35,7 @@ class Brighter(GroupwiseReward):
 
 COMMON = {
     "rollout": {"batch_size": 2},
-    "reward": {"spec": f"{__name__}.Brighter"},
+    "rewards": f"{__name__}.Brighter",
     "eval": {"every": 1, "max_prompts": 2},
     "checkpoint": {"every": 1, "keep": 2},
 }
@@ -44,12 +44,12 @@ KINDS = {
     "lora": {"train": TRAIN | {"lr": 1e-3}},
     "split": {"train": TRAIN | {"lr": 1e-4, "lora_rank": 0}, "parallel": {"shard": 2}},
 }
-LOOP, SAVED = "prefgrpo.run.trainer:TrainingLoop.", "prefgrpo.run.checkpoint:_Writer."
+LOOP, SAVED = "prefgrpo.trainer:Trainer.", "prefgrpo.run.checkpoint:_Writer."
 WRITER = "torch.distributed.checkpoint.filesystem:FileSystemWriter.write_data"
 POINTS = {
-    "before the first step": (0, Hold(f"{LOOP}run", before=True)),
+    "before the first step": (0, Hold(f"{LOOP}_run", before=True)),
     "in a rollout": (1, Hold("prefgrpo.rollout.batches:decode", 6)),
-    "judged": (0, Hold(f"{LOOP}targets", 3)),
+    "judged": (0, Hold("prefgrpo.run.targets:StepTargets.compute", 3)),
     "in the gradients": (1, Hold("prefgrpo.rollout.replay:replay", 9)),
     "between two updates": (0, Hold("prefgrpo.run.policy:Policy.update", 5)),
     "updated": (0, Hold(f"{LOOP}update", 3)),
@@ -58,7 +58,7 @@ POINTS = {
     "saving has begun": (0, Hold(f"{LOOP}_save", 3)),
     "one of two parts written": (1, Hold(WRITER, 3, before=True)),
     "both parts written": (0, Hold(f"{SAVED}finish", 3, before=True)),
-    "exported": (0, Hold(f"{LOOP}_export")),
+    "exported": (0, Hold("prefgrpo.trainer:export_weights")),
     "not renamed yet": (0, Hold("os:replace", before=True, about="/.step_000003.")),
     "renamed": (0, Hold("os:replace", about="/.step_000003.")),
     "an old one half removed": (0, Hold("os:unlink", about="state.json")),

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from prefgrpo.commands.cli import main
 from prefgrpo.config.recipe import ConfigError
-from prefgrpo.run.session import Clock
+from prefgrpo.run.clock import Clock
 
 ATTENTION = r"attn\.(to_[qkv]|to_out\.0|add_[qkv]_proj|to_add_out)"
 FLUX = (
@@ -142,7 +142,7 @@ def test_a_run_continues_a_lora(reference, trainer, tmp_path):
     for source in (tmp_path, file, bare) if reference == "start" else (file,):
         train = {"lora_from": str(source), "lora_reference": reference, "lora_rank": 8, "kl_coef": 0.1}
         one = trainer(f"{reference}-{source.name}", train=train, eval={"every": 0})
-        assert "LoRA rank 4 from" in one.session.notes[0]
+        assert "LoRA rank 4 from" in one.notes[0]
         for (name, p), (_, q) in zip(one.adapter.trainable(), given.trainable(), strict=True):
             assert torch.equal(p, 2 * q if "lora_B" in name else q), name
     kl = one.step(0, Clock())["policy/kl"]

@@ -41,8 +41,8 @@ def written(place, name, family, **over):
 def test_a_video_model_with_two_experts(place):
     rollout = {"frames": 5, "guidance": 4.0, "guidance_2": 3.0, "height": 16, "width": 16, "steps": 4}
     with JudgeServer() as server:
-        judge = {"backend": "http", "endpoints": [server.url], "template": "compare_video"}
-        over = {"rollout": rollout, "reward": {"spec": "vlm_pairwise"}, "judge": judge}
+        judge = {"backend": "http", "endpoints": [server.url]}
+        over = {"rollout": rollout, "rewards": "vlm_pairwise", "judge": judge}
         code, output = train(written(place, "video", "wan22", **over))
     assert code == 0, output
     asked = [body for body in server.requests if len(images(body)) == 10]
@@ -65,8 +65,8 @@ def test_a_video_model_with_two_experts(place):
 
 
 def test_a_reward_that_takes_images_refuses_clips(place, capsys):
-    for spec, field in (("scenes", "reward.spec: scenes"), ("jpeg_compressibility,scenes:0", "reward.spec: scenes")):
-        code, output = attempt(capsys, "train", written(place, f"no_{len(spec)}", "wan22", reward={"spec": spec}))
+    for spec, field in (("scenes", "rewards: scenes"), ("jpeg_compressibility,scenes:0", "rewards: scenes")):
+        code, output = attempt(capsys, "train", written(place, f"no_{len(spec)}", "wan22", rewards=spec))
         assert code == 2 and f"{field} takes image, but this run makes clips" in output
 
 
@@ -82,7 +82,7 @@ def test_edits_with_sources_of_any_size(place):
         "def redder(prompt, image_a, image_b):\n    return float(image_a[..., 0].mean() > image_b[..., 0].mean())\n"
     )
     (place / "pairs.py").write_text(redder)
-    files["reward"] = {"spec": f"{place}/pairs.py:redder"}
+    files["rewards"] = f"{place}/pairs.py:redder"
     code, output = train(written(place, "edit", "flux_kontext", **files))
     assert code == 0, output
     assert "(exact)" in output and "from 3 prompts" in output

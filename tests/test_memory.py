@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import case_of, conditions, folder, load, noise
+from families import case_of, conditions, folder, in_files, load, noise
 from torch import nn
 
 from prefgrpo.config.loading import from_dict
@@ -20,9 +20,9 @@ from prefgrpo.parallel.parallelize import add_trained_weights, recompute
 from prefgrpo.rollout import render
 from prefgrpo.rollout.embeddings import Embeddings
 from prefgrpo.rollout.render import decode
+from prefgrpo.run.clock import Clock
 from prefgrpo.run.loading import open_adapter
 from prefgrpo.run.memory import memory_line, static_bytes
-from prefgrpo.run.session import Clock
 
 FLUX = case_of("flux")
 CPU = torch.device("cpu")
@@ -145,9 +145,9 @@ def test_encoding_and_decoding_call_for_their_parts():
     adapter, sampling = load(case), case.sampling()
     adapter.offload = Counted()
     embed = Embeddings(adapter, 32)
-    embed(["a", "a", "b"], sampling, [case.images(0, (32, 32))] * 3)
+    embed(["a", "a", "b"], sampling, [in_files(case.images(0, (32, 32)))] * 3)
     assert adapter.offload.called == [("text_encoder",), ("vae", "text_encoder"), ("text_encoder",)]
-    embed(["a"], sampling, [case.images(0, (32, 32))])
+    embed(["a"], sampling, [in_files(case.images(0, (32, 32)))])
     assert len(adapter.offload.called) == 3, "cached embeddings need no encoder"
 
 
@@ -206,7 +206,7 @@ def test_the_printed_bytes_are_those_of_the_tensors(trainer, case):
         held[kind] = storages(copies.values())
         assert (kind in line) == bool(copies)
     assert known == held and line.endswith(f"= {sum(held.values()) / 2**20:.3g} MiB")
-    assert line in one.session.notes
+    assert line in one.notes
 
 
 def mapped_bytes(module):

@@ -42,8 +42,8 @@ from prefgrpo.rollout.replay import TrajectoryCollector
 from prefgrpo.run.loading import open_adapter, unsupported
 from prefgrpo.run.memory import static_bytes
 from prefgrpo.run.metrics import FACTS
+from prefgrpo.run.opening import open_schedules
 from prefgrpo.run.policy import Policy
-from prefgrpo.run.session import open_schedules
 from prefgrpo.tiny import pipelines
 
 P, G, LR = 4, 2, 1e-3
@@ -309,8 +309,8 @@ class OnlyTheFirstIsAsked(Brightness):
 @pytest.mark.dist
 def test_a_run_of_context_parallel_processes(run_place):
     """Rewards, evaluation and exported weights match a single process: each sample is scored and counted once."""
-    spec = {"reward": {"spec": f"{__name__}.OnlyTheFirstIsAsked"}}
-    spec["eval"] = {"spec": f"{__name__}.OnlyTheFirstIsAsked", "every": 2}
+    spec = {"rewards": f"{__name__}.OnlyTheFirstIsAsked"}
+    spec["eval"] = {"rewards": f"{__name__}.OnlyTheFirstIsAsked", "every": 2}
     all_end(ranks(recipe(run_place, "cp", parallel={"ulysses": 2}, **spec), 2), seconds=600)
     assert train(recipe(run_place, "alone", **spec))[0] == 0
     got, want = (rows(run_place / "runs" / name) for name in ("cp", "alone"))

@@ -44,7 +44,7 @@ def test_loaded_models_are_frozen_aligned_and_equal(folder):
         name: sum(p.numel() for p in getattr(b.pipe, name).parameters())
         for name in ("vae", "text_encoder", "text_encoder_2", "transformer")
     } | {"trainable": 0}
-    assert a.fingerprint == b.fingerprint and len(a.fingerprint) == 64
+    assert a.fingerprint == b.fingerprint and str(folder) in a.fingerprint
     assert a.repeated_blocks == ("FluxTransformerBlock", "FluxSingleTransformerBlock")
 
 

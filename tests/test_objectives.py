@@ -16,7 +16,7 @@ import peers
 import pytest
 import torch
 from families import case_of, conditions, folder, load, perturb
-from tiny_run import ALONE, ranks, recipe, rows, settings, weights
+from tiny_run import ALONE, ranks, recipe, rows, settings
 from torch.nn import functional as F
 
 from prefgrpo.config.loading import from_dict
@@ -28,7 +28,8 @@ from prefgrpo.objectives.base import GroupObjective, PointwiseObjective, Targets
 from prefgrpo.rewards.functions import FunctionPairwise
 from prefgrpo.rollout.batches import Batch
 from prefgrpo.rollout.rollout import Trajectory
-from prefgrpo.run.session import config_errors, open_collector, open_policy
+from prefgrpo.run.checks import config_errors
+from prefgrpo.run.opening import open_collector, open_policy
 from prefgrpo.sde.noise import endpoint_noise, endpoint_normal
 from prefgrpo.sde.schedule import make_schedule
 
@@ -303,7 +304,7 @@ QUICK = ("nft",)
 
 def options(name, **train):
     return {
-        "reward": {"spec": f"{__name__}.Judged"},
+        "rewards": f"{__name__}.Judged",
         "train": {"steps": 3, "lr": 1e-3, "objective": name, "objective_options": RUNS[name], **train},
         "rollout": {"prompts_per_step": 2, "batch_size": 3},
         "eval": {"every": 0},
@@ -319,7 +320,7 @@ def test_a_run_by_two_processes_and_resumed(place, trainer, name):
     more = options(name, updates_per_rollout=2, kl_coef=0.01, **own)
     loop = trainer(f"{name}-one", **more)
     start = [p.detach().clone() for p in loop.policy.params]
-    loop.run()
+    loop.train()
     one = rows(loop.folder.root)
     assert [r["step"] for r in one] == [1, 2, 3] and all(r["grad_norm"] > 0 for r in one)
     assert any(not torch.equal(a, b) for a, b in zip(start, loop.policy.params, strict=True))
@@ -331,10 +332,10 @@ def test_a_run_by_two_processes_and_resumed(place, trainer, name):
         assert a.keys() == b.keys()
         for key in ("loss", "grad_norm", "policy/error", "policy/drift", "policy/kl", "samples_trained"):
             assert a.get(key, 0.0) == pytest.approx(b.get(key, 0.0), rel=5e-3, abs=1e-6), (a["step"], key)
-    trainer(f"{name}-again", **more | {"train": more["train"] | {"steps": 2}}).run()
-    trainer(f"{name}-again", resume=True, **more).run()
-    saved = [weights(place / "runs" / f"{name}-{run}" / "checkpoints" / "step_000003") for run in ("one", "again")]
-    assert saved[0] == saved[1] and len(saved[0]) > 0
+    trainer(f"{name}-again", **more | {"train": more["train"] | {"steps": 2}}).train()
+    trainer(f"{name}-again", resume=True, **more).train()
+    saved = [place / "runs" / f"{name}-{run}" / "checkpoints" / "step_000003/__0_0.distcp" for run in ("one", "again")]
+    assert saved[0].read_bytes() == saved[1].read_bytes(), "also the old policy and AdamW's moments"
     assert rows(place / "runs" / f"{name}-again") == one
 
 
@@ -425,7 +426,7 @@ def test_the_example_of_the_docs_is_an_objective(place, root, trainer):
     (place / "hinge.py").write_text(text)
     named = {"objective": f"{place}/hinge.py:Hinge", "objective_options": {"margin": 0.5}, "steps": 1}
     loop = trainer(train=named, eval={"every": 0})
-    loop.run()
+    loop.train()
     assert rows(loop.folder.root)[0]["loss"] == pytest.approx(0.5), "expected h = 0 at the start"
     assert rows(loop.folder.root)[0]["grad_norm"] > 0
     assert all(f"| `{name}` |" in (root / "docs" / "objectives.md").read_text() for name in OBJECTIVES)
@@ -455,12 +456,12 @@ def test_an_objective_of_ones_own_has_an_anchor_and_returns_one_loss_each(traine
         return trainer(f"own-{name}-{batch_size}", train=train, rollout=rollout, eval={"every": 0})
 
     loop = own("Closer")
-    loop.run()
+    loop.train()
     row = rows(loop.folder.root)[0]
     assert row["loss"] == row["policy/drift"] == 0.0 and row["grad_norm"] > 0, "the policy starts as its anchor"
     for name, got in (("PerMember", "[1, 4]"), ("OneNumber", "[]")):
         with pytest.raises(ValueError, match=rf"expected one loss for each of \d .* got shape {re.escape(got)}"):
-            own(name).run()
+            own(name).train()
 
 
 MISTAKES = {
@@ -468,7 +469,7 @@ MISTAKES = {
         {"objective": "nft", "objective_options": {"beto": 1}},
         "objective_options.beto: unknown key; did you mean 'train.objective_options.beta'?",
     ),
-    "pairs": ({"objective": "soft_dpo"}, "reward.spec: soft_dpo trains on comparisons: expected a pairwise reward"),
+    "pairs": ({"objective": "soft_dpo"}, "rewards: soft_dpo trains on comparisons: expected a pairwise reward"),
     "slices": (
         {"objective": "dpo", "updates_per_rollout": 2, "update_slices": "members"},
         "train.updates_per_rollout: dpo compares the members of a group: expected update_slices: prompts",

@@ -256,15 +256,17 @@ from PIL import Image
 from prefgrpo import models
 from prefgrpo.config.schema import SamplingConfig
 from prefgrpo.rollout.embeddings import Embeddings
+from prefgrpo.rollout.sources import Sources
 from prefgrpo.tiny import pipelines
-source = Image.new("RGB", (64, 64), "red")
+Image.new("RGB", (64, 64), "red").save(f"{sys.argv[1]}/red.png")
+source = Sources((f"{sys.argv[1]}/red.png",), 64, 64)
 for name in pipelines.FAMILIES:
     folder, family = tempfile.mkdtemp(dir=sys.argv[1]), models.family(name)
     pipelines.make(name, folder)
     small = {} if family.default_source_area is None else {"source_area": 32 * 32}
     sampling = SamplingConfig(64, 64, frames=None if family.default_frames is None else 5)
     adapter = models.load(name, folder, torch.float32, torch.device("cpu"), **small)
-    for sources in [()] * (not family.needs_source) + [(source,)] * (family.most_sources > 0):
+    for sources in [Sources()] * (not family.needs_source) + [source] * (family.most_sources > 0):
         embed = Embeddings(adapter, 512 if "qwen" in name else 32)
         embed(["a caf\\u00c3\\u00a9 &amp; a <b>cat</b>"], sampling, [sources])
     print(name)

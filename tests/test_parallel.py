@@ -65,14 +65,14 @@ def test_a_program_may_train_several_times_under_torchrun(tmp_path):
 @pytest.mark.full
 def test_torchrun_lets_a_stopped_run_write_its_report(place):
     """torchrun sends SIGTERM to rank 0, which is still writing, as soon as rank 1 has ended."""
-    file = recipe(place, "stopped", reward={"spec": f"{HERE}RankOneHasNone"}, eval={"every": 0})
+    file = recipe(place, "stopped", rewards=f"{HERE}RankOneHasNone", eval={"every": 0})
     done = subprocess.run([*TORCHRUN, "train", str(file)], capture_output=True, text=True, env=environment())
     assert done.returncode == 1, done.stderr
     assert "Reasons: test_parallel.RankOneHasNone: no luck" in done.stdout + done.stderr
     assert (place / "runs" / "stopped" / "report.html").is_file()
 
 
-NOBODY = {"reward": {"spec": "vlm_pairwise"}, "judge": {"endpoints": ["http://127.0.0.1:9"]}}
+NOBODY = {"rewards": "vlm_pairwise", "judge": {"endpoints": ["http://127.0.0.1:9"]}}
 TROUBLES = {
     "odd": (
         {"rollout": {"prompts_per_step": 3}, "train": {"updates_per_rollout": 13}}, 2,
@@ -81,8 +81,8 @@ TROUBLES = {
     ),
     "taken": ({}, 2, ("contains another run (thesis.tex)",), ("see the error message of rank 0",)),
     "down": (NOBODY, 2, ("not reachable",), ("see the error message of rank 0",)),
-    "lost": ({"reward": {"spec": f"{HERE}RankOneHasNone"}}, 3, ("step 1: 50% of the rewards are missing",), ()),
-    "tied": ({"reward": {"spec": f"{HERE}RankOneIsTied"}}, 0, (), ()),
+    "lost": ({"rewards": f"{HERE}RankOneHasNone"}, 3, ("step 1: 50% of the rewards are missing",), ()),
+    "tied": ({"rewards": f"{HERE}RankOneIsTied"}, 0, (), ()),
 }  # fmt: skip
 """Config values, exit code, and the messages of rank 0 and rank 1."""
 
@@ -118,7 +118,7 @@ def test_a_signal_to_one_rank_stops_all_after_the_step(place):
 def test_ranks_may_change_on_resume_and_a_rank_may_have_nothing_to_evaluate(place):
     """One held-out prompt on two ranks, then on one. The report shows the same images whichever rank made them."""
     (place / "single.txt").write_text("a red circle\n")
-    options = {"eval": {"prompts": str(place / "single.txt"), "every": 1, "spec": "jpeg_compressibility,scenes"}}
+    options = {"eval": {"prompts": str(place / "single.txt"), "every": 1, "rewards": "jpeg_compressibility,scenes"}}
     options["eval"]["final_prompts"] = str(place / "dev.txt")
     file = recipe(place, "change", **options)
     all_end(ranks(file, 2, "--train.steps", "2"), 0)

@@ -92,7 +92,7 @@ def test_stopped_and_loaded_it_goes_on_bit_by_bit(at, tmp_path):
         if step < at:
             give_gradients(first, step)
             first.update(ALONE)
-    checkpoints = Checkpoints(RunFolder(tmp_path), ALONE)
+    checkpoints = Checkpoints(RunFolder(tmp_path), ALONE, 2)
     checkpoints.save(at, first.state_dict(), {"updates": first.updates})
     give_gradients(first, at)
     first.update(ALONE)  # the writing thread has copies from before

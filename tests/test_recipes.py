@@ -6,6 +6,7 @@ scale, LoRA targets, a window), and users change only the model and the prompts.
 """
 
 import json
+import re
 
 import pytest
 import reward_cases
@@ -16,12 +17,13 @@ from PIL import Image
 from tiny_run import rows, tree
 
 from prefgrpo.commands.cli import main
-from prefgrpo.config.loading import load, parse, recipe_values
-from prefgrpo.config.recipe import ConfigError
+from prefgrpo.config.loading import flat_fields, load, parse, recipe_values
+from prefgrpo.config.recipe import ConfigError, flatten, read_yaml
+from prefgrpo.config.schema import Config, JudgeConfig
 from prefgrpo.models import MODELS
 from prefgrpo.objectives import objective
-from prefgrpo.rewards import load_class, parse_reward_spec
-from prefgrpo.run.judging import makes_clips
+from prefgrpo.rewards import load_class
+from prefgrpo.run.judging import config_errors, makes_clips
 from prefgrpo.tiny import pipelines
 
 FOLDER = __import__("pathlib").Path(__file__).resolve().parent.parent / "scripts"
@@ -68,8 +70,35 @@ def test_every_family_has_a_recipe_of_its_name():
         assert config.name == name_of(recipe) and config.family in recipe.stem
         assert recipe.stem.startswith("lora_" if config.train.lora_rank else "full_")
         kind = "video" if makes_clips(config) else "image"
-        for name in parse_reward_spec(config.reward.spec):
-            assert kind in load_class(name).takes, (recipe.stem, name)
+        for entry in config.rewards:
+            assert kind in load_class(entry.name).takes, (recipe.stem, entry.name)
+
+
+def names_in(values):
+    """The configuration fields that nested values set."""
+    keys = flatten(values)
+    return {name for name in flat_fields(Config()) if any(key == name or key.startswith(f"{name}.") for key in keys)}
+
+
+def test_there_are_few_fields_and_each_has_a_use():
+    """A field is set by a recipe, or a page shows its use."""
+    files = [*FOLDER.glob("*/*.yaml"), FOLDER.parent / "prefgrpo" / "tiny" / "demo.yaml"]
+    pages = "".join(p.read_text() for p in [FOLDER.parent / "README.md", *(FOLDER.parent / "docs").glob("*.md")])
+    blocks = [yaml.safe_load(block) for block in re.findall(r"```yaml.*?\n(.*?)```", pages, re.S)]
+    used = set().union(*(names_in(values) for values in [*map(read_yaml, files), *blocks] if isinstance(values, dict)))
+    words = set(re.findall(r"\w+(?:\.\w+)*", pages.replace("-", "_")))
+    fields = flat_fields(Config()).keys()
+    assert len(fields) <= 95 and fields - used - words == set()
+
+
+def test_no_line_of_a_recipe_is_without_effect():
+    """A judge section where a reward asks a judge, and options that the reward's class takes."""
+    for recipe in RECIPES:
+        config = load(recipe)
+        judged = [entry for entry in (*config.rewards, *config.measured) if load_class(entry.name).judged]
+        assert judged or "judge" not in read_yaml(recipe), recipe
+        assert judged or config.judge == JudgeConfig(), recipe
+        assert config_errors(config) == [], recipe
 
 
 def test_a_few_of_the_published_values_are_in_the_recipes():
@@ -103,7 +132,7 @@ def test_a_family_trains_with_model_and_prompts_alone(place, recipe, monkeypatch
     monkeypatch.chdir(tmp_path)
     config = load(recipe)
     with JudgeServer() as server:
-        free = ["--judge.endpoints", server.url, "--train.steps", "2", "--judge.patience-steps", "0"]
+        free = ["--judge.endpoints", server.url, "--train.steps", "2"]
         assert main(["train", str(recipe), *options(place, recipe), *free]) == 0
         asked = [body for body in server.requests if images(body)]
     size = config.rollout.group_size
@@ -121,10 +150,12 @@ def test_a_published_mix_of_rewards_trains(place, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     recipe = FOLDER / "unifiedreward/lora_think_flux.yaml"
     (tmp_path / "tiny").mkdir()
-    clip = {"clip": reward_cases.CASES["clip"].options(tmp_path / "tiny")}
+    clip = {"name": "clip", "weight": 0.6, "options": reward_cases.CASES["clip"].options(tmp_path / "tiny")}
+    rewards = json.dumps([{"name": "unifiedreward_think", "weight": 0.4}, clip])
     with JudgeServer() as server:
         server.answer = reward_cases_vlm.speak
-        free = ["--judge.endpoints", server.url, "--train.steps", "1", "--reward.options", json.dumps(clip)]
+        free = ["--judge.endpoints", server.url, "--train.steps", "1", "--rewards", rewards]
+        free += ["--judge.prompt", "ours"]  # the published question is not in this repository
         assert main(["train", str(recipe), *options(place, recipe), *free]) == 0
     (trained,) = [r for r in rows(tmp_path / "runs" / name_of(recipe)) if r["kind"] == "train"]
     assert trained["reward/missing"] == 0 and trained["grad_norm"] > 0
@@ -133,7 +164,7 @@ def test_a_published_mix_of_rewards_trains(place, monkeypatch, tmp_path):
 
 def test_a_recipe_extends_another(tmp_path):
     files = {
-        "base": "seed: 7\nrollout: {height: 32, width: 48}\nreward: {spec: scenes}\n",
+        "base": "seed: 7\nrollout: {height: 32, width: 48}\nrewards: scenes\n",
         "sub/a": "extends: ../base.yaml\nmodel: m\nrollout: {width: 64}\n",
         "lost": "extends: gone.yaml\n", "x": "extends: y.yaml\n", "y": "extends: x.yaml\n",
         "list": "extends: [base.yaml]\n",
@@ -143,7 +174,7 @@ def test_a_recipe_extends_another(tmp_path):
         (tmp_path / f"{name}.yaml").write_text(text)
     config, mistakes = parse(recipe_values(tmp_path / "sub" / "a.yaml"))
     assert len(mistakes) == 1 and (config.seed, config.model) == (7, "m")
-    assert (config.rollout.height, config.rollout.width, config.reward.spec) == (32, 64, "scenes")
+    assert (config.rollout.height, config.rollout.width, config.rewards[0].name) == (32, 64, "scenes")
     for name, message in {
         "lost": r"recipe not found: .*gone\.yaml; .*lost\.yaml extends it",
         "x": r"circular 'extends': x\.yaml → y\.yaml → x\.yaml",

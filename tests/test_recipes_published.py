@@ -23,7 +23,6 @@ from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from prefgrpo.config.loading import load, to_dict
 from prefgrpo.config.recipe import flatten, read_yaml
 from prefgrpo.objectives import objective
-from prefgrpo.rewards import parse_reward_spec
 
 RECIPES = Path(__file__).parent.parent / "scripts"
 NAMED = re.compile(r"^# Script: [\w-]+'s ([\w./:]*\w)(.*(?:\n#.*)*)", re.M)
@@ -58,7 +57,11 @@ FLAGS = {
 
 def ours(recipe):
     config = load(RECIPES / f"{recipe}.yaml")
-    return config, flatten(to_dict(config)) | {"reward.spec": parse_reward_spec(config.reward.spec)}
+    return config, flatten(to_dict(config)) | {"rewards": {entry.name: entry.weight for entry in config.rewards}}
+
+
+def options_of(recipe, reward):
+    return next(entry.options for entry in ours(recipe)[0].rewards if entry.name == reward)
 
 
 def equal(recipe, published):
@@ -81,8 +84,8 @@ def shared(given):
     number = {k: float(v) for k, v in given.items() if v is not True and re.fullmatch(r"\d*\.?\d+(e-?\d+)?", v)}
     window = int((number["sampling_steps"] - 1) * number["timestep_fraction"])
     out = {field: number[flag] for field, flag in FLAGS.items() if flag in number}
-    out |= {"rollout.window_size": window, "rollout.same_noise": True, "reward.ddof": 1}
-    out |= {"reward.std": "group", "reward.eps": 1e-8}
+    out |= {"rollout.window_size": window, "rollout.same_noise": True, "advantage.ddof": 1}
+    out |= {"advantage.std": "group", "advantage.eps": 1e-8}
     samples = number["num_generations"] * number.get("train_batch_size", 1)
     out |= {"rollout.window_policy": "subset", "rollout.sde_everywhere": True, "train.update_slices": "members"}
     out["train.objective"] = "grpo_guard" if "rationorm" in given else "grpo"
@@ -106,10 +109,10 @@ def test_the_values_of_a_pref_grpo_script(recipe, script):
     scales = ("train_guidance_scale", "cfg_infer", "rollout_guidance_scale")
     given["guidance"] = next((given[key] for key in scales if key in given), True)
     spec = json.loads(given["reward_spec"].strip("'"))
-    published = shared(given) | {"reward.spec": spec, "reward.batch_norm": given["apply_gdpo"]}
-    published["reward.combine"] = "weighted_advantage_sum"
+    published = shared(given) | {"rewards": spec, "advantage.batch_norm": given["apply_gdpo"]}
+    published["advantage.combine"] = "weighted_advantage_sum"
     if "unifiedreward_flex" in spec:
-        flex = ours(recipe)[0].reward.options["unifiedreward_flex"]
+        flex = options_of(recipe, "unifiedreward_flex")
         weights = [float(w) for w in exported.get("CATEGORY_WEIGHTS", "1,1,1").split(",")]
         assert flex["normalise_parts"] and list(flex.get("category_weights", (1.0, 0.7, 0.7))) == weights
         assert flex.get("overall_weight", 0.3) == float(exported.get("OVERALL_WEIGHT", 1))
@@ -123,12 +126,12 @@ def test_the_values_of_a_dance_grpo_script(recipe, script):
     if "bestofn" in given:  # the same number of updates as on the samples that best-of-n keeps
         given["gradient_accumulation_steps"] = str(24 // (8 // int(given["gradient_accumulation_steps"])))
     given["guidance"] = given.get("cfg_infer", "3.5" if "flux" in script else "6.018" if "hunyuan" in script else "1.0")
-    published = shared(given) | {"rollout.rule": "dance", "reward.combine": "weighted_sum", "train.kl_coef": 0.0}
+    published = shared(given) | {"rollout.rule": "dance", "advantage.combine": "weighted_sum", "train.kl_coef": 0.0}
     if "lora" in script:
         published["train.lora_targets"] = ["to_q", "to_k", "to_v", "to_out.0"]
     if "use_videoalign" in given:
-        assert ours(recipe)[0].reward.options["videoalign"]["dimensions"] == ["VQ"]
-    published["reward.spec"] = {"hpsv2": 1.0} if "use_hpsv2" in given else {"videoalign": 1.0}
+        assert options_of(recipe, "videoalign")["dimensions"] == ["VQ"]
+    published["rewards"] = {"hpsv2": 1.0} if "use_hpsv2" in given else {"videoalign": 1.0}
     equal(recipe, published)
 
 
@@ -158,8 +161,9 @@ def common(config, lora):
     s, t = config.sample, config.train
     return {
         "rollout.steps": s.num_steps, "rollout.guidance": s.guidance_scale, "rollout.shift": None,
-        "rollout.same_noise": s.get("same_latent", False), "reward.spec": dict(config.reward_fn or t.reward_fn),
-        "reward.std": "global" if s.global_std else "group", "reward.combine": "weighted_sum", "reward.ddof": 0,
+        "rollout.same_noise": s.get("same_latent", False), "rewards": dict(config.reward_fn or t.reward_fn),
+        "advantage.std": "global" if s.global_std else "group", "advantage.combine": "weighted_sum",
+        "advantage.ddof": 0,
         "train.lr": t.learning_rate, "train.clip_range": t.clip_range, "train.max_grad_norm": t.max_grad_norm,
         "train.kl_coef": t.beta, "train.ema_decay": 0.9 if t.ema else 0.0, "train.updates_per_rollout": 2,
         "checkpoint.every": config.save_freq, "eval.every": config.eval_freq, "train.adv_clip_max": t.adv_clip_max,
@@ -232,7 +236,7 @@ def test_the_values_of_a_flow_factory_configuration(recipe, script, monkeypatch)
         "rollout.steps": t["num_inference_steps"], "rollout.guidance": t["guidance_scale"],
         "rollout.group_size": t["group_size"], "rollout.prompts_per_step": t["unique_sample_num_per_epoch"],
         "train.updates_per_rollout": t.get("gradient_step_per_epoch", 1), "seed": t["seed"],
-        "reward.std": "global" if t["global_std"] else "group", "eval.steps": e["num_inference_steps"],
+        "advantage.std": "global" if t["global_std"] else "group", "eval.steps": e["num_inference_steps"],
         "eval.every": e["eval_freq"], "checkpoint.every": given["log"]["save_freq"],
     }  # fmt: skip
     if kind != "nft":  # its EMA settings define the old policy

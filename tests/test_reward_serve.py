@@ -5,7 +5,6 @@ must not fail the others in its batch; served scores must equal the reward's own
 old environments, so it may import only light libraries.
 """
 
-import base64
 import json
 import os
 import subprocess
@@ -20,13 +19,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from judge_server import free_port
-from reward_server import MOODY, TESTS, Moody, Process, brightness
+from reward_server import MOODY, TESTS, Moody, Process, brightness, parts_of
 from tiny_media import grey, noise
 
 from prefgrpo.commands import cli
 from prefgrpo.rewards.base import PointwiseReward, Sample, Score
 from prefgrpo.rewards.serve import read_options
-from prefgrpo.rewards.wire import WireError, media_json, read_request, read_scores, request_json, scores_json
+from prefgrpo.rewards.wire import (
+    CONTENT_TYPE,
+    WireError,
+    encode_frames,
+    read_sample,
+    read_score,
+    request_body,
+    score_row,
+)
 
 
 @pytest.fixture(scope="module")
@@ -36,13 +43,14 @@ def moody():
 
 
 def body(prompt, media):
-    return request_json(MOODY, Sample(prompt, media), media_json(media), [])
+    return request_body(MOODY, Sample(prompt, media), [encode_frames(media)])
 
 
 def post(url, raw):
     """(HTTP status, answer) of a POST request."""
+    request = urllib.request.Request(f"{url}/score", raw, {"Content-Type": CONTENT_TYPE})
     try:
-        with urllib.request.urlopen(urllib.request.Request(f"{url}/score", raw), timeout=600) as reply:
+        with urllib.request.urlopen(request, timeout=600) as reply:
             return reply.status, json.loads(reply.read())
     except urllib.error.HTTPError as error:
         return error.code, json.loads(error.read())["error"]["message"]
@@ -65,51 +73,64 @@ pixels = st.builds(noise, st.integers(0, 2**32 - 1), st.integers(1, 20), st.inte
 @given(st.text(), pixels, st.lists(pixels, max_size=2), st.dictionaries(st.text(), st.text() | st.integers()))
 def test_what_is_sent_is_what_arrives(prompt, media, sources, meta):
     sample = Sample(prompt, media, tuple(sources), meta)
-    (found,) = read_request(request_json("x", sample, media_json(media), [*map(media_json, sources)]), "x", Moody)
+    files = [encode_frames(m) for m in (media, *sources)]
+    fields, received = parts_of(request_body("x", sample, files))
+    assert received == [file for one in files for file in one]
+    found = read_sample(fields, received, "x", Moody)
     assert (found.prompt, found.meta) == (prompt, meta) and len(found.source) == len(sources)
     for a, b in zip((media, *sources), (found.media, *found.source), strict=True):
         assert a.pixels.dtype == b.pixels.dtype and np.array_equal(a.pixels, b.pixels)
 
 
-@given(st.lists(st.tuples(st.none() | st.floats(), st.text(), st.dictionaries(st.text(), st.floats()))))
-def test_numbers_survive_as_they_are(rows):
-    scores = [Score(*row) for row in rows]
-    for sent, found in zip(scores, read_scores(scores_json(scores), len(scores)), strict=True):
-        finite = sent.value is not None and np.isfinite(sent.value)
-        assert found.value == (sent.value if finite else None) and (finite or found.reason)
-        for name, part in sent.parts.items():
-            assert found.parts[name] == part or (not np.isfinite(part) and np.isnan(found.parts[name]))
+@given(st.none() | st.floats(), st.text(), st.dictionaries(st.text(), st.floats()))
+def test_numbers_survive_as_they_are(value, reason, parts):
+    found = read_score(json.dumps(score_row(Score(value, reason, parts)), allow_nan=False).encode())
+    finite = value is not None and np.isfinite(value)
+    assert found.value == (value if finite else None) and (finite or found.reason)
+    for name, part in parts.items():
+        assert found.parts[name] == part or (not np.isfinite(part) and np.isnan(found.parts[name]))
 
 
 @given(st.binary(max_size=60) | st.recursive(st.none() | st.text() | st.integers(), st.lists, max_leaves=9).map(str))
 def test_any_bytes_are_read_or_refused(raw):
     raw = raw if isinstance(raw, bytes) else raw.encode()
-    for read in (lambda: read_request(raw, "x", Moody), lambda: read_scores(raw, 1)):
+    for read in (lambda: read_sample(raw.decode("utf-8", "replace"), [raw], "x", Moody), lambda: read_score(raw)):
         with pytest.raises(WireError):
             read()
 
 
-GOOD, NOISE = json.loads(media_json(grey(9))), json.loads(media_json(noise(0, 32, 32)))
-BAD = "expected base64 of a file that is PNG, WEBP, JPEG, or a list of such frames of one size"
+GOOD, NOISE = encode_frames(grey(9))[0], encode_frames(noise(0, 32, 32))[0]
+BAD = "expected a file that is PNG, WEBP, JPEG"
 
 
 @pytest.mark.parametrize(
-    ("row", "message"),
+    ("row", "files", "message"),
     [
-        ({"media": GOOD}, "samples[0].prompt: expected a str, got NoneType"),
-        *(
-            ({"prompt": "a", "media": bad}, f"samples[0].media: {BAD}")
-            for bad in (None, "", [], [GOOD, ""], "é", base64.b64encode(b"GIF89a").decode(), NOISE[:400],
-                        [json.loads(media_json(grey(9, size))) for size in (8, 9)])
+        ({}, [GOOD], "sample: expected a text prompt and an object meta"),
+        ({"prompt": "a"}, [], "frames: expected the number of frames of each of 0 files"),
+        (
+            {"prompt": "a", "frames": [2]},
+            [GOOD],
+            "frames: expected the number of frames of each of 1 files, got list [2]",
         ),
-        ({"prompt": "a", "media": [GOOD]}, "samples[0].media: this reward takes image, got video"),
-        ({"prompt": "a", "media": GOOD}, "samples[0].source: this reward scores edits"),
-        ({"prompt": "a", "media": GOOD, "source": [GOOD]}, "samples[0].meta: expected also tag"),
+        ({"prompt": "a", "frames": [True]}, [GOOD], "frames: expected the number of frames"),
+        ({"prompt": "a"}, [b""], f"frame 0: {BAD}"),
+        ({"prompt": "a"}, [GOOD, b"GIF89a"], f"frame 1: {BAD}"),
+        ({"prompt": "a"}, [NOISE[:400]], f"frame 0: {BAD}"),
+        (
+            {"prompt": "a", "frames": [0, 2]},
+            [GOOD, encode_frames(grey(9, 8))[0], NOISE],
+            "all frames of a clip to have one size",
+        ),
+        ({"prompt": "a", "frames": [1]}, [GOOD], "frames: this reward takes image, got video"),
+        ({"prompt": "a"}, [GOOD], "frames: this reward scores edits"),
+        ({"prompt": "a"}, [GOOD, GOOD], "meta: expected also tag"),
+        ({"prompt": "a", "reward": "clip"}, [GOOD, GOOD], "reward: this server scores 'edit', not 'clip'"),
     ],
-)  # fmt: skip
-def test_refusals_name_the_field(row, message):
+)
+def test_refusals_name_the_field(row, files, message):
     with pytest.raises(WireError) as caught:
-        read_request(json.dumps({"samples": [row]}).encode(), "edit", Edit)
+        read_sample(json.dumps(row), files, "edit", Edit)
     assert message in str(caught.value) and "0x" not in str(caught.value)
 
 
@@ -121,10 +142,10 @@ def test_answers(moody):
     clip = noise(1, 24, 16, 5)
     for media in (grey(77), clip):
         status, answer = post(moody.url, body('braces {} "quotes" 😀', media))
-        assert status == 200 and answer["scores"][0]["value"] == brightness(Sample("", media))
+        assert status == 200 and answer["value"] == brightness(Sample("", media))
     nan = {"value": None, "reason": "the reward returned nan", "parts": {"half": None}}
-    assert post(moody.url, body("nan", grey(9)))[1]["scores"] == [nan]
-    assert post(moody.url, body("missing", grey(9)))[1]["scores"] == [{"value": None, "reason": "nothing to see"}]
+    assert post(moody.url, body("nan", grey(9)))[1] == nan
+    assert post(moody.url, body("missing", grey(9)))[1] == {"value": None, "reason": "nothing to see"}
     with urllib.request.urlopen(f"{moody.url}/v1/info", timeout=600) as reply:
         info = json.loads(reply.read())
     assert info["name"] == MOODY and info["takes"] == ["image", "video"] and info["status"] == "ready"
@@ -133,10 +154,10 @@ def test_answers(moody):
 @pytest.mark.parametrize(
     ("raw", "code", "message"),
     [
-        (b"", 400, "not JSON"),
-        (b'{"reward": "clip", "samples": [1]}', 400, f"this server scores '{MOODY}', not 'clip'"),
-        (b'{"samples": [{"prompt": "a", "media": ""}]}', 400, BAD),
-        (b" " * (1 << 20) + body("a", grey(9)), 413, "larger than 1 MiB; raise --max-mib"),
+        (b"{}", 400, "Could not find starting boundary"),
+        (request_body("clip", Sample("a", grey(9)), [[GOOD]]), 400, f"this server scores '{MOODY}', not 'clip'"),
+        (request_body(MOODY, Sample("a", grey(9)), [[b""]]), 400, BAD),
+        (body("a", noise(0, 700, 700)), 413, "larger than 1 MiB; raise --max-mib"),
     ],
 )
 def test_bad_requests_are_refused_with_the_reason(moody, raw, code, message):
@@ -168,13 +189,13 @@ def test_a_failing_sample_fails_alone(moody, tmp_path):
     """Three requests wait behind a slow one and form a batch; the one that raises gets a 500, the others scores."""
     answers = together(moody, tmp_path / "go", ["a", "raise", "b"])
     assert answers[2][0] == 500 and "RuntimeError: out of memory" in answers[2][1]
-    assert [answers[k][1]["scores"][0]["value"] for k in (0, 1, 3)] == [10 * k / 255 for k in (0, 1, 3)]
+    assert [answers[k][1]["value"] for k in (0, 1, 3)] == [10 * k / 255 for k in (0, 1, 3)]
 
 
 def test_what_arrives_during_a_batch_is_the_next_one(moody, tmp_path):
     before = moody.counts()
     answers = together(moody, tmp_path / "go", ["a"] * 6)
-    sizes = sorted(a["scores"][0]["parts"]["batch"] for _, a in answers)
+    sizes = sorted(a["parts"]["batch"] for _, a in answers)
     assert sizes == [1.0, 2.0, 2.0, 4.0, 4.0, 4.0, 4.0], "batches of 1, then --max-batch of the six waiting, then 2"
     after = moody.counts()
     assert (after["samples"] - before["samples"], after["batches"] - before["batches"]) == (7, 3)
@@ -213,7 +234,7 @@ def test_sigterm_answers_what_was_sent_and_takes_nothing_new(tmp_path):
     stop.join()
     ask.join()
     assert stopped == [0]
-    assert answers == [(200, {"scores": [{"value": 0.2, "parts": {"batch": 1.0}}]})]
+    assert answers == [(200, {"value": 0.2, "parts": {"batch": 1.0}})]
     assert server.health() == 0 and "Traceback" not in log.read_text()
 
 

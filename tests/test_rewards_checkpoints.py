@@ -17,6 +17,7 @@ from tiny_rewards import aesthetic_head, architecture, clip_folder, hps_folder, 
 
 from prefgrpo.rewards import build
 from prefgrpo.rewards.base import RewardError
+from prefgrpo.rewards.checkpoints import folder_of, source_of
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +32,17 @@ def refused(name, *words, **options):
         build(name, {name: options})
     assert all(word in str(error.value) for word in words), error.value
     assert len(str(error.value)) < 1200
+
+
+def test_a_commit_of_a_hub_repository_is_passed_on(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *a, **k: asked.append((a, k)) or str(tmp_path))
+    folder_of("owner/name@0123abc", ["*.json"])
+    folder_of("owner/name", ["*.json"])
+    assert [(a[0], k["revision"]) for a, k in asked] == [("owner/name", "0123abc"), ("owner/name", None)]
+    assert source_of("owner/name@v1/x") == {"pretrained_model_name_or_path": "owner/name", "revision": "v1/x"}
+    (tmp_path / "a@b").mkdir()
+    assert source_of(str(tmp_path / "a@b")) == {"pretrained_model_name_or_path": str(tmp_path / "a@b")}
 
 
 def test_weights_of_another_image_size_are_refused_where_open_clip_resizes_them(tmp_path):

@@ -83,8 +83,8 @@ def test_one_of_two_dead_at_start_is_named_and_left_out():
 MISSING = {
     "500": "answered 500: engine trouble",
     "400": "refused with 400: At most 1 image",
-    "not_json": "no readable scores: not JSON",
-    "few": "no readable scores: scores: expected a list of 1",
+    "not_json": "no readable score: not JSON",
+    "few": "no readable score: expected a number or null",
     "nan": "the reward returned nan",
 }
 
@@ -125,7 +125,7 @@ def test_cancelled_samples_free_the_server(tmp_path):
         server.wait_for("queued", 1)
         for answer in answers:
             answer.cancel()
-        while reward._sender.endpoints[0].load:
+        while reward._pool.endpoints[0].load:
             time.sleep(0.01)
         assert server.health() == server.health() == 200  # by now the server has seen the connections close
         (tmp_path / "go").touch()
@@ -147,8 +147,8 @@ def test_encodings_of_one_medium_at_once_do_not_mix():
 
 
 def run(place, name, url=""):
-    reward = {"spec": JPEG} | ({"options": {JPEG: {"url": url, "patience_s": 2.0}}} if url else {})
-    return recipe(place, name, reward=reward, judge={"deadline_s": 3.0}, train={"steps": 3}), place / "runs" / name
+    rewards = [{"name": JPEG, "options": {"url": url, "patience_s": 2.0} if url else {}}]
+    return recipe(place, name, rewards=rewards, judge={"deadline_s": 3.0}, train={"steps": 3}), place / "runs" / name
 
 
 @pytest.mark.full
@@ -164,7 +164,7 @@ def test_a_run_with_its_reward_behind_http_is_the_same_also_if_the_server_dies(p
     assert done[0] == done[1]
     server = Process(JPEG)
     file, folder = run(place, "killed", server.url)
-    held = Hold("prefgrpo.run.trainer:TrainingLoop._evaluate")
+    held = Hold("prefgrpo.trainer:Trainer._evaluate")
     running = start(["train", str(file)], file.with_suffix(".log"), hold=held)
     running.until_held()
     server.kill()

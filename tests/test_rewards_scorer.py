@@ -179,6 +179,23 @@ class RaisesGroups(GroupwiseReward):
         raise RuntimeError("no such kernel")
 
 
+class Raises(StubJudge):
+    """The future of a pair with level 10 ends with an exception."""
+
+    def submit(self, prompt, first, second, source=()):
+        future = super().submit(prompt, first, second, source)
+        if 10 in (level(first), level(second)):
+            future = Future()
+            future.set_exception(RuntimeError("the loop is gone"))
+        return future
+
+
+def test_an_exception_in_a_pair_is_a_missing_verdict_with_its_reason():
+    result = run(pairs(Raises()), LEVELS, groups=(7,))
+    assert np.isnan(result.values["vlm_pairwise"][0]).tolist() == [True, False, False, False]
+    assert result.reasons == {"vlm_pairwise: judging the pair raised RuntimeError: the loop is gone": 6}
+
+
 class Streaming(PointwiseReward):
     """Never answers by itself: the test resolves its futures."""
 

@@ -45,6 +45,8 @@ class Brightness(PointwiseReward):
         ("my.mod.Class:0.5", {"my.mod.Class": 0.5}),
         ("my.mod:Class:0.5", {"my.mod:Class": 0.5}),
         ("my.mod:Class", {"my.mod:Class": 1.0}),
+        (f"mine:redness:0.5,{A}", {"mine:redness": 0.5, A: 1.0}),
+        ("mine:redness", {"mine:redness": 1.0}),
         (f"mine:Class,{A}:0,mine:Other:0.5", {"mine:Class": 1.0, A: 0.0, "mine:Other": 0.5}),
     ],
 )
@@ -57,15 +59,18 @@ def test_accepted(spec, weights):
     ("spec", "named"),
     [
         ("jpeg_compresibility", f"unknown reward 'jpeg_compresibility'.*did you mean '{A}'"),
-        (None, "a text, a list or a mapping, got None"),
+        (None, "bad entry None: expected a name"),
         (f"{A},{A}", f"'{A}' is named twice"),
         (f"{A}:", f"bad entry '{A}:'"),
         (f"{A}:x", f"weight of reward '{A}' must be a number, got 'x'"),
-        ("a:b:1", "bad entry 'a:b:1'"),
-        (f"{A}:nan", f"weight of reward '{A}' must be finite"),
-        (f'{{"{A}":true}}', f"weight of reward '{A}' must be a number, got True"),
+        ("a:b:c:1", "bad entry 'a:b:c:1'"),
+        (f"{A}:nan", f"weight of reward '{A}': expected a finite number, got nan"),
+        (f'{{"{A}":true}}', f"weight of reward '{A}': expected a finite number, got True"),
         (f'["{A}", 1]', "bad entry 1"),
-        ("", "empty"),
+        ("", "no reward is named"),
+        (f"{A}=0.5", "expected 'name' or 'name:weight'"),
+        ([{"name": A, "wieght": 1}], "wieght of reward .*: expected none of this name, but name, weight"),
+        ([{"name": A, "options": 3}], f"options of reward '{A}': expected a mapping, got 3"),
         ('{"a":', "not valid JSON"),
     ],
 )
@@ -102,7 +107,7 @@ def test_options_are_checked_before_any_reward_is_made(monkeypatch):
         ),
         (["no.such.Thing"], {}, "cannot load"),
         (["os.path"], {}, "not a Pointwise"),
-        (["math:pi"], {}, "not a PointwiseReward"),
+        (["math.pi"], {}, "not a PointwiseReward"),
     ):
         with pytest.raises(RewardSpecError, match=message):
             build(spec, options)

@@ -13,7 +13,7 @@ from reward_cases_vlm import clip, grid, judge, speak
 from tiny_media import grey
 
 from prefgrpo.config.schema import JudgeConfig
-from prefgrpo.judge.http import HttpJudge
+from prefgrpo.judge.client import HttpJudge
 from prefgrpo.judge.verdict import JudgeError, Verdict
 from prefgrpo.rewards import build, load_class
 from prefgrpo.rewards.base import Comparison, RewardError, Sample
@@ -163,7 +163,8 @@ def test_a_pair_that_fails_counts_for_nothing(server):
 def test_consistency_for_editing_asks_both_at_once(server):
     server.delay_s = 0.2
     group = samples(40, 250, source=(grey(200), grey(10)), prompt="brighter")
-    asks = {"judge": judge(server, media_ids="off")}  # ids make requests wait for the first upload
+    server.version = "0.31.2"  # takes no ids, with which requests wait for the first upload
+    asks = {"judge": judge(server)}
     scores = build("consistency_for_editing", {"consistency_for_editing": asks})["consistency_for_editing"].score(group)
     assert server.peak == 4
     parts = [{"consistency": 1 - abs(S - b), "following": b} for b in (B[0], B[2])]
@@ -221,7 +222,7 @@ def test_flex_categories_by_name_whatever_their_numbering(server):
         ', {"name": "x", "cat_winner": 7}]}'
     )
     reward = build("unifiedreward_flex", {"unifiedreward_flex": {"judge": HttpJudge(JudgeConfig(
-        endpoints=(server.url,), template="flex", image_format="png"))}})["unifiedreward_flex"]  # fmt: skip
+        endpoints=(server.url,), image_format="png"), "flex")}})["unifiedreward_flex"]  # fmt: skip
     found = reward.score_group([Sample("a cat", grey(level)) for level in (40, 130, 200)], 0)
     assert [s.parts for s in found.scores] == [
         {"overall": 0.5, "category/look": r, "categories": r} for r in (0.0, 0.5, 1.0)

@@ -6,6 +6,7 @@ must be reported by name, not averaged in.
 """
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from PIL import Image
 from reward_server import Process
 from tiny_run import start_ranks
 
+import prefgrpo
 from prefgrpo.commands import cli
 from prefgrpo.data.file_names import file_name, find, read_media
 from prefgrpo.data.prompts import DataError, Prompt, read_prompts
@@ -192,6 +194,7 @@ def test_files_as_cameras_and_painters_write_them(tmp_path):
     grey = shown[..., 0].astype(np.uint16) * 257
     turned = Image.Exif()
     turned[274] = 6  # camera held upright: the file's rows are the image's columns, from the right
+    white = Image.new("RGB", (32, 24), "white")
     made = {
         "a.PNG": (Image.fromarray(shown), {}),
         "b.png": (Image.fromarray(grey), {}),
@@ -204,7 +207,9 @@ def test_files_as_cameras_and_painters_write_them(tmp_path):
     for name, (picture, how) in made.items():
         picture.save(tmp_path / name, **how)
         expected = np.repeat(shown[..., :1], 3, 2) if name[0] in "bcg" else shown
-        assert np.array_equal(read_media(tmp_path / name).pixels, expected), name
+        if name[0] == "e":  # alpha is the red channel, on white
+            expected = np.asarray(Image.composite(Image.fromarray(shown), white, Image.fromarray(shown[..., 0])))
+        assert np.abs(read_media(tmp_path / name).pixels.astype(int) - expected).max() <= (name[0] == "e"), name
     Image.fromarray(shown).convert("CMYK").save(tmp_path / "h.jpg", quality=95)
     assert np.abs(read_media(tmp_path / "h.jpg").pixels.astype(int) - shown).mean() < 12
     Image.fromarray(shown.astype(np.float32)[..., 0]).save(tmp_path / "i.tif")
@@ -246,7 +251,7 @@ def test_nothing_scored_is_a_failure(tmp_path, capsys):
     image(0, tmp_path / "a.png")
     table = prompts(tmp_path, rows=["no quotes"])
     run(*arguments("ocr,jpeg_compressibility", tmp_path, table), code=1)
-    assert "no text in double quotes" in capsys.readouterr().out
+    assert "the prompt quotes no text" in capsys.readouterr().out
 
 
 def test_clips_are_read_from_files(tmp_path):
@@ -316,6 +321,18 @@ def test_a_judge_and_a_served_reward(place, tmp_path, capsys):
             media = read_media(place / "images" / f["file"])
             assert f["scores"]["jpeg_incompressibility"]["value"] == local.score([Sample("", media)])[0].value
             assert f["total"] == f["scores"]["vlm_pairwise"]["value"]
+
+
+def test_a_judge_in_this_process_scores_a_folder(place, tmp_path):
+    options = tmp_path / "options.yaml"
+    judge = {"backend": "local"}
+    judge["model"] = str(Path(prefgrpo.__file__).parent / "tiny" / "assets" / "judge")
+    options.write_text(json.dumps({"vlm_pairwise": {"judge": judge, "template": "caption_match"}}))
+    table = prompts(tmp_path)
+    more = ["--options", options, "--out", tmp_path / "o.json"]
+    found = run(*arguments("vlm_pairwise", place / "images", table, *more))
+    values = [f["scores"]["vlm_pairwise"]["value"] for f in found["files"]]
+    assert len(values) == 15 and np.mean(values) == pytest.approx(0.5) and np.std(values) > 0.01
 
 
 MISTAKES = [

@@ -15,12 +15,13 @@ import torch
 from grpo_formula import plain_formula
 from tiny_run import BRIGHTNESS, all_end, ranks, recipe, rows, settings, stored, weights
 
+from prefgrpo import trainer as trainer_module
 from prefgrpo.config.loading import from_dict
 from prefgrpo.config.recipe import ConfigError
 from prefgrpo.rewards.base import PointwiseReward, Score
-from prefgrpo.run import trainer as trainer_module
-from prefgrpo.run.session import Clock, config_errors
-from prefgrpo.run.trainer import Callbacks, TrainingStopped
+from prefgrpo.run.checks import config_errors
+from prefgrpo.run.clock import Clock
+from prefgrpo.run.stopping import TrainingStopped
 
 STALE = {"staleness": 1}
 
@@ -52,7 +53,7 @@ def recorded(one):
         return true_step(world)
 
     one.update, one.policy.update = update, optimise
-    one.run()
+    one.train()
     return seen
 
 
@@ -64,7 +65,7 @@ def put(one, values):
 
 def test_the_samples_are_those_of_older_weights_and_the_ratio_is_to_them(trainer):
     over = {"train": {"steps": 5, "lr": 1e-2, "clip_range": 2e-4}, "checkpoint": {"every": 3}, "eval": {"every": 0}}
-    over["reward"] = {"spec": BRIGHTNESS}
+    over["rewards"] = BRIGHTNESS
     one, plain = trainer("ahead", rollout=STALE, **over), trainer("plain", **over)
     seen = recorded(one)
     found = rows(one.folder.root)
@@ -96,9 +97,9 @@ SAME = {
 def test_where_no_weight_moves_nothing_changes(trainer, case):
     found = []
     for staleness in (0, 1):
-        over = {"rollout": {"staleness": staleness}, "checkpoint": {"every": 3}, "reward": {"spec": BRIGHTNESS}}
+        over = {"rollout": {"staleness": staleness}, "checkpoint": {"every": 3}, "rewards": BRIGHTNESS}
         one = trainer(f"{case}{staleness}", train={"steps": 4, "lr": 1e-30} | SAME[case], **over)
-        one.run()
+        one.train()
         found.append(rows(one.folder.root))
     assert len(found[0]) == len(found[1]) > 4
     for before, ahead in zip(*found, strict=True):
@@ -140,7 +141,7 @@ def test_the_next_samples_are_made_before_the_scores_are_there(trainer, monkeypa
     events, time = [], [0.0]
     monkeypatch.setattr(trainer_module, "Clock", lambda: Clock(now=lambda: time[0]))
     over = {"judge": {"deadline_s": 60, "timeout_s": 60}, "eval": {"every": 0}, "checkpoint": {"every": 20}}
-    one = trainer("late", rollout=STALE, train={"steps": STEPS}, reward={"spec": f"{HERE}OneStepLate"}, **over)
+    one = trainer("late", rollout=STALE, train={"steps": STEPS}, rewards=f"{HERE}OneStepLate", **over)
 
     def noted(owner, name, what, seconds):
         true = getattr(owner, name)
@@ -156,7 +157,7 @@ def test_the_next_samples_are_made_before_the_scores_are_there(trainer, monkeypa
     noted(one, "generate", "made", 10.0)
     noted(one.scorer, "finish", "scored", 1.0)
     noted(one, "update", "updated", 3.0)
-    one.run()
+    one.train()
     done = ["scored", "updated"]
     assert events == ["made", "made", *done, "made", *done, *done]
     found = rows(one.folder.root, timeless=False)
@@ -179,20 +180,20 @@ def test_a_resumed_run_is_the_one_that_was_not_stopped(trainer, place):
         if step == 3:
             raise OSError("lost")
 
-    over = {"rollout": STALE, "train": {"steps": 5, "ema_decay": 0.5}, "reward": {"spec": BRIGHTNESS}}
-    trainer("straight", **over).run()
+    over = {"rollout": STALE, "train": {"steps": 5, "ema_decay": 0.5}, "rewards": BRIGHTNESS}
+    trainer("straight", **over).train()
     with pytest.raises(OSError, match="lost"):
-        trainer("stopped", callbacks=Callbacks(on_step=lost), **over).run()
-    trainer("stopped", resume=True, **over).run()
+        trainer("stopped", callbacks={"on_step": lost}, **over).train()
+    trainer("stopped", resume=True, **over).train()
     straight, stopped = place / "runs" / "straight", place / "runs" / "stopped"
     assert rows(stopped) == rows(straight) and weights(stopped) == weights(straight)
     assert [r["policy/staleness"] for r in rows(straight) if r["kind"] == "train"] == [0, 1, 0, 1, 0]
 
     one = trainer("interrupted", **over)
-    one.callbacks = Callbacks(on_step=lambda step, metrics: setattr(one.session.interrupt, "seen", True))
+    one.on_step = lambda step, metrics: setattr(one.interrupt, "seen", True)
     with pytest.raises(TrainingStopped, match="interrupted after step 1"):
-        one.run()
-    trainer("interrupted", resume=True, **over).run()
+        one.train()
+    trainer("interrupted", resume=True, **over).train()
     anew = [r for r in rows(place / "runs" / "interrupted") if r["kind"] == "train"]
     assert anew[0] == rows(straight)[1] and anew[1] != rows(straight)[2]
     assert [r["policy/staleness"] for r in anew] == [0] * 3 + [1, 0] and anew[1]["policy/on_policy_error"] == 0.0
@@ -225,10 +226,10 @@ def test_what_needs_samples_of_the_present_weights_is_refused(place):
 @pytest.mark.full
 def test_two_processes_are_one(trainer, place):
     """Groups span the processes: both make the next samples ahead, but neither does so across the checkpoint."""
-    over = {"rollout": STALE | {"prompts_per_step": 3, "batch_size": 2}, "reward": {"spec": BRIGHTNESS}}
+    over = {"rollout": STALE | {"prompts_per_step": 3, "batch_size": 2}, "rewards": BRIGHTNESS}
     over["train"] = {"steps": 4, "lr": 1e-3, "updates_per_rollout": 2, "kl_coef": 0.1}
     over["checkpoint"] = {"every": 3}
-    trainer("one", **over).run()
+    trainer("one", **over).train()
     all_end(ranks(recipe(place, "two", **over), 2), seconds=900)
     one, two = rows(place / "runs" / "one"), rows(place / "runs" / "two")
     assert [(r["kind"], r["step"]) for r in one] == [(r["kind"], r["step"]) for r in two]

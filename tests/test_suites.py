@@ -143,7 +143,7 @@ def test_unigenbench_killed_twice_ends_with_the_table_of_its_files(place, count)
         made = {f: f.stat().st_mtime_ns for f in (out / "images").glob("[0-9]*.png")}
         assert len(made) == 2 * count and not server.requests
         (out / "images" / ".1234.png").write_bytes(b"torn")
-        killed(argv, place / "b.log", Hold("prefgrpo.judge.http:read", call=count))
+        killed(argv, place / "b.log", Hold("prefgrpo.judge.client:read", call=count))
         before, asked = json.dumps(tree(out), default=repr), len(server.requests)
         assert count <= asked < 4 * count and "unigenbench.json" not in before
         run = start([str(a) for a in argv], place / "c.log")
@@ -247,7 +247,8 @@ def test_geneval_in_its_layout_by_our_detector(place, capsys):
     lines = [{"tag": t, "include": [{"class": "person", "count": 1}], "prompt": f"a photo of {t}"} for t in tags]
     (place / "metadata.jsonl").write_text("\n".join(map(json.dumps, lines)))
     options = geneval_options(place)
-    target, out = recipe(place, "geneval", eval={"options": {"geneval": options}}), place / "geneval"
+    measured = [{"name": "geneval", "options": options}]
+    target, out = recipe(place, "geneval", eval={"rewards": measured}), place / "geneval"
     argv = ["evaluate", target, "--suite", "geneval", "--prompts", place / "metadata.jsonl", "--samples", 2]
     argv += ["--out", out]
     code, output = attempt(capsys, *argv)

@@ -20,7 +20,7 @@ from prefgrpo.config.loading import from_dict
 from prefgrpo.objectives.base import Targets
 from prefgrpo.rewards.base import PointwiseReward, Score
 from prefgrpo.rollout.assignment import assign_batches
-from prefgrpo.run.trainer import TrainingStopped
+from prefgrpo.run.stopping import TrainingStopped
 from prefgrpo.sde import noise
 
 
@@ -30,15 +30,22 @@ class Constant(PointwiseReward):
 
 
 class HalfTied(PointwiseReward):
-    """All members of the first prompt's group get the same reward."""
+    """All members of the first group get the same reward."""
+
+    tied = ""
 
     def score(self, samples):
-        return [Score(0.1 if s.prompt == samples[0].prompt else float(s.media.pixels.mean())) for s in samples]
+        self.tied = self.tied or samples[0].prompt
+        return [Score(0.1 if s.prompt == self.tied else float(s.media.pixels.mean())) for s in samples]
 
 
 class OneMissing(PointwiseReward):
+    first = ""
+
     def score(self, samples):
-        return [Score(None, "lost") if n == 1 else Score(float(s.media.pixels.mean())) for n, s in enumerate(samples)]
+        self.first = self.first or samples[0].prompt
+        scores = [Score(float(s.media.pixels.mean())) for s in samples]
+        return [Score(None, "lost") if n == 1 and self.first == samples[0].prompt else s for n, s in enumerate(scores)]
 
 
 class TooFew(PointwiseReward):
@@ -55,7 +62,7 @@ HERE = f"{__name__}."
 
 EXACT = {
     "plain": {},
-    "bright": {"reward": {"spec": BRIGHTNESS}},
+    "bright": {"rewards": BRIGHTNESS},
     "ema": {"train": {"ema_decay": 0.9}},
     "kl": {"train": {"kl_coef": 0.5}},
     "window": {"rollout": {"steps": 6, "window_low": 1, "window_high": 5, "window_size": 2}},
@@ -86,7 +93,7 @@ def test_the_first_update_is_on_policy_to_the_last_bit(trainer, case):
     over["train"] = {"steps": 2} | EXACT[case].get("train", {})
     one = trainer(**over)
     weights = [p.detach().clone() for p in one.policy.params]
-    one.run()
+    one.train()
     found = rows(one.folder.root)
     assert [r["step"] for r in found] == [1, 2]
     for row in found:
@@ -102,7 +109,7 @@ def test_the_first_update_is_on_policy_to_the_last_bit(trainer, case):
 
 REUSE = {
     "plain": {},
-    "kl, tied groups": {"train": {"kl_coef": 0.5}, "reward": {"spec": "HalfTied"}},
+    "kl, tied groups": {"train": {"kl_coef": 0.5}, "rewards": "HalfTied"},
     "two updates, guard": {"train": {"updates_per_rollout": 2, "objective": "grpo_guard"}},
     "checkpointing, full": {"train": {"gradient_checkpointing": 1.0, "lora_rank": 0, "lr": 1e-4}},
 }
@@ -115,11 +122,11 @@ def test_reusing_the_forward_of_the_rollout_changes_no_bit(trainer, case):
     for reuse in (True, False):
         over = {"eval": {"every": 0}} | REUSE[case]
         over["train"] = {"steps": 2} | over.get("train", {}) | {"reuse_rollout_forward": reuse}
-        if "reward" in over:
-            over["reward"] = {"spec": f"{HERE}{over['reward']['spec']}"}
+        if "rewards" in over:
+            over["rewards"] = f"{HERE}{over['rewards']}"
         one, forwards = trainer(name=f"{case} {reuse}", **over), []
         one.adapter.transformer.register_forward_pre_hook(lambda *_, forwards=forwards: forwards.append(1))
-        one.run()
+        one.train()
         seen.append((rows(one.folder.root), [p.detach().clone() for p in one.policy.params], len(forwards)))
     (metrics, weights, few), (want, true, many) = seen
     assert metrics == want and all(torch.equal(a, b) for a, b in zip(weights, true, strict=True))
@@ -154,11 +161,11 @@ PLAIN_FORMULA = {
 @pytest.mark.parametrize("case", PLAIN_FORMULA)
 def test_the_gradient_of_an_update_is_that_of_the_plain_formula(trainer, case):
     """Autograd through the objective as written in the papers, on the stored latents, sample by sample."""
-    one = trainer(reward={"spec": BRIGHTNESS}, eval={"every": 0}, **PLAIN_FORMULA[case])
+    one = trainer(rewards=BRIGHTNESS, eval={"every": 0}, **PLAIN_FORMULA[case])
     c = one.config
     moved(one)
     batches = collect(one, 0)
-    advantage = one.targets(1, one.scorer.finish())[0].advantage
+    advantage = one.targets.compute(1, one.scorer.finish())[0].advantage
     if case.startswith("off"):
         moved(one, 0.02)
     taken = []
@@ -203,10 +210,10 @@ def test_every_image_goes_to_its_own_prompt_and_group(trainer):
 
 def test_groups_without_any_signal_change_nothing(trainer):
     """If all rewards are equal there is no forward, no update (also no weight decay or EMA), and the run finishes."""
-    one = trainer(reward={"spec": f"{HERE}Constant"}, train={"steps": 3, "weight_decay": 0.5, "ema_decay": 0.5})
+    one = trainer(rewards=f"{HERE}Constant", train={"steps": 3, "weight_decay": 0.5, "ema_decay": 0.5})
     before = [p.detach().clone() for p in one.policy.params]
     around_loss(one, None)  # any replayed sample would call it and fail
-    one.run()
+    one.train()
     assert all(torch.equal(a, b) for a, b in zip(before, one.policy.params, strict=True)) and one.policy.updates == 0
     for row in (r for r in rows(one.folder.root) if r["kind"] == "train"):
         assert row["samples_trained"] == 0 and row["advantage/zero_groups"] == 1.0 and row["loss"] == 0.0
@@ -220,12 +227,12 @@ def test_a_tied_group_costs_no_forward_and_stays_in_the_mean(trainer, batch_size
     The ratio is exact if each batch holds one group; a batch of two groups (8) is replayed at half its size.
     """
     over = {"train": {"steps": 1}, "eval": {"every": 0}, "rollout": {"batch_size": batch_size}}
-    one = trainer(reward={"spec": f"{HERE}HalfTied"}, **over)
+    one = trainer(rewards=f"{HERE}HalfTied", **over)
     seen = []
     around_loss(one, lambda loss, train, new, adv, n: seen.append((len(adv), n)) or loss(train, new, adv, n))
-    one.run()
+    one.train()
     row, output = rows(one.folder.root)[0], capsys.readouterr().out
-    assert ("it is exact where rollout.batch_size divides" in output) == (row["policy/on_policy_error"] > 0)
+    assert ("it is exact if rollout.batch_size divides" in output) == (row["policy/on_policy_error"] > 0)
     assert row["advantage/zero_groups"] == 0.5 and row["samples_trained"] == 4
     assert sum(n for n, _ in seen) == 4 * 2 and {d for _, d in seen} == {8.0 * 2}, "not 8 samples × 2 steps"
     assert {n for n, _ in seen} == {min(batch_size, 4)}
@@ -233,11 +240,11 @@ def test_a_tied_group_costs_no_forward_and_stays_in_the_mean(trainer, batch_size
 
 
 def test_a_missing_reward_is_left_out_of_its_group(trainer):
-    one = trainer(reward={"spec": f"{HERE}OneMissing"}, judge={"max_missing": 0.2}, eval={"every": 0})
+    one = trainer(rewards=f"{HERE}OneMissing", judge={"max_missing": 0.2}, eval={"every": 0})
     batches = collect(one, 0)
     assert len(batches) == 2
     scores = one.scorer.finish()
-    (advantage, *_), values = one.targets(1, scores)
+    (advantage, *_), values = one.targets.compute(1, scores)
     assert values["reward/missing"] == 1 / 8 and advantage[0, 1] == 0
     rest = scores.values[f"{HERE}OneMissing"][0, [0, 2, 3]]
     expected = (rest - rest.mean()) / (rest.std() + 1e-4)
@@ -246,12 +253,12 @@ def test_a_missing_reward_is_left_out_of_its_group(trainer):
 
 @pytest.mark.parametrize(
     ("name", "share", "reason"),
-    [("Mostly", 38, "the reward returned nan"), ("TooFew", 100, "expected one Score for each of 8 samples, got 1")],
+    [("Mostly", 50, "the reward returned nan"), ("TooFew", 100, "expected one Score for each of 4 samples, got 1")],
 )
 def test_too_many_missing_rewards_stop_with_a_checkpoint(trainer, name, share, reason):
-    one = trainer(name=name, reward={"spec": f"{HERE}{name}"}, eval={"every": 0})
+    one = trainer(name=name, rewards=f"{HERE}{name}", eval={"every": 0})
     with pytest.raises(TrainingStopped) as caught:
-        one.run()
+        one.train()
     told = str(caught.value)
     for part in ("step 1:", f"{share}% of the rewards are missing", "judge.max_missing = 10%", reason):
         assert part in told
@@ -274,11 +281,10 @@ def test_updates_share_the_prompts_not_the_samples(trainer, place):
 
 def test_monitors_are_logged_and_not_trained_on(trainer):
     """A reward of weight 0 affects only its own metrics."""
-    alone = trainer(name="alone", train={"steps": 2}, reward={"spec": "jpeg_compressibility"})
-    alone.run()
-    spec = {"spec": f"jpeg_compressibility:1,{HERE}Mostly:0"}
-    both = trainer(name="both", train={"steps": 2}, reward=spec)
-    both.run()
+    alone = trainer(name="alone", train={"steps": 2}, rewards="jpeg_compressibility")
+    alone.train()
+    both = trainer(name="both", train={"steps": 2}, rewards=f"jpeg_compressibility:1,{HERE}Mostly:0")
+    both.train()
     for a, b in zip(rows(alone.folder.root), rows(both.folder.root), strict=True):
         assert a == {k: v for k, v in b.items() if "Mostly" not in k}
     assert f"reward/{HERE}Mostly" in rows(both.folder.root)[1]
@@ -300,7 +306,7 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_many_stop_the_run(trainer)
     with pytest.raises(
         TrainingStopped, match=r"step 4: gradient norm is nan, in 3 updates in a row\nCheckpoint saved to .*step_000003"
     ):
-        one.run()
+        one.train()
     assert all(p.isfinite().all() for p in one.policy.params) and one.policy.updates == 1
     found = rows(one.folder.root)
     assert [(r["updates_skipped"], r["grad_norm"] > 0) for r in found] == [(0, True), (1, False), (1, False)]
@@ -312,9 +318,9 @@ def test_a_stop_between_two_updates_of_a_step_saves_no_half_step(trainer):
     one = trainer(name="half", **over)
     poison(one, at=5)
     with pytest.raises(TrainingStopped, match=r"step 2: .*\nthe newest checkpoint is .*step_000001; continue"):
-        one.run()
+        one.train()
     again = trainer(name="half", resume=True, **over)
-    again.run()
+    again.train()
     straight = trainer(name="unhurt", **over)
-    straight.run()
+    straight.train()
     assert rows(again.folder.root) == rows(straight.folder.root)

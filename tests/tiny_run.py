@@ -30,13 +30,13 @@ from prefgrpo.parallel.world import World
 from prefgrpo.rewards.base import PointwiseReward, Sample, Score
 from prefgrpo.rollout.batches import Batch
 from prefgrpo.rollout.rollout import Trajectory
-from prefgrpo.run.trainer import TrainingLoop
 from prefgrpo.tiny import pipelines
+from prefgrpo.trainer import Trainer
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
     [
-        "prefgrpo.run.trainer",
+        "prefgrpo.trainer",
         "prefgrpo.models.flux",
         "prefgrpo.commands.cli",
         "prefgrpo.report",
@@ -53,9 +53,9 @@ BASE: dict[str, Any] = {
     "trackers": [],
     "data": {"max_length": 24},
     "rollout": {"height": 16, "width": 16, "steps": 3, "prompts_per_step": 2, "group_size": 4, "batch_size": 4},
-    "reward": {"spec": "jpeg_compressibility"},
+    "rewards": "jpeg_compressibility",
     "train": {"steps": 4, "lora_rank": 4, "lora_alpha": 6, "lr": 1e-2, "clip_range": 1e-5},
-    "eval": {"every": 2, "spec": "jpeg_incompressibility", "judge": False},
+    "eval": {"every": 2, "rewards": "jpeg_incompressibility"},
     "checkpoint": {"every": 2},
 }
 """A run of 4 steps of 2 × 4 images; LoRA alpha differs from its rank."""
@@ -97,7 +97,7 @@ class Brightness(PointwiseReward):
 
 
 BRIGHTNESS = f"{__name__}.Brightness"
-"""The name of `Brightness` in `reward.spec`."""
+"""The name of `Brightness` in `rewards`."""
 
 
 @dataclass(frozen=True)
@@ -226,7 +226,7 @@ def environment(**env: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), **env}
 
 
-def collect(loop: TrainingLoop, step: int) -> list[Batch]:
+def collect(loop: Trainer, step: int) -> list[Batch]:
     """The rollouts of a training step, with every sample passed to the scorer as in the loop."""
     loop.scorer.begin(step, loop.rollouts.groups(step))
     return list(loop.rollouts(step, loop.scorer.add))

@@ -17,7 +17,7 @@ from importlib import import_module
 from inspect import Parameter, Signature, signature
 from itertools import takewhile
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, get_args
 
 import tyro
 import yaml
@@ -25,29 +25,31 @@ import yaml
 from prefgrpo import __version__
 from prefgrpo.config.loading import differences, flat_fields, load, parse, recipe_values
 from prefgrpo.config.recipe import ConfigError, Loader, UserError, merge
+from prefgrpo.config.rewards import RewardEntry
 from prefgrpo.config.schema import MODEL_VALUES, Config
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("prefgrpo.commands.cli:train", "train a model from a recipe; any field can be overridden"),
     "demo": ("prefgrpo.commands.cli:demo", "train the tiny demo into ./runs/demo; takes the options of train"),
-    "preprocess": ("prefgrpo.commands.cli:preprocess", "encode all prompts of a recipe once, into data.cache"),
-    "generate": ("prefgrpo.commands.cli:generate", "generate images or clips for every prompt of a file"),
+    "preprocess": ("prefgrpo.commands.preprocess:preprocess", "encode all prompts of a recipe once, into data.cache"),
+    "generate": ("prefgrpo.commands.generate:generate", "generate images or clips for every prompt of a file"),
     "export": ("prefgrpo.commands.export:export", "write a run's LoRA for ComfyUI"),
-    "evaluate": ("prefgrpo.commands.cli:evaluate", "evaluate on a published suite, or against the base model"),
+    "evaluate": ("prefgrpo.commands.evaluate:evaluate", "evaluate on a published suite, or against the base model"),
     "score": ("prefgrpo.commands.score:main", "score a folder of images or clips"),
     "reward list": ("prefgrpo.rewards:show_rewards", "list all rewards with inputs, description and where they run"),
     "reward serve": ("prefgrpo.rewards.serve:main", "serve one reward over HTTP, from a separate environment"),
     "report": ("prefgrpo.commands.cli:report", "write report.html for a run"),
     "judge serve": ("prefgrpo.judge.serve:serve", "start a judge with vLLM and the flags that judging needs"),
-    "judge check": ("prefgrpo.judge.client:main", "test a judge: reachable, right model, correct on known answers"),
+    "judge prompts": ("prefgrpo.judge.prompts:main", "fetch the questions that fine-tuned judges were trained on"),
+    "judge check": ("prefgrpo.judge.check:main", "test a judge: reachable, right model, correct on known answers"),
     "tiny": ("prefgrpo.tiny.pipelines:make", "write a tiny pipeline with random weights: prefgrpo tiny flux DIR"),
     "doctor": ("prefgrpo.commands.doctor:doctor", "show versions, and test which op backends work"),
 }
 
 FIELDS = {
     "train": "model name output seed data.prompts rollout.height rollout.width rollout.steps rollout.guidance "
-    "rollout.prompts_per_step rollout.group_size rollout.batch_size judge.model judge.endpoints judge.template "
-    "reward.spec train.steps train.lr train.lora_rank train.gradient_checkpointing eval.every eval.prompts "
+    "rollout.prompts_per_step rollout.group_size rollout.batch_size judge.model judge.endpoints "
+    "rewards train.steps train.lr train.lora_rank train.gradient_checkpointing eval.every eval.prompts "
     "checkpoint.every",
     "preprocess": "model family seed dtype device data.* rollout.height rollout.width rollout.frames rollout.guidance "
     "rollout.source_area eval.every eval.prompts eval.final_prompts eval.holdout eval.max_prompts eval.height "
@@ -57,8 +59,8 @@ FIELDS = {
     "eval.steps memory.*",
     "evaluate": "seed dtype device data.cache rollout.height rollout.width rollout.frames rollout.steps "
     "rollout.guidance* rollout.batch_size judge.backend judge.model judge.endpoints judge.concurrency "
-    "eval.prompts eval.samples_per_prompt eval.max_prompts eval.height eval.width eval.steps eval.spec eval.options "
-    "eval.judge memory.* parallel.*",
+    "eval.prompts eval.samples_per_prompt eval.max_prompts eval.height eval.width eval.steps eval.rewards "
+    "memory.* parallel.*",
 }
 """Configuration fields that --help shows: the most common ones for `train`, for other commands those they use."""
 
@@ -77,10 +79,10 @@ def train(config: Config, resume: bool = False, dry_run: bool = False) -> int:
         from prefgrpo.commands.dry_run import dry_run as run
 
         return run(config)
-    from prefgrpo.commands.train import Trainer
-    from prefgrpo.run.trainer import TrainingStopped
+    from prefgrpo.run.stopping import TrainingStopped
+    from prefgrpo.trainer import Trainer
 
-    trainer, main = Trainer.from_config(config, resume), os.environ.get("RANK", "0") == "0"
+    trainer, main = Trainer(config, resume=resume), os.environ.get("RANK", "0") == "0"
     try:
         result = trainer.train()
     except TrainingStopped as stop:
@@ -100,80 +102,6 @@ def demo(argv: Sequence[str]) -> int:
 
     recipe, *paths = demo_options()
     return _with_recipe(train, "demo", [*paths, *argv], Path(recipe))
-
-
-def preprocess(config: Config) -> int:
-    """Encode all prompts of a recipe once, into data.cache (also under torchrun)."""
-    from prefgrpo.commands.preprocess import preprocess as run
-
-    return run(config)
-
-
-def generate(
-    config: Config,
-    lora: Path | None = None,
-    prompts: str = "",
-    out: Path = Path("generated"),
-    samples: int = 4,
-    naming: Literal["plain", "unigenbench", "vbench"] = "plain",
-    fps: int = 16,
-) -> int:
-    """Generate images or clips for every prompt of a file, as the evaluation does (also under torchrun).
-
-    Args:
-        config: The recipe with its overrides, e.g. runs/demo/config.yaml.
-        lora: Folder of a trained LoRA, or its run folder; none: the base model (or the full weights given by --model).
-        prompts: Prompts: txt, csv, tsv, jsonl or parquet; empty: the recipe's eval.prompts, or else its data.prompts.
-        out: Output folder; existing files are skipped.
-        samples: Images or clips per prompt.
-        naming: plain: 000012_0.png by position; unigenbench: INDEX_0.png by the table's index column; vbench:
-            PROMPT-0.mp4.
-        fps: Frames per second of clips.
-    """
-    from prefgrpo.commands.generate import generate as run
-
-    return run(config, lora, prompts, out, samples, naming, fps)
-
-
-def evaluate(
-    config: Config,
-    target: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="TARGET")],
-    suite: Literal["unigenbench", "geneval", "vbench"] | None = None,
-    prompts: str = "",
-    out: Path | None = None,
-    samples: int = 0,
-    weights: Literal["auto", "live", "ema"] = "auto",
-    against: str = "base",
-    against_weights: Literal["auto", "live", "ema"] = "auto",
-    judge2: str = "",
-    question: str = "",
-    results: Path | None = None,
-    fps: int = 16,
-) -> int:
-    """Evaluate a run, one of its checkpoints or a model (also under torchrun): on a published suite with --suite, else
-    against another model on held-out prompts, from the same noise.
-
-    Args:
-        config: The target's configuration with its overrides.
-        target: Run folder (its newest checkpoint), RUN/checkpoints/step_000020, recipe, pipeline folder or hub id.
-        suite: Published suite; none: compare with --against.
-        prompts: The suite's own file or folder of prompts (docs/evaluation.md); without a suite: a file of prompts,
-            empty: the run's held-out prompts.
-        out: Output folder for files and tables; none: RUN/evaluations/…. Existing files are kept.
-        samples: Images or clips per prompt of a suite; 0: the suite's own number.
-        weights: Weights of a checkpoint: live, ema, or auto (ema if the run keeps one).
-        against: base, or another run, checkpoint or model, sampled with the target's settings.
-        against_weights: As weights, for the checkpoint of --against.
-        judge2: A second judge: fields of the judge section, "{endpoints: [http://…], template: think}", or a YAML file.
-        question: Question for a suite's judge: a template, or UniGenBench's own eval_common.py; empty: our own.
-        results: Output of the suite's own tools, read into our table instead of generating and scoring.
-        fps: Frames per second of clips.
-    """
-    from prefgrpo.commands.evaluate import evaluate as run
-
-    return run(
-        config, target, suite, prompts, out, samples, weights, against, against_weights, judge2, question, results, fps
-    )
 
 
 def _with_recipe(command: Any, name: str, argv: Sequence[str], recipe: Path | None = None) -> int:
@@ -221,9 +149,10 @@ def _help_section(values: Any, shown: Sequence[str], prefix: str = "") -> Any:
             section = _help_section(default, shown, f"{prefix}{name}.")
             out += [(name, section, field(default_factory=section))] if fields(section) else []
         elif any(fnmatch(prefix + name, pattern) for pattern in shown):
-            as_text = isinstance(default, dict)
+            as_text = isinstance(default, dict) or RewardEntry in get_args(kind)
             help_ = tyro.conf.arg(help=" ".join(info.description.split()), metavar="YAML" if as_text else None)
-            out.append((name, Annotated[str if as_text else kind, help_], field(default="" if as_text else default)))
+            text = ",".join(entry.name for entry in default) if isinstance(default, tuple) and as_text else ""
+            out.append((name, Annotated[str if as_text else kind, help_], field(default=text if as_text else default)))
     return make_dataclass(type(values).__name__, out, namespace={"__doc__": values.__doc__})
 
 
@@ -285,9 +214,9 @@ def _read(recipe: Path | None, values: Mapping[str, Any], command: str) -> Confi
     config, mistakes = parse(merge(adapted, dict(values)))
     mistakes += unsupported(config)
     if command == "train":
-        from prefgrpo.run import session
+        from prefgrpo.run.checks import config_errors
 
-        mistakes += session.config_errors(config)
+        mistakes += config_errors(config)
     if mistakes:
         raise ConfigError(mistakes)
     changed = differences(parse(written)[0], parse(adapted)[0])

@@ -22,8 +22,8 @@ from prefgrpo.rollout.batches import Rollouts
 from prefgrpo.rollout.embeddings import Embeddings, encoding_jobs, uncached
 from prefgrpo.rollout.endpoint import EndpointCollector
 from prefgrpo.rollout.replay import replay
-from prefgrpo.run.memory import GIB, memory_line
-from prefgrpo.run.session import open_collector, open_model, open_schedules, peak_memory
+from prefgrpo.run.memory import GIB, memory_line, peak_memory
+from prefgrpo.run.opening import open_collector, open_model, open_schedules
 
 
 def dry_run(config: Config) -> int:

@@ -1,7 +1,7 @@
 """`prefgrpo evaluate RUN|MODEL`: a published suite's table, or a checkpoint compared with its base or another model.
 
 Without a suite, both sides render the run's held-out prompts from the noise of its own evaluation and are compared by
-the rewards of eval.spec, by the run's judge and by an optional second one, each in both orders. Existing files and
+the rewards of eval.rewards, by the run's judge and by an optional second one, each in both orders. Existing files and
 judge answers are reused, so the same command continues a killed evaluation. Invariant: a folder holds files of a single
 evaluation (weights, prompts, noise and sizes); any other evaluation refuses it.
 """
@@ -18,34 +18,34 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+import tyro
 import yaml
 
 from prefgrpo.commands.generate import Job, Weights, check_writing, generate_files, make_jobs
 from prefgrpo.commands.score import score_files
-from prefgrpo.config.loading import load, section
+from prefgrpo.config.loading import load
 from prefgrpo.config.recipe import ConfigError, Loader, read_yaml
-from prefgrpo.config.schema import Config, JudgeConfig
+from prefgrpo.config.rewards import RewardEntry
+from prefgrpo.config.schema import Config
 from prefgrpo.data.atomic import write_atomic
 from prefgrpo.data.file_names import Generated, read_media
 from prefgrpo.data.prompts import Prompt, fingerprint, prompt_sets, read_prompts
-from prefgrpo.judge.verdict import PairJudge
 from prefgrpo.models import family_of
 from prefgrpo.parallel import world as parallel
 from prefgrpo.parallel.world import World
 from prefgrpo.report import write_report
-from prefgrpo.rewards import build, load_class
-from prefgrpo.rewards.base import PointwiseReward
-from prefgrpo.rewards.functions import FunctionPairwise
+from prefgrpo.rewards import build
+from prefgrpo.rewards.pairwise import VlmPairwise
 from prefgrpo.rewards.scorer import Scorer
 from prefgrpo.rollout.render import sample
 from prefgrpo.rollout.sampling import eval_sampling
 from prefgrpo.run import checkpoint, judging
 from prefgrpo.run.checkpoint import CheckpointError
-from prefgrpo.run.evaluate import Row, compare, make_eval_set, over_ranks, share_of, verdict
+from prefgrpo.run.comparison import Comparison, Mean, Row, WinRate, over_ranks
+from prefgrpo.run.evaluate import compare, make_eval_set, share_of
 from prefgrpo.run.log import finite
-from prefgrpo.run.metrics import PARTS_OF_WINS
 from prefgrpo.run.run_folder import RunFolder, run_of
 from prefgrpo.suites import Name, load_suite
 from prefgrpo.suites.base import Results, Suite
@@ -137,13 +137,13 @@ def _provenance(side: Side, prompts: Sequence[Prompt], samples: int, fps: int) -
 
 
 def _state(path: Path) -> dict[str, Any]:
-    """What identifies a checkpoint: step, updates and seconds of training. Raises CheckpointError."""
+    """What identifies a checkpoint: its step, and when it was written. Raises CheckpointError."""
     try:
         meta = checkpoint.read_meta(path)
     except CheckpointError as error:
         there = ", ".join(p.name for p in RunFolder(path.parent.parent).all_checkpoints()) or "none"
         raise CheckpointError(f"{error}; the run has {there}") from error
-    return {key: meta[key] for key in ("step", "updates", "trained_s")}
+    return {key: meta[key] for key in ("step", "written")}
 
 
 @contextmanager
@@ -181,20 +181,38 @@ def _claim_folder(out: Path, facts: Mapping[str, Any]) -> None:
 
 def evaluate(
     config: Config,
-    target: str,
-    suite: Name | None,
-    prompts: str,
-    out: Path | None,
-    samples: int,
-    weights: Which,
-    against: str,
-    against_weights: Which,
-    judge2: str,
-    question: str,
-    results: Path | None,
-    fps: int,
+    target: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="TARGET")],
+    suite: Name | None = None,
+    prompts: str = "",
+    out: Path | None = None,
+    samples: int = 0,
+    weights: Which = "auto",
+    against: str = "base",
+    against_weights: Which = "auto",
+    judge2: str = "",
+    question: str = "",
+    results: Path | None = None,
+    fps: int = 16,
 ) -> int:
-    """Run one evaluation; returns the exit code. Raises ConfigError, DataError, CheckpointError, JudgeError, …"""
+    """Evaluate a run, one of its checkpoints or a model (also under torchrun): on a published suite with --suite, else
+    against another model on held-out prompts, from the same noise.
+
+    Args:
+        config: The target's configuration with its overrides.
+        target: Run folder (its newest checkpoint), RUN/checkpoints/step_000020, recipe, pipeline folder or hub id.
+        suite: Published suite; none: compare with --against.
+        prompts: The suite's own file or folder of prompts (docs/evaluation.md); without a suite: a file of prompts,
+            empty: the run's held-out prompts.
+        out: Output folder for files and tables; none: RUN/evaluations/…. Existing files are kept.
+        samples: Images or clips per prompt of a suite; 0: the suite's own number.
+        weights: Weights of a checkpoint: live, ema, or auto (ema if the run keeps one).
+        against: base, or another run, checkpoint or model, sampled with the target's settings.
+        against_weights: As weights, for the checkpoint of --against.
+        judge2: A second judge: fields of the judge section, "{endpoints: [http://…], template: think}", or a YAML file.
+        question: Question for a suite's judge: a template, or UniGenBench's own eval_common.py; empty: our own.
+        results: Output of the suite's own tools, read into our table instead of generating and scoring.
+        fps: Frames per second of clips.
+    """
     given = {"--against": against != "base", "--judge2": bool(judge2)} if suite else {"--results": results is not None}
     given |= {} if suite else {"--question": bool(question), "--samples": samples > 0}
     if odd := [name for name, on in given.items() if on]:
@@ -243,10 +261,11 @@ def _suite(side: Side, name: Name, file: str, out: Path, samples: int, question:
         raise ConfigError([f"--prompts: expected {suite.source}"])
     prompts = suite.read(Path(file))[: config.eval.max_prompts or None]
     sample_files = suite.sample_files(prompts, samples, out, ".mp4" if clips else ".png")
-    options = suite.options(config.eval.options.get(suite.reward, {}), question)
+    entry = next((e for e in config.measured if e.name == suite.reward), RewardEntry(suite.reward or "none"))
+    options = suite.options(entry.options, question)
     check_writing(config, out, samples or 1, fps)
     jobs = make_jobs(sample_files, shared=suite.shares_files)
-    rewards = _suite_reward(config, suite, options, world)  # fails before anything is generated
+    rewards = _suite_reward(config, replace(entry, options=options), suite, world)  # fails before anything is generated
     names = "\n".join(str(job.file.relative_to(out)) for job in jobs)
     facts = {"suite": name, "files": hashlib.sha256(names.encode()).hexdigest()}
     facts |= _provenance(side, prompts, samples, fps)
@@ -269,14 +288,11 @@ def _suite(side: Side, name: Name, file: str, out: Path, samples: int, question:
         return _report(suite.results(files, scores, options), facts, out, name)
 
 
-def _suite_reward(config: Config, suite: Suite, options: Mapping[str, Any], world: World) -> dict[str, Any]:
+def _suite_reward(config: Config, entry: RewardEntry, suite: Suite, world: World) -> dict[str, Any]:
     """The suite's reward by name, {} if it has none."""
     if not suite.reward:
         return {}
-    own = dict(options)
-    if load_class(suite.reward).judged and "url" not in own:
-        own |= {"judge": judging.judge_config(config, suite.reward, own, world)}
-    return build(suite.reward, {suite.reward: own})
+    return build(suite.reward, {suite.reward: judging.reward_options(config, entry, world)})
 
 
 def _report(results: Results, facts: Mapping[str, Any], out: Path, name: str) -> int:
@@ -307,18 +323,16 @@ def _compare_sides(side: Side, other: Side, prompts: str, out: Path, judge2: str
     samples, most = config.eval.samples_per_prompt, config.eval.max_prompts or None
     held = [make_eval_set(name, own[:most], samples, k) for k, (name, own) in enumerate(sets.items())]
     check_writing(config, out, 1, fps)
-    judges, notes = _judges(config, judge2, world)
     every = [p for h in held for p in h.items]
-    scorers = _scorers(config, judges, every, world)
+    rewards = judging.Rewards(config, world)
+    scorers = _scorers(config, rewards, every, judge2)
+    notes = rewards.notes
     facts = {part: _provenance(s, every, samples, fps) for part, s in (("now", side), ("against", other))}
     if facts["now"] == facts["against"]:
         notes.append("both sides are the same weights")
     with _locked(out, facts, world), ExitStack() as opened:
-        for judge in judges.values():
-            opened.callback(judge.close)
-        for scorer in scorers.values():
-            opened.callback(scorer.close)
-        metrics: dict[str, float] = {}
+        opened.callback(rewards.close)
+        found: list[Comparison] = []
         for one, part in zip((side, other), facts, strict=True):
             made = [Job(p, h.first_id + i, file(part, h.name, i)) for h in held for i, p in enumerate(h.items)]
             generate_files(one.config, one.weights, made, world, fps)
@@ -332,27 +346,11 @@ def _compare_sides(side: Side, other: Side, prompts: str, out: Path, judge2: str
                     for i in rows
                 ]
                 table += compare(scorers, pairs)[0]
-            metrics |= over_ranks(world, h.name, h.group[mine], table)
+            found.append(over_ranks(world, h.name, h.group[mine], table))
         if world.main:
             counts = {h.name: len(set(h.group.tolist())) for h in held}
-            _write_comparison(metrics, counts, facts, (str(side), str(other)), notes, out)
+            _write_comparison(found, counts, facts, (str(side), str(other)), notes, out)
     return 0
-
-
-def _judges(config: Config, judge2: str, world: World) -> tuple[dict[str, PairJudge], list[str]]:
-    """(the run's judge and the second one by label, results of their checks). Raises ConfigError, JudgeError."""
-    asked: dict[str, JudgeConfig] = {}
-    name, files = judging.shared(config), config.eval.prompts or config.eval.final_prompts
-    if config.eval.judge and (name in judging.specs(config)[0] or files):  # as in training
-        asked["judge"] = judging.judge_config(config, name, config.reward.options.get(name, {}), world)
-    if judge2:
-        own = section(JudgeConfig, _mapping(judge2), "--judge2")
-        asked["judge2"] = replace(own, template=own.template or "compare", concurrency=world.share(own.concurrency))
-    judges, notes = {}, []
-    for label, judge in asked.items():
-        judges[label], found = judging.connect(judge, judging.makes_clips(config), world)
-        notes += [f"{label} {line.removeprefix('judge ')}" for line in found]
-    return judges, notes
 
 
 def _mapping(text: str) -> dict[str, Any]:
@@ -369,26 +367,21 @@ def _mapping(text: str) -> dict[str, Any]:
     return value
 
 
-def _scorers(
-    config: Config, judges: Mapping[str, PairJudge], prompts: Sequence[Prompt], world: World
-) -> dict[str, Scorer]:
-    """One per judge, and one for eval.spec, or without it for the training rewards that need no judge comparisons."""
-    names = {"judge": judging.shared(config), "judge2": judging.PAIRWISE}
-    scorers = {label: judging.both_orders(config, names[label], judge, prompts) for label, judge in judges.items()}
-    if not config.eval.spec:
-        trained = {n: load_class(n) for n in judging.specs(config)[0]}
-        unjudged = [n for n, c in trained.items() if issubclass(c, PointwiseReward | FunctionPairwise)]
-        own = replace(config.eval, spec=json.dumps(unjudged) if unjudged else "", options=config.reward.options)
-        config = replace(config, eval=own)
-    if config.eval.spec:
-        scorers["measure"] = judging.measuring(config, prompts, world)
-    if not scorers:
-        raise ConfigError(["eval: nothing to compare the two sides with; expected eval.judge, --judge2 or eval.spec"])
+def _scorers(config: Config, rewards: judging.Rewards, prompts: Sequence[Prompt], judge2: str) -> dict[str, Scorer]:
+    """The scorers of an evaluation in training, and one of the second judge. Raises ConfigError, JudgeError."""
+    scorers = judging.evaluation_scorers(config, rewards.build("eval.rewards", config.measured, prompts))
+    if judge2:
+        fields = _mapping(judge2)
+        template = {"template": fields.pop("template")} if "template" in fields else {}
+        entry = RewardEntry("vlm_pairwise", options=template, judge=fields)
+        second = rewards.build("--judge2", [entry], prompts, "judge2")
+        pairs = {name: judging.both_orders(r) for name, r in second.items() if isinstance(r, VlmPairwise)}
+        scorers["judge2"] = Scorer(pairs, 2, config.judge.deadline_s, config.seed)
     return scorers
 
 
 def _write_comparison(
-    metrics: Mapping[str, float],
+    found: Sequence[Comparison],
     counts: Mapping[str, int],
     facts: Mapping[str, Any],
     labels: tuple[str, str],
@@ -396,19 +389,15 @@ def _write_comparison(
     out: Path,
 ) -> None:
     """Write comparison.json and comparison.md: win rates with their verdicts, then means."""
-    rates: dict[str, dict[str, Any]] = {}
-    means: dict[str, dict[str, Any]] = {}
-    for key, value in metrics.items():
-        name, _, measure = key.partition("/")
-        if measure.startswith("win_") and not measure.endswith(PARTS_OF_WINS):
-            own = {part: metrics.get(f"{key}_{part}", math.nan) for part in ("low", "high", "first", "second")}
-            own["missing"] = metrics.get(f"{key}_missing", 0.0)
-            judged = int(metrics.get(f"{key}_prompts", counts[name]))
-            rates[key] = {"rate": value, **own, "verdict": verdict(own["low"], own["high"], judged)}
-        elif f"{key}_before" in metrics:
-            worst = max(metrics.get(f"{key}{end}_missing", 0.0) for end in ("", "_before"))
-            means[key] = {"now": value, "against": metrics[f"{key}_before"], "missing": worst}
-    everything = {"about": facts, "prompts": counts, "win_rates": rates, "means": means, "judges": list(notes)}
+    wins = {f"{one.name}/win_{name}": win for one in found for name, win in one.win_rates.items()}
+    means = {f"{one.name}/{name}": mean for one in found for name, mean in one.means.items()}
+    everything = {
+        "about": facts,
+        "prompts": counts,
+        "win_rates": {key: _win_row(win) for key, win in wins.items()},
+        "means": {key: _mean_row(mean) for key, mean in means.items()},
+        "judges": list(notes),
+    }
     text = json.dumps(finite(everything), indent=1, ensure_ascii=False, allow_nan=False)
     write_atomic(out / "comparison.json", text + "\n")
     samples = facts["now"]["samples"]
@@ -416,18 +405,30 @@ def _write_comparison(
     lines = [f"# {labels[0]} against {labels[1]}", "", *of, ""]
     lines += ["| win rate by | rate | 95 % interval over prompts | shown first, second | missing | result |"]
     lines += ["|---|---:|---:|---:|---:|---|"]
-    for key, row in rates.items():
-        rate, lowest, highest, first, second, missing = (
-            "–" if math.isnan(row[part]) else f"{100 * row[part]:.1f} %"
-            for part in ("rate", "low", "high", "first", "second", "missing")
-        )
-        cells = [key.replace("win_", ""), rate, f"{lowest} – {highest}", f"{first} / {second}", missing, row["verdict"]]
-        lines.append(f"| {' | '.join(cells)} |")
+    for key, win in wins.items():
+        row = {part: "–" if math.isnan(share) else f"{100 * share:.1f} %" for part, share in _shares(win).items()}
+        cells = [row["rate"], f"{row['low']} – {row['high']}", f"{row['first']} / {row['second']}", row["missing"]]
+        lines.append(f"| {' | '.join([key.replace('win_', ''), *cells, win.verdict])} |")
     if means:
         lines += ["", f"| mean | {labels[0]} | {labels[1]} | missing |", "|---|---:|---:|---:|"]
-        for key, row in means.items():
-            now, against = ("–" if math.isnan(row[part]) else f"{row[part]:.5g}" for part in ("now", "against"))
-            lines.append(f"| {key} | {now} | {against} | {100 * row['missing']:.1f} % |")
+        for key, mean in means.items():
+            now, against = ("–" if math.isnan(v.mean) else f"{v.mean:.5g}" for v in (mean.now, mean.before))
+            lines.append(f"| {key} | {now} | {against} | {100 * _mean_row(mean)['missing']:.1f} % |")
     lines += ["", *(f"{note}  " for note in notes)]
     write_atomic(out / "comparison.md", "\n".join(lines).rstrip() + "\n")
     print("\n".join(lines), f"\n{out / 'comparison'}.json, .md", sep="\n")
+
+
+def _shares(win: WinRate) -> dict[str, float]:
+    first, second = (math.nan if order is None else order.mean for order in (win.first, win.second))
+    rate = {"rate": win.rate.mean, "low": win.low, "high": win.high}
+    return rate | {"first": first, "second": second, "missing": win.rate.missing}
+
+
+def _win_row(win: WinRate) -> dict[str, Any]:
+    return {**_shares(win), "verdict": win.verdict}
+
+
+def _mean_row(mean: Mean) -> dict[str, float]:
+    missing = max(mean.now.missing, mean.before.missing)
+    return {"now": mean.now.mean, "against": mean.before.mean, "missing": missing}

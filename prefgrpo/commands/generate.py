@@ -65,9 +65,26 @@ class Weights:
 
 
 def generate(
-    config: Config, lora: Path | None, prompts: str, out: Path, samples: int, naming: Naming, fps: int = 16
+    config: Config,
+    lora: Path | None = None,
+    prompts: str = "",
+    out: Path = Path("generated"),
+    samples: int = 4,
+    naming: Naming = "plain",
+    fps: int = 16,
 ) -> int:
-    """Make every missing file; returns the exit code. Raises ConfigError, DataError or ModelError."""
+    """Generate images or clips for every prompt of a file, as the evaluation does (also under torchrun).
+
+    Args:
+        config: The recipe with its overrides, e.g. runs/demo/config.yaml.
+        lora: Folder of a trained LoRA, or its run folder; none: the base model (or the full weights given by --model).
+        prompts: Prompts: txt, csv, tsv, jsonl or parquet; empty: the recipe's eval.prompts, or else its data.prompts.
+        out: Output folder; existing files are skipped.
+        samples: Images or clips per prompt.
+        naming: plain: 000012_0.png by position; unigenbench: INDEX_0.png by the table's index column; vbench:
+            PROMPT-0.mp4.
+        fps: Frames per second of clips.
+    """
     check_writing(config, out, samples, fps)
     held = read_prompts(prompts or config.eval.prompts or config.data.prompts, unique=False)
     ending = ".mp4" if makes_clips(config) else ".png"
@@ -177,6 +194,7 @@ def _render(config: Config, adapter: Adapter, jobs: Sequence[Job], any_job: Job,
                 for job, pixels in zip(batch, to_uint8(media), strict=True):
                     write(job.file, pixels, fps)
             bar.update(len(batch) * (number < count))
+    embeddings.flush()
 
 
 def write(file: Path, pixels: Images, fps: int) -> None:

@@ -1,8 +1,7 @@
 """`prefgrpo preprocess RECIPE`: encode every prompt and source image of a recipe once, into data.cache.
 
 Works under torchrun: uncached job i belongs to rank i mod world size, so each is encoded once for any world size. After
-an interruption, the same command continues. Invariant: afterwards, training and evaluation neither load a text encoder
-nor need its folder.
+an interruption, the same command continues. Invariant: afterwards, training and evaluation load no text encoder.
 """
 
 from __future__ import annotations
@@ -14,12 +13,16 @@ from prefgrpo.config.schema import Config
 from prefgrpo.data.prompts import prompt_sets
 from prefgrpo.parallel import world as parallel
 from prefgrpo.parallel.world import World
-from prefgrpo.rollout.embeddings import Embeddings, EncodeJob, encoding_jobs, record_encoders, uncached
+from prefgrpo.rollout.embeddings import Embeddings, EncodeJob, encoding_jobs, uncached
+from prefgrpo.rollout.sources import prefetch
 from prefgrpo.run.loading import open_adapter
+
+AHEAD = 8
+"""Jobs whose source images are read while earlier ones are encoded."""
 
 
 def preprocess(config: Config) -> int:
-    """Fill data.cache; returns the exit code. Raises ConfigError, DataError or ModelError."""
+    """Encode all prompts of a recipe once, into data.cache (also under torchrun)."""
     if not config.data.cache:
         raise ConfigError(["data.cache: expected a folder to write to, got nothing"])
     prompts, sets = prompt_sets(config)
@@ -31,7 +34,6 @@ def preprocess(config: Config) -> int:
         _encode(config, mine, world)
     world.barrier()
     if world.main:
-        record_encoders(config)
         total = f"all of {len(prompts) + len(held)} prompts are in {config.data.cache}"
         print(f"{len(todo)} texts and sources encoded now; {total}")
     return 0
@@ -40,11 +42,12 @@ def preprocess(config: Config) -> int:
 def _encode(config: Config, jobs: list[EncodeJob], world: World) -> None:
     """Encode this rank's jobs; each cache shard is written when it is full, the last one at the end."""
     adapter = open_adapter(config, world.device)
-    embeddings = Embeddings(adapter, config.data.max_length, config.data.cache, 1)
+    embeddings = Embeddings(adapter, config.data.max_length, config.data.cache, most_bytes=0)
+    hidden = None if world.main else True
     try:
         with adapter.offload.keep_on_device():
-            for job in tqdm(jobs, unit="prompt", dynamic_ncols=True, disable=None if world.main else True):
-                images = job.images()
-                embeddings.sources(images, job.frames) if job.text is None else embeddings.text(job.text, images)
+            for number, job in enumerate(tqdm(jobs, unit="prompt", dynamic_ncols=True, disable=hidden)):
+                prefetch(later.sources for later in jobs[number : number + AHEAD])
+                job.run(embeddings)
     finally:
         embeddings.flush()  # after Ctrl-C too

@@ -26,14 +26,15 @@ import tyro
 from tqdm import tqdm
 
 from prefgrpo.config.recipe import ConfigError, merge, read_yaml
-from prefgrpo.config.schema import Config, RewardConfig
+from prefgrpo.config.rewards import RewardEntry
+from prefgrpo.config.schema import Config
 from prefgrpo.data.atomic import write_atomic
 from prefgrpo.data.file_names import CLIPS, Generated, find, read_media
 from prefgrpo.data.media import Media
 from prefgrpo.data.prompts import DataError, read_prompts
 from prefgrpo.parallel import world as parallel
 from prefgrpo.parallel.world import World
-from prefgrpo.rewards import build, load_class, parse_reward_spec
+from prefgrpo.rewards import build, check_name, load_class, parse_reward_spec
 from prefgrpo.rewards.base import Reward, Sample, Score
 from prefgrpo.rewards.scorer import Scorer
 from prefgrpo.rewards.wire import score_row
@@ -74,7 +75,7 @@ def score(
         reward_spec: Rewards and weights: '["clip","aesthetic"]', "clip:0.7,pickscore:0.3".
         images: Folder of the files: named as by `prefgrpo generate`, by a `file` column, or in the prompts' order.
         prompts: Prompts: txt, csv, jsonl or parquet.
-        options: YAML files of options per reward, as in a recipe's reward.options: {clip: {model: …}}.
+        options: YAML files of options per reward, {clip: {model: …}}; their `judge` as in an entry of `rewards`.
         out: JSON file to write, - for standard output (and the table on standard error); none: a table only.
         source: Folder of the source images of edits, one per prompt; none: the prompts' source_image column.
         batch: Files read and scored together (whole groups); 0: 32 images or 4 clips.
@@ -100,8 +101,14 @@ def score(
     world = parallel.join(device)
     torch.set_num_threads(threads)
     own = _options(options, weights, device)
-    config = Config(reward=RewardConfig(spec=reward_spec, options=own), seed=seed)
-    rewards = build(weights, reward_options(config, weights, own, None, world))
+    for name in set(own) - set(weights):
+        check_name(name)  # options of other rewards are allowed, misspelt names are not
+    keywords = {}
+    for name, weight in weights.items():
+        judge = own.get(name, {}).pop("judge", {})
+        entry = RewardEntry(name, weight, own.get(name, {}), judge)
+        keywords[name] = reward_options(Config(seed=seed), entry, world)
+    rewards = build(weights, keywords)
     _check_inputs(rewards, files)
     for size in sorted({len(group) for group in _groups(files)}):
         try:

@@ -146,6 +146,8 @@ def _describe_error(path: tuple[str, ...], items: list[Any]) -> str:
         *sections, key = path
         siblings = [f.name for f in fields(reduce(getattr, sections, Config()))]
         return f"{name}: unknown key; {_suggest_key('.'.join(sections), key, siblings, list(flat_fields(Config())))}"
+    if items[0]["type"] == "value_error":
+        return f"{name}: {items[0]['ctx']['error']}"
     expected = [EXPECTED.get(item["type"], item["msg"]).format(**item.get("ctx", {})) for item in items]
     trap = " (YAML reads an unquoted on, off, yes or no as true or false)" * isinstance(value, bool)
     return f"{name}: expected {' or '.join(dict.fromkeys(expected))}, got {value!r}{trap}"

@@ -10,6 +10,7 @@ from dataclasses import field
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    BeforeValidator,
     ConfigDict,
     Field,
     NonNegativeFloat,
@@ -18,6 +19,8 @@ from pydantic import (
     PositiveInt,
 )
 from pydantic.dataclasses import dataclass
+
+from prefgrpo.config.rewards import RewardEntry, entries
 
 MODEL_VALUES = "prefgrpo.yaml"
 """File in a model folder with the values that this model needs whatever the recipe."""
@@ -41,9 +44,8 @@ MASKING = (
 )  # fmt: skip
 """Those that take a mask of padded keys (diffusers adds a boolean mask to xformers' scores as 0 and 1)."""
 COMBINE = ("weighted_sum", "weighted_advantage_sum", "geometric_mean")
-"""Ways to combine rewards; `reward.combine` may also name a function."""
-Options = dict[str, dict[str, Any]]
-"""Options per reward."""
+"""Ways to combine rewards; `advantage.combine` may also name a function."""
+Rewards = Annotated[tuple[RewardEntry, ...], BeforeValidator(entries)]
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -133,45 +135,31 @@ class SamplingConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class JudgeConfig:
-    """The vision-language judge: servers, questions and use of the answers."""
+    """Where vision-language judges are, and how they are asked: for every reward that asks one. The `judge` of a
+    reward's entry replaces single values; the question is an option of the reward."""
 
     endpoints: tuple[str, ...] = ("http://127.0.0.1:8000",)
     """Base URLs of servers of the same model, with or without /v1; requests go to the least-loaded healthy one."""
     model: str = ""
     """http: the served model's name (empty: the only one served); local: folder or hub id of the checkpoint."""
-    template: str = ""
-    """Prompt template with its answer format: a shipped name (compare, caption_match, …) or the path of a YAML file;
-    empty: compare. Rewards other than vlm_pairwise have their own templates (reward.options.NAME.judge.template)."""
+    prompt: Literal["ours", "published"] = "ours"
+    """Whose words ask the question: ours, or those that the judge was trained on, which `prefgrpo judge prompts`
+    fetches from their publisher (templates for which none were published are used as they are)."""
+    chat_template_kwargs: dict[str, bool | int | str] = field(default_factory=dict)
+    """Options of the server's chat template in every request, e.g. {enable_thinking: false}."""
     backend: Literal["local", "http"] = "http"
     """local: transformers in this process; http: an OpenAI-compatible server (vLLM, SGLang)."""
-    plan: str = "both_orders"
-    """Which pairs are compared: both_orders, round_robin or k_regular(n)."""
-    verdict: Literal["soft", "hard"] = "soft"
-    """Win rates from probabilities, or from won/tied/lost comparisons."""
-    rate: Literal["win_rate", "bradley_terry"] = "win_rate"
-    """win_rate: mean over the comparisons made; bradley_terry: estimated win rate against the whole group (for plans
-    that skip pairs)."""
-    min_label_mass: Share = 0.01
-    """A soft verdict is missing if the two labels together have less probability than this."""
     concurrency: PositiveInt = 64
     """Maximum requests in flight per endpoint, over all processes (each gets an equal share, at least 1)."""
     api_key_env: str = ""
     """Environment variable that holds the API key, if the server needs one."""
     image_format: Literal["jpeg", "png", "webp"] = "jpeg"
-    """Encoding of images on the wire; jpeg is quality 95."""
-    max_pixels: NonNegativeInt = 2048 * 2048
-    """Larger images are downscaled before they are sent to an http judge; 0: never."""
-    media_ids: Literal["auto", "on", "off"] = "auto"
-    """Send each image once and then its id: on vLLM servers (auto), always or never."""
+    """Encoding of images on the wire; jpeg is quality 95. Images above 2048² pixels are sent smaller."""
     timeout_s: PositiveFloat | None = None
     """Time limit of one request in seconds; none: the template's, 60 s for one-token answers, 600 s for text."""
     deadline_s: PositiveFloat | None = None
     """Time limit of one step's judging in seconds, including retries and server restarts; none: ten times the request
     limit, at least 600 s."""
-    patience_s: PositiveFloat | None = None
-    """Seconds that requests wait while no server is reachable; none: deadline_s, or 600 s without one."""
-    retries: NonNegativeInt = 5
-    """Retries of a failed request."""
     log: bool = True
     """Write every comparison of training to judgements.jsonl (about 250 bytes each, no pixels)."""
     max_missing: Share = 0.1
@@ -179,9 +167,6 @@ class JudgeConfig:
     checkpoint."""
     strict: bool = False
     """Stop at the start of a run if the judge gets questions with known answers wrong; false: only warn."""
-    patience_steps: NonNegativeInt = 3
-    """Steps in a row whose verdicts are all ties, or all the same for one side, after which the run stops with a
-    checkpoint; 0: only warn."""
 
     def mistakes(self) -> Iterator[str]:
         """Values that contradict each other."""
@@ -194,13 +179,9 @@ class JudgeConfig:
 
 
 @dataclass(frozen=True, config=STRICT)
-class RewardConfig:
-    """What is optimised."""
+class AdvantageConfig:
+    """How the rewards of a group become advantages."""
 
-    spec: str = "vlm_pairwise"
-    """Rewards and weights, e.g. "vlm_pairwise:0.7,clip:0.3"; weight 0 is logged and not trained on."""
-    options: Options = field(default_factory=dict)
-    """Options per reward, including `url` (its server) and `judge` (values that override the judge section)."""
     combine: str = "weighted_sum"
     """weighted_sum: sum rewards, then normalise; weighted_advantage_sum: normalise each, then sum (Pref-GRPO; GDPO);
     geometric_mean: normalise this weighted mean; a sample with a negative reward is then missing. Or a function of your
@@ -314,12 +295,9 @@ class EvalConfig:
     """Image width in pixels; none: as in rollout."""
     steps: PositiveInt | None = None
     """Denoising steps; none: as in rollout."""
-    spec: str = ""
-    """Rewards for evaluation only, e.g. "scenes"; never trained on."""
-    options: Options = field(default_factory=dict)
-    """Options of these rewards, as in reward.options."""
-    judge: bool = True
-    """Also compute the judge's win rate against the initial policy, in both orders."""
+    rewards: Rewards = ()
+    """Rewards that evaluation measures, written as in `rewards`; empty: those of training. An entry that is only the
+    name of a trained reward is that reward. A pairwise judge compares with the initial policy, in both orders."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -354,7 +332,9 @@ class CheckpointConfig:
     """Saving."""
 
     every: PositiveInt = 20
-    """Training steps between checkpoints; the newest two are kept."""
+    """Training steps between checkpoints."""
+    keep: PositiveInt = 2
+    """Number of newest checkpoints to keep."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -387,7 +367,9 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     rollout: SamplingConfig = field(default_factory=SamplingConfig)
     judge: JudgeConfig = field(default_factory=JudgeConfig)
-    reward: RewardConfig = field(default_factory=RewardConfig)
+    rewards: Rewards = (RewardEntry("vlm_pairwise"),)
+    """What is optimised: entries of name, weight, options and judge, or a text: "vlm_pairwise:0.7,clip:0.3"."""
+    advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -429,6 +411,13 @@ class Config:
             yield f"attention: ring attention needs log-sum-exps; {expected}, got native"
         if context > 1 and self.compile:
             yield "compile: expected false under context parallelism, got true"
+
+    @property
+    def measured(self) -> tuple[RewardEntry, ...]:
+        """The rewards of evaluation, with the options and judge of the trained reward that a bare name means."""
+        trained = {entry.name: entry for entry in self.rewards}
+        bare = {entry.name for entry in self.eval.rewards if not entry.options and not entry.judge}
+        return tuple(trained.get(e.name, e) if e.name in bare else e for e in self.eval.rewards) or self.rewards
 
     @property
     def splits(self) -> bool:

@@ -21,7 +21,7 @@ UNREADABLE = (OSError, ValueError, SyntaxError, EOFError, RuntimeError, LookupEr
 
 
 def rgb(image: Image.Image) -> Image.Image:
-    """An opened image file as 8-bit RGB: EXIF orientation applied, 16 bits scaled to 8, transparency on white.
+    """An opened image file as 8-bit RGB: EXIF orientation applied, 16 bits scaled to 8, transparency shown on white.
 
     Raises ValueError for other bit depths, which Pillow would clip to black or white, or another of UNREADABLE.
     """
@@ -30,9 +30,9 @@ def rgb(image: Image.Image) -> Image.Image:
         raise ValueError(f"expected 8 or 16 bits per channel, got mode {image.mode}")
     if image.mode.startswith("I"):
         image = Image.fromarray((np.asarray(image).astype(np.uint16) >> 8).astype(np.uint8))
-    if image.has_transparency_data:
-        image = image.convert("RGBA")
-        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    if image.has_transparency_data:  # the colour under transparent pixels is arbitrary
+        white = Image.new("RGBA", image.size, "white")
+        image = Image.alpha_composite(white, image.convert("RGBA"))
     return image.convert("RGB")
 
 

@@ -17,13 +17,11 @@ import numpy as np
 
 from prefgrpo.judge.template import Template, spelled
 
-_WHO = r"(?:the )?(?:edited )?(?:image|video) ?"
-_LEAD = r"(?:(?:(?:the )?(?:final )?(?:answer|verdict)(?: is)?:?|therefore|thus|so|overall|in conclusion),? )?"
-_ONLY = re.compile(rf"{_LEAD}(?:{_WHO})?([12])", re.I | re.A)
-"""A whole answer that is only a number."""
-_STATED = re.compile(rf"{_LEAD}{_WHO}([12]) is better", re.I | re.A)
-"""A sentence that is a verdict."""
-_TIE = re.compile(r"(?:a )?tie|both (?:(?:images|videos|edited images) )?are equally good", re.I | re.A)
+_STATED = re.compile(r"(?:edited )?(?:image|video) ?([12]) is better", re.I | re.A)
+"""A sentence that is a verdict, as the published judges write it."""
+_ONLY = re.compile(r"(?:(?:edited )?(?:image|video) ?)?([12])", re.I | re.A)
+"""A whole answer that names one of two."""
+_TIE = re.compile(r"tie|both (?:images|videos|edited images) are equally good", re.I | re.A)
 _SENTENCE = re.compile(r"[^.!?;]+[.!?;]?")
 _THOUGHTS = re.compile(r".*</(?:think|thinking|thought)>", re.I | re.S | re.A)
 _THINKS = re.compile(r"<(?:think|thinking|thought)>", re.I | re.A)
@@ -35,6 +33,13 @@ _SCORE_TAG = re.compile(r"</?score>", re.I | re.A)
 _MARKS = re.compile(r"\[\s*[01](?:\s*,\s*[01])*\s*,?\s*\]", re.A)
 _COMMA = re.compile(r",(?=\s*[}\]])")
 _NUMBER = r"[-+]?(?:0|[1-9]\d*)(?:\.\d+)?"
+
+
+NO_THINKING = (
+    "serve it with --default-chat-template-kwargs '{\"enable_thinking\": false}' (`prefgrpo judge serve` does for the "
+    "presets), or set judge.chat_template_kwargs: {enable_thinking: false}"
+)
+"""What to do about a judge that thinks although it should not."""
 
 
 class Unreadable(ValueError):
@@ -253,6 +258,8 @@ def label_logprobs(
     first, second = (
         [v for token, v in listed.items() if spelled(token, variants) == spelled(label, variants)] for label in labels
     )
+    if not first and not second and any("think" in token for token in listed):
+        raise Unreadable(f"the judge begins to think instead of answering with a label: {NO_THINKING}")
     if not first and not second:
         raise Unreadable(f"neither label {labels} is among the judge's {len(listed)} likeliest tokens")
     first, second = first or [_max_unlisted_logprob(listed)], second or [_max_unlisted_logprob(listed)]

@@ -119,8 +119,12 @@ def chat_body(
     texts: Mapping[str, str],
     media: Sequence[bytes],
     source: Sequence[bytes] = (),
+    options: Mapping[str, Any] | None = None,
 ) -> bytes:
-    """Build the request from a template, its texts by marker name, and the content parts of media and source images."""
+    """Build the request from a template, its texts by marker name, and the content parts of media and source images.
+
+    options: other fields of the request.
+    """
     parts: list[bytes] = []
     for part in template.parts(texts):
         if part == SOURCE:
@@ -128,7 +132,10 @@ def chat_body(
         else:
             parts.append(media[part] if isinstance(part, int) else _text(part))
     head = b'{"model":' + _json(model) + b',"messages":[{"role":"user","content":['
-    return head + b",".join(parts) + b"]" + _tail(template)
+    tail = _tail(template)
+    if options:
+        tail = tail[:-1] + b"," + _json(options)[1:]
+    return head + b",".join(parts) + b"]" + tail
 
 
 @lru_cache(maxsize=32)
@@ -157,58 +164,72 @@ def _json(value: Any) -> bytes:
 
 
 class MediaIds:
-    """Tracks which media one server holds, so that later requests refer to them by id instead of resending the data.
+    """Which media one server holds, so that later requests refer to them by id instead of resending the data.
 
     A server has a medium once it has read the request that carries it, long before it answers that request. Other
     requests with the medium are therefore sent `grace_s` after the first, or on its answer if that comes sooner, and
     are repeated with data if the server did not know the medium yet.
     """
 
-    def __init__(self, mode: str) -> None:
-        """`mode`: JudgeConfig.media_ids."""
-        self.mode = mode
+    def __init__(self) -> None:
         self.grace_s = _GRACE_S
-        self.known: OrderedDict[str, None] = OrderedDict()
-        self.requests = self.misses = 0
+        self.known: OrderedDict[str, bool] = OrderedDict()
+        """Media that the server holds (True), or that are sent without id (False)."""
+        self.requests = 0
+        self.misses = 0
         self._uploads: dict[str, asyncio.Event] = {}
 
-    def enabled(self, vllm: bool) -> bool:
+    def enabled(self, supported: bool) -> bool:
         """Whether to send ids instead of data: not to a server that loses media (several API processes on one port)."""
         unreliable = self.misses >= _MIN_MISSES and self.misses > 0.2 * self.requests
-        return self.mode == "on" or (self.mode == "auto" and vllm and not unreliable)
+        return supported and not unreliable
 
-    def pending_uploads(self, uuids: Collection[str]) -> list[asyncio.Event]:
+    def trusts(self, media: Collection[str]) -> bool:
+        """Whether a request with these media may have ids."""
+        return bool(media) and all(self.known.get(uuid, True) for uuid in media)
+
+    def distrust(self, media: Collection[str]) -> None:
+        """Send these media without their ids from now on."""
+        self._set(media, False)
+
+    def busy(self, media: Collection[str]) -> list[asyncio.Event]:
         """For each medium that another request is uploading: the event after which it may be referred to by id."""
-        return [event for u in uuids if (event := self._uploads.get(u)) and not event.is_set()]
+        return [event for uuid in media if (event := self._uploads.get(uuid)) and not event.is_set()]
 
-    async def claim_uploads(self, uuids: Collection[str]) -> tuple[set[str], float]:
-        """Wait until media in upload may be referred to by id; (media that this request must carry, grace period in
-        seconds that was given to the others). The caller must send the request at once, then call `finish_uploads`."""
-        while events := self.pending_uploads(uuids):
-            for event in events:
-                await event.wait()
-        mine = {u for u in uuids if u not in self.known and u not in self._uploads}
-        grace_s = self.grace_s if any(u in self._uploads for u in uuids) else 0.0
-        for uuid in mine:
+    async def uploaded(self, media: Collection[str]) -> None:
+        """Wait until no other request is uploading any of these media."""
+        while events := self.busy(media):
+            await events[0].wait()
+
+    def claim(self, media: Collection[str]) -> tuple[set[str], bool]:
+        """(media that this request must carry, whether it names others before their upload is answered).
+
+        The caller must send the request at once, then call `finish`.
+        """
+        early = any(uuid in self._uploads for uuid in media)
+        carried = {uuid for uuid in media if uuid not in self.known and uuid not in self._uploads}
+        for uuid in carried:
             self._uploads[uuid] = asyncio.Event()
             asyncio.get_running_loop().call_later(self.grace_s, self._uploads[uuid].set)
-        return mine, grace_s
+        return carried, early
 
-    def finish_uploads(self, mine: set[str], success: bool) -> None:
-        """Call when the request that carried `mine` has ended; wakes the requests that wait for these media."""
-        for uuid in mine:
-            if success:
-                self.known[uuid] = None
-                self.known.move_to_end(uuid)
-            if event := self._uploads.pop(uuid, None):
-                event.set()
-        while len(self.known) > _KNOWN_MEDIA:
-            self.known.popitem(last=False)
+    def finish(self, carried: Collection[str], success: bool) -> None:
+        """Call when the request that carried these media has ended; wakes the requests that wait for them."""
+        self._set(carried if success else (), True)
+        for uuid in carried:
+            self._uploads.pop(uuid).set()
 
-    def record_request(self, missed: bool, grace_s: float) -> None:
-        """Count a request that used ids. A miss after a grace period doubles that period instead of counting."""
-        if missed and grace_s:
-            self.grace_s = max(self.grace_s, 2 * grace_s)
+    def count(self, missed: bool, early: bool) -> None:
+        """Count a request that used ids. A miss of one that came early doubles the grace period instead."""
+        if missed and early:
+            self.grace_s *= 2
         else:
             self.requests += 1
             self.misses += missed
+
+    def _set(self, media: Collection[str], held: bool) -> None:
+        for uuid in media:
+            self.known[uuid] = held
+            self.known.move_to_end(uuid)
+        while len(self.known) > _KNOWN_MEDIA:
+            self.known.popitem(last=False)

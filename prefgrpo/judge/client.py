@@ -1,221 +1,245 @@
-"""Checks at startup, within seconds, that a judge behind HTTP works.
+"""A judge behind an OpenAI-compatible server: primarily vLLM, others as far as they support what is needed.
 
-`check` tests that the servers are reachable, serve the model, return a verdict on a pair of images, and get known
-answers right; `check_reachable` sends no images; `main` is `prefgrpo judge check`. Invariant: every failure raises a
-single JudgeError that says what was expected, what was found, and what to do.
+`JudgeClient.answer` asks any question (a template with texts and media) and parses the answer as the template
+specifies; `HttpJudge` is a thin pairwise layer on top. Temperature 0, each medium encoded once. Invariant: every
+question ends, in bounded time, with an answer or a reason.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
+import os
+import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
-from dataclasses import dataclass, replace
-
-import aiohttp
-import numpy as np
+from collections.abc import Collection, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from prefgrpo.config.schema import JudgeConfig
 from prefgrpo.data.media import Media
-from prefgrpo.judge.endpoint import Endpoint, checkpoint_name, describe_error
-from prefgrpo.judge.http import HttpJudge
-from prefgrpo.judge.information import ask_known_answers, is_pairwise
+from prefgrpo.judge import answers, traffic
+from prefgrpo.judge.body import Encoded, EncodeError, Encodings, chat_body, encode
+from prefgrpo.judge.endpoint import describe_error
 from prefgrpo.judge.loop import loop_thread
-from prefgrpo.judge.send import validate
-from prefgrpo.judge.template import load_template
-from prefgrpo.judge.verdict import JudgeError
+from prefgrpo.judge.pool import HttpPool, SendError
+from prefgrpo.judge.template import Template, load_template, shipped_templates
+from prefgrpo.judge.verdict import MIN_LABEL_MASS, Answer, Pair, PairJudge, Verdict, two_label_softmax
 
-__all__ = ["Health", "HttpJudge", "check", "check_reachable", "main"]
+_PATH = "/v1/chat/completions"
+MAX_PIXELS = 2048 * 2048
+"""Larger images are sent smaller."""
+_CUT = ("length", "abort", "content_filter", "error")
+"""Finish reasons of a truncated answer."""
+T = TypeVar("T")
+_Key = tuple[Template, tuple[tuple[str, str], ...], tuple[str, ...], tuple[str, ...]]
+"""(template, texts, media ids, source ids) of a question."""
 
-_BUSY_S, _PAUSE_S = 30.0, 0.5
+
+class JudgeClient:
+    """Sends questions to one or several servers of the same model; can be used from any thread."""
+
+    def __init__(self, config: JudgeConfig) -> None:
+        self.config = config
+        self.pool = HttpPool(config)
+        self.users = 0
+        self._first_model = ""
+        options = config.chat_template_kwargs
+        self._options: dict[str, Any] = {"chat_template_kwargs": options} if options else {}
+        self.encodings = Encodings(lambda media: encode(media, config.image_format, MAX_PIXELS))
+        self._asked: WeakKeyDictionary[Media, dict[_Key, _Shared]] = WeakKeyDictionary()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run a coroutine that calls `answer` on the event loop."""
+        return loop_thread().submit(work)
+
+    def close(self) -> None:
+        """Drop one user; the last one stops health probes (the process's connection pool stays open for others)."""
+        self.users -= 1
+        if self.users <= 0:
+            self.pool.close()
+
+    async def answer(
+        self,
+        template: Template,
+        values: Mapping[str, str],
+        media: Sequence[Media],
+        source: Sequence[Media] = (),
+        once: bool = False,
+    ) -> Answer:
+        """The answer to one question. Never raises; runs on the event loop (`run`).
+
+        values: texts of the template's markers by name; media: for {media_1} …; source: for {source}.
+        once: identical questions share one request and its answer, as long as the first medium is alive.
+        """
+        start = time.monotonic()
+        if template.takes_source and not source:
+            return Answer(None, f"template '{template.name}' needs a source image, but the sample has none")
+        try:
+            shown = [await self.encodings.get(m) for m in media]
+            before = [await self.encodings.get(m) for m in source] if template.takes_source else []
+        except EncodeError as error:
+            return Answer(None, str(error), time.monotonic() - start)
+        if not once or not media:
+            return await self._request(template, values, shown, before)
+        key = (template, tuple(sorted(values.items())), tuple(e.uuid for e in shown), tuple(e.uuid for e in before))
+        asked = self._asked.setdefault(media[0], {})
+        if key not in asked or asked[key].failed:
+            asked[key] = _Shared(asyncio.ensure_future(self._request(template, values, shown, before)))
+        return await asked[key].answer()
+
+    async def _request(
+        self, template: Template, values: Mapping[str, str], media: list[Encoded], source: list[Encoded]
+    ) -> Answer:
+        """Send a question and parse the answer."""
+        start = time.monotonic()
+        traffic.count(questions=1)
+
+        def write(carried: Collection[str] | None) -> bytes:
+            shown = [e.part(carried) for e in media]
+            before = [e.part(carried) for e in source]
+            return chat_body(self.pool.model, template, values, shown, before, self._options)
+
+        try:
+            uuids = [e.uuid for e in (*media, *source)]
+            reply = await self.pool.send(_PATH, write, self._choice, uuids, template.timeout_s)
+        except SendError as error:
+            return Answer(None, str(error), time.monotonic() - start, retries=error.retries)
+        answer = Answer(None, "", time.monotonic() - start, retries=reply.retries)
+        try:
+            answer = read(template, reply.value, answer)
+        except answers.Unreadable as error:
+            answer = replace(answer, reason=str(error))
+        if answer.reason:
+            traffic.count(unread=1, wasted_us=reply.spent_us)
+        return answer
+
+    def _choice(self, url: str, payload: bytes) -> dict[str, Any]:
+        """The first choice; Unreadable unless the reply names the requested model or the one in the first reply (a
+        proxy may use a different name)."""
+        choice, model = first_choice(url, payload)
+        self._first_model = self._first_model or model
+        if model not in ("", self._first_model, self.pool.model):
+            raise answers.Unreadable(
+                f"{url}: the model '{self.pool.model}' was requested and '{model[:80]}' answered, before that "
+                f"'{self._first_model[:80]}'; expected one model throughout a run"
+            )
+        return choice
 
 
-@dataclass
-class Health:
-    """Result of a successful check: at least one endpoint works."""
+class _Shared:
+    """A request shared by several callers; it is cancelled when the last of them cancels."""
 
-    endpoints: list[Endpoint]
-    """All configured endpoints; one may have a `problem` while another works."""
-    model: str
-    """Model that will judge."""
-    probe_p_first: float | None = None
-    """P(first) of the probe pair; None without a probe."""
-    probe_latency_s: float | None = None
-    """Seconds the probe pair took."""
-    position_bias: float | None = None
-    """Mean P(first) over random pairs in both orders; 0.5 is no bias."""
-    unjudged: str = ""
-    """How many of these pairs got no verdict, and why; '' if all did."""
-    known_answers: str = ""
-    """How many known answers were right; '' if none were requested."""
-    alarm: str = ""
-    """Why the known answers were wrong; '' if they were right or not requested."""
+    def __init__(self, task: asyncio.Future[Answer]) -> None:
+        self.task, self.waiting, self.given_up = task, 0, False
 
     @property
-    def good(self) -> list[Endpoint]:
-        """Endpoints that work."""
-        return [e for e in self.endpoints if not e.problem]
+    def failed(self) -> bool:
+        """Whether the question has to be asked again."""
+        return self.given_up or (self.task.done() and (self.task.cancelled() or bool(self.task.result().reason)))
 
-    def summary(self) -> str:
-        """One line per endpoint and one for the probe."""
-        rows = [f"{e.url}: {e.problem or 'ok, serves ' + ', '.join(e.models or [])}" for e in self.endpoints]
-        if self.probe_latency_s is not None:
-            rows.append(f"probe pair: P(first) {self.probe_p_first:.3f} in {self.probe_latency_s:.2f} s")
-        if self.position_bias is not None:
-            rows.append(f"position bias: mean P(first) {self.position_bias:.3f} over pairs in both orders")
-        rows += [f"WARNING: {self.unjudged}"] if self.unjudged else []
-        rows += [row for row in (self.known_answers, self.alarm and f"WARNING: {self.alarm}") if row]
-        return "\n".join(rows)
+    async def answer(self) -> Answer:
+        self.waiting += 1
+        try:
+            return await asyncio.shield(self.task)
+        finally:
+            self.waiting -= 1
+            if not self.waiting and not self.task.done():
+                self.given_up = self.task.cancel()
 
 
-def check(
-    config: JudgeConfig,
-    *,
-    timeout_s: float = 10.0,
-    bias_pairs: int = 0,
-    known_answers: bool = False,
-    clips: bool = False,
-) -> Health:
-    """Check the configured judge. Takes at most about 3 · `timeout_s` per endpoint, longer for judges that write text.
+class HttpJudge(PairJudge):
+    """Asks one or several servers which of two media is better; pairs may be submitted from any thread.
 
-    bias_pairs: judge this many random pairs in both orders. known_answers: ask each endpoint 16 questions with known
-    answers. clips: use clips for these.
-    Raises JudgeError if no endpoint works, the probe gets no verdict, or `config.strict` and known answers are wrong.
+    For clips, the template NAME_video is used if it is shipped.
     """
-    HttpJudge(config).close()  # validates the config and the template
-    health = check_reachable(config, timeout_s)
-    template = load_template(config.template or "compare")
-    longest = timeout_s if template.answer == "soft" else max(timeout_s, config.timeout_s or template.timeout_s)
-    config = replace(config, model=health.model, timeout_s=longest, patience_s=5.0)
-    _probe(config, health, bias_pairs)
-    if known_answers and is_pairwise(template):
-        _ask_known_answers(replace(config, timeout_s=max(longest, template.timeout_s)), health, clips)
-    return health
+
+    streams = True
+    clips = True
+
+    def __init__(self, config: JudgeConfig, template: str = "compare") -> None:
+        video = f"{template}_video"
+        self.config = config
+        self.template = load_template(template, prompt=config.prompt)
+        self.clip_template = self.template
+        if video in shipped_templates():
+            self.clip_template = load_template(video, prompt=config.prompt)
+        self.client = shared_client(config)
+        self.answer_s = config.timeout_s or max(self.template.timeout_s, self.clip_template.timeout_s)
+
+    def submit(self, prompt: str, first: Media, second: Media, source: Sequence[Media] = ()) -> Future[Verdict]:
+        """Send one pair; the future always ends with a Verdict unless it is cancelled."""
+        template = self.clip_template if first.clip or second.clip else self.template
+        return self.client.run(self._judge(template, prompt, (first, second), tuple(source)))
+
+    def judge_group(
+        self, prompt: str, media: Sequence[Media], pairs: Sequence[Pair], source: Sequence[Media] = ()
+    ) -> list[Verdict]:
+        """Submit all pairs at once and wait for the verdicts."""
+        futures = [self.submit(prompt, media[i], media[j], source) for i, j in pairs]
+        return [f.result() for f in futures]
+
+    def close(self) -> None:
+        """Release the client."""
+        self.client.close()
+
+    async def _judge(
+        self, template: Template, prompt: str, pair: tuple[Media, Media], source: tuple[Media, ...]
+    ) -> Verdict:
+        return Verdict(**vars(await self.client.answer(template, {"prompt": prompt}, pair, source)))
 
 
-def main(
-    endpoint: tuple[str, ...] = ("http://127.0.0.1:8000",),
-    model: str = "",
-    template: str = "compare",
-    api_key_env: str = "",
-    bias_pairs: int = 8,
-    timeout_s: float = 20.0,
-) -> int:
-    """Check that the judge is reachable, serves the model, answers a pair, and answers questions with known answers.
-
-    The questions show two images and ask which one is the plain colour that the caption names. If the judge ignores
-    the images, or mixes them up, the fault is named and the exit code is 1.
-
-    Args:
-        endpoint: OpenAI-compatible servers, with or without /v1.
-        model: Served model name; empty: the only one served.
-        template: Shipped template name or path to one.
-        api_key_env: Environment variable that holds the API key.
-        bias_pairs: Random pairs to judge in both orders for the position bias; 0 for none.
-        timeout_s: Longest wait for one answer, in seconds.
-    """
-    config = JudgeConfig(endpoint, model, template, api_key_env=api_key_env)
-    health = check(config, timeout_s=timeout_s, bias_pairs=bias_pairs, known_answers=True)
-    print(health.summary())
-    return 1 if health.alarm else 0
+_clients: WeakValueDictionary[tuple[int, str], JudgeClient] = WeakValueDictionary()
+_lock = threading.Lock()
 
 
-def check_reachable(config: JudgeConfig, timeout_s: float = 10.0) -> Health:
-    """Check that servers are reachable and serve the model, without querying it. JudgeError if no endpoint does.
-
-    A server that is still loading (5xx) gets 30 s, or `config.patience_s` if that is less.
-    """
-    validate(config)
-    busy_s = min(_BUSY_S, _BUSY_S if config.patience_s is None else config.patience_s)
-    endpoints = [Endpoint(url, config) for url in config.endpoints]
-    queries = [loop_thread().submit(_query_models(e, config, timeout_s, busy_s)) for e in endpoints]
-    for query in queries:
-        query.result(busy_s + timeout_s + 5.0)
-    health = Health(endpoints, config.model)
-    if not health.good:
-        raise JudgeError("the judge cannot be used. " + " | ".join(f"{e.url}: {e.problem}" for e in endpoints))
-    health.model = config.model or (health.good[0].models or [""])[0]
-    for endpoint in health.good:
-        endpoint.problem = endpoint.model_problem(health.model)
-    roots = {
-        checkpoint_name(root): f"{e.url} from {root}" for e in health.good if (root := e.roots.get(health.model, ""))
-    }
-    if len(roots) > 1:
-        raise JudgeError(
-            f"'{health.model}' is served by {', by '.join(roots.values())}; expected one checkpoint on all of them: "
-            "correct the endpoints, or give the folders one name if they hold the same checkpoint"
-        )
-    return health
+def shared_client(config: JudgeConfig) -> JudgeClient:
+    """This process's client for a config's servers and options. Call `close` when done."""
+    config = replace(config, endpoints=tuple(config.endpoints))
+    key = (os.getpid(), repr(config))
+    with _lock:
+        client = _clients.get(key)
+        if client is None:
+            client = _clients[key] = JudgeClient(config)
+        client.users += 1
+        return client
 
 
-async def _query_models(endpoint: Endpoint, config: JudgeConfig, timeout_s: float, busy_s: float) -> None:
-    """Ask an endpoint which models it serves; set its `problem` if something is wrong."""
-    end = time.monotonic() + busy_s
+def first_choice(url: str, payload: bytes) -> tuple[dict[str, Any], str]:
+    """(first choice of a chat completion, name of the model or ''); Unreadable if there is no choice."""
     try:
-        await endpoint.describe(timeout_s)
-        while endpoint.models is None and time.monotonic() < end:
-            await asyncio.sleep(_PAUSE_S)
-            await endpoint.describe(timeout_s)
-    except asyncio.TimeoutError:
-        endpoint.problem = f"no answer from /v1/models within {timeout_s:g} s; is the server still loading, or stuck?"
-    except (aiohttp.ClientError, OSError) as error:
-        endpoint.problem = (
-            f"not reachable ({describe_error(error)}); expected an OpenAI-compatible server: start one with "
-            "'prefgrpo judge serve', or correct the judge's endpoints"
+        value = json.loads(payload)
+        choices = value["choices"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise answers.Unreadable(
+            f"{url} sent no readable chat completion ({describe_error(error)}): {payload[:80]!r}"
+        ) from error
+    if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
+        raise answers.Unreadable(f"{url} sent a chat completion without choices")
+    model = value.get("model")
+    return choices[0], model if isinstance(model, str) else ""
+
+
+def read(template: Template, choice: Mapping[str, Any], answer: Answer) -> Answer:
+    """`answer`, filled in from a choice as the template specifies; Unreadable if the choice contains nothing usable."""
+    if template.answer == "soft" and template.labels:
+        first, second = answers.label_logprobs(choice, template.labels, template.variants)
+        value, reason = two_label_softmax(first, second, MIN_LABEL_MASS)
+        return replace(answer, value=value, reason=reason, raw=f"logp {first:.4f} {second:.4f}")
+    message = choice.get("message")
+    message = message if isinstance(message, dict) else {}
+    text = message.get("content")
+    if not isinstance(text, str) and (message.get("reasoning") or message.get("reasoning_content")):
+        raise answers.Unreadable(
+            f"the judge only thought, for max_tokens = {template.max_tokens}: {answers.NO_THINKING}"
         )
-    else:
-        endpoint.problem = endpoint.model_problem(config.model)
-
-
-def _probe(config: JudgeConfig, health: Health, bias_pairs: int) -> None:
-    """Each server judges one pair of plain images; the working ones then judge random pairs in both orders."""
-    red, blue, grey = (Media(np.full((64, 64, 3), c, np.uint8)) for c in ((220, 30, 30), (30, 60, 220), (128,) * 3))
-    for endpoint in (asked := health.good):
-        with closing(HttpJudge(replace(config, endpoints=(endpoint.url,)))) as judge:
-            verdict = judge.judge_group("a plain red picture", [red, blue], [(0, 1)], [grey])[0]
-        if verdict.first is None:
-            endpoint.problem = f"'{health.model}' gave no verdict on a probe pair: {verdict.reason}"
-        elif health.probe_p_first is None:
-            health.probe_p_first, health.probe_latency_s = verdict.first, verdict.latency_s
-    if health.probe_p_first is None:
-        raise JudgeError(
-            f"the judge {' | '.join(e.problem for e in asked)}\n"
-            "Check that the server works, that the template suits the model (labels, prefill, answer), and that it "
-            "accepts two images"
-        )
-    if bias_pairs:
-        rng = np.random.default_rng(0)
-        media = [Media(rng.integers(0, 256, (64, 64, 3), dtype=np.uint8)) for _ in range(2 * bias_pairs)]
-        pairs = [p for k in range(bias_pairs) for p in ((2 * k, 2 * k + 1), (2 * k + 1, 2 * k))]
-        with closing(HttpJudge(replace(config, endpoints=tuple(e.url for e in health.good)))) as judge:
-            verdicts = judge.judge_group("a picture", media, pairs, [grey])
-        values, reasons = [v.first for v in verdicts if v.first is not None], [v.reason for v in verdicts if v.reason]
-        health.position_bias = float(np.mean(values)) if values else None
-        if reasons:
-            health.unjudged = f"no verdict on {len(reasons)} of {len(pairs)} pairs of random images: {reasons[0]}"
-
-
-def _ask_known_answers(config: JudgeConfig, health: Health, clips: bool) -> None:
-    """Ask every working server the questions with known answers; set the alarm, or raise JudgeError if strict."""
-
-    def ask(url: str) -> tuple[str, str]:
-        with closing(HttpJudge(replace(config, endpoints=(url,)))) as judge:
-            known = ask_known_answers(judge, judge.clip_template if clips else judge.template, clips)
-        return (
-            f"{known.right} of {known.asked} pairs",
-            f"{url}: '{health.model}' {known.problem}" if known.problem else "",
-        )
-
-    urls = [e.url for e in health.good]
-    with ThreadPoolExecutor(len(urls)) as pool:
-        rights, problems = zip(*pool.map(ask, urls), strict=True)
-    health.known_answers = f"known answers: {', '.join(rights)} right"
-    if wrong := " | ".join(p for p in problems if p):
-        health.alarm = (
-            f"the judge's verdicts do not depend on the images as they should. {wrong}. Expected the plain colour that "
-            f"the caption names to win; check that the template '{config.template or 'compare'}' suits the model, and "
-            "that the server shows it both images, in order"
-        )
-        if config.strict:
-            raise JudgeError(f"{health.alarm} (judge.strict: false only warns)")
+    if not isinstance(text, str):
+        raise answers.Unreadable("the server's answer has no text")
+    text = text.encode("utf-8", "replace").decode()  # a lone surrogate cannot be written to a log
+    try:
+        value, parts = answers.parse_answer(template, text, choice.get("finish_reason") in _CUT)
+    except answers.Unreadable as error:
+        return replace(answer, reason=str(error), raw=text)
+    return replace(answer, value=value, parts=parts, raw=text)

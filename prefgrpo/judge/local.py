@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextTo
 
 from prefgrpo.data.media import Media
 from prefgrpo.judge.template import SOURCE, label_ids, load_template
-from prefgrpo.judge.verdict import JudgeError, Pair, PairJudge, Verdict, two_label_softmax
+from prefgrpo.judge.verdict import MIN_LABEL_MASS, JudgeError, Pair, PairJudge, Verdict, two_label_softmax
 
 _FAMILIES = ("qwen3_vl", "qwen2_5_vl")
 _SHARED_TOKENS = 64
@@ -41,18 +41,21 @@ class LocalJudge(PairJudge):
         self,
         model: str,
         template: str = "compare",
-        device: str = "cpu",
+        device: str = "auto",
         *,
         pair_batch: int = 256,
-        min_label_mass: float = 0.01,
+        min_label_mass: float = MIN_LABEL_MASS,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """`model`: folder or hub id of a Qwen3-VL or Qwen2.5-VL checkpoint; run on a torch `device` in `dtype`.
+        """`model`: folder or hub id of a Qwen3-VL or Qwen2.5-VL checkpoint; run on a torch `device` in `dtype`
+        (auto: this process's current GPU, if there is one).
 
         dtype: by default bf16 on a GPU, as rewards are (an 8B judge then takes 17 GB instead of 33), and float32 on a
         CPU. template: shipped name or path; its answer must be soft. pair_batch: most pairs per language-model call.
         min_label_mass: a verdict is missing if the labels' probabilities sum to less than this.
         """
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
         self.device, self.pair_batch, self.min_label_mass = device, pair_batch, min_label_mass
         self.template = load_template(template)
         if self.template.answer != "soft" or self.template.labels is None:

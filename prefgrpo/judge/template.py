@@ -102,14 +102,28 @@ def shipped_templates() -> list[str]:
 
 
 def load_template(
-    name: str, needs: tuple[str, ...] = PAIR, may: tuple[str, ...] = ("source",), kinds: tuple[str, ...] = PAIR_ANSWERS
+    name: str,
+    needs: tuple[str, ...] = PAIR,
+    may: tuple[str, ...] = ("source",),
+    kinds: tuple[str, ...] = PAIR_ANSWERS,
+    prompt: str = "ours",
 ) -> Template:
     """Load a template by shipped name or by path to a YAML file; JudgeError if it is missing or invalid.
 
     needs: required markers; may: optional ones; media must appear in order, each once. kinds: answers that the caller
-    supports.
+    supports. prompt: JudgeConfig.prompt; published: with its publisher's question, if there is one.
     """
-    path = _FOLDER / f"{name}.yaml" if name in shipped_templates() else Path(name)
+    file = name
+    if prompt == "published":
+        from prefgrpo.judge.prompts import published_template  # imports tyro, which a reward server need not have
+
+        file = published_template(name)
+    return _load(file, name, needs, may, kinds)
+
+
+def _load(file: str, name: str, needs: tuple[str, ...], may: tuple[str, ...], kinds: tuple[str, ...]) -> Template:
+    """The template of a shipped name or file, called `name`."""
+    path = _FOLDER / f"{file}.yaml" if file in shipped_templates() else Path(file)
     if not path.is_file():
         names = shipped_templates()
         raise JudgeError(

@@ -66,6 +66,10 @@ class Verdict(Answer):
         return self.value
 
 
+MIN_LABEL_MASS = 0.01
+"""A soft verdict is missing if its two labels together have less probability than this."""
+
+
 def two_label_softmax(first: float, second: float, min_mass: float) -> tuple[float | None, str]:
     """(sigmoid(first − second), '') from the labels' log-probabilities, or (None, why not).
 

@@ -76,7 +76,7 @@ class Adapter(StockSchedule, Weights, ABC):
         target_components: denoisers to train (default: all). source_area: number of pixels to which source images are
         resized, by families that resize them (default: as the stock pipeline does). guidance_gradient: which
         predictions of a guidance pair receive a gradient. fingerprint: identifies the encoders that make conditions
-        (`folder.encoder_fingerprint`).
+        (`folder.encoder_identity`).
         """
         if unknown := [name for name in target_components if name not in self.denoisers]:
             raise ValueError(f"target_components: expected some of {', '.join(self.denoisers)}, got {unknown}")
@@ -126,7 +126,7 @@ class Adapter(StockSchedule, Weights, ABC):
         pipe = folders.read(
             path, cls.pipeline, dtype, device, encoders, cls.denoisers if split else (), waiting, cls.parts_in_fp32
         )
-        adapter = cls(pipe, fingerprint=folders.encoder_fingerprint(path), **options)
+        adapter = cls(pipe, fingerprint=folders.encoder_identity(path), **options)
         adapter.dtype, adapter.device = dtype, device
         adapter.offload = ComponentOffload(pipe.components, offload, device)
         return adapter

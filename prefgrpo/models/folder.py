@@ -6,7 +6,6 @@ which changes the last bits of a matrix product, so every parameter is copied be
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import re
@@ -20,13 +19,10 @@ import torch
 
 from prefgrpo.config.recipe import UserError
 
-SAMPLE, STRIDE = 1 << 16, 1 << 22  # of every STRIDE bytes of a large file, SAMPLE bytes are hashed
 REQUIRED_PROCESSOR = "Qwen3VLProcessor"
 """Class of a processor that the pipeline's constructor needs."""
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(@[\w./-]+)?")
 """A hub id 'owner/name' or 'owner/name@revision'."""
-BOOKKEEPING = {"_name_or_path", "is_local", "local_files_only"}
-"""Config keys that record where a model was loaded from, not what it is."""
 
 
 class ModelError(UserError, ValueError):
@@ -165,41 +161,12 @@ def complete(pipe: Any, path: Path) -> None:
     (path / "model_index.json").write_text(json.dumps(saved, indent=2) + "\n")
 
 
-def lacks_encoders(path: Path) -> bool:
-    """Whether the folder lacks weights of a text or image encoder that the pipeline needs."""
-    needed = [n for n, part in index_of(path).items() if _is_encoder(n) and "encoder" in n and part[0]]
-    return not all(any(f.suffix in (".safetensors", ".bin") for f in path.glob(f"{name}/*")) for name in needed)
-
-
-def encoder_fingerprint(path: Path) -> str:
-    """Hex digest of everything that conditions depend on: names, settings, sizes and contents of the files of the text
-    encoders, the tokenizers and the VAE (source images).
-
-    For files above 4 MiB, the first 64 KiB of every 4 MiB are hashed (1.5 % of the bytes).
-    """
+def encoder_identity(path: Path) -> str:
+    """What embeddings by the encoders in this folder are stored under: 'owner/name@commit' for a snapshot from the hub,
+    else the folder, with name, size and time of every file of the text encoders, the tokenizers and the VAE."""
+    if path.parent.name == "snapshots":
+        return f"{path.parent.parent.name.removeprefix('models--').replace('--', '/')}@{path.name}"
     parts = [part for part in path.iterdir() if _is_encoder(part.name) or part.name == "vae"]
-    return _fingerprint(path, [f for part in parts for f in part.rglob("*")])
-
-
-def body_fingerprint(path: Path) -> str:
-    """The same for the rest of the pipeline: the VAE's weights and the settings of all parts but the encoders."""
-    configs = [f for name in index_of(path) if not _is_encoder(name) for f in path.glob(f"{name}/*config.json")]
-    return _fingerprint(path, [*configs, *(path / "vae").rglob("*.safetensors")])
-
-
-def _fingerprint(path: Path, files: list[Path]) -> str:
-    """Digest of the names, sizes and (sampled) bytes of some files of a pipeline; for configs, of their settings."""
-    digest = hashlib.sha256()
-    for file in sorted(file for file in files if file.is_file()):
-        digest.update(f"{file.relative_to(path).as_posix()}\n".encode())
-        if file.name.endswith("config.json"):
-            config = {key: value for key, value in json.loads(file.read_text()).items() if key not in BOOKKEEPING}
-            digest.update(json.dumps(config, sort_keys=True).encode())
-            continue
-        size = file.stat().st_size
-        digest.update(f"{size}\n".encode())
-        with file.open("rb") as handle:
-            for start in range(0, size, STRIDE):
-                handle.seek(start)
-                digest.update(handle.read(SAMPLE if size > STRIDE else STRIDE))
-    return digest.hexdigest()
+    files = sorted(file for part in parts for file in part.rglob("*") if file.is_file())
+    facts = [(file.relative_to(path).as_posix(), file.stat()) for file in files]
+    return "\n".join([str(path), *(f"{name} {stat.st_size} {stat.st_mtime_ns}" for name, stat in facts)])

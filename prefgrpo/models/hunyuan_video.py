@@ -7,13 +7,13 @@ are those of the stock HunyuanVideoPipeline (without true guidance) or HunyuanVi
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from prefgrpo.models.base import Condition, Sampling
+from prefgrpo.models.base import Condition, Masks, Sampling
 from prefgrpo.models.guidance import Cfg
 from prefgrpo.models.lengths import text_mask
 from prefgrpo.models.lora import JOINT_ATTENTION
@@ -27,7 +27,7 @@ class HunyuanVideo(PatchVideo):
     pipeline = "HunyuanVideoPipeline"
     default_frames = 129
     own_lengths = True
-    attention_masks = "padding"
+    attention_masks: ClassVar[Masks] = "padding"
     lora_targets = JOINT_ATTENTION
     comfy_names = None
     padded = True

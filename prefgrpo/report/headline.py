@@ -12,8 +12,8 @@ import numpy as np
 from prefgrpo.config.schema import JudgeConfig
 from prefgrpo.report import svg
 from prefgrpo.report.curves import measure_names, namer, part_of, readable, win_names
-from prefgrpo.report.run import Floats, Outcome, Rows, Run, reward_weights
-from prefgrpo.run.evaluate import verdict
+from prefgrpo.report.run import Floats, Outcome, Rows, Run, reward_weights, trained_rewards
+from prefgrpo.run.comparison import verdict
 from prefgrpo.run.metrics import WARN_MISSING
 
 
@@ -73,7 +73,8 @@ def judge_name(run: Run) -> str:
         name += " in this process"
     elif isinstance(hosts, list | tuple) and hosts:
         name += f" at {', '.join(map(str, hosts))}"
-    return name + "".join(f", {key} {judge[key]}" for key in ("template", "plan") if judge.get(key))
+    options = {entry.name: entry.options for entry in trained_rewards(run.config)}.get("vlm_pairwise", {})
+    return name + "".join(f", {key} {options[key]}" for key in ("template", "plan") if options.get(key))
 
 
 def facts(run: Run) -> list[tuple[str, str]]:

@@ -22,7 +22,7 @@ import numpy as np
 import yaml
 from numpy.typing import NDArray
 
-from prefgrpo.rewards import PYTHON, RewardSpecError, parse_reward_spec, python_rewards
+from prefgrpo.config.rewards import RewardEntry, entries
 from prefgrpo.run.log import read_metrics
 from prefgrpo.run.run_folder import RunFolder, step_of
 
@@ -219,17 +219,17 @@ def read_run(folder: Path) -> Run:
     return Run(folder, config, text, train, evals, images, groups, problems)
 
 
-def reward_weights(config: dict[str, Any]) -> dict[str, float]:
-    """Reward weights of a run's configuration, empty if unknown."""
-    reward = config.get("reward")
-    reward = reward if isinstance(reward, dict) else {}
-    options = own if isinstance(own := reward.get("options"), dict) else {}
-    objects: dict[str, Any] = {k: v for k, v in options.items() if isinstance(v, dict) and PYTHON in v}
+def trained_rewards(config: dict[str, Any]) -> tuple[RewardEntry, ...]:
+    """The rewards of a run's configuration, empty if unknown."""
     try:
-        with python_rewards(objects):  # rewards of a Python program, which a spec names as they were called there
-            return parse_reward_spec(reward.get("spec", ""))
-    except RewardSpecError:
-        return {}
+        return entries(config.get("rewards", []))
+    except ValueError:
+        return ()
+
+
+def reward_weights(config: dict[str, Any]) -> dict[str, float]:
+    """Their weights by name."""
+    return {entry.name: entry.weight for entry in trained_rewards(config)}
 
 
 def _columns(rows: list[dict[str, Any]]) -> Rows:

@@ -1,19 +1,13 @@
-"""Rewards: the registry, the `reward_spec` grammar, and building rewards from both.
+"""Rewards: the registry from names to classes, and building rewards from their names and options.
 
-    "a,b"   "a:0.5,b:1"   '{"a": 0.5, "b": 1}'   '["a", "b"]'        -> {name: weight}
-
-The registry maps names to classes. A user's own class or function is given by its import path, "pkg.mod:Class" or
-"pkg.mod.Class", or by its file, "rewards.py:function". Invariant: a parsed spec names each reward once, with a finite
-weight; every error names the offending entry.
+A user's own class or function is named by its import path, or by its file and name. Invariant: all options are checked
+before the first reward is made.
 """
 
 from __future__ import annotations
 
 import inspect
-import json
-import math
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -22,6 +16,7 @@ from typing import Any
 
 from prefgrpo.config.by_path import load_object
 from prefgrpo.config.recipe import UserError
+from prefgrpo.config.rewards import IMPORT_PATH, entries
 from prefgrpo.judge.verdict import did_you_mean
 from prefgrpo.rewards.base import GroupwiseReward, PointwiseReward, Reward, RewardError
 from prefgrpo.rewards.prepared import PreprocessedReward
@@ -67,10 +62,6 @@ PLAIN: dict[Any, tuple[type, ...]] = {
     "str": (str, os.PathLike), "int": (int,), "float": (int, float), "bool": (bool,), "Path": (str, os.PathLike),
 }  # fmt: skip
 """Option annotations that are checked before the reward is constructed, and the types they accept."""
-_PATH = re.compile(r"([^\W\d]\w*\.)*[^\W\d]\w*[.:][^\W\d]\w*|[^,:]+\.py:[^\W\d]\w*")
-"""package.module.Class, package.module:Class or path/file.py:function."""
-
-
 PYTHON = "python"
 """Option that records where an object of `python_rewards` was defined; its Python program must resume such a run."""
 _OBJECTS: ContextVar[Mapping[str, Any] | None] = ContextVar("prefgrpo_reward_objects", default=None)
@@ -95,69 +86,30 @@ def get_python_rewards() -> Mapping[str, Any]:
     return _OBJECTS.get() or {}
 
 
-def parse_reward_spec(spec: str | Mapping[str, Any] | list[Any]) -> dict[str, float]:
-    """{reward name: weight} in the order given; raises RewardSpecError naming the first bad entry."""
-    weights: dict[str, float] = {}
-    for name, weight in _entries(spec):
-        _check_name(name)
-        if name in weights:
-            raise RewardSpecError(f"reward '{name}' is named twice; give each reward once")
-        weights[name] = _weight(name, weight)
+def parse_reward_spec(spec: Any) -> dict[str, float]:
+    """{reward name: weight} of a spec in any form (config/rewards.py), in its order.
+
+    Raises RewardSpecError that names the first bad entry.
+    """
+    try:
+        weights = {entry.name: entry.weight for entry in entries(spec)}
+    except ValueError as error:
+        raise RewardSpecError(str(error)) from error
+    for name in weights:
+        check_name(name)
     if not weights:
-        raise RewardSpecError(f"the reward spec is empty ({spec!r}); expected for example 'vlm_pairwise:1.0'")
+        raise RewardSpecError(f"no reward is named ({spec!r}); expected for example 'vlm_pairwise:1.0'")
     return weights
 
 
-def _entries(spec: Any) -> list[tuple[Any, Any]]:
-    """(name, weight) of each entry, both unchecked."""
-    if isinstance(spec, str) and spec.strip()[:1] not in ("{", "["):
-        return [_text_entry(entry.strip(), spec) for entry in spec.split(",") if entry.strip()]
-    if isinstance(spec, str):
-        try:
-            spec = json.loads(spec, object_pairs_hook=list)  # pairs, because a dict would drop duplicates
-        except (json.JSONDecodeError, RecursionError) as error:
-            raise RewardSpecError(f"reward spec {spec!r} is not valid JSON: {error}") from error
-    if isinstance(spec, Mapping):
-        return list(spec.items())
-    if not isinstance(spec, list | tuple):
-        raise RewardSpecError(f"a reward spec is a text, a list or a mapping, got {spec!r}")
-    if bad := [entry for entry in spec if not isinstance(entry, str | tuple)]:
-        raise RewardSpecError(f"bad entry {bad[0]!r} in the list of rewards: expected a name in quotes")
-    return [(entry, 1.0) if isinstance(entry, str) else entry for entry in spec]
-
-
-def _text_entry(entry: str, spec: str) -> tuple[str, Any]:
-    name, *rest = [part.strip() for part in entry.split(":")]
-    own = rest and name not in REWARDS and ("." in name or rest[0][:1].isupper()) and not _number(rest[0])
-    if own and _PATH.fullmatch(f"{name}:{rest[0]}"):  # pkg.mod:Class, mod:Class, file.py:function
-        name, rest = f"{name}:{rest[0]}", rest[1:]
-    if not name or len(rest) > 1 or rest == [""]:
-        raise RewardSpecError(f"bad entry {entry!r} in reward spec {spec!r}: expected 'name' or 'name:weight'")
-    return name, rest[0] if rest else 1.0
-
-
-def _number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
-
-
-def _weight(name: str, weight: Any) -> float:
-    if isinstance(weight, bool) or not isinstance(weight, int | float | str) or not _number(str(weight)):
-        raise RewardSpecError(f"weight of reward '{name}' must be a number, got {weight!r}")
-    if not math.isfinite(float(weight)):
-        raise RewardSpecError(f"weight of reward '{name}' must be finite, got {weight!r}")
-    return float(weight)
-
-
-def _check_name(name: Any) -> None:
-    if not isinstance(name, str) or not name:
-        raise RewardSpecError(f"bad reward name {name!r}: expected one of {', '.join(REWARDS)}")
+def check_name(name: str) -> None:
+    """Raise RewardSpecError for a name that is neither registered nor an import path."""
+    head, _, tail = name.partition(":")
+    if tail and head in REWARDS:
+        raise RewardSpecError(f"weight of reward '{head}' must be a number, got {tail!r}")
     if name.endswith(".py"):
         raise RewardSpecError(f"'{name}' is a file: expected its function or class as well, '{name}:NAME'")
-    if name not in REWARDS and name not in get_python_rewards() and not _PATH.fullmatch(name):
+    if name not in REWARDS and name not in get_python_rewards() and not IMPORT_PATH.fullmatch(name):
         raise RewardSpecError(
             f"unknown reward '{name}'{did_you_mean(name, REWARDS)}: expected one of {', '.join(REWARDS)}, "
             "'package.module:Class' or 'file.py:function'"
@@ -205,7 +157,7 @@ def build(
     """
     weights, options = parse_reward_spec(spec), options or {}
     for name in set(options) - set(weights):
-        _check_name(name)  # unused options are allowed, misspelt reward names are not
+        check_name(name)  # unused options are allowed, misspelt reward names are not
     ready = [factory(name, options.get(name, {})) for name in weights]  # check all options before loading one
     return {name: make() for name, make in zip(weights, ready, strict=True)}
 

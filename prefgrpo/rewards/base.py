@@ -36,7 +36,7 @@ def library(name: str, install: str) -> ModuleType:
     except ImportError as error:
         raise RewardError(
             f"this reward needs the package {name} ({error}): pip install {install}; or run the reward where it is "
-            "installed with `prefgrpo reward serve NAME` and give reward.options.NAME.url"
+            "installed with `prefgrpo reward serve NAME` and give the option url"
         ) from error
 
 
@@ -147,6 +147,8 @@ class Reward(ABC):  # noqa: B024  (the abstract methods are in its two subclasse
     """Whether it scores edits, so that samples must have source images."""
     meta_keys: tuple[str, ...] = ()
     """Columns that every prompt must have."""
+    reads: ClassVar[tuple[str, ...]] = ()
+    """Columns that it uses where a prompt has them."""
     judged: ClassVar[bool] = False
     """Whether it queries a vision-language model; its constructor then takes `judge` first."""
     template: str = ""
@@ -155,7 +157,7 @@ class Reward(ABC):  # noqa: B024  (the abstract methods are in its two subclasse
     """Meta and "prompt" of the sample that its server scores before reporting ready; empty: any caption will do."""
     part_weights: Mapping[str, float] = MappingProxyType({})
     """Weights of sub-scores (`Score.parts`) that are normalised separately and then summed; empty: the value is
-    normalised. Needs reward.combine weighted_advantage_sum."""
+    normalised. Needs advantage.combine weighted_advantage_sum."""
     streams: bool = False
     """Whether samples are handed over one by one while others are being generated (`submit` or `session`)."""
 

@@ -66,17 +66,30 @@ def dtype_of(name: str, device: torch.device | None = None, half: torch.dtype = 
     return DTYPES[name]
 
 
+def source_of(model: str) -> dict[str, str]:
+    """transformers' arguments for a folder, or for a hub id 'owner/name' or 'owner/name@revision'."""
+    name, at, revision = model.rpartition("@")
+    if not at or Path(model).expanduser().exists():
+        return {"pretrained_model_name_or_path": str(Path(model).expanduser()) if model.startswith("~") else model}
+    return {"pretrained_model_name_or_path": name, "revision": revision}
+
+
 def folder_of(model: str, patterns: Sequence[str]) -> Path:
-    """The folder `model`, or a download of the hub repository's files that match the patterns."""
+    """The folder `model`, or a download of the hub repository's files that match the patterns.
+
+    model: folder, 'owner/name' or 'owner/name@revision', where a commit fixes the weights for good.
+    """
     path = Path(model).expanduser()
     if path.is_dir():
         return path
-    if path.exists() or model.startswith((".", "/", "~")) or model.count("/") != 1:
-        raise RewardError(f"'{model}' is neither a folder nor a hub id (owner/name)")
+    source = source_of(model)
+    name = source["pretrained_model_name_or_path"]
+    if path.exists() or model.startswith((".", "/", "~")) or name.count("/") != 1:
+        raise RewardError(f"'{model}' is neither a folder nor a hub id (owner/name or owner/name@revision)")
     from huggingface_hub import snapshot_download
 
     with loading(model):
-        return Path(snapshot_download(model, allow_patterns=list(patterns)))
+        return Path(snapshot_download(name, revision=source.get("revision"), allow_patterns=list(patterns)))
 
 
 def check_shapes(model: torch.nn.Module, shapes: dict[str, tuple[int, ...]], name: str) -> None:

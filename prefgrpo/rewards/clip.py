@@ -270,6 +270,7 @@ class ImageSimilarity(ResizeReward):
 class SubfigClipT(OpenClipReward):
     """Mean CLIP similarity between each cell of a grid and its part of the prompt."""
 
+    reads = ("grid",)
     probe: ClassVar[dict[str, Any]] = {"prompt": "a 1x2 grid. [LEFT]: a red square. [RIGHT]: a blue circle."}
 
     def _parts(self, sample: Sample) -> tuple[list[Media], list[str]]:

@@ -56,6 +56,7 @@ class ConsistencyScore(YesNo):
     """
 
     template = "consistency"
+    reads = ("grid", "criteria")
     needs = ("media_1", "media_2")
     may = ("prompt", "criterion")
 

@@ -9,7 +9,9 @@ Source: You et al., "Teaching Large Language Models to Regress Accurate Image Qu
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,8 +19,9 @@ from PIL import Image
 from torch import Tensor
 
 from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample, Score
-from prefgrpo.rewards.checkpoints import device_of, dtype_of, library, loading
+from prefgrpo.rewards.checkpoints import device_of, dtype_of, library, loading, source_of
 
+PUBLISHED = "zhiyuanyou/DeQA-Score-Mix3"
 LEVELS = {"excellent": 5.0, "good": 4.0, "fair": 3.0, "poor": 2.0, "bad": 1.0}
 IMAGE = "<|image|>"
 QUESTION = f"USER: How would you rate the quality of this image?\n{IMAGE}\nASSISTANT: The quality of the image is"
@@ -31,25 +34,31 @@ PLACE = -200
 class DeQA(PointwiseReward):
     """DeQA-Score's expected quality level / 5, from 0.2 to 1; the prompt is ignored.
 
-    model: folder or hub id; code from its repository is executed. revision: of that repository; a commit pins the code.
+    model: folder, or hub id with a commit (zhiyuanyou/DeQA-Score-Mix3@COMMIT), because code from it is executed.
     device: auto, cpu, cuda, cuda:1. dtype: auto is float16 on a GPU, else float32. batch_size: images per forward.
     """
 
-    model: str = "zhiyuanyou/DeQA-Score-Mix3"
-    revision: str = "main"
+    model: str = PUBLISHED
     device: str = "auto"
     dtype: str = "auto"
     batch_size: int = 16
 
     def __post_init__(self) -> None:
         transformers = library("transformers", "transformers==4.36.1, in an environment of its own")
+        source = source_of(self.model)
+        commit = re.fullmatch(r"[0-9a-f]{40}", source.get("revision", ""))
+        if not commit and not Path(source["pretrained_model_name_or_path"]).is_dir():
+            raise RewardError(
+                f"deqa executes code from the repository of its model: expected a folder, or a hub id with the commit "
+                f"that you have read, such as {PUBLISHED}@ and 40 hexadecimal digits (the repository's page lists its "
+                f"commits); got '{self.model}'"
+            )
         self.place = device_of(self.device)
         self.precision = dtype_of(self.dtype, self.place, torch.float16)
         try:
             with loading(self.model):
-                where: dict[str, Any] = {"pretrained_model_name_or_path": self.model, "revision": self.revision}
-                self.processor = transformers.CLIPImageProcessor.from_pretrained(**where)
-                where["trust_remote_code"] = True
+                self.processor = transformers.CLIPImageProcessor.from_pretrained(**source)
+                where: dict[str, Any] = source | {"trust_remote_code": True}
                 self.tokenizer = transformers.AutoTokenizer.from_pretrained(**where, use_fast=False)
                 self.network = transformers.AutoModelForCausalLM.from_pretrained(
                     **where, torch_dtype=self.precision, attn_implementation="eager"
@@ -58,7 +67,7 @@ class DeQA(PointwiseReward):
             raise RewardError(
                 f"the code of '{self.model}' does not run with transformers {transformers.__version__} ({error}): run "
                 "`scripts/setup_reward.sh deqa VENV`, then `prefgrpo reward serve deqa` there, and give "
-                "reward.options.deqa.url"
+                "the option url"
             ) from error
         self.network.eval().requires_grad_(False).to(self.place)
         self.question = question_ids(self.tokenizer)

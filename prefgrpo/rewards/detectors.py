@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from prefgrpo.data.media import Media
-from prefgrpo.rewards.checkpoints import device_of, library, loading
+from prefgrpo.rewards.checkpoints import device_of, library, loading, source_of
 
 RENAMED = {
     "mouse": "computer mouse", "remote": "tv remote", "keyboard": "computer keyboard", "motorbike": "motorcycle",
@@ -63,15 +63,17 @@ class Transformers:
         transformers = library("transformers", "'prefgrpo[rewards]'")
         self._device = device_of(device)
         with loading(model):
-            config = transformers.AutoConfig.from_pretrained(model)
+            config = transformers.AutoConfig.from_pretrained(**source_of(model))
             self._masks = config.model_type in ("mask2former", "maskformer")
             if self._masks:
                 library("scipy", "scipy")  # required by transformers' classes for these models
             kind = "AutoModelForUniversalSegmentation" if self._masks else "AutoModelForObjectDetection"
-            self._model, info = getattr(transformers, kind).from_pretrained(model, output_loading_info=True)
+            self._model, info = getattr(transformers, kind).from_pretrained(
+                **source_of(model), output_loading_info=True
+            )
             if info["missing_keys"]:
                 raise ValueError(f"weights are missing: {sorted(info['missing_keys'])[:3]}")
-            self._processor = transformers.AutoImageProcessor.from_pretrained(model, backend="pil")
+            self._processor = transformers.AutoImageProcessor.from_pretrained(**source_of(model), backend="pil")
         self._model.eval().requires_grad_(False).to(self._device)
         self._labels = {int(k): RENAMED.get(v, v) for k, v in config.id2label.items()}
         self.names = frozenset(self._labels.values())

@@ -24,7 +24,16 @@ from torch.nn import functional
 
 from prefgrpo.data.media import Media
 from prefgrpo.rewards.base import RewardError
-from prefgrpo.rewards.checkpoints import check_shapes, device_of, dtype_of, folder_of, library, loading, shapes_of
+from prefgrpo.rewards.checkpoints import (
+    check_shapes,
+    device_of,
+    dtype_of,
+    folder_of,
+    library,
+    loading,
+    shapes_of,
+    source_of,
+)
 
 REMEMBERED = 4096
 """Number of texts whose vectors are cached."""
@@ -169,14 +178,16 @@ class Transformers(Encoder):
         super().__init__(device, dtype, batch_size)
         T = library("transformers", "'prefgrpo[rewards]'")
         with loading(model):
-            self._model, info = T.CLIPModel.from_pretrained(model, dtype=self.dtype, output_loading_info=True)
+            self._model, info = T.CLIPModel.from_pretrained(
+                **source_of(model), dtype=self.dtype, output_loading_info=True
+            )
             wrong = {k: sorted(map(str, info[k]))[:3] for k in ("missing_keys", "mismatched_keys") if info[k]}
             if wrong:
                 raise RewardError(f"'{model}' is not the CLIP model that its config.json describes: {wrong}")
         with loading(processor := processor or model):
-            self._tokenizer = T.AutoTokenizer.from_pretrained(processor)
+            self._tokenizer = T.AutoTokenizer.from_pretrained(**source_of(processor))
             # The published numbers used Pillow's resize; torchvision's, the default if installed, differs slightly.
-            self._processor = T.AutoImageProcessor.from_pretrained(processor, backend="pil")
+            self._processor = T.AutoImageProcessor.from_pretrained(**source_of(processor), backend="pil")
         self._model.eval().requires_grad_(False).to(self.device)
         self.width = self._model.config.projection_dim
         self._length = self._model.config.text_config.max_position_embeddings

@@ -57,6 +57,7 @@ class GenEval(PointwiseReward):
     """
 
     meta_keys = ("tag", "include")
+    reads = ("exclude",)
     probe: ClassVar[dict[str, Any]] = {
         "prompt": "a photo of a person", "tag": "single_object", "include": [{"class": "person", "count": 1}],
     }  # fmt: skip

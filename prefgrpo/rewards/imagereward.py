@@ -28,6 +28,7 @@ from prefgrpo.rewards.checkpoints import (
     linear_head,
     loading,
     read_tensors,
+    source_of,
     standard,
 )
 from prefgrpo.rewards.encoder import clean
@@ -61,7 +62,7 @@ class ImageReward(PointwiseReward):
         self.place = device_of(self.device)
         folder = folder_of(self.model, ["ImageReward.pt", "med_config.json"])
         with loading(self.tokenizer):
-            self.tokenize = transformers.AutoTokenizer.from_pretrained(self.tokenizer)
+            self.tokenize = transformers.AutoTokenizer.from_pretrained(**source_of(self.tokenizer))
         with loading(self.model):
             tensors = read_tensors([folder / "ImageReward.pt"])
             settings = json.loads((folder / "med_config.json").read_text(encoding="utf-8"))

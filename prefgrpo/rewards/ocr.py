@@ -1,20 +1,24 @@
-"""`ocr` and `video_ocr`: does the image show the text quoted in the prompt?
+"""`ocr` and `video_ocr`: does the image show the texts quoted in the prompt?
 
     value = 1 − min(d, n) / n    d: Levenshtein distance of the recognised text to the target, n: length of the target
 
-Spaces and case are ignored. An image that contains the whole target scores 1. For a clip, every 4th frame is read; its
-score is the mean over frames with a value above 0. Source: Flow-GRPO (arXiv 2505.05470). Invariant: if OCR fails or the
-prompt quotes nothing, the score is missing; an image without text scores 0.
+Spaces and case are ignored. An image that contains every quoted text scores 1; otherwise several texts are joined in
+the order that fits best. For a clip, every 4th frame is read; its score is the mean over frames with a value above 0.
+Source: Flow-GRPO (arXiv 2505.05470), which uses only the first text between straight quotes. Invariant: if OCR fails,
+or it is not clear what the prompt quotes, the score is missing; an image without text scores 0.
 """
 
 from __future__ import annotations
 
 import re
 import threading
+import unicodedata
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from itertools import permutations
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,34 +26,78 @@ from numpy.typing import NDArray
 from prefgrpo.data.media import Media
 from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample, Score, library, too_long
 
-COLUMN = "text"
-"""Column with the target text, for prompts that do not quote it."""
-INSTALL = "'prefgrpo[rewards]' (Python below 3.13; without libGL, opencv-python-headless in place of opencv-python)"
+COLUMN = "ocr_text"
+"""Column with the target text or a list of texts, for prompts that do not quote it clearly."""
+INSTALL = "'prefgrpo[rewards]'"
 EVERY = 4
 """Every n-th frame of a clip is read."""
 LONGEST = 32
 """Largest aspect ratio, because engines enlarge the shorter side."""
-_QUOTED = re.compile('["“”]([^"“”]*)["“”]')
+CLOSING = {
+    '"': '"', "“": "”“", "”": "”", "„": "“”\"", "«": "»", "»": "«", "‹": "›", "›": "‹", "「": "」", "『": "』",
+    "〝": "〞〟", "＂": "＂",
+}  # fmt: skip
+"""Opening quotation mark -> the marks that may close it."""
+_SINGLE = re.compile(r"(?<!\w)['‘](?=\S)(.+?)(?<=\S)['’](?!\w)", re.S)
+_MOST_ORDERED = 4
+"""Of more texts than this, only the order in the prompt is tried."""
 Distance = Callable[[str, str], int]
 Read = Callable[[NDArray[np.uint8]], str]
 """uint8 RGB [H, W, 3] -> the text in it, line by line."""
 
 
-def target(sample: Sample) -> str:
-    """The target text without spaces, in lower case; '' if there is none."""
-    quoted = _QUOTED.search(sample.prompt)
-    given = sample.meta.get(COLUMN) or (quoted[1] if quoted else "")
-    return plain(str(given))
+def quoted(prompt: str) -> list[str]:
+    """The texts in quotation marks of any language; in single ones only if there are no others.
+
+    Raises ValueError if a quotation is not closed. A straight quote after a digit, outside a quotation, means inches.
+    """
+    texts: list[str] = []
+    start = 0
+    closing = ""
+    for place, mark in enumerate(prompt):
+        if closing:
+            if mark in closing:
+                texts.append(prompt[start:place])
+                closing = ""
+        elif mark in CLOSING:
+            inches = mark == '"' and prompt[place - 1 : place].isdigit()
+            start = place + 1
+            closing = "" if inches else CLOSING[mark]
+    if closing:
+        raise ValueError(f"the prompt does not close the quotation {prompt[start - 1 : start + 30]!r}")
+    if texts:
+        return texts
+    singles = [text for text in _SINGLE.findall(prompt) if len(text) > 1]  # rock 'n' roll
+    if nested := [text for text in singles if re.search(r"(?<!\w)['‘]\w", text)]:
+        raise ValueError(f"the prompt has an apostrophe or an unclosed quotation before {nested[0][:30]!r}")
+    return singles
+
+
+def targets(sample: Sample) -> list[str]:
+    """The target texts without spaces, in lower case. Raises ValueError, with the reason, if there are none."""
+    given = sample.meta.get(COLUMN)
+    try:
+        texts = quoted(sample.prompt) if given is None else given if isinstance(given, list) else [given]
+    except ValueError as error:
+        raise ValueError(f"{error}; give the text in a column '{COLUMN}'") from error
+    wanted = [text for text in (plain(str(text)) for text in texts) if text]
+    if not wanted:
+        raise ValueError(f"the prompt quotes no text, and no column '{COLUMN}' names one")
+    return wanted
 
 
 def missing_target(sample: Sample) -> str:
-    """Why a sample has no target; '' if it has one."""
-    return "" if target(sample) else f"the prompt has no text in double quotes, and no column '{COLUMN}' names one"
+    """Why a sample has no clear target; '' if it has one."""
+    try:
+        targets(sample)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def plain(text: str) -> str:
-    """The text without spaces, in lower case."""
-    return "".join(text.split()).lower()
+    """The text without spaces, in lower case, full-width letters as ordinary ones."""
+    return "".join(unicodedata.normalize("NFKC", text).split()).lower()
 
 
 def levenshtein() -> Distance:
@@ -58,14 +106,17 @@ def levenshtein() -> Distance:
     return levenshtein
 
 
-def similarity(wanted: str, text: str, distance: Distance) -> float:
-    """1 − min(d, n) / n for two plain texts."""
-    return 1.0 - min(distance(wanted, text), len(wanted)) / len(wanted)
+def similarity(wanted: list[str], text: str, distance: Distance) -> float:
+    """1 − min(d, n) / n for plain texts; several ones are joined in the order with the smallest distance."""
+    orders = permutations(wanted) if len(wanted) <= _MOST_ORDERED else [wanted]
+    closest = min(distance("".join(order), text) for order in orders)
+    length = sum(map(len, wanted))
+    return 1.0 - min(closest, length) / length
 
 
-def image_value(wanted: str, text: str, distance: Distance) -> float:
-    """Value of an image: 1 if it contains the whole target, else its closeness."""
-    return 1.0 if wanted in text else similarity(wanted, text, distance)
+def image_value(wanted: list[str], text: str, distance: Distance) -> float:
+    """Value of an image: 1 if it contains every target, else its closeness."""
+    return 1.0 if all(target in text for target in wanted) else similarity(wanted, text, distance)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -73,11 +124,12 @@ class Ocr(PointwiseReward):
     """How much of the quoted text can be read in the image, 0 to 1.
 
     engine: rapidocr (includes its models) or paddleocr (downloads them). lang: language for paddleocr; rapidocr reads
-    English and Chinese. workers: number of images read concurrently, one thread each. detect: run text detection first;
-    false: the whole image is passed to the recogniser as one line of text, which is many times cheaper (rapidocr only).
-    Part `exact`: 1 if exactly the target is read.
+    Latin script, Chinese and Japanese. workers: number of images read concurrently, one thread each. detect: run text
+    detection first; false: the whole image is passed to the recogniser as one line of text, which is many times cheaper
+    (rapidocr only). Part `exact`: 1 if exactly the targets are read.
     """
 
+    reads = (COLUMN,)
     engine: str = "rapidocr"
     lang: str = "en"
     workers: int = 4
@@ -109,13 +161,14 @@ class Ocr(PointwiseReward):
 
     def _one(self, sample: Sample) -> Score:
         try:
-            return self._value(sample.media, target(sample))
+            return self._value(sample.media, targets(sample))
         except Exception as error:  # noqa: BLE001  (the engines raise whatever cv2 and onnxruntime raise)
             return Score(None, f"reading the image failed ({type(error).__name__}: {error})")
 
-    def _value(self, media: Media, wanted: str) -> Score:
+    def _value(self, media: Media, wanted: list[str]) -> Score:
         text = self._text(media)
-        return Score(image_value(wanted, text, self._distance), parts={"exact": float(text == wanted)})
+        exact = similarity(wanted, text, self._distance) == 1.0
+        return Score(image_value(wanted, text, self._distance), parts={"exact": float(exact)})
 
     def _text(self, image: Media) -> str:
         """The text read by this thread's engine."""
@@ -129,7 +182,7 @@ class VideoOcr(Ocr):
 
     takes = ("video",)
 
-    def _value(self, media: Media, wanted: str) -> Score:
+    def _value(self, media: Media, wanted: list[str]) -> Score:
         values = [similarity(wanted, self._text(frame), self._distance) for frame in media.frames()[::EVERY]]
         shown = [v for v in values if v > 0]
         return Score(sum(shown) / len(shown) if shown else 0.0, parts={"frames_shown": len(shown) / len(values)})
@@ -137,24 +190,36 @@ class VideoOcr(Ocr):
 
 def _rapidocr(_: str, detect: bool = True) -> Read:
     """detect: False passes the image to the recogniser as one line of text, which is not padded to 320 pixels."""
-    shape, steps = ({}, {}) if detect else ({"rec_img_shape": [3, 48, 48]}, {"use_det": False, "use_cls": False})
-    made = library("rapidocr_onnxruntime", INSTALL).RapidOCR
-    engine = made(intra_op_num_threads=1, inter_op_num_threads=1, **shape)  # it runs on the calling thread only
+    library("onnxruntime", INSTALL)
+    threads = "EngineConfig.onnxruntime"  # it runs on the calling thread only
+    params: dict[str, Any] = {f"{threads}.intra_op_num_threads": 1, f"{threads}.inter_op_num_threads": 1}
+    params |= {"Global.log_level": "error"}
+    steps = {}
+    if not detect:
+        params["Rec.rec_img_shape"] = [3, 48, 48]
+        steps = {"use_det": False, "use_cls": False}
+    engine = library("rapidocr", INSTALL).RapidOCR(params=params)
 
     def read(pixels: NDArray[np.uint8]) -> str:
-        lines, _ = engine(np.ascontiguousarray(pixels[..., ::-1]), **steps)  # it expects BGR, as cv2 reads files
-        return " ".join(line[-2] for line in lines or [])  # (box, text, confidence), without box if not detected
+        lines = engine(np.ascontiguousarray(pixels[..., ::-1]), **steps).txts  # it expects BGR, as cv2 reads files
+        return " ".join(lines or ())
 
     return read
 
 
 def _paddleocr(lang: str) -> Read:
-    plain_page = {"use_doc_orientation_classify": False, "use_doc_unwarping": False, "use_textline_orientation": False}
-    engine = library("paddleocr", "paddleocr paddlepaddle").PaddleOCR(lang=lang, **plain_page)
+    """A reader for PaddleOCR 3, or for 2.x (Flow-GRPO and Pref-GRPO install 2.9.1), which has another interface."""
+    paddleocr = library("paddleocr", "paddleocr paddlepaddle").PaddleOCR
+    third = hasattr(paddleocr, "predict")
+    steps = {"use_doc_orientation_classify": False, "use_doc_unwarping": False, "use_textline_orientation": False}
+    engine = paddleocr(lang=lang, **steps) if third else paddleocr(lang=lang, use_angle_cls=False, show_log=False)
 
     def read(pixels: NDArray[np.uint8]) -> str:
-        pages = engine.predict(np.ascontiguousarray(pixels[..., ::-1]))
-        return " ".join(text for page in pages for text in page["rec_texts"])
+        image = np.ascontiguousarray(pixels[..., ::-1])
+        if third:
+            return " ".join(text for page in engine.predict(image) for text in page["rec_texts"])
+        pages = engine.ocr(image, cls=False)  # None for a page without text; a line is (box, (text, confidence))
+        return " ".join(line[1][0] for page in pages for line in page or ())
 
     return read
 

@@ -42,24 +42,26 @@ _LABEL = re.compile(r"^\s*(?:category\s+)?(?:[a-z]|\d+)\s*[.):]\s*", re.I)
 class VlmPairwise(GroupwiseReward):
     """Win rate under a pairwise judge.
 
-    judge: an open judge, its config, or a mapping of the config's fields with `backend: http | local`. plan: which
-    pairs are compared. verdict: soft or hard, see above. rate: win_rate, or bradley_terry for plans that do not compare
-    every pair.
+    judge: an open judge, its config, or a mapping of the config's fields with `backend: http | local`. template: the
+    question, a shipped name or the path of a YAML file; empty: the class's own. plan: which pairs are compared:
+    both_orders, round_robin or k_regular(n). verdict: soft or hard, see above. rate: win_rate, or bradley_terry for
+    plans that do not compare every pair.
     """
 
     takes = ("image", "video")
     judged = True
-    template = "compare"
     judge: Any
+    template: str = ""
     plan: str = "both_orders"
     verdict: VerdictKind = "soft"
     rate: Rate = "win_rate"
 
     def __post_init__(self) -> None:
+        self.question = self.template or type(self).template or "compare"
         self.rating = Rating(self.rate, self.verdict)
         self.plan_pairs = get_plan(self.plan)
         self._owned = not isinstance(self.judge, PairJudge)
-        self.judge = open_judge(self.judge, self.template) if self._owned else self.judge
+        self.judge = open_judge(self.judge, self.question) if self._owned else self.judge
         if not self.judge.clips:
             self.takes = ("image",)  # type: ignore[assignment]
         self.streams, self.answer_s = self.judge.streams, self.judge.answer_s
@@ -205,7 +207,8 @@ class PairSession:
 
     def _answered(self, answer: Future[Verdict]) -> None:
         """Callback for an answered or cancelled request (on any thread)."""
-        self._stats.done(None if answer.cancelled() else answer.result().latency_s)
+        ended = not answer.cancelled() and answer.exception() is None
+        self._stats.done(answer.result().latency_s if ended else None)
 
     def _answer(self, pair: Pair, deadline: float) -> Verdict:
         if pair not in self._answers:
@@ -215,6 +218,8 @@ class PairSession:
         except (FutureTimeout, CancelledError):
             self.cancel()
             return Verdict(None, DEADLINE_PASSED)
+        except Exception as error:  # noqa: BLE001  (one pair must not end a run)
+            return Verdict(None, f"judging the pair raised {type(error).__name__}: {str(error)[:200]}")
 
 
 def judged(comparisons: list[Comparison]) -> list[Judged]:

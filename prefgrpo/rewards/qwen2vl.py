@@ -43,6 +43,7 @@ from prefgrpo.rewards.checkpoints import (
     merge_lora,
     parse_assignments,
     read_tensors,
+    source_of,
     standard,
 )
 
@@ -97,8 +98,8 @@ class RewardModel:
         self.vision, self.tokens, self.device = vision, list(tokens), device_of(device)
         self.dtype = dtype_of(dtype, self.device)
         with loading(base):
-            self.tokenizer = transformers.AutoTokenizer.from_pretrained(base, padding_side="right")
-            config = transformers.Qwen2VLConfig.from_pretrained(base)
+            self.tokenizer = transformers.AutoTokenizer.from_pretrained(**source_of(base), padding_side="right")
+            config = transformers.Qwen2VLConfig.from_pretrained(**source_of(base))
         self.tokenizer.add_tokens(self.tokens, special_tokens=True)
         self.reserved = sorted(self.tokenizer.get_added_vocab(), key=len, reverse=True)
         rows, needed = len(tensors["model.embed_tokens.weight"]), max(self.tokenizer.convert_tokens_to_ids(self.tokens))
@@ -209,8 +210,8 @@ class HPSv3(QwenReward):
         if spec is None or spec.origin is None:
             raise RewardError(
                 "hpsv3 needs the text it was trained with: `pip install --no-deps hpsv3==1.0.0`, or give a file as "
-                "reward.options.hpsv3.template; or run `scripts/setup_reward.sh hpsv3 VENV`, `prefgrpo reward serve "
-                "hpsv3` there and give reward.options.hpsv3.url"
+                "the option template; or run `scripts/setup_reward.sh hpsv3 VENV`, `prefgrpo reward serve "
+                "hpsv3` there and give the option url"
             )
         texts = parse_assignments(Path(spec.origin).parent / "dataset" / "data_collator_qwen.py")
         return ast.literal_eval(texts["INSTRUCTION"]) + ast.literal_eval(texts["prompt_with_special_token"])
@@ -271,8 +272,8 @@ class VideoAlign(QwenReward):
         if not path.is_file():
             raise RewardError(
                 f"videoalign needs the text it was trained with, expected at {path}: run `scripts/setup_reward.sh "
-                "videoalign VENV`, `prefgrpo reward serve videoalign` there and give reward.options.videoalign.url; or "
-                "give the file prompt_template.py of KwaiVGI/VideoAlign as reward.options.videoalign.template"
+                "videoalign VENV`, `prefgrpo reward serve videoalign` there and give the option url; or "
+                "give the file prompt_template.py of KwaiVGI/VideoAlign as the option template"
             )
         if path.suffix == ".py":
             return ast.literal_eval(parse_assignments(path)["DETAILED_PROMPT_WITH_SPECIAL_TOKEN"])

@@ -21,15 +21,16 @@ from prefgrpo.config.loading import section
 from prefgrpo.config.recipe import ConfigError
 from prefgrpo.config.schema import JudgeConfig
 from prefgrpo.judge.body import EncodeError, Encodings
-from prefgrpo.judge.endpoint import Endpoint, SendError, describe_error, redirect
-from prefgrpo.judge.send import Sender
+from prefgrpo.judge.endpoint import Endpoint, describe_error, redirect
+from prefgrpo.judge.loop import loop_thread
+from prefgrpo.judge.pool import HttpPool, SendError
 from prefgrpo.judge.verdict import JudgeError
 from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample, Score
-from prefgrpo.rewards.wire import WireError, media_json, read_scores, request_json
+from prefgrpo.rewards.wire import CONTENT_TYPE, WireError, encode_frames, read_score, request_body
 
 CHECK_S = 10.0
 """Timeout of the initial check of a server."""
-SHARED = ("timeout_s", "retries", "patience_s", "concurrency", "api_key_env")
+SHARED = ("timeout_s", "concurrency", "api_key_env")
 """Options shared with judges."""
 
 
@@ -63,13 +64,16 @@ class RemoteReward(PointwiseReward):
         options = {key: getattr(self, key) for key in SHARED}
         try:
             endpoints = [url] if isinstance(url, str) else list(url)
-            self._sender = Sender(section(JudgeConfig, {"endpoints": endpoints} | options, "judge"), openai=False)
+            config = section(JudgeConfig, {"endpoints": endpoints} | options, "judge")
+            self._pool = HttpPool(config, openai=False, retries=self.retries, patience_s=self.patience_s)
         except ConfigError as error:
             message = "; ".join(mistake.removeprefix("judge.") for mistake in error.mistakes)
             raise RewardError(f"options of reward '{name}': {message}") from error
         except JudgeError as error:
             raise RewardError(f"url of reward '{name}': {str(error).removeprefix('judge: ')}") from error
-        self._encodings = Encodings(media_json)
+        self._encodings = Encodings(encode_frames)
+        for endpoint in self._pool.endpoints:
+            endpoint.headers["Content-Type"] = CONTENT_TYPE
         self._check()
 
     def score(self, samples: list[Sample]) -> list[Score]:
@@ -78,23 +82,23 @@ class RemoteReward(PointwiseReward):
 
     def submit(self, sample: Sample) -> Future[Score]:
         """Send one sample; the future always ends with a Score unless it is cancelled."""
-        return self._sender.thread.submit(self._ask(sample))
+        return loop_thread().submit(self._ask(sample))
 
     def close(self) -> None:
         """Stop health probes; the process's connection pool stays open for others."""
-        self._sender.close()
+        self._pool.close()
 
     async def _ask(self, sample: Sample) -> Score:
         try:
-            media, *source = [await self._encodings.get(m) for m in (sample.media, *sample.source)]
-            body = request_json(self.name, sample, media, source)
-            return cast(Score, (await self._sender.send("/score", lambda _: body, _read_score)).value)
+            files = [await self._encodings.get(m) for m in (sample.media, *sample.source)]
+            body = request_body(self.name, sample, files)
+            return cast(Score, (await self._pool.send("/score", lambda _: body, _read_score)).value)
         except (EncodeError, SendError) as error:
             return Score(None, str(error))
 
     def _check(self) -> None:
-        endpoints = self._sender.endpoints
-        problems = [self._sender.thread.submit(self._problem(e)) for e in endpoints]
+        endpoints = self._pool.endpoints
+        problems = [loop_thread().submit(self._problem(e)) for e in endpoints]
         bad = [f"{e.url}: {p.result()}" for e, p in zip(endpoints, problems, strict=True) if p.result()]
         if len(bad) == len(endpoints):
             raise RewardError(f"reward '{self.name}' cannot be used. " + " | ".join(bad))
@@ -123,6 +127,6 @@ class RemoteReward(PointwiseReward):
 
 def _read_score(url: str, payload: bytes) -> Score:
     try:
-        return read_scores(payload, 1)[0]
+        return read_score(payload)
     except WireError as error:
-        raise WireError(f"{url} sent no readable scores: {error}") from error
+        raise WireError(f"{url} sent no readable score: {error}") from error

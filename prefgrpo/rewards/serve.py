@@ -30,7 +30,7 @@ from prefgrpo.config.recipe import ConfigError, read_yaml
 from prefgrpo.data.media import Media
 from prefgrpo.rewards import RewardSpecError, build, load_class, parse_reward_spec
 from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample, Score
-from prefgrpo.rewards.wire import WireError, read_request, scores_json
+from prefgrpo.rewards.wire import read_sample, score_row
 
 DRAIN_S = 20.0
 """Seconds after SIGTERM within which earlier requests are still answered."""
@@ -151,20 +151,23 @@ class RewardServer:
             return _error_response(503, f"reward '{self.name}' is {self.state}")
         loop = asyncio.get_running_loop()
         try:
-            samples = await loop.run_in_executor(None, read_request, await request.read(), self.name, self.cls)
+            form = await request.post()
+            files = [part.file.read() for part in form.getall("frame", []) if isinstance(part, web.FileField)]
+            fields = str(form.get("sample", ""))
+            sample = await loop.run_in_executor(None, read_sample, fields, files, self.name, self.cls)
         except web.HTTPRequestEntityTooLarge:
             return _error_response(413, f"the request is larger than {self.max_mib} MiB; raise --max-mib or send less")
-        except WireError as error:
+        except ValueError as error:  # a WireError, or no form
             return _error_response(400, str(error))
-        answers: list[asyncio.Future[Score]] = [loop.create_future() for _ in samples]
-        self._queue.extend(zip(samples, answers, strict=True))
+        answer: asyncio.Future[Score] = loop.create_future()
+        self._queue.append((sample, answer))
         self._arrived.set()
         try:
-            scores = await asyncio.gather(*answers)
+            score = await answer
         except Exception as error:  # noqa: BLE001
             traceback.print_exc()
             return _error_response(500, f"reward '{self.name}' failed: {type(error).__name__}: {error}")
-        return web.Response(body=scores_json(scores), content_type="application/json")
+        return web.json_response(score_row(score))
 
     async def _health(self, _: web.Request) -> web.Response:
         counts = {"queued": len(self._queue), "batches": self.batches, "samples": self.samples}

@@ -104,6 +104,7 @@ class UniGenBench(VlmReward):
     """
 
     template = "unigenbench"
+    reads = ("sub_dims_en", "sub_dims_zh")
     needs = ("prompt", "media_1", "checkpoints")
     kinds = ("marks",)
     probe: ClassVar[dict[str, Any]] = {"prompt": "a photo", "sub_dims_en": json.dumps(_PROBE)}

@@ -31,7 +31,7 @@ class VlmReward(PointwiseReward):
     """Asks one or several questions about each sample. JudgeError within seconds if the judge is not usable.
 
     judge: an open judge or client, a JudgeConfig, or a mapping of its fields. template: shipped name or path of the
-    question; empty: the one that `judge` names, else the reward's default (an attribute of its class).
+    question; empty: the reward's default, an attribute of its class.
     """
 
     judge: Any
@@ -47,12 +47,12 @@ class VlmReward(PointwiseReward):
     """Kinds of answers that it supports."""
 
     def __post_init__(self) -> None:
-        self.client, named = open_client(self.judge, type(self).template)
-        self.question = self.load(self.template or named)
+        self.client = open_client(self.judge)
+        self.question = self.load(self.template or type(self).template)
 
     def load(self, name: str, needs: tuple[str, ...] | None = None) -> Template:
         """Load a template, checked against `needs`, `may` and `kinds`."""
-        question = load_template(name, needs or self.needs, self.may, self.kinds)
+        question = load_template(name, needs or self.needs, self.may, self.kinds, self.client.config.prompt)
         self.answer_s = max(self.answer_s, self.client.config.timeout_s or question.timeout_s)
         return question
 

@@ -1,50 +1,39 @@
-"""Prompt embeddings: each unique prompt is encoded once and cached in memory and, if a folder is given, on disk.
+"""Prompt embeddings: each text and each set of source images is encoded once, and kept in memory and on disk.
 
-For edits, source images are also encoded once, whatever the prompt; if the text encoder sees them
-(`Adapter.text_sees_sources`), texts are cached per source. The key on disk is the hash of (family, encoders, dtype, max
-length, content), so any run can use the same folder, and entries never go stale. Invariant: a condition depends only on
-its prompt and sources; results with and without the cache are bitwise equal.
+The key is (model, dtype, max length, text), so any run can use the same folder; the model is named by hub id and
+commit, or by the files of its encoders. If the text encoder sees the source images (`Adapter.text_sees_sources`), they
+belong to the text's key. Invariant: a condition depends only on its prompt and sources; results with and without the
+folder are bitwise equal.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
-import logging
 import os
-import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from PIL import Image, ImageOps
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 from torch import Tensor
 
 from prefgrpo.config.recipe import ConfigError
 from prefgrpo.config.schema import Config, SamplingConfig
-from prefgrpo.data.atomic import write_atomic
 from prefgrpo.data.prompts import DataError, Prompt
 from prefgrpo.models import DTYPES, family, folder
 from prefgrpo.models.base import Adapter, Condition, Sampling
 from prefgrpo.models.condition import collate
-from prefgrpo.models.folder import ModelError
 from prefgrpo.models.guidance import Cfg
 from prefgrpo.rollout.sampling import eval_sampling, prompt_sampling
+from prefgrpo.rollout.shards import Shards
+from prefgrpo.rollout.sources import Sources, prefetch
 
-logger = logging.getLogger(__name__)
-PER_SHARD, SHARD_BYTES = 64, 256 * 2**20
-"""A shard is written when it reaches this number of entries or bytes."""
-MODELS_FILE = "models.json"
-"""Models whose embeddings are in the cache: fingerprint of all but the encoders → the encoders' fingerprints."""
-Sources = tuple[Image.Image, ...]
-"""The source images of an edit, in order."""
-
-
-# ---- on disk --------------------------------------------------------------------------------------------------------
+SHARD_BYTES = 256 * 2**20
+"""A process writes a file when it holds so many bytes of new entries, and at the end."""
+MEMORY_BYTES = 2**31
+"""Most bytes of entries that a process keeps in memory."""
+NONE = Sources()
 
 
 @dataclass(frozen=True)
@@ -52,124 +41,41 @@ class CacheKeys:
     """Computes the cache keys of one model."""
 
     family: type[Adapter]
-    fingerprint: str
-    """Fingerprint of the encoders (`folder.encoder_fingerprint`)."""
+    encoders: str
+    """Names the model's encoders (`folder.encoder_identity`)."""
     dtype: torch.dtype
     max_length: int
     source_area: int | None
 
-    def text(self, prompt: str, sources: Sources = ()) -> str:
+    def text(self, prompt: str, sources: Sources = NONE) -> str:
         """Key of a text's embedding; it includes the sources if the text encoder sees them."""
-        seen = b"\0" + _digest(sources) if sources and self.family.text_sees_sources else b""
-        return self._name(prompt.encode() + seen)
+        seen = sources.identity() if sources.files and self.family.text_sees_sources else ""
+        return self._key("text", prompt, seen)
 
     def sources(self, sources: Sources, frames: int | None) -> str:
         """Key of the latents of source images; it includes the clip's frame count if the latents depend on it."""
         spanned = self.family.source_spans_clip and (frames or self.family.default_frames)
-        return self._name(b"\0sources\0" + (f"{spanned}\0".encode() if spanned else b"") + _digest(sources))
+        return self._key("sources", sources.identity(), str(spanned))
 
-    def _name(self, content: bytes) -> str:
+    def _key(self, *content: str) -> str:
         area = self.family.default_source_area if self.source_area is None else self.source_area
-        common = f"{self.family.__name__}:{self.fingerprint}:{self.dtype}:{self.max_length}:{area}"
-        return hashlib.sha256(hashlib.sha256(common.encode()).digest() + content).hexdigest()
-
-
-def _digest(sources: Sources) -> bytes:
-    """SHA-256 digests of the images' sizes and pixels, in order."""
-    pixels = [image.convert("RGB") for image in sources]
-    return b"".join(hashlib.sha256(repr(one.size).encode() + one.tobytes()).digest() for one in pixels)
-
-
-class Shards:
-    """A folder of named tensor groups in safetensors shards; any number of processes may read and write it.
-
-    A shard's name is a hash of its keys. Shards are written atomically, so a killed process loses only what it had not
-    yet written. Invariant: reading a key returns exactly the bytes written under it (verified by a checksum in the
-    header), or nothing.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._shard: dict[str, str] = {}
-        """Key → the file that holds it."""
-        self._opened: set[str] = set()
-        self.scan()
-
-    def __contains__(self, key: str) -> bool:
-        return key in self._shard
-
-    def scan(self) -> None:
-        """Read the keys of new shards."""
-        for name in sorted({file.name for file in self.folder.glob("*.safetensors")} - self._opened):
-            self._opened.add(name)
-            try:
-                with safe_open(self.folder / name, "pt") as file:
-                    self._shard.update({k.partition(".")[0]: name for k in file.keys()})  # noqa: SIM118  (no mapping)
-            except (OSError, SafetensorError) as error:
-                self._damaged(name, error)
-
-    def read(self, key: str) -> dict[str, Tensor] | None:
-        """The tensors under a key; None if there are none or the shard is damaged."""
-        if key not in self._shard:
-            self.scan()  # another process may have written it
-        if key not in self._shard:
-            return None
-        name = self._shard[key]
-        try:
-            with safe_open(self.folder / name, "pt") as file:
-                own = [k for k in file.keys() if k.startswith(f"{key}.")]  # noqa: SIM118  (no mapping)
-                tensors = {k.partition(".")[2]: file.get_tensor(k).clone() for k in own}
-                written = (file.metadata() or {}).get(key, "")
-            if not tensors or written not in ("", _checksum(tensors)):
-                raise ValueError(f"the checksum of entry {key[:8]}… does not match")
-            return tensors
-        except (OSError, ValueError, SafetensorError) as error:
-            self._damaged(name, error)
-            self._shard = {k: n for k, n in self._shard.items() if n != name}
-            return None
-
-    def write(self, content: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Add a shard; the same set of keys (without dots) gives the same file name, whichever process writes it."""
-        if not content:
-            return
-        name = hashlib.sha256("\n".join(sorted(content)).encode()).hexdigest()[:32] + ".safetensors"
-        tensors = {f"{key}.{k}": v for key in sorted(content) for k, v in content[key].items()}
-        self.folder.mkdir(parents=True, exist_ok=True)
-        write_atomic(self.folder / name, save(tensors, {key: _checksum(content[key]) for key in sorted(content)}))
-        self._opened.add(name)
-        self._shard.update(dict.fromkeys(content, name))
-
-    def _damaged(self, name: str, error: Exception) -> None:
-        message = "embedding cache: %s is damaged (%s); its entries are encoded again, so it can be deleted"
-        logger.warning(message, self.folder / name, error)
-
-
-def _checksum(tensors: Mapping[str, Tensor]) -> str:
-    """CRC-32 of names and bytes, hex."""
-    value = 0
-    for name, tensor in sorted(tensors.items()):
-        content = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-        value = zlib.crc32(content, zlib.crc32(name.encode(), value))
-    return f"{value:08x}"
-
-
-# ---- the conditions of prompts --------------------------------------------------------------------------------------
+        common = (self.family.__name__, self.encoders, str(self.dtype), str(self.max_length), str(area))
+        return hashlib.sha256("\0".join(common + content).encode("utf-8", "surrogatepass")).hexdigest()
 
 
 class Embeddings:
     """Conditions by prompt text."""
 
-    def __init__(self, adapter: Adapter, max_length: int, folder: str | Path | None = None, keep: int = 1024) -> None:
-        """max_length: in text tokens. folder: the cache on disk. keep: maximum number of entries in memory."""
-        if keep < 1:
-            raise ValueError(f"keep must be at least 1, got {keep}")
-        if folder is not None and not adapter.fingerprint:
-            raise ValueError("an embedding folder needs a model loaded from disk: its fingerprint is the key")
-        self._adapter, self._max_length, self._keep = adapter, max_length, keep
+    def __init__(
+        self, adapter: Adapter, max_length: int, folder: str | Path | None = None, most_bytes: int = MEMORY_BYTES
+    ) -> None:
+        """max_length: in text tokens. folder: the cache on disk. most_bytes: of entries in memory."""
+        self._adapter, self._max_length, self._most_bytes = adapter, max_length, most_bytes
         self.keys = CacheKeys(type(adapter), adapter.fingerprint, adapter.dtype, max_length, adapter.source_area)
         self._memory: OrderedDict[str, dict[str, Tensor]] = OrderedDict()
         self._shards = None if folder is None else Shards(Path(folder))
         self._pending: dict[str, dict[str, Tensor]] = {}
+        """Entries that are not on disk yet."""
         self.encoded = 0
         """Number of texts run through the text encoders so far."""
 
@@ -185,28 +91,28 @@ class Embeddings:
         With guidance, each includes the embedding of its negative prompt (None: the run's), encoded once, or once per
         source.
         """
-        nothing = [None] * len(prompts)
-        asked = zip(prompts, sources or [()] * len(prompts), negatives or nothing, strict=True)
-        conditions = [self._condition(prompt, tuple(own), negative, sampling) for prompt, own, negative in asked]
-        self.flush()
-        return conditions
+        given = sources or [NONE] * len(prompts)
+        others = negatives or [None] * len(prompts)
+        asked = zip(prompts, given, others, strict=True)
+        return [self._condition(text, one, negative, sampling) for text, one, negative in asked]
 
     def _condition(self, prompt: str, sources: Sources, negative: str | None, sampling: Sampling) -> Condition:
         adapter, condition = self._adapter, self.text(prompt, sources)
-        if sources:
+        if sources.files:
             condition = replace(condition, sources=self.sources(sources, sampling.frames))
         if adapter.cfg is not None and adapter.guided(sampling):
             text = negative_text(adapter.cfg, sampling, negative)
             condition = replace(condition, negative=self.text(text, sources))
         return condition
 
-    def text(self, prompt: str, sources: Sources = ()) -> Condition:
+    def text(self, prompt: str, sources: Sources = NONE) -> Condition:
         """The embedding of one text; sources are used only if the family's text encoder sees them."""
 
         def encode() -> dict[str, Tensor]:
             self.encoded += 1
+            images = sources.images() if self._adapter.text_sees_sources else ()
             with self._adapter.offload.on_device("text_encoder"):
-                return self._adapter.encode(prompt, self._max_length, sources).tensors()
+                return self._adapter.encode(prompt, self._max_length, images).tensors()
 
         return Condition.of_text(self._get_or_encode(self.keys.text(prompt, sources), encode))
 
@@ -215,11 +121,11 @@ class Embeddings:
 
         def encode() -> dict[str, Tensor]:
             with self._adapter.offload.on_device("vae", "text_encoder"):
-                tensors = self._adapter.encode_sources(sources, frames)
-            return {"source" if k == 1 else f"source_{k}": tensor for k, tensor in enumerate(tensors, 1)}
+                tensors = self._adapter.encode_sources(sources.images(), frames)
+            return {str(k): tensor for k, tensor in enumerate(tensors)}
 
-        kept = self._get_or_encode(self.keys.sources(sources, frames), encode)
-        return tuple(kept[name] for name in sorted(kept, key=lambda name: (len(name), name)))
+        entry = self._get_or_encode(self.keys.sources(sources, frames), encode)
+        return tuple(entry[name] for name in sorted(entry, key=int))
 
     def _get_or_encode(self, key: str, encode: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
         """The entry from memory, else from disk, else newly encoded."""
@@ -230,42 +136,39 @@ class Embeddings:
             entry = encode()
             if self._shards is not None:
                 self._pending[key] = entry
-                size = sum(tensor.nbytes for pending in self._pending.values() for tensor in pending.values())
-                if len(self._pending) >= PER_SHARD or size >= SHARD_BYTES:
+                if _bytes(self._pending) >= SHARD_BYTES:
                     self.flush()
         self._memory[key] = entry
-        if len(self._memory) > self._keep:
+        while len(self._memory) > 1 and _bytes(self._memory) > self._most_bytes:
             self._memory.popitem(last=False)
         return entry
 
     def flush(self) -> None:
-        """Write all pending entries as one shard."""
+        """Write all new entries to disk."""
         if self._shards is not None:
             self._shards.write(self._pending)
             self._pending = {}
 
 
-def fitted_sources(prompts: Sequence[Prompt], height: int, width: int) -> list[Sources]:
-    """Each prompt's source images, resized and centre-cropped to the output size; each list of files is read once."""
-    fitted: dict[tuple[str, ...], Sources] = {}
-    for prompt in prompts:
-        if prompt.source not in fitted:
-            images = prompt.images()
-            fitted[prompt.source] = tuple(
-                ImageOps.fit(one, (width, height), Image.Resampling.LANCZOS) for one in images
-            )
-    return [fitted[p.source] for p in prompts]
+def _bytes(entries: dict[str, dict[str, Tensor]]) -> int:
+    return sum(tensor.nbytes for tensors in entries.values() for tensor in tensors.values())
+
+
+def sources_of(prompt: Prompt, sizes: SamplingConfig) -> Sources:
+    """A prompt's source images at the output size."""
+    return Sources(prompt.source, sizes.height, sizes.width) if prompt.source else NONE
 
 
 def conditions(
     embeddings: Embeddings, prompts: Sequence[Prompt], sizes: SamplingConfig, device: torch.device
 ) -> Condition:
     """The batched condition [B, …] of prompts with their source images."""
-    unique = list({(p.text, p.source, p.negative): p for p in prompts}.values())
-    sources = fitted_sources(unique, sizes.height, sizes.width)
-    encoded = embeddings([p.text for p in unique], sizes, sources, [p.negative for p in unique])
-    by = {(p.text, p.source, p.negative): one for p, one in zip(unique, encoded, strict=True)}
-    return collate([by[p.text, p.source, p.negative] for p in prompts], device)
+    asked = [(prompt.text, sources_of(prompt, sizes), prompt.negative) for prompt in prompts]
+    unique = list(dict.fromkeys(asked))
+    texts, sources, negatives = zip(*unique, strict=True)
+    prefetch(sources)
+    condition_of = dict(zip(unique, embeddings(texts, sizes, sources, negatives), strict=True))
+    return collate([condition_of[one] for one in asked], device)
 
 
 def negative_text(cfg: Cfg, sampling: Sampling, own: str | None) -> str:
@@ -284,16 +187,20 @@ class EncodeJob:
 
     text: str | None
     """None: encode the source images only."""
-    source: tuple[str, ...] = ()
-    height: int = 0
-    width: int = 0
-    """Output size, to which the sources are fitted; 0 without sources."""
+    sources: Sources = NONE
     frames: int | None = None
     """Frames of the clip, if the latents of the source images depend on them."""
 
-    def images(self) -> Sources:
-        """The source images fitted to the output size."""
-        return fitted_sources([Prompt(0, self.text or "", source=self.source)], self.height, self.width)[0]
+    def key(self, keys: CacheKeys) -> str:
+        """The key of the result."""
+        return keys.sources(self.sources, self.frames) if self.text is None else keys.text(self.text, self.sources)
+
+    def run(self, embeddings: Embeddings) -> None:
+        """Encode it."""
+        if self.text is None:
+            embeddings.sources(self.sources, self.frames)
+        else:
+            embeddings.text(self.text, self.sources)
 
 
 def encoding_jobs(config: Config, trained: Sequence[Prompt], evaluated: Sequence[Prompt] = ()) -> list[EncodeJob]:
@@ -304,20 +211,19 @@ def encoding_jobs(config: Config, trained: Sequence[Prompt], evaluated: Sequence
     """
     check_sources(config, trained)
     check_sources(config, evaluated)
-    check_negatives(config, [*trained, *evaluated])
-    cls, shown = family(config.family), eval_sampling(config)
+    cls, evaluation = family(config.family), eval_sampling(config)
     used = [(prompt, prompt_sampling(prompt, config.rollout, config.data.own_sizes)) for prompt in trained]
     jobs: dict[EncodeJob, None] = {}
-    for prompt, sizes in [*used, *((prompt, shown) for prompt in evaluated)]:
-        place = (prompt.source, sizes.height, sizes.width) if prompt.source else ()
+    for prompt, sizes in [*used, *((prompt, evaluation) for prompt in evaluated)]:
+        sources = sources_of(prompt, sizes)
         texts = []
         if cls.cfg is not None and cls.cfg.active(sizes.guidance):
             texts = [negative_text(cls.cfg, sizes, prompt.negative)]
         for text in [*texts, prompt.text]:
-            jobs[EncodeJob(text, *(place if cls.text_sees_sources else ()))] = None
-        if place:
+            jobs[EncodeJob(text, sources if cls.text_sees_sources else NONE)] = None
+        if sources.files:
             frames = (sizes.frames or cls.default_frames) if cls.source_spans_clip else None
-            jobs[EncodeJob(None, *place, frames)] = None
+            jobs[EncodeJob(None, sources, frames)] = None
     return list(jobs)
 
 
@@ -325,47 +231,23 @@ def check_sources(config: Config, prompts: Sequence[Prompt]) -> None:
     """Raise DataError unless all prompts have a number of source images that the family accepts."""
     cls = family(config.family)
     least, most = int(cls.needs_source), cls.most_sources
+    takes = f"{least} to {most} source images" if least < most else "one source image" if most else "no source image"
     if wrong := [p for p in prompts if not least <= len(p.source) <= most]:
-        takes = (
-            "no source image"
-            if most == 0
-            else f"{least} to {most} source images"
-            if least < most
-            else "one source image"
-        )
         message = (
             f"{config.family} takes {takes} per prompt; {len(wrong)} of {len(prompts)} prompts have another number"
         )
         raise DataError(f"{message}; the first: {wrong[0]} has {len(wrong[0].source)}")
 
 
-def check_negatives(config: Config, prompts: Sequence[Prompt]) -> None:
-    """Warn if prompts have negative prompts that the run does not use."""
-    cfg = family(config.family).cfg
-    named = [p for p in prompts if p.negative]
-    if named and (cfg is None or not cfg.active(config.rollout.guidance)):
-        why = "the family has no classifier-free guidance" if cfg is None else "guidance is off"
-        logger.warning("the column negative_prompt is not used (%s); the first: %s", why, named[0])
-
-
 def uncached(config: Config, jobs: list[EncodeJob]) -> list[EncodeJob]:
-    """The jobs not yet in data.cache. Raises ConfigError, or ModelError if they need deleted text encoders."""
-    left, cls = jobs, family(config.family)
-    if config.data.cache:
-        shards, area = Shards(_cache_folder(config)), config.rollout.source_area
-        keys = CacheKeys(cls, cached_fingerprint(config), DTYPES[config.dtype], config.data.max_length, area)
-        left = [job for job in jobs if _key(keys, job) not in shards]
-    if left and folder.lacks_encoders(cls.find(config.model)):
-        message = (
-            f"the text encoders are not in {config.model}, and {len(left)} of {len(jobs)} texts and sources are not"
-        )
-        where = config.data.cache or "data.cache, which is not set"
-        raise ModelError(f"{message} in {where}, the first: {(left[0].text or left[0].source)!r}")
-    return left
-
-
-def _key(keys: CacheKeys, job: EncodeJob) -> str:
-    return keys.sources(job.images(), job.frames) if job.text is None else keys.text(job.text, job.images())
+    """The jobs whose results are not in data.cache yet. Raises ConfigError for a folder that cannot be used."""
+    if not config.data.cache:
+        return jobs
+    cls = family(config.family)
+    encoders, area = folder.encoder_identity(cls.find(config.model)), config.rollout.source_area
+    keys = CacheKeys(cls, encoders, DTYPES[config.dtype], config.data.max_length, area)
+    shards = Shards(_cache_folder(config))
+    return [job for job in jobs if job.key(keys) not in shards]
 
 
 def _cache_folder(config: Config) -> Path:
@@ -375,31 +257,3 @@ def _cache_folder(config: Config) -> Path:
     if not there.is_dir() or not os.access(there, os.R_OK | os.X_OK if there == path.absolute() else os.W_OK):
         raise ConfigError([f"data.cache: expected a folder that can be written, got {path} ({there} is not)"])
     return path
-
-
-def cached_fingerprint(config: Config) -> str:
-    """Fingerprint of the model's encoders; if they were deleted, the one that `record_encoders` stored for it."""
-    path = family(config.family).find(config.model)
-    if not folder.lacks_encoders(path):
-        return folder.encoder_fingerprint(path)
-    noted = _recorded_models(config).get(folder.body_fingerprint(path), [])
-    if len(noted) != 1:
-        message = f"the text encoders are not in {path}, and {config.data.cache} was filled by {len(noted)} models that"
-        raise ModelError(
-            f"{message} are otherwise the same; expected one: put them back, or run `prefgrpo preprocess` with them"
-        )
-    return noted[0]
-
-
-def record_encoders(config: Config) -> None:
-    """Record in data.cache which model its embeddings belong to, so that the text encoders can be deleted."""
-    path, noted = family(config.family).find(config.model), _recorded_models(config)
-    body, own = folder.body_fingerprint(path), cached_fingerprint(config)
-    if own not in noted.setdefault(body, []):
-        noted[body].append(own)
-        write_atomic(Path(config.data.cache) / MODELS_FILE, json.dumps(noted, indent=1))
-
-
-def _recorded_models(config: Config) -> dict[str, list[str]]:
-    file = Path(config.data.cache) / MODELS_FILE
-    return json.loads(file.read_text()) if config.data.cache and file.is_file() else {}

@@ -7,7 +7,6 @@ sample depends only on (weights, prompt, source, seed, sample id).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 import numpy as np
 import torch
@@ -21,7 +20,7 @@ from prefgrpo.data.prompts import Prompt
 from prefgrpo.models.base import Adapter
 from prefgrpo.parallel.world import World
 from prefgrpo.rewards.base import Sample
-from prefgrpo.rollout.embeddings import Embeddings, conditions, fitted_sources
+from prefgrpo.rollout.embeddings import Embeddings, conditions, sources_of
 from prefgrpo.rollout.rollout import rollout
 from prefgrpo.sde.schedule import Schedule
 
@@ -30,16 +29,9 @@ DECODED_PIXELS = 1024 * 1024
 """Most pixels per call of the VAE decoder, at least one image or clip: more take memory and no less time."""
 
 
-@lru_cache(maxsize=256)
-def _source_media(text: str, source: tuple[str, ...], width: int, height: int) -> tuple[Media, ...]:
-    (images,) = fitted_sources([Prompt(0, text, source=source)], height, width)
-    return tuple(Media(np.asarray(image)) for image in images)
-
-
 def sample(prompt: Prompt, pixels: Images, sizes: SamplingConfig) -> Sample:
     """The `Sample` passed to rewards: pixels [(F,) H, W, 3], and the source images as the model saw them."""
-    source = _source_media(prompt.text, prompt.source, sizes.width, sizes.height)
-    return Sample(prompt.text, Media(pixels), source, prompt.meta)
+    return Sample(prompt.text, Media(pixels), sources_of(prompt, sizes).media(), prompt.meta)
 
 
 @torch.no_grad()

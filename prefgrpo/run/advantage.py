@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from prefgrpo.config.by_path import load_object
-from prefgrpo.config.schema import COMBINE, RewardConfig
+from prefgrpo.config.schema import COMBINE, AdvantageConfig
 from prefgrpo.ops import group_advantage
 from prefgrpo.rewards.base import GroupScores, Reward
 from prefgrpo.rewards.pairwise import VlmPairwise
@@ -38,11 +38,11 @@ def part_table(groups: Mapping[str, list[GroupScores]], parts: Parts) -> NDArray
 
 
 class CombineError(RuntimeError):
-    """`reward.combine` raised, or did not return one number per sample."""
+    """`advantage.combine` raised, or did not return one number per sample."""
 
 
 def load_function(path: str) -> Callable[[Tensor, Tensor], Tensor]:
-    """The function named by `reward.combine`: file.py:function or package.module.function. Raises ValueError."""
+    """The function named by `advantage.combine`: file.py:function or package.module.function. Raises ValueError."""
     try:
         function: Callable[[Tensor, Tensor], Tensor] = load_object(path)
     except Exception as error:
@@ -57,13 +57,15 @@ def _combined(path: str, table: Tensor, weights: Tensor) -> Tensor:
     try:
         values = torch.as_tensor(load_function(path)(table, weights)).to(table)
     except Exception as error:
-        raise CombineError(f"reward.combine {path} raised {type(error).__name__}: {error}") from error
+        raise CombineError(f"advantage.combine {path} raised {type(error).__name__}: {error}") from error
     if values.shape != table.shape[1:]:
-        raise CombineError(f"reward.combine {path}: expected {list(table.shape[1:])} values, got {list(values.shape)}")
+        raise CombineError(
+            f"advantage.combine {path}: expected {list(table.shape[1:])} values, got {list(values.shape)}"
+        )
     return torch.where(values.isfinite(), values, torch.nan)
 
 
-def by_comparisons(rewards: Mapping[str, Reward], weights: Mapping[str, float], options: RewardConfig) -> bool:
+def by_comparisons(rewards: Mapping[str, Reward], weights: Mapping[str, float], options: AdvantageConfig) -> bool:
     """Whether advantages are those of one judge's win rates, which `winrate_advantage` computes from its verdicts."""
     trained = {name: weight for name, weight in weights.items() if weight}
     changed = options.combine not in COMBINE or options.rank or options.batch_norm
@@ -75,7 +77,7 @@ def advantages(
     rewards: NDArray[np.float64],
     weights: Mapping[str, float],
     group_size: int,
-    options: RewardConfig,
+    options: AdvantageConfig,
     parts: Parts | None = None,
     sub_scores: NDArray[np.float64] | None = None,
     device: torch.device | str = "cpu",

@@ -14,6 +14,7 @@ import json
 import os
 import re
 import shutil
+import time
 import warnings
 from concurrent.futures import Future
 from pathlib import Path
@@ -35,8 +36,6 @@ from prefgrpo.parallel.world import World
 from prefgrpo.run.run_folder import RunFolder
 
 META = "state.json"
-KEEP = 2
-"""Newest checkpoints that a run keeps."""
 PARTIAL = "partial"
 """Ending of the hidden folder in which a checkpoint is written; every process derives the same name."""
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -52,7 +51,7 @@ class CheckpointError(UserError, RuntimeError):
 class Checkpoints:
     """The checkpoints of a run. At most one is being written at a time; every rank calls every method."""
 
-    def __init__(self, run: RunFolder, world: World, keep: int = KEEP) -> None:
+    def __init__(self, run: RunFolder, world: World, keep: int) -> None:
         """keep: number of newest checkpoints that stay."""
         self.run, self.keep, self.world = run, keep, world
         self._group: dist.ProcessGroup | None = None
@@ -127,7 +126,7 @@ class _Writer(FileSystemWriter):
         super().finish(metadata, results)
         folder, final = Path(self.path), self._run.checkpoint(self._step)
         sizes = {p.name: p.stat().st_size for p in sorted(folder.iterdir())}
-        facts = {"step": self._step, **self._meta, "files": sizes}
+        facts = {"step": self._step, "written": time.time(), **self._meta, "files": sizes}
         (folder / META).write_text(json.dumps(facts, indent=1), encoding="utf-8")
         sync(folder / META)
         sync(folder)

@@ -1,8 +1,7 @@
 """Evaluation: ODE samples of held-out prompts with fixed noise, compared with those of the initial policy.
 
 Images before and after training share their initial latents, so comparisons are paired: by the judge in both orders,
-and by rewards (win 1, tie ½). Intervals are bootstrap percentiles over prompts. Invariant: evaluation never affects the
-training loss.
+and by rewards (win 1, tie ½). Invariant: evaluation never affects the training loss.
 """
 
 from __future__ import annotations
@@ -26,10 +25,11 @@ from prefgrpo.models.base import Adapter
 from prefgrpo.parallel.world import World
 from prefgrpo.rewards.base import GroupScores, Sample
 from prefgrpo.rewards.scorer import Scorer
-from prefgrpo.rollout.embeddings import Embeddings, fitted_sources
+from prefgrpo.rollout.embeddings import Embeddings, sources_of
 from prefgrpo.rollout.render import Images, preview, render, sample, to_uint8
 from prefgrpo.rollout.sampling import eval_sampling
 from prefgrpo.run.checkpoint import CheckpointError
+from prefgrpo.run.comparison import Comparison, Row, over_ranks
 from prefgrpo.run.log import finite
 from prefgrpo.run.metrics import PARTS_OF_WINS
 from prefgrpo.run.run_folder import RunFolder
@@ -37,8 +37,6 @@ from prefgrpo.sde.schedule import Schedule
 
 MAX_ANSWER_CHARS = 2000
 """Maximum number of stored characters of a judge's answer."""
-MIN_PROMPTS = 30
-"""Below this number of prompts, a result is called inconclusive."""
 IN_REPORT = 12
 """Images of an evaluation that the report shows."""
 FIRST_ID = 2**62
@@ -98,12 +96,12 @@ class Evaluator:
             shown = [self.eval_set.items[i] for i in self.report_indices()]
             write_atomic(self.folder.prompts(name), json.dumps([item.text for item in shown]))
             if any(item.source for item in shown):  # several of a prompt side by side
-                fitted = fitted_sources(shown, self.sizes.height, self.sizes.width)
-                rows = [np.concatenate([np.array(s) for s in own], axis=1) for own in fitted]
+                fitted = [sources_of(item, self.sizes).media() for item in shown]
+                rows = [np.concatenate([media.pixels for media in of_prompt], axis=1) for of_prompt in fitted]
                 save_images(self.folder.sources(name), sources=np.stack(rows))
 
-    def run(self, step: int) -> dict[str, float]:
-        """Evaluate the policy after `step` steps: returns metrics over all ranks, stores the report's images."""
+    def run(self, step: int) -> Comparison:
+        """Evaluate the policy after `step` steps, over all ranks, and store the report's images."""
         index, eval_set = self.local_indices(), self.eval_set
         now = self.render(index)
         images = zip(now, self.before, strict=True)
@@ -112,10 +110,9 @@ class Evaluator:
         reasons = Counter[str]()
         table, answers = compare(self.scorers, pairs if self.world.is_dp_leader else [], reasons)
         self.reasons = sum(map(Counter, self.world.gather_items([reasons])), Counter[str]())
-        out = over_ranks(self.world, eval_set.name, eval_set.group[index], table)
         self._save_report_images(step, now)
         self._save_outcomes(step, table, answers)
-        return out
+        return over_ranks(self.world, eval_set.name, eval_set.group[index], table)
 
     @torch.no_grad()
     def render(self, index: list[int]) -> Images:
@@ -172,10 +169,6 @@ class Evaluator:
             write_atomic(self.folder.outcomes(self.eval_set.name, step), json.dumps(every))
 
 
-Row = dict[str, float]
-"""A pair's measures, by name; NaN where one is missing."""
-
-
 AnswerRow = dict[str, Any]
 """A judge's answer to a pair: judge, first ("after" or "before" the training), p_first, reason, raw."""
 
@@ -210,16 +203,6 @@ def share_of(world: World, count: int) -> list[int]:
     return list(range(world.dp_index * each, min((world.dp_index + 1) * each, count)))
 
 
-def over_ranks(world: World, name: str, group: NDArray[np.int64], table: Sequence[Row]) -> dict[str, float]:
-    """Metrics of the set `name` from the rows of all ranks. group: prompt index per local row."""
-    prompts, rows = zip(*world.gather_items(zip(group.tolist(), table, strict=False)), strict=True)
-    out: dict[str, float] = {}
-    for column in sorted({column for row in rows for column in row}):
-        values = np.array([row.get(column, np.nan) for row in rows])
-        out |= summarise(f"{name}/{column}", np.array(prompts), values, column.startswith("win"))
-    return out
-
-
 def _measures(kind: str, reward: str, group: GroupScores) -> Row:
     """Measures of one reward on a group (now, before): a judge's verdicts, or values and wins (1, tie ½, 0)."""
     if kind.startswith("judge"):
@@ -245,40 +228,6 @@ def _win_rate(group: GroupScores) -> float:
     if group.wins is None or group.counts is None or group.counts[0, 1] == 0:
         return float("nan")
     return float(group.wins[0, 1] / group.counts[0, 1])
-
-
-def summarise(name: str, group: NDArray[np.int64], values: NDArray[np.float64], interval: bool) -> dict[str, float]:
-    """Mean over images, and for win rates a 95 % bootstrap interval over prompts (2000 draws, fixed seed).
-
-    If values are missing, also their share, and for win rates the number of prompts that have any.
-    """
-    ok = ~np.isnan(values)
-    out = {name: float(values[ok].mean()) if ok.any() else float("nan")}
-    if not ok.all():
-        out[f"{name}_missing"] = float((~ok).mean())
-    if interval and ok.any():
-        ids, inverse = np.unique(group[ok], return_inverse=True)
-        if not ok.all():
-            out[f"{name}_prompts"] = float(len(ids))
-        total, count = np.bincount(inverse, values[ok]), np.bincount(inverse)
-        draws = np.random.default_rng(0).integers(len(ids), size=(2000, len(ids)))
-        means = total[draws].sum(1) / count[draws].sum(1)
-        out[f"{name}_low"], out[f"{name}_high"] = (float(q) for q in np.quantile(means, (0.025, 0.975)))
-    return out
-
-
-def verdict(low: float, high: float, prompts: int) -> str:
-    """Interpretation of a win rate's interval: better, worse, or inconclusive if it contains ½ or prompts are few.
-
-    prompts: how many have a verdict.
-    """
-    if math.isnan(low):
-        return "inconclusive: no verdicts"
-    if prompts < MIN_PROMPTS:
-        return f"inconclusive: fewer than {MIN_PROMPTS} prompts"
-    if low <= 0.5 <= high:
-        return "inconclusive: the interval contains 50 %"
-    return "better" if low > 0.5 else "worse"
 
 
 def load_initial_images(folder: RunFolder, name: str, size: int) -> Images:

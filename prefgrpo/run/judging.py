@@ -1,13 +1,12 @@
-"""Builds a run's scorers from its configuration: its rewards, and the judge that training and evaluation share.
+"""Builds a run's rewards, each with its own judge, and the scorers of training and evaluation.
 
-The shared judge belongs to the spec's first pairwise VLM reward; other judge-based rewards use the judge section with
-overrides from their own options. Invariant: a judge is opened once per process, and checked before the first step.
+Invariant: a reward is built once, by name, and evaluation uses the trained object; its judge is checked on rank 0
+before the model loads.
 """
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -17,6 +16,7 @@ import numpy as np
 
 from prefgrpo.config.loading import section
 from prefgrpo.config.recipe import ConfigError
+from prefgrpo.config.rewards import RewardEntry
 from prefgrpo.config.schema import COMBINE, Config, JudgeConfig
 from prefgrpo.data.media import Media
 from prefgrpo.data.prompts import Prompt
@@ -26,7 +26,7 @@ from prefgrpo.judge.template import load_template
 from prefgrpo.judge.verdict import JudgeError, PairJudge
 from prefgrpo.models import family
 from prefgrpo.parallel.world import World
-from prefgrpo.rewards import build, factory, load_class, parse_reward_spec
+from prefgrpo.rewards import build, check_name, factory, load_class
 from prefgrpo.rewards.base import GroupwiseReward, PointwiseReward, Reward
 from prefgrpo.rewards.functions import FunctionPairwise
 from prefgrpo.rewards.pairwise import VlmPairwise
@@ -34,161 +34,176 @@ from prefgrpo.rewards.scorer import Scorer
 from prefgrpo.run.advantage import load_function
 from prefgrpo.run.metrics import taken_name
 
-PAIRWISE = "vlm_pairwise"
+FRAMES = 8
+"""Frames of a clip that a judge sees (judge.body.FRAMES, whose module needs aiohttp)."""
 CALIBRATION_PAIRS = 8
 """Random pairs judged in both orders at the start, to measure the judge's position bias."""
 
 
-def specs(config: Config) -> tuple[dict[str, float], dict[str, float]]:
-    """(training, evaluation) reward weights of a configuration without `config_errors`."""
-    return parse_reward_spec(config.reward.spec), parse_reward_spec(config.eval.spec) if config.eval.spec else {}
-
-
 def config_errors(config: Config) -> list[str]:
-    """Mistakes in the reward specs, how rewards are combined, the pair plan and the pairwise judge's template."""
+    """Mistakes in the rewards, their options and judges, and in how they are combined."""
     wrong: list[str] = []
 
-    def parsed(field: str, parse: Callable[[Any], Any], value: Any) -> Any:
+    def tried(field: str, check: Callable[[], object]) -> None:
         try:
-            return parse(value)
+            check()
+        except ConfigError as error:
+            wrong.extend(error.mistakes)
         except (ValueError, JudgeError) as error:
             wrong.append(f"{field}: {error}")
-            return {}
 
-    trained = parsed("reward.spec", parse_reward_spec, config.reward.spec)
-    measured = parsed("eval.spec", parse_reward_spec, config.eval.spec) if config.eval.spec else {}
-    parsed("judge.plan", get_plan, config.judge.plan)
-    if config.reward.combine not in COMBINE:
-        parsed("reward.combine", load_function, config.reward.combine)
-    if config.reward.combine == "geometric_mean" and any(w < 0 for w in trained.values()):
-        wrong.append(f"reward.combine: {config.reward.combine} expects weights of at least 0, got {config.reward.spec}")
-    for kind, weights, options in (
-        ("reward", trained, config.reward.options),
-        ("eval", measured, config.eval.options),
-    ):
-        wrong += [f"{kind}.spec: rename the reward {name!r}: {why}" for name in weights if (why := taken_name(name))]
-        for name in weights:
-            if cls := parsed(f"{kind}.spec", load_class, name):
-                own = options.get(name, {})
-                judge = {"judge": None} if cls.judged and "url" not in own else {}
-                parsed(f"{kind}.options", partial(factory, name), own | judge)
-        for name in sorted(set(options) - set(weights)):  # unused options are allowed, misspelt reward names are not
-            parsed(f"{kind}.options", parse_reward_spec, [name])
-    if PAIRWISE in trained:
-        parsed("judge.template", load_template, config.judge.template or "compare")
-    if PAIRWISE in measured:
-        wrong.append(f"eval.spec: {PAIRWISE} is not allowed here; use eval.judge: true for the judge's win rate")
+    combine = config.advantage.combine
+    if combine not in COMBINE:
+        tried("advantage.combine", partial(load_function, combine))
+    negative = [entry.name for entry in config.rewards if entry.weight < 0]
+    if combine == "geometric_mean" and negative:
+        wrong.append(f"advantage.combine: {combine} expects weights of at least 0, but not those of {negative}")
+    for field, entries in (("rewards", config.rewards), ("eval.rewards", config.measured)):
+        for entry in entries:
+            if field == "rewards" or entry not in config.rewards:
+                tried(field, partial(_check_entry, config, entry))
+    if not wrong and not any(entry.weight for entry in config.rewards):
+        wrong.append(
+            "rewards: expected a weight other than 0, got only 0; use eval.rewards for rewards that are only measured"
+        )
     return wrong
+
+
+def _check_entry(config: Config, entry: RewardEntry) -> None:
+    """Raise ValueError, ConfigError or JudgeError for a reward that cannot be built, without building it."""
+    check_name(entry.name)
+    if why := taken_name(entry.name):
+        raise ValueError(f"rename the reward {entry.name!r}: {why}")
+    kind = load_class(entry.name)
+    asks = _asks_judge(entry)
+    factory(entry.name, entry.options | ({"judge": None} if asks else {}))
+    if not asks and entry.judge:
+        raise ValueError(f"{entry.name} asks no judge: remove `judge` from its entry")
+    if asks:
+        judge_config(config, entry)
+    if asks and issubclass(kind, VlmPairwise):
+        load_template(_question(entry))
+        get_plan(entry.options.get("plan", "both_orders"))
+
+
+def _asks_judge(entry: RewardEntry) -> bool:
+    """Whether a reward asks a judge from this process."""
+    return load_class(entry.name).judged and "url" not in entry.options
+
+
+def _question(entry: RewardEntry) -> str:
+    """Name of the template of a pairwise reward."""
+    return str(entry.options.get("template") or load_class(entry.name).template or "compare")
 
 
 def trains_on_pairs(config: Config) -> bool:
     """Whether a trained reward compares members of a group; a reward with a `url` is assumed to."""
-    trained = [name for name, weight in specs(config)[0].items() if weight > 0]
-    remote = {name for name in trained if "url" in config.reward.options.get(name, {})}
-    return any(name in remote or issubclass(load_class(name), GroupwiseReward) for name in trained)
+    trained = [entry for entry in config.rewards if entry.weight > 0]
+    return any("url" in entry.options or issubclass(load_class(entry.name), GroupwiseReward) for entry in trained)
 
 
-def shared(config: Config) -> str:
-    """Reward whose judge evaluation uses too: the spec's first pairwise VLM one without a `url`, else vlm_pairwise."""
-    remote = {name for name, own in config.reward.options.items() if "url" in own}
-    trained = [n for n in specs(config)[0] if n not in remote]
-    names = [n for n in trained if issubclass(load_class(n), VlmPairwise) and load_class(n).judged]
-    return names[0] if names else PAIRWISE
+def judge_config(config: Config, entry: RewardEntry, world: World | None = None) -> JudgeConfig:
+    """The judge of a reward: the judge section, with the values of the entry's own `judge`.
 
-
-def judge_config(config: Config, name: str, options: Mapping[str, Any], world: World) -> JudgeConfig:
-    """The judge section for reward `name`: with its own template, then with the overrides in its options' `judge`.
-
-    `concurrency` becomes this rank's share: a rank judges whole groups, so with fewer prompts per step than ranks, only
-    that many ranks share it and the others get 1.
+    With `world`, `concurrency` becomes this rank's share: a rank judges whole groups, so with fewer prompts per step
+    than ranks, only that many ranks share it and the others get 1. Raises ConfigError.
     """
-    template = config.judge.template or "compare" if name == PAIRWISE else load_class(name).template
     try:
-        own = asdict(config.judge) | {"template": template} | options.get("judge", {})
-        judge = section(JudgeConfig, own, "judge")
+        judge = section(JudgeConfig, asdict(config.judge) | entry.judge, "judge")
     except ConfigError as error:
-        raise ConfigError([f"reward.options.{name}.{mistake}" for mistake in error.mistakes]) from error
+        raise ConfigError([f"rewards.{entry.name}.{mistake}" for mistake in error.mistakes]) from error
+    if world is None:
+        return judge
     return replace(judge, concurrency=world.share(judge.concurrency, config.rollout.prompts_per_step))
 
 
-def open_judge(config: Config, world: World) -> tuple[PairJudge | None, list[str]]:
-    """(shared judge, results of its health check), or (None, []) if neither training nor evaluation uses a judge.
-
-    Raises JudgeError within seconds if the judge is unreachable, serves another model or fails a probe pair.
-    """
-    training, name = specs(config)[0], shared(config)
-    held_out = config.eval.every and (config.eval.prompts or config.eval.final_prompts)
-    if name not in training and not (config.eval.judge and held_out):
-        return None, []
-    judge = judge_config(config, name, config.reward.options.get(name, {}), world)
-    try:
-        return connect(judge, makes_clips(config), world)
-    except JudgeError as error:
-        if name in training:
-            raise
-        raise JudgeError(f"{error}. No trained reward uses it: eval.judge: false evaluates without it") from error
+def reward_options(config: Config, entry: RewardEntry, world: World) -> dict[str, Any]:
+    """The keyword arguments of a reward's class, with the configuration of its judge if it asks one."""
+    return entry.options | ({"judge": judge_config(config, entry, world)} if _asks_judge(entry) else {})
 
 
-def connect(judge: JudgeConfig, clips: bool, world: World) -> tuple[PairJudge, list[str]]:
-    """(judge of pairs, results of its health check). Raises JudgeError like `open_judge`."""
-    if judge.backend == "local":
-        opened, warning = _local_judge(judge, str(world.device))
-        return opened, [f"judge in this process: {judge.model}", *warning]
-    from prefgrpo.judge.client import HttpJudge, check
+class Rewards:
+    """Builds rewards by name; each, and its judge, is built once."""
 
-    notes: list[str] = []
+    def __init__(self, config: Config, world: World) -> None:
+        self.config, self.world = config, world
+        self.notes: list[str] = []
+        """What the checks of the judges found."""
+        self._built: list[tuple[RewardEntry, Reward]] = []
+        self._local: dict[tuple[str, str], PairJudge] = {}
 
-    def run_check() -> None:
-        health = check(judge, bias_pairs=CALIBRATION_PAIRS, known_answers=True, clips=clips)
-        notes.extend(f"judge {line}" for line in health.summary().splitlines())
+    def build(
+        self, field: str, entries: Iterable[RewardEntry], prompts: Sequence[Prompt], label: str = "judge"
+    ) -> dict[str, Reward]:
+        """The rewards of these entries by name. label: how notes call their judges.
 
-    world.on_main(run_check, JudgeError)
-    return HttpJudge(judge), notes
+        Raises ConfigError if a new one cannot score these prompts, JudgeError if a judge cannot be used.
+        """
+        wanted = {entry.name: entry for entry in entries}
+        found = {entry.name: reward for entry, reward in self._built if wanted.get(entry.name) == entry}
+        absent = {name: entry for name, entry in wanted.items() if name not in found}
+        check_inputs(self.config, field, {name: load_class(name) for name in absent}, prompts)
+        options = {name: reward_options(self.config, entry, self.world) for name, entry in absent.items()}
+        for name, entry in absent.items():
+            if _asks_judge(entry) and issubclass(load_class(name), VlmPairwise):
+                options[name]["judge"] = self._open(label, entry, options[name]["judge"], prompts)
+        made = build({name: entry.weight for name, entry in absent.items()}, options) if absent else {}
+        check_inputs(self.config, field, made, prompts)
+        self._built += [(absent[name], reward) for name, reward in made.items()]
+        return {name: found[name] if name in found else made[name] for name in wanted}
+
+    def _open(self, label: str, entry: RewardEntry, judge: JudgeConfig, prompts: Sequence[Prompt]) -> PairJudge:
+        """A judge that answers, also a pair as large as those of this run. Raises JudgeError within seconds if not."""
+        template = _question(entry)
+        if judge.backend == "local":
+            key = (judge.model, template)
+            if self._local and key not in self._local:
+                other = "expected backend http; a process can hold only one local judge"
+                raise ConfigError([f"rewards.{entry.name}.judge: {other}, that of {next(iter(self._local))[0]}"])
+            if key not in self._local:
+                self._local[key], warning = _local_judge(judge, template, str(self.world.device))
+                self.notes += [f"{label} in this process: {judge.model}", *warning]
+            return self._local[key]
+        from prefgrpo.judge.check import Shape, check
+        from prefgrpo.judge.client import HttpJudge
+
+        clips = makes_clips(self.config)
+        shape = Shape()
+        if prompts:
+            r = self.config.rollout
+            longest = max((prompt.text for prompt in prompts), key=len)
+            shape = Shape(r.height, r.width, FRAMES if clips else 1, longest)
+
+        def run_check() -> None:
+            health = check(judge, template, bias_pairs=CALIBRATION_PAIRS, known_answers=True, clips=clips, shape=shape)
+            self.notes.extend(f"{label} {line}" for line in health.summary().splitlines())
+
+        self.world.on_main(run_check, JudgeError)
+        return HttpJudge(judge, template)
+
+    def close(self) -> None:
+        """Close all rewards and their judges."""
+        for _, reward in self._built:
+            reward.close()
+            if isinstance(reward, VlmPairwise):  # it does not close a judge that it did not open
+                reward.judge.close()
 
 
-def _local_judge(config: JudgeConfig, device: str) -> tuple[PairJudge, list[str]]:
+def _local_judge(config: JudgeConfig, template: str, device: str) -> tuple[PairJudge, list[str]]:
     """(judge, warnings). Raises JudgeError if it gives no verdict on a probe pair, or if judge.strict and the known
     answers are wrong."""
     from prefgrpo.judge.local import LocalJudge
 
-    judge = LocalJudge(config.model, config.template, device, min_label_mass=config.min_label_mass)
+    judge = LocalJudge(config.model, template, device)
     pictures = [Media(np.full((64, 64, 3), colour, np.uint8)) for colour in ((220, 30, 30), (30, 60, 220))]
     verdict = judge.judge_group("a plain red picture", pictures, [(0, 1)])[0]
-    advice = f"Expected a model that answers the template '{config.template}'; correct judge.model or judge.template"
+    advice = f"Expected a model that answers the template '{template}'; correct judge.model or the reward's template"
     if verdict.first is None:
         raise JudgeError(f"the judge {config.model} gave no verdict on a probe pair: {verdict.reason}. {advice}")
     problem = ask_known_answers(judge, judge.template).problem if is_pairwise(judge.template) else ""
     if problem and config.strict:
         raise JudgeError(f"the judge {config.model} {problem}. {advice}")
     return judge, [f"WARNING: the judge {problem}. {advice}"] if problem else []
-
-
-def reward_options(
-    config: Config,
-    spec: Mapping[str, float],
-    given: Mapping[str, Any],
-    judge: PairJudge | None,
-    world: World,
-) -> dict[str, dict[str, Any]]:
-    """Options of every reward in a spec; judge-based ones get `judge`, if the shared one is theirs, or a JudgeConfig.
-
-    world: the ranks that share `concurrency`.
-    """
-    options: dict[str, dict[str, Any]] = {name: dict(own) for name, own in given.items()}
-    for name in spec:
-        cls, own = load_class(name), options.get(name, {})
-        if not cls.judged or "url" in own:
-            continue
-        if issubclass(cls, VlmPairwise):
-            own = {key: getattr(config.judge, key) for key in ("plan", "verdict", "rate")} | own
-        asked: Any = judge
-        if judge is None or name != shared(config):
-            asked = judge_config(config, name, own, world)
-            if asked.backend == "local":
-                message = "expected backend http, got local; a process can hold only one local judge"
-                raise ConfigError([f"reward.options.{name}.judge: {message} (that of {shared(config)})"])
-        options[name] = own | {"judge": asked}
-    return options
 
 
 def makes_clips(config: Config) -> bool:
@@ -227,82 +242,48 @@ def unsupported(kind: str, field: str, made: str, rewards: Mapping[str, Any], pr
     return errors
 
 
-def _built(
-    config: Config,
-    field: str,
-    weights: Mapping[str, float],
-    given: Mapping[str, Any],
-    judge: PairJudge | None,
-    prompts: Sequence[Prompt],
-    world: World,
-) -> dict[str, Reward]:
-    """The rewards of a spec; their classes are checked against the run before they load, the loaded rewards again."""
-    check_inputs(config, field, {name: load_class(name) for name in weights}, prompts)
-    options = reward_options(config, weights, given, judge, world)
-    for name in weights:
-        own = options.get(name, {}).get("judge")
-        if issubclass(load_class(name), VlmPairwise) and isinstance(own, JudgeConfig):
-            world.on_main(partial(_check_own, name, own, makes_clips(config)), JudgeError)
-    rewards = build(weights, options)
-    check_inputs(config, field, rewards, prompts)
-    return rewards
+def unread_columns(config: Config, prompts: Sequence[Prompt]) -> list[str]:
+    """Columns of the prompts that nothing in this run reads; none if a reward of one's own may read any."""
+    kinds = [load_class(entry.name) for entry in (*config.rewards, *config.measured)]
+    if not all(kind.__module__.startswith("prefgrpo.rewards.") for kind in kinds):
+        return []
+    read = {column for kind in kinds for column in (*kind.meta_keys, *kind.reads)}
+    if config.data.own_sizes:
+        read |= {"height", "width"}
+    guidance = family(config.family).cfg
+    if guidance is not None and guidance.active(config.rollout.guidance):
+        read.add("negative_prompt")
+    return list(dict.fromkeys(column for p in prompts for column in p.meta if column not in read))
 
 
-def _check_own(name: str, judge: JudgeConfig, clips: bool) -> None:
-    """Check the judge of a reward that does not use the shared one; JudgeError if it cannot be used."""
-    from prefgrpo.judge.client import check
-
-    if alarm := check(judge, known_answers=True, clips=clips).alarm:
-        warnings.warn(f"reward '{name}': {alarm}", stacklevel=2)
-
-
-def training_scorer(
-    config: Config, judge: PairJudge | None, folder: Path | None, prompts: Sequence[Prompt], world: World
-) -> tuple[Scorer, dict[str, float]]:
-    """(scorer of training groups, weights). folder: where judgements.jsonl is written (None: it is not)."""
-    weights, _ = specs(config)
-    rewards = _built(config, "reward.spec", weights, config.reward.options, judge, prompts, world)
+def training_scorer(config: Config, rewards: Mapping[str, Reward], folder: Path | None, world: World) -> Scorer:
+    """The scorer of training groups. folder: where judgements.jsonl is written (None: it is not)."""
     split = [name for name, reward in rewards.items() if reward.part_weights]
-    combine = config.reward.combine
+    combine = config.advantage.combine
     if split and combine != "weighted_advantage_sum":
-        message = f"reward.combine: expected weighted_advantage_sum, got {combine}, but {', '.join(split)}"
+        message = f"advantage.combine: expected weighted_advantage_sum, got {combine}, but {', '.join(split)}"
         raise ConfigError([f"{message} normalises its parts separately; change one of the two"])
     judged = any(isinstance(r, VlmPairwise) for r in rewards.values())
     log = folder / "judgements.jsonl" if folder and judged and config.judge.log else None
     size, deadline_s = config.rollout.group_size, config.judge.deadline_s
-    return Scorer(rewards, size, deadline_s, config.seed, log, world.is_dp_leader), weights
+    return Scorer(rewards, size, deadline_s, config.seed, log, world.is_dp_leader)
 
 
-def evaluation_scorers(
-    config: Config, judge: PairJudge | None, prompts: Sequence[Prompt], training: Scorer, world: World
-) -> dict[str, Scorer]:
-    """Scorers of (current, initial) pairs: 'judge' compares in both orders, 'measure' uses the rewards of eval.spec.
-
-    Without eval.spec, 'measure' uses the training rewards that need no judge comparisons; it is left out if 'judge'
-    evaluates on eval.prompts or eval.final_prompts.
-    """
-    _, measured = specs(config)
-    scorers = {}
-    if config.eval.judge and judge is not None:
-        scorers["judge"] = both_orders(config, shared(config), judge, prompts)
-    if measured:
-        scorers["measure"] = measuring(config, prompts, world)
-    elif not (scorers and (config.eval.prompts or config.eval.final_prompts)):
-        unjudged = {n: r for n, r in training.rewards.items() if isinstance(r, PointwiseReward | FunctionPairwise)}
-        if unjudged:
-            scorers["measure"] = Scorer(unjudged, 2, config.judge.deadline_s, config.seed)
-    return scorers
+def evaluation_scorers(config: Config, rewards: Mapping[str, Reward]) -> dict[str, Scorer]:
+    """Scorers of (current, initial) pairs: 'judge' compares in both orders, by the first pairwise judge; 'measure' uses
+    the other rewards of `config.measured`."""
+    if not config.eval.rewards:  # of what is trained, those that can score two samples
+        scores_two = (PointwiseReward, FunctionPairwise, VlmPairwise)
+        rewards = {name: reward for name, reward in rewards.items() if isinstance(reward, scores_two)}
+    rewards = {n: both_orders(r) if isinstance(r, VlmPairwise) and r.judged else r for n, r in rewards.items()}
+    judge = next((n for n, r in rewards.items() if isinstance(r, VlmPairwise) and r.judged), None)
+    parts = {
+        "judge": {name: reward for name, reward in rewards.items() if name == judge},
+        "measure": {name: reward for name, reward in rewards.items() if name != judge},
+    }
+    return {part: Scorer(r, 2, config.judge.deadline_s, config.seed) for part, r in parts.items() if r}
 
 
-def both_orders(config: Config, name: str, judge: PairJudge, prompts: Sequence[Prompt]) -> Scorer:
-    """Scorer of pairs by the judge of the pairwise reward `name`, in both orders."""
-    own = {**config.reward.options.get(name, {}), "judge": judge, "plan": "both_orders", "verdict": "hard"}
-    reward = build(name, {name: own})
-    check_inputs(config, "eval.judge", reward, prompts)
-    return Scorer(reward, 2, config.judge.deadline_s, config.seed)
-
-
-def measuring(config: Config, prompts: Sequence[Prompt], world: World) -> Scorer:
-    """Scorer of pairs by the rewards of eval.spec."""
-    rewards = _built(config, "eval.spec", specs(config)[1], config.eval.options, None, prompts, world)
-    return Scorer(rewards, 2, config.judge.deadline_s, config.seed)
+def both_orders(reward: VlmPairwise) -> VlmPairwise:
+    """A pairwise reward as evaluation uses it: with the same judge, in both orders, won, tied or lost."""
+    return replace(reward, plan="both_orders", verdict="hard")

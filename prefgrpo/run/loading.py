@@ -22,7 +22,6 @@ from prefgrpo.models.vae import tile
 from prefgrpo.parallel import attention, context
 from prefgrpo.parallel.mesh import Layout
 from prefgrpo.parallel.world import World
-from prefgrpo.rollout.embeddings import cached_fingerprint
 from prefgrpo.run import checkpoint
 from prefgrpo.run.log import quiet_libraries
 
@@ -89,8 +88,6 @@ def open_adapter(config: Config, device: torch.device, encoders: bool = True, sp
     if m.vae_tiling:
         with config_errors_as("memory.vae_tiling"):
             tile(adapter.pipe.vae)
-    if not encoders:
-        adapter.fingerprint = cached_fingerprint(config)
     return adapter
 
 

@@ -13,6 +13,7 @@ import math
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,9 @@ from prefgrpo.data.atomic import write_atomic
 from prefgrpo.run.metrics import PARTS_OF_WINS, step_line
 from prefgrpo.run.run_folder import RunFolder
 from prefgrpo.run.trackers import Tracker, evaluated
+
+REASONS_SHOWN = 3
+"""Reasons for missing rewards that a step prints, most frequent first; a run prints ten times as many."""
 
 
 def read_metrics(file: Path, damaged: list[int] | None = None) -> list[dict[str, Any]]:
@@ -58,6 +62,8 @@ class Log:
         self.active, self.folder, self.trackers = active, folder, trackers
         self.win_rate: float | None = None
         """Win rate in the last evaluation: by the judge, or else by the first reward."""
+        self._said: set[str] = set()
+        """Kinds of lines that are printed once."""
         if not active:
             return
         damaged: list[int] = []
@@ -74,6 +80,18 @@ class Log:
         """Print one line above the progress bar."""
         if self.active:
             _write(text)
+
+    def once(self, text: str, kind: str) -> None:
+        """Print a line, unless one of this kind was printed before."""
+        if kind not in self._said:
+            self._said.add(kind)
+            self.say(text)
+
+    def missing(self, where: str, reasons: Counter[str]) -> None:
+        """Print the most frequent reasons for missing rewards that the run has not printed yet."""
+        for reason, count in reasons.most_common(REASONS_SHOWN):
+            if len(self._said) < 10 * REASONS_SHOWN:
+                self.once(f"missing in {where}: {count} × {reason}", kind=reason)
 
     def row(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
         """Append one row, unless a resumed run already has it; non-finite numbers are written as null."""

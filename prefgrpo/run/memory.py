@@ -5,8 +5,10 @@ Activations, stored samples and in-process rewards come on top; `prefgrpo train 
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Iterable
 
+import torch
 from torch import Tensor, nn
 
 from prefgrpo.models.base import Adapter
@@ -43,3 +45,10 @@ def memory_line(adapter: Adapter, policy: Policy) -> str:
     unit, name = (GIB, "GiB") if total >= GIB else (MIB, "MiB")
     listed = " + ".join(f"{kind} {size / unit:.3g}" for kind, size in parts.items() if size)
     return f"memory per process before activations: {listed} = {total / unit:.3g} {name}"
+
+
+def peak_memory(device: torch.device) -> int:
+    """Peak bytes of this process so far: allocated on the GPU, or resident on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -6,7 +6,7 @@ Invariant: every function that combines ranks is called by all of them, and retu
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -15,9 +15,12 @@ from PIL import Image
 from torch import Tensor
 from tqdm import tqdm
 
+from prefgrpo.config.schema import Config
 from prefgrpo.data.metric import Metric
 from prefgrpo.ops import METRICS
 from prefgrpo.parallel.world import World
+from prefgrpo.rewards.base import Sample
+from prefgrpo.run.memory import peak_memory
 
 FACTS = ("update", "samples", "loss")
 """Columns before METRICS in a row of `policy_metrics`."""
@@ -67,6 +70,12 @@ def pixel_distance(images: NDArray[np.uint8]) -> float:
     """RMS pixel difference between two of G images or clips [G, …], with pixels in 0 … 1: √(2 · variance)."""
     pixels = images.reshape(len(images), -1).astype(np.float32) / 255.0
     return float(np.sqrt(2.0 * pixels.var(axis=0, ddof=1, dtype=np.float64).mean()))
+
+
+def pixel_distances(groups: Iterable[Mapping[int, Sample]]) -> NDArray[np.float64]:
+    """Mean distance between the images of each group (member → sample), from small versions of them; NaN if unknown."""
+    small = [[thumbnail(samples[m].media.pixels) for m in sorted(samples)] for samples in groups]
+    return np.array([pixel_distance(np.stack(images)) if images else np.nan for images in small])
 
 
 def missing_shares(
@@ -192,19 +201,25 @@ def step_line(
     return " · ".join([*parts, f"{sum(seconds.values()):.2f} s ({phases})"])
 
 
-def eval_line(step: int, name: str, values: Mapping[str, float]) -> str:
-    """The summary line of an evaluation: metrics now (and before), win rates over the initial policy with intervals."""
-    parts = []
-    for key, value in values.items():
-        short = key.split("/", 1)[1]
-        if short.endswith(("_before", *PARTS_OF_WINS)) or key.startswith("time/"):
-            continue
-        if short.startswith("win_"):
-            low, high, first, second = (values.get(f"{key}_{part}") for part in ("low", "high", "first", "second"))
-            interval = "" if low is None or high is None else f" [{low:.3f}, {high:.3f}]"
-            orders = "" if first is None or second is None else f" (orders {first:.3f} / {second:.3f})"
-            missing = f" ({values[f'{key}_missing']:.1%} missing)" if f"{key}_missing" in values else ""
-            parts.append(f"win rate by {short[4:]} {value:.3f}{interval}{orders}{missing}")
-        elif f"{key}_before" in values:
-            parts.append(f"{short} {values[f'{key}_before']:.3f} → {value:.3f}")
-    return f"eval at step {step}, {name}: " + ", ".join(parts)
+def step_notes(
+    config: Config, step: int, values: Mapping[str, float], first: bool, device: torch.device
+) -> Iterator[str]:
+    """Lines about a finished step: the on-policy check, in a run's first step or where it is off; peak memory."""
+    error, limit, r = values.get("policy/on_policy_error"), config.train.clip_range / 10, config.rollout
+    if error is not None and values["samples_trained"] and (first or error > limit):
+        verdict = "exact" if error == 0 else "fine" if error <= limit else f"above clip_range / 10 = {limit:.1e}"
+        if error and values["advantage/zero_groups"] > 0 and r.group_size % r.batch_size:
+            verdict += "; zero-advantage groups were dropped from batches of several groups: it is exact if "
+            verdict += "rollout.batch_size divides rollout.group_size"
+        yield f"on-policy check, step {step}: max |ratio - 1| = {error:.1e} ({verdict})"
+    if first:
+        yield f"peak memory after step {step}: {peak_memory(device) / 2**30:.2f} GiB"
+
+
+def staleness_line(values: Mapping[str, float]) -> str:
+    """What it means for a step that its samples are older than the policy (rollout.staleness)."""
+    ratio = max(abs(values.get(f"policy/ratio_{end}", 1.0) - 1.0) for end in ("min", "max"))
+    return (
+        f"trains on samples of a policy {values['policy/staleness']:.0f} update(s) old (rollout.staleness), so the "
+        f"on-policy check is skipped: max |ratio - 1| = {ratio:.1e}"
+    )

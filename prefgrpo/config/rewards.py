@@ -1,0 +1,110 @@
+"""The entries of `rewards:`, and the short forms in which they may be written.
+
+    [{name: clip, weight: 0.3, options: {…}, judge: {…}}, …]                                         in a recipe
+    "a,b"   "a:0.5,b:1"   '{"a": 0.5, "b": 1}'   '["a", "b"]'                                        also as text
+
+A user's own class or function is named by its import path, "pkg.mod:Class" or "pkg.mod.Class", or by its file,
+"rewards.py:function". Invariant: each reward is named once, with a finite weight; every error names the entry.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import field
+from typing import Any
+
+from pydantic import ConfigDict, ValidationError
+from pydantic.dataclasses import dataclass
+
+IMPORT_PATH = re.compile(r"([^\W\d]\w*\.)*[^\W\d]\w*[.:][^\W\d]\w*|[^,:]+\.py:[^\W\d]\w*")
+"""package.module.Class, package.module:Class or path/file.py:function."""
+
+
+@dataclass(frozen=True, config=ConfigDict(extra="forbid", strict=True, allow_inf_nan=False))
+class RewardEntry:
+    """One reward of a run."""
+
+    name: str
+    """Registry name (`prefgrpo reward list`), import path or file.py:name."""
+    weight: float = 1.0
+    """Its weight in what is optimised; 0: logged, not trained on."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of its class; `url` runs it behind `prefgrpo reward serve`."""
+    judge: dict[str, Any] = field(default_factory=dict)
+    """Values that replace those of the judge section for this reward."""
+
+
+def entries(spec: Any) -> tuple[RewardEntry, ...]:
+    """The entries in any of their forms. Raises ValueError that names the first bad one."""
+    found = _listed(spec)
+    names = [entry.name for entry in found]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"reward '{twice[0]}' is named twice; give each reward once")
+    return tuple(found)
+
+
+def _listed(spec: Any) -> list[RewardEntry]:
+    if isinstance(spec, RewardEntry):
+        return [spec]
+    if isinstance(spec, str):
+        return _from_text(spec.strip())
+    if isinstance(spec, Mapping) and "name" in spec:
+        return [_entry(spec)]
+    if isinstance(spec, Mapping):
+        return [_entry({"name": name, "weight": weight}) for name, weight in spec.items()]
+    if isinstance(spec, list | tuple):
+        return [entry for item in spec for entry in _listed(item)]
+    raise ValueError(
+        f"bad entry {spec!r}: expected a name, {{name: …, weight: …, options: …, judge: …}} or a list of them"
+    )
+
+
+def _from_text(text: str) -> list[RewardEntry]:
+    """JSON, or 'name' and 'name:weight' with commas between them; a name may be 'pkg.mod:Class' or 'file.py:name'."""
+    if text[:1] in ("{", "["):
+        try:
+            return _listed(json.loads(text, object_pairs_hook=_pairs))
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise ValueError(f"{text!r} is not valid JSON: {error}") from error
+    made = []
+    for part in filter(None, map(str.strip, text.split(","))):
+        name, colon, weight = (piece.strip() for piece in part.rpartition(":"))
+        if not colon or (IMPORT_PATH.fullmatch(part) and not _is_number(weight)):
+            name, weight = part, "1"
+        if "=" in part or not name or not weight or (":" in name and not IMPORT_PATH.fullmatch(name)):
+            raise ValueError(f"bad entry {part!r} in {text!r}: expected 'name' or 'name:weight'")
+        if not _is_number(weight):
+            raise ValueError(f"weight of reward '{name}' must be a number, got {weight!r}")
+        made.append(_entry({"name": name, "weight": float(weight)}))
+    return made
+
+
+def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; a dict would drop the first of two equal names."""
+    names = [name for name, _ in pairs]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"reward '{twice[0]}' is named twice; give each reward once")
+    return dict(pairs)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _entry(content: Mapping[str, Any]) -> RewardEntry:
+    """An entry from its keys."""
+    try:
+        return RewardEntry(**content)
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        key = str(wrong["loc"][0])
+        expected = {"name": "a text", "weight": "a finite number"}.get(key, "a mapping")
+        if wrong["type"] == "unexpected_keyword_argument":
+            expected = "none of this name, but name, weight, options and judge"
+        raise ValueError(f"{key} of reward {content['name']!r}: expected {expected}, got {wrong['input']!r}") from error

@@ -1,0 +1,254 @@
+"""`prefgrpo judge prompts`: the questions that fine-tuned judges were trained on, from their publishers' files.
+
+A judge that was trained on one question answers another one worse, or in a form that is not read. The texts are not in
+this package, because their licences are their publishers': the command downloads a file of a fixed commit (or takes it
+from a checkout), verifies its hash, reads the text from its syntax tree and writes a template into the user's cache.
+Invariant: nothing in a downloaded file is executed.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import os
+import re
+import urllib.request
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+import yaml
+
+from prefgrpo.judge.verdict import JudgeError, did_you_mean
+
+_DOWNLOAD_S = 60.0
+_PREF_GRPO = (
+    "CodeGoat24/Pref-GRPO", "3e787f6dd5a3051b40d61f07e9578468ac26130a", "fastvideo/rewards/templates.py",
+    "e67cd7b04da217f01009de5d0e172218cd8f7dc230ff73441784f412f9e4a932", "its License.txt: for academic purposes only",
+)  # fmt: skip
+_PACO_COMMIT = "08caac6f22c174e2c71019d2a4481abf9ad313d2"
+_NO_LICENCE = "the repository names none; ask its authors before you redistribute the text"
+_PACO_SETS = (
+    "X-GenGroup/PaCo-RL", _PACO_COMMIT, "PaCo-GRPO/paco_grpo/rewards/consistency_scorer.py",
+    "36bc1998da8fa98f772731e400968f390bd6f8ee5ec6951f3cbcfe7293b761c3", _NO_LICENCE,
+)  # fmt: skip
+_PACO_EDITS = (
+    "X-GenGroup/PaCo-RL", _PACO_COMMIT, "PaCo-GRPO/paco_grpo/rewards/consistency_for_editing.py",
+    "2b46f2622d86ee77369b0a4789ccfb2aed271cfec15f43a2848fced4c20d21c6", _NO_LICENCE,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Published:
+    """Where the question of a shipped template was published."""
+
+    source: tuple[str, str, str, str, str]
+    """Repository on GitHub, commit, path, SHA-256 of the file, whose licence holds."""
+    symbol: str
+    """Name of the function that returns the text, or of the variable that holds it."""
+    media: tuple[str, ...]
+    """What its client sends before the text, in the same user turn."""
+    number: int = 0
+    """Which assignment of the variable, in order."""
+    texts: dict[str, str] = field(default_factory=lambda: {"prompt": "prompt"})
+    """Name in the published text → marker of our templates."""
+    formatted: bool = False
+    """Whether the client calls str.format, so that doubled braces stand for one."""
+    max_tokens: int = 0
+    """The client's longest answer; 0: that of our template."""
+
+
+_PAIR = ("media_1", "media_2")
+_EDITS = ("source", "media_1", "media_2")
+_GET = "get_unifiedreward_"
+_EDIT = {"instruction": "prompt"}
+PUBLISHED = {
+    "think": Published(_PREF_GRPO, f"{_GET}think_image_template", _PAIR, formatted=True, max_tokens=4096),
+    "think_video": Published(_PREF_GRPO, f"{_GET}think_video_template", _PAIR, formatted=True, max_tokens=4096),
+    "flex": Published(_PREF_GRPO, f"{_GET}flex_image_template", _PAIR, formatted=True, max_tokens=4096),
+    "flex_video": Published(_PREF_GRPO, f"{_GET}flex_video_template", _PAIR, formatted=True, max_tokens=4096),
+    "edit_pairwise": Published(
+        _PREF_GRPO, f"{_GET}edit_pairwise_template", _EDITS, texts=_EDIT, formatted=True, max_tokens=4096
+    ),
+    "edit_quality": Published(
+        _PREF_GRPO, f"{_GET}edit_pointwise_image_quality_template", ("media_1",), max_tokens=4096
+    ),
+    "edit_following": Published(
+        _PREF_GRPO,
+        f"{_GET}edit_pointwise_instruction_following_template",
+        ("source", "media_1"),
+        texts=_EDIT,
+        max_tokens=4096,
+    ),
+    "unifiedreward": Published(_PREF_GRPO, f"{_GET}image_template", ("media_1",), formatted=True, max_tokens=4096),
+    "consistency": Published(_PACO_SETS, "text_prompt", _PAIR, 1, {"main_prompt": "prompt"}),
+    "consistency_no_duplicates": Published(_PACO_SETS, "text_prompt", _PAIR, 2, {"main_prompt": "prompt"}),
+    "consistency_criterion": Published(_PACO_SETS, "text_prompt", _PAIR, 0, {"criteria_text": "criterion"}),
+    "edit_consistency": Published(_PACO_EDITS, "consistency_text_prompt", ("source", "media_1")),
+    "edit_done": Published(_PACO_EDITS, "prompt_following_text_prompt", ("source", "media_1")),
+}
+"""Shipped template → where the question was published that judges of its kind were trained on."""
+
+
+def main(
+    names: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="NAME")] = (),
+    source: Annotated[Path | None, tyro.conf.arg(name="from")] = None,
+) -> int:
+    """Fetch the questions that fine-tuned judges were trained on, for runs with judge.prompt: published.
+
+    Args:
+        names: Templates, e.g. think flex; empty: list them. `all` fetches every one.
+        source: A checkout's file or folder to take the text from, instead of a download.
+    """
+    if not names:
+        for name, row in PUBLISHED.items():
+            state = "fetched" if template_file(name).is_file() else "not fetched"
+            print(f"{name:26} {state:12} {row.source[0]} {row.source[2]}")
+        return 0
+    videos = [f"{name}_video" for name in names if f"{name}_video" in PUBLISHED]
+    for name in PUBLISHED if names == ("all",) else dict.fromkeys([*names, *videos]):
+        print(f"{name}: {fetch(name, source)}")
+        print(f"  from {PUBLISHED[name].source[0]}; licence: {PUBLISHED[name].source[4]}")
+    return 0
+
+
+def template_file(name: str) -> Path:
+    """Where the template with the published question is; it need not exist."""
+    row = PUBLISHED[name]
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "prefgrpo" / "prompts" / f"{name}-{row.source[3][:8]}.yaml"
+
+
+def published_template(name: str) -> str:
+    """Path of the template with the published question; `name` itself if none was published for it."""
+    if name not in PUBLISHED:
+        return name
+    file = template_file(name)
+    if not file.is_file():
+        raise JudgeError(
+            f"judge.prompt: published needs the question that judges of the kind '{name}' were trained on, which is "
+            f"not in {file.parent}: run `prefgrpo judge prompts {name}` (or with --from CHECKOUT on a machine without "
+            "network); judge.prompt: ours asks in our words, which such a judge was not trained on"
+        )
+    return str(file)
+
+
+def fetch(name: str, source: Path | None = None) -> Path:
+    """Write the template with the published question; its path. JudgeError if the file is not the expected one.
+
+    source: the publisher's file, or a folder that contains its repository; None: download it.
+    """
+    if name not in PUBLISHED:
+        raise JudgeError(
+            f"no published question for '{name}'{did_you_mean(name, PUBLISHED)}; there are: {', '.join(PUBLISHED)}"
+        )
+    row = PUBLISHED[name]
+    repository, commit, path, expected, _ = row.source
+    place = f"https://raw.githubusercontent.com/{repository}/{commit}/{path}" if source is None else str(source)
+    raw = _download(place) if source is None else _read(source, path)
+    if (actual := hashlib.sha256(raw).hexdigest()) != expected:
+        raise JudgeError(
+            f"{place} is not {path} of {repository} at commit {commit}: expected SHA-256 {expected}, got {actual}; "
+            "check out that commit, or leave --from away to download the file"
+        )
+    values = yaml.safe_load((Path(__file__).parent / "templates" / f"{name}.yaml").read_text(encoding="utf-8"))
+    values["user"] = "".join(f"{{{medium}}}" for medium in row.media) + extract(raw.decode("utf-8"), row)
+    if row.max_tokens:
+        values["max_tokens"] = row.max_tokens
+    file = template_file(name)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    note = f"# {path} of {repository} at {commit}; licence: {row.source[4]}\n"
+    partial = file.with_suffix(f".{os.getpid()}")
+    partial.write_text(note + yaml.safe_dump(values, allow_unicode=True, sort_keys=False), encoding="utf-8")
+    partial.replace(file)
+    return file
+
+
+@cache
+def _download(url: str) -> bytes:
+    try:
+        with urllib.request.urlopen(url, timeout=_DOWNLOAD_S) as reply:
+            return bytes(reply.read(1 << 22))
+    except OSError as error:
+        raise JudgeError(
+            f"cannot download {url} ({error}): clone the repository and give the folder, --from CHECKOUT"
+        ) from error
+
+
+def _read(source: Path, path: str) -> bytes:
+    """The file `source`, or the file of that path in the checkout `source` or in a folder of it."""
+    parts = path.split("/")
+    candidates = [source, *(source.joinpath(*parts[k:]) for k in range(len(parts)))]
+    found = next((file for file in candidates if file.is_file()), None)
+    if found is None:
+        raise JudgeError(f"--from {source}: expected a checkout that contains {path}, or that file")
+    return found.read_bytes()
+
+
+def extract(code: str, row: Published) -> str:
+    """The published text with our markers, from the syntax tree of the publisher's file."""
+    pieces = _pieces(_expression(ast.parse(code), row))
+    text = ""
+    for piece, literal in pieces:
+        if not literal:
+            text += f"{{{_marker(piece, row)}}}"
+        elif row.formatted:
+            text += _formatted(piece, row)
+        else:
+            text += piece
+    return text
+
+
+def _expression(tree: ast.Module, row: Published) -> ast.expr:
+    """What the function returns, or what the variable is set to."""
+    values: list[ast.expr] = []
+    nodes = sorted((n for n in ast.walk(tree) if isinstance(n, ast.stmt)), key=lambda n: n.lineno)
+    for node in nodes:
+        if isinstance(node, ast.FunctionDef) and node.name == row.symbol:
+            values += [n.value for n in ast.walk(node) if isinstance(n, ast.Return) and n.value is not None]
+        if isinstance(node, ast.Assign) and [ast.unparse(t) for t in node.targets] == [row.symbol]:
+            values.append(node.value)
+    if len(values) <= row.number:
+        raise JudgeError(f"{row.source[2]} has no text '{row.symbol}' number {row.number}")
+    return values[row.number]
+
+
+def _pieces(node: ast.expr) -> list[tuple[str, bool]]:
+    """(text, True) and (variable's name, False) of a string, an f-string or a sum of them."""
+    match node:
+        case ast.Constant(value=str(text)):
+            return [(text, True)]
+        case ast.JoinedStr(values=values):
+            return [piece for value in values for piece in _pieces(value)]
+        case ast.FormattedValue(value=ast.Name(id=name), conversion=-1, format_spec=None) | ast.Name(id=name):
+            return [(name, False)]
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            return _pieces(left) + _pieces(right)
+    raise JudgeError(f"expected a text, got {ast.unparse(node)[:80]}")
+
+
+def _formatted(text: str, row: Published) -> str:
+    """str.format's text with our markers."""
+
+    def replaced(match: re.Match[str]) -> str:
+        return match[0][0] if match[0] in ("{{", "}}") else f"{{{_marker(match[1], row)}}}"
+
+    return re.sub(r"\{\{|\}\}|\{(\w+)\}", replaced, text)
+
+
+def _marker(name: str, row: Published) -> str:
+    if name not in row.texts:
+        raise JudgeError(f"{row.source[2]}: the text '{row.symbol}' has an unexpected variable '{name}'")
+    return row.texts[name]
+
+
+def wording_note(name: str) -> str:
+    """What a run says once if it asks in our words; '' if no question was published for this template."""
+    if name not in PUBLISHED:
+        return ""
+    return (
+        f"template '{name}' asks in our words; judges of its kind (UnifiedReward, PaCo-Reward) were trained on their "
+        f"publisher's: `prefgrpo judge prompts {name}`, then judge.prompt: published"
+    )

@@ -1,0 +1,457 @@
+"""`Trainer`: one run, from Python and from `prefgrpo train`, for every family, reward and objective.
+
+    prompts → rollout → judge (streamed) → advantage → gradients of the objective → AdamW
+
+Noise, prompts and pair orders are functions of (seed, step), so a step depends only on the weights and its number.
+With rollout.staleness, a step also generates the rollout of the next one, before its own update.
+Invariant: every decision (skip, stop, checkpoint) follows from gathered numbers, so all ranks take the same one.
+"""
+
+from __future__ import annotations
+
+import atexit
+import errno
+import inspect
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from prefgrpo.config.loading import recipe_values, to_dict
+from prefgrpo.config.recipe import ConfigError, merge, to_yaml
+from prefgrpo.config.schema import Config
+from prefgrpo.data.atomic import write_atomic
+from prefgrpo.data.prompts import fingerprint, prompt_sets
+from prefgrpo.objectives import objective
+from prefgrpo.objectives.base import Targets
+from prefgrpo.parallel import world as parallel
+from prefgrpo.report import write_report
+from prefgrpo.rewards import python_rewards
+from prefgrpo.rewards.log import truncate_log
+from prefgrpo.rewards.scorer import StepScores
+from prefgrpo.rollout.assignment import update_of
+from prefgrpo.rollout.batches import Batch, Rollouts
+from prefgrpo.rollout.embeddings import Embeddings, encoding_jobs, uncached
+from prefgrpo.rollout.sampling import eval_sampling
+from prefgrpo.run import checkpoint
+from prefgrpo.run.arguments import Prompts, RewardLike, run_config
+from prefgrpo.run.checkpoint import CheckpointError, Checkpoints
+from prefgrpo.run.checks import check_same_run, config_errors
+from prefgrpo.run.clock import Clock
+from prefgrpo.run.evaluate import Evaluator, make_eval_set
+from prefgrpo.run.exporting import export_weights
+from prefgrpo.run.groups import save_groups
+from prefgrpo.run.interrupt import Interrupt
+from prefgrpo.run.judging import Rewards, evaluation_scorers, training_scorer, unread_columns
+from prefgrpo.run.loading import unsupported
+from prefgrpo.run.log import Log
+from prefgrpo.run.metrics import (
+    over_ranks,
+    pixel_distances,
+    policy_metrics,
+    staleness_line,
+    step_notes,
+)
+from prefgrpo.run.notes import start_notes
+from prefgrpo.run.opening import open_collector, open_model, open_schedules
+from prefgrpo.run.policy import NonFiniteGradient
+from prefgrpo.run.result import Result
+from prefgrpo.run.run_folder import RunFolder
+from prefgrpo.run.stopping import ENDS_A_RUN, Diverged, TrainingStopped
+from prefgrpo.run.targets import StepTargets
+from prefgrpo.run.trackers import open_trackers
+
+SKIPS = 3
+"""Consecutive updates with a non-finite gradient after which a run ends."""
+
+
+@dataclass(frozen=True)
+class StepRollout:
+    """A step's samples on this process; the scorer holds their images or clips."""
+
+    batches: list[Batch]
+    updates: int
+    """Optimiser updates that the policy which generated them had received."""
+
+
+class Trainer:
+    """One run: `Trainer(...).train()`."""
+
+    def __init__(
+        self,
+        model: str | Path | Config = "",
+        *,
+        train_prompts: Prompts | None = None,
+        eval_prompts: float | Prompts | None = None,
+        rewards: RewardLike | Sequence[RewardLike] | Mapping[RewardLike, float] | None = None,
+        steps: int | None = None,
+        lora_rank: int | None = None,
+        resume: bool = False,
+        on_step: Callable[[int, dict[str, float]], object] | None = None,
+        on_evaluation: Callable[[int, str, dict[str, float]], object] | None = None,
+        on_save: Callable[[Path], object] | None = None,
+        **sections: Any,
+    ) -> None:
+        """Check and open a run: rewards and judge, then the model. `train` starts it; `close` gives it up.
+
+        model: a diffusers pipeline: a folder, or a hub id, 'owner/name' or 'owner/name@revision'; its family follows
+        from its model_index.json; or a whole configuration. train_prompts: a file or a list. eval_prompts: a file or a
+        list, or the share of train_prompts that is held out. rewards: one, several, or {reward: weight}. steps:
+        training steps. lora_rank: 0 trains all weights. resume: continue the run of this name, as always after a
+        restart by torchrun. sections: any other value of a recipe: name="run", rollout={"height": 512, "width": 512}.
+
+        on_step(step, metrics), on_evaluation(step, set name, metrics) and on_save(checkpoint folder, when it is
+        written) are called on rank 0; an exception in one of them ends the run.
+
+        Raises ConfigError with every mistake, named as in a recipe, before anything starts; DataError, CheckpointError,
+        ModelError or JudgeError before anything in an existing run folder is changed.
+        """
+        training = {"steps": steps, "lora_rank": lora_rank}
+        if isinstance(model, Config):
+            self.config, self._objects = model, dict[str, Any]()
+        else:
+            self.config, self._objects = run_config(model, train_prompts, eval_prompts, rewards, training, sections)
+        self.on_step, self.on_evaluation, self.on_save = on_step, on_evaluation, on_save
+        self.folder = RunFolder(Path(self.config.output) / self.config.name)
+        self.evaluation: dict[str, float] = {}
+        """Metrics of the last evaluation."""
+        self.summary = ""
+        """Its summary line."""
+        self._skips = 0
+        """Consecutive skipped updates."""
+        self._ahead: StepRollout | None = None
+        """Samples of the next step (rollout.staleness)."""
+        with python_rewards(self._objects), ExitStack() as opened:
+            if problems := unsupported(self.config) + config_errors(self.config):
+                raise ConfigError(problems)
+            self.world = parallel.join(self.config.device, self.config)
+            resume = resume or parallel.restart_count() > 0
+            lock = self.world.on_main(partial(checkpoint.claim, self.folder, resume), CheckpointError)
+            if lock is not None:
+                opened.callback(os.close, lock)
+            if resume:
+                check_same_run(self.config, self.folder)
+            self._open(opened)
+            self._start_folder(resume)
+            self._opened = opened.pop_all()
+
+    @classmethod
+    def from_recipe(cls, recipe: str | Path, model: str | Path = "", **arguments: Any) -> Trainer:
+        """A trainer for a recipe; the arguments are those of `Trainer` and override the recipe's values."""
+        named = {name: arguments.pop(name) for name in inspect.signature(cls).parameters if name in arguments}
+        values = merge(recipe_values(recipe, str(model)), arguments) | ({"model": str(model)} if model else {})
+        return cls(**(values | named))
+
+    def _open(self, opened: ExitStack) -> None:
+        """Open the parts of the run in order: what fails soonest first, the model last."""
+        config, world = self.config, self.world
+        prompts, sets = prompt_sets(config)
+        measured = sets if config.eval.every else {}
+        held_out = [prompt for prompts_of_set in sets.values() for prompt in prompts_of_set]
+        evaluated = [prompt for prompts_of_set in measured.values() for prompt in prompts_of_set]
+        rewards = Rewards(config, world)
+        opened.callback(rewards.close)
+        trained = rewards.build("rewards", config.rewards, prompts)
+        self.weights = {entry.name: entry.weight for entry in config.rewards}
+        self.scorer = training_scorer(config, trained, self.folder.root if world.main else None, world)
+        opened.callback(self.scorer.cancel)
+        measuring = rewards.build("eval.rewards", config.measured, evaluated) if measured else {}
+        scorers = {name: evaluation_scorers(config, measuring) for name in measured}
+        absent = len(uncached(config, encoding_jobs(config, prompts, held_out)))
+        self.objective = objective(config.train)
+        self.adapter, self.policy = open_model(config, self.objective, world, [*prompts, *held_out], absent > 0)
+        schedules = open_schedules(config, self.adapter, world, prompts)
+        embeddings = Embeddings(self.adapter, config.data.max_length, config.data.cache or None)
+        opened.callback(embeddings.flush)
+        keep = {"whole_groups": self.objective.whole_groups, "keep_graph": config.train.reuse_rollout_forward}
+        self.rollouts = Rollouts(config, self.adapter, embeddings, schedules, prompts, world, **keep)
+        self.collector = open_collector(config, self.objective, self.adapter, self.policy, world)
+        self.evaluators: dict[str, Evaluator] = {}
+        for number, (name, held) in enumerate(measured.items()):
+            chosen = make_eval_set(
+                name, held[: config.eval.max_prompts or None], config.eval.samples_per_prompt, number
+            )
+            parts = (self.adapter, schedules.ode(eval_sampling(config)), embeddings, scorers[name], world, self.folder)
+            self.evaluators[name] = Evaluator(chosen, config, *parts)
+        self.checkpoints = Checkpoints(self.folder, world, config.checkpoint.keep)
+        self.interrupt = Interrupt()
+        opened.callback(self.interrupt.restore)
+        started = start_notes(config, world, self.adapter, self.policy, self.rollouts, self.evaluators)
+        self.notes = [*started, *rewards.notes]
+        if unread := unread_columns(config, prompts):
+            self.notes.append(f"WARNING: nothing reads the column(s) {', '.join(unread)} of {config.data.prompts}")
+        if config.data.cache:
+            state = f"{absent} entries missing" if absent else "complete, no text encoder was loaded"
+            self.notes.append(f"embeddings in {config.data.cache}: {state}")
+
+    def _start_folder(self, resume: bool) -> None:
+        """Write the configuration of a new run, or read the newest checkpoint of an old one; open the log."""
+        config, folder, world = self.config, self.folder, self.world
+        self.start = 0
+        """Number of steps already done."""
+        newest = folder.latest() if resume else None
+        if newest is not None:
+            meta = checkpoint.read(newest, self.policy.state_dict(), world)
+            if meta["prompts"] != fingerprint(self.rollouts.prompts):
+                raise CheckpointError(
+                    f"{config.data.prompts} has different prompts than when {folder.root} was started; "
+                    "resume with the old file, or choose another name"
+                )
+            self.policy.updates, self.start = meta["updates"], meta["step"]
+            self.notes.append(f"resumed from {newest}")
+        elif resume:
+            self.notes.append(f"no checkpoint in {folder.root} yet; starting from step 0")
+        if world.main:
+            write_atomic(folder.config, to_yaml(to_dict(config)))  # first: a resumed run needs it
+            folder.eval.mkdir(exist_ok=True)
+            folder.groups.mkdir(exist_ok=True)
+            truncate_log(folder.judgements, self.start)
+        world.barrier()
+        trackers = open_trackers(config, folder, self.start) if world.main else ()
+        self.log = Log(folder, config.train.steps, self.start, trackers=trackers, active=world.main)
+        self.targets = StepTargets(config, self.scorer.rewards, self.weights, world, self.log)
+
+    # ---- the loop ---------------------------------------------------------------------------------------------------
+
+    def train(self) -> Result:
+        """Train to the end, export the weights, and write the report; closes the run.
+
+        Raises TrainingStopped, after saving a checkpoint and the report so far, if too many rewards are missing,
+        verdicts carry no information, gradients stay non-finite, a disk is full, or the run is interrupted.
+        """
+        self.interrupt.install()
+        with python_rewards(self._objects):
+            try:
+                self._run()
+            except TrainingStopped:
+                self._write_report_after_stop()
+                raise
+            finally:
+                self.close()
+        if self.world.main:
+            write_report(self.folder.root)
+        atexit.register(parallel.leave)  # after a success; the program may train again first
+        lora = self.config.train.lora_rank > 0
+        return Result(
+            folder=self.folder.root,
+            metrics=self.evaluation,
+            win_rate=self.log.win_rate,
+            lora=self.folder.product(True) if lora else None,
+            pipeline=None if lora else self.folder.product(False),
+            report=self.folder.report,
+            summary=self.summary,
+        )
+
+    def _run(self) -> None:
+        c, done = self.config, self.start
+        for note in self.notes:
+            self.log.say(note)
+        try:
+            for name, evaluator in self.evaluators.items():
+                evaluator.start(resumed=done > 0)
+                if not done:
+                    self._evaluate(0, name)
+            while done < c.train.steps:
+                clock = Clock()
+                with self._stopping(done):
+                    metrics = self.step(done, clock)
+                done += 1
+                self._report(done, metrics, clock)
+                if c.eval.every and done % c.eval.every == 0 and "dev" in self.evaluators:
+                    self._evaluate(done, "dev")
+                self._saved(wait=self.world.any(self.checkpoints.failed))
+                interrupted = self.world.any(self.interrupt.seen)
+                if done % c.checkpoint.every == 0 or interrupted:
+                    self._save(done)
+                if interrupted:
+                    self._saved(wait=True)
+                    raise TrainingStopped(f"interrupted after step {done}; continue with the same command and --resume")
+            self._finish(done)
+        except (CheckpointError, OSError) as error:
+            if isinstance(error, OSError) and error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            cause = f"disk full after step {done}" if isinstance(error, OSError) else f"step {done}"
+            newest = self.folder.latest()
+            advice = f"continue from {newest} with --resume" if newest else "start again: there is no checkpoint yet"
+            raise TrainingStopped(f"{cause}: {error}\nFree disk space, then {advice}") from error
+
+    def step(self, step: int, clock: Clock) -> dict[str, float]:
+        """Training step number `step` (from 0): metrics over all ranks."""
+        with clock.phase("rollout"):  # samples are judged as soon as they are decoded
+            rollout = self._ahead or self.generate(step)
+            self._ahead = self.generate(step + 1, ahead=True) if self._generates_ahead(step + 1) else None
+        stale = self.policy.updates - rollout.updates
+        with clock.phase("judge_wait"):
+            scores, distances = self.score(step)
+        targets, metrics = self.targets.compute(step + 1, scores)
+        with clock.phase("update"):
+            metrics |= self.update(step, rollout.batches, targets)
+            self.policy.update_old(self.objective.old_decay(step))
+        if self.config.rollout.staleness:
+            metrics["policy/staleness"] = float(stale)
+        if stale:
+            metrics.pop("policy/on_policy_error", None)
+        metrics["diversity/pixels"] = distances
+        return metrics | over_ranks(scores.metrics, self.world)
+
+    def generate(self, step: int, ahead: bool = False) -> StepRollout:
+        """Generate a step's samples with the current policy, passing each to the scorer as soon as it is decoded.
+
+        ahead: the scores of the previous step are still outstanding. Raises Diverged.
+        """
+        batches = list[Batch]()
+        weights = self.policy.use_weights(self.policy.old if self.objective.sampled_by_old else {})
+        with weights, self.log.bar("rollout", "sample", self.rollouts.count(step)) as bar:
+            self.scorer.begin(step, self.rollouts.groups(step), ahead)
+            for batch in self.rollouts(step, self.scorer.add):
+                batches.append(batch)
+                bar.update(len(batch.slots))
+            finite = [batch.trajectory.latents.isfinite().all() for batch in batches]
+            if self.world.any(bool(finite) and not torch.stack(finite).all()):
+                raise Diverged("the policy produces latents that are not finite (NaN or infinite)")
+        return StepRollout(batches, self.policy.updates)
+
+    def score(self, step: int) -> tuple[StepScores, float]:
+        """(scores of the groups of this rank, mean distance of the images within a group over all ranks).
+
+        Stores a few judged groups for the report: of the first and the last step, and of those with an evaluation.
+        """
+        streamed = sum(reward.streams for reward in self.scorer.rewards.values()) * len(self.rollouts.groups(step))
+        with self.log.bar("judging", "group", streamed) as bar:
+            distances = pixel_distances(self.scorer.generated().values())  # while the judge answers
+            scores = self.scorer.finish(bar.update)
+        shown = step + 1 in (1, self.config.train.steps) or (step + 1) % (self.config.eval.every or 50) == 0
+        if self.world.main and shown:
+            save_groups(self.folder.group(step + 1), self.scorer.samples, scores)
+        everywhere = self.world.gather_slots(distances, self.config.rollout.prompts_per_step)
+        return scores, float(everywhere.mean())
+
+    def update(self, step: int, batches: list[Batch], targets: Targets) -> dict[str, float]:
+        """The step's optimiser updates, each on its own samples; updates without any signal are skipped on all ranks.
+
+        Groups without signal are dropped and cost no forward. A batch that loses samples has another shape than in the
+        rollout, so its first ratio is 1 only up to rounding. Updates with a non-finite gradient are skipped as well;
+        SKIPS in a row raise NonFiniteGradient.
+        """
+        r, table, norms, skipped = self.config.rollout, list[torch.Tensor](), list[float](), 0
+        keep = ~self.objective.signal(self.config.train, targets).isnan().cpu().numpy()  # [P, G]
+        places = [(p, g) for p in range(r.prompts_per_step) for g in range(r.group_size)]
+        samples = Counter(update_of(self.config, place) for place in places)
+        trained = {update_of(self.config, place) for place in places if keep[place]}
+        counted = self.objective.samples_per_group(r.group_size) / r.group_size
+        left = self.rollouts.training_batches(step, batches, keep)
+        for update in sorted(trained):
+            own = [batch for batch in left if batch.update == update]
+            table += self.collector.accumulate(own, targets, samples[update] * counted)
+            try:
+                norms.append(self.policy.update(self.world))
+                self._skips = 0
+            except NonFiniteGradient as error:
+                skipped, self._skips = skipped + 1, self._skips + 1
+                if self._skips >= SKIPS:
+                    raise NonFiniteGradient(f"{error}, in {SKIPS} updates in a row") from error
+        return policy_metrics(table, self.world, self.collector.metrics) | {
+            "grad_norm": float(np.mean(norms)) if norms else 0.0,
+            "samples_trained": float(keep.sum()),
+            "updates_skipped": float(skipped),
+        }
+
+    def _generates_ahead(self, step: int) -> bool:
+        """Whether a step's samples are generated before the previous step's update; the same on all ranks."""
+        c = self.config
+        return c.rollout.staleness > 0 and step % c.checkpoint.every != 0 and step < c.train.steps
+
+    @contextmanager
+    def _stopping(self, step: int) -> Iterator[None]:
+        """Turns errors that end the run into TrainingStopped, after a checkpoint if no weight has changed yet."""
+        updates = self.policy.updates
+        try:
+            yield
+        except ENDS_A_RUN as error:
+            self.policy.optimizer.zero_grad()
+            if self.policy.updates == updates and not isinstance(error, Diverged):
+                advice = f"Checkpoint saved to {self._save(step)}. Fix the cause, then rerun with --resume."
+                self._saved(wait=True)
+            else:
+                newest = self.folder.latest()
+                advice = f"the newest checkpoint is {newest}" if newest else "there is no checkpoint yet"
+                advice += "; continue from there with --resume and a lower --train.lr"
+            raise TrainingStopped(f"step {step + 1}: {error}\n{advice}") from error
+
+    # ---- what is written --------------------------------------------------------------------------------------------
+
+    def _report(self, step: int, metrics: dict[str, float], clock: Clock) -> None:
+        """Write the metrics row and the summary line of a finished step."""
+        row = metrics | {f"time/{name}": seconds for name, seconds in clock.seconds.items()}
+        self.log.row("train", step, row)
+        self.log.step(step, metrics, clock.seconds)
+        for line in step_notes(self.config, step, metrics, first=step == self.start + 1, device=self.world.device):
+            self.log.say(line)
+        if metrics.get("policy/staleness"):
+            self.log.once(f"step {step} {staleness_line(metrics)}", kind="staleness")
+        if self.on_step and self.world.main:
+            self.on_step(step, row)
+
+    def _evaluate(self, step: int, name: str) -> None:
+        """Compare the current (averaged) policy with the initial one on a held-out set."""
+        clock = Clock()
+        with clock.phase("eval"), self.policy.use_ema():
+            comparison = self.evaluators[name].run(step)
+        self.evaluation, self.summary = comparison.metrics(), comparison.line(step)
+        self.log.row("eval", step, {"set": name} | self.evaluation | {"time/eval": clock.seconds["eval"]})
+        self.log.say(self.summary)
+        self.log.missing(f"the evaluation after step {step}", self.evaluators[name].reasons)
+        if self.on_evaluation and self.world.main:
+            self.on_evaluation(step, name, self.evaluation)
+
+    def _save(self, done: int) -> Path:
+        """Start to write the checkpoint after `done` steps; training goes on meanwhile."""
+        self._saved(wait=True)
+        meta = {"updates": self.policy.updates, "prompts": fingerprint(self.rollouts.prompts)}
+        self.checkpoints.save(done, self.policy.state_dict(), meta)
+        return self.folder.checkpoint(done)
+
+    def _saved(self, wait: bool = False) -> None:
+        """Report a checkpoint that has been written since the last call; wait: for the one that is being written."""
+        if wait:
+            self.checkpoints.wait()
+        path = self.checkpoints.completed()
+        if path is not None and self.on_save and self.world.main:
+            self.on_save(path)
+
+    def _finish(self, done: int) -> None:
+        """Final evaluation, checkpoint and export."""
+        c, self._ahead = self.config, None
+        self.scorer.cancel()
+        for name in self.evaluators:
+            if name == "test" or (c.eval.every and done % c.eval.every):
+                self._evaluate(done, name)
+        if self.folder.latest() != self.folder.checkpoint(done):
+            self._save(done)
+        with self.policy.use_ema():
+            export_weights(self.adapter, self.world, self.folder, lora=c.train.lora_rank > 0)
+        self._saved(wait=True)
+        if self.world.main:
+            self.log.say(f"finished after {done} steps; the result is in {self.folder.root}")
+        self.world.barrier()
+
+    def _write_report_after_stop(self) -> None:
+        if self.world.main:
+            interrupt = Interrupt()  # torchrun sends SIGTERM as soon as another process has ended
+            interrupt.install()
+            with suppress(OSError):  # a full disk
+                write_report(self.folder.root)
+            interrupt.restore()
+
+    def close(self) -> None:
+        """Let the checkpoint in flight end; stop the judge, restore signal handlers and unlock the run folder."""
+        self.checkpoints.close()
+        self.log.close()
+        self._opened.close()

@@ -1,0 +1,250 @@
+"""Published questions: what a judge gets equals what its publisher's client sends, and their parsers agree with ours.
+
+Against the publishers' files in a checkout (PREFGRPO_PEERS), whose texts are not in this repository; the fetching, with
+its errors, against a file made here. Their parsers count an answer that they cannot read as a tie; ours is missing.
+"""
+
+import asyncio
+import hashlib
+import json
+import string
+import sys
+import types
+from dataclasses import replace
+from types import SimpleNamespace
+
+import peers
+import pytest
+from judge_server import JudgeServer, images, text_of
+from tiny_media import grey, noise
+
+from prefgrpo.config.schema import JudgeConfig
+from prefgrpo.judge import answers, prompts
+from prefgrpo.judge.check import check
+from prefgrpo.judge.client import HttpJudge, JudgeClient
+from prefgrpo.judge.prompts import PUBLISHED, Published, extract, fetch
+from prefgrpo.judge.template import load_template
+from prefgrpo.judge.verdict import JudgeError
+
+PROMPT = 'a {prompt} of "2" {{cats}}, 100 %\n<answer>Image 1 is better</answer>'
+MARKERS = ("prompt", "source", "media_2", "criterion")
+KINDS = ("soft", "think", "flex", "edit", "json", "scores")
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "prefgrpo" / "prompts"
+
+
+def published(name, codebase):
+    """The template with the published question."""
+    fetch(name, peers.folder(codebase))
+    return load_template(name, ("media_1",), MARKERS, KINDS, prompt="published")
+
+
+def asked(template, sources, media):
+    """The messages that our client sends, and its other fields."""
+    with JudgeServer(vllm=False) as server:
+        client = JudgeClient(JudgeConfig((server.url,), timeout_s=20.0))
+        values = {"prompt": PROMPT, "criterion": "the same cat"}
+        client.run(client.answer(template, values, media, sources)).result(60)
+    body = server.requests[-1]
+    return body.pop("messages"), body
+
+
+# name -> (function of Pref-GRPO's templates.py, how its dispatcher fills in the prompt)
+TEXTS = {
+    "think": ("think_image", lambda t: t().format(prompt=PROMPT)),
+    "think_video": ("think_video", lambda t: t().format(prompt=PROMPT)),
+    "flex": ("flex_image", lambda t: t().format(prompt=PROMPT)),
+    "flex_video": ("flex_video", lambda t: t().format(prompt=PROMPT)),
+    "edit_pairwise": ("edit_pairwise", lambda t: t().format(instruction=PROMPT)),
+    "edit_quality": ("edit_pointwise_image_quality", lambda t: t()),
+    "edit_following": ("edit_pointwise_instruction_following", lambda t: t(PROMPT)),
+    "unifiedreward": ("image", lambda t: t().format(prompt=PROMPT)),
+}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_a_question_equals_that_of_pref_grpos_client(name, cache, monkeypatch):
+    symbol, fill = TEXTS[name]
+    theirs = peers.file_module("pref_grpo", "fastvideo/rewards/templates.py", "their_templates", monkeypatch)
+    request = peers.file_module("pref_grpo", "vllm_utils/vllm_request.py", "their_request", monkeypatch)
+    template = published(name, "pref_grpo")
+    source = [noise(3, 300, 300)] if template.takes_source else []
+    media = [noise(k, 300, 300) for k in range(2 if "media_2" in "".join(template.pieces) else 1)]
+    client = request.VLMessageClient("")
+    files = []
+    for number, medium in enumerate([*source, *media]):
+        file = cache.parent / f"{number}.png"
+        medium.pil.save(file)
+        files.append(str(file))
+    problem = fill(getattr(theirs, f"get_unifiedreward_{symbol}_template"))
+    messages, fields = asked(template, source, media)
+    assert messages == client.build_messages({"images": files, "problem": problem})
+    assert fields["max_tokens"] == 4096
+
+
+@pytest.mark.parametrize(
+    ("name", "version"), [("consistency_criterion", 0), ("consistency", 1), ("consistency_no_duplicates", 2)]
+)
+def test_a_question_equals_that_of_pacos_scorer_of_sets(name, version, cache, monkeypatch):
+    template = published(name, "paco")
+    sent = []
+    (compute,) = peers.methods(
+        "paco", "paco_grpo/rewards/consistency_scorer.py", "_async_compute_image_consistency",
+        asyncio=asyncio, combinations=lambda items, n: [tuple(items)], hash_pil_image=id,
+        divide_prompt=lambda text: [text], extract_grid_info=lambda text: None, divide_image=lambda image, grid: image,
+        pil_image_to_base64=str, get_yes_cond_prob_from_completion=lambda *a, **k: 0.5,
+    )  # fmt: skip
+    scorer = SimpleNamespace(
+        prompt_template_version=version, cache={}, max_retries=1, global_semaphore=asyncio.Semaphore(), model="",
+        timeout=1, add_to_cache=lambda *a: None, client=completions(sent),
+    )  # fmt: skip
+    asyncio.run(compute(scorer, PROMPT, ("one", "two"), "the same cat"))
+    same_question(sent[0], *asked(template, [], [noise(0), noise(1)]))
+
+
+@pytest.mark.parametrize(("name", "number"), [("edit_consistency", 0), ("edit_done", 1)])
+def test_a_question_equals_that_of_pacos_scorer_of_edits(name, number, cache):
+    template = published(name, "paco")
+    sent = []
+    call, compute = peers.methods(
+        "paco", "paco_grpo/rewards/consistency_for_editing.py", "__async_call__", "_async_compute_image_consistency",
+        asyncio=asyncio, pil_image_to_base64=str, get_yes_cond_prob_from_completion=lambda *a, **k: 0.5,
+    )[:2]  # fmt: skip
+    scorer = SimpleNamespace(
+        max_retries=1, global_semaphore=asyncio.Semaphore(), model="", timeout=1, client=completions(sent)
+    )
+    scorer._async_compute_image_consistency = lambda **more: compute(scorer, **more)
+    asyncio.run(call(scorer, ["edited"], [PROMPT], [{"ref_image": "source"}]))
+    assert sent[number]["messages"][0]["content"][0]["image_url"]["url"] == "source"
+    same_question(sent[number], *asked(template, [noise(0)], [noise(1)]))
+
+
+def completions(sent):
+    """The part of openai's client that PaCo calls."""
+
+    async def create(**fields):
+        sent.append(fields)
+
+    return SimpleNamespace(chat=SimpleNamespace(completions=SimpleNamespace(create=create)))
+
+
+def same_question(theirs, messages, fields):
+    """The same parts and fields, images apart."""
+    kinds = [[p["type"] for p in m[0]["content"]] for m in (theirs["messages"], messages)]
+    assert kinds[0] == kinds[1] == ["image_url", "image_url", "text"]
+    assert theirs["messages"][0]["content"][2] == messages[0]["content"][2]
+    assert theirs["max_completion_tokens"] == fields["max_tokens"] == 1
+    for key in ("temperature", "logprobs", "top_logprobs"):
+        assert theirs[key] == fields[key]
+
+
+JSON = json.dumps
+ANSWERS = {  # kind -> answers of judges, good and bad
+    "think": [
+        "<think>1. Semantic consistency:\n Image 1 (9/10) - good</think>\n<answer>Image 1 is better</answer>",
+        "<think>…</think><answer>\nImage 2 is better\n</answer>", "<answer>Both are good</answer>", "Image 1 is better",
+        "<think>Image 1 is better</think>", "<think>…</think><answer>\\boxed{1}</answer>", "",
+        "<think>…</think><answer>图1更好</answer>",
+    ],
+    "flex": [
+        JSON({"categories": [{"name": "A", "cat_winner": "Image 2"}], "winner": "Image 1"}),
+        f"```json\n{JSON({'winner': 'Image 2'})}\n```", JSON({"winner": "图1"}),
+        "Image 1", "{broken", "",
+    ],
+    "edit_pairwise": [
+        "The second is blurred. Edited image 1 is better.", "<answer>Edited image 2 is better</answer>",
+        "Neither follows.", "\\boxed{2}", "",
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_their_parser_and_ours_agree(name, monkeypatch):
+    """Their win rates of two members after one answer are 1 and 0, 0 and 1, or, if it is unreadable, ½ and ½."""
+    pytest.importorskip("cv2")
+    monkeypatch.setitem(sys.modules, "vllm_utils", types.ModuleType("vllm_utils"))
+    stub = types.ModuleType("vllm_utils.vllm_request")
+    stub.evaluate_batch = None
+    monkeypatch.setitem(sys.modules, "vllm_utils.vllm_request", stub)
+    file = f"fastvideo/rewards/unifiedreward_{name}.py"
+    theirs = peers.file_module("pref_grpo", file, f"their_{name}", monkeypatch)
+    who = "Edited image" if name == "edit_pairwise" else "Image"
+    more = {"better_1": f"{who} 1 is better", "better_2": f"{who} 2 is better"}
+    if name == "flex":
+        more = {"overall_weight": 1.0, "dim_weight": 0.0, "category_weights": None}
+    template = load_template(name)
+    for text in ANSWERS[name]:
+        result = {"first_index": 0, "second_index": 1, "model_output": text}
+        _, rates = theirs._pairwise_win_rate(num_items=2, responses=[result], device="cpu", **more)
+        try:
+            value = answers.parse_answer(template, text)[0]
+        except answers.Unreadable:
+            value = 0.5
+        assert rates["overall_reward"] == [value, 1 - value], text
+
+
+# ---- fetching --------------------------------------------------------------------------------------------------------
+
+CODE = """
+raise RuntimeError("executed")
+def question(prompt):
+    text = f"no: {prompt}"
+    return "Compare {{a}} and " + "{prompt}." if False else "?"
+def ask():
+    return "Judge {{1}}: {prompt}, " "{prompt}!"
+class A:
+    def b(self, main):
+        text = "first"
+        text = (f"On {main}: " "is it {x}?")
+"""
+
+
+def row(**changes):
+    source = ("owner/name", "0" * 40, "a/b.py", hashlib.sha256(CODE.encode()).hexdigest(), "theirs")
+    return replace(Published(source, "ask", ("media_1", "media_2"), formatted=True), **changes)
+
+
+def test_texts_are_read_from_the_syntax_tree():
+    assert extract(CODE, row()) == "Judge {1}: {prompt}, {prompt}!"
+    said = extract(CODE, row(symbol="text", number=2, texts={"main": "prompt"}, formatted=False))
+    assert said == "On {prompt}: is it {x}?"
+    for changes in ({"symbol": "question"}, {"symbol": "none"}, {"texts": {"caption": "prompt"}}):
+        with pytest.raises(JudgeError, match=r"expected a text|has no text|unexpected variable"):
+            extract(CODE, row(**changes))
+
+
+def test_a_run_asks_in_published_words_once_they_are_fetched(cache, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(PUBLISHED, "think", row())
+    monkeypatch.setitem(PUBLISHED, "think_video", row())
+    (tmp_path / "clone" / "a").mkdir(parents=True)
+    file = tmp_path / "clone" / "a" / "b.py"
+    file.write_text(CODE)
+    with JudgeServer() as server:
+        config = JudgeConfig((server.url,), prompt="published")
+        with pytest.raises(JudgeError, match=r"run `prefgrpo judge prompts think`"):
+            HttpJudge(config, "think")
+        assert prompts.main(("think",), tmp_path / "clone") == 0 and "licence: theirs" in capsys.readouterr().out
+        judge = HttpJudge(config, "think")
+        judge.judge_group("a cat", [grey(40), grey(200)], [(0, 1)])
+        body = server.requests[-1]
+        assert text_of(body) == "Judge {1}: a cat, a cat!" and len(images(body)) == 2
+        assert [p["type"] for p in body["messages"][0]["content"]] == ["image_url", "image_url", "text"]
+        server.answer = lambda bright, text: "<think>.</think><answer>Image 1 is better</answer>"
+        assert not check(config, "think").notes
+        ours = check(replace(config, prompt="ours"), "think").summary()
+        assert "template 'think' asks in our words" in ours and "`prefgrpo judge prompts think`" in ours
+    file.write_text(CODE + "\n")
+    with pytest.raises(JudgeError, match=r"is not a/b.py of owner/name at commit 0+: expected SHA-256"):
+        fetch("think", file)
+    with pytest.raises(JudgeError, match="did you mean 'think'"):
+        fetch("thnk")
+
+
+def test_every_row_names_a_commit_and_a_hash():
+    for published_row in PUBLISHED.values():
+        _, commit, _, digest, licence = published_row.source
+        assert len(commit) == 40 and len(digest) == 64 and set(commit + digest) <= set(string.hexdigits) and licence
