@@ -19,6 +19,7 @@ from prefgrpo import models
 from prefgrpo.config.schema import SamplingConfig
 from prefgrpo.integrations.rotary import stock_rotary
 from prefgrpo.models.condition import Condition, collate
+from prefgrpo.models.wan import NEGATIVE
 from prefgrpo.rollout.embeddings import Embeddings
 from prefgrpo.rollout.rollout import rollout
 from prefgrpo.rollout.sources import Sources
@@ -95,6 +96,7 @@ def _case(family, scale, length=32, *, frames=0, second=0.0, name="guidance_scal
 PLAIN = {"stg_scale": 0.0, "modality_scale": 1.0, "guidance_rescale": 0.0}
 LTX2 = PLAIN | {f"audio_{k}": v for k, v in PLAIN.items()} | {"audio_guidance_scale": 3.0, "use_cross_timestep": False}
 QWEN = {"name": "true_cfg_scale", "dynamic": True}
+WAN = {"num_frames": 5, "negative_prompt": [NEGATIVE] * 2}
 CASES = [
     _case("flux", 3.5, dynamic=True),
     _case("flux_kontext", 2.5, dynamic=True, edit=lambda h, w: {"max_area": h * w, "_auto_resize": False}),
@@ -107,12 +109,12 @@ CASES = [
     _case("hunyuan_video", 6.0, 448, frames=5),
     Case("hunyuan_video_15", {"guidance_scale": 6.0, "tokenizer_max_length": 1000, "num_frames": 5}, 6.0, 1000),
     _case("ltx2", 3.0, dynamic=True, frames=5, also=LTX2),
-    _case("wan", 5.0, frames=5),
-    _case("wan22", 4.0, frames=5, second=3.0),
-    _case("wan22_i2v", 3.5, frames=5, second=3.5, same_edit=True, fit=True),
-    _case("wan_i2v", 5.0, frames=5, same_edit=True, fit=True),
-    _case("wan_ti2v", 5.0, frames=5),
-    _case("wan_ti2v", 5.0, frames=5, same_edit=True, fit=True, stock="WanImageToVideoPipeline"),
+    _case("wan", 5.0, also=WAN),
+    _case("wan22", 4.0, second=3.0, also=WAN),
+    _case("wan22_i2v", 3.5, second=3.5, same_edit=True, fit=True, also=WAN),
+    _case("wan_i2v", 5.0, same_edit=True, fit=True, also=WAN),
+    _case("wan_ti2v", 5.0, also=WAN),
+    _case("wan_ti2v", 5.0, same_edit=True, fit=True, stock="WanImageToVideoPipeline", also=WAN),
     _case("flux2", 4.0, 512, dynamic=True),
     _case("flux2", 4.0, 512, dynamic=True, same_edit=True),
     _case("flux2_klein", 4.0, 64, dynamic=True),

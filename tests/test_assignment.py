@@ -17,10 +17,11 @@ from judge_server import free_port
 from tiny_run import ranks, recipe, settings, stored, world
 
 from prefgrpo.config.loading import from_dict
+from prefgrpo.data.prompts import Prompt
 from prefgrpo.parallel.world import World
 from prefgrpo.rewards.base import GroupScores, GroupwiseReward, PointwiseReward, Score
 from prefgrpo.rollout import batches
-from prefgrpo.rollout.assignment import assign_batches, update_of
+from prefgrpo.rollout.assignment import assign_batches, slot_prompts, update_of
 from prefgrpo.rollout.replay import TrajectoryCollector
 from prefgrpo.run.clock import Clock
 from prefgrpo.trainer import Trainer
@@ -219,6 +220,16 @@ def test_an_equal_number_of_forwards_changes_nothing_for_one_process(alone):
 
 def config(**over):
     return from_dict({"model": "m", "data": {"prompts": "p"}} | over)
+
+
+def test_a_batch_has_one_number_of_source_images():
+    c = config(rollout={"prompts_per_step": 6, "group_size": 4, "batch_size": 8})
+    prompts = [Prompt(k, f"edit {k}", source=("x.png",) * (1 + k % 3)) for k in range(6)]
+    slots = slot_prompts(c, prompts, 0)
+    counts = [len(prompt.source) for prompt, _ in slots]
+    plan = assign_batches(c, [sizes for _, sizes in slots], sources=counts)
+    assert sorted(counts) == [1, 1, 2, 2, 3, 3]
+    assert [{counts[p] for p, _ in b.places} for b in plan] == [{1}, {2}, {3}], "eight samples each, never mixed"
 
 
 @pytest.mark.parametrize("whole", [False, True])

@@ -129,8 +129,7 @@ def test_a_run_leaves_no_backend_behind():
 
 # ---- every family, with stand-ins for the kernels of GPUs -----------------------------------------------------------
 
-REFUSED = {"qwen_image_21": "chooses its kernels itself", "hunyuan_video": "masks its text"}
-REFUSED["hunyuan_video_15"] = REFUSED["hunyuan_video"]
+REFUSED = {"qwen_image_21": "chooses its kernels itself", "hunyuan_video_15": "masks its text"}
 
 
 def settings(case, attention, place, **more):
@@ -193,7 +192,7 @@ def test_every_family_trains_with_its_backends(case, tmp_path):
 
 def test_texts_of_different_lengths_need_no_mask():
     """A kernel without masks gets them in separate forwards; the velocities are those of the padded batch."""
-    for family in ("qwen_image", "z_image"):
+    for family in ("qwen_image", "z_image", "hunyuan_video"):
         adapter = load(case_of(family))
         case = case_of(family).unguided()
         sampling = case.sampling(SIZES[1])
@@ -212,7 +211,8 @@ def test_texts_of_different_lengths_need_no_mask():
             adapter.splits_lengths = True
             with mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", noted):
                 got = adapter.velocity(x, sigma, condition, sampling)
-        assert masks and all(mask is None for mask in masks)
+        refined = 4 if family == "hunyuan_video" else 0  # masks of its text refiner, which keeps torch's attention
+        assert masks and sum(mask is not None for mask in masks) <= refined
         assert (got - want).abs().max() <= 1e-5, family
 
 

@@ -6,20 +6,25 @@ must change with everything that affects the embedding.
 
 import os
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
-from families import case_of, load, tensors_of
+from families import CPU, case_of, load, tensors_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from prefgrpo.config.loading import from_dict
+from prefgrpo.data.prompts import Prompt
 from prefgrpo.models import family
 from prefgrpo.models.condition import Condition, collate
 from prefgrpo.models.folder import encoder_identity
 from prefgrpo.rollout import sources
-from prefgrpo.rollout.embeddings import CacheKeys, Embeddings
+from prefgrpo.rollout.embeddings import CacheKeys, Embeddings, conditions, encoding_jobs
 from prefgrpo.rollout.shards import Shards
+from prefgrpo.run.judging import unread_columns
+from prefgrpo.run.loading import unsupported
 from prefgrpo.tiny import pipelines
 
 FLUX_KONTEXT = family("flux_kontext")
@@ -53,6 +58,40 @@ def test_lengths_stay_on_the_cpu(device):
     assert moved.text_length.device.type == moved.negative.text_length.device.type == "cpu"
     assert {t.device.type for t in tensors_of(moved) if t.is_floating_point()} == {device}
     assert moved.select(torch.tensor([0])).text_length.tolist() == [2]
+
+
+def test_a_negative_prompt_is_the_prompts_own_the_runs_or_the_familys():
+    """In the condition, and among what `preprocess` encodes; a column that is not used is told."""
+    case = case_of("sd3")
+    adapter, sampling = load(case), case.sampling()
+    embed = Embeddings(adapter, case.max_length)
+    prompts = [
+        Prompt(0, "a cat", {"negative_prompt": " blurry "}),
+        Prompt(1, "a cat"),
+        Prompt(2, "a dog", {"negative_prompt": ""}),
+    ]
+    assert [p.negative for p in prompts] == ["blurry", None, None]
+    named = {"family": "", "run": "ugly"}
+    for source, text in named.items():
+        run = replace(sampling, negative_prompt=text if source == "run" else None)
+        batch = conditions(embed, prompts, run, CPU).negative.prompt_embeds
+        want = [embed.text(own).prompt_embeds for own in ("blurry", text, text)]
+        assert torch.equal(batch, torch.stack(want)), source
+    values = {
+        "model": "m",
+        "family": "sd3",
+        "data": {"prompts": "p"},
+        "rollout": {"guidance": 4.5, "negative_prompt": "ugly"},
+    }
+    texts = {job.text for job in encoding_jobs(from_dict(values), prompts)}
+    assert texts == {"a cat", "a dog", "blurry", "ugly"}
+    assert unsupported(from_dict(values | {"rollout": {"guidance": 1.0, "negative_prompt": "ugly"}})) == [
+        "rollout.negative_prompt: guidance 1 is off, expected none, got 'ugly'"
+    ]
+    for family_name, unread in {"sd3": [], "flux": ["negative_prompt"]}.items():
+        run = values | {"family": family_name, "rollout": {"guidance": 4.5}}
+        run |= {"rewards": "jpeg_compressibility"}
+        assert unread_columns(from_dict(run), prompts) == unread
 
 
 def test_memory_is_bounded():

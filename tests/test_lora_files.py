@@ -11,9 +11,11 @@ import pytest
 import torch
 from families import CASES, case_of, load, perturb, policy
 from peft.tuners.lora import Linear
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from prefgrpo.commands.cli import main
+from prefgrpo.config.recipe import ConfigError
+from prefgrpo.run.clock import Clock
 
 ATTENTION = r"attn\.(to_[qkv]|to_out\.0|add_[qkv]_proj|to_add_out)"
 FLUX = (
@@ -127,3 +129,33 @@ def test_what_cannot_be_exported(tmp_path, capsys):
     assert "has no checkpoint to export" in capsys.readouterr().err
     assert main(["export", str(tmp_path), "--format", "comfy"]) == 2
     assert "ComfyUI has no names for LoRAs of hunyuan_video" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("reference", ["start", "base"])
+def test_a_run_continues_a_lora(reference, trainer, tmp_path):
+    """From a folder, from its file, and from a file without a header, all with alpha = rank; the KL tells the
+    reference policy."""
+    given = policy(case_of("flux"))  # rank 4, alpha 8
+    given.save_lora(str(tmp_path))
+    file, bare = tmp_path / "pytorch_lora_weights.safetensors", tmp_path / "bare.safetensors"
+    save_file(load_file(file), bare)
+    for source in (tmp_path, file, bare) if reference == "start" else (file,):
+        train = {"lora_from": str(source), "lora_reference": reference, "lora_rank": 8, "kl_coef": 0.1}
+        one = trainer(f"{reference}-{source.name}", train=train, eval={"every": 0})
+        assert "LoRA rank 4 from" in one.notes[0]
+        for (name, p), (_, q) in zip(one.adapter.trainable(), given.trainable(), strict=True):
+            assert torch.equal(p, 2 * q if "lora_B" in name else q), name
+    kl = one.step(0, Clock())["policy/kl"]
+    assert kl == 0 if reference == "start" else kl > 0, kl
+
+
+def test_what_cannot_be_continued(trainer, tmp_path):
+    policy(case_of("sd3")).save_lora(str(tmp_path))
+    for source, text in {
+        str(tmp_path): "targets differ|size mismatch|cannot be continued",
+        "nowhere/at/all": "expected a folder, a file or a hub id 'owner/name', got 'nowhere/at/all'",
+    }.items():
+        with pytest.raises(ConfigError, match=rf"train\.lora_from: .*{text}"):
+            trainer(train={"lora_from": source}, eval={"every": 0})
+    with pytest.raises(ConfigError, match=r"train\.lora_from: expected none, as train\.lora_rank is 0"):
+        trainer(train={"lora_from": str(tmp_path), "lora_rank": 0})

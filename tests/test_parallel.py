@@ -22,6 +22,7 @@ from tiny_run import PROMPTS, all_end, environment, ranks, recipe, rows, train
 from prefgrpo.commands import cli
 from prefgrpo.config.recipe import ConfigError
 from prefgrpo.parallel import world as parallel
+from prefgrpo.parallel import world as world_of_processes
 from prefgrpo.parallel.world import pick_device
 from prefgrpo.rewards.base import PointwiseReward, Score
 
@@ -218,3 +219,28 @@ def test_devices(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setenv("LOCAL_RANK", "3")
     assert pick_device("auto") == torch.device("cuda", 3) and pick_device("cpu").type == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("here", "interface", "address", "warned"),
+    [
+        ("2", "", "127.0.1.1", False),
+        ("1", "", "127.0.1.1", True),
+        ("1", "eth1", "127.0.1.1", False),
+        ("1", "", "10.0.0.7", False),
+        ("1", "", OSError("unknown host"), True),
+    ],
+)
+def test_an_address_that_other_machines_do_not_reach_is_told(here, interface, address, warned, monkeypatch):
+    def resolve(name):
+        if isinstance(address, OSError):
+            raise address
+        return address
+
+    monkeypatch.setattr(world_of_processes.socket, "gethostbyname", resolve)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", here)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    if interface:
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", interface)
+    assert ("set GLOO_SOCKET_IFNAME" in world_of_processes.gloo_address_problem()) == warned

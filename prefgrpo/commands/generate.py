@@ -177,10 +177,10 @@ def _render(config: Config, adapter: Adapter, jobs: Sequence[Job], any_job: Job,
     r, own = eval_sampling(config), config.data.own_sizes
     embeddings = Embeddings(adapter, config.data.max_length, config.data.cache or None)
     schedules = Schedules(config, adapter, world.device)
-    by_size: dict[SamplingConfig, list[Job]] = {}
+    alike: dict[tuple[SamplingConfig, int], list[Job]] = {}
     for job in jobs:
-        by_size.setdefault(prompt_sampling(job.prompt, r, own), []).append(job)
-    batches = [(s, js[k : k + r.batch_size]) for s, js in by_size.items() for k in range(0, len(js), r.batch_size)]
+        alike.setdefault((prompt_sampling(job.prompt, r, own), len(job.prompt.source)), []).append(job)
+    batches = [(s, js[k : k + r.batch_size]) for (s, _), js in alike.items() for k in range(0, len(js), r.batch_size)]
     count = len(batches)
     if world.equal_forwards:
         most = int(world.gather(np.array([float(count)])).max())

@@ -82,6 +82,9 @@ class SamplingConfig:
     """Guidance scale."""
     guidance_2: float | None = None
     """Guidance scale of the second expert (Wan2.2); none: the family's default."""
+    negative_prompt: str | None = None
+    """Negative prompt of classifier-free guidance; none: the family's own (Wan has a long one). A prompt's own, in a
+    column of this name, replaces it."""
     source_area: PositiveInt | None = None
     """Pixels per source image, for editing families that resize sources (Qwen-Image-Edit); none: as in the published
     pipeline, about a million."""
@@ -211,6 +214,11 @@ class TrainConfig:
     """Initialisation of LoRA's A (B is 0): Kaiming-uniform, or N(0, 1 / rank²) as peft's "gaussian" (Flow-GRPO)."""
     lora_targets: tuple[str, ...] = ()
     """Linear layers that LoRA wraps, by the ends of their names; empty: the family's default."""
+    lora_from: str = ""
+    """A LoRA to continue, with its rank, alpha and targets, which replace those above: a folder, a file or a hub id
+    (owner/name or owner/name@revision)."""
+    lora_reference: Literal["start", "base"] = "start"
+    """Reference policy of a run with `lora_from`: the model with that LoRA, or without any."""
     target_components: tuple[str, ...] = ()
     """Which denoisers to train if there are several (Wan2.2: transformer, transformer_2); empty: all."""
     lr: PositiveFloat = 5e-5
@@ -257,6 +265,11 @@ class TrainConfig:
     reuse_rollout_forward: bool = False
     """Keep the autograd graphs of the rollout's trained steps for the first update, which then needs no forward of its
     own: for small models, because the activations of all these steps stay in memory."""
+
+    @property
+    def swaps_reference(self) -> bool:
+        """Whether the reference policy is a copy of the initial weights, and not the base without its LoRA."""
+        return not self.lora_rank or (bool(self.lora_from) and self.lora_reference == "start")
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -375,6 +388,8 @@ class Config:
         for section in ("rollout", "judge"):
             for mistake in getattr(self, section).mistakes():
                 yield f"{section}.{mistake}"
+        if t.lora_from and not t.lora_rank:
+            yield f"train.lora_from: expected none, as train.lora_rank is 0 (all weights), got {t.lora_from!r}"
         if t.update_slices == "members" and t.updates_per_rollout > r.group_size:
             most = f"at most group_size = {r.group_size} with train.update_slices: members"
             yield f"train.updates_per_rollout: expected {most}, got {t.updates_per_rollout}"

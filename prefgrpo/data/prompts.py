@@ -19,7 +19,7 @@ from PIL import Image
 
 from prefgrpo.config.schema import Config
 from prefgrpo.data.media import UNREADABLE, rgb
-from prefgrpo.data.tables import NOT_UTF8, SOURCE, TEXT, DataError, clean, rows
+from prefgrpo.data.tables import NEGATIVE, NOT_UTF8, SOURCE, TEXT, DataError, clean, rows
 
 __all__ = ["DataError", "Prompt", "fingerprint", "prompt_sets", "read_prompts", "step_prompts"]
 
@@ -41,6 +41,12 @@ class Prompt:
 
     def __str__(self) -> str:
         return f"line {self.line}, {self.text[:60]!r}"
+
+    @property
+    def negative(self) -> str | None:
+        """Its own negative prompt, from the column `negative_prompt`; None without one."""
+        value = self.meta.get(NEGATIVE)
+        return clean(value) if isinstance(value, str) and clean(value) else None
 
     def size(self) -> tuple[int, int] | None:
         """(height, width) from the columns of these names; None without them. Raises DataError for invalid values."""
@@ -66,8 +72,9 @@ def _open(path: str) -> Image.Image:
 
 
 def fingerprint(prompts: Sequence[Prompt]) -> str:
-    """Hex digest of texts and sources in order; with the seed, it determines the prompts of every step."""
-    content = "".join("\0".join((p.text, *(p.source or ("",)))) + "\n" for p in prompts)
+    """Hex digest of texts (with negative ones) and sources in order; with the seed, it determines the prompts of every
+    step."""
+    content = "".join("\0".join((p.text, *(p.source or ("",)), *filter(None, [p.negative]))) + "\n" for p in prompts)
     return hashlib.sha256(content.encode("utf-8", "surrogatepass")).hexdigest()
 
 

@@ -25,6 +25,8 @@ TEXT = ("instruction", "prompt", "prompt_en", "prompt_zh", "caption", "text")
 SOURCE = ("source_image", "image")
 """Columns with the path of an edit's source image, or a list of paths: absolute, or relative to the file's folder or
 its images/ subfolder."""
+NEGATIVE = "negative_prompt"
+"""Column of a prompt's own negative prompt."""
 NOT_UTF8 = "not valid UTF-8"
 INVISIBLE = re.compile(r"^[\s\ufeff\u200b-\u200f\u2060]+|[\s\ufeff\u200b-\u200f\u2060]+$")
 """Spaces, byte-order marks and zero-width characters at the ends of a text."""
@@ -41,7 +43,7 @@ def clean(text: str) -> str:
 def column_name(name: str) -> str:
     """The name by which a column is known: 'Prompt', ' prompt ' and 'prompts' are 'prompt'."""
     plain = clean(name).lower()
-    return next((known for known in (*TEXT, *SOURCE) if plain in (known, f"{known}s")), clean(name))
+    return next((known for known in (*TEXT, *SOURCE, NEGATIVE) if plain in (known, f"{known}s")), clean(name))
 
 
 def rows(file: Path) -> Rows:

@@ -21,6 +21,8 @@ from prefgrpo.config.recipe import UserError
 
 REQUIRED_PROCESSOR = "Qwen3VLProcessor"
 """Class of a processor that the pipeline's constructor needs."""
+HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(@[\w./-]+)?")
+"""A hub id 'owner/name' or 'owner/name@revision'."""
 
 
 class ModelError(UserError, ValueError):
@@ -44,7 +46,7 @@ def locate(model: str, configs_only: bool = False) -> Path:
     """`resolve` without the check of the pipeline class. configs_only: download only JSON files."""
     path = Path(model).expanduser()
     if not path.is_dir():
-        is_id = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*(@[\w./-]+)?", model) and not Path(model.split("/")[0]).is_dir()
+        is_id = HUB_ID.fullmatch(model) and not Path(model.split("/")[0]).is_dir()
         if not is_id:
             raise ModelError(
                 f"model folder not found: '{model}' (looked in {Path.cwd()}); expected a diffusers pipeline folder "

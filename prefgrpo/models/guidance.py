@@ -32,7 +32,7 @@ class Cfg:
     rescale: bool = False
     """Rescale the result to the norm of c."""
     negative: str = ""
-    """The negative prompt."""
+    """The family's negative prompt, unless `rollout.negative_prompt` or a prompt has another."""
 
     def active(self, scale: float) -> bool:
         """Whether this scale needs the second forward."""

@@ -7,13 +7,13 @@ are those of the stock HunyuanVideoPipeline (without true guidance) or HunyuanVi
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from prefgrpo.models.base import Condition, Sampling
+from prefgrpo.models.base import Condition, Masks, Sampling
 from prefgrpo.models.guidance import Cfg
 from prefgrpo.models.lengths import text_mask
 from prefgrpo.models.lora import JOINT_ATTENTION
@@ -27,9 +27,22 @@ class HunyuanVideo(PatchVideo):
     pipeline = "HunyuanVideoPipeline"
     default_frames = 129
     own_lengths = True
-    attention_masks = "always"
+    attention_masks: ClassVar[Masks] = "padding"
     lora_targets = JOINT_ATTENTION
     comfy_names = None
+    padded = True
+    """Whether the texts of the batch that is being computed are padded."""
+
+    def __init__(self, pipe: Any, **options: Any) -> None:
+        super().__init__(pipe, **options)
+        net: Any = self.transformer
+        if self.attention_masks == "padding":
+            for block in [*net.transformer_blocks, *net.single_transformer_blocks]:
+                block.register_forward_pre_hook(self._without_mask)
+
+    def _without_mask(self, block: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """A block's arguments; the mask, the fourth, only if a text is padded: diffusers always makes one."""
+        return args if self.padded else (*args[:3], None, *args[4:])
 
     def encode_prompt(self, prompt: str, max_length: int) -> Condition:
         """prompt_embeds [n, C] with n ≤ max_length tokens, text_length = n, and pooled [C']."""
@@ -44,6 +57,7 @@ class HunyuanVideo(PatchVideo):
     def predict(self, net: nn.Module, x: Tensor, sigma: Tensor, condition: Condition, sampling: Sampling) -> Tensor:
         """Velocity [B, C, F', h, w]."""
         mask = text_mask(condition)
+        self.padded = not bool(mask.all())
         return net(
             hidden_states=x,
             timestep=(sigma * 1000).to(x.dtype),
@@ -64,6 +78,7 @@ class HunyuanVideo15(HunyuanVideo):
 
     pipeline = "HunyuanVideo15Pipeline"
     default_frames = 121
+    attention_masks = "always"  # its attention cannot do without
     cfg = Cfg()
 
     def encode_prompt(self, prompt: str, max_length: int) -> Condition:

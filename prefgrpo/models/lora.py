@@ -18,6 +18,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from prefgrpo.models.folder import HUB_ID, hub_id
+
 JOINT_ATTENTION = (
     "attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0",
     "attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out",
@@ -129,26 +131,45 @@ def sort_header(file: Path) -> None:
         handle.write(text.ljust(size))  # trailing spaces in the header align the tensors
 
 
-def load(pipe: Any, folder: str, component: str = "transformer") -> None:
-    """Load what `save` wrote. If the model has no LoRA, one of the saved shape is injected first, with alpha = rank;
-    otherwise the model's alpha stays, and B is divided by alpha / rank.
+def locate(source: str) -> Path:
+    """Folder or file of a LoRA: a path, a run's folder, or a hub id 'owner/name' or 'owner/name@revision', downloaded
+    unless cached. Raises FileNotFoundError, or OSError if the hub has no such LoRA.
+    """
+    from diffusers.loaders.lora_base import LORA_WEIGHT_NAME_SAFE
+    from huggingface_hub import hf_hub_download
 
+    path = Path(source).expanduser()
+    if path.exists():
+        return path / "lora" if (path / "lora").is_dir() else path
+    name, revision = hub_id(source)
+    if not HUB_ID.fullmatch(source) or Path(source.split("/")[0]).is_dir():
+        raise FileNotFoundError(f"expected a folder, a file or a hub id 'owner/name', got '{source}'")
+    return Path(hf_hub_download(name, LORA_WEIGHT_NAME_SAFE, revision=revision))
+
+
+def load(pipe: Any, place: str, component: str = "transformer") -> None:
+    """Load a LoRA in diffusers format from a file, or from a folder as `save` wrote it.
+
+    If the model has no LoRA, one of the saved rank, alpha and layers is injected first (alpha = rank if the file does
+    not tell it, as other programs read such files); otherwise the model's alpha stays, and B is scaled to match.
     Raises FileNotFoundError, or ValueError if the layers or rank of the saved LoRA differ from the model's.
     """
     from diffusers.loaders.lora_base import LORA_WEIGHT_NAME_SAFE
     from peft import LoraConfig, set_peft_model_state_dict
 
-    file, module = Path(folder) / LORA_WEIGHT_NAME_SAFE, getattr(pipe, component)
+    file, module = Path(place), getattr(pipe, component)
     if not file.is_file():
-        raise FileNotFoundError(f"no LoRA in '{folder}': expected {LORA_WEIGHT_NAME_SAFE}")
-    packed, *_, metadata = _files(pipe).lora_state_dict(str(Path(folder).resolve()), return_lora_metadata=True)
+        file = file / LORA_WEIGHT_NAME_SAFE
+    if not file.is_file():
+        raise FileNotFoundError(f"no LoRA in '{place}': expected {LORA_WEIGHT_NAME_SAFE}")
+    packed, *_, metadata = _files(pipe).lora_state_dict(
+        str(file.resolve().parent), weight_name=file.name, return_lora_metadata=True
+    )
     prefix = "transformer."  # also for a second one, in its own file
     state = {key.removeprefix(prefix): value for key, value in packed.items()}
     options = {k.removeprefix(prefix): v for k, v in (metadata or {}).items()}
     if not has(module):
-        if "lora_alpha" not in options:
-            raise ValueError(f"{file} has no metadata on rank and alpha: call add_lora with them before load_lora")
-        _inject(module, LoraConfig(**options))
+        _inject(module, LoraConfig(**options) if "lora_alpha" in options else _shape_of(state, file))
     config = module.peft_config[NAME]
     stored = options["lora_alpha"] / options["r"] if "lora_alpha" in options else 1.0
     state = _scale_up(state, stored / (config.lora_alpha / config.r))
@@ -156,3 +177,16 @@ def load(pipe: Any, folder: str, component: str = "transformer") -> None:
     result = set_peft_model_state_dict(module, state, adapter_name=NAME)
     if result.unexpected_keys or own != len(state):
         raise ValueError(f"{file} contains {len(state)} tensors, but the model's LoRA has {own}: their targets differ")
+
+
+def _shape_of(state: dict[str, Tensor], file: Path) -> Any:
+    """The peft configuration of a LoRA whose file has no header: rank and layers from the tensors, alpha = rank."""
+    from peft import LoraConfig
+
+    down = {key: value for key, value in state.items() if key.endswith(".lora_A.weight")}
+    ranks = {value.shape[0] for value in down.values()}
+    if len(ranks) != 1:
+        found = f"ranks {sorted(ranks)}" if ranks else "no layer of a LoRA"
+        raise ValueError(f"{file} has no header, and {found}: expected layers of one rank in diffusers format")
+    (rank,) = ranks
+    return LoraConfig(r=rank, lora_alpha=rank, target_modules=[key.removesuffix(".lora_A.weight") for key in down])

@@ -18,6 +18,13 @@ from prefgrpo.models.guidance import Cfg
 from prefgrpo.models.vae import decode_clip, encode_frame, unnormalise
 from prefgrpo.models.video import PatchVideo
 
+NEGATIVE = (
+    "色调艳丽，过曝，静态，细节模糊不清，字幕，风格，作品，画作，画面，静止，整体发灰，最差质量，低质量，JPEG压缩残留，"
+    "丑陋的，残缺的，多余的手指，画得不好的手部，画得不好的脸部，畸形的，毁容的，形态畸形的肢体，手指融合，静止不动的画面，"
+    "杂乱的背景，三条腿，背景人很多，倒着走"
+)
+"""The published code's negative prompt (`sample_neg_prompt`); the stock pipelines have none."""
+
 
 class Wan(PatchVideo):
     """Wan2.1 T2V, 1.3B and 14B: guidance 5.0."""
@@ -26,7 +33,7 @@ class Wan(PatchVideo):
     default_frames = 81
     parts_in_fp32 = ("vae", "image_encoder")
     context_parallel = "ring"
-    cfg = Cfg()
+    cfg = Cfg(negative=NEGATIVE)
     lora_targets: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0")
     comfy_names = (
         (r"^transformer\.", "diffusion_model."),

@@ -108,6 +108,11 @@ class Weights:
         """Whether a trained denoiser has a LoRA."""
         return any(lora.has(module) for module in self.modules().values())
 
+    def lora_name(self, origin: str = "") -> str:
+        """What the LoRA is, for messages; origin: where it was loaded from."""
+        ranks = {module.peft_config[lora.NAME].r for module in self.modules().values()}  # type: ignore[union-attr,index]
+        return f"LoRA rank {', '.join(map(str, sorted(ranks)))}" + (f" from {origin}" if origin else "")
+
     def save_lora(self, folder: str) -> None:
         """Write the LoRA in diffusers format, with alpha = rank (`lora.save`), for `pipe.load_lora_weights(folder)`.
 
@@ -118,7 +123,7 @@ class Weights:
             lora.save(self.pipe, place, name)
 
     def load_lora(self, folder: str) -> None:
-        """Load a LoRA saved by `save_lora`; if the model has none, one of that shape is injected."""
+        """Load a LoRA saved by `save_lora`, or a file; if the model has none, one of that shape is injected."""
         for name, place in self._lora_folders(folder):
             lora.load(self.pipe, place, name)
 

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from prefgrpo.config.recipe import ConfigError
 from prefgrpo.config.schema import Config, TrainConfig
 from prefgrpo.models.base import Adapter
+from prefgrpo.models.lora import locate as lora_place
 from prefgrpo.parallel.attention import set_backend
 from prefgrpo.parallel.context import split_tokens
 from prefgrpo.parallel.shard import shard_weights
@@ -46,9 +47,16 @@ def parallelize(adapter: Adapter, config: Config, world: World) -> None:
 
 
 def add_trained_weights(adapter: Adapter, train: TrainConfig, seed: int) -> None:
-    """A LoRA, or all weights if its rank is 0."""
+    """A LoRA, new or continued, or all weights if its rank is 0."""
     if not train.lora_rank:
         adapter.enable_full()
+        return
+    if train.lora_from:
+        try:
+            adapter.load_lora(str(lora_place(train.lora_from)))
+        except (ValueError, RuntimeError, OSError) as error:
+            reason = " ".join(str(error).splitlines()[:2])
+            raise ConfigError([f"train.lora_from: {train.lora_from} cannot be continued: {reason}"]) from error
         return
     try:
         adapter.add_lora(train.lora_rank, train.lora_alpha, train.lora_targets or None, seed, train.lora_init)

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import atexit
 import os
+import socket
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -212,6 +214,24 @@ def restart_count() -> int:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
+def gloo_address_problem() -> str:
+    """Why processes of other machines cannot reach this one over gloo; empty if they can, or there are none."""
+    several = os.environ.get("LOCAL_WORLD_SIZE", "1") != os.environ.get("WORLD_SIZE", "1")
+    if not several or "GLOO_SOCKET_IFNAME" in os.environ:
+        return ""
+    name = socket.gethostname()
+    try:
+        address = socket.gethostbyname(name)
+    except OSError:
+        address = "nothing"
+    if address != "nothing" and not address.startswith("127."):
+        return ""
+    return (
+        f"gloo takes the address of the host's name, and {name} resolves to {address}, where other machines do not "
+        "reach it: set GLOO_SOCKET_IFNAME to the network interface between the machines (docs/scale.md)"
+    )
+
+
 def join(device_name: str, config: Config | None = None) -> World:
     """This process's place among those that torchrun started; without `config`, for plain data parallelism.
 
@@ -229,6 +249,8 @@ def join(device_name: str, config: Config | None = None) -> World:
         own = dist.HashStore()  # type: ignore[attr-defined]  # torch re-exports it without naming it
         dist.init_process_group(backend, store=own, rank=0, world_size=1)
     if size > 1 and not dist.is_initialized():
+        if problem := gloo_address_problem():
+            warnings.warn(problem, stacklevel=2)
         timeout = TIMEOUT + timedelta(seconds=(config and config.judge.deadline_s) or 0)
         store, rank, _ = next(rendezvous("env://", timeout=timeout))
         store = PrefixStore(f"attempt/{restart_count()}", store)  # torchrun's store keeps the addresses of earlier ones

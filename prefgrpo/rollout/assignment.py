@@ -1,8 +1,8 @@
 """Splits the samples of a training step into batches and assigns these to processes; every process computes the same.
 
-The samples of an update are ordered by image size and split into batches of a single image size. The batches of a step
-are assigned to the data-parallel ranks round-robin, update by update, so that every one has its share of every update.
-Invariant: batches do not depend on the number of processes.
+The samples of an update are ordered by image size and number of source images, and split into batches that have one of
+each. The batches of a step are assigned to the data-parallel ranks round-robin, update by update, so that every one has
+its share of every update. Invariant: batches do not depend on the number of processes.
 """
 
 from __future__ import annotations
@@ -19,14 +19,17 @@ Slots = list[tuple[Prompt, SamplingConfig]]
 
 
 def slot_prompts(config: Config, prompts: Sequence[Prompt], step: int) -> Slots:
-    """The prompt and sizes of every slot of a step; sorted by size within an update, in alternating direction."""
+    """The prompt and sizes of every slot of a step; sorted by size (and number of source images) within an update, in
+    alternating direction."""
     r, updates = config.rollout, config.train.updates_per_rollout
     chosen = [prompts[i] for i in step_prompts(len(prompts), r.prompts_per_step, config.seed, step)]
     sized = [(prompt, prompt_sampling(prompt, r, config.data.own_sizes)) for prompt in chosen]
 
-    def order(p: int) -> tuple[int, int, int]:
-        update, size = p * updates // r.prompts_per_step, (sized[p][1].height, sized[p][1].width)
-        return (update, *size) if update % 2 == 0 else (update, -size[0], -size[1])
+    def order(p: int) -> tuple[int, int, int, int]:
+        update = p * updates // r.prompts_per_step
+        prompt, sizes = sized[p]
+        way = 1 if update % 2 == 0 else -1
+        return update, way * sizes.height, way * sizes.width, way * len(prompt.source)
 
     return [sized[p] for p in sorted(range(len(sized)), key=order)]
 
@@ -43,22 +46,28 @@ def update_of(config: Config, place: Place) -> int:
 
 
 def assign_batches(
-    config: Config, sizes: Sequence[SamplingConfig], dp_size: int = 1, whole_groups: bool = False
+    config: Config,
+    sizes: Sequence[SamplingConfig],
+    dp_size: int = 1,
+    whole_groups: bool = False,
+    sources: Sequence[int] = (),
 ) -> list[BatchPlan]:
-    """The batches of a step, assigned to `dp_size` data-parallel ranks; sizes: of every slot.
+    """The batches of a step, assigned to `dp_size` data-parallel ranks; sizes: of every slot; sources: its number of
+    source images (default: none).
 
     Shares of each update and of the step differ by at most one batch. whole_groups: all batches of a group go to one
     rank, as many groups together as fit into a batch, and shares differ by at most so many batches.
     """
     r = config.rollout
-    places_of: dict[tuple[int, int, int], list[Place]] = {}
+    places_of: dict[tuple[int, int, int, int], list[Place]] = {}
     for place in ((slot, member) for slot in range(r.prompts_per_step) for member in range(r.group_size)):
         size = sizes[place[0]]
-        places_of.setdefault((update_of(config, place), size.height, size.width), []).append(place)
+        count = sources[place[0]] if sources else 0
+        places_of.setdefault((update_of(config, place), size.height, size.width, count), []).append(place)
     together = max(r.batch_size // r.group_size, 1) * r.group_size if whole_groups else r.batch_size
     out: list[BatchPlan] = []
     turn = 0
-    for (update, _, _), places in sorted(places_of.items(), key=lambda item: item[0][0]):
+    for (update, *_), places in sorted(places_of.items(), key=lambda item: item[0][0]):
         for first in range(0, len(places), together):
             on_one_rank = places[first : first + together]
             for k in range(0, len(on_one_rank), r.batch_size):

@@ -109,7 +109,8 @@ class Rollouts:
 
     def _plan(self, step: int) -> tuple[Slots, list[BatchPlan]]:
         slots = slot_prompts(self.config, self.prompts, step)
-        return slots, assign_batches(self.config, [sizes for _, sizes in slots], self.world.dp_size, self.whole_groups)
+        sizes, sources = [size for _, size in slots], [len(prompt.source) for prompt, _ in slots]
+        return slots, assign_batches(self.config, sizes, self.world.dp_size, self.whole_groups, sources)
 
     def _condition(self, slots: Slots, plan: BatchPlan) -> Condition:
         prompts = [slots[slot][0] for slot in plan.slots]

@@ -24,6 +24,7 @@ from prefgrpo.data.prompts import DataError, Prompt
 from prefgrpo.models import DTYPES, family, folder
 from prefgrpo.models.base import Adapter, Condition, Sampling
 from prefgrpo.models.condition import collate
+from prefgrpo.models.guidance import Cfg
 from prefgrpo.rollout.sampling import eval_sampling, prompt_sampling
 from prefgrpo.rollout.shards import Shards
 from prefgrpo.rollout.sources import Sources, prefetch
@@ -79,21 +80,29 @@ class Embeddings:
         """Number of texts run through the text encoders so far."""
 
     def __call__(
-        self, prompts: Sequence[str], sampling: Sampling, sources: Sequence[Sources] | None = None
+        self,
+        prompts: Sequence[str],
+        sampling: Sampling,
+        sources: Sequence[Sources] | None = None,
+        negatives: Sequence[str | None] | None = None,
     ) -> list[Condition]:
         """One unbatched CPU condition per prompt (and source images), in order; equal texts share their tensors.
 
-        With guidance, each includes the embedding of the negative prompt, encoded once (or once per source).
+        With guidance, each includes the embedding of its negative prompt (None: the run's), encoded once, or once per
+        source.
         """
         given = sources or [NONE] * len(prompts)
-        return [self._condition(text, one, sampling) for text, one in zip(prompts, given, strict=True)]
+        others = negatives or [None] * len(prompts)
+        asked = zip(prompts, given, others, strict=True)
+        return [self._condition(text, one, negative, sampling) for text, one, negative in asked]
 
-    def _condition(self, prompt: str, sources: Sources, sampling: Sampling) -> Condition:
+    def _condition(self, prompt: str, sources: Sources, negative: str | None, sampling: Sampling) -> Condition:
         adapter, condition = self._adapter, self.text(prompt, sources)
         if sources.files:
             condition = replace(condition, sources=self.sources(sources, sampling.frames))
         if adapter.cfg is not None and adapter.guided(sampling):
-            condition = replace(condition, negative=self.text(adapter.cfg.negative, sources))
+            text = negative_text(adapter.cfg, sampling, negative)
+            condition = replace(condition, negative=self.text(text, sources))
         return condition
 
     def text(self, prompt: str, sources: Sources = NONE) -> Condition:
@@ -154,12 +163,19 @@ def conditions(
     embeddings: Embeddings, prompts: Sequence[Prompt], sizes: SamplingConfig, device: torch.device
 ) -> Condition:
     """The batched condition [B, …] of prompts with their source images."""
-    pairs = [(prompt.text, sources_of(prompt, sizes)) for prompt in prompts]
-    unique = list(dict.fromkeys(pairs))
-    prefetch(sources for _, sources in unique)
-    encoded = embeddings([text for text, _ in unique], sizes, [sources for _, sources in unique])
-    condition_of = dict(zip(unique, encoded, strict=True))
-    return collate([condition_of[pair] for pair in pairs], device)
+    asked = [(prompt.text, sources_of(prompt, sizes), prompt.negative) for prompt in prompts]
+    unique = list(dict.fromkeys(asked))
+    texts, sources, negatives = zip(*unique, strict=True)
+    prefetch(sources)
+    condition_of = dict(zip(unique, embeddings(texts, sizes, sources, negatives), strict=True))
+    return collate([condition_of[one] for one in asked], device)
+
+
+def negative_text(cfg: Cfg, sampling: Sampling, own: str | None) -> str:
+    """The negative prompt of a prompt: its own, the run's, or the family's."""
+    if own is not None:
+        return own
+    return cfg.negative if sampling.negative_prompt is None else sampling.negative_prompt
 
 
 # ---- everything that a run encodes ----------------------------------------------------------------------------------
@@ -200,7 +216,9 @@ def encoding_jobs(config: Config, trained: Sequence[Prompt], evaluated: Sequence
     jobs: dict[EncodeJob, None] = {}
     for prompt, sizes in [*used, *((prompt, evaluation) for prompt in evaluated)]:
         sources = sources_of(prompt, sizes)
-        texts = [cls.cfg.negative] if cls.cfg is not None and cls.cfg.active(sizes.guidance) else []
+        texts = []
+        if cls.cfg is not None and cls.cfg.active(sizes.guidance):
+            texts = [negative_text(cls.cfg, sizes, prompt.negative)]
         for text in [*texts, prompt.text]:
             jobs[EncodeJob(text, sources if cls.text_sees_sources else NONE)] = None
         if sources.files:
@@ -210,7 +228,7 @@ def encoding_jobs(config: Config, trained: Sequence[Prompt], evaluated: Sequence
 
 
 def check_sources(config: Config, prompts: Sequence[Prompt]) -> None:
-    """Raise DataError unless all prompts have the same number of source images, one that the family accepts."""
+    """Raise DataError unless all prompts have a number of source images that the family accepts."""
     cls = family(config.family)
     least, most = int(cls.needs_source), cls.most_sources
     takes = f"{least} to {most} source images" if least < most else "one source image" if most else "no source image"
@@ -219,9 +237,6 @@ def check_sources(config: Config, prompts: Sequence[Prompt]) -> None:
             f"{config.family} takes {takes} per prompt; {len(wrong)} of {len(prompts)} prompts have another number"
         )
         raise DataError(f"{message}; the first: {wrong[0]} has {len(wrong[0].source)}")
-    if odd := next((p for p in prompts if len(p.source) != len(prompts[0].source)), None):
-        message = "all prompts of a file need the same number of source images, because they share batches"
-        raise DataError(f"{message}; {prompts[0]} has {len(prompts[0].source)}, {odd} has {len(odd.source)}")
 
 
 def uncached(config: Config, jobs: list[EncodeJob]) -> list[EncodeJob]:

@@ -95,7 +95,7 @@ def _reuse_obstacles(config: Config, goal: Objective) -> list[str]:
         "fp32 master weights have no bf16 copy between forwards": config.has_masters,
         "parallel splits weights or tokens": p.shard * p.ring * p.ulysses > 1,
         "rollout.staleness is 1, so the weights change in between": bool(config.rollout.staleness),
-        "with train.lora_rank 0, the KL's reference weights are swapped in": bool(t.kl_coef and not t.lora_rank),
+        "the KL's reference weights are swapped in": bool(t.kl_coef and t.swaps_reference),
     }
     return [reason for reason, there in obstacles.items() if there]
 

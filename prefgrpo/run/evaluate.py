@@ -121,11 +121,13 @@ class Evaluator:
         With `World.equal_forwards` all processes must call this together; those with fewer images repeat one.
         """
         r, parts, count = self.sizes, list[Images](), len(index)
+        mixed = len({len(item.source) for item in self.eval_set.items}) > 1  # a batch has one number of source images
+        size = 1 if mixed else r.batch_size
         if self.world.equal_forwards:
             most = int(self.world.gather(np.array([float(count)])).max())
             index = index + [0] * (most - count)
-        for start in range(0, len(index), r.batch_size):
-            chunk = index[start : start + r.batch_size]
+        for start in range(0, len(index), size):
+            chunk = index[start : start + size]
             items = [self.eval_set.items[i] for i in chunk]
             ids = self.ids(chunk)
             made = render(self.adapter, self.schedule, self.embeddings, items, ids, r, self.config.seed, self.world)

@@ -250,6 +250,9 @@ def unread_columns(config: Config, prompts: Sequence[Prompt]) -> list[str]:
     read = {column for kind in kinds for column in (*kind.meta_keys, *kind.reads)}
     if config.data.own_sizes:
         read |= {"height", "width"}
+    guidance = family(config.family).cfg
+    if guidance is not None and guidance.active(config.rollout.guidance):
+        read.add("negative_prompt")
     return list(dict.fromkeys(column for p in prompts for column in p.meta if column not in read))
 
 

@@ -52,6 +52,9 @@ def unsupported(config: Config) -> list[str]:
         errors.append(f"rollout.frames: {config.family} makes images, expected none, got {r.frames}")
     if r.guidance_2 is not None and cls.default_guidance_2 is None:
         errors.append(f"rollout.guidance_2: {config.family} has one denoiser, expected none, got {r.guidance_2}")
+    if r.negative_prompt is not None and (cls.cfg is None or not cls.cfg.active(r.guidance)):
+        why = f"guidance {r.guidance:g} is off" if cls.cfg else f"{config.family} has no classifier-free guidance"
+        errors.append(f"rollout.negative_prompt: {why}, expected none, got {r.negative_prompt!r}")
     if r.source_area is not None and cls.default_source_area is None:
         errors.append(f"rollout.source_area: {config.family} resizes no sources, expected none")
     if unknown:

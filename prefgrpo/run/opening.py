@@ -37,7 +37,7 @@ def open_policy(config: Config, goal: Objective, adapter: Adapter) -> Policy:
     initial weights."""
     t = config.train
     old = goal.anchor == "old" or goal.sampled_by_old
-    base = not t.lora_rank and (goal.anchor == "base" or t.kl_coef > 0)
+    base = t.swaps_reference and (goal.anchor == "base" or t.kl_coef > 0)
     return Policy(dict(adapter.trainable()), t, old, base)
 
 
@@ -58,7 +58,7 @@ def open_collector(config: Config, goal: Objective, adapter: Adapter, policy: Po
     """The collector of the objective. Raises ConfigError for a `times` that a family with several denoisers rejects."""
 
     def reference() -> AbstractContextManager[None]:
-        return adapter.reference() if config.train.lora_rank else policy.use_weights(policy.base)
+        return policy.use_weights(policy.base) if config.train.swaps_reference else adapter.reference()
 
     if isinstance(goal, TrajectoryObjective):
         return TrajectoryCollector(adapter, goal, config.train, reference)
