@@ -14,9 +14,9 @@ from torch import Tensor
 from benchmarks import peers
 from benchmarks.harness import Case, randn
 from prefgrpo.ops import (
-    NoiseAddress,
-    affine_logp,
-    affine_step,
+    PhiloxNoise,
+    sde_logp,
+    sde_step,
     philox_normal,
     policy_loss,
     winrate_advantage,
@@ -72,11 +72,11 @@ def _grad(t: Tensor) -> Tensor:
 
 
 def step_given(d: Latents, with_compile: bool) -> Case:
-    """affine_step, ε given."""
+    """sde_step, ε given."""
     noise = d.eps
 
     def ours() -> Any:
-        return affine_step(d.x, d.v, d.coef, d.index, noise=noise)
+        return sde_step(d.x, d.v, d.coef, d.index, noise=noise)
 
     def eager() -> Any:
         return peers.flow_step(d.x, d.v, noise, *d.columns)
@@ -87,20 +87,20 @@ def step_given(d: Latents, with_compile: bool) -> Case:
     calls = {
         "ours": ours,
         "eager": eager,
-        "ours, out=": lambda: affine_step(d.x, d.v, d.coef, d.index, noise=noise, out=out),
+        "ours, out=": lambda: sde_step(d.x, d.v, d.coef, d.index, noise=noise, out=out),
     }
     if with_compile:
         fast = compiled(peers.flow_step)
         calls["compile"] = lambda: fast(d.x, d.v, noise, *d.columns)
     per, text = 2 * d.xb + d.vb + 4, f"{d.xb} x + {d.vb} v + 4 ε + {d.xb} x'"
-    return Case("affine_step, noise given", d.label, d.dtypes, d.size * per, text, calls)
+    return Case("sde_step, noise given", d.label, d.dtypes, d.size * per, text, calls)
 
 
 def step_addressed(d: Latents, with_compile: bool) -> Case:
-    """affine_step, ε addressed; the peers draw theirs."""
-    address = NoiseAddress(1, d.sample)
+    """sde_step, ε addressed; the peers draw theirs."""
+    address = PhiloxNoise(1, d.sample)
     calls = {
-        "ours": lambda: affine_step(d.x, d.v, d.coef, d.index, noise=address),
+        "ours": lambda: sde_step(d.x, d.v, d.coef, d.index, noise=address),
         "eager": lambda: peers.flow_step(d.x, d.v, None, *d.columns),
         "randn alone": lambda: torch.randn(d.x.shape, device=d.x.device),
         "noise alone": lambda: philox_normal(1, d.sample, d.index, d.x[0].numel()),
@@ -109,12 +109,12 @@ def step_addressed(d: Latents, with_compile: bool) -> Case:
         fast = compiled(peers.flow_step)
         calls["compile"] = lambda: fast(d.x, d.v, None, *d.columns)
     per, text = 2 * d.xb + d.vb, f"{d.xb} x + {d.vb} v + {d.xb} x'"
-    return Case("affine_step, noise addressed", d.label, d.dtypes, d.size * per, text, calls)
+    return Case("sde_step, noise addressed", d.label, d.dtypes, d.size * per, text, calls)
 
 
 def replay(d: Latents, with_compile: bool) -> Case:
-    """affine_logp, forward and backward with respect to v."""
-    y = affine_step(d.x, d.v, d.coef, d.index, noise=d.eps).x_next
+    """sde_logp, forward and backward with respect to v."""
+    y = sde_step(d.x, d.v, d.coef, d.index, noise=d.eps).x_next
     v = d.v.clone().requires_grad_()
 
     def run(function: Callable[..., Tensor], *rest: Tensor) -> Tensor:
@@ -123,7 +123,7 @@ def replay(d: Latents, with_compile: bool) -> Case:
         return _grad(v)
 
     def ours() -> Tensor:
-        return run(lambda *a: affine_logp(*a).logp, d.coef, d.index)
+        return run(lambda *a: sde_logp(*a).logp, d.coef, d.index)
 
     def eager() -> Tensor:
         return run(peers.flow_logp, *d.columns)
@@ -135,7 +135,7 @@ def replay(d: Latents, with_compile: bool) -> Case:
         calls["compile"] = lambda: run(fast, *d.columns)
     per = 2 * (2 * d.xb + d.vb) + d.vb
     text = f"2·({d.xb} x + {d.vb} v + {d.xb} x') + {d.vb} dv"
-    return Case("affine_logp, forward + backward", d.label, d.dtypes, d.size * per, text, calls)
+    return Case("sde_logp, forward + backward", d.label, d.dtypes, d.size * per, text, calls)
 
 
 def small_policy(groups: int, group: int, device: str) -> Case:

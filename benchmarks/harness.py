@@ -124,7 +124,7 @@ def cpu_name() -> str:
 
 def machine(device: str) -> dict[str, Any]:
     """The machine of the measurement."""
-    from prefgrpo.ops.backend import backend_of, extension
+    from prefgrpo.ops._backend import backend_of, extension
 
     built = extension()
     return {

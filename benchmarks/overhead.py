@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import cases, peers
 from benchmarks.harness import Case, measure
-from prefgrpo.ops import affine_logp, affine_step, library
+from prefgrpo.ops import sde_logp, sde_step, library
 
 OPS = ("view", "expand", "empty", "new_empty", "detach", "slice", "unsqueeze", "t", "_unsafe_view")
 FREE = tuple(f"aten::{name}" for name in OPS)
@@ -52,10 +52,10 @@ def calls(device: str) -> dict[str, Callable[[], Any]]:
     d = cases.Latents("FLUX 512²", 1, torch.float32, torch.float32, device)
     d.x, d.v, d.eps = d.x[:, :1], d.v[:, :1], d.eps[:, :1]
     return {
-        "affine_step": lambda: affine_step(d.x, d.v, d.coef, d.index, noise=d.eps),
-        "affine_step, peers": lambda: peers.flow_step(d.x, d.v, d.eps, *d.columns),
-        "affine_logp": lambda: affine_logp(d.x, d.v, d.x, d.coef, d.index),
-        "affine_logp, peers": lambda: peers.flow_logp(d.x, d.v, d.x, *d.columns),
+        "sde_step": lambda: sde_step(d.x, d.v, d.coef, d.index, noise=d.eps),
+        "sde_step, peers": lambda: peers.flow_step(d.x, d.v, d.eps, *d.columns),
+        "sde_logp": lambda: sde_logp(d.x, d.v, d.x, d.coef, d.index),
+        "sde_logp, peers": lambda: peers.flow_logp(d.x, d.v, d.x, *d.columns),
     }
 
 

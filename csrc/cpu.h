@@ -1,32 +1,40 @@
-// The CPU kernels of one instruction set, and the entry points that choose among the sets.
+// The CPU kernels of one instruction set; cpu.cpp is compiled once for each, and `cpu_kernels` chooses at run time.
 #pragma once
 #include "params.h"
 
 namespace prefgrpo {
 
 struct CpuKernels {
-  void (*affine_step)(const AffineParams&);
-  void (*affine_logp)(const AffineParams&);
-  void (*affine_grad)(const AffineParams&);
-  void (*normal)(const NormalParams&);
-  int64_t (*partials_of)(int64_t dim, int64_t rescale_dim);
+  const char* isa;
+  void (*sde_step)(const SdeParams&, int threads);
+  void (*sde_logp)(const SdeParams&, int threads);
+  void (*sde_grad)(const SdeParams&, int threads);
+  void (*normal)(const NormalParams&, int threads);
+  void (*policy_loss)(const PolicyParams&);
+  void (*winrate)(const WinrateParams&);
 };
 
-constexpr int64_t kMaxRescaleDim = 1024;  // one tile
+namespace plain {
+extern const CpuKernels kernels;
+}
+#if defined(PG_X86)
+namespace avx2 {
+extern const CpuKernels kernels;
+}
+namespace avx512 {
+extern const CpuKernels kernels;
+}
+#endif
 
-namespace cpu {
+inline const CpuKernels& cpu_kernels() {
+#if defined(PG_X86)
+  static const bool v4 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  static const bool v3 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  return v4 ? avx512::kernels : v3 ? avx2::kernels : plain::kernels;
+#else
+  return plain::kernels;
+#endif
+}
 
-using Stream = void*;  // unused: a CPU launch has finished when it returns
-
-void launch_affine_step(const AffineParams&, Stream);
-void launch_affine_logp(const AffineParams&, Stream);
-void launch_affine_grad(const AffineParams&, Stream);
-void launch_normal(const NormalParams&, Stream);
-void launch_policy(const PolicyParams&, Stream);
-void launch_winrate(const WinrateParams&, Stream);
-
-const char* isa();               // the instruction set in use: plain, avx2, avx512
-bool use_isa(const char* name);  // false if this machine or build lacks it
-
-}  // namespace cpu
 }  // namespace prefgrpo

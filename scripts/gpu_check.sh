@@ -21,9 +21,9 @@ MEMCHECK='import torch
 from prefgrpo import ops
 x, v = (torch.randn(3, 1003, device="cuda", dtype=torch.bfloat16) for _ in range(2))
 coef, index = torch.tensor([[0.9, -0.1, 0.5, -2.0, 0.3]], device="cuda"), torch.zeros(3, dtype=torch.int64, device="cuda")
-step = ops.affine_step(x, v, coef, index, noise=ops.NoiseAddress(7, torch.arange(3, device="cuda")))
+step = ops.sde_step(x, v, coef, index, noise=ops.PhiloxNoise(7, torch.arange(3, device="cuda")))
 v.requires_grad_()
-logp = ops.affine_logp(x, v, step.x_next, coef, index).logp
+logp = ops.sde_logp(x, v, step.x_next, coef, index).logp
 ops.policy_loss(logp, step.logp, torch.tensor([1.0, 0.0, -1.0], device="cuda"), clip_low=1e-4).loss.backward()
 wins = torch.rand(2, 5, 5, device="cuda")
 ops.winrate_advantage(wins, torch.ones_like(wins))

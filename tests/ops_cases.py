@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from prefgrpo.ops import Guidance, backend_of, reference, use_backend
-from prefgrpo.ops.backend import unavailable_reason
+from prefgrpo.ops._backend import unavailable_reason
 from prefgrpo.sde.rules import sde_row
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -101,7 +101,7 @@ def truth_logp(
     q = v if guidance is None else reference.guided(v, u, guidance.scale, guidance.from_cond, guidance.rescale)
     x, y, rows = c.x.double(), x_next.double(), c.rows.double()
     out = (
-        reference.affine_logp(x, q, y, rows),
+        reference.sde_logp(x, q, y, rows),
         reference.affine_kl(q, c.v_ref.double(), rows),
         reference.guard_log_ratio(x, q, y, c.v_old.double(), rows),
     )

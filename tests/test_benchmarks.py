@@ -17,7 +17,7 @@ from benchmarks import cases, harness, overhead, report
 def test_every_case_compares_and_times(monkeypatch):
     monkeypatch.setattr(cases, "SHAPES", dict.fromkeys(cases.SHAPES, (8, 16)))
     seen = [harness.measure(case, "cpu", 2, seconds=1e-4) for case in cases.cases("cpu", quick=True)]
-    ops = {"policy_loss, forward + backward", "winrate_advantage", "affine_step, noise given"}
+    ops = {"policy_loss, forward + backward", "winrate_advantage", "sde_step, noise given"}
     assert {r["op"] for r in seen} >= ops
     for r in seen:
         assert {"ours", "eager"} <= set(r["us"]) and min(r["us"].values()) > 0
@@ -41,14 +41,14 @@ def test_pytest_benchmark_times_the_same_cases(root, tmp_path):
     done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     groups = [one["group"] for one in json.loads((tmp_path / "out.json").read_text())["benchmarks"]]
-    step, winrate = "affine_step, noise given · FLUX 512² ×1 · x fp32, v bf16", "winrate_advantage · 48 groups × 24"
+    step, winrate = "sde_step, noise given · FLUX 512² ×1 · x fp32, v bf16", "winrate_advantage · 48 groups × 24"
     assert sorted(groups) == [step, *[f"{winrate} · fp32"] * 2]
 
 
 def test_eager_launches_many_ops_and_ours_none_but_itself():
     calls = overhead.calls("cpu")
-    assert overhead.counted(calls["affine_step"]) == {"torch_ops": 0, "host_reads": 0}
-    assert overhead.counted(calls["affine_step, peers"])["torch_ops"] > 10
+    assert overhead.counted(calls["sde_step"]) == {"torch_ops": 0, "host_reads": 0}
+    assert overhead.counted(calls["sde_step, peers"])["torch_ops"] > 10
 
 
 def test_the_document_is_rendered_from_the_results(root, tmp_path):

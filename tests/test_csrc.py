@@ -17,8 +17,8 @@ import pytest
 import torch
 from ops_cases import Case, make
 
-from prefgrpo.ops import Guidance, NoiseAddress, affine_logp, affine_step, use_backend
-from prefgrpo.ops.backend import extension, unavailable_reason
+from prefgrpo.ops import Guidance, PhiloxNoise, sde_logp, sde_step, use_backend
+from prefgrpo.ops._backend import extension, unavailable_reason
 
 pytestmark = pytest.mark.skipif(extension() is None, reason="prefgrpo._C is not built")
 SETS = ("plain", "avx2", "avx512")
@@ -42,9 +42,9 @@ def everything(shape, guidance):
     pair = Guidance(c.u, 2.0, rescale=True) if guidance else None
     v = c.v.clone().requires_grad_()
     with use_backend("cpu"):
-        drawn = affine_step(c.x, c.v, c.coef, c.index, noise=NoiseAddress(9, torch.arange(3)), guidance=pair)
-        given = affine_step(c.x, c.v, c.coef, c.index, noise=c.eps, guidance=pair, out_dtype=torch.bfloat16)
-        out = affine_logp(c.x, v, given.x_next, c.coef, c.index, v_ref=c.v_ref, v_old=c.v_old, guidance=pair)
+        drawn = sde_step(c.x, c.v, c.coef, c.index, noise=PhiloxNoise(9, torch.arange(3)), guidance=pair)
+        given = sde_step(c.x, c.v, c.coef, c.index, noise=c.eps, guidance=pair, out_dtype=torch.bfloat16)
+        out = sde_logp(c.x, v, given.x_next, c.coef, c.index, v_ref=c.v_ref, v_old=c.v_old, guidance=pair)
         (out.logp + out.kl + out.log_ratio).sum().backward()
     return *drawn[:2], *given[:2], *(t.detach() for t in out), v.grad, *without_extras(shape)
 
@@ -56,10 +56,10 @@ def without_extras(shape):
         c = on_cpu(shape, 2, x, v)
         leaf = c.v.clone().requires_grad_()
         with use_backend("cpu"):
-            step = affine_step(c.x, c.v, c.coef, c.index, noise=c.eps, out_dtype=y)
-            logp = affine_logp(c.x, leaf, step.x_next, c.coef, c.index).logp
+            step = sde_step(c.x, c.v, c.coef, c.index, noise=c.eps, out_dtype=y)
+            logp = sde_logp(c.x, leaf, step.x_next, c.coef, c.index).logp
             logp.sum().backward()
-            staged = affine_logp(c.x, c.v, step.x_next, c.coef, c.index, v_ref=c.v_ref).logp
+            staged = sde_logp(c.x, c.v, step.x_next, c.coef, c.index, v_ref=c.v_ref).logp
         assert torch.equal(staged, logp), "one pass and staged tiles must sum alike"
         results += [*step[:2], logp.detach(), leaf.grad]
     return results
@@ -120,12 +120,12 @@ import importlib.util as u
 find = u.find_spec
 u.find_spec = lambda name, *a: None if name == 'prefgrpo._C' else find(name, *a)
 import torch
-from prefgrpo.ops import affine_step, backend_of
+from prefgrpo.ops import sde_step, backend_of
 g = torch.Generator().manual_seed(0)
 x, v, e = torch.randn(3, 2, 50, generator=g)
 coef = torch.tensor([[0.97, -0.12, 0.66, -1.13, -0.5]] * 2)
 for _ in range(2):
-    out = affine_step(x, v, coef, noise=e)
+    out = sde_step(x, v, coef, noise=e)
 print(backend_of('cpu'), out.logp.tolist(), out.x_next.double().sum().item())
 """
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from benchmarks import gpu
-from prefgrpo.ops import affine_step, backend_of
-from prefgrpo.ops.backend import unavailable_reason
+from prefgrpo.ops import sde_step, backend_of
+from prefgrpo.ops._backend import unavailable_reason
 
 why = unavailable_reason("cuda")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(why), reason=why or "")]
@@ -35,7 +35,7 @@ def test_it_runs_on_the_current_stream():
     with torch.cuda.stream(side):
         torch.cuda._sleep(50_000_000)
         x.fill_(3.0)
-        out = affine_step(x, x, coef, noise=None).x_next
+        out = sde_step(x, x, coef, noise=None).x_next
     side.synchronize()
     assert bool((out == 3.0).all())
 
@@ -45,4 +45,4 @@ def test_a_device_that_is_not_the_current_one():
     x = torch.ones(2, 100, device="cuda:1")
     coef = torch.tensor([[2.0, 0.0, 0.0, 0.0, 0.0]] * 2, device="cuda:1")
     assert torch.cuda.current_device() == 0
-    assert bool((affine_step(x, x, coef, noise=None).x_next == 2.0).all())
+    assert bool((sde_step(x, x, coef, noise=None).x_next == 2.0).all())

@@ -1,4 +1,4 @@
-"""affine_step and affine_logp on every backend.
+"""sde_step and sde_logp on every backend.
 
 Oracles: golden numbers measured in fp64 from the published formulas; the same formulas in fp64 torch on random shapes
 (hypothesis: D = 1, odd D, more than one tile, 5-D), dtypes and parts; and three properties that training relies on:
@@ -24,7 +24,7 @@ from ops_cases import (
     ulps,
 )
 
-from prefgrpo.ops import Guidance, NoiseAddress, affine_logp, affine_step, use_backend
+from prefgrpo.ops import Guidance, PhiloxNoise, sde_logp, sde_step, use_backend
 
 GUIDANCES = st.sampled_from([None, (3.0, False, False), (1.5, True, False), (3.5, False, True), (0.7, True, True)])
 
@@ -36,8 +36,8 @@ def test_golden_numbers(backend, case):
     coef = torch.tensor([row(*step)], device=DEVICE)
     x, v, z = (torch.tensor([t], device=DEVICE) for t in sde_formulas.INPUTS)
     with serve(backend):
-        out = affine_step(x, v, coef, noise=z)
-        again = affine_logp(x, v, out.x_next, coef)
+        out = sde_step(x, v, coef, noise=z)
+        again = sde_logp(x, v, out.x_next, coef)
     assert float(coef[0, 2]) == pytest.approx(std, abs=1e-6)
     assert out.x_next[0].tolist() == pytest.approx(x_next, abs=1e-6)
     assert float(out.logp) == pytest.approx(logp, abs=2e-6)
@@ -52,13 +52,13 @@ def test_step_and_replay_against_fp64(backend, shape, batch, x_dtype, v_dtype, o
     c = make(shape, batch, x_dtype, v_dtype)
     pair = None if guidance is None else Guidance(c.u, *guidance)
     sample = torch.arange(batch, device=DEVICE) + 2**33
-    noise = {"given": c.eps, "none": None, "address": NoiseAddress(7, sample, offset=3)}[how]
+    noise = {"given": c.eps, "none": None, "address": PhiloxNoise(7, sample, offset=3)}[how]
     more = {"want_mean": True, "guidance": pair, "out_dtype": out_dtype}
     with serve(backend):
-        got = affine_step(c.x, c.v, c.coef, c.index, noise=noise, **more)
-        replay = affine_logp(c.x, c.v, got.x_next, c.coef, c.index, v_ref=c.v_ref, v_old=c.v_old, guidance=pair)
+        got = sde_step(c.x, c.v, c.coef, c.index, noise=noise, **more)
+        replay = sde_logp(c.x, c.v, got.x_next, c.coef, c.index, v_ref=c.v_ref, v_old=c.v_old, guidance=pair)
     with use_backend("torch"):
-        want = affine_step(c.x, c.v, c.coef, c.index, noise=noise, **more)
+        want = sde_step(c.x, c.v, c.coef, c.index, noise=noise, **more)
     assert got.x_next.shape == c.x.shape and got.x_next.dtype == out_dtype
     assert torch.equal(got.logp, replay.logp), "the logp of step and replay differ"
     if how != "address" and not (guidance and guidance[2]):  # same ε, same v: only the last rounding may differ
@@ -73,7 +73,7 @@ def test_step_and_replay_against_fp64(backend, shape, batch, x_dtype, v_dtype, o
 def check_values(c, x_next, got, pair):
     logp, kl, guard = truth_logp(c, x_next, pair)
     with use_backend("torch"):
-        plain = affine_logp(c.x, c.v, x_next, c.coef, c.index, guidance=pair).logp
+        plain = sde_logp(c.x, c.v, x_next, c.coef, c.index, guidance=pair).logp
     assert_close(got.logp, logp, 1e-5, 1e-6)
     slack = 2 * (plain.double() - logp).abs() + 4e-7 * logp.abs().clamp_min(1)  # 4e-7: 3 roundings of the result itself
     assert bool(((got.logp.double() - logp).abs() <= slack).all()), "less accurate than plain torch"
@@ -92,7 +92,7 @@ def test_gradient_against_fp64_autograd(backend, shape, batch, x_dtype, v_dtype,
     gradients = []
     for block in (serve(backend), use_backend("torch")):
         with block:
-            out = affine_logp(c.x, v, x_next, c.coef, c.index, v_ref=c.v_ref, v_old=c.v_old, guidance=pair)
+            out = sde_logp(c.x, v, x_next, c.coef, c.index, v_ref=c.v_ref, v_old=c.v_old, guidance=pair)
             leaves = (v,) if pair is None else (v, u)
             gradients.append(torch.autograd.grad(sum((g[k] * t).sum() for k, t in enumerate(out) if parts[k]), leaves))
     truth = truth_logp(c, x_next, None if pair is None else pair._replace(uncond=c.u), grad=g)[3:]
@@ -120,10 +120,10 @@ def test_a_latent_of_a_megapixel(backend, x_dtype, guidance):
     for block in (serve(backend), use_backend("torch")):
         plain = pair and pair._replace(uncond=c.u)
         with block:
-            given = affine_step(c.x, c.v, c.coef, c.index, noise=c.eps, guidance=plain)
-            drawn = affine_step(c.x, c.v, c.coef, c.index, noise=NoiseAddress(7, c.index), guidance=plain)
-            replay = affine_logp(c.x, v, given.x_next, c.coef, c.index, v_ref=c.v_ref, guidance=pair)
-            again = affine_logp(c.x, c.v, drawn.x_next, c.coef, c.index, guidance=plain)
+            given = sde_step(c.x, c.v, c.coef, c.index, noise=c.eps, guidance=plain)
+            drawn = sde_step(c.x, c.v, c.coef, c.index, noise=PhiloxNoise(7, c.index), guidance=plain)
+            replay = sde_logp(c.x, v, given.x_next, c.coef, c.index, v_ref=c.v_ref, guidance=pair)
+            again = sde_logp(c.x, c.v, drawn.x_next, c.coef, c.index, guidance=plain)
             gradient = torch.autograd.grad((replay.logp + replay.kl).sum(), (v, u) if pair else v)
         if not results:
             assert torch.equal(given.logp, replay.logp.detach()) and torch.equal(drawn.logp, again.logp)
@@ -143,8 +143,8 @@ def test_a_sample_has_the_same_bits_in_any_batch(backend, guidance):
     def run(keep):
         pair = None if guidance is None else Guidance(c.u[keep], *guidance)
         x, v, index = c.x[keep], c.v[keep].clone().requires_grad_(), c.index[keep]
-        step = affine_step(x, v, c.coef, index, noise=NoiseAddress(3, sample[keep]), guidance=pair)
-        out = affine_logp(x, v, step.x_next, c.coef, index, v_ref=c.v_ref[keep], v_old=c.v_old[keep], guidance=pair)
+        step = sde_step(x, v, c.coef, index, noise=PhiloxNoise(3, sample[keep]), guidance=pair)
+        out = sde_logp(x, v, step.x_next, c.coef, index, v_ref=c.v_ref[keep], v_old=c.v_old[keep], guidance=pair)
         (out.logp.sum() + out.kl.sum() + out.log_ratio.sum()).backward()
         return *step[:2], *out, v.grad
 
@@ -162,11 +162,11 @@ def test_strided_samples_and_transposed_latents(backend):
     turned = c.v.transpose(1, 2).contiguous().transpose(1, 2)
     assert not turned.is_contiguous()
     with serve(backend):
-        want = affine_step(c.x, c.v, c.coef, c.index, noise=c.eps)
-        got = affine_step(store[:, 1], turned, c.coef, c.index, noise=c.eps.expand_as(c.eps))
-        lazy = affine_step(*(torch._neg_view(-t) for t in (c.x, c.v)), c.coef, c.index, noise=torch._neg_view(-c.eps))
-        shared = affine_step(c.x, c.v[:1].expand(4, 6, 10), c.coef, c.index, noise=c.eps)
-        copied = affine_step(c.x, c.v[:1].repeat(4, 1, 1), c.coef, c.index, noise=c.eps)
+        want = sde_step(c.x, c.v, c.coef, c.index, noise=c.eps)
+        got = sde_step(store[:, 1], turned, c.coef, c.index, noise=c.eps.expand_as(c.eps))
+        lazy = sde_step(*(torch._neg_view(-t) for t in (c.x, c.v)), c.coef, c.index, noise=torch._neg_view(-c.eps))
+        shared = sde_step(c.x, c.v[:1].expand(4, 6, 10), c.coef, c.index, noise=c.eps)
+        copied = sde_step(c.x, c.v[:1].repeat(4, 1, 1), c.coef, c.index, noise=c.eps)
     for out in (got, lazy):  # a lazily negated view's memory holds the opposite sign
         assert torch.equal(out.x_next, want.x_next) and torch.equal(out.logp, want.logp)
     assert torch.equal(shared.x_next, copied.x_next)
@@ -176,9 +176,9 @@ def test_strided_samples_and_transposed_latents(backend):
 def test_empty_batch(backend):
     c = make((5, 3), 0, torch.float32, torch.float32)
     with serve(backend):
-        step = affine_step(c.x, c.v, c.coef, c.index, noise=NoiseAddress(1, c.index))
+        step = sde_step(c.x, c.v, c.coef, c.index, noise=PhiloxNoise(1, c.index))
         v = c.v.clone().requires_grad_()
-        out = affine_logp(c.x, v, step.x_next, c.coef, c.index, v_ref=c.v_ref)
+        out = sde_logp(c.x, v, step.x_next, c.coef, c.index, v_ref=c.v_ref)
         out.logp.sum().backward()
     assert step.x_next.shape == (0, 5, 3) and out.kl.shape == (0,) and v.grad.shape == (0, 5, 3)
 
@@ -188,7 +188,7 @@ def test_nan_stays_in_its_sample_and_never_reaches_a_step_without_logp(backend):
     c = make((9,), 4, torch.float32, torch.float32)
     c.v[1, 3] = c.v[3, 3] = torch.nan
     with serve(backend):
-        out = affine_step(c.x, c.v, c.coef, c.index, noise=c.eps)
+        out = sde_step(c.x, c.v, c.coef, c.index, noise=c.eps)
     assert torch.isnan(out.logp).tolist() == [False, True, False, False]
     assert float(out.logp[3]) == 0.0
     assert torch.isnan(out.x_next).sum() == 2
@@ -210,7 +210,7 @@ def test_a_step_without_logp_has_gradient_zero_whatever_its_latents_hold(backend
         x, v, y, u, ref, old = given
         leaves = [v.requires_grad_(), u.requires_grad_()] if guidance else [v.requires_grad_()]
         pair = Guidance(u, *guidance) if guidance else None
-        out = affine_logp(x, v, y, c.coef, c.index, v_ref=ref, v_old=old, guidance=pair)
+        out = sde_logp(x, v, y, c.coef, c.index, v_ref=ref, v_old=old, guidance=pair)
         upstream = torch.tensor([0.0, 1.0, 2.0, 3.0], device=DEVICE)
         return out, torch.autograd.grad([*out], leaves, [upstream] * 3)
 
@@ -228,9 +228,9 @@ def test_latents_of_inference_mode_can_be_replayed(backend):
     with serve(backend):
         with torch.inference_mode():
             x, coef, index, ref = c.x.clone(), c.coef.clone(), c.index.clone(), c.v_ref.clone()
-            y = affine_step(x, c.v, coef, index, noise=c.eps).x_next
+            y = sde_step(x, c.v, coef, index, noise=c.eps).x_next
         got, want = (
-            torch.autograd.grad(sum(t.sum() for t in affine_logp(*given, v_ref=r)[:2]), v)[0]
+            torch.autograd.grad(sum(t.sum() for t in sde_logp(*given, v_ref=r)[:2]), v)[0]
             for given, r in (((x, v, y, coef, index), ref), ((c.x, v, y.clone(), c.coef, c.index), c.v_ref))
         )
     assert y.is_inference() and want.any() and torch.equal(got, want)
@@ -245,7 +245,7 @@ def test_every_16_bit_number_is_read_and_rounded_like_torch(backend, dtype):
     fine = (half.float() * (1 + 2**-8 + 2**-12)).nan_to_num(1.0, 1.0, 1.0)
     for x, v, out in ((half, torch.zeros_like(half), torch.float32), (fine, torch.zeros_like(fine), dtype)):
         with serve(backend):
-            got = affine_step(x, v, coef, noise=None, out_dtype=out).x_next
+            got = sde_step(x, v, coef, noise=None, out_dtype=out).x_next
         want = x.float().to(out)
         nan = torch.isnan(want)
         assert torch.equal(torch.isnan(got), nan) and torch.equal(got[~nan], want[~nan])
@@ -258,5 +258,5 @@ def test_nothing_of_size_d_is_saved_beyond_the_inputs(backend):
     known = {t.data_ptr() for t in (c.x, c.v, c.eps, c.v_ref, c.v_old, c.coef, c.index)}
     saved = []
     with serve(backend), torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        affine_logp(c.x, v, c.eps, c.coef, c.index, v_ref=c.v_ref, v_old=c.v_old)
+        sde_logp(c.x, v, c.eps, c.coef, c.index, v_ref=c.v_ref, v_old=c.v_old)
     assert saved and all(t.data_ptr() in known for t in saved)

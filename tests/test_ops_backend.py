@@ -13,9 +13,9 @@ from ops_cases import make
 
 from prefgrpo.ops import (
     Guidance,
-    NoiseAddress,
-    affine_logp,
-    affine_step,
+    PhiloxNoise,
+    sde_logp,
+    sde_step,
     backend,
     backend_of,
     philox_normal,
@@ -117,8 +117,8 @@ def test_triton_launches_on_the_device_of_its_tensors(monkeypatch):
     monkeypatch.setattr(backend, "_module_for", lambda device, name: triton_launch)
     v, column = c.v.requires_grad_(), torch.ones(2, requires_grad=True)
     for pair in (None, Guidance(c.u, 2.0, rescale=True)):
-        y = affine_step(c.x, v, c.coef, c.index, noise=NoiseAddress(1, ids), guidance=pair).x_next
-        affine_logp(c.x, v, y, c.coef, c.index, guidance=pair).logp.sum().backward()
+        y = sde_step(c.x, v, c.coef, c.index, noise=PhiloxNoise(1, ids), guidance=pair).x_next
+        sde_logp(c.x, v, y, c.coef, c.index, guidance=pair).logp.sum().backward()
     philox_normal(1, ids, ids, 3)
     policy_loss(column, ids.float(), ids.float(), clip_low=0.1)
     winrate_advantage(torch.rand(1, 2, 2), torch.ones(1, 2, 2))

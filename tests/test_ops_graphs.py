@@ -18,9 +18,9 @@ from torch.utils._pytree import tree_leaves
 
 from prefgrpo.ops import (
     Guidance,
-    NoiseAddress,
-    affine_logp,
-    affine_step,
+    PhiloxNoise,
+    sde_logp,
+    sde_step,
     group_advantage,
     philox_normal,
     policy_loss,
@@ -73,11 +73,11 @@ def inputs(batch=3, x_dtype=F32, v_dtype=F32, lay=lambda t: t, seed=0):
 
 
 def step(i, index=None, **options):
-    return affine_step(i.x, i.v, i.coef, i.index if index is None else index, **{"noise": i.y, **options})
+    return sde_step(i.x, i.v, i.coef, i.index if index is None else index, **{"noise": i.y, **options})
 
 
 def logp(i, index=None, **options):
-    return affine_logp(i.x, i.v, i.y, i.coef, i.index if index is None else index, **options)
+    return sde_logp(i.x, i.v, i.y, i.coef, i.index if index is None else index, **options)
 
 
 def loss(i, **options):
@@ -87,11 +87,11 @@ def loss(i, **options):
 CALLS = {
     "step": lambda i: step(i),
     "step, a pair, addressed, mean": lambda i: step(
-        i, noise=NoiseAddress(5, i.ids, offset=2), guidance=Guidance(i.u, 2.0, rescale=True), want_mean=True,
+        i, noise=PhiloxNoise(5, i.ids, offset=2), guidance=Guidance(i.u, 2.0, rescale=True), want_mean=True,
         out_dtype=torch.bfloat16,
     ),
-    "step without noise, a row each": lambda i: affine_step(i.x, i.v, i.coef[i.index], noise=None),
-    "step of one index": lambda i: step(i, 2, noise=NoiseAddress(-3, i.ids.int())),
+    "step without noise, a row each": lambda i: sde_step(i.x, i.v, i.coef[i.index], noise=None),
+    "step of one index": lambda i: step(i, 2, noise=PhiloxNoise(-3, i.ids.int())),
     "step, out": lambda i: step(i, out=i.out, out_dtype=i.out.dtype),
     "logp": lambda i: logp(i),
     "logp, a pair, KL, Guard": lambda i: logp(
@@ -273,7 +273,7 @@ def hessian(total, given):
 def test_derivatives_are_complete_refused_or_none(backend, name, how):
     """Refusals name the op. In reverse mode, a result without a gradient is a constant, like a detached tensor."""
     total, given = functions(name)
-    op = {"log": "affine_logp", "los": "policy_loss"}.get(name[:3], "")
+    op = {"log": "sde_logp", "los": "policy_loss"}.get(name[:3], "")
     forward = how in (forward_mode, dual_numbers) or (how is hessian and not name.startswith("step"))
     with serve(backend):
         if name in DIFFERENTIABLE and how is backward:

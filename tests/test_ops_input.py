@@ -13,9 +13,9 @@ from torch.utils._pytree import tree_map_only
 
 from prefgrpo.ops import (
     Guidance,
-    NoiseAddress,
-    affine_logp,
-    affine_step,
+    PhiloxNoise,
+    sde_logp,
+    sde_step,
     group_advantage,
     philox_normal,
     policy_loss,
@@ -45,9 +45,9 @@ STEP = {
     "no index for a table": ({"index": None}, ValueError, "pass an index"),
     "index of another length": ({"index": torch.zeros(2).long()}, ValueError, r"index: expected int64 or int32 \[3\]"),
     "index is a float": ({"index": torch.zeros(3)}, ValueError, r"index: expected int64 or int32 \[3\]"),
-    "address without a step": ({**NO_INDEX, "noise": NoiseAddress(1, ids())}, ValueError, "needs a step"),
-    "address of another batch": ({"noise": NoiseAddress(1, ids(4))}, ValueError, r"noise\.sample"),
-    "negative offset": ({"noise": NoiseAddress(1, ids(), offset=-1)}, ValueError, "offset: expected 0 or more"),
+    "address without a step": ({**NO_INDEX, "noise": PhiloxNoise(1, ids())}, ValueError, "needs a step"),
+    "address of another batch": ({"noise": PhiloxNoise(1, ids(4))}, ValueError, r"noise\.sample"),
+    "negative offset": ({"noise": PhiloxNoise(1, ids(), offset=-1)}, ValueError, "offset: expected 0 or more"),
     "storage dtype": ({"out_dtype": torch.int8}, TypeError, "out_dtype"),
     "uncond has another shape": ({"guidance": Guidance(torch.zeros(3, 6), 2.0)}, ValueError, r"guidance\.uncond"),
     "no elements": ({k: torch.zeros(3, 0) for k in ("x", "v", "noise")}, ValueError, "at least one element per sample"),
@@ -64,7 +64,7 @@ def test_step(backend, name):
     change, error, message = STEP[name]
     change = tree_map_only(torch.Tensor, lambda t: t.to(DEVICE), change)
     with serve(backend), pytest.raises(error, match=message):
-        affine_step(**{**base(), **change})
+        sde_step(**{**base(), **change})
 
 
 @each_backend
@@ -75,9 +75,9 @@ def test_index_outside_the_table(backend):
         with serve(backend):
             if DEVICE == "cpu" and backend != "triton":
                 with pytest.raises(IndexError):
-                    affine_step(**given)
+                    sde_step(**given)
             elif backend != "torch":
-                out = affine_step(**given)
+                out = sde_step(**given)
                 assert torch.isnan(out.logp).tolist() == [False, True, False]
                 assert torch.isnan(out.x_next[1]).all()
 
@@ -89,7 +89,7 @@ def test_any_other_shape_is_refused_by_the_replay(name, shape):
     given = {"x": c.x, "v": c.v, "x_next": c.eps, "coef": c.coef, "index": c.index, "v_ref": c.v_ref, "v_old": c.v_old}
     given[name] = torch.zeros(shape, device=DEVICE)
     with pytest.raises(ValueError, match=f"{name}: expected the shape of x"):
-        affine_logp(**given)
+        sde_logp(**given)
 
 
 def loss(*args, **options):
@@ -139,9 +139,9 @@ def test_a_gradient_that_the_replay_does_not_give_is_refused(name):
     given[name] = given[name].clone().requires_grad_()
     for v in (c.v, c.v.clone().requires_grad_()):
         with pytest.raises(ValueError, match=f"gradients flow only to v, uncond; detach {name}$"):
-            affine_logp(**{**given, "v": v})
+            sde_logp(**{**given, "v": v})
     with torch.no_grad():
-        affine_logp(**given)
+        sde_logp(**given)
 
 
 @pytest.mark.parametrize("name", ["logp_old", "advantage", "weight"])

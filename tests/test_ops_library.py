@@ -21,16 +21,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from prefgrpo.ops import (
     Guidance,
-    NoiseAddress,
-    affine_logp,
-    affine_step,
+    PhiloxNoise,
+    sde_logp,
+    sde_step,
     group_advantage,
     library,
     philox_normal,
     policy_loss,
     winrate_advantage,
 )
-from prefgrpo.ops.backend import BACKENDS, implementation
+from prefgrpo.ops._backend import BACKENDS, implementation
 
 LAYOUTS = {
     "contiguous": lambda t: t,
@@ -60,9 +60,9 @@ def table(layout, x_dtype, v_dtype, out_dtype):
         ((u, 2.0, False, True), addressed, True),
         ((u, 2.0, True, False), (None, 0, None, None, 0), False),
     ):
-        yield "affine_step", (x, v, coef, index, *pair, *noise, out_dtype, more)
-        yield "affine_logp", (x, v, eps, coef, index, *pair, *((ref, old) if more else (None, None)))
-        yield "affine_grad", (x, v, eps, coef, index, *pair, ref, old, column, column if more else None, None)
+        yield "sde_step", (x, v, coef, index, *pair, *noise, out_dtype, more)
+        yield "sde_logp", (x, v, eps, coef, index, *pair, *((ref, old) if more else (None, None)))
+        yield "sde_grad", (x, v, eps, coef, index, *pair, ref, old, column, column if more else None, None)
     yield "policy_loss", (column, column, column.float(), 0.1, 0.2, 5.0, None, None, 0.0, None, None)
     more = (column.float(), column, 0.1, column, 7.0)
     yield "policy_loss", (column.float(), column.float(), column.float(), 0.1, 0.2, 5.0, *more)
@@ -71,7 +71,7 @@ def table(layout, x_dtype, v_dtype, out_dtype):
 
 def with_leaves(name, given):
     """The arguments with every tensor cloned; those through which the op has a gradient require one."""
-    flows = {"affine_logp": ("v", "uncond"), "policy_loss": ("logp", "kl", "log_ratio")}.get(name, ())
+    flows = {"sde_logp": ("v", "uncond"), "policy_loss": ("logp", "kl", "log_ratio")}.get(name, ())
     fields = getattr(library, name).fields
     own = [t.clone() if isinstance(t, torch.Tensor) else t for t in given]
     return [t.requires_grad_() if f in flows and t is not None else t for f, t in zip(fields, own, strict=True)]
@@ -91,13 +91,13 @@ def options(x_dtype, v_dtype, out_dtype):
     tables = (c.coef, c.index), (c.rows, None)
     for (coef, row), pair in itertools.product(tables, pairs):
         for noise, mean in itertools.product(noises, flags):
-            yield "affine_step", (c.x, c.v, coef, row, *pair, *noise, out_dtype, mean)
+            yield "sde_step", (c.x, c.v, coef, row, *pair, *noise, out_dtype, mean)
         for others in each(c.v_ref, c.v_old):
             given = (c.x, c.v, c.eps, coef, row, *pair, *others)
-            yield "affine_logp", given
+            yield "sde_logp", given
             for upstream in each(column, column, -column):
                 if all(g is None or t is not None for g, t in zip(upstream[1:], others, strict=True)):
-                    yield "affine_grad", (*given, *upstream)
+                    yield "sde_grad", (*given, *upstream)
     for weight, kl, delta, n in each(column, column, column - 0.5, 7.0):
         yield "policy_loss", (column, column * 0.9, column - 0.3, 0.1, 0.2, 5.0, weight, kl, 0.1, delta, n)
     wins = torch.rand(2, 3, 3, device=DEVICE)
@@ -207,8 +207,8 @@ def test_the_gradient_of_a_compiled_loss_with_an_fp64_advantage(backend):
 def training_step(x, v, u, ref, old, coef, index, ids):
     """A rollout step, its replay and the loss, as a user's own training loop would write them."""
     pair = Guidance(u, 2.5, rescale=True)
-    step = affine_step(x, v, coef, index, noise=NoiseAddress(5, ids), guidance=pair, want_mean=True)
-    new = affine_logp(x, v, step.x_next, coef, index, v_ref=ref, v_old=old, guidance=pair)
+    step = sde_step(x, v, coef, index, noise=PhiloxNoise(5, ids), guidance=pair, want_mean=True)
+    new = sde_logp(x, v, step.x_next, coef, index, v_ref=ref, v_old=old, guidance=pair)
     rewards = philox_normal(9, ids[:1], index[:1], x.shape[0])
     adv = group_advantage(rewards, ids // 2)
     rate, _ = winrate_advantage((rewards.T @ rewards).abs()[None], torch.ones_like(rewards.T @ rewards)[None])
@@ -222,11 +222,11 @@ class Exported(torch.nn.Module):
     def forward(self, *given):
         x, v, u, ref, old, coef, index, ids = given
         half, pair = x.mT.bfloat16(), Guidance(u.mT, 1.5, from_cond=True)
-        step = affine_step(half, v.mT, coef, index, noise=ref.mT, guidance=pair)
+        step = sde_step(half, v.mT, coef, index, noise=ref.mT, guidance=pair)
         losses = {"clip_low": 0.1, "kl_coef": 0.1, "denominator": 7.0}
-        new = affine_logp(half, v.mT, step.x_next, coef, index, v_ref=old.mT, guidance=pair)
+        new = sde_logp(half, v.mT, step.x_next, coef, index, v_ref=old.mT, guidance=pair)
         loss = policy_loss(new.logp, step.logp - 0.1, ids.float(), kl=new.kl, **losses)
-        grad = torch.ops.prefgrpo.affine_grad(
+        grad = torch.ops.prefgrpo.sde_grad(
             half, v.mT, step.x_next, coef, index, *pair, old.mT, None, new.logp, new.kl, None
         )
         ranks = group_advantage(x[:, :2, 0].T, ids % 2, std="global", combine="weighted_advantage_sum", rank=True)
@@ -317,7 +317,7 @@ def test_an_observer_sees_the_ops_and_changes_nothing(backend, observer):
                 got = run(training_step, inputs())
     for a, b in zip(got, want, strict=True):
         assert torch.equal(a, b)
-    assert observer.seen >= {"prefgrpo::affine_step", "prefgrpo::affine_logp"}
+    assert observer.seen >= {"prefgrpo::sde_step", "prefgrpo::sde_logp"}
 
 
 @kernels

@@ -12,7 +12,7 @@ import torch
 from hypothesis import strategies as st
 from ops_cases import DEVICE, each_backend, fuzz, serve
 
-from prefgrpo.ops import NoiseAddress, affine_step, philox_normal, reference
+from prefgrpo.ops import PhiloxNoise, sde_step, philox_normal, reference
 from prefgrpo.sde.noise import initial_latents
 
 KNOWN = [  # counter, key, result (Random123's kat_vectors)
@@ -85,7 +85,7 @@ def test_a_slice_of_the_latent_gets_the_slice_of_the_noise(backend):
         for low, high in ((0, 1), (1, 7), (4, 3001), (1022, 2050), (3000, 3001)):
             assert torch.equal(philox_normal(11, ids, step, high - low, low), whole[:, low:high])
             x = zero[:, low:high]
-            out = affine_step(x, x, coef, noise=NoiseAddress(11, ids, step, low))
+            out = sde_step(x, x, coef, noise=PhiloxNoise(11, ids, step, low))
             assert torch.equal(out.x_next, whole[:, low:high])
         assert torch.equal(philox_normal(11, ids[1:], step[1:], 3001)[0], whole[1])
         assert not torch.equal(philox_normal(12, ids, step, 3001), whole)
@@ -101,7 +101,7 @@ def test_numpy_integers_are_integers(backend, integer):
             want = philox_normal(seed, ids, ids, 9, 5)
             assert torch.equal(philox_normal(integer(seed), ids, ids, integer(9), integer(5)), want)
             assert torch.equal(
-                affine_step(x, x, coef, noise=NoiseAddress(integer(seed), ids, ids, integer(5)))[0], want
+                sde_step(x, x, coef, noise=PhiloxNoise(integer(seed), ids, ids, integer(5)))[0], want
             )
 
 

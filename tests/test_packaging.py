@@ -162,12 +162,12 @@ def test_an_install_without_compiler_from_a_checkout_without_links(tmp_path):
     zipfile.ZipFile(wheel).extractall(own)
     code = HIDE.format(names=("prefgrpo._C",)) + (  # otherwise found by this environment's editable install
         f"sys.path.insert(0, {str(own)!r})\n"
-        "import torch, prefgrpo.ops as ops\nfrom prefgrpo.ops.backend import unavailable_reason\n"
+        "import torch, prefgrpo.ops as ops\nfrom prefgrpo.ops._backend import unavailable_reason\n"
         "x = torch.ones(2, 8)\n"
         "coef = torch.tensor([[0.5, 2.0, 0.0, 0.0, 0.0]])\n"
         "for name in ('torch', 'triton'):\n"
         "    with ops.use_backend(name):\n"
-        "        print(ops.__file__, float(ops.affine_step(x, x, coef, 0, noise=None).x_next.sum()))\n"
+        "        print(ops.__file__, float(ops.sde_step(x, x, coef, 0, noise=None).x_next.sum()))\n"
         "print(ops.backend_of('cpu'), unavailable_reason('cpu'))"
     )
     lines = python(code, cwd=tmp_path, TRITON_INTERPRET="1").splitlines()
@@ -209,7 +209,7 @@ def test_ops_need_torch_and_numpy_only():
         "import torch, prefgrpo.ops, prefgrpo.sde.rules, prefgrpo.sde.schedule, prefgrpo.sde.noise\n"
         "x = torch.ones(2, 8)\n"
         "coef = torch.tensor([[0.5, 2.0, 0.0, 0.0, 0.0]])\n"
-        "out = prefgrpo.ops.affine_step(x, x, coef, torch.zeros(2, dtype=torch.int64), noise=None)\n"
+        "out = prefgrpo.ops.sde_step(x, x, coef, torch.zeros(2, dtype=torch.int64), noise=None)\n"
         "print(float(out.x_next.sum()))"
     )
     assert float(python(step)) == 2 * 8 * 2.5
@@ -235,17 +235,17 @@ results = []
 for backend in ("torch", "triton"):
     with hub.use_backend(backend):
         leaf = v.clone().requires_grad_()
-        step = hub.affine_step(x, v, coef, 0, noise=hub.NoiseAddress(1, ids, ids))
-        logp = hub.affine_logp(x, leaf, step.x_next, coef, 0).logp
+        step = hub.sde_step(x, v, coef, 0, noise=hub.PhiloxNoise(1, ids, ids))
+        logp = hub.sde_logp(x, leaf, step.x_next, coef, 0).logp
         logp.sum().backward()
         assert torch.equal(step.logp, logp.detach())
     results.append((step.x_next, logp.detach(), leaf.grad))
 for a, b in zip(*results):
     torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
-traced = torch.compile(lambda *t: hub.affine_logp(*t).logp, fullgraph=True, backend="aot_eager")
+traced = torch.compile(lambda *t: hub.sde_logp(*t).logp, fullgraph=True, backend="aot_eager")
 assert torch.equal(traced(x, v, step.x_next, coef, torch.zeros(3).long()), logp.detach())
 import prefgrpo.ops  # both in one process
-ours, theirs = (ops.affine_step(x, v, coef, 0, noise=None).x_next for ops in (prefgrpo.ops, hub))
+ours, theirs = (ops.sde_step(x, v, coef, 0, noise=None).x_next for ops in (prefgrpo.ops, hub))
 assert torch.equal(ours, theirs)
 print(len(hub.__all__))
 """
@@ -334,8 +334,8 @@ def test_doctor(absent):
 def test_doctor_finds_a_wrong_backend():
     code = (
         "import prefgrpo.ops.native as n\n"
-        "right = n.affine_step\n"
-        "n.affine_step = lambda x, *rest, **more: right(2 * x, *rest, **more)\n"
+        "right = n.sde_step\n"
+        "n.sde_step = lambda x, *rest, **more: right(2 * x, *rest, **more)\n"
         "from prefgrpo.commands.doctor import doctor\nprint('code', doctor())"
     )
     assert python(code).splitlines()[-1] == "code 1"

@@ -321,7 +321,7 @@ class Adapter(Weights, ABC):
     def cond_uncond(
         self, x: Tensor, sigma: Tensor, condition: Condition, sampling: Sampling
     ) -> tuple[Tensor, Guidance | None]:
-        """(c, guidance pair or None): the arguments v and guidance of `ops.affine_step` and `ops.affine_logp`.
+        """(c, guidance pair or None): the arguments v and guidance of `ops.sde_step` and `ops.sde_logp`.
 
         Keep sigma on the host if possible: families with several experts select one by it.
         """

@@ -18,7 +18,7 @@ from torch import Tensor
 from prefgrpo.config.schema import TrainConfig
 from prefgrpo.models.base import Adapter, Condition, Sampling, after_guidance
 from prefgrpo.objectives.base import Replayed, Targets, TrajectoryObjective
-from prefgrpo.ops import affine_logp
+from prefgrpo.ops import sde_logp
 from prefgrpo.rollout.batches import Batch, row
 from prefgrpo.rollout.rollout import Step
 from prefgrpo.sde.schedule import Schedule
@@ -48,7 +48,7 @@ def replay(
     v, guidance = step.graph or adapter.cond_uncond(step.x, sigma, condition, sampling)
     if step.v is not None:
         v, guidance = after_guidance(v, guidance), None
-    out = affine_logp(step.x, v, step.x_next, schedule.coef, step.index, v_ref=v_ref, v_old=step.v, guidance=guidance)
+    out = sde_logp(step.x, v, step.x_next, schedule.coef, step.index, v_ref=v_ref, v_old=step.v, guidance=guidance)
     away = out.kl
     if kl == "flow_grpo" and away is not None:
         away = away * (-schedule.sigmas.diff()).to(away.device)[step.index]

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from prefgrpo.models.base import Adapter, Condition, Sampling, after_guidance
-from prefgrpo.ops import NoiseAddress, affine_step
+from prefgrpo.ops import PhiloxNoise, sde_step
 from prefgrpo.ops.args import Guidance
 from prefgrpo.sde.noise import initial_latents
 from prefgrpo.sde.schedule import Schedule
@@ -101,14 +101,14 @@ def rollout(
             x, active = x.index_select(0, copies), condition
         index = sample.new_full((len(x),), k)
         sigma = schedule.times[k].expand(len(x))
-        noise = NoiseAddress(seed, sample) if k in schedule.sde_steps else None
+        noise = PhiloxNoise(seed, sample) if k in schedule.sde_steps else None
         kept, graph = noise is not None and k in schedule.trained, None
         with torch.set_grad_enabled(kept and keep_graph):
             v, guidance = adapter.cond_uncond(x, sigma, active, sampling)
         if v.requires_grad:
             graph, v = (v, guidance), v.detach()
             guidance = None if guidance is None else guidance._replace(uncond=guidance.uncond.detach())
-        step = affine_step(x, v, schedule.coef, index, noise=noise, guidance=guidance)
+        step = sde_step(x, v, schedule.coef, index, noise=noise, guidance=guidance)
         if kept:
             own = after_guidance(v, guidance) if keep_velocity else None
             stored.append(Step(index, x, step.x_next, step.logp, k, own, graph))

@@ -54,7 +54,7 @@ def pytest_configure() -> None:
     native._scratch = scratch
     coef = torch.ones(1, 5)
     pair, noise = (None, 0.0, False, False), (None, 0, None, None, 0)
-    outside = native.affine_step(
+    outside = native.sde_step(
         native.args.Step(coef, coef, coef, torch.tensor([7]), *pair, *noise, torch.float32, False, None)
     )
     assert outside[0].isnan().all(), "the CPU kernels raise here: these are not the CUDA sources"
