@@ -17,8 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from prefgrpo.judge.bradley_terry import bradley_terry
 from prefgrpo.judge.plans import Judged
-from prefgrpo.ops import bradley_terry
 
 Floats = NDArray[np.float64]
 Rate = Literal["win_rate", "bradley_terry"]

@@ -26,18 +26,11 @@ from prefgrpo.models import guidance as guiding
 from prefgrpo.models.condition import Condition
 from prefgrpo.models.offload import ComponentOffload
 from prefgrpo.models.weights import Weights
-from prefgrpo.ops.args import Guidance
-from prefgrpo.ops.reference import guided
 
-__all__ = ["Adapter", "Condition", "Masks", "Sampling", "after_guidance", "text_mask"]
+__all__ = ["Adapter", "Condition", "Masks", "Sampling", "text_mask"]
 
 
 Masks = Literal["none", "padding", "always", "own"]
-
-
-def after_guidance(c: Tensor, more: Guidance | None) -> Tensor:
-    """The guided velocity from the results of `cond_uncond`."""
-    return c if more is None else guided(c, more.uncond, more.scale, more.from_cond, more.rescale)
 
 
 def text_mask(condition: Condition, multiple: int = 1, second: bool = False) -> Tensor:
@@ -315,28 +308,27 @@ class Adapter(Weights, ABC):
         return self.sigmas(sampling)[:-1] if timesteps.is_floating_point() else timesteps.float() / 1000
 
     def velocity(self, x: Tensor, sigma: Tensor, condition: Condition, sampling: Sampling) -> Tensor:
-        """Guided velocity v [B, …] at latents x [B, …] of any dtype and σ [B] fp32, for a batched condition."""
-        return after_guidance(*self.cond_uncond(x, sigma, condition, sampling))
-
-    def cond_uncond(
-        self, x: Tensor, sigma: Tensor, condition: Condition, sampling: Sampling
-    ) -> tuple[Tensor, Guidance | None]:
-        """(c, guidance pair or None): the arguments v and guidance of `ops.sde_step` and `ops.sde_logp`.
+        """Guided velocity v [B, …] at latents x [B, …] of any dtype and σ [B] fp32, for a batched condition.
 
         Keep sigma on the host if possible: families with several experts select one by it.
         """
-        name, scale = self.expert(sigma, sampling)
-        predict: Callable[..., Tensor] = partial(self._predict, getattr(self.pipe, name), sampling=sampling)
-        x, condition = x.to(self.dtype), condition.cast(self.dtype)
-        sigma = sigma.to(x.device, non_blocking=True)
         if self.compiled and not torch.is_grad_enabled():  # use the training graph; see `compile_blocks`
             with torch.enable_grad():
-                c, more = self.cond_uncond(x, sigma, condition, sampling)
-            return c.detach(), more if more is None else more._replace(uncond=more.uncond.detach())
-        if self.cfg is None or not self.guided(sampling):
-            return predict(x, sigma, condition), None
-        c, u = guiding.predict_cond_uncond(predict, x, sigma, condition, self.guidance_gradient)
-        return c, Guidance(u, scale, self.cfg.from_cond, self.cfg.rescale)
+                return self.velocity(x, sigma, condition, sampling).detach()
+        if self.cfg is not None and self.guided(sampling):
+            c, u = self.cond_uncond(x, sigma, condition, sampling)
+            return self.cfg.combine(c, u, self.expert(sigma, sampling)[1])
+        net = getattr(self.pipe, self.expert(sigma, sampling)[0])
+        sigma = sigma.to(x.device, non_blocking=True)
+        return self._predict(net, x.to(self.dtype), sigma, condition.cast(self.dtype), sampling)
+
+    def cond_uncond(self, x: Tensor, sigma: Tensor, condition: Condition, sampling: Sampling) -> tuple[Tensor, Tensor]:
+        """(c, u) of a guided step."""
+        name, _ = self.expert(sigma, sampling)
+        predict: Callable[..., Tensor] = partial(self._predict, getattr(self.pipe, name), sampling=sampling)
+        sigma = sigma.to(x.device, non_blocking=True)
+        condition = condition.cast(self.dtype)
+        return guiding.predict_cond_uncond(predict, x.to(self.dtype), sigma, condition, self.guidance_gradient)
 
     def _predict(self, net: nn.Module, x: Tensor, sigma: Tensor, condition: Condition, sampling: Sampling) -> Tensor:
         """`predict`, in one forward per length of prompt if `splits_lengths`."""

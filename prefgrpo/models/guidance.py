@@ -2,7 +2,7 @@
 
     v = u + g·(c − u), or c + g·(c − u) (Z-Image); optionally rescaled to the norm of c over the last dimension
 
-c is the velocity for the prompt, u for the negative prompt; `ops` combines them inside the step. Invariant: with
+c is the velocity for the prompt, u for the negative prompt; they are combined in torch, in fp32. Invariant: with
 guidance off (g ≤ 1, or g ≤ 0 for Z-Image) the model runs once per step and the negative prompt is not encoded.
 """
 
@@ -35,6 +35,18 @@ class Cfg:
     def active(self, scale: float) -> bool:
         """Whether this scale needs the second forward."""
         return scale > (0.0 if self.from_cond else 1.0)
+
+    def combine(self, c: Tensor, u: Tensor, scale: float) -> Tensor:
+        """The guided velocity, in fp32 (fp64 for fp64); a row of the last dimension with norm 0 stays 0 if rescaled."""
+        dtype = torch.promote_types(torch.promote_types(c.dtype, u.dtype), torch.float32)
+        c, u = c.to(dtype), u.to(dtype)
+        q = (c if self.from_cond else u) + scale * (c - u)
+        if not self.rescale:
+            return q
+        squares = c.square().sum(-1, keepdim=True), q.square().sum(-1, keepdim=True)
+        known = (squares[0] > 0) & (squares[1] > 0)
+        of_c, of_q = (torch.where(known, square, 1.0) for square in squares)
+        return q * torch.where(known, torch.sqrt(of_c / of_q), 0.0)
 
 
 def predict_cond_uncond(

@@ -109,7 +109,7 @@ class Weights:
         """Compile the repeated blocks of all denoisers, one graph per shape.
 
         Without gradients Inductor would make different graphs, which round differently. From now on every forward
-        therefore uses the training graph (`Adapter.cond_uncond`) and keeps activations while it runs.
+        therefore uses the training graph (`Adapter.velocity`) and keeps activations while it runs.
         """
         dynamo: Any = torch._dynamo.config
         dynamo.recompile_limit = max(dynamo.recompile_limit, GRAPHS)

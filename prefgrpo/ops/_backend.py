@@ -175,14 +175,14 @@ def cuda_scratch(backend: str, x: Tensor, dim: int, sums: int) -> Tensor | None:
 
 def samples(t: Tensor) -> Tensor:
     """`t` itself if each sample is contiguous memory, else a contiguous copy; a lazily negated view is resolved."""
-    if t.is_neg():
+    if not torch.compiler.is_compiling() and t.is_neg():
         t = t.resolve_neg()
     return t if t.is_contiguous() or (t.shape[0] > 0 and t[0].is_contiguous()) else t.contiguous()
 
 
 def contiguous(t: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """`t` in contiguous memory and in `dtype`; a lazily negated view is resolved."""
-    if t.is_neg():
+    if not torch.compiler.is_compiling() and t.is_neg():
         t = t.resolve_neg()
     return t.contiguous() if dtype is None or t.dtype == dtype else t.to(dtype).contiguous()
 

@@ -105,8 +105,9 @@ def _loss(
     options = (clip_low, clip_high, adv_clip, kl_coef, denominator)
     if backend == "torch":
         delta = (logp - logp_old if log_ratio is None else log_ratio).double()
-        rest = [None if t is None else t.double() for t in (advantage, weight, kl)]
-        for out, value in zip((loss, metrics, d_log_ratio), reference_loss(delta, *rest, *options), strict=True):  # type: ignore[arg-type]
+        w, k = (None if t is None else t.double() for t in (weight, kl))
+        values = reference_loss(delta, advantage.double(), w, k, *options)
+        for out, value in zip((loss, metrics, d_log_ratio), values, strict=True):
             out.copy_(value)
         if d_kl is not None:
             d_kl.fill_(kl_coef / (denominator or max(len(logp), 1)))
@@ -124,7 +125,9 @@ class _PolicyLoss(torch.autograd.Function):
     """The gradient is computed together with the loss; backward only scales it."""
 
     @staticmethod
-    def forward(ctx: Any, logp: Tensor, kl: Tensor | None, log_ratio: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, logp: Tensor, kl: Tensor | None, log_ratio: Tensor | None, *rest: Any
+    ) -> tuple[Tensor, Tensor]:
         logp_old, advantage, weight, *options = rest
         loss, metrics = logp.new_empty(()), logp.new_empty(8)
         d_log_ratio, d_kl = torch.empty_like(logp), None if kl is None else torch.empty_like(kl)
@@ -183,9 +186,7 @@ def policy_loss(
         lambda: f"clip_low, clip_high, adv_clip: expected 0 or more, got {clip_low}, {high}, {adv_clip}",
     )
     require(abs(kl_coef) < math.inf, lambda: f"kl_coef: expected a finite number, got {kl_coef}")
-    require(
-        denominator is None or denominator > 0, lambda: f"denominator: expected more than 0, got {denominator}"
-    )
+    require(denominator is None or denominator > 0, lambda: f"denominator: expected more than 0, got {denominator}")
     tensors = (logp, kl, log_ratio, logp_old, advantage, weight)
     fp32 = [None if t is None else contiguous(t, torch.float32) for t in tensors]
     return PolicyLoss(*_PolicyLoss.apply(*fp32, clip_low, high, adv_clip, kl_coef, denominator or 0.0))

@@ -3,9 +3,9 @@
     x' = a·x + b·v + s·ε                     logp = w · mean_D (x' − a·x − b·v)² + c
     KL = mean_D (b(v − v_ref))² / (2 s²)     Guard log-ratio = mean_D [ε̂·(μ − μ_old)],  ε̂ = (x' − μ_old)/s
 
-Coefficient rows are (a, b, s, w, c). Invariant: logp is computed from the stored value (x' after rounding to the storage
-dtype), with a fixed summation order that depends on D only; a step and its replay with the same inputs are bitwise
-equal. Where w = 0 or s = 0, logp is c and KL and log-ratio are 0, whatever the latents hold.
+Coefficient rows are (a, b, s, w, c). Invariant: logp is computed from the stored value (x' after rounding to the
+storage dtype), with a fixed summation order that depends on D only; a step and its replay with the same inputs are
+bitwise equal. Where w = 0 or s = 0, logp is c and KL and log-ratio are 0, whatever the latents hold.
 """
 
 from __future__ import annotations
@@ -246,7 +246,9 @@ class _SdeLogp(torch.autograd.Function):
         _logp(x, v, y, coef, index, v_ref, v_old, logp, kl, log_ratio)
         ctx.set_materialize_grads(False)
         tensors = (v, *rest)
-        inference = any(t is not None and t.is_inference() for t in rest)  # autograd refuses to save such tensors
+        inference = False  # autograd refuses to save tensors of inference mode
+        if not torch.compiler.is_compiling():
+            inference = any(t is not None and t.is_inference() for t in rest)
         ctx.kept = tensors[1:] if inference else None
         ctx.save_for_backward(*(tensors[:1] if inference else tensors))
         return logp, kl, log_ratio
@@ -255,7 +257,8 @@ class _SdeLogp(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise RuntimeError("sde_logp cannot be differentiated twice; run its backward without create_graph=True")
-        v, x, y, coef, index, v_ref, v_old = (*ctx.saved_tensors, *(ctx.kept or ()))
+        tensors: Any = ctx.saved_tensors if ctx.kept is None else ctx.saved_tensors + ctx.kept
+        v, x, y, coef, index, v_ref, v_old = tensors
         dv = torch.empty_like(v, memory_format=torch.contiguous_format)
         fp32 = [None if g is None else contiguous(g, torch.float32) for g in upstream]
         _grad(x, v, y, coef, index, v_ref, v_old, *fp32, dv)
@@ -310,8 +313,8 @@ def sde_step(
 
     x, v: [B, …] bf16/fp32 (fp16: in Triton or torch; fp64: in torch), any strides; results are contiguous. coef: fp32
     [T, 5] rows (a, b, s, w, c), selected by index (int64 or int32 [B], or one number for all samples); without index,
-    [B, 5]. noise: ε like x, counters, or None (no noise). out_dtype: storage dtype of x' (default: x's). want_mean: also
-    return a·x + b·v. Raises ValueError, TypeError or IndexError for arguments that do not fit together.
+    [B, 5]. noise: ε like x, counters, or None (no noise). out_dtype: storage dtype of x' (default: x's). want_mean:
+    also return a·x + b·v. Raises ValueError, TypeError or IndexError for arguments that do not fit together.
     """
     eps = noise if isinstance(noise, Tensor) else None
     coef, row = _checked(coef, index, x, v=v, noise=eps)
