@@ -76,7 +76,8 @@ def vllm_server(environment: str, port: int) -> Iterator[str]:
     """Address of a vLLM server with the tiny judge on the CPU."""
     options = ["--vllm", environment, "--port", str(port), "--vision-tokens", "4", "--max-model-len", "2048"]
     command = [sys.executable, "-m", "prefgrpo", "judge", "serve", str(JUDGE), "--cpu", *options]
-    url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 300
+    url = f"http://127.0.0.1:{port}"
+    deadline = time.monotonic() + 300
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, cwd=ROOT) as running:
         try:
             while not healthy(url):
@@ -105,12 +106,15 @@ def judge_at(url: str, **changes: Any) -> HttpJudge:
 
 def measure(url: str, model: str, rounds: int, size: int = SIZE, side: int = SIDE) -> dict[str, Any]:
     """Pairs per second and client CPU time per group of new images; the first round is a warm-up."""
-    judge, pairs, rng = judge_at(url, model=model), round_robin(size, 0), np.random.default_rng(0)
+    judge = judge_at(url, model=model)
+    pairs = round_robin(size, 0)
+    rng = np.random.default_rng(0)
     wall: list[float] = []
     cpu: list[float] = []
     for _ in range(rounds + 1):
         media = [photo(rng, side) for _ in range(size)]
-        start, busy = time.perf_counter(), time.process_time()
+        start = time.perf_counter()
+        busy = time.process_time()
         answered = sum(v.first is not None for v in judge.judge_group(PROMPT, media, pairs))
         wall.append(time.perf_counter() - start)
         cpu.append(time.process_time() - busy)

@@ -148,7 +148,8 @@ def apart(module: str, *arguments: str) -> dict[str, Any]:
 
 def measure(name: str, size: str, rounds: int, steps: int) -> dict[str, Any]:
     """One peer on one pipeline."""
-    work, timed = SIZES[size], {kind: list[float]() for kind in ("peer", *kinds(name))}
+    work = SIZES[size]
+    timed = {kind: list[float]() for kind in ("peer", *kinds(name))}
     ours = ["--ours", name, "--sizes", size, "--steps", str(steps)]
     if name in RECIPES:
         timed["published"] = []

@@ -113,7 +113,9 @@ def apart(command: str, file: Path) -> int:
 def flop(loop: Any) -> dict[str, float]:
     """FLOP of one sample's forward, and of its forward and backward without recomputation."""
     batch = next(loop.rollouts(0, lambda *sample: None))
-    step, adapter, r = batch.trajectory.steps[0], loop.adapter, loop.config.rollout
+    step = batch.trajectory.steps[0]
+    adapter = loop.adapter
+    r = loop.config.rollout
     sigma = batch.schedule.times[step.index]
 
     def count(trained: bool) -> float:

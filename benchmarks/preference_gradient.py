@@ -31,7 +31,8 @@ def simulate(spread: float, noise: float, seed: int) -> tuple[np.ndarray, np.nda
 
 def coefficients(plan: str, verdicts: np.ndarray) -> dict[str, np.ndarray]:
     """Objective → its c [N, G], all from the same verdicts."""
-    pairs, judged = get_plan(plan), []
+    pairs = get_plan(plan)
+    judged = []
     for k, group in enumerate(verdicts):
         judged.append([(i, j, float(group[i, j])) for i, j in pairs(SIZE, k)])
     rated = rate_groups(SIZE, judged, Rating("win_rate", "soft"))

@@ -36,7 +36,8 @@ def section(run: dict[str, Any]) -> list[str]:
         "|---" * 9 + "|",
     ]
     for r in run["results"]:
-        ours, us = r["us"]["ours"], r["us"]
+        ours = r["us"]["ours"]
+        us = r["us"]
         times = [f"{us[k]:.0f} µs, {us[k] / ours:.1f}×" if k in us else "" for k in ("eager", "compile")]
         rate = [f"{r['bytes'] / ours / 1e3:.1f}", f"{100 * r['copy_us'] / ours:.0f} %"] if r["bytes"] else ["", ""]
         cells = [r["op"], r["shape"], r["dtypes"], f"{ours:.0f}", *times, *rate, r["formula"]]

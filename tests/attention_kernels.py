@@ -71,7 +71,8 @@ def split_forward(name, ctx, query, key, value, attn_mask, _p, _causal, scale, _
     lse = lse.transpose(1, 2).contiguous()
     if _save_ctx:
         ctx.save_for_backward(query, key, value, out, lse)
-        ctx.scale, ctx.mask = scale, mask
+        ctx.scale = scale
+        ctx.mask = mask
     return (out, lse) if return_lse else out
 
 

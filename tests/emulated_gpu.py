@@ -27,7 +27,8 @@ def note_phases():
 
     @contextlib.contextmanager
     def phase(clock, name):
-        before, REPORT.phase = REPORT.phase, name
+        before = REPORT.phase
+        REPORT.phase = name
         try:
             with real(clock, name):
                 yield
@@ -41,7 +42,9 @@ def run(argv):
     from prefgrpo.commands.cli import main
 
     REPORT.clear()
-    REPORT.phase, text, code = "", io.StringIO(), 1
+    REPORT.phase = ""
+    text = io.StringIO()
+    code = 1
     with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
         try:
             code = main(argv)

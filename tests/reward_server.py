@@ -142,19 +142,15 @@ def serving(name: str, options: dict[str, Any]) -> Iterator[str]:
 class Stub(JudgeServer):
     """A reward server with the faults of `JudgeServer` plus "nan" and "few" (too few scores)."""
 
-    def __init__(self, fault: str = "", count: int = -1, name: str = MOODY, status: str = "ready", **more: Any) -> None:
-        super().__init__(fault, count, **more)
-        self.name, self.status = name, status
-
     def add_routes(self, app: web.Application) -> None:
         app.router.add_get("/v1/info", self._info)
         app.router.add_post("/score", self._chat)
 
     async def _info(self, _: web.Request) -> web.Response:
-        return web.json_response({"name": self.name, "status": self.status})
+        return web.json_response({"name": MOODY, "status": "ready"})
 
     def _answer(self, body: dict[str, Any]) -> web.Response:
-        samples = read_request(json.dumps(body).encode(), self.name, Moody)
+        samples = read_request(json.dumps(body).encode(), MOODY, Moody)
         scores = [Score(brightness(s)) for s in samples]
         return web.Response(body=scores_json(scores), content_type="application/json")
 

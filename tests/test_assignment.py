@@ -6,7 +6,6 @@ equally many forwards. A sample sent to another rank must reach its group.
 """
 
 import os
-import socket
 from collections import Counter
 from concurrent.futures import Future
 from dataclasses import replace
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from judge_server import free_port
 from tiny_run import ranks, recipe, settings, stored, world
 
 from prefgrpo.config.loading import from_dict
@@ -22,7 +22,7 @@ from prefgrpo.rewards.base import GroupScores, GroupwiseReward, PointwiseReward,
 from prefgrpo.rollout import batches
 from prefgrpo.rollout.assignment import assign_batches, update_of
 from prefgrpo.rollout.replay import TrajectoryCollector
-from prefgrpo.run.session import Clock, idle_warning
+from prefgrpo.run.session import Clock
 from prefgrpo.run.trainer import TrainingLoop
 
 
@@ -146,20 +146,10 @@ def place(tmp_path_factory):
     return folder
 
 
-def ports(count: int) -> str:
-    """`count` free TCP ports, comma-separated."""
-    probes = [socket.socket() for _ in range(count)]
-    for probe in probes:
-        probe.bind(("127.0.0.1", 0))
-    found = ",".join(str(probe.getsockname()[1]) for probe in probes)
-    for probe in probes:
-        probe.close()
-    return found
-
-
 def run(place: Path, size: int) -> dict[str, list[dict]]:
     """Run all cells on `size` processes; returns what each process saw, by cell."""
-    runs = ranks(place / "none.yaml", size, hook=run_cells, PLACE=str(place), PORTS=ports(len(CELLS)))
+    ports = ",".join(str(free_port()) for _ in CELLS)
+    runs = ranks(place / "none.yaml", size, hook=run_cells, PLACE=str(place), PORTS=ports)
     assert [r.wait(600) for r in runs] == [0] * size, "\n".join(r.output for r in runs)
     return {cell: [torch.load(place / f"{cell}_{k}of{size}.pt") for k in range(size)] for cell in CELLS}
 
@@ -170,8 +160,7 @@ def alone(place):
 
 
 @pytest.mark.dist
-@pytest.mark.full
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [2, *(pytest.param(n, marks=pytest.mark.full) for n in (3, 4))])
 def test_several_processes_make_and_train_what_one_does(place, alone, size):
     for cell, seen in run(place, size).items():
         (one,) = alone[cell]
@@ -260,11 +249,3 @@ def test_assignment(prompts, group, batch, updates, sides, slices, whole):
         if whole:
             at = {}
             assert all(at.setdefault(p, b.index) == b.index for b in assigned for p, _ in b.places)
-
-
-def test_a_run_says_that_processes_wait():
-    c = config(rollout={"prompts_per_step": 1, "group_size": 8, "batch_size": 8})
-    assert idle_warning(
-        c, 1
-    ) == "" and "1 batches of up to 8 samples for 2 processes, which are idle 50% of it" in idle_warning(c, 2)
-    assert idle_warning(config(rollout={"prompts_per_step": 1, "group_size": 8, "batch_size": 4}), 2) == ""

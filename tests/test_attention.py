@@ -157,8 +157,10 @@ def one_step(config, case, world):
 
 def trains_with(case, layout, world, place, want):
     """Check all backends of a family under a layout against the gradients of torch's own attention."""
-    cls, family = model_family(case.family), case.family
-    trained, parallel = backends(cls, layout), {"ring": layout.ring, "ulysses": layout.ulysses}
+    cls = model_family(case.family)
+    family = case.family
+    trained = backends(cls, layout)
+    parallel = {"ring": layout.ring, "ulysses": layout.ulysses}
     with stand_ins() as calls:
         for name in NAMES:
             if layout.context > 1 and name not in SPLITTING:
@@ -192,12 +194,16 @@ def test_every_family_trains_with_its_backends(case, tmp_path):
 def test_texts_of_different_lengths_need_no_mask():
     """A kernel without masks gets them in separate forwards; the velocities are those of the padded batch."""
     for family in ("qwen_image", "z_image"):
-        adapter, case = load(case_of(family)), case_of(family).unguided()
-        sampling, condition = case.sampling(SIZES[1]), conditions(adapter, case, [*PROMPTS, *PROMPTS], SIZES[1])
-        x, sigma = noise(adapter, sampling, 4), torch.tensor([0.3, 0.5, 0.7, 0.9])
+        adapter = load(case_of(family))
+        case = case_of(family).unguided()
+        sampling = case.sampling(SIZES[1])
+        condition = conditions(adapter, case, [*PROMPTS, *PROMPTS], SIZES[1])
+        x = noise(adapter, sampling, 4)
+        sigma = torch.tensor([0.3, 0.5, 0.7, 0.9])
         with torch.no_grad():
             want = adapter.velocity(x, sigma, condition, sampling)
-            masks, real = [], torch.nn.functional.scaled_dot_product_attention
+            masks = []
+            real = torch.nn.functional.scaled_dot_product_attention
 
             def noted(*args, attn_mask=None, masks=masks, real=real, **kwargs):
                 masks.append(attn_mask)
@@ -242,7 +248,8 @@ def split_processes():
     """Runs in the new process: all backends of $FAMILY under Ulysses and, where supported, ring attention."""
     torch.set_num_threads(1)
     imitate_cuda_autocast()
-    case, place = case_of(os.environ["FAMILY"]), os.environ["PLACE"]
+    case = case_of(os.environ["FAMILY"])
+    place = os.environ["PLACE"]
     cls = model_family(case.family)
     with small_sources():
         want, _ = one_step(settings(case, "native", place), case, ALONE)

@@ -1,17 +1,15 @@
-"""The benchmarks run and check results before timing them; docs/benchmarks.md matches the committed results.
+"""The benchmarks run and check results before timing them; the pages match the committed results.
 
 A short real run of the small ops and of the cases on tiny latents; no timing is asserted.
 """
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
 
-from benchmarks import cases, harness, overhead, report
+from benchmarks import bench_judge, bench_objectives, blocks, cases, harness, overhead, report, science
+from prefgrpo.judge.verdict import Verdict
 
 
 def test_every_case_compares_and_times(monkeypatch):
@@ -31,20 +29,6 @@ def test_a_wrong_result_is_not_timed(monkeypatch):
         cases.step_given(latents, with_compile=False)
 
 
-@pytest.mark.full
-def test_pytest_benchmark_times_the_same_cases(root, tmp_path):
-    """JSON with one group per case; runs two cheap cases."""
-    quick = ["--benchmark-min-rounds=2", "--benchmark-max-time=0.01", f"--benchmark-json={tmp_path / 'out.json'}"]
-    command = [sys.executable, "-m", "pytest", "benchmarks", "--benchmark-only", "-q", "-p", "no:cacheprovider", *quick]
-    command += ["-k", "winrate or (step_given and 512 and x1 and out)"]
-    env = {name: value for name, value in os.environ.items() if name != "PYTEST_XDIST_WORKER"}
-    done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    groups = [one["group"] for one in json.loads((tmp_path / "out.json").read_text())["benchmarks"]]
-    step, winrate = "sde_step, noise given · FLUX 512² ×1 · x fp32, v bf16", "winrate_advantage · 48 groups × 24"
-    assert sorted(groups) == [step, *[f"{winrate} · fp32"] * 2]
-
-
 def test_eager_launches_many_ops_and_ours_none_but_itself():
     calls = overhead.calls("cpu")
     assert overhead.counted(calls["sde_step"]) == {"torch_ops": 0, "host_reads": 0}
@@ -56,3 +40,19 @@ def test_the_document_is_rendered_from_the_results(root, tmp_path):
     assert json.loads((results / "cpu.json").read_text())["results"]
     report.render(results, tmp_path)
     assert (tmp_path / "benchmarks.md").read_text() == (root / "docs" / "benchmarks.md").read_text()
+
+
+def test_a_lost_answer_is_not_timed(monkeypatch):
+    monkeypatch.setattr(bench_judge.HttpJudge, "judge_group", lambda *_: [Verdict(None, "lost")])
+    with bench_judge.echo_server() as url, pytest.raises(RuntimeError, match="0 of 3 pairs were answered"):
+        bench_judge.measure(url, "echo", rounds=2, size=3, side=16)
+
+
+def test_blocks_of_other_pages_are_rendered_from_the_results(root):
+    client = bench_judge.table(json.loads(bench_judge.RESULTS.read_text()))
+    found = [("science", "client", client)]
+    found += [("science", "objectives", bench_objectives.block(bench_objectives.read(bench_objectives.RESULTS)))]
+    found += [("science", f"science-{key}", science.block(key)) for key in science.EXPERIMENTS]
+    for page, name, block in found:
+        text = (root / "docs" / f"{page}.md").read_text()
+        assert blocks.rendered(text, name, block) == text, f"docs/{page}.md differs from benchmarks/results"

@@ -2,13 +2,11 @@
 results. The full tier runs one step of a demo recipe through it.
 """
 
-import json
 import math
 
 import pytest
 
 from benchmarks import bench_objectives as bench
-from benchmarks.blocks import rendered
 from prefgrpo.config.loading import load
 
 
@@ -39,18 +37,3 @@ def test_every_objective_is_compared():
 
     assert set(bench.NAMES) == set(OBJECTIVES) and all(load(bench.recipe(n)) for n in bench.NAMES)
     assert all(load(bench.recipe(n)).train.objective == n for n in bench.NAMES)
-
-
-def test_the_document_is_rendered_from_the_results(root):
-    if found := bench.read(bench.RESULTS):
-        page = (root / "docs" / "science.md").read_text()
-        assert rendered(page, "objectives", bench.block(found)) == page
-
-
-@pytest.mark.full
-def test_a_run_is_measured(tmp_path, root, monkeypatch):
-    monkeypatch.chdir(root)
-    bench.train("soft_dpo", 0, tmp_path / "run.json", steps=1, every=1)
-    start, end = json.loads((tmp_path / "run.json").read_text())["evaluations"]
-    assert start[:3] == [0, 0, 0] and start[3] == pytest.approx(113 / 288, abs=0.01)
-    assert end[:2] == [1, 672] and end[2] > 0.5 and end[5] > 0

@@ -53,11 +53,6 @@ def test_as_published_is_our_recipe(tmp_path, name):
         assert (ours.train.lora_rank == 0) == (recipe.train.lora_rank == 0)
 
 
-def test_a_step_of_ours_is_timed():
-    seconds = bench_peers_train.train("dance_grpo_flux", SIZES["tiny"], 2, "own")
-    assert len(seconds) == 2 and min(seconds) > 0
-
-
 def test_the_page_is_the_rendering_of_the_results():
     page, found = bench_peers_train.PAGE.read_text(), json.loads(bench_peers_train.JSON.read_text())
     assert found["runs"] and rendered(page, "peers_train", bench_peers_train.tables(found)) == page

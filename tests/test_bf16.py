@@ -124,7 +124,9 @@ def without_padding(call):
 def test_the_velocity_is_the_stock_denoisers_bit_for_bit(case):
     """At the latents of each step of a stock run, from our schedule and conditions."""
     case = case.unguided()
-    adapter, pipe, sampling = load(case, dtype=BF16), stock_pipe(case), case.sampling(SIZE, STEPS)
+    adapter = load(case, dtype=BF16)
+    pipe = stock_pipe(case)
+    sampling = case.sampling(SIZE, STEPS)
     kept = {name: p.dtype for name, p in pipe.components[adapter.denoisers[0]].named_parameters()}
     assert {name: p.dtype for name, p in adapter.transformer.named_parameters()} == kept
     condition = conditions(adapter, case, ONE, SIZE)
@@ -135,7 +137,8 @@ def test_the_velocity_is_the_stock_denoisers_bit_for_bit(case):
         if case.family.startswith("hunyuan_video"):
             with torch.no_grad():
                 out = denoiser(**without_padding(call))
-        x, want = latents_of(adapter, sampling, call), velocity_of(adapter, sampling, out)
+        x = latents_of(adapter, sampling, call)
+        want = velocity_of(adapter, sampling, out)
         with torch.no_grad():
             got = adapter.velocity(x.float(), ode.times[k].expand(1), condition, sampling)
         if case.stock:  # a given first frame has velocity 0
@@ -146,7 +149,8 @@ def test_the_velocity_is_the_stock_denoisers_bit_for_bit(case):
 @pytest.mark.parametrize("case", tiered([case_of(name) for name in ("qwen_image", "flux2_klein", "wan", "wan22")]))
 def test_both_halves_of_a_guidance_pair_are_the_stock_denoisers(case):
     """For families whose stock pipeline makes two calls per step, as we do with guidance_gradient conditional."""
-    adapter, sampling = load(case, dtype=BF16, guidance_gradient="conditional"), case.sampling(SIZE, STEPS)
+    adapter = load(case, dtype=BF16, guidance_gradient="conditional")
+    sampling = case.sampling(SIZE, STEPS)
     condition = conditions(adapter, case, ONE, SIZE)
     ode = make_schedule(adapter.sigmas(sampling), "ode", 0.0, times=adapter.times(sampling))
     calls = stock_calls(adapter, stock_pipe(case), case)
@@ -164,19 +168,24 @@ def test_both_halves_of_a_guidance_pair_are_the_stock_denoisers(case):
 def test_images_differ_from_the_stock_pipelines_by_its_own_rounding(case):
     """The stock pipelines round latents to bf16 after every step, we keep them in fp32. Measured, as a mean over pixels
     in [0, 1]: 0.001 to 0.0032; the stock pipeline's own images differ by as much between bf16 and fp32."""
-    exact, low = load(case), load(case, dtype=BF16)
+    exact = load(case)
+    low = load(case, dtype=BF16)
     x0 = noise(exact, case.sampling(SIZE, STEPS), 1)
     want = stock_image(stock_pipe(case, torch.float32), case, x0, SIZE, STEPS, ONE).float()
     stock = stock_image(stock_pipe(case), case, x0, SIZE, STEPS, ONE).float()
     ours = draw(low, case, SIZE, STEPS, ONE).float()
-    rounding, difference = (stock - want).abs().mean(), (ours - stock).abs().mean()
+    rounding = (stock - want).abs().mean()
+    difference = (ours - stock).abs().mean()
     assert difference <= 1.25 * rounding <= 0.01, (float(difference), float(rounding))
 
 
 @every
 def test_a_lora_of_zeros_changes_nothing(case):
-    adapter, sampling = load(case, dtype=BF16), case.sampling(SIZE)
-    condition, x, sigma = conditions(adapter, case, size=SIZE), noise(adapter, sampling), torch.full((2,), 0.7)
+    adapter = load(case, dtype=BF16)
+    sampling = case.sampling(SIZE)
+    condition = conditions(adapter, case, size=SIZE)
+    x = noise(adapter, sampling)
+    sigma = torch.full((2,), 0.7)
     with torch.no_grad():
         before = adapter.velocity(x, sigma, condition, sampling)
         adapter.add_lora(4, 8.0)
@@ -205,7 +214,8 @@ def test_masters_in_fp32_compute_as_the_bf16_model(case):
     Gradients are equal bit for bit, except those of embedders that all blocks read: autograd sums what the blocks send
     back in bf16, and FSDP2's hooks change the order.
     """
-    stock, sampling = load(case, dtype=BF16), case.sampling(SIZE)
+    stock = load(case, dtype=BF16)
+    sampling = case.sampling(SIZE)
     condition = conditions(stock, case, size=SIZE)
     schedule = make_schedule(stock.sigmas(sampling), "flow", 0.7, (0, 1, 2))
     done = rollout(stock, schedule, condition, torch.arange(2), sampling, seed=1)
@@ -254,7 +264,8 @@ def test_fp32_needs_no_masters_and_no_process_group():
 @pytest.fixture
 def attention_dtypes(monkeypatch):
     """The sets of dtypes of q, k and v, one set per attention call."""
-    seen, real = [], torch.nn.functional.scaled_dot_product_attention
+    seen = []
+    real = torch.nn.functional.scaled_dot_product_attention
 
     def noted(query, key, value, *args, **kwargs):
         seen.append({query.dtype, key.dtype, value.dtype})
@@ -271,8 +282,10 @@ def attention_dtypes(monkeypatch):
 def test_attention_gets_one_dtype(case, attention_dtypes):
     """Fused kernels refuse mixed ones, and those of context parallelism are called in the backward pass, too, where no
     autocast would help. FLUX, FLUX.2 and Wan normalise q and k but not v."""
-    adapter, sampling = policy(case, dtype=BF16), case.sampling(SIZE)
-    condition, x = conditions(adapter, case, size=SIZE), noise(adapter, sampling)
+    adapter = policy(case, dtype=BF16)
+    sampling = case.sampling(SIZE)
+    condition = conditions(adapter, case, size=SIZE)
+    x = noise(adapter, sampling)
     attention_dtypes.clear()  # text encoders attend, too
     adapter.velocity(x, torch.full((2,), 0.7), condition, sampling).float().sum().backward()
     assert attention_dtypes and all(dtypes == {BF16} for dtypes in attention_dtypes), attention_dtypes

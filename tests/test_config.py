@@ -6,7 +6,7 @@ comparisons; and a configuration must survive the round trip through the run fol
 """
 
 import math
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import reduce
 from operator import getitem
 from types import UnionType
@@ -76,12 +76,6 @@ def test_text_that_looks_like_another_value_survives_the_file(tmp_path, text):
     assert load(tmp_path / "run.yaml") == config
 
 
-def test_differences_name_every_changed_field():
-    a = from_dict(GOOD)
-    b = replace(a, seed=3, train=replace(a.train, lora_targets=("to_q",)))
-    assert differences(a, b) == {"seed": (0, 3), "train.lora_targets": ((), ("to_q",))}
-
-
 def test_every_field_says_what_it_is():
     """The docstring below a field is its help text."""
     assert [name for name in flat_fields(Config()) if not (field(name).description or "")[3:]] == []
@@ -115,31 +109,15 @@ def test_every_mistake_is_listed_at_once():
 
 TRAP = "(YAML reads an unquoted on, off, yes or no as true or false)"
 MISTAKES = [
-    ("group_size: 8", "group_size: unknown key; did you mean 'rollout.group_size'?"),
     ("rollout: {lr: 1e-4}", "rollout.lr: unknown key; did you mean 'train.lr'?"),
     ("train: {learning_rate: 1e-4}", "train.learning_rate: unknown key; did you mean 'train.lr'?"),
-    ("train: {zzzzzz: 1}", "train.zzzzzz: unknown key; known keys here: steps, "),
-    ("sead: 1", "sead: unknown key; did you mean 'seed'?"),
-    ("1: 2", "1: unknown key"),
     ("train:", "train: expected a mapping of keys, got None"),
-    ("name: 3", "name: expected text, got 3"),
     ("name: no", f"name: expected text, got False {TRAP}"),
     ("judge: {endpoints: http://h}", "judge.endpoints: expected a list, got 'http://h'"),
-    ("judge: {endpoints: [1, 2]}", "judge.endpoints: expected text, got 1"),
-    ("rollout: {shift: high}", "rollout.shift: expected a number, got 'high'"),
     ("rollout: {shift: off}", f"rollout.shift: expected a number, got False {TRAP}"),
-    ("rollout: {steps: 10.5}", "rollout.steps: expected a whole number, got 10.5"),
     ("train: {steps: yes}", f"train.steps: expected a whole number, got True {TRAP}"),
     ("train: {lr: .nan}", "train.lr: expected a finite number, got nan"),
-    ("tensorboard: 1", "tensorboard: expected true or false, got 1"),
-    ("reward: {ddof: 2}", "reward.ddof: expected 0 or 1, got 2"),
-    ("reward: {options: {clip: 3}}", "reward.options.clip: expected a mapping of keys, got 3"),
-    ("memory: {offload: [vea]}", "memory.offload: expected 'text_encoder' or 'vae', got 'vea'"),
     ("name: a/b", "name: expected a folder name, got 'a/b'"),
-    ("name: ''", "name: expected a folder name, got ''"),
-    ("seed: -1", "seed: expected 0 or more, got -1"),
-    (f"seed: {2**63}", "seed: expected a value below 9.22337e+18, got 9223372036854775808"),
-    ("rollout: {rule: ode}", "rollout.rule: expected 'flow', "),
     ("rollout: {eta: 0}", "rollout.eta: expected a noise level above 0"),
     ("rollout: {rule: cps, eta: 1.5}", "rollout.eta: rule cps takes 0 … 1, got 1.5"),
     ("rollout: {window_low: 9}", "rollout.window_low/high: expected 0 <= low < high <= steps (10), got 9 and 9"),
@@ -147,14 +125,11 @@ MISTAKES = [
     ("rollout: {sigmas: published}", "rollout.shift: expected a value for rollout.sigmas: published"),
     ("rollout: {shift: 3}", "rollout.shift: with rollout.sigmas: pipeline the model folder's scheduler sets the shift"),
     ("rollout: {rule: cps}\ntrain: {kl_form: flow_grpo}", "train.kl_form: flow_grpo divides by a variance"),
-    ("train: {gradient_checkpointing: 1.5}", "train.gradient_checkpointing: expected at most 1, got 1.5"),
-    ("train: {gradient_checkpointing: true}", "train.gradient_checkpointing: expected a number, got True"),
     ("judge: {backend: local}", "judge.model: the local judge needs a folder or hub id"),
     ("judge: {deadline_s: 1, timeout_s: 2}", "judge.deadline_s: expected at least judge.timeout_s (2.0), got 1.0"),
     ("train: {lr: 1}\nname: x\ntrain: {steps: 2}", "key 'train' is given twice (again in line 5)"),
     ("- a", "is not valid YAML"),
     ("a: !!python/object/apply:os.system [ls]", "is not valid YAML"),
-    ("? [a, b]\n: 1", "is not valid YAML"),
 ]
 
 

@@ -1,11 +1,10 @@
 """A short demo run: its own recipe, assets and command, few steps, in an empty folder.
 
-Why these cases: `prefgrpo demo` is the first thing a new user sees, so the real command runs in a real process; its
-last line must contain the numbers that the README discusses, and the judge must be the only training reward.
+Why these cases: `prefgrpo demo` is the first thing a new user sees, so the real command runs in a real process, and
+the judge must be the only training reward.
 """
 
 import os
-import re
 import subprocess
 import sys
 
@@ -13,7 +12,6 @@ import pytest
 from tiny_run import rows
 
 from prefgrpo.config.loading import load
-from prefgrpo.tiny import ASSETS
 
 STEPS = [
     "--train.steps", "3", "--eval.every", "2", "--eval.max-prompts", "3", "--rollout.prompts-per-step", "2",
@@ -31,15 +29,6 @@ def demo(root, tmp_path_factory):
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=folder, env=env)
     assert done.returncode == 0, done.stderr[-3000:]
     return done, folder / "runs" / "demo"
-
-
-def test_its_last_line_says_what_became_better(demo):
-    last = demo[0].stdout.strip().splitlines()[-1]
-    rate, interval = r"[01]\.\d{3}", r"\[[01]\.\d{3}, [01]\.\d{3}\]"
-    assert last.startswith("eval at step 3, test: ") and "report: runs/demo/report.html" in demo[0].stdout
-    assert re.search(rf"win rate by judge {rate} {interval} \(orders {rate} / {rate}\)", last), last
-    assert re.search(rf"win rate by scenes {rate} {interval}", last), last
-    assert re.search(rf"scenes\.all {rate} → {rate}", last), last
 
 
 def test_what_it_leaves(demo):
@@ -60,8 +49,3 @@ def test_the_scorer_of_the_scenes_is_never_the_reward(demo, root):
         assert "scenes" not in config.reward.spec
         assert config.eval.spec == "scenes" or config.name == "demo-ocr"  # for words see test_demo_ocr.py
     assert not any("scenes" in key for r in rows(demo[1]) if r["kind"] == "train" for key in r)
-
-
-def test_the_three_prompt_sets_share_nothing():
-    sets = [set((ASSETS / "prompts" / f"{name}.txt").read_text().splitlines()) for name in ("train", "dev", "test")]
-    assert all(sets) and len(set.union(*sets)) == sum(map(len, sets))

@@ -10,16 +10,14 @@ import os
 import numpy as np
 import pytest
 import torch
-from diffusers import FluxTransformer2DModel
 from tiny_run import rows, start
 
 from prefgrpo.config.loading import load
 from prefgrpo.data.media import Media
 from prefgrpo.rewards import build, parse_reward_spec
-from prefgrpo.rewards.base import RewardError, Sample
-from scripts.demo_world import base, text, vae
+from prefgrpo.rewards.base import Sample
+from scripts.demo_world import text
 from scripts.demo_world.text import Letters
-from scripts.demo_world.worlds import WORLDS
 
 LETTERS = "scripts/demo_world/text.py:Letters"
 SHORT = ["--eval.max-prompts", "2", "--eval.samples-per-prompt", "2", "--rollout.prompts-per-step", "2"]
@@ -92,11 +90,6 @@ def test_the_ocr_package_reads_clean_drawings():
     reward.close()
 
 
-def test_without_detection_only_rapidocr():
-    with pytest.raises(RewardError, match=r"detect: false needs engine rapidocr; got 'paddleocr'"):
-        build("ocr", {"ocr": {"engine": "paddleocr", "detect": False}})
-
-
 def test_the_check_is_never_the_reward(root):
     config = load(root / "scripts/demo/ocr.yaml")
     assert [*parse_reward_spec(config.reward.spec)] == ["ocr"]
@@ -114,26 +107,3 @@ def test_one_step_and_its_evaluation(root, tmp_path):
     assert (last["kind"], last["set"], last["step"]) == ("eval", "test", 1)
     for name in ("ocr", "ocr.exact", LETTERS, f"{LETTERS}.all"):
         assert 0 <= last[f"test/{name}_before"] <= 1 and 0 <= last[f"test/{name}"] <= 1
-
-
-def test_its_base_is_trained_by_the_same_loop(root, tmp_path):
-    vae.train_vae(vae.VAEConfig(tmp_path / "vae", world="text", steps=2, batch=4)).save_pretrained(tmp_path / "vae")
-    config = base.BaseConfig(tmp_path / "vae", tmp_path / "base", world="text", steps=2, batch=4, pictures=8)
-    made = base.train_base(config)
-    shipped = FluxTransformer2DModel.from_pretrained(root / "scripts/demo/ocr/base/transformer")
-    new, known = ({k: v.shape for k, v in part.state_dict().items()} for part in (made.transformer, shipped))
-    assert new == known
-    assert base.sample(made, WORLDS["text"], text.prompts("dev")[:2], seed=0).shape == (2, 3, 16, 64)
-
-
-@pytest.mark.full
-@pytest.mark.timeout(1800)
-def test_a_short_training_moves_the_weights(root, tmp_path):
-    pytest.importorskip("rapidocr_onnxruntime", reason="it has no release for this Python")
-    folder, output = train(root, tmp_path, "--train.steps", "6", "--eval.every", "3")
-    assert "win rate by ocr" in output and (folder / "report.html").is_file()
-    found = rows(folder)
-    sets = [(row["step"], row["set"]) for row in found if row["kind"] == "eval"]
-    assert sets == [(0, "dev"), (0, "test"), (3, "dev"), (6, "dev"), (6, "test")]
-    assert len({row["reward/ocr"] for row in found if row["kind"] == "train"}) > 1
-    assert (folder / "lora" / "pytorch_lora_weights.safetensors").is_file()

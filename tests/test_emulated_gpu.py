@@ -55,7 +55,8 @@ def run(place, **commands):
     Image.linear_gradient("L").convert("RGB").resize((48, 48)).save(place / "source.png")
     edits = [{"prompt": text, "source_image": "source.png"} for text in ("make it blue", "remove the small dog")]
     (place / "edits.jsonl").write_text("".join(json.dumps(edit) + "\n" for edit in edits))
-    root, out = Path(__file__).parent, place / "out.json"
+    root = Path(__file__).parent
+    out = place / "out.json"
     path = os.pathsep.join([str(Path(EMULATOR) / "site"), EMULATOR, str(root.parent), environment()["PYTHONPATH"]])
     env = environment(PYTHONPATH=path, GPU_EMULATOR="1", PREFGRPO_BACKEND="torch")
     argv = [sys.executable, str(root / "emulated_gpu.py"), str(out)]

@@ -10,7 +10,7 @@ import json
 import numpy as np
 import pytest
 from judge_server import JudgeServer
-from tiny_run import PROMPTS, attempt, ranks, recipe, rows, train, tree, world
+from tiny_run import attempt, ranks, recipe, rows, train, tree, world
 
 from prefgrpo.commands.evaluate import _write_comparison
 from prefgrpo.run.evaluate import MIN_PROMPTS, summarise, verdict
@@ -119,14 +119,8 @@ def test_a_second_judge_is_asked_in_both_orders(place, servers, evaluate):
     assert len([r for r in asked if "red circle" in r]) == 2 * 6, "every pair in both orders"
     assert any(line.startswith("judge2 ") and "second-judge" in line for line in found["judges"])
     (place / "second.yaml").write_text("endpoints: ['http://127.0.0.1:9']\npatience_s: 1\n")
-    for value, message in (
-        (str(place / "second.yaml"), "http://127.0.0.1:9"),
-        ("{endpoint: x}", "--judge2.endpoint: unknown key"),
-        ("{: 3", "--judge2: expected a YAML file, or fields of the judge section"),
-        ("nowhere.yaml", "--judge2: expected a YAML file, or fields of the judge section"),
-    ):
-        code, output, _ = evaluate("one", "--judge2", value, "--out", place / "none")
-        assert code == 2 and message in output
+    code, output, _ = evaluate("one", "--judge2", place / "second.yaml", "--out", place / "none")
+    assert code == 2 and "http://127.0.0.1:9" in output
     (place / "both" / "about.json").write_text("[1]")
     for _ in range(2):  # the first refusal releases the folder
         code, output, _ = evaluate("one", "--judge2", fields, "--out", place / "both")
@@ -179,16 +173,6 @@ def test_what_an_interval_says(low, high, prompts, said):
     assert said in found and (said in ("better", "worse")) != found.startswith("inconclusive")
 
 
-def test_enough_prompts_give_a_result(place, evaluate):
-    """Forty prompts, and images that beat or tie with the base: the printed verdict follows from the interval."""
-    (place / "many.txt").write_text("\n".join(f"{p}, {k}" for k in range(4) for p in PROMPTS))
-    options = ["--prompts", place / "many.txt", "--eval.judge", "false", "--eval.samples-per-prompt", "1"]
-    code, output, found = evaluate("one", *options, "--out", place / "many")
-    assert code == 0 and found["prompts"] == {"prompts": 40}, output
-    row = found["win_rates"]["prompts/win_jpeg_incompressibility"]
-    assert row["verdict"] == verdict(row["low"], row["high"], 40) and f"| {row['verdict']} |" in output
-
-
 def test_prompts_without_a_verdict_do_not_count_as_prompts(tmp_path, capsys):
     """One verdict among 40 prompts is no result, however clear it is."""
     values = np.where(np.arange(80) < 2, 1.0, np.nan)
@@ -202,14 +186,10 @@ def test_prompts_without_a_verdict_do_not_count_as_prompts(tmp_path, capsys):
 def test_what_cannot_be_evaluated(place, evaluate, capsys):
     for target, options, message in (
         ("one", ["--results", "x"], "--results: expected a --suite with it"),
-        ("one", ["--samples", "2"], "--samples: expected a --suite with it"),
         ("one/checkpoints/step_000009", [], "one/checkpoints/step_000009 is not a complete checkpoint"),
         ("one", ["--against", place / "nowhere"], "nowhere"),
         ("one", ["--against", place / "flux", "--against-weights", "ema"], "--against-weights: "),
-        ("one", ["--eval.spec", "clpi"], "eval.spec: unknown reward 'clpi'"),
-        ("one", ["--fps", "0"], "--fps: expected at least 1, got 0"),
         ("one", ["--out", place / "dev.txt"], "dev.txt"),
-        ("none", [], "--prompts: a model has no prompts of its own"),
         ("none", [], "none, or a run (there is no folder"),
     ):
         code, output, _ = evaluate(target, *options)

@@ -150,7 +150,8 @@ def no_room() -> None:
 
 def no_folder() -> None:
     """Process 0 cannot make the folder of the second save, which the others wait to be told."""
-    true_write, calls = checkpoint.write_folder, []
+    true_write = checkpoint.write_folder
+    calls = []
 
     def write_folder(*given):
         calls.append(1)
@@ -166,7 +167,8 @@ ALL = {"train": {"lora_rank": 0, "lr": 1e-4}, "parallel": {"shard": 2}}
 
 @pytest.mark.full
 def test_a_folder_that_cannot_be_made_stops_all_with_one_message(place):
-    file, folder = recipe(place, "denied", **SHORT, **ALL), RunFolder(place / "runs" / "denied")
+    file = recipe(place, "denied", **SHORT, **ALL)
+    folder = RunFolder(place / "runs" / "denied")
     output, other = all_end(ranks(file, 2, hook=no_folder), 3)
     assert "step 2: the checkpoint cannot be written: [Errno 13] Permission denied" in output, output
     assert "Traceback" not in output + other

@@ -11,8 +11,6 @@ import random
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from prefgrpo.judge import answers
 from prefgrpo.judge.template import PAIR_ANSWERS, load_template, shipped_templates
@@ -248,7 +246,8 @@ def test_a_broken_answer_gives_only_what_stands_in_it(name, count):
     for _ in range(count):
         text, _ = rng.choice(ASKED[name])
         for _ in range(rng.choice((1, 1, 2, 4))):
-            a, junk = rng.randrange(len(text) + 1), rng.choice(JUNK)
+            a = rng.randrange(len(text) + 1)
+            junk = rng.choice(JUNK)
             text = text[:a] + junk + text[a + rng.choice((0, 1, 5, 20)) :]
         found = value_of(name, text)
         read += found is not None
@@ -259,17 +258,3 @@ def test_a_broken_answer_gives_only_what_stands_in_it(name, count):
         elif found is not None:
             assert found in (0.0, 0.5, 1.0) and (found == 0.5 or str(2 - int(found)) in text), text
     assert 0 < read < count * 0.97, "some answers are read and some are not"
-
-
-LEAVES = st.none() | st.booleans() | st.floats() | st.integers() | st.text()
-NAMES = st.sampled_from(["winner", "categories", "cat_winner", "name", "score", "x"])
-JSON = st.recursive(LEAVES, lambda x: st.lists(x, max_size=3) | st.dictionaries(NAMES, x, max_size=4))
-ANSWER = st.from_regex(r"(<answer>)?(image|video|edited)? ?[0-9a-z ]{0,12}(</answer>)?", fullmatch=True)
-
-
-@settings(max_examples=500, deadline=None)
-@given(JSON.map(json.dumps) | st.text() | ANSWER)
-def test_no_text_crashes_a_parser(text):
-    for name in TEMPLATES:
-        value = value_of(name, text)
-        assert not isinstance(value, float) or value == 0.5 or set("12") & set(text)

@@ -31,7 +31,9 @@ def alarmed(judge, count, steps, rounded=False):
 
     judge: random generator -> P(first).
     """
-    alarm, rng, longest = Alarm(), np.random.default_rng(0), 0
+    alarm = Alarm()
+    rng = np.random.default_rng(0)
+    longest = 0
     said = []
     for _ in range(steps):
         p = [judge(rng) for _ in range(count)]

@@ -2,7 +2,7 @@
 
 Oracle: transformers' own forward pass on one complete pair (no shared features, no shared KV cache), for both
 families. Cases: square and mixed image sizes (several patch grids in one group), groups judged alone and together
-with others, broken checkpoints, and prompts that contain the image token.
+with others, and prompts that contain the image token.
 """
 
 import shutil
@@ -16,7 +16,7 @@ from judge_tiny import build, stock
 from prefgrpo.data.media import Media
 from prefgrpo.judge.local import LocalJudge
 from prefgrpo.judge.plans import both_orders
-from prefgrpo.judge.template import label_ids, load_template
+from prefgrpo.judge.template import label_ids
 from prefgrpo.judge.verdict import JudgeError
 
 SIZES = {"square": [(64, 64)] * 4, "mixed": [(64, 64), (64, 128), (96, 64), (40, 40)]}
@@ -61,7 +61,8 @@ def test_in_bf16_as_on_a_gpu(judge):
     """All of it runs in bf16, and verdicts differ from those of fp32 by its rounding."""
     low = LocalJudge(judge.model.name_or_path, min_label_mass=0.0, dtype=torch.bfloat16)
     assert {p.dtype for p in low.model.parameters()} == {torch.bfloat16}
-    media, pairs = _media(SIZES["mixed"]), both_orders(4, 0)
+    media = _media(SIZES["mixed"])
+    pairs = both_orders(4, 0)
     want, found = ([v.first for v in one.judge_group("a red circle", media, pairs)] for one in (judge, low))
     assert 0 < np.abs(np.subtract(found, want)).max() < 0.02
 
@@ -119,14 +120,6 @@ def test_an_image_token_in_the_prompt_and_labels_without_probability_are_missing
     assert verdict.first is None and "probability" in verdict.reason
 
 
-def test_a_missing_or_foreign_checkpoint_is_refused(tmp_path):
-    with pytest.raises(JudgeError, match=r"config\.json"):
-        LocalJudge(str(tmp_path / "nothing"))
-    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
-    with pytest.raises(JudgeError, match="qwen3_vl"):
-        LocalJudge(str(tmp_path))
-
-
 def test_a_label_that_the_tokenizer_cannot_split_off_is_refused(judge):
     own = [judge.tokenizer("Image " + label)["input_ids"][-1] for label in "12"]
     assert [ids[0] for ids in label_ids(judge.tokenizer, judge.template)] == own
@@ -134,12 +127,7 @@ def test_a_label_that_the_tokenizer_cannot_split_off_is_refused(judge):
         label_ids(judge.tokenizer, replace(judge.template, prefill="Imag", labels=("e 1", "e 2")))
 
 
-def test_templates_that_cannot_work_are_refused(judge, tmp_path):
-    path = tmp_path / "text.yaml"
-    path.write_text("user: '{prompt} {media_1} {media_2}'\nanswer: plain\n")
-    assert load_template(str(path)).max_tokens == 32
-    with pytest.raises(JudgeError, match="template with labels"):
-        LocalJudge(judge.model.name_or_path, template=str(path))
+def test_a_chat_template_that_drops_the_images_is_refused(judge, tmp_path):
     folder = shutil.copytree(judge.model.name_or_path, tmp_path / "textual")
     (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'][0]['text'] }}{% endfor %}")
     with pytest.raises(JudgeError, match="wrote 0 images, expected 2"):

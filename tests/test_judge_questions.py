@@ -91,7 +91,8 @@ def test_the_same_question_is_asked_once(template, server):
 
 
 def test_a_shared_question_survives_those_who_leave(template, server):
-    server.answer, server.delay_s = (lambda bright, text: READABLE), 0.3
+    server.answer = lambda bright, text: READABLE
+    server.delay_s = 0.3
     j, (one,), asked = client(server), media([10]), template(TEXT)
     leaves, stays = (ask(j, asked, {"prompt": "a"}, [one], once=True) for _ in range(2))
     until(lambda: server.requests)

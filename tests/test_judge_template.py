@@ -7,7 +7,6 @@ anywhere, which must neither crash the client nor yield an accidental verdict. T
 
 import json
 import math
-from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -18,7 +17,6 @@ from judge_server import completion
 from prefgrpo.judge import answers
 from prefgrpo.judge.body import chat_body
 from prefgrpo.judge.http import first_choice, read
-from prefgrpo.judge.send import message_of
 from prefgrpo.judge.template import PAIR_ANSWERS, SOURCE, load_template, shipped_templates
 from prefgrpo.judge.verdict import Answer, JudgeError, two_label_softmax
 
@@ -67,22 +65,12 @@ def test_rubric_and_caption_come_before_the_media(name):
         ("user: '{prompt} media {media_1}'\nlabels: [a, b]", "{media_2} once"),
         ("user: '{prompt} {media_1} {media_2} {media_1}'", "{media_1} once in 'user', found it 2 times"),
         ("user: '{prompt} {media_2} {media_1}'\nlabels: [a, b]", "before"),
-        ("user: '{prompt} {media_1} {media_2} {word}'", "unknown marker {word}"),
         ("user: '{prompt} {media_1} {media_2}'\nlabels: [a, a]\nanswer: soft", "two labels that differ"),
         ("user: '{prompt} {media_1} {media_2}'\nlabels: ['1', ' 1']", "differ by more than white space, got"),
         ("user: '{prompt} {media_1} {media_2}'\nlabels: [a, A]\nvariants: true", "white space and case"),
-        ("user: '{prompt} {media_1} {media_2}'\nanswer: loud", "soft, plain, think, flex"),
-        ("user: '{prompt} {media_1} {media_2}'\nprefil: x", "prefil"),
-        ("user: '{prompt} {media_1} {media_2}'\ntimeout_s: 0", "positive seconds, got 0"),
-        (ONE.replace("{prompt}", "{prompt}{source}{source}"), "{source} once"),
         (ONE.replace("marks", "scores\nscores: {a: [1, 5]}"), "pattern"),
         (ONE.replace("marks", "json"), "needs scores"),
         (ONE.replace("marks", "json\nscores: {a: [5, 1]}"), "low, high"),
-        (ONE.replace("marks", "json\nscores: {a: [x, 1]}"), "could not convert"),
-        (ONE + "\nmax_tokens: [1]", "int"),
-        (ONE + "\n3: 4", "unknown key"),
-        ("user: [", "not valid YAML"),
-        ("- a", "mapping"),
         (ONE.replace("{media_1}", "{media_1}{media_2}"), "soft, plain, think, flex, edit, got 'marks'"),
     ],
 )
@@ -166,26 +154,6 @@ def test_a_verdict_is_the_two_label_softmax_and_missing_without_probability(firs
     assert two_label_softmax(math.nan, second, 0.01)[0] is two_label_softmax(-9999.0, -9999.0, 0.01)[0] is None
 
 
-@pytest.mark.parametrize(
-    ("first", "second", "reason"),
-    [
-        (math.nan, -1.0, "log-probs nan and -1 are not"), (-1.0, 3.0, "log-probs -1 and 3 are not"),
-        (math.inf, 0.0, "log-probs inf and 0 are not"), (-9.0, -9.0, "have only 0.00025 of"),
-    ],
-)  # fmt: skip
-def test_what_is_no_probability_is_not_called_too_little_of_it(first, second, reason):
-    value, why = two_label_softmax(first, second, 0.01)
-    assert value is None and reason in why
-
-
-@pytest.mark.parametrize(
-    "logprob", [math.nan, math.inf, -math.inf, "NaN", "x", None, 3.0, [], {}, True, 1e400], ids=str
-)
-def test_log_probabilities_that_are_no_numbers_are_missing(logprob):
-    with suppress(answers.Unreadable):
-        assert read(load_template("compare"), _choice(("1", logprob), ("2", logprob)), Answer(None), 0.01).reason
-
-
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
 JSON = st.recursive(
     LEAVES | st.sampled_from(["1", "2", "Image 1"]),
@@ -227,14 +195,3 @@ def test_no_payload_crashes_the_client_or_becomes_a_verdict_by_accident(name, pa
     if name == "compare":  # for text templates "1" is a valid verdict
         tops = json.loads(payload)["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
         assert all(float(top["logprob"]) <= 0.01 for top in tops if str(top["token"]).strip() in ("1", "2"))
-
-
-@given(st.binary(max_size=300) | JSON.map(lambda v: json.dumps(v).encode()))
-def test_any_refusal_has_a_message(payload):
-    assert isinstance(message_of(payload), str)
-
-
-def test_a_lone_surrogate_of_an_answer_can_be_written_to_a_log():
-    assert read(
-        load_template("think"), {"message": {"content": "\ud800<answer>1</answer>"}}, Answer(None), 0.0
-    ).raw.encode()

@@ -31,8 +31,6 @@ from prefgrpo.judge.local import LocalJudge
 from prefgrpo.judge.plans import both_orders
 from prefgrpo.judge.template import load_template, spellings
 from prefgrpo.judge.verdict import JudgeError
-from prefgrpo.rewards import build
-from prefgrpo.rewards.base import Sample
 from prefgrpo.tiny import scenes
 
 MODEL = str(Path(prefgrpo.__file__).parent / "tiny" / "assets" / "judge")
@@ -209,13 +207,3 @@ def test_a_question_equals_stock_code(tmp_path, port, name):
         answer = ask(client, asked, {"prompt": "less red"}, media, source).result(60)
         assert answer.value == pytest.approx(first / (first + second), abs=2e-3), answer
     assert client.sender.endpoints[0].uses_ids and client.sender.endpoints[0].ids.misses == 0
-
-
-def test_a_model_that_writes_something_else_gives_missing_scores(port):
-    """The demo's judge can only compare, so nothing that it writes is a valid score."""
-    options = {"judge": {"endpoints": [f"http://127.0.0.1:{port}"], "image_format": "webp"}}
-    names = ["unifiedreward_alignment", "unifiedreward_style", "qwenvl", "consistency_score"]
-    sample = Sample("a 2x2 grid", pictures(1)[0], tuple(pictures(1, 3)))
-    for name, reward in build(names, dict.fromkeys(names, options)).items():
-        score = reward.score([sample])[0]
-        assert score.value is None and ("expected" in score.reason or "label" in score.reason), (name, score)

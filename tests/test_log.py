@@ -32,8 +32,8 @@ FILES = {
 }
 
 
-def log(folder, start=0, active=True):
-    return Log(RunFolder(folder), 10, start, active=active)
+def log(folder, start=0):
+    return Log(RunFolder(folder), 10, start, active=True)
 
 
 @pytest.mark.parametrize("case", FILES)
@@ -80,31 +80,6 @@ def test_a_resumed_log_drops_what_is_done_again_and_repeats_nothing(tmp_path):
     assert found[-1]["loss"] == 33.0
     log(tmp_path, start=0).close()
     assert read_metrics(tmp_path / "metrics.jsonl") == [] == read_metrics(tmp_path / "nowhere")
-
-
-def test_the_time_left_does_not_count_what_precedes_the_first_step(tmp_path, monkeypatch, capsys):
-    now = [0.0]
-    monkeypatch.setattr("prefgrpo.run.log.time", SimpleNamespace(monotonic=lambda: now[0]))
-    one = log(tmp_path)
-    now[0] = 600.0
-    one.row("eval", 0, {"set": "dev", "x": 0.5})
-    for step, said in ((1, "step  1/10 (10%, 00:45 left)"), (2, "step  2/10 (20%, 00:40 left)")):
-        now[0] += 5.0
-        one.step(step, {"reward/missing": 0.0, "grad_norm": 1.0}, {})
-        one.row("eval", step, {"set": "dev", "x": 0.5})
-        assert said in capsys.readouterr().out
-    one.close()
-
-
-def test_other_ranks_are_silent(tmp_path, capsys):
-    one = log(tmp_path, active=False)
-    one.row("train", 1, {})
-    one.say("x")
-    one.step(1, {}, {})
-    with one.bar("rollout", "sample", 3) as bar:
-        bar.update(3)
-    one.close()
-    assert not list(tmp_path.iterdir()) and capsys.readouterr() == ("", "")
 
 
 def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path, monkeypatch):

@@ -67,7 +67,8 @@ def test_a_file_read_without_its_metadata_has_the_trained_strength(family, tmp_p
     adapter = policy(case_of(family))  # rank 4, alpha 8
     adapter.save_lora(str(tmp_path))
     for place, module in zip((tmp_path, tmp_path / "transformer_2"), adapter.modules().values(), strict=False):
-        found, own = read_without_metadata(place / "pytorch_lora_weights.safetensors"), layers(module)
+        found = read_without_metadata(place / "pytorch_lora_weights.safetensors")
+        own = layers(module)
         assert len(found) == len(own) > 0
         for name, (scale, down, up) in found.items():
             base, merged = own[name.split(".", 1)[1]]

@@ -11,17 +11,14 @@ import numpy as np
 import pytest
 from judge_server import JudgeServer, images
 from PIL import Image
-from tiny_run import ALONE, attempt, merged, recipe, rows, settings, start, train, tree
+from tiny_run import attempt, merged, recipe, rows, start, train, tree
 
 from prefgrpo.config.loading import from_dict
-from prefgrpo.config.recipe import ConfigError
 from prefgrpo.data.media import Media
 from prefgrpo.data.prompts import DataError, Prompt
 from prefgrpo.judge.body import encode
-from prefgrpo.judge.verdict import PairJudge, Verdict
 from prefgrpo.rollout.embeddings import encoding_jobs
 from prefgrpo.rollout.render import stills
-from prefgrpo.run.judging import training_scorer
 from prefgrpo.tiny import pipelines
 
 SMALL = {"train": {"steps": 3}, "rollout": {"prompts_per_step": 2, "group_size": 2, "batch_size": 4}}
@@ -71,17 +68,6 @@ def test_a_reward_that_takes_images_refuses_clips(place, capsys):
     for spec, field in (("scenes", "reward.spec: scenes"), ("jpeg_compressibility,scenes:0", "reward.spec: scenes")):
         code, output = attempt(capsys, "train", written(place, f"no_{len(spec)}", "wan22", reward={"spec": spec}))
         assert code == 2 and f"{field} takes image, but this run makes clips" in output
-    over = {"family": "wan22", "judge": {"backend": "local", "model": "m"}, "reward": {"spec": "vlm_pairwise"}}
-
-    class OneByOne(PairJudge):
-        streams = False
-
-        def judge_group(self, prompt, media, pairs):
-            return [Verdict(0.5)] * len(pairs)
-
-    with pytest.raises(ConfigError, match=r"vlm_pairwise takes image.*only over http"):
-        training_scorer(from_dict(settings(place, "x", **over)), OneByOne(), None, [], ALONE)
-    training_scorer(from_dict(settings(place, "x", **over, rollout={"frames": 1})), OneByOne(), None, [], ALONE)
 
 
 @pytest.mark.full
@@ -117,11 +103,6 @@ LACK = "per prompt; 1 of 2 prompts have another number; the first: line 2, 'b' h
 COUNTS = [
     ("flux", [0, 1], f"flux takes no source image {LACK} 1"),
     ("flux_kontext", [1, 2], f"takes 0 to 1 source images {LACK} 2"),
-    (
-        "qwen_image_edit",
-        [0],
-        "takes one source image per prompt; 1 of 1 prompts have another number; the first: line 1, 'a' has 0",
-    ),
     ("qwen_image_edit_plus", [2, 3, 1], "line 1, 'a' has 2, line 2, 'b' has 3"),
     ("wan_ti2v", [1, 0], "all prompts of a file need the same number of source images"),
 ]

@@ -183,9 +183,12 @@ KINDS = {
 @pytest.mark.parametrize("case", KINDS)
 def test_the_printed_bytes_are_those_of_the_tensors(trainer, case):
     """Of the real tensors of a run, after its first update."""
-    one, held = trainer(train=KINDS[case], eval={"every": 0}), {}
-    policy, adapter = one.policy, one.adapter
-    known, line = static_bytes(adapter, policy), memory_line(adapter, policy)
+    one = trainer(train=KINDS[case], eval={"every": 0})
+    held = {}
+    policy = one.policy
+    adapter = one.adapter
+    known = static_bytes(adapter, policy)
+    line = memory_line(adapter, policy)
 
     def note_gradients(*_):
         held["gradients"] = storages(p.grad for p in policy.params)

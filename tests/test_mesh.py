@@ -111,7 +111,9 @@ def one_step(config, world):
     for batch in (b for b in batches if b.weight):
         for row, slot in enumerate(zip(batch.slots, batch.members, strict=True)):
             samples[slot] = [t[row].float() for step in batch.trajectory.steps for t in (step.x, step.x_next)]
-    held, gradients, real = {}, {}, policy.optimizer.step
+    held = {}
+    gradients = {}
+    real = policy.optimizer.step
 
     def note_gradients():
         held["gradients"] = local_bytes(p.grad for p in policy.params)
@@ -151,7 +153,8 @@ def cells():
     """Runs in the new process: all cells of the families in $FAMILY; a failure shows as a non-zero exit code."""
     torch.set_num_threads(1)
     imitate_cuda_autocast()
-    place, size = os.environ["PLACE"], int(os.environ["WORLD_SIZE"])
+    place = os.environ["PLACE"]
+    size = int(os.environ["WORLD_SIZE"])
     for family in os.environ["FAMILY"].split():
         layouts = LAYOUTS[size]
         if family in OTHERS:

@@ -1,4 +1,4 @@
-"""The metrics of a step against plain NumPy, and the lines printed for a person.
+"""The metrics of a step against plain NumPy.
 
 Why these cases: a metric that counts missing rewards as zero, averages over batches instead of samples, or hides the
 worst ratio misleads whoever tunes the run.
@@ -25,7 +25,6 @@ from prefgrpo.run.metrics import (
     FACTS,
     RewardsMissing,
     check_missing,
-    eval_line,
     missing_shares,
     over_ranks,
     pixel_distance,
@@ -144,29 +143,6 @@ def test_every_metric_is_reduced_over_ranks_as_its_producer_says():
     assert pickle.loads(pickle.dumps(a["judge/requests"])).reduction == "sum"
 
 
-def test_lines_for_a_person():
-    values = {
-        "reward/vlm_pairwise": 0.5, "reward/vlm_pairwise_std": 0.25, "reward/clip": 0.31, "reward/clip_std": 0.02,
-        "reward/missing": 0.02, "policy/kl": 1e-6,
-        "policy/clip_fraction": 0.25, "policy/ratio_min": 0.9, "policy/ratio_max": 1.05, "grad_norm": 0.01,
-        "judge/requests": 56.0, "judge/failures": 3.0, "judge/tie_rate": 0.25, "judge/order_inconsistency": 0.04,
-    }  # fmt: skip
-    line = step_line(7, 300, values, {"rollout": 1.0, "update": 0.5}, 4000.0, 0.625)
-    for part in (
-        "step   7/300 (2%, 1:06:40 left)", "held-out win rate 0.625",
-        "vlm_pairwise std 0.250", "clip 0.310±0.020", "clipped 25%", "|Δratio| ≤ 1.0e-01", "kl 1.0e-06",
-        "judged 56, 3 failed, 75% decided, 4% flip when swapped", "missing 2%", "1.50 s (rollout 1.00 update 0.50)",
-    ):  # fmt: skip
-        assert part in line
-    values = {
-        "dev/scenes": 0.7, "dev/scenes_before": 0.3, "dev/win_judge": 0.8, "dev/win_judge_low": 0.7,
-        "dev/win_judge_high": 0.9, "dev/win_judge_first": 0.75, "dev/win_judge_second": 0.85,
-    }  # fmt: skip
-    told = eval_line(50, "dev", values)
-    assert told.startswith("eval at step 50, dev: scenes 0.300 → 0.700, ")
-    assert "win rate by judge 0.800 [0.700, 0.900] (orders 0.750 / 0.850)" in told
-
-
 def test_the_distance_of_images_is_that_of_all_pairs():
     images = np.random.default_rng(0).integers(0, 256, (5, 4, 3, 3), dtype=np.uint8)
     pairs = [((a / 255 - b / 255) ** 2).mean() for i, a in enumerate(images) for b in images[:i]]
@@ -180,7 +156,8 @@ def test_the_distance_of_images_is_that_of_all_pairs():
 ])  # fmt: skip
 def test_a_thumbnail_holds_the_means_of_boxes(shape, small):
     pixels = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
-    made, factor = thumbnail(pixels), shape[-3] // small[-3]
+    made = thumbnail(pixels)
+    factor = shape[-3] // small[-3]
     assert made.shape == small and made.dtype == np.uint8
     frames = pixels.reshape(-1, *shape[-3:])[[0, 2, 5, 8] if len(shape) == 4 and shape[0] > 4 else slice(None)]
     boxes = frames.reshape(-1, small[-3], factor, small[-2], factor, 3).mean((2, 4)).reshape(small)

@@ -1,16 +1,14 @@
 """Loading a model and injecting LoRA, mostly with wrong input.
 
-Why these cases: the usual mistakes of new users (a mistyped folder that would be looked up on the hub, another family's
-folder, a misspelt LoRA target), and a trap of the file format: results that depend on the weights' memory alignment.
+Why these cases: the usual mistakes of new users (a mistyped folder that would be looked up on the hub, a misspelt LoRA
+target), and a trap of the file format: results that depend on the weights' memory alignment.
 """
-
-import json
 
 import pytest
 import torch
 
 from prefgrpo import models
-from prefgrpo.models.folder import ModelError, resolve
+from prefgrpo.models.folder import ModelError
 from prefgrpo.tiny import pipelines
 
 CPU = torch.device("cpu")
@@ -34,36 +32,6 @@ def test_a_missing_folder_never_goes_to_the_hub(name, tmp_path, monkeypatch):
         models.load("flux", name, torch.float32, CPU)
 
 
-def test_an_id_that_the_hub_does_not_give(tmp_path, monkeypatch):
-    import huggingface_hub.constants
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(ModelError, match=r"'owner/name' is not a folder in .* and could not be fetched"):
-        models.load("flux", "owner/name", torch.float32, CPU)
-
-
-def test_relative_folders_work(folder, monkeypatch):
-    monkeypatch.chdir(folder.parent)
-    assert resolve("tiny", "FluxPipeline") == resolve("./tiny", "FluxPipeline") == folder.resolve()
-
-
-def test_a_folder_of_another_kind(folder, tmp_path):
-    with pytest.raises(ModelError, match=r"no model_index\.json"):
-        load(tmp_path)
-    index = json.loads((folder / "model_index.json").read_text()) | {"_class_name": "WanPipeline"}
-    (tmp_path / "model_index.json").write_text(json.dumps(index))
-    with pytest.raises(ModelError, match="contains a WanPipeline, expected a FluxPipeline"):
-        load(tmp_path)
-
-
-def test_unknown_family_suggests_the_nearest(folder):
-    with pytest.raises(ValueError, match=r"unknown model family 'fluxx'.*did you mean 'flux'"):
-        models.load("fluxx", str(folder), torch.float32, CPU)
-    with pytest.raises(ValueError, match="no tiny pipeline of family 'fluxx'"):
-        pipelines.make("fluxx", folder)
-
-
 def test_loaded_models_are_frozen_aligned_and_equal(folder):
     """safetensors maps parameters at unaligned addresses; clones are aligned, so two loads give identical results."""
     a, b = load(folder), load(folder)
@@ -78,16 +46,6 @@ def test_loaded_models_are_frozen_aligned_and_equal(folder):
     } | {"trainable": 0}
     assert a.fingerprint == b.fingerprint and len(a.fingerprint) == 64
     assert a.repeated_blocks == ("FluxTransformerBlock", "FluxSingleTransformerBlock")
-
-
-def test_equal_seeds_give_equal_pipelines(folder, tmp_path):
-    torch.manual_seed(99)
-    state = torch.get_rng_state()
-    again = pipelines.make("flux", tmp_path / "again")
-    other = pipelines.make("flux", tmp_path / "other", seed=1)
-    assert torch.equal(torch.get_rng_state(), state)
-    weights = [load(f).transformer.x_embedder.weight for f in (folder, again, other)]
-    assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])
 
 
 def test_lora_start_is_seeded_and_leaves_the_random_state(folder, monkeypatch):
@@ -109,21 +67,9 @@ def test_lora_start_is_seeded_and_leaves_the_random_state(folder, monkeypatch):
 
 def test_lora_mistakes(folder, tmp_path):
     adapter = load(folder)
-    with pytest.raises(RuntimeError, match="no LoRA to save"):
-        adapter.save_lora(str(tmp_path))
-    with pytest.raises(RuntimeError, match="no reference policy"), adapter.reference():
-        pass
     with pytest.raises(ValueError, match=r"\['attn.to_qq'\] match no Linear .* attn.to_q,"):
         adapter.add_lora(4, 8.0, ("attn.to_q", "attn.to_qq"))
-    with pytest.raises(ValueError, match="rank must be at least 1"):
-        adapter.add_lora(0, 8.0)
-    with pytest.raises(FileNotFoundError, match="no LoRA in"):
-        adapter.load_lora(str(tmp_path))
     adapter.add_lora(4, 8.0, ("attn.to_q",))
-    with pytest.raises(ValueError, match="already has a LoRA"):
-        adapter.add_lora(4, 8.0)
-    with pytest.raises(RuntimeError, match="save_lora"):
-        adapter.save_full(str(tmp_path))
     adapter.save_lora(str(tmp_path))
     wider = load(folder)
     wider.add_lora(4, 8.0, ("attn.to_q", "attn.to_k"))

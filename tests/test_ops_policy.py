@@ -65,7 +65,8 @@ def test_against_fp64(backend, batch, seed, weighted, with_kl, guard, denominato
     weight64 = None if options["weight"] is None else weight.abs().double()
     fp32_delta = (logp - old).double()  # the difference is rounded once, in fp32, on every backend
     delta = exact[2] if guard else fp32_delta + exact[0] - exact[0].detach()
-    clips, rest = (1e-4, 2e-4, 5.0), (weight64, exact[1], 0.3, delta, denominator)
+    clips = (1e-4, 2e-4, 5.0)
+    rest = (weight64, exact[1], 0.3, delta, denominator)
     loss, metrics = reference.policy_loss(args.Policy(exact[0], exact[0], 4 * adv.double(), *clips, *rest))
     loss.backward()
     assert_close(got.loss, loss, 1e-5, 1e-6)

@@ -8,7 +8,6 @@ Installs use the build tools and dependencies of this environment: nothing is do
 import contextlib
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -162,31 +161,10 @@ def test_an_install_without_compiler_from_a_checkout_without_links(tmp_path):
     zipfile.ZipFile(wheel).extractall(own)
     code = HIDE.format(names=("prefgrpo._C",)) + (  # otherwise found by this environment's editable install
         f"sys.path.insert(0, {str(own)!r})\n"
-        "import torch, prefgrpo.ops as ops\nfrom prefgrpo.ops._backend import unavailable_reason\n"
-        "x = torch.ones(2, 8)\n"
-        "coef = torch.tensor([[0.5, 2.0, 0.0, 0.0, 0.0]])\n"
-        "for name in ('torch', 'triton'):\n"
-        "    with ops.use_backend(name):\n"
-        "        print(ops.__file__, float(ops.sde_step(x, x, coef, 0, noise=None).x_next.sum()))\n"
-        "print(ops.backend_of('cpu'), unavailable_reason('cpu'))"
+        "import prefgrpo.ops as ops\nfrom prefgrpo.ops._backend import unavailable_reason\n"
+        "print(ops.__file__, ops.backend_of('cpu'), unavailable_reason('cpu'))"
     )
-    lines = python(code, cwd=tmp_path, TRITON_INTERPRET="1").splitlines()
-    assert lines[:2] == [f"{own}/prefgrpo/ops/__init__.py 40.0"] * 2
-    assert lines[2].startswith("torch prefgrpo._C is not built")
-
-
-@pytest.mark.parametrize("version", ["old", "none"])
-def test_make_refuses_a_python_that_will_not_do(version, tmp_path):
-    """With one line that names the supported versions, before anything is created."""
-    old = tmp_path / "old"
-    old.write_text('#!/bin/sh\n[ "$1" = --version ] && echo Python 3.9.18\n[ "$1" = --version ]\n')
-    old.chmod(0o755)
-    command = ["make", "--no-print-directory", "venv", f"VENV={tmp_path / 'venv'}", f"PYTHON={tmp_path / version}"]
-    outside = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=outside)
-    (error,) = [line for line in done.stderr.splitlines() if not line.startswith("make:")]
-    assert done.returncode == 2 and "3.10-3.13" in error and ("3.9.18" in error) is (version == "old")
-    assert not (tmp_path / "venv").exists()
+    assert python(code, cwd=tmp_path).startswith(f"{own}/prefgrpo/ops/__init__.py torch prefgrpo._C is not built")
 
 
 @pytest.mark.full
@@ -213,13 +191,6 @@ def test_ops_need_torch_and_numpy_only():
         "print(float(out.x_next.sum()))"
     )
     assert float(python(step)) == 2 * 8 * 2.5
-
-
-def test_the_command_of_an_ops_only_install_says_what_to_install():
-    code = HIDE.format(names=BEYOND_OPS) + "from prefgrpo.__main__ import main\nprint('code', main())"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout.split() == ["code", "2"] and "Traceback" not in done.stderr
-    assert re.fullmatch(r"error: the prefgrpo command needs \w+, .* pip install 'prefgrpo\[train\]'.*\n", done.stderr)
 
 
 HUB = """
@@ -310,24 +281,12 @@ def test_every_family_encodes_with_the_train_extra_alone(tmp_path):
     assert {"wan_i2v", "wan22_i2v", "flux", "qwen_image_edit"} <= set(families)
 
 
-def test_what_is_hidden_is_absent():
-    """The import block used in the tests above really hides an installed package."""
-    code = "import importlib.util as u\nprint(bool(u.find_spec('yaml')), bool(u.find_spec('prefgrpo.ops')))"
-    assert python(code).split() == ["True", "True"]
-    assert python(HIDE.format(names=("yaml", "prefgrpo.ops")) + code).split() == ["False"] * 2
-
-
-LACKING = ("triton", "torchvision", "peft", "diffusers", "transformers", "prefgrpo._C")
-
-
-@pytest.mark.parametrize("absent", [(), pytest.param(LACKING, marks=pytest.mark.full)], ids=["all", "lacking"])
-def test_doctor(absent):
-    code = HIDE.format(names=absent) + "from prefgrpo.commands.doctor import doctor\nraise SystemExit(doctor())"
+def test_doctor_without_the_optional_packages():
+    lacking = ("triton", "torchvision", "peft", "diffusers", "transformers", "prefgrpo._C")
+    code = HIDE.format(names=lacking) + "from prefgrpo.commands.doctor import doctor\nraise SystemExit(doctor())"
     rows = {line[:24].strip(): line[25:] for line in python(code).splitlines()}
-    assert rows["torch version"] == torch.__version__ and rows["numpy"] == metadata.version("numpy")
-    assert rows["ops: torch"].startswith("ok on cpu")
-    for name in ("cpu", "triton") if absent else ():
-        assert rows[f"ops: {name}"].startswith("not available")
+    assert rows["torch version"] == torch.__version__ and rows["ops: torch"].startswith("ok on cpu")
+    assert rows["ops: cpu"].startswith("not available") and rows["ops: triton"].startswith("not available")
 
 
 @pytest.mark.full

@@ -85,7 +85,8 @@ NAMES = {  # rewards of the run, their display names
 def test_rewards_with_one_short_name_stay_apart(tmp_path, case):
     rewards, names = NAMES[case]
     page = parse(write_report(two_rewards(tmp_path / "r", rewards, 0)).read_text())
-    table, legends = cells(page), [span.text for div in page.all("div", "legend") for span in div.all("span")]
+    table = cells(page)
+    legends = [span.text for div in page.all("div", "legend") for span in div.all("span")]
     for k, name in enumerate(names, 1):
         assert table[name][-4:-2] == [f"{k}.00", f"{10 + k}"]
         assert table[f"win rate by {name}"][-3] == f"{k / 10:.3f}"

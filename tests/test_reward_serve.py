@@ -8,7 +8,6 @@ old environments, so it may import only light libraries.
 import base64
 import json
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -97,15 +96,12 @@ BAD = "expected base64 of a file that is PNG, WEBP, JPEG, or a list of such fram
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        (3, "samples[0]: expected a dict, got int 3"),
         ({"media": GOOD}, "samples[0].prompt: expected a str, got NoneType"),
         *(
             ({"prompt": "a", "media": bad}, f"samples[0].media: {BAD}")
             for bad in (None, "", [], [GOOD, ""], "é", base64.b64encode(b"GIF89a").decode(), NOISE[:400],
                         [json.loads(media_json(grey(9, size))) for size in (8, 9)])
         ),
-        ({"prompt": "a", "media": GOOD, "meta": []}, "samples[0].meta: expected a dict, got list"),
-        ({"prompt": "a", "media": GOOD, "image": GOOD}, "samples[0]: unknown field(s) image"),
         ({"prompt": "a", "media": [GOOD]}, "samples[0].media: this reward takes image, got video"),
         ({"prompt": "a", "media": GOOD}, "samples[0].source: this reward scores edits"),
         ({"prompt": "a", "media": GOOD, "source": [GOOD]}, "samples[0].meta: expected also tag"),
@@ -138,11 +134,8 @@ def test_answers(moody):
     ("raw", "code", "message"),
     [
         (b"", 400, "not JSON"),
-        (b"[1]", 400, "the body: expected a dict, got list"),
-        (b"{}", 400, "samples: expected a list"),
         (b'{"reward": "clip", "samples": [1]}', 400, f"this server scores '{MOODY}', not 'clip'"),
         (b'{"samples": [{"prompt": "a", "media": ""}]}', 400, BAD),
-        (b"[" * 100_000, 400, "not JSON"),
         (b" " * (1 << 20) + body("a", grey(9)), 413, "larger than 1 MiB; raise --max-mib"),
     ],
 )
@@ -205,12 +198,6 @@ def test_ready_only_after_a_real_score(tmp_path):
         assert post(server.url, body("a", grey(9)))[0] == 200
 
 
-def test_interrupt_while_loading_ends_it():
-    server = listening("--options", "load_until=/nowhere")
-    server.child.send_signal(signal.SIGINT)
-    server.child.wait(600)
-
-
 def test_sigterm_answers_what_was_sent_and_takes_nothing_new(tmp_path):
     log, gate, answers, stopped = tmp_path / "log", tmp_path / "go", [], []
     server = Process(MOODY, log=log)
@@ -236,10 +223,7 @@ def test_sigterm_answers_what_was_sent_and_takes_nothing_new(tmp_path):
         (MOODY, ["--options", "load_error=no torch here"], "cannot be loaded: ImportError: no torch here"),
         (MOODY, ["--options", "value=.nan"], "gave no score to a probe sample: nan"),
         (MOODY, ["--options", "colour=3"], "has no option 'colour'"),
-        (MOODY, ["--options", "url=http://x"], "expected no url"),
-        ("jpg", [], "unknown reward 'jpg'"),
         ("vlm_pairwise", [], "compares the samples of a group"),
-        ("jpeg_compressibility", ["--port", "99999"], "cannot listen on 127.0.0.1:99999 (expected 0 to 65535)"),
         ("jpeg_compressibility", ["--port", "BUSY"], "(Address already in use)"),
     ],
 )
@@ -249,11 +233,6 @@ def test_what_cannot_be_served_ends_the_command(moody, capfd, name, options, mes
     assert cli.main(["reward", "serve", name, *port, *options]) == 2
     assert message in capfd.readouterr().err
     assert moody.health() == 200
-
-
-def test_all_addresses_are_noted(tmp_path):
-    with Process("jpeg_compressibility", "--host", "0.0.0.0", log=tmp_path / "log"):
-        assert "note: 0.0.0.0 is reachable by others" in (tmp_path / "log").read_text()
 
 
 def test_options_come_from_words_and_files(tmp_path):

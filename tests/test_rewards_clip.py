@@ -162,14 +162,6 @@ def test_each_different_text_and_image_is_encoded_once_in_batches(name, reward, 
     assert [len(x) for x in asked if isinstance(x, torch.Tensor)] == 2 * [2, 2, 1]
 
 
-def test_rewards_with_the_same_model_share_it(made, reward):
-    model = made["clipscore"]["model"]
-    first, second = reward("clipscore"), reward("pickscore", model=model)
-    assert first.encoder is second.encoder
-    assert first.encoder is not reward("clipscore", batch_size=3).encoder
-    assert not any(p.requires_grad for p in first.encoder._model.parameters())
-
-
 @pytest.mark.parametrize("name", ["aesthetic", "clip", "clipscore", "hpsv2", "pickscore"])
 def test_a_clip_is_the_mean_of_its_frames(name, reward):
     frames = [picture(k) for k in range(5)]

@@ -91,11 +91,6 @@ def test_what_is_no_reward_is_refused(tmp_path):
                          ("F", r"own.py has no 'F' \(did you mean 'f'\?\)")):  # fmt: skip
         with pytest.raises(RewardSpecError, match=reason):
             load_class(f"{tmp_path / 'own.py'}:{name}")
-    for spec in ("own.py", "own.py:0.4"):
-        with pytest.raises(RewardSpecError, match=r"'own\.py' is a file: .*'own\.py:NAME'"):
-            build(spec)
-    with pytest.raises(RewardSpecError, match=r"cannot load reward .*No such file"):
-        load_class(f"{tmp_path / 'no.py'}:f")
 
 
 def test_a_file_may_hold_dataclasses_and_what_it_raises_is_said(tmp_path):

@@ -13,8 +13,7 @@ from reward_cases_own import detr, mask2former
 from tiny_media import noise
 
 from prefgrpo.data.media import Media
-from prefgrpo.rewards import RewardSpecError, build
-from prefgrpo.rewards.base import RewardError, Sample
+from prefgrpo.rewards.base import Sample
 from prefgrpo.rewards.detectors import Detection, MMDet, Transformers, bounds
 from prefgrpo.rewards.geneval import (
     COLOURS,
@@ -171,16 +170,11 @@ def test_scores_carry_soft_strict_correct_and_the_tags_own(monkeypatch):
 
 BAD = [
     ({"tag": "drawbench", "include": [clause("dog")]}, "expected a tag of single_object"),
-    ({"include": [clause("dog")]}, "got None"),
     ({"tag": "colors"}, "lists of clauses"),
-    ({"tag": "colors", "include": []}, "not empty"),
     ({"tag": "colors", "include": [clause("unicorn")]}, "no such class"),
     ({"tag": "colors", "include": [clause("dog", 0)]}, "at least 1"),
-    ({"tag": "colors", "include": ["dog"]}, "at least 1"),
     ({"tag": "colors", "include": [clause("dog", color="mauve")]}, "a color of red"),
-    ({"tag": "position", "include": [clause("dog", position=["above", 0])]}, "an earlier clause"),
     ({"tag": "position", "include": [clause("dog"), clause("cat", position=["near", 0])]}, "an earlier clause"),
-    ({"tag": "counting", "include": [clause("dog")], "exclude": [clause("unicorn", 2)]}, "no such class"),
 ]
 
 
@@ -191,15 +185,6 @@ def test_what_cannot_be_judged_is_missing_with_a_reason(meta, why, monkeypatch):
     bad, good = reward([DOG], monkeypatch).score([Sample("", noise(0), meta=meta), fine])
     assert bad.value is None and why in bad.reason
     assert good.value == 0.5
-
-
-def test_bad_options_are_named():
-    with pytest.raises(RewardError, match="soft, strict or correct"):
-        GenEval(value="hard")
-    with pytest.raises(RewardError, match=r"expected pkg\.mod:Class"):
-        GenEval(detector="nowhere:Nothing")
-    with pytest.raises(RewardSpecError, match="detector_options"):
-        build("geneval", {"geneval": {"detector_option": {}}})
 
 
 @pytest.fixture(scope="module")

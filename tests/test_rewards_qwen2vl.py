@@ -124,11 +124,6 @@ def test_one_bad_sample_is_missing_and_the_others_are_scored(hps):
     assert "<|Reward|>" in scores[0].reason and "<|image_pad|>" in scores[1].reason and "1:200" in scores[2].reason
 
 
-def test_hpsv3_says_what_to_do_without_its_text(hps):
-    with pytest.raises(RewardError, match=r"pip install --no-deps hpsv3==1\.0\.0.*setup_reward\.sh hpsv3"):
-        HPSv3(**{**hps, "template": ""})
-
-
 @pytest.mark.parametrize(
     ("change", "why"),
     [
@@ -145,12 +140,6 @@ def test_a_checkpoint_that_does_not_fit_is_refused(hps, tmp_path, change, why):
     save_file(tensors, tmp_path / "HPSv3.safetensors")
     with pytest.raises(RewardError, match=why):
         HPSv3(**{**hps, "model": str(tmp_path)})
-
-
-def test_a_text_without_its_marks_is_refused(hps, tmp_path):
-    for text in ("Rate: <|Reward|>", "{text_prompt}", "{text_prompt} <|Reward|> <|Reward|>"):
-        with pytest.raises(RewardError, match="once each"):
-            HPSv3(**{**hps, "template": str(own.write(tmp_path / "t.txt", text))})
 
 
 # ---------------------------------------------------------------- videoalign
@@ -207,9 +196,6 @@ def test_videoalign_of_some_dimensions(video):
         found = VideoAlign(**video, dimensions=chosen).score(samples)
         assert [s.value for s in found] == pytest.approx([sum(s.parts[k] for k in chosen) for s in every], abs=1e-6)
         assert [s.parts for s in found] == [s.parts for s in every]
-    for wrong in ([], ["vq"], ["VQ", "VQ"], "VQ,MQ"):
-        with pytest.raises(RewardError, match="dimensions must be a list"):
-            VideoAlign(**video, dimensions=wrong)
 
 
 @pytest.mark.parametrize("outputs", [1, 3])
@@ -288,5 +274,3 @@ def test_a_videoreward_of_another_kind_is_refused(tmp_path):
     own.write(file, config)
     with pytest.raises(RewardError, match="reward tokens"):
         VideoAlign(**options)
-    with pytest.raises(RewardError, match="video_fps"):
-        VideoAlign(**{**options, "video_fps": 0.0})

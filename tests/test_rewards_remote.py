@@ -17,10 +17,9 @@ from tiny_media import grey
 from tiny_run import Hold, recipe, rows, start, train, weights
 
 from prefgrpo.data.media import Media
-from prefgrpo.rewards import RewardSpecError, build
-from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample
+from prefgrpo.rewards import build
+from prefgrpo.rewards.base import RewardError, Sample
 from prefgrpo.rewards.jpeg import jpeg_kilobytes
-from prefgrpo.rewards.pairwise import VlmPairwise
 from prefgrpo.rewards.remote import RemoteReward
 from prefgrpo.rewards.scorer import Scorer
 
@@ -58,15 +57,6 @@ def test_the_scorer_sees_no_difference(jpeg):
                 scorer.add((5, 9)[k // 4], k % 4, given[k])
             steps.append(scorer.finish().values[JPEG])
     assert np.array_equal(steps[0], steps[1]) and np.isfinite(steps[0]).all()
-
-
-def test_options_are_checked(jpeg):
-    with pytest.raises(RewardSpecError, match=r"has no option 'retires'.*did you mean 'retries'"):
-        build(JPEG, {JPEG: {"url": jpeg.url, "retires": 3}})
-    with pytest.raises(RewardError, match="endpoints must be http"):
-        build(JPEG, {JPEG: {"url": "localhost:1"}})
-    with pytest.raises(RewardError, match="takes no url"):
-        RemoteReward("vlm_pairwise", VlmPairwise, jpeg.url)
 
 
 def test_what_is_no_ready_server_of_the_reward_is_refused_at_the_start(jpeg):
@@ -154,26 +144,6 @@ def test_encodings_of_one_medium_at_once_do_not_mix():
         with ThreadPoolExecutor(3) as pool:
             done = [pool.submit(lambda f=f, m=shared, b=start: (b.wait(), f(m))[1]) for f in encode]
         assert [d.result() for d in done] == [function(alone) for function in encode]
-
-
-def test_a_source_is_encoded_once(monkeypatch):
-    """A group's samples share their source image, which is encoded once."""
-    import prefgrpo.rewards.remote as module
-
-    source, calls, real = grey(3, 64), [], module.media_json
-
-    class Edits(PointwiseReward):
-        needs_source = True
-
-        def score(self, samples):
-            return []
-
-    monkeypatch.setattr(module, "media_json", lambda media: calls.append(media) or real(media))
-    with Stub(name="edits") as server:
-        reward = RemoteReward("edits", Edits, server.url, **FAST)
-        assert reward.needs_source
-        scores = reward.score([Sample("p", grey(k), (source,)) for k in range(6)])
-    assert [s.value for s in scores] == [k / 255 for k in range(6)] and calls.count(source) == 1 and len(calls) == 7
 
 
 def run(place, name, url=""):

@@ -12,7 +12,6 @@ from judge_server import JudgeServer, free_port, images, text_of
 from reward_cases_vlm import clip, grid, judge, speak
 from tiny_media import grey
 
-from prefgrpo.config.recipe import ConfigError
 from prefgrpo.config.schema import JudgeConfig
 from prefgrpo.judge.http import HttpJudge
 from prefgrpo.judge.verdict import JudgeError, Verdict
@@ -251,15 +250,8 @@ def test_what_does_not_fit_is_refused(server, tmp_path):
             build(name, {name: {"judge": {"endpoints": [f"http://127.0.0.1:{free_port()}"]}}})
     with pytest.raises(JudgeError, match="which a judge in this process cannot answer"):
         build("qwenvl", {"qwenvl": {"judge": {"backend": "local", "model": "x"}}})
-    with pytest.raises(ConfigError, match=r"did you mean 'judge\.model'"):
-        build("qwenvl", {"qwenvl": {"judge": judge(server, modl="x")}})
     with pytest.raises(JudgeError, match=r"unknown marker \{source\}"):
         one(server, "qwenvl", template="edit_done")
-    (tmp_path / "text.yaml").write_text("user: '{prompt}{media_1}'\nanswer: text")
-    with pytest.raises(JudgeError, match="expected answer to be one of scores"):
-        one(server, "qwenvl", template=str(tmp_path / "text.yaml"))
-    with pytest.raises(JudgeError, match="did you mean 'qwenvl'"):
-        one(server, "qwenvl", template="qwenvi")
     path = tmp_path / "t.yaml"
     path.write_text("user: '{prompt}{media_1}'\nanswer: scores\nscores: {Beauty: [0, 1]}\npattern: '{name}: {value}'")
     with pytest.raises(RewardError, match="must ask for the score 'alignment'"):

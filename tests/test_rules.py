@@ -1,4 +1,4 @@
-"""Step rules against independent references: the published formulas in NumPy fp64, and golden numbers.
+"""Step rules against independent references: the published formulas in fp64, and golden numbers.
 
 Why these cases: with one wrong sign or σ, a rule silently trains in the wrong direction. The golden numbers were
 computed from the papers' formulas in their original (not affine) form; the properties hold for every rule at every σ.
@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import sde_formulas
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -31,23 +32,6 @@ def test_golden_numbers(case):
     assert w * np.mean((x_next - a * X - b * V) ** 2) + c == pytest.approx(logp, abs=5e-10)
 
 
-def literal(rule, i):
-    """(mean, std) of a step, by the papers' formulas as published."""
-    delta, x, v = i.sigma_next - i.sigma, X, V
-    if rule in ("flow", "wan"):
-        st_ = i.eta * math.sqrt(i.sigma / (1 - (i.sigma_max if i.sigma == 1 else i.sigma)))
-        st_ = i.sigma_min + (i.sigma_max - i.sigma_min) * i.sigma if rule == "wan" else st_
-        drift = v + st_**2 / (2 * i.sigma) * (x + (1 - i.sigma) * v)
-        return x + drift * delta, st_ * math.sqrt(-delta)
-    if rule == "dance":
-        x0 = x - i.sigma * v
-        score = -(x - x0 * (1 - i.sigma)) / i.sigma**2
-        return x + delta * v - 0.5 * i.eta**2 * score * delta, i.eta * math.sqrt(-delta)
-    x0, x1 = x - i.sigma * v, x + v * (1 - i.sigma)
-    std = i.sigma_next * math.sin(i.eta * math.pi / 2)
-    return x0 * (1 - i.sigma_next) + x1 * math.sqrt(i.sigma_next**2 - std**2), std
-
-
 def test_the_rule_of_the_docs():
     """The example in docs/extend.md is the flow's reverse SDE, and the page names all lists of rules."""
     root = Path(__file__).parent.parent
@@ -66,6 +50,14 @@ def test_the_rule_of_the_docs():
     assert {str(file.relative_to(root)) for file in lists} == set(re.findall(r"prefgrpo/[\w/]+\.py", section))
 
 
+def published(rule, i):
+    """(mean, std) of a step by the published equations."""
+    levels = {"flow": (i.eta, i.sigma_max), "wan": (i.sigma_max, i.sigma_min)}.get(rule, (i.eta,))
+    given = (torch.tensor(value, dtype=torch.float64) for value in (i.sigma, i.sigma_next, *levels))
+    mean, std, _ = getattr(sde_formulas, rule)(X, V, *given)
+    return mean.numpy(), float(std)
+
+
 @settings(max_examples=200, deadline=None)
 @given(
     st.sampled_from([r for r in RULES if r != "ode"]),
@@ -76,7 +68,7 @@ def test_the_rule_of_the_docs():
 def test_the_affine_form_is_the_papers_form(rule, sigma, share, eta):
     info = StepInfo(sigma, sigma * share, eta, 0.93, 0.01)
     a, b, s, w, c = RULES[rule](info)
-    mean, std = literal(rule.removesuffix("_normalised"), info)
+    mean, std = published(rule.removesuffix("_normalised"), info)
     assert np.allclose(a * X + b * V, mean, rtol=1e-9, atol=1e-12) and s == pytest.approx(std, rel=1e-9, abs=1e-300)
     if s == 0.0:
         assert w == c == 0.0

@@ -9,10 +9,8 @@ import torch.nn.functional as F
 from prefgrpo.data.media import Media
 from prefgrpo.judge.local import LocalJudge
 from prefgrpo.tiny import ASSETS, scenes
-from scripts.demo_world import base, judge, judge_data, vae
+from scripts.demo_world import base
 from scripts.demo_world.worlds import WORLDS
-
-MIB = 2**20
 
 
 def true_scenes(n, seed=0):
@@ -59,11 +57,6 @@ def test_captions_name_their_combination():
         scenes.parse_caption("a pink circle")
 
 
-def test_assets_are_small():
-    sizes = [path.stat().st_size for path in ASSETS.rglob("*") if path.is_file()]
-    assert sum(sizes) <= 5 * MIB and max(sizes) <= 2 * MIB
-
-
 def test_base_draws_scenes_but_often_the_wrong_ones():
     pipe = diffusers.FluxPipeline.from_pretrained(ASSETS / "base")
     captions = scenes.prompts("dev") * 4
@@ -91,16 +84,3 @@ def right_in_both_orders(folder, combos):
 def test_judge_is_right_on_clean_pairs_in_both_orders():
     """Called as in training, with chat template, image processor and stock forward (test_judge_local.py)."""
     assert right_in_both_orders(ASSETS / "judge", scenes.COMBOS) >= 0.95
-
-
-@pytest.mark.full
-def test_the_assets_can_be_made_again(tmp_path):
-    """The commands in scripts/demo_world/README.md, with two steps each; their outputs load, and the judge answers."""
-    vae.train_vae(vae.VAEConfig(tmp_path / "vae", steps=2, batch=4)).save_pretrained(tmp_path / "vae")
-    config = base.BaseConfig(tmp_path / "vae", tmp_path / "base", steps=2, batch=4, pictures=8)
-    base.save(base.train_base(config), config.out)
-    pool = judge_data.PoolConfig(config.out, tmp_path / "pool.pt", splits=("dev",), per_caption=1)
-    judge_data.make_pool(pool).save(pool.out)
-    few = {"vision_steps": 2, "scene_steps": 2, "pool_steps": 2, "batch": 4}
-    judge.train_judge(judge.JudgeConfig(tmp_path / "judge", (pool.out,), **few)).save(tmp_path / "judge")
-    assert 0 <= right_in_both_orders(tmp_path / "judge", scenes.COMBOS[:3]) <= 1

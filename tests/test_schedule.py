@@ -43,22 +43,6 @@ def test_steps_without_noise_are_not_trained():
     assert torch.isfinite(make_schedule(sigmas, "cps", 0.8).coef).all()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        ((torch.tensor([1.0, 0.5, 0.0]), "flwo", 0.7), "unknown step rule 'flwo': expected one of flow"),
-        ((torch.tensor([1.0]), "flow", 0.7), "at least two sigmas, got 1"),
-        ((torch.tensor([1.0, 0.5, 0.5]), "flow", 0.7), "0 <= sigma_next < sigma <= 1"),
-        ((torch.tensor([1.0, float("nan")]), "flow", 0.7), "0 <= sigma_next < sigma <= 1"),
-        ((torch.tensor([1.0, 0.5, 0.0]), "flow", 0.7, (2,)), r"sde_steps must lie in 0 … 1 for 2 steps, got \[2\]"),
-        ((torch.tensor([1.0, 0.5, 0.0]), "flow", 0.7, (-1,)), "sde_steps must lie in"),
-    ],
-)
-def test_refusals(arguments, told):
-    with pytest.raises(ValueError, match=told):
-        make_schedule(*arguments)
-
-
 @settings(max_examples=200, deadline=None)
 @given(st.integers(1, 30), st.data())
 def test_a_window_is_consecutive_in_range_and_a_function_of_its_draw(steps, data):

@@ -25,8 +25,8 @@ from prefgrpo.data.media import Media
 from prefgrpo.data.prompts import DataError, Prompt
 from prefgrpo.rewards import build
 from prefgrpo.rewards.base import RewardError, Sample, Score
-from prefgrpo.rewards.unigenbench import Points, Wording, points_of
-from prefgrpo.suites import SUITES, load_suite
+from prefgrpo.rewards.unigenbench import Points, Wording
+from prefgrpo.suites import load_suite
 
 POINTS = (
     *(f"Relationship - {n}" for n in ("Comparison", "Composition", "Inclusion", "Similarity")),
@@ -114,6 +114,8 @@ def check(out, file):
     assert sorted(named) == sorted(unread)
     primary = [ones / count for name, (ones, count) in table.items() if name.startswith("primary")]
     assert result["summary"]["mean of the primary dimensions"] == pytest.approx(np.mean(primary))
+    points = np.array([row for name, row in table.items() if not name.startswith("primary")]).sum(0)
+    assert result["summary"]["share of all test points"] == pytest.approx(points[0] / points[1])
     assert "not comparable" in result["scored_by"] and result["about"]["seed"] == 0
     return result
 
@@ -187,36 +189,6 @@ def test_unigenbench_does_not_depend_on_ranks(place):
     assert tables[0] == tables[1]
 
 
-def test_a_table_of_40_rows_by_hand():
-    """Each prompt has 2 images; the second test point is met in every second image, the third never."""
-    suite = load_suite("unigenbench")
-    files, scores = [], []
-    for k in range(40):
-        names = ["Style", "Attribute - Color", "Attribute - Size"] if k < 20 else ["Style"]
-        dims = json.dumps({"Testpoints": names, "Testpoint Description": names})
-        files.append(Generated(Prompt(k // 2, "x", {"index": str(k // 2), "sub_dims_en": dims}), Path(f"{k}.png")))
-        marks = [1.0 * (k % 4 != 0), 1.0 * (k % 2), 0.0][: len(names)]
-        parts = {f"{j} {n}": m for j, (n, m) in enumerate(zip(names, marks, strict=True))}
-        lost = k in (3, 30)
-        scores.append(Score(None, "no marks") if lost else Score(float(np.mean(marks)), parts=parts))
-    found = suite.results(files, scores, {})
-    rows = {row.name: (row.mean, row.count, row.missing) for table in found.tables.values() for row in table}
-    # Style: 40 images, 10 of them (k = 0, 4, …, 36) fail and 2 that pass are missing: 28 of 38.
-    # Color: 20 images, 10 pass and 1 of these is missing: 9 of 19. Size: 0 of 19. Attribute: 9 of 38.
-    assert rows == {
-        "Style": (28 / 38, 38, 2), "Attribute": (9 / 38, 38, 2),
-        "Attribute - Color": (9 / 19, 19, 1), "Attribute - Size": (0.0, 19, 1),
-    }  # fmt: skip
-    assert found.summary == {
-        "mean of the primary dimensions": pytest.approx((28 / 38 + 9 / 38) / 2),
-        "share of all test points": pytest.approx(37 / 76),
-    }
-    assert found.problems == ["3.png: no marks", "30.png: no marks"]
-    assert "| Attribute - Color | 47.37 % | 19 | 1 |" in found.markdown()
-    other = suite.results(files, scores, {"template": "eval_common.py"})
-    assert "comparable with published numbers if the judge is its evaluation model" in other.scored_by
-
-
 SOURCE = '''
 import a_package_that_nobody_has
 FACTS_EN = {"Style": "how it {looks}", "Attribute - Color": "which"}
@@ -265,19 +237,6 @@ def test_the_suites_own_wording_is_read_from_its_file_and_put_word_for_word(tmp_
     file.write_text("LANG_CONFIGS = 3")
     with pytest.raises(RewardError, match=r"is not the suite's eval/src/eval_common\.py"):
         Wording(file)
-
-
-def test_rows_without_readable_points_say_why():
-    uneven = json.dumps(dict(zip(KEYS["en"], (["a"], ["b", "c"]))))
-    for meta, why in (
-        ({}, "expected a column sub_dims_en or sub_dims_zh"),
-        ({"sub_dims_en": '{"Testpoints": ["a" "b"]}'}, "sub_dims_en is not JSON of the expected form"),
-        ({"sub_dims_zh": '{"考点": ["a"]}'}, "sub_dims_zh is not JSON of the expected form (KeyError"),
-        ({"sub_dims_en": uneven}, "as many descriptions as test points"),
-    ):
-        with pytest.raises(ValueError, match="sub_dims") as error:
-            points_of(meta)
-        assert why in str(error.value)
 
 
 # ---- the other suites ---------------------------------------------------------------------------------------------
@@ -358,26 +317,6 @@ def test_vbench_names_and_numbers(tmp_path):
     assert "no score of color" in less.problems
 
 
-@pytest.mark.parametrize("name", SUITES)
-def test_other_files_are_refused_with_what_was_expected(name, place, tmp_path, capsys):
-    (tmp_path / "x.txt").write_text("")
-    (tmp_path / "wrong.json").write_text("[3]")
-    suite = load_suite(name)
-    for path in (tmp_path / "wrong.json", tmp_path / "none"):
-        with pytest.raises(DataError):
-            suite.read(path)
-        with pytest.raises(DataError):
-            suite.read_results(path)
-    argv = ["evaluate", recipe(place, "refused"), "--suite", name]
-    code, output = attempt(capsys, *argv)
-    clips = "VBench takes clips, but flux makes images here"
-    assert code == 2 and (clips if name == "vbench" else f"--prompts: expected {suite.source}") in output
-    assert not (place / "runs" / "refused").exists()
-    for extra, told_of in ((["--judge2", "{}"], "--judge2: expected no --suite"), (["--question", "x"], "")):
-        code, output = attempt(capsys, *argv, *extra)
-        assert code == 2 and told_of in output
-
-
 # ---- damaged files ------------------------------------------------------------------------------------------------
 
 
@@ -396,25 +335,17 @@ def marked(points='["Style"]', result='{"score": [1]}', image="a/0_0.png"):
 REFUSED_RESULTS = [
     ("vbench", "a_eval_results.json", '{"color": "0.5"}', "color: .*'0.5'"),
     ("vbench", "a_eval_results.json", '{"color": [NaN, []]}', "color: .*finite number, got nan"),
-    ("vbench", "a_eval_results.json", '{"color": [true, []]}', "color: .*got True"),
     ("geneval", "r.jsonl", geneval_line() + "\n" + geneval_line(correct=None), "line 2: .*correct: .*got None"),
     ("geneval", "r.jsonl", geneval_line(correct="False"), "correct: .*got 'False'"),
-    ("geneval", "r.jsonl", geneval_line(tag="weird"), "tag: .*got 'weird'"),
-    ("geneval", "r.jsonl", geneval_line(prompt=["p"]), "prompt: .*got .'p'"),
     ("unigenbench", "r.csv", marked("'Style'"), "line 2: .*testpoint: .*got 'Style'"),
-    ("unigenbench", "r.csv", marked(""), "testpoint: .*got ''"),
     ("unigenbench", "r.csv", marked(image=None), "img_path: .*got None"),
-    ("unigenbench", "r.csv", marked(points=None), "testpoint: .*got None"),
     ("unigenbench", "r.csv", b"\xff\xfe\x00\x00", "UTF-8"),
 ]
 PLAIN = {"prompt_en": "a", "dimension": ["color"]}
 REFUSED_PROMPTS = [
     ("vbench", "p.json", json.dumps([PLAIN, PLAIN | {"prompt_en": 3}]), "1: prompt_en: .*got 3"),
-    ("vbench", "p.json", json.dumps([PLAIN | {"prompt_en": " "}]), "0: prompt_en: .*got ' '"),
     ("vbench", "p.json", json.dumps([PLAIN | {"dimension": None}]), "0: dimension: .*got None"),
     ("vbench", "p.json", "[]", "at least 1"),
-    ("vbench", "p.json", b"\xff", "UTF-8"),
-    ("vbench", "p.json/b", "", "directory"),
 ]
 
 
@@ -423,9 +354,8 @@ REFUSED_PROMPTS = [
     [("read_results", *row) for row in REFUSED_RESULTS] + [("read", *row) for row in REFUSED_PROMPTS],
 )
 def test_damaged_files_are_refused_with_file_and_value(reads, name, file, content, told_of, tmp_path):
-    (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
-    (tmp_path / file).write_bytes(content if isinstance(content, bytes) else content.encode())
-    path = tmp_path / file.removesuffix("/b")
+    path = tmp_path / file
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(DataError) as error:
         getattr(load_suite(name), reads)(path)
     assert str(path) in str(error.value) and "expected" in str(error.value)

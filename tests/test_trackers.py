@@ -133,12 +133,7 @@ def test_trackio_on_this_machine(folder, monkeypatch, tmp_path):
     assert {image.tobytes() for image in kept(folder)[0]} <= stored
 
 
-def test_a_library_that_is_absent_is_named_at_the_start(monkeypatch, tmp_path):
+def test_a_library_that_is_absent_is_named_at_the_start(monkeypatch):
     monkeypatch.setattr(trackers, "find_spec", lambda name: None)
     (problem,) = trackers.config_errors(config(trackers=["wandb"]))
     assert problem == "trackers: wandb is not installed; run `pip install wandb`, or remove it from trackers"
-    monkeypatch.undo()
-    (tmp_path / "no_such_library").mkdir()  # like ./wandb, which offline runs create
-    monkeypatch.syspath_prepend(tmp_path)
-    lacking = types.SimpleNamespace(trackers=("no_such_library",))
-    assert "no_such_library is not installed" in trackers.config_errors(lacking)[0]

@@ -7,8 +7,6 @@ must be reported by its recipe field before anything starts; and it must work in
 import asyncio
 import json
 import re
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -18,7 +16,7 @@ from judge_server import JudgeServer
 from safetensors.torch import load_file
 from tiny_run import BASE, PROMPTS, merged, recipe, rows, train, weights
 
-from prefgrpo import ConfigError, PairwiseJudge, Trainer, TrainingStopped
+from prefgrpo import ConfigError, PairwiseJudge, Trainer
 from prefgrpo.models import MODELS, family_of
 from prefgrpo.models.folder import hub_id, resolve
 from prefgrpo.rewards.jpeg import JpegCompressibility
@@ -122,16 +120,6 @@ def test_without_a_judge_the_rewards_measure_held_out_prompts(place, reward):
     assert 0 <= result.win_rate <= 1 and f"dev/{reward.__name__}" in result.metrics
 
 
-def test_why_an_evaluation_lacks_values_is_told_once(place, capfd):
-    def unsure(images, prompts):
-        return [None if p in PROMPTS[7:] else float(i.mean()) for i, p in zip(images, prompts, strict=True)]
-
-    result = trainer(place, "unsure", rewards=unsure, steps=2).train()
-    assert np.isnan(result.win_rate) and result.metrics["dev/unsure_missing"] == 1.0
-    printed = "".join(capfd.readouterr())
-    assert printed.count("missing in the evaluation after step 0: ") == printed.count("unsure returned None") == 1
-
-
 def test_off_the_main_thread(place):
     results = []
     thread = threading.Thread(target=lambda: results.append(trainer(place, "thread", steps=1).train()))
@@ -140,22 +128,10 @@ def test_off_the_main_thread(place):
     assert load_file(results[0].lora / "pytorch_lora_weights.safetensors")
 
 
-def test_a_run_that_stops_says_so_and_has_a_report(place):
-    def lost(images, prompts):
-        return [None] * len(images)
-
-    one = trainer(place, "stopped", rewards=lost)
-    with pytest.raises(TrainingStopped, match="100% of the rewards are missing"):
-        one.train()
-    assert one.folder.report.is_file()
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"rollout": {"group_size": 1, "eta": -1}}, r"rollout.eta: .*\n.*rollout.group_size: "),
-        ({"hight": 3}, "hight: unknown key"),
-        ({"rewards": "jpg"}, "unknown reward 'jpg'"),
         ({"rewards": {redness: "much"}}, "weight of reward 'redness' must be a number, got 'much'"),
         ({"rewards": lambda x: 1}, r"a reward function takes \(images, prompts, …\)"),
         ({"rewards": [redness, redness.__class__(redness.__code__, globals(), "redness")]}, "redness is given twice"),
@@ -166,14 +142,8 @@ def test_a_run_that_stops_says_so_and_has_a_report(place):
         ),
         ({"rewards": 7}, "rewards: expected a name, a PairwiseJudge, a reward or a function, got 7"),
         ({"train_prompts": []}, "train_prompts: expected at least one prompt"),
-        ({"train_prompts": {"prompt": "a"}}, "train_prompts: expected a file or a list of prompts"),
-        ({"train_prompts": [1]}, "train_prompts: expected texts, or mappings"),
-        ({"train": 3}, "train: expected a mapping of its fields, got 3"),
         ({"rewards": max}, "a reward function must have a signature"),
-        ({"rewards": {1, 2}}, "rewards: expected a name"),
-        ({"eval_prompts": 1.5}, "eval.holdout: expected"),
         ({"model": "nowhere"}, "model: model folder not found: 'nowhere'"),
-        ({"rollout": {"frames": 5}}, "rollout.frames: flux makes images"),
     ],
 )
 def test_every_mistake_is_told_before_anything_starts(place, arguments, message):
@@ -212,12 +182,6 @@ def test_a_hub_id_may_carry_a_revision(monkeypatch, place):
     one = Trainer("org/name@abc123", train_prompts=PROMPTS, rewards=redness, output=str(place / "runs"), dtype="fp32")
     assert one.config.model == "org/name@abc123" and one.config.family == "flux"
     assert asked == [("org/name", "refs/pr/3"), ("org/name", "abc123")]
-
-
-def test_the_import_is_cheap():
-    code = "import sys, prefgrpo; print(prefgrpo.__version__, 'torch' in sys.modules, 'Trainer' in dir(prefgrpo))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split()[1:] == ["False", "True"]
 
 
 def test_the_documentations_examples_run(root, tmp_path, monkeypatch):

@@ -17,7 +17,6 @@ from grpo_formula import plain_formula
 from tiny_run import BRIGHTNESS, collect, rows, settings
 
 from prefgrpo.config.loading import from_dict
-from prefgrpo.config.recipe import ConfigError
 from prefgrpo.objectives.base import Targets
 from prefgrpo.rewards.base import PointwiseReward, Score
 from prefgrpo.rollout.assignment import assign_batches
@@ -60,6 +59,8 @@ EXACT = {
     "ema": {"train": {"ema_decay": 0.9}},
     "kl": {"train": {"kl_coef": 0.5}},
     "window": {"rollout": {"steps": 6, "window_low": 1, "window_high": 5, "window_size": 2}},
+    "subset": {"rollout": {"steps": 6, "window_size": 2, "window_policy": "subset", "sde_everywhere": True}},
+    "slices": {"rollout": {"batch_size": 3}, "train": {"updates_per_rollout": 2, "update_slices": "members"}},
     "same noise": {"rollout": {"same_noise": True}},
     "many batches": {"rollout": {"prompts_per_step": 4, "batch_size": 3}},
     "group over batches": {"rollout": {"group_size": 5, "batch_size": 2}},
@@ -76,7 +77,7 @@ EXACT = {
 }
 
 
-ALWAYS = ("plain", "kl", "window", "two updates", "group over batches", "truncated times", "full", "bf16")
+ALWAYS = ("plain", "kl", "subset", "slices", "two updates", "group over batches", "truncated times", "full", "bf16")
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.full] * (c not in ALWAYS)) for c in EXACT])
@@ -124,11 +125,6 @@ def test_reusing_the_forward_of_the_rollout_changes_no_bit(trainer, case):
     (metrics, weights, few), (want, true, many) = seen
     assert metrics == want and all(torch.equal(a, b) for a, b in zip(weights, true, strict=True))
     assert few < many
-
-
-def test_the_forward_of_the_rollout_cannot_always_be_reused(trainer):
-    with pytest.raises(ConfigError, match="reuse_rollout_forward: expected false, got true: nft replays no"):
-        trainer(train={"objective": "nft", "reuse_rollout_forward": True})
 
 
 def around_loss(one, function):
@@ -323,21 +319,3 @@ def test_a_stop_between_two_updates_of_a_step_saves_no_half_step(trainer):
     straight = trainer(name="unhurt", **over)
     straight.run()
     assert rows(again.folder.root) == rows(straight.folder.root)
-
-
-def test_a_policy_that_diverged_stops(trainer):
-    """At an absurd learning rate, images become NaN and all rewards equal; unchecked, the run would never stop. With a
-    checkpoint: test_bad_input.py."""
-    one = trainer(train={"lr": 1e30}, eval={"every": 0}, checkpoint={"every": 20})
-    message = r"step 2: the policy produces latents that are not finite.*\nthere is no checkpoint yet.*lower"
-    with pytest.raises(TrainingStopped, match=message):
-        one.run()
-    assert len(rows(one.folder.root)) == 1
-
-
-def test_one_prompt_and_more_groups_than_prompts(trainer, place):
-    (place / "one.txt").write_text('{x} "it\'s" 100% 家 🐈 \\n ' + "very long " * 300 + "\n", encoding="utf-8")
-    one = trainer(data={"prompts": str(place / "one.txt")}, rollout={"prompts_per_step": 3}, train={"steps": 2})
-    one.run()
-    found = [r for r in rows(one.folder.root) if r["kind"] == "train"]
-    assert len(found) == 2 and all(r["samples_trained"] == 12 for r in found)

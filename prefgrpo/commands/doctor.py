@@ -52,7 +52,8 @@ def _check(name: str) -> tuple[bool, str]:
     device = torch.device("cuda" if name in ("cuda", "triton") and torch.cuda.is_available() else "cpu")
     generator = torch.Generator().manual_seed(0)
     x, v, eps = (torch.randn(4, 3, 67, generator=generator).to(device) for _ in range(3))  # vector lanes and a tail
-    coef, index = COEF.to(device), torch.tensor([0, 1, 0, 1]).to(device)
+    coef = COEF.to(device)
+    index = torch.tensor([0, 1, 0, 1]).to(device)
     try:
         with use_backend(name):
             served = backend_of(device, x.dtype)

@@ -40,11 +40,14 @@ def dry_run(config: Config) -> int:
     print(f"{len(prompts)} training prompts; evaluation prompts: {evaluated or 'none'}")
     embeddings = Embeddings(adapter, config.data.max_length, None if absent else config.data.cache or None)
     begin = time.perf_counter()
-    samples, alone = list[Sample](), World(0, 1, world.device)
+    samples = list[Sample]()
+    alone = World(0, 1, world.device)
     rollouts = Rollouts(config, adapter, embeddings, schedules, prompts, alone)
     batch = next(rollouts(0, lambda group, member, sample: samples.append(sample)))
     print(f"first batch: {len(samples)} samples, the first for {samples[0].prompt[:80]!r}")
-    r, steps, middle = batch.sizes, batch.trajectory.steps, time.perf_counter()
+    r = batch.sizes
+    steps = batch.trajectory.steps
+    middle = time.perf_counter()
     collector = open_collector(config, goal, adapter, policy, world)
     if isinstance(collector, EndpointCollector):
         error = collector.predict(batch, 0).error

@@ -10,6 +10,7 @@ no model, no run folder.
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import inspect
 import json
@@ -26,6 +27,7 @@ from prefgrpo.data.atomic import write_atomic
 from prefgrpo.data.prompts import SOURCE
 from prefgrpo.models import family_of
 from prefgrpo.models.folder import ModelError
+from prefgrpo.parallel.world import leave
 from prefgrpo.report import write_report
 from prefgrpo.rewards import PYTHON, REWARDS, RewardSpecError, load_class, parse_reward_spec, python_rewards
 from prefgrpo.rewards.base import Reward
@@ -186,6 +188,7 @@ class Trainer:
                 raise
         if loop.world.main:
             write_report(self.folder.root)
+        atexit.register(leave)  # after a success; the program may train again first
         lora = self.config.train.lora_rank > 0
         return Result(
             folder=self.folder.root,

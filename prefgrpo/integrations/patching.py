@@ -40,7 +40,8 @@ def patch(codebase: str) -> list[str]:
     Raises ValueError for an unknown codebase, and RuntimeError, without replacing anything, if it is not imported
     (import its training code first), or if a function is missing or its parameters differ from the known version's.
     """
-    targets, replaced = _targets(codebase), _PATCHED.get(codebase, {})
+    targets = _targets(codebase)
+    replaced = _PATCHED.get(codebase, {})
     found = dict(replaced)
     for place, name in targets.items():
         if place.partition(":")[0] not in sys.modules:

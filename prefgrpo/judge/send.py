@@ -257,7 +257,8 @@ class Sender:
         self, endpoint: Endpoint, job: _Job, carried: Collection[str] | None
     ) -> tuple[aiohttp.ClientResponse, bytes]:
         """(response, body) of one POST."""
-        body, url = job.write(carried), endpoint.url + job.path
+        body = job.write(carried)
+        url = endpoint.url + job.path
         timeout = aiohttp.ClientTimeout(total=job.timeout_s, sock_connect=_CONNECT_S)
         session, headers = self.thread.session(), endpoint.headers
         async with session.post(url, data=body, headers=headers, timeout=timeout, allow_redirects=False) as reply:

@@ -58,7 +58,8 @@ class LTX2(Adapter):
 
     def sound_tokens(self, sampling: Sampling) -> int:
         """Number of audio tokens of a clip."""
-        pipe, frames = self.pipe, self.frames(sampling) or 1
+        pipe = self.pipe
+        frames = self.frames(sampling) or 1
         per_second = pipe.audio_sampling_rate / pipe.audio_hop_length / float(pipe.audio_vae_temporal_compression_ratio)
         return round(frames / self.frame_rate * per_second)
 
@@ -90,7 +91,8 @@ class LTX2(Adapter):
 
     def decode(self, latents: Tensor, sampling: Sampling) -> Tensor:
         """The clip [B, F, 3, H, W], without its audio: unpack, undo the VAE's normalisation, decode."""
-        vae, clip = self.pipe.vae, latents[:, : self.tokens(sampling)]
+        vae = self.pipe.vae
+        clip = latents[:, : self.tokens(sampling)]
         grid = LTX2Pipeline._unpack_latents(clip, *self.volume(sampling), 1, 1)
         grid = LTX2Pipeline._denormalize_latents(grid, vae.latents_mean, vae.latents_std, vae.config.scaling_factor)
         return decode_clip(self.pipe, grid.to(vae.dtype))

@@ -52,7 +52,8 @@ class Layout:
         if wrong := problem(p, processes):
             raise ConfigError([wrong])
         inner = p.shard * p.ring * p.ulysses
-        split, fsdp = inner if splits(config) else 1, splits(config) or has_masters(config)
+        split = inner if splits(config) else 1
+        fsdp = splits(config) or has_masters(config)
         return cls(processes // inner, p.shard, p.ring, p.ulysses, split, fsdp)
 
 

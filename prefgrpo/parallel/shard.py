@@ -36,7 +36,8 @@ def shard_weights(adapter: Adapter, world: World, parallel: ParallelConfig) -> N
     offload = CPUOffloadPolicy(pin_memory=world.device.type != "cpu") if parallel.offload else OffloadPolicy()
     for name in adapter.denoisers:
         _shard(getattr(adapter.pipe, name), adapter, world.device, {"mesh": mesh, "offload_policy": offload})
-    adapter.home, adapter.equal_forwards = world.device, world.equal_forwards
+    adapter.home = world.device
+    adapter.equal_forwards = world.equal_forwards
 
 
 def _shard(model: nn.Module, adapter: Adapter, device: torch.device, options: dict[str, Any]) -> None:

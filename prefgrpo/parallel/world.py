@@ -9,6 +9,7 @@ local accumulation (no per-backward hooks), so a rank whose groups carry no sign
 
 from __future__ import annotations
 
+import atexit
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -232,13 +233,15 @@ def join(device_name: str, config: Config | None = None) -> World:
         store, rank, _ = next(rendezvous("env://", timeout=timeout))
         store = PrefixStore(f"attempt/{restart_count()}", store)  # torchrun's store keeps the addresses of earlier ones
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    if device.type == "cpu" and dist.is_initialized():
+        atexit.register(leave)  # gloo's threads must not outlive the interpreter, and leaving it waits for nobody
     return World(int(os.environ.get("RANK", "0")), size, device, layout, device_mesh(layout, device))
 
 
 def leave() -> None:
-    """Leave the process group, at the end of a command that succeeded.
+    """Leave the process group, if there is one, at the end of a command or program that succeeded.
 
-    After an error the group stays until the process ends: destroying an NCCL communicator waits for the other
+    After an error on GPUs the group stays until the process ends: destroying an NCCL communicator waits for the other
     processes, which may be in a collective that this one has left.
     """
     if dist.is_initialized():

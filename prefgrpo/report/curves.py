@@ -49,7 +49,8 @@ def part_of(name: str, names: Iterable[str]) -> tuple[str, str]:
 
 def curves(run: Run) -> list[Markup]:
     """At most six charts; one without values is left out."""
-    train, shown = run.train, namer(run)
+    train = run.train
+    shown = namer(run)
     rows = [r for r in (train, *run.evals.values()) if len(r.steps)]
     steps = (min((r.steps[0] for r in rows), default=0.0), max((r.steps[-1] for r in rows), default=0.0))
     watched = "dev" if "dev" in run.evals else next(iter(run.evals), "")  # the set evaluated during training

@@ -31,7 +31,8 @@ def number(value: float) -> str:
 
 def _wins(run: Run, rows: Rows) -> list[tuple[str, str, list[str]]]:
     """(judge, win rate, [interval, missing share and orders, if known]) of the last row."""
-    wins, shown = [], namer(run)
+    wins = []
+    shown = namer(run)
     for win in win_names(rows):
         rate, low, high, first, second = (rows.last(win + end) for end in ("", "_low", "_high", "_first", "_second"))
         note = [] if math.isnan(low + high) else [f"95\u00a0% interval {100 * low:.0f}–{percent(high)}"]
@@ -48,7 +49,9 @@ def _wins(run: Run, rows: Rows) -> list[tuple[str, str, list[str]]]:
 def subject(run: Run) -> str:
     """What was trained: weights, model, family, objective and rewards, as far as the configuration has them; "" without
     a model."""
-    train, family, shown = run.section("train"), run.config.get("family"), namer(run)
+    train = run.section("train")
+    family = run.config.get("family")
+    shown = namer(run)
     weights = {k: w for k, w in reward_weights(run.config).items() if w}
     if not (model := "/".join(Path(str(run.config.get("model") or "")).parts[-2:])):
         return ""
@@ -75,7 +78,9 @@ def judge_name(run: Run) -> str:
 
 def facts(run: Run) -> list[tuple[str, str]]:
     """(name, text): the judge, amount of training and comparisons, agreement of judge and independent checks."""
-    out, rollout, naming = [], run.section("rollout"), namer(run)
+    out = []
+    rollout = run.section("rollout")
+    naming = namer(run)
     if judge := judge_name(run):
         out.append(("Judge", judge))
     each = [n for key in ("prompts_per_step", "group_size") if isinstance(n := rollout.get(key), int)]
@@ -163,7 +168,8 @@ def sentence(run: Run) -> str:
         if run.evals or not run.finished:
             return "No evaluation has finished since training started, so there is no result yet."
         return "This run had no evaluation set (eval.prompts, eval.holdout), so there is no before/after result."
-    rows, shown = run.evals[run.best_set], namer(run)
+    rows = run.evals[run.best_set]
+    shown = namer(run)
     wins = [f"{rate} by {judge}" + (f" ({details[0]})" if details else "") for judge, rate, details in _wins(run, rows)]
     wins[:1] = [win.replace(" by ", " of comparisons by ", 1) for win in wins[:1]]
     result = f"beats the initial model from the same noise in {_listed(wins)}" if wins else "was measured"
@@ -175,7 +181,8 @@ def sentence(run: Run) -> str:
 
 def table(run: Run) -> list[tuple[str, str, int, str, str, str, str]]:
     """(measure, set, step, before, after, interval, missing) of all numbers of the last evaluation of every set."""
-    lines, shown = [], namer(run)
+    lines = []
+    shown = namer(run)
 
     def missing(*columns: str) -> str:
         share = max((s for c in columns if (s := rows.last(f"{c}_missing")) > 0), default=0.0)

@@ -95,7 +95,8 @@ def _pairs(run: Run) -> dict[str, Any] | None:
     name = next((n for n in (run.best_set, *run.images) if n in run.images and run.images[n].step > 0), None)
     if name is None:
         return None
-    last, shown = run.images[name], namer(run)
+    last = run.images[name]
+    shown = namer(run)
     columns = {"source": last.sources, "before": last.before, "after": last.after}
     pairs = []
     for k, (prompt, outcome) in enumerate(zip(last.prompts, last.kept, strict=True)):

@@ -274,7 +274,8 @@ class SubfigClipT(OpenClipReward):
 
     def _parts(self, sample: Sample) -> tuple[list[Media], list[str]]:
         rows, cols = require_grid(sample.prompt, sample.meta)
-        cells, texts = split(sample.media, rows, cols), sub_prompts(sample.prompt)[1]
+        cells = split(sample.media, rows, cols)
+        texts = sub_prompts(sample.prompt)[1]
         if len(texts) != len(cells):
             raise ValueError(f"the prompt describes {len(texts)} cells (' [LEFT]: …') of a {rows}x{cols} grid")
         return cells, texts

@@ -172,7 +172,9 @@ class PairSession:
     """Judges one group: a pair is sent as soon as both members exist."""
 
     def __init__(self, reward: VlmPairwise, size: int, seed: int, stats: RequestStats) -> None:
-        self.reward, self.size, self._stats = reward, size, stats
+        self.reward = reward
+        self.size = size
+        self._stats = stats
         self.pairs = reward.plan_pairs(size, seed)
         self._members: dict[int, Sample] = {}
         self._answers: dict[Pair, Future[Verdict]] = {}

@@ -170,7 +170,8 @@ class Rollouts:
 
     def _generate(self, step: int, b: BatchPlan, condition: Condition, sizes: SamplingConfig) -> Batch:
         """Generate a batch with the current policy."""
-        schedule, ids = self.schedules.step(sizes, step), self._ids(step, b)
+        schedule = self.schedules.step(sizes, step)
+        ids = self._ids(step, b)
         done = rollout(
             self.adapter,
             schedule,
@@ -182,7 +183,8 @@ class Rollouts:
             keep_velocity=self.schedules.goal.keeps_velocity,
             keep_graph=self.keep_graph and b.update == 0,
         )
-        slots, members = [p for p, _ in b.places], [g for _, g in b.places]
+        slots = [p for p, _ in b.places]
+        members = [g for _, g in b.places]
         groups = [step * self.config.rollout.prompts_per_step + p for p in slots]
         return Batch(b.number, b.update, slots, members, groups, sizes, schedule, condition, done)
 

@@ -211,8 +211,7 @@ class Embeddings:
             return {"source" if k == 1 else f"source_{k}": tensor for k, tensor in enumerate(tensors, 1)}
 
         kept = self._get_or_encode(self.keys.sources(sources, frames), encode)
-        # older caches call `source_2` of Wan2.1 I2V `image_embeds`
-        return tuple(kept[name] for name in sorted(kept, key=lambda name: (name == "image_embeds", len(name), name)))
+        return tuple(kept[name] for name in sorted(kept, key=lambda name: (len(name), name)))
 
     def _get_or_encode(self, key: str, encode: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
         """The entry from memory, else from disk, else newly encoded."""

@@ -86,7 +86,8 @@ def rollout(
     def on_device(numbers: Sequence[int]) -> Tensor:
         return torch.tensor(numbers).to(sample.device, non_blocking=True)
 
-    starts, active = sample if initial_sample is None else on_device(initial_sample), condition
+    starts = sample if initial_sample is None else on_device(initial_sample)
+    active = condition
     branch = 0 if initial_sample is None else min(schedule.sde_steps, default=0)
     if initial_sample is not None and branch:
         distinct = list(dict.fromkeys(initial_sample))

@@ -62,7 +62,8 @@ def save(
     if world.any(world.main and final.exists()):
         return
     parts = {key: t.detach() for key, t in tensors.items() if is_sharded(t)}
-    problem, began = None, False
+    problem = None
+    began = False
 
     def write(inside: Path) -> None:
         nonlocal began

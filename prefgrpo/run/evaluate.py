@@ -128,7 +128,8 @@ class Evaluator:
             index = index + [0] * (most - count)
         for start in range(0, len(index), r.batch_size):
             chunk = index[start : start + r.batch_size]
-            items, ids = [self.eval_set.items[i] for i in chunk], self.ids(chunk)
+            items = [self.eval_set.items[i] for i in chunk]
+            ids = self.ids(chunk)
             made = render(self.adapter, self.schedule, self.embeddings, items, ids, r, seed, at_once, self.world)
             parts.append(made.cpu())
         clip = self.adapter.frames(r)

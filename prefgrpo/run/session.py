@@ -358,7 +358,8 @@ def _start_folder(config: Config, session: Session, resume: bool) -> None:
                 "resume with the old file, or choose another name"
             )
         session.policy.load_state_dict(tensors, meta["updates"])
-        session.start, session.trained_s = meta["step"], meta["trained_s"]
+        session.start = meta["step"]
+        session.trained_s = meta["trained_s"]
         session.notes.append(f"resumed from {newest}")
     elif resume:
         session.notes.append(f"no checkpoint in {folder.root} yet; starting from step 0")
