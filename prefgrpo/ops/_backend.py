@@ -1,7 +1,7 @@
 """Which implementation runs an op: cuda (C++), triton, cpu (C++) or torch (the reference).
 
-Order of preference on a GPU: cuda, triton, torch; on a CPU: cpu, torch. `PREFGRPO_BACKEND` (for the process) or
-`use_backend` (for a block of one thread) selects one for the devices it supports; other devices keep their order.
+Order of preference on a GPU: cuda, triton, torch; on a CPU: cpu, torch. `PREFGRPO_BACKEND` or `use_backend` selects one
+for the devices it supports; other devices keep their order.
 Invariant: a backend that is missing, or whose kernels do not launch, changes the speed, never the result; one warning
 tells the user.
 """
@@ -14,7 +14,6 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from functools import lru_cache, wraps
 from typing import Any
 
@@ -25,14 +24,15 @@ BACKENDS = ("cuda", "triton", "cpu", "torch")
 PACKAGE = __name__.split(".")[0]
 """prefgrpo, or the name that the hub's loader gives the package; also the namespace of the custom ops."""
 _ORDER: dict[str, tuple[str, ...]] = {"cuda": ("cuda", "triton"), "cpu": ("cpu",)}
-_override: ContextVar[str | None] = ContextVar("prefgrpo_backend", default=None)
+_override: list[str] = []
+"""Choices of `use_backend`, the innermost last; of the process, since autograd runs backward in threads of its own."""
 
 
 def op(name: str, mutates: tuple[str, ...]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Make a function that writes into its arguments `mutates` the custom op torch.ops.prefgrpo.<name>.
 
-    Compiled graphs call the op, whose fake kernel does nothing; eager calls go directly to the function, because the
-    dispatcher costs more than the small kernels.
+    Graphs and subclasses of Tensor (fake tensors, DTensor) meet the op, whose fake kernel does nothing; eager calls go
+    directly to the function, because the dispatcher costs more than the small kernels.
     """
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
@@ -40,8 +40,9 @@ def op(name: str, mutates: tuple[str, ...]) -> Callable[[Callable[..., None]], C
         custom.register_fake(lambda *args: None)
 
         @wraps(function)
-        def call(*args: Any) -> None:
-            (custom if torch.compiler.is_compiling() else function)(*args)
+        def call(first: Tensor, *rest: Any) -> None:
+            dispatched = torch.compiler.is_compiling() or type(first) is not Tensor
+            (custom if dispatched else function)(first, *rest)
 
         return call
 
@@ -139,20 +140,20 @@ def _for_dtypes(device: str, name: str | None, dtypes: tuple[torch.dtype, ...]) 
 def backend_of(device: torch.device | str, *dtypes: torch.dtype) -> str:
     """Name of the backend that runs ops on `device`; fp64 always runs in torch, fp16 in Triton or torch."""
     kind = device.type if isinstance(device, torch.device) else torch.device(device).type
-    return _for_dtypes(kind, _override.get() or _from_environment(), dtypes)
+    return _for_dtypes(kind, _override[-1] if _override else _from_environment(), dtypes)
 
 
 @contextmanager
 def use_backend(name: str) -> Iterator[None]:
-    """Run the ops with backend `name` inside the block, for tests and comparisons; other threads are not affected.
+    """Run the ops of this process with backend `name` inside the block, in every thread; for tests and comparisons.
 
     Raises ValueError for an unknown name and RuntimeError, with the reason, for one that cannot run here.
     """
-    before = _override.set(_validated(name))
+    _override.append(_validated(name))
     try:
         yield
     finally:
-        _override.reset(before)
+        _override.pop()
 
 
 def native(backend: str, name: str, like: Tensor, *args: Any) -> None:

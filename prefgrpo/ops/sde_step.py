@@ -296,7 +296,8 @@ def _checked(
     elif coef.shape[0] != shape[0]:
         got = f"got {list(coef.shape)}; pass an index [B] into a [T, 5] table"
         raise ValueError(f"coef rows: expected [{shape[0]}, 5], {got}")
-    return contiguous(coef, None if torch.float64 in (x.dtype, coef.dtype) else torch.float32), index
+    exact = any(t is not None and t.dtype == torch.float64 for t in (x, *like.values()))
+    return contiguous(coef, None if exact else torch.float32), index
 
 
 def sde_step(
