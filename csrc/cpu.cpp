@@ -1,16 +1,16 @@
-// The CPU kernels; this file is compiled once per instruction set (PG_ISA), one of which is chosen at run time (cpu.h).
+// The CPU kernels; this file is compiled once per instruction set (PG_ISA), one of which is chosen at run time
+// (kernels.h).
 //
 // A sample is split into tasks of 8 tiles of 1024 elements; a tile is read, mapped and summed in 32 lanes in one pass.
 // Invariant: the split depends on D alone, so results depend neither on the batch nor on the number of threads, nor on
 // the instruction set (`plain` without hardware fma: noise may round once more).
-#include "cpu.h"
-
 #include <cmath>
 #include <limits>
 #include <memory>
 #include <stdexcept>
 #include <string>
 
+#include "kernels.h"
 #include "math.h"
 
 namespace prefgrpo {
@@ -62,11 +62,11 @@ PG_INLINE void for_lanes(int n, Body body) {
 // ---------------------------------------------------------------- tasks
 // Calls body(sample, start, n, task) for every tile; tasks are distributed over the threads.
 template <class Body>
-void for_tiles(int64_t batch, int64_t dim, int threads, Body body) {
+void for_tiles(int64_t batch, int64_t dim, int64_t threads, Body body) {
   const int64_t per_sample = (dim + kTask - 1) / kTask, tasks = batch * per_sample;
   if (batch * dim < kMinElementsForThreads) threads = 1;
-  if (threads > tasks) threads = static_cast<int>(tasks);
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+  if (threads > tasks) threads = tasks;
+#pragma omp parallel for schedule(static) num_threads(static_cast<int>(threads)) if (threads > 1)
   for (int64_t t = 0; t < tasks; ++t) {
     const int64_t i = t / per_sample, from = (t % per_sample) * kTask, to = from + kTask < dim ? from + kTask : dim;
     for (int64_t start = from; start < to; start += kTile)
@@ -92,7 +92,7 @@ struct Sums {
 
 // Adds what `tile` returns over each task, then each sample's tasks in order, and passes the sums to `finish`.
 template <class Tile, class Finish>
-void reduce(const SdeParams& p, int threads, Tile tile, Finish finish) {
+void reduce(const SdeParams& p, int64_t threads, Tile tile, Finish finish) {
   if (p.batch == 0 || p.dim == 0) return;
   check_index(p);
   const int64_t per_sample = (p.dim + kTask - 1) / kTask;
@@ -144,7 +144,7 @@ const float* counter_noise(const PhiloxNoise& a, int64_t i, int64_t start, int n
   return out + skip;
 }
 
-void normal(const NormalParams& p, int threads) {
+void normal(const NormalParams& p, int64_t threads) {
   for_tiles(p.batch, p.dim, threads, [&p](int64_t i, int64_t start, int n, int64_t) {
     alignas(64) float buffer[kTile + 8 * kNoiseBlocks];
     const float* z = counter_noise(p.noise, i, start, n, buffer);
@@ -206,8 +206,7 @@ void grad_tile(const Row& r, const GradScale& g, const char* __restrict x, const
                int n) {
   const bool use_logp = g.logp != 0.f, use_kl = ref && g.kl != 0.f, use_log_ratio = old && g.log_ratio != 0.f;
   if (use_logp && !use_kl && !use_log_ratio) {
-    for (int k = 0; k < n; ++k)
-      put<kV>(dv, k, g.logp * (get<kX>(y, k) - mean_of(r, get<kX>(x, k), get<kV>(v, k))));
+    for (int k = 0; k < n; ++k) put<kV>(dv, k, g.logp * (get<kX>(y, k) - mean_of(r, get<kX>(x, k), get<kV>(v, k))));
     return;
   }
   alignas(64) float d[kTile] = {};
@@ -220,7 +219,7 @@ void grad_tile(const Row& r, const GradScale& g, const char* __restrict x, const
   for (int k = 0; k < n; ++k) put<kV>(dv, k, d[k]);
 }
 
-void sde_step(const SdeParams& p, int threads) {
+void sde_step(const SdeParams& p, int64_t threads) {
   static constexpr decltype(&step_tile<0, 0, 0>) kTiles[2][2][2] = {
       {{step_tile<0, 0, 0>, step_tile<0, 0, 1>}, {step_tile<0, 1, 0>, step_tile<0, 1, 1>}},
       {{nullptr, nullptr}, {nullptr, step_tile<1, 1, 1>}}};
@@ -235,7 +234,7 @@ void sde_step(const SdeParams& p, int threads) {
   reduce(p, threads, tile, [&p](int64_t i, const Sums& s) { p.logp[i] = finish_logp(row_of(p, i), s.logp, p.dim); });
 }
 
-void sde_logp(const SdeParams& p, int threads) {
+void sde_logp(const SdeParams& p, int64_t threads) {
   const auto logp = p.x.dtype == kBF16 ? logp_tile<1, 1> : p.v.dtype == kBF16 ? logp_tile<0, 1> : logp_tile<0, 0>;
   const auto tile = [&p, logp](int64_t i, int64_t start, int n) {
     return logp(row_of(p, i), at(p.x, i, start), at(p.v, i, start), at(p.y, i, start), at(p.v_ref, i, start),
@@ -249,7 +248,7 @@ void sde_logp(const SdeParams& p, int threads) {
   });
 }
 
-void sde_grad(const SdeParams& p, int threads) {
+void sde_grad(const SdeParams& p, int64_t threads) {
   const auto grad = p.x.dtype == kBF16 ? grad_tile<1, 1> : p.v.dtype == kBF16 ? grad_tile<0, 1> : grad_tile<0, 0>;
   check_index(p);
   for_tiles(p.batch, p.dim, threads, [&p, grad](int64_t i, int64_t start, int n, int64_t) {
@@ -262,7 +261,7 @@ void sde_grad(const SdeParams& p, int threads) {
 }
 
 // ---------------------------------------------------------------- small ops, on one thread
-void policy_loss(const PolicyParams& p) {
+void policy_loss(const PolicyParams& p, int64_t) {
   PolicySums sums = no_policy_terms();
   const PolicyClip clip = policy_clip(p);
   for (int64_t i = 0; i < p.batch; ++i) add_policy_term(p, clip, i, sums);
@@ -273,7 +272,7 @@ double load(const void* data, int32_t dtype, int64_t k) {
   return dtype == kF64 ? static_cast<const double*>(data)[k] : static_cast<const float*>(data)[k];
 }
 
-void winrate(const WinrateParams& p) {
+void winrate(const WinrateParams& p, int64_t) {
   for (int64_t i = 0; i < p.prompts * p.group; ++i) {
     double wins = 0, count = 0;
     for (int64_t j = i * p.group; j < (i + 1) * p.group; ++j) {
@@ -284,8 +283,7 @@ void winrate(const WinrateParams& p) {
   }
   for (int64_t first = 0; first < p.prompts * p.group; first += p.group) {
     const Moments m = moments(p.rate + first, p.group, p.ddof);
-    for (int64_t i = first; i < first + p.group; ++i)
-      p.advantage[i] = advantage_of(p.rate[i], m, p.use_std, p.eps);
+    for (int64_t i = first; i < first + p.group; ++i) p.advantage[i] = advantage_of(p.rate[i], m, p.use_std, p.eps);
   }
 }
 
@@ -293,8 +291,8 @@ void winrate(const WinrateParams& p) {
 
 #define PG_TEXT(name) #name
 #define PG_NAME(name) PG_TEXT(name)
-extern const CpuKernels kernels;
-const CpuKernels kernels = {PG_NAME(PG_ISA), sde_step, sde_logp, sde_grad, normal, policy_loss, winrate};
+extern const Kernels kernels;
+const Kernels kernels = {PG_NAME(PG_ISA), sde_step, sde_logp, sde_grad, normal, policy_loss, winrate};
 
 }  // namespace PG_ISA
 }  // namespace prefgrpo

@@ -2,7 +2,10 @@
 #pragma once
 #include <cuda_runtime.h>
 
-#include "cuda.h"
+#include <stdexcept>
+#include <string>
+
+#include "kernels.h"
 #include "math.h"
 
 namespace prefgrpo {
@@ -10,15 +13,15 @@ namespace {
 
 constexpr int kThreads = 128, kVector = 8, kTile = kThreads * kVector;
 
-template <class... Given>
-const char* launch_kernel(void (*kernel)(Given...), dim3 grid, int threads, cuda::Stream stream, Given... given) {
+template <class... Taken>
+void launch_kernel(void (*kernel)(Taken...), dim3 grid, int threads, int64_t stream, Taken... taken) {
   cudaLaunchConfig_t config{};
   config.gridDim = grid;
   config.blockDim = dim3(static_cast<unsigned>(threads));
-  config.stream = static_cast<cudaStream_t>(stream);
-  const cudaError_t code = cudaLaunchKernelEx(&config, kernel, given...);
+  config.stream = reinterpret_cast<cudaStream_t>(stream);
+  const cudaError_t code = cudaLaunchKernelEx(&config, kernel, taken...);
   cudaGetLastError();  // clears what this launch left, so that torch does not report it again
-  return code == cudaSuccess ? nullptr : cudaGetErrorString(code);
+  if (code != cudaSuccess) throw std::runtime_error(std::string("CUDA launch failed: ") + cudaGetErrorString(code));
 }
 
 // Tiles per block, a function of D alone: one up to 2^21 elements, so that small batches fill the GPU; more where a
@@ -36,15 +39,15 @@ struct Split {
 };
 
 template <class Params>
-const char* launch_tiles(void (*kernel)(Params, Split), const Params& p, bool is_aligned, cuda::Stream stream) {
-  if (p.batch == 0 || p.dim == 0) return nullptr;
-  if (p.batch > 0x7fffffffll) return "the batch is too large for one launch (more than 2^31 samples); split it";
+void launch_tiles(void (*kernel)(Params, Split), const Params& p, bool is_aligned, int64_t stream) {
+  if (p.batch == 0 || p.dim == 0) return;
+  if (p.batch > 0x7fffffffll) throw std::runtime_error("more than 2^31 samples are too many for one launch; split it");
   const int64_t chunks = cuda::partials_of(p.dim);
   const int block = kTile * tiles_of(p.dim);
   const Split split{block, static_cast<int>(p.dim - (chunks - 1) * block), is_aligned ? kTile : 0x7fffffff,
                     base::keys_of(p.noise.seed)};
   const dim3 grid(static_cast<unsigned>(p.batch), static_cast<unsigned>(chunks));
-  return launch_kernel(kernel, grid, kThreads, stream, p, split);
+  launch_kernel(kernel, grid, kThreads, stream, p, split);
 }
 
 template <class... Views>

@@ -58,8 +58,8 @@ PG_INLINE float from_bits(uint32_t u) {
 // ---------------------------------------------------------------- affine map
 PG_INLINE float mean_of(const Row& r, float x, float v) { return r.a * x + r.b * v; }
 
-// Factors of the three residuals in one sample's dv, from its gradients ∂/∂logp, ∂/∂kl, ∂/∂log_ratio. `scaled` multiplies:
-// a term whose factor is 0 adds exactly 0, even if its residual is NaN or infinite.
+// Factors of the three residuals in one sample's dv, from its gradients ∂/∂logp, ∂/∂kl, ∂/∂log_ratio. `scaled`
+// multiplies: a term whose factor is 0 adds exactly 0, even if its residual is NaN or infinite.
 struct GradScale {
   float logp, kl, log_ratio;
 };
@@ -273,8 +273,14 @@ PG_INLINE void add_policy_term(const PolicyParams& p, const PolicyClip& c, int64
 
 PG_INLINE void finish_policy(const PolicyParams& p, const PolicySums& s) {
   const double n = static_cast<double>(p.batch > 1 ? p.batch : 1);
-  const double metrics[8] = {0.5 * s.squares / n, (s.above + s.below) / n, s.above / n, s.below / n,
-                             s.lowest,            s.ratios / n,            s.highest,   s.kl / n};
+  const double metrics[8] = {0.5 * s.squares / n,
+                             (s.above + s.below) / n,
+                             s.above / n,
+                             s.below / n,
+                             s.lowest,
+                             s.ratios / n,
+                             s.highest,
+                             s.kl / n};
   p.loss[0] = static_cast<float>(s.loss / policy_norm(p));
   for (int k = 0; k < 8; ++k) p.metrics[k] = static_cast<float>(metrics[k]);
 }

@@ -1,6 +1,5 @@
 // Kernel parameters: raw pointers, sizes and dtypes. No framework, no ownership.
 //
-// Each op is a function of its parameters: `launch_x(p, threads)` on the CPU, `launch_x(p, stream)` on CUDA.
 // Invariant: a sample's result depends on that sample and D alone; null pointers mark absent inputs and results.
 #pragma once
 #include <cstdint>

@@ -1,8 +1,8 @@
 // CUDA kernels of the SDE step, its replay and their gradient.
 //
 // Partial sums go to fp64 scratch, and a second small kernel adds them in a fixed order: there is no state between
-// launches. Kernels are specialised on the dtypes and on what is asked for. Invariant: the order of every sum depends on
-// D alone (no float atomics) and is the same in step and replay, so log-probs are bitwise equal.
+// launches. Kernels are specialised on the dtypes and on what is asked for. Invariant: the order of every sum depends
+// on D alone (no float atomics) and is the same in step and replay, so log-probs are bitwise equal.
 #include "io.cuh"
 
 namespace prefgrpo {
@@ -140,7 +140,7 @@ __global__ void __launch_bounds__(kThreads, 8)
 }
 
 template <int kX, int kV, bool kKl, bool kGuard>
-__global__ void __launch_bounds__(kThreads, kKl || kGuard ? 6 : 8)
+__global__ void __launch_bounds__(kThreads, kKl && kGuard ? 5 : kKl || kGuard ? 6 : 8)
     grad_kernel(const __grid_constant__ SdeParams p, const __grid_constant__ Split split) {
   __shared__ GradScale scale;
   const int64_t i = blockIdx.x, start = block_start(split);
@@ -158,8 +158,8 @@ __global__ void __launch_bounds__(kThreads, kKl || kGuard ? 6 : 8)
     if (first) {
       r = row_of(p, i);
       if (threadIdx.x == 0)  // fp64 divisions, once per block
-        scale = grad_scale(r, p.dim, p.g_logp ? p.g_logp[i] : 0.f, kKl ? p.g_kl[i] : 0.f,
-                           kGuard ? p.g_log_ratio[i] : 0.f);
+        scale =
+            grad_scale(r, p.dim, p.g_logp ? p.g_logp[i] : 0.f, kKl ? p.g_kl[i] : 0.f, kGuard ? p.g_log_ratio[i] : 0.f);
       __syncthreads();
     }
     first = false;
@@ -178,17 +178,19 @@ __global__ void __launch_bounds__(kThreads, kKl || kGuard ? 6 : 8)
   } while (next(split, tile));
 }
 
-const char* finish(const char* error, const SdeParams& p, cuda::Stream stream) {
-  if (error || p.batch == 0 || p.dim == 0) return error;
-  const dim3 grid(static_cast<unsigned>(p.batch));
-  return launch_kernel(finish_kernel, grid, 32, stream, p, cuda::partials_of(p.dim));
+// A reduction: the tiles, then the sums of their blocks.
+void launch_sums(void (*kernel)(SdeParams, Split), const SdeParams& p, bool is_aligned, int64_t stream) {
+  if (p.batch == 0 || p.dim == 0) return;
+  launch_tiles(kernel, p, is_aligned, stream);
+  launch_kernel(finish_kernel, dim3(static_cast<unsigned>(p.batch)), 32, stream, p, cuda::partials_of(p.dim));
 }
 
 template <int kX, int kV, int kY>
-const char* launch_step(const SdeParams& p, bool is_aligned, cuda::Stream stream) {
-  if (p.noise.sample) return launch_tiles(step_kernel<kX, kV, kY, kCounter>, p, is_aligned, stream);
-  if (p.eps.data) return launch_tiles(step_kernel<kX, kV, kY, kGiven>, p, is_aligned, stream);
-  return launch_tiles(step_kernel<kX, kV, kY, kNone>, p, is_aligned, stream);
+void launch_step(const SdeParams& p, int64_t stream) {
+  const auto kernel = p.noise.sample ? step_kernel<kX, kV, kY, kCounter>
+                      : p.eps.data   ? step_kernel<kX, kV, kY, kGiven>
+                                     : step_kernel<kX, kV, kY, kNone>;
+  launch_sums(kernel, p, all_aligned(p.x, p.v, p.y, p.eps, p.mean), stream);
 }
 
 }  // namespace
@@ -200,36 +202,32 @@ int64_t partials_of(int64_t dim) {
   return (dim + block - 1) / block;
 }
 
-const char* sde_step(const SdeParams& p, Stream s) {
-  const bool aligned = all_aligned(p.x, p.v, p.y, p.eps, p.mean);
-  const char* error = nullptr;
-  if (p.x.dtype == kBF16)
-    error = launch_step<kBF16, kBF16, kBF16>(p, aligned, s);
-  else if (p.y.dtype == kBF16)
-    error = p.v.dtype == kBF16 ? launch_step<kF32, kBF16, kBF16>(p, aligned, s)
-                               : launch_step<kF32, kF32, kBF16>(p, aligned, s);
-  else
-    error = p.v.dtype == kBF16 ? launch_step<kF32, kBF16, kF32>(p, aligned, s)
-                               : launch_step<kF32, kF32, kF32>(p, aligned, s);
-  return finish(error, p, s);
+void sde_step(const SdeParams& p, int64_t stream) {
+  if (p.x.dtype == kBF16) return launch_step<kBF16, kBF16, kBF16>(p, stream);
+  if (p.y.dtype == kBF16)
+    return p.v.dtype == kBF16 ? launch_step<kF32, kBF16, kBF16>(p, stream) : launch_step<kF32, kF32, kBF16>(p, stream);
+  return p.v.dtype == kBF16 ? launch_step<kF32, kBF16, kF32>(p, stream) : launch_step<kF32, kF32, kF32>(p, stream);
 }
 
 // `kernel` of one op for the dtypes and for what is asked for.
-#define PG_OPTIONS(kernel, x, v) {{kernel<x, v, 0, 0>, kernel<x, v, 0, 1>}, {kernel<x, v, 1, 0>, kernel<x, v, 1, 1>}}
+#define PG_OPTIONS(kernel, x, v)                                                         \
+  {                                                                                      \
+    {kernel<x, v, 0, 0>, kernel<x, v, 0, 1>}, { kernel<x, v, 1, 0>, kernel<x, v, 1, 1> } \
+  }
 #define PG_KERNELS(kernel) \
   {PG_OPTIONS(kernel, kF32, kF32), PG_OPTIONS(kernel, kF32, kBF16), PG_OPTIONS(kernel, kBF16, kBF16)}
 using Kernel = void (*)(SdeParams, Split);
 
-const char* sde_logp(const SdeParams& p, Stream s) {
+void sde_logp(const SdeParams& p, int64_t stream) {
   static constexpr Kernel kernels[3][2][2] = PG_KERNELS(logp_kernel);
   const Kernel kernel = kernels[p.x.dtype + p.v.dtype][p.kl != nullptr][p.log_ratio != nullptr];
-  return finish(launch_tiles(kernel, p, all_aligned(p.x, p.v, p.y, p.v_ref, p.v_old), s), p, s);
+  launch_sums(kernel, p, all_aligned(p.x, p.v, p.y, p.v_ref, p.v_old), stream);
 }
 
-const char* sde_grad(const SdeParams& p, Stream s) {
+void sde_grad(const SdeParams& p, int64_t stream) {
   static constexpr Kernel kernels[3][2][2] = PG_KERNELS(grad_kernel);
   const Kernel kernel = kernels[p.x.dtype + p.v.dtype][p.g_kl != nullptr][p.g_log_ratio != nullptr];
-  return launch_tiles(kernel, p, all_aligned(p.x, p.v, p.y, p.v_ref, p.v_old, p.dv), s);
+  launch_tiles(kernel, p, all_aligned(p.x, p.v, p.y, p.v_ref, p.v_old, p.dv), stream);
 }
 
 }  // namespace cuda

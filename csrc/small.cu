@@ -60,21 +60,27 @@ __global__ void __launch_bounds__(kThreads) winrate_kernel(const __grid_constant
 
 namespace cuda {
 
-const char* normal(const NormalParams& p, Stream s) {
-  const bool aligned = all_aligned(p.out);
-  if (p.out.dtype == kBF16) return launch_tiles(normal_kernel<kBF16>, p, aligned, s);
-  return launch_tiles(normal_kernel<kF32>, p, aligned, s);
+void sde_step(const SdeParams&, int64_t stream);
+void sde_logp(const SdeParams&, int64_t stream);
+void sde_grad(const SdeParams&, int64_t stream);
+
+static void normal(const NormalParams& p, int64_t stream) {
+  launch_tiles(p.out.dtype == kBF16 ? normal_kernel<kBF16> : normal_kernel<kF32>, p, all_aligned(p.out), stream);
 }
 
-const char* policy_loss(const PolicyParams& p, Stream s) {
-  return launch_kernel(policy_kernel, dim3(1), kThreads, s, p);
+static void policy_loss(const PolicyParams& p, int64_t stream) {
+  launch_kernel(policy_kernel, dim3(1), kThreads, stream, p);
 }
 
-const char* winrate(const WinrateParams& p, Stream s) {
-  if (p.prompts == 0 || p.group == 0) return nullptr;
+static void winrate(const WinrateParams& p, int64_t stream) {
+  if (p.prompts == 0 || p.group == 0) return;
   const int64_t warps = kThreads / 32;
-  return launch_kernel(winrate_kernel, dim3(static_cast<unsigned>((p.prompts + warps - 1) / warps)), kThreads, s, p);
+  const dim3 blocks(static_cast<unsigned>((p.prompts + warps - 1) / warps));
+  launch_kernel(winrate_kernel, blocks, kThreads, stream, p);
 }
+
+extern const Kernels kernels;
+const Kernels kernels = {"cuda", sde_step, sde_logp, sde_grad, normal, policy_loss, winrate};
 
 }  // namespace cuda
 }  // namespace prefgrpo

@@ -1,4 +1,4 @@
-"""Which backend is selected: it must be able to launch its kernels, runs on its tensors' device, and holds in every thread.
+"""Which backend is selected: it can launch its kernels, runs on its tensors' device, and holds in every thread.
 
 GPUs are simulated: an extension whose launch fails, and a device guard that records its use.
 """

@@ -1,7 +1,7 @@
 """The ops in graphs: opcheck of every custom op, and every public function compiled, exported and with fake tensors.
 
-Graphs are compiled with fullgraph=True, which fails on any graph break. Inside, results equal eager's bit for bit, since
-both run the same kernel; every backend is tested, since each must work without autograd inside an op (Triton's
+Graphs are compiled with fullgraph=True, which fails on any graph break. Inside, results equal eager's bit for bit,
+since both run the same kernel; every backend is tested, since each must work without autograd inside an op (Triton's
 interpreter cannot be part of a graph).
 """
 

@@ -53,7 +53,7 @@ def test_random_groups_against_numpy(cases):
         r = rng.choice([0.25, 0.5, 0.5, 1.0, 2.0], (rewards, batch)) if rank else rng.random((rewards, batch)) + 0.01
         r = r.astype(np.float32).astype(np.float64)
         r[rng.random((rewards, batch)) < pick.choice([0.0, 0.3, 1.0])] = np.nan
-        w = rng.random(rewards) + 0.1
+        w = 2.0 ** rng.integers(-2, 2, rewards) if rank else rng.random(rewards) + 0.1  # ties stay ties
         if rewards > 1:
             w[0] = 0.0
             r[0] = np.nan  # a reward of weight 0 may be missing everywhere
@@ -80,7 +80,8 @@ def test_random_win_rates_against_numpy(backend, cases):
         n = counts.sum(-1)
         want = np.where(n > 0, wins.sum(-1) / np.maximum(n, 1), np.nan)
         np.testing.assert_allclose(rate.double().cpu().numpy(), want, rtol=1e-6, err_msg=str(seed))
-        want = advantage_oracle.normalised(want.reshape(-1), np.arange(prompts).repeat(group), std, ddof=ddof)
+        rates = rate.double().cpu().numpy().reshape(-1)  # advantages are of the rates as returned
+        want = advantage_oracle.normalised(rates, np.arange(prompts).repeat(group), std, ddof=ddof)
         np.testing.assert_allclose(adv.double().cpu().numpy().reshape(-1), want, rtol=2e-5, atol=2e-6)
 
 

@@ -1,8 +1,8 @@
 """sde_step and sde_logp on every backend.
 
-Oracles: golden numbers measured in fp64 from the published formulas; the formulas in fp64 torch on random shapes, strides
-and dtypes; and three properties that training relies on: step and replay give the same logp bit for bit, a sample's
-bits do not depend on its batch, x' is within 1 ulp of torch.
+Oracles: golden numbers measured in fp64 from the published formulas; the formulas in fp64 torch on random shapes,
+strides and dtypes; and three properties that training relies on: step and replay give the same logp bit for bit, a
+sample's bits do not depend on its batch, x' is within 1 ulp of torch.
 """
 
 import pytest

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 BACKENDS = ("cuda", "triton", "cpu", "torch")
 PACKAGE = __name__.split(".")[0]
@@ -41,8 +42,10 @@ def op(name: str, mutates: tuple[str, ...]) -> Callable[[Callable[..., None]], C
 
         @wraps(function)
         def call(first: Tensor, *rest: Any) -> None:
-            dispatched = torch.compiler.is_compiling() or type(first) is not Tensor
-            (custom if dispatched else function)(first, *rest)
+            if is_compiling() or type(first) is not Tensor:
+                custom(first, *rest)
+            else:
+                function(first, *rest)
 
         return call
 
@@ -156,9 +159,14 @@ def use_backend(name: str) -> Iterator[None]:
         _override.pop()
 
 
+@lru_cache(None)
+def _kernel(name: str) -> Callable[..., None]:
+    return getattr(extension(), name)
+
+
 def native(backend: str, name: str, like: Tensor, *args: Any) -> None:
     """Call prefgrpo._C's cpu_<name> with the number of threads, or cuda_<name> with the current stream."""
-    call = getattr(extension(), f"{backend}_{name}")
+    call = _kernel(f"{backend}_{name}")
     if backend == "cpu":
         call(*args, torch.get_num_threads())
         return
@@ -172,34 +180,3 @@ def cuda_scratch(backend: str, x: Tensor, dim: int, sums: int) -> Tensor | None:
         return None
     built: Any = extension()
     return torch.empty(sums * x.shape[0] * built.partials(dim), dtype=torch.float64, device=x.device)
-
-
-def samples(t: Tensor) -> Tensor:
-    """`t` itself if each sample is contiguous memory, else a contiguous copy; a lazily negated view is resolved."""
-    if not torch.compiler.is_compiling() and t.is_neg():
-        t = t.resolve_neg()
-    return t if t.is_contiguous() or (t.shape[0] > 0 and t[0].is_contiguous()) else t.contiguous()
-
-
-def contiguous(t: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """`t` in contiguous memory and in `dtype`; a lazily negated view is resolved."""
-    if not torch.compiler.is_compiling() and t.is_neg():
-        t = t.resolve_neg()
-    return t.contiguous() if dtype is None or t.dtype == dtype else t.to(dtype).contiguous()
-
-
-def require(condition: bool, message: Callable[[], str], error: type[Exception] = ValueError) -> None:
-    """Raise `error` with the message unless `condition` holds."""
-    if not condition:
-        raise error(message())
-
-
-def check_ids(name: str, t: Tensor, batch: int, device: torch.device) -> Tensor:
-    """`t` as contiguous int64 [batch]; raises ValueError unless it is int64 or int32 [batch] on `device`."""
-    if t.dtype == torch.int32:
-        t = t.long()
-    if t.dtype != torch.int64 or t.shape != (batch,) or t.device != device:
-        raise ValueError(
-            f"{name}: expected int64 or int32 [{batch}] on {device}, got {t.dtype} {list(t.shape)} on {t.device}"
-        )
-    return t.contiguous()

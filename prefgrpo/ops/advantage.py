@@ -13,7 +13,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from prefgrpo.ops._backend import backend_of, contiguous, native, op
+from prefgrpo.ops._backend import backend_of, native, op
+from prefgrpo.ops._inputs import contiguous
 
 Std = Literal["group", "global", "none"]
 Combine = Literal["weighted_sum", "weighted_advantage_sum", "geometric_mean"]
@@ -172,7 +173,8 @@ def group_advantage(
         if combine == "weighted_sum":
             value = torch.where(w != 0, w * r, 0.0).sum(0)
         else:
-            value = torch.exp(torch.where(w != 0, w * torch.log(r), 0.0).sum(0) / w.sum())
+            logarithm = torch.where(w != 0, w * torch.log(r), 0.0).sum(0) / w.sum()
+            value = torch.exp(logarithm).float().double()  # equal rewards may differ in the last bit of exp and log
             missing = missing | ((r < 0) & (w != 0)).any(0)
         value = torch.where(missing, torch.nan, value)
         return normalise(value, ids, std, eps, ddof, rank).float()

@@ -7,15 +7,14 @@ pairs. Invariant: all backends agree to 1e-6, and a slice of a latent gets the s
 from __future__ import annotations
 
 import math
-import operator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from prefgrpo.ops._backend import backend_of, check_ids, native, op, require
+from prefgrpo.ops._backend import backend_of, native, op
+from prefgrpo.ops._inputs import as_int, check_dtype, check_ids, int64_seed
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _MUL = (0xD2511F53, 0xCD9E8D57)
 _KEY = (0x9E3779B9, 0xBB67AE85)
 _MASK = 0xFFFFFFFF
@@ -32,17 +31,6 @@ class PhiloxNoise(NamedTuple):
     """Likewise [B]; None: the row index of the coefficient table."""
     offset: int = 0
     """Global index of the latent's first element, for slices of a larger latent."""
-
-
-def as_int(n: int) -> int:
-    """`n` (possibly a NumPy integer) as a Python int; a SymInt is returned as it is. Raises TypeError for a float."""
-    return n if isinstance(n, int | torch.SymInt) else operator.index(n)
-
-
-def int64_seed(seed: int) -> int:
-    """A 64-bit seed as a signed integer, because op schemas have only int64."""
-    seed = as_int(seed) & (2**64 - 1)
-    return seed - 2**64 if seed >= 2**63 else seed
 
 
 def seed_words(seed: int) -> tuple[int, int]:
@@ -110,8 +98,9 @@ def philox_normal(
     numel, offset = as_int(numel), as_int(offset)
     sample = check_ids("sample", sample, sample.numel(), sample.device)
     step = check_ids("step", step, sample.numel(), sample.device)
-    require(numel >= 0 and offset >= 0, lambda: f"numel and offset: expected 0 or more, got {numel} and {offset}")
-    require(dtype in DTYPES, lambda: f"dtype: expected fp32, bf16, fp16 or fp64, got {dtype}", TypeError)
+    if numel < 0 or offset < 0:
+        raise ValueError(f"numel and offset: expected 0 or more, got {numel} and {offset}")
+    check_dtype("dtype", dtype)
     out = torch.empty(sample.shape[0], numel, dtype=dtype, device=sample.device)
     _normal(sample, step, int64_seed(seed), offset, out)
     return out

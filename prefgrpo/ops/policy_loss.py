@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from prefgrpo.ops._backend import backend_of, contiguous, native, op, require
+from prefgrpo.ops._backend import backend_of, native, op
+from prefgrpo.ops._inputs import contiguous
 
 METRICS = (
     "approx_kl",
@@ -121,20 +122,24 @@ def _loss(
         native(backend, "policy_loss", logp, logp.shape[0], *inputs, *options, *results)
 
 
+def _run(*inputs: Any) -> tuple[Any, ...]:
+    """(loss, metrics, d loss/d log-ratio, d loss/d kl)."""
+    logp, kl, log_ratio, logp_old, advantage, weight, *options = inputs
+    d_kl = None if kl is None else torch.empty_like(kl)
+    results = logp.new_empty(()), logp.new_empty(8), torch.empty_like(logp), d_kl
+    _loss(logp, logp_old, advantage, weight, kl, log_ratio, *options, *results)
+    return results
+
+
 class _PolicyLoss(torch.autograd.Function):
     """The gradient is computed together with the loss; backward only scales it."""
 
     @staticmethod
-    def forward(
-        ctx: Any, logp: Tensor, kl: Tensor | None, log_ratio: Tensor | None, *rest: Any
-    ) -> tuple[Tensor, Tensor]:
-        logp_old, advantage, weight, *options = rest
-        loss, metrics = logp.new_empty(()), logp.new_empty(8)
-        d_log_ratio, d_kl = torch.empty_like(logp), None if kl is None else torch.empty_like(kl)
-        _loss(logp, logp_old, advantage, weight, kl, log_ratio, *options, loss, metrics, d_log_ratio, d_kl)
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+        loss, metrics, d_log_ratio, d_kl = _run(*inputs)
         ctx.mark_non_differentiable(metrics)
         ctx.save_for_backward(d_log_ratio, d_kl)
-        ctx.of_ratio = log_ratio is not None
+        ctx.of_ratio = inputs[2] is not None
         return loss, metrics
 
     @staticmethod
@@ -169,9 +174,12 @@ def policy_loss(
     requires a gradient.
     """
     high = clip_low if clip_high is None else clip_high
-    require(logp.dim() == 1, lambda: f"logp: expected [B], got {list(logp.shape)}")
-    given = {"logp": logp, "logp_old": logp_old, "advantage": advantage, "weight": weight, "kl": kl}
-    for name, t in {**given, "log_ratio": log_ratio}.items():
+    if logp.dim() != 1:
+        raise ValueError(f"logp: expected [B], got {list(logp.shape)}")
+    differentiable = False
+    tensors = {"logp": logp, "kl": kl, "log_ratio": log_ratio}
+    tensors |= {"logp_old": logp_old, "advantage": advantage, "weight": weight}
+    for name, t in tensors.items():
         if t is None:
             continue
         if t.shape != logp.shape or t.device != logp.device:
@@ -179,14 +187,17 @@ def policy_loss(
             raise ValueError(f"{name}: expected {expected}, got {list(t.shape)} on {t.device}")
         if t.dtype != torch.float32 and t.dtype != torch.float64:
             raise TypeError(f"{name}: expected torch.float32, got {t.dtype}")
-        if t.requires_grad and name in ("logp_old", "advantage", "weight") and torch.is_grad_enabled():
-            raise ValueError(f"policy_loss: gradients flow only to logp, kl, log_ratio; detach {name}")
-    require(
-        clip_low >= 0 and high >= 0 and adv_clip >= 0,
-        lambda: f"clip_low, clip_high, adv_clip: expected 0 or more, got {clip_low}, {high}, {adv_clip}",
-    )
-    require(abs(kl_coef) < math.inf, lambda: f"kl_coef: expected a finite number, got {kl_coef}")
-    require(denominator is None or denominator > 0, lambda: f"denominator: expected more than 0, got {denominator}")
-    tensors = (logp, kl, log_ratio, logp_old, advantage, weight)
-    fp32 = [None if t is None else contiguous(t, torch.float32) for t in tensors]
-    return PolicyLoss(*_PolicyLoss.apply(*fp32, clip_low, high, adv_clip, kl_coef, denominator or 0.0))
+        if t.requires_grad and torch.is_grad_enabled():
+            if name not in ("logp", "kl", "log_ratio"):
+                raise ValueError(f"policy_loss: gradients flow only to logp, kl, log_ratio; detach {name}")
+            differentiable = True
+    if not (clip_low >= 0 and high >= 0 and adv_clip >= 0):
+        raise ValueError(f"clip_low, clip_high, adv_clip: expected 0 or more, got {clip_low}, {high}, {adv_clip}")
+    if not abs(kl_coef) < math.inf:
+        raise ValueError(f"kl_coef: expected a finite number, got {kl_coef}")
+    if denominator is not None and not denominator > 0:
+        raise ValueError(f"denominator: expected more than 0, got {denominator}")
+    fp32 = [None if t is None else contiguous(t, torch.float32) for t in tensors.values()]
+    run: Any = _PolicyLoss.apply if differentiable else _run
+    loss, metrics, *_ = run(*fp32, clip_low, high, adv_clip, kl_coef, denominator or 0.0)
+    return PolicyLoss(loss, metrics)

@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from prefgrpo.ops._backend import backend_of, check_ids, contiguous, cuda_scratch, native, op, require, samples
-from prefgrpo.ops.noise import DTYPES, PhiloxNoise, as_int, int64_seed, reference_normal, seed_words
+from prefgrpo.ops._backend import backend_of, cuda_scratch, native, op
+from prefgrpo.ops._inputs import as_int, check_dtype, check_ids, check_latents, contiguous, int64_seed, samples
+from prefgrpo.ops.noise import PhiloxNoise, reference_normal, seed_words
 
 
 class SdeStep(NamedTuple):
@@ -121,9 +122,19 @@ def reference_grad(
     return grad
 
 
+def _per_sample(x: Tensor) -> Tensor:
+    return torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
+
+
 # ---- custom ops: tensors of one shape, each sample in contiguous memory; coef fp32, index int64
 def _rows(coef: Tensor, index: Tensor | None) -> Tensor:
     return coef if index is None else coef.index_select(0, index)
+
+
+def _plan(x: Tensor, v: Tensor, y: Tensor) -> tuple[str, int, int]:
+    """(backend, B, D); an empty batch is torch's."""
+    batch = x.shape[0]
+    return (backend_of(x.device, x.dtype, v.dtype, y.dtype), batch, x.numel() // batch) if batch else ("torch", 0, 0)
 
 
 def _wide(x: Tensor, *others: Tensor) -> Tensor:
@@ -146,9 +157,8 @@ def _step(
     logp: Tensor,
     mean: Tensor | None,
 ) -> None:
-    backend, batch = backend_of(x.device, x.dtype, v.dtype, out.dtype), x.shape[0]
-    dim = x.numel() // batch if batch else 0
-    if backend == "torch" or dim == 0:
+    backend, batch, dim = _plan(x, v, out)
+    if backend == "torch":
         with torch.no_grad():
             if sample is not None and step is not None:
                 eps = reference_normal(seed, sample, step, dim, offset).view(x.shape)
@@ -184,9 +194,8 @@ def _logp(
     kl: Tensor | None,
     log_ratio: Tensor | None,
 ) -> None:
-    backend, batch = backend_of(x.device, x.dtype, v.dtype, y.dtype), x.shape[0]
-    dim = x.numel() // batch if batch else 0
-    if backend == "torch" or dim == 0:
+    backend, batch, dim = _plan(x, v, y)
+    if backend == "torch":
         with torch.no_grad():
             rows = _rows(coef, index)
             logp.copy_(reference_logp(x, v, y, rows))
@@ -220,10 +229,9 @@ def _grad(
     g_log_ratio: Tensor | None,
     dv: Tensor,
 ) -> None:
-    backend, batch = backend_of(x.device, x.dtype, v.dtype, y.dtype), x.shape[0]
-    dim = x.numel() // batch if batch else 0
+    backend, batch, dim = _plan(x, v, y)
     upstream = (g_logp, g_kl, g_log_ratio)
-    if backend == "torch" or dim == 0:
+    if backend == "torch":
         with torch.no_grad():
             dv.copy_(reference_grad(x, v, y, _rows(coef, index), v_ref, v_old, *upstream))
         return
@@ -238,26 +246,30 @@ def _grad(
     native(backend, "sde_grad", x, *leading, v_ref, v_old, *upstream, dv)
 
 
+def _replay(*inputs: Any) -> Any:
+    """(logp, KL or None, log-ratio or None) for (v, x, x', coef, index, v_ref, v_old)."""
+    v, x, y, coef, index, v_ref, v_old = inputs
+    logp, kl, log_ratio = (None if t is None else _per_sample(t) for t in (x, v_ref, v_old))
+    _logp(x, v, y, coef, index, v_ref, v_old, logp, kl, log_ratio)
+    return logp, kl, log_ratio
+
+
 class _SdeLogp(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, v: Tensor, *rest: Any) -> tuple[Tensor | None, ...]:
-        x, y, coef, index, v_ref, v_old = rest
-        logp, kl, log_ratio = (None if t is None else _per_sample(t) for t in (x, v_ref, v_old))
-        _logp(x, v, y, coef, index, v_ref, v_old, logp, kl, log_ratio)
+    def forward(ctx: Any, v: Tensor, *rest: Any) -> Any:
         ctx.set_materialize_grads(False)
-        tensors = (v, *rest)
         inference = False  # autograd refuses to save tensors of inference mode
         if not torch.compiler.is_compiling():
             inference = any(t is not None and t.is_inference() for t in rest)
-        ctx.kept = tensors[1:] if inference else None
-        ctx.save_for_backward(*(tensors[:1] if inference else tensors))
-        return logp, kl, log_ratio
+        ctx.unsaved = rest if inference else None
+        ctx.save_for_backward(*((v,) if inference else (v, *rest)))
+        return _replay(v, *rest)
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise RuntimeError("sde_logp cannot be differentiated twice; run its backward without create_graph=True")
-        tensors: Any = ctx.saved_tensors if ctx.kept is None else ctx.saved_tensors + ctx.kept
+        tensors: Any = ctx.saved_tensors if ctx.unsaved is None else ctx.saved_tensors + ctx.unsaved
         v, x, y, coef, index, v_ref, v_old = tensors
         dv = torch.empty_like(v, memory_format=torch.contiguous_format)
         fp32 = [None if g is None else contiguous(g, torch.float32) for g in upstream]
@@ -266,38 +278,8 @@ class _SdeLogp(torch.autograd.Function):
 
 
 # ---- public functions
-def _per_sample(x: Tensor) -> Tensor:
-    return torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
-
-
-def _checked(
-    coef: Tensor, index: Tensor | int | None, x: Tensor, **like: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    """(coef, index) in the kernels' dtypes; raises ValueError or TypeError unless everything fits together."""
-    shape, device = x.shape, x.device
-    require(len(shape) > 0, lambda: "x: expected [B, …], got a 0-d tensor")
-    require(x.numel() > 0 or not shape[0], lambda: f"x: expected at least one element per sample, got {list(shape)}")
-    for name, t in (("x", x), *like.items()):
-        if t is None:
-            continue
-        if t.shape != shape:
-            raise ValueError(f"{name}: expected the shape of x, {list(shape)}, got {list(t.shape)}")
-        if t.dtype not in DTYPES:
-            raise TypeError(f"{name}: expected fp32, bf16, fp16 or fp64, got {t.dtype}; cast it first")
-        if t.device != device:
-            raise ValueError(f"{name}: is on {t.device}, but x is on {device}; move one of them")
-    if coef.dim() != 2 or coef.shape[1] != 5 or coef.dtype not in (torch.float32, torch.float64):
-        raise ValueError(f"coef: expected fp32 [T, 5], got {coef.dtype} {list(coef.shape)}")
-    require(coef.device == device, lambda: f"coef: is on {coef.device}, but x is on {device}; move it once")
-    if isinstance(index, Tensor):
-        index = check_ids("index", index, shape[0], device)
-    elif index is not None:
-        index = torch.full(shape[:1], as_int(index), dtype=torch.int64, device=device)
-    elif coef.shape[0] != shape[0]:
-        got = f"got {list(coef.shape)}; pass an index [B] into a [T, 5] table"
-        raise ValueError(f"coef rows: expected [{shape[0]}, 5], {got}")
-    exact = any(t is not None and t.dtype == torch.float64 for t in (x, *like.values()))
-    return contiguous(coef, None if exact else torch.float32), index
+def _constant(t: Tensor) -> Tensor:
+    return samples(t.detach() if t.requires_grad else t)
 
 
 def sde_step(
@@ -318,22 +300,23 @@ def sde_step(
     also return a·x + b·v. Raises ValueError, TypeError or IndexError for arguments that do not fit together.
     """
     eps = noise if isinstance(noise, Tensor) else None
-    coef, row = _checked(coef, index, x, v=v, noise=eps)
+    coef, row = check_latents(coef, index, x, {"v": v, "noise": eps})
     dtype = out_dtype or x.dtype
-    require(dtype in DTYPES, lambda: f"out_dtype: expected fp32, bf16, fp16 or fp64, got {dtype}", TypeError)
+    check_dtype("out_dtype", dtype)
     seed, sample, step, offset = 0, None, None, 0
     if isinstance(noise, PhiloxNoise):
         seed, offset = int64_seed(noise.seed), as_int(noise.offset)
         sample = check_ids("noise.sample", noise.sample, x.shape[0], x.device)
-        require(offset >= 0, lambda: f"noise.offset: expected 0 or more, got {offset}")
+        if offset < 0:
+            raise ValueError(f"noise.offset: expected 0 or more, got {offset}")
         if noise.step is None and row is None:
             raise ValueError("noise: counters need a step: set the noise's `step`, or pass `index`")
         step = row if noise.step is None else check_ids("noise.step", noise.step, x.shape[0], x.device)
+    x, v, eps = _constant(x), _constant(v), None if eps is None else _constant(eps)
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
     logp = _per_sample(x)
     mean = torch.empty(x.shape, dtype=torch.float32, device=x.device) if want_mean else None
-    latents = [None if t is None else samples(t.detach() if t.requires_grad else t) for t in (x, v, eps)]
-    _step(latents[0], latents[1], coef, row, latents[2], seed, sample, step, offset, out, logp, mean)
+    _step(x, v, coef, row, eps, seed, sample, step, offset, out, logp, mean)
     return SdeStep(out, logp, mean)
 
 
@@ -353,10 +336,13 @@ def sde_logp(
     size D but the inputs; autograd cannot detect that inference-mode inputs were overwritten before it. No second
     derivative. v_ref and v_old are velocities after guidance, used in v's dtype.
     """
-    coef, row = _checked(coef, index, x, v=v, x_next=x_next, v_ref=v_ref, v_old=v_old)
-    if torch.is_grad_enabled():
-        others = {"x": x, "x_next": x_next, "coef": coef, "v_ref": v_ref, "v_old": v_old}
-        wrong = [name for name, t in others.items() if t is not None and t.requires_grad]
-        require(not wrong, lambda: f"sde_logp: gradients flow only to v; detach {', '.join(wrong)}")
-    old = [None if t is None else samples(t if t.dtype == v.dtype else t.to(v.dtype)) for t in (v_ref, v_old)]
-    return SdeLogp(*_SdeLogp.apply(samples(v), samples(x), samples(x_next), coef, row, *old))
+    coef, row = check_latents(coef, index, x, {"v": v, "x_next": x_next, "v_ref": v_ref, "v_old": v_old})
+    velocities = [None if t is None else samples(t.to(v.dtype)) for t in (v_ref, v_old)]
+    inputs = (samples(v), samples(x), samples(x_next), coef, row, *velocities)
+    if not torch.is_grad_enabled():
+        return SdeLogp(*_replay(*inputs))
+    constants = {"x": x, "x_next": x_next, "coef": coef, "v_ref": v_ref, "v_old": v_old}
+    wrong = [name for name, t in constants.items() if t is not None and t.requires_grad]
+    if wrong:
+        raise ValueError(f"sde_logp: gradients flow only to v; detach {', '.join(wrong)}")
+    return SdeLogp(*(_SdeLogp.apply if v.requires_grad else _replay)(*inputs))
