@@ -14,10 +14,10 @@ from torch import Tensor
 from benchmarks.harness import randn
 from prefgrpo.ops import (
     PhiloxNoise,
-    sde_logp,
-    sde_step,
     philox_normal,
     policy_loss,
+    sde_logp,
+    sde_step,
     use_backend,
     winrate_advantage,
 )

@@ -73,7 +73,7 @@ def unavailable_reason(name: str) -> str | None:
         return None if _interpreted() or torch.cuda.is_available() else "triton needs a GPU (or TRITON_INTERPRET=1)"
     built = extension()
     if built is None:
-        return "prefgrpo._C is not built (pip install -e . with a C++17 compiler)"
+        return "prefgrpo._C is not built (pip install -e . with a C++20 compiler)"
     if name == "cpu":
         return None
     if not built.cuda_archs:

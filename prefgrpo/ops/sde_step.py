@@ -204,12 +204,13 @@ def _logp(
             if log_ratio is not None and v_old is not None:
                 log_ratio.copy_(reference_log_ratio(x, v, y, v_old, rows))
         return
+    x = _wide(x, v, y)
     if backend == "triton":
         from prefgrpo.kernels import sde_step as kernels
 
-        kernels.logp(x, v, y, coef, index, v_ref, v_old, logp, kl, log_ratio)
+        kernels.logp(x, v, y, coef, index, v_ref, v_old, logp, kl, log_ratio)  # dtypes, and so sums, as in the step
         return
-    x, y = _wide(x, v, y), _wide(y, v, x)
+    y = _wide(y, v, x)
     partial = cuda_scratch(backend, x, dim, 1 + (kl is not None) + (log_ratio is not None))
     leading = (batch, dim, x, v, coef, coef.shape[0], index, y)
     native(backend, "sde_logp", x, *leading, v_ref, v_old, logp, kl, log_ratio, partial)
