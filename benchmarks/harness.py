@@ -1,7 +1,7 @@
 """Measurement of one op: variants interleaved over rounds, on inputs rotated beyond the cache.
 
-On a GPU the time of a call is the device's, from a CUDA graph of one call per set of inputs, and `host` is what an eager
-call costs before its kernels run. A copy of the same bytes, of random bits, is measured in the same rounds. Invariant:
+On a GPU the time of a call is the device's, from a CUDA graph of one call per set of inputs, and `host` is what an
+eager call costs before its kernels run. A copy of as many random bytes is measured in the same rounds. Invariant:
 variants get the same inputs, rounds and order, and their results were compared before.
 """
 
@@ -41,15 +41,15 @@ class Case:
     make: Callable[[int], Any] = field(repr=False)
     """The k-th set of inputs."""
     variants: dict[str, Variant] = field(repr=False)
-    """Those named triton and torch run with this backend."""
+    """The one named triton runs with this backend."""
     tolerance: float = 1e-4
 
 
 def run(name: str, variant: Variant, inputs: Any) -> Any:
     """One call of a variant with its backend."""
-    if name not in ("triton", "torch"):
+    if name != "triton":
         return variant(inputs)
-    with use_backend(name):
+    with use_backend("triton"):
         return variant(inputs)
 
 
@@ -76,7 +76,7 @@ def measure(case: Case, device: str, rounds: int) -> dict[str, Any]:
     for _ in range(rounds):
         for name, sample in samplers.items():
             times[name].append(1e6 * sample() / len(sets))
-    us = {name: statistics.quantiles(values, n=4) for name, values in times.items()}
+    us = {name: statistics.quantiles(values, n=4, method="inclusive") for name, values in times.items()}
     described = {name: getattr(case, name) for name in ("op", "shape", "dtypes", "bytes")}
     return described | {"us": us, "host_us": _host(calls["ours"]) if device == "cuda" else None}
 
@@ -173,7 +173,8 @@ def machine(device: str) -> dict[str, Any]:
     """The machine of the measurement."""
     name = torch.cuda.get_device_name() if device == "cuda" else cpu_name()
     versions = {"python": platform.python_version(), "torch": torch.__version__, "backend": backend_of(device)}
-    return {"device": name, "threads": torch.get_num_threads(), "cores": os.cpu_count(), **versions}
+    cores = {"threads": torch.get_num_threads(), "cores": os.cpu_count(), "load": os.getloadavg()[0]}
+    return {"device": name, **cores, **versions}
 
 
 def randn(*shape: int, device: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:

@@ -67,23 +67,20 @@ def kl_and_guard(i: dict[str, Any]) -> Tensor:
 def cases(device: str) -> Iterator[Case]:
     """Given and counter-based noise; replay, and replay with KL and Guard, which no peer computes in one call."""
     plan = [("FLUX 512²", 1, F32, BF16), *(("FLUX 1024²", 4, x, v) for x, v in ((F32, F32), (F32, BF16), (BF16, BF16)))]
-    other = "triton" if device == "cuda" else "torch"
+    everywhere = ("ours", "triton") if device == "cuda" else ("ours",)
     for name, batch, x, v in (*plan, ("Wan 480p 81f", 4, F32, BF16)):
         shape, xb, vb = (batch, *SHAPES[name]), x.itemsize, v.itemsize
         size, label, dtypes = torch.Size(shape).numel(), f"{name} ×{batch}", f"x {NAMES[x]}, v {NAMES[v]}"
         make = partial(inputs, shape, x, v, device)
         fast, fast_logp = (torch.compile(f, dynamic=False) for f in (peers.flow_step, peers.flow_logp))
-        eager = {"ours": step, "eager": peers_step, "compile": partial(peers_step, function=fast), other: step}
-        back = {
-            "ours": replay,
-            "eager": peers_replay,
-            "compile": partial(peers_replay, function=fast_logp),
-            other: replay,
-        }
-        drawn = dict.fromkeys(("ours", other), partial(step, noise="noise"))
-        both = dict.fromkeys(("ours", other), kl_and_guard)
+        taken = dict.fromkeys(everywhere, step)
+        taken |= {"eager": peers_step, "compile": partial(peers_step, function=fast)}
+        back = dict.fromkeys(everywhere, replay)
+        back |= {"eager": peers_replay, "compile": partial(peers_replay, function=fast_logp)}
+        drawn = dict.fromkeys(everywhere, partial(step, noise="noise"))
+        both = dict.fromkeys(everywhere, kl_and_guard)
         for op, per_element, functions in (
-            ("sde_step, noise given", 2 * xb + vb + 4, eager),
+            ("sde_step, noise given", 2 * xb + vb + 4, taken),
             ("sde_step, counter-based noise", 2 * xb + vb, drawn),
             ("sde_logp with gradient", 4 * xb + 3 * vb, back),
             ("sde_logp, KL and Guard with gradient", 4 * xb + 7 * vb, both),

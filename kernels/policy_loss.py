@@ -1,4 +1,4 @@
-"""The clipped policy loss in Triton: one program, in chunks of 1024 samples; the counterpart of csrc/small.cu."""
+"""The clipped policy loss in Triton: one program, in chunks of 512 samples; the counterpart of csrc/small.cu."""
 
 import math
 import struct
@@ -82,5 +82,5 @@ def policy_loss(inputs, options, results):
     with torch.cuda.device_of(logp):
         tensors = [logp if t is None else t for t in (*inputs, *results)]
         given = (t is not None for t in inputs[3:])
-        block = min(1024, max(16, triton.next_power_of_2(len(logp))))
+        block = min(512, max(16, triton.next_power_of_2(len(logp))))
         policy_kernel[(1,)](*tensors, len(logp), *words, *given, block, **FLAGS)

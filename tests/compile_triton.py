@@ -51,7 +51,7 @@ def variants(few):
     for kl, guard in itertools.product(flags, flags):
         yield "finish", DTYPES[0], {"BLOCK": 1024, "HAS_INDEX": True, "KL": kl, "GUARD": guard}
     for weight, kl, ratio in itertools.product(flags, flags, flags):
-        yield "policy", DTYPES[0], {"BLOCK": 1024, "WEIGHT": weight, "KL": kl, "RATIO": ratio}
+        yield "policy", DTYPES[0], {"BLOCK": 512, "WEIGHT": weight, "KL": kl, "RATIO": ratio}
     for std, block in itertools.product(flags, (2, 32, 64) if not few else (32,)):
         yield "winrate", DTYPES[0], {"BLOCK": block, "USE_STD": std}
 
