@@ -140,7 +140,9 @@ __global__ void __launch_bounds__(kThreads, 8)
 }
 
 template <int kX, int kV, bool kKl, bool kGuard>
-__global__ void __launch_bounds__(kThreads, kKl && kGuard ? 5 : kKl || kGuard ? 6 : 8)
+__global__ void __launch_bounds__(kThreads, kKl&& kGuard    ? 5
+                                            : kKl || kGuard ? 6
+                                                            : 8)
     grad_kernel(const __grid_constant__ SdeParams p, const __grid_constant__ Split split) {
   __shared__ GradScale scale;
   const int64_t i = blockIdx.x, start = block_start(split);
