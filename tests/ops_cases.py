@@ -28,7 +28,10 @@ each_backend = pytest.mark.parametrize("backend", HERE)
 compiled = pytest.mark.parametrize("backend", [b for b in HERE if b != "torch"])
 kernels = pytest.mark.parametrize("backend", [b for b in HERE if b != "triton" or not INTERPRETED])
 """Without Triton's interpreter, which cannot be part of a graph."""
-seeds = pytest.mark.parametrize("cases", [range(25), pytest.param(range(25, 3025), marks=pytest.mark.full)], ids=len)
+MANY = [range(first, first + 500) for first in range(25, 3025, 500)]
+seeds = pytest.mark.parametrize(
+    "cases", [range(25), *(pytest.param(r, marks=pytest.mark.full) for r in MANY)], ids=lambda r: f"{r[0]}-{r[-1]}"
+)
 """Numbers of random cases: a few, and three thousand more."""
 
 
