@@ -36,7 +36,7 @@ def _calls() -> dict[str, tuple[Callable[[], Any], int]]:
     c = schedule.coef
     return {
         "sde_step": (lambda: sde_step(x, v, c, index, noise=e), 2),
-        "sde_step addressed": (lambda: sde_step(x, v, c, index, noise=PhiloxNoise(1, sample)), 2),
+        "sde_step, counter-based noise": (lambda: sde_step(x, v, c, index, noise=PhiloxNoise(1, sample)), 2),
         "sde_logp": (lambda: sde_logp(x, v, e, c, index, v_ref=x, v_old=x), 2),
         "philox_normal": (lambda: philox_normal(1, sample, index, 4096), 1),
         "policy_loss": (lambda: policy_loss(column, column, column, clip_low=0.1), 1),
@@ -121,7 +121,7 @@ def large_tensor() -> int:
 
 
 def same_as_cpu() -> dict[str, bool]:
-    """Addressed noise and x' on CUDA equal those of the C++ CPU kernels bit for bit."""
+    """Counter-based noise and x' on CUDA equal those of the C++ CPU kernels bit for bit."""
     x, v = randn(3, 5000, device=DEVICE), randn(3, 5000, device=DEVICE)
     coef = torch.tensor([[0.97, -0.12, 0.66, -1.13, -0.5]] * 3, device=DEVICE)
     ids = torch.arange(3, device=DEVICE)
