@@ -9,7 +9,7 @@ allocator's peak, and MFU.
 MFU = (forward FLOP of the rollout + forward and backward FLOP of the trained steps, without recomputation) / seconds
 / FLOP/s of one large bf16 matrix product, timed in the same run; torch counts the FLOP. `step_over_model` is a step's
 seconds divided by those in model forwards and backwards: on CPUs CPU seconds on one thread, so that other load does not
-count, and unless `--model` is given, the model is FLUX.1 with six blocks of width 256 (`benchmarks.peer_runs`).
+count, and unless `--model` is given, the model is FLUX.1 with six blocks of width 256 (`wide_flux`).
 Invariant: `prefgrpo train` is timed unchanged.
 """
 
@@ -32,9 +32,9 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from benchmarks.bench_judge import machine
 from benchmarks.blocks import rounded, write_json
-from benchmarks.peer_runs import Work, make_pipeline
 from prefgrpo.config.loading import load
 from prefgrpo.run.memory import GIB
+from prefgrpo.tiny import pipelines
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPE, RESULTS = ROOT / "scripts" / "prefgrpo/lora_flux.yaml", ROOT / "benchmarks" / "results"
@@ -216,6 +216,17 @@ def step_over_model(file: Path, device: str, steps: int) -> tuple[float, dict[st
     return statistics.median(ratios[1:]), counted
 
 
+def wide_flux(folder: Path) -> None:
+    """Write a FLUX.1 pipeline with six blocks of width 256 and 16 latent channels."""
+    torch.manual_seed(0)
+    pipe: Any = pipelines.FAMILIES["flux"]()
+    pipe.vae = pipelines.image_vae(16)
+    wide = {"num_layers": 2, "num_single_layers": 4, "attention_head_dim": 64, "num_attention_heads": 4}
+    wide |= {"in_channels": 64, "axes_dims_rope": (16, 24, 24)}
+    pipe.transformer = type(pipe.transformer).from_config(dict(pipe.transformer.config) | wide)
+    pipe.save_pretrained(folder)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -231,7 +242,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         (work / "prompts.txt").write_text("\n".join(PROMPTS) + "\n")
         flops = matmul_flops(given.device, given.matmul)
         if given.model is None and given.device == "cpu":
-            make_pipeline("flux", model, Work("wide"))
+            wide_flux(model)
         elif given.model is None:
             flux_dev(given.device).save_pretrained(model, max_shard_size="5GB")
             torch.cuda.empty_cache()

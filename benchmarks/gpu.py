@@ -13,11 +13,11 @@ from torch import Tensor
 
 from benchmarks.harness import randn
 from prefgrpo.ops import (
-    NoiseAddress,
-    affine_logp,
-    affine_step,
+    PhiloxNoise,
     philox_normal,
     policy_loss,
+    sde_logp,
+    sde_step,
     use_backend,
     winrate_advantage,
 )
@@ -35,9 +35,9 @@ def _calls() -> dict[str, tuple[Callable[[], Any], int]]:
     played = torch.ones_like(wins)
     c = schedule.coef
     return {
-        "affine_step": (lambda: affine_step(x, v, c, index, noise=e), 2),
-        "affine_step addressed": (lambda: affine_step(x, v, c, index, noise=NoiseAddress(1, sample)), 2),
-        "affine_logp": (lambda: affine_logp(x, v, e, c, index, v_ref=x, v_old=x), 2),
+        "sde_step": (lambda: sde_step(x, v, c, index, noise=e), 2),
+        "sde_step, counter-based noise": (lambda: sde_step(x, v, c, index, noise=PhiloxNoise(1, sample)), 2),
+        "sde_logp": (lambda: sde_logp(x, v, e, c, index, v_ref=x, v_old=x), 2),
         "philox_normal": (lambda: philox_normal(1, sample, index, 4096), 1),
         "policy_loss": (lambda: policy_loss(column, column, column, clip_low=0.1), 1),
         "winrate_advantage": (lambda: winrate_advantage(wins, played), 1),
@@ -80,7 +80,7 @@ def _trajectory(x: Tensor, v: Tensor, coef: Tensor, index: Tensor, sample: Tenso
     total = torch.zeros(x.shape[0], device=x.device)
     at = index.clone()
     for _ in range(10):
-        x, logp, *_ = affine_step(x, v, coef, at, noise=NoiseAddress(5, sample))
+        x, logp, *_ = sde_step(x, v, coef, at, noise=PhiloxNoise(5, sample))
         total, at = total + logp, at + 1
     return x, total
 
@@ -113,7 +113,7 @@ def large_tensor() -> int:
     x = torch.zeros(1, size, dtype=torch.bfloat16, device=DEVICE)
     coef = torch.tensor([[0.0, 0.0, 1.0, -0.5, 0.0]], device=DEVICE)
     sample = torch.tensor([3], device=DEVICE)
-    out = affine_step(x, x, coef, noise=NoiseAddress(1, sample, sample)).x_next[:, -4096:]
+    out = sde_step(x, x, coef, noise=PhiloxNoise(1, sample, sample)).x_next[:, -4096:]
     want = philox_normal(1, sample, sample, 4096, size - 4096).bfloat16()
     if not torch.equal(out, want):
         raise AssertionError("elements beyond 2³¹ are wrong")
@@ -121,13 +121,13 @@ def large_tensor() -> int:
 
 
 def same_as_cpu() -> dict[str, bool]:
-    """Addressed noise and x' on CUDA equal those of the C++ CPU kernels bit for bit."""
+    """Counter-based noise and x' on CUDA equal those of the C++ CPU kernels bit for bit."""
     x, v = randn(3, 5000, device=DEVICE), randn(3, 5000, device=DEVICE)
     coef = torch.tensor([[0.97, -0.12, 0.66, -1.13, -0.5]] * 3, device=DEVICE)
     ids = torch.arange(3, device=DEVICE)
-    gpu = affine_step(x, v, coef, noise=NoiseAddress(9, ids, ids, 5))
+    gpu = sde_step(x, v, coef, noise=PhiloxNoise(9, ids, ids, 5))
     with use_backend("cpu"):
-        cpu = affine_step(x.cpu(), v.cpu(), coef.cpu(), noise=NoiseAddress(9, ids.cpu(), ids.cpu(), 5))
+        cpu = sde_step(x.cpu(), v.cpu(), coef.cpu(), noise=PhiloxNoise(9, ids.cpu(), ids.cpu(), 5))
     error = float((gpu.logp.cpu() - cpu.logp).abs().max())
     if error > 1e-5:
         raise AssertionError(f"logp of CUDA and CPU differ by {error}")

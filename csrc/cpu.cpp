@@ -1,124 +1,278 @@
-// CPU entry points: choice of the instruction set, scratch memory, and the tiny ops that need no vector code.
+// The CPU kernels; this file is compiled once per instruction set (PG_ISA), one of which is chosen at run time
+// (kernels.h).
 //
-// Invariant: a launch writes only to the pointers it is given, and neither the instruction set nor the thread count
-// changes the order of a sum.
-#include "cpu.h"
-
+// A sample is split into tasks of 8 tiles of 1024 elements; a tile is read, mapped and summed in 32 lanes in one pass.
+// Invariant: the split depends on D alone, so results depend neither on the batch nor on the number of threads, nor on
+// the instruction set (`plain` without hardware fma: noise may round once more).
 #include <cmath>
-#include <cstring>
 #include <limits>
 #include <memory>
 #include <stdexcept>
 #include <string>
 
+#include "kernels.h"
 #include "math.h"
 
 namespace prefgrpo {
-namespace plain {
-extern const CpuKernels kernels;
-}
-#if defined(PG_X86)
-namespace avx2 {
-extern const CpuKernels kernels;
-}
-namespace avx512 {
-extern const CpuKernels kernels;
-}
-#endif
-
-namespace cpu {
+namespace PG_ISA {
 namespace {
 
-struct Choice {
-  const char* name;
-  const CpuKernels* kernels;
+constexpr int64_t kMinElementsForThreads = 65536;  // below this, waking threads costs more than it saves
+constexpr int kLanes = 32, kTile = 1024, kTask = 8 * kTile, kNoiseBlocks = 32;
+
+// ---------------------------------------------------------------- elements and lanes
+template <int kType>
+PG_INLINE float get(const char* p, int k) {
+  if (kType == kF32) return reinterpret_cast<const float*>(p)[k];
+  return bf16_to_float(reinterpret_cast<const uint16_t*>(p)[k]);
+}
+
+template <int kType>
+PG_INLINE float put(char* p, int k, float y) {  // returns what is stored
+  if (kType == kF32) return reinterpret_cast<float*>(p)[k] = y;
+  const uint32_t word = round_to_bf16(y);
+  reinterpret_cast<uint16_t*>(p)[k] = static_cast<uint16_t>(word >> 16);
+  return from_bits(word);
+}
+
+char* at(const View& t, int64_t i, int64_t k) {
+  return t.data ? t.data + (i * t.stride + k) * (t.dtype == kF32 ? 4 : 2) : nullptr;
+}
+
+// Element k belongs to lane k mod 32; lanes are added as a tree.
+struct Lanes {
+  alignas(64) float sum[kLanes] = {};
+
+  double total() {
+    for (int width = kLanes / 2; width > 0; width /= 2)
+      for (int k = 0; k < width; ++k) sum[k] += sum[k + width];
+    return sum[0];
+  }
 };
 
-bool find(const char* name, Choice& out) {
-#if defined(PG_X86)
-  if (!std::strcmp(name, "avx512") && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
-    out = {"avx512", &avx512::kernels};
-    return true;
+// Calls body(k, k % kLanes) for every k < n.
+template <class Body>
+PG_INLINE void for_lanes(int n, Body body) {
+  int k = 0;
+  for (; k + kLanes <= n; k += kLanes)
+    for (int l = 0; l < kLanes; ++l) body(k + l, l);
+  for (int l = 0; k + l < n; ++l) body(k + l, l);
+}
+
+// ---------------------------------------------------------------- tasks
+// Calls body(sample, start, n, task) for every tile; tasks are distributed over the threads.
+template <class Body>
+void for_tiles(int64_t batch, int64_t dim, int64_t threads, Body body) {
+  const int64_t per_sample = (dim + kTask - 1) / kTask, tasks = batch * per_sample;
+  if (batch * dim < kMinElementsForThreads) threads = 1;
+  if (threads > tasks) threads = tasks;
+#pragma omp parallel for schedule(static) num_threads(static_cast<int>(threads)) if (threads > 1)
+  for (int64_t t = 0; t < tasks; ++t) {
+    const int64_t i = t / per_sample, from = (t % per_sample) * kTask, to = from + kTask < dim ? from + kTask : dim;
+    for (int64_t start = from; start < to; start += kTile)
+      body(i, start, static_cast<int>(to - start < kTile ? to - start : kTile), t);
   }
-  if (!std::strcmp(name, "avx2") && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
-    out = {"avx2", &avx2::kernels};
-    return true;
-  }
-#endif
-  if (std::strcmp(name, "plain")) return false;
-  out = {"plain", &plain::kernels};
-  return true;
 }
 
-Choice& selected() {
-  static Choice choice = [] {
-    Choice best{};
-    for (const char* name : {"avx512", "avx2", "plain"})
-      if (find(name, best)) break;
-    return best;
-  }();
-  return choice;
+Row row_of(const SdeParams& p, int64_t i) {
+  const float* r = p.coef + 5 * (p.index ? p.index[i] : i);
+  return {r[0], r[1], r[2], r[3], r[4]};
 }
 
-using Launch = void (*CpuKernels::*)(const AffineParams&);
-
-void with_scratch(const AffineParams& given, Launch launch, int num_sums) {
-  if (given.batch == 0 || given.dim == 0) return;
-  for (int64_t i = 0; given.index && i < given.batch; ++i)
-    if (given.index[i] < 0 || given.index[i] >= given.rows)
-      throw std::out_of_range("index: " + std::to_string(given.index[i]) + " is not within the " +
-                              std::to_string(given.rows) + " rows of coef");
-  const CpuKernels& k = *selected().kernels;
-  AffineParams p = given;
-  const int64_t size = num_sums * p.batch * k.partials_of(p.dim, p.rescale_dim);
-  std::unique_ptr<double[]> partial(new double[size + 1]());
-  p.partial = partial.get();
-  (k.*launch)(p);
+void check_index(const SdeParams& p) {
+  for (int64_t i = 0; p.index && i < p.batch; ++i)
+    if (p.index[i] < 0 || p.index[i] >= p.rows)
+      throw std::out_of_range("index: " + std::to_string(p.index[i]) + " is not within the " + std::to_string(p.rows) +
+                              " rows of coef");
 }
 
-}  // namespace
+struct Sums {
+  double logp = 0, kl = 0, log_ratio = 0;
+};
 
-const char* isa() { return selected().name; }
-bool use_isa(const char* name) { return find(name, selected()); }
-
-void launch_affine_step(const AffineParams& p, Stream) { with_scratch(p, &CpuKernels::affine_step, 1); }
-void launch_affine_logp(const AffineParams& p, Stream) { with_scratch(p, &CpuKernels::affine_logp, 3); }
-void launch_affine_grad(const AffineParams& p, Stream) { with_scratch(p, &CpuKernels::affine_grad, 0); }
-void launch_normal(const NormalParams& p, Stream) {
-  if (p.batch && p.dim) selected().kernels->normal(p);
-}
-
-void launch_policy(const PolicyParams& p, Stream) {
-  double sum = 0, squares = 0, ratios = 0, kls = 0;
-  float low = std::numeric_limits<float>::infinity(), high = -low;
-  int64_t above = 0, below = 0;
-  const double n = static_cast<double>(p.batch > 1 ? p.batch : 1), norm = p.denominator != 0 ? p.denominator : n;
+// Adds what `tile` returns over each task, then each sample's tasks in order, and passes the sums to `finish`.
+template <class Tile, class Finish>
+void reduce(const SdeParams& p, int64_t threads, Tile tile, Finish finish) {
+  if (p.batch == 0 || p.dim == 0) return;
+  check_index(p);
+  const int64_t per_sample = (p.dim + kTask - 1) / kTask;
+  std::unique_ptr<Sums[]> partial(new Sums[p.batch * per_sample]);
+  for_tiles(p.batch, p.dim, threads, [&](int64_t i, int64_t start, int n, int64_t task) {
+    const Sums s = tile(i, start, n);
+    partial[task].logp += s.logp;
+    partial[task].kl += s.kl;
+    partial[task].log_ratio += s.log_ratio;
+  });
   for (int64_t i = 0; i < p.batch; ++i) {
-    if (p.d_kl) p.d_kl[i] = static_cast<float>(p.kl_coef / norm);
-    const float delta = p.log_ratio ? p.log_ratio[i] : p.logp[i] - p.logp_old[i];
-    const base::PolicyTerm t =
-        base::policy_term(delta, p.advantage[i], p.adv_clip, p.clip_low, p.clip_high, p.weight ? p.weight[i] : 1.0f);
-    p.d_delta[i] = static_cast<float>(t.d_delta / norm);
-    const double kl = p.kl ? p.kl[i] : 0.0;
-    sum += t.loss + (p.kl ? p.kl_coef * kl : 0.0), kls += kl, squares += static_cast<double>(delta) * delta,
-        ratios += t.ratio;
-    low = low <= t.ratio || std::isnan(low) ? low : t.ratio;  // NaN stays
-    high = high >= t.ratio || std::isnan(high) ? high : t.ratio;
-    above += t.above, below += t.below;
+    Sums sum;
+    for (int64_t k = i * per_sample; k < (i + 1) * per_sample; ++k) {
+      sum.logp += partial[k].logp;
+      sum.kl += partial[k].kl;
+      sum.log_ratio += partial[k].log_ratio;
+    }
+    finish(i, sum);
   }
-  p.loss[0] = static_cast<float>(sum / norm);
-  const double metrics[8] = {
-      0.5 * squares / n, (above + below) / n, above / n, below / n, low, ratios / n, high, kls / n};
-  for (int k = 0; k < 8; ++k) p.metrics[k] = static_cast<float>(metrics[k]);
 }
 
-static double load(const void* data, int32_t dtype, int64_t k) {
+// ---------------------------------------------------------------- counter-based noise
+// Writes n numbers from element `start` on, and up to 4·kNoiseBlocks more; returns where the first one is in `out`.
+const float* counter_noise(const PhiloxNoise& a, int64_t i, int64_t start, int n, float* __restrict out) {
+  const Keys keys = keys_of(a.seed);
+  const int64_t from = a.offset + start;
+  const uint32_t first = static_cast<uint32_t>(from / 4), step = static_cast<uint32_t>(a.step[i]);
+  const uint32_t low = static_cast<uint32_t>(a.sample[i]), high = static_cast<uint32_t>(a.sample[i] >> 32);
+  const int skip = static_cast<int>(from % 4), blocks = (skip + n + 3) / 4;
+  for (int done = 0; done < blocks; done += kNoiseBlocks) {
+    alignas(64) float z0[kNoiseBlocks], z1[kNoiseBlocks], z2[kNoiseBlocks], z3[kNoiseBlocks];
+    const uint32_t block = first + static_cast<uint32_t>(done);
+    for (int k = 0; k < kNoiseBlocks; ++k) {
+      const Words w = philox({{block + static_cast<uint32_t>(k), step, low, high}}, keys);
+      const Pair p = normal_pair(w.x[0], w.x[1]), q = normal_pair(w.x[2], w.x[3]);
+      z0[k] = p.cos_part;
+      z1[k] = p.sin_part;
+      z2[k] = q.cos_part;
+      z3[k] = q.sin_part;
+    }
+    float* o = out + 4 * done;
+    for (int k = 0; k < kNoiseBlocks; ++k) {
+      o[4 * k] = z0[k];
+      o[4 * k + 1] = z1[k];
+      o[4 * k + 2] = z2[k];
+      o[4 * k + 3] = z3[k];
+    }
+  }
+  return out + skip;
+}
+
+void normal(const NormalParams& p, int64_t threads) {
+  for_tiles(p.batch, p.dim, threads, [&p](int64_t i, int64_t start, int n, int64_t) {
+    alignas(64) float buffer[kTile + 8 * kNoiseBlocks];
+    const float* z = counter_noise(p.noise, i, start, n, buffer);
+    char* y = at(p.out, i, start);
+    if (p.out.dtype == kF32)
+      for (int k = 0; k < n; ++k) put<kF32>(y, k, z[k]);
+    else
+      for (int k = 0; k < n; ++k) put<kBF16>(y, k, z[k]);
+  });
+}
+
+// ---------------------------------------------------------------- step, replay, gradient
+template <int kX, int kV, int kY>
+double step_tile(const Row& r, const char* __restrict x, const char* __restrict v, const float* __restrict e,
+                 char* __restrict y, float* __restrict mean, int n) {
+  Lanes acc;
+  if (mean)
+    for (int k = 0; k < n; ++k) mean[k] = mean_of(r, get<kX>(x, k), get<kV>(v, k));
+  if (e)
+    for_lanes(n, [&](int k, int l) __attribute__((always_inline)) {
+      const float m = mean_of(r, get<kX>(x, k), get<kV>(v, k));
+      const float noise = r.s * e[k];
+      const float d = put<kY>(y, k, m + noise) - m;
+      acc.sum[l] += d * d;
+    });
+  else
+    for_lanes(n, [&](int k, int l) __attribute__((always_inline)) {
+      const float m = mean_of(r, get<kX>(x, k), get<kV>(v, k));
+      const float d = put<kY>(y, k, m) - m;
+      acc.sum[l] += d * d;
+    });
+  return acc.total();
+}
+
+template <int kX, int kV>
+Sums logp_tile(const Row& r, const char* __restrict x, const char* __restrict v, const char* __restrict y,
+               const char* __restrict ref, const char* __restrict old, int n) {
+  Lanes logp, kl, log_ratio;
+  for_lanes(n, [&](int k, int l) __attribute__((always_inline)) {
+    const float d = get<kX>(y, k) - mean_of(r, get<kX>(x, k), get<kV>(v, k));
+    logp.sum[l] += d * d;
+  });
+  if (ref)
+    for_lanes(n, [&](int k, int l) __attribute__((always_inline)) {
+      const float d = get<kV>(v, k) - get<kV>(ref, k);
+      kl.sum[l] += d * d;
+    });
+  if (old)
+    for_lanes(n, [&](int k, int l) __attribute__((always_inline)) {
+      const float residual = get<kX>(y, k) - mean_of(r, get<kX>(x, k), get<kV>(old, k));
+      log_ratio.sum[l] += residual * (get<kV>(v, k) - get<kV>(old, k));
+    });
+  return {logp.total(), kl.total(), log_ratio.total()};
+}
+
+template <int kX, int kV>
+void grad_tile(const Row& r, const GradScale& g, const char* __restrict x, const char* __restrict v,
+               const char* __restrict y, const char* __restrict ref, const char* __restrict old, char* __restrict dv,
+               int n) {
+  const bool use_logp = g.logp != 0.f, use_kl = ref && g.kl != 0.f, use_log_ratio = old && g.log_ratio != 0.f;
+  if (use_logp && !use_kl && !use_log_ratio) {
+    for (int k = 0; k < n; ++k) put<kV>(dv, k, g.logp * (get<kX>(y, k) - mean_of(r, get<kX>(x, k), get<kV>(v, k))));
+    return;
+  }
+  alignas(64) float d[kTile] = {};
+  if (use_logp)
+    for (int k = 0; k < n; ++k) d[k] = g.logp * (get<kX>(y, k) - mean_of(r, get<kX>(x, k), get<kV>(v, k)));
+  if (use_kl)
+    for (int k = 0; k < n; ++k) d[k] += g.kl * (get<kV>(v, k) - get<kV>(ref, k));
+  if (use_log_ratio)
+    for (int k = 0; k < n; ++k) d[k] += g.log_ratio * (get<kX>(y, k) - mean_of(r, get<kX>(x, k), get<kV>(old, k)));
+  for (int k = 0; k < n; ++k) put<kV>(dv, k, d[k]);
+}
+
+void sde_step(const SdeParams& p, int64_t threads) {
+  static constexpr decltype(&step_tile<0, 0, 0>) kTiles[2][2][2] = {
+      {{step_tile<0, 0, 0>, step_tile<0, 0, 1>}, {step_tile<0, 1, 0>, step_tile<0, 1, 1>}},
+      {{nullptr, nullptr}, {nullptr, step_tile<1, 1, 1>}}};
+  const auto step = kTiles[p.x.dtype][p.v.dtype][p.y.dtype];
+  const auto tile = [&p, step](int64_t i, int64_t start, int n) {
+    alignas(64) float buffer[kTile + 8 * kNoiseBlocks];
+    const float* e = p.noise.sample ? counter_noise(p.noise, i, start, n, buffer)
+                                    : reinterpret_cast<const float*>(at(p.eps, i, start));
+    float* mean = reinterpret_cast<float*>(at(p.mean, i, start));
+    return Sums{step(row_of(p, i), at(p.x, i, start), at(p.v, i, start), e, at(p.y, i, start), mean, n), 0, 0};
+  };
+  reduce(p, threads, tile, [&p](int64_t i, const Sums& s) { p.logp[i] = finish_logp(row_of(p, i), s.logp, p.dim); });
+}
+
+void sde_logp(const SdeParams& p, int64_t threads) {
+  const auto logp = p.x.dtype == kBF16 ? logp_tile<1, 1> : p.v.dtype == kBF16 ? logp_tile<0, 1> : logp_tile<0, 0>;
+  const auto tile = [&p, logp](int64_t i, int64_t start, int n) {
+    return logp(row_of(p, i), at(p.x, i, start), at(p.v, i, start), at(p.y, i, start), at(p.v_ref, i, start),
+                at(p.v_old, i, start), n);
+  };
+  reduce(p, threads, tile, [&p](int64_t i, const Sums& s) {
+    const Row r = row_of(p, i);
+    p.logp[i] = finish_logp(r, s.logp, p.dim);
+    if (p.kl) p.kl[i] = finish_kl(r, s.kl, p.dim);
+    if (p.log_ratio) p.log_ratio[i] = finish_log_ratio(r, s.log_ratio, p.dim);
+  });
+}
+
+void sde_grad(const SdeParams& p, int64_t threads) {
+  const auto grad = p.x.dtype == kBF16 ? grad_tile<1, 1> : p.v.dtype == kBF16 ? grad_tile<0, 1> : grad_tile<0, 0>;
+  check_index(p);
+  for_tiles(p.batch, p.dim, threads, [&p, grad](int64_t i, int64_t start, int n, int64_t) {
+    const Row r = row_of(p, i);
+    const GradScale g = grad_scale(r, p.dim, p.g_logp ? p.g_logp[i] : 0.f, p.g_kl ? p.g_kl[i] : 0.f,
+                                   p.g_log_ratio ? p.g_log_ratio[i] : 0.f);
+    grad(r, g, at(p.x, i, start), at(p.v, i, start), at(p.y, i, start), at(p.v_ref, i, start), at(p.v_old, i, start),
+         at(p.dv, i, start), n);
+  });
+}
+
+// ---------------------------------------------------------------- small ops, on one thread
+void policy_loss(const PolicyParams& p, int64_t) {
+  PolicySums sums = no_policy_terms();
+  const PolicyClip clip = policy_clip(p);
+  for (int64_t i = 0; i < p.batch; ++i) add_policy_term(p, clip, i, sums);
+  finish_policy(p, sums);
+}
+
+double load(const void* data, int32_t dtype, int64_t k) {
   return dtype == kF64 ? static_cast<const double*>(data)[k] : static_cast<const float*>(data)[k];
 }
 
-// fp64 and two-pass, over a prompt's members in order, of the rates as returned: rounded, so that equal ones are equal.
-void launch_winrate(const WinrateParams& p, Stream) {
+void winrate(const WinrateParams& p, int64_t) {
   for (int64_t i = 0; i < p.prompts * p.group; ++i) {
     double wins = 0, count = 0;
     for (int64_t j = i * p.group; j < (i + 1) * p.group; ++j) {
@@ -127,13 +281,18 @@ void launch_winrate(const WinrateParams& p, Stream) {
     }
     p.rate[i] = static_cast<float>(count > 0 ? wins / count : std::numeric_limits<double>::quiet_NaN());
   }
-  for (int64_t prompt = 0; prompt < p.prompts; ++prompt) {
-    const float* rate = p.rate + prompt * p.group;
-    float* advantage = p.advantage + prompt * p.group;
-    const base::Moments m = base::moments(rate, p.group, p.ddof);
-    for (int64_t i = 0; i < p.group; ++i) advantage[i] = base::advantage_of(rate[i], m, p.use_std, p.eps);
+  for (int64_t first = 0; first < p.prompts * p.group; first += p.group) {
+    const Moments m = moments(p.rate + first, p.group, p.ddof);
+    for (int64_t i = first; i < first + p.group; ++i) p.advantage[i] = advantage_of(p.rate[i], m, p.use_std, p.eps);
   }
 }
 
-}  // namespace cpu
+}  // namespace
+
+#define PG_TEXT(name) #name
+#define PG_NAME(name) PG_TEXT(name)
+extern const Kernels kernels;
+const Kernels kernels = {PG_NAME(PG_ISA), sde_step, sde_logp, sde_grad, normal, policy_loss, winrate};
+
+}  // namespace PG_ISA
 }  // namespace prefgrpo

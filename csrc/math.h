@@ -9,6 +9,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "params.h"
+
 #if defined(__CUDACC__)
 #define PG_INLINE __host__ __device__ __forceinline__
 #else
@@ -56,24 +58,18 @@ PG_INLINE float from_bits(uint32_t u) {
 // ---------------------------------------------------------------- affine map
 PG_INLINE float mean_of(const Row& r, float x, float v) { return r.a * x + r.b * v; }
 
-// Guidance: u + g·(c − u), or c + g·(c − u).
-PG_INLINE float guide(float c, float u, float g, bool from_cond) {
-  const float step = g * (c - u);
-  return (from_cond ? c : u) + step;
-}
-
-// Factors of the three residuals in one sample's dv, from its gradients ∂/∂logp, ∂/∂kl, ∂/∂guard. `scaled` multiplies:
-// a term whose factor is 0 adds exactly 0, even if its residual is NaN or infinite.
+// Factors of the three residuals in one sample's dv, from its gradients ∂/∂logp, ∂/∂kl, ∂/∂log_ratio. `scaled`
+// multiplies: a term whose factor is 0 adds exactly 0, even if its residual is NaN or infinite.
 struct GradScale {
-  float logp, kl, guard;
+  float logp, kl, log_ratio;
 };
 
-PG_INLINE GradScale grad_scale(const Row& r, int64_t dim, float g_logp, float g_kl, float g_guard) {
+PG_INLINE GradScale grad_scale(const Row& r, int64_t dim, float g_logp, float g_kl, float g_log_ratio) {
   const double n = static_cast<double>(dim), b = r.b, s = r.s;
   GradScale k;
   k.logp = r.w == 0.f ? 0.f : static_cast<float>(-2.0 * r.w * b / n * g_logp);
   k.kl = r.s > 0.f ? static_cast<float>(b * b / (s * s) / n * g_kl) : 0.f;
-  k.guard = r.s > 0.f ? static_cast<float>(b / (s * n) * g_guard) : 0.f;
+  k.log_ratio = r.s > 0.f ? static_cast<float>(b / (s * n) * g_log_ratio) : 0.f;
   return k;
 }
 
@@ -91,12 +87,12 @@ PG_INLINE float finish_kl(const Row& r, double sum, int64_t dim) {
   return static_cast<float>(b * b / (2.0 * s * s) * (sum / static_cast<double>(dim)));
 }
 
-PG_INLINE float finish_guard(const Row& r, double sum, int64_t dim) {
+PG_INLINE float finish_log_ratio(const Row& r, double sum, int64_t dim) {
   if (!(r.s > 0.f)) return 0.f;
   return static_cast<float>(static_cast<double>(r.b) / r.s * (sum / static_cast<double>(dim)));
 }
 
-// ---------------------------------------------------------------- addressed noise
+// ---------------------------------------------------------------- counter-based noise
 struct Words {
   uint32_t x[4];
 };
@@ -223,27 +219,70 @@ PG_INLINE uint32_t pack_bf16(float low, float high) {
 #endif
 }
 
-// ---------------------------------------------------------------- policy loss, one sample
-struct PolicyTerm {
-  float loss, d_delta, ratio;
-  bool above, below;
+// ---------------------------------------------------------------- policy loss
+// Bounds of the log-ratio: clipping is decided there, where it is exact for any clip range.
+struct PolicyClip {
+  double low, high, log_low, log_high;
 };
 
-// max(−A r, −A clip(r)) with r = exp(delta); a NaN in any input reaches the loss.
-PG_INLINE PolicyTerm policy_term(float delta, float adv, float adv_clip, float low, float high, float weight) {
-  const float clipped_adv = adv > adv_clip ? adv_clip : adv < -adv_clip ? -adv_clip : adv;
-  const float ratio = expf(delta);
-  const float lo = 1.0f - low, hi = 1.0f + high;
-  const float clipped_ratio = ratio < lo ? lo : ratio > hi ? hi : ratio;
-  const float unclipped = -clipped_adv * ratio, clipped = -clipped_adv * clipped_ratio;
-  const bool use_clipped = clipped > unclipped;
-  PolicyTerm t;
-  t.loss = (use_clipped ? clipped : unclipped) * weight;
-  t.d_delta = use_clipped ? 0.0f : unclipped * weight;  // d/d delta of −A·exp(delta)
-  t.ratio = ratio;
-  t.above = ratio > hi;
-  t.below = ratio < lo;
-  return t;
+PG_INLINE PolicyClip policy_clip(const PolicyParams& p) {
+  const double log_low = p.clip_low < 1.0 ? log1p(-p.clip_low) : -INFINITY;
+  return {1.0 - p.clip_low, 1.0 + p.clip_high, log_low, log1p(p.clip_high)};
+}
+
+struct PolicySums {
+  double loss, squares, ratios, kl, above, below;
+  double lowest, highest;  // of the ratio; NaN once a ratio is
+};
+
+PG_INLINE PolicySums no_policy_terms() { return {0, 0, 0, 0, 0, 0, INFINITY, -INFINITY}; }
+
+PG_INLINE double min_or_nan(double a, double b) { return a != a || a <= b ? a : b; }
+PG_INLINE double max_or_nan(double a, double b) { return a != a || a >= b ? a : b; }
+
+PG_INLINE void merge_policy_sums(const PolicySums& from, PolicySums& to) {
+  to.loss += from.loss;
+  to.squares += from.squares;
+  to.ratios += from.ratios;
+  to.kl += from.kl;
+  to.above += from.above;
+  to.below += from.below;
+  to.lowest = min_or_nan(to.lowest, from.lowest);
+  to.highest = max_or_nan(to.highest, from.highest);
+}
+
+PG_INLINE double policy_norm(const PolicyParams& p) {
+  const double n = static_cast<double>(p.batch > 1 ? p.batch : 1);
+  return p.denominator != 0 ? p.denominator : n;
+}
+
+// Adds sample i, max(−A r, −A clip(r)) with r = exp(log_ratio), and stores its gradients.
+PG_INLINE void add_policy_term(const PolicyParams& p, const PolicyClip& c, int64_t i, PolicySums& s) {
+  const double delta = p.log_ratio ? p.log_ratio[i] : p.logp[i] - p.logp_old[i];
+  const double given = p.advantage[i], weight = p.weight ? p.weight[i] : 1.0, kl = p.kl ? p.kl[i] : 0.0;
+  const double a = given > p.adv_clip ? p.adv_clip : given < -p.adv_clip ? -p.adv_clip : given;
+  const double ratio = exp(delta);
+  const bool above = delta > c.log_high, below = delta < c.log_low;
+  const bool clipped = (above && a > 0) || (below && a < 0);
+  const double term = -a * (clipped ? (above ? c.high : c.low) : ratio) * weight;
+  p.d_log_ratio[i] = static_cast<float>(clipped ? 0.0 : term / policy_norm(p));
+  if (p.d_kl) p.d_kl[i] = static_cast<float>(p.kl_coef / policy_norm(p));
+  const double loss = p.kl ? term + p.kl_coef * kl : term;
+  merge_policy_sums({loss, delta * delta, ratio, kl, above ? 1.0 : 0.0, below ? 1.0 : 0.0, ratio, ratio}, s);
+}
+
+PG_INLINE void finish_policy(const PolicyParams& p, const PolicySums& s) {
+  const double n = static_cast<double>(p.batch > 1 ? p.batch : 1);
+  const double metrics[8] = {0.5 * s.squares / n,
+                             (s.above + s.below) / n,
+                             s.above / n,
+                             s.below / n,
+                             s.lowest,
+                             s.ratios / n,
+                             s.highest,
+                             s.kl / n};
+  p.loss[0] = static_cast<float>(s.loss / policy_norm(p));
+  for (int k = 0; k < 8; ++k) p.metrics[k] = static_cast<float>(metrics[k]);
 }
 
 // ---------------------------------------------------------------- advantages, one group

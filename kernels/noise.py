@@ -1,11 +1,16 @@
-"""Addressed noise in Triton: Philox4x32-10 and, operation by operation, the map to N(0, 1) of csrc/math.h.
+"""Counter-based noise in Triton: Philox4x32-10 and, operation by operation, the map to N(0, 1) of csrc/math.h.
 
 Invariant: launches use enable_fp_fusion=False and every fused multiply-add is explicit, so a GPU is bitwise equal to
 the C++ kernels; the interpreter rounds an fma twice and stays within 1e-6 of them.
 """
 
+import torch
 import triton
 import triton.language as tl
+
+FLAGS = {"enable_fp_fusion": False}
+"""Of every launch."""
+BLOCK = 2048
 
 
 @triton.jit
@@ -76,7 +81,7 @@ def four_normals(block, step, sample, seed_low, seed_high):
 
 
 @triton.jit
-def addressed_noise(start, offset, step, sample, seed_low, seed_high, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):
+def counter_noise(start, offset, step, sample, seed_low, seed_high, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):
     """Noise of elements start … start + BLOCK − 1 of a sample; ALIGNED: offset, like `start`, is a multiple of 4."""
     first = start.to(tl.int64) + offset
     if ALIGNED:
@@ -99,6 +104,18 @@ def normal_kernel(
     pid = tl.program_id(0).to(tl.int64)
     i, start = pid // chunks, (pid % chunks) * BLOCK
     step, sample = tl.load(step_ptr + i), tl.load(sample_ptr + i)
-    z = addressed_noise(start, offset, step, sample, seed_low, seed_high, BLOCK, ALIGNED)
+    z = counter_noise(start, offset, step, sample, seed_low, seed_high, BLOCK, ALIGNED)
     k = start + tl.arange(0, BLOCK)
     tl.store(out_ptr + i * dim + k, z, mask=k < dim)
+
+
+def normal(sample, step, seed_words, offset, out):
+    """Noise into `out` [B, D] of any dtype."""
+    with torch.cuda.device_of(out):
+        batch, dim = out.shape
+        fp32 = out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
+        if out.numel():
+            grid = (batch * triton.cdiv(dim, BLOCK),)
+            normal_kernel[grid](fp32, sample, step, dim, offset, *seed_words, BLOCK, offset % 4 == 0, **FLAGS)
+        if fp32 is not out:
+            out.copy_(fp32)

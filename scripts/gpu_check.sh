@@ -5,7 +5,7 @@
 #   bench     runs the benchmarks, and writes benchmarks/results/cuda.json and docs/benchmarks.md;
 #   train     times a LoRA step at FLUX.1-dev's real size (benchmarks/bench_train.py), which also needs diffusers,
 #             transformers, peft, 30 GB of disk and an 80 GB GPU.
-# A part that fails does not stop the next one. Needs torch with CUDA, nvcc, cmake and ninja; no network.
+# A part that fails does not stop the next one. Needs torch with CUDA, nvcc, cmake, ninja and pybind11; no network.
 # Usage: scripts/gpu_check.sh [PART …]   (default: tests memcheck bench)
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -13,7 +13,7 @@ PYTHON=${PYTHON:-python3}
 export PYTHONPATH=$PWD
 
 "$PYTHON" -c 'import torch; assert torch.cuda.is_available(), "torch finds no GPU"; print(torch.__version__, torch.cuda.get_device_name())'
-arch=$("$PYTHON" -c 'import torch; major, minor = torch.cuda.get_device_capability(); print(f"{major}{minor}" + ("a" if major >= 9 else ""))')
+arch=$("$PYTHON" -c 'import torch; major, minor = torch.cuda.get_device_capability(); print(f"{major}{minor}")')
 PREFGRPO_CUDA_ARCHS=${PREFGRPO_CUDA_ARCHS:-$arch} "$PYTHON" setup.py -q build_ext --inplace
 "$PYTHON" -c 'from prefgrpo.ops import backend_of; assert backend_of("cuda") == "cuda", backend_of("cuda")'
 
@@ -21,9 +21,9 @@ MEMCHECK='import torch
 from prefgrpo import ops
 x, v = (torch.randn(3, 1003, device="cuda", dtype=torch.bfloat16) for _ in range(2))
 coef, index = torch.tensor([[0.9, -0.1, 0.5, -2.0, 0.3]], device="cuda"), torch.zeros(3, dtype=torch.int64, device="cuda")
-step = ops.affine_step(x, v, coef, index, noise=ops.NoiseAddress(7, torch.arange(3, device="cuda")))
+step = ops.sde_step(x, v, coef, index, noise=ops.PhiloxNoise(7, torch.arange(3, device="cuda")))
 v.requires_grad_()
-logp = ops.affine_logp(x, v, step.x_next, coef, index).logp
+logp = ops.sde_logp(x, v, step.x_next, coef, index).logp
 ops.policy_loss(logp, step.logp, torch.tensor([1.0, 0.0, -1.0], device="cuda"), clip_low=1e-4).loss.backward()
 wins = torch.rand(2, 5, 5, device="cuda")
 ops.winrate_advantage(wins, torch.ones_like(wins))
@@ -31,8 +31,8 @@ torch.cuda.synchronize()'
 
 part_tests() {
   if "$PYTHON" -c 'import pytest, hypothesis' 2>/dev/null; then
-    "$PYTHON" -m pytest -q -o addopts= -p no:cacheprovider -k "not compiled_cuda_kernels" \
-      tests/test_gpu.py tests/test_ops_*.py tests/test_csrc.py
+    "$PYTHON" -m pytest -q -o addopts= -p no:cacheprovider -k "not cuda_kernels_do_not_spill" \
+      tests/test_{gpu,sde_step,policy_loss,noise,ops_advantage,compile,csrc}.py
   else
     echo "pytest or hypothesis is not installed: skipping the tests, only the checks in benchmarks/gpu.py will run"
   fi

@@ -9,9 +9,9 @@ venv=$1 extra=$2 python=${PYTHON:-python3}
 say() { printf '==> %s\n' "$*"; }
 fail() { printf 'error: %s\n' "$*" >&2; exit 1; }
 
-command -v "$python" >/dev/null || fail "'$python' not found; set PYTHON=/path/to/python to a Python 3.10-3.13"
-"$python" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] < (3, 14))' ||
-    fail "$("$python" --version) is not supported: prefgrpo needs Python 3.10-3.13; choose one with PYTHON=python3.11"
+command -v "$python" >/dev/null || fail "'$python' not found; set PYTHON=/path/to/python to a Python 3.10-3.14"
+"$python" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] < (3, 15))' ||
+    fail "$("$python" --version) is not supported: prefgrpo needs Python 3.10-3.14; choose one with PYTHON=python3.11"
 
 if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
     say "creating $venv with $("$python" --version)"

@@ -27,6 +27,6 @@ def advantage(r, ids, w, combine="weighted_sum", **options):
     with np.errstate(divide="ignore", invalid="ignore"):
         value = {
             "weighted_sum": lambda: w @ r,
-            "geometric_mean": lambda: np.exp(w @ np.log(r) / w.sum()),
+            "geometric_mean": lambda: np.exp(w @ np.log(r) / w.sum()).astype(np.float32).astype(np.float64),
         }[combine]()
     return normalised(value, ids, **options)

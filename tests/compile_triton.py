@@ -1,8 +1,9 @@
-"""Compiles every Triton kernel to a cubin without a GPU and prints one JSON line each: registers, stack, wide accesses.
+"""Compiles Triton's kernels to cubins without a GPU and prints one JSON line each: stack, wide accesses, sum layouts.
 
-Run as a script, in a process without TRITON_INTERPRET: python compile_triton.py ARCH[:kernel,kernel] …
+Run as a script, in a process without TRITON_INTERPRET: python compile_triton.py ARCH few|all
 """
 
+import itertools
 import json
 import re
 import subprocess
@@ -13,80 +14,97 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from prefgrpo.kernels import affine, noise, small
+from prefgrpo.kernels import noise, policy_loss, sde_step, winrate
 
-NUMBERS = {"scale", "to_c", "to_u", "eps", "clip_low", "clip_high", "adv_clip", "kl_coef", "denominator"}
-
-
-def arguments(kernel):
-    """(argument types, constexpr values) of a typical call: bf16 velocities, fp32 latents."""
-    types, fixed = {}, {}
-    flags = {"BLOCK": 2048, "NOISE": 2, "ROWS": 8}
-    for p in kernel.params:
-        if p.is_constexpr:
-            fixed[p.name] = flags.get(p.name, True)
-            types[p.name] = "constexpr"
-        elif p.name.endswith("_ptr"):
-            name = p.name.removesuffix("_ptr")
-            velocity = name in ("v", "u", "c", "ref", "old", "dv", "du")
-            ids = name in ("index", "sample", "step")
-            kind = "i64" if ids else "bf16" if velocity else "fp32"
-            types[p.name] = f"*{kind}"
-        else:
-            types[p.name] = (
-                "fp32" if p.name in NUMBERS else "i64" if p.name in ("offset", "seed_low", "seed_high") else "i32"
-            )
-    if kernel in (affine.guide_kernel, small.winrate_kernel):
-        fixed["BLOCK"] = 64
-    if kernel is affine.finish_kernel:
-        fixed["BLOCK"] = 1024
-    return types, fixed
-
-
+F32, BF16, F16 = "fp32", "bf16", "fp16"
 KERNELS = {
-    "step": affine.step_kernel,
-    "logp": affine.logp_kernel,
-    "finish": affine.finish_kernel,
-    "grad": affine.grad_kernel,
-    "guide": affine.guide_kernel,
+    "step": sde_step.step_kernel,
+    "logp": sde_step.logp_kernel,
+    "finish": sde_step.finish_kernel,
+    "grad": sde_step.grad_kernel,
     "normal": noise.normal_kernel,
-    "policy": small.policy_kernel,
-    "winrate": small.winrate_kernel,
+    "policy": policy_loss.policy_kernel,
+    "winrate": winrate.winrate_kernel,
 }
+IDS = ("index", "sample", "step")
+BITS = ("low", "high", "log_low", "log_high", "adv_clip", "kl_coef", "norm", "offset", "seed_low", "seed_high")
+"""Numbers passed as 64 bits."""
+DTYPES = [(F32, BF16, F32), (F32, F32, F32), (BF16, BF16, BF16), (F32, F32, BF16), (F32, BF16, BF16), (F16, F16, F16)]
+"""Of x, v and x': what the ops pass on."""
 
 
-def resources(cubin: bytes) -> tuple[int, int, int]:
-    """(registers, stack bytes, instructions) of a cubin."""
+def variants(few):
+    """(kernel, dtypes of x, v and x', constexprs): all that the ops launch, or one per kernel with every option on."""
+    bulk = {"BLOCK": 2048, "HAS_INDEX": True}
+    dtypes = DTYPES[:1] if few else DTYPES
+    flags = (True,) if few else (False, True)
+    noises = [(2, True)] if few else [(0, True), (1, True), (2, True), (2, False)]
+    for d, (kind, aligned), mean in itertools.product(dtypes, noises, flags):
+        yield "step", d, bulk | {"NOISE": kind, "ALIGNED": aligned, "MEAN": mean}
+    for d, kl, guard in itertools.product(dtypes, flags, flags):
+        yield "logp", d, bulk | {"KL": kl, "GUARD": guard}
+        yield "grad", d, bulk | {"LOGP": True, "KL": kl, "GUARD": guard}
+    if not few:
+        yield "grad", DTYPES[0], bulk | {"LOGP": False, "KL": True, "GUARD": False}
+        yield "step", DTYPES[0], bulk | {"NOISE": 1, "ALIGNED": True, "MEAN": True, "HAS_INDEX": False}
+    yield "normal", DTYPES[0], {"BLOCK": 2048, "ALIGNED": True}
+    for kl, guard in itertools.product(flags, flags):
+        yield "finish", DTYPES[0], {"BLOCK": 1024, "HAS_INDEX": True, "KL": kl, "GUARD": guard}
+    for weight, kl, ratio in itertools.product(flags, flags, flags):
+        yield "policy", DTYPES[0], {"BLOCK": 512, "WEIGHT": weight, "KL": kl, "RATIO": ratio}
+    for std, block in itertools.product(flags, (2, 32, 64) if not few else (32,)):
+        yield "winrate", DTYPES[0], {"BLOCK": block, "USE_STD": std}
+
+
+def source(kernel, dtypes, fixed, numbers):
+    """The kernel for arguments of these types. numbers: \"round\" (divisible by 16), \"odd\" or \"one\" (1)."""
+    velocity = dict.fromkeys(("v", "ref", "old", "dv"), dtypes[1])
+    kinds = {"x": dtypes[0], "y": dtypes[2], "out": dtypes[2], **velocity, **dict.fromkeys(IDS, "i64")}
+    types, constants, attributes = {}, {}, {}
+    for k, p in enumerate(kernel.params):
+        name = p.name.removesuffix("_ptr")
+        whole = not p.is_constexpr and not p.name.endswith("_ptr")
+        if p.is_constexpr or (whole and numbers == "one" and name not in (*BITS, "eps")):
+            types[p.name], constants[(k,)] = "constexpr", fixed.get(p.name, 1)
+        elif p.name.endswith("_ptr"):
+            types[p.name] = f"*{kinds.get(name, F32)}"
+        else:
+            types[p.name] = "i64" if name in BITS else F32 if name == "eps" else "i32"
+        if numbers == "round" and not p.is_constexpr and name not in (*BITS, "eps"):
+            attributes[(k,)] = [["tt.divisibility", 16]]
+    return ASTSource(kernel, types, constants, attributes)
+
+
+def inspect(cubin: bytes) -> tuple[int, int]:
+    """(stack bytes, instructions) of a cubin."""
     tools = f"{triton.__path__[0]}/backends/nvidia/bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         commands = [f"{tools}/cuobjdump", "-res-usage", file.name], [f"{tools}/nvdisasm", "-c", file.name]
         text, code = (subprocess.run(c, check=True, capture_output=True, text=True).stdout for c in commands)
-    length = len(re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?!NOP|BRA)\S", code))
-    return int(re.search(r"REG:(\d+)", text)[1]), int(re.search(r"STACK:(\d+)", text)[1]), length
+    return int(re.search(r"STACK:(\d+)", text)[1]), len(re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?!NOP|BRA)\S", code))
+
+
+def sum_layout(ir: str) -> str:
+    """How the first sum of a kernel is spread over its threads: the order of the sum."""
+    names = re.findall(r"\}\) : \(tensor<2048xf32, (#\w+)>\) -> f32", ir)
+    return re.search(rf"{names[0]} = (.*)", ir)[1] if names else ""
 
 
 def main() -> None:
-    """Compile all kernels for each architecture given."""
-    for word in sys.argv[1:]:
-        arch, _, chosen = word.partition(":")
-        for name in chosen.split(",") if chosen else KERNELS:
-            kernel = KERNELS[name]
-            types, fixed = arguments(kernel)
-            names = list(types)
-            aligned = [n for n in names if types[n].startswith("*") or n.endswith("stride") or n == "dim"]
-            attrs = {(names.index(n),): [["tt.divisibility", 16]] for n in aligned}  # as a launch would infer
-            source = ASTSource(kernel, types, {(names.index(n),): value for n, value in fixed.items()}, attrs)
-            done = triton.compile(source, target=GPUTarget("cuda", int(arch), 32), options={"enable_fp_fusion": False})
-            registers, stack, instructions = resources(done.asm["cubin"])
+    """Compile the kernels for one architecture."""
+    arch, few = int(sys.argv[1]), sys.argv[2] == "few"
+    for name, dtypes, fixed in variants(few):
+        for numbers in ("round",) if few or dtypes not in DTYPES[:2] else ("round", "odd", "one"):
+            program = source(KERNELS[name], dtypes, fixed, numbers)
+            done = triton.compile(program, target=GPUTarget("cuda", arch, 32), options={"enable_fp_fusion": False})
             ptx = done.asm["ptx"]
-            line = {"kernel": name, "arch": int(arch), "registers": registers, "stack": stack}
-            if "BLOCK" in fixed and fixed["BLOCK"] == 2048:
-                line["instructions"] = instructions * 128 / 2048  # per element: 4 warps on 2048
-            line["wide"] = len(re.findall(r"ld\.global[.\w]*\.v4", ptx)), len(re.findall(r"st\.global[.\w]*\.v4", ptx))
-            each = [len(re.findall(rf"\bfma\.rn\.{kind}", ptx)) for kind in ("f32", "f32x2")]  # x2: two at once
-            line["fused"] = sum(each)
+            stack, instructions = inspect(done.asm["cubin"])
+            wide = [len(re.findall(rf"{op}\.global[.\w]*\.v4", ptx)) for op in ("ld", "st")]
+            line = {"kernel": name, "arch": arch, "dtypes": dtypes, "fixed": fixed, "numbers": numbers, "wide": wide}
+            line |= {"stack": stack, "per_element": instructions * 128 / 2048, "sum": sum_layout(done.asm["ttgir"])}
+            line["fused"] = len(re.findall(r"\bfma\.rn\.f32", ptx))
             print(json.dumps(line), flush=True)
 
 

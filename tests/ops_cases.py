@@ -1,44 +1,46 @@
-"""Shared by the tests of the ops: the backends that can run here, cases of every rule, and an fp64 reference."""
+"""Shared by the tests of the ops: the backends that can run here, random cases of every rule, and an fp64 reference."""
 
+from __future__ import annotations
+
+import random
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
-from prefgrpo.ops import Guidance, backend_of, reference, use_backend
-from prefgrpo.ops.backend import unavailable_reason
+from prefgrpo.ops import backend_of, sde_step, use_backend
+from prefgrpo.ops import sde_step as public
+from prefgrpo.ops._backend import unavailable_reason
 from prefgrpo.sde.rules import sde_row
 
+sde = __import__("sys").modules[public.__module__]
+"""The module prefgrpo.ops.sde_step; in the package, the name is the function's."""
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HERE = (DEVICE, "triton", "torch")
 """The backends of the device."""
-QUICK = settings(max_examples=25, deadline=None, derandomize=True)
+INTERPRETED = DEVICE == "cpu"
+"""Whether Triton runs in its interpreter, which is slow."""
+F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 
 each_backend = pytest.mark.parametrize("backend", HERE)
 compiled = pytest.mark.parametrize("backend", [b for b in HERE if b != "torch"])
-kernels = pytest.mark.parametrize("backend", [b for b in HERE if b != "triton" or DEVICE == "cuda"])
+kernels = pytest.mark.parametrize("backend", [b for b in HERE if b != "triton" or not INTERPRETED])
 """Without Triton's interpreter, which cannot be part of a graph."""
+MANY = [range(first, first + 500) for first in range(25, 3025, 500)]
+seeds = pytest.mark.parametrize(
+    "cases", [range(25), *(pytest.param(r, marks=pytest.mark.full) for r in MANY)], ids=lambda r: f"{r[0]}-{r[-1]}"
+)
+"""Numbers of random cases: a few, and three thousand more."""
 
 
-def fuzz(**strategies):
-    """A test with random inputs on every backend; Triton's interpreter is slow and gets few examples."""
-
-    def decorate(test):
-        @each_backend
-        def on(backend):
-            most = 8 if backend == "triton" and DEVICE == "cpu" else 25
-            settings(max_examples=most, deadline=None, derandomize=True)(given(**strategies)(test))(backend)
-
-        on.__name__, on.__doc__ = test.__name__, test.__doc__
-        return on
-
-    return decorate
+def few(backend: str, cases: range) -> range:
+    """A third of a short range for Triton's interpreter."""
+    return cases[::3] if backend == "triton" and INTERPRETED and len(cases) < 100 else cases
 
 
-def serve(backend: str):
+def serve(backend: str) -> Any:
     """`use_backend`, or skip with the reason; asserts that this backend really is the one used on the device."""
     if why := unavailable_reason(backend):
         pytest.skip(why)
@@ -57,23 +59,26 @@ def row(
 
 TABLE = torch.tensor(
     [row("flow", 0.9, 0.8, 0.7), row("dance", 0.5, 0.4, 0.3), row("cps", 0.9, 0.8, 0.8), row("ode", 0.4, 0.3, 0.0)],
-    dtype=torch.float64,
+    dtype=F64,
 )
 """One step of four rules; the last has no log-prob."""
-
-SHAPES = st.sampled_from(
-    [(1,), (2,), (3, 5), (127,), (64, 16), (1025,), (3, 5, 7), (4, 2, 6, 5), (2, 3, 4, 5, 3), (8, 1024)]
-)
-DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
+SHAPES = [(1,), (2,), (3, 5), (127,), (64, 16), (1025,), (3, 5, 7), (4, 2, 6, 5), (2, 3, 4, 5, 3), (8, 1024), (2049,)]
+LAYOUTS = {
+    "contiguous": lambda t: t,
+    "turned": lambda t: t.mT.contiguous().mT if t.dim() > 2 else t.repeat_interleave(2, -1)[..., ::2],
+    "slices": lambda t: torch.stack((t, t), 1)[:, 1],
+    "odd start": lambda t: torch.cat([t[:1].flatten()[:1], t.flatten()])[1:].view(t.shape),
+    "one for all": lambda t: t[:1].expand_as(t),
+    "negated": lambda t: torch._neg_view(-t),
+}
 
 
 @dataclass
 class Case:
-    """Random inputs of one affine op."""
+    """Inputs of a step and of its replay."""
 
     x: Tensor
     v: Tensor
-    u: Tensor
     v_ref: Tensor
     v_old: Tensor
     eps: Tensor
@@ -85,38 +90,52 @@ class Case:
         return self.coef[self.index]
 
 
-def make(shape: tuple[int, ...], batch: int, x_dtype: torch.dtype, v_dtype: torch.dtype, seed: int = 0) -> Case:
+def make(
+    shape: tuple[int, ...], batch: int, x_dtype: torch.dtype = F32, v_dtype: torch.dtype = F32, seed: int = 0
+) -> Case:
     """A case of B samples; sample i follows row i % 4 of TABLE."""
     g = torch.Generator().manual_seed(seed)
-    x, v, u, ref, old, eps = torch.randn(6, batch, *shape, generator=g).to(DEVICE)
-    kinds = [x.to(x_dtype), *((v + 0.05 * t).to(v_dtype) for t in (0 * v, u, ref, old)), eps]
-    return Case(*kinds, TABLE.float().to(DEVICE), (torch.arange(batch) % 4).to(DEVICE))
+    x, v, ref, old, eps = torch.randn(5, batch, *shape, generator=g).to(DEVICE)
+    velocities = [(v + 0.05 * t).to(v_dtype) for t in (0 * v, ref, old)]
+    return Case(x.to(x_dtype), *velocities, eps, TABLE.float().to(DEVICE), (torch.arange(batch) % 4).to(DEVICE))
 
 
-def truth_logp(
-    c: Case, x_next: Tensor, guidance: Guidance | None = None, grad: Tensor | None = None
-) -> tuple[Tensor, ...]:
-    """fp64 (logp, kl, Guard log-ratio); with `grad` [3, B] also their gradient with respect to v (and u)."""
-    v, u = (t.double().requires_grad_() for t in (c.v, c.u))
-    q = v if guidance is None else reference.guided(v, u, guidance.scale, guidance.from_cond, guidance.rescale)
-    x, y, rows = c.x.double(), x_next.double(), c.rows.double()
-    out = (
-        reference.affine_logp(x, q, y, rows),
-        reference.affine_kl(q, c.v_ref.double(), rows),
-        reference.guard_log_ratio(x, q, y, c.v_old.double(), rows),
-    )
+def draw(seed: int, dtypes: tuple[torch.dtype, ...] = (F32, BF16, F16)) -> tuple[Case, torch.dtype, random.Random]:
+    """(a random case, storage dtype of x', generator for further choices)."""
+    pick = random.Random(seed)
+    shape, batch = pick.choice(SHAPES), pick.randint(1, 4)
+    c = make(shape, batch, pick.choice(dtypes), pick.choice(dtypes), seed)
+    for name in ("x", "v", "v_ref", "v_old", "eps"):
+        setattr(c, name, LAYOUTS[pick.choice([*LAYOUTS])](getattr(c, name)))
+    return c, pick.choice(dtypes), pick
+
+
+def truth_logp(c: Case, x_next: Tensor, grad: Tensor | None = None) -> tuple[Tensor, ...]:
+    """fp64 (logp, kl, Guard log-ratio) in plain torch; with `grad` [3, B] also their gradient with respect to v."""
+    x, y, ref, old, rows = (t.double() for t in (c.x, x_next, c.v_ref, c.v_old, c.rows))
+    v = c.v.double().requires_grad_()
+    a, b, s, w, _ = (column.view(-1, *[1] * (x.dim() - 1)) for column in rows.unbind(1))
+    noisy = s > 0
+
+    def mean(t: Tensor) -> Tensor:
+        return t.flatten(1).mean(1)
+
+    b_over_s = torch.where(noisy, b / torch.where(noisy, s, 1.0), 0.0)
+    logp = mean(w * (y - a * x - b * v).square()) + rows[:, 4]
+    kl = mean((b_over_s * (v - ref)).square() / 2)
+    log_ratio = mean(b_over_s * (y - a * x - b * old) * (v - old))
+    out = (logp, kl, log_ratio)
     if grad is None:
         return tuple(t.detach() for t in out)
     total = sum((g.double() * t).sum() for g, t in zip(grad, out, strict=True))
-    wanted = (v,) if guidance is None else (v, u)
-    return *(t.detach() for t in out), *torch.autograd.grad(total, wanted)
+    return *(t.detach() for t in out), *torch.autograd.grad(total, v)
 
 
 def ulps(a: Tensor, b: Tensor) -> int:
     """Largest distance, in units in the last place, between two tensors of the same dtype."""
     if a.numel() == 0:
         return 0
-    kind = torch.int32 if a.dtype == torch.float32 else torch.int16
+    kind = torch.int32 if a.dtype == F32 else torch.int16
     ints = [t.contiguous().view(kind).long() for t in (a, b)]
     low = -(2 ** (8 * a.element_size() - 1))
     ordered = [torch.where(i < 0, low - i, i) for i in ints]
@@ -130,3 +149,9 @@ def assert_close(got: Tensor, want: Tensor, rtol: float, floor: float) -> None:
     got, want = got.detach().double(), want.detach().double()
     error = torch.where(got == want, 0.0, (got - want).abs() - rtol * want.abs())
     assert error.numel() == 0 or float(error.max()) <= floor, f"exceeds rtol {rtol} by {float(error.max()):.3g}"
+
+
+def copy_of_noise(x: Tensor, noise: Any) -> Tensor:
+    """The noise that a step adds, as a tensor like x: a step with a = b = 0 and s = 1."""
+    coef = torch.tensor([[0.0, 0.0, 1.0, 0.0, 0.0]], device=x.device).repeat(x.shape[0], 1)
+    return sde_step(torch.zeros_like(x, dtype=F32), torch.zeros_like(x, dtype=F32), coef, noise=noise).x_next

@@ -21,6 +21,7 @@ FOLDERS = {
     "dance_grpo": "DanceGRPO",
     "pref_grpo": "Pref-GRPO",
     "flow_factory": "Flow-Factory/src",
+    "verl_omni": "verl-omni",
     "paco": "PaCo-RL/PaCo-GRPO",
 }
 

@@ -3,43 +3,38 @@
 A short real run of the small ops and of the cases on tiny latents; no timing is asserted.
 """
 
+import dataclasses
 import json
 
 import pytest
-import torch
 
-from benchmarks import bench_judge, bench_objectives, blocks, cases, harness, overhead, report, science
+import benchmarks.__main__ as ops
+from benchmarks import bench_judge, bench_objectives, blocks, harness, science, test_advantage, test_sde_step
 from prefgrpo.judge.verdict import Verdict
 
 
-def test_every_case_compares_and_times(monkeypatch):
-    monkeypatch.setattr(cases, "SHAPES", dict.fromkeys(cases.SHAPES, (8, 16)))
-    seen = [harness.measure(case, "cpu", 2, seconds=1e-4) for case in cases.cases("cpu", quick=True)]
-    ops = {"policy_loss, forward + backward", "winrate_advantage", "affine_step, noise given"}
-    assert {r["op"] for r in seen} >= ops
-    for r in seen:
-        assert {"ours", "eager"} <= set(r["us"]) and min(r["us"].values()) > 0
-        assert (r["copy_us"] > 0) == (r["bytes"] > 0)
+def test_every_kind_of_case_compares_and_times(monkeypatch):
+    monkeypatch.setattr(test_sde_step, "SHAPES", dict.fromkeys(test_sde_step.SHAPES, (8, 16)))
+    monkeypatch.setitem(harness.CACHE, "cpu", 2 << 20)
+    cases = [*list(test_sde_step.cases("cpu"))[4:8], *test_advantage.cases("cpu")]
+    for case in cases:
+        quick = {name: f for name, f in case.variants.items() if name != "compile"}
+        seen = harness.measure(dataclasses.replace(case, variants=quick), "cpu", 2)
+        assert set(seen["us"]) == {*quick, *(("copy",) if case.bytes else ())}
+        assert min(min(quartiles) for quartiles in seen["us"].values()) > 0
+        assert ops.line(seen).startswith(f"| {case.op} | {case.shape}")
 
 
-def test_a_wrong_result_is_not_timed(monkeypatch):
-    monkeypatch.setattr(cases.peers, "flow_step", lambda x, *rest: (x * 2, x.flatten(1)[:, 0]))
-    latents = cases.Latents("FLUX 512²", 1, torch.float32, torch.float32, "cpu")
-    with pytest.raises(RuntimeError, match="would time wrong results"):
-        cases.step_given(latents, with_compile=False)
+def test_a_wrong_result_is_not_timed():
+    (case,) = test_advantage.cases("cpu")
+    wrong = dataclasses.replace(case, variants={**case.variants, "compile": lambda i: 2 * test_advantage.eager(i)})
+    with pytest.raises(RuntimeError, match="compile: differs from ours"):
+        harness.measure(wrong, "cpu", 2)
 
 
-def test_eager_launches_many_ops_and_ours_none_but_itself():
-    calls = overhead.calls("cpu")
-    assert overhead.counted(calls["affine_step"]) == {"torch_ops": 0, "host_reads": 0}
-    assert overhead.counted(calls["affine_step, peers"])["torch_ops"] > 10
-
-
-def test_the_document_is_rendered_from_the_results(root, tmp_path):
-    results = root / "benchmarks" / "results"
-    assert json.loads((results / "cpu.json").read_text())["results"]
-    report.render(results, tmp_path)
-    assert (tmp_path / "benchmarks.md").read_text() == (root / "docs" / "benchmarks.md").read_text()
+def test_the_page_is_rendered_from_the_results():
+    assert json.loads((ops.RESULTS / "cpu.json").read_text())["results"]
+    assert ops.PAGE.read_text() == ops.page()
 
 
 def test_a_lost_answer_is_not_timed(monkeypatch):

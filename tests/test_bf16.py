@@ -158,8 +158,8 @@ def test_both_halves_of_a_guidance_pair_are_the_stock_denoisers(case):
         (_, call, cond), (_, _, uncond) = calls[2 * k : 2 * k + 2]
         x = latents_of(adapter, sampling, call).float()
         with torch.no_grad():
-            c, more = adapter.cond_uncond(x, ode.times[k].expand(1), condition, sampling)
-        for got, out in ((c, cond), (more.uncond, uncond)):
+            c, u = adapter.cond_uncond(x, ode.times[k].expand(1), condition, sampling)
+        for got, out in ((c, cond), (u, uncond)):
             assert torch.equal(got, velocity_of(adapter, sampling, out)), f"step {k}"
 
 

@@ -12,7 +12,7 @@ from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler, FluxPi
 from integration_cases import batch, seeded
 
 from prefgrpo.integrations.diffusers import SDEFlowMatchScheduler
-from prefgrpo.ops import NoiseAddress, philox_normal
+from prefgrpo.ops import PhiloxNoise, philox_normal
 from prefgrpo.sde.schedule import make_schedule
 from prefgrpo.tiny import pipelines
 
@@ -96,7 +96,7 @@ def test_noise_by_address_and_by_tensor():
     for rows in ([0, 1], [1]):
         scheduler = made()
         scheduler.step(v[rows], scheduler.timesteps[0], x[rows])
-        out = scheduler.step(v[rows], scheduler.timesteps[1], x[rows], noise=NoiseAddress(3, ids[rows]))
+        out = scheduler.step(v[rows], scheduler.timesteps[1], x[rows], noise=PhiloxNoise(3, ids[rows]))
         results.append(out.prev_sample[-1])
     assert torch.equal(*results)
     scheduler = made()

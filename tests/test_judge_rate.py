@@ -1,8 +1,8 @@
 """From verdicts to win rates.
 
 Oracles: without noise, Bradley-Terry recovers the win rates of the full plan from a few pairs; the gradient of the
-likelihood (test_ops_shaping.py); by hand: ties, missing and rounded verdicts. The win rates of the rewards are tested
-in test_rewards_scorer.py.
+likelihood (test_judge_bradley_terry.py); by hand: ties, missing and rounded verdicts. The win rates of the rewards are
+tested in test_rewards_scorer.py.
 """
 
 import numpy as np

@@ -5,13 +5,13 @@ Oracles: golden numbers for the settings of three published codebases; NumPy's m
 have no effect.
 """
 
+import random
+
 import advantage_oracle
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from ops_cases import DEVICE, QUICK, each_backend, fuzz, serve
+from ops_cases import DEVICE, each_backend, few, seeds, serve
 
 from prefgrpo.ops import group_advantage, winrate_advantage
 
@@ -41,58 +41,48 @@ def test_golden_numbers(name):
     assert torch.equal(mixed, got[order])
 
 
-OPTIONS = {
-    "std": st.sampled_from(["group", "global", "none"]),
-    "ddof": st.integers(0, 1),
-    "dtype": st.sampled_from([torch.float32, torch.float64]),
-    "seed": st.integers(0, 99),
-}
+@seeds
+def test_random_groups_against_numpy(cases):
+    for seed in cases:
+        rng, pick = np.random.default_rng(seed), random.Random(seed)
+        batch, rewards, rank = pick.choice([1, 2, 7, 48, 130]), pick.randint(1, 3), pick.random() < 0.5
+        combine = pick.choice(["weighted_sum", "weighted_advantage_sum", "geometric_mean"])
+        options = {"combine": combine, "std": pick.choice(["group", "global", "none"]), "ddof": pick.randint(0, 1)}
+        options |= {"rank": rank, "eps": 1e-4}
+        ids = rng.integers(-5, -5 + pick.randint(1, 6), batch)
+        r = rng.choice([0.25, 0.5, 0.5, 1.0, 2.0], (rewards, batch)) if rank else rng.random((rewards, batch)) + 0.01
+        r = r.astype(np.float32).astype(np.float64)
+        r[rng.random((rewards, batch)) < pick.choice([0.0, 0.3, 1.0])] = np.nan
+        w = 2.0 ** rng.integers(-2, 2, rewards) if rank else rng.random(rewards) + 0.1  # ties stay ties
+        if rewards > 1:
+            w[0] = 0.0
+            r[0] = np.nan  # a reward of weight 0 may be missing everywhere
+        dtype = pick.choice([torch.float32, torch.float64])
+        got = group_advantage(*tensors(r, ids, dtype), torch.tensor(w), **options)
+        assert got.dtype == torch.float32 and got.shape == (batch,)
+        want = advantage_oracle.advantage(r, ids, w, **options)
+        np.testing.assert_allclose(got.double().cpu().numpy(), want, rtol=2e-5, atol=2e-6, err_msg=str(seed))
 
 
-@QUICK
-@given(
-    batch=st.sampled_from([1, 2, 7, 48, 130]),
-    groups=st.integers(1, 6),
-    rewards=st.integers(1, 3),
-    combine=st.sampled_from(["weighted_sum", "weighted_advantage_sum", "geometric_mean"]),
-    rank=st.booleans(),
-    holes=st.sampled_from([0.0, 0.3, 1.0]),
-    **OPTIONS,
-)
-def test_against_numpy(batch, groups, rewards, combine, std, ddof, rank, holes, dtype, seed):
-    rng = np.random.default_rng(seed)
-    ids = rng.integers(-5, -5 + groups, batch)
-    r = rng.choice([0.25, 0.5, 0.5, 1.0, 2.0], (rewards, batch)) if rank else rng.random((rewards, batch)) + 0.01
-    r = r.astype(np.float32).astype(np.float64)
-    r[rng.random((rewards, batch)) < holes] = np.nan
-    w = rng.random(rewards) + 0.1
-    if rewards > 1:
-        w[0] = 0.0
-        r[0] = np.nan  # a reward of weight 0 may be missing everywhere
-    options = {"combine": combine, "std": std, "ddof": ddof, "rank": rank, "eps": 1e-4}
-    got = group_advantage(*tensors(r, ids, dtype), torch.tensor(w), **options)
-    assert got.dtype == torch.float32 and got.shape == (batch,)
-    want = advantage_oracle.advantage(r, ids, w, **options)
-    np.testing.assert_allclose(got.double().cpu().numpy(), want, rtol=2e-5, atol=2e-6)
-
-
-@fuzz(
-    prompts=st.integers(0, 9),
-    group=st.sampled_from([0, 1, 2, 5, 9, 33, 64]),
-    holes=st.sampled_from([0.0, 0.5, 1.0]),
-    **OPTIONS,
-)
-def test_winrate_against_numpy(backend, prompts, group, holes, std, ddof, dtype, seed):
-    rng = np.random.default_rng(seed)
-    counts = rng.integers(0, 3, (prompts, group, group)) * (rng.random((prompts, group, group)) >= holes)
-    wins = (rng.random(counts.shape) * counts).astype(np.float32).astype(np.float64)
-    with serve(backend):
-        rate, adv = winrate_advantage(*(t.to(dtype) for t in tensors(wins, counts)), std=std, ddof=ddof)
-    n = counts.sum(-1)
-    want = np.where(n > 0, wins.sum(-1) / np.maximum(n, 1), np.nan)
-    np.testing.assert_allclose(rate.double().cpu().numpy(), want, rtol=1e-6)
-    want = advantage_oracle.normalised(want.reshape(-1), np.arange(prompts).repeat(group), std, ddof=ddof)
-    np.testing.assert_allclose(adv.double().cpu().numpy().reshape(-1), want, rtol=2e-5, atol=2e-6)
+@each_backend
+@seeds
+def test_random_win_rates_against_numpy(backend, cases):
+    for seed in few(backend, cases):
+        rng, pick = np.random.default_rng(seed), random.Random(seed)
+        prompts, group = pick.randint(0, 9), pick.choice([0, 1, 2, 5, 9, 33, 64])
+        std, ddof = pick.choice(["group", "global", "none"]), pick.randint(0, 1)
+        there = rng.random((prompts, group, group)) >= pick.choice([0.0, 0.5, 1.0])
+        counts = rng.integers(0, 3, there.shape) * there
+        wins = (rng.random(counts.shape) * counts).astype(np.float32).astype(np.float64)
+        dtype = pick.choice([torch.float32, torch.float64])
+        with serve(backend):
+            rate, adv = winrate_advantage(*(t.to(dtype) for t in tensors(wins, counts)), std=std, ddof=ddof)
+        n = counts.sum(-1)
+        want = np.where(n > 0, wins.sum(-1) / np.maximum(n, 1), np.nan)
+        np.testing.assert_allclose(rate.double().cpu().numpy(), want, rtol=1e-6, err_msg=str(seed))
+        rates = rate.double().cpu().numpy().reshape(-1)  # advantages are of the rates as returned
+        want = advantage_oracle.normalised(rates, np.arange(prompts).repeat(group), std, ddof=ddof)
+        np.testing.assert_allclose(adv.double().cpu().numpy().reshape(-1), want, rtol=2e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize("value", [0.1, 1 / 3, 1e6 + 0.1, -7e-30])
@@ -121,3 +111,23 @@ def test_a_missing_reward_moves_nothing_and_a_lost_group_is_zero():
     empty = group_advantage(r[:, :0], ids[:0])
     assert got[[0, 1, 3]].tolist() == less.tolist() and got[[2, 4, 5]].tolist() == [0.0] * 3
     assert negative.tolist() == [0.0] * 6 and empty.shape == (0,)
+
+
+zeros = torch.zeros
+WRONG = {
+    "complex": (lambda: group_advantage(zeros(1, 3, dtype=torch.complex64), zeros(3).long()), TypeError, "real"),
+    "shape": (lambda: group_advantage(zeros(1, 4), zeros(3).long()), ValueError, r"rewards \[R, B\]"),
+    "ids": (lambda: group_advantage(zeros(1, 3), zeros(3)), ValueError, "integer group_ids"),
+    "weights": (lambda: group_advantage(zeros(2, 3), zeros(3).long(), zeros(3)), ValueError, "one per reward"),
+    "combine": (lambda: group_advantage(zeros(2, 3), zeros(3).long(), combine="mean"), ValueError, "combine"),
+    "std": (lambda: group_advantage(zeros(2, 3), zeros(3).long(), std="batch"), ValueError, "std: expected one of"),
+    "ddof": (lambda: group_advantage(zeros(2, 3), zeros(3).long(), ddof=2), ValueError, "ddof: expected 0 or 1"),
+    "wins": (lambda: winrate_advantage(zeros(2, 3, 4), zeros(2, 3, 4)), ValueError, r"\[P, G, G\]"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_mistake_is_refused(name):
+    call, error, message = WRONG[name]
+    with torch.device(DEVICE), pytest.raises(error, match=message):
+        call()

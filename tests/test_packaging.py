@@ -117,7 +117,7 @@ def test_sdist_and_wheel(tmp_path):
     run(sys.executable, *build, cwd=tmp_path, PREFGRPO_CUDA="0", PATH=path)
     (wheel,) = tmp_path.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
-    assert "prefgrpo/_C.abi3.so" in names and "-cp310-abi3-" in wheel.name, "one wheel must serve every Python"
+    assert f"prefgrpo/_C{sysconfig.get_config_var('EXT_SUFFIX')}" in names
     assert not [name for name in names if name.split("/")[0] in ("kernels", "tests", "csrc", "scripts", "benchmarks")]
 
     venv.create(tmp_path / "venv", symlinks=True)
@@ -138,13 +138,10 @@ def test_sdist_and_wheel(tmp_path):
 
 
 @pytest.mark.full
-def test_an_install_without_compiler_from_a_checkout_without_links(tmp_path):
-    """As from a ZIP, where the link to kernels/ is a text file. The build names what is missing, and the ops work."""
+def test_an_install_without_compiler(tmp_path):
+    """The build names what is missing, and the ops work."""
     source, tools = tmp_path / "source", tmp_path / "tools"
     shutil.copytree(ROOT, source, symlinks=True, ignore=LEFT_OUT)
-    link = source / "prefgrpo" / "kernels"
-    link.unlink()
-    link.write_text("../kernels")
     tools.mkdir()  # this empty folder is the whole PATH, so there is no compiler
     build = ("-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index", "-v", "-w", tmp_path, source)
     done = subprocess.run(
@@ -152,7 +149,7 @@ def test_an_install_without_compiler_from_a_checkout_without_links(tmp_path):
         env={k: v for k, v in os.environ.items() if k not in ("CXX", "PYTHONPATH")} | {"PATH": str(tools)},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "building without the compiled kernels: no C++17 compiler" in done.stdout + done.stderr
+    assert "building without the compiled kernels: no C++20 compiler" in done.stdout + done.stderr
     (wheel,) = tmp_path.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     assert {f"prefgrpo/kernels/{name}.py" for name in CODE} <= set(names)
@@ -161,7 +158,7 @@ def test_an_install_without_compiler_from_a_checkout_without_links(tmp_path):
     zipfile.ZipFile(wheel).extractall(own)
     code = HIDE.format(names=("prefgrpo._C",)) + (  # otherwise found by this environment's editable install
         f"sys.path.insert(0, {str(own)!r})\n"
-        "import prefgrpo.ops as ops\nfrom prefgrpo.ops.backend import unavailable_reason\n"
+        "import prefgrpo.ops as ops\nfrom prefgrpo.ops._backend import unavailable_reason\n"
         "print(ops.__file__, ops.backend_of('cpu'), unavailable_reason('cpu'))"
     )
     assert python(code, cwd=tmp_path).startswith(f"{own}/prefgrpo/ops/__init__.py torch prefgrpo._C is not built")
@@ -187,7 +184,7 @@ def test_ops_need_torch_and_numpy_only():
         "import torch, prefgrpo.ops, prefgrpo.sde.rules, prefgrpo.sde.schedule, prefgrpo.sde.noise\n"
         "x = torch.ones(2, 8)\n"
         "coef = torch.tensor([[0.5, 2.0, 0.0, 0.0, 0.0]])\n"
-        "out = prefgrpo.ops.affine_step(x, x, coef, torch.zeros(2, dtype=torch.int64), noise=None)\n"
+        "out = prefgrpo.ops.sde_step(x, x, coef, torch.zeros(2, dtype=torch.int64), noise=None)\n"
         "print(float(out.x_next.sum()))"
     )
     assert float(python(step)) == 2 * 8 * 2.5
@@ -206,17 +203,17 @@ results = []
 for backend in ("torch", "triton"):
     with hub.use_backend(backend):
         leaf = v.clone().requires_grad_()
-        step = hub.affine_step(x, v, coef, 0, noise=hub.NoiseAddress(1, ids, ids))
-        logp = hub.affine_logp(x, leaf, step.x_next, coef, 0).logp
+        step = hub.sde_step(x, v, coef, 0, noise=hub.PhiloxNoise(1, ids, ids))
+        logp = hub.sde_logp(x, leaf, step.x_next, coef, 0).logp
         logp.sum().backward()
         assert torch.equal(step.logp, logp.detach())
     results.append((step.x_next, logp.detach(), leaf.grad))
 for a, b in zip(*results):
     torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
-traced = torch.compile(lambda *t: hub.affine_logp(*t).logp, fullgraph=True, backend="aot_eager")
+traced = torch.compile(lambda *t: hub.sde_logp(*t).logp, fullgraph=True, backend="aot_eager")
 assert torch.equal(traced(x, v, step.x_next, coef, torch.zeros(3).long()), logp.detach())
 import prefgrpo.ops  # both in one process
-ours, theirs = (ops.affine_step(x, v, coef, 0, noise=None).x_next for ops in (prefgrpo.ops, hub))
+ours, theirs = (ops.sde_step(x, v, coef, 0, noise=None).x_next for ops in (prefgrpo.ops, hub))
 assert torch.equal(ours, theirs)
 print(len(hub.__all__))
 """
@@ -227,7 +224,7 @@ def test_the_hub_library_loads_the_ops_from_a_folder(tmp_path):
     """Loaded by the library itself, without prefgrpo: Triton (interpreted here) and torch agree, also in a graph."""
     run(sys.executable, ROOT / "scripts" / "build_hub.py", tmp_path, cwd=tmp_path)
     built = tmp_path / "build" / "torch-universal"
-    assert (built / "ops" / "triton_launch.py").is_file() and not list(built.rglob("*.safetensors"))
+    assert (built / "kernels" / "sde_step.py").is_file() and not list(built.rglob("*.safetensors"))
     assert int(python(HUB, tmp_path, cwd=tmp_path, TRITON_INTERPRET="1")) > 10
 
 
@@ -294,9 +291,9 @@ def test_doctor_without_the_optional_packages():
 @pytest.mark.full
 def test_doctor_finds_a_wrong_backend():
     code = (
-        "import prefgrpo.ops.native as n\n"
-        "right = n.affine_step\n"
-        "n.affine_step = lambda x, *rest, **more: right(2 * x, *rest, **more)\n"
+        "from prefgrpo.ops import _backend\n"
+        "right = _backend._kernel('cpu_sde_step')\n"
+        "_backend._kernel = lambda name: lambda b, d, x, *rest: right(b, d, 2 * x, *rest)\n"
         "from prefgrpo.commands.doctor import doctor\nprint('code', doctor())"
     )
     assert python(code).splitlines()[-1] == "code 1"

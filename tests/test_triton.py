@@ -1,8 +1,9 @@
 """Triton's compiled code for GPUs that are not present: cubins for sm_80, sm_90 and sm_100, compiled offline.
 
-Checks that every kernel compiles without register spills, that the kernels over latents use 128-bit accesses and few
-instructions, and that no a·x + b·v was contracted: the only fused multiply-adds are the explicit ones of the noise.
-Numerical results are tested through the interpreter in test_ops_*.
+On sm_90 every specialisation that the ops launch (odd sizes for two triples of dtypes). Checks that nothing spills,
+that the kernels over latents use 128-bit accesses and few instructions, that no a·x + b·v was contracted (the only
+fused multiply-adds are the explicit ones of the noise), and that a step and its replay add in the same order. Numbers
+are tested through the interpreter, by the ops.
 """
 
 import json
@@ -14,48 +15,58 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("triton")
-BULK = ("step", "logp", "grad")
+pytestmark = pytest.mark.full
 
 
 @pytest.fixture(scope="module")
 def built():
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    few = ",".join((*BULK, "normal"))
-    command = [sys.executable, str(Path(__file__).with_name("compile_triton.py")), "90", f"80:{few}", f"100:{few}"]
-    done = subprocess.run(
-        command, env=env, capture_output=True, text=True, timeout=600, cwd=Path(__file__).parent.parent
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    lines = []
+    for arch, which in (("90", "all"), ("80", "few"), ("100", "few")):
+        command = [sys.executable, str(Path(__file__).with_name("compile_triton.py")), arch, which]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=1500, cwd=Path(__file__).parent)
+        assert done.returncode == 0, done.stderr[-2000:]
+        lines += map(json.loads, done.stdout.splitlines())
+    return lines
 
 
-@pytest.mark.full
-def test_every_kernel_compiles_for_every_architecture_without_spills(built):
-    assert {k["kernel"] for k in built if k["arch"] == 90} >= {"finish", "guide", "policy", "winrate"}
+def test_nothing_spills(built):
     for arch in (80, 90, 100):
-        assert {k["kernel"] for k in built if k["arch"] == arch} >= {*BULK, "normal"}
-    assert [k for k in built if k["stack"]] == []
+        kernels = {k["kernel"] for k in built if k["arch"] == arch}
+        assert kernels == {"step", "logp", "finish", "grad", "normal", "policy", "winrate"}
+    most = {"round": 0, "one": 0, "odd": 32}  # a thread has 16 elements of an unaligned latent
+    assert [k for k in built if k["stack"] > most[k["numbers"]]] == []
 
 
-@pytest.mark.full
 def test_bulk_kernels_read_and_write_128_bits(built):
     for k in built:
-        if k["kernel"] in BULK:
+        if k["numbers"] == "round" and k["kernel"] in ("step", "logp", "grad"):
             assert k["wide"][0] > 0, k
-        if k["kernel"] in ("step", "grad", "normal"):
+        if k["numbers"] == "round" and k["kernel"] in ("step", "grad", "normal"):
             assert k["wide"][1] > 0, k
 
 
 def test_instructions_per_element_stay_few(built):
-    """With all options enabled at once (guidance pair, mean, KL, Guard); counted in the disassembly."""
-    most = {"step": 84, "logp": 43, "grad": 53, "normal": 56}
+    """Of aligned tensors, in the disassembly."""
+    most = {"step": 80, "logp": 40, "grad": 50, "normal": 56}
     for k in built:
-        assert k["kernel"] not in most or k["instructions"] <= most[k["kernel"]], k
+        if k["kernel"] in most and k["numbers"] == "round" and k["fixed"].get("ALIGNED", True):
+            assert k["per_element"] <= most[k["kernel"]], k
 
 
 def test_nothing_is_contracted_but_the_noise(built):
-    noise = {k["arch"]: k["fused"] for k in built if k["kernel"] == "normal"}
     for k in built:
-        expected = noise[k["arch"]] if k["kernel"] in ("step", "normal") else 0
+        noisy = k["kernel"] == "normal" or k["fixed"].get("NOISE") == 2
         if k["kernel"] != "policy":  # exp contains its own
-            assert k["fused"] == expected, k
+            assert (k["fused"] > 0) == noisy, k
+
+
+@pytest.mark.parametrize("numbers", ["round", "odd", "one"])
+def test_a_step_and_its_replay_add_in_the_same_order(built, numbers):
+    """Whatever noise the step draws, and whatever else the replay computes."""
+    layouts = {}
+    for k in built:
+        if k["arch"] == 90 and k["numbers"] == numbers and k["kernel"] in ("step", "logp"):
+            layouts.setdefault(tuple(k["dtypes"]), set()).add(k["sum"])
+    assert len(layouts) == {"round": 6, "odd": 2, "one": 2}[numbers]
+    assert all(len(found) == 1 and found != {""} for found in layouts.values()), layouts

@@ -11,8 +11,8 @@ import torch
 from torch.utils.collect_env import get_env_info
 
 from prefgrpo import __version__
-from prefgrpo.ops import affine_step
-from prefgrpo.ops.backend import BACKENDS, backend_of, unavailable_reason, use_backend
+from prefgrpo.ops import sde_step
+from prefgrpo.ops._backend import BACKENDS, backend_of, unavailable_reason, use_backend
 
 PACKAGES = ("numpy", "diffusers", "transformers", "peft", "accelerate", "safetensors", "aiohttp", "triton", "kernels",
             "flash-attn", "xformers", "torchvision", "open-clip-torch", "imageio-ffmpeg")  # fmt: skip
@@ -57,9 +57,9 @@ def _check(name: str) -> tuple[bool, str]:
     try:
         with use_backend(name):
             served = backend_of(device, x.dtype)
-            got = affine_step(x, v, coef, index, noise=eps)
+            got = sde_step(x, v, coef, index, noise=eps)
         with use_backend("torch"):
-            expected = affine_step(x, v, coef, index, noise=eps)
+            expected = sde_step(x, v, coef, index, noise=eps)
     except Exception as error:  # noqa: BLE001 - third-party compilers, drivers and kernels may raise anything
         return True, f"{type(error).__name__}: {str(error).strip()[:160]}"
     dx, dl = (float((g - e).abs().max()) for g, e in zip(got[:2], expected[:2], strict=True))

@@ -21,7 +21,7 @@ from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor
 
 from prefgrpo.integrations.steps import index_of
-from prefgrpo.ops import NoiseAddress, affine_logp, affine_step
+from prefgrpo.ops import PhiloxNoise, sde_logp, sde_step
 from prefgrpo.sde.schedule import Schedule, make_schedule
 
 # A saved pipeline refers to this module, in which diffusers looks for SchedulerMixin to know how to load the class.
@@ -96,7 +96,7 @@ class SDEFlowMatchScheduler(FlowMatchEulerDiscreteScheduler):
         sample: Tensor,
         *,
         generator: Any = None,
-        noise: Tensor | NoiseAddress | None = None,
+        noise: Tensor | PhiloxNoise | None = None,
         return_dict: bool = True,
     ) -> SDEFlowMatchSchedulerOutput | tuple[Tensor, Tensor]:
         """x' and its log-prob for model_output and sample [B, …] at one timestep; advances to the next step.
@@ -117,7 +117,7 @@ class SDEFlowMatchScheduler(FlowMatchEulerDiscreteScheduler):
             if noise is None:
                 noise = randn_tensor(sample.shape, generator, sample.device, torch.float32)
             index = torch.full((sample.shape[0],), k, dtype=torch.int64, device=sample.device)
-            x_next, logp, *_ = affine_step(
+            x_next, logp, *_ = sde_step(
                 sample, model_output, schedule.coef, index, noise=noise, out_dtype=model_output.dtype
             )
             self._step_index += 1
@@ -130,7 +130,7 @@ class SDEFlowMatchScheduler(FlowMatchEulerDiscreteScheduler):
         """
         schedule = self._schedule_on(sample.device)
         index = index_of(self.timesteps, timestep, sample.device).expand(sample.shape[0]).contiguous()
-        return affine_logp(sample, model_output, prev_sample, schedule.coef, index).logp
+        return sde_logp(sample, model_output, prev_sample, schedule.coef, index).logp
 
     def _schedule_on(self, device: torch.device) -> Schedule:
         """The schedule on the samples' device, moved there once."""

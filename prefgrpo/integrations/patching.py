@@ -27,6 +27,11 @@ CODEBASES: dict[str, dict[str, str]] = {
         "fastvideo.grpo.steps:flow_grpo_step": "pref_grpo:flow_grpo_step",
         "fastvideo.grpo.steps:dance_grpo_step": "pref_grpo:dance_grpo_step",
     },
+    "verl_omni": {
+        "verl_omni.pipelines.schedulers.flow_match_sde:FlowMatchSDEDiscreteScheduler.sample_previous_step": (
+            "verl_omni:sample_previous_step"
+        )
+    },
     "flow_factory": {_FLOW_FACTORY + ":FlowMatchEulerDiscreteSDEScheduler.step": "flow_factory:step"},
 }
 """Module and function of each codebase that calls its step through a module → ours, relative to this package."""

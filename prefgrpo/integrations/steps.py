@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from prefgrpo.ops import AffineStep, affine_logp, affine_step
+from prefgrpo.ops import SdeStep, sde_logp, sde_step
 from prefgrpo.sde.schedule import make_schedule
 
 _HOST_VALUES: Any = WeakTensorKeyDictionary()
@@ -119,7 +119,7 @@ class _Mean(torch.autograd.Function):
         ctx.save_for_backward(coef, index)
         ctx.dtypes = x.dtype, v.dtype
         dtype = torch.float64 if torch.float64 in ctx.dtypes else torch.float32
-        return affine_step(x, v, coef, index, noise=None, out_dtype=dtype).x_next
+        return sde_step(x, v, coef, index, noise=None, out_dtype=dtype).x_next
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -139,7 +139,7 @@ def transition(
     noise: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     want_mean: bool = True,
-) -> AffineStep:
+) -> SdeStep:
     """One step with its mean: x' sampled with `noise` (rounded to `out_dtype`, default: x's), or a given x' scored.
 
     x, v: [B, …]; coef [T, 5] and index int64 [B]. In grad mode μ and logp are differentiable in x and v; the log-prob
@@ -148,7 +148,7 @@ def transition(
     out_dtype = out_dtype or x.dtype
     needs_grad = torch.is_grad_enabled() and (x.requires_grad or v.requires_grad)
     if x_next is None and not needs_grad:
-        return affine_step(x, v, coef, index, noise=noise, out_dtype=out_dtype, want_mean=want_mean)
+        return sde_step(x, v, coef, index, noise=noise, out_dtype=out_dtype, want_mean=want_mean)
     of_x = needs_grad and x.requires_grad
     mean: Any = _Mean.apply(x, v, coef, index) if want_mean or x_next is None or of_x else None
     if x_next is None:
@@ -156,7 +156,7 @@ def transition(
     if of_x:  # scored given μ, as a step with a = 0 and b = 1
         on_mean = coef.clone()
         on_mean[:, 0], on_mean[:, 1] = 0.0, 1.0
-        logp = affine_logp(x.detach(), mean, x_next.detach(), on_mean, index).logp
+        logp = sde_logp(x.detach(), mean, x_next.detach(), on_mean, index).logp
     else:
-        logp = affine_logp(x, v, x_next.detach(), coef, index).logp
-    return AffineStep(x_next, logp, mean)
+        logp = sde_logp(x, v, x_next.detach(), coef, index).logp
+    return SdeStep(x_next, logp, mean)

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from prefgrpo.ops import bradley_terry
+from prefgrpo.judge.bradley_terry import bradley_terry
 
 Floats = NDArray[np.float64]
 Rate = Literal["win_rate", "bradley_terry"]

@@ -9,6 +9,7 @@ rollout and in replay.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -20,13 +21,12 @@ from torch import Tensor, nn
 from prefgrpo.config.schema import SamplingConfig as Sampling
 from prefgrpo.models import folder as folders
 from prefgrpo.models.condition import Condition
-from prefgrpo.models.guidance import Cfg, Gradient, after_guidance, predict_cond_uncond
+from prefgrpo.models.guidance import Cfg, Gradient, predict_cond_uncond
 from prefgrpo.models.lengths import predict_by_length
 from prefgrpo.models.offload import ComponentOffload, offloaded
 from prefgrpo.models.schedule import StockSchedule
 from prefgrpo.models.vae import decode_image
 from prefgrpo.models.weights import Weights
-from prefgrpo.ops.args import Guidance
 
 __all__ = ["Adapter", "Condition", "Masks", "Sampling"]
 
@@ -233,28 +233,28 @@ class Adapter(StockSchedule, Weights, ABC):
         return tuple(tensor.detach().cpu().contiguous() for tensor in self.source_tensors(sources, frames))
 
     def velocity(self, x: Tensor, sigma: Tensor, condition: Condition, sampling: Sampling) -> Tensor:
-        """Guided velocity v [B, …] at latents x [B, …] of any dtype and σ [B] fp32, for a batched condition."""
-        return after_guidance(*self.cond_uncond(x, sigma, condition, sampling))
-
-    def cond_uncond(
-        self, x: Tensor, sigma: Tensor, condition: Condition, sampling: Sampling
-    ) -> tuple[Tensor, Guidance | None]:
-        """(c, guidance pair or None): the arguments v and guidance of `ops.affine_step` and `ops.affine_logp`.
+        """Guided velocity v [B, …] at latents x [B, …] of any dtype and σ [B] fp32, for a batched condition.
 
         Keep sigma on the host if possible: families with several experts select one by it.
         """
-        name, scale = self.expert(sigma, sampling)
-        x = x.to(self.dtype)
-        condition = condition.cast(self.dtype)
-        sigma = sigma.to(x.device, non_blocking=True)
         if self.compiled and not torch.is_grad_enabled():  # use the training graph, see `compiled`
             with torch.enable_grad():
-                c, more = self.cond_uncond(x, sigma, condition, sampling)
-            return c.detach(), more if more is None else more._replace(uncond=more.uncond.detach())
+                return self.velocity(x, sigma, condition, sampling).detach()
+        if self.cfg is not None and self.guided(sampling):
+            c, u = self.cond_uncond(x, sigma, condition, sampling)
+            return self.cfg.combine(c, u, self.expert(sigma, sampling)[1])
+        predict = self._forward_of(sigma, sampling)
+        return predict(x.to(self.dtype), sigma.to(x.device, non_blocking=True), condition.cast(self.dtype))
+
+    def cond_uncond(self, x: Tensor, sigma: Tensor, condition: Condition, sampling: Sampling) -> tuple[Tensor, Tensor]:
+        """Velocities (c, u) for the prompt and for the negative prompt, in the denoiser's dtype."""
+        predict = self._forward_of(sigma, sampling)
+        condition = condition.cast(self.dtype)
+        sigma = sigma.to(x.device, non_blocking=True)
+        return predict_cond_uncond(predict, x.to(self.dtype), sigma, condition, self.guidance_gradient)
+
+    def _forward_of(self, sigma: Tensor, sampling: Sampling) -> Callable[[Tensor, Tensor, Condition], Tensor]:
+        """`predict` of the denoiser for these σ."""
+        name, _ = self.expert(sigma, sampling)
         predict = partial(self.predict, getattr(self.pipe, name), sampling=sampling)
-        if self.splits_lengths:
-            predict = partial(predict_by_length, predict, one_by_one=self.equal_forwards)
-        if self.cfg is None or not self.guided(sampling):
-            return predict(x, sigma, condition), None
-        c, u = predict_cond_uncond(predict, x, sigma, condition, self.guidance_gradient)
-        return c, Guidance(u, scale, self.cfg.from_cond, self.cfg.rescale)
+        return partial(predict_by_length, predict, one_by_one=self.equal_forwards) if self.splits_lengths else predict

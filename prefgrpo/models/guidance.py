@@ -2,7 +2,7 @@
 
     v = u + g·(c − u), or c + g·(c − u) (Z-Image); optionally rescaled to the norm of c over the last dimension
 
-c is the velocity for the prompt, u for the negative prompt; `ops` combines them inside the step. Invariant: with
+c is the velocity for the prompt, u for the negative prompt; they are combined in torch, in fp32. Invariant: with
 guidance off (g ≤ 1, or g ≤ 0 for Z-Image) the model runs once per step and the negative prompt is not encoded.
 """
 
@@ -16,8 +16,6 @@ import torch
 from torch import Tensor
 
 from prefgrpo.models.condition import Condition, combine
-from prefgrpo.ops.args import Guidance
-from prefgrpo.ops.reference import guided
 
 Gradient = Literal["both", "conditional"]
 """Whether the gradient flows through both c and u, or only through c."""
@@ -37,6 +35,18 @@ class Cfg:
     def active(self, scale: float) -> bool:
         """Whether this scale needs the second forward."""
         return scale > (0.0 if self.from_cond else 1.0)
+
+    def combine(self, c: Tensor, u: Tensor, scale: float) -> Tensor:
+        """The guided velocity, in fp32 (fp64 for fp64); a row of the last dimension with norm 0 stays 0 if rescaled."""
+        dtype = torch.promote_types(torch.promote_types(c.dtype, u.dtype), torch.float32)
+        c, u = c.to(dtype), u.to(dtype)
+        q = (c if self.from_cond else u) + scale * (c - u)
+        if not self.rescale:
+            return q
+        squares = c.square().sum(-1, keepdim=True), q.square().sum(-1, keepdim=True)
+        known = (squares[0] > 0) & (squares[1] > 0)
+        of_c, of_q = (torch.where(known, square, 1.0) for square in squares)
+        return q * torch.where(known, torch.sqrt(of_c / of_q), 0.0)
 
 
 def predict_cond_uncond(
@@ -64,8 +74,3 @@ def predict_cond_uncond(
     pair = combine([positive, negative], lambda _, tensors: torch.cat(tensors))
     c, u = predict(torch.cat([x, x]), torch.cat([sigma, sigma]), pair).chunk(2)
     return c, u
-
-
-def after_guidance(c: Tensor, more: Guidance | None) -> Tensor:
-    """The guided velocity from the results of `Adapter.cond_uncond`."""
-    return c if more is None else guided(c, more.uncond, more.scale, more.from_cond, more.rescale)

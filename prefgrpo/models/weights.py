@@ -46,7 +46,7 @@ class Weights:
     """Names of the trained denoisers."""
     compiled = False
     """Whether the repeated blocks are compiled. Without gradients Inductor makes other graphs, which round differently,
-    so every forward then uses the training graph (`Adapter.cond_uncond`), and keeps activations while it runs."""
+    so every forward then uses the training graph (`Adapter.velocity`), and keeps activations while it runs."""
 
     def modules(self) -> dict[str, nn.Module]:
         """The trained denoisers, by name."""

@@ -1,30 +1,28 @@
 """The public fused ops: used by the trainer and importable from other codebases.
 
-Invariant: on every backend, every input gives the same result as `ops.reference` (plain torch).
+One file per op: the equation, the reference in torch, the custom op, its gradient and the public function. Invariant:
+on every backend, every input gives the same result as the reference.
 """
 
+from prefgrpo.ops._backend import backend_of, use_backend
 from prefgrpo.ops.advantage import group_advantage, winrate_advantage
-from prefgrpo.ops.affine import AffineLogp, AffineStep, affine_logp, affine_step, philox_normal
-from prefgrpo.ops.args import Guidance, NoiseAddress
-from prefgrpo.ops.backend import backend_of, use_backend
-from prefgrpo.ops.policy import METRICS, PolicyLoss, metrics_by_name, policy_loss
-from prefgrpo.ops.shaping import bradley_terry
+from prefgrpo.ops.noise import PhiloxNoise, philox_normal
+from prefgrpo.ops.policy_loss import METRICS, PolicyLoss, metrics_by_name, policy_loss
+from prefgrpo.ops.sde_step import SdeLogp, SdeStep, sde_logp, sde_step
 
 __all__ = [
     "METRICS",
-    "AffineLogp",
-    "AffineStep",
-    "Guidance",
-    "NoiseAddress",
+    "PhiloxNoise",
     "PolicyLoss",
-    "affine_logp",
-    "affine_step",
+    "SdeLogp",
+    "SdeStep",
     "backend_of",
-    "bradley_terry",
     "group_advantage",
     "metrics_by_name",
     "philox_normal",
     "policy_loss",
+    "sde_logp",
+    "sde_step",
     "use_backend",
     "winrate_advantage",
 ]

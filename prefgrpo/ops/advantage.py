@@ -8,15 +8,89 @@ group gives exactly 0.
 
 from __future__ import annotations
 
-from typing import get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from prefgrpo.ops import args, library, reference
-from prefgrpo.ops.args import Combine, Std
+from prefgrpo.ops._backend import backend_of, native, op
+from prefgrpo.ops._inputs import contiguous
 
+Std = Literal["group", "global", "none"]
+Combine = Literal["weighted_sum", "weighted_advantage_sum", "geometric_mean"]
 _STD, _COMBINE = get_args(Std), get_args(Combine)
+
+
+def dense_ids(group_ids: Tensor) -> Tensor:
+    """Group numbers 0, 1, … int64 [B] of any integer ids, without reading a value back from the device."""
+    order = group_ids.argsort(stable=True)
+    ordered = group_ids[order]
+    new = torch.ones_like(order)
+    new[1:] = ordered[1:] != ordered[:-1]
+    return torch.empty_like(order).scatter_(0, order, new.cumsum(0) - 1)
+
+
+def _deviation(values: Tensor, ok: Tensor, ddof: int) -> Tensor:
+    """Standard deviation of the entries where `ok` is True, 0-d."""
+    total = ok.sum()
+    mean = torch.where(ok, values, 0.0).sum() / total.clamp_min(1)
+    squares = torch.where(ok, values - mean, 0.0).square().sum()
+    return (squares / (total - ddof).clamp_min(1)).sqrt()
+
+
+def _ranks(r: Tensor, ids: Tensor) -> Tensor:
+    """Rank of each value in its group, scaled to [0, 1]; tied values get their mean rank, and NaN stays NaN."""
+    same = (ids[:, None] == ids[None, :]) & ~torch.isnan(r)[None, :]
+    below = (same & (r[None, :] < r[:, None])).sum(1).double()
+    equal = (same & (r[None, :] == r[:, None])).sum(1).double()
+    rank = (below + 0.5 * (equal - 1)) / (same.sum(1) - 1).clamp_min(1)
+    return torch.where(torch.isnan(r), r, rank)
+
+
+def normalise(r: Tensor, ids: Tensor, std: str, eps: float, ddof: int, rank: bool = False) -> Tensor:
+    """(r − group mean) / (std + eps) in fp64, for `dense_ids` [B]; missing entries and constant groups give 0."""
+    if rank:
+        r = _ranks(r, ids)
+    ok = ~torch.isnan(r)
+    zeros = torch.zeros_like(r)
+    n = zeros.index_add(0, ids, ok.double())
+    mean = zeros.index_add(0, ids, torch.where(ok, r, 0.0)) / n.clamp_min(1)
+    low = (zeros + torch.inf).scatter_reduce(0, ids, torch.where(ok, r, torch.inf), "amin")
+    high = (zeros - torch.inf).scatter_reduce(0, ids, torch.where(ok, r, -torch.inf), "amax")
+    centred = torch.where(ok & (high > low)[ids], r - mean[ids], 0.0)
+    if std == "none":
+        return centred
+    if std == "group":
+        var = zeros.index_add(0, ids, centred.square()) / (n - ddof).clamp_min(1)
+        scale = var.sqrt()[ids] + eps
+    else:
+        scale = _deviation(r, ok, ddof) + eps
+    return torch.where(centred != 0, centred / scale, 0.0)
+
+
+def reference_winrate(wins: Tensor, counts: Tensor, std: str, eps: float, ddof: int) -> tuple[Tensor, Tensor]:
+    """(win rate, advantage), fp64 [P, G]; rates are rounded to fp32, so that sums in another order are equal."""
+    n = counts.double().sum(-1)
+    rate = torch.where(n > 0, wins.double().sum(-1) / torch.where(n > 0, n, 1.0), torch.nan).float().double()
+    ids = torch.arange(rate.shape[0], device=rate.device).repeat_interleave(rate.shape[1])
+    return rate, normalise(rate.flatten(), ids, std, eps, ddof).view(rate.shape)
+
+
+@op("winrate_advantage", mutates=("rate", "advantage"))
+def _winrate(
+    wins: Tensor, counts: Tensor, use_std: bool, eps: float, ddof: int, rate: Tensor, advantage: Tensor
+) -> None:
+    backend = backend_of(wins.device)
+    if backend == "torch":
+        values = reference_winrate(wins, counts, "group" if use_std else "none", eps, ddof)
+        rate.copy_(values[0])
+        advantage.copy_(values[1])
+    elif backend == "triton":
+        from prefgrpo.kernels import winrate as kernels
+
+        kernels.winrate(wins, counts, use_std, eps, ddof, rate, advantage)
+    else:
+        native(backend, "winrate", wins, *rate.shape, wins, counts, use_std, ddof, eps, rate, advantage)
 
 
 def _check_options(std: str, eps: float, ddof: int) -> None:
@@ -45,10 +119,11 @@ def winrate_advantage(
     if wins.is_complex() or counts.is_complex():
         raise TypeError(f"wins and counts: expected real numbers, got {wins.dtype} and {counts.dtype}")
     if std == "global":
-        rate = reference.win_rate(wins, counts)
-        ids = torch.arange(shape[0], device=device).repeat_interleave(shape[1])
-        return rate.float(), reference.normalise(rate.flatten(), ids, std, eps, ddof).float().view(rate.shape)
-    rate, advantage = library.winrate_advantage(args.Winrate(wins, counts, std == "group", eps, ddof))
+        return tuple(t.float() for t in reference_winrate(wins, counts, std, eps, ddof))  # type: ignore[return-value]
+    dtype = torch.float32 if wins.dtype == counts.dtype == torch.float32 else torch.float64
+    rate = torch.empty(shape[:2], dtype=torch.float32, device=device)
+    advantage = torch.empty_like(rate)
+    _winrate(contiguous(wins, dtype), contiguous(counts, dtype), std == "group", eps, ddof, rate, advantage)
     return rate, advantage
 
 
@@ -85,20 +160,21 @@ def group_advantage(
     if weights.shape != rewards.shape[:1]:
         raise ValueError(f"weights: expected [{rewards.shape[0]}], one per reward, got {list(weights.shape)}")
     with torch.no_grad():
-        ids = reference.dense_ids(group_ids.to(rewards.device))
+        ids = dense_ids(group_ids.to(rewards.device))
         w = weights.to(rewards.device, torch.float64)[:, None]
         r = rewards.double()
         missing = (r.isnan() & (w != 0)).any(0)
         if combine == "weighted_advantage_sum":
             out = torch.zeros_like(missing, dtype=torch.float64)
             for row, weight in zip(r, w, strict=True):
-                one = reference.normalise(torch.where(missing, torch.nan, row), ids, std, eps, ddof, rank)
+                one = normalise(torch.where(missing, torch.nan, row), ids, std, eps, ddof, rank)
                 out = out + torch.where(weight != 0, weight * one, 0.0)
             return out.float()
         if combine == "weighted_sum":
             value = torch.where(w != 0, w * r, 0.0).sum(0)
         else:
-            value = torch.exp(torch.where(w != 0, w * torch.log(r), 0.0).sum(0) / w.sum())
+            logarithm = torch.where(w != 0, w * torch.log(r), 0.0).sum(0) / w.sum()
+            value = torch.exp(logarithm).float().double()  # equal rewards may differ in the last bit of exp and log
             missing = missing | ((r < 0) & (w != 0)).any(0)
         value = torch.where(missing, torch.nan, value)
-        return reference.normalise(value, ids, std, eps, ddof, rank).float()
+        return normalise(value, ids, std, eps, ddof, rank).float()

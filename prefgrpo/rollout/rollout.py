@@ -17,9 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from prefgrpo.models.base import Adapter, Condition, Sampling
-from prefgrpo.models.guidance import after_guidance
-from prefgrpo.ops import NoiseAddress, affine_step
-from prefgrpo.ops.args import Guidance
+from prefgrpo.ops import PhiloxNoise, sde_step
 from prefgrpo.sde.noise import initial_latents
 from prefgrpo.sde.schedule import Schedule
 
@@ -40,8 +38,8 @@ class Step:
     """The same k as a Python int."""
     v: Tensor | None = None
     """[B, …] velocity of the policy that generated the step, after guidance; None: not stored."""
-    graph: tuple[Tensor, Guidance | None] | None = None
-    """Result of the rollout's forward with its autograd graph, so that replay needs no forward; None: not stored."""
+    graph: Tensor | None = None
+    """The velocity with the graph of the rollout's forward, so that replay needs no forward; None: not stored."""
 
     def select(self, rows: Tensor) -> Step:
         """The samples `rows` (int64) of one step; used to drop groups without signal."""
@@ -96,16 +94,15 @@ def rollout(
             x, active = x.index_select(0, copies), condition
         index = sample.new_full((len(x),), k)
         sigma = schedule.times[k].expand(len(x))
-        noise = NoiseAddress(seed, sample) if k in schedule.sde_steps else None
+        noise = PhiloxNoise(seed, sample) if k in schedule.sde_steps else None
         kept, graph = noise is not None and k in schedule.trained, None
         with torch.set_grad_enabled(kept and keep_graph):
-            v, guidance = adapter.cond_uncond(x, sigma, active, sampling)
+            v = adapter.velocity(x, sigma, active, sampling)
         if v.requires_grad:
-            graph, v = (v, guidance), v.detach()
-            guidance = None if guidance is None else guidance._replace(uncond=guidance.uncond.detach())
-        step = affine_step(x, v, schedule.coef, index, noise=noise, guidance=guidance)
+            graph = v
+            v = v.detach()
+        step = sde_step(x, v, schedule.coef, index, noise=noise)
         if kept:
-            own = after_guidance(v, guidance) if keep_velocity else None
-            stored.append(Step(index, x, step.x_next, step.logp, k, own, graph))
+            stored.append(Step(index, x, step.x_next, step.logp, k, v if keep_velocity else None, graph))
         x = step.x_next
     return Trajectory(adapter.final(x, condition), tuple(stored))

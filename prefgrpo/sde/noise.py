@@ -1,4 +1,4 @@
-"""Counter-based noise: ε is a function of (seed, sample id, step, element), by Philox4x32-10 (`ops.NoiseAddress`).
+"""Counter-based noise: ε is a function of (seed, sample id, step, element), by Philox4x32-10 (`ops.PhiloxNoise`).
 
 Every backend, batch split, rank layout and slice of a latent gives the same numbers, so no noise or generator state is
 stored, broadcast or restored. Initial latents use step −1; denoising step k uses step k; draw k of an endpoint

@@ -11,6 +11,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
+import pybind11
 import torch
 
 HERE = Path(__file__).resolve().parent
@@ -19,11 +20,12 @@ CSRC = HERE.parent.parent / "csrc"
 
 def built(folder: Path) -> Path:
     """The module, compiled from csrc with every launch turned into a call of the shim."""
-    flags = ["-std=c++17", "-O1", "-fPIC", "-mfma", "-ffp-contract=off", "-fvisibility=hidden", '-DPG_CUDA="shim"']
-    flags += [f"-I{p}" for p in (HERE, CSRC, sysconfig.get_paths()["include"])]
-    jobs = [(CSRC / "bindings.cpp", ()), (CSRC / "cpu.cpp", ()), (CSRC / "cpu_kernels.cpp", ("-DPG_ISA=plain",))]
-    jobs += [(CSRC / f"{name}.cu", ("-x", "c++")) for name in ("cuda_affine", "cuda_small")]
-    objects = [folder / f"{source.stem}.o" for source, _ in jobs]
+    includes = (HERE, CSRC, sysconfig.get_paths()["include"], pybind11.get_include())
+    flags = ["-std=c++20", "-O1", "-fPIC", "-mfma", "-ffp-contract=off", "-fvisibility=hidden", '-DPG_CUDA="shim"']
+    flags += [f"-I{p}" for p in includes]
+    jobs = [(CSRC / "bindings.cpp", ()), (CSRC / "cpu.cpp", ("-DPG_ISA=plain",))]
+    jobs += [(CSRC / f"{name}.cu", ("-x", "c++")) for name in ("sde_step", "small")]
+    objects = [folder / f"{source.stem}{source.suffix}.o" for source, _ in jobs]
     running = [
         subprocess.Popen(["g++", *flags, *more, "-c", str(source), "-o", str(out)])
         for (source, more), out in zip(jobs, objects, strict=True)
@@ -42,19 +44,22 @@ def pytest_configure() -> None:
     sys.modules["prefgrpo._C"] = loaded = importlib.util.module_from_spec(spec)
     loaded.__spec__ = spec
     spec.loader.exec_module(loaded)
+    assert loaded.cuda_archs == "shim"
 
-    from prefgrpo.ops import native
+    from prefgrpo.ops import _backend
 
-    def scratch(x: torch.Tensor, planes: int) -> torch.Tensor:
-        size = planes * x.shape[0] * loaded.partials(x.numel() // max(x.shape[0], 1))
-        return torch.full((size,), torch.nan, dtype=torch.float64)
+    sde_step = sys.modules["prefgrpo.ops.sde_step"]
 
-    native._on_cpu = lambda t: False
-    native._stream = lambda t: 0
-    native._scratch = scratch
+    def launch(backend: str, name: str, like: torch.Tensor, *args: object) -> None:
+        getattr(loaded, f"cuda_{name}")(*args, 0)
+
+    def scratch(backend: str, x: torch.Tensor, dim: int, sums: int) -> torch.Tensor:
+        return torch.full((sums * x.shape[0] * loaded.partials(dim),), torch.nan, dtype=torch.float64)
+
+    sde_step.cuda_scratch = scratch
+    for name in ("sde_step", "policy_loss", "advantage", "noise"):
+        sys.modules[f"prefgrpo.ops.{name}"].native = launch
+    assert _backend.backend_of("cpu") == "cpu"
     coef = torch.ones(1, 5)
-    pair, noise = (None, 0.0, False, False), (None, 0, None, None, 0)
-    outside = native.affine_step(
-        native.args.Step(coef, coef, coef, torch.tensor([7]), *pair, *noise, torch.float32, False, None)
-    )
+    outside = sde_step.sde_step(coef, coef, coef, torch.tensor([7]), noise=None)
     assert outside[0].isnan().all(), "the CPU kernels raise here: these are not the CUDA sources"

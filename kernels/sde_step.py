@@ -1,16 +1,20 @@
-"""The affine step, its replay and its gradient in Triton; counterparts of csrc/cuda_affine.cu.
+"""The SDE step, its replay and its gradient in Triton; counterparts of csrc/sde_step.cu.
 
     x' = a·x + b·v + s·ε      logp = w · mean_D (x' − a·x − b·v)² + c
 
-One program handles BLOCK elements of one sample; a second kernel adds the partial sums in a fixed order. Invariant:
-16-bit values become fp32 right after the load and are rounded only by `store_rounded`, also in the interpreter.
+One program handles BLOCK elements of one sample; a second kernel adds the partial sums in a fixed order. Invariants:
+16-bit values become fp32 right after the load and are rounded only by `store_rounded`, also in the interpreter; every
+launch disables floating-point contraction, so that a·x + b·v rounds as in C++ and in torch. Kernels are not autotuned:
+autotuning would synchronise, and could give a step and its replay different orders of summation.
 """
 
+import torch
 import triton
 import triton.language as tl
 
-from prefgrpo.kernels.noise import addressed_noise
+from prefgrpo.kernels.noise import FLAGS, counter_noise
 
+BLOCK = 2048
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # the interpreter's conversion to bf16 truncates
 
 
@@ -56,29 +60,13 @@ def coefficients(coef_ptr, index_ptr, i, rows, HAS_INDEX: tl.constexpr):
     return a, b, s, w, c
 
 
-@triton.jit
-def velocity(v_ptr, u_ptr, v_offset, u_offset, mask, scale, PAIR: tl.constexpr, FROM_COND: tl.constexpr):
-    """v, or for a guidance pair the guided velocity."""
-    v = load_fp32(v_ptr + v_offset, mask)
-    if PAIR:
-        u = load_fp32(u_ptr + u_offset, mask)
-        step = scale * (v - u)
-        if FROM_COND:
-            return v + step
-        else:
-            return u + step
-    else:
-        return v
-
-
 @triton.jit(do_not_specialize=["offset", "seed_low", "seed_high"])
 def step_kernel(
-    x_ptr, v_ptr, u_ptr, eps_ptr, out_ptr, mean_ptr, coef_ptr, index_ptr, sample_ptr, step_ptr,
-    partial_ptr, dim, rows, x_stride, v_stride, u_stride, eps_stride, scale, offset, seed_low, seed_high,
-    NOISE: tl.constexpr, ALIGNED: tl.constexpr, HAS_INDEX: tl.constexpr, PAIR: tl.constexpr, FROM_COND: tl.constexpr,
-    MEAN: tl.constexpr, BLOCK: tl.constexpr,
+    x_ptr, v_ptr, eps_ptr, out_ptr, mean_ptr, coef_ptr, index_ptr, sample_ptr, step_ptr, partial_ptr, dim, rows,
+    x_stride, v_stride, eps_stride, offset, seed_low, seed_high,
+    NOISE: tl.constexpr, ALIGNED: tl.constexpr, HAS_INDEX: tl.constexpr, MEAN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One affine step. NOISE: 0 none, 1 given, 2 addressed."""
+    """One step. NOISE: 0 none, 1 given, 2 counter-based."""
     chunks = tl.cdiv(dim, BLOCK)
     pid = tl.program_id(0).to(tl.int64)
     i, start = pid // chunks, (pid % chunks) * BLOCK
@@ -86,14 +74,14 @@ def step_kernel(
     mask = k < dim
     a, b, s, w, c = coefficients(coef_ptr, index_ptr, i, rows, HAS_INDEX)
     x = load_fp32(x_ptr + i * x_stride + k, mask)
-    v = velocity(v_ptr, u_ptr, i * v_stride + k, i * u_stride + k, mask, scale, PAIR, FROM_COND)
+    v = load_fp32(v_ptr + i * v_stride + k, mask)
     mean = a * x + b * v
     y = mean
     if NOISE == 1:
         y = mean + s * load_fp32(eps_ptr + i * eps_stride + k, mask)
     if NOISE == 2:
         step, sample = tl.load(step_ptr + i), tl.load(sample_ptr + i)
-        y = mean + s * addressed_noise(start, offset, step, sample, seed_low, seed_high, BLOCK, ALIGNED)
+        y = mean + s * counter_noise(start, offset, step, sample, seed_low, seed_high, BLOCK, ALIGNED)
     out_offset = i * dim + k
     y = store_rounded(out_ptr + out_offset, y, mask)
     if MEAN:
@@ -104,10 +92,9 @@ def step_kernel(
 
 @triton.jit
 def logp_kernel(
-    x_ptr, v_ptr, u_ptr, y_ptr, ref_ptr, old_ptr, coef_ptr, index_ptr, partial_ptr, dim, rows, partial_stride,
-    x_stride, v_stride, u_stride, y_stride, ref_stride, old_stride, scale,
-    HAS_INDEX: tl.constexpr, PAIR: tl.constexpr, FROM_COND: tl.constexpr, KL: tl.constexpr, GUARD: tl.constexpr,
-    BLOCK: tl.constexpr,
+    x_ptr, v_ptr, y_ptr, ref_ptr, old_ptr, coef_ptr, index_ptr, partial_ptr, dim, rows, partial_stride,
+    x_stride, v_stride, y_stride, ref_stride, old_stride,
+    HAS_INDEX: tl.constexpr, KL: tl.constexpr, GUARD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Partial sums of the squared residual, of (v − v_ref)² and of (x' − μ_old)·(v − v_old)."""
     chunks = tl.cdiv(dim, BLOCK)
@@ -118,7 +105,7 @@ def logp_kernel(
     a, b, s, w, c = coefficients(coef_ptr, index_ptr, i, rows, HAS_INDEX)
     x = load_fp32(x_ptr + i * x_stride + k, mask)
     y = load_fp32(y_ptr + i * y_stride + k, mask)
-    v = velocity(v_ptr, u_ptr, i * v_stride + k, i * u_stride + k, mask, scale, PAIR, FROM_COND)
+    v = load_fp32(v_ptr + i * v_stride + k, mask)
     d = tl.where(mask, y - (a * x + b * v), 0.0)
     tl.store(partial_ptr + pid, tl.sum(d * d, axis=0))
     if KL:
@@ -142,7 +129,7 @@ def sum_partials(partial_ptr, i, chunks, BLOCK: tl.constexpr):
 
 @triton.jit
 def finish_kernel(
-    partial_ptr, coef_ptr, index_ptr, logp_ptr, kl_ptr, guard_ptr, dim, chunks, rows, partial_stride,
+    partial_ptr, coef_ptr, index_ptr, logp_ptr, kl_ptr, ratio_ptr, dim, chunks, rows, partial_stride,
     HAS_INDEX: tl.constexpr, KL: tl.constexpr, GUARD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Compute one sample's logp, KL and Guard log-ratio from its partial sums."""
@@ -156,8 +143,8 @@ def finish_kernel(
         kl = b64 * b64 / (2.0 * s64 * s64) * (sum_partials(partial_ptr + partial_stride, i, chunks, BLOCK) / dim)
         tl.store(kl_ptr + i, tl.where(noisy, kl, 0.0).to(tl.float32))
     if GUARD:
-        guard = b64 / s64 * (sum_partials(partial_ptr + 2 * partial_stride, i, chunks, BLOCK) / dim)
-        tl.store(guard_ptr + i, tl.where(noisy, guard, 0.0).to(tl.float32))
+        ratio = b64 / s64 * (sum_partials(partial_ptr + 2 * partial_stride, i, chunks, BLOCK) / dim)
+        tl.store(ratio_ptr + i, tl.where(noisy, ratio, 0.0).to(tl.float32))
 
 
 @triton.jit
@@ -168,12 +155,11 @@ def scaled(factor, residual):
 
 @triton.jit
 def grad_kernel(
-    x_ptr, v_ptr, u_ptr, y_ptr, ref_ptr, old_ptr, coef_ptr, index_ptr, g_logp_ptr, g_kl_ptr, g_guard_ptr, dv_ptr,
-    du_ptr, dim, rows, x_stride, v_stride, u_stride, y_stride, ref_stride, old_stride, scale, to_c, to_u,
-    HAS_INDEX: tl.constexpr, PAIR: tl.constexpr, FROM_COND: tl.constexpr, LOGP: tl.constexpr, KL: tl.constexpr,
-    GUARD: tl.constexpr, BLOCK: tl.constexpr,
+    x_ptr, v_ptr, y_ptr, ref_ptr, old_ptr, coef_ptr, index_ptr, g_logp_ptr, g_kl_ptr, g_ratio_ptr, dv_ptr, dim, rows,
+    x_stride, v_stride, y_stride, ref_stride, old_stride,
+    HAS_INDEX: tl.constexpr, LOGP: tl.constexpr, KL: tl.constexpr, GUARD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """dv (or dc and du) from the upstream gradients [B]."""
+    """dv from the upstream gradients [B]."""
     chunks = tl.cdiv(dim, BLOCK)
     pid = tl.program_id(0).to(tl.int64)
     i, start = pid // chunks, (pid % chunks) * BLOCK
@@ -182,7 +168,7 @@ def grad_kernel(
     a, b, s, w, c = coefficients(coef_ptr, index_ptr, i, rows, HAS_INDEX)
     x = load_fp32(x_ptr + i * x_stride + k, mask)
     y = load_fp32(y_ptr + i * y_stride + k, mask)
-    v = velocity(v_ptr, u_ptr, i * v_stride + k, i * u_stride + k, mask, scale, PAIR, FROM_COND)
+    v = load_fp32(v_ptr + i * v_stride + k, mask)
     b64, s64 = b.to(tl.float64), tl.where(s > 0, s, 1.0).to(tl.float64)
     d = tl.zeros((BLOCK,), tl.float32)
     if LOGP:
@@ -192,44 +178,64 @@ def grad_kernel(
         g = tl.where(s > 0, b64 * b64 / (s64 * s64) / dim * tl.load(g_kl_ptr + i), 0.0).to(tl.float32)
         d += scaled(g, v - load_fp32(ref_ptr + i * ref_stride + k, mask))
     if GUARD:
-        g = tl.where(s > 0, b64 / (s64 * dim) * tl.load(g_guard_ptr + i), 0.0).to(tl.float32)
+        g = tl.where(s > 0, b64 / (s64 * dim) * tl.load(g_ratio_ptr + i), 0.0).to(tl.float32)
         d += scaled(g, y - (a * x + b * load_fp32(old_ptr + i * old_stride + k, mask)))
-    out_offset = i * dim + k
-    if PAIR:
-        store_rounded(du_ptr + out_offset, to_u * d, mask)
-        d = to_c * d
-    store_rounded(dv_ptr + out_offset, d, mask)
+    store_rounded(dv_ptr + i * dim + k, d, mask)
 
 
-@triton.jit
-def guide_kernel(
-    c_ptr, u_ptr, g_ptr, out_ptr, du_ptr, dim, rows, total_rows, length, c_stride, u_stride, scale, to_c, to_u,
-    FROM_COND: tl.constexpr, BACKWARD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """The guided velocity, its norm over the last dimension restored to ‖c‖; BACKWARD: gradients dc, du from g = dv."""
-    r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS).to(tl.int64)
-    i = r // rows
-    k = (r % rows * length)[:, None] + tl.arange(0, BLOCK)[None, :]
-    mask = (r < total_rows)[:, None] & (tl.arange(0, BLOCK) < length)[None, :]
-    c = load_fp32(c_ptr + (i * c_stride)[:, None] + k, mask)
-    u = load_fp32(u_ptr + (i * u_stride)[:, None] + k, mask)
-    if FROM_COND:
-        q = c + scale * (c - u)
-    else:
-        q = u + scale * (c - u)
-    c64, q64 = c.to(tl.float64), q.to(tl.float64)
-    cc, qq = tl.sum(c64 * c64, axis=1), tl.sum(q64 * q64, axis=1)
-    safe_q, safe_c = tl.where(qq > 0, qq, 1.0), tl.where(cc > 0, cc, 1.0)
-    ratio = tl.where(qq > 0, tl.sqrt(cc / safe_q), 0.0)
-    out_offset = (i * dim)[:, None] + k
-    if BACKWARD:
-        g = load_fp32(g_ptr + out_offset, mask)
-        projection = tl.where(qq > 0, tl.sum(g.to(tl.float64) * q64, axis=1) / safe_q, 0.0)
-        through_norm = tl.where(cc > 0, projection * tl.sqrt(qq / safe_c), 0.0)
-        dq = ratio.to(tl.float32)[:, None] * g - (ratio * projection).to(tl.float32)[:, None] * q
-        used = (tl.max(tl.abs(tl.where(g == g, g, 1.0)), axis=1) > 0)[:, None]  # a row whose dv is 0 gets 0
-        dc = tl.where(used, to_c * dq + through_norm.to(tl.float32)[:, None] * c, 0.0)
-        store_rounded(out_ptr + out_offset, dc, mask)
-        store_rounded(du_ptr + out_offset, tl.where(used, to_u * dq, 0.0), mask)
-    else:
-        tl.store(out_ptr + out_offset, q * ratio.to(tl.float32)[:, None], mask=mask)
+# ---- launches; an absent tensor is replaced by another one, which the kernel then does not read
+def _sizes(x):
+    """(elements per sample, programs)."""
+    dim = x.numel() // x.shape[0]
+    return dim, x.shape[0] * triton.cdiv(dim, BLOCK)
+
+
+def _finish(x, partial, coef, index, logp, kl, log_ratio):
+    dim, programs = _sizes(x)
+    results = (logp, logp if kl is None else kl, logp if log_ratio is None else log_ratio)
+    finish_kernel[(x.shape[0],)](
+        partial, coef, coef if index is None else index, *results, dim, triton.cdiv(dim, BLOCK), coef.shape[0],
+        programs, index is not None, kl is not None, log_ratio is not None, 1024, **FLAGS,
+    )  # fmt: skip
+
+
+def step(x, v, coef, index, eps, seed_words, sample, step, offset, out, logp, mean):
+    """One step; arguments as of torch.ops.prefgrpo.sde_step."""
+    with torch.cuda.device_of(x):
+        dim, programs = _sizes(x)
+        partial = torch.empty(programs, dtype=torch.float32, device=x.device)
+        table = coef if index is None else index
+        given = x if eps is None else eps
+        step_kernel[(programs,)](
+            x, v, given, out, out if mean is None else mean, coef, table, table if sample is None else sample,
+            table if step is None else step, partial, dim, coef.shape[0], x.stride(0), v.stride(0), given.stride(0),
+            offset, *seed_words, NOISE=2 if sample is not None else int(eps is not None), ALIGNED=offset % 4 == 0,
+            HAS_INDEX=index is not None, MEAN=mean is not None, BLOCK=BLOCK, **FLAGS,
+        )  # fmt: skip
+        _finish(x, partial, coef, index, logp, None, None)
+
+
+def logp(x, v, y, coef, index, v_ref, v_old, logp, kl, log_ratio):
+    """A replay; arguments as of torch.ops.prefgrpo.sde_logp."""
+    with torch.cuda.device_of(x):
+        dim, programs = _sizes(x)
+        partial = torch.empty(3 * programs, dtype=torch.float32, device=x.device)
+        tensors = [x if t is None else t for t in (x, v, y, v_ref, v_old)]
+        logp_kernel[(programs,)](
+            *tensors, coef, coef if index is None else index, partial, dim, coef.shape[0], programs,
+            *(t.stride(0) for t in tensors), HAS_INDEX=index is not None, KL=kl is not None,
+            GUARD=log_ratio is not None, BLOCK=BLOCK, **FLAGS,
+        )  # fmt: skip
+        _finish(x, partial, coef, index, logp, kl, log_ratio)
+
+
+def grad(x, v, y, coef, index, v_ref, v_old, upstream, dv):
+    """The gradient; arguments as of torch.ops.prefgrpo.sde_grad."""
+    with torch.cuda.device_of(x):
+        dim, programs = _sizes(x)
+        tensors = [x if t is None else t for t in (x, v, y, v_ref, v_old)]
+        grad_kernel[(programs,)](
+            *tensors, coef, coef if index is None else index, *(coef if g is None else g for g in upstream), dv, dim,
+            coef.shape[0], *(t.stride(0) for t in tensors), HAS_INDEX=index is not None, LOGP=upstream[0] is not None,
+            KL=v_ref is not None, GUARD=v_old is not None, BLOCK=BLOCK, **FLAGS,
+        )  # fmt: skip

@@ -7,11 +7,11 @@ iteration); if all pairs are compared, they rank members as win rates do.
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from ops_cases import QUICK
 
-from prefgrpo.ops import bradley_terry, group_advantage, winrate_advantage
+from prefgrpo.judge.bradley_terry import bradley_terry
+from prefgrpo.ops import group_advantage, winrate_advantage
 
 
 def games(seed, prompts, group, density):
@@ -23,7 +23,7 @@ def games(seed, prompts, group, density):
     return torch.tensor(wins), torch.tensor(counts)
 
 
-@QUICK
+@settings(max_examples=25)
 @given(st.integers(0, 99), st.integers(1, 3), st.integers(2, 9), st.sampled_from([0.2, 0.6, 1.0]), st.floats(0.2, 3.0))
 def test_strengths_are_the_optimum(seed, prompts, group, density, prior):
     wins, counts = games(seed, prompts, group, density)

@@ -1,0 +1,42 @@
+"""winrate_advantage against the same arithmetic for all groups at once in torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.harness import Case, benchmarked, each_variant, randn
+from prefgrpo.ops import winrate_advantage
+
+
+def ours(i: tuple[Tensor, Tensor]) -> Tensor:
+    """Advantages [P, G]."""
+    return winrate_advantage(*i)[1]
+
+
+def eager(i: tuple[Tensor, Tensor]) -> Tensor:
+    """Likewise, in fp32 and without missing values."""
+    wins, counts = i
+    rate = wins.sum(-1) / counts.sum(-1)
+    return (rate - rate.mean(-1, keepdim=True)) / (rate.std(-1, unbiased=False, keepdim=True) + 1e-4)
+
+
+def cases(device: str) -> Iterator[Case]:
+    """An update of 48 groups of 24."""
+
+    def make(k: int) -> tuple[Tensor, Tensor]:
+        wins = randn(48, 24, 24, device=device, seed=k).abs().clamp(max=1)
+        return wins, torch.ones_like(wins)
+
+    variants: dict[str, Any] = {"ours": ours, "eager": eager, "compile": torch.compile(eager, dynamic=False)}
+    if device == "cuda":
+        variants["triton"] = ours
+    yield Case("winrate_advantage", "48 groups × 24", "fp32", 0, make, variants)
+
+
+@each_variant(cases)
+def test_advantage(benchmark: Any, case: Case, variant: str) -> None:
+    benchmarked(benchmark, case, variant)

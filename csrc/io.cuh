@@ -1,0 +1,163 @@
+// A block's tiles of 1024 elements, 8 neighbours per thread: raw words are fetched first, so that all loads are in
+// flight before one is used.
+//
+// A full, aligned tile moves 128 bits at a time; tails and unaligned addresses fill and empty the same words element by
+// element, so the arithmetic in between exists once. Invariant: the conversion to fp32 is exact, and stores round to
+// nearest even.
+#pragma once
+#include <cuda_runtime.h>
+
+#include "launch.cuh"
+
+#define PG_DEVICE __device__ __forceinline__
+
+namespace prefgrpo {
+namespace {
+
+using namespace base;
+
+// Full: all elements lie inside the sample and every tensor of the launch is aligned; the same for the whole block.
+struct Tile {
+  int from, left;  // elements of the block before this tile, and from its start on
+  bool full;
+
+  // How many of this thread's 8 elements lie inside the sample.
+  PG_DEVICE int count() const {
+    const int n = left - static_cast<int>(threadIdx.x) * kVector;
+    return n < 0 ? 0 : n < kVector ? n : kVector;
+  }
+};
+
+PG_DEVICE int64_t block_start(const Split& split) {
+  return static_cast<int64_t>(blockIdx.y) * static_cast<unsigned>(split.block);
+}
+
+PG_DEVICE Tile first_tile(const Split& split) {
+  const int left = blockIdx.y + 1 == gridDim.y ? split.last : split.block;
+  return {0, left, left >= split.min_full};
+}
+
+// Advances to the next tile; false after the block's last.
+PG_DEVICE bool next(const Split& split, Tile& tile) {
+  tile.from += kTile;
+  tile.left -= kTile;
+  tile.full = tile.left >= split.min_full;
+  return tile.left > 0;
+}
+
+struct Values {
+  float v[kVector];
+  PG_DEVICE float& operator[](int j) { return v[j]; }
+  PG_DEVICE float operator[](int j) const { return v[j]; }
+};
+
+// A thread's 8 elements of one tensor, in the tile that was last fetched or stored.
+template <int kType>
+struct Lane {
+  static constexpr int kSize = kType == kF32 ? 4 : 2, kWords = kType == kF32 ? 8 : 4;
+  char* p;  // the thread's first element in the block
+  uint32_t w[kWords] = {};
+
+  PG_DEVICE Lane(const View& t, int64_t i, int64_t start)
+      : p(t.data + (i * t.stride + start + threadIdx.x * kVector) * kSize) {}
+
+  // Elements outside the sample are 0.
+  PG_DEVICE void fetch(const Tile& tile) {
+    const char* q = p + tile.from * kSize;
+    if (tile.full) {
+      for (int k = 0; k < kWords; k += 4) {
+        const uint4 a = reinterpret_cast<const uint4*>(q)[k / 4];
+        w[k] = a.x;
+        w[k + 1] = a.y;
+        w[k + 2] = a.z;
+        w[k + 3] = a.w;
+      }
+      return;
+    }
+    const int n = tile.count();
+    for (int k = 0; k < kWords; ++k) w[k] = 0;
+    for (int j = 0; j < kVector; ++j) {
+      if (j >= n) continue;
+      if (kType == kF32)
+        w[j % kWords] = reinterpret_cast<const uint32_t*>(q)[j];
+      else
+        w[j / 2] |= static_cast<uint32_t>(reinterpret_cast<const uint16_t*>(q)[j]) << (16 * (j % 2));
+    }
+  }
+
+  PG_DEVICE Values values() const {
+    Values y;
+    for (int j = 0; j < kVector; ++j)
+      y[j] = from_bits(kType == kF32 ? w[j % kWords] : j % 2 ? w[j / 2] & 0xffff0000u : w[j / 2] << 16);
+    return y;
+  }
+
+  // __stwb keeps the compiler from splitting the wide stores into the narrow ones of the tail.
+  PG_DEVICE void store(const Tile& tile, const Values& y) {
+    char* q = p + tile.from * kSize;
+    for (int j = 0; j < kVector; j += 2) {
+      if (kType == kF32) {
+        w[j % kWords] = bits(y[j]);
+        w[(j + 1) % kWords] = bits(y[j + 1]);
+      } else {
+        w[j / 2] = pack_bf16(y[j], y[j + 1]);
+      }
+    }
+    if (tile.full) {
+      for (int k = 0; k < kWords; k += 4)
+        __stwb(reinterpret_cast<uint4*>(q) + k / 4, make_uint4(w[k], w[k + 1], w[k + 2], w[k + 3]));
+      return;
+    }
+    const int n = tile.count();
+    for (int j = 0; j < kVector; ++j) {
+      if (j >= n) continue;
+      if (kType == kF32)
+        reinterpret_cast<uint32_t*>(q)[j] = w[j % kWords];
+      else
+        reinterpret_cast<uint16_t*>(q)[j] = static_cast<uint16_t>(w[j / 2] >> (16 * (j % 2)));
+    }
+  }
+};
+
+// ---------------------------------------------------------------- counter-based noise
+struct Counter {
+  uint32_t step, low, high;
+};
+
+PG_DEVICE Counter counter_of(const PhiloxNoise& a, int64_t i) {
+  const uint64_t id = static_cast<uint64_t>(a.sample[i]);
+  return {static_cast<uint32_t>(a.step[i]), static_cast<uint32_t>(id), static_cast<uint32_t>(id >> 32)};
+}
+
+PG_DEVICE void four_normals(const Keys& keys, const Counter& c, uint32_t block, float* z) {
+  const Words w = philox({{block, c.step, c.low, c.high}}, keys);
+  const Pair p = normal_pair(w.x[0], w.x[1]), q = normal_pair(w.x[2], w.x[3]);
+  z[0] = p.cos_part;
+  z[1] = p.sin_part;
+  z[2] = q.cos_part;
+  z[3] = q.sin_part;
+}
+
+// Noise of a tile: two counter blocks per thread, and a third if 4 does not divide the offset; 0 past D.
+PG_DEVICE void counter_noise(const Split& split, const PhiloxNoise& a, const Counter& c, const Tile& tile, Values& e) {
+  const uint32_t block =
+      static_cast<uint32_t>((a.offset + block_start(split)) >> 2) + (tile.from / 4 + threadIdx.x * 2);
+  const int skip = static_cast<int>(a.offset & 3);
+  four_normals(split.keys, c, block, e.v);
+  four_normals(split.keys, c, block + 1, e.v + 4);
+  if (skip != 0) {
+    float extra[4];
+    four_normals(split.keys, c, block + 2, extra);
+    for (int s = 0; s < skip; ++s) {
+      for (int j = 0; j < kVector - 1; ++j) e[j] = e[j + 1];
+      e[kVector - 1] = extra[0];
+      for (int j = 0; j < 3; ++j) extra[j] = extra[j + 1];
+    }
+  }
+  if (tile.full) return;
+  const int n = tile.count();
+  for (int j = 0; j < kVector; ++j) e[j] = j < n ? e[j] : 0.f;
+}
+
+}  // namespace
+}  // namespace prefgrpo

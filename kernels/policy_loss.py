@@ -1,0 +1,86 @@
+"""The clipped policy loss in Triton: one program, in chunks of 512 samples; the counterpart of csrc/small.cu."""
+
+import math
+import struct
+
+import torch
+import triton
+import triton.language as tl
+
+from prefgrpo.kernels.noise import FLAGS
+
+
+@triton.jit
+def fp64(word):
+    """The fp64 number with these bits: Triton would pass a Python float as fp32."""
+    return word.to(tl.int64).to(tl.float64, bitcast=True)
+
+
+@triton.jit(do_not_specialize=["low", "high", "log_low", "log_high", "adv_clip", "kl_coef", "norm"])
+def policy_kernel(
+    logp_ptr, old_ptr, adv_ptr, weight_ptr, kl_ptr, ratio_ptr, loss_ptr, metrics_ptr, d_ratio_ptr, d_kl_ptr, batch,
+    low, high, log_low, log_high, adv_clip, kl_coef, norm,
+    WEIGHT: tl.constexpr, KL: tl.constexpr, RATIO: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Loss, 8 metrics, d loss/d log-ratio and d loss/d kl. The clip bounds, also of the log-ratio, are fp64 bits."""
+    low, high, log_low, log_high = fp64(low), fp64(high), fp64(log_low), fp64(log_high)
+    adv_clip, kl_coef, norm = fp64(adv_clip), fp64(kl_coef), fp64(norm)
+    zero = tl.zeros((BLOCK,), tl.float64)
+    losses, squares, ratios, kls, aboves, belows = zero, zero, zero, zero, zero, zero
+    lowest, highest, nans = zero + float("inf"), zero - float("inf"), zero
+    for first in range(0, batch, BLOCK):
+        i = first + tl.arange(0, BLOCK)
+        keep = i < batch
+        if RATIO:
+            delta = tl.load(ratio_ptr + i, mask=keep, other=0.0).to(tl.float64)
+        else:
+            new = tl.load(logp_ptr + i, mask=keep, other=0.0)
+            delta = (new - tl.load(old_ptr + i, mask=keep, other=0.0)).to(tl.float64)
+        a = tl.load(adv_ptr + i, mask=keep, other=0.0).to(tl.float64)
+        a = tl.where(a > adv_clip, adv_clip, tl.where(a < -adv_clip, -adv_clip, a))
+        ratio = tl.exp(delta)
+        above, below = delta > log_high, delta < log_low
+        clipped = tl.where(a > 0, above, tl.where(a < 0, below, a > 0))
+        term = -a * tl.where(clipped, tl.where(above, high, low), ratio)
+        if WEIGHT:
+            term = term * tl.load(weight_ptr + i, mask=keep, other=0.0).to(tl.float64)
+        tl.store(d_ratio_ptr + i, (tl.where(clipped, 0.0, term) / norm).to(tl.float32), mask=keep)
+        if KL:
+            kl = tl.load(kl_ptr + i, mask=keep, other=0.0).to(tl.float64)
+            kls += kl
+            term = term + kl_coef * kl
+            tl.store(d_kl_ptr + i, (zero + kl_coef / norm).to(tl.float32), mask=keep)
+        losses += tl.where(keep, term, 0.0)
+        squares += tl.where(keep, delta * delta, 0.0)
+        ratios += tl.where(keep, ratio, 0.0)
+        aboves += tl.where(keep & above, 1.0, 0.0)
+        belows += tl.where(keep & below, 1.0, 0.0)
+        nans += tl.where(keep & (ratio != ratio), 1.0, 0.0)
+        known = keep & (ratio == ratio)
+        lowest = tl.minimum(lowest, tl.where(known, ratio, float("inf")))
+        highest = tl.maximum(highest, tl.where(known, ratio, float("-inf")))
+    count = tl.maximum(batch, 1).to(tl.float64)
+    bad = tl.sum(nans, axis=0) > 0
+    above, below = tl.sum(aboves, axis=0) / count, tl.sum(belows, axis=0) / count
+    tl.store(loss_ptr, (tl.sum(losses, axis=0) / norm).to(tl.float32))
+    tl.store(metrics_ptr, (0.5 * tl.sum(squares, axis=0) / count).to(tl.float32))
+    tl.store(metrics_ptr + 1, (above + below).to(tl.float32))
+    tl.store(metrics_ptr + 2, above.to(tl.float32))
+    tl.store(metrics_ptr + 3, below.to(tl.float32))
+    tl.store(metrics_ptr + 4, tl.where(bad, float("nan"), tl.min(lowest, axis=0)).to(tl.float32))
+    tl.store(metrics_ptr + 5, (tl.sum(ratios, axis=0) / count).to(tl.float32))
+    tl.store(metrics_ptr + 6, tl.where(bad, float("nan"), tl.max(highest, axis=0)).to(tl.float32))
+    tl.store(metrics_ptr + 7, (tl.sum(kls, axis=0) / count).to(tl.float32))
+
+
+def policy_loss(inputs, options, results):
+    """inputs: (logp, logp_old, advantage, weight, kl, log_ratio); options: (clips of r, of A, kl_coef, denominator)."""
+    logp, (low, high, adv_clip, kl_coef, denominator) = inputs[0], options
+    log_low = math.log1p(-low) if low < 1 else -math.inf
+    numbers = (1 - low, 1 + high, log_low, math.log1p(high), adv_clip, kl_coef, denominator or max(len(logp), 1))
+    words = struct.unpack("7q", struct.pack("7d", *numbers))
+    with torch.cuda.device_of(logp):
+        tensors = [logp if t is None else t for t in (*inputs, *results)]
+        given = (t is not None for t in inputs[3:])
+        block = min(512, max(16, triton.next_power_of_2(len(logp))))
+        policy_kernel[(1,)](*tensors, len(logp), *words, *given, block, **FLAGS)

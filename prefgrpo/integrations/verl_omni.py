@@ -1,0 +1,118 @@
+"""verl-omni: its SDE step, clipped loss and group advantage on the fused ops, through its own registries.
+
+    from prefgrpo.integrations import verl_omni
+    Scheduler = verl_omni.register()    # then diffusion_loss.loss_mode and algorithm.adv_estimator: prefgrpo
+
+`Scheduler` is its FlowMatchSDEDiscreteScheduler with this step; `patch("verl_omni")` puts the step into that class.
+Invariant: same arguments, return order and random stream as verl-project/verl-omni; a step and its replay are bitwise
+equal. A missing reward (NaN) enters no statistic and gets advantage 0.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from diffusers.utils.torch_utils import randn_tensor
+from torch import Tensor
+
+from prefgrpo.integrations.steps import column, index_of, table, transition
+from prefgrpo.ops import group_advantage, metrics_by_name, policy_loss
+
+RULES = {"sde": "flow", "cps": "cps", "dance_sde": "dance"}
+
+
+def sample_previous_step(
+    self: Any,
+    sample: Tensor,
+    model_output: Tensor,
+    timestep: Tensor | None = None,
+    generator: Any = None,
+    per_token_timesteps: Tensor | None = None,
+    noise_level: float = 0.7,
+    prev_sample: Tensor | None = None,
+    sde_type: str = "sde",
+    return_logprobs: bool = True,
+    return_sqrt_dt: bool = False,
+    include_logprob_normalizer: bool = True,
+) -> tuple[Tensor | None, ...]:
+    """(x', logp [B] or None, μ, std_dev_t) and, with `return_sqrt_dt`, √(σ − σ') [B]; all fp32.
+
+    self: the scheduler. timestep: B of its timesteps; None: its own step index, and std_dev_t is 0-d. prev_sample:
+    score this x' instead of sampling. include_logprob_normalizer: False leaves out c. Raises ValueError for an unknown
+    `sde_type` or timestep, NotImplementedError for per_token_timesteps.
+    """
+    if per_token_timesteps is not None:
+        raise NotImplementedError("per_token_timesteps: expected None, as in verl-omni's own step")
+    if sde_type not in RULES:
+        raise ValueError(f"sde_type: expected one of {', '.join(RULES)}, got '{sde_type}'")
+    x, v, batch = sample.float(), model_output.float(), sample.shape[0]
+    t = table(self.sigmas, RULES[sde_type], float(noise_level), x.device)
+    if timestep is None:
+        index = torch.full((1,), self.step_index, dtype=torch.int64, device=x.device)
+    else:
+        index = index_of(self.timesteps, timestep, x.device)
+    coef = t.coef
+    if not include_logprob_normalizer:
+        coef = coef.clone()
+        coef[:, 4] = 0.0
+    noise = None if prev_sample is not None else randn_tensor(v.shape, generator, v.device, v.dtype)
+    done = transition(x, v, coef, index.expand(batch).contiguous(), x_next=prev_sample, noise=noise)
+    std = column(coef[:, 2], index, x.dim())
+    sqrt_dt = (-t.dt.index_select(0, index)).sqrt()
+    if sde_type == "sde":
+        std = std / sqrt_dt.view(-1, *[1] * (x.dim() - 1))
+    std = std.reshape(()) if timestep is None else std
+    results = (done.x_next, done.logp if return_logprobs else None, done.mean, std)
+    return (*results, sqrt_dt.expand(batch).clone()) if return_sqrt_dt else results
+
+
+def advantage(
+    sample_level_rewards: Tensor,
+    index: np.ndarray,
+    epsilon: float = 1e-4,
+    norm_adv_by_std_in_grpo: bool = True,
+    global_std: bool = True,
+    config: Any = None,
+) -> tuple[Tensor, Tensor]:
+    """(A, A) [B, R] from rewards [B, R] and the group of each sample [B], as verl-omni's `flow_grpo` estimator."""
+    ids = torch.as_tensor(np.unique(index, return_inverse=True)[1]).repeat_interleave(sample_level_rewards.shape[1])
+    std: Any = "none" if not norm_adv_by_std_in_grpo else "global" if global_std else "group"
+    rewards = sample_level_rewards.flatten()
+    out = group_advantage(rewards[None], ids.to(rewards.device), std=std, eps=epsilon, ddof=1).view_as(
+        sample_level_rewards
+    )
+    return out, out
+
+
+def clipped_loss(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    config: Any,
+    rollout_is_weights: Tensor | None = None,
+) -> tuple[Tensor, dict[str, float]]:
+    """(loss, metrics) over [B], as verl-omni's `FlowGRPOLoss.compute_loss`; one read of the device for all metrics."""
+    options = config.diffusion_loss
+    inputs = [t.detach().float() for t in (old_log_prob, advantages)]
+    weight = None if rollout_is_weights is None else rollout_is_weights.detach().float()
+    clips = {"clip_low": options.clip_ratio, "adv_clip": options.adv_clip_max}
+    loss, metrics = policy_loss(log_prob.float(), *inputs, weight=weight, **clips)
+    names = {"pg_clipfrac": "clip_fraction", "pg_clipfrac_higher": "clip_fraction_high"}
+    names |= {"pg_clipfrac_lower": "clip_fraction_low", "ratio_mean": "ratio_mean", "approx_kl": "approx_kl"}
+    values = dict(zip(metrics_by_name(metrics), metrics.tolist(), strict=True))
+    return loss, {f"actor/{theirs}": values[ours] for theirs, ours in names.items()}
+
+
+def register() -> type:
+    """Register loss and advantage `prefgrpo` with verl-omni; returns its scheduler class with this module's step."""
+    from verl_omni.pipelines.schedulers.flow_match_sde import FlowMatchSDEDiscreteScheduler
+    from verl_omni.trainer.diffusion import diffusion_algos as theirs
+
+    compute_loss = staticmethod(clipped_loss)
+    theirs.register_diffusion_loss("prefgrpo")(
+        type("PrefGRPOLoss", (theirs.FlowGRPOLoss,), {"compute_loss": compute_loss})
+    )
+    theirs.register_diffusion_adv_est("prefgrpo")(advantage)
+    return type("SDEScheduler", (FlowMatchSDEDiscreteScheduler,), {"sample_previous_step": sample_previous_step})

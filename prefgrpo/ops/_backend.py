@@ -1,0 +1,182 @@
+"""Which implementation runs an op: cuda (C++), triton, cpu (C++) or torch (the reference).
+
+Order of preference on a GPU: cuda, triton, torch; on a CPU: cpu, torch. `PREFGRPO_BACKEND` or `use_backend` selects one
+for the devices it supports; other devices keep their order.
+Invariant: a backend that is missing, or whose kernels do not launch, changes the speed, never the result; one warning
+tells the user.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache, wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+BACKENDS = ("cuda", "triton", "cpu", "torch")
+PACKAGE = __name__.split(".")[0]
+"""prefgrpo, or the name that the hub's loader gives the package; also the namespace of the custom ops."""
+_ORDER: dict[str, tuple[str, ...]] = {"cuda": ("cuda", "triton"), "cpu": ("cpu",)}
+_override: list[str] = []
+"""Choices of `use_backend`, the innermost last; of the process, since autograd runs backward in threads of its own."""
+
+
+def op(name: str, mutates: tuple[str, ...]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a function that writes into its arguments `mutates` the custom op torch.ops.prefgrpo.<name>.
+
+    Graphs and subclasses of Tensor (fake tensors, DTensor) meet the op, whose fake kernel does nothing; eager calls go
+    directly to the function, because the dispatcher costs more than the small kernels.
+    """
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        custom = torch.library.custom_op(f"{PACKAGE}::{name}", function, mutates_args=mutates)
+        custom.register_fake(lambda *args: None)
+
+        @wraps(function)
+        def call(first: Tensor, *rest: Any) -> None:
+            if is_compiling() or type(first) is not Tensor:
+                custom(first, *rest)
+            else:
+                function(first, *rest)
+
+        return call
+
+    return decorate
+
+
+@lru_cache(None)
+def extension() -> Any | None:
+    """The compiled module prefgrpo._C, or None if it was not built."""
+    name = f"{PACKAGE}._C"
+    return importlib.import_module(name) if importlib.util.find_spec(name) is not None else None
+
+
+def _interpreted() -> bool:
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def unavailable_reason(name: str) -> str | None:
+    """Why backend `name` cannot run on this machine at all, or None if it can."""
+    if name == "torch":
+        return None
+    if name == "triton":
+        if importlib.util.find_spec("triton") is None:
+            return "triton is not installed (pip install triton)"
+        return None if _interpreted() or torch.cuda.is_available() else "triton needs a GPU (or TRITON_INTERPRET=1)"
+    built = extension()
+    if built is None:
+        return "prefgrpo._C is not built (pip install -e . with a C++20 compiler)"
+    if name == "cpu":
+        return None
+    if not built.cuda_archs:
+        return "prefgrpo._C was built without CUDA (rebuild where nvcc is found)"
+    return _launch_error() if torch.cuda.is_available() else "no CUDA device is visible"
+
+
+@lru_cache(None)
+def _launch_error() -> str | None:
+    """Why prefgrpo._C's kernels cannot be launched on the current GPU (tried once), or None if they can."""
+    built: Any = extension()
+    ids = torch.zeros(1, dtype=torch.int64, device="cuda")
+    out = torch.empty(1, 4, dtype=torch.float32, device="cuda")
+    try:
+        built.cuda_normal(1, 4, 0, ids, ids, 0, out, torch.cuda.current_stream().cuda_stream)
+    except RuntimeError as error:
+        return (
+            f"its kernels, built for {built.cuda_archs}, do not launch on this GPU ({error}); rebuild with "
+            "PREFGRPO_CUDA_ARCHS naming this GPU, or update its driver"
+        )
+    return None
+
+
+def _supports(name: str, device: str) -> bool:
+    if name == "triton":
+        return device == ("cpu" if _interpreted() else "cuda")
+    return name in ("torch", device)
+
+
+@lru_cache(None)
+def _from_environment() -> str | None:
+    name = os.environ.get("PREFGRPO_BACKEND", "")
+    return _validated(name) if name else None
+
+
+def _validated(name: str) -> str:
+    if name not in BACKENDS:
+        raise ValueError(f"unknown backend '{name}': expected one of {', '.join(BACKENDS)}")
+    if why := unavailable_reason(name):
+        raise RuntimeError(f"backend '{name}' was selected but cannot run: {why}")
+    return name
+
+
+@lru_cache(None)
+def _select(device: str, name: str | None) -> str:
+    if name is not None and _supports(name, device):
+        return name
+    order = _ORDER.get(device, ())
+    chosen = next((one for one in order if unavailable_reason(one) is None), "torch")
+    if not order or chosen != order[0]:
+        why = unavailable_reason(order[0]) if order else "there are no kernels for this device"
+        text = f"prefgrpo.ops on {device} uses '{chosen}', slower but with the same results: {why}"
+        warnings.warn(text, stacklevel=4)
+    return chosen
+
+
+@lru_cache(None)
+def _for_dtypes(device: str, name: str | None, dtypes: tuple[torch.dtype, ...]) -> str:
+    if torch.float64 in dtypes:
+        return "torch"
+    chosen = _select(device, name)
+    if torch.float16 in dtypes and chosen in ("cuda", "cpu"):
+        return "triton" if chosen == "cuda" and unavailable_reason("triton") is None else "torch"
+    return chosen
+
+
+def backend_of(device: torch.device | str, *dtypes: torch.dtype) -> str:
+    """Name of the backend that runs ops on `device`; fp64 always runs in torch, fp16 in Triton or torch."""
+    kind = device.type if isinstance(device, torch.device) else torch.device(device).type
+    return _for_dtypes(kind, _override[-1] if _override else _from_environment(), dtypes)
+
+
+@contextmanager
+def use_backend(name: str) -> Iterator[None]:
+    """Run the ops of this process with backend `name` inside the block, in every thread; for tests and comparisons.
+
+    Raises ValueError for an unknown name and RuntimeError, with the reason, for one that cannot run here.
+    """
+    _override.append(_validated(name))
+    try:
+        yield
+    finally:
+        _override.pop()
+
+
+@lru_cache(None)
+def _kernel(name: str) -> Callable[..., None]:
+    return getattr(extension(), name)
+
+
+def native(backend: str, name: str, like: Tensor, *args: Any) -> None:
+    """Call prefgrpo._C's cpu_<name> with the number of threads, or cuda_<name> with the current stream."""
+    call = _kernel(f"{backend}_{name}")
+    if backend == "cpu":
+        call(*args, torch.get_num_threads())
+        return
+    with torch.cuda.device_of(like):
+        call(*args, torch.cuda.current_stream(like.device).cuda_stream)
+
+
+def cuda_scratch(backend: str, x: Tensor, dim: int, sums: int) -> Tensor | None:
+    """Partial sums of a CUDA reduction; the CPU kernels have their own."""
+    if backend == "cpu":
+        return None
+    built: Any = extension()
+    return torch.empty(sums * x.shape[0] * built.partials(dim), dtype=torch.float64, device=x.device)

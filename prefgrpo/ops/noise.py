@@ -1,0 +1,106 @@
+"""Counter-based noise: ε of element e of sample i at step k is Philox4x32-10(seed; e, k, i), mapped to N(0, 1).
+
+A word w becomes the uniform ((w >> 9) + ½)·2⁻²³; of a counter block's four words, (0, 1) and (2, 3) are Box-Muller
+pairs. Invariant: all backends agree to 1e-6, and a slice of a latent gets the slice of its noise.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from prefgrpo.ops._backend import backend_of, native, op
+from prefgrpo.ops._inputs import as_int, check_dtype, check_ids, int64_seed
+
+_MUL = (0xD2511F53, 0xCD9E8D57)
+_KEY = (0x9E3779B9, 0xBB67AE85)
+_MASK = 0xFFFFFFFF
+
+
+class PhiloxNoise(NamedTuple):
+    """The noise of a batch, as counters: element e of sample i at step k is Philox(seed; e, k, sample id)."""
+
+    seed: int
+    """64-bit key of the run."""
+    sample: Tensor
+    """int64 or int32 [B], unique per sample over the run."""
+    step: Tensor | None = None
+    """Likewise [B]; None: the row index of the coefficient table."""
+    offset: int = 0
+    """Global index of the latent's first element, for slices of a larger latent."""
+
+
+def seed_words(seed: int) -> tuple[int, int]:
+    """Low and high 32 bits of the seed."""
+    return seed & _MASK, (seed >> 32) & _MASK
+
+
+def philox_uint32(seed: int, sample: Tensor, step: Tensor, blocks: Tensor) -> Tensor:
+    """Philox4x32-10 words [B, n, 4] (uint32 values in int64) for counters (block, step, sample lo, sample hi).
+
+    `sample`, `step` are int64 [B]; `blocks` is int64 [n] (element // 4). Source: Salmon et al., "Parallel random
+    numbers: as easy as 1, 2, 3" (SC 2011).
+    """
+    shape = (sample.numel(), blocks.numel())
+    c = [
+        blocks[None, :].expand(shape) & _MASK,
+        step[:, None].expand(shape) & _MASK,
+        sample[:, None].expand(shape) & _MASK,
+        (sample[:, None].expand(shape) >> 32) & _MASK,
+    ]
+    k = list(seed_words(seed))
+    for _ in range(10):
+        p0, p1 = _MUL[0] * c[0], _MUL[1] * c[2]  # int64 wraps around: its bits are those of the 64-bit product
+        hi0, lo0 = (p0 >> 32) & _MASK, p0 & _MASK
+        hi1, lo1 = (p1 >> 32) & _MASK, p1 & _MASK
+        c = [hi1 ^ c[1] ^ k[0], lo1, hi0 ^ c[3] ^ k[1], lo0]
+        k = [(k[0] + _KEY[0]) & _MASK, (k[1] + _KEY[1]) & _MASK]
+    return torch.stack(c, dim=-1)
+
+
+def reference_normal(seed: int, sample: Tensor, step: Tensor, numel: int, offset: int = 0) -> Tensor:
+    """The noise [B, numel] in fp64, in plain torch."""
+    first, last = offset // 4, (offset + numel + 3) // 4
+    blocks = torch.arange(first, last, device=sample.device, dtype=torch.int64)
+    words = philox_uint32(seed, sample, step, blocks)  # [B, n, 4]
+    u = ((words >> 9).double() + 0.5) * 2.0**-23
+    radius = torch.sqrt(-2.0 * torch.log(u[..., 0::2]))  # [B, n, 2]
+    angle = (2.0 * math.pi) * u[..., 1::2]
+    z = torch.stack((radius * torch.cos(angle), radius * torch.sin(angle)), dim=-1)  # [B, n, 2, 2]
+    start = offset - 4 * first
+    return z.flatten(1)[:, start : start + numel]
+
+
+@op("philox_normal", mutates=("out",))
+def _normal(sample: Tensor, step: Tensor, seed: int, offset: int, out: Tensor) -> None:
+    backend, (batch, numel) = backend_of(out.device, out.dtype), out.shape
+    if backend == "torch":
+        out.copy_(reference_normal(seed, sample, step, numel, offset))
+    elif backend == "triton":
+        from prefgrpo.kernels import noise
+
+        noise.normal(sample, step, seed_words(seed), offset, out)
+    else:
+        native(backend, "normal", out, batch, numel, seed, sample, step, offset, out)
+
+
+def philox_normal(
+    seed: int, sample: Tensor, step: Tensor, numel: int, offset: int = 0, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Counter-based N(0, 1) noise [B, numel]: elements offset … offset + numel − 1 of each sample's latent.
+
+    sample, step: int64 or int32 [B]. dtype: fp32, bf16, fp16 or fp64, else TypeError. Raises ValueError for ids of
+    another dtype or shape, and for a negative size or offset.
+    """
+    numel, offset = as_int(numel), as_int(offset)
+    sample = check_ids("sample", sample, sample.numel(), sample.device)
+    step = check_ids("step", step, sample.numel(), sample.device)
+    if numel < 0 or offset < 0:
+        raise ValueError(f"numel and offset: expected 0 or more, got {numel} and {offset}")
+    check_dtype("dtype", dtype)
+    out = torch.empty(sample.shape[0], numel, dtype=dtype, device=sample.device)
+    _normal(sample, step, int64_seed(seed), offset, out)
+    return out

@@ -1,0 +1,142 @@
+"""verl-omni's own scheduler, loss and estimator against ours; needs its checkout in PREFGRPO_PEERS.
+
+Its packages' __init__ files import vLLM and Ray, so the two modules with its formulas are imported alone, with
+stand-ins for the names that they only use in annotations.
+"""
+
+import sys
+from types import ModuleType, SimpleNamespace
+
+import numpy as np
+import peers
+import pytest
+import torch
+
+from prefgrpo.integrations import patch, unpatch, verl_omni
+
+CONFIG = SimpleNamespace(diffusion_loss=SimpleNamespace(clip_ratio=1e-4, adv_clip_max=5.0))
+
+
+@pytest.fixture
+def theirs(monkeypatch):
+    """(scheduler module, module of losses and estimators)."""
+    root = peers.folder("verl_omni") / "verl_omni"
+    for name in ("verl_omni", "verl_omni.pipelines", "verl_omni.trainer", "verl_omni.workers"):
+        package = ModuleType(name)
+        package.__path__ = [str(root.joinpath(*name.split(".")[1:]))]
+        monkeypatch.setitem(sys.modules, name, package)
+    for name, names in {
+        "omegaconf": ["DictConfig"], "tensordict": ["TensorDict"], "verl": ["DataProto"], "verl.utils": [],
+        "verl.utils.tensordict_utils": [], "verl_omni.workers.config": ["DiffusionActorConfig"],
+    }.items():  # fmt: skip
+        module = ModuleType(name)
+        vars(module).update(dict.fromkeys(names, object), tensordict_utils=None)
+        monkeypatch.setitem(sys.modules, name, module)
+    before = set(sys.modules)
+    from verl_omni.pipelines.schedulers import flow_match_sde
+    from verl_omni.trainer.diffusion import diffusion_algos
+
+    yield flow_match_sde, diffusion_algos
+    for name in set(sys.modules) - before:
+        if name.startswith("verl_omni"):
+            del sys.modules[name]
+
+
+def near(ours, want, rtol=1e-6):
+    """Equal within `rtol` of the largest value."""
+    assert ours.shape == want.shape and ours.dtype == want.dtype
+    assert float((ours.double() - want.double()).abs().max()) <= rtol * float(
+        want.double().abs().max().clamp_min(1e-30)
+    )
+
+
+def scheduler(cls):
+    one = cls(shift=3.0)
+    one.set_timesteps(8)
+    return one
+
+
+@pytest.mark.parametrize("normalizer", [True, False])
+@pytest.mark.parametrize(("sde_type", "noise_level"), [("sde", 0.7), ("sde", 1.2), ("cps", 0.8), ("dance_sde", 0.3)])
+def test_the_step(theirs, sde_type, noise_level, normalizer):
+    """Sampled and scored, by the scheduler's own index and by timesteps, with gradients."""
+    peer, ours = (scheduler(cls) for cls in (theirs[0].FlowMatchSDEDiscreteScheduler, verl_omni.register()))
+    x, v = torch.randn(2, 3, 256, 64, generator=torch.Generator().manual_seed(0))
+    options = {"noise_level": noise_level, "sde_type": sde_type, "include_logprob_normalizer": normalizer}
+    for at in (0, 1, 4, 7):
+        t = peer.timesteps[[at, 2, at]]
+        results, gradients = [], []
+        for one in (peer, ours):
+            one._step_index = at
+            taken = one.sample_previous_step(x, v, generator=torch.Generator().manual_seed(at), **options)
+            leaf = v.clone().requires_grad_()
+            more = {"prev_sample": results[0][0] if results else taken[0], "return_sqrt_dt": True}
+            scored = one.sample_previous_step(x, leaf, timestep=t, **more, **options)
+            gradients.append(torch.autograd.grad(scored[1].sum() + scored[2].sum(), leaf)[0])
+            results.append((*taken, *(r.detach() for r in scored)))
+        for theirs_, ours_ in zip(*results, strict=True):
+            near(ours_, theirs_)
+        near(gradients[1], gradients[0], 1e-5)
+        replay = ours.sample_previous_step(
+            x, v, timestep=peer.timesteps[[at] * 3], prev_sample=results[1][0], **options
+        )
+        assert torch.equal(replay[1], results[1][1]), "a step and its replay differ"
+
+
+def test_a_whole_loop(theirs):
+    both = [scheduler(cls) for cls in (theirs[0].FlowMatchSDEDiscreteScheduler, verl_omni.register())]
+    latents = []
+    for one in both:
+        x, g = torch.randn(2, 64, 16, generator=torch.Generator().manual_seed(1)), torch.Generator().manual_seed(2)
+        for t in one.timesteps:
+            out = one.step(torch.tanh(x), t, x, generator=g)
+            x = out.prev_sample
+        latents.append(x)
+    near(latents[1], latents[0], 1e-5)
+
+
+def test_patch_replaces_the_method(theirs):
+    cls = theirs[0].FlowMatchSDEDiscreteScheduler
+    original = cls.sample_previous_step
+    assert patch("verl_omni") and cls.sample_previous_step.__wrapped__ is verl_omni.sample_previous_step
+    unpatch("verl_omni")
+    assert cls.sample_previous_step is original
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_the_loss(theirs, weighted):
+    verl_omni.register()
+    old, noise, adv, weight = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
+    values = []
+    for name in ("flow_grpo", "prefgrpo"):
+        leaf = (old + 2e-4 * noise).requires_grad_()
+        data = {"old_log_probs": old, "advantages": 4 * adv} | (
+            {"rollout_is_weights": weight.abs()} if weighted else {}
+        )
+        function = theirs[1].get_diffusion_loss_fn(name)
+        function.validate_inputs(loss_name=name, model_output={"log_probs": leaf}, data=data)
+        out = function(config=CONFIG, model_output={"log_probs": leaf}, data=data)
+        out.loss.backward()
+        values.append((out.loss.detach(), leaf.grad, out.metrics))
+    (loss, grad, metrics), (ours, our_grad, our_metrics) = values
+    near(ours, loss)
+    near(our_grad, grad)
+    assert all(our_metrics[k] == pytest.approx(metrics[k], abs=1e-6) for k in metrics.keys() & our_metrics.keys())
+    assert len(metrics.keys() & our_metrics.keys()) == 4
+
+
+@pytest.mark.parametrize("options", [{}, {"global_std": False}, {"norm_adv_by_std_in_grpo": False}])
+def test_the_advantage(theirs, options):
+    verl_omni.register()
+    rng = np.random.default_rng(0)
+    rewards, index = (
+        torch.tensor(rng.random((48, 1)), dtype=torch.float32),
+        rng.permutation(np.repeat(list("abcdef"), 8)),
+    )
+    want, ours = (
+        theirs[1].get_diffusion_adv_estimator_fn(name)(rewards, index, **options)[0]
+        for name in ("flow_grpo", "prefgrpo")
+    )
+    near(ours, want, 1e-5)
+    rewards[3] = torch.nan
+    assert torch.isfinite(verl_omni.advantage(rewards, index, **options)[0]).all()

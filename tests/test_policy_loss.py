@@ -1,0 +1,185 @@
+"""policy_loss on every backend: golden numbers, the plain formula in fp64 with autograd, Guard, edge values."""
+
+import math
+
+import pytest
+import torch
+from ops_cases import DEVICE, F64, assert_close, each_backend, few, seeds, serve
+
+from prefgrpo.ops import METRICS, metrics_by_name, policy_loss
+
+
+def column(*values, dtype=torch.float32):
+    return torch.tensor(values, dtype=dtype, device=DEVICE)
+
+
+def truth(delta, advantage, weight, kl, low, high, adv_clip, kl_coef, denominator):
+    """(loss, metrics) by the textbook formula in fp64; the loss is differentiable."""
+    n = max(len(delta), 1)
+    ratio, a = delta.exp(), advantage.clamp(-adv_clip, adv_clip)
+    term = torch.maximum(-a * ratio, -a * ratio.clamp(1 - low, 1 + high))
+    loss = (term * (1.0 if weight is None else weight)).sum() + (0.0 if kl is None else kl_coef * kl.sum())
+    above, below = (ratio > 1 + high).sum() / n, (ratio < 1 - low).sum() / n
+    squares, of_kl = 0.5 * delta.square().sum() / n, ratio.new_zeros(()) if kl is None else kl.sum() / n
+    metrics = [squares, above + below, above, below, ratio.amin(), ratio.sum() / n, ratio.amax(), of_kl]
+    return loss / (denominator or n), torch.stack(metrics)
+
+
+@each_backend
+def test_golden_numbers(backend):
+    delta = column(2e-4, -3e-4, 5e-5)
+    with serve(backend):
+        out = policy_loss(delta, torch.zeros_like(delta), column(2.0, -1.0, 7.0), clip_low=1e-4)
+    assert float(out.loss.detach()) == pytest.approx(-2.0001833354, abs=1e-6)
+    values = {name: float(value) for name, value in metrics_by_name(out.metrics).items()}
+    assert list(values) == list(METRICS)
+    assert values["approx_kl"] == pytest.approx(2.2083e-8, rel=1e-4)
+    assert values["clip_fraction"] == pytest.approx(2 / 3)
+    assert values["clip_fraction_high"] == values["clip_fraction_low"] == pytest.approx(1 / 3)
+    assert values["ratio_max"] == pytest.approx(1.0002, abs=1e-6)
+
+
+@each_backend
+def test_guards_ratio_replaces_the_difference(backend):
+    """Golden ratios of GRPO-Guard, from its published form: b and scale per sample."""
+    b, std = torch.tensor([0.00771605, 0.0308642]), 0.1**0.5 * 0.9
+    log_ratio = ((torch.tensor([-0.5, -0.6]) - torch.tensor([-0.5002, -0.5997]) + b) * std).to(DEVICE)
+    zero, one = torch.zeros(2, device=DEVICE), torch.ones(2, device=DEVICE)
+    with serve(backend):
+        metrics = policy_loss(zero, one, one, clip_low=1.0, log_ratio=log_ratio).metrics
+    assert metrics[4:7].tolist() == pytest.approx([1.00225549, (1.00225549 + 1.00873667) / 2, 1.00873667], abs=1e-6)
+
+
+def random_case(seed):
+    g = torch.Generator().manual_seed(seed)
+    batch = (1, 2, 5, 64, 257, 1152, 2049)[seed % 7]
+    use = [bool(seed >> k & 1) for k in range(4)]
+    logp, noise, adv, weight, kl, log_ratio = torch.randn(6, batch, generator=g).to(DEVICE)
+    clip = (1e-4, 1e-6, 0.2)[seed % 3]
+    inputs = {"logp": logp, "kl": kl if use[0] else None, "log_ratio": 3 * clip * log_ratio if use[1] else None}
+    options = {"weight": weight.abs() if use[2] else None, "denominator": 7.0 if use[3] else None, "kl_coef": 0.3}
+    return inputs, logp + 3 * clip * noise, 4 * adv, options | {"clip_low": clip, "clip_high": 2 * clip}
+
+
+@each_backend
+@seeds
+def test_random_cases_against_fp64(backend, cases):
+    for seed in few(backend, cases):
+        inputs, old, adv, options = random_case(seed)
+        leaves = {k: t if t is None else t.clone().requires_grad_() for k, t in inputs.items()}
+        with serve(backend):
+            got = policy_loss(leaves["logp"], old, adv, kl=leaves["kl"], log_ratio=leaves["log_ratio"], **options)
+            (3 * got.loss).backward()
+        exact = {k: t if t is None else t.detach().double().requires_grad_() for k, t in inputs.items()}
+        delta = exact["log_ratio"]
+        if delta is None:  # the difference is rounded once, in fp32, on every backend
+            delta = (inputs["logp"] - old).double() + exact["logp"] - exact["logp"].detach()
+        low, high, norm = options["clip_low"], options["clip_high"], options["denominator"]
+        weight = None if options["weight"] is None else options["weight"].double()
+        loss, metrics = truth(delta, adv.double(), weight, exact["kl"], low, high, 5.0, 0.3, norm)
+        (3 * loss).backward()
+        assert_close(got.loss, loss, 1e-5, 1e-6)
+        assert_close(got.metrics, metrics, 1e-5, 1e-7)
+        for name, leaf in leaves.items():
+            if leaf is not None and exact[name].grad is not None:
+                assert_close(leaf.grad, exact[name].grad, 1e-5, 1e-6)
+
+
+@each_backend
+@pytest.mark.parametrize("clip", [1e-6, 2e-6, 1e-4])
+def test_whether_a_ratio_is_clipped_is_exact(backend, clip):
+    """The nearest log-ratios on both sides of each bound: as ratios in fp32, most of them would be the bound itself."""
+    low, high = math.log1p(-clip), math.log1p(clip)
+    below, above = (column(bound).expand(2).clone() for bound in (low, high))
+    edges = torch.cat([torch.nextafter(t, t + s) for t in (below, above) for s in (column(-1.0, 1.0),)])
+    want = edges.double() > high, edges.double() < low
+    leaf = edges.clone().requires_grad_()
+    advantage = column(-1.0, -1.0, 1.0, 1.0)
+    with serve(backend):
+        out = policy_loss(leaf, torch.zeros_like(edges), advantage, clip_low=clip)
+        out.loss.backward()
+    assert metrics_by_name(out.metrics)["clip_fraction_high"] == want[0].sum() / 4
+    assert metrics_by_name(out.metrics)["clip_fraction_low"] == want[1].sum() / 4
+    assert torch.equal(leaf.grad == 0, want[0] | want[1])
+
+
+@each_backend
+def test_a_batch_of_many_chunks(backend):
+    """More samples than one block or one chunk holds; Triton's kernel once kept the whole batch in registers."""
+    batch = 70_001
+    logp, old, adv = torch.randn(3, batch, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    old = logp + 1e-3 * old
+    with serve(backend):
+        got = policy_loss(logp, old, adv, clip_low=1e-3)
+    want = truth((logp - old).double(), adv.double(), None, None, 1e-3, 1e-3, 5.0, 0.0, None)
+    assert_close(got.loss, want[0], 1e-6, 1e-7)
+    assert_close(got.metrics, want[1], 1e-6, 1e-7)
+
+
+@each_backend
+def test_nan_reaches_the_loss_and_the_extremes_of_the_ratio(backend):
+    logp = column(0.0, torch.nan, 0.0)
+    with serve(backend):
+        got = policy_loss(logp, torch.zeros_like(logp), torch.ones_like(logp), clip_low=0.1)
+        empty = policy_loss(logp[:0], logp[:0], logp[:0], clip_low=0.1)
+    assert torch.isnan(got.loss) and torch.isnan(got.metrics[4:7]).all()
+    assert float(empty.loss) == 0.0
+
+
+@each_backend
+def test_the_first_update_has_ratio_one_exactly(backend):
+    logp = torch.randn(33, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    with serve(backend):
+        metrics = policy_loss(logp, logp.clone(), torch.ones_like(logp), clip_low=1e-6).metrics
+    assert metrics.tolist() == [0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0]
+
+
+NAMES = ("logp", "logp_old", "advantage", "weight", "kl", "log_ratio")
+
+
+@each_backend
+def test_a_tensor_in_fp64_is_read_as_such(backend):
+    """A kernel that reinterpreted its bits as fp32 would return garbage."""
+    inputs = {k: column(0.1, 0.2, -0.3) for k in NAMES}
+
+    def run(**changed):
+        leaves = {k: t.clone().requires_grad_(k in ("kl", "log_ratio")) for k, t in {**inputs, **changed}.items()}
+        out = policy_loss(**leaves, clip_low=0.5, kl_coef=0.1)
+        out.loss.backward()
+        return *out, leaves["kl"].grad, leaves["log_ratio"].grad
+
+    with serve(backend):
+        want = run()
+        for name in NAMES:
+            for mine, plain in zip(run(**{name: inputs[name].to(F64)}), want, strict=True):
+                assert_close(mine, plain, 1e-6, 1e-7)
+
+
+def loss(*args, **options):
+    return policy_loss(*args, **{"clip_low": 0.1, **options})
+
+
+zeros, NAN = torch.zeros, math.nan
+WRONG = {
+    "shape": (lambda: loss(*zeros(2, 3), zeros(4)), ValueError, "advantage"),
+    "dtype": (lambda: loss(*zeros(3, 3), kl=zeros(3).half()), TypeError, r"kl: expected torch\.float32"),
+    "clip": (lambda: loss(*zeros(3, 3), clip_low=-0.1), ValueError, "0 or more"),
+    "clip NaN": (lambda: loss(*zeros(3, 3), clip_high=NAN), ValueError, "0 or more"),
+    "advantage clip NaN": (lambda: loss(*zeros(3, 3), adv_clip=NAN), ValueError, "0 or more"),
+    "KL coefficient NaN": (lambda: loss(*zeros(3, 3), kl_coef=NAN), ValueError, "finite"),
+    "denominator": (lambda: loss(*zeros(3, 3), denominator=0.0), ValueError, "more than 0"),
+    "gradient": (lambda: loss(zeros(3), zeros(3).requires_grad_(), zeros(3)), ValueError, "detach logp_old$"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_mistake_is_refused(name):
+    call, error, message = WRONG[name]
+    with torch.device(DEVICE), pytest.raises(error, match=message):
+        call()
+
+
+def test_a_second_derivative_is_refused():
+    leaf = zeros(3, device=DEVICE, requires_grad=True)
+    with pytest.raises(RuntimeError, match="cannot be differentiated twice"):
+        torch.autograd.grad(loss(leaf, *zeros(2, 3, device=DEVICE)).loss, leaf, create_graph=True)

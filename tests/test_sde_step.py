@@ -1,0 +1,306 @@
+"""sde_step and sde_logp on every backend.
+
+Oracles: golden numbers measured in fp64 from the published formulas; the formulas in fp64 torch on random shapes,
+strides and dtypes; and three properties that training relies on: step and replay give the same logp bit for bit, a
+sample's bits do not depend on its batch, x' is within 1 ulp of torch.
+"""
+
+import pytest
+import sde_formulas
+import torch
+from ops_cases import (
+    BF16,
+    DEVICE,
+    F16,
+    F32,
+    INTERPRETED,
+    assert_close,
+    compiled,
+    copy_of_noise,
+    draw,
+    each_backend,
+    few,
+    make,
+    row,
+    seeds,
+    serve,
+    truth_logp,
+    ulps,
+)
+
+from prefgrpo.ops import PhiloxNoise, sde_logp, sde_step, use_backend
+
+STORED = {F32: 2e-6, BF16: 2**-7, F16: 2**-10}
+"""Largest relative error of a number in this dtype."""
+
+
+@each_backend
+@sde_formulas.golden
+def test_golden_numbers(backend, case):
+    *step, _, std, x_next, logp = case
+    coef = torch.tensor([row(*step)], device=DEVICE)
+    x, v, z = (torch.tensor([t], device=DEVICE) for t in sde_formulas.INPUTS)
+    with serve(backend):
+        out = sde_step(x, v, coef, noise=z)
+        again = sde_logp(x, v, out.x_next, coef)
+    assert float(coef[0, 2]) == pytest.approx(std, abs=1e-6)
+    assert out.x_next[0].tolist() == pytest.approx(x_next, abs=1e-6)
+    assert float(out.logp) == pytest.approx(logp, abs=2e-6)
+    assert torch.equal(out.logp, again.logp)
+
+
+def check_step(backend, c, out_dtype, noise):
+    """x', its mean and its logp against torch; the replay against the step, bit for bit. Returns x'."""
+    options = {"noise": noise, "want_mean": True, "out_dtype": out_dtype}
+    with serve(backend):
+        got = sde_step(c.x, c.v, c.coef, c.index, **options)
+        replay = sde_logp(c.x, c.v, got.x_next, c.coef, c.index)
+    with use_backend("torch"):
+        want = sde_step(c.x, c.v, c.coef, c.index, **options)
+    assert got.x_next.shape == c.x.shape and got.x_next.dtype == out_dtype and got.x_next.is_contiguous()
+    assert torch.equal(got.logp, replay.logp), "the logp of step and replay differ"
+    if not isinstance(noise, PhiloxNoise):  # the same ε: only the last rounding may differ
+        assert ulps(got.x_next, want.x_next) <= 1 and ulps(got.mean, want.mean) <= 1
+    for mine, plain in ((got.x_next, want.x_next), (got.mean, want.mean)):
+        assert_close(mine, plain, STORED[mine.dtype], STORED[mine.dtype])
+    assert (got.logp[c.index == 3] == 0).all()
+    return got.x_next
+
+
+def check_replay(backend, c, x_next, parts, g):
+    """logp, KL and log-ratio against fp64, and the gradient of those in `parts` against fp64 autograd."""
+    logp, kl, log_ratio, truth = truth_logp(c, x_next, g)
+    gradients, results = [], []
+    for block in (serve(backend), use_backend("torch")):
+        v = c.v.detach().requires_grad_()
+        with block:
+            out = sde_logp(c.x, v, x_next, c.coef, c.index, v_ref=c.v_ref, v_old=c.v_old)
+            total = sum((g[k] * t).sum() for k, t in enumerate(out) if parts[k])
+            gradients += torch.autograd.grad(total, v)
+        results.append(out)
+    got, plain = results
+    assert_close(got.logp, logp, 1e-5, 1e-6)
+    slack = 2 * (plain.logp.double() - logp).abs() + 4e-7 * logp.abs().clamp_min(1)  # 4e-7: 3 roundings of the result
+    assert bool(((got.logp.double() - logp).abs() <= slack).all()), "less accurate than plain torch"
+    assert_close(got.kl, kl, 1e-5, 1e-7)
+    assert_close(got.log_ratio, log_ratio, 1e-4, 2e-6)
+    mine, plain = gradients
+    assert mine.dtype == c.v.dtype and mine.shape == c.v.shape
+    rtol = 1e-4 if mine.dtype == F32 else 1e-2
+    tiny = 6e-6 if mine.dtype == F16 else 1e-12  # the spacing of fp16 subnormals is 6e-8
+    largest = truth.abs().flatten(1).amax(1).clamp_min(tiny).view(-1, *[1] * (truth.dim() - 1))
+    spare = 2 * (plain.double() - truth).abs()  # cancellation in x' − a·x − b·v limits fp32 itself
+    error = ((mine.double() - truth).abs() - rtol * truth.abs() - spare) / largest
+    assert float(error.max()) <= (1e-5 if mine.dtype == F32 else 1e-2)
+
+
+PARTS = [(1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 1)]
+
+
+@each_backend
+@seeds
+def test_random_cases_against_fp64(backend, cases):
+    for seed in few(backend, cases):
+        c, out_dtype, pick = draw(seed)
+        ids = torch.arange(len(c.x), device=DEVICE) + 2**33
+        noise = pick.choice([c.eps, None, PhiloxNoise(seed, ids, offset=pick.randint(0, 9))])
+        x_next = check_step(backend, c, out_dtype, noise)
+        parts = pick.choice(PARTS)
+        g = torch.randn(3, len(ids), generator=torch.Generator().manual_seed(seed))
+        check_replay(backend, c, x_next, parts, (g * torch.tensor(parts)[:, None]).to(DEVICE))
+
+
+@pytest.mark.full
+@each_backend
+@pytest.mark.parametrize("x_dtype", [F32, BF16])
+def test_a_latent_of_a_megapixel(backend, x_dtype):
+    """Slightly larger than FLUX's latent at 1024² (Triton: 512²): several tiles per block, the last one partial."""
+    c = make((1027 if backend == "triton" and INTERPRETED else 4099, 64), 1, x_dtype, BF16)
+    check_replay(backend, c, check_step(backend, c, x_dtype, c.eps), (1, 1, 1), torch.ones(3, 1, device=DEVICE))
+    check_step(backend, c, x_dtype, PhiloxNoise(7, c.index))
+
+
+@each_backend
+def test_a_sample_has_the_same_bits_in_any_batch(backend):
+    c = make((40, 60), 6, F32, BF16)
+    sample = torch.arange(6, device=DEVICE)
+
+    def run(keep):
+        x, v, index = c.x[keep], c.v[keep].clone().requires_grad_(), c.index[keep]
+        step = sde_step(x, v, c.coef, index, noise=PhiloxNoise(3, sample[keep]))
+        out = sde_logp(x, v, step.x_next, c.coef, index, v_ref=c.v_ref[keep], v_old=c.v_old[keep])
+        (out.logp.sum() + out.kl.sum() + out.log_ratio.sum()).backward()
+        return *step[:2], *out, v.grad
+
+    with serve(backend):
+        whole, alone, swapped = run(slice(None)), run(slice(2, 3)), run([5, 2, 0, 2])
+    for a, b, s in zip(whole, alone, swapped, strict=True):
+        assert torch.equal(a[2], b[0].detach()) and torch.equal(a[2], s[1]) and torch.equal(a[2], s[3])
+
+
+@each_backend
+def test_forms_of_the_row_index(backend):
+    """A number for all samples, int32, a table of one row per sample: the same step."""
+    c = make((6, 10), 3)
+    two = torch.full((3,), 2, device=DEVICE)
+    with serve(backend):
+        want = sde_step(c.x, c.v, c.coef, two, noise=c.eps)
+        forms = [(c.coef, 2), (c.coef, two.int()), (c.coef[two], None), (c.coef.double(), two)]
+        got = [sde_step(c.x, c.v, coef, index, noise=c.eps) for coef, index in forms]
+    for out in got:
+        assert torch.equal(out.x_next, want.x_next) and torch.equal(out.logp, want.logp)
+
+
+@each_backend
+def test_empty_batch(backend):
+    c = make((5, 3), 0)
+    with serve(backend):
+        step = sde_step(c.x, c.v, c.coef, c.index, noise=PhiloxNoise(1, c.index))
+        v = c.v.clone().requires_grad_()
+        out = sde_logp(c.x, v, step.x_next, c.coef, c.index, v_ref=c.v_ref)
+        out.logp.sum().backward()
+    assert step.x_next.shape == (0, 5, 3) and out.kl.shape == (0,) and v.grad.shape == (0, 5, 3)
+
+
+@each_backend
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_what_is_not_finite_stays_in_its_sample(backend, dtype, bad):
+    """Sample 3 has w = s = 0; sample 0 has upstream gradient 0 (clipped): their gradients are 0 whatever they hold."""
+    c = make((3, 5), 4, dtype, dtype)
+    upstream = torch.tensor([0.0, 1.0, 2.0, 3.0], device=DEVICE)
+
+    def run(spoil):
+        tensors = [t.clone() for t in (c.x, c.v, c.eps.to(dtype), c.v_ref, c.v_old)]
+        for t in tensors:
+            t[[0, 3], 1, 2] = spoil
+        x, v, y, ref, old = tensors
+        out = sde_logp(x, v.requires_grad_(), y, c.coef, c.index, v_ref=ref, v_old=old)
+        return out, *torch.autograd.grad([*out], v, [upstream] * 3), sde_step(x, v, c.coef, c.index, noise=c.eps)
+
+    with serve(backend):
+        (_, clean, _), (out, spoilt, step) = run(0.5), run(bad)
+    assert torch.equal(spoilt[1:3], clean[1:3]) and not spoilt[[0, 3]].any()
+    assert [float(t.detach()[3]) for t in out] == [0.0, 0.0, 0.0]
+    assert torch.isfinite(step.logp).tolist() == [False, True, True, True] and float(step.logp[3]) == 0.0
+    assert torch.isfinite(step.x_next).flatten(1).all(1).tolist() == [False, True, True, False]
+
+
+@each_backend
+def test_latents_of_inference_mode_can_be_replayed(backend):
+    c = make((6, 7), 3, F32, BF16)
+    v = c.v.clone().requires_grad_()
+    with serve(backend):
+        with torch.inference_mode():
+            x, coef, index, ref = c.x.clone(), c.coef.clone(), c.index.clone(), c.v_ref.clone()
+            y = sde_step(x, c.v, coef, index, noise=c.eps).x_next
+        got, want = (
+            torch.autograd.grad(sum(t.sum() for t in sde_logp(*args, v_ref=r)[:2]), v)[0]
+            for args, r in (((x, v, y, coef, index), ref), ((c.x, v, y.clone(), c.coef, c.index), c.v_ref))
+        )
+    assert y.is_inference() and want.any() and torch.equal(got, want)
+
+
+@compiled
+@pytest.mark.parametrize("dtype", [BF16, F16])
+def test_every_16_bit_number_is_read_and_rounded_like_torch(backend, dtype):
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype).view(1, -1).to(DEVICE)
+    half = torch.cat([every, (every.float() * (1 + 2**-9)).to(dtype)], 1)
+    coef = torch.tensor([[1.0, 1.0, 0.0, 0.0, 0.0]], device=DEVICE)
+    fine = (half.float() * (1 + 2**-8 + 2**-12)).nan_to_num(1.0, 1.0, 1.0)
+    for x, v, out in ((half, torch.zeros_like(half), F32), (fine, torch.zeros_like(fine), dtype)):
+        with serve(backend):
+            got = sde_step(x, v, coef, noise=None, out_dtype=out).x_next
+        want = x.float().to(out)
+        nan = torch.isnan(want)
+        assert torch.equal(torch.isnan(got), nan) and torch.equal(got[~nan], want[~nan])
+
+
+@each_backend
+def test_nothing_of_size_d_is_saved_beyond_the_inputs(backend):
+    c = make((6, 7), 3, F32, BF16)
+    inputs = {t.data_ptr() for t in (c.x, c.v, c.eps, c.v_ref, c.v_old, c.coef, c.index)}
+    saved = []
+    with serve(backend), torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        sde_logp(c.x, c.v.requires_grad_(), c.eps, c.coef, c.index, v_ref=c.v_ref, v_old=c.v_old)
+    assert saved and all(t.data_ptr() in inputs for t in saved)
+
+
+@each_backend
+def test_a_slice_of_the_latent_gets_the_slice_of_its_noise(backend):
+    ids, zero = torch.tensor([3, 99], device=DEVICE), torch.zeros(2, 3001, device=DEVICE)
+    with serve(backend):
+        whole = copy_of_noise(zero, PhiloxNoise(11, ids, ids))
+        for low, high in ((0, 1), (1, 7), (4, 3001), (1022, 2050), (3000, 3001)):
+            part = copy_of_noise(zero[:, low:high], PhiloxNoise(11, ids, ids, low))
+            assert torch.equal(part, whole[:, low:high])
+
+
+# ---- mistakes of callers: one check for every backend, before a kernel runs
+def ids(n=3, dtype=torch.int64):
+    return torch.zeros(n, dtype=dtype)
+
+
+ROWS = {"index": None, "coef": torch.zeros(3, 5)}
+WRONG = {
+    "v has another shape": ({"v": torch.zeros(3, 4, 5)}, ValueError, r"v: expected the shape of x, \[3, 4, 6\]"),
+    "v is an integer": ({"v": torch.zeros(3, 4, 6).int()}, TypeError, "expected fp32, bf16, fp16"),
+    "noise has another shape": ({"noise": torch.zeros(3, 24)}, ValueError, "noise: expected the shape of x"),
+    "coef has 4 columns": ({"coef": torch.zeros(4, 4)}, ValueError, r"coef: expected fp32 \[T, 5\]"),
+    "coef is bf16": ({"coef": torch.zeros(4, 5).bfloat16()}, ValueError, "coef: expected fp32"),
+    "no index for a table": ({"index": None}, ValueError, "pass an index"),
+    "index of another length": ({"index": torch.zeros(2).long()}, ValueError, r"index: expected int64 or int32 \[3\]"),
+    "index is a float": ({"index": torch.zeros(3)}, ValueError, r"index: expected int64 or int32 \[3\]"),
+    "counters without a step": ({**ROWS, "noise": PhiloxNoise(1, ids())}, ValueError, "need a step"),
+    "counters of another batch": ({"noise": PhiloxNoise(1, ids(4))}, ValueError, r"noise\.sample"),
+    "negative offset": ({"noise": PhiloxNoise(1, ids(), offset=-1)}, ValueError, "offset: expected 0 or more"),
+    "storage dtype": ({"out_dtype": torch.int8}, TypeError, "out_dtype"),
+    "no elements": ({k: torch.zeros(3, 0) for k in ("x", "v", "noise")}, ValueError, "at least one element per sample"),
+    "0-d latents": ({"x": torch.zeros(()), "v": torch.zeros(())}, ValueError, "got a 0-d tensor"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_mistake_is_refused(name):
+    change, error, message = WRONG[name]
+    c = make((4, 6), 3)
+    arguments = {"x": c.x, "v": c.v, "coef": c.coef, "index": c.index, "noise": c.eps, **change}
+    moved = torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.to(DEVICE), arguments)
+    with pytest.raises(error, match=message):
+        sde_step(**moved)
+
+
+@each_backend
+def test_index_outside_the_table(backend):
+    """The kernel detects it; on a GPU, where nothing is read back to the host, the sample becomes NaN."""
+    c = make((4, 6), 3)
+    for bad in (4, -1):
+        index = torch.tensor([0, bad, 1], device=DEVICE)
+        with serve(backend):
+            if DEVICE == "cpu" and backend != "triton":
+                with pytest.raises(IndexError):
+                    sde_step(c.x, c.v, c.coef, index, noise=c.eps)
+            elif backend != "torch":
+                out = sde_step(c.x, c.v, c.coef, index, noise=c.eps)
+                assert torch.isnan(out.logp).tolist() == [False, True, False]
+                assert torch.isnan(out.x_next[1]).all()
+
+
+@pytest.mark.parametrize("name", ["x", "x_next", "coef", "v_ref", "v_old"])
+def test_a_gradient_that_the_replay_does_not_give_is_refused(name):
+    """logp depends on all of these arguments, so silently omitting one would give an incomplete gradient."""
+    c = make((4, 6), 3)
+    inputs = {"x": c.x, "v": c.v, "x_next": c.eps, "coef": c.coef, "index": c.index, "v_ref": c.v_ref, "v_old": c.v_old}
+    inputs[name] = inputs[name].clone().requires_grad_()
+    with pytest.raises(ValueError, match=f"gradients flow only to v; detach {name}$"):
+        sde_logp(**inputs)
+    with torch.no_grad():
+        sde_logp(**inputs)
+
+
+def test_a_second_derivative_is_refused():
+    c = make((4, 6), 3)
+    v = c.v.requires_grad_()
+    logp = sde_logp(c.x, v, c.eps, c.coef, c.index).logp
+    with pytest.raises(RuntimeError, match="cannot be differentiated twice"):
+        torch.autograd.grad(logp.sum(), v, create_graph=True)
