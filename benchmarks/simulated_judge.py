@@ -131,7 +131,7 @@ class WinRates(VlmPairwise):
         in the group (as in Pref-GRPO). plan: as in VlmPairwise, or budget(n): n random pairs, balanced per member.
         options: verdict and rate, as in VlmPairwise."""
         budget = int(plan[len("budget(") : -1]) if plan.startswith("budget(") else 0
-        super().__init__(Pairs(judge), "round_robin" if budget else plan, **options)
+        super().__init__(Pairs(judge), plan="round_robin" if budget else plan, **options)
         chosen = partial(random_pairs, n=budget) if budget else self.plan_pairs
         self.plan_pairs = chosen
         if order == "both":

@@ -69,7 +69,7 @@ class StubJudge(PairJudge):
 
 
 def pairs(judge, size=4, plan="both_orders", **options):
-    return Scorer({"vlm_pairwise": VlmPairwise(judge, plan)}, size, **options)
+    return Scorer({"vlm_pairwise": VlmPairwise(judge, plan=plan)}, size, **options)
 
 
 def by_hand(levels):

@@ -5,9 +5,13 @@ from __future__ import annotations
 import difflib
 import importlib
 import importlib.util
+import re
 import sys
 from pathlib import Path
 from typing import Any
+
+IMPORT_PATH = re.compile(r"([^\W\d]\w*\.)*[^\W\d]\w*[.:][^\W\d]\w*|[^,:]+\.py:[^\W\d]\w*")
+"""package.module.Class, package.module:Class or path/file.py:function."""
 
 
 def load_object(path: str) -> Any:

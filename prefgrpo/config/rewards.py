@@ -10,7 +10,6 @@ A user's own class or function is named by its import path, "pkg.mod:Class" or "
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import field
 from typing import Any
@@ -18,8 +17,7 @@ from typing import Any
 from pydantic import ConfigDict, ValidationError
 from pydantic.dataclasses import dataclass
 
-IMPORT_PATH = re.compile(r"([^\W\d]\w*\.)*[^\W\d]\w*[.:][^\W\d]\w*|[^,:]+\.py:[^\W\d]\w*")
-"""package.module.Class, package.module:Class or path/file.py:function."""
+from prefgrpo.config.by_path import IMPORT_PATH
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid", strict=True, allow_inf_nan=False))

@@ -44,8 +44,8 @@ def shard_weights(adapter: Adapter, world: World, offload: bool) -> None:
 
 
 def _shard(model: nn.Module, adapter: Adapter, mesh: DeviceMesh, offload: OffloadPolicy) -> None:
-    """Shard one denoiser. One block at a time is cast from the dtype of its file: trained weights to fp32, others to
-    the adapter's dtype, except what diffusers keeps in fp32."""
+    """Shard one denoiser. One block at a time is cast from the dtype of its file: trained weights to fp32, others (and
+    the buffers that the file holds) to the adapter's dtype, except what diffusers keeps in fp32."""
     replicated = set(replicated_parameters(model, adapter))
     trained = [p for p in model.parameters() if p.requires_grad and p not in replicated]
     options: dict[str, Any] = {"mesh": mesh, "offload_policy": offload, "ignored_params": replicated}
@@ -61,7 +61,9 @@ def _shard(model: nn.Module, adapter: Adapter, mesh: DeviceMesh, offload: Offloa
         p.data = p.data.to(adapter.device, copy=True)
     for module in model.modules():
         for key, buffer in module._buffers.items():
-            module._buffers[key] = None if buffer is None else buffer.to(adapter.device)
+            if buffer is not None:
+                of_file = buffer.is_floating_point() and key not in module._non_persistent_buffers_set
+                module._buffers[key] = buffer.to(adapter.device, adapter.dtype if of_file else buffer.dtype)
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo does not support pre-multiplied sums

@@ -14,9 +14,8 @@ from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
-from prefgrpo.config.by_path import load_object
+from prefgrpo.config.by_path import IMPORT_PATH, load_object
 from prefgrpo.config.recipe import UserError
-from prefgrpo.config.rewards import IMPORT_PATH, entries
 from prefgrpo.judge.verdict import did_you_mean
 from prefgrpo.rewards.base import GroupwiseReward, PointwiseReward, Reward, RewardError
 from prefgrpo.rewards.prepared import PreprocessedReward
@@ -91,6 +90,8 @@ def parse_reward_spec(spec: Any) -> dict[str, float]:
 
     Raises RewardSpecError that names the first bad entry.
     """
+    from prefgrpo.config.rewards import entries  # imports pydantic, which a reward server's environment may lack
+
     try:
         weights = {entry.name: entry.weight for entry in entries(spec)}
     except ValueError as error:
