@@ -19,7 +19,8 @@ class CMakeBuild(build_ext):  # noqa: D101
             return
         import pybind11  # a build requirement
 
-        target, build = Path(self.get_ext_fullpath(ext.name)).resolve().parent, Path(self.build_temp).resolve()
+        target = Path(self.get_ext_fullpath(ext.name)).resolve().parent
+        build = Path(self.build_temp).resolve()
         command = ["cmake", "-G", "Ninja", "-S", str(Path(__file__).resolve().parent), "-B", str(build)]
         command += [f"-DPython_EXECUTABLE={sys.executable}", f"-Dpybind11_DIR={pybind11.get_cmake_dir()}"]
         subprocess.run([*command, f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={target}"], check=True)

@@ -185,7 +185,9 @@ def step_over_model(file: Path, device: str, steps: int) -> tuple[float, dict[st
 
     torch.set_num_threads(1)
     config = load(file)
-    loop, inside, depth = Trainer(replace(config, name=f"{config.name}-share")), 0.0, 0
+    loop = Trainer(replace(config, name=f"{config.name}-share"))
+    inside = 0.0
+    depth = 0
 
     def timed(work: Any) -> Any:
         def call(*given: Any, **named: Any) -> Any:

@@ -97,7 +97,8 @@ def each_variant(cases: Callable[[str], Iterable[Case]]) -> pytest.MarkDecorator
 def benchmarked(benchmark: Any, case: Case, variant: str) -> None:
     """Time one variant with pytest-benchmark, on one set of inputs, with a GPU sync after each call."""
     check(case)
-    inputs, wait = case.make(0), torch.cuda.synchronize if DEVICE == "cuda" else lambda: None
+    inputs = case.make(0)
+    wait = torch.cuda.synchronize if DEVICE == "cuda" else lambda: None
     benchmark.group = f"{case.op} · {case.shape} · {case.dtypes}"
     benchmark(lambda: (run(variant, case.variants[variant], inputs), wait()))
 
@@ -125,7 +126,8 @@ def _graph(calls: list[Callable[[], Any]]) -> Callable[[], float]:
             call()
 
     def sample() -> float:
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
         begin.record()
         graph.replay()
         end.record()

@@ -27,7 +27,8 @@ def inputs(
     x, v, eps, ref, old = (randn(*shape, device=device, seed=5 * seed + k) for k in range(5))
     velocities = {"v": v, "ref": v + 0.05 * ref, "old": v + 0.05 * old}
     coef = torch.tensor([sde_row("flow", SIGMA, SIGMA_NEXT, ETA)], device=device)
-    index, ids = torch.zeros(shape[0], dtype=torch.int64, device=device), torch.arange(shape[0], device=device)
+    index = torch.zeros(shape[0], dtype=torch.int64, device=device)
+    ids = torch.arange(shape[0], device=device)
     sigma, following = (torch.full(shape[:1], s, device=device) for s in (SIGMA, SIGMA_NEXT))
     i = {"x": x.to(x_dtype), "eps": eps, "coef": coef, "index": index, "noise": PhiloxNoise(1, ids)}
     i |= {name: t.to(v_dtype) for name, t in velocities.items()}
@@ -69,8 +70,12 @@ def cases(device: str) -> Iterator[Case]:
     plan = [("FLUX 512²", 1, F32, BF16), *(("FLUX 1024²", 4, x, v) for x, v in ((F32, F32), (F32, BF16), (BF16, BF16)))]
     everywhere = ("ours", "triton") if device == "cuda" else ("ours",)
     for name, batch, x, v in (*plan, ("Wan 480p 81f", 4, F32, BF16)):
-        shape, xb, vb = (batch, *SHAPES[name]), x.itemsize, v.itemsize
-        size, label, dtypes = torch.Size(shape).numel(), f"{name} ×{batch}", f"x {NAMES[x]}, v {NAMES[v]}"
+        shape = (batch, *SHAPES[name])
+        xb = x.itemsize
+        vb = v.itemsize
+        size = torch.Size(shape).numel()
+        label = f"{name} ×{batch}"
+        dtypes = f"x {NAMES[x]}, v {NAMES[v]}"
         make = partial(inputs, shape, x, v, device)
         fast, fast_logp = (torch.compile(f, dynamic=False) for f in (peers.flow_step, peers.flow_logp))
         taken = dict.fromkeys(everywhere, step)

@@ -23,11 +23,23 @@ def policy_kernel(
     WEIGHT: tl.constexpr, KL: tl.constexpr, RATIO: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Loss, 8 metrics, d loss/d log-ratio and d loss/d kl. The clip bounds, also of the log-ratio, are fp64 bits."""
-    low, high, log_low, log_high = fp64(low), fp64(high), fp64(log_low), fp64(log_high)
-    adv_clip, kl_coef, norm = fp64(adv_clip), fp64(kl_coef), fp64(norm)
+    low = fp64(low)
+    high = fp64(high)
+    log_low = fp64(log_low)
+    log_high = fp64(log_high)
+    adv_clip = fp64(adv_clip)
+    kl_coef = fp64(kl_coef)
+    norm = fp64(norm)
     zero = tl.zeros((BLOCK,), tl.float64)
-    losses, squares, ratios, kls, aboves, belows = zero, zero, zero, zero, zero, zero
-    lowest, highest, nans = zero + float("inf"), zero - float("inf"), zero
+    losses = zero
+    squares = zero
+    ratios = zero
+    kls = zero
+    aboves = zero
+    belows = zero
+    lowest = zero + float("inf")
+    highest = zero - float("inf")
+    nans = zero
     for first in range(0, batch, BLOCK):
         i = first + tl.arange(0, BLOCK)
         keep = i < batch
@@ -75,7 +87,8 @@ def policy_kernel(
 
 def policy_loss(inputs, options, results):
     """inputs: (logp, logp_old, advantage, weight, kl, log_ratio); options: (clips of r, of A, kl_coef, denominator)."""
-    logp, (low, high, adv_clip, kl_coef, denominator) = inputs[0], options
+    logp = inputs[0]
+    low, high, adv_clip, kl_coef, denominator = options
     log_low = math.log1p(-low) if low < 1 else -math.inf
     numbers = (1 - low, 1 + high, log_low, math.log1p(high), adv_clip, kl_coef, denominator or max(len(logp), 1))
     words = struct.unpack("7q", struct.pack("7d", *numbers))

@@ -116,10 +116,13 @@ class Trainer:
         """
         training = {"steps": steps, "lora_rank": lora_rank}
         if isinstance(model, Config):
-            self.config, self._objects = model, dict[str, Any]()
+            self.config = model
+            self._objects = dict[str, Any]()
         else:
             self.config, self._objects = run_config(model, train_prompts, eval_prompts, rewards, training, sections)
-        self.on_step, self.on_evaluation, self.on_save = on_step, on_evaluation, on_save
+        self.on_step = on_step
+        self.on_evaluation = on_evaluation
+        self.on_save = on_save
         self.folder = RunFolder(Path(self.config.output) / self.config.name)
         self.evaluation: dict[str, float] = {}
         """Metrics of the last evaluation."""
@@ -152,7 +155,8 @@ class Trainer:
 
     def _open(self, opened: ExitStack) -> None:
         """Open the parts of the run in order: what fails soonest first, the model last."""
-        config, world = self.config, self.world
+        config = self.config
+        world = self.world
         prompts, sets = prompt_sets(config)
         measured = sets if config.eval.every else {}
         held_out = [prompt for prompts_of_set in sets.values() for prompt in prompts_of_set]
@@ -194,7 +198,9 @@ class Trainer:
 
     def _start_folder(self, resume: bool) -> None:
         """Write the configuration of a new run, or read the newest checkpoint of an old one; open the log."""
-        config, folder, world = self.config, self.folder, self.world
+        config = self.config
+        folder = self.folder
+        world = self.world
         self.start = 0
         """Number of steps already done."""
         newest = folder.latest() if resume else None
@@ -205,7 +211,8 @@ class Trainer:
                     f"{config.data.prompts} has different prompts than when {folder.root} was started; "
                     "resume with the old file, or choose another name"
                 )
-            self.policy.updates, self.start = meta["updates"], meta["step"]
+            self.policy.updates = meta["updates"]
+            self.start = meta["step"]
             self.notes.append(f"resumed from {newest}")
         elif resume:
             self.notes.append(f"no checkpoint in {folder.root} yet; starting from step 0")
@@ -251,7 +258,8 @@ class Trainer:
         )
 
     def _run(self) -> None:
-        c, done = self.config, self.start
+        c = self.config
+        done = self.start
         for note in self.notes:
             self.log.say(note)
         try:
@@ -341,7 +349,10 @@ class Trainer:
         rollout, so its first ratio is 1 only up to rounding. Updates with a non-finite gradient are skipped as well;
         SKIPS in a row raise NonFiniteGradient.
         """
-        r, table, norms, skipped = self.config.rollout, list[torch.Tensor](), list[float](), 0
+        r = self.config.rollout
+        table = list[torch.Tensor]()
+        norms = list[float]()
+        skipped = 0
         mask = self.objective.mask(self.config.train, targets).cpu().numpy()  # [P, G]
         places = [(p, g) for p in range(r.prompts_per_step) for g in range(r.group_size)]
         samples = Counter(update_of(self.config, place) for place in places)
@@ -355,7 +366,8 @@ class Trainer:
                 norms.append(self.policy.update(self.world))
                 self._skips = 0
             except NonFiniteGradient as error:
-                skipped, self._skips = skipped + 1, self._skips + 1
+                skipped = skipped + 1
+                self._skips = self._skips + 1
                 if self._skips >= SKIPS:
                     raise NonFiniteGradient(f"{error}, in {SKIPS} updates in a row") from error
         return policy_metrics(table, self.world, self.collector.metrics) | {
@@ -405,7 +417,8 @@ class Trainer:
         clock = Clock()
         with clock.phase("eval"), self.policy.use_ema():
             comparison = self.evaluators[name].run(step)
-        self.evaluation, self.summary = comparison.metrics(), comparison.line(step)
+        self.evaluation = comparison.metrics()
+        self.summary = comparison.line(step)
         self.log.row("eval", step, {"set": name} | self.evaluation | {"time/eval": clock.seconds["eval"]})
         self.log.say(self.summary)
         self.log.missing(f"the evaluation after step {step}", self.evaluators[name].reasons)
@@ -429,7 +442,8 @@ class Trainer:
 
     def _finish(self, done: int) -> None:
         """Final evaluation, checkpoint and export."""
-        c, self._ahead = self.config, None
+        c = self.config
+        self._ahead = None
         self.scorer.cancel()
         for name in self.evaluators:
             if name == "test" or (c.eval.every and done % c.eval.every):

@@ -60,12 +60,15 @@ def source(kernel, dtypes, fixed, numbers):
     """The kernel for arguments of these types. numbers: \"round\" (divisible by 16), \"odd\" or \"one\" (1)."""
     velocity = dict.fromkeys(("v", "ref", "old", "dv"), dtypes[1])
     kinds = {"x": dtypes[0], "y": dtypes[2], "out": dtypes[2], **velocity, **dict.fromkeys(IDS, "i64")}
-    types, constants, attributes = {}, {}, {}
+    types = {}
+    constants = {}
+    attributes = {}
     for k, p in enumerate(kernel.params):
         name = p.name.removesuffix("_ptr")
         whole = not p.is_constexpr and not p.name.endswith("_ptr")
         if p.is_constexpr or (whole and numbers == "one" and name not in (*BITS, "eps")):
-            types[p.name], constants[(k,)] = "constexpr", fixed.get(p.name, 1)
+            types[p.name] = "constexpr"
+            constants[(k,)] = fixed.get(p.name, 1)
         elif p.name.endswith("_ptr"):
             types[p.name] = f"*{kinds.get(name, F32)}"
         else:
@@ -94,7 +97,8 @@ def sum_layout(ir: str) -> str:
 
 def main() -> None:
     """Compile the kernels for one architecture."""
-    arch, few = int(sys.argv[1]), sys.argv[2] == "few"
+    arch = int(sys.argv[1])
+    few = sys.argv[2] == "few"
     for name, dtypes, fixed in variants(few):
         for numbers in ("round",) if few or dtypes not in DTYPES[:2] else ("round", "odd", "one"):
             program = source(KERNELS[name], dtypes, fixed, numbers)

@@ -103,7 +103,8 @@ def make(
 def draw(seed: int, dtypes: tuple[torch.dtype, ...] = (F32, BF16, F16)) -> tuple[Case, torch.dtype, random.Random]:
     """(a random case, storage dtype of x', generator for further choices)."""
     pick = random.Random(seed)
-    shape, batch = pick.choice(SHAPES), pick.randint(1, 4)
+    shape = pick.choice(SHAPES)
+    batch = pick.randint(1, 4)
     c = make(shape, batch, pick.choice(dtypes), pick.choice(dtypes), seed)
     for name in ("x", "v", "v_ref", "v_old", "eps"):
         setattr(c, name, LAYOUTS[pick.choice([*LAYOUTS])](getattr(c, name)))

@@ -40,7 +40,8 @@ def operations(x_dtype, v_dtype, out_dtype):
         yield "sde_grad", (*inputs, *upstream, torch.empty_like(c.v))
     for weight, kl, delta in itertools.product((None, column), repeat=3):
         inputs = (column, column * 0.9, column - 0.3, weight, kl, delta)
-        loss, metrics = torch.empty((), device=DEVICE), torch.empty(8, device=DEVICE)
+        loss = torch.empty((), device=DEVICE)
+        metrics = torch.empty(8, device=DEVICE)
         yield "policy_loss", (*inputs, 0.1, 0.2, 5.0, 0.1, 7.0, loss, metrics, column.clone(), *results(kl))
     wins = torch.rand(2, 3, 3, device=DEVICE)
     for use_std, ddof in itertools.product((False, True), (0, 1)):
@@ -72,7 +73,8 @@ STATIC = ("coef", "weights")
 
 def inputs(batch=3, x_dtype=F32, v_dtype=F32, seed=0) -> dict[str, Tensor]:
     """Inputs of the calls below for B samples."""
-    c, g = make((5, 8), batch, x_dtype, v_dtype, seed), torch.Generator().manual_seed(seed + 1)
+    c = make((5, 8), batch, x_dtype, v_dtype, seed)
+    g = torch.Generator().manual_seed(seed + 1)
 
     def rand(*shape):
         return torch.rand(*shape, generator=g).to(DEVICE)
@@ -175,7 +177,8 @@ def test_compiled(backend, name, dynamic):
 @pytest.mark.parametrize("mixture", [(F32, F32), (F32, BF16), (BF16, BF16), (F64, F32)], ids=str)
 def test_fake_tensors(backend, mixture):
     """Fake and real results agree in shape, dtype, strides and device."""
-    i, mode = inputs(4, *mixture), FakeTensorMode()
+    i = inputs(4, *mixture)
+    mode = FakeTensorMode()
     for name in CALLS:
         with serve(backend), torch.no_grad():
             real = results(name, i)
@@ -212,7 +215,8 @@ def test_the_gradient_of_a_compiled_loss(backend, dtypes):
     delta = torch.tensor([0.1, 0.2, 0.3], device=DEVICE)
     advantage = torch.tensor([1.0, -2.0, 3.0], dtype=F64, device=DEVICE)
     want = -advantage * delta.double().exp() / 3
-    leaf, old = delta.to(dtypes[0]).requires_grad_(), torch.zeros(3, dtype=dtypes[1], device=DEVICE)
+    leaf = delta.to(dtypes[0]).requires_grad_()
+    old = torch.zeros(3, dtype=dtypes[1], device=DEVICE)
     compiled = torch.compile(lambda *t: policy_loss(*t, clip_low=0.5).loss)
     with serve(backend):
         (got,) = torch.autograd.grad(compiled(leaf, old, advantage), leaf)

@@ -144,6 +144,7 @@ def test_cuda_kernels_do_not_spill_and_use_128_bit_accesses(root, arch, source):
 def test_a_cuda_launch_without_a_gpu_is_an_error_not_a_crash():
     if not extension().cuda_archs:
         pytest.skip("built without CUDA")
-    ids, out = torch.zeros(1, dtype=torch.int64), torch.zeros(1, 4)
+    ids = torch.zeros(1, dtype=torch.int64)
+    out = torch.zeros(1, 4)
     with pytest.raises(RuntimeError, match="CUDA"):
         extension().cuda_normal(1, 4, 1, ids, ids, 0, out, 0)

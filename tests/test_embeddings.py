@@ -63,7 +63,8 @@ def test_lengths_stay_on_the_cpu(device):
 def test_a_negative_prompt_is_the_prompts_own_the_runs_or_the_familys():
     """In the condition, and among what `preprocess` encodes; a column that is not used is told."""
     case = case_of("sd3")
-    adapter, sampling = load(case), case.sampling()
+    adapter = load(case)
+    sampling = case.sampling()
     embed = Embeddings(adapter, case.max_length)
     prompts = [
         Prompt(0, "a cat", {"negative_prompt": " blurry "}),

@@ -262,7 +262,8 @@ def test_a_fully_trained_pipeline_is_exported_whole(place):
 
 def test_any_checkpoint_is_exported(run, tmp_path):
     """The newest is what the run wrote at its end; an older one is another LoRA, and live weights are not the EMA."""
-    checkpoints, final = run.folder.all_checkpoints(), tree(run.folder.root / "lora")
+    checkpoints = run.folder.all_checkpoints()
+    final = tree(run.folder.root / "lora")
     for name, options in (
         ("newest", [run.folder.root]), ("older", [checkpoints[0]]), ("live", [checkpoints[-1], "--weights", "live"])
     ):  # fmt: skip

@@ -81,7 +81,8 @@ CAUSES = {
 @pytest.mark.full
 @pytest.mark.parametrize("kind", CAUSES)
 def test_torchrun_ends_all_within_a_minute_and_says_why(place, kind):
-    at, file = place / f"{kind}.at", recipe(place, kind, rewards=REWARD, **SHORT)
+    at = place / f"{kind}.at"
+    file = recipe(place, kind, rewards=REWARD, **SHORT)
     run = launched(file, FAULT=kind, FAULT_AT=str(at))
     ended = run.wait(600)
     seconds, output = time.time() - float(at.read_text()), file.with_suffix(".log").read_text()
@@ -133,7 +134,8 @@ def test_a_process_that_stands_still_ends_the_other(place):
 
 def no_room() -> None:
     """Process RANK_LIMITED cannot write large files during the second save."""
-    true_write, calls = checkpoint._Writer.write_data, []
+    true_write = checkpoint._Writer.write_data
+    calls = []
 
     def write_data(*given):
         calls.append(1)
@@ -150,7 +152,8 @@ def no_room() -> None:
 
 def no_folder() -> None:
     """Process 0 cannot make the folder of the second save."""
-    true_prepare, calls = checkpoint._Writer.prepare_local_plan, []
+    true_prepare = checkpoint._Writer.prepare_local_plan
+    calls = []
 
     def prepare_local_plan(*given):
         calls.append(1)
@@ -188,7 +191,9 @@ def test_no_room_for_a_checkpoint_stops_all_after_the_one_before(place, name, ra
 
 def not_finite() -> None:
     """Process 1 gets a NaN gradient in the second update; a hash of the final weights is written to DUMP."""
-    true_sum, true_finish, calls = World.sum_gradients, Trainer._finish, []
+    true_sum = World.sum_gradients
+    true_finish = Trainer._finish
+    calls = []
 
     def sum_gradients(self, parameters):
         calls.append(1)
@@ -202,7 +207,8 @@ def not_finite() -> None:
         (Path(os.environ["DUMP"]) / f"weights{self.world.rank}").write_text(text)
         true_finish(self, done)
 
-    World.sum_gradients, Trainer._finish = sum_gradients, finish
+    World.sum_gradients = sum_gradients
+    Trainer._finish = finish
 
 
 def test_a_gradient_that_is_not_finite_in_one_process_is_skipped_in_both(place):

@@ -199,7 +199,8 @@ def test_a_batch_is_its_samples(case):
 
 @every
 def test_a_tiled_vae_decodes(case):
-    adapter, sampling = load(case), case.sampling(SIZES[1])
+    adapter = load(case)
+    sampling = case.sampling(SIZES[1])
     x = noise(adapter, sampling)
     whole = adapter.decode(x, sampling)
     tile(adapter.pipe.vae)
@@ -227,7 +228,8 @@ def test_bf16_base_with_fp32_lora_trains(case):
 
 @every
 def test_cached_embeddings_are_the_encoded_ones(case, tmp_path):
-    sampling, sources = case.sampling(), [in_files(case.images(number, SIZES[0])) for number in range(2)]
+    sampling = case.sampling()
+    sources = [in_files(case.images(number, SIZES[0])) for number in range(2)]
     first = Embeddings(load(case), case.max_length, tmp_path)
     fresh = first([*PROMPTS, PROMPTS[0]], sampling, [*sources, sources[0]])
     assert first.encoded >= len(PROMPTS) and fresh[0].prompt_embeds is fresh[2].prompt_embeds

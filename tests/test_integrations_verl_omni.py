@@ -65,7 +65,8 @@ def test_the_step(theirs, sde_type, noise_level, normalizer):
     options = {"noise_level": noise_level, "sde_type": sde_type, "include_logprob_normalizer": normalizer}
     for at in (0, 1, 4, 7):
         t = peer.timesteps[[at, 2, at]]
-        results, gradients = [], []
+        results = []
+        gradients = []
         for one in (peer, ours):
             one._step_index = at
             taken = one.sample_previous_step(x, v, generator=torch.Generator().manual_seed(at), **options)
@@ -87,7 +88,8 @@ def test_a_whole_loop(theirs):
     both = [scheduler(cls) for cls in (theirs[0].FlowMatchSDEDiscreteScheduler, verl_omni.register())]
     latents = []
     for one in both:
-        x, g = torch.randn(2, 64, 16, generator=torch.Generator().manual_seed(1)), torch.Generator().manual_seed(2)
+        x = torch.randn(2, 64, 16, generator=torch.Generator().manual_seed(1))
+        g = torch.Generator().manual_seed(2)
         for t in one.timesteps:
             out = one.step(torch.tanh(x), t, x, generator=g)
             x = out.prev_sample

@@ -130,7 +130,8 @@ def clock(monkeypatch):
 def test_a_loaded_judge_of_eight_ranks_loses_nothing(recipe, rate, clock):
     """All questions of a step arrive at once, as after an instantaneous rollout, with the recipe's own values."""
     config = load(f"scripts/unifiedreward/{recipe}.yaml")
-    entry, rollout = config.rewards[0], config.rollout
+    entry = config.rewards[0]
+    rollout = config.rollout
     name = entry.name
     section = config.judge
     thread, scorers = loop.loop_thread(), []

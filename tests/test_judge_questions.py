@@ -114,7 +114,8 @@ def test_a_shared_question_survives_those_who_leave(template, server):
 
 def test_judges_with_the_same_servers_share_a_client(server):
     config = {"endpoints": (server.url,), "timeout_s": 5.0}
-    one, two = HttpJudge(JudgeConfig(**config)), HttpJudge(JudgeConfig(**config), "think")
+    one = HttpJudge(JudgeConfig(**config))
+    two = HttpJudge(JudgeConfig(**config), "think")
     assert one.client is two.client is shared_client(JudgeConfig(**config))
     assert HttpJudge(JudgeConfig(**{**config, "timeout_s": 6.0})).client is not one.client
     two.close()

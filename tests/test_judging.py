@@ -55,7 +55,8 @@ def test_each_reward_asks_its_own_judge_with_its_own_question(place):
         c = config(place, judge=judge, rewards=entries, eval={"rewards": []})
         rewards = Rewards(c, ALONE)
         built = rewards.build("rewards", c.rewards, [])
-        one, other = built["vlm_pairwise"], built[OTHER]
+        one = built["vlm_pairwise"]
+        other = built[OTHER]
         assert (one.plan, one.judge.template.name, one.judge.config.timeout_s) == ("both_orders", "caption_match", 9.0)
         assert (other.plan, other.judge.template.name, other.judge.config.timeout_s) == ("k_regular(2)", "think", 7.0)
         assert other.judge.config.endpoints == (second.url,) and len(rewards.notes) >= 2

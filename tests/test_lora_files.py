@@ -137,7 +137,8 @@ def test_a_run_continues_a_lora(reference, trainer, tmp_path):
     reference policy."""
     given = policy(case_of("flux"))  # rank 4, alpha 8
     given.save_lora(str(tmp_path))
-    file, bare = tmp_path / "pytorch_lora_weights.safetensors", tmp_path / "bare.safetensors"
+    file = tmp_path / "pytorch_lora_weights.safetensors"
+    bare = tmp_path / "bare.safetensors"
     save_file(load_file(file), bare)
     for source in (tmp_path, file, bare) if reference == "start" else (file,):
         train = {"lora_from": str(source), "lora_reference": reference, "lora_rank": 8, "kl_coef": 0.1}

@@ -44,8 +44,11 @@ def test_golden_numbers(name):
 @seeds
 def test_random_groups_against_numpy(cases):
     for seed in cases:
-        rng, pick = np.random.default_rng(seed), random.Random(seed)
-        batch, rewards, rank = pick.choice([1, 2, 7, 48, 130]), pick.randint(1, 3), pick.random() < 0.5
+        rng = np.random.default_rng(seed)
+        pick = random.Random(seed)
+        batch = pick.choice([1, 2, 7, 48, 130])
+        rewards = pick.randint(1, 3)
+        rank = pick.random() < 0.5
         combine = pick.choice(["weighted_sum", "weighted_advantage_sum", "geometric_mean"])
         options = {"combine": combine, "std": pick.choice(["group", "global", "none"]), "ddof": pick.randint(0, 1)}
         options |= {"rank": rank, "eps": 1e-4}
@@ -68,9 +71,12 @@ def test_random_groups_against_numpy(cases):
 @seeds
 def test_random_win_rates_against_numpy(backend, cases):
     for seed in few(backend, cases):
-        rng, pick = np.random.default_rng(seed), random.Random(seed)
-        prompts, group = pick.randint(0, 9), pick.choice([0, 1, 2, 5, 9, 33, 64])
-        std, ddof = pick.choice(["group", "global", "none"]), pick.randint(0, 1)
+        rng = np.random.default_rng(seed)
+        pick = random.Random(seed)
+        prompts = pick.randint(0, 9)
+        group = pick.choice([0, 1, 2, 5, 9, 33, 64])
+        std = pick.choice(["group", "global", "none"])
+        ddof = pick.randint(0, 1)
         there = rng.random((prompts, group, group)) >= pick.choice([0.0, 0.5, 1.0])
         counts = rng.integers(0, 3, there.shape) * there
         wins = (rng.random(counts.shape) * counts).astype(np.float32).astype(np.float64)

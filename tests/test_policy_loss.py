@@ -16,11 +16,13 @@ def column(*values, dtype=torch.float32):
 def truth(delta, advantage, weight, kl, low, high, adv_clip, kl_coef, denominator):
     """(loss, metrics) by the textbook formula in fp64; the loss is differentiable."""
     n = max(len(delta), 1)
-    ratio, a = delta.exp(), advantage.clamp(-adv_clip, adv_clip)
+    ratio = delta.exp()
+    a = advantage.clamp(-adv_clip, adv_clip)
     term = torch.maximum(-a * ratio, -a * ratio.clamp(1 - low, 1 + high))
     loss = (term * (1.0 if weight is None else weight)).sum() + (0.0 if kl is None else kl_coef * kl.sum())
     above, below = (ratio > 1 + high).sum() / n, (ratio < 1 - low).sum() / n
-    squares, of_kl = 0.5 * delta.square().sum() / n, ratio.new_zeros(()) if kl is None else kl.sum() / n
+    squares = 0.5 * delta.square().sum() / n
+    of_kl = ratio.new_zeros(()) if kl is None else kl.sum() / n
     metrics = [squares, above + below, above, below, ratio.amin(), ratio.sum() / n, ratio.amax(), of_kl]
     return loss / (denominator or n), torch.stack(metrics)
 
@@ -42,9 +44,11 @@ def test_golden_numbers(backend):
 @each_backend
 def test_guards_ratio_replaces_the_difference(backend):
     """Golden ratios of GRPO-Guard, from its published form: b and scale per sample."""
-    b, std = torch.tensor([0.00771605, 0.0308642]), 0.1**0.5 * 0.9
+    b = torch.tensor([0.00771605, 0.0308642])
+    std = 0.1**0.5 * 0.9
     log_ratio = ((torch.tensor([-0.5, -0.6]) - torch.tensor([-0.5002, -0.5997]) + b) * std).to(DEVICE)
-    zero, one = torch.zeros(2, device=DEVICE), torch.ones(2, device=DEVICE)
+    zero = torch.zeros(2, device=DEVICE)
+    one = torch.ones(2, device=DEVICE)
     with serve(backend):
         metrics = policy_loss(zero, one, one, clip_low=1.0, log_ratio=log_ratio).metrics
     assert metrics[4:7].tolist() == pytest.approx([1.00225549, (1.00225549 + 1.00873667) / 2, 1.00873667], abs=1e-6)
@@ -74,7 +78,9 @@ def test_random_cases_against_fp64(backend, cases):
         delta = exact["log_ratio"]
         if delta is None:  # the difference is rounded once, in fp32, on every backend
             delta = (inputs["logp"] - old).double() + exact["logp"] - exact["logp"].detach()
-        low, high, norm = options["clip_low"], options["clip_high"], options["denominator"]
+        low = options["clip_low"]
+        high = options["clip_high"]
+        norm = options["denominator"]
         weight = None if options["weight"] is None else options["weight"].double()
         loss, metrics = truth(delta, adv.double(), weight, exact["kl"], low, high, 5.0, 0.3, norm)
         (3 * loss).backward()
@@ -159,7 +165,8 @@ def loss(*args, **options):
     return policy_loss(*args, **{"clip_low": 0.1, **options})
 
 
-zeros, NAN = torch.zeros, math.nan
+zeros = torch.zeros
+NAN = math.nan
 WRONG = {
     "shape": (lambda: loss(*zeros(2, 3), zeros(4)), ValueError, "advantage"),
     "dtype": (lambda: loss(*zeros(3, 3), kl=zeros(3).half()), TypeError, r"kl: expected torch\.float32"),

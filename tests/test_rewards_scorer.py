@@ -192,7 +192,8 @@ class Echo(Level):
 
 
 def test_preprocessing_does_not_hold_up_the_rollout(monkeypatch):
-    go, resize = threading.Event(), PreprocessedReward._pixels
+    go = threading.Event()
+    resize = PreprocessedReward._pixels
     monkeypatch.setattr(PreprocessedReward, "_pixels", lambda self, image: go.wait(60) and resize(self, image))
     reward = PreprocessedReward(Echo, size=4)
     answers = [reward.submit(sample(k)) for k in LEVELS]
@@ -285,7 +286,8 @@ def test_streaming_rewards_get_samples_at_once_and_the_others_run_meanwhile():
 def test_an_in_process_reward_scores_a_group_while_the_next_is_generated(monkeypatch):
     """Complete groups are scored at once, in another thread, and `add` waits for nobody."""
     monkeypatch.setattr("prefgrpo.rewards.scorer.AT_ONCE", 4)
-    scored, rollout = threading.Event(), threading.current_thread()
+    scored = threading.Event()
+    rollout = threading.current_thread()
 
     class Told(Level):
         def score(self, samples):

@@ -70,7 +70,8 @@ def check_step(backend, c, out_dtype, noise):
 def check_replay(backend, c, x_next, parts, g):
     """logp, KL and log-ratio against fp64, and the gradient of those in `parts` against fp64 autograd."""
     logp, kl, log_ratio, truth = truth_logp(c, x_next, g)
-    gradients, results = [], []
+    gradients = []
+    results = []
     for block in (serve(backend), use_backend("torch")):
         v = c.v.detach().requires_grad_()
         with block:
@@ -126,14 +127,18 @@ def test_a_sample_has_the_same_bits_in_any_batch(backend):
     sample = torch.arange(6, device=DEVICE)
 
     def run(keep):
-        x, v, index = c.x[keep], c.v[keep].clone().requires_grad_(), c.index[keep]
+        x = c.x[keep]
+        v = c.v[keep].clone().requires_grad_()
+        index = c.index[keep]
         step = sde_step(x, v, c.coef, index, noise=PhiloxNoise(3, sample[keep]))
         out = sde_logp(x, v, step.x_next, c.coef, index, v_ref=c.v_ref[keep], v_old=c.v_old[keep])
         (out.logp.sum() + out.kl.sum() + out.log_ratio.sum()).backward()
         return *step[:2], *out, v.grad
 
     with serve(backend):
-        whole, alone, swapped = run(slice(None)), run(slice(2, 3)), run([5, 2, 0, 2])
+        whole = run(slice(None))
+        alone = run(slice(2, 3))
+        swapped = run([5, 2, 0, 2])
     for a, b, s in zip(whole, alone, swapped, strict=True):
         assert torch.equal(a[2], b[0].detach()) and torch.equal(a[2], s[1]) and torch.equal(a[2], s[3])
 
@@ -192,7 +197,10 @@ def test_latents_of_inference_mode_can_be_replayed(backend):
     v = c.v.clone().requires_grad_()
     with serve(backend):
         with torch.inference_mode():
-            x, coef, index, ref = c.x.clone(), c.coef.clone(), c.index.clone(), c.v_ref.clone()
+            x = c.x.clone()
+            coef = c.coef.clone()
+            index = c.index.clone()
+            ref = c.v_ref.clone()
             y = sde_step(x, c.v, coef, index, noise=c.eps).x_next
         got, want = (
             torch.autograd.grad(sum(t.sum() for t in sde_logp(*args, v_ref=r)[:2]), v)[0]
@@ -228,7 +236,8 @@ def test_nothing_of_size_d_is_saved_beyond_the_inputs(backend):
 
 @each_backend
 def test_a_slice_of_the_latent_gets_the_slice_of_its_noise(backend):
-    ids, zero = torch.tensor([3, 99], device=DEVICE), torch.zeros(2, 3001, device=DEVICE)
+    ids = torch.tensor([3, 99], device=DEVICE)
+    zero = torch.zeros(2, 3001, device=DEVICE)
     with serve(backend):
         whole = copy_of_noise(zero, PhiloxNoise(11, ids, ids))
         for low, high in ((0, 1), (1, 7), (4, 3001), (1022, 2050), (3000, 3001)):

@@ -248,7 +248,8 @@ def test_geneval_in_its_layout_by_our_detector(place, capsys):
     (place / "metadata.jsonl").write_text("\n".join(map(json.dumps, lines)))
     options = geneval_options(place)
     measured = [{"name": "geneval", "options": options}]
-    target, out = recipe(place, "geneval", eval={"rewards": measured}), place / "geneval"
+    target = recipe(place, "geneval", eval={"rewards": measured})
+    out = place / "geneval"
     argv = ["evaluate", target, "--suite", "geneval", "--prompts", place / "metadata.jsonl", "--samples", 2]
     argv += ["--out", out]
     code, output = attempt(capsys, *argv)

@@ -82,7 +82,8 @@ def train(config: Config, resume: bool = False, dry_run: bool = False) -> int:
     from prefgrpo.run.stopping import TrainingStopped
     from prefgrpo.trainer import Trainer
 
-    trainer, main = Trainer(config, resume=resume), os.environ.get("RANK", "0") == "0"
+    trainer = Trainer(config, resume=resume)
+    main = os.environ.get("RANK", "0") == "0"
     try:
         result = trainer.train()
     except TrainingStopped as stop:
@@ -210,7 +211,8 @@ def _read(recipe: Path | None, values: Mapping[str, Any], command: str) -> Confi
     from prefgrpo.run.loading import unsupported
 
     model = str(values.get("model", ""))
-    written, adapted = recipe_values(recipe), recipe_values(recipe, model)
+    written = recipe_values(recipe)
+    adapted = recipe_values(recipe, model)
     config, mistakes = parse(merge(adapted, dict(values)))
     mistakes += unsupported(config)
     if command == "train":

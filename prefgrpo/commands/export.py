@@ -82,7 +82,8 @@ def _comfy(folder: RunFolder, run: Path, config: Config, weights: str, out: Path
         )
     if not config.train.lora_rank:
         raise UserError(f"'{run}' has no LoRA: it trains all weights, which ComfyUI loads as a diffusers pipeline")
-    lora, path = folder.product(lora=True), folder.checkpoint_of(run)
+    lora = folder.product(lora=True)
+    path = folder.checkpoint_of(run)
     target = out or folder.root / "comfy"
     if run.resolve() != folder.root.resolve() or not lora.is_dir():
         if path is None:

@@ -104,7 +104,8 @@ def _weights(config: Config, lora: Path | None) -> tuple[Config, Weights]:
     run = run_of(lora) if lora is not None else None
     if lora is None or run is None or (lora / "lora").is_dir():
         return config, Weights(lora=lora)
-    path, trained = run.checkpoint_of(lora), load(run.config).train
+    path = run.checkpoint_of(lora)
+    trained = load(run.config).train
     if path is None:
         raise ModelError(f"--lora: {lora} has neither a LoRA nor a checkpoint")
     return replace(config, train=trained), Weights(trainable=True, checkpoint=path, averaged=trained.ema_decay > 0)
@@ -174,7 +175,8 @@ def _render(config: Config, adapter: Adapter, jobs: Sequence[Job], any_job: Job,
 
     With `World.equal_forwards`, a rank with fewer batches renders `any_job` as padding, without writing it.
     """
-    r, own = eval_sampling(config), config.data.own_sizes
+    r = eval_sampling(config)
+    own = config.data.own_sizes
     embeddings = Embeddings(adapter, config.data.max_length, config.data.cache or None)
     schedules = Schedules(config, adapter, world.device)
     alike: dict[tuple[SamplingConfig, int], list[Job]] = {}

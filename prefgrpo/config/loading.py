@@ -75,7 +75,8 @@ def recipe_values(recipe: str | Path | None, model: str = "") -> dict[str, Any]:
 
     That is, if it is not the recipe's own model: a tiny pipeline cannot render the 720 pixels of FLUX's recipe.
     """
-    values, file = read_yaml(recipe) if recipe else {}, Path(model) / MODEL_VALUES
+    values = read_yaml(recipe) if recipe else {}
+    file = Path(model) / MODEL_VALUES
     if model and values.get("model") != model and file.is_file():
         values = merge(values, read_yaml(file))
     return values
@@ -141,7 +142,8 @@ def _key_path(loc: tuple[int | str, ...], data: Any) -> tuple[str, ...]:
 
 def _describe_error(path: tuple[str, ...], items: list[Any]) -> str:
     """One message for all errors at a key."""
-    name, value = ".".join(path), items[0]["input"]
+    name = ".".join(path)
+    value = items[0]["input"]
     if items[0]["type"] == "unexpected_keyword_argument":
         *sections, key = path
         siblings = [f.name for f in fields(reduce(getattr, sections, Config()))]

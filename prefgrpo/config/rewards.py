@@ -70,7 +70,8 @@ def _from_text(text: str) -> list[RewardEntry]:
     for part in filter(None, map(str.strip, text.split(","))):
         name, colon, weight = (piece.strip() for piece in part.rpartition(":"))
         if not colon or (IMPORT_PATH.fullmatch(part) and not _is_number(weight)):
-            name, weight = part, "1"
+            name = part
+            weight = "1"
         if "=" in part or not name or not weight or (":" in name and not IMPORT_PATH.fullmatch(name)):
             raise ValueError(f"bad entry {part!r} in {text!r}: expected 'name' or 'name:weight'")
         if not _is_number(weight):

@@ -378,7 +378,9 @@ class Config:
 
     def mistakes(self) -> Iterator[str]:
         """Values that contradict each other, within a section and across sections."""
-        r, t, context = self.rollout, self.train, self.parallel.ring * self.parallel.ulysses
+        r = self.rollout
+        t = self.train
+        context = self.parallel.ring * self.parallel.ulysses
         if not self.model:
             yield "model: expected the folder or hub id of a diffusers pipeline, got nothing"
         if not self.data.prompts:

@@ -23,7 +23,8 @@ from prefgrpo.data.tables import NEGATIVE, NOT_UTF8, SOURCE, TEXT, DataError, cl
 
 __all__ = ["DataError", "Prompt", "fingerprint", "prompt_sets", "read_prompts", "step_prompts"]
 
-FEWEST_TO_SPLIT, MOST_HELD_OUT = 20, 64
+FEWEST_TO_SPLIT = 20
+MOST_HELD_OUT = 64
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,9 @@ def sample_previous_step(
         raise NotImplementedError("per_token_timesteps: expected None, as in verl-omni's own step")
     if sde_type not in RULES:
         raise ValueError(f"sde_type: expected one of {', '.join(RULES)}, got '{sde_type}'")
-    x, v, batch = sample.float(), model_output.float(), sample.shape[0]
+    x = sample.float()
+    v = model_output.float()
+    batch = sample.shape[0]
     t = table(self.sigmas, RULES[sde_type], float(noise_level), x.device)
     if timestep is None:
         index = torch.full((1,), self.step_index, dtype=torch.int64, device=x.device)

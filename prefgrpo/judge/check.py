@@ -32,7 +32,8 @@ from prefgrpo.judge.verdict import JudgeError
 
 __all__ = ["Health", "HttpJudge", "check", "check_reachable", "main"]
 
-_BUSY_S, _PAUSE_S = 30.0, 0.5
+_BUSY_S = 30.0
+_PAUSE_S = 0.5
 _ADVICE = (
     (
         r"context length|model length|max_model_len",

@@ -133,7 +133,9 @@ class _Shared:
     """A request shared by several callers; it is cancelled when the last of them cancels."""
 
     def __init__(self, task: asyncio.Future[Answer]) -> None:
-        self.task, self.waiting, self.given_up = task, 0, False
+        self.task = task
+        self.waiting = 0
+        self.given_up = False
 
     @property
     def failed(self) -> bool:

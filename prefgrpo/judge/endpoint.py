@@ -61,7 +61,9 @@ class Failure(Exception):
     ) -> None:
         """most: such failures after which a request gives up; alone: the same while no other server is healthy."""
         super().__init__(reason)
-        self.kind, self.most, self.alone = kind, most, alone
+        self.kind = kind
+        self.most = most
+        self.alone = alone
         self.pause_s = 0.0
         """Seconds that the server asked to be left alone."""
         self.probe = False

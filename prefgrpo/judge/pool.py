@@ -28,7 +28,8 @@ from prefgrpo.judge.verdict import JudgeError
 _BACKOFF_S = 0.25
 """First pause before a retry, in seconds; doubles each time, with jitter."""
 _LONGEST_PAUSE_S = 60.0
-_PAUSE_S, _LONGEST_SERVER_PAUSE_S = 0.5, 30.0
+_PAUSE_S = 0.5
+_LONGEST_SERVER_PAUSE_S = 30.0
 _LONGEST_PROBE_PAUSE_S = 2.0
 RETRIES = 5
 PATIENCE_S = 600.0
@@ -60,7 +61,9 @@ class Pool:
 
     def __init__(self, endpoints: list[Endpoint], concurrency: int, patience_s: float) -> None:
         """patience_s: how long requests wait while no server is reachable."""
-        self.endpoints, self.concurrency, self.patience_s = endpoints, concurrency, patience_s
+        self.endpoints = endpoints
+        self.concurrency = concurrency
+        self.patience_s = patience_s
         self._queue: list[tuple[int, asyncio.Future[Endpoint]]] = []
         self._patience: asyncio.TimerHandle | None = None
         self._unreachable = ""

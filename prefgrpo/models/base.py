@@ -127,7 +127,8 @@ class Adapter(StockSchedule, Weights, ABC):
             path, cls.pipeline, dtype, device, encoders, cls.denoisers if split else (), waiting, cls.parts_in_fp32
         )
         adapter = cls(pipe, fingerprint=folders.encoder_identity(path), **options)
-        adapter.dtype, adapter.device = dtype, device
+        adapter.dtype = dtype
+        adapter.device = device
         adapter.offload = ComponentOffload(pipe.components, offload, device)
         return adapter
 

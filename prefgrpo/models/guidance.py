@@ -39,7 +39,8 @@ class Cfg:
     def combine(self, c: Tensor, u: Tensor, scale: float) -> Tensor:
         """The guided velocity, in fp32 (fp64 for fp64); a row of the last dimension with norm 0 stays 0 if rescaled."""
         dtype = torch.promote_types(torch.promote_types(c.dtype, u.dtype), torch.float32)
-        c, u = c.to(dtype), u.to(dtype)
+        c = c.to(dtype)
+        u = u.to(dtype)
         q = (c if self.from_cond else u) + scale * (c - u)
         if not self.rescale:
             return q

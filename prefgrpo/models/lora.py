@@ -157,7 +157,8 @@ def load(pipe: Any, place: str, component: str = "transformer") -> None:
     from diffusers.loaders.lora_base import LORA_WEIGHT_NAME_SAFE
     from peft import LoraConfig, set_peft_model_state_dict
 
-    file, module = Path(place), getattr(pipe, component)
+    file = Path(place)
+    module = getattr(pipe, component)
     if not file.is_file():
         file = file / LORA_WEIGHT_NAME_SAFE
     if not file.is_file():

@@ -34,7 +34,9 @@ class StockSchedule(Sizes):
     def mu(self, sampling: Sampling) -> float:
         """The dynamic time shift: linear in the number of tokens, with the scheduler config's parameters."""
         get = self.pipe.scheduler.config.get
-        low, high, base = get("base_image_seq_len", 256), get("max_image_seq_len", 4096), get("base_shift", 0.5)
+        low = get("base_image_seq_len", 256)
+        high = get("max_image_seq_len", 4096)
+        base = get("base_shift", 0.5)
         slope = (get("max_shift", 1.15) - base) / (high - low)
         return self.tokens(sampling) * slope + (base - slope * low)
 
@@ -51,7 +53,8 @@ class StockSchedule(Sizes):
 
     def timed_scheduler(self, sampling: Sampling) -> Any:
         """`stock_scheduler` after `set_timesteps`, called as the stock pipeline does for this size."""
-        scheduler, options = self.stock_scheduler(), self.schedule_options(sampling)
+        scheduler = self.stock_scheduler()
+        options = self.schedule_options(sampling)
         try:
             scheduler.set_timesteps(num_inference_steps=sampling.steps, device="cpu", **options)
         except (TypeError, AssertionError) as error:

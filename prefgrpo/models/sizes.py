@@ -27,7 +27,8 @@ class Sizes:
 
     def grid(self, sampling: Sampling) -> tuple[int, int]:
         """Rows and columns of tokens; ValueError for sides that are not multiples of `unit`."""
-        height, width = sampling.height, sampling.width
+        height = sampling.height
+        width = sampling.width
         if height < self.unit or width < self.unit or height % self.unit or width % self.unit:
             raise ValueError(
                 f"height and width must be multiples of {self.unit} for this model, got {height} × {width}"

@@ -51,7 +51,9 @@ def check_latents(
     coef: Tensor, index: Tensor | int | None, x: Tensor, others: dict[str, Tensor | None]
 ) -> tuple[Tensor, Tensor | None]:
     """(coef, index) in the kernels' dtypes; raises ValueError or TypeError unless everything fits together."""
-    shape, device, exact = x.shape, x.device, x.dtype == torch.float64
+    shape = x.shape
+    device = x.device
+    exact = x.dtype == torch.float64
     if not shape:
         raise ValueError("x: expected [B, …], got a 0-d tensor")
     if 0 in shape[1:]:

@@ -53,9 +53,12 @@ def philox_uint32(seed: int, sample: Tensor, step: Tensor, blocks: Tensor) -> Te
     ]
     k = list(seed_words(seed))
     for _ in range(10):
-        p0, p1 = _MUL[0] * c[0], _MUL[1] * c[2]  # int64 wraps around: its bits are those of the 64-bit product
-        hi0, lo0 = (p0 >> 32) & _MASK, p0 & _MASK
-        hi1, lo1 = (p1 >> 32) & _MASK, p1 & _MASK
+        p0 = _MUL[0] * c[0]
+        p1 = _MUL[1] * c[2]  # int64 wraps around: its bits are those of the 64-bit product
+        hi0 = (p0 >> 32) & _MASK
+        lo0 = p0 & _MASK
+        hi1 = (p1 >> 32) & _MASK
+        lo1 = p1 & _MASK
         c = [hi1 ^ c[1] ^ k[0], lo1, hi0 ^ c[3] ^ k[1], lo0]
         k = [(k[0] + _KEY[0]) & _MASK, (k[1] + _KEY[1]) & _MASK]
     return torch.stack(c, dim=-1)
@@ -63,7 +66,8 @@ def philox_uint32(seed: int, sample: Tensor, step: Tensor, blocks: Tensor) -> Te
 
 def reference_normal(seed: int, sample: Tensor, step: Tensor, numel: int, offset: int = 0) -> Tensor:
     """The noise [B, numel] in fp64, in plain torch."""
-    first, last = offset // 4, (offset + numel + 3) // 4
+    first = offset // 4
+    last = (offset + numel + 3) // 4
     blocks = torch.arange(first, last, device=sample.device, dtype=torch.int64)
     words = philox_uint32(seed, sample, step, blocks)  # [B, n, 4]
     u = ((words >> 9).double() + 0.5) * 2.0**-23
@@ -76,7 +80,8 @@ def reference_normal(seed: int, sample: Tensor, step: Tensor, numel: int, offset
 
 @op("philox_normal", mutates=("out",))
 def _normal(sample: Tensor, step: Tensor, seed: int, offset: int, out: Tensor) -> None:
-    backend, (batch, numel) = backend_of(out.device, out.dtype), out.shape
+    backend = backend_of(out.device, out.dtype)
+    batch, numel = out.shape
     if backend == "torch":
         out.copy_(reference_normal(seed, sample, step, numel, offset))
     elif backend == "triton":
@@ -95,7 +100,8 @@ def philox_normal(
     sample, step: int64 or int32 [B]. dtype: fp32, bf16, fp16 or fp64, else TypeError. Raises ValueError for ids of
     another dtype or shape, and for a negative size or offset.
     """
-    numel, offset = as_int(numel), as_int(offset)
+    numel = as_int(numel)
+    offset = as_int(offset)
     sample = check_ids("sample", sample, sample.numel(), sample.device)
     step = check_ids("step", step, sample.numel(), sample.device)
     if numel < 0 or offset < 0:

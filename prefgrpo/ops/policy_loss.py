@@ -113,7 +113,8 @@ def _loss(
         if d_kl is not None:
             d_kl.fill_(kl_coef / (denominator or max(len(logp), 1)))
         return
-    inputs, results = (logp, logp_old, advantage, weight, kl, log_ratio), (loss, metrics, d_log_ratio, d_kl)
+    inputs = (logp, logp_old, advantage, weight, kl, log_ratio)
+    results = (loss, metrics, d_log_ratio, d_kl)
     if backend == "triton":
         from prefgrpo.kernels import policy_loss as kernels
 

@@ -71,14 +71,16 @@ def reference_step(x: Tensor, v: Tensor, rows: Tensor, eps: Tensor | None, dtype
 def reference_logp(x: Tensor, v: Tensor, x_next: Tensor, rows: Tensor) -> Tensor:
     """logp [B]; differentiable in v."""
     mean = reference_mean(x, v, rows)
-    w, c = rows[:, 3].to(mean.dtype), rows[:, 4].to(mean.dtype)
+    w = rows[:, 3].to(mean.dtype)
+    c = rows[:, 4].to(mean.dtype)
     squares = mean_d((x_next.to(mean.dtype) - mean).square())
     return torch.where(w != 0, w * torch.where(w != 0, squares, 0.0) + c, c)
 
 
 def _b_over_s(rows: Tensor, dtype: torch.dtype) -> Tensor:
     """b / s, [B]; 0 where s = 0."""
-    b, s = rows[:, 1].to(dtype), rows[:, 2].to(dtype)
+    b = rows[:, 1].to(dtype)
+    s = rows[:, 2].to(dtype)
     return torch.where(s > 0, b / torch.where(s > 0, s, 1.0), 0.0)
 
 
@@ -107,8 +109,11 @@ def reference_grad(
 ) -> Tensor:
     """∂/∂v of Σ (g₀·logp + g₁·KL + g₂·log-ratio), elementwise."""
     mean = reference_mean(x, v, rows)
-    dtype, count = mean.dtype, x.numel() // max(x.shape[0], 1)
-    b, w, b_over_s = rows[:, 1].to(dtype), rows[:, 3].to(dtype), _b_over_s(rows, dtype)
+    dtype = mean.dtype
+    count = x.numel() // max(x.shape[0], 1)
+    b = rows[:, 1].to(dtype)
+    w = rows[:, 3].to(dtype)
+    b_over_s = _b_over_s(rows, dtype)
     grad = torch.zeros_like(mean)
     if g[0] is not None:
         factor = torch.where(w != 0, -2 * w * b / count * g[0].to(dtype), 0.0)
@@ -236,7 +241,8 @@ def _grad(
         with torch.no_grad():
             dv.copy_(reference_grad(x, v, y, _rows(coef, index), v_ref, v_old, *upstream))
         return
-    v_ref, v_old = None if g_kl is None else v_ref, None if g_log_ratio is None else v_old
+    v_ref = None if g_kl is None else v_ref
+    v_old = None if g_log_ratio is None else v_old
     if backend == "triton":
         from prefgrpo.kernels import sde_step as kernels
 
@@ -304,16 +310,22 @@ def sde_step(
     coef, row = check_latents(coef, index, x, {"v": v, "noise": eps})
     dtype = out_dtype or x.dtype
     check_dtype("out_dtype", dtype)
-    seed, sample, step, offset = 0, None, None, 0
+    seed = 0
+    sample = None
+    step = None
+    offset = 0
     if isinstance(noise, PhiloxNoise):
-        seed, offset = int64_seed(noise.seed), as_int(noise.offset)
+        seed = int64_seed(noise.seed)
+        offset = as_int(noise.offset)
         sample = check_ids("noise.sample", noise.sample, x.shape[0], x.device)
         if offset < 0:
             raise ValueError(f"noise.offset: expected 0 or more, got {offset}")
         if noise.step is None and row is None:
             raise ValueError("noise: counters need a step: set the noise's `step`, or pass `index`")
         step = row if noise.step is None else check_ids("noise.step", noise.step, x.shape[0], x.device)
-    x, v, eps = _constant(x), _constant(v), None if eps is None else _constant(eps)
+    x = _constant(x)
+    v = _constant(v)
+    eps = None if eps is None else _constant(eps)
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
     logp = _per_sample(x)
     mean = torch.empty(x.shape, dtype=torch.float32, device=x.device) if want_mean else None

@@ -306,7 +306,8 @@ class _InProcessUnit:
         start: Callable[[dict[int, dict[int, Sample]]], Future[dict[int, GroupScores]]],
     ) -> None:
         self.members: dict[int, dict[int, Sample]] = {group: {} for group in groups}
-        self.count, self.start = len(groups) * size, start
+        self.count = len(groups) * size
+        self.start = start
         self.scores: Future[dict[int, GroupScores]] | None = None
 
     def add(self, group: int, member: int, sample: Sample) -> None:

@@ -60,7 +60,8 @@ class Rollouts:
         received from other processes are added from another thread. All have been added when the iteration ends.
         """
         slots, planned = self._plan(step)
-        rank, first = self.world.dp_index, step * self.config.rollout.prompts_per_step
+        rank = self.world.dp_index
+        first = step * self.config.rollout.prompts_per_step
 
         def take(place: Place, pixels: Images) -> None:
             slot, member = place
@@ -109,7 +110,8 @@ class Rollouts:
 
     def _plan(self, step: int) -> tuple[Slots, list[BatchPlan]]:
         slots = slot_prompts(self.config, self.prompts, step)
-        sizes, sources = [size for _, size in slots], [len(prompt.source) for prompt, _ in slots]
+        sizes = [size for _, size in slots]
+        sources = [len(prompt.source) for prompt, _ in slots]
         return slots, assign_batches(self.config, sizes, self.world.dp_size, self.whole_groups, sources)
 
     def _condition(self, slots: Slots, plan: BatchPlan) -> Condition:
@@ -120,7 +122,8 @@ class Rollouts:
         self, step: int, plan: BatchPlan, condition: Condition, sizes: SamplingConfig, padding: bool
     ) -> Batch:
         """Generate a batch with the current policy."""
-        r, schedule = self.config.rollout, self.schedules.step(sizes, step)
+        r = self.config.rollout
+        schedule = self.schedules.step(sizes, step)
         groups = tuple(step * r.prompts_per_step + slot for slot in plan.slots)
         starts = [group * r.group_size for group in groups]  # the ids of the groups' first samples
         numbers = [start + member for start, member in zip(starts, plan.members, strict=True)]

@@ -70,7 +70,9 @@ class Embeddings:
         self, adapter: Adapter, max_length: int, folder: str | Path | None = None, most_bytes: int = MEMORY_BYTES
     ) -> None:
         """max_length: in text tokens. folder: the cache on disk. most_bytes: of entries in memory."""
-        self._adapter, self._max_length, self._most_bytes = adapter, max_length, most_bytes
+        self._adapter = adapter
+        self._max_length = max_length
+        self._most_bytes = most_bytes
         self.keys = CacheKeys(type(adapter), adapter.fingerprint, adapter.dtype, max_length, adapter.source_area)
         self._memory: OrderedDict[str, dict[str, Tensor]] = OrderedDict()
         self._shards = None if folder is None else Shards(Path(folder))
@@ -211,7 +213,8 @@ def encoding_jobs(config: Config, trained: Sequence[Prompt], evaluated: Sequence
     """
     check_sources(config, trained)
     check_sources(config, evaluated)
-    cls, evaluation = family(config.family), eval_sampling(config)
+    cls = family(config.family)
+    evaluation = eval_sampling(config)
     used = [(prompt, prompt_sampling(prompt, config.rollout, config.data.own_sizes)) for prompt in trained]
     jobs: dict[EncodeJob, None] = {}
     for prompt, sizes in [*used, *((prompt, evaluation) for prompt in evaluated)]:
@@ -244,7 +247,8 @@ def uncached(config: Config, jobs: list[EncodeJob]) -> list[EncodeJob]:
     if not config.data.cache:
         return jobs
     cls = family(config.family)
-    encoders, area = folder.encoder_identity(cls.find(config.model)), config.rollout.source_area
+    encoders = folder.encoder_identity(cls.find(config.model))
+    area = config.rollout.source_area
     keys = CacheKeys(cls, encoders, DTYPES[config.dtype], config.data.max_length, area)
     shards = Shards(_cache_folder(config))
     return [job for job in jobs if job.key(keys) not in shards]

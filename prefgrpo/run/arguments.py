@@ -67,7 +67,8 @@ def run_config(
     objects, listed = _rewards(rewards)
     given: dict[str, Any] = {"train": {key: _plain(value) for key, value in train.items() if value is not None}}
     eval_prompts = _plain(eval_prompts)
-    output, files = str(values.get("output", Config.output)), dict[Path, str]()
+    output = str(values.get("output", Config.output))
+    files = dict[Path, str]()
     if model:
         given["model"] = str(model)
     if train_prompts is not None:

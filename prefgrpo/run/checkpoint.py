@@ -53,7 +53,9 @@ class Checkpoints:
 
     def __init__(self, run: RunFolder, world: World, keep: int) -> None:
         """keep: number of newest checkpoints that stay."""
-        self.run, self.keep, self.world = run, keep, world
+        self.run = run
+        self.keep = keep
+        self.world = world
         self._group: dist.ProcessGroup | None = None
         """For the writing threads, whose messages must not mix with those of the step."""
         self._path: Path | None = None
@@ -86,7 +88,9 @@ class Checkpoints:
         """The folder of a save that has succeeded since the last call, or None; does not wait."""
         if self._future is None or not self._future.done() or self._future.exception() is not None:
             return None
-        path, self._path, self._future = self._path, None, None
+        path = self._path
+        self._path = None
+        self._future = None
         return path
 
     def wait(self) -> None:
@@ -99,7 +103,9 @@ class Checkpoints:
         try:
             self._future.result()
         except CheckpointException as error:
-            path, self._path, self._future = self._path, None, None
+            path = self._path
+            self._path = None
+            self._future = None
             if self.world.main:
                 shutil.rmtree(_partial(path), ignore_errors=True)
             causes = "; ".join(f"process {rank}: {cause}" for rank, (cause, _) in sorted(error.failures.items()))
@@ -119,12 +125,16 @@ class _Writer(FileSystemWriter):
 
     def __init__(self, run: RunFolder, step: int, meta: dict[str, Any], keep: int) -> None:
         super().__init__(_partial(run.checkpoint(step)))
-        self._run, self._step, self._meta, self._keep = run, step, meta, keep
+        self._run = run
+        self._step = step
+        self._meta = meta
+        self._keep = keep
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """On rank 0: write `.metadata` and state.json, rename the folder, and remove checkpoints beyond `keep`."""
         super().finish(metadata, results)
-        folder, final = Path(self.path), self._run.checkpoint(self._step)
+        folder = Path(self.path)
+        final = self._run.checkpoint(self._step)
         sizes = {p.name: p.stat().st_size for p in sorted(folder.iterdir())}
         facts = {"step": self._step, "written": time.time(), **self._meta, "files": sizes}
         (folder / META).write_text(json.dumps(facts, indent=1), encoding="utf-8")

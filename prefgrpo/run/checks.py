@@ -38,7 +38,8 @@ MAY_CHANGE_IN_OPTIONS = (
 
 def config_errors(config: Config) -> list[str]:
     """Errors that can be found without loading the model: files, rewards, judge, objective, number of updates."""
-    r, e = config.rollout, config.eval
+    r = config.rollout
+    e = config.eval
     of_python = [entry for entry in config.rewards if PYTHON in entry.options]
     if absent := [entry for entry in of_python if entry.name not in get_python_rewards()]:
         origin = ", ".join(f"{entry.name} is {entry.options[PYTHON]}" for entry in absent)
@@ -63,7 +64,8 @@ def _objective_errors(config: Config) -> list[str]:
         return error.mistakes
     except ValueError as error:
         return [f"train.objective: {error}"]
-    r, wrong = config.rollout, [f"train.objective_options.{e}" for e in goal.option_errors(config.rollout.group_size)]
+    r = config.rollout
+    wrong = [f"train.objective_options.{e}" for e in goal.option_errors(config.rollout.group_size)]
     slices = config.train.update_slices == "members" and config.train.updates_per_rollout > 1
     if goal.whole_groups and (slices or config.train.updates_per_rollout > r.prompts_per_step):
         problem = f"{config.train.objective} compares the members of a group: expected update_slices: prompts"
@@ -88,7 +90,8 @@ def _objective_errors(config: Config) -> list[str]:
 
 def _reuse_obstacles(config: Config, goal: Objective) -> list[str]:
     """Why the first update cannot reuse the rollout's forwards."""
-    t, p = config.train, config.parallel
+    t = config.train
+    p = config.parallel
     obstacles = {
         f"{t.objective} replays no steps": goal.collector != "trajectory",
         "an old policy generates the rollouts": goal.sampled_by_old,
@@ -110,7 +113,8 @@ def check_context(config: Config, world: World, adapter: Adapter, prompts: list[
         sizes = {f"data.own_sizes: a prompt of {s.height}×{s.width}": s for s in found}
     if eval_sampling(config) not in sizes.values():
         sizes["eval.height/width/frames"] = eval_sampling(config)
-    length, layout = config.data.max_length, world.layout
+    length = config.data.max_length
+    layout = world.layout
     problems = [text for name, s in sizes.items() for text in context_errors(adapter, s, length, layout, name)]
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))

@@ -149,7 +149,8 @@ def interval(group: NDArray[np.int64], values: NDArray[np.float64]) -> tuple[flo
     if not there.any():
         return math.nan, math.nan, 0
     ids, inverse = np.unique(group[there], return_inverse=True)
-    total, count = np.bincount(inverse, values[there]), np.bincount(inverse)
+    total = np.bincount(inverse, values[there])
+    count = np.bincount(inverse)
     draws = np.random.default_rng(0).integers(len(ids), size=(2000, len(ids)))
     means = total[draws].sum(1) / count[draws].sum(1)
     low, high = np.quantile(means, (0.025, 0.975))

@@ -120,7 +120,9 @@ class Evaluator:
 
         With `World.equal_forwards` all processes must call this together; those with fewer images repeat one.
         """
-        r, parts, count = self.sizes, list[Images](), len(index)
+        r = self.sizes
+        parts = list[Images]()
+        count = len(index)
         mixed = len({len(item.source) for item in self.eval_set.items}) > 1  # a batch has one number of source images
         size = 1 if mixed else r.batch_size
         if self.world.equal_forwards:

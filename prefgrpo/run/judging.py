@@ -126,7 +126,8 @@ class Rewards:
     """Builds rewards by name; each, and its judge, is built once."""
 
     def __init__(self, config: Config, world: World) -> None:
-        self.config, self.world = config, world
+        self.config = config
+        self.world = world
         self.notes: list[str] = []
         """What the checks of the judges found."""
         self._built: list[tuple[RewardEntry, Reward]] = []

@@ -205,7 +205,9 @@ def step_notes(
     config: Config, step: int, values: Mapping[str, float], first: bool, device: torch.device
 ) -> Iterator[str]:
     """Lines about a finished step: the on-policy check, in a run's first step or where it is off; peak memory."""
-    error, limit, r = values.get("policy/on_policy_error"), config.train.clip_range / 10, config.rollout
+    error = values.get("policy/on_policy_error")
+    limit = config.train.clip_range / 10
+    r = config.rollout
     if error is not None and values["samples_trained"] and (first or error > limit):
         verdict = "exact" if error == 0 else "fine" if error <= limit else f"above clip_range / 10 = {limit:.1e}"
         if error and values["advantage/zero_groups"] > 0 and r.group_size % r.batch_size:

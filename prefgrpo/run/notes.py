@@ -25,7 +25,10 @@ def start_notes(
     evaluators: Mapping[str, Evaluator],
 ) -> Iterator[str]:
     """Start-up messages: what is trained, on which prompts, how it is evaluated, and memory before the first step."""
-    r, t, e, count = config.rollout, config.train, config.eval, len(rollouts.prompts)
+    r = config.rollout
+    t = config.train
+    e = config.eval
+    count = len(rollouts.prompts)
     what = adapter.lora_name(t.lora_from) if t.lora_rank else "full"
     media = f"clips of {frames} frames" if (frames := adapter.frames(r)) else "images"
     size = adapter.parameter_counts()["trainable"] / 1e6

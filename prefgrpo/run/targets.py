@@ -37,13 +37,19 @@ class StepTargets:
         self, config: Config, rewards: Mapping[str, Reward], weights: Mapping[str, float], world: World, log: Log
     ) -> None:
         """weights: of all rewards, in the order of their columns; 0: only measured."""
-        self.config, self.rewards, self.weights, self.world, self.log = config, rewards, weights, world, log
+        self.config = config
+        self.rewards = rewards
+        self.weights = weights
+        self.world = world
+        self.log = log
         self._by_comparisons = by_comparisons(rewards, weights, config.advantage)
         self._alarms = {name: Alarm() for name, weight in weights.items() if weight}
 
     def compute(self, step: int, scores: StepScores) -> tuple[Targets, dict[str, float]]:
         """(advantages and comparisons of all ranks' samples; metrics). Raises RewardsMissing or NoInformation."""
-        c, weights, group_size = self.config.advantage, self.weights, self.config.rollout.group_size
+        c = self.config.advantage
+        weights = self.weights
+        group_size = self.config.rollout.group_size
         rewards, sub_scores, parts = self._gather_rewards(scores)
         shares = self._missing_shares(step, scores, rewards)
         wins, pair_counts = self._comparisons(scores)
@@ -80,7 +86,8 @@ class StepTargets:
         weights = np.array(list(self.weights.values()))
         verdicts = [[k.verdict.first for g in scores.groups[n] for k in g.comparisons] for n in self.weights]
         counts = self.world.gather(np.array([[(len(v), v.count(None)) for v in verdicts]], np.float64)).sum(0)
-        shares, reasons = missing_shares(rewards, weights, counts), Counter[str]()
+        shares = missing_shares(rewards, weights, counts)
+        reasons = Counter[str]()
         if np.isnan(rewards).any() or counts[:, 1].any():
             reasons = sum(map(Counter, self.world.gather_items([scores.reasons])), reasons)
         self.log.missing(f"step {step}", reasons)
@@ -90,7 +97,8 @@ class StepTargets:
 
     def _comparisons(self, scores: StepScores) -> tuple[Tensor, Tensor]:
         """Wins and counts, fp64 [P, G, G] each on the device, of all ranks' groups; rewards count by their weights."""
-        size, total = self.config.rollout.group_size, self.config.rollout.prompts_per_step
+        size = self.config.rollout.group_size
+        total = self.config.rollout.prompts_per_step
         local = np.zeros((len(self.world.slots(total)), 2, size, size))
         for name, weight in self.weights.items():
             for k, group in enumerate(scores.groups[name]):
