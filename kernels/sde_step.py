@@ -195,7 +195,7 @@ def _finish(x, partial, coef, index, logp, kl, log_ratio):
     results = (logp, logp if kl is None else kl, logp if log_ratio is None else log_ratio)
     finish_kernel[(x.shape[0],)](
         partial, coef, coef if index is None else index, *results, dim, triton.cdiv(dim, BLOCK), coef.shape[0],
-        programs, index is not None, kl is not None, log_ratio is not None, 1024, **FLAGS,
+        programs, index is not None, kl is not None, log_ratio is not None, 512, **FLAGS,
     )  # fmt: skip
 
 

@@ -49,7 +49,7 @@ def variants(few):
         yield "step", DTYPES[0], bulk | {"NOISE": 1, "ALIGNED": True, "MEAN": True, "HAS_INDEX": False}
     yield "normal", DTYPES[0], {"BLOCK": 2048, "ALIGNED": True}
     for kl, guard in itertools.product(flags, flags):
-        yield "finish", DTYPES[0], {"BLOCK": 1024, "HAS_INDEX": True, "KL": kl, "GUARD": guard}
+        yield "finish", DTYPES[0], {"BLOCK": 512, "HAS_INDEX": True, "KL": kl, "GUARD": guard}
     for weight, kl, ratio in itertools.product(flags, flags, flags):
         yield "policy", DTYPES[0], {"BLOCK": 512, "WEIGHT": weight, "KL": kl, "RATIO": ratio}
     for std, block in itertools.product(flags, (2, 32, 64) if not few else (32,)):

@@ -27,6 +27,7 @@ NOT_RUN = {
     "make ": "runs this suite, or the demo (test_demo.py)",
     "pip install ": "installs",
     "CUDA_VISIBLE_DEVICES=": "needs GPUs",
+    "prefgrpo judge prompts ": "downloads from the publisher (test_judge_prompts.py reads checkouts)",
     "prefgrpo judge serve ": "needs a GPU (test_judge_vllm.py runs it with a small model)",
     "prefgrpo judge check ": "needs the judge that the line above serves (test_judge_faults.py)",
     "prefgrpo reward serve ": "needs the reward's weights, and does not end (test_reward_serve.py)",

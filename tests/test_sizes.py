@@ -122,7 +122,7 @@ def test_own_sizes_train_alike_on_any_number_of_ranks(place):
 
 @pytest.mark.full
 def test_evaluation_and_generation_at_another_size(place):
-    over = {"height": 24, "width": 16, "steps": 5, "guidance": 1.5}
+    over = {"height": 24, "width": 16, "steps": 5}
     plain = recipe(place, "plain", train={"steps": 2})
     file = recipe(place, "shown", train={"steps": 2}, eval=over)
     for trained in (plain, file):
@@ -137,14 +137,14 @@ def test_evaluation_and_generation_at_another_size(place):
     pipe = FluxPipeline.from_pretrained(place / "flux")
     shape = load(case_of("flux"), place / "flux").latent_shape(SamplingConfig(24, 16, 5))
     latents = initial_latents(0, torch.tensor([FIRST_ID]), shape)
-    call = {"height": 24, "width": 16, "num_inference_steps": 5, "guidance_scale": 1.5, "max_sequence_length": 24}
+    call = {"height": 24, "width": 16, "num_inference_steps": 5, "guidance_scale": 3.5, "max_sequence_length": 24}
     stock = pipe(shown[0], latents=latents, output_type="np", **call).images
     assert np.abs(images["before"][:1] - 255 * stock).max() <= 1
     argv = ["generate", str(runs / "shown" / "config.yaml"), "--lora", str(runs / "shown"), "--samples", "1"]
     run = start([*argv, "--prompts", str(place / "sized.jsonl"), "--out", str(place / "one")], place / "g.log")
     assert run.wait() == 0, run.output
     run = start(
-        [*argv, "--prompts", str(place / "sized.jsonl"), "--out", str(place / "own"), "--data.own-sizes"],
+        [*argv, "--prompts", str(place / "sized.jsonl"), "--out", str(place / "own"), "--data.own-sizes", "true"],
         place / "g.log",
     )
     assert run.wait() == 0, run.output
