@@ -1,5 +1,6 @@
 # All tasks of a checkout. A target installs its missing dependencies into $(VENV) first; a second call starts at once.
-#   make demo        train the tiny FLUX pipeline with the tiny judge, about 5 minutes on 2 cores; runs/demo/report.html
+#   make demo        train the tiny FLUX pipeline with the tiny judge, with all pairs and with few calls, about 6 minutes on 2
+#                    cores; runs/demo/report.html, runs/demo-few-calls/report.html
 #   make demo-ocr    train a tiny FLUX pipeline to write words, with OCR as the reward; runs/demo-ocr/report.html
 #   make test        lint, types, layers and the default tests, a few minutes on 2 cores
 #   make test-all    make test, then the exhaustive tests
@@ -34,7 +35,7 @@ SOURCES := $(wildcard pyproject.toml constraints.txt setup.py CMakeLists.txt) $(
 .PHONY: help venv demo demo-ocr demo-vllm test test-all lint bench science docs
 
 help:
-	@sed -n '2,12s/^# \{0,1\}//p' Makefile
+	@sed -n '2,13s/^# \{0,1\}//p' Makefile
 
 $(VENV)/.installed-train: $(SOURCES) scripts/install.sh
 	@scripts/install.sh "$(VENV)" train
@@ -54,6 +55,8 @@ venv: $(VENV)/.installed-dev
 demo: $(VENV)/.installed-train
 	@OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc_per_node 2 -m prefgrpo demo --rollout.batch-size 24 \
 	    --train.reuse-rollout-forward true --resume
+	@OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc_per_node 2 -m prefgrpo train scripts/demo/few_calls.yaml \
+	    --rollout.batch-size 8 --resume
 
 demo-ocr: $(VENV)/.installed-train $(VENV)/.installed-rewards
 	@$(BIN)/prefgrpo train scripts/demo/ocr.yaml --resume

@@ -81,10 +81,6 @@ def main() -> None:
                 run["results"].append(harness.measure(case, args.device, args.rounds))
                 print(line(run["results"][-1]), flush=True)
         run["clocks"].append(harness.clocks())
-        if args.device == "cuda":
-            from benchmarks import gpu
-
-            run["checks"] = gpu.checks()
         write_json(RESULTS / f"{args.device}.json", rounded(run))
     PAGE.write_text(page())
 

@@ -11,13 +11,14 @@ import argparse
 import json
 import os
 import platform
+import socket
 import statistics
 import subprocess
 import sys
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -33,9 +34,13 @@ from prefgrpo.judge.client import HttpJudge
 from prefgrpo.judge.plans import round_robin
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS, DOCUMENT = ROOT / "benchmarks" / "results" / "judge_cpu.json", ROOT / "docs" / "science.md"
-JUDGE, TEMPLATE, PROMPT = ROOT / "prefgrpo" / "tiny" / "assets" / "judge", "caption_match", "a red circle on the left"
-SIZE, SIDE = 9, 512
+RESULTS = ROOT / "benchmarks" / "results" / "judge_cpu.json"
+DOCUMENT = ROOT / "docs" / "science.md"
+JUDGE = ROOT / "prefgrpo" / "tiny" / "assets" / "judge"
+TEMPLATE = "caption_match"
+PROMPT = "a red circle on the left"
+SIZE = 9
+SIDE = 512
 
 
 def photo(rng: np.random.Generator, side: int = SIDE) -> Media:
@@ -47,47 +52,33 @@ def photo(rng: np.random.Generator, side: int = SIDE) -> Media:
 
 
 @contextmanager
-def process(command: Sequence[str], ready: str, seconds: float) -> Iterator[str]:
-    """Run a server process inside the block; yields its output up to the line that contains `ready`."""
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as running:
-        assert running.stdout is not None
-        seen, deadline = "", time.monotonic() + seconds
-        try:
-            while ready not in seen:
-                line = running.stdout.readline()
-                if not line or time.monotonic() > deadline:
-                    raise RuntimeError(f"{' '.join(command)} is not ready: {seen}")
-                seen += line
-            yield seen
-        finally:
-            running.terminate()
-            running.wait(60)
-
-
-@contextmanager
-def echo_server(*options: str) -> Iterator[str]:
-    """Address of an echo server in a separate process."""
-    with process([sys.executable, "-m", "benchmarks.echo_server", *options], "http://", 20) as seen:
-        yield seen.strip()
-
-
-@contextmanager
-def vllm_server(environment: str, port: int) -> Iterator[str]:
-    """Address of a vLLM server with the tiny judge on the CPU."""
-    options = ["--vllm", environment, "--port", str(port), "--vision-tokens", "4", "--max-model-len", "2048"]
-    command = [sys.executable, "-m", "prefgrpo", "judge", "serve", str(JUDGE), "--cpu", *options]
+def server(command: Sequence[str], port: int, seconds: float) -> Iterator[str]:
+    """Address of a server process that runs inside the block, once it is healthy."""
     url = f"http://127.0.0.1:{port}"
-    deadline = time.monotonic() + 300
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, cwd=ROOT) as running:
+    deadline = time.monotonic() + seconds
+    with subprocess.Popen([*command, "--port", str(port)], stdout=subprocess.DEVNULL, cwd=ROOT) as running:
         try:
             while not healthy(url):
                 if running.poll() is not None or time.monotonic() > deadline:
                     raise RuntimeError(f"{' '.join(command)} is not ready")
-                time.sleep(0.5)
+                time.sleep(0.1)
             yield url
         finally:
             running.terminate()
             running.wait(60)
+
+
+def echo_server(*options: str) -> AbstractContextManager[str]:
+    """Address of an echo server in a separate process."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    return server([sys.executable, "-m", "benchmarks.echo_server", *options], port, 20)
+
+
+def vllm_server(environment: str, port: int) -> AbstractContextManager[str]:
+    """Address of a vLLM server with the tiny judge on the CPU."""
+    command = [sys.executable, "-m", "prefgrpo", "judge", "serve", str(JUDGE), "--cpu"]
+    return server([*command, "--vllm", environment, "--max-model-len", "2048"], port, 300)
 
 
 def healthy(url: str) -> bool:
@@ -137,7 +128,8 @@ def picture_bytes(size: int, side: int) -> int:
 def machine() -> dict[str, Any]:
     """The machine of the measurement."""
     libraries = {name: version(name) for name in ("aiohttp", "pillow", "numpy")}
-    load, python = rounded(os.getloadavg()[0]), platform.python_version()
+    load = rounded(os.getloadavg()[0])
+    python = platform.python_version()
     return {"cpu": cpu_name(), "cores": os.cpu_count(), "load": load, "python": python} | libraries
 
 

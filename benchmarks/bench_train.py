@@ -9,7 +9,7 @@ allocator's peak, and MFU.
 MFU = (forward FLOP of the rollout + forward and backward FLOP of the trained steps, without recomputation) / seconds
 / FLOP/s of one large bf16 matrix product, timed in the same run; torch counts the FLOP. `step_over_model` is a step's
 seconds divided by those in model forwards and backwards: on CPUs CPU seconds on one thread, so that other load does not
-count, and unless `--model` is given, the model is FLUX.1 with six blocks of width 256 (`wide_flux`).
+count, and unless `--model` is given, the model is FLUX.1 with six blocks of width 256 (WIDE).
 Invariant: `prefgrpo train` is timed unchanged.
 """
 
@@ -33,11 +33,12 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from benchmarks.bench_judge import machine
 from benchmarks.blocks import rounded, write_json
 from prefgrpo.config.loading import load
-from prefgrpo.run.memory import GIB
+from prefgrpo.run.notes import GIB
 from prefgrpo.tiny import pipelines
 
 ROOT = Path(__file__).resolve().parent.parent
-RECIPE, RESULTS = ROOT / "scripts" / "prefgrpo/lora_flux.yaml", ROOT / "benchmarks" / "results"
+RECIPE = ROOT / "scripts" / "prefgrpo/lora_flux.yaml"
+RESULTS = ROOT / "benchmarks" / "results"
 aten = torch.ops.aten
 FLOP: dict[Any, Any] = {
     aten.addmm_: flop_registry[aten.addmm],
@@ -50,38 +51,51 @@ FLOP: dict[Any, Any] = {
 PROMPTS = ("a red cube left of a blue ball", "a street in the rain at night", "two cats asleep on a piano")
 
 
-def flux_dev(device: str) -> Any:
-    """FLUX.1-dev's pipeline with random weights in bf16; text encoders of two layers."""
-    from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "transformer": {
+        "in_channels": 64, "num_layers": 19, "num_single_layers": 38, "attention_head_dim": 128,
+        "num_attention_heads": 24, "joint_attention_dim": 4096, "pooled_projection_dim": 768,
+        "axes_dims_rope": (16, 56, 56),
+    },
+    "vae": {
+        "block_out_channels": (128, 256, 512, 512), "down_block_types": ("DownEncoderBlock2D",) * 4,
+        "up_block_types": ("UpDecoderBlock2D",) * 4, "layers_per_block": 2, "latent_channels": 16,
+        "norm_num_groups": 32, "sample_size": 1024,
+    },
+    "text_encoder": {"hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12},
+    "text_encoder_2": {"d_model": 4096, "d_ff": 10240, "d_kv": 64, "num_heads": 64},
+}  # fmt: skip
+"""FLUX.1-dev's configuration, but for the number of the text encoders' layers."""
+WIDE: dict[str, dict[str, Any]] = {
+    "transformer": {
+        "in_channels": 64, "num_layers": 2, "num_single_layers": 4, "attention_head_dim": 64,
+        "num_attention_heads": 4, "axes_dims_rope": (16, 24, 24),
+    },
+    "vae": {"latent_channels": 16},
+}  # fmt: skip
+"""FLUX.1 with six blocks of width 256 and 16 latent channels."""
 
-    from prefgrpo.tiny.pipelines import clip_text, clip_tokenizer, t5_text, t5_tokenizer
 
-    clip, t5 = clip_tokenizer(), t5_tokenizer()
+def flux(changes: dict[str, dict[str, Any]], device: str, dtype: torch.dtype) -> Any:
+    """The tiny FLUX.1 pipeline with changed configurations of its components; random weights."""
+    parts = dict(pipelines.FLUX)
+    for name, values in changes.items():
+        kind, config = parts[name]
+        parts[name] = (kind, config | values)
     torch.manual_seed(0)
-    torch.set_default_dtype(torch.bfloat16)
+    torch.set_default_dtype(dtype)
     try:
         with torch.device(device):
-            transformer = FluxTransformer2DModel(guidance_embeds=True)
-            vae = AutoencoderKL(
-                block_out_channels=(128, 256, 512, 512), down_block_types=("DownEncoderBlock2D",) * 4,
-                up_block_types=("UpDecoderBlock2D",) * 4, layers_per_block=2, latent_channels=16, sample_size=1024,
-                scaling_factor=0.3611, shift_factor=0.1159, use_quant_conv=False, use_post_quant_conv=False,
-            )  # fmt: skip
-            encoders = clip_text(clip, width=768), t5_text(t5, width=4096)
+            return pipelines.build("FluxPipeline", parts)
     finally:
         torch.set_default_dtype(torch.float32)
-    scheduler = FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, shift=3.0)
-    return FluxPipeline(
-        scheduler=scheduler, vae=vae, text_encoder=encoders[0], tokenizer=clip, text_encoder_2=encoders[1],
-        tokenizer_2=t5, transformer=transformer,
-    )  # fmt: skip
 
 
-def recipe(model: Path, work: Path, side: int, device: str, steps: int) -> Path:
+def recipe(model: Path, work: Path, side: int, steps: int) -> Path:
     """Write the shipped recipe with the benchmark's changes to a file; returns its path."""
     changed = {
         "extends": str(RECIPE), "model": str(model), "output": str(work / "runs"), "name": f"at{side}",
-        "device": device, "rewards": "jpeg_compressibility", "eval": {"every": 0},
+        "rewards": "jpeg_compressibility", "eval": {"every": 0},
         "data": {"prompts": str(work / "prompts.txt"), "cache": str(work / "cache")},
         "rollout": {
             "height": side, "width": side, "steps": 10, "window_high": 9, "window_size": 4, "prompts_per_step": 1,
@@ -97,7 +111,7 @@ def recipe(model: Path, work: Path, side: int, device: str, steps: int) -> Path:
 def run(command: str, file: Path) -> int:
     """Run `prefgrpo COMMAND` in this process; returns its peak memory in bytes. Raises RuntimeError if it fails."""
     from prefgrpo.commands.cli import main
-    from prefgrpo.run.memory import peak_memory
+    from prefgrpo.run.notes import peak_memory
 
     if code := main([command, str(file)]):
         raise RuntimeError(f"prefgrpo {command} ended with {code}")
@@ -116,7 +130,7 @@ def flop(loop: Any) -> dict[str, float]:
     step = batch.steps[0]
     adapter = loop.adapter
     r = loop.config.rollout
-    sigma = batch.schedule.times[step.index]
+    sigma = batch.schedule.times[step.index].expand(len(step.x))
 
     def count(trained: bool) -> float:
         counter = FlopCounterMode(display=False)
@@ -149,8 +163,9 @@ def matmul_flops(device: str, size: int, rounds: int = 20) -> float:
 
 def measure(model: Path, work: Path, side: int, device: str, steps: int, peak_flops: float) -> dict[str, Any]:
     """Measure one image size; medians over the steps after the first."""
-    file = recipe(model, work, side, device, steps)
-    config, peak = load(file), apart("train", file)
+    file = recipe(model, work, side, steps)
+    config = load(file)
+    peak = apart("train", file)
     rows = [json.loads(line) for line in (work / "runs" / f"at{side}" / "metrics.jsonl").read_text().splitlines()]
     trained = [r for r in rows if r["kind"] == "train"][1:]
     phases = [k for k in trained[0] if k.startswith("time/") and k.count("/") == 1]
@@ -180,7 +195,7 @@ def alone_s(device: str) -> float:
 def step_over_model(file: Path, device: str, steps: int) -> tuple[float, dict[str, float]]:
     """(median, over the steps after the first, of a step's seconds divided by those in model forwards and backwards;
     `flop`)."""
-    from prefgrpo.run.clock import Clock
+    from prefgrpo.run.log import Clock
     from prefgrpo.trainer import Trainer
 
     torch.set_num_threads(1)
@@ -192,7 +207,8 @@ def step_over_model(file: Path, device: str, steps: int) -> tuple[float, dict[st
     def timed(work: Any) -> Any:
         def call(*given: Any, **named: Any) -> Any:
             nonlocal inside, depth
-            depth, begin = depth + 1, alone_s(device)
+            depth = depth + 1
+            begin = alone_s(device)
             try:
                 return work(*given, **named)
             finally:
@@ -201,7 +217,8 @@ def step_over_model(file: Path, device: str, steps: int) -> tuple[float, dict[st
 
         return call
 
-    pipe, backward = loop.adapter.pipe, torch.Tensor.backward
+    pipe = loop.adapter.pipe
+    backward = torch.Tensor.backward
     for part in pipe.components.values():
         if isinstance(part, torch.nn.Module):
             part.forward = timed(part.forward)
@@ -209,24 +226,14 @@ def step_over_model(file: Path, device: str, steps: int) -> tuple[float, dict[st
     torch.Tensor.backward = timed(backward)  # type: ignore[method-assign]
     ratios = []
     for step in range(steps):
-        inside, begin = 0.0, alone_s(device)
+        inside = 0.0
+        begin = alone_s(device)
         loop.step(step, Clock())
         ratios.append((alone_s(device) - begin) / inside)
     torch.Tensor.backward = backward  # type: ignore[method-assign]
     counted = flop(loop)
     loop.close()
     return statistics.median(ratios[1:]), counted
-
-
-def wide_flux(folder: Path) -> None:
-    """Write a FLUX.1 pipeline with six blocks of width 256 and 16 latent channels."""
-    torch.manual_seed(0)
-    pipe: Any = pipelines.FAMILIES["flux"]()
-    pipe.vae = pipelines.image_vae(16)
-    wide = {"num_layers": 2, "num_single_layers": 4, "attention_head_dim": 64, "num_attention_heads": 4}
-    wide |= {"in_channels": 64, "axes_dims_rope": (16, 24, 24)}
-    pipe.transformer = type(pipe.transformer).from_config(dict(pipe.transformer.config) | wide)
-    pipe.save_pretrained(folder)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -240,15 +247,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=None, help="the JSON; default results/train_DEVICE.json")
     given = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
-        work, model = Path(folder), given.model or Path(folder) / "model"
+        work = Path(folder)
+        model = given.model or Path(folder) / "model"
         (work / "prompts.txt").write_text("\n".join(PROMPTS) + "\n")
         flops = matmul_flops(given.device, given.matmul)
         if given.model is None and given.device == "cpu":
-            wide_flux(model)
+            flux(WIDE, "cpu", torch.float32).save_pretrained(model)
         elif given.model is None:
-            flux_dev(given.device).save_pretrained(model, max_shard_size="5GB")
+            flux(PUBLISHED, given.device, torch.bfloat16).save_pretrained(model, max_shard_size="5GB")
             torch.cuda.empty_cache()
-        apart("preprocess", recipe(model, work, given.sides[0], given.device, given.steps))
+        apart("preprocess", recipe(model, work, given.sides[0], given.steps))
         found = {
             "machine": machine(), "torch": torch.__version__,
             "gpu": torch.cuda.get_device_name() if given.device == "cuda" else None,

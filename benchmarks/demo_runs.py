@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import sqrt
 from pathlib import Path
 from typing import Any
 
@@ -40,37 +41,68 @@ class Columns:
         return ("step", "calls", "seconds", *self.evaluated, *self.stepped)
 
 
+T95 = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+"""97.5 % quantiles of Student's t with 1, 2, … degrees of freedom."""
+
+
+def interval(numbers: Sequence[float]) -> tuple[float, float]:
+    """(mean, half of its 95 % interval by Student's t, or NaN for a single number)."""
+    n = len(numbers)
+    return float(np.mean(numbers)), float(T95[n - 2] * np.std(numbers, ddof=1) / sqrt(n)) if n > 1 else np.nan
+
+
+def spread(numbers: Sequence[float], digits: int = 3, sign: str = "") -> str:
+    """0.512 ± 0.031."""
+    if not numbers:
+        return "–"
+    mean, half = interval(numbers)
+    return f"{mean:{sign}.{digits}f}" + ("" if np.isnan(half) else f" ± {half:.{digits}f}")
+
+
 class Watch:
-    """Callbacks that record calls and CPU seconds of training, and a row per evaluation."""
+    """Callbacks that record calls and CPU seconds of training, and a row per evaluation; steps are counted from
+    `before`, the steps of the runs that this one continues."""
 
     def __init__(self, columns: Columns, calls: Callable[[dict[str, float]], float]) -> None:
         """calls: returns the number of judge calls of a step, given its metrics."""
-        self.columns, self.write = columns, lambda: None
+        self.columns = columns
+        self.write = lambda: None
         self.evaluations: list[list[float | None]] = []
-        self._asked, self._calls, self._seconds, self._mark = calls, 0.0, 0.0, 0.0
+        self.before = 0
+        self._asked = calls
+        self._calls = 0.0
+        self._seconds = 0.0
+        self._mark = 0.0
         self._since: list[list[float]] = []
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
         """After a training step."""
         now = time.process_time()
-        self._seconds, self._mark = self._seconds + now - self._mark, now
+        self._seconds = self._seconds + now - self._mark
+        self._mark = now
         self._calls += self._asked(metrics)
         self._since.append([metrics[name] for name in self.columns.stepped.values()])
 
     def evaluation(self, step: int, name: str, metrics: dict[str, float]) -> None:
         """After an evaluation, whose seconds are not counted."""
+        self._mark = time.process_time()
+        if step == 0 and self.before:
+            return  # the end of the run before
         stepped = np.mean(self._since, axis=0).tolist() if self._since else [None] * len(self.columns.stepped)
         measured = [metrics[name] for name in self.columns.evaluated.values()]
-        self.evaluations.append(rounded([step, self._calls, self._seconds, *measured, *stepped]))
+        self.evaluations.append(rounded([self.before + step, self._calls, self._seconds, *measured, *stepped]))
         self.write()
-        self._since, self._mark = [], time.process_time()
+        self._since = []
 
 
-def measure(recipe: Path, file: Path, facts: Run, watch: Watch, steps: int, every: int, **values: Any) -> None:
+def measure(
+    recipe: Path, file: Path, facts: Run, watch: Watch, steps: int, every: int, output: str = "", **values: Any
+) -> None:
     """Train with a recipe of the demo for `steps` steps, evaluating at the start and every `every` steps.
 
     An uninformative judge does not end the run. `file` receives the facts, the machine, columns and evaluations.
-    values: overrides of the recipe, or arguments of `Trainer`.
+    output: where the run's folder is kept; by default it is removed. values: overrides of the recipe, or arguments of
+    `Trainer`.
     """
     from prefgrpo import Trainer
     from prefgrpo.config.recipe import merge
@@ -89,7 +121,7 @@ def measure(recipe: Path, file: Path, facts: Run, watch: Watch, steps: int, ever
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         Trainer.from_recipe(
-            recipe, output=folder, **merge(fixed, values), on_step=watch.step, on_evaluation=watch.evaluation
+            recipe, output=output or folder, **merge(fixed, values), on_step=watch.step, on_evaluation=watch.evaluation
         ).train()
 
 
@@ -140,6 +172,7 @@ def drawing(path: Path, rows: int, columns: int, **options: Any) -> Iterator[Any
 def band(axes: Any, x: Sequence[Sequence[float]], y: Sequence[Sequence[float]], colour: str, **line: Any) -> None:
     """Plot the mean of y over seeds [n][k] against the mean of x, with the range over seeds as a band."""
     least = min(map(len, y))
-    across, up = np.array([row[:least] for row in x]).mean(0), np.array([row[:least] for row in y])
+    across = np.array([row[:least] for row in x]).mean(0)
+    up = np.array([row[:least] for row in y])
     axes.plot(across, up.mean(0), color=colour, **line)
     axes.fill_between(across, up.min(0), up.max(0), color=colour, alpha=0.15, linewidth=0)

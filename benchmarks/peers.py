@@ -63,13 +63,3 @@ def policy(logp: Tensor, old: Tensor, advantage: Tensor, clip: float) -> tuple[T
             ratio.max(),
         ]
     return loss, metrics
-
-
-def winrate_advantages(wins: Tensor, counts: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-    """Group by group: win rates, then (rate − mean)/(std + 1e-4)."""
-    rates, advantages = [], []
-    for won, played in zip(wins, counts, strict=True):
-        rate = won.sum(dim=1) / played.sum(dim=1).clamp(min=1)
-        rates.append(rate)
-        advantages.append((rate - rate.mean()) / (rate.std(unbiased=False) + 1e-4))
-    return rates, advantages

@@ -1,18 +1,17 @@
-"""`make science`: five questions about rewards from pairs, answered in the demo's world for docs/science.md.
+"""`make science`: four questions about rewards from pairs, answered in the demo's world for docs/science.md.
 
 An arm is a training setup. The arms of an experiment differ only in the factor named in its title: seeds (of prompts,
-noise and LoRA), learning rate, number of steps, images and judge calls per step are the same. Experiments a to d use a
-simulated judge (simulated_judge.py) with known truth, flaw, noise and position bias; e uses the demo's own judge and
-shares its runs with bench_objectives. `accuracy` is the share of held-out images whose colour, shape and position are
-all right, `truth` a continuous version of it; training sees both only through the judge.
+noise and LoRA), learning rate, number of steps, images and judge calls per step are the same. They use a simulated
+judge (simulated_judge.py) with known truth, flaw, noise and position bias. `accuracy` is the share of held-out images
+whose colour, shape and position are all right, `truth` a continuous version of it; training sees both only through the
+judge. Experiment e, on the demo's own judge, is calls.py.
 
 ± is half the 95 % confidence interval of the mean over seeds (Student's t); differences are computed per seed, with the
 same prompts, noise and starting weights, so they can be more certain than the two means. A run's JSON is written during
 the run; complete runs with the same settings are not repeated, so `--seeds` can split the work over machines.
 
-Budget of `make science` from scratch, 5 seeds: 10 arms × 5 × about 55 CPU seconds (40 steps of 64 images, 5
-evaluations of 144) and 5 × 5 × about 240 for e (80 steps of 96 images, 9 evaluations of 288, the demo's judge):
-150 core minutes, 40 minutes on 4 cores.
+Budget from scratch, 5 seeds: 10 arms × 5 × about 55 CPU seconds (40 steps of 64 images, 5 evaluations of 144):
+46 core minutes, 12 minutes on 4 cores.
 """
 
 from __future__ import annotations
@@ -31,21 +30,40 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import bench_objectives
 from benchmarks.blocks import replace_block
-from benchmarks.demo_runs import COLOURS, ROOT, Columns, Run, Watch, band, column, drawing, ended, gaps, measure, recipe
+from benchmarks.demo_runs import (
+    COLOURS,
+    ROOT,
+    Columns,
+    Run,
+    Watch,
+    band,
+    column,
+    drawing,
+    ended,
+    gaps,
+    interval,
+    measure,
+    recipe,
+    spread,
+)
 from benchmarks.simulated_judge import USUAL, Ratings, SimulatedJudge, WinRates
 
-RESULTS, PAGE = ROOT / "benchmarks" / "results" / "science", ROOT / "docs" / "science.md"
-SEEDS, STEPS, EVERY, GROUPS, MEMBERS = (0, 1, 2, 3, 4), 40, 10, 8, 8
+RESULTS = ROOT / "benchmarks" / "results" / "science"
+PAGE = ROOT / "docs" / "science.md"
+SEEDS = (0, 1, 2, 3, 4)
+STEPS = 40
+EVERY = 10
+GROUPS = 8
+MEMBERS = 8
 JUDGE = "benchmarks.simulated_judge"
 MEASURED = Columns(
     {"accuracy": "dev/scenes.all", "truth": f"dev/{JUDGE}:truth", "brightness": f"dev/{JUDGE}:brightness"},
     {"diversity": "diversity/pixels"},
 )
-T95 = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
-"""97.5 % quantiles of Student's t with 1, 2, … degrees of freedom."""
-FLAWED, BIASED, FAIR = {"flaw": 2.0}, {"bias": 0.3}, dict[str, float]()
+FLAWED = {"flaw": 2.0}
+BIASED = {"bias": 0.3}
+FAIR = dict[str, float]()
 
 
 @dataclass(frozen=True)
@@ -69,15 +87,6 @@ class Arm:
         return own | {"steps": STEPS, "prompts_per_step": GROUPS, "group_size": MEMBERS}
 
 
-@dataclass(frozen=True)
-class Objective:
-    """A training setup with the demo's own judge: a recipe of bench_objectives."""
-
-    label: str
-    recipe: str
-    rollout: Mapping[str, Any] = field(default_factory=dict)
-
-
 HARD = {"plan": "both_orders", "verdict": "hard"}
 SOFT = {"plan": "both_orders", "verdict": "soft"}
 SPARSE = {"verdict": "hard", "rate": "bradley_terry"}
@@ -95,13 +104,6 @@ ARMS: dict[str, Arm] = {
     ),
     "regular": Arm("k_regular(4), Bradley-Terry", FAIR, pairs=SPARSE | {"plan": "k_regular(4)"}),
     "regular_wins": Arm("k_regular(4), win rate", FAIR, pairs={"verdict": "hard", "plan": "k_regular(4)"}),
-}
-OBJECTIVES: dict[str, Objective] = {
-    "grpo": Objective("GRPO, all 3 steps of the window", "grpo"),
-    "window": Objective("GRPO, 1 of them drawn each time", "grpo", {"window_size": 1}),
-    "grpo_guard": Objective("GRPO-Guard", "grpo_guard"),
-    "nft": Objective("NFT on win rates", "nft"),
-    "soft_dpo": Objective("soft DPO on the matrix", "soft_dpo"),
 }
 
 
@@ -121,9 +123,8 @@ EXPERIMENTS = {
     ),
     "c": Experiment(("both_orders", "one_order", "index_order")),
     "d": Experiment(("regular", "regular_wins")),
-    "e": Experiment(tuple(OBJECTIVES), ("accuracy",)),
 }
-ORDER = ("a", "c", "b", "d", "e")
+ORDER = ("a", "c", "b", "d")
 """Order in which experiments are run."""
 TITLES = {
     "accuracy": "held-out accuracy", "truth": "held-out truth", "opinion": "the judge's opinion",
@@ -134,17 +135,9 @@ TITLES = {
 # ---- running --------------------------------------------------------------------------------------------------------
 
 
-def file_of(name: str, seed: int, folder: Path = RESULTS) -> Path:
-    """File of a run; runs shared with bench_objectives are in its folder."""
-    shared = name in OBJECTIVES and not OBJECTIVES[name].rollout
-    return (bench_objectives.RESULTS if shared else folder) / f"{name}_{seed}.json"
-
-
 def done(name: str, seed: int, folder: Path = RESULTS) -> Run | None:
     """The run, if it is complete and has the current settings."""
-    if name in OBJECTIVES:
-        return ended(file_of(name, seed, folder), bench_objectives.STEPS)
-    run = ended(file_of(name, seed, folder), STEPS)
+    run = ended(folder / f"{name}_{seed}.json", STEPS)
     return run if run and run["settings"] == ARMS[name].settings() else None
 
 
@@ -153,14 +146,9 @@ def train(name: str, seed: int, folder: Path = RESULTS, steps: int = STEPS, ever
     arm = ARMS[name]
     judge = SimulatedJudge(**arm.judge)
     reward = Ratings(judge, arm.asks) if arm.asks else WinRates(judge, **arm.pairs)
-
-    def calls(_: Mapping[str, float]) -> float:
-        asked, judge.calls = judge.calls, 0
-        return asked
-
     measure(
-        recipe("grpo"), file_of(name, seed, folder), {"arm": name, "seed": seed, "settings": arm.settings()},
-        Watch(MEASURED, calls), steps, every, seed=seed, rewards=reward,
+        recipe("grpo"), folder / f"{name}_{seed}.json", {"arm": name, "seed": seed, "settings": arm.settings()},
+        Watch(MEASURED, judge.calls_of_a_step), steps, every, seed=seed, rewards=reward,
         rollout={"prompts_per_step": GROUPS, "group_size": MEMBERS, "batch_size": GROUPS * MEMBERS},
         eval={"rewards": f"scenes,{JUDGE}:truth,{JUDGE}:brightness", "samples_per_prompt": 2},
         **arm.values,
@@ -173,21 +161,16 @@ def run(job: tuple[str, int, Path]) -> str:
     if done(name, seed, folder):
         return f"{name}, seed {seed}: is there"
     with tempfile.TemporaryFile("w+") as log, redirect_stdout(log), redirect_stderr(log):
-        if name in OBJECTIVES:
-            way = OBJECTIVES[name]
-            bench_objectives.train(way.recipe, seed, file_of(name, seed, folder), rollout=dict(way.rollout))
-        else:
-            train(name, seed, folder)
+        train(name, seed, folder)
     found = done(name, seed, folder)
     assert found
     return f"{name}, seed {seed}: accuracy {column(found, 'accuracy')[-1]:.3f}, {column(found, 'seconds')[-1]:.0f} s"
 
 
 def jobs(only: Sequence[str], seeds: Sequence[int], folder: Path) -> list[tuple[str, int, Path]]:
-    """Jobs in order: seed by seed, those with the demo's own judge last."""
+    """Jobs in order, seed by seed."""
     names = dict.fromkeys(name for key in ORDER if key in only for name in EXPERIMENTS[key].arms)
-    every = [(name, seed, folder) for seed in seeds for name in names]
-    return sorted(every, key=lambda job: job[0] in OBJECTIVES)
+    return [(name, seed, folder) for seed in seeds for name in names]
 
 
 # ---- results --------------------------------------------------------------------------------------------------------
@@ -208,20 +191,6 @@ def values(name: str, seeds: Sequence[int], what: str, folder: Path = RESULTS) -
     return {seed: series(name, found, what)[-1] for seed, found in runs.items() if found}
 
 
-def interval(numbers: Sequence[float]) -> tuple[float, float]:
-    """(mean, half of its 95 % interval by Student's t, or NaN for a single number)."""
-    n = len(numbers)
-    return float(np.mean(numbers)), float(T95[n - 2] * np.std(numbers, ddof=1) / sqrt(n)) if n > 1 else np.nan
-
-
-def shown(numbers: Sequence[float], sign: str = "") -> str:
-    """0.512 ± 0.031."""
-    if not numbers:
-        return "–"
-    mean, half = interval(numbers)
-    return f"{mean:{sign}.3f}" + ("" if np.isnan(half) else f" ± {half:.3f}")
-
-
 def against(name: str, other: str, seeds: Sequence[int], what: str, folder: Path = RESULTS) -> list[float]:
     """Last value of a series of `name` minus that of `other`, per seed."""
     one, two = (values(arm, seeds, what, folder) for arm in (name, other))
@@ -232,42 +201,19 @@ def table(key: str, seeds: Sequence[int], folder: Path = RESULTS) -> list[str]:
     """Table rows of an experiment, one per arm with runs; [] if there are none."""
     names = EXPERIMENTS[key].arms
     first = names[0]
-    labels = {name: OBJECTIVES[name].label if key == "e" else ARMS[name].label for name in names}
-    if key == "e":
-        head = ["accuracy at the end", "at half of the calls", "calls to .60 (thousands)", "CPU seconds to .60"]
-    else:
-        head = ["accuracy", "truth", *(["opinion", "gap"] if "gap" in EXPERIMENTS[key].shown else [])]
-    head += [f"{what} against the first" for what in ("accuracy",) + (("truth",) if key != "e" else ())]
-    head += ["gap against the first"] if "gap" in head else []
+    columns = ["accuracy", "truth", *(["opinion", "gap"] if "gap" in EXPERIMENTS[key].shown else [])]
+    compared = [what for what in columns if what != "opinion"]
+    head = [*columns, *(f"{what} against the first" for what in compared)]
     lines = [f"| {' | '.join(['arm', 'seeds', *head])} |", "|---" * (len(head) + 2) + "|"]
     for name in names:
         runs = [found for seed in seeds if (found := done(name, seed, folder))]
         if not runs:
             continue
-        if key == "e":
-            half = len(runs[0]["evaluations"]) // 2
-            cells = [shown([column(found, "accuracy")[k] for found in runs]) for k in (-1, half)]
-            for what, factor in (("calls", 1e-3), ("seconds", 1.0)):
-                at = [bench_objectives.reached(found, what, 0.6) for found in runs]
-                known = [value * factor for value in at if value is not None]
-                cells.append(_whole(known) + f", {len(at) - len(known)} never" * (len(known) < len(at)))
-        else:
-            cells = [shown([series(name, found, what)[-1] for found in runs]) for what in head if " " not in what]
-        cells += [
-            shown(against(name, first, seeds, what.split()[0], folder), "+") if name != first else ""
-            for what in head
-            if what.endswith("first")
-        ]
-        lines.append(f"| `{name}`: {labels[name]} | {len(runs)} | {' | '.join(cells)} |")
+        cells = [spread([series(name, run, what)[-1] for run in runs]) for what in columns]
+        for what in compared:
+            cells.append(spread(against(name, first, seeds, what, folder), sign="+") if name != first else "")
+        lines.append(f"| `{name}`: {ARMS[name].label} | {len(runs)} | {' | '.join(cells)} |")
     return lines if len(lines) > 2 else []
-
-
-def _whole(numbers: Sequence[float]) -> str:
-    """Like `shown`, with three digits in total."""
-    if not numbers:
-        return "–"
-    mean, half = interval(numbers)
-    return f"{mean:.3g}" + ("" if np.isnan(half) else f" ± {half:.2g}")
 
 
 def missing(key: str, seeds: Sequence[int], folder: Path = RESULTS) -> str:
@@ -287,22 +233,21 @@ def agreement(one: Sequence[int], two: Sequence[int], folder: Path = RESULTS) ->
                     continue
                 (mean, half), (other, own) = map(interval, sets)
                 same = "yes" if abs(mean - other) <= sqrt(half**2 + own**2) else "no"
-                lines.append(f"| `{name}` | {what} | {shown(sets[0])} | {shown(sets[1])} | {same} |")
+                lines.append(f"| `{name}` | {what} | {spread(sets[0])} | {spread(sets[1])} | {same} |")
     return lines
 
 
 def draw(key: str, seeds: Sequence[int], path: Path, folder: Path = RESULTS) -> None:
-    """Plot an experiment's series over judge calls (for e also seconds); bands: from the lowest seed to the highest."""
+    """Plot an experiment's series over judge calls; bands: from the lowest seed to the highest."""
     what = EXPERIMENTS[key].shown
-    panels_of = [(name, "calls", 1e-3) for name in what] + [("accuracy", "seconds", 1.0)] * (key == "e")
-    with drawing(path, 1, len(panels_of), figsize=(3.2 * len(panels_of) + 0.6, 3.2)) as panels:
-        for axes, (name, unit, factor) in zip(panels[0], panels_of, strict=True):
+    with drawing(path, 1, len(what), figsize=(3.2 * len(what) + 0.6, 3.2)) as panels:
+        for axes, name in zip(panels[0], what, strict=True):
             for arm, colour in zip(EXPERIMENTS[key].arms, COLOURS, strict=False):
                 runs = [found for seed in seeds if (found := done(arm, seed, folder))]
                 if runs:
-                    x = [[value * factor for value in column(found, unit)] for found in runs]
+                    x = [[value * 1e-3 for value in column(found, "calls")] for found in runs]
                     band(axes, x, [series(arm, found, name) for found in runs], colour, label=arm)
-            axes.set(title=TITLES[name], xlabel="judge calls (thousands)" if unit == "calls" else "CPU seconds")
+            axes.set(title=TITLES[name], xlabel="judge calls (thousands)")
         panels[0][0].legend(frameon=False, fontsize=7)
 
 

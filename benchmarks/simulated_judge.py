@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -30,6 +30,7 @@ from prefgrpo.judge.verdict import Pair, PairJudge, Verdict
 from prefgrpo.rewards.base import PointwiseReward, Sample, Score
 from prefgrpo.rewards.pairwise import VlmPairwise
 from prefgrpo.tiny.scenes import evidence, parse_caption
+from scripts.demo_world.text import hits
 
 USUAL = 0.25
 """Brightness at which the flaw has no effect; about that of the demo's starting policy."""
@@ -73,17 +74,36 @@ class SimulatedJudge:
     calls: int = 0
     """Number of questions so far, or since it was reset to 0."""
 
+    def calls_of_a_step(self, metrics: Mapping[str, float]) -> float:
+        """Number of questions since the last time this was called."""
+        del metrics
+        asked = self.calls
+        self.calls = 0
+        return asked
+
     def opinion(self, images: Images, prompts: Sequence[str]) -> Floats:
         """Opinions [n], without noise."""
         flaw = self.flaw * (np.array(brightness(images, prompts)) - USUAL)
         return np.array(truth(images, prompts)) + flaw
 
 
+@dataclass
+class WordsJudge(SimulatedJudge):
+    """A judge of the OCR demo's words, whose opinion is the share of letters that are right."""
+
+    def opinion(self, images: Images, prompts: Sequence[str]) -> Floats:
+        """Opinions [n], without noise."""
+        pixels = torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).float() / 255.0
+        letters, _ = hits(pixels, list(prompts))
+        return letters.double().numpy()
+
+
 class Ratings(PointwiseReward):
     """Mean of `asks` ratings of an image, 1 … 10."""
 
     def __init__(self, judge: SimulatedJudge, asks: int) -> None:
-        self.judge, self.asks = judge, asks
+        self.judge = judge
+        self.asks = asks
 
     def score(self, samples: list[Sample]) -> list[Score]:
         """One score per sample."""
@@ -107,8 +127,10 @@ class Pairs(PairJudge):
         self, prompt: str, media: Sequence[Media], pairs: Sequence[Pair], source: Sequence[Media] = ()
     ) -> list[Verdict]:
         """P(first is better) for each pair; the noise of two looks is one normal number with twice the variance."""
-        j, images = self.judge, [m.pixels for m in media]
-        opinions, digests = j.opinion(images, [prompt] * len(images)), [_digest(image) for image in images]
+        j = self.judge
+        images = [m.pixels for m in media]
+        opinions = j.opinion(images, [prompt] * len(images))
+        digests = [_digest(image) for image in images]
         j.calls += len(pairs)
         noise = math.sqrt(2) * j.noise
         leads = [opinions[a] - opinions[b] + noise * _normal(digests[a], digests[b]) + j.bias for a, b in pairs]

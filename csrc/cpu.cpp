@@ -1,20 +1,22 @@
-// The CPU kernels; this file is compiled once per instruction set (PG_ISA), one of which is chosen at run time
-// (kernels.h).
+// The CPU kernels, compiled for AVX2 and FMA on x86 (bindings.cpp says whether the machine has them).
 //
 // A sample is split into tasks of 8 tiles of 1024 elements; a tile is read, mapped and summed in 32 lanes in one pass.
-// Invariant: the split depends on D alone, so results depend neither on the batch nor on the number of threads, nor on
-// the instruction set (`plain` without hardware fma: noise may round once more).
+// Invariant: the split depends on D alone, so results depend neither on the batch nor on the number of threads.
 #include <cmath>
-#include <limits>
 #include <memory>
-#include <stdexcept>
-#include <string>
 
 #include "kernels.h"
 #include "math.h"
 
+// Compiles a function for AVX-512 too; the loader picks. Its results are the same: no expression is contracted.
+#if defined(PG_X86) && defined(__linux__) && defined(__GNUC__) && __GNUC__ >= 12 && !defined(__clang__)
+#define PG_CLONES __attribute__((target_clones("arch=x86-64-v4", "default")))
+#else
+#define PG_CLONES
+#endif
+
 namespace prefgrpo {
-namespace PG_ISA {
+namespace cpu {
 namespace {
 
 constexpr int64_t kMinElementsForThreads = 65536;  // below this, waking threads costs more than it saves
@@ -35,9 +37,8 @@ PG_INLINE float put(char* p, int k, float y) {  // returns what is stored
   return from_bits(word);
 }
 
-char* at(const View& t, int64_t i, int64_t k) {
-  return t.data ? t.data + (i * t.stride + k) * (t.dtype == kF32 ? 4 : 2) : nullptr;
-}
+// Element `k` of all; null if the tensor is absent.
+char* at(const View& t, int64_t k) { return t.data ? t.data + k * (t.dtype == kF32 ? 4 : 2) : nullptr; }
 
 // Element k belongs to lane k mod 32; lanes are added as a tree.
 struct Lanes {
@@ -74,18 +75,6 @@ void for_tiles(int64_t batch, int64_t dim, int64_t threads, Body body) {
   }
 }
 
-Row row_of(const SdeParams& p, int64_t i) {
-  const float* r = p.coef + 5 * (p.index ? p.index[i] : i);
-  return {r[0], r[1], r[2], r[3], r[4]};
-}
-
-void check_index(const SdeParams& p) {
-  for (int64_t i = 0; p.index && i < p.batch; ++i)
-    if (p.index[i] < 0 || p.index[i] >= p.rows)
-      throw std::out_of_range("index: " + std::to_string(p.index[i]) + " is not within the " + std::to_string(p.rows) +
-                              " rows of coef");
-}
-
 struct Sums {
   double logp = 0, kl = 0, log_ratio = 0;
 };
@@ -93,8 +82,6 @@ struct Sums {
 // Adds what `tile` returns over each task, then each sample's tasks in order, and passes the sums to `finish`.
 template <class Tile, class Finish>
 void reduce(const SdeParams& p, int64_t threads, Tile tile, Finish finish) {
-  if (p.batch == 0 || p.dim == 0) return;
-  check_index(p);
   const int64_t per_sample = (p.dim + kTask - 1) / kTask;
   std::unique_ptr<Sums[]> partial(new Sums[p.batch * per_sample]);
   for_tiles(p.batch, p.dim, threads, [&](int64_t i, int64_t start, int n, int64_t task) {
@@ -116,8 +103,8 @@ void reduce(const SdeParams& p, int64_t threads, Tile tile, Finish finish) {
 
 // ---------------------------------------------------------------- counter-based noise
 // Writes n numbers from element `start` on, and up to 4·kNoiseBlocks more; returns where the first one is in `out`.
-const float* counter_noise(const PhiloxNoise& a, int64_t i, int64_t start, int n, float* __restrict out) {
-  const Keys keys = keys_of(a.seed);
+PG_CLONES const float* counter_noise(const PhiloxNoise& a, int64_t i, int64_t start, int n, float* __restrict out) {
+  const Keys keys = keys_of(static_cast<uint64_t>(a.seed));
   const int64_t from = a.offset + start;
   const uint32_t first = static_cast<uint32_t>(from / 4), step = static_cast<uint32_t>(a.step[i]);
   const uint32_t low = static_cast<uint32_t>(a.sample[i]), high = static_cast<uint32_t>(a.sample[i] >> 32);
@@ -148,18 +135,15 @@ void normal(const NormalParams& p, int64_t threads) {
   for_tiles(p.batch, p.dim, threads, [&p](int64_t i, int64_t start, int n, int64_t) {
     alignas(64) float buffer[kTile + 8 * kNoiseBlocks];
     const float* z = counter_noise(p.noise, i, start, n, buffer);
-    char* y = at(p.out, i, start);
-    if (p.out.dtype == kF32)
-      for (int k = 0; k < n; ++k) put<kF32>(y, k, z[k]);
-    else
-      for (int k = 0; k < n; ++k) put<kBF16>(y, k, z[k]);
+    char* y = at(p.out, i * p.dim + start);
+    for (int k = 0; k < n; ++k) put<kF32>(y, k, z[k]);
   });
 }
 
 // ---------------------------------------------------------------- step, replay, gradient
 template <int kX, int kV, int kY>
-double step_tile(const Row& r, const char* __restrict x, const char* __restrict v, const float* __restrict e,
-                 char* __restrict y, float* __restrict mean, int n) {
+PG_CLONES double step_tile(const Row& r, const char* __restrict x, const char* __restrict v, const float* __restrict e,
+                           char* __restrict y, float* __restrict mean, int n) {
   Lanes acc;
   if (mean)
     for (int k = 0; k < n; ++k) mean[k] = mean_of(r, get<kX>(x, k), get<kV>(v, k));
@@ -180,8 +164,8 @@ double step_tile(const Row& r, const char* __restrict x, const char* __restrict 
 }
 
 template <int kX, int kV>
-Sums logp_tile(const Row& r, const char* __restrict x, const char* __restrict v, const char* __restrict y,
-               const char* __restrict ref, const char* __restrict old, int n) {
+PG_CLONES Sums logp_tile(const Row& r, const char* __restrict x, const char* __restrict v, const char* __restrict y,
+                         const char* __restrict ref, const char* __restrict old, int n) {
   Lanes logp, kl, log_ratio;
   for_lanes(n, [&](int k, int l) __attribute__((always_inline)) {
     const float d = get<kX>(y, k) - mean_of(r, get<kX>(x, k), get<kV>(v, k));
@@ -201,9 +185,9 @@ Sums logp_tile(const Row& r, const char* __restrict x, const char* __restrict v,
 }
 
 template <int kX, int kV>
-void grad_tile(const Row& r, const GradScale& g, const char* __restrict x, const char* __restrict v,
-               const char* __restrict y, const char* __restrict ref, const char* __restrict old, char* __restrict dv,
-               int n) {
+PG_CLONES void grad_tile(const Row& r, const GradScale& g, const char* __restrict x, const char* __restrict v,
+                         const char* __restrict y, const char* __restrict ref, const char* __restrict old,
+                         char* __restrict dv, int n) {
   const bool use_logp = g.logp != 0.f, use_kl = ref && g.kl != 0.f, use_log_ratio = old && g.log_ratio != 0.f;
   if (use_logp && !use_kl && !use_log_ratio) {
     for (int k = 0; k < n; ++k) put<kV>(dv, k, g.logp * (get<kX>(y, k) - mean_of(r, get<kX>(x, k), get<kV>(v, k))));
@@ -219,26 +203,27 @@ void grad_tile(const Row& r, const GradScale& g, const char* __restrict x, const
   for (int k = 0; k < n; ++k) put<kV>(dv, k, d[k]);
 }
 
-void sde_step(const SdeParams& p, int64_t threads) {
+void sde_step(const StepParams& p, int64_t threads) {
   static constexpr decltype(&step_tile<0, 0, 0>) kTiles[2][2][2] = {
       {{step_tile<0, 0, 0>, step_tile<0, 0, 1>}, {step_tile<0, 1, 0>, step_tile<0, 1, 1>}},
       {{nullptr, nullptr}, {nullptr, step_tile<1, 1, 1>}}};
   const auto step = kTiles[p.x.dtype][p.v.dtype][p.y.dtype];
   const auto tile = [&p, step](int64_t i, int64_t start, int n) {
     alignas(64) float buffer[kTile + 8 * kNoiseBlocks];
-    const float* e = p.noise.sample ? counter_noise(p.noise, i, start, n, buffer)
-                                    : reinterpret_cast<const float*>(at(p.eps, i, start));
-    float* mean = reinterpret_cast<float*>(at(p.mean, i, start));
-    return Sums{step(row_of(p, i), at(p.x, i, start), at(p.v, i, start), e, at(p.y, i, start), mean, n), 0, 0};
+    const int64_t k = i * p.dim + start;
+    const float* e =
+        p.noise.sample ? counter_noise(p.noise, i, start, n, buffer) : reinterpret_cast<const float*>(at(p.eps, k));
+    float* mean = reinterpret_cast<float*>(at(p.mean, k));
+    return Sums{step(row_of(p, i), at(p.x, k), at(p.v, k), e, at(p.y, k), mean, n), 0, 0};
   };
   reduce(p, threads, tile, [&p](int64_t i, const Sums& s) { p.logp[i] = finish_logp(row_of(p, i), s.logp, p.dim); });
 }
 
-void sde_logp(const SdeParams& p, int64_t threads) {
+void sde_logp(const LogpParams& p, int64_t threads) {
   const auto logp = p.x.dtype == kBF16 ? logp_tile<1, 1> : p.v.dtype == kBF16 ? logp_tile<0, 1> : logp_tile<0, 0>;
   const auto tile = [&p, logp](int64_t i, int64_t start, int n) {
-    return logp(row_of(p, i), at(p.x, i, start), at(p.v, i, start), at(p.y, i, start), at(p.v_ref, i, start),
-                at(p.v_old, i, start), n);
+    const int64_t k = i * p.dim + start;
+    return logp(row_of(p, i), at(p.x, k), at(p.v, k), at(p.y, k), at(p.v_ref, k), at(p.v_old, k), n);
   };
   reduce(p, threads, tile, [&p](int64_t i, const Sums& s) {
     const Row r = row_of(p, i);
@@ -248,15 +233,14 @@ void sde_logp(const SdeParams& p, int64_t threads) {
   });
 }
 
-void sde_grad(const SdeParams& p, int64_t threads) {
+void sde_grad(const GradParams& p, int64_t threads) {
   const auto grad = p.x.dtype == kBF16 ? grad_tile<1, 1> : p.v.dtype == kBF16 ? grad_tile<0, 1> : grad_tile<0, 0>;
-  check_index(p);
   for_tiles(p.batch, p.dim, threads, [&p, grad](int64_t i, int64_t start, int n, int64_t) {
+    const int64_t k = i * p.dim + start;
     const Row r = row_of(p, i);
     const GradScale g = grad_scale(r, p.dim, p.g_logp ? p.g_logp[i] : 0.f, p.g_kl ? p.g_kl[i] : 0.f,
                                    p.g_log_ratio ? p.g_log_ratio[i] : 0.f);
-    grad(r, g, at(p.x, i, start), at(p.v, i, start), at(p.y, i, start), at(p.v_ref, i, start), at(p.v_old, i, start),
-         at(p.dv, i, start), n);
+    grad(r, g, at(p.x, k), at(p.v, k), at(p.y, k), at(p.v_ref, k), at(p.v_old, k), at(p.dv, k), n);
   });
 }
 
@@ -268,19 +252,8 @@ void policy_loss(const PolicyParams& p, int64_t) {
   finish_policy(p, sums);
 }
 
-double load(const void* data, int32_t dtype, int64_t k) {
-  return dtype == kF64 ? static_cast<const double*>(data)[k] : static_cast<const float*>(data)[k];
-}
-
 void winrate(const WinrateParams& p, int64_t) {
-  for (int64_t i = 0; i < p.prompts * p.group; ++i) {
-    double wins = 0, count = 0;
-    for (int64_t j = i * p.group; j < (i + 1) * p.group; ++j) {
-      wins += load(p.wins, p.dtype, j);
-      count += load(p.counts, p.dtype, j);
-    }
-    p.rate[i] = static_cast<float>(count > 0 ? wins / count : std::numeric_limits<double>::quiet_NaN());
-  }
+  for (int64_t i = 0; i < p.prompts * p.group; ++i) p.rate[i] = rate_of(p, i);
   for (int64_t first = 0; first < p.prompts * p.group; first += p.group) {
     const Moments m = moments(p.rate + first, p.group, p.ddof);
     for (int64_t i = first; i < first + p.group; ++i) p.advantage[i] = advantage_of(p.rate[i], m, p.use_std, p.eps);
@@ -289,10 +262,8 @@ void winrate(const WinrateParams& p, int64_t) {
 
 }  // namespace
 
-#define PG_TEXT(name) #name
-#define PG_NAME(name) PG_TEXT(name)
 extern const Kernels kernels;
-const Kernels kernels = {PG_NAME(PG_ISA), sde_step, sde_logp, sde_grad, normal, policy_loss, winrate};
+const Kernels kernels = {sde_step, sde_logp, sde_grad, normal, policy_loss, winrate};
 
-}  // namespace PG_ISA
+}  // namespace cpu
 }  // namespace prefgrpo

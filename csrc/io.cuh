@@ -14,8 +14,6 @@
 namespace prefgrpo {
 namespace {
 
-using namespace base;
-
 // Full: all elements lie inside the sample and every tensor of the launch is aligned; the same for the whole block.
 struct Tile {
   int from, left;  // elements of the block before this tile, and from its start on
@@ -31,6 +29,9 @@ struct Tile {
 PG_DEVICE int64_t block_start(const Split& split) {
   return static_cast<int64_t>(blockIdx.y) * static_cast<unsigned>(split.block);
 }
+
+// The block's first element in a tensor [B, D].
+PG_DEVICE int64_t first_of(const Split& split, int64_t dim) { return blockIdx.x * dim + block_start(split); }
 
 PG_DEVICE Tile first_tile(const Split& split) {
   const int left = blockIdx.y + 1 == gridDim.y ? split.last : split.block;
@@ -55,11 +56,10 @@ struct Values {
 template <int kType>
 struct Lane {
   static constexpr int kSize = kType == kF32 ? 4 : 2, kWords = kType == kF32 ? 8 : 4;
-  char* p;  // the thread's first element in the block
+  char* p;  // the thread's first element in the block; not used if the tensor is absent
   uint32_t w[kWords] = {};
 
-  PG_DEVICE Lane(const View& t, int64_t i, int64_t start)
-      : p(t.data + (i * t.stride + start + threadIdx.x * kVector) * kSize) {}
+  PG_DEVICE Lane(const View& t, int64_t first) : p(t.data + (first + threadIdx.x * kVector) * kSize) {}
 
   // Elements outside the sample are 0.
   PG_DEVICE void fetch(const Tile& tile) {

@@ -1,54 +1,102 @@
-// The table of kernels of one backend, and which tables there are.
+// What every kernel takes, and the table of kernels of one backend. No framework, no ownership: pointers and sizes.
 //
-// `where` is the number of threads on a CPU and the stream (cudaStream_t) on CUDA, where no kernel waits for the
-// device. They throw std::out_of_range for an index outside the table (CPU) and std::runtime_error for a launch that
-// failed.
+// The fields of each struct are the arguments of its binding, in their order (bindings.cpp). Tensors are contiguous; a
+// null pointer marks an absent input or result. Invariant: a sample's result depends on that sample and D alone.
 #pragma once
-#include <cstdlib>
-#include <string>
-
-#include "params.h"
+#include <cstdint>
 
 namespace prefgrpo {
 
+enum DType : int32_t { kF32 = 0, kBF16 = 1, kF64 = 2 };
+
+// A tensor whose dtype is chosen at run time.
+struct View {
+  char* data = nullptr;
+  int32_t dtype = kF32;
+};
+
+// Coefficients of one sample's step: x' = a·x + b·v + s·ε, logp = w · mean_D (x' − a·x − b·v)² + c.
+struct Row {
+  float a, b, s, w, c;
+};
+
+struct PhiloxNoise {
+  int64_t seed = 0;                 // its 64 bits
+  const int64_t* sample = nullptr;  // [B]; null: no counter-based noise
+  const int64_t* step = nullptr;    // [B]
+  int64_t offset = 0;
+};
+
+// x fp32 or bf16; v fp32 or bf16, but bf16 where x is. y: x' of a step, with the same rule as v; of a replay
+// like x. All [B, D].
+struct SdeParams {
+  int64_t batch = 0, dim = 0;
+  View x, v;
+  const Row* coef = nullptr;       // [T]
+  int64_t rows = 0;                // T
+  const int64_t* index = nullptr;  // [B] rows of coef; null: row i
+  View y;
+};
+
+struct StepParams : SdeParams {
+  View eps;  // fp32
+  PhiloxNoise noise;
+  float* logp = nullptr;      // [B]
+  View mean;                  // fp32
+  double* partial = nullptr;  // CUDA: scratch [number of results, B, partials_of(D)]
+};
+
+struct LogpParams : SdeParams {
+  View v_ref, v_old;                                           // like v
+  float *logp = nullptr, *kl = nullptr, *log_ratio = nullptr;  // [B]
+  double* partial = nullptr;
+};
+
+struct GradParams : SdeParams {
+  View v_ref, v_old;
+  const float *g_logp = nullptr, *g_kl = nullptr, *g_log_ratio = nullptr;  // [B]
+  View dv;                                                                 // like v
+};
+
+struct NormalParams {
+  int64_t batch = 0, dim = 0;
+  PhiloxNoise noise;
+  View out;  // fp32
+};
+
+struct PolicyParams {
+  int64_t batch = 0;
+  const float *logp = nullptr, *logp_old = nullptr, *advantage = nullptr, *weight = nullptr, *kl = nullptr;  // [B]
+  double clip_low = 0, clip_high = 0, adv_clip = 0, kl_coef = 0, denominator = 0;
+  float *loss = nullptr, *metrics = nullptr, *d_logp = nullptr, *d_kl = nullptr;  // [], [8], [B]
+};
+
+struct WinrateParams {
+  int64_t prompts = 0, group = 0;
+  View wins, counts;  // [P, G, G], both fp32 or both fp64
+  bool use_std = false;
+  int64_t ddof = 0;
+  double eps = 0;
+  float *rate = nullptr, *advantage = nullptr;  // [P, G]
+};
+
+// `where` is the number of threads on a CPU and the stream (cudaStream_t) on CUDA, where no kernel waits for the device
+// and a launch that failed throws std::runtime_error.
 struct Kernels {
-  const char* name;
-  void (*sde_step)(const SdeParams&, int64_t where);
-  void (*sde_logp)(const SdeParams&, int64_t where);
-  void (*sde_grad)(const SdeParams&, int64_t where);
+  void (*sde_step)(const StepParams&, int64_t where);
+  void (*sde_logp)(const LogpParams&, int64_t where);
+  void (*sde_grad)(const GradParams&, int64_t where);
   void (*normal)(const NormalParams&, int64_t where);
   void (*policy_loss)(const PolicyParams&, int64_t where);
   void (*winrate)(const WinrateParams&, int64_t where);
 };
 
+namespace cpu {
+extern const Kernels kernels;
+}
 namespace cuda {
 extern const Kernels kernels;
 int64_t partials_of(int64_t dim);  // blocks of a sample, each with an fp64 partial sum per result
 }  // namespace cuda
-
-// cpu.cpp is compiled once per instruction set.
-namespace plain {
-extern const Kernels kernels;
-}
-namespace avx2 {
-extern const Kernels kernels;
-}
-namespace avx512 {
-extern const Kernels kernels;
-}
-
-// The widest that this machine has; PREFGRPO_ISA=plain or avx2 limits it, for tests.
-inline const Kernels& cpu_kernels() {
-#if defined(PG_X86)
-  const char* limit = std::getenv("PREFGRPO_ISA");
-  const std::string isa = limit ? limit : "avx512";
-  static const bool v4 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-  static const bool v3 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-  if (v4 && isa == "avx512") return avx512::kernels;
-  if (v3 && isa != "plain") return avx2::kernels;
-#endif
-  return plain::kernels;
-}
 
 }  // namespace prefgrpo

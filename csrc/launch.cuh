@@ -35,27 +35,28 @@ inline int tiles_of(int64_t dim) {
 // (1024; no tile is full if a tensor of the launch is not 16-byte aligned at every sample).
 struct Split {
   int block, last, min_full;
-  base::Keys keys;  // of the noise
+  Keys keys;  // of the noise
 };
 
 template <class Params>
-void launch_tiles(void (*kernel)(Params, Split), const Params& p, bool is_aligned, int64_t stream) {
+void launch_tiles(void (*kernel)(Params, Split), const Params& p, bool is_aligned, int64_t stream, int64_t seed = 0) {
   if (p.batch == 0 || p.dim == 0) return;
   if (p.batch > 0x7fffffffll) throw std::runtime_error("more than 2^31 samples are too many for one launch; split it");
   const int64_t chunks = cuda::partials_of(p.dim);
   const int block = kTile * tiles_of(p.dim);
   const Split split{block, static_cast<int>(p.dim - (chunks - 1) * block), is_aligned ? kTile : 0x7fffffff,
-                    base::keys_of(p.noise.seed)};
+                    keys_of(static_cast<uint64_t>(seed))};
   const dim3 grid(static_cast<unsigned>(p.batch), static_cast<unsigned>(chunks));
   launch_kernel(kernel, grid, kThreads, stream, p, split);
 }
 
+// Whether every sample of every tensor begins at a multiple of 16 bytes.
 template <class... Views>
-bool all_aligned(const Views&... views) {
+bool all_aligned(int64_t dim, const Views&... views) {
   bool aligned = true;
   for (const View& t : {views...}) {
-    const uintptr_t stride = static_cast<uintptr_t>(t.stride * (t.dtype == kF32 ? 4 : 2));
-    aligned &= ((reinterpret_cast<uintptr_t>(t.data) | stride) & 15) == 0;
+    const uintptr_t size = static_cast<uintptr_t>(dim * (t.dtype == kF32 ? 4 : 2));
+    aligned &= t.data == nullptr || ((reinterpret_cast<uintptr_t>(t.data) | size) & 15) == 0;
   }
   return aligned;
 }

@@ -3,37 +3,21 @@
 //   x' = a·x + b·v + s·ε      logp = w · mean_D (x' − a·x − b·v)² + c
 //
 // Invariant: no expression here may be contracted (-ffp-contract=off, -fmad=false); an intended fused multiply-add is
-// written as fma_(). CPU and GPU, vector and scalar code therefore round alike.
+// written as fmaf. CPU and GPU, vector and scalar code therefore round alike.
 #pragma once
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 
-#include "params.h"
+#include "kernels.h"
 
 #if defined(__CUDACC__)
 #define PG_INLINE __host__ __device__ __forceinline__
 #else
 #define PG_INLINE static inline __attribute__((always_inline))
 #endif
-#ifndef PG_ISA  // a namespace per instruction set, so that the linker never merges their code
-#define PG_ISA base
-#endif
 
 namespace prefgrpo {
-namespace PG_ISA {
-
-struct Row {
-  float a, b, s, w, c;
-};
-
-PG_INLINE float fma_(float a, float b, float c) {
-#if defined(__CUDA_ARCH__) || defined(__FMA__) || defined(__aarch64__)
-  return fmaf(a, b, c);
-#else  // the product is exact in double; one rounding more than fmaf in about 1 of 2^29 cases
-  return static_cast<float>(static_cast<double>(a) * b + c);
-#endif
-}
 
 PG_INLINE uint32_t bits(float x) {
 #if defined(__CUDA_ARCH__)
@@ -56,6 +40,13 @@ PG_INLINE float from_bits(uint32_t u) {
 }
 
 // ---------------------------------------------------------------- affine map
+// The coefficients of sample i; NaN if its index is outside the table.
+PG_INLINE Row row_of(const SdeParams& p, int64_t i) {
+  const int64_t k = p.index ? p.index[i] : i;
+  const float nan = from_bits(0x7fc00000u);
+  return k >= 0 && k < p.rows ? p.coef[k] : Row{nan, nan, nan, nan, nan};
+}
+
 PG_INLINE float mean_of(const Row& r, float x, float v) { return r.a * x + r.b * v; }
 
 // Factors of the three residuals in one sample's dv, from its gradients ∂/∂logp, ∂/∂kl, ∂/∂log_ratio. `scaled`
@@ -149,17 +140,17 @@ PG_INLINE float minus_two_ln(float u) {
   const float z = from_bits(bits(u) - exponent) - 1.0f;
   const float k = static_cast<float>(static_cast<int32_t>(exponent));  // times 2²³, exactly
   float p = -2 * 7.0376836292e-2f;
-  p = fma_(p, z, -2 * -1.1514610310e-1f);
-  p = fma_(p, z, -2 * 1.1676998740e-1f);
-  p = fma_(p, z, -2 * -1.2420140846e-1f);
-  p = fma_(p, z, -2 * 1.4249322787e-1f);
-  p = fma_(p, z, -2 * -1.6668057665e-1f);
-  p = fma_(p, z, -2 * 2.0000714765e-1f);
-  p = fma_(p, z, -2 * -2.4999993993e-1f);
-  p = fma_(p, z, -2 * 3.3333331174e-1f);
+  p = fmaf(p, z, -2 * -1.1514610310e-1f);
+  p = fmaf(p, z, -2 * 1.1676998740e-1f);
+  p = fmaf(p, z, -2 * -1.2420140846e-1f);
+  p = fmaf(p, z, -2 * 1.4249322787e-1f);
+  p = fmaf(p, z, -2 * -1.6668057665e-1f);
+  p = fmaf(p, z, -2 * 2.0000714765e-1f);
+  p = fmaf(p, z, -2 * -2.4999993993e-1f);
+  p = fmaf(p, z, -2 * 3.3333331174e-1f);
   const float z2 = z * z;
-  const float y = fma_(z * z2, p, k * (-2 * -2.12194440e-4f * 0x1p-23f)) + z2;
-  return fma_(k, -2 * 0.693359375f * 0x1p-23f, fma_(z, -2.0f, y));
+  const float y = fmaf(z * z2, p, k * (-2 * -2.12194440e-4f * 0x1p-23f)) + z2;
+  return fmaf(k, -2 * 0.693359375f * 0x1p-23f, fmaf(z, -2.0f, y));
 }
 
 // √x of a normal number, rounded to nearest; on the GPU, the steps that the compiler emits after its range check.
@@ -168,7 +159,7 @@ PG_INLINE float root(float x) {
   float r;
   asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
   const float s = x * r;
-  return fma_(fma_(-s, s, x), 0.5f * r, s);
+  return fmaf(fmaf(-s, s, x), 0.5f * r, s);
 #else
   return sqrtf(x);
 #endif
@@ -181,16 +172,16 @@ struct Pair {
 // Box-Muller on two words: √(−2 ln u₀)·(cos, sin)(2π u₁), the angle reduced exactly in turns.
 PG_INLINE Pair normal_pair(uint32_t w0, uint32_t w1) {
   const float radius = root(minus_two_ln(uniform(w0)));
-  const float t = uniform(w1), shifted = fma_(t, 4.0f, 0x1.8p23f);  // the lowest bits hold the nearest quadrant
+  const float t = uniform(w1), shifted = fmaf(t, 4.0f, 0x1.8p23f);  // the lowest bits hold the nearest quadrant
   const uint32_t quadrant = bits(shifted);
-  const float x = fma_(shifted - 0x1.8p23f, -0.25f, t) * 6.283185307179586f;
+  const float x = fmaf(shifted - 0x1.8p23f, -0.25f, t) * 6.283185307179586f;
   const float z = x * x;
-  float s = fma_(-1.9515295891e-4f, z, 8.3321608736e-3f);
-  s = fma_(s, z, -1.6666654611e-1f);
-  s = fma_(s * z, x, x);
-  float c = fma_(2.443315711809948e-5f, z, -1.388731625493765e-3f);
-  c = fma_(c, z, 4.166664568298827e-2f);
-  c = fma_(c * z, z, fma_(z, -0.5f, 1.0f));
+  float s = fmaf(-1.9515295891e-4f, z, 8.3321608736e-3f);
+  s = fmaf(s, z, -1.6666654611e-1f);
+  s = fmaf(s * z, x, x);
+  float c = fmaf(2.443315711809948e-5f, z, -1.388731625493765e-3f);
+  c = fmaf(c, z, 4.166664568298827e-2f);
+  c = fmaf(c * z, z, fmaf(z, -0.5f, 1.0f));
   const bool odd = quadrant & 0x80000001u;  // bit 31 is 0; testing both bits is one instruction on the GPU
   const uint32_t flip_sin = quadrant << 30 & 0x80000000u, flip_cos = ((quadrant << 30) + 0x40000000u) & 0x80000000u;
   const uint32_t cos_bits = bits(odd ? s : c) ^ flip_cos, sin_bits = bits(odd ? c : s) ^ flip_sin;
@@ -205,8 +196,6 @@ PG_INLINE uint32_t round_to_bf16(float x) {  // the bits of the rounded fp32: to
   const uint32_t rounded = (u + 0x7fffu + ((u >> 16) & 1u)) & 0xffff0000u;
   return (u & 0x7fffffffu) > 0x7f800000u ? 0x7fc00000u : rounded;
 }
-
-PG_INLINE uint16_t float_to_bf16(float x) { return static_cast<uint16_t>(round_to_bf16(x) >> 16); }
 
 // Converts two values, `low` into the low bits; the hardware instruction differs only in the bits of a NaN.
 PG_INLINE uint32_t pack_bf16(float low, float high) {
@@ -251,48 +240,53 @@ PG_INLINE void merge_policy_sums(const PolicySums& from, PolicySums& to) {
   to.highest = max_or_nan(to.highest, from.highest);
 }
 
-PG_INLINE double policy_norm(const PolicyParams& p) {
-  const double n = static_cast<double>(p.batch > 1 ? p.batch : 1);
-  return p.denominator != 0 ? p.denominator : n;
-}
-
-// Adds sample i, max(−A r, −A clip(r)) with r = exp(log_ratio), and stores its gradients.
+// Adds sample i, max(−A r, −A clip(r)) with r = exp(logp − logp_old), and stores its gradients.
 PG_INLINE void add_policy_term(const PolicyParams& p, const PolicyClip& c, int64_t i, PolicySums& s) {
-  const double delta = p.log_ratio ? p.log_ratio[i] : p.logp[i] - p.logp_old[i];
-  const double given = p.advantage[i], weight = p.weight ? p.weight[i] : 1.0, kl = p.kl ? p.kl[i] : 0.0;
-  const double a = given > p.adv_clip ? p.adv_clip : given < -p.adv_clip ? -p.adv_clip : given;
+  const double delta = p.logp_old ? p.logp[i] - p.logp_old[i] : p.logp[i];
+  const double advantage = p.advantage[i], weight = p.weight ? p.weight[i] : 1.0, kl = p.kl ? p.kl[i] : 0.0;
+  const double a = advantage > p.adv_clip ? p.adv_clip : advantage < -p.adv_clip ? -p.adv_clip : advantage;
   const double ratio = exp(delta);
   const bool above = delta > c.log_high, below = delta < c.log_low;
   const bool clipped = (above && a > 0) || (below && a < 0);
   const double term = -a * (clipped ? (above ? c.high : c.low) : ratio) * weight;
-  p.d_log_ratio[i] = static_cast<float>(clipped ? 0.0 : term / policy_norm(p));
-  if (p.d_kl) p.d_kl[i] = static_cast<float>(p.kl_coef / policy_norm(p));
-  const double loss = p.kl ? term + p.kl_coef * kl : term;
-  merge_policy_sums({loss, delta * delta, ratio, kl, above ? 1.0 : 0.0, below ? 1.0 : 0.0, ratio, ratio}, s);
+  p.d_logp[i] = static_cast<float>(clipped ? 0.0 : term / p.denominator);
+  if (p.d_kl) p.d_kl[i] = static_cast<float>(p.kl_coef / p.denominator);
+  merge_policy_sums({term, delta * delta, ratio, kl, above ? 1.0 : 0.0, below ? 1.0 : 0.0, ratio, ratio}, s);
 }
 
 PG_INLINE void finish_policy(const PolicyParams& p, const PolicySums& s) {
   const double n = static_cast<double>(p.batch > 1 ? p.batch : 1);
-  const double metrics[8] = {0.5 * s.squares / n,
-                             (s.above + s.below) / n,
-                             s.above / n,
-                             s.below / n,
-                             s.lowest,
-                             s.ratios / n,
-                             s.highest,
-                             s.kl / n};
-  p.loss[0] = static_cast<float>(s.loss / policy_norm(p));
+  const double clipped = s.above + s.below;
+  const double metrics[8] = {0.5 * s.squares / n, clipped / n, s.above / n, s.below / n, s.lowest,
+                             s.ratios / n,        s.highest,   s.kl / n};
+  p.loss[0] = static_cast<float>((p.kl ? s.loss + p.kl_coef * s.kl : s.loss) / p.denominator);
   for (int k = 0; k < 8; ++k) p.metrics[k] = static_cast<float>(metrics[k]);
 }
 
 // ---------------------------------------------------------------- advantages, one group
+template <class Number>
+PG_INLINE float sum_rate(const View& wins, const View& counts, int64_t first, int64_t group) {
+  double won = 0, count = 0;
+  for (int64_t k = first; k < first + group; ++k) {
+    won += reinterpret_cast<const Number*>(wins.data)[k];
+    count += reinterpret_cast<const Number*>(counts.data)[k];
+  }
+  return static_cast<float>(count > 0 ? won / count : NAN);
+}
+
+// The win rate of member i of all; NaN (missing) without a comparison.
+PG_INLINE float rate_of(const WinrateParams& p, int64_t i) {
+  return p.wins.dtype == kF64 ? sum_rate<double>(p.wins, p.counts, i * p.group, p.group)
+                              : sum_rate<float>(p.wins, p.counts, i * p.group, p.group);
+}
+
 struct Moments {
   double mean, deviation;
   bool varies;
 };
 
 // Of the values that are not NaN (missing), in order, in two passes.
-PG_INLINE Moments moments(const float* values, int64_t size, int ddof) {
+PG_INLINE Moments moments(const float* values, int64_t size, int64_t ddof) {
   double n = 0, sum = 0, squares = 0;
   float low = INFINITY, high = -INFINITY;
   for (int64_t k = 0; k < size; ++k) {
@@ -314,5 +308,4 @@ PG_INLINE float advantage_of(float value, const Moments& m, bool use_std, double
   return static_cast<float>((value - m.mean) / (use_std ? m.deviation + eps : 1.0));
 }
 
-}  // namespace PG_ISA
 }  // namespace prefgrpo

@@ -10,17 +10,6 @@ namespace {
 
 enum NoiseKind { kNone, kGiven, kCounter };
 
-// The row of sample i; NaN if its index is outside the table.
-PG_DEVICE Row row_of(const SdeParams& p, int64_t i) {
-  const int64_t k = p.index ? p.index[i] : i;
-  if (k < 0 || k >= p.rows) {
-    const float nan = from_bits(0x7fc00000u);
-    return {nan, nan, nan, nan, nan};
-  }
-  const float* r = p.coef + 5 * k;
-  return {r[0], r[1], r[2], r[3], r[4]};
-}
-
 PG_DEVICE double warp_sum(double x) {
   for (int width = 16; width > 0; width >>= 1) x += __shfl_xor_sync(0xffffffffu, x, width);
   return x;
@@ -28,7 +17,7 @@ PG_DEVICE double warp_sum(double x) {
 
 // Adds this block's sums in a fixed order and stores them for finish_kernel.
 template <int kSums>
-PG_DEVICE void store_partial(const SdeParams& p, const float (&sums)[kSums]) {
+PG_DEVICE void store_partial(double* partial, int64_t batch, const float (&sums)[kSums]) {
   constexpr int kWarps = kThreads / 32;
   __shared__ double warps[kSums][kWarps];
   for (int k = 0; k < kSums; ++k) {
@@ -40,11 +29,11 @@ PG_DEVICE void store_partial(const SdeParams& p, const float (&sums)[kSums]) {
   for (int k = 0; k < kSums; ++k) {
     double sum = 0;
     for (int w = 0; w < kWarps; ++w) sum += warps[k][w];
-    p.partial[(k * p.batch + blockIdx.x) * gridDim.y + blockIdx.y] = sum;
+    partial[(k * batch + blockIdx.x) * gridDim.y + blockIdx.y] = sum;
   }
 }
 
-PG_DEVICE double sum_partials(const SdeParams& p, int plane, int64_t chunks) {
+PG_DEVICE double sum_partials(const LogpParams& p, int plane, int64_t chunks) {
   const double* partial = p.partial + (plane * p.batch + blockIdx.x) * chunks;
   double sum = 0;
   for (int64_t j = threadIdx.x; j < chunks; j += 32) sum += partial[j];
@@ -52,7 +41,7 @@ PG_DEVICE double sum_partials(const SdeParams& p, int plane, int64_t chunks) {
 }
 
 // One warp per sample: logp and, if asked, KL and log-ratio. The planes of `partial`: logp, KL (if any), log-ratio.
-__global__ void __launch_bounds__(32) finish_kernel(const __grid_constant__ SdeParams p, const int64_t chunks) {
+__global__ void __launch_bounds__(32) finish_kernel(const __grid_constant__ LogpParams p, const int64_t chunks) {
   const int64_t i = blockIdx.x;
   const Row r = row_of(p, i);
   const double logp = sum_partials(p, 0, chunks);
@@ -66,12 +55,12 @@ __global__ void __launch_bounds__(32) finish_kernel(const __grid_constant__ SdeP
 
 template <int kX, int kV, int kY, int kNoise>
 __global__ void __launch_bounds__(kThreads, 8)
-    step_kernel(const __grid_constant__ SdeParams p, const __grid_constant__ Split split) {
-  const int64_t i = blockIdx.x, start = block_start(split);
-  Lane<kX> x_lane(p.x, i, start);
-  Lane<kV> v_lane(p.v, i, start);
-  Lane<kY> y_lane(p.y, i, start);
-  Lane<kF32> eps_lane(p.eps, i, start);
+    step_kernel(const __grid_constant__ StepParams p, const __grid_constant__ Split split) {
+  const int64_t i = blockIdx.x, at = first_of(split, p.dim);
+  Lane<kX> x_lane(p.x, at);
+  Lane<kV> v_lane(p.v, at);
+  Lane<kY> y_lane(p.y, at);
+  Lane<kF32> eps_lane(p.eps, at);
   Row r{};
   Counter counter{};
   float acc = 0.f;
@@ -94,21 +83,21 @@ __global__ void __launch_bounds__(kThreads, 8)
       mean[j] = mean_of(r, x[j], v[j]);
       y[j] = kNoise == kNone ? mean[j] : mean[j] + r.s * e[j];
     }
-    if (p.mean.data) Lane<kF32>(p.mean, i, start).store(tile, mean);
+    if (p.mean.data) Lane<kF32>(p.mean, at).store(tile, mean);
     y_lane.store(tile, y);
     y = y_lane.values();
-    for (int j = 0; j < kVector; ++j) acc = fma_(y[j] - mean[j], y[j] - mean[j], acc);
+    for (int j = 0; j < kVector; ++j) acc = fmaf(y[j] - mean[j], y[j] - mean[j], acc);
   } while (next(split, tile));
   const float sums[1] = {acc};
-  store_partial(p, sums);
+  store_partial(p.partial, p.batch, sums);
 }
 
 template <int kX, int kV, bool kKl, bool kGuard>
 __global__ void __launch_bounds__(kThreads, 8)
-    logp_kernel(const __grid_constant__ SdeParams p, const __grid_constant__ Split split) {
-  const int64_t i = blockIdx.x, start = block_start(split);
-  Lane<kX> x_lane(p.x, i, start), y_lane(p.y, i, start);
-  Lane<kV> v_lane(p.v, i, start), ref_lane(p.v_ref, i, start), old_lane(p.v_old, i, start);
+    logp_kernel(const __grid_constant__ LogpParams p, const __grid_constant__ Split split) {
+  const int64_t i = blockIdx.x, at = first_of(split, p.dim);
+  Lane<kX> x_lane(p.x, at), y_lane(p.y, at);
+  Lane<kV> v_lane(p.v, at), ref_lane(p.v_ref, at), old_lane(p.v_old, at);
   Row r{};
   float sums[1 + kKl + kGuard] = {};
   Tile tile = first_tile(split);
@@ -124,30 +113,30 @@ __global__ void __launch_bounds__(kThreads, 8)
     const Values x = x_lane.values(), v = v_lane.values(), y = y_lane.values();
     for (int j = 0; j < kVector; ++j) {
       const float d = y[j] - mean_of(r, x[j], v[j]);
-      sums[0] = fma_(d, d, sums[0]);
+      sums[0] = fmaf(d, d, sums[0]);
     }
     if (kKl) {
       const Values ref = ref_lane.values();
-      for (int j = 0; j < kVector; ++j) sums[kKl] = fma_(v[j] - ref[j], v[j] - ref[j], sums[kKl]);
+      for (int j = 0; j < kVector; ++j) sums[kKl] = fmaf(v[j] - ref[j], v[j] - ref[j], sums[kKl]);
     }
     if (kGuard) {
       const Values old = old_lane.values();
       for (int j = 0; j < kVector; ++j)
-        sums[kKl + kGuard] = fma_(y[j] - mean_of(r, x[j], old[j]), v[j] - old[j], sums[kKl + kGuard]);
+        sums[kKl + kGuard] = fmaf(y[j] - mean_of(r, x[j], old[j]), v[j] - old[j], sums[kKl + kGuard]);
     }
   } while (next(split, tile));
-  store_partial(p, sums);
+  store_partial(p.partial, p.batch, sums);
 }
 
 template <int kX, int kV, bool kKl, bool kGuard>
 __global__ void __launch_bounds__(kThreads, kKl&& kGuard    ? 5
                                             : kKl || kGuard ? 6
                                                             : 8)
-    grad_kernel(const __grid_constant__ SdeParams p, const __grid_constant__ Split split) {
+    grad_kernel(const __grid_constant__ GradParams p, const __grid_constant__ Split split) {
   __shared__ GradScale scale;
-  const int64_t i = blockIdx.x, start = block_start(split);
-  Lane<kX> x_lane(p.x, i, start), y_lane(p.y, i, start);
-  Lane<kV> v_lane(p.v, i, start), dv_lane(p.dv, i, start), ref_lane(p.v_ref, i, start), old_lane(p.v_old, i, start);
+  const int64_t i = blockIdx.x, at = first_of(split, p.dim);
+  Lane<kX> x_lane(p.x, at), y_lane(p.y, at);
+  Lane<kV> v_lane(p.v, at), dv_lane(p.dv, at), ref_lane(p.v_ref, at), old_lane(p.v_old, at);
   Row r{};
   Tile tile = first_tile(split);
   bool first = true;
@@ -180,19 +169,22 @@ __global__ void __launch_bounds__(kThreads, kKl&& kGuard    ? 5
   } while (next(split, tile));
 }
 
-// A reduction: the tiles, then the sums of their blocks.
-void launch_sums(void (*kernel)(SdeParams, Split), const SdeParams& p, bool is_aligned, int64_t stream) {
-  if (p.batch == 0 || p.dim == 0) return;
-  launch_tiles(kernel, p, is_aligned, stream);
+// The log-prob of each sample, and what else is asked for, from the sums of its blocks.
+void launch_finish(const LogpParams& p, int64_t stream) {
+  if (p.batch == 0) return;
   launch_kernel(finish_kernel, dim3(static_cast<unsigned>(p.batch)), 32, stream, p, cuda::partials_of(p.dim));
 }
 
 template <int kX, int kV, int kY>
-void launch_step(const SdeParams& p, int64_t stream) {
+void launch_step(const StepParams& p, int64_t stream) {
   const auto kernel = p.noise.sample ? step_kernel<kX, kV, kY, kCounter>
                       : p.eps.data   ? step_kernel<kX, kV, kY, kGiven>
                                      : step_kernel<kX, kV, kY, kNone>;
-  launch_sums(kernel, p, all_aligned(p.x, p.v, p.y, p.eps, p.mean), stream);
+  launch_tiles(kernel, p, all_aligned(p.dim, p.x, p.v, p.y, p.eps, p.mean), stream, p.noise.seed);
+  LogpParams sums{p};
+  sums.logp = p.logp;
+  sums.partial = p.partial;
+  launch_finish(sums, stream);
 }
 
 }  // namespace
@@ -204,7 +196,7 @@ int64_t partials_of(int64_t dim) {
   return (dim + block - 1) / block;
 }
 
-void sde_step(const SdeParams& p, int64_t stream) {
+void sde_step(const StepParams& p, int64_t stream) {
   if (p.x.dtype == kBF16) return launch_step<kBF16, kBF16, kBF16>(p, stream);
   if (p.y.dtype == kBF16)
     return p.v.dtype == kBF16 ? launch_step<kF32, kBF16, kBF16>(p, stream) : launch_step<kF32, kF32, kBF16>(p, stream);
@@ -218,18 +210,18 @@ void sde_step(const SdeParams& p, int64_t stream) {
   }
 #define PG_KERNELS(kernel) \
   {PG_OPTIONS(kernel, kF32, kF32), PG_OPTIONS(kernel, kF32, kBF16), PG_OPTIONS(kernel, kBF16, kBF16)}
-using Kernel = void (*)(SdeParams, Split);
 
-void sde_logp(const SdeParams& p, int64_t stream) {
-  static constexpr Kernel kernels[3][2][2] = PG_KERNELS(logp_kernel);
-  const Kernel kernel = kernels[p.x.dtype + p.v.dtype][p.kl != nullptr][p.log_ratio != nullptr];
-  launch_sums(kernel, p, all_aligned(p.x, p.v, p.y, p.v_ref, p.v_old), stream);
+void sde_logp(const LogpParams& p, int64_t stream) {
+  static constexpr void (*kernels[3][2][2])(LogpParams, Split) = PG_KERNELS(logp_kernel);
+  const auto kernel = kernels[p.x.dtype + p.v.dtype][p.kl != nullptr][p.log_ratio != nullptr];
+  launch_tiles(kernel, p, all_aligned(p.dim, p.x, p.v, p.y, p.v_ref, p.v_old), stream);
+  launch_finish(p, stream);
 }
 
-void sde_grad(const SdeParams& p, int64_t stream) {
-  static constexpr Kernel kernels[3][2][2] = PG_KERNELS(grad_kernel);
-  const Kernel kernel = kernels[p.x.dtype + p.v.dtype][p.g_kl != nullptr][p.g_log_ratio != nullptr];
-  launch_tiles(kernel, p, all_aligned(p.x, p.v, p.y, p.v_ref, p.v_old, p.dv), stream);
+void sde_grad(const GradParams& p, int64_t stream) {
+  static constexpr void (*kernels[3][2][2])(GradParams, Split) = PG_KERNELS(grad_kernel);
+  const auto kernel = kernels[p.x.dtype + p.v.dtype][p.g_kl != nullptr][p.g_log_ratio != nullptr];
+  launch_tiles(kernel, p, all_aligned(p.dim, p.x, p.v, p.y, p.v_ref, p.v_old, p.dv), stream);
 }
 
 }  // namespace cuda

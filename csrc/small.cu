@@ -6,11 +6,10 @@
 namespace prefgrpo {
 namespace {
 
-template <int kType>
 __global__ void __launch_bounds__(kThreads, 8)
     normal_kernel(const __grid_constant__ NormalParams p, const __grid_constant__ Split split) {
   const Counter counter = counter_of(p.noise, blockIdx.x);
-  Lane<kType> out(p.out, blockIdx.x, block_start(split));
+  Lane<kF32> out(p.out, first_of(split, p.dim));
   Tile tile = first_tile(split);
   do {
     Values e;
@@ -32,24 +31,12 @@ __global__ void __launch_bounds__(kThreads, 1) policy_kernel(const __grid_consta
   finish_policy(p, sums);
 }
 
-PG_DEVICE double load(const void* data, int32_t dtype, int64_t k) {
-  return dtype == kF64 ? static_cast<const double*>(data)[k] : static_cast<const float*>(data)[k];
-}
-
 // Each lane computes the rates of its members, then every lane the same moments of all.
 __global__ void __launch_bounds__(kThreads) winrate_kernel(const __grid_constant__ WinrateParams p) {
   const int64_t prompt = static_cast<int64_t>(blockIdx.x) * (kThreads / 32) + threadIdx.x / 32;
   if (prompt >= p.prompts) return;
   float* rate = p.rate + prompt * p.group;
-  for (int64_t i = threadIdx.x % 32; i < p.group; i += 32) {
-    double wins = 0, count = 0;
-    const int64_t row = (prompt * p.group + i) * p.group;
-    for (int64_t j = row; j < row + p.group; ++j) {
-      wins += load(p.wins, p.dtype, j);
-      count += load(p.counts, p.dtype, j);
-    }
-    rate[i] = static_cast<float>(count > 0 ? wins / count : NAN);
-  }
+  for (int64_t i = threadIdx.x % 32; i < p.group; i += 32) rate[i] = rate_of(p, prompt * p.group + i);
   __syncwarp();
   const Moments m = moments(rate, p.group, p.ddof);
   for (int64_t i = threadIdx.x % 32; i < p.group; i += 32)
@@ -60,12 +47,12 @@ __global__ void __launch_bounds__(kThreads) winrate_kernel(const __grid_constant
 
 namespace cuda {
 
-void sde_step(const SdeParams&, int64_t stream);
-void sde_logp(const SdeParams&, int64_t stream);
-void sde_grad(const SdeParams&, int64_t stream);
+void sde_step(const StepParams&, int64_t stream);
+void sde_logp(const LogpParams&, int64_t stream);
+void sde_grad(const GradParams&, int64_t stream);
 
 static void normal(const NormalParams& p, int64_t stream) {
-  launch_tiles(p.out.dtype == kBF16 ? normal_kernel<kBF16> : normal_kernel<kF32>, p, all_aligned(p.out), stream);
+  launch_tiles(normal_kernel, p, all_aligned(p.dim, p.out), stream, p.noise.seed);
 }
 
 static void policy_loss(const PolicyParams& p, int64_t stream) {
@@ -80,7 +67,7 @@ static void winrate(const WinrateParams& p, int64_t stream) {
 }
 
 extern const Kernels kernels;
-const Kernels kernels = {"cuda", sde_step, sde_logp, sde_grad, normal, policy_loss, winrate};
+const Kernels kernels = {sde_step, sde_logp, sde_grad, normal, policy_loss, winrate};
 
 }  // namespace cuda
 }  // namespace prefgrpo

@@ -4,7 +4,6 @@ Invariant: launches use enable_fp_fusion=False and every fused multiply-add is e
 the C++ kernels; the interpreter rounds an fma twice and stays within 1e-6 of them.
 """
 
-import torch
 import triton
 import triton.language as tl
 
@@ -102,20 +101,21 @@ def normal_kernel(
     """out[B, D] fp32; one program per sample and block."""
     chunks = tl.cdiv(dim, BLOCK)
     pid = tl.program_id(0).to(tl.int64)
-    i, start = pid // chunks, (pid % chunks) * BLOCK
+    i = pid // chunks
+    start = (pid % chunks) * BLOCK
     step, sample = tl.load(step_ptr + i), tl.load(sample_ptr + i)
     z = counter_noise(start, offset, step, sample, seed_low, seed_high, BLOCK, ALIGNED)
     k = start + tl.arange(0, BLOCK)
     tl.store(out_ptr + i * dim + k, z, mask=k < dim)
 
 
-def normal(sample, step, seed_words, offset, out):
-    """Noise into `out` [B, D] of any dtype."""
-    with torch.cuda.device_of(out):
-        batch, dim = out.shape
-        fp32 = out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
-        if out.numel():
-            grid = (batch * triton.cdiv(dim, BLOCK),)
-            normal_kernel[grid](fp32, sample, step, dim, offset, *seed_words, BLOCK, offset % 4 == 0, **FLAGS)
-        if fp32 is not out:
-            out.copy_(fp32)
+def seed_words(seed):
+    """Low and high 32 bits of the seed."""
+    return seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF
+
+
+def normal(batch, dim, seed, sample, step, offset, out):
+    """Noise into `out` [B, D] fp32."""
+    if out.numel():
+        grid = (batch * triton.cdiv(dim, BLOCK),)
+        normal_kernel[grid](out, sample, step, dim, offset, *seed_words(seed), BLOCK, offset % 4 == 0, **FLAGS)

@@ -3,7 +3,6 @@
 import math
 import struct
 
-import torch
 import triton
 import triton.language as tl
 
@@ -18,11 +17,11 @@ def fp64(word):
 
 @triton.jit(do_not_specialize=["low", "high", "log_low", "log_high", "adv_clip", "kl_coef", "norm"])
 def policy_kernel(
-    logp_ptr, old_ptr, adv_ptr, weight_ptr, kl_ptr, ratio_ptr, loss_ptr, metrics_ptr, d_ratio_ptr, d_kl_ptr, batch,
+    logp_ptr, old_ptr, adv_ptr, weight_ptr, kl_ptr, loss_ptr, metrics_ptr, d_logp_ptr, d_kl_ptr, batch,
     low, high, log_low, log_high, adv_clip, kl_coef, norm,
-    WEIGHT: tl.constexpr, KL: tl.constexpr, RATIO: tl.constexpr, BLOCK: tl.constexpr,
+    OLD: tl.constexpr, WEIGHT: tl.constexpr, KL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Loss, 8 metrics, d loss/d log-ratio and d loss/d kl. The clip bounds, also of the log-ratio, are fp64 bits."""
+    """Loss, metrics and the gradients of logp and kl. Numbers (and clip bounds of the log-ratio) are fp64 bits."""
     low = fp64(low)
     high = fp64(high)
     log_low = fp64(log_low)
@@ -43,11 +42,10 @@ def policy_kernel(
     for first in range(0, batch, BLOCK):
         i = first + tl.arange(0, BLOCK)
         keep = i < batch
-        if RATIO:
-            delta = tl.load(ratio_ptr + i, mask=keep, other=0.0).to(tl.float64)
-        else:
-            new = tl.load(logp_ptr + i, mask=keep, other=0.0)
-            delta = (new - tl.load(old_ptr + i, mask=keep, other=0.0)).to(tl.float64)
+        delta = tl.load(logp_ptr + i, mask=keep, other=0.0)
+        if OLD:
+            delta = delta - tl.load(old_ptr + i, mask=keep, other=0.0)
+        delta = delta.to(tl.float64)
         a = tl.load(adv_ptr + i, mask=keep, other=0.0).to(tl.float64)
         a = tl.where(a > adv_clip, adv_clip, tl.where(a < -adv_clip, -adv_clip, a))
         ratio = tl.exp(delta)
@@ -56,25 +54,27 @@ def policy_kernel(
         term = -a * tl.where(clipped, tl.where(above, high, low), ratio)
         if WEIGHT:
             term = term * tl.load(weight_ptr + i, mask=keep, other=0.0).to(tl.float64)
-        tl.store(d_ratio_ptr + i, (tl.where(clipped, 0.0, term) / norm).to(tl.float32), mask=keep)
         if KL:
-            kl = tl.load(kl_ptr + i, mask=keep, other=0.0).to(tl.float64)
-            kls += kl
-            term = term + kl_coef * kl
-            tl.store(d_kl_ptr + i, (zero + kl_coef / norm).to(tl.float32), mask=keep)
+            tl.store(d_kl_ptr + i, tl.zeros((BLOCK,), tl.float32) + (kl_coef / norm).to(tl.float32), mask=keep)
+            kls += tl.load(kl_ptr + i, mask=keep, other=0.0).to(tl.float64)
+        tl.store(d_logp_ptr + i, (tl.where(clipped, 0.0, term) / norm).to(tl.float32), mask=keep)
         losses += tl.where(keep, term, 0.0)
         squares += tl.where(keep, delta * delta, 0.0)
         ratios += tl.where(keep, ratio, 0.0)
         aboves += tl.where(keep & above, 1.0, 0.0)
         belows += tl.where(keep & below, 1.0, 0.0)
         nans += tl.where(keep & (ratio != ratio), 1.0, 0.0)
-        known = keep & (ratio == ratio)
-        lowest = tl.minimum(lowest, tl.where(known, ratio, float("inf")))
-        highest = tl.maximum(highest, tl.where(known, ratio, float("-inf")))
+        number = keep & (ratio == ratio)
+        lowest = tl.minimum(lowest, tl.where(number, ratio, float("inf")))
+        highest = tl.maximum(highest, tl.where(number, ratio, float("-inf")))
     count = tl.maximum(batch, 1).to(tl.float64)
     bad = tl.sum(nans, axis=0) > 0
     above, below = tl.sum(aboves, axis=0) / count, tl.sum(belows, axis=0) / count
-    tl.store(loss_ptr, (tl.sum(losses, axis=0) / norm).to(tl.float32))
+    kl = tl.sum(kls, axis=0)
+    loss = tl.sum(losses, axis=0)
+    if KL:
+        loss += kl_coef * kl
+    tl.store(loss_ptr, (loss / norm).to(tl.float32))
     tl.store(metrics_ptr, (0.5 * tl.sum(squares, axis=0) / count).to(tl.float32))
     tl.store(metrics_ptr + 1, (above + below).to(tl.float32))
     tl.store(metrics_ptr + 2, above.to(tl.float32))
@@ -82,18 +82,15 @@ def policy_kernel(
     tl.store(metrics_ptr + 4, tl.where(bad, float("nan"), tl.min(lowest, axis=0)).to(tl.float32))
     tl.store(metrics_ptr + 5, (tl.sum(ratios, axis=0) / count).to(tl.float32))
     tl.store(metrics_ptr + 6, tl.where(bad, float("nan"), tl.max(highest, axis=0)).to(tl.float32))
-    tl.store(metrics_ptr + 7, (tl.sum(kls, axis=0) / count).to(tl.float32))
+    tl.store(metrics_ptr + 7, (kl / count).to(tl.float32))
 
 
-def policy_loss(inputs, options, results):
-    """inputs: (logp, logp_old, advantage, weight, kl, log_ratio); options: (clips of r, of A, kl_coef, denominator)."""
-    logp = inputs[0]
-    low, high, adv_clip, kl_coef, denominator = options
+def policy_loss(batch, logp, logp_old, advantage, weight, kl, low, high, adv_clip, kl_coef, denominator, *results):
+    """The loss over [B], its metrics and gradients."""
     log_low = math.log1p(-low) if low < 1 else -math.inf
-    numbers = (1 - low, 1 + high, log_low, math.log1p(high), adv_clip, kl_coef, denominator or max(len(logp), 1))
+    numbers = (1 - low, 1 + high, log_low, math.log1p(high), adv_clip, kl_coef, denominator)
     words = struct.unpack("7q", struct.pack("7d", *numbers))
-    with torch.cuda.device_of(logp):
-        tensors = [logp if t is None else t for t in (*inputs, *results)]
-        given = (t is not None for t in inputs[3:])
-        block = min(512, max(16, triton.next_power_of_2(len(logp))))
-        policy_kernel[(1,)](*tensors, len(logp), *words, *given, block, **FLAGS)
+    block = min(512, max(16, triton.next_power_of_2(batch)))
+    tensors = [logp if t is None else t for t in (logp, logp_old, advantage, weight, kl, *results)]
+    flags = (logp_old is not None, weight is not None, kl is not None)
+    policy_kernel[(1,)](*tensors, batch, *words, *flags, block, **FLAGS)

@@ -1,6 +1,5 @@
 """Win rates and their advantages in Triton, one program per prompt; the counterpart of csrc/small.cu."""
 
-import torch
 import triton
 import triton.language as tl
 
@@ -36,10 +35,8 @@ def winrate_kernel(
     tl.store(advantage_ptr + p * group + i, advantage.to(tl.float32), mask=inside)
 
 
-def winrate(wins, counts, use_std, eps, ddof, rate, advantage):
+def winrate(prompts, group, wins, counts, use_std, ddof, eps, rate, advantage):
     """Win rates and advantages [P, G] from wins and counts [P, G, G]."""
-    prompts, group = rate.shape
     if rate.numel():
-        with torch.cuda.device_of(wins):
-            block = triton.next_power_of_2(group)
-            winrate_kernel[(prompts,)](wins, counts, rate, advantage, group, eps, ddof, use_std, block, **FLAGS)
+        block = triton.next_power_of_2(group)
+        winrate_kernel[(prompts,)](wins, counts, rate, advantage, group, eps, ddof, use_std, block, **FLAGS)

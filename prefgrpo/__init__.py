@@ -12,9 +12,9 @@ __version__ = "0.1.0"
 _EXPORTS = {
     "ConfigError": "prefgrpo.config.recipe",
     "PairwiseJudge": "prefgrpo.run.arguments",
-    "Result": "prefgrpo.run.result",
+    "Result": "prefgrpo.run.ending",
     "Trainer": "prefgrpo.trainer",
-    "TrainingStopped": "prefgrpo.run.stopping",
+    "TrainingStopped": "prefgrpo.run.ending",
 }
 
 

@@ -13,8 +13,8 @@ def main() -> int:
         if str(error.name).startswith("prefgrpo"):
             raise
         print(
-            f"error: the prefgrpo command needs {error.name}, which is not installed: pip install 'prefgrpo[train]' "
-            "(or [judge] for the judges alone); without extras only prefgrpo.ops is available",
+            f"error: the prefgrpo command needs {error.name}, which is not installed: pip install -e '.[train]' in the "
+            "checkout (or '.[judge]' for the judges alone); without extras only prefgrpo.ops is available",
             file=sys.stderr,
         )
         return 2

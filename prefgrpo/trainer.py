@@ -13,6 +13,7 @@ import atexit
 import errno
 import inspect
 import os
+import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -24,53 +25,38 @@ from typing import Any
 import numpy as np
 import torch
 
-from prefgrpo.config.loading import recipe_values, to_dict
+from prefgrpo.config.loading import differences, load, recipe_values, to_dict
 from prefgrpo.config.recipe import ConfigError, merge, to_yaml
 from prefgrpo.config.schema import Config
-from prefgrpo.data.atomic import write_atomic
+from prefgrpo.data.atomic import write_atomic, write_folder
 from prefgrpo.data.prompts import fingerprint, prompt_sets
 from prefgrpo.objectives import objective
 from prefgrpo.objectives.base import Targets
 from prefgrpo.parallel import world as parallel
+from prefgrpo.parallel.shard import full_copies
 from prefgrpo.report import write_report
 from prefgrpo.rewards import python_rewards
 from prefgrpo.rewards.log import truncate_log
 from prefgrpo.rewards.scorer import StepScores
-from prefgrpo.rollout.assignment import update_of
-from prefgrpo.rollout.batch import Batch
+from prefgrpo.rollout.batch import Batch, update_of
 from prefgrpo.rollout.batches import Rollouts
-from prefgrpo.rollout.embeddings import Embeddings, encoding_jobs, uncached
+from prefgrpo.rollout.embeddings import Embeddings, run_entries
 from prefgrpo.rollout.sampling import eval_sampling
 from prefgrpo.run import checkpoint
 from prefgrpo.run.arguments import Prompts, RewardLike, run_config
 from prefgrpo.run.checkpoint import CheckpointError, Checkpoints
-from prefgrpo.run.checks import check_same_run, config_errors
-from prefgrpo.run.clock import Clock
-from prefgrpo.run.evaluate import Evaluator, make_eval_set
-from prefgrpo.run.exporting import export_weights
+from prefgrpo.run.checks import check_goes_on, check_same_run, config_errors
+from prefgrpo.run.ending import ENDS_A_RUN, Diverged, Interrupt, Result, TrainingStopped
+from prefgrpo.run.evaluate import Evaluator, eval_sets
 from prefgrpo.run.groups import save_groups
-from prefgrpo.run.interrupt import Interrupt
-from prefgrpo.run.judging import Rewards, evaluation_scorers, training_scorer, unread_columns
-from prefgrpo.run.loading import unsupported
-from prefgrpo.run.log import Log
-from prefgrpo.run.metrics import (
-    over_ranks,
-    pixel_distances,
-    policy_metrics,
-    staleness_line,
-    step_notes,
-)
-from prefgrpo.run.notes import start_notes
-from prefgrpo.run.opening import open_collector, open_model, open_schedules
-from prefgrpo.run.policy import NonFiniteGradient
-from prefgrpo.run.result import Result
+from prefgrpo.run.judging import Rewards, evaluation_scorer, training_scorer
+from prefgrpo.run.loading import open_collector, open_model, open_schedules
+from prefgrpo.run.log import Clock, Log
+from prefgrpo.run.metrics import on_policy_note, over_ranks, pixel_distances, policy_metrics
+from prefgrpo.run.notes import peak_memory, prompt_warnings, start_notes
 from prefgrpo.run.run_folder import RunFolder
-from prefgrpo.run.stopping import ENDS_A_RUN, Diverged, TrainingStopped
 from prefgrpo.run.targets import StepTargets
 from prefgrpo.run.trackers import open_trackers
-
-SKIPS = 3
-"""Consecutive updates with a non-finite gradient after which a run ends."""
 
 
 @dataclass(frozen=True)
@@ -128,14 +114,12 @@ class Trainer:
         """Metrics of the last evaluation."""
         self.summary = ""
         """Its summary line."""
-        self._skips = 0
-        """Consecutive skipped updates."""
         self._ahead: StepRollout | None = None
         """Samples of the next step (rollout.staleness)."""
         with python_rewards(self._objects), ExitStack() as opened:
-            if problems := unsupported(self.config) + config_errors(self.config):
+            if problems := config_errors(self.config):
                 raise ConfigError(problems)
-            self.world = parallel.join(self.config.device, self.config)
+            self.world = parallel.join(self.config)
             resume = resume or parallel.restart_count() > 0
             lock = self.world.on_main(partial(checkpoint.claim, self.folder, resume), CheckpointError)
             if lock is not None:
@@ -151,49 +135,44 @@ class Trainer:
         """A trainer for a recipe; the arguments are those of `Trainer` and override the recipe's values."""
         named = {name: arguments.pop(name) for name in inspect.signature(cls).parameters if name in arguments}
         values = merge(recipe_values(recipe, str(model)), arguments) | ({"model": str(model)} if model else {})
-        return cls(**(values | named))
+        whole = to_dict(Config())  # explicit: the values of its own model's folder do not replace a recipe's defaults
+        del whole["family"]
+        return cls(**(merge(whole, values) | named))
 
     def _open(self, opened: ExitStack) -> None:
         """Open the parts of the run in order: what fails soonest first, the model last."""
         config = self.config
         world = self.world
         prompts, sets = prompt_sets(config)
-        measured = sets if config.eval.every else {}
+        sets = sets if config.eval.every else {}
         held_out = [prompt for prompts_of_set in sets.values() for prompt in prompts_of_set]
-        evaluated = [prompt for prompts_of_set in measured.values() for prompt in prompts_of_set]
         rewards = Rewards(config, world)
         opened.callback(rewards.close)
         trained = rewards.build("rewards", config.rewards, prompts)
-        self.weights = {entry.name: entry.weight for entry in config.rewards}
         self.scorer = training_scorer(config, trained, self.folder.root if world.main else None, world)
         opened.callback(self.scorer.cancel)
-        measuring = rewards.build("eval.rewards", config.measured, evaluated) if measured else {}
-        scorers = {name: evaluation_scorers(config, measuring) for name in measured}
-        absent = len(uncached(config, encoding_jobs(config, prompts, held_out)))
+        measuring = rewards.build("eval.rewards", config.measured, held_out) if sets else {}
+        embeddings = Embeddings(config)
+        absent = len(embeddings.absent(run_entries(config, prompts, held_out)))
         self.objective = objective(config.train)
-        self.adapter, self.policy = open_model(config, self.objective, world, [*prompts, *held_out], absent > 0)
-        schedules = open_schedules(config, self.adapter, world, prompts)
-        embeddings = Embeddings(self.adapter, config.data.max_length, config.data.cache or None)
+        self.adapter, self.policy = open_model(config, self.objective, world, absent > 0)
+        schedules = open_schedules(config, self.adapter, world)
         opened.callback(embeddings.flush)
-        keep = {"whole_groups": self.objective.whole_groups, "keep_graph": config.train.reuse_rollout_forward}
-        self.rollouts = Rollouts(config, self.adapter, embeddings, schedules, prompts, world, **keep)
+        reuse = config.train.reuse_rollout_forward
+        self.rollouts = Rollouts(config, self.adapter, embeddings, schedules, prompts, world, keep_graph=reuse)
         self.collector = open_collector(config, self.objective, self.adapter, self.policy, world)
         self.evaluators: dict[str, Evaluator] = {}
-        for number, (name, held) in enumerate(measured.items()):
-            chosen = make_eval_set(
-                name, held[: config.eval.max_prompts or None], config.eval.samples_per_prompt, number
-            )
-            parts = (self.adapter, schedules.ode(eval_sampling(config)), embeddings, scorers[name], world, self.folder)
-            self.evaluators[name] = Evaluator(chosen, config, *parts)
+        for eval_set in eval_sets(config, sets):
+            parts = (self.adapter, schedules, embeddings, evaluation_scorer(config, measuring), world, self.folder)
+            self.evaluators[eval_set.name] = Evaluator(eval_set, eval_sampling(config), *parts)
         self.checkpoints = Checkpoints(self.folder, world, config.checkpoint.keep)
         self.interrupt = Interrupt()
         opened.callback(self.interrupt.restore)
-        started = start_notes(config, world, self.adapter, self.policy, self.rollouts, self.evaluators)
-        self.notes = [*started, *rewards.notes]
-        if unread := unread_columns(config, prompts):
-            self.notes.append(f"WARNING: nothing reads the column(s) {', '.join(unread)} of {config.data.prompts}")
+        counts = {name: len(set(evaluator.eval_set.group)) for name, evaluator in self.evaluators.items()}
+        self.notes = [*start_notes(config, world, self.adapter, self.policy, len(prompts), counts), *rewards.notes]
+        self.notes += prompt_warnings(config, prompts, held_out)
         if config.data.cache:
-            state = f"{absent} entries missing" if absent else "complete, no text encoder was loaded"
+            state = f"{absent} entries are encoded now" if absent else "complete, no text encoder was loaded"
             self.notes.append(f"embeddings in {config.data.cache}: {state}")
 
     def _start_folder(self, resume: bool) -> None:
@@ -206,14 +185,14 @@ class Trainer:
         newest = folder.latest() if resume else None
         if newest is not None:
             meta = checkpoint.read(newest, self.policy.state_dict(), world)
-            if meta["prompts"] != fingerprint(self.rollouts.prompts):
-                raise CheckpointError(
-                    f"{config.data.prompts} has different prompts than when {folder.root} was started; "
-                    "resume with the old file, or choose another name"
-                )
+            check_goes_on(config, folder, meta, fingerprint(self.rollouts.prompts))
             self.policy.updates = meta["updates"]
             self.start = meta["step"]
             self.notes.append(f"resumed from {newest}")
+            changed = differences(load(folder.config), config) if world.main and folder.config.is_file() else {}
+            self.notes += [f"changed since: {field} {before} → {now}" for field, (before, now) in changed.items()]
+            if changed:
+                shutil.copyfile(folder.config, folder.old_config(self.start))
         elif resume:
             self.notes.append(f"no checkpoint in {folder.root} yet; starting from step 0")
         if world.main:
@@ -224,7 +203,7 @@ class Trainer:
         world.barrier()
         trackers = open_trackers(config, folder, self.start) if world.main else ()
         self.log = Log(folder, config.train.steps, self.start, trackers=trackers, active=world.main)
-        self.targets = StepTargets(config, self.scorer.rewards, self.weights, world, self.log)
+        self.targets = StepTargets(config, self.scorer.rewards, world, self.log)
 
     # ---- the loop ---------------------------------------------------------------------------------------------------
 
@@ -239,7 +218,10 @@ class Trainer:
             try:
                 self._run()
             except TrainingStopped:
-                self._write_report_after_stop()
+                if self.world.main:
+                    self.interrupt.install()  # torchrun sends SIGTERM as soon as another process has ended
+                    with suppress(OSError):  # a full disk
+                        write_report(self.folder.root)
                 raise
             finally:
                 self.close()
@@ -275,7 +257,7 @@ class Trainer:
                 self._report(done, metrics, clock)
                 if c.eval.every and done % c.eval.every == 0 and "dev" in self.evaluators:
                     self._evaluate(done, "dev")
-                self._saved(wait=self.world.any(self.checkpoints.failed))
+                self._saved()
                 interrupted = self.world.any(self.interrupt.seen)
                 if done % c.checkpoint.every == 0 or interrupted:
                     self._save(done)
@@ -288,14 +270,16 @@ class Trainer:
                 raise
             cause = f"disk full after step {done}" if isinstance(error, OSError) else f"step {done}"
             newest = self.folder.latest()
-            advice = f"continue from {newest} with --resume" if newest else "start again: there is no checkpoint yet"
-            raise TrainingStopped(f"{cause}: {error}\nFree disk space, then {advice}") from error
+            where = f"from {newest}" if newest else "from the start, as there is no checkpoint yet"
+            raise TrainingStopped(f"{cause}: {error}\nFree disk space, then continue {where} with --resume") from error
 
     def step(self, step: int, clock: Clock) -> dict[str, float]:
         """Training step number `step` (from 0): metrics over all ranks."""
         with clock.phase("rollout"):  # samples are judged as soon as they are decoded
             rollout = self._ahead or self.generate(step)
-            self._ahead = self.generate(step + 1, ahead=True) if self._generates_ahead(step + 1) else None
+            c = self.config
+            ahead = c.rollout.staleness and (step + 1) % c.checkpoint.every and step + 1 < c.train.steps
+            self._ahead = self.generate(step + 1, ahead=True) if ahead else None
         stale = self.policy.updates - rollout.updates
         with clock.phase("judge_wait"):
             scores, distances = self.score(step)
@@ -303,7 +287,7 @@ class Trainer:
         with clock.phase("update"):
             metrics |= self.update(step, rollout.batches, targets)
             self.policy.update_old(self.objective.old_decay(step))
-        if self.config.rollout.staleness:
+        if c.rollout.staleness:
             metrics["policy/staleness"] = float(stale)
         if stale:
             metrics.pop("policy/on_policy_error", None)
@@ -336,9 +320,9 @@ class Trainer:
         with self.log.bar("judging", "group", streamed) as bar:
             distances = pixel_distances(self.scorer.generated().values())  # while the judge answers
             scores = self.scorer.finish(bar.update)
-        shown = step + 1 in (1, self.config.train.steps) or (step + 1) % (self.config.eval.every or 50) == 0
-        if self.world.main and shown:
-            save_groups(self.folder.group(step + 1), self.scorer.samples, scores)
+        in_report = step + 1 in (1, self.config.train.steps) or (step + 1) % (self.config.eval.every or 50) == 0
+        if self.world.main and in_report:
+            save_groups(self.folder.group(step + 1), scores)
         everywhere = self.world.gather_slots(distances, self.config.rollout.prompts_per_step)
         return scores, float(everywhere.mean())
 
@@ -346,13 +330,11 @@ class Trainer:
         """The step's optimiser updates, each on its own samples; updates without any signal are skipped on all ranks.
 
         Groups without signal are dropped and cost no forward. A batch that loses samples has another shape than in the
-        rollout, so its first ratio is 1 only up to rounding. Updates with a non-finite gradient are skipped as well;
-        SKIPS in a row raise NonFiniteGradient.
+        rollout, so its first ratio is 1 only up to rounding.
         """
         r = self.config.rollout
         table = list[torch.Tensor]()
         norms = list[float]()
-        skipped = 0
         mask = self.objective.mask(self.config.train, targets).cpu().numpy()  # [P, G]
         places = [(p, g) for p in range(r.prompts_per_step) for g in range(r.group_size)]
         samples = Counter(update_of(self.config, place) for place in places)
@@ -360,26 +342,17 @@ class Trainer:
         counted = self.objective.samples_per_group(r.group_size) / r.group_size
         left = self.rollouts.training_batches(step, batches, mask)
         for update in sorted(trained):
-            own = [batch for batch in left if batch.update == update]
-            table += self.collector.accumulate(own, targets, samples[update] * counted)
-            try:
-                norms.append(self.policy.update(self.world))
-                self._skips = 0
-            except NonFiniteGradient as error:
-                skipped = skipped + 1
-                self._skips = self._skips + 1
-                if self._skips >= SKIPS:
-                    raise NonFiniteGradient(f"{error}, in {SKIPS} updates in a row") from error
+            its_batches = [batch for batch in left if batch.update == update]
+            table += self.collector.accumulate(its_batches, targets, samples[update] * counted)
+            norm = self.policy.update(self.world)
+            if norm is not None:
+                norms.append(norm)
         return policy_metrics(table, self.world, self.collector.metrics) | {
             "grad_norm": float(np.mean(norms)) if norms else 0.0,
+            "lr": self.policy.optimizer.param_groups[0]["lr"],
             "samples_trained": float(mask.sum()),
-            "updates_skipped": float(skipped),
+            "updates_skipped": float(len(trained) - len(norms)),
         }
-
-    def _generates_ahead(self, step: int) -> bool:
-        """Whether a step's samples are generated before the previous step's update; the same on all ranks."""
-        c = self.config
-        return c.rollout.staleness > 0 and step % c.checkpoint.every != 0 and step < c.train.steps
 
     @contextmanager
     def _stopping(self, step: int) -> Iterator[None]:
@@ -389,6 +362,7 @@ class Trainer:
             yield
         except ENDS_A_RUN as error:
             self.policy.optimizer.zero_grad()
+            self._saved(wait=True)
             if self.policy.updates == updates and not isinstance(error, Diverged):
                 advice = f"Checkpoint saved to {self._save(step)}. Fix the cause, then rerun with --resume."
                 self._saved(wait=True)
@@ -405,10 +379,11 @@ class Trainer:
         row = metrics | {f"time/{name}": seconds for name, seconds in clock.seconds.items()}
         self.log.row("train", step, row)
         self.log.step(step, metrics, clock.seconds)
-        for line in step_notes(self.config, step, metrics, first=step == self.start + 1, device=self.world.device):
-            self.log.say(line)
-        if metrics.get("policy/staleness"):
-            self.log.once(f"step {step} {staleness_line(metrics)}", kind="staleness")
+        first = step == self.start + 1
+        if note := on_policy_note(self.config, metrics, first):
+            self.log.once(note, kind=f"on-policy check, first step: {first}")
+        if first:
+            self.log.say(f"peak memory after step {step}: {peak_memory(self.world.device) / 2**30:.2f} GiB")
         if self.on_step and self.world.main:
             self.on_step(step, row)
 
@@ -419,6 +394,7 @@ class Trainer:
             comparison = self.evaluators[name].run(step)
         self.evaluation = comparison.metrics()
         self.summary = comparison.line(step)
+        self.log.win_rate = comparison.win_rate
         self.log.row("eval", step, {"set": name} | self.evaluation | {"time/eval": clock.seconds["eval"]})
         self.log.say(self.summary)
         self.log.missing(f"the evaluation after step {step}", self.evaluators[name].reasons)
@@ -434,9 +410,7 @@ class Trainer:
 
     def _saved(self, wait: bool = False) -> None:
         """Report a checkpoint that has been written since the last call; wait: for the one that is being written."""
-        if wait:
-            self.checkpoints.wait()
-        path = self.checkpoints.completed()
+        path = self.checkpoints.finished(wait)
         if path is not None and self.on_save and self.world.main:
             self.on_save(path)
 
@@ -451,19 +425,21 @@ class Trainer:
         if self.folder.latest() != self.folder.checkpoint(done):
             self._save(done)
         with self.policy.use_ema():
-            export_weights(self.adapter, self.world, self.folder, lora=c.train.lora_rank > 0)
+            self._export()
         self._saved(wait=True)
         if self.world.main:
             self.log.say(f"finished after {done} steps; the result is in {self.folder.root}")
         self.world.barrier()
 
-    def _write_report_after_stop(self) -> None:
-        if self.world.main:
-            interrupt = Interrupt()  # torchrun sends SIGTERM as soon as another process has ended
-            interrupt.install()
-            with suppress(OSError):  # a full disk
-                write_report(self.folder.root)
-            interrupt.restore()
+    def _export(self) -> None:
+        """Write the weights that the model holds, in diffusers format: a LoRA, or the whole pipeline."""
+        lora = self.config.train.lora_rank > 0
+        copies = {} if lora or not self.world.layout.fsdp else full_copies(self.adapter, self.world)
+        product = self.folder.product(lora)
+        if self.world.main and lora:
+            write_folder(product, lambda inside: self.adapter.save_lora(str(inside)))
+        elif self.world.main:
+            write_folder(product, lambda inside: self.adapter.save_full(str(inside), copies))
 
     def close(self) -> None:
         """Let the checkpoint in flight end; stop the judge, restore signal handlers and unlock the run folder."""

@@ -8,12 +8,12 @@ prefgrpo=$1/bin/prefgrpo vllm=$2/bin/vllm port=${PORT:-8211}
 log=$(mktemp)
 # In its own session, so that Ctrl-C reaches only the trainer, which still needs the judge to finish its step.
 setsid "$prefgrpo" judge serve prefgrpo/tiny/assets/judge --vllm "$vllm" --cpu --port "$port" --name judge \
-    --vision-tokens 4 --max-model-len 512 >"$log" 2>&1 &
+    --max-model-len 512 >"$log" 2>&1 &
 server=$!
 trap 'kill "$server" 2>/dev/null || true; wait "$server" 2>/dev/null || true; rm -f "$log"' EXIT
 
 echo "==> starting vLLM on 127.0.0.1:$port (half a minute to two)"
-until "$prefgrpo" judge check --endpoint "http://127.0.0.1:$port" --template caption_match --bias-pairs 0 >/dev/null 2>&1; do
+until "$prefgrpo" judge check --endpoint "http://127.0.0.1:$port" --template caption_match >/dev/null 2>&1; do
     kill -0 "$server" 2>/dev/null || { cat "$log" >&2; echo "error: the judge server did not start" >&2; exit 1; }
     sleep 1
 done

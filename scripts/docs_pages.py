@@ -146,7 +146,8 @@ def fields(kind: Any, prefix: str = "", exclude: Any = ()) -> str:
     lines = list[str]()
     for name, schema in TypeAdapter(kind).json_schema().get("properties", {}).items():
         if name not in exclude:
-            key, default = prefix + name, schema.get("default", "required")
+            key = prefix + name
+            default = schema.get("default", "required")
             lines += [f"[`{key}`](#{key}){{ #{key} }} {plain(accepted_values(schema))}, default `{value(default)}`"]
             lines += [f":   {plain(description(kind, name))}", ""]
     return "\n".join([*lines, ""])
@@ -209,10 +210,12 @@ def rewards() -> str:
     text = "# Options of rewards\n\nIn the entries of `rewards` and `eval.rewards`; [the rewards](../rewards.md).\n\n"
     for name in sorted(REWARDS):
         kind = load_class(name)
-        bases, parameters = kind.__mro__[:-1], inspect.signature(kind).parameters
+        bases = kind.__mro__[:-1]
+        parameters = inspect.signature(kind).parameters
         about = [inspect.cleandoc(kind.__doc__ or "")]
         for part in [*(base.__init__ for base in bases if "__init__" in vars(base)), *bases[1:]]:
-            doc, known = inspect.cleandoc(part.__doc__ or ""), "\n".join(about)
+            doc = inspect.cleandoc(part.__doc__ or "")
+            known = "\n".join(about)
             if any(re.search(rf"\b{name}: ", doc) and not re.search(rf"\b{name}: ", known) for name in parameters):
                 about.append(doc)  # it describes an option that no text so far describes
         options = [option(p) for p in parameters.values()]
@@ -259,7 +262,7 @@ REFERENCE: dict[str, Callable[[], str]] = {
         "Trainer",
         "`from prefgrpo import Trainer, PairwiseJudge`; [with examples](../python.md).",
         *(f"prefgrpo.{name}" for name in ("Trainer", "PairwiseJudge", "Result", "ConfigError", "TrainingStopped")),
-        *(f"prefgrpo.rewards.base.{name}" for name in ("Sample", "Score", "PointwiseReward", "GroupwiseReward")),
+        *(f"prefgrpo.rewards.base.{name}" for name in ("Sample", "Score", "PointwiseReward")),
     ),
     "ops": ops,
     "rewards": rewards,

@@ -27,9 +27,9 @@ from prefgrpo.data.file_names import Generated
 from prefgrpo.data.prompts import DataError, Prompt
 from prefgrpo.judge.verdict import JudgeError
 from prefgrpo.parallel import world as parallel
-from prefgrpo.rewards import RewardSpecError, build, load_class, parse_reward_spec
+from prefgrpo.rewards import RewardSpecError, parse_reward_spec
 from prefgrpo.rewards.base import RewardError, Score
-from prefgrpo.run.judging import reward_options, unsupported
+from prefgrpo.run.judging import Rewards
 
 ALL = "clip,hpsv2,hpsv3,pickscore,unifiedreward_alignment,unifiedreward_style,unifiedreward_coherence"  # the original's
 
@@ -101,20 +101,18 @@ def main() -> int:
     """Score, print the means, write the JSON; returns the exit code."""
     args = parse_args()
     try:
-        weights = parse_reward_spec(args.reward_spec)
+        entries = [RewardEntry(name) for name in parse_reward_spec(args.reward_spec)]
         if args.output_json and args.output_json.is_dir():
             raise ConfigError([f"--output_json: expected a file, {args.output_json} is a folder"])
         files, skipped = match_images(args)
-        classes = {name: load_class(name) for name in weights}
-        if errors := unsupported("image", "--reward_spec:", "the folder holds", classes, ()):
-            raise ConfigError(errors)
         served = JudgeConfig(endpoints=(args.api_url,)) if args.api_url else JudgeConfig()
         config = Config(judge=served)
-        world = parallel.join(args.device)
-        rewards = build(weights, {name: reward_options(config, RewardEntry(name), world) for name in weights})
-        scores = score_files(rewards, files, args.chunk_size, 0, 0.0, world)
-        for reward in rewards.values():
-            reward.close()
+        if args.device == "cpu":
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        world = parallel.join()
+        rewards = Rewards(config, world, ["image"])
+        scores = score_files(rewards.build("--reward_spec", entries, []), files, args.chunk_size, config, world)
+        rewards.close()
         parallel.leave()
     except (ConfigError, DataError, JudgeError, OSError, RewardError, RewardSpecError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # Tests and benchmarks the ops on a GPU machine: builds the extension for the installed GPU, then
-#   tests     runs the ops' tests on it (if pytest and hypothesis are installed);
+#   tests     runs the ops' tests on it;
 #   memcheck  runs compute-sanitizer on a small case;
 #   bench     runs the benchmarks, and writes benchmarks/results/cuda.json and docs/benchmarks.md;
 #   train     times a LoRA step at FLUX.1-dev's real size (benchmarks/bench_train.py), which also needs diffusers,
 #             transformers, peft, 30 GB of disk and an 80 GB GPU.
-# A part that fails does not stop the next one. Needs torch with CUDA, nvcc, cmake, ninja and pybind11; no network.
+# A part that fails does not stop the next one. Needs torch with CUDA, nvcc, cmake, ninja, pybind11, pytest and hypothesis;
+# no network.
 # Usage: scripts/gpu_check.sh [PART …]   (default: tests memcheck bench)
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -30,12 +31,8 @@ ops.winrate_advantage(wins, torch.ones_like(wins))
 torch.cuda.synchronize()'
 
 part_tests() {
-  if "$PYTHON" -c 'import pytest, hypothesis' 2>/dev/null; then
-    "$PYTHON" -m pytest -q -o addopts= -p no:cacheprovider -k "not cuda_kernels_do_not_spill" \
-      tests/test_{gpu,sde_step,policy_loss,noise,ops_advantage,compile,csrc}.py
-  else
-    echo "pytest or hypothesis is not installed: skipping the tests, only the checks in benchmarks/gpu.py will run"
-  fi
+  "$PYTHON" -m pytest -q -o addopts= -p no:cacheprovider -k "not cuda_kernels_do_not_spill" \
+    tests/test_{gpu,sde_step,policy_loss,noise,ops_advantage,compile,csrc}.py
 }
 
 part_memcheck() {

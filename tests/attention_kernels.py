@@ -26,7 +26,7 @@ CALLS: Counter[str] = Counter()
 def check(name, *tensors):
     """Raise what a kernel raises for tensors that it does not take."""
     dtypes = {t.dtype for t in tensors}
-    if name not in ("xformers", "_native_efficient") and not dtypes <= {torch.bfloat16, torch.float16}:
+    if not dtypes <= {torch.bfloat16, torch.float16}:
         raise RuntimeError(f"{name} only supports fp16 and bf16 data types, got {dtypes}")
     if len(dtypes) > 1:
         raise RuntimeError(f"{name}: query, key and value must have the same dtype, got {dtypes}")
@@ -41,10 +41,6 @@ def key_mask(name, mask, batch, keys):
         return None
     if name in UNMASKED:
         raise ValueError(f"`attn_mask` is not supported for {name}")
-    if name == "xformers":
-        if mask.dtype == torch.bool:
-            raise RuntimeError("diffusers adds a boolean mask to xformers' scores")
-        return mask
     return dispatch._normalize_attn_mask(mask, batch, keys)[:, None, None, :] if name in VARLEN else mask
 
 

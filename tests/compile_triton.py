@@ -1,5 +1,6 @@
 """Compiles Triton's kernels to cubins without a GPU and prints one JSON line each: stack, wide accesses, sum layouts.
 
+The ops themselves are called, with a driver that names a GPU; each launch compiles its kernel instead of running it.
 Run as a script, in a process without TRITON_INTERPRET: python compile_triton.py ARCH few|all
 """
 
@@ -9,73 +10,41 @@ import re
 import subprocess
 import sys
 import tempfile
+from functools import partial
+from types import SimpleNamespace
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.runtime import JITFunction, driver
 
-from prefgrpo.kernels import noise, policy_loss, sde_step, winrate
+from prefgrpo.ops import PhiloxNoise, _backend, philox_normal, policy_loss, sde_logp, sde_step, winrate_advantage
 
-F32, BF16, F16 = "fp32", "bf16", "fp16"
-KERNELS = {
-    "step": sde_step.step_kernel,
-    "logp": sde_step.logp_kernel,
-    "finish": sde_step.finish_kernel,
-    "grad": sde_step.grad_kernel,
-    "normal": noise.normal_kernel,
-    "policy": policy_loss.policy_kernel,
-    "winrate": winrate.winrate_kernel,
-}
-IDS = ("index", "sample", "step")
-BITS = ("low", "high", "log_low", "log_high", "adv_clip", "kl_coef", "norm", "offset", "seed_low", "seed_high")
-"""Numbers passed as 64 bits."""
-DTYPES = [(F32, BF16, F32), (F32, F32, F32), (BF16, BF16, BF16), (F32, F32, BF16), (F32, BF16, BF16), (F16, F16, F16)]
+ARCH = int(sys.argv[1])
+FEW = sys.argv[2] == "few"
+F32, BF16 = torch.float32, torch.bfloat16
+DTYPES = [(F32, BF16, F32), (F32, F32, F32), (BF16, BF16, BF16), (F32, F32, BF16), (F32, BF16, BF16)]
 """Of x, v and x': what the ops pass on."""
+NUMBERS = {"round": (16, 4096), "odd": (3, 4097), "one": (1, 1)}
+"""(B, D): sizes divisible by 16 or not, and 1, get code of their own."""
+seen = set()
 
 
-def variants(few):
-    """(kernel, dtypes of x, v and x', constexprs): all that the ops launch, or one per kernel with every option on."""
-    bulk = {"BLOCK": 2048, "HAS_INDEX": True}
-    dtypes = DTYPES[:1] if few else DTYPES
-    flags = (True,) if few else (False, True)
-    noises = [(2, True)] if few else [(0, True), (1, True), (2, True), (2, False)]
-    for d, (kind, aligned), mean in itertools.product(dtypes, noises, flags):
-        yield "step", d, bulk | {"NOISE": kind, "ALIGNED": aligned, "MEAN": mean}
-    for d, kl, guard in itertools.product(dtypes, flags, flags):
-        yield "logp", d, bulk | {"KL": kl, "GUARD": guard}
-        yield "grad", d, bulk | {"LOGP": True, "KL": kl, "GUARD": guard}
-    if not few:
-        yield "grad", DTYPES[0], bulk | {"LOGP": False, "KL": True, "GUARD": False}
-        yield "step", DTYPES[0], bulk | {"NOISE": 1, "ALIGNED": True, "MEAN": True, "HAS_INDEX": False}
-    yield "normal", DTYPES[0], {"BLOCK": 2048, "ALIGNED": True}
-    for kl, guard in itertools.product(flags, flags):
-        yield "finish", DTYPES[0], {"BLOCK": 512, "HAS_INDEX": True, "KL": kl, "GUARD": guard}
-    for weight, kl, ratio in itertools.product(flags, flags, flags):
-        yield "policy", DTYPES[0], {"BLOCK": 512, "WEIGHT": weight, "KL": kl, "RATIO": ratio}
-    for std, block in itertools.product(flags, (2, 32, 64) if not few else (32,)):
-        yield "winrate", DTYPES[0], {"BLOCK": block, "USE_STD": std}
-
-
-def source(kernel, dtypes, fixed, numbers):
-    """The kernel for arguments of these types. numbers: \"round\" (divisible by 16), \"odd\" or \"one\" (1)."""
-    velocity = dict.fromkeys(("v", "ref", "old", "dv"), dtypes[1])
-    kinds = {"x": dtypes[0], "y": dtypes[2], "out": dtypes[2], **velocity, **dict.fromkeys(IDS, "i64")}
-    types = {}
-    constants = {}
-    attributes = {}
-    for k, p in enumerate(kernel.params):
-        name = p.name.removesuffix("_ptr")
-        whole = not p.is_constexpr and not p.name.endswith("_ptr")
-        if p.is_constexpr or (whole and numbers == "one" and name not in (*BITS, "eps")):
-            types[p.name] = "constexpr"
-            constants[(k,)] = fixed.get(p.name, 1)
-        elif p.name.endswith("_ptr"):
-            types[p.name] = f"*{kinds.get(name, F32)}"
-        else:
-            types[p.name] = "i64" if name in BITS else F32 if name == "eps" else "i32"
-        if numbers == "round" and not p.is_constexpr and name not in (*BITS, "eps"):
-            attributes[(k,)] = [["tt.divisibility", 16]]
-    return ASTSource(kernel, types, constants, attributes)
+def compile_instead(kernel: JITFunction, about: dict, *args: object, **options: object) -> None:
+    """Compile what this launch would run, once, and print what it became."""
+    compiled = kernel.run(*args, grid=(1,), warmup=True, **options)
+    if compiled.hash in seen:
+        return
+    seen.add(compiled.hash)
+    ptx = compiled.asm["ptx"]
+    stack, instructions = inspect(compiled.asm["cubin"])
+    named = dict(zip(kernel.arg_names, args, strict=False)) | options
+    line = about | {"kernel": kernel.fn.__name__.removesuffix("_kernel"), "arch": ARCH, "stack": stack}
+    line["fixed"] = {name: named[name] for name in ("NOISE", "ALIGNED") if name in named}
+    line["wide"] = [len(re.findall(rf"{op}\.global[.\w]*\.v4", ptx)) for op in ("ld", "st")]
+    line["fused"] = len(re.findall(r"\bfma\.rn\.f32", ptx))
+    line |= {"per_element": instructions * 128 / 2048, "sum": sum_layout(compiled.asm["ttgir"])}
+    print(json.dumps(line), flush=True)
 
 
 def inspect(cubin: bytes) -> tuple[int, int]:
@@ -95,21 +64,56 @@ def sum_layout(ir: str) -> str:
     return re.search(rf"{names[0]} = (.*)", ir)[1] if names else ""
 
 
+def latents(numbers: str, x_dtype: torch.dtype, v_dtype: torch.dtype, y_dtype: torch.dtype) -> None:
+    """A step with every kind of noise, and replays with their gradients: all that the ops launch, or the largest."""
+    batch, dim = NUMBERS[numbers]
+
+    def zeros(dtype: torch.dtype) -> torch.Tensor:  # odd ones begin off a multiple of 16 bytes
+        start = int(numbers == "odd")
+        return torch.zeros(batch * dim + start, dtype=dtype)[start:].view(batch, dim)
+
+    x, v, y, eps = map(zeros, (x_dtype, v_dtype, y_dtype, F32))
+    coef, ids = torch.zeros(batch, 5), torch.arange(batch)
+    noises = [PhiloxNoise(1, ids, ids, 4), PhiloxNoise(1, ids, ids, 3), eps, None]
+    for noise, mean, index in (
+        [(noises[0], True, ids)] if FEW else itertools.product(noises, (False, True), (ids, None))
+    ):
+        sde_step(x, v, coef, index, noise=noise, out_dtype=y_dtype, want_mean=mean)
+    for ref, old in [(v, v)] if FEW else itertools.product((None, v), repeat=2):
+        leaf = v.clone().requires_grad_()
+        out = sde_logp(x, leaf, y, coef, ids, v_ref=ref, v_old=old)
+        sum(t.sum() for t in out if t is not None).backward()
+        if ref is not None and not FEW:
+            leaf = v.clone().requires_grad_()
+            sde_logp(x, leaf, y, coef, ids, v_ref=ref).kl.sum().backward()
+
+
+def small(batch: int, dim: int) -> None:
+    """The other ops."""
+    ids = torch.arange(batch)
+    column = torch.zeros(batch)
+    philox_normal(1, ids, ids, dim)
+    for group, std in itertools.product((2, 24, 64), ("group", "none")):
+        winrate_advantage(torch.zeros(batch, group, group), torch.zeros(batch, group, group), std=std)
+    for log_ratio, weight, kl in itertools.product((None, column), repeat=3):
+        policy_loss(column, column, column, clip_low=0.1, log_ratio=log_ratio, weight=weight, kl=kl)
+
+
 def main() -> None:
     """Compile the kernels for one architecture."""
-    arch = int(sys.argv[1])
-    few = sys.argv[2] == "few"
-    for name, dtypes, fixed in variants(few):
-        for numbers in ("round",) if few or dtypes not in DTYPES[:2] else ("round", "odd", "one"):
-            program = source(KERNELS[name], dtypes, fixed, numbers)
-            done = triton.compile(program, target=GPUTarget("cuda", arch, 32), options={"enable_fp_fusion": False})
-            ptx = done.asm["ptx"]
-            stack, instructions = inspect(done.asm["cubin"])
-            wide = [len(re.findall(rf"{op}\.global[.\w]*\.v4", ptx)) for op in ("ld", "st")]
-            line = {"kernel": name, "arch": arch, "dtypes": dtypes, "fixed": fixed, "numbers": numbers, "wide": wide}
-            line |= {"stack": stack, "per_element": instructions * 128 / 2048, "sum": sum_layout(done.asm["ttgir"])}
-            line["fused"] = len(re.findall(r"\bfma\.rn\.f32", ptx))
-            print(json.dumps(line), flush=True)
+    target = GPUTarget("cuda", ARCH, 32)
+    get = {"get_current_device": lambda: 0, "get_current_stream": lambda _: 0, "get_current_target": lambda: target}
+    driver.set_active(SimpleNamespace(**get))
+    _backend._select = lambda device, choice: "triton"
+    about: dict = {}
+    JITFunction.__getitem__ = lambda kernel, grid: partial(compile_instead, kernel, about)
+    for numbers, size in NUMBERS.items():
+        for dtypes in DTYPES[:1] if FEW else DTYPES if numbers == "round" else DTYPES[:2]:
+            about |= {"numbers": numbers, "dtypes": [str(d) for d in dtypes]}
+            latents(numbers, *dtypes)
+        small(*size)
+        if FEW:
+            break
 
 
 if __name__ == "__main__":

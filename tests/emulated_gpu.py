@@ -21,9 +21,9 @@ REPORT = emulator.REPORT
 
 def note_phases():
     """Label what the report counts with the phase of the training step."""
-    from prefgrpo.run import clock as clocks
+    from prefgrpo.run.log import Clock
 
-    real = clocks.Clock.phase
+    real = Clock.phase
 
     @contextlib.contextmanager
     def phase(clock, name):
@@ -35,7 +35,7 @@ def note_phases():
         finally:
             REPORT.phase = before
 
-    clocks.Clock.phase = phase
+    Clock.phase = phase
 
 
 def run(argv):

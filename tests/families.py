@@ -16,11 +16,13 @@ import torch
 from PIL import Image
 
 from prefgrpo import models
+from prefgrpo.config.loading import from_dict
 from prefgrpo.config.schema import SamplingConfig
+from prefgrpo.data.prompts import Prompt
 from prefgrpo.integrations.rotary import stock_rotary
 from prefgrpo.models.condition import Condition, collate
 from prefgrpo.models.wan import NEGATIVE
-from prefgrpo.rollout.embeddings import Embeddings
+from prefgrpo.rollout.embeddings import Embeddings, entries_of
 from prefgrpo.rollout.rollout import rollout
 from prefgrpo.rollout.sources import Sources
 from prefgrpo.sde.noise import initial_latents
@@ -147,7 +149,7 @@ def folder(family, **scheduler):
 
 def load(case, path=None, dtype=torch.float32, device=CPU, **options):
     """The adapter loaded from a folder (default: the family's tiny pipeline)."""
-    return models.load(case.family, str(path or folder(case.family)), dtype, device, **options)
+    return models.family(case.family).load(str(path or folder(case.family)), dtype, device, **options)
 
 
 def in_files(images):
@@ -161,7 +163,22 @@ def in_files(images):
 
 def conditions(adapter, case, prompts=PROMPTS, size=SIZES[0]):
     sources = [in_files(case.images(number, size)) for number in range(len(prompts))]
-    return collate(Embeddings(adapter, case.max_length)(prompts, case.sampling(size), sources))
+    return collate(embed(cache(case), adapter, prompts, case.sampling(size), sources))
+
+
+def cache(case, cached_in="", path=None, dtype="fp32", **options):
+    """The embeddings of a family's tiny pipeline, kept in the folder `cached_in`."""
+    data = {"prompts": "p", "max_length": case.max_length, "cache": str(cached_in)}
+    content = {"model": str(path or folder(case.family)), "family": case.family, "dtype": dtype, "data": data}
+    return Embeddings(from_dict(content), **options)
+
+
+def embed(embeddings, adapter, texts, sampling, sources=None):
+    """Conditions of texts with sources of any size; training fits sources to the output."""
+    prompts = [Prompt(k, text) for k, text in enumerate(texts)]
+    pairs = zip(prompts, sources or [Sources()] * len(texts), strict=True)
+    guided = adapter.guided(sampling)
+    return embeddings.conditions(adapter, [entries_of(type(adapter), p, s, sampling, guided) for p, s in pairs])
 
 
 def policy(case, scale=0.05, **options):
@@ -254,24 +271,8 @@ def one_or_list(images):
     return images[0] if len(images) == 1 else list(images)
 
 
-def imitate_cuda_autocast():
-    """Make CPU norms behave as under CUDA's autocast, where torch runs them in fp32 and returns fp32."""
-    for name in ("rms_norm", "layer_norm", "group_norm"):
-        real = getattr(torch.nn.functional, name)
-
-        def norm(x, *args, real=real, **kwargs):
-            if not torch.is_autocast_enabled("cpu"):
-                return real(x, *args, **kwargs)
-            with torch.autocast("cpu", enabled=False):
-                args = [a.float() if isinstance(a, torch.Tensor) else a for a in args]
-                kwargs = {k: a.float() if isinstance(a, torch.Tensor) else a for k, a in kwargs.items()}
-                return real(x.float(), *args, **kwargs)
-
-        setattr(torch.nn.functional, name, norm)
-
-
 EDIT_PLUS = "diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus"
-RESIZERS = (EDIT_PLUS, EDIT_PLUS.removesuffix("_plus"), "prefgrpo.models.qwen_image_edit")
+RESIZERS = (EDIT_PLUS, EDIT_PLUS.removesuffix("_plus"), "prefgrpo.models.qwen_image")
 
 
 @contextmanager

@@ -1,7 +1,7 @@
-"""Every step function and mode that we replace: one call that fits ours and the peer's, and the fp64 reference."""
+"""Every step function and mode that we replace: one call that fits ours and the peer's, and its formulas in fp64."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import peers
@@ -13,6 +13,7 @@ from diffusers.utils.torch_utils import randn_tensor
 from prefgrpo.integrations import dance_grpo, flow_factory, flow_grpo, pref_grpo
 
 T = 10
+F32, BF16 = torch.float32, torch.bfloat16
 
 
 def euler(shift=3.0, steps=T):
@@ -27,7 +28,7 @@ def unipc():
     return scheduler
 
 
-def batch(shape, seed=0, dtype=torch.float32):
+def batch(shape, seed=0, dtype=F32):
     g = torch.Generator().manual_seed(seed)
     return [torch.randn(shape, generator=g).to(dtype) for _ in range(2)]
 
@@ -57,31 +58,35 @@ class FactoryScheduler(FlowMatchEulerDiscreteScheduler):
 
 @dataclass
 class Case:
-    """One function in one mode. call(f, x, v, steps, stored) → named outputs; law(x, v, σ, σ') → (μ, s, std_dev_t)."""
+    """One function in one mode."""
 
     name: str
     sigmas: torch.Tensor
     call: Callable[..., dict[str, Any]]
+    """(f, x, v, step numbers, stored x' or None) → named outputs."""
     law: Callable[..., tuple[Any, ...]]
+    """(x, v, σ, σ') → (μ, s, further outputs by name), all fp64."""
     theirs: Callable[[Any], Callable[..., Any]]
     ours: Callable[..., Any]
-    square: bool = False  # the log-prob drops the variance
-    dtypes: tuple[torch.dtype, torch.dtype] = (torch.float32, torch.float32)  # latents, model output
-    one_step: bool = False  # one step index for the whole batch
-    rounded: torch.dtype | None = None  # dtype to which x' is rounded before it is scored
-    expected: dict[str, Callable[..., Any]] = field(default_factory=dict)  # further outputs from (x, v, σ, σ', s, std)
+    square: bool = False
+    """Whether the log-prob drops the variance."""
+    dtypes: tuple[torch.dtype, torch.dtype] = (F32, F32)
+    """Of latents and model output."""
+    one_step: bool = False
+    """Whether the whole batch has one step number."""
+    rounded: torch.dtype | None = None
+    """Dtype to which x' is rounded before it is scored."""
 
     def truth(self, x, v, steps):
         """Named fp64 outputs other than logp, with the noise that `call` draws; always includes `s`."""
         view = () if self.one_step else (-1, *([1] * (x.dim() - 1)))
         sigma, after = (self.sigmas[torch.as_tensor(steps) + k].double().view(view) for k in (0, 1))
-        mean, s, std = self.law(x, v, sigma, after)
-        noise = randn_tensor(x.shape, seeded(), dtype=v.dtype if self.one_step else torch.float32)
+        mean, s, others = self.law(x, v, sigma, after)
+        noise = randn_tensor(x.shape, seeded(), dtype=v.dtype if self.one_step else F32)
         if "dance" in self.name:  # of the global generator, in fp32
             torch.manual_seed(7)
             noise = torch.randn(x.shape)
-        expected = {name: f(x, v, sigma, after, s, std) for name, f in self.expected.items()}
-        return {"mean": mean, "s": s, "x'": mean + s * noise.double()} | expected
+        return {"mean": mean, "s": s, "x'": mean + s * noise.double()} | others
 
     def score(self, x_next, truth):
         if self.square:
@@ -90,31 +95,29 @@ class Case:
 
 
 def flow_grpo_case(sde_type, eta):
-    scheduler, path = euler(), "flow_grpo.diffusers_patch.sd3_sde_with_logprob"
+    scheduler = euler()
 
     def call(f, x, v, steps, stored=None):
+        options = {"prev_sample": stored, "sde_type": sde_type, "return_sqrt_dt": True}
         generator = seeded() if stored is None else None
-        t = scheduler.timesteps[steps]
-        out = f(
-            scheduler, v, t, x, eta, prev_sample=stored, generator=generator, sde_type=sde_type, return_sqrt_dt=True
-        )
+        out = f(scheduler, v, scheduler.timesteps[steps], x, eta, generator=generator, **options)
         return dict(zip(("x'", "logp", "mean", "std", "sqrt_dt"), out, strict=True))
 
-    def law(x, v, sigma, after):
-        if sde_type == "cps":
-            return sde_formulas.cps(x, v, sigma, after, eta)
-        return sde_formulas.flow(x, v, sigma, after, eta, scheduler.sigmas[1])
+    def law(x, v, *sigmas):
+        rest = (eta,) if sde_type == "cps" else (eta, scheduler.sigmas[1])
+        mean, s, std = (sde_formulas.cps if sde_type == "cps" else sde_formulas.flow)(x, v, *sigmas, *rest)
+        return mean, s, {"std": std, "sqrt_dt": (sigmas[0] - sigmas[1]).sqrt()}
 
+    path = "flow_grpo.diffusers_patch.sd3_sde_with_logprob"
     return Case(
         f"flow_grpo {sde_type} {eta}", scheduler.sigmas, call, law,
         lambda patch: peers.module("flow_grpo", path, patch).sde_step_with_logprob,
         flow_grpo.sde_step_with_logprob, square=sde_type == "cps",
-        expected={"std": lambda *a: a[5], "sqrt_dt": lambda x, v, sigma, after, *_: (sigma - after).sqrt()},
     )  # fmt: skip
 
 
 def wan_case(determistic):
-    scheduler, path = unipc(), "flow_grpo.diffusers_patch.wan_pipeline_with_logprob"
+    scheduler = unipc()
 
     def call(f, x, v, steps, stored=None):
         options = {"determistic": determistic, "return_dt_and_std_dev_t": True}
@@ -122,18 +125,20 @@ def wan_case(determistic):
         out = f(scheduler, v, scheduler.timesteps[steps], x, **given, **options)
         return dict(zip(("x'", "logp", "mean", "std", "sqrt_dt"), out, strict=True))
 
-    expected = {"std": lambda *a: a[5], "sqrt_dt": lambda x, v, sigma, after, *_: (sigma - after).sqrt()}
-    if determistic:
-        expected["x'"] = lambda x, v, sigma, after, *_: x + (after - sigma) * v
+    def law(x, v, sigma, after):
+        mean, s, std = sde_formulas.wan(x, v, sigma, after, scheduler.sigmas[1], scheduler.sigmas[-1])
+        ode = {"x'": x + (after - sigma) * v} if determistic else {}
+        return mean, s, {"std": std, "sqrt_dt": (sigma - after).sqrt()} | ode
+
+    path = "flow_grpo.diffusers_patch.wan_pipeline_with_logprob"
     return Case(
-        f"flow_grpo Wan{' determistic' if determistic else ''}", scheduler.sigmas, call,
-        lambda x, v, *s: sde_formulas.wan(x, v, *s, scheduler.sigmas[1], scheduler.sigmas[-1]),
-        lambda patch: peers.module("flow_grpo", path, patch).sde_step_with_logprob,
-        flow_grpo.wan_sde_step_with_logprob, expected=expected,
+        f"flow_grpo Wan{' determistic' if determistic else ''}", scheduler.sigmas, call, law,
+        lambda patch: peers.module("flow_grpo", path, patch).sde_step_with_logprob, flow_grpo.wan_sde_step_with_logprob,
     )  # fmt: skip
 
 
-X0 = {"x0": lambda x, v, sigma, *_: x.double() - sigma * v.double()}
+def x0(x, v, sigma):
+    return x.double() - sigma * v.double()
 
 
 def dance_case(sde_solver):
@@ -145,12 +150,14 @@ def dance_case(sde_solver):
         drift = f(v, x, 0.3, sigmas, step, None, False, sde_solver)
         return dict(zip(("x'", "x0", "logp", "mean"), (*out, drift[0]), strict=True))
 
+    def law(x, v, sigma, after):
+        mean, s, _ = sde_formulas.dance(x, v, sigma, after, 0.3, sde_solver)
+        return mean, s, {"x0": x0(x, v, sigma)}
+
+    file, module = "fastvideo/train_grpo_flux.py", "fastvideo.train_grpo_flux"
     return Case(
-        f"dance_grpo flux_step{'' if sde_solver else ' without sde_solver'}", sigmas, call,
-        lambda x, v, *s: sde_formulas.dance(x, v, *s, 0.3, sde_solver),
-        lambda patch: peers.functions(
-            "dance_grpo", "fastvideo/train_grpo_flux.py", "fastvideo.train_grpo_flux", patch).flux_step,
-        dance_grpo.flux_step, one_step=True, expected=X0,
+        f"dance_grpo flux_step{'' if sde_solver else ' without sde_solver'}", sigmas, call, law,
+        lambda patch: peers.functions("dance_grpo", file, module, patch).flux_step, dance_grpo.flux_step, one_step=True,
     )  # fmt: skip
 
 
@@ -163,16 +170,17 @@ def pref_case(kind, dtype):
         out = f(v, x, eta, sigmas, step, stored, *extra, return_stats=True)
         return dict(zip(("x'", "x0", "logp", "mean", "s", "dt"), out, strict=True))
 
-    def law(x, v, *s):
-        return sde_formulas.flow(x, v, *s, eta, sigmas[1]) if kind == "flow" else sde_formulas.dance(x, v, *s, eta)
+    def law(x, v, sigma, after):
+        rest = (eta, sigmas[1]) if kind == "flow" else (eta,)
+        mean, s, _ = getattr(sde_formulas, kind)(x, v, sigma, after, *rest)
+        sign = 1 if kind == "flow" else -1
+        return mean, s, {"x0": x0(x, v, sigma), "dt": sign * (after - sigma)}
 
-    sign = 1 if kind == "flow" else -1
+    file = ("pref_grpo", "fastvideo/grpo/steps.py", "fastvideo.grpo.steps")
     return Case(
         f"pref_grpo {name} {str(dtype)[6:]}", sigmas, call, law,
-        lambda patch: getattr(
-            peers.file_module("pref_grpo", "fastvideo/grpo/steps.py", "fastvideo.grpo.steps", patch), name),
-        getattr(pref_grpo, name), dtypes=(torch.float32, dtype), one_step=True,
-        expected={**X0, "dt": lambda x, v, sigma, after, *_: sign * (after - sigma)},
+        lambda patch: getattr(peers.file_module(*file, patch), name),
+        getattr(pref_grpo, name), dtypes=(F32, dtype), one_step=True,
     )  # fmt: skip
 
 
@@ -180,31 +188,29 @@ def factory_case(dynamics, dtype):
     scheduler = FactoryScheduler(dynamics)
 
     def call(f, x, v, steps, stored=None):
-        t, stored = scheduler.timesteps[steps], None if stored is None else stored.to(dtype)
-        out = f(scheduler, v, t, x, stored, generator=seeded(), noise_level=0.6, return_dict=False)
-        x_next, mean, _, logp, std, dt = out
+        stored = None if stored is None else stored.to(dtype)
+        options = {"generator": seeded(), "noise_level": 0.6, "return_dict": False}
+        x_next, mean, _, logp, std, dt = f(scheduler, v, scheduler.timesteps[steps], x, stored, **options)
         return {"x'": x_next, "mean": mean, "logp": logp, "std": std, "dt": dt}
 
     def law(x, v, sigma, after):
-        zero = 0 * sigma
-        return {
-            "Flow-SDE": lambda: sde_formulas.flow(x, v, sigma, after, 0.6, scheduler.sigmas[1]),
-            "Dance-SDE": lambda: (*sde_formulas.dance(x, v, sigma, after, 0.6)[:2], zero + 0.6),
-            "CPS": lambda: sde_formulas.cps(x, v, sigma, after, 0.6),
-            "ODE": lambda: (x.double() + (after - sigma) * v.double(), zero, zero),
-        }[dynamics]()
+        if dynamics == "ODE":
+            mean, s, std = x.double() + (after - sigma) * v.double(), 0 * sigma, 0 * sigma
+        elif dynamics == "Flow-SDE":
+            mean, s, std = sde_formulas.flow(x, v, sigma, after, 0.6, scheduler.sigmas[1])
+        else:
+            mean, s, std = (sde_formulas.cps if dynamics == "CPS" else sde_formulas.dance)(x, v, sigma, after, 0.6)
+        return mean, s, {"std": 0 * sigma + 0.6 if dynamics == "Dance-SDE" else std, "dt": after - sigma}
 
     path = "flow_factory.scheduler.flow_match_euler_discrete"
     return Case(
         f"flow_factory {dynamics} {str(dtype)[6:]}", scheduler.sigmas, call, law,
         lambda patch: peers.module("flow_factory", path, patch).FlowMatchEulerDiscreteSDEScheduler.step,
         flow_factory.step, square=dynamics == "CPS", dtypes=(dtype, dtype),
-        rounded=dtype if dynamics != "ODE" else None,
-        expected={"std": lambda *a: a[5], "dt": lambda x, v, sigma, after, *_: after - sigma},
+        rounded=None if dynamics == "ODE" else dtype,
     )  # fmt: skip
 
 
-F32, BF16 = torch.float32, torch.bfloat16
 CASES = [
     *(flow_grpo_case(*mode) for mode in (("sde", 0.7), ("sde", 1.2), ("cps", 0.8))),
     *(wan_case(determistic) for determistic in (False, True)),

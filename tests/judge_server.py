@@ -39,7 +39,6 @@ class JudgeServer:
     """`fault` is injected into the next `count` chat requests (-1: all of them); see `_misbehave`."""
 
     model = MODEL
-    root = ""
     listing = ""
     version = "0.32.0+cpu"
     key = ""
@@ -95,15 +94,13 @@ class JudgeServer:
             return _error(401, "Unauthorized")
         if self.listing:
             return web.Response(text=self.listing, content_type="text/html")
-        owner = "vllm" if self.vllm else "someone"
-        row = {"id": self.model, "owned_by": owner} | ({"root": self.root} if self.root else {})
-        return web.json_response({"object": "list", "data": [row]})
+        return web.json_response({"object": "list", "data": [{"id": self.model}]})
 
     async def _version(self, _: web.Request) -> web.Response:
-        return web.json_response({"version": self.version})
+        return web.json_response({"version": self.version}) if self.vllm else _error(404, "no such path")
 
     async def _health(self, _: web.Request) -> web.Response:
-        if self.fault in ("hang", "mute"):
+        if self.fault == "mute" or (self.fault == "hang" and self.in_flight):
             await asyncio.sleep(3600)
         return web.Response(status=503 if self.fault == "sick" else 200)
 
@@ -197,8 +194,8 @@ class JudgeServer:
                 return web.Response(body=json.dumps(good)[:40], content_type="application/json")
             case "html":
                 return web.Response(text="<html>It works!</html>", content_type="text/html")
-            case "gzip" | "bomb":
-                small = _zipped(json.dumps(good).encode(), 64 * (kind == "bomb"))
+            case "bomb":
+                small = _zipped(json.dumps(good).encode(), 64)
                 return web.Response(body=small, headers={"Content-Encoding": "gzip"})
             case "endless":
                 stream = web.StreamResponse()
@@ -207,8 +204,6 @@ class JudgeServer:
                     while True:
                         await stream.write(b" " * (1 << 16))
                 return stream
-            case "named":
-                good["model"] = detail
             case "contradict":
                 good = self._says(3.0)  # always prefers the first, whatever is shown
             case "drop" | "truncated" | "drip":

@@ -1,6 +1,6 @@
 """Locates checkouts of the peers for tests that run their real code: PREFGRPO_PEERS=folder, with one folder per peer.
 
-None of their code is in this repository. docs/integrations.md lists the commits that we compared with.
+None of their code is in this repository. docs/ops.md lists the commits that we compared with.
 """
 
 import ast
@@ -23,6 +23,8 @@ FOLDERS = {
     "flow_factory": "Flow-Factory/src",
     "verl_omni": "verl-omni",
     "paco": "PaCo-RL/PaCo-GRPO",
+    "geneval2": "GenEval2",
+    "imgedit": "ImgEdit",
 }
 
 
@@ -55,7 +57,7 @@ def module(codebase, name, monkeypatch):
 
 def other_version(codebase, what):
     """Skip the test: the checkout is not the version that we compared with."""
-    pytest.skip(f"another version of {codebase}: it {what}; docs/integrations.md names the commit")
+    pytest.skip(f"another version of {codebase}: it {what}; docs/ops.md names the commit")
 
 
 def same_parameters(codebase, theirs, ours):
@@ -94,7 +96,10 @@ def define(made, path, nodes):
 
 def file_module(codebase, file, module_name, monkeypatch):
     """One file of the peer as a module, without its package's __init__."""
-    spec = importlib.util.spec_from_file_location(module_name, folder(codebase) / file)
+    path = folder(codebase) / file
+    if not path.is_file():
+        other_version(codebase, f"has no {file}")
+    spec = importlib.util.spec_from_file_location(module_name, path)
     made = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, module_name, made)
     spec.loader.exec_module(made)

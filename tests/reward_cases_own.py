@@ -1,11 +1,12 @@
 """Tiny random checkpoints, in the published file formats, for the rewards that need a separate environment.
 
 The formats: flat Qwen2-VL config.json and key names of 2024 (`visual.…`, `model.layers.…`), HPSv3's one safetensors
-file with the head, VideoReward's model.pth with peft key names or adapters plus non_lora_state_dict.pth, ImageReward.pt
+file with the head, VideoReward's model.pth with peft key names, ImageReward.pt
 with med_config.json, and a detector and a CLIP as transformers saves them.
 """
 
 import json
+import re
 from pathlib import Path
 
 import torch
@@ -101,36 +102,31 @@ NORMS = {"VQ_mean": 3.5, "VQ_std": 2.0, "MQ_mean": 1.25, "MQ_std": 1.5, "TA_mean
 RANK, ALPHA = 4, 8
 
 
-def videoalign(folder: Path, full: bool = True, outputs: int = 3) -> dict[str, object]:
-    """Options of a tiny VideoReward: a full model.pth with peft's key names, or adapters plus non-LoRA weights."""
+def videoalign(folder: Path) -> dict[str, object]:
+    """Options of a tiny VideoReward: a model.pth with peft's key names."""
     base = qwen2vl(folder / "base")
     tensors = with_tokens(base, 3, 3)
     generator = torch.Generator().manual_seed(4)
-    adapted = [k for k in tensors if k.startswith("model.layers.") and "_proj.weight" in k]
+    stems = [k.removesuffix(".weight") for k in tensors if k.startswith("model.layers.") and "_proj.weight" in k]
     pairs: dict[str, torch.Tensor] = {}
-    for name in adapted:
-        out, inner = tensors[name].shape
-        stem = f"base_model.model.{name.removesuffix('.weight')}"
-        pairs[f"{stem}.lora_A.weight"] = 0.2 * torch.randn(RANK, inner, generator=generator)
-        pairs[f"{stem}.lora_B.weight"] = 0.2 * torch.randn(out, RANK, generator=generator)
-    head = {"base_model.model.rm_head.weight": torch.randn(outputs, WIDTH, generator=generator)}
+    for stem in stems:
+        out, inner = tensors[f"{stem}.weight"].shape
+        lora = f"base_model.model.{stem}"
+        pairs[f"{lora}.lora_A.default.weight"] = 0.2 * torch.randn(RANK, inner, generator=generator)
+        pairs[f"{lora}.lora_B.default.weight"] = 0.2 * torch.randn(out, RANK, generator=generator)
+    head = {"base_model.model.rm_head.weight": torch.randn(3, WIDTH, generator=generator)}
     place = folder / "reward" / "checkpoint-7"
     place.mkdir(parents=True)
-    if full:
-        named = {f"base_model.model.{k.replace('.weight', '.base_layer.weight') if k in adapted else k.replace('.bias', '.base_layer.bias') if k.replace('.bias', '.weight') in adapted else k}": v for k, v in tensors.items()}  # fmt: skip  # noqa: E501
-        torch.save(named | head | {k.replace("_A.", "_A.default.").replace("_B.", "_B.default."): v for k, v in pairs.items()}, place / "model.pth")  # fmt: skip  # noqa: E501
-    else:
-        rest = {f"base_model.model.{k}": v for k, v in tensors.items() if "embed_tokens" in k or "merger" in k}
-        torch.save(rest | head, place / "non_lora_state_dict.pth")
-        save_file(pairs, place / "adapter_model.safetensors")
-        blank = {k: torch.zeros(ROWS, WIDTH) for k in ("model.embed_tokens.weight", "lm_head.weight")}
-        save_file(tensors | blank, base / "model.safetensors", metadata={"format": "pt"})
+    base_names = {f"{stem}.weight": f"{stem}.base_layer.weight" for stem in stems}
+    base_names |= {f"{stem}.bias": f"{stem}.base_layer.bias" for stem in stems}
+    named = {f"base_model.model.{base_names.get(name, name)}": tensor for name, tensor in tensors.items()}
+    torch.save(named | head | pairs, place / "model.pth")
     config = {
         "data_config": {"meta_data": "", "data_dir": "", "max_frame_pixels": 8 * 28 * 28, "num_frames": None,
                         "fps": 2.0, "eval_dim": ["VQ", "MQ", "TA"], "prompt_template_type": "detailed_special",
                         "sample_type": "uniform"},
         "training_args": {},
-        "model_config": {"model_name_or_path": str(base), "output_dim": outputs, "use_special_tokens": True,
+        "model_config": {"model_name_or_path": str(base), "output_dim": 3, "use_special_tokens": True,
                          "reward_token": "special", "torch_dtype": "float32"},
         "peft_lora_config": {"lora_enable": True, "lora_r": RANK, "lora_alpha": ALPHA, "use_rslora": False,
                              "lora_namespan_exclude": ["lm_head", "rm_head", "embed_tokens", "visual"]},
@@ -150,48 +146,38 @@ def bert_tokenizer(folder: Path) -> Path:
     return folder
 
 
-def imagereward(folder: Path, width: int = 64, depth: int = 2, side: int = 32, text: int = 48) -> dict[str, object]:
+PUBLISHED = (
+    (r"^embeddings.class_embedding", "cls_token"), (r"^embeddings.position_embedding", "pos_embed"),
+    (r"^embeddings.patch_embedding", "patch_embed.proj"), (r"^encoder.layers", "blocks"), (r"^post_layernorm", "norm"),
+    (r"\.layer_norm", ".norm"), (r"\.self_attn.projection", ".attn.proj"), (r"\.self_attn", ".attn"),
+)  # fmt: skip
+"""transformers' names of the weights of BLIP's vision tower, and those in ImageReward.pt."""
+
+
+def imagereward(folder: Path) -> dict[str, object]:
     """Saves a tiny ImageReward in its published format; returns the reward's options."""
+    from transformers import BlipTextConfig, BlipTextModel, BlipVisionConfig, BlipVisionModel
+
+    settings = {"hidden_act": "gelu", "hidden_size": 48, "intermediate_size": 96, "layer_norm_eps": 1e-12,
+                "max_position_embeddings": 64, "num_attention_heads": 4, "num_hidden_layers": 2,
+                "vocab_size": 90}  # fmt: skip
+    size = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 1}
+    vision = BlipVisionModel(BlipVisionConfig(image_size=32, patch_size=16, **size))
+    text = BlipTextModel(BlipTextConfig(encoder_hidden_size=64, **settings), add_pooling_layer=False)
+    sizes = zip((0, 2, 4, 6, 7), (48, 1024, 128, 64, 16), (1024, 128, 64, 16, 1), strict=True)
+    head = torch.nn.ModuleDict({str(k): torch.nn.Linear(a, b) for k, a, b in sizes})
+    tensors = {f"mlp.layers.{k}": v for k, v in head.state_dict().items()}
+    tensors |= {f"blip.text_encoder.{k}": v for k, v in text.state_dict().items()}
+    for name, tensor in vision.state_dict().items():
+        for ours, theirs in PUBLISHED:
+            name = re.sub(ours, theirs, name)
+        tensors[f"blip.visual_encoder.{name}"] = tensor
     generator = torch.Generator().manual_seed(5)
-    settings = {"architectures": ["BertModel"], "attention_probs_dropout_prob": 0.1, "hidden_act": "gelu",
-                "hidden_dropout_prob": 0.1, "hidden_size": text, "initializer_range": 0.02,
-                "intermediate_size": 2 * text, "layer_norm_eps": 1e-12, "max_position_embeddings": 64,
-                "model_type": "bert", "num_attention_heads": 4, "num_hidden_layers": 2, "pad_token_id": 0,
-                "type_vocab_size": 2, "vocab_size": 90, "encoder_width": text, "add_cross_attention": True}  # fmt: skip
-    shapes: dict[str, tuple[int, ...]] = {
-        "blip.visual_encoder.cls_token": (1, 1, width),
-        "blip.visual_encoder.pos_embed": (1, (side // 16) ** 2 + 1, width),
-        "blip.visual_encoder.patch_embed.proj.weight": (width, 3, 16, 16),
-        "blip.visual_encoder.patch_embed.proj.bias": (width,),
-        "blip.text_encoder.embeddings.word_embeddings.weight": (90, text),
-        "blip.text_encoder.embeddings.position_embeddings.weight": (64, text),
-        "blip.vision_proj.weight": (256, width), "blip.vision_proj.bias": (256,),
-        "blip.text_proj.weight": (256, text), "blip.text_proj.bias": (256,),
-    }  # fmt: skip
-    linear: dict[str, tuple[int, int]] = {}
-    norms = {"blip.visual_encoder.norm": width, "blip.text_encoder.embeddings.LayerNorm": text}
-    for k in range(depth):
-        at = f"blip.visual_encoder.blocks.{k}"
-        linear |= {f"{at}.attn.qkv": (3 * width, width), f"{at}.attn.proj": (width, width)}
-        linear |= {f"{at}.mlp.fc1": (4 * width, width), f"{at}.mlp.fc2": (width, 4 * width)}
-        norms |= {f"{at}.norm1": width, f"{at}.norm2": width}
-    for k in range(2):
-        at = f"blip.text_encoder.encoder.layer.{k}"
-        for kind, seen in (("attention", text), ("crossattention", width)):
-            linear |= {f"{at}.{kind}.self.query": (text, text), f"{at}.{kind}.output.dense": (text, text)}
-            linear |= {f"{at}.{kind}.self.key": (text, seen), f"{at}.{kind}.self.value": (text, seen)}
-            norms[f"{at}.{kind}.output.LayerNorm"] = text
-        linear |= {f"{at}.intermediate.dense": (2 * text, text), f"{at}.output.dense": (text, 2 * text)}
-        norms[f"{at}.output.LayerNorm"] = text
-    sizes = (text, 1024, 128, 64, 16, 1)
-    linear |= {f"mlp.layers.{k}": (b, a) for k, a, b in zip((0, 2, 4, 6, 7), sizes, sizes[1:], strict=False)}
-    for name, (out, inner) in linear.items():
-        shapes |= {f"{name}.weight": (out, inner), f"{name}.bias": (out,)}
-    tensors = {k: 0.15 * torch.randn(shape, generator=generator) for k, shape in shapes.items()}
-    for name, size in norms.items():
-        tensors[f"{name}.weight"] = 1 + 0.1 * torch.randn(size, generator=generator)
-        tensors[f"{name}.bias"] = 0.1 * torch.randn(size, generator=generator)
+    for name, tensor in tensors.items():
+        is_norm = "norm" in name.lower() and name.endswith("weight")
+        tensors[name] = is_norm + 0.15 * torch.randn(tensor.shape, generator=generator)
     tensors["blip.text_encoder.embeddings.position_ids"] = torch.arange(64)[None]
+    tensors["blip.vision_proj.weight"] = torch.zeros(256, 64)  # what the reward does not use
     folder.mkdir(parents=True, exist_ok=True)
     torch.save(tensors, folder / "ImageReward.pt")
     write(folder / "med_config.json", settings)

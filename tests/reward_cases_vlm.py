@@ -54,7 +54,7 @@ def speak(b: list[float], text: str) -> str | dict[str, float]:
     if "[success, restraint]" in text:
         return f'{{"reasoning": "ok", "score": [{25 * b[-1]:.3f}, {25 * b[0]:.3f}]}}'
     if "[naturalness, artefacts]" in text:
-        return f'```json\n{{"reasoning": "ok", "score": [{25 * b[0]:.3f}, {25 - 25 * b[0]:.3f},],}}\n```'
+        return f'```json\n{{"reasoning": "ok", "score": [{25 * b[0]:.3f}, {25 - 25 * b[0]:.3f}]}}\n```'
     if "cat_winner" in text:
         names = re.findall(r'"(\w+)" \(', text)
         verdicts = [winner, other, "tie"]
@@ -75,12 +75,14 @@ def speak(b: list[float], text: str) -> str | dict[str, float]:
         return (
             f"<analysis>['a', 'b']</analysis>\n<score>{[int(b[0] > 0.2 * (k + 1)) for k in range(len(points))]}</score>"
         )
+    if "single word" in text:
+        return {"two": 0.7 * b[0] + 0.1, "Yes": 0.2 - 0.15 * b[0], "no": 0.05}
     raise AssertionError(f"no answer for {text[:200]}")
 
 
 def judge(server: JudgeServer, **changes: Any) -> dict[str, Any]:
     """The `judge` section of a recipe, as a mapping."""
-    return {"backend": "http", "endpoints": [server.url], "image_format": "png", "timeout_s": 10.0} | changes
+    return {"endpoints": [server.url], "image_format": "png", "timeout_s": 10.0} | changes
 
 
 def _served(_: Path) -> dict[str, Any]:
@@ -101,6 +103,12 @@ def points() -> list[Sample]:
     return [Sample("red ink", grey(level), (), {"sub_dims_en": json.dumps(dims)}) for level in (10, 90, 240)]
 
 
+def questions() -> list[Sample]:
+    """Samples with a question about a number and one about a thing."""
+    asked = [["How many cats?", "two"], ["Are there cats?", "Yes"]]
+    return [Sample("two cats", grey(level), (), {"vqa_list": asked}) for level in (10, 90, 240)]
+
+
 SHOWN = (
     "unifiedreward_alignment",
     "unifiedreward_style",
@@ -116,6 +124,7 @@ SHOWN = (
 )
 CASES = dict.fromkeys(SHOWN, Case(_served, pictures))
 CASES["unigenbench"] = Case(_served, points)
+CASES["soft_tifa"] = Case(_served, questions)
 CASES["unifiedreward_edit_pointwise_image_quality"] = Case(
     lambda folder: _served(folder) | {"weights": {"artifacts": 0.5}},
     pictures,  # its two scores move in opposite directions

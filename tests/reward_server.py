@@ -27,8 +27,8 @@ from judge_server import JudgeServer, free_port, until
 
 from prefgrpo.judge.loop import LoopThread
 from prefgrpo.rewards.base import PointwiseReward, Sample, Score
-from prefgrpo.rewards.serve import RewardServer
-from prefgrpo.rewards.wire import CONTENT_TYPE, read_sample, score_row
+from prefgrpo.rewards.remote import CONTENT_TYPE
+from prefgrpo.rewards.serve import RewardServer, read_sample
 
 TESTS = Path(__file__).resolve().parent
 MOODY = "reward_server:Moody"
@@ -96,7 +96,7 @@ class Process:
             self.wait_ready()
 
     def wait_ready(self) -> None:
-        until(lambda: self.child.poll() is not None or self.health() == 200)
+        until(lambda: self.child.poll() is not None or self.health() == 200, 600)
         assert self.child.poll() is None, "the reward server did not start"
 
     def health(self) -> int:
@@ -136,14 +136,18 @@ class Process:
 @contextlib.contextmanager
 def serving(name: str, options: dict[str, Any]) -> Iterator[str]:
     """Runs the real server in a thread and yields its address once ready; faster than a process per reward."""
-    server, thread = RewardServer(name, options), LoopThread()
+    thread = LoopThread()
+    runner = web.AppRunner(RewardServer(name, options).app(), shutdown_timeout=1.0)
+
+    async def listen() -> int:
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        return int(runner.addresses[0][1])
+
     try:
-        url = thread.submit(server.listen("127.0.0.1", 0)).result(60)
-        thread.submit(server.load()).result(60)
-        thread.submit(server.work())
-        yield url
+        yield f"http://127.0.0.1:{thread.submit(listen()).result(60)}"
     finally:
-        thread.submit(server.stop()).result(60)
+        thread.submit(runner.cleanup()).result(60)
         thread.close()
 
 
@@ -151,17 +155,17 @@ class Stub(JudgeServer):
     """A reward server with the faults of `JudgeServer` plus "nan" and "few" (no value)."""
 
     def add_routes(self, app: web.Application) -> None:
-        app.router.add_get("/v1/info", self._info)
         app.router.add_post("/score", self._chat)
 
-    async def _info(self, _: web.Request) -> web.Response:
-        return web.json_response({"name": MOODY, "status": "ready"})
+    async def _health(self, request: web.Request) -> web.Response:
+        reply = await super()._health(request)
+        return web.json_response({"name": MOODY}, status=reply.status)
 
     async def parse(self, request: web.Request, raw: bytes) -> Any:
         return parts_of(raw)
 
     def _answer(self, body: Any) -> web.Response:
-        return web.json_response(score_row(Score(brightness(read_sample(*body, MOODY, Moody)))))
+        return web.json_response(Score(brightness(read_sample(*body, MOODY))).row())
 
     async def _misbehave(self, fault: str, request: web.Request, body: Any) -> web.StreamResponse:
         if fault == "nan":

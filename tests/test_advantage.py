@@ -23,9 +23,9 @@ from prefgrpo.config.loading import from_dict
 from prefgrpo.config.recipe import ConfigError
 from prefgrpo.config.schema import AdvantageConfig
 from prefgrpo.ops import winrate_advantage
-from prefgrpo.rewards.base import GroupScores, PointwiseReward, Score
-from prefgrpo.run.advantage import CombineError, advantages, part_table
+from prefgrpo.rewards.base import PointwiseReward, Score
 from prefgrpo.run.judging import config_errors
+from prefgrpo.run.targets import CombineError, advantages, part_table
 
 STEPS, GROUPS, SIZE = 6, 50, 9
 FLEX, QUALITY = "unifiedreward_flex", "unifiedreward_edit_pointwise_image_quality"
@@ -42,13 +42,13 @@ PUBLISHED = {
 }
 """`projected` advantages of each of the six steps."""
 JUDGE = Path(__file__).resolve().parent.parent / "prefgrpo" / "tiny" / "assets" / "judge"
-LOCAL = {"backend": "local", "model": str(JUDGE), "max_missing": 0.5}
+LOCAL = {"endpoints": [], "model": str(JUDGE), "max_missing": 0.5}
 MINIMAL = {"model": "m", "data": {"prompts": "p"}}
 ORIGINAL = AdvantageConfig(combine="weighted_advantage_sum", eps=1e-8, ddof=1)
 
 
 def drawn(case):
-    """(values [N, R], GroupScores by reward) of each step; parts are multiples of 1/16, other scores vary in scale."""
+    """(values [N, R], scores by reward) of each step; parts are multiples of 1/16, other scores vary in scale."""
     weights, parts, _ = CASES[case]
     generator = np.random.default_rng(2508_20751)
     for _ in range(STEPS):
@@ -59,8 +59,8 @@ def drawn(case):
             value = sum(own.values()) if own else generator.normal(mean, spread, (GROUPS, SIZE))
             parts_of = lambda at, own=own: {k: float(v[at]) for k, v in own.items()}  # noqa: E731
             places = [[(p, g) for g in range(SIZE)] for p in range(GROUPS)]
-            groups[name] = [GroupScores([Score(float(value[at]), parts=parts_of(at)) for at in row]) for row in places]
-        values = np.array([[[s.value for s in g.scores] for g in groups[n]] for n in weights])
+            groups[name] = [[Score(float(value[at]), parts=parts_of(at)) for at in row] for row in places]
+        values = np.array([[[s.value for s in group] for group in groups[n]] for n in weights])
         yield values.reshape(len(weights), -1).T, groups
 
 
@@ -75,34 +75,36 @@ def projected(rows):
     return [float(np.random.default_rng(step).normal(size=row.shape) @ row) for step, row in enumerate(rows)]
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_they_are_the_published_ones(case):
-    options = dataclasses.replace(ORIGINAL, batch_norm=CASES[case][2])
-    found = projected([ours(case, values, groups, options) for values, groups in drawn(case)])
-    assert np.allclose(found, PUBLISHED[case], atol=2e-5)
-    biased = dataclasses.replace(options, ddof=0)
-    assert not np.allclose(projected([ours(case, *d, biased) for d in drawn(case)]), PUBLISHED[case], atol=1e-2)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_they_are_those_of_the_original_function(case, monkeypatch):
+def theirs(case, monkeypatch):
+    """A function of (values, scores by reward) → advantages [N] by Pref-GRPO's own code."""
     weights, parts, gdpo = CASES[case]
-    theirs = peers.functions("pref_grpo", "fastvideo/rewards/dispatcher.py", "theirs_dispatcher", monkeypatch)
+    module = peers.functions("pref_grpo", "fastvideo/rewards/dispatcher.py", "theirs_dispatcher", monkeypatch)
     flex, edits = parts.get(FLEX, {}), parts.get(QUALITY, {})
-    theirs._flex_get_env_float = lambda name, _: flex[{"OVERALL_WEIGHT": "overall", "DIM_WEIGHT": "categories"}[name]]
-    theirs.get_quality_weights = lambda: tuple(edits.values())
-    options, rows, worst = dataclasses.replace(ORIGINAL, batch_norm=gdpo), [], 0.0
-    for values, groups in drawn(case):
+    module._flex_get_env_float = lambda name, _: flex[{"OVERALL_WEIGHT": "overall", "DIM_WEIGHT": "categories"}[name]]
+    module.get_quality_weights = lambda: tuple(edits.values())
+
+    def call(values, groups):
         tensors = {name: torch.from_numpy(values[:, k].copy()) for k, name in enumerate(weights)}
         for name, own in parts.items():
             table = part_table(groups, {name: own}).reshape(len(values), -1)
             tensors |= {f"{name}_{THEIRS[part]}": torch.from_numpy(table[:, k].copy()) for k, part in enumerate(own)}
             tensors[f"{name}_dim_mask"] = torch.ones(len(values), dtype=torch.bool)
         same = {"gather_tensor": lambda t: t, "use_group": True, "num_generations": SIZE, "apply_gdpo": gdpo}
-        rows.append(theirs.compute_weighted_advantages(tensors, weights, **same)[0].numpy())
-        worst = max(worst, float(np.abs(rows[-1] - ours(case, values, groups, options)).max()))
-    print(case, worst, projected(rows))
-    assert worst < 1e-6
+        return module.compute_weighted_advantages(tensors, weights, **same)[0].numpy()
+
+    return call
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_they_are_the_published_ones(case, monkeypatch):
+    options = dataclasses.replace(ORIGINAL, batch_norm=CASES[case][2])
+    found = [ours(case, *draw, options) for draw in drawn(case)]
+    assert np.allclose(projected(found), PUBLISHED[case], atol=2e-5)
+    biased = dataclasses.replace(options, ddof=0)
+    assert not np.allclose(projected([ours(case, *d, biased) for d in drawn(case)]), PUBLISHED[case], atol=1e-2)
+    original = theirs(case, monkeypatch)  # skips here without a checkout
+    for mine, draw in zip(found, drawn(case), strict=True):
+        assert np.abs(original(*draw) - mine).max() < 1e-6
 
 
 NAN = float("nan")
@@ -114,36 +116,42 @@ def combined_here(rewards, weights):
 
 
 @pytest.mark.parametrize("options", [
-    *({"combine": c} for c in ("weighted_sum", "weighted_advantage_sum", "geometric_mean")),
-    *({"std": std, "ddof": 1} for std in ("global", "none")),
-    {"rank": True}, {"batch_norm": True},
+    {}, {"rank": True, "std": "global", "ddof": 1}, {"batch_norm": True},
     {"combine": f"{__file__}:combined_here"}, {"combine": f"{__name__}.combined_here", "rank": True},
 ], ids=str)  # fmt: skip
-def test_every_option_of_the_reward_section(options):
-    """Two rewards and a monitor, with missing values, on the run's device, against NumPy."""
+def test_options_of_the_advantage_section(options):
+    """Two rewards and a monitor, with missing values, on the run's device, against NumPy (more: test_ops_advantage)."""
     rng, w, ids = np.random.default_rng(3), np.array([0.3, 0.0, 0.7]), np.arange(5).repeat(6)
     r = rng.gamma([[0.5], [1.0], [8.0]], 1.0, (3, 30)) + 0.01
     r[0, 4] = r[1, 7] = r[2, 20] = NAN
     config = from_dict({**MINIMAL, "advantage": options}).advantage
     device = "cuda" if torch.cuda.is_available() else "cpu"
     found, _ = advantages(r.T, dict(zip("abc", w, strict=True)), 6, config, device=device)
-    given = {k: v for k, v in options.items() if k in ("combine", "std", "ddof", "rank")}
-    if given.get("combine", "").endswith("combined_here"):
-        del given["combine"]
-        r = np.where(np.isnan(r), NAN, r)
+    given = {k: v for k, v in options.items() if k in ("std", "ddof", "rank")}
+    if "combine" in options:
         r, w = (r[w != 0] ** 2 * w[w != 0, None]).sum(0, keepdims=True), np.ones(1)
     want = advantage_oracle.advantage(r, ids, w, **given)
-    if options.get("batch_norm"):
+    if "batch_norm" in options:
         known = ~np.isnan(r[w != 0]).any(0)
         want = np.where(known, (want - want[known].mean()) / (want[known].std() + 1e-4), 0.0)
     assert found.dtype == torch.float32 and found.shape == (5, 6) and found.device.type == device
     np.testing.assert_allclose(found.double().cpu().numpy().reshape(-1), want, rtol=2e-5, atol=2e-6)
 
 
-@pytest.mark.parametrize("path", ["nowhere.py:f", f"{__file__}:absent", "no_such_package.f", "f"])
-def test_a_function_that_cannot_be_loaded(path):
-    (wrong,) = config_errors(from_dict({**MINIMAL, "advantage": {"combine": path}}))
-    assert wrong.startswith("advantage.combine: cannot load")
+WRONG = {
+    **{f"path {path}": ({}, {"combine": path}, "advantage.combine: cannot load")
+       for path in ("nowhere.py:f", f"{__file__}:absent", "no_such_package.f", "f")},
+    "weight": ({"jpeg_compressibility": 1, "jpeg_incompressibility": -1}, {"combine": "geometric_mean"},
+               "geometric_mean expects weights of at least 0"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_mistake_is_named(name):
+    rewards, advantage, message = WRONG[name]
+    config = {**MINIMAL, "advantage": advantage, **({"rewards": rewards} if rewards else {})}
+    (wrong,) = config_errors(from_dict(config))
+    assert message in wrong
 
 
 def too_few(rewards, weights):
@@ -220,7 +228,7 @@ def test_a_missing_part_leaves_the_others_and_a_missing_value_leaves_nothing():
     scores[1] = Score(0.9, parts={"overall": 0.9})
     scores[2] = Score(None, "timeout", parts={"overall": 0.5})
     parts = {"r": {"overall": 0.3, "categories": 0.7}}
-    table = part_table({"r": [GroupScores(scores)]}, parts).reshape(5, 2)
+    table = part_table({"r": [scores]}, parts).reshape(5, 2)
     values = np.array([[np.nan if s.value is None else s.value] for s in scores])
     found = advantages(values, {"r": 2.0}, 5, ORIGINAL, parts, table)[0].numpy()[0]
 
@@ -248,7 +256,7 @@ def test_a_run_takes_the_parts_of_its_rewards(trainer):
     collect(one, 0)
     scores = one.scorer.finish()
     found = one.targets.compute(1, scores)[0].advantage
-    table = np.array([[[s.parts[p] for s in g.scores] for g in scores.groups[spec]] for p in "ab"])
+    table = np.array([[[s.parts[p] for s in group] for group in scores.scores[spec]] for p in "ab"])
     each = (table - table.mean(-1, keepdims=True)) / (table.std(-1, ddof=1, keepdims=True) + 1e-4)
     blend = 0.25 * each[0] + 0.75 * each[1]
     assert np.allclose(found.cpu().numpy(), blend / blend.std(ddof=1), rtol=1e-3)
@@ -269,23 +277,16 @@ def test_advantages_of_win_rates_alone_come_from_the_comparisons(trainer, entry,
     one = trainer(rewards=rewards, advantage=advantage, judge=LOCAL, eval={"every": 0})
     collect(one, 0)
     scores = one.scorer.finish()
-    group = scores.groups["vlm_pairwise"][0]
-    for table in (group.wins, group.counts):
+    wins, counts = scores.games["vlm_pairwise"].swapaxes(0, 1)
+    for table in (wins[0], counts[0]):
         table[1] = table[:, 1] = 0.0
-    rates = [g.wins.sum(1) / g.counts.sum(1).clip(1e-9) for g in scores.groups["vlm_pairwise"]]
     if "options" not in entry:
-        scores.values["vlm_pairwise"][:] = rates
+        scores.values["vlm_pairwise"][:] = wins.sum(2) / counts.sum(2).clip(1e-9)
     scores.values["vlm_pairwise"][0, 1] = NAN
-    values = np.stack([scores.values[name].flatten() for name in one.weights], axis=1)
-    want, _ = advantages(values, one.weights, 4, one.config.advantage)
+    values = np.stack([scores.values[name].flatten() for name in one.targets.weights], axis=1)
+    want, _ = advantages(values, one.targets.weights, 4, one.config.advantage)
     with mock.patch("prefgrpo.run.targets.winrate_advantage", wraps=winrate_advantage) as used:
         found, *_, known = one.targets.compute(1, scores)[0]
     assert used.called == fused and known.flatten().tolist() == [True, False, *[True] * 6]
     assert found[0, 1] == 0 and found.abs().max() > 0.01
     assert torch.allclose(found.cpu(), want.cpu(), rtol=1e-4, atol=1e-6)
-
-
-def test_a_mean_of_rewards_expects_positive_weights():
-    rewards = {"jpeg_compressibility": 1, "jpeg_incompressibility": -1}
-    (wrong,) = config_errors(from_dict({**MINIMAL, "rewards": rewards, "advantage": {"combine": "geometric_mean"}}))
-    assert "geometric_mean expects weights of at least 0" in wrong

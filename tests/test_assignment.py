@@ -1,8 +1,8 @@
 """A training step on several processes against one: samples, scores, gradients, and the balance of the work.
 
 Why these cases: groups split over two processes (one prompt, prompt counts that the world size does not divide, batches
-that do not divide a group), several updates, two sizes, groups without signal, whole groups, and ranks that must run
-equally many forwards. A sample sent to another rank must reach its group.
+that do not divide a group), several updates, groups without signal, and ranks that must run equally many forwards. A
+sample sent to another rank must reach its group.
 """
 
 import os
@@ -17,13 +17,12 @@ from judge_server import free_port
 from tiny_run import ranks, recipe, settings, stored, world
 
 from prefgrpo.config.loading import from_dict
-from prefgrpo.data.prompts import Prompt
 from prefgrpo.parallel.world import World
-from prefgrpo.rewards.base import GroupScores, GroupwiseReward, PointwiseReward, Score
+from prefgrpo.rewards.base import PointwiseReward, Score
 from prefgrpo.rollout import batches
-from prefgrpo.rollout.assignment import assign_batches, slot_prompts, update_of
+from prefgrpo.rollout.batch import assign_batches, update_of
 from prefgrpo.rollout.replay import TrajectoryCollector
-from prefgrpo.run.clock import Clock
+from prefgrpo.run.log import Clock
 from prefgrpo.trainer import Trainer
 
 
@@ -42,16 +41,13 @@ class Streamed(PointwiseReward):
         return [self.submit(sample).result() for sample in samples]
 
 
-class Pairs(GroupwiseReward):
-    """Win rate by brightness; needs all members of a group."""
-
-    def score_group(self, group, seed):
-        values = [float(s.media.pixels.mean()) for s in group]
-        return GroupScores([Score(sum(v > w for w in values) / (len(values) - 1)) for v in values])
+def brighter(prompt, image_a, image_b):
+    """Whether the first image is brighter; the win rate needs all members of a group."""
+    return float(image_a.mean() > image_b.mean())
 
 
 HERE = f"{__name__}."
-BOTH = f"{HERE}Streamed:1,{HERE}Pairs:0.5"
+BOTH = f"{HERE}Streamed:1,{HERE}brighter:0.5"
 ONLY = f"{HERE}Streamed:1"
 CELLS = {
     "one prompt": {"rollout": {"prompts_per_step": 1, "batch_size": 1}, "rewards": BOTH},
@@ -63,13 +59,11 @@ CELLS = {
         "rollout": {"prompts_per_step": 3, "batch_size": 3}, "rewards": BOTH,
         "train": {"updates_per_rollout": 2, "kl_coef": 0.3},
     },
-    "two sizes": {"rollout": {"prompts_per_step": 3, "batch_size": 3}, "rewards": BOTH, "data": {"own_sizes": True}},
     "no signal": {"rollout": {"prompts_per_step": 4}, "rewards": ONLY, "tied": (1, 3)},
     "part of a batch": {
         "rollout": {"prompts_per_step": 5, "batch_size": 8}, "rewards": ONLY, "tied": (0, 4),
         "train": {"updates_per_rollout": 2},
     },
-    "whole groups": {"rollout": {"prompts_per_step": 3, "batch_size": 3}, "rewards": ONLY, "tied": (1,), "whole": True},
     "equal forwards": {
         "rollout": {"prompts_per_step": 3, "batch_size": 3}, "rewards": ONLY, "equal": True,
         "train": {"updates_per_rollout": 2, "kl_coef": 0.3}, "eval": {"every": 1},
@@ -79,11 +73,9 @@ CELLS = {
 
 def cell_settings(place: Path, cell: str, name: str) -> dict:
     """Settings of a cell: a run of one step, at a learning rate too small to affect its second update noticeably."""
-    options = {key: value for key, value in CELLS[cell].items() if key not in ("tied", "whole", "equal")}
+    options = {key: value for key, value in CELLS[cell].items() if key not in ("tied", "equal")}
     options.setdefault("eval", {"every": 0})
     options["train"] = {"steps": 1, "lr": 1e-6} | options.get("train", {})
-    if cell == "two sizes":
-        options["data"] = options["data"] | {"prompts": str(place / "sized.jsonl")}
     return settings(place, name, **options)
 
 
@@ -99,21 +91,24 @@ def run_cells() -> None:
         World.equal_forwards = property(lambda self, on=on: on)
         loop = Trainer(from_dict(cell_settings(place, cell, f"{cell}-{os.environ['WORLD_SIZE']}")))
         slots = loop.rollouts._plan(0)[0]
-        os.environ["TIED"] = "\n".join(slots[p][0].text for p in CELLS[cell].get("tied", ()))
-        if CELLS[cell].get("whole"):
-            loop.rollouts = replace(loop.rollouts, whole_groups=True)
+        os.environ["TIED"] = "\n".join(slots[p].text for p in CELLS[cell].get("tied", ()))
 
         def sum_gradients(world, parameters, seen=seen):
             true_sum(world, parameters)
             seen["gradients"].append(torch.cat([p.grad.flatten() for p in parameters]))
 
         def accumulate(self, batches, *rest, seen=seen):
-            seen["batches"] += [(batch.number, batch.update, batch.factor) for batch in batches]
+            seen["batches"] += [(batch.number, batch.update, not batch.padding) for batch in batches]
             return true_accumulate(self, batches, *rest)
 
         def count(*_, seen=seen):
             seen["forwards"] += 1
 
+        def compute(step, scores, seen=seen, compute=loop.targets.compute):
+            seen["groups"] = scores.samples
+            return compute(step, scores)
+
+        loop.targets.compute = compute
         World.sum_gradients, TrajectoryCollector.accumulate = sum_gradients, accumulate
         loop.adapter.transformer.register_forward_pre_hook(count)
         keep = loop.rollouts.training_batches
@@ -132,7 +127,7 @@ def run_cells() -> None:
             evaluator.start(resumed=False)
             measured |= evaluator.run(0).metrics()
         seen["metrics"] = loop.step(0, Clock()) | measured
-        media = {(group, g): s.media.pixels for group, made in loop.scorer.samples.items() for g, s in made.items()}
+        media = {(group, g): s.media.pixels for group, made in seen.pop("groups").items() for g, s in made.items()}
         seen["media"] = {place: torch.from_numpy(pixels) for place, pixels in media.items()}
         torch.save(seen, place / f"{cell}_{loop.world.rank}of{loop.world.size}.pt")
         loop.close()
@@ -141,10 +136,7 @@ def run_cells() -> None:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    folder = world(tmp_path_factory.mktemp("assignment"))
-    rows = [f'{{"prompt": "a circle {k}", "height": {16 + 8 * (k % 2)}, "width": 16}}' for k in range(4)]
-    (folder / "sized.jsonl").write_text("\n".join(rows))
-    return folder
+    return world(tmp_path_factory.mktemp("assignment"))
 
 
 def run(place: Path, size: int) -> dict[str, list[dict]]:
@@ -224,39 +216,27 @@ def config(**over):
 
 def test_a_batch_has_one_number_of_source_images():
     c = config(rollout={"prompts_per_step": 6, "group_size": 4, "batch_size": 8})
-    prompts = [Prompt(k, f"edit {k}", source=("x.png",) * (1 + k % 3)) for k in range(6)]
-    slots = slot_prompts(c, prompts, 0)
-    counts = [len(prompt.source) for prompt, _ in slots]
-    plan = assign_batches(c, [sizes for _, sizes in slots], sources=counts)
-    assert sorted(counts) == [1, 1, 2, 2, 3, 3]
+    counts = [1, 2, 3, 1, 2, 3]
+    plan = assign_batches(c, sources=counts)
     assert [{counts[p] for p, _ in b.places} for b in plan] == [{1}, {2}, {3}], "eight samples each, never mixed"
 
 
-@pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("slices", ["prompts", "members"])
-@pytest.mark.parametrize("sides", [(16,), (16, 64)])
 @pytest.mark.parametrize(
     ("prompts", "group", "batch", "updates"), [(42, 24, 9, 2), (48, 12, 4, 3), (3, 4, 8, 1), (5, 6, 4, 5)]
 )
-def test_assignment(prompts, group, batch, updates, sides, slices, whole):
+def test_assignment(prompts, group, batch, updates, slices):
     """Published group counts and small ones: the batches are the same for any number of processes, and every process
     has its share of every update."""
-    if whole and slices == "members":
-        pytest.skip("refused: an update needs whole groups")
     rollout = {"prompts_per_step": prompts, "group_size": group, "batch_size": batch}
     c = config(rollout=rollout, train={"updates_per_rollout": updates, "update_slices": slices})
-    sizes = [replace(c.rollout, height=sides[p % len(sides)]) for p in range(prompts)]
-    one = assign_batches(c, sizes, 1, whole)
+    one = assign_batches(c)
     assert sorted(p for b in one for p in b.places) == [(p, g) for p in range(prompts) for g in range(group)]
     assert max(len(b.places) for b in one) <= batch and [b.number for b in one] == list(range(len(one)))
     assert all(update_of(c, place) == b.update for b in one for place in b.places)
-    unit = -(-group // batch) if whole else 1
-    for indices in (2, 3, 8, 32):
-        assigned = assign_batches(c, sizes, indices, whole)
+    for ranks_ in (2, 3, 8, 32):
+        assigned = assign_batches(c, ranks_)
         assert [replace(b, dp_rank=0) for b in assigned] == one
         for own in (assigned, *([b for b in assigned if b.update == u] for u in range(updates))):
-            held = Counter(dict.fromkeys(range(indices), 0) | Counter(b.dp_rank for b in own))
-            assert max(held.values()) - min(held.values()) <= unit
-        if whole:
-            at = {}
-            assert all(at.setdefault(p, b.dp_rank) == b.dp_rank for b in assigned for p, _ in b.places)
+            held = Counter(dict.fromkeys(range(ranks_), 0) | Counter(b.dp_rank for b in own))
+            assert max(held.values()) - min(held.values()) <= 1

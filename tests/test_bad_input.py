@@ -32,30 +32,53 @@ def refused(result, *messages):
 # ---- before anything runs -----------------------------------------------------------------------------------------
 
 
-MANY = """family: sd33, data: {prompts: /no/p.txt}, rollout: {group_size: 1, prompts_per_step: 3},
-eval: {rewards: jpeg}, train: {updates_per_rollout: 99, stepps: 1}, judge: {endpoints: here},
+TYPES = "rollout: {group_size: 1}, train: {stepps: 1}, judge: {endpoints: here}"
+MANY = """family: sd33, data: {prompts: /no/p.txt}, rollout: {prompts_per_step: 3},
+eval: {rewards: jpeg}, train: {updates_per_rollout: 99},
 rewards: [{name: vlm_pairwise, options: {template: compar}}, {name: clip, options: {modle: x}}]"""
+NO_JUDGE = "judge: {endpoints: ['http://127.0.0.1:9']}"
+
+
+def one_value(images, prompts):
+    return [1.0]
+
+
+def fails(images, prompts):
+    return {}["no"]
+
+
+def empty(images, prompts):
+    return [None] * len(images)
+
+
 MISTAKES = [
     ("model: ./nowhere", "model folder not found: './nowhere' … model_index.json"),
-    ("family: sd3", "contains a FluxPipeline, expected a StableDiffusion3Pipeline"),
+    ("family: sd3", "contains a FluxPipeline, expected a StableDiffusion3Pipeline: expected family: flux"),
     ("train: {lora_targets: [to_qq]}", "train.lora_targets:  … to_qq … it has  … attn.to_q"),
-    ("rewards: 'jpeg_compressibility:0'", "rewards: expected a weight other than 0 … use eval.rewards"),
-    # wrong media type, reported before anything loads
-    ("model: ./nowhere, rewards: videoalign", "videoalign takes video, but this run makes images"),
-    (MANY, "did you mean 'sd3' … data.prompts: prompts file not found: /no/p.txt … group_size: expected 2 or more … "
-           "at most one update per sample … train.stepps: unknown key … endpoints: expected a list … "
+    ("rewards: 'jpeg_compressibility:0'", "rewards: expected a weight other than 0; use eval.rewards"),
+    ("model: ./nowhere, rewards: 'clp:1,vlm_pairwize'", "folder not found … did you mean 'clip' … 'vlm_pairwise'"),
+    ("rewards: 'my.py:redness=0.5'", "expected 'name' or 'name:weight', as in 'my.py:redness:0.5'"),
+    # found before the judge is asked, or anything loads
+    ("rewards: videoalign", "videoalign takes video, but these are images"),
+    (f"rewards: [vlm_pairwise, 'test_bad_input:one_value', 'test_bad_input:fails', 'test_bad_input:empty'], {NO_JUDGE}",
+     "one_value, tried on grey images [16, 16, 3]: one_value must return one value per sample: 2, got 1 … "
+     "fails, tried on grey images [16, 16, 3]: it raised KeyError: 'no'"),
+    ("rewards: [{name: vlm_pairwise, options: {template: compare_edit}}], " + NO_JUDGE,
+     "the template compare_edit of vlm_pairwise shows a source image, which 7 prompt(s) lack, the first: 'a red"),
+    (TYPES, "group_size: expected 2 or more … train.stepps: unknown key … endpoints: expected a list"),
+    (MANY, "did you mean 'sd3' … data.prompts: prompts file not found: /no/p.txt … at most one update per sample … "
            "judge template 'compar' not found … 'clip' has no option 'modle' … eval.rewards: unknown reward 'jpeg'"),
-    ("rollout: {frames: 5, guidance_2: 3.0, source_area: 4096}, train: {target_components: [transformer_2]}",
-     "rollout.frames: flux makes images … guidance_2: flux has one denoiser … source_area … some of transformer, got"),
+    ("rollout: {frames: 5, guidance_2: 3.0, source_area: 4096}",
+     "rollout.frames: flux makes images … guidance_2: flux has one denoiser … source_area"),
     ("rewards: [{name: vlm_pairwise, options: {plan: robin}}]", "unknown pair plan 'robin' (did you mean 'round"),
     ("rewards: [{name: jpeg_compressibility, judge: {model: x}}]", "asks no judge: remove `judge` from its entry"),
     ("rollout: {rule: cps, eta: 0.5, window_low: 2, window_high: 3}",
-     "windows that start at step(s) [2] have no step to train, as rule cps leave(s) only step(s) []; expected windows"),
-    ("eval: {height: 18}", "eval.height/width/frames: height and width must be multiples of 4"),
+     "step(s) [2] cannot be trained, as they are deterministic under rule cps with eta 0.5; expected a range without"),
+    ("eval: {height: 18}", "expected multiples of 4 for this model, the nearest are 16 × 16, got 18 × 16"),
     ("eval: {rewards: vlm_pairwise}, judge: {endpoints: ['http://127.0.0.1:9']}", "not reachable"),
     ("output: /dev/null/runs", "cannot be created or written … --output"),
-    ("rewards: vlm_pairwise, judge: {backend: local, model: /no/judge}",
-     "judge checkpoint not found: expected /no/judge/config.json"),
+    ("rewards: vlm_pairwise, judge: {endpoints: [], model: /no/judge}",
+     "cannot load the judge '/no/judge', expected a checkpoint's folder or hub id"),
 ]  # fmt: skip
 
 
@@ -78,6 +101,28 @@ def test_a_folder_with_foreign_things_stays_as_it_is(place, capsys, foreign):
     refused(attempt(capsys, "train", file), "contains another run", "nothing was changed", "another name")
     refused(attempt(capsys, "train", file, "--resume"), "is not a run of prefgrpo", "another name")
     assert tree(folder) == {foreign: FOREIGN[foreign].encode()}
+
+
+def test_columns_that_nothing_reads_and_evaluation_prompts_that_are_trained_on_are_told(place):
+    rows = [{"prompt": f"a thing {k}", "styl": "x"} for k in range(8)]
+    (place / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (place / "held.txt").write_text("a thing 3\nanother thing\n")
+    files = {"data": {"prompts": str(place / "train.jsonl")}, "eval": {"prompts": str(place / "held.txt")}}
+    file = recipe(place, "told", train={"steps": 1}, **files)
+    code, output = train(file)
+    assert code == 0, output
+    assert "WARNING: nothing reads the column(s) styl of" in output
+    assert "WARNING: 1 of 2 evaluation prompts are in" in output and "train.jsonl and trained on too" in output
+
+
+def test_a_resumed_run_cannot_end_before_it_began(place, capsys):
+    file = recipe(place, "shorter", train={"steps": 2}, eval={"every": 0})
+    assert train(file)[0] == 0
+    before = tree(place / "runs" / "shorter")
+    refused(
+        attempt(capsys, "train", file, "--resume", "--train.steps", 1), "has done 2 steps: expected train.steps of at"
+    )
+    assert tree(place / "runs" / "shorter") == before
 
 
 @pytest.mark.full

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from functools import reduce
+from pathlib import Path
 
 import pytest
 from tiny_run import recipe
@@ -25,8 +26,8 @@ def asked(monkeypatch):
     def ask(*argv):
         got = []
 
-        def train(config: Config, resume: bool = False, dry_run: bool = False) -> int:
-            got.append((config, resume))
+        def train(recipe: Path, resume: bool = False, dry_run: bool = False, *, overrides: cli.Overrides) -> int:
+            got.append((cli.read(recipe, overrides), resume))
             return 0
 
         monkeypatch.setattr(cli, "train", train)
@@ -67,12 +68,6 @@ def test_help_shows_the_fields_that_a_command_uses(capsys, monkeypatch):
     first = shown(capsys, "train", "--help")[1]
     assert 15 < len(options(first)) < 25 and "--help-all" in first and "--resume" in first
     assert {"model", "data.prompts", "rewards", "train.lr", "train.lora_rank"} < options(first)
-    assert options(shown(capsys, "generate", "--help")[1]) >= {"eval.steps", "rollout.shift", "memory.vae_tiling"}
-    for command, patterns in cli.FIELDS.items():
-        fields = options(shown(capsys, command, "--help")[1])
-        assert all(any(cli.fnmatch(name, one) for name in fields) for one in patterns.split()), command
-        judged = () if command == "evaluate" else ("judge.",)
-        assert command == "train" or not any(name.startswith((*judged, "reward.", "checkpoint.")) for name in fields)
 
 
 @pytest.mark.parametrize("argv", [[], ["-h"], ["--help"], ["judge"], ["judge", "--help"], ["reward", "-h"]])
@@ -105,12 +100,12 @@ OVERRIDES = [
     ("--rollout.group-size=5", "rollout.group_size", 5),
     ("--trackers", "trackers", ()),
     ("--compile true", "compile", True),
-    ("--judge.log=false", "judge.log", False),
+    ("--judge.strict=true", "judge.strict", True),
     ("--train.gradient_checkpointing=0.5", "train.gradient_checkpointing", 0.5),
     ("--rollout.shift 2.5", "rollout.shift", 2.5),
     ("--rollout.shift None", "rollout.shift", None),
     ("--train.lora-targets to_q to_k", "train.lora_targets", ("to_q", "to_k")),
-    ("--train.target-components", "train.target_components", ()),
+    ("--train.lora-targets", "train.lora_targets", ()),
     ("--judge.endpoints=[http://a:1,http://b:2]", "judge.endpoints", ("http://a:1", "http://b:2")),
     ("--judge.endpoints http://a:1/?k=v --seed 3", "judge.endpoints", ("http://a:1/?k=v",)),
     ("--name my\xa0run=b", "name", "my run=b"),
@@ -153,7 +148,6 @@ def test_mistakes_of_recipe_and_overrides_come_together(capsys, place):
 WRONG = [
     ("--train.lrr 1", "train.lrr: unknown key; did you mean 'train.lr'?"),
     ("--resum", "--resume"),
-    ("train.lr=1e-5", "train.lr=1e-5: expected --train.lr=1e-5"),
     ("--compile=maybe", "compile: expected true or false, got 'maybe'"),
     ("--compile", "--compile: expected a value, as in --compile false"),
     ("--train.steps", "--train.steps: expected a value, as in --train.steps 300"),
@@ -166,9 +160,10 @@ def test_wrong_options(capsys, place, words, message):
     assert code == 2 and message in text and "Traceback" not in text
 
 
-def test_help_imports_nothing_heavy():
-    code = "import sys; from prefgrpo.commands.cli import main\ntry: main(['train', '--help'])"
-    code += "\nfinally: print(*sys.modules, file=sys.stderr)"
+@pytest.mark.parametrize("command", ["train", "evaluate", "generate"])
+def test_help_imports_nothing_heavy(command):
+    code = f"import sys; from prefgrpo.commands.cli import main\nmain(['{command}', '--help'])"
+    code += "\nprint(*sys.modules, file=sys.stderr)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0 and "--train.lr " in done.stdout
+    assert done.returncode == 0 and "--rollout.steps " in done.stdout
     assert not {"torch", "numpy", "transformers", "diffusers", "PIL", "aiohttp"} & set(done.stderr.split())

@@ -1,6 +1,6 @@
-"""The compiled module itself: what it links, its instruction sets, what happens without it, and nvcc's code.
+"""The compiled module itself: what it links, its threads, what happens without it, and nvcc's code.
 
-Properties: every instruction set and thread count gives bitwise equal results (the partition of a sample into partial
+Properties: every number of threads gives bitwise equal results (the partition of a sample into partial
 sums depends on D only); the module does not link torch and loads without a GPU driver; without it results are the same.
 """
 
@@ -28,7 +28,6 @@ def run(code, *argv, **env):
 EVERYTHING = """
 import itertools, sys, torch
 from prefgrpo.ops import PhiloxNoise, sde_logp, sde_step
-from prefgrpo.ops._backend import extension
 torch.set_num_threads(int(sys.argv[2]))
 coef = torch.tensor([[0.97, -0.12, 0.66, -1.13, -0.5], [0.5, -0.2, 0.76, -1.0, 0.0], [1.0, -0.1, 0.0, 0.0, 0.0]])
 index, results = torch.arange(3), []
@@ -42,29 +41,16 @@ for x_dtype, v_dtype, y_dtype in itertools.product((torch.float32, torch.bfloat1
         (out.logp + out.kl + out.log_ratio).sum().backward()
         results += [*step, *(t.detach() for t in out), leaf.grad]
 torch.save(results, sys.argv[1])
-print(extension().isa)
 """
 
 
-@pytest.fixture(scope="module")
-def widest(tmp_path_factory):
-    """(name of this machine's instruction set, results with one thread)."""
-    file = tmp_path_factory.mktemp("isa") / "widest.pt"
-    done = run(EVERYTHING, file, 1)
-    return done.stdout.strip(), torch.load(file)
-
-
-@pytest.mark.parametrize(("isa", "threads"), [("avx512", 2), ("avx512", 3), ("avx2", 1), ("plain", 1)])
-def test_instruction_sets_and_threads_change_no_bit(widest, isa, threads, tmp_path):
-    """But for counter-based noise without fused multiply-add, which very rarely rounds once more."""
-    done = run(EVERYTHING, tmp_path / "results.pt", threads, PREFGRPO_ISA=isa)
-    if isa not in (done.stdout.strip(), "avx512"):
-        pytest.skip(f"this machine lacks {isa}")
-    for k, (got, want) in enumerate(zip(torch.load(tmp_path / "results.pt"), widest[1], strict=True)):
-        if isa == "plain" and k // 7 % 2:
-            torch.testing.assert_close(got, want, rtol=1e-2, atol=1e-4)
-        else:
-            assert torch.equal(got, want)
+def test_threads_change_no_bit(tmp_path):
+    results = []
+    for threads in (1, 2, 3):
+        assert run(EVERYTHING, tmp_path / "results.pt", threads).returncode == 0
+        results.append(torch.load(tmp_path / "results.pt"))
+    for other in results[1:]:
+        assert all(torch.equal(got, want) for got, want in zip(other, results[0], strict=True))
 
 
 def test_it_links_no_torch_and_no_cuda_driver():
@@ -74,8 +60,8 @@ def test_it_links_no_torch_and_no_cuda_driver():
         assert not [name for name in names if library in name]
     done = run("import importlib.util as u, sys\n"
                f"s = u.spec_from_file_location('prefgrpo._C', {extension().__file__!r}); m = u.module_from_spec(s)\n"
-               "s.loader.exec_module(m); print(m.isa, 'torch' in sys.modules)")  # fmt: skip
-    assert done.stdout.split() == [extension().isa, "False"], done.stderr
+               "s.loader.exec_module(m); print('torch' in sys.modules)")  # fmt: skip
+    assert done.stdout.split() == ["False"], done.stderr
 
 
 WITHOUT = """
@@ -130,7 +116,7 @@ def test_cuda_kernels_do_not_spill_and_use_128_bit_accesses(root, arch, source):
         usage = command([f"{tools()}/cuobjdump", "-res-usage", file.name]).stdout
         code = command([f"{tools()}/nvdisasm", "-c", file.name]).stdout
     stack = {name: int(size) for name, size in re.findall(r"Function (\w+):\n.*STACK:(\d+)", usage)}
-    assert len(stack) == {"sde_step.cu": 40, "small.cu": 4}[source] and not any(stack.values()), stack
+    assert len(stack) == {"sde_step.cu": 40, "small.cu": 3}[source] and not any(stack.values()), stack
     for part in re.split(r"(?m)^\s*\.section\s+\.text\.", code)[1:]:
         name = re.match(r"\w+", part)[0]
         loads, stores = (len(re.findall(rf"{op}\.E\S*\.128", part)) for op in ("LDG", "STG"))

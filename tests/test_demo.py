@@ -51,3 +51,9 @@ def test_the_scorer_of_the_scenes_is_never_the_reward(demo, root):
             "scenes" in {entry.name for entry in config.measured} or config.name == "demo-ocr"
         )  # for words see test_demo_ocr.py
     assert not any("scenes" in key for r in rows(demo[1]) if r["kind"] == "train" for key in r)
+
+
+def test_the_recipe_with_few_calls_is_continued_under_the_same_judge(root):
+    first, then = (load(root / f"scripts/demo/{name}.yaml") for name in ("few_calls", "few_calls_grpo"))
+    assert then.train.lora_from == f"{first.output}/{first.name}/lora"
+    assert (then.rollout, then.rewards) == (first.rollout, first.rewards)

@@ -1,28 +1,19 @@
 """Mixed rewards in the demo world: Flex over HTTP, CLIP in process, and a monitor, in one training run.
 
-Why this case: each part is tested elsewhere; here they share a run. The judge is the demo's real one, queried over HTTP
-and answering in Flex's format. Checked: all three rewards are reported, no training reward is missing, a monitor
-without any value is reported once and does not stop the run, and the weights change.
+Why this case: each part is tested elsewhere; here they share a run. The judge answers in Flex's format. Checked: all
+three rewards are reported, no training reward is missing, a monitor without any value is reported once and does not
+stop the run, and the weights change.
 """
 
-import base64
-import io
 import json
-import re
-import threading
 
-import numpy as np
 import tiny_rewards
 import yaml
-from aiohttp import web
-from judge_server import JudgeServer, images, reply, text_of
-from PIL import Image
+from judge_server import JudgeServer
 from safetensors.torch import load_file
 from tiny_run import merged, rows, train
 
 from prefgrpo.config.recipe import read_yaml
-from prefgrpo.data.media import Media
-from prefgrpo.judge.local import LocalJudge
 from prefgrpo.rewards.base import PointwiseReward, Score
 from prefgrpo.tiny import ASSETS, FOLDER
 
@@ -34,30 +25,12 @@ class Never(PointwiseReward):
         return [Score(None, "no idea") for _ in samples]
 
 
-class FlexServer(JudgeServer):
-    """The demo's judge behind the chat API; its verdict is written as the winner and two of Flex's categories."""
-
-    def __init__(self):
-        super().__init__()
-        self.judge = LocalJudge(str(ASSETS / "judge"), "caption_match")
-        self.pixels: dict[str, Media] = {}
-        self._one = threading.Lock()
-
-    def _answer(self, body):
-        first, second = (self._picture(part) for part in images(body))
-        caption = re.search(r"Caption: (.*)\n", text_of(body))[1]
-        with self._one:
-            p = self.judge.judge_group(caption, [first, second], [(0, 1)])[0].first
-        better, brighter = (1 if one else 2 for one in (p > 0.5, first.pixels.mean() > second.pixels.mean()))
-        verdicts = {"Alignment": f"Image {better}", "Quality": "tie", "Aesthetics": f"Image {brighter}"}
-        categories = [{"name": name, "analysis": "…", "cat_winner": winner} for name, winner in verdicts.items()]
-        return web.json_response(reply(json.dumps({"categories": categories, "winner": f"Image {better}"})))
-
-    def _picture(self, part):
-        if part["image_url"] is not None:
-            data = base64.b64decode(part["image_url"]["url"].split(",", 1)[1])
-            self.pixels[part["uuid"]] = Media(np.asarray(Image.open(io.BytesIO(data)).convert("RGB")))
-        return self.pixels[part["uuid"]]
+def flex(brightness, text):
+    """A verdict as the winner and two of Flex's categories, by the brightness of the two images."""
+    winner = f"Image {1 if brightness[0] > brightness[1] else 2}"
+    verdicts = {"Alignment": winner, "Quality": "tie", "Aesthetics": winner}
+    categories = [{"name": name, "analysis": "…", "cat_winner": who} for name, who in verdicts.items()]
+    return json.dumps({"categories": categories, "winner": winner})
 
 
 def recipe(place, url):
@@ -66,7 +39,7 @@ def recipe(place, url):
         "output": str(place / "runs"),
         "trackers": [],
         "data": {"prompts": str(ASSETS / "prompts/train.txt")},
-        "judge": {"backend": "http", "model": "", "endpoints": [url], "log": True},
+        "judge": {"model": "", "endpoints": [url]},
         "rollout": {"prompts_per_step": 2, "group_size": 4, "batch_size": 8},
         "train": {"steps": 3},
         "eval": {"every": 0, "prompts": "", "final_prompts": str(ASSETS / "prompts/test.txt"), "max_prompts": 4},
@@ -88,7 +61,8 @@ def recipe(place, url):
 
 
 def test_all_rewards_are_scored_and_reported_and_the_policy_moves(tmp_path):
-    with FlexServer() as server:
+    with JudgeServer() as server:
+        server.answer = flex
         code, output = train(recipe(tmp_path, server.url))
     assert code == 0, output
     folder = tmp_path / "runs" / "demo"

@@ -10,30 +10,28 @@ from dataclasses import replace
 
 import pytest
 import torch
-from families import CPU, case_of, load, tensors_of
+from families import cache, case_of, embed, load, tensors_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
 from prefgrpo.config.loading import from_dict
 from prefgrpo.data.prompts import Prompt
-from prefgrpo.models import family
 from prefgrpo.models.condition import Condition, collate
 from prefgrpo.models.folder import encoder_identity
 from prefgrpo.rollout import sources
-from prefgrpo.rollout.embeddings import CacheKeys, Embeddings, conditions, encoding_jobs
+from prefgrpo.rollout.embeddings import Entry, run_entries
 from prefgrpo.rollout.shards import Shards
-from prefgrpo.run.judging import unread_columns
 from prefgrpo.run.loading import unsupported
 from prefgrpo.tiny import pipelines
 
-FLUX_KONTEXT = family("flux_kontext")
 FLUX, NAMES = case_of("flux"), st.text("0123456789abcdef", min_size=4, max_size=8)
 SAMPLING = FLUX.sampling()
 
 
-def encode(embed, prompts):
-    return embed(prompts, SAMPLING)
+@pytest.fixture(scope="module")
+def adapter():
+    return load(FLUX)
 
 
 def test_a_batch_pads_shorter_prompts():
@@ -61,11 +59,11 @@ def test_lengths_stay_on_the_cpu(device):
 
 
 def test_a_negative_prompt_is_the_prompts_own_the_runs_or_the_familys():
-    """In the condition, and among what `preprocess` encodes; a column that is not used is told."""
+    """In the condition, and among what `preprocess` encodes."""
     case = case_of("sd3")
     adapter = load(case)
     sampling = case.sampling()
-    embed = Embeddings(adapter, case.max_length)
+    kept = cache(case)
     prompts = [
         Prompt(0, "a cat", {"negative_prompt": " blurry "}),
         Prompt(1, "a cat"),
@@ -75,65 +73,60 @@ def test_a_negative_prompt_is_the_prompts_own_the_runs_or_the_familys():
     named = {"family": "", "run": "ugly"}
     for source, text in named.items():
         run = replace(sampling, negative_prompt=text if source == "run" else None)
-        batch = conditions(embed, prompts, run, CPU).negative.prompt_embeds
-        want = [embed.text(own).prompt_embeds for own in ("blurry", text, text)]
-        assert torch.equal(batch, torch.stack(want)), source
+        got = [one.negative.prompt_embeds for one in kept(adapter, prompts, run)]
+        want = kept.get(adapter, [Entry("blurry"), Entry(text)])
+        for ours, own in zip(got, ("blurry", text, text), strict=True):
+            assert torch.equal(ours, want[Entry(own)]["prompt_embeds"]), source
     values = {
         "model": "m",
         "family": "sd3",
         "data": {"prompts": "p"},
         "rollout": {"guidance": 4.5, "negative_prompt": "ugly"},
     }
-    texts = {job.text for job in encoding_jobs(from_dict(values), prompts)}
+    texts = {entry.text for entry in run_entries(from_dict(values), prompts)}
     assert texts == {"a cat", "a dog", "blurry", "ugly"}
     assert unsupported(from_dict(values | {"rollout": {"guidance": 1.0, "negative_prompt": "ugly"}})) == [
         "rollout.negative_prompt: guidance 1 is off, expected none, got 'ugly'"
     ]
-    for family_name, unread in {"sd3": [], "flux": ["negative_prompt"]}.items():
-        run = values | {"family": family_name, "rollout": {"guidance": 4.5}}
-        run |= {"rewards": "jpeg_compressibility"}
-        assert unread_columns(from_dict(run), prompts) == unread
 
 
-def test_memory_is_bounded():
+def test_memory_is_bounded(adapter):
     """In bytes, for the latest entries; the one in use is always kept."""
-    entry = sum(t.nbytes for t in tensors_of(encode(Embeddings(load(FLUX), 16), ["a"])[0]))
-    embed = Embeddings(load(FLUX), 16, most_bytes=2 * entry)
-    encode(embed, ["a", "b", "c", "c"])
-    encode(embed, ["c", "b"])
-    assert embed.encoded == 3
-    encode(embed, ["a"])
-    assert embed.encoded == 4
+    entry = sum(t.nbytes for t in tensors_of(embed(cache(FLUX), adapter, ["a"], SAMPLING)[0]))
+    kept = cache(FLUX, most_bytes=2 * entry)
+    for texts, encoded in (("abcc", 3), ("cb", 3), ("a", 4)):
+        embed(kept, adapter, texts, SAMPLING)
+        assert kept.encoded == encoded
 
 
-def test_a_damaged_cache_file_is_encoded_again(tmp_path, caplog):
-    first = Embeddings(load(FLUX), 16, tmp_path)
-    (want,) = encode(first, ["a red cube"])
+def test_a_damaged_cache_file_is_encoded_again(adapter, tmp_path, caplog):
+    first = cache(FLUX, tmp_path)
+    (want,) = embed(first, adapter, ["a red cube"], SAMPLING)
     first.flush()
     (file,) = tmp_path.glob("*.safetensors")
     file.write_bytes(file.read_bytes()[:-7])
-    second = Embeddings(load(FLUX), 16, tmp_path)
-    (got,) = encode(second, ["a red cube"])
+    second = cache(FLUX, tmp_path)
+    (got,) = embed(second, adapter, ["a red cube"], SAMPLING)
     second.flush()
     assert f"{file} is damaged" in caplog.text and second.encoded == 1
     assert all(torch.equal(a, b) for a, b in zip(tensors_of(got), tensors_of(want), strict=True))
-    third = Embeddings(load(FLUX), 16, tmp_path)
-    encode(third, ["a red cube"])
-    assert third.encoded == 0
+    assert cache(FLUX, tmp_path).absent([Entry("a red cube"), Entry("a blue one")]) == [Entry("a blue one")]
     assert not list(tmp_path.rglob(".*")), "no partial file remains"
 
 
 def test_the_key_follows_the_encoders_and_what_they_are_given(tmp_path):
     """Encoders of a folder are known by their files, those of the hub by repository and commit."""
     model = pipelines.make("flux", tmp_path / "model")
-    key = Embeddings(load(FLUX, model), 16).keys.text("x")
-    assert Embeddings(load(FLUX, model), 16).keys.text("x") == key
-    assert Embeddings(load(FLUX, model), 17).keys.text("x") != key
-    assert Embeddings(load(FLUX, model), 16).keys.text("y") != key
+
+    def key(text="x", length=16):
+        return Entry(text).key(cache(replace(FLUX, max_length=length), tmp_path / "cache", model).model)
+
+    first = key()
+    assert key() == first != key("y") and first != key(length=17)
     for name, other in (("transformer", False), ("text_encoder", True)):
         (weights,) = (model / name).glob("*.safetensors")
         os.utime(weights, ns=(1, 1))
-        assert (Embeddings(load(FLUX, model), 16).keys.text("x") != key) == other
+        assert (key() != first) == other
     snapshot = tmp_path / "models--owner--name" / "snapshots" / "abc123"
     assert encoder_identity(snapshot) == "owner/name@abc123"
 
@@ -146,25 +139,31 @@ def test_sources_are_known_by_their_files_and_read_once(tmp_path, monkeypatch):
     true_read = sources._read
     monkeypatch.setattr(sources, "_read", lambda one: readers.append(threading.current_thread()) or true_read(one))
     one, wide = (sources.Sources((str(file),), 16, width) for width in (16, 24))
-    keys = CacheKeys(FLUX_KONTEXT, "model", torch.float32, 16, None)
-    before = [keys.sources(s, None) for s in (one, wide)]
+    before = [Entry(None, s).key("model") for s in (one, wide)]
     assert len(set(before)) == 2 and not readers
     sources.prefetch([one, one])
     assert one.images()[0].size == (16, 16) and one.media()[0].pixels.shape == (16, 16, 3)
     assert len(readers) == 1 and readers[0] is not threading.current_thread()
     Image.new("RGB", (40, 20), "blue").save(file)
     os.utime(file, ns=(1, 1))
-    assert keys.sources(one, None) != before[0], "another picture under the same name"
+    assert Entry(None, one).key("model") != before[0], "another picture under the same name"
 
 
 @settings(max_examples=40)
 @given(st.lists(st.dictionaries(NAMES, st.integers(1, 5), min_size=1, max_size=4), min_size=1, max_size=4))
 def test_what_was_written_is_read(tmp_path_factory, writes):
-    place, want = tmp_path_factory.mktemp("shards"), {}
+    """By processes that know nothing of each other; the same keys make the same file."""
+    place, want = tmp_path_factory.mktemp("shards") / "new", {}
     for number, sizes in enumerate(writes):
         content = {k: {"a.b": torch.full((n,), float(number)), "c": torch.tensor(n)} for k, n in sizes.items()}
-        Shards(place).write(content)
+        for order in (content, dict(reversed(content.items()))):
+            one = Shards(place)
+            for key, tensors in order.items():
+                one.add(key, tensors)
+                assert one.read(key).keys() == tensors.keys()
+            one.flush()
         want |= content
+    assert len(list(place.iterdir())) == len({frozenset(sizes) for sizes in writes})
     found = Shards(place)
     for key, tensors in want.items():
         read = found.read(key)
@@ -174,10 +173,9 @@ def test_what_was_written_is_read(tmp_path_factory, writes):
     assert "none" not in found and found.read("none") is None
 
 
-def test_the_same_keys_make_the_same_file_and_a_reader_learns_of_it(tmp_path):
-    content = {"k1": {"x": torch.ones(2)}, "k0": {"x": torch.zeros(3)}}
-    reader = Shards(tmp_path / "new")
-    for order in (content, dict(reversed(content.items()))):
-        Shards(tmp_path / "new").write(order)
-    assert len(list((tmp_path / "new").iterdir())) == 1
-    assert "k0" not in reader and torch.equal(reader.read("k0")["x"], torch.zeros(3))
+def test_a_file_has_a_limited_size(tmp_path, monkeypatch):
+    monkeypatch.setattr("prefgrpo.rollout.shards.SHARD_BYTES", 8)
+    some = Shards(tmp_path)
+    for key in "abc":
+        some.add(key, {"x": torch.ones(1)})
+    assert len(list(tmp_path.iterdir())) == 1 and "c" in some

@@ -33,7 +33,7 @@ def recipe(place, name, model, **over):
     prompts = place / ("edits.jsonl" if edits else "prompts.txt")
     frames = {} if family(model).default_frames is None else {"frames": 5}
     values = {
-        "model": str(folder(model)), "family": model, "name": name, "output": str(place / "runs"), "device": "cuda",
+        "model": str(folder(model)), "family": model, "name": name, "output": str(place / "runs"),
         "data": {"prompts": str(prompts), "max_length": case.max_length},
         "rollout": {
             "height": 32, "width": 32, "steps": 3, "prompts_per_step": 2, "group_size": 2, "batch_size": 2, **frames,
@@ -80,7 +80,7 @@ def test_a_training_step_of_every_family(model, tmp_path):
     run(
         tmp_path,
         lora=recipe(tmp_path, "lora", model, **small),
-        full=recipe(tmp_path, "full", model, train=full, memory={"offload": ["text_encoder", "vae"]}, **small),
+        full=recipe(tmp_path, "full", model, train=full, offload=["text_encoder", "vae"], **small),
     )
 
 
@@ -90,7 +90,7 @@ def test_evaluation_checkpoints_and_resuming(tmp_path):
     first = recipe(tmp_path, "run", "flux", eval=held, train={"steps": 2}, checkpoint={"every": 1})
     more = [*first, "--train.steps", "3", "--resume"]
     clip = recipe(tmp_path, "clip", "wan22", eval=held)
-    judge = {"backend": "local", "model": str(Path(prefgrpo.__file__).parent / "tiny" / "assets" / "judge")}
+    judge = {"endpoints": [], "model": str(Path(prefgrpo.__file__).parent / "tiny" / "assets" / "judge")}
     judged = recipe(tmp_path, "judged", "flux", rewards="vlm_pairwise", judge=judge)
     results = run(tmp_path, first=first, resumed=more, clip=clip, judged=judged)
     assert "resumed from" in results["resumed"]["output"]

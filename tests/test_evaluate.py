@@ -16,22 +16,17 @@ from tiny_run import rows, settings, tree
 
 from prefgrpo.commands.cli import main
 from prefgrpo.config.loading import from_dict
-from prefgrpo.data.atomic import save_images
-from prefgrpo.data.prompts import Prompt, prompt_sets
+from prefgrpo.data.prompts import prompt_sets, step_prompts
 from prefgrpo.judge.verdict import PairJudge, Verdict
 from prefgrpo.rewards.pairwise import VlmPairwise
 from prefgrpo.rewards.scorer import Scorer
-from prefgrpo.rollout.assignment import slot_prompts
 from prefgrpo.rollout.render import to_uint8
 from prefgrpo.run.checkpoint import CheckpointError
-from prefgrpo.run.comparison import Value, compared, interval
-from prefgrpo.run.evaluate import EvalSet, load_initial_images, make_eval_set
-from prefgrpo.run.run_folder import RunFolder
+from prefgrpo.run.comparison import compared, interval, mean_of
 from prefgrpo.sde.noise import initial_latents
 from prefgrpo.trainer import Trainer
 
 NAN = float("nan")
-AB = [Prompt(0, "a"), Prompt(1, "b")]
 
 
 # ---- the prompts --------------------------------------------------------------------------------------------------
@@ -43,7 +38,8 @@ def held_out_of(place, count, seed=0, **evaluation):
     content = settings(place, "x", seed=seed, data={"prompts": str(place / "many.txt")}, eval={"prompts": ""})
     config = from_dict(content | {"eval": content["eval"] | evaluation})
     prompts, sets = prompt_sets(config)
-    seen = {prompt.text for step in range(3 * count) for prompt, _ in slot_prompts(config, prompts, step)}
+    each = config.rollout.prompts_per_step
+    seen = {prompts[i].text for step in range(3 * count) for i in step_prompts(len(prompts), each, seed, step)}
     assert seen == {p.text for p in prompts}, "every training prompt is used"
     return seen, [p.text for p in sets.get("dev", [])]
 
@@ -70,7 +66,7 @@ def test_held_out_prompts_are_never_trained_on(place, count, evaluation, held):
 
 def test_means_leave_missing_ones_out_and_the_interval_is_over_prompts():
     """Ten images of a prompt that always wins count no more than one: the interval for 2 prompts is 0 … 1."""
-    assert Value.of(np.array([1.0, NAN, 0.0])).metrics("x") == {"x": 0.5, "x_missing": pytest.approx(1 / 3)}
+    assert mean_of(np.array([1.0, NAN, 0.0])) == (0.5, pytest.approx(1 / 3))
     nothing = compared("x", np.array([0, 1]), [{"win_w": NAN}, {"win_w": NAN}])
     assert nothing.metrics() == {"x/win_w": pytest.approx(NAN, nan_ok=True), "x/win_w_missing": 1.0}
     assert nothing.win_rates["w"].verdict == "inconclusive: no verdicts"
@@ -94,34 +90,6 @@ def test_pictures_are_rounded_as_diffusers_rounds():
     images = torch.rand(2, 3, 4, 6)
     stock = VaeImageProcessor.numpy_to_pil(VaeImageProcessor.pt_to_numpy(images))
     assert np.array_equal(to_uint8(images), np.stack([np.asarray(p) for p in stock]))
-
-
-def test_sets_have_noise_of_their_own():
-    dev, test = make_eval_set("dev", AB, 3, 0), make_eval_set("test", AB[:1], 2, 1)
-    assert [p.text for p in dev.items] == ["a", "a", "a", "b", "b", "b"] and dev.group.tolist() == [0, 0, 0, 1, 1, 1]
-    assert isinstance(test, EvalSet) and test.first_id - dev.first_id >= 2**32 and dev.first_id > 2**61
-
-
-def test_images_of_the_start_are_found_whole_or_not_at_all(tmp_path):
-    def write(rank, size, count, value):
-        images = np.full((count, 2, 2, 3), value, np.uint8)
-        save_images(folder.initial_images("dev", rank, size), images=images)
-
-    folder = RunFolder(tmp_path)
-    folder.eval.mkdir()
-
-    with pytest.raises(CheckpointError, match="lacks images of the starting policy"):
-        load_initial_images(folder, "dev", 1)
-    write(0, 2, 2, 5)
-    with pytest.raises(CheckpointError, match="lacks images"):
-        load_initial_images(folder, "dev", 1)
-    write(1, 2, 1, 6)
-    assert load_initial_images(folder, "dev", 1)[:, 0, 0, 0].tolist() == [5, 5, 6], (
-        "written by a different number of ranks"
-    )
-    write(0, 1, 3, 7)
-    assert load_initial_images(folder, "dev", 1)[:, 0, 0, 0].tolist() == [7, 7, 7]
-    assert load_initial_images(folder, "dev", 2)[:, 0, 0, 0].tolist() == [5, 5, 6]
 
 
 # ---- a run's evaluation -------------------------------------------------------------------------------------------
@@ -164,6 +132,10 @@ def run(place):
     return trainer
 
 
+def noise_ids(evaluator, index):
+    return torch.tensor([evaluator.eval_set.first_id + i for i in index])
+
+
 def test_before_and_after_differ_in_the_weights_only(run):
     for name in ("dev", "test"):
         with np.load(run.folder.report_images(name, 0)) as start:
@@ -179,6 +151,21 @@ def test_before_and_after_differ_in_the_weights_only(run):
     assert start["dev/win_jpeg_incompressibility"] == 0.5, "the policy ties with itself"
     assert start["dev/jpeg_incompressibility"] == start["dev/jpeg_incompressibility_before"]
     assert len(json.loads(run.folder.prompts("dev").read_text())) == 4
+    dev, test = (run.evaluators[name].eval_set for name in ("dev", "test"))
+    assert dev.group == [0, 0, 1, 1] and test.first_id - dev.first_id >= 2**32 and dev.first_id > 2**61
+
+
+def test_a_resumed_run_compares_with_the_stored_images_of_the_start(run):
+    evaluator = run.evaluators["dev"]
+    before = evaluator.before
+    evaluator.start(resumed=True)
+    assert all(np.array_equal(a, b) for a, b in zip(before, evaluator.before, strict=True))
+    file = run.folder.initial_image("dev", 2)
+    content = file.read_bytes()
+    file.unlink()
+    with pytest.raises(CheckpointError, match=r"000002\.npz, an image of the starting policy, is missing"):
+        evaluator.start(resumed=True)
+    file.write_bytes(content)
 
 
 def test_the_outcome_of_every_image_is_kept(run):
@@ -193,29 +180,29 @@ def test_a_renderer_is_stock_sampling_at_the_sets_noise(run):
     evaluator = run.evaluators["dev"]
     alone, together = evaluator.render([3]), evaluator.render([0, 1, 2, 3])
     assert np.abs(alone[0].astype(int) - together[3]).max() <= 1
-    latents = initial_latents(0, evaluator.ids([3]), run.adapter.latent_shape(evaluator.sizes))
+    latents = initial_latents(0, noise_ids(evaluator, [3]), run.adapter.latent_shape(evaluator.sizes))
     pipe = run.adapter.pipe
     stock = pipe(
         evaluator.eval_set.items[3].text, height=16, width=16, num_inference_steps=3, guidance_scale=2.0,
         max_sequence_length=24, latents=latents, output_type="pt",
     ).images  # fmt: skip
-    assert np.abs(to_uint8(stock).astype(int) - alone).max() <= 1
-    assert evaluator.render([]).shape == (0, 16, 16, 3)
+    assert np.abs(to_uint8(stock).astype(int) - alone[0]).max() <= 1
+    assert evaluator.render([]) == []
 
 
 def test_the_judges_win_rate_is_in_both_orders_and_without_lost_verdicts(run):
     evaluator = run.evaluators["dev"]
-    keep, evaluator.scorers = evaluator.scorers, {"judge": Scorer({"v": VlmPairwise(Bright())}, 2)}
-    now = evaluator.render(evaluator.local_indices())
-    darker = (now * 0.5).astype(np.uint8)
-    evaluator.before = darker
+    keep = evaluator.scorer
+    evaluator.scorer = Scorer({"v": VlmPairwise(Bright())}, 2)
+    now = evaluator.render(list(range(4)))
+    evaluator.before = [(image * 0.5).astype(np.uint8) for image in now]
     won = evaluator.run(3).metrics()
     assert won["dev/win_judge"] == won["dev/win_judge_first"] == won["dev/win_judge_second"] == 1.0
     assert won["dev/win_judge_first_missing"] == 0.25 or won["dev/win_judge_second_missing"] == 0.25
     assert list(evaluator.reasons.values()) == [1]
     evaluator.before = now
-    assert evaluator.run(3).win_rates["judge"].rate.mean == 0.5
-    evaluator.scorers = keep
+    assert evaluator.run(3).win_rates["judge"].rate == 0.5
+    evaluator.scorer = keep
 
 
 # ---- the product --------------------------------------------------------------------------------------------------
@@ -225,7 +212,7 @@ def stock_images(pipe, run):
     """The images of the last evaluation's report drawn by a stock pipeline, uint8."""
     evaluator = run.evaluators["dev"]
     index = evaluator.report_indices()
-    latents = initial_latents(0, evaluator.ids(index), run.adapter.latent_shape(evaluator.sizes))
+    latents = initial_latents(0, noise_ids(evaluator, index), run.adapter.latent_shape(evaluator.sizes))
     prompts = [evaluator.eval_set.items[i].text for i in index]
     size = {"height": 16, "width": 16, "num_inference_steps": 3, "guidance_scale": 2.0, "max_sequence_length": 24}
     return to_uint8(pipe(prompts, latents=latents, output_type="pt", **size).images)
@@ -260,13 +247,17 @@ def test_a_fully_trained_pipeline_is_exported_whole(place):
     assert tree(done.folder.root / "exports" / "step_000002") == tree(done.folder.root / "pipeline")
 
 
+def loras(folder):
+    """{name: bytes of the tensor} of the LoRA in a folder."""
+    (file,) = folder.glob("*.safetensors")
+    return {name: tensor.numpy().tobytes() for name, tensor in load_file(file).items()}
+
+
 def test_any_checkpoint_is_exported(run, tmp_path):
-    """The newest is what the run wrote at its end; an older one is another LoRA, and live weights are not the EMA."""
+    """The newest is what the run wrote at its end; an older one is another LoRA."""
     checkpoints = run.folder.all_checkpoints()
-    final = tree(run.folder.root / "lora")
-    for name, options in (
-        ("newest", [run.folder.root]), ("older", [checkpoints[0]]), ("live", [checkpoints[-1], "--weights", "live"])
-    ):  # fmt: skip
-        assert main(["export", *map(str, options), "--out", str(tmp_path / name)]) == 0
-        assert (tree(tmp_path / name) == final) == (name == "newest")
-        assert tree(tmp_path / name).keys() == final.keys()
+    final = loras(run.folder.root / "lora")
+    for name, target in (("newest", run.folder.root), ("older", checkpoints[0])):
+        assert main(["export", str(target), "--out", str(tmp_path / name)]) == 0
+        assert (loras(tmp_path / name) == final) == (name == "newest")
+        assert loras(tmp_path / name).keys() == final.keys()

@@ -13,12 +13,17 @@ import signal
 import numpy as np
 import pytest
 import torch
+from diffusers import FluxPipeline
+from families import case_of, load
 from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tiny_run import PROMPTS, Hold, ranks, recipe, start, train, tree, world
+from tiny_run import PROMPTS, Hold, ranks, recipe, start, train, tree, weights, world
 
-from prefgrpo.rollout import embeddings
+from prefgrpo.config.schema import SamplingConfig
+from prefgrpo.rollout import shards
+from prefgrpo.run.evaluate import FIRST_ID
+from prefgrpo.sde.noise import initial_latents
 from prefgrpo.tiny import pipelines
 
 
@@ -32,6 +37,11 @@ def place(tmp_path_factory):
 def command(*argv):
     run = start([str(a) for a in argv], argv[1].with_suffix(".log"))
     return run.wait(), run.output
+
+
+def images(folder):
+    """{name: bytes} of the images in a folder."""
+    return {name: content for name, content in tree(folder).items() if name.endswith(".png")}
 
 
 def held(folder):
@@ -71,29 +81,19 @@ def test_once_all_is_encoded_no_encoder_is_loaded(place):
     (place / "more.txt").write_text("\n".join([*PROMPTS, "a text that nobody encoded"]))
     more = cached["data"] | {"prompts": str(place / "more.txt")}
     code, output = train(recipe(place, "lean2", **cached | {"data": more}))
-    assert code == 0 and "1 entries missing" in output, output
+    assert code == 0 and "1 entries are encoded now" in output, output
     assert len({key.partition(".")[0] for key in held(cache)}) == 11, "a run adds what it encodes"
-
-
-def test_a_damaged_file_of_the_cache_is_told_and_encoded_again(place):
-    cache = place / "damaged"
-    file = recipe(place, "damaged", data={"cache": str(cache)}, train={"steps": 1})
-    assert command("preprocess", file)[0] == 0
-    (shard,) = cache.glob("*.safetensors")
-    shard.write_bytes(shard.read_bytes()[:-9])
-    code, output = train(file)
-    assert code == 0 and f"{shard} is damaged" in output and "10 entries missing" in output, output
 
 
 def small_shards():
     """Runs in the new process: three entries per file."""
-    real = embeddings.Embeddings._get_or_encode
+    real = shards.Shards.add
 
-    def get(self, *given):
-        embeddings.SHARD_BYTES = 0 if len(self._pending) == 2 else 2**40
+    def add(self, *given):
+        shards.SHARD_BYTES = 0 if len(self._new) == 2 else 2**40
         return real(self, *given)
 
-    embeddings.Embeddings._get_or_encode = get
+    shards.Shards.add = add
 
 
 @pytest.mark.parametrize(("number", "call", "kept"), [(signal.SIGKILL, 2, 6), (signal.SIGINT, 1, 3)])
@@ -101,7 +101,7 @@ def test_a_preprocess_that_was_killed_or_interrupted_goes_on(place, number, call
     """The process is held while it writes a shard; after SIGINT it finishes that shard."""
     cache = place / f"stopped_{call}"
     file = recipe(place, f"stopped_{call}", data={"cache": str(cache)})
-    hold = Hold("prefgrpo.rollout.shards:Shards.write", call=call)
+    hold = Hold("prefgrpo.rollout.shards:Shards.flush", call=call)
     run = start(["preprocess", str(file)], file.with_suffix(".log"), small_shards, hold)
     run.until_held()
     os.kill(run.process.pid, number)
@@ -154,7 +154,7 @@ def test_generate_skips_what_is_there_and_does_not_depend_on_ranks(place):
     argv = ["--prompts", place / "bench.csv", "--samples", 2, "--naming", "unigenbench", "--out"]
     code, output = command("generate", file, *argv, place / "one")
     assert code == 0 and "6 files are in" in output, output
-    first = tree(place / "one")
+    first = images(place / "one")
     assert sorted(first) == [f"{i}_{j}.png" for i in (7, 8, 9) for j in (0, 1)]
     pixels = [np.asarray(Image.open(place / "one" / name)) for name in sorted(first)]
     assert all(p.shape == (16, 16, 3) for p in pixels) and not any((pixels[0] == p).all() for p in pixels[1:])
@@ -162,7 +162,7 @@ def test_generate_skips_what_is_there_and_does_not_depend_on_ranks(place):
     (place / "one" / "7_0.png").write_bytes(b"kept")
     code, output = command("generate", file, *argv, place / "one")
     assert code == 0 and "; 5 already existed and are unchanged" in output, output
-    assert tree(place / "one") == first | {"7_0.png": b"kept"}
+    assert images(place / "one") == first | {"7_0.png": b"kept"}
     runs = ranks(file, 2, *map(str, argv), str(place / "two"), command="generate")
     assert [run.wait() for run in runs] == [0, 0], runs[0].output
     for name in first:
@@ -170,22 +170,55 @@ def test_generate_skips_what_is_there_and_does_not_depend_on_ranks(place):
         assert abs(a - b).max() <= 1
 
 
-def test_generate_with_a_lora(place):
+def test_generate_from_a_run_and_with_a_lora(place):
+    """A run's newest checkpoint and its exported LoRA give equal images; a folder keeps those of one policy."""
     code, output = train(recipe(place, "trained", train={"steps": 2}))
     assert code == 0, output
-    file, argv = place / "runs" / "trained" / "config.yaml", ["--samples", 1, "--prompts", place / "dev.txt", "--out"]
-    for name, options in {"base": [], "run": ["--lora", place / "runs/trained"]}.items():
-        code, output = command("generate", file, *argv, place / name, *options)
+    run = place / "runs" / "trained"
+    file = run / "config.yaml"
+    argv = ["--samples", 1, "--prompts", place / "dev.txt", "--out"]
+    for name, target, options in (("base", file, []), ("lora", file, ["--lora", run / "lora"]), ("run", run, [])):
+        code, output = command("generate", target, *argv, place / name, *options)
         assert code == 0, output
-    assert sorted(tree(place / "run")) == [f"{i:06d}_0.png" for i in range(3)]
-    assert tree(place / "run") != tree(place / "base")
+    assert sorted(images(place / "run")) == [f"{i:06d}_0.png" for i in range(3)]
+    assert images(place / "run") == images(place / "lora") != images(place / "base")
+    before = tree(place / "run")
+    code, output = command("generate", file, *argv, place / "run")
+    assert code == 2 and "files that were made differently (other: weights" in output, output
+    assert tree(place / "run") == before
     name = "pytorch_lora_weights.safetensors"
     with safe_open(place / "runs/trained/lora" / name, "pt") as lora:
         wider = {k: torch.cat([lora.get_tensor(k)] * 2, int("lora_A" in k)) for k in lora.keys()}  # noqa: SIM118
         (place / "wider").mkdir()
         save_file(wider, place / "wider" / name, lora.metadata())
     code, output = command("generate", file, *argv, place / "none", "--lora", place / "wider")
-    assert code == 2 and "is not the model that it was trained on" in output and "Traceback" not in output, output
+    assert code == 2 and f"it does not fit {place / 'flux'}" in output and "Traceback" not in output, output
     (place / "twice.txt").write_text(f"{PROMPTS[0]}\n{PROMPTS[0]}\n")
     argv = ["--samples", 1, "--naming", "vbench", "--prompts", place / "twice.txt", "--out", place / "twice"]
-    assert "1 files are in" in command("generate", file, *argv)[1] and len(tree(place / "twice")) == 1
+    assert "1 files are in" in command("generate", file, *argv)[1] and len(images(place / "twice")) == 1
+
+
+@pytest.mark.full
+def test_evaluation_and_generation_at_another_size(place):
+    over = {"height": 24, "width": 16, "steps": 5}
+    plain = recipe(place, "plain", train={"steps": 2})
+    file = recipe(place, "shown", train={"steps": 2}, eval=over)
+    for trained in (plain, file):
+        code, output = train(trained)
+        assert code == 0, output
+    runs = place / "runs"
+    lora = [weights(runs / name / "lora") for name in ("plain", "shown")]
+    assert lora[0] == lora[1], "evaluation changed the training"
+    images = np.load(runs / "shown" / "eval" / "dev_000002.npz")
+    assert images["now"].shape[1:] == (24, 16, 3)
+    shown = json.loads((runs / "shown" / "eval" / "dev_prompts.json").read_text())
+    pipe = FluxPipeline.from_pretrained(place / "flux")
+    shape = load(case_of("flux"), place / "flux").latent_shape(SamplingConfig(24, 16, 5))
+    latents = initial_latents(0, torch.tensor([FIRST_ID]), shape)
+    call = {"height": 24, "width": 16, "num_inference_steps": 5, "guidance_scale": 3.5, "max_sequence_length": 24}
+    stock = pipe(shown[0], latents=latents, output_type="np", **call).images
+    assert np.abs(images["before"][:1] - 255 * stock).max() <= 1
+    argv = ["generate", str(runs / "shown" / "config.yaml"), "--lora", str(runs / "shown"), "--samples", "1"]
+    run = start([*argv, "--prompts", str(place / "dev.txt"), "--out", str(place / "one")], place / "g.log")
+    assert run.wait() == 0, run.output
+    assert {Image.open(file).size for file in (place / "one").glob("*.png")} == {(16, 24)}

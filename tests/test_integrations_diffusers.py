@@ -56,54 +56,46 @@ def test_noisy_steps(rule, eta, dtype):
     """x' has the output's dtype, its log-prob is that of the rounded value, and replay is bitwise equal."""
     scheduler, (x, v) = made(rule=rule, eta=eta), batch(SHAPE, dtype=dtype)
     for k, t in enumerate(scheduler.timesteps[:-1]):
-        sigma, after = scheduler.sigmas[k], scheduler.sigmas[k + 1]
         rest = (scheduler.sigmas[1],) if rule == "flow" else ()
-        law = lambda u: getattr(sde_formulas, rule)(x, u, sigma, after, eta, *rest)  # noqa: B023, E731
-        mean, s, _ = law(v)
+        step = (scheduler.sigmas[k], scheduler.sigmas[k + 1], eta, *rest)
         out = scheduler.step(v, t, x, generator=seeded())
-        assert out.prev_sample.dtype == dtype and out.logp.dtype == torch.float32
-        assert scheduler.step_index == k + 1
-        noise = torch.randn(x.shape, generator=seeded())
-        torch.testing.assert_close(
-            out.prev_sample.double(), mean + s * noise, rtol=2**-8 if dtype == torch.bfloat16 else 1e-5, atol=1e-5
-        )
-        score = sde_formulas.gaussian if rule != "cps" else lambda y, m, _: sde_formulas.square(y, m)
-        torch.testing.assert_close(out.logp.double(), score(out.prev_sample, mean, s), rtol=1e-5, atol=1e-5)
+        assert out.prev_sample.dtype == dtype and out.logp.dtype == torch.float32 and scheduler.step_index == k + 1
+        exact = v.double().requires_grad_()
+        mean, s, _ = getattr(sde_formulas, rule)(x, exact, *step)
+        x_next = (mean + s * torch.randn(x.shape, generator=seeded())).detach()
+        rtol = 2**-8 if dtype == torch.bfloat16 else 1e-5
+        torch.testing.assert_close(out.prev_sample.double(), x_next, rtol=rtol, atol=1e-5)
+        square = rule == "cps"
+        logp = sde_formulas.square(out.prev_sample, mean) if square else sde_formulas.gaussian(out.prev_sample, mean, s)
+        torch.testing.assert_close(out.logp.double(), logp.detach(), rtol=1e-5, atol=1e-5)
         assert torch.equal(scheduler.logp(v, t, x, out.prev_sample), out.logp)
-        a, b = v.float().clone().requires_grad_(), v.double().requires_grad_()
-        scheduler.logp(a, t, x, out.prev_sample).sum().backward()
-        mean, s, _ = law(b)
-        score(out.prev_sample, mean, s).sum().backward()
-        torch.testing.assert_close(a.grad.double(), b.grad, rtol=1e-3, atol=1e-5 * b.grad.abs().max().item())
+        leaf = v.float().requires_grad_()
+        ours = torch.autograd.grad(scheduler.logp(leaf, t, x, out.prev_sample).sum(), leaf)[0].double()
+        truth = torch.autograd.grad(logp.sum(), exact)[0]
+        torch.testing.assert_close(ours, truth, rtol=1e-3, atol=1e-5 * truth.abs().max().item())
         x = out.prev_sample
 
 
 def test_replay_of_steps_in_any_order():
     scheduler, (x, v) = made(), batch(SHAPE)
     outs = [scheduler.step(v, t, x, generator=seeded()) for t in scheduler.timesteps]
-    pick = [4, 1]
-    stored = torch.stack([outs[k].prev_sample[i] for i, k in enumerate(pick)])
-    logp = scheduler.logp(v, scheduler.timesteps[pick], x, stored)
-    assert torch.equal(logp, torch.stack([outs[k].logp[i] for i, k in enumerate(pick)]))
-    with pytest.raises(ValueError, match="timestep: expected values"):
-        scheduler.logp(v, scheduler.timesteps[:2] + 0.5, x, stored)
+    stored = torch.stack([outs[4].prev_sample[0], outs[1].prev_sample[1]])
+    logp = scheduler.logp(v, scheduler.timesteps[[4, 1]], x, stored)
+    assert torch.equal(logp, torch.stack([outs[4].logp[0], outs[1].logp[1]]))
 
 
-def test_noise_by_address_and_by_tensor():
-    """An address is (seed, sample, step): the noise is that of the rest of the package, whatever the batch."""
+def test_noise_by_counters_and_by_tensor():
+    """The noise of (seed, sample, step) is that of the rest of the package, whatever the batch."""
     (x, v), ids = batch(SHAPE), torch.tensor([11, 5])
-    results = []
-    for rows in ([0, 1], [1]):
-        scheduler = made()
-        scheduler.step(v[rows], scheduler.timesteps[0], x[rows])
-        out = scheduler.step(v[rows], scheduler.timesteps[1], x[rows], noise=PhiloxNoise(3, ids[rows]))
-        results.append(out.prev_sample[-1])
-    assert torch.equal(*results)
-    scheduler = made()
-    scheduler.set_begin_index(1)
     noise = philox_normal(3, ids, torch.tensor([1, 1]), 35).view_as(x)
-    given = scheduler.step(v, scheduler.timesteps[1], x, noise=noise)
-    torch.testing.assert_close(given.prev_sample[1], results[0], rtol=1e-5, atol=1e-6)
+    results = []
+    for rows, given in (([0, 1], PhiloxNoise(3, ids)), ([1], PhiloxNoise(3, ids[1:])), ([0, 1], noise)):
+        scheduler = made()
+        scheduler.set_begin_index(1)
+        out = scheduler.step(v[rows], scheduler.timesteps[1], x[rows], noise=given)
+        results.append(out.prev_sample[-1])
+    assert torch.equal(*results[:2])
+    torch.testing.assert_close(results[2], results[0], rtol=1e-5, atol=1e-6)
     with pytest.raises(ValueError, match="generator or a noise, got both"):
         scheduler.step(v, scheduler.timesteps[2], x, noise=noise, generator=seeded())
 
@@ -161,29 +153,28 @@ def test_in_a_pipeline(tmp_path):
     assert type(loaded.scheduler) is SDEFlowMatchScheduler and torch.equal(image(loaded), noisy)
 
 
-def test_errors_say_what_was_expected():
-    x, v = batch(SHAPE)
-    with pytest.raises(ValueError, match="unknown step rule 'sde'"):
-        SDEFlowMatchScheduler(rule="sde")
-    with pytest.raises(ValueError, match="eta"):
-        made(rule="cps", eta=1.5)
-    with pytest.raises(ValueError, match=r"sde_steps must lie in 0 … 5"):
-        made(sde_steps=[6])
-    with pytest.raises(ValueError, match="sigmas must fall"):
-        made(invert_sigmas=True)
-    fresh = SDEFlowMatchScheduler()
-    for call in (lambda: fresh.step(v, 1000.0, x), lambda: fresh.logp(v, 1000.0, x, x)):
-        with pytest.raises(RuntimeError, match="call set_timesteps before"):
-            call()
-    scheduler = made()
-    with pytest.raises(ValueError, match="expected the shape of x"):
-        scheduler.step(v[:1], scheduler.timesteps[0], x)
+x, v = batch(SHAPE)
+WRONG = {
+    "rule": (lambda: SDEFlowMatchScheduler(rule="sde"), ValueError, "unknown step rule 'sde'"),
+    "eta": (lambda: made(rule="cps", eta=1.5), ValueError, "eta"),
+    "steps": (lambda: made(sde_steps=[6]), ValueError, r"sde_steps must lie in 0 … 5"),
+    "sigmas": (lambda: made(invert_sigmas=True), ValueError, "sigmas must fall"),
+    "order": (lambda: SDEFlowMatchScheduler().step(v, 1000.0, x), RuntimeError, "call set_timesteps before"),
+    "order of logp": (lambda: SDEFlowMatchScheduler().logp(v, 1000.0, x, x), RuntimeError, "call set_timesteps before"),
+    "shape": (lambda: made().step(v[:1], made().timesteps[0], x), ValueError, r"v: expected .* as x"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_mistake_is_refused(name):
+    call, error, message = WRONG[name]
+    with pytest.raises(error, match=message):
+        call()
 
 
 def test_prepared_in_inference_mode_and_trained_after():
     with torch.inference_mode():
         scheduler = made()
-    (x, v), t = batch(SHAPE), scheduler.timesteps[2:3].clone()
-    v.requires_grad_()
-    scheduler.logp(v, t, x, x + 0.1).sum().backward()
-    assert v.grad.abs().max() > 0
+    leaf = v.clone().requires_grad_()
+    scheduler.logp(leaf, scheduler.timesteps[2:3].clone(), x, x + 0.1).sum().backward()
+    assert leaf.grad.abs().max() > 0

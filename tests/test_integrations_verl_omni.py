@@ -12,7 +12,7 @@ import peers
 import pytest
 import torch
 
-from prefgrpo.integrations import patch, unpatch, verl_omni
+from prefgrpo.integrations import patch, verl_omni
 
 CONFIG = SimpleNamespace(diffusion_loss=SimpleNamespace(clip_ratio=1e-4, adv_clip_max=5.0))
 
@@ -44,30 +44,31 @@ def theirs(monkeypatch):
 
 def near(ours, want, rtol=1e-6):
     """Equal within `rtol` of the largest value."""
-    assert ours.shape == want.shape and ours.dtype == want.dtype
-    assert float((ours.double() - want.double()).abs().max()) <= rtol * float(
-        want.double().abs().max().clamp_min(1e-30)
-    )
+    assert ours.dtype == want.dtype
+    largest = float(want.abs().max().clamp_min(1e-30))
+    torch.testing.assert_close(ours.double(), want.double(), rtol=0, atol=rtol * largest)
 
 
-def scheduler(cls):
-    one = cls(shift=3.0)
-    one.set_timesteps(8)
-    return one
+@pytest.fixture
+def schedulers(theirs):
+    """The peer's scheduler and ours."""
+    both = [cls(shift=3.0) for cls in (theirs[0].FlowMatchSDEDiscreteScheduler, verl_omni.register())]
+    for one in both:
+        one.set_timesteps(8)
+    return both
 
 
 @pytest.mark.parametrize("normalizer", [True, False])
 @pytest.mark.parametrize(("sde_type", "noise_level"), [("sde", 0.7), ("sde", 1.2), ("cps", 0.8), ("dance_sde", 0.3)])
-def test_the_step(theirs, sde_type, noise_level, normalizer):
+def test_the_step(schedulers, sde_type, noise_level, normalizer):
     """Sampled and scored, by the scheduler's own index and by timesteps, with gradients."""
-    peer, ours = (scheduler(cls) for cls in (theirs[0].FlowMatchSDEDiscreteScheduler, verl_omni.register()))
+    ours = schedulers[1]
     x, v = torch.randn(2, 3, 256, 64, generator=torch.Generator().manual_seed(0))
     options = {"noise_level": noise_level, "sde_type": sde_type, "include_logprob_normalizer": normalizer}
     for at in (0, 1, 4, 7):
-        t = peer.timesteps[[at, 2, at]]
-        results = []
-        gradients = []
-        for one in (peer, ours):
+        t = ours.timesteps[[at, 2, at]]
+        results, gradients = [], []
+        for one in schedulers:
             one._step_index = at
             taken = one.sample_previous_step(x, v, generator=torch.Generator().manual_seed(at), **options)
             leaf = v.clone().requires_grad_()
@@ -75,46 +76,36 @@ def test_the_step(theirs, sde_type, noise_level, normalizer):
             scored = one.sample_previous_step(x, leaf, timestep=t, **more, **options)
             gradients.append(torch.autograd.grad(scored[1].sum() + scored[2].sum(), leaf)[0])
             results.append((*taken, *(r.detach() for r in scored)))
-        for theirs_, ours_ in zip(*results, strict=True):
-            near(ours_, theirs_)
+        for want, got in zip(*results, strict=True):
+            near(got, want)
         near(gradients[1], gradients[0], 1e-5)
-        replay = ours.sample_previous_step(
-            x, v, timestep=peer.timesteps[[at] * 3], prev_sample=results[1][0], **options
-        )
+        again = {"timestep": ours.timesteps[[at] * 3], "prev_sample": results[1][0]}
+        replay = ours.sample_previous_step(x, v, **again, **options)
         assert torch.equal(replay[1], results[1][1]), "a step and its replay differ"
 
 
-def test_a_whole_loop(theirs):
-    both = [scheduler(cls) for cls in (theirs[0].FlowMatchSDEDiscreteScheduler, verl_omni.register())]
+def test_a_whole_loop_and_patch(theirs, schedulers):
     latents = []
-    for one in both:
+    for one in schedulers:
         x = torch.randn(2, 64, 16, generator=torch.Generator().manual_seed(1))
         g = torch.Generator().manual_seed(2)
         for t in one.timesteps:
-            out = one.step(torch.tanh(x), t, x, generator=g)
-            x = out.prev_sample
+            x = one.step(torch.tanh(x), t, x, generator=g).prev_sample
         latents.append(x)
     near(latents[1], latents[0], 1e-5)
-
-
-def test_patch_replaces_the_method(theirs):
     cls = theirs[0].FlowMatchSDEDiscreteScheduler
-    original = cls.sample_previous_step
-    assert patch("verl_omni") and cls.sample_previous_step.__wrapped__ is verl_omni.sample_previous_step
-    unpatch("verl_omni")
-    assert cls.sample_previous_step is original
+    assert patch("verl_omni") and cls.sample_previous_step is verl_omni.sample_previous_step
 
 
 @pytest.mark.parametrize("weighted", [False, True])
 def test_the_loss(theirs, weighted):
     verl_omni.register()
     old, noise, adv, weight = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
+    data = {"old_log_probs": old, "advantages": 4 * adv}
+    data |= {"rollout_is_weights": weight.abs()} if weighted else {}
     values = []
     for name in ("flow_grpo", "prefgrpo"):
         leaf = (old + 2e-4 * noise).requires_grad_()
-        data = {"old_log_probs": old, "advantages": 4 * adv} | (
-            {"rollout_is_weights": weight.abs()} if weighted else {}
-        )
         function = theirs[1].get_diffusion_loss_fn(name)
         function.validate_inputs(loss_name=name, model_output={"log_probs": leaf}, data=data)
         out = function(config=CONFIG, model_output={"log_probs": leaf}, data=data)
@@ -123,22 +114,18 @@ def test_the_loss(theirs, weighted):
     (loss, grad, metrics), (ours, our_grad, our_metrics) = values
     near(ours, loss)
     near(our_grad, grad)
-    assert all(our_metrics[k] == pytest.approx(metrics[k], abs=1e-6) for k in metrics.keys() & our_metrics.keys())
-    assert len(metrics.keys() & our_metrics.keys()) == 4
+    shared = metrics.keys() & our_metrics.keys()
+    assert len(shared) == 4 and all(our_metrics[k] == pytest.approx(metrics[k], abs=1e-6) for k in shared)
 
 
 @pytest.mark.parametrize("options", [{}, {"global_std": False}, {"norm_adv_by_std_in_grpo": False}])
 def test_the_advantage(theirs, options):
     verl_omni.register()
     rng = np.random.default_rng(0)
-    rewards, index = (
-        torch.tensor(rng.random((48, 1)), dtype=torch.float32),
-        rng.permutation(np.repeat(list("abcdef"), 8)),
-    )
-    want, ours = (
-        theirs[1].get_diffusion_adv_estimator_fn(name)(rewards, index, **options)[0]
-        for name in ("flow_grpo", "prefgrpo")
-    )
+    rewards = torch.tensor(rng.random((48, 1)), dtype=torch.float32)
+    index = rng.permutation(np.repeat(list("abcdef"), 8))
+    estimators = (theirs[1].get_diffusion_adv_estimator_fn(name) for name in ("flow_grpo", "prefgrpo"))
+    want, ours = (estimator(rewards, index, **options)[0] for estimator in estimators)
     near(ours, want, 1e-5)
     rewards[3] = torch.nan
     assert torch.isfinite(verl_omni.advantage(rewards, index, **options)[0]).all()

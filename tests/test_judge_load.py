@@ -116,7 +116,7 @@ def clock(monkeypatch):
         made.time = lambda: found.now
         return made
 
-    monkeypatch.setattr(loop, "_threads", {})
+    monkeypatch.setattr(loop, "_thread", None)
     with monkeypatch.context() as patched:
         patched.setattr(asyncio, "new_event_loop", new_loop)
         thread = loop.loop_thread()
@@ -164,6 +164,3 @@ def test_a_loaded_judge_of_eight_ranks_loses_nothing(recipe, rate, clock):
     assert server.used == asked * TOKENS and server.wasted <= 0.05 * (server.used + server.wasted)
     assert seconds < min(scorer.deadline_s for scorer in scorers)
     assert seconds == pytest.approx(asked * TOKENS / rate, rel=0.1), "the limit keeps the server busy"
-    # reported metrics: all questions queue at once and are answered one after another
-    assert sum(f.metrics["judge/queue_mean"] for f in found) == pytest.approx(asked / 2, rel=0.15)
-    assert all(f.metrics["judge/wasted_share"] == 0 for f in found)

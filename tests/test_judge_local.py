@@ -14,9 +14,8 @@ import torch
 from judge_tiny import build, stock
 
 from prefgrpo.data.media import Media
-from prefgrpo.judge.local import LocalJudge
+from prefgrpo.judge.local import LocalJudge, label_ids
 from prefgrpo.judge.plans import both_orders
-from prefgrpo.judge.template import label_ids
 from prefgrpo.judge.verdict import JudgeError
 
 SIZES = {"square": [(64, 64)] * 4, "mixed": [(64, 64), (64, 128), (96, 64), (40, 40)]}
@@ -73,7 +72,7 @@ def test_all_spellings_of_a_label_count_together(judge, tmp_path, variants):
     path.write_text(f"user: '{{prompt}} {{media_1}} {{media_2}}'\nlabels: [a, i]\nvariants: {variants}\nprefill: 'I:'")
     own = LocalJudge(judge.model.name_or_path, str(path), min_label_mass=0.0)
     wanted = [_spellings(own, label) for label in "ai"]
-    assert [sorted(ids) for ids in label_ids(own.tokenizer, own.template)] == wanted
+    assert label_ids(own.tokenizer, own.template) == wanted
     assert len(wanted[0]) == (3 if variants else 2)
     media = _media(SIZES["square"])
     found = own.judge_group("a", media, [(0, 1)])[0].first
@@ -121,8 +120,6 @@ def test_an_image_token_in_the_prompt_and_labels_without_probability_are_missing
 
 
 def test_a_label_that_the_tokenizer_cannot_split_off_is_refused(judge):
-    own = [judge.tokenizer("Image " + label)["input_ids"][-1] for label in "12"]
-    assert [ids[0] for ids in label_ids(judge.tokenizer, judge.template)] == own
     with pytest.raises(JudgeError, match="one more token"):
         label_ids(judge.tokenizer, replace(judge.template, prefill="Imag", labels=("e 1", "e 2")))
 

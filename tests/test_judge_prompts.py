@@ -8,7 +8,6 @@ import asyncio
 import hashlib
 import json
 import re
-import string
 import sys
 import types
 from dataclasses import replace
@@ -30,7 +29,7 @@ from prefgrpo.judge.verdict import JudgeError
 
 PROMPT = 'a {prompt} of "2" {{cats}}, 100 %\n<answer>Image 1 is better</answer>'
 MARKERS = ("prompt", "source", "media_2", "criterion")
-KINDS = ("soft", "think", "flex", "edit", "json", "scores")
+KINDS = ("soft", "plain", "think", "flex", "json", "scores")
 
 
 @pytest.fixture
@@ -88,50 +87,21 @@ def test_a_question_equals_that_of_pref_grpos_client(name, cache, monkeypatch):
     assert fields["max_tokens"] == 4096
 
 
-@pytest.mark.parametrize(
-    ("name", "version"), [("consistency_criterion", 0), ("consistency", 1), ("consistency_no_duplicates", 2)]
-)
-def test_a_question_equals_that_of_pacos_scorer_of_sets(name, version, cache, monkeypatch):
-    template = published(name, "paco")
-    sent = []
-    (compute,) = peers.methods(
-        "paco", "paco_grpo/rewards/consistency_scorer.py", "_async_compute_image_consistency",
-        asyncio=asyncio, combinations=lambda items, n: [tuple(items)], hash_pil_image=id,
-        divide_prompt=lambda text: [text], extract_grid_info=lambda text: None, divide_image=lambda image, grid: image,
-        pil_image_to_base64=str, get_yes_cond_prob_from_completion=lambda *a, **k: 0.5,
-    )  # fmt: skip
-    scorer = SimpleNamespace(
-        prompt_template_version=version, cache={}, max_retries=1, global_semaphore=asyncio.Semaphore(), model="",
-        timeout=1, add_to_cache=lambda *a: None, client=completions(sent),
-    )  # fmt: skip
-    asyncio.run(compute(scorer, PROMPT, ("one", "two"), "the same cat"))
-    same_question(sent[0], *asked(template, [], [noise(0), noise(1)]))
-
-
-@pytest.mark.parametrize(("name", "number"), [("edit_consistency", 0), ("edit_done", 1)])
-def test_a_question_equals_that_of_pacos_scorer_of_edits(name, number, cache):
-    template = published(name, "paco")
-    sent = []
-    call, compute = peers.methods(
-        "paco", "paco_grpo/rewards/consistency_for_editing.py", "__async_call__", "_async_compute_image_consistency",
-        asyncio=asyncio, pil_image_to_base64=str, get_yes_cond_prob_from_completion=lambda *a, **k: 0.5,
-    )[:2]  # fmt: skip
-    scorer = SimpleNamespace(
-        max_retries=1, global_semaphore=asyncio.Semaphore(), model="", timeout=1, client=completions(sent)
-    )
-    scorer._async_compute_image_consistency = lambda **more: compute(scorer, **more)
-    asyncio.run(call(scorer, ["edited"], [PROMPT], [{"ref_image": "source"}]))
-    assert sent[number]["messages"][0]["content"][0]["image_url"]["url"] == "source"
-    same_question(sent[number], *asked(template, [noise(0)], [noise(1)]))
-
-
-def completions(sent):
-    """The part of openai's client that PaCo calls."""
+def paco(file, names, sent):
+    """(methods of PaCo's scorer, a scorer whose client appends the requests to `sent`)."""
 
     async def create(**fields):
         sent.append(fields)
 
-    return SimpleNamespace(chat=SimpleNamespace(completions=SimpleNamespace(create=create)))
+    functions = peers.methods(
+        "paco", f"paco_grpo/rewards/{file}", *names,
+        asyncio=asyncio, combinations=lambda items, n: [tuple(items)], hash_pil_image=id,
+        divide_prompt=lambda text: [text], extract_grid_info=lambda text: None, divide_image=lambda image, grid: image,
+        pil_image_to_base64=str, get_yes_cond_prob_from_completion=lambda *a, **k: 0.5,
+    )  # fmt: skip
+    client = SimpleNamespace(chat=SimpleNamespace(completions=SimpleNamespace(create=create)))
+    fields = {"max_retries": 1, "global_semaphore": asyncio.Semaphore(), "model": "", "timeout": 1, "client": client}
+    return functions, SimpleNamespace(cache={}, add_to_cache=lambda *a: None, **fields)
 
 
 def same_question(theirs, messages, fields):
@@ -142,6 +112,30 @@ def same_question(theirs, messages, fields):
     assert theirs["max_completion_tokens"] == fields["max_tokens"] == 1
     for key in ("temperature", "logprobs", "top_logprobs"):
         assert theirs[key] == fields[key]
+
+
+@pytest.mark.parametrize(
+    ("name", "version"), [("consistency_criterion", 0), ("consistency", 1), ("consistency_no_duplicates", 2)]
+)
+def test_a_question_equals_that_of_pacos_scorer_of_sets(name, version, cache):
+    template = published(name, "paco")
+    sent = []
+    (compute, *_), scorer = paco("consistency_scorer.py", ["_async_compute_image_consistency"], sent)
+    scorer.prompt_template_version = version
+    asyncio.run(compute(scorer, PROMPT, ("one", "two"), "the same cat"))
+    same_question(sent[0], *asked(template, [], [noise(0), noise(1)]))
+
+
+@pytest.mark.parametrize(("name", "number"), [("edit_consistency", 0), ("edit_done", 1)])
+def test_a_question_equals_that_of_pacos_scorer_of_edits(name, number, cache):
+    template = published(name, "paco")
+    sent = []
+    names = ["__async_call__", "_async_compute_image_consistency"]
+    (call, compute, *_), scorer = paco("consistency_for_editing.py", names, sent)
+    scorer._async_compute_image_consistency = lambda **more: compute(scorer, **more)
+    asyncio.run(call(scorer, ["edited"], [PROMPT], [{"ref_image": "source"}]))
+    assert sent[number]["messages"][0]["content"][0]["image_url"]["url"] == "source"
+    same_question(sent[number], *asked(template, [noise(0)], [noise(1)]))
 
 
 JSON = json.dumps
@@ -224,9 +218,9 @@ def question(prompt):
 def ask():
     return "Judge {{1}}: {prompt}, " "{prompt}!"
 class A:
-    def b(self, main):
+    def b(self, main_prompt):
         text = "first"
-        text = (f"On {main}: " "is it {x}?")
+        text = (f"On {main_prompt}: " "is it {x}?")
 """
 
 
@@ -237,11 +231,8 @@ def row(**changes):
 
 def test_texts_are_read_from_the_syntax_tree():
     assert extract(CODE, row()) == "Judge {1}: {prompt}, {prompt}!"
-    said = extract(CODE, row(symbol="text", number=2, texts={"main": "prompt"}, formatted=False))
+    said = extract(CODE, row(symbol="text", number=2, formatted=False))
     assert said == "On {prompt}: is it {x}?"
-    for changes in ({"symbol": "question"}, {"symbol": "none"}, {"texts": {"caption": "prompt"}}):
-        with pytest.raises(JudgeError, match=r"expected a text|has no text|unexpected variable"):
-            extract(CODE, row(**changes))
 
 
 def test_a_run_asks_in_published_words_once_they_are_fetched(cache, tmp_path, monkeypatch, capsys):
@@ -264,20 +255,14 @@ def test_a_run_asks_in_published_words_once_they_are_fetched(cache, tmp_path, mo
         assert text_of(body) == "Judge {1}: a cat, a cat!" and len(images(body)) == 2
         assert [p["type"] for p in body["messages"][0]["content"]] == ["image_url", "image_url", "text"]
         server.answer = lambda bright, text: "<think>.</think><answer>Image 1 is better</answer>"
-        assert not check(config, "think").notes
+        assert "our words" not in "".join(check(config, "think").rows)
         words = ["judge", "check", "--endpoint", server.url, "--template", "think", "--prompt", "published"]
-        assert cli.main([*words, "--bias-pairs", "0"]) == 1, "it always names the first"
+        assert cli.main(words) == 1, "it always names the first"
         assert text_of(server.requests[-1]).startswith("Judge {1}: a plain ")
-        ours = check(replace(config, prompt="ours"), "think").summary()
+        ours = "".join(check(replace(config, prompt="ours"), "think").rows)
         assert "template 'think' asks in our words" in ours and "`prefgrpo judge prompts think`" in ours
     file.write_text(CODE + "\n")
-    with pytest.raises(JudgeError, match=r"is not a/b.py of owner/name at commit 0+: expected SHA-256"):
+    with pytest.raises(JudgeError, match=r"expected a/b.py of owner/name at commit 0+ \(SHA-256"):
         fetch("think", file)
     with pytest.raises(JudgeError, match="did you mean 'think'"):
         fetch("thnk")
-
-
-def test_every_row_names_a_commit_and_a_hash():
-    for published_row in PUBLISHED.values():
-        _, commit, _, digest, licence = published_row.source
-        assert len(commit) == 40 and len(digest) == 64 and set(commit + digest) <= set(string.hexdigits) and licence

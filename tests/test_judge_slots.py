@@ -1,9 +1,8 @@
 """Media ids and request slots of a judge server: each image is uploaded once; slots are bounded, never idle while a
 request could use one, and assigned first come, first served.
 
-Cases: requests that wait for an image uploaded by another request; images referenced by id before their upload is
-answered, too early or not; a server that evicts images; cancellations at random moments, which must neither leak a
-slot nor skip a waiting request.
+Cases: images referenced by id before their upload is answered, too early or not; a server that evicts images;
+cancellations at random moments, which must neither leak a slot nor skip a waiting request.
 """
 
 import asyncio
@@ -14,13 +13,9 @@ import pytest
 from aiohttp import web
 from judge_server import JudgeServer, images
 from test_judge_faults import ask, judge, media
-from tiny_media import grey
 
-from prefgrpo.config.schema import JudgeConfig
-from prefgrpo.judge.endpoint import Endpoint
-from prefgrpo.judge.loop import loop_thread
+from prefgrpo.judge.http import HttpPool
 from prefgrpo.judge.plans import both_orders
-from prefgrpo.judge.pool import Pool
 
 NINE = both_orders(9, 0)
 
@@ -38,9 +33,8 @@ def test_a_server_that_evicts_media_gets_them_again():
     with JudgeServer() as server:
         server.capacity = 3
         verdicts = judge(server.url, concurrency=1).judge_group("p", media(range(10, 100, 10)), NINE)
-        full = sum(p["image_url"] is not None for r in server.requests[-10:] for p in images(r))
     assert all((v.first > 0.5) == (a > b) for v, (a, b) in zip(verdicts, NINE, strict=True))
-    assert full == 20, "after repeated misses the client stops using ids"
+    assert len(NINE) < len(server.requests) <= len(NINE) + 9, "an image that is gone is not named again"
 
 
 def test_other_servers_get_plain_openai_parts():
@@ -104,37 +98,25 @@ def test_a_picture_is_named_while_its_carrier_is_being_answered(too_soon):
         j.judge_group("p", media([200, 220]), [(0, 1)])  # warm-up: identifies the server
         server.needed, server.requests, server.too_soon = 3, [], too_soon
         verdicts = j.judge_group("p", media([20, 40, 60, 80]), [(0, 1), (1, 2), (2, 3)])
-    ids = j.client.pool.endpoints[0].ids
     assert all(v.first is not None and v.first < 0.5 for v in verdicts), verdicts
     if too_soon:
-        assert server.refused and ids.grace_s >= 0.2 and ids.misses == 0 and ids.enabled(True), "nothing was evicted"
+        assert server.refused
     else:
         carried = [p["uuid"] for r in server.requests for p in images(r) if p["image_url"] is not None]
-        assert ids.grace_s == 0.1 and len(carried) == len(set(carried)) == 4
-
-
-def test_a_request_that_waits_for_a_picture_holds_no_slot_and_comes_next():
-    with JudgeServer(delay_s=0.3) as server:
-        j = judge(server.url, concurrency=2, image_format="png", timeout_s=30)
-        pictures = [grey(20 * k, 8) for k in range(9)]
-        j.judge_group("p", pictures[7:], [(0, 1)])  # warm-up: identifies the server
-        for picture in pictures:  # encode first, so that encoding time does not affect the order
-            loop_thread().submit(j.client.encodings.get(picture)).result(10)
-        verdicts = j.judge_group("p", pictures[:7], [(0, 1), (0, 2), (0, 3), (1, 2), (4, 5), (5, 6)])
-        number = {uuid: round(value * 255 / 20) for uuid, value in server.media.items()}
-    assert all(v.first is not None for v in verdicts) and server.peak == 2, "at most two requests at a time"
-    order = [{number[p["uuid"]] for p in images(r)} for r in server.requests[1:]]
-    assert {frozenset(s) for s in order[:2]} == {frozenset({0, 1}), frozenset({4, 5})}
-    assert order[-1] == {5, 6}, "requested last"
+        assert len(carried) == len(set(carried)) == 4
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_every_turn_comes_whatever_is_cancelled(seed):
     rng, peak, done = random.Random(seed), [0], []
-    slots = Pool([Endpoint(f"http://127.0.0.1:{k}", JudgeConfig()) for k in range(2)], 3, patience_s=5.0)
+
+    async def usable(endpoint):
+        return ""
+
+    slots = HttpPool([f"http://127.0.0.1:{k}" for k in range(2)], usable, concurrency=3)
 
     async def work(turn):
-        endpoint = await slots.acquire(turn)
+        endpoint = await slots.acquire()
         try:
             peak[0] = max(peak[0], sum(e.load for e in slots.endpoints))
             await asyncio.sleep(rng.choice([0.0, 0.001]))

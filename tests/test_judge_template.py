@@ -18,11 +18,11 @@ from prefgrpo.judge import answers
 from prefgrpo.judge.body import chat_body
 from prefgrpo.judge.client import first_choice, read
 from prefgrpo.judge.template import PAIR_ANSWERS, SOURCE, load_template, shipped_templates
-from prefgrpo.judge.verdict import Answer, JudgeError, two_label_softmax
+from prefgrpo.judge.verdict import JudgeError, two_label_softmax
 
-TEXTS = ("prompt", "criterion", "checkpoints")
+TEXTS = ("prompt", "criterion", "checkpoints", "asked")
 MEDIA = ("source", "media_1", "media_2")
-KINDS = (*PAIR_ANSWERS, "scores", "json", "marks")
+KINDS = (*PAIR_ANSWERS, "scores", "json", "marks", "word")
 
 ONE = "user: '{prompt}{media_1}'\nanswer: marks"
 NASTY = ["{media_1}", 'a "quoted" {prompt} {0} {', "🙂 \\u0041 \n\t\x00", "%s %(x)s", "x" * 1_000_000]
@@ -43,7 +43,7 @@ def test_the_prompt_arrives_untouched_in_valid_json(name, prompt):
     rubric = joined.replace(prompt, "", 1) if prompt not in "".join(template.pieces) else ""
     assert "{media" not in rubric and "{prompt}" not in rubric
     assert body["temperature"] == 0 and body["max_tokens"] == template.max_tokens
-    assert (body.get("top_logprobs") == 20) == body.get("logprobs", False) == (template.answer == "soft")
+    assert (body.get("top_logprobs") == 20) == body.get("logprobs", False) == (template.answer in ("soft", "word"))
     prefilled = [{"role": "assistant", "content": template.prefill}] if template.prefill else []
     assert body["messages"][1:] == prefilled
     assert body.get("continue_final_message", False) == bool(prefilled) != body.get("add_generation_prompt", True)
@@ -62,16 +62,15 @@ def test_rubric_and_caption_come_before_the_media(name):
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("user: '{prompt} media {media_1}'\nlabels: [a, b]", "{media_2} once"),
-        ("user: '{prompt} {media_1} {media_2} {media_1}'", "{media_1} once in 'user', found it 2 times"),
-        ("user: '{prompt} {media_2} {media_1}'\nlabels: [a, b]", "before"),
-        ("user: '{prompt} {media_1} {media_2}'\nlabels: [a, a]\nanswer: soft", "two labels that differ"),
-        ("user: '{prompt} {media_1} {media_2}'\nlabels: ['1', ' 1']", "differ by more than white space, got"),
-        ("user: '{prompt} {media_1} {media_2}'\nlabels: [a, A]\nvariants: true", "white space and case"),
+        ("user: '{prompt} media {media_1}'\nlabels: [a, b]", "{media_2} in 'user'"),
+        ("user: '{prompt} {media_1} {media_2} {media_1}'", "once and in order"),
+        ("user: '{prompt} {media_2} {media_1}'\nlabels: [a, b]", "once and in order"),
+        ("user: '{prompt} {media_1} {media_2}'\nlabels: ['1', ' 1']", "differ by more than white space"),
+        ("user: '{prompt} {media_1} {media_2}'\nlabels: [a, A]\nvariants: true", "two labels"),
         (ONE.replace("marks", "scores\nscores: {a: [1, 5]}"), "pattern"),
         (ONE.replace("marks", "json"), "needs scores"),
         (ONE.replace("marks", "json\nscores: {a: [5, 1]}"), "low, high"),
-        (ONE.replace("{media_1}", "{media_1}{media_2}"), "soft, plain, think, flex, edit, got 'marks'"),
+        (ONE.replace("{media_1}", "{media_1}{media_2}"), "soft, plain, think, flex, got 'marks'"),
     ],
 )
 def test_a_bad_template_is_refused_by_name(tmp_path, text, complaint):
@@ -86,17 +85,18 @@ def _choice(*top):
     return {"logprobs": {"content": [{"token": "x", "top_logprobs": rows}]}}
 
 
-def test_two_spellings_of_a_label_count_together():
+def test_all_spellings_of_a_label_count_together():
     log = math.log
     top = ("▁1", log(0.2)), ("1", log(0.4)), ("2", log(0.3)), ("Ġ2", log(0.03)), ("2\n", log(0.02)), ("x", log(0.05))
-    for labels in (("1", "2"), (" 1", "2")):
-        found = answers.label_logprobs(_choice(*top), labels)
-        assert [math.exp(v) for v in found] == pytest.approx([0.6, 0.35])
     yes = ("Yes", log(0.3)), (" yes", log(0.2)), ("No", log(0.1)), ("NO ", log(0.3))
-    assert [math.exp(v) for v in answers.label_logprobs(_choice(*yes), ("Yes", "No"))] == pytest.approx([0.3, 0.1])
-    assert [math.exp(v) for v in answers.label_logprobs(_choice(*yes), ("Yes", "No"), True)] == pytest.approx(
-        [0.5, 0.4]
-    )
+    for given_top, labels, variants, expected in (
+        (top, ("1", "2"), False, [0.6, 0.35]),
+        (top, (" 1", "2"), False, [0.6, 0.35]),
+        (yes, ("Yes", "No"), False, [0.3, 0.1]),
+        (yes, ("Yes", "No"), True, [0.5, 0.4]),
+    ):
+        found = answers.label_logprobs(_choice(*given_top), labels, variants)
+        assert [math.exp(v) for v in found] == pytest.approx(expected)
     with pytest.raises(answers.Unreadable, match="neither label"):
         answers.label_logprobs(_choice(("cat", -0.1)), ("1", "2"))
     for bad in ({}, {"logprobs": None}, {"logprobs": {"content": [{"top_logprobs": [{"token": "1"}]}]}}):
@@ -140,9 +140,6 @@ def test_one_certain_entry_is_a_certain_verdict():
     for logp in (0.0, -1e-12, 1e-7):  # the listed probabilities sum to 1 or, by rounding, more
         first, second = answers.label_logprobs(_choice(("1", logp)), ("1", "2"))
         assert two_label_softmax(first, second, 0.01)[0] > 1 - 1e-6 and math.isfinite(second)
-    assert two_label_softmax(*answers.label_logprobs(_choice(("2", math.log(0.9))), ("1", "2")), 0.0)[0] == (
-        pytest.approx(0.1)
-    )
     assert math.isnan(answers.label_logprobs(_choice(("1", -0.1), ("x", math.nan)), ("1", "2"))[1])
 
 
@@ -184,14 +181,15 @@ def replaced(value, path, new):
 def test_no_payload_crashes_the_client_or_becomes_a_verdict_by_accident(name, path, new, cut):
     payload = json.dumps(replaced(GOOD, path, new)).encode()[: cut or None]
     try:
-        answer = read(load_template(name), first_choice("http://x", payload)[0], Answer(None))
+        choice = first_choice("http://x", payload)
     except answers.Unreadable as error:
         assert str(error)
         return
-    if answer.value is None:
+    answer = read(load_template(name), choice)
+    if answer.first is None:
         assert answer.reason
         return
-    assert 0.0 <= answer.value <= 1.0
+    assert 0.0 <= answer.first <= 1.0
     if name == "compare":  # for text templates "1" is a valid verdict
         tops = json.loads(payload)["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
         assert all(float(top["logprob"]) <= 0.01 for top in tops if str(top["token"]).strip() in ("1", "2"))

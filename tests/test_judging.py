@@ -17,7 +17,7 @@ from prefgrpo.parallel.world import World
 from prefgrpo.rewards import RewardSpecError, build
 from prefgrpo.rewards.base import PointwiseReward, Score
 from prefgrpo.rewards.pairwise import VlmPairwise
-from prefgrpo.run.judging import Rewards, check_inputs, config_errors, evaluation_scorers, judge_config, unread_columns
+from prefgrpo.run.judging import Rewards, config_errors, evaluation_scorer, judge_config, judge_of, unsupported
 
 OTHER = f"{__name__}.Other"
 EDIT = f"{__name__}.EditScore"
@@ -61,9 +61,9 @@ def test_each_reward_asks_its_own_judge_with_its_own_question(place):
         assert (other.plan, other.judge.template.name, other.judge.config.timeout_s) == ("k_regular(2)", "think", 7.0)
         assert other.judge.config.endpoints == (second.url,) and len(rewards.notes) >= 2
         assert rewards.build("eval.rewards", c.measured, []) == built, "evaluation uses the trained objects"
-        both = evaluation_scorers(c, built)
-        assert both["judge"].rewards["vlm_pairwise"].judge is one.judge
-        assert both["judge"].rewards["vlm_pairwise"].plan == both["measure"].rewards[OTHER].plan == "both_orders"
+        both = evaluation_scorer(c, built).rewards
+        assert judge_of(both) == "vlm_pairwise" and both["vlm_pairwise"].judge is one.judge
+        assert both["vlm_pairwise"].plan == both[OTHER].plan == "both_orders"
         rewards.close()
 
 
@@ -74,16 +74,13 @@ def test_a_bare_name_in_evaluation_is_the_trained_reward(place):
     assert config(place, rewards=trained, eval={"rewards": []}).measured == c.rewards
 
 
-@pytest.mark.parametrize(("limit", "ranks"), [(64, 8), (10, 4), (3, 8)])
-def test_ranks_share_the_limit(place, limit, ranks):
-    def shares(prompts):
+def test_ranks_share_the_limit(place):
+    """By those that have a group to judge, at least one request each."""
+    for limit, ranks, prompts, share in ((64, 8, 42, 8), (10, 4, 42, 2), (3, 8, 42, 1), (64, 8, 2, 32)):
         c = config(place, judge={"concurrency": limit}, rollout={"prompts_per_step": prompts})
-        judges = [judge_config(c, c.rewards[0], World(k, ranks, torch.device("cpu"))) for k in range(ranks)]
-        return [judge.concurrency for judge in judges]
-
-    for asked in (shares(42), shares(2)[:2]):
-        assert min(asked) >= 1 and max(asked) - min(asked) <= 1 and sum(asked) == max(limit, len(asked))
-    assert shares(2)[2:] == [1] * (ranks - 2), "only two ranks have a group to judge"
+        for rank in range(ranks):
+            world = World(rank, ranks, torch.device("cpu"))
+            assert judge_config(c, c.rewards[0], world).concurrency == share
 
 
 def test_options_are_checked_by_name_and_type(place):
@@ -102,19 +99,10 @@ def test_options_are_checked_by_name_and_type(place):
     assert changed == {"rewards.jpeg_compressibility.options.size": (None, 8)}
 
 
-def test_columns_that_nothing_reads_are_named(place):
-    rows = [Prompt(0, "a", {"ocr_text": "A", "caption": "x"}), Prompt(1, "b", {"negative_prompt": "c", "tag": "d"})]
-    c = config(place, rewards=["ocr", "geneval"])
-    assert unread_columns(c, rows) == ["caption", "negative_prompt"]
-    assert unread_columns(config(place, rewards=["ocr", f"{__name__}.EditScore"]), rows) == [], "it may read any"
-
-
 def test_a_reward_that_does_not_fit_the_run_is_refused_with_all_reasons(place):
-    c, edits = config(place), build(f'["{EDIT}"]')
     plain = [Prompt(0, "a cat"), Prompt(1, "a dog", {"tag": "x"})]
-    with pytest.raises(ConfigError) as told:
-        check_inputs(c, "rewards", edits, plain)
-    assert "2 prompt(s) have no source image, the first: 'a cat'" in str(told.value)
-    assert "needs the column 'tag', which 1 prompt(s) lack, the first: 'a cat' (its columns: none)" in str(told.value)
+    told = "\n".join(unsupported("image", "rewards", {EDIT: EditScore}, plain))
+    assert "2 prompt(s) have no source image, the first: 'a cat'" in told
+    assert "needs the column 'tag', which 1 prompt(s) lack, the first: 'a cat' (its columns: none)" in told
     with pytest.raises(ConfigError, match="no source image"):
-        Rewards(c, ALONE).build("rewards", config(place, rewards=f'["{EDIT}"]').rewards, plain)
+        Rewards(config(place), ALONE).build("rewards", config(place, rewards=f'["{EDIT}"]').rewards, plain)

@@ -16,26 +16,20 @@ import numpy as np
 import pytest
 from tiny_run import Hold, all_end, hidden, ranks, recipe, rows, train, tree
 
-from prefgrpo.rewards.base import GroupScores, GroupwiseReward, Score
 from prefgrpo.run.checkpoint import CheckpointError, read_meta
 from prefgrpo.run.run_folder import RunFolder, step_of
 
 pytestmark = pytest.mark.dist
 
 
-class Brighter(GroupwiseReward):
-    """Scores an image by the share of its group that it is brighter than; also returns the wins, which a run stores."""
-
-    def score_group(self, group, seed):
-        values = np.array([float(sample.media.pixels.mean()) for sample in group])
-        wins = (values[:, None] > values) + 0.5 * (values[:, None] == values) - 0.5 * np.eye(len(values))
-        counts = 1 - np.eye(len(values))
-        return GroupScores([Score(float(won)) for won in wins.sum(1) / (len(values) - 1)], wins, counts)
+def brighter(prompt, image_a, image_b):
+    """Whether the first image is brighter; a run stores the wins."""
+    return float(np.sign(image_a.mean() - image_b.mean()) + 1) / 2
 
 
 COMMON = {
     "rollout": {"batch_size": 2},
-    "rewards": f"{__name__}.Brighter",
+    "rewards": f"{__name__}.brighter",
     "eval": {"every": 1, "max_prompts": 2},
     "checkpoint": {"every": 1, "keep": 2},
 }
@@ -58,7 +52,7 @@ POINTS = {
     "saving has begun": (0, Hold(f"{LOOP}_save", 3)),
     "one of two parts written": (1, Hold(WRITER, 3, before=True)),
     "both parts written": (0, Hold(f"{SAVED}finish", 3, before=True)),
-    "exported": (0, Hold("prefgrpo.trainer:export_weights")),
+    "exported": (0, Hold(f"{LOOP}_export")),
     "not renamed yet": (0, Hold("os:replace", before=True, about="/.step_000003.")),
     "renamed": (0, Hold("os:replace", about="/.step_000003.")),
     "an old one half removed": (0, Hold("os:unlink", about="state.json")),

@@ -5,24 +5,22 @@ counting which blocks run twice, and which modules are moved, where to and how o
 are compared with those of its tensors.
 """
 
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
-from families import case_of, conditions, folder, in_files, load, noise
+from families import cache, case_of, conditions, embed, folder, in_files, load, noise
 from torch import nn
 
 from prefgrpo.config.loading import from_dict
 from prefgrpo.models import DTYPES
-from prefgrpo.models.offload import ComponentOffload
-from prefgrpo.models.weights import innermost
 from prefgrpo.parallel.parallelize import add_trained_weights, recompute
 from prefgrpo.rollout import render
-from prefgrpo.rollout.embeddings import Embeddings
 from prefgrpo.rollout.render import decode
-from prefgrpo.run.clock import Clock
 from prefgrpo.run.loading import open_adapter
-from prefgrpo.run.memory import memory_line, static_bytes
+from prefgrpo.run.log import Clock
+from prefgrpo.run.notes import memory_line, static_bytes
 
 FLUX = case_of("flux")
 CPU = torch.device("cpu")
@@ -55,40 +53,6 @@ def test_a_share_of_the_blocks_is_recomputed(family):
         assert all(torch.allclose(grads[share][k], g, rtol=1e-5, atol=1e-9) for k, g in grads[0.0].items())
 
 
-class Masked(nn.Module):
-    """A block with a required keyword argument."""
-
-    def __init__(self, inner=None):
-        super().__init__()
-        self.linear, self.inner = nn.Linear(3, 3), inner
-
-    def forward(self, x, *, mask=None):
-        x = self.linear(x) * mask
-        return x if self.inner is None else self.inner(x, mask=mask)
-
-
-def test_recomputed_blocks_get_all_that_they_are_called_with():
-    """diffusers' own switch drops Chroma's mask; `recompute` wraps blocks from outside, and nested ones only once."""
-    torch.manual_seed(0)
-    net = nn.ModuleList([Masked(Masked()), Masked()])
-    x, mask, calls = torch.randn(2, 3), torch.tensor([1.0, 0.0, 1.0]), []
-    net[0].inner.linear.register_forward_pre_hook(lambda *_: calls.append(1))
-
-    def run():
-        calls.clear()
-        y = net[1](net[0](x, mask=mask), mask=mask)
-        grads = torch.autograd.grad(y.sum(), list(net.parameters()))
-        return y, *grads
-
-    plain, once = run(), len(calls)
-    recompute(innermost(net, ["Masked"]), 1.0)
-    assert all(torch.equal(a, b) for a, b in zip(plain, run(), strict=True)) and len(calls) == 2 * once
-    with torch.no_grad():
-        calls.clear()
-        assert torch.equal(net[1](net[0](x, mask=mask), mask=mask), plain[0]) and len(calls) == once
-    assert [type(m.forward).__name__ for m in (net[0], net[0].inner, net[1])] == ["method", "partial", "partial"]
-
-
 @pytest.fixture
 def device(monkeypatch):
     """A stand-in for a GPU: a device whose tensors are copies in CPU memory."""
@@ -103,72 +67,64 @@ def device(monkeypatch):
     return torch.device("meta")
 
 
-def test_parts_come_for_their_work_and_go(device):
-    """Back in CPU memory, their tensors are the same as before, not copies of them."""
-    parts = {n: nn.Linear(2, 2) for n in ("transformer", "text_encoder", "text_encoder_2", "vae")} | {"tokenizer": None}
-    stored = {name: part.weight.data_ptr() for name, part in parts.items() if part}
-    offload = ComponentOffload(parts, ("text_encoder", "vae"), device)
+def test_offloaded_parts_come_for_their_work_and_stay_in_their_files(device):
+    """Back in CPU memory, their tensors are the same as before, not copies of them. What eight processes of a machine
+    have there besides the mapped files is far from 0.2 of the model."""
+    adapter = load(FLUX, device=device, split=True, offload=("text_encoder", "vae"))
+    modules = {name: part for name, part in adapter.pipe.components.items() if isinstance(part, nn.Module)}
+    total = sum(t.nbytes for module in modules.values() for t in [*module.parameters(), *module.buffers()])
+    private = total - sum(mapped_bytes(module) for module in modules.values())
+    assert 8 * private <= 0.2 * total, f"{private} of {total} bytes are copies"
+    stored = {name: next(part.parameters()).data_ptr() for name, part in modules.items()}
 
     def there():
-        return {name for name in stored if parts[name].weight.data_ptr() != stored[name]}
+        return {name for name in stored if next(modules[name].parameters()).data_ptr() != stored[name]}
 
-    with offload.on_device("vae"):
+    with adapter.on_device("vae"):
         assert there() == {"vae"}
-    assert there() == set()
-    with offload.keep_on_device():
-        with offload.on_device("text_encoder"):
-            pass
-        assert there() == {"text_encoder", "text_encoder_2"}, "they stay until the end of the loop"
-    assert there() == set()
-    with pytest.raises(RuntimeError), offload.on_device("vae"):
+    with pytest.raises(RuntimeError), adapter.on_device("text_encoder"):
+        assert there() == {"text_encoder", "text_encoder_2"}
         raise RuntimeError
-    assert there() == set()
-    on_cpu = ComponentOffload(parts, ("vae",), CPU)
-    with on_cpu.on_device("vae"), on_cpu.keep_on_device():
-        assert there() == set(), "nothing may be moved on a CPU"
+    with adapter.on_device():
+        assert there() == set()
+    on_cpu = load(FLUX, offload=("vae",))
+    before = on_cpu.pipe.vae.encoder.conv_in.weight.data_ptr()
+    with on_cpu.on_device("vae"):
+        assert on_cpu.pipe.vae.encoder.conv_in.weight.data_ptr() == before, "nothing may be moved on a CPU"
 
 
-class Counted(ComponentOffload):
-    """Records which parts were requested."""
-
-    def __init__(self):
-        super().__init__({}, (), CPU)
-        self.called = []
-
-    def on_device(self, *kinds):
-        self.called.append(kinds)
-        return super().on_device(*kinds)
-
-
-def test_encoding_and_decoding_call_for_their_parts():
-    case = case_of("flux_kontext")
-    adapter, sampling = load(case), case.sampling()
-    adapter.offload = Counted()
-    embed = Embeddings(adapter, 32)
-    embed(["a", "a", "b"], sampling, [in_files(case.images(0, (32, 32)))] * 3)
-    assert adapter.offload.called == [("text_encoder",), ("vae", "text_encoder"), ("text_encoder",)]
-    embed(["a"], sampling, [in_files(case.images(0, (32, 32)))])
-    assert len(adapter.offload.called) == 3, "cached embeddings need no encoder"
-
-
-def test_decoding_in_parts(monkeypatch):
-    rollout = {"height": 32, "width": 32}
-    memory = {"offload": ["text_encoder", "vae"], "vae_tiling": False}
+def test_encoding_and_decoding_call_for_their_parts(monkeypatch):
     monkeypatch.setattr(render, "DECODED_PIXELS", 2 * 32 * 32)
-    content = {"model": str(folder("flux")), "dtype": "fp32", "data": {"prompts": "p"}, "rollout": rollout}
-    config = from_dict(content | {"memory": memory})
-    adapter = open_adapter(config, CPU)
-    assert not adapter.pipe.vae.use_tiling
-    parts = []
+    case = case_of("flux_kontext")
+    adapter, sampling, called, parts = load(case), case.sampling(), [], []
+
+    @contextmanager
+    def on_device(*kinds):
+        called.append(kinds)
+        yield
+
+    adapter.on_device = on_device
+    kept = cache(case)
+    embed(kept, adapter, ["a", "a", "b"], sampling, [in_files(case.images(0, (32, 32)))] * 3)
+    assert called == [("text_encoder", "vae")], "once for all"
+    embed(kept, adapter, ["a"], sampling, [in_files(case.images(0, (32, 32)))])
+    assert called.pop() == (), "cached embeddings need no encoder"
     adapter.pipe.vae.decoder.register_forward_pre_hook(lambda module, args: parts.append(len(args[0])))
-    x = torch.randn(5, *adapter.latent_shape(config.rollout))
-    adapter.offload = Counted()
-    sliced = decode(adapter, x, config.rollout)
-    assert adapter.offload.called == [("vae",)] and parts == [2, 2, 1]
-    plain = load(FLUX, folder("flux"))
-    assert (sliced - decode(plain, x, config.rollout)).abs().max() <= 1e-5
-    tiled = open_adapter(from_dict(content | {"memory": {"vae_tiling": True}}), CPU)
-    assert tiled.pipe.vae.use_tiling
+    x = torch.randn(5, *adapter.latent_shape(sampling))
+    sliced = decode(adapter, x, sampling)
+    assert called.pop() == ("vae",) and parts == [2, 2, 1]
+    assert (sliced - adapter.decode(x, sampling)).abs().max() <= 1e-5
+
+
+def test_tiles():
+    content = {
+        "model": str(folder("flux")),
+        "dtype": "fp32",
+        "data": {"prompts": "p"},
+        "rollout": {"height": 32, "width": 32},
+    }
+    for tiles in (False, True):
+        assert open_adapter(from_dict(content | {"vae_tiling": tiles}), CPU).pipe.vae.use_tiling is tiles
 
 
 def storages(tensors):
@@ -231,17 +187,3 @@ def test_weights_to_be_sharded_stay_in_their_files(lora, dtype):
     add_trained_weights(split, config.train, 0)
     assert mapped_bytes(split.transformer) == bytes_of, "masters are made block by block, when they are sharded"
     assert mapped_bytes(split.pipe.text_encoder_2) == mapped_bytes(split.pipe.vae) == 0, "these run where they are"
-
-
-def test_offloaded_parts_stay_in_their_files_too(device):
-    """What eight processes of a machine have in CPU memory besides the mapped files is far from 0.2 of the model."""
-    adapter = load(FLUX, device=device, split=True, offload=("text_encoder", "vae"))
-    modules = [part for part in adapter.pipe.components.values() if isinstance(part, nn.Module)]
-    total = sum(t.nbytes for module in modules for t in [*module.parameters(), *module.buffers()])
-    private = total - sum(mapped_bytes(module) for module in modules)
-    assert 8 * private <= 0.2 * total, f"{private} of {total} bytes are copies"
-    kept = adapter.pipe.text_encoder_2.get_input_embeddings().weight
-    stored = kept.data_ptr()
-    with adapter.offload.on_device("text_encoder"):
-        assert kept.data_ptr() != stored
-    assert kept.data_ptr() == stored, "it is back in its file without a copy"

@@ -5,21 +5,15 @@ worst ratio misleads whoever tunes the run.
 """
 
 import pickle
-from collections import Counter
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from tiny_run import ALONE
 
-from prefgrpo.judge import traffic
 from prefgrpo.judge.verdict import Verdict
 from prefgrpo.ops import METRICS
 from prefgrpo.parallel.world import World
-from prefgrpo.rewards.base import Comparison
-from prefgrpo.rewards.request_stats import RequestStats
 from prefgrpo.rewards.scorer import judge_metrics
 from prefgrpo.run.metrics import (
     FACTS,
@@ -41,15 +35,6 @@ def test_reward_means_leave_missing_ones_out():
     rewards = np.array([[1.0, NAN], [3.0, NAN], [5.0, NAN], [NAN, NAN]])
     found = reward_metrics(["a", "b"], rewards, 2)
     assert found == {"reward/a": 3.0, "reward/a_std": 1.0}, "the second group has a missing member"
-
-
-@settings(max_examples=50, deadline=None)
-@given(st.integers(1, 5), st.integers(2, 6), st.integers(0, 10**6))
-def test_reward_figures_are_numpys(groups, size, seed):
-    values = np.random.default_rng(seed).normal(size=(groups * size, 1))
-    found = reward_metrics(["r"], values, size)
-    assert found["reward/r"] == pytest.approx(values.mean())
-    assert found["reward/r_std"] == pytest.approx(values.reshape(groups, size).std(1).mean())
 
 
 def test_missing_rewards():
@@ -117,28 +102,21 @@ class TwoRanks(World):
         return [*mine, *self.other.items()]
 
 
-def judge_step(latencies, retries):
-    stats = RequestStats()
-    stats.sent()
-    stats.done(1.0)
-    verdicts = [Verdict(0.5 if k else 1.0, latency_s=s, retries=retries) for k, s in enumerate(latencies)]
-    return judge_metrics([[Comparison(0, 1, v) for v in [*verdicts, Verdict(None, "lost")]]], [stats], 2.0)
+def judge_step(count, retries):
+    verdicts = [Verdict(0.5 if k else 1.0, retries=retries) for k in range(count)]
+    return judge_metrics([{(0, k): v for k, v in enumerate([*verdicts, Verdict(None, "lost")])}], 2.0)
 
 
 def test_every_metric_is_reduced_over_ranks_as_its_producer_says():
-    """Counts and queue lengths are summed, waiting times take the maximum, rates are averaged, weighted by their
+    """Counts are summed, waiting times take the maximum, rates are averaged, weighted by their
     denominators; a metric may exist on one rank only."""
-    a, b = judge_step([1.0, 3.0], 1) | {"reward/x": 0.25}, judge_step([2.0], 2) | {"only/b": 7.0}
+    a, b = judge_step(2, 1) | {"reward/x": 0.25}, judge_step(1, 2) | {"only/b": 7.0}
     found = over_ranks(a, TwoRanks(b))
     assert (found["judge/requests"], found["judge/failures"], found["time/judge/retries"]) == (5, 2, 2 + 2)
-    assert found["time/judge/queue_max"] == 2 and found["time/judge/wait_s"] == 2.0
-    assert found["time/judge/latency_p50"] == (2.0 + 2.0) / 2 and found["time/judge/latency_p95"] == pytest.approx(2.9)
+    assert found["time/judge/wait_s"] == 2.0
     assert found["judge/tie_rate"] == pytest.approx(1 / 3), "expected one tie in the three verdicts of both ranks"
     assert found["reward/x"] == 0.25 and found["only/b"] == 7.0
-    timed = {"retries", "busy_s", "wait_s", "queue_max", "queue_mean", "latency_p50", "latency_p95"}
-    assert {name for name in found if name.startswith("time/")} == {f"time/judge/{name}" for name in timed}
-    m = traffic.metrics(Counter(questions=2, unread=1, spent_us=8, wasted_us=2))
-    assert over_ranks(m, TwoRanks(m)) == {"time/judge/wasted_share": 0.25, "judge/parse_failure_rate": 0.5}
+    assert {name for name in found if name.startswith("time/")} == {"time/judge/retries", "time/judge/wait_s"}
     assert over_ranks({}, ALONE) == {}
     assert pickle.loads(pickle.dumps(a["judge/requests"])).reduction == "sum"
 

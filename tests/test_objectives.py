@@ -16,7 +16,8 @@ import peers
 import pytest
 import torch
 from families import case_of, conditions, folder, load, perturb
-from tiny_run import ALONE, ranks, recipe, rows, settings
+from grpo_formula import plain_formula
+from tiny_run import ALONE, ranks, recipe, rows, settings, targets_of
 from torch.nn import functional as F
 
 from prefgrpo.config.loading import from_dict
@@ -28,7 +29,7 @@ from prefgrpo.objectives.base import GroupObjective, PointwiseObjective, Targets
 from prefgrpo.rewards.functions import FunctionPairwise
 from prefgrpo.rollout.batch import Batch
 from prefgrpo.run.checks import config_errors
-from prefgrpo.run.opening import open_collector, open_policy
+from prefgrpo.run.loading import open_collector, open_policy
 from prefgrpo.sde.noise import endpoint_noise, endpoint_normal
 from prefgrpo.sde.schedule import make_schedule
 
@@ -166,7 +167,7 @@ class Setting:
             condition = self.condition.select(torch.tensor([p for p, _ in own]))
             ids = at + 7 * P * G
             groups = tuple((ids // G).tolist())
-            done = (groups, self.sampling, self.schedule, condition, ids, self.x0[at])
+            done = (groups, self.schedule, condition, ids, self.x0[at])
             out.append(Batch(len(out), 0, tuple(own), 0, *done))
         return out
 
@@ -337,71 +338,55 @@ def test_a_run_by_two_processes_and_resumed(place, trainer, name):
     assert rows(place / "runs" / f"{name}-again") == one
 
 
+def relative(column):
+    """Weight of a step: this value of its coefficients (a, b, s, …), divided by its mean over the trainable steps."""
+
+    def weight(schedule, k):
+        values = column(*schedule.coef[: schedule.steps - 1].double().unbind(1))
+        return values[k] / values.mean()
+
+    return weight
+
+
+def inverse_step(schedule, k):
+    return 1 / (schedule.sigmas[k] - schedule.sigmas[k + 1]).double()
+
+
 TRAJECTORY = {
-    "best of 2, Flash-GRPO's weight": ("grpo", {"best_of": 2, "step_weight": "velocity"}),
-    "TempFlow-GRPO's weight": ("grpo", {"step_weight": "noise"}),
-    "guard": ("grpo_guard", {}),
-}
+    "best of 2, Flash-GRPO's weight": (
+        "grpo", {"best_of": 2, "step_weight": "velocity"}, relative(lambda a, b, s, w, c: s / b.abs()),
+    ),
+    "TempFlow-GRPO's weight": ("grpo", {"step_weight": "noise"}, relative(lambda a, b, s, w, c: s)),
+    "guard": ("grpo_guard", {}, inverse_step),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", TRAJECTORY)
 @pytest.mark.parametrize("guided", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_the_gradient_of_replayed_steps_is_that_of_the_published_formula(trainer, case, guided):
     """On off-policy steps, so that ratios, masks and means are not trivial."""
-    name, own = TRAJECTORY[case]
+    name, own, weight = TRAJECTORY[case]
     train = {"objective": name, "objective_options": own, "clip_range": 2e-3, "lora_rank": 4}
     more = {"eval": {"every": 0}, "train": train, "rollout": {"steps": 5, "group_size": 4, "batch_size": 4}}
     if guided:
         more |= {"model": str(folder("sd3")), "family": "sd3"}
         more["rollout"] |= {"height": 32, "width": 32, "guidance": 3.0}
     loop = trainer(**more)
-    c, adapter = loop.config, loop.adapter
-    perturb(adapter, 0.05)
+    perturb(loop.adapter, 0.05)
     batches = list(loop.rollouts(0, lambda group, member, sample: None))
-    perturb(adapter, 0.02)
+    perturb(loop.adapter, 0.02)
     advantage = torch.randn(2, 4, generator=torch.Generator().manual_seed(2))
     taken = []
     loop.policy.update = lambda world: taken.append([p.grad.double().flatten() for p in loop.policy.params]) or 0.0
-    values = loop.update(0, batches, Targets.of(advantage))
-    loop.policy.optimizer.zero_grad()
-    total = torch.zeros((), dtype=torch.float64)
-    count = 0
-    used = 0
-    for batch in batches:
-        schedule, (slot,) = batch.schedule, set(batch.slots)
-        order = advantage[slot].argsort(descending=True).tolist()
-        rows = sorted([order[0], order[-1]]) if "best_of" in own else list(range(4))
-        members = len(rows)
-        used += len(rows)
-        adv = advantage[slot][rows].double()
-        for step in batch.steps:
-            k = int(step.index[0])
-            a, b, s, w, const = schedule.coef[k].double()
-            x, x_next = step.x[rows].double(), step.x_next[rows].double()
-            sigma, condition = schedule.sigmas[k].expand(len(rows)), batch.condition.select(torch.tensor(rows))
-            v = adapter.velocity(step.x[rows], sigma, condition, c.rollout).double()
-            ratio = torch.exp(w * mse(x_next, a * x + b * v) + const - step.logp[rows].double())
-            if name != "grpo":
-                mean, old = a * x + b * v, a * x + b * step.v[rows].double()
-            if name == "grpo_guard":
-                ratio = torch.exp(((x_next - old) / s * (mean - old)).flatten(1).mean(1))
-            dt = (schedule.sigmas[k] - schedule.sigmas[k + 1]).double()
-            coef = schedule.coef[: c.rollout.steps - 1].double()
-            weight = {
-                "velocity": s / b.abs() / (coef[:, 2] / coef[:, 1].abs()).mean(),
-                "noise": s / coef[:, 2].mean(),
-                "none": 1.0,
-            }[own.get("step_weight", "none")]
-            loss = torch.maximum(-adv * ratio, -adv * ratio.clamp(1 - 2e-3, 1 + 2e-3))
-            if name == "grpo_guard":
-                loss = loss / dt
-            total, count = total + (weight * loss).sum(), count + members
-    (total / count).backward()
-    exact, ours = torch.cat([p.grad.double().flatten() for p in loop.policy.params]), torch.cat(taken[0])
+    values = loop.update(0, batches, targets_of(advantage))
+    trained = torch.ones(2, 4, dtype=torch.bool)
+    if "best_of" in own:
+        trained = (advantage == advantage.amax(1, keepdim=True)) | (advantage == advantage.amin(1, keepdim=True))
+    loss, exact, _ = plain_formula(loop, batches, advantage, trained, weight, guard=name == "grpo_guard")
+    ours = torch.cat(taken[0])
     assert float((ours - exact).norm() / exact.norm()) < 1e-4
-    assert values["loss"] == pytest.approx(float(total.detach() / count), rel=1e-3, abs=1e-6)
-    assert values["samples_trained"] == used
-    assert used == (4 if "best_of" in own else 8)
+    assert values["loss"] == pytest.approx(loss, rel=1e-3, abs=1e-6)
+    assert values["samples_trained"] == int(trained.sum()) == (4 if "best_of" in own else 8)
 
 
 def test_a_subset_of_the_steps_is_trained_and_all_are_stochastic(trainer):
@@ -410,7 +395,7 @@ def test_a_subset_of_the_steps_is_trained_and_all_are_stochastic(trainer):
     seen = set()
     for step in range(8):
         batches = list(loop.rollouts(step, lambda group, member, sample: None))
-        stored = {tuple(int(s.index[0]) for s in batch.steps) for batch in batches}
+        stored = {tuple(s.index for s in batch.steps) for batch in batches}
         assert stored == {batches[0].schedule.trained} and batches[0].schedule.sde_steps == tuple(range(6))
         seen |= stored
     assert all(len(window) == 2 for window in seen) and any(high - low > 1 for low, high in seen)
@@ -457,8 +442,8 @@ def test_an_objective_of_ones_own_has_an_anchor_and_returns_one_loss_each(traine
     loop.train()
     row = rows(loop.folder.root)[0]
     assert row["loss"] == row["policy/drift"] == 0.0 and row["grad_norm"] > 0, "the policy starts as its anchor"
-    for name, got in (("PerMember", "[1, 4]"), ("OneNumber", "[]")):
-        with pytest.raises(ValueError, match=rf"expected one loss for each of \d .* got shape {re.escape(got)}"):
+    for name, got in (("PerMember", r"\[2, 4\]"), ("OneNumber", r"\[\]")):
+        with pytest.raises(ValueError, match=rf"expected one loss for each of \d .* got shape {got}"):
             own(name).train()
 
 

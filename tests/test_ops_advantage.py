@@ -121,7 +121,6 @@ def test_a_missing_reward_moves_nothing_and_a_lost_group_is_zero():
 
 zeros = torch.zeros
 WRONG = {
-    "complex": (lambda: group_advantage(zeros(1, 3, dtype=torch.complex64), zeros(3).long()), TypeError, "real"),
     "shape": (lambda: group_advantage(zeros(1, 4), zeros(3).long()), ValueError, r"rewards \[R, B\]"),
     "ids": (lambda: group_advantage(zeros(1, 3), zeros(3)), ValueError, "integer group_ids"),
     "weights": (lambda: group_advantage(zeros(2, 3), zeros(3).long(), zeros(3)), ValueError, "one per reward"),

@@ -59,6 +59,7 @@ print(json.dumps({
     "kernels": [n for n in names if importlib.util.find_spec(f"prefgrpo.kernels.{n}")],
 }))
 """
+OFFLINE = ("--no-deps", "--no-build-isolation", "--no-index")
 CODE = sorted(p.stem for p in (ROOT / "kernels").glob("*.py"))
 BUILT = ("__pycache__", ".so", ".pyc")
 
@@ -89,6 +90,22 @@ def check(probe: str) -> dict:
     return seen
 
 
+def copy_of_checkout(tmp_path: Path) -> Path:
+    """Without what a build or a run made."""
+    return Path(shutil.copytree(ROOT, tmp_path / "source", symlinks=True, ignore=LEFT_OUT))
+
+
+def wheel_of(source: Path, tmp_path: Path, **env: str) -> tuple[Path, set[str], str]:
+    """(wheel built from a folder or an sdist, its files, the build's log)."""
+    log = tmp_path / "build.log"
+    run(sys.executable, "-m", "pip", "wheel", *OFFLINE, "--log", log, "-w", tmp_path, source, cwd=tmp_path, **env)
+    (wheel,) = tmp_path.glob("*.whl")
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert {f"prefgrpo/kernels/{name}.py" for name in CODE} <= names
+    assert not {name.split("/")[0] for name in names} & {"kernels", "tests", "csrc", "scripts", "benchmarks"}
+    return wheel, names, log.read_text()
+
+
 def test_editable_install(tmp_path):
     """The one of this environment. `python -c` and `python -m` put the working directory first on sys.path."""
     for cwd in (ROOT, tmp_path):
@@ -99,26 +116,18 @@ def test_editable_install(tmp_path):
 @pytest.mark.full
 @pytest.mark.timeout(1200)
 def test_sdist_and_wheel(tmp_path):
-    """Built from a copy of the checkout without build outputs; the wheel is installed beside its dependencies alone."""
-    source, empty = tmp_path / "source", tmp_path / "empty"
-    shutil.copytree(ROOT, source, symlinks=True, ignore=LEFT_OUT)
+    """The wheel, built from the sdist, is installed beside its dependencies alone."""
+    source, empty = copy_of_checkout(tmp_path), tmp_path / "empty"
     empty.mkdir()
     run(sys.executable, "-m", "build", "--sdist", "--no-isolation", "--outdir", tmp_path, source, cwd=tmp_path)
     (sdist,) = tmp_path.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {"setup.py", "CMakeLists.txt", "LICENSE", "csrc/bindings.cpp", "csrc/math.h", "prefgrpo/py.typed"} <= names
-    assert {f"prefgrpo/kernels/{name}.py" for name in CODE} <= names
     assert not [name for name in names if name.endswith((".so", ".pyc"))]
-
-    offline = ("--no-deps", "--no-build-isolation", "--no-index", "-q")
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    build = ("-m", "pip", "wheel", *offline, "-w", tmp_path, sdist)
-    run(sys.executable, *build, cwd=tmp_path, PREFGRPO_CUDA="0", PATH=path)
-    (wheel,) = tmp_path.glob("*.whl")
-    names = zipfile.ZipFile(wheel).namelist()
+    wheel, names, _ = wheel_of(sdist, tmp_path, PREFGRPO_CUDA="0", PATH=path)
     assert f"prefgrpo/_C{sysconfig.get_config_var('EXT_SUFFIX')}" in names
-    assert not [name for name in names if name.split("/")[0] in ("kernels", "tests", "csrc", "scripts", "benchmarks")]
 
     venv.create(tmp_path / "venv", symlinks=True)
     own = tmp_path / "venv" / "bin" / "python"
@@ -126,42 +135,24 @@ def test_sdist_and_wheel(tmp_path):
     dependencies = Path(sysconfig.get_paths()["purelib"])  # searched after the environment's own packages
     lines = [str(dependencies), *["import torchvision_cpu"] * (dependencies / "torchvision_cpu.py").is_file()]
     (site / "dependencies.pth").write_text("\n".join(lines) + "\n")
-    run(sys.executable, "-m", "pip", "--python", own, "install", *offline, wheel, cwd=tmp_path)
+    run(sys.executable, "-m", "pip", "--python", own, "install", *OFFLINE, wheel, cwd=tmp_path)
     for cwd in (empty, ROOT):  # -I keeps the working directory off sys.path, so the wheel is imported
         seen = check(run(own, *(["-I"] if cwd == ROOT else []), "-c", PROBE, cwd=cwd))
         assert Path(seen["package"]).is_relative_to(tmp_path) and Path(seen["native"]).is_relative_to(tmp_path)
         assert files(Path(seen["package"])) == files(source / "prefgrpo"), "package files differ"
     command = own.parent / "prefgrpo"
     assert run(command, "--version", cwd=ROOT).split() == ["prefgrpo", seen["version"]]
-    assert "train" in run(own, "-m", "prefgrpo", "--help", cwd=empty)
     assert "nothing was written" in run(command, "demo", "--dry-run", cwd=empty) and not list(empty.iterdir())
 
 
 @pytest.mark.full
 def test_an_install_without_compiler(tmp_path):
-    """The build names what is missing, and the ops work."""
-    source, tools = tmp_path / "source", tmp_path / "tools"
-    shutil.copytree(ROOT, source, symlinks=True, ignore=LEFT_OUT)
+    """The build names what is missing; what the ops then do is tested in test_csrc.py."""
+    tools = tmp_path / "tools"
     tools.mkdir()  # this empty folder is the whole PATH, so there is no compiler
-    build = ("-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index", "-v", "-w", tmp_path, source)
-    done = subprocess.run(
-        [sys.executable, *map(str, build)], cwd=tmp_path, capture_output=True, text=True,
-        env={k: v for k, v in os.environ.items() if k not in ("CXX", "PYTHONPATH")} | {"PATH": str(tools)},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "building without the compiled kernels: no C++20 compiler" in done.stdout + done.stderr
-    (wheel,) = tmp_path.glob("*.whl")
-    names = zipfile.ZipFile(wheel).namelist()
-    assert {f"prefgrpo/kernels/{name}.py" for name in CODE} <= set(names)
+    _, names, log = wheel_of(copy_of_checkout(tmp_path), tmp_path, PATH=str(tools), CXX="c++")
+    assert "building without the compiled kernels: no C++20 compiler" in log
     assert not [name for name in names if name.startswith("prefgrpo/_C")]
-    own = tmp_path / "site"
-    zipfile.ZipFile(wheel).extractall(own)
-    code = HIDE.format(names=("prefgrpo._C",)) + (  # otherwise found by this environment's editable install
-        f"sys.path.insert(0, {str(own)!r})\n"
-        "import prefgrpo.ops as ops\nfrom prefgrpo.ops._backend import unavailable_reason\n"
-        "print(ops.__file__, ops.backend_of('cpu'), unavailable_reason('cpu'))"
-    )
-    assert python(code, cwd=tmp_path).startswith(f"{own}/prefgrpo/ops/__init__.py torch prefgrpo._C is not built")
 
 
 @pytest.mark.full
@@ -251,21 +242,25 @@ import sys, tempfile
 import torch
 from PIL import Image
 from prefgrpo import models
+from prefgrpo.config.loading import from_dict
 from prefgrpo.config.schema import SamplingConfig
-from prefgrpo.rollout.embeddings import Embeddings
+from prefgrpo.data.prompts import Prompt
+from prefgrpo.rollout.embeddings import Embeddings, entries_of
 from prefgrpo.rollout.sources import Sources
 from prefgrpo.tiny import pipelines
 Image.new("RGB", (64, 64), "red").save(f"{sys.argv[1]}/red.png")
 source = Sources((f"{sys.argv[1]}/red.png",), 64, 64)
+prompt = Prompt(0, "a caf\\u00c3\\u00a9 &amp; a <b>cat</b>")
 for name in pipelines.FAMILIES:
     folder, family = tempfile.mkdtemp(dir=sys.argv[1]), models.family(name)
     pipelines.make(name, folder)
     small = {} if family.default_source_area is None else {"source_area": 32 * 32}
     sampling = SamplingConfig(64, 64, frames=None if family.default_frames is None else 5)
-    adapter = models.load(name, folder, torch.float32, torch.device("cpu"), **small)
+    adapter = models.family(name).load(folder, torch.float32, torch.device("cpu"), **small)
     for sources in [Sources()] * (not family.needs_source) + [source] * (family.most_sources > 0):
-        embed = Embeddings(adapter, 512 if "qwen" in name else 32)
-        embed(["a caf\\u00c3\\u00a9 &amp; a <b>cat</b>"], sampling, [sources])
+        data = {"prompts": "p", "max_length": 512 if "qwen" in name else 32}
+        wanted = entries_of(family, prompt, sources, sampling, adapter.guided(sampling))
+        Embeddings(from_dict({"model": folder, "family": name, "data": data})).conditions(adapter, [wanted])
     print(name)
 """
 
@@ -292,8 +287,8 @@ def test_doctor_without_the_optional_packages():
 def test_doctor_finds_a_wrong_backend():
     code = (
         "from prefgrpo.ops import _backend\n"
-        "right = _backend._kernel('cpu_sde_step')\n"
-        "_backend._kernel = lambda name: lambda b, d, x, *rest: right(b, d, 2 * x, *rest)\n"
+        "right = _backend._kernel('cpu', 'sde_step')\n"
+        "_backend._kernel = lambda *name: lambda b, d, x, *rest: right(b, d, 2 * x, *rest)\n"
         "from prefgrpo.commands.doctor import doctor\nprint('code', doctor())"
     )
     assert python(code).splitlines()[-1] == "code 1"

@@ -1,4 +1,4 @@
-"""policy_loss on every backend: golden numbers, the plain formula in fp64 with autograd, Guard, edge values."""
+"""policy_loss on every backend: golden numbers, the plain formula in fp64 with autograd, edge values."""
 
 import math
 
@@ -41,22 +41,9 @@ def test_golden_numbers(backend):
     assert values["ratio_max"] == pytest.approx(1.0002, abs=1e-6)
 
 
-@each_backend
-def test_guards_ratio_replaces_the_difference(backend):
-    """Golden ratios of GRPO-Guard, from its published form: b and scale per sample."""
-    b = torch.tensor([0.00771605, 0.0308642])
-    std = 0.1**0.5 * 0.9
-    log_ratio = ((torch.tensor([-0.5, -0.6]) - torch.tensor([-0.5002, -0.5997]) + b) * std).to(DEVICE)
-    zero = torch.zeros(2, device=DEVICE)
-    one = torch.ones(2, device=DEVICE)
-    with serve(backend):
-        metrics = policy_loss(zero, one, one, clip_low=1.0, log_ratio=log_ratio).metrics
-    assert metrics[4:7].tolist() == pytest.approx([1.00225549, (1.00225549 + 1.00873667) / 2, 1.00873667], abs=1e-6)
-
-
 def random_case(seed):
     g = torch.Generator().manual_seed(seed)
-    batch = (1, 2, 5, 64, 257, 1152, 2049)[seed % 7]
+    batch = 70_001 if seed == 6 else (1, 2, 5, 64, 257, 1152, 2049)[seed % 7]  # many chunks of a block or program
     use = [bool(seed >> k & 1) for k in range(4)]
     logp, noise, adv, weight, kl, log_ratio = torch.randn(6, batch, generator=g).to(DEVICE)
     clip = (1e-4, 1e-6, 0.2)[seed % 3]
@@ -78,11 +65,9 @@ def test_random_cases_against_fp64(backend, cases):
         delta = exact["log_ratio"]
         if delta is None:  # the difference is rounded once, in fp32, on every backend
             delta = (inputs["logp"] - old).double() + exact["logp"] - exact["logp"].detach()
-        low = options["clip_low"]
-        high = options["clip_high"]
-        norm = options["denominator"]
         weight = None if options["weight"] is None else options["weight"].double()
-        loss, metrics = truth(delta, adv.double(), weight, exact["kl"], low, high, 5.0, 0.3, norm)
+        clips = (options["clip_low"], options["clip_high"], 5.0)
+        loss, metrics = truth(delta, adv.double(), weight, exact["kl"], *clips, 0.3, options["denominator"])
         (3 * loss).backward()
         assert_close(got.loss, loss, 1e-5, 1e-6)
         assert_close(got.metrics, metrics, 1e-5, 1e-7)
@@ -107,19 +92,6 @@ def test_whether_a_ratio_is_clipped_is_exact(backend, clip):
     assert metrics_by_name(out.metrics)["clip_fraction_high"] == want[0].sum() / 4
     assert metrics_by_name(out.metrics)["clip_fraction_low"] == want[1].sum() / 4
     assert torch.equal(leaf.grad == 0, want[0] | want[1])
-
-
-@each_backend
-def test_a_batch_of_many_chunks(backend):
-    """More samples than one block or one chunk holds; Triton's kernel once kept the whole batch in registers."""
-    batch = 70_001
-    logp, old, adv = torch.randn(3, batch, generator=torch.Generator().manual_seed(0)).to(DEVICE)
-    old = logp + 1e-3 * old
-    with serve(backend):
-        got = policy_loss(logp, old, adv, clip_low=1e-3)
-    want = truth((logp - old).double(), adv.double(), None, None, 1e-3, 1e-3, 5.0, 0.0, None)
-    assert_close(got.loss, want[0], 1e-6, 1e-7)
-    assert_close(got.metrics, want[1], 1e-6, 1e-7)
 
 
 @each_backend
@@ -166,16 +138,14 @@ def loss(*args, **options):
 
 
 zeros = torch.zeros
-NAN = math.nan
 WRONG = {
     "shape": (lambda: loss(*zeros(2, 3), zeros(4)), ValueError, "advantage"),
-    "dtype": (lambda: loss(*zeros(3, 3), kl=zeros(3).half()), TypeError, r"kl: expected torch\.float32"),
+    "dtype": (lambda: loss(*zeros(3, 3), kl=zeros(3).half()), ValueError, "kl: expected fp32"),
     "clip": (lambda: loss(*zeros(3, 3), clip_low=-0.1), ValueError, "0 or more"),
-    "clip NaN": (lambda: loss(*zeros(3, 3), clip_high=NAN), ValueError, "0 or more"),
-    "advantage clip NaN": (lambda: loss(*zeros(3, 3), adv_clip=NAN), ValueError, "0 or more"),
-    "KL coefficient NaN": (lambda: loss(*zeros(3, 3), kl_coef=NAN), ValueError, "finite"),
+    "advantage clip NaN": (lambda: loss(*zeros(3, 3), adv_clip=math.nan), ValueError, "0 or more"),
     "denominator": (lambda: loss(*zeros(3, 3), denominator=0.0), ValueError, "more than 0"),
-    "gradient": (lambda: loss(zeros(3), zeros(3).requires_grad_(), zeros(3)), ValueError, "detach logp_old$"),
+    "old gradient": (lambda: loss(zeros(3), zeros(3).requires_grad_(), zeros(3)), ValueError, "detach them"),
+    "gradient": (lambda: loss(*zeros(2, 3), zeros(3).requires_grad_()), ValueError, "detach them"),
 }
 
 

@@ -17,8 +17,8 @@ from report_html import parse
 from report_run import MEASURES, eval_row, evaluated, groups, make_run, shown, small_run, train_row
 
 from prefgrpo.report import write_report
-from prefgrpo.report.answers import ROWS
 from prefgrpo.report.run import read_run
+from prefgrpo.report.verdicts import ROWS
 from prefgrpo.rollout.render import preview
 
 STEPS = 80
@@ -87,18 +87,18 @@ def test_the_headline_and_the_table_hold_the_last_evaluations(page):
     sentence = page.all("p", "result")[0].text
     low, high = row["test/win_judge_low"], row["test/win_judge_high"]
     assert f"95 % interval {100 * low:.0f}–{100 * high:.0f} %" in sentence and f"After {STEPS} steps" in sentence
-    assert f"{100 * row['test/win_judge']:.0f} % of comparisons by the judge" in sentence
+    assert f"{100 * row['test/win_judge']:.0f} % by the judge" in sentence
     assert f"{100 * row['test/win_scenes']:.0f} % by scenes" in sentence
-    assert f"scenes {row['test/scenes_before']:.2f} → {row['test/scenes']:.2f}" in sentence
+    assert f"scenes {row['test/scenes_before']:.3g} → {row['test/scenes']:.3g}" in sentence
     assert not page.all("p", "status")
     cells = [tuple(c.text for c in r.all("td")) for r in page.all("details", "numbers")[0].all("tr")[1:]]
     for name in ("dev", "test"):
         row = eval_row(STEPS, STEPS, name)
         values = {(c[0], c[3], c[4]) for c in cells if c[1] == name}
-        assert ("win rate by judge", "", f"{row[f'{name}/win_judge']:.3f}") in values
+        assert ("win rate by judge", "", f"{row[f'{name}/win_judge']:.3g}") in values
         for measure in MEASURES:
-            before, after = (f"{row[f'{name}/{measure}{end}']:.2f}" for end in ("_before", ""))
-            assert (measure.replace(".", " · "), before, after) in values
+            before, after = (f"{row[f'{name}/{measure}{end}']:.3g}" for end in ("_before", ""))
+            assert (measure, before, after) in values
 
 
 def test_images_are_the_stored_pixels_and_prompts(page, run):
@@ -119,8 +119,8 @@ def test_clips_play_and_edits_show_their_sources(tmp_path):
     beside the pairs and in the corner of a judged group."""
     folder = make_run(tmp_path / "clips", steps=40, every=20)
     rng = np.random.default_rng(0)
-    kept = preview(rng.integers(0, 256, (4, 33, 240, 416, 3), dtype=np.uint8))
-    assert kept.shape == (4, 16, 147, 256, 3)
+    kept = np.stack([preview(clip) for clip in rng.integers(0, 256, (4, 33, 240, 416, 3), dtype=np.uint8)])
+    assert kept.shape == (4, 16, 148, 256, 3)
     sources = rng.integers(0, 256, (4, 64, 64, 3), dtype=np.uint8)
     np.savez(folder / "eval" / "test_sources.npz", sources=sources)
     for file in (folder / "eval").glob("*_0*.npz"):
@@ -151,7 +151,7 @@ def test_curves_carry_the_logged_values(page):
     row = train_row(STEPS)
     assert last(wins, "by judge") == f"{100 * eval_row(STEPS, STEPS, 'dev')['dev/win_judge']:.3g} %"
     assert len(wins.all("path", "band")) == 2
-    assert last(found["Reward: std within a group"], "vlm pairwise") == f"{row['reward/vlm_pairwise_std']:.3g}"
+    assert last(found["Reward: std within a group"], "vlm_pairwise") == f"{row['reward/vlm_pairwise_std']:.3g}"
     assert last(found["Judge"], "other winner when swapped") == f"{100 * row['judge/order_inconsistency']:.3g} %"
     assert last(found["Time per step"], "rollout") == f"{row['time/rollout']:.3g} s"
 
@@ -159,7 +159,7 @@ def test_curves_carry_the_logged_values(page):
 def test_win_rates_inside_a_group_give_no_mean_curve_but_other_rewards_do(tmp_path):
     rows = [train_row(s) | {"reward/clip": 20.0 + s, "reward/clip_std": 1.5} for s in range(1, 5)]
     found = charts(report(small_run(tmp_path / "r", rows)))
-    assert "vlm pairwise" not in found["Reward"].text and last(found["Reward"], "clip") == "24"
+    assert "vlm_pairwise" not in found["Reward"].text and last(found["Reward"], "clip") == "24"
     assert last(found["Reward: std within a group"], "clip") == "1.5"
 
 
@@ -175,19 +175,21 @@ def test_evaluations_after_the_training_have_a_section(tmp_path):
     assert "Evaluations" in page.all("nav")[0].text
     (section,) = (s for s in page.all("section") if s.attributes["id"] == "evaluations")
     assert [s.text for s in section.all("summary")] == [
-        "step 1 (ema) against base: 75.0 % by judge2 on dev, better",
-        "UniGenBench, step 1 (ema): 12.50 %",
+        "step 1 (ema) against base",
+        "ImgEdit, step 1 (ema)",
+        "UniGenBench, step 1 (ema)",
         "What is missing",
     ]  # fmt: skip
     cells = [[c.text for c in row.all("td")] for row in section.all("tr")]
     for wanted in (
-        ["dev · judge2", "75.0 %", "60.0 % to 90.0 %", "70.0 %, –", "0.0 %", "better"],
-        ["dev · scenes · all", "–", "0.50", "25.0 %"],
+        ["dev/win_judge2", "better", "75.0 %", "60.0 %", "90.0 %", "70.0 %", "–", "0.0 %"],
+        ["dev/scenes.all", "–", "0.5", "25.0 %"],
         ["overall", "12.50 %"], ["Style", "25.00 %", "8", "1"], ["Attribute", "–", "0", "3"],
+        ["mean", "3.25"], ["add", "3.50", "2", "0"],
     ):  # fmt: skip
         assert wanted in cells
     lines = [line.text for line in section.all("li")]
-    assert lines[:2] == ["0.png: no", "1.png: no"] and lines[-1].startswith("… and 5 more")
+    assert lines == [f"{k}.png: no" for k in range(20)]
     assert "40 prompts (dev)" in section.text and "judge2 is x" in section.text and "by <a judge>" in section.text
     assert "step_000001_ema/torn/comparison.json could not be read" in page.all("p", "problems")[0].text
 
@@ -319,15 +321,14 @@ def wrong_arrays():
     return file.getvalue()
 
 
-DAMAGED = "could not be read: the file is damaged"
+DAMAGED = "could not be read"
 DAMAGE = {
-    "metrics.jsonl": (lambda data: data.replace(b'{"kind": "train", "step": 2', b'{"kind": "tr', 1), "(4)"),
+    "metrics.jsonl": (lambda data: data.replace(b'{"kind": "train", "step": 2', b'{"kind": "tr', 1), "[4]"),
     "config.yaml": (lambda data: b"train: {steps: [\n", "could not be read"),
-    "eval/dev_000020.npz": (lambda data: b"PK\x03\x04 torn", DAMAGED),
     "eval/dev_000040.npz": (lambda data: b"", DAMAGED),
     "groups/step_000020.npz": (lambda data: data[:300] + bytes(300) + data[600:], DAMAGED),
-    "groups/step_000040.npz": (lambda data: wrong_arrays(), "does not have the expected content"),
-    "eval/test_000040.json": (lambda data: b"[1]", "does not have the expected content"),
+    "groups/step_000040.npz": (lambda data: wrong_arrays(), DAMAGED),
+    "eval/test_000040.json": (lambda data: b"[1]", DAMAGED),
     "eval/test_prompts.json": (lambda data: b"\xff", "could not be read"),
 }
 
@@ -337,12 +338,10 @@ def test_damaged_files_are_left_out_and_named_in_plain_words(tmp_path):
     for name, (damage, _) in DAMAGE.items():
         file = folder / name
         file.write_bytes(damage(file.read_bytes()))
-    (folder / "eval" / "dev_prompts.json").unlink()
     page = report(folder)
     (problem,) = page.all("p", "problems")
-    assert "dev_prompts.json is missing" in problem.text and "pickle" not in problem.text
     for name, (_, said) in DAMAGE.items():
-        assert f"{name.rpartition('/')[2]} {said}" in problem.text
+        assert name.rpartition("/")[2] in problem.text and said in problem.text
     assert len(page.all("figure", "pair")) == 12 and not page.all("figure", "group")
     assert "(test)" in page.all("p", "result")[0].text and "Time per step" in charts(page)
 

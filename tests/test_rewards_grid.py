@@ -19,9 +19,8 @@ from prefgrpo.rewards.grid import MOST, grid_of, split, sub_prompts
     [
         ("four cats, a 2x3 grid layout", (2, 3)), ("A 1 × 4 panel strip", (1, 4)), ("2⨉2", (2, 2)),
         ("a 1920x1080 photo", None), ("a 1920x1080 photo of a 2x2 grid", (2, 2)), ("12x18 cm", None), ("1x1", None),
-        ("a 4x4 truck, shown in a 1x3 layout", (1, 3)), ("a 2x2x2 cube", None), ("0x4", None), ("生成2x2网格", (2, 2)),
-        ("1,920x16", None), ("", None), ("9" * 9999 + "x2", None), ("4x6 inches", None),
-        ("a 2x2 grid, 4x6 inches", (2, 2)),
+        ("a 2x2x2 cube", None), ("0x4", None), ("生成2x2网格", (2, 2)), ("1,920x16", None), ("", None),
+        ("9" * 9999 + "x2", None), ("a 2x2 grid, 4x6 inches", (2, 2)),
     ],
 )  # fmt: skip
 def test_grid_of_a_prompt(prompt, expected):

@@ -28,7 +28,7 @@ from transformers import CLIPModel, CLIPProcessor
 
 from prefgrpo.data.media import Media
 from prefgrpo.rewards import RewardSpecError, build
-from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample, Score
+from prefgrpo.rewards.base import PointwiseReward, Sample, Score
 
 SIZE = "jpeg_compressibility"
 PACO = {"spellings": "exact", "jpeg": 75}
@@ -99,11 +99,9 @@ def test_size_is_pillows_resize_and_wrong_values_are_refused():
     assert (reward.answer_s, reward.part_weights) == (Seen.answer_s, Seen.part_weights), "the run reads these from it"
     reward.score([Sample("a", noise(0))])
     np.testing.assert_array_equal(reward.reward.samples[0].media.pixels, np.asarray(noise(0).pil.resize((32, 32))))
-    for options in ({"jpeg": 101}, {"size": -1}):
-        with pytest.raises(RewardError, match="size of at least 0 and jpeg"):
+    for options in ({"jpeg": 101}, {"size": -1}, {"jpeg": "75"}):
+        with pytest.raises(RewardSpecError, match=f"option '{next(iter(options))}' of reward .*: Input should be"):
             seen(**options)
-    with pytest.raises(RewardSpecError, match="expected int, got '75'"):
-        seen(jpeg="75")
     with pytest.raises(RewardSpecError, match=r"has no option 'jpg' \(did you mean 'jpeg'"):
         seen(jpg=75)
     with pytest.raises(RewardSpecError, match="has no option 'jpeg'"):
@@ -130,8 +128,6 @@ def test_compressibility_is_minus_the_size_of_pillows_file():
     sizes = [len(buffer.getvalue()) / 1000 for buffer in buffers]
     assert values("jpeg_incompressibility", samples) == sizes == [-v for v in values(SIZE, samples)]
     assert values(SIZE, samples, divisor=500) == [-v / 500 for v in sizes]
-    with pytest.raises(RewardError, match="divisor must be positive"):
-        values(SIZE, samples, divisor=0)
 
 
 def test_compressibility_is_flow_grpos(monkeypatch):
@@ -177,8 +173,6 @@ def test_clipscore_and_image_similarity_are_the_peers(clip):
         off = apart(values(name, samples, model=folder), theirs)
         print(f"{name}: by default off by {off:.2g}")
         assert off > 1e-3, f"{name}: the default gives the same, so the option is untested"
-        with pytest.raises(RewardError, match="resize must be one of"):
-            values(name, samples, model=folder, resize="nearest")
 
 
 def test_sources_are_squares_as_in_the_peers_edit_trainers(clip):
@@ -312,8 +306,6 @@ def test_exact_spellings_by_hand(server):
     for name in ("consistency_score", "consistency_for_editing"):
         assert ours(server, name, [sample]) == pytest.approx([0.6 / 0.95])
         assert ours(server, name, [sample], spellings="exact") == pytest.approx([0.3 / 0.65])
-    with pytest.raises(RewardError, match="must be"):
-        ours(server, "consistency_score", [sample], spellings="few")
 
 
 def test_unifiedreward_sees_flow_grpos_512_squares(server, monkeypatch):

@@ -95,14 +95,18 @@ def test_options_are_checked_before_any_reward_is_made(monkeypatch):
     for own in (name, other):
         assert build({own: 0.5}, {own: {"scale": 2}})[own].score([sample])[0].value == 20.0
     monkeypatch.setattr(Brightness, "__signature__", inspect.signature(Brightness), raising=False)
-    monkeypatch.setattr(Brightness, "__init__", lambda self, scale: made.append(scale))
+
+    def init(self, scale: float) -> None:
+        made.append(scale)
+
+    monkeypatch.setattr(Brightness, "__init__", init)
     for spec, options, message in (
         ([name], {name: {"scal": 2.0}}, r"no option 'scal'.*did you mean 'scale'"),
         ([name, A], {name: {"scale": 2.0}, A: {"quality": 95}}, "has no option 'quality'"),
         ([name, "vlm_pairwise"], {name: {"scale": 2.0}}, r"needs the option.*judge"),
         ([name], {"jpg": {}, name: {"scale": 2.0}}, "unknown reward 'jpg'"),
         *(
-            ([name], {name: {"scale": x}}, f"'scale' of reward '.*': expected float, got {x!r}")
+            ([name], {name: {"scale": x}}, f"'scale' of reward '.*': Input should be a valid number, got {x!r}")
             for x in ("1", True, None)
         ),
         (["no.such.Thing"], {}, "cannot load"),

@@ -1,8 +1,7 @@
 """Rollout and replay on the tiny FLUX pipeline.
 
-Why these cases: what is stored (only the window, shared tensors), which value logp is computed for (the stored one),
-whose noise is shared within groups, KL, and that the loop never reads a value back from the device
-(which would stall a GPU).
+Why these cases: what is stored (only the window, shared tensors), whose noise is shared within groups, KL, and that the
+loop never reads a value back from the device (which would stall a GPU). Log-probs: test_families.py, test_sde_step.py.
 """
 
 from dataclasses import replace
@@ -40,29 +39,14 @@ IDS = torch.tensor([4, 5, 6, 7])
 
 def test_only_the_window_is_stored_and_neighbours_share_tensors(adapter, condition):
     done = rollout(adapter, schedule_of(adapter), condition, IDS, S, seed=0)
-    assert [step.index.tolist() for step in done.steps] == [[k] * 4 for k in (1, 2, 3)]
+    assert [step.index for step in done.steps] == [1, 2, 3]
+    assert {t.dtype for t in stored(done)} == {torch.float32}
     assert done.steps[0].x_next is done.steps[1].x and done.steps[1].x_next is done.steps[2].x
     assert not done.latents.requires_grad and not done.steps[0].logp.requires_grad
     ode = rollout(adapter, schedule_of(adapter, rule="ode"), condition, IDS, S, seed=0)
     assert ode.steps == () and torch.isfinite(ode.latents).all()
     last = rollout(adapter, schedule_of(adapter, window=(S.steps - 1,)), condition, IDS, S, seed=0)
     assert torch.equal(last.steps[0].x_next, last.latents)
-
-
-@pytest.mark.parametrize("rule", ["flow", "dance", "cps", "cps_normalised"])
-def test_logp_is_that_of_the_stored_value(adapter, condition, rule):
-    """Close to the fp64 value for the stored latents, and exactly the logp that replay gives."""
-    schedule = schedule_of(adapter, rule=rule)
-    done = rollout(adapter, schedule, condition, IDS, S, seed=0)
-    for step in done.steps:
-        assert step.x.dtype == step.x_next.dtype == torch.float32
-        k = int(step.index[0])
-        with torch.no_grad():
-            v = adapter.velocity(step.x, schedule.sigmas[k].expand(4), condition, S).double()
-        a, b, _, w, c = schedule.coef[k].double()
-        truth = w * (step.x_next.double() - a * step.x.double() - b * v).square().flatten(1).mean(1) + c
-        assert torch.allclose(step.logp.double(), truth, rtol=1e-5)
-        assert torch.equal(replay(adapter, schedule, condition, step, S).logp, step.logp)
 
 
 @pytest.mark.parametrize("first", [0, 2, 3])

@@ -10,11 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import science
-from benchmarks.simulated_judge import Pairs, Ratings, SimulatedJudge, WinRates, brightness, truth
+from benchmarks import calls, demo_runs, science
+from benchmarks.simulated_judge import Pairs, Ratings, SimulatedJudge, WinRates, WordsJudge, brightness, truth
+from prefgrpo.config.loading import load
 from prefgrpo.data.media import Media
+from prefgrpo.objectives import OBJECTIVES
 from prefgrpo.rewards.base import Sample
 from prefgrpo.tiny.scenes import COMBOS, caption, hits, render
+from scripts.demo_world import text
 
 CAPTIONS = [caption(combo) for combo in COMBOS]
 
@@ -70,7 +73,7 @@ def test_arms_of_an_experiment_have_one_judge_and_as_many_calls(key):
     for arm in arms:
         judge = SimulatedJudge(**arm.judge)
         reward = Ratings(judge, arm.asks) if arm.asks else WinRates(judge, **arm.pairs)
-        scores = reward.score(group()) if arm.asks else reward.score_group(group(), 1).scores
+        scores = reward.score(group())
         assert all(score.value is not None for score in scores)
         asked.add(judge.calls)
     assert asked == {{"a": 56, "b": 56, "c": 24, "d": 16}[key]}
@@ -80,7 +83,14 @@ def write(folder, name, seed, accuracy, **changes):
     rows = [[10 * k, 448.0 * k, 5.0 * k, y, y + 0.1, 0.25 + 0.01 * k, 0.1] for k, y in enumerate(accuracy)]
     facts = {"arm": name, "seed": seed, "settings": science.ARMS[name].settings()} | changes
     text = json.dumps(facts | {"columns": science.MEASURED.names, "evaluations": rows})
-    science.file_of(name, seed, folder).write_text(text)
+    (folder / f"{name}_{seed}.json").write_text(text)
+
+
+def test_a_run_of_the_world_words_counts_the_calls_of_its_simulated_judge(tmp_path):
+    calls.train_words(calls.ARMS["words_grpo_k2"], {"seed": 0}, tmp_path / "run.json", 2, 2)
+    run = json.loads((tmp_path / "run.json").read_text())
+    assert run["columns"][:2] == ["step", "calls"]
+    assert [row[:2] for row in run["evaluations"]] == [[0, 0.0], [2, 2 * 6 * 8.0]]
 
 
 def test_what_is_read_from_runs(tmp_path, monkeypatch):
@@ -90,8 +100,8 @@ def test_what_is_read_from_runs(tmp_path, monkeypatch):
             write(tmp_path, name, seed, [0.4, 0.4, 0.45, 0.5, end])
     write(tmp_path, "ratings", 2, [0.4, 0.4, 0.45])  # not finished
     write(tmp_path, "win_rates", 2, [0.4] * 5, settings={"asks": 3})  # has other settings
-    assert science.interval([1.0, 2.0, 3.0]) == pytest.approx((2.0, 2.4841), abs=1e-3), "t(2) = 4.303, s = 1"
-    assert np.isnan(science.interval([1.0])[1])
+    assert demo_runs.interval([1.0, 2.0, 3.0]) == pytest.approx((2.0, 2.4841), abs=1e-3), "t(2) = 4.303, s = 1"
+    assert np.isnan(demo_runs.interval([1.0])[1])
     assert science.against("win_rates", "ratings", (0, 1, 2), "accuracy", tmp_path) == pytest.approx([0.1, 0.11])
     rows = science.table("a", (0, 1, 2), tmp_path)
     wanted = "| `win_rates`: win rates | 2 | 0.625 ± 0.318 | 0.725 ± 0.318 | 0.805 ± 0.318 | 0.080 ± 0.000 |"
@@ -108,3 +118,41 @@ def test_what_is_read_from_runs(tmp_path, monkeypatch):
     same = [row for row in science.agreement((0, 1), (5, 6), tmp_path) if "accuracy" in row]
     assert [row.split(" | ")[0] for row in same] == ["| `ratings`", "| `win_rates`"]
     assert same[0].endswith("yes |") and same[1].endswith("no |")
+
+
+def test_what_is_read_from_a_run_of_calls(tmp_path):
+    """Evaluations every 10 steps, at 1000 calls each; goals are interpolated between evaluations."""
+    columns = ("step", "calls", "seconds", "accuracy", "diversity")
+    for seed, accuracy in enumerate([(0.4, 0.6, 0.8, 0.7, 0.9), (0.4, 0.6, 0.65, 0.6, 0.6)]):
+        rows = [[20 * k, 1000.0 * k, 20.0 * k, y, 0.1] for k, y in enumerate(accuracy)]
+        run = {"arm": "grpo_k4", "seed": seed, "columns": columns, "evaluations": rows}
+        (tmp_path / f"grpo_k4_{seed}.json").write_text(json.dumps(run))
+    up, flat = (calls.done("grpo_k4", seed, tmp_path) for seed in (0, 1))
+    assert calls.reached(up, "calls", 0.7) == pytest.approx(1500) and calls.reached(flat, "calls", 0.7) is None
+    assert calls.largest_fall(up) == pytest.approx(0.1)
+    row = calls.table("scenes", tmp_path)[2]
+    assert row.startswith(
+        "| `grpo` | `k_regular(4)` | 16 | 2 | 80 | 1.5, 1 never | 2.0, 1 never | 3.8, 1 never | 32, 1 never |"
+    ), row
+    assert calls.progress("scenes", tmp_path) == "2 of 120 runs of the world `scenes` are done."
+
+
+def test_arms_of_calls():
+    assert {arm.recipe for arm in calls.ARMS.values()} == {*OBJECTIVES, "few_calls_grpo"}
+    assert all(load(demo_runs.recipe(name)).train.objective == name for name in OBJECTIVES)
+    assert [calls.calls_per_group(calls.ARMS[f"grpo_{plan}"]) for plan in ("both_orders", "k4", "k1")] == [56, 16, 4]
+    # 8 denoising steps; a window of 3 replayed, or 2 draws of the policy and of its anchor
+    assert [calls.forwards_per_image(calls.ARMS[f"{name}_k2"]) for name in ("grpo", "soft_dpo", "nft")] == [11, 12, 12]
+    then = calls.ARMS["few_calls_grpo"]
+    assert calls.config(then.after).train.objective == "soft_dpo" and calls.config(then).train.objective == "grpo"
+    assert then.total == 200 and calls.forwards(then, 70) == 48 * (60 * 12 + 10 * 11)
+    words = calls.config(calls.ARMS["words_soft_dpo_k2"])
+    assert (words.train.objective, words.train.objective_options["beta"], words.rollout.width) == ("soft_dpo", 5.0, 64)
+
+
+def test_the_judge_of_words_counts_letters():
+    images, codes = text.draw("dev", 8, torch.Generator().manual_seed(0))
+    pixels = list((images.permute(0, 2, 3, 1) * 255).round().byte().numpy())
+    right = WordsJudge().opinion(pixels, [text.prompt(word) for word in text.decode(codes)])
+    assert right.tolist() == [1.0] * 8
+    assert WordsJudge().opinion(pixels, [text.prompt("BEN")] * 8).mean() < 0.5

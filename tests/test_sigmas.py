@@ -16,6 +16,7 @@ from families import CASES, CPU, PROMPTS, QUICK, case_of, configure_pipe, folder
 from prefgrpo.config.loading import from_dict
 from prefgrpo.rollout.sampling import Schedules
 from prefgrpo.sde.rules import RULES, StepInfo
+from prefgrpo.sde.schedule import make_schedule, shifted_sigmas, truncated_times
 
 CONFIGS = json.loads((Path(__file__).parent / "data" / "schedulers.json").read_text())
 OWN = {"sd3": "sd35m", "hunyuan_video": "hunyuan", "z_image": "zimage", "flux2_klein": "flux"}
@@ -103,6 +104,19 @@ def test_published_is_the_formula_whatever_the_folders_scheduler(shift):
             assert torch.equal((schedule.times * 1000).round().long(), published), "timesteps are int(1000 σ)"
 
 
+PUBLISHED = [1000, 976, 951, 923, 891, 857, 818, 774, 724, 666, 599, 521, 428, 315, 176]
+"""Timesteps of the published trainers at 15 steps and shift 3."""
+
+
+def test_truncated_times_are_the_published_ones():
+    sigmas = shifted_sigmas(15, 3.0)  # in fp32 as in their code: 0.6 becomes 0.59999996, then 599
+    times = truncated_times(sigmas)
+    assert (times * 1000).round(decimals=3).tolist() == PUBLISHED
+    schedule = make_schedule(sigmas, "flow", 0.7, times=times)
+    assert torch.equal(schedule.times, times) and torch.equal(schedule.sigmas, sigmas)
+    assert torch.equal(make_schedule(sigmas, "flow", 0.7).times, sigmas[:-1]), "truncated by default"
+
+
 def test_a_shift_that_makes_sigmas_equal_is_refused_not_shortened(monkeypatch):
     """A dynamic shift far too large rounds the first sigmas to 1; earlier, the run then had fewer steps than asked."""
     case = case_of("flux")
@@ -116,8 +130,8 @@ def test_a_shift_that_makes_sigmas_equal_is_refused_not_shortened(monkeypatch):
 
 def test_a_first_sigma_of_unipc_is_a_first_step():
     """UniPC starts at σ = 1 − 1e-6 to keep logarithms finite; η·sqrt(σ / (1 − σ)) would be 700, so σ = 1 is used."""
-    schedules = Schedules(run := run_of(case_of("wan"), 10), load(case_of("wan")), CPU)
-    schedule = schedules.step(run.rollout, 0)
+    schedules = Schedules(run_of(case_of("wan"), 10), load(case_of("wan")), CPU)
+    schedule = schedules.step(0)
     assert 0 < 1 - schedule.sigmas[0] < 2e-6
     second = float(schedule.sigmas[1])
     whole = RULES["flow"](StepInfo(1.0, second, 0.7, second, 0.0))

@@ -14,6 +14,7 @@ import zlib
 from pathlib import Path
 
 import numpy as np
+import peers
 import pytest
 from judge_server import JudgeServer
 from PIL import Image
@@ -27,6 +28,7 @@ from prefgrpo.rewards import build
 from prefgrpo.rewards.base import RewardError, Sample, Score
 from prefgrpo.rewards.unigenbench import Points, Wording
 from prefgrpo.suites import load_suite
+from prefgrpo.tiny import pipelines
 
 POINTS = (
     *(f"Relationship - {n}" for n in ("Comparison", "Composition", "Inclusion", "Similarity")),
@@ -142,7 +144,7 @@ def test_unigenbench_killed_twice_ends_with_the_table_of_its_files(place, count)
         killed(argv, place / "a.log", Hold("prefgrpo.commands.generate:write", call=2 * count))
         made = {f: f.stat().st_mtime_ns for f in (out / "images").glob("[0-9]*.png")}
         assert len(made) == 2 * count and not server.requests
-        (out / "images" / ".1234.png").write_bytes(b"torn")
+        (out / "images" / ".0.png").write_bytes(b"torn")
         killed(argv, place / "b.log", Hold("prefgrpo.judge.client:read", call=count))
         before, asked = json.dumps(tree(out), default=repr), len(server.requests)
         assert count <= asked < 4 * count and "unigenbench.json" not in before
@@ -161,13 +163,12 @@ def test_unigenbench_killed_twice_ends_with_the_table_of_its_files(place, count)
         code, again = run.wait(), start([str(a) for a in argv], place / "d.log")
         assert code == again.wait(600) == 0 and len(server.requests) - asked == readable
         assert again.output.splitlines()[-20:] == run.output.splitlines()[-20:]
-    (row, *_), images = list(csv.DictReader((out / "results.csv").open())), load_suite("unigenbench")
+    (row, *others) = csv.DictReader((out / "results.csv").open())
     assert list(row) == ["index", "prompt", "testpoint", "output", "result_json", "img_path"]
     assert ast.literal_eval(row["testpoint"]) == [POINTS[0]] and row["output"].startswith("<description>")
-    read = images.read_results(out / "results.csv")
-    assert {r.name: (r.mean, r.count) for rows in read.tables.values() for r in rows} == {
-        r["name"]: (r["mean"], r["count"]) for rows in result["tables"].values() for r in rows
-    }
+    marks = [m for r in (row, *others) for m in (json.loads(r["result_json"]) or {"score": []})["score"]]
+    (share,) = [v for name, v in result["summary"].items() if "all test points" in name]
+    assert np.mean(marks) == pytest.approx(share)
 
 
 @pytest.mark.dist
@@ -266,7 +267,7 @@ def test_geneval_in_its_layout_by_our_detector(place, capsys):
         alone = verdicts.score([Sample(line["prompt"], m, (), line) for m in media])
         assert row["mean"] == np.mean([s.value for s in alone]) and row["count"] == 2
     code, output = attempt(capsys, *argv, "--seed", "1")
-    assert code == 2 and "contains files of another evaluation (different: seed)" in output
+    assert code == 2 and "contains files that were made differently (other: seed)" in output
     own = place / "own"
     own.mkdir()
     results = own / "results.jsonl"
@@ -300,8 +301,7 @@ def test_vbench_names_and_numbers(tmp_path):
     files = suite.sample_files(suite.read(tmp_path / "full.json"), 0, out, ".mp4")
     assert [p[2] for p in files[:25]] == [out / "videos" / f"a stop sign-{k}.mp4" for k in range(25)]
     assert [p[2].name for p in files[25:]] == [f"a cat-{k}.mp4" for k in range(5)]
-    (tmp_path / "list.txt").write_text("a cat\na cat\n")
-    assert len(suite.sample_files(suite.read(tmp_path / "list.txt"), 0, out, ".mp4")) == 10 and suite.shares_files
+    assert len(suite.sample_files(suite.read(tmp_path / "full.json")[1:], 2, out, ".mp4")) == 2 and suite.shares_files
     # by hand: quality dimensions normalise to 0.5, except dynamic degree (weight ½) to 1: (6·0.5 + ½·1) / 6.5
     half = {"subject_consistency": 0.5731, "background_consistency": 0.63075, "temporal_flickering": 0.81465}
     half |= {"motion_smoothness": 0.85175, "aesthetic_quality": 0.5, "imaging_quality": 0.5, "dynamic_degree": 1.0}
@@ -319,6 +319,167 @@ def test_vbench_names_and_numbers(tmp_path):
     assert "no score of color" in less.problems
 
 
+def questions(count):
+    """Rows like GenEval 2's: a number word or Yes is right; every atomicity from 3 to 10 occurs."""
+    skills = ("object", "attribute", "count", "position", "verb")
+    rows = []
+    for k in range(count):
+        asked = [
+            [f"How many {j}?", ("two", "seven")[j % 2]] if j % 3 else [f"Is it {j}?", "Yes"] for j in range(3 + k % 8)
+        ]
+        kinds = [skills[(k + j) % 5] for j in range(len(asked))]
+        rows.append({"prompt": f"scene {k}", "atom_count": 3 + k % 8, "vqa_list": asked, "skills": kinds})
+    return rows
+
+
+def test_geneval2_from_the_probabilities_of_a_server(place, capsys):
+    """The probability of every spelling of the right answer counts, a wrong answer's does not make it missing; against
+    the formula in fp64; questions in the suite's wording, read from its file."""
+    rows = questions(8)
+    (place / "geneval2.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (place / "evaluation.py").write_text(
+        "import nothing_here\ndef soft_tifa(a, b):\n    return f('{} One word.'.format(a))\n"
+    )
+    given = {}
+
+    def answer(bright, text):
+        question = text.removesuffix(" One word.")
+        assert question != text
+        number = int(re.findall(r"\d+", question)[0])
+        first, second = ("Yes", " yes") if question.startswith("Is") else [(" two", "2"), ("7", "Seven")][number % 2]
+        a, b, wrong = np.random.default_rng(digest(bright[0], question)).dirichlet([1, 1, 1])
+        listed = {"maybe": wrong, first: a, second: b} if wrong < 0.6 else {"dog": 0.75, "cow": 0.1875}
+        given[f"{bright[0]:.9f} {question}"] = a + b if wrong < 0.6 else 0.0625  # not listed: at most the rest
+        return listed
+
+    with JudgeServer() as server:
+        server.answer = answer
+        measured = [{"name": "soft_tifa", "options": {"template": str(place / "evaluation.py")}}]
+        target = recipe(
+            place, "geneval2", judge={"endpoints": [server.url], "image_format": "png"}, eval={"rewards": measured}
+        )
+        argv = ["evaluate", target, "--suite", "geneval2", "--prompts", place / "geneval2.jsonl", "--out", place / "g2"]
+        code, output = attempt(capsys, *argv)
+    assert code == 0, output
+    named = json.loads((place / "g2/images.json").read_text())
+    assert named == {row["prompt"]: str(place / f"g2/images/{k:06d}_0.png") for k, row in enumerate(rows)}
+    p = []
+    for row in rows:
+        bright = float(np.asarray(Image.open(named[row["prompt"]]).convert("RGB"), np.float64).mean() / 255)
+        p.append([given[f"{bright:.9f} {question}"] for question, _ in row["vqa_list"]])
+    result = json.loads((place / "g2/geneval2.json").read_text())
+    expected = {
+        "Soft-TIFA GM": np.mean([np.prod(x) ** (1 / len(x)) for x in p]),
+        "Soft-TIFA AM": np.mean([np.mean(x) for x in p]),
+    }
+    assert result["summary"] == pytest.approx(expected, rel=1e-6) and not result["problems"]
+    for row in result["tables"]["skill, AM"]:
+        all_of = [
+            v for r, x in zip(rows, p, strict=True) for s, v in zip(r["skills"], x, strict=True) if s == row["name"]
+        ]
+        assert (row["mean"], row["count"]) == (pytest.approx(np.mean(all_of), rel=1e-6), len(all_of))
+    assert [row["name"] for row in result["tables"]["atomicity, GM"]] == [f"{k:2d}" for k in range(3, 11)]
+    assert "comparable with published numbers if the judge is Qwen3-VL-8B-Instruct" in result["scored_by"]
+
+
+def scored(suite, rows, p):
+    """A suite's results for these probabilities; None: the image's score is missing."""
+    files = [Generated(Prompt(k, row["prompt"], row), Path(f"images/{k}.png")) for k, row in enumerate(rows)]
+    gm = [None if x is None else float(np.exp(np.mean(np.log(x)))) for x in p]
+    parts = [{str(j): v for j, v in enumerate(x or (), start=1)} for x in p]
+    return suite.results(
+        files, [Score(v, "" if v else "no answer", parts=q) for v, q in zip(gm, parts, strict=True)], {}
+    )
+
+
+def test_geneval2_leaves_out_an_image_without_all_answers():
+    rows = questions(3)
+    found = scored(load_suite("geneval2"), rows, [[0.5, 0.5, 0.5], None, [0.25] * 5])
+    assert found.summary == pytest.approx({"Soft-TIFA GM": 0.375, "Soft-TIFA AM": 0.375})
+    assert found.problems == ["images/1.png: no answer"] and "not comparable" in found.scored_by
+    assert sum(row.missing for row in found.tables["skill, AM"]) == 4
+    assert [(row.name, row.count, row.missing) for row in found.tables["atomicity, GM"]] == [
+        (" 3", 1, 0),
+        (" 4", 0, 1),
+        (" 5", 1, 0),
+    ]
+
+
+def test_geneval2_counts_as_its_own_analysis(monkeypatch):
+    """The publisher's functions on random answers (PREFGRPO_PEERS)."""
+    theirs = peers.file_module("geneval2", "soft_tifa_analysis.py", "soft_tifa_analysis", monkeypatch)
+    rows, rng = questions(64), np.random.default_rng(1)
+    p = [rng.uniform(1e-6, 1, len(row["vqa_list"])).tolist() for row in rows]
+    found = scored(load_suite("geneval2"), rows, p)
+    skills = theirs.per_skill_analysis(p, [row["skills"] for row in rows])
+    by_name = {row.name: 100 * row.mean for row in found.tables["skill, AM"]}
+    assert by_name == pytest.approx(dict(zip(("object", "attribute", "count", "position", "verb"), skills)), rel=1e-12)
+    atoms = theirs.per_atomicity_analysis(p, [row["atom_count"] for row in rows])
+    assert {int(row.name): 100 * row.mean for row in found.tables["atomicity, GM"]} == pytest.approx(
+        {k: v["accuracy"] for k, v in atoms.items()}, rel=1e-12
+    )
+    assert 100 * found.summary["Soft-TIFA GM"] == pytest.approx(100 * np.mean([theirs.gmean(x) for x in p]), rel=1e-12)
+
+
+REPLIES = {
+    "7": "Brief reasoning: fine.\nPrompt Compliance: 5\nVisual Naturalness: 4\nPhysical & Detail Coherence: 4",
+    "12": "Prompt Compliance: 2\nVisual Naturalness: 1\nDetail: **1**",
+    "31": "Prompt Compliance: 3\nVisual Naturalness: 3\nDetail: 3",
+    "40": "I cannot rate this image.",
+    "41": {"error": "timeout"},
+}
+
+
+def edits(folder):
+    """A file like ImgEdit's basic_edit.json beside its source images."""
+    (folder / "animal").mkdir(parents=True)
+    Image.new("RGB", (32, 32), (9, 99, 199)).save(folder / "animal" / "a.jpg")
+    kinds = ("add", "style", "add", "style", "remove")
+    rows = {
+        k: {"id": "animal/a.jpg", "prompt": f"edit {k}", "edit_type": t} for k, t in zip(REPLIES, kinds, strict=True)
+    }
+    (folder / "basic_edit.json").write_text(json.dumps(rows))
+    return folder / "basic_edit.json"
+
+
+def test_imgedit_layout_and_grades(place, capsys):
+    """Files with the names that its tool reads; unreadable replies are listed, not counted."""
+    pipelines.make("flux_kontext", place / "kontext")
+    file, out = edits(place / "Benchmark"), place / "imgedit"
+    over = {"family": "flux_kontext", "model": str(place / "kontext")}
+    target = recipe(place, "edits", data={"prompts": str(file.parent / "train.jsonl")}, **over)
+    argv = ["evaluate", target, "--suite", "imgedit", "--prompts", file, "--out", out]
+    code, output = attempt(capsys, *argv)
+    assert code == 0 and "5 files are in" in output, output
+    assert sorted(tree(out / "images")) == sorted(f"{key}.png" for key in REPLIES)
+    assert json.loads((out / "basic_edit.json").read_text()) == json.loads(file.read_text())
+    (out / "images/result.json").write_text(json.dumps(REPLIES))
+    code, output = attempt(capsys, *argv, "--results", out / "images/result.json")
+    assert code == 0 and "| add | 3.67 | 2 | 0 |" in output and "| mean of all edits | 2.94 |" in output, output
+    found = json.loads((out / "imgedit.json").read_text())
+    assert found["summary"] == pytest.approx(
+        {"mean of all edits": (13 / 3 + 1.5 + 3) / 3, "mean of the edit types": None}
+    )
+    assert [line.split(":")[0] for line in found["problems"]] == ["40", "41"] and not found["percent"]
+
+
+def test_imgedit_grades_as_its_own_steps(tmp_path, monkeypatch):
+    """The publisher's two scripts round to two digits at each step (PREFGRPO_PEERS)."""
+    first, second = (
+        peers.file_module("imgedit", f"Benchmark/Basic/{name}.py", name, monkeypatch)
+        for name in ("step1_get_avgscore", "step2_typescore")
+    )
+    rng, kinds = np.random.default_rng(2), ("add", "style", "action")
+    rows = {str(k): {"id": "a.jpg", "prompt": "p", "edit_type": kinds[k % 3]} for k in range(40)}
+    replies = {k: "\n".join(f"Name {j}: {g}" for j, g in enumerate(rng.integers(1, 6, 3))) for k in rows}
+    (tmp_path / "images").mkdir()
+    (tmp_path / "basic_edit.json").write_text(json.dumps(rows))
+    (tmp_path / "images/result.json").write_text(json.dumps(replies))
+    found = load_suite("imgedit").read_results(tmp_path / "images/result.json")
+    theirs = second.compute_edit_type_averages(first.compute_averages(replies), rows)
+    assert {row.name: row.mean for row in found.tables["edit type"]} == pytest.approx(theirs, abs=0.01)
+
+
 # ---- damaged files ------------------------------------------------------------------------------------------------
 
 
@@ -326,28 +487,22 @@ def geneval_line(**over):
     return json.dumps({"filename": "x", "tag": "counting", "prompt": "p", "correct": True, "reason": ""} | over)
 
 
-def marked(points='["Style"]', result='{"score": [1]}', image="a/0_0.png"):
-    """A UniGenBench table of one row; None: the row ends before this cell."""
-    cells = ["0", "p", points, "o", result, image]
-    out = io.StringIO()
-    csv.writer(out).writerow(cells[: cells.index(None)] if None in cells else cells)
-    return "index,prompt,testpoint,output,result_json,img_path\n" + out.getvalue()
-
-
 REFUSED_RESULTS = [
     ("vbench", "a_eval_results.json", '{"color": "0.5"}', "color: .*'0.5'"),
     ("vbench", "a_eval_results.json", '{"color": [NaN, []]}', "color: .*finite number, got nan"),
     ("geneval", "r.jsonl", geneval_line() + "\n" + geneval_line(correct=None), "line 2: .*correct: .*got None"),
     ("geneval", "r.jsonl", geneval_line(correct="False"), "correct: .*got 'False'"),
-    ("unigenbench", "r.csv", marked("'Style'"), "line 2: .*testpoint: .*got 'Style'"),
-    ("unigenbench", "r.csv", marked(image=None), "img_path: .*got None"),
-    ("unigenbench", "r.csv", b"\xff\xfe\x00\x00", "UTF-8"),
+    ("geneval", "r.jsonl", b"\xff\xfe\x00\x00", "UTF-8"),
+    ("unigenbench", "r.csv", "", "is scored here"),
 ]
 PLAIN = {"prompt_en": "a", "dimension": ["color"]}
+QUESTIONS = {"prompt": "two cats", "atom_count": 3, "vqa_list": [["How many?", "two"], ["Any?", "Yes"]]}
 REFUSED_PROMPTS = [
-    ("vbench", "p.json", json.dumps([PLAIN, PLAIN | {"prompt_en": 3}]), "1: prompt_en: .*got 3"),
-    ("vbench", "p.json", json.dumps([PLAIN | {"dimension": None}]), "0: dimension: .*got None"),
-    ("vbench", "p.json", "[]", "at least 1"),
+    ("vbench", "p.json", json.dumps([PLAIN | {"dimension": None}]), "dimension, a list, got none"),
+    ("vbench", "p.json", "[]", "contains no prompt"),
+    ("geneval2", "p.jsonl", json.dumps(QUESTIONS | {"skills": ["count"]}), "one skill per question"),
+    ("imgedit", "p.json", '{"../1": {"id": "a.jpg", "prompt": "p", "edit_type": "add"}}', r"should match pattern"),
+    ("imgedit", "p.json", '{"1": {"id": "a.jpg", "prompt": "p", "edit_type": "add"}}', r"1 source images not found"),
 ]
 
 
@@ -362,29 +517,6 @@ def test_damaged_files_are_refused_with_file_and_value(reads, name, file, conten
         getattr(load_suite(name), reads)(path)
     assert str(path) in str(error.value) and "expected" in str(error.value)
     assert re.search(told_of, str(error.value)), error.value
-
-
-@pytest.mark.parametrize(
-    ("points", "result"),
-    [
-        (["Style", "World Knowledge"], '{"score": [1]}'),
-        (["Style"], '{"score": [1, 1]}'),
-        (["Style"], '{"score": [2]}'),
-        (["Style"], '{"score": "1"}'),
-        (["Style"], '{"a": [1]}'),
-        (["Style"], "null"),
-        (["Style"], "{"),
-        ([], "null"),
-    ],
-)
-def test_marks_that_do_not_fit_the_test_points_are_missing(points, result, tmp_path):
-    table = marked(str(points), result) + marked(image="a/1_0.png").splitlines(keepends=True)[1]
-    (tmp_path / "r.csv").write_text(table)
-    found = load_suite("unigenbench").read_results(tmp_path / "r.csv")
-    rows = {row.name: (row.mean, row.count, row.missing) for row in found.tables["test point"]}
-    lost = dict.fromkeys(points, (None, 0, 1))
-    assert rows == lost | {"Style": (1.0, 1, int("Style" in points))}
-    assert [problem.split(":")[0] for problem in found.problems] == ["0_0.png"]
 
 
 def test_a_byte_order_mark_is_not_part_of_a_file(tmp_path):

@@ -13,14 +13,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from families import embed
 from grpo_formula import plain_formula
-from tiny_run import BRIGHTNESS, collect, rows, settings
+from tiny_run import BRIGHTNESS, collect, rows, targets_of
 
-from prefgrpo.config.loading import from_dict
-from prefgrpo.objectives.base import Targets
 from prefgrpo.rewards.base import PointwiseReward, Score
-from prefgrpo.rollout.assignment import assign_batches
-from prefgrpo.run.stopping import TrainingStopped
+from prefgrpo.run.ending import TrainingStopped
 from prefgrpo.sde import noise
 
 
@@ -169,7 +167,7 @@ def test_the_gradient_of_an_update_is_that_of_the_plain_formula(trainer, case):
         moved(one, 0.02)
     taken = []
     one.policy.update = lambda world: taken.append([p.grad.clone() for p in one.policy.params]) or 0.0
-    values = one.update(0, batches, Targets.of(advantage))
+    values = one.update(0, batches, targets_of(advantage))
     loss, truth, ratios = plain_formula(one, batches, advantage)
     assert len(ratios) == c.rollout.prompts_per_step * c.rollout.group_size * len(batches[0].steps)
     assert values["loss"] == pytest.approx(loss, rel=1e-3, abs=1e-6)
@@ -196,8 +194,8 @@ def test_every_image_goes_to_its_own_prompt_and_group(trainer):
     assert torch.equal(first.x, noise.initial_latents(0, torch.tensor(ids), shape))
     for batch in batches:
         for row, (p, g) in enumerate(zip(batch.slots, batch.members, strict=True)):
-            sample = one.scorer.samples[5 * 3 + p][g]
-            (condition,) = one.rollouts.embeddings([sample.prompt], one.config.rollout)
+            sample = one.scorer.generated()[5 * 3 + p][g]
+            (condition,) = embed(one.rollouts.embeddings, one.adapter, [sample.prompt], one.config.rollout)
             for key, value in condition.tensors().items():
                 assert torch.equal(value, batch.condition.tensors()[key][row])
     one.scorer.finish()
@@ -262,20 +260,6 @@ def test_too_many_missing_rewards_stop_with_a_checkpoint(trainer, name, share, r
     for part in ("step 1:", f"{share}% of the rewards are missing", "judge.max_missing = 10%", reason):
         assert part in told
     assert (one.folder.checkpoint(0) / "state.json").is_file() and "--resume" in told
-
-
-def test_updates_share_the_prompts_not_the_samples(trainer, place):
-    """Update u trains the slots p with p·U // P = u, or a part of a group if there are more updates than slots."""
-    over = {"rollout": {"prompts_per_step": 5, "group_size": 2, "batch_size": 3}, "train": {"updates_per_rollout": 2}}
-    one = trainer(**over, eval={"every": 0})
-    plan = assign_batches(one.config, [one.config.rollout] * 5)
-    assert sorted(p for b in plan for p in b.places) == [(p, g) for p in range(5) for g in range(2)]
-    for b in plan:
-        assert {p * 2 // 5 for p, _ in b.places} == {b.update} and len(b.places) <= 3
-    more = from_dict(settings(place, "more", rollout={"prompts_per_step": 2}, train={"updates_per_rollout": 4}))
-    halves = [[(p, 0), (p, 1)] for p in (0, 1)] + [[(p, 2), (p, 3)] for p in (0, 1)]
-    plan = assign_batches(more, [more.rollout] * 2)
-    assert [list(b.places) for b in plan] == sorted(halves) and [b.update for b in plan] == [0, 1, 2, 3]
 
 
 def test_monitors_are_logged_and_not_trained_on(trainer):

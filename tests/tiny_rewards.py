@@ -115,12 +115,12 @@ MAKERS: dict[str, Callable[[Path], dict[str, Any]]] = {
 
 
 def make(names: str, folder: Path) -> Path:
-    """Write checkpoints of rewards, e.g. "clip,aesthetic", into `folder`, each in its own; returns the options.yaml."""
+    """Write checkpoints of rewards, e.g. "clip,aesthetic", into `folder`, each in its own; returns their recipe."""
     logging.disable(logging.WARNING)  # open_clip warns that the weights are random
     try:
-        options = {name: MAKERS[name]((folder / name).resolve()) for name in names.split(",")}
+        entries = [{"name": name, "options": MAKERS[name]((folder / name).resolve())} for name in names.split(",")]
     finally:
         logging.disable(logging.NOTSET)
-    file = folder / "options.yaml"
-    file.write_text(yaml.safe_dump(options, sort_keys=False), encoding="utf-8")
+    file = folder / "rewards.yaml"
+    file.write_text(yaml.safe_dump({"rewards": entries}, sort_keys=False), encoding="utf-8")
     return file

@@ -23,9 +23,11 @@ from typing import Any
 
 import torch
 import yaml
+from safetensors.torch import load_file
 from torch import Tensor
 
 from prefgrpo.config.recipe import merge as merged
+from prefgrpo.objectives.base import Targets
 from prefgrpo.parallel.world import World
 from prefgrpo.rewards.base import PointwiseReward, Sample, Score
 from prefgrpo.rollout.batch import Batch
@@ -232,6 +234,12 @@ def collect(loop: Trainer, step: int) -> list[Batch]:
     return list(loop.rollouts(step, loop.scorer.add))
 
 
+def targets_of(advantage: Tensor) -> Targets:
+    """Targets from advantages alone, without comparisons."""
+    none = advantage.new_zeros(*advantage.shape, advantage.shape[1])
+    return Targets(advantage, none, none, torch.ones_like(advantage, dtype=torch.bool))
+
+
 def stored(trajectory: Batch | Trajectory) -> list[Tensor]:
     """The final latents, then x, x_next and logp (and v, if stored) of every step."""
     of_steps = [(s.x, s.x_next, s.logp) + (() if s.v is None else (s.v,)) for s in trajectory.steps]
@@ -255,8 +263,12 @@ def hidden(folder: Path) -> list[str]:
 
 
 def weights(run: Path) -> dict[str, bytes]:
-    """{relative path: bytes} of every safetensors file of a run."""
-    return {str(f.relative_to(run)): f.read_bytes() for f in sorted(run.rglob("*.safetensors"))}
+    """{relative path and name of the tensor: bytes} of every safetensors file of a run."""
+    return {
+        f"{file.relative_to(run)} {name}": tensor.float().numpy().tobytes()
+        for file in sorted(run.rglob("*.safetensors"))
+        for name, tensor in load_file(file).items()
+    }
 
 
 def ranks(

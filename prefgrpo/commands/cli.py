@@ -1,8 +1,9 @@
 """The command line: `prefgrpo train | preprocess | generate | evaluate | report | judge … | tiny | …`.
 
-A command is a function whose arguments are its options, so `--help` is always complete. A command with an argument
-`config` takes a recipe and `--section.field value` overrides, which are checked together. Exit codes: 2 for an error
-whose message says how to fix it, 3 for a run that stopped with a resumable checkpoint.
+A command is a function whose arguments are its options, so `--help` is always complete; what computes is imported when
+it runs, so `--help` is quick. A command with `overrides` takes `--section.field value` for every field of the
+configuration. Exit codes: 2 for an error whose message says how to fix it, 3 for a run that stopped with a resumable
+checkpoint.
 """
 
 from __future__ import annotations
@@ -10,31 +11,32 @@ from __future__ import annotations
 import difflib
 import os
 import sys
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import field, fields, is_dataclass, make_dataclass
-from fnmatch import fnmatch
+import textwrap
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import is_dataclass
+from functools import partial
 from importlib import import_module
-from inspect import Parameter, Signature, signature
+from inspect import signature
 from itertools import takewhile
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import tyro
 import yaml
 
 from prefgrpo import __version__
-from prefgrpo.config.loading import differences, flat_fields, load, parse, recipe_values
-from prefgrpo.config.recipe import ConfigError, Loader, UserError, merge
-from prefgrpo.config.rewards import RewardEntry
+from prefgrpo.config.loading import flat_fields, from_dict, recipe_values
+from prefgrpo.config.recipe import ConfigError, Loader, UserError, flatten, merge
 from prefgrpo.config.schema import MODEL_VALUES, Config
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("prefgrpo.commands.cli:train", "train a model from a recipe; any field can be overridden"),
     "demo": ("prefgrpo.commands.cli:demo", "train the tiny demo into ./runs/demo; takes the options of train"),
-    "preprocess": ("prefgrpo.commands.preprocess:preprocess", "encode all prompts of a recipe once, into data.cache"),
-    "generate": ("prefgrpo.commands.generate:generate", "generate images or clips for every prompt of a file"),
-    "export": ("prefgrpo.commands.export:export", "write a run's LoRA for ComfyUI"),
-    "evaluate": ("prefgrpo.commands.evaluate:evaluate", "evaluate on a published suite, or against the base model"),
+    "preprocess": ("prefgrpo.commands.cli:preprocess", "encode all prompts of a recipe once, into data.cache"),
+    "generate": ("prefgrpo.commands.cli:generate", "generate images or clips for every prompt of a file"),
+    "export": ("prefgrpo.commands.export:export", "write the weights of a run or of one of its checkpoints"),
+    "evaluate": ("prefgrpo.commands.cli:evaluate", "evaluate on a published suite, or against the base model"),
     "score": ("prefgrpo.commands.score:main", "score a folder of images or clips"),
     "reward list": ("prefgrpo.rewards:show_rewards", "list all rewards with inputs, description and where they run"),
     "reward serve": ("prefgrpo.rewards.serve:main", "serve one reward over HTTP, from a separate environment"),
@@ -46,40 +48,36 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "doctor": ("prefgrpo.commands.doctor:doctor", "show versions, and test which op backends work"),
 }
 
-FIELDS = {
-    "train": "model name output seed data.prompts rollout.height rollout.width rollout.steps rollout.guidance "
-    "rollout.prompts_per_step rollout.group_size rollout.batch_size judge.model judge.endpoints "
-    "rewards train.steps train.lr train.lora_rank train.gradient_checkpointing eval.every eval.prompts "
-    "checkpoint.every",
-    "preprocess": "model family seed dtype device data.* rollout.height rollout.width rollout.frames rollout.guidance "
-    "rollout.source_area eval.every eval.prompts eval.final_prompts eval.holdout eval.max_prompts eval.height "
-    "eval.width memory.offload",
-    "generate": "model family seed dtype device data.* rollout.height rollout.width rollout.frames rollout.steps "
-    "rollout.guidance* rollout.shift rollout.source_area rollout.batch_size eval.prompts eval.height eval.width "
-    "eval.steps memory.*",
-    "evaluate": "seed dtype device data.cache rollout.height rollout.width rollout.frames rollout.steps "
-    "rollout.guidance* rollout.batch_size judge.backend judge.model judge.endpoints judge.concurrency "
-    "eval.prompts eval.samples_per_prompt eval.max_prompts eval.height eval.width eval.steps eval.rewards "
-    "memory.* parallel.*",
-}
-"""Configuration fields that --help shows: the most common ones for `train`, for other commands those they use."""
+COMMON = (
+    "model name output seed data.prompts rollout.height rollout.width rollout.steps rollout.guidance "
+    "rollout.batch_size rollout.prompts_per_step rollout.group_size judge.model judge.endpoints rewards train.steps "
+    "train.lr train.lora_rank train.gradient_checkpointing eval.every eval.prompts checkpoint.every"
+)
+"""Configuration fields that --help shows."""
+Recipe = Annotated[Path, tyro.conf.arg(metavar="RECIPE")]
+Target = Annotated[str, tyro.conf.arg(metavar="TARGET")]
+Overrides = Annotated[dict[str, Any], tyro.conf.Suppress, tyro.conf.Fixed]
+"""Nested values of configuration fields that the command line gives."""
 
 
-def train(config: Config, resume: bool = False, dry_run: bool = False) -> int:
-    """Train a model from a recipe. Every field of the recipe can be overridden; the common ones are listed here, and
-    --help-all lists all.
+# ---- the commands that take a configuration -------------------------------------------------------------------------
+
+
+def train(recipe: Recipe, resume: bool = False, dry_run: bool = False, *, overrides: Overrides) -> int:
+    """Train a model from a recipe.
 
     Args:
-        config: The recipe with its overrides.
+        recipe: YAML file of the run, e.g. scripts/prefgrpo/lora_flux.yaml.
         resume: Continue the run in output/name from its newest checkpoint (from the start if it has none yet).
         dry_run: Print configuration and memory, generate the first batch and replay one step; write nothing, and do not
             query the judge.
     """
+    config = read(recipe, overrides)
     if dry_run:
         from prefgrpo.commands.dry_run import dry_run as run
 
         return run(config)
-    from prefgrpo.run.stopping import TrainingStopped
+    from prefgrpo.run.ending import TrainingStopped
     from prefgrpo.trainer import Trainer
 
     trainer = Trainer(config, resume=resume)
@@ -92,8 +90,6 @@ def train(config: Config, resume: bool = False, dry_run: bool = False) -> int:
         return 3
     if main:
         print(f"report: {result.report}")
-        if result.summary:
-            print(result.summary)
     return 0
 
 
@@ -101,78 +97,139 @@ def demo(argv: Sequence[str]) -> int:
     """`prefgrpo demo [--override …] [--resume | --dry-run]`: train the demo with the files of the installed package."""
     from prefgrpo.tiny import demo_options
 
-    recipe, *paths = demo_options()
-    return _with_recipe(train, "demo", [*paths, *argv], Path(recipe))
+    return _call(train, "demo", [*demo_options(), *argv])
 
 
-def _with_recipe(command: Any, name: str, argv: Sequence[str], recipe: Path | None = None) -> int:
-    """Run a command on a checked configuration: the recipe (default: the first argument) and its overrides."""
-    own = {k: p.replace(kind=Parameter.KEYWORD_ONLY) for k, p in signature(command, eval_str=True).parameters.items()}
-    del own["config"]
-    parameters = list(own.values())
-    if recipe is None and "target" not in own:
-        parameters.insert(0, Parameter("recipe", Parameter.POSITIONAL_OR_KEYWORD, annotation=RECIPE))
-    if wanted := {"-h", "--help", "--help-all"} & set(argv):
-        shown = ["*"] if wanted == {"--help-all"} else FIELDS[command.__name__].split()
-        section = _help_section(load(recipe) if recipe else Config(), shown)
-        whole: Any = Annotated[section, tyro.conf.arg(name="")]
-        parameters.append(Parameter("config", Parameter.KEYWORD_ONLY, annotation=whole, default=section()))
-        argv = ["--help"]
-    words, values = overrides(argv, {*own, "help"})
+def preprocess(recipe: Recipe, *, overrides: Overrides) -> int:
+    """Encode all prompts of a recipe once, into data.cache (also under torchrun).
 
-    def arguments(**given: Any) -> dict[str, Any]:
-        return given
+    Args:
+        recipe: YAML file of the run.
+    """
+    from prefgrpo.commands.preprocess import preprocess as run
 
-    arguments.__doc__ = command.__doc__
-    arguments.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
-    arguments.__annotations__ = {p.name: p.annotation for p in parameters}
-    given = tyro.cli(arguments, args=words, prog=f"prefgrpo {name}")
-    if "target" in given:
-        from prefgrpo.commands.evaluate import recipe_of
-
-        file, found = recipe_of(given["target"], given["prompts"] or str(given["results"] or ""))
-        return command(_read(file, merge(found, values), command.__name__), **given)
-    return command(_read(recipe or given.pop("recipe"), values, command.__name__), **given)
+    return run(read(recipe, overrides))
 
 
-RECIPE = Annotated[
-    tyro.conf.Positional[Path],
-    tyro.conf.arg(metavar="RECIPE", help="YAML file of the run, e.g. scripts/prefgrpo/lora_flux.yaml."),
-]
+def generate(
+    target: Target,
+    lora: Path | None = None,
+    prompts: str = "",
+    out: Path = Path("generated"),
+    samples: int = 4,
+    naming: Literal["plain", "unigenbench", "vbench"] = "plain",
+    fps: int = 16,
+    *,
+    overrides: Overrides,
+) -> int:
+    """Generate images or clips for every prompt of a file, as the evaluation does (also under torchrun).
+
+    Args:
+        target: Run folder (its newest checkpoint), RUN/checkpoints/step_000020, recipe, pipeline folder or hub id.
+        lora: Folder of a LoRA, for a target without weights of its own.
+        prompts: Prompts: txt, csv, tsv, jsonl or parquet; empty: the target's eval.prompts, or else its data.prompts.
+        out: Output folder; existing files are skipped. It records what made them, and refuses anything else.
+        samples: Images or clips per prompt.
+        naming: plain: 000012_0.png by position; unigenbench: INDEX_0.png by the table's index column; vbench:
+            PROMPT-0.mp4.
+        fps: Frames per second of clips.
+    """
+    from prefgrpo.commands import generate as command
+
+    config = read_target(target, prompts, overrides)
+    return command.generate(config, target, lora, prompts, out, samples, naming, fps)
 
 
-def _help_section(values: Any, shown: Sequence[str], prefix: str = "") -> Any:
-    """A section's class, reduced to the fields that match one of the patterns `shown`, for --help."""
-    out: list[Any] = []
-    for name, info in values.__pydantic_fields__.items():
-        kind, default = info.annotation, getattr(values, name)
-        if is_dataclass(kind):
-            section = _help_section(default, shown, f"{prefix}{name}.")
-            out += [(name, section, field(default_factory=section))] if fields(section) else []
-        elif any(fnmatch(prefix + name, pattern) for pattern in shown):
-            as_text = isinstance(default, dict) or RewardEntry in get_args(kind)
-            help_ = tyro.conf.arg(help=" ".join(info.description.split()), metavar="YAML" if as_text else None)
-            text = ",".join(entry.name for entry in default) if isinstance(default, tuple) and as_text else ""
-            out.append((name, Annotated[str if as_text else kind, help_], field(default=text if as_text else default)))
-    return make_dataclass(type(values).__name__, out, namespace={"__doc__": values.__doc__})
+def evaluate(
+    target: Target,
+    suite: Literal["unigenbench", "geneval2", "geneval", "imgedit", "vbench"] | None = None,
+    prompts: str = "",
+    out: Path | None = None,
+    samples: int = 0,
+    against: str = "base",
+    results: Path | None = None,
+    fps: int = 16,
+    *,
+    overrides: Overrides,
+) -> int:
+    """Evaluate a run, one of its checkpoints or a model (also under torchrun): on a published suite with --suite, else
+    against another model on held-out prompts, from the same noise.
+
+    Args:
+        target: Run folder (its newest checkpoint), RUN/checkpoints/step_000020, recipe, pipeline folder or hub id.
+        suite: Published suite; none: compare with --against.
+        prompts: The suite's own file or folder of prompts (docs/evaluation.md); without a suite: a file of prompts,
+            empty: the run's held-out prompts.
+        out: Output folder for files and tables; none: RUN/evaluations/…. Existing files are kept.
+        samples: Images or clips per prompt; 0: the suite's own number, without a suite eval.samples_per_prompt.
+        against: base, or another run, checkpoint or model, sampled with the target's settings.
+        results: Output of the suite's own tools, read into our table instead of generating and scoring.
+        fps: Frames per second of clips.
+    """
+    from prefgrpo.commands import evaluate as command
+
+    if suite and against != "base":
+        raise ConfigError(["--against: expected no --suite with it"])
+    if results is not None:
+        if not suite:
+            raise ConfigError(["--results: expected a --suite with it"])
+        return command.read_results(target, suite, results, out)
+    config = read_target(target, prompts, overrides)
+    if suite:
+        return command.on_suite(config, target, suite, prompts, out, samples, fps)
+    return command.against_other(config, target, against, prompts, out, samples, fps)
 
 
-def overrides(argv: Sequence[str], own: Collection[str]) -> tuple[list[str], dict[str, Any]]:
+def read(recipe: Path | None, overrides: Mapping[str, Any]) -> Config:
+    """The configuration of a recipe (None: the defaults) and overrides. Raises ConfigError."""
+    model = str(overrides.get("model", ""))
+    written = flat_fields(Config()) | flatten(merge(recipe_values(recipe), dict(overrides)))
+    values = merge(recipe_values(recipe, model), dict(overrides))
+    changed = {key: value for key, value in flatten(values).items() if written.get(key) != value}
+    if changed and os.environ.get("RANK", "0") == "0":
+        listed = ", ".join(f"{key} {value} (was {written.get(key)})" for key, value in changed.items())
+        print(f"from {model}/{MODEL_VALUES}: {listed}", file=sys.stderr)
+    return from_dict(values)
+
+
+def read_target(target: str, prompts: str, overrides: dict[str, Any]) -> Config:
+    """The configuration of a run, a checkpoint of one, a recipe, or a model with a file of prompts.
+
+    Raises ConfigError, ModelError.
+    """
+    from prefgrpo.models import family_of
+    from prefgrpo.run.run_folder import run_of
+
+    if (run := run_of(Path(target))) is not None:
+        return read(run.config, merge({"output": str(run.root.parent), "name": run.root.name}, overrides))
+    if Path(target).suffix in (".yaml", ".yml"):
+        return read(Path(target), overrides)
+    if not prompts:
+        lacks = f"{target} has no config.yaml" if Path(target).is_dir() else f"there is no folder {target}"
+        expected = f"expected a file of prompts for {target}, or a run ({lacks})"
+        raise ConfigError([f"--prompts: a model has no prompts of its own; {expected}"])
+    values = {"model": target, "name": Path(target).resolve().name, "family": family_of(target)}
+    return read(None, merge(values | {"data": {"prompts": prompts}}, overrides))
+
+
+# ---- the command line -----------------------------------------------------------------------------------------------
+
+
+def split(argv: Sequence[str], options: Collection[str]) -> tuple[list[str], dict[str, Any]]:
     """Split a command line into (the command's own words, nested values of configuration fields).
 
     Fields are `--train.lr 1e-5`, `--train.lr=1e-5`, `--train.lora-targets to_q to_k`. An unknown name counts as a
-    field, so that it is reported with the recipe's mistakes, unless it resembles one of `own`, the names of the
-    command's options.
+    field, so that it is reported with the recipe's mistakes, unless it resembles one of the command's `options`.
     """
-    defaults, rest = flat_fields(Config()), list(argv)
-    words, values = list[str](), dict[str, Any]()
+    defaults = flat_fields(Config())
+    rest = list(argv)
+    words = list[str]()
+    values = dict[str, Any]()
     while rest:
         word = rest.pop(0)
         option, equals, text = word.partition("=")
         key = option.removeprefix("--").replace("-", "_")
-        if equals and key in defaults and not option.startswith("--"):
-            raise ConfigError([f"{word}: expected --{word}"])
-        if not option.startswith("--") or (key not in defaults and difflib.get_close_matches(key, own)):
+        if not option.startswith("--") or (key not in defaults and difflib.get_close_matches(key, options)):
             words.append(word)
             continue
         several = isinstance(defaults.get(key), tuple)
@@ -203,29 +260,44 @@ def _value(texts: list[str], default: Any) -> Any:
 
 def _as_text(value: Any) -> str:
     """A value as it is written in YAML."""
-    return str(value).lower() if isinstance(value, bool) else str(value or "")
+    if value is None:
+        return ""
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _read(recipe: Path | None, values: Mapping[str, Any], command: str) -> Config:
-    """A command's configuration. Raises ConfigError with every mistake."""
-    from prefgrpo.run.loading import unsupported
+def _field_help(section: Any, names: Collection[str], prefix: str = "") -> Iterator[str]:
+    """A paragraph about every field of a section whose dotted name is in `names`."""
+    for name, info in section.__pydantic_fields__.items():
+        if is_dataclass(info.annotation):
+            yield from _field_help(info.annotation, names, f"{prefix}{name}.")
+        elif prefix + name in names:
+            choices = [str(choice) for choice in get_args(info.annotation) if isinstance(choice, str | int)]
+            value = info.get_default(call_default_factory=True)
+            default = "" if isinstance(value, tuple) else _as_text(value)
+            kind = "true|false" if info.annotation is bool else "|".join(choices) or "VALUE"
+            yield f"  --{prefix}{name.replace('_', '-')} {kind}"
+            text = " ".join(info.description.split()) + f" (default: {default})" * bool(default)
+            width = int(os.environ.get("COLUMNS", "100"))
+            yield textwrap.fill(text, width, initial_indent=" " * 8, subsequent_indent=" " * 8)
 
-    model = str(values.get("model", ""))
-    written = recipe_values(recipe)
-    adapted = recipe_values(recipe, model)
-    config, mistakes = parse(merge(adapted, dict(values)))
-    mistakes += unsupported(config)
-    if command == "train":
-        from prefgrpo.run.checks import config_errors
 
-        mistakes += config_errors(config)
-    if mistakes:
-        raise ConfigError(mistakes)
-    changed = differences(parse(written)[0], parse(adapted)[0])
-    if changed and os.environ.get("RANK", "0") == "0":
-        listed = ", ".join(f"{key} {new} (was {old})" for key, (old, new) in changed.items())
-        print(f"from {model}/{MODEL_VALUES}: {listed}", file=sys.stderr)
-    return config
+def _call(command: Any, name: str, argv: Sequence[str]) -> int:
+    """Parse a command's arguments and run it, or print its help; returns the exit code."""
+    run = partial(tyro.cli, prog=f"prefgrpo {name}", config=(tyro.conf.PositionalRequiredArgs,))
+    parameters = signature(command).parameters
+    if "overrides" not in parameters:
+        result = run(command, args=list(argv))
+        if isinstance(result, Path):
+            print(f"wrote {result}")
+        return result if isinstance(result, int) else 0
+    if wanted := {"-h", "--help", "--help-all"} & set(argv):
+        with suppress(SystemExit):
+            run(partial(command, overrides={}), args=["--help"])
+        names = flat_fields(Config()) if "--help-all" in wanted else COMMON.split()
+        print("Any field of the configuration can be set; --help-all lists all:", *_field_help(Config, names), sep="\n")
+        return 0
+    words, values = split(argv, {*parameters, "help"})
+    return int(run(partial(command, overrides=values), args=words))
 
 
 def report(run: Path, out: Path | None = None) -> int:
@@ -240,10 +312,7 @@ def report(run: Path, out: Path | None = None) -> int:
     try:
         print(write_report(run, out))
     except OSError as error:
-        text = f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror or error)
-        hint = "; choose another file with --out" * (isinstance(error, PermissionError) and not error.filename)
-        print(f"error: {text}{hint}", file=sys.stderr)
-        return 2
+        raise UserError(f"{error.filename}: {error.strerror}" if error.filename else str(error)) from error
     return 0
 
 
@@ -266,7 +335,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # also disables transformers' bars
     length = next((n for n in (2, 1) if " ".join(argv[:n]) in COMMANDS), 0)
-    name, rest = " ".join(argv[:length]), argv[length:]
+    name = " ".join(argv[:length])
+    rest = argv[length:]
     if not name:
         group = next((argv[0] + " " for command in COMMANDS if argv and command.startswith(argv[0] + " ")), "")
         if (argv[1:] if group else argv) in ([], ["-h"], ["--help"]):
@@ -278,7 +348,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: unknown command '{typed}'{hint}", file=sys.stderr)
         return 2
     try:
-        code = _run(name, rest)
+        module, _, attribute = COMMANDS[name][0].partition(":")
+        command = getattr(import_module(module), attribute)
+        reads_words = list(signature(command).parameters) == ["argv"]
+        code: int = command(rest) if reads_words else _call(command, name, rest)
         sys.stdout.flush()
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -294,16 +367,3 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         leave()
     return code
-
-
-def _run(name: str, argv: list[str]) -> int:
-    module, _, attribute = COMMANDS[name][0].partition(":")
-    command: Any = getattr(import_module(module), attribute)
-    if name in FIELDS:
-        return _with_recipe(command, name, argv)
-    if list(signature(command).parameters) == ["argv"]:  # it parses its own arguments
-        return command(argv)
-    result = tyro.cli(command, args=argv, prog=f"prefgrpo {name}", config=(tyro.conf.PositionalRequiredArgs,))
-    if isinstance(result, Path):
-        print(f"wrote {result}")
-    return result if isinstance(result, int) else 0

@@ -11,7 +11,7 @@ import time
 import torch
 
 from prefgrpo.config.loading import to_dict
-from prefgrpo.config.recipe import to_yaml
+from prefgrpo.config.recipe import ConfigError, to_yaml
 from prefgrpo.config.schema import Config
 from prefgrpo.data.prompts import prompt_sets
 from prefgrpo.objectives import objective
@@ -19,33 +19,37 @@ from prefgrpo.parallel import world as parallel
 from prefgrpo.parallel.world import World
 from prefgrpo.rewards.base import Sample
 from prefgrpo.rollout.batches import Rollouts
-from prefgrpo.rollout.embeddings import Embeddings, encoding_jobs, uncached
+from prefgrpo.rollout.embeddings import Embeddings, run_entries
 from prefgrpo.rollout.endpoint import EndpointCollector
 from prefgrpo.rollout.replay import replay
-from prefgrpo.run.memory import GIB, memory_line, peak_memory
-from prefgrpo.run.opening import open_collector, open_model, open_schedules
+from prefgrpo.run import judging
+from prefgrpo.run.checks import config_errors
+from prefgrpo.run.loading import open_collector, open_model, open_schedules
+from prefgrpo.run.notes import GIB, memory_line, peak_memory
 
 
 def dry_run(config: Config) -> int:
     """Print configuration, memory and the first batch; returns the exit code. Raises what `train` raises at start."""
-    world = parallel.join(config.device, config)
+    if problems := config_errors(config):
+        raise ConfigError(problems)
+    world = parallel.join(config)
     print(to_yaml(to_dict(config), allow_unicode=True))
     prompts, sets = prompt_sets(config)
-    absent = uncached(config, encoding_jobs(config, prompts))
+    judging.Rewards(config, world).check("rewards", config.rewards, prompts)
+    embeddings = Embeddings(config)
+    absent = embeddings.absent(run_entries(config, prompts))
     goal = objective(config.train)
-    adapter, policy = open_model(config, goal, world, prompts, encoders=bool(absent))
-    schedules = open_schedules(config, adapter, world, prompts)
+    adapter, policy = open_model(config, goal, world, encoders=bool(absent))
+    schedules = open_schedules(config, adapter, world)
     print(memory_line(adapter, policy))
     evaluated = ", ".join(f"{len(held)} ({name})" for name, held in sets.items())
     print(f"{len(prompts)} training prompts; evaluation prompts: {evaluated or 'none'}")
-    embeddings = Embeddings(adapter, config.data.max_length, None if absent else config.data.cache or None)
     begin = time.perf_counter()
     samples = list[Sample]()
     alone = World(0, 1, world.device)
     rollouts = Rollouts(config, adapter, embeddings, schedules, prompts, alone)
     batch = next(rollouts(0, lambda group, member, sample: samples.append(sample)))
     print(f"first batch: {len(samples)} samples, the first for {samples[0].prompt[:80]!r}")
-    r = batch.sizes
     steps = batch.steps
     middle = time.perf_counter()
     collector = open_collector(config, goal, adapter, policy, world)
@@ -55,7 +59,7 @@ def dry_run(config: Config) -> int:
         checked = f"velocity error {float(error.detach().mean()):.3g}"
     else:
         kl = config.train.kl_form if config.train.kl_coef else ""
-        new = replay(adapter, batch.schedule, batch.condition, steps[0], r, kl, collector.reference)
+        new = replay(adapter, batch.schedule, batch.condition, steps[0], config.rollout, kl, collector.reference)
         new.logp.mean().backward()
         off = float((torch.exp(new.logp.detach() - steps[0].logp) - 1).abs().max())
         checked = f"max |ratio − 1| = {off:.1e}"

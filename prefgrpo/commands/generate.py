@@ -1,4 +1,4 @@
-"""`prefgrpo generate RECIPE --lora DIR`: images or clips for every prompt of a file, generated as in evaluation.
+"""`prefgrpo generate TARGET`: images or clips for every prompt of a file, generated as in evaluation.
 
 Sample j of prompt i has the noise address (seed, i, j), and belongs to rank (i·n + j) mod world size. Existing files
 are skipped, so the same command continues a killed run. Invariant: a file depends on (weights, prompt, seed, noise
@@ -7,32 +7,35 @@ address), not on the world size or on which files already exist.
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import torch
 from PIL import Image
 from tqdm import tqdm
 
-from prefgrpo.config.loading import load
 from prefgrpo.config.recipe import ConfigError
-from prefgrpo.config.schema import Config, SamplingConfig
+from prefgrpo.config.schema import Config
+from prefgrpo.data.atomic import write_atomic
 from prefgrpo.data.file_names import Naming, file_name
-from prefgrpo.data.prompts import DataError, Prompt, read_prompts
+from prefgrpo.data.prompts import DataError, Prompt, fingerprint, read_prompts
 from prefgrpo.models.base import Adapter
 from prefgrpo.models.folder import ModelError
 from prefgrpo.parallel import world as parallel
 from prefgrpo.parallel.parallelize import parallelize
 from prefgrpo.parallel.world import World
-from prefgrpo.rollout.embeddings import Embeddings, encoding_jobs, uncached
-from prefgrpo.rollout.render import Images, render, to_uint8
-from prefgrpo.rollout.sampling import Schedules, all_sizes, eval_sampling, prompt_sampling
+from prefgrpo.rollout.embeddings import Embeddings, run_entries
+from prefgrpo.rollout.render import Images, render
+from prefgrpo.rollout.sampling import Schedules, eval_sampling
+from prefgrpo.run.checkpoint import CheckpointError, read_meta
 from prefgrpo.run.judging import makes_clips
-from prefgrpo.run.loading import config_errors_as, load_checkpoint, open_adapter
+from prefgrpo.run.loading import config_errors_as, load_checkpoint, open_adapter, unsupported
 from prefgrpo.run.run_folder import run_of
 
 FIRST_ID = 2**61
@@ -51,64 +54,106 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Weights:
-    """The weights to generate with: the model's own, by default; with a LoRA; or a checkpoint's."""
+class Source:
+    """What samples: a configured model as it is, with a LoRA, or with the trained weights of a checkpoint."""
 
+    config: Config
+    label: str = "base"
+    """Used in folder names."""
     lora: Path | None = None
     """Folder of a trained LoRA, or a run folder that has one."""
-    trainable: bool = False
-    """Open the model as for training: with its trainable weights and attention backend, split over processes."""
     checkpoint: Path | None = None
-    """Folder of a checkpoint, RUN/checkpoints/step_NNNNNN, of the configured run; needs `trainable`."""
-    averaged: bool = False
-    """Use the checkpoint's EMA instead of its live weights."""
+    """Folder of a checkpoint, RUN/checkpoints/step_NNNNNN, of the configured run; its EMA is used if it has one."""
+    as_trained: bool = False
+    """Open the model as for training: with its trainable weights and attention backend, split over processes."""
+
+    def facts(self, prompts: Sequence[Prompt], fps: int, **more: Any) -> dict[str, Any]:
+        """Everything that determines the files that it makes for these prompts."""
+        c = self.config
+        facts = {
+            "model": c.model,
+            "weights": self.label,
+            "dtype": c.dtype,
+            "seed": c.seed,
+            "prompts": fingerprint(prompts),
+            "fps": fps if makes_clips(c) else None,
+            "sampling": {k: v for k, v in asdict(eval_sampling(c)).items() if k != "batch_size"},
+        }
+        if self.checkpoint is not None:
+            facts["written"] = read_meta(self.checkpoint)["written"]
+        if self.lora is not None:
+            facts["written"] = max((file.stat().st_mtime_ns for file in self.lora.rglob("*.safetensors")), default=0)
+        return facts | more
+
+    def open(self, world: World, encoders: bool) -> Adapter:
+        """The model with these weights. Raises ConfigError, ModelError or CheckpointError."""
+        adapter = open_adapter(self.config, world.device, encoders, split=self.as_trained and world.layout.fsdp)
+        if self.as_trained:
+            parallelize(adapter, self.config, world)
+        if self.checkpoint is not None:
+            load_checkpoint(adapter, self.checkpoint, self.config.train.ema_decay > 0, world)
+        if (lora := self.lora) is not None:
+            try:
+                adapter.load_lora(str(lora / "lora" if (lora / "lora").is_dir() else lora))
+            except (FileNotFoundError, ValueError, RuntimeError) as error:
+                reason = " ".join(str(error).splitlines()[:2])
+                raise ModelError(f"--lora {lora}: it does not fit {self.config.model}: {reason}") from error
+        return adapter
+
+
+def source_of(config: Config, target: str) -> Source:
+    """The source of a target: the checkpoint that it names, or the newest of a run; otherwise the base model.
+
+    Raises UserError.
+    """
+    run = run_of(Path(target))
+    if run is None:
+        p = config.parallel  # a split model must be opened as for training
+        return Source(config, as_trained=p.shard * p.ring * p.ulysses > 1)
+    checkpoint = run.checkpoint_of(Path(target))
+    label = f"{checkpoint.name}_{'ema' if config.train.ema_decay else 'live'}"
+    return Source(config, label, checkpoint=checkpoint, as_trained=True)
+
+
+def claim_folder(out: Path, facts: Mapping[str, Any]) -> None:
+    """Write what makes the files of a folder into it. Raises CheckpointError if it holds files of something else."""
+    file = out / ".about.json"
+    wanted = json.loads(json.dumps(facts))
+    try:
+        before = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else wanted
+        changed = [key for key in wanted if before.get(key) != wanted[key]]
+    except (ValueError, AttributeError) as error:
+        raise CheckpointError(f"--out: {file} is damaged ({error}); choose another folder") from error
+    if changed:
+        message = f"--out: {out} contains files that were made differently (other: {', '.join(changed)})"
+        raise CheckpointError(f"{message}; choose another folder, or remove that one")
+    write_atomic(file, json.dumps(facts, indent=1))
 
 
 def generate(
-    config: Config,
-    lora: Path | None = None,
-    prompts: str = "",
-    out: Path = Path("generated"),
-    samples: int = 4,
-    naming: Naming = "plain",
-    fps: int = 16,
+    config: Config, target: str, lora: Path | None, prompts: str, out: Path, samples: int, naming: Naming, fps: int
 ) -> int:
-    """Generate images or clips for every prompt of a file, as the evaluation does (also under torchrun).
-
-    Args:
-        config: The recipe with its overrides, e.g. runs/demo/config.yaml.
-        lora: Folder of a trained LoRA, or its run folder; none: the base model (or the full weights given by --model).
-        prompts: Prompts: txt, csv, tsv, jsonl or parquet; empty: the recipe's eval.prompts, or else its data.prompts.
-        out: Output folder; existing files are skipped.
-        samples: Images or clips per prompt.
-        naming: plain: 000012_0.png by position; unigenbench: INDEX_0.png by the table's index column; vbench:
-            PROMPT-0.mp4.
-        fps: Frames per second of clips.
-    """
+    """The command, with the arguments that `prefgrpo.commands.cli.generate` describes."""
+    if problems := unsupported(config):
+        raise ConfigError(problems)
+    source = source_of(config, target)
+    if lora is not None:
+        if source.checkpoint is not None:
+            raise ConfigError([f"--lora: {target} has weights of its own; expected a recipe or a model with it"])
+        source = Source(config, str(lora), lora)
     check_writing(config, out, samples, fps)
     held = read_prompts(prompts or config.eval.prompts or config.data.prompts, unique=False)
     ending = ".mp4" if makes_clips(config) else ".png"
     places = [(p, j, out / file_name(p, j, naming, ending)) for p in held for j in range(samples)]
     jobs = make_jobs(places, shared=naming == "vbench")
     there = sum(job.file.exists() for job in jobs)
-    world = parallel.join(config.device)
-    config, weights = _weights(config, lora)
-    generate_files(config, weights, jobs, world, fps)
+    world = parallel.join(config)
+    facts = source.facts(held, fps)  # not the number of samples: more may follow
+    world.on_main(partial(claim_folder, out, facts), CheckpointError)
+    generate_files(source, jobs, world, fps)
     if world.main:
         print(f"{len(jobs)} files are in {out}" + f"; {there} already existed and are unchanged" * (there > 0))
     return 0
-
-
-def _weights(config: Config, lora: Path | None) -> tuple[Config, Weights]:
-    """(configuration to open the model with, weights) for --lora: a LoRA's folder, a finished run or a checkpoint."""
-    run = run_of(lora) if lora is not None else None
-    if lora is None or run is None or (lora / "lora").is_dir():
-        return config, Weights(lora=lora)
-    path = run.checkpoint_of(lora)
-    trained = load(run.config).train
-    if path is None:
-        raise ModelError(f"--lora: {lora} has neither a LoRA nor a checkpoint")
-    return replace(config, train=trained), Weights(trainable=True, checkpoint=path, averaged=trained.ema_decay > 0)
 
 
 def check_writing(config: Config, out: Path, samples: int, fps: int) -> None:
@@ -116,7 +161,9 @@ def check_writing(config: Config, out: Path, samples: int, fps: int) -> None:
     if wrong := [f"--{k}: expected at least 1, got {n}" for k, n in (("samples", samples), ("fps", fps)) if n < 1]:
         raise ConfigError(wrong)
     if makes_clips(config) and find_spec("imageio_ffmpeg") is None:
-        raise ConfigError(["generate: writing mp4 files needs imageio-ffmpeg: pip install 'prefgrpo[video]'"])
+        raise ConfigError(
+            ["generate: writing mp4 files needs imageio-ffmpeg: pip install -e '.[video]' in the checkout"]
+        )
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -134,75 +181,37 @@ def make_jobs(places: Iterable[tuple[Prompt, int, Path]], shared: bool = False) 
     return list(jobs.values())
 
 
-def generate_files(config: Config, weights: Weights, jobs: Sequence[Job], world: World, fps: int) -> None:
+def generate_files(source: Source, jobs: Sequence[Job], world: World, fps: int) -> None:
     """Generate every missing file, each rank its share, then wait for all ranks; loads the model only if needed.
 
     Raises ConfigError, ModelError or CheckpointError.
     """
+    config = source.config
     missing = [job for job in jobs[world.dp_index :: world.dp_size] if not job.file.exists()]
     if world.any(bool(missing)):
-        prompts, shown = list({id(job.prompt): job.prompt for job in jobs}.values()), eval_sampling(config)
-        absent = uncached(config, encoding_jobs(replace(config, rollout=shown), prompts))
-        adapter = _open(config, weights, world, encoders=bool(absent))
-        with config_errors_as("eval, or a prompt's own size"):
-            for sizes in all_sizes(prompts, shown, config.data.own_sizes):
-                adapter.latent_shape(sizes)
-        _render(config, adapter, missing, jobs[0], world, fps)
+        prompts = list({id(job.prompt): job.prompt for job in jobs}.values())
+        sampling = eval_sampling(config)
+        embeddings = Embeddings(config)
+        absent = embeddings.absent(run_entries(replace(config, rollout=sampling), prompts))
+        adapter = source.open(world, encoders=bool(absent))
+        with config_errors_as("eval.height/width/frames"):
+            adapter.latent_shape(sampling)
+        schedules = Schedules(config, adapter, world.device)
+        wanted = [(job.prompt, job.noise) for job in missing]
+        spare = (jobs[0].prompt, jobs[0].noise)
+        with tqdm(total=len(missing), unit="file", dynamic_ncols=True, disable=None if world.main else True) as bar:
+            for k, pixels in render(adapter, schedules, embeddings, wanted, sampling, world, spare):
+                if world.is_dp_leader:
+                    write(missing[k].file, pixels, fps)
+                bar.update(1)
+        embeddings.flush()
     world.barrier()
-
-
-def _open(config: Config, weights: Weights, world: World, encoders: bool) -> Adapter:
-    """The model with these weights. Raises ConfigError, ModelError or CheckpointError."""
-    adapter = open_adapter(config, world.device, encoders, split=weights.trainable and world.layout.fsdp)
-    if weights.trainable:
-        parallelize(adapter, config, world)
-    if weights.checkpoint is not None:
-        load_checkpoint(adapter, weights.checkpoint, weights.averaged, world)
-    if (lora := weights.lora) is not None:
-        try:
-            adapter.load_lora(str(lora / "lora" if (lora / "lora").is_dir() else lora))
-        except (FileNotFoundError, ValueError) as error:
-            raise ModelError(f"--lora: {error}") from error
-        except RuntimeError as error:
-            lines = str(error).splitlines()
-            message = f"{config.model} is not the model that it was trained on: {' '.join(lines[:2])}"
-            raise ModelError(f"--lora {lora}: {message}, and {len(lines) - 2} more") from error
-    return adapter
-
-
-def _render(config: Config, adapter: Adapter, jobs: Sequence[Job], any_job: Job, world: World, fps: int) -> None:
-    """Render and write this rank's files, a batch at a time.
-
-    With `World.equal_forwards`, a rank with fewer batches renders `any_job` as padding, without writing it.
-    """
-    r = eval_sampling(config)
-    own = config.data.own_sizes
-    embeddings = Embeddings(adapter, config.data.max_length, config.data.cache or None)
-    schedules = Schedules(config, adapter, world.device)
-    alike: dict[tuple[SamplingConfig, int], list[Job]] = {}
-    for job in jobs:
-        alike.setdefault((prompt_sampling(job.prompt, r, own), len(job.prompt.source)), []).append(job)
-    batches = [(s, js[k : k + r.batch_size]) for (s, _), js in alike.items() for k in range(0, len(js), r.batch_size)]
-    count = len(batches)
-    if world.equal_forwards:
-        most = int(world.gather(np.array([float(count)])).max())
-        batches += [(prompt_sampling(any_job.prompt, r, own), [any_job])] * (most - count)
-    with tqdm(total=len(jobs), unit="file", dynamic_ncols=True, disable=None if world.main else True) as bar:
-        for number, (sizes, batch) in enumerate(batches):
-            ids = torch.tensor([job.noise for job in batch], dtype=torch.int64, device=world.device)
-            prompts, schedule = [job.prompt for job in batch], schedules.ode(sizes)
-            media = render(adapter, schedule, embeddings, prompts, ids, sizes, config.seed, world)
-            if number < count and world.is_dp_leader:
-                for job, pixels in zip(batch, to_uint8(media), strict=True):
-                    write(job.file, pixels, fps)
-            bar.update(len(batch) * (number < count))
-    embeddings.flush()
 
 
 def write(file: Path, pixels: Images, fps: int) -> None:
     """An image [H, W, 3] as PNG or a clip [F, H, W, 3] as mp4, atomically."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_name(f".{os.getpid()}{file.suffix}")
+    part = file.with_name(f".{os.environ.get('RANK', '0')}{file.suffix}")  # overwrites what a killed process left
     if pixels.ndim == 3:
         Image.fromarray(pixels).save(part)
     else:

@@ -1,7 +1,7 @@
 """`prefgrpo preprocess RECIPE`: encode every prompt and source image of a recipe once, into data.cache.
 
-Works under torchrun: uncached job i belongs to rank i mod world size, so each is encoded once for any world size. After
-an interruption, the same command continues. Invariant: afterwards, training and evaluation load no text encoder.
+Works under torchrun: uncached entry i belongs to rank i mod world size, so each is encoded once for any world size.
+After an interruption, the same command continues. Invariant: afterwards, training and evaluation load no text encoder.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from prefgrpo.config.schema import Config
 from prefgrpo.data.prompts import prompt_sets
 from prefgrpo.parallel import world as parallel
 from prefgrpo.parallel.world import World
-from prefgrpo.rollout.embeddings import Embeddings, EncodeJob, encoding_jobs, uncached
+from prefgrpo.rollout.embeddings import Embeddings, Entry, run_entries
 from prefgrpo.rollout.sources import prefetch
 from prefgrpo.run.loading import open_adapter
 
 AHEAD = 8
-"""Jobs whose source images are read while earlier ones are encoded."""
+"""Entries whose source images are read while earlier ones are encoded."""
 
 
 def preprocess(config: Config) -> int:
@@ -27,11 +27,12 @@ def preprocess(config: Config) -> int:
         raise ConfigError(["data.cache: expected a folder to write to, got nothing"])
     prompts, sets = prompt_sets(config)
     held = [p for prompts_of_set in sets.values() for p in prompts_of_set]
-    world = parallel.join(config.device)
-    todo = uncached(config, encoding_jobs(config, prompts, held))
+    world = parallel.join()
+    embeddings = Embeddings(config, most_bytes=0)
+    todo = embeddings.absent(run_entries(config, prompts, held))
     world.barrier()  # every rank checks the cache before any rank writes to it
     if mine := todo[world.dp_index :: world.dp_size]:
-        _encode(config, mine, world)
+        _encode(config, embeddings, mine, world)
     world.barrier()
     if world.main:
         total = f"all of {len(prompts) + len(held)} prompts are in {config.data.cache}"
@@ -39,15 +40,14 @@ def preprocess(config: Config) -> int:
     return 0
 
 
-def _encode(config: Config, jobs: list[EncodeJob], world: World) -> None:
-    """Encode this rank's jobs; each cache shard is written when it is full, the last one at the end."""
+def _encode(config: Config, embeddings: Embeddings, entries: list[Entry], world: World) -> None:
+    """Encode this rank's entries; each cache shard is written when it is full, the last one at the end."""
     adapter = open_adapter(config, world.device)
-    embeddings = Embeddings(adapter, config.data.max_length, config.data.cache, most_bytes=0)
     hidden = None if world.main else True
     try:
-        with adapter.offload.keep_on_device():
-            for number, job in enumerate(tqdm(jobs, unit="prompt", dynamic_ncols=True, disable=hidden)):
-                prefetch(later.sources for later in jobs[number : number + AHEAD])
-                job.run(embeddings)
+        with adapter.on_device("text_encoder", "vae"):
+            for number, entry in enumerate(tqdm(entries, unit="prompt", dynamic_ncols=True, disable=hidden)):
+                prefetch(later.sources for later in entries[number : number + AHEAD])
+                embeddings.get(adapter, [entry])
     finally:
         embeddings.flush()  # after Ctrl-C too

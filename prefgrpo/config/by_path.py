@@ -7,9 +7,11 @@ import importlib
 import importlib.util
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 IMPORT_PATH = re.compile(r"([^\W\d]\w*\.)*[^\W\d]\w*[.:][^\W\d]\w*|[^,:]+\.py:[^\W\d]\w*")
 """package.module.Class, package.module:Class or path/file.py:function."""
 
@@ -19,12 +21,27 @@ def load_object(path: str) -> Any:
     AttributeError."""
     module, _, attribute = path.rpartition(":" if ":" in path else ".")
     loaded = _file_module(Path(module)) if module.endswith(".py") else importlib.import_module(module)
-    if not hasattr(loaded, attribute):
-        names = {name.lower(): name for name in vars(loaded)}
-        near = difflib.get_close_matches(attribute.lower(), names, n=1)
-        hint = f" (did you mean '{names[near[0]]}'?)" if near else ""
-        raise AttributeError(f"{module} has no '{attribute}'{hint}")
     return getattr(loaded, attribute)
+
+
+def load_class(what: str, name: str, table: Mapping[str, str], base: type[T]) -> type[T]:
+    """The class derived from `base` that `table` registers as `name`, or at the import path `name`.
+
+    what: e.g. "family". Raises ValueError if there is none, and suggests the nearest name.
+    """
+    path = table.get(name, name)
+    if not {".", ":"} & set(path):
+        near = difflib.get_close_matches(name, table, n=1)
+        hint = f" (did you mean '{near[0]}'?)" if near else ""
+        expected = f"expected one of {', '.join(table)}, or the import path of a class"
+        raise ValueError(f"unknown {what} '{name}': {expected}{hint}")
+    try:
+        cls = load_object(path)
+    except Exception as error:
+        raise ValueError(f"cannot load the {what} '{name}': {type(error).__name__}: {error}") from error
+    if not (isinstance(cls, type) and issubclass(cls, base)):
+        raise ValueError(f"expected a class derived from {base.__module__}.{base.__name__} at '{name}', got {cls!r}")
+    return cls
 
 
 def _file_module(file: Path) -> Any:

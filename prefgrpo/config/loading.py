@@ -1,7 +1,7 @@
 """Makes a configuration from a recipe or from dicts, in one validation pass.
 
-Invariant: `load` either returns a configuration that can run or raises one ConfigError that lists every mistake of the
-recipe at once.
+Invariant: `load` either returns a configuration or raises one ConfigError: with every mistake of names and types, or,
+if there is none, with everything that contradicts itself.
 """
 
 from __future__ import annotations
@@ -23,32 +23,20 @@ T = TypeVar("T")
 
 
 def load(recipe: str | Path) -> Config:
-    """Configuration from a YAML recipe. Raises ConfigError with every mistake in it."""
+    """Configuration from a YAML recipe. Raises ConfigError."""
     return from_dict(read_yaml(recipe))
 
 
 def from_dict(content: Mapping[str, Any]) -> Config:
-    """Configuration from nested dicts. Raises ConfigError with every mistake in them."""
-    config, mistakes = parse(content)
-    if mistakes:
+    """Configuration from nested dicts. Raises ConfigError."""
+    text = json.dumps(content, default=str)  # JSON, because pydantic's strict mode takes its lists as tuples
+    try:
+        config = TypeAdapter(Config).validate_json(text)
+    except ValidationError as error:
+        raise ConfigError(_messages(error, json.loads(text))) from error
+    if mistakes := list(config.mistakes()):
         raise ConfigError(mistakes)
     return config
-
-
-def parse(content: Mapping[str, Any]) -> tuple[Config, list[str]]:
-    """(configuration, every mistake) of nested dicts; wrong entries keep their defaults."""
-    data: dict[str, Any] = json.loads(json.dumps(content, default=str))
-    mistakes: list[str] = []
-    while True:
-        try:
-            config = TypeAdapter(Config).validate_json(json.dumps(data))  # JSON: lists become tuples
-        except ValidationError as error:
-            wrong = _error_messages(error, data)
-        else:
-            return config, [*mistakes, *config.mistakes()]
-        mistakes += wrong.values()
-        for *sections, key in wrong:
-            reduce(dict.__getitem__, sections, data).pop(key)
 
 
 def section(kind: type[T], content: Mapping[str, Any], name: str) -> T:
@@ -60,14 +48,14 @@ def section(kind: type[T], content: Mapping[str, Any], name: str) -> T:
     mistakes = [f"{name}.{key}: unknown key; {_suggest_key(name, key, names)}" for key in content if key not in names]
     values = {key: value for key, value in content.items() if key in names}
     try:
-        made = TypeAdapter(kind).validate_json(json.dumps(values, default=str))
+        options = TypeAdapter(kind).validate_json(json.dumps(values, default=str))
     except ValidationError as error:
-        raise ConfigError([*mistakes, *_error_messages(error, values, (name,)).values()]) from error
-    contradictions = made.mistakes() if hasattr(made, "mistakes") else ()
+        raise ConfigError([*mistakes, *_messages(error, values, (name,))]) from error
+    contradictions = options.mistakes() if hasattr(options, "mistakes") else ()
     mistakes += [f"{name}.{mistake}" for mistake in contradictions]
     if mistakes:
         raise ConfigError(mistakes)
-    return made
+    return options
 
 
 def recipe_values(recipe: str | Path | None, model: str = "") -> dict[str, Any]:
@@ -121,12 +109,12 @@ EXPECTED = {
 """Pydantic's error type → description of the expected value."""
 
 
-def _error_messages(error: ValidationError, data: Any, section: tuple[str, ...] = ()) -> dict[tuple[str, ...], str]:
-    """Key path in `data`, the content of `section` → message for its value: one, if a union has an error per branch."""
+def _messages(error: ValidationError, data: Any, section: tuple[str, ...] = ()) -> list[str]:
+    """A message per wrong value in `data`, the content of `section`; a union has an error per branch."""
     errors: dict[tuple[str, ...], list[Any]] = {}
     for item in error.errors():
         errors.setdefault(_key_path(item["loc"], data), []).append(item)
-    return {path: _describe_error((*section, *path), items) for path, items in errors.items()}
+    return [_describe_error((*section, *path), items) for path, items in errors.items()]
 
 
 def _key_path(loc: tuple[int | str, ...], data: Any) -> tuple[str, ...]:
@@ -157,13 +145,7 @@ def _describe_error(path: tuple[str, ...], items: list[Any]) -> str:
 
 def _suggest_key(section: str, key: str, siblings: Sequence[str], elsewhere: Sequence[str] = ()) -> str:
     """Hint for an unknown key: "did you mean 'train.lr'?", or the section's keys. elsewhere: keys of all sections."""
-    initials = "".join(word[:1] for word in key.split("_"))
-    near = (
-        difflib.get_close_matches(key, siblings, n=1, cutoff=0.75)
-        or [name for name in siblings if name == initials]
-        or [name for name in elsewhere if name.split(".")[-1] in (key, initials)]
-        or (elsewhere and difflib.get_close_matches(key, siblings, n=1, cutoff=0.5))
-    )
+    near = [name for name in elsewhere if name.split(".")[-1] == key] or difflib.get_close_matches(key, siblings, n=1)
     if not near:
         return f"known keys here: {', '.join(siblings) or 'none'}"
     return f"did you mean '{near[0] if '.' in near[0] or not section else f'{section}.{near[0]}'}'?"

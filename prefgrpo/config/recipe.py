@@ -91,8 +91,8 @@ def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     """`base` updated with the entries of `over`, recursively for mappings."""
     out = dict(base)
     for key, value in over.items():
-        known = out.get(key)
-        out[key] = merge(known, value) if isinstance(value, dict) and isinstance(known, dict) else value
+        before = out.get(key)
+        out[key] = merge(before, value) if isinstance(value, dict) and isinstance(before, dict) else value
     return out
 
 

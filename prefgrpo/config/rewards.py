@@ -36,22 +36,25 @@ class RewardEntry:
 
 def entries(spec: Any) -> tuple[RewardEntry, ...]:
     """The entries in any of their forms. Raises ValueError that names the first bad one."""
-    found = _listed(spec)
-    names = [entry.name for entry in found]
+    listed = _listed(spec)
+    names = [entry.name for entry in listed]
     if twice := [name for name in names if names.count(name) > 1]:
         raise ValueError(f"reward '{twice[0]}' is named twice; give each reward once")
-    return tuple(found)
+    return tuple(listed)
 
 
 def _listed(spec: Any) -> list[RewardEntry]:
     if isinstance(spec, RewardEntry):
         return [spec]
+    if isinstance(spec, str) and spec.strip()[:1] in ("{", "["):
+        try:
+            return _listed(json.loads(spec))
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise ValueError(f"{spec!r} is not valid JSON: {error}") from error
     if isinstance(spec, str):
-        return _from_text(spec.strip())
-    if isinstance(spec, Mapping) and "name" in spec:
-        return [_entry(spec)]
+        return [_from_text(part) for part in map(str.strip, spec.split(",")) if part]
     if isinstance(spec, Mapping):
-        return [_entry({"name": name, "weight": weight}) for name, weight in spec.items()]
+        return [_entry(spec)] if "name" in spec else [_entry({"name": k, "weight": w}) for k, w in spec.items()]
     if isinstance(spec, list | tuple):
         return [entry for item in spec for entry in _listed(item)]
     raise ValueError(
@@ -59,41 +62,22 @@ def _listed(spec: Any) -> list[RewardEntry]:
     )
 
 
-def _from_text(text: str) -> list[RewardEntry]:
-    """JSON, or 'name' and 'name:weight' with commas between them; a name may be 'pkg.mod:Class' or 'file.py:name'."""
-    if text[:1] in ("{", "["):
-        try:
-            return _listed(json.loads(text, object_pairs_hook=_pairs))
-        except (json.JSONDecodeError, RecursionError) as error:
-            raise ValueError(f"{text!r} is not valid JSON: {error}") from error
-    made = []
-    for part in filter(None, map(str.strip, text.split(","))):
-        name, colon, weight = (piece.strip() for piece in part.rpartition(":"))
-        if not colon or (IMPORT_PATH.fullmatch(part) and not _is_number(weight)):
-            name = part
-            weight = "1"
-        if "=" in part or not name or not weight or (":" in name and not IMPORT_PATH.fullmatch(name)):
-            raise ValueError(f"bad entry {part!r} in {text!r}: expected 'name' or 'name:weight'")
-        if not _is_number(weight):
-            raise ValueError(f"weight of reward '{name}' must be a number, got {weight!r}")
-        made.append(_entry({"name": name, "weight": float(weight)}))
-    return made
-
-
-def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object; a dict would drop the first of two equal names."""
-    names = [name for name, _ in pairs]
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise ValueError(f"reward '{twice[0]}' is named twice; give each reward once")
-    return dict(pairs)
-
-
-def _is_number(text: str) -> bool:
+def _from_text(text: str) -> RewardEntry:
+    """The entry of 'name' or 'name:weight'; a name may be 'pkg.mod:Class' or 'file.py:name'."""
+    if "=" in text:
+        raise ValueError(f"bad entry {text!r}: expected 'name' or 'name:weight', as in '{text.replace('=', ':', 1)}'")
+    name, colon, weight = (piece.strip() for piece in text.rpartition(":"))
     try:
-        float(text)
+        number = float(weight) if colon else 1.0
     except ValueError:
-        return False
-    return True
+        if weight and not IMPORT_PATH.fullmatch(text):
+            raise ValueError(f"weight of reward '{name}' must be a number, got {weight!r}") from None
+        name = text
+        number = 1.0
+    name = name if colon else text
+    if not name or (":" in name and not IMPORT_PATH.fullmatch(name)):
+        raise ValueError(f"bad entry {text!r}: expected 'name' or 'name:weight'")
+    return _entry({"name": name, "weight": number})
 
 
 def _entry(content: Mapping[str, Any]) -> RewardEntry:

@@ -9,15 +9,7 @@ from collections.abc import Iterator
 from dataclasses import field
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-)
+from pydantic import BeforeValidator, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from prefgrpo.config.rewards import RewardEntry, entries
@@ -28,21 +20,9 @@ STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attrib
 """Reject unknown keys, never convert types (true to 1, 1 to "1"); the line below a field is its description."""
 Share = Annotated[float, Field(ge=0, lt=1)]
 Attention = Literal[
-    "native", "_native_cudnn", "_native_efficient", "_native_flash", "_native_math", "xformers",
+    "native", "_native_cudnn", "_native_flash", "_native_math",
     "flash", "flash_hub", "_flash_3_hub", "flash_varlen", "flash_varlen_hub", "_flash_3_varlen_hub",
 ]  # fmt: skip
-IN_FP32 = ("native", "_native_efficient", "_native_math", "xformers")
-"""Attention backends that accept fp32."""
-SPLITTING = (
-    "native", "_native_cudnn", "_native_flash", "flash", "flash_hub", "_flash_3_hub", "flash_varlen_hub",
-    "_flash_3_varlen_hub",
-)  # fmt: skip
-"""Those that support context parallelism; ring attention needs log-sum-exps, which native does not return."""
-MASKING = (
-    "native", "_native_cudnn", "_native_efficient", "_native_math", "flash_varlen", "flash_varlen_hub",
-    "_flash_3_varlen_hub",
-)  # fmt: skip
-"""Those that take a mask of padded keys (diffusers adds a boolean mask to xformers' scores as 0 and 1)."""
 COMBINE = ("weighted_sum", "weighted_advantage_sum", "geometric_mean")
 """Ways to combine rewards; `advantage.combine` may also name a function."""
 Rewards = Annotated[tuple[RewardEntry, ...], BeforeValidator(entries)]
@@ -58,8 +38,6 @@ class DataConfig:
     """Maximum prompt length in tokens for the long text encoder (T5); longer prompts are truncated."""
     cache: str = ""
     """Folder of cached prompt embeddings, shared between runs; empty: memory only."""
-    own_sizes: bool = False
-    """Train and generate each prompt at the size in its `height` and `width` columns, if it has them."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -74,8 +52,7 @@ class SamplingConfig:
     """T, denoising steps."""
     shift: PositiveFloat | None = None
     """none: sigmas and timesteps of the model folder's own scheduler for this size and step count. A number: those of
-    Pref-GRPO's and DanceGRPO's trainers, sigmas shift·s / (1 + (shift − 1)·s) on linspace(1, 0, steps + 1) and
-    timesteps int(1000 σ), whatever that scheduler says."""
+    Pref-GRPO's and DanceGRPO's trainers, shift·s / (1 + (shift − 1)·s) on linspace(1, 0, steps + 1) and int(1000 σ)."""
     frames: PositiveInt | None = None
     """Frames per clip; none: the video family's default (image families have no frames)."""
     guidance: float = 3.5
@@ -85,7 +62,7 @@ class SamplingConfig:
     negative_prompt: str | None = None
     """Negative prompt of classifier-free guidance; none: the family's own (Wan has a long one). A prompt's own, in a
     column of this name, replaces it."""
-    source_area: PositiveInt | None = None
+    source_area: Annotated[int, Field(ge=32 * 32)] | None = None
     """Pixels per source image, for editing families that resize sources (Qwen-Image-Edit); none: as in the published
     pipeline, about a million."""
     rule: Literal["flow", "dance", "cps", "cps_normalised", "wan"] = "flow"
@@ -108,16 +85,13 @@ class SamplingConfig:
     group_size: Annotated[int, Field(ge=2)] = 8
     """G, images per prompt."""
     batch_size: PositiveInt = 8
-    """Images per forward, in both rollout and training. A divisor of group_size keeps the first ratio exactly 1; if a
-    batch mixes groups, zero-advantage groups are dropped from it, and rounding differs."""
+    """Images per forward, in both rollout and training. A divisor of group_size keeps the first ratio exactly 1."""
     same_noise: bool = False
     """Start all images of a prompt from one initial latent (`init_same_noise`). In each batch, the steps before the
     window are then computed once per prompt. Not for endpoint objectives, whose sampling is deterministic."""
     staleness: Literal[0, 1] = 0
     """1: generate the next step's samples while the current step is judged, before its update; ratios are relative to
-    the policy that generated the samples. Never across a checkpoint, so that a resumed run is unchanged; a run that
-    ended between checkpoints (SIGTERM, a limit) regenerates those samples from the newer weights. Not for objectives
-    with an old policy."""
+    the policy that generated the samples. Never across a checkpoint; not for objectives with an old policy."""
 
     def mistakes(self) -> Iterator[str]:
         """Values that contradict each other, as 'field: what was expected, what was given'."""
@@ -139,16 +113,13 @@ class JudgeConfig:
     reward's entry replaces single values; the question is an option of the reward."""
 
     endpoints: tuple[str, ...] = ("http://127.0.0.1:8000",)
-    """Base URLs of servers of the same model, with or without /v1; requests go to the least-loaded healthy one."""
+    """Base URLs of OpenAI-compatible servers (vLLM, SGLang) of the same model, with or without /v1; requests go to the
+    least-loaded healthy one. Empty: the checkpoint `model` answers in this process."""
     model: str = ""
-    """http: the served model's name (empty: the only one served); local: folder or hub id of the checkpoint."""
+    """The served model's name (empty: the only one served); without endpoints, the checkpoint's folder or hub id."""
     prompt: Literal["ours", "published"] = "ours"
     """Whose words ask the question: ours, or those that the judge was trained on, which `prefgrpo judge prompts`
     fetches from their publisher (templates for which none were published are used as they are)."""
-    chat_template_kwargs: dict[str, bool | int | str] = field(default_factory=dict)
-    """Options of the server's chat template in every request, e.g. {enable_thinking: false}."""
-    backend: Literal["local", "http"] = "http"
-    """local: transformers in this process; http: an OpenAI-compatible server (vLLM, SGLang)."""
     concurrency: PositiveInt = 64
     """Maximum requests in flight per endpoint, over all processes (each gets an equal share, at least 1)."""
     api_key_env: str = ""
@@ -160,8 +131,6 @@ class JudgeConfig:
     deadline_s: PositiveFloat | None = None
     """Time limit of one step's judging in seconds, including retries and server restarts; none: ten times the request
     limit, at least 600 s."""
-    log: bool = True
-    """Write every comparison of training to judgements.jsonl (about 250 bytes each, no pixels)."""
     max_missing: Share = 0.1
     """Largest share of missing rewards, and of comparisons without a verdict, in a step; above it the run stops with a
     checkpoint."""
@@ -170,10 +139,8 @@ class JudgeConfig:
 
     def mistakes(self) -> Iterator[str]:
         """Values that contradict each other."""
-        if self.backend == "local" and not self.model:
-            yield "model: the local judge needs a folder or hub id"
-        if self.backend == "http" and not self.endpoints:
-            yield "endpoints: expected at least one URL, got none"
+        if not self.endpoints and not self.model:
+            yield "endpoints: expected at least one URL, or in `model` a judge that runs in this process, got neither"
         if self.timeout_s and self.deadline_s and self.deadline_s < self.timeout_s:
             yield f"deadline_s: expected at least judge.timeout_s ({self.timeout_s}), got {self.deadline_s}"
 
@@ -184,9 +151,8 @@ class AdvantageConfig:
 
     combine: str = "weighted_sum"
     """weighted_sum: sum rewards, then normalise; weighted_advantage_sum: normalise each, then sum (Pref-GRPO; GDPO);
-    geometric_mean: normalise this weighted mean; a sample with a negative reward is then missing. Or a function of your
-    own, as file.py:function or package.module.function: from the rewards [R, B] of non-zero weight (NaN: missing) and
-    their weights [R], fp64 tensors, it returns [B] values to normalise."""
+    geometric_mean: normalise this weighted mean; or a function, as file.py:function, from the rewards [R, B] of
+    non-zero weight (NaN: missing) and their weights [R], fp64 tensors, to [B] values to normalise."""
     rank: bool = False
     """Replace rewards by their rank in the group, from 0 to 1, before normalisation."""
     std: Literal["group", "global", "none"] = "group"
@@ -216,11 +182,7 @@ class TrainConfig:
     """Linear layers that LoRA wraps, by the ends of their names; empty: the family's default."""
     lora_from: str = ""
     """A LoRA to continue, with its rank, alpha and targets, which replace those above: a folder, a file or a hub id
-    (owner/name or owner/name@revision)."""
-    lora_reference: Literal["start", "base"] = "start"
-    """Reference policy of a run with `lora_from`: the model with that LoRA, or without any."""
-    target_components: tuple[str, ...] = ()
-    """Which denoisers to train if there are several (Wan2.2: transformer, transformer_2); empty: all."""
+    (owner/name or owner/name@revision). The reference policy is the model with that LoRA."""
     lr: PositiveFloat = 5e-5
     """Learning rate of AdamW."""
     beta2: Share = 0.999
@@ -229,14 +191,17 @@ class TrainConfig:
     """AdamW's weight decay."""
     warmup_steps: NonNegativeInt = 0
     """Optimiser updates of linear warm-up."""
+    lr_scheduler: Literal["constant", "linear", "cosine"] = "constant"
+    """Learning rate after the warm-up: constant, or falling to 0 at the end of `steps`."""
+    lr_decay_share: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Share of all updates, at the end, in which a linear or cosine schedule falls; before, the rate is constant."""
     max_grad_norm: PositiveFloat = 1.0
     """Gradient norm is clipped to this."""
     updates_per_rollout: PositiveInt = 1
     """Optimiser updates per rollout, each on its share of the batches; the first is on-policy."""
     update_slices: Literal["prompts", "members"] = "prompts"
-    """How samples are divided among these updates. prompts: each gets a share of the prompts, with all their images;
-    members: each gets a share of the images of every prompt (not for objectives that compare the members of a
-    group)."""
+    """Each of these updates gets a share of the prompts, with all their images, or of the members (images) of every
+    prompt, which objectives that compare the members of a group do not support."""
     objective: str = "grpo"
     """What is optimised (docs/objectives.md): grpo, nft, awm, soft_dpo, …, or a class of your own, as file.py:Class."""
     objective_options: dict[str, Any] = field(default_factory=dict)
@@ -252,9 +217,8 @@ class TrainConfig:
     """gaussian: mean_D (μ − μ_ref)² / 2s² with the step's variance s²; flow_grpo: that times |Δσ|, as in Flow-GRPO's
     SD3 and FLUX trainers, whose variance omits the step length."""
     guidance_gradient: Literal["both", "conditional"] = "both"
-    """With classifier-free guidance, backpropagate through both the conditional and the unconditional prediction, or
-    only through the conditional one, with the other as a constant (its forward needs no graph, which saves time and
-    memory but changes the gradient)."""
+    """With classifier-free guidance, backpropagate through both predictions, or only through the conditional one, with
+    the other as a constant, which saves time and memory but changes the gradient."""
     ema_decay: Share = 0.0
     """Exponential moving average of the trained weights, used for evaluation and export; 0: none."""
     ema_every: PositiveInt = 1
@@ -263,13 +227,13 @@ class TrainConfig:
     """Share of the repeated blocks, evenly spread, that are recomputed in the backward pass instead of keeping their
     activations: 0 none, 1 all. Without `compile` it changes no result."""
     reuse_rollout_forward: bool = False
-    """Keep the autograd graphs of the rollout's trained steps for the first update, which then needs no forward of its
-    own: for small models, because the activations of all these steps stay in memory."""
+    """Keep the rollout's autograd graphs for the first update, which then needs no forward of its own: for small
+    models, because the activations of all trained steps stay in memory."""
 
     @property
     def swaps_reference(self) -> bool:
         """Whether the reference policy is a copy of the initial weights, and not the base without its LoRA."""
-        return not self.lora_rank or (bool(self.lora_from) and self.lora_reference == "start")
+        return not self.lora_rank or bool(self.lora_from)
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -301,25 +265,13 @@ class EvalConfig:
 
 
 @dataclass(frozen=True, config=STRICT)
-class MemoryConfig:
-    """What is kept off the GPU, and decoding. Only vae_tiling changes results."""
-
-    offload: tuple[Literal["text_encoder", "vae", "weights"], ...] = ()
-    """Parts kept in CPU memory. text_encoder, vae: moved to the GPU only while they are used. weights: the denoiser's
-    shards (parallel.shard above 1) and their optimiser state; the optimiser then runs on the CPU."""
-    vae_tiling: bool = False
-    """Decode in overlapping, blended tiles; large images then differ slightly."""
-
-
-@dataclass(frozen=True, config=STRICT)
 class ParallelConfig:
     """How one copy of the denoisers is distributed; every shard × ring × ulysses processes hold one, with their own
     samples (data parallel)."""
 
     shard: PositiveInt = 1
     """Data-parallel processes over which one copy of the denoisers' weights is sharded (FSDP2), together with their
-    context-parallel processes; 1: every process holds a full copy, except that full fine-tuning still shards it over
-    context-parallel processes."""
+    context-parallel processes; 1: a full copy each (in full fine-tuning still sharded over context-parallel ones)."""
     ulysses: PositiveInt = 1
     """Processes that share the tokens of each sample, and in attention its heads (Ulysses); keep within one machine."""
     ring: PositiveInt = 1
@@ -359,8 +311,11 @@ class Config:
     compile: bool = False
     """Compile the denoisers' repeated blocks (torch.compile), for both rollout and training. Rollouts then need as much
     memory for activations as training. Not with context parallelism."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: cuda if there is a GPU."""
+    vae_tiling: bool = False
+    """Decode in overlapping, blended tiles, for long clips and large images, which then differ slightly."""
+    offload: tuple[Literal["text_encoder", "vae", "weights"], ...] = ()
+    """Parts kept in CPU memory. text_encoder, vae: moved to the GPU only while they are used. weights: the denoiser's
+    shards (parallel.shard above 1) and their optimiser state; the optimiser then runs on the CPU."""
     trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ("tensorboard",)
     """Where numbers and images go besides metrics.jsonl: TensorBoard events in the run folder; Weights & Biases or
     Trackio, configured by their environment variables (WANDB_PROJECT, WANDB_MODE=offline, TRACKIO_SPACE_ID)."""
@@ -373,14 +328,12 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    memory: MemoryConfig = field(default_factory=MemoryConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     def mistakes(self) -> Iterator[str]:
         """Values that contradict each other, within a section and across sections."""
         r = self.rollout
         t = self.train
-        context = self.parallel.ring * self.parallel.ulysses
         if not self.model:
             yield "model: expected the folder or hub id of a diffusers pipeline, got nothing"
         if not self.data.prompts:
@@ -393,25 +346,17 @@ class Config:
         if t.lora_from and not t.lora_rank:
             yield f"train.lora_from: expected none, as train.lora_rank is 0 (all weights), got {t.lora_from!r}"
         if t.update_slices == "members" and t.updates_per_rollout > r.group_size:
-            most = f"at most group_size = {r.group_size} with train.update_slices: members"
-            yield f"train.updates_per_rollout: expected {most}, got {t.updates_per_rollout}"
+            limit = f"at most group_size = {r.group_size} with train.update_slices: members"
+            yield f"train.updates_per_rollout: expected {limit}, got {t.updates_per_rollout}"
         if t.kl_form != "gaussian" and r.rule.startswith("cps"):
             why = f"{t.kl_form} divides by a variance per unit of σ, which rule {r.rule} does not have"
             yield f"train.kl_form: {why}; expected gaussian"
         if r.staleness and self.checkpoint.every == 1:
             why = "rollout.staleness: 1 generates no samples ahead across a checkpoint"
             yield f"checkpoint.every: expected 2 or more, because {why}, got 1"
-        if "weights" in self.memory.offload and not self.splits:
-            yield "memory.offload: only sharded weights can be offloaded: expected parallel.shard above 1, got 1"
-        if self.dtype == "fp32" and self.attention not in IN_FP32:
-            yield f"attention: {self.attention} computes in bf16; expected dtype bf16, got fp32"
-        if context > 1 and self.attention not in SPLITTING:
-            expected = f"expected one of {', '.join(SPLITTING)} under context parallelism"
-            yield f"attention: {expected}, got {self.attention}"
-        if self.parallel.ring > 1 and self.attention == "native":
-            expected = f"expected one of {', '.join(SPLITTING[1:])} (on GPUs)"
-            yield f"attention: ring attention needs log-sum-exps; {expected}, got native"
-        if context > 1 and self.compile:
+        if "weights" in self.offload and not self.splits:
+            yield "offload: only sharded weights can be offloaded: expected parallel.shard above 1, got 1"
+        if self.parallel.ring * self.parallel.ulysses > 1 and self.compile:
             yield "compile: expected false under context parallelism, got true"
 
     @property

@@ -34,7 +34,8 @@ def save_images(path: Path, **arrays: NDArray[Any]) -> None:
 def write_folder(final: Path, write: Callable[[Path], None]) -> None:
     """Write a folder atomically: `write` fills a hidden folder next to it, which is renamed to `final`, replacing an
     existing one, after everything in it is on disk."""
-    temporary, old = temporary_path(final), temporary_path(final.with_name(f"{final.name}.old"))
+    temporary = temporary_path(final)
+    old = temporary_path(final.with_name(f"{final.name}.old"))
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     write(temporary)

@@ -44,17 +44,17 @@ def file_name(prompt: Prompt, sample: int, naming: Naming, ending: str) -> str:
     if naming == "plain":
         return f"{prompt.id:06d}_{sample}{ending}"
     if naming == "unigenbench":
-        if not _names_a_file(prompt):
+        if not _has_index(prompt):
             needs = "--naming unigenbench needs an 'index' column with values that can be part of a file name (no /)"
-            raise DataError(f"{needs}; prompt {prompt.id + 1} has {prompt.meta.get('index', 'none')!r}")
+            raise DataError(f"{needs}; prompt {prompt.id + 1} has {prompt.meta.get('index')!r}")
         return f"{prompt.meta['index']}_{sample}{ending}"
     tail = f"-{sample}{ending}"
     stem = prompt.text.replace("/", "_").encode()[: 255 - len(tail)].decode(errors="ignore")
     return stem + tail
 
 
-def _names_a_file(prompt: Prompt) -> bool:
-    """Whether a prompt's `index` can be part of a file name."""
+def _has_index(prompt: Prompt) -> bool:
+    """Whether the column `index` can be part of a file name."""
     return re.fullmatch(r"[^/\x00-\x1f]{1,60}", str(prompt.meta.get("index", ""))) is not None
 
 
@@ -64,28 +64,23 @@ def find(folder: Path, prompts: Sequence[Prompt]) -> list[Generated]:
         raise DataError(f"folder not found: {folder}; expected one with images or clips")
     if column := next((c for c in FILE if all(isinstance(p.meta.get(c), str) for p in prompts)), None):
         listed = [Generated(p, folder / p.meta[column]) for p in prompts]
-        _require(
-            [str(g.file) for g in listed if not g.file.is_file()], f"files named in column '{column}' do not exist"
-        )
+        absent = [str(g.file) for g in listed if not g.file.is_file()]
+        _require(absent, f"files named in column '{column}' do not exist")
         return listed
     files = sorted((f for f in folder.iterdir() if f.suffix.lower() in IMAGES + CLIPS), key=_natural)
     if not files:
         raise DataError(f"{folder} contains no image or clip ({', '.join(IMAGES + CLIPS)})")
-    named = [_by_name(files, prompts, naming) for naming in _namings(prompts)]
-    best = max(named, key=len)
-    if not best:
+    namings: list[Naming] = ["plain", "vbench"]
+    if all(map(_has_index, prompts)):
+        namings.insert(0, "unigenbench")
+    named = max((_by_name(files, prompts, naming) for naming in namings), key=len)
+    if not named:
         return _in_order(folder, files, prompts)
-    _require([f.name for f in files if f not in best], f"files in {folder} match no prompt")
-    shown = {(p.text, p.source) for p in best.values()}  # equal prompts may share their files
-    _require(
-        [repr(p.text[:60]) for p in prompts if (p.text, p.source) not in shown], f"prompts have no file in {folder}"
-    )
-    return sorted((Generated(p, f) for f, p in best.items()), key=lambda g: g.prompt.id)
-
-
-def _namings(prompts: Sequence[Prompt]) -> list[Naming]:
-    indexed: list[Naming] = ["unigenbench"] if all(map(_names_a_file, prompts)) else []
-    return [*indexed, "plain", "vbench"]
+    _require([f.name for f in files if f not in named], f"files in {folder} match no prompt")
+    with_file = {(p.text, p.source) for p in named.values()}  # equal prompts may share their files
+    without = [repr(p.text[:60]) for p in prompts if (p.text, p.source) not in with_file]
+    _require(without, f"prompts have no file in {folder}")
+    return sorted((Generated(p, f) for f, p in named.items()), key=lambda g: g.prompt.id)
 
 
 def _by_name(files: Sequence[Path], prompts: Sequence[Prompt], naming: Naming) -> dict[Path, Prompt]:

@@ -19,5 +19,7 @@ class Metric(float):
     def __new__(cls, value: float, reduction: Reduction = "mean", timed: bool = False, weight: float = 1.0) -> Metric:
         """`value` with its reduction."""
         metric = super().__new__(cls, value)
-        metric.reduction, metric.timed, metric.weight = reduction, timed, weight
+        metric.reduction = reduction
+        metric.timed = timed
+        metric.weight = weight
         return metric

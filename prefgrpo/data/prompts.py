@@ -19,7 +19,7 @@ from PIL import Image
 
 from prefgrpo.config.schema import Config
 from prefgrpo.data.media import UNREADABLE, rgb
-from prefgrpo.data.tables import NEGATIVE, NOT_UTF8, SOURCE, TEXT, DataError, clean, rows
+from prefgrpo.data.tables import NEGATIVE, SOURCE, TEXT, DataError, rows
 
 __all__ = ["DataError", "Prompt", "fingerprint", "prompt_sets", "read_prompts", "step_prompts"]
 
@@ -47,24 +47,15 @@ class Prompt:
     def negative(self) -> str | None:
         """Its own negative prompt, from the column `negative_prompt`; None without one."""
         value = self.meta.get(NEGATIVE)
-        return clean(value) if isinstance(value, str) and clean(value) else None
-
-    def size(self) -> tuple[int, int] | None:
-        """(height, width) from the columns of these names; None without them. Raises DataError for invalid values."""
-        values = [str(self.meta.get(key) or "") for key in ("height", "width")]
-        if not any(values):
-            return None
-        if not all(value.isdecimal() and int(value) for value in values):
-            raise DataError(f"{self}: expected whole numbers above 0 for both height and width, got {values}")
-        return int(values[0]), int(values[1])
+        return (value.strip() or None) if isinstance(value, str) else None
 
     def images(self) -> tuple[Image.Image, ...]:
         """The source images as RGB, in order. Raises DataError for a file that is not an image."""
-        return tuple(_open(path) for path in self.source)
+        return tuple(read_source(path) for path in self.source)
 
 
-def _open(path: str) -> Image.Image:
-    """An image file as RGB."""
+def read_source(path: str) -> Image.Image:
+    """An image file as RGB. Raises DataError if it is none."""
     try:
         with Image.open(path) as image:
             return rgb(image)
@@ -83,8 +74,8 @@ def read_prompts(path: str | Path, *, unique: bool = True) -> list[Prompt]:
     """Prompts of a file, one per line or row, skipping blank lines; `unique` keeps only the first of equal prompts, and
     warns of the others if their columns differ.
 
-    Raises DataError for a missing or empty file, or one that lists all invalid lines with their numbers: no prompt,
-    or a source image that is missing or not an image.
+    Raises DataError for a missing, unreadable or empty file, or one that lists all lines without a prompt, or with a
+    source image that is missing or not an image.
     """
     file = Path(path)
     if not file.is_file():
@@ -102,7 +93,10 @@ def read_prompts(path: str | Path, *, unique: bool = True) -> list[Prompt]:
         first = prompts.setdefault(group, Prompt(len(prompts), text, meta, sources, number))
         if first.meta != meta:
             repeated.append(str(number))
-    _raise_if_invalid(file, bad | _unreadable_sources(prompts.values()))
+    if bad := dict(sorted((bad | _unreadable_sources(prompts.values())).items())):
+        listed = [f"  line {number}: {reason}" for number, reason in bad.items()]
+        lines = "\n".join(listed[:10]) + "\n  …" * (len(listed) > 10)
+        raise DataError(f"{file}: {len(bad)} line(s) cannot be used; correct or remove them\n{lines}")
     if not prompts:
         raise DataError(f"{file} contains no prompt, only blank lines; expected one prompt per line")
     if repeated:
@@ -111,17 +105,14 @@ def read_prompts(path: str | Path, *, unique: bool = True) -> list[Prompt]:
     return list(prompts.values())
 
 
-def _parse(row: dict[str, Any] | str, folder: Path) -> tuple[str, tuple[str, ...], dict[str, Any]]:
+def _parse(row: dict[str, Any], folder: Path) -> tuple[str, tuple[str, ...], dict[str, Any]]:
     """(prompt, source files, other columns) of a row. Raises ValueError for an invalid row."""
-    if isinstance(row, str):
-        raise ValueError(row)
-    column = next((c for c in TEXT if isinstance(row.get(c), str) and clean(row[c])), None)
+    column = next((c for c in TEXT if isinstance(row.get(c), str) and row[c].strip()), None)
     if column is None:
-        raise ValueError(f"no prompt (expected one of {', '.join(TEXT)})")
-    text = clean(row[column])
+        raise ValueError(f"no prompt (expected one of the columns {', '.join(TEXT)}, got {', '.join(row)})")
+    text = row[column].strip()
     if "\0" in text:
         raise ValueError("the prompt contains a NUL character; remove it")
-    text.encode()  # a lone surrogate raises a ValueError
     named = {c: _sources(c, row[c], folder) for c in SOURCE if c in row}
     source = next((c for c, files in named.items() if files), "")
     meta = {name: value for name, value in row.items() if name not in (column, source)}
@@ -136,7 +127,7 @@ def _sources(column: str, value: Any, folder: Path) -> tuple[str, ...]:
             raise ValueError(f"{column}: expected a path or a list of paths, got {str(value)[:60]}")
         return ()
     places = {name: [p for p in (folder / name, folder / "images" / name) if p.is_file()] for name in names}
-    if absent := [name for name, found in places.items() if not found]:
+    if absent := [name for name, files in places.items() if not files]:
         raise ValueError(f"source image not found: {', '.join(absent)}")
     return tuple(str(places[name][0]) for name in names)
 
@@ -160,25 +151,14 @@ def _decode_error(path: str) -> str:
     return ""
 
 
-def _raise_if_invalid(file: Path, bad: dict[int, str]) -> None:
-    """Raise DataError if any lines are invalid."""
-    if not bad:
-        return
-    numbers = sorted(bad)
-    if set(bad.values()) == {NOT_UTF8}:
-        listed = ", ".join(map(str, numbers[:10])) + (" …" if len(bad) > 10 else "")
-        raise DataError(f"{file}: {len(bad)} line(s) are not valid UTF-8 (line {listed}); re-save the file as UTF-8")
-    listed = "\n".join(f"  line {n}: {bad[n]}" for n in numbers[:10]) + ("\n  …" if len(bad) > 10 else "")
-    raise DataError(f"{file}: {len(bad)} line(s) cannot be used; correct or remove them\n{listed}")
-
-
 def prompt_sets(config: Config) -> tuple[list[Prompt], dict[str, list[Prompt]]]:
     """(training prompts, evaluation set (dev, test) → prompts). Raises DataError like `read_prompts`.
 
     Without evaluation files, dev is a share of data.prompts that is never trained on. It depends only on the seed and
     the file, so all ranks, a resumed run and `prefgrpo preprocess` agree.
     """
-    prompts, e = read_prompts(config.data.prompts), config.eval
+    prompts = read_prompts(config.data.prompts)
+    e = config.eval
     files = {name: file for name, file in (("dev", e.prompts), ("test", e.final_prompts)) if file}
     count = min(round(e.holdout * len(prompts)), e.max_prompts or MOST_HELD_OUT)
     if files or not (e.every and count) or len(prompts) < FEWEST_TO_SPLIT:

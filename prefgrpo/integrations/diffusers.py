@@ -126,10 +126,10 @@ class SDEFlowMatchScheduler(FlowMatchEulerDiscreteScheduler):
     def logp(self, model_output: Tensor, timestep: Any, sample: Tensor, prev_sample: Tensor) -> Tensor:
         """Replay of `step`: log-prob [B] of stored steps sample → prev_sample, differentiable in model_output.
 
-        timestep: 1 or B timesteps of this schedule, in any order. Raises ValueError for one that is not in it.
+        timestep: 1 or B timesteps of this schedule, in any order. Raises RuntimeError for one that is not in it.
         """
         schedule = self._schedule_on(sample.device)
-        index = index_of(self.timesteps, timestep, sample.device).expand(sample.shape[0]).contiguous()
+        index = index_of(self.timesteps, timestep, sample.device).expand(sample.shape[0])
         return sde_logp(sample, model_output, prev_sample, schedule.coef, index).logp
 
     def _schedule_on(self, device: torch.device) -> Schedule:

@@ -14,7 +14,7 @@ import torch
 from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor
 
-from prefgrpo.integrations.steps import column, table, transition
+from prefgrpo.integrations.steps import column, scheduled, transition
 
 
 def _step(
@@ -26,30 +26,16 @@ def _step(
     index: int | Tensor,
     x_next: Tensor | None,
     noise: Tensor | None,
-    stats: bool,
 ) -> tuple[Tensor, ...]:
-    """(x', x0 prediction, logp) and, with `stats`, (μ, s, Δ); s and Δ are 0-d.
-
-    An index on a GPU is not checked here, because that would need a sync.
-    """
-    t, batch = table(sigmas, rule, eta, latents.device), latents.shape[0]
-    if isinstance(index, Tensor) and index.device.type == "cpu" == latents.device.type:
-        index = int(index)
-    if isinstance(index, Tensor):
-        rows = index.reshape(1).to(latents.device, torch.int64).expand(batch).contiguous()
-    elif 0 <= index < t.dt.numel():
-        rows = torch.full((batch,), index, dtype=torch.int64, device=latents.device)
-    else:
-        raise IndexError(f"index: expected a step in 0 … {t.dt.numel() - 1} of this schedule, got {index}")
+    """(x', x0 prediction, logp, μ, s, Δ); s and Δ are 0-d."""
+    at = torch.as_tensor(index, device=latents.device).reshape(1)
+    coef, sigma, sigma_next = scheduled(sigmas, at, rule, eta)
     dtype = torch.promote_types(latents.dtype, model_output.dtype)
-    step = transition(latents, model_output, t.coef, rows, x_next=x_next, noise=noise, out_dtype=dtype, want_mean=stats)
-    sigma = column(t.sigma, rows, latents.dim())
-    x0 = (latents - sigma * model_output.to(torch.promote_types(dtype, torch.float32))).to(dtype)
-    if not stats:
-        return step.x_next, x0, step.logp
+    step = transition(latents, model_output, coef, x_next=x_next, noise=noise, out_dtype=dtype)
     assert step.mean is not None
-    s, dt = (c.index_select(0, rows[:1])[0] for c in (t.coef[:, 2], t.dt))
-    return step.x_next, x0, step.logp, step.mean.to(dtype), s, dt
+    x0 = latents - column(sigma, latents.dim()) * model_output
+    s, dt = (t.float()[0] for t in (coef[:, 2], sigma_next - sigma))
+    return step.x_next, x0.to(dtype), step.logp, step.mean.to(dtype), s, dt
 
 
 def flow_grpo_step(
@@ -64,13 +50,13 @@ def flow_grpo_step(
 ) -> tuple[Tensor, ...]:
     """(x', x0 prediction, logp [B]) and, with `return_stats`, (μ, s, Δ); s and Δ < 0 are 0-d.
 
-    sigmas: the schedule [T + 1]; index: step, a number or a 0-d tensor. prev_sample: score this x' instead of
-    sampling. Raises ValueError for sigmas not decreasing within [0, 1] or a negative η, IndexError for a wrong index.
+    sigmas: the schedule [T + 1]; index: step, a number or a 0-d tensor. prev_sample: score this x' instead of sampling.
     """
     noise = None
     if prev_sample is None:
         noise = randn_tensor(model_output.shape, generator, model_output.device, model_output.dtype)
-    return _step("flow", model_output, latents, eta, sigmas, index, prev_sample, noise, return_stats)
+    out = _step("flow", model_output, latents, eta, sigmas, index, prev_sample, noise)
+    return out if return_stats else out[:3]
 
 
 def dance_grpo_step(
@@ -84,12 +70,16 @@ def dance_grpo_step(
     sde_solver: bool,
     return_stats: bool = False,
 ) -> tuple[Tensor, ...]:
-    """`dance_grpo.flux_step` which, with `return_stats`, also returns (μ, s, −Δ); −Δ > 0, unlike `flow_grpo_step`."""
+    """(x', x0 prediction, logp [B]), or without `grpo` (μ, x0 prediction), in the latents' dtype.
+
+    Arguments as in `flow_grpo_step`; with `grpo`, a given prev_sample is scored, not sampled. Without sde_solver,
+    μ = x + Δ·v. return_stats: also (μ, s, −Δ); −Δ > 0, unlike in `flow_grpo_step`. Source: arXiv 2505.07818 eq. 8.
+    """
     x_next = prev_sample if grpo else None
     dtype = torch.promote_types(latents.dtype, model_output.dtype)
     noise = torch.randn_like(latents, dtype=dtype) if grpo and x_next is None else None
     rule = "dance" if sde_solver else "dance_mean_ode"
-    out = _step(rule, model_output, latents, eta, sigmas, index, x_next, noise, return_stats or not grpo)
+    out = _step(rule, model_output, latents, eta, sigmas, index, x_next, noise)
     if not grpo:
         return out[3], out[1]
-    return (*out[:5], -out[5]) if return_stats else out
+    return (*out[:5], -out[5]) if return_stats else out[:3]

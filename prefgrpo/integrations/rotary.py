@@ -16,7 +16,7 @@ import torch
 from diffusers.models import embeddings
 from torch import Tensor
 
-from prefgrpo.integrations.patching import rebind
+from prefgrpo.integrations import rebind
 
 stock = partial(embeddings.apply_rotary_emb)
 """diffusers' own function, out of reach of `rebind`."""

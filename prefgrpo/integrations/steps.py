@@ -1,162 +1,115 @@
-"""Code shared by the drop-in step functions: coefficient tables, look-up of steps, and a single transition.
+"""Code shared by the drop-in step functions: coefficient rows, look-up of timesteps, and a single transition.
 
     x' = μ + s·ε,  μ = a·x + b·v          logp = w · mean_D (x' − μ)² + c
 
-A table is a pure function of a schedule's values, computed once and cached on the device. Invariant: no call syncs with
-the device, except the first one with a new schedule whose tensors are on it.
+Rows are computed in fp64 on the latents' device. Invariant: no call waits for the device.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from prefgrpo.ops import SdeStep, sde_logp, sde_step
-from prefgrpo.sde.schedule import make_schedule
-
-_HOST_VALUES: Any = WeakTensorKeyDictionary()
+from prefgrpo.sde.rules import sde_row
 
 
-class Table(NamedTuple):
-    """Coefficients of a T-step schedule for one rule, all fp32 on the device."""
-
-    coef: Tensor
-    """[T, 5] rows (a, b, s, w, c)."""
-    sigma: Tensor
-    """[T + 1]."""
-    dt: Tensor
-    """[T] σ' − σ < 0."""
-
-
-def to_host(t: Tensor) -> tuple[float, ...]:
-    """The values of a schedule tensor [n]; read back from a device once per tensor and version."""
-    if t.device.type == "cpu" or t.is_inference():
-        return tuple(t.tolist())
-    version, values = _HOST_VALUES.get(t, (None, ()))
-    if version != t._version:
-        values = tuple(t.tolist())
-        _HOST_VALUES[t] = (t._version, values)
-    return values
-
-
-def table(sigmas: Tensor, rule: str, eta: float, device: torch.device) -> Table:
-    """Table of the schedule `sigmas` [T + 1] on `device`.
+def rows(
+    rule: str, sigma: Tensor, sigma_next: Tensor, eta: float | Tensor, sigma_max: Tensor, sigma_min: Tensor | float = 0
+) -> Tensor:
+    """Coefficients (a, b, s, w, c), fp64 [n, 5], of steps σ → σ' (fp64 [n]).
 
     rule: a key of prefgrpo.sde.rules.RULES, or `dance_mean_ode`: dance's noise around the ODE's mean. For `cps`, w = −1
-    also where s = 0, as in the peers. Raises ValueError for sigmas not decreasing within [0, 1], or η out of range.
+    also where s = 0, as in the peers. Values are not checked, because that would wait for the device.
     """
-    return _table(to_host(sigmas), rule, float(eta), device)
+    row = sde_row("dance" if rule == "dance_mean_ode" else rule, sigma, sigma_next, eta, sigma_max, sigma_min)
+    if rule == "dance_mean_ode":
+        row = row._replace(a=1.0, b=sigma_next - sigma)
+    if rule == "cps":
+        row = row._replace(w=-1.0)
+    return torch.stack([torch.zeros_like(sigma) + number for number in row], 1)
 
 
-@lru_cache(maxsize=256)
-def _table(values: tuple[float, ...], rule: str, eta: float, device: torch.device) -> Table:
-    with torch.inference_mode(False):  # else autograd could not save the table for a backward
-        sigmas = torch.tensor(values, dtype=torch.float32)
-        coef = make_schedule(sigmas, "dance" if rule == "dance_mean_ode" else rule, eta).coef
-        dt = sigmas.double().diff()
-        if rule == "dance_mean_ode":
-            coef[:, 0], coef[:, 1] = 1.0, dt
-        if rule == "cps":
-            coef[:, 3] = -1.0
-        return Table(*(t.to(device, torch.float32) for t in (coef, sigmas, dt)))
-
-
-@lru_cache(maxsize=256)
-def _step_of_timestep(values: tuple[float, ...]) -> dict[float, int]:
-    """Timestep → step index; for equal timesteps the second one, as in diffusers."""
-    places: dict[float, list[int]] = {}
-    for i, t in enumerate(values):
-        places.setdefault(t, []).append(i)
-    return {t: of[:2][-1] for t, of in places.items()}
-
-
-@lru_cache(maxsize=256)
-def _keys(values: tuple[float, ...], device: torch.device) -> Tensor:
-    """Timesteps for look-up on a device; NaN where an equal timestep takes precedence."""
-    places = _step_of_timestep(values)
-    with torch.inference_mode(False):
-        keys = [t if places[t] == i else float("nan") for i, t in enumerate(values)]
-        return torch.tensor(keys, dtype=torch.float32, device=device)
+def scheduled(sigmas: Tensor, index: Tensor, rule: str, eta: float) -> tuple[Tensor, Tensor, Tensor]:
+    """(rows, σ, σ') of the steps `index` int64 [n] of a schedule `sigmas` [T + 1]; all fp64."""
+    sigmas = sigmas.to(index.device, torch.float64, non_blocking=True)
+    sigma, sigma_next = sigmas[index], sigmas[index + 1]
+    return rows(rule, sigma, sigma_next, eta, sigmas[1], sigmas[-1]), sigma, sigma_next
 
 
 def index_of(timesteps: Tensor, timestep: Any, device: torch.device) -> Tensor:
-    """Step index int64 [n] of each of the n given timesteps (a tensor, or numbers) in a scheduler's `timesteps` [T].
+    """Step index int64 [n] of n timesteps (or of one number) in a scheduler's `timesteps` [T].
 
-    An unknown timestep raises ValueError on a CPU, and fails a device assertion on a GPU.
+    Of equal timesteps it is the second, as in diffusers. An unknown one raises RuntimeError, on a GPU asynchronously.
     """
-    if isinstance(timestep, (list, tuple)):
-        timestep = torch.stack([torch.as_tensor(t) for t in timestep])
-    if not isinstance(timestep, Tensor):
-        timestep = torch.full((1,), timestep, device=device)  # a copy to the device would sync
-    wanted = timestep.reshape(-1).to(device)
-    if device.type == "cpu":
-        places, given = _step_of_timestep(to_host(timesteps)), wanted.tolist()
-        if unknown := [t for t in given if t not in places]:
-            raise ValueError(
-                f"timestep: expected values of the scheduler's timesteps {to_host(timesteps)}, got {unknown}; pass "
-                "them unchanged, in fp32"
-            )
-        return torch.tensor([places[t] for t in given], dtype=torch.int64)
-    hit = wanted[:, None] == _keys(to_host(timesteps), device)[None, :]  # [n, T]
-    torch._assert_async(hit.any(1).all(), "prefgrpo: a timestep is not one of the scheduler's timesteps")
-    return hit.int().argmax(1)
+    wanted = timestep if isinstance(timestep, Tensor) else torch.full((1,), timestep, device=device)
+    hit = wanted.reshape(-1, 1).to(device) == timesteps.to(device, non_blocking=True)
+    torch._assert_async(hit.any(1).all(), "timestep: not one of the scheduler's timesteps; pass them as they are")
+    count = torch.where(hit, hit.cumsum(1), 0)
+    return torch.where(count <= 2, count, 0).argmax(1)
 
 
-def column(values: Tensor, index: Tensor, ndim: int) -> Tensor:
-    """values[index] as [n, 1, …] with `ndim` dimensions."""
-    return values.index_select(0, index).view(-1, *([1] * (ndim - 1)))
-
-
-class _Mean(torch.autograd.Function):
-    """μ = a·x + b·v in one launch, bitwise as in the sampling step; nothing of size D is saved."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, v: Tensor, coef: Tensor, index: Tensor) -> Tensor:
-        ctx.save_for_backward(coef, index)
-        ctx.dtypes = x.dtype, v.dtype
-        dtype = torch.float64 if torch.float64 in ctx.dtypes else torch.float32
-        return sde_step(x, v, coef, index, noise=None, out_dtype=dtype).x_next
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        coef, index = ctx.saved_tensors
-        a, b = (column(coef[:, k], index, grads[0].dim()) for k in (0, 1))
-        dx, dv = ((k * grads[0]).to(dtype) for k, dtype in zip((a, b), ctx.dtypes, strict=True))
-        return (dx if ctx.needs_input_grad[0] else None), dv, None, None
+def column(values: Tensor, ndim: int) -> Tensor:
+    """`values` [n] as fp32 [n, 1, …] with `ndim` dimensions."""
+    return values.float().view(-1, *([1] * (ndim - 1)))
 
 
 def transition(
     x: Tensor,
     v: Tensor,
     coef: Tensor,
-    index: Tensor,
     *,
     x_next: Tensor | None = None,
     noise: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
-    want_mean: bool = True,
 ) -> SdeStep:
-    """One step with its mean: x' sampled with `noise` (rounded to `out_dtype`, default: x's), or a given x' scored.
+    """One step with its mean: x' sampled with `noise` (rounded to `out_dtype`, default: x's), or a stored x' scored.
 
-    x, v: [B, …]; coef [T, 5] and index int64 [B]. In grad mode μ and logp are differentiable in x and v; the log-prob
-    treats x' as a constant. want_mean: False if μ may be None.
+    x, v: [B, …]; coef: fp64 [1, 5] or [B, 5]. In grad mode μ and logp are differentiable in v; x' is a constant.
     """
-    out_dtype = out_dtype or x.dtype
-    needs_grad = torch.is_grad_enabled() and (x.requires_grad or v.requires_grad)
-    if x_next is None and not needs_grad:
-        return sde_step(x, v, coef, index, noise=noise, out_dtype=out_dtype, want_mean=want_mean)
-    of_x = needs_grad and x.requires_grad
-    mean: Any = _Mean.apply(x, v, coef, index) if want_mean or x_next is None or of_x else None
+    coef = coef.float().expand(x.shape[0], 5)
     if x_next is None:
-        x_next = (mean if noise is None else mean + column(coef[:, 2], index, x.dim()) * noise).to(out_dtype)
-    if of_x:  # scored given μ, as a step with a = 0 and b = 1
-        on_mean = coef.clone()
-        on_mean[:, 0], on_mean[:, 1] = 0.0, 1.0
-        logp = sde_logp(x.detach(), mean, x_next.detach(), on_mean, index).logp
+        step = sde_step(x, v, coef, noise=noise, out_dtype=out_dtype, want_mean=True)
+        if not (torch.is_grad_enabled() and v.requires_grad):
+            return step
+        x_next = step.x_next
+    mean = column(coef[:, 0], x.dim()) * x + column(coef[:, 1], x.dim()) * v  # the kernels round it likewise
+    return SdeStep(x_next, sde_logp(x, v, x_next, coef).logp, mean)
+
+
+def scheduler_step(
+    scheduler: Any,
+    rule: str,
+    eta: float,
+    model_output: Tensor,
+    timestep: Any,
+    sample: Tensor,
+    prev_sample: Tensor | None,
+    generator: Any,
+    *,
+    is_ode: bool = False,
+    with_normalizer: bool = True,
+) -> tuple[Tensor, ...]:
+    """(x', logp, μ) in fp32 and (s, √(σ − σ')), fp64 [n], at n timesteps of a scheduler (None: its own step index).
+
+    prev_sample: score this x' instead of sampling. is_ode: score the ODE's step; its noise is drawn and discarded, as
+    in Flow-GRPO. with_normalizer: False leaves c out of the log-prob.
+    """
+    x = sample.float()
+    v = model_output.float()
+    if timestep is None:
+        index = torch.full((1,), scheduler.step_index, dtype=torch.int64, device=x.device)
     else:
-        logp = sde_logp(x, v, x_next.detach(), coef, index).logp
-    return SdeStep(x_next, logp, mean)
+        index = index_of(scheduler.timesteps, timestep, x.device)
+    coef, sigma, sigma_next = scheduled(scheduler.sigmas, index, rule, eta)
+    if not with_normalizer:
+        coef[:, 4] = 0.0
+    noise = None if prev_sample is not None else randn_tensor(v.shape, generator, v.device, v.dtype)
+    if is_ode:
+        prev_sample = x + column(sigma_next - sigma, x.dim()) * v.detach()
+    step = transition(x, v, coef, x_next=None if prev_sample is None else prev_sample.float(), noise=noise)
+    assert step.mean is not None
+    return step.x_next, step.logp, step.mean, coef[:, 2], (sigma - sigma_next).sqrt()

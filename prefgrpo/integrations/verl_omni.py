@@ -14,10 +14,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor
 
-from prefgrpo.integrations.steps import column, index_of, table, transition
+from prefgrpo.integrations.steps import column, scheduler_step
 from prefgrpo.ops import group_advantage, metrics_by_name, policy_loss
 
 RULES = {"sde": "flow", "cps": "cps", "dance_sde": "dance"}
@@ -41,33 +40,20 @@ def sample_previous_step(
 
     self: the scheduler. timestep: B of its timesteps; None: its own step index, and std_dev_t is 0-d. prev_sample:
     score this x' instead of sampling. include_logprob_normalizer: False leaves out c. Raises ValueError for an unknown
-    `sde_type` or timestep, NotImplementedError for per_token_timesteps.
+    `sde_type`, RuntimeError for an unknown timestep, NotImplementedError for per_token_timesteps.
     """
     if per_token_timesteps is not None:
         raise NotImplementedError("per_token_timesteps: expected None, as in verl-omni's own step")
     if sde_type not in RULES:
         raise ValueError(f"sde_type: expected one of {', '.join(RULES)}, got '{sde_type}'")
-    x = sample.float()
-    v = model_output.float()
-    batch = sample.shape[0]
-    t = table(self.sigmas, RULES[sde_type], float(noise_level), x.device)
-    if timestep is None:
-        index = torch.full((1,), self.step_index, dtype=torch.int64, device=x.device)
-    else:
-        index = index_of(self.timesteps, timestep, x.device)
-    coef = t.coef
-    if not include_logprob_normalizer:
-        coef = coef.clone()
-        coef[:, 4] = 0.0
-    noise = None if prev_sample is not None else randn_tensor(v.shape, generator, v.device, v.dtype)
-    done = transition(x, v, coef, index.expand(batch).contiguous(), x_next=prev_sample, noise=noise)
-    std = column(coef[:, 2], index, x.dim())
-    sqrt_dt = (-t.dt.index_select(0, index)).sqrt()
-    if sde_type == "sde":
-        std = std / sqrt_dt.view(-1, *[1] * (x.dim() - 1))
-    std = std.reshape(()) if timestep is None else std
-    results = (done.x_next, done.logp if return_logprobs else None, done.mean, std)
-    return (*results, sqrt_dt.expand(batch).clone()) if return_sqrt_dt else results
+    inputs = (model_output, timestep, sample, prev_sample, generator)
+    x_next, logp, mean, s, sqrt_dt = scheduler_step(
+        self, RULES[sde_type], float(noise_level), *inputs, with_normalizer=include_logprob_normalizer
+    )
+    std = s / sqrt_dt if sde_type == "sde" else s
+    std = std.float().reshape(()) if timestep is None else column(std, sample.dim())
+    results = (x_next, logp if return_logprobs else None, mean, std)
+    return (*results, sqrt_dt.float().repeat(sample.shape[0] // len(sqrt_dt))) if return_sqrt_dt else results
 
 
 def advantage(

@@ -1,7 +1,8 @@
 """Parses a judge's answer: the log-probabilities of one token, the verdict stated in a text, or named scores.
 
-Invariant: only an unambiguous answer counts; a tie is 0.5. Anything else raises Unreadable and the verdict is missing.
-A named score or category that cannot be read is left out.
+Texts are read in the forms that templates ask for and judges were trained on. Invariant: only an unambiguous answer
+counts; a tie is 0.5. Anything else raises Unreadable and the verdict is missing. A named score or category that cannot
+be read is left out.
 """
 
 from __future__ import annotations
@@ -10,34 +11,32 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from prefgrpo.judge.template import Template, spelled
 
-_STATED = re.compile(r"(?:edited )?(?:image|video) ?([12]) is better", re.I | re.A)
-"""A sentence that is a verdict, as the published judges write it."""
-_ONLY = re.compile(r"(?:(?:edited )?(?:image|video) ?)?([12])", re.I | re.A)
+_ONLY = re.compile(r"(?:(?:edited )?(?:image|video) )?([12])|(?:edited )?(?:image|video) ([12]) is better", re.I | re.A)
 """A whole answer that names one of two."""
-_TIE = re.compile(r"tie|both (?:images|videos|edited images) are equally good", re.I | re.A)
-_SENTENCE = re.compile(r"[^.!?;]+[.!?;]?")
-_THOUGHTS = re.compile(r".*</(?:think|thinking|thought)>", re.I | re.S | re.A)
-_THINKS = re.compile(r"<(?:think|thinking|thought)>", re.I | re.A)
-_TAG = re.compile(r"</?answer>", re.I | re.A)
-_MARKUP = re.compile(r"(?<!\d)[*`_]+|[*`_]+(?!\d)", re.A)
-_BULLET = re.compile(r"^(?:[#>•\s\"'“”]|-(?!\d))+")
-_EDGE = " \"'“”"
-_SCORE_TAG = re.compile(r"</?score>", re.I | re.A)
-_MARKS = re.compile(r"\[\s*[01](?:\s*,\s*[01])*\s*,?\s*\]", re.A)
-_COMMA = re.compile(r",(?=\s*[}\]])")
-_NUMBER = r"[-+]?(?:0|[1-9]\d*)(?:\.\d+)?"
+_TIE = re.compile(r"tie|both (?:images|videos|edited images) are equally good", re.I)
+_STATED = re.compile(
+    r"(?:^|[.!?;])[ \"'“>#-]*(?:edited )?(?:image|video) ([12]) is better(?=[\"'”]? *(?:[.!;]|$))", re.I | re.A | re.M
+)
+"""A sentence that is a verdict, as the published judges write it."""
+_THOUGHTS = re.compile(r".*</(?:think|thinking|thought)>", re.I | re.S)
+_THINKS = re.compile(r"<(?:think|thinking|thought)>", re.I)
+_MARKUP = re.compile(r"[*`_]+")
+_EDGE = " \"'“”#>•.!\n"
+_ANSWER = re.compile(r"</?answer>", re.I)
+_SCORE = re.compile(r"</?score>", re.I)
+_MARKS = re.compile(r"\[\s*[01](?:\s*,\s*[01])*\s*,?\s*\]")
+_NUMBER = r"\s*(-?\d+(?:\.\d+)?)\s*"
 
 
 NO_THINKING = (
     "serve it with --default-chat-template-kwargs '{\"enable_thinking\": false}' (`prefgrpo judge serve` does for the "
-    "presets), or set judge.chat_template_kwargs: {enable_thinking: false}"
+    "presets)"
 )
 """What to do about a judge that thinks although it should not."""
 
@@ -47,28 +46,24 @@ class Unreadable(ValueError):
 
 
 def parse_answer(template: Template, text: str, cut: bool = False) -> tuple[float | None, dict[str, float]]:
-    """Parse a text answer to `template` into (value, parts); Unreadable if it contains neither.
-
-    cut: the answer was cut off before its end; then only its complete elements count.
-    """
-    try:
-        text = strip_reasoning(text)
-        if cut:
-            text = _complete_part(template, text)
-        match template.answer:
-            case "flex":
-                return parse_flex(text)
-            case "scores":
-                return None, parse_scores(text, template.scores, template.pattern)
-            case "json":
-                return None, parse_json_scores(text, template.scores)
-            case "marks":
-                return None, parse_marks(text)
-            case kind:
-                return {"plain": parse_plain, "think": parse_think, "edit": parse_edit}[kind](text), {}
-    except Unreadable as error:
-        hint = f"; it was cut off (max_tokens is {template.max_tokens}; raise it in the template)" if cut else ""
-        raise Unreadable(f"{error}{hint}") from error
+    """Parse a text answer to `template` into (value, parts); Unreadable if it contains neither, or was cut off."""
+    if cut:
+        raise Unreadable(
+            f"the answer was cut off (max_tokens is {template.max_tokens}; raise it in the template): {text[-80:]!r}"
+        )
+    text = strip_reasoning(text)
+    match template.answer:
+        case "think":
+            return _winner(_between(text, _ANSWER)), {}
+        case "flex":
+            return parse_flex(text)
+        case "scores":
+            return None, parse_scores(text, template.scores, template.pattern)
+        case "json":
+            return None, parse_json_scores(text, template.scores)
+        case "marks":
+            return None, parse_marks(text)
+    return parse_plain(text), {}
 
 
 def strip_reasoning(text: str) -> str:
@@ -80,51 +75,46 @@ def strip_reasoning(text: str) -> str:
     return said
 
 
-def _complete_part(template: Template, text: str) -> str:
-    """The reliable part of a truncated answer: closed tags and braces, or complete score lines."""
-    if template.answer in ("think", "flex", "json", "marks") or (template.answer == "edit" and _TAG.search(text)):
-        return text
-    if template.answer == "scores":
-        return text.rpartition("\n")[0] if template.pattern.rstrip().endswith("{value}") else text
-    raise Unreadable(f"expected a complete answer, got {text[-80:]!r}")
+def _bare(text: str) -> str:
+    """The text without markup and repeated spaces, line by line."""
+    return "\n".join(" ".join(line.split()) for line in _MARKUP.sub("", text).splitlines())
 
 
-def _bare(line: str) -> str:
-    """Strip markup, quotes, bullets and repeated spaces from a line; a minus sign before a digit is kept."""
-    return _BULLET.sub("", " ".join(_MARKUP.sub("", line).split())).rstrip(_EDGE)
+def _between(text: str, tag: re.Pattern[str]) -> str:
+    """The text inside the one opening and closing tag; Unreadable if there are others, or none."""
+    tags = tag.findall(text)
+    if [found[1] == "/" for found in tags] != [False, True]:
+        raise Unreadable(f"expected one {tag.pattern.replace('/?', '')}, found {len(tags)} tags in {text[-80:]!r}")
+    return tag.split(text)[1]
 
 
 def _short_verdict(text: str) -> float | None:
     """'Image 1', 'Video 2 is better.', '1', 'tie' … -> 1.0, 0.0 or 0.5; None if the text says anything else."""
-    whole = _bare(text).rstrip(".! ").strip(_EDGE)
-    if match := _ONLY.fullmatch(whole) or _STATED.fullmatch(whole):
-        return 2.0 - int(match[1])
+    whole = _bare(text).strip(_EDGE)
+    if match := _ONLY.fullmatch(whole):
+        return 2.0 - int(match[1] or match[2])
     return 0.5 if _TIE.fullmatch(whole) else None
 
 
+def _winner(value: Any) -> float:
+    verdict = None if isinstance(value, bool) else _short_verdict(str(value))
+    if verdict is None:
+        raise Unreadable(f"expected 'Image 1', 'Image 2' or 'tie', got {str(value)[:80]!r}")
+    return verdict
+
+
 def parse_plain(text: str) -> float:
-    """A short verdict, or a longer answer that ends with the sentence 'Image k is better' and nowhere has the other."""
+    """The verdict inside <answer>…</answer> if there is one; else a short verdict, or a longer answer that ends with
+    the sentence 'Image k is better' and nowhere has the other."""
+    if _ANSWER.search(text):
+        return _winner(_between(text, _ANSWER))
     if (short := _short_verdict(text)) is not None:
         return short
-    sentences = [part for line in text.splitlines() for part in _SENTENCE.findall(_bare(line)) if part.strip(_EDGE)]
-    verdicts = [_STATED.fullmatch(s.strip(_EDGE).rstrip(".!; ").strip(_EDGE)) for s in sentences]
-    stated = {match[1] for match in verdicts if match}
-    if len(stated) != 1 or verdicts[-1] is None:
+    bare = _bare(text)
+    stated = list(_STATED.finditer(bare))
+    if len({match[1] for match in stated}) != 1 or bare[stated[-1].end() :].strip(_EDGE):
         raise Unreadable(f"expected an answer that ends with 'Image k is better', got {text[-80:]!r}")
-    return 2.0 - int(stated.pop())
-
-
-def parse_think(text: str) -> float:
-    """The verdict inside the one <answer>…</answer> that follows the reasoning."""
-    tags = [tag.lower() for tag in _TAG.findall(text)]
-    if tags != ["<answer>", "</answer>"]:
-        raise Unreadable(f"expected one <answer>…</answer>, found {len(tags)} tags in {text[-80:]!r}")
-    return _winner(_TAG.split(text)[1])
-
-
-def parse_edit(text: str) -> float:
-    """'Edited image k is better' inside <answer>…</answer> if there is one, else in what follows the reasoning."""
-    return parse_think(text) if _TAG.search(text) else parse_plain(text)
+    return 2.0 - int(stated[0][1])
 
 
 def parse_flex(text: str) -> tuple[float, dict[str, float]]:
@@ -135,58 +125,26 @@ def parse_flex(text: str) -> tuple[float, dict[str, float]]:
     parts: dict[str, float] = {}
     categories = value.get("categories")
     for index, item in enumerate(categories if isinstance(categories, list) else []):
-        name = item.get("name", item.get("category", index)) if isinstance(item, dict) else None
-        if name is None or str(name) in parts:
-            continue
         try:
-            parts[str(name)] = _winner(item.get("cat_winner"))
-        except Unreadable:
+            parts.setdefault(str(item.get("name", index)), _winner(item.get("cat_winner")))
+        except (Unreadable, AttributeError):
             continue  # only this category is missing; the verdict still counts
     return _winner(value["winner"]), parts
 
 
-def _winner(value: Any) -> float:
-    if not isinstance(value, bool) and isinstance(value, str | int):
-        verdict = _short_verdict(str(value))
-        if verdict is not None:
-            return verdict
-    raise Unreadable(f"expected 'Image 1', 'Image 2' or 'tie', got {str(value)[:80]!r}")
-
-
 def parse_scores(text: str, names: tuple[tuple[str, float, float], ...], pattern: str) -> dict[str, float]:
-    """Named scores from lines matching `pattern`; a score out of range, or stated with two values, is left out."""
-    item, whole_line = _score_patterns(names, pattern)
-    seen: set[tuple[str, float]] = set()
-    stated: set[tuple[str, float]] = set()
-    for line in map(_bare, text.splitlines()):
-        in_line = {((m.groupdict().get("name") or "").casefold(), float(m["value"])) for m in item.finditer(line)}
-        seen |= in_line
-        stated |= in_line if whole_line.fullmatch(line) else set()
+    """Named scores from lines that are `pattern`; a score out of range, or stated with two values, is left out."""
+    lines = [line.lstrip(" #>•-") for line in _bare(text).splitlines()]
     values: dict[str, float] = {}
     for name, low, high in names:
-        said, sure = ({v for key, v in pairs if key in ("", name.casefold())} for pairs in (seen, stated))
-        if len(said) == 1 and said == sure and low <= min(said) <= high:
+        before, after = (re.escape(part.strip()) for part in pattern.replace("{name}", name).split("{value}"))
+        score_line = re.compile(rf"{before}{_NUMBER}{after}\.?", re.I | re.A)
+        said = {float(match[1]) for match in map(score_line.fullmatch, lines) if match}
+        if len(said) == 1 and low <= min(said) <= high:
             values[name] = said.pop()
     if not values:
         raise Unreadable(f"expected a line {pattern!r} with a number in its range, got {text[-80:]!r}")
     return values
-
-
-@lru_cache(maxsize=256)
-def _score_patterns(
-    names: tuple[tuple[str, float, float], ...], pattern: str
-) -> tuple[re.Pattern[str], re.Pattern[str]]:
-    """Two regexes: one score (`pattern` with a name and a number), and a line that states only such scores."""
-    parts = {
-        "{name}": f"(?P<name>{'|'.join(re.escape(name) for name, *_ in names)})",
-        "{value}": rf"(?P<value>{_NUMBER})(?!\w|[.,]\d)",
-    }
-    pieces = [piece for piece in re.split(r"(\{name\}|\{value\})", pattern) if piece.strip()]
-    item = r"(?<!\w)" + r"\s*".join(parts.get(p) or r"\s*".join(map(re.escape, p.split())) for p in pieces)
-    score = item.replace("?P<name>", "?:").replace("?P<value>", "?:")
-    score += rf"(?:\s*(?:/|out of)\s*{max(high for *_, high in names):g}(?!\w|\.\d))?"
-    line = rf"(?:\d+[.)]\s+)?{score}(?:[ ,;|.]*{score})*\s*\.?"
-    return re.compile(item, re.I | re.A), re.compile(line, re.I | re.A)
 
 
 def parse_json_scores(text: str, names: tuple[tuple[str, float, float], ...]) -> dict[str, float]:
@@ -194,47 +152,28 @@ def parse_json_scores(text: str, names: tuple[tuple[str, float, float], ...]) ->
     value = _json_object(text).get("score")
     if not isinstance(value, list) or len(value) != len(names):
         raise Unreadable(f"expected a JSON object with 'score': a list of {len(names)} numbers, got {text[:80]!r}")
-    scores: dict[str, float] = {}
     for item, (name, low, high) in zip(value, names, strict=True):
-        if isinstance(item, bool) or not isinstance(item, int | float) or not low <= item <= high:
+        if type(item) not in (int, float) or not low <= item <= high:
             raise Unreadable(f"score '{name}' must be a number from {low:g} to {high:g}, got {str(item)[:40]}")
-        scores[name] = float(item)
-    return scores
+    return {name: float(item) for item, (name, *_) in zip(value, names, strict=True)}
 
 
 def parse_marks(text: str) -> dict[str, float]:
     """{'1': 1.0, '2': 0.0, …}: the zeros and ones inside the only <score>[…]</score>, keyed by position."""
-    tags = [tag.lower() for tag in _SCORE_TAG.findall(text)]
-    if tags != ["<score>", "</score>"]:
-        raise Unreadable(f"expected one <score>…</score>, found {len(tags)} tags in {text[-80:]!r}")
-    listed = _SCORE_TAG.split(text)[1].strip()
+    listed = _between(text, _SCORE).strip()
     if not _MARKS.fullmatch(listed):
         raise Unreadable(f"expected a list of 0 and 1 inside <score>…</score>, got {listed[:80]!r}")
     return {str(k): float(mark) for k, mark in enumerate(re.findall("[01]", listed), start=1)}
 
 
 def _json_object(text: str) -> dict[str, Any]:
-    """Parse the text from the first brace to the last as one JSON object, tolerating trailing commas."""
-    start, end = text.find("{"), text.rfind("}")
-    body = text[start : end + 1] if 0 <= start < end else "null"
+    """Parse the text from the first brace to the last as one JSON object; line breaks inside strings are allowed."""
     try:
-        try:
-            value = json.loads(body, object_pairs_hook=_unique_keys, strict=False)  # allow line breaks inside strings
-        except json.JSONDecodeError:
-            value = json.loads(_COMMA.sub("", body), object_pairs_hook=_unique_keys, strict=False)
+        value = json.loads(text[text.find("{") : text.rfind("}") + 1], strict=False)
     except (ValueError, RecursionError) as error:
         raise Unreadable(f"expected one JSON object, got {text[:80]!r} ({error})") from error
     if not isinstance(value, dict):
         raise Unreadable(f"expected one JSON object, got {text[:80]!r}")
-    return value
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object as a dict; Unreadable if a key occurs twice with different values."""
-    value = dict(pairs)
-    for key, item in pairs:
-        if value[key] != item:
-            raise Unreadable(f"the answer's JSON has {key!r} twice, with different values")
     return value
 
 
@@ -247,24 +186,48 @@ def label_logprobs(
     too (None: exact matches only). A label that the server does not list gets the upper bound min(lowest listed,
     log(1 − Σ listed)), Σ over probabilities. Raises Unreadable if neither label is listed.
     """
+    listed = _first_tokens(choice)
+    first, second = (
+        [v for token, v in listed.items() if spelled(token, variants) == spelled(label, variants)] for label in labels
+    )
+    if not first and not second:
+        _refuse_thinking(listed)
+        raise Unreadable(f"neither label {labels} is among the judge's {len(listed)} likeliest tokens")
+    first, second = first or [_max_unlisted_logprob(listed)], second or [_max_unlisted_logprob(listed)]
+    with np.errstate(invalid="ignore"):  # NaN stays NaN
+        return float(np.logaddexp.reduce(first)), float(np.logaddexp.reduce(second))
+
+
+def word_probability(choice: Mapping[str, Any], words: tuple[str, str]) -> float:
+    """Probability that the first generated token of a `choice` is one of `words`, up to white space and case; if none
+    is listed, the largest that it can have. A probability, not a share of two labels: any other word is a wrong answer.
+    """
+    listed = _first_tokens(choice)
+    spelt = {spelled(word, True) for word in words}
+    found = [v for token, v in listed.items() if spelled(token, True) in spelt]
+    if not found:
+        _refuse_thinking(listed)
+        found = [_max_unlisted_logprob(listed)]
+    if math.isnan(sum(found)):
+        raise Unreadable("the server's logprobs are not numbers")
+    return min(1.0, math.fsum(math.exp(v) for v in found))
+
+
+def _first_tokens(choice: Mapping[str, Any]) -> dict[str, float]:
+    """Log-probabilities of the likeliest first tokens. Unreadable if the server sent none."""
     logprobs = choice.get("logprobs")
     content = logprobs.get("content") if isinstance(logprobs, dict) else None
     if not content:
         raise Unreadable("the server sent no logprobs; serve with logprobs on, or use a template with answer: plain")
     try:
-        listed = {str(t["token"]): float(t["logprob"]) for t in content[0]["top_logprobs"]}
+        return {str(t["token"]): float(t["logprob"]) for t in content[0]["top_logprobs"]}
     except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
         raise Unreadable(f"the server's logprobs have no readable top_logprobs ({error!r})") from error
-    first, second = (
-        [v for token, v in listed.items() if spelled(token, variants) == spelled(label, variants)] for label in labels
-    )
-    if not first and not second and any("think" in token for token in listed):
+
+
+def _refuse_thinking(listed: Mapping[str, float]) -> None:
+    if any("think" in token for token in listed):
         raise Unreadable(f"the judge begins to think instead of answering with a label: {NO_THINKING}")
-    if not first and not second:
-        raise Unreadable(f"neither label {labels} is among the judge's {len(listed)} likeliest tokens")
-    first, second = first or [_max_unlisted_logprob(listed)], second or [_max_unlisted_logprob(listed)]
-    with np.errstate(invalid="ignore"):  # NaN stays NaN
-        return float(np.logaddexp.reduce(first)), float(np.logaddexp.reduce(second))
 
 
 def _max_unlisted_logprob(listed: Mapping[str, float]) -> float:

@@ -1,9 +1,8 @@
-"""Request bodies for OpenAI chat completions with images, and a record of which images a server already holds.
+"""Request bodies for OpenAI chat completions with images.
 
 Each medium is encoded and base64-encoded once. Its id is the hash of the encoded bytes, so an id always stands for the
 same pixels. The rubric precedes the images, and labels follow a prefill, so that the server's prefix cache gets hits.
-Invariants: the joined parts are valid JSON for any prompt; the first request with a medium carries its data and later
-ones refer to it by id; a request that waits for a medium is not uploading one, so requests cannot deadlock.
+Invariant: the joined parts are valid JSON for any prompt.
 """
 
 from __future__ import annotations
@@ -13,12 +12,11 @@ import base64
 import hashlib
 import io
 import json
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Generic, TypeVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
 from PIL import Image
@@ -28,9 +26,7 @@ from prefgrpo.judge.template import SOURCE, Template
 
 FRAMES = 8
 """Number of frames of a clip shown to the judge, evenly spaced from first to last."""
-_KNOWN_MEDIA = 8192
-_MIN_MISSES = 16
-_GRACE_S = 0.1
+_GRACE_S = 0.25
 T = TypeVar("T")
 
 
@@ -53,13 +49,48 @@ class Encoded:
     images: tuple[tuple[str, bytes], ...]
     """(id, JSON content part with its data, lacking the closing brace) of the image or of each frame."""
 
-    def part(self, carried: Collection[str] | None) -> bytes:
-        """The content parts: data only if `carried` is None; data and id if it contains our uuid; else id only."""
+    def part(self, carried: set[Encoded] | None) -> bytes:
+        """The content parts: data only if `carried` is None; data and id if we are among them; else id only."""
         if carried is None:
             return b",".join(data + b"}" for _, data in self.images)
         by_id = b'{"type":"image_url","image_url":null'
-        shown = [(uuid, data if self.uuid in carried else by_id) for uuid, data in self.images]
+        shown = [(uuid, data if self in carried else by_id) for uuid, data in self.images]
         return b",".join(b'%s,"uuid":"%s"}' % (data, uuid.encode()) for uuid, data in shown)
+
+
+class MediaIds:
+    """Which media a server holds, so that later requests name them by id instead of sending them again.
+
+    The first request with a medium carries its data. Others with it wait for that answer, at most _GRACE_S: a server
+    has a medium once it has read the request, long before it answers.
+    """
+
+    def __init__(self) -> None:
+        self.supported = False
+        self.sent: WeakKeyDictionary[Encoded, asyncio.Event] = WeakKeyDictionary()
+        """Medium → set when it may be named."""
+        self.unnamed: WeakSet[Encoded] = WeakSet()
+        """Media of failed requests, which are sent with data and without id from then on: vLLM's API process may
+        believe that the engine has an image which it has not, and would drop the data that comes with the same id."""
+
+    async def claim(self, media: set[Encoded]) -> set[Encoded] | None:
+        """The media whose data a request must carry (None: all, without ids). Send it at once, then `release`."""
+        while waiting := [self.sent[m] for m in media if m in self.sent and not self.sent[m].is_set()]:
+            await waiting[0].wait()
+        if not self.supported or not self.unnamed.isdisjoint(media):
+            return None
+        carried = {m for m in media if m not in self.sent}
+        for medium in carried:
+            self.sent[medium] = asyncio.Event()
+            asyncio.get_running_loop().call_later(_GRACE_S, self.sent[medium].set)
+        return carried
+
+    def release(self, carried: set[Encoded] | None, answered: bool) -> None:
+        """The request that carried these media has ended."""
+        for medium in carried or ():
+            self.sent[medium].set()
+            if not answered:
+                del self.sent[medium]
 
 
 def encode(media: Media, image_format: str, max_pixels: int = 0) -> Encoded:
@@ -119,12 +150,8 @@ def chat_body(
     texts: Mapping[str, str],
     media: Sequence[bytes],
     source: Sequence[bytes] = (),
-    options: Mapping[str, Any] | None = None,
 ) -> bytes:
-    """Build the request from a template, its texts by marker name, and the content parts of media and source images.
-
-    options: other fields of the request.
-    """
+    """Build the request from a template, its texts by marker name, and the content parts of media and source images."""
     parts: list[bytes] = []
     for part in template.parts(texts):
         if part == SOURCE:
@@ -132,10 +159,7 @@ def chat_body(
         else:
             parts.append(media[part] if isinstance(part, int) else _text(part))
     head = b'{"model":' + _json(model) + b',"messages":[{"role":"user","content":['
-    tail = _tail(template)
-    if options:
-        tail = tail[:-1] + b"," + _json(options)[1:]
-    return head + b",".join(parts) + b"]" + tail
+    return head + b",".join(parts) + b"]" + _tail(template)
 
 
 @lru_cache(maxsize=32)
@@ -146,7 +170,7 @@ def _tail(template: Template) -> bytes:
     if template.prefill:
         turn = b"}," + _json({"role": "assistant", "content": template.prefill}) + b"]"
         fields |= {"continue_final_message": True, "add_generation_prompt": False}
-    if template.answer == "soft":
+    if template.answer in ("soft", "word"):
         fields |= {"logprobs": True, "top_logprobs": 20}
     return turn + b"," + _json(fields)[1:]
 
@@ -161,75 +185,3 @@ def _text(text: str) -> bytes:
 
 def _json(value: Any) -> bytes:
     return json.dumps(value, separators=(",", ":")).encode()
-
-
-class MediaIds:
-    """Which media one server holds, so that later requests refer to them by id instead of resending the data.
-
-    A server has a medium once it has read the request that carries it, long before it answers that request. Other
-    requests with the medium are therefore sent `grace_s` after the first, or on its answer if that comes sooner, and
-    are repeated with data if the server did not know the medium yet.
-    """
-
-    def __init__(self) -> None:
-        self.grace_s = _GRACE_S
-        self.known: OrderedDict[str, bool] = OrderedDict()
-        """Media that the server holds (True), or that are sent without id (False)."""
-        self.requests = 0
-        self.misses = 0
-        self._uploads: dict[str, asyncio.Event] = {}
-
-    def enabled(self, supported: bool) -> bool:
-        """Whether to send ids instead of data: not to a server that loses media (several API processes on one port)."""
-        unreliable = self.misses >= _MIN_MISSES and self.misses > 0.2 * self.requests
-        return supported and not unreliable
-
-    def trusts(self, media: Collection[str]) -> bool:
-        """Whether a request with these media may have ids."""
-        return bool(media) and all(self.known.get(uuid, True) for uuid in media)
-
-    def distrust(self, media: Collection[str]) -> None:
-        """Send these media without their ids from now on."""
-        self._set(media, False)
-
-    def busy(self, media: Collection[str]) -> list[asyncio.Event]:
-        """For each medium that another request is uploading: the event after which it may be referred to by id."""
-        return [event for uuid in media if (event := self._uploads.get(uuid)) and not event.is_set()]
-
-    async def uploaded(self, media: Collection[str]) -> None:
-        """Wait until no other request is uploading any of these media."""
-        while events := self.busy(media):
-            await events[0].wait()
-
-    def claim(self, media: Collection[str]) -> tuple[set[str], bool]:
-        """(media that this request must carry, whether it names others before their upload is answered).
-
-        The caller must send the request at once, then call `finish`.
-        """
-        early = any(uuid in self._uploads for uuid in media)
-        carried = {uuid for uuid in media if uuid not in self.known and uuid not in self._uploads}
-        for uuid in carried:
-            self._uploads[uuid] = asyncio.Event()
-            asyncio.get_running_loop().call_later(self.grace_s, self._uploads[uuid].set)
-        return carried, early
-
-    def finish(self, carried: Collection[str], success: bool) -> None:
-        """Call when the request that carried these media has ended; wakes the requests that wait for them."""
-        self._set(carried if success else (), True)
-        for uuid in carried:
-            self._uploads.pop(uuid).set()
-
-    def count(self, missed: bool, early: bool) -> None:
-        """Count a request that used ids. A miss of one that came early doubles the grace period instead."""
-        if missed and early:
-            self.grace_s *= 2
-        else:
-            self.requests += 1
-            self.misses += missed
-
-    def _set(self, media: Collection[str], held: bool) -> None:
-        for uuid in media:
-            self.known[uuid] = held
-            self.known.move_to_end(uuid)
-        while len(self.known) > _KNOWN_MEDIA:
-            self.known.popitem(last=False)

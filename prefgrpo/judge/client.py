@@ -9,28 +9,30 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import threading
 import time
-from collections.abc import Collection, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import WeakKeyDictionary
 
 from prefgrpo.config.schema import JudgeConfig
 from prefgrpo.data.media import Media
-from prefgrpo.judge import answers, traffic
-from prefgrpo.judge.body import Encoded, EncodeError, Encodings, chat_body, encode
-from prefgrpo.judge.endpoint import describe_error
+from prefgrpo.judge import answers
+from prefgrpo.judge.body import Encoded, EncodeError, Encodings, MediaIds, chat_body, encode
+from prefgrpo.judge.http import PATIENCE_S, Endpoint, Failure, HttpPool, describe_error
 from prefgrpo.judge.loop import loop_thread
-from prefgrpo.judge.pool import HttpPool, SendError
 from prefgrpo.judge.template import Template, load_template, shipped_templates
-from prefgrpo.judge.verdict import MIN_LABEL_MASS, Answer, Pair, PairJudge, Verdict, two_label_softmax
+from prefgrpo.judge.verdict import MIN_LABEL_MASS, Pair, PairJudge, Verdict, did_you_mean, two_label_softmax
 
 _PATH = "/v1/chat/completions"
 MAX_PIXELS = 2048 * 2048
 """Larger images are sent smaller."""
+IDS_FROM = (0, 32)
+"""First vLLM to which images are sent by id: it recovers if its API process and engine disagree on which they hold
+(vLLM pull request 46747); before, such an image could stop the engine. Tested with 0.32."""
+_MISS = ("Cache miss for", "Failed to apply")
+"""vLLM's refusals of a request that names a medium which it does not hold."""
 _CUT = ("length", "abort", "content_filter", "error")
 """Finish reasons of a truncated answer."""
 T = TypeVar("T")
@@ -43,23 +45,21 @@ class JudgeClient:
 
     def __init__(self, config: JudgeConfig) -> None:
         self.config = config
-        self.pool = HttpPool(config)
-        self.users = 0
-        self._first_model = ""
-        options = config.chat_template_kwargs
-        self._options: dict[str, Any] = {"chat_template_kwargs": options} if options else {}
+        self.model = config.model
+        self.pool = HttpPool(
+            config.endpoints,
+            self._check,
+            concurrency=config.concurrency,
+            patience_s=config.deadline_s or PATIENCE_S,
+            key_env=config.api_key_env,
+        )
+        self.ids = {endpoint.url: MediaIds() for endpoint in self.pool.endpoints}
         self.encodings = Encodings(lambda media: encode(media, config.image_format, MAX_PIXELS))
-        self._asked: WeakKeyDictionary[Media, dict[_Key, _Shared]] = WeakKeyDictionary()
+        self._asked: WeakKeyDictionary[Media, dict[_Key, asyncio.Future[Verdict]]] = WeakKeyDictionary()
 
     def run(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Run a coroutine that calls `answer` on the event loop."""
         return loop_thread().submit(work)
-
-    def close(self) -> None:
-        """Drop one user; the last one stops health probes (the process's connection pool stays open for others)."""
-        self.users -= 1
-        if self.users <= 0:
-            self.pool.close()
 
     async def answer(
         self,
@@ -68,7 +68,7 @@ class JudgeClient:
         media: Sequence[Media],
         source: Sequence[Media] = (),
         once: bool = False,
-    ) -> Answer:
+    ) -> Verdict:
         """The answer to one question. Never raises; runs on the event loop (`run`).
 
         values: texts of the template's markers by name; media: for {media_1} …; source: for {source}.
@@ -76,80 +76,82 @@ class JudgeClient:
         """
         start = time.monotonic()
         if template.takes_source and not source:
-            return Answer(None, f"template '{template.name}' needs a source image, but the sample has none")
+            return Verdict(None, f"template '{template.name}' needs a source image, but the sample has none")
         try:
-            shown = [await self.encodings.get(m) for m in media]
-            before = [await self.encodings.get(m) for m in source] if template.takes_source else []
+            encoded = [await self.encodings.get(m) for m in media]
+            sources = [await self.encodings.get(m) for m in source] if template.takes_source else []
         except EncodeError as error:
-            return Answer(None, str(error), time.monotonic() - start)
+            return Verdict(None, str(error), time.monotonic() - start)
         if not once or not media:
-            return await self._request(template, values, shown, before)
-        key = (template, tuple(sorted(values.items())), tuple(e.uuid for e in shown), tuple(e.uuid for e in before))
+            return await self._request(template, values, encoded, sources)
+        key = (template, tuple(sorted(values.items())), tuple(e.uuid for e in encoded), tuple(e.uuid for e in sources))
         asked = self._asked.setdefault(media[0], {})
-        if key not in asked or asked[key].failed:
-            asked[key] = _Shared(asyncio.ensure_future(self._request(template, values, shown, before)))
-        return await asked[key].answer()
+        if key not in asked or (asked[key].done() and asked[key].result().reason):
+            asked[key] = asyncio.ensure_future(self._request(template, values, encoded, sources))
+        return await asyncio.shield(asked[key])
 
     async def _request(
         self, template: Template, values: Mapping[str, str], media: list[Encoded], source: list[Encoded]
-    ) -> Answer:
+    ) -> Verdict:
         """Send a question and parse the answer."""
         start = time.monotonic()
-        traffic.count(questions=1)
+        timeout_s = self.config.timeout_s or template.timeout_s
 
-        def write(carried: Collection[str] | None) -> bytes:
-            shown = [e.part(carried) for e in media]
-            before = [e.part(carried) for e in source]
-            return chat_body(self.pool.model, template, values, shown, before, self._options)
+        def body(carried: set[Encoded] | None) -> bytes:
+            parts = [e.part(carried) for e in media]
+            source_parts = [e.part(carried) for e in source]
+            return chat_body(self.model, template, values, parts, source_parts)
+
+        async def attempt(endpoint: Endpoint) -> dict[str, Any]:
+            return first_choice(endpoint.url, await self._post(endpoint, body, {*media, *source}, timeout_s))
 
         try:
-            uuids = [e.uuid for e in (*media, *source)]
-            reply = await self.pool.send(_PATH, write, self._choice, uuids, template.timeout_s)
-        except SendError as error:
-            return Answer(None, str(error), time.monotonic() - start, retries=error.retries)
-        answer = Answer(None, "", time.monotonic() - start, retries=reply.retries)
+            choice, retries = await self.pool.send(attempt)
+        except Failure as error:
+            return Verdict(None, str(error), time.monotonic() - start)
+        return replace(read(template, choice), latency_s=time.monotonic() - start, retries=retries)
+
+    async def _post(
+        self, endpoint: Endpoint, body: Callable[[set[Encoded] | None], bytes], media: set[Encoded], timeout_s: float
+    ) -> bytes:
+        """The reply to a question, which names by id the media that the server holds."""
+        ids = self.ids[endpoint.url]
+        carried = await ids.claim(media)
+        answered = False
         try:
-            answer = read(template, reply.value, answer)
-        except answers.Unreadable as error:
-            answer = replace(answer, reason=str(error))
-        if answer.reason:
-            traffic.count(unread=1, wasted_us=reply.spent_us)
-        return answer
-
-    def _choice(self, url: str, payload: bytes) -> dict[str, Any]:
-        """The first choice; Unreadable unless the reply names the requested model or the one in the first reply (a
-        proxy may use a different name)."""
-        choice, model = first_choice(url, payload)
-        self._first_model = self._first_model or model
-        if model not in ("", self._first_model, self.pool.model):
-            raise answers.Unreadable(
-                f"{url}: the model '{self.pool.model}' was requested and '{model[:80]}' answered, before that "
-                f"'{self._first_model[:80]}'; expected one model throughout a run"
-            )
-        return choice
-
-
-class _Shared:
-    """A request shared by several callers; it is cancelled when the last of them cancels."""
-
-    def __init__(self, task: asyncio.Future[Answer]) -> None:
-        self.task = task
-        self.waiting = 0
-        self.given_up = False
-
-    @property
-    def failed(self) -> bool:
-        """Whether the question has to be asked again."""
-        return self.given_up or (self.task.done() and (self.task.cancelled() or bool(self.task.result().reason)))
-
-    async def answer(self) -> Answer:
-        self.waiting += 1
-        try:
-            return await asyncio.shield(self.task)
+            payload = await endpoint.post(_PATH, body(carried), timeout_s)
+            answered = True
+            return payload
+        except Failure as failure:
+            if carried is None:
+                raise
+            ids.unnamed.update(media)
+            if not any(text in str(failure) for text in _MISS):
+                raise
         finally:
-            self.waiting -= 1
-            if not self.waiting and not self.task.done():
-                self.given_up = self.task.cancel()
+            ids.release(carried, answered)
+        return await endpoint.post(_PATH, body(None), timeout_s)
+
+    async def _check(self, endpoint: Endpoint) -> str:
+        """Why a server must not be asked: it is down, or serves another model, which some servers do not refuse."""
+        status, _ = await endpoint.get("/health")
+        if status >= 500:  # not every server implements it
+            return f"/health answered {status}"
+        status, raw = await endpoint.get("/v1/models")
+        served = _models(raw) if status == 200 else []
+        if not served:
+            advice = "; is api_key_env the environment variable of its key?" if status in (401, 403) else ""
+            return f"lists no model: /v1/models answered {status}{advice}; expected an OpenAI-compatible server"
+        if not self.model and len(served) > 1:
+            return f"serves several models ({', '.join(served)}); set the judge's model to one of them"
+        model = self.model or served[0]
+        if model not in served:
+            hint = did_you_mean(model, served)
+            return f"serves {', '.join(served)}, not '{model}'{hint}; set the judge's model to a served name"
+        self.model = model
+        _, version = await endpoint.get("/version")
+        self.ids[endpoint.url].supported = takes_ids(version)
+        return ""
 
 
 class HttpJudge(PairJudge):
@@ -174,7 +176,7 @@ class HttpJudge(PairJudge):
     def submit(self, prompt: str, first: Media, second: Media, source: Sequence[Media] = ()) -> Future[Verdict]:
         """Send one pair; the future always ends with a Verdict unless it is cancelled."""
         template = self.clip_template if first.clip or second.clip else self.template
-        return self.client.run(self._judge(template, prompt, (first, second), tuple(source)))
+        return self.client.run(self.client.answer(template, {"prompt": prompt}, (first, second), tuple(source)))
 
     def judge_group(
         self, prompt: str, media: Sequence[Media], pairs: Sequence[Pair], source: Sequence[Media] = ()
@@ -183,65 +185,69 @@ class HttpJudge(PairJudge):
         futures = [self.submit(prompt, media[i], media[j], source) for i, j in pairs]
         return [f.result() for f in futures]
 
-    def close(self) -> None:
-        """Release the client."""
-        self.client.close()
 
-    async def _judge(
-        self, template: Template, prompt: str, pair: tuple[Media, Media], source: tuple[Media, ...]
-    ) -> Verdict:
-        return Verdict(**vars(await self.client.answer(template, {"prompt": prompt}, pair, source)))
-
-
-_clients: WeakValueDictionary[tuple[int, str], JudgeClient] = WeakValueDictionary()
-_lock = threading.Lock()
+_clients: dict[str, JudgeClient] = {}
 
 
 def shared_client(config: JudgeConfig) -> JudgeClient:
-    """This process's client for a config's servers and options. Call `close` when done."""
-    config = replace(config, endpoints=tuple(config.endpoints))
-    key = (os.getpid(), repr(config))
-    with _lock:
-        client = _clients.get(key)
-        if client is None:
-            client = _clients[key] = JudgeClient(config)
-        client.users += 1
-        return client
+    """This process's client for a config's servers and options."""
+    key = repr(replace(config, endpoints=tuple(config.endpoints)))
+    if key not in _clients:
+        _clients[key] = JudgeClient(config)
+    return _clients[key]
 
 
-def first_choice(url: str, payload: bytes) -> tuple[dict[str, Any], str]:
-    """(first choice of a chat completion, name of the model or ''); Unreadable if there is no choice."""
+def first_choice(url: str, payload: bytes) -> dict[str, Any]:
+    """The first choice of a chat completion; Unreadable if there is none."""
     try:
-        value = json.loads(payload)
-        choices = value["choices"]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        choice = json.loads(payload)["choices"][0]
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise answers.Unreadable(
             f"{url} sent no readable chat completion ({describe_error(error)}): {payload[:80]!r}"
         ) from error
-    if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
-        raise answers.Unreadable(f"{url} sent a chat completion without choices")
-    model = value.get("model")
-    return choices[0], model if isinstance(model, str) else ""
+    if not isinstance(choice, dict):
+        raise answers.Unreadable(f"{url} sent a chat completion whose choice is no object: {payload[:80]!r}")
+    return choice
 
 
-def read(template: Template, choice: Mapping[str, Any], answer: Answer) -> Answer:
-    """`answer`, filled in from a choice as the template specifies; Unreadable if the choice contains nothing usable."""
-    if template.answer == "soft" and template.labels:
-        first, second = answers.label_logprobs(choice, template.labels, template.variants)
-        value, reason = two_label_softmax(first, second, MIN_LABEL_MASS)
-        return replace(answer, value=value, reason=reason, raw=f"logp {first:.4f} {second:.4f}")
+def read(template: Template, choice: Mapping[str, Any]) -> Verdict:
+    """What a choice says, as the template specifies; missing, with the reason, if it contains nothing usable."""
     message = choice.get("message")
     message = message if isinstance(message, dict) else {}
     text = message.get("content")
-    if not isinstance(text, str) and (message.get("reasoning") or message.get("reasoning_content")):
-        raise answers.Unreadable(
-            f"the judge only thought, for max_tokens = {template.max_tokens}: {answers.NO_THINKING}"
-        )
-    if not isinstance(text, str):
-        raise answers.Unreadable("the server's answer has no text")
-    text = text.encode("utf-8", "replace").decode()  # a lone surrogate cannot be written to a log
+    raw = text if isinstance(text, str) else str(choice)[:200]
+    raw = raw.encode("utf-8", "replace").decode()  # a lone surrogate cannot be written to a log
     try:
-        value, parts = answers.parse_answer(template, text, choice.get("finish_reason") in _CUT)
+        if template.answer == "soft" and template.labels:
+            first, second = answers.label_logprobs(choice, template.labels, template.variants)
+            value, reason = two_label_softmax(first, second, MIN_LABEL_MASS)
+            return Verdict(value, reason, raw=f"logp {first:.4f} {second:.4f}")
+        if template.answer == "word" and template.labels:
+            return Verdict(answers.word_probability(choice, template.labels))
+        if not isinstance(text, str) and (message.get("reasoning") or message.get("reasoning_content")):
+            raise answers.Unreadable(
+                f"the judge only thought, for max_tokens = {template.max_tokens}: {answers.NO_THINKING}"
+            )
+        if not isinstance(text, str):
+            raise answers.Unreadable("the server's answer has no text")
+        value, parts = answers.parse_answer(template, raw, choice.get("finish_reason") in _CUT)
+        return Verdict(value, raw=raw, parts=parts)
     except answers.Unreadable as error:
-        return replace(answer, reason=str(error), raw=text)
-    return replace(answer, value=value, parts=parts, raw=text)
+        return Verdict(None, str(error), raw=raw)
+
+
+def _models(raw: bytes) -> list[str]:
+    """The models in a reply of /v1/models; none in another reply."""
+    try:
+        return [str(row["id"]) for row in json.loads(raw)["data"]]
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return []
+
+
+def takes_ids(version: bytes) -> bool:
+    """Whether a reply of /version is from a vLLM that may get images by id (IDS_FROM)."""
+    try:
+        major, minor, *_ = json.loads(version)["version"].split(".")
+        return (int(major), int(minor)) >= IDS_FROM
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return False

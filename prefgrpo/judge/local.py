@@ -13,7 +13,6 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer, DynamicCache
 
 from prefgrpo.data.media import Media
-from prefgrpo.judge.template import SOURCE, label_ids, load_template
+from prefgrpo.judge.template import SOURCE, Template, load_template, spelled
 from prefgrpo.judge.verdict import MIN_LABEL_MASS, JudgeError, Pair, PairJudge, Verdict, two_label_softmax
 
 _FAMILIES = ("qwen3_vl", "qwen2_5_vl")
@@ -56,7 +55,9 @@ class LocalJudge(PairJudge):
         """
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
-        self.device, self.pair_batch, self.min_label_mass = device, pair_batch, min_label_mass
+        self.device = device
+        self.pair_batch = pair_batch
+        self.min_label_mass = min_label_mass
         self.template = load_template(template)
         if self.template.answer != "soft" or self.template.labels is None:
             raise JudgeError(
@@ -66,9 +67,14 @@ class LocalJudge(PairJudge):
         if order not in ([0, 1], [SOURCE, 0, 1]):
             raise JudgeError(
                 f"template '{template}' shows the source after {{media_1}}, which the in-process judge cannot do: "
-                "use backend http"
+                "use a server"
             )
-        kind = _model_type(model)
+        try:
+            kind = AutoConfig.from_pretrained(model).model_type
+        except (OSError, ValueError) as error:
+            raise JudgeError(
+                f"cannot load the judge '{model}', expected a checkpoint's folder or hub id: {error}"
+            ) from error
         if kind not in _FAMILIES:
             raise JudgeError(f"{model} is a '{kind}' model: expected one of {', '.join(_FAMILIES)}")
         if dtype is None:
@@ -84,7 +90,8 @@ class LocalJudge(PairJudge):
             if type(module).__name__.endswith("RMSNorm"):
                 module.__class__ = _RmsNorm
         last = self.model.model.language_model.layers[-1]
-        last.self_attn.o_proj, last.mlp = _LastToken(last.self_attn.o_proj), _LastToken(last.mlp)
+        last.self_attn.o_proj = _LastToken(last.self_attn.o_proj)
+        last.mlp = _LastToken(last.mlp)
         self.labels = [torch.tensor(ids) for ids in label_ids(self.tokenizer, self.template)]
         self.pad: int = self.model.config.image_token_id
         self._pad_text: str = self.tokenizer.convert_ids_to_tokens(self.pad)
@@ -174,7 +181,8 @@ class LocalJudge(PairJudge):
 
     def _forward(self, ids: Tensor, positions: Tensor, images: list[Features], cache: DynamicCache | None) -> Any:
         """Run the language model on n copies of `ids` [L], with a different image each in the image tokens, if any."""
-        n, device = len(images), self.device
+        n = len(images)
+        device = self.device
         language = self.model.model.language_model
         embeds = language.embed_tokens(ids.to(device))[None].repeat(n, 1, 1)
         extra: dict[str, Any] = {}
@@ -237,12 +245,21 @@ def _rows(cache: DynamicCache, rows: Tensor) -> DynamicCache:
     return chosen
 
 
-def _model_type(model: str) -> str:
-    if Path(model).is_absolute() and not Path(model, "config.json").is_file():
-        raise JudgeError(
-            f"judge checkpoint not found: expected {model}/config.json; give a checkpoint folder or hub id"
-        )
-    try:
-        return str(AutoConfig.from_pretrained(model).model_type)
-    except (OSError, ValueError) as error:
-        raise JudgeError(f"cannot load the judge '{model}': {error}") from error
+def label_ids(tokenizer: Any, template: Template) -> list[list[int]]:
+    """The ids of all tokens that count as each label: those that equal it up to white space, and case (variants).
+
+    Raises JudgeError unless each label is one token that leaves the prefill's tokens intact.
+    """
+    before = list(tokenizer(template.prefill, add_special_tokens=False)["input_ids"])
+    texts = [spelled(text, template.variants) for text in tokenizer.batch_decode([[k] for k in range(len(tokenizer))])]
+    found = []
+    for label in template.labels or ():
+        joined = list(tokenizer(template.prefill + label, add_special_tokens=False)["input_ids"])
+        if joined[:-1] != before:
+            raise JudgeError(
+                f"the judge's tokenizer does not read the label {label!r} after the prefill {template.prefill!r} as "
+                f"one more token ({before} becomes {joined}); end the prefill without a space and start the labels "
+                "with one, or the other way round"
+            )
+        found.append([k for k, text in enumerate(texts) if text == spelled(label, template.variants)])
+    return found

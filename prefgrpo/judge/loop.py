@@ -1,14 +1,13 @@
 """The process's event loop for judging, in its own daemon thread, with one connection pool.
 
 Idle connections are closed after 2 s, sooner than a server's 5 s: if the server closes one while a request is being
-written to it, that request is lost. Invariant: one loop and one pool per process; a forked child gets its own.
+written to it, that request is lost. Invariant: one loop and one pool per process.
 """
 
 from __future__ import annotations
 
 import asyncio
 import atexit
-import os
 import threading
 from collections.abc import Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -31,7 +30,7 @@ class LoopThread:
         atexit.register(self.close)
 
     def session(self) -> aiohttp.ClientSession:
-        """The connection pool; call from the loop's thread. Bodies arrive as they were sent (`endpoint.read_body`)."""
+        """The connection pool; call from the loop's thread. Compressed bodies, which no request accepts, stay so."""
         if self._session is None:
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S)
             self._session = aiohttp.ClientSession(connector=connector, auto_decompress=False)
@@ -56,15 +55,14 @@ class LoopThread:
             await self._session.close()
 
 
-_threads: dict[int, LoopThread] = {}
+_thread: LoopThread | None = None
 _lock = threading.Lock()
 
 
 def loop_thread() -> LoopThread:
     """This process's loop thread, started on first use."""
+    global _thread
     with _lock:
-        pid = os.getpid()
-        if pid not in _threads:
-            _threads.clear()
-            _threads[pid] = LoopThread()
-        return _threads[pid]
+        if _thread is None:
+            _thread = LoopThread()
+        return _thread

@@ -11,9 +11,8 @@ from __future__ import annotations
 import ast
 import hashlib
 import os
-import re
 import urllib.request
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Annotated
@@ -21,9 +20,9 @@ from typing import Annotated
 import tyro
 import yaml
 
+from prefgrpo.judge.template import shipped_templates
 from prefgrpo.judge.verdict import JudgeError, did_you_mean
 
-_DOWNLOAD_S = 60.0
 _PREF_GRPO = (
     "CodeGoat24/Pref-GRPO", "3e787f6dd5a3051b40d61f07e9578468ac26130a", "fastvideo/rewards/templates.py",
     "e67cd7b04da217f01009de5d0e172218cd8f7dc230ff73441784f412f9e4a932", "its License.txt: for academic purposes only",
@@ -52,40 +51,30 @@ class Published:
     """What its client sends before the text, in the same user turn."""
     number: int = 0
     """Which assignment of the variable, in order."""
-    texts: dict[str, str] = field(default_factory=lambda: {"prompt": "prompt"})
-    """Name in the published text → marker of our templates."""
     formatted: bool = False
     """Whether the client calls str.format, so that doubled braces stand for one."""
-    max_tokens: int = 0
-    """The client's longest answer; 0: that of our template."""
 
 
+_MARKERS = dict.fromkeys(("prompt", "instruction", "main_prompt"), "{prompt}") | {"criteria_text": "{criterion}"}
+"""Name in the published texts → marker of our templates."""
 _PAIR = ("media_1", "media_2")
 _EDITS = ("source", "media_1", "media_2")
-
-
-def _unified(name: str, media: tuple[str, ...], formatted: bool = True, **texts: str) -> Published:
-    """A question of Pref-GRPO's templates, whose client asks for up to 4,096 tokens."""
-    symbol = f"get_unifiedreward_{name}_template"
-    return Published(_PREF_GRPO, symbol, media, 0, texts or {"prompt": "prompt"}, formatted, 4096)
-
-
+_EDIT = ("source", "media_1")
+_UNIFIED = "get_unifiedreward_{}_template"
 PUBLISHED = {
-    "think": _unified("think_image", _PAIR),
-    "think_video": _unified("think_video", _PAIR),
-    "flex": _unified("flex_image", _PAIR),
-    "flex_video": _unified("flex_video", _PAIR),
-    "edit_pairwise": _unified("edit_pairwise", _EDITS, instruction="prompt"),
-    "edit_quality": _unified("edit_pointwise_image_quality", ("media_1",), formatted=False),
-    "edit_following": _unified(
-        "edit_pointwise_instruction_following", ("source", "media_1"), formatted=False, instruction="prompt"
-    ),
-    "unifiedreward": _unified("image", ("media_1",)),
-    "consistency": Published(_PACO_SETS, "text_prompt", _PAIR, 1, {"main_prompt": "prompt"}),
-    "consistency_no_duplicates": Published(_PACO_SETS, "text_prompt", _PAIR, 2, {"main_prompt": "prompt"}),
-    "consistency_criterion": Published(_PACO_SETS, "text_prompt", _PAIR, 0, {"criteria_text": "criterion"}),
-    "edit_consistency": Published(_PACO_EDITS, "consistency_text_prompt", ("source", "media_1")),
-    "edit_done": Published(_PACO_EDITS, "prompt_following_text_prompt", ("source", "media_1")),
+    "think": Published(_PREF_GRPO, _UNIFIED.format("think_image"), _PAIR, formatted=True),
+    "think_video": Published(_PREF_GRPO, _UNIFIED.format("think_video"), _PAIR, formatted=True),
+    "flex": Published(_PREF_GRPO, _UNIFIED.format("flex_image"), _PAIR, formatted=True),
+    "flex_video": Published(_PREF_GRPO, _UNIFIED.format("flex_video"), _PAIR, formatted=True),
+    "edit_pairwise": Published(_PREF_GRPO, _UNIFIED.format("edit_pairwise"), _EDITS, formatted=True),
+    "edit_quality": Published(_PREF_GRPO, _UNIFIED.format("edit_pointwise_image_quality"), ("media_1",)),
+    "edit_following": Published(_PREF_GRPO, _UNIFIED.format("edit_pointwise_instruction_following"), _EDIT),
+    "unifiedreward": Published(_PREF_GRPO, _UNIFIED.format("image"), ("media_1",), formatted=True),
+    "consistency": Published(_PACO_SETS, "text_prompt", _PAIR, number=1),
+    "consistency_no_duplicates": Published(_PACO_SETS, "text_prompt", _PAIR, number=2),
+    "consistency_criterion": Published(_PACO_SETS, "text_prompt", _PAIR),
+    "edit_consistency": Published(_PACO_EDITS, "consistency_text_prompt", _EDIT),
+    "edit_done": Published(_PACO_EDITS, "prompt_following_text_prompt", _EDIT),
 }
 """Shipped template → where the question was published that judges of its kind were trained on."""
 
@@ -114,9 +103,8 @@ def main(
 
 def template_file(name: str) -> Path:
     """Where the template with the published question is; it need not exist."""
-    row = PUBLISHED[name]
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "prefgrpo" / "prompts" / f"{name}-{row.source[3][:8]}.yaml"
+    return Path(root) / "prefgrpo" / "prompts" / f"{name}-{PUBLISHED[name].source[3][:8]}.yaml"
 
 
 def published_template(name: str) -> str:
@@ -136,28 +124,33 @@ def published_template(name: str) -> str:
 def fetch(name: str, source: Path | None = None) -> Path:
     """Write the template with the published question; its path. JudgeError if the file is not the expected one.
 
-    source: the publisher's file, or a folder that contains its repository; None: download it.
+    source: the publisher's file, or a folder that contains it; None: download it.
     """
     if name not in PUBLISHED:
         raise JudgeError(
             f"no published question for '{name}'{did_you_mean(name, PUBLISHED)}; there are: {', '.join(PUBLISHED)}"
         )
     row = PUBLISHED[name]
-    repository, commit, path, expected, _ = row.source
-    place = f"https://raw.githubusercontent.com/{repository}/{commit}/{path}" if source is None else str(source)
-    raw = _download(place) if source is None else _read(source, path)
-    if (actual := hashlib.sha256(raw).hexdigest()) != expected:
+    repository, commit, path, expected, licence = row.source
+    if source is None:
+        files = [_download(f"https://raw.githubusercontent.com/{repository}/{commit}/{path}")]
+    else:
+        places = [source] if source.is_file() else source.rglob(Path(path).name)
+        files = [place.read_bytes() for place in places]
+    code = next((raw for raw in files if hashlib.sha256(raw).hexdigest() == expected), None)
+    if code is None:
         raise JudgeError(
-            f"{place} is not {path} of {repository} at commit {commit}: expected SHA-256 {expected}, got {actual}; "
-            "check out that commit, or leave --from away to download the file"
+            f"{source or 'the download'}: expected {path} of {repository} at commit {commit} (SHA-256 {expected}), "
+            f"found {len(files)} file(s) of that name, all with other contents; check out that commit, or leave "
+            "--from away to download the file"
         )
-    values = yaml.safe_load((Path(__file__).parent / "templates" / f"{name}.yaml").read_text(encoding="utf-8"))
-    values["user"] = "".join(f"{{{medium}}}" for medium in row.media) + extract(raw.decode("utf-8"), row)
-    if row.max_tokens:
-        values["max_tokens"] = row.max_tokens
+    values = dict(shipped_templates()[name])
+    values["user"] = "".join(f"{{{medium}}}" for medium in row.media) + extract(code.decode("utf-8"), row)
+    if row.source is _PREF_GRPO:
+        values["max_tokens"] = 4096  # as its client
     file = template_file(name)
     file.parent.mkdir(parents=True, exist_ok=True)
-    note = f"# {path} of {repository} at {commit}; licence: {row.source[4]}\n"
+    note = f"# {path} of {repository} at {commit}; licence: {licence}\n"
     partial = file.with_suffix(f".{os.getpid()}")
     partial.write_text(note + yaml.safe_dump(values, allow_unicode=True, sort_keys=False), encoding="utf-8")
     partial.replace(file)
@@ -167,7 +160,7 @@ def fetch(name: str, source: Path | None = None) -> Path:
 @cache
 def _download(url: str) -> bytes:
     try:
-        with urllib.request.urlopen(url, timeout=_DOWNLOAD_S) as reply:
+        with urllib.request.urlopen(url, timeout=60.0) as reply:
             return bytes(reply.read(1 << 22))
     except OSError as error:
         raise JudgeError(
@@ -175,68 +168,31 @@ def _download(url: str) -> bytes:
         ) from error
 
 
-def _read(source: Path, path: str) -> bytes:
-    """The file `source`, or the file of that path in the checkout `source` or in a folder of it."""
-    parts = path.split("/")
-    candidates = [source, *(source.joinpath(*parts[k:]) for k in range(len(parts)))]
-    found = next((file for file in candidates if file.is_file()), None)
-    if found is None:
-        raise JudgeError(f"--from {source}: expected a checkout that contains {path}, or that file")
-    return found.read_bytes()
-
-
 def extract(code: str, row: Published) -> str:
-    """The published text with our markers, from the syntax tree of the publisher's file."""
-    text = ""
-    for piece, literal in _pieces(_expression(ast.parse(code), row)):
-        if not literal:
-            text += f"{{{_marker(piece, row)}}}"
-        else:
-            text += _formatted(piece, row) if row.formatted else piece
-    return text
-
-
-def _expression(tree: ast.Module, row: Published) -> ast.expr:
-    """What the function returns, or what the variable is set to."""
-    values: list[ast.expr] = []
-    nodes = sorted((n for n in ast.walk(tree) if isinstance(n, ast.stmt)), key=lambda n: n.lineno)
+    """The published text with our markers, from the syntax tree of the publisher's file, whose hash was verified."""
+    nodes = sorted((n for n in ast.walk(ast.parse(code)) if isinstance(n, ast.stmt)), key=lambda n: n.lineno)
+    texts: list[ast.expr] = []
     for node in nodes:
         if isinstance(node, ast.FunctionDef) and node.name == row.symbol:
-            values += [n.value for n in ast.walk(node) if isinstance(n, ast.Return) and n.value is not None]
+            texts += [n.value for n in ast.walk(node) if isinstance(n, ast.Return) and n.value is not None]
         if isinstance(node, ast.Assign) and [ast.unparse(t) for t in node.targets] == [row.symbol]:
-            values.append(node.value)
-    if len(values) <= row.number:
-        raise JudgeError(f"{row.source[2]} has no text '{row.symbol}' number {row.number}")
-    return values[row.number]
+            texts.append(node.value)
+    text = _text(texts[row.number])
+    return text.format_map(_MARKERS) if row.formatted else text
 
 
-def _pieces(node: ast.expr) -> list[tuple[str, bool]]:
-    """(text, True) and (variable's name, False) of a string, an f-string or a sum of them."""
+def _text(node: ast.expr) -> str:
+    """A string, an f-string or a sum of them, with a marker for each variable."""
     match node:
         case ast.Constant(value=str(text)):
-            return [(text, True)]
+            return text
         case ast.JoinedStr(values=values):
-            return [piece for value in values for piece in _pieces(value)]
-        case ast.FormattedValue(value=ast.Name(id=name), conversion=-1, format_spec=None) | ast.Name(id=name):
-            return [(name, False)]
-        case ast.BinOp(left=left, op=ast.Add(), right=right):
-            return _pieces(left) + _pieces(right)
+            return "".join(_text(value) for value in values)
+        case ast.FormattedValue(value=ast.Name(id=name)) | ast.Name(id=name):
+            return _MARKERS[name]
+        case ast.BinOp(left=left, right=right):
+            return _text(left) + _text(right)
     raise JudgeError(f"expected a text, got {ast.unparse(node)[:80]}")
-
-
-def _formatted(text: str, row: Published) -> str:
-    """str.format's text with our markers."""
-
-    def replaced(match: re.Match[str]) -> str:
-        return match[0][0] if match[0] in ("{{", "}}") else f"{{{_marker(match[1], row)}}}"
-
-    return re.sub(r"\{\{|\}\}|\{(\w+)\}", replaced, text)
-
-
-def _marker(name: str, row: Published) -> str:
-    if name not in row.texts:
-        raise JudgeError(f"{row.source[2]}: the text '{row.symbol}' has an unexpected variable '{name}'")
-    return row.texts[name]
 
 
 def wording_note(name: str) -> str:

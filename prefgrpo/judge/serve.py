@@ -6,7 +6,6 @@ The flags and environment variables were measured with a real server.
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import shlex
@@ -44,8 +43,6 @@ IMAGES = 16
 """Images per request: two clips of 8 frames."""
 MODEL_LEN = 24_576
 """Longest question and answer of the shipped recipes: 16 frames of 720p (14,400 tokens), the text, and 4,096 tokens."""
-_TOKEN_BYTES = 24_576
-"""Preprocessed pixels per vision token: 4 patches of 2 × 16 × 16 RGB in float32."""
 
 
 def find_vllm(given: str = "") -> str:
@@ -69,9 +66,8 @@ def serve(
     name: str = "",
     gpus: str = "",
     gpu_memory: float = 0.9,
-    media_in_flight: int = 16,
-    media_per_step: int = 256,
-    vision_tokens: int = 1024,
+    batched_tokens: int = 16_384,
+    media_cache_gb: int = 8,
     max_model_len: int = MODEL_LEN,
     cpu: bool = False,
     extra: str = "",
@@ -87,10 +83,9 @@ def serve(
         name: Served model name; empty: the preset's or folder's name.
         gpus: The server's CUDA_VISIBLE_DEVICES, e.g. '0,1' (tensor parallelism over both); empty: inherited, one GPU.
         gpu_memory: Fraction of each GPU's memory to use.
-        media_in_flight: Images judged concurrently (groups in flight × group size), whose encodings stay on the GPU; 16
-            with an 8B judge is for a card of 24 GB, 64 for one of 80 GB.
-        media_per_step: Images that the server keeps in its memory, so that each is sent and preprocessed once per step.
-        vision_tokens: Vision tokens per image: height × width / 1024 for Qwen3-VL.
+        batched_tokens: Vision tokens (height × width / 1024 per image, Qwen3-VL) whose encodings stay on the GPU; an
+            8B judge leaves a card of 24 GB room for 16,384, one of 80 GB for 65,536.
+        media_cache_gb: CPU memory for preprocessed images (24 MB each at 1024²), so that each is sent once per step.
         max_model_len: Longest prompt plus answer, in tokens.
         cpu: Serve on the CPU in eager mode (scripts/setup_vllm_cpu.sh).
         extra: Additional vLLM arguments as one string: --extra="--dtype float16".
@@ -106,12 +101,10 @@ def serve(
     words += ["--host", host, "--port", str(port), "--tensor-parallel-size", str(len(gpus.split(",")))]
     words += ["--max-model-len", str(max_model_len)]
     words += ["--limit-mm-per-prompt", f'{{"image": {IMAGES}, "video": 0}}']
-    words += ["--mm-processor-cache-gb", str(max(4, math.ceil(media_per_step * vision_tokens * _TOKEN_BYTES / 2**30)))]
-    words += ["--max-num-batched-tokens", str(max(8192, media_in_flight * vision_tokens))]  # size of the encoder cache
+    words += ["--mm-processor-cache-gb", str(media_cache_gb)]
+    words += ["--max-num-batched-tokens", str(batched_tokens)]  # also the size of the encoder cache
     words += ["--shutdown-timeout", "20"]  # answers the requests in flight after SIGTERM
-    if re.search(
-        r"qwen3\.?5", PRESETS.get(model, model), re.I
-    ):  # it thinks by default, which judges were not trained to
+    if re.search(r"qwen3\.?5", PRESETS.get(model, model), re.I):  # thinks by default, which judges do not
         words += ["--default-chat-template-kwargs", '{"enable_thinking": false}']
     words += ["--enforce-eager"] if cpu else ["--gpu-memory-utilization", str(gpu_memory)]
     words += shlex.split(extra)

@@ -3,7 +3,7 @@
     user: text with {prompt}, {media_1} …, {source} and other {name}s      prefill: start of the assistant's turn
     labels: the two answers that may follow the prefill      variants: ignore their case      max_tokens: n
     timeout_s: timeout of one answer (default: 60 if the answer is one token, 600 if it is text)
-    answer: soft | plain | think | edit | flex | scores | json | marks      scores: {name: [low, high]}
+    answer: soft | word | plain | think | flex | scores | json | marks      scores: {name: [low, high]}
     pattern: a line with {name} and {value} as the judge writes it (scores)
 
 Markers are replaced literally and only once: braces, quotes or markers inside a prompt are left alone.
@@ -12,55 +12,69 @@ Markers are replaced literally and only once: braces, quotes or markers inside a
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-import yaml
+from pydantic import BeforeValidator, PositiveFloat, PositiveInt
+from pydantic.dataclasses import dataclass
 
+from prefgrpo.config.loading import section
+from prefgrpo.config.recipe import ConfigError, read_yaml
+from prefgrpo.config.schema import STRICT
 from prefgrpo.judge.verdict import JudgeError, did_you_mean
 
 _MARKER = re.compile(r"(\{[a-z][a-z0-9_]*\})")
 _MEDIUM = re.compile(r"\{media_(\d+)\}")
-_FOLDER = Path(__file__).parent / "templates"
-_TOKENS = {"soft": 1, "plain": 32, "think": 2048, "flex": 2048, "edit": 2048, "json": 1024, "marks": 4096}
-"""Default max_tokens by kind of answer; 512 for the others."""
-_SOFT_S, _TEXT_S = 60.0, 600.0
-PAIR_ANSWERS = ("soft", "plain", "think", "flex", "edit")
+_SHIPPED = Path(__file__).parent / "templates.yaml"
+_MAX_TOKENS = {"soft": 1, "word": 1, "plain": 32, "think": 2048, "flex": 2048, "json": 1024, "marks": 4096}
+"""Default longest answer by its kind; 512 for the others."""
+PAIR_ANSWERS = ("soft", "plain", "think", "flex")
 """Kinds of answers that are a verdict on two media."""
-_KEYS = ("user", "prefill", "labels", "variants", "answer", "scores", "pattern", "max_tokens", "timeout_s")
 PAIR = ("prompt", "media_1", "media_2")
 """Markers of a template that compares two media."""
 SOURCE = -1
 """Placeholder in `Template.parts` for the source images of an edit."""
 
 
-@dataclass(frozen=True)
-class Template:
-    """A parsed template."""
+def _rows(scores: Any) -> Any:
+    """{name: [low, high]} as rows."""
+    pairs = scores.items() if isinstance(scores, dict) else ()
+    return tuple((name, *limits) for name, limits in pairs if isinstance(limits, list)) or scores
 
-    name: str
-    """Shipped name or path."""
-    pieces: tuple[str, ...]
-    """The user message split at its markers, markers included."""
-    prefill: str
-    """Text at the start of the assistant's turn ('' for none)."""
-    labels: tuple[str, str] | None
-    """The single tokens for 'first' and 'second', or 'yes' and 'no' (soft answers)."""
-    answer: str
-    """How the answer is parsed."""
-    max_tokens: int
-    """Longest answer, in tokens (1 for soft)."""
+
+@dataclass(frozen=True, config=STRICT)
+class Template:
+    """A template: the keys of its file, and its name."""
+
+    user: str
+    """The user message with its markers."""
+    prefill: str = ""
+    """Text at the start of the assistant's turn."""
+    labels: tuple[str, str] | None = None
+    """The single tokens for 'first' and 'second', or 'yes' and 'no' (soft answers); two spellings of the right answer,
+    set for each question (word)."""
     variants: bool | None = False
     """Tokens counted for a label: equal up to white space (False), up to white space and case (True), or exactly equal
-    (None, for a reward that reproduces a published number; not available in template files)."""
-    scores: tuple[tuple[str, float, float], ...] = ()
+    (None, for a reward that reproduces a published number)."""
+    answer: Literal["", "soft", "word", "plain", "think", "flex", "scores", "json", "marks"] = ""
+    """How the answer is parsed."""
+    scores: Annotated[tuple[tuple[str, float, float], ...], BeforeValidator(_rows)] = ()
     """(name, lowest, highest) of each score in the answer, in order."""
     pattern: str = ""
     """How the judge writes one score, with {name} and {value} ('scores' answers)."""
-    timeout_s: float = _TEXT_S
+    max_tokens: PositiveInt = 512
+    """Longest answer, in tokens (1 for soft)."""
+    timeout_s: PositiveFloat = 600.0
     """Timeout of one request in seconds, unless the judge's configuration sets one."""
+    name: str = ""
+    """Shipped name or path."""
+
+    @cached_property
+    def pieces(self) -> tuple[str, ...]:
+        """The user message split at its markers, markers included."""
+        return tuple(piece for piece in _MARKER.split(self.user) if piece)
 
     @property
     def takes_source(self) -> bool:
@@ -96,9 +110,10 @@ class Template:
         return turns
 
 
-def shipped_templates() -> list[str]:
-    """Names of the templates shipped with the package."""
-    return sorted(p.stem for p in _FOLDER.glob("*.yaml"))
+@cache
+def shipped_templates() -> dict[str, dict[str, Any]]:
+    """Name → content of the templates shipped with the package."""
+    return read_yaml(_SHIPPED)
 
 
 def load_template(
@@ -118,81 +133,46 @@ def load_template(
         from prefgrpo.judge.prompts import published_template  # imports tyro, which a reward server need not have
 
         file = published_template(name)
-    return _load(file, name, needs, may, kinds)
-
-
-def _load(file: str, name: str, needs: tuple[str, ...], may: tuple[str, ...], kinds: tuple[str, ...]) -> Template:
-    """The template of a shipped name or file, called `name`."""
-    path = _FOLDER / f"{file}.yaml" if file in shipped_templates() else Path(file)
-    if not path.is_file():
-        names = shipped_templates()
+    shipped = shipped_templates()
+    if file not in shipped and not Path(file).is_file():
         raise JudgeError(
-            f"judge template '{name}' not found{did_you_mean(name, names)}: expected one of {', '.join(names)} or a "
-            "path to a YAML file"
+            f"judge template '{name}' not found{did_you_mean(name, shipped)}: expected one of {', '.join(shipped)} or "
+            "a path to a YAML file"
         )
     try:
-        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise JudgeError(f"judge template {path} is not valid YAML: {error}") from error
-    try:
-        return _parse(name, raw, needs, may, kinds)
-    except (ValueError, TypeError) as error:
-        raise JudgeError(f"judge template {path}: {error}") from error
+        content = shipped.get(file) or read_yaml(file)
+        answer = content.get("answer", "soft" if content.get("labels") else "plain")
+        defaults = {
+            "max_tokens": _MAX_TOKENS.get(answer, 512),
+            "timeout_s": 60.0 if answer in ("soft", "word") else 600.0,
+        }
+        template = section(Template, defaults | content | {"answer": answer, "name": name}, "template")
+    except ConfigError as error:
+        raise JudgeError(f"judge template {file}: {'; '.join(error.mistakes)}") from error
+    if mistakes := list(_mistakes(template, needs, may, kinds)):
+        raise JudgeError(f"judge template {file}: {'; '.join(mistakes)}")
+    return template
 
 
-def _parse(name: str, raw: Any, needs: tuple[str, ...], may: tuple[str, ...], kinds: tuple[str, ...]) -> Template:
-    """Build a template from parsed YAML; ValueError or TypeError if it is invalid."""
-    if not isinstance(raw, dict) or not isinstance(raw.get("user"), str):
-        raise ValueError(f"expected a mapping with a text 'user', got {type(raw).__name__}")
-    if unknown := sorted(set(map(str, raw)) - set(_KEYS)):
-        raise ValueError(f"unknown key(s) {unknown}; expected {', '.join(_KEYS)}")
-    pieces = tuple(p for p in _MARKER.split(raw["user"]) if p)
-    _check_markers(pieces, needs, may)
-    labels, variants = raw.get("labels"), bool(raw.get("variants", False))
-    answer = raw.get("answer", "soft" if labels else "plain")
-    if answer not in kinds:
-        raise ValueError(f"expected answer to be one of {', '.join(kinds)}, got {answer!r}")
-    two = isinstance(labels, list) and len({spelled(str(label), variants) for label in labels}) == len(labels) == 2
-    if answer == "soft" and not two:
-        hint = "white space and case" if variants else "white space"
-        raise ValueError(f"a soft answer needs two labels that differ by more than {hint}, got {labels!r}")
-    scores, pattern = raw.get("scores") if answer in ("scores", "json") else {}, str(raw.get("pattern") or "")
-    if not isinstance(scores, dict) or (answer in ("scores", "json") and not scores):
-        raise ValueError(f"a '{answer}' answer needs scores: {{name: [low, high]}}, got {scores!r}")
-    for score, limits in scores.items():
-        if not (isinstance(limits, list) and len(limits) == 2 and float(limits[0]) < float(limits[1])):
-            raise ValueError(f"score '{score}' needs [low, high], got {limits!r}")
-    if answer == "scores" and ("{value}" not in pattern or (len(scores) > 1 and "{name}" not in pattern)):
-        raise ValueError(f"a 'scores' answer needs a pattern with {{name}} and {{value}}, got {pattern!r}")
-    timeout_s = float(raw.get("timeout_s", _SOFT_S if answer == "soft" else _TEXT_S))
-    if not 0 < timeout_s < float("inf"):
-        raise ValueError(f"expected timeout_s to be positive seconds, got {raw['timeout_s']!r}")
-    return Template(
-        name,
-        pieces,
-        prefill=str(raw.get("prefill") or ""),
-        labels=(str(labels[0]), str(labels[1])) if labels else None,
-        answer=answer,
-        max_tokens=int(raw.get("max_tokens", _TOKENS.get(answer, 512))),
-        variants=variants,
-        scores=tuple((str(score), float(low), float(high)) for score, (low, high) in scores.items()),
-        pattern=pattern,
-        timeout_s=timeout_s,
-    )
-
-
-def _check_markers(pieces: tuple[str, ...], needs: tuple[str, ...], may: tuple[str, ...]) -> None:
-    """ValueError unless the markers are those that the caller fills in, with media in order, each once."""
-    markers = [p[1:-1] for p in pieces if _MARKER.fullmatch(p)]
-    if unknown := sorted(set(markers) - set(needs) - set(may)):
-        raise ValueError(f"unknown marker {{{unknown[0]}}}; expected {', '.join(f'{{{m}}}' for m in needs + may)}")
-    for marker in (*needs, *may):
-        n, is_medium = markers.count(marker), marker.startswith("media_") or marker == "source"
-        if (n == 0 and marker in needs) or (n > 1 and is_medium):
-            raise ValueError(f"expected {{{marker}}} once in 'user', found it {n} times")
-    media = [m for m in markers if m.startswith("media_")]
-    if media != (ordered := sorted(media, key=lambda m: int(m[6:]))):
-        raise ValueError(f"{{{ordered[0]}}} must come before {{{media[0]}}}")
+def _mistakes(t: Template, needs: tuple[str, ...], may: tuple[str, ...], kinds: tuple[str, ...]) -> Iterator[str]:
+    """What is wrong with a template for a caller that supplies these markers and reads these kinds of answers."""
+    markers = [piece[1:-1] for piece in t.pieces if _MARKER.fullmatch(piece)]
+    shown = [marker for marker in markers if marker == "source" or marker.startswith("media_")]
+    media = [marker for marker in shown if marker != "source"]
+    for unknown in sorted(set(markers) - set(needs) - set(may)):
+        yield f"unknown marker {{{unknown}}}; expected {', '.join(f'{{{m}}}' for m in needs + may)}"
+    for marker in sorted(set(needs) - set(markers)):
+        yield f"expected {{{marker}}} in 'user'"
+    if media != sorted(media) or len(shown) > len(set(shown)):
+        yield f"expected each image once and in order in 'user', got {', '.join(shown)}"
+    if t.answer not in kinds:
+        yield f"expected answer to be one of {', '.join(kinds)}, got {t.answer!r}"
+    if t.answer == "soft" and len({spelled(label, t.variants) for label in t.labels or ()}) < 2:
+        yield f"a soft answer needs two labels that differ by more than white space (and case), got {t.labels}"
+    if t.answer in ("scores", "json") and not (t.scores and all(low < high for _, low, high in t.scores)):
+        yield f"a '{t.answer}' answer needs scores: {{name: [low, high]}}, got {t.scores!r}"
+    if t.answer == "scores" and (t.pattern.count("{value}") != 1 or (len(t.scores) > 1 and "{name}" not in t.pattern)):
+        yield f"a 'scores' answer needs a pattern with {{name}} and {{value}}, got {t.pattern!r}"
 
 
 def spelled(text: str, variants: bool | None) -> str:
@@ -201,34 +181,3 @@ def spelled(text: str, variants: bool | None) -> str:
         return text
     bare = text.strip(" \t\r\n▁Ġ")  # ▁ and Ġ: leading spaces, if a server lists raw tokens
     return bare.casefold() if variants else bare
-
-
-def spellings(label: str, variants: bool | None) -> list[str]:
-    """A label and its accepted spellings: with or without a leading space and, with `variants`, in other case."""
-    if variants is None:
-        return [label]
-    bare = label.strip()
-    cases = (bare, bare.lower(), bare.upper(), bare.title()) if variants else (bare,)
-    return list(dict.fromkeys([label, *(space + text for text in cases for space in ("", " "))]))
-
-
-def label_ids(tokenizer: Any, template: Template) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Token ids of each label right after the prefill: the label's own, then those of other single-token spellings.
-
-    Raises JudgeError unless each label is one token that leaves the prefill's tokens intact.
-    """
-
-    def ids(text: str) -> list[int]:
-        return list(tokenizer(template.prefill + text, add_special_tokens=False)["input_ids"])
-
-    before, candidates = ids(""), []
-    for label in template.labels or ():
-        joined = [ids(text) for text in spellings(label, template.variants)]  # the first is the label itself
-        if joined[0][:-1] != before:
-            raise JudgeError(
-                f"the judge's tokenizer does not read the label {label!r} after the prefill {template.prefill!r} as "
-                f"one more token ({before} becomes {joined[0]}); end the prefill without a space and start the labels "
-                "with one, or the other way round"
-            )
-        candidates.append(tuple(dict.fromkeys(i[-1] for i in joined if i[:-1] == before)))
-    return candidates[0], candidates[1]

@@ -1,7 +1,7 @@
-"""A judge's answers and verdicts, and the interface of pairwise judges.
+"""A judge's verdicts, and the interface of pairwise judges.
 
 A verdict is P(first is better) in [0, 1]; a tie is 0.5, a verdict like any other. A failed comparison has
-`first is None` and a reason; it is never counted as 0.5. `Answer` is the same structure for any kind of question.
+`first is None` and a reason; it is never counted as 0.5.
 """
 
 from __future__ import annotations
@@ -39,31 +39,21 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 @dataclass(frozen=True)
-class Answer:
-    """A judge's answer to one question."""
+class Verdict:
+    """A judge's answer to one question: which of two media is better, or another one."""
 
-    value: float | None
-    """P(first label) in [0, 1], or the verdict on a pair; None if it is missing or the template asks for none."""
+    first: float | None
+    """P(first is better), or P(first label), in [0, 1]; None if it is missing or the template asks for none."""
     reason: str = ""
     """Why the answer is unusable; '' if it is usable."""
     latency_s: float = 0.0
     """Seconds from question to answer, including waiting and retries."""
     raw: str = ""
-    """What the judge wrote."""
+    """What the judge wrote; '' if it did not answer."""
     retries: int = 0
     """Number of retries."""
     parts: dict[str, float] = field(default_factory=dict)
     """Named scores, or P(first) per category; unreadable ones are left out."""
-
-
-@dataclass(frozen=True)
-class Verdict(Answer):
-    """A judge's answer to one ordered pair; parts: P(first) per category."""
-
-    @property
-    def first(self) -> float | None:
-        """P(first is better) in [0, 1]; None if the comparison failed."""
-        return self.value
 
 
 MIN_LABEL_MASS = 0.01
@@ -106,6 +96,3 @@ class PairJudge(ABC):
     def submit(self, prompt: str, first: Media, second: Media, source: Sequence[Media] = ()) -> Future[Verdict]:
         """Send one pair without waiting (streaming backends only)."""
         raise TypeError(f"{type(self).__name__} judges whole groups; use judge_group")
-
-    def close(self) -> None:  # noqa: B027  (backends without resources need not override it)
-        """Release what the backend holds."""

@@ -9,7 +9,8 @@ rollout and in replay.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -20,11 +21,9 @@ from torch import Tensor, nn
 
 from prefgrpo.config.schema import SamplingConfig as Sampling
 from prefgrpo.models import folder as folders
-from prefgrpo.models.condition import Condition
+from prefgrpo.models.condition import Condition, predict_by_length
 from prefgrpo.models.guidance import Cfg, Gradient, predict_cond_uncond
-from prefgrpo.models.lengths import predict_by_length
-from prefgrpo.models.offload import ComponentOffload, offloaded
-from prefgrpo.models.schedule import StockSchedule
+from prefgrpo.models.sampling import StockSampling
 from prefgrpo.models.vae import decode_image
 from prefgrpo.models.weights import Weights
 
@@ -33,15 +32,13 @@ __all__ = ["Adapter", "Condition", "Masks", "Sampling"]
 Masks = Literal["none", "padding", "always", "own"]
 
 
-class Adapter(StockSchedule, Weights, ABC):
+class Adapter(StockSampling, Weights, ABC):
     """A loaded model family."""
 
     default_guidance_2: ClassVar[float | None] = None
     """Guidance scale of the second expert; None: the family has one denoiser."""
     cfg: ClassVar[Cfg | None] = None
     """Form of classifier-free guidance; None: the family has none (guidance is embedded, or absent)."""
-    own_lengths: ClassVar[bool] = False
-    """Whether embeddings are as long as their prompts (`text_length`) instead of padded to a fixed length."""
     packed: ClassVar[bool] = False
     """Whether the latents of the denoising loop are packed 2×2 into tokens, [L, 4C]."""
     most_sources: ClassVar[int] = 0
@@ -50,57 +47,47 @@ class Adapter(StockSchedule, Weights, ABC):
     """Whether every prompt must have a source image."""
     default_source_area: ClassVar[int | None] = None
     """Number of pixels to which the stock pipeline resizes source images; None: it does not resize them."""
-    source_spans_clip: ClassVar[bool] = False
-    """Whether the latents of a source depend on the number of frames."""
     parts_in_fp32: ClassVar[tuple[str, ...]] = ()
     """Components of the pipeline that run in fp32, as in the published use of a bf16 denoiser."""
     attention_masks: ClassVar[Masks] = "none"
-    """When the blocks' attention masks padded text: never, in batches of texts of different lengths, or always; "own":
-    blocks choose masks and kernels themselves."""
+    """When the blocks' attention masks padded text. "none": never, as all texts have one length. Otherwise embeddings
+    are as long as their prompts (`text_length`), and masked in batches of different lengths ("padding"), or always;
+    "own": blocks choose masks and kernels themselves."""
     context_parallel: ClassVar[str] = ""
     """Context parallelism that training supports: "" for none, "ulysses", or "ring" for both."""
     text_sees_sources: ClassVar[bool] = False
     """Whether the text encoder sees the source images: a prompt then has one embedding per source."""
 
+    splits_lengths = False
+    """Whether prompts of different lengths run in separate forwards, because attention takes no mask."""
+    equal_forwards = False
+    """Whether all processes must run equally many forwards, because weights are sharded."""
+    text_multiple = 1
+    """Batches of prompts of different lengths are padded to a multiple of this many tokens."""
+
     def __init__(
         self,
         pipe: Any,
         *,
-        target_components: tuple[str, ...] = (),
         source_area: int | None = None,
         guidance_gradient: Gradient = "both",
-        fingerprint: str = "",
     ) -> None:
         """Wrap a loaded pipeline.
 
-        target_components: denoisers to train (default: all). source_area: number of pixels to which source images are
-        resized, by families that resize them (default: as the stock pipeline does). guidance_gradient: which
-        predictions of a guidance pair receive a gradient. fingerprint: identifies the encoders that make conditions
-        (`folder.encoder_identity`).
+        source_area: number of pixels to which source images are resized, by families that resize them (default: as the
+        stock pipeline does). guidance_gradient: which predictions of a guidance pair receive a gradient.
         """
-        if unknown := [name for name in target_components if name not in self.denoisers]:
-            raise ValueError(f"target_components: expected some of {', '.join(self.denoisers)}, got {unknown}")
         from prefgrpo.integrations.rotary import fuse_rotary
 
         fuse_rotary()
         self.pipe = pipe
         self.transformer = getattr(pipe, self.denoisers[0])
-        self.trained = tuple(name for name in self.denoisers if name in (target_components or self.denoisers))
-        self.fingerprint = fingerprint
         self.guidance_gradient = guidance_gradient
         self.source_area = self.default_source_area if source_area is None else source_area
         self.dtype: torch.dtype = self.transformer.dtype  # type: ignore[assignment]
         """Dtype of the denoiser's inputs and, except for modules that diffusers keeps in fp32, of its weights."""
         self.device: torch.device = next(self.transformer.parameters()).device
         """Device on which the denoisers run; weights may be stored elsewhere."""
-        self.splits_lengths = False
-        """Whether prompts of different lengths run in separate forwards, because attention takes no mask."""
-        self.equal_forwards = False
-        """Whether all processes must run equally many forwards, because weights are sharded."""
-        self.text_multiple = 1
-        """Batches of prompts of different lengths are padded to a multiple of this many tokens."""
-        self.offload = ComponentOffload({}, (), torch.device("cpu"))
-        """Components that are in CPU memory while they are not used."""
 
     @classmethod
     def load(
@@ -122,29 +109,30 @@ class Adapter(StockSchedule, Weights, ABC):
         Raises `folder.ModelError` for a missing folder or one that holds another kind of pipeline.
         """
         path = cls.find(model)
-        waiting = offloaded(folders.index_of(path), offload) if device.type != "cpu" else ()
-        pipe = folders.read(
-            path, cls.pipeline, dtype, device, encoders, cls.denoisers if split else (), waiting, cls.parts_in_fp32
-        )
-        adapter = cls(pipe, fingerprint=folders.encoder_identity(path), **options)
+        denoisers = cls.denoisers if split else ()
+        pipe = folders.read(path, cls.pipeline, dtype, device, encoders, denoisers, offload, cls.parts_in_fp32)
+        adapter = cls(pipe, **options)
         adapter.dtype = dtype
         adapter.device = device
-        adapter.offload = ComponentOffload(pipe.components, offload, device)
         return adapter
 
     @classmethod
     def find(cls, model: str) -> Path:
-        """`folder.resolve` for this family. Raises ModelError for another family's model, even of the same pipeline."""
-        path = folders.resolve(model, cls.pipeline)
-        if odd := cls.unsupported_index(folders.index_of(path)):
-            raise folders.ModelError(f"'{path}' {odd}: set `family` to this model's family")
+        """`folder.locate` for this family. Raises ModelError for another family's model, even of the same pipeline."""
+        path = folders.locate(model)
+        if difference := cls.unsupported_index(folders.index_of(path)):
+            from prefgrpo.models import family_of  # imports this module
+
+            raise folders.ModelError(f"'{path}' {difference}: expected family: {family_of(str(path))}")
         return path
 
     @classmethod
     def unsupported_index(cls, index: dict[str, Any]) -> str:
-        """How a model_index.json of this pipeline class differs from this family; empty if it belongs to the family."""
-        there = [name for name in index if name.startswith(cls.denoisers[0]) and index[name][0] is not None]
-        return "" if set(there) == set(cls.denoisers) else f"has {there}, {cls.__name__} has {list(cls.denoisers)}"
+        """How a model_index.json differs from this family; empty if it belongs to the family."""
+        if index.get("_class_name") != cls.pipeline:
+            return f"contains a {index.get('_class_name')}, expected a {cls.pipeline}"
+        nets = [name for name in index if name.startswith(cls.denoisers[0]) and index[name][0] is not None]
+        return "" if set(nets) == set(cls.denoisers) else f"has {nets}, {cls.__name__} has {list(cls.denoisers)}"
 
     # ---- what a family implements -------------------------------------------------------------------------------
 
@@ -183,10 +171,6 @@ class Adapter(StockSchedule, Weights, ABC):
     def expert(self, sigma: Tensor, sampling: Sampling) -> tuple[str, float]:
         """(denoiser, guidance scale) for a batch at σ [B], preferably on the host."""
         return self.denoisers[0], sampling.guidance
-
-    def trains(self, sigma: float) -> bool:
-        """Whether a step at this σ uses a denoiser that is trained."""
-        return True
 
     @abstractmethod
     def predict(self, net: nn.Module, x: Tensor, sigma: Tensor, condition: Condition, sampling: Sampling) -> Tensor:
@@ -227,11 +211,22 @@ class Adapter(StockSchedule, Weights, ABC):
     @torch.no_grad()
     def encode_sources(self, sources: tuple[Image.Image, ...], frames: int | None = None) -> tuple[Tensor, ...]:
         """`Condition.sources` for the source images of an edit, on the CPU; frames: length of the generated clip."""
-        if not self.most_sources:
-            raise ValueError(f"{type(self).__name__} takes no source image; expected a family that edits")
-        if len(sources) > self.most_sources:
-            raise ValueError(f"{type(self).__name__} takes {self.most_sources} source image(s), got {len(sources)}")
         return tuple(tensor.detach().cpu().contiguous() for tensor in self.source_tensors(sources, frames))
+
+    @contextmanager
+    def on_device(self, *kinds: str) -> Iterator[None]:
+        """Inside, parts of these kinds (text_encoder, vae) are on the device; afterwards, those that were offloaded
+        point at their data in CPU memory again, which has not changed and is not copied back."""
+        modules = [self.pipe.components[name] for name in folders.named(self.pipe.components, kinds)]
+        tensors = [t for part in modules if part is not None for t in [*part.parameters(), *part.buffers()]]
+        stored = [(tensor, tensor.data) for tensor in tensors if tensor.device != self.device]
+        for tensor, data in stored:
+            tensor.data = data.to(self.device)
+        try:
+            yield
+        finally:
+            for tensor, data in stored:
+                tensor.data = data
 
     def velocity(self, x: Tensor, sigma: Tensor, condition: Condition, sampling: Sampling) -> Tensor:
         """Guided velocity v [B, …] at latents x [B, …] of any dtype and σ [B] fp32, for a batched condition.
@@ -241,21 +236,22 @@ class Adapter(StockSchedule, Weights, ABC):
         if self.compiled and not torch.is_grad_enabled():  # use the training graph, see `compiled`
             with torch.enable_grad():
                 return self.velocity(x, sigma, condition, sampling).detach()
-        if self.cfg is not None and self.guided(sampling):
-            c, u = self.cond_uncond(x, sigma, condition, sampling)
-            return self.cfg.combine(c, u, self.expert(sigma, sampling)[1])
-        predict = self._forward_of(sigma, sampling)
-        return predict(x.to(self.dtype), sigma.to(x.device, non_blocking=True), condition.cast(self.dtype))
+        c, u = self.predictions(x, sigma, condition, sampling)
+        if u is None or self.cfg is None:
+            return c
+        return self.cfg.combine(c, u, self.expert(sigma, sampling)[1])
 
-    def cond_uncond(self, x: Tensor, sigma: Tensor, condition: Condition, sampling: Sampling) -> tuple[Tensor, Tensor]:
-        """Velocities (c, u) for the prompt and for the negative prompt, in the denoiser's dtype."""
-        predict = self._forward_of(sigma, sampling)
-        condition = condition.cast(self.dtype)
-        sigma = sigma.to(x.device, non_blocking=True)
-        return predict_cond_uncond(predict, x.to(self.dtype), sigma, condition, self.guidance_gradient)
-
-    def _forward_of(self, sigma: Tensor, sampling: Sampling) -> Callable[[Tensor, Tensor, Condition], Tensor]:
-        """`predict` of the denoiser for these σ."""
+    def predictions(
+        self, x: Tensor, sigma: Tensor, condition: Condition, sampling: Sampling
+    ) -> tuple[Tensor, Tensor | None]:
+        """Velocities (c, u) for the prompt and, if guidance is on, for the negative prompt, in the denoiser's dtype."""
         name, _ = self.expert(sigma, sampling)
-        predict = partial(self.predict, getattr(self.pipe, name), sampling=sampling)
-        return partial(predict_by_length, predict, one_by_one=self.equal_forwards) if self.splits_lengths else predict
+        predict: Any = partial(self.predict, getattr(self.pipe, name), sampling=sampling)
+        if self.splits_lengths:
+            predict = partial(predict_by_length, predict, one_by_one=self.equal_forwards)
+        sigma = sigma.to(x.device, non_blocking=True)
+        x = x.to(self.dtype)
+        condition = condition.cast(self.dtype)
+        if self.guided(sampling):
+            return predict_cond_uncond(predict, x, sigma, condition, self.guidance_gradient)
+        return predict(x, sigma, condition), None

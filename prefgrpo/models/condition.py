@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,10 +35,10 @@ class Condition:
     """Their `text_length`."""
 
     @classmethod
-    def of_text(cls, tensors: Mapping[str, Tensor]) -> Condition:
-        """The inverse of `tensors`."""
-        fields: dict[str, Any] = {name: tensors[name] for name in TEXT if name in tensors}
-        return cls(**fields)
+    def of_text(cls, tensors: Mapping[str, Tensor], **rest: Any) -> Condition:
+        """The inverse of `tensors`, with values for the other fields."""
+        fields: dict[str, Any] = dict(tensors)
+        return cls(**fields, **rest)
 
     def tensors(self) -> dict[str, Tensor]:
         """The text encoders' outputs, by field."""
@@ -71,7 +71,7 @@ def combine(conditions: Sequence[Condition], function: Callable[[str, list[Tenso
     sources = [function("source", list(each)) for each in zip(*(one.sources for one in conditions), strict=True)]
     negatives = [one.negative for one in conditions if one.negative is not None]
     negative = combine(negatives, function) if negatives else None
-    return replace(Condition.of_text(named), sources=tuple(sources), negative=negative)
+    return Condition.of_text(named, sources=tuple(sources), negative=negative)
 
 
 def collate(conditions: Sequence[Condition], device: torch.device | str = "cpu") -> Condition:
@@ -91,3 +91,42 @@ def collate(conditions: Sequence[Condition], device: torch.device | str = "cpu")
     if not conditions:
         raise ValueError("collate needs at least one condition")
     return combine(conditions, stack).to(device)
+
+
+def text_mask(condition: Condition, multiple: int = 1, second: bool = False) -> Tensor:
+    """Padding mask bool [B, longest], on the CPU: True where a batch's `prompt_embeds` hold a token of the prompt.
+
+    multiple: round the length up to a multiple of this. second: the mask for `prompt_embeds_2`.
+    """
+    lengths = condition.text_length_2 if second else condition.text_length
+    assert lengths is not None
+    longest = -(-int(lengths.max()) // multiple) * multiple
+    return torch.arange(longest)[None, :] < lengths[:, None]
+
+
+def predict_by_length(
+    predict: Callable[[Tensor, Tensor, Condition], Tensor],
+    x: Tensor,
+    sigma: Tensor,
+    condition: Condition,
+    one_by_one: bool = False,
+) -> Tensor:
+    """`predict(x, sigma, condition)` [B, …] in one forward per length of prompt, so that none is padded.
+
+    one_by_one: one forward per sample instead, so that every process runs equally many.
+    """
+    lengths = condition.text_length
+    if lengths is None:
+        return predict(x, sigma, condition)
+    if one_by_one:
+        parts = list(torch.arange(len(lengths)).split(1))
+    else:
+        parts = [(lengths == length).nonzero().flatten() for length in lengths.unique()]
+    if len(parts) == 1:
+        return predict(x, sigma, condition)
+    v = []
+    for rows in parts:
+        index = rows.to(x.device, non_blocking=True)
+        v.append(predict(x[index], sigma[index], condition.select(rows)))
+    order = torch.cat(parts).argsort().to(x.device, non_blocking=True)
+    return torch.cat(v)[order]

@@ -1,7 +1,8 @@
-"""FLUX.1 (dev and schnell): packed 2×2 latents [L, 4C], time = σ, guidance embedded (3.5).
+"""FLUX.1 (dev and schnell) and FLUX.1-Kontext: packed 2×2 latents [L, 4C], time = σ, guidance embedded (3.5; 2.5).
 
-Conditions: T5 states and the pooled CLIP vector. Time shift: static or by image length, as the scheduler's config says.
-Invariant: with `ode` steps the images are those of the stock FluxPipeline.
+Conditions: T5 states and the pooled CLIP vector; for Kontext also the source image's packed latents, appended as tokens
+with 1 in the first position channel (generated tokens: 0). Time shift: static or by image length, as the scheduler's
+config says. Invariant: with `ode` steps the images are those of the stock FluxPipeline or FluxKontextPipeline.
 """
 
 from __future__ import annotations
@@ -10,10 +11,11 @@ from functools import lru_cache
 
 import torch
 from diffusers.pipelines.flux.pipeline_flux import FluxPipeline
+from PIL import Image
 from torch import Tensor, nn
 
 from prefgrpo.models.base import Adapter, Condition, Sampling
-from prefgrpo.models.lora import JOINT_ATTENTION
+from prefgrpo.models.weights import JOINT_ATTENTION
 
 
 class Flux(Adapter):
@@ -21,7 +23,6 @@ class Flux(Adapter):
 
     pipeline = "FluxPipeline"
     packed = True
-    leaves_sigmas = True
     context_parallel = "ring"
     lora_targets = (*JOINT_ATTENTION, "ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2")
 
@@ -62,7 +63,45 @@ class Flux(Adapter):
         return super().decode(grid, sampling)
 
 
+class FluxKontext(Flux):
+    """FLUX.1-Kontext image editing."""
+
+    pipeline = "FluxKontextPipeline"
+    most_sources = 1
+    context_parallel = ""  # source tokens, whose number varies, follow the generated ones
+
+    def encode_source(self, source: Image.Image) -> Tensor:
+        """[rows, columns, 4C]: the packed latents of the source image at its own size."""
+        processor = self.pipe.image_processor
+        vae = self.pipe.vae
+        height, width = processor.get_default_height_width(source)
+        rows, columns = height // self.unit, width // self.unit
+        height, width = rows * self.unit, columns * self.unit
+        pixels = processor.preprocess(processor.resize(source, height, width), height, width)
+        latents = self.pipe._encode_vae_image(pixels.to(vae.device, vae.dtype), generator=None)
+        packed = self.pipe._pack_latents(latents, 1, latents.shape[1], 2 * rows, 2 * columns)
+        return packed.view(rows, columns, -1)
+
+    def predict(self, net: nn.Module, x: Tensor, sigma: Tensor, condition: Condition, sampling: Sampling) -> Tensor:
+        """Velocity [B, L, 4C] of the generated tokens."""
+        ids = image_ids(*self.grid(sampling), x.device)
+        if not condition.sources:
+            return self.forward(net, x, sigma, condition, sampling, ids)
+        (source,) = condition.sources
+        ids = torch.cat([ids, _source_ids(*source.shape[1:3], x.device)])
+        tokens = torch.cat([x, source.flatten(1, 2).to(x.dtype)], dim=1)
+        return self.forward(net, tokens, sigma, condition, sampling, ids)[:, : x.shape[1]]
+
+
 @lru_cache(maxsize=64)
 def image_ids(rows: int, columns: int, device: torch.device) -> Tensor:
     """Position ids [rows · columns, 3] fp32."""
     return FluxPipeline._prepare_latent_image_ids(1, rows, columns, device, torch.float32)
+
+
+@lru_cache(maxsize=64)
+def _source_ids(rows: int, columns: int, device: torch.device) -> Tensor:
+    """Position ids [rows · columns, 3] with 1 in the first channel."""
+    ids = image_ids(rows, columns, device).clone()
+    ids[:, 0] = 1
+    return ids

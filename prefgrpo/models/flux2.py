@@ -18,15 +18,14 @@ from torch import Tensor, nn
 
 from prefgrpo.models.base import Adapter, Condition, Sampling
 from prefgrpo.models.guidance import Cfg
-from prefgrpo.models.lora import JOINT_ATTENTION
 from prefgrpo.models.vae import decode_image
+from prefgrpo.models.weights import JOINT_ATTENTION
 
 
 class Flux2(Adapter):
     """FLUX.2-dev text-to-image and editing."""
 
     pipeline = "Flux2Pipeline"
-    leaves_sigmas = True
     most_sources = 4
     context_parallel = "ring"
     lora_targets = (
@@ -41,7 +40,8 @@ class Flux2(Adapter):
 
     def encode_source(self, source: Image.Image) -> Tensor:
         """[rows, columns, 4C]: normalised latents of the source at its own size, at most a million pixels."""
-        processor, vae = self.pipe.image_processor, self.pipe.vae
+        processor = self.pipe.image_processor
+        vae = self.pipe.vae
         processor.check_image_input(source)
         source = processor._resize_if_exceeds_area(source)
         width, height = (side // self.unit * self.unit for side in source.size)
@@ -60,8 +60,10 @@ class Flux2(Adapter):
 
     def predict(self, net: nn.Module, x: Tensor, sigma: Tensor, condition: Condition, sampling: Sampling) -> Tensor:
         """Velocity [B, 4C, h, w]; the transformer sees tokens [B, h · w, 4C]."""
-        embeds, sources = condition.prompt_embeds, condition.sources
-        tokens, ids = Flux2Pipeline._pack_latents(x), _image_ids(*self.grid(sampling), x.device)
+        embeds = condition.prompt_embeds
+        sources = condition.sources
+        tokens = Flux2Pipeline._pack_latents(x)
+        ids = _image_ids(*self.grid(sampling), x.device)
         count = tokens.shape[1]
         embedded = self.pipe.transformer.config.guidance_embeds
         guidance = torch.full_like(sigma, sampling.guidance) if embedded else None

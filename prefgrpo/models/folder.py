@@ -11,16 +11,19 @@ import math
 import re
 import shutil
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 
 from prefgrpo.config.recipe import UserError
 
-REQUIRED_PROCESSOR = "Qwen3VLProcessor"
-"""Class of a processor that the pipeline's constructor needs."""
+ENCODERS = ("text_encoder", "image_encoder", "connectors")
+"""Prefixes of the names of the modules that make conditions from prompts and source images."""
+KINDS: dict[str, tuple[str, ...]] = {"text_encoder": ENCODERS, "vae": ("vae",)}
+"""Kind of part that can be offloaded → prefixes of its modules' names."""
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(@[\w./-]+)?")
 """A hub id 'owner/name' or 'owner/name@revision'."""
 
@@ -29,25 +32,15 @@ class ModelError(UserError, ValueError):
     """A model cannot be loaded; the message says what was expected and what to do."""
 
 
-def resolve(model: str, pipeline: str) -> Path:
+def locate(model: str, configs_only: bool = False) -> Path:
     """Local folder of `model`: a folder, or a hub id 'owner/name' or 'owner/name@revision', downloaded unless cached.
 
-    A name that looks like a path is never looked up on the hub. Raises ModelError if the model is not found, or its
-    pipeline class is not `pipeline`.
+    A name that looks like a path is never looked up on the hub. configs_only: download only JSON files. Raises
+    ModelError if there is no pipeline.
     """
-    path = locate(model)
-    actual = index_of(path).get("_class_name")
-    if actual != pipeline:
-        raise ModelError(f"'{path}' contains a {actual}, expected a {pipeline}: set `family` to this model's family")
-    return path.resolve()
-
-
-def locate(model: str, configs_only: bool = False) -> Path:
-    """`resolve` without the check of the pipeline class. configs_only: download only JSON files."""
     path = Path(model).expanduser()
     if not path.is_dir():
-        is_id = HUB_ID.fullmatch(model) and not Path(model.split("/")[0]).is_dir()
-        if not is_id:
+        if not is_hub_id(model):
             raise ModelError(
                 f"model folder not found: '{model}' (looked in {Path.cwd()}); expected a diffusers pipeline folder "
                 f"(with model_index.json) or a hub id like 'owner/name'"
@@ -55,7 +48,12 @@ def locate(model: str, configs_only: bool = False) -> Path:
         path = _from_hub(model, configs_only)
     if not (path / "model_index.json").is_file():
         raise ModelError(f"'{path}' is not a diffusers pipeline folder: it has no model_index.json")
-    return path
+    return path.resolve()
+
+
+def is_hub_id(model: str) -> bool:
+    """Whether a model is looked up on the hub: its name is no folder, and does not look like a path."""
+    return bool(HUB_ID.fullmatch(model)) and not Path(model).is_dir() and not Path(model.split("/")[0]).is_dir()
 
 
 def hub_id(model: str) -> tuple[str, str | None]:
@@ -80,14 +78,12 @@ def _from_hub(model: str, configs_only: bool) -> Path:
             return Path(snapshot_download(name, revision=revision, allow_patterns=["*.json"]))
         return Path(DiffusionPipeline.download(name, revision=revision))
     except (OSError, ValueError) as error:
+        why = "it is not complete in the hub's cache" if "not fully cached" in str(error) else str(error)
+        download = f"hf download {model.replace('@', ' --revision ')} --local-dir FOLDER"
         raise ModelError(
-            f"'{model}' is not a folder in {Path.cwd()}, and could not be fetched from the hub as a model id: {error}"
+            f"'{model}' is not a folder in {Path.cwd()}, and could not be fetched from the hub as a model id: {why}\n"
+            f"Without network, run `{download}` where there is one, and pass the folder as --model"
         ) from error
-
-
-def _is_encoder(name: str) -> bool:
-    """Whether a component helps to encode prompts (and their source images) into conditions."""
-    return name.startswith(("text_encoder", "tokenizer", "processor", "image_encoder", "image_processor", "connectors"))
 
 
 def read(
@@ -96,77 +92,71 @@ def read(
     dtype: torch.dtype,
     device: torch.device,
     encoders: bool,
-    split: Collection[str] = (),
-    waiting: Collection[str] = (),
-    in_fp32: Collection[str] = (),
+    split: Collection[str],
+    offload: Collection[str],
+    in_fp32: Collection[str],
 ) -> Any:
     """Load the pipeline in `path`: frozen, in eval mode, on `device`; text encoders only if `encoders`.
 
-    Components in `split` and `waiting` stay mapped files in CPU memory, which the processes of a machine share, until
-    they are copied elsewhere; those in `split` have the dtype of the file, as a cast would be a copy. All others go to
-    the device tensor by tensor, without a second copy in CPU memory. in_fp32: components that run in fp32 whatever
-    `dtype` is.
+    Components in `split`, and those of the kinds `offload`, stay mapped files in CPU memory, which the processes of a
+    machine share, until they are copied elsewhere; those in `split` have the dtype of the file, as a cast would be a
+    copy. All others go to the device tensor by tensor, without a second copy in CPU memory. in_fp32: components that
+    run in fp32 whatever `dtype` is.
     """
     import diffusers
 
-    named = {name: part for name, part in index_of(path).items() if _is_encoder(name)}
-    parts: dict[str, Any] = {name: None for name, part in named.items() if not encoders or part[0] is None}
+    index = index_of(path)
+    skipped = () if encoders else ENCODERS
+    left_out = [name for name, part in index.items() if part == [None, None] or name.startswith(skipped)]
     dtypes = {"default": dtype} | dict.fromkeys(in_fp32, torch.float32)
     dtypes |= {name: stored_dtype(path / name) or dtype for name in split}
-    own = {name: found for name, part in named.items() if (found := _processor(path / name, part[1] or "", encoders))}
-    asked = {name: part for name, part in own.items() if type(part).__name__ == REQUIRED_PROCESSOR}
-    pipe = getattr(diffusers, pipeline).from_pretrained(path, dtype=dtypes, **parts | dict.fromkeys(own) | asked)
-    pipe.register_modules(**own)
+    pipe = getattr(diffusers, pipeline).from_pretrained(path, dtype=dtypes, **dict.fromkeys(left_out))
     modules = {name: part for name, part in pipe.components.items() if isinstance(part, torch.nn.Module)}
+    mapped = {*split, *(named(modules, offload) if device.type != "cpu" else ())}
     for name, module in modules.items():
         module.eval().requires_grad_(False)
-        for tensor in [*module.parameters(), *module.buffers()] if name not in {*split, *waiting} else ():
+        for tensor in [*module.parameters(), *module.buffers()] if name not in mapped else ():
             tensor.data = tensor.data.to(device, copy=True)
     pipe.set_progress_bar_config(disable=True)
     return pipe
+
+
+def named(names: Iterable[str], kinds: Iterable[str]) -> list[str]:
+    """Which of these modules belong to one of these kinds; other kinds have none."""
+    prefixes = tuple(prefix for kind in kinds for prefix in KINDS.get(kind, ()))
+    return [name for name in names if name.startswith(prefixes)]
 
 
 def stored_dtype(component: Path) -> torch.dtype | None:
     """The dtype of most elements in a component's safetensors files; None if it has no such file."""
     count: Counter[str] = Counter()
     for file in component.glob("*.safetensors"):
-        if file.name.count(".") > 1:  # a variant, such as "….fp16.safetensors"
-            continue
-        with file.open("rb") as handle:
-            header = json.loads(handle.read(int.from_bytes(handle.read(8), "little")))
-        header.pop("__metadata__", None)
-        for tensor in header.values():
-            count[tensor["dtype"]] += math.prod(tensor["shape"])
+        with safe_open(file, "pt") as tensors:
+            for key in tensors.keys():  # noqa: SIM118  (it is no mapping)
+                part = tensors.get_slice(key)
+                count[part.get_dtype()] += math.prod(part.get_shape())
     named = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
     return named.get(count.most_common(1)[0][0]) if count else None
 
 
-def _processor(path: Path, kind: str, encoders: bool) -> Any:
-    """The folder's processor as a class that needs no torchvision; None if not needed, or if there is no such class."""
-    if not kind.endswith("Processor") or not (encoders or kind == REQUIRED_PROCESSOR):
-        return None
-    from prefgrpo.models import processors
-
-    own = getattr(processors, kind, None)
-    return own.from_pretrained(path) if own else None
-
-
 def complete(pipe: Any, path: Path) -> None:
-    """Copy the text encoders that `read` skipped from the original folder into a saved pipeline folder."""
+    """Copy the encoders that `read` skipped from the original folder into a saved pipeline folder."""
     origin = Path(pipe.name_or_path)
-    whole, saved = index_of(origin), index_of(path)
-    for name in (n for n in whole if _is_encoder(n) and whole[n] != saved.get(n) and (origin / n).is_dir()):
+    whole = index_of(origin)
+    saved = index_of(path)
+    for name in (n for n in whole if n.startswith(ENCODERS) and whole[n] != saved.get(n) and (origin / n).is_dir()):
         shutil.copytree(origin / name, path / name, dirs_exist_ok=True)
         saved[name] = whole[name]
     (path / "model_index.json").write_text(json.dumps(saved, indent=2) + "\n")
 
 
 def encoder_identity(path: Path) -> str:
-    """What embeddings by the encoders in this folder are stored under: 'owner/name@commit' for a snapshot from the hub,
-    else the folder, with name, size and time of every file of the text encoders, the tokenizers and the VAE."""
+    """What embeddings by this folder's encoders are stored under: 'owner/name@commit' for a snapshot from the hub, else
+    the folder, with name, size and time of every file of the encoders, tokenizers, processors and the VAE."""
     if path.parent.name == "snapshots":
         return f"{path.parent.parent.name.removeprefix('models--').replace('--', '/')}@{path.name}"
-    parts = [part for part in path.iterdir() if _is_encoder(part.name) or part.name == "vae"]
+    kinds = (*ENCODERS, "tokenizer", "processor", "image_processor", "vae")
+    parts = [part for part in path.iterdir() if part.name.startswith(kinds)]
     files = sorted(file for part in parts for file in part.rglob("*") if file.is_file())
     facts = [(file.relative_to(path).as_posix(), file.stat()) for file in files]
     return "\n".join([str(path), *(f"{name} {stat.st_size} {stat.st_mtime_ns}" for name, stat in facts)])

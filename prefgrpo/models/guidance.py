@@ -45,9 +45,9 @@ class Cfg:
         if not self.rescale:
             return q
         squares = c.square().sum(-1, keepdim=True), q.square().sum(-1, keepdim=True)
-        known = (squares[0] > 0) & (squares[1] > 0)
-        of_c, of_q = (torch.where(known, square, 1.0) for square in squares)
-        return q * torch.where(known, torch.sqrt(of_c / of_q), 0.0)
+        nonzero = (squares[0] > 0) & (squares[1] > 0)
+        of_c, of_q = (torch.where(nonzero, square, 1.0) for square in squares)
+        return q * torch.where(nonzero, torch.sqrt(of_c / of_q), 0.0)
 
 
 def predict_cond_uncond(

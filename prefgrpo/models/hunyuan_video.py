@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from prefgrpo.models.base import Condition, Masks, Sampling
+from prefgrpo.models.condition import text_mask
 from prefgrpo.models.guidance import Cfg
-from prefgrpo.models.lengths import text_mask
-from prefgrpo.models.lora import JOINT_ATTENTION
 from prefgrpo.models.vae import decode_clip
 from prefgrpo.models.video import PatchVideo
+from prefgrpo.models.weights import JOINT_ATTENTION
 
 
 class HunyuanVideo(PatchVideo):
@@ -26,7 +26,6 @@ class HunyuanVideo(PatchVideo):
 
     pipeline = "HunyuanVideoPipeline"
     default_frames = 129
-    own_lengths = True
     attention_masks: ClassVar[Masks] = "padding"
     lora_targets = JOINT_ATTENTION
     comfy_names = None
@@ -98,7 +97,8 @@ class HunyuanVideo15(HunyuanVideo):
 
         The stock pipeline instead masks the texts' padding and 729 empty image tokens, which are absent here.
         """
-        mask, glyphs = text_mask(condition), text_mask(condition, second=True)
+        mask = text_mask(condition)
+        glyphs = text_mask(condition, second=True)
         second = condition.prompt_embeds_2
         assert second is not None
         no_image = mask.new_zeros(len(x), 0, self.pipe.transformer.config.image_embed_dim, dtype=second.dtype)
@@ -116,20 +116,4 @@ class HunyuanVideo15(HunyuanVideo):
     def decode(self, latents: Tensor, sampling: Sampling) -> Tensor:
         """One clip at a time: in diffusers 0.42 the VAE's attention mask is wrong for batches."""
         self.pipe.vae.enable_slicing()
-        for module in self.pipe.vae.modules():
-            if hasattr(module, "prepare_causal_attention_mask"):
-                module.prepare_causal_attention_mask = causal_attention_mask
         return super().decode(latents, sampling)
-
-
-def causal_attention_mask(
-    n_frame: int, n_hw: int, dtype: torch.dtype, device: torch.device, batch_size: int | None = None
-) -> Tensor:
-    """The VAE's attention mask [(B,) n, n], n = n_frame · n_hw: 0 for the same or an earlier frame, −∞ for a later one.
-
-    Diffusers' own method fills it row by row, with n kernel launches (12,600 for 53 frames at 480²).
-    """
-    mask = torch.full((n_frame * n_hw, n_frame * n_hw), float("-inf"), dtype=dtype, device=device)
-    for end in range(n_hw, len(mask) + 1, n_hw):
-        mask[end - n_hw : end, :end] = 0
-    return mask if batch_size is None else mask.expand(batch_size, -1, -1)

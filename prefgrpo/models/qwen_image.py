@@ -1,22 +1,28 @@
-"""Qwen-Image: packed 2×2 latents [L, 4C], time = σ, true guidance 4.0 rescaled to the conditional prediction's norm.
+"""Qwen-Image, -Edit and -Edit-Plus (2509, 2511): packed 2×2 latents [L, 4C], time = σ, true guidance 4.0 rescaled to
+the conditional prediction's norm.
 
-Conditions: states of the Qwen2.5-VL language model, as long as the prompt. Invariant: with `ode` steps the images
-are those of the stock QwenImagePipeline with negative prompt " ".
+Conditions: states of the Qwen2.5-VL language model, as long as the prompt. Sources of an edit go through the language
+model together with the prompt, and their packed latents follow the generated tokens. As in the stock pipelines, each is
+resized to about a million pixels (384² for the language model of -Plus), at any output size. Invariant: with `ode`
+steps the images are those of the stock pipeline with negative prompt " ".
 """
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import Any, ClassVar
 
 import torch
 from diffusers.pipelines.qwenimage.pipeline_qwenimage import QwenImagePipeline
+from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus import calculate_dimensions
+from PIL import Image
 from torch import Tensor, nn
 
 from prefgrpo.models.base import Adapter, Condition, Sampling
+from prefgrpo.models.condition import text_mask
 from prefgrpo.models.guidance import Cfg
-from prefgrpo.models.lengths import text_mask
-from prefgrpo.models.lora import JOINT_ATTENTION
 from prefgrpo.models.vae import decode_image, unnormalise
+from prefgrpo.models.weights import JOINT_ATTENTION
 
 
 class QwenImage(Adapter):
@@ -24,7 +30,6 @@ class QwenImage(Adapter):
 
     pipeline = "QwenImagePipeline"
     packed = True
-    own_lengths = True
     attention_masks = "padding"
     context_parallel = "ulysses"
     cfg = Cfg(rescale=True, negative=" ")
@@ -50,7 +55,8 @@ class QwenImage(Adapter):
 
         A mask is passed only if the batch has prompts of different lengths, or context parallelism pads them.
         """
-        mask, lengths = text_mask(condition, self.text_multiple), condition.text_length
+        mask = text_mask(condition, self.text_multiple)
+        lengths = condition.text_length
         assert lengths is not None
         padded = int(lengths.min()) < mask.shape[1]
         embeds = condition.prompt_embeds[:, : mask.shape[1]]
@@ -68,3 +74,53 @@ class QwenImage(Adapter):
         """Unpack, undo the VAE's normalisation, decode a clip of one frame."""
         grid = QwenImagePipeline._unpack_latents(latents, sampling.height, sampling.width, self.pipe.vae_scale_factor)
         return decode_image(self.pipe, unnormalise(self.pipe.vae, grid))
+
+
+class QwenImageEdit(QwenImage):
+    """Qwen-Image-Edit: one source image."""
+
+    pipeline = "QwenImageEditPipeline"
+    most_sources = 1
+    needs_source = True
+    text_sees_sources = True
+    context_parallel = ""  # source tokens, whose number varies, follow the generated ones
+    default_source_area = 1024 * 1024
+    seen_area: ClassVar[int] = 1024 * 1024
+    """Number of pixels of a source passed to the language model's image processor, unless `source_area` is less."""
+
+    def encode_edit(self, prompt: str, max_length: int, sources: tuple[Image.Image, ...]) -> Condition:
+        """prompt_embeds [n, C], image tokens included, and text_length = n; nothing is truncated."""
+        if not sources:
+            raise ValueError(f"{type(self).__name__} edits images: expected a source image for the prompt {prompt!r}")
+        return self.embed(prompt, image=[self._resized(image, self.seen_area) for image in sources])
+
+    def encode_source(self, source: Image.Image) -> Tensor:
+        """[rows, columns, 4C]: the packed latents of the source."""
+        vae = self.pipe.vae
+        image = self._resized(source)
+        pixels = self.pipe.image_processor.preprocess(image, image.height, image.width).unsqueeze(2)
+        latents = self.pipe._encode_vae_image(pixels.to(vae.device, vae.dtype), generator=None)
+        _, channels, _, height, width = latents.shape
+        packed = self.pipe._pack_latents(latents, 1, channels, height, width)
+        return packed.view(height // 2, width // 2, -1)
+
+    def _resized(self, image: Image.Image, most: float = math.inf) -> Image.Image:
+        """The image resized to about `source_area` pixels (at most `most`), its sides multiples of 32."""
+        assert self.source_area is not None
+        width, height = calculate_dimensions(min(self.source_area, most), image.width / image.height)
+        return self.pipe.image_processor.resize(image, height, width)
+
+    def predict(self, net: nn.Module, x: Tensor, sigma: Tensor, condition: Condition, sampling: Sampling) -> Tensor:
+        """Velocity [B, L, 4C] of the generated tokens."""
+        sources = condition.sources
+        tokens = torch.cat([x, *(source.flatten(1, 2).to(x.dtype) for source in sources)], dim=1)
+        grids = [self.grid(sampling), *((source.shape[1], source.shape[2]) for source in sources)]
+        return self.forward(net, tokens, sigma, condition, grids)[:, : x.shape[1]]
+
+
+class QwenImageEditPlus(QwenImageEdit):
+    """Qwen-Image-Edit-Plus (2509, 2511): several source images, called "Picture 1", "Picture 2", … in the prompt."""
+
+    pipeline = "QwenImageEditPlusPipeline"
+    most_sources = 3
+    seen_area = 384 * 384

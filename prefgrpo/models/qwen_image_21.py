@@ -23,16 +23,12 @@ class QwenImage21(Adapter):
 
     pipeline = "QwenImage21Pipeline"
     packed = True
-    own_lengths = True
     attention_masks = "own"
+    splits_lengths = True
     cfg = Cfg(negative=" ")
     lora_targets = (
         "attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0", "img_mlp.proj", "img_mlp.gate_layer", "img_mlp.out",
     )  # fmt: skip
-
-    def __init__(self, pipe: Any, **options: Any) -> None:
-        super().__init__(pipe, **options)
-        self.splits_lengths = True
 
     def grid(self, sampling: Sampling) -> tuple[int, int]:
         """Rows and columns of tokens, both even, because each of the language model's image slots is 2 × 2 tokens."""
@@ -61,7 +57,8 @@ class QwenImage21(Adapter):
 
         The image's position in it changes the result, so prompts are never padded: there is one forward per length.
         """
-        lengths, (count, tokens) = condition.text_length, x.shape[:2]
+        lengths = condition.text_length
+        (count, tokens) = x.shape[:2]
         assert lengths is not None
         text = int(lengths[0])
         slots = torch.cat([lengths.new_zeros(count, text), lengths.new_ones(count, tokens // 4)], dim=1).bool()

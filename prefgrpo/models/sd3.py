@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from prefgrpo.models.base import Adapter, Condition, Sampling
 from prefgrpo.models.guidance import Cfg
-from prefgrpo.models.lora import JOINT_ATTENTION
+from prefgrpo.models.weights import JOINT_ATTENTION
 
 
 class StableDiffusion3(Adapter):
@@ -31,14 +31,8 @@ class StableDiffusion3(Adapter):
 
     def encode_prompt(self, prompt: str, max_length: int) -> Condition:
         """prompt_embeds [77 + max_length, C] and pooled [C']; max_length: T5 tokens."""
-        embeds, _, pooled, _ = self.pipe.encode_prompt(
-            prompt,
-            prompt,
-            prompt,
-            device=self.device,
-            do_classifier_free_guidance=False,
-            max_sequence_length=max_length,
-        )
+        options = {"do_classifier_free_guidance": False, "max_sequence_length": max_length}
+        embeds, _, pooled, _ = self.pipe.encode_prompt(prompt, prompt, prompt, device=self.device, **options)
         return Condition(embeds[0], pooled=pooled[0])
 
     def schedule_options(self, sampling: Sampling) -> dict[str, Any]:

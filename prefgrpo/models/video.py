@@ -29,6 +29,10 @@ class PatchVideo(Adapter):
         """Pixels per side of one transformer patch: 16 where the VAE's scale is 8."""
         return self.pipe.vae_scale_factor_spatial * self.patch
 
+    def tokens(self, sampling: Sampling) -> int:
+        """Tokens of all latent frames."""
+        return super().tokens(sampling) * self.latent_shape(sampling)[1]
+
     def latent_shape(self, sampling: Sampling) -> tuple[int, ...]:
         """[C, F', height / 8, width / 8] where the VAE's scale is 8."""
         rows, columns = self.grid(sampling)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from prefgrpo.models.base import Condition, Sampling
 from prefgrpo.models.guidance import Cfg
-from prefgrpo.models.vae import decode_clip, encode_frame, unnormalise
+from prefgrpo.models.vae import decode_clip, latent_statistics, unnormalise
 from prefgrpo.models.video import PatchVideo
 
 NEGATIVE = (
@@ -53,8 +53,8 @@ class Wan(PatchVideo):
     def unsupported_index(cls, index: dict[str, Any]) -> str:
         """Also compares expand_timesteps."""
         expand = bool(index.get("expand_timesteps"))
-        odd = f"has expand_timesteps {expand}, {cls.__name__} has {cls.expand_timesteps}"
-        return super().unsupported_index(index) if expand is cls.expand_timesteps else odd
+        difference = f"has expand_timesteps {expand}, {cls.__name__} has {cls.expand_timesteps}"
+        return super().unsupported_index(index) or ("" if expand is cls.expand_timesteps else difference)
 
     def encode_prompt(self, prompt: str, max_length: int) -> Condition:
         """prompt_embeds [max_length, C]."""
@@ -83,10 +83,6 @@ class Wan(PatchVideo):
             return_dict=False,
         )[0]
 
-    def sequence(self, sampling: Sampling) -> int:
-        """Tokens of all latent frames."""
-        return self.tokens(sampling) * self.latent_shape(sampling)[1]
-
     def decode(self, latents: Tensor, sampling: Sampling) -> Tensor:
         """Undo the VAE's normalisation, decode to [B, F, 3, H, W]."""
         return decode_clip(self.pipe, unnormalise(self.pipe.vae, latents))
@@ -95,29 +91,20 @@ class Wan(PatchVideo):
 class Wan22(Wan):
     """Wan2.2 T2V-A14B: `transformer` (guidance 4.0) if 1000σ ≥ 1000 · 0.875, else `transformer_2` (guidance 3.0).
 
-    σ is compared on the host. Either expert or both may be trained.
+    σ is compared on the host. Both experts are trained, each at the steps that it computes.
     """
 
     default_guidance_2 = 3.0
     denoisers = ("transformer", "transformer_2")
 
-    def _guidance_2(self, sampling: Sampling) -> float:
-        return self.default_guidance_2 if sampling.guidance_2 is None else sampling.guidance_2
-
-    def is_high_noise(self, sigma: Tensor) -> Tensor:
-        """Which σ [B] belong to the high-noise expert; compared in timesteps, like the stock pipeline."""
-        return sigma * 1000 >= self.pipe.config.boundary_ratio * 1000
-
     def expert(self, sigma: Tensor, sampling: Sampling) -> tuple[str, float]:
         """The expert of a batch, and its guidance scale. Raises ValueError for σ on both sides of the boundary."""
-        high = self.is_high_noise(sigma)
+        high = sigma * 1000 >= self.pipe.config.boundary_ratio * 1000  # in timesteps, like the stock pipeline
         if bool(high.any()) != bool(high.all()):
             raise ValueError(f"expected a batch of one expert's σ, got {sigma.tolist()}")
-        return (self.denoisers[0], sampling.guidance) if high.all() else (self.denoisers[1], self._guidance_2(sampling))
-
-    def trains(self, sigma: float) -> bool:
-        """Whether the expert of this σ is trained."""
-        return self.denoisers[0 if self.is_high_noise(torch.tensor(sigma)) else 1] in self.trained
+        if high.all():
+            return self.denoisers[0], sampling.guidance
+        return self.denoisers[1], self.default_guidance_2 if sampling.guidance_2 is None else sampling.guidance_2
 
 
 class WanI2V(Wan):
@@ -129,7 +116,6 @@ class WanI2V(Wan):
     pipeline = "WanImageToVideoPipeline"
     most_sources = 1
     needs_source = True
-    source_spans_clip = True
     lora_targets = (*Wan.lora_targets, "add_k_proj", "add_v_proj")
 
     def source_tensors(self, sources: tuple[Image.Image, ...], frames: int | None) -> list[Tensor]:
@@ -146,9 +132,10 @@ class WanI2V(Wan):
         if not condition.sources:
             raise ValueError(f"{type(self).__name__} makes a clip from an image: expected one per prompt, got none")
         latents, *image_embeds = condition.sources
-        known = torch.zeros_like(x[:, :1]).repeat(1, self.pipe.vae_scale_factor_temporal, 1, 1, 1)
-        known[:, :, 0] = 1
-        return self.forward(net, torch.cat([x, known, latents.to(x)], dim=1), sigma * 1000, condition, *image_embeds)
+        first_frame = torch.zeros_like(x[:, :1]).repeat(1, self.pipe.vae_scale_factor_temporal, 1, 1, 1)
+        first_frame[:, :, 0] = 1
+        x = torch.cat([x, first_frame, latents.to(x)], dim=1)
+        return self.forward(net, x, sigma * 1000, condition, *image_embeds)
 
 
 class Wan22I2V(Wan22, WanI2V):
@@ -187,3 +174,16 @@ class WanTI2V(Wan):
     def final(self, x: Tensor, condition: Condition) -> Tensor:
         """x with the first frame's latents in place."""
         return torch.cat([condition.sources[0].to(x), x[:, :, 1:]], dim=2) if condition.sources else x
+
+
+def encode_frame(pipe: Any, image: Image.Image, frames: int = 1) -> Tensor:
+    """Normalised latents [C, F', h, w] fp32 of a clip whose first frame is `image` at its own size, other frames zero.
+
+    As in Wan's stock image-to-video pipeline.
+    """
+    vae = pipe.vae
+    first = pipe.video_processor.preprocess(image, height=image.height, width=image.width).to(vae.device).unsqueeze(2)
+    clip = torch.cat([first, first.new_zeros(*first.shape[:2], frames - 1, *first.shape[3:])], dim=2)
+    latents = vae.encode(clip.to(vae.dtype)).latent_dist.mode().float()
+    mean, std = latent_statistics(vae, latents)
+    return ((latents - mean) * (1.0 / std))[0]

@@ -1,30 +1,35 @@
-"""Trainable weights of a family's denoisers, LoRA layers or all weights, and their files.
+"""Trainable weights of a family's denoisers, a LoRA or all weights, and their files.
 
-Invariant: saved files have the same effect in the stock pipeline and when they are loaded here again.
+A LoRA computes W x + (alpha / rank)·B A x, with fp32 masters over any base dtype. peft provides the layers; diffusers
+reads and writes the file. A file has alpha = rank, with B multiplied by alpha / rank, because most programs (ComfyUI,
+for example) ignore the header, where diffusers keeps alpha, and use the scale 1.
+Invariants: the initial LoRA depends on (seed, shapes), not on device or rank; saved files have the same effect in the
+stock pipeline, without a header, and when they are loaded here again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import math
+import re
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from prefgrpo.models import folder as folders
-from prefgrpo.models import lora
 
-
-def innermost(module: nn.Module, classes: Iterable[str]) -> list[nn.Module]:
-    """The modules of these classes that contain no other module of these classes, in order."""
-    names = set(classes)
-
-    def named(part: nn.Module) -> bool:  # FSDP2 replaces classes by subclasses
-        return any(cls.__name__ in names for cls in type(part).__mro__)
-
-    return [m for m in module.modules() if [n for n in m.modules() if named(n)] == [m]]
+JOINT_ATTENTION = (
+    "attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0",
+    "attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out",
+)  # fmt: skip
+"""Attention projections of blocks that process image and text jointly."""
+NAME = "default"
+"""Name of the trained LoRA inside peft."""
+FILE = "pytorch_lora_weights.safetensors"
 
 
 class Weights:
@@ -42,15 +47,13 @@ class Weights:
     """The stock diffusers pipeline."""
     transformer: nn.Module
     """The (first) denoiser (peft adapters are injected into it in place)."""
-    trained: tuple[str, ...]
-    """Names of the trained denoisers."""
     compiled = False
     """Whether the repeated blocks are compiled. Without gradients Inductor makes other graphs, which round differently,
     so every forward then uses the training graph (`Adapter.velocity`), and keeps activations while it runs."""
 
     def modules(self) -> dict[str, nn.Module]:
-        """The trained denoisers, by name."""
-        return {name: getattr(self.pipe, name) for name in self.trained}
+        """The denoisers, by name."""
+        return {name: getattr(self.pipe, name) for name in self.denoisers}
 
     @property
     def repeated_blocks(self) -> tuple[str, ...]:
@@ -59,19 +62,11 @@ class Weights:
 
     def blocks(self, module: nn.Module) -> list[nn.Module]:
         """The repeated blocks of a denoiser in order; if nested, the innermost."""
-        return innermost(module, self.repeated_blocks)
-
-    def add_lora(
-        self,
-        rank: int,
-        alpha: float,
-        targets: tuple[str, ...] | None = None,
-        seed: int = 0,
-        init: Literal["kaiming", "gaussian"] = "kaiming",
-    ) -> None:
-        """Inject trainable fp32 LoRA layers (A seeded, B = 0) into the trained denoisers; see `lora.add`."""
-        for number, module in enumerate(self.modules().values()):
-            lora.add(module, rank, alpha, self.lora_targets if targets is None else targets, seed + number, init)
+        names = set(self.repeated_blocks)
+        found = {
+            m for m in module.modules() if names & {cls.__name__ for cls in type(m).__mro__}
+        }  # FSDP2 makes subclasses
+        return [m for m in module.modules() if found & set(m.modules()) == {m}]
 
     def enable_full(self) -> None:
         """Train all weights of the denoisers. If their dtype is not fp32, FSDP2 makes the fp32 masters."""
@@ -88,53 +83,9 @@ class Weights:
             if p.requires_grad
         ]
 
-    @contextmanager
-    def reference(self) -> Iterator[None]:
-        """Inside, `velocity` is the reference policy's: the LoRA is disabled. Raises RuntimeError without a LoRA."""
-        if not self.has_lora():
-            raise RuntimeError("there is no reference policy: a KL term needs LoRA")
-        modules: list[Any] = list(self.modules().values())
-        for module in modules:
-            module.disable_adapters()
-        compiled, self.compiled = self.compiled, False  # no parameter trains here, so there is no training graph
-        try:
-            yield
-        finally:
-            self.compiled = compiled
-            for module in modules:
-                module.enable_adapters()
-
-    def has_lora(self) -> bool:
-        """Whether a trained denoiser has a LoRA."""
-        return any(lora.has(module) for module in self.modules().values())
-
-    def lora_name(self, origin: str = "") -> str:
-        """What the LoRA is, for messages; origin: where it was loaded from."""
-        ranks = {module.peft_config[lora.NAME].r for module in self.modules().values()}  # type: ignore[union-attr,index]
-        return f"LoRA rank {', '.join(map(str, sorted(ranks)))}" + (f" from {origin}" if origin else "")
-
-    def save_lora(self, folder: str) -> None:
-        """Write the LoRA in diffusers format, with alpha = rank (`lora.save`), for `pipe.load_lora_weights(folder)`.
-
-        A second expert's LoRA goes into a subfolder of its name: `load_lora_weights(f"{folder}/transformer_2",
-        load_into_transformer_2=True)`.
-        """
-        for name, place in self._lora_folders(folder):
-            lora.save(self.pipe, place, name)
-
-    def load_lora(self, folder: str) -> None:
-        """Load a LoRA saved by `save_lora`, or a file; if the model has none, one of that shape is injected."""
-        for name, place in self._lora_folders(folder):
-            lora.load(self.pipe, place, name)
-
-    def _lora_folders(self, folder: str) -> list[tuple[str, str]]:
-        return [(name, folder if name == self.denoisers[0] else f"{folder}/{name}") for name in self.trained]
-
     def save_full(self, folder: str, copies: Mapping[str, nn.Module] = MappingProxyType({})) -> None:
         """Write a complete pipeline folder for the stock `from_pretrained`; `copies` replace denoisers in it."""
-        if self.has_lora():
-            raise RuntimeError("this policy is a LoRA: write it with save_lora (save_full is for full fine-tuning)")
-        own = {name: getattr(self.pipe, name) for name in copies}
+        replaced = {name: getattr(self.pipe, name) for name in copies}
         for part in self.pipe.components.values():  # a tokenizer saves the padding of its last call
             if backend := getattr(getattr(part, "tokenizer", part), "backend_tokenizer", None):
                 backend.no_padding()
@@ -143,11 +94,161 @@ class Weights:
             self.pipe.register_modules(**copies)
             self.pipe.save_pretrained(folder)
         finally:
-            self.pipe.register_modules(**own)
+            self.pipe.register_modules(**replaced)
         folders.complete(self.pipe, Path(folder))
 
-    def parameter_counts(self) -> dict[str, int]:
-        """Number of parameters per pipeline component, and of trainable parameters under 'trainable'."""
-        modules = {name: part for name, part in self.pipe.components.items() if isinstance(part, nn.Module)}
-        counts = {name: sum(p.numel() for p in part.parameters()) for name, part in modules.items()}
-        return counts | {"trainable": sum(p.numel() for _, p in self.trainable())}
+    # ---- LoRA -------------------------------------------------------------------------------------------------------
+
+    def add_lora(
+        self,
+        rank: int,
+        alpha: float,
+        targets: tuple[str, ...] | None = None,
+        seed: int = 0,
+        init: Literal["kaiming", "gaussian"] = "kaiming",
+    ) -> None:
+        """Inject trainable LoRA layers into every Linear of the denoisers whose name ends in one of `targets`.
+
+        A is Kaiming-uniform (peft's default) or N(0, 1 / rank²) (peft's "gaussian"), drawn from `seed`; B is 0, so
+        outputs do not change. Raises ValueError for a target that matches no module.
+        """
+        from peft import LoraConfig
+
+        chosen = self.lora_targets if targets is None else targets
+        for number, module in enumerate(self.modules().values()):
+            _check_targets(module, chosen)
+            _inject(module, LoraConfig(r=rank, lora_alpha=alpha, target_modules=list(chosen)))
+            generator = torch.Generator().manual_seed(seed + number)
+            for name, parameter in module.named_parameters():
+                if ".lora_A." in name:
+                    start = torch.empty(parameter.shape)
+                    if init == "gaussian":
+                        nn.init.normal_(start, std=1.0 / rank, generator=generator)
+                    else:
+                        nn.init.kaiming_uniform_(start, a=math.sqrt(5), generator=generator)
+                    parameter.data.copy_(start)
+
+    def has_lora(self) -> bool:
+        """Whether the denoisers have a LoRA."""
+        return NAME in getattr(self.transformer, "peft_config", {})
+
+    @property
+    def lora_rank(self) -> int:
+        """The LoRA's rank."""
+        return self.transformer.peft_config[NAME].r  # type: ignore[union-attr,index]
+
+    @contextmanager
+    def reference(self) -> Iterator[None]:
+        """Inside, `velocity` is the reference policy's: the LoRA is disabled. Raises RuntimeError without a LoRA."""
+        if not self.has_lora():
+            raise RuntimeError("there is no reference policy: a KL term needs LoRA")
+        modules: list[Any] = list(self.modules().values())
+        for module in modules:
+            module.disable_adapters()
+        compiled = self.compiled  # no parameter trains here, so there is no training graph
+        self.compiled = False
+        try:
+            yield
+        finally:
+            self.compiled = compiled
+            for module in modules:
+                module.enable_adapters()
+
+    def save_lora(self, folder: str) -> None:
+        """Write the LoRA in diffusers format, with alpha = rank, for `pipe.load_lora_weights(folder)`.
+
+        B is multiplied by alpha / rank and rounded to fp32, which is exact if alpha / rank is a power of two. A second
+        expert's LoRA goes into a subfolder of its name: `load_lora_weights(f"{folder}/transformer_2",
+        load_into_transformer_2=True)`.
+        """
+        from peft import get_peft_model_state_dict
+
+        modules: dict[str, Any] = self.modules()
+        for name, module in modules.items():
+            config = module.peft_config[NAME]
+            facts = config.to_dict() | {"lora_alpha": config.r}
+            layers = get_peft_model_state_dict(module, adapter_name=NAME)
+            factor = config.lora_alpha / config.r
+            self._lora_files().save_lora_weights(
+                folder if name == self.denoisers[0] else f"{folder}/{name}",
+                transformer_lora_layers={k: v * factor if ".lora_B." in k else v for k, v in layers.items()},
+                transformer_lora_adapter_metadata={k: sorted(v) if isinstance(v, set) else v for k, v in facts.items()},
+            )
+
+    def load_lora(self, place: str) -> None:
+        """Inject a LoRA in diffusers format from a file, or from a folder as `save_lora` wrote it, with its rank, alpha
+        and layers (alpha = rank if the file does not tell it, as other programs read such files).
+
+        Raises FileNotFoundError, or ValueError for a file of other layers than the model has.
+        """
+        from peft import LoraConfig, set_peft_model_state_dict
+
+        for name, module in self.modules().items():
+            folder = Path(place) if name == self.denoisers[0] else Path(place, name)
+            file = folder if folder.is_file() else folder / FILE
+            if not file.is_file():
+                raise FileNotFoundError(f"no LoRA in '{folder}': expected {FILE}")
+            packed, *_, metadata = self._lora_files().lora_state_dict(
+                str(file.resolve().parent), weight_name=file.name, return_lora_metadata=True
+            )
+            prefix = "transformer."  # also for a second one, in its own file
+            state = {key.removeprefix(prefix): value for key, value in packed.items()}
+            options = {key.removeprefix(prefix): value for key, value in (metadata or {}).items()}
+            _inject(module, LoraConfig(**(options or _shape_of(state, file))))
+            count = sum(".lora_" in key for key, _ in module.named_parameters())
+            result = set_peft_model_state_dict(module, state, adapter_name=NAME)
+            if result.unexpected_keys or count != len(state):
+                differ = f"the model's LoRA has {count}: their targets differ"
+                raise ValueError(f"{file} has {len(state)} tensors, but {differ}")
+
+    def _lora_files(self) -> Any:
+        """What reads and writes LoRA files: the pipeline, or HunyuanVideo's mixin for 1.5, whose pipeline cannot."""
+        from diffusers.loaders import HunyuanVideoLoraLoaderMixin
+
+        return self.pipe if hasattr(self.pipe, "save_lora_weights") else HunyuanVideoLoraLoaderMixin
+
+
+def locate_lora(source: str) -> Path:
+    """Folder or file of a LoRA: a path, a run's folder, or a hub id 'owner/name' or 'owner/name@revision', downloaded
+    unless cached. Raises FileNotFoundError, or OSError if the hub has no such LoRA.
+    """
+    from huggingface_hub import hf_hub_download
+
+    path = Path(source).expanduser()
+    if path.exists():
+        return path / "lora" if (path / "lora").is_dir() else path
+    if not folders.is_hub_id(source):
+        raise FileNotFoundError(f"expected a folder, a file or a hub id 'owner/name', got '{source}'")
+    name, revision = folders.hub_id(source)
+    return Path(hf_hub_download(name, FILE, revision=revision))
+
+
+def _check_targets(module: nn.Module, targets: tuple[str, ...]) -> None:
+    linear = [name for name, part in module.named_modules() if isinstance(part, nn.Linear)]
+    unknown = [t for t in targets if not any(name == t or name.endswith("." + t) for name in linear)]
+    if unknown or not targets:
+        layers = sorted({re.sub(r"^\w+\.\d+\.", "", name) for name in linear})
+        raise ValueError(f"LoRA targets {unknown} match no Linear layer of the transformer; it has {', '.join(layers)}")
+
+
+def _inject(module: Any, config: Any) -> None:
+    """Inject `config`, with trained weights in fp32; the random state of the process is preserved."""
+    from prefgrpo.integrations.lora import fuse_lora
+
+    with torch.random.fork_rng(devices=[]):  # peft draws on the CPU
+        module.add_adapter(config, adapter_name=NAME)
+    fuse_lora(module)
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+
+
+def _shape_of(state: dict[str, Tensor], file: Path) -> dict[str, Any]:
+    """The peft options of a LoRA whose file has no header: rank and layers from the tensors, alpha = rank."""
+    end = ".lora_A.weight"
+    layers = [key.removesuffix(end) for key in state if key.endswith(end)]
+    ranks = {state[layer + end].shape[0] for layer in layers}
+    if len(ranks) != 1:
+        raise ValueError(f"{file} has no header and ranks {sorted(ranks)}: expected layers of one rank")
+    (rank,) = ranks
+    return {"r": rank, "lora_alpha": rank, "target_modules": layers}

@@ -19,7 +19,6 @@ class ZImage(Adapter):
     """Z-Image text-to-image."""
 
     pipeline = "ZImagePipeline"
-    own_lengths = True
     attention_masks = "padding"
     cfg = Cfg(from_cond=True)
     lora_targets = ("attention.to_q", "attention.to_k", "attention.to_v", "attention.to_out.0")

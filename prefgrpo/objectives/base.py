@@ -35,20 +35,6 @@ class Targets(NamedTuple):
     known: Tensor
     """bool [P, G], whether the sample's rewards are present."""
 
-    @classmethod
-    def of(cls, advantage: Tensor) -> Targets:
-        """Targets from advantages alone, without comparisons."""
-        none = advantage.new_zeros(*advantage.shape, advantage.shape[1])
-        return cls(advantage, none, none, torch.ones_like(advantage, dtype=torch.bool))
-
-    def select(self, groups: list[int]) -> Targets:
-        """The targets of some groups."""
-        return Targets(*(part[groups] for part in self))
-
-    def informative(self) -> Tensor:
-        """bool [P, 1], groups whose advantages are not all 0."""
-        return (self.advantage != 0).any(1, keepdim=True)
-
     def preference(self) -> Tensor:
         """[P, G, G] share of comparisons that row won against column, a tie counting ½; ½ for pairs never compared."""
         return torch.where(self.counts > 0, self.wins / self.counts.clamp(min=1e-9), 0.5)
@@ -64,8 +50,6 @@ class Objective(ABC):
 
     collector: ClassVar[Literal["trajectory", "endpoint"]]
     """Which collector supplies the inputs of the loss."""
-    whole_groups: ClassVar[bool] = False
-    """Whether the loss needs all members of a group together, on one data-parallel index."""
     keeps_velocity: ClassVar[bool] = False
     """Whether the rollout stores the velocities of its steps, for losses that compare the means of steps."""
 
@@ -93,7 +77,7 @@ class Objective(ABC):
 
         By default all but those of groups whose advantages are all 0.
         """
-        return targets.informative().expand_as(targets.advantage)
+        return (targets.advantage != 0).any(1, keepdim=True).expand_as(targets.advantage)
 
     def samples_per_group(self, group_size: int) -> int:
         """How many samples per group count in the mean of the loss."""
@@ -147,7 +131,8 @@ class TrajectoryObjective(Objective):
         mask = super().mask(train, targets)
         if not self.best_of:
             return mask
-        order, half = targets.advantage.argsort(stable=True, dim=1, descending=True), self.best_of // 2
+        order = targets.advantage.argsort(stable=True, dim=1, descending=True)
+        half = self.best_of // 2
         chosen = torch.zeros_like(targets.advantage, dtype=torch.bool)
         chosen.scatter_(1, torch.cat([order[:, :half], order[:, -half:]], 1), True)
         return mask & chosen
@@ -228,8 +213,6 @@ class PointwiseObjective(EndpointObjective):
 class GroupObjective(EndpointObjective):
     """An endpoint objective that compares the members of a group, through their errors d only."""
 
-    whole_groups = True
-
     @property
     def anchor(self) -> Literal["", "base", "old"]:
         """The initial policy, unless a subclass compares with the old one."""
@@ -237,8 +220,8 @@ class GroupObjective(EndpointObjective):
 
     @abstractmethod
     def loss(self, train: TrainConfig, error: Tensor, anchor_error: Tensor, targets: Targets) -> Tensor:
-        """[n] losses of n whole groups in one draw. error, anchor_error: [n, G], d of the policy (with gradient) and of
-        the anchor; targets: of the n groups."""
+        """[P] losses of the groups in one draw. error, anchor_error: [P, G], d of the policy (with gradient) and of the
+        anchor; both are 0 in groups that are not trained on, whose losses are left out."""
 
 
 @dataclass(frozen=True, config=STRICT)

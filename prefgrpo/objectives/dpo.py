@@ -34,7 +34,7 @@ class Preference(OldPolicy, GroupObjective):
         return self.reference
 
     def strength(self, error: Tensor, anchor_error: Tensor) -> Tensor:
-        """h [n, G]."""
+        """h [P, G]."""
         return 0.5 * self.beta * (anchor_error - error)
 
 
@@ -43,7 +43,8 @@ class DPO(Preference):
     """The best member against the worst."""
 
     def loss(self, train: TrainConfig, error: Tensor, anchor_error: Tensor, targets: Targets) -> Tensor:
-        """[n]."""
-        h, advantage = self.strength(error, anchor_error), targets.advantage
+        """[P]."""
+        h = self.strength(error, anchor_error)
+        advantage = targets.advantage
         best, worst = advantage.argmax(1, keepdim=True), advantage.argmin(1, keepdim=True)
         return -logsigmoid(h.gather(1, best) - h.gather(1, worst))[:, 0]

@@ -16,13 +16,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from prefgrpo.config.schema import STRICT, TrainConfig
-from prefgrpo.objectives.base import (
-    OldPolicy,
-    PointwiseObjective,
-    Prediction,
-    Targets,
-    mean_square,
-)
+from prefgrpo.objectives.base import OldPolicy, PointwiseObjective, Prediction, Targets, mean_square
 
 
 @dataclass(frozen=True, config=STRICT)

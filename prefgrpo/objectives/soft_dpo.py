@@ -43,9 +43,10 @@ class SoftDPO(Preference):
         return (targets.counts > 0).any(2).any(1, keepdim=True).expand_as(targets.advantage)
 
     def loss(self, train: TrainConfig, error: Tensor, anchor_error: Tensor, targets: Targets) -> Tensor:
-        """[n]."""
+        """[P]."""
         h, w = self.strength(error, anchor_error), targets.preference()
-        x, there = h[:, :, None] - h[:, None, :], (targets.counts > 0).triu(1)
+        x = h[:, :, None] - h[:, None, :]
+        there = (targets.counts > 0).triu(1)
         if self.form == "logistic":
             terms = softplus(x) - w * x
         else:

@@ -24,9 +24,8 @@ from torch.compiler import is_compiling
 BACKENDS = ("cuda", "triton", "cpu", "torch")
 PACKAGE = __name__.split(".")[0]
 """prefgrpo, or the name that the hub's loader gives the package; also the namespace of the custom ops."""
-_ORDER: dict[str, tuple[str, ...]] = {"cuda": ("cuda", "triton"), "cpu": ("cpu",)}
-_override: list[str] = []
-"""Choices of `use_backend`, the innermost last; of the process, since autograd runs backward in threads of its own."""
+_choices: list[str] = [os.environ.get("PREFGRPO_BACKEND", "")]
+"""The environment's, then those of `use_backend`; of the process, since autograd runs backward in its own threads."""
 
 
 def op(name: str, mutates: tuple[str, ...]) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -75,7 +74,7 @@ def unavailable_reason(name: str) -> str | None:
     if built is None:
         return "prefgrpo._C is not built (pip install -e . with a C++20 compiler)"
     if name == "cpu":
-        return None
+        return None if built.cpu_runs else "this CPU lacks AVX2 or FMA"
     if not built.cuda_archs:
         return "prefgrpo._C was built without CUDA (rebuild where nvcc is found)"
     return _launch_error() if torch.cuda.is_available() else "no CUDA device is visible"
@@ -97,53 +96,30 @@ def _launch_error() -> str | None:
     return None
 
 
-def _supports(name: str, device: str) -> bool:
-    if name == "triton":
-        return device == ("cpu" if _interpreted() else "cuda")
-    return name in ("torch", device)
-
-
 @lru_cache(None)
-def _from_environment() -> str | None:
-    name = os.environ.get("PREFGRPO_BACKEND", "")
-    return _validated(name) if name else None
-
-
-def _validated(name: str) -> str:
-    if name not in BACKENDS:
-        raise ValueError(f"unknown backend '{name}': expected one of {', '.join(BACKENDS)}")
-    if why := unavailable_reason(name):
-        raise RuntimeError(f"backend '{name}' was selected but cannot run: {why}")
-    return name
-
-
-@lru_cache(None)
-def _select(device: str, name: str | None) -> str:
-    if name is not None and _supports(name, device):
-        return name
-    order = _ORDER.get(device, ())
-    chosen = next((one for one in order if unavailable_reason(one) is None), "torch")
-    if not order or chosen != order[0]:
-        why = unavailable_reason(order[0]) if order else "there are no kernels for this device"
+def _select(device: str, choice: str) -> str:
+    if choice and choice not in BACKENDS:
+        raise ValueError(f"unknown backend '{choice}': expected one of {', '.join(BACKENDS)}")
+    if choice and (why := unavailable_reason(choice)):
+        raise RuntimeError(f"backend '{choice}' was selected but cannot run: {why}")
+    serves = "cpu" if choice == "cpu" or (choice == "triton" and _interpreted()) else "cuda"
+    if choice == "torch" or (choice and device == serves):
+        return choice
+    order = {"cuda": ("cuda", "triton", "torch"), "cpu": ("cpu", "torch")}.get(device, ("torch",))
+    reasons = {name: unavailable_reason(name) for name in order}
+    chosen = next(name for name, why in reasons.items() if why is None)
+    if chosen != order[0] or order == ("torch",):
+        why = reasons[order[0]] or "there are no kernels for this device"
         text = f"prefgrpo.ops on {device} uses '{chosen}', slower but with the same results: {why}"
         warnings.warn(text, stacklevel=4)
     return chosen
 
 
-@lru_cache(None)
-def _for_dtypes(device: str, name: str | None, dtypes: tuple[torch.dtype, ...]) -> str:
-    if torch.float64 in dtypes:
-        return "torch"
-    chosen = _select(device, name)
-    if torch.float16 in dtypes and chosen in ("cuda", "cpu"):
-        return "triton" if chosen == "cuda" and unavailable_reason("triton") is None else "torch"
-    return chosen
-
-
 def backend_of(device: torch.device | str, *dtypes: torch.dtype) -> str:
-    """Name of the backend that runs ops on `device`; fp64 always runs in torch, fp16 in Triton or torch."""
-    kind = device.type if isinstance(device, torch.device) else torch.device(device).type
-    return _for_dtypes(kind, _override[-1] if _override else _from_environment(), dtypes)
+    """Name of the backend that runs ops on `device`; fp64 and fp16 always run in torch."""
+    if torch.float64 in dtypes or torch.float16 in dtypes:
+        return "torch"
+    return _select(device if isinstance(device, str) else device.type, _choices[-1])
 
 
 @contextmanager
@@ -152,31 +128,38 @@ def use_backend(name: str) -> Iterator[None]:
 
     Raises ValueError for an unknown name and RuntimeError, with the reason, for one that cannot run here.
     """
-    _override.append(_validated(name))
+    _select("cpu", name)
+    _choices.append(name)
     try:
         yield
     finally:
-        _override.pop()
+        _choices.pop()
 
 
 @lru_cache(None)
-def _kernel(name: str) -> Callable[..., None]:
-    return getattr(extension(), name)
+def _kernel(backend: str, name: str) -> Callable[..., None]:
+    if backend == "triton":
+        module = {"sde_logp": "sde_step", "sde_grad": "sde_step", "normal": "noise"}.get(name, name)
+        return getattr(importlib.import_module(f"{PACKAGE}.kernels.{module}"), name)
+    return getattr(extension(), f"{backend}_{name}")
 
 
-def native(backend: str, name: str, like: Tensor, *args: Any) -> None:
-    """Call prefgrpo._C's cpu_<name> with the number of threads, or cuda_<name> with the current stream."""
-    call = _kernel(f"{backend}_{name}")
+def launch(backend: str, name: str, like: Tensor, *args: Any) -> None:
+    """Call a kernel with the fields of its struct in csrc/kernels.h, on the device of `like`."""
+    call = _kernel(backend, name)
     if backend == "cpu":
         call(*args, torch.get_num_threads())
         return
     with torch.cuda.device_of(like):
-        call(*args, torch.cuda.current_stream(like.device).cuda_stream)
+        if backend == "triton":
+            call(*args)
+        else:
+            call(*args, torch.cuda.current_stream(like.device).cuda_stream)
 
 
 def cuda_scratch(backend: str, x: Tensor, dim: int, sums: int) -> Tensor | None:
-    """Partial sums of a CUDA reduction; the CPU kernels have their own."""
-    if backend == "cpu":
+    """Partial sums of a CUDA reduction; the other kernels have their own."""
+    if backend != "cuda":
         return None
     built: Any = extension()
     return torch.empty(sums * x.shape[0] * built.partials(dim), dtype=torch.float64, device=x.device)

@@ -1,4 +1,4 @@
-"""What the public functions accept: their tensors are checked once, here, and brought into the kernels' dtypes."""
+"""What the public functions accept: their tensors are checked once, here, before a kernel reads their memory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import operator
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -22,18 +21,9 @@ def int64_seed(seed: int) -> int:
     return seed - 2**64 if seed >= 2**63 else seed
 
 
-def samples(t: Tensor) -> Tensor:
-    """`t` itself if each sample is contiguous memory, else a contiguous copy; a lazily negated view is resolved."""
-    if not is_compiling() and t.is_neg():
-        t = t.resolve_neg()
-    return t if t.is_contiguous() or (t.shape[0] > 0 and t[0].is_contiguous()) else t.contiguous()
-
-
-def contiguous(t: Tensor, dtype: torch.dtype) -> Tensor:
-    """`t` in contiguous memory and in `dtype`; a lazily negated view is resolved."""
-    if not is_compiling() and t.is_neg():
-        t = t.resolve_neg()
-    return t.contiguous() if t.dtype == dtype else t.to(dtype).contiguous()
+def constant(t: Tensor) -> Tensor:
+    """`t` without its gradient, in contiguous memory."""
+    return t if t.is_contiguous() and not t.requires_grad else t.detach().contiguous()
 
 
 def check_ids(name: str, t: Tensor, batch: int, device: torch.device) -> Tensor:
@@ -50,38 +40,25 @@ def check_ids(name: str, t: Tensor, batch: int, device: torch.device) -> Tensor:
 def check_latents(
     coef: Tensor, index: Tensor | int | None, x: Tensor, others: dict[str, Tensor | None]
 ) -> tuple[Tensor, Tensor | None]:
-    """(coef, index) in the kernels' dtypes; raises ValueError or TypeError unless everything fits together."""
+    """(coef, index) as contiguous tensors; raises ValueError or TypeError unless everything fits together."""
     shape = x.shape
     device = x.device
-    exact = x.dtype == torch.float64
-    if not shape:
-        raise ValueError("x: expected [B, …], got a 0-d tensor")
-    if 0 in shape[1:]:
-        raise ValueError(f"x: expected at least one element per sample, got {list(shape)}")
-    check_dtype("x", x.dtype)
-    for name, t in others.items():
+    if not shape or 0 in shape[1:]:
+        raise ValueError(f"x: expected [B, …] with at least one element per sample, got {list(shape)}")
+    for name, t in (("x", x), *others.items()):
         if t is None:
             continue
-        if t.shape != shape:
-            raise ValueError(f"{name}: expected the shape of x, {list(shape)}, got {list(t.shape)}")
-        check_dtype(name, t.dtype)
-        if t.device != device:
-            raise ValueError(f"{name}: is on {t.device}, but x is on {device}; move one of them")
-        exact |= t.dtype == torch.float64
-    if coef.dim() != 2 or coef.shape[1] != 5 or coef.dtype not in (torch.float32, torch.float64):
-        raise ValueError(f"coef: expected fp32 [T, 5], got {coef.dtype} {list(coef.shape)}")
-    if coef.device != device:
-        raise ValueError(f"coef: is on {coef.device}, but x is on {device}; move it once")
+        if t.dtype not in DTYPES:
+            raise TypeError(f"{name}: expected fp32, bf16, fp16 or fp64, got {t.dtype}; cast it first")
+        if t.shape != shape or t.device != device:
+            raise ValueError(f"{name}: expected {list(shape)} on {device}, as x, got {list(t.shape)} on {t.device}")
+    if coef.dim() != 2 or coef.shape[1] != 5 or coef.dtype not in DTYPES or coef.device != device:
+        got = f"{coef.dtype} {list(coef.shape)} on {coef.device}"
+        raise ValueError(f"coef: expected fp32 [T, 5] on {device}, got {got}")
     if isinstance(index, Tensor):
         index = check_ids("index", index, shape[0], device)
     elif index is not None:
         index = torch.full(shape[:1], as_int(index), dtype=torch.int64, device=device)
     elif coef.shape[0] != shape[0]:
-        got = f"got {list(coef.shape)}; pass an index [B] into a [T, 5] table"
-        raise ValueError(f"coef rows: expected [{shape[0]}, 5], {got}")
-    return contiguous(coef, coef.dtype if exact else torch.float32), index
-
-
-def check_dtype(name: str, dtype: torch.dtype) -> None:
-    if dtype not in DTYPES:
-        raise TypeError(f"{name}: expected fp32, bf16, fp16 or fp64, got {dtype}; cast it first")
+        raise ValueError(f"coef: expected one row for each of {shape[0]} samples, or an index, got {len(coef)} rows")
+    return coef.contiguous(), index

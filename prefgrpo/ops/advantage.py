@@ -13,12 +13,12 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from prefgrpo.ops._backend import backend_of, native, op
-from prefgrpo.ops._inputs import contiguous
+from prefgrpo.ops._backend import backend_of, launch, op
 
 Std = Literal["group", "global", "none"]
 Combine = Literal["weighted_sum", "weighted_advantage_sum", "geometric_mean"]
-_STD, _COMBINE = get_args(Std), get_args(Combine)
+_STD = get_args(Std)
+_COMBINE = get_args(Combine)
 
 
 def dense_ids(group_ids: Tensor) -> Tensor:
@@ -85,12 +85,8 @@ def _winrate(
         values = reference_winrate(wins, counts, "group" if use_std else "none", eps, ddof)
         rate.copy_(values[0])
         advantage.copy_(values[1])
-    elif backend == "triton":
-        from prefgrpo.kernels import winrate as kernels
-
-        kernels.winrate(wins, counts, use_std, eps, ddof, rate, advantage)
     else:
-        native(backend, "winrate", wins, *rate.shape, wins, counts, use_std, ddof, eps, rate, advantage)
+        launch(backend, "winrate", wins, *rate.shape, wins, counts, use_std, ddof, eps, rate, advantage)
 
 
 def _check_options(std: str, eps: float, ddof: int) -> None:
@@ -110,20 +106,23 @@ def winrate_advantage(
     differ only in order are equal. Raises ValueError for other shapes.
     """
     _check_options(std, eps, ddof)
-    shape, device = wins.shape, wins.device
+    shape = wins.shape
+    device = wins.device
     if len(shape) != 3 or shape[1] != shape[2] or shape != counts.shape or device != counts.device:
         raise ValueError(
             f"wins and counts: expected [P, G, G] on one device, got {list(shape)} on {device} and "
             f"{list(counts.shape)} on {counts.device}"
         )
-    if wins.is_complex() or counts.is_complex():
-        raise TypeError(f"wins and counts: expected real numbers, got {wins.dtype} and {counts.dtype}")
     if std == "global":
         return tuple(t.float() for t in reference_winrate(wins, counts, std, eps, ddof))  # type: ignore[return-value]
-    dtype = torch.float32 if wins.dtype == counts.dtype == torch.float32 else torch.float64
+    if wins.dtype != torch.float32 or counts.dtype != torch.float32:
+        wins = wins.double()
+        counts = counts.double()
     rate = torch.empty(shape[:2], dtype=torch.float32, device=device)
     advantage = torch.empty_like(rate)
-    _winrate(contiguous(wins, dtype), contiguous(counts, dtype), std == "group", eps, ddof, rate, advantage)
+    wins = wins.contiguous()
+    counts = counts.contiguous()
+    _winrate(wins, counts, std == "group", eps, ddof, rate, advantage)
     return rate, advantage
 
 
@@ -153,8 +152,6 @@ def group_advantage(
             f"expected rewards [R, B] and integer group_ids [B], got {list(rewards.shape)} and "
             f"{group_ids.dtype} {list(group_ids.shape)}"
         )
-    if rewards.is_complex():
-        raise TypeError(f"rewards: expected real numbers, got {rewards.dtype}")
     if weights is None:
         weights = torch.ones(rewards.shape[0], dtype=torch.float64, device=rewards.device)
     if weights.shape != rewards.shape[:1]:

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from prefgrpo.ops._backend import backend_of, native, op
-from prefgrpo.ops._inputs import as_int, check_dtype, check_ids, int64_seed
+from prefgrpo.ops._backend import backend_of, launch, op
+from prefgrpo.ops._inputs import as_int, check_ids, int64_seed
 
 _MUL = (0xD2511F53, 0xCD9E8D57)
 _KEY = (0x9E3779B9, 0xBB67AE85)
@@ -33,11 +33,6 @@ class PhiloxNoise(NamedTuple):
     """Global index of the latent's first element, for slices of a larger latent."""
 
 
-def seed_words(seed: int) -> tuple[int, int]:
-    """Low and high 32 bits of the seed."""
-    return seed & _MASK, (seed >> 32) & _MASK
-
-
 def philox_uint32(seed: int, sample: Tensor, step: Tensor, blocks: Tensor) -> Tensor:
     """Philox4x32-10 words [B, n, 4] (uint32 values in int64) for counters (block, step, sample lo, sample hi).
 
@@ -51,7 +46,7 @@ def philox_uint32(seed: int, sample: Tensor, step: Tensor, blocks: Tensor) -> Te
         sample[:, None].expand(shape) & _MASK,
         (sample[:, None].expand(shape) >> 32) & _MASK,
     ]
-    k = list(seed_words(seed))
+    k = [seed & _MASK, (seed >> 32) & _MASK]
     for _ in range(10):
         p0 = _MUL[0] * c[0]
         p1 = _MUL[1] * c[2]  # int64 wraps around: its bits are those of the 64-bit product
@@ -80,25 +75,19 @@ def reference_normal(seed: int, sample: Tensor, step: Tensor, numel: int, offset
 
 @op("philox_normal", mutates=("out",))
 def _normal(sample: Tensor, step: Tensor, seed: int, offset: int, out: Tensor) -> None:
-    backend = backend_of(out.device, out.dtype)
+    backend = backend_of(out.device)
     batch, numel = out.shape
     if backend == "torch":
         out.copy_(reference_normal(seed, sample, step, numel, offset))
-    elif backend == "triton":
-        from prefgrpo.kernels import noise
-
-        noise.normal(sample, step, seed_words(seed), offset, out)
     else:
-        native(backend, "normal", out, batch, numel, seed, sample, step, offset, out)
+        launch(backend, "normal", out, batch, numel, seed, sample, step, offset, out)
 
 
-def philox_normal(
-    seed: int, sample: Tensor, step: Tensor, numel: int, offset: int = 0, dtype: torch.dtype = torch.float32
-) -> Tensor:
-    """Counter-based N(0, 1) noise [B, numel]: elements offset … offset + numel − 1 of each sample's latent.
+def philox_normal(seed: int, sample: Tensor, step: Tensor, numel: int, offset: int = 0) -> Tensor:
+    """Counter-based N(0, 1) noise fp32 [B, numel]: elements offset … offset + numel − 1 of each sample's latent.
 
-    sample, step: int64 or int32 [B]. dtype: fp32, bf16, fp16 or fp64, else TypeError. Raises ValueError for ids of
-    another dtype or shape, and for a negative size or offset.
+    sample, step: int64 or int32 [B]. Raises ValueError for ids of another dtype or shape, and for a negative size or
+    offset.
     """
     numel = as_int(numel)
     offset = as_int(offset)
@@ -106,7 +95,6 @@ def philox_normal(
     step = check_ids("step", step, sample.numel(), sample.device)
     if numel < 0 or offset < 0:
         raise ValueError(f"numel and offset: expected 0 or more, got {numel} and {offset}")
-    check_dtype("dtype", dtype)
-    out = torch.empty(sample.shape[0], numel, dtype=dtype, device=sample.device)
+    out = torch.empty(sample.shape[0], numel, dtype=torch.float32, device=sample.device)
     _normal(sample, step, int64_seed(seed), offset, out)
     return out

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from prefgrpo.ops._backend import backend_of, native, op
-from prefgrpo.ops._inputs import contiguous
+from prefgrpo.ops._backend import backend_of, launch, op
 
 METRICS = (
     "approx_kl",
@@ -54,9 +53,8 @@ def reference_loss(
     kl_coef: float,
     denominator: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(loss, metrics [8], d loss/d delta) for log-ratios `delta`, all fp64; the loss is differentiable."""
+    """(loss, metrics, d loss/d delta) for log-ratios `delta` in fp64; the loss is differentiable."""
     n = max(len(delta), 1)
-    norm = denominator or n
     a = advantage.clamp(-adv_clip, adv_clip)
     ratio = delta.exp()
     above = delta > math.log1p(clip_high)
@@ -66,7 +64,7 @@ def reference_loss(
     term = -a * torch.where(clipped, bounded, ratio)
     if weight is not None:
         term = term * weight
-    per_sample = term if kl is None else term + kl_coef * kl
+    total = term.sum() if kl is None else term.sum() + kl_coef * kl.sum()
     with torch.no_grad():
         infinity = ratio.new_full((1,), torch.inf)
         metrics = torch.stack(
@@ -78,20 +76,20 @@ def reference_loss(
                 torch.cat([ratio, infinity]).amin(),
                 ratio.sum() / n,
                 torch.cat([ratio, -infinity]).amax(),
-                (torch.zeros_like(ratio) if kl is None else kl).sum() / n,
+                ratio.new_zeros(()) if kl is None else kl.sum() / n,
             ]
         )
-    return per_sample.sum() / norm, metrics, torch.where(clipped, 0.0, term) / norm
+    return total / denominator, metrics, torch.where(clipped, 0.0, term) / denominator
 
 
-@op("policy_loss", mutates=("loss", "metrics", "d_log_ratio", "d_kl"))
+# logp_old None: `logp` is a log-ratio. denominator 0: the number of samples, which a compiled graph must not see
+@op("policy_loss", mutates=("loss", "metrics", "d_logp", "d_kl"))
 def _loss(
     logp: Tensor,
-    logp_old: Tensor,
+    logp_old: Tensor | None,
     advantage: Tensor,
     weight: Tensor | None,
     kl: Tensor | None,
-    log_ratio: Tensor | None,
     clip_low: float,
     clip_high: float,
     adv_clip: float,
@@ -99,58 +97,61 @@ def _loss(
     denominator: float,
     loss: Tensor,
     metrics: Tensor,
-    d_log_ratio: Tensor,
+    d_logp: Tensor,
     d_kl: Tensor | None,
 ) -> None:
     backend = backend_of(logp.device)
-    options = (clip_low, clip_high, adv_clip, kl_coef, denominator)
+    inputs = (logp, logp_old, advantage, weight, kl)
+    options = (clip_low, clip_high, adv_clip, kl_coef, denominator or float(max(logp.shape[0], 1)))
+    results = (loss, metrics, d_logp, d_kl)
     if backend == "torch":
-        delta = (logp - logp_old if log_ratio is None else log_ratio).double()
-        w, k = (None if t is None else t.double() for t in (weight, kl))
-        values = reference_loss(delta, advantage.double(), w, k, *options)
-        for out, value in zip((loss, metrics, d_log_ratio), values, strict=True):
+        delta = logp if logp_old is None else logp - logp_old
+        arguments: list[Any] = [None if t is None else t.double() for t in (delta, advantage, weight, kl)]
+        arguments += options
+        for out, value in zip(results[:3], reference_loss(*arguments), strict=True):
             out.copy_(value)
         if d_kl is not None:
-            d_kl.fill_(kl_coef / (denominator or max(len(logp), 1)))
-        return
-    inputs = (logp, logp_old, advantage, weight, kl, log_ratio)
-    results = (loss, metrics, d_log_ratio, d_kl)
-    if backend == "triton":
-        from prefgrpo.kernels import policy_loss as kernels
-
-        kernels.policy_loss(inputs, options, results)
+            d_kl.fill_(kl_coef / options[-1])
     else:
-        native(backend, "policy_loss", logp, logp.shape[0], *inputs, *options, *results)
+        launch(backend, "policy_loss", logp, logp.shape[0], *inputs, *options, *results)
 
 
-def _run(*inputs: Any) -> tuple[Any, ...]:
-    """(loss, metrics, d loss/d log-ratio, d loss/d kl)."""
-    logp, kl, log_ratio, logp_old, advantage, weight, *options = inputs
-    d_kl = None if kl is None else torch.empty_like(kl)
-    results = logp.new_empty(()), logp.new_empty(8), torch.empty_like(logp), d_kl
-    _loss(logp, logp_old, advantage, weight, kl, log_ratio, *options, *results)
-    return results
+def _run(*inputs: Any) -> tuple[Tensor | None, ...]:
+    """(loss, metrics, d loss/d logp, d loss/d kl)."""
+    logp, *_, kl = inputs[:5]
+    loss = logp.new_empty(())
+    metrics = logp.new_empty(8)
+    gradients = (torch.empty_like(logp), None if kl is None else torch.empty_like(kl))
+    _loss(*inputs, loss, metrics, *gradients)
+    return loss, metrics, *gradients
 
 
 class _PolicyLoss(torch.autograd.Function):
-    """The gradient is computed together with the loss; backward only scales it."""
+    """`_run`, differentiable in logp and kl. The gradients are computed with the loss; backward only scales them."""
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
-        loss, metrics, d_log_ratio, d_kl = _run(*inputs)
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor | None, ...]:
+        loss, metrics, *gradients = _run(*inputs)
         ctx.mark_non_differentiable(metrics)
-        ctx.save_for_backward(d_log_ratio, d_kl)
-        ctx.of_ratio = inputs[2] is not None
+        ctx.save_for_backward(*gradients)
         return loss, metrics
 
     @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, upstream: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise RuntimeError("policy_loss cannot be differentiated twice; run its backward without create_graph=True")
-        d_log_ratio, d_kl = ctx.saved_tensors
-        d_delta = d_log_ratio * upstream[0]
-        d_kl = None if d_kl is None else d_kl * upstream[0]
-        return (None, d_kl, d_delta, *[None] * 8) if ctx.of_ratio else (d_delta, d_kl, None, *[None] * 8)
+        d_logp, d_kl = ctx.saved_tensors
+        return (d_logp * upstream, None, None, None, None if d_kl is None else d_kl * upstream, *[None] * 5)
+
+
+def _fp32(name: str, t: Tensor | None, like: Tensor) -> Tensor | None:
+    """`t` as contiguous fp32; raises ValueError unless it is [B] as `like`."""
+    if t is None:
+        return None
+    if t.shape != like.shape or t.dtype not in (torch.float32, torch.float64) or t.device != like.device:
+        got = f"{t.dtype} {list(t.shape)} on {t.device}"
+        raise ValueError(f"{name}: expected fp32 {list(like.shape)} on {like.device}, as logp, got {got}")
+    return t.float().contiguous()
 
 
 def policy_loss(
@@ -170,35 +171,26 @@ def policy_loss(
     """Clipped-ratio loss over B samples with its metrics, in one launch; all tensors [B] fp32 (fp64 is cast).
 
     weight: factor per sample on the policy term (GRPO-Guard: 1/|Δ|). kl: KL per sample, added as kl_coef·kl.
-    log_ratio: replaces logp − logp_old (Guard). denominator: default: B. A NaN makes the loss NaN. Raises ValueError or
-    TypeError for tensors that do not fit, for a negative or NaN clip, and if an input other than logp, log_ratio and kl
-    requires a gradient.
+    log_ratio: replaces logp − logp_old (Guard). denominator: default: B. A NaN makes the loss NaN. Raises ValueError
+    for tensors that do not fit, for a negative or NaN clip, and if logp_old, advantage or weight requires a gradient.
     """
     high = clip_low if clip_high is None else clip_high
     if logp.dim() != 1:
         raise ValueError(f"logp: expected [B], got {list(logp.shape)}")
-    differentiable = False
-    tensors = {"logp": logp, "kl": kl, "log_ratio": log_ratio}
-    tensors |= {"logp_old": logp_old, "advantage": advantage, "weight": weight}
-    for name, t in tensors.items():
-        if t is None:
-            continue
-        if t.shape != logp.shape or t.device != logp.device:
-            expected = f"{list(logp.shape)} on {logp.device}"
-            raise ValueError(f"{name}: expected {expected}, got {list(t.shape)} on {t.device}")
-        if t.dtype != torch.float32 and t.dtype != torch.float64:
-            raise TypeError(f"{name}: expected torch.float32, got {t.dtype}")
-        if t.requires_grad and torch.is_grad_enabled():
-            if name not in ("logp", "kl", "log_ratio"):
-                raise ValueError(f"policy_loss: gradients flow only to logp, kl, log_ratio; detach {name}")
-            differentiable = True
     if not (clip_low >= 0 and high >= 0 and adv_clip >= 0):
         raise ValueError(f"clip_low, clip_high, adv_clip: expected 0 or more, got {clip_low}, {high}, {adv_clip}")
-    if not abs(kl_coef) < math.inf:
-        raise ValueError(f"kl_coef: expected a finite number, got {kl_coef}")
     if denominator is not None and not denominator > 0:
         raise ValueError(f"denominator: expected more than 0, got {denominator}")
-    fp32 = [None if t is None else contiguous(t, torch.float32) for t in tensors.values()]
-    run: Any = _PolicyLoss.apply if differentiable else _run
-    loss, metrics, *_ = run(*fp32, clip_low, high, adv_clip, kl_coef, denominator or 0.0)
+    if logp_old.requires_grad or advantage.requires_grad or (weight is not None and weight.requires_grad):
+        raise ValueError("policy_loss: no gradient flows to logp_old, advantage and weight; detach them")
+    current: Any = _fp32("logp", logp, logp)
+    old = _fp32("logp_old", logp_old, logp)
+    if log_ratio is not None:
+        current = _fp32("log_ratio", log_ratio, logp)
+        old = None
+    factors = (_fp32("advantage", advantage, logp), _fp32("weight", weight, logp))
+    penalty = _fp32("kl", kl, logp)
+    is_differentiable = current.requires_grad or (penalty is not None and penalty.requires_grad)
+    run: Any = _PolicyLoss.apply if is_differentiable and torch.is_grad_enabled() else _run
+    loss, metrics, *_ = run(current, old, *factors, penalty, clip_low, high, adv_clip, kl_coef, denominator or 0.0)
     return PolicyLoss(loss, metrics)

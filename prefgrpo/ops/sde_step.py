@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from prefgrpo.ops._backend import backend_of, cuda_scratch, native, op
-from prefgrpo.ops._inputs import as_int, check_dtype, check_ids, check_latents, contiguous, int64_seed, samples
-from prefgrpo.ops.noise import PhiloxNoise, reference_normal, seed_words
+from prefgrpo.ops._backend import backend_of, cuda_scratch, launch, op
+from prefgrpo.ops._inputs import DTYPES, as_int, check_ids, check_latents, constant, int64_seed
+from prefgrpo.ops.noise import PhiloxNoise, reference_normal
 
 
 class SdeStep(NamedTuple):
@@ -127,11 +127,7 @@ def reference_grad(
     return grad
 
 
-def _per_sample(x: Tensor) -> Tensor:
-    return torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
-
-
-# ---- custom ops: tensors of one shape, each sample in contiguous memory; coef fp32, index int64
+# ---- custom ops: contiguous tensors of one shape [B, …]; coef fp32 or fp64, index int64
 def _rows(coef: Tensor, index: Tensor | None) -> Tensor:
     return coef if index is None else coef.index_select(0, index)
 
@@ -143,7 +139,7 @@ def _plan(x: Tensor, v: Tensor, y: Tensor) -> tuple[str, int, int]:
 
 
 def _wide(x: Tensor, *others: Tensor) -> Tensor:
-    """`x`, in fp32 if it is bf16 and one of the others is not: the kernels' pairs of dtypes. The cast is exact."""
+    """`x`, in fp32 if one of the others is: the kernels' pairs of dtypes. The cast is exact."""
     return x.float() if x.dtype != torch.float32 and any(t.dtype == torch.float32 for t in others) else x
 
 
@@ -164,26 +160,21 @@ def _step(
 ) -> None:
     backend, batch, dim = _plan(x, v, out)
     if backend == "torch":
-        with torch.no_grad():
-            if sample is not None and step is not None:
-                eps = reference_normal(seed, sample, step, dim, offset).view(x.shape)
-            x_next, score = reference_step(x, v, _rows(coef, index), eps, out.dtype)
-            out.copy_(x_next)
-            logp.copy_(score)
-            if mean is not None:
-                mean.copy_(reference_mean(x, v, _rows(coef, index)))
+        rows = _rows(coef, index)
+        if sample is not None and step is not None:
+            eps = reference_normal(seed, sample, step, dim, offset).view(x.shape)
+        x_next, score = reference_step(x, v, rows, eps, out.dtype)
+        out.copy_(x_next)
+        logp.copy_(score)
+        if mean is not None:
+            mean.copy_(reference_mean(x, v, rows))
         return
-    if eps is not None and eps.dtype != torch.float32:
-        eps = eps.float()
     x = _wide(x, v, out)
-    if backend == "triton":
-        from prefgrpo.kernels import sde_step as kernels
-
-        kernels.step(x, v, coef, index, eps, seed_words(seed), sample, step, offset, out, logp, mean)
-        return
+    coef = coef.float()
+    eps = None if eps is None else eps.float()
     partial = cuda_scratch(backend, x, dim, 1)
-    leading = (batch, dim, x, v, coef, coef.shape[0], index, out)
-    native(backend, "sde_step", x, *leading, eps, seed, sample, step, offset, logp, mean, partial)
+    inputs = (batch, dim, x, v, coef, coef.shape[0], index, out, eps, seed, sample, step, offset)
+    launch(backend, "sde_step", x, *inputs, logp, mean, partial)
 
 
 @op("sde_logp", mutates=("logp", "kl", "log_ratio"))
@@ -201,24 +192,20 @@ def _logp(
 ) -> None:
     backend, batch, dim = _plan(x, v, y)
     if backend == "torch":
-        with torch.no_grad():
-            rows = _rows(coef, index)
-            logp.copy_(reference_logp(x, v, y, rows))
-            if kl is not None and v_ref is not None:
-                kl.copy_(reference_kl(v, v_ref, rows))
-            if log_ratio is not None and v_old is not None:
-                log_ratio.copy_(reference_log_ratio(x, v, y, v_old, rows))
+        rows = _rows(coef, index)
+        logp.copy_(reference_logp(x, v, y, rows))
+        if kl is not None and v_ref is not None:
+            kl.copy_(reference_kl(v, v_ref, rows))
+        if log_ratio is not None and v_old is not None:
+            log_ratio.copy_(reference_log_ratio(x, v, y, v_old, rows))
         return
     x = _wide(x, v, y)
-    if backend == "triton":
-        from prefgrpo.kernels import sde_step as kernels
-
-        kernels.logp(x, v, y, coef, index, v_ref, v_old, logp, kl, log_ratio)  # dtypes, and so sums, as in the step
-        return
-    y = _wide(y, v, x)
+    coef = coef.float()
+    if backend != "triton":  # whose sums depend on the dtypes, which therefore are those of the step
+        y = _wide(y, v, x)
     partial = cuda_scratch(backend, x, dim, 1 + (kl is not None) + (log_ratio is not None))
-    leading = (batch, dim, x, v, coef, coef.shape[0], index, y)
-    native(backend, "sde_logp", x, *leading, v_ref, v_old, logp, kl, log_ratio, partial)
+    inputs = (batch, dim, x, v, coef, coef.shape[0], index, y, v_ref, v_old)
+    launch(backend, "sde_logp", x, *inputs, logp, kl, log_ratio, partial)
 
 
 @op("sde_grad", mutates=("dv",))
@@ -238,55 +225,47 @@ def _grad(
     backend, batch, dim = _plan(x, v, y)
     upstream = (g_logp, g_kl, g_log_ratio)
     if backend == "torch":
-        with torch.no_grad():
-            dv.copy_(reference_grad(x, v, y, _rows(coef, index), v_ref, v_old, *upstream))
+        dv.copy_(reference_grad(x, v, y, _rows(coef, index), v_ref, v_old, *upstream))
         return
     v_ref = None if g_kl is None else v_ref
     v_old = None if g_log_ratio is None else v_old
-    if backend == "triton":
-        from prefgrpo.kernels import sde_step as kernels
-
-        kernels.grad(x, v, y, coef, index, v_ref, v_old, upstream, dv)
-        return
     x, y = _wide(x, v, y), _wide(y, v, x)
-    leading = (batch, dim, x, v, coef, coef.shape[0], index, y)
-    native(backend, "sde_grad", x, *leading, v_ref, v_old, *upstream, dv)
+    coef = coef.float()
+    inputs = (batch, dim, x, v, coef, coef.shape[0], index, y, v_ref, v_old)
+    launch(backend, "sde_grad", x, *inputs, *upstream, dv)
 
 
-def _replay(*inputs: Any) -> Any:
+def _replay(v: Tensor, *rest: Any) -> tuple[Tensor | None, ...]:
     """(logp, KL or None, log-ratio or None) for (v, x, x', coef, index, v_ref, v_old)."""
-    v, x, y, coef, index, v_ref, v_old = inputs
-    logp, kl, log_ratio = (None if t is None else _per_sample(t) for t in (x, v_ref, v_old))
-    _logp(x, v, y, coef, index, v_ref, v_old, logp, kl, log_ratio)
-    return logp, kl, log_ratio
+    x, y, coef, index, v_ref, v_old = rest
+    results = [None if t is None else _per_sample(t) for t in (x, v_ref, v_old)]
+    _logp(x, v, y, coef, index, v_ref, v_old, *results)
+    return tuple(results)
 
 
 class _SdeLogp(torch.autograd.Function):
+    """`_replay`; only v has a gradient."""
+
     @staticmethod
-    def forward(ctx: Any, v: Tensor, *rest: Any) -> Any:
+    def forward(ctx: Any, v: Tensor, *rest: Any) -> tuple[Tensor | None, ...]:
         ctx.set_materialize_grads(False)
-        inference = False  # autograd refuses to save tensors of inference mode
-        if not torch.compiler.is_compiling():
-            inference = any(t is not None and t.is_inference() for t in rest)
-        ctx.unsaved = rest if inference else None
-        ctx.save_for_backward(*((v,) if inference else (v, *rest)))
+        ctx.save_for_backward(v, *rest)
         return _replay(v, *rest)
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise RuntimeError("sde_logp cannot be differentiated twice; run its backward without create_graph=True")
-        tensors: Any = ctx.saved_tensors if ctx.unsaved is None else ctx.saved_tensors + ctx.unsaved
-        v, x, y, coef, index, v_ref, v_old = tensors
-        dv = torch.empty_like(v, memory_format=torch.contiguous_format)
-        fp32 = [None if g is None else contiguous(g, torch.float32) for g in upstream]
+        v, x, y, coef, index, v_ref, v_old = ctx.saved_tensors
+        dv = torch.empty_like(v)
+        fp32 = (None if g is None else g.contiguous() for g in upstream)
         _grad(x, v, y, coef, index, v_ref, v_old, *fp32, dv)
         return dv, *[None] * 6
 
 
 # ---- public functions
-def _constant(t: Tensor) -> Tensor:
-    return samples(t.detach() if t.requires_grad else t)
+def _per_sample(x: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], dtype=torch.float32)
 
 
 def sde_step(
@@ -301,15 +280,16 @@ def sde_step(
 ) -> SdeStep:
     """One denoising step of any rule; no gradient.
 
-    x, v: [B, …] bf16/fp32 (fp16: in Triton or torch; fp64: in torch), any strides; results are contiguous. coef: fp32
-    [T, 5] rows (a, b, s, w, c), selected by index (int64 or int32 [B], or one number for all samples); without index,
-    [B, 5]. noise: ε like x, counters, or None (no noise). out_dtype: storage dtype of x' (default: x's). want_mean:
-    also return a·x + b·v. Raises ValueError, TypeError or IndexError for arguments that do not fit together.
+    x, v: [B, …] bf16/fp32 (fp16 and fp64: in torch); strided ones are copied. coef: fp32 [T, 5] rows (a, b, s, w, c),
+    selected by index (int64 or int32 [B], or one number for all samples); without index, [B, 5]. noise: ε like x,
+    counters, or None (no noise). out_dtype: storage dtype of x' (default: x's). want_mean: also return a·x + b·v.
+    Raises ValueError, TypeError or IndexError for arguments that do not fit together.
     """
-    eps = noise if isinstance(noise, Tensor) else None
-    coef, row = check_latents(coef, index, x, {"v": v, "noise": eps})
     dtype = out_dtype or x.dtype
-    check_dtype("out_dtype", dtype)
+    if dtype not in DTYPES:
+        raise TypeError(f"out_dtype: expected fp32, bf16, fp16 or fp64, got {dtype}")
+    eps = noise if isinstance(noise, Tensor) else None
+    coef, index = check_latents(coef, index, x, {"v": v, "noise": eps})
     seed = 0
     sample = None
     step = None
@@ -318,18 +298,17 @@ def sde_step(
         seed = int64_seed(noise.seed)
         offset = as_int(noise.offset)
         sample = check_ids("noise.sample", noise.sample, x.shape[0], x.device)
+        if noise.step is None and index is None:
+            raise ValueError("noise: counters need a step: set the noise's `step`, or pass `index`")
+        step = index if noise.step is None else check_ids("noise.step", noise.step, x.shape[0], x.device)
         if offset < 0:
             raise ValueError(f"noise.offset: expected 0 or more, got {offset}")
-        if noise.step is None and row is None:
-            raise ValueError("noise: counters need a step: set the noise's `step`, or pass `index`")
-        step = row if noise.step is None else check_ids("noise.step", noise.step, x.shape[0], x.device)
-    x = _constant(x)
-    v = _constant(v)
-    eps = None if eps is None else _constant(eps)
-    out = torch.empty(x.shape, dtype=dtype, device=x.device)
+    x = constant(x)
+    eps = None if eps is None else constant(eps)
+    out = torch.empty_like(x, dtype=dtype)
+    mean = torch.empty_like(x, dtype=torch.float32) if want_mean else None
     logp = _per_sample(x)
-    mean = torch.empty(x.shape, dtype=torch.float32, device=x.device) if want_mean else None
-    _step(x, v, coef, row, eps, seed, sample, step, offset, out, logp, mean)
+    _step(x, constant(v), coef, index, eps, seed, sample, step, offset, out, logp, mean)
     return SdeStep(out, logp, mean)
 
 
@@ -346,16 +325,13 @@ def sde_logp(
     """Log-prob of a stored step, with its KL to `v_ref` and Guard log-ratio to `v_old`; shapes as in `sde_step`.
 
     The gradient flows to v; if another input requires one, ValueError asks to detach it. Backward keeps nothing of
-    size D but the inputs; autograd cannot detect that inference-mode inputs were overwritten before it. No second
-    derivative. v_ref and v_old are velocities after guidance, used in v's dtype.
+    size D but the inputs. No second derivative. v_ref and v_old are velocities after guidance, used in v's dtype.
     """
-    coef, row = check_latents(coef, index, x, {"v": v, "x_next": x_next, "v_ref": v_ref, "v_old": v_old})
-    velocities = [None if t is None else samples(t.to(v.dtype)) for t in (v_ref, v_old)]
-    inputs = (samples(v), samples(x), samples(x_next), coef, row, *velocities)
-    if not torch.is_grad_enabled():
-        return SdeLogp(*_replay(*inputs))
+    coef, index = check_latents(coef, index, x, {"v": v, "x_next": x_next, "v_ref": v_ref, "v_old": v_old})
     constants = {"x": x, "x_next": x_next, "coef": coef, "v_ref": v_ref, "v_old": v_old}
     wrong = [name for name, t in constants.items() if t is not None and t.requires_grad]
     if wrong:
         raise ValueError(f"sde_logp: gradients flow only to v; detach {', '.join(wrong)}")
-    return SdeLogp(*(_SdeLogp.apply if v.requires_grad else _replay)(*inputs))
+    others = [None if t is None else t.to(v.dtype).contiguous() for t in (v_ref, v_old)]
+    run: Any = _SdeLogp.apply if v.requires_grad and torch.is_grad_enabled() else _replay
+    return SdeLogp(*run(v.contiguous(), x.contiguous(), x_next.contiguous(), coef, index, *others))

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard
 
 from prefgrpo.models.base import Adapter
 from prefgrpo.parallel.world import World
@@ -38,20 +38,26 @@ def shard_weights(adapter: Adapter, world: World, offload: bool) -> None:
     weights = world.mesh["shard", "ring", "ulysses"]._flatten("weights")
     mesh = world.mesh["replicate", "weights"] if layout.split > 1 and layout.replicate > 1 else weights
     policy = CPUOffloadPolicy(pin_memory=world.device.type != "cpu") if offload else OffloadPolicy()
-    for name in adapter.denoisers:
-        _shard(getattr(adapter.pipe, name), adapter, mesh, policy)
+    for model in adapter.modules().values():
+        _shard(model, adapter, mesh, policy)
     adapter.equal_forwards = world.equal_forwards
 
 
 def _shard(model: nn.Module, adapter: Adapter, mesh: DeviceMesh, offload: OffloadPolicy) -> None:
-    """Shard one denoiser. One block at a time is cast from the dtype of its file: trained weights to fp32, others (and
-    the buffers that the file holds) to the adapter's dtype, except what diffusers keeps in fp32."""
-    replicated = set(replicated_parameters(model, adapter))
-    trained = [p for p in model.parameters() if p.requires_grad and p not in replicated]
+    """Shard one denoiser, except a LoRA, and of trained weights what diffusers keeps in fp32 (a few norms and tables).
+
+    One block at a time is cast from the dtype of its file: trained weights to fp32, others (and the buffers that the
+    file holds) to the adapter's dtype, except what diffusers keeps in fp32.
+    """
+    names = set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    kept_in_fp32 = {p for name, p in model.named_parameters() if names & set(name.split("."))}
+    trainable = {p for p in model.parameters() if p.requires_grad}
+    replicated = trainable if adapter.has_lora() else trainable & kept_in_fp32
+    trained = trainable - replicated
     options: dict[str, Any] = {"mesh": mesh, "offload_policy": offload, "ignored_params": replicated}
     if trained and adapter.dtype != torch.float32:  # inputs are cast as in the stock pipeline, which keeps some in fp32
         options["mp_policy"] = MixedPrecisionPolicy(adapter.dtype, torch.float32, cast_forward_inputs=False)
-    in_fp32 = {*trained, *replicated, *kept_in_fp32(model)}
+    in_fp32 = trainable | kept_in_fp32
     for part in [*adapter.blocks(model), model]:
         for p in part.parameters():
             if not isinstance(p, DTensor):
@@ -69,19 +75,6 @@ def _shard(model: nn.Module, adapter: Adapter, mesh: DeviceMesh, offload: Offloa
             module.set_force_sum_reduction_for_comms(True)  # gloo does not support pre-multiplied sums
 
 
-def kept_in_fp32(model: nn.Module) -> set[nn.Parameter]:
-    """The parameters that diffusers keeps in fp32 in a model of any dtype: a few norms and tables."""
-    kept = set(getattr(model, "_keep_in_fp32_modules", None) or ())
-    return {p for name, p in model.named_parameters() if kept & set(name.split("."))}
-
-
-def replicated_parameters(model: nn.Module, adapter: Adapter) -> list[nn.Parameter]:
-    """The parameters that are replicated: a LoRA, or of trained weights the ones that diffusers keeps in fp32."""
-    kept = kept_in_fp32(model)
-    lora = adapter.has_lora()
-    return [p for p in model.parameters() if p.requires_grad and (lora or p in kept)]
-
-
 def is_sharded(tensor: Tensor) -> bool:
     """Whether the tensor is sharded, so that this process holds only a part of it."""
     return isinstance(tensor, DTensor)
@@ -96,7 +89,8 @@ def full_tensor(tensor: Tensor) -> Tensor:
         return tensor
     if tensor.placements[-1] != Shard(0) or not all(p.is_replicate() for p in tensor.placements[:-1]):
         return tensor.full_tensor()
-    group, local = tensor.device_mesh.get_group(tensor.device_mesh.ndim - 1), tensor._local_tensor.detach()
+    group = tensor.device_mesh.get_group(tensor.device_mesh.ndim - 1)
+    local = tensor._local_tensor.detach()
     padded = local.new_zeros(-(-tensor.shape[0] // group.size()), *tensor.shape[1:])
     padded[: len(local)] = local
     parts = [torch.empty_like(padded) for _ in range(group.size())]
@@ -109,25 +103,17 @@ def to_local(tensors: Iterable[Tensor]) -> list[Tensor]:
     return [t._local_tensor if isinstance(t, DTensor) else t for t in tensors]
 
 
-def shard_like(value: Tensor, like: Tensor) -> Tensor:
-    """Shard `value`, which every process has in full, like the tensor `like`; no communication."""
-    if not isinstance(like, DTensor) or isinstance(value, DTensor):
-        return value
-    return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
-
-
 def full_copies(adapter: Adapter, world: World) -> dict[str, nn.Module]:
     """Unsharded CPU copies of the sharded denoisers, by name, on rank 0 (others: empty); all ranks must call it."""
     copies: dict[str, nn.Module] = {}
-    for name in adapter.denoisers:
-        model: nn.Module = getattr(adapter.pipe, name)
+    for name, model in adapter.modules().items():
         if FSDPModule not in type(model).__mro__:
             continue
         state: dict[str, Tensor] = {}
         for key, value in model.state_dict().items():
-            one = full_tensor(value)
+            gathered = full_tensor(value)
             if world.main:
-                state[key] = one.detach().cpu()
+                state[key] = gathered.detach().cpu()
         if world.main:
             cls: Any = next(c for c in type(model).__mro__[1:] if not issubclass(c, FSDPModule))
             with torch.device("meta"):

@@ -1,22 +1,22 @@
-"""The processes of a run, started by torchrun: gloo on CPUs, nccl on GPUs.
+"""The processes of a run, started by torchrun (gloo on CPUs, nccl on GPUs), and their mesh.
 
-Each process has a data-parallel index, which selects its share of the samples. Context-parallel processes have the same
-index: they generate the same samples together, and the first of them represents all. Point-to-point messages (`send`,
-`receive`) are CPU tensors sent over gloo, alongside GPU work. Invariant: every rank calls every collective the same
-number of times, whatever its share of the data. Gradients of replicated parameters are summed once per update, after
-local accumulation (no per-backward hooks), so a rank whose groups carry no signal contributes zeros.
+    processes = replicate × shard × ring × ulysses        data-parallel index = rank // (ring · ulysses)
+
+The last dimensions vary fastest: the processes of a Ulysses group have consecutive ranks, hence share a machine. The
+data-parallel index selects a process's share of the samples; context-parallel processes have the same one, generate the
+same samples together, and the first of them represents all. Point-to-point messages are CPU tensors sent over gloo,
+alongside GPU work. Invariant: every rank calls every collective the same number of times, whatever its share of the
+data. Gradients of replicated parameters are summed once per update, so a rank without signal contributes zeros.
 """
 
 from __future__ import annotations
 
 import atexit
 import os
-import socket
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -24,14 +24,13 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor
 
 from prefgrpo.config.recipe import ConfigError
 from prefgrpo.config.schema import Config
-from prefgrpo.parallel.mesh import Layout, device_mesh
 
 T = TypeVar("T")
 TIMEOUT = timedelta(hours=1)
@@ -39,19 +38,47 @@ TIMEOUT = timedelta(hours=1)
 enough for one rank to judge or to write a large model. torch's default on GPUs is 10 min."""
 BUCKET_BYTES = 2**28
 """Most bytes of gradients that are copied into one buffer to be summed over ranks (a larger gradient has its own)."""
+DIMENSIONS = ("replicate", "shard", "ring", "ulysses")
 
 
-class Transfer(NamedTuple):
-    """A tensor that is being sent or received."""
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of the mesh's dimensions."""
 
-    tensor: Tensor
-    work: dist.Work | None
+    replicate: int = 1
+    shard: int = 1
+    ring: int = 1
+    ulysses: int = 1
+    split: int = 1
+    """Number of processes over which one copy of the denoisers' weights is sharded: shard × ring × ulysses if shard is
+    above 1 or in full fine-tuning, where copies on context-parallel processes would be wasteful; 1: each has all."""
+    fsdp: bool = False
+    """Whether FSDP2 holds the weights: they are sharded, or fp32 masters of denoisers that compute in another dtype
+    (on a mesh of one process, FSDP2 casts these for a forward and accumulates their gradients in fp32)."""
 
-    def wait(self) -> Tensor:
-        """Wait until the tensor is sent or received, and return it."""
-        assert self.work is not None  # None is only for ranks outside the group
-        self.work.wait()
-        return self.tensor
+    @property
+    def context(self) -> int:
+        """Context-parallel size: number of processes that generate the same samples together."""
+        return self.ring * self.ulysses
+
+    @classmethod
+    def of(cls, config: Config, processes: int) -> Layout:
+        """The layout for a number of processes. Raises ConfigError unless shard × ring × ulysses divides it."""
+        p = config.parallel
+        inner = p.shard * p.ring * p.ulysses
+        if processes % inner:
+            sizes = f"shard {p.shard} × ring {p.ring} × ulysses {p.ulysses} = {inner}"
+            advice = "start more, or set smaller sizes"
+            raise ConfigError([f"parallel: expected a multiple of {sizes} processes, got {processes}; {advice}"])
+        split = inner if config.splits else 1
+        return cls(processes // inner, p.shard, p.ring, p.ulysses, split, config.splits or config.has_masters)
+
+    def mesh(self, device: torch.device) -> DeviceMesh | None:
+        """The mesh of an initialised process group; None if neither FSDP2 nor context parallelism needs one."""
+        if not self.fsdp and self.context == 1:
+            return None
+        sizes = (self.replicate, self.shard, self.ring, self.ulysses)
+        return init_device_mesh(device.type, sizes, mesh_dim_names=DIMENSIONS)
 
 
 @dataclass(frozen=True)
@@ -62,9 +89,7 @@ class World:
     size: int
     device: torch.device
     layout: Layout = field(default_factory=Layout)
-    """Sizes of the mesh."""
     mesh: DeviceMesh | None = None
-    """Dimensions replicate, shard, ring and ulysses; None if neither FSDP2 nor context parallelism needs it."""
 
     @property
     def main(self) -> bool:
@@ -99,27 +124,44 @@ class World:
         """This rank's share of `total` slots, assigned round-robin."""
         return range(self.dp_index, total, self.dp_size)
 
-    def share(self, limit: int, indices: int | None = None) -> int:
-        """This rank's share (at least 1) of a limit for all data-parallel indices, or for the first `indices`."""
-        indices = min(indices or self.dp_size, self.dp_size)
-        return max((limit // indices + (self.dp_index < limit % indices)) * (self.dp_index < indices), 1)
+    def all_gather_object(self, mine: T) -> list[T]:
+        """All-gather one object from every rank, in rank order."""
+        items = [mine] * self.size
+        if self.size > 1:
+            dist.all_gather_object(items, mine)
+        return items
+
+    def any(self, flag: bool) -> bool:
+        """True on all ranks if `flag` is True on one."""
+        return any(self.all_gather_object(flag))
+
+    def gather(self, local: NDArray[np.float64]) -> NDArray[np.float64]:
+        """All-gather the rows of all shares, in order of their index."""
+        return np.concatenate(self.gather_items([local]))
 
     def gather_slots(self, local: NDArray[np.float64], total: int) -> NDArray[np.float64]:
         """All-gather the rows [n, …] of each rank's `slots(total)` to rows [total, …] in slot order."""
         rows = np.empty((total, *local.shape[1:]))
-        for index, part in enumerate(self.all_gather_object(local)[:: self.layout.context]):
+        for index, part in enumerate(self.gather_items([local])):
             rows[index :: self.dp_size] = part
         return rows
 
-    def send(self, tensor: Tensor, index: int, tag: int) -> Transfer:
-        """Start sending a CPU tensor to a data-parallel index; does not wait. `tag` identifies the message."""
-        tensor = tensor.contiguous()
-        return Transfer(tensor, dist.isend(tensor, self._peer(index), tag=tag))
+    def gather_items(self, mine: Iterable[T]) -> list[T]:
+        """All-gather the objects of all shares, in order of their index; their number may differ between shares."""
+        return [item for part in self.all_gather_object(list(mine))[:: self.layout.context] for item in part]
 
-    def receive(self, shape: Sequence[int], index: int, tag: int) -> Transfer:
-        """Start receiving the message `tag` from a data-parallel index as a uint8 CPU tensor; does not wait."""
+    def send(self, tensor: Tensor, index: int, tag: int) -> dist.Work:
+        """Start sending a CPU tensor to a data-parallel index; does not wait. `tag` identifies the message."""
+        work = dist.isend(tensor.contiguous(), self._peer(index), tag=tag)
+        assert work is not None  # None is only for ranks outside the group
+        return work
+
+    def receive(self, shape: Sequence[int], index: int, tag: int) -> tuple[Tensor, dist.Work]:
+        """Start receiving the message `tag` from a data-parallel index into a uint8 CPU tensor; does not wait."""
         tensor = torch.empty(shape, dtype=torch.uint8)
-        return Transfer(tensor, dist.irecv(tensor, self._peer(index), tag=tag))
+        work = dist.irecv(tensor, self._peer(index), tag=tag)
+        assert work is not None
+        return tensor, work
 
     def _peer(self, index: int) -> int:
         """The rank in a data-parallel index that has the same context-parallel index as this process."""
@@ -130,41 +172,23 @@ class World:
 
         Gradients of sharded parameters (DTensors over several processes) are already summed and stay unchanged.
         """
+        replicated = list[Tensor]()
         for p in parameters:
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
-        if self.size == 1:
-            return
-        sharded = self.layout.split > 1
-        replicated = list[Tensor]()
-        for p in parameters:
-            if isinstance(p.grad, DTensor):
-                replicated += [] if sharded else [p.grad.to_local()]
-            elif p.grad is not None:
+            if not isinstance(p.grad, DTensor):
                 replicated.append(p.grad)
-        for grads in _take_tensors(replicated, BUCKET_BYTES):
+            elif self.layout.split == 1:
+                replicated.append(p.grad.to_local())
+        for grads in _take_tensors(replicated, BUCKET_BYTES) if self.size > 1 else ():
             flat = _flatten_dense_tensors(grads)
             dist.all_reduce(flat)
             torch._foreach_copy_(grads, _unflatten_dense_tensors(flat, grads))
 
-    def gather(self, local: NDArray[np.float64]) -> NDArray[np.float64]:
-        """All-gather the rows of all shares, in order of their index."""
-        return np.concatenate(self.all_gather_object(local)[:: self.layout.context])
-
-    def any(self, flag: bool) -> bool:
-        """True on all ranks if `flag` is True on one."""
-        return any(self.all_gather_object(flag))
-
-    def gather_items(self, mine: Iterable[T]) -> list[T]:
-        """All-gather the objects of all shares, in order of their index; their number may differ between shares."""
-        return [item for part in self.all_gather_object(list(mine))[:: self.layout.context] for item in part]
-
-    def all_gather_object(self, mine: T) -> list[T]:
-        """All-gather one object from every rank, in rank order."""
-        items = [mine] * self.size
+    def maximum_(self, tensor: Tensor) -> None:
+        """Replace a tensor by its elementwise maximum over ranks."""
         if self.size > 1:
-            dist.all_gather_object(items, mine)
-        return items
+            dist.all_reduce(tensor, dist.ReduceOp.MAX)
 
     def split_and_gather(self, rows: Tensor, work: Callable[[Tensor], Tensor]) -> Tensor:
         """`work(rows)` of rows [B, …] that all processes of a share hold; each computes a part, all get all [B, …]."""
@@ -173,17 +197,18 @@ class World:
             return work(rows)
         assert self.mesh is not None
         group = self.mesh["ring", "ulysses"]._flatten().get_group()
-        each, mine = -(-len(rows) // count), self.rank % count
-        own = rows[mine * each : (mine + 1) * each]
-        done = work(own if len(own) else rows[:1])  # without own rows, compute one for its shape
-        done = torch.cat([done, done[:1].expand(each - len(done), *done.shape[1:])]) if len(done) < each else done
+        each = -(-len(rows) // count)
+        index = self.rank % count
+        padded = torch.cat([rows, rows[:1].expand(each * count - len(rows), *rows.shape[1:])])
+        done = work(padded[index * each : (index + 1) * each]).contiguous()
         parts = [torch.empty_like(done) for _ in range(count)]
-        dist.all_gather(parts, done.contiguous(), group=group)
+        dist.all_gather(parts, done, group=group)
         return torch.cat(parts)[: len(rows)]
 
     def on_main(self, work: Callable[[], T], failure: type[Exception]) -> T | None:
         """Run `work()` on rank 0 while the others wait and return None; if it raises `failure`, all ranks raise it."""
-        problem, result = None, None
+        problem = None
+        result = None
         if self.main:
             try:
                 result = work()
@@ -199,14 +224,11 @@ class World:
             dist.barrier()
 
 
-def pick_device(name: str) -> torch.device:
-    """Device for 'auto', 'cpu' or 'cuda' on this rank. Raises ConfigError if cuda is requested but not available."""
-    available = torch.cuda.is_available()
-    if name == "cuda" and not available:
-        raise ConfigError(["device: expected a GPU for cuda, but torch finds none; use cpu, or run `prefgrpo doctor`"])
-    if name == "cpu" or not available:
-        return torch.device("cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+def pick_device() -> torch.device:
+    """This process's GPU; without one (or with CUDA_VISIBLE_DEVICES empty) the CPU."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    return torch.device("cpu")
 
 
 def restart_count() -> int:
@@ -214,50 +236,30 @@ def restart_count() -> int:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
-def gloo_address_problem() -> str:
-    """Why processes of other machines cannot reach this one over gloo; empty if they can, or there are none."""
-    several = os.environ.get("LOCAL_WORLD_SIZE", "1") != os.environ.get("WORLD_SIZE", "1")
-    if not several or "GLOO_SOCKET_IFNAME" in os.environ:
-        return ""
-    name = socket.gethostname()
-    try:
-        address = socket.gethostbyname(name)
-    except OSError:
-        address = "nothing"
-    if address != "nothing" and not address.startswith("127."):
-        return ""
-    return (
-        f"gloo takes the address of the host's name, and {name} resolves to {address}, where other machines do not "
-        "reach it: set GLOO_SOCKET_IFNAME to the network interface between the machines (docs/scale.md)"
-    )
-
-
-def join(device_name: str, config: Config | None = None) -> World:
+def join(config: Config | None = None) -> World:
     """This process's place among those that torchrun started; without `config`, for plain data parallelism.
 
     The first call joins their process group, which is kept until `leave`: a program may train several times. A single
     process gets a group of its own if FSDP2 holds its weights.
     Raises ConfigError if the section `parallel` does not fit the number of processes.
     """
-    device = pick_device(device_name)
+    device = pick_device()
     if device.type == "cuda":
         torch.cuda.set_device(device)
     size = int(os.environ.get("WORLD_SIZE", "1"))
     layout = Layout.of(config, size) if config else Layout(size)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if size == 1 and layout.fsdp and not dist.is_initialized():
-        own = dist.HashStore()  # type: ignore[attr-defined]  # torch re-exports it without naming it
-        dist.init_process_group(backend, store=own, rank=0, world_size=1)
+        alone = dist.HashStore()  # type: ignore[attr-defined]  # torch re-exports it without naming it
+        dist.init_process_group(backend, store=alone, rank=0, world_size=1)
     if size > 1 and not dist.is_initialized():
-        if problem := gloo_address_problem():
-            warnings.warn(problem, stacklevel=2)
         timeout = TIMEOUT + timedelta(seconds=(config and config.judge.deadline_s) or 0)
         store, rank, _ = next(rendezvous("env://", timeout=timeout))
         store = PrefixStore(f"attempt/{restart_count()}", store)  # torchrun's store keeps the addresses of earlier ones
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     if device.type == "cpu" and dist.is_initialized():
         atexit.register(leave)  # gloo's threads must not outlive the interpreter, and leaving it waits for nobody
-    return World(int(os.environ.get("RANK", "0")), size, device, layout, device_mesh(layout, device))
+    return World(int(os.environ.get("RANK", "0")), size, device, layout, layout.mesh(device))
 
 
 def leave() -> None:

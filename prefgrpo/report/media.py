@@ -11,11 +11,10 @@ from markupsafe import Markup
 from numpy.typing import NDArray
 from PIL import Image
 
-from prefgrpo.report.svg import tag
-
 SMALL = 128
 """Images up to this many pixels per side are embedded unchanged and enlarged without smoothing."""
-CLIP_PX, FRAME_MS = 224, 125
+CLIP_PX = 224
+FRAME_MS = 125
 """Longest side of a clip on the page, and display time of each of its frames."""
 
 
@@ -36,7 +35,8 @@ def data_uri(media: NDArray[np.uint8], most: int) -> str:
     if max(images[0].size) > max(most := CLIP_PX if clip else most, SMALL):
         for image in images:
             image.thumbnail((most, most), Image.Resampling.LANCZOS)
-    buffer, kind = io.BytesIO(), "webp"
+    buffer = io.BytesIO()
+    kind = "webp"
     if clip:
         options = {"duration": FRAME_MS, "loop": 0, "quality": 60, "method": 4}
         images[0].save(buffer, "WEBP", save_all=True, append_images=images[1:], **options)
@@ -48,8 +48,9 @@ def data_uri(media: NDArray[np.uint8], most: int) -> str:
     return f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
-def picture(media: NDArray[np.uint8], caption: str, most: int, **attributes: str) -> Markup:
+def picture(media: NDArray[np.uint8], caption: str, most: int) -> Markup:
     """An <img> element for an image or animated clip, with alternative text."""
     height, width = media.shape[-3:-1]
     look = "sharp" if is_small(media) else "smooth"
-    return tag("img", src=data_uri(media, most), alt=caption, class_=look, width=width, height=height, **attributes)
+    element = Markup('<img src="{}" alt="{}" class="{}" width="{}" height="{}">')
+    return element.format(data_uri(media, most), caption, look, width, height)

@@ -7,14 +7,10 @@ Invariant: a run at any stage can be read. Missing keys and nulls become NaN; a 
 from __future__ import annotations
 
 import json
-import zipfile
-import zlib
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import datetime, timezone
 from functools import partial
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,15 +18,12 @@ import numpy as np
 import yaml
 from numpy.typing import NDArray
 
-from prefgrpo.config.rewards import RewardEntry, entries
 from prefgrpo.run.log import read_metrics
 from prefgrpo.run.run_folder import RunFolder, step_of
 
 Floats = NDArray[np.float64]
 Images = NDArray[np.uint8]
 T = TypeVar("T")
-BAD_NPZ = (ValueError, TypeError, AttributeError, EOFError, NotImplementedError, zipfile.BadZipFile, zlib.error)
-"""What numpy raises for an npz file that is damaged."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +103,7 @@ class Group:
     source: Images | None = None
     """For an edit, the source images side by side, uint8 [H, W, 3]."""
     answers: list[Answer] = field(default_factory=list)
-    """The individual comparisons, if the run kept them (judge.log)."""
+    """The individual comparisons of training."""
 
 
 @dataclass(frozen=True)
@@ -139,26 +132,16 @@ class Run:
         return section if isinstance(section, dict) else {}
 
     @property
-    def planned_steps(self) -> int:
-        """Number of steps in the configuration, 0 if unknown."""
-        steps = self.section("train").get("steps")
-        return steps if isinstance(steps, int) else 0
-
-    @property
     def finished(self) -> bool:
         """Whether all steps are done."""
-        return 0 < self.planned_steps <= self.step
+        steps = self.section("train").get("steps")
+        return isinstance(steps, int) and 0 < steps <= self.step
 
     @property
     def status(self) -> str:
-        """Empty for a finished run; else its progress and the time of its last row."""
-        if self.finished:
-            return ""
-        file = RunFolder(self.folder).metrics
-        steps = f"{self.step} of {self.planned_steps}" if self.planned_steps else f"{self.step}"
-        written = datetime.fromtimestamp(file.stat().st_mtime, timezone.utc) if file.is_file() else None
-        last = f"; last entry {written:%Y-%m-%d %H:%M UTC}" if written else ""
-        return f"This run is not finished: {steps} steps so far (still running or stopped{last})."
+        """Empty for a finished run; else its progress."""
+        steps = f"{self.step} of {self.section('train').get('steps', '?')}"
+        return "" if self.finished else f"This run is not finished: {steps} steps so far (still running or stopped)."
 
     @property
     def best_set(self) -> str | None:
@@ -170,66 +153,42 @@ class Run:
 def read_run(folder: Path) -> Run:
     """The run in `folder`. Raises FileNotFoundError if it contains neither a configuration nor metrics."""
     files = RunFolder(folder)
-    source = files.config
-    if not source.is_file() and not files.metrics.is_file():
-        expected = f"{source.name} or {files.metrics.name}"
+    if not files.config.is_file() and not files.metrics.is_file():
+        expected = f"{files.config.name} or {files.metrics.name}"
         raise FileNotFoundError(f"{folder} is not a run folder: expected {expected} in it; pass a folder runs/NAME")
-    text = source.read_text(encoding="utf-8", errors="replace") if source.is_file() else ""
     damaged: list[int] = []
     rows = read_metrics(files.metrics, damaged)
-    sets = sorted({str(r["set"]) for r in rows if r.get("kind") == "eval" and r.get("set")})
-    evals = {
-        name: _columns([{k.removeprefix(f"{name}/"): v for k, v in r.items()} for r in rows if r.get("set") == name])
-        for name in sets
-    }
-    numbers = ", ".join(map(str, damaged[:5])) + ", …" * (len(damaged) > 5)
-    problems = [f"damaged lines of {files.metrics.name} ({numbers})"] if damaged else []
+    problems = [f"damaged lines of {files.metrics.name}: {damaged[:5]}"] if damaged else []
 
-    def read(path: Path, load: Callable[[Path], list[T]]) -> list[T]:
-        """`load(path)`; a missing or damaged file gives [] and an entry in `problems`."""
+    def read(path: Path, load: Callable[[Path], T]) -> T | None:
+        """load(path); None for a missing file, and for a damaged one, which is added to `problems`."""
         try:
-            return load(path)
-        except FileNotFoundError:
-            problems.append(f"{path.name} is missing")
-        except (OSError, ValueError, yaml.YAMLError) as error:
-            problems.append(f"{path.name} could not be read: {error}")
-        except (KeyError, TypeError, AttributeError):
-            problems.append(f"{path.name} does not have the expected content")
-        return []
+            return load(path) if path.is_file() else None
+        except Exception as error:  # noqa: BLE001  (whatever a damaged file makes a library raise)
+            problems.append(f"{path.name} could not be read: {type(error).__name__} {error}"[:200])
+            return None
 
-    config = next(iter(read(source, lambda _: [yaml.safe_load(text)])), None)
-    train = _columns([r for r in rows if r.get("kind") == "train"])
+    text = files.config.read_text(encoding="utf-8", errors="replace") if files.config.is_file() else ""
+    config: dict[str, Any] = read(files.config, lambda _: dict(yaml.safe_load(text))) or {}
+    evals: dict[str, Rows] = {}
     images: dict[str, EvalImages] = {}
-    for name in sets:
-        prompts = read(files.prompts(name), _prompts)
-        origin = files.sources(name)
-        sources = read(origin, lambda path: [_arrays(path)["sources"]]) if origin.is_file() else []
-        for path in reversed(files.all_report_images(name)):
-            file = files.outcomes(name, step_of(path))
-            outcomes = read(file, _outcomes) if file.is_file() else []
-            found = read(path, partial(_eval_images, prompts=prompts, sources=sources, outcomes=outcomes))
-            if found:
-                images[name] = found[0]
-                break
-    groups = [group for path in files.all_groups() for group in read(path, _groups)]
-    log = files.judgements
-    answers = dict(read(log, partial(_answers, groups=groups))) if groups and log.is_file() else {}
+    for name in sorted({str(r["set"]) for r in rows if r.get("set")}):
+        of_set = [{k.removeprefix(f"{name}/"): v for k, v in r.items()} for r in rows if r.get("set") == name]
+        evals[name] = _columns(of_set)
+        for path in files.all_report_images(name)[-1:]:
+            stored = read(path, _arrays)
+            prompts = read(files.prompts(name), lambda file: json.loads(file.read_text(encoding="utf-8"))) or []
+            sources = read(files.sources(name), lambda file: _arrays(file)["sources"])
+            outcomes = read(files.outcomes(name, step_of(path)), _outcomes) or []
+            if stored is not None:
+                count = len(stored["now"])
+                texts = [*map(str, prompts), *[""] * count][:count]
+                images[name] = EvalImages(step_of(path), texts, stored["before"], stored["now"], sources, outcomes)
+    groups = [group for path in files.all_groups() for group in read(path, _groups) or []]
+    answers = read(files.judgements, partial(_answers, groups=groups)) or {}
     groups = [replace(group, answers=answers.get(k, [])) for k, group in enumerate(groups)]
-    config = config if isinstance(config, dict) else {}
+    train = _columns([r for r in rows if r.get("kind") == "train"])
     return Run(folder, config, text, train, evals, images, groups, problems)
-
-
-def trained_rewards(config: dict[str, Any]) -> tuple[RewardEntry, ...]:
-    """The rewards of a run's configuration, empty if unknown."""
-    try:
-        return entries(config.get("rewards", []))
-    except ValueError:
-        return ()
-
-
-def reward_weights(config: dict[str, Any]) -> dict[str, float]:
-    """Their weights by name."""
-    return {entry.name: entry.weight for entry in trained_rewards(config)}
 
 
 def _columns(rows: list[dict[str, Any]]) -> Rows:
@@ -247,9 +206,9 @@ def _number(value: Any) -> float:
     return float(value) if is_number and np.isfinite(value) else float("nan")
 
 
-def _prompts(path: Path) -> list[str]:
-    texts = json.loads(path.read_text(encoding="utf-8"))
-    return [str(text) for text in texts] if isinstance(texts, list) else []
+def _arrays(path: Path) -> dict[str, NDArray[Any]]:
+    with np.load(path, allow_pickle=False) as file:
+        return dict(file)
 
 
 def _answer(row: dict[str, Any], judge: str, first: int, second: int) -> Answer:
@@ -261,13 +220,20 @@ def _outcomes(path: Path) -> list[Outcome]:
     for row in json.loads(path.read_text(encoding="utf-8")):
         orders = [(own, int(own["first"] == "after")) for own in row.get("answers", ())]
         answers = [_answer(own, str(own["judge"]), first, 1 - first) for own, first in orders]
-        wins = {str(name): _number(win) for name, win in dict(row["wins"]).items()}
+        wins = {str(name): _number(win) for name, win in row["wins"].items()}
         out.append(Outcome(int(row["prompt"]), wins, answers if "answers" in row else None))
     return out
 
 
-def _answers(path: Path, groups: Sequence[Group]) -> list[tuple[int, list[Answer]]]:
-    """(index of a group, its comparisons in the log): a prompt's n-th group in the log is its n-th kept group."""
+def _groups(path: Path) -> list[Group]:
+    file = _arrays(path)
+    parts = [file[key] for key in ("prompts", "images", "wins", "counts", "rates")]
+    sources = list(file.get("sources", [None] * len(parts[0])))
+    return [Group(step_of(path), str(prompt), *rest) for prompt, *rest in zip(*parts, sources, strict=True)]
+
+
+def _answers(path: Path, groups: Sequence[Group]) -> dict[int, list[Answer]]:
+    """Index of a group → its comparisons in the log: a prompt's n-th group in the log is its n-th kept group."""
     keys = [(g.step - 1, g.prompt[:2000]) for g in groups]  # the log counts steps from 0
     starts = tuple({f'{{"step": {step},' for step, _ in keys})
     logged: dict[tuple[int, str], dict[tuple[str, int], list[Answer]]] = defaultdict(lambda: defaultdict(list))
@@ -275,37 +241,7 @@ def _answers(path: Path, groups: Sequence[Group]) -> list[tuple[int, list[Answer
         for line in lines:
             if line.startswith(starts) and line.endswith("}\n"):
                 row = json.loads(line)
-                if (key := (row["step"], row["prompt"])) in keys:
-                    answer = _answer(row, str(row["reward"]), int(row["first"]), int(row["second"]))
-                    logged[key][str(row["reward"]), int(row["group"])].append(answer)
+                answer = _answer(row, row["reward"], row["first"], row["second"])
+                logged[row["step"], row["prompt"]][row["reward"], row["group"]].append(answer)
     left = {key: list(found.values()) for key, found in logged.items()}
-    return [(k, left[key].pop(0)) for k, key in enumerate(keys) if left.get(key)]
-
-
-def _arrays(path: Path) -> dict[str, NDArray[Any]]:
-    """The arrays of an npz file. Raises ValueError if it is damaged."""
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            return dict(file)
-    except BAD_NPZ as error:
-        raise ValueError("the file is damaged") from error
-
-
-def _eval_images(path: Path, prompts: list[str], sources: list[Images], outcomes: list[Outcome]) -> list[EvalImages]:
-    before, after = itemgetter("before", "now")(_arrays(path))
-    if before.shape != after.shape or before.ndim not in (4, 5) or before.dtype != np.uint8:
-        raise ValueError(f"expected before and now as uint8 [n, (F,) H, W, 3], got {before.shape} and {after.shape}")
-    source = next((s for s in sources if s.ndim == 4 and len(s) == len(after)), None)
-    texts = (prompts + [""] * len(after))[: len(after)]
-    return [EvalImages(step_of(path), texts, before, after, source, outcomes)] if len(after) else []
-
-
-def _groups(path: Path) -> list[Group]:
-    file = _arrays(path)
-    parts = [file[key] for key in ("prompts", "images", "wins", "counts", "rates")]
-    sources = list(file.get("sources", [None] * len(parts[0])))
-    _, images, wins, counts, rates = (p.shape for p in parts)
-    k, size = rates
-    if len(images) != 5 or images[:2] != (k, size) or wins != (k, size, size) or counts != wins:
-        raise ValueError(f"expected k groups of G images, got shapes {[p.shape for p in parts]}")
-    return [Group(step_of(path), str(p), *rest) for p, *rest in zip(*parts, sources, strict=True)]
+    return {k: left[key].pop(0) for k, key in enumerate(keys) if left.get(key)}

@@ -1,21 +1,29 @@
-"""The judge's verdicts on one group as a G × G matrix: P(row beats column), sorted by win rate.
+"""The judge's verdicts: a group as a G × G matrix of P(row beats column), and the judge's answers on single pairs.
 
 Cells are blue where the row's image wins and orange where it loses, stronger the further from ½. Hatched: no verdict.
-Invariant: a missing verdict never looks like a tie.
+Shown are the answers of the newest step, and those whose two orders contradict each other most: a pair's contradiction
+is the distance between the two orders' probabilities that its second image is better. Invariant: a missing verdict
+never looks like a tie.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, replace
+from itertools import combinations
 
 import numpy as np
 from markupsafe import Markup
 
-from prefgrpo.report.media import data_uri, is_small
-from prefgrpo.report.run import Group
-from prefgrpo.report.svg import tag
+from prefgrpo.report.charts import tag
+from prefgrpo.report.media import data_uri, is_small, picture, still
+from prefgrpo.report.run import Answer, Group, Images, Run
 
-CELL, GAP, BAR = 40, 2, 50
+ROWS = 15
+MAX_CHARS = 600
+CELL = 40
+GAP = 2
+BAR = 50
 IMAGE_PX = 128
 SIDE = CELL - GAP
 
@@ -39,7 +47,8 @@ def draw_group(group: Group, ident: str) -> Markup:
 
 def _images(group: Group, order: list[int], ident: str) -> Markup:
     """Each image once in <defs>, reused along both axes; an edit's source image goes into the corner."""
-    uses, defs = [], []
+    uses = []
+    defs = []
     look = "sharp" if is_small(group.images[0]) else "smooth"
     for place, i in enumerate(order, 1):
         name = f"{ident}-{i}"
@@ -48,7 +57,8 @@ def _images(group: Group, order: list[int], ident: str) -> Markup:
         title = tag("title", f"image {i + 1} of {len(order)}, in the order of generation")
         uses += [tag("use", title, href=f"#{name}", x=x, y=y) for x, y in ((0, place * CELL), (place * CELL, 0))]
     if group.source is not None:
-        title, look = tag("title", "source"), "sharp" if is_small(group.source) else "smooth"
+        title = tag("title", "source")
+        look = "sharp" if is_small(group.source) else "smooth"
         source = data_uri(group.source, IMAGE_PX)
         uses.append(tag("image", title, href=source, width=SIDE, height=SIDE, id=f"{ident}-source", class_=look))
     return tag("g", tag("defs", *defs), *uses)
@@ -56,7 +66,8 @@ def _images(group: Group, order: list[int], ident: str) -> Markup:
 
 def _cell(group: Group, i: int, j: int, x: int, y: int, written: bool) -> Markup:
     """P(image i beats image j), as a colour and (in small groups) a number."""
-    count, place = float(group.counts[i, j]), {"x": x, "y": y, "width": SIDE, "height": SIDE}
+    count = float(group.counts[i, j])
+    place = {"x": x, "y": y, "width": SIDE, "height": SIDE}
     if not count > 0 or math.isnan(group.wins[i, j]):
         title = tag("title", f"image {i + 1} over image {j + 1}: no verdict")
         return tag("rect", title, class_="missing", **place, fill="url(#hatch)")
@@ -68,3 +79,76 @@ def _cell(group: Group, i: int, j: int, x: int, y: int, written: bool) -> Markup
     if written:
         out += tag("text", f"{p:.2f}", class_="number", x=x + SIDE / 2, y=y + SIDE / 2 + 4, text_anchor="middle")
     return tag("g", out)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two images that a judge compared; the answers count them as 0 and 1."""
+
+    step: int
+    where: str
+    prompt: str
+    names: tuple[str, str]
+    images: tuple[Images, Images]
+    answers: list[Answer]
+
+    @property
+    def contradiction(self) -> float:
+        """Distance between the answers of one judge in the two orders; 0 with only one of them."""
+        found = [0.0]
+        for a, b in combinations(self.answers, 2):
+            if a.judge == b.judge and a.first != b.first and not math.isnan(a.p_first + b.p_first):
+                found.append(abs(_second_wins(a) - _second_wins(b)))
+        return max(found)
+
+    @property
+    def rows(self) -> list[tuple[str, str, str]]:
+        """(shown first, verdict, text) of every answer."""
+        out = []
+        for answer in self.answers:
+            p = _second_wins(answer)
+            winner = "neither" if p == 0.5 else self.names[int(p > 0.5)]
+            verdict = "no verdict" if math.isnan(p) else f"{winner} ({max(p, 1 - p):.3f})"
+            out.append((self.names[answer.first], verdict, f"{answer.reason} {answer.raw}".strip()[:MAX_CHARS] or "–"))
+        return out
+
+    @property
+    def pictures(self) -> list[tuple[str, Markup]]:
+        """(name, <img>) of both images."""
+        both = zip(self.names, self.images, strict=True)
+        return [(name, picture(still(image), f"{self.prompt}: {name}", IMAGE_PX)) for name, image in both]
+
+
+def _second_wins(answer: Answer) -> float:
+    """P(image 1 is better), NaN without a verdict."""
+    return answer.p_first if answer.first == 1 else 1.0 - answer.p_first
+
+
+def tables(run: Run) -> list[tuple[str, list[Pair]]]:
+    """(title, pairs): of the newest step with answers, and the most contradictory ones; ROWS each."""
+    pairs = _pairs(run)
+    newest = max((pair.step for pair in pairs), default=0)
+    recent = [pair for pair in pairs if pair.step == newest]
+    worst = sorted((p for p in pairs if p.contradiction > 0), key=lambda p: -p.contradiction)
+    found = [(f"Newest verdicts (step {newest})", recent), ("Verdicts that contradict each other most", worst)]
+    return [(title, some[:ROWS]) for title, some in found if some]
+
+
+def _pairs(run: Run) -> list[Pair]:
+    """Every pair with single answers: of the kept groups, and of the last evaluations."""
+    out = []
+    for group in run.groups:
+        for i, j in combinations(range(len(group.rates)), 2):
+            own = [a for a in group.answers if {a.first, a.second} == {i, j}]
+            numbered = [replace(a, first=int(a.first == j), second=int(a.first == i)) for a in own]
+            if own:
+                images = (group.images[i], group.images[j])
+                names = (f"image {i + 1}", f"image {j + 1}")
+                out.append(Pair(group.step, f"training step {group.step}", group.prompt, names, images, numbered))
+    for name, last in run.images.items():
+        shown = zip(last.prompts, last.before, last.after, last.kept, strict=True)
+        for prompt, before, after, outcome in shown:
+            if outcome.answers:
+                where = f"{name}, after step {last.step}"
+                out.append(Pair(last.step, where, prompt, ("before", "after"), (before, after), outcome.answers))
+    return out

@@ -11,13 +11,17 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import is_dataclass
 from functools import partial
-from typing import Any
+from typing import Any, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
 
 from prefgrpo.config.by_path import IMPORT_PATH, load_object
 from prefgrpo.config.recipe import UserError
+from prefgrpo.config.rewards import entries
 from prefgrpo.judge.verdict import did_you_mean
-from prefgrpo.rewards.base import GroupwiseReward, PointwiseReward, Reward, RewardError
+from prefgrpo.rewards.base import PointwiseReward, Reward, RewardError
 from prefgrpo.rewards.prepared import PreprocessedReward
 
 REWARDS: dict[str, str] = {
@@ -45,6 +49,7 @@ REWARDS: dict[str, str] = {
     "unifiedreward_edit_pointwise_image_quality": "vlm:EditImageQuality",
     "unifiedreward_edit_pointwise_instruction_following": "vlm:EditInstructionFollowing",
     "unigenbench": "unigenbench:UniGenBench",
+    "soft_tifa": "soft_tifa:SoftTifa",
     "consistency_score": "consistency:ConsistencyScore",
     "consistency_for_editing": "consistency:ConsistencyForEditing",
     "imagereward": "imagereward:ImageReward",
@@ -57,10 +62,6 @@ REWARDS: dict[str, str] = {
 
 PREPROCESSING = ("size", "jpeg")
 """Options of every pointwise reward that preprocess its images (`prepared.PreprocessedReward`)."""
-PLAIN: dict[Any, tuple[type, ...]] = {
-    "str": (str, os.PathLike), "int": (int,), "float": (int, float), "bool": (bool,), "Path": (str, os.PathLike),
-}  # fmt: skip
-"""Option annotations that are checked before the reward is constructed, and the types they accept."""
 PYTHON = "python"
 """Option that records where an object of `python_rewards` was defined; its Python program must resume such a run."""
 _OBJECTS: ContextVar[Mapping[str, Any] | None] = ContextVar("prefgrpo_reward_objects", default=None)
@@ -90,8 +91,6 @@ def parse_reward_spec(spec: Any) -> dict[str, float]:
 
     Raises RewardSpecError that names the first bad entry.
     """
-    from prefgrpo.config.rewards import entries  # imports pydantic, which a reward server's environment may lack
-
     try:
         weights = {entry.name: entry.weight for entry in entries(spec)}
     except ValueError as error:
@@ -111,9 +110,10 @@ def check_name(name: str) -> None:
     if name.endswith(".py"):
         raise RewardSpecError(f"'{name}' is a file: expected its function or class as well, '{name}:NAME'")
     if name not in REWARDS and name not in get_python_rewards() and not IMPORT_PATH.fullmatch(name):
+        near = did_you_mean(name, REWARDS)
+        known = "a name in `prefgrpo reward list`" if near else f"one of {', '.join(REWARDS)}"
         raise RewardSpecError(
-            f"unknown reward '{name}'{did_you_mean(name, REWARDS)}: expected one of {', '.join(REWARDS)}, "
-            "'package.module:Class' or 'file.py:function'"
+            f"unknown reward '{name}'{near}: expected {known}, 'package.module:Class' or 'file.py:function'"
         )
 
 
@@ -132,7 +132,7 @@ def load_class(name: str) -> type[Reward]:
     if isinstance(value, type) and issubclass(value, Reward):
         return value
     if not inspect.isfunction(value):
-        raise RewardSpecError(f"reward '{name}' at {path} is not a PointwiseReward, GroupwiseReward or function")
+        raise RewardSpecError(f"reward '{name}' at {path} is not a PointwiseReward, VlmPairwise or function")
     return _class_of(name, value)
 
 
@@ -156,7 +156,8 @@ def build(
     With a `url` option, a `remote.RemoteReward` is built: the reward runs behind `prefgrpo reward serve`. Pointwise
     rewards also accept `size` and `jpeg` (`prepared.PreprocessedReward`).
     """
-    weights, options = parse_reward_spec(spec), options or {}
+    weights = parse_reward_spec(spec)
+    options = options or {}
     for name in set(options) - set(weights):
         check_name(name)  # unused options are allowed, misspelt reward names are not
     ready = [factory(name, options.get(name, {})) for name in weights]  # check all options before loading one
@@ -187,16 +188,18 @@ def _checked(name: str, make: type[Reward], options: dict[str, Any], also: Itera
     also: options that the caller handles, listed in the message.
     """
     accepted = inspect.signature(make).parameters
+    types = get_type_hints(make if is_dataclass(make) else make.__init__, include_extras=True)
+    options = {key: os.fspath(value) if isinstance(value, os.PathLike) else value for key, value in options.items()}
     for key, value in options.items():
         if key not in accepted:
-            known = [*accepted, *also]
-            message = f"reward '{name}' has no option '{key}'{did_you_mean(key, known)}"
-            raise RewardSpecError(f"{message}: expected {', '.join(known) or 'none'}")
-        wanted = getattr(accepted[key].annotation, "__name__", accepted[key].annotation)
-        if not isinstance(value, PLAIN.get(wanted, object)) or (isinstance(value, bool) and wanted in ("int", "float")):
-            raise RewardSpecError(f"option '{key}' of reward '{name}': expected {wanted}, got {value!r}")
-        if key == "batch_size" and isinstance(value, int) and value < 1:
-            raise RewardSpecError(f"option '{key}' of reward '{name}': expected at least 1, got {value}")
+            names = [*accepted, *also]
+            message = f"reward '{name}' has no option '{key}'{did_you_mean(key, names)}"
+            raise RewardSpecError(f"{message}: expected {', '.join(names) or 'none'}")
+        try:
+            TypeAdapter(types.get(key, Any)).validate_python(value, strict=True)
+        except ValidationError as error:
+            expected = error.errors()[0]["msg"]
+            raise RewardSpecError(f"option '{key}' of reward '{name}': {expected}, got {value!r}") from error
     if needed := [k for k, p in accepted.items() if p.default is p.empty and k not in options]:
         raise RewardSpecError(f"reward '{name}' needs the option(s) {', '.join(needed)}")
     return partial(make, **options)
@@ -208,7 +211,7 @@ def show_rewards() -> int:
     for name in sorted(REWARDS):
         cls = load_class(name)
         takes = " + ".join([" or ".join(cls.takes), *["source"] * cls.needs_source, *cls.meta_keys])
-        takes += " (group)" if issubclass(cls, GroupwiseReward) else ""
+        takes += "" if issubclass(cls, PointwiseReward) else " (group)"
         rows.append((name, takes, "a judge" if cls.judged else "-", (inspect.getdoc(cls) or "").split("\n")[0]))
     wide = [max(len(row[k]) for row in rows) for k in range(3)]
     for row in rows:

@@ -1,28 +1,29 @@
 """The interface of rewards.
 
-A reward scores samples one by one (`PointwiseReward`) or a prompt's whole group at once (`GroupwiseReward`). A sample
-that could not be scored has the value None and a reason; it is never 0, −1 or 0.5. A reward's module can be imported
-without the reward's libraries; its constructor loads them, or raises RewardError.
+A reward scores samples one by one (`PointwiseReward`) or compares the samples of a prompt in pairs
+(`pairwise.VlmPairwise`). A sample that could not be scored has the value None and a reason; it is never 0, −1 or 0.5.
+A reward's module can be imported without the reward's libraries; its constructor loads them, or raises RewardError.
 """
 
 from __future__ import annotations
 
 import importlib
 import math
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType, ModuleType
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from prefgrpo.config.recipe import UserError
 from prefgrpo.data.media import Media
-from prefgrpo.judge.verdict import Verdict
-from prefgrpo.rewards.request_stats import RequestStats
+
+INSTALL = "'prefgrpo[rewards]'"
+"""What pip installs for the rewards that run in process."""
 
 
 class RewardError(UserError, RuntimeError):
@@ -40,23 +41,22 @@ def library(name: str, install: str) -> ModuleType:
         ) from error
 
 
-def unusable(media: Media, takes: Sequence[str] = ("image", "video")) -> str:
-    """Why a medium cannot be scored by a reward that accepts `takes`; '' if it can."""
+def check_media(media: Media, takes: Sequence[str] = ("image", "video")) -> None:
+    """Raise ValueError for a medium that a reward which accepts `takes` cannot score."""
     shape = media.pixels.shape
     if len(shape) not in (3, 4) or shape[-1] != 3 or media.pixels.dtype != np.uint8:
-        return f"expected 8-bit RGB pixels, got {media.pixels.dtype} {list(shape)}"
+        raise ValueError(f"expected 8-bit RGB pixels, got {media.pixels.dtype} {list(shape)}")
     if not all(shape):
-        return f"the image or clip has no pixels: {list(shape)}"
-    kind = "video" if media.clip else "image"
-    return "" if kind in takes else f"expected {' or '.join(takes)}, got {kind}"
+        raise ValueError(f"the image or clip has no pixels: {list(shape)}")
+    if (kind := "video" if media.clip else "image") not in takes:
+        raise ValueError(f"expected {' or '.join(takes)}, got {kind}")
 
 
-def too_long(media: Media, ratio: int) -> str:
-    """Why a medium whose aspect ratio is over 1:`ratio` cannot be scored; '' if it can."""
+def check_aspect_ratio(media: Media, most: int) -> None:
+    """Raise ValueError for a medium whose aspect ratio is over 1:`most`."""
     high, wide = media.pixels.shape[-3:-1]
-    if max(high, wide) <= ratio * min(high, wide):
-        return ""
-    return f"an image of {wide}×{high} is too long; expected an aspect ratio of at most 1:{ratio}"
+    if max(high, wide) > most * min(high, wide):
+        raise ValueError(f"expected an aspect ratio of at most 1:{most}, got {wide}×{high} pixels")
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,47 +95,13 @@ class Score:
             return replace(self, value=value)
         return replace(self, value=None, reason=f"the reward returned {value}")
 
-
-@dataclass(frozen=True)
-class Comparison:
-    """One judged pair of a group: members `first` and `second`, in the order shown, and the verdict."""
-
-    first: int
-    second: int
-    verdict: Verdict
-
-
-@dataclass
-class GroupScores:
-    """A groupwise reward's result for one group of G samples."""
-
-    scores: list[Score]
-    wins: NDArray[np.float64] | None = None
-    """[G, G] sum of soft verdicts that row beats column (pairwise rewards)."""
-    counts: NDArray[np.float64] | None = None
-    """[G, G] number of these verdicts."""
-    comparisons: list[Comparison] = field(default_factory=list)
-    """All comparisons behind the scores (pairwise rewards)."""
-
-    def mean_p_first(self, first: int, second: int) -> float:
-        """Mean P(`first` beats `second`) over the comparisons shown in this order; NaN if there are none."""
-        answers = [c.verdict.first for c in self.comparisons if (c.first, c.second) == (first, second)]
-        known = [p for p in answers if p is not None]
-        return float(np.mean(known)) if known else float("nan")
-
-
-class GroupSession(Protocol):
-    """A group that is being scored by a streaming reward."""
-
-    def add(self, member: int, sample: Sample) -> None:
-        """Hand over member `member`. Does not block."""
-
-    def result(self, deadline: float) -> GroupScores:
-        """Wait for all scores until `deadline` (`time.monotonic()`); scores not available by then are missing."""
-        ...
-
-    def cancel(self) -> None:
-        """Cancel all unanswered requests."""
+    def row(self) -> dict[str, Any]:
+        """As JSON: value, or null with the reason, and parts; non-finite numbers become null."""
+        score = self.finite()
+        row: dict[str, Any] = {"value": score.value} | ({"reason": score.reason} if score.value is None else {})
+        if self.parts:
+            row["parts"] = {name: float(v) if math.isfinite(v) else None for name, v in self.parts.items()}
+        return row
 
 
 class Reward(ABC):  # noqa: B024  (the abstract methods are in its two subclasses)
@@ -159,17 +125,13 @@ class Reward(ABC):  # noqa: B024  (the abstract methods are in its two subclasse
     """Weights of sub-scores (`Score.parts`) that are normalised separately and then summed; empty: the value is
     normalised. Needs advantage.combine weighted_advantage_sum."""
     streams: bool = False
-    """Whether samples are handed over one by one while others are being generated (`submit` or `session`)."""
-
+    """Whether `submit` sends a sample, or a pair, without waiting; others are called on a thread of the scorer."""
     answer_s: float = 0.0
     """Timeout in seconds of one answer from a server (the scorer's deadline is longer)."""
 
-    def refuse(self, sample: Sample) -> str:
-        """Why a sample cannot be scored; '' if it can. By default checks the pixels and the kind of media."""
-        return unusable(sample.media, self.takes)
-
-    def check(self, group_size: int) -> None:  # noqa: B027  (most rewards accept groups of any size)
-        """Raise ValueError if it cannot score groups of this size."""
+    def check(self, sample: Sample) -> None:
+        """Raise ValueError, with the reason, for a sample that cannot be scored; by default by its pixels and kind."""
+        check_media(sample.media, self.takes)
 
     def close(self) -> None:  # noqa: B027  (rewards without resources need not override it)
         """Release its resources."""
@@ -185,27 +147,43 @@ class PointwiseReward(Reward):
     def in_batches(
         self, samples: Sequence[Sample], size: int, score: Callable[[list[Sample]], Iterable[Score]]
     ) -> list[Score]:
-        """Apply `score` to `size` samples at a time, in order; samples that `refuse` rejects get missing scores."""
-        scores = [Score(None, self.refuse(s)) for s in samples]
-        able = [k for k, s in enumerate(scores) if not s.reason]
+        """Apply `score` to `size` samples at a time, in order; those that `check` rejects are missing."""
+        scores: dict[int, Score] = {}
+        able = []
+        for k, sample in enumerate(samples):
+            try:
+                self.check(sample)
+                able.append(k)
+            except ValueError as error:
+                scores[k] = Score(None, str(error))
         for start in range(0, len(able), size):
             batch = able[start : start + size]
-            for k, value in zip(batch, score([samples[k] for k in batch]), strict=True):
-                scores[k] = value
-        return scores
+            scores |= zip(batch, score([samples[k] for k in batch]), strict=True)
+        return [scores[k] for k in range(len(samples))]
 
     def submit(self, sample: Sample) -> Future[Score]:
         """Send one sample without waiting (streaming rewards only)."""
         raise TypeError(f"{type(self).__name__} does not stream; use score")
 
 
-class GroupwiseReward(Reward):
-    """Scores all samples of one prompt together."""
+def score_in_process(name: str, reward: PointwiseReward, samples: list[Sample]) -> list[Score]:
+    """The scores from one call; if it raises, from one call per sample. Those that fail are missing."""
+    try:
+        scores = reward.score(samples) if samples else []
+        if len(scores) != len(samples) or not all(isinstance(s, Score) for s in scores):
+            kinds = ", ".join(sorted({type(s).__name__ for s in scores})) or "nothing"
+            got = f"expected one Score for each of {len(samples)} samples, got {len(scores)} of {kinds}"
+            raise RewardError(f"reward '{name}': {got}")
+        return scores
+    except RewardError as error:  # it did not return a list of scores, and would not for one sample
+        return [Score(None, str(error))] * len(samples)
+    except Exception as error:  # noqa: BLE001  (a reward's libraries may raise anything)
+        if len(samples) == 1:
+            return [Score(None, reason_of(error))]
+        traceback.print_exc()
+        return [score_in_process(name, reward, [sample])[0] for sample in samples]
 
-    @abstractmethod
-    def score_group(self, group: list[Sample], seed: int) -> GroupScores:
-        """Scores for the group, in order. `seed` fixes any random choice (pair plan, A/B order)."""
 
-    def session(self, size: int, seed: int, stats: RequestStats) -> GroupSession:
-        """Start scoring a group of `size` members that arrive one by one (streaming rewards only)."""
-        raise TypeError(f"{type(self).__name__} does not stream; use score_group")
+def reason_of(error: Exception) -> str:
+    """Why a value is missing."""
+    return f"the reward raised {type(error).__name__}: {str(error)[:200]}"

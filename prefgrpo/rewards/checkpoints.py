@@ -1,6 +1,6 @@
 """Shared by rewards that load weights: files from a folder or the hub, devices, models built from published tensors.
 
-    W ← W + scale·B·A  (LoRA, merged in float32)        pixels ← (x/255 − mean) / deviation  (CLIP's)
+    W ← W + scale·B·A  (LoRA, merged in float32)
 
 Invariants: every failure while loading a model becomes a RewardError that names the model; a model from `build_model`
 takes every weight from the given tensors and uses all of them.
@@ -13,7 +13,7 @@ import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +21,8 @@ from torch import Tensor, nn
 from prefgrpo.rewards.base import RewardError
 from prefgrpo.rewards.base import library as library
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-MEAN = torch.tensor([0.48145466, 0.4578275, 0.40821073])[:, None, None]
-STD = torch.tensor([0.26862954, 0.26130258, 0.27577711])[:, None, None]
+Dtype = Literal["float32", "bfloat16", "float16"]
+AutoDtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 @contextmanager
@@ -50,20 +49,15 @@ def parse_assignments(file: Path) -> dict[str, ast.expr]:
 
 def device_of(name: str) -> torch.device:
     """The device called `name`; `auto`: cuda if available, else cpu."""
-    name = ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
-    try:
-        return torch.empty(0, device=name).device
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise RewardError(f"device must be auto, cpu or a GPU of this machine (cuda, cuda:1), got '{name}'") from error
+    return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
 
 
-def dtype_of(name: str, device: torch.device | None = None, half: torch.dtype = torch.bfloat16) -> torch.dtype:
-    """The dtype called `name`; `auto`, if a device is given: `half` on a GPU, else float32."""
-    if name == "auto" and device is not None:
+def dtype_of(name: str, device: torch.device, half: torch.dtype = torch.bfloat16) -> torch.dtype:
+    """The dtype called `name`; `auto`: `half` on a GPU, else float32."""
+    if name == "auto":
         return half if device.type == "cuda" else torch.float32
-    if name not in DTYPES:
-        raise RewardError(f"dtype must be one of {', '.join(DTYPES)}, got '{name}'")
-    return DTYPES[name]
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
 
 
 def source_of(model: str | Path) -> dict[str, str]:
@@ -91,31 +85,6 @@ def folder_of(model: str, patterns: Sequence[str]) -> Path:
 
     with loading(model):
         return Path(snapshot_download(name, revision=source.get("revision"), allow_patterns=list(patterns)))
-
-
-def check_shapes(model: torch.nn.Module, shapes: dict[str, tuple[int, ...]], name: str) -> None:
-    """Raise RewardError if shapes in the file and the model differ, because a loader might resize the tensor."""
-    here = {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}
-    # loaders treat a scalar and a vector of length 1 alike
-    other = sorted(k for k in here.keys() & shapes if (shapes[k] or (1,)) != (here[k] or (1,)))
-    if other:
-        wrong = "; ".join(f"{k} is {shapes[k]}, expected {here[k]}" for k in other[:3])
-        raise RewardError(
-            f"the weights of '{name}' do not fit the architecture: {wrong}. Name the architecture that they were "
-            "trained with (its name includes image size and activation)"
-        )
-
-
-def shapes_of(file: Path) -> dict[str, tuple[int, ...]]:
-    """{name: shape} from a .safetensors or torch file, without reading values or running pickled code."""
-    if file.suffix == ".safetensors":
-        from safetensors import safe_open
-
-        with safe_open(file, "pt") as tensors:
-            return {key: tuple(tensors.get_slice(key).get_shape()) for key in tensors.keys()}  # noqa: SIM118
-    loaded = torch.load(file, map_location="meta", weights_only=True)
-    tensors = loaded.get("state_dict", loaded)
-    return {key.removeprefix("module."): tuple(tensor.shape) for key, tensor in tensors.items()}
 
 
 def read_tensors(files: Sequence[Path]) -> dict[str, Tensor]:
@@ -146,7 +115,9 @@ def merge_lora(tensors: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]
         stem, _, kind = name.partition(".lora_")
         if kind != "A.weight" or f"{stem}.weight" not in merged:
             raise RewardError(f"expected LoRA pairs of linear layers in the checkpoint, got '{name}'")
-        a, b, weight = plain[name].float(), plain[f"{stem}.lora_B.weight"].float(), merged[f"{stem}.weight"]
+        a = plain[name].float()
+        b = plain[f"{stem}.lora_B.weight"].float()
+        weight = merged[f"{stem}.weight"]
         merged[f"{stem}.weight"] = (weight.float() + scale * (b @ a)).to(weight.dtype)
     return merged
 
@@ -177,8 +148,3 @@ def linear_head(tensors: Mapping[str, Tensor], prefix: str, activation: type[nn.
         layer.load_state_dict({k.removeprefix(stem): v for k, v in own.items() if k.startswith(stem)}, assign=True)
         layers += [layer, activation()]
     return nn.Sequential(*layers[:-1]).requires_grad_(False)
-
-
-def standard(pixels: Tensor) -> Tensor:
-    """Normalise [..., 3, H, W] with values 0 … 255 by CLIP's mean and deviation."""
-    return (pixels.float() / 255 - MEAN) / STD

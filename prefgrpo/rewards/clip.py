@@ -6,43 +6,42 @@
 
 The weights differ: DFN5B (Fang et al. 2309.17425), HPS 2.1 (Wu et al. 2306.09341), PickScore (Kirstain et al.
 2305.01569), OpenAI's CLIP L/14 (Radford et al. 2103.00020), LAION's aesthetic predictor (Schuhmann); the
-divisors 26 and 30 are Flow-GRPO's, the grids PaCo-RL's (2512.04784; grid.py). A clip's value is the
-mean over `frames` frames. Pref-GRPO and DanceGRPO score only the first frame (`frames: 1`), which rewards a good start.
-Invariant: a non-finite value is missing, as is the score of a sample whose prompt does not ask for a grid or does not
-describe its cells; other samples are not affected.
+divisors 26 and 30 are Flow-GRPO's, the grids PaCo-RL's (2512.04784; grid.py). A clip's value is the mean over `frames`
+frames; Pref-GRPO and DanceGRPO score only the first (`frames: 1`), which rewards a good start. Invariant: a non-finite
+value is missing, and other samples are not affected.
 """
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
+from pydantic import PositiveInt
 from torch import Tensor, nn
 
 from prefgrpo.data.media import Media
-from prefgrpo.rewards import encoder
-from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample, Score, unusable
-from prefgrpo.rewards.checkpoints import check_shapes, folder_of, library, loading
-from prefgrpo.rewards.encoder import Encoder, Fit
+from prefgrpo.rewards.base import INSTALL, PointwiseReward, RewardError, Sample, Score, check_media
+from prefgrpo.rewards.checkpoints import Dtype, folder_of, library, linear_head, loading, read_tensors
+from prefgrpo.rewards.encoder import Encoder, OpenClip, Resize, Transformers, get_encoder
 from prefgrpo.rewards.grid import require_grid, split, sub_prompts
 
-PICKSCORE, VIT_H = "yuvalkirstain/PickScore_v1", "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
-HEAD_FILE, HEAD_WIDTH = "aesthetic-model.pth", 768
+PICKSCORE = "yuvalkirstain/PickScore_v1"
+VIT_H = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
+HEAD_FILE = "aesthetic-model.pth"
 
 
 def bilinear(image: Tensor, side: int) -> Tensor:
     """[3, H, W] -> [3, side, side]: bilinear resize in float and centre crop, as in Flow-GRPO and PaCo-RL."""
-    vision = library("torchvision.transforms.functional", "'prefgrpo[rewards]'")
+    vision = library("torchvision.transforms.functional", INSTALL)
     return vision.center_crop(vision.resize(image, [side]), [side, side])
 
 
 def padded(image: Tensor, side: int) -> Tensor:
     """[3, H, W] -> [3, side, side]: resize the longer side in float and pad with black, as hpsv2 does."""
-    vision = library("torchvision.transforms.functional", "'prefgrpo[rewards]'")
+    vision = library("torchvision.transforms.functional", INSTALL)
     scale = side / max(image.shape[1:])
     high, wide = (max(1, round(n * scale)) for n in image.shape[1:])
     left, top = (side - wide) // 2, (side - high) // 2
@@ -50,127 +49,87 @@ def padded(image: Tensor, side: int) -> Tensor:
     return vision.pad(resized, [left, top, side - wide - left, side - high - top])
 
 
-RESIZES: dict[str, Fit | None] = {"processor": None, "bilinear": bilinear, "padded": padded}
+RESIZES: dict[str, Resize | None] = {"processor": None, "bilinear": bilinear, "padded": padded}
 """How images are resized for the model; None: by the checkpoint's image processor."""
 
 
-class VectorReward(PointwiseReward):
-    """Scores a sample from the embeddings of its images and texts."""
+@dataclass(kw_only=True, eq=False)
+class EncoderReward(PointwiseReward):
+    """Scores a sample from the embeddings of its images and texts.
 
-    encoder: Encoder
+    model: folder or hub id of a CLIPModel, or of an open_clip checkpoint. device: auto, cpu, cuda, cuda:1. dtype: the
+    model's dtype. batch_size: images per forward.
+    """
+
+    model: str = "openai/clip-vit-large-patch14"
+    device: str = "auto"
+    dtype: Dtype = "float32"
+    batch_size: PositiveInt = 32
+    loader: ClassVar[type[Encoder]] = Transformers
     resize = "processor"
 
+    def __post_init__(self) -> None:
+        self.encoder: Any = get_encoder(
+            self.loader, self.model, self._second_file(), self.device, self.dtype, self.batch_size
+        )
+
+    def _second_file(self) -> str:
+        """The second argument of the encoder: a processor, or a weights file; empty: the model's own."""
+        return ""
+
     @abstractmethod
-    def _parts(self, sample: Sample) -> tuple[list[Media], list[str]]:
+    def _inputs(self, sample: Sample) -> tuple[list[Media], list[str]]:
         """Images and texts to encode; ValueError with the reason if the sample cannot be scored."""
 
     @abstractmethod
     def _values(self, images: Tensor, texts: Tensor) -> Tensor:
         """Values from a sample's unit vectors [n, D] and [m, D]; the score is their mean."""
 
+    def check(self, sample: Sample) -> None:
+        """Also rejects samples without the images or texts that are compared."""
+        super().check(sample)
+        self._inputs(sample)
+
     def score(self, samples: list[Sample]) -> list[Score]:
         """One score per sample; repeated images and texts are encoded once."""
-        parts: list[str | tuple[list[Media], list[str]]] = []
-        for sample in samples:
-            try:
-                parts.append(self.refuse(sample) or self._parts(sample))
-            except ValueError as error:
-                parts.append(str(error))
-        able = [p for p in parts if not isinstance(p, str)]
-        images = self.encoder.images([m for own, _ in able for m in own], RESIZES[self.resize])
-        texts = self.encoder.texts([t for _, own in able for t in own])
-        each = zip(images.split([len(m) for m, _ in able]), texts.split([len(t) for _, t in able]), strict=True)
-        scores = iter([self._mean(*vectors) for vectors in each] if able else [])
-        return [Score(None, p) if isinstance(p, str) else next(scores) for p in parts]
+        return self.in_batches(samples, max(1, len(samples)), self._scores)
 
     @torch.inference_mode()
-    def _mean(self, images: Tensor, texts: Tensor) -> Score:
-        values = self._values(images, texts).reshape(-1).tolist()
-        mean = math.fsum(values) / len(values)
-        return Score(mean) if math.isfinite(mean) else Score(None, f"the model's score is {mean}")
+    def _scores(self, samples: list[Sample]) -> list[Score]:
+        inputs = [self._inputs(s) for s in samples]
+        images = self.encoder.images([m for media, _ in inputs for m in media], RESIZES[self.resize])
+        texts = self.encoder.texts([text for _, texts in inputs for text in texts])
+        each = zip(images.split([len(m) for m, _ in inputs]), texts.split([len(t) for _, t in inputs]), strict=True)
+        return [Score(self._values(i, t).double().mean().item()).finite() for i, t in each]
 
 
 @dataclass(kw_only=True, eq=False)
-class EncoderReward(VectorReward):
-    """model: folder or hub id of a transformers CLIPModel. device: auto, cpu, cuda, cuda:1. dtype: the model's dtype.
-    batch_size: images per forward."""
+class TextImage(EncoderReward):
+    """Cosine similarity of image and prompt.
 
-    model: str = "openai/clip-vit-large-patch14"
-    device: str = "auto"
-    dtype: str = "float32"
-    batch_size: int = 32
-
-    def __post_init__(self) -> None:
-        if self.resize not in RESIZES:
-            raise RewardError(f"resize must be one of {', '.join(RESIZES)}, got '{self.resize}'")
-        kind, *names = self._loader()
-        self.encoder = encoder.get_encoder(kind, *names, self.device, self.dtype, self.batch_size)
-
-    def _loader(self) -> tuple[Any, ...]:
-        """Class of the encoder and its constructor arguments."""
-        return encoder.Transformers, self.model, ""
-
-
-@dataclass(kw_only=True, eq=False)
-class OpenClipReward(EncoderReward):
-    """model: folder or hub id with open_clip_config.json and weights, or a weights file. architecture: its open_clip
-    name; default: from the config beside the weights, else that of the published model."""
-
-    model: str = VIT_H
-    architecture: str = ""
-    otherwise = "ViT-H-14"
-    file = ""
-
-    def _loader(self) -> tuple[Any, ...]:
-        return encoder.OpenClip, self.model, self.architecture, self.otherwise, self.file
-
-
-@dataclass(kw_only=True, eq=False)
-class ResizeReward(EncoderReward):
-    """resize: processor (that of the checkpoint; bicubic, 8-bit), bilinear (in float, as in Flow-GRPO and
-    PaCo-RL) or padded (as in hpsv2)."""
-
-    resize: str = "processor"
-
-
-@dataclass(kw_only=True, eq=False)
-class FrameReward(EncoderReward):
-    """frames: number of evenly spaced frames of a clip to score; 1: only the first."""
+    frames: number of evenly spaced frames of a clip to score; 1: only the first.
+    """
 
     takes = ("image", "video")
-    frames: int = 8
+    frames: PositiveInt = 8
 
-    def __post_init__(self) -> None:
-        if self.frames < 1:
-            raise RewardError(f"frames must be at least 1, got {self.frames}")
-        super().__post_init__()
-
-    def _parts(self, sample: Sample) -> tuple[list[Media], list[str]]:
-        return sample.media.frames(self.frames), []
-
-
-class TextImage(FrameReward):
-    """factor · cosine similarity of image and prompt."""
-
-    factor = 1.0
-
-    def _parts(self, sample: Sample) -> tuple[list[Media], list[str]]:
-        return super()._parts(sample)[0], [sample.prompt]
+    def _inputs(self, sample: Sample) -> tuple[list[Media], list[str]]:
+        return sample.media.frames(self.frames), [sample.prompt]
 
     def _values(self, images: Tensor, texts: Tensor) -> Tensor:
-        return self.factor * (images * texts).sum(-1)
+        return (images * texts).sum(-1)
 
 
 @dataclass(kw_only=True, eq=False)
-class Clip(TextImage, OpenClipReward):
+class Clip(TextImage):
     """Cosine similarity under DFN5B's ViT-H/14 at 378 pixels, or any other open_clip model."""
 
     model: str = "apple/DFN5B-CLIP-ViT-H-14-378"
-    otherwise = "ViT-H-14-378-quickgelu"
+    loader = OpenClip
 
 
 @dataclass(kw_only=True, eq=False)
-class Hpsv2(TextImage, OpenClipReward):
+class Hpsv2(TextImage):
     """Human Preference Score 2.1: cosine under a ViT-H/14 trained on human choices; images are padded, not cropped.
 
     file: weights file, {"state_dict": …}; HPS_v2_compressed.pt is version 2.0.
@@ -178,7 +137,11 @@ class Hpsv2(TextImage, OpenClipReward):
 
     model: str = "xswu/HPSv2"
     file: str = "HPS_v2.1_compressed.pt"
+    loader = OpenClip
     resize = "padded"
+
+    def _second_file(self) -> str:
+        return self.file
 
 
 @dataclass(kw_only=True, eq=False)
@@ -191,29 +154,30 @@ class Pickscore(TextImage):
 
     model: str = PICKSCORE
     processor: str = ""
-    scale: str = "cosine"
+    scale: Literal["cosine", "logit"] = "cosine"
 
-    def __post_init__(self) -> None:
-        if self.scale not in ("cosine", "logit"):
-            raise RewardError(f"pickscore's scale must be cosine or logit, got '{self.scale}'")
-        super().__post_init__()
-        self.factor = self.encoder.scale / 26 if self.scale == "logit" else 1.0
+    def _second_file(self) -> str:
+        return self.processor or (VIT_H if self.model == PICKSCORE else "")
 
-    def _loader(self) -> tuple[Any, ...]:
-        return encoder.Transformers, self.model, self.processor or (VIT_H if self.model == PICKSCORE else "")
+    def _values(self, images: Tensor, texts: Tensor) -> Tensor:
+        return super()._values(images, texts) * (self.encoder.scale / 26 if self.scale == "logit" else 1.0)
 
 
 @dataclass(kw_only=True, eq=False)
-class Clipscore(TextImage, ResizeReward):
-    """OpenAI CLIP L/14's logit/30."""
+class Clipscore(TextImage):
+    """OpenAI CLIP L/14's logit/30.
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.factor = self.encoder.scale / 30
+    resize: processor (that of the checkpoint; bicubic, 8-bit) or bilinear (in float, as in Flow-GRPO and PaCo-RL).
+    """
+
+    resize: Literal["processor", "bilinear"] = "processor"
+
+    def _values(self, images: Tensor, texts: Tensor) -> Tensor:
+        return super()._values(images, texts) * self.encoder.scale / 30
 
 
 @dataclass(kw_only=True, eq=False)
-class Aesthetic(FrameReward):
+class Aesthetic(TextImage):
     """Aesthetic rating of an image, about 1 to 10; the prompt is ignored.
 
     model: a CLIPModel with embeddings of size 768. head: file with the head's weights
@@ -224,56 +188,56 @@ class Aesthetic(FrameReward):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if (width := self.encoder.width) != HEAD_WIDTH:
-            message = (
-                f"aesthetic's head takes embeddings of width {HEAD_WIDTH}, but those of '{self.model}' have {width}"
+        with loading(self.head):
+            path = Path(self.head).expanduser()
+            file = path if path.is_file() else folder_of(self.head, [HEAD_FILE]) / HEAD_FILE
+            # the published head has dropout, which is inactive, and no activations
+            self.layers = linear_head(read_tensors([file]), "layers.", nn.Identity)
+        takes, width = self.layers[0].in_features, self.encoder.model.config.projection_dim
+        if takes != width:
+            raise RewardError(
+                f"the head '{self.head}' takes embeddings of width {takes}, but those of '{self.model}' have {width}; "
+                "use CLIP L/14 with aesthetic's head"
             )
-            raise RewardError(f"{message}; use CLIP L/14")
-        self.layers = _head(self.head)
+
+    def _inputs(self, sample: Sample) -> tuple[list[Media], list[str]]:
+        return sample.media.frames(self.frames), []
 
     def _values(self, images: Tensor, texts: Tensor) -> Tensor:
-        return self.layers(images)[:, 0]
+        return self.layers(images)
 
 
-def _head(head: str) -> nn.Sequential:
-    """The published head; its dropout layers are inactive, but kept so that weight names match."""
-    layers = nn.Sequential(
-        nn.Linear(HEAD_WIDTH, 1024), nn.Identity(), nn.Linear(1024, 128), nn.Identity(), nn.Linear(128, 64),
-        nn.Identity(), nn.Linear(64, 16), nn.Linear(16, 1),
-    )  # fmt: skip
-    with loading(head):
-        file = path if (path := Path(head).expanduser()).is_file() else folder_of(head, [HEAD_FILE]) / HEAD_FILE
-        tensors = torch.load(file, map_location="cpu", weights_only=True)
-        weights = {name.removeprefix("layers."): tensor.float() for name, tensor in tensors.items()}
-        check_shapes(layers, {name: tuple(tensor.shape) for name, tensor in weights.items()}, head)
-        layers.load_state_dict(weights)
-    return layers.eval().requires_grad_(False)
+@dataclass(kw_only=True, eq=False)
+class ImageSimilarity(EncoderReward):
+    """Similarity of an edit to its source images.
 
-
-class ImageSimilarity(ResizeReward):
-    """Similarity of an edit to its source images."""
+    resize: processor (that of the checkpoint; bicubic, 8-bit) or bilinear (in float, as in Flow-GRPO and PaCo-RL).
+    """
 
     needs_source = True
+    resize: Literal["processor", "bilinear"] = "processor"
 
-    def _parts(self, sample: Sample) -> tuple[list[Media], list[str]]:
+    def _inputs(self, sample: Sample) -> tuple[list[Media], list[str]]:
+        if not sample.source:
+            raise ValueError("the sample has no source image")
+        for source in sample.source:
+            check_media(source, ("image",))
         return [sample.media, *sample.source], []
 
-    def refuse(self, sample: Sample) -> str:
-        """Also rejects samples without source images, or with one that cannot be encoded."""
-        own = super().refuse(sample) or ("" if sample.source else "the sample has no source image")
-        return own or next((why for m in sample.source if (why := unusable(m, ("image",)))), "")
-
     def _values(self, images: Tensor, texts: Tensor) -> Tensor:
-        return (images[1:] @ images[0]).mean()
+        return images[1:] @ images[0]
 
 
-class SubfigClipT(OpenClipReward):
+@dataclass(kw_only=True, eq=False)
+class SubfigClipT(EncoderReward):
     """Mean CLIP similarity between each cell of a grid and its part of the prompt."""
 
+    model: str = VIT_H
+    loader = OpenClip
     reads = ("grid",)
     probe: ClassVar[dict[str, Any]] = {"prompt": "a 1x2 grid. [LEFT]: a red square. [RIGHT]: a blue circle."}
 
-    def _parts(self, sample: Sample) -> tuple[list[Media], list[str]]:
+    def _inputs(self, sample: Sample) -> tuple[list[Media], list[str]]:
         rows, cols = require_grid(sample.prompt, sample.meta)
         cells = split(sample.media, rows, cols)
         texts = sub_prompts(sample.prompt)[1]
@@ -282,4 +246,4 @@ class SubfigClipT(OpenClipReward):
         return cells, texts
 
     def _values(self, images: Tensor, texts: Tensor) -> Tensor:
-        return (images * texts).sum(-1).mean()
+        return (images * texts).sum(-1)

@@ -11,15 +11,14 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import combinations
-from typing import Any
+from statistics import fmean
+from typing import Any, Literal
 
-from prefgrpo.data.media import Media
 from prefgrpo.judge.template import Template
-from prefgrpo.judge.verdict import Answer
-from prefgrpo.rewards.base import RewardError, Sample, Score
+from prefgrpo.rewards.base import Sample, Score
 from prefgrpo.rewards.grid import require_grid, split, sub_prompts
 from prefgrpo.rewards.vlm import VlmReward
 
@@ -31,21 +30,12 @@ class YesNo(VlmReward):
     spellings: all counts " yes", "YES" … as Yes, if the template does; exact counts only the labels, as in PaCo-RL.
     """
 
-    spellings: str = "all"
-
-    def __post_init__(self) -> None:
-        if self.spellings not in ("all", "exact"):
-            raise RewardError(f"spellings must be all or exact, got '{self.spellings}'")
-        super().__post_init__()
+    spellings: Literal["all", "exact"] = "all"
 
     def load(self, name: str, needs: tuple[str, ...] | None = None) -> Template:
         """As in VlmReward, but with exact labels only if `spellings` is exact."""
         question = super().load(name, needs)
         return replace(question, variants=None) if self.spellings == "exact" else question
-
-    async def probabilities(self, sample: Sample, *questions: Template, **values: str) -> list[float]:
-        """P(Yes) of each question about a sample; ValueError with the reason if one is missing."""
-        return [a.value for a in await self.answers(sample, *questions, **values) if a.value is not None]
 
 
 class ConsistencyScore(YesNo):
@@ -61,18 +51,22 @@ class ConsistencyScore(YesNo):
     may = ("prompt", "criterion")
 
     async def _judge(self, sample: Sample) -> Score:
-        cells = split(sample.media, *require_grid(sample.prompt, sample.meta))
         wanted = criteria(sample.meta) if "{criterion}" in self.question.pieces else {"": [""]}
-        texts = list(dict.fromkeys(text for group in wanted.values() for text in group))
-        answers = await asyncio.gather(*(self._ask_pairs(sample, cells, text) for text in texts))
-        rates = {text: _mean_answered(of_text) for text, of_text in zip(texts, answers, strict=True)}
-        parts = {name: _mean([rates[text] for text in group]) for name, group in wanted.items()}
-        return Score(_mean(list(parts.values())), parts={name: value for name, value in parts.items() if name})
+        texts = list(dict.fromkeys(text for of_dimension in wanted.values() for text in of_dimension))
+        means = dict(zip(texts, await asyncio.gather(*(self._mean(sample, text) for text in texts)), strict=True))
+        parts = {name: fmean([means[text] for text in of_dimension]) for name, of_dimension in wanted.items()}
+        return Score(fmean(list(parts.values())), parts={name: value for name, value in parts.items() if name})
 
-    async def _ask_pairs(self, sample: Sample, cells: Sequence[Media], criterion: str) -> list[Answer]:
-        """The answers about all pairs of cells."""
+    async def _mean(self, sample: Sample, criterion: str) -> float:
+        """Mean of P(Yes) over the pairs of cells with an answer; ValueError with a reason if there is none."""
+        cells = split(sample.media, *require_grid(sample.prompt, sample.meta))
         texts = {"prompt": sub_prompts(sample.prompt)[0], "criterion": criterion}
-        return await asyncio.gather(*(self.ask(self.question, sample, p, **texts) for p in combinations(cells, 2)))
+        pairs = list(combinations(cells, 2))
+        answers = await asyncio.gather(*(self.ask(self.question, sample, pair, **texts) for pair in pairs))
+        values = [answer.first for answer in answers if answer.first is not None]
+        if not values:
+            raise ValueError(answers[0].reason)
+        return fmean(values)
 
 
 @dataclass(eq=False)
@@ -94,30 +88,18 @@ class ConsistencyForEditing(YesNo):
         self.following = self.load(self.following_template, ("prompt", "source", "media_1"))
 
     async def _judge(self, sample: Sample) -> Score:
-        same, done = await self.probabilities(sample, self.question, self.following)
+        answers = await self.answers(sample, self.question, self.following)
+        same, done = [answer.first for answer in answers if answer.first is not None]
         return Score(math.sqrt(same * done), parts={"consistency": same, "following": done})
 
 
 def criteria(meta: Mapping[str, Any]) -> dict[str, list[str]]:
-    """{dimension: texts} of `meta["criteria"]`: {dimension: {name: text} | [text] | text}. ValueError otherwise."""
-    given = meta.get("criteria")
-    texts_of: dict[str, list[str]] = {}
-    for name, value in given.items() if isinstance(given, Mapping) else ():
-        texts = list(value.values()) if isinstance(value, Mapping) else value if isinstance(value, list) else [value]
-        if texts and all(isinstance(t, str) and t.strip() for t in texts):
-            texts_of[str(name)] = texts
-    if not isinstance(given, Mapping) or not texts_of or len(texts_of) < len(given):
-        raise ValueError(f"column 'criteria': expected {{dimension: {{name: text}}}}, got {str(given)[:80]}")
+    """{dimension: texts} of `meta["criteria"]`, {dimension: {name: text}}. ValueError otherwise."""
+    column: Any = meta.get("criteria")
+    try:
+        texts_of = {str(dimension): [str(text) for text in texts.values()] for dimension, texts in column.items()}
+    except AttributeError:
+        texts_of = {}
+    if not texts_of or not all(texts_of.values()):
+        raise ValueError(f"column 'criteria': expected {{dimension: {{name: text}}}}, got {str(column)[:80]}")
     return texts_of
-
-
-def _mean_answered(answers: Sequence[Answer]) -> float:
-    """Mean over the pairs with an answer; ValueError with a reason if there is none."""
-    values = [a.value for a in answers if a.value is not None]
-    if not values:
-        raise ValueError(answers[0].reason)
-    return _mean(values)
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)

@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 from PIL import Image
+from pydantic import PositiveInt
 from torch import Tensor
 
 from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample, Score
-from prefgrpo.rewards.checkpoints import device_of, dtype_of, library, loading, source_of
+from prefgrpo.rewards.checkpoints import AutoDtype, device_of, dtype_of, library, loading, source_of
 
 PUBLISHED = "zhiyuanyou/DeQA-Score-Mix3"
 LEVELS = {"excellent": 5.0, "good": 4.0, "fair": 3.0, "poor": 2.0, "bad": 1.0}
@@ -40,8 +41,8 @@ class DeQA(PointwiseReward):
 
     model: str = PUBLISHED
     device: str = "auto"
-    dtype: str = "auto"
-    batch_size: int = 16
+    dtype: AutoDtype = "auto"
+    batch_size: PositiveInt = 16
 
     def __post_init__(self) -> None:
         transformers = library("transformers", "transformers==4.36.1, in an environment of its own")

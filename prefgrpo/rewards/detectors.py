@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from prefgrpo.data.media import Media
-from prefgrpo.rewards.base import RewardError
+from prefgrpo.rewards.base import INSTALL, RewardError
 from prefgrpo.rewards.checkpoints import device_of, library, loading, source_of
 
 RENAMED = {
@@ -61,7 +61,7 @@ class Transformers:
 
     def __init__(self, model: str = "facebook/mask2former-swin-small-coco-instance", device: str = "auto") -> None:
         """model: folder or hub id."""
-        transformers = library("transformers", "'prefgrpo[rewards]'")
+        transformers = library("transformers", INSTALL)
         self._device = device_of(device)
         with loading(model):
             config = transformers.AutoConfig.from_pretrained(**source_of(model))

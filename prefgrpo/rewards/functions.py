@@ -35,7 +35,9 @@ class FunctionReward(PointwiseReward):
     def __init__(self, function: Function, **options: Any) -> None:
         """function: (images, prompts, **columns) -> a number or None per sample, see above. options: values for its
         parameters that have a default."""
-        self.function, self.options, self.name = function, options, _name(function)
+        self.function = function
+        self.options = options
+        self.name = _name(function)
         self._any_column = any(p.kind is Parameter.VAR_KEYWORD for p in inspect.signature(function).parameters.values())
 
     def score(self, samples: list[Sample]) -> list[Score]:
@@ -47,7 +49,8 @@ class FunctionReward(PointwiseReward):
         given = {key: [s.meta.get(key) for s in samples] for key in columns if key not in (*POINTWISE, "sources")}
         if self.needs_source:
             given["sources"] = [[m.pixels.copy() for m in s.source] for s in samples]
-        images, prompts = [s.media.pixels.copy() for s in samples], [s.prompt for s in samples]
+        images = [s.media.pixels.copy() for s in samples]
+        prompts = [s.prompt for s in samples]
         values = self.function(images, prompts, **given | self.options)
         try:
             numbers = [None if v is None else float(v) for v in values]
@@ -71,10 +74,12 @@ class FunctionPairwise(VlmPairwise):
 class FunctionJudge(PairJudge):
     """Wraps a function as a pairwise judge, run on the calling thread."""
 
-    streams, clips = False, True
+    streams = False
+    clips = True
 
     def __init__(self, function: Function) -> None:
-        self.function, self.name = function, _name(function)
+        self.function = function
+        self.name = _name(function)
 
     def judge_group(
         self, prompt: str, media: Sequence[Media], pairs: Sequence[Pair], source: Sequence[Media] = ()
@@ -86,17 +91,27 @@ class FunctionJudge(PairJudge):
         start = time.perf_counter()
         try:
             value = self.function(prompt, image_a, image_b)
+            if value is None:
+                return Verdict(None, f"{self.name} returned None")
+            probability = float(value)
+            if not 0 <= probability <= 1:
+                raise ValueError(f"expected a probability in [0, 1], got {value!r:.80}")
         except Exception as error:  # noqa: BLE001  (whatever a user's function raises)
             return Verdict(None, f"{self.name} raised {type(error).__name__}: {str(error)[:200]}")
-        if value is None:
-            return Verdict(None, f"{self.name} returned None")
-        try:
-            probability = float(value)
-        except (TypeError, ValueError):
-            probability = float("nan")
-        if not 0 <= probability <= 1:
-            return Verdict(None, f"{self.name} must return a probability in [0, 1], got {value!r:.80}")
         return Verdict(probability, latency_s=time.perf_counter() - start)
+
+
+def failure(reward: Reward, sample: Sample) -> str:
+    """What is wrong with a function, called with this sample twice: it raises, or returns something else than one value
+    or None per sample; '' if nothing is."""
+    try:
+        if not isinstance(reward, FunctionPairwise):
+            cast("PointwiseReward", reward).score([sample, sample])
+            return ""
+    except Exception as error:  # noqa: BLE001  (whatever a user's function raises)
+        return str(error) if isinstance(error, RewardError) else f"it raised {type(error).__name__}: {error}"
+    verdict = reward.judge_pairs({0: sample, 1: sample}, [(0, 1)])[0, 1]
+    return "" if verdict.reason.endswith("returned None") else verdict.reason
 
 
 def function_class(function: Function) -> type[Reward]:

@@ -1,7 +1,7 @@
 """`geneval`: checks with a detector that the objects in a prompt are present, in the right number, colour and place.
 
     soft = mean over the clauses of  1 − |wanted − found| / wanted,  a colour term and a place term
-    strict = every count, colour and place exact        correct = GenEval's: at least the wanted, none excluded
+    correct = GenEval's own verdict: at least the wanted objects, in their colours and places, and none excluded
 
 The soft score is Flow-GRPO's reward as its server computes it: too many objects can make it negative, and a wrong place
 adds two terms, 0 and 1. Colours are the nearest of ten under CLIP, with the object on a grey background.
@@ -13,11 +13,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from functools import cache
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
 from PIL import Image
+from pydantic import PositiveInt
 from torch.nn import functional
 
 from prefgrpo.config.by_path import load_object
@@ -31,20 +33,14 @@ COLOURS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown"
 PHRASES = ("a photo of a {colour} {name}", "a photo of a {colour}-colored {name}", "a photo of a {colour} object")
 GROUND = (0x99, 0x99, 0x99)
 RELATIONS = ("left of", "right of", "above", "below")
-THRESHOLD, COUNTING_THRESHOLD, MOST, MARGIN = 0.3, 0.9, 16, 0.1
+THRESHOLD = 0.3
+COUNTING_THRESHOLD = 0.9
+MOST = 16
+MARGIN = 0.1
 """Score threshold, higher threshold for the tag counting, most detections per class, and the margin between objects as
 a fraction of their widths and heights."""
 Objects = Mapping[str, Sequence[Detection]]
 Colours = Callable[[str], list[str]]
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """GenEval's scores of one image."""
-
-    soft: float
-    strict: bool
-    correct: bool
 
 
 @dataclass(kw_only=True, eq=False)
@@ -53,7 +49,7 @@ class GenEval(PointwiseReward):
 
     detector: pkg.mod:Class of a Detector; prefgrpo.rewards.detectors:MMDet runs the published one. detector_options:
     its arguments, {model: …} or {config: …, checkpoint: …}. clip: folder or hub id of the CLIPModel that classifies
-    colours. value: soft, strict or correct. device: auto, cpu, cuda, cuda:1. batch_size: images per forward.
+    colours. value: soft or correct. device: auto, cpu, cuda, cuda:1. batch_size: images per forward.
     """
 
     meta_keys = ("tag", "include")
@@ -65,41 +61,38 @@ class GenEval(PointwiseReward):
     detector: str = "prefgrpo.rewards.detectors:Transformers"
     detector_options: dict[str, Any] | None = None
     clip: str = "openai/clip-vit-large-patch14"
-    value: str = "soft"
+    value: Literal["soft", "correct"] = "soft"
     device: str = "auto"
-    batch_size: int = 8
+    batch_size: PositiveInt = 8
 
     def __post_init__(self) -> None:
-        if self.value not in ("soft", "strict", "correct"):
-            raise RewardError(f"geneval: value must be soft, strict or correct, got {self.value!r}")
-        self.detect = _load_detector(self.detector, {"device": self.device, **(self.detector_options or {})})
+        try:
+            detector = load_object(self.detector)
+        except (ImportError, AttributeError, ValueError) as error:
+            expected = f"geneval: cannot load the detector '{self.detector}' (expected pkg.mod:Class)"
+            raise RewardError(f"{expected}: {error}") from error
+        self.detect: Detector = detector(**{"device": self.device, **(self.detector_options or {})})
         self.encoder = encoder.get_encoder(encoder.Transformers, self.clip, "", self.device, "float32", 32)
 
     def score(self, samples: list[Sample]) -> list[Score]:
-        """The value of each image; parts: soft, strict, correct, and the last two again under the sample's tag."""
+        """The value of each image; parts: soft, correct, and the last again under the sample's tag."""
         return self.in_batches(samples, self.batch_size, self._scores)
 
-    def refuse(self, sample: Sample) -> str:
-        """Also rejects samples with invalid columns."""
-        return super().refuse(sample) or column_errors(sample.meta, self.detect.names)
+    def check(self, sample: Sample) -> None:
+        """Also rejects samples whose columns ask for what cannot be found."""
+        super().check(sample)
+        check_columns(sample.meta, self.detect.names)
 
     def _scores(self, samples: list[Sample]) -> list[Score]:
         detections = self.detect([s.media for s in samples])
         return [self._score(s, things) for s, things in zip(samples, detections, strict=True)]
 
     def _score(self, sample: Sample, detections: Sequence[Detection]) -> Score:
-        tag, objects = sample.meta["tag"], filter_detections(detections, counting=sample.meta["tag"] == "counting")
-        known: dict[str, list[str]] = {}
-
-        def colours(name: str) -> list[str]:
-            if name not in known:
-                known[name] = self.colours(sample.media, name, objects[name])
-            return known[name]
-
-        verdict = score_objects(objects, sample.meta, colours)
-        strict, correct = float(verdict.strict), float(verdict.correct)
-        parts = {"soft": verdict.soft, "strict": strict, "correct": correct}
-        return Score(parts[self.value], parts=parts | {f"strict/{tag}": strict, f"correct/{tag}": correct})
+        objects = filter_detections(detections, counting=sample.meta["tag"] == "counting")
+        colours = cache(lambda name: self.colours(sample.media, name, objects[name]))
+        soft, correct = score_objects(objects, sample.meta, colours)
+        parts = {"soft": soft, "correct": float(correct)}
+        return Score(parts[self.value], parts=parts | {f"correct/{sample.meta['tag']}": float(correct)})
 
     def colours(self, media: Media, name: str, objects: Sequence[Detection]) -> list[str]:
         """The colour of each of these objects of class `name`."""
@@ -110,42 +103,19 @@ class GenEval(PointwiseReward):
         return [COLOURS[int(k)] for k in torch.argmax(self.encoder.images(crops) @ classes.T, dim=1)]
 
 
-def _load_detector(path: str, options: dict[str, Any]) -> Detector:
-    """Construct the detector at import path `path`."""
-    try:
-        cls = load_object(path)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise RewardError(f"geneval: cannot load the detector '{path}' (expected pkg.mod:Class): {error}") from error
-    detector: Detector = cls(**options)
-    return detector
-
-
-def column_errors(meta: Mapping[str, Any], names: frozenset[str]) -> str:
-    """Why a sample's columns are invalid; '' if they are valid."""
-    if meta.get("tag") not in TAGS:
-        return f"geneval: expected a tag of {', '.join(TAGS)}, got {meta.get('tag')!r}"
-    include, exclude = meta.get("include"), meta.get("exclude") or []
-    if not isinstance(include, list) or not include or not isinstance(exclude, list):
-        return f"geneval: expected lists of clauses include (not empty) and exclude, got {include!r}, {exclude!r}"
-    for k, clause in enumerate([*include, *exclude]):
-        if why := _clause_error(clause, k, names):
-            return f"geneval: clause {clause!r}: {why}"
-    return ""
-
-
-def _clause_error(clause: Any, index: int, names: frozenset[str]) -> str:
-    if not isinstance(clause, dict) or not isinstance(clause.get("count"), int) or clause["count"] < 1:
-        return "expected a class and a count of at least 1"
-    if clause.get("class") not in names:
-        return "the detector knows no such class"
-    if (clause.get("color") or COLOURS[0]) not in COLOURS:
-        return f"expected a color of {', '.join(COLOURS)}"
-    match clause.get("position"):
-        case None:
-            return ""
-        case [str(relation), int(target)] if relation in RELATIONS and 0 <= target < index:
-            return ""
-    return f"expected position to be one of {', '.join(RELATIONS)} and the index of an earlier clause"
+def check_columns(meta: Mapping[str, Any], names: frozenset[str]) -> None:
+    """Raise ValueError for columns that ask for what can never be found, so that the sample would score 0."""
+    if meta["tag"] not in TAGS:
+        raise ValueError(f"geneval: expected a tag of {', '.join(TAGS)}, got {meta['tag']!r}")
+    for k, clause in enumerate([*meta["include"], *(meta.get("exclude") or [])]):
+        if clause["class"] not in names:
+            raise ValueError(f"geneval: the detector knows no class {clause['class']!r}")
+        if clause.get("color") and clause["color"] not in COLOURS:
+            raise ValueError(f"geneval: expected a color of {', '.join(COLOURS)}, got {clause['color']!r}")
+        relation, target = clause.get("position") or (RELATIONS[0], -1)
+        if relation not in RELATIONS or target >= k:
+            expected = f"one of {', '.join(RELATIONS)} and an earlier clause"
+            raise ValueError(f"geneval: expected {expected}, got {clause['position']!r}")
 
 
 def filter_detections(detections: Sequence[Detection], counting: bool) -> dict[str, list[Detection]]:
@@ -178,15 +148,17 @@ def relations(a: Detection, b: Detection) -> set[str]:
     return {name for name, share in zip(RELATIONS, (-x, x, -y, y), strict=True) if share > 0.5}
 
 
-def score_objects(objects: Objects, meta: Mapping[str, Any], colours: Colours) -> Verdict:
-    """Scores for detected objects. `colours(name)`: colours of the objects of a class, in order."""
+def score_objects(objects: Objects, meta: Mapping[str, Any], colours: Colours) -> tuple[float, bool]:
+    """(soft, correct) for detected objects. `colours(name)`: colours of the objects of a class, in order."""
     terms: list[float] = []
     exact: list[Sequence[Detection] | None] = []
     least: list[Sequence[Detection] | None] = []
     for clause in meta["include"]:
-        things, wanted = objects.get(clause["class"], ()), clause["count"]
-        colour, position = clause.get("color"), clause.get("position")
-        terms.append(1 - abs(wanted - len(things)) / wanted)  # soft and strict: counts, colours and places are exact
+        things = objects.get(clause["class"], ())
+        wanted = clause["count"]
+        colour = clause.get("color")
+        position = clause.get("position")
+        terms.append(1 - abs(wanted - len(things)) / wanted)  # soft: counts, colours and places are exact
         right = len(things) == wanted
         if not right and (colour or position):
             terms.append(0.0)
@@ -205,7 +177,7 @@ def score_objects(objects: Objects, meta: Mapping[str, Any], colours: Colours) -
         right = right and (not position or _has_relation(surest, least[position[1]], position[0]))
         least.append(surest if right else None)
     excluded = any(len(objects.get(c["class"], ())) >= c["count"] for c in meta.get("exclude") or ())
-    return Verdict(sum(terms) / len(terms), None not in exact, None not in least and not excluded)
+    return sum(terms) / len(terms), None not in least and not excluded
 
 
 def _has_relation(detections: Sequence[Detection], target: Sequence[Detection] | None, relation: str) -> bool:

@@ -14,12 +14,11 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
-from PIL import Image
+from pydantic import PositiveInt
 from torch import Tensor, nn
 
-from prefgrpo.rewards.base import PointwiseReward, Sample, Score
+from prefgrpo.rewards.base import INSTALL, PointwiseReward, Sample, Score
 from prefgrpo.rewards.checkpoints import (
     build_model,
     device_of,
@@ -29,10 +28,11 @@ from prefgrpo.rewards.checkpoints import (
     loading,
     read_tensors,
     source_of,
-    standard,
 )
 from prefgrpo.rewards.encoder import clean
 
+MEAN = (0.48145466, 0.4578275, 0.40821073)
+STD = (0.26862954, 0.26130258, 0.27577711)
 CENTRE, SCALE = 0.16717362830052426, 1.0333394966054072
 LENGTH = 35
 """Most tokens of a prompt, including [CLS] and [SEP]; longer prompts are truncated."""
@@ -55,10 +55,10 @@ class ImageReward(PointwiseReward):
     model: str = "THUDM/ImageReward"
     tokenizer: str = "google-bert/bert-base-uncased"
     device: str = "auto"
-    batch_size: int = 32
+    batch_size: PositiveInt = 32
 
     def __post_init__(self) -> None:
-        transformers = library("transformers", "'prefgrpo[rewards]'")
+        transformers = library("transformers", INSTALL)
         self.place = device_of(self.device)
         folder = folder_of(self.model, ["ImageReward.pt", "med_config.json"])
         with loading(self.tokenizer):
@@ -70,7 +70,12 @@ class ImageReward(PointwiseReward):
             self.text = _text(transformers, _with_prefix(tensors, "blip.text_encoder."), settings).to(self.place)
             # the published head has dropout, which is inactive, and no activations
             self.mlp = linear_head(tensors, "mlp.layers.", nn.Identity).to(self.place)
-        self.side = int(self.vision.config.image_size)
+        vision = library("torchvision.transforms", INSTALL)
+        side = self.vision.config.image_size
+        resize = vision.Resize(side, vision.InterpolationMode.BICUBIC)
+        self.preprocess = vision.Compose([
+            resize, vision.CenterCrop(side), vision.ToTensor(), vision.Normalize(MEAN, STD)
+        ])  # fmt: skip
 
     def score(self, samples: list[Sample]) -> list[Score]:
         """The score of each image for its prompt."""
@@ -80,22 +85,12 @@ class ImageReward(PointwiseReward):
     def _scores(self, samples: list[Sample]) -> list[Score]:
         fixed = {"padding": "max_length", "truncation": True, "max_length": LENGTH, "return_tensors": "pt"}
         words = self.tokenize([clean(s.prompt) for s in samples], **fixed).to(self.place)
-        pixels = torch.stack([preprocess(s.media.pil, self.side) for s in samples]).to(self.place)
+        pixels = torch.stack([self.preprocess(s.media.pil) for s in samples]).to(self.place)
         seen = self.vision(pixels).last_hidden_state
         hidden = self.text(
             input_ids=words["input_ids"], attention_mask=words["attention_mask"], encoder_hidden_states=seen
         ).last_hidden_state
         return [Score(v) for v in ((self.mlp(hidden[:, 0].float()) - CENTRE) / SCALE)[:, 0].tolist()]
-
-
-def preprocess(image: Image.Image, side: int) -> Tensor:
-    """[3, side, side]: shorter side resized to `side` (bicubic), centre crop, CLIP's mean and deviation."""
-    wide, high = image.size
-    short = min(wide, high)
-    wide, high = (side if s == short else int(side * s / short) for s in (wide, high))
-    left, top = round((wide - side) / 2), round((high - side) / 2)
-    cut = image.resize((wide, high), Image.Resampling.BICUBIC).crop((left, top, left + side, top + side))
-    return standard(torch.from_numpy(np.array(cut)).permute(2, 0, 1))
 
 
 def _with_prefix(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
@@ -110,7 +105,8 @@ def _renamed(name: str) -> str:
 
 def _vision(transformers: Any, tensors: dict[str, Tensor]) -> Any:
     """BLIP's vision tower; its size is inferred from the tensors (head dimension 64)."""
-    width, patch = tensors["patch_embed.proj.weight"].shape[0], tensors["patch_embed.proj.weight"].shape[-1]
+    width = tensors["patch_embed.proj.weight"].shape[0]
+    patch = tensors["patch_embed.proj.weight"].shape[-1]
     config = transformers.BlipVisionConfig(
         hidden_size=width,
         intermediate_size=tensors["blocks.0.mlp.fc1.weight"].shape[0],

@@ -12,7 +12,9 @@ from __future__ import annotations
 import io
 from typing import ClassVar
 
-from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample, Score
+from pydantic import PositiveFloat
+
+from prefgrpo.rewards.base import PointwiseReward, Sample, Score
 
 
 def jpeg_kilobytes(sample: Sample) -> float:
@@ -31,10 +33,8 @@ class JpegIncompressibility(PointwiseReward):
     takes = ("image", "video")
     sign: ClassVar[float] = 1.0
 
-    def __init__(self, divisor: float = 1.0) -> None:
+    def __init__(self, divisor: PositiveFloat = 1.0) -> None:
         """divisor: divides the kilobytes; 500 in Flow-GRPO and PaCo-RL."""
-        if not divisor > 0:
-            raise RewardError(f"divisor must be positive, got {divisor}")
         self.divisor = divisor
 
     def score(self, samples: list[Sample]) -> list[Score]:

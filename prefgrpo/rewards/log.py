@@ -6,18 +6,20 @@ Invariant: each step is logged once; a run that repeats steps first removes thei
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
-from prefgrpo.rewards.base import Comparison
+from prefgrpo.judge.verdict import Pair, Verdict
 
 
-def log_judgements(path: Path, reward: str, step: int, group: int, prompt: str, comparisons: list[Comparison]) -> None:
+def log_judgements(
+    path: Path, reward: str, step: int, group: int, prompt: str, verdicts: Mapping[Pair, Verdict]
+) -> None:
     """One line per comparison of a group: members, P(first) or why it is missing, latency, retries, answer."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
-        for c in comparisons:
-            v = c.verdict
-            line = {"step": step, "reward": reward, "group": group, "first": c.first, "second": c.second}
+        for (first, second), v in verdicts.items():
+            line = {"step": step, "reward": reward, "group": group, "first": first, "second": second}
             line |= {"p_first": v.first, "reason": v.reason, "latency_s": round(v.latency_s, 6), "retries": v.retries}
             line |= {"parts": v.parts, "raw": v.raw[:500], "prompt": prompt[:2000]}
             file.write(json.dumps(line) + "\n")  # ASCII: some readers treat U+2028 as a line break

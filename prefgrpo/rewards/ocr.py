@@ -18,27 +18,27 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import permutations
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import PositiveInt
 
 from prefgrpo.data.media import Media
-from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample, Score, library, too_long
+from prefgrpo.rewards.base import INSTALL, PointwiseReward, RewardError, Sample, Score, check_aspect_ratio, library
 
 COLUMN = "ocr_text"
 """Column with the target text or a list of texts, for prompts that do not quote it clearly."""
-INSTALL = "'prefgrpo[rewards]'"
 EVERY = 4
 """Every n-th frame of a clip is read."""
 LONGEST = 32
 """Largest aspect ratio, because engines enlarge the shorter side."""
-CLOSING = {
-    '"': '"', "“": "”“", "”": "”", "„": "“”\"", "«": "»", "»": "«", "‹": "›", "›": "‹", "「": "」", "『": "』",
-    "〝": "〞〟", "＂": "＂",
-}  # fmt: skip
-"""Opening quotation mark -> the marks that may close it."""
-_SINGLE = re.compile(r"(?<!\w)['‘](?=\S)(.+?)(?<=\S)['’](?!\w)", re.S)
+OPENING = '"“„„”«»‹›「『＂'
+CLOSING = '"”“””»«›‹」』＂'
+"""Quotation marks of several languages, and those that close them."""
+_QUOTED = re.compile("|".join(rf"(?<!\d){a}([^{a}{b}]*){b}" for a, b in zip(OPENING, CLOSING, strict=True)))
+"""A quotation; a mark after a digit means inches."""
+_UNPAIRED = re.compile(rf"(?<!\d)[{OPENING}{CLOSING}]")
 _MOST_ORDERED = 4
 """Of more texts than this, only the order in the prompt is tried."""
 Distance = Callable[[str, str], int]
@@ -47,30 +47,11 @@ Read = Callable[[NDArray[np.uint8]], str]
 
 
 def quoted(prompt: str) -> list[str]:
-    """The texts in quotation marks of any language; in single ones only if there are no others.
-
-    Raises ValueError if a quotation is not closed. A straight quote after a digit, outside a quotation, means inches.
-    """
-    texts: list[str] = []
-    start = 0
-    closing = ""
-    for place, mark in enumerate(prompt):
-        if closing:
-            if mark in closing:
-                texts.append(prompt[start:place])
-                closing = ""
-        elif mark in CLOSING:
-            inches = mark == '"' and prompt[place - 1 : place].isdigit()
-            start = place + 1
-            closing = "" if inches else CLOSING[mark]
-    if closing:
-        raise ValueError(f"the prompt does not close the quotation {prompt[start - 1 : start + 30]!r}")
-    if texts:
-        return texts
-    singles = [text for text in _SINGLE.findall(prompt) if len(text) > 1]  # rock 'n' roll
-    if nested := [text for text in singles if re.search(r"(?<!\w)['‘]\w", text)]:
-        raise ValueError(f"the prompt has an apostrophe or an unclosed quotation before {nested[0][:30]!r}")
-    return singles
+    """The texts in double quotation marks of any language. Raises ValueError if a quotation is not closed."""
+    rest = _QUOTED.sub("", prompt)
+    if unclosed := _UNPAIRED.search(rest):
+        raise ValueError(f"the prompt does not close the quotation {rest[unclosed.start() :][:31]!r}")
+    return [text for texts in _QUOTED.findall(prompt) for text in texts if text]
 
 
 def targets(sample: Sample) -> list[str]:
@@ -86,24 +67,9 @@ def targets(sample: Sample) -> list[str]:
     return wanted
 
 
-def missing_target(sample: Sample) -> str:
-    """Why a sample has no clear target; '' if it has one."""
-    try:
-        targets(sample)
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
 def plain(text: str) -> str:
     """The text without spaces, in lower case, full-width letters as ordinary ones."""
     return "".join(unicodedata.normalize("NFKC", text).split()).lower()
-
-
-def levenshtein() -> Distance:
-    """rapidfuzz's distance; RewardError if it is not installed."""
-    levenshtein: Distance = library("rapidfuzz.distance", INSTALL).Levenshtein.distance
-    return levenshtein
 
 
 def similarity(wanted: list[str], text: str, distance: Distance) -> float:
@@ -112,11 +78,6 @@ def similarity(wanted: list[str], text: str, distance: Distance) -> float:
     closest = min(distance("".join(order), text) for order in orders)
     length = sum(map(len, wanted))
     return 1.0 - min(closest, length) / length
-
-
-def image_value(wanted: list[str], text: str, distance: Distance) -> float:
-    """Value of an image: 1 if it contains every target, else its closeness."""
-    return 1.0 if all(target in text for target in wanted) else similarity(wanted, text, distance)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -130,19 +91,16 @@ class Ocr(PointwiseReward):
     """
 
     reads = (COLUMN,)
-    engine: str = "rapidocr"
+    engine: Literal["rapidocr", "paddleocr"] = "rapidocr"
     lang: str = "en"
-    workers: int = 4
+    workers: PositiveInt = 4
     detect: bool = True
 
     def __post_init__(self) -> None:
-        if self.engine not in ENGINES or self.workers < 1:
-            message = f"engine must be one of {', '.join(ENGINES)} and workers at least 1"
-            raise RewardError(f"{message}; got '{self.engine}' and {self.workers}")
         if not self.detect and self.engine != "rapidocr":
             raise RewardError(f"detect: false needs engine rapidocr; got '{self.engine}', which reads whole pages only")
-        self._make = partial(ENGINES[self.engine], self.lang) if self.detect else partial(_rapidocr, "", detect=False)
-        self._distance = levenshtein()
+        self._make = partial(ENGINES[self.engine], self.lang) if self.detect else partial(_rapidocr, detect=False)
+        self._distance: Distance = library("rapidfuzz.distance", INSTALL).Levenshtein.distance
         self._local = threading.local()
         self._local.read = self._make()
         self._threads = ThreadPoolExecutor(self.workers, thread_name_prefix="ocr")
@@ -151,9 +109,11 @@ class Ocr(PointwiseReward):
         """One score per sample; missing if the prompt quotes nothing or reading failed."""
         return self.in_batches(samples, max(1, len(samples)), lambda some: self._threads.map(self._one, some))
 
-    def refuse(self, sample: Sample) -> str:
+    def check(self, sample: Sample) -> None:
         """Also rejects prompts without target text, and very long strips, which engines would enlarge without limit."""
-        return super().refuse(sample) or missing_target(sample) or too_long(sample.media, LONGEST)
+        targets(sample)
+        super().check(sample)
+        check_aspect_ratio(sample.media, LONGEST)
 
     def close(self) -> None:
         """Stop the threads."""
@@ -167,8 +127,9 @@ class Ocr(PointwiseReward):
 
     def _value(self, media: Media, wanted: list[str]) -> Score:
         text = self._text(media)
-        exact = similarity(wanted, text, self._distance) == 1.0
-        return Score(image_value(wanted, text, self._distance), parts={"exact": float(exact)})
+        closeness = similarity(wanted, text, self._distance)
+        contained = all(target in text for target in wanted)
+        return Score(1.0 if contained else closeness, parts={"exact": float(closeness == 1.0)})
 
     def _text(self, image: Media) -> str:
         """The text read by this thread's engine."""
@@ -188,7 +149,7 @@ class VideoOcr(Ocr):
         return Score(sum(shown) / len(shown) if shown else 0.0, parts={"frames_shown": len(shown) / len(values)})
 
 
-def _rapidocr(_: str, detect: bool = True) -> Read:
+def _rapidocr(_: str = "", detect: bool = True) -> Read:
     """detect: False passes the image to the recogniser as one line of text, which is not padded to 320 pixels."""
     library("onnxruntime", INSTALL)
     threads = "EngineConfig.onnxruntime"  # it runs on the calling thread only

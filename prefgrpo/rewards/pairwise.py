@@ -16,22 +16,21 @@ Sources: UnifiedReward-Think (arXiv 2505.03318), UnifiedReward-Flex, Pref-GRPO (
 from __future__ import annotations
 
 import re
-import time
 from collections import Counter
-from collections.abc import Sequence
-from concurrent.futures import CancelledError, Future
-from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from pydantic import NonNegativeFloat
 
+from prefgrpo.config.loading import section
+from prefgrpo.config.schema import JudgeConfig
 from prefgrpo.judge.plans import get_plan
-from prefgrpo.judge.rate import Rate, Rating, VerdictKind, rate_groups, verdict_table
+from prefgrpo.judge.rate import Floats, Rate, VerdictKind, rate_groups, verdict_table
 from prefgrpo.judge.verdict import Pair, PairJudge, Verdict
-from prefgrpo.rewards.base import Comparison, GroupScores, GroupwiseReward, RewardError, Sample, Score
-from prefgrpo.rewards.judges import open_judge
-from prefgrpo.rewards.request_stats import DEADLINE_PASSED, RequestStats
+from prefgrpo.rewards.base import Reward, RewardError, Sample, Score
 
 CATEGORIES = 3
 """Only the first categories of an answer are used, because the judge may add one of its own after them."""
@@ -39,10 +38,10 @@ _LABEL = re.compile(r"^\s*(?:category\s+)?(?:[a-z]|\d+)\s*[.):]\s*", re.I)
 
 
 @dataclass(eq=False)
-class VlmPairwise(GroupwiseReward):
+class VlmPairwise(Reward):
     """Win rate under a pairwise judge.
 
-    judge: an open judge, its config, or a mapping of the config's fields with `backend: http | local`. template: the
+    judge: an open judge, its config, or a mapping of the config's fields. template: the
     question, a shipped name or the path of a YAML file; empty: the class's own. plan: which pairs are compared:
     both_orders, round_robin or k_regular(n). verdict: soft or hard, see above. rate: win_rate, or bradley_terry for
     plans that do not compare every pair.
@@ -58,46 +57,45 @@ class VlmPairwise(GroupwiseReward):
 
     def __post_init__(self) -> None:
         self.question = self.template or type(self).template or "compare"
-        self.rating = Rating(self.rate, self.verdict)
         self.plan_pairs = get_plan(self.plan)
-        self._owned = not isinstance(self.judge, PairJudge)
-        self.judge = open_judge(self.judge, self.question) if self._owned else self.judge
+        if not isinstance(self.judge, PairJudge):
+            self.judge = open_judge(self.judge, self.question)
         if not self.judge.clips:
             self.takes = ("image",)  # type: ignore[assignment]
-        self.streams, self.answer_s = self.judge.streams, self.judge.answer_s
+        self.streams = self.judge.streams
+        self.answer_s = self.judge.answer_s
 
     @property
     def is_win_rate(self) -> bool:
         """Whether the scores are the win rates of wins and counts."""
         return self.rate == "win_rate"
 
-    def check(self, group_size: int) -> None:
-        """Raise ValueError for a plan that does not fit the group size."""
-        self.plan_pairs(group_size, 0)
-
-    def score_group(self, group: list[Sample], seed: int) -> GroupScores:
-        """Judge the whole group now and wait for the answers."""
+    def score(self, group: Sequence[Sample], seed: int = 0) -> list[Score]:
+        """Judge a whole group now. seed: of the pair plan."""
         pairs = self.plan_pairs(len(group), seed)
-        verdicts = self.judge.judge_group(group[0].prompt, [s.media for s in group], pairs, group[0].source)
-        comparisons = [Comparison(i, j, v) for (i, j), v in zip(pairs, verdicts, strict=True)]
-        return self.tally(len(group), comparisons)
+        return self.tally(len(group), self.judge_pairs(dict(enumerate(group)), pairs))[0]
 
-    def tally(self, size: int, comparisons: list[Comparison]) -> GroupScores:
-        """Wins and counts [G, G], and every member's rate, from a group's comparisons."""
-        p = verdict_table(size, ((c.first, c.second, c.verdict.first) for c in comparisons))
-        rated = rate_groups(p[None], self.rating)
-        reasons = _reasons(size, comparisons)
-        scores = [Score(None, reasons[i]) if np.isnan(r) else Score(r) for i, r in enumerate(rated.values[0].tolist())]
-        return GroupScores(scores, rated.wins[0], rated.counts[0], comparisons)
+    def judge_pairs(self, members: Mapping[int, Sample], pairs: Sequence[Pair]) -> dict[Pair, Verdict]:
+        """The verdicts on these pairs of a group's members, now."""
+        samples = [members[m] for m in sorted(members)]
+        place = {m: k for k, m in enumerate(sorted(members))}
+        media = [sample.media for sample in samples]
+        places = [(place[i], place[j]) for i, j in pairs]
+        verdicts = self.judge.judge_group(samples[0].prompt, media, places, samples[0].source) if pairs else []
+        return dict(zip(pairs, verdicts, strict=True))
 
-    def session(self, size: int, seed: int, stats: RequestStats) -> PairSession:
-        """Start judging a group of `size` members that arrive one by one (streaming judges only)."""
-        return PairSession(self, size, seed, stats)
+    def submit(self, first: Sample, second: Sample) -> Future[Verdict]:
+        """Send one pair without waiting (streaming judges only)."""
+        answer: Future[Verdict] = self.judge.submit(first.prompt, first.media, second.media, first.source)
+        return answer
 
-    def close(self) -> None:
-        """Close the judge if this reward opened it."""
-        if self._owned:
-            self.judge.close()
+    def tally(self, size: int, verdicts: Mapping[Pair, Verdict]) -> tuple[list[Score], Floats, Floats]:
+        """(scores, wins [G, G], counts [G, G]) of a group of G = `size` from the verdicts on its pairs."""
+        p = verdict_table(size, ((i, j, v.first) for (i, j), v in verdicts.items()))
+        rates, wins, counts = rate_groups(p[None], self.rate, self.verdict)
+        reasons = _reasons(size, verdicts)
+        scores = [Score(None, reasons[i]) if np.isnan(r) else Score(r) for i, r in enumerate(rates[0].tolist())]
+        return scores, wins[0], counts[0]
 
 
 class UnifiedRewardThink(VlmPairwise):
@@ -124,18 +122,14 @@ class UnifiedRewardFlex(VlmPairwise):
     """
 
     template = "flex"
-    overall_weight: float = 0.3
-    category_weight: float = 0.7
-    category_weights: Sequence[float] = (1.0, 0.7, 0.7)
+    overall_weight: NonNegativeFloat = 0.3
+    category_weight: NonNegativeFloat = 0.7
+    category_weights: Sequence[NonNegativeFloat] = (1.0, 0.7, 0.7)
     normalise_parts: bool = False
 
     def __post_init__(self) -> None:
-        weights = (self.overall_weight, self.category_weight, *self.category_weights)
-        if not all(0 <= w < float("inf") for w in weights) or not self.overall_weight + self.category_weight > 0:
-            raise RewardError(
-                "overall_weight, category_weight and category_weights must be at least 0, and one of the first two "
-                f"positive; got {self.overall_weight}, {self.category_weight}, {list(self.category_weights)}"
-            )
+        if not self.overall_weight + self.category_weight > 0:
+            raise RewardError("overall_weight or category_weight must be above 0")
         super().__post_init__()
         if self.normalise_parts:
             if not self.overall_weight:
@@ -147,19 +141,18 @@ class UnifiedRewardFlex(VlmPairwise):
         """False: the scores combine several win rates."""
         return False
 
-    def tally(self, size: int, comparisons: list[Comparison]) -> GroupScores:
-        """Combined scores; parts: `overall`, `categories` and the rate in each category by name."""
-        overall = super().tally(size, comparisons)
-        answered = [c for c in comparisons if c.verdict.first is not None]
-        parts = [_categories(c.verdict.parts) for c in answered]
-        names = list(dict.fromkeys(name for part in parts for name in part))
+    def tally(self, size: int, verdicts: Mapping[Pair, Verdict]) -> tuple[list[Score], Floats, Floats]:
+        """As VlmPairwise, with combined scores; parts: `overall`, `categories`, and each category's rate by name."""
+        overall, wins, counts = super().tally(size, verdicts)
+        parts = {pair: _categories(v.parts) for pair, v in verdicts.items() if v.first is not None}
+        names = list(dict.fromkeys(name for of_pair in parts.values() for name in of_pair))
         rates: dict[str, list[float]] = {}
         if names:
-            games = [[(c.first, c.second, p.get(n)) for c, p in zip(answered, parts, strict=True)] for n in names]
-            p = np.stack([verdict_table(size, of_category) for of_category in games])
-            rates = dict(zip(names, rate_groups(p, self.rating).values.tolist(), strict=True))
-        scores = [self._blend(s, {n: r[i] for n, r in rates.items()}) for i, s in enumerate(overall.scores)]
-        return replace(overall, scores=scores)
+            tables = [verdict_table(size, ((i, j, of_pair.get(n)) for (i, j), of_pair in parts.items())) for n in names]
+            found, _, _ = rate_groups(np.stack(tables), self.rate, self.verdict)
+            rates = dict(zip(names, found.tolist(), strict=True))
+        scores = [self._blend(s, {n: r[i] for n, r in rates.items()}) for i, s in enumerate(overall)]
+        return scores, wins, counts
 
     def _blend(self, overall: Score, rates: dict[str, float]) -> Score:
         if overall.value is None:
@@ -175,65 +168,28 @@ class UnifiedRewardFlex(VlmPairwise):
         return Score(blend / (self.overall_weight + self.category_weight), parts=parts | {"categories": mean})
 
 
-class PairSession:
-    """Judges one group: a pair is sent as soon as both members exist."""
+def open_judge(judge: JudgeConfig | Mapping[str, Any], template: str) -> PairJudge:
+    """Open a pairwise judge, from its config or a mapping of the config's fields. JudgeError within seconds, with
+    advice, if it gives no verdicts; ConfigError for invalid fields."""
+    config = judge if isinstance(judge, JudgeConfig) else section(JudgeConfig, judge, "judge")
+    if not config.endpoints:
+        from prefgrpo.judge.local import LocalJudge  # imports transformers
 
-    def __init__(self, reward: VlmPairwise, size: int, seed: int, stats: RequestStats) -> None:
-        self.reward = reward
-        self.size = size
-        self._stats = stats
-        self.pairs = reward.plan_pairs(size, seed)
-        self._members: dict[int, Sample] = {}
-        self._answers: dict[Pair, Future[Verdict]] = {}
+        return LocalJudge(config.model, template)
+    from prefgrpo.judge.check import check  # imports aiohttp
+    from prefgrpo.judge.client import HttpJudge
 
-    def add(self, member: int, sample: Sample) -> None:
-        """Add member `member` and send its pairs with members that already exist. Does not block."""
-        self._members[member] = sample
-        for pair in self.pairs:
-            if member in pair and pair[0] in self._members and pair[1] in self._members:
-                self._send(pair)
-
-    def result(self, deadline: float) -> GroupScores:
-        """Wait for all answers until `deadline` (`time.monotonic()`); verdicts not available by then are missing."""
-        comparisons = [Comparison(*pair, self._answer(pair, deadline)) for pair in self.pairs]
-        return self.reward.tally(self.size, comparisons)
-
-    def cancel(self) -> None:
-        """Cancel all unanswered requests."""
-        for answer in list(self._answers.values()):
-            answer.cancel()
-
-    def _send(self, pair: Pair) -> None:
-        first, second = (self._members[m] for m in pair)
-        self._stats.sent()
-        answer = self.reward.judge.submit(first.prompt, first.media, second.media, first.source)
-        self._answers[pair] = answer
-        answer.add_done_callback(self._answered)
-
-    def _answered(self, answer: Future[Verdict]) -> None:
-        """Callback for an answered or cancelled request (on any thread)."""
-        ended = not answer.cancelled() and answer.exception() is None
-        self._stats.done(answer.result().latency_s if ended else None)
-
-    def _answer(self, pair: Pair, deadline: float) -> Verdict:
-        if pair not in self._answers:
-            return Verdict(None, "one image of the pair was not generated")
-        try:
-            return self._answers[pair].result(max(deadline - time.monotonic(), 0.0))
-        except (FutureTimeout, CancelledError):
-            self.cancel()
-            return Verdict(None, DEADLINE_PASSED)
-        except Exception as error:  # noqa: BLE001  (one pair must not end a run)
-            return Verdict(None, f"judging the pair raised {type(error).__name__}: {str(error)[:200]}")
+    check(config, template)
+    return HttpJudge(config, template)
 
 
-def _reasons(size: int, comparisons: list[Comparison]) -> list[str]:
+def _reasons(size: int, verdicts: Mapping[Pair, Verdict]) -> list[str]:
     """For each member, the most common reason why its comparisons failed."""
     seen: list[Counter[str]] = [Counter() for _ in range(size)]
-    for c in comparisons:
-        for member in (c.first, c.second):
-            if c.verdict.first is None:
-                seen[member][c.verdict.reason] += 1
+    for pair, verdict in verdicts.items():
+        for member in pair:
+            if verdict.first is None:
+                seen[member][verdict.reason] += 1
     return [s.most_common(1)[0][0] if s else "the plan has no pair with this member" for s in seen]
 
 

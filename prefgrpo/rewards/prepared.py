@@ -13,14 +13,16 @@ import io
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
+from typing import Annotated
 from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
+from pydantic import Field
 
 from prefgrpo.data.media import Media
-from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample, Score, unusable
+from prefgrpo.rewards.base import PointwiseReward, Sample, Score, check_media
 
 _cache: WeakKeyDictionary[Media, dict[tuple[int, int], Media]] = WeakKeyDictionary()
 
@@ -28,11 +30,16 @@ _cache: WeakKeyDictionary[Media, dict[tuple[int, int], Media]] = WeakKeyDictiona
 class PreprocessedReward(PointwiseReward):
     """Wraps a reward; resizes and compresses its images first."""
 
-    def __init__(self, make: Callable[[], PointwiseReward], size: int = 0, jpeg: int = 0) -> None:
+    def __init__(
+        self,
+        make: Callable[[], PointwiseReward],
+        size: Annotated[int, Field(ge=0)] = 0,
+        jpeg: Annotated[int, Field(ge=0, le=100)] = 0,
+    ) -> None:
         """make: constructs the reward. size: pixels per side, 0: unchanged. jpeg: quality 1 to 100 (4:2:0), 0: none."""
-        if size < 0 or not 0 <= jpeg <= 100:
-            raise RewardError(f"expected size of at least 0 and jpeg from 0 to 100, got {size} and {jpeg}")
-        self.size, self.jpeg, self.reward = size, jpeg, make()
+        self.size = size
+        self.jpeg = jpeg
+        self.reward = make()
         for name in ("takes", "needs_source", "meta_keys", "streams", "answer_s", "part_weights", "close"):
             setattr(self, name, getattr(self.reward, name))
 
@@ -55,7 +62,9 @@ class PreprocessedReward(PointwiseReward):
 
     def _media(self, media: Media) -> Media:
         """The processed medium; an invalid one is returned unchanged, so that the reward rejects it."""
-        if unusable(media):
+        try:
+            check_media(media)
+        except ValueError:
             return media
         known = _cache.setdefault(media, {})
         if (key := (self.size, self.jpeg)) not in known:

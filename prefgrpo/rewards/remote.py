@@ -1,37 +1,33 @@
 """A reward that runs behind `prefgrpo reward serve`: the same values as in process, over the judges' connection pool.
 
-Each sample is sent to the least loaded server as soon as it exists; failures are handled as for a judge (retries,
-ejection, recovery, patience). Invariant: every sample ends, in bounded time, with the exact value from the server or
-with a reason.
+Each sample is sent to the least loaded server as soon as it exists, as a form (serve.py), with its frames as lossless
+WebP; failures are handled as for a judge (retries, servers that go down and come back). Invariant: every sample ends,
+in bounded time, with the exact value from the server or with a reason.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
+import math
+import secrets
 import warnings
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import cast
 
 import aiohttp
+from pydantic import PositiveFloat, PositiveInt
 
-from prefgrpo.config.loading import section
-from prefgrpo.config.recipe import ConfigError
-from prefgrpo.config.schema import JudgeConfig
-from prefgrpo.judge.body import EncodeError, Encodings
-from prefgrpo.judge.endpoint import Endpoint, describe_error, redirect
+from prefgrpo.data.media import Media
+from prefgrpo.judge.body import EncodeError, Encodings, png
+from prefgrpo.judge.http import Endpoint, Failure, HttpPool, describe_error
 from prefgrpo.judge.loop import loop_thread
-from prefgrpo.judge.pool import HttpPool, SendError
 from prefgrpo.judge.verdict import JudgeError
 from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample, Score
-from prefgrpo.rewards.wire import CONTENT_TYPE, WireError, encode_frames, read_score, request_body
 
-CHECK_S = 10.0
-"""Timeout of the initial check of a server."""
-SHARED = ("timeout_s", "concurrency", "api_key_env")
-"""Options shared with judges."""
+_LARGEST_WEBP = 16383
+_BOUNDARY = secrets.token_hex(16).encode()
+CONTENT_TYPE = f"multipart/form-data; boundary={_BOUNDARY.decode()}"
 
 
 @dataclass(eq=False)
@@ -39,42 +35,46 @@ class RemoteReward(PointwiseReward):
     """Any pointwise reward behind HTTP. RewardError, within seconds, if no server of `url` is ready to score `name`.
 
     name, cls: registry name or path under which it is served, and its class. url: address of the server, or of several
-    equivalent ones. timeout_s: timeout of one request, including the wait for its batch. retries: most retries of a
-    failed request. patience_s: how long samples wait while no server is reachable. concurrency: most requests in
-    flight per server. api_key_env: environment variable with the API key for a proxy.
+    equivalent ones. timeout_s: timeout of one request, including the wait for its batch. patience_s: how long samples
+    wait while no server is reachable. concurrency: most requests in flight per server. api_key_env: environment
+    variable with the API key for a proxy.
     """
 
     streams = True
     name: str
     cls: type[PointwiseReward]
     url: str | Sequence[str]
-    timeout_s: float = 120.0
-    retries: int = 5
-    patience_s: float = 180.0
-    concurrency: int = 64
+    timeout_s: PositiveFloat = 120.0
+    patience_s: PositiveFloat = 180.0
+    concurrency: PositiveInt = 64
     api_key_env: str = ""
 
     def __post_init__(self) -> None:
-        name, cls, url = self.name, self.cls, self.url
-        if not issubclass(cls, PointwiseReward):
+        if not issubclass(self.cls, PointwiseReward):
             raise RewardError(
-                f"reward '{name}' compares the samples of a group, so it takes no url; set its judge instead"
+                f"reward '{self.name}' compares the samples of a group, so it takes no url; set its judge instead"
             )
-        self.takes, self.needs_source, self.meta_keys = cls.takes, cls.needs_source, cls.meta_keys
-        options = {key: getattr(self, key) for key in SHARED}
+        self.takes = self.cls.takes
+        self.needs_source = self.cls.needs_source
+        self.meta_keys = self.cls.meta_keys
         try:
-            endpoints = [url] if isinstance(url, str) else list(url)
-            config = section(JudgeConfig, {"endpoints": endpoints} | options, "judge")
-            self._pool = HttpPool(config, openai=False, retries=self.retries, patience_s=self.patience_s)
-        except ConfigError as error:
-            message = "; ".join(mistake.removeprefix("judge.") for mistake in error.mistakes)
-            raise RewardError(f"options of reward '{name}': {message}") from error
+            self._pool = HttpPool(
+                [self.url] if isinstance(self.url, str) else list(self.url),
+                self._problem,
+                concurrency=self.concurrency,
+                patience_s=self.patience_s,
+                key_env=self.api_key_env,
+                content_type=CONTENT_TYPE,
+            )
         except JudgeError as error:
-            raise RewardError(f"url of reward '{name}': {str(error).removeprefix('judge: ')}") from error
+            raise RewardError(f"url of reward '{self.name}': {error}") from error
         self._encodings = Encodings(encode_frames)
-        for endpoint in self._pool.endpoints:
-            endpoint.headers["Content-Type"] = CONTENT_TYPE
-        self._check()
+        problems = loop_thread().submit(self._pool.problems()).result()
+        bad = [f"{e.url}: {problem}" for e, problem in zip(self._pool.endpoints, problems, strict=True) if problem]
+        if len(bad) == len(problems):
+            raise RewardError(f"reward '{self.name}' cannot be used. " + " | ".join(bad))
+        if bad:
+            warnings.warn(f"reward '{self.name}': servers not used for now: " + " | ".join(bad), stacklevel=3)
 
     def score(self, samples: list[Sample]) -> list[Score]:
         """Send all samples and wait for their scores."""
@@ -84,49 +84,52 @@ class RemoteReward(PointwiseReward):
         """Send one sample; the future always ends with a Score unless it is cancelled."""
         return loop_thread().submit(self._ask(sample))
 
-    def close(self) -> None:
-        """Stop health probes; the process's connection pool stays open for others."""
-        self._pool.close()
-
     async def _ask(self, sample: Sample) -> Score:
         try:
             files = [await self._encodings.get(m) for m in (sample.media, *sample.source)]
             body = request_body(self.name, sample, files)
-            return cast(Score, (await self._pool.send("/score", lambda _: body, _read_score)).value)
-        except (EncodeError, SendError) as error:
-            return Score(None, str(error))
 
-    def _check(self) -> None:
-        endpoints = self._pool.endpoints
-        problems = [loop_thread().submit(self._problem(e)) for e in endpoints]
-        bad = [f"{e.url}: {p.result()}" for e, p in zip(endpoints, problems, strict=True) if p.result()]
-        if len(bad) == len(endpoints):
-            raise RewardError(f"reward '{self.name}' cannot be used. " + " | ".join(bad))
-        if bad:
-            warnings.warn(f"reward '{self.name}': servers not used for now: " + " | ".join(bad), stacklevel=4)
+            async def attempt(endpoint: Endpoint) -> Score:
+                return read_score(endpoint.url, await endpoint.post("/score", body, self.timeout_s))
+
+            score, _ = await self._pool.send(attempt)
+            return score
+        except (EncodeError, Failure) as error:
+            return Score(None, str(error))
 
     async def _problem(self, endpoint: Endpoint) -> str:
         """Why a server cannot be used; '' if it can."""
-        start = f"'prefgrpo reward serve {self.name}'"
+        start = f"start it with 'prefgrpo reward serve {self.name}' and wait until it is ready, or correct the url"
         try:
-            reply, raw = await endpoint.get("/v1/info", CHECK_S)
-            info = json.loads(raw)
-        except asyncio.TimeoutError:
-            return f"no answer within {CHECK_S:g} s; is the server stuck?"
-        except (aiohttp.ClientError, OSError) as error:
-            return f"not reachable ({describe_error(error)}); start it with {start}, or correct the url"
-        except ValueError:
-            info = None  # not JSON
-        if not isinstance(info, dict) or "name" not in info:
-            return f"responds, but is not a reward server{redirect(reply)}; start one with {start}, or correct the url"
-        if info["name"] != self.name:
-            return f"serves '{info['name']}', not '{self.name}'; start {start} on another port, or correct the url"
-        status = info.get("status")
-        return "" if status == "ready" else f"is {status}, not ready; try again when {endpoint.url}/health returns 200"
+            _, raw = await endpoint.get("/health")
+            served = json.loads(raw)["name"]
+        except (aiohttp.ClientError, OSError, Failure) as error:
+            return f"not reachable ({describe_error(error)}); {start}"
+        except (ValueError, KeyError, TypeError):
+            return f"responds, but is not a reward server; {start}"
+        return "" if served == self.name else f"serves '{served}', not '{self.name}'; {start}"
 
 
-def _read_score(url: str, payload: bytes) -> Score:
+def encode_frames(media: Media) -> list[bytes]:
+    """The files of an image, or of a clip's frames."""
+    return [frame.webp if max(frame.pixels.shape) <= _LARGEST_WEBP else png(frame) for frame in media.frames()]
+
+
+def request_body(name: str, sample: Sample, files: Sequence[Sequence[bytes]]) -> bytes:
+    """Body of POST /score. files: the encoded frames of the medium and of each source image."""
+    frames = [len(m.pixels) if m.clip else 0 for m in (sample.media, *sample.source)]
+    fields = {"reward": name, "prompt": sample.prompt, "meta": sample.meta, "frames": frames}
+    parts = [(b'name="sample"', json.dumps(fields, default=str).encode())]
+    parts += [(b'name="frame"; filename="frame"', file) for of_medium in files for file in of_medium]
+    head = b"--%s\r\nContent-Disposition: form-data; " % _BOUNDARY
+    return b"".join(b"%s%s\r\n\r\n%s\r\n" % (head, *part) for part in parts) + b"--%s--\r\n" % _BOUNDARY
+
+
+def read_score(url: str, payload: bytes) -> Score:
+    """The score in a server's reply; a non-finite value is missing. Raises ValueError if it is not readable."""
     try:
-        return read_score(payload)
-    except WireError as error:
-        raise WireError(f"{url} sent no readable score: {error}") from error
+        row = json.loads(payload)
+        parts = {name: math.nan if part is None else float(part) for name, part in row.get("parts", {}).items()}
+        return Score(None if row["value"] is None else float(row["value"]), str(row.get("reason", "")), parts).finite()
+    except (ValueError, TypeError, AttributeError, KeyError, OverflowError, RecursionError) as error:
+        raise ValueError(f"{url} sent no readable score ({type(error).__name__}: {error}): {payload[:60]!r}") from error

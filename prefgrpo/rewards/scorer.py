@@ -1,7 +1,7 @@
 """Scores a step's groups while they are being generated.
 
-`add` hands over a sample without blocking: streaming rewards get it at once (a judge gets a pair as soon as both its
-members exist), in-process rewards score groups, on a thread of the scorer, as soon as they are complete. `finish` waits
+`add` hands over a sample without blocking: a streaming reward gets it at once (a judge gets a pair as soon as both its
+members exist), an in-process reward is called on a thread of the scorer as soon as whole groups exist. `finish` waits
 for the in-process rewards, then for answers until the deadline. A second step may begin before the first is finished;
 each has its own counts and timings. Invariant: values depend only on (seed, step, group, samples), not on the order of
 arrival; a metric without data (latency without an answer) is left out, never 0.
@@ -9,52 +9,52 @@ arrival; a metric without data (latency without an answer) is left out, never 0.
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 import traceback
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from prefgrpo.data.metric import Metric
-from prefgrpo.judge import traffic
-from prefgrpo.rewards.base import (
-    Comparison,
-    GroupScores,
-    GroupSession,
-    GroupwiseReward,
-    PointwiseReward,
-    Reward,
-    RewardError,
-    Sample,
-    Score,
-)
+from prefgrpo.judge.verdict import Pair, Verdict
+from prefgrpo.rewards.base import PointwiseReward, Reward, Sample, Score, reason_of, score_in_process
 from prefgrpo.rewards.log import log_judgements
-from prefgrpo.rewards.request_stats import DEADLINE_PASSED, RequestStats, latency
+from prefgrpo.rewards.pairwise import VlmPairwise
 
 AT_ONCE = 16
 """Samples that an in-process pointwise reward scores in one call: as many whole groups as make so many, or one."""
+DEADLINE_PASSED = "no answer before the step's deadline; the server hangs, or deadline_s is too short"
+NOT_GENERATED = "the sample was not generated"
 _DEADLINE_S = 600.0
-_MISSING = Score(None, "the sample was not generated")
+Key = tuple[int, ...]
+"""(group, member) of a sample, or (group, first, second) of a pair."""
+Result = TypeVar("Result", Score, Verdict)
 
 
 @dataclass
 class StepScores:
-    """Scores of one step's samples."""
+    """Scores of one step's samples, by reward; groups are in the order given to `begin`."""
 
+    samples: dict[int, dict[int, Sample]]
+    """Group → member → sample."""
     values: dict[str, NDArray[np.float64]]
-    """[n_groups, G] per reward, groups in the order given to `begin`; NaN = missing."""
-    groups: dict[str, list[GroupScores]]
-    """Per reward and group: sub-scores, wins, counts, all comparisons."""
+    """[n_groups, G]; NaN = missing."""
+    scores: dict[str, list[list[Score]]]
+    """The scores of each group's members, with sub-scores and reasons."""
+    verdicts: dict[str, list[dict[Pair, Verdict]]]
+    """Pairwise rewards only: the verdicts on each group's pairs."""
+    games: dict[str, NDArray[np.float64]]
+    """Pairwise rewards only: [n_groups, 2, G, G] wins (sum of the verdicts that row beats column) and counts (number of
+    these verdicts)."""
     metrics: dict[str, float]
     """judge/… and reward/… metrics of this step."""
     reasons: dict[str, int]
@@ -69,17 +69,40 @@ class _Step:
     number: int
     samples: dict[int, dict[int, Sample]]
     """Group → member → added sample."""
-    stats: dict[str, RequestStats]
-    sessions: dict[str, dict[int, GroupSession]] = field(default_factory=dict)
-    """Reward → group → its session."""
-    counts: Counter[str] = field(default_factory=Counter)
-    """Statistics of the judge clients for this step (`judge.traffic`)."""
+    pairs: dict[str, dict[int, list[Pair]]]
+    """Pairwise reward → group → its planned pairs."""
+    answers: dict[str, dict[Key, Future[Any]]] = field(default_factory=lambda: defaultdict(dict))
+    """Reward → sample or pair → its result; in process: the results by key of all samples or pairs of that call."""
+    seconds: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    """Reward → duration of each request or call."""
+
+    def expect(self, name: str, keys: Sequence[Key], answer: Future[Any]) -> None:
+        """Record that a reward answers for these samples or pairs."""
+        sent = time.monotonic()
+        seconds = self.seconds[name]
+        answer.add_done_callback(lambda _: seconds.append(time.monotonic() - sent))
+        self.answers[name].update(dict.fromkeys(keys, answer))
+
+    def result(self, name: str, key: Key, deadline: float | None, kind: type[Result], absent: str) -> Result:
+        """The score or verdict; missing, with the reason, if it is `absent`, late, or its reward raised."""
+        if key not in self.answers[name]:
+            return kind(None, absent)
+        answer = self.answers[name][key]
+        try:
+            found = answer.result(None if deadline is None else max(deadline - time.monotonic(), 0.0))
+        except (FutureTimeout, CancelledError):
+            answer.cancel()
+            return kind(None, DEADLINE_PASSED)
+        except Exception as error:  # noqa: BLE001  (a reward's libraries may raise anything)
+            return kind(None, reason_of(error))
+        result: Result = found[key] if isinstance(found, dict) else found
+        return result
 
     def cancel(self) -> None:
         """Cancel all unanswered requests."""
-        for sessions in self.sessions.values():
-            for session in sessions.values():
-                session.cancel()
+        for answers in self.answers.values():
+            for answer in answers.values():
+                answer.cancel()
 
 
 class Scorer:
@@ -96,19 +119,21 @@ class Scorer:
     ) -> None:
         """`deadline_s`: longest that `finish` waits for judges; none: ten times the rewards' longest answer timeout, at
         least 600 s. `log_path`: JSONL file for all comparisons. `active`: False in a process whose samples are scored
-        by another one; all values are then missing.
+        by another one; all values are then missing. Raises ValueError if a pair plan does not fit the group size.
         """
-        if group_size < 2 and any(isinstance(r, GroupwiseReward) for r in rewards.values()):
+        self.pairwise = {name: reward for name, reward in rewards.items() if isinstance(reward, VlmPairwise)}
+        if group_size < 2 and self.pairwise:
             raise ValueError(f"pairwise rewards need groups of at least 2 samples, got group_size={group_size}")
-        for reward in rewards.values():
-            reward.check(group_size)
+        for reward in self.pairwise.values():
+            reward.plan_pairs(group_size, 0)
         if deadline_s is None:
             deadline_s = max([_DEADLINE_S, *(10 * reward.answer_s for reward in rewards.values())])
-        self.rewards, self.group_size, self.deadline_s, self.seed = rewards, group_size, deadline_s, seed
+        self.rewards = rewards
+        self.group_size = group_size
+        self.deadline_s = deadline_s
+        self.seed = seed
         self.active = active
         self._log = Path(log_path) if log_path else None
-        self.samples: dict[int, dict[int, Sample]] = {}
-        """Group → member → sample, of the next step to finish or, right after `finish`, of that step."""
         self._lock = threading.Lock()
         self._open_steps: list[_Step] = []
         self._worker = ThreadPoolExecutor(1, "rewards")
@@ -124,19 +149,24 @@ class Scorer:
             self.cancel()
         if torch.cuda.is_initialized():
             self._device = torch.cuda.current_device()
-        one = _Step(step, {g: {} for g in groups}, {name: RequestStats() for name in self.rewards})
-        if self.active:
-            one.sessions = {name: self._sessions(one, name, reward) for name, reward in self.rewards.items()}
-        self._open_steps.append(one)
-        self.samples = self._open_steps[0].samples
+        pairs = {
+            name: {group: reward.plan_pairs(self.group_size, self._seed(step, group)) for group in groups}
+            for name, reward in self.pairwise.items()
+        }
+        self._open_steps.append(_Step(step, {group: {} for group in groups}, pairs))
 
     def add(self, group: int, member: int, sample: Sample) -> None:
         """Hand over a sample as member 0 … G − 1 of a group, from any thread; does not block."""
-        one = next(one for one in self._open_steps if group in one.samples)
-        with self._lock, traffic.collect_counts(one.counts):
-            one.samples[group][member] = sample
-            for sessions in one.sessions.values():
-                sessions[group].add(member, sample)
+        step = next(step for step in self._open_steps if group in step.samples)
+        with self._lock:
+            step.samples[group][member] = sample
+            for name, reward in self.rewards.items() if self.active else ():
+                if reward.streams:
+                    self._send(step, name, group, member)
+                    continue
+                call = next(groups for groups in self._calls(step, name) if group in groups)
+                if all(len(step.samples[g]) == self.group_size for g in call):
+                    self._start(step, name, call)
 
     def generated(self) -> dict[int, dict[int, Sample]]:
         """Group → member → sample, of the earliest unfinished step."""
@@ -147,25 +177,43 @@ class Scorer:
 
         progress: called with 1 for every group scored by a judge or server.
         """
-        one = self._open_steps.pop(0)
-        self.samples = one.samples
-        if not self.active:
-            none = {name: [GroupScores([_MISSING] * self.group_size) for _ in one.samples] for name in self.rewards}
-            missing = np.full((len(one.samples), self.group_size), np.nan)
-            return StepScores(dict.fromkeys(self.rewards, missing), none, {}, {})
-        with traffic.collect_counts(one.counts):
-            inside = {name: sessions for name, sessions in one.sessions.items() if not self.rewards[name].streams}
-            groups = {name: [s.result(math.inf) for s in sessions.values()] for name, sessions in inside.items()}
-            started = time.monotonic()
-            streaming = {name: sessions for name, sessions in one.sessions.items() if self.rewards[name].streams}
-            for name, sessions in streaming.items():
-                groups[name] = []
-                for session in sessions.values():
-                    groups[name].append(session.result(started + self.deadline_s))
+        step = self._open_steps.pop(0)
+        scores: dict[str, list[list[Score]]] = {name: [] for name in self.rewards}
+        verdicts: dict[str, list[dict[Pair, Verdict]]] = {name: [] for name in self.pairwise}
+        tables: dict[str, list[NDArray[np.float64]]] = {name: [] for name in self.pairwise}
+        deadline = None  # work in this process has none
+        started = time.monotonic()
+        for name in sorted(self.rewards, key=lambda name: self.rewards[name].streams):
+            if self.rewards[name].streams and deadline is None:
+                started = time.monotonic()
+                deadline = started + self.deadline_s
+            elif self.active and not self.rewards[name].streams:
+                for call in self._calls(step, name):
+                    if not any(key[0] == call[0] for key in step.answers[name]):  # some member was never generated
+                        self._start(step, name, call)
+            for group in step.samples:
+                if name in self.pairwise:
+                    pairs = step.pairs[name][group] if self.active else []
+                    absent = "one image of the pair was not generated"
+                    found = {p: step.result(name, (group, *p), deadline, Verdict, absent) for p in pairs}
+                    of_group, wins, counts = self.pairwise[name].tally(self.group_size, found)
+                    verdicts[name].append(found)
+                    tables[name].append(np.stack([wins, counts]))
+                else:
+                    keys = [(group, member) for member in range(self.group_size)]
+                    of_group = [step.result(name, key, deadline, Score, NOT_GENERATED) for key in keys]
+                scores[name].append([score.finite() for score in of_group])
+                if deadline is not None:
                     progress(1)
-        wait_s = time.monotonic() - started if streaming else 0.0
-        one.cancel()
-        return self._collect(one, {name: groups[name] for name in self.rewards}, wait_s)
+        wait_s = 0.0 if deadline is None else time.monotonic() - started
+        step.cancel()
+        values = {n: np.array([[s.value for s in row] for row in rows], np.float64) for n, rows in scores.items()}
+        values = {name: table.reshape(-1, self.group_size) for name, table in values.items()}  # None: NaN
+        shape = (-1, 2, self.group_size, self.group_size)
+        games = {name: np.array(rows, np.float64).reshape(shape) for name, rows in tables.items()}
+        metrics = self._metrics(step, values, verdicts, wait_s) if self.active else {}
+        reasons = _reasons(scores, verdicts) if self.active else {}
+        return StepScores(step.samples, values, scores, verdicts, games, metrics, reasons)
 
     def cancel(self) -> None:
         """Cancel all unfinished steps."""
@@ -190,206 +238,89 @@ class Scorer:
         words = [self.seed & 0xFFFFFFFF, step & 0xFFFFFFFF, group & 0xFFFFFFFF]
         return int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0])
 
-    def _sessions(self, one: _Step, name: str, reward: Reward) -> dict[int, GroupSession]:
-        """Group → its session under a reward."""
-        if reward.streams:
-            return {group: self._session(one, name, reward, group) for group in one.samples}
-        return self._units(one, name, reward)
+    def _calls(self, step: _Step, name: str) -> list[list[int]]:
+        """The groups of each call of an in-process reward: always the same ones, whatever arrives first."""
+        groups = list(step.samples)
+        together = 1 if name in self.pairwise else max(AT_ONCE // self.group_size, 1)
+        return [groups[k : k + together] for k in range(0, len(groups), together)]
 
-    def _session(self, one: _Step, name: str, reward: Reward, group: int) -> GroupSession:
-        if isinstance(reward, GroupwiseReward):
-            return reward.session(self.group_size, self._seed(one.number, group), one.stats[name])
-        assert isinstance(reward, PointwiseReward)
-        return _PointwiseSession(reward, self.group_size, one.stats[name])
+    def _send(self, step: _Step, name: str, group: int, member: int) -> None:
+        """Send a new member, or its pairs with the members that exist."""
+        reward = self.rewards[name]
+        members = step.samples[group]
+        if isinstance(reward, PointwiseReward):
+            step.expect(name, [(group, member)], reward.submit(members[member]))
+            return
+        for first, second in step.pairs[name][group]:
+            if member in (first, second) and first in members and second in members:
+                answer = self.pairwise[name].submit(members[first], members[second])
+                step.expect(name, [(group, first, second)], answer)
 
-    def _units(self, one: _Step, name: str, reward: Reward) -> dict[int, GroupSession]:
-        """Sessions of all groups under an in-process reward, which share calls."""
-        groups = list(one.samples)
-        together = max(AT_ONCE // self.group_size, 1) if isinstance(reward, PointwiseReward) else 1
-        sessions: dict[int, GroupSession] = {}
-        for k in range(0, len(groups), together):
-            unit = _InProcessUnit(groups[k : k + together], self.group_size, partial(self._start, one, name, reward))
-            sessions |= {group: _InProcessSession(unit, group) for group in unit.members}
-        return sessions
+    def _start(self, step: _Step, name: str, groups: list[int]) -> None:
+        """Call an in-process reward for the members of these groups that exist."""
+        reward = self.rewards[name]
+        members = {group: step.samples[group] for group in groups}
+        keys: list[Key] = [(group, member) for group in groups for member in sorted(members[group])]
+        if name in self.pairwise:
+            pairs = [(group, i, j) for group in groups for i, j in step.pairs[name][group]]
+            keys = [(g, i, j) for g, i, j in pairs if i in members[g] and j in members[g]]
 
-    def _start(
-        self, one: _Step, name: str, reward: Reward, added: dict[int, dict[int, Sample]]
-    ) -> Future[dict[int, GroupScores]]:
-        """Start to score groups (group → member → sample) under an in-process reward."""
-        stats = one.stats[name]
-
-        def work() -> dict[int, GroupScores]:
-            started = time.monotonic()
+        def work() -> dict[Key, Score] | dict[Key, Verdict]:
             if self._device is not None:  # the current GPU is a setting of every thread
                 torch.cuda.set_device(self._device)
-            with traffic.collect_counts(one.counts):
-                if isinstance(reward, PointwiseReward):
-                    scores = self._pointwise(name, reward, added)
-                else:
-                    assert isinstance(reward, GroupwiseReward)
-                    seeds = {group: self._seed(one.number, group) for group in added}
-                    scores = {g: self._groupwise(reward, members, seeds[g]) for g, members in added.items()}
-            stats.done(time.monotonic() - started)
-            return scores
+            if isinstance(reward, PointwiseReward):
+                scores = score_in_process(name, reward, [members[g][m] for g, m in keys])
+                return dict(zip(keys, scores, strict=True))
+            try:
+                verdicts = self.pairwise[name].judge_pairs(members[groups[0]], [(i, j) for _, i, j in keys])
+            except Exception:  # whatever a pairwise function of the user raises: its pairs are missing, with this trace
+                traceback.print_exc()
+                raise
+            return dict(zip(keys, verdicts.values(), strict=True))
 
-        stats.sent()
-        return self._worker.submit(work)
+        step.expect(name, keys, self._worker.submit(work))
 
-    def _pointwise(
-        self, name: str, reward: PointwiseReward, added: dict[int, dict[int, Sample]]
-    ) -> dict[int, GroupScores]:
-        """One call, in order of groups and members; if it raises, one call per sample."""
-        keys = [(g, m) for g, members in added.items() for m in sorted(members)]
-        samples = [added[g][m] for g, m in keys]
-        try:
-            scores = reward.score(samples) if samples else []
-            if len(scores) != len(samples) or not all(isinstance(s, Score) for s in scores):
-                kinds = ", ".join(sorted({type(s).__name__ for s in scores})) or "nothing"
-                got = f"expected one Score for each of {len(samples)} samples, got {len(scores)} of {kinds}"
-                raise RewardError(f"reward '{name}': {got}")
-        except RewardError as error:  # it did not return a list of scores, and would not for one sample
-            scores = [Score(None, str(error))] * len(samples)
-        except Exception:  # noqa: BLE001  (a reward's libraries may raise anything; same as in `reward serve`)
-            traceback.print_exc()
-            scores = [_score_one(reward, sample) for sample in samples]
-        scored = dict(zip(keys, scores, strict=True))
-        return {g: GroupScores([scored.get((g, m), _MISSING) for m in range(self.group_size)]) for g in added}
-
-    def _groupwise(self, reward: GroupwiseReward, made: dict[int, Sample], seed: int) -> GroupScores:
-        """Run an in-process groupwise reward on the members that exist."""
-        members = sorted(made)
-        if len(members) < 2:
-            return GroupScores([Score(None, "fewer than two samples of the group exist")] * self.group_size)
-        try:
-            part = reward.score_group([made[m] for m in members], seed)
-        except Exception as error:  # noqa: BLE001
-            traceback.print_exc()
-            return GroupScores([_failed_score(error)] * self.group_size)
-        return part if len(members) == self.group_size else _expand_to_group(part, members, self.group_size)
-
-    def _collect(self, one: _Step, groups: dict[str, list[GroupScores]], wait_s: float) -> StepScores:
-        reasons: Counter[str] = Counter()
-        values: dict[str, NDArray[np.float64]] = {}
+    def _metrics(
+        self,
+        step: _Step,
+        values: Mapping[str, NDArray[np.float64]],
+        verdicts: Mapping[str, list[dict[Pair, Verdict]]],
+        wait_s: float,
+    ) -> dict[str, float]:
         metrics: dict[str, float] = {}
-        for name, scored in groups.items():
-            checked = [[s.finite() for s in g.scores] for g in scored]
-            table = [s.value for row in checked for s in row]
-            values[name] = np.array(table, np.float64).reshape(-1, self.group_size)  # None: NaN
-            for g, row in zip(scored, checked, strict=True):
-                failed = [c.verdict.reason for c in g.comparisons if c.verdict.first is None]
-                lost = [s.reason for s in row if s.value is None and s.reason not in failed]
-                reasons.update(f"{name}: {reason}" for reason in failed + lost)
-            missing = np.isnan(values[name])
+        for name, table in values.items():
+            missing = np.isnan(table)
             if missing.size:
                 metrics[f"reward/{name}/missing_rate"] = Metric(float(missing.mean()), weight=missing.size)
-            metrics |= latency(f"reward/{name}/", one.stats[name].seconds)
-        judged = [name for name, scored in groups.items() if any(g.comparisons for g in scored)]
-        if judged:
-            comparisons = [g.comparisons for name in judged for g in groups[name] if g.comparisons]
-            metrics |= judge_metrics(comparisons, [one.stats[name] for name in judged], wait_s)
-        metrics |= traffic.metrics(one.counts)
-        if self._log:
-            for name, scored in groups.items():
-                for (group, made), scores in zip(one.samples.items(), scored, strict=True):
-                    prompt = next((s.prompt for s in made.values()), "")
-                    log_judgements(self._log, name, one.number, group, prompt, scores.comparisons)
-        return StepScores(values, groups, metrics, dict(reasons.most_common()))
+            if seconds := step.seconds[name]:
+                p50, p95 = np.percentile(seconds, [50, 95]).tolist()
+                metrics[f"reward/{name}/latency_p50"] = Metric(p50, timed=True)
+                metrics[f"reward/{name}/latency_p95"] = Metric(p95, "max", timed=True)
+        if judged := [of_group for groups in verdicts.values() for of_group in groups if of_group]:
+            metrics |= judge_metrics(judged, wait_s)
+        for name, groups in verdicts.items():
+            for (group, members), of_group in zip(step.samples.items(), groups, strict=True):
+                prompt = next((sample.prompt for sample in members.values()), "")
+                if self._log:
+                    log_judgements(self._log, name, step.number, group, prompt, of_group)
+        return metrics
 
 
-class _InProcessUnit:
-    """Consecutive groups that an in-process reward scores in one call, as soon as all of their members exist."""
-
-    def __init__(
-        self,
-        groups: Sequence[int],
-        size: int,
-        start: Callable[[dict[int, dict[int, Sample]]], Future[dict[int, GroupScores]]],
-    ) -> None:
-        self.members: dict[int, dict[int, Sample]] = {group: {} for group in groups}
-        self.count = len(groups) * size
-        self.start = start
-        self.scores: Future[dict[int, GroupScores]] | None = None
-
-    def add(self, group: int, member: int, sample: Sample) -> None:
-        self.members[group][member] = sample
-        if sum(map(len, self.members.values())) == self.count:
-            self.scores = self.start(self.members)
-
-    def result(self, group: int) -> GroupScores:
-        """The scores, whenever they come: there is no deadline for work in this process."""
-        if self.scores is None:  # some members were never generated
-            self.scores = self.start(self.members)
-        return self.scores.result()[group]
-
-
-@dataclass(frozen=True)
-class _InProcessSession:
-    """One group of a unit."""
-
-    unit: _InProcessUnit
-    group: int
-
-    def add(self, member: int, sample: Sample) -> None:
-        self.unit.add(self.group, member, sample)
-
-    def result(self, deadline: float) -> GroupScores:
-        return self.unit.result(self.group)
-
-    def cancel(self) -> None:
-        if self.unit.scores is not None:
-            self.unit.scores.cancel()
-
-
-class _PointwiseSession:
-    """A group that is being scored by a streaming pointwise reward."""
-
-    def __init__(self, reward: PointwiseReward, size: int, stats: RequestStats) -> None:
-        self.reward, self.size, self.stats = reward, size, stats
-        self.answers: dict[int, Future[Score]] = {}
-
-    def add(self, member: int, sample: Sample) -> None:
-        sent = time.monotonic()
-        self.stats.sent()
-        self.answers[member] = self.reward.submit(sample)
-        self.answers[member].add_done_callback(lambda _: self.stats.done(time.monotonic() - sent))
-
-    def result(self, deadline: float) -> GroupScores:
-        return GroupScores([self._score(member, deadline) for member in range(self.size)])
-
-    def _score(self, member: int, deadline: float) -> Score:
-        if member not in self.answers:
-            return _MISSING
-        try:
-            return self.answers[member].result(max(deadline - time.monotonic(), 0.0))
-        except (FutureTimeout, CancelledError):
-            self.answers[member].cancel()
-            return Score(None, DEADLINE_PASSED)
-        except Exception as error:  # noqa: BLE001
-            return _failed_score(error)
-
-    def cancel(self) -> None:
-        for answer in self.answers.values():
-            answer.cancel()
-
-
-def judge_metrics(groups: list[list[Comparison]], stats: Sequence[RequestStats], wait_s: float) -> dict[str, float]:
-    """judge/… metrics of a step from all planned comparisons of all groups."""
-    every = [c for group in groups for c in group]
-    answered = [c for c in every if c.verdict.first is not None]
-    sent, done = [f.first_sent for f in stats if f.first_sent], [f.last_done for f in stats if f.last_done]
-    busy = max(done) - min(sent) if sent and done else 0.0
+def judge_metrics(groups: Sequence[Mapping[Pair, Verdict]], wait_s: float) -> dict[str, float]:
+    """judge/… metrics of a step from the verdicts on all planned pairs of all groups."""
+    every = [v for group in groups for v in group.values()]
+    p = np.array([v.first for v in every if v.first is not None])
     metrics: dict[str, float] = {
         "judge/requests": Metric(len(every), "sum"),
-        "judge/retries": Metric(sum(c.verdict.retries for c in every), "sum", timed=True),
-        "judge/failures": Metric(len(every) - len(answered), "sum"),
-        "judge/busy_s": Metric(busy, "max", timed=True),
+        "judge/retries": Metric(sum(v.retries for v in every), "sum", timed=True),
+        "judge/failures": Metric(len(every) - len(p), "sum"),
         "judge/wait_s": Metric(wait_s, "max", timed=True),
-        "judge/queue_max": Metric(sum(f.peak for f in stats), "sum", timed=True),
-        "judge/queue_mean": Metric(sum(f.waited_s for f in stats) / busy if busy else 0.0, "sum", timed=True),
     }
-    if answered:
-        signs = np.sign([float(c.verdict.value or 0.0) - 0.5 for c in answered])
-        metrics |= latency("judge/", [c.verdict.latency_s for c in answered])
+    if every:
+        unread = [v.first is None and bool(v.raw) for v in every]
+        metrics["judge/parse_failure_rate"] = Metric(float(np.mean(unread)), weight=len(unread))
+    if len(p):
+        signs = np.sign(p - 0.5)
         metrics["judge/tie_rate"] = Metric(float(np.mean(signs == 0)), weight=len(signs))
         metrics["judge/position_bias"] = Metric(float(np.mean((signs + 1) / 2)), weight=len(signs))
     contradicts = [c for group in groups for c in _contradictions(group)]
@@ -398,33 +329,22 @@ def judge_metrics(groups: list[list[Comparison]], stats: Sequence[RequestStats],
     return metrics
 
 
-def _contradictions(group: list[Comparison]) -> list[bool]:
+def _contradictions(group: Mapping[Pair, Verdict]) -> list[bool]:
     """For each pair judged in both orders: whether the two orders give different winners."""
-    answers = {(c.first, c.second): p for c in group if (p := c.verdict.first) is not None}
-    return [
-        np.sign(p - 0.5) != np.sign(0.5 - answers[j, i]) for (i, j), p in answers.items() if i < j and (j, i) in answers
-    ]
+    answers = {pair: v.first for pair, v in group.items() if v.first is not None}
+    both = [(p, answers[j, i]) for (i, j), p in answers.items() if i < j and (j, i) in answers]
+    return [bool(np.sign(p - 0.5) != np.sign(0.5 - swapped)) for p, swapped in both]
 
 
-def _score_one(reward: PointwiseReward, sample: Sample) -> Score:
-    """The score of one sample, missing if the reward raises."""
-    try:
-        return reward.score([sample])[0]
-    except Exception as error:  # noqa: BLE001
-        return _failed_score(error)
-
-
-def _failed_score(error: Exception) -> Score:
-    return Score(None, f"the reward raised {type(error).__name__}: {str(error)[:200]}")
-
-
-def _expand_to_group(part: GroupScores, members: list[int], size: int) -> GroupScores:
-    """Expand the scores of some members to a group of `size`; the others are missing."""
-    whole = GroupScores([_MISSING] * size)
-    for member, score in zip(members, part.scores, strict=True):
-        whole.scores[member] = score
-    if part.wins is not None and part.counts is not None:
-        whole.wins, whole.counts = np.zeros((2, size, size))
-        whole.wins[np.ix_(members, members)], whole.counts[np.ix_(members, members)] = part.wins, part.counts
-    whole.comparisons = [Comparison(members[c.first], members[c.second], c.verdict) for c in part.comparisons]
-    return whole
+def _reasons(
+    scores: Mapping[str, list[list[Score]]], verdicts: Mapping[str, list[dict[Pair, Verdict]]]
+) -> dict[str, int]:
+    """`StepScores.reasons`: a member without a verdict is not counted again."""
+    reasons = Counter[str]()
+    for name, rows in scores.items():
+        judged = verdicts.get(name) or [{}] * len(rows)
+        for row, of_group in zip(rows, judged, strict=True):
+            failed = [v.reason for v in of_group.values() if v.first is None]
+            lost = [s.reason for s in row if s.value is None and s.reason not in failed]
+            reasons.update(f"{name}: {reason}" for reason in failed + lost)
+    return dict(reasons.most_common())

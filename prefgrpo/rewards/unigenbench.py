@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from prefgrpo.judge.verdict import Answer
+from prefgrpo.judge.verdict import Verdict
 from prefgrpo.rewards.base import RewardError, Sample, Score
 from prefgrpo.rewards.checkpoints import parse_assignments
 from prefgrpo.rewards.vlm import VlmReward
@@ -42,16 +42,15 @@ def points_of(meta: Mapping[str, Any]) -> Points:
     language = next((name for name in KEYS if meta.get(f"sub_dims_{name}")), None)
     if language is None:
         raise ValueError("expected a column sub_dims_en or sub_dims_zh with the test points")
-    column = f"sub_dims_{language}"
     try:
-        row = json.loads(meta[column])
-        names, descriptions = (row[key] for key in KEYS[language])
+        row = json.loads(meta[f"sub_dims_{language}"])
+        names, descriptions = (tuple(map(str, row[key])) for key in KEYS[language])
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{column} is not JSON of the expected form ({type(error).__name__}: {error})") from error
-    lists = isinstance(names, list) and isinstance(descriptions, list) and len(names) == len(descriptions) > 0
-    if not lists or not all(isinstance(text, str) and text for text in names):
-        raise ValueError(f"{column}: expected as many descriptions as test points, got {names!r} and {descriptions!r}")
-    return Points(language, tuple(names), tuple(map(str, descriptions)))
+        expected = f"sub_dims_{language} is not JSON of the expected form"
+        raise ValueError(f"{expected} ({type(error).__name__}: {error})") from error
+    if not names or len(names) != len(descriptions):
+        raise ValueError(f"expected as many descriptions as test points, got {names} and {descriptions}")
+    return Points(language, names, descriptions)
 
 
 class Wording:
@@ -117,7 +116,7 @@ class UniGenBench(VlmReward):
         own = self.question.name == "unigenbench"
         self.questions = {"en": self.question, "zh": self.load("unigenbench_zh") if own else self.question}
         if file:
-            plain = replace(self.question, name=file, pieces=("{media_1}", "{asked}"))
+            plain = replace(self.question, name=file, user="{media_1}{asked}")
             self.questions = dict.fromkeys(KEYS, plain)
 
     async def _judge(self, sample: Sample) -> Score:
@@ -130,7 +129,7 @@ class UniGenBench(VlmReward):
         return score_from_marks(points, await self.ask(self.questions[points.language], sample, None, **texts))
 
 
-def score_from_marks(points: Points, answer: Answer) -> Score:
+def score_from_marks(points: Points, answer: Verdict) -> Score:
     """The score from a reply; missing, with the reply kept, unless it marks every point once."""
     if answer.reason:
         return Score(None, answer.reason, raw=answer.raw)

@@ -12,20 +12,25 @@ same medium are sent only once. Invariant: a value that the answer does not stat
 from __future__ import annotations
 
 import asyncio
-import math
 import warnings
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from pydantic import NonNegativeFloat
+
+from prefgrpo.config.loading import section
+from prefgrpo.config.schema import JudgeConfig
 from prefgrpo.data.media import Media
 from prefgrpo.judge.prompts import wording_note
 from prefgrpo.judge.template import Template, load_template
-from prefgrpo.judge.verdict import Answer
+from prefgrpo.judge.verdict import JudgeError, Verdict
 from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample, Score
-from prefgrpo.rewards.judges import open_client
+
+if TYPE_CHECKING:
+    from prefgrpo.judge.client import JudgeClient
 
 
 @dataclass(eq=False)
@@ -69,9 +74,8 @@ class VlmReward(PointwiseReward):
         return self.client.run(self._score(sample))
 
     async def _score(self, sample: Sample) -> Score:
-        if why := self.refuse(sample):
-            return Score(None, why)
         try:
+            self.check(sample)
             return await self._judge(sample)
         except ValueError as error:
             return Score(None, str(error))
@@ -82,115 +86,122 @@ class VlmReward(PointwiseReward):
 
     async def ask(
         self, question: Template, sample: Sample, media: Sequence[Media] | None = None, **values: str
-    ) -> Answer:
+    ) -> Verdict:
         """Ask about a sample (or `media` derived from it) with its prompt, source images and other texts."""
         shown = [sample.media] if media is None else media
         return await self.client.answer(question, {"prompt": sample.prompt, **values}, shown, sample.source, once=True)
 
-    async def answers(self, sample: Sample, *questions: Template, **values: str) -> list[Answer]:
+    async def answers(self, sample: Sample, *questions: Template) -> list[Verdict]:
         """The answers to questions asked concurrently; ValueError with the reason of the first unusable one."""
-        answers = await asyncio.gather(*(self.ask(question, sample, None, **values) for question in questions))
-        if unusable := next((a for a in answers if a.reason), None):
-            raise ValueError(unusable.reason)
+        answers = await asyncio.gather(*(self.ask(question, sample) for question in questions))
+        for answer in answers:
+            if answer.reason:
+                raise ValueError(answer.reason)
         return answers
 
-    def close(self) -> None:
-        """Release the client."""
-        self.client.close()
 
+def open_client(judge: Any) -> JudgeClient:
+    """A client for any question, from an open one, a judge's config or a mapping of the config's fields.
 
-def weighted(parts: Mapping[str, float], weights: Mapping[str, float]) -> Score:
-    """Σ w·s / Σ w over `weights`; missing if any score with a non-zero weight is missing."""
-    if absent := [name for name, weight in weights.items() if weight and name not in parts]:
-        return Score(None, f"the answer has no readable {' nor '.join(absent)}", dict(parts))
-    total = sum(w * parts[name] for name, w in weights.items() if w)
-    return Score(total / sum(weights.values()), parts=dict(parts))
+    Raises JudgeError within seconds if no reachable server serves the model.
+    """
+    from prefgrpo.judge.check import check_reachable  # imports aiohttp
+    from prefgrpo.judge.client import JudgeClient, shared_client
 
-
-class UnifiedRewardAlignment(VlmReward):
-    """How much of the caption the image shows, 1 … 5; the other axes are parts. RewardError if the template does not
-    ask for this axis."""
-
-    template = "unifiedreward"
-    kinds = ("scores",)
-    axis: ClassVar[str] = "alignment"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        asked = [name.lower() for name, *_ in self.question.scores]
-        if self.axis not in asked:
-            name = self.question.name
-            raise RewardError(f"template '{name}' must ask for the score '{self.axis}', but asks for {asked}")
-
-    async def _judge(self, sample: Sample) -> Score:
-        (answer,) = await self.answers(sample, self.question)
-        parts = {name.lower(): value for name, value in answer.parts.items()}
-        return weighted(parts, {self.axis: 1.0})
-
-
-class UnifiedRewardCoherence(UnifiedRewardAlignment):
-    """How coherent the image is, 1 … 5."""
-
-    axis = "coherence"
-
-
-class UnifiedRewardStyle(UnifiedRewardAlignment):
-    """How aesthetically pleasing the image is, 1 … 5."""
-
-    axis = "style"
-
-
-class UnifiedRewardSglang(VlmReward):
-    """UnifiedReward 1.5 behind SGLang: "Final Score: N", N / 5."""
-
-    template = "unifiedreward_sglang"
-    kinds = ("scores",)
-
-    async def _judge(self, sample: Sample) -> Score:
-        (answer,) = await self.answers(sample, self.question)
-        name, _, high = self.question.scores[0]
-        return Score(answer.parts[name] / high)
-
-
-class QwenVl(UnifiedRewardSglang):
-    """Quality rated by an instruction-tuned Qwen-VL: <Score>N</Score>, N / 5."""
-
-    template = "qwenvl"
-    needs = ("media_1",)
-    may = ("prompt",)
+    if isinstance(judge, JudgeClient):
+        return judge
+    config = judge if isinstance(judge, JudgeConfig) else section(JudgeConfig, judge, "judge")
+    if not config.endpoints:
+        raise JudgeError(
+            "this reward asks other questions than which of two images is better, which a judge in this process "
+            "cannot answer: serve one, and set judge.endpoints, and judge.model (its name, or empty)"
+        )
+    check_reachable(config)
+    return shared_client(config)
 
 
 @dataclass(eq=False)
-class EditImageQuality(VlmReward):
-    """Quality of the edited image on its own, 0 … 25.
+class VlmScores(VlmReward):
+    """Σ w·s / Σ w over the scores s that the answer states; parts: the scores.
 
-    weights: weight of each score by name; default: 1 each. normalise_parts: normalise each score over the group and
-    weight the advantages (as in Pref-GRPO) instead of the scores.
+    weights: weight of each score by name; default: the class's own, or 1 each. normalise_parts: normalise each score
+    over the group and weight the advantages (as in Pref-GRPO) instead of the scores.
     """
 
-    template = "edit_quality"
-    needs: ClassVar[tuple[str, ...]] = ("media_1",)
-    may = ("prompt", "source")
-    kinds = ("json",)
-    weights: Mapping[str, float] | None = None
+    kinds = ("scores", "json")
+    weights: Mapping[str, NonNegativeFloat] = field(default_factory=dict)
     normalise_parts: bool = False
+    default: ClassVar[Mapping[str, float]] = {}
+    """Weights unless the option gives others; empty: 1 for every score."""
+    unit: ClassVar[bool] = False
+    """Whether scores are divided by their highest value."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        given, names = self.weights or {}, [name for name, *_ in self.question.scores]
-        self.by_name = {name: float(given.get(name, 1.0)) for name in names}
-        good = all(0 <= w < math.inf for w in self.by_name.values()) and sum(self.by_name.values()) > 0
-        if set(given) - set(names) or not good:
-            raise RewardError(f"weights: expected values of at least 0, not all 0, for {names}, got {self.weights!r}")
+        highest = {name.lower(): high for name, _, high in self.question.scores}
+        weights = dict(self.default or dict.fromkeys(highest, 1.0)) | dict(self.weights)
+        if set(weights) - set(highest) or not sum(weights.values()):
+            message = f"template '{self.question.name}' asks for {', '.join(highest)}"
+            raise RewardError(f"{message}: expected weights of these, not all 0, got {weights}")
+        self.by_name = weights
+        self.highest = highest
         if self.normalise_parts:
             self.part_weights = self.by_name
 
     async def _judge(self, sample: Sample) -> Score:
         (answer,) = await self.answers(sample, self.question)
-        return weighted(answer.parts, self.by_name)
+        parts = {name.lower(): value for name, value in answer.parts.items()}
+        used = {name: weight for name, weight in self.by_name.items() if weight}
+        if absent := [name for name in used if name not in parts]:
+            return Score(None, f"the answer has no readable {' nor '.join(absent)}", parts)
+        total = sum(w * parts[name] / (self.highest[name] if self.unit else 1.0) for name, w in used.items())
+        return Score(total / sum(used.values()), parts=parts)
 
 
-class EditInstructionFollowing(EditImageQuality):
+class UnifiedRewardAlignment(VlmScores):
+    """How much of the caption the image shows, 1 … 5; the other axes are parts."""
+
+    template = "unifiedreward"
+    default: ClassVar = {"alignment": 1.0}
+
+
+class UnifiedRewardCoherence(UnifiedRewardAlignment):
+    """How coherent the image is, 1 … 5."""
+
+    default: ClassVar = {"coherence": 1.0}
+
+
+class UnifiedRewardStyle(UnifiedRewardAlignment):
+    """How aesthetically pleasing the image is, 1 … 5."""
+
+    default: ClassVar = {"style": 1.0}
+
+
+class UnifiedRewardSglang(VlmScores):
+    """UnifiedReward 1.5 behind SGLang: "Final Score: N", N / 5."""
+
+    template = "unifiedreward_sglang"
+    unit = True
+
+
+class QwenVl(VlmScores):
+    """Quality rated by an instruction-tuned Qwen-VL: <Score>N</Score>, N / 5."""
+
+    template = "qwenvl"
+    needs = ("media_1",)
+    may = ("prompt",)
+    unit = True
+
+
+class EditImageQuality(VlmScores):
+    """Quality of the edited image on its own, 0 … 25."""
+
+    template = "edit_quality"
+    needs = ("media_1",)
+    may = ("prompt", "source")
+
+
+class EditInstructionFollowing(VlmScores):
     """How well the edit follows its instruction, 0 … 25 (overediting 25: nothing else was changed)."""
 
     template = "edit_following"

@@ -1,15 +1,21 @@
-"""A batch of samples, from its plan to the update."""
+"""A batch of samples, from its plan to the update.
+
+A batch has samples of one update with one number of source images. The batches of a step are assigned to the
+data-parallel ranks round-robin, update by update, so that every one has its share of every update; every process
+derives the same plan. Invariant: batches do not depend on the number of processes.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from prefgrpo.config.schema import SamplingConfig
+from prefgrpo.config.schema import Config
 from prefgrpo.models.base import Condition
 from prefgrpo.rollout.rollout import Step
 from prefgrpo.sde.schedule import Schedule
@@ -42,16 +48,43 @@ class BatchPlan:
         return [member for _, member in self.places]
 
 
+def update_of(config: Config, place: Place) -> int:
+    """The optimiser update u (of U) that trains on a sample: p·U // P for slot p, or (p·G + g)·U // (P·G) if U > P;
+    with train.update_slices: members, g·U // G for member g of every group."""
+    slot, member = place
+    r = config.rollout
+    updates = config.train.updates_per_rollout
+    if config.train.update_slices == "members":
+        return member * updates // r.group_size
+    if updates <= r.prompts_per_step:
+        return slot * updates // r.prompts_per_step
+    return (slot * r.group_size + member) * updates // (r.prompts_per_step * r.group_size)
+
+
+def assign_batches(config: Config, dp_size: int = 1, sources: Sequence[int] = ()) -> list[BatchPlan]:
+    """The batches of a step, assigned to `dp_size` data-parallel ranks, whose shares of each update and of the step
+    differ by at most one batch. sources: number of source images of every slot (default: none)."""
+    r = config.rollout
+    places_of: dict[tuple[int, int], list[Place]] = {}
+    for place in ((slot, member) for slot in range(r.prompts_per_step) for member in range(r.group_size)):
+        count = sources[place[0]] if sources else 0
+        places_of.setdefault((update_of(config, place), count), []).append(place)
+    out: list[BatchPlan] = []
+    for (update, _), places in sorted(places_of.items(), key=lambda item: item[0][0]):
+        for first in range(0, len(places), r.batch_size):
+            out.append(BatchPlan(len(out), update, tuple(places[first : first + r.batch_size]), len(out) % dp_size))
+    return out
+
+
 @dataclass(frozen=True, eq=False)
 class Batch(BatchPlan):
-    """A plan carried out, on the process that did it and trains on it: B samples of one size.
+    """A plan carried out, on the process that did it and trains on it: B samples.
 
-    All that shapes and decisions depend on is on the host: places, groups, sizes, the schedule's σ.
+    All that shapes and decisions depend on is on the host: places, groups, the schedule's σ.
     """
 
     groups: tuple[int, ...]
     """[B] run-wide numbers, step · P + slot, of the samples' groups."""
-    sizes: SamplingConfig
     schedule: Schedule
     condition: Condition
     """[B, …]."""
@@ -60,19 +93,9 @@ class Batch(BatchPlan):
     latents: Tensor
     """[B, …] final latents, input of the adapter's `decode`."""
     steps: tuple[Step, ...] = ()
-    """The stored steps, by ascending number; empty if the objective needs only final latents."""
+    """The stored steps, by ascending index; empty if the objective needs only final latents."""
     padding: bool = False
     """Run only so that every process runs the same number of forwards (`World.equal_forwards`); its loss counts 0."""
-
-    @classmethod
-    def of(cls, plan: BatchPlan, **done: object) -> Batch:
-        """The plan with what carrying it out added."""
-        return cls(**{f.name: getattr(plan, f.name) for f in fields(BatchPlan)}, **done)  # type: ignore[arg-type]
-
-    @property
-    def factor(self) -> float:
-        """Factor of the loss."""
-        return 0.0 if self.padding else 1.0
 
     def select(self, mask: NDArray[np.bool_]) -> Batch:
         """The batch reduced to the samples in `mask` [P, G]; the batch itself if it has all."""
@@ -92,11 +115,22 @@ class Batch(BatchPlan):
 
     def of_samples(self, table: Tensor) -> Tensor:
         """The entries [B] of a table [P, G] that belong to the batch's samples, without waiting for the device."""
-        size = table.shape[1]
-        rows = torch.tensor([slot * size + member for slot, member in self.places])
-        return table.flatten().index_select(0, rows.to(table.device, non_blocking=True))
+        rows = self.rows(table.shape[1]).to(table.device, non_blocking=True)
+        return table.flatten().index_select(0, rows)
 
-    def row(self, loss: Tensor, metrics: Tensor) -> Tensor:
-        """One row [update, samples, loss, *metrics] of a table; it stays on the device, which is not waited for."""
+    def rows(self, group_size: int) -> Tensor:
+        """int64 [B], the samples' rows p·G + g of a table of a step, on the CPU."""
+        return torch.tensor([slot * group_size + member for slot, member in self.places])
+
+    def backward(self, loss: Tensor, metrics: Tensor, shown: Tensor | None = None) -> list[Tensor]:
+        """Accumulate the gradients of `loss`, as 0 for padding.
+
+        Returns a row [update, samples, loss, *metrics] of a table, none for padding; it stays on the device, which is
+        not waited for. shown: the loss in the row, if `loss` only has its gradient.
+        """
+        if self.padding:
+            (0.0 * loss).backward()
+            return []
+        loss.backward()
         facts = [metrics.new_full((1,), fact) for fact in (self.update, len(self.places))]
-        return torch.cat([*facts, loss.detach()[None], metrics])
+        return [torch.cat([*facts, (loss if shown is None else shown).detach()[None], metrics.detach()])]

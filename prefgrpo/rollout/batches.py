@@ -15,14 +15,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from prefgrpo.config.schema import Config, SamplingConfig
-from prefgrpo.data.prompts import Prompt
-from prefgrpo.models.base import Adapter, Condition
+from prefgrpo.config.schema import Config
+from prefgrpo.data.prompts import Prompt, step_prompts
+from prefgrpo.models.base import Adapter
+from prefgrpo.models.condition import Condition, collate
 from prefgrpo.parallel.world import World
 from prefgrpo.rewards.base import Sample
-from prefgrpo.rollout.assignment import Slots, assign_batches, slot_prompts
-from prefgrpo.rollout.batch import Batch, BatchPlan, Place
-from prefgrpo.rollout.embeddings import Embeddings, conditions
+from prefgrpo.rollout.batch import Batch, BatchPlan, Place, assign_batches
+from prefgrpo.rollout.embeddings import Embeddings
 from prefgrpo.rollout.exchange import media_exchange
 from prefgrpo.rollout.render import Images, decode, sample, to_uint8
 from prefgrpo.rollout.rollout import rollout
@@ -39,8 +39,6 @@ class Rollouts:
     schedules: Schedules
     prompts: Sequence[Prompt]
     world: World
-    whole_groups: bool = False
-    """Whether the objective needs all samples of a group on one data-parallel rank."""
     keep_graph: bool = False
     """Keep the autograd graphs of the first update's trained steps, so that these need no second forward."""
 
@@ -59,29 +57,25 @@ class Rollouts:
         add: called with (group, member, sample) for every sample of `groups(step)` as soon as it is available; samples
         received from other processes are added from another thread. All have been added when the iteration ends.
         """
-        slots, planned = self._plan(step)
+        prompts, planned = self._plan(step)
         rank = self.world.dp_index
         first = step * self.config.rollout.prompts_per_step
 
         def take(place: Place, pixels: Images) -> None:
             slot, member = place
-            add(first + slot, member, sample(slots[slot][0], pixels, slots[slot][1]))
-
-        def shape(plan: BatchPlan) -> tuple[int, ...]:
-            sizes = slots[plan.slots[0]][1]
-            frames = self.adapter.frames(sizes) or 1
-            return (*(frames,) * (frames > 1), sizes.height, sizes.width, 3)
+            add(first + slot, member, sample(prompts[slot], pixels, self.config.rollout))
 
         mine = [plan for plan in planned if plan.dp_rank == rank]
-        most = max(Counter(plan.dp_rank for plan in planned).values()) if self.world.equal_forwards else 0
-        todo = mine + [planned[-1]] * (most - len(mine))
-        with self.adapter.offload.keep_on_device():
-            encoded = [self._condition(slots, plan) for plan in todo]
-        with media_exchange(self.world, planned, shape, take) as put:
-            for number, (plan, condition) in enumerate(zip(todo, encoded, strict=True)):
-                sizes = slots[plan.slots[0]][1]
-                batch = self._generate(step, plan, condition, sizes, padding=number >= len(mine))
-                media = to_uint8(decode(self.adapter, batch.latents, sizes, self.world))
+        largest = max(Counter(plan.dp_rank for plan in planned).values()) if self.world.equal_forwards else 0
+        todo = mine + [planned[-1]] * (largest - len(mine))
+        slots = list(dict.fromkeys(slot for plan in todo for slot in plan.slots))
+        encoded = self.embeddings(self.adapter, [prompts[slot] for slot in slots], self.config.rollout)
+        condition_of = dict(zip(slots, encoded, strict=True))
+        with media_exchange(self.world, planned, self._media_shape(), take) as put:
+            for number, plan in enumerate(todo):
+                condition = collate([condition_of[slot] for slot in plan.slots], self.world.device)
+                batch = self._generate(step, plan, condition, padding=number >= len(mine))
+                media = to_uint8(decode(self.adapter, batch.latents, self.config.rollout, self.world))
                 if not batch.padding:
                     put(plan, media)
                 yield batch
@@ -108,22 +102,23 @@ class Rollouts:
             reduced += [replace(batches[-1], update=update, padding=True)] * lacking
         return reduced
 
-    def _plan(self, step: int) -> tuple[Slots, list[BatchPlan]]:
-        slots = slot_prompts(self.config, self.prompts, step)
-        sizes = [size for _, size in slots]
-        sources = [len(prompt.source) for prompt, _ in slots]
-        return slots, assign_batches(self.config, sizes, self.world.dp_size, self.whole_groups, sources)
+    def _plan(self, step: int) -> tuple[list[Prompt], list[BatchPlan]]:
+        """(prompt of every slot, batches) of a step."""
+        chosen = step_prompts(len(self.prompts), self.config.rollout.prompts_per_step, self.config.seed, step)
+        prompts = [self.prompts[i] for i in chosen]
+        sources = [len(prompt.source) for prompt in prompts]
+        return prompts, assign_batches(self.config, self.world.dp_size, sources)
 
-    def _condition(self, slots: Slots, plan: BatchPlan) -> Condition:
-        prompts = [slots[slot][0] for slot in plan.slots]
-        return conditions(self.embeddings, prompts, slots[plan.slots[0]][1], self.world.device)
+    def _media_shape(self) -> tuple[int, ...]:
+        """Of a sample's pixels: [H, W, 3], or [F, H, W, 3]."""
+        r = self.config.rollout
+        frames = self.adapter.frames(r) or 1
+        return (r.height, r.width, 3) if frames == 1 else (frames, r.height, r.width, 3)
 
-    def _generate(
-        self, step: int, plan: BatchPlan, condition: Condition, sizes: SamplingConfig, padding: bool
-    ) -> Batch:
+    def _generate(self, step: int, plan: BatchPlan, condition: Condition, padding: bool) -> Batch:
         """Generate a batch with the current policy."""
         r = self.config.rollout
-        schedule = self.schedules.step(sizes, step)
+        schedule = self.schedules.step(step)
         groups = tuple(step * r.prompts_per_step + slot for slot in plan.slots)
         starts = [group * r.group_size for group in groups]  # the ids of the groups' first samples
         numbers = [start + member for start, member in zip(starts, plan.members, strict=True)]
@@ -133,11 +128,19 @@ class Rollouts:
             schedule,
             condition,
             ids,
-            sizes,
+            r,
             seed=self.config.seed,
             initial_sample=starts if r.same_noise else None,
             keep_velocity=self.schedules.goal.keeps_velocity,
             keep_graph=self.keep_graph and plan.update == 0,
         )
-        done = {"groups": groups, "sizes": sizes, "schedule": schedule, "condition": condition, "padding": padding}
-        return Batch.of(plan, ids=ids, latents=latents, steps=steps, **done)
+        return Batch(
+            **vars(plan),
+            groups=groups,
+            schedule=schedule,
+            condition=condition,
+            ids=ids,
+            latents=latents,
+            steps=steps,
+            padding=padding,
+        )

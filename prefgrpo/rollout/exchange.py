@@ -14,8 +14,9 @@ from contextlib import contextmanager
 
 import numpy as np
 import torch
+from torch.distributed import Work
 
-from prefgrpo.parallel.world import Transfer, World
+from prefgrpo.parallel.world import World
 from prefgrpo.rollout.batch import BatchPlan, Place
 from prefgrpo.rollout.render import Images
 
@@ -24,7 +25,7 @@ from prefgrpo.rollout.render import Images
 def media_exchange(
     world: World,
     planned: Sequence[BatchPlan],
-    shape: Callable[[BatchPlan], tuple[int, ...]],
+    shape: tuple[int, ...],
     take: Callable[[Place, Images], object],
 ) -> Iterator[Callable[[BatchPlan, Images], None]]:
     """Yields `put`, to be called with every locally generated batch [B, (F,) H, W, 3]; it sends without waiting.
@@ -43,15 +44,16 @@ def media_exchange(
 
     def receive() -> None:
         try:
-            for batch, rows, transfer in coming:
-                hand_over(batch, rows, np.asarray(transfer.wait()))
+            for batch, rows, (tensor, work) in coming:
+                work.wait()
+                hand_over(batch, rows, np.asarray(tensor))
             received.set_result(None)
         except BaseException as error:  # noqa: BLE001  (raised where the result is asked for)
             received.set_exception(error)
 
     def put(batch: BatchPlan, media: Images) -> None:
-        if media.shape[1:] != shape(batch):
-            raise RuntimeError(f"expected media of shape {shape(batch)}, the model made {media.shape[1:]}")
+        if media.shape[1:] != shape:
+            raise RuntimeError(f"expected media of shape {shape}, the model made {media.shape[1:]}")
         for done in [work for work in works if work.done()]:
             done.result()
         for dp_rank in range(world.dp_size):
@@ -62,11 +64,11 @@ def media_exchange(
                 sent.append(world.send(torch.from_numpy(media[rows]), dp_rank, batch.number))
 
     coming = [
-        (b, rows, world.receive((len(rows), *shape(b)), b.dp_rank, b.number))
+        (b, rows, world.receive((len(rows), *shape), b.dp_rank, b.number))
         for b in planned
         if b.dp_rank != world.dp_index and (rows := rows_of(b, world.dp_index))
     ]
-    sent: list[Transfer] = []
+    sent: list[Work] = []
     received: Future[None] = Future()
     works = [received]
     threading.Thread(target=receive, daemon=True).start()

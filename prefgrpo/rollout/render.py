@@ -6,7 +6,7 @@ sample depends only on (weights, prompt, source, seed, sample id).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -18,11 +18,13 @@ from prefgrpo.config.schema import SamplingConfig
 from prefgrpo.data.media import Media
 from prefgrpo.data.prompts import Prompt
 from prefgrpo.models.base import Adapter
+from prefgrpo.models.condition import collate
 from prefgrpo.parallel.world import World
 from prefgrpo.rewards.base import Sample
-from prefgrpo.rollout.embeddings import Embeddings, conditions, sources_of
+from prefgrpo.rollout.embeddings import Embeddings
 from prefgrpo.rollout.rollout import rollout
-from prefgrpo.sde.schedule import Schedule
+from prefgrpo.rollout.sampling import Schedules
+from prefgrpo.rollout.sources import sources_of
 
 Images = NDArray[np.uint8]
 DECODED_PIXELS = 1024 * 1024
@@ -37,21 +39,34 @@ def sample(prompt: Prompt, pixels: Images, sizes: SamplingConfig) -> Sample:
 @torch.no_grad()
 def render(
     adapter: Adapter,
-    schedule: Schedule,
+    schedules: Schedules,
     embeddings: Embeddings,
-    prompts: Sequence[Prompt],
-    ids: Tensor,
-    sizes: SamplingConfig,
-    seed: int,
-    world: World | None = None,
-) -> Tensor:
-    """Images [B, 3, H, W] or clips [B, F, 3, H, W], fp32 in [0, 1], of B prompts; ids: int64 [B] noise addresses.
+    wanted: Sequence[tuple[Prompt, int]],
+    sampling: SamplingConfig,
+    world: World,
+    spare: tuple[Prompt, int],
+) -> Iterator[tuple[int, Images]]:
+    """(position in `wanted`, pixels [(F,) H, W, 3]) of each (prompt, noise address), in batches, under the ODE rule.
 
-    world: if given, its context-parallel processes each decode a part.
+    With `World.equal_forwards` all processes must call this together; those with fewer batches render `spare` as
+    padding.
     """
-    condition = conditions(embeddings, prompts, sizes, ids.device)
-    latents, _ = rollout(adapter, schedule, condition, ids, sizes, seed=seed)
-    return decode(adapter, latents, sizes, world)
+    schedule = schedules.ode(sampling)
+    seed = schedules.config.seed
+    alike: dict[int, list[int]] = {}  # by the number of source images, which a batch has one of
+    for k, (prompt, _) in enumerate(wanted):
+        alike.setdefault(len(prompt.source), []).append(k)
+    each = sampling.batch_size
+    batches = [ks[i : i + each] for ks in alike.values() for i in range(0, len(ks), each)]
+    if world.equal_forwards:
+        largest = int(world.gather(np.array([float(len(batches))])).max())
+        batches += [[]] * (largest - len(batches))
+    for chosen in batches:
+        samples = [wanted[k] for k in chosen] or [spare]
+        ids = torch.tensor([address for _, address in samples], dtype=torch.int64, device=world.device)
+        condition = collate(embeddings(adapter, [prompt for prompt, _ in samples], sampling), world.device)
+        latents, _ = rollout(adapter, schedule, condition, ids, sampling, seed=seed)
+        yield from zip(chosen, to_uint8(decode(adapter, latents, sampling, world)))
 
 
 @torch.no_grad()
@@ -63,30 +78,23 @@ def decode(adapter: Adapter, latents: Tensor, sizes: SamplingConfig, world: Worl
     def work(rows: Tensor) -> Tensor:
         return torch.cat([adapter.decode(part, sizes) for part in rows.split(at_once)])
 
-    with adapter.offload.on_device("vae"):
+    with adapter.on_device("vae"):
         return work(latents) if world is None else world.split_and_gather(latents, work)
 
 
-def stills(media: Images, most: int = 4) -> Images:
-    """Images unchanged; clips [n, F, H, W, 3] as up to `most` frames side by side, [n, H, k · W, 3], for the report."""
-    if media.ndim == 4:
-        return media
-    chosen = np.linspace(0, media.shape[1] - 1, min(most, media.shape[1]), dtype=int)
-    return np.concatenate([media[:, k] for k in chosen], axis=2)
+def stills(pixels: Images, most: int = 4) -> Images:
+    """An image unchanged; a clip [F, H, W, 3] as up to `most` frames side by side, [H, k · W, 3], for the report."""
+    return np.concatenate([frame.pixels for frame in Media(pixels).frames(most)], axis=1)
 
 
-def preview(media: Images, frames: int = 16, side: int = 256) -> Images:
-    """Images unchanged; clips [n, F, H, W, 3] reduced to `frames` evenly spaced frames of at most `side` pixels."""
-    if media.ndim == 4:
-        return media
-    n, count, height, width, _ = media.shape
-    chosen = media[:, np.linspace(0, count - 1, min(frames, count)).round().astype(int)]
-    if (longest := max(height, width)) <= side:
-        return chosen
-    size = (max(width * side // longest, 1), max(height * side // longest, 1))
-    flat = chosen.reshape(-1, height, width, 3)
-    small = [np.asarray(Image.fromarray(frame).resize(size, Image.Resampling.LANCZOS)) for frame in flat]
-    return np.stack(small).reshape(n, -1, size[1], size[0], 3) if small else np.zeros((0, 1, *size[::-1], 3), np.uint8)
+def preview(pixels: Images, frames: int = 16, side: int = 256) -> Images:
+    """An image unchanged; a clip [F, H, W, 3] reduced to `frames` evenly spaced frames of at most `side` pixels."""
+    if pixels.ndim == 3:
+        return pixels
+    images = [frame.pil for frame in Media(pixels).frames(frames)]
+    for image in images:
+        image.thumbnail((side, side), Image.Resampling.LANCZOS)
+    return np.stack([np.asarray(image) for image in images])
 
 
 def to_uint8(media: Tensor) -> Images:

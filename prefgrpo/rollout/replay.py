@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from prefgrpo.config.schema import TrainConfig
+from prefgrpo.config.schema import Config
 from prefgrpo.models.base import Adapter, Condition, Sampling
 from prefgrpo.objectives.base import Replayed, Targets, TrajectoryObjective
 from prefgrpo.ops import sde_logp
@@ -35,12 +35,12 @@ def replay(
 ) -> Replayed:
     """Log-prob [B] of a stored step.
 
-    condition: of the B samples. kl: also compute the KL to the reference policy, with
-    a second forward without gradient inside `reference()` (None: the adapter's, with its LoRA switched off);
-    'flow_grpo': times the step's |Δσ| (train.kl_form). If velocities are stored, also GRPO-Guard's log-ratio and the KL
+    condition: of the B samples. kl: also compute the KL to the reference policy, with a second forward without gradient
+    inside `reference()` (None: the adapter's, with its LoRA switched off); 'flow_grpo': times the step's |Δσ|
+    (train.kl_form). If velocities are stored, also GRPO-Guard's log-ratio and the KL
     to the policy that generated the step. Gradients flow only through the velocity, from the step's graph or a forward.
     """
-    sigma = schedule.times[step.number].expand(len(step.x))
+    sigma = schedule.times[step.index].expand(len(step.x))
     v_ref = None
     if kl:
         with torch.no_grad(), (reference or adapter.reference)():
@@ -49,8 +49,8 @@ def replay(
     out = sde_logp(step.x, v, step.x_next, schedule.coef, step.index, v_ref=v_ref, v_old=step.v)
     away = out.kl
     if kl == "flow_grpo" and away is not None:
-        away = away * (-schedule.sigmas.diff()).to(away.device)[step.index]
-    weight = None if schedule.weights is None else schedule.weights[step.index]
+        away = away * -schedule.sigmas.diff()[step.index]
+    weight = None if schedule.weights is None else schedule.weights[step.index].expand(len(step.x))
     return Replayed(out.logp, step.logp, away, out.log_ratio, weight)
 
 
@@ -60,7 +60,7 @@ class TrajectoryCollector:
 
     adapter: Adapter
     objective: TrajectoryObjective
-    train: TrainConfig
+    config: Config
     reference: Callable[[], AbstractContextManager[None]]
     """Context in which the model has the reference policy's weights."""
 
@@ -74,15 +74,15 @@ class TrajectoryCollector:
 
         samples: number in the whole update, over all ranks.
         """
-        table, train = list[Tensor](), self.train
+        table = list[Tensor]()
+        train = self.config.train
+        sampling = self.config.rollout
         kl = train.kl_form if train.kl_coef else ""
         for batch in batches:
             steps = batch.steps
             adv = batch.of_samples(targets.advantage)
             for step in steps:
-                new = replay(self.adapter, batch.schedule, batch.condition, step, batch.sizes, kl, self.reference)
+                new = replay(self.adapter, batch.schedule, batch.condition, step, sampling, kl, self.reference)
                 out = self.objective.loss(train, new, adv, float(samples * len(steps)))
-                (out.loss * batch.factor).backward()
-                if not batch.padding:
-                    table.append(batch.row(out.loss, out.metrics))
+                table += batch.backward(out.loss, out.metrics)
         return table

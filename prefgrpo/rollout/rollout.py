@@ -26,16 +26,14 @@ from prefgrpo.sde.schedule import Schedule
 class Step:
     """A stochastic step of B samples, as input of `replay`."""
 
-    index: Tensor
-    """int64 [B], step number k, i.e. row of the schedule."""
+    index: int
+    """Row k of the schedule."""
     x: Tensor
     """[B, …] latents before the step, as stored."""
     x_next: Tensor
     """[B, …] latents after the step, as stored (the same tensor as the next stored step's x)."""
     logp: Tensor
     """fp32 [B], log-prob of x_next under the policy that generated it."""
-    number: int
-    """The same k as a Python int."""
     v: Tensor | None = None
     """[B, …] velocity of the policy that generated the step, after guidance; None: not stored."""
     graph: Tensor | None = None
@@ -52,7 +50,7 @@ class Trajectory(NamedTuple):
     latents: Tensor
     """[B, …] final latents, input of the adapter's `decode`."""
     steps: tuple[Step, ...]
-    """One entry per stored step, by ascending number."""
+    """One entry per stored step, by ascending index."""
 
 
 @torch.no_grad()
@@ -91,18 +89,19 @@ def rollout(
     stored: list[Step] = []
     for k in range(schedule.steps):
         if branch and k == branch:
-            x, active = x.index_select(0, copies), condition
-        index = sample.new_full((len(x),), k)
+            x = x.index_select(0, copies)
+            active = condition
         sigma = schedule.times[k].expand(len(x))
         noise = PhiloxNoise(seed, sample) if k in schedule.sde_steps else None
-        kept, graph = noise is not None and k in schedule.trained, None
+        kept = noise is not None and k in schedule.trained
+        graph = None
         with torch.set_grad_enabled(kept and keep_graph):
             v = adapter.velocity(x, sigma, active, sampling)
         if v.requires_grad:
             graph = v
             v = v.detach()
-        step = sde_step(x, v, schedule.coef, index, noise=noise)
+        step = sde_step(x, v, schedule.coef, k, noise=noise)
         if kept:
-            stored.append(Step(index, x, step.x_next, step.logp, k, v if keep_velocity else None, graph))
+            stored.append(Step(k, x, step.x_next, step.logp, v if keep_velocity else None, graph))
         x = step.x_next
     return Trajectory(adapter.final(x, condition), tuple(stored))

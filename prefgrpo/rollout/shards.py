@@ -1,4 +1,4 @@
-"""A folder of encoded texts and source images: named groups of tensors in safetensors files.
+"""A folder of encoded texts and source images: named groups of tensors in safetensors files of about 256 MB.
 
 Any number of processes may read and write it. Files are written atomically, so a killed process loses only what it had
 not yet written.
@@ -17,49 +17,58 @@ from torch import Tensor
 
 from prefgrpo.data.atomic import write_atomic
 
+SHARD_BYTES = 256 * 2**20
+"""A process writes a file when it holds so many bytes of new entries, and at the end."""
 logger = logging.getLogger(__name__)
+
+
+def nbytes(entries: Mapping[str, Mapping[str, Tensor]]) -> int:
+    """Bytes of all tensors."""
+    return sum(tensor.nbytes for tensors in entries.values() for tensor in tensors.values())
 
 
 class Shards:
     """The entries of a folder: key → tensors by name. Keys have no dots."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._file_of: dict[str, str] = {}
-        self._opened: set[str] = set()
-        self.scan()
-
-    def __contains__(self, key: str) -> bool:
-        return key in self._file_of
-
-    def scan(self) -> None:
-        """Read the keys of files that are new."""
-        for name in sorted({file.name for file in self.folder.glob("*.safetensors")} - self._opened):
-            self._opened.add(name)
+        self._folder = folder
+        self._new: dict[str, Mapping[str, Tensor]] = {}
+        """Entries that are not on disk yet."""
+        self._file_of: dict[str, Path] = {}
+        for path in sorted(folder.glob("*.safetensors")):
             try:
-                with safe_open(self.folder / name, "pt") as file:
-                    self._file_of.update({key.partition(".")[0]: name for key in file.keys()})  # noqa: SIM118
+                with safe_open(path, "pt") as file:
+                    self._file_of |= {name.partition(".")[0]: path for name in file.keys()}  # noqa: SIM118  (no mapping)
             except (OSError, SafetensorError) as error:
                 message = "embedding cache: %s is damaged (%s); its entries are encoded again, so it can be deleted"
-                logger.warning(message, self.folder / name, error)
+                logger.warning(message, path, error)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._new or key in self._file_of
 
     def read(self, key: str) -> dict[str, Tensor] | None:
         """The tensors under a key; None if there are none."""
+        if key in self._new:
+            return dict(self._new[key])
         if key not in self._file_of:
-            self.scan()  # another process may have written it
-        name = self._file_of.get(key)
-        if name is None:
             return None
-        with safe_open(self.folder / name, "pt") as file:
-            names = [k for k in file.keys() if k.startswith(f"{key}.")]  # noqa: SIM118  (no mapping)
-            return {k.partition(".")[2]: file.get_tensor(k).clone() for k in names}
+        with safe_open(self._file_of[key], "pt") as file:
+            names = [name for name in file.keys() if name.startswith(f"{key}.")]  # noqa: SIM118  (no mapping)
+            return {name.partition(".")[2]: file.get_tensor(name).clone() for name in names}
 
-    def write(self, content: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Add a file; the same set of keys gives the same file name, whichever process writes it."""
-        if not content:
+    def add(self, key: str, tensors: Mapping[str, Tensor]) -> None:
+        """Add an entry, and write a file if it is full."""
+        self._new[key] = tensors
+        if nbytes(self._new) >= SHARD_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write all new entries; the same set of keys gives the same file name, whichever process writes it."""
+        if not self._new:
             return
-        name = hashlib.sha256("\n".join(sorted(content)).encode()).hexdigest()[:32] + ".safetensors"
-        self.folder.mkdir(parents=True, exist_ok=True)
-        write_atomic(self.folder / name, save({f"{key}.{k}": v for key in content for k, v in content[key].items()}))
-        self._opened.add(name)
-        self._file_of.update(dict.fromkeys(content, name))
+        path = self._folder / f"{hashlib.sha256(''.join(sorted(self._new)).encode()).hexdigest()[:32]}.safetensors"
+        named = {f"{key}.{name}": tensor for key, tensors in self._new.items() for name, tensor in tensors.items()}
+        self._folder.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, save(named))
+        self._file_of |= dict.fromkeys(self._new, path)
+        self._new = {}

@@ -14,8 +14,9 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageOps
 
+from prefgrpo.config.schema import SamplingConfig
 from prefgrpo.data.media import Media
-from prefgrpo.data.prompts import Prompt
+from prefgrpo.data.prompts import Prompt, read_source
 
 KEPT = 256
 _WORKERS = ThreadPoolExecutor(4, "sources")
@@ -43,6 +44,14 @@ class Sources:
         return tuple(Media(np.asarray(image)) for image in self.images())
 
 
+NONE = Sources()
+
+
+def sources_of(prompt: Prompt, sizes: SamplingConfig) -> Sources:
+    """A prompt's source images at the output size."""
+    return Sources(prompt.source, sizes.height, sizes.width) if prompt.source else NONE
+
+
 def prefetch(sources: Iterable[Sources]) -> None:
     """Start to read images that will be needed soon; does not wait."""
     for one in sources:
@@ -57,5 +66,4 @@ def _reading(sources: Sources) -> Future[tuple[Image.Image, ...]]:
 
 def _read(sources: Sources) -> tuple[Image.Image, ...]:
     size = (sources.width, sources.height)
-    images = Prompt(0, "", source=sources.files).images()
-    return tuple(ImageOps.fit(image, size, Image.Resampling.LANCZOS) for image in images)
+    return tuple(ImageOps.fit(read_source(file), size, Image.Resampling.LANCZOS) for file in sources.files)

@@ -12,7 +12,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from prefgrpo.config.loading import from_dict
+from prefgrpo.config.loading import from_dict, recipe_values
 from prefgrpo.config.recipe import ConfigError, merge
 from prefgrpo.config.schema import Config, JudgeConfig
 from prefgrpo.data.atomic import write_atomic
@@ -21,10 +21,7 @@ from prefgrpo.models import family_of
 from prefgrpo.models.folder import ModelError
 from prefgrpo.rewards import PYTHON, REWARDS
 from prefgrpo.rewards.base import Reward
-from prefgrpo.rewards.pairwise import VlmPairwise
 
-SECTIONS = ("data", "eval", "judge", "advantage", "train")
-"""Sections that the arguments of `Trainer` set values in."""
 Prompts = str | Path | Sequence[str | Mapping[str, Any]]
 """A prompt file, or the prompts themselves: texts, or mappings from column names to values."""
 
@@ -41,7 +38,7 @@ class PairwiseJudge:
         template, plan, verdict, rate."""
         endpoints = [str(judge)] if isinstance(judge, str | Path) else list(judge)
         server = all("://" in endpoint for endpoint in endpoints)
-        where = {"backend": "http", "endpoints": endpoints} if server else {"backend": "local", "model": str(judge)}
+        where = {"endpoints": endpoints} if server else {"endpoints": [], "model": str(judge)}
         named = {f.name for f in fields(JudgeConfig)}
         self.judge: dict[str, Any] = where | {key: value for key, value in options.items() if key in named}
         self.options = {key: value for key, value in options.items() if key not in named}
@@ -61,25 +58,21 @@ def run_config(
     overrides: Mapping[str, Any],
 ) -> tuple[Config, dict[str, Any]]:
     """(configuration, name → function or reward object) for the arguments of `Trainer`; train: those that are fields of
-    the section `train`, None if not given. Raises ConfigError with every mistake.
+    the section `train`, None if not set. A model folder's own values (prefgrpo.yaml) are the defaults.
+    Raises ConfigError with every mistake.
     """
-    values = _plain(overrides)
     objects, listed = _rewards(rewards)
-    given: dict[str, Any] = {"train": {key: _plain(value) for key, value in train.items() if value is not None}}
-    eval_prompts = _plain(eval_prompts)
-    output = str(values.get("output", Config.output))
-    files = dict[Path, str]()
+    arguments: dict[str, Any] = {"train": {key: value for key, value in train.items() if value is not None}}
+    output = Path(overrides.get("output", Config.output))
     if model:
-        given["model"] = str(model)
+        arguments["model"] = str(model)
     if train_prompts is not None:
-        given["data"] = {"prompts": _prompts_file("train_prompts", train_prompts, output, files)}
+        arguments["data"] = {"prompts": _prompts_file("train_prompts", train_prompts, output)}
     if isinstance(eval_prompts, float | int):
-        given["eval"] = {"prompts": "", "final_prompts": "", "holdout": eval_prompts}
+        arguments["eval"] = {"prompts": "", "final_prompts": "", "holdout": eval_prompts}
     elif eval_prompts is not None:
-        given["eval"] = {"prompts": _prompts_file("eval_prompts", eval_prompts, output, files)}
-    if wrong := [key for key in SECTIONS if not isinstance(values.get(key, {}), Mapping)]:
-        raise ConfigError([f"{key}: expected a mapping of its fields, got {values[key]!r}" for key in wrong])
-    values = merge(values, given)
+        arguments["eval"] = {"prompts": _prompts_file("eval_prompts", eval_prompts, output)}
+    values = merge(recipe_values(None, str(model)), merge(dict(overrides), arguments))
     if rewards is not None:
         values["rewards"] = listed
     if values.get("model") and "family" not in values:
@@ -87,45 +80,28 @@ def run_config(
             values["family"] = family_of(str(values["model"]))
         except ModelError as error:
             raise ConfigError([f"model: {error}"]) from error
-    config = from_dict(values)
-    for file, text in files.items():
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(file, text)
-    return config, objects
+    return from_dict(values), objects
 
 
-def _plain(value: Any) -> Any:
-    """The value with NumPy's and torch's scalars converted to Python numbers."""
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    return value.item() if getattr(value, "shape", None) == () else value
-
-
-def _prompts_file(argument: str, prompts: Prompts, output: str, files: dict[Path, str]) -> str:
-    """The prompt file; a list is added to `files`, under a name derived from its content so that runs can resume."""
+def _prompts_file(argument: str, prompts: Prompts, output: Path) -> str:
+    """The prompt file; a list is written to one, whose name follows from its content so that runs can resume."""
     if isinstance(prompts, str | Path):
         return str(prompts)
-    if isinstance(prompts, Mapping) or not hasattr(prompts, "__len__"):
-        raise ConfigError([f"{argument}: expected a file or a list of prompts, got {prompts!r}"])
-    if not len(prompts):
+    if not prompts:
         raise ConfigError([f"{argument}: expected at least one prompt, got none"])
     rows = []
     for prompt in prompts:
-        if not isinstance(prompt, str | Mapping):
-            raise ConfigError([f"{argument}: expected texts, or mappings with a 'prompt', got {prompt!r}"])
-        row = {"prompt": prompt} if isinstance(prompt, str) else _plain(prompt)
+        row: dict[str, Any] = {"prompt": prompt} if isinstance(prompt, str) else dict(prompt)
         for key in SOURCE:
-            if isinstance(value := row.get(key), str | Path):
-                row[key] = str(Path(value).absolute())
-            elif isinstance(value, Sequence):
-                row[key] = [str(Path(path).absolute()) for path in value]
-        try:
-            rows.append(json.dumps(row))
-        except TypeError as error:
-            raise ConfigError([f"{argument}: a column cannot be written as JSON ({error}): {row!r:.200}"]) from error
+            if isinstance(paths := row.get(key), str | Path):
+                row[key] = str(Path(paths).absolute())
+            elif isinstance(paths, Sequence):
+                row[key] = [str(Path(path).absolute()) for path in paths]
+        rows.append(json.dumps(row))
     text = "".join(row + "\n" for row in rows)
-    file = Path(output) / f"prompts-{hashlib.sha256(text.encode()).hexdigest()[:12]}.jsonl"
-    files[file] = text
+    file = output / f"prompts-{hashlib.sha256(text.encode()).hexdigest()[:12]}.jsonl"
+    output.mkdir(parents=True, exist_ok=True)
+    write_atomic(file, text)
     return str(file)
 
 
@@ -138,27 +114,23 @@ def _rewards(rewards: Any) -> tuple[dict[str, Any], Any]:
     several = rewards if isinstance(rewards, Sequence) else [rewards]
     weighed = rewards.items() if isinstance(rewards, Mapping) else [(reward, None) for reward in several]
     for reward, weight in weighed:
+        entry: dict[str, Any] | str
         if isinstance(reward, Mapping):
             entry = dict(reward)
-        elif isinstance(reward, str) and weight is None:
-            listed.append(reward)
-            continue
         elif isinstance(reward, str):
-            entry = {"name": reward}
+            entry = {"name": reward} if weight is not None else reward
         elif isinstance(reward, PairwiseJudge):
             entry = {"name": "vlm_pairwise", "options": reward.options, "judge": reward.judge}
-        elif isinstance(reward, VlmPairwise) and reward.judged:
-            raise ConfigError([f"rewards: expected PairwiseJudge(…) or a name, got {type(reward).__name__}"])
-        elif not callable(reward) and not isinstance(reward, Reward):
-            raise ConfigError([f"rewards: expected a name, a PairwiseJudge, a reward or a function, got {reward!r}"])
-        else:
+        elif callable(reward) or isinstance(reward, Reward):
             name = _name(reward)
             if name in objects:
                 raise ConfigError([f"rewards: {name} is given twice; give functions distinct names"])
             objects[name] = reward
             origin = reward if hasattr(reward, "__qualname__") else type(reward)
             entry = {"name": name, "options": {PYTHON: f"{origin.__module__}.{origin.__qualname__}"}}
-        listed.append(entry if weight is None else entry | {"weight": _plain(weight)})
+        else:
+            raise ConfigError([f"rewards: expected a name, a PairwiseJudge, a reward or a function, got {reward!r}"])
+        listed.append(entry if weight is None or isinstance(entry, str) else entry | {"weight": weight})
     return objects, listed
 
 
@@ -166,6 +138,6 @@ def _name(reward: Any) -> str:
     """The name of a function or reward object in specs and metrics."""
     if isinstance(reward, Reward):
         path = f"{type(reward).__module__.rpartition('.')[2]}:{type(reward).__qualname__}"
-        return next((name for name, known in REWARDS.items() if known == path), type(reward).__name__)
+        return next((name for name, registered in REWARDS.items() if registered == path), type(reward).__name__)
     name = str(getattr(reward, "__name__", type(reward).__name__))
     return name if name.isidentifier() else "function"

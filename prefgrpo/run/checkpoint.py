@@ -58,9 +58,8 @@ class Checkpoints:
         self.world = world
         self._group: dist.ProcessGroup | None = None
         """For the writing threads, whose messages must not mix with those of the step."""
-        self._path: Path | None = None
+        self._writing: tuple[Path, Future[Any]] | None = None
         """The checkpoint that is being written."""
-        self._future: Future[Any] | None = None
 
     def save(self, step: int, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
         """Copy the tensors, then write them in another thread; waits for the previous save first.
@@ -68,7 +67,7 @@ class Checkpoints:
         Plain tensors must be equal on all ranks. An existing checkpoint is left unchanged, because the state after a
         step is a function of the run and the step. Raises CheckpointError, on all ranks, if the previous save failed.
         """
-        self.wait()
+        self.finished(wait=True)
         final = self.run.checkpoint(step)
         if self.world.any(self.world.main and final.exists()):
             return
@@ -76,45 +75,38 @@ class Checkpoints:
             self._group = dist.new_group(backend="gloo", timeout=parallel.TIMEOUT)
         writer = _Writer(self.run, step, meta, self.keep)
         alone = self.world.size == 1
-        self._future = async_save(dict(tensors), storage_writer=writer, process_group=self._group, no_dist=alone)  # type: ignore[assignment]  # a Future, as the writer copies the tensors before it returns
-        self._path = final
+        future: Any = async_save(dict(tensors), storage_writer=writer, process_group=self._group, no_dist=alone)
+        self._writing = final, future  # a Future, as the writer copies the tensors before it returns
 
-    @property
-    def failed(self) -> bool:
-        """Whether the save in flight has failed on this rank, so that `wait` will raise; does not wait."""
-        return self._future is not None and self._future.done() and self._future.exception() is not None
-
-    def completed(self) -> Path | None:
-        """The folder of a save that has succeeded since the last call, or None; does not wait."""
-        if self._future is None or not self._future.done() or self._future.exception() is not None:
-            return None
-        path = self._path
-        self._path = None
-        self._future = None
-        return path
-
-    def wait(self) -> None:
-        """Wait until the save in flight, if there is one, has ended.
+    def finished(self, wait: bool = False) -> Path | None:
+        """The folder of a save that has succeeded since the last call; wait: for the save in flight, if there is one.
 
         Raises CheckpointError, on all ranks and with the same message, if a process could not write its part.
         """
-        if self._future is None or self._path is None:
-            return
+        failed = self._writing is not None and self._writing[1].done() and self._writing[1].exception() is not None
+        wait = self.world.any(wait or failed)
+        if self._writing is None or not (wait or self._writing[1].done()):
+            return None
+        path, future = self._writing
+        self._writing = None
         try:
-            self._future.result()
+            future.result()
         except CheckpointException as error:
-            path = self._path
-            self._path = None
-            self._future = None
             if self.world.main:
                 shutil.rmtree(_partial(path), ignore_errors=True)
-            causes = "; ".join(f"process {rank}: {cause}" for rank, (cause, _) in sorted(error.failures.items()))
-            raise CheckpointError(f"the checkpoint {path.name} cannot be written: {causes}") from error
+            raise CheckpointError(f"the checkpoint {path.name} cannot be written: {_causes(error)}") from error
+        return path
 
     def close(self) -> None:
         """Let the save in flight end, whatever becomes of it: the process must not exit in the middle of it."""
-        if self._future is not None:
-            self._future.exception()
+        if self._writing is not None:
+            self._writing[1].exception()
+
+
+def _causes(error: CheckpointException) -> str:
+    return "; ".join(
+        f"process {rank}: {str(cause) or repr(cause)}" for rank, (cause, _) in sorted(error.failures.items())
+    )
 
 
 class _Writer(FileSystemWriter):
@@ -160,22 +152,18 @@ def read(path: Path, tensors: dict[str, Tensor], world: World) -> dict[str, Any]
     Raises CheckpointError, on all ranks, if a file is missing or has another size than when it was saved, or if the
     checkpoint has other names or shapes.
     """
-    checked: dict[str, Any] | CheckpointError | None = None
-    if world.main:  # not every process: they would ask the file system for the size of every other one's file
-        try:
-            checked = read_meta(path)
-            _check_names(path, tensors)
-        except CheckpointError as error:
-            checked = error
-    meta = world.all_gather_object(checked)[0]
-    if not isinstance(meta, dict):
-        assert meta is not None
-        raise meta
+
+    def check() -> dict[str, Any]:
+        meta = read_meta(path)
+        _check_names(path, tensors)
+        return meta
+
+    checked = world.on_main(check, CheckpointError)  # others would ask the file system for the same sizes
+    meta: dict[str, Any] = world.all_gather_object(checked)[0] or {}
     try:
         load(dict(tensors), storage_reader=FileSystemReader(path), no_dist=world.size == 1)
     except CheckpointException as error:
-        causes = "; ".join(f"process {rank}: {cause!r}" for rank, (cause, _) in sorted(error.failures.items()))
-        raise CheckpointError(f"{path} is damaged: {causes}; {_advice(path)}") from error
+        raise CheckpointError(f"{path} is damaged: {_causes(error)}; {_advice(path)}") from error
     return meta
 
 
@@ -226,9 +214,18 @@ def claim(run: RunFolder, resume: bool) -> int:
     _check_content(run, resume)
     try:
         run.root.mkdir(parents=True, exist_ok=True)
-        handle = lock(run.root)
+        handle = os.open(run.root / ".lock", os.O_RDWR | os.O_CREAT)
     except OSError as error:
         raise CheckpointError(f"{run.root} cannot be created or written: {error}; choose another --output") from error
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(handle)
+        raise CheckpointError(
+            f"{run.root} is in use by another process; wait for it, or choose another name"
+        ) from error
+    except OSError as error:
+        print(f"{run.root} cannot be locked ({error}); do not start a second run in it")
     _check_content(run, resume)  # again: another run may have started in between
     for leftover in (p for folder in (run.root, run.checkpoints, run.eval, run.groups) for p in folder.glob(".*.*")):
         if re.fullmatch(rf"\..+\.(\d+|{PARTIAL})", leftover.name):  # what a killed process was writing
@@ -242,28 +239,10 @@ def _check_content(run: RunFolder, resume: bool) -> None:
         raise CheckpointError(f"{folder} is a file; expected a folder for the run, choose another name")
     content = sorted(p.name for p in folder.iterdir() if p.name[:1] != ".") if folder.is_dir() else []
     if content and not resume:
-        shown = ", ".join(content[:4]) + (" …" if len(content) > 4 else "")
+        listed = ", ".join(content[:4]) + (" …" if len(content) > 4 else "")
         raise CheckpointError(
-            f"{folder} contains another run ({shown}); nothing was changed. Resume it (--resume, or resume=True in "
+            f"{folder} contains another run ({listed}); nothing was changed. Resume it (--resume, or resume=True in "
             f"Python), or choose another name"
         )
     if content and not run.config.is_file():
         raise CheckpointError(f"{folder} is not a run of prefgrpo (no config.yaml in it); choose another name")
-
-
-def lock(folder: Path) -> int:
-    """Lock a run folder until the returned descriptor is closed or the process ends.
-
-    Raises CheckpointError if another process holds the lock. If the file system has no locks, only prints a warning.
-    """
-    handle = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(handle)
-        raise CheckpointError(
-            f"{folder} is in use by another process; wait for it, or choose another folder"
-        ) from error
-    except OSError as error:
-        print(f"{folder} cannot be locked ({error}); do not start a second run in it")
-    return handle

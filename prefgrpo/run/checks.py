@@ -1,33 +1,34 @@
 """What a run refuses before its first step, beyond what the sections of the configuration check themselves.
 
-`config_errors` needs no model; `check_context` needs the loaded one, `check_same_run` the folder of a resumed run.
+`config_errors` needs no model, `check_same_run` the folder of a resumed run, `check_goes_on` its checkpoint.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from prefgrpo.config.loading import differences, load
 from prefgrpo.config.recipe import ConfigError
 from prefgrpo.config.schema import Config
-from prefgrpo.data.prompts import Prompt
-from prefgrpo.models.base import Adapter
+from prefgrpo.models import family
+from prefgrpo.models.folder import ModelError, is_hub_id
 from prefgrpo.objectives import objective
-from prefgrpo.objectives.base import Objective
-from prefgrpo.parallel.context import context_errors
-from prefgrpo.parallel.world import World
-from prefgrpo.rewards import PYTHON, get_python_rewards
-from prefgrpo.rollout.sampling import all_sizes, eval_sampling
+from prefgrpo.objectives.base import GroupObjective, Objective
+from prefgrpo.rewards import PYTHON, get_python_rewards, load_class
+from prefgrpo.rewards.pairwise import VlmPairwise
 from prefgrpo.run import judging, trackers
 from prefgrpo.run.checkpoint import CheckpointError
+from prefgrpo.run.loading import unsupported
 from prefgrpo.run.run_folder import RunFolder
 
 MAY_CHANGE = (
-    "output", "name", "device", "trackers", "data.cache", "memory.offload",
-    "train.steps", "train.lr", "train.max_grad_norm",
+    "output", "name", "trackers", "data.cache", "offload",
+    "train.steps", "train.lr", "train.lr_scheduler", "train.lr_decay_share", "train.max_grad_norm",
     "train.gradient_checkpointing", "checkpoint.every", "checkpoint.keep",
     "judge.endpoints", "judge.api_key_env", "judge.concurrency", "judge.timeout_s", "judge.deadline_s",
-    "judge.max_missing", "judge.strict", "judge.log", "parallel.shard", "parallel.ulysses", "parallel.ring",
+    "judge.max_missing", "judge.strict", "parallel.shard", "parallel.ulysses", "parallel.ring",
 )  # fmt: skip
 """Fields that may differ in a resumed run: where and how it runs, and options that help after a stop."""
 MAY_CHANGE_IN_OPTIONS = (
@@ -37,7 +38,7 @@ MAY_CHANGE_IN_OPTIONS = (
 
 
 def config_errors(config: Config) -> list[str]:
-    """Errors that can be found without loading the model: files, rewards, judge, objective, number of updates."""
+    """Errors that can be found without loading the model: family, files, rewards, judge, objective, updates."""
     r = config.rollout
     e = config.eval
     of_python = [entry for entry in config.rewards if PYTHON in entry.options]
@@ -45,8 +46,9 @@ def config_errors(config: Config) -> list[str]:
         origin = ", ".join(f"{entry.name} is {entry.options[PYTHON]}" for entry in absent)
         advice = "resume it there, with prefgrpo.Trainer(…, resume=True)"
         return [f"rewards: {origin}, which exists only in the Python program that started the run; {advice}"]
-    problems = judging.config_errors(config)
+    problems = _model_errors(config) + judging.config_errors(config)
     problems += [] if problems else _objective_errors(config)
+    problems += unsupported(config)
     problems += trackers.config_errors(config)
     files = {"data.prompts": config.data.prompts, "eval.prompts": e.prompts, "eval.final_prompts": e.final_prompts}
     problems += [f"{field}: prompts file not found: {f}" for field, f in files.items() if f and not Path(f).is_file()]
@@ -54,6 +56,19 @@ def config_errors(config: Config) -> list[str]:
         problem = f"expected at most one update per sample, got {config.train.updates_per_rollout} updates"
         problems.append(f"train.updates_per_rollout: {problem} of {samples} samples per step")
     return problems
+
+
+def _model_errors(config: Config) -> list[str]:
+    """Whether a local folder is a model of the family; the hub is not asked."""
+    if is_hub_id(config.model):
+        return []
+    try:
+        family(config.family).find(config.model)
+    except ModelError as error:
+        return [f"model: {error}"]
+    except ValueError:
+        return []  # an unknown family is reported by its name
+    return []
 
 
 def _objective_errors(config: Config) -> list[str]:
@@ -67,13 +82,15 @@ def _objective_errors(config: Config) -> list[str]:
     r = config.rollout
     wrong = [f"train.objective_options.{e}" for e in goal.option_errors(config.rollout.group_size)]
     slices = config.train.update_slices == "members" and config.train.updates_per_rollout > 1
-    if goal.whole_groups and (slices or config.train.updates_per_rollout > r.prompts_per_step):
+    if isinstance(goal, GroupObjective) and (slices or config.train.updates_per_rollout > r.prompts_per_step):
         problem = f"{config.train.objective} compares the members of a group: expected update_slices: prompts"
         wrong.append(
             f"train.updates_per_rollout: {problem} and at most rollout.prompts_per_step = {r.prompts_per_step}, got "
             f"{config.train.updates_per_rollout} with {config.train.update_slices}"
         )
-    if goal.needs_comparisons and not judging.trains_on_pairs(config):
+    trained = [entry for entry in config.rewards if entry.weight > 0]
+    pairwise = ["url" in entry.options or issubclass(load_class(entry.name), VlmPairwise) for entry in trained]
+    if goal.needs_comparisons and not any(pairwise):
         wanted = f"{config.train.objective} trains on comparisons: expected a pairwise reward, such as vlm_pairwise"
         names = ", ".join(entry.name for entry in config.rewards)
         wrong.append(f"rewards: {wanted}, with a weight above 0, got {names}")
@@ -103,23 +120,6 @@ def _reuse_obstacles(config: Config, goal: Objective) -> list[str]:
     return [reason for reason, there in obstacles.items() if there]
 
 
-def check_context(config: Config, world: World, adapter: Adapter, prompts: list[Prompt]) -> None:
-    """Raise ConfigError for sizes whose tokens cannot be divided over the context-parallel processes."""
-    if world.layout.context == 1:
-        return
-    sizes = {"rollout.height/width/frames": config.rollout}
-    if config.data.own_sizes:
-        found = all_sizes(prompts, config.rollout, True)
-        sizes = {f"data.own_sizes: a prompt of {s.height}×{s.width}": s for s in found}
-    if eval_sampling(config) not in sizes.values():
-        sizes["eval.height/width/frames"] = eval_sampling(config)
-    length = config.data.max_length
-    layout = world.layout
-    problems = [text for name, s in sizes.items() for text in context_errors(adapter, s, length, layout, name)]
-    if problems:
-        raise ConfigError(list(dict.fromkeys(problems)))
-
-
 def check_same_run(config: Config, folder: RunFolder) -> None:
     """Raise CheckpointError if the folder's run differs in a field that a resumed run may not change."""
     changed = differences(load(folder.config), config) if folder.config.is_file() else {}
@@ -133,3 +133,15 @@ def check_same_run(config: Config, folder: RunFolder) -> None:
             f"{folder.root} was started with another configuration ({'; '.join(fixed)}); resume with the old values, "
             f"or choose another name"
         )
+
+
+def check_goes_on(config: Config, folder: RunFolder, meta: Mapping[str, Any], prompts: str) -> None:
+    """Raise CheckpointError if a run cannot go on from a checkpoint with this `meta`. prompts: their fingerprint."""
+    if meta["prompts"] != prompts:
+        raise CheckpointError(
+            f"{config.data.prompts} has different prompts than when {folder.root} was started; "
+            "resume with the old file, or choose another name"
+        )
+    if meta["step"] > config.train.steps:
+        done = f"{folder.root} has done {meta['step']} steps: expected train.steps of at least that"
+        raise CheckpointError(f"{done}, got {config.train.steps}; to use an earlier state, give a checkpoint")

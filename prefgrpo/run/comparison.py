@@ -9,137 +9,119 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from prefgrpo.parallel.world import World
-
 MIN_PROMPTS = 30
 """Below this number of prompts, a result is called inconclusive."""
+ORDERS = ("_first", "_second")
 Row = dict[str, float]
-"""A pair's measures; NaN where one is missing: of reward r `r` (now), `r_before` and `win_r` (1, a tie ½, 0); of
-judge j `win_j`, `win_j_first` and `win_j_second`, by the order in which the image of the policy was shown."""
+"""A pair's measures; NaN where one is missing: of reward r `r` (now), `r_before` and `win_r` (1, a tie ½, 0); of the
+judge `win_judge`, `win_judge_first` and `win_judge_second`, by the order in which the policy's image was shown."""
 
 
-@dataclass(frozen=True)
-class Value:
-    """A mean over images."""
+class Mean(NamedTuple):
+    """The mean of the values that there are, NaN if there is none, and the share that is missing."""
 
-    mean: float
-    """Over those that have a value; NaN if none has one."""
+    value: float
     missing: float
-    """Share of images that have none."""
-
-    @classmethod
-    def of(cls, values: NDArray[np.float64]) -> Value:
-        """The mean of [n] values, NaN where missing."""
-        lost = np.isnan(values)
-        return cls(float(values[~lost].mean()) if not lost.all() else math.nan, float(lost.mean()))
-
-    def metrics(self, key: str) -> dict[str, float]:
-        """Under `key`, with the missing share if there is one."""
-        return {key: self.mean} | ({f"{key}_missing": self.missing} if self.missing else {})
 
 
 @dataclass(frozen=True)
 class WinRate:
-    """How often the policy's images beat the other one's."""
+    """How often the policy's images beat the other ones; NaN without any verdict."""
 
-    rate: Value
+    rate: float
+    missing: float
+    """Share of images without a verdict."""
     low: float
-    """Lower end of the 95 % interval; NaN without any verdict."""
+    """Lower end of the 95 % interval."""
     high: float
     prompts: int
     """Number of prompts with a verdict."""
-    first: Value | None = None
+    first: float | None = None
     """The rate where the policy's image was shown first; None if the two orders are not distinguished."""
-    second: Value | None = None
+    second: float | None = None
 
     @property
     def verdict(self) -> str:
         """Interpretation of the interval."""
         return verdict(self.low, self.high, self.prompts)
 
-    def metrics(self, key: str) -> dict[str, float]:
-        """Rate, interval, and details that there are."""
-        out = self.rate.metrics(key)
+    def __str__(self) -> str:
+        text = f"{self.rate:.3f}"
         if self.prompts:
-            out |= {f"{key}_prompts": float(self.prompts)} if self.rate.missing else {}
-            out |= {f"{key}_low": self.low, f"{key}_high": self.high}
-        for end, value in (("first", self.first), ("second", self.second)):
-            out |= {} if value is None else value.metrics(f"{key}_{end}")
-        return out
-
-
-@dataclass(frozen=True)
-class Mean:
-    """A reward's mean on the images of the policy and of the other one."""
-
-    now: Value
-    before: Value
-
-    def metrics(self, key: str) -> dict[str, float]:
-        """Both means."""
-        return self.now.metrics(key) | self.before.metrics(f"{key}_before")
+            text += f" [{self.low:.3f}, {self.high:.3f}]"
+        if self.first is not None and self.second is not None:
+            text += f" (orders {self.first:.3f} / {self.second:.3f})"
+        return text + (f" ({self.missing:.1%} missing)" if self.missing else "")
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """All measures on one set of prompts, by judge or reward; a judge's names are judge, judge2 …"""
+    """All measures on one set of prompts."""
 
     name: str
     """The set: dev or test."""
-    win_rates: dict[str, WinRate]
     means: dict[str, Mean]
+    """Of every measure of `Row`."""
+    win_rates: dict[str, WinRate]
+    """By reward; that of the judge is called judge."""
+
+    @property
+    def rewards(self) -> dict[str, tuple[Mean, Mean]]:
+        """Means of the rewards' values: now, and before."""
+        names = [name for name in self.means if f"{name}_before" in self.means]
+        return {name: (self.means[name], self.means[f"{name}_before"]) for name in names}
+
+    @property
+    def win_rate(self) -> float | None:
+        """The win rate by the judge, or else by the first reward."""
+        by = self.win_rates.get("judge") or next(iter(self.win_rates.values()), None)
+        return by.rate if by else None
 
     def metrics(self) -> dict[str, float]:
         """The row of metrics.jsonl."""
         out: dict[str, float] = {}
         for name, mean in self.means.items():
-            out |= mean.metrics(f"{self.name}/{name}")
+            out[f"{self.name}/{name}"] = mean.value
+            if mean.missing:
+                out[f"{self.name}/{name}_missing"] = mean.missing
         for name, win in self.win_rates.items():
-            out |= win.metrics(f"{self.name}/win_{name}")
+            key = f"{self.name}/win_{name}"
+            if win.prompts:
+                out |= {f"{key}_low": win.low, f"{key}_high": win.high}
+            if win.prompts and win.missing:
+                out[f"{key}_prompts"] = float(win.prompts)
         return out
 
     def line(self, step: int) -> str:
         """The summary line: means now (and before), win rates with their intervals."""
-        parts = [f"{name} {m.before.mean:.3f} → {m.now.mean:.3f}" for name, m in self.means.items()]
-        for name, win in self.win_rates.items():
-            interval = f" [{win.low:.3f}, {win.high:.3f}]" if win.prompts else ""
-            orders = ""
-            if win.first is not None and win.second is not None:
-                orders = f" (orders {win.first.mean:.3f} / {win.second.mean:.3f})"
-            missing = f" ({win.rate.missing:.1%} missing)" if win.rate.missing else ""
-            parts.append(f"win rate by {name} {win.rate.mean:.3f}{interval}{orders}{missing}")
+        parts = [f"{name} {before.value:.3f} → {now.value:.3f}" for name, (now, before) in self.rewards.items()]
+        parts += [f"win rate by {name} {win}" for name, win in self.win_rates.items()]
         return f"eval at step {step}, {self.name}: " + ", ".join(parts)
 
 
-def over_ranks(world: World, name: str, group: NDArray[np.int64], table: Sequence[Row]) -> Comparison:
-    """The comparison on the set `name` from the rows of all ranks. group: prompt index per local row."""
-    prompts, rows = zip(*world.gather_items(zip(group.tolist(), table, strict=False)), strict=True)
-    return compared(name, np.array(prompts), rows)
-
-
-def compared(name: str, group: NDArray[np.int64], rows: Sequence[Row]) -> Comparison:
-    """The comparison from one row per pair of images; group: prompt index per row."""
+def compared(name: str, group: Sequence[int], rows: Sequence[Row]) -> Comparison:
+    """The comparison on the set `name` from one row per pair of images; group: prompt index per row."""
     names = sorted({column for row in rows for column in row})
     columns = {column: np.array([row.get(column, np.nan) for row in rows]) for column in names}
-    wins = [c for c in columns if c.startswith("win_") and not c.endswith(("_first", "_second"))]
-    return Comparison(
-        name,
-        {column.removeprefix("win_"): _win_rate(columns, column, group) for column in wins},
-        {c: Mean(Value.of(columns[c]), Value.of(columns[f"{c}_before"])) for c in columns if f"{c}_before" in columns},
-    )
+    means = {column: mean_of(values) for column, values in columns.items()}
+    win_rates: dict[str, WinRate] = {}
+    for column, values in columns.items():
+        if column.startswith("win_") and not column.endswith(ORDERS):
+            orders = [means[f"{column}{end}"].value for end in ORDERS if f"{column}{end}" in means]
+            low, high, prompts = interval(np.array(group), values)
+            win_rates[column.removeprefix("win_")] = WinRate(*means[column], low, high, prompts, *orders)
+    return Comparison(name, means, win_rates)
 
 
-def _win_rate(columns: dict[str, NDArray[np.float64]], column: str, group: NDArray[np.int64]) -> WinRate:
-    low, high, prompts = interval(group, columns[column])
-    first, second = (Value.of(columns[key]) if (key := f"{column}_{end}") in columns else None for end in ORDERS)
-    return WinRate(Value.of(columns[column]), low, high, prompts, first, second)
-
-
-ORDERS = ("first", "second")
+def mean_of(values: NDArray[np.float64]) -> Mean:
+    """The mean of the values that are not NaN."""
+    lost = np.isnan(values)
+    return Mean(float(values[~lost].mean()) if not lost.all() else math.nan, float(lost.mean()))
 
 
 def interval(group: NDArray[np.int64], values: NDArray[np.float64]) -> tuple[float, float, int]:

@@ -9,31 +9,28 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
-from torch import Tensor
 
-from prefgrpo.config.schema import Config
+from prefgrpo.config.schema import Config, SamplingConfig
 from prefgrpo.data.atomic import save_images, write_atomic
 from prefgrpo.data.prompts import Prompt
 from prefgrpo.models.base import Adapter
 from prefgrpo.parallel.world import World
-from prefgrpo.rewards.base import GroupScores, Sample
-from prefgrpo.rewards.scorer import Scorer
-from prefgrpo.rollout.embeddings import Embeddings, sources_of
-from prefgrpo.rollout.render import Images, preview, render, sample, to_uint8
-from prefgrpo.rollout.sampling import eval_sampling
+from prefgrpo.rewards.base import Sample, Score
+from prefgrpo.rewards.scorer import Scorer, StepScores
+from prefgrpo.rollout.embeddings import Embeddings
+from prefgrpo.rollout.render import Images, preview, render, sample
+from prefgrpo.rollout.sampling import Schedules
+from prefgrpo.rollout.sources import sources_of
 from prefgrpo.run.checkpoint import CheckpointError
-from prefgrpo.run.comparison import Comparison, Row, over_ranks
+from prefgrpo.run.comparison import ORDERS, Comparison, Row, compared
+from prefgrpo.run.judging import judge_of
 from prefgrpo.run.log import finite
-from prefgrpo.run.metrics import PARTS_OF_WINS
 from prefgrpo.run.run_folder import RunFolder
-from prefgrpo.sde.schedule import Schedule
 
 MAX_ANSWER_CHARS = 2000
 """Maximum number of stored characters of a judge's answer."""
@@ -41,6 +38,10 @@ IN_REPORT = 12
 """Images of an evaluation that the report shows."""
 FIRST_ID = 2**62
 """First sample id of evaluation noise, far from those of training."""
+Pair = tuple[Sample, Sample]
+"""Two samples of a prompt: of the policy, and of the one that it is compared with."""
+Answer = dict[str, Any]
+"""A judge's answer to a pair: judge, first ("after" or "before" the training), p_first, reason, raw."""
 
 
 @dataclass(frozen=True)
@@ -50,153 +51,107 @@ class EvalSet:
     name: str
     items: list[Prompt]
     """One entry per image: each prompt `samples_per_prompt` times."""
-    group: NDArray[np.int64]
+    group: list[int]
     """Prompt index of each image."""
     first_id: int
+    """Noise address of the first image; the next ones follow."""
 
 
-def make_eval_set(name: str, prompts: list[Prompt], samples: int, number: int) -> EvalSet:
-    """The `number`-th evaluation set, each prompt repeated `samples` times."""
-    items = [p for p in prompts for _ in range(samples)]
-    return EvalSet(name, items, np.repeat(np.arange(len(prompts)), samples), FIRST_ID + number * 2**40)
+def eval_sets(config: Config, sets: dict[str, list[Prompt]]) -> list[EvalSet]:
+    """The evaluation sets of a run: the first `eval.max_prompts` of each, with noise of their own."""
+    out = []
+    for number, (name, prompts) in enumerate(sets.items()):
+        chosen = prompts[: config.eval.max_prompts or None]
+        group = [k for k in range(len(chosen)) for _ in range(config.eval.samples_per_prompt)]
+        out.append(EvalSet(name, [chosen[k] for k in group], group, FIRST_ID + number * 2**40))
+    return out
 
 
+@dataclass
 class Evaluator:
     """Renders and compares one held-out set; every rank processes its share of the images."""
 
-    def __init__(
-        self,
-        eval_set: EvalSet,
-        config: Config,
-        adapter: Adapter,
-        schedule: Schedule,
-        embeddings: Embeddings,
-        scorers: dict[str, Scorer],
-        world: World,
-        folder: RunFolder,
-    ) -> None:
-        self.eval_set, self.config, self.adapter, self.schedule = eval_set, config, adapter, schedule
-        self.embeddings, self.scorers, self.world, self.folder = embeddings, scorers, world, folder
-        self.sizes = eval_sampling(config)
-        self.before: Images = np.zeros((0, 1, 1, 3), np.uint8)
-        """This rank's images of the initial policy."""
-        self.reasons = Counter[str]()
-        """Why values and verdicts of the last evaluation are missing, over all ranks, as in `StepScores.reasons`."""
+    eval_set: EvalSet
+    sizes: SamplingConfig
+    adapter: Adapter
+    schedules: Schedules
+    embeddings: Embeddings
+    scorer: Scorer
+    world: World
+    folder: RunFolder
+    before: list[Images] = field(default_factory=list)
+    """This rank's images of the initial policy."""
+    reasons: Counter[str] = field(default_factory=Counter)
+    """Why values and verdicts of the last evaluation are missing, over all ranks, as in `StepScores.reasons`."""
 
     def start(self, resumed: bool) -> None:
         """Get the initial policy's images: rendered and stored by a new run, loaded by a resumed one."""
-        name, mine = self.eval_set.name, self.local_indices()
+        name = self.eval_set.name
+        mine = share_of(self.world, len(self.eval_set.items))
+        files = [self.folder.initial_image(name, i) for i in mine]
         if resumed:
-            self.before = load_initial_images(self.folder, name, self.world.dp_size)[mine]
+            if lacking := [file for file in files if not file.is_file()]:
+                raise CheckpointError(f"{lacking[0]}, an image of the starting policy, is missing; choose another name")
+            self.before = [np.load(file, allow_pickle=False)["image"] for file in files]
             return
         self.before = self.render(mine)
         if self.world.is_dp_leader:
-            save_images(self.folder.initial_images(name, self.world.dp_index, self.world.dp_size), images=self.before)
+            self.folder.initial_image(name, 0).parent.mkdir(exist_ok=True)
+            for file, image in zip(files, self.before, strict=True):
+                save_images(file, image=image)
         if self.world.main:
-            shown = [self.eval_set.items[i] for i in self.report_indices()]
-            write_atomic(self.folder.prompts(name), json.dumps([item.text for item in shown]))
-            if any(item.source for item in shown):  # several of a prompt side by side
-                fitted = [sources_of(item, self.sizes).media() for item in shown]
+            in_report = [self.eval_set.items[i] for i in self.report_indices()]
+            write_atomic(self.folder.prompts(name), json.dumps([item.text for item in in_report]))
+            if any(item.source for item in in_report):  # several of a prompt side by side
+                fitted = [sources_of(item, self.sizes).media() for item in in_report]
                 rows = [np.concatenate([media.pixels for media in of_prompt], axis=1) for of_prompt in fitted]
                 save_images(self.folder.sources(name), sources=np.stack(rows))
 
     def run(self, step: int) -> Comparison:
         """Evaluate the policy after `step` steps, over all ranks, and store the report's images."""
-        index, eval_set = self.local_indices(), self.eval_set
+        index = share_of(self.world, len(self.eval_set.items))
         now = self.render(index)
-        images = zip(now, self.before, strict=True)
-        items = [eval_set.items[i] for i in index]
-        pairs = [tuple(sample(p, m, self.sizes) for m in both) for p, both in zip(items, images, strict=True)]
-        reasons = Counter[str]()
-        table, answers = compare(self.scorers, pairs if self.world.is_dp_leader else [], reasons)
-        self.reasons = sum(map(Counter, self.world.gather_items([reasons])), Counter[str]())
-        self._save_report_images(step, now)
-        self._save_outcomes(step, table, answers)
-        return over_ranks(self.world, eval_set.name, eval_set.group[index], table)
+        pairs: list[Pair] = []
+        for i, after, before in zip(index, now, self.before, strict=True):
+            prompt = self.eval_set.items[i]
+            pairs.append((sample(prompt, after, self.sizes), sample(prompt, before, self.sizes)))
+        rows, answers, reasons = compare(self.scorer, pairs if self.world.is_dp_leader else [])
+        self.reasons = sum(self.world.gather_items([reasons]), Counter[str]())
+        self._save_report_images(step, index, now)
+        self._save_outcomes(step, index, rows, answers)
+        return over_ranks(self.world, self.eval_set, index, rows)
 
-    @torch.no_grad()
-    def render(self, index: list[int]) -> Images:
-        """Images [n, H, W, 3], or clips [n, F, H, W, 3], of the current policy under the ODE rule.
-
-        With `World.equal_forwards` all processes must call this together; those with fewer images repeat one.
-        """
-        r = self.sizes
-        parts = list[Images]()
-        count = len(index)
-        mixed = len({len(item.source) for item in self.eval_set.items}) > 1  # a batch has one number of source images
-        size = 1 if mixed else r.batch_size
-        if self.world.equal_forwards:
-            most = int(self.world.gather(np.array([float(count)])).max())
-            index = index + [0] * (most - count)
-        for start in range(0, len(index), size):
-            chunk = index[start : start + size]
-            items = [self.eval_set.items[i] for i in chunk]
-            ids = self.ids(chunk)
-            made = render(self.adapter, self.schedule, self.embeddings, items, ids, r, self.config.seed, self.world)
-            parts.append(to_uint8(made))
-        frames = self.adapter.frames(r) or 1
-        shape = (*(frames,) * (frames > 1), r.height, r.width, 3)
-        return np.concatenate(parts)[:count] if parts else np.zeros((0, *shape), np.uint8)
-
-    def ids(self, index: list[int]) -> Tensor:
-        """Noise addresses of the given images, int64."""
-        return torch.tensor([self.eval_set.first_id + i for i in index], dtype=torch.int64, device=self.world.device)
-
-    def local_indices(self) -> list[int]:
-        """Indices of this rank's images."""
-        return share_of(self.world, len(self.eval_set.items))
+    def render(self, index: list[int]) -> list[Images]:
+        """Images [H, W, 3] or clips [F, H, W, 3] of the current policy under the ODE rule; called by all ranks."""
+        items = [(prompt, self.eval_set.first_id + i) for i, prompt in enumerate(self.eval_set.items)]
+        wanted = [items[i] for i in index]
+        made = render(self.adapter, self.schedules, self.embeddings, wanted, self.sizes, self.world, items[0])
+        of_position = dict(made)
+        return [of_position[k] for k in range(len(wanted))]
 
     def report_indices(self) -> list[int]:
         """Indices of the IN_REPORT images for the report, evenly spaced over the set, on whichever rank they are."""
         count = len(self.eval_set.items)
         return np.linspace(0, count - 1, min(IN_REPORT, count)).round().astype(int).tolist()
 
-    def _save_report_images(self, step: int, now: Images) -> None:
+    def _save_report_images(self, step: int, index: list[int], now: list[Images]) -> None:
         """Gather the report's images, before and now, and store them."""
-        wanted = set(self.report_indices())
-        rows = [k for k, i in enumerate(self.local_indices()) if i in wanted]
-        pairs = zip(preview(self.before[rows]), preview(now[rows]), strict=True) if rows else ()
-        if (shown := self.world.gather_items(pairs)) and self.world.main:
-            before, after = (np.stack([pair[k] for pair in shown]) for k in range(2))
+        rows = [k for k, i in enumerate(index) if i in self.report_indices()]
+        pairs = [(preview(self.before[k]), preview(now[k])) for k in rows]
+        if (gathered := self.world.gather_items(pairs)) and self.world.main:
+            before, after = (np.stack([pair[k] for pair in gathered]) for k in range(2))
             save_images(self.folder.report_images(self.eval_set.name, step), before=before, now=after)
 
-    def _save_outcomes(self, step: int, table: list[Row], answers: list[list[AnswerRow]]) -> None:
+    def _save_outcomes(self, step: int, index: list[int], rows: list[Row], answers: list[list[Answer]]) -> None:
         """Store the wins of every image, and the judge's answers for the images in the report."""
-        shown, mine = set(self.report_indices()), list[dict[str, Any]]()
-        for i, row, own in zip(self.local_indices(), table, answers, strict=False):
-            wins = {n[4:]: v for n, v in row.items() if n.startswith("win_") and not n.endswith(PARTS_OF_WINS)}
-            outcome = {"prompt": int(self.eval_set.group[i]), "wins": finite(wins)}
-            mine.append(outcome | ({"answers": own} if i in shown else {}))
+        in_report = self.report_indices()
+        mine = list[dict[str, Any]]()
+        for i, row, of_pair in zip(index, rows, answers, strict=False):
+            wins = {n[4:]: v for n, v in row.items() if n.startswith("win_") and not n.endswith(ORDERS)}
+            outcome = {"prompt": self.eval_set.group[i], "wins": finite(wins)}
+            mine.append(outcome | ({"answers": of_pair} if i in in_report else {}))
         if (every := self.world.gather_items(mine)) and self.world.main:
             write_atomic(self.folder.outcomes(self.eval_set.name, step), json.dumps(every))
-
-
-AnswerRow = dict[str, Any]
-"""A judge's answer to a pair: judge, first ("after" or "before" the training), p_first, reason, raw."""
-
-
-def compare(
-    scorers: Mapping[str, Scorer], pairs: Sequence[tuple[Sample, ...]], reasons: Counter[str] | None = None
-) -> tuple[list[Row], list[list[AnswerRow]]]:
-    """(measures of all scorers, the judges' answers) for each pair (now, before); scorers of judges are named judge,
-    judge2 … `reasons` is increased by those for missing values and verdicts."""
-    table: list[Row] = [{} for _ in pairs]
-    answers: list[list[AnswerRow]] = [[] for _ in pairs]
-    for name, scorer in scorers.items() if pairs else ():
-        scorer.begin(0, range(len(pairs)))
-        for number, pair in enumerate(pairs):
-            for member, one in enumerate(pair):
-                scorer.add(number, member, one)
-        scores = scorer.finish()
-        if reasons is not None:
-            reasons.update(scores.reasons)
-        for reward, groups in scores.groups.items():
-            for row, own, group in zip(table, answers, groups, strict=True):
-                row.update(_measures(name, reward, group))
-                for c in group.comparisons:
-                    shown = {"judge": reward, "first": ("after", "before")[c.first], "p_first": c.verdict.first}
-                    own.append(shown | {"reason": c.verdict.reason, "raw": c.verdict.raw[:MAX_ANSWER_CHARS]})
-    return table, answers
 
 
 def share_of(world: World, count: int) -> list[int]:
@@ -205,15 +160,49 @@ def share_of(world: World, count: int) -> list[int]:
     return list(range(world.dp_index * each, min((world.dp_index + 1) * each, count)))
 
 
-def _measures(kind: str, reward: str, group: GroupScores) -> Row:
-    """Measures of one reward on a group (now, before): a judge's verdicts, or values and wins (1, tie ½, 0)."""
-    if kind.startswith("judge"):
-        first, second = group.mean_p_first(0, 1), group.mean_p_first(1, 0)
-        in_either = {f"win_{kind}_first": _win(first - 0.5), f"win_{kind}_second": _win(0.5 - second)}
-        return {f"win_{kind}": _win_rate(group)} | in_either
-    both = {reward: [math.nan if s.value is None else s.value for s in group.scores]}
-    for part in sorted({part for s in group.scores for part in s.parts}):
-        both[f"{reward}.{part}"] = [s.parts.get(part, math.nan) for s in group.scores]
+def over_ranks(world: World, eval_set: EvalSet, index: Sequence[int], rows: Sequence[Row]) -> Comparison:
+    """The comparison on a set from the rows of all ranks, each for the images `index`."""
+    mine = [(eval_set.group[i], row) for i, row in zip(index, rows, strict=False)]
+    groups, every = zip(*world.gather_items(mine), strict=True)
+    return compared(eval_set.name, groups, every)
+
+
+def compare(scorer: Scorer, pairs: Sequence[Pair]) -> tuple[list[Row], list[list[Answer]], Counter[str]]:
+    """(measures by all rewards and the judge's answers for each pair, reasons for missing values and verdicts)."""
+    scorer.begin(0, range(len(pairs)))
+    for number, pair in enumerate(pairs):
+        for member, one in enumerate(pair):
+            scorer.add(number, member, one)
+    scores = scorer.finish()
+    rows: list[Row] = [{} for _ in pairs]
+    answers: list[list[Answer]] = [[] for _ in pairs]
+    judge = judge_of(scorer.rewards)
+    for reward, groups in scores.scores.items():
+        for k, (row, both) in enumerate(zip(rows, groups, strict=True)):
+            row.update(_verdicts(scores, reward, k) if reward == judge else _values(reward, both))
+    for reward, of_pairs in scores.verdicts.items():
+        for of_pair, verdicts in zip(answers, of_pairs, strict=True):
+            for (first, _), v in verdicts.items():
+                about = {"judge": reward, "first": ("after", "before")[first], "p_first": v.first}
+                of_pair.append(about | {"reason": v.reason, "raw": v.raw[:MAX_ANSWER_CHARS]})
+    return rows, answers, Counter(scores.reasons)
+
+
+def _verdicts(scores: StepScores, judge: str, pair: int) -> Row:
+    """Measures of the judge on a pair."""
+    wins, counts = scores.games[judge][pair, :, 0, 1].tolist()
+    verdicts = scores.verdicts[judge][pair]
+    p = [verdicts[order].first if order in verdicts else None for order in ((0, 1), (1, 0))]
+    first, second = (math.nan if value is None else value for value in p)
+    rate = wins / counts if counts else math.nan
+    return {"win_judge": rate, "win_judge_first": _win(first - 0.5), "win_judge_second": _win(0.5 - second)}
+
+
+def _values(reward: str, scores: Sequence[Score]) -> Row:
+    """Measures of another reward, and of its parts, on a pair."""
+    both = {reward: [math.nan if s.value is None else s.value for s in scores]}
+    for part in sorted({part for s in scores for part in s.parts}):
+        both[f"{reward}.{part}"] = [s.parts.get(part, math.nan) for s in scores]
     row = {f"win_{reward}": _win(both[reward][0] - both[reward][1])}
     for name, (now, before) in both.items():
         row |= {name: now, f"{name}_before": before}
@@ -223,23 +212,3 @@ def _measures(kind: str, reward: str, group: GroupScores) -> Row:
 def _win(difference: float) -> float:
     """1, a tie ½ or 0 by the sign of a difference; NaN for NaN."""
     return float(np.sign(difference) + 1) / 2
-
-
-def _win_rate(group: GroupScores) -> float:
-    """Mean verdict that the first member beats the second; NaN without a verdict."""
-    if group.wins is None or group.counts is None or group.counts[0, 1] == 0:
-        return float("nan")
-    return float(group.wins[0, 1] / group.counts[0, 1])
-
-
-def load_initial_images(folder: RunFolder, name: str, size: int) -> Images:
-    """The initial policy's images of the whole set, as written by `size` ranks or else by another number of ranks.
-
-    Raises CheckpointError if any are missing.
-    """
-    by_size = folder.all_initial_images(name)
-    for files in sorted(by_size.values(), key=lambda files: len(files) != size):
-        if all(f.is_file() for f in files):
-            return np.concatenate([np.load(f, allow_pickle=False)["images"] for f in files])
-    lacking = f"lacks images of the starting policy ({name}_before_*.npz)"
-    raise CheckpointError(f"{folder.eval} {lacking}; choose another name")

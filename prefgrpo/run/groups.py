@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -16,29 +15,28 @@ MOST = 3
 """Groups stored per step."""
 
 
-def save_groups(file: Path, samples: Mapping[int, Mapping[int, Sample]], scores: StepScores) -> None:
+def save_groups(file: Path, scores: StepScores) -> None:
     """Store images, wins, counts, win rates, prompts and sources (side by side, as the model saw them) of judged groups
-    of one image size; nothing without judged groups. samples: group → member → sample."""
+    of one image size; nothing without judged groups."""
 
     def shapes(sample: Sample) -> list[tuple[int, ...]]:
         return [media.pixels.shape for media in (sample.media, *sample.source)]
 
     judged = [
-        ([members[m] for m in sorted(members)], group)
-        for groups in scores.groups.values()
-        for members, group in zip(samples.values(), groups, strict=True)
-        if group.wins is not None
+        ([members[m] for m in sorted(members)], (*scores.games[name][k], scores.values[name][k]))
+        for name in scores.games
+        for k, members in enumerate(scores.samples.values())
     ]
-    alike = [(members, group) for members, group in judged if shapes(members[0]) == shapes(judged[0][0][0])][:MOST]
+    alike = [(members, tables) for members, tables in judged if shapes(members[0]) == shapes(judged[0][0][0])][:MOST]
     if not alike:
         return
     sources = [np.concatenate([s.pixels for s in m[0].source], axis=1) for m, _ in alike if m[0].source]
     save_images(
         file,
-        images=np.stack([stills(np.stack([s.media.pixels for s in members])) for members, _ in alike]),
-        wins=np.stack([np.asarray(group.wins) for _, group in alike]),
-        counts=np.stack([np.asarray(group.counts) for _, group in alike]),
-        rates=np.array([[np.nan if s.value is None else s.value for s in group.scores] for _, group in alike]),
+        images=np.stack([np.stack([stills(s.media.pixels) for s in members]) for members, _ in alike]),
+        wins=np.stack([wins for _, (wins, _, _) in alike]),
+        counts=np.stack([counts for _, (_, counts, _) in alike]),
+        rates=np.stack([rates for _, (_, _, rates) in alike]),
         prompts=np.array([members[0].prompt for members, _ in alike]),
         **({"sources": np.stack(sources)} if sources else {}),
     )

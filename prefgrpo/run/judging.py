@@ -6,9 +6,8 @@ before the model loads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,52 +19,52 @@ from prefgrpo.config.rewards import RewardEntry
 from prefgrpo.config.schema import COMBINE, Config, JudgeConfig
 from prefgrpo.data.media import Media
 from prefgrpo.data.prompts import Prompt
-from prefgrpo.judge.information import ask_known_answers, is_pairwise
+from prefgrpo.judge.known_answers import ask_known_answers, is_pairwise, plain
 from prefgrpo.judge.plans import get_plan
 from prefgrpo.judge.template import load_template
 from prefgrpo.judge.verdict import JudgeError, PairJudge
 from prefgrpo.models import family
 from prefgrpo.parallel.world import World
 from prefgrpo.rewards import build, check_name, factory, load_class
-from prefgrpo.rewards.base import GroupwiseReward, PointwiseReward, Reward
-from prefgrpo.rewards.functions import FunctionPairwise
+from prefgrpo.rewards.base import PointwiseReward, Reward, Sample
+from prefgrpo.rewards.functions import FunctionPairwise, FunctionReward, failure
 from prefgrpo.rewards.pairwise import VlmPairwise
 from prefgrpo.rewards.scorer import Scorer
-from prefgrpo.run.advantage import load_function
 from prefgrpo.run.metrics import taken_name
+from prefgrpo.run.targets import load_function
 
 FRAMES = 8
 """Frames of a clip that a judge sees (judge.body.FRAMES, whose module needs aiohttp)."""
-CALIBRATION_PAIRS = 8
-"""Random pairs judged in both orders at the start, to measure the judge's position bias."""
 
 
 def config_errors(config: Config) -> list[str]:
     """Mistakes in the rewards, their options and judges, and in how they are combined."""
     wrong: list[str] = []
-
-    def tried(field: str, check: Callable[[], object]) -> None:
-        try:
-            check()
-        except ConfigError as error:
-            wrong.extend(error.mistakes)
-        except (ValueError, JudgeError) as error:
-            wrong.append(f"{field}: {error}")
-
     combine = config.advantage.combine
     if combine not in COMBINE:
-        tried("advantage.combine", partial(load_function, combine))
+        try:
+            load_function(combine)
+        except ValueError as error:
+            wrong.append(f"advantage.combine: {error}")
     negative = [entry.name for entry in config.rewards if entry.weight < 0]
     if combine == "geometric_mean" and negative:
         wrong.append(f"advantage.combine: {combine} expects weights of at least 0, but not those of {negative}")
-    for field, entries in (("rewards", config.rewards), ("eval.rewards", config.measured)):
-        for entry in entries:
-            if field == "rewards" or entry not in config.rewards:
-                tried(field, partial(_check_entry, config, entry))
-    if not wrong and not any(entry.weight for entry in config.rewards):
-        wrong.append(
-            "rewards: expected a weight other than 0, got only 0; use eval.rewards for rewards that are only measured"
-        )
+    if not any(entry.weight for entry in config.rewards):
+        wrong.append("rewards: expected a weight other than 0; use eval.rewards for what is only measured")
+    only_measured = [entry for entry in config.measured if entry not in config.rewards]
+    return wrong + entry_errors(config, "rewards", config.rewards) + entry_errors(config, "eval.rewards", only_measured)
+
+
+def entry_errors(config: Config, field: str, entries: Iterable[RewardEntry]) -> list[str]:
+    """Why rewards cannot be built, found without building them."""
+    wrong: list[str] = []
+    for entry in entries:
+        try:
+            _check_entry(config, entry)
+        except ConfigError as error:
+            wrong += error.mistakes
+        except (ValueError, JudgeError) as error:
+            wrong.append(f"{field}: {error}")
     return wrong
 
 
@@ -74,14 +73,13 @@ def _check_entry(config: Config, entry: RewardEntry) -> None:
     check_name(entry.name)
     if why := taken_name(entry.name):
         raise ValueError(f"rename the reward {entry.name!r}: {why}")
-    kind = load_class(entry.name)
     asks = _asks_judge(entry)
     factory(entry.name, entry.options | ({"judge": None} if asks else {}))
     if not asks and entry.judge:
         raise ValueError(f"{entry.name} asks no judge: remove `judge` from its entry")
     if asks:
         judge_config(config, entry)
-    if asks and issubclass(kind, VlmPairwise):
+    if asks and issubclass(load_class(entry.name), VlmPairwise):
         load_template(_question(entry))
         get_plan(entry.options.get("plan", "both_orders"))
 
@@ -96,17 +94,10 @@ def _question(entry: RewardEntry) -> str:
     return str(entry.options.get("template") or load_class(entry.name).template or "compare")
 
 
-def trains_on_pairs(config: Config) -> bool:
-    """Whether a trained reward compares members of a group; a reward with a `url` is assumed to."""
-    trained = [entry for entry in config.rewards if entry.weight > 0]
-    return any("url" in entry.options or issubclass(load_class(entry.name), GroupwiseReward) for entry in trained)
-
-
 def judge_config(config: Config, entry: RewardEntry, world: World | None = None) -> JudgeConfig:
-    """The judge of a reward: the judge section, with the values of the entry's own `judge`.
+    """The judge of a reward: the judge section, with the values of the entry's own `judge`. Raises ConfigError.
 
-    With `world`, `concurrency` becomes this rank's share: a rank judges whole groups, so with fewer prompts per step
-    than ranks, only that many ranks share it and the others get 1. Raises ConfigError.
+    With `world`, `concurrency` becomes the share of one of the ranks that judge, each of which has whole groups.
     """
     try:
         judge = section(JudgeConfig, asdict(config.judge) | entry.judge, "judge")
@@ -114,61 +105,81 @@ def judge_config(config: Config, entry: RewardEntry, world: World | None = None)
         raise ConfigError([f"rewards.{entry.name}.{mistake}" for mistake in error.mistakes]) from error
     if world is None:
         return judge
-    return replace(judge, concurrency=world.share(judge.concurrency, config.rollout.prompts_per_step))
-
-
-def reward_options(config: Config, entry: RewardEntry, world: World) -> dict[str, Any]:
-    """The keyword arguments of a reward's class, with the configuration of its judge if it asks one."""
-    return entry.options | ({"judge": judge_config(config, entry, world)} if _asks_judge(entry) else {})
+    judging = min(world.dp_size, config.rollout.prompts_per_step)
+    return replace(judge, concurrency=max(judge.concurrency // judging, 1))
 
 
 class Rewards:
     """Builds rewards by name; each, and its judge, is built once."""
 
-    def __init__(self, config: Config, world: World) -> None:
+    def __init__(self, config: Config, world: World, media: Sequence[str] = ()) -> None:
+        """media: what is scored, image or video; default: what the run makes."""
         self.config = config
         self.world = world
+        self.media = media or ["video" if makes_clips(config) else "image"]
         self.notes: list[str] = []
         """What the checks of the judges found."""
         self._built: list[tuple[RewardEntry, Reward]] = []
         self._local: dict[tuple[str, str], PairJudge] = {}
 
-    def build(
-        self, field: str, entries: Iterable[RewardEntry], prompts: Sequence[Prompt], label: str = "judge"
-    ) -> dict[str, Reward]:
-        """The rewards of these entries by name. label: how notes call their judges.
+    def build(self, field: str, entries: Iterable[RewardEntry], prompts: Sequence[Prompt]) -> dict[str, Reward]:
+        """The rewards of these entries by name. field: where they are configured.
 
         Raises ConfigError if a new one cannot score these prompts, JudgeError if a judge cannot be used.
         """
         wanted = {entry.name: entry for entry in entries}
-        found = {entry.name: reward for entry, reward in self._built if wanted.get(entry.name) == entry}
-        absent = {name: entry for name, entry in wanted.items() if name not in found}
-        check_inputs(self.config, field, {name: load_class(name) for name in absent}, prompts)
-        options = {name: reward_options(self.config, entry, self.world) for name, entry in absent.items()}
-        for name, entry in absent.items():
-            if _asks_judge(entry) and issubclass(load_class(name), VlmPairwise):
-                options[name]["judge"] = self._open(label, entry, options[name]["judge"], prompts)
-        made = build({name: entry.weight for name, entry in absent.items()}, options) if absent else {}
-        check_inputs(self.config, field, made, prompts)
-        self._built += [(absent[name], reward) for name, reward in made.items()]
-        return {name: found[name] if name in found else made[name] for name in wanted}
+        rewards = {entry.name: reward for entry, reward in self._built if wanted.get(entry.name) == entry}
+        new = {name: entry for name, entry in wanted.items() if name not in rewards}
+        self.check(field, new.values(), prompts)
+        options = {name: dict(entry.options) for name, entry in new.items()}
+        for name, entry in new.items():
+            if _asks_judge(entry):
+                judge = judge_config(self.config, entry, self.world)
+                pairwise = issubclass(load_class(name), VlmPairwise)
+                options[name]["judge"] = self._open(entry, judge, prompts) if pairwise else judge
+        built = build({name: entry.weight for name, entry in new.items()}, options) if new else {}
+        self._check_inputs(field, built, prompts)
+        self._built += [(new[name], reward) for name, reward in built.items()]
+        rewards |= built
+        return {name: rewards[name] for name in wanted}
 
-    def _open(self, label: str, entry: RewardEntry, judge: JudgeConfig, prompts: Sequence[Prompt]) -> PairJudge:
+    def _check_inputs(self, field: str, rewards: Mapping[str, Any], prompts: Sequence[Prompt]) -> None:
+        """Raise ConfigError if rewards, or reward classes, cannot score what there is."""
+        if errors := [text for kind in self.media for text in unsupported(kind, field, rewards, prompts)]:
+            raise ConfigError(list(dict.fromkeys(errors)))
+
+    def check(self, field: str, entries: Iterable[RewardEntry], prompts: Sequence[Prompt]) -> None:
+        """What can be known before a judge is asked or a reward is loaded. Raises ConfigError if a reward, or its
+        template, cannot score these prompts, or a Python function fails on grey images."""
+        entries = list(entries)
+        self._check_inputs(field, {entry.name: load_class(entry.name) for entry in entries}, prompts)
+        if errors := [*template_errors(field, entries, prompts), *self._function_errors(field, entries, prompts)]:
+            raise ConfigError(errors)
+
+    def _function_errors(self, field: str, entries: Sequence[RewardEntry], prompts: Sequence[Prompt]) -> Iterator[str]:
+        r = self.config.rollout
+        shape = (FRAMES, r.height, r.width, 3) if "video" in self.media else (r.height, r.width, 3)
+        for entry in entries if prompts else ():
+            cls = load_class(entry.name)
+            if "url" not in entry.options and issubclass(cls, FunctionReward | FunctionPairwise):
+                source = tuple(Media(np.asarray(image)) for image in prompts[0].images())
+                sample = Sample(prompts[0].text, Media(np.full(shape, 128, np.uint8)), source, prompts[0].meta)
+                if why := failure(factory(entry.name, entry.options)(), sample):
+                    yield f"{field}: {entry.name}, tried on grey images {list(shape)}: {why}"
+
+    def _open(self, entry: RewardEntry, judge: JudgeConfig, prompts: Sequence[Prompt]) -> PairJudge:
         """A judge that answers, also a pair as large as those of this run. Raises JudgeError within seconds if not."""
         template = _question(entry)
-        if judge.backend == "local":
+        if not judge.endpoints:
             key = (judge.model, template)
-            if self._local and key not in self._local:
-                other = "expected backend http; a process can hold only one local judge"
-                raise ConfigError([f"rewards.{entry.name}.judge: {other}, that of {next(iter(self._local))[0]}"])
             if key not in self._local:
                 self._local[key], warning = _local_judge(judge, template, str(self.world.device))
-                self.notes += [f"{label} in this process: {judge.model}", *warning]
+                self.notes += [f"judge in this process: {judge.model}", *warning]
             return self._local[key]
         from prefgrpo.judge.check import Shape, check
         from prefgrpo.judge.client import HttpJudge
 
-        clips = makes_clips(self.config)
+        clips = "video" in self.media
         shape = Shape()
         if prompts:
             r = self.config.rollout
@@ -176,8 +187,8 @@ class Rewards:
             shape = Shape(r.height, r.width, FRAMES if clips else 1, longest)
 
         def run_check() -> None:
-            health = check(judge, template, bias_pairs=CALIBRATION_PAIRS, known_answers=True, clips=clips, shape=shape)
-            self.notes.extend(f"{label} {line}" for line in health.summary().splitlines())
+            health = check(judge, template, known_answers=True, clips=clips, shape=shape)
+            self.notes.extend(f"judge {row}" for row in health.rows)
 
         self.world.on_main(run_check, JudgeError)
         return HttpJudge(judge, template)
@@ -186,8 +197,6 @@ class Rewards:
         """Close all rewards and their judges."""
         for _, reward in self._built:
             reward.close()
-            if isinstance(reward, VlmPairwise):  # it does not close a judge that it did not open
-                reward.judge.close()
 
 
 def _local_judge(config: JudgeConfig, template: str, device: str) -> tuple[PairJudge, list[str]]:
@@ -196,12 +205,11 @@ def _local_judge(config: JudgeConfig, template: str, device: str) -> tuple[PairJ
     from prefgrpo.judge.local import LocalJudge
 
     judge = LocalJudge(config.model, template, device)
-    pictures = [Media(np.full((64, 64, 3), colour, np.uint8)) for colour in ((220, 30, 30), (30, 60, 220))]
-    verdict = judge.judge_group("a plain red picture", pictures, [(0, 1)])[0]
+    verdict = judge.judge_group("a plain red picture", [plain("red"), plain("blue")], [(0, 1)])[0]
     advice = f"Expected a model that answers the template '{template}'; correct judge.model or the reward's template"
     if verdict.first is None:
         raise JudgeError(f"the judge {config.model} gave no verdict on a probe pair: {verdict.reason}. {advice}")
-    problem = ask_known_answers(judge, judge.template).problem if is_pairwise(judge.template) else ""
+    problem = ask_known_answers(judge, judge.template)[1] if is_pairwise(judge.template) else ""
     if problem and config.strict:
         raise JudgeError(f"the judge {config.model} {problem}. {advice}")
     return judge, [f"WARNING: the judge {problem}. {advice}"] if problem else []
@@ -213,48 +221,54 @@ def makes_clips(config: Config) -> bool:
     return frames is not None and frames > 1
 
 
-def check_inputs(config: Config, field: str, rewards: Mapping[str, Any], prompts: Sequence[Prompt]) -> None:
-    """Raise ConfigError if rewards, or reward classes, cannot score the images or clips of this run's prompts."""
-    kind = "video" if makes_clips(config) else "image"
-    if errors := unsupported(kind, f"{field}:", "this run makes", rewards, prompts):
-        raise ConfigError(errors)
-
-
-def unsupported(kind: str, field: str, made: str, rewards: Mapping[str, Any], prompts: Sequence[Prompt]) -> list[str]:
-    """Why rewards, or reward classes, cannot score images or clips of these prompts. made: e.g. "this run makes"."""
+def unsupported(kind: str, field: str, rewards: Mapping[str, Any], prompts: Sequence[Prompt]) -> list[str]:
+    """Why rewards, or reward classes, cannot score the images or clips (kind) of these prompts."""
     errors = []
     for name, reward in rewards.items():
         if kind not in reward.takes:
             media = "clips" if kind == "video" else "images"
             hint = "; a judge accepts clips only over http" if reward.judged and kind == "video" else ""
-            errors.append(f"{field} {name} takes {' or '.join(reward.takes)}, but {made} {media}{hint}")
+            errors.append(f"{field}: {name} takes {' or '.join(reward.takes)}, but these are {media}{hint}")
         lacking = [p for p in prompts if reward.needs_source and not p.source]
         if lacking:
             errors.append(
-                f"{field} {name} scores edits, but {len(lacking)} prompt(s) have no source image, the first: "
+                f"{field}: {name} scores edits, but {len(lacking)} prompt(s) have no source image, the first: "
                 f"{lacking[0].text[:60]!r}; expected a file with a source_image column"
             )
         for key in reward.meta_keys:
             if lacking := [p for p in prompts if key not in p.meta]:
                 errors.append(
-                    f"{field} {name} needs the column '{key}', which {len(lacking)} prompt(s) lack, the first: "
+                    f"{field}: {name} needs the column '{key}', which {len(lacking)} prompt(s) lack, the first: "
                     f"{lacking[0].text[:60]!r} (its columns: {', '.join(lacking[0].meta) or 'none'})"
                 )
     return errors
 
 
+def template_errors(field: str, entries: Iterable[RewardEntry], prompts: Sequence[Prompt]) -> list[str]:
+    """Pairwise rewards whose template shows the judge a source image that prompts lack."""
+    lacking = [p for p in prompts if not p.source]
+    errors: list[str] = []
+    for entry in entries if lacking else ():
+        pairwise = _asks_judge(entry) and issubclass(load_class(entry.name), VlmPairwise)
+        if pairwise and load_template(_question(entry)).takes_source:
+            shows = (
+                f"the template {_question(entry)} of {entry.name} shows a source image, which {len(lacking)} prompt(s)"
+            )
+            expected = "expected a file with a source_image column, or a template without {source}, such as compare"
+            errors.append(f"{field}: {shows} lack, the first: {lacking[0].text[:60]!r}; {expected}")
+    return errors
+
+
 def unread_columns(config: Config, prompts: Sequence[Prompt]) -> list[str]:
     """Columns of the prompts that nothing in this run reads; none if a reward of one's own may read any."""
-    kinds = [load_class(entry.name) for entry in (*config.rewards, *config.measured)]
-    if not all(kind.__module__.startswith("prefgrpo.rewards.") for kind in kinds):
+    classes = [load_class(entry.name) for entry in (*config.rewards, *config.measured)]
+    if not all(cls.__module__.startswith("prefgrpo.rewards.") for cls in classes):
         return []
-    read = {column for kind in kinds for column in (*kind.meta_keys, *kind.reads)}
-    if config.data.own_sizes:
-        read |= {"height", "width"}
+    read = {column for cls in classes for column in (*cls.meta_keys, *cls.reads)}
     guidance = family(config.family).cfg
     if guidance is not None and guidance.active(config.rollout.guidance):
         read.add("negative_prompt")
-    return list(dict.fromkeys(column for p in prompts for column in p.meta if column not in read))
+    return list(dict.fromkeys(column for prompt in prompts for column in prompt.meta if column not in read))
 
 
 def training_scorer(config: Config, rewards: Mapping[str, Reward], folder: Path | None, world: World) -> Scorer:
@@ -265,26 +279,26 @@ def training_scorer(config: Config, rewards: Mapping[str, Reward], folder: Path 
         message = f"advantage.combine: expected weighted_advantage_sum, got {combine}, but {', '.join(split)}"
         raise ConfigError([f"{message} normalises its parts separately; change one of the two"])
     judged = any(isinstance(r, VlmPairwise) for r in rewards.values())
-    log = folder / "judgements.jsonl" if folder and judged and config.judge.log else None
-    size, deadline_s = config.rollout.group_size, config.judge.deadline_s
+    log = folder / "judgements.jsonl" if folder and judged else None
+    size = config.rollout.group_size
+    deadline_s = config.judge.deadline_s
     return Scorer(rewards, size, deadline_s, config.seed, log, world.is_dp_leader)
 
 
-def evaluation_scorers(config: Config, rewards: Mapping[str, Reward]) -> dict[str, Scorer]:
-    """Scorers of (current, initial) pairs: 'judge' compares in both orders, by the first pairwise judge; 'measure' uses
-    the other rewards of `config.measured`."""
+def evaluation_scorer(config: Config, rewards: Mapping[str, Reward]) -> Scorer:
+    """The scorer of (current, initial) pairs under the rewards of `config.measured`: a judge is asked in both orders,
+    with the answers won, tied or lost."""
     if not config.eval.rewards:  # of what is trained, those that can score two samples
         scores_two = (PointwiseReward, FunctionPairwise, VlmPairwise)
         rewards = {name: reward for name, reward in rewards.items() if isinstance(reward, scores_two)}
-    rewards = {n: both_orders(r) if isinstance(r, VlmPairwise) and r.judged else r for n, r in rewards.items()}
-    judge = next((n for n, r in rewards.items() if isinstance(r, VlmPairwise) and r.judged), None)
-    parts = {
-        "judge": {name: reward for name, reward in rewards.items() if name == judge},
-        "measure": {name: reward for name, reward in rewards.items() if name != judge},
+    in_both_orders = {
+        name: replace(reward, plan="both_orders", verdict="hard")
+        for name, reward in rewards.items()
+        if isinstance(reward, VlmPairwise) and reward.judged
     }
-    return {part: Scorer(r, 2, config.judge.deadline_s, config.seed) for part, r in parts.items() if r}
+    return Scorer({**rewards, **in_both_orders}, 2, config.judge.deadline_s, config.seed)
 
 
-def both_orders(reward: VlmPairwise) -> VlmPairwise:
-    """A pairwise reward as evaluation uses it: with the same judge, in both orders, won, tied or lost."""
-    return replace(reward, plan="both_orders", verdict="hard")
+def judge_of(rewards: Mapping[str, Reward]) -> str | None:
+    """The reward whose verdicts an evaluation reports as those of the judge: the first pairwise judge."""
+    return next((name for name, r in rewards.items() if isinstance(r, VlmPairwise) and r.judged), None)

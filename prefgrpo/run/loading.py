@@ -1,29 +1,32 @@
-"""Loads the model of a configuration.
+"""Opens the parts of a run that depend on the model: the model, the policy, its schedules, and what collects gradients.
 
 Invariant: a value that the model rejects raises a ConfigError that names its field.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from prefgrpo.config.recipe import ConfigError
 from prefgrpo.config.schema import Config
 from prefgrpo.models import DTYPES, family
-from prefgrpo.models import load as load_model
 from prefgrpo.models.base import Adapter
-from prefgrpo.models.folder import ModelError
-from prefgrpo.models.vae import tile
-from prefgrpo.parallel import attention, context
-from prefgrpo.parallel.mesh import Layout
-from prefgrpo.parallel.world import World
+from prefgrpo.models.folder import ModelError, locate
+from prefgrpo.objectives.base import EndpointObjective, Objective, TrajectoryObjective
+from prefgrpo.parallel import attention
+from prefgrpo.parallel.parallelize import context_errors, parallelize
+from prefgrpo.parallel.world import Layout, World
+from prefgrpo.rollout.endpoint import EndpointCollector
+from prefgrpo.rollout.replay import TrajectoryCollector
+from prefgrpo.rollout.sampling import Schedules, eval_sampling
 from prefgrpo.run import checkpoint
-from prefgrpo.run.log import quiet_libraries
+from prefgrpo.run.fits import refusal
+from prefgrpo.run.policy import Policy
 
 
 @contextmanager
@@ -37,16 +40,29 @@ def config_errors_as(field_name: str) -> Iterator[None]:
         raise ConfigError([f"{field_name}: {error}"]) from error
 
 
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Context in which diffusers shows its progress bars on a terminal only."""
+    from diffusers.utils import logging
+
+    hidden = logging.is_progress_bar_enabled() and not sys.stderr.isatty()
+    if hidden:
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if hidden:
+            logging.enable_progress_bar()
+
+
 def unsupported(config: Config) -> list[str]:
     """Errors for options that the family does not support, found from its class alone."""
     try:
         cls = family(config.family)
     except ValueError as error:
         return [f"family: {error}"]
-    p, unknown = config.parallel, set(config.train.target_components) - set(cls.denoisers)
-    layout = Layout(ring=p.ring, ulysses=p.ulysses)
-    errors = context.unsupported(cls, config.family, layout)
-    errors += attention.unsupported(cls, config.family, config.attention, layout)
+    layout = Layout(ring=config.parallel.ring, ulysses=config.parallel.ulysses)
+    errors = attention.unsupported(cls, config.family, config.attention, layout)
     r = config.rollout
     if r.frames is not None and cls.default_frames is None:
         errors.append(f"rollout.frames: {config.family} makes images, expected none, got {r.frames}")
@@ -57,9 +73,6 @@ def unsupported(config: Config) -> list[str]:
         errors.append(f"rollout.negative_prompt: {why}, expected none, got {r.negative_prompt!r}")
     if r.source_area is not None and cls.default_source_area is None:
         errors.append(f"rollout.source_area: {config.family} resizes no sources, expected none")
-    if unknown:
-        expected = f"expected some of {', '.join(cls.denoisers)}"
-        errors.append(f"train.target_components: {expected}, got {', '.join(sorted(unknown))}")
     return errors
 
 
@@ -68,36 +81,24 @@ def open_adapter(config: Config, device: torch.device, encoders: bool = True, sp
 
     split: leave the denoisers in the mapped files of the checkpoint, for `parallelize` to shard.
     """
-    m = config.memory
-    quiet_libraries()
     if errors := unsupported(config):
         raise ConfigError(errors)
-    with config_errors_as("rollout.source_area"):
-        adapter = load_model(
-            config.family,
+    with _quiet():
+        adapter = family(config.family).load(
             config.model,
             DTYPES[config.dtype],
             device,
             encoders=encoders,
             split=split,
-            offload=m.offload,
-            **model_options(config),
+            offload=config.offload,
+            source_area=config.rollout.source_area,
+            guidance_gradient=config.train.guidance_gradient,
         )
     with config_errors_as("rollout.height/width/frames"):
         adapter.latent_shape(config.rollout)
-    if m.vae_tiling:
-        with config_errors_as("memory.vae_tiling"):
-            tile(adapter.pipe.vae)
+    if config.vae_tiling:
+        adapter.pipe.vae.enable_tiling()
     return adapter
-
-
-def model_options(config: Config) -> dict[str, Any]:
-    """The configuration's keyword arguments for an adapter."""
-    return {
-        "source_area": config.rollout.source_area,
-        "target_components": config.train.target_components,
-        "guidance_gradient": config.train.guidance_gradient,
-    }
 
 
 def load_checkpoint(adapter: Adapter, path: Path, averaged: bool, world: World) -> None:
@@ -107,3 +108,59 @@ def load_checkpoint(adapter: Adapter, path: Path, averaged: bool, world: World) 
     """
     prefix = "ema." if averaged else "param."
     checkpoint.read(path, {prefix + name: p.detach() for name, p in adapter.trainable()}, world)
+
+
+Collector = TrajectoryCollector | EndpointCollector
+"""Turns a batch and its targets into gradients."""
+
+
+def open_model(config: Config, goal: Objective, world: World, encoders: bool) -> tuple[Adapter, Policy]:
+    """(the model ready to train, its policy), after checking that sizes can be split. Raises ConfigError."""
+    if world.device.type == "cuda":
+        memory = torch.cuda.get_device_properties(world.device).total_memory
+        if why := refusal(config, locate(config.model), encoders, memory, world.size):
+            raise ConfigError([why])
+    adapter = open_adapter(config, world.device, encoders, world.layout.fsdp)
+    problems: list[str] = []
+    for sizes, field in {eval_sampling(config): "eval", config.rollout: "rollout"}.items():
+        problems += context_errors(adapter, field, sizes, config.data.max_length, world.layout)
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)))
+    parallelize(adapter, config, world)
+    return adapter, open_policy(config, goal, adapter)
+
+
+def open_policy(config: Config, goal: Objective, adapter: Adapter) -> Policy:
+    """The trained weights, with the copies that the objective needs: of an old policy, and without a LoRA of the
+    initial weights."""
+    t = config.train
+    old = goal.anchor == "old" or goal.sampled_by_old
+    base = t.swaps_reference and (goal.anchor == "base" or t.kl_coef > 0)
+    return Policy(dict(adapter.trainable()), t, old, base)
+
+
+def open_schedules(config: Config, adapter: Adapter, world: World) -> Schedules:
+    """The schedules of a run, after checking its windows. Raises ConfigError."""
+    schedules = Schedules(config, adapter, world.device)
+    schedules.check()
+    with config_errors_as("eval.height/width/frames"):
+        adapter.latent_shape(eval_sampling(config))
+    with config_errors_as("eval.steps"):
+        schedules.ode(eval_sampling(config))
+    return schedules
+
+
+def open_collector(config: Config, goal: Objective, adapter: Adapter, policy: Policy, world: World) -> Collector:
+    """The collector of the objective. Raises ConfigError for a `times` that a family with several denoisers rejects."""
+
+    def reference() -> AbstractContextManager[None]:
+        return policy.use_weights(policy.base) if config.train.swaps_reference else adapter.reference()
+
+    if isinstance(goal, TrajectoryObjective):
+        return TrajectoryCollector(adapter, goal, config, reference)
+    assert isinstance(goal, EndpointObjective)
+    if len(adapter.denoisers) > 1 and goal.times not in ("window", "schedule"):
+        which = f"{config.family} has a denoiser for each part of the schedule: expected window or schedule"
+        raise ConfigError([f"train.objective_options.times: {which}, got {goal.times}"])
+    anchor = reference if goal.anchor == "base" else lambda: policy.use_weights(policy.old)
+    return EndpointCollector(adapter, goal, config, anchor, reference, world)

@@ -8,23 +8,26 @@ drops the lines of steps that it repeats.
 from __future__ import annotations
 
 import json
-import logging
 import math
 import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
 from prefgrpo.data.atomic import write_atomic
-from prefgrpo.run.metrics import PARTS_OF_WINS, step_line
+from prefgrpo.run.metrics import step_line
 from prefgrpo.run.run_folder import RunFolder
 from prefgrpo.run.trackers import Tracker, evaluated
 
+MEASURED_STEPS = 3
+"""Steps after which a run says how long it will take; the first, which warms up, is not counted."""
 REASONS_SHOWN = 3
 """Reasons for missing rewards that a step prints, most frequent first; a run prints ten times as many."""
 
@@ -34,7 +37,8 @@ def read_metrics(file: Path, damaged: list[int] | None = None) -> list[dict[str,
 
     damaged: receives the numbers of the skipped lines, except for an incomplete last line, as a killed run leaves it.
     """
-    rows, lines = [], file.read_bytes().split(b"\n") if file.is_file() else []
+    rows: list[dict[str, Any]] = []
+    lines = file.read_bytes().split(b"\n") if file.is_file() else []
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
@@ -47,34 +51,48 @@ def read_metrics(file: Path, damaged: list[int] | None = None) -> list[dict[str,
     return rows
 
 
+@dataclass
+class Clock:
+    """Measures the seconds per phase of a step."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    now: Callable[[], float] = time.perf_counter
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Add the time spent inside to `name`."""
+        begin = self.now()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + self.now() - begin
+
+
 class Log:
     """The output of rank 0; on other ranks every method does nothing."""
 
     def __init__(
-        self,
-        folder: RunFolder,
-        total: int,
-        start: int,
-        *,
-        trackers: Sequence[Tracker] = (),
-        active: bool,
+        self, folder: RunFolder, total: int, start: int, *, trackers: Sequence[Tracker] = (), active: bool
     ) -> None:
-        self.active, self.folder, self.trackers = active, folder, trackers
+        self.active = active
+        self.folder = folder
+        self.trackers = trackers
         self.win_rate: float | None = None
-        """Win rate in the last evaluation: by the judge, or else by the first reward."""
+        """Win rate in the last evaluation."""
         self._said: set[str] = set()
         """Kinds of lines that are printed once."""
+        self._measured: list[dict[str, float]] = []
+        """Seconds by phase of the steps so far, without the first."""
         if not active:
             return
-        damaged: list[int] = []
-        rows = [r for r in read_metrics(folder.metrics, damaged) if r["step"] <= start] if start else []
-        if damaged:
-            self.say(f"WARNING: dropped damaged lines of {folder.metrics}: {', '.join(map(str, damaged))}")
+        rows = [r for r in read_metrics(folder.metrics) if r["step"] <= start] if start else []
         self.have = {(r["kind"], r["step"], r.get("set")) for r in rows}
         write_atomic(folder.metrics, "".join(json.dumps(r) + "\n" for r in rows))
         self.file = folder.metrics.open("a", encoding="utf-8")
         self.steps = tqdm(total=total, initial=start, unit="step", dynamic_ncols=True, disable=None, smoothing=0.1)
-        self.total, self.start, self.began = total, start, time.monotonic()
+        self.total = total
+        self.start = start
+        self.began = time.monotonic()
 
     def say(self, text: str) -> None:
         """Print one line above the progress bar."""
@@ -95,10 +113,6 @@ class Log:
 
     def row(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
         """Append one row, unless a resumed run already has it; non-finite numbers are written as null."""
-        wins = {k: v for k, v in values.items() if "/win_" in k and not k.endswith(PARTS_OF_WINS)}
-        self.win_rate = next(
-            (v for k, v in wins.items() if k.endswith("judge")), next(iter(wins.values()), self.win_rate)
-        )
         if not self.active or (kind, step, values.get("set")) in self.have:
             return
         if step == self.start:  # the evaluation before the first step does not count towards the time left
@@ -119,11 +133,14 @@ class Log:
             self.steps.update(1)
             left = (time.monotonic() - self.began) / (step - self.start) * (self.total - step)
             _write(step_line(step, self.total, values, seconds, left, self.win_rate))
+            self._measured += [dict(seconds)] if step > self.start + 1 else []
+            if step == self.start + MEASURED_STEPS:
+                _write(cost_line(self._measured, self.total))
 
     def bar(self, name: str, unit: str, total: int) -> tqdm:
         """A progress bar for a part of a step, below the bar of the steps; only on a terminal, removed when done."""
-        shown = None if self.active and total else True
-        return tqdm(total=total, desc=name, unit=unit, leave=False, position=1, dynamic_ncols=True, disable=shown)
+        hidden = None if self.active and total else True
+        return tqdm(total=total, desc=name, unit=unit, leave=False, position=1, dynamic_ncols=True, disable=hidden)
 
     def close(self) -> None:
         """Flush and close all outputs."""
@@ -132,6 +149,15 @@ class Log:
             self.file.close()
             for tracker in self.trackers:
                 tracker.close()
+
+
+def cost_line(steps: Sequence[Mapping[str, float]], total: int) -> str:
+    """What a step and a whole run cost, from the measured seconds by phase; waiting for judges and rewards is named."""
+    phases = {name: sum(step[name] for step in steps) / len(steps) for name in steps[0]}
+    step_s = sum(phases.values())
+    waiting = phases.get("judge_wait", 0.0) / step_s
+    text = f"measured: {step_s:.3g} s per step, of which {waiting:.0%} waiting for judges and rewards"
+    return f"{text}; {step_s * total / 3600:.3g} h for {total} steps, evaluations not included"
 
 
 def _write(text: str) -> None:
@@ -145,34 +171,3 @@ def finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: finite(item) for key, item in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-class _TruncatedOnce(logging.Filter):
-    """Shows diffusers' warning about truncated prompts once per encoder instead of once per prompt."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shown: set[str] = set()
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Whether to show the record."""
-        head, _, cut = record.getMessage().partition(":")
-        if "truncated" not in head or not cut:
-            return True
-        first = head not in self.shown
-        self.shown.add(head)
-        record.msg, record.args = f"{head} (shown once; data.max_length is the limit of the long encoder):{cut}", ()
-        return first
-
-
-def quiet_libraries() -> None:
-    """Show the truncated-prompt warning only once, and the libraries' progress bars only on a terminal."""
-    from diffusers.utils import logging as diffusers_logging
-    from transformers.utils import logging as transformers_logging
-
-    for handler in logging.getLogger("diffusers").handlers:
-        if not any(isinstance(f, _TruncatedOnce) for f in handler.filters):
-            handler.addFilter(_TruncatedOnce())
-    if not sys.stderr.isatty():
-        diffusers_logging.disable_progress_bar()
-        transformers_logging.disable_progress_bar()

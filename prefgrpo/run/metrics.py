@@ -6,7 +6,7 @@ Invariant: every function that combines ranks is called by all of them, and retu
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -20,26 +20,34 @@ from prefgrpo.data.metric import Metric
 from prefgrpo.ops import METRICS
 from prefgrpo.parallel.world import World
 from prefgrpo.rewards.base import Sample
-from prefgrpo.run.memory import peak_memory
 
 FACTS = ("update", "samples", "loss")
 """Columns before METRICS in a row of `policy_metrics`."""
-
-
 WARN_MISSING = 0.05
 """Share of missing rewards or comparisons at which a step starts to warn."""
-
-
-THUMBNAIL, THUMBNAIL_FRAMES = 64, 4
+IN_LINE = {
+    "judge/requests": "judged {:.0f}",
+    "judge/tie_rate": "{:.0%} ties",
+    "judge/order_inconsistency": "{:.0%} flip when swapped",
+    "policy/clip_fraction": "clipped {:.0%}",
+}
+"""Metric → how a step's line shows it."""
+IN_LINE_IF_ABOVE_0 = {
+    "judge/failures": "{:.0f} comparisons failed",
+    "reward/missing": "missing {:.0%}",
+    "policy/error": "error {:.1e}",
+    "policy/drift": "drift {:.1e}",
+    "policy/kl": "kl {:.1e}",
+    "grad_norm": "grad {:.1e}",
+    "updates_skipped": "{:.0f} updates skipped: gradient not finite",
+}
+THUMBNAIL = 64
+THUMBNAIL_FRAMES = 4
 """Shorter side in pixels of the images whose distance is measured, and most frames of a clip."""
 
 
 class RewardsMissing(RuntimeError):
     """Too large a share of a step's rewards or comparisons is missing."""
-
-
-class NoInformation(RuntimeError):
-    """The judge's verdicts have carried no information about the images for several steps."""
 
 
 def reward_metrics(names: Sequence[str], rewards: NDArray[np.float64], group_size: int) -> dict[str, float]:
@@ -111,7 +119,9 @@ def over_ranks(local: Mapping[str, float], world: World) -> dict[str, float]:
             found.setdefault(name, []).append(value if isinstance(value, Metric) else Metric(value))
     out: dict[str, float] = {}
     for name, metrics in sorted(found.items()):
-        kind, values, weights = metrics[0], np.array(metrics), np.array([m.weight for m in metrics])
+        kind = metrics[0]
+        values = np.array(metrics)
+        weights = np.array([m.weight for m in metrics])
         mean = kind.reduction == "mean"
         value = np.average(values, weights=weights / weights.sum()) if mean else getattr(values, kind.reduction)()
         out[f"time/{name}" if kind.timed else name] = float(value)
@@ -122,22 +132,19 @@ def policy_metrics(rows: list[Tensor], world: World, names: Sequence[str] = METR
     """Combine rows [update, samples, loss, *names] of all ranks: sample-weighted means; min and max of the ratio."""
     columns = (*FACTS, *names)
     table = torch.stack(rows).double().cpu().numpy() if rows else np.zeros((0, len(columns)))
-    at = {name: k for k, name in enumerate(columns)}
-    means = [name for name in names if name not in ("ratio_min", "ratio_max")]
-    samples = table[:, at["samples"]]
-    sums = [samples.sum(), table[:, at["loss"]].sum(), *((samples * table[:, at[name]]).sum() for name in means)]
-    bounds, ratios = [-np.inf, -np.inf, 0.0], "ratio_min" in at
-    if len(table) and ratios:
-        ratio = table[:, [at["ratio_min"], at["ratio_max"]]]
-        first = ratio[table[:, at["update"]] == 0]
-        bounds = [-ratio[:, 0].min(), ratio[:, 1].max(), np.abs(first - 1.0).max() if len(first) else 0.0]
-    total = world.gather(np.array([sums])).sum(0)
-    top = world.gather(np.array([bounds])).max(0)
-    out = {"loss": total[1]} | {f"policy/{n}": total[2 + k] / max(total[0], 1.0) for k, n in enumerate(means)}
-    if np.isfinite(top[0]):
-        out |= {"policy/ratio_min": -top[0], "policy/ratio_max": top[1]}
-    out |= {"policy/on_policy_error": top[2]} if ratios else {}
-    return {k: float(v) for k, v in out.items()}
+    column = dict(zip(columns, world.gather(table).T, strict=True))
+    samples = column["samples"]
+    out = {"loss": column["loss"].sum()}
+    for name in names:
+        if name not in ("ratio_min", "ratio_max"):
+            out[f"policy/{name}"] = (samples * column[name]).sum() / max(samples.sum(), 1.0)
+    if "ratio_min" in names:
+        first = column["update"] == 0
+        off = [np.abs(column[name][first] - 1.0).max(initial=0.0) for name in ("ratio_min", "ratio_max")]
+        out["policy/on_policy_error"] = max(off)
+        if len(samples):
+            out |= {"policy/ratio_min": column["ratio_min"].min(), "policy/ratio_max": column["ratio_max"].max()}
+    return {name: float(value) for name, value in out.items()}
 
 
 REWARD = re.compile(r"reward/(?!missing$)([^/]+|.+:[^/]+)(?<!_std)")
@@ -148,7 +155,7 @@ PARTS_OF_WINS = ("_low", "_high", "_missing", "_prompts", "_first", "_second")
 
 def taken_name(name: str) -> str:
     """Why a reward cannot have this name, because its metrics would have the keys of others; '' if it can."""
-    if name in ("missing", "judge", "judge2"):
+    if name in ("missing", "judge"):
         return f"metrics use the name {name!r} for something else"
     if name.startswith("win_"):
         return "metrics use the prefix 'win_' for win rates"
@@ -171,57 +178,24 @@ def step_line(
     for key, value in values.items():
         if REWARD.fullmatch(key):
             spread = values.get(f"{key}_std", 0.0)
-            mean = f"{value:.3f}" + f"±{spread:.3f}" * (spread > 0)
-            always_half = spread > 0 and abs(value - 0.5) < 5e-4  # the mean of win rates within a group
-            parts.append(f"{key[7:]} std {spread:.3f}" if always_half else f"{key[7:]} {mean}")
-    if "judge/requests" in values:
-        lost, busy, waited = (values.get(k, 0.0) for k in ("judge/failures", "time/judge/busy_s", "time/judge/wait_s"))
-        judged = f"judged {values['judge/requests']:.0f}" + f", {lost:.0f} failed" * (lost > 0)
-        if "judge/tie_rate" in values:
-            judged += f", {1 - values['judge/tie_rate']:.0%} decided"
-        if "judge/order_inconsistency" in values:
-            judged += f", {values['judge/order_inconsistency']:.0%} flip when swapped"
-        parts.append(judged + f" in {busy:.2f} s, waited {waited:.2f}" * (busy > 0 and waited > 0))
-    if values["reward/missing"]:
-        parts.append(f"missing {values['reward/missing']:.0%}")
-    if "policy/clip_fraction" in values:
-        low, high = values.get("policy/ratio_min", 1.0), values.get("policy/ratio_max", 1.0)
-        parts += [f"clipped {values['policy/clip_fraction']:.0%}", f"|Δratio| ≤ {max(1 - low, high - 1):.1e}"]
-    if "policy/error" in values:
-        parts.append(f"error {values['policy/error']:.3g}")
-    if "policy/drift" in values:
-        parts.append(f"drift {values['policy/drift']:.1e}")
-    trains = values.get("samples_trained", 1.0) > 0
-    parts.append(f"grad {values['grad_norm']:.1e}" if trains else "nothing to train on: no group's rewards differ")
-    if skipped := values.get("updates_skipped"):
-        parts.append(f"{skipped:.0f} updates skipped: gradient not finite")
-    if values.get("policy/kl"):
-        parts.append(f"kl {values['policy/kl']:.1e}")
+            parts.append(f"{key[7:]} {value:.3f}" + f"±{spread:.3f}" * (spread > 0))
+    parts += [text.format(values[key]) for key, text in IN_LINE.items() if key in values]
+    if "policy/ratio_max" in values:
+        parts.append(f"|Δratio| ≤ {max(1 - values['policy/ratio_min'], values['policy/ratio_max'] - 1):.1e}")
+    parts += [text.format(values[key]) for key, text in IN_LINE_IF_ABOVE_0.items() if values.get(key)]
+    if not values.get("samples_trained", 1.0):
+        parts.append("nothing to train on: no group's rewards differ")
     phases = " ".join(f"{name} {s:.2f}" for name, s in seconds.items())
     return " · ".join([*parts, f"{sum(seconds.values()):.2f} s ({phases})"])
 
 
-def step_notes(
-    config: Config, step: int, values: Mapping[str, float], first: bool, device: torch.device
-) -> Iterator[str]:
-    """Lines about a finished step: the on-policy check, in a run's first step or where it is off; peak memory."""
+def on_policy_note(config: Config, values: Mapping[str, float], first: bool) -> str:
+    """The on-policy check of a finished step: in a run's first step, or where it is off; '' otherwise."""
     error = values.get("policy/on_policy_error")
     limit = config.train.clip_range / 10
-    r = config.rollout
-    if error is not None and values["samples_trained"] and (first or error > limit):
-        verdict = "exact" if error == 0 else "fine" if error <= limit else f"above clip_range / 10 = {limit:.1e}"
-        if error and values["advantage/zero_groups"] > 0 and r.group_size % r.batch_size:
-            verdict += "; zero-advantage groups were dropped from batches of several groups: it is exact if "
-            verdict += "rollout.batch_size divides rollout.group_size"
-        yield f"on-policy check, step {step}: max |ratio - 1| = {error:.1e} ({verdict})"
-    if first:
-        yield f"peak memory after step {step}: {peak_memory(device) / 2**30:.2f} GiB"
-
-
-def staleness_line(values: Mapping[str, float]) -> str:
-    """What it means for a step that its samples are older than the policy (rollout.staleness)."""
-    ratio = max(abs(values.get(f"policy/ratio_{end}", 1.0) - 1.0) for end in ("min", "max"))
-    return (
-        f"trains on samples of a policy {values['policy/staleness']:.0f} update(s) old (rollout.staleness), so the "
-        f"on-policy check is skipped: max |ratio - 1| = {ratio:.1e}"
-    )
+    if error is None or not values["samples_trained"] or not (first or error > limit):
+        return ""
+    verdict = "exact" if error == 0 else "fine" if error <= limit else f"above clip_range / 10 = {limit:.1e}"
+    if error and values["advantage/zero_groups"] > 0 and config.rollout.group_size % config.rollout.batch_size:
+        verdict += "; it is exact if rollout.batch_size divides rollout.group_size (groups without signal are left out)"
+    return f"on-policy check: max |ratio - 1| = {error:.1e} ({verdict})"

@@ -1,75 +1,113 @@
-"""What a run prints before its first step."""
+"""What a run prints before its first step: what is trained, on which prompts, and the memory that this takes.
+
+Memory is counted on the loaded model, on this process's device: weights and optimiser. Activations, stored samples and
+in-process rewards come on top; `prefgrpo train RECIPE --dry-run` prints the real peak.
+"""
 
 from __future__ import annotations
 
+import resource
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
 
 from prefgrpo.config.schema import Config
-from prefgrpo.data.prompts import FEWEST_TO_SPLIT
+from prefgrpo.data.prompts import FEWEST_TO_SPLIT, Prompt
 from prefgrpo.models.base import Adapter
+from prefgrpo.parallel.shard import to_local
 from prefgrpo.parallel.world import World
-from prefgrpo.rollout.assignment import assign_batches
-from prefgrpo.rollout.batches import Rollouts
-from prefgrpo.run.evaluate import Evaluator
-from prefgrpo.run.memory import memory_line
+from prefgrpo.rollout.batch import assign_batches
+from prefgrpo.run.judging import unread_columns
 from prefgrpo.run.policy import Policy
+
+GIB = 2**30
+MIB = 2**20
 
 
 def start_notes(
-    config: Config,
-    world: World,
-    adapter: Adapter,
-    policy: Policy,
-    rollouts: Rollouts,
-    evaluators: Mapping[str, Evaluator],
+    config: Config, world: World, adapter: Adapter, policy: Policy, prompts: int, held: Mapping[str, int]
 ) -> Iterator[str]:
-    """Start-up messages: what is trained, on which prompts, how it is evaluated, and memory before the first step."""
+    """Lines about a run with this number of training prompts and, by evaluation set, of held-out prompts."""
     r = config.rollout
     t = config.train
-    e = config.eval
-    count = len(rollouts.prompts)
-    what = adapter.lora_name(t.lora_from) if t.lora_rank else "full"
-    media = f"clips of {frames} frames" if (frames := adapter.frames(r)) else "images"
-    size = adapter.parameter_counts()["trainable"] / 1e6
+    trained = "full"
+    if t.lora_rank:
+        trained = f"LoRA rank {adapter.lora_rank}" + f" from {t.lora_from}" * bool(t.lora_from)
+    frames = adapter.frames(r)
+    media = f"clips of {frames} frames" if frames else "images"
+    size = sum(p.numel() for _, p in adapter.trainable()) / 1e6
     yield (
-        f"{config.family} from {config.model}: training {size:.2f} M parameters ({what}, {config.dtype}) on "
+        f"{config.family} from {config.model}: training {size:.2f} M parameters ({trained}, {config.dtype}) on "
         f"{world.size} × {world.device}; {r.prompts_per_step} prompts × {r.group_size} {media} "
-        f"{r.width}×{r.height} per step from {count} prompts"
+        f"{r.width}×{r.height} per step from {prompts} prompts"
     )
-    held = {name: len(set(evaluator.eval_set.group.tolist())) for name, evaluator in evaluators.items()}
-    if not held:
-        few = f"{count} prompts are too few for a held-out split (fewer than {FEWEST_TO_SPLIT})"
-        why = "eval.every is 0" if not e.every else few if e.holdout else "eval.holdout is 0"
-        yield f"no evaluation, so no before/after comparison: {why}, and eval.prompts is empty"
-    elif e.prompts or e.final_prompts:
-        yield "evaluated on " + ", ".join(f"{number} prompts ({name})" for name, number in held.items())
+    if held:
+        counts = ", ".join(f"{count} prompts ({name})" for name, count in held.items())
+        yield f"evaluated every {config.eval.every} steps: {counts}"
     else:
-        share = f"{held['dev']} of {count + held['dev']} prompts are held out (eval.holdout {e.holdout:g})"
-        yield f"{share}: evaluated on every {e.every} steps, never trained on"
-    if rollouts.keep_graph:
-        yield "the first update of each step reuses the rollout's forwards (train.reuse_rollout_forward)"
-    if r.staleness:
-        yield (
-            "the next step's samples are generated while the current step is judged, before its update "
-            "(rollout.staleness), except for the first step and after a checkpoint (every "
-            f"{config.checkpoint.every} steps)"
-        )
-    if waits := idle_warning(config, world.dp_size):
-        yield waits
+        few = f"fewer than {FEWEST_TO_SPLIT} prompts are not split"
+        yield f"no evaluation, so no before/after comparison: eval.every or eval.holdout is 0, or {few}"
+    if warning := idle_warning(config, world.dp_size):
+        yield warning
     yield memory_line(adapter, policy)
 
 
-def idle_warning(config: Config, indices: int) -> str:
+def prompt_warnings(config: Config, trained: Sequence[Prompt], evaluated: Sequence[Prompt]) -> Iterator[str]:
+    """Warnings about columns that nothing reads, and about evaluation prompts that are trained on."""
+    if unread := unread_columns(config, trained):
+        yield f"WARNING: nothing reads the column(s) {', '.join(unread)} of {config.data.prompts}"
+    known = {(prompt.text, prompt.source) for prompt in trained}
+    if count := sum((prompt.text, prompt.source) in known for prompt in evaluated):
+        yield f"WARNING: {count} of {len(evaluated)} evaluation prompts are in {config.data.prompts} and trained on too"
+
+
+def idle_warning(config: Config, dp_size: int) -> str:
     """A message about idle processes if the batches of an update cannot be assigned evenly; '' if they can."""
-    r = config.rollout
-    batches = Counter(b.update for b in assign_batches(config, [r] * r.prompts_per_step))
-    rounds = sum(-(-count // indices) for count in batches.values())
-    share = 1 - batches.total() / (rounds * indices)
+    batches = Counter(batch.update for batch in assign_batches(config))
+    rounds = sum(-(-count // dp_size) for count in batches.values())
+    share = 1 - batches.total() / (rounds * dp_size)
     if not share:
         return ""
     counts = " or ".join(str(count) for count in sorted(set(batches.values())))
     return (
-        f"an update has {counts} batches of up to {r.batch_size} samples for {indices} processes, which are idle "
-        f"{share:.0%} of it; choose a rollout.batch_size that makes the number a multiple of {indices}"
+        f"an update has {counts} batches of up to {config.rollout.batch_size} samples for {dp_size} processes, which "
+        f"are idle {share:.0%} of it; choose a rollout.batch_size that makes the number a multiple of {dp_size}"
     )
+
+
+def static_bytes(adapter: Adapter, policy: Policy) -> dict[str, int]:
+    """Bytes per kind on the adapter's device, of sharded tensors those of this process's shard. Weights include
+    buffers and the parts of the pipeline that are not trained; all other kinds exist for trained weights only."""
+    kind_of_device = adapter.device.type
+
+    def held(tensors: Iterable[Tensor]) -> int:
+        return sum(t.nbytes for t in to_local(tensors) if t.device.type == kind_of_device)
+
+    modules = [part for part in adapter.pipe.components.values() if isinstance(part, nn.Module)]
+    trained = held(policy.params)
+    return {
+        "weights": sum(held(module.parameters()) + held(module.buffers()) for module in modules),
+        "gradients": trained,
+        "AdamW": 2 * trained,
+        "EMA": held(policy.ema.values()),
+        "old policy": held(policy.old.values()),
+        "initial policy": held(policy.base.values()),
+    }
+
+
+def memory_line(adapter: Adapter, policy: Policy) -> str:
+    """`static_bytes` as one line of text."""
+    parts = static_bytes(adapter, policy)
+    total = sum(parts.values())
+    unit, name = (GIB, "GiB") if total >= GIB else (MIB, "MiB")
+    listed = " + ".join(f"{kind} {size / unit:.3g}" for kind, size in parts.items() if size)
+    return f"memory per process before activations: {listed} = {total / unit:.3g} {name}"
+
+
+def peak_memory(device: torch.device) -> int:
+    """Peak bytes of this process so far: allocated on the GPU, or resident on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

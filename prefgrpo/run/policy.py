@@ -7,6 +7,7 @@ Invariant: `state_dict` holds everything that the next update depends on, so a r
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 
@@ -22,8 +23,24 @@ FUSED_ON = ("cuda",)
 """Device types on which AdamW uses its fused kernel."""
 
 
+def learning_rate(train: TrainConfig, update: int) -> float:
+    """Learning rate of an update, counted from 0: linear warm-up, then constant, then the decay."""
+    warm = min(1.0, (update + 1) / train.warmup_steps) if train.warmup_steps else 1.0
+    if train.lr_scheduler == "constant":
+        return train.lr * warm
+    left = 1.0 - update / (train.steps * train.updates_per_rollout)
+    decay = min(1.0, max(0.0, left / train.lr_decay_share))
+    if train.lr_scheduler == "cosine":
+        decay = 0.5 - 0.5 * math.cos(math.pi * decay)
+    return train.lr * warm * decay
+
+
+SKIPS = 3
+"""Updates in a row with a non-finite gradient that end a run."""
+
+
 class NonFiniteGradient(RuntimeError):
-    """The gradient norm is NaN or infinite; no weight was changed."""
+    """The gradient norm was NaN or infinite in SKIPS updates in a row, which changed no weight."""
 
 
 class Policy:
@@ -36,8 +53,10 @@ class Policy:
         self.train = train
         self.parameters = parameters
         self.params = list(parameters.values())
-        self.kinds = [kind for wanted in (False, True) if (kind := [p for p in self.params if is_sharded(p) == wanted])]
-        """The non-empty lists among the replicated and the sharded parameters."""
+        replicated = [p for p in self.params if not is_sharded(p)]
+        sharded = [p for p in self.params if is_sharded(p)]
+        self.kinds = [kind for kind in (replicated, sharded) if kind]
+        """The non-empty ones of the lists of replicated and of sharded parameters."""
         self.optimizer = torch.optim.AdamW(
             [{"params": kind, "fused": _fused(kind)} for kind in self.kinds],
             lr=train.lr,
@@ -45,32 +64,39 @@ class Policy:
             weight_decay=train.weight_decay,
         )
         for p in self.params:  # as AdamW itself does in its first step; a checkpoint is read into these
-            start = torch.zeros(
-                (), device=p.device if _fused([p]) else "cpu"
-            )  # on the device for the fused kernel only
-            moments = {key: torch.zeros_like(p) for key in ("exp_avg", "exp_avg_sq")}
-            self.optimizer.state[p] = {"step": start} | moments
-        self.ema, self.old, self.base = (self._copy() if kept else {} for kept in (train.ema_decay, old, base))
+            self.optimizer.state[p] = {
+                "step": torch.zeros((), device=p.device if _fused([p]) else "cpu"),
+                "exp_avg": torch.zeros_like(p),
+                "exp_avg_sq": torch.zeros_like(p),
+            }
+        self.ema = self._copy() if train.ema_decay else {}
+        self.old = self._copy() if old else {}
+        self.base = self._copy() if base else {}
         self.updates = 0
+        self.skipped = 0
+        """Skipped updates since the last one."""
 
-    def update(self, world: World) -> float:
+    def update(self, world: World) -> float | None:
         """Sum gradients over ranks, clip, step. Returns the gradient norm before clipping.
 
-        Raises NonFiniteGradient, on all ranks and before any weight is changed.
+        If that is not finite, all ranks skip the update and get None; SKIPS in a row raise NonFiniteGradient.
         """
         world.sum_gradients(self.params)
         norms = [full_tensor(get_total_norm([p.grad for p in kind if p.grad is not None])) for kind in self.kinds]
-        norms = [norm.to(norms[0].device) for norm in norms]  # with memory.offload: [weights], shards are on the CPU
+        norms = [norm.to(norms[0].device) for norm in norms]  # with offload: [weights], shards are on the CPU
         total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
         for kind in self.kinds:
             clip_grads_with_norm_(kind, self.train.max_grad_norm, total)
         norm = float(total)
         if norm != norm or norm == float("inf"):
             self.optimizer.zero_grad()
-            raise NonFiniteGradient(f"gradient norm is {norm}")
-        warm = min(1.0, (self.updates + 1) / self.train.warmup_steps) if self.train.warmup_steps else 1.0
+            self.skipped += 1
+            if self.skipped >= SKIPS:
+                raise NonFiniteGradient(f"gradient norm is {norm}, in {SKIPS} updates in a row")
+            return None
+        self.skipped = 0
         for group in self.optimizer.param_groups:
-            group["lr"] = self.train.lr * warm
+            group["lr"] = learning_rate(self.train, self.updates)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.updates += 1

@@ -1,6 +1,6 @@
 """Layout of a run's folder, `output/name`: the only module that knows the names of its files.
 
-config.yaml  metrics.jsonl  judgements.jsonl  tensorboard/  checkpoints/step_000020/
+config.yaml  config_to_000020.yaml  metrics.jsonl  judgements.jsonl  tensorboard/  checkpoints/step_000020/
 eval/dev_000050.npz, .json  groups/step_000050.npz  lora/ or pipeline/  report.html
 evaluations/step_000020_live/against_base/comparison.json
 """
@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+
+from prefgrpo.config.recipe import UserError
 
 PRODUCTS = ("lora", "pipeline")
 """The finished weights in diffusers format: a LoRA, or the whole pipeline after full fine-tuning."""
@@ -30,18 +32,17 @@ class RunFolder:
         self.evaluations = root / "evaluations"
         self.report = root / "report.html"
 
+    def old_config(self, step: int) -> Path:
+        """The configuration up to `step`, of a run that was resumed there with another one."""
+        return self.root / f"config_to_{step:06d}.yaml"
+
     def product(self, lora: bool) -> Path:
         """The finished LoRA or pipeline."""
         return self.root / PRODUCTS[0 if lora else 1]
 
-    def initial_images(self, name: str, rank: int, size: int) -> Path:
-        """A rank's images of the starting policy on the evaluation set `name`."""
-        return self.eval / f"{name}_before_{rank}of{size}.npz"
-
-    def all_initial_images(self, name: str) -> dict[int, list[Path]]:
-        """Number of ranks → the files written by a run with that many ranks, for every number found in the folder."""
-        sizes = {int(p.stem.rpartition("of")[2]) for p in self.eval.glob(f"{name}_before_*of*.npz")}
-        return {size: [self.initial_images(name, rank, size) for rank in range(size)] for size in sorted(sizes)}
+    def initial_image(self, name: str, number: int) -> Path:
+        """An image or clip of the starting policy on the evaluation set `name`."""
+        return self.eval / f"{name}_before" / f"{number:06d}.npz"
 
     def prompts(self, name: str) -> Path:
         """The prompts of an evaluation set that the report shows."""
@@ -73,7 +74,7 @@ class RunFolder:
 
     def all_evaluations(self) -> list[Path]:
         """Files written by `prefgrpo evaluate`: tables of suites and comparisons."""
-        return sorted(p for p in self.evaluations.glob("*/*/*.json") if p.name != "about.json")
+        return sorted(p for p in self.evaluations.glob("*/*/*.json") if p.name != ".about.json")
 
     def checkpoint(self, step: int) -> Path:
         """The checkpoint after a step."""
@@ -89,9 +90,13 @@ class RunFolder:
         steps = self.all_checkpoints()
         return steps[-1] if steps else None
 
-    def checkpoint_of(self, path: Path) -> Path | None:
-        """The checkpoint that a path names: itself, or for the run's folder the newest one."""
-        return path if path.resolve().parent.name == "checkpoints" else self.latest()
+    def checkpoint_of(self, path: Path) -> Path:
+        """The checkpoint that a path names: itself, or for the run's folder the newest one. Raises UserError."""
+        wanted = path if path.resolve().parent.name == "checkpoints" else self.latest()
+        if wanted is None or not wanted.is_dir():
+            there = ", ".join(p.name for p in self.all_checkpoints()) or "none"
+            raise UserError(f"{wanted or self.checkpoints} does not exist; the checkpoints of {self.root}: {there}")
+        return wanted
 
 
 def run_of(path: Path) -> RunFolder | None:

@@ -1,49 +1,60 @@
 """From the scores of a step to what it trains on: advantages and comparisons of all ranks' samples.
 
-Every rank scores its own groups; everything is gathered here, so all ranks take the same decisions. Missing rewards and
-verdicts keep their reasons, which are printed once; too many of them end the run.
+    A_i = Σ_r w_r A_ir    A_ir = (r_i − group mean) / (std + eps), or Σ_p u_p A_irp / Σ_p u_p over the reward's parts p
+
+The parts of a reward are sub-scores that are normalised separately and then weighted (`Reward.part_weights`), as
+Pref-GRPO does with UnifiedReward-Flex and with its edit scores. Every rank scores its own groups; everything is
+gathered here, so all ranks take the same decisions. Missing rewards and verdicts keep their reasons, which are printed
+once; too many of them end the run. Invariant: each group is centred separately, so batch normalisation only rescales,
+and a group with equal rewards gets exactly 0.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from prefgrpo.config.schema import Config
-from prefgrpo.judge.information import Alarm, extent
+from prefgrpo.config.by_path import load_object
+from prefgrpo.config.schema import COMBINE, AdvantageConfig, Config
 from prefgrpo.objectives.base import Targets
-from prefgrpo.ops import winrate_advantage
+from prefgrpo.ops import group_advantage, winrate_advantage
 from prefgrpo.parallel.world import World
-from prefgrpo.rewards.base import Reward
+from prefgrpo.rewards.base import Reward, Score
 from prefgrpo.rewards.pairwise import VlmPairwise
 from prefgrpo.rewards.scorer import StepScores
-from prefgrpo.run.advantage import Parts, advantages, by_comparisons, part_table
 from prefgrpo.run.log import Log
-from prefgrpo.run.metrics import NoInformation, check_missing, missing_shares, reward_metrics
+from prefgrpo.run.metrics import check_missing, missing_shares, reward_metrics
 
 PATIENCE_STEPS = 3
 """Steps in a row whose verdicts are all the same, after which the run stops with a checkpoint."""
+MIN_VERDICTS = 16
+"""Steps with fewer are not counted: they could be the same by chance."""
+SPREAD = 0.002
+"""Verdicts that differ by more depend on the images: a judge with a position bias may still rank correctly."""
+
+
+class NoInformation(RuntimeError):
+    """The judge's verdicts have carried no information about the images for several steps."""
 
 
 class StepTargets:
     """Computes the targets of a run's steps, one after the other: alarms count consecutive steps."""
 
-    def __init__(
-        self, config: Config, rewards: Mapping[str, Reward], weights: Mapping[str, float], world: World, log: Log
-    ) -> None:
-        """weights: of all rewards, in the order of their columns; 0: only measured."""
+    def __init__(self, config: Config, rewards: Mapping[str, Reward], world: World, log: Log) -> None:
         self.config = config
         self.rewards = rewards
-        self.weights = weights
+        self.weights = {entry.name: entry.weight for entry in config.rewards}
+        """Of all rewards, in the order of their columns; 0: only measured."""
         self.world = world
         self.log = log
-        self._by_comparisons = by_comparisons(rewards, weights, config.advantage)
-        self._alarms = {name: Alarm() for name, weight in weights.items() if weight}
+        self._by_comparisons = by_comparisons(rewards, self.weights, config.advantage)
+        self._same_steps = {name: 0 for name, weight in self.weights.items() if weight}
 
     def compute(self, step: int, scores: StepScores) -> tuple[Targets, dict[str, float]]:
         """(advantages and comparisons of all ranks' samples; metrics). Raises RewardsMissing or NoInformation."""
@@ -54,17 +65,18 @@ class StepTargets:
         shares = self._missing_shares(step, scores, rewards)
         wins, pair_counts = self._comparisons(scores)
         trained = np.array(list(weights.values())) != 0
-        scored = known = torch.from_numpy(~np.isnan(rewards[:, trained]).any(1)).view(-1, group_size)
+        has_rewards = torch.from_numpy(~np.isnan(rewards[:, trained]).any(1)).view(-1, group_size)
+        has_advantage = has_rewards
         if self._by_comparisons:
             _, advantage = winrate_advantage(wins, pair_counts, std=c.std, eps=c.eps, ddof=c.ddof)
         else:
-            advantage, known = advantages(rewards, weights, group_size, c, parts, sub_scores, self.world.device)
-        if lost := int(scored.sum()) - int(known.sum()):
-            why = "advantage.combine has no finite value for these rewards"
-            self.log.missing(f"step {step}", Counter({why: lost}))
-            shares["reward/missing"] = 1.0 - float(known.float().mean())
+            advantage, has_advantage = advantages(rewards, weights, group_size, c, parts, sub_scores, self.world.device)
+        if uncombined := int(has_rewards.sum()) - int(has_advantage.sum()):
+            reason = "advantage.combine has no finite value for these rewards"
+            self.log.missing(f"step {step}", Counter({reason: uncombined}))
+            shares["reward/missing"] = 1.0 - float(has_advantage.float().mean())
         self._check_information(step, scores)
-        targets = Targets(advantage, wins.float(), pair_counts.float(), known.to(advantage.device))
+        targets = Targets(advantage, wins.float(), pair_counts.float(), has_advantage.to(advantage.device))
         return targets, reward_metrics(list(weights), rewards, group_size) | shares | {
             "advantage/zero_groups": float((advantage == 0).all(1).float().mean()),
             "advantage/max": float(advantage.abs().max()),
@@ -76,15 +88,15 @@ class StepTargets:
         local = np.stack([scores.values[n] for n in names], axis=-1)  # [groups scored here, G, R]
         parts = {n: w for n in names if (w := self.rewards[n].part_weights)}
         if parts:
-            own = part_table(scores.groups, parts).reshape(*local.shape[:2], sum(map(len, parts.values())))
-            local = np.concatenate([local, own], axis=-1)
+            sub_scores = part_table(scores.scores, parts).reshape(*local.shape[:2], sum(map(len, parts.values())))
+            local = np.concatenate([local, sub_scores], axis=-1)
         table = self.world.gather_slots(local, self.config.rollout.prompts_per_step).reshape(-1, local.shape[-1])
         return table[:, : len(names)], table[:, len(names) :], parts
 
     def _missing_shares(self, step: int, scores: StepScores, rewards: NDArray[np.float64]) -> dict[str, float]:
         """Shares of missing rewards and comparisons, whose reasons are logged. Raises RewardsMissing."""
         weights = np.array(list(self.weights.values()))
-        verdicts = [[k.verdict.first for g in scores.groups[n] for k in g.comparisons] for n in self.weights]
+        verdicts = [[v.first for g in scores.verdicts.get(n, ()) for v in g.values()] for n in self.weights]
         counts = self.world.gather(np.array([[(len(v), v.count(None)) for v in verdicts]], np.float64)).sum(0)
         shares = missing_shares(rewards, weights, counts)
         reasons = Counter[str]()
@@ -92,7 +104,7 @@ class StepTargets:
             reasons = sum(map(Counter, self.world.gather_items([scores.reasons])), reasons)
         self.log.missing(f"step {step}", reasons)
         if warning := check_missing(shares, self.config.judge.max_missing, list(reasons)):
-            self.log.say(f"WARNING: step {step}: {warning}")
+            self.log.once(f"WARNING: step {step}: {warning}", kind="many missing")  # step lines show their share
         return shares
 
     def _comparisons(self, scores: StepScores) -> tuple[Tensor, Tensor]:
@@ -101,24 +113,126 @@ class StepTargets:
         total = self.config.rollout.prompts_per_step
         local = np.zeros((len(self.world.slots(total)), 2, size, size))
         for name, weight in self.weights.items():
-            for k, group in enumerate(scores.groups[name]):
-                if weight > 0 and group.wins is not None and group.counts is not None:
-                    local[k] += weight * np.stack([group.wins, group.counts])
+            if weight > 0 and name in scores.games:
+                local += weight * scores.games[name]
         wins, counts = torch.from_numpy(self.world.gather_slots(local, total)).to(self.world.device).unbind(1)
         return wins, counts
 
     def _check_information(self, step: int, scores: StepScores) -> None:
-        """Warn of verdicts without information; raise NoInformation after PATIENCE_STEPS such steps."""
-        local = []
-        for name in self._alarms:
-            reward = self.rewards[name]
-            rounded = isinstance(reward, VlmPairwise) and reward.rating.verdict == "hard"
-            local.append(extent((c.verdict.first for g in scores.groups[name] for c in g.comparisons), rounded))
-        ranks = self.world.gather(np.stack(local)[None])
-        for k, (name, alarm) in enumerate(self._alarms.items()):
-            if not (problem := alarm.add(ranks[:, k])):
+        """Warn if all verdicts of a step are the same; raise NoInformation after PATIENCE_STEPS such steps in a row."""
+        names = list(self._same_steps)
+        verdicts = [[v.first for g in scores.verdicts.get(n, ()) for v in g.values()] for n in names]
+        answers = [np.array([p for p in some if p is not None]) for some in verdicts]
+        local = np.array([[(len(p), p.min(initial=np.inf), p.max(initial=-np.inf)) for p in answers]])
+        ranks = self.world.gather(local)
+        for k, name in enumerate(names):
+            count = ranks[:, k, 0].sum()
+            low = ranks[:, k, 1].min()
+            high = ranks[:, k, 2].max()
+            if count < MIN_VERDICTS:
                 continue
-            message = f"{name}: the judge's verdicts carry no information: {problem}"
-            if alarm.steps >= PATIENCE_STEPS:
-                raise NoInformation(f"{message}; {alarm.steps} steps in a row")
+            self._same_steps[name] = self._same_steps[name] + 1 if high - low <= SPREAD else 0
+            if not self._same_steps[name]:
+                continue
+            message = f"{name}: the judge's verdicts carry no information: P(first) is {low:.3f} in all {count:.0f}"
+            if self._same_steps[name] >= PATIENCE_STEPS:
+                raise NoInformation(f"{message}; {PATIENCE_STEPS} steps in a row")
             self.log.say(f"WARNING: step {step}, {message}; the run stops after {PATIENCE_STEPS} such steps in a row")
+
+
+# ---- advantages ------------------------------------------------------------------------------------------------------
+
+Parts = Mapping[str, Mapping[str, float]]
+"""Reward → part → weight, for rewards whose parts are normalised separately."""
+
+
+def part_table(scores: Mapping[str, list[list[Score]]], parts: Parts) -> NDArray[np.float64]:
+    """[n_groups, G, K] sub-scores of all `parts` in order; NaN if a sample lacks the sub-score or the whole reward."""
+    columns = [
+        [[np.nan if s.value is None else s.parts.get(part, np.nan) for s in group] for group in scores[name]]
+        for name, weights in parts.items()
+        for part in weights
+    ]
+    return np.stack([np.array(c, dtype=np.float64) for c in columns], axis=-1)
+
+
+class CombineError(RuntimeError):
+    """`advantage.combine` raised, or did not return one number per sample."""
+
+
+def load_function(path: str) -> Callable[[Tensor, Tensor], Tensor]:
+    """The function named by `advantage.combine`: file.py:function or package.module.function. Raises ValueError."""
+    try:
+        function: Callable[[Tensor, Tensor], Tensor] = load_object(path)
+    except Exception as error:
+        raise ValueError(f"cannot load {path!r}: {type(error).__name__}: {error}") from error
+    if not callable(function):
+        raise ValueError(f"expected a function at {path!r}, got {type(function).__name__}")
+    return function
+
+
+def _combined(path: str, table: Tensor, weights: Tensor) -> Tensor:
+    """The user's function of rewards [R, B] and weights [R]: [B], with NaN for non-finite results."""
+    try:
+        values = torch.as_tensor(load_function(path)(table, weights)).to(table)
+    except Exception as error:
+        raise CombineError(f"advantage.combine {path} raised {type(error).__name__}: {error}") from error
+    if values.shape != table.shape[1:]:
+        raise CombineError(
+            f"advantage.combine {path}: expected {list(table.shape[1:])} values, got {list(values.shape)}"
+        )
+    return torch.where(values.isfinite(), values, torch.nan)
+
+
+def by_comparisons(rewards: Mapping[str, Reward], weights: Mapping[str, float], options: AdvantageConfig) -> bool:
+    """Whether advantages are those of one judge's win rates, which `winrate_advantage` computes from its verdicts."""
+    trained = {name: weight for name, weight in weights.items() if weight}
+    changed = options.combine not in COMBINE or options.rank or options.batch_norm
+    reward = rewards[next(iter(trained))]
+    return list(trained.values()) == [1] and not changed and isinstance(reward, VlmPairwise) and reward.is_win_rate
+
+
+def advantages(
+    rewards: NDArray[np.float64],
+    weights: Mapping[str, float],
+    group_size: int,
+    options: AdvantageConfig,
+    parts: Parts | None = None,
+    sub_scores: NDArray[np.float64] | None = None,
+    device: torch.device | str = "cpu",
+) -> tuple[Tensor, Tensor]:
+    """(advantages fp32 [P, G], bool [P, G] whether the sample counts), on `device`.
+
+    rewards: [P · G, R], in the order of `weights`. sub_scores: [P · G, K] of `parts`. NaN is missing, as is a sample
+    whose rewards have no finite combination: it is excluded from all statistics and gets 0. Raises CombineError if the
+    function fails.
+    """
+    table = torch.from_numpy(rewards.T.copy()).to(device)
+    kinds = torch.tensor(list(weights.values()), dtype=torch.float64, device=device)
+    ids = torch.arange(len(rewards) // group_size, device=device).repeat_interleave(group_size)
+    trained = kinds != 0
+    missing = table[trained].isnan().any(0)
+    normalise = partial(group_advantage, eps=options.eps, ddof=options.ddof)
+    in_groups = partial(normalise, group_ids=ids, std=options.std, rank=options.rank)
+
+    if parts and sub_scores is not None:
+        columns = iter(torch.from_numpy(sub_scores.T.copy()).to(device))
+        out = torch.zeros(len(rewards), dtype=torch.float64, device=device)
+        for row, (name, weight) in zip(table, weights.items(), strict=True):
+            own = [(u, next(columns)) for u in parts.get(name, {}).values()] or [(1.0, row)]
+            total = sum(u * in_groups(torch.where(missing, torch.nan, values)[None]).double() for u, values in own)
+            known = sum(u * ~values.isnan() for u, values in own)
+            if weight:
+                out += torch.where(missing | (known == 0), 0.0, weight * total / known)
+    elif options.combine not in COMBINE:
+        values = _combined(options.combine, table[trained], kinds[trained])
+        missing = values.isnan()
+        out = in_groups(values[None])
+    else:
+        if options.combine == "geometric_mean":
+            missing |= (table[trained] < 0).any(0)
+        out = in_groups(table, weights=kinds, combine=options.combine)
+    if options.batch_norm:
+        whole = torch.where(missing, torch.nan, out.double())[None]
+        out = torch.where(out == 0, 0.0, normalise(whole, group_ids=torch.zeros_like(ids)).double())
+    return out.float().view(-1, group_size), ~missing.view(-1, group_size)

@@ -97,5 +97,6 @@ def evaluated(folder: RunFolder, name: str, step: int) -> Pictures:
         return {}
     prompts = json.loads(folder.prompts(name).read_text(encoding="utf-8"))
     with np.load(folder.report_images(name, step), allow_pickle=False) as file:
-        pairs = np.concatenate([stills(file["before"]), stills(file["now"])], axis=2)
+        both = zip(file["before"], file["now"], strict=True)
+        pairs = [np.concatenate([stills(before), stills(now)], axis=1) for before, now in both]
     return {f"images/{name}/{k}": shown for k, shown in enumerate(zip(prompts, pairs, strict=True), 1)}

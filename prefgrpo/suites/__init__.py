@@ -6,15 +6,14 @@ than the suite's own are labelled as such.
 
 from __future__ import annotations
 
-from typing import Literal
-
 from prefgrpo.config.by_path import load_object
 from prefgrpo.suites.base import Suite
 
-Name = Literal["unigenbench", "geneval", "vbench"]
 SUITES: dict[str, str] = {
     "unigenbench": "unigenbench:UniGenBench",
+    "geneval2": "geneval2:GenEval2",
     "geneval": "geneval:GenEval",
+    "imgedit": "imgedit:ImgEdit",
     "vbench": "vbench:VBench",
 }
 

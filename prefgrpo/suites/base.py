@@ -10,29 +10,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
-from pydantic import BeforeValidator, FiniteFloat, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 
-from prefgrpo.config.loading import EXPECTED
 from prefgrpo.data.file_names import Generated
-from prefgrpo.data.prompts import DataError, Prompt
-from prefgrpo.parallel.world import World
+from prefgrpo.data.prompts import DataError, Prompt, read_prompts
 from prefgrpo.rewards.base import Score
 
 SampleFile = tuple[Prompt, int, Path]
 """(prompt, index of the sample, file to write it to)"""
 T = TypeVar("T")
-
-
-def _not_bool(value: object) -> object:
-    if isinstance(value, bool):
-        raise ValueError("Input should be a number")
-    return value
-
-
-Number = Annotated[FiniteFloat, BeforeValidator(_not_bool)]
-"""A score in a suite's file: a finite number, or the text of one."""
 
 
 @dataclass(frozen=True)
@@ -60,23 +48,26 @@ class Results:
     tables: dict[str, list[Row]]
     problems: list[str] = field(default_factory=list)
     """Missing items, each with its reason."""
+    percent: bool = True
+    """Whether the numbers are shares; False: grades, shown as they are."""
 
     def markdown(self, max_problems: int = 0) -> str:
         """Tables and problems as Markdown; max_problems: list at most this many problems, 0: all."""
-        lines = [f"# {self.suite}", "", self.scored_by, *(["", "| | |", "|---|---:|"] if self.summary else [])]
-        lines += [f"| {name} | {_percent(value)} |" for name, value in self.summary.items()]
+        lines = [f"# {self.suite}", "", self.scored_by, "", "| | |", "|---|---:|"]
+        lines += [f"| {name} | {self._shown(value)} |" for name, value in self.summary.items()]
         for title, rows in self.tables.items():
             lines += ["", f"| {title} | mean | of | missing |", "|---|---:|---:|---:|"]
-            lines += [f"| {row.name} | {_percent(row.mean)} | {row.count} | {row.missing} |" for row in rows]
+            lines += [f"| {row.name} | {self._shown(row.mean)} | {row.count} | {row.missing} |" for row in rows]
         if self.problems:
             shown = self.problems[: max_problems or None]
             lines += ["", f"{len(self.problems)} missing:", "", *(f"- {problem}" for problem in shown)]
             lines += [f"- … and {len(self.problems) - len(shown)} more"] if len(shown) < len(self.problems) else []
         return "\n".join(lines) + "\n"
 
-
-def _percent(value: float | None) -> str:
-    return "–" if value is None else f"{100 * value:.2f} %"
+    def _shown(self, value: float | None) -> str:
+        if value is None:
+            return "–"
+        return f"{100 * value:.2f} %" if self.percent else f"{value:.2f}"
 
 
 def mean(values: Iterable[float | None]) -> float | None:
@@ -90,11 +81,8 @@ def rows_by_name(values: Iterable[tuple[str, float | None]]) -> list[Row]:
     by_name: dict[str, list[float | None]] = {}
     for name, value in values:
         by_name.setdefault(name, []).append(value)
-    rows = []
-    for name, values_of_name in by_name.items():
-        scored = [value for value in values_of_name if value is not None]
-        rows.append(Row(name, mean(scored), len(scored), len(values_of_name) - len(scored)))
-    return rows
+    scored = {name: [v for v in of_name if v is not None] for name, of_name in by_name.items()}
+    return [Row(name, mean(there), len(there), len(by_name[name]) - len(there)) for name, there in scored.items()]
 
 
 class Suite(ABC):
@@ -108,27 +96,44 @@ class Suite(ABC):
     takes: ClassVar[str] = "image"
     reward: ClassVar[str] = ""
     """The reward in prefgrpo.rewards that scores its samples; empty: only the suite's own tools score them."""
-    results_source: ClassVar[str]
-    """What --results must point to: output of the suite's own tools."""
+    reward_options: ClassVar[Mapping[str, Any]] = {}
+    """Options of this reward that make it follow the suite's rule."""
+    results_source: ClassVar[str] = ""
+    """What --results must point to: output of the suite's own tools; empty: it is scored here only."""
     shares_files: ClassVar[bool] = False
     """Whether equal prompts share a file."""
 
-    @abstractmethod
+    columns: ClassVar[str] = ""
+    """The columns that its prompts need, in words."""
+
     def read(self, path: Path) -> list[Prompt]:
         """Read the suite's prompts. Raises DataError if the file or folder is not the suite's."""
+        prompts = read_prompts(path, unique=False)
+        if foreign := [prompt for prompt in prompts if not self.owns(prompt)]:
+            found = f"{foreign[0]}: expected columns {self.columns}, got {', '.join(foreign[0].meta) or 'none'}"
+            raise DataError(f"{path}: {found}; the suite's file: {self.source}")
+        return prompts
 
-    @abstractmethod
+    def owns(self, prompt: Prompt) -> bool:
+        """Whether a row has the suite's columns."""
+        return True
+
     def sample_files(self, prompts: Sequence[Prompt], samples: int, out: Path, ending: str) -> list[SampleFile]:
         """Every sample with its file below `out`; samples: per prompt, 0: the suite's own number."""
+        counts = [samples or self.samples_of(prompt) for prompt in prompts]
+        numbered = [(prompt, k) for prompt, count in zip(prompts, counts, strict=True) for k in range(count)]
+        return [(prompt, k, out / self.file(prompt, k, ending)) for prompt, k in numbered]
 
-    def write_other_files(self, files: Sequence[SampleFile], out: Path, world: World) -> None:  # noqa: B027  (often none)
-        """Write the layout's files other than the samples; the work is divided among ranks."""
+    def samples_of(self, prompt: Prompt) -> int:
+        """The suite's number of samples of a prompt."""
+        return self.samples
 
-    def options(self, given: Mapping[str, Any], question: str) -> dict[str, Any]:
-        """Options of `reward`; question: judge template, empty: the reward's default. Raises DataError."""
-        if question:
-            raise DataError(f"--question: {self.title} uses no judge")
-        return dict(given)
+    @abstractmethod
+    def file(self, prompt: Prompt, number: int, ending: str) -> Path:
+        """A sample's file, relative to the output folder."""
+
+    def write_other_files(self, files: Sequence[SampleFile], out: Path) -> None:  # noqa: B027  (often none)
+        """Write the layout's files other than the samples."""
 
     def results(self, files: Sequence[Generated], scores: Sequence[Score], options: Mapping[str, Any]) -> Results:
         """Tables from the scores of `reward`."""
@@ -139,15 +144,24 @@ class Suite(ABC):
     ) -> None:
         """Write scores in the format of the suite's own tools."""
 
-    @abstractmethod
     def read_results(self, path: Path) -> Results:
         """Tables from the output of the suite's own tools. Raises DataError if it cannot be read."""
+        raise DataError(f"--results: {path}: {self.title} is scored here; expected no results of its own tools")
 
 
-def problems(files: Sequence[Generated], scores: Sequence[Score], depth: int) -> list[str]:
+def problems(files: Sequence[Generated], scores: Sequence[Score], depth: int = 2) -> list[str]:
     """One line per file without a score, with its path below the output folder, which has `depth` parts."""
     missing = [(g.file.parts[-depth:], s.reason) for g, s in zip(files, scores, strict=True) if s.value is None]
     return [f"{'/'.join(parts)}: {reason}" for parts, reason in missing]
+
+
+def asked_by(options: Mapping[str, Any], judge: str) -> str:
+    """What was asked, and what the numbers are comparable with; options: the reward's, judge: the suite's own."""
+    template = str(options.get("template", ""))
+    if template.endswith(".py"):
+        return f"the suite's own wording; comparable with published numbers if the judge is {judge}"
+    words = f"the wording of {Path(template).name}" if template else "our own wording"
+    return f"{words}; not comparable with published numbers, which are those of {judge} and the suite's wording"
 
 
 def read_text(path: Path, expected: str) -> str:
@@ -165,6 +179,4 @@ def check(form: TypeAdapter[T], value: object, where: object, expected: str) -> 
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         part = "".join(f"{key}: " for key in first["loc"])
-        known = EXPECTED.get(first["type"], "").format(**first.get("ctx", {}))
-        wrong = f"expected {known}" if known else first["msg"]
-        raise DataError(f"{where}: expected {expected}: {part}{wrong}, got {first['input']!r:.80}") from error
+        raise DataError(f"{where}: expected {expected}: {part}{first['msg']}, got {first['input']!r:.80}") from error

@@ -9,54 +9,22 @@ they are also counted and listed.
 
 from __future__ import annotations
 
-import ast
 import csv
-import io
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
-
-from pydantic import BeforeValidator, Field, Json, TypeAdapter
+from typing import Any
 
 from prefgrpo.data.file_names import Generated, file_name
-from prefgrpo.data.prompts import DataError, Prompt, read_prompts
+from prefgrpo.data.prompts import Prompt
 from prefgrpo.rewards.base import Score
 from prefgrpo.rewards.unigenbench import points_of
-from prefgrpo.suites.base import Results, SampleFile, Suite, check, mean, problems, read_text, rows_by_name
+from prefgrpo.suites.base import Results, Suite, asked_by, mean, problems, rows_by_name
 
 COLUMNS = ("index", "prompt", "testpoint", "output", "result_json", "img_path")
 """Columns of the table written by the suite's tools, one row per image."""
 Mark = tuple[str, float | None]
 """(name of the test point, 1 or 0; None if the reply could not be parsed)"""
-
-
-def _literal(text: str) -> Any:
-    try:
-        return ast.literal_eval(text)
-    except (SyntaxError, TypeError) as error:
-        raise ValueError(str(error)) from error
-
-
-@dataclass(frozen=True)
-class _Row:
-    """A row of the suite's results."""
-
-    testpoint: Annotated[list[str], BeforeValidator(_literal)]
-    result_json: str
-    img_path: Annotated[str, Field(min_length=1)]
-
-
-@dataclass(frozen=True)
-class _Result:
-    """The content of a cell result_json."""
-
-    score: list[Annotated[int, Field(ge=0, le=1)]]
-
-
-_ROW = TypeAdapter(_Row)
-_RESULT: TypeAdapter[_Result] = TypeAdapter(Json[_Result])
 
 
 class UniGenBench(Suite):
@@ -66,39 +34,24 @@ class UniGenBench(Suite):
     source = "data/test_prompts_{en,zh}[_long].csv of CodeGoat24/UniGenBench"
     samples = 4
     reward = "unigenbench"
-    results_source = "results/MODEL_CATEGORY.csv of its eval/"
 
-    def read(self, path: Path) -> list[Prompt]:
-        """The rows of a table, including those whose test points cannot be parsed."""
-        prompts = read_prompts(path, unique=False)
-        points = {"sub_dims_en", "sub_dims_zh"}
-        if invalid := [p for p in prompts if not points & p.meta.keys() or "index" not in p.meta]:
-            got = f"expected columns index and sub_dims_en or sub_dims_zh, got {['prompt', *invalid[0].meta]}"
-            raise DataError(f"{path}: {got}; the suite's files: {self.source}")
-        return prompts
+    columns = "index and sub_dims_en or sub_dims_zh"
 
-    def sample_files(self, prompts: Sequence[Prompt], samples: int, out: Path, ending: str) -> list[SampleFile]:
+    def owns(self, prompt: Prompt) -> bool:
+        """Also a row whose test points cannot be parsed."""
+        return "index" in prompt.meta and bool({"sub_dims_en", "sub_dims_zh"} & prompt.meta.keys())
+
+    def file(self, prompt: Prompt, number: int, ending: str) -> Path:
         """images/INDEX_K.png"""
-        numbers = range(samples or self.samples)
-        return [(p, k, out / "images" / file_name(p, k, "unigenbench", ending)) for p in prompts for k in numbers]
-
-    def options(self, given: Mapping[str, Any], question: str) -> dict[str, Any]:
-        """question: a judge template, or the suite's eval_common.py."""
-        return dict(given) | ({"template": question} if question else {})
+        return Path("images", file_name(prompt, number, "unigenbench", ending))
 
     def results(self, files: Sequence[Generated], scores: Sequence[Score], options: Mapping[str, Any]) -> Results:
         """The table of all marks."""
         marks = [mark for g, s in zip(files, scores, strict=True) for mark in marks_of(g.prompt, s)]
         unparsed = sum(s.value is None for s in scores)
-        asked = str(options.get("template", ""))
-        if asked.endswith(".py"):
-            wording = "the suite's own wording; comparable with published numbers if the judge is its evaluation model"
-        else:
-            words = f"the wording of {Path(asked).name}" if asked else "our own wording"
-            why = "which no evaluation model of the suite was trained on; not comparable with published numbers"
-            wording = f"{words}, {why}"
-        by = f"Marked by a served judge with {wording}. {len(files) - unparsed} of {len(files)} images have marks."
-        return table(by, marks, problems(files, scores, 2))
+        asked = asked_by(options, "one of its evaluation models, which were trained on it")
+        by = f"Marked by a served judge with {asked}. {len(files) - unparsed} of {len(files)} images have marks."
+        return table(by, marks, problems(files, scores))
 
     def write_scores(self, files: Sequence[Generated], scores: Sequence[Score], out: Path) -> None:
         """Write results.csv in the format of the suite's eval/, for eval/src/calculate_score.py."""
@@ -110,42 +63,6 @@ class UniGenBench(Suite):
                 content = {"prompt": g.prompt.text, "testpoint": names, "score": [int(v) for v in s.parts.values()]}
                 result = json.dumps(None if s.value is None else content, ensure_ascii=False, indent=4)
                 rows.writerow([g.prompt.meta["index"], g.prompt.text, str(names), s.raw, result, str(g.file)])
-
-    def read_results(self, path: Path) -> Results:
-        """From a results table written by this command or by the suite's own tools."""
-        marks: list[Mark] = []
-        unparsed: list[str] = []
-        for row in _rows(path):
-            try:
-                marks += _marks_in(row)
-            except DataError as error:
-                marks += [(name, None) for name in row.testpoint]
-                unparsed.append(str(error))
-        return table(f"Read from {path.name}.", marks, unparsed)
-
-
-def _rows(path: Path) -> Iterable[_Row]:
-    """The rows of a csv file."""
-    csv.field_size_limit(1 << 24)
-    expected = f"a table with the columns {', '.join(COLUMNS)}"
-    rows = csv.DictReader(io.StringIO(read_text(path, expected)))
-    try:
-        if not {"testpoint", "result_json", "img_path"} <= set(rows.fieldnames or ()):
-            raise DataError(f"{path}: expected {expected}, got {rows.fieldnames}")
-        for row in rows:
-            yield check(_ROW, row, f"{path}, line {rows.line_num}", expected)
-    except csv.Error as error:
-        raise DataError(f"{path}: expected {expected}: {error}") from error
-
-
-def _marks_in(row: _Row) -> list[Mark]:
-    """The marks of a row. Raises DataError unless there is one per test point."""
-    count, image = len(row.testpoint), Path(row.img_path).name
-    expected = f"a result_json with 0 or 1 per test point ({count})"
-    scores = check(_RESULT, row.result_json, image, expected).score
-    if len(scores) != count:
-        raise DataError(f"{image}: expected {expected}, got {len(scores)}")
-    return list(zip(row.testpoint, map(float, scores)))
 
 
 def marks_of(prompt: Prompt, score: Score) -> list[Mark]:

@@ -9,16 +9,14 @@ their results are read here. Limits and weights are from scripts/constant.py of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import Field, Json, TypeAdapter
+from pydantic import FiniteFloat, Json, TypeAdapter
 
 from prefgrpo.data.file_names import file_name
-from prefgrpo.data.prompts import DataError, Prompt, read_prompts
-from prefgrpo.suites.base import Number, Results, Row, SampleFile, Suite, check, read_text
+from prefgrpo.data.prompts import DataError, Prompt
+from prefgrpo.suites.base import Results, Row, Suite, check, read_text
 
 QUALITY = {
     "subject_consistency": (0.1462, 1.0),
@@ -43,20 +41,12 @@ SEMANTIC = {
 """Dimension → (lowest, highest) score."""
 WEIGHTS = {"dynamic_degree": 0.5}
 """Weights of dimensions other than 1."""
-FLICKERING, FLICKERING_SAMPLES = "temporal_flickering", 25
+FLICKERING = "temporal_flickering"
+FLICKERING_SAMPLES = 25
 """This dimension discards clips without motion, so it needs more clips."""
 
 
-@dataclass(frozen=True)
-class _Row:
-    """A prompt in VBench_full_info.json."""
-
-    prompt_en: Annotated[str, Field(pattern=r"\S")]
-    dimension: list[str]
-
-
-_ROWS: TypeAdapter[list[_Row]] = TypeAdapter(Json[Annotated[list[_Row], Field(min_length=1)]])
-_SCORES: TypeAdapter[dict[str, tuple[float, Any]]] = TypeAdapter(Json[dict[str, tuple[Number, list[Any]]]])
+_SCORES: TypeAdapter[dict[str, tuple[float, Any]]] = TypeAdapter(Json[dict[str, tuple[FiniteFloat, list[Any]]]])
 """Dimension → (score, the scores of its clips)."""
 
 
@@ -64,25 +54,25 @@ class VBench(Suite):
     """VBench."""
 
     title = "VBench"
-    source = "vbench/VBench_full_info.json (or prompts/all_dimension.txt: five clips of each) of Vchitect/VBench"
+    source = "vbench/VBench_full_info.json of Vchitect/VBench"
     samples = 5
     takes = "video"
     results_source = "the *_eval_results.json of its evaluate.py, or a folder of several"
     shares_files = True
 
-    def read(self, path: Path) -> list[Prompt]:
-        """From the JSON with dimensions, or from a plain list."""
-        if path.suffix != ".json":
-            return read_prompts(path, unique=False)
-        rows = check(_ROWS, read_text(path, self.source), path, self.source)
-        return [Prompt(k, row.prompt_en, {"dimension": row.dimension}) for k, row in enumerate(rows)]
+    columns = "dimension, a list"
 
-    def sample_files(self, prompts: Sequence[Prompt], samples: int, out: Path, ending: str) -> list[SampleFile]:
+    def owns(self, prompt: Prompt) -> bool:
+        """Rows with their dimensions."""
+        return isinstance(prompt.meta.get("dimension"), list)
+
+    def samples_of(self, prompt: Prompt) -> int:
+        """More clips for flickering."""
+        return FLICKERING_SAMPLES if FLICKERING in prompt.meta["dimension"] else self.samples
+
+    def file(self, prompt: Prompt, number: int, ending: str) -> Path:
         """videos/PROMPT-3.mp4"""
-        flickering = [FLICKERING in p.meta.get("dimension", ()) for p in prompts]
-        counts = [samples or (FLICKERING_SAMPLES if f else self.samples) for f in flickering]
-        numbered = [(p, k) for p, count in zip(prompts, counts, strict=True) for k in range(count)]
-        return [(p, k, out / "videos" / file_name(p, k, "vbench", ending)) for p, k in numbered]
+        return Path("videos", file_name(prompt, number, "vbench", ending))
 
     def read_results(self, path: Path) -> Results:
         """Normalised scores, and their means if all dimensions are present."""
@@ -95,7 +85,8 @@ class VBench(Suite):
         if not scores.keys() & limits.keys():
             raise DataError(f"--results: {path}: expected {self.results_source}; found no dimension of VBench")
         normalised = {n: (scores[n] - low) / (high - low) for n, (low, high) in limits.items() if n in scores}
-        quality, semantic = _weighted_mean(normalised, QUALITY), _weighted_mean(normalised, SEMANTIC)
+        quality = _weighted_mean(normalised, QUALITY)
+        semantic = _weighted_mean(normalised, SEMANTIC)
         total = None if quality is None or semantic is None else (4 * quality + semantic) / 5
         tables = {
             title: [Row(n, values.get(n), int(n in values), int(n not in values)) for n in limits]

@@ -104,7 +104,8 @@ def _distances(centre: Tensor, area: Tensor) -> Tensor:
     centre [n, 2] (x, y), area [n] -> [n, 3 shapes, 32, 32]. The triangle points up.
     """
     x0, y0, a = (v[:, None, None] for v in (centre[:, 0], centre[:, 1], area))
-    dx, dy = _XX - x0, _YY - y0
+    dx = _XX - x0
+    dy = _YY - y0
     circle = (dx**2 + dy**2).sqrt() - (a / math.pi).sqrt()
     square = torch.maximum(dx.abs(), dy.abs()) - a.sqrt() / 2
     height = (2 * a / _TRIANGLE_BASE).sqrt()

@@ -87,7 +87,8 @@ def t5_tokenizer(words: Sequence[str], length: int) -> T5Tokenizer:
 
 def build(vae: AutoencoderKL, world: World) -> FluxPipeline:
     """The pipeline with untrained text encoders and transformer."""
-    clip_tok, t5_tok = clip_tokenizer(world.words), t5_tokenizer(world.words, world.t5_length)
+    clip_tok = clip_tokenizer(world.words)
+    t5_tok = t5_tokenizer(world.words, world.t5_length)
     clip = CLIPTextModel(
         CLIPTextConfig(
             vocab_size=len(clip_tok), hidden_size=TEXT_WIDTH, intermediate_size=TEXT_WIDTH,
@@ -158,8 +159,10 @@ def train_base(config: BaseConfig) -> FluxPipeline:
     def step_loss(step: int) -> tuple[Tensor, dict[str, float]]:
         rows = torch.randint(len(latents), (config.batch,))
         states, pooled = encode_captions(pipe, world.noisy_captions(codes[rows], config.noise))
-        clean, sigma = latents[rows], draw_sigma(config.batch, step)
-        eps, s = torch.randn_like(clean), sigma[:, None, None]
+        clean = latents[rows]
+        sigma = draw_sigma(config.batch, step)
+        eps = torch.randn_like(clean)
+        s = sigma[:, None, None]
         velocity = pipe.transformer(
             hidden_states=(1 - s) * clean + s * eps, encoder_hidden_states=states,
             pooled_projections=pooled, timestep=sigma,

@@ -156,7 +156,8 @@ def train_pairs(judge: PairJudge, probes: Probes, pool: Pool | None, batch: int,
 def train_judge(config: JudgeConfig) -> PairJudge:
     """Run all stages."""
     torch.manual_seed(config.seed)
-    judge, probes = PairJudge(config.start), Probes()
+    judge = PairJudge(config.start)
+    probes = Probes()
     judge.train()
     print(f"judge: {parameter_count(judge.model)} parameters")
     seconds = 0.0
@@ -177,7 +178,8 @@ def report(judge: PairJudge, name: str, pairs: Pairs) -> str:
     captions = [scenes.caption(scenes.Combo(*c), i % 3) for i, c in enumerate(pairs.requested.tolist())]
     forward = judge.prob(pairs.first, pairs.second, captions)
     backward = 1 - judge.prob(pairs.second, pairs.first, captions)
-    decided, better = pairs.margin != 0, pairs.margin > 0
+    decided = pairs.margin != 0
+    better = pairs.margin > 0
 
     def share(right: Tensor, where: Tensor) -> float:
         return right[where].float().mean().item()

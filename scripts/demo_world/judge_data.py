@@ -90,7 +90,8 @@ def augment_pairs(pairs: Pairs, noise: float) -> Pairs:
 def corrupt(images: Tensor) -> Tensor:
     """Images that a poor generator might make: blends of two scenes, specks, heavy noise."""
     n = len(images)
-    other, level = images[torch.randperm(n)], torch.rand(n, 1, 1, 1)
+    other = images[torch.randperm(n)]
+    level = torch.rand(n, 1, 1, 1)
     kind = torch.randint(4, (n, 1, 1, 1))
     blend = images * level + other * (1 - level)
     brighter = torch.maximum(images, other * level)  # two shapes
@@ -130,7 +131,8 @@ class Pool:
     def pairs(self, n: int) -> Pairs:
         """n random pairs of different samples of one caption."""
         per = self.images.shape[1]
-        row, a = torch.randint(len(self.combos), (n,)), torch.randint(per, (n,))
+        row = torch.randint(len(self.combos), (n,))
+        a = torch.randint(per, (n,))
         b = (a + torch.randint(1, per, (n,))) % per
         first, second = (self.images[row, k].float() / 255 for k in (a, b))
         return Pairs(first, second, self.combos[row], self.shows[row, a], self.shows[row, b])

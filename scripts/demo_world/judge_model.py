@@ -26,10 +26,17 @@ from transformers import (
 
 from prefgrpo.tiny import scenes
 
-SIDE, PATCH, MERGE = 64, 16, 2
+SIDE = 64
+PATCH = 16
+MERGE = 2
 GRID = SIDE // PATCH
-PATCHES, IMAGE_TOKENS = GRID**2, (GRID // MERGE) ** 2
-WIDTH, VISION_WIDTH, LAYERS, VISION_LAYERS, HEAD_DIM = 128, 64, 3, 2, 32
+PATCHES = GRID**2
+IMAGE_TOKENS = (GRID // MERGE) ** 2
+WIDTH = 128
+VISION_WIDTH = 64
+LAYERS = 3
+VISION_LAYERS = 2
+HEAD_DIM = 32
 SPECIAL = (
     "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>",
     "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>",
@@ -137,7 +144,8 @@ def pixel_patches(images: Tensor) -> Tensor:
     8-bit rounding, bicubic resize to 64x64, 8-bit rounding, (x - 0.5) / 0.5, and patches in the
     order of 2x2 merge blocks, each repeated for the two frames of a temporal patch.
     """
-    n, blocks = len(images), GRID // MERGE
+    n = len(images)
+    blocks = GRID // MERGE
     x = (images * 255).round()
     if x.shape[2:] != (SIDE, SIDE):
         x = F.interpolate(x, (SIDE, SIDE), mode="bicubic", antialias=True).round().clamp(0, 255)
@@ -179,7 +187,8 @@ class PairJudge(nn.Module):
             path = Path(folder).resolve()
             self.tokenizer = AutoTokenizer.from_pretrained(path)
             self.model = Qwen3VLForConditionalGeneration.from_pretrained(path, dtype=torch.float32)
-        self.visual, self.text = self.model.model.visual, self.model.model.language_model
+        self.visual = self.model.model.visual
+        self.text = self.model.model.language_model
         self.visual.set_attn_implementation("equal_tiles")
         self.image_token = self.model.config.image_token_id
         self.first, self.second = (self.tokenizer(d)["input_ids"][-1] for d in "12")

@@ -16,8 +16,12 @@ from PIL import Image, ImageDraw, ImageFont
 from prefgrpo.report.run import EvalImages, read_run
 
 SIDES = (128, 96, 64)
-TEXT_COLOUR, LABEL_COLOUR, BACKGROUND = (28, 30, 33), (92, 99, 112), (255, 255, 255)
-MARGIN, GAP, LINE_HEIGHT = 12, 8, 18
+TEXT_COLOUR = (28, 30, 33)
+LABEL_COLOUR = (92, 99, 112)
+BACKGROUND = (255, 255, 255)
+MARGIN = 12
+GAP = 8
+LINE_HEIGHT = 18
 
 
 def write_strip(folder: Path, target: Path, columns: int = 6, limit: int = 150_000) -> Path:
@@ -69,7 +73,8 @@ def _draw(shown: EvalImages, columns: int, side: int) -> Image.Image:
     labels = ["before", f"after {shown.step} steps"]
     left = MARGIN + int(max(font.getlength(t) for t in labels)) + GAP
     captions = [_wrap(shown.prompts[k], font, width, 4) for k in indices]
-    top, text_height = MARGIN + 2 * (height + GAP), max(map(len, captions)) * LINE_HEIGHT
+    top = MARGIN + 2 * (height + GAP)
+    text_height = max(map(len, captions)) * LINE_HEIGHT
     size = (left + len(indices) * (width + GAP) - GAP + MARGIN, top + text_height + MARGIN)
     canvas = Image.new("RGB", size, BACKGROUND)
     draw = ImageDraw.Draw(canvas)

@@ -20,10 +20,12 @@ from torch import Tensor
 
 from prefgrpo.rewards.base import PointwiseReward, Sample, Score
 
-CELL, CELLS = 16, 4
+CELL = 16
+CELLS = 4
 HEIGHT, WIDTH = CELL, CELL * CELLS
 LETTERS = "ABCDEFHKLMNPRSTU"
-BLANK, UNREADABLE = len(LETTERS), -1  # codes of an empty cell, and of one that shows no letter
+BLANK = len(LETTERS)  # codes of an empty cell, and of one that shows no letter
+UNREADABLE = -1
 FONT_SIZE = 14
 _MAX_SHIFT = 2  # maximum offset of a letter from its template, in pixels
 _MIN_CORRELATION = 0.6  # minimum correlation with a template
@@ -82,7 +84,8 @@ def decode(codes: Tensor) -> list[str]:
 @cache
 def glyphs() -> Tensor:
     """The letters and the blank, centred in their cells: [17, 16, 16] in [0, 1]."""
-    font, cells = ImageFont.load_default(FONT_SIZE), []
+    font = ImageFont.load_default(FONT_SIZE)
+    cells = []
     for letter in (*LETTERS, ""):
         cell = Image.new("L", (CELL, CELL))
         ImageDraw.Draw(cell).text((CELL / 2, CELL / 2), letter, 255, font, anchor="mm")
@@ -152,7 +155,8 @@ def read(images: Tensor) -> Tensor:
 def hits(images: Tensor, texts: Sequence[str]) -> tuple[Tensor, Tensor]:
     """Share of each prompt's letters that are in their cells [n], and whether all four cells are correct [n]."""
     requested = encode([parse_prompt(text) for text in texts])
-    correct, letters = read(images) == requested, requested != BLANK
+    correct = read(images) == requested
+    letters = requested != BLANK
     return (correct & letters).sum(1) / letters.sum(1), correct.all(1)
 
 

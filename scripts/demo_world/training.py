@@ -59,7 +59,8 @@ def fit(
     params = [p for group in optimizer.param_groups for p in group["params"]]
     ema = [p.detach().clone() for p in params] if schedule.ema else []
     sums: dict[str, float] = {}
-    started, cpu_started = time.time(), time.process_time()
+    started = time.time()
+    cpu_started = time.process_time()
     bar = tqdm(range(schedule.steps), desc=name, mininterval=5.0, dynamic_ncols=True)
     for step in bar:
         for group in optimizer.param_groups:

@@ -71,7 +71,8 @@ def train_vae(config: VAEConfig) -> AutoencoderKL:
         x = (world.draw("train", config.batch, None)[0] * 2 - 1).contiguous(memory_format=torch.channels_last)
         posterior = vae.encode(x).latent_dist
         recon = vae.decode(posterior.sample()).sample
-        mse, kl = F.mse_loss(recon, x), posterior.kl().mean() / x[0].numel()
+        mse = F.mse_loss(recon, x)
+        kl = posterior.kl().mean() / x[0].numel()
         loss = (recon - x).abs().mean() + mse + config.kl * kl
         return loss, {"mse": mse.item(), "kl": kl.item()}
 

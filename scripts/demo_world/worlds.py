@@ -73,7 +73,8 @@ def _captions_of_scenes(combos: Tensor, probability: float) -> list[str]:
 
 
 def _report_scenes(images: Tensor, texts: list[str]) -> str:
-    correct, read = scenes.hits(images, texts), scenes.read(images)
+    correct = scenes.hits(images, texts)
+    read = scenes.read(images)
     unreadable = (read == scenes.UNREADABLE).any(1).float().mean()
     colour, shape, place = correct.float().mean(0).tolist()
     return (

@@ -1,0 +1,87 @@
+"""Sizes of a family's samples, and the stock pipeline's own scheduler: its sigmas and timesteps for a size."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from prefgrpo.config.schema import SamplingConfig as Sampling
+
+
+class StockSampling:
+    """The part of an `Adapter` that counts tokens and reads the pipeline's scheduler."""
+
+    pipe: Any
+    """The stock diffusers pipeline."""
+    pipeline: ClassVar[str]
+    """Name of the stock diffusers pipeline class."""
+    default_frames: ClassVar[int | None] = None
+    """Frames per clip of the published model; None: it makes images."""
+
+    def frames(self, sampling: Sampling) -> int | None:
+        """Frames per clip; None for images."""
+        return self.default_frames if sampling.frames is None else sampling.frames
+
+    @property
+    def unit(self) -> int:
+        """Side of one token in pixels; image sides are multiples of it."""
+        return 2 * self.pipe.vae_scale_factor
+
+    def grid(self, sampling: Sampling) -> tuple[int, int]:
+        """Rows and columns of tokens; ValueError for sides that are not multiples of `unit`."""
+        height = sampling.height
+        width = sampling.width
+        unit = self.unit
+        if height % unit or width % unit:
+            near = " × ".join(str(max(1, round(side / unit)) * unit) for side in (height, width))
+            expected = f"multiples of {unit} for this model, the nearest are {near}"
+            raise ValueError(f"height and width: expected {expected}, got {height} × {width}")
+        return height // unit, width // unit
+
+    def tokens(self, sampling: Sampling) -> int:
+        """Number of tokens of a sample's latents, which context parallelism splits."""
+        return math.prod(self.grid(sampling))
+
+    def schedule_options(self, sampling: Sampling) -> dict[str, Any]:
+        """Arguments that the stock pipeline passes to `set_timesteps`, besides the number of steps and the device.
+
+        mu only matters if the scheduler shifts dynamically.
+        """
+        return {"sigmas": np.linspace(1.0, 1.0 / sampling.steps, sampling.steps), "mu": self.mu(sampling)}
+
+    def mu(self, sampling: Sampling) -> float:
+        """The dynamic time shift: linear in the number of tokens, with the scheduler config's parameters."""
+        get = self.pipe.scheduler.config.get
+        low, high = get("base_image_seq_len", 256), get("max_image_seq_len", 4096)
+        base = get("base_shift", 0.5)
+        slope = (get("max_shift", 1.15) - base) / (high - low)
+        return self.tokens(sampling) * slope + (base - slope * low)
+
+    def timed_scheduler(self, sampling: Sampling) -> Any:
+        """A copy of the pipeline's scheduler after `set_timesteps`, called as the stock pipeline does for this size.
+
+        ValueError if it is no flow-matching scheduler.
+        """
+        kind = type(self.pipe.scheduler)
+        config = self.pipe.scheduler.config
+        if "shift" not in config and not config.get("use_flow_sigmas"):
+            raise ValueError(
+                f"{kind.__name__} is not a flow-matching scheduler: expected FlowMatchEulerDiscreteScheduler, or "
+                "use_flow_sigmas"
+            )
+        scheduler = kind.from_config(config)
+        scheduler.set_timesteps(num_inference_steps=sampling.steps, device="cpu", **self.schedule_options(sampling))
+        return scheduler
+
+    def sigmas(self, sampling: Sampling) -> Tensor:
+        """[steps + 1] fp32 sigmas of the stock pipeline's own scheduler for this size."""
+        return self.timed_scheduler(sampling).sigmas.to(torch.float32)
+
+    def times(self, sampling: Sampling) -> Tensor:
+        """[steps] fp32, the stock pipeline's timesteps / 1000: σ, or whole thousandths if the solver rounds them."""
+        timesteps = self.timed_scheduler(sampling).timesteps
+        return self.sigmas(sampling)[:-1] if timesteps.is_floating_point() else timesteps.float() / 1000

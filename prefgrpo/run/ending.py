@@ -1,0 +1,72 @@
+"""How a run ends: its result, the errors that stop it before its last step, and Ctrl-C and SIGTERM as a flag."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from prefgrpo.run.metrics import RewardsMissing
+from prefgrpo.run.policy import NonFiniteGradient
+from prefgrpo.run.targets import CombineError, NoInformation
+
+
+@dataclass(frozen=True)
+class Result:
+    """What `Trainer.train` returns."""
+
+    folder: Path
+    """The run folder."""
+    metrics: dict[str, float]
+    """Metrics of the last evaluation (all are in the folder's `metrics.jsonl`); empty without one."""
+    win_rate: float | None
+    """Win rate of held-out images against the initial policy's, by the judge or else by the first evaluation reward;
+    None without an evaluation, NaN if all its verdicts are missing."""
+    lora: Path | None
+    """The LoRA in diffusers format, for `pipe.load_lora_weights`; None after full fine-tuning."""
+    pipeline: Path | None
+    """The whole pipeline after full fine-tuning."""
+    report: Path
+    """report.html."""
+    summary: str
+    """The last evaluation in one line."""
+
+
+class TrainingStopped(RuntimeError):
+    """The run stopped but can be resumed; the message says from where, and what to fix."""
+
+
+class Diverged(RuntimeError):
+    """The policy generates non-finite latents."""
+
+
+ENDS_A_RUN = (NonFiniteGradient, RewardsMissing, NoInformation, Diverged, CombineError)
+"""Errors of a step after which training on would be of no use."""
+
+
+class Interrupt:
+    """Turns the first SIGINT or SIGTERM into a flag, so that the step is finished and saved; a second kills the run.
+
+    Only the main thread can handle signals: in another thread, `install` does nothing.
+    """
+
+    def __init__(self) -> None:
+        self.seen = False
+        self._before: dict[int, Any] = {}
+
+    def install(self) -> None:
+        """Handle signals from now on, also after a first one."""
+        self.restore()
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def _note(self, number: int, frame: object) -> None:
+        self.seen = True
+        self.restore()
+
+    def restore(self) -> None:
+        """Restore the previous signal handlers."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,300 @@
+"""The drop-in step functions against fp64 formulas written from the papers.
+
+Every rule and mode, in the latents' real shapes (SD3 [B, C, H, W], packed FLUX [B, L, C], Wan [B, C, T, H, W]) and odd
+ones: sampling from the same generator as the peer, scoring a stored x', gradients through the log-prob and μ. Where
+PREFGRPO_PEERS has the peer's checkout, its real function is called too: our error may be at most twice its plus 2 ulp
+(`-s` prints the measured differences), and its own rollout runs with our step.
+"""
+
+import peers
+import pytest
+import sde_formulas
+import torch
+from integration_cases import BF16, CASES, F32, FactoryScheduler, T, batch, euler, seeded, unipc
+
+from prefgrpo.integrations import dance_grpo, flow_factory, flow_grpo, patch, pref_grpo, steps
+from prefgrpo.sde.schedule import shifted_sigmas, truncated_times
+
+SHAPES = {"sd3": (3, 16, 32, 32), "flux": (3, 256, 64), "wan": (3, 16, 3, 20, 24), "odd": (3, 7, 1, 3, 1)}
+CPU = torch.device("cpu")
+ULP = 2.0**-23
+ROWS = []
+
+
+@pytest.fixture(scope="module", autouse=True)
+def report():
+    yield
+    worst = {}
+    for what, name, *errors in ROWS:
+        worst[what, name] = [max(pair) for pair in zip(errors, worst.get((what, name), errors), strict=True)]
+    for key, errors in worst.items():
+        print(f"| {' | '.join(key)} | {' | '.join(f'{e:.1e}' for e in errors)} |")
+
+
+def near(ours, truth, rtol=1e-5, atol=2e-6):
+    torch.testing.assert_close(ours.double(), torch.as_tensor(truth).double().expand(ours.shape), rtol=rtol, atol=atol)
+
+
+def compare(case, name, ours, truth, theirs, rtol=1e-5, atol=2e-6):
+    """Ours near the fp64 truth and, if the peer's result is given, at most twice as far as it plus 2 ulp."""
+    near(ours, truth, rtol, atol)
+    if theirs is None:
+        return
+    assert theirs.shape == ours.shape and theirs.dtype == ours.dtype, (case.name, name, theirs, ours)
+    truth = torch.as_tensor(truth).double().expand(ours.shape)
+    scale = max(truth.abs().max().item(), 1e-30)
+    off = [(a.double() - b).abs().max().item() for a, b in ((theirs, truth), (ours, truth), (ours, theirs.double()))]
+    ROWS.append((case.name, name, *(error / scale for error in off)))
+    assert off[1] <= 2 * off[0] + 2 * ULP * scale, (case.name, name, *off, scale)
+
+
+def peer_of(case, monkeypatch):
+    """The peer's function; None without its checkout, in the version that we compared with."""
+    try:
+        theirs = case.theirs(monkeypatch)
+        if "flow_grpo" in case.name:
+            peers.same_parameters(case.name.split()[0], theirs, case.ours)
+    except pytest.skip.Exception:
+        return None
+    return theirs
+
+
+def shapes(case):
+    """The Wan form takes clips only."""
+    return ["wan", "odd"] if "Wan" in case.name else SHAPES
+
+
+@pytest.mark.parametrize("case, shape", [pytest.param(c, s, id=f"{c.name} {s}") for c in CASES for s in shapes(c)])
+def test_values_and_gradients(monkeypatch, case, shape):
+    peer = peer_of(case, monkeypatch)
+    x, v = (t.to(dtype) for t, dtype in zip(batch(SHAPES[shape]), case.dtypes, strict=True))
+    rough = case.rounded == BF16
+    lists = ([0, 5, T - 1],) if case.rounded else ([0, 5, T - 1], [0, 0, 0], [5, 2, 8])
+    for at in (0, 5, T - 1, torch.tensor(3)) if case.one_step else lists:
+        truth = case.truth(x, v, at)
+        out = case.call(case.ours, x, v, at)
+        theirs = {} if peer is None else case.call(peer, x, v, at)
+        for name in out.keys() - {"logp", "x'"}:  # std of a bf16 model has the accuracy of bf16
+            compare(case, name, out[name], truth[name], theirs.get(name), atol=1e-5 if v.dtype == BF16 else 2e-6)
+            assert out[name].dtype == F32
+        if rough:
+            near(out["x'"], truth["x'"], rtol=2**-8, atol=1e-5)
+            assert torch.equal(out["x'"], out["x'"].bfloat16().float()), "x' is rounded before scoring"
+            if theirs:  # both round to bf16: equal except for ties
+                assert (theirs["x'"] != out["x'"]).double().mean() < 1e-3
+        else:
+            compare(case, "x'", out["x'"], truth["x'"], theirs.get("x'"))
+        if "ODE" in case.name:
+            assert not out["logp"].any()
+            continue
+        again = case.call(case.ours, x, v, at, out["x'"])
+        assert torch.equal(again["logp"], out["logp"]), "sampling and scoring are not bitwise equal"
+        stored = theirs.get("x'", out["x'"])
+        logp = case.call(case.ours, x, v, at, stored)["logp"]
+        scored = None if peer is None else case.call(peer, x, v, at, stored)["logp"]
+        of = truth["x'"] if "determ" in case.name else stored
+        compare(case, "logp", logp, case.score(of, truth), scored, rtol=1e-4, atol=2e-5)
+        if case.dtypes[0] == F32:
+            check_gradients(case, peer, x, v, at, stored)
+
+
+def check_gradients(case, peer, x, v, at, stored):
+    """Gradients of a weighted sum of logp and, if the peer returns it with a gradient, of μ."""
+    g = seeded()
+    w_mean, w_logp = 1e-6 * torch.randn(x.shape, generator=g), torch.randn(x.shape[0], generator=g)
+    through_mean = float("flow_grpo sde" in case.name or "cps" in case.name or "pref_grpo" in case.name)
+
+    def gradient(f):
+        leaf = (v.double() if f is None else v.clone()).requires_grad_()
+        out = case.truth(x, leaf, at) if f is None else case.call(f, x, leaf, at, stored)
+        logp = case.score(stored, out) if f is None else out["logp"]
+        total = (logp * w_logp).sum() + through_mean * (out["mean"] * w_mean).sum()
+        return torch.autograd.grad(total, leaf)[0]
+
+    ours, truth = gradient(case.ours), gradient(None)
+    largest = truth.abs().max().item()
+    theirs = None if peer is None or "determ" in case.name else gradient(peer)
+    if v.dtype == F32:
+        compare(case, "d/dv", ours, truth, theirs, rtol=2e-4, atol=2e-5 * largest)
+    else:  # sum of two half-precision gradients: one more rounding in each
+        assert (ours.double() - truth).abs().max() <= 2.0**-7 * largest
+
+
+def test_no_noise_means_no_nan_and_the_same_stream():
+    scheduler, (x, v) = euler(), batch((2, 7, 3))
+    delta = (scheduler.sigmas[3] - scheduler.sigmas[2]).double()
+    used = seeded()
+    torch.randn(x.shape, generator=used)
+    for sde_type in ("sde", "cps"):
+        given = seeded()
+        t = scheduler.timesteps[2:3]
+        out = flow_grpo.sde_step_with_logprob(scheduler, v, t, x, 0.0, generator=given, sde_type=sde_type)
+        near(out[0], x.double() + delta * v)
+        assert (out[1] == 0).all() and (out[3] == 0).all() and out[3].shape == (1, 1, 1)
+        assert torch.equal(given.get_state(), used.get_state()), "noise is drawn even if unused, as in the peer"
+    given, wan = seeded(), unipc()
+    s = flow_grpo.wan_sde_step_with_logprob(wan, v, wan.timesteps[:1], x, None, given, True)[3]
+    near(s, sde_formulas.wan(x, v, *wan.sigmas[:2], wan.sigmas[1], wan.sigmas[-1])[1])
+    assert torch.equal(given.get_state(), used.get_state()), "the Wan form also draws unused noise"
+    logp = dance_grpo.flux_step(v.requires_grad_(), x, 0.0, scheduler.sigmas, 2, x, True, True)[2]
+    logp.sum().backward()
+    assert (logp == 0).all() and (v.grad == 0).all()
+
+
+def test_last_cps_step_keeps_the_peers_score():
+    """σ' = 0: sampling is exact there, but a stored x' is still scored, by −mean (x' − μ)²."""
+    scheduler, (x, v) = euler(), batch((2, 7, 3))
+    mean = x.double() - scheduler.sigmas[T - 1].double() * v
+    t = scheduler.timesteps[[T - 1]]
+    near(flow_grpo.sde_step_with_logprob(scheduler, v, t, x, 0.8, x, sde_type="cps")[1], sde_formulas.square(x, mean))
+
+
+def test_timesteps_are_looked_up_as_diffusers_does():
+    """Also with repeated timesteps, where the second one counts, and int64 timesteps (UniPC)."""
+    for scheduler in (euler(), unipc()):
+        wanted = [4, 0, 5, 2]
+        t = scheduler.timesteps[wanted]
+        assert steps.index_of(scheduler.timesteps, t, CPU).tolist() == wanted
+        assert steps.index_of(scheduler.timesteps, float(t[1]), CPU).tolist() == [0]
+    scheduler = euler(steps=6)
+    scheduler.timesteps = torch.tensor([900.0, 500.0, 500.0, 500.0, 100.0, 10.0])
+    for t in scheduler.timesteps:
+        assert steps.index_of(scheduler.timesteps, t, CPU).item() == scheduler.index_for_timestep(t)
+
+
+def test_errors_say_what_was_expected():
+    scheduler, (x, v) = euler(), batch((2, 7, 3))
+    with pytest.raises(ValueError, match=r"sde_type: expected one of sde, cps, got 'ddim'"):
+        flow_grpo.sde_step_with_logprob(scheduler, v, scheduler.timesteps[:1], x, sde_type="ddim")
+    with pytest.raises(RuntimeError, match="timestep: not one of the scheduler's"):
+        flow_grpo.sde_step_with_logprob(scheduler, v, scheduler.timesteps[:1] + 1, x)
+    with pytest.raises(IndexError):
+        dance_grpo.flux_step(v, x, 0.3, scheduler.sigmas, T, None, True, True)
+    with pytest.raises(ValueError, match="gradients flow only to v"):
+        pref_grpo.flow_grpo_step(v, x.clone().requires_grad_(), 0.7, scheduler.sigmas, 0, x)
+    with pytest.raises(ValueError, match="dynamics_type: expected one of"):
+        flow_factory.step(FactoryScheduler("SDE"), v, scheduler.timesteps[2], x)
+
+
+FACTORY_CALLS = {
+    "a timestep": lambda t, x: ((t[2], x), {}),
+    "timesteps, two without noise": lambda t, x: ((t[[2, 3, 9]], x), {}),
+    "a number": lambda t, x: ((float(t[2]), x), {}),
+    "a step number": lambda t, x: ((2, x), {}),
+    "σ and σ'": lambda t, x: ((t[2], x), {"timestep_next": t[3], "noise_level": 0.4}),
+    "σ and σ' each": lambda t, x: (
+        (t[:3], x),
+        {"timestep_next": t[1:4], "noise_level": torch.tensor([0.4, 0.0, 0.9])},
+    ),
+    "some fields": lambda t, x: (
+        (t[0], x),
+        {"dynamics_type": "CPS", "compute_log_prob": False, "return_kwargs": ["next_latents", "log_prob"]},
+    ),
+    "σ_max": lambda t, x: ((t[0], x), {"sigma_max": 0.97}),
+    "scored": lambda t, x: ((t[2], x), {"next_latents": x, "return_kwargs": ["log_prob", "std_dev_t"]}),
+}
+
+
+def test_flow_factory_arguments(monkeypatch):
+    """All ways to say which step, against each other and the peer; eval mode takes the mean."""
+    scheduler, (x, v) = FactoryScheduler("Flow-SDE"), batch((3, 7, 3))
+    functions = [flow_factory.step]
+    if theirs := peer_of(CASES[-1], monkeypatch):
+        functions.append(theirs)
+    results = {}
+    for name, call in FACTORY_CALLS.items():
+        args, options = call(scheduler.timesteps, x)
+        mine, *rest = (f(scheduler, v, *args, generator=seeded(), **options) for f in functions)
+        results[name] = mine
+        for other in rest:
+            for field, value in vars(mine).items():
+                want = getattr(other, field, None)
+                assert (value is None) == (want is None)
+                if value is not None:  # the peer's log-prob without noise is NaN
+                    torch.testing.assert_close(value, torch.nan_to_num(want), rtol=1e-4, atol=1e-6)
+    base = results["a timestep"].next_latents
+    assert torch.equal(results["a number"].next_latents, base)
+    assert torch.equal(results["a step number"].next_latents, base)
+    mixed = results["timesteps, two without noise"]
+    assert torch.equal(mixed.next_latents[1], mixed.next_latents_mean[1]) and mixed.log_prob[1] == 0
+    scheduler.is_eval = True
+    still = flow_factory.step(scheduler, v, scheduler.timesteps[2], x)
+    assert torch.equal(still.next_latents, still.next_latents_mean)
+
+
+@pytest.mark.gpu
+def test_no_call_waits_for_the_device():
+    """No host synchronisation after the first call on a schedule (torch's sync debug mode raises)."""
+    scheduler, factory = euler(), FactoryScheduler("Flow-SDE")
+    for each in (scheduler, factory):
+        each.set_timesteps(T, device="cuda")
+    x, v = (t.cuda() for t in batch((2, 7, 3)))
+    t, index = scheduler.timesteps[[1, 4]], torch.tensor(3, device="cuda")
+
+    def calls():
+        x_next = flow_grpo.sde_step_with_logprob(scheduler, v, t, x)[0]
+        flow_grpo.sde_step_with_logprob(scheduler, v.clone().requires_grad_(), t, x, 0.7, x_next)[1].sum().backward()
+        pref_grpo.flow_grpo_step(v, x, 0.7, scheduler.sigmas, index, None, None, True)
+        dance_grpo.flux_step(v, x, 0.3, scheduler.sigmas, index, None, True, True)
+        flow_factory.step(factory, v, t, x, noise_level=0.6)
+
+    calls()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        calls()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+# ---- the peers' own loops with our step
+def test_flow_grpos_pipeline_with_our_step(monkeypatch, tmp_path):
+    """Flow-GRPO's SD3 pipeline on a tiny model gives the same latents and log-probs after `patch`."""
+    from diffusers import StableDiffusion3Pipeline
+
+    from prefgrpo.tiny import pipelines
+
+    name = "flow_grpo.diffusers_patch.sd3_pipeline_with_logprob"
+    theirs = peers.module("flow_grpo", name, monkeypatch)
+    peers.same_parameters("flow_grpo", theirs.sde_step_with_logprob, flow_grpo.sde_step_with_logprob)
+    pipe = StableDiffusion3Pipeline.from_pretrained(str(pipelines.make("sd3", tmp_path)))
+    pipe.set_progress_bar_config(disable=True)
+    args = {"prompt": "a red square", "num_inference_steps": 4, "height": 32, "width": 32, "output_type": "latent"}
+
+    def run():
+        torch.manual_seed(0)
+        with torch.no_grad():
+            return theirs.pipeline_with_logprob(pipe, **args, noise_level=0.7, generator=seeded())
+
+    before = run()
+    assert f"{name}.sde_step_with_logprob" in patch("flow_grpo")
+    after = run()
+    for k in (1, 2):
+        assert len(before[k]) > 0
+        for a, b in zip(before[k], after[k], strict=True):
+            near(b, a, rtol=1e-4, atol=1e-4)
+
+
+def test_dance_grpos_rollout_with_our_step(monkeypatch):
+    theirs = peers.functions("dance_grpo", "fastvideo/train_grpo_flux.py", "fastvideo.train_grpo_flux", monkeypatch)
+    for count in range(2, 101):
+        for shift in (1, 3, 5, 7):
+            want = theirs.sd3_time_shift(shift, torch.linspace(1, 0, count + 1))
+            ours = shifted_sigmas(count, float(shift))
+            assert torch.equal(ours, want), "published sigmas are theirs to the last bit"
+            times = (truncated_times(ours) * 1000).round().long().tolist()
+            assert times == [int(sigma * 1000) for sigma in want][:count]
+    x, embeds, ids = torch.randn(1, 16, 64), torch.randn(1, 4, 8), torch.zeros(1, 3)
+
+    class Model(torch.nn.Module):
+        def forward(self, hidden_states, timestep, **_):
+            return (torch.tanh(hidden_states.float()) * timestep.view(-1, 1, 1),)
+
+    def run():
+        torch.manual_seed(1)
+        rest = (range(T), shifted_sigmas(T, 3.0), Model(), embeds, embeds, ids, ids, True)
+        return theirs.run_sample_step(type("Args", (), {"eta": 0.3}), x, *rest)
+
+    before = run()
+    monkeypatch.setattr(theirs, "flux_step", dance_grpo.flux_step)
+    for a, b in zip(before, run(), strict=True):
+        near(b, a, rtol=1e-4, atol=1e-5)
