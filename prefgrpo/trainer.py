@@ -182,7 +182,7 @@ class Trainer:
         world = self.world
         self.start = 0
         """Number of steps already done."""
-        newest = folder.latest() if resume else None
+        newest = world.all_gather_object(folder.latest() if resume else None)[0]  # a shared disk may show others less
         if newest is not None:
             meta = checkpoint.read(newest, self.policy.state_dict(), world)
             check_goes_on(config, folder, meta, fingerprint(self.rollouts.prompts))
@@ -422,8 +422,7 @@ class Trainer:
         for name in self.evaluators:
             if name == "test" or (c.eval.every and done % c.eval.every):
                 self._evaluate(done, name)
-        if self.folder.latest() != self.folder.checkpoint(done):
-            self._save(done)
+        self._save(done)
         with self.policy.use_ema():
             self._export()
         self._saved(wait=True)

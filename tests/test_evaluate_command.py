@@ -183,7 +183,7 @@ def test_prompts_without_a_verdict_do_not_count_as_prompts():
 def test_what_cannot_be_evaluated(place, evaluate, capsys):
     for target, options, message in (
         ("one", ["--results", "x"], "--results: expected a --suite with it"),
-        ("one/checkpoints/step_000009", [], "one/checkpoints/step_000009 is not a complete checkpoint"),
+        ("one/checkpoints/step_000009", [], "one/checkpoints/step_000009 does not exist; the checkpoints of "),
         ("one", ["--against", place / "nowhere"], "nowhere"),
         ("one", ["--out", place / "dev.txt"], "dev.txt"),
         ("none", [], "none, or a run (there is no folder"),

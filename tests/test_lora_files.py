@@ -126,7 +126,7 @@ def test_what_cannot_be_exported(tmp_path, capsys):
     assert "is not a run: expected a folder with config.yaml" in capsys.readouterr().err
     (tmp_path / "config.yaml").write_text("{family: hunyuan_video, model: m, data: {prompts: p.txt}}")
     assert main(["export", str(tmp_path)]) == 2
-    assert "has no checkpoint to export" in capsys.readouterr().err
+    assert "has no checkpoint" in capsys.readouterr().err
     assert main(["export", str(tmp_path), "--format", "comfy"]) == 2
     assert "ComfyUI has no names for LoRAs of hunyuan_video" in capsys.readouterr().err
 

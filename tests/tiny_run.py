@@ -156,9 +156,16 @@ class Run:
         """The exit code; fails if the process does not end in time."""
         self.process.join(seconds)
         if self.process.exitcode is None:
-            self.process.kill()
+            self.abort()
             raise AssertionError(f"still running after {seconds} s:\n{self.output}")
         return self.process.exitcode
+
+    def abort(self) -> None:
+        """End a process that hangs; its output then tells where every thread stood."""
+        if self.process.pid is not None and self.process.is_alive():
+            os.kill(self.process.pid, signal.SIGABRT)  # faulthandler prints the stacks
+            self.process.join(10.0)
+            self.process.kill()
 
     def kill(self) -> None:
         """Kill the process with SIGKILL and wait for its end."""
@@ -303,7 +310,12 @@ def start_ranks(
 
 def all_end(runs: list[Run], code: int = 0, seconds: float = 180.0) -> list[str]:
     """The outputs of all ranks, each of which must end with this exit code."""
-    assert [r.wait(seconds) for r in runs] == [code] * len(runs), "\n".join(r.output for r in runs)
+    for run in runs:
+        run.process.join(seconds)
+    if any(run.process.exitcode is None for run in runs):
+        for run in runs:
+            run.abort()
+    assert [r.wait() for r in runs] == [code] * len(runs), "\n".join(r.output for r in runs)
     return [r.output for r in runs]
 
 

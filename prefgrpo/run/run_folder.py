@@ -93,9 +93,11 @@ class RunFolder:
     def checkpoint_of(self, path: Path) -> Path:
         """The checkpoint that a path names: itself, or for the run's folder the newest one. Raises UserError."""
         wanted = path if path.resolve().parent.name == "checkpoints" else self.latest()
-        if wanted is None or not wanted.is_dir():
-            there = ", ".join(p.name for p in self.all_checkpoints()) or "none"
-            raise UserError(f"{wanted or self.checkpoints} does not exist; the checkpoints of {self.root}: {there}")
+        existing = ", ".join(p.name for p in self.all_checkpoints())
+        if wanted is None or not existing:
+            raise UserError(f"{self.root} has no checkpoint")
+        if not wanted.is_dir():
+            raise UserError(f"{wanted} does not exist; the checkpoints of {self.root}: {existing}")
         return wanted
 
 
