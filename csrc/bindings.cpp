@@ -71,10 +71,10 @@ static void def(py::module_& m, const std::string& name, void (*run)(const Param
 static void add_ops(py::module_& m, const std::string& where, const Kernels& run) {
   using I = int64_t;
   using P = Pointer;
-  def<I, I, View, View, P, I, P, View, View, I, P, P, I, P, View, P>(m, where + "sde_step", run.sde_step);
+  def<I, I, View, View, P, I, P, View, View, I, P, P, P, View, P>(m, where + "sde_step", run.sde_step);
   def<I, I, View, View, P, I, P, View, View, View, P, P, P, P>(m, where + "sde_logp", run.sde_logp);
   def<I, I, View, View, P, I, P, View, View, View, P, P, P, View>(m, where + "sde_grad", run.sde_grad);
-  def<I, I, I, P, P, I, View>(m, where + "normal", run.normal);
+  def<I, I, I, P, P, View>(m, where + "normal", run.normal);
   def<I, P, P, P, P, P, double, double, double, double, double, P, P, P, P>(m, where + "policy_loss", run.policy_loss);
   def<I, I, View, View, bool, I, double, P, P>(m, where + "winrate", run.winrate);
 }

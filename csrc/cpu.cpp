@@ -102,14 +102,12 @@ void reduce(const SdeParams& p, int64_t threads, Tile tile, Finish finish) {
 }
 
 // ---------------------------------------------------------------- counter-based noise
-// Writes n numbers from element `start` on, and up to 4·kNoiseBlocks more; returns where the first one is in `out`.
-PG_CLONES const float* counter_noise(const PhiloxNoise& a, int64_t i, int64_t start, int n, float* __restrict out) {
+// Writes the numbers of elements start … start + n − 1, n rounded up to a multiple of 4·kNoiseBlocks; 4 divides start.
+PG_CLONES void counter_noise(const PhiloxNoise& a, int64_t i, int64_t start, int n, float* __restrict out) {
   const Keys keys = keys_of(static_cast<uint64_t>(a.seed));
-  const int64_t from = a.offset + start;
-  const uint32_t first = static_cast<uint32_t>(from / 4), step = static_cast<uint32_t>(a.step[i]);
+  const uint32_t first = static_cast<uint32_t>(start / 4), step = static_cast<uint32_t>(a.step[i]);
   const uint32_t low = static_cast<uint32_t>(a.sample[i]), high = static_cast<uint32_t>(a.sample[i] >> 32);
-  const int skip = static_cast<int>(from % 4), blocks = (skip + n + 3) / 4;
-  for (int done = 0; done < blocks; done += kNoiseBlocks) {
+  for (int done = 0; done < (n + 3) / 4; done += kNoiseBlocks) {
     alignas(64) float z0[kNoiseBlocks], z1[kNoiseBlocks], z2[kNoiseBlocks], z3[kNoiseBlocks];
     const uint32_t block = first + static_cast<uint32_t>(done);
     for (int k = 0; k < kNoiseBlocks; ++k) {
@@ -128,15 +126,14 @@ PG_CLONES const float* counter_noise(const PhiloxNoise& a, int64_t i, int64_t st
       o[4 * k + 3] = z3[k];
     }
   }
-  return out + skip;
 }
 
 void normal(const NormalParams& p, int64_t threads) {
   for_tiles(p.batch, p.dim, threads, [&p](int64_t i, int64_t start, int n, int64_t) {
-    alignas(64) float buffer[kTile + 8 * kNoiseBlocks];
-    const float* z = counter_noise(p.noise, i, start, n, buffer);
+    alignas(64) float buffer[kTile];
+    counter_noise(p.noise, i, start, n, buffer);
     char* y = at(p.out, i * p.dim + start);
-    for (int k = 0; k < n; ++k) put<kF32>(y, k, z[k]);
+    for (int k = 0; k < n; ++k) put<kF32>(y, k, buffer[k]);
   });
 }
 
@@ -209,10 +206,10 @@ void sde_step(const StepParams& p, int64_t threads) {
       {{nullptr, nullptr}, {nullptr, step_tile<1, 1, 1>}}};
   const auto step = kTiles[p.x.dtype][p.v.dtype][p.y.dtype];
   const auto tile = [&p, step](int64_t i, int64_t start, int n) {
-    alignas(64) float buffer[kTile + 8 * kNoiseBlocks];
+    alignas(64) float buffer[kTile];
     const int64_t k = i * p.dim + start;
-    const float* e =
-        p.noise.sample ? counter_noise(p.noise, i, start, n, buffer) : reinterpret_cast<const float*>(at(p.eps, k));
+    const float* e = p.noise.sample ? buffer : reinterpret_cast<const float*>(at(p.eps, k));
+    if (p.noise.sample) counter_noise(p.noise, i, start, n, buffer);
     float* mean = reinterpret_cast<float*>(at(p.mean, k));
     return Sums{step(row_of(p, i), at(p.x, k), at(p.v, k), e, at(p.y, k), mean, n), 0, 0};
   };

@@ -138,22 +138,11 @@ PG_DEVICE void four_normals(const Keys& keys, const Counter& c, uint32_t block, 
   z[3] = q.sin_part;
 }
 
-// Noise of a tile: two counter blocks per thread, and a third if 4 does not divide the offset; 0 past D.
-PG_DEVICE void counter_noise(const Split& split, const PhiloxNoise& a, const Counter& c, const Tile& tile, Values& e) {
-  const uint32_t block =
-      static_cast<uint32_t>((a.offset + block_start(split)) >> 2) + (tile.from / 4 + threadIdx.x * 2);
-  const int skip = static_cast<int>(a.offset & 3);
+// Noise of a tile, two counter blocks per thread; 0 past D.
+PG_DEVICE void counter_noise(const Split& split, const Counter& c, const Tile& tile, Values& e) {
+  const uint32_t block = static_cast<uint32_t>(block_start(split) >> 2) + (tile.from / 4 + threadIdx.x * 2);
   four_normals(split.keys, c, block, e.v);
   four_normals(split.keys, c, block + 1, e.v + 4);
-  if (skip != 0) {
-    float extra[4];
-    four_normals(split.keys, c, block + 2, extra);
-    for (int s = 0; s < skip; ++s) {
-      for (int j = 0; j < kVector - 1; ++j) e[j] = e[j + 1];
-      e[kVector - 1] = extra[0];
-      for (int j = 0; j < 3; ++j) extra[j] = extra[j + 1];
-    }
-  }
   if (tile.full) return;
   const int n = tile.count();
   for (int j = 0; j < kVector; ++j) e[j] = j < n ? e[j] : 0.f;

@@ -24,7 +24,6 @@ struct PhiloxNoise {
   int64_t seed = 0;                 // its 64 bits
   const int64_t* sample = nullptr;  // [B]; null: no counter-based noise
   const int64_t* step = nullptr;    // [B]
-  int64_t offset = 0;
 };
 
 // x fp32 or bf16; v fp32 or bf16, but bf16 where x is. y: x' of a step, with the same rule as v; of a replay

@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(kThreads, 8)
     }
     first = false;
     Values e{}, mean, y;
-    if (kNoise == kCounter) counter_noise(split, p.noise, counter, tile, e);
+    if (kNoise == kCounter) counter_noise(split, counter, tile, e);
     if (kNoise == kGiven) e = eps_lane.values();
     const Values x = x_lane.values(), v = v_lane.values();
     for (int j = 0; j < kVector; ++j) {

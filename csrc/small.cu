@@ -13,7 +13,7 @@ __global__ void __launch_bounds__(kThreads, 8)
   Tile tile = first_tile(split);
   do {
     Values e;
-    counter_noise(split, p.noise, counter, tile, e);
+    counter_noise(split, counter, tile, e);
     out.store(tile, e);
   } while (next(split, tile));
 }

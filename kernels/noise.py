@@ -80,31 +80,22 @@ def four_normals(block, step, sample, seed_low, seed_high):
 
 
 @triton.jit
-def counter_noise(start, offset, step, sample, seed_low, seed_high, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):
-    """Noise of elements start … start + BLOCK − 1 of a sample; ALIGNED: offset, like `start`, is a multiple of 4."""
-    first = start.to(tl.int64) + offset
-    if ALIGNED:
-        block = first // 4 + tl.arange(0, BLOCK // 4).to(tl.int64)
-        z0, z1, z2, z3 = four_normals(block, step, sample, seed_low, seed_high)
-        return tl.interleave(tl.interleave(z0, z2), tl.interleave(z1, z3))
-    else:
-        element = first + tl.arange(0, BLOCK).to(tl.int64)
-        z0, z1, z2, z3 = four_normals(element // 4, step, sample, seed_low, seed_high)
-        lane = element % 4
-        return tl.where(lane < 2, tl.where(lane == 0, z0, z1), tl.where(lane == 2, z2, z3))
+def counter_noise(start, step, sample, seed_low, seed_high, BLOCK: tl.constexpr):
+    """Noise of elements start … start + BLOCK − 1 of a sample; start is a multiple of 4."""
+    block = start.to(tl.int64) // 4 + tl.arange(0, BLOCK // 4).to(tl.int64)
+    z0, z1, z2, z3 = four_normals(block, step, sample, seed_low, seed_high)
+    return tl.interleave(tl.interleave(z0, z2), tl.interleave(z1, z3))
 
 
-@triton.jit(do_not_specialize=["offset", "seed_low", "seed_high"])
-def normal_kernel(
-    out_ptr, sample_ptr, step_ptr, dim, offset, seed_low, seed_high, BLOCK: tl.constexpr, ALIGNED: tl.constexpr
-):
+@triton.jit(do_not_specialize=["seed_low", "seed_high"])
+def normal_kernel(out_ptr, sample_ptr, step_ptr, dim, seed_low, seed_high, BLOCK: tl.constexpr):
     """out[B, D] fp32; one program per sample and block."""
     chunks = tl.cdiv(dim, BLOCK)
     pid = tl.program_id(0).to(tl.int64)
     i = pid // chunks
     start = (pid % chunks) * BLOCK
     step, sample = tl.load(step_ptr + i), tl.load(sample_ptr + i)
-    z = counter_noise(start, offset, step, sample, seed_low, seed_high, BLOCK, ALIGNED)
+    z = counter_noise(start, step, sample, seed_low, seed_high, BLOCK)
     k = start + tl.arange(0, BLOCK)
     tl.store(out_ptr + i * dim + k, z, mask=k < dim)
 
@@ -114,8 +105,8 @@ def seed_words(seed):
     return seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF
 
 
-def normal(batch, dim, seed, sample, step, offset, out):
+def normal(batch, dim, seed, sample, step, out):
     """Noise into `out` [B, D] fp32."""
     if out.numel():
         grid = (batch * triton.cdiv(dim, BLOCK),)
-        normal_kernel[grid](out, sample, step, dim, offset, *seed_words(seed), BLOCK, offset % 4 == 0, **FLAGS)
+        normal_kernel[grid](out, sample, step, dim, *seed_words(seed), BLOCK, **FLAGS)

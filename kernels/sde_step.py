@@ -70,11 +70,11 @@ def row_of(coef_ptr, index_ptr, rows, i, HAS_INDEX: tl.constexpr):
     return a, b, s, w, c
 
 
-@triton.jit(do_not_specialize=["offset", "seed_low", "seed_high"])
+@triton.jit(do_not_specialize=["seed_low", "seed_high"])
 def step_kernel(
     x_ptr, v_ptr, eps_ptr, out_ptr, mean_ptr, coef_ptr, index_ptr, rows, sample_ptr, step_ptr, partial_ptr, dim,
-    offset, seed_low, seed_high,
-    HAS_INDEX: tl.constexpr, NOISE: tl.constexpr, ALIGNED: tl.constexpr, MEAN: tl.constexpr, BLOCK: tl.constexpr,
+    seed_low, seed_high,
+    HAS_INDEX: tl.constexpr, NOISE: tl.constexpr, MEAN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One step. NOISE: 0 none, 1 given, 2 counter-based."""
     i, start, at, mask = place(dim, BLOCK)
@@ -85,7 +85,7 @@ def step_kernel(
         y = mean + s * load_fp32(eps_ptr + at, mask)
     if NOISE == 2:
         step, sample = tl.load(step_ptr + i), tl.load(sample_ptr + i)
-        y = mean + s * counter_noise(start, offset, step, sample, seed_low, seed_high, BLOCK, ALIGNED)
+        y = mean + s * counter_noise(start, step, sample, seed_low, seed_high, BLOCK)
     y = store_rounded(out_ptr + at, y, mask)
     if MEAN:
         tl.store(mean_ptr + at, mean, mask=mask)
@@ -190,15 +190,14 @@ def _finish(partial, batch, dim, coef, rows, index, logp, kl, log_ratio):
     )  # fmt: skip
 
 
-def sde_step(batch, dim, x, v, coef, rows, index, out, eps, seed, sample, step, offset, logp, mean, _):
+def sde_step(batch, dim, x, v, coef, rows, index, out, eps, seed, sample, step, logp, mean, _):
     """One step."""
     programs = batch * triton.cdiv(dim, BLOCK)
     partial = torch.empty(programs, dtype=torch.float32, device=x.device)
     step_kernel[(programs,)](
         x, v, _or(eps, x), out, _or(mean, out), coef, _or(index, coef), rows, _or(sample, coef), _or(step, coef),
-        partial, dim, offset, *seed_words(seed), HAS_INDEX=index is not None,
-        NOISE=2 if sample is not None else int(eps is not None), ALIGNED=offset % 4 == 0, MEAN=mean is not None,
-        BLOCK=BLOCK, **FLAGS,
+        partial, dim, *seed_words(seed), HAS_INDEX=index is not None,
+        NOISE=2 if sample is not None else int(eps is not None), MEAN=mean is not None, BLOCK=BLOCK, **FLAGS,
     )  # fmt: skip
     _finish(partial, batch, dim, coef, rows, index, logp, None, None)
 

@@ -40,7 +40,7 @@ def compile_instead(kernel: JITFunction, about: dict, *args: object, **options: 
     stack, instructions = inspect(compiled.asm["cubin"])
     named = dict(zip(kernel.arg_names, args, strict=False)) | options
     line = about | {"kernel": kernel.fn.__name__.removesuffix("_kernel"), "arch": ARCH, "stack": stack}
-    line["fixed"] = {name: named[name] for name in ("NOISE", "ALIGNED") if name in named}
+    line["fixed"] = {name: named[name] for name in ("NOISE",) if name in named}
     line["wide"] = [len(re.findall(rf"{op}\.global[.\w]*\.v4", ptx)) for op in ("ld", "st")]
     line["fused"] = len(re.findall(r"\bfma\.rn\.f32", ptx))
     line |= {"per_element": instructions * 128 / 2048, "sum": sum_layout(compiled.asm["ttgir"])}

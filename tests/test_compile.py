@@ -67,16 +67,14 @@ def training_step(i):
 
 CALLS: dict[str, Any] = {
     "step": step,
-    "step, counters, mean, bf16": lambda i: step(
-        i, noise=PhiloxNoise(5, i["ids"], offset=2), want_mean=True, out_dtype=BF16
-    ),
+    "step, counters, mean, bf16": lambda i: step(i, noise=PhiloxNoise(5, i["ids"]), want_mean=True, out_dtype=BF16),
     "step without noise, a row each": lambda i: sde_step(i["x"], i["v"], i["coef"][i["index"]], noise=None),
     "step of one index": lambda i: sde_step(i["x"], i["v"], i["coef"], 2, noise=PhiloxNoise(-3, i["ids"].int())),
     "logp": logp,
     "logp, KL, Guard": lambda i: logp(i, v_ref=i["ref"], v_old=i["old"]),
     "logp, KL": lambda i: logp(i, v_ref=i["ref"]),
     "logp of a transposed latent": lambda i: sde_logp(i["x"].mT, i["v"].mT, i["y"].mT, i["coef"], i["index"]),
-    "normal": lambda i: philox_normal(9, i["ids"], i["index"], 40, 3),
+    "normal": lambda i: philox_normal(9, i["ids"], i["index"], 40),
     "loss": loss,
     "loss, weight, KL, Guard": lambda i: loss(
         i, clip_high=0.2, weight=i["kl"].detach(), kl=i["kl"], kl_coef=0.1, log_ratio=i["logp"] / 2, denominator=7

@@ -133,4 +133,4 @@ def test_a_cuda_launch_without_a_gpu_is_an_error_not_a_crash():
     ids = torch.zeros(1, dtype=torch.int64)
     out = torch.zeros(1, 4)
     with pytest.raises(RuntimeError, match="CUDA"):
-        extension().cuda_normal(1, 4, 1, ids, ids, 0, out, 0)
+        extension().cuda_normal(1, 4, 1, ids, ids, out, 0)

@@ -3,8 +3,10 @@
 On a GPU machine the tests of the ops run on the GPU too; the checks here are meaningless on a CPU.
 """
 
+import numpy as np
 import pytest
 import torch
+from test_noise import numpy_normal
 
 from benchmarks.harness import randn
 from prefgrpo.ops import PhiloxNoise, philox_normal, policy_loss, sde_logp, sde_step, use_backend, winrate_advantage
@@ -88,9 +90,9 @@ def test_noise_and_x_are_those_of_the_cpu_bit_for_bit():
     x, v = randn(3, 5000, device=DEVICE), randn(3, 5000, device=DEVICE)
     coef = torch.tensor([[0.97, -0.12, 0.66, -1.13, -0.5]] * 3, device=DEVICE)
     ids = torch.arange(3, device=DEVICE)
-    gpu = sde_step(x, v, coef, noise=PhiloxNoise(9, ids, ids, 5))
+    gpu = sde_step(x, v, coef, noise=PhiloxNoise(9, ids, ids))
     with use_backend("cpu"):
-        cpu = sde_step(x.cpu(), v.cpu(), coef.cpu(), noise=PhiloxNoise(9, ids.cpu(), ids.cpu(), 5))
+        cpu = sde_step(x.cpu(), v.cpu(), coef.cpu(), noise=PhiloxNoise(9, ids.cpu(), ids.cpu()))
     assert torch.equal(gpu.x_next.cpu(), cpu.x_next)
     torch.testing.assert_close(gpu.logp.cpu(), cpu.logp, rtol=0, atol=1e-5)
 
@@ -103,7 +105,8 @@ def test_more_elements_than_an_int32_counts():
     coef = torch.tensor([[0.0, 0.0, 1.0, -0.5, 0.0]], device=DEVICE)
     sample = torch.tensor([3], device=DEVICE)
     out = sde_step(x, x, coef, noise=PhiloxNoise(1, sample, sample)).x_next[:, -4096:]
-    assert torch.equal(out, philox_normal(1, sample, sample, 4096, size - 4096).bfloat16())
+    want = numpy_normal(1, 3, 3, 4096, size - 4096)
+    assert np.abs(out.double().cpu().numpy() - want).max() < 0.02  # half a bf16 step of the largest
 
 
 def test_it_runs_on_the_current_stream():

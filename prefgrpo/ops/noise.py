@@ -1,7 +1,7 @@
 """Counter-based noise: ε of element e of sample i at step k is Philox4x32-10(seed; e, k, i), mapped to N(0, 1).
 
 A word w becomes the uniform ((w >> 9) + ½)·2⁻²³; of a counter block's four words, (0, 1) and (2, 3) are Box-Muller
-pairs. Invariant: all backends agree to 1e-6, and a slice of a latent gets the slice of its noise.
+pairs. Invariant: all backends agree to 1e-6.
 """
 
 from __future__ import annotations
@@ -29,8 +29,6 @@ class PhiloxNoise(NamedTuple):
     """int64 or int32 [B], unique per sample over the run."""
     step: Tensor | None = None
     """Likewise [B]; None: the row index of the coefficient table."""
-    offset: int = 0
-    """Global index of the latent's first element, for slices of a larger latent."""
 
 
 def philox_uint32(seed: int, sample: Tensor, step: Tensor, blocks: Tensor) -> Tensor:
@@ -59,42 +57,37 @@ def philox_uint32(seed: int, sample: Tensor, step: Tensor, blocks: Tensor) -> Te
     return torch.stack(c, dim=-1)
 
 
-def reference_normal(seed: int, sample: Tensor, step: Tensor, numel: int, offset: int = 0) -> Tensor:
+def reference_normal(seed: int, sample: Tensor, step: Tensor, numel: int) -> Tensor:
     """The noise [B, numel] in fp64, in plain torch."""
-    first = offset // 4
-    last = (offset + numel + 3) // 4
-    blocks = torch.arange(first, last, device=sample.device, dtype=torch.int64)
+    blocks = torch.arange((numel + 3) // 4, device=sample.device, dtype=torch.int64)
     words = philox_uint32(seed, sample, step, blocks)  # [B, n, 4]
     u = ((words >> 9).double() + 0.5) * 2.0**-23
     radius = torch.sqrt(-2.0 * torch.log(u[..., 0::2]))  # [B, n, 2]
     angle = (2.0 * math.pi) * u[..., 1::2]
     z = torch.stack((radius * torch.cos(angle), radius * torch.sin(angle)), dim=-1)  # [B, n, 2, 2]
-    start = offset - 4 * first
-    return z.flatten(1)[:, start : start + numel]
+    return z.flatten(1)[:, :numel]
 
 
 @op("philox_normal", mutates=("out",))
-def _normal(sample: Tensor, step: Tensor, seed: int, offset: int, out: Tensor) -> None:
+def _normal(sample: Tensor, step: Tensor, seed: int, out: Tensor) -> None:
     backend = backend_of(out.device)
     batch, numel = out.shape
     if backend == "torch":
-        out.copy_(reference_normal(seed, sample, step, numel, offset))
+        out.copy_(reference_normal(seed, sample, step, numel))
     else:
-        launch(backend, "normal", out, batch, numel, seed, sample, step, offset, out)
+        launch(backend, "normal", out, batch, numel, seed, sample, step, out)
 
 
-def philox_normal(seed: int, sample: Tensor, step: Tensor, numel: int, offset: int = 0) -> Tensor:
-    """Counter-based N(0, 1) noise fp32 [B, numel]: elements offset … offset + numel − 1 of each sample's latent.
+def philox_normal(seed: int, sample: Tensor, step: Tensor, numel: int) -> Tensor:
+    """Counter-based N(0, 1) noise fp32 [B, numel].
 
-    sample, step: int64 or int32 [B]. Raises ValueError for ids of another dtype or shape, and for a negative size or
-    offset.
+    sample, step: int64 or int32 [B]. Raises ValueError for ids of another dtype or shape, and for a negative size.
     """
     numel = as_int(numel)
-    offset = as_int(offset)
     sample = check_ids("sample", sample, sample.numel(), sample.device)
     step = check_ids("step", step, sample.numel(), sample.device)
-    if numel < 0 or offset < 0:
-        raise ValueError(f"numel and offset: expected 0 or more, got {numel} and {offset}")
+    if numel < 0:
+        raise ValueError(f"numel: expected 0 or more, got {numel}")
     out = torch.empty(sample.shape[0], numel, dtype=torch.float32, device=sample.device)
-    _normal(sample, step, int64_seed(seed), offset, out)
+    _normal(sample, step, int64_seed(seed), out)
     return out

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from prefgrpo.ops._backend import backend_of, cuda_scratch, launch, op
-from prefgrpo.ops._inputs import DTYPES, as_int, check_ids, check_latents, constant, int64_seed
+from prefgrpo.ops._inputs import DTYPES, check_ids, check_latents, constant, int64_seed
 from prefgrpo.ops.noise import PhiloxNoise, reference_normal
 
 
@@ -153,7 +153,6 @@ def _step(
     seed: int,
     sample: Tensor | None,
     step: Tensor | None,
-    offset: int,
     out: Tensor,
     logp: Tensor,
     mean: Tensor | None,
@@ -162,7 +161,7 @@ def _step(
     if backend == "torch":
         rows = _rows(coef, index)
         if sample is not None and step is not None:
-            eps = reference_normal(seed, sample, step, dim, offset).view(x.shape)
+            eps = reference_normal(seed, sample, step, dim).view(x.shape)
         x_next, score = reference_step(x, v, rows, eps, out.dtype)
         out.copy_(x_next)
         logp.copy_(score)
@@ -173,7 +172,7 @@ def _step(
     coef = coef.float()
     eps = None if eps is None else eps.float()
     partial = cuda_scratch(backend, x, dim, 1)
-    inputs = (batch, dim, x, v, coef, coef.shape[0], index, out, eps, seed, sample, step, offset)
+    inputs = (batch, dim, x, v, coef, coef.shape[0], index, out, eps, seed, sample, step)
     launch(backend, "sde_step", x, *inputs, logp, mean, partial)
 
 
@@ -293,22 +292,18 @@ def sde_step(
     seed = 0
     sample = None
     step = None
-    offset = 0
     if isinstance(noise, PhiloxNoise):
         seed = int64_seed(noise.seed)
-        offset = as_int(noise.offset)
         sample = check_ids("noise.sample", noise.sample, x.shape[0], x.device)
         if noise.step is None and index is None:
             raise ValueError("noise: counters need a step: set the noise's `step`, or pass `index`")
         step = index if noise.step is None else check_ids("noise.step", noise.step, x.shape[0], x.device)
-        if offset < 0:
-            raise ValueError(f"noise.offset: expected 0 or more, got {offset}")
     x = constant(x)
     eps = None if eps is None else constant(eps)
     out = torch.empty_like(x, dtype=dtype)
     mean = torch.empty_like(x, dtype=torch.float32) if want_mean else None
     logp = _per_sample(x)
-    _step(x, constant(v), coef, index, eps, seed, sample, step, offset, out, logp, mean)
+    _step(x, constant(v), coef, index, eps, seed, sample, step, out, logp, mean)
     return SdeStep(out, logp, mean)
 
 

@@ -75,9 +75,8 @@ class Rollouts:
             for number, plan in enumerate(todo):
                 condition = collate([condition_of[slot] for slot in plan.slots], self.world.device)
                 batch = self._generate(step, plan, condition, padding=number >= len(mine))
-                media = to_uint8(decode(self.adapter, batch.latents, self.config.rollout, self.world))
                 if not batch.padding:
-                    put(plan, media)
+                    put(plan, to_uint8(decode(self.adapter, batch.latents, self.config.rollout, self.world)))
                 yield batch
 
     def training_batches(self, step: int, batches: Sequence[Batch], mask: NDArray[np.bool_]) -> list[Batch]:

@@ -66,7 +66,8 @@ def render(
         ids = torch.tensor([address for _, address in samples], dtype=torch.int64, device=world.device)
         condition = collate(embeddings(adapter, [prompt for prompt, _ in samples], sampling), world.device)
         latents, _ = rollout(adapter, schedule, condition, ids, sampling, seed=seed)
-        yield from zip(chosen, to_uint8(decode(adapter, latents, sampling, world)))
+        if chosen:
+            yield from zip(chosen, to_uint8(decode(adapter, latents, sampling, world)))
 
 
 @torch.no_grad()
