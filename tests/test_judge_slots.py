@@ -8,13 +8,16 @@ cancellations at random moments, which must neither leak a slot nor skip a waiti
 import asyncio
 import json
 import random
+import threading
 
 import pytest
 from aiohttp import web
-from judge_server import JudgeServer, images
+from judge_server import JudgeServer, images, until
 from test_judge_faults import ask, judge, media
 
+from prefgrpo.judge.body import WORKERS
 from prefgrpo.judge.http import HttpPool
+from prefgrpo.judge.loop import loop_thread
 from prefgrpo.judge.plans import both_orders
 
 NINE = both_orders(9, 0)
@@ -42,6 +45,22 @@ def test_other_servers_get_plain_openai_parts():
         assert ask(judge(server.url))[0].first < 0.1
     assert all("uuid" not in p and p["image_url"] for b in server.requests for p in images(b))
     assert all("logprob_token_ids" not in b for b in server.requests)
+
+
+def test_an_image_of_a_cancelled_request_travels_without_its_id():
+    """The server's two processes may disagree on whether they hold it."""
+    first, *others = media([200, 40, 60])
+    with JudgeServer() as server:
+        j = judge(server.url, timeout_s=60)
+        ask(j)  # identifies the server
+        server.fault, server.requests = "hang", []
+        question = j.submit("p", first, others[0])
+        until(lambda: server.requests, 60)
+        question.cancel()
+        until(lambda: not server.in_flight, 60)
+        server.fault = ""
+        assert j.submit("p", first, others[1]).result(60).first > 0.9
+    assert all("uuid" not in p for p in images(server.requests[-1]))
 
 
 class Drifting(JudgeServer):
@@ -104,6 +123,19 @@ def test_a_picture_is_named_while_its_carrier_is_being_answered(too_soon):
     else:
         carried = [p["uuid"] for r in server.requests for p in images(r) if p["image_url"] is not None]
         assert len(carried) == len(set(carried)) == 4
+
+
+def test_a_host_name_is_looked_up_while_images_are_encoded():
+    """Look-ups that wait behind a group's images would exceed the limits of requests and of health checks."""
+    encoded = threading.Event()
+    for _ in range(8):
+        WORKERS.submit(encoded.wait)
+    try:
+        with JudgeServer() as server:
+            pool = judge(server.url.replace("127.0.0.1", "localhost")).client.pool
+            assert loop_thread().submit(pool.problems()).result(60) == [""]
+    finally:
+        encoded.set()
 
 
 @pytest.mark.parametrize("seed", range(5))

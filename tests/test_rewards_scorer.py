@@ -335,3 +335,23 @@ def test_the_deadline_bounds_the_wait_and_late_answers_are_missing():
     missing = {name: np.isnan(values[0]).tolist() for name, values in result.values.items()}
     assert missing == {"pairs": [True, False, False, False], "silent": [True] * 4, "level": [False] * 4}
     assert result.reasons[f"silent: {DEADLINE_PASSED}"] == 4 and f"pairs: {DEADLINE_PASSED}" in result.reasons
+    assert {n for n in result.metrics if "latency_p50" in n} == {f"reward/{n}/latency_p50" for n in ("pairs", "level")}
+
+
+def test_an_interrupt_while_answers_are_awaited_leaves_none_running():
+    streaming = Streaming(8)
+    scorer = Scorer({"streaming": streaming}, 4, deadline_s=60)
+
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    scorer.begin(0, [7, 9])
+    for group in (7, 9):
+        for member in range(4):
+            scorer.add(group, member, sample(LEVELS[member]))
+    for answer in streaming.waiting[:4]:
+        answer.set_result(Score(1.0))
+    with pytest.raises(KeyboardInterrupt):
+        scorer.finish(interrupt)
+    scorer.close()
+    assert all(answer.cancelled() for answer in streaming.waiting[4:])
