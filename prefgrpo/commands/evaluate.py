@@ -94,7 +94,7 @@ def on_suite(config: Config, target: str, name: str, file: str, out: Path | None
     return _report(suite.results(files, of_suite, entry.options), facts, place, name)
 
 
-def read_results(target: str, name: str, results: Path, out: Path | None) -> int:
+def read_results(name: str, results: Path, out: Path | None) -> int:
     """Read the output of a suite's own tools into our table."""
     place = out or (results if results.is_dir() else results.parent)
     place.mkdir(parents=True, exist_ok=True)
