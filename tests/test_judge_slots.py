@@ -14,11 +14,16 @@ import pytest
 from aiohttp import web
 from judge_server import JudgeServer, images, until
 from test_judge_faults import ask, judge, media
+from tiny_media import grey
 
+from prefgrpo.config.schema import JudgeConfig, SamplingConfig
+from prefgrpo.data.prompts import Prompt
 from prefgrpo.judge.body import WORKERS
+from prefgrpo.judge.client import HttpJudge
 from prefgrpo.judge.http import HttpPool
 from prefgrpo.judge.loop import loop_thread
 from prefgrpo.judge.plans import both_orders
+from prefgrpo.rollout.render import sample
 
 NINE = both_orders(9, 0)
 
@@ -30,6 +35,18 @@ def test_each_medium_travels_once_then_its_id():
     assert all(v.first is not None and v.retries == 0 for v in verdicts)
     assert len(sent) == 144 and sum(p["image_url"] is not None for p in sent) == 9
     assert all(p["uuid"].startswith("sha256-") for p in sent)
+
+
+def test_the_source_of_a_group_of_edits_travels_once(tmp_path):
+    grey(100).pil.save(tmp_path / "source.png")
+    prompt = Prompt(0, "p", source=(str(tmp_path / "source.png"),))
+    edits = [sample(prompt, one.pixels, SamplingConfig(height=32, width=32)) for one in media([20, 40, 60])]
+    with JudgeServer() as server:
+        made = HttpJudge(JudgeConfig(endpoints=(server.url,)), "compare_edit")
+        pairs = [made.submit("p", edits[i].media, edits[j].media, edits[i].source) for i, j in both_orders(3, 0)]
+        assert all(pair.result(60).first is not None for pair in pairs)
+        sent = [p for r in server.requests for p in images(r)]
+    assert len(sent) == 18 and sum(p["image_url"] is not None for p in sent) == 4
 
 
 def test_a_server_that_evicts_media_gets_them_again():
