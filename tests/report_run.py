@@ -2,14 +2,12 @@
 
 import json
 import math
-from dataclasses import asdict
 from itertools import permutations, product
 
 import numpy as np
 import torch
 import yaml
 
-from prefgrpo.suites.base import Results, Row
 from prefgrpo.tiny.scenes import COMBOS, SPLITS, caption, render
 
 MEASURES = ("scenes", "scenes.all", "scenes.colour", "scenes.shape", "scenes.place")
@@ -110,23 +108,6 @@ def small_run(folder, rows, config="train: {steps: 10}\n"):
     (folder / "config.yaml").write_text(config)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     return folder
-
-
-def evaluated(folder):
-    """A suite's table and a comparison, as `prefgrpo evaluate` writes them to a run folder."""
-    rows = [Row("Style", 0.25, 8, 1), Row("Attribute", None, 0, 3)]
-    missing = [f"{k}.png: no" for k in range(25)]
-    suite = Results("UniGenBench", "by <a judge>", {"overall": 0.125}, {"dimension": rows}, missing)
-    grades = Results("ImgEdit", "by a judge", {"mean": 3.25}, {"edit type": [Row("add", 3.5, 2, 0)]}, percent=False)
-    rate = {"rate": 0.75, "low": 0.6, "high": 0.9, "first": 0.7, "second": None, "missing": 0.0, "verdict": "better"}
-    means = {"dev/scenes.all": {"now": 0.5, "before": None, "missing": 0.25}}
-    rates, judges = {"dev/win_judge2": rate}, ["judge2 is x"]
-    comparison = {"prompts": {"dev": 40}, "win_rates": rates, "means": means, "judges": judges}
-    files = {"unigenbench/unigenbench": asdict(suite), "imgedit/imgedit": asdict(grades)}
-    for name, content in (files | {"against_base/comparison": comparison}).items():
-        file = folder / "evaluations" / "step_000001_ema" / f"{name}.json"
-        file.parent.mkdir(parents=True)
-        file.write_text(json.dumps(content))
 
 
 def make_run(folder, steps=80, every=20, planned=None):

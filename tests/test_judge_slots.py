@@ -8,14 +8,22 @@ cancellations at random moments, which must neither leak a slot nor skip a waiti
 import asyncio
 import json
 import random
+import threading
 
 import pytest
 from aiohttp import web
-from judge_server import JudgeServer, images
+from judge_server import JudgeServer, images, until
 from test_judge_faults import ask, judge, media
+from tiny_media import grey
 
+from prefgrpo.config.schema import JudgeConfig, SamplingConfig
+from prefgrpo.data.prompts import Prompt
+from prefgrpo.judge.body import WORKERS
+from prefgrpo.judge.client import HttpJudge
 from prefgrpo.judge.http import HttpPool
+from prefgrpo.judge.loop import loop_thread
 from prefgrpo.judge.plans import both_orders
+from prefgrpo.rollout.render import sample
 
 NINE = both_orders(9, 0)
 
@@ -27,6 +35,18 @@ def test_each_medium_travels_once_then_its_id():
     assert all(v.first is not None and v.retries == 0 for v in verdicts)
     assert len(sent) == 144 and sum(p["image_url"] is not None for p in sent) == 9
     assert all(p["uuid"].startswith("sha256-") for p in sent)
+
+
+def test_the_source_of_a_group_of_edits_travels_once(tmp_path):
+    grey(100).pil.save(tmp_path / "source.png")
+    prompt = Prompt(0, "p", source=(str(tmp_path / "source.png"),))
+    edits = [sample(prompt, one.pixels, SamplingConfig(height=32, width=32)) for one in media([20, 40, 60])]
+    with JudgeServer() as server:
+        made = HttpJudge(JudgeConfig(endpoints=(server.url,)), "compare_edit")
+        pairs = [made.submit("p", edits[i].media, edits[j].media, edits[i].source) for i, j in both_orders(3, 0)]
+        assert all(pair.result(60).first is not None for pair in pairs)
+        sent = [p for r in server.requests for p in images(r)]
+    assert len(sent) == 18 and sum(p["image_url"] is not None for p in sent) == 4
 
 
 def test_a_server_that_evicts_media_gets_them_again():
@@ -42,6 +62,22 @@ def test_other_servers_get_plain_openai_parts():
         assert ask(judge(server.url))[0].first < 0.1
     assert all("uuid" not in p and p["image_url"] for b in server.requests for p in images(b))
     assert all("logprob_token_ids" not in b for b in server.requests)
+
+
+def test_an_image_of_a_cancelled_request_travels_without_its_id():
+    """The server's two processes may disagree on whether they hold it."""
+    first, *others = media([200, 40, 60])
+    with JudgeServer() as server:
+        j = judge(server.url, timeout_s=60)
+        ask(j)  # identifies the server
+        server.fault, server.requests = "hang", []
+        question = j.submit("p", first, others[0])
+        until(lambda: server.requests, 60)
+        question.cancel()
+        until(lambda: not server.in_flight, 60)
+        server.fault = ""
+        assert j.submit("p", first, others[1]).result(60).first > 0.9
+    assert all("uuid" not in p for p in images(server.requests[-1]))
 
 
 class Drifting(JudgeServer):
@@ -104,6 +140,19 @@ def test_a_picture_is_named_while_its_carrier_is_being_answered(too_soon):
     else:
         carried = [p["uuid"] for r in server.requests for p in images(r) if p["image_url"] is not None]
         assert len(carried) == len(set(carried)) == 4
+
+
+def test_a_host_name_is_looked_up_while_images_are_encoded():
+    """Look-ups that wait behind a group's images would exceed the limits of requests and of health checks."""
+    encoded = threading.Event()
+    for _ in range(8):
+        WORKERS.submit(encoded.wait)
+    try:
+        with JudgeServer() as server:
+            pool = judge(server.url.replace("127.0.0.1", "localhost")).client.pool
+            assert loop_thread().submit(pool.problems()).result(60) == [""]
+    finally:
+        encoded.set()
 
 
 @pytest.mark.parametrize("seed", range(5))

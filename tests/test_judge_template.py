@@ -99,9 +99,10 @@ def test_all_spellings_of_a_label_count_together():
         assert [math.exp(v) for v in found] == pytest.approx(expected)
     with pytest.raises(answers.Unreadable, match="neither label"):
         answers.label_logprobs(_choice(("cat", -0.1)), ("1", "2"))
-    for bad in ({}, {"logprobs": None}, {"logprobs": {"content": [{"top_logprobs": [{"token": "1"}]}]}}):
-        with pytest.raises(answers.Unreadable, match="logprobs"):
-            answers.label_logprobs(bad, ("1", "2"))
+    for bad in ({}, {"logprobs": None}, {"logprobs": {"content": [{"top_logprobs": [{"token": "1"}]}]}}, _choice()):
+        for read_labels in (answers.label_logprobs, answers.word_probability):
+            with pytest.raises(answers.Unreadable, match="logprobs"):
+                read_labels(bad, ("1", "2"))
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from PIL import Image
 from report_html import parse
-from report_run import MEASURES, eval_row, evaluated, groups, make_run, shown, small_run, train_row
+from report_run import MEASURES, eval_row, groups, make_run, shown, small_run, train_row
 
 from prefgrpo.report import write_report
 from prefgrpo.report.run import read_run
@@ -161,37 +161,6 @@ def test_win_rates_inside_a_group_give_no_mean_curve_but_other_rewards_do(tmp_pa
     found = charts(report(small_run(tmp_path / "r", rows)))
     assert "vlm_pairwise" not in found["Reward"].text and last(found["Reward"], "clip") == "24"
     assert last(found["Reward: std within a group"], "clip") == "1.5"
-
-
-def test_evaluations_after_the_training_have_a_section(tmp_path):
-    """A suite's table and a comparison as `prefgrpo evaluate` writes them; damaged files are reported by name."""
-    folder = small_run(tmp_path / "r", [train_row(1)])
-    evaluated(folder)
-    for name, text in {"torn/comparison": "{", "list/x": "[1]", "other/x": "{}", "unigenbench/about": "torn"}.items():
-        file = folder / "evaluations" / "step_000001_ema" / f"{name}.json"
-        file.parent.mkdir(exist_ok=True)
-        file.write_text(text)
-    page = report(folder)
-    assert "Evaluations" in page.all("nav")[0].text
-    (section,) = (s for s in page.all("section") if s.attributes["id"] == "evaluations")
-    assert [s.text for s in section.all("summary")] == [
-        "step 1 (ema) against base",
-        "ImgEdit, step 1 (ema)",
-        "UniGenBench, step 1 (ema)",
-        "What is missing",
-    ]  # fmt: skip
-    cells = [[c.text for c in row.all("td")] for row in section.all("tr")]
-    for wanted in (
-        ["dev/win_judge2", "better", "75.0 %", "60.0 %", "90.0 %", "70.0 %", "–", "0.0 %"],
-        ["dev/scenes.all", "–", "0.5", "25.0 %"],
-        ["overall", "12.50 %"], ["Style", "25.00 %", "8", "1"], ["Attribute", "–", "0", "3"],
-        ["mean", "3.25"], ["add", "3.50", "2", "0"],
-    ):  # fmt: skip
-        assert wanted in cells
-    lines = [line.text for line in section.all("li")]
-    assert lines == [f"{k}.png: no" for k in range(20)]
-    assert "40 prompts (dev)" in section.text and "judge2 is x" in section.text and "by <a judge>" in section.text
-    assert "step_000001_ema/torn/comparison.json could not be read" in page.all("p", "problems")[0].text
 
 
 def test_verdict_matrix_is_sorted_and_complete(page, run):

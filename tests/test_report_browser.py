@@ -9,7 +9,7 @@ import shutil
 import subprocess
 
 import pytest
-from report_run import evaluated, make_run
+from report_run import make_run
 
 from prefgrpo.report import write_report
 
@@ -51,7 +51,6 @@ frame.srcdoc = source.value;
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
     folder = make_run(tmp_path_factory.mktemp("runs") / "demo", steps=40, every=20)
-    evaluated(folder)
     return write_report(folder).read_text(encoding="utf-8")
 
 

@@ -59,6 +59,16 @@ def test_missing_verdicts_weaken_the_result(tmp_path, case):
     assert table["scenes"][-1] == ("50 %" if "dev/scenes_before_missing" in row else "")
 
 
+def test_a_last_evaluation_without_verdicts_is_no_win(tmp_path):
+    lost = dict.fromkeys(WIN) | {"dev/win_judge_missing": 1.0}
+    rows = [train_row(1), eval_row(5, 10, "dev"), eval_row(10, 10, "dev") | lost]
+    page = parse(write_report(small_run(tmp_path / "r", rows)).read_text())
+    said = page.all("p", "result")[0].text
+    assert "by the judge" not in said and "% by scenes" in said and "nan" not in said
+    assert page.all("strong", "verdict")[0].text == "inconclusive"
+    assert cells(page)["win rate by judge"][-1] == "100 %"
+
+
 # ---- where the page goes --------------------------------------------------------------------------------------------
 
 PLACES = {  # run, --out, what is said (None: the page is written)

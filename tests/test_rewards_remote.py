@@ -20,6 +20,7 @@ from prefgrpo.data.media import Media
 from prefgrpo.rewards.base import RewardError, Sample
 from prefgrpo.rewards.jpeg import jpeg_kilobytes
 from prefgrpo.rewards.remote import RemoteReward
+from prefgrpo.rewards.scorer import Scorer
 
 FAST = {"timeout_s": 0.5, "patience_s": 1.0}
 JPEG = "jpeg_incompressibility"
@@ -51,6 +52,11 @@ def test_what_is_no_ready_server_of_the_reward_is_refused_at_the_start(jpeg):
         ):
             with pytest.raises(RewardError, match=message):
                 remote(url)
+
+
+def test_a_step_waits_longer_than_a_slow_server_may_take():
+    with Stub() as server:
+        assert Scorer({"moody": remote(server.url, timeout_s=900.0)}, 2).deadline_s > 900
 
 
 def test_one_of_two_dead_at_start_is_named_and_left_out():

@@ -18,6 +18,7 @@ from prefgrpo.config.schema import JudgeConfig
 from prefgrpo.judge.verdict import PairJudge, Verdict
 from prefgrpo.rewards import build
 from prefgrpo.rewards.base import PointwiseReward, Sample, Score
+from prefgrpo.rewards.log import truncate_log
 from prefgrpo.rewards.pairwise import VlmPairwise
 from prefgrpo.rewards.prepared import PreprocessedReward
 from prefgrpo.rewards.scorer import DEADLINE_PASSED, Scorer
@@ -143,6 +144,20 @@ def test_a_failed_comparison_counts_for_nobody_and_the_log_has_a_line_for_it(tmp
     assert len(lines) == 12 and {line["step"] for line in lines} == {3}
     assert sum(line["p_first"] is None for line in lines) == 6
     assert all(len(json.dumps(line)) < 400 for line in lines), "a logged line contains pixels"
+
+
+def test_a_resumed_run_drops_the_steps_that_it_repeats_and_what_a_dying_node_left(tmp_path):
+    path = tmp_path / "judgements.jsonl"
+    with pairs(StubJudge(), log_path=path) as s:
+        run(s, LEVELS, groups=(7,), step=3)
+        kept = path.read_bytes()
+        with path.open("ab") as file:  # a node that dies can leave zeros for what it had not written
+            file.write(bytes(50) + b'"prompt": "p"}\n')
+        run(s, LEVELS, groups=(7,), step=4)
+    with path.open("ab") as file:
+        file.write(b'{"step": 3, "rew')
+    truncate_log(path, 4)
+    assert path.read_bytes() == kept
 
 
 @pytest.mark.parametrize("streams", [True, False])
@@ -335,3 +350,23 @@ def test_the_deadline_bounds_the_wait_and_late_answers_are_missing():
     missing = {name: np.isnan(values[0]).tolist() for name, values in result.values.items()}
     assert missing == {"pairs": [True, False, False, False], "silent": [True] * 4, "level": [False] * 4}
     assert result.reasons[f"silent: {DEADLINE_PASSED}"] == 4 and f"pairs: {DEADLINE_PASSED}" in result.reasons
+    assert {n for n in result.metrics if "latency_p50" in n} == {f"reward/{n}/latency_p50" for n in ("pairs", "level")}
+
+
+def test_an_interrupt_while_answers_are_awaited_leaves_none_running():
+    streaming = Streaming(8)
+    scorer = Scorer({"streaming": streaming}, 4, deadline_s=60)
+
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    scorer.begin(0, [7, 9])
+    for group in (7, 9):
+        for member in range(4):
+            scorer.add(group, member, sample(LEVELS[member]))
+    for answer in streaming.waiting[:4]:
+        answer.set_result(Score(1.0))
+    with pytest.raises(KeyboardInterrupt):
+        scorer.finish(interrupt)
+    scorer.close()
+    assert all(answer.cancelled() for answer in streaming.waiting[4:])

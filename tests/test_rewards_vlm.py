@@ -148,9 +148,17 @@ def test_consistency_by_criteria_averages_dimensions_of_criteria_of_pairs(server
     assert score.parts == pytest.approx({"Identity": strict, "Style": (loose + strict) / 2}, abs=1e-6)
     assert score.value == pytest.approx((strict + (loose + strict) / 2) / 2, abs=1e-6)
     assert len(server.requests) == 2 * 15, "dimensions with equal texts must share a request per pair"
+    assert sum(p["image_url"] is not None for r in server.requests for p in images(r)) == 6, "a cell is sent again"
     for meta in ({}, {"criteria": "x"}, {"criteria": {}}, {"criteria": {"Style": 3}}, {"grid": "axb"}):
         score = reward.score([Sample("A 3x2 grid.", grid(*levels), (), meta)])[0]
         assert score.value is None and ("criteria" in score.reason or "grid" in score.reason)
+
+
+def test_no_further_question_is_asked_about_an_image_that_is_missing(server):
+    server.answer = lambda bright, text: {"Yes": 1.0} if "first" in text else "no probabilities"
+    asked = [["the first?", "Yes"], ["the second?", "Yes"], ["the third?", "Yes"]]
+    score = one(server, "soft_tifa").score([Sample("p", grey(40), meta={"vqa_list": asked})])[0]
+    assert score.value is None and score.reason and len(server.requests) == 2
 
 
 def test_a_pair_that_fails_counts_for_nothing(server):

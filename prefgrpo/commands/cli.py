@@ -173,7 +173,7 @@ def evaluate(
     if results is not None:
         if not suite:
             raise ConfigError(["--results: expected a --suite with it"])
-        return command.read_results(target, suite, results, out)
+        return command.read_results(suite, results, out)
     config = read_target(target, prompts, overrides)
     if suite:
         return command.on_suite(config, target, suite, prompts, out, samples, fps)

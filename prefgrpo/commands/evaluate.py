@@ -27,7 +27,6 @@ from prefgrpo.data.file_names import Generated, read_media
 from prefgrpo.data.prompts import prompt_sets, read_prompts
 from prefgrpo.models import family_of
 from prefgrpo.parallel import world as parallel
-from prefgrpo.report import write_report
 from prefgrpo.rollout.render import sample
 from prefgrpo.rollout.sampling import eval_sampling
 from prefgrpo.run import judging
@@ -48,13 +47,6 @@ def _folder(source: Source, out: Path | None, name: str) -> Path:
     """Where an evaluation of a source is written."""
     c = source.config
     return out or Path(c.output) / c.name / "evaluations" / source.label / name
-
-
-def _update_report(target: str, results: Path) -> None:
-    """Rewrite the report of the run `target` if the file `results` was written to a folder of the run."""
-    run = run_of(Path(target))
-    if run and results.is_file() and results.resolve().is_relative_to(run.root.resolve()):
-        print(f"also in {write_report(run.root)}")
 
 
 # ---- suites ---------------------------------------------------------------------------------------------------------
@@ -99,23 +91,22 @@ def on_suite(config: Config, target: str, name: str, file: str, out: Path | None
         return 0
     of_suite = [by_reward[suite.reward] for by_reward in scores]
     suite.write_scores(files, of_suite, place)
-    return _report(target, suite.results(files, of_suite, entry.options), facts, place, name)
+    return _report(suite.results(files, of_suite, entry.options), facts, place, name)
 
 
-def read_results(target: str, name: str, results: Path, out: Path | None) -> int:
+def read_results(name: str, results: Path, out: Path | None) -> int:
     """Read the output of a suite's own tools into our table."""
     place = out or (results if results.is_dir() else results.parent)
     place.mkdir(parents=True, exist_ok=True)
-    return _report(target, load_suite(name).read_results(results), {}, place, name)
+    return _report(load_suite(name).read_results(results), {}, place, name)
 
 
-def _report(target: str, results: Results, facts: Mapping[str, Any], out: Path, name: str) -> int:
+def _report(results: Results, facts: Mapping[str, Any], out: Path, name: str) -> int:
     """Print and write the tables; returns 1 if nothing was scored."""
     content = {"about": dict(facts), **asdict(results)}
     write_atomic(out / f"{name}.json", json.dumps(content, indent=1, allow_nan=False) + "\n")
     write_atomic(out / f"{name}.md", results.markdown())
     print(f"{results.markdown(max_problems=10)}\n{out / name}.json, {out / name}.md")
-    _update_report(target, out / f"{name}.json")
     return int(not any(row.count for rows in results.tables.values() for row in rows))
 
 
@@ -139,7 +130,7 @@ def _other(source: Source, against: str) -> Source:
 def against_other(
     config: Config, target: str, against: str, prompts: str, out: Path | None, samples: int, fps: int
 ) -> int:
-    """Render held-out prompts with the target's weights and with others from the same noise, compare them, report."""
+    """Render held-out prompts with the target's weights and with others from the same noise, and compare them."""
     if samples:
         config = replace(config, eval=replace(config.eval, samples_per_prompt=samples))
     now = source_of(config, target)
@@ -185,7 +176,6 @@ def against_other(
         counts = {h.name: len(set(h.group)) for h in held}
         print(f"{config.name} {now.label} against {other.label}")
         _write_comparison(comparisons, counts, facts, rewards.notes, place)
-        _update_report(target, place / "comparison.json")
     return 0
 
 

@@ -220,9 +220,12 @@ def _first_tokens(choice: Mapping[str, Any]) -> dict[str, float]:
     if not content:
         raise Unreadable("the server sent no logprobs; serve with logprobs on, or use a template with answer: plain")
     try:
-        return {str(t["token"]): float(t["logprob"]) for t in content[0]["top_logprobs"]}
+        listed = {str(t["token"]): float(t["logprob"]) for t in content[0]["top_logprobs"]}
     except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
         raise Unreadable(f"the server's logprobs have no readable top_logprobs ({error!r})") from error
+    if not listed:
+        raise Unreadable("the server's top_logprobs are empty")
+    return listed
 
 
 def _refuse_thinking(listed: Mapping[str, float]) -> None:

@@ -13,6 +13,7 @@ import hashlib
 import io
 import json
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Generic, TypeVar
@@ -27,6 +28,8 @@ from prefgrpo.judge.template import SOURCE, Template
 FRAMES = 8
 """Number of frames of a clip shown to the judge, evenly spaced from first to last."""
 _GRACE_S = 0.25
+WORKERS = ThreadPoolExecutor(2, "encode")
+"""Not the event loop's own threads, in which host names are looked up: requests would wait for images."""
 T = TypeVar("T")
 
 
@@ -70,8 +73,9 @@ class MediaIds:
         self.sent: WeakKeyDictionary[Encoded, asyncio.Event] = WeakKeyDictionary()
         """Medium → set when it may be named."""
         self.unnamed: WeakSet[Encoded] = WeakSet()
-        """Media of failed requests, which are sent with data and without id from then on: vLLM's API process may
-        believe that the engine has an image which it has not, and would drop the data that comes with the same id."""
+        """Media of failed or cancelled requests, which are sent with data and without id from then on: vLLM's API
+        process may believe that the engine has an image which it has not, and would drop the data that comes with the
+        same id."""
 
     async def claim(self, media: set[Encoded]) -> set[Encoded] | None:
         """The media whose data a request must carry (None: all, without ids). Send it at once, then `release`."""
@@ -123,7 +127,7 @@ class Encodings(Generic[T]):
     async def get(self, media: Media) -> T:
         """The medium's encoding. Raises EncodeError."""
         if media not in self.futures:
-            self.futures[media] = asyncio.get_running_loop().run_in_executor(None, self._encode, media)
+            self.futures[media] = asyncio.get_running_loop().run_in_executor(WORKERS, self._encode, media)
         try:
             return await asyncio.shield(self.futures[media])
         except (OSError, ValueError, TypeError, SystemError) as error:  # raised by PIL for pixels it cannot write

@@ -123,12 +123,11 @@ class JudgeClient:
             answered = True
             return payload
         except Failure as failure:
-            if carried is None:
-                raise
-            ids.unnamed.update(media)
-            if not any(text in str(failure) for text in _MISS):
+            if carried is None or not any(text in str(failure) for text in _MISS):
                 raise
         finally:
+            if carried is not None and not answered:  # failed, or cancelled at the step's deadline
+                ids.unnamed.update(media)
             ids.release(carried, answered)
         return await endpoint.post(_PATH, body(None), timeout_s)
 

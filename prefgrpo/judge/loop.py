@@ -10,7 +10,7 @@ import asyncio
 import atexit
 import threading
 from collections.abc import Coroutine
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import aiohttp
@@ -24,7 +24,6 @@ class LoopThread:
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
-        self.loop.set_default_executor(ThreadPoolExecutor(2, thread_name_prefix="judge-encode"))
         self._session: aiohttp.ClientSession | None = None
         threading.Thread(target=self.loop.run_forever, name="judge-loop", daemon=True).start()
         atexit.register(self.close)

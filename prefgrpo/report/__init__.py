@@ -1,7 +1,4 @@
-"""report.html of a run folder.
-
-Invariant: everything shown was measured and is stored in the run folder.
-"""
+"""report.html of a run folder: everything on it was measured and is stored in the folder."""
 
 from prefgrpo.report.page import write_report
 

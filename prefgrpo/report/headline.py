@@ -89,7 +89,7 @@ def sentence(run: Run) -> str:
         return "This run had no evaluation set (eval.prompts, eval.holdout), so there is no before/after result."
     rows = run.evals[run.best_set]
     wins = []
-    for win in win_names(rows):
+    for win in [name for name in win_names(rows) if not math.isnan(rows.last(name))]:
         low, high, lost = (rows.last(win + end) for end in ("_low", "_high", "_missing"))
         note = f" (95\u00a0% interval {100 * low:.0f}–{percent(high)})" if not math.isnan(low + high) else ""
         note += f", no verdict on {percent(lost)} of the samples" if lost > 0 else ""

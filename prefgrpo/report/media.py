@@ -18,9 +18,9 @@ FRAME_MS = 125
 """Longest side of a clip on the page, and display time of each of its frames."""
 
 
-def is_small(pixels: NDArray[np.uint8]) -> bool:
-    """Whether an image [H, W, 3] or a clip [F, H, W, 3] is embedded unchanged."""
-    return max(pixels.shape[-3:-1]) <= SMALL
+def look(pixels: NDArray[np.uint8]) -> str:
+    """Style of an image [H, W, 3] or a clip [F, H, W, 3]: sharp if it is embedded unchanged, else smooth."""
+    return "sharp" if max(pixels.shape[-3:-1]) <= SMALL else "smooth"
 
 
 def still(media: NDArray[np.uint8]) -> NDArray[np.uint8]:
@@ -40,7 +40,7 @@ def data_uri(media: NDArray[np.uint8], most: int) -> str:
     if clip:
         options = {"duration": FRAME_MS, "loop": 0, "quality": 60, "method": 4}
         images[0].save(buffer, "WEBP", save_all=True, append_images=images[1:], **options)
-    elif is_small(media):
+    elif look(media) == "sharp":
         kind = "png"
         images[0].save(buffer, "PNG", optimize=True)
     else:
@@ -51,6 +51,5 @@ def data_uri(media: NDArray[np.uint8], most: int) -> str:
 def picture(media: NDArray[np.uint8], caption: str, most: int) -> Markup:
     """An <img> element for an image or animated clip, with alternative text."""
     height, width = media.shape[-3:-1]
-    look = "sharp" if is_small(media) else "smooth"
     element = Markup('<img src="{}" alt="{}" class="{}" width="{}" height="{}">')
-    return element.format(data_uri(media, most), caption, look, width, height)
+    return element.format(data_uri(media, most), caption, look(media), width, height)

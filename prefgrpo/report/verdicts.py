@@ -16,7 +16,7 @@ import numpy as np
 from markupsafe import Markup
 
 from prefgrpo.report.charts import tag
-from prefgrpo.report.media import data_uri, is_small, picture, still
+from prefgrpo.report.media import data_uri, look, picture, still
 from prefgrpo.report.run import Answer, Group, Images, Run
 
 ROWS = 15
@@ -49,18 +49,17 @@ def _images(group: Group, order: list[int], ident: str) -> Markup:
     """Each image once in <defs>, reused along both axes; an edit's source image goes into the corner."""
     uses = []
     defs = []
-    look = "sharp" if is_small(group.images[0]) else "smooth"
     for place, i in enumerate(order, 1):
         name = f"{ident}-{i}"
         image = data_uri(group.images[i], IMAGE_PX)
-        defs.append(tag("image", href=image, width=SIDE, height=SIDE, id=name, class_=look))
+        defs.append(tag("image", href=image, width=SIDE, height=SIDE, id=name, class_=look(group.images[i])))
         title = tag("title", f"image {i + 1} of {len(order)}, in the order of generation")
         uses += [tag("use", title, href=f"#{name}", x=x, y=y) for x, y in ((0, place * CELL), (place * CELL, 0))]
     if group.source is not None:
         title = tag("title", "source")
-        look = "sharp" if is_small(group.source) else "smooth"
         source = data_uri(group.source, IMAGE_PX)
-        uses.append(tag("image", title, href=source, width=SIDE, height=SIDE, id=f"{ident}-source", class_=look))
+        corner = {"width": SIDE, "height": SIDE, "id": f"{ident}-source", "class_": look(group.source)}
+        uses.append(tag("image", title, href=source, **corner))
     return tag("g", tag("defs", *defs), *uses)
 
 

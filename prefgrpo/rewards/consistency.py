@@ -17,6 +17,7 @@ from itertools import combinations
 from statistics import fmean
 from typing import Any, Literal
 
+from prefgrpo.data.media import Media
 from prefgrpo.judge.template import Template
 from prefgrpo.rewards.base import Sample, Score
 from prefgrpo.rewards.grid import require_grid, split, sub_prompts
@@ -53,13 +54,14 @@ class ConsistencyScore(YesNo):
     async def _judge(self, sample: Sample) -> Score:
         wanted = criteria(sample.meta) if "{criterion}" in self.question.pieces else {"": [""]}
         texts = list(dict.fromkeys(text for of_dimension in wanted.values() for text in of_dimension))
-        means = dict(zip(texts, await asyncio.gather(*(self._mean(sample, text) for text in texts)), strict=True))
+        cells = split(sample.media, *require_grid(sample.prompt, sample.meta))  # once: all criteria share them
+        answers = await asyncio.gather(*(self._mean(sample, cells, text) for text in texts))
+        means = dict(zip(texts, answers, strict=True))
         parts = {name: fmean([means[text] for text in of_dimension]) for name, of_dimension in wanted.items()}
         return Score(fmean(list(parts.values())), parts={name: value for name, value in parts.items() if name})
 
-    async def _mean(self, sample: Sample, criterion: str) -> float:
+    async def _mean(self, sample: Sample, cells: list[Media], criterion: str) -> float:
         """Mean of P(Yes) over the pairs of cells with an answer; ValueError with a reason if there is none."""
-        cells = split(sample.media, *require_grid(sample.prompt, sample.meta))
         texts = {"prompt": sub_prompts(sample.prompt)[0], "criterion": criterion}
         pairs = list(combinations(cells, 2))
         answers = await asyncio.gather(*(self.ask(self.question, sample, pair, **texts) for pair in pairs))

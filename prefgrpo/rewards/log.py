@@ -6,6 +6,7 @@ Invariant: each step is logged once; a run that repeats steps first removes thei
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -26,10 +27,13 @@ def log_judgements(
 
 
 def truncate_log(path: Path, step: int) -> None:
-    """Remove the lines from step `step` on, which will be judged again, and an incomplete last line."""
+    """Remove the lines from step `step` on, which will be judged again, and lines that a dying node left broken."""
     if not path.is_file():
         return
     kept = path.with_name(f".{path.name}")
     with path.open(encoding="utf-8", errors="replace") as old, kept.open("w", encoding="utf-8") as new:
-        new.writelines(line for line in old if line.endswith("}\n") and json.loads(line)["step"] < step)
+        for line in old:
+            written = re.match(r'{"step": (\d+), ', line)
+            if written and int(written[1]) < step and line.endswith("}\n"):
+                new.write(line)
     kept.replace(path)

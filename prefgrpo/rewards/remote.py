@@ -57,6 +57,7 @@ class RemoteReward(PointwiseReward):
         self.takes = self.cls.takes
         self.needs_source = self.cls.needs_source
         self.meta_keys = self.cls.meta_keys
+        self.answer_s = self.timeout_s
         try:
             self._pool = HttpPool(
                 [self.url] if isinstance(self.url, str) else list(self.url),

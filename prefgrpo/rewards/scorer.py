@@ -74,13 +74,18 @@ class _Step:
     answers: dict[str, dict[Key, Future[Any]]] = field(default_factory=lambda: defaultdict(dict))
     """Reward → sample or pair → its result; in process: the results by key of all samples or pairs of that call."""
     seconds: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    """Reward → duration of each request or call."""
+    """Reward → duration of each request or call that was not cancelled."""
 
     def expect(self, name: str, keys: Sequence[Key], answer: Future[Any]) -> None:
         """Record that a reward answers for these samples or pairs."""
         sent = time.monotonic()
         seconds = self.seconds[name]
-        answer.add_done_callback(lambda _: seconds.append(time.monotonic() - sent))
+
+        def note(ended: Future[Any]) -> None:
+            if not ended.cancelled():
+                seconds.append(time.monotonic() - sent)
+
+        answer.add_done_callback(note)
         self.answers[name].update(dict.fromkeys(keys, answer))
 
     def result(self, name: str, key: Key, deadline: float | None, kind: type[Result], absent: str) -> Result:
@@ -177,7 +182,7 @@ class Scorer:
 
         progress: called with 1 for every group scored by a judge or server.
         """
-        step = self._open_steps.pop(0)
+        step = self._open_steps[0]  # which `cancel` ends if this is interrupted
         scores: dict[str, list[list[Score]]] = {name: [] for name in self.rewards}
         verdicts: dict[str, list[dict[Pair, Verdict]]] = {name: [] for name in self.pairwise}
         tables: dict[str, list[NDArray[np.float64]]] = {name: [] for name in self.pairwise}
@@ -206,7 +211,7 @@ class Scorer:
                 if deadline is not None:
                     progress(1)
         wait_s = 0.0 if deadline is None else time.monotonic() - started
-        step.cancel()
+        self._open_steps.remove(step)
         values = {n: np.array([[s.value for s in row] for row in rows], np.float64) for n, rows in scores.items()}
         values = {name: table.reshape(-1, self.group_size) for name, table in values.items()}  # None: NaN
         shape = (-1, 2, self.group_size, self.group_size)

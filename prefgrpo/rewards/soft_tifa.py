@@ -77,11 +77,12 @@ class SoftTifa(VlmReward):
         return replace(self.question, labels=(answer, digits))
 
     async def _judge(self, sample: Sample) -> Score:
-        asked = questions_of(sample.meta)
+        p: list[float] = []
         # one after the other: the server's prefix cache then holds the image from the second question on
-        answers = [await self.ask(self.expecting(right), sample, None, asked=question) for question, right in asked]
-        if unusable := next((a for a in answers if a.first is None), None):
-            return Score(None, unusable.reason)
-        p = [a.first or 0.0 for a in answers]
+        for question, right in questions_of(sample.meta):
+            answer = await self.ask(self.expecting(right), sample, None, asked=question)
+            if answer.first is None:
+                return Score(None, answer.reason)
+            p.append(answer.first)
         value = math.exp(math.fsum(map(math.log, p)) / len(p)) if all(p) else 0.0
         return Score(value, parts={str(k): v for k, v in enumerate(p, start=1)})

@@ -10,6 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 import numpy as np
 from PIL import Image, ImageOps
@@ -40,11 +41,13 @@ class Sources:
         return _reading(self).result() if self.files else ()
 
     def media(self) -> tuple[Media, ...]:
-        """The images as rewards and judges take them."""
-        return tuple(Media(np.asarray(image)) for image in self.images())
+        """The images as rewards and judges take them. Samples of a prompt share them, so that each is encoded once."""
+        return tuple(_in_use.setdefault((self, k), Media(np.asarray(im))) for k, im in enumerate(self.images()))
 
 
 NONE = Sources()
+_in_use: WeakValueDictionary[tuple[Sources, int], Media] = WeakValueDictionary()
+"""The images of the samples that exist."""
 
 
 def sources_of(prompt: Prompt, sizes: SamplingConfig) -> Sources:

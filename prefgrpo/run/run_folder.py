@@ -29,7 +29,6 @@ class RunFolder:
         self.checkpoints = root / "checkpoints"
         self.eval = root / "eval"
         self.groups = root / "groups"
-        self.evaluations = root / "evaluations"
         self.report = root / "report.html"
 
     def old_config(self, step: int) -> Path:
@@ -71,10 +70,6 @@ class RunFolder:
     def all_groups(self) -> list[Path]:
         """The groups of all steps, by step."""
         return sorted(self.groups.glob(f"step_{'[0-9]' * 6}.npz"))
-
-    def all_evaluations(self) -> list[Path]:
-        """Files written by `prefgrpo evaluate`: tables of suites and comparisons."""
-        return sorted(p for p in self.evaluations.glob("*/*/*.json") if p.name != ".about.json")
 
     def checkpoint(self, step: int) -> Path:
         """The checkpoint after a step."""
