@@ -109,6 +109,10 @@ OVERRIDES = [
     ("--judge.endpoints=[http://a:1,http://b:2]", "judge.endpoints", ("http://a:1", "http://b:2")),
     ("--judge.endpoints http://a:1/?k=v --seed 3", "judge.endpoints", ("http://a:1/?k=v",)),
     ("--name my\xa0run=b", "name", "my run=b"),
+    ("--rollout.negative-prompt ", "rollout.negative_prompt", ""),
+    ("--rollout.negative-prompt no", "rollout.negative_prompt", "no"),
+    ("--rollout.negative-prompt blurry:\xa0low,\xa0#bad", "rollout.negative_prompt", "blurry: low, #bad"),
+    ("--rollout.negative-prompt None", "rollout.negative_prompt", None),
 ]
 
 
@@ -132,6 +136,7 @@ def test_where_the_recipe_stands(asked, place):
     assert asked(plain, "--seed", "3")[0].seed == 3
     options = "[{name: clip, weight: 0.3, options: {device: cpu}}, {name: jpeg_compressibility}]"
     for words, weights in (("clip:0.5,jpeg_compressibility", {"clip": 0.5, "jpeg_compressibility": 1.0}),
+                           ("[{clip: 0.2}, {jpeg_compressibility: 1}]", {"clip": 0.2, "jpeg_compressibility": 1.0}),
                            (options, {"clip": 0.3, "jpeg_compressibility": 1.0})):  # fmt: skip
         assert {e.name: e.weight for e in asked(file, "--rewards", words)[0].rewards} == weights
 

@@ -49,6 +49,7 @@ READ = {
         [("a cat, asleep", {"id": "1"}), ('two; "dogs"', {"id": "1"})],
     ),
     "tabs, from copied cells": ("p.tsv", "id\tprompt\n1\ta cat, asleep\n", [("a cat, asleep", {"id": "1"})]),
+    "tabs, though the only header has none": ("p.tsv", "prompt\na cat, asleep\n", ["a cat, asleep"]),
     "tabs under another ending": ("p.csv", "id\tprompt\n1\ta cat, asleep\n", [("a cat, asleep", {"id": "1"})]),
     "GenEval's metadata": ("p.jsonl", json.dumps(GENEVAL | {"prompt": "two cups"}), [("two cups", GENEVAL)]),
 }  # fmt: skip

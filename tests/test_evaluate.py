@@ -260,4 +260,7 @@ def test_any_checkpoint_is_exported(run, tmp_path):
     for name, target in (("newest", run.folder.root), ("older", checkpoints[0])):
         assert main(["export", str(target), "--out", str(tmp_path / name)]) == 0
         assert (loras(tmp_path / name) == final) == (name == "newest")
+        before = tree(tmp_path / name)
+        assert main(["export", str(checkpoints[-1]), "--out", str(tmp_path / name)]) == 2
+        assert tree(tmp_path / name) == before != {}, "a folder with files in it is not replaced"
         assert loras(tmp_path / name).keys() == final.keys()

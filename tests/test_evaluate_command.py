@@ -6,6 +6,7 @@ be a different one; and few prompts or a wide interval must be reported as incon
 """
 
 import json
+import os
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from judge_server import JudgeServer
 from tiny_run import attempt, ranks, recipe, rows, train, tree, world
 
 from prefgrpo.run.comparison import MIN_PROMPTS, compared, verdict
+from prefgrpo.run.run_folder import RunFolder
 
 MEASURED = ["--eval.rewards", "jpeg_incompressibility"]
 
@@ -122,11 +124,17 @@ def test_another_judge_is_asked_about_the_same_images(place, servers, evaluate):
     assert code == 2 and ".about.json is damaged" in output, output
 
 
+def rank_one_sees_an_older_checkpoint() -> None:
+    """Runs in the new process: the run may be writing checkpoints, and a listing on a shared disk may be old."""
+    if os.environ["RANK"] == "1":
+        RunFolder.latest = lambda self: self.all_checkpoints()[0]
+
+
 @pytest.mark.dist
 def test_ranks_share_the_prompts(place):
     target = place / "runs/one"
     options = [*MEASURED, "--out", str(place / "ranks")]
-    both = ranks(target, 2, *options, command="evaluate")
+    both = ranks(target, 2, *options, command="evaluate", hook=rank_one_sees_an_older_checkpoint)
     assert [run.wait(600) for run in both] == [0, 0], both[0].output
     found, known = json.loads((place / "ranks/comparison.json").read_text()), last(place, "one")
     for key in ("dev/win_jpeg_incompressibility", "dev/jpeg_incompressibility"):

@@ -9,6 +9,9 @@ import csv
 import json
 import os
 import signal
+import socket
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,7 +23,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny_run import PROMPTS, Hold, ranks, recipe, start, train, tree, weights, world
 
+from prefgrpo.commands.generate import Source, make_jobs
+from prefgrpo.config.loading import from_dict
 from prefgrpo.config.schema import SamplingConfig
+from prefgrpo.data.atomic import temporary_path
+from prefgrpo.data.file_names import file_name
+from prefgrpo.data.prompts import DataError, Prompt
 from prefgrpo.rollout import shards
 from prefgrpo.run.evaluate import FIRST_ID
 from prefgrpo.sde.noise import initial_latents
@@ -56,6 +64,11 @@ def held(folder):
 
 def same(a, b):
     return a.keys() == b.keys() and all((a[key] == b[key]).all() for key in a)
+
+
+def test_an_unknown_family_is_told(place):
+    code, output = command("preprocess", recipe(place, "unknown", family="flx", data={"cache": str(place / "unknown")}))
+    assert code == 2 and "family: unknown family 'flx'" in output and "Traceback" not in output, output
 
 
 def test_once_all_is_encoded_no_encoder_is_loaded(place):
@@ -146,6 +159,12 @@ def test_two_ranks_encode_each_text_once(place):
     assert same(*found[:2]) and same(*found[1:])
 
 
+def rank_one_sees_every_file() -> None:
+    """Runs in the new process: the disks of several machines may show different files."""
+    if os.environ["RANK"] == "1":
+        Path.exists = lambda self, **_: self.suffix == ".png" or os.path.exists(self)
+
+
 @pytest.mark.dist
 def test_generate_skips_what_is_there_and_does_not_depend_on_ranks(place):
     with (place / "bench.csv").open("w", newline="") as file:
@@ -163,7 +182,7 @@ def test_generate_skips_what_is_there_and_does_not_depend_on_ranks(place):
     code, output = command("generate", file, *argv, place / "one")
     assert code == 0 and "; 5 already existed and are unchanged" in output, output
     assert images(place / "one") == first | {"7_0.png": b"kept"}
-    runs = ranks(file, 2, *map(str, argv), str(place / "two"), command="generate")
+    runs = ranks(file, 2, *map(str, argv), str(place / "two"), command="generate", hook=rank_one_sees_every_file)
     assert [run.wait() for run in runs] == [0, 0], runs[0].output
     for name in first:
         a, b = np.asarray(Image.open(place / "two" / name)).astype(int), pixels[sorted(first).index(name)].astype(int)
@@ -196,6 +215,33 @@ def test_generate_from_a_run_and_with_a_lora(place):
     (place / "twice.txt").write_text(f"{PROMPTS[0]}\n{PROMPTS[0]}\n")
     argv = ["--samples", 1, "--naming", "vbench", "--prompts", place / "twice.txt", "--out", place / "twice"]
     assert "1 files are in" in command("generate", file, *argv)[1] and len(images(place / "twice")) == 1
+
+
+def test_what_shares_a_name(monkeypatch):
+    """Equal prompts may share a clip, but not those that are cut to one name, or edits of different images. Processes
+    of two machines do not share a temporary name, though in containers they often have the same id."""
+    long = "a cat " * 60
+    for first, second in ((Prompt(0, long), Prompt(1, long + "asleep")), (Prompt(0, "x"), Prompt(1, "x", {}, ("a",)))):
+        places = [(p, 0, Path(file_name(p, 0, "vbench", ".mp4"))) for p in (first, second)]
+        with pytest.raises(DataError, match="prompts 1 and 2 share the file"):
+            make_jobs(places, shared=True)
+        assert len(make_jobs([places[0], (replace(first, id=1), 0, places[0][2])], shared=True)) == 1
+    names = set()
+    for host in ("a", "b"):
+        monkeypatch.setattr(socket, "gethostname", lambda host=host: host)
+        names.add(temporary_path(Path("x")))
+    assert len(names) == 2
+
+
+def test_a_lora_file_that_changed_is_another_lora(place):
+    config = from_dict({"model": str(place / "flux"), "data": {"prompts": str(place / "dev.txt")}})
+    file = place / "some.safetensors"
+    written = []
+    for time in (1, 2):
+        file.touch()
+        os.utime(file, (time, time))
+        written += [Source(config, str(where), where).facts([], 16)["written"] for where in (file, file.parent)]
+    assert written[0] != written[2]
 
 
 @pytest.mark.full

@@ -10,11 +10,13 @@ import re
 import pytest
 import torch
 from families import CASES, case_of, load, perturb, policy
+from peft import LoraConfig
 from peft.tuners.lora import Linear
 from safetensors.torch import load_file, save_file
 
 from prefgrpo.commands.cli import main
 from prefgrpo.config.recipe import ConfigError
+from prefgrpo.models.weights import _inject
 from prefgrpo.run.log import Clock
 
 ATTENTION = r"attn\.(to_[qkv]|to_out\.0|add_[qkv]_proj|to_add_out)"
@@ -77,6 +79,25 @@ def test_a_file_read_without_its_metadata_has_the_trained_strength(family, tmp_p
             assert torch.equal(base + scale * up.double() @ down.double(), merged), name
         if family in NAMES:
             assert not [name for name in found if not re.fullmatch(NAMES[family], name)]
+
+
+@torch.no_grad()
+def test_a_lora_of_others_keeps_its_strength_when_it_is_saved_again(tmp_path):
+    """Files of other trainers may scale by alpha / √rank, and have another rank or alpha in single layers."""
+    options = {"use_rslora": True, "rank_pattern": {"attn.to_q": 2}, "alpha_pattern": {"attn.to_k": 3}}
+    targets = ["attn.to_q", "attn.to_k", "attn.to_v"]
+    given = load(case_of("flux"))
+    _inject(given.transformer, LoraConfig(r=4, lora_alpha=8, target_modules=targets, **options))
+    perturb(given)
+    given.save_lora(str(tmp_path))
+    again = load(case_of("flux"))
+    again.load_lora(str(tmp_path))
+    found = read_without_metadata(tmp_path / "pytorch_lora_weights.safetensors")
+    kept = layers(again.transformer)
+    for name, (base, merged) in layers(given.transformer).items():
+        scale, down, up = found[f"transformer.{name}"]
+        for other in (base + scale * up.double() @ down.double(), kept[name][1]):
+            torch.testing.assert_close(other, merged, rtol=1e-6, atol=1e-6)
 
 
 EXPORTED = {

@@ -84,6 +84,7 @@ def test_names_of_generate_are_found(tmp_path):
             for j in (0, 1, 10):
                 image(p.id, folder / file_name(p, j, naming, ".png"), (8, 8))
         (folder / "notes.txt").write_text("not an image")
+        (folder / ".7.png").write_bytes(b"half an image of a process that was killed")
         found = find(folder, held)
         assert [g.prompt.id for g in found] == [k for k in range(5) for _ in range(3)]
         assert all(g.file.name in {file_name(g.prompt, j, naming, ".png") for j in (0, 1, 10)} for g in found)

@@ -13,7 +13,7 @@ import os
 import sys
 import textwrap
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from dataclasses import is_dataclass
 from functools import partial
 from importlib import import_module
@@ -54,6 +54,8 @@ COMMON = (
     "train.lr train.lora_rank train.gradient_checkpointing eval.every eval.prompts checkpoint.every"
 )
 """Configuration fields that --help shows."""
+OPTIONAL_TEXT = ("rollout.negative_prompt",)
+"""Fields that take any text, also an empty one, or None."""
 Recipe = Annotated[Path, tyro.conf.arg(metavar="RECIPE")]
 Target = Annotated[str, tyro.conf.arg(metavar="TARGET")]
 Overrides = Annotated[dict[str, Any], tyro.conf.Suppress, tyro.conf.Fixed]
@@ -73,15 +75,16 @@ def train(recipe: Recipe, resume: bool = False, dry_run: bool = False, *, overri
             query the judge.
     """
     config = read(recipe, overrides)
+    main = os.environ.get("RANK", "0") == "0"
     if dry_run:
         from prefgrpo.commands.dry_run import dry_run as run
 
-        return run(config)
+        with redirect_stdout(sys.stdout if main else None):
+            return run(config)
     from prefgrpo.run.ending import TrainingStopped
     from prefgrpo.trainer import Trainer
 
     trainer = Trainer(config, resume=resume)
-    main = os.environ.get("RANK", "0") == "0"
     try:
         result = trainer.train()
     except TrainingStopped as stop:
@@ -239,7 +242,7 @@ def split(argv: Sequence[str], options: Collection[str]) -> tuple[list[str], dic
             del rest[: len(texts)]
         if not (texts or several):
             raise ConfigError([f"{word}: expected a value, as in {word} {_as_text(defaults.get(key)) or 'VALUE'}"])
-        value = _value(texts, defaults.get(key))
+        value: Any = texts[0] if key in OPTIONAL_TEXT and texts != ["None"] else _value(texts, defaults.get(key))
         for part in reversed(key.split(".")):
             value = {part: value}
         values = merge(values, value)

@@ -27,6 +27,7 @@ from prefgrpo.data.file_names import Generated, read_media
 from prefgrpo.data.prompts import prompt_sets, read_prompts
 from prefgrpo.models import family_of
 from prefgrpo.parallel import world as parallel
+from prefgrpo.parallel.world import World
 from prefgrpo.rollout.render import sample
 from prefgrpo.rollout.sampling import eval_sampling
 from prefgrpo.run import judging
@@ -54,7 +55,8 @@ def _folder(source: Source, out: Path | None, name: str) -> Path:
 
 def on_suite(config: Config, target: str, name: str, file: str, out: Path | None, samples: int, fps: int) -> int:
     """Generate files in the suite's layout; if the suite has a reward here, score them and report."""
-    source = source_of(config, target)
+    if wrong := unsupported(config):
+        raise ConfigError(wrong)
     suite = load_suite(name)
     clips = judging.makes_clips(config)
     if clips != (suite.takes == "video"):
@@ -63,6 +65,7 @@ def on_suite(config: Config, target: str, name: str, file: str, out: Path | None
     if not file:
         raise ConfigError([f"--prompts: expected {suite.source}"])
     world = parallel.join(config)
+    source = source_of(config, target, world)
     place = _folder(source, out, name)
     prompts = suite.read(Path(file))[: config.eval.max_prompts or None]
     sample_files = suite.sample_files(prompts, samples, place, ".mp4" if clips else ".png")
@@ -113,17 +116,19 @@ def _report(results: Results, facts: Mapping[str, Any], out: Path, name: str) ->
 # ---- comparisons ----------------------------------------------------------------------------------------------------
 
 
-def _other(source: Source, against: str) -> Source:
+def _other(source: Source, against: str, world: World) -> Source:
     """What to compare with: the base, or another target, sampled with `source`'s settings. Raises ConfigError."""
     config = source.config
     if against == "base":
         return Source(config, as_trained=source.as_trained)
     run = run_of(Path(against))
     if run is None:
-        return replace(source_of(replace(config, model=against, family=family_of(against)), against), label=against)
+        train = replace(config.train, lora_from="")
+        config = replace(config, model=against, family=family_of(against), train=train)
+        return replace(source_of(config, against, world), label=against)
     other = load(run.config)
     same = {name: getattr(other, name) for name in ("model", "family", "dtype", "train")}
-    made = source_of(replace(config, **same, data=replace(config.data, cache=other.data.cache)), against)
+    made = source_of(replace(config, **same, data=replace(config.data, cache=other.data.cache)), against, world)
     return replace(made, label=f"{run.root.name}_{made.label}")
 
 
@@ -133,14 +138,14 @@ def against_other(
     """Render held-out prompts with the target's weights and with others from the same noise, and compare them."""
     if samples:
         config = replace(config, eval=replace(config.eval, samples_per_prompt=samples))
-    now = source_of(config, target)
-    other = _other(now, against)
     if wrong := judging.config_errors(config) + unsupported(config):
         raise ConfigError(wrong)
     sets = {"prompts": read_prompts(prompts)} if prompts else prompt_sets(config)[1]
     if not sets:
         raise ConfigError(["--prompts: the run has no held-out prompts; expected a file of prompts to compare on"])
     world = parallel.join(config)
+    now = source_of(config, target, world)
+    other = _other(now, against, world)
     held = eval_sets(config, sets)
     every = [prompt for eval_set in held for prompt in eval_set.items]
     place = _folder(now, out, f"against_{Path(other.label).name}")

@@ -34,7 +34,8 @@ def export(
 
     Args:
         run: Run folder (its newest checkpoint), or RUN/checkpoints/step_000020.
-        out: Output folder; none: RUN/exports/step_000020 or RUN/comfy. A second expert's LoRA becomes a second file.
+        out: Output folder, with --format diffusers a new or empty one; none: RUN/exports/step_000020 or RUN/comfy. A
+            second expert's LoRA becomes a second file.
         format: diffusers: a LoRA for load_lora_weights, or the whole pipeline after full fine-tuning; comfy:
             safetensors files for ComfyUI's models/loras.
     """
@@ -49,6 +50,8 @@ def export(
         raise UserError(f"{reason}: use the file with diffusers")
     if comfy and not config.train.lora_rank:
         raise UserError(f"'{run}' has no LoRA: it trains all weights, which ComfyUI loads as a diffusers pipeline")
+    if not comfy and out is not None and out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise UserError(f"--out: {out} exists; expected a new or an empty folder, as its content would be replaced")
     source = folder.product(lora=True)
     if not comfy or run.resolve() != folder.root.resolve() or not source.is_dir():
         path = folder.checkpoint_of(run)

@@ -20,7 +20,7 @@ import numpy as np
 from PIL import Image
 from tqdm import tqdm
 
-from prefgrpo.config.recipe import ConfigError
+from prefgrpo.config.recipe import ConfigError, UserError
 from prefgrpo.config.schema import Config
 from prefgrpo.data.atomic import write_atomic
 from prefgrpo.data.file_names import Naming, file_name
@@ -61,7 +61,7 @@ class Source:
     label: str = "base"
     """Used in folder names."""
     lora: Path | None = None
-    """Folder of a trained LoRA, or a run folder that has one."""
+    """File or folder of a trained LoRA, or a run folder that has one."""
     checkpoint: Path | None = None
     """Folder of a checkpoint, RUN/checkpoints/step_NNNNNN, of the configured run; its EMA is used if it has one."""
     as_trained: bool = False
@@ -73,6 +73,7 @@ class Source:
         facts = {
             "model": c.model,
             "weights": self.label,
+            "lora_from": c.train.lora_from or None,
             "dtype": c.dtype,
             "seed": c.seed,
             "prompts": fingerprint(prompts),
@@ -82,7 +83,8 @@ class Source:
         if self.checkpoint is not None:
             facts["written"] = read_meta(self.checkpoint)["written"]
         if self.lora is not None:
-            facts["written"] = max((file.stat().st_mtime_ns for file in self.lora.rglob("*.safetensors")), default=0)
+            files = [self.lora] if self.lora.is_file() else self.lora.rglob("*.safetensors")
+            facts["written"] = max((file.stat().st_mtime_ns for file in files), default=0)
         return facts | more
 
     def open(self, world: World, encoders: bool) -> Adapter:
@@ -101,16 +103,19 @@ class Source:
         return adapter
 
 
-def source_of(config: Config, target: str) -> Source:
+def source_of(config: Config, target: str, world: World) -> Source:
     """The source of a target: the checkpoint that it names, or the newest of a run; otherwise the base model.
 
-    Raises UserError.
+    Which one is the newest is decided by rank 0, as the run may be writing checkpoints. Raises UserError.
     """
     run = run_of(Path(target))
     if run is None:
-        p = config.parallel  # a split model must be opened as for training
-        return Source(config, as_trained=p.shard * p.ring * p.ulysses > 1)
-    checkpoint = run.checkpoint_of(Path(target))
+        p = config.parallel
+        split = p.shard * p.ring * p.ulysses > 1
+        return Source(config, as_trained=split or bool(config.train.lora_from))
+    found = world.on_main(lambda: run.checkpoint_of(Path(target)), UserError)
+    checkpoint = world.all_gather_object(found)[0]
+    assert checkpoint is not None
     label = f"{checkpoint.name}_{'ema' if config.train.ema_decay else 'live'}"
     return Source(config, label, checkpoint=checkpoint, as_trained=True)
 
@@ -136,7 +141,8 @@ def generate(
     """The command, with the arguments that `prefgrpo.commands.cli.generate` describes."""
     if problems := unsupported(config):
         raise ConfigError(problems)
-    source = source_of(config, target)
+    world = parallel.join(config)
+    source = source_of(config, target, world)
     if lora is not None:
         if source.checkpoint is not None:
             raise ConfigError([f"--lora: {target} has weights of its own; expected a recipe or a model with it"])
@@ -146,11 +152,9 @@ def generate(
     ending = ".mp4" if makes_clips(config) else ".png"
     places = [(p, j, out / file_name(p, j, naming, ending)) for p in held for j in range(samples)]
     jobs = make_jobs(places, shared=naming == "vbench")
-    there = sum(job.file.exists() for job in jobs)
-    world = parallel.join(config)
     facts = source.facts(held, fps)  # not the number of samples: more may follow
     world.on_main(partial(claim_folder, out, facts), CheckpointError)
-    generate_files(source, jobs, world, fps)
+    there = generate_files(source, jobs, world, fps)
     if world.main:
         print(f"{len(jobs)} files are in {out}" + f"; {there} already existed and are unchanged" * (there > 0))
     return 0
@@ -172,23 +176,27 @@ def check_writing(config: Config, out: Path, samples: int, fps: int) -> None:
 
 def make_jobs(places: Iterable[tuple[Prompt, int, Path]], shared: bool = False) -> list[Job]:
     """A job per (prompt, sample number, file), each file once. Raises DataError if two prompts have one file, unless
-    `shared`."""
+    `shared` and their texts and sources are equal."""
     jobs: dict[Path, Job] = {}
     for prompt, sample, file in places:
-        if file in jobs and not shared:
-            raise DataError(f"prompts {jobs[file].prompt.id + 1} and {prompt.id + 1} share the file {file}")
-        jobs.setdefault(file, Job(prompt, FIRST_ID + prompt.id * PER_PROMPT + sample, file))
+        job = jobs.setdefault(file, Job(prompt, FIRST_ID + prompt.id * PER_PROMPT + sample, file))
+        first = job.prompt
+        if first.id != prompt.id and not (shared and (first.text, first.source) == (prompt.text, prompt.source)):
+            raise DataError(f"prompts {first.id + 1} and {prompt.id + 1} share the file {file}")
     return list(jobs.values())
 
 
-def generate_files(source: Source, jobs: Sequence[Job], world: World, fps: int) -> None:
+def generate_files(source: Source, jobs: Sequence[Job], world: World, fps: int) -> int:
     """Generate every missing file, each rank its share, then wait for all ranks; loads the model only if needed.
 
-    Raises ConfigError, ModelError or CheckpointError.
+    What is missing is decided by rank 0: the processes of a share run the same forwards, but a shared disk may show
+    them different files. Returns the number of files that were there. Raises ConfigError, ModelError or
+    CheckpointError.
     """
     config = source.config
-    missing = [job for job in jobs[world.dp_index :: world.dp_size] if not job.file.exists()]
-    if world.any(bool(missing)):
+    there = world.all_gather_object({k for k, job in enumerate(jobs) if world.main and job.file.exists()})[0]
+    missing = [jobs[k] for k in range(world.dp_index, len(jobs), world.dp_size) if k not in there]
+    if len(there) < len(jobs):
         prompts = list({id(job.prompt): job.prompt for job in jobs}.values())
         sampling = eval_sampling(config)
         embeddings = Embeddings(config)
@@ -206,6 +214,7 @@ def generate_files(source: Source, jobs: Sequence[Job], world: World, fps: int) 
                 bar.update(1)
         embeddings.flush()
     world.barrier()
+    return len(there)
 
 
 def write(file: Path, pixels: Images, fps: int) -> None:

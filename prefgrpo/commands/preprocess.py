@@ -15,7 +15,7 @@ from prefgrpo.parallel import world as parallel
 from prefgrpo.parallel.world import World
 from prefgrpo.rollout.embeddings import Embeddings, Entry, run_entries
 from prefgrpo.rollout.sources import prefetch
-from prefgrpo.run.loading import open_adapter
+from prefgrpo.run.loading import open_adapter, unsupported
 
 AHEAD = 8
 """Entries whose source images are read while earlier ones are encoded."""
@@ -25,12 +25,14 @@ def preprocess(config: Config) -> int:
     """Encode all prompts of a recipe once, into data.cache (also under torchrun)."""
     if not config.data.cache:
         raise ConfigError(["data.cache: expected a folder to write to, got nothing"])
+    if problems := unsupported(config):
+        raise ConfigError(problems)
     prompts, sets = prompt_sets(config)
     held = [p for prompts_of_set in sets.values() for p in prompts_of_set]
     world = parallel.join()
     embeddings = Embeddings(config, most_bytes=0)
-    todo = embeddings.absent(run_entries(config, prompts, held))
-    world.barrier()  # every rank checks the cache before any rank writes to it
+    absent = embeddings.absent(run_entries(config, prompts, held))
+    todo = world.all_gather_object(absent if world.main else [])[0]  # another run may be writing to the cache
     if mine := todo[world.dp_index :: world.dp_size]:
         _encode(config, embeddings, mine, world)
     world.barrier()

@@ -97,10 +97,10 @@ def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested dict → {dotted name: value}; entries of a list that have a name are found by it."""
+    """Nested dict → {dotted name: value}; if all entries of a list have a name, they are found by it."""
     out: dict[str, Any] = {}
     for key, value in tree.items():
-        if isinstance(value, list | tuple) and value and all(isinstance(item, dict) for item in value):
-            value = {item["name"]: {k: v for k, v in item.items() if k != "name"} for item in value}
+        if isinstance(value, list | tuple) and value and all(isinstance(v, dict) and "name" in v for v in value):
+            value = {str(item["name"]): {k: v for k, v in item.items() if k != "name"} for item in value}
         out.update(flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value})
     return out

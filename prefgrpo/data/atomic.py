@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -52,8 +53,11 @@ def write_folder(final: Path, write: Callable[[Path], None]) -> None:
 
 
 def temporary_path(path: Path) -> Path:
-    """Where this process writes `path`; in run folders, `checkpoint.claim` removes what killed processes left."""
-    return path.with_name(f".{path.name}.{os.getpid()}")
+    """Where this process writes `path`; in run folders, `checkpoint.claim` removes what killed processes left.
+
+    The host is part of the name because in containers the processes of all machines have the same few ids.
+    """
+    return path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
 
 
 def sync(path: Path) -> None:

@@ -67,7 +67,8 @@ def find(folder: Path, prompts: Sequence[Prompt]) -> list[Generated]:
         absent = [str(g.file) for g in listed if not g.file.is_file()]
         _require(absent, f"files named in column '{column}' do not exist")
         return listed
-    files = sorted((f for f in folder.iterdir() if f.suffix.lower() in IMAGES + CLIPS), key=_natural)
+    shown = (f for f in folder.iterdir() if f.name[0] != ".")  # a killed process may have left a hidden part of a file
+    files = sorted((f for f in shown if f.suffix.lower() in IMAGES + CLIPS), key=_natural)
     if not files:
         raise DataError(f"{folder} contains no image or clip ({', '.join(IMAGES + CLIPS)})")
     namings: list[Naming] = ["plain", "vbench"]

@@ -87,9 +87,9 @@ def _json(file: Path) -> Rows:
 
 
 def _csv(file: Path) -> Rows:
-    """Values separated by commas, semicolons or tabs, with a header."""
+    """Values separated by commas, semicolons or tabs, with a header; in a .tsv always by tabs."""
     content = _content(file)
-    separator = max(",;\t", key=content.partition("\n")[0].count)
+    separator = max(",;\t", key=content.partition("\n")[0].count) if file.suffix.lower() == ".csv" else "\t"
     reader = csv.DictReader(io.StringIO(content, newline=""), delimiter=separator, strict=True)
     try:
         for row in reader:

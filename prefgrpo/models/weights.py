@@ -157,7 +157,7 @@ class Weights:
     def save_lora(self, folder: str) -> None:
         """Write the LoRA in diffusers format, with alpha = rank, for `pipe.load_lora_weights(folder)`.
 
-        B is multiplied by alpha / rank and rounded to fp32, which is exact if alpha / rank is a power of two. A second
+        B is multiplied by its layer's scale and rounded to fp32, exactly if the scale is a power of two. A second
         expert's LoRA goes into a subfolder of its name: `load_lora_weights(f"{folder}/transformer_2",
         load_into_transformer_2=True)`.
         """
@@ -166,12 +166,15 @@ class Weights:
         modules: dict[str, Any] = self.modules()
         for name, module in modules.items():
             config = module.peft_config[NAME]
-            facts = config.to_dict() | {"lora_alpha": config.r}
+            facts = config.to_dict() | {
+                "lora_alpha": config.r, "alpha_pattern": config.rank_pattern, "use_rslora": False,
+            }  # fmt: skip
             layers = get_peft_model_state_dict(module, adapter_name=NAME)
-            factor = config.lora_alpha / config.r
+            for key in (key for key in layers if ".lora_B." in key):
+                layers[key] = layers[key] * module.get_submodule(key.partition(".lora_B.")[0]).scaling[NAME]
             self._lora_files().save_lora_weights(
                 folder if name == self.denoisers[0] else f"{folder}/{name}",
-                transformer_lora_layers={k: v * factor if ".lora_B." in k else v for k, v in layers.items()},
+                transformer_lora_layers=layers,
                 transformer_lora_adapter_metadata={k: sorted(v) if isinstance(v, set) else v for k, v in facts.items()},
             )
 
