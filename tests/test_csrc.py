@@ -11,11 +11,12 @@ import subprocess
 import sys
 import tempfile
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from prefgrpo.ops._backend import extension, unavailable_reason
+from prefgrpo.ops._backend import _launch_error, extension, unavailable_reason
 
 pytestmark = pytest.mark.skipif(extension() is None, reason="prefgrpo._C is not built")
 
@@ -127,10 +128,12 @@ def test_cuda_kernels_do_not_spill_and_use_128_bit_accesses(root, arch, source):
 
 
 @pytest.mark.skipif(not unavailable_reason("cuda"), reason="this machine has a GPU")
-def test_a_cuda_launch_without_a_gpu_is_an_error_not_a_crash():
+def test_a_cuda_launch_without_a_gpu_is_an_error_not_a_crash(monkeypatch):
+    """The launch that decides whether a GPU can be used, made on a machine without one."""
     if not extension().cuda_archs:
         pytest.skip("built without CUDA")
-    ids = torch.zeros(1, dtype=torch.int64)
-    out = torch.zeros(1, 4)
-    with pytest.raises(RuntimeError, match="CUDA"):
-        extension().cuda_normal(1, 4, 1, ids, ids, out, 0)
+    for name in ("zeros", "empty"):
+        made = getattr(torch, name)
+        monkeypatch.setattr(torch, name, lambda *sizes, device, made=made, **options: made(*sizes, **options))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
+    assert re.search(r"do not launch on this GPU \(.*CUDA", _launch_error.__wrapped__())

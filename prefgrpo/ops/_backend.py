@@ -87,7 +87,7 @@ def _launch_error() -> str | None:
     ids = torch.zeros(1, dtype=torch.int64, device="cuda")
     out = torch.empty(1, 4, dtype=torch.float32, device="cuda")
     try:
-        built.cuda_normal(1, 4, 0, ids, ids, 0, out, torch.cuda.current_stream().cuda_stream)
+        built.cuda_normal(1, 4, 0, ids, ids, out, torch.cuda.current_stream().cuda_stream)
     except RuntimeError as error:
         return (
             f"its kernels, built for {built.cuda_archs}, do not launch on this GPU ({error}); rebuild with "
