@@ -71,23 +71,17 @@ class ConsistencyScore(YesNo):
         return fmean(values)
 
 
-@dataclass(eq=False)
 class ConsistencyForEditing(YesNo):
-    """Whether the edit follows the instruction and leaves the rest unchanged, 0 … 1.
-
-    following_template: template that asks whether the instruction was carried out; `template` asks whether the rest is
-    consistent with the source.
-    """
+    """Whether the edit follows the instruction (asked with edit_done) and changes nothing else (`template`), 0 … 1."""
 
     template = "edit_consistency"
     needs = ("source", "media_1")
     may = ("prompt",)
     needs_source = True
-    following_template: str = "edit_done"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.following = self.load(self.following_template, ("prompt", "source", "media_1"))
+        self.following = self.load("edit_done", ("prompt", "source", "media_1"))
 
     async def _judge(self, sample: Sample) -> Score:
         answers = await self.answers(sample, self.question, self.following)

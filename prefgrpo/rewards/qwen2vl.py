@@ -150,9 +150,7 @@ class QwenReward(PointwiseReward):
     def outputs(self, turns: Sequence[tuple[Tensor, str]]) -> NDArray[np.float64]:
         """[B, reward tokens, head outputs] for one batch of B pairs of frames [F, 3, H, W] and text."""
         seen = self.processor([frames for frames, _ in turns], return_tensors="pt").to(self.place)
-        grid = seen[
-            "video_grid_thw"
-        ]  # an image is a clip of one frame, which is repeated, as the last of an odd number
+        grid = seen["video_grid_thw"]  # an image is a clip of one frame; the last of an odd number is repeated
         counts = (grid.prod(1) // 4).tolist()
         texts = [chat(self.vision, count, text) for count, (_, text) in zip(counts, turns, strict=True)]
         batch = self.tokenizer(texts, return_tensors="pt", padding=True).to(self.place)
