@@ -74,7 +74,7 @@ def latents(numbers: str, x_dtype: torch.dtype, v_dtype: torch.dtype, y_dtype: t
 
     x, v, y, eps = map(zeros, (x_dtype, v_dtype, y_dtype, F32))
     coef, ids = torch.zeros(batch, 5), torch.arange(batch)
-    noises = [PhiloxNoise(1, ids, ids, 4), PhiloxNoise(1, ids, ids, 3), eps, None]
+    noises = [PhiloxNoise(1, ids, ids), eps, None]
     for noise, mean, index in (
         [(noises[0], True, ids)] if FEW else itertools.product(noises, (False, True), (ids, None))
     ):
