@@ -16,9 +16,9 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, reject, settings
 from hypothesis import strategies as st
 
-from prefgrpo.config.loading import differences, flat_fields, from_dict, load, to_dict
+from prefgrpo.config.loading import differences, flat_fields, from_dict, load, section, to_dict
 from prefgrpo.config.recipe import ConfigError, read_yaml, to_yaml
-from prefgrpo.config.schema import Config
+from prefgrpo.config.schema import Config, JudgeConfig
 from prefgrpo.sde.rules import RULES
 
 GOOD = {"model": "m", "data": {"prompts": "p.txt"}}
@@ -143,6 +143,11 @@ def test_what_is_said_about_one_mistake(tmp_path, text, message):
         load(tmp_path / "r.yaml")
     (mistake,) = caught.value.mistakes
     assert message in mistake
+
+
+def test_a_section_without_keys():
+    with pytest.raises(ConfigError, match="judge: expected a mapping of keys, got None"):
+        section(JudgeConfig, None, "judge")
 
 
 def test_files(tmp_path, root):

@@ -263,4 +263,6 @@ def test_any_checkpoint_is_exported(run, tmp_path):
         before = tree(tmp_path / name)
         assert main(["export", str(checkpoints[-1]), "--out", str(tmp_path / name)]) == 2
         assert tree(tmp_path / name) == before != {}, "a folder with files in it is not replaced"
+        assert main(["export", str(target), "--format", "comfy", "--out", str(tmp_path / "comfy" / name)]) == 0
+        assert (loras(tmp_path / "comfy" / name) == final) == (name == "newest")
         assert loras(tmp_path / name).keys() == final.keys()

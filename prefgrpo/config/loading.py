@@ -44,6 +44,8 @@ def section(kind: type[T], content: Mapping[str, Any], name: str) -> T:
 
     Raises ConfigError with every mistake in it.
     """
+    if not isinstance(content, Mapping):
+        raise ConfigError([f"{name}: expected a mapping of keys, got {content!r}"])
     names = [f.name for f in fields(kind)]  # type: ignore[arg-type]
     mistakes = [f"{name}.{key}: unknown key; {_suggest_key(name, key, names)}" for key in content if key not in names]
     values = {key: value for key, value in content.items() if key in names}
