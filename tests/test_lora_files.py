@@ -15,7 +15,6 @@ from peft.tuners.lora import Linear
 from safetensors.torch import load_file, save_file
 
 from prefgrpo.commands.cli import main
-from prefgrpo.commands.export import _write_comfy
 from prefgrpo.config.recipe import ConfigError
 from prefgrpo.models.weights import _inject
 from prefgrpo.run.log import Clock
@@ -122,7 +121,8 @@ def test_the_exported_file_has_comfyuis_names(family, tmp_path):
     perturb(adapter)
     run = tmp_path / "my_run"
     adapter.save_lora(str(run / "lora"))
-    _write_comfy(run / "lora", run / "comfy", "my_run", adapter.comfy_names)
+    (run / "config.yaml").write_text(f"{{family: {family}, model: m, data: {{prompts: p.txt}}}}")
+    assert main(["export", str(run), "--format", "comfy"]) == 0
     files = {f"my_run{end}": place for end, place in (("", "."), ("_transformer_2", "transformer_2"))}
     assert sorted(f.stem for f in (run / "comfy").iterdir()) == sorted(files)[: len(adapter.denoisers)]
     for file in (run / "comfy").iterdir():

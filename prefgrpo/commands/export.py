@@ -52,10 +52,12 @@ def export(
         raise UserError(f"'{run}' has no LoRA: it trains all weights, which ComfyUI loads as a diffusers pipeline")
     if not comfy and out is not None and out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise UserError(f"--out: {out} exists; expected a new or an empty folder, as its content would be replaced")
-    path = folder.checkpoint_of(run)
-    source = folder.root / "exports" / path.name if comfy or out is None else out
-    write_folder(source, lambda inside: _write(config, path, inside))
-    print(f"wrote {source}")
+    source = folder.product(lora=True)
+    if not comfy or folder.latest() or not source.is_dir():  # a run without checkpoints has the LoRA of its end
+        path = folder.checkpoint_of(run)
+        source = folder.root / "exports" / path.name if comfy or out is None else out
+        write_folder(source, lambda inside: _write(config, path, inside))
+        print(f"wrote {source}")
     if comfy and names is not None:
         _write_comfy(source, out or folder.root / "comfy", folder.root.resolve().name, names)
     return 0
