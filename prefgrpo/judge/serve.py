@@ -96,7 +96,8 @@ def serve(
             f"'{model}' is not a preset{did_you_mean(model, PRESETS)}, an existing folder or a hub id (OWNER/NAME); "
             f"presets: {', '.join(PRESETS)}"
         )
-    words = [find_vllm(vllm), "serve", PRESETS.get(model, model), "--disable-uvicorn-access-log"]
+    program = "vllm" if show and not vllm else find_vllm(vllm)
+    words = [program, "serve", PRESETS.get(model, model), "--disable-uvicorn-access-log"]
     words += ["--served-model-name", name or (model if model in PRESETS else Path(model).name)]
     words += ["--host", host, "--port", str(port), "--tensor-parallel-size", str(len(gpus.split(",")))]
     words += ["--max-model-len", str(max_model_len)]

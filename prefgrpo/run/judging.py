@@ -81,7 +81,9 @@ def _check_entry(config: Config, entry: RewardEntry) -> None:
         judge_config(config, entry)
     if asks and issubclass(load_class(entry.name), VlmPairwise):
         load_template(_question(entry))
-        get_plan(entry.options.get("plan", "both_orders"))
+        plan = get_plan(entry.options.get("plan", "both_orders"))
+        if entry in config.rewards:
+            plan(config.rollout.group_size, 0)
 
 
 def _asks_judge(entry: RewardEntry) -> bool:
@@ -205,7 +207,7 @@ def _local_judge(config: JudgeConfig, template: str, device: str) -> tuple[PairJ
     from prefgrpo.judge.local import LocalJudge
 
     judge = LocalJudge(config.model, template, device)
-    verdict = judge.judge_group("a plain red picture", [plain("red"), plain("blue")], [(0, 1)])[0]
+    verdict = judge.judge_group("a plain red picture", [plain("red"), plain("blue")], [(0, 1)], [plain("grey")])[0]
     advice = f"Expected a model that answers the template '{template}'; correct judge.model or the reward's template"
     if verdict.first is None:
         raise JudgeError(f"the judge {config.model} gave no verdict on a probe pair: {verdict.reason}. {advice}")
