@@ -99,6 +99,12 @@ def test_options_are_checked_by_name_and_type(place):
     assert changed == {"rewards.jpeg_compressibility.options.size": (None, 8)}
 
 
+def test_a_plan_that_does_not_fit_the_group_is_a_mistake(place):
+    of_seven = config(place, rewards=[entry("vlm_pairwise", plan="k_regular(3)")], rollout={"group_size": 7})
+    (wrong,) = config_errors(of_seven)
+    assert "k_regular(3)" in wrong and "7" in wrong
+
+
 def test_a_reward_that_does_not_fit_the_run_is_refused_with_all_reasons(place):
     plain = [Prompt(0, "a cat"), Prompt(1, "a dog", {"tag": "x"})]
     told = "\n".join(unsupported("image", "rewards", {EDIT: EditScore}, plain))
