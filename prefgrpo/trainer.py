@@ -48,11 +48,12 @@ from prefgrpo.run.checkpoint import CheckpointError, Checkpoints
 from prefgrpo.run.checks import check_goes_on, check_same_run, config_errors
 from prefgrpo.run.ending import ENDS_A_RUN, Diverged, Interrupt, Result, TrainingStopped
 from prefgrpo.run.evaluate import Evaluator, eval_sets
+from prefgrpo.run.flops import Throughput
 from prefgrpo.run.groups import save_groups
 from prefgrpo.run.judging import Rewards, evaluation_scorer, training_scorer
 from prefgrpo.run.loading import open_collector, open_model, open_schedules
 from prefgrpo.run.log import Clock, Log
-from prefgrpo.run.metrics import on_policy_note, over_ranks, pixel_distances, policy_metrics
+from prefgrpo.run.metrics import on_policy_note, over_ranks, pixel_distances, policy_metrics, skipped_note
 from prefgrpo.run.notes import peak_memory, prompt_warnings, start_notes
 from prefgrpo.run.run_folder import RunFolder
 from prefgrpo.run.targets import StepTargets
@@ -161,6 +162,7 @@ class Trainer:
         reuse = config.train.reuse_rollout_forward
         self.rollouts = Rollouts(config, self.adapter, embeddings, schedules, prompts, world, keep_graph=reuse)
         self.collector = open_collector(config, self.objective, self.adapter, self.policy, world)
+        self.throughput = Throughput(config, self.adapter, world)
         self.evaluators: dict[str, Evaluator] = {}
         for eval_set in eval_sets(config, sets):
             parts = (self.adapter, schedules, embeddings, evaluation_scorer(config, measuring), world, self.folder)
@@ -303,9 +305,10 @@ class Trainer:
         weights = self.policy.use_weights(self.policy.old if self.objective.sampled_by_old else {})
         with weights, self.log.bar("rollout", "sample", self.rollouts.count(step)) as bar:
             self.scorer.begin(step, self.rollouts.groups(step), ahead)
-            for batch in self.rollouts(step, self.scorer.add):
-                batches.append(batch)
-                bar.update(len(batch.places))
+            with self.throughput.counting("generated", self.rollouts.count(step)):
+                for batch in self.rollouts(step, self.scorer.add):
+                    batches.append(batch)
+                    bar.update(len(batch.places))
             finite = [batch.latents.isfinite().all() for batch in batches]
             if self.world.any(bool(finite) and not torch.stack(finite).all()):
                 raise Diverged("the policy produces latents that are not finite (NaN or infinite)")
@@ -341,18 +344,24 @@ class Trainer:
         trained = {update_of(self.config, place) for place in places if mask[place]}
         counted = self.objective.samples_per_group(r.group_size) / r.group_size
         left = self.rollouts.training_batches(step, batches, mask)
-        for update in sorted(trained):
-            its_batches = [batch for batch in left if batch.update == update]
-            table += self.collector.accumulate(its_batches, targets, samples[update] * counted)
-            norm = self.policy.update(self.world)
-            if norm is not None:
-                norms.append(norm)
-        return policy_metrics(table, self.world, self.collector.metrics) | {
-            "grad_norm": float(np.mean(norms)) if norms else 0.0,
-            "lr": self.policy.optimizer.param_groups[0]["lr"],
-            "samples_trained": float(mask.sum()),
-            "updates_skipped": float(len(trained) - len(norms)),
-        }
+        with self.throughput.counting("trained", sum(len(batch.places) for batch in left if not batch.padding)):
+            for update in sorted(trained):
+                its_batches = [batch for batch in left if batch.update == update]
+                table += self.collector.accumulate(its_batches, targets, samples[update] * counted)
+                norm = self.policy.update(self.world)
+                if norm is not None:
+                    norms.append(norm)
+        measured = {"grad_norm": float(np.mean(norms))} if norms else {}
+        return (
+            policy_metrics(table, self.world, self.collector.metrics)
+            | measured
+            | {
+                "lr": self.policy.optimizer.param_groups[0]["lr"],
+                "samples_trained": float(mask.sum()),
+                "updates": float(len(trained)),
+                "updates_skipped": float(len(trained) - len(norms)),
+            }
+        )
 
     @contextmanager
     def _stopping(self, step: int) -> Iterator[None]:
@@ -376,9 +385,14 @@ class Trainer:
 
     def _report(self, step: int, metrics: dict[str, float], clock: Clock) -> None:
         """Write the metrics row and the summary line of a finished step."""
-        row = metrics | {f"time/{name}": seconds for name, seconds in clock.seconds.items()}
+        r = self.config.rollout
+        trained = int(metrics["samples_trained"])
+        speed = self.throughput.metrics(r.prompts_per_step * r.group_size, trained, sum(clock.seconds.values()))
+        row = metrics | {f"time/{name}": seconds for name, seconds in clock.seconds.items()} | speed
         self.log.row("train", step, row)
-        self.log.step(step, metrics, clock.seconds)
+        self.log.step(step, metrics | speed, clock.seconds)
+        if metrics["updates_skipped"]:
+            self.log.once(skipped_note(self.config), kind="update skipped")
         first = step == self.start + 1
         if note := on_policy_note(self.config, metrics, first):
             self.log.once(note, kind=f"on-policy check, first step: {first}")

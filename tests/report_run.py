@@ -25,6 +25,7 @@ def train_row(step, total=80):
     high, low, wait = 0.12 + 0.1 * done, 0.14 + 0.08 * done * wave, 0.14 * wave
     return {
         "kind": "train", "step": step, "loss": 1e-6 * math.cos(step), "grad_norm": 4e-3 * wave, "samples_trained": 96.0,
+        "updates": 2.0, "updates_skipped": 0.0,
         "reward/vlm_pairwise": 0.5, "reward/vlm_pairwise_std": 0.3 - 0.1 * done * wave,
         "reward/vlm_pairwise/missing_rate": 0.0, "reward/missing": 0.0 if step % 40 else 0.02,
         "advantage/zero_groups": 0.03 * (step % 3 == 0), "advantage/max": 2.4 * wave,

@@ -217,4 +217,5 @@ def test_a_gradient_that_is_not_finite_in_one_process_is_skipped_in_both(place):
     assert [r["updates_skipped"] for r in rows(place / "runs" / "nan")] == [0, 1, 0, 0]
     weights = [(place / f"weights{k}").read_text() for k in range(2)]
     assert weights[0] == weights[1] and weights[0].startswith("3 ")
-    assert "1 updates skipped: gradient not finite" in output
+    assert "1 of 1 updates skipped: gradient not finite" in output
+    assert output.count("look at attention (native; ") == output.count("dtype (fp32; ") == 1

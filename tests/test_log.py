@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from prefgrpo.run.log import Log, cost_line, read_metrics
+from prefgrpo.run.log import Log, read_metrics
 from prefgrpo.run.run_folder import RunFolder
 from prefgrpo.run.trackers import TensorBoard
 
@@ -104,10 +104,3 @@ def test_a_kind_of_alarm_is_printed_once(tmp_path, capsys):
         one.once(f"WARNING: step {step}", kind="many missing")
     one.close()
     assert capsys.readouterr().out == "WARNING: step 1\n"
-
-
-def test_the_cost_of_a_run_is_what_its_steps_took():
-    """Two steps of 10 and 14 s, of which 3 s each were spent waiting: 12 s · 900 = 3 h."""
-    steps = [{"rollout": 5.0, "judge_wait": 3.0, "update": 2.0}, {"rollout": 9.0, "judge_wait": 3.0, "update": 2.0}]
-    said = "measured: 12 s per step, of which 25% waiting for judges and rewards; 3 h for 900 steps"
-    assert cost_line(steps, 900) == f"{said}, evaluations not included"

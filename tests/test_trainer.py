@@ -292,7 +292,10 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_many_stop_the_run(trainer)
         one.train()
     assert all(p.isfinite().all() for p in one.policy.params) and one.policy.updates == 1
     found = rows(one.folder.root)
-    assert [(r["updates_skipped"], r["grad_norm"] > 0) for r in found] == [(0, True), (1, False), (1, False)]
+    assert [(r["updates_skipped"], r["updates"], "grad_norm" in r) for r in found] == [
+        (0, 1, True), (1, 1, False), (1, 1, False),
+    ]  # fmt: skip
+    assert "<li>2 of 3 updates were skipped: gradient not finite.</li>" in one.folder.report.read_text()
     assert trainer(name="nan", resume=True, eval={"every": 0}, train={"steps": 6}).policy.updates == 1
 
 

@@ -50,6 +50,8 @@ def alarms(run: Run) -> list[str]:
     for name, text in (("judge/missing", "comparisons"), ("reward/missing", "rewards")):
         if (many := run.train[name] > WARN_MISSING).any():
             out.append(f"In {many.sum()} steps more than {percent(WARN_MISSING)} of the {text} were missing.")
+    if (skipped := np.nansum(run.train["updates_skipped"])) > 0:
+        out.append(f"{skipped:.0f} of {np.nansum(run.train['updates']):.0f} updates were skipped: gradient not finite.")
     for name, rows in run.evals.items():
         for subject, share in _missing(rows).items():
             if (many := share > JudgeConfig.max_missing).any():

@@ -26,8 +26,6 @@ from prefgrpo.run.metrics import step_line
 from prefgrpo.run.run_folder import RunFolder
 from prefgrpo.run.trackers import Tracker, evaluated
 
-MEASURED_STEPS = 3
-"""Steps after which a run says how long it will take; the first, which warms up, is not counted."""
 REASONS_SHOWN = 3
 """Reasons for missing rewards that a step prints, most frequent first; a run prints ten times as many."""
 
@@ -81,8 +79,6 @@ class Log:
         """Win rate in the last evaluation."""
         self._said: set[str] = set()
         """Kinds of lines that are printed once."""
-        self._measured: list[dict[str, float]] = []
-        """Seconds by phase of the steps so far, without the first."""
         if not active:
             return
         rows = [r for r in read_metrics(folder.metrics) if r["step"] <= start] if start else []
@@ -133,9 +129,6 @@ class Log:
             self.steps.update(1)
             left = (time.monotonic() - self.began) / (step - self.start) * (self.total - step)
             _write(step_line(step, self.total, values, seconds, left, self.win_rate))
-            self._measured += [dict(seconds)] if step > self.start + 1 else []
-            if step == self.start + MEASURED_STEPS:
-                _write(cost_line(self._measured, self.total))
 
     def bar(self, name: str, unit: str, total: int) -> tqdm:
         """A progress bar for a part of a step, below the bar of the steps; only on a terminal, removed when done."""
@@ -149,15 +142,6 @@ class Log:
             self.file.close()
             for tracker in self.trackers:
                 tracker.close()
-
-
-def cost_line(steps: Sequence[Mapping[str, float]], total: int) -> str:
-    """What a step and a whole run cost, from the measured seconds by phase; waiting for judges and rewards is named."""
-    phases = {name: sum(step[name] for step in steps) / len(steps) for name in steps[0]}
-    step_s = sum(phases.values())
-    waiting = phases.get("judge_wait", 0.0) / step_s
-    text = f"measured: {step_s:.3g} s per step, of which {waiting:.0%} waiting for judges and rewards"
-    return f"{text}; {step_s * total / 3600:.3g} h for {total} steps, evaluations not included"
 
 
 def _write(text: str) -> None:

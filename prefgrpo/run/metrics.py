@@ -39,8 +39,9 @@ IN_LINE_IF_ABOVE_0 = {
     "policy/drift": "drift {:.1e}",
     "policy/kl": "kl {:.1e}",
     "grad_norm": "grad {:.1e}",
-    "updates_skipped": "{:.0f} updates skipped: gradient not finite",
 }
+SPEED = {"time/images_per_s": "{:.3g} images/s", "time/clips_per_s": "{:.3g} clips/s", "time/mfu": "MFU {:.0%}"}
+"""Timed metric → how a step's line shows it."""
 THUMBNAIL = 64
 THUMBNAIL_FRAMES = 4
 """Shorter side in pixels of the images whose distance is measured, and most frames of a clip."""
@@ -183,10 +184,22 @@ def step_line(
     if "policy/ratio_max" in values:
         parts.append(f"|Δratio| ≤ {max(1 - values['policy/ratio_min'], values['policy/ratio_max'] - 1):.1e}")
     parts += [text.format(values[key]) for key, text in IN_LINE_IF_ABOVE_0.items() if values.get(key)]
+    if values.get("updates_skipped"):
+        parts.append(f"{values['updates_skipped']:.0f} of {values['updates']:.0f} updates skipped: gradient not finite")
     if not values.get("samples_trained", 1.0):
         parts.append("nothing to train on: no group's rewards differ")
     phases = " ".join(f"{name} {s:.2f}" for name, s in seconds.items())
-    return " · ".join([*parts, f"{sum(seconds.values()):.2f} s ({phases})"])
+    speed = [text.format(values[key]) for key, text in SPEED.items() if key in values]
+    return " · ".join([*parts, f"{sum(seconds.values()):.2f} s ({phases})", *speed])
+
+
+def skipped_note(config: Config) -> str:
+    """What to look at after the first update that was skipped."""
+    return (
+        "an update was skipped because its gradient was not finite, so no weight changed; look at "
+        f"attention ({config.attention}; _native_math excludes a faulty kernel), dtype ({config.dtype}; fp32 excludes "
+        f"overflow) and train.lr ({config.train.lr:g}; too high if it happens late)"
+    )
 
 
 def on_policy_note(config: Config, values: Mapping[str, float], first: bool) -> str:
