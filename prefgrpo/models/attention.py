@@ -92,7 +92,8 @@ def errors(name: str, case: Case, dtype: torch.dtype, device: torch.device) -> t
     precise = torch.float64 if dtype == torch.float32 else torch.float32
     want: dict[tuple[int, int], list[Tensor]] = {}
     for b, h in {(0, 0), (case.batch - 1, case.heads - 1)}:
-        want[b, h] = _exact(*(x[b, :, h].to(precise) for x in inputs), None if mask is None else mask[b, 0, 0])
+        q, k, v, upstream = (x[b, :, h].to(precise) for x in inputs)
+        want[b, h] = _exact(q, k, v, upstream, None if mask is None else mask[b, 0, 0])
     del inputs
     worst = [0.0] * 4
     for sliced in (True, False):
