@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import import_module
 from typing import NamedTuple
 
 import torch
@@ -64,11 +64,12 @@ class Case(NamedTuple):
 def check(name: str, case: Case, dtype: torch.dtype, device: torch.device) -> None:
     """Raise ConfigError if a backend does not run here, or is wrong."""
     try:
-        if name == "xformers" and (broken := import_module("xformers._cpp_lib")._cpp_library_load_exception):
-            raise ImportError(" ".join(" ".join(str(broken).splitlines()[:2]).split()))
         output, gradient = errors(name, case, dtype, device)
     except (RuntimeError, ValueError, ImportError) as error:
-        reason = str(error).strip().splitlines()[0][:300]
+        library = sys.modules.get("xformers._cpp_lib") if name == "xformers" else None
+        broken = getattr(library, "_cpp_library_load_exception", None)  # built for another torch
+        lines = str(broken or error).strip().splitlines()
+        reason = " ".join(" ".join(lines[: 2 if broken else 1]).split())[:300]
         raise ConfigError([f"attention: {name} does not run here: {reason}"]) from error
     if max(output, gradient) > LIMIT[dtype]:
         where = ", ".join(f"{key} {value}" for key, value in case._asdict().items())
