@@ -30,6 +30,7 @@ from prefgrpo.config.recipe import ConfigError, merge, to_yaml
 from prefgrpo.config.schema import Config
 from prefgrpo.data.atomic import write_atomic, write_folder
 from prefgrpo.data.prompts import fingerprint, prompt_sets
+from prefgrpo.models.attention import without_cudnn
 from prefgrpo.objectives import objective
 from prefgrpo.objectives.base import Targets
 from prefgrpo.parallel import world as parallel
@@ -118,6 +119,7 @@ class Trainer:
         self._ahead: StepRollout | None = None
         """Samples of the next step (rollout.staleness)."""
         with python_rewards(self._objects), ExitStack() as opened:
+            opened.enter_context(without_cudnn())
             if problems := config_errors(self.config):
                 raise ConfigError(problems)
             self.world = parallel.join(self.config)
@@ -456,6 +458,6 @@ class Trainer:
 
     def close(self) -> None:
         """Let the checkpoint in flight end; stop the judge, restore signal handlers and unlock the run folder."""
-        self.checkpoints.close()
-        self.log.close()
-        self._opened.close()
+        with self._opened:
+            self.checkpoints.close()
+            self.log.close()

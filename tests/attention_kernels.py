@@ -17,7 +17,7 @@ from diffusers.models import attention_dispatch as dispatch
 from prefgrpo.config.schema import Attention
 
 VARLEN = ("flash_varlen", "flash_varlen_hub", "_flash_3_varlen_hub")
-UNMASKED = ("flash", "flash_hub", "_flash_3_hub", "_native_flash")
+UNMASKED = ("flash", "flash_hub", "_flash_3_hub", "_native_flash", "xformers")
 NAMES = [name for name in get_args(Attention) if name not in ("native", "_native_math")]
 CALLS: Counter[str] = Counter()
 """Calls per backend, forward and backward apart (`name`, `name backward`)."""

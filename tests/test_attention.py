@@ -5,7 +5,12 @@ injected into a backend, and the start of a run must detect it; a correct backen
 same results on the run's own model.
 """
 
+import logging
 import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import get_args
 from unittest import mock
 
@@ -31,15 +36,17 @@ from prefgrpo.config.loading import from_dict
 from prefgrpo.config.recipe import ConfigError
 from prefgrpo.config.schema import Attention
 from prefgrpo.models import MODELS
+from prefgrpo.models import attention as kernels
 from prefgrpo.models import family as model_family
-from prefgrpo.parallel.attention import LIMIT, SPLITTING, backends, errors
+from prefgrpo.models.attention import LIMIT, Case, check, errors, without_cudnn
+from prefgrpo.parallel.attention import SPLITTING, backends, cases, set_backend
 from prefgrpo.parallel.world import Layout, join
 from prefgrpo.rollout.replay import replay
 from prefgrpo.rollout.rollout import rollout
 from prefgrpo.run.loading import unsupported
 from prefgrpo.sde.schedule import make_schedule
 
-CPU, SHAPE = torch.device("cpu"), (2, 24, 2, 16)
+CPU, CASE = torch.device("cpu"), Case(batch=2, queries=24, keys=24, heads=2, width=16)
 NAME = "_native_math"
 BACKEND = AttentionBackendName(NAME)
 
@@ -71,16 +78,165 @@ def inject(monkeypatch):
 @pytest.mark.parametrize("masked", [False, True])
 def test_right_backends_pass(masked):
     for name in ("native", NAME):
-        assert max(errors(name, SHAPE, torch.float32, CPU, masked)) < 1e-5, name
-        assert max(errors(name, SHAPE, torch.bfloat16, CPU, masked)) < 2e-2, name
+        for case in (CASE._replace(masked=masked), Case(1, 40, 7, 3, 8, masked), Case(1, 5, 40, 1, 8, masked)):
+            assert max(errors(name, case, torch.float32, CPU)) < 1e-5, (name, case)
+            assert max(errors(name, case, torch.bfloat16, CPU)) < 2e-2, (name, case)
+
+
+def test_the_exact_attention_is_that_of_torch_in_fp64(monkeypatch):
+    """In chunks that end within the queries, masked and not, with cross-attention."""
+    monkeypatch.setattr(kernels, "CHUNK", 64)
+    generator = torch.Generator().manual_seed(1)
+    q, upstream = (torch.randn(23, 8, generator=generator, dtype=torch.float64) for _ in range(2))
+    k, v = (torch.randn(9, 8, generator=generator, dtype=torch.float64) for _ in range(2))
+    for mask in (None, torch.arange(9) < 6):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        shown = None if mask is None else mask[None]
+        want = torch.nn.functional.scaled_dot_product_attention(*(x[None, None] for x in leaves), attn_mask=shown)[0, 0]
+        want.backward(upstream)
+        got = kernels._exact(q, k, v, upstream, mask)
+        for x, y in zip(got, [want, *(leaf.grad for leaf in leaves)], strict=True):
+            assert (x - y).abs().max() < 1e-12
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_seen(inject, fault):
     inject(FAULTS[fault])
-    output, gradient = errors(NAME, SHAPE, torch.float32, CPU)
+    output, gradient = errors(NAME, CASE, torch.float32, CPU)
     assert gradient > LIMIT[torch.float32]
     assert (output > LIMIT[torch.float32]) == (fault in ("no scale", "not finite"))
+
+
+class WrongGradient(torch.autograd.Function):
+    """The identity, whose gradient is NaN where `wrong` says so."""
+
+    @staticmethod
+    def forward(ctx, x, wrong):
+        ctx.wrong = wrong
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return torch.full_like(gradient, torch.nan) if ctx.wrong(gradient) else gradient, None
+
+
+LATENT, TEXT = 128, 24
+"""Tokens of `config`'s rollout (32 × 64 pixels) and of its texts."""
+ONE_SIDED = {
+    "a slice of a wider tensor": lambda q, k, v, gradient: not gradient.is_contiguous(),
+    "a sum of two slices": lambda q, k, v, gradient: gradient.is_contiguous(),
+    "rollout's tokens": lambda q, k, v, gradient: q.shape[1] == LATENT + TEXT,
+    "evaluation's tokens": lambda q, k, v, gradient: q.shape[1] == 2 * LATENT + TEXT,
+    "sliced inputs": lambda q, k, v, gradient: not v.is_contiguous(),
+    "the last head alone": lambda q, k, v, gradient: q.shape[2] > 1 and bool(gradient[0, 0, -1].any()),
+    "no fault": lambda q, k, v, gradient: False,
+}
+"""When the gradient is NaN. Only the check at 256 tokens with plain tensors, as it was, saw none of these."""
+
+
+@pytest.mark.parametrize("fault", ONE_SIDED)
+def test_a_fault_of_one_layout_or_size_is_seen_also_in_native(monkeypatch, fault):
+    """On a device that is not a CPU, `native` is checked too; here the device is only called so."""
+    real = _AttentionBackendRegistry._backends[AttentionBackendName.NATIVE]
+
+    def faulty(query, key, value, attn_mask=None, **_):
+        out = real(query, key, value, attn_mask=attn_mask)
+        return WrongGradient.apply(out, lambda gradient: ONE_SIDED[fault](query, key, value, gradient))
+
+    monkeypatch.setitem(_AttentionBackendRegistry._backends, AttentionBackendName.NATIVE, faulty)
+    settings = config(rollout={"height": 32, "width": 64, "batch_size": 2}, eval={"height": 64, "width": 64})
+    adapter = opened(settings)  # on a CPU without a check
+    on_cpu = mock.patch("prefgrpo.parallel.attention.check", lambda name, case, dtype, _: check(name, case, dtype, CPU))
+    with on_cpu:
+        if fault == "no fault":
+            set_backend(adapter, settings, Layout(), torch.device("cuda"))
+        else:
+            with pytest.raises(ConfigError, match=r"attention: native is wrong on batch 2, .* gradients by inf"):
+                set_backend(adapter, settings, Layout(), torch.device("cuda"))
+
+
+OTHER_TOKENS = (
+    "flux_kontext", "qwen_image_edit", "qwen_image_edit_plus",  # source images, of any size
+    "qwen_image_21", "hunyuan_video_15",  # blocks choose their kernels; texts of two encoders and image tokens
+    "wan_i2v",  # text after image tokens, in a call of its own
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("family", [name for name in MODELS if name not in OTHER_TOKENS])
+def test_what_is_checked_is_what_the_blocks_compute(family):
+    """Tokens of latents and text, heads and their width, in the calls of a forward that reach torch."""
+    case = case_of(family).unguided()
+    adapter = load(case)
+    adapter.dispatch_attention()
+    sampling = case.sampling(SIZES[1])
+    condition = conditions(adapter, case, size=SIZES[1])
+    lengths = condition.text_length
+    longest = case.max_length if lengths is None else int(lengths.max())
+    values = {
+        "rollout": {"height": sampling.height, "width": sampling.width, "batch_size": 2, "frames": sampling.frames}
+    }
+    run = config(data={"prompts": "p.txt", "max_length": longest}, **values)
+    real = torch.nn.functional.scaled_dot_product_attention
+    calls = set()
+
+    def noted(query, key, value, **rest):
+        calls.add(Case(len(query), query.shape[2], key.shape[2], query.shape[1], query.shape[3]))
+        return real(query, key, value, **rest)
+
+    with mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", noted), torch.no_grad():
+        adapter.velocity(noise(adapter, sampling, 2), torch.tensor([0.5, 0.5]), condition, sampling)
+    expected = cases(adapter, run, "_native_flash", Layout())
+    assert expected and set(expected) <= calls, (expected, calls)
+
+
+def test_cudnn_is_forbidden_until_the_last_run_ends():
+    """In every thread; runs may end in any order, and by any exception."""
+    allowed = torch.backends.cuda.cudnn_sdp_enabled
+    before = allowed()
+    for start in (True, False):
+        torch.backends.cuda.enable_cudnn_sdp(start)
+        one, other = ExitStack(), ExitStack()
+        for stack in (one, other):
+            stack.enter_context(without_cudnn())
+            with ThreadPoolExecutor(1) as pool:
+                assert not allowed() and not pool.submit(allowed).result()
+        one.close()
+        assert not allowed()
+        with pytest.raises(KeyboardInterrupt), other:
+            raise KeyboardInterrupt
+        assert allowed() is start
+    torch.backends.cuda.enable_cudnn_sdp(before)
+
+
+def test_an_xformers_of_another_torch_is_refused_in_one_line(monkeypatch):
+    """As its wheels are that were built for another torch: installed, but without their extension."""
+    built = "xFormers can't load C++/CUDA extensions. xFormers was built for:\n    PyTorch 2.10.0 (you have"
+    broken = RuntimeError(f"{built} 2.13.0)\n    Python 3.10\n  Please reinstall")
+    library = SimpleNamespace(_cpp_library_load_exception=broken)
+    monkeypatch.setitem(sys.modules, "xformers", SimpleNamespace(_cpp_lib=library))
+    monkeypatch.setitem(sys.modules, "xformers._cpp_lib", library)
+    with pytest.raises(ConfigError) as caught:
+        opened(config("xformers", dtype="bf16"))
+    told = "can't load C++/CUDA extensions. xFormers was built for: PyTorch 2.10.0 (you have 2.13.0)"
+    assert caught.value.mistakes == [f"attention: xformers does not run here: xFormers {told}"]
+    assert logging.getLogger("xformers").level == logging.ERROR, "its own warnings come at every start"
+
+
+def test_ulysses_without_masks_saves_its_log_sum_exp():
+    """`native` would compute every forward again in the backward pass."""
+    settings = config(dtype="bf16")
+    flash, native = AttentionBackendName._NATIVE_FLASH, AttentionBackendName.NATIVE
+    table = [
+        ("flux", "cuda", Layout(ulysses=2), flash), ("flux", "cuda", Layout(), native),
+        ("flux", "cpu", Layout(ulysses=2), native), ("qwen_image", "cuda", Layout(ulysses=2), native),
+    ]  # fmt: skip
+    for family, device, layout, want in table:
+        adapter = load(case_of(family))
+        adapter.dtype = torch.bfloat16
+        with mock.patch("prefgrpo.parallel.attention.check") as checked:
+            set_backend(adapter, settings, layout, torch.device(device))
+        assert {block.attn.processor._attention_backend for block in adapter.blocks(adapter.transformer)} == {want}
+        assert {call.args[0] for call in checked.call_args_list} == ({want.value} if device == "cuda" else set())
 
 
 def config(attention="native", **more):
@@ -105,9 +261,9 @@ def test_a_run_uses_it_everywhere_or_does_not_start(inject):
 
 
 def test_backends_that_cannot_be():
-    for attention, parallel in (("_native_math", {"ulysses": 2}), ("native", {"ring": 2})):
-        (message,) = unsupported(config(attention, parallel=parallel))
-        assert message.startswith("attention: flux trains under ring ") and message.endswith(attention), message
+    for name, parallel in (("_native_math", {"ulysses": 2}), ("xformers", {"ulysses": 2}), ("native", {"ring": 2})):
+        (message,) = unsupported(config(name, parallel=parallel))
+        assert message.startswith("attention: flux trains under ring ") and message.endswith(name), message
     with pytest.raises(ConfigError, match=r"attention: flash does not run here: .*flash"):
         opened(config("flash", dtype="bf16"))
 

@@ -24,6 +24,7 @@ from prefgrpo import ConfigError, PairwiseJudge, Trainer
 from prefgrpo.config.loading import to_dict
 from prefgrpo.config.schema import Config
 from prefgrpo.models import MODELS, family_of
+from prefgrpo.models import base as models_base
 from prefgrpo.models.folder import hub_id, locate
 from prefgrpo.rewards.jpeg import JpegCompressibility
 from prefgrpo.run.comparison import compared
@@ -66,6 +67,7 @@ def process_state():
         "verbosity": [library.get_verbosity() for library in libraries],
         "bars": [library.is_progress_bar_enabled() for library in libraries],
         "attention": _AttentionBackendRegistry.get_active_backend()[0],
+        "cudnn attention": torch.backends.cuda.cudnn_sdp_enabled(),
         "dtype": torch.get_default_dtype(),
         "threads": torch.get_num_threads(),
         "grad": torch.is_grad_enabled(),
@@ -147,6 +149,51 @@ def test_off_the_main_thread(place):
     thread.start()
     thread.join()
     assert load_file(results[0].lora / "pytorch_lora_weights.safetensors")
+
+
+def test_a_run_never_lets_torch_choose_cudnn_attention(place, monkeypatch):
+    """In text encoders, denoiser, its backward, rewards and evaluation; whatever ends the run, the flag is restored."""
+    allowed = torch.backends.cuda.cudnn_sdp_enabled
+    seen = {}
+
+    def note(part):
+        seen.setdefault(part, set()).add(allowed())
+
+    def noting(images, prompts):
+        note(f"reward in {'main' if threading.current_thread() is threading.main_thread() else 'another'} thread")
+        return redness(images, prompts)
+
+    def interrupts(step, metrics):
+        raise KeyboardInterrupt
+
+    load = models_base.Adapter.load.__func__
+
+    def hooked(cls, *args, **options):
+        adapter = load(cls, *args, **options)
+        for name in ("text_encoder", "text_encoder_2", "transformer"):
+            module = getattr(adapter.pipe, name)
+            module.register_forward_pre_hook(lambda *_, name=name: note(name))
+        adapter.transformer.register_full_backward_hook(lambda *_: note("backward"))
+        return adapter
+
+    monkeypatch.setattr(models_base.Adapter, "load", classmethod(hooked))
+    assert allowed(), "torch's default"
+    trainer(place, "kernels", rewards=noting, steps=2).train()
+    assert allowed()
+    parts = {"text_encoder", "text_encoder_2", "transformer", "backward"}
+    assert parts <= seen.keys() and any(part.startswith("reward") for part in seen)
+    assert set.union(*seen.values()) == {False}, seen
+    with pytest.raises(ConfigError, match="flash does not run here"):
+        trainer(place, "refused", attention="flash")
+    assert allowed()
+    with pytest.raises(KeyboardInterrupt):
+        trainer(place, "interrupted", steps=1, on_step=interrupts).train()
+    assert allowed()
+    one = trainer(place, "open", steps=1)
+    trainer(place, "beside", steps=1).train()
+    assert not allowed(), "a run is open"
+    one.close()
+    assert allowed()
 
 
 @pytest.mark.parametrize(

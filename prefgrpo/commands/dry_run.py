@@ -14,6 +14,7 @@ from prefgrpo.config.loading import to_dict
 from prefgrpo.config.recipe import ConfigError, to_yaml
 from prefgrpo.config.schema import Config
 from prefgrpo.data.prompts import prompt_sets
+from prefgrpo.models.attention import without_cudnn
 from prefgrpo.objectives import objective
 from prefgrpo.parallel import world as parallel
 from prefgrpo.parallel.world import World
@@ -28,6 +29,7 @@ from prefgrpo.run.loading import open_collector, open_model, open_schedules
 from prefgrpo.run.notes import GIB, memory_line, peak_memory
 
 
+@without_cudnn()
 def dry_run(config: Config) -> int:
     """Print configuration, memory and the first batch; returns the exit code. Raises what `train` raises at start."""
     if problems := config_errors(config):

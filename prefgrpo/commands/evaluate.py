@@ -26,6 +26,7 @@ from prefgrpo.data.atomic import write_atomic
 from prefgrpo.data.file_names import Generated, read_media
 from prefgrpo.data.prompts import prompt_sets, read_prompts
 from prefgrpo.models import family_of
+from prefgrpo.models.attention import without_cudnn
 from prefgrpo.parallel import world as parallel
 from prefgrpo.parallel.world import World
 from prefgrpo.rollout.render import sample
@@ -53,6 +54,7 @@ def _folder(source: Source, out: Path | None, name: str) -> Path:
 # ---- suites ---------------------------------------------------------------------------------------------------------
 
 
+@without_cudnn()
 def on_suite(config: Config, target: str, name: str, file: str, out: Path | None, samples: int, fps: int) -> int:
     """Generate files in the suite's layout; if the suite has a reward here, score them and report."""
     if wrong := unsupported(config):
@@ -132,6 +134,7 @@ def _other(source: Source, against: str, world: World) -> Source:
     return replace(made, label=f"{run.root.name}_{made.label}")
 
 
+@without_cudnn()
 def against_other(
     config: Config, target: str, against: str, prompts: str, out: Path | None, samples: int, fps: int
 ) -> int:

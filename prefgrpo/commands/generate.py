@@ -25,6 +25,7 @@ from prefgrpo.config.schema import Config
 from prefgrpo.data.atomic import write_atomic
 from prefgrpo.data.file_names import Naming, file_name
 from prefgrpo.data.prompts import DataError, Prompt, fingerprint, read_prompts
+from prefgrpo.models.attention import without_cudnn
 from prefgrpo.models.base import Adapter
 from prefgrpo.models.folder import ModelError
 from prefgrpo.parallel import world as parallel
@@ -35,7 +36,7 @@ from prefgrpo.rollout.render import Images, render
 from prefgrpo.rollout.sampling import Schedules, eval_sampling
 from prefgrpo.run.checkpoint import CheckpointError, read_meta
 from prefgrpo.run.judging import makes_clips
-from prefgrpo.run.loading import config_errors_as, load_checkpoint, open_adapter, unsupported
+from prefgrpo.run.loading import load_checkpoint, open_adapter, unsupported
 from prefgrpo.run.run_folder import run_of
 
 FIRST_ID = 2**61
@@ -135,6 +136,7 @@ def claim_folder(out: Path, facts: Mapping[str, Any]) -> None:
     write_atomic(file, json.dumps(facts, indent=1))
 
 
+@without_cudnn()
 def generate(
     config: Config, target: str, lora: Path | None, prompts: str, out: Path, samples: int, naming: Naming, fps: int
 ) -> int:
@@ -202,8 +204,6 @@ def generate_files(source: Source, jobs: Sequence[Job], world: World, fps: int) 
         embeddings = Embeddings(config)
         absent = embeddings.absent(run_entries(replace(config, rollout=sampling), prompts))
         adapter = source.open(world, encoders=bool(absent))
-        with config_errors_as("eval.height/width/frames"):
-            adapter.latent_shape(sampling)
         schedules = Schedules(config, adapter, world.device)
         wanted = [(job.prompt, job.noise) for job in missing]
         spare = (jobs[0].prompt, jobs[0].noise)

@@ -29,6 +29,7 @@ from prefgrpo.data.atomic import write_atomic
 from prefgrpo.data.file_names import CLIPS, Generated, find, read_media
 from prefgrpo.data.media import Media
 from prefgrpo.data.prompts import DataError, read_prompts
+from prefgrpo.models.attention import without_cudnn
 from prefgrpo.parallel import world as parallel
 from prefgrpo.parallel.world import World
 from prefgrpo.rewards.base import Reward, Sample, Score
@@ -48,6 +49,7 @@ def main(argv: Sequence[str]) -> int:
     return tyro.cli(score, args=list(argv), prog="prefgrpo score")
 
 
+@without_cudnn()
 def score(rewards: str, images: Path, prompts: Path, out: Path | None = None, batch: int = 0) -> int:
     """Score a folder of images or clips (also under torchrun).
 

@@ -20,7 +20,7 @@ STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attrib
 """Reject unknown keys, never convert types (true to 1, 1 to "1"); the line below a field is its description."""
 Share = Annotated[float, Field(ge=0, lt=1)]
 Attention = Literal[
-    "native", "_native_cudnn", "_native_flash", "_native_math",
+    "native", "_native_flash", "_native_math", "xformers",
     "flash", "flash_hub", "_flash_3_hub", "flash_varlen", "flash_varlen_hub", "_flash_3_varlen_hub",
 ]  # fmt: skip
 COMBINE = ("weighted_sum", "weighted_advantage_sum", "geometric_mean")
@@ -306,8 +306,8 @@ class Config:
     dtype: Literal["fp32", "bf16"] = "bf16"
     """Type of the denoiser's weights in a forward; LoRA, master weights and optimiser are fp32."""
     attention: Attention = "native"
-    """diffusers' attention backend, in both rollout and training; its gradients are first compared with torch's own.
-    native: torch's choice; flash and cudnn backends need bf16; names ending in _hub download a kernel."""
+    """diffusers' attention backend, in both rollout and training; its gradients are first compared with exact ones.
+    native: torch's choice, never cuDNN; flash backends need bf16; names ending in _hub download a kernel."""
     compile: bool = False
     """Compile the denoisers' repeated blocks (torch.compile), for both rollout and training. Rollouts then need as much
     memory for activations as training. Not with context parallelism."""

@@ -64,6 +64,11 @@ class LTX2(Adapter):
         per_second = pipe.audio_sampling_rate / pipe.audio_hop_length / float(pipe.audio_vae_temporal_compression_ratio)
         return round(frames / self.frame_rate * per_second)
 
+    def attention_tokens(self, sampling: Sampling, max_length: int) -> list[tuple[int, int]]:
+        """The clip's tokens attend to themselves, then to the text (its audio is small)."""
+        clip = self.tokens(sampling)
+        return [(clip, clip), (clip, max_length)]
+
     def latent_shape(self, sampling: Sampling) -> tuple[int, ...]:
         """[F'·(height / 32)·(width / 32) + audio tokens, C]: clip and audio tokens are both C wide."""
         return self.tokens(sampling) + self.sound_tokens(sampling), self.pipe.transformer.config.in_channels

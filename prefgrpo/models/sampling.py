@@ -46,6 +46,12 @@ class StockSampling:
         """Number of tokens of a sample's latents, which context parallelism splits."""
         return math.prod(self.grid(sampling))
 
+    def attention_tokens(self, sampling: Sampling, max_length: int) -> list[tuple[int, int]]:
+        """(queries, keys) of the blocks' attention for a prompt of max_length tokens, without source images. Here for
+        blocks in which text and latent tokens attend to each other."""
+        both = self.tokens(sampling) + max_length
+        return [(both, both)]
+
     def schedule_options(self, sampling: Sampling) -> dict[str, Any]:
         """Arguments that the stock pipeline passes to `set_timesteps`, besides the number of steps and the device.
 

@@ -35,6 +35,12 @@ class StableDiffusion3(Adapter):
         embeds, _, pooled, _ = self.pipe.encode_prompt(prompt, prompt, prompt, device=self.device, **options)
         return Condition(embeds[0], pooled=pooled[0])
 
+    def attention_tokens(self, sampling: Sampling, max_length: int) -> list[tuple[int, int]]:
+        """Text (CLIP's 77 tokens, then T5's) and image together; in SD3.5-medium the image also alone."""
+        image = self.tokens(sampling)
+        both = image + 77 + max_length
+        return [(both, both), (image, image)]
+
     def schedule_options(self, sampling: Sampling) -> dict[str, Any]:
         """The scheduler's own sigmas; if it shifts dynamically, the shift for this image size."""
         dynamic = self.pipe.scheduler.config.get("use_dynamic_shifting")

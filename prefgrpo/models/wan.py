@@ -63,6 +63,11 @@ class Wan(PatchVideo):
         )
         return Condition(embeds[0])
 
+    def attention_tokens(self, sampling: Sampling, max_length: int) -> list[tuple[int, int]]:
+        """Latent tokens attend to themselves, then to the text."""
+        tokens = self.tokens(sampling)
+        return [(tokens, tokens), (tokens, max_length)]
+
     def schedule_options(self, sampling: Sampling) -> dict[str, Any]:
         """The scheduler's own sigmas."""
         return {}

@@ -30,6 +30,11 @@ class ZImage(Adapter):
         )
         return Condition(embeds, text_length=torch.tensor(embeds.shape[0]))
 
+    def attention_tokens(self, sampling: Sampling, max_length: int) -> list[tuple[int, int]]:
+        """Text and image, each padded by the denoiser to a multiple of 32 tokens."""
+        both = sum(-(-n // 32) * 32 for n in (self.tokens(sampling), max_length))
+        return [(both, both)]
+
     def schedule_options(self, sampling: Sampling) -> dict[str, Any]:
         """Evenly spaced fp32 sigmas and the shift for this image size."""
         steps = sampling.steps

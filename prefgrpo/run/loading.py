@@ -94,8 +94,9 @@ def open_adapter(config: Config, device: torch.device, encoders: bool = True, sp
             source_area=config.rollout.source_area,
             guidance_gradient=config.train.guidance_gradient,
         )
-    with config_errors_as("rollout.height/width/frames"):
-        adapter.latent_shape(config.rollout)
+    for section, sizes in {"rollout": config.rollout, "eval": eval_sampling(config)}.items():
+        with config_errors_as(f"{section}.height/width/frames"):
+            adapter.latent_shape(sizes)
     if config.vae_tiling:
         adapter.pipe.vae.enable_tiling()
     return adapter
@@ -143,8 +144,6 @@ def open_schedules(config: Config, adapter: Adapter, world: World) -> Schedules:
     """The schedules of a run, after checking its windows. Raises ConfigError."""
     schedules = Schedules(config, adapter, world.device)
     schedules.check()
-    with config_errors_as("eval.height/width/frames"):
-        adapter.latent_shape(eval_sampling(config))
     with config_errors_as("eval.steps"):
         schedules.ode(eval_sampling(config))
     return schedules
