@@ -54,10 +54,10 @@ LAYOUTS = {
 }
 FAMILIES = {
     "flux": {"rollout": {"batch_size": G}},
-    "qwen_image": {"rollout": {"batch_size": 2 * G, "guidance": 4.0, "same_noise": True, "window_low": 1}},
+    "qwen_image": {"rollout": {"guidance": 4.0, "same_noise": True, "window_low": 1}},
     "wan22": {"rollout": {"batch_size": G, "frames": 5, "guidance": 4.0, "guidance_2": 3.0}},
 }
-"""Qwen-Image's batches mix prompts of different lengths, with masks; each prompt's first step is computed once."""
+"""Qwen-Image's prompts differ in length from batch to batch; each prompt's first step is computed once."""
 CLIP = {"rollout": {"frames": 5}}
 OTHERS = {
     "flux2": {"rollout": {"height": 64, "width": 64}, "data": {"max_length": 512}},

@@ -68,14 +68,14 @@ def set_backend(adapter: Adapter, config: Config, layout: Layout, device: torch.
     from diffusers.models.attention_dispatch import _AttentionBackendRegistry as registry
 
     name = config.attention
-    adapter.splits_lengths |= adapter.attention_masks == "padding" and name not in MASKING
     if name != "native":
         transformer: Any = adapter.transformer
         model = transformer.config
         heads = model.get("num_attention_heads") or model.get("n_heads")
         width = model.get("attention_head_dim") or model["dim"] // heads
         shape = (min(config.rollout.batch_size, 2), TOKENS, heads // layout.ulysses, width)
-        masked = adapter.attention_masks in ("padding", "always") and name in MASKING
+        padded = adapter.attention_masks == "padding" and layout.context > 1
+        masked = adapter.attention_masks == "always" or padded
         try:
             output, gradient = errors(name, shape, adapter.dtype, device, masked)
         except (RuntimeError, ValueError, ImportError) as error:
