@@ -220,6 +220,23 @@ def test_a_layout_changes_nothing_in_any_family(place):
     all_end(ranks(place / "others.yaml", 2, hook=cells, PLACE=str(place), FAMILY=families), seconds=1500)
 
 
+def lengths():
+    """Runs in the new process: a guided step in which one text of four is as long as the negative prompt."""
+    torch.set_num_threads(1)
+    config = settings(os.environ["PLACE"], "qwen_image", True, "fp32", {"shard": 2})
+    config = replace(config, rollout=replace(config.rollout, negative_prompt=TEXTS[0]))
+    result = one_step(config, join(config))
+    assert (len(result["samples"]), result["moved"]) == (P * G, 0)
+    os._exit(0)
+
+
+@pytest.mark.dist
+def test_sharded_processes_run_equally_many_forwards_whatever_the_lengths(place):
+    """Every forward of sharded weights is a collective: a process that joined the texts of a pair where the other ran
+    two forwards would wait forever."""
+    all_end(ranks(place / "lengths.yaml", 2, hook=lengths, PLACE=str(place)), seconds=120)
+
+
 def compiled():
     """Runs in the new process: compiled, sharded blocks against eager, unsharded ones."""
     torch.set_num_threads(1)
