@@ -51,12 +51,10 @@ $(VENV)/.installed-docs: $(SOURCES) scripts/install.sh
 
 venv: $(VENV)/.installed-dev
 
-# Two processes of one thread are faster than one process of two; 24 images of each update on each.
+# Two processes of one thread are faster than one process of two; three groups of each update on each.
 demo: $(VENV)/.installed-train
-	@OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc_per_node 2 -m prefgrpo demo --rollout.batch-size 24 \
-	    --train.reuse-rollout-forward true --resume
-	@OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc_per_node 2 -m prefgrpo train scripts/demo/few_calls.yaml \
-	    --rollout.batch-size 8 --resume
+	@OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc_per_node 2 -m prefgrpo demo --train.reuse-rollout-forward true --resume
+	@OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc_per_node 2 -m prefgrpo train scripts/demo/few_calls.yaml --resume
 
 demo-ocr: $(VENV)/.installed-train $(VENV)/.installed-rewards
 	@$(BIN)/prefgrpo train scripts/demo/ocr.yaml --resume

@@ -149,7 +149,7 @@ def train(name: str, seed: int, folder: Path = RESULTS, steps: int = STEPS, ever
     measure(
         recipe("grpo"), folder / f"{name}_{seed}.json", {"arm": name, "seed": seed, "settings": arm.settings()},
         Watch(MEASURED, judge.calls_of_a_step), steps, every, seed=seed, rewards=reward,
-        rollout={"prompts_per_step": GROUPS, "group_size": MEMBERS, "batch_size": GROUPS * MEMBERS},
+        rollout={"prompts_per_step": GROUPS, "group_size": MEMBERS, "batch_size": MEMBERS},
         eval={"rewards": f"scenes,{JUDGE}:truth,{JUDGE}:brightness", "samples_per_prompt": 2},
         **arm.values,
     )  # fmt: skip

@@ -334,8 +334,8 @@ class Trainer:
     def update(self, step: int, batches: list[Batch], targets: Targets) -> dict[str, float]:
         """The step's optimiser updates, each on its own samples; updates without any signal are skipped on all ranks.
 
-        Groups without signal are dropped and cost no forward. A batch that loses samples has another shape than in the
-        rollout, so its first ratio is 1 only up to rounding.
+        Groups without signal are dropped and cost no forward. They leave whole batches, so the shapes of the others are
+        those of the rollout and the first ratio stays exactly 1.
         """
         r = self.config.rollout
         table = list[torch.Tensor]()

@@ -103,13 +103,19 @@ CASES = [
     _case("flux", 3.5, dynamic=True),
     _case("flux_kontext", 2.5, dynamic=True, edit=lambda h, w: {"max_area": h * w, "_auto_resize": False}),
     _case("sd3", 4.5, dynamic=True),
-    _case("qwen_image", 4.0, 320, **QWEN),
+    _case("qwen_image", 4.0, 320, alone=True, **QWEN),
     _case("qwen_image_edit", 4.0, 512, same_edit=True, **QWEN),
     _case("qwen_image_edit_plus", 4.0, 512, same_edit=True, sources=2, **QWEN),
     Case("qwen_image_21", {"true_cfg_scale": 4.0, "negative_prompt": [" "] * 2}, 4.0, 320, dynamic=True, alone=True),
-    _case("z_image", 3.0, 128, dynamic=True, off=0.0),
-    _case("hunyuan_video", 6.0, 448, frames=5),
-    Case("hunyuan_video_15", {"guidance_scale": 6.0, "tokenizer_max_length": 1000, "num_frames": 5}, 6.0, 1000),
+    _case("z_image", 3.0, 128, dynamic=True, off=0.0, alone=True),
+    _case("hunyuan_video", 6.0, 448, frames=5, alone=True),
+    Case(
+        "hunyuan_video_15",
+        {"guidance_scale": 6.0, "tokenizer_max_length": 1000, "num_frames": 5},
+        6.0,
+        1000,
+        alone=True,
+    ),
     _case("ltx2", 3.0, dynamic=True, frames=5, also=LTX2),
     _case("wan", 5.0, also=WAN),
     _case("wan22", 4.0, second=3.0, also=WAN),
@@ -162,7 +168,11 @@ def in_files(images):
 
 
 def conditions(adapter, case, prompts=PROMPTS, size=SIZES[0]):
+    """A batch; the texts of a batch have one length, so those of a family with `text_length` are all the first."""
     sources = [in_files(case.images(number, size)) for number in range(len(prompts))]
+    if type(adapter).attention_masks != "none":
+        prompts = [prompts[0]] * len(prompts)
+        sources = [sources[0]] * len(prompts)
     return collate(embed(cache(case), adapter, prompts, case.sampling(size), sources))
 
 
@@ -205,9 +215,17 @@ def draw(adapter, case, size, steps, prompts=PROMPTS):
     """Our images, sampled with the ODE rule."""
     sampling = case.sampling(size, steps)
     schedule = make_schedule(adapter.sigmas(sampling), "ode", 0.0, times=adapter.times(sampling))
-    condition = conditions(adapter, case, prompts, size)
-    done = rollout(adapter, schedule, condition, torch.arange(len(prompts)), sampling, seed=SEED)
-    return adapter.decode(done.latents, sampling)
+    sources = [in_files(case.images(number, size)) for number in range(len(prompts))]
+    each = embed(cache(case), adapter, prompts, sampling, sources)
+    batches = (
+        [list(range(len(prompts)))] if len({one.shapes() for one in each}) == 1 else [[k] for k in range(len(each))]
+    )
+    images = []
+    for rows in batches:
+        condition = collate([each[k] for k in rows])
+        done = rollout(adapter, schedule, condition, torch.tensor(rows), sampling, seed=SEED)
+        images.append(adapter.decode(done.latents, sampling))
+    return torch.cat(images)
 
 
 @stock_rotary()
@@ -227,7 +245,8 @@ def stock_image(pipe, case, x0, size, steps, prompts=PROMPTS):
     if case.alone:
         one = {key: value[:1] if isinstance(value, list) else value for key, value in call.items()}
         each = [pipe(prompt=[p], latents=x, **one)[0] for p, x in zip(prompts, x0[:, None], strict=True)]
-        return on_white(torch.cat(each))
+        images = torch.cat(each)
+        return on_white(images) if case.family == "qwen_image_21" else images
     if not case.edit:
         return pipe(prompt=list(prompts), latents=x0, **call)[0]  # a copy: Z-Image writes into the list
     call |= case.edit(*size)

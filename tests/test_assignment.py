@@ -22,6 +22,7 @@ from prefgrpo.rewards.base import PointwiseReward, Score
 from prefgrpo.rollout import batches
 from prefgrpo.rollout.batch import assign_batches, update_of
 from prefgrpo.rollout.replay import TrajectoryCollector
+from prefgrpo.run.checks import batch_errors
 from prefgrpo.run.log import Clock
 from prefgrpo.trainer import Trainer
 
@@ -56,16 +57,16 @@ CELLS = {
         "train": {"updates_per_rollout": 2},
     },
     "three prompts": {
-        "rollout": {"prompts_per_step": 3, "batch_size": 3}, "rewards": BOTH,
+        "rollout": {"prompts_per_step": 3, "batch_size": 2}, "rewards": BOTH,
         "train": {"updates_per_rollout": 2, "kl_coef": 0.3},
     },
     "no signal": {"rollout": {"prompts_per_step": 4}, "rewards": ONLY, "tied": (1, 3)},
-    "part of a batch": {
-        "rollout": {"prompts_per_step": 5, "batch_size": 8}, "rewards": ONLY, "tied": (0, 4),
+    "groups over processes": {
+        "rollout": {"prompts_per_step": 5, "batch_size": 2}, "rewards": ONLY, "tied": (0, 4),
         "train": {"updates_per_rollout": 2},
     },
     "equal forwards": {
-        "rollout": {"prompts_per_step": 3, "batch_size": 3}, "rewards": ONLY, "equal": True,
+        "rollout": {"prompts_per_step": 3, "batch_size": 4}, "rewards": ONLY, "equal": True,
         "train": {"updates_per_rollout": 2, "kl_coef": 0.3}, "eval": {"every": 1},
     },
 }  # fmt: skip
@@ -214,11 +215,18 @@ def config(**over):
     return from_dict({"model": "m", "data": {"prompts": "p"}} | over)
 
 
-def test_a_batch_has_one_number_of_source_images():
-    c = config(rollout={"prompts_per_step": 6, "group_size": 4, "batch_size": 8})
-    counts = [1, 2, 3, 1, 2, 3]
-    plan = assign_batches(c, sources=counts)
-    assert [{counts[p] for p, _ in b.places} for b in plan] == [{1}, {2}, {3}], "eight samples each, never mixed"
+@pytest.mark.parametrize(("prompts", "group", "updates", "slices", "sizes"), [
+    (8, 8, 1, "prompts", [1, 2, 4, 8]), (8, 8, 2, "prompts", [1, 2, 4, 8]), (8, 8, 2, "members", [1, 2, 4]),
+    (32, 9, 3, "members", [1, 3]), (8, 21, 2, "members", [1]), (1, 8, 2, "prompts", [1, 2, 4]),
+    (2, 6, 3, "prompts", [1, 2]),
+])  # fmt: skip
+def test_a_batch_of_several_prompts_or_updates_is_a_mistake(prompts, group, updates, slices, sizes):
+    for size in range(1, prompts * group + 1):
+        rollout = {"prompts_per_step": prompts, "group_size": group, "batch_size": size}
+        c = config(rollout=rollout, train={"updates_per_rollout": updates, "update_slices": slices})
+        whole = all(len(b.places) == size for b in assign_batches(c))
+        assert (batch_errors(c) == []) == whole == (size in sizes), size
+    assert f"expected one of {sizes}, got {prompts * group}" in batch_errors(c)[0]
 
 
 @pytest.mark.parametrize("slices", ["prompts", "members"])
@@ -232,7 +240,8 @@ def test_assignment(prompts, group, batch, updates, slices):
     c = config(rollout=rollout, train={"updates_per_rollout": updates, "update_slices": slices})
     one = assign_batches(c)
     assert sorted(p for b in one for p in b.places) == [(p, g) for p in range(prompts) for g in range(group)]
-    assert max(len(b.places) for b in one) <= batch and [b.number for b in one] == list(range(len(one)))
+    assert max(len(b.places) for b in one) <= batch and all(len(set(b.slots)) == 1 for b in one)
+    assert [b.number for b in one] == list(range(len(one)))
     assert all(update_of(c, place) == b.update for b in one for place in b.places)
     for ranks_ in (2, 3, 8, 32):
         assigned = assign_batches(c, ranks_)

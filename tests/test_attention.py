@@ -335,33 +335,28 @@ def test_every_family_trains_with_its_backends(case, tmp_path):
     assert (set(trained) >= set(NAMES)) == (case.family not in REFUSING)
 
 
-def test_texts_of_different_lengths_need_no_mask():
-    """A kernel without masks gets them in separate forwards; the velocities are those of the padded batch."""
+def test_a_batch_of_one_prompt_needs_no_mask():
+    """The families whose texts differ in length, so that they run with kernels that take none."""
     for family in ("qwen_image", "z_image", "hunyuan_video"):
         adapter = load(case_of(family))
         case = case_of(family).unguided()
         sampling = case.sampling(SIZES[1])
-        condition = conditions(adapter, case, [*PROMPTS, *PROMPTS], SIZES[1])
-        x = noise(adapter, sampling, 4)
-        sigma = torch.tensor([0.3, 0.5, 0.7, 0.9])
-        with torch.no_grad():
-            want = adapter.velocity(x, sigma, condition, sampling)
-            masks = []
-            real = torch.nn.functional.scaled_dot_product_attention
+        condition = conditions(adapter, case, PROMPTS, SIZES[1])
+        x = noise(adapter, sampling, 2)
+        masks = []
+        real = torch.nn.functional.scaled_dot_product_attention
 
-            def noted(*args, attn_mask=None, masks=masks, real=real, **kwargs):
-                masks.append(attn_mask)
-                return real(*args, attn_mask=attn_mask, **kwargs)
+        def noted(*args, attn_mask=None, masks=masks, real=real, **kwargs):
+            masks.append(attn_mask)
+            return real(*args, attn_mask=attn_mask, **kwargs)
 
-            adapter.splits_lengths = True
-            with mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", noted):
-                got = adapter.velocity(x, sigma, condition, sampling)
-        refined = 4 if family == "hunyuan_video" else 0  # masks of its text refiner, which keeps torch's attention
-        assert masks and sum(mask is not None for mask in masks) <= refined
-        assert (got - want).abs().max() <= 1e-5, family
+        with torch.no_grad(), mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", noted):
+            adapter.velocity(x, torch.tensor([0.3, 0.7]), condition, sampling)
+        refined = 2 if family == "hunyuan_video" else 0  # masks of its text refiner, which keeps torch's attention
+        assert masks and sum(mask is not None for mask in masks) <= refined, family
 
 
-SHORT = {"none": "no mask", "padding": "masks padding of texts", "always": "masks text", "own": "own kernels"}
+SHORT = {"none": "no mask", "padding": "no mask on one GPU", "always": "masks text", "own": "own kernels"}
 
 
 def support_table():

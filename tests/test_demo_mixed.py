@@ -40,7 +40,7 @@ def recipe(place, url):
         "trackers": [],
         "data": {"prompts": str(ASSETS / "prompts/train.txt")},
         "judge": {"model": "", "endpoints": [url]},
-        "rollout": {"prompts_per_step": 2, "group_size": 4, "batch_size": 8},
+        "rollout": {"prompts_per_step": 2, "group_size": 4, "batch_size": 4},
         "train": {"steps": 3},
         "eval": {"every": 0, "prompts": "", "final_prompts": str(ASSETS / "prompts/test.txt"), "max_prompts": 4},
         "rewards": [

@@ -34,13 +34,15 @@ def adapter():
     return load(FLUX)
 
 
-def test_a_batch_pads_shorter_prompts():
+def test_a_batch_has_conditions_of_equal_shapes():
     short = Condition(torch.ones(2, 3), torch.tensor(2), torch.ones(5), (torch.ones(2, 2, 4),))
-    long = Condition(torch.ones(4, 3), torch.tensor(4), torch.zeros(5), (torch.zeros(2, 2, 4),), negative=None)
-    both = collate([short, long])
-    assert both.prompt_embeds.shape == (2, 4, 3) and both.pooled.shape == (2, 5) and len(both.sources) == 1
-    assert both.text_length.tolist() == [2, 4] and both.prompt_embeds[0, 2:].abs().max() == 0
-    assert torch.equal(both.select(torch.tensor([1])).sources[0], long.sources[0][None])
+    other = Condition(torch.zeros(2, 3), torch.tensor(2), torch.zeros(5), (torch.zeros(2, 2, 4),))
+    both = collate([short, other])
+    assert both.prompt_embeds.shape == (2, 2, 3) and both.pooled.shape == (2, 5) and len(both.sources) == 1
+    assert both.text_length.tolist() == [2, 2] and short.shapes() == other.shapes() != both.shapes()
+    assert torch.equal(both.select(torch.tensor([1])).sources[0], other.sources[0][None])
+    with pytest.raises(ValueError, match="equal shapes, but 'prompt_embeds' has"):
+        collate([short, Condition(torch.ones(4, 3), torch.tensor(4), torch.ones(5), short.sources)])
     with pytest.raises(ValueError, match="at least one"):
         collate([])
     with pytest.raises(ValueError, match="equal shapes, but 'pooled' has"):

@@ -149,7 +149,7 @@ def test_pairs_without_a_verdict_are_left_out_and_counted(people):
 def judged(url, **over):
     base = {
         "rewards": "vlm_pairwise", "judge": {"endpoints": [url]}, "eval": {"every": 0}, "train": {"steps": 6},
-        "rollout": {"prompts_per_step": 4, "batch_size": 8},
+        "rollout": {"prompts_per_step": 4},
     }  # fmt: skip
     return merged(base, over)
 

@@ -21,7 +21,7 @@ from prefgrpo.rollout.embeddings import run_entries
 from prefgrpo.rollout.render import stills
 from prefgrpo.tiny import pipelines
 
-SMALL = {"train": {"steps": 3}, "rollout": {"prompts_per_step": 2, "group_size": 2, "batch_size": 4}}
+SMALL = {"train": {"steps": 3}, "rollout": {"prompts_per_step": 2, "group_size": 2, "batch_size": 2}}
 
 
 @pytest.fixture(scope="module")

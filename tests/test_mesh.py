@@ -54,10 +54,10 @@ LAYOUTS = {
 }
 FAMILIES = {
     "flux": {"rollout": {"batch_size": G}},
-    "qwen_image": {"rollout": {"batch_size": 2 * G, "guidance": 4.0, "same_noise": True, "window_low": 1}},
+    "qwen_image": {"rollout": {"guidance": 4.0, "same_noise": True, "window_low": 1}},
     "wan22": {"rollout": {"batch_size": G, "frames": 5, "guidance": 4.0, "guidance_2": 3.0}},
 }
-"""Qwen-Image's batches mix prompts of different lengths, with masks; each prompt's first step is computed once."""
+"""Qwen-Image's prompts differ in length from batch to batch; each prompt's first step is computed once."""
 CLIP = {"rollout": {"frames": 5}}
 OTHERS = {
     "flux2": {"rollout": {"height": 64, "width": 64}, "data": {"max_length": 512}},
@@ -218,6 +218,23 @@ def test_a_layout_changes_nothing(place, family, size):
 def test_a_layout_changes_nothing_in_any_family(place):
     families = " ".join(OTHERS)
     all_end(ranks(place / "others.yaml", 2, hook=cells, PLACE=str(place), FAMILY=families), seconds=1500)
+
+
+def lengths():
+    """Runs in the new process: a guided step in which one text of four is as long as the negative prompt."""
+    torch.set_num_threads(1)
+    config = settings(os.environ["PLACE"], "qwen_image", True, "fp32", {"shard": 2})
+    config = replace(config, rollout=replace(config.rollout, negative_prompt=TEXTS[0]))
+    result = one_step(config, join(config))
+    assert (len(result["samples"]), result["moved"]) == (P * G, 0)
+    os._exit(0)
+
+
+@pytest.mark.dist
+def test_sharded_processes_run_equally_many_forwards_whatever_the_lengths(place):
+    """Every forward of sharded weights is a collective: a process that joined the texts of a pair where the other ran
+    two forwards would wait forever."""
+    all_end(ranks(place / "lengths.yaml", 2, hook=lengths, PLACE=str(place)), seconds=120)
 
 
 def compiled():

@@ -305,7 +305,7 @@ def options(name, **train):
     return {
         "rewards": f"{__name__}.Judged",
         "train": {"steps": 3, "lr": 1e-3, "objective": name, "objective_options": RUNS[name], **train},
-        "rollout": {"prompts_per_step": 2, "batch_size": 3},
+        "rollout": {"prompts_per_step": 2, "batch_size": 2},
         "eval": {"every": 0},
         "checkpoint": {"every": 2},
     }

@@ -85,7 +85,8 @@ class SamplingConfig:
     group_size: Annotated[int, Field(ge=2)] = 8
     """G, images per prompt."""
     batch_size: PositiveInt = 8
-    """Images per forward, in both rollout and training. A divisor of group_size keeps the first ratio exactly 1."""
+    """Images per forward, all of one prompt, in both rollout and training: a divisor of the images of a prompt that one
+    update trains on (group_size, or group_size / updates_per_rollout with update_slices: members)."""
     same_noise: bool = False
     """Start all images of a prompt from one initial latent (`init_same_noise`). In each batch, the steps before the
     window are then computed once per prompt. Not for endpoint objectives, whose sampling is deterministic."""

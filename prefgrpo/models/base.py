@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from prefgrpo.config.schema import SamplingConfig as Sampling
 from prefgrpo.models import folder as folders
-from prefgrpo.models.condition import Condition, predict_by_length
+from prefgrpo.models.condition import Condition
 from prefgrpo.models.guidance import Cfg, Gradient, predict_cond_uncond
 from prefgrpo.models.sampling import StockSampling
 from prefgrpo.models.vae import decode_image
@@ -50,20 +50,16 @@ class Adapter(StockSampling, Weights, ABC):
     parts_in_fp32: ClassVar[tuple[str, ...]] = ()
     """Components of the pipeline that run in fp32, as in the published use of a bf16 denoiser."""
     attention_masks: ClassVar[Masks] = "none"
-    """When the blocks' attention masks padded text. "none": never, as all texts have one length. Otherwise embeddings
-    are as long as their prompts (`text_length`), and masked in batches of different lengths ("padding"), or always;
-    "own": blocks choose masks and kernels themselves."""
+    """When the blocks' attention masks text. "none": never, as all texts have one length. Otherwise embeddings are as
+    long as their prompts (`text_length`), which a batch has one of; they are masked if context parallelism pads them
+    ("padding"), or always; "own": blocks choose masks and kernels themselves."""
     context_parallel: ClassVar[str] = ""
     """Context parallelism that training supports: "" for none, "ulysses", or "ring" for both."""
     text_sees_sources: ClassVar[bool] = False
     """Whether the text encoder sees the source images: a prompt then has one embedding per source."""
 
-    splits_lengths = False
-    """Whether prompts of different lengths run in separate forwards, because attention takes no mask."""
-    equal_forwards = False
-    """Whether all processes must run equally many forwards, because weights are sharded."""
     text_multiple = 1
-    """Batches of prompts of different lengths are padded to a multiple of this many tokens."""
+    """Texts are padded to a multiple of this many tokens, which context parallelism divides."""
 
     def __init__(
         self,
@@ -247,8 +243,6 @@ class Adapter(StockSampling, Weights, ABC):
         """Velocities (c, u) for the prompt and, if guidance is on, for the negative prompt, in the denoiser's dtype."""
         name, _ = self.expert(sigma, sampling)
         predict: Any = partial(self.predict, getattr(self.pipe, name), sampling=sampling)
-        if self.splits_lengths:
-            predict = partial(predict_by_length, predict, one_by_one=self.equal_forwards)
         sigma = sigma.to(x.device, non_blocking=True)
         x = x.to(self.dtype)
         condition = condition.cast(self.dtype)

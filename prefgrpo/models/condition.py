@@ -18,10 +18,9 @@ class Condition:
     """An encoded prompt or, with a leading dimension B, a batch of them."""
 
     prompt_embeds: Tensor
-    """[(B,) n, C] text encoder states; a batch is zero-padded at the end to its longest prompt."""
+    """[(B,) n, C] text encoder states."""
     text_length: Tensor | None = None
-    """int64 [(B)] number of tokens, for families whose embeddings are as long as the prompt. It stays on the CPU, so
-    that shapes can depend on it without a device sync."""
+    """int64 [(B)] number of tokens n, for families whose embeddings are as long as the prompt, on the CPU."""
     pooled: Tensor | None = None
     """[(B,) C'] pooled vector of a second text encoder."""
     sources: tuple[Tensor, ...] = ()
@@ -57,6 +56,11 @@ class Condition:
         """The same in a floating-point dtype; lengths stay integers."""
         return self.map(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
 
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Shapes of all tensors; conditions with equal ones can be collated."""
+        own = tuple(tuple(tensor.shape) for tensor in (*self.tensors().values(), *self.sources))
+        return own if self.negative is None else own + self.negative.shapes()
+
     def select(self, rows: Tensor) -> Condition:
         """The batch rows `rows` (int64)."""
         return self.map(lambda tensor: tensor.index_select(0, rows.to(tensor.device)))
@@ -75,15 +79,11 @@ def combine(conditions: Sequence[Condition], function: Callable[[str, list[Tenso
 
 
 def collate(conditions: Sequence[Condition], device: torch.device | str = "cpu") -> Condition:
-    """Batch [B, …] of unbatched conditions on `device`; prompts are zero-padded at the end to the longest.
-
-    Raises ValueError if conditions differ otherwise (sizes or number of their source images).
-    """
+    """Batch [B, …] of unbatched conditions on `device`. Raises ValueError if their shapes differ: a batch has texts of
+    one length, and source images of one number and size."""
 
     def stack(name: str, tensors: list[Tensor]) -> Tensor:
         shapes = {tuple(tensor.shape) for tensor in tensors}
-        if len(shapes) > 1 and name.startswith("prompt_embeds"):
-            return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True)
         if len(shapes) > 1:
             raise ValueError(f"conditions of one batch must have equal shapes, but '{name}' has {sorted(shapes)}")
         return torch.stack(tensors)
@@ -91,42 +91,3 @@ def collate(conditions: Sequence[Condition], device: torch.device | str = "cpu")
     if not conditions:
         raise ValueError("collate needs at least one condition")
     return combine(conditions, stack).to(device)
-
-
-def text_mask(condition: Condition, multiple: int = 1, second: bool = False) -> Tensor:
-    """Padding mask bool [B, longest], on the CPU: True where a batch's `prompt_embeds` hold a token of the prompt.
-
-    multiple: round the length up to a multiple of this. second: the mask for `prompt_embeds_2`.
-    """
-    lengths = condition.text_length_2 if second else condition.text_length
-    assert lengths is not None
-    longest = -(-int(lengths.max()) // multiple) * multiple
-    return torch.arange(longest)[None, :] < lengths[:, None]
-
-
-def predict_by_length(
-    predict: Callable[[Tensor, Tensor, Condition], Tensor],
-    x: Tensor,
-    sigma: Tensor,
-    condition: Condition,
-    one_by_one: bool = False,
-) -> Tensor:
-    """`predict(x, sigma, condition)` [B, …] in one forward per length of prompt, so that none is padded.
-
-    one_by_one: one forward per sample instead, so that every process runs equally many.
-    """
-    lengths = condition.text_length
-    if lengths is None:
-        return predict(x, sigma, condition)
-    if one_by_one:
-        parts = list(torch.arange(len(lengths)).split(1))
-    else:
-        parts = [(lengths == length).nonzero().flatten() for length in lengths.unique()]
-    if len(parts) == 1:
-        return predict(x, sigma, condition)
-    v = []
-    for rows in parts:
-        index = rows.to(x.device, non_blocking=True)
-        v.append(predict(x[index], sigma[index], condition.select(rows)))
-    order = torch.cat(parts).argsort().to(x.device, non_blocking=True)
-    return torch.cat(v)[order]

@@ -57,7 +57,8 @@ def predict_cond_uncond(
     condition: Condition,
     gradient: Gradient = "both",
 ) -> tuple[Tensor, Tensor]:
-    """(c, u): one forward with batch size 2B if prompt and negative prompt have equal shapes, else two forwards.
+    """(c, u): one forward with batch size 2B for families whose texts have one length, else two forwards, whatever the
+    lengths: with sharded weights all processes must run equally many.
 
     gradient: 'conditional' computes u in a separate forward without a graph, in rollout and replay alike. Raises
     ValueError for a condition that was encoded with guidance off.
@@ -69,8 +70,7 @@ def predict_cond_uncond(
         with torch.no_grad():
             u = predict(x, sigma, negative)
         return predict(x, sigma, positive), u
-    shapes = ([tensor.shape for tensor in one.tensors().values()] for one in (positive, negative))
-    if next(shapes) != next(shapes):
+    if positive.text_length is not None:
         return predict(x, sigma, positive), predict(x, sigma, negative)
     pair = combine([positive, negative], lambda _, tensors: torch.cat(tensors))
     c, u = predict(torch.cat([x, x]), torch.cat([sigma, sigma]), pair).chunk(2)

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from prefgrpo.models.base import Condition, Masks, Sampling
-from prefgrpo.models.condition import text_mask
 from prefgrpo.models.guidance import Cfg
 from prefgrpo.models.vae import decode_clip
 from prefgrpo.models.video import PatchVideo
@@ -29,8 +28,6 @@ class HunyuanVideo(PatchVideo):
     attention_masks: ClassVar[Masks] = "padding"
     lora_targets = JOINT_ATTENTION
     comfy_names = None
-    padded = True
-    """Whether the texts of the batch that is being computed are padded."""
 
     def __init__(self, pipe: Any, **options: Any) -> None:
         super().__init__(pipe, **options)
@@ -40,8 +37,8 @@ class HunyuanVideo(PatchVideo):
                 block.register_forward_pre_hook(self._without_mask)
 
     def _without_mask(self, block: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """A block's arguments; the mask, the fourth, only if a text is padded: diffusers always makes one."""
-        return args if self.padded else (*args[:3], None, *args[4:])
+        """A block's arguments without the mask, the fourth, which diffusers always makes and no text needs."""
+        return (*args[:3], None, *args[4:])
 
     def encode_prompt(self, prompt: str, max_length: int) -> Condition:
         """prompt_embeds [n, C] with n ≤ max_length tokens, text_length = n, and pooled [C']."""
@@ -55,13 +52,12 @@ class HunyuanVideo(PatchVideo):
 
     def predict(self, net: nn.Module, x: Tensor, sigma: Tensor, condition: Condition, sampling: Sampling) -> Tensor:
         """Velocity [B, C, F', h, w]."""
-        mask = text_mask(condition)
-        self.padded = not bool(mask.all())
+        text = condition.prompt_embeds
         return net(
             hidden_states=x,
             timestep=(sigma * 1000).to(x.dtype),
-            encoder_hidden_states=condition.prompt_embeds[:, : mask.shape[1]],
-            encoder_attention_mask=mask.to(x.device, x.dtype, non_blocking=True),
+            encoder_hidden_states=text,
+            encoder_attention_mask=x.new_ones(text.shape[:2]),
             pooled_projections=condition.pooled,
             guidance=torch.full_like(sigma, sampling.guidance, dtype=x.dtype) * 1000.0,
             return_dict=False,
@@ -97,19 +93,17 @@ class HunyuanVideo15(HunyuanVideo):
 
         The stock pipeline instead masks the texts' padding and 729 empty image tokens, which are absent here.
         """
-        mask = text_mask(condition)
-        glyphs = text_mask(condition, second=True)
+        first = condition.prompt_embeds
         second = condition.prompt_embeds_2
         assert second is not None
-        no_image = mask.new_zeros(len(x), 0, self.pipe.transformer.config.image_embed_dim, dtype=second.dtype)
         return net(
             hidden_states=torch.cat([x, torch.zeros_like(x), torch.zeros_like(x[:, :1])], dim=1),
             timestep=(sigma * 1000).to(x.dtype),
-            encoder_hidden_states=condition.prompt_embeds[:, : mask.shape[1]],
-            encoder_attention_mask=mask.to(x.device, non_blocking=True),
-            encoder_hidden_states_2=second[:, : glyphs.shape[1]],
-            encoder_attention_mask_2=glyphs.to(x.device, non_blocking=True),
-            image_embeds=no_image.to(x.device),
+            encoder_hidden_states=first,
+            encoder_attention_mask=first.new_ones(first.shape[:2], dtype=torch.bool),
+            encoder_hidden_states_2=second,
+            encoder_attention_mask_2=second.new_ones(second.shape[:2], dtype=torch.bool),
+            image_embeds=second.new_zeros(len(x), 0, self.pipe.transformer.config.image_embed_dim),
             return_dict=False,
         )[0]
 

@@ -19,7 +19,6 @@ from PIL import Image
 from torch import Tensor, nn
 
 from prefgrpo.models.base import Adapter, Condition, Sampling
-from prefgrpo.models.condition import text_mask
 from prefgrpo.models.guidance import Cfg
 from prefgrpo.models.vae import decode_image, unnormalise
 from prefgrpo.models.weights import JOINT_ATTENTION
@@ -53,19 +52,19 @@ class QwenImage(Adapter):
     ) -> Tensor:
         """Run the transformer on the tokens [B, L, 4C] of one or several images of (rows, columns) tokens.
 
-        A mask is passed only if the batch has prompts of different lengths, or context parallelism pads them.
+        A mask is passed only if context parallelism pads the text.
         """
-        mask = text_mask(condition, self.text_multiple)
-        lengths = condition.text_length
-        assert lengths is not None
-        padded = int(lengths.min()) < mask.shape[1]
-        embeds = condition.prompt_embeds[:, : mask.shape[1]]
-        embeds = nn.functional.pad(embeds, (0, 0, 0, mask.shape[1] - embeds.shape[1]))
+        count, length = condition.prompt_embeds.shape[:2]
+        embeds = condition.prompt_embeds
+        mask = None
+        if missing := -length % self.text_multiple:
+            embeds = nn.functional.pad(embeds, (0, 0, 0, missing))
+            mask = (torch.arange(length + missing, device=embeds.device) < length).expand(count, -1)
         return net(
             hidden_states=tokens,
             timestep=(sigma * 1000).to(tokens.dtype) / 1000,
             encoder_hidden_states=embeds,
-            encoder_hidden_states_mask=mask.to(tokens.device, non_blocking=True) if padded else None,
+            encoder_hidden_states_mask=mask,
             img_shapes=[[(1, *grid) for grid in grids]] * tokens.shape[0],
             return_dict=False,
         )[0]

@@ -24,7 +24,6 @@ class QwenImage21(Adapter):
     pipeline = "QwenImage21Pipeline"
     packed = True
     attention_masks = "own"
-    splits_lengths = True
     cfg = Cfg(negative=" ")
     lora_targets = (
         "attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0", "img_mlp.proj", "img_mlp.gate_layer", "img_mlp.out",
@@ -53,21 +52,16 @@ class QwenImage21(Adapter):
         return {"sigmas": np.array(sigmas), "mu": self.mu(sampling)}
 
     def predict(self, net: nn.Module, x: Tensor, sigma: Tensor, condition: Condition, sampling: Sampling) -> Tensor:
-        """Velocity [B, L, C]; the transformer sees one sequence, text followed by image.
-
-        The image's position in it changes the result, so prompts are never padded: there is one forward per length.
-        """
-        lengths = condition.text_length
-        (count, tokens) = x.shape[:2]
-        assert lengths is not None
-        text = int(lengths[0])
-        slots = torch.cat([lengths.new_zeros(count, text), lengths.new_ones(count, tokens // 4)], dim=1).bool()
+        """Velocity [B, L, C]; the transformer sees one sequence, text followed by image."""
+        count, tokens = x.shape[:2]
+        text = condition.prompt_embeds.shape[1]
+        slots = (torch.arange(text + tokens // 4, device=x.device) >= text).expand(count, -1)
         return net(
             hidden_states=x,
             timestep=(sigma * 1000).to(x.dtype) / 1000,
-            encoder_hidden_states=condition.prompt_embeds[:, :text],
+            encoder_hidden_states=condition.prompt_embeds,
             img_shapes=[[(1, *self.grid(sampling))]] * count,
-            img_mask=slots.to(x.device, non_blocking=True),
+            img_mask=slots,
             return_dict=False,
         )[0][:, -tokens:]
 

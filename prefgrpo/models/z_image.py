@@ -42,9 +42,7 @@ class ZImage(Adapter):
 
     def predict(self, net: nn.Module, x: Tensor, sigma: Tensor, condition: Condition, sampling: Sampling) -> Tensor:
         """Velocity [B, C, h, w]."""
-        assert condition.text_length is not None
-        lengths = condition.text_length.tolist()
-        texts = [text[:n] for text, n in zip(condition.prompt_embeds.unbind(), lengths, strict=True)]
         images = list(x.unsqueeze(2).unbind())
+        texts = list(condition.prompt_embeds.unbind())
         out = net(images, (1000 - sigma * 1000) / 1000, texts, return_dict=False)[0]
         return -torch.stack([one.float() for one in out]).squeeze(2)

@@ -56,7 +56,9 @@ def cases(adapter: Adapter, config: Config, name: str, layout: Layout) -> list[C
     heads = model.get("num_attention_heads") or model["n_heads"]
     width = model.get("attention_head_dim") or model["dim"] // heads
     batch = min(config.rollout.batch_size, 2)
-    masks = {"padding": (False, True), "always": (True,)}.get(adapter.attention_masks, (False,))
+    masks = {"always": (True,)}.get(adapter.attention_masks, (False,))
+    if adapter.attention_masks == "padding" and layout.context > 1:
+        masks = (False, True)
     found: list[Case] = []
     for sizes in (config.rollout, eval_sampling(config)):
         for queries, keys in adapter.attention_tokens(sizes, config.data.max_length):
@@ -81,7 +83,6 @@ def set_backend(adapter: Adapter, config: Config, layout: Layout, device: torch.
     from diffusers.models.attention_dispatch import _AttentionBackendRegistry as registry
 
     name = chosen(config.attention, adapter.attention_masks, layout, device, adapter.dtype)
-    adapter.splits_lengths |= adapter.attention_masks == "padding" and name not in MASKING
     if name != "native" or device.type != "cpu":
         for case in cases(adapter, config, name, layout):
             check(name, case, adapter.dtype, device)

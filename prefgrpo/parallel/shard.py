@@ -40,7 +40,6 @@ def shard_weights(adapter: Adapter, world: World, offload: bool) -> None:
     policy = CPUOffloadPolicy(pin_memory=world.device.type != "cpu") if offload else OffloadPolicy()
     for model in adapter.modules().values():
         _shard(model, adapter, mesh, policy)
-    adapter.equal_forwards = world.equal_forwards
 
 
 def _shard(model: nn.Module, adapter: Adapter, mesh: DeviceMesh, offload: OffloadPolicy) -> None:

@@ -1,13 +1,15 @@
 """A batch of samples, from its plan to the update.
 
-A batch has samples of one update with one number of source images. The batches of a step are assigned to the
-data-parallel ranks round-robin, update by update, so that every one has its share of every update; every process
-derives the same plan. Invariant: batches do not depend on the number of processes.
+A batch has members of one prompt that train in one update, so its texts have one length and its source images one
+size, and a group without signal leaves whole batches. The batches of a step are assigned to the data-parallel ranks
+round-robin, update by update, so that every one has its share of every update; every process derives the same plan.
+Invariant: batches do not depend on the number of processes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections import Counter
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -61,19 +63,37 @@ def update_of(config: Config, place: Place) -> int:
     return (slot * r.group_size + member) * updates // (r.prompts_per_step * r.group_size)
 
 
-def assign_batches(config: Config, dp_size: int = 1, sources: Sequence[int] = ()) -> list[BatchPlan]:
-    """The batches of a step, assigned to `dp_size` data-parallel ranks, whose shares of each update and of the step
-    differ by at most one batch. sources: number of source images of every slot (default: none)."""
+def places_of(config: Config) -> dict[tuple[int, int], list[Place]]:
+    """(update, slot) → the samples of that prompt which train in that update, update by update."""
     r = config.rollout
-    places_of: dict[tuple[int, int], list[Place]] = {}
+    out: dict[tuple[int, int], list[Place]] = {}
     for place in ((slot, member) for slot in range(r.prompts_per_step) for member in range(r.group_size)):
-        count = sources[place[0]] if sources else 0
-        places_of.setdefault((update_of(config, place), count), []).append(place)
+        out.setdefault((update_of(config, place), place[0]), []).append(place)
+    return dict(sorted(out.items()))
+
+
+def batch_sizes(config: Config) -> list[int]:
+    """The values of rollout.batch_size that fill every batch: divisors of the members of a prompt in an update."""
+    largest = math.gcd(*(len(places) for places in places_of(config).values()))
+    return [size for size in range(1, largest + 1) if largest % size == 0]
+
+
+def assign_batches(config: Config, dp_size: int = 1) -> list[BatchPlan]:
+    """The batches of a step, assigned to `dp_size` data-parallel ranks, whose shares of each update and of the step
+    differ by at most one batch."""
+    size = config.rollout.batch_size
     out: list[BatchPlan] = []
-    for (update, _), places in sorted(places_of.items(), key=lambda item: item[0][0]):
-        for first in range(0, len(places), r.batch_size):
-            out.append(BatchPlan(len(out), update, tuple(places[first : first + r.batch_size]), len(out) % dp_size))
+    for (update, _), places in places_of(config).items():
+        for first in range(0, len(places), size):
+            out.append(BatchPlan(len(out), update, tuple(places[first : first + size]), len(out) % dp_size))
     return out
+
+
+def busy_share(config: Config, dp_size: int) -> float:
+    """Share of the data-parallel ranks' time in the updates of a step in which they have a batch to train on."""
+    batches = Counter(batch.update for batch in assign_batches(config))
+    rounds = sum(-(-count // dp_size) for count in batches.values())
+    return batches.total() / (rounds * dp_size)
 
 
 @dataclass(frozen=True, eq=False)

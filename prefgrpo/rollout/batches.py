@@ -2,7 +2,7 @@
 
 Samples are sent to the data-parallel rank that scores their group while the next batch is generated. Every process
 trains on the batches that it generated, without the groups that carry no signal. Invariant: a sample depends on
-(weights, prompt, seed, step, slot, member) and the other prompts of its batch only, not on the number of processes.
+(weights, prompt, seed, step, slot, member) only, not on the number of processes.
 """
 
 from __future__ import annotations
@@ -105,8 +105,7 @@ class Rollouts:
         """(prompt of every slot, batches) of a step."""
         chosen = step_prompts(len(self.prompts), self.config.rollout.prompts_per_step, self.config.seed, step)
         prompts = [self.prompts[i] for i in chosen]
-        sources = [len(prompt.source) for prompt in prompts]
-        return prompts, assign_batches(self.config, self.world.dp_size, sources)
+        return prompts, assign_batches(self.config, self.world.dp_size)
 
     def _media_shape(self) -> tuple[int, ...]:
         """Of a sample's pixels: [H, W, 3], or [F, H, W, 3]."""

@@ -6,7 +6,7 @@ A draw is a function of (seed, group, draw number), so it is the same for all me
 and any number of processes. Draw k of K takes its t from the k-th of K equally likely parts of the distribution.
 
 A group loss needs d of all members: ∂loss/∂d is computed first and then backpropagated, which gives the exact gradient.
-If batches hold whole groups (rollout.batch_size is a multiple of group_size), one forward gives both; otherwise d comes
+If batches hold whole groups (rollout.batch_size is group_size), one forward gives both; otherwise d comes
 from a pass without gradient, on all ranks that have members of a group, at the cost of one more forward per sample and
 draw.
 """
@@ -125,7 +125,7 @@ class EndpointCollector:
     def _whole(self) -> bool:
         """Whether every batch consists of whole groups; the same on all ranks."""
         r = self.config.rollout
-        return r.batch_size % r.group_size == 0
+        return r.batch_size == r.group_size
 
     def _slopes(
         self, objective: GroupObjective, batches: Sequence[Batch], errors: Sequence[Tensor], targets: Targets

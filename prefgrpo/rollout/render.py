@@ -1,7 +1,7 @@
 """Prompts to pixels under one schedule; shared by training, evaluation and generation.
 
-Source images are resized and centre-cropped to the output size, so that any of them can share a batch. Invariant: a
-sample depends only on (weights, prompt, source, seed, sample id).
+A batch has prompts whose texts have one length, and source images of one number. Invariant: a sample depends only on
+(weights, prompt, source, seed, sample id).
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ def render(
     """
     schedule = schedules.ode(sampling)
     seed = schedules.config.seed
-    alike: dict[int, list[int]] = {}  # by the number of source images, which a batch has one of
-    for k, (prompt, _) in enumerate(wanted):
-        alike.setdefault(len(prompt.source), []).append(k)
+    alike: dict[tuple[tuple[int, ...], ...], list[int]] = {}
+    for k, condition in enumerate(embeddings(adapter, [prompt for prompt, _ in wanted], sampling)):
+        alike.setdefault(condition.shapes(), []).append(k)
     each = sampling.batch_size
     batches = [ks[i : i + each] for ks in alike.values() for i in range(0, len(ks), each)]
     if world.equal_forwards:

@@ -18,6 +18,7 @@ from prefgrpo.objectives import objective
 from prefgrpo.objectives.base import GroupObjective, Objective
 from prefgrpo.rewards import PYTHON, get_python_rewards, load_class
 from prefgrpo.rewards.pairwise import VlmPairwise
+from prefgrpo.rollout.batch import batch_sizes
 from prefgrpo.run import judging, trackers
 from prefgrpo.run.checkpoint import CheckpointError
 from prefgrpo.run.loading import unsupported
@@ -39,7 +40,6 @@ MAY_CHANGE_IN_OPTIONS = (
 
 def config_errors(config: Config) -> list[str]:
     """Errors that can be found without loading the model: family, files, rewards, judge, objective, updates."""
-    r = config.rollout
     e = config.eval
     of_python = [entry for entry in config.rewards if PYTHON in entry.options]
     if absent := [entry for entry in of_python if entry.name not in get_python_rewards()]:
@@ -52,10 +52,21 @@ def config_errors(config: Config) -> list[str]:
     problems += trackers.config_errors(config)
     files = {"data.prompts": config.data.prompts, "eval.prompts": e.prompts, "eval.final_prompts": e.final_prompts}
     problems += [f"{field}: prompts file not found: {f}" for field, f in files.items() if f and not Path(f).is_file()]
-    if config.train.updates_per_rollout > (samples := r.prompts_per_step * r.group_size):
+    return problems + batch_errors(config)
+
+
+def batch_errors(config: Config) -> list[str]:
+    """Whether the samples of a step can be divided into its updates, and these into batches."""
+    r = config.rollout
+    samples = r.prompts_per_step * r.group_size
+    if config.train.updates_per_rollout > samples:
         problem = f"expected at most one update per sample, got {config.train.updates_per_rollout} updates"
-        problems.append(f"train.updates_per_rollout: {problem} of {samples} samples per step")
-    return problems
+        return [f"train.updates_per_rollout: {problem} of {samples} samples per step"]
+    sizes = batch_sizes(config)
+    if r.batch_size in sizes:
+        return []
+    problem = "a batch has images of one prompt that train in one update"
+    return [f"rollout.batch_size: {problem}: expected one of {sizes}, got {r.batch_size}"]
 
 
 def _model_errors(config: Config) -> list[str]:

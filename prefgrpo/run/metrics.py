@@ -209,6 +209,4 @@ def on_policy_note(config: Config, values: Mapping[str, float], first: bool) -> 
     if error is None or not values["samples_trained"] or not (first or error > limit):
         return ""
     verdict = "exact" if error == 0 else "fine" if error <= limit else f"above clip_range / 10 = {limit:.1e}"
-    if error and values["advantage/zero_groups"] > 0 and config.rollout.group_size % config.rollout.batch_size:
-        verdict += "; it is exact if rollout.batch_size divides rollout.group_size (groups without signal are left out)"
     return f"on-policy check: max |ratio - 1| = {error:.1e} ({verdict})"

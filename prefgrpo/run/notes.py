@@ -18,7 +18,7 @@ from prefgrpo.data.prompts import FEWEST_TO_SPLIT, Prompt
 from prefgrpo.models.base import Adapter
 from prefgrpo.parallel.shard import to_local
 from prefgrpo.parallel.world import World
-from prefgrpo.rollout.batch import assign_batches
+from prefgrpo.rollout.batch import assign_batches, busy_share
 from prefgrpo.run.judging import unread_columns
 from prefgrpo.run.policy import Policy
 
@@ -65,14 +65,13 @@ def prompt_warnings(config: Config, trained: Sequence[Prompt], evaluated: Sequen
 
 def idle_warning(config: Config, dp_size: int) -> str:
     """A message about idle processes if the batches of an update cannot be assigned evenly; '' if they can."""
-    batches = Counter(batch.update for batch in assign_batches(config))
-    rounds = sum(-(-count // dp_size) for count in batches.values())
-    share = 1 - batches.total() / (rounds * dp_size)
+    share = 1 - busy_share(config, dp_size)
     if not share:
         return ""
+    batches = Counter(batch.update for batch in assign_batches(config))
     counts = " or ".join(str(count) for count in sorted(set(batches.values())))
     return (
-        f"an update has {counts} batches of up to {config.rollout.batch_size} samples for {dp_size} processes, which "
+        f"an update has {counts} batches of {config.rollout.batch_size} samples for {dp_size} processes, which "
         f"are idle {share:.0%} of it; choose a rollout.batch_size that makes the number a multiple of {dp_size}"
     )
 
