@@ -224,7 +224,8 @@ def lengths():
     """Runs in the new process: a guided step in which one text of four is as long as the negative prompt."""
     torch.set_num_threads(1)
     config = settings(os.environ["PLACE"], "qwen_image", True, "fp32", {"shard": 2})
-    config = replace(config, rollout=replace(config.rollout, negative_prompt=TEXTS[0]))
+    whole = replace(config.data, max_length=320)  # 24 tokens would truncate all texts to one length
+    config = replace(config, data=whole, rollout=replace(config.rollout, negative_prompt=TEXTS[0]))
     result = one_step(config, join(config))
     assert (len(result["samples"]), result["moved"]) == (P * G, 0)
     os._exit(0)
