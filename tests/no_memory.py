@@ -1,4 +1,4 @@
-"""Each argument of each op replaced by each tensor without memory; test_backend.py runs this in a process of its own."""
+"""Each argument of each op replaced by each tensor without memory; test_backend.py runs this in its own process."""
 
 import faulthandler
 
