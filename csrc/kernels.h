@@ -33,7 +33,7 @@ struct SdeParams {
   View x, v;
   const Row* coef = nullptr;       // [T]
   int64_t rows = 0;                // T
-  const int64_t* index = nullptr;  // [B] rows of coef; null: row i
+  const int64_t* index = nullptr;  // [B] rows of coef; null: row i, or the only one
   View y;
 };
 

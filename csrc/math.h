@@ -40,9 +40,9 @@ PG_INLINE float from_bits(uint32_t u) {
 }
 
 // ---------------------------------------------------------------- affine map
-// The coefficients of sample i; NaN if its index is outside the table.
+// The coefficients of sample i: of its index, or the only row, or row i; NaN if its index is outside the table.
 PG_INLINE Row row_of(const SdeParams& p, int64_t i) {
-  const int64_t k = p.index ? p.index[i] : i;
+  const int64_t k = p.index ? p.index[i] : p.rows == 1 ? 0 : i;
   const float nan = from_bits(0x7fc00000u);
   return k >= 0 && k < p.rows ? p.coef[k] : Row{nan, nan, nan, nan, nan};
 }

@@ -57,7 +57,7 @@ def place(dim, BLOCK: tl.constexpr):
 @triton.jit
 def row_of(coef_ptr, index_ptr, rows, i, HAS_INDEX: tl.constexpr):
     """(a, b, s, w, c) of sample i; NaN if its index is outside the table."""
-    row = i
+    row = tl.minimum(i, rows - 1)  # row i, or the only one
     if HAS_INDEX:
         row = tl.load(index_ptr + i)
     ok = (row >= 0) & (row < rows)

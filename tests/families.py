@@ -19,8 +19,8 @@ from prefgrpo import models
 from prefgrpo.config.loading import from_dict
 from prefgrpo.config.schema import SamplingConfig
 from prefgrpo.data.prompts import Prompt
-from prefgrpo.integrations.rotary import stock_rotary
 from prefgrpo.models.condition import Condition, collate
+from prefgrpo.models.rotary import stock_rotary
 from prefgrpo.models.wan import NEGATIVE
 from prefgrpo.rollout.embeddings import Embeddings, entries_of
 from prefgrpo.rollout.rollout import rollout

@@ -4,6 +4,8 @@ GPUs are simulated: an extension whose launch fails, and a device guard that rec
 """
 
 import contextlib
+import subprocess
+import sys
 import threading
 import types
 
@@ -94,3 +96,11 @@ def test_kernels_are_launched_on_the_device_of_their_tensors(gpu, monkeypatch, b
     x = torch.zeros(2)
     _backend.launch(backend, "normal", x, 1)
     assert launches == [[x]]
+
+
+def test_a_tensor_without_memory_is_an_error_not_a_crash(root):
+    """DTensor, fake, functional and meta tensors as any argument of any op, beside plain ones."""
+    done = subprocess.run(
+        [sys.executable, root / "tests" / "no_memory.py"], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0 and done.stdout.endswith("tried 155\n"), done.stdout[-500:] + done.stderr[-3000:]

@@ -11,8 +11,10 @@ import pytest
 import sde_formulas
 import torch
 from integration_cases import BF16, CASES, F32, FactoryScheduler, T, batch, euler, seeded, unipc
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from prefgrpo.integrations import dance_grpo, flow_factory, flow_grpo, patch, pref_grpo, steps
+from prefgrpo.integrations import dance_grpo, flow_factory, flow_grpo, patch, pref_grpo, steps, verl_omni
+from prefgrpo.ops import PhiloxNoise
 from prefgrpo.sde.schedule import shifted_sigmas, truncated_times
 
 SHAPES = {"sd3": (3, 16, 32, 32), "flux": (3, 256, 64), "wan": (3, 16, 3, 20, 24), "odd": (3, 7, 1, 3, 1)}
@@ -244,6 +246,72 @@ def test_no_call_waits_for_the_device():
         calls()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+class Counted(TorchDispatchMode):
+    """Counts the operations that a GPU runs: neither views nor allocations."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in function._schema.returns)
+        if not is_view and not function._schema.name.startswith("aten::empty"):
+            self.names.append(function._schema.name)
+        return function(*args, **kwargs or {})
+
+
+def hosts():
+    """Name → f(x, v, step number, x' or None, **options), as each host calls its step."""
+    scheduler, wan = euler(), unipc()
+    sigmas = scheduler.sigmas
+
+    def flow(x, v, k, y=None, **rest):
+        return flow_grpo.sde_step_with_logprob(scheduler, v, scheduler.timesteps[k : k + 1], x, 0.7, y, **rest)
+
+    def video(x, v, k, y=None, **rest):
+        return flow_grpo.wan_sde_step_with_logprob(wan, v, wan.timesteps[k : k + 1], x, y, **rest)
+
+    def verl(x, v, k, y=None, **rest):
+        t = scheduler.timesteps[k : k + 1]
+        return verl_omni.sample_previous_step(scheduler, x, v, t, prev_sample=y, return_sqrt_dt=True, **rest)
+
+    def pref(x, v, k, y=None, **rest):
+        return pref_grpo.flow_grpo_step(v, x, 0.7, sigmas, torch.tensor(k), y, **rest)
+
+    def dance(x, v, k, y=None, **rest):
+        return dance_grpo.flux_step(v, x, 0.3, sigmas, k, y, True, True, **rest)
+
+    return {"flow_grpo": flow, "wan": video, "verl_omni": verl, "pref_grpo": pref, "dance_grpo": dance}
+
+
+@pytest.mark.parametrize("name", hosts())
+def test_a_call_is_at_most_fifteen_operations(name):
+    """After the first one on a schedule. In Flow-GRPO's own function it is 54 and two synchronisations."""
+    step, (x, v) = hosts()[name], batch((3, 7, 5), dtype=BF16)
+    y = step(x, v, 2)[0]
+    for stored, leaf in ((None, v), (y, v.clone().requires_grad_())):
+        with Counted() as counted:
+            step(x, leaf, 3, stored)
+        assert len(counted.names) <= 15, counted.names
+
+
+@pytest.mark.parametrize("name", hosts())
+def test_the_first_ratio_is_one_with_stored_bf16_latents(name):
+    """Sampled in one batch in inference mode, replayed in another packing, with gradient."""
+    step, noise = hosts()[name], PhiloxNoise(1, torch.arange(4))
+    x = torch.randn(4, 33, 7, generator=seeded()).bfloat16()
+    with torch.inference_mode():
+        y, logp, *_ = step(x, torch.tanh(x), 3, generator=noise, out_dtype=BF16)
+    y, logp = y.clone(), logp.clone()
+    assert y.dtype == BF16
+    for part in (slice(0, 4), slice(1, 3), slice(3, 4)):
+        leaf = torch.tanh(x[part]).requires_grad_()
+        new = step(x[part], leaf, 3, y[part])[1]
+        assert torch.equal(new.detach(), logp[part])
+        new.sum().backward()
+    assert step(x.float(), torch.tanh(x), 3, generator=noise)[0].dtype == F32, "the host's own dtype by default"
 
 
 # ---- the peers' own loops with our step

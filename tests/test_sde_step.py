@@ -131,8 +131,18 @@ def test_forms_of_the_row_index(backend):
         want = sde_step(c.x, c.v, c.coef, two, noise=c.eps)
         forms = [(c.coef, 2), (c.coef, two.int()), (c.coef[two], None), (c.coef.double(), two)]
         got = [sde_step(c.x, c.v, coef, index, noise=c.eps) for coef, index in forms]
+        counted = [
+            sde_step(c.x, c.v, c.coef, index, noise=PhiloxNoise(3, torch.arange(3, device=DEVICE)))
+            for index in (two, 2)
+        ]
+        replayed = [sde_logp(c.x, c.v, c.eps, c.coef, index, v_ref=c.v_ref, v_old=c.v_old) for index in (two, 2)]
+        for outside in (4, -1):
+            with pytest.raises(IndexError, match="expected 0 … 3"):
+                sde_step(c.x, c.v, c.coef, outside, noise=c.eps)
     for out in got:
         assert torch.equal(out.x_next, want.x_next) and torch.equal(out.logp, want.logp)
+    for a, b in (*zip(*counted, strict=True), *zip(*replayed, strict=True)):
+        assert (a is None and b is None) or torch.equal(a, b)
 
 
 @each_backend

@@ -14,10 +14,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor
 
-from prefgrpo.integrations.steps import column, index_of, rows, transition
+from prefgrpo.integrations.steps import column, index_of, noise_like, rows, transition
 
 DYNAMICS = {"Flow-SDE": "flow", "Dance-SDE": "dance", "CPS": "cps", "ODE": "ode"}
 _FIELDS = ("next_latents", "next_latents_mean", "std_dev_t", "dt", "log_prob", "noise_pred")
@@ -76,9 +75,9 @@ def step(
     noise = None
     out_dtype = torch.float32  # the ODE's x' is not rounded, because it is not scored
     if x_next is None and dynamics != "ODE":
-        noise = randn_tensor(v.shape, generator, device, v.dtype)
+        noise = noise_like(v, generator)
         out_dtype = latents.dtype
-    out = transition(x, v, coef, x_next=x_next, noise=noise, out_dtype=out_dtype)
+    out = transition(x, v, coef.float().contiguous(), x_next=x_next, noise=noise, out_dtype=out_dtype)
     x_next = out.x_next.float()
     logp = out.logp if compute_log_prob else None
     std, dt = (column(t, x.dim()) for t in (std, sigma_next - sigma))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from prefgrpo.integrations.steps import column, scheduler_step
@@ -27,18 +28,20 @@ def sde_step_with_logprob(
     generator: Any = None,
     sde_type: str | None = "sde",
     return_sqrt_dt: bool | None = False,
+    out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, ...]:
     """(x', logp [B], μ, std_dev_t) or, with `return_sqrt_dt`, also √(σ − σ'); fp32, the last two [n, 1, …].
 
     self: the pipeline's scheduler. timestep: n timesteps of it, n = 1 or B. prev_sample: score this x' instead of
-    sampling. noise_level: η. Raises ValueError for an unknown `sde_type`.
+    sampling. noise_level: η. generator: torch's, or a PhiloxNoise. out_dtype: the dtype in which the loop stores x',
+    which is rounded to it before it is scored (None: fp32). Raises ValueError for an unknown `sde_type`.
     """
     if sde_type not in _RULES:
         raise ValueError(f"sde_type: expected one of {', '.join(_RULES)}, got '{sde_type}'")
-    inputs = (model_output, timestep, sample, prev_sample, generator)
-    *step, s, sqrt_dt = scheduler_step(self, _RULES[sde_type], noise_level, *inputs)
-    std = column(s if sde_type == "cps" else s / sqrt_dt, sample.dim())
-    return (*step, std, column(sqrt_dt, sample.dim())) if return_sqrt_dt else (*step, std)
+    inputs = (model_output, timestep, sample, prev_sample, generator, out_dtype)
+    results, steps = scheduler_step(self, _RULES[sde_type], noise_level, *inputs)
+    std = column(steps.s if sde_type == "cps" else steps.std_dev_t, sample.dim())
+    return (*results, std, column(steps.sqrt_dt, sample.dim())) if return_sqrt_dt else (*results, std)
 
 
 def wan_sde_step_with_logprob(
@@ -51,12 +54,13 @@ def wan_sde_step_with_logprob(
     determistic: bool = False,
     return_pixel_log_prob: bool = False,
     return_dt_and_std_dev_t: bool = False,
+    out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, ...]:
     """The Wan variant: (x', logp [B], μ, s), or with `return_dt_and_std_dev_t` (…, std_dev_t, √(σ − σ')).
 
     determistic: x' is the ODE's step, scored under the SDE. return_pixel_log_prob has no effect, as in Flow-GRPO.
     """
-    inputs = (model_output, timestep, sample, prev_sample, generator)
-    *step, s, sqrt_dt = scheduler_step(self, "wan", 1.0, *inputs, is_ode=determistic)
-    last = (s / sqrt_dt, sqrt_dt) if return_dt_and_std_dev_t else (s,)
-    return (*step, *(column(t, sample.dim()) for t in last))
+    inputs = (model_output, timestep, sample, prev_sample, generator, out_dtype)
+    results, steps = scheduler_step(self, "wan", 1.0, *inputs, is_ode=determistic)
+    last = (steps.std_dev_t, steps.sqrt_dt) if return_dt_and_std_dev_t else (steps.s,)
+    return (*results, *(column(t, sample.dim()) for t in last))

@@ -11,10 +11,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor
 
-from prefgrpo.integrations.steps import column, scheduled, transition
+from prefgrpo.integrations.steps import column, noise_like, scheduled, transition
+from prefgrpo.ops import PhiloxNoise
 
 
 def _step(
@@ -25,17 +25,20 @@ def _step(
     sigmas: Tensor,
     index: int | Tensor,
     x_next: Tensor | None,
-    noise: Tensor | None,
+    noise: Tensor | PhiloxNoise | None,
+    out_dtype: torch.dtype | None,
 ) -> tuple[Tensor, ...]:
     """(x', x0 prediction, logp, μ, s, Δ); s and Δ are 0-d."""
-    at = torch.as_tensor(index, device=latents.device).reshape(1)
-    coef, sigma, sigma_next = scheduled(sigmas, at, rule, eta)
+    if isinstance(index, Tensor):
+        at = index.to(latents.device, torch.int64).reshape(1)
+    else:
+        at = torch.full((1,), index, dtype=torch.int64, device=latents.device)
+    steps = scheduled(sigmas, at, rule, eta)
     dtype = torch.promote_types(latents.dtype, model_output.dtype)
-    step = transition(latents, model_output, coef, x_next=x_next, noise=noise, out_dtype=dtype)
+    step = transition(latents, model_output, steps.coef, at, x_next=x_next, noise=noise, out_dtype=out_dtype or dtype)
     assert step.mean is not None
-    x0 = latents - column(sigma, latents.dim()) * model_output
-    s, dt = (t.float()[0] for t in (coef[:, 2], sigma_next - sigma))
-    return step.x_next, x0.to(dtype), step.logp, step.mean.to(dtype), s, dt
+    x0 = latents - column(steps.sigma, latents.dim()) * model_output
+    return step.x_next, x0.to(dtype), step.logp, step.mean.to(dtype), steps.s[0], steps.delta[0]
 
 
 def flow_grpo_step(
@@ -47,15 +50,16 @@ def flow_grpo_step(
     prev_sample: Tensor | None,
     generator: Any = None,
     return_stats: bool = False,
+    out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, ...]:
     """(x', x0 prediction, logp [B]) and, with `return_stats`, (μ, s, Δ); s and Δ < 0 are 0-d.
 
     sigmas: the schedule [T + 1]; index: step, a number or a 0-d tensor. prev_sample: score this x' instead of sampling.
+    generator: torch's, or a PhiloxNoise. out_dtype: the dtype in which the loop stores x', which is rounded to it
+    before it is scored (None: the inputs').
     """
-    noise = None
-    if prev_sample is None:
-        noise = randn_tensor(model_output.shape, generator, model_output.device, model_output.dtype)
-    out = _step("flow", model_output, latents, eta, sigmas, index, prev_sample, noise)
+    noise = noise_like(model_output, generator) if prev_sample is None else None
+    out = _step("flow", model_output, latents, eta, sigmas, index, prev_sample, noise, out_dtype)
     return out if return_stats else out[:3]
 
 
@@ -69,17 +73,24 @@ def dance_grpo_step(
     grpo: bool,
     sde_solver: bool,
     return_stats: bool = False,
+    out_dtype: torch.dtype | None = None,
+    generator: PhiloxNoise | None = None,
 ) -> tuple[Tensor, ...]:
     """(x', x0 prediction, logp [B]), or without `grpo` (μ, x0 prediction), in the latents' dtype.
 
-    Arguments as in `flow_grpo_step`; with `grpo`, a given prev_sample is scored, not sampled. Without sde_solver,
-    μ = x + Δ·v. return_stats: also (μ, s, −Δ); −Δ > 0, unlike in `flow_grpo_step`. Source: arXiv 2505.07818 eq. 8.
+    Arguments as in `flow_grpo_step`, but without torch generators; with `grpo`, a given prev_sample is scored, not
+    sampled. Without sde_solver, μ = x + Δ·v. return_stats: also (μ, s, −Δ); −Δ > 0, unlike in `flow_grpo_step`.
+    Source: arXiv 2505.07818 eq. 8.
     """
     x_next = prev_sample if grpo else None
     dtype = torch.promote_types(latents.dtype, model_output.dtype)
-    noise = torch.randn_like(latents, dtype=dtype) if grpo and x_next is None else None
+    noise: Tensor | PhiloxNoise | None = generator
+    if not grpo or x_next is not None:
+        noise = None
+    elif noise is None:
+        noise = torch.randn_like(latents, dtype=dtype)
     rule = "dance" if sde_solver else "dance_mean_ode"
-    out = _step(rule, model_output, latents, eta, sigmas, index, x_next, noise)
+    out = _step(rule, model_output, latents, eta, sigmas, index, x_next, noise, out_dtype)
     if not grpo:
         return out[3], out[1]
     return (*out[:5], -out[5]) if return_stats else out[:3]

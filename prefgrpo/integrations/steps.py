@@ -2,18 +2,20 @@
 
     x' = μ + s·ε,  μ = a·x + b·v          logp = w · mean_D (x' − μ)² + c
 
-Rows are computed in fp64 on the latents' device. Invariant: no call waits for the device.
+Rows are computed in fp64 on the latents' device, once per schedule. Invariant: no call waits for the device.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from prefgrpo.ops import SdeStep, sde_logp, sde_step
+from prefgrpo.ops import PhiloxNoise, SdeStep, sde_logp, sde_step
 from prefgrpo.sde.rules import sde_row
 
 
@@ -33,11 +35,65 @@ def rows(
     return torch.stack([torch.zeros_like(sigma) + number for number in row], 1)
 
 
-def scheduled(sigmas: Tensor, index: Tensor, rule: str, eta: float) -> tuple[Tensor, Tensor, Tensor]:
-    """(rows, σ, σ') of the steps `index` int64 [n] of a schedule `sigmas` [T + 1]; all fp64."""
-    sigmas = sigmas.to(index.device, torch.float64, non_blocking=True)
-    sigma, sigma_next = sigmas[index], sigmas[index + 1]
-    return rows(rule, sigma, sigma_next, eta, sigmas[1], sigmas[-1]), sigma, sigma_next
+class Steps(NamedTuple):
+    """n steps of a schedule; fp32 on the latents' device, computed in fp64 and rounded once."""
+
+    coef: Tensor
+    """[T, 5] rows (a, b, s, w, c) of the whole schedule."""
+    sigma: Tensor
+    """[n], as all that follows."""
+    s: Tensor
+    std_dev_t: Tensor
+    """s / √(σ − σ')."""
+    sqrt_dt: Tensor
+    """√(σ − σ')."""
+    delta: Tensor
+    """σ' − σ."""
+
+
+_CACHE = WeakTensorKeyDictionary()
+"""What was computed from a host's `sigmas` or `timesteps`, as long as it keeps that tensor unchanged."""
+
+
+def _cached(source: Tensor, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
+    version = 0 if source.is_inference() else source._version
+    entries = _CACHE.setdefault(source, {})
+    key = (version, *key)
+    if key not in entries:
+        with torch.inference_mode(False), torch.no_grad():  # for calls in other modes too
+            entries[key] = make()
+    return entries[key]
+
+
+def _table(sigmas: Tensor, device: torch.device, rule: str, eta: float, with_normalizer: bool) -> tuple[Tensor, Tensor]:
+    """(rows [T, 5], the other numbers of `Steps` [T, 5])."""
+    sigmas = sigmas.to(device, torch.float64, non_blocking=True)
+    sigma, sigma_next = sigmas[:-1], sigmas[1:]
+    coef = rows(rule, sigma, sigma_next, eta, sigmas[1], sigmas[-1])
+    if not with_normalizer:
+        coef[:, 4] = 0.0
+    s = coef[:, 2]
+    sqrt_dt = (sigma - sigma_next).sqrt()
+    numbers = torch.stack((sigma, s, s / sqrt_dt, sqrt_dt, sigma_next - sigma), 1)
+    return coef.float(), numbers.float()
+
+
+def scheduled(sigmas: Tensor, index: Tensor, rule: str, eta: float, with_normalizer: bool = True) -> Steps:
+    """The steps `index` int64 [n] of a schedule `sigmas` [T + 1], computed once per rule, η and device.
+
+    with_normalizer: False leaves c out of the log-prob.
+    """
+    key = (index.device, rule, eta, with_normalizer)
+    coef, numbers = _cached(sigmas, key, lambda: _table(sigmas, *key))
+    return Steps(coef, *numbers.index_select(0, index).unbind(1))
+
+
+def _lookup(timesteps: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+    """(timesteps on the device, whether each is the one to find: of equal ones the second)."""
+    timesteps = timesteps.to(device, non_blocking=True)
+    equal = timesteps[:, None] == timesteps
+    earlier = equal.tril(-1).sum(1)
+    return timesteps, earlier == (equal.sum(1) - 1).clamp_max(1)
 
 
 def index_of(timesteps: Tensor, timestep: Any, device: torch.device) -> Tensor:
@@ -45,11 +101,18 @@ def index_of(timesteps: Tensor, timestep: Any, device: torch.device) -> Tensor:
 
     Of equal timesteps it is the second, as in diffusers. An unknown one raises RuntimeError, on a GPU asynchronously.
     """
+    known, is_chosen = _cached(timesteps, (device,), lambda: _lookup(timesteps, device))
     wanted = timestep if isinstance(timestep, Tensor) else torch.full((1,), timestep, device=device)
-    hit = wanted.reshape(-1, 1).to(device) == timesteps.to(device, non_blocking=True)
-    torch._assert_async(hit.any(1).all(), "timestep: not one of the scheduler's timesteps; pass them as they are")
-    count = torch.where(hit, hit.cumsum(1), 0)
-    return torch.where(count <= 2, count, 0).argmax(1)
+    found, index = ((wanted.reshape(-1, 1).to(device) == known) & is_chosen).max(1)
+    torch._assert_async(found.all(), "timestep: not one of the scheduler's timesteps; pass them as they are")
+    return index
+
+
+def noise_like(t: Tensor, generator: Any) -> Tensor | PhiloxNoise:
+    """A PhiloxNoise as it is; otherwise ε like `t`, drawn with torch's generators as in diffusers."""
+    if isinstance(generator, PhiloxNoise):
+        return generator
+    return randn_tensor(t.shape, generator, t.device, t.dtype)
 
 
 def column(values: Tensor, ndim: int) -> Tensor:
@@ -61,23 +124,26 @@ def transition(
     x: Tensor,
     v: Tensor,
     coef: Tensor,
+    index: Tensor | None = None,
     *,
     x_next: Tensor | None = None,
-    noise: Tensor | None = None,
+    noise: Tensor | PhiloxNoise | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> SdeStep:
     """One step with its mean: x' sampled with `noise` (rounded to `out_dtype`, default: x's), or a stored x' scored.
 
-    x, v: [B, …]; coef: fp64 [1, 5] or [B, 5]. In grad mode μ and logp are differentiable in v; x' is a constant.
+    x, v: [B, …]; coef: fp32 [T, 5] with index int64 [1] or [B], or [B, 5]. In grad mode μ and logp are differentiable
+    in v; x' is a constant.
     """
-    coef = coef.float().expand(x.shape[0], 5)
+    each = None if index is None else index.expand(x.shape[0])
     if x_next is None:
-        step = sde_step(x, v, coef, noise=noise, out_dtype=out_dtype, want_mean=True)
+        step = sde_step(x, v, coef, each, noise=noise, out_dtype=out_dtype, want_mean=True)
         if not (torch.is_grad_enabled() and v.requires_grad):
             return step
         x_next = step.x_next
-    mean = column(coef[:, 0], x.dim()) * x + column(coef[:, 1], x.dim()) * v  # the kernels round it likewise
-    return SdeStep(x_next, sde_logp(x, v, x_next, coef).logp, mean)
+    chosen = coef if index is None else coef.index_select(0, index)
+    mean = column(chosen[:, 0], x.dim()) * x + column(chosen[:, 1], x.dim()) * v  # the kernels round it likewise
+    return SdeStep(x_next, sde_logp(x, v, x_next, coef, each).logp, mean)
 
 
 def scheduler_step(
@@ -89,14 +155,15 @@ def scheduler_step(
     sample: Tensor,
     prev_sample: Tensor | None,
     generator: Any,
+    out_dtype: torch.dtype | None,
     *,
     is_ode: bool = False,
     with_normalizer: bool = True,
-) -> tuple[Tensor, ...]:
-    """(x', logp, μ) in fp32 and (s, √(σ − σ')), fp64 [n], at n timesteps of a scheduler (None: its own step index).
+) -> tuple[tuple[Tensor, Tensor, Tensor], Steps]:
+    """(x', logp, μ) and the steps, at n timesteps of a scheduler (None: its own step index).
 
-    prev_sample: score this x' instead of sampling. is_ode: score the ODE's step; its noise is drawn and discarded, as
-    in Flow-GRPO. with_normalizer: False leaves c out of the log-prob.
+    prev_sample: score this x' instead of sampling. out_dtype: of x' (None: fp32). is_ode: score the ODE's step; its
+    noise is drawn and discarded, as in Flow-GRPO. with_normalizer: False leaves c out of the log-prob.
     """
     x = sample.float()
     v = model_output.float()
@@ -104,12 +171,11 @@ def scheduler_step(
         index = torch.full((1,), scheduler.step_index, dtype=torch.int64, device=x.device)
     else:
         index = index_of(scheduler.timesteps, timestep, x.device)
-    coef, sigma, sigma_next = scheduled(scheduler.sigmas, index, rule, eta)
-    if not with_normalizer:
-        coef[:, 4] = 0.0
-    noise = None if prev_sample is not None else randn_tensor(v.shape, generator, v.device, v.dtype)
+    steps = scheduled(scheduler.sigmas, index, rule, eta, with_normalizer)
+    dtype = out_dtype or torch.float32
+    noise = noise_like(v, generator) if prev_sample is None else None
     if is_ode:
-        prev_sample = x + column(sigma_next - sigma, x.dim()) * v.detach()
-    step = transition(x, v, coef, x_next=None if prev_sample is None else prev_sample.float(), noise=noise)
+        prev_sample = (x + column(steps.delta, x.dim()) * v.detach()).to(dtype)
+    step = transition(x, v, steps.coef, index, x_next=prev_sample, noise=noise, out_dtype=dtype)
     assert step.mean is not None
-    return step.x_next, step.logp, step.mean, coef[:, 2], (sigma - sigma_next).sqrt()
+    return (step.x_next.to(dtype), step.logp, step.mean), steps

@@ -35,25 +35,28 @@ def sample_previous_step(
     return_logprobs: bool = True,
     return_sqrt_dt: bool = False,
     include_logprob_normalizer: bool = True,
+    out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor | None, ...]:
     """(x', logp [B] or None, μ, std_dev_t) and, with `return_sqrt_dt`, √(σ − σ') [B]; all fp32.
 
     self: the scheduler. timestep: B of its timesteps; None: its own step index, and std_dev_t is 0-d. prev_sample:
-    score this x' instead of sampling. include_logprob_normalizer: False leaves out c. Raises ValueError for an unknown
-    `sde_type`, RuntimeError for an unknown timestep, NotImplementedError for per_token_timesteps.
+    score this x' instead of sampling. include_logprob_normalizer: False leaves out c. generator: torch's, or a
+    PhiloxNoise. out_dtype: dtype in which x' is stored, and to which it is rounded before it is scored (None: fp32).
+    Raises ValueError for an unknown `sde_type`, RuntimeError for an unknown timestep, NotImplementedError for
+    per_token_timesteps.
     """
     if per_token_timesteps is not None:
         raise NotImplementedError("per_token_timesteps: expected None, as in verl-omni's own step")
     if sde_type not in RULES:
         raise ValueError(f"sde_type: expected one of {', '.join(RULES)}, got '{sde_type}'")
-    inputs = (model_output, timestep, sample, prev_sample, generator)
-    x_next, logp, mean, s, sqrt_dt = scheduler_step(
+    inputs = (model_output, timestep, sample, prev_sample, generator, out_dtype)
+    (x_next, logp, mean), steps = scheduler_step(
         self, RULES[sde_type], float(noise_level), *inputs, with_normalizer=include_logprob_normalizer
     )
-    std = s / sqrt_dt if sde_type == "sde" else s
-    std = std.float().reshape(()) if timestep is None else column(std, sample.dim())
+    std = steps.std_dev_t if sde_type == "sde" else steps.s
+    std = std.reshape(()) if timestep is None else column(std, sample.dim())
     results = (x_next, logp if return_logprobs else None, mean, std)
-    return (*results, sqrt_dt.float().repeat(sample.shape[0] // len(sqrt_dt))) if return_sqrt_dt else results
+    return (*results, steps.sqrt_dt.repeat(sample.shape[0] // len(steps.sqrt_dt))) if return_sqrt_dt else results
 
 
 def advantage(

@@ -73,7 +73,7 @@ class Adapter(StockSampling, Weights, ABC):
         source_area: number of pixels to which source images are resized, by families that resize them (default: as the
         stock pipeline does). guidance_gradient: which predictions of a guidance pair receive a gradient.
         """
-        from prefgrpo.integrations.rotary import fuse_rotary
+        from prefgrpo.models.rotary import fuse_rotary
 
         fuse_rotary()
         self.pipe = pipe

@@ -236,7 +236,7 @@ def _check_targets(module: nn.Module, targets: tuple[str, ...]) -> None:
 
 def _inject(module: Any, config: Any) -> None:
     """Inject `config`, with trained weights in fp32; the random state of the process is preserved."""
-    from prefgrpo.integrations.lora import fuse_lora
+    from prefgrpo.models.lora import fuse_lora
 
     with torch.random.fork_rng(devices=[]):  # peft draws on the CPU
         module.add_adapter(config, adapter_name=NAME)

@@ -26,6 +26,8 @@ PACKAGE = __name__.split(".")[0]
 """prefgrpo, or the name that the hub's loader gives the package; also the namespace of the custom ops."""
 _choices: list[str] = [os.environ.get("PREFGRPO_BACKEND", "")]
 """The environment's, then those of `use_backend`; of the process, since autograd runs backward in its own threads."""
+_PLAIN = frozenset({Tensor, torch.nn.Parameter, bool, int, float, type(None)})
+"""Types of arguments that a kernel reads; another subclass of Tensor may have no memory."""
 
 
 def op(name: str, mutates: tuple[str, ...]) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -40,11 +42,11 @@ def op(name: str, mutates: tuple[str, ...]) -> Callable[[Callable[..., None]], C
         custom.register_fake(lambda *args: None)
 
         @wraps(function)
-        def call(first: Tensor, *rest: Any) -> None:
-            if is_compiling() or type(first) is not Tensor:
-                custom(first, *rest)
+        def call(*args: Any) -> None:
+            if is_compiling() or not _PLAIN.issuperset(map(type, args)):
+                custom(*args)
             else:
-                function(first, *rest)
+                function(*args)
 
         return call
 

@@ -40,7 +40,10 @@ def check_ids(name: str, t: Tensor, batch: int, device: torch.device) -> Tensor:
 def check_latents(
     coef: Tensor, index: Tensor | int | None, x: Tensor, others: dict[str, Tensor | None]
 ) -> tuple[Tensor, Tensor | None]:
-    """(coef, index) as contiguous tensors; raises ValueError or TypeError unless everything fits together."""
+    """(coef, index) as contiguous tensors, for a number the one row and None, so that no launch fills an index.
+
+    Raises ValueError, TypeError or IndexError unless everything fits together.
+    """
     shape = x.shape
     device = x.device
     if not shape or 0 in shape[1:]:
@@ -58,7 +61,11 @@ def check_latents(
     if isinstance(index, Tensor):
         index = check_ids("index", index, shape[0], device)
     elif index is not None:
-        index = torch.full(shape[:1], as_int(index), dtype=torch.int64, device=device)
+        row = as_int(index)
+        if not 0 <= row < coef.shape[0]:
+            raise IndexError(f"index: expected 0 … {coef.shape[0] - 1}, a row of coef, got {row}")
+        coef = coef[row : row + 1]
+        index = None
     elif coef.shape[0] != shape[0]:
         raise ValueError(f"coef: expected one row for each of {shape[0]} samples, or an index, got {len(coef)} rows")
     return coef.contiguous(), index

@@ -128,8 +128,9 @@ def reference_grad(
 
 
 # ---- custom ops: contiguous tensors of one shape [B, …]; coef fp32 or fp64, index int64
-def _rows(coef: Tensor, index: Tensor | None) -> Tensor:
-    return coef if index is None else coef.index_select(0, index)
+def _rows(coef: Tensor, index: Tensor | None, batch: int) -> Tensor:
+    """[B, 5]; without index, row i of sample i or the only row."""
+    return coef.expand(batch, 5) if index is None else coef.index_select(0, index)
 
 
 def _plan(x: Tensor, v: Tensor, y: Tensor) -> tuple[str, int, int]:
@@ -159,7 +160,7 @@ def _step(
 ) -> None:
     backend, batch, dim = _plan(x, v, out)
     if backend == "torch":
-        rows = _rows(coef, index)
+        rows = _rows(coef, index, x.shape[0])
         if sample is not None and step is not None:
             eps = reference_normal(seed, sample, step, dim).view(x.shape)
         x_next, score = reference_step(x, v, rows, eps, out.dtype)
@@ -191,7 +192,7 @@ def _logp(
 ) -> None:
     backend, batch, dim = _plan(x, v, y)
     if backend == "torch":
-        rows = _rows(coef, index)
+        rows = _rows(coef, index, x.shape[0])
         logp.copy_(reference_logp(x, v, y, rows))
         if kl is not None and v_ref is not None:
             kl.copy_(reference_kl(v, v_ref, rows))
@@ -224,7 +225,7 @@ def _grad(
     backend, batch, dim = _plan(x, v, y)
     upstream = (g_logp, g_kl, g_log_ratio)
     if backend == "torch":
-        dv.copy_(reference_grad(x, v, y, _rows(coef, index), v_ref, v_old, *upstream))
+        dv.copy_(reference_grad(x, v, y, _rows(coef, index, x.shape[0]), v_ref, v_old, *upstream))
         return
     v_ref = None if g_kl is None else v_ref
     v_old = None if g_log_ratio is None else v_old
@@ -288,6 +289,7 @@ def sde_step(
     if dtype not in DTYPES:
         raise TypeError(f"out_dtype: expected fp32, bf16, fp16 or fp64, got {dtype}")
     eps = noise if isinstance(noise, Tensor) else None
+    number = index
     coef, index = check_latents(coef, index, x, {"v": v, "noise": eps})
     seed = 0
     sample = None
@@ -295,9 +297,12 @@ def sde_step(
     if isinstance(noise, PhiloxNoise):
         seed = int64_seed(noise.seed)
         sample = check_ids("noise.sample", noise.sample, x.shape[0], x.device)
-        if noise.step is None and index is None:
+        if noise.step is None and number is None:
             raise ValueError("noise: counters need a step: set the noise's `step`, or pass `index`")
-        step = index if noise.step is None else check_ids("noise.step", noise.step, x.shape[0], x.device)
+        if noise.step is not None:
+            step = check_ids("noise.step", noise.step, x.shape[0], x.device)
+        else:
+            step = sample.new_full(x.shape[:1], number) if index is None else index  # type: ignore[arg-type]
     x = constant(x)
     eps = None if eps is None else constant(eps)
     out = torch.empty_like(x, dtype=dtype)

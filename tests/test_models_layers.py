@@ -11,9 +11,9 @@ from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import Linear
 from torch import nn
 
-from prefgrpo.integrations import rotary
-from prefgrpo.integrations.lora import LoraLinear, fuse_lora
-from prefgrpo.integrations.rotary import fuse_rotary, stock, stock_rotary
+from prefgrpo.models import rotary
+from prefgrpo.models.lora import LoraLinear, fuse_lora
+from prefgrpo.models.rotary import fuse_rotary, stock, stock_rotary
 
 
 class Block(nn.Module):
