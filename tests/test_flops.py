@@ -127,7 +127,7 @@ def test_a_run_logs_its_share_of_the_peak_and_computes_the_same(trainer, monkeyp
         assert row["time/images_per_s"] == pytest.approx(8 / seconds)
         per_step.append(row["time/mfu"] * seconds * 1e9)
     assert per_step[0] == pytest.approx(per_step[1]), "both steps train all samples"
-    known = counted.throughput._per_sample
+    known = counted.throughput.per_sample
     assert per_step[0] == pytest.approx(8 * (known["generated"] + known["trained"]))
     assert 1.3 < known["trained"] / known["generated"] < 1.4, "2 of 3 steps, forward and most of a backward"
     assert "images/s · MFU " in capsys.readouterr().out

@@ -118,14 +118,14 @@ class Throughput:
         self._adapter = adapter
         self._world = world
         self._peak = peak(world.device) if config.dtype == "bf16" and not config.compile else None
-        self._per_sample: dict[str, float] = {}
+        self.per_sample: dict[str, float] = {}
         """"generated" and "trained" → FLOP per sample, over the context-parallel processes."""
 
     @contextmanager
     def counting(self, kind: str, samples: int) -> Iterator[None]:
         """Context of a step's rollout ("generated") or update ("trained") of so many samples on this process; counts
         the denoisers' FLOP if they are not known yet."""
-        if self._peak is None or kind in self._per_sample or not samples:
+        if self._peak is None or kind in self.per_sample or not samples:
             yield
             return
         context = self._world.layout.context
@@ -133,14 +133,14 @@ class Throughput:
         inside = _forwards_counted(self._adapter, counter) if kind == "generated" else counter
         with inside, _kernels_counted(counter, self._config.attention, context):
             yield
-        self._per_sample[kind] = counter.total * context / samples
+        self.per_sample[kind] = counter.total * context / samples
 
     def metrics(self, generated: int, trained: int, seconds: float) -> dict[str, float]:
         """Of a step of all processes: images or clips per second, and MFU where it can be known."""
         unit = "images" if self._adapter.frames(self._config.rollout) is None else "clips"
         out = {f"time/{unit}_per_s": generated / seconds}
-        known = "generated" in self._per_sample and ("trained" in self._per_sample or not trained)
+        known = "generated" in self.per_sample and ("trained" in self.per_sample or not trained)
         if self._peak is not None and known:
-            flop = generated * self._per_sample["generated"] + trained * self._per_sample.get("trained", 0.0)
+            flop = generated * self.per_sample["generated"] + trained * self.per_sample.get("trained", 0.0)
             out["time/mfu"] = flop / (seconds * self._peak * self._world.size)
         return out

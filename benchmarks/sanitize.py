@@ -1,0 +1,53 @@
+"""`compute-sanitizer python -m benchmarks.sanitize`: every kernel once, at sizes that take each of its paths.
+
+Aligned sizes use 128-bit accesses and several tiles per sample, odd ones scalar accesses and a partial last tile; KL and
+GRPO-Guard read up to three velocities. With PREFGRPO_BACKEND=triton the same calls run Triton's kernels.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from prefgrpo import ops
+
+ROW = (0.9, -0.1, 0.5, -2.0, 0.3)
+SIZES = ((3, 1003), (2, 65536))
+"""(B, D): odd, and aligned over several tiles."""
+DTYPES = ((torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16), (torch.float32, torch.float32))
+"""Of the latents and of the velocities."""
+
+
+def run(device: str) -> int:
+    """Call every op with gradients; returns the number of calls."""
+    calls = 0
+    coef = torch.tensor([ROW], device=device)
+    for batch, size in SIZES:
+        index = torch.zeros(batch, dtype=torch.int64, device=device)
+        ids = torch.arange(batch, device=device)
+        for dtype, dtype_v in DTYPES:
+            x = torch.randn(batch, size, device=device, dtype=dtype)
+            v, v_ref, v_old = (torch.randn(batch, size, device=device, dtype=dtype_v) for _ in range(3))
+            step = ops.sde_step(x, v, coef, index, noise=ops.PhiloxNoise(7, ids))
+            v.requires_grad_()
+            plain = ops.sde_logp(x, v, step.x_next, coef, index)
+            plain.logp.sum().backward()
+            both = ops.sde_logp(x, v, step.x_next, coef, index, v_ref=v_ref, v_old=v_old)
+            (both.logp + both.kl + both.log_ratio).sum().backward()
+            advantage = torch.linspace(-1.0, 1.0, batch, device=device)
+            again = ops.sde_logp(x, v, step.x_next, coef, index)
+            out = ops.policy_loss(again.logp, step.logp, advantage, clip_low=1e-4)
+            (out.loss + 0.0 * out.metrics.sum().detach()).backward()
+            calls += 5
+    wins = torch.rand(2, 24, 24, device=device)
+    ops.winrate_advantage(wins, torch.ones_like(wins))
+    return calls + 1
+
+
+if __name__ == "__main__":
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    print(f"{run(device)} calls on {device}, {ops.backend_of(device)} kernels")
+    if device == "cuda":
+        torch.cuda.synchronize()
+    sys.exit(0)
