@@ -1,6 +1,4 @@
-"""`python -m benchmarks [--device cpu|cuda] [--render]`: the ops' benchmarks; writes JSON and its blocks of
-docs/benchmarks.md.
-"""
+"""`python -m benchmarks [--device cpu|cuda] [--render]`: the ops; writes JSON and two blocks of docs/benchmarks.md."""
 
 from __future__ import annotations
 
@@ -23,9 +21,9 @@ NOT_MEASURED = ["Not measured: this table was not run on a GPU yet. `scripts/gpu
 Row = dict[str, Any]
 
 
-def line(cells: Iterable[str]) -> str:
-    """A row of a Markdown table."""
-    return "| " + " | ".join(cells) + " |"
+def table(names: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """A Markdown table."""
+    return [f"| {' | '.join(row)} |" for row in (names, ["---"] * len(names), *rows)]
 
 
 def number(values: dict[str, float] | None, name: str) -> str:
@@ -46,6 +44,12 @@ def cells(r: Row, device: str, bandwidth: float | None) -> list[str]:
         out += [number(r["host_us"], name) for name in ("ours", *RIVALS[device])]
         out += [number(r["launches"], name) for name in ("ours", "eager", "compile")]
     return out
+
+
+def drop_in(r: Row) -> list[str]:
+    """The cells of a case that was timed on the host only."""
+    counts = [number(r[what], name) for what in ("host_us", "launches") for name in ("ours", "theirs")]
+    return [r["op"], r["shape"], r["dtypes"], *counts]
 
 
 def head(device: str) -> list[str]:
@@ -84,17 +88,6 @@ def block(device: str, folder: Path = RESULTS) -> list[str]:
     return lines
 
 
-def drop_in(r: Row) -> list[str]:
-    """The cells of a case that was timed on the host only."""
-    counts = [number(r[what], name) for what in ("host_us", "launches") for name in ("ours", "theirs")]
-    return [r["op"], r["shape"], r["dtypes"], *counts]
-
-
-def table(names: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """A Markdown table."""
-    return [line(names), "|---" * len(names) + "|", *map(line, rows)]
-
-
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Benchmarks of the ops.")
@@ -111,7 +104,7 @@ def main() -> None:
                 torch._dynamo.reset()
                 row = harness.measure(case, args.device, args.rounds)
                 run["results"].append(row)
-                print(line(cells(row, args.device, bandwidth) if row["us"] else drop_in(row)), flush=True)
+                print(*(cells(row, args.device, bandwidth) if row["us"] else drop_in(row)), sep=" | ", flush=True)
         write_json(RESULTS / f"{args.device}.json", rounded(run))
     for device in DEVICES:
         replace_block(PAGE, f"ops-{device}", block(device))

@@ -22,20 +22,13 @@ from benchmarks.harness import Case, Results
 from benchmarks.test_sde_step import BF16, ETA, F32, NAMES, SIGMA, SIGMA_NEXT, drawn_truth, inputs, truth
 from prefgrpo.integrations import flow_grpo, verl_omni
 
-VERL = "FlowMatchSDEDiscreteScheduler.sample_previous_step"
+FLOW_GRPO = "flow_grpo/flow_grpo/diffusers_patch/sd3_sde_with_logprob.py"
+VERL_OMNI = "verl-omni/verl_omni/pipelines/schedulers/flow_match_sde.py"
 PEERS: dict[str, tuple[str, Any, torch.dtype]] = {
-    "flow_grpo/flow_grpo/diffusers_patch/sd3_sde_with_logprob.py:sde_step_with_logprob": (
-        "flow_grpo",
-        flow_grpo.sde_step_with_logprob,
-        BF16,
-    ),
-    f"verl-omni/verl_omni/pipelines/schedulers/flow_match_sde.py:{VERL}": (
-        "verl_omni",
-        verl_omni.sample_previous_step,
-        F32,
-    ),
+    FLOW_GRPO: ("sde_step_with_logprob", flow_grpo.sde_step_with_logprob, BF16),
+    VERL_OMNI: ("FlowMatchSDEDiscreteScheduler.sample_previous_step", verl_omni.sample_previous_step, F32),
 }
-"""File and name of the peer's step → codebase, ours, and the dtype of v; both take the same keywords."""
+"""A peer's file → its step, ours, and the dtype of v; both take the same keywords."""
 
 
 def sample(i: dict[str, Any], step: Any) -> Results:
@@ -57,8 +50,7 @@ def cases(device: str, shape: tuple[int, ...] = (4, 16, 128, 128)) -> Iterator[C
     scheduler = FlowMatchEulerDiscreteScheduler()
     scheduler.set_timesteps(sigmas=[1.0, SIGMA, SIGMA_NEXT], device=device)
     fixed = {"timestep": scheduler.timesteps[[1] * shape[0]], "noise_level": ETA}
-    for place, (codebase, ours, dtype) in PEERS.items():
-        file, _, name = place.partition(":")
+    for file, (name, ours, dtype) in PEERS.items():
         path = Path(os.environ.get("PREFGRPO_PEERS", "")) / file
         if not path.is_file():
             continue
@@ -67,5 +59,5 @@ def cases(device: str, shape: tuple[int, ...] = (4, 16, 128, 128)) -> Iterator[C
         make = partial(inputs, shape, F32, dtype, device)
         for what, call, want in (("sampling", sample, drawn_truth), ("scoring with gradient", score, truth)):
             variants: dict[str, Any] = {side: partial(call, step=step) for side, step in steps.items()}
-            labels = (f"{codebase}, {what}", "×".join(map(str, shape)), f"x fp32, v {NAMES[dtype]}")
+            labels = (f"{file.split('/')[1]}, {what}", "×".join(map(str, shape)), f"x fp32, v {NAMES[dtype]}")
             yield Case(*labels, 0, make, variants, want, is_host_only=True)

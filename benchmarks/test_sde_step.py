@@ -42,26 +42,17 @@ def inputs(
     return i
 
 
-def given(i: dict[str, Any], noise: Any = None) -> Results:
-    """x' and logp, with given noise."""
-    x_next, logp, _ = sde_step(i["x"], i["v"], i["coef"], i["index"], noise=i["eps"] if noise is None else noise)
+def step(i: dict[str, Any], noise: str = "eps") -> Results:
+    """x' and logp."""
+    x_next, logp, _ = sde_step(i["x"], i["v"], i["coef"], i["index"], noise=i[noise])
     return {"x_next": x_next, "logp": logp}
 
 
-def drawn(i: dict[str, Any]) -> Results:
-    """Likewise, with counter-based noise."""
-    return given(i, i["noise"])
-
-
-def replay(i: dict[str, Any], **more: Tensor) -> Results:
+def replay(i: dict[str, Any], **more: str) -> Results:
     """logp, KL and log-ratio, as far as asked for, and the gradient."""
     v = i["v"].detach().requires_grad_()
-    return _with_gradient(i, v, sde_logp(i["x"], v, i["y"], i["coef"], i["index"], **more))
-
-
-def both(i: dict[str, Any]) -> Results:
-    """The replay of the default recipe."""
-    return replay(i, v_ref=i["ref"], v_old=i["old"])
+    others = {argument: i[name] for argument, name in more.items()}
+    return _with_gradient(i, v, sde_logp(i["x"], v, i["y"], i["coef"], i["index"], **others))
 
 
 def peers_step(i: dict[str, Any], function: Any, noise: str = "eps") -> Results:
@@ -119,14 +110,15 @@ def cases(device: str) -> Iterator[Case]:
         xb = x.itemsize
         vb = v.itemsize
         make = partial(inputs, shape, x, v, device)
-        guarded = partial(peers_replay, others=("ref", "old"))
+        drawn, theirs_drawn = partial(step, noise="noise"), partial(peers_step, noise="")
+        both, theirs_both = partial(replay, v_ref="ref", v_old="old"), partial(peers_replay, others=("ref", "old"))
         # max-autotune compiles for long: at the usual shape only
         is_tuned = device == "cuda" and (name, x, v) == ("FLUX 1024²", F32, BF16)
-        for op, per_element, ours, theirs, formula, want in (
-            ("sde_step, noise given", 2 * xb + vb + 4, given, peers_step, peers.flow_step, truth),
-            ("sde_step, noise drawn", 2 * xb + vb, drawn, partial(peers_step, noise=""), peers.flow_step, drawn_truth),
+        for op, size, ours, theirs, formula, want in (
+            ("sde_step, noise given", 2 * xb + vb + 4, step, peers_step, peers.flow_step, truth),
+            ("sde_step, noise drawn", 2 * xb + vb, drawn, theirs_drawn, peers.flow_step, drawn_truth),
             ("sde_logp with gradient", 4 * xb + 3 * vb, replay, peers_replay, peers.flow_replay, truth),
-            ("sde_logp, KL and Guard with gradient", 4 * xb + 7 * vb, both, guarded, peers.flow_replay, truth),
+            ("sde_logp, KL and Guard with gradient", 4 * xb + 7 * vb, both, theirs_both, peers.flow_replay, truth),
         ):
             variants: dict[str, Any] = {"ours": ours, "eager": partial(theirs, function=formula)}
             variants["compile"] = partial(theirs, function=torch.compile(formula, dynamic=False))
@@ -135,8 +127,8 @@ def cases(device: str) -> Iterator[Case]:
                 variants["max-autotune"] = partial(theirs, function=tuned)
             if device == "cuda":
                 variants["triton"] = ours
-            size = torch.Size(shape).numel() * per_element
-            yield Case(op, f"{name} ×{batch}", f"x {NAMES[x]}, v {NAMES[v]}", size, make, variants, want)
+            labels = (op, f"{name} ×{batch}", f"x {NAMES[x]}, v {NAMES[v]}")
+            yield Case(*labels, torch.Size(shape).numel() * size, make, variants, want)
 
 
 @each_variant(cases)

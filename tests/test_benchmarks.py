@@ -186,7 +186,7 @@ def test_a_gpu_case_reports_every_column(monkeypatch, tmp_path):
 def test_drop_ins_are_timed_beside_the_real_functions(monkeypatch, tmp_path):
     """With the peers' checkouts if there are, else with a stand-in at the place of Flow-GRPO's."""
     if not os.environ.get("PREFGRPO_PEERS"):
-        file = tmp_path / next(iter(integrations.PEERS)).partition(":")[0]
+        file = tmp_path / integrations.FLOW_GRPO
         file.parent.mkdir(parents=True)
         ours = "from prefgrpo.integrations.flow_grpo import sde_step_with_logprob as step"
         file.write_text(f"{ours}\ndef sde_step_with_logprob(*a, **k): return step(*a, **k)\n")
