@@ -81,8 +81,7 @@ def block(device: str, folder: Path = RESULTS) -> list[str]:
         lines.append(f"The card's published bandwidth is {bandwidth} GB/s.")
     rows = [cells(r, device, bandwidth) for r in run["results"] if r["us"]]
     lines += ["", *table(head(device), rows)]
-    dropped_in = [r for r in run["results"] if not r["us"]]
-    if dropped_in:
+    if dropped_in := [r for r in run["results"] if not r["us"]]:
         names = ["drop-in", "shape", "dtypes", "host: ours, µs", "theirs", "launches: ours", "theirs"]
         lines += ["", *table(names, [drop_in(r) for r in dropped_in])]
     return lines

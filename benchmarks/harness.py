@@ -161,10 +161,10 @@ class GpuTimer:
 
 
 def disjoint(tensors: Iterable[Tensor]) -> None:
-    """Raise RuntimeError if two of the tensors share memory: a second write would hit the cache."""
+    """Raise RuntimeError if two of the tensors share memory: a second write would stay in the cache."""
     spans = sorted((t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()) for t in tensors)
     if any(end > start for (_, end), (start, _) in pairwise(spans)):
-        raise RuntimeError("results of a timed region share memory; their writes would stay in the cache")
+        raise RuntimeError("results of a timed region share memory")
 
 
 def _loop(calls: Sequence[Callable[[], Results]]) -> Callable[[], float]:
@@ -235,22 +235,18 @@ def measure(case: Case, device: str, rounds: int) -> dict[str, Any]:
     return row
 
 
-def each_variant(cases: Callable[[str], Iterable[Case]]) -> pytest.MarkDecorator:
-    """Parametrises a test over (case, variant), for `pytest benchmarks --benchmark-only`: on the CPU, always."""
-    pairs = [
-        pytest.param(case, name, id=f"{case.op}-{case.shape}-{case.dtypes}-{name}")
-        for case in cases("cpu")
-        for name in case.variants
-    ]
-    return pytest.mark.parametrize(("case", "variant"), pairs)
+def timed(cases: Callable[[str], Iterable[Case]]) -> Any:
+    """A test of every variant on the CPU, on one set of inputs, for `pytest benchmarks --benchmark-only`."""
+    pairs = [(case, name) for case in cases("cpu") for name in case.variants]
+    names = [f"{case.op}-{case.shape}-{case.dtypes}-{name}" for case, name in pairs]
 
+    @pytest.mark.parametrize(("case", "variant"), pairs, ids=names)
+    def test(benchmark: Any, case: Case, variant: str) -> None:
+        check(case)
+        benchmark.group = f"{case.op} · {case.shape} · {case.dtypes}"
+        benchmark(run, variant, case.variants[variant], case.make(0))
 
-def benchmarked(benchmark: Any, case: Case, variant: str) -> None:
-    """Time one variant with pytest-benchmark, on one set of inputs."""
-    check(case)
-    inputs = case.make(0)
-    benchmark.group = f"{case.op} · {case.shape} · {case.dtypes}"
-    benchmark(run, variant, case.variants[variant], inputs)
+    return test
 
 
 def clocks() -> list[float] | None:

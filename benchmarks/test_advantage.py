@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.harness import Case, Results, benchmarked, each_variant, randn
+from benchmarks.harness import Case, Results, randn, timed
 from prefgrpo.ops import winrate_advantage
 
 
@@ -23,6 +23,11 @@ def formula(wins: Tensor, counts: Tensor) -> Tensor:
     return (rate - rate.mean(-1, keepdim=True)) / (rate.std(-1, unbiased=False, keepdim=True) + 1e-4)
 
 
+def truth(i: tuple[Tensor, Tensor], _: Results) -> Results:
+    """Likewise, in fp64."""
+    return {"advantage": formula(*(t.double() for t in i))}
+
+
 def cases(device: str) -> Iterator[Case]:
     """An update of 48 groups of 24."""
 
@@ -35,13 +40,7 @@ def cases(device: str) -> Iterator[Case]:
     variants["compile"] = lambda i: {"advantage": fast(*i)}
     if device == "cuda":
         variants["triton"] = ours
-
-    def truth(i: tuple[Tensor, Tensor], _: Results) -> Results:
-        return {"advantage": formula(*(t.double() for t in i))}
-
     yield Case("winrate_advantage", "48 groups × 24", "fp32", 0, make, variants, truth)
 
 
-@each_variant(cases)
-def test_advantage(benchmark: Any, case: Case, variant: str) -> None:
-    benchmarked(benchmark, case, variant)
+test_advantage = timed(cases)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from benchmarks import peers
-from benchmarks.harness import Case, Results, benchmarked, each_variant, randn
+from benchmarks.harness import Case, Results, randn, timed
 from prefgrpo.ops import policy_loss
 
 CLIP = 1e-4
@@ -49,8 +49,7 @@ def cases(device: str) -> Iterator[Case]:
             # exact in fp32: log-ratios are multiples of 31·2⁻²⁰ = .296 clip ranges, so that none is near a bound
             old = (old * 2**10).round() / 2**10
             logp = old + (change * 2).round() * 31 / 2**20
-            upstream = torch.ones((), device=device)
-            return {"logp": logp, "old": old, "advantage": advantage, "upstream": upstream}
+            return {"logp": logp, "old": old, "advantage": advantage, "upstream": torch.ones((), device=device)}
 
         fast = torch.compile(peers.policy, dynamic=False)
         variants: dict[str, Any] = {"ours": ours, "eager": eager, "compile": lambda i, fast=fast: eager(i, fast)}
@@ -59,6 +58,4 @@ def cases(device: str) -> Iterator[Case]:
         yield Case("policy_loss, with gradient", f"{batch} samples", "fp32", 0, make, variants, truth)
 
 
-@each_variant(cases)
-def test_policy_loss(benchmark: Any, case: Case, variant: str) -> None:
-    benchmarked(benchmark, case, variant)
+test_policy_loss = timed(cases)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import peers
-from benchmarks.harness import Case, Results, benchmarked, each_variant, randn
+from benchmarks.harness import Case, Results, randn, timed
 from prefgrpo.ops import PhiloxNoise, sde_logp, sde_step
 from prefgrpo.sde.rules import sde_row
 
@@ -131,6 +131,4 @@ def cases(device: str) -> Iterator[Case]:
             yield Case(*labels, torch.Size(shape).numel() * size, make, variants, want)
 
 
-@each_variant(cases)
-def test_sde_step(benchmark: Any, case: Case, variant: str) -> None:
-    benchmarked(benchmark, case, variant)
+test_sde_step = timed(cases)
