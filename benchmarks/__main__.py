@@ -55,10 +55,8 @@ def drop_in(r: Row) -> list[str]:
 def head(device: str) -> list[str]:
     """Names of the columns."""
     rivals = RIVALS[device]
-    names = ["op", "shape", "dtypes", "ours, µs", *rivals, "effective GB/s", "of copy"]
-    if device == "cuda":
-        names += ["of card", "host: ours, µs", *rivals, "launches: ours", "eager", "compile"]
-    return names
+    more = ["of card", "host: ours, µs", *rivals, "launches: ours", "eager", "compile"] if device == "cuda" else []
+    return ["op", "shape", "dtypes", "ours, µs", *rivals, "effective GB/s", "of copy", *more]
 
 
 def block(device: str, folder: Path = RESULTS) -> list[str]:

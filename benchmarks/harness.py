@@ -1,9 +1,7 @@
-"""Measurement of one op: variants interleaved over rounds, on inputs rotated beyond the cache.
-
-On a GPU the time of a call is the device's: at least 20 calls in one CUDA graph, whose results all stay alive (so that
-every write goes to new memory and reaches DRAM), queued behind a sleep (so that no launch is waited for). A copy of
-as many random bytes is measured in the same rounds, and what the calls cost on the host, apart. Invariant: variants
-get the same inputs, upstream gradients, rounds and order, and every result was compared with an fp64 one before.
+"""Measurement of one op: variants interleaved over rounds, on inputs rotated beyond the cache. On a GPU, the device's
+time of at least 20 calls in one CUDA graph whose results all stay alive (so that every write reaches DRAM), queued
+behind a sleep (so that no launch is waited for). Invariant: variants get the same inputs, upstream gradients, rounds
+and order, and every result was compared with an fp64 one before.
 """
 
 from __future__ import annotations
@@ -37,13 +35,9 @@ CPU_CACHE = 24 << 20
 CALLS = 20
 """Fewest calls in a timed region of a GPU."""
 SLEEP = (1 << 21, 1 << 31)
-"""Cycles that a GPU sleeps before a timed region: about 1 ms; doubled, up to 1 s, until the whole region is queued."""
-LOAD_SECONDS = 0.5
-"""How long a GPU is kept busy while its clocks are read."""
+"""Cycles that a GPU sleeps before a timed region, first (1 ms) and most (1 s): doubled until the region is queued."""
 TOLERANCE = {"logp": 2e-5, "kl": 1e-4, "log_ratio": 1e-3}
-"""Largest error of a result by name, relative to its largest value; else 1e-5. The formulas in torch take KL and
-log-ratio from differences of nearly equal fp32 means. A result in bf16 may also be off by its own rounding, 2⁻⁸.
-"""
+"""Largest error relative to a result's largest value (else 1e-5; bf16 adds its rounding). KL and log-ratio cancel."""
 BANDWIDTH = {
     "NVIDIA A100-SXM4-40GB": 1555,
     "NVIDIA A100-SXM4-80GB": 2039,
@@ -149,9 +143,9 @@ class GpuTimer:
         raise RuntimeError("the device reached the timed region before it was queued")
 
     def clocks(self) -> list[float] | None:
-        """`clocks` while the calls run; None if they ended before."""
+        """`clocks` during half a second of calls; None if they ended before."""
         end = cuda.Event()
-        for _ in range(math.ceil(LOAD_SECONDS / (self() * self.count))):
+        for _ in range(math.ceil(0.5 / (self() * self.count))):
             self.graph.replay()
         end.record()
         now = clocks()

@@ -36,8 +36,7 @@ def truth(i: dict[str, Any], _: Results) -> Results:
     bounded = delta.exp().clamp(1 - CLIP, 1 + CLIP)
     is_clipped = (delta.exp() - bounded) * advantage > 0
     term = -advantage * torch.where(is_clipped, bounded, delta.exp())
-    gradient = i["upstream"].double() * torch.where(is_clipped, 0.0, term) / len(delta)
-    return {"loss": term.mean(), "d_logp": gradient}
+    return {"loss": term.mean(), "d_logp": i["upstream"] * torch.where(is_clipped, 0.0, term) / len(delta)}
 
 
 def cases(device: str) -> Iterator[Case]:
