@@ -48,13 +48,12 @@ def flow_replay(
     """(logp,) of a stored x'; with v_ref and v_old also the KL and GRPO-Guard's log-ratio (arXiv 2510.22319)."""
     mean, *means = (flow_mean(x, u, sigma, st, delta) for u in (v, *others))
     std = st * torch.sqrt(-delta)
-    logp = gaussian_logp(y, mean, std)
     if not means:
-        return (logp,)
+        return (gaussian_logp(y, mean, std),)
     reference, before = means
     dims = tuple(range(1, x.dim()))
     kl = ((mean - reference) ** 2 / (2 * std**2)).mean(dim=dims)
-    return logp, kl, ((y.float() - before) * (mean - before) / std).mean(dim=dims)
+    return gaussian_logp(y, mean, std), kl, ((y.float() - before) * (mean - before) / std).mean(dim=dims)
 
 
 def policy(logp: Tensor, old: Tensor, advantage: Tensor, clip: float) -> tuple[Tensor, list[Tensor]]:

@@ -30,9 +30,9 @@ def cases(device: str) -> Iterator[Case]:
         wins = randn(48, 24, 24, device=device, seed=k).abs().clamp(max=1)
         return wins, torch.ones_like(wins)
 
-    fast = torch.compile(formula, dynamic=False)
-    variants: dict[str, Any] = {"ours": ours, "eager": lambda i: {"advantage": formula(*i)}}
-    variants["compile"] = lambda i: {"advantage": fast(*i)}
+    variants: dict[str, Any] = {"ours": ours}
+    for name, function in (("eager", formula), ("compile", torch.compile(formula, dynamic=False))):
+        variants[name] = lambda i, function=function: {"advantage": function(*i)}
     if device == "cuda":
         variants["triton"] = ours
     truth = lambda i, _: {"advantage": formula(*(t.double() for t in i))}  # noqa: E731

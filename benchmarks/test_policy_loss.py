@@ -25,8 +25,8 @@ def eager(i: dict[str, Any], function: Any = peers.policy) -> Results:
     """Likewise, of the published loss, its metrics one by one."""
     logp = i["logp"].detach().requires_grad_()
     loss, metrics = function(logp, i["old"], i["advantage"], CLIP)
-    named = {str(k): metric for k, metric in enumerate(metrics)}
-    return {"loss": loss, "d_logp": torch.autograd.grad(loss, logp, i["upstream"])[0]} | named
+    gradient = torch.autograd.grad(loss, logp, i["upstream"])[0]
+    return {"loss": loss, "d_logp": gradient} | {str(k): metric for k, metric in enumerate(metrics)}
 
 
 def truth(i: dict[str, Any], _: Results) -> Results:
