@@ -1,88 +1,110 @@
-"""`python -m benchmarks [--device cpu|cuda] [--render]`: the ops' benchmarks; writes JSON and docs/benchmarks.md."""
+"""`python -m benchmarks [--device cpu|cuda] [--render]`: the ops; writes JSON and two blocks of docs/benchmarks.md."""
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks import harness, test_advantage, test_policy_loss, test_sde_step
-from benchmarks.blocks import rounded, write_json
+from benchmarks import harness, integrations, test_advantage, test_policy_loss, test_sde_step
+from benchmarks.blocks import replace_block, rounded, write_json
 
 RESULTS = Path(__file__).resolve().parent / "results"
 PAGE = RESULTS.parent.parent / "docs" / "benchmarks.md"
-TEXT = """# Benchmarks of the ops
-
-Written by `python -m benchmarks` (`make bench`) from `benchmarks/results`; do not edit. `pytest benchmarks
---benchmark-only` times the same cases one by one, to save and compare (`--benchmark-autosave`, `--benchmark-compare`).
-
-Each number is the median of interleaved rounds, with quartiles for ours, on random inputs that rotate through more
-memory than the last cache holds; the variants' results were compared before. *Eager* and *compile* are the published
-formula of Flow-GRPO in torch, without and with torch.compile; a replay includes its backward. *Of copy* is the time
-of a copy of as many random bytes divided by ours. On a GPU, times are the device's, from a CUDA graph; *host* is what
-an eager call costs.
-
-What the kernels are for is exactness, few launches and no host synchronisation. Next to the forward of a model with
-billions of parameters their time is negligible, and no training run gets faster by these factors.
-"""
-NOT_MEASURED = """Not measured: the kernels were compiled for sm_80, 90, 100 and 120, and ran on a CPU, in tests, only.
-`scripts/gpu_check.sh` on a GPU writes this table.
-"""
+DEVICES = ("cpu", "cuda")
+RIVALS = {"cpu": ("eager", "compile"), "cuda": ("triton", "eager", "compile", "max-autotune")}
+NOT_MEASURED = ["Not measured: this table was not run on a GPU yet. `scripts/gpu_check.sh bench` on a GPU writes it."]
+Row = dict[str, Any]
 
 
-def line(r: dict[str, Any]) -> str:
-    """A row of the table."""
-    us = {name: quartiles[1] for name, quartiles in r["us"].items()}
+def table(names: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """A Markdown table."""
+    return [f"| {' | '.join(row)} |" for row in (names, ["---"] * len(names), *rows)]
+
+
+def number(values: dict[str, float] | None, name: str) -> str:
+    """A variant's number; empty if there is none."""
+    return f"{values[name]:.0f}" if values and name in values else ""
+
+
+def cells(r: Row, device: str, bandwidth: float | None) -> list[str]:
+    """A case's cells in the order of `head`."""
     low, ours, high = r["us"]["ours"]
-    others = [f"{us[name]:.0f}" if name in us else "" for name in ("triton", "eager", "compile")]
-    rate = [f"{r['bytes'] / ours / 1e3:.0f}", f"{100 * us['copy'] / ours:.0f} %"] if r["bytes"] else ["", ""]
-    host = f"{r['host_us']:.0f}" if r["host_us"] else ""
-    cells = [r["op"], r["shape"], r["dtypes"], f"{ours:.0f} ({low:.0f}-{high:.0f})", *others, *rate, host]
-    return "| " + " | ".join(cells) + " |"
+    medians = {name: quartiles[1] for name, quartiles in r["us"].items()}
+    rate = r["bytes"] / ours / 1e3
+    out = [r["op"], r["shape"], r["dtypes"], f"{ours:.0f} ({low:.0f}-{high:.0f})"]
+    out += [number(medians, name) for name in RIVALS[device]]
+    out += [f"{rate:.0f}", f"{100 * medians['copy'] / ours:.0f} %"] if r["bytes"] else ["", ""]
+    if device == "cuda":
+        out.append(f"{100 * rate / bandwidth:.0f} %" if bandwidth and r["bytes"] else "")
+        out += [number(r["host_us"], name) for name in ("ours", *RIVALS[device])]
+        out += [number(r["launches"], name) for name in ("ours", "eager", "compile")]
+    return out
 
 
-def page() -> str:
-    """docs/benchmarks.md from the committed results."""
-    lines = [*TEXT.splitlines(), ""]
-    for device, title in (("cpu", "CPU"), ("cuda", "GPU")):
-        lines += [f"## {title}", ""]
-        if not (RESULTS / f"{device}.json").exists():
-            lines += NOT_MEASURED.splitlines()
-            continue
-        run = json.loads((RESULTS / f"{device}.json").read_text())
-        m = run["machine"]
-        where = (
-            f"{m['device']}, {m['threads']} threads on {m['cores']} cores, load average {m['load']:.0f} at the start"
-        )
-        lines += [f"{where}; backend {m['backend']}, torch {m['torch']}."]
-        if run["clocks"][0]:
-            lines += [f"Clocks and power before and after: {' → '.join(run['clocks'])}."]
-        lines += ["", "| op | shape | dtypes | ours, µs | Triton | eager | compile | GB/s | of copy | host |"]
-        lines += ["|---" * 10 + "|", *map(line, run["results"]), ""]
-    return "\n".join(lines).rstrip("\n") + "\n"
+def drop_in(r: Row) -> list[str]:
+    """The cells of a case that was timed on the host only."""
+    counts = [number(r[what], name) for what in ("host_us", "launches") for name in ("ours", "theirs")]
+    return [r["op"], r["shape"], r["dtypes"], *counts]
+
+
+def head(device: str) -> list[str]:
+    """Names of the columns."""
+    rivals = RIVALS[device]
+    more = ["of card", "host: ours, µs", *rivals, "launches: ours", "eager", "compile"] if device == "cuda" else []
+    return ["op", "shape", "dtypes", "ours, µs", *rivals, "effective GB/s", "of copy", *more]
+
+
+def block(device: str, folder: Path = RESULTS) -> list[str]:
+    """The generated lines of one device."""
+    path = folder / f"{device}.json"
+    if not path.exists():
+        return NOT_MEASURED
+    run = json.loads(path.read_text())
+    m = run["machine"]
+    bandwidth = harness.BANDWIDTH.get(m["device"]) if device == "cuda" else None
+    what = f"{m['device']}, {m['threads']} threads on {m['cores']} cores, load average {m['load']:.0f} at the start"
+    lines = [
+        f"{m['date']}, {m['commit']}: {what}; backend {m['backend']}, torch {m['torch']}. {m.get('note', '')}".strip()
+    ]
+    clocks = [r["clocks"] for r in run["results"] if r.get("clocks")]
+    if clocks:
+        sm, memory, watts = (f"{min(column):.0f}-{max(column):.0f}" for column in zip(*clocks, strict=True))
+        lines.append(f"Under load: SM {sm} MHz, memory {memory} MHz, {watts} W.")
+    if bandwidth:
+        lines.append(f"The card's published bandwidth is {bandwidth} GB/s.")
+    rows = [cells(r, device, bandwidth) for r in run["results"] if r["us"]]
+    lines += ["", *table(head(device), rows)]
+    if dropped_in := [r for r in run["results"] if not r["us"]]:
+        names = ["drop-in", "shape", "dtypes", "host: ours, µs", "theirs", "launches: ours", "theirs"]
+        lines += ["", *table(names, [drop_in(r) for r in dropped_in])]
+    return lines
 
 
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Benchmarks of the ops.")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default=harness.DEVICE)
+    parser.add_argument("--device", choices=DEVICES, default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--render", action="store_true", help="only write docs/benchmarks.md from the JSON")
     parser.add_argument("--rounds", type=int, default=15)
     args = parser.parse_args()
     if not args.render:
         harness.keep_freed_memory()
-        run: dict[str, Any] = {"machine": harness.machine(args.device), "clocks": [harness.clocks()], "results": []}
-        for module in (test_sde_step, test_policy_loss, test_advantage):
+        run: dict[str, Any] = {"machine": harness.machine(args.device), "results": []}
+        bandwidth = harness.BANDWIDTH.get(run["machine"]["device"])
+        for module in (test_sde_step, test_policy_loss, test_advantage, integrations):
             for case in module.cases(args.device):
                 torch._dynamo.reset()
-                run["results"].append(harness.measure(case, args.device, args.rounds))
-                print(line(run["results"][-1]), flush=True)
-        run["clocks"].append(harness.clocks())
+                row = harness.measure(case, args.device, args.rounds)
+                run["results"].append(row)
+                print(*(cells(row, args.device, bandwidth) if row["us"] else drop_in(row)), sep=" | ", flush=True)
         write_json(RESULTS / f"{args.device}.json", rounded(run))
-    PAGE.write_text(page())
+    for device in DEVICES:
+        replace_block(PAGE, f"ops-{device}", block(device))
 
 
 if __name__ == "__main__":

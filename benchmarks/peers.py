@@ -42,9 +42,18 @@ def flow_step(
     return y, gaussian_logp(y, mean, std)
 
 
-def flow_logp(x: Tensor, v: Tensor, y: Tensor, sigma: Tensor, st: Tensor, delta: Tensor) -> Tensor:
-    """Replay of a stored x'."""
-    return gaussian_logp(y, flow_mean(x, v, sigma, st, delta), st * torch.sqrt(-delta))
+def flow_replay(
+    x: Tensor, v: Tensor, y: Tensor, sigma: Tensor, st: Tensor, delta: Tensor, *others: Tensor
+) -> tuple[Tensor, ...]:
+    """(logp,) of a stored x'; with v_ref and v_old also the KL and GRPO-Guard's log-ratio (arXiv 2510.22319)."""
+    mean, *means = (flow_mean(x, u, sigma, st, delta) for u in (v, *others))
+    std = st * torch.sqrt(-delta)
+    if not means:
+        return (gaussian_logp(y, mean, std),)
+    reference, before = means
+    dims = tuple(range(1, x.dim()))
+    kl = ((mean - reference) ** 2 / (2 * std**2)).mean(dim=dims)
+    return gaussian_logp(y, mean, std), kl, ((y.float() - before) * (mean - before) / std).mean(dim=dims)
 
 
 def policy(logp: Tensor, old: Tensor, advantage: Tensor, clip: float) -> tuple[Tensor, list[Tensor]]:

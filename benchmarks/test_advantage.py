@@ -8,18 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.harness import Case, benchmarked, each_variant, randn
+from benchmarks.harness import Case, Results, randn, timed
 from prefgrpo.ops import winrate_advantage
 
 
-def ours(i: tuple[Tensor, Tensor]) -> Tensor:
+def ours(i: tuple[Tensor, Tensor]) -> Results:
     """Advantages [P, G]."""
-    return winrate_advantage(*i)[1]
+    return {"advantage": winrate_advantage(*i)[1]}
 
 
-def eager(i: tuple[Tensor, Tensor]) -> Tensor:
-    """Likewise, in fp32 and without missing values."""
-    wins, counts = i
+def formula(wins: Tensor, counts: Tensor) -> Tensor:
+    """Likewise, without missing values."""
     rate = wins.sum(-1) / counts.sum(-1)
     return (rate - rate.mean(-1, keepdim=True)) / (rate.std(-1, unbiased=False, keepdim=True) + 1e-4)
 
@@ -31,12 +30,13 @@ def cases(device: str) -> Iterator[Case]:
         wins = randn(48, 24, 24, device=device, seed=k).abs().clamp(max=1)
         return wins, torch.ones_like(wins)
 
-    variants: dict[str, Any] = {"ours": ours, "eager": eager, "compile": torch.compile(eager, dynamic=False)}
+    variants: dict[str, Any] = {"ours": ours}
+    for name, function in (("eager", formula), ("compile", torch.compile(formula, dynamic=False))):
+        variants[name] = lambda i, function=function: {"advantage": function(*i)}
     if device == "cuda":
         variants["triton"] = ours
-    yield Case("winrate_advantage", "48 groups × 24", "fp32", 0, make, variants)
+    truth = lambda i, _: {"advantage": formula(*(t.double() for t in i))}  # noqa: E731
+    yield Case("winrate_advantage", "48 groups × 24", "fp32", 0, make, variants, truth)
 
 
-@each_variant(cases)
-def test_advantage(benchmark: Any, case: Case, variant: str) -> None:
-    benchmarked(benchmark, case, variant)
+test_advantage = timed(cases)

@@ -6,23 +6,37 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from benchmarks import peers
-from benchmarks.harness import Case, benchmarked, each_variant, randn
+from benchmarks.harness import Case, Results, randn, timed
 from prefgrpo.ops import policy_loss
 
+CLIP = 1e-4
 
-def ours(i: dict[str, Any]) -> Tensor:
-    """The gradient."""
+
+def ours(i: dict[str, Any]) -> Results:
+    """Loss, metrics and gradient."""
     logp = i["logp"].detach().requires_grad_()
-    return torch.autograd.grad(policy_loss(logp, i["old"], i["advantage"], clip_low=1e-4).loss, logp)[0]
+    loss, metrics = policy_loss(logp, i["old"], i["advantage"], clip_low=CLIP)
+    return {"loss": loss, "metrics": metrics, "d_logp": torch.autograd.grad(loss, logp, i["upstream"])[0]}
 
 
-def eager(i: dict[str, Any], function: Any = peers.policy) -> Tensor:
-    """Likewise, of the published loss."""
+def eager(i: dict[str, Any], function: Any = peers.policy) -> Results:
+    """Likewise, of the published loss, its metrics one by one."""
     logp = i["logp"].detach().requires_grad_()
-    return torch.autograd.grad(function(logp, i["old"], i["advantage"], 1e-4)[0], logp)[0]
+    loss, metrics = function(logp, i["old"], i["advantage"], CLIP)
+    gradient = torch.autograd.grad(loss, logp, i["upstream"])[0]
+    return {"loss": loss, "d_logp": gradient} | {str(k): metric for k, metric in enumerate(metrics)}
+
+
+def truth(i: dict[str, Any], _: Results) -> Results:
+    """Loss and gradient in fp64."""
+    delta = i["logp"].double() - i["old"].double()
+    advantage = i["advantage"].double().clamp(-5, 5)
+    bounded = delta.exp().clamp(1 - CLIP, 1 + CLIP)
+    is_clipped = (delta.exp() - bounded) * advantage > 0
+    term = -advantage * torch.where(is_clipped, bounded, delta.exp())
+    return {"loss": term.mean(), "d_logp": i["upstream"] * torch.where(is_clipped, 0.0, term) / len(delta)}
 
 
 def cases(device: str) -> Iterator[Case]:
@@ -30,16 +44,17 @@ def cases(device: str) -> Iterator[Case]:
     for batch in (8, 1152):
 
         def make(k: int, batch: int = batch) -> dict[str, Any]:
-            logp, old, advantage = (randn(batch, device=device, seed=3 * k + n) for n in range(3))
-            return {"logp": logp, "old": logp + 1e-4 * old, "advantage": advantage}
+            old, change, advantage = (randn(batch, device=device, seed=3 * k + n) for n in range(3))
+            # exact in fp32: log-ratios are multiples of 31·2⁻²⁰ = .296 clip ranges, so that none is near a bound
+            old = (old * 2**10).round() / 2**10
+            logp = old + (change * 2).round() * 31 / 2**20
+            return {"logp": logp, "old": old, "advantage": advantage, "upstream": torch.ones((), device=device)}
 
         fast = torch.compile(peers.policy, dynamic=False)
         variants: dict[str, Any] = {"ours": ours, "eager": eager, "compile": lambda i, fast=fast: eager(i, fast)}
         if device == "cuda":
             variants["triton"] = ours
-        yield Case("policy_loss, with gradient", f"{batch} samples", "fp32", 0, make, variants)
+        yield Case("policy_loss, with gradient", f"{batch} samples", "fp32", 0, make, variants, truth)
 
 
-@each_variant(cases)
-def test_policy_loss(benchmark: Any, case: Case, variant: str) -> None:
-    benchmarked(benchmark, case, variant)
+test_policy_loss = timed(cases)
