@@ -1,7 +1,7 @@
 """`compute-sanitizer python -m benchmarks.sanitize`: every kernel once, at sizes that take each of its paths.
 
-Aligned sizes use 128-bit accesses and several tiles per sample, odd ones scalar accesses and a partial last tile; KL and
-GRPO-Guard read up to three velocities. With PREFGRPO_BACKEND=triton the same calls run Triton's kernels.
+Aligned sizes use 128-bit accesses and several tiles per sample, odd ones scalar accesses and a partial last tile; KL
+and GRPO-Guard read up to three velocities. With PREFGRPO_BACKEND=triton the same calls run Triton's kernels.
 """
 
 from __future__ import annotations

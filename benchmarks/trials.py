@@ -1,8 +1,8 @@
 """`python -m benchmarks.trials PART`: whole trainings on one GPU, for scripts/gpu_check.sh; one JSON line per trial.
 
     families   every family, tiny, in bf16: LoRA and all weights, 2 steps, resumed to 3; the first ratio must be 1
-    train      FLUX.1-dev at its true size with random weights, loaded once: the recipe lora_flux at 720², and 1024² with
-               recomputation; seconds per phase, FLOP, MFU, and the peak memory beside what start and --dry-run said
+    train      FLUX.1-dev at its true size with random weights, loaded once: the recipe lora_flux at 720², and 1024²
+               with recomputation; seconds per phase, FLOP, MFU, and peak memory beside what start and --dry-run said
 
 The lines are also written to results/PART_DEVICE.json, with the machine. A trial that fails is a line with its error,
 and makes the exit code 1; the next one runs. Every family has processes of its own, because an illegal memory access
@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -32,6 +33,7 @@ import torch
 from benchmarks.bench_judge import machine
 from benchmarks.blocks import rounded, write_json
 from prefgrpo.commands.dry_run import dry_run
+from prefgrpo.config.rewards import entries
 from prefgrpo.models import folder as folders
 from prefgrpo.run.notes import GIB, peak_memory
 from prefgrpo.tiny import pipelines
@@ -219,16 +221,14 @@ def train_flux(pipe: Any, model: Path, work: Path, label: str, side: int, recomp
 
 
 def _with_prompts(config: Any, file: Path) -> Any:
-    """A configuration whose prompts and reward are files, as `--dry-run` reads them."""
-    from dataclasses import replace
-
-    from prefgrpo.config.rewards import entries
-
+    """A configuration whose prompts are a file, and whose reward has a name, as `--dry-run` reads them."""
     data = replace(config.data, prompts=str(file))
     return replace(config, data=data, rewards=entries("jpeg_compressibility"))
 
 
-def train(place: Path, changes: dict[str, dict[str, Any]], device: str, sides: Sequence[int]) -> Iterator[dict[str, Any]]:
+def train(
+    place: Path, changes: dict[str, dict[str, Any]], device: str, sides: Sequence[int]
+) -> Iterator[dict[str, Any]]:
     """A line for the time to load FLUX.1, and one for each of TRIALS; sides: other sizes."""
     model = pipelines.make("flux", place / "flux")  # where the family is read from; its weights are not used
     begin = time.perf_counter()
@@ -264,10 +264,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="the JSON; default results/PART_DEVICE.json")
     given = parser.parse_args(arguments)
     device = "cpu" if given.tiny or not torch.cuda.is_available() else "cuda"
+    changes, sides = ({}, [32, 64]) if given.tiny else (PUBLISHED, [])
     with tempfile.TemporaryDirectory() as place:
         parts: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
             "families": lambda: families(Path(place), given.names, given.processes),
-            "train": lambda: train(Path(place), {} if given.tiny else PUBLISHED, device, [32, 64] if given.tiny else []),
+            "train": lambda: train(Path(place), changes, device, sides),
         }
         return report(given.part, device, parts[given.part](), given.out)
 

@@ -1,58 +1,66 @@
 #!/usr/bin/env bash
-# Tests and benchmarks the ops on a GPU machine: builds the extension for the installed GPU, then
-#   tests     runs the ops' tests on it;
-#   memcheck  runs compute-sanitizer on a small case;
-#   bench     runs the benchmarks, and writes benchmarks/results/cuda.json and docs/benchmarks.md;
-#   train     times a LoRA step at FLUX.1-dev's real size (benchmarks/bench_train.py), which also needs diffusers,
-#             transformers, peft, 30 GB of disk and an 80 GB GPU.
-# A part that fails does not stop the next one. Needs torch with CUDA, nvcc, cmake, ninja, pybind11, pytest and hypothesis;
-# no network.
-# Usage: scripts/gpu_check.sh [PART …]   (default: tests memcheck bench)
+# Checks prefgrpo on a GPU machine: builds the extension for the installed GPU, then runs these parts, about 8 minutes:
+#   tests     the ops' tests;
+#   memcheck  compute-sanitizer on every kernel, CUDA and Triton: memcheck, racecheck and initcheck;
+#   bench     the ops' benchmarks: benchmarks/results/cuda.json, docs/benchmarks.md;
+#   families  every model family, tiny, in bf16, LoRA and all weights, stopped and resumed (benchmarks/trials.py);
+#   train     FLUX.1-dev at its true size with random weights; an 80 GB GPU.
+# Every part prints its results as they come; one that fails does not stop the next. Without a GPU nothing is checked: one
+# line, exit code 1. Needs torch with CUDA, nvcc, cmake, ninja, pybind11, pytest and hypothesis, from `families` on also
+# the extra `train`; no network.
+# Usage: scripts/gpu_check.sh [PART …]   (default: all)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3}
-export PYTHONPATH=$PWD
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 
-"$PYTHON" -c 'import torch; assert torch.cuda.is_available(), "torch finds no GPU"; print(torch.__version__, torch.cuda.get_device_name())'
+if ! found=$("$PYTHON" -c 'import torch; print(torch.__version__, torch.cuda.get_device_name())' 2>&1); then
+  echo "gpu_check: $PYTHON finds no GPU (${found##*$'\n'}); nothing was checked" >&2
+  exit 1
+fi
+echo "$found"
 arch=$("$PYTHON" -c 'import torch; major, minor = torch.cuda.get_device_capability(); print(f"{major}{minor}")')
 PREFGRPO_CUDA_ARCHS=${PREFGRPO_CUDA_ARCHS:-$arch} "$PYTHON" setup.py -q build_ext --inplace
 "$PYTHON" -c 'from prefgrpo.ops import backend_of; assert backend_of("cuda") == "cuda", backend_of("cuda")'
 
-MEMCHECK='import torch
-from prefgrpo import ops
-x, v = (torch.randn(3, 1003, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-coef, index = torch.tensor([[0.9, -0.1, 0.5, -2.0, 0.3]], device="cuda"), torch.zeros(3, dtype=torch.int64, device="cuda")
-step = ops.sde_step(x, v, coef, index, noise=ops.PhiloxNoise(7, torch.arange(3, device="cuda")))
-v.requires_grad_()
-logp = ops.sde_logp(x, v, step.x_next, coef, index).logp
-ops.policy_loss(logp, step.logp, torch.tensor([1.0, 0.0, -1.0], device="cuda"), clip_low=1e-4).loss.backward()
-wins = torch.rand(2, 5, 5, device="cuda")
-ops.winrate_advantage(wins, torch.ones_like(wins))
-torch.cuda.synchronize()'
-
 part_tests() {
-  "$PYTHON" -m pytest -q -o addopts= -p no:cacheprovider -k "not cuda_kernels_do_not_spill" \
+  timeout 120 "$PYTHON" -m pytest -q -o addopts= -p no:cacheprovider -k "not cuda_kernels_do_not_spill" \
     tests/test_{gpu,sde_step,policy_loss,noise,ops_advantage,compile,csrc}.py
 }
 
-part_memcheck() {
+sanitize() {  # TOOL BACKEND
   local output
-  if ! command -v compute-sanitizer >/dev/null; then
-    echo "compute-sanitizer not found: skipping the memory check"
-  elif output=$(compute-sanitizer --tool memcheck --error-exitcode 9 "$PYTHON" -c "$MEMCHECK" 2>&1); then
-    echo "$output"
+  if output=$(PREFGRPO_BACKEND=$2 compute-sanitizer --tool "$1" --error-exitcode 9 "$PYTHON" -m benchmarks.sanitize 2>&1); then
+    echo "$1, $2: $(tail -n 2 <<<"$output" | tr '\n' ' ')"
+  elif grep -q "Device not supported" <<<"$output"; then
+    echo "$1: compute-sanitizer does not support this machine; memory not checked"
   else
     echo "$output"
-    grep -q "Device not supported" <<<"$output" && echo "compute-sanitizer does not support this machine: memory not checked"
+    return 1
   fi
 }
 
-part_bench() { "$PYTHON" -m benchmarks --device cuda; }
-part_train() { "$PYTHON" -m benchmarks.bench_train; }
+part_memcheck() {
+  if ! command -v compute-sanitizer >/dev/null; then
+    echo "compute-sanitizer not found: memory not checked"
+    return
+  fi
+  local failed=0
+  sanitize memcheck cuda || failed=1
+  sanitize memcheck triton || failed=1
+  sanitize racecheck cuda || failed=1
+  sanitize initcheck cuda || failed=1
+  return $failed
+}
+
+part_bench() { timeout 120 "$PYTHON" -m benchmarks --device cuda; }
+part_families() { timeout 120 "$PYTHON" -m benchmarks.trials families; }
+part_train() { timeout 120 "$PYTHON" -m benchmarks.trials train; }
 
 failed=()
-[[ $# -gt 0 ]] || set -- tests memcheck bench
+[[ $# -gt 0 ]] || set -- tests memcheck bench families train
 for part in "$@"; do
+  echo "== $part"
   "part_$part" || failed+=("$part")
 done
 [[ ${#failed[@]} -eq 0 ]] || { echo "failed: ${failed[*]}" >&2; exit 1; }

@@ -11,12 +11,15 @@ import subprocess
 import sys
 import tempfile
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where the package is not installed
 
 from prefgrpo.ops import PhiloxNoise, _backend, philox_normal, policy_loss, sde_logp, sde_step, winrate_advantage
 

@@ -17,7 +17,6 @@ import torch
 import benchmarks.__main__ as ops
 from benchmarks import (
     bench_judge,
-    bench_train,
     blocks,
     calls,
     harness,
@@ -28,7 +27,6 @@ from benchmarks import (
     test_sde_step,
 )
 from prefgrpo.judge.verdict import Verdict
-from prefgrpo.tiny import pipelines
 
 
 def small_cases(monkeypatch):
@@ -217,25 +215,3 @@ def test_blocks_of_other_pages_are_rendered_from_the_results(root):
     for page, name, block in found:
         text = (root / "docs" / f"{page}.md").read_text()
         assert blocks.rendered(text, name, block) == text, f"docs/{page}.md differs from benchmarks/results"
-
-
-def test_the_benchmarked_flux_has_the_published_size():
-    """The transformer and the VAE have FLUX.1-dev's numbers of parameters; its text encoders, two layers."""
-    pipe = bench_train.flux(bench_train.PUBLISHED, "meta", torch.bfloat16)
-    sizes = {name: sum(p.numel() for p in getattr(pipe, name).parameters()) for name in ("transformer", "vae")}
-    assert sizes == {"transformer": 11_901_408_320, "vae": 83_819_683}
-    assert {p.dtype for p in pipe.transformer.parameters()} == {torch.bfloat16}
-    assert pipe.text_encoder_2.config.d_model == 4096
-    wide = bench_train.flux(bench_train.WIDE, "cpu", torch.float32)
-    assert wide.transformer.config.in_channels == 4 * wide.vae.config.latent_channels == 64
-
-
-@pytest.mark.full
-def test_a_training_step_is_timed(tmp_path):
-    """The shipped recipe on a tiny pipeline, in processes of its own, as `python -m benchmarks.bench_train` runs it."""
-    model, out = pipelines.make("flux", tmp_path / "model"), tmp_path / "train.json"
-    small = ["--sides", "32", "--steps", "2", "--matmul", "64"]
-    bench_train.main(["--device", "cpu", "--model", str(model), *small, "--out", str(out)])
-    (run,) = json.loads(out.read_text())["runs"]
-    assert run["seconds"].keys() >= {"rollout", "update"} and run["step_over_model"] >= 1
-    assert run["flop_per_sample"]["train"] > 2 * run["flop_per_sample"]["forward"] > 0

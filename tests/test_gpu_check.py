@@ -1,0 +1,97 @@
+"""scripts/gpu_check.sh and the parts that it runs, each on the CPU with tiny models; a GPU is not needed.
+
+The script gets a stand-in for Python that says it has a GPU and notes its calls, so that order, one failing part and
+the exit code are those of the real script.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import sanitize, trials
+
+ROOT = Path(__file__).resolve().parent.parent
+STAND_IN = """#!/bin/bash
+echo "$PREFGRPO_BACKEND $*" >> "$CALLS"
+case "$*" in
+  *get_device_capability*) echo 90 ;;
+  *get_device_name*) echo "2.11.0 NVIDIA H100" ;;
+  *"benchmarks --device cuda"*) exit 1 ;;
+esac
+"""
+
+
+def gpu_check(python, *parts, **env):
+    command = ["bash", str(ROOT / "scripts" / "gpu_check.sh"), *parts]
+    return subprocess.run(command, env=os.environ | env | {"PYTHON": str(python)}, capture_output=True, text=True)
+
+
+def test_without_a_gpu_it_says_so_in_one_line():
+    done = gpu_check(sys.executable)
+    assert done.returncode == 1 and done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("gpu_check: ") and line.endswith("nothing was checked")
+
+
+def test_a_part_that_fails_does_not_stop_the_next(tmp_path):
+    tools = {"python": STAND_IN, "compute-sanitizer": '#!/bin/bash\n[[ $2 != racecheck ]] && "${@:5}"\n'}
+    for name, text in tools.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    calls = tmp_path / "calls"
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    done = gpu_check(tmp_path / "python", CALLS=str(calls), PATH=path, PREFGRPO_BACKEND="")
+    assert done.returncode == 1 and done.stderr.endswith("failed: memcheck bench\n")
+    parts = [line for line in done.stdout.splitlines() if line.startswith("== ")]
+    assert parts == ["== tests", "== memcheck", "== bench", "== families", "== train"]
+    lines = [line.strip() for line in calls.read_text().splitlines() if "-m" in line or "setup.py" in line]
+    assert lines[0] == "setup.py -q build_ext --inplace" and lines[1].startswith("-m pytest ")
+    sanitized = ["cuda -m benchmarks.sanitize", "triton -m benchmarks.sanitize", "cuda -m benchmarks.sanitize"]
+    ends = ["-m benchmarks --device cuda", "-m benchmarks.trials families", "-m benchmarks.trials train"]
+    assert lines[2:] == [*sanitized, *ends], "memcheck twice, no racecheck, initcheck"
+
+
+@pytest.mark.parametrize("backend", ["cpu", "torch"])
+def test_what_is_sanitised_runs_every_op(backend):
+    with sanitize.ops.use_backend(backend):
+        assert sanitize.run("cpu") == 31
+
+
+def test_the_trained_flux_has_the_published_size():
+    """The transformer and the VAE have FLUX.1-dev's numbers of parameters; its text encoders, two layers."""
+    pipe = trials.flux(trials.PUBLISHED, "meta", torch.bfloat16)
+    sizes = {name: sum(p.numel() for p in getattr(pipe, name).parameters()) for name in ("transformer", "vae")}
+    assert sizes == {"transformer": 11_901_408_320, "vae": 83_819_683}
+    assert {p.dtype for p in pipe.transformer.parameters()} == {torch.bfloat16}
+    assert pipe.text_encoder_2.config.d_model == 4096
+
+
+@pytest.mark.full
+def test_families_are_trained_and_an_error_is_a_line(tmp_path, capfd, monkeypatch):
+    out = tmp_path / "families.json"
+    assert trials.main(["families", "--names", "flux", "wan22", "--processes", "2", "--out", str(out)]) == 0
+    lines = [json.loads(line) for line in capfd.readouterr().out.splitlines() if line.startswith('{"family"')]
+    assert [(line["family"], line["trained"]) for line in lines] == [
+        ("flux", "LoRA"), ("flux", "all weights"), ("wan22", "LoRA"), ("wan22", "all weights"),
+    ]  # fmt: skip
+    assert all(line["on_policy_error"] == line["updates_skipped"] == 0 for line in lines)
+    assert json.loads(out.read_text())["trials"] == lines
+    monkeypatch.setattr(trials, "Trainer", lambda *args, **rest: 1 / 0)
+    assert trials.train_family(("flux", "LoRA", str(tmp_path)))["error"].startswith("ZeroDivisionError")
+
+
+@pytest.mark.full
+def test_flux_is_trained_twice_from_one_pipeline(tmp_path, capfd):
+    out = tmp_path / "train.json"
+    assert trials.main(["train", "--tiny", "--out", str(out)]) == 0
+    load, *found = json.loads(out.read_text())["trials"]
+    assert load["parameters"] > 0 and [line["side"] for line in found] == [32, 64]
+    for line in found:
+        assert line["on_policy_error"] == 0 and line["time/images_per_s"] > 0 and line["peak GiB"] > 0
+        assert line["--dry-run GiB"] > 0 and line["said at start"][0].startswith("memory per process")
+    assert capfd.readouterr().out.count('{"trial": ') == 3
