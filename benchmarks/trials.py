@@ -3,6 +3,7 @@
     families   every family, tiny, in bf16: LoRA and all weights, 2 steps, resumed to 3; the first ratio must be 1
     train      FLUX.1-dev at its true size with random weights, loaded once: the recipe lora_flux at 720², and 1024²
                with recomputation; seconds per phase, FLOP, MFU, and peak memory beside what start and --dry-run said
+    peers      a quarter of FLUX.1-dev at 1024² and 512²: Pref-GRPO's own step beside ours (benchmarks/pref_grpo.py)
 
 The lines are also written to results/PART_DEVICE.json, with the machine. A trial that fails is a line with its error,
 and makes the exit code 1; the next one runs. Every family has processes of its own, because an illegal memory access
@@ -15,6 +16,7 @@ import argparse
 import io
 import json
 import multiprocessing
+import os
 import re
 import statistics
 import sys
@@ -24,17 +26,21 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 
+from benchmarks import pref_grpo
 from benchmarks.bench_judge import machine
 from benchmarks.blocks import rounded, write_json
 from prefgrpo.commands.dry_run import dry_run
 from prefgrpo.config.rewards import entries
 from prefgrpo.models import folder as folders
+from prefgrpo.models.attention import without_cudnn
+from prefgrpo.run.log import Clock
 from prefgrpo.run.notes import GIB, peak_memory
 from prefgrpo.tiny import pipelines
 from prefgrpo.trainer import Trainer
@@ -239,6 +245,67 @@ def train(
         yield train_flux(pipe, model, place, label, other or side, recomputed)
 
 
+# ---- peers ----------------------------------------------------------------------------------------------------------
+
+
+def our_step(pipe: Any, model: Path, work: Path, side: int, text: int, batch: int) -> float:
+    """Seconds of our training step with as much work as `pref_grpo.their_step`."""
+    on_cpu = pipe.transformer.device.type == "cpu"
+    with loaded(pipe):
+        trainer = Trainer.from_recipe(
+            RECIPE,
+            str(model),
+            train_prompts=list(PROMPTS),
+            rewards=brightness,
+            steps=3,
+            lora_rank=pref_grpo.RANK,
+            name=f"{side} {batch}",
+            output=str(work),
+            trackers=[],
+            dtype="fp32" if on_cpu else "bf16",
+            eval={"every": 0},
+            checkpoint={"every": 10**6},
+            data={"cache": str(work / "cache"), "max_length": text},
+            rollout={
+                "height": side, "width": side, "prompts_per_step": 1,
+                "group_size": pref_grpo.GROUP, "batch_size": batch,
+                "steps": pref_grpo.STEPS, "window_high": pref_grpo.STEPS - 1, "window_size": pref_grpo.TRAINED,
+            },
+            train={"updates_per_rollout": 1 if batch == pref_grpo.GROUP else 2, "gradient_checkpointing": 1.0},
+        )  # fmt: skip
+        try:
+            return pref_grpo.timed_steps(pipe.transformer, lambda step: trainer.step(step, Clock()))
+        finally:
+            trainer.close()
+
+
+def peers(
+    place: Path, changes: dict[str, dict[str, Any]], device: str, sides: Sequence[int]
+) -> Iterator[dict[str, Any]]:
+    """A line for every size and trainer."""
+    if not (Path(os.environ.get("PREFGRPO_PEERS", "")) / "Pref-GRPO").is_dir():
+        yield {"skipped": "PREFGRPO_PEERS names no folder with a checkout Pref-GRPO"}
+        return
+    model = pipelines.make("flux", place / "flux")
+    pipe = flux(changes, device, torch.bfloat16 if device == "cuda" else torch.float32)
+    text = 512 if device == "cuda" else 24
+    for side in sides or (1024, 512):
+        ways: dict[str, Callable[[], float]] = {
+            "Pref-GRPO": partial(pref_grpo.their_step, pipe, side, text),
+            "prefgrpo, batches of 2": partial(our_step, pipe, model, place, side, text, 2),
+            "prefgrpo, batches of 4": partial(our_step, pipe, model, place, side, text, 4),
+        }
+        for name, measure in ways.items():
+            _reset_peak(device)
+            line: dict[str, Any] = {"trainer": name, "side": side}
+            try:
+                with without_cudnn():
+                    line |= {"seconds": measure(), "peak GiB": peak_memory(pipe.transformer.device) / GIB}
+            except BaseException as error:  # noqa: BLE001  (the line of this trial; the next one runs)
+                line |= _error(error)
+            yield line
+
+
 # ---- the command line -----------------------------------------------------------------------------------------------
 
 
@@ -257,7 +324,7 @@ def report(part: str, device: str, lines: Iterator[dict[str, Any]], out: Path | 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("families", "train"))
+    parser.add_argument("part", choices=("families", "train", "peers"))
     parser.add_argument("--tiny", action="store_true", help="rehearse on a CPU: tiny FLUX of 32 and 64 pixels")
     parser.add_argument("--names", nargs="+", default=list(pipelines.FAMILIES), help="of families")
     parser.add_argument("--processes", type=int, default=8, help="families trained at a time")
@@ -265,10 +332,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     device = "cpu" if given.tiny or not torch.cuda.is_available() else "cuda"
     changes, sides = ({}, [32, 64]) if given.tiny else (PUBLISHED, [])
+    fewer = {"transformer": PUBLISHED["transformer"] | {"num_layers": 5, "num_single_layers": 10}}
+    quarter = changes | fewer if changes else {"vae": {"latent_channels": 16}, "transformer": {"in_channels": 64}}
     with tempfile.TemporaryDirectory() as place:
         parts: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
             "families": lambda: families(Path(place), given.names, given.processes),
             "train": lambda: train(Path(place), changes, device, sides),
+            "peers": lambda: peers(Path(place), quarter, device, sides),
         }
         return report(given.part, device, parts[given.part](), given.out)
 

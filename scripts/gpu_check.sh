@@ -4,7 +4,8 @@
 #   memcheck  compute-sanitizer on every kernel, CUDA and Triton: memcheck, racecheck and initcheck;
 #   bench     the ops' benchmarks: benchmarks/results/cuda.json, docs/benchmarks.md;
 #   families  every model family, tiny, in bf16, LoRA and all weights, stopped and resumed (benchmarks/trials.py);
-#   train     FLUX.1-dev at its true size with random weights; an 80 GB GPU.
+#   train     FLUX.1-dev at its true size with random weights; an 80 GB GPU;
+#   peers     Pref-GRPO's own training step beside ours, if PREFGRPO_PEERS names a folder with its checkout.
 # Every part prints its results as they come; one that fails does not stop the next. Without a GPU nothing is checked: one
 # line, exit code 1. Needs torch with CUDA, nvcc, cmake, ninja, pybind11, pytest and hypothesis, from `families` on also
 # the extra `train`; no network.
@@ -56,9 +57,10 @@ part_memcheck() {
 part_bench() { timeout 120 "$PYTHON" -m benchmarks --device cuda; }
 part_families() { timeout 120 "$PYTHON" -m benchmarks.trials families; }
 part_train() { timeout 120 "$PYTHON" -m benchmarks.trials train; }
+part_peers() { timeout 120 "$PYTHON" -m benchmarks.trials peers; }
 
 failed=()
-[[ $# -gt 0 ]] || set -- tests memcheck bench families train
+[[ $# -gt 0 ]] || set -- tests memcheck bench families train peers
 for part in "$@"; do
   echo "== $part"
   "part_$part" || failed+=("$part")

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from peers import folder
 
-from benchmarks import sanitize, trials
+from benchmarks import pref_grpo, sanitize, trials
 
 ROOT = Path(__file__).resolve().parent.parent
 STAND_IN = """#!/bin/bash
@@ -48,11 +49,12 @@ def test_a_part_that_fails_does_not_stop_the_next(tmp_path):
     done = gpu_check(tmp_path / "python", CALLS=str(calls), PATH=path, PREFGRPO_BACKEND="")
     assert done.returncode == 1 and done.stderr.endswith("failed: memcheck bench\n")
     parts = [line for line in done.stdout.splitlines() if line.startswith("== ")]
-    assert parts == ["== tests", "== memcheck", "== bench", "== families", "== train"]
+    assert parts == ["== tests", "== memcheck", "== bench", "== families", "== train", "== peers"]
     lines = [line.strip() for line in calls.read_text().splitlines() if "-m" in line or "setup.py" in line]
     assert lines[0] == "setup.py -q build_ext --inplace" and lines[1].startswith("-m pytest ")
     sanitized = ["cuda -m benchmarks.sanitize", "triton -m benchmarks.sanitize", "cuda -m benchmarks.sanitize"]
-    ends = ["-m benchmarks --device cuda", "-m benchmarks.trials families", "-m benchmarks.trials train"]
+    trained = [f"-m benchmarks.trials {part}" for part in ("families", "train", "peers")]
+    ends = ["-m benchmarks --device cuda", *trained]
     assert lines[2:] == [*sanitized, *ends], "memcheck twice, no racecheck, initcheck"
 
 
@@ -95,3 +97,46 @@ def test_flux_is_trained_twice_from_one_pipeline(tmp_path, capfd):
         assert line["on_policy_error"] == 0 and line["time/images_per_s"] > 0 and line["peak GiB"] > 0
         assert line["--dry-run GiB"] > 0 and line["said at start"][0].startswith("memory per process")
     assert capfd.readouterr().out.count('{"trial": ') == 3
+
+
+THEIRS = """
+import torch
+from fastvideo.rewards.dispatcher import compute_weighted_advantages
+from fastvideo.utils.checkpoint import save_checkpoint
+
+def train_one_step(args, device, net, ref, vae, rewards, optimizer, scheduler, loader, noise, most):
+    embeds, pooled, ids, _ = next(loader)
+    images = torch.zeros(1, net.config.in_channels)
+    for number in range(WITHOUT + args.num_generations * int(args.timestep_fraction * (args.sampling_steps - 1))):
+        with torch.set_grad_enabled(number >= WITHOUT):
+            net(hidden_states=images[None], encoder_hidden_states=embeds, pooled_projections=pooled,
+                timestep=torch.tensor([0.5]), guidance=torch.ones(1),
+                img_ids=torch.zeros(1, 3), txt_ids=ids.expand(embeds.shape[1], 3))
+"""
+"""A training step with as many forwards as Pref-GRPO's, if WITHOUT is 24."""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("real", [False, True])
+def test_trainers_are_compared_on_equally_many_forwards(tmp_path, monkeypatch, real):
+    out = tmp_path / "peers.json"
+    if real:
+        folder("pref_grpo")
+    else:
+        place = tmp_path / "Pref-GRPO" / "fastvideo"
+        place.mkdir(parents=True)
+        (place / "train_flux.py").write_text(THEIRS.replace("WITHOUT", "24"))
+        monkeypatch.setenv("PREFGRPO_PEERS", str(tmp_path))
+    assert trials.main(["peers", "--tiny", "--out", str(out)]) == 0
+    found = json.loads(out.read_text())["trials"]
+    ways = ("Pref-GRPO", "prefgrpo, batches of 2", "prefgrpo, batches of 4")
+    assert [(line["trainer"], line["side"]) for line in found] == [(way, side) for side in (32, 64) for way in ways]
+    assert all(line["seconds"] > 0 for line in found)
+    if not real:
+        (place / "train_flux.py").write_text(THEIRS.replace("WITHOUT", "23"))
+        pipe = trials.flux({"transformer": {"in_channels": 64}}, "cpu", torch.float32)
+        with pytest.raises(RuntimeError, match=r"'without gradient': 24, .* got {'without gradient': 23, "):
+            pref_grpo.their_step(pipe, 32, 24)
+    monkeypatch.delenv("PREFGRPO_PEERS")
+    (line,) = trials.peers(tmp_path, {}, "cpu", [])
+    assert line["skipped"].startswith("PREFGRPO_PEERS names no folder")
