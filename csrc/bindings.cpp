@@ -33,9 +33,9 @@ static void* pointer_of(py::handle tensor) {
   // A tensor without memory (fake, functional, meta) points at its offset from null; memory begins far above.
   if (at < uintptr_t{1} << 31 && number(tensor, "numel") != 0 &&
       at == static_cast<uintptr_t>(number(tensor, "storage_offset") * number(tensor, "element_size")))
-    throw py::type_error("expected a tensor in memory, got one without data: " +
-                         py::repr(py::type::of(tensor)).cast<std::string>() + " on " +
-                         py::str(tensor.attr("device")).cast<std::string>());
+    throw py::type_error(
+        "expected a tensor in memory, got one without data: " + py::repr(py::type::of(tensor)).cast<std::string>() +
+        " on " + py::str(tensor.attr("device")).cast<std::string>());
   return reinterpret_cast<void*>(at);
 }
 

@@ -56,14 +56,13 @@ def cases(adapter: Adapter, config: Config, name: str, layout: Layout) -> list[C
     heads = model.get("num_attention_heads") or model["n_heads"]
     width = model.get("attention_head_dim") or model["dim"] // heads
     batch = min(config.rollout.batch_size, 2)
-    masks = {"always": (True,)}.get(adapter.attention_masks, (False,))
-    if adapter.attention_masks == "padding" and layout.context > 1:
-        masks = (False, True)
+    padded = adapter.attention_masks == "padding" and layout.context > 1
+    masks = {True} if adapter.attention_masks == "always" else {False, padded}
     found: list[Case] = []
     for sizes in (config.rollout, eval_sampling(config)):
         for queries, keys in adapter.attention_tokens(sizes, config.data.max_length):
             sizes_of_one = (batch, queries // layout.ring, keys // layout.ring)
-            for masked in masks if name in MASKING else (False,):
+            for masked in sorted(masks) if name in MASKING else (False,):
                 found.append(Case(*sizes_of_one, heads // layout.ulysses, width, masked))
     return list(dict.fromkeys(found))
 
