@@ -15,7 +15,7 @@ from prefgrpo.config.loading import load
 
 STEPS = [
     "--train.steps", "3", "--eval.every", "2", "--eval.max-prompts", "3", "--rollout.prompts-per-step", "2",
-    "--checkpoint.every", "2", "--eval.samples-per-prompt", "2", "--rollout.batch-size", "16",
+    "--checkpoint.every", "2", "--eval.samples-per-prompt", "2", "--rollout.batch-size", "8",
 ]  # fmt: skip
 LEFT = ("report.html", "config.yaml", "metrics.jsonl", "lora/pytorch_lora_weights.safetensors")
 
