@@ -25,7 +25,7 @@ PREFGRPO_CUDA_ARCHS=${PREFGRPO_CUDA_ARCHS:-$arch} "$PYTHON" setup.py -q build_ex
 "$PYTHON" -c 'from prefgrpo.ops import backend_of; assert backend_of("cuda") == "cuda", backend_of("cuda")'
 
 part_tests() {
-  timeout 120 "$PYTHON" -m pytest -q -o addopts= -p no:cacheprovider -k "not cuda_kernels_do_not_spill" \
+  timeout 180 "$PYTHON" -m pytest -q -o addopts= -p no:cacheprovider -k "not cuda_kernels_do_not_spill" \
     tests/test_{gpu,sde_step,policy_loss,noise,ops_advantage,compile,csrc}.py
 }
 
@@ -54,10 +54,10 @@ part_memcheck() {
   return $failed
 }
 
-part_bench() { timeout 120 "$PYTHON" -m benchmarks --device cuda; }
-part_families() { timeout 120 "$PYTHON" -m benchmarks.trials families; }
-part_train() { timeout 120 "$PYTHON" -m benchmarks.trials train; }
-part_peers() { timeout 120 "$PYTHON" -m benchmarks.trials peers; }
+part_bench() { timeout 180 "$PYTHON" -m benchmarks --device cuda; }
+part_families() { timeout 180 "$PYTHON" -m benchmarks.trials families; }
+part_train() { timeout 180 "$PYTHON" -m benchmarks.trials train; }
+part_peers() { timeout 180 "$PYTHON" -m benchmarks.trials peers; }
 
 failed=()
 [[ $# -gt 0 ]] || set -- tests memcheck bench families train peers

@@ -14,7 +14,7 @@ from families import SIZES, case_of, conditions, load, noise
 from tiny_run import ALONE, rows
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from prefgrpo.integrations.lora import LoraLinear
+from prefgrpo.models.lora import LoraLinear
 from prefgrpo.parallel.parallelize import recompute
 from prefgrpo.run import flops
 from prefgrpo.run.flops import FlopCounter, _kernels_counted, peak
