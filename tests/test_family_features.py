@@ -7,6 +7,7 @@ import pytest
 import torch
 from families import (
     CPU,
+    PROMPTS,
     SIZES,
     SOURCES,
     cache,
@@ -72,8 +73,9 @@ def test_several_sources_and_their_order(family):
     case = replace(case_of(family, edit=True), sources=2)
     adapter = load(case)
     with small_sources():
-        first, second = conditions(adapter, case).sources
-        assert torch.equal(first[0], second[1]), "the same image at another position"
+        sources = [in_files(case.images(number, SIZES[0])) for number in range(2)]
+        one, other = embed(cache(case), adapter, PROMPTS, case.sampling(), sources)
+        assert torch.equal(one.sources[0], other.sources[1]), "the same image at another position"
         assert differs(adapter, case.pipe(folder(family)), case) <= 1e-5
 
 
