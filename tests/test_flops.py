@@ -102,7 +102,12 @@ def test_kernels_without_a_formula_are_counted_by_their_shapes(monkeypatch):
 
 def test_the_peak_is_of_a_known_gpu(monkeypatch):
     assert peak(torch.device("cpu")) is None
-    for name, flop in (("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA H100 PCIe", 756e12), ("Tesla T4", None)):
+    for name, flop in (
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("Tesla T4", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+    ):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
         assert peak(torch.device("cuda", 0)) == flop
 

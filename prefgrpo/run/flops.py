@@ -32,6 +32,8 @@ PEAKS = {
 """Part of a GPU's name → its dense bf16 FLOP/s with fp32 accumulation, from NVIDIA's data sheets; first match."""
 FORMULAS = flop_registry | {torch.ops.aten.addmm_: flop_registry[torch.ops.aten.addmm]}
 """Operator → its FLOP by the shapes of its arguments; LoRA layers add to their base layer's output in place."""
+OTHERS = ("MIG", "Laptop", "4090 D", "GB200")
+"""Parts of the names of GPUs that are slower or faster than the one of PEAKS whose name they contain."""
 BACKWARD = 2.5
 """FLOP of an attention's backward by those of its forward: five products instead of two."""
 
@@ -41,6 +43,8 @@ def peak(device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
+    if any(part in name for part in OTHERS):
+        return None
     return next((value for part, value in PEAKS.items() if part in name), None)
 
 
