@@ -6,8 +6,8 @@
     peers      a quarter of FLUX.1-dev at 1024² and 512²: Pref-GRPO's own step beside ours (benchmarks/pref_grpo.py)
 
 The lines are also written to results/PART_DEVICE.json, with the machine. A trial that fails is a line with its error,
-and makes the exit code 1; the next one runs. Every family has processes of its own, because an illegal memory access
-ends whatever runs in its process.
+and makes the exit code 1; the next one runs. Every training of `families` has a process of its own, because an illegal
+memory access ends whatever runs in its process; the trials of `train` and `peers` share one, for they share a pipeline.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
 from functools import partial
@@ -137,17 +137,22 @@ def train_family(job: tuple[str, str, str]) -> dict[str, Any]:
     return line | {"seconds": time.perf_counter() - begin}
 
 
+def _alone(job: tuple[str, str, str]) -> dict[str, Any]:
+    """`train_family` in a pool of its own: a process that dies breaks its whole pool."""
+    family, kind, _ = job
+    try:
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+            return pool.submit(train_family, job).result()
+    except Exception as error:  # noqa: BLE001  (the line of this trial; the next one runs)
+        return {"family": family, "trained": kind} | _error(error)
+
+
 def families(place: Path, names: Sequence[str], processes: int) -> Iterator[dict[str, Any]]:
-    """A line for each family, trained as a LoRA and with all weights."""
+    """A line for each family, trained as a LoRA and with all weights, in the order in which they end."""
     jobs = [(name, kind, str(place)) for name in names for kind in ("LoRA", "all weights")]
-    spawned = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(processes, mp_context=spawned, max_tasks_per_child=1) as pool:
-        pending = [(job, pool.submit(train_family, job)) for job in jobs]
-        for (family, kind, _), future in pending:
-            try:
-                yield future.result()
-            except Exception as error:  # noqa: BLE001  (a process that died; the others go on in new ones)
-                yield {"family": family, "trained": kind} | _error(error)
+    with ThreadPoolExecutor(processes) as threads:
+        for ended in as_completed([threads.submit(_alone, job) for job in jobs]):
+            yield ended.result()
 
 
 # ---- train ----------------------------------------------------------------------------------------------------------
@@ -155,12 +160,14 @@ def families(place: Path, names: Sequence[str], processes: int) -> Iterator[dict
 
 @contextmanager
 def loaded(pipe: Any) -> Iterator[None]:
-    """Context in which every model is this pipeline, given back without LoRA and recomputation."""
-    with mock.patch.object(folders, "read", lambda *place: pipe):
-        yield
-    pipe.unload_lora_weights()
-    for module in pipe.transformer.modules():
-        module.__dict__.pop("forward", None)
+    """Context in which every model is this pipeline, given back without LoRA and recomputation, also after an error."""
+    try:
+        with mock.patch.object(folders, "read", lambda *place: pipe):
+            yield
+    finally:
+        pipe.unload_lora_weights()
+        for module in pipe.transformer.modules():
+            module.__dict__.pop("forward", None)
 
 
 def _reset_peak(device: str) -> None:
@@ -310,14 +317,14 @@ def peers(
 
 
 def report(part: str, device: str, lines: Iterator[dict[str, Any]], out: Path | None) -> int:
-    """Print every line as soon as it is there, write all to a file, and return 1 if one has an error."""
-    found = []
+    """Print every line and write it to a file as soon as it is there, and return 1 if one has an error."""
+    gpu = torch.cuda.get_device_name() if device == "cuda" else None
+    facts = {"machine": machine(), "torch": torch.__version__, "gpu": gpu}
+    found: list[dict[str, Any]] = []
     for line in lines:
         found.append(rounded(line))
         print(json.dumps(found[-1]), flush=True)
-    gpu = torch.cuda.get_device_name() if device == "cuda" else None
-    facts = {"machine": machine(), "torch": torch.__version__, "gpu": gpu}
-    write_json(out or RESULTS / f"{part}_{device}.json", facts | {"trials": found})
+        write_json(out or RESULTS / f"{part}_{device}.json", facts | {"trials": found})
     return int(any("error" in line for line in found))
 
 

@@ -31,7 +31,7 @@ part_tests() {
 
 sanitize() {  # TOOL BACKEND
   local output
-  if output=$(PREFGRPO_BACKEND=$2 compute-sanitizer --tool "$1" --error-exitcode 9 "$PYTHON" -m benchmarks.sanitize 2>&1); then
+  if output=$(PREFGRPO_BACKEND=$2 timeout 90 compute-sanitizer --tool "$1" --error-exitcode 9 "$PYTHON" -m benchmarks.sanitize 2>&1); then
     echo "$1, $2: $(tail -n 2 <<<"$output" | tr '\n' ' ')"
   elif grep -q "Device not supported" <<<"$output"; then
     echo "$1: compute-sanitizer does not support this machine; memory not checked"

@@ -15,6 +15,7 @@ import torch
 from peers import folder
 
 from benchmarks import pref_grpo, sanitize, trials
+from prefgrpo.tiny import pipelines
 
 ROOT = Path(__file__).resolve().parent.parent
 STAND_IN = """#!/bin/bash
@@ -78,13 +79,41 @@ def test_families_are_trained_and_an_error_is_a_line(tmp_path, capfd, monkeypatc
     out = tmp_path / "families.json"
     assert trials.main(["families", "--names", "flux", "wan22", "--processes", "2", "--out", str(out)]) == 0
     lines = [json.loads(line) for line in capfd.readouterr().out.splitlines() if line.startswith('{"family"')]
-    assert [(line["family"], line["trained"]) for line in lines] == [
+    assert sorted((line["family"], line["trained"]) for line in lines) == [
         ("flux", "LoRA"), ("flux", "all weights"), ("wan22", "LoRA"), ("wan22", "all weights"),
     ]  # fmt: skip
     assert all(line["on_policy_error"] == line["updates_skipped"] == 0 for line in lines)
     assert json.loads(out.read_text())["trials"] == lines
     monkeypatch.setattr(trials, "Trainer", lambda *args, **rest: 1 / 0)
     assert trials.train_family(("flux", "LoRA", str(tmp_path)))["error"].startswith("ZeroDivisionError")
+
+
+def dies_as_flux(job):
+    """Stands for `train_family`: the process of FLUX ends as after a segmentation fault."""
+    if job[0] == "flux":
+        os.abort()
+    return {"family": job[0], "trained": job[1]}
+
+
+@pytest.mark.full
+def test_a_process_that_dies_is_the_line_of_its_own_trial(tmp_path, monkeypatch):
+    monkeypatch.setattr(trials, "train_family", dies_as_flux)
+    found = trials.families(tmp_path, ["flux", "wan22"], 2)
+    assert {(line["family"], "error" in line) for line in found} == {("flux", True), ("wan22", False)}
+
+
+def test_a_trial_that_fails_gives_the_pipeline_back(tmp_path, monkeypatch):
+    def fails(trainer):
+        raise RuntimeError("injected")
+
+    monkeypatch.setattr(trials.Trainer, "train", fails)
+    pipe = trials.flux({}, "cpu", torch.float32)
+    weights = set(pipe.transformer.state_dict())
+    model = pipelines.make("flux", tmp_path / "flux")
+    line = trials.train_flux(pipe, model, tmp_path, "fails", 32, 1.0)
+    assert line["error"] == "RuntimeError: injected"
+    assert set(pipe.transformer.state_dict()) == weights
+    assert not any("forward" in vars(module) for module in pipe.transformer.modules())
 
 
 @pytest.mark.full
