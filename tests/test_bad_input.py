@@ -36,7 +36,7 @@ TYPES = "rollout: {group_size: 1}, train: {stepps: 1}, judge: {endpoints: here}"
 MANY = """family: sd33, data: {prompts: /no/p.txt}, rollout: {prompts_per_step: 3},
 eval: {rewards: jpeg}, train: {updates_per_rollout: 99},
 rewards: [{name: vlm_pairwise, options: {template: compar}}, {name: clip, options: {modle: x}}]"""
-NO_JUDGE = "judge: {endpoints: ['http://127.0.0.1:9']}"
+NO_JUDGE = "judge: {endpoints: ['http://127.0.0.1:9'], deadline_s: 1}"
 
 
 def one_value(images, prompts):
@@ -75,7 +75,7 @@ MISTAKES = [
     ("rollout: {rule: cps, eta: 0.5, window_low: 2, window_high: 3}",
      "step(s) [2] cannot be trained, as they are deterministic under rule cps with eta 0.5; expected a range without"),
     ("eval: {height: 18}", "expected multiples of 4 for this model, the nearest are 16 × 16, got 18 × 16"),
-    ("eval: {rewards: vlm_pairwise}, judge: {endpoints: ['http://127.0.0.1:9']}", "not reachable"),
+    ("eval: {rewards: vlm_pairwise}, judge: {endpoints: ['http://127.0.0.1:9'], deadline_s: 1}", "not reachable"),
     ("output: /dev/null/runs", "cannot be created or written … --output"),
     ("rewards: vlm_pairwise, judge: {endpoints: [], model: /no/judge}",
      "cannot load the judge '/no/judge', expected a checkpoint's folder or hub id"),
@@ -257,5 +257,8 @@ def test_no_judge_at_the_start(place, capsys):
             (f"http://127.0.0.1:{free_port()}", "cannot be used", "not reachable", "judge serve", "endpoints"),
             (mute.url, "gave no verdict on a probe pair", "that the template suits the model"),
         ):
-            refused(attempt(capsys, "train", recipe(place, "down", **judged(url))), *messages)
+            refused(
+                attempt(capsys, "train", recipe(place, "down", **judged(url))),
+                *messages,
+            )
             assert untouched(place / "runs" / "down")

@@ -117,7 +117,9 @@ def test_another_judge_is_asked_about_the_same_images(place, servers, evaluate):
     assert len([r for r in asked if "red circle" in r]) == 2 * 6 + 1, "every pair in both orders, after a probe"
     assert any("second-judge" in line for line in found["judges"])
     assert kept == {name: (out / name).stat().st_mtime_ns for name in kept}
-    code, output, _ = evaluate("one", "--judge.endpoints", "http://127.0.0.1:9", "--out", place / "none")
+    code, output, _ = evaluate(
+        "one", "--judge.endpoints", "http://127.0.0.1:9", "--judge.deadline-s", "1", "--out", place / "none"
+    )
     assert code == 2 and "http://127.0.0.1:9" in output
     (out / ".about.json").write_text("[1]")
     code, output, _ = evaluate("one")

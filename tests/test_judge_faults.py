@@ -128,7 +128,7 @@ CHECKS = {
     "another model": ("", {"model": "bright-juge"}, f"serves {MODEL}, not 'bright-juge' .did you mean '{MODEL}'"),
     "no verdict": ("garbage", {}, "no verdict on a probe pair: .*neither label"),
     "refuses": ("400", {}, "At most 1 image"),
-    "hangs": ("hang", {"timeout_s": 0.5}, "no verdict.*did not answer within 1 s"),
+    "hangs": ("hang", {"timeout_s": 0.5}, "no verdict.*did not answer within 0.5 s"),
     "mute": ("mute", {}, "no answer within 5 s"),
     "loading": ("loading", {"deadline_s": 0.5}, "/v1/models answered 503"),
     "overloaded": ("503", {}, "answered 503: overloaded"),
@@ -186,7 +186,7 @@ def test_the_check_says_what_is_wrong(name, monkeypatch):
         endpoints = options.get("endpoints", (server.url,))
         endpoints = (urls[endpoints],) if isinstance(endpoints, str) else endpoints
         with pytest.raises(JudgeError, match=f"(?s){message}") as error:
-            check(JudgeConfig(**{**options, "endpoints": endpoints}), timeout_s=1.0)
+            check(JudgeConfig(**{**options, "endpoints": endpoints}), wait_s=1.0)
         assert "hunter2" not in str(error.value)
 
 
@@ -198,16 +198,14 @@ def test_the_check_waits_out_a_burst_of_503():
         check(JudgeConfig((server.url,)))
 
 
-def test_the_check_asks_every_server_and_tells_the_position_bias(tmp_path):
-    text = tmp_path / "text.yaml"
-    text.write_text("user: '{prompt} {media_1} {media_2}'\nanswer: plain\n")
+def test_the_check_asks_every_server_and_tells_the_position_bias():
     with JudgeServer("404") as bad, JudgeServer("contradict") as good:
         summary = "\n".join(check(JudgeConfig((bad.url, good.url)), known_answers=True).rows)
         assert f"{bad.url}: '{MODEL}' gave no verdict on a probe pair: " in summary
         assert f"{good.url}: ok, serves {MODEL}" in summary
         assert f"0 of 8 pairs right, mean P(first) over both orders {1 / (1 + np.exp(-3)):.3f}" in summary
         good.fault, good.delay_s = "", 1.0
-        check(JudgeConfig((good.url,)), str(text), timeout_s=0.4)  # judges that write text get more time
+        check(JudgeConfig((good.url,)), wait_s=0.4)  # the wait for a server is no limit of an answer
 
 
 # ---- addresses and connections ---------------------------------------------------------------------------------------

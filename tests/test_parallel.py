@@ -71,7 +71,7 @@ def test_torchrun_lets_a_stopped_run_write_its_report(place):
     assert (place / "runs" / "stopped" / "report.html").is_file()
 
 
-NOBODY = {"rewards": "vlm_pairwise", "judge": {"endpoints": ["http://127.0.0.1:9"]}}
+NOBODY = {"rewards": "vlm_pairwise", "judge": {"endpoints": ["http://127.0.0.1:9"], "deadline_s": 1}}
 TROUBLES = {
     "odd": (
         {"rollout": {"prompts_per_step": 3}, "train": {"updates_per_rollout": 13}}, 2,
@@ -79,7 +79,7 @@ TROUBLES = {
         ("expected at most one update per sample",),
     ),
     "taken": ({}, 2, ("contains another run (thesis.tex)",), ("see the error message of rank 0",)),
-    "down": (NOBODY, 2, ("not reachable",), ("see the error message of rank 0",)),
+    "down": (NOBODY, 2, ("not reachable", "(2 of 2 processes)"), ("not reachable", "(2 of 2 processes)")),
     "lost": ({"rewards": f"{HERE}RankOneHasNone"}, 3, ("step 1: 50% of the rewards are missing",), ()),
     "tied": ({"rewards": f"{HERE}RankOneIsTied"}, 0, (), ()),
 }  # fmt: skip

@@ -1,12 +1,13 @@
-"""Checks at startup, within seconds, that a judge behind HTTP works; `main` is `prefgrpo judge check`.
+"""Checks at startup that a judge behind HTTP works; `main` is `prefgrpo judge check`.
 
-Invariant: every failure raises a single JudgeError that says what was expected, what was found, and what to do.
+A server that is not up yet is waited for; one that is wrong is told at once. Invariant: every failure raises a single
+JudgeError that says what was expected, what was found, and what to do.
 """
 
 from __future__ import annotations
 
 import re
-import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +21,6 @@ from prefgrpo.judge.known_answers import ask_known_answers, is_pairwise, plain
 from prefgrpo.judge.prompts import wording_note
 from prefgrpo.judge.verdict import JudgeError
 
-_PAUSE_S = 0.5
 _ADVICE = {
     r"context length|model length|max_model_len": "serve it with a larger --max-model-len, or make smaller images",
     r"At most \d+ \w+": "serve it with a larger --limit-mm-per-prompt",
@@ -52,21 +52,20 @@ def check(
     config: JudgeConfig,
     template: str = "compare",
     *,
-    timeout_s: float = 10.0,
+    wait_s: float | None = None,
     known_answers: bool = False,
     clips: bool = False,
     shape: Shape | None = None,
 ) -> Health:
     """Check that the servers serve the model and judge a pair as large as the run's (shape).
 
-    known_answers: ask each server 16 questions with known answers; clips: about clips. timeout_s: of one answer in one
-    token; a written one has the template's limit. Raises JudgeError if no server works, or `config.strict` and known
-    answers are wrong.
+    wait_s: as `check_reachable`, and longest wait for a busy server. known_answers: ask each server 16 questions with
+    known answers; clips: about clips. Raises JudgeError if no server works, or `config.strict` and known answers are
+    wrong.
     """
     asked = HttpJudge(config, template).template
-    model, problems = check_reachable(config, timeout_s)
-    limit_s = timeout_s if asked.answer == "soft" else config.timeout_s
-    config = replace(config, model=model, deadline_s=timeout_s, timeout_s=limit_s)
+    model, problems = check_reachable(config, wait_s)
+    config = replace(config, model=model, deadline_s=wait_s or config.deadline_s)
 
     def ask(url: str) -> tuple[str, Health]:
         judge = HttpJudge(replace(config, endpoints=(url,)), template)
@@ -96,14 +95,17 @@ def check(
     return Health(rows, alarm)
 
 
-def check_reachable(config: JudgeConfig, timeout_s: float = 10.0) -> tuple[str, dict[str, str]]:
-    """(model that will judge, why each server cannot be used or ''); JudgeError if none can within timeout_s."""
+def check_reachable(
+    config: JudgeConfig, wait_s: float | None = None, say: Callable[[str], object] = print
+) -> tuple[str, dict[str, str]]:
+    """(model that will judge, why each server cannot be used or ''); JudgeError if none can.
+
+    wait_s: longest wait for servers that are not up yet; None: as long as a run's requests wait for one. say: gets the
+    lines that tell of it.
+    """
     client = JudgeClient(config)
-    deadline = time.monotonic() + timeout_s
-    problems = client.run(client.pool.problems()).result()
-    while all(problems) and time.monotonic() < deadline:
-        time.sleep(_PAUSE_S)
-        problems = client.run(client.pool.problems()).result()
+    wait_s = client.pool.patience_s if wait_s is None else wait_s
+    problems = client.run(client.pool.until_usable(wait_s, say)).result()
     found = dict(zip(config.endpoints, problems, strict=True))
     if all(problems):
         raise JudgeError(
@@ -143,7 +145,8 @@ def main(
     template: str = "compare",
     prompt: Literal["ours", "published"] = "ours",
     api_key_env: str = "",
-    timeout_s: float = 20.0,
+    wait_s: float = 20.0,
+    timeout_s: float | None = None,
     pairs: Path | None = None,
 ) -> int:
     """Check that the judge is reachable, serves the model, answers a pair, and answers questions with known answers.
@@ -157,13 +160,14 @@ def main(
         template: Shipped template name or path to one.
         prompt: Whose words ask: ours, or the published ones that `prefgrpo judge prompts` has fetched.
         api_key_env: Environment variable that holds the API key.
-        timeout_s: Longest wait for an answer of one token, in seconds.
+        wait_s: Longest wait for a server that is still loading, in seconds.
+        timeout_s: Longest wait for one answer, in seconds; default: the template's.
         pairs: Human preferences (columns prompt, image_a, image_b, choice: a, b or tie): prints how often the judge
             agrees, with intervals.
     """
     people = read_pairs(pairs) if pairs else []
-    config = JudgeConfig(endpoint, model, prompt, api_key_env=api_key_env)
-    health = check(config, template, timeout_s=timeout_s, known_answers=True)
+    config = JudgeConfig(endpoint, model, prompt, api_key_env=api_key_env, timeout_s=timeout_s)
+    health = check(config, template, wait_s=wait_s, known_answers=True)
     print("\n".join(health.rows))
     if people:
         print("\n".join(agreement(HttpJudge(config, template), people)))

@@ -20,7 +20,7 @@ from prefgrpo.config.schema import JudgeConfig
 from prefgrpo.data.media import Media
 from prefgrpo.judge import answers
 from prefgrpo.judge.body import Encoded, EncodeError, Encodings, MediaIds, chat_body, encode
-from prefgrpo.judge.http import PATIENCE_S, Endpoint, Failure, HttpPool, describe_error
+from prefgrpo.judge.http import PATIENCE_S, Endpoint, Failure, HttpPool, Starting, describe_error
 from prefgrpo.judge.loop import loop_thread
 from prefgrpo.judge.template import Template, load_template, shipped_templates
 from prefgrpo.judge.verdict import MIN_LABEL_MASS, Pair, PairJudge, Verdict, did_you_mean, two_label_softmax
@@ -135,8 +135,10 @@ class JudgeClient:
         """Why a server must not be asked: it is down, or serves another model, which some servers do not refuse."""
         status, _ = await endpoint.get("/health")
         if status >= 500:  # not every server implements it
-            return f"/health answered {status}"
+            raise Starting(f"/health answered {status}")
         status, raw = await endpoint.get("/v1/models")
+        if status >= 500:
+            raise Starting(f"/v1/models answered {status}")
         served = _models(raw) if status == 200 else []
         if not served:
             advice = "; is api_key_env the environment variable of its key?" if status in (401, 403) else ""

@@ -41,6 +41,10 @@ _PAUSE_S = 0.25
 _LONGEST_PAUSE_S = 60.0
 """Longest pause or rest, also if the server asks for a longer one."""
 _CHECK_PAUSE_S = 0.25
+_LONGEST_CHECK_PAUSE_S = 5.0
+"""First and longest pause between two checks of a server; many processes check the same one."""
+SAY_S = 30.0
+"""How often a wait for servers that start is told."""
 T = TypeVar("T")
 
 
@@ -62,6 +66,10 @@ class Failure(Exception):
         self.pause_s = pause_s
 
 
+class Starting(Exception):
+    """Raised by a check: the server is there, but cannot answer yet; the message says what it said."""
+
+
 class Endpoint:
     """One server; used on the event loop only."""
 
@@ -76,6 +84,8 @@ class Endpoint:
         """Why it gets no requests; '' if it does."""
         self.down_since = 0.0
         """Since when it has a problem."""
+        self.starting = False
+        """Whether the last check met a server that is not up yet, rather than one that is wrong."""
         self.failures = 0
         """Failures since its last answer."""
         self.rests_until = 0.0
@@ -140,7 +150,7 @@ class Endpoint:
 
 
 Check = Callable[[Endpoint], Awaitable[str]]
-"""Why a server must not get requests; '' if it may."""
+"""Why a server must not get requests; '' if it may. Raises Starting if that may be over soon."""
 
 
 class HttpPool:
@@ -200,6 +210,25 @@ class HttpPool:
     async def problems(self) -> list[str]:
         """Check every server now: why each cannot be used, '' if it can."""
         return await asyncio.gather(*(self._problem(endpoint) for endpoint in self.endpoints))
+
+    async def until_usable(self, wait_s: float, say: Callable[[str], object]) -> list[str]:
+        """`problems`, as soon as a server can be used or none is starting, or after `wait_s`.
+
+        say: gets a line at once and every SAY_S.
+        """
+        start = time.monotonic()
+        said = 0
+        for checks in itertools.count():
+            problems = await self.problems()
+            waited_s = time.monotonic() - start
+            if not all(problems) or not any(e.starting for e in self.endpoints) or waited_s >= wait_s:
+                return problems
+            if waited_s >= said * SAY_S:
+                found = "; ".join(f"{e.url}: {problem}" for e, problem in zip(self.endpoints, problems, strict=True))
+                say(f"waiting for a server ({waited_s:.0f} s of at most {wait_s:.0f} s): {found}")
+                said += 1
+            await asyncio.sleep(min(_check_pause_s(checks), wait_s - waited_s))
+        raise AssertionError("unreachable")
 
     async def acquire(self, avoid: Endpoint | None = None) -> Endpoint:
         """A server with a free slot, when there is one; Failure if none is usable.
@@ -268,13 +297,17 @@ class HttpPool:
 
     async def _check_until_usable(self, endpoint: Endpoint) -> None:
         """Ends when the server is usable, or when no server was for too long: then the waiting requests fail."""
-        while problem := await self._problem(endpoint):
+        for checks in itertools.count():
+            problem = await self._problem(endpoint)
+            if not problem:
+                break
             endpoint.set_problem(problem)
             left_s = max(e.down_since for e in self.endpoints) + self.patience_s - time.monotonic()
             if all(e.problem for e in self.endpoints) and left_s <= 0:
                 self._refuse_waiting()
                 return
-            await asyncio.sleep(_CHECK_PAUSE_S)
+            pause_s = _check_pause_s(checks)
+            await asyncio.sleep(min(pause_s, left_s) if left_s > 0 else pause_s)  # requests fail when the patience ends
         endpoint.problem = ""
         self._assign_slots()
 
@@ -287,17 +320,28 @@ class HttpPool:
         self._waiting.clear()
 
     async def _problem(self, endpoint: Endpoint) -> str:
+        endpoint.starting = True
         try:
-            return await self._check(endpoint)
+            problem = await self._check(endpoint)
+            endpoint.starting = False
+            return problem
+        except Starting as error:
+            return str(error)
         except asyncio.TimeoutError:
             return f"no answer within {CHECK_S:g} s; is the server still loading, or stuck?"
         except (aiohttp.ClientError, OSError, Failure) as error:
+            endpoint.starting = not isinstance(error, aiohttp.ClientSSLError | Failure)
             return f"not reachable ({describe_error(error)})"
 
 
 def _pause_s(failures: int) -> float:
     """How long to pause after so many failures."""
     return min(_PAUSE_S * 2 ** min(failures, 10), _LONGEST_PAUSE_S)
+
+
+def _check_pause_s(checks: int) -> float:
+    """How long to pause after so many checks in a row; different in every process."""
+    return min(_CHECK_PAUSE_S * 2 ** min(checks, 10), _LONGEST_CHECK_PAUSE_S) * random.uniform(0.8, 1.0)
 
 
 def message_of(payload: bytes) -> str:

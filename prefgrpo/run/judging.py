@@ -1,11 +1,13 @@
 """Builds a run's rewards, each with its own judge, and the scorers of training and evaluation.
 
-Invariant: a reward is built once, by name, and evaluation uses the trained object; its judge is checked on rank 0
-before the model loads.
+Invariant: a reward is built once, by name, and evaluation uses the trained object; before the model loads, every
+process has reached its judge and rank 0 has checked its answers.
 """
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -137,6 +139,7 @@ class Rewards:
         for name, entry in new.items():
             if _asks_judge(entry):
                 judge = judge_config(self.config, entry, self.world)
+                self._reach(judge)
                 pairwise = issubclass(load_class(name), VlmPairwise)
                 options[name]["judge"] = self._open(entry, judge, prompts) if pairwise else judge
         built = build({name: entry.weight for name, entry in new.items()}, options) if new else {}
@@ -169,8 +172,25 @@ class Rewards:
                 if why := failure(factory(entry.name, entry.options)(), sample):
                     yield f"{field}: {entry.name}, tried on grey images {list(shape)}: {why}"
 
+    def _reach(self, judge: JudgeConfig) -> None:
+        """Wait in every process until it reaches a server. JudgeError in all of them if one cannot."""
+        if not judge.endpoints:
+            return
+        from prefgrpo.judge.check import check_reachable
+
+        first_here = os.environ.get("LOCAL_RANK", "0") == "0"
+        where = f"rank {self.world.rank} on {socket.gethostname()}: " if self.world.size > 1 else ""
+        problem = ""
+        try:
+            check_reachable(judge, say=lambda line: first_here and print(f"{where}{line}", flush=True))
+        except JudgeError as error:
+            problem = f"{where}{error}"
+        if problems := [text for text in self.world.all_gather_object(problem) if text]:
+            more = f" ({len(problems)} of {self.world.size} processes)" if self.world.size > 1 else ""
+            raise JudgeError(f"{problems[0]}{more}")
+
     def _open(self, entry: RewardEntry, judge: JudgeConfig, prompts: Sequence[Prompt]) -> PairJudge:
-        """A judge that answers, also a pair as large as those of this run. Raises JudgeError within seconds if not."""
+        """A judge that answers, also a pair as large as those of this run. Raises JudgeError if not."""
         template = _question(entry)
         if not judge.endpoints:
             key = (judge.model, template)

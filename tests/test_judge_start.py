@@ -1,0 +1,74 @@
+"""The judge at the start of a run: a server that comes up later is waited for, one that is wrong is told at once, and
+every process makes sure that it reaches one."""
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from judge_server import MODEL, JudgeServer, free_port
+from tiny_run import all_end, recipe, start
+
+from prefgrpo.config.schema import JudgeConfig
+from prefgrpo.judge import http
+from prefgrpo.judge.check import check, check_reachable
+from prefgrpo.judge.verdict import JudgeError
+
+
+def test_a_server_that_starts_after_the_check_is_waited_for_and_the_wait_is_told(monkeypatch):
+    monkeypatch.setattr(http, "SAY_S", 1.0)
+    port, said, servers = free_port(), [], []
+    command = [sys.executable, str(Path(__file__).with_name("judge_server.py")), "--port", str(port)]
+    timer = threading.Timer(2.5, lambda: servers.append(subprocess.Popen(command, stdout=subprocess.DEVNULL)))
+    timer.start()
+    url = f"http://127.0.0.1:{port}"
+    try:
+        assert check_reachable(JudgeConfig((url,)), say=said.append) == (MODEL, {url: ""})
+    finally:
+        timer.join()
+        for server in servers:
+            server.kill()
+            server.wait()
+    assert len(said) >= 2 and all("s of at most 600 s): " in line for line in said)
+    assert said[0].startswith("waiting for a server (0 s") and f"{url}: not reachable (" in said[0]
+
+
+@pytest.mark.parametrize("fault", ["loading", "sick"])
+def test_a_server_that_loads_its_model_is_waited_for(fault):
+    said = []
+    with JudgeServer(fault) as server:
+        threading.Timer(1.0, setattr, (server, "fault", "")).start()
+        check_reachable(JudgeConfig((server.url,)), say=said.append)
+    assert len(said) == 1 and "answered 503" in said[0]
+
+
+@pytest.mark.parametrize(("options", "message"), [({"model": "other"}, "not 'other'"), ({}, "answered 401")])
+def test_a_server_that_is_wrong_is_not_waited_for(options, message):
+    with JudgeServer() as server, pytest.raises(JudgeError, match=message):
+        server.key = "secret" * (not options)
+        check_reachable(JudgeConfig((server.url,), **options), say=lambda line: pytest.fail(line))
+
+
+def test_a_probe_has_the_time_of_an_answer():
+    with JudgeServer(delay_s=1.5) as server:
+        check(JudgeConfig((server.url,)), wait_s=0.5)
+        with pytest.raises(JudgeError, match="did not answer within 1 s"):
+            check(JudgeConfig((server.url,), timeout_s=1.0))
+
+
+def test_every_rank_must_reach_the_judge(place):
+    """On the second machine nothing listens at the address that works on the first: no rollout begins."""
+    with JudgeServer() as server:
+        judge = {"endpoints": [server.url], "deadline_s": 2.0}
+        file = recipe(place, "far", rewards="vlm_pairwise", judge=judge, eval={"every": 0})
+        shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "LOCAL_RANK": "0"}
+        dead = f"http://127.0.0.1:{free_port()}"
+        runs = [
+            start(["train", str(file), *more], file.with_suffix(f".rank{k}.log"), RANK=str(k), **shared)
+            for k, more in enumerate([[], ["--judge.endpoints", dead]])
+        ]
+        outputs = all_end(runs, code=2)
+        assert not server.requests
+    assert "rank 1 on " in outputs[0] and f"{dead}: not reachable" in outputs[0] and "(1 of 2 processes)" in outputs[0]
+    assert "waiting for a server" in outputs[1]
