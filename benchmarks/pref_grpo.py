@@ -24,8 +24,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-STEPS, GROUP, TRAINED, RANK = 6, 4, 3, 64
-"""Denoising steps, images of a prompt, trained steps of each, and LoRA rank."""
+STEPS = 6
+"""Denoising steps."""
+GROUP = 4
+"""Images of a prompt."""
+TRAINED = 3
+"""Trained steps of each image."""
+RANK = 64
+"""Of the LoRA."""
 FORWARDS = {"without gradient": STEPS * GROUP, "with gradient": TRAINED * GROUP}
 """Samples that pass the denoiser in a step."""
 TARGETS = (

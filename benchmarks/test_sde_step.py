@@ -110,8 +110,10 @@ def cases(device: str) -> Iterator[Case]:
         xb = x.itemsize
         vb = v.itemsize
         make = partial(inputs, shape, x, v, device)
-        drawn, theirs_drawn = partial(step, noise="noise"), partial(peers_step, noise="")
-        both, theirs_both = partial(replay, v_ref="ref", v_old="old"), partial(peers_replay, others=("ref", "old"))
+        drawn = partial(step, noise="noise")
+        theirs_drawn = partial(peers_step, noise="")
+        both = partial(replay, v_ref="ref", v_old="old")
+        theirs_both = partial(peers_replay, others=("ref", "old"))
         # max-autotune compiles for long: at the usual shape only
         is_tuned = device == "cuda" and (name, x, v) == ("FLUX 1024²", F32, BF16)
         for op, size, ours, theirs, formula, want in (

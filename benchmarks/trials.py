@@ -338,7 +338,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="the JSON; default results/PART_DEVICE.json")
     given = parser.parse_args(arguments)
     device = "cpu" if given.tiny or not torch.cuda.is_available() else "cuda"
-    changes, sides = ({}, [32, 64]) if given.tiny else (PUBLISHED, [])
+    changes = {} if given.tiny else PUBLISHED
+    sides = [32, 64] if given.tiny else []
     fewer = {"transformer": PUBLISHED["transformer"] | {"num_layers": 5, "num_single_layers": 10}}
     quarter = changes | fewer if changes else {"vae": {"latent_channels": 16}, "transformer": {"in_channels": 64}}
     with tempfile.TemporaryDirectory() as place:

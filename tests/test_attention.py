@@ -46,7 +46,8 @@ from prefgrpo.rollout.rollout import rollout
 from prefgrpo.run.loading import unsupported
 from prefgrpo.sde.schedule import make_schedule
 
-CPU, CASE = torch.device("cpu"), Case(batch=2, queries=24, keys=24, heads=2, width=16)
+CPU = torch.device("cpu")
+CASE = Case(batch=2, queries=24, keys=24, heads=2, width=16)
 NAME = "_native_math"
 BACKEND = AttentionBackendName(NAME)
 
@@ -120,8 +121,10 @@ class WrongGradient(torch.autograd.Function):
         return torch.full_like(gradient, torch.nan) if ctx.wrong(gradient) else gradient, None
 
 
-LATENT, TEXT = 128, 24
-"""Tokens of `config`'s rollout (32 × 64 pixels) and of its texts."""
+LATENT = 128
+"""Tokens of `config`'s rollout, 32 × 64 pixels."""
+TEXT = 24
+"""Tokens of its texts."""
 ONE_SIDED = {
     "a slice of a wider tensor": lambda q, k, v, gradient: not gradient.is_contiguous(),
     "a sum of two slices": lambda q, k, v, gradient: gradient.is_contiguous(),
@@ -195,7 +198,8 @@ def test_cudnn_is_forbidden_until_the_last_run_ends():
     before = allowed()
     for start in (True, False):
         torch.backends.cuda.enable_cudnn_sdp(start)
-        one, other = ExitStack(), ExitStack()
+        one = ExitStack()
+        other = ExitStack()
         for stack in (one, other):
             stack.enter_context(without_cudnn())
             with ThreadPoolExecutor(1) as pool:
@@ -217,15 +221,16 @@ def test_an_xformers_of_another_torch_is_refused_in_one_line(monkeypatch):
     monkeypatch.setitem(sys.modules, "xformers._cpp_lib", library)
     with pytest.raises(ConfigError) as caught:
         opened(config("xformers", dtype="bf16"))
-    told = "can't load C++/CUDA extensions. xFormers was built for: PyTorch 2.10.0 (you have 2.13.0)"
-    assert caught.value.mistakes == [f"attention: xformers does not run here: xFormers {told}"]
+    reason = "can't load C++/CUDA extensions. xFormers was built for: PyTorch 2.10.0 (you have 2.13.0)"
+    assert caught.value.mistakes == [f"attention: xformers does not run here: xFormers {reason}"]
     assert logging.getLogger("xformers").level == logging.ERROR, "its own warnings come at every start"
 
 
 def test_ulysses_without_masks_saves_its_log_sum_exp():
     """`native` would compute every forward again in the backward pass."""
     settings = config(dtype="bf16")
-    flash, native = AttentionBackendName._NATIVE_FLASH, AttentionBackendName.NATIVE
+    flash = AttentionBackendName._NATIVE_FLASH
+    native = AttentionBackendName.NATIVE
     table = [
         ("flux", "cuda", Layout(ulysses=2), flash), ("flux", "cuda", Layout(), native),
         ("flux", "cpu", Layout(ulysses=2), native), ("qwen_image", "cuda", Layout(ulysses=2), native),

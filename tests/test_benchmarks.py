@@ -83,7 +83,9 @@ class FakeCuda:
     """
 
     def __init__(self, queueing=0):
-        self.queueing, self.log, self.slept = queueing, [], 0
+        self.queueing = queueing
+        self.log = []
+        self.slept = 0
         self.graph = self.stream = lambda *_: nullcontext(self.log.append("capture or stream"))
 
     def _sleep(self, cycles):
@@ -118,7 +120,9 @@ def test_what_a_gpu_is_given_while_it_is_timed(monkeypatch):
     """Sleep, event, all calls, event; every result alive at memory of its own; a late region is measured again."""
     fake = FakeCuda()
     monkeypatch.setattr(harness, "cuda", fake)
-    sets, seen, alive = [torch.zeros(4) for _ in range(3)], [], []
+    sets = [torch.zeros(4) for _ in range(3)]
+    seen = []
+    alive = []
 
     def call(k):
         seen.append(k % 3)
@@ -134,7 +138,8 @@ def test_what_a_gpu_is_given_while_it_is_timed(monkeypatch):
     assert len({t.data_ptr() for t in results}) == harness.CALLS == 20, "a result was dropped or its memory reused"
     assert seen == [0, 1, 2] + [k % 3 for k in range(20)]
 
-    fake.queueing, fake.log = 5 * harness.SLEEP[0], []
+    fake.queueing = 5 * harness.SLEEP[0]
+    fake.log = []
     timer()
     assert fake.log == 4 * SCHEDULE and fake.slept == 8 * harness.SLEEP[0]
     fake.queueing = 2 * harness.SLEEP[1]

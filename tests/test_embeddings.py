@@ -14,15 +14,20 @@ from families import cache, case_of, embed, load, tensors_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from tiny_run import ALONE
 
 from prefgrpo.config.loading import from_dict
 from prefgrpo.data.prompts import Prompt
 from prefgrpo.models.condition import Condition, collate
 from prefgrpo.models.folder import encoder_identity
+from prefgrpo.rollout import render as render_module
 from prefgrpo.rollout import sources
 from prefgrpo.rollout.embeddings import Entry, run_entries
+from prefgrpo.rollout.render import batches_of, render
+from prefgrpo.rollout.sampling import Schedules
 from prefgrpo.rollout.shards import Shards
 from prefgrpo.run.loading import unsupported
+from prefgrpo.sde.schedule import make_schedule
 from prefgrpo.tiny import pipelines
 
 FLUX, NAMES = case_of("flux"), st.text("0123456789abcdef", min_size=4, max_size=8)
@@ -181,3 +186,31 @@ def test_a_file_has_a_limited_size(tmp_path, monkeypatch):
     for key in "abc":
         some.add(key, {"x": torch.ones(1)})
     assert len(list(tmp_path.iterdir())) == 1 and "c" in some
+
+
+def test_rendering_encodes_each_text_once_and_only_as_far_as_it_goes(monkeypatch):
+    """Thousands of prompts would not fit in memory, and the first image must not wait for the last text."""
+    monkeypatch.setattr(render_module, "ENCODED", 2)
+    case = case_of("qwen_image").unguided()
+    adapter = load(case)
+    sampling = replace(case.sampling((32, 32), 2), batch_size=2)
+    config = from_dict({"model": "m", "family": "qwen_image", "data": {"prompts": "p", "max_length": case.max_length}})
+    monkeypatch.setattr(Schedules, "ode", lambda self, sizes: make_schedule(adapter.sigmas(sizes), "ode", 0.0))
+    embeddings = cache(case, most_bytes=0)
+    texts = ["a cat", "two dogs asleep on a red sofa", "a dog", "a fox", "an owl", "one"]
+    wanted = [(Prompt(k, text), k) for k, text in enumerate(texts)]
+    schedules = Schedules(config, adapter, torch.device("cpu"))
+    made = render(adapter, schedules, embeddings, wanted, sampling, ALONE, wanted[0])
+    first = next(made)
+    assert embeddings.encoded <= 4, "the texts of two batches"
+    found = dict([first, *made])
+    assert sorted(found) == list(range(6)) and embeddings.encoded == len(texts)
+    for k in (1, 3):  # alone, or in a batch of its length
+        (alone,) = render(adapter, schedules, embeddings, wanted[k : k + 1], sampling, ALONE, wanted[0])
+        assert abs(alone[1].astype(int) - found[k]).max() <= 1
+
+
+def test_batches_are_full_or_the_last_of_their_shapes():
+    conditions = [Condition(torch.zeros(n, 2)) for n in (3, 5, 3, 3, 5, 3, 3, 7)]
+    batches = [[k for k, _ in batch] for batch in batches_of(conditions, 2)]
+    assert batches == [[0, 2], [1, 4], [3, 5], [6], [7]]

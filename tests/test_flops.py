@@ -89,7 +89,8 @@ def test_the_count_is_that_of_the_layers(trained):
 def test_kernels_without_a_formula_are_counted_by_their_shapes(monkeypatch):
     name = AttentionBackendName("flash")
     monkeypatch.setitem(_AttentionBackendRegistry._backends, name, lambda query, key, value, **_: query)
-    q, k = torch.zeros(2, 32, 3, 8), torch.zeros(2, 48, 3, 8)
+    q = torch.zeros(2, 32, 3, 8)
+    k = torch.zeros(2, 48, 3, 8)
     forward = 4 * 2 * 3 * 32 * 48 * 8
     for context, inputs, times in ((1, q, 1), (4, q, 4), (1, q.clone().requires_grad_(), 3.5)):
         counter = FlopCounter()

@@ -264,7 +264,8 @@ class Counted(TorchDispatchMode):
 
 def hosts():
     """Name → f(x, v, step number, x' or None, **options), as each host calls its step."""
-    scheduler, wan = euler(), unipc()
+    scheduler = euler()
+    wan = unipc()
     sigmas = scheduler.sigmas
 
     def flow(x, v, k, y=None, **rest):
@@ -289,7 +290,8 @@ def hosts():
 @pytest.mark.parametrize("name", hosts())
 def test_a_call_is_at_most_fifteen_operations(name):
     """After the first one on a schedule. In Flow-GRPO's own function it is 54 and two synchronisations."""
-    step, (x, v) = hosts()[name], batch((3, 7, 5), dtype=BF16)
+    step = hosts()[name]
+    x, v = batch((3, 7, 5), dtype=BF16)
     y = step(x, v, 2)[0]
     for stored, leaf in ((None, v), (y, v.clone().requires_grad_())):
         with Counted() as counted:
@@ -300,11 +302,13 @@ def test_a_call_is_at_most_fifteen_operations(name):
 @pytest.mark.parametrize("name", hosts())
 def test_the_first_ratio_is_one_with_stored_bf16_latents(name):
     """Sampled in one batch in inference mode, replayed in another packing, with gradient."""
-    step, noise = hosts()[name], PhiloxNoise(1, torch.arange(4))
+    step = hosts()[name]
+    noise = PhiloxNoise(1, torch.arange(4))
     x = torch.randn(4, 33, 7, generator=seeded()).bfloat16()
     with torch.inference_mode():
         y, logp, *_ = step(x, torch.tanh(x), 3, generator=noise, out_dtype=BF16)
-    y, logp = y.clone(), logp.clone()
+    y = y.clone()
+    logp = logp.clone()
     assert y.dtype == BF16
     for part in (slice(0, 4), slice(1, 3), slice(3, 4)):
         leaf = torch.tanh(x[part]).requires_grad_()

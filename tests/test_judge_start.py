@@ -1,5 +1,5 @@
-"""The judge at the start of a run: a server that comes up later is waited for, one that is wrong is told at once, and
-every process makes sure that it reaches one."""
+"""The judge at the start of a run: a server that comes up later is waited for, one that is wrong is reported at once,
+and every process makes sure that it reaches one."""
 
 import subprocess
 import sys
@@ -16,9 +16,11 @@ from prefgrpo.judge.check import check, check_reachable
 from prefgrpo.judge.verdict import JudgeError
 
 
-def test_a_server_that_starts_after_the_check_is_waited_for_and_the_wait_is_told(monkeypatch):
+def test_a_server_that_starts_after_the_check_is_waited_for_and_the_wait_is_reported(monkeypatch):
     monkeypatch.setattr(http, "SAY_S", 1.0)
-    port, said, servers = free_port(), [], []
+    port = free_port()
+    said = []
+    servers = []
     command = [sys.executable, str(Path(__file__).with_name("judge_server.py")), "--port", str(port)]
     timer = threading.Timer(2.5, lambda: servers.append(subprocess.Popen(command, stdout=subprocess.DEVNULL)))
     timer.start()

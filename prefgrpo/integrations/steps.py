@@ -68,7 +68,8 @@ def _cached(source: Tensor, key: tuple[Any, ...], make: Callable[[], Any]) -> An
 def _table(sigmas: Tensor, device: torch.device, rule: str, eta: float, with_normalizer: bool) -> tuple[Tensor, Tensor]:
     """(rows [T, 5], the other numbers of `Steps` [T, 5])."""
     sigmas = sigmas.to(device, torch.float64, non_blocking=True)
-    sigma, sigma_next = sigmas[:-1], sigmas[1:]
+    sigma = sigmas[:-1]
+    sigma_next = sigmas[1:]
     coef = rows(rule, sigma, sigma_next, eta, sigmas[1], sigmas[-1])
     if not with_normalizer:
         coef[:, 4] = 0.0

@@ -1,7 +1,7 @@
 """Checks at startup that a judge behind HTTP works; `main` is `prefgrpo judge check`.
 
-A server that is not up yet is waited for; one that is wrong is told at once. Invariant: every failure raises a single
-JudgeError that says what was expected, what was found, and what to do.
+A server that is not up yet is waited for; one that is wrong is reported at once. Invariant: every failure raises a
+single JudgeError that says what was expected, what was found, and what to do.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ _CHECK_PAUSE_S = 0.25
 _LONGEST_CHECK_PAUSE_S = 5.0
 """First and longest pause between two checks of a server; many processes check the same one."""
 SAY_S = 30.0
-"""How often a wait for servers that start is told."""
+"""How often a wait for servers that start is reported."""
 T = TypeVar("T")
 
 

@@ -74,8 +74,8 @@ def check(name: str, case: Case, dtype: torch.dtype, device: torch.device) -> No
     if max(output, gradient) > LIMIT[dtype]:
         where = ", ".join(f"{key} {value}" for key, value in case._asdict().items())
         wrong = f"output by {output:.1%} and gradients by {gradient:.1%}"
-        told = f"{name} is wrong on {where}: it differs from exact attention in its {wrong}"
-        raise ConfigError([f"attention: {told}; expected another backend"])
+        message = f"{name} is wrong on {where}: it differs from exact attention in its {wrong}"
+        raise ConfigError([f"attention: {message}; expected another backend"])
 
 
 def errors(name: str, case: Case, dtype: torch.dtype, device: torch.device) -> tuple[float, float]:
@@ -145,7 +145,8 @@ def _exact(q: Tensor, k: Tensor, v: Tensor, upstream: Tensor, mask: Tensor | Non
     rows = max(1, CHUNK // len(k))
     outs: list[Tensor] = []
     dq: list[Tensor] = []
-    dk, dv = torch.zeros_like(k), torch.zeros_like(v)
+    dk = torch.zeros_like(k)
+    dv = torch.zeros_like(v)
     for some, g in zip(q.split(rows), upstream.split(rows), strict=True):
         scores = some @ k.T * scale
         if mask is not None:

@@ -6,7 +6,8 @@ A batch has prompts whose texts have one length, and source images of one number
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, repeat
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ from prefgrpo.config.schema import SamplingConfig
 from prefgrpo.data.media import Media
 from prefgrpo.data.prompts import Prompt
 from prefgrpo.models.base import Adapter
-from prefgrpo.models.condition import collate
+from prefgrpo.models.condition import Condition, collate
 from prefgrpo.parallel.world import World
 from prefgrpo.rewards.base import Sample
 from prefgrpo.rollout.embeddings import Embeddings
@@ -29,6 +30,8 @@ from prefgrpo.rollout.sources import sources_of
 Images = NDArray[np.uint8]
 DECODED_PIXELS = 1024 * 1024
 """Most pixels per call of the VAE decoder, at least one image or clip: more take memory and no less time."""
+ENCODED = 64
+"""Prompts that are encoded at a time: with offload, their encoders go to the device once for all of them."""
 
 
 def sample(prompt: Prompt, pixels: Images, sizes: SamplingConfig) -> Sample:
@@ -53,21 +56,35 @@ def render(
     """
     schedule = schedules.ode(sampling)
     seed = schedules.config.seed
-    alike: dict[tuple[tuple[int, ...], ...], list[int]] = {}
-    for k, condition in enumerate(embeddings(adapter, [prompt for prompt, _ in wanted], sampling)):
-        alike.setdefault(condition.shapes(), []).append(k)
-    each = sampling.batch_size
-    batches = [ks[i : i + each] for ks in alike.values() for i in range(0, len(ks), each)]
-    if world.equal_forwards:
-        largest = int(world.gather(np.array([float(len(batches))])).max())
-        batches += [[]] * (largest - len(batches))
-    for chosen in batches:
-        samples = [wanted[k] for k in chosen] or [spare]
-        ids = torch.tensor([address for _, address in samples], dtype=torch.int64, device=world.device)
-        condition = collate(embeddings(adapter, [prompt for prompt, _ in samples], sampling), world.device)
-        latents, _ = rollout(adapter, schedule, condition, ids, sampling, seed=seed)
+
+    def conditions() -> Iterator[Condition]:
+        for first in range(0, len(wanted), ENCODED):
+            yield from embeddings(adapter, [prompt for prompt, _ in wanted[first : first + ENCODED]], sampling)
+
+    lacking = 0
+    if world.equal_forwards:  # how many batches there are depends on the lengths of the texts
+        mine = sum(1 for _ in batches_of(conditions(), sampling.batch_size))
+        lacking = int(world.gather(np.array([float(mine)])).max()) - mine
+    padding: list[tuple[int, Condition]] = []
+    for batch in chain(batches_of(conditions(), sampling.batch_size), repeat(padding, lacking)):
+        chosen = [k for k, _ in batch]
+        addresses = [wanted[k][1] for k in chosen] or [spare[1]]
+        ids = torch.tensor(addresses, dtype=torch.int64, device=world.device)
+        each = [condition for _, condition in batch] or embeddings(adapter, [spare[0]], sampling)
+        latents, _ = rollout(adapter, schedule, collate(each, world.device), ids, sampling, seed=seed)
         if chosen:
             yield from zip(chosen, to_uint8(decode(adapter, latents, sampling, world)))
+
+
+def batches_of(conditions: Iterable[Condition], size: int) -> Iterator[list[tuple[int, Condition]]]:
+    """(position, condition) in batches of equal shapes, each as soon as it is full, and what is left at the end."""
+    waiting: dict[tuple[tuple[int, ...], ...], list[tuple[int, Condition]]] = {}
+    for k, condition in enumerate(conditions):
+        shapes = condition.shapes()
+        waiting.setdefault(shapes, []).append((k, condition))
+        if len(waiting[shapes]) == size:
+            yield waiting.pop(shapes)
+    yield from waiting.values()
 
 
 @torch.no_grad()

@@ -10,9 +10,6 @@ refused; `--dry-run` tells whether the rest fits.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import replace
-from itertools import combinations
 from pathlib import Path
 
 from safetensors import safe_open
@@ -36,53 +33,38 @@ def shapes_of(component: Path) -> Shapes:
     return found
 
 
-def certain_bytes(config: Config, shapes: dict[str, Shapes], encoders: bool) -> int:
-    """Bytes per GPU of components (name → tensors) under this configuration; encoders: whether they are loaded."""
+def certain_bytes(config: Config, shapes: dict[str, Shapes], encoders: bool) -> dict[str, int]:
+    """Bytes per GPU of each component (name → tensors), and of the LoRA; encoders: whether they are loaded."""
     cls = family(config.family)
     t = config.train
     p = config.parallel
     shards = p.shard * p.ring * p.ulysses if config.splits else 1
-    total = 0.0
+    out: dict[str, int] = {}
     for name, tensors in shapes.items():
         count = sum(map(math.prod, tensors.values()))
         width = 4 if config.dtype == "fp32" or name in cls.parts_in_fp32 else 2
         kind = "text_encoder" if name.startswith(ENCODERS) else name
         if name in cls.denoisers:
-            total += count * (width if t.lora_rank else 16) / shards * ("weights" not in config.offload)
+            offloaded = "weights" in config.offload
+            out[name] = 0 if offloaded else count * (width if t.lora_rank else 16) // shards
         elif kind not in config.offload and (encoders or kind != "text_encoder"):
-            total += count * width
+            out[name] = count * width
     ends = tuple(f".{target}.weight" for target in t.lora_targets or cls.lora_targets)
     trained = [shape for key, shape in shapes.get(cls.denoisers[0], {}).items() if key.endswith(ends)]
-    return int(total + 16 * t.lora_rank * sum(map(sum, trained)))
+    return out | {"LoRA": 16 * t.lora_rank * sum(map(sum, trained))}
 
 
-def remedies(config: Config, encoders: bool, processes: int) -> Iterator[tuple[str, Config, bool]]:
-    """(switch, the configuration with it, whether text encoders are loaded), those that cost least first."""
-    offload = config.offload
-    if encoders:
-        yield "data.cache, after `prefgrpo preprocess`", config, False
-    if "vae" not in offload:
-        yield "offload: [vae]", replace(config, offload=(*offload, "vae")), encoders
-    for shard in (n for n in range(config.parallel.shard + 1, processes + 1) if processes % n == 0):
-        yield f"parallel.shard: {shard}", replace(config, parallel=replace(config.parallel, shard=shard)), encoders
-    if not config.train.lora_rank:
-        yield "train.lora_rank: 64", replace(config, train=replace(config.train, lora_rank=64)), encoders
-
-
-def refusal(config: Config, model: Path, encoders: bool, memory: int, processes: int) -> str:
-    """Why a run cannot fit into a GPU's memory, and the smallest set of switches with which it could; '' if it can."""
-    parts = [name for name, part in index_of(model).items() if isinstance(part, list) and part != [None, None]]
-    shapes = {name: shapes_of(model / name) for name in parts if (model / name).is_dir()}
-    needed = certain_bytes(config, shapes, encoders)
+def refusal(config: Config, model: Path, encoders: bool, memory: int) -> str:
+    """Why a run cannot fit into a GPU's memory, part by part, and which fields make them smaller; '' if it can."""
+    names = [name for name, part in index_of(model).items() if isinstance(part, list) and part != [None, None]]
+    shapes = {name: shapes_of(model / name) for name in names if (model / name).is_dir()}
+    parts = certain_bytes(config, shapes, encoders)
+    needed = sum(parts.values())
     if needed < memory:
         return ""
-    head = f"weights and optimiser need {needed / GIB:.3g} GiB per GPU, of {memory / GIB:.3g}, before activations"
-    names = [name for name, _, _ in remedies(config, encoders, processes)]
-    for some in (chosen for count in range(1, len(names) + 1) for chosen in combinations(names, count)):
-        changed = config
-        loads = encoders
-        for name in some:
-            changed, loads = next((c, e) for n, c, e in remedies(changed, loads, processes) if n == name)
-        if (total := certain_bytes(changed, shapes, loads)) < memory:
-            return f"{head}; it fits with {' and '.join(some)}: {total / GIB:.3g} GiB"
-    return f"{head}: impossible on {processes} such GPU(s); use more of them with parallel.shard, or a smaller model"
+    listed = " + ".join(f"{name} {size / GIB:.3g}" for name, size in parts.items() if size)
+    return (
+        f"weights and optimiser need {needed / GIB:.3g} GiB per GPU, of {memory / GIB:.3g}, before activations: "
+        f"{listed}; expected less: data.cache and `prefgrpo preprocess` leave the text encoders out, offload the "
+        "encoders and the VAE, parallel.shard divides the denoisers, train.lora_rank trains fewer weights"
+    )

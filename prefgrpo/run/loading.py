@@ -119,7 +119,7 @@ def open_model(config: Config, goal: Objective, world: World, encoders: bool) ->
     """(the model ready to train, its policy), after checking that sizes can be split. Raises ConfigError."""
     if world.device.type == "cuda":
         memory = torch.cuda.get_device_properties(world.device).total_memory
-        if why := refusal(config, locate(config.model), encoders, memory, world.size):
+        if why := refusal(config, locate(config.model), encoders, memory):
             raise ConfigError([why])
     adapter = open_adapter(config, world.device, encoders, world.layout.fsdp)
     problems: list[str] = []
