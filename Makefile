@@ -1,6 +1,6 @@
 # All tasks of a checkout. A target installs its missing dependencies into $(VENV) first; a second call starts at once.
-#   make demo        train the tiny FLUX pipeline with the tiny judge, with all pairs and with few calls, about 5 minutes on 2
-#                    cores; runs/demo/report.html, runs/demo-few-calls/report.html
+#   make demo        train the tiny FLUX pipeline with the tiny judge, with all pairs and with few calls, about 10 minutes on
+#                    2 cores; runs/demo/report.html, runs/demo-few-calls/report.html
 #   make demo-ocr    train a tiny FLUX pipeline to write words, with OCR as the reward; runs/demo-ocr/report.html
 #   make test        lint, types, layers and the default tests, a few minutes on 2 cores
 #   make test-all    make test, then the exhaustive tests

@@ -29,14 +29,14 @@ static int64_t number(py::handle tensor, const char* method) { return tensor.att
 
 static void* pointer_of(py::handle tensor) {
   static PyObject* const name = PyUnicode_InternFromString("data_ptr");
-  const uintptr_t at = checked(PyObject_CallMethodNoArgs(tensor.ptr(), name)).cast<uintptr_t>();
+  const uintptr_t address = checked(PyObject_CallMethodNoArgs(tensor.ptr(), name)).cast<uintptr_t>();
   // A tensor without memory (fake, functional, meta) points at its offset from null; memory begins far above.
-  if (at < uintptr_t{1} << 31 && number(tensor, "numel") != 0 &&
-      at == static_cast<uintptr_t>(number(tensor, "storage_offset") * number(tensor, "element_size")))
+  if (address < uintptr_t{1} << 31 && number(tensor, "numel") != 0 &&
+      address == static_cast<uintptr_t>(number(tensor, "storage_offset") * number(tensor, "element_size")))
     throw py::type_error(
         "expected a tensor in memory, got one without data: " + py::repr(py::type::of(tensor)).cast<std::string>() +
         " on " + py::str(tensor.attr("device")).cast<std::string>());
-  return reinterpret_cast<void*>(at);
+  return reinterpret_cast<void*>(address);
 }
 
 static int32_t dtype_of(py::handle tensor) {

@@ -289,7 +289,7 @@ def hosts():
 
 @pytest.mark.parametrize("name", hosts())
 def test_a_call_is_at_most_fifteen_operations(name):
-    """After the first one on a schedule. In Flow-GRPO's own function it is 54 and two synchronisations."""
+    """After the first one on a schedule."""
     step = hosts()[name]
     x, v = batch((3, 7, 5), dtype=BF16)
     y = step(x, v, 2)[0]

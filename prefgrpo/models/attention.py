@@ -23,7 +23,7 @@ logging.getLogger("xformers").setLevel(logging.ERROR)  # diffusers imports it if
 
 LIMIT = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 """Maximum error of an output or gradient, relative to its largest element."""
-ROOM = 56 * 2**20
+MOST_BYTES = 56 * 2**20
 """Maximum bytes of one of the check's 14 tensors (q, k, v, output, gradients, workspace), for 1 GiB in all with the
 exact results; longer clips are checked with fewer heads."""
 CHUNK = 2**23
@@ -83,8 +83,8 @@ def errors(name: str, case: Case, dtype: torch.dtype, device: torch.device) -> t
     element, in the first and the last head; infinite if any element of any head is not finite. A missing gradient
     counts as 0. Raises whatever the backend raises.
     """
-    room = ROOM // (case.batch * max(case.queries, case.keys) * case.width * dtype.itemsize)
-    case = case._replace(heads=max(1, min(case.heads, room)))
+    fitting = MOST_BYTES // (case.batch * max(case.queries, case.keys) * case.width * dtype.itemsize)
+    case = case._replace(heads=max(1, min(case.heads, fitting)))
     mask = None
     if case.masked:  # the last quarter of the first sample's keys is padding
         mask = torch.ones(case.batch, 1, 1, case.keys, dtype=torch.bool, device=device)
