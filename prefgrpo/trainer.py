@@ -52,7 +52,7 @@ from prefgrpo.run.evaluate import Evaluator, eval_sets
 from prefgrpo.run.flops import Throughput
 from prefgrpo.run.groups import save_groups
 from prefgrpo.run.judging import Rewards, evaluation_scorer, training_scorer
-from prefgrpo.run.loading import open_collector, open_model, open_schedules
+from prefgrpo.run.loading import open_collector, open_model, open_prompts, open_schedules
 from prefgrpo.run.log import Clock, Log
 from prefgrpo.run.metrics import on_policy_note, over_ranks, pixel_distances, policy_metrics, skipped_note
 from prefgrpo.run.notes import peak_memory, prompt_warnings, start_notes
@@ -146,7 +146,7 @@ class Trainer:
         """Open the parts of the run in order: what fails soonest first, the model last."""
         config = self.config
         world = self.world
-        prompts, sets = prompt_sets(config)
+        prompts, sets = open_prompts(partial(prompt_sets, config), world)
         sets = sets if config.eval.every else {}
         held_out = [prompt for prompts_of_set in sets.values() for prompt in prompts_of_set]
         rewards = Rewards(config, world)

@@ -89,7 +89,7 @@ def test_pictures_are_rounded_as_diffusers_rounds():
 
     images = torch.rand(2, 3, 4, 6)
     stock = VaeImageProcessor.numpy_to_pil(VaeImageProcessor.pt_to_numpy(images))
-    assert np.array_equal(to_uint8(images), np.stack([np.asarray(p) for p in stock]))
+    assert np.array_equal(to_uint8(images).numpy(), np.stack([np.asarray(p) for p in stock]))
 
 
 # ---- a run's evaluation -------------------------------------------------------------------------------------------
@@ -186,7 +186,7 @@ def test_a_renderer_is_stock_sampling_at_the_sets_noise(run):
         evaluator.eval_set.items[3].text, height=16, width=16, num_inference_steps=3, guidance_scale=2.0,
         max_sequence_length=24, latents=latents, output_type="pt",
     ).images  # fmt: skip
-    assert np.abs(to_uint8(stock).astype(int) - alone[0]).max() <= 1
+    assert np.abs(to_uint8(stock).numpy().astype(int) - alone[0]).max() <= 1
     assert evaluator.render([]) == []
 
 
@@ -215,7 +215,7 @@ def stock_images(pipe, run):
     latents = initial_latents(0, noise_ids(evaluator, index), run.adapter.latent_shape(evaluator.sizes))
     prompts = [evaluator.eval_set.items[i].text for i in index]
     size = {"height": 16, "width": 16, "num_inference_steps": 3, "guidance_scale": 2.0, "max_sequence_length": 24}
-    return to_uint8(pipe(prompts, latents=latents, output_type="pt", **size).images)
+    return to_uint8(pipe(prompts, latents=latents, output_type="pt", **size).images).numpy()
 
 
 def furthest(run, images):

@@ -12,6 +12,7 @@ data. Gradients of replicated parameters are summed once per update, so a rank w
 from __future__ import annotations
 
 import atexit
+import math
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -151,21 +152,17 @@ class World:
         return [item for part in self.all_gather_object(list(mine))[:: self.layout.context] for item in part]
 
     def send(self, tensor: Tensor, index: int, tag: int) -> dist.Work:
-        """Start sending a CPU tensor to a data-parallel index; does not wait. `tag` identifies the message."""
-        work = dist.isend(tensor.contiguous(), self._peer(index), tag=tag)
+        """Start sending a CPU tensor to the leader of a share; does not wait. `tag` identifies the message."""
+        work = dist.isend(tensor.contiguous(), index * self.layout.context, tag=tag)
         assert work is not None  # None is only for ranks outside the group
         return work
 
     def receive(self, shape: Sequence[int], index: int, tag: int) -> tuple[Tensor, dist.Work]:
-        """Start receiving the message `tag` from a data-parallel index into a uint8 CPU tensor; does not wait."""
+        """Start receiving the message `tag` from the leader of a share into a uint8 CPU tensor; does not wait."""
         tensor = torch.empty(shape, dtype=torch.uint8)
-        work = dist.irecv(tensor, self._peer(index), tag=tag)
+        work = dist.irecv(tensor, index * self.layout.context, tag=tag)
         assert work is not None
         return tensor, work
-
-    def _peer(self, index: int) -> int:
-        """The rank in a data-parallel index that has the same context-parallel index as this process."""
-        return index * self.layout.context + self.rank % self.layout.context
 
     def sum_gradients(self, parameters: list[Tensor]) -> None:
         """Replace every .grad by its sum over ranks, in buckets of BUCKET_BYTES; a missing .grad counts as 0.
@@ -190,20 +187,40 @@ class World:
         if self.size > 1:
             dist.all_reduce(tensor, dist.ReduceOp.MAX)
 
-    def split_and_gather(self, rows: Tensor, work: Callable[[Tensor], Tensor]) -> Tensor:
-        """`work(rows)` of rows [B, …] that all processes of a share hold; each computes a part, all get all [B, …]."""
+    def gather_to_leader(self, part: Tensor) -> list[Tensor]:
+        """The `part` of every context-parallel process of this share, on its leader; nothing on the others."""
+        if self.layout.context == 1:
+            return [part]
+        parts = [torch.empty_like(part) for _ in range(self.layout.context)] if self.is_dp_leader else []
+        dist.gather(part.contiguous(), parts or None, group=self._context_group, group_dst=0)
+        return parts
+
+    def slice_of(self, tensor: Tensor) -> Tensor:
+        """[B, …] → [B, ⌈D / n⌉], a copy of this process's part of each row, among the n context-parallel processes of
+        its share, which all hold the tensor; the last parts are padded with 0. The tensor itself if n is 1."""
         count = self.layout.context
         if count == 1:
-            return work(rows)
+            return tensor
+        rows = tensor.flatten(1)
+        each = -(-rows.shape[1] // count)
+        first = self.rank % count * each
+        mine = rows[:, first : first + each]
+        return torch.nn.functional.pad(mine, (0, each - mine.shape[1])).clone()
+
+    def whole(self, part: Tensor, shape: Sequence[int]) -> Tensor:
+        """The tensor [B, *shape] of which every context-parallel process of this share passes its `slice_of`."""
+        count = self.layout.context
+        if count == 1:
+            return part
+        parts = [torch.empty_like(part) for _ in range(count)]
+        dist.all_gather(parts, part, group=self._context_group)
+        return torch.cat(parts, 1)[:, : math.prod(shape)].reshape(-1, *shape).contiguous()
+
+    @property
+    def _context_group(self) -> dist.ProcessGroup:
+        """The context-parallel processes of this share."""
         assert self.mesh is not None
-        group = self.mesh["ring", "ulysses"]._flatten().get_group()
-        each = -(-len(rows) // count)
-        index = self.rank % count
-        padded = torch.cat([rows, rows[:1].expand(each * count - len(rows), *rows.shape[1:])])
-        done = work(padded[index * each : (index + 1) * each]).contiguous()
-        parts = [torch.empty_like(done) for _ in range(count)]
-        dist.all_gather(parts, done, group=group)
-        return torch.cat(parts)[: len(rows)]
+        return self.mesh["ring", "ulysses"]._flatten().get_group()
 
     def on_main(self, work: Callable[[], T], failure: type[Exception]) -> T | None:
         """Run `work()` on rank 0 while the others wait and return None; if it raises `failure`, all ranks raise it."""

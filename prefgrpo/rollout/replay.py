@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -19,8 +20,9 @@ from prefgrpo.config.schema import Config
 from prefgrpo.models.base import Adapter, Condition, Sampling
 from prefgrpo.objectives.base import Replayed, Targets, TrajectoryObjective
 from prefgrpo.ops import sde_logp
+from prefgrpo.parallel.world import World
 from prefgrpo.rollout.batch import Batch
-from prefgrpo.rollout.rollout import Step
+from prefgrpo.rollout.rollout import Step, changed
 from prefgrpo.sde.schedule import Schedule
 
 
@@ -63,6 +65,7 @@ class TrajectoryCollector:
     config: Config
     reference: Callable[[], AbstractContextManager[None]]
     """Context in which the model has the reference policy's weights."""
+    world: World
 
     @property
     def metrics(self) -> tuple[str, ...]:
@@ -79,10 +82,17 @@ class TrajectoryCollector:
         sampling = self.config.rollout
         kl = train.kl_form if train.kl_coef else ""
         for batch in batches:
-            steps = batch.steps
             adv = batch.of_samples(targets.advantage)
-            for step in steps:
+            for stored in batch.steps:
+                step = self.whole(stored)
                 new = replay(self.adapter, batch.schedule, batch.condition, step, sampling, kl, self.reference)
-                out = self.objective.loss(train, new, adv, float(samples * len(steps)))
+                out = self.objective.loss(train, new, adv, float(samples * len(batch.steps)))
                 table += batch.backward(out.loss, out.metrics)
         return table
+
+    def whole(self, stored: Step) -> Step:
+        """A step of a `Batch` with the whole latents, of which each context-parallel process keeps a part."""
+        shape = self.adapter.latent_shape(self.config.rollout)
+        gather = partial(self.world.whole, shape=shape)
+        (step,) = changed([stored], lambda tensor: tensor if tensor.dim() == 1 else gather(tensor))
+        return step

@@ -8,7 +8,7 @@ is computed for x_{k+1} as stored; the loop never synchronises with the device.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -39,9 +39,17 @@ class Step:
     graph: Tensor | None = None
     """The velocity with the graph of the rollout's forward, so that replay needs no forward; None: not stored."""
 
-    def select(self, rows: Tensor) -> Step:
-        """The samples `rows` (int64) of one step; used to drop groups without signal."""
-        return Step(**tree_map_only(Tensor, lambda tensor: tensor.index_select(0, rows), vars(self)))
+
+def changed(steps: Iterable[Step], change: Callable[[Tensor], Tensor]) -> tuple[Step, ...]:
+    """The steps with `change` applied to each of their tensors, once to one that two steps share."""
+    results: dict[int, Tensor] = {}
+
+    def once(tensor: Tensor) -> Tensor:
+        if id(tensor) not in results:
+            results[id(tensor)] = change(tensor)
+        return results[id(tensor)]
+
+    return tuple(Step(**tree_map_only(Tensor, once, vars(step))) for step in steps)
 
 
 class Trajectory(NamedTuple):

@@ -80,21 +80,30 @@ class Evaluator:
     world: World
     folder: RunFolder
     before: list[Images] = field(default_factory=list)
-    """This rank's images of the initial policy."""
+    """This share's images of the initial policy, on its leader."""
     reasons: Counter[str] = field(default_factory=Counter)
     """Why values and verdicts of the last evaluation are missing, over all ranks, as in `StepScores.reasons`."""
+
+    @property
+    def share(self) -> list[int]:
+        """Indices of the images that this share renders."""
+        return share_of(self.world, len(self.eval_set.items))
+
+    @property
+    def scored(self) -> list[int]:
+        """Indices of the images that this process compares: those of its share, on the leader."""
+        return self.share if self.world.is_dp_leader else []
 
     def start(self, resumed: bool) -> None:
         """Get the initial policy's images: rendered and stored by a new run, loaded by a resumed one."""
         name = self.eval_set.name
-        mine = share_of(self.world, len(self.eval_set.items))
-        files = [self.folder.initial_image(name, i) for i in mine]
+        files = [self.folder.initial_image(name, i) for i in self.scored]
         if resumed:
             if lacking := [file for file in files if not file.is_file()]:
                 raise CheckpointError(f"{lacking[0]}, an image of the starting policy, is missing; choose another name")
             self.before = [np.load(file, allow_pickle=False)["image"] for file in files]
             return
-        self.before = self.render(mine)
+        self.before = self.render(self.share)
         if self.world.is_dp_leader:
             self.folder.initial_image(name, 0).parent.mkdir(exist_ok=True)
             for file, image in zip(files, self.before, strict=True):
@@ -109,25 +118,26 @@ class Evaluator:
 
     def run(self, step: int) -> Comparison:
         """Evaluate the policy after `step` steps, over all ranks, and store the report's images."""
-        index = share_of(self.world, len(self.eval_set.items))
-        now = self.render(index)
+        index = self.scored
+        now = self.render(self.share)
         pairs: list[Pair] = []
         for i, after, before in zip(index, now, self.before, strict=True):
             prompt = self.eval_set.items[i]
             pairs.append((sample(prompt, after, self.sizes), sample(prompt, before, self.sizes)))
-        rows, answers, reasons = compare(self.scorer, pairs if self.world.is_dp_leader else [])
+        rows, answers, reasons = compare(self.scorer, pairs)
         self.reasons = sum(self.world.gather_items([reasons]), Counter[str]())
         self._save_report_images(step, index, now)
         self._save_outcomes(step, index, rows, answers)
         return over_ranks(self.world, self.eval_set, index, rows)
 
     def render(self, index: list[int]) -> list[Images]:
-        """Images [H, W, 3] or clips [F, H, W, 3] of the current policy under the ODE rule; called by all ranks."""
+        """Images [H, W, 3] or clips [F, H, W, 3] of the current policy under the ODE rule; called by all ranks, the
+        leaders of shares get them."""
         items = [(prompt, self.eval_set.first_id + i) for i, prompt in enumerate(self.eval_set.items)]
         wanted = [items[i] for i in index]
         made = render(self.adapter, self.schedules, self.embeddings, wanted, self.sizes, self.world, items[0])
         of_position = dict(made)
-        return [of_position[k] for k in range(len(wanted))]
+        return [of_position[k] for k in sorted(of_position)]
 
     def report_indices(self) -> list[int]:
         """Indices of the IN_REPORT images for the report, evenly spaced over the set, on whichever rank they are."""
