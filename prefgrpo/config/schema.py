@@ -129,9 +129,9 @@ class JudgeConfig:
     """Encoding of images on the wire; jpeg is quality 95. Images above 2048² pixels are sent smaller."""
     timeout_s: PositiveFloat | None = None
     """Time limit of one request in seconds; none: the template's, 60 s for one-token answers, 600 s for text."""
-    deadline_s: PositiveFloat | None = None
-    """Time limit of one step's judging in seconds, including retries and server restarts; none: ten times the request
-    limit, at least 600 s."""
+    deadline_s: PositiveFloat = 600.0
+    """Time limit of one step's judging in seconds, including retries and server restarts. A process that waits for
+    another one gives up after twice this time."""
     max_missing: Share = 0.1
     """Largest share of missing rewards, and of comparisons without a verdict, in a step; above it the run stops with a
     checkpoint."""
@@ -142,7 +142,7 @@ class JudgeConfig:
         """Values that contradict each other."""
         if not self.endpoints and not self.model:
             yield "endpoints: expected at least one URL, or in `model` a judge that runs in this process, got neither"
-        if self.timeout_s and self.deadline_s and self.deadline_s < self.timeout_s:
+        if self.timeout_s and self.deadline_s < self.timeout_s:
             yield f"deadline_s: expected at least judge.timeout_s ({self.timeout_s}), got {self.deadline_s}"
 
 

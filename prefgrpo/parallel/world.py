@@ -30,12 +30,12 @@ from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor
 
 from prefgrpo.config.recipe import ConfigError
-from prefgrpo.config.schema import Config
+from prefgrpo.config.schema import Config, JudgeConfig
 
 T = TypeVar("T")
-TIMEOUT = timedelta(hours=1)
-"""Time limit of collectives (beyond judge.deadline_s, if it is set), after which torch ends a process whose peer hangs:
-enough for one rank to judge or to write a large model. torch's default on GPUs is 10 min."""
+DEADLINES = 2.0
+"""Time limit of collectives in units of judge.deadline_s, after which torch ends a process whose peer hangs: one may
+use its whole deadline while the others wait, and as much time again for what else differs between ranks."""
 BUCKET_BYTES = 2**28
 """Most bytes of gradients that are copied into one buffer to be summed over ranks (a larger gradient has its own)."""
 DIMENSIONS = ("replicate", "shard", "ring", "ulysses")
@@ -90,6 +90,8 @@ class World:
     device: torch.device
     layout: Layout = field(default_factory=Layout)
     mesh: DeviceMesh | None = None
+    patience: timedelta = timedelta(seconds=DEADLINES * JudgeConfig.deadline_s)
+    """Time limit of collectives."""
 
     @property
     def main(self) -> bool:
@@ -248,18 +250,18 @@ def join(config: Config | None = None) -> World:
         torch.cuda.set_device(device)
     size = int(os.environ.get("WORLD_SIZE", "1"))
     layout = Layout.of(config, size) if config else Layout(size)
+    patience = timedelta(seconds=DEADLINES * (config or Config()).judge.deadline_s)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if size == 1 and layout.fsdp and not dist.is_initialized():
         alone = dist.HashStore()  # type: ignore[attr-defined]  # torch re-exports it without naming it
         dist.init_process_group(backend, store=alone, rank=0, world_size=1)
     if size > 1 and not dist.is_initialized():
-        timeout = TIMEOUT + timedelta(seconds=(config and config.judge.deadline_s) or 0)
-        store, rank, _ = next(rendezvous("env://", timeout=timeout))
+        store, rank, _ = next(rendezvous("env://", timeout=patience))
         store = PrefixStore(f"attempt/{restart_count()}", store)  # torchrun's store keeps the addresses of earlier ones
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=patience)
     if device.type == "cpu" and dist.is_initialized():
         atexit.register(leave)  # gloo's threads must not outlive the interpreter, and leaving it waits for nobody
-    return World(int(os.environ.get("RANK", "0")), size, device, layout, layout.mesh(device))
+    return World(int(os.environ.get("RANK", "0")), size, device, layout, layout.mesh(device), patience)
 
 
 def leave() -> None:

@@ -31,7 +31,6 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from prefgrpo.config.recipe import UserError
 from prefgrpo.data.atomic import sync, temporary_path
-from prefgrpo.parallel import world as parallel
 from prefgrpo.parallel.world import World
 from prefgrpo.run.run_folder import RunFolder
 
@@ -72,7 +71,7 @@ class Checkpoints:
         if self.world.any(self.world.main and final.exists()):
             return
         if self.world.size > 1 and self._group is None:
-            self._group = dist.new_group(backend="gloo", timeout=parallel.TIMEOUT)
+            self._group = dist.new_group(backend="gloo", timeout=self.world.patience)
         writer = _Writer(self.run, step, meta, self.keep)
         alone = self.world.size == 1
         future: Any = async_save(dict(tensors), storage_writer=writer, process_group=self._group, no_dist=alone)
