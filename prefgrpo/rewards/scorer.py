@@ -124,7 +124,8 @@ class Scorer:
     ) -> None:
         """`deadline_s`: longest that `finish` waits for judges; none: the rewards' longest answer timeout, at least the
         default of judge.deadline_s. `log_path`: JSONL file for all comparisons. `active`: False in a process whose
-        samples are scored by another one; all values are then missing. Raises ValueError if a pair plan does not fit the group size.
+        samples are scored by another one; all values are then missing. Raises ValueError if a pair plan does not fit
+        the group size.
         """
         self.pairwise = {name: reward for name, reward in rewards.items() if isinstance(reward, VlmPairwise)}
         if group_size < 2 and self.pairwise:
