@@ -128,6 +128,8 @@ def test_ranks_may_change_on_resume_and_a_rank_may_have_nothing_to_evaluate(plac
     options["eval"]["final_prompts"] = str(place / "dev.txt")
     file = recipe(place, "change", **options)
     all_end(ranks(file, 2, "--train.steps", "2", hook=rank_one_sees_no_checkpoint), 0)
+    files = [f.name for f in (place / "runs" / "change" / "checkpoints" / "step_000002").glob("*.distcp")]
+    assert files == ["__0_0.distcp"], "every rank has the LoRA, so one writes it"
     code, output = train(file, "--resume")
     assert code == 0, output
     all_end(ranks(file, 2, "--resume", "--train.steps", "6", hook=rank_one_sees_no_checkpoint), 0)

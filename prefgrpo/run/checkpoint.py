@@ -20,17 +20,20 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.checkpoint.storage import WriteResult
 
 from prefgrpo.config.recipe import UserError
 from prefgrpo.data.atomic import sync, temporary_path
+from prefgrpo.parallel.shard import is_sharded
 from prefgrpo.parallel.world import World
 from prefgrpo.run.run_folder import RunFolder
 
@@ -63,8 +66,9 @@ class Checkpoints:
     def save(self, step: int, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
         """Copy the tensors, then write them in another thread; waits for the previous save first.
 
-        Plain tensors must be equal on all ranks. An existing checkpoint is left unchanged, because the state after a
-        step is a function of the run and the step. Raises CheckpointError, on all ranks, if the previous save failed.
+        Plain tensors must be equal on all ranks; rank 0 writes them, as DCP would plan them once for every rank. An
+        existing checkpoint is left unchanged, because the state after a step is a function of the run and the step.
+        Raises CheckpointError, on all ranks, if the previous save failed.
         """
         self.finished(wait=True)
         final = self.run.checkpoint(step)
@@ -74,7 +78,8 @@ class Checkpoints:
             self._group = dist.new_group(backend="gloo", timeout=self.world.patience)
         writer = _Writer(self.run, step, meta, self.keep)
         alone = self.world.size == 1
-        future: Any = async_save(dict(tensors), storage_writer=writer, process_group=self._group, no_dist=alone)
+        mine = {name: tensor for name, tensor in tensors.items() if self.world.main or is_sharded(tensor)}
+        future: Any = async_save(mine, storage_writer=writer, process_group=self._group, no_dist=alone)
         self._writing = final, future  # a Future, as the writer copies the tensors before it returns
 
     def finished(self, wait: bool = False) -> Path | None:
@@ -120,6 +125,14 @@ class _Writer(FileSystemWriter):
         self._step = step
         self._meta = meta
         self._keep = keep
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
+        """Write this rank's file, if there is something to write."""
+        if plan.items:
+            return super().write_data(plan, planner)
+        nothing = torch.futures.Future[list[WriteResult]]()
+        nothing.set_result([])
+        return nothing
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """On rank 0: write `.metadata` and state.json, rename the folder, and remove checkpoints beyond `keep`."""
