@@ -200,6 +200,25 @@ def test_collectives(place, size):
     all_end(ranks(place / "none.yaml", size, hook=collectives), 0)
 
 
+def test_communicators_are_made_on_the_own_gpu_at_the_start(monkeypatch):
+    """Not in the first update, minutes later: a bound device, and a first all-reduce on it."""
+    values = {"WORLD_SIZE": "4", "RANK": "3", "LOCAL_RANK": "1"}
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+    gpu = torch.device("cuda", 1)
+    made = Mock()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", made.set_device)
+    monkeypatch.setattr(torch, "zeros", lambda *shape, device: device)
+    monkeypatch.setattr(parallel, "rendezvous", lambda *_, **__: iter([(dist.HashStore(), 3, 4)]))
+    monkeypatch.setattr(dist, "init_process_group", made.init)
+    monkeypatch.setattr(dist, "all_reduce", made.all_reduce)
+    world = parallel.join()
+    assert (world.rank, world.device) == (3, gpu)
+    assert [call[0] for call in made.mock_calls] == ["set_device", "init", "all_reduce"]
+    assert made.init.call_args.kwargs["device_id"] == gpu and made.all_reduce.call_args.args == (gpu,)
+
+
 ENDS = {"finished": ({"return_value": 0}, 1), "stopped": ({"return_value": 3}, 0),
         "failed": ({"side_effect": RuntimeError("out of memory")}, 0)}  # fmt: skip
 

@@ -6,7 +6,7 @@ The last dimensions vary fastest: the processes of a Ulysses group have consecut
 data-parallel index selects a process's share of the samples; context-parallel processes have the same one, generate the
 same samples together, and the first of them represents all. Point-to-point messages are CPU tensors sent over gloo,
 alongside GPU work. Invariant: every rank calls every collective the same number of times, whatever its share of the
-data. Gradients of replicated parameters are summed once per update, so a rank without signal contributes zeros.
+data. Gradients are summed over replicas once per update, so a rank without signal contributes zeros.
 """
 
 from __future__ import annotations
@@ -74,11 +74,16 @@ class Layout:
         return cls(processes // inner, p.shard, p.ring, p.ulysses, split, config.splits or config.has_masters)
 
     def mesh(self, device: torch.device) -> DeviceMesh | None:
-        """The mesh of an initialised process group; None if neither FSDP2 nor context parallelism needs one."""
+        """The mesh of an initialised process group; None if neither FSDP2 nor context parallelism needs one.
+
+        It has the dimensions above 1, because each makes a process group for every one of its rows, both of context
+        parallelism if there is any, and `shard` if FSDP2 holds weights that are not sharded.
+        """
         if not self.fsdp and self.context == 1:
             return None
-        sizes = (self.replicate, self.shard, self.ring, self.ulysses)
-        return init_device_mesh(device.type, sizes, mesh_dim_names=DIMENSIONS)
+        needed = {"ring", "ulysses"} if self.context > 1 else {"shard"} if self.split == 1 else set()
+        sizes = {name: getattr(self, name) for name in DIMENSIONS if getattr(self, name) > 1 or name in needed}
+        return init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
 @dataclass(frozen=True)
@@ -170,22 +175,33 @@ class World:
         return index * self.layout.context + self.rank % self.layout.context
 
     def sum_gradients(self, parameters: list[Tensor]) -> None:
-        """Replace every .grad by its sum over ranks, in buckets of BUCKET_BYTES; a missing .grad counts as 0.
+        """Replace every .grad by its sum over ranks; a missing .grad counts as 0.
 
-        Gradients of sharded parameters (DTensors over several processes) are already summed and stay unchanged.
+        Those of FSDP2 (DTensors) are already summed over the shards, and are summed over the replicas.
         """
-        replicated = list[Tensor]()
         for p in parameters:
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
-            if not isinstance(p.grad, DTensor):
-                replicated.append(p.grad)
-            elif self.layout.split == 1:
-                replicated.append(p.grad.to_local())
-        for grads in _take_tensors(replicated, BUCKET_BYTES) if self.size > 1 else ():
-            flat = _flatten_dense_tensors(grads)
-            dist.all_reduce(flat)
-            torch._foreach_copy_(grads, _unflatten_dense_tensors(flat, grads))
+        grads = [p.grad for p in parameters if p.grad is not None]
+        if self.size > 1:
+            self._sum_(grad for grad in grads if not isinstance(grad, DTensor))
+        if self.layout.fsdp and self.layout.replicate > 1:
+            assert self.mesh is not None
+            group = self.mesh["replicate"].get_group()
+            self._sum_((grad.to_local() for grad in grads if isinstance(grad, DTensor)), group)
+
+    def _sum_(self, tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> None:
+        """Replace tensors by their sums over a group, in buckets of BUCKET_BYTES on the device."""
+        for bucket in _take_tensors(list(tensors), BUCKET_BYTES):
+            flat = _flatten_dense_tensors(bucket).to(self.device)
+            dist.all_reduce(flat, group=group)
+            torch._foreach_copy_(bucket, _unflatten_dense_tensors(flat, bucket))
+
+    def weights_mesh(self) -> DeviceMesh:
+        """The processes over which FSDP2 shards one copy of the weights."""
+        assert self.mesh is not None and self.mesh.mesh_dim_names is not None
+        names = tuple(name for name in self.mesh.mesh_dim_names if name != "replicate")
+        return self.mesh[names]._flatten("weights") if len(names) > 1 else self.mesh[names[0]]
 
     def maximum_(self, tensor: Tensor) -> None:
         """Replace a tensor by its elementwise maximum over ranks."""
@@ -258,7 +274,9 @@ def join(config: Config | None = None) -> World:
     if size > 1 and not dist.is_initialized():
         store, rank, _ = next(rendezvous("env://", timeout=patience))
         store = PrefixStore(f"attempt/{restart_count()}", store)  # torchrun's store keeps the addresses of earlier ones
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=patience)
+        bound = device if device.type == "cuda" else None  # NCCL then connects here, and splits groups from this one
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=patience, device_id=bound)
+        dist.all_reduce(torch.zeros(1, device=device))  # who cannot be reached is noticed before the model loads
     if device.type == "cpu" and dist.is_initialized():
         atexit.register(leave)  # gloo's threads must not outlive the interpreter, and leaving it waits for nobody
     return World(int(os.environ.get("RANK", "0")), size, device, layout, layout.mesh(device), patience)
