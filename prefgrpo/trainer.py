@@ -421,7 +421,8 @@ class Trainer:
         """Start to write the checkpoint after `done` steps; training goes on meanwhile."""
         self._saved(wait=True)
         meta = {"updates": self.policy.updates, "prompts": fingerprint(self.rollouts.prompts)}
-        self.checkpoints.save(done, self.policy.state_dict(), meta)
+        lora = self._write_lora if self.config.train.lora_rank else None
+        self.checkpoints.save(done, self.policy.state_dict(), meta, lora)
         return self.folder.checkpoint(done)
 
     def _saved(self, wait: bool = False) -> None:
@@ -439,22 +440,28 @@ class Trainer:
             if name == "test" or (c.eval.every and done % c.eval.every):
                 self._evaluate(done, name)
         self._save(done)
-        with self.policy.use_ema():
-            self._export()
+        self._export()
         self._saved(wait=True)
         if self.world.main:
             self.log.say(f"finished after {done} steps; the result is in {self.folder.root}")
         self.world.barrier()
 
     def _export(self) -> None:
-        """Write the weights that the model holds, in diffusers format: a LoRA, or the whole pipeline."""
-        lora = self.config.train.lora_rank > 0
-        copies = {} if lora or not self.world.layout.fsdp else full_copies(self.adapter, self.world)
-        product = self.folder.product(lora)
-        if self.world.main and lora:
-            write_folder(product, lambda inside: self.adapter.save_lora(str(inside)))
-        elif self.world.main:
-            write_folder(product, lambda inside: self.adapter.save_full(str(inside), copies))
+        """Write the weights, or their EMA, in diffusers format: a LoRA, or the whole pipeline."""
+        if self.config.train.lora_rank:
+            if self.world.main:
+                write_folder(self.folder.product(lora=True), self._write_lora)
+            return
+        with self.policy.use_ema():
+            copies = full_copies(self.adapter, self.world) if self.world.layout.fsdp else {}
+            if self.world.main:
+                product = self.folder.product(lora=False)
+                write_folder(product, lambda inside: self.adapter.save_full(str(inside), copies))
+
+    def _write_lora(self, folder: Path) -> None:
+        """Write the LoRA, or its EMA, in diffusers format."""
+        with self.policy.use_ema():
+            self.adapter.save_lora(str(folder))
 
     def close(self) -> None:
         """Let the checkpoint in flight end; stop the judge, restore signal handlers and unlock the run folder."""

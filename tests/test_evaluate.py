@@ -290,6 +290,7 @@ def test_any_checkpoint_is_exported(run, tmp_path):
     """The newest is what the run wrote at its end; an older one is another LoRA."""
     checkpoints = run.folder.all_checkpoints()
     final = loras(run.folder.root / "lora")
+    assert loras(checkpoints[-1] / "lora") == final != loras(checkpoints[0] / "lora"), "in every checkpoint, with EMA"
     for name, target in (("newest", run.folder.root), ("older", checkpoints[0])):
         assert main(["export", str(target), "--out", str(tmp_path / name)]) == 0
         assert (loras(tmp_path / name) == final) == (name == "newest")
