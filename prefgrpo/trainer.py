@@ -50,7 +50,7 @@ from prefgrpo.run.checks import check_goes_on, check_same_run, config_errors
 from prefgrpo.run.ending import ENDS_A_RUN, Diverged, Interrupt, Result, TrainingStopped
 from prefgrpo.run.evaluate import Evaluator, eval_sets
 from prefgrpo.run.flops import Throughput
-from prefgrpo.run.groups import save_groups
+from prefgrpo.run.groups import pictures, save_groups
 from prefgrpo.run.judging import Rewards, evaluation_scorer, training_scorer
 from prefgrpo.run.loading import open_collector, open_model, open_schedules
 from prefgrpo.run.log import Clock, Log
@@ -319,7 +319,8 @@ class Trainer:
     def score(self, step: int) -> tuple[StepScores, float]:
         """(scores of the groups of this rank, mean distance of the images within a group over all ranks).
 
-        Stores a few judged groups for the report: of the first and the last step, and of those with an evaluation.
+        Stores a few judged groups for the report, and shows some to the trackers: of the first and the last step, and
+        of those with an evaluation.
         """
         streamed = sum(reward.streams for reward in self.scorer.rewards.values()) * len(self.rollouts.groups(step))
         with self.log.bar("judging", "group", streamed) as bar:
@@ -328,6 +329,7 @@ class Trainer:
         in_report = step + 1 in (1, self.config.train.steps) or (step + 1) % (self.config.eval.every or 50) == 0
         if self.world.main and in_report:
             save_groups(self.folder.group(step + 1), scores)
+            self.log.show(step + 1, partial(pictures, scores))
         everywhere = self.world.gather_slots(distances, self.config.rollout.prompts_per_step)
         return scores, float(everywhere.mean())
 
@@ -339,6 +341,7 @@ class Trainer:
         """
         r = self.config.rollout
         table = list[torch.Tensor]()
+        steps = list[int]()
         norms = list[float]()
         mask = self.objective.mask(self.config.train, targets).cpu().numpy()  # [P, G]
         places = [(p, g) for p in range(r.prompts_per_step) for g in range(r.group_size)]
@@ -350,12 +353,13 @@ class Trainer:
             for update in sorted(trained):
                 its_batches = [batch for batch in left if batch.update == update]
                 table += self.collector.accumulate(its_batches, targets, samples[update] * counted)
+                steps += [step.index for batch in its_batches if not batch.padding for step in batch.steps]
                 norm = self.policy.update(self.world)
                 if norm is not None:
                     norms.append(norm)
         measured = {"grad_norm": float(np.mean(norms))} if norms else {}
         return (
-            policy_metrics(table, self.world, self.collector.metrics)
+            policy_metrics(table, self.world, self.collector.metrics, steps)
             | measured
             | {
                 "lr": self.policy.optimizer.param_groups[0]["lr"],
