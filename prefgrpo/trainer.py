@@ -161,8 +161,7 @@ class Trainer:
         self.adapter, self.policy = open_model(config, self.objective, world, absent > 0)
         schedules = open_schedules(config, self.adapter, world)
         opened.callback(embeddings.flush)
-        reuse = config.train.reuse_rollout_forward
-        self.rollouts = Rollouts(config, self.adapter, embeddings, schedules, prompts, world, keep_graph=reuse)
+        self.rollouts = Rollouts(config, self.adapter, embeddings, schedules, prompts, world)
         self.collector = open_collector(config, self.objective, self.adapter, self.policy, world)
         self.throughput = Throughput(config, self.adapter, world)
         self.evaluators: dict[str, Evaluator] = {}

@@ -56,10 +56,7 @@ def export(
     if not comfy or folder.latest() or not source.is_dir():  # a run without checkpoints has the LoRA of its end
         path = folder.checkpoint_of(run)
         source = folder.root / "exports" / path.name if comfy or out is None else out
-        if config.train.lora_rank:
-            write_folder(source, lambda inside: copytree(path / PRODUCTS[0], inside, dirs_exist_ok=True))
-        else:
-            write_folder(source, lambda inside: _write(config, path, inside))
+        write_folder(source, lambda inside: _write(config, path, inside))
         print(f"wrote {source}")
     if comfy and names is not None:
         _write_comfy(source, out or folder.root / "comfy", folder.root.resolve().name, names)
@@ -67,7 +64,10 @@ def export(
 
 
 def _write(config: Config, path: Path, target: Path) -> None:
-    """Write the pipeline with the weights of a checkpoint."""
+    """Write a checkpoint's LoRA, or the pipeline with its weights."""
+    if config.train.lora_rank:
+        copytree(path / PRODUCTS[0], target, dirs_exist_ok=True)
+        return
     world = World(0, 1, torch.device("cpu"))
     adapter = open_adapter(config, world.device)
     adapter.enable_full()

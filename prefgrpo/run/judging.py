@@ -222,8 +222,7 @@ class Rewards:
 
 
 def _local_judge(config: JudgeConfig, template: str, device: str) -> tuple[PairJudge, list[str]]:
-    """(judge, warnings). Raises JudgeError if it gives no verdict on a probe pair, or if judge.strict and the known
-    answers are wrong."""
+    """(judge, warnings). Raises JudgeError if it gives no verdict on a probe pair."""
     from prefgrpo.judge.local import LocalJudge
 
     judge = LocalJudge(config.model, template, device)
@@ -232,8 +231,6 @@ def _local_judge(config: JudgeConfig, template: str, device: str) -> tuple[PairJ
     if verdict.first is None:
         raise JudgeError(f"the judge {config.model} gave no verdict on a probe pair: {verdict.reason}. {advice}")
     problem = ask_known_answers(judge, judge.template)[1] if is_pairwise(judge.template) else ""
-    if problem and config.strict:
-        raise JudgeError(f"the judge {config.model} {problem}. {advice}")
     return judge, [f"WARNING: the judge {problem}. {advice}"] if problem else []
 
 
