@@ -26,6 +26,7 @@ from prefgrpo.judge.plans import get_plan
 from prefgrpo.judge.template import load_template
 from prefgrpo.judge.verdict import JudgeError, PairJudge
 from prefgrpo.models import family
+from prefgrpo.objectives.advantages import load_function
 from prefgrpo.parallel.world import World
 from prefgrpo.rewards import build, check_name, factory, load_class
 from prefgrpo.rewards.base import PointwiseReward, Reward, Sample
@@ -33,7 +34,6 @@ from prefgrpo.rewards.functions import FunctionPairwise, FunctionReward, failure
 from prefgrpo.rewards.pairwise import VlmPairwise
 from prefgrpo.rewards.scorer import Scorer
 from prefgrpo.run.metrics import taken_name
-from prefgrpo.run.targets import load_function
 
 FRAMES = 8
 """Frames of a clip that a judge sees (judge.body.FRAMES, whose module needs aiohttp)."""
