@@ -18,11 +18,14 @@ from prefgrpo.commands.cli import main
 from prefgrpo.config.loading import from_dict
 from prefgrpo.data.prompts import prompt_sets, step_prompts
 from prefgrpo.judge.verdict import PairJudge, Verdict
+from prefgrpo.rewards.base import PointwiseReward, Score
+from prefgrpo.rewards.functions import FunctionPairwise
 from prefgrpo.rewards.pairwise import VlmPairwise
 from prefgrpo.rewards.scorer import Scorer
-from prefgrpo.rollout.render import to_uint8
+from prefgrpo.rollout.render import sample, to_uint8
 from prefgrpo.run.checkpoint import CheckpointError
 from prefgrpo.run.comparison import compared, interval, mean_of
+from prefgrpo.run.evaluate import compare
 from prefgrpo.sde.noise import initial_latents
 from prefgrpo.trainer import Trainer
 
@@ -205,6 +208,36 @@ def test_the_judges_win_rate_is_in_both_orders_and_without_lost_verdicts(run):
     evaluator.scorer = keep
 
 
+class Levels(PointwiseReward):
+    """The mean of the pixels, and a count of the samples that were scored."""
+
+    seen = 0
+
+    def score(self, samples):
+        self.seen += len(samples)
+        return [
+            Score(float(s.media.pixels.mean()), parts={"red": float(s.media.pixels[..., 0].mean())}) for s in samples
+        ]
+
+
+def test_the_images_of_the_start_are_drawn_and_scored_once_and_judged_by_nobody(run, monkeypatch):
+    """Their row is that of a comparison with themselves, without the two orders of a judge that was not asked."""
+    evaluator = run.evaluators["dev"]
+    monkeypatch.setattr(evaluator, "render", None)
+    levels = Levels()
+    judge = Bright()
+    monkeypatch.setattr(
+        evaluator, "scorer", Scorer({"v": VlmPairwise(judge), "w": FunctionPairwise(max), "l": levels}, 2)
+    )
+    found = evaluator.run(0).metrics()
+    pairs = [(sample(p, image, evaluator.sizes),) * 2 for p, image in zip(evaluator.eval_set.items, evaluator.before)]
+    assert (judge.asked, levels.seen) == (0, len(pairs)) and evaluator.reasons == {}
+    judge.asked = 0
+    compared_rows = compare(Scorer({"w": FunctionPairwise(lambda *_: 0.5), "l": levels}, 2), pairs)[0]
+    want = compared("dev", evaluator.eval_set.group, [row | {"win_judge": 0.5} for row in compared_rows]).metrics()
+    assert found == want and found["dev/win_judge"] == found["dev/win_l"] == 0.5 and "dev/l.red" in found
+
+
 # ---- the product --------------------------------------------------------------------------------------------------
 
 
@@ -257,6 +290,7 @@ def test_any_checkpoint_is_exported(run, tmp_path):
     """The newest is what the run wrote at its end; an older one is another LoRA."""
     checkpoints = run.folder.all_checkpoints()
     final = loras(run.folder.root / "lora")
+    assert loras(checkpoints[-1] / "lora") == final != loras(checkpoints[0] / "lora"), "in every checkpoint, with EMA"
     for name, target in (("newest", run.folder.root), ("older", checkpoints[0])):
         assert main(["export", str(target), "--out", str(tmp_path / name)]) == 0
         assert (loras(tmp_path / name) == final) == (name == "newest")

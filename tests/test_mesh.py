@@ -24,6 +24,7 @@ from families import perturb
 from safetensors.torch import load_file
 from tiny_run import ALONE, Brightness, all_end, merged, opened, ranks, recipe, rows, targets_of, train
 from tiny_run import world as tiny_world
+from torch.distributed import device_mesh
 from torch.distributed.device_mesh import init_device_mesh
 
 from prefgrpo.config.loading import from_dict, load
@@ -226,6 +227,46 @@ def test_a_layout_changes_nothing(place, family, size):
 def test_a_layout_changes_nothing_in_any_family(place):
     families = " ".join(OTHERS)
     all_end(ranks(place / "others.yaml", 2, hook=cells, PLACE=str(place), FAMILY=families), seconds=1500)
+
+
+def replicas():
+    """Runs in the new process: what two replicas of weights sharded over two processes send, and make groups for."""
+    torch.set_num_threads(1)
+    made = count_calls(device_mesh, "new_group")
+    config = settings(os.environ["PLACE"], "flux", False, "fp32", {"shard": 2})
+    world = join(config)
+    assert (len(made), world.mesh.mesh_dim_names) == (4, ("replicate", "shard")), made
+    reduced = count_calls(dist, "all_reduce")
+    in_backward = []
+    accumulate = TrajectoryCollector.accumulate
+
+    def counted(*given):
+        reduced.clear()
+        table = accumulate(*given)
+        in_backward.append(len(reduced))
+        return table
+
+    TrajectoryCollector.accumulate = counted
+    got = one_step(config, world)
+    TrajectoryCollector.accumulate = accumulate
+    assert in_backward == [0] and len(reduced) >= 1
+    one = settings(os.environ["PLACE"], "flux", False, "fp32", {})
+    compare("replicas", got, one_step(one, alone(one)), bits=True)
+    os._exit(0)
+
+
+def count_calls(module, name):
+    """Replaces a function by one that notes its calls in the returned list."""
+    calls = []
+    real = getattr(module, name)
+    setattr(module, name, lambda *given, **named: (calls.append(given), real(*given, **named))[1])
+    return calls
+
+
+@pytest.mark.dist
+def test_replicas_reduce_their_gradients_once_per_update(place):
+    """Not after every backward; and a mesh makes groups for its dimensions above 1 only."""
+    all_end(ranks(place / "replicas.yaml", 4, hook=replicas, PLACE=str(place)), seconds=300)
 
 
 def lengths():

@@ -117,14 +117,19 @@ class Evaluator:
                 save_images(self.folder.sources(name), sources=np.stack(rows))
 
     def run(self, step: int) -> Comparison:
-        """Evaluate the policy after `step` steps, over all ranks, and store the report's images."""
+        """Evaluate the policy after `step` steps, over all ranks, and store the report's images. At step 0 it is the
+        initial policy, whose images are there: they are scored, but compared with nothing."""
         index = self.scored
-        now = self.render(self.share)
+        now = self.render(self.share) if step else self.before
         pairs: list[Pair] = []
         for i, after, before in zip(index, now, self.before, strict=True):
             prompt = self.eval_set.items[i]
             pairs.append((sample(prompt, after, self.sizes), sample(prompt, before, self.sizes)))
-        rows, answers, reasons = compare(self.scorer, pairs)
+        if step:
+            rows, answers, reasons = compare(self.scorer, pairs)
+        else:
+            rows, reasons = tied(self.scorer, [before for _, before in pairs])
+            answers = [[] for _ in rows]
         self.reasons = sum(self.world.gather_items([reasons]), Counter[str]())
         self._save_report_images(step, index, now)
         self._save_outcomes(step, index, rows, answers)
@@ -179,11 +184,7 @@ def over_ranks(world: World, eval_set: EvalSet, index: Sequence[int], rows: Sequ
 
 def compare(scorer: Scorer, pairs: Sequence[Pair]) -> tuple[list[Row], list[list[Answer]], Counter[str]]:
     """(measures by all rewards and the judge's answers for each pair, reasons for missing values and verdicts)."""
-    scorer.begin(0, range(len(pairs)))
-    for number, pair in enumerate(pairs):
-        for member, one in enumerate(pair):
-            scorer.add(number, member, one)
-    scores = scorer.finish()
+    scores = _scored(scorer, pairs)
     rows: list[Row] = [{} for _ in pairs]
     answers: list[list[Answer]] = [[] for _ in pairs]
     judge = judge_of(scorer.rewards)
@@ -196,6 +197,31 @@ def compare(scorer: Scorer, pairs: Sequence[Pair]) -> tuple[list[Row], list[list
                 about = {"judge": reward, "first": ("after", "before")[first], "p_first": v.first}
                 of_pair.append(about | {"reason": v.reason, "raw": v.raw[:MAX_ANSWER_CHARS]})
     return rows, answers, Counter(scores.reasons)
+
+
+def tied(scorer: Scorer, samples: Sequence[Sample]) -> tuple[list[Row], Counter[str]]:
+    """(measures of each sample against itself, reasons for missing values): a tie, which no judge is asked about."""
+    pointwise = {name: reward for name, reward in scorer.rewards.items() if name not in scorer.pairwise}
+    scores = _scored(Scorer(pointwise, 1, scorer.deadline_s), [[one] for one in samples])
+    judge = judge_of(scorer.rewards)
+    rows: list[Row] = [{} for _ in samples]
+    for reward in scorer.rewards:
+        for k, row in enumerate(rows):
+            if reward == judge:
+                row["win_judge"] = 0.5
+            else:
+                score = scores.scores[reward][k][0] if reward in pointwise else Score(0.5)
+                row.update(_values(reward, [score, score]))
+    return rows, Counter(scores.reasons)
+
+
+def _scored(scorer: Scorer, groups: Sequence[Sequence[Sample]]) -> StepScores:
+    """The scores of groups of samples."""
+    scorer.begin(0, range(len(groups)))
+    for number, members in enumerate(groups):
+        for member, one in enumerate(members):
+            scorer.add(number, member, one)
+    return scorer.finish()
 
 
 def _verdicts(scores: StepScores, judge: str, pair: int) -> Row:
