@@ -39,8 +39,6 @@ class Rollouts:
     schedules: Schedules
     prompts: Sequence[Prompt]
     world: World
-    keep_graph: bool = False
-    """Keep the autograd graphs of the first update's trained steps, so that these need no second forward."""
 
     def groups(self, step: int) -> list[int]:
         """Run-wide numbers, step · P + slot, of the groups that this data-parallel rank scores."""
@@ -140,7 +138,6 @@ class Rollouts:
             seed=self.config.seed,
             initial_sample=starts if r.same_noise else None,
             keep_velocity=self.schedules.goal.keeps_velocity,
-            keep_graph=self.keep_graph and plan.update == 0,
         )
         return Batch(
             **vars(plan),

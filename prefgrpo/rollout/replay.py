@@ -40,14 +40,14 @@ def replay(
     condition: of the B samples. kl: also compute the KL to the reference policy, with a second forward without gradient
     inside `reference()` (None: the adapter's, with its LoRA switched off); 'flow_grpo': times the step's |Δσ|
     (train.kl_form). If velocities are stored, also GRPO-Guard's log-ratio and the KL
-    to the policy that generated the step. Gradients flow only through the velocity, from the step's graph or a forward.
+    to the policy that generated the step. Gradients flow only through the velocity.
     """
     sigma = schedule.times[step.index].expand(len(step.x))
     v_ref = None
     if kl:
         with torch.no_grad(), (reference or adapter.reference)():
             v_ref = adapter.velocity(step.x, sigma, condition, sampling)
-    v = adapter.velocity(step.x, sigma, condition, sampling) if step.graph is None else step.graph
+    v = adapter.velocity(step.x, sigma, condition, sampling)
     out = sde_logp(step.x, v, step.x_next, schedule.coef, step.index, v_ref=v_ref, v_old=step.v)
     away = out.kl
     if kl == "flow_grpo" and away is not None:
