@@ -123,7 +123,7 @@ class Trainer:
             if problems := config_errors(self.config):
                 raise ConfigError(problems)
             self.world = parallel.join(self.config)
-            resume = resume or parallel.restart_count() > 0
+            resume = resume or self.world.any(parallel.restart_count() > 0)
             lock = self.world.on_main(partial(checkpoint.claim, self.folder, resume), CheckpointError)
             if lock is not None:
                 opened.callback(os.close, lock)
@@ -191,6 +191,8 @@ class Trainer:
             check_goes_on(config, folder, meta, fingerprint(self.rollouts.prompts))
             self.policy.updates = meta["updates"]
             self.start = meta["step"]
+            for evaluator in self.evaluators.values() if self.start else ():
+                evaluator.start(resumed=True)
             self.notes.append(f"resumed from {newest}")
             changed = differences(load(folder.config), config) if world.main and folder.config.is_file() else {}
             self.notes += [f"changed since: {field} {before} → {now}" for field, (before, now) in changed.items()]
@@ -249,8 +251,8 @@ class Trainer:
             self.log.say(note)
         try:
             for name, evaluator in self.evaluators.items():
-                evaluator.start(resumed=done > 0)
                 if not done:
+                    evaluator.start(resumed=False)
                     self._evaluate(0, name)
             while done < c.train.steps:
                 clock = Clock()
@@ -342,7 +344,8 @@ class Trainer:
         table = list[torch.Tensor]()
         steps = list[int]()
         norms = list[float]()
-        mask = self.objective.mask(self.config.train, targets).cpu().numpy()  # [P, G]
+        mask = self.objective.mask(self.config.train, targets).numpy()  # [P, G]
+        on_device = targets.to(self.world.device)
         places = [(p, g) for p in range(r.prompts_per_step) for g in range(r.group_size)]
         samples = Counter(update_of(self.config, place) for place in places)
         trained = {update_of(self.config, place) for place in places if mask[place]}
@@ -351,7 +354,7 @@ class Trainer:
         with self.throughput.counting("trained", sum(len(batch.places) for batch in left if not batch.padding)):
             for update in sorted(trained):
                 its_batches = [batch for batch in left if batch.update == update]
-                table += self.collector.accumulate(its_batches, targets, samples[update] * counted)
+                table += self.collector.accumulate(its_batches, on_device, samples[update] * counted)
                 steps += [step.index for batch in its_batches if not batch.padding for step in batch.steps]
                 norm = self.policy.update(self.world)
                 if norm is not None:

@@ -8,6 +8,7 @@ cut off once.
 Kills at named points, of two processes, are in test_kill.py.
 """
 
+import errno
 import json
 import os
 import random
@@ -68,6 +69,22 @@ def test_old_ones_go_in_order_of_steps_and_foreign_folders_stay(tmp_path):
     assert [p.name for p in RunFolder(tmp_path).all_checkpoints()] == ["step_999999", "step_1000000"]
     assert RunFolder(tmp_path).latest().name == "step_1000000" and (tmp_path / "checkpoints" / "step_old").is_dir()
     assert RunFolder(tmp_path / "nothing").latest() is None
+
+
+def test_an_old_one_that_another_process_reads_does_not_stop_the_run(tmp_path, monkeypatch):
+    """On NFS, a folder with an open file cannot be removed; the next resume removes it."""
+    save_one(tmp_path, 1, keep=1)
+
+    def busy(path, **options):
+        raise OSError(errno.ENOTEMPTY, "Directory not empty", path)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "rmdir", busy)
+        assert save_one(tmp_path, 2, keep=1).is_dir()
+    assert [p.name for p in RunFolder(tmp_path).all_checkpoints()] == ["step_000002"] and hidden(tmp_path)
+    (tmp_path / "config.yaml").touch()
+    os.close(claim(RunFolder(tmp_path), resume=True))
+    assert hidden(tmp_path) == [".lock"]
 
 
 def test_one_that_exists_is_never_replaced(tmp_path):
@@ -328,6 +345,7 @@ REFUSED = {
         ("rollout.group_size: was 4, is 2", "rollout.batch_size: was 4, is 2", "seed: was 0, is 5", "the old values"),
     ),
     "prompts": (["--resume"], {}, ("has different prompts",)),
+    "image": (["--resume"], {}, ("an image of the starting policy, is missing; choose another name\n",)),
     "model": (["--resume"], {"train": {"lora_rank": 2}}, ("do not fit this configuration", "LoRA rank")),
 }  # fmt: skip
 
@@ -339,6 +357,8 @@ def test_what_would_be_another_run_is_refused_and_nothing_is_touched(place, fini
     if case == "model":
         config = run / "config.yaml"
         config.write_text(config.read_text().replace("lora_rank: 4", "lora_rank: 2"))
+    if case == "image":
+        next(run.glob("eval/*_before/*.npz")).unlink()
     before, original = tree(run), prompts.read_bytes()
     if case == "prompts":
         prompts.write_text("another prompt\n", encoding="utf-8")

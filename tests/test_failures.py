@@ -213,3 +213,15 @@ def test_a_gradient_that_is_not_finite_in_one_process_is_skipped_in_both(place):
     assert weights[0] == weights[1] and weights[0].startswith("3 ")
     assert "1 of 1 updates skipped: gradient not finite" in output
     assert output.count("look at attention (native; ") == output.count("dtype (fp32; ") == 1
+
+
+def drawn(rewards, weights):
+    """A function for `advantage.combine` that finds no difference in process 1, as if it had drawn other numbers."""
+    return rewards[0] * (os.environ["RANK"] == "0")
+
+
+def test_a_combination_that_differs_between_processes_is_that_of_process_0(place):
+    file = recipe(place, "drawn", **SHORT, advantage={"combine": f"{__file__}:drawn"})
+    all_end(ranks(file, 2, hook=not_finite, DUMP=str(place)), seconds=60)
+    assert all(r["samples_trained"] for r in rows(place / "runs" / "drawn"))
+    assert (place / "weights0").read_text() == (place / "weights1").read_text()

@@ -491,7 +491,7 @@ def test_published_models_are_divided_by_arithmetic(case):
     assert (text in problems[0] and len(problems) == 1) if text else not problems, problems
 
 
-@pytest.mark.parametrize("recipe", ["lora_wan_480p", "lora_wan22_480p"])
+@pytest.mark.parametrize("recipe", ["lora_wan_480p", "lora_wan_480p_small", "lora_wan22_480p"])
 def test_the_recipes_of_long_clips_are_divided(recipe, root):
     """At the published size, for the 40 heads of the 14B models."""
     config = load(root / "scripts" / "prefgrpo" / f"{recipe}.yaml")

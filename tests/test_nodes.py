@@ -1,7 +1,8 @@
 """Two torchrun agents with one process each, started as in docs/scale.md, against one agent with two processes.
 
 Why these cases: a multi-node run differs from a single-node run only in who starts the processes and how they find each
-other. Named rendezvous and fixed node ranks must give the same metrics.
+other. Named rendezvous and fixed node ranks must give the same metrics. After a failure on one node, all must find each
+other again, although only that node has counted a restart.
 """
 
 import subprocess
@@ -44,3 +45,38 @@ def test_two_agents_are_one_with_two_processes(tmp_path):
         assert rows(run) == rows(truth) and weights(run) == weights(truth), way
         assert sum(output.count("finished after 4 steps") for output in outputs) == 1, outputs
         assert "on 2 × cpu" in "".join(outputs)
+
+
+RESTARTED = """
+import os, pathlib, time
+from prefgrpo.parallel import world
+folder = pathlib.Path(os.environ["PLACE"])
+first = not (folder / "failed").exists()
+joined = world.join()
+if first and os.environ["NODE"] == "1":
+    (folder / "failed").touch()
+    os._exit(1)
+if first:
+    time.sleep(600)
+(folder / os.environ["NODE"]).write_text(str(joined.any(world.restart_count() > 0)))
+"""
+"""Joins twice. In the first start, the process of node 1 dies while that of node 0 waits, as in an NCCL collective."""
+
+
+def test_a_failure_on_one_node_restarts_both_into_one_group(tmp_path):
+    """torchrun counts the restart only on the node whose process failed; on the other it is a change of members."""
+    script, port = tmp_path / "script.py", str(free_port())
+    script.write_text(RESTARTED)
+    agents = []
+    for node in range(2):
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc_per_node", "1"]
+        command = [*torchrun, "--max-restarts", "1", "--monitor_interval", "0.2", *by_name(node, port), str(script)]
+        variables = environment(PLACE=str(tmp_path), NODE=str(node))
+        with (tmp_path / f"{node}.log").open("w") as to:
+            agents.append(subprocess.Popen(command, stdout=to, stderr=to, env=variables))
+    try:
+        assert [agent.wait(120) for agent in agents] == [0, 0], [(tmp_path / f"{n}.log").read_text() for n in range(2)]
+    finally:
+        for agent in agents:
+            agent.terminate()
+    assert [(tmp_path / str(node)).read_text() for node in range(2)] == ["True", "True"]

@@ -80,25 +80,25 @@ def advantages(
     options: AdvantageConfig,
     parts: Parts | None = None,
     sub_scores: NDArray[np.float64] | None = None,
-    device: torch.device | str = "cpu",
 ) -> tuple[Tensor, Tensor]:
-    """(advantages fp32 [P, G], bool [P, G] whether the sample counts), on `device`.
+    """(advantages fp32 [P, G], bool [P, G] whether the sample counts), on the CPU: on a GPU, sums over groups have no
+    fixed order, and ranks that round a zero differently would train on different samples.
 
     rewards: [P · G, R], in the order of `weights`. sub_scores: [P · G, K] of `parts`. NaN is missing, as is a sample
     whose rewards have no finite combination: it is excluded from all statistics and gets 0. Raises CombineError if the
     function fails.
     """
-    table = torch.from_numpy(rewards.T.copy()).to(device)
-    kinds = torch.tensor(list(weights.values()), dtype=torch.float64, device=device)
-    ids = torch.arange(len(rewards) // group_size, device=device).repeat_interleave(group_size)
+    table = torch.from_numpy(rewards.T.copy())
+    kinds = torch.tensor(list(weights.values()), dtype=torch.float64)
+    ids = torch.arange(len(rewards) // group_size).repeat_interleave(group_size)
     trained = kinds != 0
     missing = table[trained].isnan().any(0)
     normalise = partial(group_advantage, eps=options.eps, ddof=options.ddof)
     in_groups = partial(normalise, group_ids=ids, std=options.std, rank=options.rank)
 
     if parts and sub_scores is not None:
-        columns = iter(torch.from_numpy(sub_scores.T.copy()).to(device))
-        out = torch.zeros(len(rewards), dtype=torch.float64, device=device)
+        columns = iter(torch.from_numpy(sub_scores.T.copy()))
+        out = torch.zeros(len(rewards), dtype=torch.float64)
         for row, (name, weight) in zip(table, weights.items(), strict=True):
             own = [(u, next(columns)) for u in parts.get(name, {}).values()] or [(1.0, row)]
             total = sum(u * in_groups(torch.where(missing, torch.nan, values)[None]).double() for u, values in own)

@@ -24,7 +24,7 @@ from prefgrpo.ops import METRICS, PolicyLoss
 
 
 class Targets(NamedTuple):
-    """Training signal from the rewards of P groups, on the device."""
+    """Training signal from the rewards of P groups."""
 
     advantage: Tensor
     """fp32 [P, G]; 0 for a missing reward and in groups whose rewards are equal."""
@@ -34,6 +34,10 @@ class Targets(NamedTuple):
     """fp32 [P, G, G], number of verdicts per pair; symmetric, wins + winsᵀ = counts."""
     known: Tensor
     """bool [P, G], whether the sample's rewards are present."""
+
+    def to(self, device: torch.device) -> Targets:
+        """These on a device, without waiting for it."""
+        return Targets(*(tensor.to(device, non_blocking=True) for tensor in self))
 
     def preference(self) -> Tensor:
         """[P, G, G] share of comparisons that row won against column, a tie counting ½; ½ for pairs never compared."""

@@ -14,6 +14,8 @@ from __future__ import annotations
 import atexit
 import math
 import os
+import time
+import uuid
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -26,7 +28,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor
 
@@ -267,7 +269,7 @@ def pick_device() -> torch.device:
 
 
 def restart_count() -> int:
-    """How many times torchrun has restarted the processes of this run on this machine (`--max-restarts`)."""
+    """How many times torchrun has restarted this machine's processes after one of them failed (`--max-restarts`)."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
@@ -290,13 +292,35 @@ def join(config: Config | None = None) -> World:
         dist.init_process_group(backend, store=alone, rank=0, world_size=1)
     if size > 1 and not dist.is_initialized():
         store, rank, _ = next(rendezvous("env://", timeout=patience))
-        store = PrefixStore(f"attempt/{restart_count()}", store)  # torchrun's store keeps the addresses of earlier ones
+        store = PrefixStore(_name_of_start(store, rank, size), store)  # it keeps the addresses of earlier processes
         bound = device if device.type == "cuda" else None  # NCCL then connects here, and splits groups from this one
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=patience, device_id=bound)
         dist.all_reduce(torch.zeros(1, device=device))  # who cannot be reached is noticed before the model loads
     if device.type == "cpu" and dist.is_initialized():
         atexit.register(leave)  # gloo's threads must not outlive the interpreter, and leaving it waits for nobody
     return World(int(os.environ.get("RANK", "0")), size, device, layout, layout.mesh(device), patience)
+
+
+def _name_of_start(store: Store, rank: int, size: int) -> str:
+    """A name that the processes started together agree on, and that those of an earlier start did not have.
+
+    Rank 0 chooses it and answers whoever asks, until all have it. Restart counts would not do, because torchrun counts
+    a restart only on the machine whose process failed.
+    """
+    mine = uuid.uuid4().hex
+    if rank:
+        store.set(f"asks/{rank}", mine)
+        name = store.get(f"answer/{mine}").decode()
+        store.set(f"{name}/{rank}", "")
+        return name
+    lacking = list(range(1, size))
+    while lacking:
+        for other in lacking:
+            question = store.get(f"asks/{other}").decode()  # possibly that of a process that has ended
+            store.set(f"answer/{question}", mine)
+        time.sleep(0.05)
+        lacking = [other for other in lacking if not store.check([f"{mine}/{other}"])]
+    return mine
 
 
 def leave() -> None:

@@ -165,8 +165,8 @@ class _Writer(FileSystemWriter):
         os.replace(folder, final)
         sync(final.parent)
         for old in self._run.all_checkpoints()[: -self._keep]:
-            os.replace(old, temporary_path(old))  # under this name, `claim` removes it if we are killed here
-            shutil.rmtree(temporary_path(old))
+            os.replace(old, temporary_path(old))  # under this name, `claim` removes what remains of it
+            shutil.rmtree(temporary_path(old), ignore_errors=True)  # on NFS, a file that another process reads remains
 
 
 def _partial(final: Path) -> Path:
@@ -259,7 +259,7 @@ def claim(run: RunFolder, resume: bool) -> int:
     _check_content(run, resume)  # again: another run may have started in between
     for leftover in (p for folder in (run.root, run.checkpoints, run.eval, run.groups) for p in folder.glob(".*.*")):
         if re.fullmatch(rf"\..+\.(\d+|{PARTIAL})", leftover.name):  # what a killed process was writing
-            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+            shutil.rmtree(leftover, ignore_errors=True) if leftover.is_dir() else leftover.unlink()
     return handle
 
 

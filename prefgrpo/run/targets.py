@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from prefgrpo.config.schema import Config
+from prefgrpo.config.schema import COMBINE, Config
 from prefgrpo.objectives.advantages import Parts, advantages, by_comparisons, part_table
 from prefgrpo.objectives.base import Targets
 from prefgrpo.ops import winrate_advantage
@@ -50,7 +50,8 @@ class StepTargets:
         self._same_steps = {name: 0 for name, weight in self.weights.items() if weight}
 
     def compute(self, step: int, scores: StepScores) -> tuple[Targets, dict[str, float]]:
-        """(advantages and comparisons of all ranks' samples; metrics). Raises RewardsMissing or NoInformation."""
+        """(advantages and comparisons of all ranks' samples, on the CPU, as they are small; metrics). Raises
+        RewardsMissing or NoInformation."""
         c = self.config.advantage
         weights = self.weights
         group_size = self.config.rollout.group_size
@@ -63,13 +64,15 @@ class StepTargets:
         if self._by_comparisons:
             _, advantage = winrate_advantage(wins, pair_counts, std=c.std, eps=c.eps, ddof=c.ddof)
         else:
-            advantage, has_advantage = advantages(rewards, weights, group_size, c, parts, sub_scores, self.world.device)
+            advantage, has_advantage = advantages(rewards, weights, group_size, c, parts, sub_scores)
+            if c.combine not in COMBINE:  # a function of the user's may draw random numbers
+                advantage, has_advantage = self.world.all_gather_object((advantage, has_advantage))[0]
         if uncombined := int(has_rewards.sum()) - int(has_advantage.sum()):
             reason = "advantage.combine has no finite value for these rewards"
             self.log.missing(f"step {step}", Counter({reason: uncombined}))
             shares["reward/missing"] = 1.0 - float(has_advantage.float().mean())
         self._check_information(step, scores)
-        targets = Targets(advantage, wins.float(), pair_counts.float(), has_advantage.to(advantage.device))
+        targets = Targets(advantage, wins.float(), pair_counts.float(), has_advantage)
         return targets, reward_metrics(list(weights), rewards, group_size) | shares | {
             "advantage/zero_groups": float((advantage == 0).all(1).float().mean()),
             "advantage/max": float(advantage.abs().max()),
@@ -101,14 +104,14 @@ class StepTargets:
         return shares
 
     def _comparisons(self, scores: StepScores) -> tuple[Tensor, Tensor]:
-        """Wins and counts, fp64 [P, G, G] each on the device, of all ranks' groups; rewards count by their weights."""
+        """Wins and counts, fp64 [P, G, G] each, of all ranks' groups; rewards count by their weights."""
         size = self.config.rollout.group_size
         total = self.config.rollout.prompts_per_step
         local = np.zeros((len(self.world.slots(total)), 2, size, size))
         for name, weight in self.weights.items():
             if weight > 0 and name in scores.games:
                 local += weight * scores.games[name]
-        wins, counts = torch.from_numpy(self.world.gather_slots(local, total)).to(self.world.device).unbind(1)
+        wins, counts = torch.from_numpy(self.world.gather_slots(local, total)).unbind(1)
         return wins, counts
 
     def _check_information(self, step: int, scores: StepScores) -> None:
