@@ -106,7 +106,7 @@ class JudgeClient:
             return first_choice(endpoint.url, await self._post(endpoint, body, {*media, *source}, timeout_s))
 
         try:
-            choice, retries = await self.pool.send(attempt)
+            choice, retries = await self.pool.send(attempt, key=values.get("prompt", ""))
         except Failure as error:
             return Verdict(None, str(error), time.monotonic() - start)
         return replace(read(template, choice), latency_s=time.monotonic() - start, retries=retries)
@@ -125,6 +125,7 @@ class JudgeClient:
         except Failure as failure:
             if carried is None or not any(text in str(failure) for text in _MISS):
                 raise
+            ids.misses += 1
         finally:
             if carried is not None and not answered:  # failed, or cancelled at the step's deadline
                 ids.unnamed.update(media)
@@ -151,7 +152,10 @@ class JudgeClient:
             return f"serves {', '.join(served)}, not '{model}'{hint}; set the judge's model to a served name"
         self.model = model
         _, version = await endpoint.get("/version")
-        self.ids[endpoint.url].supported = takes_ids(version)
+        ids = self.ids[endpoint.url]
+        ids.supported = takes_ids(version)
+        if endpoint.problem:
+            ids.forget()
         return ""
 
 
