@@ -187,7 +187,7 @@ def chat_body(
 
 @lru_cache(maxsize=32)
 def _tail(template: Template) -> bytes:
-    """Everything after the user's content: prefill, sampling, logprobs."""
+    """Everything after the user's content: prefill, sampling, logprobs, and the template's own fields."""
     fields: dict[str, Any] = {"max_tokens": template.max_tokens, "temperature": 0, "seed": 0}
     turn = b"}]"
     if template.prefill:
@@ -195,7 +195,10 @@ def _tail(template: Template) -> bytes:
         fields |= {"continue_final_message": True, "add_generation_prompt": False}
     if template.answer in ("soft", "word"):
         fields |= {"logprobs": True, "top_logprobs": 20}
-    return turn + b"," + _json(fields)[1:]
+    own = json.loads(template.request)
+    if "max_completion_tokens" in own:
+        del fields["max_tokens"]
+    return turn + b"," + _json({key: value for key, value in (fields | own).items() if value is not None})[1:]
 
 
 @lru_cache(maxsize=32)

@@ -27,10 +27,12 @@ import json
 import os
 import random
 import time
+import urllib.request
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from email.utils import parsedate_to_datetime
 from typing import TypeVar
+from urllib.parse import urlsplit
 
 import aiohttp
 
@@ -80,7 +82,8 @@ class Endpoint:
     """One server; used on the event loop only."""
 
     def __init__(self, url: str, key_env: str = "", content_type: str = "application/json") -> None:
-        self.url = url.rstrip("/").removesuffix("/v1")
+        self.url = url.rstrip("/")
+        self.proxy = _proxy(url)
         self.headers = {"Content-Type": content_type, "Accept-Encoding": "identity"}
         if key_env:
             self.headers["Authorization"] = f"Bearer {os.environ[key_env]}"
@@ -128,7 +131,13 @@ class Endpoint:
             loop_thread()
             .session()
             .request(
-                method, self.url + path, data=body, headers=self.headers, timeout=timeout, allow_redirects=False
+                method,
+                self.url + path,
+                data=body,
+                headers=self.headers,
+                timeout=timeout,
+                allow_redirects=False,
+                proxy=self.proxy,
             ) as reply
         ):
             raw = bytearray()
@@ -404,6 +413,13 @@ def _choose(usable: Sequence[Endpoint], order: Sequence[Endpoint]) -> Endpoint |
     near = [e for e in order if e in usable and e.load <= most * e.limit]
     chosen = near[0] if near else min(usable, key=lambda e: e.load / e.limit)
     return chosen if chosen.load < int(chosen.limit) else None
+
+
+def _proxy(url: str) -> str | None:
+    """The proxy of the environment for an https address outside the cluster; http is taken to be inside."""
+    if not url.startswith("https://") or urllib.request.proxy_bypass(urlsplit(url).netloc):
+        return None
+    return urllib.request.getproxies().get("https")
 
 
 def asked_pause_s(headers: Mapping[str, str]) -> float:
