@@ -53,7 +53,7 @@ venv: $(VENV)/.installed-dev
 
 # Two processes of one thread are faster than one process of two; three groups of each update on each.
 demo: $(VENV)/.installed-train
-	@OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc_per_node 2 -m prefgrpo demo --train.reuse-rollout-forward true --resume
+	@OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc_per_node 2 -m prefgrpo demo --resume
 	@OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc_per_node 2 -m prefgrpo train scripts/demo/few_calls.yaml --resume
 
 demo-ocr: $(VENV)/.installed-train $(VENV)/.installed-rewards

@@ -50,9 +50,9 @@ from prefgrpo.run.checks import check_goes_on, check_same_run, config_errors
 from prefgrpo.run.ending import ENDS_A_RUN, Diverged, Interrupt, Result, TrainingStopped
 from prefgrpo.run.evaluate import Evaluator, eval_sets
 from prefgrpo.run.flops import Throughput
-from prefgrpo.run.groups import save_groups
+from prefgrpo.run.groups import pictures, save_groups
 from prefgrpo.run.judging import Rewards, evaluation_scorer, training_scorer
-from prefgrpo.run.loading import open_collector, open_model, open_schedules
+from prefgrpo.run.loading import open_collector, open_model, open_prompts, open_schedules
 from prefgrpo.run.log import Clock, Log
 from prefgrpo.run.metrics import on_policy_note, over_ranks, pixel_distances, policy_metrics, skipped_note
 from prefgrpo.run.notes import peak_memory, prompt_warnings, start_notes
@@ -146,7 +146,7 @@ class Trainer:
         """Open the parts of the run in order: what fails soonest first, the model last."""
         config = self.config
         world = self.world
-        prompts, sets = prompt_sets(config)
+        prompts, sets = open_prompts(partial(prompt_sets, config), world)
         sets = sets if config.eval.every else {}
         held_out = [prompt for prompts_of_set in sets.values() for prompt in prompts_of_set]
         rewards = Rewards(config, world)
@@ -161,8 +161,7 @@ class Trainer:
         self.adapter, self.policy = open_model(config, self.objective, world, absent > 0)
         schedules = open_schedules(config, self.adapter, world)
         opened.callback(embeddings.flush)
-        reuse = config.train.reuse_rollout_forward
-        self.rollouts = Rollouts(config, self.adapter, embeddings, schedules, prompts, world, keep_graph=reuse)
+        self.rollouts = Rollouts(config, self.adapter, embeddings, schedules, prompts, world)
         self.collector = open_collector(config, self.objective, self.adapter, self.policy, world)
         self.throughput = Throughput(config, self.adapter, world)
         self.evaluators: dict[str, Evaluator] = {}
@@ -320,7 +319,8 @@ class Trainer:
     def score(self, step: int) -> tuple[StepScores, float]:
         """(scores of the groups of this rank, mean distance of the images within a group over all ranks).
 
-        Stores a few judged groups for the report: of the first and the last step, and of those with an evaluation.
+        Stores a few judged groups for the report, and shows some to the trackers: of the first and the last step, and
+        of those with an evaluation.
         """
         streamed = sum(reward.streams for reward in self.scorer.rewards.values()) * len(self.rollouts.groups(step))
         with self.log.bar("judging", "group", streamed) as bar:
@@ -329,6 +329,7 @@ class Trainer:
         in_report = step + 1 in (1, self.config.train.steps) or (step + 1) % (self.config.eval.every or 50) == 0
         if self.world.main and in_report:
             save_groups(self.folder.group(step + 1), scores)
+            self.log.show(step + 1, partial(pictures, scores))
         everywhere = self.world.gather_slots(distances, self.config.rollout.prompts_per_step)
         return scores, float(everywhere.mean())
 
@@ -340,6 +341,7 @@ class Trainer:
         """
         r = self.config.rollout
         table = list[torch.Tensor]()
+        steps = list[int]()
         norms = list[float]()
         mask = self.objective.mask(self.config.train, targets).cpu().numpy()  # [P, G]
         places = [(p, g) for p in range(r.prompts_per_step) for g in range(r.group_size)]
@@ -351,12 +353,13 @@ class Trainer:
             for update in sorted(trained):
                 its_batches = [batch for batch in left if batch.update == update]
                 table += self.collector.accumulate(its_batches, targets, samples[update] * counted)
+                steps += [step.index for batch in its_batches if not batch.padding for step in batch.steps]
                 norm = self.policy.update(self.world)
                 if norm is not None:
                     norms.append(norm)
         measured = {"grad_norm": float(np.mean(norms))} if norms else {}
         return (
-            policy_metrics(table, self.world, self.collector.metrics)
+            policy_metrics(table, self.world, self.collector.metrics, steps)
             | measured
             | {
                 "lr": self.policy.optimizer.param_groups[0]["lr"],
@@ -422,7 +425,8 @@ class Trainer:
         """Start to write the checkpoint after `done` steps; training goes on meanwhile."""
         self._saved(wait=True)
         meta = {"updates": self.policy.updates, "prompts": fingerprint(self.rollouts.prompts)}
-        self.checkpoints.save(done, self.policy.state_dict(), meta)
+        lora = self._write_lora if self.config.train.lora_rank else None
+        self.checkpoints.save(done, self.policy.state_dict(), meta, lora)
         return self.folder.checkpoint(done)
 
     def _saved(self, wait: bool = False) -> None:
@@ -440,22 +444,28 @@ class Trainer:
             if name == "test" or (c.eval.every and done % c.eval.every):
                 self._evaluate(done, name)
         self._save(done)
-        with self.policy.use_ema():
-            self._export()
+        self._export()
         self._saved(wait=True)
         if self.world.main:
             self.log.say(f"finished after {done} steps; the result is in {self.folder.root}")
         self.world.barrier()
 
     def _export(self) -> None:
-        """Write the weights that the model holds, in diffusers format: a LoRA, or the whole pipeline."""
-        lora = self.config.train.lora_rank > 0
-        copies = {} if lora or not self.world.layout.fsdp else full_copies(self.adapter, self.world)
-        product = self.folder.product(lora)
-        if self.world.main and lora:
-            write_folder(product, lambda inside: self.adapter.save_lora(str(inside)))
-        elif self.world.main:
-            write_folder(product, lambda inside: self.adapter.save_full(str(inside), copies))
+        """Write the weights, or their EMA, in diffusers format: a LoRA, or the whole pipeline."""
+        if self.config.train.lora_rank:
+            if self.world.main:
+                write_folder(self.folder.product(lora=True), self._write_lora)
+            return
+        with self.policy.use_ema():
+            copies = full_copies(self.adapter, self.world) if self.world.layout.fsdp else {}
+            if self.world.main:
+                product = self.folder.product(lora=False)
+                write_folder(product, lambda inside: self.adapter.save_full(str(inside), copies))
+
+    def _write_lora(self, folder: Path) -> None:
+        """Write the LoRA, or its EMA, in diffusers format."""
+        with self.policy.use_ema():
+            self.adapter.save_lora(str(folder))
 
     def close(self) -> None:
         """Let the checkpoint in flight end; stop the judge, restore signal handlers and unlock the run folder."""

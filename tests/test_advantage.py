@@ -22,10 +22,10 @@ from tiny_run import collect
 from prefgrpo.config.loading import from_dict
 from prefgrpo.config.recipe import ConfigError
 from prefgrpo.config.schema import AdvantageConfig
+from prefgrpo.objectives.advantages import CombineError, advantages, part_table
 from prefgrpo.ops import winrate_advantage
 from prefgrpo.rewards.base import PointwiseReward, Score
 from prefgrpo.run.judging import config_errors
-from prefgrpo.run.targets import CombineError, advantages, part_table
 
 STEPS, GROUPS, SIZE = 6, 50, 9
 FLEX, QUALITY = "unifiedreward_flex", "unifiedreward_edit_pointwise_image_quality"

@@ -19,7 +19,7 @@ from tiny_run import ranks, recipe, settings, stored, world
 from prefgrpo.config.loading import from_dict
 from prefgrpo.parallel.world import World
 from prefgrpo.rewards.base import PointwiseReward, Score
-from prefgrpo.rollout import batches
+from prefgrpo.rollout import render
 from prefgrpo.rollout.batch import assign_batches, update_of
 from prefgrpo.rollout.replay import TrajectoryCollector
 from prefgrpo.run.checks import batch_errors
@@ -188,7 +188,7 @@ def test_several_processes_make_and_train_what_one_does(place, alone, size):
 
 def fail_on_rank_0() -> None:
     """Runs in the new process: rank 0 runs out of memory in its second batch, while rank 1 waits for its images."""
-    true_decode, calls = batches.decode, []
+    true_decode, calls = render.decode, []
 
     def decode(*given):
         calls.append(1)
@@ -196,7 +196,7 @@ def fail_on_rank_0() -> None:
             raise MemoryError("no more of it")
         return true_decode(*given)
 
-    batches.decode = decode
+    render.decode = decode
 
 
 @pytest.mark.dist

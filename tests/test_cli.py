@@ -100,7 +100,7 @@ OVERRIDES = [
     ("--rollout.group-size=5", "rollout.group_size", 5),
     ("--trackers", "trackers", ()),
     ("--compile true", "compile", True),
-    ("--judge.strict=true", "judge.strict", True),
+    ("--compile=true", "compile", True),
     ("--train.gradient_checkpointing=0.5", "train.gradient_checkpointing", 0.5),
     ("--rollout.shift 2.5", "rollout.shift", 2.5),
     ("--rollout.shift None", "rollout.shift", None),

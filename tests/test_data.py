@@ -8,14 +8,19 @@ earlier steps, the number of ranks, or chance.
 
 import json
 from collections import Counter
+from functools import partial
+from unittest import mock
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
 from prefgrpo.data.prompts import DataError, read_prompts, step_prompts
+from prefgrpo.parallel.world import World
+from prefgrpo.run.loading import open_prompts
 
 
 def written(file, rows):
@@ -98,6 +103,16 @@ def test_a_file_that_cannot_be_used_is_refused_with_all_its_lines(tmp_path, name
     with pytest.raises(DataError) as caught:
         read_prompts(tmp_path / name)
     assert all(message in str(caught.value) for message in messages), caught.value
+
+
+def test_one_process_decodes_the_source_images(tmp_path):
+    """The others read the same prompts without them: 512 processes would read every file 512 times."""
+    (tmp_path / "a.png").write_bytes(b"no image")
+    file = written(tmp_path / "e.jsonl", [{"prompt": "make it blue", "source_image": "a.png"}])
+    with pytest.raises(DataError, match=r"line 1: source image .*a.png"):
+        open_prompts(partial(read_prompts, file), World(0, 1, torch.device("cpu")))
+    other = mock.Mock(on_main=lambda work, failure: None)
+    assert [p.text for p in open_prompts(partial(read_prompts, file), other)] == ["make it blue"]
 
 
 def test_edits_have_their_sources(tmp_path):

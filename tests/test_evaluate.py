@@ -18,11 +18,14 @@ from prefgrpo.commands.cli import main
 from prefgrpo.config.loading import from_dict
 from prefgrpo.data.prompts import prompt_sets, step_prompts
 from prefgrpo.judge.verdict import PairJudge, Verdict
+from prefgrpo.rewards.base import PointwiseReward, Score
+from prefgrpo.rewards.functions import FunctionPairwise
 from prefgrpo.rewards.pairwise import VlmPairwise
 from prefgrpo.rewards.scorer import Scorer
-from prefgrpo.rollout.render import to_uint8
+from prefgrpo.rollout.render import sample, to_uint8
 from prefgrpo.run.checkpoint import CheckpointError
 from prefgrpo.run.comparison import compared, interval, mean_of
+from prefgrpo.run.evaluate import compare
 from prefgrpo.sde.noise import initial_latents
 from prefgrpo.trainer import Trainer
 
@@ -89,7 +92,7 @@ def test_pictures_are_rounded_as_diffusers_rounds():
 
     images = torch.rand(2, 3, 4, 6)
     stock = VaeImageProcessor.numpy_to_pil(VaeImageProcessor.pt_to_numpy(images))
-    assert np.array_equal(to_uint8(images), np.stack([np.asarray(p) for p in stock]))
+    assert np.array_equal(to_uint8(images).numpy(), np.stack([np.asarray(p) for p in stock]))
 
 
 # ---- a run's evaluation -------------------------------------------------------------------------------------------
@@ -186,7 +189,7 @@ def test_a_renderer_is_stock_sampling_at_the_sets_noise(run):
         evaluator.eval_set.items[3].text, height=16, width=16, num_inference_steps=3, guidance_scale=2.0,
         max_sequence_length=24, latents=latents, output_type="pt",
     ).images  # fmt: skip
-    assert np.abs(to_uint8(stock).astype(int) - alone[0]).max() <= 1
+    assert np.abs(to_uint8(stock).numpy().astype(int) - alone[0]).max() <= 1
     assert evaluator.render([]) == []
 
 
@@ -205,6 +208,36 @@ def test_the_judges_win_rate_is_in_both_orders_and_without_lost_verdicts(run):
     evaluator.scorer = keep
 
 
+class Levels(PointwiseReward):
+    """The mean of the pixels, and a count of the samples that were scored."""
+
+    seen = 0
+
+    def score(self, samples):
+        self.seen += len(samples)
+        return [
+            Score(float(s.media.pixels.mean()), parts={"red": float(s.media.pixels[..., 0].mean())}) for s in samples
+        ]
+
+
+def test_the_images_of_the_start_are_drawn_and_scored_once_and_judged_by_nobody(run, monkeypatch):
+    """Their row is that of a comparison with themselves, without the two orders of a judge that was not asked."""
+    evaluator = run.evaluators["dev"]
+    monkeypatch.setattr(evaluator, "render", None)
+    levels = Levels()
+    judge = Bright()
+    monkeypatch.setattr(
+        evaluator, "scorer", Scorer({"v": VlmPairwise(judge), "w": FunctionPairwise(max), "l": levels}, 2)
+    )
+    found = evaluator.run(0).metrics()
+    pairs = [(sample(p, image, evaluator.sizes),) * 2 for p, image in zip(evaluator.eval_set.items, evaluator.before)]
+    assert (judge.asked, levels.seen) == (0, len(pairs)) and evaluator.reasons == {}
+    judge.asked = 0
+    compared_rows = compare(Scorer({"w": FunctionPairwise(lambda *_: 0.5), "l": levels}, 2), pairs)[0]
+    want = compared("dev", evaluator.eval_set.group, [row | {"win_judge": 0.5} for row in compared_rows]).metrics()
+    assert found == want and found["dev/win_judge"] == found["dev/win_l"] == 0.5 and "dev/l.red" in found
+
+
 # ---- the product --------------------------------------------------------------------------------------------------
 
 
@@ -215,7 +248,7 @@ def stock_images(pipe, run):
     latents = initial_latents(0, noise_ids(evaluator, index), run.adapter.latent_shape(evaluator.sizes))
     prompts = [evaluator.eval_set.items[i].text for i in index]
     size = {"height": 16, "width": 16, "num_inference_steps": 3, "guidance_scale": 2.0, "max_sequence_length": 24}
-    return to_uint8(pipe(prompts, latents=latents, output_type="pt", **size).images)
+    return to_uint8(pipe(prompts, latents=latents, output_type="pt", **size).images).numpy()
 
 
 def furthest(run, images):
@@ -257,6 +290,7 @@ def test_any_checkpoint_is_exported(run, tmp_path):
     """The newest is what the run wrote at its end; an older one is another LoRA."""
     checkpoints = run.folder.all_checkpoints()
     final = loras(run.folder.root / "lora")
+    assert loras(checkpoints[-1] / "lora") == final != loras(checkpoints[0] / "lora"), "in every checkpoint, with EMA"
     for name, target in (("newest", run.folder.root), ("older", checkpoints[0])):
         assert main(["export", str(target), "--out", str(tmp_path / name)]) == 0
         assert (loras(tmp_path / name) == final) == (name == "newest")

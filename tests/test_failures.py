@@ -12,14 +12,12 @@ import signal
 import subprocess
 import sys
 import time
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 from tiny_run import Brightness, all_end, environment, ranks, recipe, rows
 
-from prefgrpo.parallel import world as parallel
 from prefgrpo.parallel.world import World
 from prefgrpo.rewards.base import RewardError
 from prefgrpo.run import checkpoint
@@ -118,16 +116,12 @@ def test_a_signal_to_torchrun_saves(place):
 # ---- bare processes --------------------------------------------------------------------------------------------------
 
 
-def standing_still() -> None:
-    """Runs in the new process."""
-    parallel.TIMEOUT = timedelta(seconds=15)
-    fault_in_a_step()
-
-
 @pytest.mark.full
 def test_a_process_that_stands_still_ends_the_other(place):
+    """After twice the judge's deadline: by default 20 minutes."""
     at = place / "still.at"
-    runs = ranks(recipe(place, "still", **SHORT), 2, hook=standing_still, FAULT="hangs", FAULT_AT=str(at))
+    file = recipe(place, "still", judge={"deadline_s": 7.5}, **SHORT)
+    runs = ranks(file, 2, hook=fault_in_a_step, FAULT="hangs", FAULT_AT=str(at))
     assert runs[0].wait() == 1 and runs[1].process.exitcode is None
     runs[1].kill()
     assert "Timed out waiting 15000ms" in runs[0].output, runs[0].output

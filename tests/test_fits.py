@@ -9,7 +9,7 @@ from tiny_run import ALONE, settings, world
 
 from prefgrpo.config.loading import from_dict
 from prefgrpo.objectives import objective
-from prefgrpo.run.fits import certain_bytes, refusal, shapes_of
+from prefgrpo.run.fits import certain_bytes, model_bytes, refusal, shapes_of
 from prefgrpo.run.loading import open_model
 from prefgrpo.run.notes import static_bytes
 
@@ -39,11 +39,12 @@ def test_what_does_not_fit_is_named_part_by_part(place):
     c = config(place, train={"lora_rank": 0})
     parts = certain_bytes(c, {name: shapes_of(place / "flux" / name) for name in PARTS}, True)
     whole = sum(parts.values())
-    assert refusal(c, place / "flux", True, whole + 1) == ""
-    message = refusal(c, place / "flux", True, whole)
+    parts = model_bytes(c, place / "flux", True)
+    assert sum(parts.values()) == whole and refusal(parts, whole + 1) == ""
+    message = refusal(parts, whole)
     assert [name in message for name in PARTS] == [True] * 4 and "LoRA 0" not in message
     assert all(field in message for field in ("data.cache", "offload", "parallel.shard", "train.lora_rank"))
-    cached = refusal(c, place / "flux", False, 1000)
+    cached = refusal(model_bytes(c, place / "flux", False), 1000)
     assert "transformer " in cached and "text_encoder_2 " not in cached
 
 

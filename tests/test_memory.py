@@ -17,7 +17,8 @@ from prefgrpo.config.loading import from_dict
 from prefgrpo.models import DTYPES
 from prefgrpo.parallel.parallelize import add_trained_weights, recompute
 from prefgrpo.rollout import render
-from prefgrpo.rollout.render import decode
+from prefgrpo.rollout.render import decode, to_uint8
+from prefgrpo.run.fits import stored_bytes
 from prefgrpo.run.loading import open_adapter
 from prefgrpo.run.log import Clock
 from prefgrpo.run.notes import memory_line, static_bytes
@@ -113,7 +114,7 @@ def test_encoding_and_decoding_call_for_their_parts(monkeypatch):
     x = torch.randn(5, *adapter.latent_shape(sampling))
     sliced = decode(adapter, x, sampling)
     assert called.pop() == ("vae",) and parts == [2, 2, 1]
-    assert (sliced - adapter.decode(x, sampling)).abs().max() <= 1e-5
+    assert torch.equal(sliced, to_uint8(adapter.decode(x, sampling)))
 
 
 def test_tiles():
@@ -134,20 +135,31 @@ def storages(tensors):
 
 KINDS = {
     "LoRA": {"ema_decay": 0.9},
+    "LoRA, velocities": {"objective": "grpo_guard"},
     "LoRA, old policy": {"objective": "nft"},
     "all weights": {"objective": "nft", "lora_rank": 0, "ema_decay": 0.9, "kl_coef": 0.1},
 }
 
 
+def of_steps(batch):
+    """Latents and velocities of a batch's stored steps."""
+    return [t for step in batch.steps for t in (step.x, step.x_next, step.v) if t is not None]
+
+
 @pytest.mark.parametrize("case", KINDS)
 def test_the_printed_bytes_are_those_of_the_tensors(trainer, case):
     """Of the real tensors of a run, after its first update."""
-    one = trainer(train=KINDS[case], eval={"every": 0})
+    dtype = "bf16" if case == "LoRA, velocities" else "fp32"
+    one = trainer(train=KINDS[case], eval={"every": 0}, dtype=dtype)
     held = {}
     policy = one.policy
     adapter = one.adapter
-    known = static_bytes(adapter, policy)
-    line = memory_line(adapter, policy)
+    stored = stored_bytes(one.config, adapter.latent_shape(one.config.rollout), one.world.layout, one.world.size)
+    known = static_bytes(adapter, policy) | {"stored samples": stored}
+    line = memory_line(adapter, policy, stored)
+    batches = one.generate(0).batches
+    held["stored samples"] = storages({t.data_ptr(): t for b in batches for t in (b.latents, *of_steps(b))}.values())
+    assert any(batch.steps for batch in batches) == (one.objective.collector == "trajectory")
 
     def note_gradients(*_):
         held["gradients"] = storages(p.grad for p in policy.params)

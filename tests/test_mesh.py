@@ -13,6 +13,7 @@ import shutil
 from dataclasses import replace
 from inspect import signature
 from pathlib import Path
+from unittest import mock
 
 import diffusers
 import numpy as np
@@ -23,6 +24,7 @@ from families import perturb
 from safetensors.torch import load_file
 from tiny_run import ALONE, Brightness, all_end, merged, opened, ranks, recipe, rows, targets_of, train
 from tiny_run import world as tiny_world
+from torch.distributed import device_mesh
 from torch.distributed.device_mesh import init_device_mesh
 
 from prefgrpo.config.loading import from_dict, load
@@ -34,9 +36,11 @@ from prefgrpo.objectives import objective
 from prefgrpo.parallel.parallelize import context_errors
 from prefgrpo.parallel.shard import full_tensor, to_local
 from prefgrpo.parallel.world import DIMENSIONS, Layout, World, join
+from prefgrpo.rollout import render
 from prefgrpo.rollout.batches import Rollouts
 from prefgrpo.rollout.embeddings import Embeddings
 from prefgrpo.rollout.replay import TrajectoryCollector
+from prefgrpo.run.fits import stored_bytes
 from prefgrpo.run.loading import open_schedules, unsupported
 from prefgrpo.run.metrics import FACTS
 from prefgrpo.run.notes import static_bytes
@@ -96,7 +100,11 @@ def one_step(config, world):
     media = {}
     rollouts = Rollouts(config, adapter, embeddings, schedules, prompts, world)
     batches = list(rollouts(0, lambda group, member, sample: media.update({(group, member): sample.media.pixels})))
-    collector = TrajectoryCollector(adapter, objective(config.train), config, adapter.reference)
+    stored = [t for b in batches for t in (b.latents, *(x for s in b.steps for x in (s.x, s.x_next)))]
+    sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in stored}
+    most = stored_bytes(config, adapter.latent_shape(config.rollout), world.layout, world.size)
+    assert max(world.all_gather_object(sum(sizes.values()))) == most
+    collector = TrajectoryCollector(adapter, objective(config.train), config, adapter.reference, world)
     advantage = torch.randn(P, G, generator=torch.Generator().manual_seed(5))
     columns = (*FACTS, *collector.metrics)
     table = [
@@ -106,8 +114,9 @@ def one_step(config, world):
     moved = max((abs(row[name] - 1) for row in table for name in ("ratio_min", "ratio_max")), default=0.0)
     samples = {}
     for batch in (b for b in batches if not b.padding):
+        steps = [collector.whole(step) for step in batch.steps]
         for row, slot in enumerate(zip(batch.slots, batch.members, strict=True)):
-            samples[slot] = [t[row].float() for step in batch.steps for t in (step.x, step.x_next)]
+            samples[slot] = [t[row].float() for step in steps for t in (step.x, step.x_next)]
     held = {}
     gradients = {}
     real = policy.optimizer.step
@@ -220,6 +229,46 @@ def test_a_layout_changes_nothing_in_any_family(place):
     all_end(ranks(place / "others.yaml", 2, hook=cells, PLACE=str(place), FAMILY=families), seconds=1500)
 
 
+def replicas():
+    """Runs in the new process: what two replicas of weights sharded over two processes send, and make groups for."""
+    torch.set_num_threads(1)
+    made = count_calls(device_mesh, "new_group")
+    config = settings(os.environ["PLACE"], "flux", False, "fp32", {"shard": 2})
+    world = join(config)
+    assert (len(made), world.mesh.mesh_dim_names) == (4, ("replicate", "shard")), made
+    reduced = count_calls(dist, "all_reduce")
+    in_backward = []
+    accumulate = TrajectoryCollector.accumulate
+
+    def counted(*given):
+        reduced.clear()
+        table = accumulate(*given)
+        in_backward.append(len(reduced))
+        return table
+
+    TrajectoryCollector.accumulate = counted
+    got = one_step(config, world)
+    TrajectoryCollector.accumulate = accumulate
+    assert in_backward == [0] and len(reduced) >= 1
+    one = settings(os.environ["PLACE"], "flux", False, "fp32", {})
+    compare("replicas", got, one_step(one, alone(one)), bits=True)
+    os._exit(0)
+
+
+def count_calls(module, name):
+    """Replaces a function by one that notes its calls in the returned list."""
+    calls = []
+    real = getattr(module, name)
+    setattr(module, name, lambda *given, **named: (calls.append(given), real(*given, **named))[1])
+    return calls
+
+
+@pytest.mark.dist
+def test_replicas_reduce_their_gradients_once_per_update(place):
+    """Not after every backward; and a mesh makes groups for its dimensions above 1 only."""
+    all_end(ranks(place / "replicas.yaml", 4, hook=replicas, PLACE=str(place)), seconds=300)
+
+
 def lengths():
     """Runs in the new process: a guided step in which one text of four is as long as the negative prompt."""
     torch.set_num_threads(1)
@@ -236,6 +285,38 @@ def test_sharded_processes_run_equally_many_forwards_whatever_the_lengths(place)
     """Every forward of sharded weights is a collective: a process that joined the texts of a pair where the other ran
     two forwards would wait forever."""
     all_end(ranks(place / "lengths.yaml", 2, hook=lengths, PLACE=str(place)), seconds=120)
+
+
+def decoding():
+    """Runs in the new process: counts the samples that this process decodes, gets as pixels, and hands on."""
+    torch.set_num_threads(1)
+    parallel = {"ulysses": 2} if os.environ["WORLD_SIZE"] == "2" else {"ulysses": 2, "ring": 2}
+    config = settings(os.environ["PLACE"], "wan", True, "fp32", parallel)
+    config = replace(config, rollout=replace(config.rollout, batch_size=1))
+    world = join(config)
+    seen = {"decoded": 0, "kept": 0}
+    real = render.decode
+
+    def decode(adapter, latents, sizes):
+        seen["decoded"] += len(latents)
+        return real(adapter, latents, sizes)
+
+    def add(group, member, sample):
+        assert sample.media.pixels.dtype == np.uint8
+        seen["kept"] += 1
+
+    adapter = opened(config, world)
+    parts = (adapter, Embeddings(config), open_schedules(config, adapter, world), read_prompts(config.data.prompts))
+    with mock.patch.object(render, "decode", decode):
+        list(Rollouts(config, *parts, world)(0, add))
+    assert seen == {"decoded": P * G // world.size, "kept": P * G if world.rank == 0 else 0}, seen
+    os._exit(0)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.full)])
+def test_a_clip_is_decoded_by_one_context_parallel_process_and_kept_by_one(place, size):
+    all_end(ranks(place / f"decoding{size}.yaml", size, hook=decoding, PLACE=str(place)), seconds=300)
 
 
 def compiled():

@@ -457,7 +457,6 @@ MISTAKES = {
         {"objective": "dpo", "updates_per_rollout": 2, "update_slices": "members"},
         "train.updates_per_rollout: dpo compares the members of a group: expected update_slices: prompts",
     ),
-    "no replay": ({"objective": "nft", "reuse_rollout_forward": True}, "expected false, got true: nft replays no"),
     "class": ({"objective": f"{__name__}.Setting"}, "train.objective: expected a class derived from prefg"),
 }
 

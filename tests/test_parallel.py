@@ -128,6 +128,8 @@ def test_ranks_may_change_on_resume_and_a_rank_may_have_nothing_to_evaluate(plac
     options["eval"]["final_prompts"] = str(place / "dev.txt")
     file = recipe(place, "change", **options)
     all_end(ranks(file, 2, "--train.steps", "2", hook=rank_one_sees_no_checkpoint), 0)
+    files = [f.name for f in (place / "runs" / "change" / "checkpoints" / "step_000002").glob("*.distcp")]
+    assert files == ["__0_0.distcp"], "every rank has the LoRA, so one writes it"
     code, output = train(file, "--resume")
     assert code == 0, output
     all_end(ranks(file, 2, "--resume", "--train.steps", "6", hook=rank_one_sees_no_checkpoint), 0)
@@ -152,6 +154,7 @@ def collectives() -> None:
 def check_collectives(world) -> None:
     """Every collective, checked against a known answer."""
     rank, size = world.rank, world.size
+    assert world.patience.total_seconds() == 1200, "the others wait for a judge's whole deadline, and as long again"
     assert world.main == (rank == 0) and list(world.slots(6)) == list(range(rank, 6, size))
     local = np.array([[float(p), 10.0 * p] for p in world.slots(6)])
     assert np.array_equal(world.gather_slots(local, 6), [[p, 10.0 * p] for p in range(6)])
@@ -195,6 +198,25 @@ def check_collectives(world) -> None:
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_collectives(place, size):
     all_end(ranks(place / "none.yaml", size, hook=collectives), 0)
+
+
+def test_communicators_are_made_on_the_own_gpu_at_the_start(monkeypatch):
+    """Not in the first update, minutes later: a bound device, and a first all-reduce on it."""
+    values = {"WORLD_SIZE": "4", "RANK": "3", "LOCAL_RANK": "1"}
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+    gpu = torch.device("cuda", 1)
+    made = Mock()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", made.set_device)
+    monkeypatch.setattr(torch, "zeros", lambda *shape, device: device)
+    monkeypatch.setattr(parallel, "rendezvous", lambda *_, **__: iter([(dist.HashStore(), 3, 4)]))
+    monkeypatch.setattr(dist, "init_process_group", made.init)
+    monkeypatch.setattr(dist, "all_reduce", made.all_reduce)
+    world = parallel.join()
+    assert (world.rank, world.device) == (3, gpu)
+    assert [call[0] for call in made.mock_calls] == ["set_device", "init", "all_reduce"]
+    assert made.init.call_args.kwargs["device_id"] == gpu and made.all_reduce.call_args.args == (gpu,)
 
 
 ENDS = {"finished": ({"return_value": 0}, 1), "stopped": ({"return_value": 3}, 0),

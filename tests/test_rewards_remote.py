@@ -16,6 +16,7 @@ from reward_server import MOODY, Moody, Process, Stub, brightness
 from tiny_media import grey
 from tiny_run import Hold, recipe, rows, start, train, weights
 
+from prefgrpo.config.schema import Config
 from prefgrpo.data.media import Media
 from prefgrpo.rewards.base import RewardError, Sample
 from prefgrpo.rewards.jpeg import jpeg_kilobytes
@@ -54,9 +55,10 @@ def test_what_is_no_ready_server_of_the_reward_is_refused_at_the_start(jpeg):
                 remote(url)
 
 
-def test_a_step_waits_longer_than_a_slow_server_may_take():
+def test_a_step_waits_as_long_as_a_slow_server_may_take_and_not_ten_times():
     with Stub() as server:
-        assert Scorer({"moody": remote(server.url, timeout_s=900.0)}, 2).deadline_s > 900
+        assert Scorer({"moody": remote(server.url, timeout_s=900.0)}, 2).deadline_s == 900
+        assert Scorer({"moody": remote(server.url)}, 2).deadline_s == Config().judge.deadline_s
 
 
 def test_one_of_two_dead_at_start_is_named_and_left_out():

@@ -215,8 +215,6 @@ def test_what_needs_samples_of_the_present_weights_is_refused(place):
     assert not [name for name in TAKEN if config_errors(config(objective=name))]
     with pytest.raises(ConfigError, match=r"checkpoint\.every: expected 2 or more, because rollout\.staleness: 1"):
         from_dict(settings(place, "refused", rollout=STALE, checkpoint={"every": 1}))
-    (wrong,) = config_errors(config(reuse_rollout_forward=True))
-    assert wrong.startswith("train.reuse_rollout_forward: expected false, got true: rollout.staleness is 1")
 
 
 # ---- several processes ----------------------------------------------------------------------------------------------

@@ -92,6 +92,35 @@ class Recorder(types.ModuleType):
         return value, caption
 
 
+def test_a_run_sends_its_samples_with_their_rewards_and_every_denoising_step(trainer, monkeypatch):
+    """Steps 1 (the first), 2 and 4 (with an evaluation): the pixels that were scored, and their values in this order.
+    Metrics of single denoising steps are the trackers' only, and average to those of the whole step."""
+    module = Recorder("trackio")
+    monkeypatch.setitem(sys.modules, "trackio", module)
+    rewards = "jpeg_compressibility:1,jpeg_incompressibility:0"
+    one = trainer(trackers=["trackio"], rewards=rewards, train={"steps": 4, "updates_per_rollout": 2})
+    seen = []
+    finish = one.scorer.finish
+    one.scorer.finish = lambda *given: seen.append(finish(*given)) or seen[-1]
+    one.train()
+    for k in range(2):
+        shown = module.logged[f"samples/{k + 1}"]
+        assert [step for step, _ in shown] == [1, 2, 4]
+        for step, (pixels, caption) in shown:
+            members = list(seen[step - 1].samples.values())[k]
+            assert np.array_equal(pixels, np.concatenate([members[m].media.pixels for m in range(4)], axis=1))
+            prompt, first, second = caption.split("\n")
+            assert prompt == members[0].prompt and first.startswith("jpeg_compressibility -")
+            values = seen[step - 1].values["jpeg_incompressibility"][k]
+            assert [float(word) for word in second.split()[1:]] == pytest.approx(values, rel=0.01)
+    for name in ("ratio_mean", "clip_fraction", "approx_kl"):
+        by_step = [[value for _, value in module.logged[f"train/steps/{k:02d}/{name}"]] for k in range(2)]
+        whole = [value for _, value in module.logged[f"train/policy/{name}"]]
+        assert np.mean(by_step, axis=0) == pytest.approx(whole, rel=1e-6), name
+        assert by_step[0] != by_step[1], name
+    assert not any("steps/" in line for line in one.folder.metrics.read_text().splitlines())
+
+
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
 def test_a_service_gets_what_the_run_kept_and_is_resumed(folder, name, monkeypatch):
     module = Recorder(name)

@@ -105,32 +105,6 @@ def test_the_first_update_is_on_policy_to_the_last_bit(trainer, case):
     assert any(not torch.equal(a, b) for a, b in zip(weights, one.policy.params, strict=True))
 
 
-REUSE = {
-    "plain": {},
-    "kl, tied groups": {"train": {"kl_coef": 0.5}, "rewards": "HalfTied"},
-    "two updates, guard": {"train": {"updates_per_rollout": 2, "objective": "grpo_guard"}},
-    "checkpointing, full": {"train": {"gradient_checkpointing": 1.0, "lora_rank": 0, "lr": 1e-4}},
-}
-
-
-@pytest.mark.parametrize("case", REUSE)
-def test_reusing_the_forward_of_the_rollout_changes_no_bit(trainer, case):
-    """Compared with replaying: the same metrics and weights, with fewer model forwards."""
-    seen = []
-    for reuse in (True, False):
-        over = {"eval": {"every": 0}} | REUSE[case]
-        over["train"] = {"steps": 2} | over.get("train", {}) | {"reuse_rollout_forward": reuse}
-        if "rewards" in over:
-            over["rewards"] = f"{HERE}{over['rewards']}"
-        one, forwards = trainer(name=f"{case} {reuse}", **over), []
-        one.adapter.transformer.register_forward_pre_hook(lambda *_, forwards=forwards: forwards.append(1))
-        one.train()
-        seen.append((rows(one.folder.root), [p.detach().clone() for p in one.policy.params], len(forwards)))
-    (metrics, weights, few), (want, true, many) = seen
-    assert metrics == want and all(torch.equal(a, b) for a, b in zip(weights, true, strict=True))
-    assert few < many
-
-
 def around_loss(one, function):
     """Replace the objective's loss by function(loss, *arguments of the loss)."""
     loss = function and partial(function, one.objective.loss)

@@ -1,31 +1,34 @@
 """`prefgrpo train RECIPE --dry-run`: everything before the first update, on one batch, without writing files.
 
 Reads prompts, loads the model, generates the first batch of step 0 and replays one of its steps with gradients, without
-calling judges or rewards. Invariant: it uses the same functions as the run.
+calling judges or rewards. The memory of the step's other samples is allocated, so that the peak is that of a step.
+Invariant: it uses the same functions as the run.
 """
 
 from __future__ import annotations
 
 import time
+from functools import partial
 
 import torch
 
 from prefgrpo.config.loading import to_dict
 from prefgrpo.config.recipe import ConfigError, to_yaml
 from prefgrpo.config.schema import Config
-from prefgrpo.data.prompts import prompt_sets
+from prefgrpo.data.prompts import prompt_sets, step_prompts
 from prefgrpo.models.attention import without_cudnn
 from prefgrpo.objectives import objective
 from prefgrpo.parallel import world as parallel
 from prefgrpo.parallel.world import World
-from prefgrpo.rewards.base import Sample
 from prefgrpo.rollout.batches import Rollouts
 from prefgrpo.rollout.embeddings import Embeddings, run_entries
 from prefgrpo.rollout.endpoint import EndpointCollector
+from prefgrpo.rollout.render import decode
 from prefgrpo.rollout.replay import replay
 from prefgrpo.run import judging
 from prefgrpo.run.checks import config_errors
-from prefgrpo.run.loading import open_collector, open_model, open_schedules
+from prefgrpo.run.fits import sample_bytes, stored_bytes
+from prefgrpo.run.loading import open_collector, open_model, open_prompts, open_schedules
 from prefgrpo.run.notes import GIB, memory_line, peak_memory
 
 
@@ -36,23 +39,28 @@ def dry_run(config: Config) -> int:
         raise ConfigError(problems)
     world = parallel.join(config)
     print(to_yaml(to_dict(config), allow_unicode=True))
-    prompts, sets = prompt_sets(config)
+    prompts, sets = open_prompts(partial(prompt_sets, config), world)
     judging.Rewards(config, world).check("rewards", config.rewards, prompts)
     embeddings = Embeddings(config)
     absent = embeddings.absent(run_entries(config, prompts))
     goal = objective(config.train)
     adapter, policy = open_model(config, goal, world, encoders=bool(absent))
     schedules = open_schedules(config, adapter, world)
-    print(memory_line(adapter, policy))
+    shape = adapter.latent_shape(config.rollout)
+    stored = stored_bytes(config, shape, world.layout, world.size)
+    print(memory_line(adapter, policy, stored))
     evaluated = ", ".join(f"{len(held)} ({name})" for name, held in sets.items())
     print(f"{len(prompts)} training prompts; evaluation prompts: {evaluated or 'none'}")
     begin = time.perf_counter()
-    samples = list[Sample]()
-    alone = World(0, 1, world.device)
-    rollouts = Rollouts(config, adapter, embeddings, schedules, prompts, alone)
-    batch = next(rollouts(0, lambda group, member, sample: samples.append(sample)))
-    print(f"first batch: {len(samples)} samples, the first for {samples[0].prompt[:80]!r}")
-    steps = batch.steps
+    context = world.layout.context
+    share = World(world.rank % context, context, world.device, world.layout, world.mesh)  # generates the same batch
+    rollouts = Rollouts(config, adapter, embeddings, schedules, prompts, share)
+    batch = next(rollouts(0, lambda group, member, sample: None))
+    media = decode(adapter, share.whole(batch.latents, shape)[:1], config.rollout)
+    chosen = step_prompts(len(prompts), config.rollout.prompts_per_step, config.seed, 0)
+    print(f"first batch: {len(batch.places)} samples, for {prompts[chosen[batch.slots[0]]].text[:80]!r}")
+    own = len(batch.places) * sample_bytes(config, shape, world.layout)
+    others = torch.empty(stored - own, dtype=torch.uint8, device=world.device)
     middle = time.perf_counter()
     collector = open_collector(config, goal, adapter, policy, world)
     if isinstance(collector, EndpointCollector):
@@ -61,12 +69,14 @@ def dry_run(config: Config) -> int:
         checked = f"velocity error {float(error.detach().mean()):.3g}"
     else:
         kl = config.train.kl_form if config.train.kl_coef else ""
-        new = replay(adapter, batch.schedule, batch.condition, steps[0], config.rollout, kl, collector.reference)
+        step = collector.whole(batch.steps[0])
+        new = replay(adapter, batch.schedule, batch.condition, step, config.rollout, kl, collector.reference)
         new.logp.mean().backward()
-        off = float((torch.exp(new.logp.detach() - steps[0].logp) - 1).abs().max())
+        off = float((torch.exp(new.logp.detach() - step.logp) - 1).abs().max())
         checked = f"max |ratio − 1| = {off:.1e}"
-    shape = [len(samples), *samples[0].media.pixels.shape]
-    print(f"samples {shape}, trained steps {list(batch.schedule.trained)}, {checked}")
+    del others
+    samples = [len(batch.places), *media.shape[1:]]
+    print(f"samples {samples}, trained steps {list(batch.schedule.trained)}, {checked}")
     seconds = time.perf_counter() - middle
     print(f"encoding, rollout and decoding {middle - begin:.2f} s; one trained step {seconds:.2f} s")
     print(f"peak memory {peak_memory(world.device) / GIB:.2f} GiB; nothing was written")

@@ -35,7 +35,7 @@ from prefgrpo.run import judging
 from prefgrpo.run.checkpoint import CheckpointError
 from prefgrpo.run.comparison import Comparison, Row
 from prefgrpo.run.evaluate import Pair, compare, eval_sets, over_ranks, share_of
-from prefgrpo.run.loading import unsupported
+from prefgrpo.run.loading import open_prompts, unsupported
 from prefgrpo.run.log import finite
 from prefgrpo.run.run_folder import run_of
 from prefgrpo.suites import load_suite
@@ -143,10 +143,13 @@ def against_other(
         config = replace(config, eval=replace(config.eval, samples_per_prompt=samples))
     if wrong := judging.config_errors(config) + unsupported(config):
         raise ConfigError(wrong)
-    sets = {"prompts": read_prompts(prompts)} if prompts else prompt_sets(config)[1]
+    world = parallel.join(config)
+    if prompts:
+        sets = {"prompts": open_prompts(partial(read_prompts, prompts), world)}
+    else:
+        sets = open_prompts(partial(prompt_sets, config), world)[1]
     if not sets:
         raise ConfigError(["--prompts: the run has no held-out prompts; expected a file of prompts to compare on"])
-    world = parallel.join(config)
     now = source_of(config, target, world)
     other = _other(now, against, world)
     held = eval_sets(config, sets)

@@ -1,7 +1,7 @@
 """`prefgrpo export`: the weights of a run or of one of its checkpoints, in diffusers' format or under ComfyUI's names.
 
-A checkpoint holds tensors only, so the model is opened to write them: for a LoRA, from mapped files, without reading
-its weights. ComfyUI reads diffusers' LoRA files of FLUX, Qwen-Image, SD3 and Z-Image as they are; for other families
+A checkpoint has its LoRA in diffusers' format; of fully trained weights it holds tensors only, so the model is opened
+to write them. ComfyUI reads diffusers' LoRA files of FLUX, Qwen-Image, SD3 and Z-Image as they are; for other families
 its map of names has only those of the publisher's own checkpoint.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from shutil import copytree
 from typing import Literal
 
 import torch
@@ -19,10 +20,9 @@ from prefgrpo.config.loading import load
 from prefgrpo.config.recipe import UserError
 from prefgrpo.config.schema import Config
 from prefgrpo.data.atomic import write_atomic, write_folder
-from prefgrpo.parallel.parallelize import add_trained_weights
 from prefgrpo.parallel.world import World
 from prefgrpo.run.loading import load_checkpoint, open_adapter
-from prefgrpo.run.run_folder import run_of
+from prefgrpo.run.run_folder import PRODUCTS, run_of
 
 
 def export(
@@ -64,19 +64,17 @@ def export(
 
 
 def _write(config: Config, path: Path, target: Path) -> None:
-    """Write the weights of a checkpoint in diffusers format."""
+    """Write a checkpoint's LoRA, or the pipeline with its weights."""
+    if config.train.lora_rank:
+        copytree(path / PRODUCTS[0], target, dirs_exist_ok=True)
+        return
     world = World(0, 1, torch.device("cpu"))
-    lora = config.train.lora_rank > 0
-    adapter = open_adapter(config, world.device, encoders=not lora, split=lora)
-    add_trained_weights(adapter, config.train, config.seed)
-    if not lora:
-        for module in adapter.modules().values():
-            module.float()  # a checkpoint holds fp32 masters
+    adapter = open_adapter(config, world.device)
+    adapter.enable_full()
+    for module in adapter.modules().values():
+        module.float()  # a checkpoint holds fp32 masters
     load_checkpoint(adapter, path, config.train.ema_decay > 0, world)
-    if lora:
-        adapter.save_lora(str(target))
-    else:
-        adapter.save_full(str(target))
+    adapter.save_full(str(target))
 
 
 def _write_comfy(lora: Path, target: Path, name: str, names: tuple[tuple[str, str], ...]) -> None:

@@ -36,7 +36,7 @@ from prefgrpo.rollout.render import Images, render
 from prefgrpo.rollout.sampling import Schedules, eval_sampling
 from prefgrpo.run.checkpoint import CheckpointError, read_meta
 from prefgrpo.run.judging import makes_clips
-from prefgrpo.run.loading import load_checkpoint, open_adapter, unsupported
+from prefgrpo.run.loading import load_checkpoint, open_adapter, open_prompts, unsupported
 from prefgrpo.run.run_folder import run_of
 
 FIRST_ID = 2**61
@@ -150,7 +150,8 @@ def generate(
             raise ConfigError([f"--lora: {target} has weights of its own; expected a recipe or a model with it"])
         source = Source(config, str(lora), lora)
     check_writing(config, out, samples, fps)
-    held = read_prompts(prompts or config.eval.prompts or config.data.prompts, unique=False)
+    file = prompts or config.eval.prompts or config.data.prompts
+    held = open_prompts(partial(read_prompts, file, unique=False), world)
     ending = ".mp4" if makes_clips(config) else ".png"
     places = [(p, j, out / file_name(p, j, naming, ending)) for p in held for j in range(samples)]
     jobs = make_jobs(places, shared=naming == "vbench")
@@ -209,8 +210,7 @@ def generate_files(source: Source, jobs: Sequence[Job], world: World, fps: int) 
         spare = (jobs[0].prompt, jobs[0].noise)
         with tqdm(total=len(missing), unit="file", dynamic_ncols=True, disable=None if world.main else True) as bar:
             for k, pixels in render(adapter, schedules, embeddings, wanted, sampling, world, spare):
-                if world.is_dp_leader:
-                    write(missing[k].file, pixels, fps)
+                write(missing[k].file, pixels, fps)
                 bar.update(1)
         embeddings.flush()
     world.barrier()

@@ -6,6 +6,8 @@ After an interruption, the same command continues. Invariant: afterwards, traini
 
 from __future__ import annotations
 
+from functools import partial
+
 from tqdm import tqdm
 
 from prefgrpo.config.recipe import ConfigError
@@ -16,7 +18,7 @@ from prefgrpo.parallel import world as parallel
 from prefgrpo.parallel.world import World
 from prefgrpo.rollout.embeddings import Embeddings, Entry, run_entries
 from prefgrpo.rollout.sources import prefetch
-from prefgrpo.run.loading import open_adapter, unsupported
+from prefgrpo.run.loading import open_adapter, open_prompts, unsupported
 
 AHEAD = 8
 """Entries whose source images are read while earlier ones are encoded."""
@@ -29,9 +31,9 @@ def preprocess(config: Config) -> int:
         raise ConfigError(["data.cache: expected a folder to write to, got nothing"])
     if problems := unsupported(config):
         raise ConfigError(problems)
-    prompts, sets = prompt_sets(config)
-    held = [p for prompts_of_set in sets.values() for p in prompts_of_set]
     world = parallel.join()
+    prompts, sets = open_prompts(partial(prompt_sets, config), world)
+    held = [p for prompts_of_set in sets.values() for p in prompts_of_set]
     embeddings = Embeddings(config, most_bytes=0)
     absent = embeddings.absent(run_entries(config, prompts, held))
     todo = world.all_gather_object(absent if world.main else [])[0]  # another run may be writing to the cache

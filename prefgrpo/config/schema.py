@@ -129,20 +129,18 @@ class JudgeConfig:
     """Encoding of images on the wire; jpeg is quality 95. Images above 2048² pixels are sent smaller."""
     timeout_s: PositiveFloat | None = None
     """Time limit of one request in seconds; none: the template's, 60 s for one-token answers, 600 s for text."""
-    deadline_s: PositiveFloat | None = None
-    """Time limit of one step's judging in seconds, including retries and server restarts; none: ten times the request
-    limit, at least 600 s."""
+    deadline_s: PositiveFloat = 600.0
+    """Time limit of one step's judging in seconds, including retries and server restarts. A process that waits for
+    another one gives up after twice this time."""
     max_missing: Share = 0.1
     """Largest share of missing rewards, and of comparisons without a verdict, in a step; above it the run stops with a
     checkpoint."""
-    strict: bool = False
-    """Stop at the start of a run if the judge gets questions with known answers wrong; false: only warn."""
 
     def mistakes(self) -> Iterator[str]:
         """Values that contradict each other."""
         if not self.endpoints and not self.model:
             yield "endpoints: expected at least one URL, or in `model` a judge that runs in this process, got neither"
-        if self.timeout_s and self.deadline_s and self.deadline_s < self.timeout_s:
+        if self.timeout_s and self.deadline_s < self.timeout_s:
             yield f"deadline_s: expected at least judge.timeout_s ({self.timeout_s}), got {self.deadline_s}"
 
 
@@ -192,10 +190,9 @@ class TrainConfig:
     """AdamW's weight decay."""
     warmup_steps: NonNegativeInt = 0
     """Optimiser updates of linear warm-up."""
-    lr_scheduler: Literal["constant", "linear", "cosine"] = "constant"
-    """Learning rate after the warm-up: constant, or falling to 0 at the end of `steps`."""
-    lr_decay_share: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Share of all updates, at the end, in which a linear or cosine schedule falls; before, the rate is constant."""
+    lr_scheduler: Literal["constant", "linear", "cosine", "wsd"] = "constant"
+    """Learning rate after the warm-up: constant, or falling to 0 at the end of `steps`; wsd (warm-up, stable, decay):
+    constant in the first half of the run, then falling linearly."""
     max_grad_norm: PositiveFloat = 1.0
     """Gradient norm is clipped to this."""
     updates_per_rollout: PositiveInt = 1
@@ -227,9 +224,6 @@ class TrainConfig:
     gradient_checkpointing: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Share of the repeated blocks, evenly spread, that are recomputed in the backward pass instead of keeping their
     activations: 0 none, 1 all. Without `compile` it changes no result."""
-    reuse_rollout_forward: bool = False
-    """Keep the rollout's autograd graphs for the first update, which then needs no forward of its own: for small
-    models, because the activations of all trained steps stay in memory."""
 
     @property
     def swaps_reference(self) -> bool:

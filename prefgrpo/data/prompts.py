@@ -70,12 +70,12 @@ def fingerprint(prompts: Sequence[Prompt]) -> str:
     return hashlib.sha256(content.encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def read_prompts(path: str | Path, *, unique: bool = True) -> list[Prompt]:
+def read_prompts(path: str | Path, *, unique: bool = True, decode: bool = True) -> list[Prompt]:
     """Prompts of a file, one per line or row, skipping blank lines; `unique` keeps only the first of equal prompts, and
     warns of the others if their columns differ.
 
-    Raises DataError for a missing, unreadable or empty file, or one that lists all lines without a prompt, or with a
-    source image that is missing or not an image.
+    decode: read every source image, to find what is none. Raises DataError for a missing, unreadable or empty file, or
+    one that lists all lines without a prompt, or with a source image that is missing or not an image.
     """
     file = Path(path)
     if not file.is_file():
@@ -93,7 +93,8 @@ def read_prompts(path: str | Path, *, unique: bool = True) -> list[Prompt]:
         first = prompts.setdefault(group, Prompt(len(prompts), text, meta, sources, number))
         if first.meta != meta:
             repeated.append(str(number))
-    if bad := dict(sorted((bad | _unreadable_sources(prompts.values())).items())):
+    bad |= _unreadable_sources(prompts.values()) if decode else {}
+    if bad := dict(sorted(bad.items())):
         listed = [f"  line {number}: {reason}" for number, reason in bad.items()]
         lines = "\n".join(listed[:10]) + "\n  …" * (len(listed) > 10)
         raise DataError(f"{file}: {len(bad)} line(s) cannot be used; correct or remove them\n{lines}")
@@ -151,18 +152,18 @@ def _decode_error(path: str) -> str:
     return ""
 
 
-def prompt_sets(config: Config) -> tuple[list[Prompt], dict[str, list[Prompt]]]:
-    """(training prompts, evaluation set (dev, test) → prompts). Raises DataError like `read_prompts`.
+def prompt_sets(config: Config, decode: bool = True) -> tuple[list[Prompt], dict[str, list[Prompt]]]:
+    """(training prompts, evaluation set (dev, test) → prompts). `decode`, and DataError, as of `read_prompts`.
 
     Without evaluation files, dev is a share of data.prompts that is never trained on. It depends only on the seed and
     the file, so all ranks, a resumed run and `prefgrpo preprocess` agree.
     """
-    prompts = read_prompts(config.data.prompts)
+    prompts = read_prompts(config.data.prompts, decode=decode)
     e = config.eval
     files = {name: file for name, file in (("dev", e.prompts), ("test", e.final_prompts)) if file}
     count = min(round(e.holdout * len(prompts)), e.max_prompts or MOST_HELD_OUT)
     if files or not (e.every and count) or len(prompts) < FEWEST_TO_SPLIT:
-        return prompts, {name: read_prompts(file) for name, file in files.items()}
+        return prompts, {name: read_prompts(file, decode=decode) for name, file in files.items()}
     generator = torch.Generator().manual_seed((config.seed * 1_000_003 - 1) % 2**63)  # −1: epochs count from 0
     held = set(torch.randperm(len(prompts), generator=generator)[:count].tolist())
     return [p for k, p in enumerate(prompts) if k not in held], {"dev": [prompts[k] for k in sorted(held)]}

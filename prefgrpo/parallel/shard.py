@@ -3,8 +3,9 @@
 With a LoRA, the frozen base is sharded and the LoRA is replicated as plain tensors, so gradients are bitwise equal to
 those of an unsharded model. In full fine-tuning, the fp32 master weights are sharded and gathered in the compute dtype;
 modules that diffusers keeps in fp32 (a few norms and tables) are replicated. fp32 masters that are not sharded are on a
-mesh of one process, for the same casts. Gradients are summed over processes, never averaged. Invariant: gathered
-weights are freed after every forward and backward, so none is stale after an update.
+mesh of one process, for the same casts. Gradients are summed, never averaged: over shards after every backward, over
+replicas once per update (`World.sum_gradients`). Invariant: gathered weights are freed after every forward and
+backward, so none is stale after an update.
 """
 
 from __future__ import annotations
@@ -29,14 +30,11 @@ of LoRA layers are on the outputs of their own Linear, which is no module of FSD
 
 
 def shard_weights(adapter: Adapter, world: World, offload: bool) -> None:
-    """Shard the weights of all denoisers over the mesh, and move shards and replicated parameters to the device.
+    """Shard the weights of all denoisers within each replica, and move shards and replicated parameters to the device.
 
     Call it after everything that modifies blocks. offload: keep the shards in CPU memory.
     """
-    layout = world.layout
-    assert world.mesh is not None
-    weights = world.mesh["shard", "ring", "ulysses"]._flatten("weights")
-    mesh = world.mesh["replicate", "weights"] if layout.split > 1 and layout.replicate > 1 else weights
+    mesh = world.weights_mesh()
     policy = CPUOffloadPolicy(pin_memory=world.device.type != "cpu") if offload else OffloadPolicy()
     for model in adapter.modules().values():
         _shard(model, adapter, mesh, policy)
@@ -86,9 +84,9 @@ def full_tensor(tensor: Tensor) -> Tensor:
     """
     if not isinstance(tensor, DTensor):
         return tensor
-    if tensor.placements[-1] != Shard(0) or not all(p.is_replicate() for p in tensor.placements[:-1]):
+    if tensor.placements != (Shard(0),):
         return tensor.full_tensor()
-    group = tensor.device_mesh.get_group(tensor.device_mesh.ndim - 1)
+    group = tensor.device_mesh.get_group()
     local = tensor._local_tensor.detach()
     padded = local.new_zeros(-(-tensor.shape[0] // group.size()), *tensor.shape[1:])
     padded[: len(local)] = local

@@ -6,12 +6,13 @@ The last dimensions vary fastest: the processes of a Ulysses group have consecut
 data-parallel index selects a process's share of the samples; context-parallel processes have the same one, generate the
 same samples together, and the first of them represents all. Point-to-point messages are CPU tensors sent over gloo,
 alongside GPU work. Invariant: every rank calls every collective the same number of times, whatever its share of the
-data. Gradients of replicated parameters are summed once per update, so a rank without signal contributes zeros.
+data. Gradients are summed over replicas once per update, so a rank without signal contributes zeros.
 """
 
 from __future__ import annotations
 
 import atexit
+import math
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -30,12 +31,12 @@ from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor
 
 from prefgrpo.config.recipe import ConfigError
-from prefgrpo.config.schema import Config
+from prefgrpo.config.schema import Config, JudgeConfig
 
 T = TypeVar("T")
-TIMEOUT = timedelta(hours=1)
-"""Time limit of collectives (beyond judge.deadline_s, if it is set), after which torch ends a process whose peer hangs:
-enough for one rank to judge or to write a large model. torch's default on GPUs is 10 min."""
+DEADLINES = 2.0
+"""Time limit of collectives in units of judge.deadline_s, after which torch ends a process whose peer hangs: one may
+use its whole deadline while the others wait, and as much time again for what else differs between ranks."""
 BUCKET_BYTES = 2**28
 """Most bytes of gradients that are copied into one buffer to be summed over ranks (a larger gradient has its own)."""
 DIMENSIONS = ("replicate", "shard", "ring", "ulysses")
@@ -74,11 +75,16 @@ class Layout:
         return cls(processes // inner, p.shard, p.ring, p.ulysses, split, config.splits or config.has_masters)
 
     def mesh(self, device: torch.device) -> DeviceMesh | None:
-        """The mesh of an initialised process group; None if neither FSDP2 nor context parallelism needs one."""
+        """The mesh of an initialised process group; None if neither FSDP2 nor context parallelism needs one.
+
+        It has the dimensions above 1, because each makes a process group for every one of its rows, both of context
+        parallelism if there is any, and `shard` if FSDP2 holds weights that are not sharded.
+        """
         if not self.fsdp and self.context == 1:
             return None
-        sizes = (self.replicate, self.shard, self.ring, self.ulysses)
-        return init_device_mesh(device.type, sizes, mesh_dim_names=DIMENSIONS)
+        needed = {"ring", "ulysses"} if self.context > 1 else {"shard"} if self.split == 1 else set()
+        sizes = {name: getattr(self, name) for name in DIMENSIONS if getattr(self, name) > 1 or name in needed}
+        return init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
 @dataclass(frozen=True)
@@ -90,6 +96,8 @@ class World:
     device: torch.device
     layout: Layout = field(default_factory=Layout)
     mesh: DeviceMesh | None = None
+    patience: timedelta = timedelta(seconds=DEADLINES * JudgeConfig.deadline_s)
+    """Time limit of collectives."""
 
     @property
     def main(self) -> bool:
@@ -151,59 +159,86 @@ class World:
         return [item for part in self.all_gather_object(list(mine))[:: self.layout.context] for item in part]
 
     def send(self, tensor: Tensor, index: int, tag: int) -> dist.Work:
-        """Start sending a CPU tensor to a data-parallel index; does not wait. `tag` identifies the message."""
-        work = dist.isend(tensor.contiguous(), self._peer(index), tag=tag)
+        """Start sending a CPU tensor to the leader of a share; does not wait. `tag` identifies the message."""
+        work = dist.isend(tensor.contiguous(), index * self.layout.context, tag=tag)
         assert work is not None  # None is only for ranks outside the group
         return work
 
     def receive(self, shape: Sequence[int], index: int, tag: int) -> tuple[Tensor, dist.Work]:
-        """Start receiving the message `tag` from a data-parallel index into a uint8 CPU tensor; does not wait."""
+        """Start receiving the message `tag` from the leader of a share into a uint8 CPU tensor; does not wait."""
         tensor = torch.empty(shape, dtype=torch.uint8)
-        work = dist.irecv(tensor, self._peer(index), tag=tag)
+        work = dist.irecv(tensor, index * self.layout.context, tag=tag)
         assert work is not None
         return tensor, work
 
-    def _peer(self, index: int) -> int:
-        """The rank in a data-parallel index that has the same context-parallel index as this process."""
-        return index * self.layout.context + self.rank % self.layout.context
-
     def sum_gradients(self, parameters: list[Tensor]) -> None:
-        """Replace every .grad by its sum over ranks, in buckets of BUCKET_BYTES; a missing .grad counts as 0.
+        """Replace every .grad by its sum over ranks; a missing .grad counts as 0.
 
-        Gradients of sharded parameters (DTensors over several processes) are already summed and stay unchanged.
+        Those of FSDP2 (DTensors) are already summed over the shards, and are summed over the replicas.
         """
-        replicated = list[Tensor]()
         for p in parameters:
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
-            if not isinstance(p.grad, DTensor):
-                replicated.append(p.grad)
-            elif self.layout.split == 1:
-                replicated.append(p.grad.to_local())
-        for grads in _take_tensors(replicated, BUCKET_BYTES) if self.size > 1 else ():
-            flat = _flatten_dense_tensors(grads)
-            dist.all_reduce(flat)
-            torch._foreach_copy_(grads, _unflatten_dense_tensors(flat, grads))
+        grads = [p.grad for p in parameters if p.grad is not None]
+        if self.size > 1:
+            self._sum_(grad for grad in grads if not isinstance(grad, DTensor))
+        if self.layout.fsdp and self.layout.replicate > 1:
+            assert self.mesh is not None
+            group = self.mesh["replicate"].get_group()
+            self._sum_((grad.to_local() for grad in grads if isinstance(grad, DTensor)), group)
+
+    def _sum_(self, tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> None:
+        """Replace tensors by their sums over a group, in buckets of BUCKET_BYTES on the device."""
+        for bucket in _take_tensors(list(tensors), BUCKET_BYTES):
+            flat = _flatten_dense_tensors(bucket).to(self.device)
+            dist.all_reduce(flat, group=group)
+            torch._foreach_copy_(bucket, _unflatten_dense_tensors(flat, bucket))
+
+    def weights_mesh(self) -> DeviceMesh:
+        """The processes over which FSDP2 shards one copy of the weights."""
+        assert self.mesh is not None and self.mesh.mesh_dim_names is not None
+        names = tuple(name for name in self.mesh.mesh_dim_names if name != "replicate")
+        return self.mesh[names]._flatten("weights") if len(names) > 1 else self.mesh[names[0]]
 
     def maximum_(self, tensor: Tensor) -> None:
         """Replace a tensor by its elementwise maximum over ranks."""
         if self.size > 1:
             dist.all_reduce(tensor, dist.ReduceOp.MAX)
 
-    def split_and_gather(self, rows: Tensor, work: Callable[[Tensor], Tensor]) -> Tensor:
-        """`work(rows)` of rows [B, …] that all processes of a share hold; each computes a part, all get all [B, …]."""
+    def gather_to_leader(self, part: Tensor) -> list[Tensor]:
+        """The `part` of every context-parallel process of this share, on its leader; nothing on the others."""
+        if self.layout.context == 1:
+            return [part]
+        parts = [torch.empty_like(part) for _ in range(self.layout.context)] if self.is_dp_leader else []
+        dist.gather(part.contiguous(), parts or None, group=self._context_group, group_dst=0)
+        return parts
+
+    def slice_of(self, tensor: Tensor) -> Tensor:
+        """[B, …] → [B, ⌈D / n⌉], a copy of this process's part of each row, among the n context-parallel processes of
+        its share, which all hold the tensor; the last parts are padded with 0. The tensor itself if n is 1."""
         count = self.layout.context
         if count == 1:
-            return work(rows)
+            return tensor
+        rows = tensor.flatten(1)
+        each = -(-rows.shape[1] // count)
+        first = self.rank % count * each
+        mine = rows[:, first : first + each]
+        return torch.nn.functional.pad(mine, (0, each - mine.shape[1])).clone()
+
+    def whole(self, part: Tensor, shape: Sequence[int]) -> Tensor:
+        """The tensor [B, *shape] of which every context-parallel process of this share passes its `slice_of`."""
+        count = self.layout.context
+        if count == 1:
+            return part
+        parts = [torch.empty_like(part) for _ in range(count)]
+        dist.all_gather(parts, part, group=self._context_group)
+        return torch.cat(parts, 1)[:, : math.prod(shape)].reshape(-1, *shape).contiguous()
+
+    @property
+    def _context_group(self) -> dist.ProcessGroup:
+        """The context-parallel processes of this share."""
         assert self.mesh is not None
-        group = self.mesh["ring", "ulysses"]._flatten().get_group()
-        each = -(-len(rows) // count)
-        index = self.rank % count
-        padded = torch.cat([rows, rows[:1].expand(each * count - len(rows), *rows.shape[1:])])
-        done = work(padded[index * each : (index + 1) * each]).contiguous()
-        parts = [torch.empty_like(done) for _ in range(count)]
-        dist.all_gather(parts, done, group=group)
-        return torch.cat(parts)[: len(rows)]
+        return self.mesh["ring", "ulysses"]._flatten().get_group()
 
     def on_main(self, work: Callable[[], T], failure: type[Exception]) -> T | None:
         """Run `work()` on rank 0 while the others wait and return None; if it raises `failure`, all ranks raise it."""
@@ -248,18 +283,20 @@ def join(config: Config | None = None) -> World:
         torch.cuda.set_device(device)
     size = int(os.environ.get("WORLD_SIZE", "1"))
     layout = Layout.of(config, size) if config else Layout(size)
+    patience = timedelta(seconds=DEADLINES * (config or Config()).judge.deadline_s)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if size == 1 and layout.fsdp and not dist.is_initialized():
         alone = dist.HashStore()  # type: ignore[attr-defined]  # torch re-exports it without naming it
         dist.init_process_group(backend, store=alone, rank=0, world_size=1)
     if size > 1 and not dist.is_initialized():
-        timeout = TIMEOUT + timedelta(seconds=(config and config.judge.deadline_s) or 0)
-        store, rank, _ = next(rendezvous("env://", timeout=timeout))
+        store, rank, _ = next(rendezvous("env://", timeout=patience))
         store = PrefixStore(f"attempt/{restart_count()}", store)  # torchrun's store keeps the addresses of earlier ones
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+        bound = device if device.type == "cuda" else None  # NCCL then connects here, and splits groups from this one
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=patience, device_id=bound)
+        dist.all_reduce(torch.zeros(1, device=device))  # who cannot be reached is noticed before the model loads
     if device.type == "cpu" and dist.is_initialized():
         atexit.register(leave)  # gloo's threads must not outlive the interpreter, and leaving it waits for nobody
-    return World(int(os.environ.get("RANK", "0")), size, device, layout, layout.mesh(device))
+    return World(int(os.environ.get("RANK", "0")), size, device, layout, layout.mesh(device), patience)
 
 
 def leave() -> None:

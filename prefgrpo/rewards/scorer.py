@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from prefgrpo.config.schema import JudgeConfig
 from prefgrpo.data.metric import Metric
 from prefgrpo.judge.verdict import Pair, Verdict
 from prefgrpo.rewards.base import PointwiseReward, Reward, Sample, Score, reason_of, score_in_process
@@ -34,7 +35,6 @@ AT_ONCE = 16
 """Samples that an in-process pointwise reward scores in one call: as many whole groups as make so many, or one."""
 DEADLINE_PASSED = "no answer before the step's deadline; the server hangs, or deadline_s is too short"
 NOT_GENERATED = "the sample was not generated"
-_DEADLINE_S = 600.0
 Key = tuple[int, ...]
 """(group, member) of a sample, or (group, first, second) of a pair."""
 Result = TypeVar("Result", Score, Verdict)
@@ -122,9 +122,10 @@ class Scorer:
         log_path: str | Path | None = None,
         active: bool = True,
     ) -> None:
-        """`deadline_s`: longest that `finish` waits for judges; none: ten times the rewards' longest answer timeout, at
-        least 600 s. `log_path`: JSONL file for all comparisons. `active`: False in a process whose samples are scored
-        by another one; all values are then missing. Raises ValueError if a pair plan does not fit the group size.
+        """`deadline_s`: longest that `finish` waits for judges; none: the rewards' longest answer timeout, at least the
+        default of judge.deadline_s. `log_path`: JSONL file for all comparisons. `active`: False in a process whose
+        samples are scored by another one; all values are then missing. Raises ValueError if a pair plan does not fit
+        the group size.
         """
         self.pairwise = {name: reward for name, reward in rewards.items() if isinstance(reward, VlmPairwise)}
         if group_size < 2 and self.pairwise:
@@ -132,7 +133,7 @@ class Scorer:
         for reward in self.pairwise.values():
             reward.plan_pairs(group_size, 0)
         if deadline_s is None:
-            deadline_s = max([_DEADLINE_S, *(10 * reward.answer_s for reward in rewards.values())])
+            deadline_s = max([JudgeConfig.deadline_s, *(reward.answer_s for reward in rewards.values())])
         self.rewards = rewards
         self.group_size = group_size
         self.deadline_s = deadline_s

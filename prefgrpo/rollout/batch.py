@@ -19,7 +19,7 @@ from torch import Tensor
 
 from prefgrpo.config.schema import Config
 from prefgrpo.models.base import Condition
-from prefgrpo.rollout.rollout import Step
+from prefgrpo.rollout.rollout import Step, changed
 from prefgrpo.sde.schedule import Schedule
 
 Place = tuple[int, int]
@@ -111,9 +111,10 @@ class Batch(BatchPlan):
     ids: Tensor
     """int64 [B], run-wide numbers of the samples, which determine their noise."""
     latents: Tensor
-    """[B, …] final latents, input of the adapter's `decode`."""
+    """[B, …] final latents, of which a context-parallel process keeps its part (`World.slice_of`)."""
     steps: tuple[Step, ...] = ()
-    """The stored steps, by ascending index; empty if the objective needs only final latents."""
+    """The stored steps, by ascending index, with latents and velocities likewise in parts; empty if the objective needs
+    only final latents."""
     padding: bool = False
     """Run only so that every process runs the same number of forwards (`World.equal_forwards`); its loss counts 0."""
 
@@ -130,7 +131,7 @@ class Batch(BatchPlan):
             condition=self.condition.select(rows),
             ids=self.ids.index_select(0, rows),
             latents=self.latents.index_select(0, rows),
-            steps=tuple(step.select(rows) for step in self.steps),
+            steps=changed(self.steps, lambda tensor: tensor.index_select(0, rows)),
         )
 
     def of_samples(self, table: Tensor) -> Tensor:

@@ -24,8 +24,8 @@ from prefgrpo.rewards.base import Sample
 from prefgrpo.rollout.batch import Batch, BatchPlan, Place, assign_batches
 from prefgrpo.rollout.embeddings import Embeddings
 from prefgrpo.rollout.exchange import media_exchange
-from prefgrpo.rollout.render import Images, decode, sample, to_uint8
-from prefgrpo.rollout.rollout import rollout
+from prefgrpo.rollout.render import Decoder, Images, sample
+from prefgrpo.rollout.rollout import changed, rollout
 from prefgrpo.rollout.sampling import Schedules
 
 
@@ -39,8 +39,6 @@ class Rollouts:
     schedules: Schedules
     prompts: Sequence[Prompt]
     world: World
-    keep_graph: bool = False
-    """Keep the autograd graphs of the first update's trained steps, so that these need no second forward."""
 
     def groups(self, step: int) -> list[int]:
         """Run-wide numbers, step · P + slot, of the groups that this data-parallel rank scores."""
@@ -71,13 +69,17 @@ class Rollouts:
         slots = list(dict.fromkeys(slot for plan in todo for slot in plan.slots))
         encoded = self.embeddings(self.adapter, [prompts[slot] for slot in slots], self.config.rollout)
         condition_of = dict(zip(slots, encoded, strict=True))
+        decoder = Decoder[Place](self.adapter, self.config.rollout, self.world)
         with media_exchange(self.world, planned, self._media_shape(), take) as put:
             for number, plan in enumerate(todo):
                 condition = collate([condition_of[slot] for slot in plan.slots], self.world.device)
                 batch = self._generate(step, plan, condition, padding=number >= len(mine))
                 if not batch.padding:
-                    put(plan, to_uint8(decode(self.adapter, batch.latents, self.config.rollout, self.world)))
-                yield batch
+                    for place, pixels in decoder.add(plan.places, batch.latents):
+                        put(place, pixels)
+                yield self._kept(batch)
+            for place, pixels in decoder.rest():
+                put(place, pixels)
 
     def training_batches(self, step: int, batches: Sequence[Batch], mask: NDArray[np.bool_]) -> list[Batch]:
         """The batches that this rank trains on: those that it made, reduced to the samples in `mask` [P, G].
@@ -113,6 +115,12 @@ class Rollouts:
         frames = self.adapter.frames(r) or 1
         return (r.height, r.width, 3) if frames == 1 else (frames, r.height, r.width, 3)
 
+    def _kept(self, batch: Batch) -> Batch:
+        """A batch as it is stored until the update: of latents and velocities, a context-parallel process keeps its
+        part."""
+        steps = changed(batch.steps, lambda tensor: tensor if tensor.dim() == 1 else self.world.slice_of(tensor))
+        return replace(batch, latents=self.world.slice_of(batch.latents), steps=steps)
+
     def _generate(self, step: int, plan: BatchPlan, condition: Condition, padding: bool) -> Batch:
         """Generate a batch with the current policy."""
         r = self.config.rollout
@@ -130,7 +138,6 @@ class Rollouts:
             seed=self.config.seed,
             initial_sample=starts if r.same_noise else None,
             keep_velocity=self.schedules.goal.keeps_velocity,
-            keep_graph=self.keep_graph and plan.update == 0,
         )
         return Batch(
             **vars(plan),

@@ -104,7 +104,7 @@ class EndpointCollector:
 
         The policy's forward comes last, because weights may only be swapped while no autograd graph refers to them.
         """
-        x0 = batch.latents.float()
+        x0 = self.world.whole(batch.latents, self.adapter.latent_shape(self.config.rollout)).float()
         groups = batch.ids // self.config.rollout.group_size
         noise = endpoint_noise(self.config.seed, groups, draw, tuple(x0.shape[1:]))
         t, sigma = self.times(batch, torch.tensor(batch.groups), draw)

@@ -1,8 +1,8 @@
 """Sends every sample to the data-parallel rank that scores its group, while the next batch is generated.
 
-One message per batch and receiver: uint8 [n, (F,) H, W, 3], the samples in batch order. All processes derive the
-messages and their shapes from the same plan, so only pixels are sent. Samples are handed over on threads, so resizing
-of source images and encoding for a judge never hold up the rollout.
+One message per sample, from leader to leader of two shares: uint8 [(F,) H, W, 3]. All processes derive the messages and
+their shapes from the same plan, so only pixels are sent. Samples are handed over on threads, so resizing of source
+images and encoding for a judge never hold up the rollout.
 """
 
 from __future__ import annotations
@@ -26,47 +26,40 @@ def media_exchange(
     world: World,
     planned: Sequence[BatchPlan],
     shape: tuple[int, ...],
-    take: Callable[[Place, Images], object],
-) -> Iterator[Callable[[BatchPlan, Images], None]]:
-    """Yields `put`, to be called with every locally generated batch [B, (F,) H, W, 3]; it sends without waiting.
+    take: Callable[[Place, Images], None],
+) -> Iterator[Callable[[Place, Images], None]]:
+    """Yields `put`, to be called by the leader of a share with every sample [(F,) H, W, 3] of it; it sends without
+    waiting.
 
-    shape: of a sample's pixels. take: called, on other threads, with (place, pixels) of every sample of `world.slots`.
-    On exit, it has been called for all samples; what it raised is raised by the next `put`, or on exit.
+    shape: of a sample's pixels. take: called by the leader, on other threads, with (place, pixels) of every sample of
+    `world.slots`. On exit, it has been called for all samples; what it raised is raised by the next `put`, or on exit.
     """
-
-    def rows_of(batch: BatchPlan, dp_rank: int) -> list[int]:
-        """Rows of the samples of a batch that are scored by a rank."""
-        return [row for row, slot in enumerate(batch.slots) if world.owner(slot) == dp_rank]
-
-    def hand_over(batch: BatchPlan, rows: list[int], pixels: Images) -> None:
-        for row, image in zip(rows, pixels, strict=True):
-            take(batch.places[row], image)
 
     def receive() -> None:
         try:
-            for batch, rows, (tensor, work) in coming:
+            for place, (tensor, work) in coming:
                 work.wait()
-                hand_over(batch, rows, np.asarray(tensor))
+                take(place, np.asarray(tensor))
             received.set_result(None)
         except BaseException as error:  # noqa: BLE001  (raised where the result is asked for)
             received.set_exception(error)
 
-    def put(batch: BatchPlan, media: Images) -> None:
-        if media.shape[1:] != shape:
-            raise RuntimeError(f"expected media of shape {shape}, the model made {media.shape[1:]}")
+    def put(place: Place, pixels: Images) -> None:
+        if pixels.shape != shape:
+            raise RuntimeError(f"expected media of shape {shape}, the model made {pixels.shape}")
         for done in [work for work in works if work.done()]:
             done.result()
-        for dp_rank in range(world.dp_size):
-            rows = rows_of(batch, dp_rank)
-            if dp_rank == world.dp_index:
-                works.append(local.submit(hand_over, batch, rows, media[rows]))
-            elif rows:
-                sent.append(world.send(torch.from_numpy(media[rows]), dp_rank, batch.number))
+        receiver = world.owner(place[0])
+        if receiver == world.dp_index:
+            works.append(local.submit(take, place, pixels))
+        else:
+            sent.append(world.send(torch.from_numpy(pixels), receiver, tags[place]))
 
+    made_by = {place: batch.dp_rank for batch in planned for place in batch.places}
+    tags = {place: number for number, place in enumerate(made_by)}
+    mine = [place for place in made_by if world.is_dp_leader and world.owner(place[0]) == world.dp_index]
     coming = [
-        (b, rows, world.receive((len(rows), *shape), b.dp_rank, b.number))
-        for b in planned
-        if b.dp_rank != world.dp_index and (rows := rows_of(b, world.dp_index))
+        (place, world.receive(shape, made_by[place], tags[place])) for place in mine if made_by[place] != world.dp_index
     ]
     sent: list[Work] = []
     received: Future[None] = Future()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, repeat
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
@@ -28,6 +29,7 @@ from prefgrpo.rollout.sampling import Schedules
 from prefgrpo.rollout.sources import sources_of
 
 Images = NDArray[np.uint8]
+Key = TypeVar("Key")
 DECODED_PIXELS = 1024 * 1024
 """Most pixels per call of the VAE decoder, at least one image or clip: more take memory and no less time."""
 ENCODED = 64
@@ -49,7 +51,8 @@ def render(
     world: World,
     spare: tuple[Prompt, int],
 ) -> Iterator[tuple[int, Images]]:
-    """(position in `wanted`, pixels [(F,) H, W, 3]) of each (prompt, noise address), in batches, under the ODE rule.
+    """(position in `wanted`, pixels [(F,) H, W, 3]) of each (prompt, noise address), under the ODE rule, on the leader
+    of a share; the others yield nothing.
 
     With `World.equal_forwards` all processes must call this together; those with fewer batches render `spare` as
     padding.
@@ -65,6 +68,7 @@ def render(
     if world.equal_forwards:  # how many batches there are depends on the lengths of the texts
         mine = sum(1 for _ in batches_of(conditions(), sampling.batch_size))
         lacking = int(world.gather(np.array([float(mine)])).max()) - mine
+    decoder = Decoder[int](adapter, sampling, world)
     padding: list[tuple[int, Condition]] = []
     for batch in chain(batches_of(conditions(), sampling.batch_size), repeat(padding, lacking)):
         chosen = [k for k, _ in batch]
@@ -73,7 +77,8 @@ def render(
         each = [condition for _, condition in batch] or embeddings(adapter, [spare[0]], sampling)
         latents, _ = rollout(adapter, schedule, collate(each, world.device), ids, sampling, seed=seed)
         if chosen:
-            yield from zip(chosen, to_uint8(decode(adapter, latents, sampling, world)))
+            yield from decoder.add(chosen, latents)
+    yield from decoder.rest()
 
 
 def batches_of(conditions: Iterable[Condition], size: int) -> Iterator[list[tuple[int, Condition]]]:
@@ -87,17 +92,47 @@ def batches_of(conditions: Iterable[Condition], size: int) -> Iterator[list[tupl
     yield from waiting.values()
 
 
+class Decoder(Generic[Key]):
+    """Decodes the samples of a share, each on one of its context-parallel processes and all these at the same time: it
+    waits until there is a sample for each. Only the leader gets pixels; all of them call it alike."""
+
+    def __init__(self, adapter: Adapter, sizes: SamplingConfig, world: World) -> None:
+        self._adapter = adapter
+        self._sizes = sizes
+        self._world = world
+        self._keys: list[Key] = []
+        self._latents: list[Tensor] = []
+
+    def add(self, keys: Sequence[Key], latents: Tensor) -> list[tuple[Key, Images]]:
+        """Hand over final latents [B, …]; the samples that are decoded now: (key, pixels [(F,) H, W, 3])."""
+        self._keys += keys
+        self._latents.append(latents)
+        return self.rest() if len(self._keys) >= self._world.layout.context else []
+
+    def rest(self) -> list[tuple[Key, Images]]:
+        """The samples that still wait."""
+        if not self._keys:
+            return []
+        keys = self._keys
+        rows = torch.cat(self._latents)
+        self._keys = []
+        self._latents = []
+        count = self._world.layout.context
+        each = -(-len(rows) // count)
+        padded = torch.cat([rows, rows[:1].expand(each * count - len(rows), *rows.shape[1:])])
+        index = self._world.rank % count
+        mine = decode(self._adapter, padded[index * each : (index + 1) * each], self._sizes)
+        parts = self._world.gather_to_leader(mine)
+        return list(zip(keys, torch.cat(parts)[: len(keys)].cpu().numpy(), strict=True)) if parts else []
+
+
 @torch.no_grad()
-def decode(adapter: Adapter, latents: Tensor, sizes: SamplingConfig, world: World | None = None) -> Tensor:
-    """Decode final latents [B, …] to images or clips, DECODED_PIXELS per VAE call; world: as for `render`."""
+def decode(adapter: Adapter, latents: Tensor, sizes: SamplingConfig) -> Tensor:
+    """Decode final latents [B, …] to images or clips, uint8 [B, (F,) H, W, 3], DECODED_PIXELS per VAE call."""
     frames = adapter.frames(sizes) or 1
     at_once = max(1, DECODED_PIXELS // (frames * sizes.height * sizes.width))
-
-    def work(rows: Tensor) -> Tensor:
-        return torch.cat([adapter.decode(part, sizes) for part in rows.split(at_once)])
-
     with adapter.on_device("vae"):
-        return work(latents) if world is None else world.split_and_gather(latents, work)
+        return torch.cat([to_uint8(adapter.decode(part, sizes)) for part in latents.split(at_once)])
 
 
 def stills(pixels: Images, most: int = 4) -> Images:
@@ -115,10 +150,10 @@ def preview(pixels: Images, frames: int = 16, side: int = 256) -> Images:
     return np.stack([np.asarray(image) for image in images])
 
 
-def to_uint8(media: Tensor) -> Images:
+def to_uint8(media: Tensor) -> Tensor:
     """[B, 3, H, W] or [B, F, 3, H, W] in [0, 1] → uint8 [B, (F,) H, W, 3], rounded as in diffusers' image processor.
 
     A clip of one frame becomes an image.
     """
     media = media[:, 0] if media.dim() == 5 and media.shape[1] == 1 else media
-    return (media.movedim(-3, -1) * 255).round().clamp(0, 255).to(torch.uint8).cpu().numpy()
+    return (media.movedim(-3, -1) * 255).round().clamp(0, 255).to(torch.uint8)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -19,8 +20,9 @@ from prefgrpo.config.schema import Config
 from prefgrpo.models.base import Adapter, Condition, Sampling
 from prefgrpo.objectives.base import Replayed, Targets, TrajectoryObjective
 from prefgrpo.ops import sde_logp
+from prefgrpo.parallel.world import World
 from prefgrpo.rollout.batch import Batch
-from prefgrpo.rollout.rollout import Step
+from prefgrpo.rollout.rollout import Step, changed
 from prefgrpo.sde.schedule import Schedule
 
 
@@ -38,14 +40,14 @@ def replay(
     condition: of the B samples. kl: also compute the KL to the reference policy, with a second forward without gradient
     inside `reference()` (None: the adapter's, with its LoRA switched off); 'flow_grpo': times the step's |Δσ|
     (train.kl_form). If velocities are stored, also GRPO-Guard's log-ratio and the KL
-    to the policy that generated the step. Gradients flow only through the velocity, from the step's graph or a forward.
+    to the policy that generated the step. Gradients flow only through the velocity.
     """
     sigma = schedule.times[step.index].expand(len(step.x))
     v_ref = None
     if kl:
         with torch.no_grad(), (reference or adapter.reference)():
             v_ref = adapter.velocity(step.x, sigma, condition, sampling)
-    v = adapter.velocity(step.x, sigma, condition, sampling) if step.graph is None else step.graph
+    v = adapter.velocity(step.x, sigma, condition, sampling)
     out = sde_logp(step.x, v, step.x_next, schedule.coef, step.index, v_ref=v_ref, v_old=step.v)
     away = out.kl
     if kl == "flow_grpo" and away is not None:
@@ -63,6 +65,7 @@ class TrajectoryCollector:
     config: Config
     reference: Callable[[], AbstractContextManager[None]]
     """Context in which the model has the reference policy's weights."""
+    world: World
 
     @property
     def metrics(self) -> tuple[str, ...]:
@@ -79,10 +82,17 @@ class TrajectoryCollector:
         sampling = self.config.rollout
         kl = train.kl_form if train.kl_coef else ""
         for batch in batches:
-            steps = batch.steps
             adv = batch.of_samples(targets.advantage)
-            for step in steps:
+            for stored in batch.steps:
+                step = self.whole(stored)
                 new = replay(self.adapter, batch.schedule, batch.condition, step, sampling, kl, self.reference)
-                out = self.objective.loss(train, new, adv, float(samples * len(steps)))
+                out = self.objective.loss(train, new, adv, float(samples * len(batch.steps)))
                 table += batch.backward(out.loss, out.metrics)
         return table
+
+    def whole(self, stored: Step) -> Step:
+        """A step of a `Batch` with the whole latents, of which each context-parallel process keeps a part."""
+        shape = self.adapter.latent_shape(self.config.rollout)
+        gather = partial(self.world.whole, shape=shape)
+        (step,) = changed([stored], lambda tensor: tensor if tensor.dim() == 1 else gather(tensor))
+        return step

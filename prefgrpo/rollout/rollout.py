@@ -8,7 +8,7 @@ is computed for x_{k+1} as stored; the loop never synchronises with the device.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -36,12 +36,18 @@ class Step:
     """fp32 [B], log-prob of x_next under the policy that generated it."""
     v: Tensor | None = None
     """[B, …] velocity of the policy that generated the step, after guidance; None: not stored."""
-    graph: Tensor | None = None
-    """The velocity with the graph of the rollout's forward, so that replay needs no forward; None: not stored."""
 
-    def select(self, rows: Tensor) -> Step:
-        """The samples `rows` (int64) of one step; used to drop groups without signal."""
-        return Step(**tree_map_only(Tensor, lambda tensor: tensor.index_select(0, rows), vars(self)))
+
+def changed(steps: Iterable[Step], change: Callable[[Tensor], Tensor]) -> tuple[Step, ...]:
+    """The steps with `change` applied to each of their tensors, once to one that two steps share."""
+    results: dict[int, Tensor] = {}
+
+    def once(tensor: Tensor) -> Tensor:
+        if id(tensor) not in results:
+            results[id(tensor)] = change(tensor)
+        return results[id(tensor)]
+
+    return tuple(Step(**tree_map_only(Tensor, once, vars(step))) for step in steps)
 
 
 class Trajectory(NamedTuple):
@@ -64,14 +70,12 @@ def rollout(
     seed: int,
     initial_sample: Sequence[int] | None = None,
     keep_velocity: bool = False,
-    keep_graph: bool = False,
 ) -> Trajectory:
     """Denoise B samples along `schedule` (on the adapter's device) for a batched condition [B, …].
 
     sample: int64 [B] ids that determine the noise, unique per sample in the run. seed: the run's noise seed.
     initial_sample: B ids for the initial noise only. Samples with equal ids must have equal conditions.
-    keep_velocity: also store the velocities of the stored steps. keep_graph: also keep the autograd graphs of their
-    forwards.
+    keep_velocity: also store the velocities of the stored steps.
     """
 
     def on_device(numbers: Sequence[int]) -> Tensor:
@@ -94,14 +98,9 @@ def rollout(
         sigma = schedule.times[k].expand(len(x))
         noise = PhiloxNoise(seed, sample) if k in schedule.sde_steps else None
         kept = noise is not None and k in schedule.trained
-        graph = None
-        with torch.set_grad_enabled(kept and keep_graph):
-            v = adapter.velocity(x, sigma, active, sampling)
-        if v.requires_grad:
-            graph = v
-            v = v.detach()
+        v = adapter.velocity(x, sigma, active, sampling)
         step = sde_step(x, v, schedule.coef, k, noise=noise)
         if kept:
-            stored.append(Step(k, x, step.x_next, step.logp, v if keep_velocity else None, graph))
+            stored.append(Step(k, x, step.x_next, step.logp, v if keep_velocity else None))
         x = step.x_next
     return Trajectory(adapter.final(x, condition), tuple(stored))

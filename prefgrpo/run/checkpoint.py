@@ -1,8 +1,9 @@
 """Checkpoints of a run, written by torch.distributed.checkpoint (DCP) while training goes on, and read on any mesh.
 
 A checkpoint is a folder `step_NNNNNN`: `.metadata` and one `.distcp` file per process hold the trained weights, AdamW's
-state, the EMA and the old policy, as plain tensors or shards; `state.json` holds the step, the number of updates and
-the size of every file. Noise and prompt order are functions of (seed, step), so there is no generator state to save.
+state, the EMA and the old policy, as plain tensors or shards; `lora` is the LoRA as diffusers loads it; `state.json`
+holds the step, the number of updates and the size of every file that a run goes on from. Noise and prompt order are
+functions of (seed, step), so there is no generator state to save.
 Invariant: a folder with the final name is complete, because rank 0 renames it into place after every process has
 written its files; it is never replaced.
 """
@@ -16,24 +17,29 @@ import re
 import shutil
 import time
 import warnings
+from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.checkpoint.storage import WriteResult
 
 from prefgrpo.config.recipe import UserError
-from prefgrpo.data.atomic import sync, temporary_path
-from prefgrpo.parallel import world as parallel
+from prefgrpo.data.atomic import sync, temporary_path, write_folder
+from prefgrpo.parallel.shard import is_sharded
 from prefgrpo.parallel.world import World
-from prefgrpo.run.run_folder import RunFolder
+from prefgrpo.run.run_folder import PRODUCTS, RunFolder
 
 META = "state.json"
 PARTIAL = "partial"
@@ -61,21 +67,28 @@ class Checkpoints:
         self._writing: tuple[Path, Future[Any]] | None = None
         """The checkpoint that is being written."""
 
-    def save(self, step: int, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
+    def save(
+        self, step: int, tensors: dict[str, Tensor], meta: dict[str, Any], lora: Callable[[Path], None] | None = None
+    ) -> None:
         """Copy the tensors, then write them in another thread; waits for the previous save first.
 
-        Plain tensors must be equal on all ranks. An existing checkpoint is left unchanged, because the state after a
-        step is a function of the run and the step. Raises CheckpointError, on all ranks, if the previous save failed.
+        Plain tensors must be equal on all ranks; rank 0 writes them, as DCP would plan them once for every rank. An
+        existing checkpoint is left unchanged, because the state after a step is a function of the run and the step.
+        lora: writes the LoRA into a folder; called once, on rank 0. Raises CheckpointError, on all ranks, if that or
+        the previous save failed.
         """
         self.finished(wait=True)
         final = self.run.checkpoint(step)
         if self.world.any(self.world.main and final.exists()):
             return
         if self.world.size > 1 and self._group is None:
-            self._group = dist.new_group(backend="gloo", timeout=parallel.TIMEOUT)
+            self._group = dist.new_group(backend="gloo", timeout=self.world.patience)
+        if lora is not None:
+            self.world.on_main(partial(_write_lora, final, lora), CheckpointError)
         writer = _Writer(self.run, step, meta, self.keep)
         alone = self.world.size == 1
-        future: Any = async_save(dict(tensors), storage_writer=writer, process_group=self._group, no_dist=alone)
+        mine = {name: tensor for name, tensor in tensors.items() if self.world.main or is_sharded(tensor)}
+        future: Any = async_save(mine, storage_writer=writer, process_group=self._group, no_dist=alone)
         self._writing = final, future  # a Future, as the writer copies the tensors before it returns
 
     def finished(self, wait: bool = False) -> Path | None:
@@ -103,6 +116,15 @@ class Checkpoints:
             self._writing[1].exception()
 
 
+def _write_lora(final: Path, lora: Callable[[Path], None]) -> None:
+    """Write the LoRA of a checkpoint. Raises CheckpointError."""
+    try:
+        write_folder(_partial(final) / PRODUCTS[0], lora)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(_partial(final), ignore_errors=True)
+        raise CheckpointError(f"the checkpoint {final.name} cannot be written: process 0: {error}") from error
+
+
 def _causes(error: CheckpointException) -> str:
     return "; ".join(
         f"process {rank}: {str(cause) or repr(cause)}" for rank, (cause, _) in sorted(error.failures.items())
@@ -122,12 +144,20 @@ class _Writer(FileSystemWriter):
         self._meta = meta
         self._keep = keep
 
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
+        """Write this rank's file, if there is something to write."""
+        if plan.items:
+            return super().write_data(plan, planner)
+        nothing = torch.futures.Future[list[WriteResult]]()
+        nothing.set_result([])
+        return nothing
+
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """On rank 0: write `.metadata` and state.json, rename the folder, and remove checkpoints beyond `keep`."""
         super().finish(metadata, results)
         folder = Path(self.path)
         final = self._run.checkpoint(self._step)
-        sizes = {p.name: p.stat().st_size for p in sorted(folder.iterdir())}
+        sizes = {p.name: p.stat().st_size for p in sorted(folder.iterdir()) if p.is_file()}
         facts = {"step": self._step, "written": time.time(), **self._meta, "files": sizes}
         (folder / META).write_text(json.dumps(facts, indent=1), encoding="utf-8")
         sync(folder / META)

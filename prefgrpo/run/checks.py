@@ -15,7 +15,7 @@ from prefgrpo.config.schema import Config
 from prefgrpo.models import family
 from prefgrpo.models.folder import ModelError, is_hub_id
 from prefgrpo.objectives import objective
-from prefgrpo.objectives.base import GroupObjective, Objective
+from prefgrpo.objectives.base import GroupObjective
 from prefgrpo.rewards import PYTHON, get_python_rewards, load_class
 from prefgrpo.rewards.pairwise import VlmPairwise
 from prefgrpo.rollout.batch import batch_sizes
@@ -26,10 +26,10 @@ from prefgrpo.run.run_folder import RunFolder
 
 MAY_CHANGE = (
     "output", "name", "trackers", "data.cache", "offload",
-    "train.steps", "train.lr", "train.lr_scheduler", "train.lr_decay_share", "train.max_grad_norm",
+    "train.steps", "train.lr", "train.lr_scheduler", "train.max_grad_norm",
     "train.gradient_checkpointing", "checkpoint.every", "checkpoint.keep",
     "judge.endpoints", "judge.api_key_env", "judge.concurrency", "judge.timeout_s", "judge.deadline_s",
-    "judge.max_missing", "judge.strict", "parallel.shard", "parallel.ulysses", "parallel.ring",
+    "judge.max_missing", "parallel.shard", "parallel.ulysses", "parallel.ring",
 )  # fmt: skip
 """Fields that may differ in a resumed run: where and how it runs, and options that help after a stop."""
 MAY_CHANGE_IN_OPTIONS = (
@@ -111,24 +111,7 @@ def _objective_errors(config: Config) -> list[str]:
     if r.staleness and (goal.anchor == "old" or goal.sampled_by_old):
         why = f"{config.train.objective} has an old policy, which has to be the one that generated the samples"
         wrong.append(f"rollout.staleness: {why}: expected 0, got {r.staleness}")
-    if config.train.reuse_rollout_forward and (why_not := _reuse_obstacles(config, goal)):
-        wrong.append(f"train.reuse_rollout_forward: expected false, got true: {'; '.join(why_not)}")
     return wrong
-
-
-def _reuse_obstacles(config: Config, goal: Objective) -> list[str]:
-    """Why the first update cannot reuse the rollout's forwards."""
-    t = config.train
-    p = config.parallel
-    obstacles = {
-        f"{t.objective} replays no steps": goal.collector != "trajectory",
-        "an old policy generates the rollouts": goal.sampled_by_old,
-        "fp32 master weights have no bf16 copy between forwards": config.has_masters,
-        "parallel splits weights or tokens": p.shard * p.ring * p.ulysses > 1,
-        "rollout.staleness is 1, so the weights change in between": bool(config.rollout.staleness),
-        "the KL's reference weights are swapped in": bool(t.kl_coef and t.swaps_reference),
-    }
-    return [reason for reason, there in obstacles.items() if there]
 
 
 def check_same_run(config: Config, folder: RunFolder) -> None:

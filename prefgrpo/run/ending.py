@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from prefgrpo.objectives.advantages import CombineError
 from prefgrpo.run.metrics import RewardsMissing
 from prefgrpo.run.policy import NonFiniteGradient
-from prefgrpo.run.targets import CombineError, NoInformation
+from prefgrpo.run.targets import NoInformation
 
 
 @dataclass(frozen=True)

@@ -79,21 +79,30 @@ class Evaluator:
     world: World
     folder: RunFolder
     before: list[Images] = field(default_factory=list)
-    """This rank's images of the initial policy."""
+    """This share's images of the initial policy, on its leader."""
     reasons: Counter[str] = field(default_factory=Counter)
     """Why values and verdicts of the last evaluation are missing, over all ranks, as in `StepScores.reasons`."""
+
+    @property
+    def share(self) -> list[int]:
+        """Indices of the images that this share renders."""
+        return share_of(self.world, len(self.eval_set.items))
+
+    @property
+    def scored(self) -> list[int]:
+        """Indices of the images that this process compares: those of its share, on the leader."""
+        return self.share if self.world.is_dp_leader else []
 
     def start(self, resumed: bool) -> None:
         """Get the initial policy's images: rendered and stored by a new run, loaded by a resumed one."""
         name = self.eval_set.name
-        mine = share_of(self.world, len(self.eval_set.items))
-        files = [self.folder.initial_image(name, i) for i in mine]
+        files = [self.folder.initial_image(name, i) for i in self.scored]
         if resumed:
             if lacking := [file for file in files if not file.is_file()]:
                 raise CheckpointError(f"{lacking[0]}, an image of the starting policy, is missing; choose another name")
             self.before = [np.load(file, allow_pickle=False)["image"] for file in files]
             return
-        self.before = self.render(mine)
+        self.before = self.render(self.share)
         if self.world.is_dp_leader:
             self.folder.initial_image(name, 0).parent.mkdir(exist_ok=True)
             for file, image in zip(files, self.before, strict=True):
@@ -107,26 +116,32 @@ class Evaluator:
                 save_images(self.folder.sources(name), sources=np.stack(rows))
 
     def run(self, step: int) -> Comparison:
-        """Evaluate the policy after `step` steps, over all ranks, and store the report's images."""
-        index = share_of(self.world, len(self.eval_set.items))
-        now = self.render(index)
+        """Evaluate the policy after `step` steps, over all ranks, and store the report's images. At step 0 it is the
+        initial policy, whose images are there: they are scored, but compared with nothing."""
+        index = self.scored
+        now = self.render(self.share) if step else self.before
         pairs: list[Pair] = []
         for i, after, before in zip(index, now, self.before, strict=True):
             prompt = self.eval_set.items[i]
             pairs.append((sample(prompt, after, self.sizes), sample(prompt, before, self.sizes)))
-        rows, answers, reasons = compare(self.scorer, pairs if self.world.is_dp_leader else [])
+        if step:
+            rows, answers, reasons = compare(self.scorer, pairs)
+        else:
+            rows, reasons = tied(self.scorer, [before for _, before in pairs])
+            answers = [[] for _ in rows]
         self.reasons = sum(self.world.gather_items([reasons]), Counter[str]())
         self._save_report_images(step, index, now)
         self._save_outcomes(step, index, rows, answers)
         return over_ranks(self.world, self.eval_set, index, rows)
 
     def render(self, index: list[int]) -> list[Images]:
-        """Images [H, W, 3] or clips [F, H, W, 3] of the current policy under the ODE rule; called by all ranks."""
+        """Images [H, W, 3] or clips [F, H, W, 3] of the current policy under the ODE rule; called by all ranks, the
+        leaders of shares get them."""
         items = [(prompt, self.eval_set.first_id + i) for i, prompt in enumerate(self.eval_set.items)]
         wanted = [items[i] for i in index]
         made = render(self.adapter, self.schedules, self.embeddings, wanted, self.sizes, self.world, items[0])
         of_position = dict(made)
-        return [of_position[k] for k in range(len(wanted))]
+        return [of_position[k] for k in sorted(of_position)]
 
     def report_indices(self) -> list[int]:
         """Indices of the IN_REPORT images for the report, evenly spaced over the set, on whichever rank they are."""
@@ -168,11 +183,7 @@ def over_ranks(world: World, eval_set: EvalSet, index: Sequence[int], rows: Sequ
 
 def compare(scorer: Scorer, pairs: Sequence[Pair]) -> tuple[list[Row], list[list[Answer]], Counter[str]]:
     """(measures by all rewards and the judge's answers for each pair, reasons for missing values and verdicts)."""
-    scorer.begin(0, range(len(pairs)))
-    for number, pair in enumerate(pairs):
-        for member, one in enumerate(pair):
-            scorer.add(number, member, one)
-    scores = scorer.finish()
+    scores = _scored(scorer, pairs)
     rows: list[Row] = [{} for _ in pairs]
     answers: list[list[Answer]] = [[] for _ in pairs]
     judge = judge_of(scorer.rewards)
@@ -185,6 +196,31 @@ def compare(scorer: Scorer, pairs: Sequence[Pair]) -> tuple[list[Row], list[list
                 about = {"judge": reward, "first": ("after", "before")[first], "p_first": v.first}
                 of_pair.append(about | {"reason": v.reason, "raw": head_and_tail(v.raw)})
     return rows, answers, Counter(scores.reasons)
+
+
+def tied(scorer: Scorer, samples: Sequence[Sample]) -> tuple[list[Row], Counter[str]]:
+    """(measures of each sample against itself, reasons for missing values): a tie, which no judge is asked about."""
+    pointwise = {name: reward for name, reward in scorer.rewards.items() if name not in scorer.pairwise}
+    scores = _scored(Scorer(pointwise, 1, scorer.deadline_s), [[one] for one in samples])
+    judge = judge_of(scorer.rewards)
+    rows: list[Row] = [{} for _ in samples]
+    for reward in scorer.rewards:
+        for k, row in enumerate(rows):
+            if reward == judge:
+                row["win_judge"] = 0.5
+            else:
+                score = scores.scores[reward][k][0] if reward in pointwise else Score(0.5)
+                row.update(_values(reward, [score, score]))
+    return rows, Counter(scores.reasons)
+
+
+def _scored(scorer: Scorer, groups: Sequence[Sequence[Sample]]) -> StepScores:
+    """The scores of groups of samples."""
+    scorer.begin(0, range(len(groups)))
+    for number, members in enumerate(groups):
+        for member, one in enumerate(members):
+            scorer.add(number, member, one)
+    return scorer.finish()
 
 
 def _verdicts(scores: StepScores, judge: str, pair: int) -> Row:

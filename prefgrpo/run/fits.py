@@ -1,22 +1,29 @@
-"""Whether what a run keeps in GPU memory fits, from the headers of the model's files, before anything is loaded.
+"""Whether what a run keeps in GPU memory fits: weights and optimiser, before anything is loaded, then with the samples.
 
     denoisers: 2 or 4 bytes per parameter, fully trained 16, over the shards; 16 per LoRA parameter
     text encoders, VAE: in their dtype, unless they are cached or offloaded
+    samples: the latents and velocities of a step's trained steps, from the rollout to the update
 
-Only what is certain is counted: copies of the policy, activations and samples come on top. So nothing that could run is
-refused; `--dry-run` tells whether the rest fits.
+Only what is certain is counted: copies of the policy, activations and encoded texts come on top. So nothing that could
+run is refused; `--dry-run` tells whether the rest fits.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from safetensors import safe_open
 
 from prefgrpo.config.schema import Config
-from prefgrpo.models import family
+from prefgrpo.models import DTYPES, family
 from prefgrpo.models.folder import ENCODERS, index_of
+from prefgrpo.objectives import objective
+from prefgrpo.parallel.world import Layout
+from prefgrpo.rollout.batch import assign_batches
+from prefgrpo.rollout.sampling import window_range
 
 GIB = 2**30
 Shapes = dict[str, list[int]]
@@ -54,17 +61,44 @@ def certain_bytes(config: Config, shapes: dict[str, Shapes], encoders: bool) -> 
     return out | {"LoRA": 16 * t.lora_rank * sum(map(sum, trained))}
 
 
-def refusal(config: Config, model: Path, encoders: bool, memory: int) -> str:
-    """Why a run cannot fit into a GPU's memory, part by part, and which fields make them smaller; '' if it can."""
+def model_bytes(config: Config, model: Path, encoders: bool) -> dict[str, int]:
+    """`certain_bytes` of a pipeline's folder."""
     names = [name for name, part in index_of(model).items() if isinstance(part, list) and part != [None, None]]
     shapes = {name: shapes_of(model / name) for name in names if (model / name).is_dir()}
-    parts = certain_bytes(config, shapes, encoders)
+    return certain_bytes(config, shapes, encoders)
+
+
+def stored_bytes(config: Config, latent_shape: Sequence[int], layout: Layout, processes: int) -> int:
+    """Most bytes that a process keeps of a step's samples, twice as many with staleness."""
+    batches = Counter(batch.dp_rank for batch in assign_batches(config, processes // layout.context))
+    samples = max(batches.values()) * config.rollout.batch_size * (1 + config.rollout.staleness)
+    return samples * sample_bytes(config, latent_shape, layout)
+
+
+def sample_bytes(config: Config, latent_shape: Sequence[int], layout: Layout) -> int:
+    """Most bytes that a process keeps of a sample: x before and after every trained step in fp32, v in the denoiser's
+    dtype if the objective reads it, and the final latents; of all its part."""
+    r = config.rollout
+    goal = objective(config.train)
+    elements = -(-math.prod(latent_shape) // layout.context)
+    if goal.collector == "endpoint":
+        return elements * 4
+    span = len(window_range(r))
+    trained = r.window_size or span
+    states = trained + 1 if r.window_policy == "random" else min(2 * trained, span + 1)
+    velocities = trained * DTYPES[config.dtype].itemsize * goal.keeps_velocity
+    return elements * (4 * (states + 1) + velocities)
+
+
+def refusal(parts: Mapping[str, int], memory: int) -> str:
+    """Why these bytes per GPU do not fit into its memory, and which fields make them smaller; '' if they do."""
     needed = sum(parts.values())
     if needed < memory:
         return ""
     listed = " + ".join(f"{name} {size / GIB:.3g}" for name, size in parts.items() if size)
     return (
-        f"weights and optimiser need {needed / GIB:.3g} GiB per GPU, of {memory / GIB:.3g}, before activations: "
-        f"{listed}; expected less: data.cache and `prefgrpo preprocess` leave the text encoders out, offload the "
-        "encoders and the VAE, parallel.shard divides the denoisers, train.lora_rank trains fewer weights"
+        f"the run needs {needed / GIB:.3g} GiB per GPU, of {memory / GIB:.3g}, before activations: {listed}; expected "
+        "less: data.cache and `prefgrpo preprocess` leave the text encoders out, offload the encoders and the VAE, "
+        "parallel.shard divides the denoisers, parallel.ulysses the stored samples, train.lora_rank trains fewer "
+        "weights, rollout.window_size and prompts_per_step store fewer latents"
     )

@@ -1,18 +1,38 @@
-"""A few judged groups of a training step, stored for the report."""
+"""A few groups of a training step: the judged ones stored for the report, any for trackers."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import numpy as np
+from PIL import Image
 
 from prefgrpo.data.atomic import save_images
 from prefgrpo.rewards.base import Sample
 from prefgrpo.rewards.scorer import StepScores
 from prefgrpo.rollout.render import stills
+from prefgrpo.run.trackers import Pictures
 
 MOST = 3
-"""Groups stored per step."""
+"""Groups per step."""
+SIDE = 256
+"""Shorter side in pixels at which trackers show an image, or a little more."""
+
+
+def pictures(scores: StepScores) -> Pictures:
+    """The images of a few groups side by side (the frames of clips below each other), with their prompt and the value
+    of every reward, from left to right."""
+    out: Pictures = {}
+    for k, members in enumerate(list(scores.samples.values())[:MOST]):
+        strips = [stills(members[m].media.pixels) for m in sorted(members)]
+        factor = max(min(members[0].media.pixels.shape[-3:-1]) // SIDE, 1)
+        small = [np.asarray(Image.fromarray(strip).reduce(factor)) for strip in strips]
+        lines = [members[0].prompt]
+        for name, values in scores.values.items():
+            lines.append(f"{name} " + " ".join(f"{value:.3g}" for value in values[k]))
+        axis = 0 if members[0].media.clip else 1
+        out[f"samples/{k + 1}"] = "\n".join(lines), np.concatenate(small, axis=axis)
+    return out
 
 
 def save_groups(file: Path, scores: StepScores) -> None:

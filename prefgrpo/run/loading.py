@@ -6,14 +6,17 @@ Invariant: a value that the model rejects raises a ConfigError that names its fi
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
 from prefgrpo.config.recipe import ConfigError
 from prefgrpo.config.schema import Config
+from prefgrpo.data.prompts import DataError
 from prefgrpo.models import DTYPES, family
 from prefgrpo.models.base import Adapter
 from prefgrpo.models.folder import ModelError, locate
@@ -25,8 +28,10 @@ from prefgrpo.rollout.endpoint import EndpointCollector
 from prefgrpo.rollout.replay import TrajectoryCollector
 from prefgrpo.rollout.sampling import Schedules, eval_sampling
 from prefgrpo.run import checkpoint
-from prefgrpo.run.fits import refusal
+from prefgrpo.run.fits import model_bytes, refusal, stored_bytes
 from prefgrpo.run.policy import Policy
+
+T = TypeVar("T")
 
 
 @contextmanager
@@ -116,12 +121,13 @@ Collector = TrajectoryCollector | EndpointCollector
 
 
 def open_model(config: Config, goal: Objective, world: World, encoders: bool) -> tuple[Adapter, Policy]:
-    """(the model ready to train, its policy), after checking that sizes can be split. Raises ConfigError."""
-    if world.device.type == "cuda":
-        memory = torch.cuda.get_device_properties(world.device).total_memory
-        if why := refusal(config, locate(config.model), encoders, memory):
-            raise ConfigError([why])
+    """(the model ready to train, its policy), after checking that it fits, and that sizes can be split. Raises
+    ConfigError."""
+    parts = model_bytes(config, locate(config.model), encoders) if world.device.type == "cuda" else {}
+    _check_memory(parts, world.device)
     adapter = open_adapter(config, world.device, encoders, world.layout.fsdp)
+    shape = adapter.latent_shape(config.rollout)
+    _check_memory(parts | {"stored samples": stored_bytes(config, shape, world.layout, world.size)}, world.device)
     problems: list[str] = []
     for sizes, field in {eval_sampling(config): "eval", config.rollout: "rollout"}.items():
         problems += context_errors(adapter, field, sizes, config.data.max_length, world.layout)
@@ -129,6 +135,18 @@ def open_model(config: Config, goal: Objective, world: World, encoders: bool) ->
         raise ConfigError(list(dict.fromkeys(problems)))
     parallelize(adapter, config, world)
     return adapter, open_policy(config, goal, adapter)
+
+
+def _check_memory(parts: Mapping[str, int], device: torch.device) -> None:
+    """Raise ConfigError if so many bytes do not fit on the GPU."""
+    if device.type == "cuda" and (why := refusal(parts, torch.cuda.get_device_properties(device).total_memory)):
+        raise ConfigError([why])
+
+
+def open_prompts(read: Callable[..., T], world: World) -> T:
+    """`read(decode=…)`: only rank 0 decodes all source images, and what it refuses ends all ranks. Raises DataError."""
+    found = world.on_main(partial(read, decode=True), DataError)
+    return read(decode=False) if found is None else found
 
 
 def open_policy(config: Config, goal: Objective, adapter: Adapter) -> Policy:
@@ -156,7 +174,7 @@ def open_collector(config: Config, goal: Objective, adapter: Adapter, policy: Po
         return policy.use_weights(policy.base) if config.train.swaps_reference else adapter.reference()
 
     if isinstance(goal, TrajectoryObjective):
-        return TrajectoryCollector(adapter, goal, config, reference)
+        return TrajectoryCollector(adapter, goal, config, reference, world)
     assert isinstance(goal, EndpointObjective)
     if len(adapter.denoisers) > 1 and goal.times not in ("window", "schedule"):
         which = f"{config.family} has a denoiser for each part of the schedule: expected window or schedule"

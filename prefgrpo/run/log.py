@@ -22,9 +22,9 @@ from typing import Any
 from tqdm import tqdm
 
 from prefgrpo.data.atomic import write_atomic
-from prefgrpo.run.metrics import step_line
+from prefgrpo.run.metrics import BY_STEP, step_line
 from prefgrpo.run.run_folder import RunFolder
-from prefgrpo.run.trackers import Tracker, evaluated
+from prefgrpo.run.trackers import Pictures, Tracker, evaluated
 
 REASONS_SHOWN = 3
 """Reasons for missing rewards that a step prints, most frequent first; a run prints ten times as many."""
@@ -108,20 +108,28 @@ class Log:
                 self.once(f"missing in {where}: {count} × {reason}", kind=reason)
 
     def row(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
-        """Append one row, unless a resumed run already has it; non-finite numbers are written as null."""
+        """Append one row, unless a resumed run already has it; non-finite numbers are written as null. Metrics of
+        single denoising steps, of which each training step may have others, go to the trackers only."""
         if not self.active or (kind, step, values.get("set")) in self.have:
             return
         if step == self.start:  # the evaluation before the first step does not count towards the time left
             self.began = time.monotonic()
             self.steps.unpause()
         clean = finite(dict(values))
-        self.file.write(json.dumps({"kind": kind, "step": step, **clean}) + "\n")
+        kept = {key: value for key, value in clean.items() if not key.startswith(BY_STEP)}
+        self.file.write(json.dumps({"kind": kind, "step": step, **kept}) + "\n")
         self.file.flush()
         os.fsync(self.file.fileno())
         numbers = {f"{kind}/{key}": value for key, value in clean.items() if isinstance(value, (int, float))}
         pictures = evaluated(self.folder, values["set"], step) if kind == "eval" and self.trackers else {}
         for tracker in self.trackers:
             tracker.log(step, numbers, pictures)
+
+    def show(self, step: int, pictures: Callable[[], Pictures]) -> None:
+        """Send images to the trackers, if there are any."""
+        shown = pictures() if self.trackers else {}
+        for tracker in self.trackers:
+            tracker.log(step, {}, shown)
 
     def step(self, step: int, values: Mapping[str, float], seconds: Mapping[str, float]) -> None:
         """Print the summary line of a finished step; the remaining time extrapolates from all steps and evaluations."""

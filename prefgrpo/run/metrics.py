@@ -23,6 +23,11 @@ from prefgrpo.rewards.base import Sample
 
 FACTS = ("update", "samples", "loss")
 """Columns before METRICS in a row of `policy_metrics`."""
+BY_STEP = "steps/"
+"""Prefix of the metrics of single denoising steps, which go to trackers only."""
+OF_A_STEP = ("ratio_mean", "approx_kl", "kl", "clip_fraction")
+"""Those of METRICS that are also logged for each denoising step: a number and a σ that stay the same, whichever steps
+are trained."""
 WARN_MISSING = 0.05
 """Share of missing rewards or comparisons at which a step starts to warn."""
 IN_LINE = {
@@ -129,10 +134,19 @@ def over_ranks(local: Mapping[str, float], world: World) -> dict[str, float]:
     return out
 
 
-def policy_metrics(rows: list[Tensor], world: World, names: Sequence[str] = METRICS) -> dict[str, float]:
-    """Combine rows [update, samples, loss, *names] of all ranks: sample-weighted means; min and max of the ratio."""
-    columns = (*FACTS, *names)
-    table = torch.stack(rows).double().cpu().numpy() if rows else np.zeros((0, len(columns)))
+def policy_metrics(
+    rows: list[Tensor], world: World, names: Sequence[str] = METRICS, steps: Sequence[int] = ()
+) -> dict[str, float]:
+    """Combine rows [update, samples, loss, *names] of all ranks: sample-weighted means; min and max of the ratio.
+
+    steps: the denoising step of each row, for means over its rows too; none for objectives that replay no steps.
+    """
+    columns = (*FACTS, *names, "step")
+    table = np.full((len(rows), len(columns)), np.nan)
+    if rows:
+        table[:, :-1] = torch.stack(rows).double().cpu().numpy()
+    if steps:
+        table[:, -1] = steps
     column = dict(zip(columns, world.gather(table).T, strict=True))
     samples = column["samples"]
     out = {"loss": column["loss"].sum()}
@@ -145,6 +159,10 @@ def policy_metrics(rows: list[Tensor], world: World, names: Sequence[str] = METR
         out["policy/on_policy_error"] = max(off)
         if len(samples):
             out |= {"policy/ratio_min": column["ratio_min"].min(), "policy/ratio_max": column["ratio_max"].max()}
+    for step in np.unique(column["step"][~np.isnan(column["step"])]):
+        here = column["step"] == step
+        for name in (name for name in OF_A_STEP if name in names):
+            out[f"{BY_STEP}{step:02.0f}/{name}"] = np.average(column[name][here], weights=samples[here])
     return {name: float(value) for name, value in out.items()}
 
 

@@ -1,7 +1,7 @@
 """What a run prints before its first step: what is trained, on which prompts, and the memory that this takes.
 
-Memory is counted on the loaded model, on this process's device: weights and optimiser. Activations, stored samples and
-in-process rewards come on top; `prefgrpo train RECIPE --dry-run` prints the real peak.
+Memory is counted on the loaded model, on this process's device: weights, optimiser, and a step's stored samples.
+Activations, encoded texts and in-process rewards come on top; `prefgrpo train RECIPE --dry-run` prints the real peak.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from prefgrpo.models.base import Adapter
 from prefgrpo.parallel.shard import to_local
 from prefgrpo.parallel.world import World
 from prefgrpo.rollout.batch import assign_batches, busy_share
+from prefgrpo.run.fits import stored_bytes
 from prefgrpo.run.judging import unread_columns
 from prefgrpo.run.policy import Policy
 
@@ -51,7 +52,7 @@ def start_notes(
         yield f"no evaluation, so no before/after comparison: eval.every or eval.holdout is 0, or {few}"
     if warning := idle_warning(config, world.dp_size):
         yield warning
-    yield memory_line(adapter, policy)
+    yield memory_line(adapter, policy, stored_bytes(config, adapter.latent_shape(r), world.layout, world.size))
 
 
 def prompt_warnings(config: Config, trained: Sequence[Prompt], evaluated: Sequence[Prompt]) -> Iterator[str]:
@@ -96,9 +97,9 @@ def static_bytes(adapter: Adapter, policy: Policy) -> dict[str, int]:
     }
 
 
-def memory_line(adapter: Adapter, policy: Policy) -> str:
-    """`static_bytes` as one line of text."""
-    parts = static_bytes(adapter, policy)
+def memory_line(adapter: Adapter, policy: Policy, stored: int) -> str:
+    """`static_bytes` and the bytes of stored samples as one line of text."""
+    parts = static_bytes(adapter, policy) | {"stored samples": stored}
     total = sum(parts.values())
     unit, name = (GIB, "GiB") if total >= GIB else (MIB, "MiB")
     listed = " + ".join(f"{kind} {size / unit:.3g}" for kind, size in parts.items() if size)

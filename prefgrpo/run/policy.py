@@ -28,8 +28,9 @@ def learning_rate(train: TrainConfig, update: int) -> float:
     warm = min(1.0, (update + 1) / train.warmup_steps) if train.warmup_steps else 1.0
     if train.lr_scheduler == "constant":
         return train.lr * warm
-    left = 1.0 - update / (train.steps * train.updates_per_rollout)
-    decay = min(1.0, max(0.0, left / train.lr_decay_share))
+    decay = max(0.0, 1.0 - update / (train.steps * train.updates_per_rollout))
+    if train.lr_scheduler == "wsd":
+        decay = min(1.0, 2.0 * decay)
     if train.lr_scheduler == "cosine":
         decay = 0.5 - 0.5 * math.cos(math.pi * decay)
     return train.lr * warm * decay

@@ -1,7 +1,7 @@
 """Layout of a run's folder, `output/name`: the only module that knows the names of its files.
 
 config.yaml  config_to_000020.yaml  metrics.jsonl  judgements.jsonl, judgements_0001.jsonl  tensorboard/
-checkpoints/step_000020/  eval/dev_000050.npz, .json  groups/step_000050.npz  lora/ or pipeline/  report.html
+checkpoints/step_000020/lora/  eval/dev_000050.npz, .json  groups/step_000050.npz  lora/ or pipeline/  report.html
 evaluations/step_000020_live/against_base/comparison.json
 """
 

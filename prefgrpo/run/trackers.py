@@ -1,8 +1,9 @@
 """Experiment trackers in addition to metrics.jsonl: TensorBoard, Weights & Biases and Trackio.
 
-Each receives the metrics, and evaluation images next to those from before training; of clips, frames side by side. The
-libraries' own environment variables set the destination (WANDB_MODE=offline, TRACKIO_SPACE_ID, …); the project is
-WANDB_PROJECT or TRACKIO_PROJECT, by default prefgrpo. Invariant: the run's files never depend on trackers.
+Each receives the metrics, groups of training images with their rewards, and evaluation images next to those from before
+training; of clips, frames. The libraries' own environment variables set the destination (WANDB_MODE=offline,
+TRACKIO_SPACE_ID, …); the project is WANDB_PROJECT or TRACKIO_PROJECT, by default prefgrpo. Invariant: the run's files
+never depend on trackers.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from prefgrpo.rollout.render import stills
 from prefgrpo.run.run_folder import RunFolder
 
 Pictures = dict[str, tuple[str, NDArray[np.uint8]]]
-"""Name → (prompt, picture [H, W, 3])."""
+"""Name → (caption, picture [H, W, 3])."""
 
 
 def config_errors(config: Config) -> list[str]:
@@ -53,11 +54,12 @@ class TensorBoard:
         self._writer = SummaryWriter(str(folder.tensorboard), purge_step=start + 1 if start else 0)
 
     def log(self, step: int, numbers: Mapping[str, float], pictures: Pictures) -> None:
-        """Scalars and images."""
+        """Scalars, and images with their captions as texts of the same names."""
         for key, value in numbers.items():
             self._writer.add_scalar(key, value, step)
-        for name, (_, pixels) in pictures.items():
+        for name, (caption, pixels) in pictures.items():
             self._writer.add_image(name, pixels, step, dataformats="HWC")
+            self._writer.add_text(name, caption, step)
 
     def close(self) -> None:
         """Flush the events."""
@@ -78,9 +80,9 @@ class Service:
         self._run = self._module.init(project=project, name=config.name, config=to_dict(config), **options)
 
     def log(self, step: int, numbers: Mapping[str, float], pictures: Pictures) -> None:
-        """Scalars, and images with their prompts; Weights & Biases ignores steps that a resumed run repeats."""
+        """Scalars, and images with their captions; Weights & Biases ignores steps that a resumed run repeats."""
         image = self._module.Image
-        shown = {name: image(pixels, caption=prompt) for name, (prompt, pixels) in pictures.items()}
+        shown = {name: image(pixels, caption=caption) for name, (caption, pixels) in pictures.items()}
         self._run.log({**numbers, **shown}, step=step)
 
     def close(self) -> None:

@@ -1,0 +1,103 @@
+"""What the recipes of scripts/prefgrpo keep in GPU memory at the published size, and how busy they keep their GPUs.
+
+    python -m benchmarks.recipes          # the table of docs/recipes.md
+
+Counted from recipes and published sizes: no model is loaded. Stored: latents from the rollout to the update, per GPU.
+Weights: the denoisers in bf16 with a LoRA, and with optimiser in full fine-tuning. Busy: share of the GPUs' time in
+which they have a batch, in rollout and update.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+from prefgrpo.config.loading import load
+from prefgrpo.config.schema import Config
+from prefgrpo.models import family
+from prefgrpo.parallel.world import Layout
+from prefgrpo.rollout.batch import busy_share
+from prefgrpo.run.fits import GIB, stored_bytes
+
+SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
+GPUS = {"lora_flowgrpo_ocr_sd3_1gpu": 1, "lora_flowgrpo_pickscore_sd3_4gpu": 4, "full_dancegrpo_flux": 16}
+"""Number of GPUs of the runs whose recipe's first lines name another than 8."""
+
+
+class Published(NamedTuple):
+    """Sizes of a published model."""
+
+    billions: float
+    """Parameters of all denoisers."""
+    channels: int = 16
+    """Of the latents."""
+    space: int = 8
+    """Pixels per side of a latent."""
+    time: int = 4
+    """Frames per latent frame, beyond the first."""
+
+    def latent_shape(self, config: Config) -> tuple[int, ...]:
+        """Of a sample, unpacked, without LTX-2's audio (2 % of a clip)."""
+        r = config.rollout
+        frames = r.frames or family(config.family).default_frames or 1
+        return self.channels, (frames - 1) // self.time + 1, r.height // self.space, r.width // self.space
+
+
+MODELS = {
+    "black-forest-labs/FLUX.1-dev": Published(11.9),
+    "black-forest-labs/FLUX.1-Kontext-dev": Published(11.9),
+    "black-forest-labs/FLUX.2-dev": Published(32.0, channels=32),
+    "black-forest-labs/FLUX.2-klein-base-9B": Published(9.1, channels=32),
+    "stabilityai/stable-diffusion-3.5-medium": Published(2.24),
+    "Tongyi-MAI/Z-Image": Published(6.15),
+    "Qwen/Qwen-Image": Published(20.4),
+    "Qwen/Qwen-Image-Edit": Published(20.4),
+    "Qwen/Qwen-Image-Edit-2509": Published(20.4),
+    "Qwen/Qwen-Image-2.1": Published(7.0),
+    "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": Published(1.42),
+    "Wan-AI/Wan2.1-T2V-14B-Diffusers": Published(14.3),
+    "Wan-AI/Wan2.1-I2V-14B-480P-Diffusers": Published(16.4),
+    "Wan-AI/Wan2.2-T2V-A14B-Diffusers": Published(28.6),
+    "Wan-AI/Wan2.2-I2V-A14B-Diffusers": Published(28.6),
+    "Wan-AI/Wan2.2-TI2V-5B-Diffusers": Published(5.0, channels=48, space=16),
+    "hunyuanvideo-community/HunyuanVideo": Published(12.8),
+    "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v": Published(8.3, channels=32, space=16),
+    "Lightricks/LTX-2": Published(19.0, channels=128, space=32, time=8),
+}
+
+
+class Row(NamedTuple):
+    """A recipe on its number of GPUs."""
+
+    gpus: int
+    stored: int
+    """Bytes per GPU."""
+    weights: int
+    """Bytes per GPU."""
+    busy: float
+
+
+def count(config: Config, gpus: int) -> Row:
+    """The row of a recipe for a published model."""
+    model = MODELS[config.model]
+    layout = Layout.of(config, gpus)
+    stored = stored_bytes(config, model.latent_shape(config), layout, gpus)
+    each = 2 if config.train.lora_rank else 16
+    weights = int(model.billions * 1e9 * each) // layout.split
+    return Row(gpus, stored, weights, busy_share(config, gpus // layout.context))
+
+
+def main() -> None:
+    """Print the table."""
+    print("| recipe | GPUs | stored, GiB | weights, GiB | busy |")
+    print("|---|---:|---:|---:|---:|")
+    for file in sorted((SCRIPTS / "prefgrpo").glob("lora_*.yaml")):
+        config = load(file)
+        if config.model in MODELS:
+            row = count(config, GPUS.get(config.name, 8))
+            sizes = f"{row.stored / GIB:.2f} | {row.weights / GIB:.1f}"
+            print(f"| `{file.stem}` | {row.gpus} | {sizes} | {row.busy:.0%} |")
+
+
+if __name__ == "__main__":
+    main()

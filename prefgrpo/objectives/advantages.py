@@ -1,0 +1,119 @@
+"""From the rewards of a step to advantages: missing values left out, several rewards combined, groups normalised.
+
+    A_i = Σ_r w_r A_ir    A_ir = (r_i − group mean) / (std + eps), or Σ_p u_p A_irp / Σ_p u_p over the reward's parts p
+
+The parts of a reward are sub-scores that are normalised separately and then weighted (`Reward.part_weights`), as
+Pref-GRPO does with UnifiedReward-Flex and with its edit scores. Invariant: each group is centred separately, so batch
+normalisation only rescales, and a group with equal rewards gets exactly 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from prefgrpo.config.by_path import load_object
+from prefgrpo.config.schema import COMBINE, AdvantageConfig
+from prefgrpo.ops import group_advantage
+from prefgrpo.rewards.base import Reward, Score
+from prefgrpo.rewards.pairwise import VlmPairwise
+
+Parts = Mapping[str, Mapping[str, float]]
+"""Reward → part → weight, for rewards whose parts are normalised separately."""
+
+
+def part_table(scores: Mapping[str, list[list[Score]]], parts: Parts) -> NDArray[np.float64]:
+    """[n_groups, G, K] sub-scores of all `parts` in order; NaN if a sample lacks the sub-score or the whole reward."""
+    columns = [
+        [[np.nan if s.value is None else s.parts.get(part, np.nan) for s in group] for group in scores[name]]
+        for name, weights in parts.items()
+        for part in weights
+    ]
+    return np.stack([np.array(c, dtype=np.float64) for c in columns], axis=-1)
+
+
+class CombineError(RuntimeError):
+    """`advantage.combine` raised, or did not return one number per sample."""
+
+
+def load_function(path: str) -> Callable[[Tensor, Tensor], Tensor]:
+    """The function named by `advantage.combine`: file.py:function or package.module.function. Raises ValueError."""
+    try:
+        function: Callable[[Tensor, Tensor], Tensor] = load_object(path)
+    except Exception as error:
+        raise ValueError(f"cannot load {path!r}: {type(error).__name__}: {error}") from error
+    if not callable(function):
+        raise ValueError(f"expected a function at {path!r}, got {type(function).__name__}")
+    return function
+
+
+def _combined(path: str, table: Tensor, weights: Tensor) -> Tensor:
+    """The user's function of rewards [R, B] and weights [R]: [B], with NaN for non-finite results."""
+    try:
+        values = torch.as_tensor(load_function(path)(table, weights)).to(table)
+    except Exception as error:
+        raise CombineError(f"advantage.combine {path} raised {type(error).__name__}: {error}") from error
+    if values.shape != table.shape[1:]:
+        raise CombineError(
+            f"advantage.combine {path}: expected {list(table.shape[1:])} values, got {list(values.shape)}"
+        )
+    return torch.where(values.isfinite(), values, torch.nan)
+
+
+def by_comparisons(rewards: Mapping[str, Reward], weights: Mapping[str, float], options: AdvantageConfig) -> bool:
+    """Whether advantages are those of one judge's win rates, which `winrate_advantage` computes from its verdicts."""
+    trained = {name: weight for name, weight in weights.items() if weight}
+    changed = options.combine not in COMBINE or options.rank or options.batch_norm
+    reward = rewards[next(iter(trained))]
+    return list(trained.values()) == [1] and not changed and isinstance(reward, VlmPairwise) and reward.is_win_rate
+
+
+def advantages(
+    rewards: NDArray[np.float64],
+    weights: Mapping[str, float],
+    group_size: int,
+    options: AdvantageConfig,
+    parts: Parts | None = None,
+    sub_scores: NDArray[np.float64] | None = None,
+    device: torch.device | str = "cpu",
+) -> tuple[Tensor, Tensor]:
+    """(advantages fp32 [P, G], bool [P, G] whether the sample counts), on `device`.
+
+    rewards: [P · G, R], in the order of `weights`. sub_scores: [P · G, K] of `parts`. NaN is missing, as is a sample
+    whose rewards have no finite combination: it is excluded from all statistics and gets 0. Raises CombineError if the
+    function fails.
+    """
+    table = torch.from_numpy(rewards.T.copy()).to(device)
+    kinds = torch.tensor(list(weights.values()), dtype=torch.float64, device=device)
+    ids = torch.arange(len(rewards) // group_size, device=device).repeat_interleave(group_size)
+    trained = kinds != 0
+    missing = table[trained].isnan().any(0)
+    normalise = partial(group_advantage, eps=options.eps, ddof=options.ddof)
+    in_groups = partial(normalise, group_ids=ids, std=options.std, rank=options.rank)
+
+    if parts and sub_scores is not None:
+        columns = iter(torch.from_numpy(sub_scores.T.copy()).to(device))
+        out = torch.zeros(len(rewards), dtype=torch.float64, device=device)
+        for row, (name, weight) in zip(table, weights.items(), strict=True):
+            own = [(u, next(columns)) for u in parts.get(name, {}).values()] or [(1.0, row)]
+            total = sum(u * in_groups(torch.where(missing, torch.nan, values)[None]).double() for u, values in own)
+            known = sum(u * ~values.isnan() for u, values in own)
+            if weight:
+                out += torch.where(missing | (known == 0), 0.0, weight * total / known)
+    elif options.combine not in COMBINE:
+        values = _combined(options.combine, table[trained], kinds[trained])
+        missing = values.isnan()
+        out = in_groups(values[None])
+    else:
+        if options.combine == "geometric_mean":
+            missing |= (table[trained] < 0).any(0)
+        out = in_groups(table, weights=kinds, combine=options.combine)
+    if options.batch_norm:
+        whole = torch.where(missing, torch.nan, out.double())[None]
+        out = torch.where(out == 0, 0.0, normalise(whole, group_ids=torch.zeros_like(ids)).double())
+    return out.float().view(-1, group_size), ~missing.view(-1, group_size)
