@@ -152,7 +152,7 @@ class Trainer:
         rewards = Rewards(config, world)
         opened.callback(rewards.close)
         trained = rewards.build("rewards", config.rewards, prompts)
-        self.scorer = training_scorer(config, trained, self.folder.root if world.main else None, world)
+        self.scorer = training_scorer(config, trained, self.folder.judgements_of(world.rank), world)
         opened.callback(self.scorer.cancel)
         measuring = rewards.build("eval.rewards", config.measured, held_out) if sets else {}
         embeddings = Embeddings(config)
@@ -204,7 +204,8 @@ class Trainer:
             write_atomic(folder.config, to_yaml(to_dict(config)))  # first: a resumed run needs it
             folder.eval.mkdir(exist_ok=True)
             folder.groups.mkdir(exist_ok=True)
-            truncate_log(folder.judgements, self.start)
+            for log in folder.all_judgements():
+                truncate_log(log, self.start)
         world.barrier()
         trackers = open_trackers(config, folder, self.start) if world.main else ()
         self.log = Log(folder, config.train.steps, self.start, trackers=trackers, active=world.main)

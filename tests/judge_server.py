@@ -16,14 +16,17 @@ import io
 import json
 import math
 import os
+import random
 import secrets
 import socket
 import ssl
 import time
 import zlib
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import aiohttp
 import numpy as np
 from aiohttp import web
 from PIL import Image
@@ -51,7 +54,7 @@ class JudgeServer:
         self.fault, self.count, self.port, self.vllm, self.delay_s = fault, count, port, vllm, delay_s
         self.requests: list[dict[str, Any]] = []
         self.bytes_in = 0
-        self.in_flight = self.peak = 0
+        self.in_flight = self.peak = self.checks = 0
         self.hang_after = -1
         self.media: dict[str, float] = {}
         self.capacity = 10_000
@@ -76,6 +79,9 @@ class JudgeServer:
         app.router.add_get("/version", self._version)
         app.router.add_post("/v1/chat/completions", self._chat)
         self.add_routes(app)
+        await self._listen(app)
+
+    async def _listen(self, app: web.Application) -> None:
         self._runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True, ssl_context=self.tls)
@@ -100,6 +106,7 @@ class JudgeServer:
         return web.json_response({"version": self.version}) if self.vllm else _error(404, "no such path")
 
     async def _health(self, _: web.Request) -> web.Response:
+        self.checks += 1
         if self.fault == "mute" or (self.fault == "hang" and self.in_flight):
             await asyncio.sleep(3600)
         return web.Response(status=503 if self.fault == "sick" else 200)
@@ -174,7 +181,8 @@ class JudgeServer:
             case "hang" | "mute":
                 await asyncio.sleep(3600)
             case "429":
-                return _error(429, "slow down", {"Retry-After": detail or "1"})
+                header, _, value = detail.rpartition(": ")
+                return _error(429, "slow down", {header or "Retry-After": value or "1"})
             case "307":
                 return web.Response(status=307, headers={"Location": "/elsewhere"})
             case "sick" | "loading":
@@ -224,6 +232,59 @@ class JudgeServer:
         assert request.transport is not None
         request.transport.close()
         return reply
+
+
+class Limited(JudgeServer):
+    """Refuses what exceeds a token bucket (429; `rate` per second, at most `burst` at once) or `queue` in flight
+    (503); /counts tells how many requests it got and answered."""
+
+    rate, burst, queue = math.inf, math.inf, math.inf
+    asked = answered = 0
+
+    def add_routes(self, app: web.Application) -> None:
+        self._tokens, self._filled = self.burst, time.monotonic()
+        app.router.add_get("/counts", self._counts)
+
+    async def _counts(self, _: web.Request) -> web.Response:
+        return web.json_response({"asked": self.asked, "answered": self.answered, "checks": self.checks})
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        self.asked += 1
+        now = time.monotonic()
+        self._tokens = min(self._tokens + (now - self._filled) * self.rate, self.burst)
+        self._filled = now
+        if self._tokens < 1 or self.in_flight >= self.queue:
+            await request.read()
+            full = self._tokens >= 1
+            return _error(503, "queue full") if full else _error(429, "slow down", {"Retry-After": "1"})
+        self._tokens -= 1
+        found = await super()._chat(request)
+        self.answered += found.status == 200
+        return found
+
+
+class Balancer(JudgeServer):
+    """Passes each request to one of several servers at random: 502 if that one cannot be reached."""
+
+    def __init__(self, *urls: str) -> None:
+        super().__init__()
+        self.urls, self.answers, self.dice = urls, Counter[int](), random.Random(0)
+
+    async def start(self) -> None:
+        self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True))
+        app = web.Application(client_max_size=1 << 28)
+        app.router.add_route("*", "/{path:.*}", self._pass_on)
+        await self._listen(app)
+
+    async def _pass_on(self, request: web.Request) -> web.StreamResponse:
+        url = self.dice.choice(self.urls) + request.path
+        try:
+            async with self._session.request(request.method, url, data=await request.read()) as reply:
+                if request.method == "POST":
+                    self.answers[reply.status] += 1
+                return web.Response(body=await reply.read(), status=reply.status, content_type=reply.content_type)
+        except aiohttp.ClientError:
+            return _error(502, "bad gateway")
 
 
 @functools.cache  # a timeout of the tests must not depend on how long this takes
@@ -289,8 +350,11 @@ def main() -> None:
     parser.add_argument("--delay", type=float, default=0.0)
     parser.add_argument("--answers", type=int, default=-1, help="hang after so many chat requests")
     parser.add_argument("--served-model-name", default=MODEL)
+    for limit in ("rate", "burst", "queue"):
+        parser.add_argument(f"--{limit}", type=float, default=math.inf)
     args, _ = parser.parse_known_args()
-    server = JudgeServer(port=args.port, delay_s=args.delay)
+    server = Limited(port=args.port, delay_s=args.delay)
+    server.rate, server.burst, server.queue = args.rate, args.burst, args.queue
     server.model = args.served_model_name
     server.hang_after = args.answers
 

@@ -6,6 +6,7 @@ would show. Non-numeric log-probabilities and other malformed answers are in tes
 """
 
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -32,6 +33,7 @@ from prefgrpo.judge.verdict import JudgeError
 FAST = {"timeout_s": 1.0, "deadline_s": 2.0}
 LEVELS = (20, 60, 100, 140, 180, 220)
 PAIRS = both_orders(len(LEVELS), 0)
+NUMBERS = itertools.count()
 
 
 def media(levels):
@@ -50,8 +52,8 @@ def ask(j, count=1):
 
 
 def right(j, levels=LEVELS, pairs=PAIRS):
-    """For each pair, whether the judge's verdict is present and correct."""
-    verdicts = j.judge_group("p", media(levels), pairs)
+    """For each pair of a new prompt, which may prefer another server, whether the verdict is present and correct."""
+    verdicts = j.judge_group(f"p {next(NUMBERS)}", media(levels), pairs)
     return [v.first is not None and (v.first > 0.5) == (a > b) for v, (a, b) in zip(verdicts, pairs, strict=True)]
 
 
@@ -60,17 +62,18 @@ def missing(verdicts, reason):
     assert all(reason in v.reason for v in verdicts), verdicts[0].reason
 
 
-# fault -> (requests per pair while the fault persists, whether another server helps, reason)
+# fault -> (requests per pair while the fault persists, None: as many as fit into the patience; whether another server
+# helps; reason)
 FAULTS = {
     "hang": (2, True, "did not answer within 1 s"),
     "drip": (2, True, "did not answer within 1 s"),
     "504": (2, True, "answered 504: no answer from behind"),
-    "429 0.1": (3, True, "answered 429: slow down"),
-    "429 Fri, 31 Dec 9999 23:59:59 GMT": (3, True, "answered 429: slow down"),
+    "429 0.1": (None, True, "answered 429: slow down"),
+    "429 Fri, 31 Dec 9999 23:59:59 GMT": (None, True, "answered 429: slow down"),
     "500": (3, True, "gave up after 3 requests; the last one: http://127.0.0.1"),
-    "503": (3, True, "answered 503: overloaded"),
-    "drop": (3, True, "gave up after 3 requests"),
-    "truncated": (3, True, "gave up after 3 requests"),
+    "503": (None, True, "answered 503: overloaded"),
+    "drop": (None, True, "Server disconnected"),
+    "truncated": (None, True, "payload is not completed"),
     "sick": (None, True, "no server was usable for 2 s"),
     "html": (2, True, "no readable chat completion"),
     "not_json": (2, True, "no readable chat completion"),
@@ -93,14 +96,14 @@ def test_a_fault(fault):
     requests, mends, reason = FAULTS[fault]
     with JudgeServer(fault) as bad, JudgeServer(delay_s=0.02) as good:
         missing(ask(judge(bad.url, **{"timeout_s": 20.0, "deadline_s": 40.0} if fault == "endless" else {})), reason)
-        assert requests in (None, len(bad.requests) / 2)
-        if requests not in (1, None):  # the fault is transient
-            bad.count = 1
+        assert requests == len(bad.requests) / 2 or (requests is None and len(bad.requests) < 2 * 20)
+        if requests != 1 and fault != "sick":  # the fault is transient
+            bad.count = 2
             dark_first, bright_first = ask(judge(bad.url, retries=5, deadline_s=10))
             assert dark_first.first < 0.1 and bright_first.first > 0.9
         if mends:  # one of two servers stays faulty and must not attract the requests
             bad.count, seen = -1, len(bad.requests)
-            assert all(right(judge(bad.url, good.url, concurrency=4, retries=5)))
+            assert all(right(judge(bad.url, good.url, concurrency=4, retries=5, deadline_s=60.0)))
             assert len(bad.requests) - seen < len(PAIRS)
 
 

@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from aiohttp import web
 from judge_server import MODEL, JudgeServer, free_port
 from tiny_run import all_end, recipe, start
 
@@ -50,6 +51,48 @@ def test_a_server_that_is_wrong_is_not_waited_for(options, message):
     with JudgeServer() as server, pytest.raises(JudgeError, match=message):
         server.key = "secret" * (not options)
         check_reachable(JudgeConfig((server.url,), **options), say=lambda line: pytest.fail(line))
+
+
+class Gateway(JudgeServer):
+    """A server of another maker: a path of its own, no /health, and the models as a bare list, or not at all."""
+
+    lists = True
+
+    def add_routes(self, app):
+        app.router.add_get("/api/v3/models", self._list)
+        app.router.add_post("/api/v3/chat/completions", self._chat)
+
+    async def _list(self, _):
+        return web.json_response([{"id": MODEL}, {"id": "tiny"}]) if self.lists else web.Response(status=404)
+
+    async def _health(self, _):
+        return web.Response(status=404)
+
+
+def test_servers_that_are_not_vllm():
+    """The address is used as it is if it has a path, and nothing must be listed if the model is named."""
+    with Gateway(vllm=False) as server:
+        url = f"{server.url}/api/v3"
+        with pytest.raises(JudgeError, match="serves several models"):
+            check_reachable(JudgeConfig((url,)))
+        with pytest.raises(JudgeError, match="serves bright-judge, tiny, not 'big'"):
+            check_reachable(JudgeConfig((url,), "big"))
+        for lists in (True, False):
+            server.lists = lists
+            assert check(JudgeConfig((f"{url}/",), MODEL), known_answers=True).alarm == ""
+        with pytest.raises(JudgeError, match=r"lists no model: /models answered 404; .* or judge\.model"):
+            check_reachable(JudgeConfig((url,)))
+        assert check_reachable(JudgeConfig((f"{server.url}/v1",)))[0] == MODEL
+
+
+def test_an_https_address_goes_through_the_proxy_of_the_environment(monkeypatch):
+    monkeypatch.setenv("https_proxy", "http://proxy:3128")
+    monkeypatch.setenv("http_proxy", "http://proxy:3128")
+    monkeypatch.setenv("no_proxy", "inside.example")
+    proxies = [
+        http.Endpoint(url).proxy for url in ("https://api.example/v1", "https://inside.example", "http://node1:8000")
+    ]
+    assert proxies == ["http://proxy:3128", None, None]
 
 
 def test_a_probe_has_the_time_of_an_answer():

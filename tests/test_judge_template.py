@@ -80,6 +80,41 @@ def test_a_bad_template_is_refused_by_name(tmp_path, text, complaint):
         load_template(str(path), *((("prompt", "media_1"), ("source",), KINDS) if text.count("media") == 1 else ()))
 
 
+def test_the_fields_of_a_template_are_merged_into_the_request(tmp_path):
+    """Those that publishers of thinking judges give, and those that another server needs instead of vLLM's."""
+    own = {
+        "temperature": 0.7,
+        "top_p": 0.8,
+        "chat_template_kwargs": {"enable_thinking": False},
+        "mm_processor_kwargs": {"max_pixels": 1003520},
+        "max_completion_tokens": 4096,
+        "seed": None,
+    }
+    path = tmp_path / "t.yaml"
+    question = shipped_templates()["think"]
+    path.write_text(json.dumps(question | {"request": own}))
+    template = load_template(str(path))
+    body = json.loads(chat_body("m", template, {"prompt": "p"}, (b"{}", b"{}")))
+    plain = json.loads(chat_body("m", load_template("think"), {"prompt": "p"}, (b"{}", b"{}")))
+    assert plain | {key: value for key, value in own.items() if value} == body | {"max_tokens": 4096, "seed": 0}
+    assert "max_tokens" not in body and "seed" not in body and hash(template) != hash(load_template("think"))
+    for bad in ({"model": "other"}, {"stream": True}, ["temperature"], "temperature: 1"):
+        path.write_text(json.dumps(question | {"request": bad}))
+        with pytest.raises(JudgeError, match=r"request: .*expected a mapping of fields other than"):
+            load_template(str(path))
+
+
+@pytest.mark.parametrize("field", ["reasoning", "reasoning_content"])
+def test_hidden_thinking_is_kept_and_never_read_as_the_answer(field):
+    said = {"message": {"content": "Edited image 1 is better", field: "Edited image 2 is better"}}
+    verdict = read(load_template("edit_pairwise"), said)
+    assert verdict.first == 1.0 and verdict.raw == "<think>Edited image 2 is better</think>Edited image 1 is better"
+    only = read(load_template("edit_pairwise"), {"message": {"content": None, field: "Edited image 2 is better"}})
+    assert only.first is None and "only thought, for max_tokens = 4096" in only.reason and "</think>" in only.raw
+    begins = read(load_template("compare"), {"message": {"content": None, field: "So"}} | _choice(("So", -0.1)))
+    assert begins.first is None and "neither label" in begins.reason and "the judge thinks first" in begins.reason
+
+
 def _choice(*top):
     rows = [{"token": t, "logprob": v} for t, v in top]
     return {"logprobs": {"content": [{"token": "x", "top_logprobs": rows}]}}

@@ -4,11 +4,13 @@ Why these cases: with several judged rewards, a wrong template or server would g
 score the run's samples must be refused before the first image.
 """
 
+import json
+
 import pytest
 import reward_cases_vlm
 import torch
 from judge_server import JudgeServer
-from tiny_run import ALONE, settings
+from tiny_run import ALONE, all_end, ranks, recipe, rows, settings
 
 from prefgrpo.config.loading import differences, from_dict
 from prefgrpo.config.recipe import ConfigError
@@ -76,10 +78,10 @@ def test_a_bare_name_in_evaluation_is_the_trained_reward(place):
 
 def test_ranks_share_the_limit(place):
     """By those that have a group to judge, at least one request each."""
-    for limit, ranks, prompts, share in ((64, 8, 42, 8), (10, 4, 42, 2), (3, 8, 42, 1), (64, 8, 2, 32)):
+    for limit, size, prompts, share in ((64, 8, 42, 8), (10, 4, 42, 2), (3, 8, 42, 1), (64, 8, 2, 32)):
         c = config(place, judge={"concurrency": limit}, rollout={"prompts_per_step": prompts})
-        for rank in range(ranks):
-            world = World(rank, ranks, torch.device("cpu"))
+        for rank in range(size):
+            world = World(rank, size, torch.device("cpu"))
             assert judge_config(c, c.rewards[0], world).concurrency == share
 
 
@@ -112,3 +114,31 @@ def test_a_reward_that_does_not_fit_the_run_is_refused_with_all_reasons(place):
     assert "needs the column 'tag', which 1 prompt(s) lack, the first: 'a cat' (its columns: none)" in told
     with pytest.raises(ConfigError, match="no source image"):
         Rewards(config(place), ALONE).build("rewards", config(place, rewards=f'["{EDIT}"]').rewards, plain)
+
+
+@pytest.mark.full
+def test_every_comparison_of_every_process_is_logged_once_also_after_a_resume_with_fewer(place):
+    """A long answer keeps its end, where the verdict stands."""
+
+    def logged():
+        files = sorted(folder.glob("judgements*.jsonl"))
+        return files, [json.loads(line) for file in files for line in file.read_text("utf-8").splitlines()]
+
+    folder = place / "runs" / "logged"
+    with JudgeServer() as server:
+        server.answer = lambda bright, text: f"{'so ' * 2000}<answer>Image {2 - (bright[0] > bright[1])}</answer>"
+        judge = {"endpoints": [server.url]}
+        about = {"rewards": [entry(OTHER)], "judge": judge, "eval": {"every": 0}, "checkpoint": {"every": 1}}
+        file = recipe(place, "logged", **about, train={"steps": 2})
+        all_end(ranks(file, 2))
+        files, lines = logged()
+        asked = sum(row["judge/requests"] for row in rows(folder) if row["kind"] == "train")
+        assert [file.name for file in files] == ["judgements.jsonl", "judgements_0001.jsonl"]
+        key = ("step", "group", "first", "second")
+        assert asked == len(lines) == len({tuple(line[k] for k in key) for line in lines})
+        assert all(line["raw"].endswith("</answer>") and len(line["raw"]) < 2100 for line in lines)
+        (folder / "checkpoints" / "step_000002").rename(folder / "lost")
+        all_end(ranks(file, 1, "--resume"))
+    files, again = logged()
+    assert sorted(line["group"] for line in again) == sorted(line["group"] for line in lines)
+    assert {line["step"] for line in map(json.loads, files[1].read_text("utf-8").splitlines())} == {0}

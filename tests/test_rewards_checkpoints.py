@@ -65,7 +65,7 @@ def test_a_checkpoint_of_something_else_is_refused(tmp_path, aesthetic):
     content = torch.load(folder / "HPS_v2.1_compressed.pt", weights_only=True)
     del content["state_dict"]["ln_final.weight"]
     torch.save(content, folder / "HPS_v2.1_compressed.pt")
-    refused("hpsv2", "ln_final.weight", model=str(folder))
+    refused("hpsv2", "ln_final.weight", model=str(folder), architecture="checkpoint")
     head = aesthetic_head(tmp_path / "head.pth")
     weights = torch.load(head, weights_only=True)
     torch.save(weights | {"layers.0.weight": weights["layers.0.weight"][:, :512]}, head)

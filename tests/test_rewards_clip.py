@@ -5,6 +5,7 @@ head, plain float64 NumPy. Also tested: a wrong checkpoint, a missing library, a
 which gives silently wrong rewards in other code.
 """
 
+import json
 import os
 from pathlib import Path
 
@@ -14,14 +15,15 @@ import pytest
 import torch
 from reward_cases import GRID, edits, grids, picture, pictures
 from safetensors.torch import load_file, save_file
-from tiny_rewards import MAKERS, SIZE, clip_folder
+from tiny_rewards import MAKERS, SIZE, architecture, clip_folder, open_clip_folder
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms import functional as vision
 from transformers import CLIPImageProcessorPil, CLIPModel, CLIPProcessor, CLIPTokenizer
 
 from prefgrpo.data.media import Media
 from prefgrpo.rewards import build
-from prefgrpo.rewards.base import Sample
+from prefgrpo.rewards.base import RewardError, Sample
+from prefgrpo.rewards.clip import Clip, Hpsv2
 from prefgrpo.rewards.grid import split
 
 PUBLIC_HEAD = "PREFGRPO_AESTHETIC_HEAD"
@@ -76,6 +78,38 @@ def test_clip_is_the_cosine_of_open_clip(made, reward):
     found = values(reward("clip"), pictures())
     np.testing.assert_allclose(found, (image * text).sum(-1), atol=2e-6)
     assert np.ptp(found) > 0.05, "the tiny checkpoint does not tell the samples apart"
+
+
+def test_clip_as_published_puts_the_weights_into_another_architecture(tmp_path, made):
+    """Pref-GRPO loads DFN5B's weights (378 pixels, QuickGELU, squash) into open_clip's ViT-H-14 (224, GELU, crop). The
+    oracle calls open_clip as it does, with a larger tiny checkpoint and a smaller tiny architecture."""
+    tiny = architecture(quick_gelu=False)
+    (tmp_path / "tiny-H-14.json").write_text(json.dumps(tiny))
+    open_clip.add_model_config(tmp_path)
+    folder = open_clip_folder(tmp_path / "dfn", size=3 * SIZE // 2)
+    pretrained = str(folder / "open_clip_pytorch_model.bin")
+    model, _, preprocess = open_clip.create_model_and_transforms("tiny-H-14", pretrained=pretrained)
+    tokenize = open_clip.get_tokenizer("tiny-H-14")
+    samples = [*pictures(), Sample("tall", picture(4, 64, 24))]
+    media, texts = media_and_texts(samples)
+    with torch.no_grad():
+        image, text, _ = model.eval()(torch.stack([preprocess(m.pil) for m in media]), tokenize(texts))
+    published = build("clip", {"clip": {"model": str(folder), "architecture": "tiny-H-14"}})["clip"]
+    np.testing.assert_allclose(values(published, samples), (image * text).sum(-1), atol=2e-6)
+    own = build("clip", {"clip": {"model": str(folder), "architecture": "checkpoint"}})["clip"]
+    image, text = by_open_clip(folder, media, texts)
+    np.testing.assert_allclose(values(own, samples), (image * text).sum(-1), atol=2e-6)
+    assert np.abs(np.subtract(values(own, samples), values(published, samples))).min() > 1e-3
+    assert Clip.architecture == Hpsv2.architecture == "ViT-H-14", "as published, without an option"
+
+
+def test_no_architecture_is_guessed(made, tmp_path):
+    folder = open_clip_folder(tmp_path / "dfn")
+    with pytest.raises(RewardError, match=r"cannot load '.* as ViT-L-14'"):
+        build("clip", {"clip": {"model": str(folder), "architecture": "ViT-L-14"}})["clip"]
+    (folder / "open_clip_config.json").unlink()
+    with pytest.raises(RewardError, match=r"has no open_clip_config.json.* option `architecture`"):
+        build("clip", {"clip": {"model": str(folder), "architecture": "checkpoint"}})["clip"]
 
 
 def test_hpsv2_is_the_cosine_under_the_checkpoints_state_dict(made, reward):

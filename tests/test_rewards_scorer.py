@@ -18,7 +18,7 @@ from prefgrpo.config.schema import JudgeConfig
 from prefgrpo.judge.verdict import PairJudge, Verdict
 from prefgrpo.rewards import build
 from prefgrpo.rewards.base import PointwiseReward, Sample, Score
-from prefgrpo.rewards.log import truncate_log
+from prefgrpo.rewards.log import log_judgements, truncate_log
 from prefgrpo.rewards.pairwise import VlmPairwise
 from prefgrpo.rewards.prepared import PreprocessedReward
 from prefgrpo.rewards.scorer import DEADLINE_PASSED, Scorer
@@ -144,6 +144,15 @@ def test_a_failed_comparison_counts_for_nobody_and_the_log_has_a_line_for_it(tmp
     assert len(lines) == 12 and {line["step"] for line in lines} == {3}
     assert sum(line["p_first"] is None for line in lines) == 6
     assert all(len(json.dumps(line)) < 400 for line in lines), "a logged line contains pixels"
+
+
+def test_a_long_answer_is_logged_with_its_beginning_and_its_end(tmp_path):
+    path = tmp_path / "judgements.jsonl"
+    said = f"<think>First{'.' * 9000}</think><answer>Image 1</answer>"
+    log_judgements(path, "r", 0, 0, "p", {(0, 1): Verdict(1.0, raw=said), (1, 0): Verdict(0.0, raw="Image 2")})
+    first, second = (json.loads(line)["raw"] for line in path.read_text().splitlines())
+    assert first.startswith("<think>First.") and first.endswith(said[-1500:]) and len(first) < 2100
+    assert second == "Image 2"
 
 
 def test_a_resumed_run_drops_the_steps_that_it_repeats_and_what_a_dying_node_left(tmp_path):

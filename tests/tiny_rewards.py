@@ -104,9 +104,9 @@ def _laion(folder: Path) -> dict[str, Any]:
 
 MAKERS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "aesthetic": _aesthetic,
-    "clip": lambda folder: {"model": str(open_clip_folder(folder))},
+    "clip": lambda folder: {"model": str(open_clip_folder(folder)), "architecture": "checkpoint"},
     "clipscore": _clip,
-    "hpsv2": lambda folder: {"model": str(hps_folder(folder))},
+    "hpsv2": lambda folder: {"model": str(hps_folder(folder)), "architecture": "checkpoint"},
     "image_similarity": _clip,
     "pickscore": _clip,
     "subfig_clipT": _laion,

@@ -1,8 +1,9 @@
 """Parses a judge's answer: the log-probabilities of one token, the verdict stated in a text, or named scores.
 
 Texts are read in the forms that templates ask for and judges were trained on. Invariant: only an unambiguous answer
-counts; a tie is 0.5. Anything else raises Unreadable and the verdict is missing. A named score or category that cannot
-be read is left out.
+counts: a text that states one winner, in sentences that are verdicts; a tie is 0.5. Anything else raises Unreadable and
+the verdict is missing. A named score or category that cannot be read is left out. tests/test_judge_answers.py lists
+where published parsers read the same answers differently, and why.
 """
 
 from __future__ import annotations
@@ -17,13 +18,26 @@ import numpy as np
 
 from prefgrpo.judge.template import Template, spelled
 
+CATEGORIES = 3
+"""Categories of a `flex` answer that are used."""
 _ONLY = re.compile(r"(?:(?:edited )?(?:image|video) )?([12])|(?:edited )?(?:image|video) ([12]) is better", re.I | re.A)
 """A whole answer that names one of two."""
 _TIE = re.compile(r"tie|both (?:images|videos|edited images) are equally good", re.I)
 _STATED = re.compile(
-    r"(?:^|[.!?;])[ \"'“>#-]*(?:edited )?(?:image|video) ([12]) is better(?=[\"'”]? *(?:[.!;]|$))", re.I | re.A | re.M
+    r"\b(?:edited )?(?:image|video) ([12]) is better"
+    r"(?=[\"'”)]* *(?:$|,|because\b|since\b|due to\b|overall\b|as (?:it|the)\b|than (?:edited )?(?:image|video) [12]))",
+    re.I | re.A,
 )
-"""A sentence that is a verdict, as the published judges write it."""
+"""What a sentence that is a verdict says."""
+_LEAD = re.compile(
+    r"(?:(?:(?:therefore|thus|hence|so|overall|ultimately|finally|consequently|accordingly|all in all|as a result|"
+    r"for these reasons|in (?:conclusion|summary|short)|to (?:conclude|sum up))[,:]?|"
+    r"(?:based on|considering|given|taking|although|while|though|after|since|because)\b.*,) ?)?"
+    r"(?:(?:my |the )?(?:final |overall )?(?:conclusion|output|answer|verdict|result|decision|judge?ment)(?: is)?[,:]?"
+    r"(?: that)?|(?:i (?:conclude|believe|think|find)|it is clear)(?: that)?)?",
+    re.I | re.A,
+)
+"""What may come before it in the sentence; anything else may negate, quote or narrow it."""
 _THOUGHTS = re.compile(r".*</(?:think|thinking|thought)>", re.I | re.S)
 _THINKS = re.compile(r"<(?:think|thinking|thought)>", re.I)
 _MARKUP = re.compile(r"[*`_]+")
@@ -31,6 +45,7 @@ _EDGE = " \"'“”#>•.!\n"
 _ANSWER = re.compile(r"</?answer>", re.I)
 _SCORE = re.compile(r"</?score>", re.I)
 _MARKS = re.compile(r"\[\s*[01](?:\s*,\s*[01])*\s*,?\s*\]")
+_NUMBERED = re.compile(r"^\d+[.)] +", re.A)
 _NUMBER = r"\s*(-?\d+(?:\.\d+)?)\s*"
 
 
@@ -96,35 +111,39 @@ def _short_verdict(text: str) -> float | None:
     return 0.5 if _TIE.fullmatch(whole) else None
 
 
-def _winner(value: Any) -> float:
-    verdict = None if isinstance(value, bool) else _short_verdict(str(value))
-    if verdict is None:
-        raise Unreadable(f"expected 'Image 1', 'Image 2' or 'tie', got {str(value)[:80]!r}")
-    return verdict
-
-
 def parse_plain(text: str) -> float:
-    """The verdict inside <answer>…</answer> if there is one; else a short verdict, or a longer answer that ends with
-    the sentence 'Image k is better' and nowhere has the other."""
-    if _ANSWER.search(text):
-        return _winner(_between(text, _ANSWER))
+    """The verdict inside <answer>…</answer> if there is one, else in the whole text."""
+    return _winner(_between(text, _ANSWER) if _ANSWER.search(text) else text)
+
+
+def _winner(value: Any) -> float:
+    """A short verdict, or the one winner that the sentences of a longer text state."""
+    text = "" if isinstance(value, bool) else str(value)
     if (short := _short_verdict(text)) is not None:
         return short
-    bare = _bare(text)
-    stated = list(_STATED.finditer(bare))
-    if len({match[1] for match in stated}) != 1 or bare[stated[-1].end() :].strip(_EDGE):
-        raise Unreadable(f"expected an answer that ends with 'Image k is better', got {text[-80:]!r}")
-    return 2.0 - int(stated[0][1])
+    pieces = re.split(r"([.!?;\n])", _bare(text))
+    stated = set()
+    for sentence, end in zip(pieces[::2], [*pieces[1::2], ""], strict=True):
+        found = list(_STATED.finditer(sentence))
+        before = sentence[: found[0].start()].strip(_EDGE) if found else ""
+        if end != "?" and _LEAD.fullmatch(before):
+            stated |= {match[1] for match in found}
+    if len(stated) != 1:
+        raise Unreadable(f"expected 'Image 1', 'Image 2', 'tie' or 'Image k is better', got {text[-80:]!r}")
+    return 2.0 - int(stated.pop())
 
 
 def parse_flex(text: str) -> tuple[float, dict[str, float]]:
-    """Overall and per-category verdicts of one JSON object with `winner` and `categories[].cat_winner`."""
+    """Overall and per-category verdicts of one JSON object with `winner` and `categories[].cat_winner`.
+
+    Only the first CATEGORIES are used, as written, because the judge may add one of its own after them.
+    """
     value = _json_object(text)
     if "winner" not in value:
         raise Unreadable(f"expected a JSON object with 'winner', got {text[:80]!r}")
     parts: dict[str, float] = {}
     categories = value.get("categories")
-    for index, item in enumerate(categories if isinstance(categories, list) else []):
+    for index, item in enumerate(categories[:CATEGORIES] if isinstance(categories, list) else []):
         try:
             parts.setdefault(str(item.get("name", index)), _winner(item.get("cat_winner")))
         except (Unreadable, AttributeError):
@@ -133,12 +152,13 @@ def parse_flex(text: str) -> tuple[float, dict[str, float]]:
 
 
 def parse_scores(text: str, names: tuple[tuple[str, float, float], ...], pattern: str) -> dict[str, float]:
-    """Named scores from lines that are `pattern`; a score out of range, or stated with two values, is left out."""
-    lines = [line.lstrip(" #>•-") for line in _bare(text).splitlines()]
+    """Named scores from lines that are `pattern`, numbered or not; a score out of range, or stated with two values, is
+    left out. After the number there may be its maximum: 4.5/5."""
+    lines = [_NUMBERED.sub("", line.lstrip(" #>•-")) for line in _bare(text).splitlines()]
     values: dict[str, float] = {}
     for name, low, high in names:
         before, after = (re.escape(part.strip()) for part in pattern.replace("{name}", name).split("{value}"))
-        score_line = re.compile(rf"{before}{_NUMBER}{after}\.?", re.I | re.A)
+        score_line = re.compile(rf"{before}{_NUMBER}(?:/ ?{high:g} ?)?{after}\.?", re.I | re.A)
         said = {float(match[1]) for match in map(score_line.fullmatch, lines) if match}
         if len(said) == 1 and low <= min(said) <= high:
             values[name] = said.pop()

@@ -28,6 +28,9 @@ from prefgrpo.judge.template import SOURCE, Template
 FRAMES = 8
 """Number of frames of a clip shown to the judge, evenly spaced from first to last."""
 _GRACE_S = 0.25
+_MISSES = 3
+_MISS_SHARE = 0.05
+"""A server gets no more ids after more misses than both: several servers behind a balancer do not share images."""
 WORKERS = ThreadPoolExecutor(2, "encode")
 """Not the event loop's own threads, in which host names are looked up: requests would wait for images."""
 T = TypeVar("T")
@@ -70,6 +73,9 @@ class MediaIds:
 
     def __init__(self) -> None:
         self.supported = False
+        self.requests = 0
+        self.misses = 0
+        """Requests by id, and those for an image that the server did not hold."""
         self.sent: WeakKeyDictionary[Encoded, asyncio.Event] = WeakKeyDictionary()
         """Medium → set when it may be named."""
         self.unnamed: WeakSet[Encoded] = WeakSet()
@@ -81,8 +87,10 @@ class MediaIds:
         """The media whose data a request must carry (None: all, without ids). Send it at once, then `release`."""
         while waiting := [self.sent[m] for m in media if m in self.sent and not self.sent[m].is_set()]:
             await waiting[0].wait()
-        if not self.supported or not self.unnamed.isdisjoint(media):
+        off = self.misses > max(_MISSES, _MISS_SHARE * self.requests)
+        if off or not self.supported or not self.unnamed.isdisjoint(media):
             return None
+        self.requests += 1
         carried = {m for m in media if m not in self.sent}
         for medium in carried:
             self.sent[medium] = asyncio.Event()
@@ -92,9 +100,20 @@ class MediaIds:
     def release(self, carried: set[Encoded] | None, answered: bool) -> None:
         """The request that carried these media has ended."""
         for medium in carried or ():
-            self.sent[medium].set()
+            event = self.sent.get(medium)
+            if event:
+                event.set()
             if not answered:
-                del self.sent[medium]
+                self.sent.pop(medium, None)
+
+    def forget(self) -> None:
+        """The server was down and may have restarted: it holds nothing."""
+        self.requests = 0
+        self.misses = 0
+        for event in self.sent.values():
+            event.set()
+        self.sent.clear()
+        self.unnamed.clear()
 
 
 def encode(media: Media, image_format: str, max_pixels: int = 0) -> Encoded:
@@ -168,7 +187,7 @@ def chat_body(
 
 @lru_cache(maxsize=32)
 def _tail(template: Template) -> bytes:
-    """Everything after the user's content: prefill, sampling, logprobs."""
+    """Everything after the user's content: prefill, sampling, logprobs, and the template's own fields."""
     fields: dict[str, Any] = {"max_tokens": template.max_tokens, "temperature": 0, "seed": 0}
     turn = b"}]"
     if template.prefill:
@@ -176,7 +195,10 @@ def _tail(template: Template) -> bytes:
         fields |= {"continue_final_message": True, "add_generation_prompt": False}
     if template.answer in ("soft", "word"):
         fields |= {"logprobs": True, "top_logprobs": 20}
-    return turn + b"," + _json(fields)[1:]
+    own = json.loads(template.request)
+    if "max_completion_tokens" in own:
+        del fields["max_tokens"]
+    return turn + b"," + _json({key: value for key, value in (fields | own).items() if value is not None})[1:]
 
 
 @lru_cache(maxsize=32)

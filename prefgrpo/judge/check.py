@@ -126,8 +126,8 @@ def _probe(judge: HttpJudge, url: str, known_answers: bool, clips: bool, shape: 
     health = Health([f"{url}: ok, serves {model}; a pair took {verdict.latency_s:.2f} s"])
     if judge.template.answer != "think" and "</think" in verdict.raw:
         health.rows.append(
-            f"WARNING: {url}: '{model}' thinks before it answers, which template '{judge.template.name}' does not ask "
-            f"for: {NO_THINKING}"
+            f"WARNING: {url}: '{model}' thinks before it answers ({len(verdict.raw)} characters), which template "
+            f"'{judge.template.name}' does not ask for: {NO_THINKING}"
         )
     if known_answers:
         result, problem = ask_known_answers(judge, judge.clip_template if clips else judge.template, clips)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 from weakref import WeakKeyDictionary
 
 from prefgrpo.config.schema import JudgeConfig
@@ -25,7 +26,6 @@ from prefgrpo.judge.loop import loop_thread
 from prefgrpo.judge.template import Template, load_template, shipped_templates
 from prefgrpo.judge.verdict import MIN_LABEL_MASS, Pair, PairJudge, Verdict, did_you_mean, two_label_softmax
 
-_PATH = "/v1/chat/completions"
 MAX_PIXELS = 2048 * 2048
 """Larger images are sent smaller."""
 IDS_FROM = (0, 32)
@@ -46,13 +46,15 @@ class JudgeClient:
     def __init__(self, config: JudgeConfig) -> None:
         self.config = config
         self.model = config.model
+        urls = [url.rstrip("/") for url in config.endpoints]
         self.pool = HttpPool(
-            config.endpoints,
+            [url.removesuffix("/v1") for url in urls],
             self._check,
             concurrency=config.concurrency,
             patience_s=config.deadline_s or PATIENCE_S,
             key_env=config.api_key_env,
         )
+        self._api = {e.url: _api_path(url) for e, url in zip(self.pool.endpoints, urls, strict=True)}
         self.ids = {endpoint.url: MediaIds() for endpoint in self.pool.endpoints}
         self.encodings = Encodings(lambda media: encode(media, config.image_format, MAX_PIXELS))
         self._asked: WeakKeyDictionary[Media, dict[_Key, asyncio.Future[Verdict]]] = WeakKeyDictionary()
@@ -106,7 +108,7 @@ class JudgeClient:
             return first_choice(endpoint.url, await self._post(endpoint, body, {*media, *source}, timeout_s))
 
         try:
-            choice, retries = await self.pool.send(attempt)
+            choice, retries = await self.pool.send(attempt, key=values.get("prompt", ""))
         except Failure as error:
             return Verdict(None, str(error), time.monotonic() - start)
         return replace(read(template, choice), latency_s=time.monotonic() - start, retries=retries)
@@ -116,42 +118,50 @@ class JudgeClient:
     ) -> bytes:
         """The reply to a question, which names by id the media that the server holds."""
         ids = self.ids[endpoint.url]
+        path = self._api[endpoint.url] + "/chat/completions"
         carried = await ids.claim(media)
         answered = False
         try:
-            payload = await endpoint.post(_PATH, body(carried), timeout_s)
+            payload = await endpoint.post(path, body(carried), timeout_s)
             answered = True
             return payload
         except Failure as failure:
             if carried is None or not any(text in str(failure) for text in _MISS):
                 raise
+            ids.misses += 1
         finally:
             if carried is not None and not answered:  # failed, or cancelled at the step's deadline
                 ids.unnamed.update(media)
             ids.release(carried, answered)
-        return await endpoint.post(_PATH, body(None), timeout_s)
+        return await endpoint.post(path, body(None), timeout_s)
 
     async def _check(self, endpoint: Endpoint) -> str:
         """Why a server must not be asked: it is down, or serves another model, which some servers do not refuse."""
         status, _ = await endpoint.get("/health")
         if status >= 500:  # not every server implements it
             raise Starting(f"/health answered {status}")
-        status, raw = await endpoint.get("/v1/models")
+        path = self._api[endpoint.url] + "/models"
+        status, raw = await endpoint.get(path)
         if status >= 500:
-            raise Starting(f"/v1/models answered {status}")
+            raise Starting(f"{path} answered {status}")
         served = _models(raw) if status == 200 else []
-        if not served:
-            advice = "; is api_key_env the environment variable of its key?" if status in (401, 403) else ""
-            return f"lists no model: /v1/models answered {status}{advice}; expected an OpenAI-compatible server"
+        if not served and (not self.config.model or status in (401, 403)):
+            key = "; is api_key_env the environment variable of its key?" if status in (401, 403) else ""
+            return (
+                f"lists no model: {path} answered {status}{key}; expected an OpenAI-compatible server, or judge.model"
+            )
         if not self.model and len(served) > 1:
             return f"serves several models ({', '.join(served)}); set the judge's model to one of them"
         model = self.model or served[0]
-        if model not in served:
+        if served and model not in served:
             hint = did_you_mean(model, served)
             return f"serves {', '.join(served)}, not '{model}'{hint}; set the judge's model to a served name"
         self.model = model
         _, version = await endpoint.get("/version")
-        self.ids[endpoint.url].supported = takes_ids(version)
+        ids = self.ids[endpoint.url]
+        ids.supported = takes_ids(version)
+        if endpoint.problem:
+            ids.forget()
         return ""
 
 
@@ -215,9 +225,11 @@ def read(template: Template, choice: Mapping[str, Any]) -> Verdict:
     """What a choice says, as the template specifies; missing, with the reason, if it contains nothing usable."""
     message = choice.get("message")
     message = message if isinstance(message, dict) else {}
-    text = message.get("content")
-    raw = text if isinstance(text, str) else str(choice)[:200]
-    raw = raw.encode("utf-8", "replace").decode()  # a lone surrogate cannot be written to a log
+    text, thoughts = (_utf8(message.get(key)) for key in ("content", "reasoning"))
+    thoughts = thoughts or _utf8(message.get("reasoning_content"))
+    raw = _utf8(str(choice)[:200] if text is None else text) or ""
+    if thoughts:
+        raw = f"<think>{thoughts}</think>{text or ''}"
     try:
         if template.answer == "soft" and template.labels:
             first, second = answers.label_logprobs(choice, template.labels, template.variants)
@@ -225,22 +237,32 @@ def read(template: Template, choice: Mapping[str, Any]) -> Verdict:
             return Verdict(value, reason, raw=f"logp {first:.4f} {second:.4f}")
         if template.answer == "word" and template.labels:
             return Verdict(answers.word_probability(choice, template.labels))
-        if not isinstance(text, str) and (message.get("reasoning") or message.get("reasoning_content")):
-            raise answers.Unreadable(
-                f"the judge only thought, for max_tokens = {template.max_tokens}: {answers.NO_THINKING}"
-            )
-        if not isinstance(text, str):
-            raise answers.Unreadable("the server's answer has no text")
-        value, parts = answers.parse_answer(template, raw, choice.get("finish_reason") in _CUT)
+        if text is None:
+            only = f"the judge only thought, for max_tokens = {template.max_tokens}: {answers.NO_THINKING}"
+            raise answers.Unreadable(only if thoughts else "the server's answer has no text")
+        value, parts = answers.parse_answer(template, text, choice.get("finish_reason") in _CUT)
         return Verdict(value, raw=raw, parts=parts)
     except answers.Unreadable as error:
-        return Verdict(None, str(error), raw=raw)
+        thinks = f"; the judge thinks first: {answers.NO_THINKING}" if thoughts and template.labels else ""
+        return Verdict(None, f"{error}{thinks}", raw=raw)
+
+
+def _utf8(text: Any) -> str | None:
+    """A text without lone surrogates, which cannot be written to a log; None for anything else."""
+    return text.encode("utf-8", "replace").decode() if isinstance(text, str) else None
+
+
+def _api_path(url: str) -> str:
+    """What precedes /chat/completions: /v1, unless the address has a path of its own, which ends otherwise."""
+    path = urlsplit(url).path
+    return "/v1" if not path or path.endswith("/v1") else ""
 
 
 def _models(raw: bytes) -> list[str]:
-    """The models in a reply of /v1/models; none in another reply."""
+    """The models in a reply of /v1/models, {"data": […]} or only the list; none in another reply."""
     try:
-        return [str(row["id"]) for row in json.loads(raw)["data"]]
+        value = json.loads(raw)
+        return [str(row["id"]) for row in (value if isinstance(value, list) else value["data"])]
     except (ValueError, LookupError, TypeError, RecursionError):
         return []
 

@@ -1,28 +1,38 @@
-"""Requests to several equivalent HTTP servers: slots, retries, and servers that go down and come back.
+"""Requests to several equivalent HTTP servers: slots, retries, and servers that are busy, fail, or come and go.
 
-Each request goes to the least loaded server. A failure is one of three kinds:
+Requests with the same key (a group's, whose images a server encodes once) prefer one server, while its load is near the
+mean; others take the least loaded. A failure is one of these kinds:
 
     GIVE_UP      no server would take this request (400, 413, 422)
-    ELSEWHERE    too late, a refusal, or a reply that is no answer: tried once more, on another server if possible
-    DOWN         no connection, 429 or 5xx: tried again; the server gets nothing until its check succeeds
+    ELSEWHERE    a refusal, or a reply that is no answer: tried once more, on another server if possible
+    LATE         no answer in time, or 504: tried once more; if others got answers meanwhile, only on another server
+    BROKEN       500: tried RETRIES times more
+    BUSY         429, 502 or 503: tried again after the pause that the server asks for
+    DOWN         no connection, or another 5xx: tried again; the server gets nothing until its check succeeds
 
-A server is checked before its first request and after every failure, and rests after failures while another one is
-healthy. Nothing here is specific to judges. Invariants: every request ends, in bounded time, with a reply or a reason;
-the restart of a server loses no request.
+BUSY and DOWN are tried again until the pool has had failures and no answer for its patience. After a failure a server
+rests, longer each time, and then gets single requests while another one is healthy; BROKEN, BUSY and DOWN halve its
+concurrency, which grows again by one per round of answers. Nothing here is specific to judges.
+Invariants: every request ends, in bounded time, with a reply or a reason; a restart, a rate limit or a full queue loses
+no request.
 """
 
 from __future__ import annotations
 
 import asyncio
 import enum
+import hashlib
 import itertools
 import json
 import os
 import random
 import time
+import urllib.request
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from email.utils import parsedate_to_datetime
 from typing import TypeVar
+from urllib.parse import urlsplit
 
 import aiohttp
 
@@ -30,30 +40,28 @@ from prefgrpo.judge.loop import loop_thread
 from prefgrpo.judge.verdict import JudgeError
 
 RETRIES = 5
-"""Most retries of a request."""
+"""Most retries of a request that a server answers with 500."""
 PATIENCE_S = 600.0
-"""How long requests wait for a usable server if the configuration sets no limit."""
+"""How long requests wait for an answer from any server if the configuration sets no limit."""
 CHECK_S = 5.0
 _CONNECT_S = 30.0
 _MAX_BYTES = 16 << 20
 _PAUSE_S = 0.25
-"""First pause before a retry, and first rest of a server whose requests fail; doubles each time."""
-_LONGEST_PAUSE_S = 60.0
-"""Longest pause or rest, also if the server asks for a longer one."""
+"""First rest of a server after a failure; doubles with each until it answers."""
+_LONGEST_PAUSE_S = 20.0
+"""Longest rest of a server that does not ask for one."""
 _CHECK_PAUSE_S = 0.25
 _LONGEST_CHECK_PAUSE_S = 5.0
 """First and longest pause between two checks of a server; many processes check the same one."""
+_LOAD_RATIO = 1.25
+_LOAD_MORE = 8
+"""A key's preferred server is used, or waited for, while its load is at most _LOAD_RATIO · mean + _LOAD_MORE."""
 SAY_S = 30.0
 """How often a wait for servers that start is reported."""
 T = TypeVar("T")
-
-
-class Kind(enum.Enum):
-    """What a failure says about the request and the server; the value: after how many such failures to give up."""
-
-    GIVE_UP = 1
-    ELSEWHERE = 2
-    DOWN = 1000
+Kind = enum.Enum("Kind", "GIVE_UP ELSEWHERE LATE BROKEN BUSY DOWN")
+_KINDS = {400: Kind.GIVE_UP, 413: Kind.GIVE_UP, 422: Kind.GIVE_UP, 429: Kind.BUSY, 500: Kind.BROKEN, 503: Kind.BUSY}
+_KINDS |= {502: Kind.BUSY, 504: Kind.LATE}
 
 
 class Failure(Exception):
@@ -74,28 +82,24 @@ class Endpoint:
     """One server; used on the event loop only."""
 
     def __init__(self, url: str, key_env: str = "", content_type: str = "application/json") -> None:
-        self.url = url.rstrip("/").removesuffix("/v1")
+        self.url = url.rstrip("/")
+        self.proxy = _proxy(url)
         self.headers = {"Content-Type": content_type, "Accept-Encoding": "identity"}
         if key_env:
             self.headers["Authorization"] = f"Bearer {os.environ[key_env]}"
         self.load = 0
         """Requests in flight."""
+        self.limit = 1.0
+        """Most requests in flight."""
         self.problem = ""
         """Why it gets no requests; '' if it does."""
-        self.down_since = 0.0
-        """Since when it has a problem."""
         self.starting = False
         """Whether the last check met a server that is not up yet, rather than one that is wrong."""
         self.failures = 0
-        """Failures since its last answer."""
+        """Failures since its last answer; those during one rest count once."""
+        self.last_failure = ""
         self.rests_until = 0.0
         self.check: asyncio.Task[None] | None = None
-
-    def set_problem(self, problem: str) -> None:
-        """Note why it must not get requests, or '' that it may."""
-        if not self.problem:
-            self.down_since = time.monotonic()
-        self.problem = problem
 
     async def get(self, path: str) -> tuple[int, bytes]:
         """(status, body) of a GET."""
@@ -106,26 +110,18 @@ class Endpoint:
         """The payload of the 200 that answers a POST; Failure otherwise."""
         try:
             reply, payload = await self._request("POST", path, body, timeout_s)
-        except aiohttp.ClientError as error:
-            raise Failure(f"{self.url}: {describe_error(error)}", Kind.DOWN) from error
         except asyncio.TimeoutError as error:
-            raise Failure(f"{self.url} did not answer within {timeout_s:g} s") from error
-        except OSError as error:
+            raise Failure(f"{self.url} did not answer within {timeout_s:g} s", Kind.LATE) from error
+        except (aiohttp.ClientError, OSError) as error:
             raise Failure(f"{self.url}: {describe_error(error)}", Kind.DOWN) from error
         if reply.status == 200:
             return payload
         if 300 <= reply.status < 400:  # a POST would be repeated as a GET
             place = reply.headers.get("Location", "")[:200]
             raise Failure(f"{self.url} refused with {reply.status}, a redirect to {place}; correct the address")
-        down = reply.status == 429 or reply.status >= 500
-        reason = f"{self.url} {'answered' if down else 'refused with'} {reply.status}: {message_of(payload)}"
-        if reply.status in (400, 413, 422):
-            raise Failure(reason, Kind.GIVE_UP)
-        if not down or reply.status == 504:
-            raise Failure(reason)
-        asked = reply.headers.get("Retry-After", "")
-        seconds = float(asked) if asked.replace(".", "", 1).isdecimal() else 0.0
-        raise Failure(reason, Kind.DOWN, min(seconds, _LONGEST_PAUSE_S))
+        kind = _KINDS.get(reply.status, Kind.DOWN if reply.status >= 500 else Kind.ELSEWHERE)
+        verb = "refused with" if kind in (Kind.GIVE_UP, Kind.ELSEWHERE) else "answered"
+        raise Failure(f"{self.url} {verb} {reply.status}: {message_of(payload)}", kind, asked_pause_s(reply.headers))
 
     async def _request(
         self, method: str, path: str, body: bytes | None, timeout_s: float
@@ -135,7 +131,13 @@ class Endpoint:
             loop_thread()
             .session()
             .request(
-                method, self.url + path, data=body, headers=self.headers, timeout=timeout, allow_redirects=False
+                method,
+                self.url + path,
+                data=body,
+                headers=self.headers,
+                timeout=timeout,
+                allow_redirects=False,
+                proxy=self.proxy,
             ) as reply
         ):
             raw = bytearray()
@@ -173,39 +175,73 @@ class HttpPool:
         if key_env and key_env not in os.environ:
             raise JudgeError(f"the environment variable {key_env} (api_key_env) is not set")
         self.endpoints = [Endpoint(url, key_env, content_type) for url in urls]
+        for endpoint in self.endpoints:
+            endpoint.limit = concurrency
         self.concurrency = concurrency
         self.retries = RETRIES
         self.patience_s = patience_s
         self._check = check
-        self._waiting: deque[tuple[asyncio.Future[Endpoint], Endpoint | None]] = deque()
-        """Slots that requests wait for, and the server that each avoids, first come first served."""
+        self._sending = 0
+        self._answers: deque[float] = deque(maxlen=10_000)
+        """When there were answers, one per 0.1 s."""
+        self._failing_since: float | None = None
+        """When the first failure since the last answer began; None: there is none."""
+        self._waiting: deque[tuple[asyncio.Future[Endpoint], list[Endpoint], Endpoint | None]] = deque()
+        """Slots that requests wait for, their preferences, and the server that each avoids, first come first served."""
 
-    async def send(self, attempt: Callable[[Endpoint], Awaitable[T]]) -> tuple[T, int]:
+    async def send(self, attempt: Callable[[Endpoint], Awaitable[T]], key: str = "") -> tuple[T, int]:
         """(result, number of retries) of an attempt on the best server; Failure if all fail.
 
         attempt: makes the request. Raises Failure, or ValueError for a reply that is no answer, which may have been
-        corrupted in transit.
+        corrupted in transit. key: requests with the same one prefer the same server; '': the least loaded one.
         """
+        if not self._sending and not all(e.problem for e in self.endpoints):
+            self._failing_since = None  # what was before a pause of the client says nothing
+        self._sending += 1
+        try:
+            return await self._send(attempt, key)
+        finally:
+            self._sending -= 1
+
+    async def _send(self, attempt: Callable[[Endpoint], Awaitable[T]], key: str) -> tuple[T, int]:
         failures: Counter[Kind] = Counter()
         avoid: Endpoint | None = None
         for retries in itertools.count():
-            endpoint = await self.acquire(avoid)
+            endpoint = await self.acquire(key, avoid)
+            sent = time.monotonic()
             try:
                 result = await attempt(endpoint)
-                endpoint.failures = 0
+                self._answered(endpoint)
                 return result, retries
             except (Failure, ValueError) as error:
                 failure = error if isinstance(error, Failure) else Failure(str(error))
-                self._failed(endpoint, failure)
+                self._failed(endpoint, failure, sent)
                 failures[failure.kind] += 1
-                if failures[failure.kind] >= failure.kind.value or retries >= self.retries:
+                if self._is_final(failure.kind, failures[failure.kind], endpoint, sent):
                     given_up = f"gave up after {retries + 1} requests; the last one: " if retries else ""
                     raise Failure(f"{given_up}{failure}") from error
             finally:
                 self.release(endpoint)
-            avoid = endpoint if failure.kind is Kind.ELSEWHERE else None
-            await asyncio.sleep(max(failure.pause_s, _pause_s(retries) * random.uniform(0.5, 1.0)))
+            avoid = endpoint if failure.kind in (Kind.ELSEWHERE, Kind.LATE) else None
         raise AssertionError("unreachable")
+
+    def _is_final(self, kind: Kind, count: int, endpoint: Endpoint, sent: float) -> bool:
+        """Whether a request that was sent at `sent` is given up after its count-th failure of this kind."""
+        most = {Kind.GIVE_UP: 1, Kind.ELSEWHERE: 2, Kind.LATE: 2, Kind.BROKEN: self.retries + 1}.get(kind)
+        if most and count >= most:
+            return True
+        if kind in (Kind.ELSEWHERE, Kind.BROKEN):
+            return False
+        middle = (sent + time.monotonic()) / 2
+        if kind is Kind.LATE and any(sent < answered < middle for answered in self._answers):
+            return not any(e is not endpoint for e in self._usable())
+        if not self._out_of_patience():
+            return False
+        self._refuse_waiting()
+        return True
+
+    def _out_of_patience(self) -> bool:
+        return self._failing_since is not None and time.monotonic() >= self._failing_since + self.patience_s
 
     async def problems(self) -> list[str]:
         """Check every server now: why each cannot be used, '' if it can."""
@@ -230,16 +266,19 @@ class HttpPool:
             await asyncio.sleep(min(_check_pause_s(checks), wait_s - waited_s))
         raise AssertionError("unreachable")
 
-    async def acquire(self, avoid: Endpoint | None = None) -> Endpoint:
+    async def acquire(self, key: str = "", avoid: Endpoint | None = None) -> Endpoint:
         """A server with a free slot, when there is one; Failure if none is usable.
 
-        avoid: a server that is not to be used while there is another.
+        key: as in `send`. avoid: a server that is not to be used while there is another.
         """
         for endpoint in self.endpoints:
             if endpoint.check is None or endpoint.problem:
                 self._take_out(endpoint, "not checked yet")
         slot: asyncio.Future[Endpoint] = asyncio.get_running_loop().create_future()
-        self._waiting.append((slot, avoid))
+        order = sorted(
+            self.endpoints, key=lambda e: hashlib.blake2b(f"{e.url} {key}".encode("utf-8", "replace")).digest()
+        )
+        self._waiting.append((slot, order if key else [], avoid))
         self._assign_slots()
         try:
             return await slot
@@ -258,40 +297,57 @@ class HttpPool:
         skipped = []
         while self._waiting:
             usable = self._usable()
-            if all(e.load >= self.concurrency for e in usable):
+            if all(e.load >= int(e.limit) for e in usable):
                 break
-            slot, avoid = self._waiting.popleft()
+            slot, order, avoid = self._waiting.popleft()
             if slot.done():
                 continue
-            chosen = min([e for e in usable if e is not avoid] or usable, key=lambda e: e.load)
-            if chosen.load < self.concurrency:
+            chosen = _choose([e for e in usable if e is not avoid] or usable, order)
+            if chosen:
                 chosen.load += 1
                 slot.set_result(chosen)
             else:
-                skipped.append((slot, avoid))
+                skipped.append((slot, order, avoid))
         self._waiting.extendleft(reversed(skipped))
 
     def _usable(self) -> list[Endpoint]:
-        """Healthy servers and, for one request at a time, rested ones; all that are up if none is healthy."""
-        up = [e for e in self.endpoints if not e.problem]
+        """Servers that are up and do not rest; one with failures gets one request at a time while another has none."""
+        now = time.monotonic()
+        up = [e for e in self.endpoints if not e.problem and now >= e.rests_until]
         if all(e.failures for e in up):
             return up
-        now = time.monotonic()
-        return [e for e in up if not e.failures or (not e.load and now >= e.rests_until)]
+        return [e for e in up if not e.failures or not e.load]
 
-    def _failed(self, endpoint: Endpoint, failure: Failure) -> None:
-        """Let a server rest, and check it."""
+    def _answered(self, endpoint: Endpoint) -> None:
+        endpoint.failures = 0
+        endpoint.limit = min(endpoint.limit + 1 / endpoint.limit, self.concurrency)
+        self._failing_since = None
+        now = time.monotonic()
+        if not self._answers or now - self._answers[-1] >= 0.1:
+            self._answers.append(now)
+
+    def _failed(self, endpoint: Endpoint, failure: Failure, sent: float) -> None:
+        """Let a server rest, and check it unless it is only busy. sent: when the failed request was."""
         if failure.kind is Kind.GIVE_UP:
             return
         now = time.monotonic()
+        endpoint.last_failure = str(failure)
+        if self._failing_since is None:
+            self._failing_since = max([sent, *list(self._answers)[-1:]]) if failure.kind is Kind.LATE else now
+        rest_s = min(failure.pause_s, self.patience_s) * random.uniform(1.0, 1.1)  # not all processes at once
         if now >= endpoint.rests_until:  # concurrent failures count once
-            endpoint.rests_until = now + max(failure.pause_s, _pause_s(endpoint.failures))
+            rest_s = rest_s or _pause_s(endpoint.failures) * random.uniform(0.5, 1.0)
             endpoint.failures += 1
-        self._take_out(endpoint, str(failure) if failure.kind is Kind.DOWN else "")
+            if failure.kind in (Kind.BUSY, Kind.DOWN, Kind.BROKEN):
+                endpoint.limit = max(endpoint.limit / 2, 1.0)
+        endpoint.rests_until = max(endpoint.rests_until, now + rest_s)
+        asyncio.get_running_loop().call_later(rest_s + 0.01, self._assign_slots)
+        if failure.kind is not Kind.BUSY:
+            self._take_out(endpoint, str(failure) if failure.kind is Kind.DOWN else "")
 
     def _take_out(self, endpoint: Endpoint, problem: str) -> None:
         """Check a server in the background; with a problem it gets no requests until the check succeeds."""
-        endpoint.set_problem(endpoint.problem or problem)
+        endpoint.problem = endpoint.problem or problem
         if endpoint.check is None or endpoint.check.done():
             endpoint.check = asyncio.create_task(self._check_until_usable(endpoint))
 
@@ -301,20 +357,25 @@ class HttpPool:
             problem = await self._problem(endpoint)
             if not problem:
                 break
-            endpoint.set_problem(problem)
-            left_s = max(e.down_since for e in self.endpoints) + self.patience_s - time.monotonic()
+            endpoint.problem = problem
+            endpoint.last_failure = problem
+            now = time.monotonic()
+            self._failing_since = now if self._failing_since is None else self._failing_since
+            left_s = self._failing_since + self.patience_s - now
             if all(e.problem for e in self.endpoints) and left_s <= 0:
                 self._refuse_waiting()
                 return
             pause_s = _check_pause_s(checks)
             await asyncio.sleep(min(pause_s, left_s) if left_s > 0 else pause_s)  # requests fail when the patience ends
+        if self._out_of_patience():  # a server is back that was given up
+            self._failing_since = None
         endpoint.problem = ""
         self._assign_slots()
 
     def _refuse_waiting(self) -> None:
         """Fail the waiting requests."""
-        seen = "; ".join(f"{e.url}: {e.problem}" for e in self.endpoints)
-        for slot, _ in self._waiting:
+        seen = "; ".join(f"{e.url}: {e.problem or e.last_failure}" for e in self.endpoints)
+        for slot, *_ in self._waiting:
             if not slot.done():
                 slot.set_exception(Failure(f"no server was usable for {self.patience_s:g} s ({seen})"))
         self._waiting.clear()
@@ -334,8 +395,46 @@ class HttpPool:
             return f"not reachable ({describe_error(error)})"
 
 
+def _preferences(endpoints: Sequence[Endpoint], key: str) -> list[Endpoint]:
+    """The servers in a key's own order, the same in every process; none without a key."""
+    if not key or len(endpoints) == 1:
+        return []
+    return sorted(endpoints, key=lambda e: hashlib.blake2b(f"{e.url} {key}".encode("utf-8", "replace")).digest())
+
+
+def _choose(usable: Sequence[Endpoint], order: Sequence[Endpoint]) -> Endpoint | None:
+    """The server for a request, of several that are usable; None if the one that it should get has no free slot.
+
+    Rendezvous hashing with bounded loads (Mirrokni et al. 2018): the first in the key's order whose load, as a share of
+    its limit, is not far above the mean. Without an order: the least loaded.
+    """
+    limits = sum(e.limit for e in usable)
+    most = (_LOAD_RATIO * sum(e.load for e in usable) + _LOAD_MORE * len(usable)) / limits
+    near = [e for e in order if e in usable and e.load <= most * e.limit]
+    chosen = near[0] if near else min(usable, key=lambda e: e.load / e.limit)
+    return chosen if chosen.load < int(chosen.limit) else None
+
+
+def _proxy(url: str) -> str | None:
+    """The proxy of the environment for an https address outside the cluster; http is taken to be inside."""
+    if not url.startswith("https://") or urllib.request.proxy_bypass(urlsplit(url).netloc):
+        return None
+    return urllib.request.getproxies().get("https")
+
+
+def asked_pause_s(headers: Mapping[str, str]) -> float:
+    """The pause in seconds that a reply asks for: retry-after-ms, or Retry-After as seconds or as a date; else 0."""
+    try:
+        if "retry-after-ms" in headers:
+            return max(float(headers["retry-after-ms"]) / 1000, 0.0)
+        asked = headers.get("Retry-After", "0")
+        return max(float(asked) if asked[:1].isdecimal() else parsedate_to_datetime(asked).timestamp() - time.time(), 0)
+    except (ValueError, TypeError, OverflowError):
+        return 0.0
+
+
 def _pause_s(failures: int) -> float:
-    """How long to pause after so many failures."""
+    """How long to rest after so many failures."""
     return min(_PAUSE_S * 2 ** min(failures, 10), _LONGEST_PAUSE_S)
 
 

@@ -3,6 +3,7 @@
     user: text with {prompt}, {media_1} …, {source} and other {name}s      prefill: start of the assistant's turn
     labels: the two answers that may follow the prefill      variants: ignore their case      max_tokens: n
     timeout_s: timeout of one answer (default: 60 if the answer is one token, 600 if it is text)
+    request: {temperature: 0.7, …}: merged into the request's body; null takes a field out
     answer: soft | word | plain | think | flex | scores | json | marks      scores: {name: [low, high]}
     pattern: a line with {name} and {value} as the judge writes it (scores)
 
@@ -11,6 +12,7 @@ Markers are replaced literally and only once: braces, quotes or markers inside a
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping
 from functools import cache, cached_property
@@ -34,6 +36,8 @@ PAIR_ANSWERS = ("soft", "plain", "think", "flex")
 """Kinds of answers that are a verdict on two media."""
 PAIR = ("prompt", "media_1", "media_2")
 """Markers of a template that compares two media."""
+OWN_FIELDS = frozenset({"messages", "model", "n", "stream"})
+"""Fields of a request that a template cannot set."""
 SOURCE = -1
 """Placeholder in `Template.parts` for the source images of an edit."""
 
@@ -42,6 +46,13 @@ def _rows(scores: Any) -> Any:
     """{name: [low, high]} as rows."""
     pairs = scores.items() if isinstance(scores, dict) else ()
     return tuple((name, *limits) for name, limits in pairs if isinstance(limits, list)) or scores
+
+
+def _fields(request: Any) -> str:
+    """A mapping as JSON, because templates are hashed."""
+    if not isinstance(request, dict) or OWN_FIELDS & request.keys():
+        raise ValueError(f"expected a mapping of fields other than {', '.join(sorted(OWN_FIELDS))}")
+    return json.dumps(request)
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -68,6 +79,8 @@ class Template:
     """Longest answer, in tokens (1 for soft)."""
     timeout_s: PositiveFloat = 600.0
     """Timeout of one request in seconds, unless the judge's configuration sets one."""
+    request: Annotated[str, BeforeValidator(_fields)] = "{}"
+    """Fields merged into the request's body, as JSON; null takes one out."""
     name: str = ""
     """Shipped name or path."""
 

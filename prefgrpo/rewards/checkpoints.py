@@ -29,7 +29,12 @@ AutoDtype = Literal["auto", "float32", "bfloat16", "float16"]
 def loading(model: str) -> Iterator[None]:
     """Convert library exceptions for a broken, wrong or missing checkpoint into a RewardError that names `model`."""
     broken: tuple[type[Exception], ...] = (OSError, ValueError, RuntimeError, KeyError, TypeError, EOFError)
-    broken += (AttributeError, pickle.UnpicklingError, library("safetensors", "safetensors").SafetensorError)
+    broken += (
+        AttributeError,
+        AssertionError,
+        pickle.UnpicklingError,
+        library("safetensors", "safetensors").SafetensorError,
+    )
     try:
         yield
     except RewardError:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from prefgrpo.data.media import Media
 from prefgrpo.rewards.base import INSTALL, PointwiseReward, RewardError, Sample, Score, check_media
 from prefgrpo.rewards.checkpoints import Dtype, folder_of, library, linear_head, loading, read_tensors
-from prefgrpo.rewards.encoder import Encoder, OpenClip, Resize, Transformers, get_encoder
+from prefgrpo.rewards.encoder import CHECKPOINT, Encoder, OpenClip, Resize, Transformers, get_encoder
 from prefgrpo.rewards.grid import require_grid, split, sub_prompts
 
 PICKSCORE = "yuvalkirstain/PickScore_v1"
@@ -70,12 +70,12 @@ class EncoderReward(PointwiseReward):
 
     def __post_init__(self) -> None:
         self.encoder: Any = get_encoder(
-            self.loader, self.model, self._second_file(), self.device, self.dtype, self.batch_size
+            self.loader, self.model, *self._files(), self.device, self.dtype, self.batch_size
         )
 
-    def _second_file(self) -> str:
-        """The second argument of the encoder: a processor, or a weights file; empty: the model's own."""
-        return ""
+    def _files(self) -> tuple[str, ...]:
+        """Further arguments of the encoder: a processor, or a weights file and its architecture; empty: the model's."""
+        return ("",) if self.loader is Transformers else ("", CHECKPOINT)
 
     @abstractmethod
     def _inputs(self, sample: Sample) -> tuple[list[Media], list[str]]:
@@ -122,26 +122,35 @@ class TextImage(EncoderReward):
 
 @dataclass(kw_only=True, eq=False)
 class Clip(TextImage):
-    """Cosine similarity under DFN5B's ViT-H/14 at 378 pixels, or any other open_clip model."""
+    """Cosine similarity of image and prompt by Pref-GRPO's model: DFN5B's weights in open_clip's ViT-H-14.
+
+    architecture: that of open_clip into which the weights are put (ViT-H-14: 224 pixels, GELU, centre crop);
+    checkpoint: the checkpoint's own (DFN5B: 378 pixels, QuickGELU, squashed), needed for other models.
+    """
 
     model: str = "apple/DFN5B-CLIP-ViT-H-14-378"
+    architecture: str = "ViT-H-14"
     loader = OpenClip
+
+    def _files(self) -> tuple[str, ...]:
+        return "", self.architecture
 
 
 @dataclass(kw_only=True, eq=False)
 class Hpsv2(TextImage):
     """Human Preference Score 2.1: cosine under a ViT-H/14 trained on human choices; images are padded, not cropped.
 
-    file: weights file, {"state_dict": …}; HPS_v2_compressed.pt is version 2.0.
+    file: weights file, {"state_dict": …}; HPS_v2_compressed.pt is version 2.0. architecture: as for clip.
     """
 
     model: str = "xswu/HPSv2"
     file: str = "HPS_v2.1_compressed.pt"
+    architecture: str = "ViT-H-14"
     loader = OpenClip
     resize = "padded"
 
-    def _second_file(self) -> str:
-        return self.file
+    def _files(self) -> tuple[str, ...]:
+        return self.file, self.architecture
 
 
 @dataclass(kw_only=True, eq=False)
@@ -156,8 +165,8 @@ class Pickscore(TextImage):
     processor: str = ""
     scale: Literal["cosine", "logit"] = "cosine"
 
-    def _second_file(self) -> str:
-        return self.processor or (VIT_H if self.model == PICKSCORE else "")
+    def _files(self) -> tuple[str, ...]:
+        return (self.processor or (VIT_H if self.model == PICKSCORE else ""),)
 
     def _values(self, images: Tensor, texts: Tensor) -> Tensor:
         return super()._values(images, texts) * (self.encoder.scale / 26 if self.scale == "logit" else 1.0)

@@ -25,6 +25,8 @@ from prefgrpo.rewards.checkpoints import device_of, folder_of, library, loading,
 
 CHARACTERS = 4000
 """Cut-off for texts: far more than fits into 77 tokens, but bounded."""
+CHECKPOINT = "checkpoint"
+"""The architecture that a checkpoint's own configuration describes."""
 Resize = Callable[[Tensor, int], Tensor]
 """[3, H, W] in [0, 1] and a side -> [3, side, side]."""
 T = TypeVar("T")
@@ -92,16 +94,22 @@ class Encoder:
 class OpenClip(Encoder):
     """A checkpoint of open_clip."""
 
-    def __init__(self, model: str, file: str, device: str, dtype: str, batch_size: int) -> None:
-        """model: folder or hub id; its open_clip_config.json gives the architecture, ViT-H-14 without one.
-        file: name of the weights file; empty: open_clip's own names."""
+    def __init__(self, model: str, file: str, architecture: str, device: str, dtype: str, batch_size: int) -> None:
+        """model: folder or hub id. file: name of the weights file; empty: open_clip's own names. architecture: a name
+        of open_clip's, into which the weights are put with its preprocessing; CHECKPOINT: what open_clip_config.json
+        describes."""
         super().__init__(device, dtype, batch_size)
         open_clip = library("open_clip", INSTALL)
         folder, weights = _weights(model, [file] if file else ["open_clip*.safetensors", "open_clip*.bin"])
-        name = f"local-dir:{folder}" if (folder / "open_clip_config.json").is_file() else "ViT-H-14"
+        if architecture == CHECKPOINT and not (folder / "open_clip_config.json").is_file():
+            raise RewardError(
+                f"'{model}' has no open_clip_config.json, which describes its architecture: download it, or name an "
+                "architecture of open_clip in the option `architecture`"
+            )
+        name = f"local-dir:{folder}" if architecture == CHECKPOINT else architecture
         logging.disable(logging.WARNING)  # it warns that the weights are random, which are loaded afterwards
         try:
-            with loading(model):
+            with loading(f"{model} as {architecture}"):
                 self.model, _, self.preprocess = open_clip.create_model_and_transforms(
                     name, load_weights=False, pretrained_text=False
                 )

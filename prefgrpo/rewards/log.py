@@ -1,6 +1,7 @@
-"""The judgement log: one JSON line per comparison, without pixels, appended once per group.
+"""The judgement log: one JSON line per comparison, without pixels, appended once per group, in a file per process.
 
-Invariant: each step is logged once; a run that repeats steps first removes their old lines (`truncate_log`).
+Invariant: every comparison of a step is logged once; a run that repeats steps first removes their old lines
+(`truncate_log`).
 """
 
 from __future__ import annotations
@@ -12,6 +13,15 @@ from pathlib import Path
 
 from prefgrpo.judge.verdict import Pair, Verdict
 
+_HEAD = 500
+_TAIL = 1500
+"""Characters of an answer that are kept; a verdict stands at its end."""
+
+
+def head_and_tail(text: str) -> str:
+    """The beginning and the end of a long text."""
+    return text if len(text) <= _HEAD + _TAIL else f"{text[:_HEAD]} […] {text[-_TAIL:]}"
+
 
 def log_judgements(
     path: Path, reward: str, step: int, group: int, prompt: str, verdicts: Mapping[Pair, Verdict]
@@ -22,7 +32,7 @@ def log_judgements(
         for (first, second), v in verdicts.items():
             line = {"step": step, "reward": reward, "group": group, "first": first, "second": second}
             line |= {"p_first": v.first, "reason": v.reason, "latency_s": round(v.latency_s, 6), "retries": v.retries}
-            line |= {"parts": v.parts, "raw": v.raw[:500], "prompt": prompt[:2000]}
+            line |= {"parts": v.parts, "raw": head_and_tail(v.raw), "prompt": prompt[:2000]}
             file.write(json.dumps(line) + "\n")  # ASCII: some readers treat U+2028 as a line break
 
 

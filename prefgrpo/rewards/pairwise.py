@@ -32,8 +32,6 @@ from prefgrpo.judge.rate import Floats, Rate, VerdictKind, rate_groups, verdict_
 from prefgrpo.judge.verdict import Pair, PairJudge, Verdict
 from prefgrpo.rewards.base import Reward, RewardError, Sample, Score
 
-CATEGORIES = 3
-"""Only the first categories of an answer are used, because the judge may add one of its own after them."""
 _LABEL = re.compile(r"^\s*(?:category\s+)?(?:[a-z]|\d+)\s*[.):]\s*", re.I)
 
 
@@ -194,8 +192,8 @@ def _reasons(size: int, verdicts: Mapping[Pair, Verdict]) -> list[str]:
 
 
 def _categories(parts: dict[str, float]) -> dict[str, float]:
-    """The first CATEGORIES categories of an answer, with names lower-cased and without numbering."""
+    """The categories of an answer, with names lower-cased and without numbering."""
     scores: dict[str, float] = {}
-    for name, value in list(parts.items())[:CATEGORIES]:
+    for name, value in parts.items():
         scores.setdefault(" ".join(_LABEL.sub("", name).split()).casefold() or "category", value)
     return scores

@@ -20,7 +20,7 @@ from pydantic import PositiveFloat, PositiveInt
 
 from prefgrpo.data.media import Media
 from prefgrpo.judge.body import EncodeError, Encodings, png
-from prefgrpo.judge.http import Endpoint, Failure, HttpPool, describe_error
+from prefgrpo.judge.http import Endpoint, Failure, HttpPool, Starting, describe_error
 from prefgrpo.judge.loop import loop_thread
 from prefgrpo.judge.verdict import JudgeError
 from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample, Score
@@ -32,7 +32,8 @@ CONTENT_TYPE = f"multipart/form-data; boundary={_BOUNDARY.decode()}"
 
 @dataclass(eq=False)
 class RemoteReward(PointwiseReward):
-    """Any pointwise reward behind HTTP. RewardError, within seconds, if no server of `url` is ready to score `name`.
+    """Any pointwise reward behind HTTP. RewardError if no server of `url` scores `name`; one that does not listen yet
+    is waited for, at most `patience_s`.
 
     name, cls: registry name or path under which it is served, and its class. url: address of the server, or of several
     equivalent ones. timeout_s: timeout of one request, including the wait for its batch. patience_s: how long samples
@@ -70,7 +71,8 @@ class RemoteReward(PointwiseReward):
         except JudgeError as error:
             raise RewardError(f"url of reward '{self.name}': {error}") from error
         self._encodings = Encodings(encode_frames)
-        problems = loop_thread().submit(self._pool.problems()).result()
+        said = self._pool.until_usable(self.patience_s, lambda line: print(f"reward '{self.name}': {line}", flush=True))
+        problems = loop_thread().submit(said).result()
         bad = [f"{e.url}: {problem}" for e, problem in zip(self._pool.endpoints, problems, strict=True) if problem]
         if len(bad) == len(problems):
             raise RewardError(f"reward '{self.name}' cannot be used. " + " | ".join(bad))
@@ -102,10 +104,12 @@ class RemoteReward(PointwiseReward):
         """Why a server cannot be used; '' if it can."""
         start = f"start it with 'prefgrpo reward serve {self.name}' and wait until it is ready, or correct the url"
         try:
-            _, raw = await endpoint.get("/health")
+            status, raw = await endpoint.get("/health")
+            if status >= 500:
+                raise Starting(f"/health answered {status}; {start}")
             served = json.loads(raw)["name"]
-        except (aiohttp.ClientError, OSError, Failure) as error:
-            return f"not reachable ({describe_error(error)}); {start}"
+        except (aiohttp.ClientError, OSError) as error:
+            raise Starting(f"not reachable ({describe_error(error)}); {start}") from error
         except (ValueError, KeyError, TypeError):
             return f"responds, but is not a reward server; {start}"
         return "" if served == self.name else f"serves '{served}', not '{self.name}'; {start}"

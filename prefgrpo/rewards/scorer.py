@@ -325,6 +325,7 @@ def judge_metrics(groups: Sequence[Mapping[Pair, Verdict]], wait_s: float) -> di
     if every:
         unread = [v.first is None and bool(v.raw) for v in every]
         metrics["judge/parse_failure_rate"] = Metric(float(np.mean(unread)), weight=len(unread))
+        metrics["judge/thinking_rate"] = Metric(float(np.mean(["</think" in v.raw for v in every])), weight=len(every))
     if len(p):
         signs = np.sign(p - 0.5)
         metrics["judge/tie_rate"] = Metric(float(np.mean(signs == 0)), weight=len(signs))

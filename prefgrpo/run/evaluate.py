@@ -21,6 +21,7 @@ from prefgrpo.data.prompts import Prompt
 from prefgrpo.models.base import Adapter
 from prefgrpo.parallel.world import World
 from prefgrpo.rewards.base import Sample, Score
+from prefgrpo.rewards.log import head_and_tail
 from prefgrpo.rewards.scorer import Scorer, StepScores
 from prefgrpo.rollout.embeddings import Embeddings
 from prefgrpo.rollout.render import Images, preview, render, sample
@@ -32,8 +33,6 @@ from prefgrpo.run.judging import judge_of
 from prefgrpo.run.log import finite
 from prefgrpo.run.run_folder import RunFolder
 
-MAX_ANSWER_CHARS = 2000
-"""Maximum number of stored characters of a judge's answer."""
 IN_REPORT = 12
 """Images of an evaluation that the report shows."""
 FIRST_ID = 2**62
@@ -195,7 +194,7 @@ def compare(scorer: Scorer, pairs: Sequence[Pair]) -> tuple[list[Row], list[list
         for of_pair, verdicts in zip(answers, of_pairs, strict=True):
             for (first, _), v in verdicts.items():
                 about = {"judge": reward, "first": ("after", "before")[first], "p_first": v.first}
-                of_pair.append(about | {"reason": v.reason, "raw": v.raw[:MAX_ANSWER_CHARS]})
+                of_pair.append(about | {"reason": v.reason, "raw": head_and_tail(v.raw)})
     return rows, answers, Counter(scores.reasons)
 
 

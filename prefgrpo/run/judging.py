@@ -290,18 +290,16 @@ def unread_columns(config: Config, prompts: Sequence[Prompt]) -> list[str]:
     return list(dict.fromkeys(column for prompt in prompts for column in prompt.meta if column not in read))
 
 
-def training_scorer(config: Config, rewards: Mapping[str, Reward], folder: Path | None, world: World) -> Scorer:
-    """The scorer of training groups. folder: where judgements.jsonl is written (None: it is not)."""
+def training_scorer(config: Config, rewards: Mapping[str, Reward], log: Path, world: World) -> Scorer:
+    """The scorer of training groups. log: where this process writes its comparisons."""
     split = [name for name, reward in rewards.items() if reward.part_weights]
     combine = config.advantage.combine
     if split and combine != "weighted_advantage_sum":
         message = f"advantage.combine: expected weighted_advantage_sum, got {combine}, but {', '.join(split)}"
         raise ConfigError([f"{message} normalises its parts separately; change one of the two"])
-    judged = any(isinstance(r, VlmPairwise) for r in rewards.values())
-    log = folder / "judgements.jsonl" if folder and judged else None
-    size = config.rollout.group_size
-    deadline_s = config.judge.deadline_s
-    return Scorer(rewards, size, deadline_s, config.seed, log, world.is_dp_leader)
+    return Scorer(
+        rewards, config.rollout.group_size, config.judge.deadline_s, config.seed, log, active=world.is_dp_leader
+    )
 
 
 def evaluation_scorer(config: Config, rewards: Mapping[str, Reward]) -> Scorer:

@@ -1,7 +1,7 @@
 """Layout of a run's folder, `output/name`: the only module that knows the names of its files.
 
-config.yaml  config_to_000020.yaml  metrics.jsonl  judgements.jsonl  tensorboard/  checkpoints/step_000020/lora/
-eval/dev_000050.npz, .json  groups/step_000050.npz  lora/ or pipeline/  report.html
+config.yaml  config_to_000020.yaml  metrics.jsonl  judgements.jsonl, judgements_0001.jsonl  tensorboard/
+checkpoints/step_000020/lora/  eval/dev_000050.npz, .json  groups/step_000050.npz  lora/ or pipeline/  report.html
 evaluations/step_000020_live/against_base/comparison.json
 """
 
@@ -23,13 +23,21 @@ class RunFolder:
         self.root = root = Path(root)
         self.config = root / "config.yaml"
         self.metrics = root / "metrics.jsonl"
-        self.judgements = root / "judgements.jsonl"
+        self.judgements = self.judgements_of(0)
         self.tensorboard = root / "tensorboard"
         self.wandb_id = root / "wandb_id"
         self.checkpoints = root / "checkpoints"
         self.eval = root / "eval"
         self.groups = root / "groups"
         self.report = root / "report.html"
+
+    def judgements_of(self, rank: int) -> Path:
+        """The comparisons that a process asked for; the report shows groups of process 0."""
+        return self.root / (f"judgements_{rank:04d}.jsonl" if rank else "judgements.jsonl")
+
+    def all_judgements(self) -> list[Path]:
+        """The files of all processes, also of an earlier part of the run."""
+        return sorted(self.root.glob("judgements*.jsonl"))
 
     def old_config(self, step: int) -> Path:
         """The configuration up to `step`, of a run that was resumed there with another one."""
