@@ -11,7 +11,7 @@ import pytest
 import sde_formulas
 import torch
 from integration_cases import BF16, CASES, F32, FactoryScheduler, T, batch, euler, seeded, unipc
-from torch.utils._python_dispatch import TorchDispatchMode
+from ops_cases import Counted
 
 from prefgrpo.integrations import dance_grpo, flow_factory, flow_grpo, patch, pref_grpo, steps, verl_omni
 from prefgrpo.ops import PhiloxNoise
@@ -246,20 +246,6 @@ def test_no_call_waits_for_the_device():
         calls()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-
-
-class Counted(TorchDispatchMode):
-    """Counts the operations that a GPU runs: neither views nor allocations."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in function._schema.returns)
-        if not is_view and not function._schema.name.startswith("aten::empty"):
-            self.names.append(function._schema.name)
-        return function(*args, **kwargs or {})
 
 
 def hosts():

@@ -88,7 +88,7 @@ def clipped_loss(
     options = config.diffusion_loss
     inputs = [t.detach().float() for t in (old_log_prob, advantages)]
     weight = None if rollout_is_weights is None else rollout_is_weights.detach().float()
-    clips = {"clip_low": options.clip_ratio, "adv_clip": options.adv_clip_max}
+    clips = {"epsilon_low": options.clip_ratio, "adv_clip": options.adv_clip_max}
     loss, metrics = policy_loss(log_prob.float(), *inputs, weight=weight, **clips)
     names = {"pg_clipfrac": "clip_fraction", "pg_clipfrac_higher": "clip_fraction_high"}
     names |= {"pg_clipfrac_lower": "clip_fraction_low", "ratio_mean": "ratio_mean", "approx_kl": "approx_kl"}

@@ -86,7 +86,9 @@ def _winrate(
         rate.copy_(values[0])
         advantage.copy_(values[1])
     else:
-        launch(backend, "winrate", wins, *rate.shape, wins, counts, use_std, ddof, eps, rate, advantage)
+        prompts, group = rate.shape
+        options = {"prompts": prompts, "group": group, "use_std": use_std, "ddof": ddof, "eps": eps}
+        launch(backend, "winrate", wins, wins=wins, counts=counts, rate=rate, advantage=advantage, **options)
 
 
 def _check_options(std: str, eps: float, ddof: int) -> None:
