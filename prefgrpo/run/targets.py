@@ -22,8 +22,9 @@ from torch import Tensor
 
 from prefgrpo.config.by_path import load_object
 from prefgrpo.config.schema import COMBINE, AdvantageConfig, Config
+from prefgrpo.objectives.advantages import group_advantage
 from prefgrpo.objectives.base import Targets
-from prefgrpo.ops import group_advantage, winrate_advantage
+from prefgrpo.ops import winrate_advantage
 from prefgrpo.parallel.world import World
 from prefgrpo.rewards.base import Reward, Score
 from prefgrpo.rewards.pairwise import VlmPairwise
@@ -207,17 +208,16 @@ def advantages(
     whose rewards have no finite combination: it is excluded from all statistics and gets 0. Raises CombineError if the
     function fails.
     """
-    table = torch.from_numpy(rewards.T.copy()).to(device)
+    table = torch.from_numpy(rewards.T.reshape(len(weights), -1, group_size)).to(device)
     kinds = torch.tensor(list(weights.values()), dtype=torch.float64, device=device)
-    ids = torch.arange(len(rewards) // group_size, device=device).repeat_interleave(group_size)
     trained = kinds != 0
     missing = table[trained].isnan().any(0)
     normalise = partial(group_advantage, eps=options.eps, ddof=options.ddof)
-    in_groups = partial(normalise, group_ids=ids, std=options.std, rank=options.rank)
+    in_groups = partial(normalise, std=options.std, rank=options.rank)
 
     if parts and sub_scores is not None:
-        columns = iter(torch.from_numpy(sub_scores.T.copy()).to(device))
-        out = torch.zeros(len(rewards), dtype=torch.float64, device=device)
+        columns = iter(torch.from_numpy(sub_scores.T.reshape(-1, *missing.shape)).to(device))
+        out = torch.zeros_like(table[0])
         for row, (name, weight) in zip(table, weights.items(), strict=True):
             own = [(u, next(columns)) for u in parts.get(name, {}).values()] or [(1.0, row)]
             total = sum(u * in_groups(torch.where(missing, torch.nan, values)[None]).double() for u, values in own)
@@ -225,7 +225,7 @@ def advantages(
             if weight:
                 out += torch.where(missing | (known == 0), 0.0, weight * total / known)
     elif options.combine not in COMBINE:
-        values = _combined(options.combine, table[trained], kinds[trained])
+        values = _combined(options.combine, table[trained].flatten(1), kinds[trained]).view(missing.shape)
         missing = values.isnan()
         out = in_groups(values[None])
     else:
@@ -233,6 +233,6 @@ def advantages(
             missing |= (table[trained] < 0).any(0)
         out = in_groups(table, weights=kinds, combine=options.combine)
     if options.batch_norm:
-        whole = torch.where(missing, torch.nan, out.double())[None]
-        out = torch.where(out == 0, 0.0, normalise(whole, group_ids=torch.zeros_like(ids)).double())
-    return out.float().view(-1, group_size), ~missing.view(-1, group_size)
+        whole = torch.where(missing, torch.nan, out.double()).view(1, 1, -1)  # one group
+        out = torch.where(out == 0, 0.0, normalise(whole).double().view(out.shape))
+    return out.float(), ~missing
