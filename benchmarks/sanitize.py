@@ -37,7 +37,7 @@ def run(device: str) -> int:
             (both.logp + both.kl + both.log_ratio).sum().backward()
             advantage = torch.linspace(-1.0, 1.0, batch, device=device)
             again = ops.sde_logp(x, v, step.x_next, coef, index)
-            out = ops.policy_loss(again.logp, step.logp, advantage, clip_low=1e-4)
+            out = ops.policy_loss(again.logp, step.logp, advantage, epsilon_low=1e-4)
             (out.loss + 0.0 * out.metrics.sum().detach()).backward()
             calls += 5
     wins = torch.rand(2, 24, 24, device=device)

@@ -17,7 +17,7 @@ CLIP = 1e-4
 def ours(i: dict[str, Any]) -> Results:
     """Loss, metrics and gradient."""
     logp = i["logp"].detach().requires_grad_()
-    loss, metrics = policy_loss(logp, i["old"], i["advantage"], clip_low=CLIP)
+    loss, metrics = policy_loss(logp, i["old"], i["advantage"], epsilon_low=CLIP)
     return {"loss": loss, "metrics": metrics, "d_logp": torch.autograd.grad(loss, logp, i["upstream"])[0]}
 
 

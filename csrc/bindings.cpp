@@ -1,24 +1,17 @@
 // Python bindings: the module reads torch tensors through their Python methods; it links neither torch nor libcuda.
 //
-// The Python side (prefgrpo/ops) checks and allocates. A function takes the fields of its struct in kernels.h, then the
-// number of threads (cpu_) or the stream (cuda_). The GIL is released while a kernel runs or is launched.
+// The Python side (prefgrpo/ops) checks and allocates. A function takes the number of threads (cpu_) or the stream
+// (cuda_), then every field of its struct in kernels.h by name. The GIL is released while a kernel runs or is launched.
 #include <pybind11/pybind11.h>
 
 #include <string>
+#include <type_traits>
+#include <vector>
 
 #include "kernels.h"
 
 namespace py = pybind11;
 using namespace prefgrpo;
-
-// The data of a tensor of one dtype.
-struct Pointer {
-  void* at = nullptr;
-  template <class T>
-  operator T*() const {
-    return static_cast<T*>(at);
-  }
-};
 
 static py::object checked(PyObject* result) {
   if (result == nullptr) throw py::error_already_set();
@@ -51,41 +44,68 @@ static int32_t dtype_of(py::handle tensor) {
   throw py::type_error("expected fp32, bf16 or fp64, got " + py::str(dtype).cast<std::string>());
 }
 
-namespace pybind11::detail {
-template <>
-struct type_caster<View> {
-  PYBIND11_TYPE_CASTER(View, const_name("torch.Tensor | None"));
-  bool load(handle tensor, bool) {
-    if (!tensor.is_none()) value = {static_cast<char*>(pointer_of(tensor)), dtype_of(tensor)};
-    return true;
-  }
-};
-template <>
-struct type_caster<Pointer> {
-  PYBIND11_TYPE_CASTER(Pointer, const_name("torch.Tensor | None"));
-  bool load(handle tensor, bool) {
-    if (!tensor.is_none()) value.at = pointer_of(tensor);
-    return true;
-  }
-};
-}  // namespace pybind11::detail
+// A number, or a tensor: its address, or a View of it; None is null.
+template <class T>
+static T read(py::handle value) {
+  if constexpr (std::is_arithmetic_v<T>) return value.cast<T>();
+  if constexpr (std::is_same_v<T, View>)
+    return value.is_none() ? View{} : View{static_cast<char*>(pointer_of(value)), dtype_of(value)};
+  if constexpr (std::is_pointer_v<T>) return value.is_none() ? nullptr : static_cast<T>(pointer_of(value));
+}
 
-// `Fields` are the types of the fields of Params, in order.
-template <class... Fields, class Params>
+template <class Params>
+struct Field {
+  PyObject* name;  // interned, kept for ever
+  void (*set)(Params&, py::handle);
+};
+
+// Adds a field under a name, if `Params` has it.
+#define PG_NAMED(name, field)                        \
+  if constexpr (requires(Params p) { p.field; })     \
+    all.push_back({PyUnicode_InternFromString(name), \
+                   [](Params& p, py::handle value) { p.field = read<decltype(p.field)>(value); }});
+#define PG_FIELD(field) PG_NAMED(#field, field)
+
+// The fields of any struct in kernels.h.
+template <class Params>
+static std::vector<Field<Params>> fields_of() {
+  std::vector<Field<Params>> all;
+  // clang-format off
+  PG_FIELD(batch) PG_FIELD(dim) PG_FIELD(size) PG_FIELD(x) PG_FIELD(v) PG_FIELD(coef) PG_FIELD(rows) PG_FIELD(index)
+  PG_FIELD(y) PG_FIELD(v_ref) PG_FIELD(v_old) PG_FIELD(logp) PG_FIELD(kl) PG_FIELD(log_ratio) PG_FIELD(partial)
+  PG_FIELD(g_logp) PG_FIELD(g_kl) PG_FIELD(g_log_ratio) PG_FIELD(dv) PG_FIELD(eps) PG_FIELD(mean) PG_FIELD(out)
+  PG_NAMED("seed", noise.seed) PG_NAMED("sample", noise.sample) PG_NAMED("step", noise.step)
+  PG_NAMED("number", noise.number) PG_NAMED("offset", noise.offset)
+  PG_FIELD(logp_old) PG_FIELD(advantage) PG_FIELD(weight) PG_FIELD(epsilon_low) PG_FIELD(epsilon_high)
+  PG_FIELD(adv_clip) PG_FIELD(kl_coef) PG_FIELD(denominator) PG_FIELD(per_sample) PG_FIELD(loss) PG_FIELD(metrics)
+  PG_FIELD(d_logp) PG_FIELD(d_kl)
+  PG_FIELD(prompts) PG_FIELD(group) PG_FIELD(wins) PG_FIELD(counts) PG_FIELD(use_std) PG_FIELD(ddof) PG_FIELD(rate)
+      // clang-format on
+      return all;
+}
+
+template <class Params>
 static void def(py::module_& m, const std::string& name, void (*run)(const Params&, int64_t)) {
-  const auto call = [run](Fields... fields, int64_t where) { run(Params{fields...}, where); };
-  m.def(name.c_str(), call, py::call_guard<py::gil_scoped_release>());
+  m.def(name.c_str(), [run, name, fields = fields_of<Params>()](int64_t where, const py::kwargs& given) {
+    Params p;
+    for (const Field<Params>& field : fields) {
+      PyObject* value = PyDict_GetItemWithError(given.ptr(), field.name);
+      if (!value) throw py::type_error(name + ": " + py::str(field.name).cast<std::string>() + " is missing");
+      field.set(p, value);
+    }
+    if (given.size() > fields.size()) throw py::type_error(name + ": more than its fields, of kernels.h");
+    const py::gil_scoped_release release;
+    run(p, where);
+  });
 }
 
 static void add_ops(py::module_& m, const std::string& where, const Kernels& run) {
-  using I = int64_t;
-  using P = Pointer;
-  def<I, I, View, View, P, I, P, View, View, I, P, P, P, View, P>(m, where + "sde_step", run.sde_step);
-  def<I, I, View, View, P, I, P, View, View, View, P, P, P, P>(m, where + "sde_logp", run.sde_logp);
-  def<I, I, View, View, P, I, P, View, View, View, P, P, P, View>(m, where + "sde_grad", run.sde_grad);
-  def<I, I, I, P, P, View>(m, where + "normal", run.normal);
-  def<I, P, P, P, P, P, double, double, double, double, double, P, P, P, P>(m, where + "policy_loss", run.policy_loss);
-  def<I, I, View, View, bool, I, double, P, P>(m, where + "winrate", run.winrate);
+  def(m, where + "sde_step", run.sde_step);
+  def(m, where + "sde_logp", run.sde_logp);
+  def(m, where + "sde_grad", run.sde_grad);
+  def(m, where + "normal", run.normal);
+  def(m, where + "policy_loss", run.policy_loss);
+  def(m, where + "winrate", run.winrate);
 }
 
 PYBIND11_MODULE(_C, m) {

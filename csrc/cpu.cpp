@@ -77,27 +77,27 @@ void for_tiles(int64_t batch, int64_t dim, int64_t threads, Body body) {
 
 struct Sums {
   double logp = 0, kl = 0, log_ratio = 0;
+
+  void add(const Sums& s) {
+    logp += s.logp;
+    kl += s.kl;
+    log_ratio += s.log_ratio;
+  }
 };
 
-// Adds what `tile` returns over each task, then each sample's tasks in order, and passes the sums to `finish`.
-template <class Tile, class Finish>
-void reduce(const SdeParams& p, int64_t threads, Tile tile, Finish finish) {
+// Adds what `tile` returns over each task, then each sample's tasks in order, and stores the results.
+template <class Tile>
+void reduce(const SumParams& p, int64_t threads, Tile tile) {
   const int64_t per_sample = (p.dim + kTask - 1) / kTask;
   std::unique_ptr<Sums[]> partial(new Sums[p.batch * per_sample]);
-  for_tiles(p.batch, p.dim, threads, [&](int64_t i, int64_t start, int n, int64_t task) {
-    const Sums s = tile(i, start, n);
-    partial[task].logp += s.logp;
-    partial[task].kl += s.kl;
-    partial[task].log_ratio += s.log_ratio;
-  });
+  for_tiles(p.batch, p.dim, threads,
+            [&](int64_t i, int64_t start, int n, int64_t task) { partial[task].add(tile(i, start, n)); });
   for (int64_t i = 0; i < p.batch; ++i) {
     Sums sum;
-    for (int64_t k = i * per_sample; k < (i + 1) * per_sample; ++k) {
-      sum.logp += partial[k].logp;
-      sum.kl += partial[k].kl;
-      sum.log_ratio += partial[k].log_ratio;
-    }
-    finish(i, sum);
+    for (int64_t k = i * per_sample; k < (i + 1) * per_sample; ++k) sum.add(partial[k]);
+    store_result(p.logp, kLogp, p, i, sum.logp);
+    store_result(p.kl, kKl, p, i, sum.kl);
+    store_result(p.log_ratio, kLogRatio, p, i, sum.log_ratio);
   }
 }
 
@@ -105,7 +105,8 @@ void reduce(const SdeParams& p, int64_t threads, Tile tile, Finish finish) {
 // Writes the numbers of elements start … start + n − 1, n rounded up to a multiple of 4·kNoiseBlocks; 4 divides start.
 PG_CLONES void counter_noise(const PhiloxNoise& a, int64_t i, int64_t start, int n, float* __restrict out) {
   const Keys keys = keys_of(static_cast<uint64_t>(a.seed));
-  const uint32_t first = static_cast<uint32_t>(start / 4), step = static_cast<uint32_t>(a.step[i]);
+  const uint32_t first = static_cast<uint32_t>((a.offset + start) / 4);
+  const uint32_t step = static_cast<uint32_t>(a.step ? a.step[i] : a.number);
   const uint32_t low = static_cast<uint32_t>(a.sample[i]), high = static_cast<uint32_t>(a.sample[i] >> 32);
   for (int done = 0; done < (n + 3) / 4; done += kNoiseBlocks) {
     alignas(64) float z0[kNoiseBlocks], z1[kNoiseBlocks], z2[kNoiseBlocks], z3[kNoiseBlocks];
@@ -138,34 +139,32 @@ void normal(const NormalParams& p, int64_t threads) {
 }
 
 // ---------------------------------------------------------------- step, replay, gradient
+// x' and, with noise, the sum of its squared distances from the mean.
 template <int kX, int kV, int kY>
 PG_CLONES double step_tile(const Row& r, const char* __restrict x, const char* __restrict v, const float* __restrict e,
                            char* __restrict y, float* __restrict mean, int n) {
   Lanes acc;
   if (mean)
     for (int k = 0; k < n; ++k) mean[k] = mean_of(r, get<kX>(x, k), get<kV>(v, k));
-  if (e)
-    for_lanes(n, [&](int k, int l) __attribute__((always_inline)) {
-      const float m = mean_of(r, get<kX>(x, k), get<kV>(v, k));
-      const float noise = r.s * e[k];
-      const float d = put<kY>(y, k, m + noise) - m;
-      acc.sum[l] += d * d;
-    });
-  else
-    for_lanes(n, [&](int k, int l) __attribute__((always_inline)) {
-      const float m = mean_of(r, get<kX>(x, k), get<kV>(v, k));
-      const float d = put<kY>(y, k, m) - m;
-      acc.sum[l] += d * d;
-    });
+  if (!e) {
+    for (int k = 0; k < n; ++k) put<kY>(y, k, mean_of(r, get<kX>(x, k), get<kV>(v, k)));
+    return 0;
+  }
+  for_lanes(n, [&](int k, int l) __attribute__((always_inline)) {
+    const float m = mean_of(r, get<kX>(x, k), get<kV>(v, k));
+    const float noise = r.s * e[k];
+    const float d = put<kY>(y, k, m + noise) - m;
+    acc.sum[l] += d * d;
+  });
   return acc.total();
 }
 
-template <int kX, int kV>
+template <int kX, int kV, int kY>
 PG_CLONES Sums logp_tile(const Row& r, const char* __restrict x, const char* __restrict v, const char* __restrict y,
                          const char* __restrict ref, const char* __restrict old, int n) {
   Lanes logp, kl, log_ratio;
   for_lanes(n, [&](int k, int l) __attribute__((always_inline)) {
-    const float d = get<kX>(y, k) - mean_of(r, get<kX>(x, k), get<kV>(v, k));
+    const float d = get<kY>(y, k) - mean_of(r, get<kX>(x, k), get<kV>(v, k));
     logp.sum[l] += d * d;
   });
   if (ref)
@@ -175,36 +174,28 @@ PG_CLONES Sums logp_tile(const Row& r, const char* __restrict x, const char* __r
     });
   if (old)
     for_lanes(n, [&](int k, int l) __attribute__((always_inline)) {
-      const float residual = get<kX>(y, k) - mean_of(r, get<kX>(x, k), get<kV>(old, k));
+      const float residual = get<kY>(y, k) - mean_of(r, get<kX>(x, k), get<kV>(old, k));
       log_ratio.sum[l] += residual * (get<kV>(v, k) - get<kV>(old, k));
     });
   return {logp.total(), kl.total(), log_ratio.total()};
 }
 
-template <int kX, int kV>
-PG_CLONES void grad_tile(const Row& r, const GradScale& g, const char* __restrict x, const char* __restrict v,
-                         const char* __restrict y, const char* __restrict ref, const char* __restrict old,
-                         char* __restrict dv, int n) {
-  const bool use_logp = g.logp != 0.f, use_kl = ref && g.kl != 0.f, use_log_ratio = old && g.log_ratio != 0.f;
-  if (use_logp && !use_kl && !use_log_ratio) {
-    for (int k = 0; k < n; ++k) put<kV>(dv, k, g.logp * (get<kX>(y, k) - mean_of(r, get<kX>(x, k), get<kV>(v, k))));
-    return;
+// A velocity that is absent is replaced by v, and its factor is 0.
+template <int kX, int kV, int kY>
+PG_CLONES void grad_tile(const Row& r, const GradScale& g, const char* __restrict x, const char* v,
+                         const char* __restrict y, const char* ref, const char* old, char* __restrict dv, int n) {
+  for (int k = 0; k < n; ++k) {
+    const float at_x = get<kX>(x, k), at_v = get<kV>(v, k), at_y = get<kY>(y, k);
+    float d = scaled(g.logp, at_y - mean_of(r, at_x, at_v));
+    d += scaled(g.kl, at_v - get<kV>(ref, k));
+    d += scaled(g.log_ratio, at_y - mean_of(r, at_x, get<kV>(old, k)));
+    put<kV>(dv, k, d);
   }
-  alignas(64) float d[kTile] = {};
-  if (use_logp)
-    for (int k = 0; k < n; ++k) d[k] = g.logp * (get<kX>(y, k) - mean_of(r, get<kX>(x, k), get<kV>(v, k)));
-  if (use_kl)
-    for (int k = 0; k < n; ++k) d[k] += g.kl * (get<kV>(v, k) - get<kV>(ref, k));
-  if (use_log_ratio)
-    for (int k = 0; k < n; ++k) d[k] += g.log_ratio * (get<kX>(y, k) - mean_of(r, get<kX>(x, k), get<kV>(old, k)));
-  for (int k = 0; k < n; ++k) put<kV>(dv, k, d[k]);
 }
 
 void sde_step(const StepParams& p, int64_t threads) {
-  static constexpr decltype(&step_tile<0, 0, 0>) kTiles[2][2][2] = {
-      {{step_tile<0, 0, 0>, step_tile<0, 0, 1>}, {step_tile<0, 1, 0>, step_tile<0, 1, 1>}},
-      {{nullptr, nullptr}, {nullptr, step_tile<1, 1, 1>}}};
-  const auto step = kTiles[p.x.dtype][p.v.dtype][p.y.dtype];
+  const auto step = with_types(p, [](auto t) { return &step_tile<t.x, t.v, t.y>; });
+  const bool is_noisy = p.noise.sample || p.eps.data;
   const auto tile = [&p, step](int64_t i, int64_t start, int n) {
     alignas(64) float buffer[kTile];
     const int64_t k = i * p.dim + start;
@@ -213,31 +204,31 @@ void sde_step(const StepParams& p, int64_t threads) {
     float* mean = reinterpret_cast<float*>(at(p.mean, k));
     return Sums{step(row_of(p, i), at(p.x, k), at(p.v, k), e, at(p.y, k), mean, n), 0, 0};
   };
-  reduce(p, threads, tile, [&p](int64_t i, const Sums& s) { p.logp[i] = finish_logp(row_of(p, i), s.logp, p.dim); });
+  if (is_noisy) return reduce(p, threads, tile);
+  for_tiles(p.batch, p.dim, threads, [&tile](int64_t i, int64_t start, int n, int64_t) { tile(i, start, n); });
+  for (int64_t i = 0; i < p.batch; ++i) reinterpret_cast<float*>(p.logp.data)[i] = row_of(p, i).c;
 }
 
 void sde_logp(const LogpParams& p, int64_t threads) {
-  const auto logp = p.x.dtype == kBF16 ? logp_tile<1, 1> : p.v.dtype == kBF16 ? logp_tile<0, 1> : logp_tile<0, 0>;
-  const auto tile = [&p, logp](int64_t i, int64_t start, int n) {
+  const auto logp = with_types(p, [](auto t) { return &logp_tile<t.x, t.v, t.y>; });
+  reduce(p, threads, [&p, logp](int64_t i, int64_t start, int n) {
     const int64_t k = i * p.dim + start;
     return logp(row_of(p, i), at(p.x, k), at(p.v, k), at(p.y, k), at(p.v_ref, k), at(p.v_old, k), n);
-  };
-  reduce(p, threads, tile, [&p](int64_t i, const Sums& s) {
-    const Row r = row_of(p, i);
-    p.logp[i] = finish_logp(r, s.logp, p.dim);
-    if (p.kl) p.kl[i] = finish_kl(r, s.kl, p.dim);
-    if (p.log_ratio) p.log_ratio[i] = finish_log_ratio(r, s.log_ratio, p.dim);
   });
 }
 
 void sde_grad(const GradParams& p, int64_t threads) {
-  const auto grad = p.x.dtype == kBF16 ? grad_tile<1, 1> : p.v.dtype == kBF16 ? grad_tile<0, 1> : grad_tile<0, 0>;
-  for_tiles(p.batch, p.dim, threads, [&p, grad](int64_t i, int64_t start, int n, int64_t) {
+  const auto grad = with_types(p, [](auto t) { return &grad_tile<t.x, t.v, t.y>; });
+  const double share = 1.0 / static_cast<double>(p.size);
+  for_tiles(p.batch, p.dim, threads, [&p, grad, share](int64_t i, int64_t start, int n, int64_t) {
     const int64_t k = i * p.dim + start;
+    const char* v = at(p.v, k);
+    const char* ref = p.g_kl ? at(p.v_ref, k) : v;
+    const char* old = p.g_log_ratio ? at(p.v_old, k) : v;
     const Row r = row_of(p, i);
-    const GradScale g = grad_scale(r, p.dim, p.g_logp ? p.g_logp[i] : 0.f, p.g_kl ? p.g_kl[i] : 0.f,
+    const GradScale g = grad_scale(r, share, p.g_logp ? p.g_logp[i] : 0.f, p.g_kl ? p.g_kl[i] : 0.f,
                                    p.g_log_ratio ? p.g_log_ratio[i] : 0.f);
-    grad(r, g, at(p.x, k), at(p.v, k), at(p.y, k), at(p.v_ref, k), at(p.v_old, k), at(p.dv, k), n);
+    grad(r, g, at(p.x, k), v, at(p.y, k), ref, old, at(p.dv, k), n);
   });
 }
 

@@ -1,9 +1,9 @@
 // A block's tiles of 1024 elements, 8 neighbours per thread: raw words are fetched first, so that all loads are in
 // flight before one is used.
 //
-// A full, aligned tile moves 128 bits at a time; tails and unaligned addresses fill and empty the same words element by
-// element, so the arithmetic in between exists once. Invariant: the conversion to fp32 is exact, and stores round to
-// nearest even.
+// Where a thread's elements all lie inside the sample and begin at a multiple of 16 bytes, 128 bits move at a time;
+// else the same words are filled and emptied element by element, so the arithmetic in between exists once. Invariant:
+// the conversion to fp32 is exact, and stores round to nearest even.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -14,16 +14,24 @@
 namespace prefgrpo {
 namespace {
 
-// Full: all elements lie inside the sample and every tensor of the launch is aligned; the same for the whole block.
 struct Tile {
   int from, left;  // elements of the block before this tile, and from its start on
-  bool full;
+
+  PG_DEVICE explicit Tile(const Split& split) : from(0), left(blockIdx.y + 1 == gridDim.y ? split.last : split.block) {}
+
+  PG_DEVICE void advance() {
+    from += kTile;
+    left -= kTile;
+  }
 
   // How many of this thread's 8 elements lie inside the sample.
   PG_DEVICE int count() const {
     const int n = left - static_cast<int>(threadIdx.x) * kVector;
     return n < 0 ? 0 : n < kVector ? n : kVector;
   }
+
+  // Whether a thread moves its elements at address q 128 bits at a time.
+  PG_DEVICE bool is_wide(const char* q) const { return left >= kTile && (reinterpret_cast<uintptr_t>(q) & 15) == 0; }
 };
 
 PG_DEVICE int64_t block_start(const Split& split) {
@@ -32,19 +40,6 @@ PG_DEVICE int64_t block_start(const Split& split) {
 
 // The block's first element in a tensor [B, D].
 PG_DEVICE int64_t first_of(const Split& split, int64_t dim) { return blockIdx.x * dim + block_start(split); }
-
-PG_DEVICE Tile first_tile(const Split& split) {
-  const int left = blockIdx.y + 1 == gridDim.y ? split.last : split.block;
-  return {0, left, left >= split.min_full};
-}
-
-// Advances to the next tile; false after the block's last.
-PG_DEVICE bool next(const Split& split, Tile& tile) {
-  tile.from += kTile;
-  tile.left -= kTile;
-  tile.full = tile.left >= split.min_full;
-  return tile.left > 0;
-}
 
 struct Values {
   float v[kVector];
@@ -64,7 +59,7 @@ struct Lane {
   // Elements outside the sample are 0.
   PG_DEVICE void fetch(const Tile& tile) {
     const char* q = p + tile.from * kSize;
-    if (tile.full) {
+    if (tile.is_wide(q)) {
       for (int k = 0; k < kWords; k += 4) {
         const uint4 a = reinterpret_cast<const uint4*>(q)[k / 4];
         w[k] = a.x;
@@ -103,7 +98,7 @@ struct Lane {
         w[j / 2] = pack_bf16(y[j], y[j + 1]);
       }
     }
-    if (tile.full) {
+    if (tile.is_wide(q)) {
       for (int k = 0; k < kWords; k += 4)
         __stwb(reinterpret_cast<uint4*>(q) + k / 4, make_uint4(w[k], w[k + 1], w[k + 2], w[k + 3]));
       return;
@@ -126,7 +121,8 @@ struct Counter {
 
 PG_DEVICE Counter counter_of(const PhiloxNoise& a, int64_t i) {
   const uint64_t id = static_cast<uint64_t>(a.sample[i]);
-  return {static_cast<uint32_t>(a.step[i]), static_cast<uint32_t>(id), static_cast<uint32_t>(id >> 32)};
+  const int64_t step = a.step ? a.step[i] : a.number;
+  return {static_cast<uint32_t>(step), static_cast<uint32_t>(id), static_cast<uint32_t>(id >> 32)};
 }
 
 PG_DEVICE void four_normals(const Keys& keys, const Counter& c, uint32_t block, float* z) {
@@ -140,10 +136,11 @@ PG_DEVICE void four_normals(const Keys& keys, const Counter& c, uint32_t block, 
 
 // Noise of a tile, two counter blocks per thread; 0 past D.
 PG_DEVICE void counter_noise(const Split& split, const Counter& c, const Tile& tile, Values& e) {
-  const uint32_t block = static_cast<uint32_t>(block_start(split) >> 2) + (tile.from / 4 + threadIdx.x * 2);
+  const uint32_t first = split.counter + static_cast<uint32_t>(block_start(split) >> 2);
+  const uint32_t block = first + (tile.from / 4 + threadIdx.x * 2);
   four_normals(split.keys, c, block, e.v);
   four_normals(split.keys, c, block + 1, e.v + 4);
-  if (tile.full) return;
+  if (tile.left >= kTile) return;
   const int n = tile.count();
   for (int j = 0; j < kVector; ++j) e[j] = j < n ? e[j] : 0.f;
 }

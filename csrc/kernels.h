@@ -1,7 +1,7 @@
 // What every kernel takes, and the table of kernels of one backend. No framework, no ownership: pointers and sizes.
 //
-// The fields of each struct are the arguments of its binding, in their order (bindings.cpp). Tensors are contiguous; a
-// null pointer marks an absent input or result. Invariant: a sample's result depends on that sample and D alone.
+// The fields of each struct are the named arguments of its binding (bindings.cpp). Tensors are contiguous; a null
+// pointer marks an absent input or result. Invariant: a sample's result depends on that sample and D alone.
 #pragma once
 #include <cstdint>
 
@@ -15,6 +15,12 @@ struct View {
   int32_t dtype = kF32;
 };
 
+// The dtypes of x, v and y at compile time.
+template <int32_t kX, int32_t kV, int32_t kY>
+struct Types {
+  static constexpr int32_t x = kX, v = kV, y = kY;
+};
+
 // Coefficients of one sample's step: x' = a·x + b·v + s·ε, logp = w · mean_D (x' − a·x − b·v)² + c.
 struct Row {
   float a, b, s, w, c;
@@ -23,32 +29,45 @@ struct Row {
 struct PhiloxNoise {
   int64_t seed = 0;                 // its 64 bits
   const int64_t* sample = nullptr;  // [B]; null: no counter-based noise
-  const int64_t* step = nullptr;    // [B]
+  const int64_t* step = nullptr;    // [B]; null: `number`, of all samples
+  int64_t number = 0;
+  int64_t offset = 0;  // elements of the sample before those of this launch; a multiple of 4
 };
 
-// x fp32 or bf16; v fp32 or bf16, but bf16 where x is. y: x' of a step, with the same rule as v; of a replay
-// like x. All [B, D].
+// x fp32 or bf16; v and y fp32 or bf16, but bf16 where x is. All [B, D].
 struct SdeParams {
-  int64_t batch = 0, dim = 0;
+  int64_t batch = 0, dim = 0;  // B, D
+  int64_t size = 0;            // elements of a whole sample: D, or more if other processes have the others
   View x, v;
   const Row* coef = nullptr;       // [T]
   int64_t rows = 0;                // T
   const int64_t* index = nullptr;  // [B] rows of coef; null: row i, or the only one
-  View y;
+  View y;                          // x' of the step, written or read
 };
 
-struct StepParams : SdeParams {
+// run(Types<…>), for the dtypes of a launch.
+template <class Run>
+auto with_types(const SdeParams& p, Run run) {
+  if (p.x.dtype == kBF16) return run(Types<kBF16, kBF16, kBF16>{});
+  if (p.v.dtype == kBF16)
+    return p.y.dtype == kBF16 ? run(Types<kF32, kBF16, kBF16>{}) : run(Types<kF32, kBF16, kF32>{});
+  return p.y.dtype == kBF16 ? run(Types<kF32, kF32, kBF16>{}) : run(Types<kF32, kF32, kF32>{});
+}
+
+// What is summed over D, [B]: fp32, or fp64 for the sum itself, to be added to those of other processes.
+struct SumParams : SdeParams {
+  View logp, kl, log_ratio;
+  double* partial = nullptr;  // CUDA: scratch [number of results, B, partials_of(D, size)]
+};
+
+struct StepParams : SumParams {
   View eps;  // fp32
   PhiloxNoise noise;
-  float* logp = nullptr;      // [B]
-  View mean;                  // fp32
-  double* partial = nullptr;  // CUDA: scratch [number of results, B, partials_of(D)]
+  View mean;  // fp32
 };
 
-struct LogpParams : SdeParams {
-  View v_ref, v_old;                                           // like v
-  float *logp = nullptr, *kl = nullptr, *log_ratio = nullptr;  // [B]
-  double* partial = nullptr;
+struct LogpParams : SumParams {
+  View v_ref, v_old;  // like v
 };
 
 struct GradParams : SdeParams {
@@ -66,8 +85,9 @@ struct NormalParams {
 struct PolicyParams {
   int64_t batch = 0;
   const float *logp = nullptr, *logp_old = nullptr, *advantage = nullptr, *weight = nullptr, *kl = nullptr;  // [B]
-  double clip_low = 0, clip_high = 0, adv_clip = 0, kl_coef = 0, denominator = 0;
-  float *loss = nullptr, *metrics = nullptr, *d_logp = nullptr, *d_kl = nullptr;  // [], [8], [B]
+  double epsilon_low = 0, epsilon_high = 0, adv_clip = 0, kl_coef = 0, denominator = 0;
+  bool per_sample = false;  // loss [B], each sample's own; else their sum, []
+  float *loss = nullptr, *metrics = nullptr, *d_logp = nullptr, *d_kl = nullptr;  // metrics [8]; d_logp, d_kl [B]
 };
 
 struct WinrateParams {
@@ -95,7 +115,7 @@ extern const Kernels kernels;
 }
 namespace cuda {
 extern const Kernels kernels;
-int64_t partials_of(int64_t dim);  // blocks of a sample, each with an fp64 partial sum per result
+int64_t partials_of(int64_t dim, int64_t size);  // blocks of a sample, each with an fp64 partial sum per result
 }  // namespace cuda
 
 }  // namespace prefgrpo

@@ -55,32 +55,36 @@ struct GradScale {
   float logp, kl, log_ratio;
 };
 
-PG_INLINE GradScale grad_scale(const Row& r, int64_t dim, float g_logp, float g_kl, float g_log_ratio) {
-  const double n = static_cast<double>(dim), b = r.b, s = r.s;
-  GradScale k;
-  k.logp = r.w == 0.f ? 0.f : static_cast<float>(-2.0 * r.w * b / n * g_logp);
-  k.kl = r.s > 0.f ? static_cast<float>(b * b / (s * s) / n * g_kl) : 0.f;
-  k.log_ratio = r.s > 0.f ? static_cast<float>(b / (s * n) * g_log_ratio) : 0.f;
+// share: 1 / size, so that a block divides once.
+PG_INLINE GradScale grad_scale(const Row& r, double share, float g_logp, float g_kl, float g_log_ratio) {
+  GradScale k{};
+  if (r.w != 0.f) k.logp = static_cast<float>(-2.0 * r.w * r.b * share * g_logp);
+  if (!(r.s > 0.f)) return k;
+  const double b_over_s = static_cast<double>(r.b) / r.s;
+  k.kl = static_cast<float>(b_over_s * b_over_s * share * g_kl);
+  k.log_ratio = static_cast<float>(b_over_s * share * g_log_ratio);
   return k;
 }
 
 PG_INLINE float scaled(float factor, float residual) { return factor == 0.f ? 0.f : factor * residual; }
 
-PG_INLINE float finish_logp(const Row& r, double sum, int64_t dim) {
-  if (r.w == 0.0f) return r.c;  // a step without a log-prob, whatever x holds
-  const float mean = static_cast<float>(sum / static_cast<double>(dim));
-  return r.w * mean + r.c;
+enum Sum { kLogp, kKl, kLogRatio };
+
+// One result of a sample, from its sum over D.
+PG_INLINE float finished(Sum what, const Row& r, double sum, int64_t size) {
+  const double mean = sum / static_cast<double>(size), b = r.b, s = r.s;
+  // a step without a log-prob has 0, whatever x holds
+  if (what == kLogp) return r.w == 0.f ? r.c : r.w * static_cast<float>(mean) + r.c;
+  if (!(r.s > 0.f)) return 0.f;
+  return static_cast<float>(what == kKl ? b * b / (2.0 * s * s) * mean : b / s * mean);
 }
 
-PG_INLINE float finish_kl(const Row& r, double sum, int64_t dim) {
-  if (!(r.s > 0.f)) return 0.f;
-  const double b = r.b, s = r.s;
-  return static_cast<float>(b * b / (2.0 * s * s) * (sum / static_cast<double>(dim)));
-}
-
-PG_INLINE float finish_log_ratio(const Row& r, double sum, int64_t dim) {
-  if (!(r.s > 0.f)) return 0.f;
-  return static_cast<float>(static_cast<double>(r.b) / r.s * (sum / static_cast<double>(dim)));
+// Stores a result, or the sum itself where that is asked for.
+PG_INLINE void store_result(const View& out, Sum what, const SdeParams& p, int64_t i, double sum) {
+  if (out.dtype == kF64)
+    reinterpret_cast<double*>(out.data)[i] = sum;
+  else if (out.data)
+    reinterpret_cast<float*>(out.data)[i] = finished(what, row_of(p, i), sum, p.size);
 }
 
 // ---------------------------------------------------------------- counter-based noise
@@ -215,8 +219,8 @@ struct PolicyClip {
 };
 
 PG_INLINE PolicyClip policy_clip(const PolicyParams& p) {
-  const double log_low = p.clip_low < 1.0 ? log1p(-p.clip_low) : -INFINITY;
-  return {1.0 - p.clip_low, 1.0 + p.clip_high, log_low, log1p(p.clip_high)};
+  const double log_low = p.epsilon_low < 1.0 ? log1p(-p.epsilon_low) : -INFINITY;
+  return {1.0 - p.epsilon_low, 1.0 + p.epsilon_high, log_low, log1p(p.epsilon_high)};
 }
 
 struct PolicySums {
@@ -251,6 +255,7 @@ PG_INLINE void add_policy_term(const PolicyParams& p, const PolicyClip& c, int64
   const double term = -a * (clipped ? (above ? c.high : c.low) : ratio) * weight;
   p.d_logp[i] = static_cast<float>(clipped ? 0.0 : term / p.denominator);
   if (p.d_kl) p.d_kl[i] = static_cast<float>(p.kl_coef / p.denominator);
+  if (p.per_sample) p.loss[i] = static_cast<float>((p.kl ? term + p.kl_coef * kl : term) / p.denominator);
   merge_policy_sums({term, delta * delta, ratio, kl, above ? 1.0 : 0.0, below ? 1.0 : 0.0, ratio, ratio}, s);
 }
 
@@ -259,25 +264,23 @@ PG_INLINE void finish_policy(const PolicyParams& p, const PolicySums& s) {
   const double clipped = s.above + s.below;
   const double metrics[8] = {0.5 * s.squares / n, clipped / n, s.above / n, s.below / n, s.lowest,
                              s.ratios / n,        s.highest,   s.kl / n};
-  p.loss[0] = static_cast<float>((p.kl ? s.loss + p.kl_coef * s.kl : s.loss) / p.denominator);
+  if (!p.per_sample) p.loss[0] = static_cast<float>((p.kl ? s.loss + p.kl_coef * s.kl : s.loss) / p.denominator);
   for (int k = 0; k < 8; ++k) p.metrics[k] = static_cast<float>(metrics[k]);
 }
 
 // ---------------------------------------------------------------- advantages, one group
-template <class Number>
-PG_INLINE float sum_rate(const View& wins, const View& counts, int64_t first, int64_t group) {
-  double won = 0, count = 0;
-  for (int64_t k = first; k < first + group; ++k) {
-    won += reinterpret_cast<const Number*>(wins.data)[k];
-    count += reinterpret_cast<const Number*>(counts.data)[k];
-  }
-  return static_cast<float>(count > 0 ? won / count : NAN);
+PG_INLINE double number_at(const View& t, int64_t k) {
+  return t.dtype == kF64 ? reinterpret_cast<const double*>(t.data)[k] : reinterpret_cast<const float*>(t.data)[k];
 }
 
 // The win rate of member i of all; NaN (missing) without a comparison.
 PG_INLINE float rate_of(const WinrateParams& p, int64_t i) {
-  return p.wins.dtype == kF64 ? sum_rate<double>(p.wins, p.counts, i * p.group, p.group)
-                              : sum_rate<float>(p.wins, p.counts, i * p.group, p.group);
+  double won = 0, count = 0;
+  for (int64_t k = i * p.group; k < (i + 1) * p.group; ++k) {
+    won += number_at(p.wins, k);
+    count += number_at(p.counts, k);
+  }
+  return static_cast<float>(count > 0 ? won / count : NAN);
 }
 
 struct Moments {

@@ -33,24 +33,22 @@ PG_DEVICE void store_partial(double* partial, int64_t batch, const float (&sums)
   }
 }
 
-PG_DEVICE double sum_partials(const LogpParams& p, int plane, int64_t chunks) {
-  const double* partial = p.partial + (plane * p.batch + blockIdx.x) * chunks;
-  double sum = 0;
-  for (int64_t j = threadIdx.x; j < chunks; j += 32) sum += partial[j];
-  return warp_sum(sum);
-}
-
-// One warp per sample: logp and, if asked, KL and log-ratio. The planes of `partial`: logp, KL (if any), log-ratio.
-__global__ void __launch_bounds__(32) finish_kernel(const __grid_constant__ LogpParams p, const int64_t chunks) {
+// One warp per sample and result: adds the partial sums of that plane of `partial` in a fixed order.
+__global__ void __launch_bounds__(96) finish_kernel(const __grid_constant__ SumParams p, const int64_t chunks) {
   const int64_t i = blockIdx.x;
-  const Row r = row_of(p, i);
-  const double logp = sum_partials(p, 0, chunks);
-  const double kl = p.kl ? sum_partials(p, 1, chunks) : 0;
-  const double log_ratio = p.log_ratio ? sum_partials(p, p.kl ? 2 : 1, chunks) : 0;
-  if (threadIdx.x != 0) return;
-  p.logp[i] = finish_logp(r, logp, p.dim);
-  if (p.kl) p.kl[i] = finish_kl(r, kl, p.dim);
-  if (p.log_ratio) p.log_ratio[i] = finish_log_ratio(r, log_ratio, p.dim);
+  const int plane = threadIdx.x / 32;
+  const double* partial = p.partial + (plane * p.batch + i) * chunks;
+  double sum = 0;
+#pragma unroll 8
+  for (int64_t j = threadIdx.x % 32; j < chunks; j += 32) sum += partial[j];
+  sum = warp_sum(sum);
+  if (threadIdx.x % 32 != 0) return;
+  if (plane == 0)
+    store_result(p.logp, kLogp, p, i, sum);
+  else if (plane == 1 && p.kl.data)
+    store_result(p.kl, kKl, p, i, sum);
+  else
+    store_result(p.log_ratio, kLogRatio, p, i, sum);
 }
 
 template <int kX, int kV, int kY, int kNoise>
@@ -64,17 +62,14 @@ __global__ void __launch_bounds__(kThreads, 8)
   Row r{};
   Counter counter{};
   float acc = 0.f;
-  Tile tile = first_tile(split);
-  bool first = true;
-  do {
+  for (Tile tile(split); tile.left > 0; tile.advance()) {
     x_lane.fetch(tile);
     v_lane.fetch(tile);
     if (kNoise == kGiven) eps_lane.fetch(tile);
-    if (first) {
+    if (tile.from == 0) {  // these loads wait for an index: after those of the latents
       r = row_of(p, i);
       if (kNoise == kCounter) counter = counter_of(p.noise, i);
     }
-    first = false;
     Values e{}, mean, y;
     if (kNoise == kCounter) counter_noise(split, counter, tile, e);
     if (kNoise == kGiven) e = eps_lane.values();
@@ -85,31 +80,34 @@ __global__ void __launch_bounds__(kThreads, 8)
     }
     if (p.mean.data) Lane<kF32>(p.mean, at).store(tile, mean);
     y_lane.store(tile, y);
+    if (kNoise == kNone) continue;
     y = y_lane.values();
     for (int j = 0; j < kVector; ++j) acc = fmaf(y[j] - mean[j], y[j] - mean[j], acc);
-  } while (next(split, tile));
+  }
+  if (kNoise == kNone) {
+    if (blockIdx.y == 0 && threadIdx.x == 0) reinterpret_cast<float*>(p.logp.data)[i] = r.c;
+    return;
+  }
   const float sums[1] = {acc};
   store_partial(p.partial, p.batch, sums);
 }
 
-template <int kX, int kV, bool kKl, bool kGuard>
+template <int kX, int kV, int kY, bool kKl, bool kGuard>
 __global__ void __launch_bounds__(kThreads, 8)
     logp_kernel(const __grid_constant__ LogpParams p, const __grid_constant__ Split split) {
   const int64_t i = blockIdx.x, at = first_of(split, p.dim);
-  Lane<kX> x_lane(p.x, at), y_lane(p.y, at);
+  Lane<kX> x_lane(p.x, at);
+  Lane<kY> y_lane(p.y, at);
   Lane<kV> v_lane(p.v, at), ref_lane(p.v_ref, at), old_lane(p.v_old, at);
   Row r{};
   float sums[1 + kKl + kGuard] = {};
-  Tile tile = first_tile(split);
-  bool first = true;
-  do {
+  for (Tile tile(split); tile.left > 0; tile.advance()) {
     x_lane.fetch(tile);
     v_lane.fetch(tile);
     y_lane.fetch(tile);
     if (kKl) ref_lane.fetch(tile);
     if (kGuard) old_lane.fetch(tile);
-    if (first) r = row_of(p, i);
-    first = false;
+    if (tile.from == 0) r = row_of(p, i);
     const Values x = x_lane.values(), v = v_lane.values(), y = y_lane.values();
     for (int j = 0; j < kVector; ++j) {
       const float d = y[j] - mean_of(r, x[j], v[j]);
@@ -124,36 +122,34 @@ __global__ void __launch_bounds__(kThreads, 8)
       for (int j = 0; j < kVector; ++j)
         sums[kKl + kGuard] = fmaf(y[j] - mean_of(r, x[j], old[j]), v[j] - old[j], sums[kKl + kGuard]);
     }
-  } while (next(split, tile));
+  }
   store_partial(p.partial, p.batch, sums);
 }
 
-template <int kX, int kV, bool kKl, bool kGuard>
-__global__ void __launch_bounds__(kThreads, kKl&& kGuard    ? 5
-                                            : kKl || kGuard ? 6
-                                                            : 8)
+constexpr int grad_blocks(int others) { return others == 0 ? 8 : others == 1 ? 6 : 5; }  // per multiprocessor
+
+template <int kX, int kV, int kY, bool kKl, bool kGuard>
+__global__ void __launch_bounds__(kThreads, grad_blocks(kKl + kGuard))
     grad_kernel(const __grid_constant__ GradParams p, const __grid_constant__ Split split) {
   __shared__ GradScale scale;
   const int64_t i = blockIdx.x, at = first_of(split, p.dim);
-  Lane<kX> x_lane(p.x, at), y_lane(p.y, at);
+  Lane<kX> x_lane(p.x, at);
+  Lane<kY> y_lane(p.y, at);
   Lane<kV> v_lane(p.v, at), dv_lane(p.dv, at), ref_lane(p.v_ref, at), old_lane(p.v_old, at);
   Row r{};
-  Tile tile = first_tile(split);
-  bool first = true;
-  do {
+  for (Tile tile(split); tile.left > 0; tile.advance()) {
     x_lane.fetch(tile);
     v_lane.fetch(tile);
     y_lane.fetch(tile);
     if (kKl) ref_lane.fetch(tile);
     if (kGuard) old_lane.fetch(tile);
-    if (first) {
+    if (tile.from == 0) {
       r = row_of(p, i);
-      if (threadIdx.x == 0)  // fp64 divisions, once per block
-        scale =
-            grad_scale(r, p.dim, p.g_logp ? p.g_logp[i] : 0.f, kKl ? p.g_kl[i] : 0.f, kGuard ? p.g_log_ratio[i] : 0.f);
+      if (threadIdx.x == 0)  // an fp64 division, once per block
+        scale = grad_scale(r, split.share, p.g_logp ? p.g_logp[i] : 0.f, kKl ? p.g_kl[i] : 0.f,
+                           kGuard ? p.g_log_ratio[i] : 0.f);
       __syncthreads();
     }
-    first = false;
     const Values x = x_lane.values(), v = v_lane.values(), y = y_lane.values();
     Values d;
     for (int j = 0; j < kVector; ++j) d[j] = scaled(scale.logp, y[j] - mean_of(r, x[j], v[j]));
@@ -166,62 +162,50 @@ __global__ void __launch_bounds__(kThreads, kKl&& kGuard    ? 5
       for (int j = 0; j < kVector; ++j) d[j] += scaled(scale.log_ratio, y[j] - mean_of(r, x[j], old[j]));
     }
     dv_lane.store(tile, d);
-  } while (next(split, tile));
+  }
 }
 
-// The log-prob of each sample, and what else is asked for, from the sums of its blocks.
-void launch_finish(const LogpParams& p, int64_t stream) {
+void launch_finish(const SumParams& p, int64_t stream) {
   if (p.batch == 0) return;
-  launch_kernel(finish_kernel, dim3(static_cast<unsigned>(p.batch)), 32, stream, p, cuda::partials_of(p.dim));
+  const int planes = 1 + (p.kl.data != nullptr) + (p.log_ratio.data != nullptr);
+  const dim3 grid(static_cast<unsigned>(p.batch));
+  launch_kernel(finish_kernel, grid, 32 * planes, stream, p, cuda::partials_of(p.dim, p.size));
 }
 
-template <int kX, int kV, int kY>
-void launch_step(const StepParams& p, int64_t stream) {
-  const auto kernel = p.noise.sample ? step_kernel<kX, kV, kY, kCounter>
-                      : p.eps.data   ? step_kernel<kX, kV, kY, kGiven>
-                                     : step_kernel<kX, kV, kY, kNone>;
-  launch_tiles(kernel, p, all_aligned(p.dim, p.x, p.v, p.y, p.eps, p.mean), stream, p.noise.seed);
-  LogpParams sums{p};
-  sums.logp = p.logp;
-  sums.partial = p.partial;
-  launch_finish(sums, stream);
-}
+// kernel<x, v, y, …> of a Types<x, v, y> and two options.
+#define PG_KERNEL(kernel, t, kl, guard)                                                         \
+  ((kl)      ? (guard) ? kernel<t.x, t.v, t.y, true, true> : kernel<t.x, t.v, t.y, true, false> \
+   : (guard) ? kernel<t.x, t.v, t.y, false, true>                                               \
+             : kernel<t.x, t.v, t.y, false, false>)
 
 }  // namespace
 
 namespace cuda {
 
-int64_t partials_of(int64_t dim) {
-  const int64_t block = static_cast<int64_t>(kTile) * tiles_of(dim);
+int64_t partials_of(int64_t dim, int64_t size) {
+  const int64_t block = static_cast<int64_t>(kTile) * tiles_of(size);
   return (dim + block - 1) / block;
 }
 
 void sde_step(const StepParams& p, int64_t stream) {
-  if (p.x.dtype == kBF16) return launch_step<kBF16, kBF16, kBF16>(p, stream);
-  if (p.y.dtype == kBF16)
-    return p.v.dtype == kBF16 ? launch_step<kF32, kBF16, kBF16>(p, stream) : launch_step<kF32, kF32, kBF16>(p, stream);
-  return p.v.dtype == kBF16 ? launch_step<kF32, kBF16, kF32>(p, stream) : launch_step<kF32, kF32, kF32>(p, stream);
+  const auto kernel = with_types(p, [&p](auto t) {
+    return p.noise.sample ? step_kernel<t.x, t.v, t.y, kCounter>
+           : p.eps.data   ? step_kernel<t.x, t.v, t.y, kGiven>
+                          : step_kernel<t.x, t.v, t.y, kNone>;
+  });
+  launch_tiles(kernel, p, p.size, stream, p.noise);
+  if (p.noise.sample || p.eps.data) launch_finish(p, stream);
 }
 
-// `kernel` of one op for the dtypes and for what is asked for.
-#define PG_OPTIONS(kernel, x, v)                                                         \
-  {                                                                                      \
-    {kernel<x, v, 0, 0>, kernel<x, v, 0, 1>}, { kernel<x, v, 1, 0>, kernel<x, v, 1, 1> } \
-  }
-#define PG_KERNELS(kernel) \
-  {PG_OPTIONS(kernel, kF32, kF32), PG_OPTIONS(kernel, kF32, kBF16), PG_OPTIONS(kernel, kBF16, kBF16)}
-
 void sde_logp(const LogpParams& p, int64_t stream) {
-  static constexpr void (*kernels[3][2][2])(LogpParams, Split) = PG_KERNELS(logp_kernel);
-  const auto kernel = kernels[p.x.dtype + p.v.dtype][p.kl != nullptr][p.log_ratio != nullptr];
-  launch_tiles(kernel, p, all_aligned(p.dim, p.x, p.v, p.y, p.v_ref, p.v_old), stream);
+  const auto kernel = with_types(p, [&p](auto t) { return PG_KERNEL(logp_kernel, t, p.kl.data, p.log_ratio.data); });
+  launch_tiles(kernel, p, p.size, stream);
   launch_finish(p, stream);
 }
 
 void sde_grad(const GradParams& p, int64_t stream) {
-  static constexpr void (*kernels[3][2][2])(GradParams, Split) = PG_KERNELS(grad_kernel);
-  const auto kernel = kernels[p.x.dtype + p.v.dtype][p.g_kl != nullptr][p.g_log_ratio != nullptr];
-  launch_tiles(kernel, p, all_aligned(p.dim, p.x, p.v, p.y, p.v_ref, p.v_old, p.dv), stream);
+  const auto kernel = with_types(p, [&p](auto t) { return PG_KERNEL(grad_kernel, t, p.g_kl, p.g_log_ratio); });
+  launch_tiles(kernel, p, p.size, stream);
 }
 
 }  // namespace cuda

@@ -10,12 +10,11 @@ __global__ void __launch_bounds__(kThreads, 8)
     normal_kernel(const __grid_constant__ NormalParams p, const __grid_constant__ Split split) {
   const Counter counter = counter_of(p.noise, blockIdx.x);
   Lane<kF32> out(p.out, first_of(split, p.dim));
-  Tile tile = first_tile(split);
-  do {
+  for (Tile tile(split); tile.left > 0; tile.advance()) {
     Values e;
     counter_noise(split, counter, tile, e);
     out.store(tile, e);
-  } while (next(split, tile));
+  }
 }
 
 // Each thread adds its samples in order; thread 0 adds the threads' sums in order.
@@ -51,9 +50,7 @@ void sde_step(const StepParams&, int64_t stream);
 void sde_logp(const LogpParams&, int64_t stream);
 void sde_grad(const GradParams&, int64_t stream);
 
-static void normal(const NormalParams& p, int64_t stream) {
-  launch_tiles(normal_kernel, p, all_aligned(p.dim, p.out), stream, p.noise.seed);
-}
+static void normal(const NormalParams& p, int64_t stream) { launch_tiles(normal_kernel, p, p.dim, stream, p.noise); }
 
 static void policy_loss(const PolicyParams& p, int64_t stream) {
   launch_kernel(policy_kernel, dim3(1), kThreads, stream, p);

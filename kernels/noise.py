@@ -72,41 +72,61 @@ def four_normals(block, step, sample, seed_low, seed_high):
     c1 = zero + (step & 0xFFFFFFFF).to(tl.uint32)
     c2 = zero + (sample & 0xFFFFFFFF).to(tl.uint32)
     c3 = zero + ((sample >> 32) & 0xFFFFFFFF).to(tl.uint32)
-    k0, k1 = (zero.to(tl.int64) + seed_low).to(tl.uint32), (zero.to(tl.int64) + seed_high).to(tl.uint32)
-    w0, w1, w2, w3 = tl.philox_impl(c0, c1, c2, c3, k0, k1)
+    w0, w1, w2, w3 = tl.philox_impl(c0, c1, c2, c3, zero + seed_low.to(tl.uint32), zero + seed_high.to(tl.uint32))
     z0, z1 = normal_pair(w0, w1)
     z2, z3 = normal_pair(w2, w3)
     return z0, z1, z2, z3
 
 
 @triton.jit
-def counter_noise(start, step, sample, seed_low, seed_high, BLOCK: tl.constexpr):
-    """Noise of elements start … start + BLOCK − 1 of a sample; start is a multiple of 4."""
-    block = start.to(tl.int64) // 4 + tl.arange(0, BLOCK // 4).to(tl.int64)
-    z0, z1, z2, z3 = four_normals(block, step, sample, seed_low, seed_high)
+def counter_noise(
+    i, start, sample_ptr, step_ptr, number, counter, seed_low, seed_high, HAS_STEP: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Noise of elements start … start + BLOCK − 1 of sample i; start is a multiple of 4, `counter` the first block."""
+    step = number.to(tl.int64)
+    if HAS_STEP:
+        step = tl.load(step_ptr + i)
+    block = counter.to(tl.int64) + start // 4 + tl.arange(0, BLOCK // 4)
+    z0, z1, z2, z3 = four_normals(block, step, tl.load(sample_ptr + i), seed_low, seed_high)
     return tl.interleave(tl.interleave(z0, z2), tl.interleave(z1, z3))
 
 
-@triton.jit(do_not_specialize=["seed_low", "seed_high"])
-def normal_kernel(out_ptr, sample_ptr, step_ptr, dim, seed_low, seed_high, BLOCK: tl.constexpr):
-    """out[B, D] fp32; one program per sample and block."""
+@triton.jit
+def place(dim, BLOCK: tl.constexpr):
+    """(sample, first element in it, element numbers, which of them exist) of this program; all but the last int64."""
     chunks = tl.cdiv(dim, BLOCK)
-    pid = tl.program_id(0).to(tl.int64)
-    i = pid // chunks
-    start = (pid % chunks) * BLOCK
-    step, sample = tl.load(step_ptr + i), tl.load(sample_ptr + i)
-    z = counter_noise(start, step, sample, seed_low, seed_high, BLOCK)
+    program = tl.program_id(0)  # int32, as is chunks up to 2³¹ elements: a short division
+    i = program // chunks
+    start = (program - i * chunks).to(tl.int64) * BLOCK
     k = start + tl.arange(0, BLOCK)
-    tl.store(out_ptr + i * dim + k, z, mask=k < dim)
+    i = i.to(tl.int64)
+    return i, start, i * dim + k, k < dim
 
 
-def seed_words(seed):
-    """Low and high 32 bits of the seed."""
-    return seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF
+COUNTERS = ["number", "counter", "seed_low", "seed_high"]
+"""Arguments whose values and sizes change no code."""
 
 
-def normal(batch, dim, seed, sample, step, out):
+@triton.jit(do_not_specialize=COUNTERS)
+def normal_kernel(
+    out_ptr, sample_ptr, step_ptr, dim, number: tl.int64, counter: tl.int64, seed_low: tl.uint32, seed_high: tl.uint32,
+    HAS_STEP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """out[B, D] fp32; one program per sample and block."""
+    i, start, at, mask = place(dim, BLOCK)
+    z = counter_noise(i, start, sample_ptr, step_ptr, number, counter, seed_low, seed_high, HAS_STEP, BLOCK)
+    tl.store(out_ptr + at, z, mask=mask)
+
+
+def counters(seed, sample, step, number, offset):
+    """The arguments of a kernel for counter-based noise."""
+    return {
+        "sample_ptr": sample, "step_ptr": sample if step is None else step, "number": number, "counter": offset // 4,
+        "seed_low": seed & 0xFFFFFFFF, "seed_high": seed >> 32 & 0xFFFFFFFF, "HAS_STEP": step is not None,
+    }  # fmt: skip
+
+
+def normal(*, batch, dim, out, **noise):
     """Noise into `out` [B, D] fp32."""
     if out.numel():
-        grid = (batch * triton.cdiv(dim, BLOCK),)
-        normal_kernel[grid](out, sample, step, dim, *seed_words(seed), BLOCK, **FLAGS)
+        normal_kernel[(batch * triton.cdiv(dim, BLOCK),)](out, dim=dim, **counters(**noise), BLOCK=BLOCK, **FLAGS)

@@ -1,7 +1,6 @@
 """The clipped policy loss in Triton: one program, in chunks of 512 samples; the counterpart of csrc/small.cu."""
 
 import math
-import struct
 
 import triton
 import triton.language as tl
@@ -10,25 +9,13 @@ from prefgrpo.kernels.noise import FLAGS
 
 
 @triton.jit
-def fp64(word):
-    """The fp64 number with these bits: Triton would pass a Python float as fp32."""
-    return word.to(tl.int64).to(tl.float64, bitcast=True)
-
-
-@triton.jit(do_not_specialize=["low", "high", "log_low", "log_high", "adv_clip", "kl_coef", "norm"])
 def policy_kernel(
     logp_ptr, old_ptr, adv_ptr, weight_ptr, kl_ptr, loss_ptr, metrics_ptr, d_logp_ptr, d_kl_ptr, batch,
-    low, high, log_low, log_high, adv_clip, kl_coef, norm,
-    OLD: tl.constexpr, WEIGHT: tl.constexpr, KL: tl.constexpr, BLOCK: tl.constexpr,
+    low: tl.float64, high: tl.float64, log_low: tl.float64, log_high: tl.float64, adv_clip: tl.float64,
+    kl_coef: tl.float64, norm: tl.float64,
+    OLD: tl.constexpr, WEIGHT: tl.constexpr, KL: tl.constexpr, PER_SAMPLE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Loss, metrics and the gradients of logp and kl. Numbers (and clip bounds of the log-ratio) are fp64 bits."""
-    low = fp64(low)
-    high = fp64(high)
-    log_low = fp64(log_low)
-    log_high = fp64(log_high)
-    adv_clip = fp64(adv_clip)
-    kl_coef = fp64(kl_coef)
-    norm = fp64(norm)
+    """Loss, metrics and the gradients of logp and kl; log_low, log_high: the clip bounds of the log-ratio."""
     zero = tl.zeros((BLOCK,), tl.float64)
     losses = zero
     squares = zero
@@ -54,9 +41,14 @@ def policy_kernel(
         term = -a * tl.where(clipped, tl.where(above, high, low), ratio)
         if WEIGHT:
             term = term * tl.load(weight_ptr + i, mask=keep, other=0.0).to(tl.float64)
+        loss = term
         if KL:
-            tl.store(d_kl_ptr + i, tl.zeros((BLOCK,), tl.float32) + (kl_coef / norm).to(tl.float32), mask=keep)
-            kls += tl.load(kl_ptr + i, mask=keep, other=0.0).to(tl.float64)
+            kl = tl.load(kl_ptr + i, mask=keep, other=0.0).to(tl.float64)
+            tl.store(d_kl_ptr + i, (zero + kl_coef / norm).to(tl.float32), mask=keep)
+            loss = term + kl_coef * kl
+            kls += kl
+        if PER_SAMPLE:
+            tl.store(loss_ptr + i, (loss / norm).to(tl.float32), mask=keep)
         tl.store(d_logp_ptr + i, (tl.where(clipped, 0.0, term) / norm).to(tl.float32), mask=keep)
         losses += tl.where(keep, term, 0.0)
         squares += tl.where(keep, delta * delta, 0.0)
@@ -71,10 +63,11 @@ def policy_kernel(
     bad = tl.sum(nans, axis=0) > 0
     above, below = tl.sum(aboves, axis=0) / count, tl.sum(belows, axis=0) / count
     kl = tl.sum(kls, axis=0)
-    loss = tl.sum(losses, axis=0)
-    if KL:
-        loss += kl_coef * kl
-    tl.store(loss_ptr, (loss / norm).to(tl.float32))
+    if not PER_SAMPLE:
+        loss = tl.sum(losses, axis=0)
+        if KL:
+            loss += kl_coef * kl
+        tl.store(loss_ptr, (loss / norm).to(tl.float32))
     tl.store(metrics_ptr, (0.5 * tl.sum(squares, axis=0) / count).to(tl.float32))
     tl.store(metrics_ptr + 1, (above + below).to(tl.float32))
     tl.store(metrics_ptr + 2, above.to(tl.float32))
@@ -85,12 +78,15 @@ def policy_kernel(
     tl.store(metrics_ptr + 7, (kl / count).to(tl.float32))
 
 
-def policy_loss(batch, logp, logp_old, advantage, weight, kl, low, high, adv_clip, kl_coef, denominator, *results):
+def policy_loss(
+    *, batch, logp, logp_old, advantage, weight, kl, epsilon_low, epsilon_high, adv_clip, kl_coef, denominator,
+    per_sample, loss, metrics, d_logp, d_kl,
+):  # fmt: skip
     """The loss over [B], its metrics and gradients."""
-    log_low = math.log1p(-low) if low < 1 else -math.inf
-    numbers = (1 - low, 1 + high, log_low, math.log1p(high), adv_clip, kl_coef, denominator)
-    words = struct.unpack("7q", struct.pack("7d", *numbers))
+    log_low = math.log1p(-epsilon_low) if epsilon_low < 1 else -math.inf
+    numbers = (1 - epsilon_low, 1 + epsilon_high, log_low, math.log1p(epsilon_high), adv_clip, kl_coef, denominator)
+    tensors = (logp, logp_old, advantage, weight, kl, loss, metrics, d_logp, d_kl)
     block = min(512, max(16, triton.next_power_of_2(batch)))
-    tensors = [logp if t is None else t for t in (logp, logp_old, advantage, weight, kl, *results)]
-    flags = (logp_old is not None, weight is not None, kl is not None)
-    policy_kernel[(1,)](*tensors, batch, *words, *flags, block, **FLAGS)
+    flags = (logp_old is not None, weight is not None, kl is not None, per_sample)
+    present = [logp if t is None else t for t in tensors]
+    policy_kernel[(1,)](*present, batch, *map(float, numbers), *flags, block, **FLAGS)

@@ -12,9 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-from prefgrpo.kernels.noise import FLAGS, counter_noise, seed_words
+from prefgrpo.kernels.noise import BLOCK, COUNTERS, FLAGS, counter_noise, counters, place
 
-BLOCK = 2048
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # the interpreter's conversion to bf16 truncates
 
 
@@ -44,17 +43,6 @@ def load_fp32(ptr, mask):
 
 
 @triton.jit
-def place(dim, BLOCK: tl.constexpr):
-    """(sample, first element in it, element numbers, which of them exist) of this program."""
-    chunks = tl.cdiv(dim, BLOCK)
-    pid = tl.program_id(0).to(tl.int64)
-    i = pid // chunks
-    start = (pid % chunks) * BLOCK
-    k = start + tl.arange(0, BLOCK)
-    return i, start, i * dim + k, k < dim
-
-
-@triton.jit
 def row_of(coef_ptr, index_ptr, rows, i, HAS_INDEX: tl.constexpr):
     """(a, b, s, w, c) of sample i; NaN if its index is outside the table."""
     row = tl.minimum(i, rows - 1)  # row i, or the only one
@@ -70,11 +58,11 @@ def row_of(coef_ptr, index_ptr, rows, i, HAS_INDEX: tl.constexpr):
     return a, b, s, w, c
 
 
-@triton.jit(do_not_specialize=["seed_low", "seed_high"])
+@triton.jit(do_not_specialize=COUNTERS)
 def step_kernel(
-    x_ptr, v_ptr, eps_ptr, out_ptr, mean_ptr, coef_ptr, index_ptr, rows, sample_ptr, step_ptr, partial_ptr, dim,
-    seed_low, seed_high,
-    HAS_INDEX: tl.constexpr, NOISE: tl.constexpr, MEAN: tl.constexpr, BLOCK: tl.constexpr,
+    x_ptr, v_ptr, eps_ptr, out_ptr, mean_ptr, logp_ptr, coef_ptr, index_ptr, rows, partial_ptr, dim,
+    sample_ptr, step_ptr, number: tl.int64, counter: tl.int64, seed_low: tl.uint32, seed_high: tl.uint32,
+    HAS_STEP: tl.constexpr, HAS_INDEX: tl.constexpr, NOISE: tl.constexpr, MEAN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One step. NOISE: 0 none, 1 given, 2 counter-based."""
     i, start, at, mask = place(dim, BLOCK)
@@ -84,13 +72,16 @@ def step_kernel(
     if NOISE == 1:
         y = mean + s * load_fp32(eps_ptr + at, mask)
     if NOISE == 2:
-        step, sample = tl.load(step_ptr + i), tl.load(sample_ptr + i)
-        y = mean + s * counter_noise(start, step, sample, seed_low, seed_high, BLOCK)
+        z = counter_noise(i, start, sample_ptr, step_ptr, number, counter, seed_low, seed_high, HAS_STEP, BLOCK)
+        y = mean + s * z
     y = store_rounded(out_ptr + at, y, mask)
     if MEAN:
         tl.store(mean_ptr + at, mean, mask=mask)
-    d = tl.where(mask, y - mean, 0.0)
-    tl.store(partial_ptr + tl.program_id(0), tl.sum(d * d, axis=0))
+    if NOISE == 0:
+        tl.store(logp_ptr + i, c, mask=start == 0)
+    else:
+        d = tl.where(mask, y - mean, 0.0)
+        tl.store(partial_ptr + tl.program_id(0), tl.sum(d * d, axis=0))
 
 
 @triton.jit
@@ -127,23 +118,32 @@ def sum_partials(partial_ptr, i, chunks, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def store_result(ptr, total, result):
+    """Store the result, or in fp64 the sum that it is made of."""
+    if ptr.dtype.element_ty == tl.float64:
+        tl.store(ptr, total)
+    else:
+        tl.store(ptr, result.to(tl.float32))
+
+
+@triton.jit
 def finish_kernel(
-    partial_ptr, coef_ptr, index_ptr, rows, logp_ptr, kl_ptr, ratio_ptr, dim, chunks, partial_stride,
+    partial_ptr, coef_ptr, index_ptr, rows, logp_ptr, kl_ptr, ratio_ptr, size, chunks, partial_stride,
     HAS_INDEX: tl.constexpr, KL: tl.constexpr, GUARD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Compute one sample's logp, KL and Guard log-ratio from its partial sums."""
     i = tl.program_id(0).to(tl.int64)
     a, b, s, w, c = row_of(coef_ptr, index_ptr, rows, i, HAS_INDEX)
-    mean = (sum_partials(partial_ptr, i, chunks, BLOCK) / dim).to(tl.float32)
-    tl.store(logp_ptr + i, tl.where(w == 0, c, w * mean + c))
+    total = sum_partials(partial_ptr, i, chunks, BLOCK)
+    store_result(logp_ptr + i, total, tl.where(w == 0, c, w * (total / size).to(tl.float32) + c))
     noisy = s > 0
     b64, s64 = b.to(tl.float64), tl.where(noisy, s, 1.0).to(tl.float64)
     if KL:
-        kl = b64 * b64 / (2.0 * s64 * s64) * (sum_partials(partial_ptr + partial_stride, i, chunks, BLOCK) / dim)
-        tl.store(kl_ptr + i, tl.where(noisy, kl, 0.0).to(tl.float32))
+        total = sum_partials(partial_ptr + partial_stride, i, chunks, BLOCK)
+        store_result(kl_ptr + i, total, tl.where(noisy, b64 * b64 / (2.0 * s64 * s64) * (total / size), 0.0))
     if GUARD:
-        ratio = b64 / s64 * (sum_partials(partial_ptr + 2 * partial_stride, i, chunks, BLOCK) / dim)
-        tl.store(ratio_ptr + i, tl.where(noisy, ratio, 0.0).to(tl.float32))
+        total = sum_partials(partial_ptr + 2 * partial_stride, i, chunks, BLOCK)
+        store_result(ratio_ptr + i, total, tl.where(noisy, b64 / s64 * (total / size), 0.0))
 
 
 @triton.jit
@@ -155,68 +155,78 @@ def scaled(factor, residual):
 @triton.jit
 def grad_kernel(
     x_ptr, v_ptr, y_ptr, ref_ptr, old_ptr, coef_ptr, index_ptr, rows, g_logp_ptr, g_kl_ptr, g_ratio_ptr, dv_ptr, dim,
+    share: tl.float64,
     HAS_INDEX: tl.constexpr, LOGP: tl.constexpr, KL: tl.constexpr, GUARD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """dv from the upstream gradients [B]."""
+    """dv from the upstream gradients [B]; share: 1 / size."""
     i, start, at, mask = place(dim, BLOCK)
     a, b, s, w, c = row_of(coef_ptr, index_ptr, rows, i, HAS_INDEX)
     x = load_fp32(x_ptr + at, mask)
     y = load_fp32(y_ptr + at, mask)
     v = load_fp32(v_ptr + at, mask)
-    b64, s64 = b.to(tl.float64), tl.where(s > 0, s, 1.0).to(tl.float64)
+    noisy = s > 0
     d = tl.zeros((BLOCK,), tl.float32)
     if LOGP:
-        g = tl.where(w == 0, 0.0, -2.0 * w.to(tl.float64) * b64 / dim * tl.load(g_logp_ptr + i)).to(tl.float32)
-        d = scaled(g, y - (a * x + b * v))
+        g = -2.0 * w.to(tl.float64) * b.to(tl.float64) * share * tl.load(g_logp_ptr + i)
+        d = scaled(tl.where(w == 0, 0.0, g).to(tl.float32), y - (a * x + b * v))
+    if KL or GUARD:
+        b_over_s = b.to(tl.float64) / tl.where(noisy, s, 1.0).to(tl.float64)
     if KL:
-        g = tl.where(s > 0, b64 * b64 / (s64 * s64) / dim * tl.load(g_kl_ptr + i), 0.0).to(tl.float32)
-        d += scaled(g, v - load_fp32(ref_ptr + at, mask))
+        g = b_over_s * b_over_s * share * tl.load(g_kl_ptr + i)
+        d += scaled(tl.where(noisy, g, 0.0).to(tl.float32), v - load_fp32(ref_ptr + at, mask))
     if GUARD:
-        g = tl.where(s > 0, b64 / (s64 * dim) * tl.load(g_ratio_ptr + i), 0.0).to(tl.float32)
-        d += scaled(g, y - (a * x + b * load_fp32(old_ptr + at, mask)))
+        g = b_over_s * share * tl.load(g_ratio_ptr + i)
+        d += scaled(tl.where(noisy, g, 0.0).to(tl.float32), y - (a * x + b * load_fp32(old_ptr + at, mask)))
     store_rounded(dv_ptr + at, d, mask)
 
 
-# ---- launches: the arguments of csrc/kernels.h; an absent tensor is replaced by one that the kernel then does not read
+# ---- launches, by the names of csrc/kernels.h; an absent tensor is replaced by one that the kernel then does not read
 def _or(t, other):
     return other if t is None else t
 
 
-def _finish(partial, batch, dim, coef, rows, index, logp, kl, log_ratio):
+def _rows(coef, rows, index):
+    return {"coef_ptr": coef, "index_ptr": _or(index, coef), "rows": rows, "HAS_INDEX": index is not None}
+
+
+def _finish(partial, batch, dim, size, logp, kl, log_ratio, **table):
     chunks = triton.cdiv(dim, BLOCK)
     finish_kernel[(batch,)](
-        partial, coef, _or(index, coef), rows, logp, _or(kl, logp), _or(log_ratio, logp), dim, chunks,
-        batch * chunks, HAS_INDEX=index is not None, KL=kl is not None, GUARD=log_ratio is not None, BLOCK=512, **FLAGS,
+        partial, logp_ptr=logp, kl_ptr=_or(kl, logp), ratio_ptr=_or(log_ratio, logp), size=size, chunks=chunks,
+        partial_stride=batch * chunks, KL=kl is not None, GUARD=log_ratio is not None, BLOCK=512, **table, **FLAGS,
     )  # fmt: skip
 
 
-def sde_step(batch, dim, x, v, coef, rows, index, out, eps, seed, sample, step, logp, mean, _):
-    """One step."""
+def sde_step(*, batch, dim, size, x, v, coef, rows, index, y, eps, mean, logp, kl, log_ratio, partial, sample, **noise):
+    """One step; without noise it sums nothing."""
+    table = _rows(coef, rows, index)
     programs = batch * triton.cdiv(dim, BLOCK)
-    partial = torch.empty(programs, dtype=torch.float32, device=x.device)
+    kind = 2 if sample is not None else int(eps is not None)
+    partial = torch.empty(programs, dtype=torch.float32, device=x.device) if kind else logp
     step_kernel[(programs,)](
-        x, v, _or(eps, x), out, _or(mean, out), coef, _or(index, coef), rows, _or(sample, coef), _or(step, coef),
-        partial, dim, *seed_words(seed), HAS_INDEX=index is not None,
-        NOISE=2 if sample is not None else int(eps is not None), MEAN=mean is not None, BLOCK=BLOCK, **FLAGS,
+        x, v, _or(eps, x), y, _or(mean, y), logp, partial_ptr=partial, dim=dim, NOISE=kind, MEAN=mean is not None,
+        BLOCK=BLOCK, **table, **counters(sample=_or(sample, coef), **noise), **FLAGS,
     )  # fmt: skip
-    _finish(partial, batch, dim, coef, rows, index, logp, None, None)
+    if kind:
+        _finish(partial, batch, dim, size, logp, None, None, **table)
 
 
-def sde_logp(batch, dim, x, v, coef, rows, index, y, v_ref, v_old, logp, kl, log_ratio, _):
+def sde_logp(*, batch, dim, size, x, v, coef, rows, index, y, v_ref, v_old, logp, kl, log_ratio, partial):
     """A replay."""
+    table = _rows(coef, rows, index)
     programs = batch * triton.cdiv(dim, BLOCK)
     partial = torch.empty(3 * programs, dtype=torch.float32, device=x.device)
     logp_kernel[(programs,)](
-        x, v, y, _or(v_ref, v), _or(v_old, v), coef, _or(index, coef), rows, partial, dim, programs,
-        HAS_INDEX=index is not None, KL=kl is not None, GUARD=log_ratio is not None, BLOCK=BLOCK, **FLAGS,
+        x, v, y, _or(v_ref, v), _or(v_old, v), partial_ptr=partial, dim=dim, partial_stride=programs,
+        KL=kl is not None, GUARD=log_ratio is not None, BLOCK=BLOCK, **table, **FLAGS,
     )  # fmt: skip
-    _finish(partial, batch, dim, coef, rows, index, logp, kl, log_ratio)
+    _finish(partial, batch, dim, size, logp, kl, log_ratio, **table)
 
 
-def sde_grad(batch, dim, x, v, coef, rows, index, y, v_ref, v_old, g_logp, g_kl, g_log_ratio, dv):
+def sde_grad(*, batch, dim, size, x, v, coef, rows, index, y, v_ref, v_old, g_logp, g_kl, g_log_ratio, dv):
     """The gradient."""
     grad_kernel[(batch * triton.cdiv(dim, BLOCK),)](
-        x, v, y, _or(v_ref, v), _or(v_old, v), coef, _or(index, coef), rows, _or(g_logp, coef), _or(g_kl, coef),
-        _or(g_log_ratio, coef), dv, dim, HAS_INDEX=index is not None, LOGP=g_logp is not None, KL=v_ref is not None,
-        GUARD=v_old is not None, BLOCK=BLOCK, **FLAGS,
+        x, v, y, _or(v_ref, v), _or(v_old, v), g_logp_ptr=_or(g_logp, coef), g_kl_ptr=_or(g_kl, coef),
+        g_ratio_ptr=_or(g_log_ratio, coef), dv_ptr=dv, dim=dim, share=1.0 / size, LOGP=g_logp is not None,
+        KL=g_kl is not None, GUARD=g_log_ratio is not None, BLOCK=BLOCK, **_rows(coef, rows, index), **FLAGS,
     )  # fmt: skip

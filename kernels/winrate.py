@@ -35,7 +35,7 @@ def winrate_kernel(
     tl.store(advantage_ptr + p * group + i, advantage.to(tl.float32), mask=inside)
 
 
-def winrate(prompts, group, wins, counts, use_std, ddof, eps, rate, advantage):
+def winrate(*, prompts, group, wins, counts, use_std, ddof, eps, rate, advantage):
     """Win rates and advantages [P, G] from wins and counts [P, G, G]."""
     if rate.numel():
         block = triton.next_power_of_2(group)

@@ -98,8 +98,9 @@ def small(batch: int, dim: int) -> None:
     philox_normal(1, ids, ids, dim)
     for group, std in itertools.product((2, 24, 64), ("group", "none")):
         winrate_advantage(torch.zeros(batch, group, group), torch.zeros(batch, group, group), std=std)
-    for log_ratio, weight, kl in itertools.product((None, column), repeat=3):
-        policy_loss(column, column, column, clip_low=0.1, log_ratio=log_ratio, weight=weight, kl=kl)
+    for old, weight, kl in itertools.product((None, column), repeat=3):
+        for reduction in ("mean", "none"):
+            policy_loss(column, old, column, epsilon_low=0.1, weight=weight, kl=kl, reduction=reduction)
 
 
 def main() -> None:

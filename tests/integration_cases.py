@@ -10,7 +10,7 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
 from diffusers.utils.torch_utils import randn_tensor
 
-from prefgrpo.integrations import dance_grpo, flow_factory, flow_grpo, pref_grpo
+from prefgrpo.integrations import flow_factory, flow_grpo, pref_grpo
 
 T = 10
 F32, BF16 = torch.float32, torch.bfloat16
@@ -141,23 +141,22 @@ def x0(x, v, sigma):
     return x.double() - sigma * v.double()
 
 
-def dance_case(sde_solver):
+def dance_case():
     sigmas = euler().sigmas
 
     def call(f, x, v, step, stored=None):
         torch.manual_seed(7)
-        out = f(v, x, 0.3, sigmas, step, stored, True, sde_solver)
-        drift = f(v, x, 0.3, sigmas, step, None, False, sde_solver)
-        return dict(zip(("x'", "x0", "logp", "mean"), (*out, drift[0]), strict=True))
+        return dict(zip(("x'", "x0", "logp"), f(v, x, 0.3, sigmas, step, stored, True, True), strict=True))
 
     def law(x, v, sigma, after):
-        mean, s, _ = sde_formulas.dance(x, v, sigma, after, 0.3, sde_solver)
+        mean, s, _ = sde_formulas.dance(x, v, sigma, after, 0.3)
         return mean, s, {"x0": x0(x, v, sigma)}
 
     file, module = "fastvideo/train_grpo_flux.py", "fastvideo.train_grpo_flux"
     return Case(
-        f"dance_grpo flux_step{'' if sde_solver else ' without sde_solver'}", sigmas, call, law,
-        lambda patch: peers.functions("dance_grpo", file, module, patch).flux_step, dance_grpo.flux_step, one_step=True,
+        "dance_grpo flux_step", sigmas, call, law,
+        lambda patch: peers.functions("dance_grpo", file, module, patch).flux_step, pref_grpo.dance_grpo_step,
+        one_step=True,
     )  # fmt: skip
 
 
@@ -214,7 +213,7 @@ def factory_case(dynamics, dtype):
 CASES = [
     *(flow_grpo_case(*mode) for mode in (("sde", 0.7), ("sde", 1.2), ("cps", 0.8))),
     *(wan_case(determistic) for determistic in (False, True)),
-    *(dance_case(sde_solver) for sde_solver in (True, False)),
+    dance_case(),
     *(pref_case(kind, dtype) for kind in ("flow", "dance") for dtype in (F32, BF16)),
     *(factory_case(dynamics, dtype) for dynamics in flow_factory.DYNAMICS for dtype in (F32, BF16)),
 ]

@@ -35,12 +35,12 @@ OPS = {
     "logp": (sde_logp, {**latents, "x_next": y, "v_ref": ref, "v_old": old}),
     "normal": (lambda sample, step: philox_normal(1, sample, step, 8), {"sample": ids, "step": ids}),
     "loss": (
-        lambda **given: policy_loss(**given, clip_low=0.1, kl_coef=0.1),
+        lambda **given: policy_loss(**given, epsilon_low=0.1, kl_coef=0.1),
         {"logp": logp, "logp_old": logp_old, "advantage": advantage, "weight": weight, "kl": kl},
     ),
     "guard": (
-        lambda **given: policy_loss(**given, clip_low=0.1),
-        {"logp": logp, "logp_old": logp_old, "advantage": advantage, "log_ratio": log_ratio},
+        lambda **given: policy_loss(**given, logp_old=None, epsilon_low=0.1, reduction="none"),
+        {"logp": log_ratio, "advantage": advantage},
     ),
     "win rate": (winrate_advantage, {"wins": wins, "counts": torch.ones(2, 4, 4)}),
 }

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from prefgrpo.ops import backend_of, sde_step, use_backend
 from prefgrpo.ops import sde_step as public
@@ -157,3 +158,17 @@ def copy_of_noise(x: Tensor, noise: Any) -> Tensor:
     """The noise that a step adds, as a tensor like x: a step with a = b = 0 and s = 1."""
     coef = torch.tensor([[0.0, 0.0, 1.0, 0.0, 0.0]], device=x.device).repeat(x.shape[0], 1)
     return sde_step(torch.zeros_like(x, dtype=F32), torch.zeros_like(x, dtype=F32), coef, noise=noise).x_next
+
+
+class Counted(TorchDispatchMode):
+    """Counts the operations that a GPU runs: neither views nor allocations."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in function._schema.returns)
+        if not is_view and "empty" not in function._schema.name:
+            self.names.append(function._schema.name)
+        return function(*args, **kwargs or {})

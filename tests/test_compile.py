@@ -18,7 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from prefgrpo.ops import (
     PhiloxNoise,
     _backend,
-    group_advantage,
     philox_normal,
     policy_loss,
     sde_logp,
@@ -51,16 +50,16 @@ def logp(i, **options):
 
 
 def loss(i, **options):
-    return policy_loss(i["logp"], i["logp_old"], i["advantage"], clip_low=0.1, **options)
+    return policy_loss(i["logp"], i["logp_old"], i["advantage"], epsilon_low=0.1, **options)
 
 
 def training_step(i):
     """A rollout step, its replay, the advantage and the loss, as a user's own loop would write them."""
     taken = step(i, noise=PhiloxNoise(5, i["ids"]), want_mean=True)
     new = sde_logp(i["x"], i["v"], taken.x_next, i["coef"], i["index"], v_ref=i["ref"], v_old=i["old"])
-    advantage = group_advantage(philox_normal(9, i["ids"], i["index"], 2).T, i["ids"] // 2)
+    advantage = winrate_advantage(i["wins"][:1, :3, :3], torch.ones_like(i["wins"][:1, :3, :3]))[1].flatten()
     out = policy_loss(
-        new.logp, taken.logp, advantage, clip_low=1e-4, kl=new.kl, kl_coef=0.1, log_ratio=new.log_ratio
+        new.logp, taken.logp, advantage, epsilon_low=1e-4, kl=new.kl, kl_coef=0.1, weight=new.log_ratio.detach()
     )  # fmt: skip
     return out.loss, taken.x_next, taken.mean, new.logp, out.metrics
 
@@ -76,8 +75,11 @@ CALLS: dict[str, Any] = {
     "logp of a transposed latent": lambda i: sde_logp(i["x"].mT, i["v"].mT, i["y"].mT, i["coef"], i["index"]),
     "normal": lambda i: philox_normal(9, i["ids"], i["index"], 40),
     "loss": loss,
-    "loss, weight, KL, Guard": lambda i: loss(
-        i, clip_high=0.2, weight=i["kl"].detach(), kl=i["kl"], kl_coef=0.1, log_ratio=i["logp"] / 2, denominator=7
+    "loss, weight, KL": lambda i: loss(
+        i, epsilon_high=0.2, weight=i["kl"].detach(), kl=i["kl"], kl_coef=0.1, denominator=7
+    ),
+    "loss of a log-ratio, each sample's": lambda i: policy_loss(
+        i["logp"] / 2, None, i["advantage"], epsilon_low=0.1, reduction="none"
     ),
     "win rates": lambda i: winrate_advantage(i["wins"], i["wins"].mT),
     "training": training_step,
@@ -186,7 +188,7 @@ def test_the_gradient_of_a_compiled_loss(backend, dtypes):
     want = -advantage * delta.double().exp() / 3
     leaf = delta.to(dtypes[0]).requires_grad_()
     old = torch.zeros(3, dtype=dtypes[1], device=DEVICE)
-    compiled = torch.compile(lambda *t: policy_loss(*t, clip_low=0.5).loss)
+    compiled = torch.compile(lambda *t: policy_loss(*t, epsilon_low=0.5).loss)
     with serve(backend):
         (got,) = torch.autograd.grad(compiled(leaf, old, advantage), leaf)
     torch.testing.assert_close(got.double(), want, rtol=1e-6, atol=0)

@@ -24,15 +24,23 @@ def calls():
     x, v, e = (randn(4, 4096, 64, device=DEVICE) for _ in range(3))
     index, sample = torch.full((4,), 3, device=DEVICE), torch.arange(4, device=DEVICE)
     column = randn(4, device=DEVICE)
+    leaf = v.clone().requires_grad_()
+    y = e.bfloat16()
     wins = randn(48, 24, 24, device=DEVICE).abs()
     played = torch.ones_like(wins)
     c = schedule.coef
     return {
         "sde_step": (lambda: sde_step(x, v, c, index, noise=e), 2),
-        "sde_step, counter-based noise": (lambda: sde_step(x, v, c, index, noise=PhiloxNoise(1, sample)), 2),
+        "sde_step, counter-based noise": (lambda: sde_step(x, v, c, 3, noise=PhiloxNoise(1, sample)), 2),
+        "sde_step, bf16 x'": (lambda: sde_step(x, v, c, 3, noise=e, out_dtype=torch.bfloat16), 2),
+        "sde_step without noise": (lambda: sde_step(x, v, c, 3, noise=None), 1),
         "sde_logp": (lambda: sde_logp(x, v, e, c, index, v_ref=x, v_old=x), 2),
-        "philox_normal": (lambda: philox_normal(1, sample, index, 4096), 1),
-        "policy_loss": (lambda: policy_loss(column, column, column, clip_low=0.1), 4),
+        "sde_logp with gradient, bf16 x'": (
+            lambda: torch.autograd.grad(sde_logp(x, leaf, y, c, 3).logp, leaf, column),
+            3,
+        ),
+        "philox_normal": (lambda: philox_normal(1, sample, 3, 4096), 1),
+        "policy_loss": (lambda: policy_loss(column, column, column, epsilon_low=0.1), 1),
         "winrate_advantage": (lambda: winrate_advantage(wins, played), 1),
     }
 

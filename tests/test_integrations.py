@@ -11,9 +11,9 @@ import pytest
 import sde_formulas
 import torch
 from integration_cases import BF16, CASES, F32, FactoryScheduler, T, batch, euler, seeded, unipc
-from torch.utils._python_dispatch import TorchDispatchMode
+from ops_cases import Counted
 
-from prefgrpo.integrations import dance_grpo, flow_factory, flow_grpo, patch, pref_grpo, steps, verl_omni
+from prefgrpo.integrations import flow_factory, flow_grpo, pref_grpo, steps, verl_omni
 from prefgrpo.ops import PhiloxNoise
 from prefgrpo.sde.schedule import shifted_sigmas, truncated_times
 
@@ -104,13 +104,15 @@ def check_gradients(case, peer, x, v, at, stored):
     """Gradients of a weighted sum of logp and, if the peer returns it with a gradient, of μ."""
     g = seeded()
     w_mean, w_logp = 1e-6 * torch.randn(x.shape, generator=g), torch.randn(x.shape[0], generator=g)
-    through_mean = float("flow_grpo sde" in case.name or "cps" in case.name or "pref_grpo" in case.name)
+    through_mean = "flow_grpo sde" in case.name or "cps" in case.name or "pref_grpo" in case.name
 
     def gradient(f):
         leaf = (v.double() if f is None else v.clone()).requires_grad_()
         out = case.truth(x, leaf, at) if f is None else case.call(f, x, leaf, at, stored)
         logp = case.score(stored, out) if f is None else out["logp"]
-        total = (logp * w_logp).sum() + through_mean * (out["mean"] * w_mean).sum()
+        total = (logp * w_logp).sum()
+        if through_mean:
+            total = total + (out["mean"] * w_mean).sum()
         return torch.autograd.grad(total, leaf)[0]
 
     ours, truth = gradient(case.ours), gradient(None)
@@ -138,7 +140,7 @@ def test_no_noise_means_no_nan_and_the_same_stream():
     s = flow_grpo.wan_sde_step_with_logprob(wan, v, wan.timesteps[:1], x, None, given, True)[3]
     near(s, sde_formulas.wan(x, v, *wan.sigmas[:2], wan.sigmas[1], wan.sigmas[-1])[1])
     assert torch.equal(given.get_state(), used.get_state()), "the Wan form also draws unused noise"
-    logp = dance_grpo.flux_step(v.requires_grad_(), x, 0.0, scheduler.sigmas, 2, x, True, True)[2]
+    logp = pref_grpo.dance_grpo_step(v.requires_grad_(), x, 0.0, scheduler.sigmas, 2, x, True, True)[2]
     logp.sum().backward()
     assert (logp == 0).all() and (v.grad == 0).all()
 
@@ -171,7 +173,12 @@ def test_errors_say_what_was_expected():
     with pytest.raises(RuntimeError, match="timestep: not one of the scheduler's"):
         flow_grpo.sde_step_with_logprob(scheduler, v, scheduler.timesteps[:1] + 1, x)
     with pytest.raises(IndexError):
-        dance_grpo.flux_step(v, x, 0.3, scheduler.sigmas, T, None, True, True)
+        pref_grpo.dance_grpo_step(v, x, 0.3, scheduler.sigmas, T, None, True, True)
+    with pytest.raises(ValueError, match="expected grpo=True and sde_solver=True"):
+        pref_grpo.dance_grpo_step(v, x, 0.3, scheduler.sigmas, 0, None, True, False)
+    with pytest.raises(RuntimeError, match="timestep_next not the next"):
+        t = scheduler.timesteps
+        flow_factory.step(FactoryScheduler("CPS"), v, t[2], x, timestep_next=t[4], noise_level=0.4)
     with pytest.raises(ValueError, match="gradients flow only to v"):
         pref_grpo.flow_grpo_step(v, x.clone().requires_grad_(), 0.7, scheduler.sigmas, 0, x)
     with pytest.raises(ValueError, match="dynamics_type: expected one of"):
@@ -237,7 +244,7 @@ def test_no_call_waits_for_the_device():
         x_next = flow_grpo.sde_step_with_logprob(scheduler, v, t, x)[0]
         flow_grpo.sde_step_with_logprob(scheduler, v.clone().requires_grad_(), t, x, 0.7, x_next)[1].sum().backward()
         pref_grpo.flow_grpo_step(v, x, 0.7, scheduler.sigmas, index, None, None, True)
-        dance_grpo.flux_step(v, x, 0.3, scheduler.sigmas, index, None, True, True)
+        pref_grpo.dance_grpo_step(v, x, 0.3, scheduler.sigmas, index, None, True, True)
         flow_factory.step(factory, v, t, x, noise_level=0.6)
 
     calls()
@@ -246,20 +253,6 @@ def test_no_call_waits_for_the_device():
         calls()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-
-
-class Counted(TorchDispatchMode):
-    """Counts the operations that a GPU runs: neither views nor allocations."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in function._schema.returns)
-        if not is_view and not function._schema.name.startswith("aten::empty"):
-            self.names.append(function._schema.name)
-        return function(*args, **kwargs or {})
 
 
 def hosts():
@@ -282,9 +275,26 @@ def hosts():
         return pref_grpo.flow_grpo_step(v, x, 0.7, sigmas, torch.tensor(k), y, **rest)
 
     def dance(x, v, k, y=None, **rest):
-        return dance_grpo.flux_step(v, x, 0.3, sigmas, k, y, True, True, **rest)
+        return pref_grpo.dance_grpo_step(v, x, 0.3, sigmas, k, y, True, True, **rest)
 
-    return {"flow_grpo": flow, "wan": video, "verl_omni": verl, "pref_grpo": pref, "dance_grpo": dance}
+    factories = {name: FactoryScheduler(name) for name in ("Flow-SDE", "Dance-SDE", "CPS")}
+
+    def factory(x, v, k, y=None, *, name="Flow-SDE", out_dtype=None, **rest):
+        """Rounds by itself, to the dtype of the latents."""
+        scheduler = factories[name]
+        t = scheduler.timesteps[k : k + 2]
+        x = x if out_dtype is None else x.to(out_dtype)
+        out = flow_factory.step(scheduler, v, t[0], x, y, t[1], noise_level=0.7, return_dict=False, **rest)
+        return out[0] if out_dtype is None else out[0].to(out_dtype), out[3]
+
+    return {
+        "flow_factory": factory,
+        "flow_grpo": flow,
+        "wan": video,
+        "verl_omni": verl,
+        "pref_grpo": pref,
+        "dance_grpo": dance,
+    }
 
 
 @pytest.mark.parametrize("name", hosts())
@@ -320,7 +330,7 @@ def test_the_first_ratio_is_one_with_stored_bf16_latents(name):
 
 # ---- the peers' own loops with our step
 def test_flow_grpos_pipeline_with_our_step(monkeypatch, tmp_path):
-    """Flow-GRPO's SD3 pipeline on a tiny model gives the same latents and log-probs after `patch`."""
+    """Flow-GRPO's SD3 pipeline on a tiny model gives the same latents and log-probs."""
     from diffusers import StableDiffusion3Pipeline
 
     from prefgrpo.tiny import pipelines
@@ -338,7 +348,7 @@ def test_flow_grpos_pipeline_with_our_step(monkeypatch, tmp_path):
             return theirs.pipeline_with_logprob(pipe, **args, noise_level=0.7, generator=seeded())
 
     before = run()
-    assert f"{name}.sde_step_with_logprob" in patch("flow_grpo")
+    monkeypatch.setattr(theirs, "sde_step_with_logprob", flow_grpo.sde_step_with_logprob)
     after = run()
     for k in (1, 2):
         assert len(before[k]) > 0
@@ -367,6 +377,6 @@ def test_dance_grpos_rollout_with_our_step(monkeypatch):
         return theirs.run_sample_step(type("Args", (), {"eta": 0.3}), x, *rest)
 
     before = run()
-    monkeypatch.setattr(theirs, "flux_step", dance_grpo.flux_step)
+    monkeypatch.setattr(theirs, "flux_step", pref_grpo.dance_grpo_step)
     for a, b in zip(before, run(), strict=True):
         near(b, a, rtol=1e-4, atol=1e-5)

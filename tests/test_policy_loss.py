@@ -14,24 +14,24 @@ def column(*values, dtype=torch.float32):
 
 
 def truth(delta, advantage, weight, kl, low, high, adv_clip, kl_coef, denominator):
-    """(loss, metrics) by the textbook formula in fp64; the loss is differentiable."""
+    """(each sample's loss, metrics) by the textbook formula in fp64; the loss is differentiable."""
     n = max(len(delta), 1)
     ratio = delta.exp()
     a = advantage.clamp(-adv_clip, adv_clip)
     term = torch.maximum(-a * ratio, -a * ratio.clamp(1 - low, 1 + high))
-    loss = (term * (1.0 if weight is None else weight)).sum() + (0.0 if kl is None else kl_coef * kl.sum())
+    loss = term * (1.0 if weight is None else weight) + (0.0 if kl is None else kl_coef * kl)
     above, below = (ratio > 1 + high).sum() / n, (ratio < 1 - low).sum() / n
     squares = 0.5 * delta.square().sum() / n
     of_kl = ratio.new_zeros(()) if kl is None else kl.sum() / n
     metrics = [squares, above + below, above, below, ratio.amin(), ratio.sum() / n, ratio.amax(), of_kl]
-    return loss / (denominator or n), torch.stack(metrics)
+    return loss / denominator, torch.stack(metrics)
 
 
 @each_backend
 def test_golden_numbers(backend):
     delta = column(2e-4, -3e-4, 5e-5)
     with serve(backend):
-        out = policy_loss(delta, torch.zeros_like(delta), column(2.0, -1.0, 7.0), clip_low=1e-4)
+        out = policy_loss(delta, torch.zeros_like(delta), column(2.0, -1.0, 7.0), epsilon_low=1e-4)
     assert float(out.loss.detach()) == pytest.approx(-2.0001833354, abs=1e-6)
     values = {name: float(value) for name, value in metrics_by_name(out.metrics).items()}
     assert list(values) == list(METRICS)
@@ -47,9 +47,11 @@ def random_case(seed):
     use = [bool(seed >> k & 1) for k in range(4)]
     logp, noise, adv, weight, kl, log_ratio = torch.randn(6, batch, generator=g).to(DEVICE)
     clip = (1e-4, 1e-6, 0.2)[seed % 3]
-    inputs = {"logp": logp, "kl": kl if use[0] else None, "log_ratio": 3 * clip * log_ratio if use[1] else None}
+    old = None if use[1] else logp + 3 * clip * noise
+    inputs = {"logp": 3 * clip * log_ratio if use[1] else logp, "kl": kl if use[0] else None}
     options = {"weight": weight.abs() if use[2] else None, "denominator": 7.0 if use[3] else None, "kl_coef": 0.3}
-    return inputs, logp + 3 * clip * noise, 4 * adv, options | {"clip_low": clip, "clip_high": 2 * clip}
+    options["reduction"] = "none" if seed % 3 == 1 else "mean"
+    return inputs, old, 4 * adv, options | {"epsilon_low": clip, "epsilon_high": 2 * clip}
 
 
 @each_backend
@@ -59,16 +61,19 @@ def test_random_cases_against_fp64(backend, cases):
         inputs, old, adv, options = random_case(seed)
         leaves = {k: t if t is None else t.clone().requires_grad_() for k, t in inputs.items()}
         with serve(backend):
-            got = policy_loss(leaves["logp"], old, adv, kl=leaves["kl"], log_ratio=leaves["log_ratio"], **options)
-            (3 * got.loss).backward()
+            got = policy_loss(leaves["logp"], old, adv, kl=leaves["kl"], **options)
+            upstream = torch.linspace(1.0, 3.0, got.loss.numel(), device=DEVICE).view(got.loss.shape)
+            got.loss.backward(upstream)
         exact = {k: t if t is None else t.detach().double().requires_grad_() for k, t in inputs.items()}
-        delta = exact["log_ratio"]
-        if delta is None:  # the difference is rounded once, in fp32, on every backend
+        delta = exact["logp"]
+        if old is not None:  # the difference is rounded once, in fp32, on every backend
             delta = (inputs["logp"] - old).double() + exact["logp"] - exact["logp"].detach()
         weight = None if options["weight"] is None else options["weight"].double()
-        clips = (options["clip_low"], options["clip_high"], 5.0)
-        loss, metrics = truth(delta, adv.double(), weight, exact["kl"], *clips, 0.3, options["denominator"])
-        (3 * loss).backward()
+        clips = (options["epsilon_low"], options["epsilon_high"], 5.0)
+        norm = options["denominator"] or (1 if options["reduction"] == "none" else len(adv))
+        loss, metrics = truth(delta, adv.double(), weight, exact["kl"], *clips, 0.3, norm)
+        loss = loss if options["reduction"] == "none" else loss.sum()
+        loss.backward(upstream.double())
         assert_close(got.loss, loss, 1e-5, 1e-6)
         assert_close(got.metrics, metrics, 1e-5, 1e-7)
         for name, leaf in leaves.items():
@@ -87,7 +92,7 @@ def test_whether_a_ratio_is_clipped_is_exact(backend, clip):
     leaf = edges.clone().requires_grad_()
     advantage = column(-1.0, -1.0, 1.0, 1.0)
     with serve(backend):
-        out = policy_loss(leaf, torch.zeros_like(edges), advantage, clip_low=clip)
+        out = policy_loss(leaf, torch.zeros_like(edges), advantage, epsilon_low=clip)
         out.loss.backward()
     assert metrics_by_name(out.metrics)["clip_fraction_high"] == want[0].sum() / 4
     assert metrics_by_name(out.metrics)["clip_fraction_low"] == want[1].sum() / 4
@@ -98,8 +103,8 @@ def test_whether_a_ratio_is_clipped_is_exact(backend, clip):
 def test_nan_reaches_the_loss_and_the_extremes_of_the_ratio(backend):
     logp = column(0.0, torch.nan, 0.0)
     with serve(backend):
-        got = policy_loss(logp, torch.zeros_like(logp), torch.ones_like(logp), clip_low=0.1)
-        empty = policy_loss(logp[:0], logp[:0], logp[:0], clip_low=0.1)
+        got = policy_loss(logp, torch.zeros_like(logp), torch.ones_like(logp), epsilon_low=0.1)
+        empty = policy_loss(logp[:0], logp[:0], logp[:0], epsilon_low=0.1)
     assert torch.isnan(got.loss) and torch.isnan(got.metrics[4:7]).all()
     assert float(empty.loss) == 0.0
 
@@ -108,11 +113,11 @@ def test_nan_reaches_the_loss_and_the_extremes_of_the_ratio(backend):
 def test_the_first_update_has_ratio_one_exactly(backend):
     logp = torch.randn(33, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     with serve(backend):
-        metrics = policy_loss(logp, logp.clone(), torch.ones_like(logp), clip_low=1e-6).metrics
+        metrics = policy_loss(logp, logp.clone(), torch.ones_like(logp), epsilon_low=1e-6).metrics
     assert metrics.tolist() == [0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0]
 
 
-NAMES = ("logp", "logp_old", "advantage", "weight", "kl", "log_ratio")
+NAMES = ("logp", "logp_old", "advantage", "weight", "kl")
 
 
 @each_backend
@@ -121,10 +126,10 @@ def test_a_tensor_in_fp64_is_read_as_such(backend):
     inputs = {k: column(0.1, 0.2, -0.3) for k in NAMES}
 
     def run(**changed):
-        leaves = {k: t.clone().requires_grad_(k in ("kl", "log_ratio")) for k, t in {**inputs, **changed}.items()}
-        out = policy_loss(**leaves, clip_low=0.5, kl_coef=0.1)
+        leaves = {k: t.clone().requires_grad_(k in ("logp", "kl")) for k, t in {**inputs, **changed}.items()}
+        out = policy_loss(**leaves, epsilon_low=0.5, kl_coef=0.1)
         out.loss.backward()
-        return *out, leaves["kl"].grad, leaves["log_ratio"].grad
+        return *out, leaves["kl"].grad, leaves["logp"].grad
 
     with serve(backend):
         want = run()
@@ -134,15 +139,16 @@ def test_a_tensor_in_fp64_is_read_as_such(backend):
 
 
 def loss(*args, **options):
-    return policy_loss(*args, **{"clip_low": 0.1, **options})
+    return policy_loss(*args, **{"epsilon_low": 0.1, **options})
 
 
 zeros = torch.zeros
 WRONG = {
     "shape": (lambda: loss(*zeros(2, 3), zeros(4)), ValueError, "advantage"),
     "dtype": (lambda: loss(*zeros(3, 3), kl=zeros(3).half()), ValueError, "kl: expected fp32"),
-    "clip": (lambda: loss(*zeros(3, 3), clip_low=-0.1), ValueError, "0 or more"),
+    "clip": (lambda: loss(*zeros(3, 3), epsilon_low=-0.1), ValueError, "0 or more"),
     "advantage clip NaN": (lambda: loss(*zeros(3, 3), adv_clip=math.nan), ValueError, "0 or more"),
+    "reduction": (lambda: loss(*zeros(3, 3), reduction="sum"), ValueError, "expected mean or none, got 'sum'"),
     "denominator": (lambda: loss(*zeros(3, 3), denominator=0.0), ValueError, "more than 0"),
     "old gradient": (lambda: loss(zeros(3), zeros(3).requires_grad_(), zeros(3)), ValueError, "detach them"),
     "gradient": (lambda: loss(*zeros(2, 3), zeros(3).requires_grad_()), ValueError, "detach them"),

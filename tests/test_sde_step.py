@@ -4,6 +4,8 @@ Oracles: the formulas in fp64 torch on random shapes, strides and dtypes; and th
 step and replay give the same logp bit for bit, a sample's bits do not depend on its batch, x' is within 1 ulp of torch.
 """
 
+import itertools
+
 import pytest
 import torch
 from ops_cases import (
@@ -11,19 +13,21 @@ from ops_cases import (
     DEVICE,
     F32,
     INTERPRETED,
+    Counted,
     assert_close,
     compiled,
     draw,
     each_backend,
     few,
     make,
+    sde,
     seeds,
     serve,
     truth_logp,
     ulps,
 )
 
-from prefgrpo.ops import PhiloxNoise, sde_logp, sde_step, use_backend
+from prefgrpo.ops import Part, PhiloxNoise, sde_logp, sde_step, use_backend
 
 STORED = {F32: 2e-6, BF16: 2**-7}
 """Largest relative error of a number in this dtype."""
@@ -38,7 +42,10 @@ def check_step(backend, c, out_dtype, noise):
     with use_backend("torch"):
         want = sde_step(c.x, c.v, c.coef, c.index, **options)
     assert got.x_next.shape == c.x.shape and got.x_next.dtype == out_dtype and got.x_next.is_contiguous()
-    assert torch.equal(got.logp, replay.logp), "the logp of step and replay differ"
+    if noise is None:
+        assert torch.equal(got.logp, c.rows[:, 4]), "nothing is summed: the logp of the mean"
+    else:
+        assert torch.equal(got.logp, replay.logp), "the logp of step and replay differ"
     if not isinstance(noise, PhiloxNoise):  # the same ε: only the last rounding may differ
         assert ulps(got.x_next, want.x_next) <= 1 and ulps(got.mean, want.mean) <= 1
     for mine, plain in ((got.x_next, want.x_next), (got.mean, want.mean)):
@@ -143,6 +150,53 @@ def test_forms_of_the_row_index(backend):
         assert torch.equal(out.x_next, want.x_next) and torch.equal(out.logp, want.logp)
     for a, b in (*zip(*counted, strict=True), *zip(*replayed, strict=True)):
         assert (a is None and b is None) or torch.equal(a, b)
+
+
+@each_backend
+def test_the_halves_of_a_sample_are_the_sample(backend):
+    """Bits of x', logp and dv, where a half begins on a block of the sums; several processes: test_sde_parts.py."""
+    c = make((64, 64), 2, F32, BF16)
+    noise = PhiloxNoise(3, c.index)
+    halves = [slice(0, 32), slice(32, 64)]
+    upstream = torch.tensor([1.0, -2.0], device=DEVICE)
+
+    def run(keep, part=None):
+        v = c.v[:, keep].clone().requires_grad_()
+        step = sde_step(c.x[:, keep], v.detach(), c.coef, 1, noise=noise, part=part)
+        logp = sde_logp(c.x[:, keep], v, step.x_next, c.coef, 1, part=part).logp
+        return step.x_next, step.logp, logp.detach(), *torch.autograd.grad(logp, v, upstream)
+
+    with serve(backend):
+        whole = run(slice(None))
+        sums = []
+        for half in halves:
+            run(half, Part(half.start * 64, 4096, lambda t: sums.append(t.clone()) or t))
+        for half in halves:
+            x_next, *logps, dv = run(half, Part(half.start * 64, 4096, lambda t: sums[0] + sums[2]))
+            assert torch.equal(x_next, whole[0][:, half])
+            assert torch.equal(dv, whole[3][:, half]) or backend == "torch"
+            for logp in logps:
+                assert_close(logp, whole[1], 0.0, 1e-6 if backend == "torch" else 0.0)
+
+
+def test_a_call_runs_its_kernels_and_nothing_else(monkeypatch):
+    """No fill, copy or cast, whatever the form of the index and of the step; CUDA's kernels: test_gpu.py."""
+    c = make((6, 10), 3, F32, BF16)
+    y = c.eps.bfloat16()
+    ids = torch.arange(3)
+    upstream = torch.ones(3)
+    leaf = c.v.clone().requires_grad_()
+    noises = (c.eps, PhiloxNoise(1, ids), PhiloxNoise(1, ids, -1), None)
+    launched = []
+    launch = sde.launch
+    monkeypatch.setattr(sde, "launch", lambda *args, **fields: (launched.append(args[1]), launch(*args, **fields)))
+    with Counted() as counted:
+        for index, noise in itertools.product((1, c.index), noises):
+            sde_step(c.x, c.v, c.coef, index, noise=noise, out_dtype=BF16, want_mean=True)
+        out = sde_logp(c.x, leaf, y, c.coef, 1, v_ref=c.v_ref, v_old=c.v_old)
+        torch.autograd.grad(out.logp, leaf, upstream)
+    assert launched == ["sde_step"] * 8 + ["sde_logp", "sde_grad"]
+    assert [name for name in counted.names if name != "aten::detach"] == []
 
 
 @each_backend

@@ -116,9 +116,8 @@ class SDEFlowMatchScheduler(FlowMatchEulerDiscreteScheduler):
         else:
             if noise is None:
                 noise = randn_tensor(sample.shape, generator, sample.device, torch.float32)
-            index = torch.full((sample.shape[0],), k, dtype=torch.int64, device=sample.device)
             x_next, logp, *_ = sde_step(
-                sample, model_output, schedule.coef, index, noise=noise, out_dtype=model_output.dtype
+                sample, model_output, schedule.coef, k, noise=noise, out_dtype=model_output.dtype
             )
             self._step_index += 1
         return SDEFlowMatchSchedulerOutput(x_next, logp) if return_dict else (x_next, logp)

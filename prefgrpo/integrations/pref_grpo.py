@@ -1,9 +1,9 @@
-"""Pref-GRPO's `flow_grpo_step` and `dance_grpo_step`, based on the fused ops.
+"""Pref-GRPO's `flow_grpo_step` and `dance_grpo_step` (DanceGRPO's `flux_step`), based on the fused ops.
 
     μ = a·x + b·v, x' = μ + s·ε, logp = w · mean_D (x' − μ)² + c      (rules `flow` and `dance`)
 
-Invariant: same arguments, return order and random stream as CodeGoat24/Pref-GRPO; both draw noise in the model output's
-dtype. With bf16 model outputs, Pref-GRPO rounds b·v and s·ε to bf16; this module does not.
+Invariant: same arguments, return order and random stream as CodeGoat24/Pref-GRPO and XueZeyue/DanceGRPO; both draw
+noise in the model output's dtype. With bf16 model outputs, Pref-GRPO rounds b·v and s·ε to bf16; this module does not.
 """
 
 from __future__ import annotations
@@ -35,10 +35,9 @@ def _step(
         at = torch.full((1,), index, dtype=torch.int64, device=latents.device)
     steps = scheduled(sigmas, at, rule, eta)
     dtype = torch.promote_types(latents.dtype, model_output.dtype)
-    step = transition(latents, model_output, steps.coef, at, x_next=x_next, noise=noise, out_dtype=out_dtype or dtype)
-    assert step.mean is not None
+    x_next, logp, mean = transition(latents, model_output, steps.coef, at, x_next, noise, out_dtype or dtype)
     x0 = latents - column(steps.sigma, latents.dim()) * model_output
-    return step.x_next, x0.to(dtype), step.logp, step.mean.to(dtype), steps.s[0], steps.delta[0]
+    return x_next, x0.to(dtype), logp, mean.to(dtype), steps.s[0], steps.delta[0]
 
 
 def flow_grpo_step(
@@ -70,27 +69,21 @@ def dance_grpo_step(
     sigmas: Tensor,
     index: int | Tensor,
     prev_sample: Tensor | None,
-    grpo: bool,
-    sde_solver: bool,
+    grpo: bool = True,
+    sde_solver: bool = True,
     return_stats: bool = False,
     out_dtype: torch.dtype | None = None,
     generator: PhiloxNoise | None = None,
 ) -> tuple[Tensor, ...]:
-    """(x', x0 prediction, logp [B]), or without `grpo` (μ, x0 prediction), in the latents' dtype.
+    """(x', x0 prediction, logp [B]) and, with `return_stats`, (μ, s, −Δ); also DanceGRPO's `flux_step`.
 
-    Arguments as in `flow_grpo_step`, but without torch generators; with `grpo`, a given prev_sample is scored, not
-    sampled. Without sde_solver, μ = x + Δ·v. return_stats: also (μ, s, −Δ); −Δ > 0, unlike in `flow_grpo_step`.
-    Source: arXiv 2505.07818 eq. 8.
+    Arguments as in `flow_grpo_step`, but without torch generators; −Δ > 0, unlike there. Raises ValueError without
+    grpo or sde_solver, which both codebases always set. Source: arXiv 2505.07818 eq. 8.
     """
-    x_next = prev_sample if grpo else None
-    dtype = torch.promote_types(latents.dtype, model_output.dtype)
-    noise: Tensor | PhiloxNoise | None = generator
-    if not grpo or x_next is not None:
-        noise = None
-    elif noise is None:
-        noise = torch.randn_like(latents, dtype=dtype)
-    rule = "dance" if sde_solver else "dance_mean_ode"
-    out = _step(rule, model_output, latents, eta, sigmas, index, x_next, noise, out_dtype)
-    if not grpo:
-        return out[3], out[1]
+    if not (grpo and sde_solver):
+        raise ValueError("dance_grpo_step: expected grpo=True and sde_solver=True, as in every call of both codebases")
+    noise: Tensor | PhiloxNoise | None = generator if prev_sample is None else None
+    if prev_sample is None and noise is None:
+        noise = torch.randn_like(latents, dtype=torch.promote_types(latents.dtype, model_output.dtype))
+    out = _step("dance", model_output, latents, eta, sigmas, index, prev_sample, noise, out_dtype)
     return (*out[:5], -out[5]) if return_stats else out[:3]

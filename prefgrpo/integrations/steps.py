@@ -13,23 +13,21 @@ from typing import Any, NamedTuple
 import torch
 from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor
+from torch.nn import functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from prefgrpo.ops import PhiloxNoise, SdeStep, sde_logp, sde_step
+from prefgrpo.ops import PhiloxNoise, sde_logp, sde_step
 from prefgrpo.sde.rules import sde_row
 
 
 def rows(
-    rule: str, sigma: Tensor, sigma_next: Tensor, eta: float | Tensor, sigma_max: Tensor, sigma_min: Tensor | float = 0
+    rule: str, sigma: Tensor, sigma_next: Tensor, eta: float | Tensor, sigma_max: Tensor | float, sigma_min: Any = 0
 ) -> Tensor:
-    """Coefficients (a, b, s, w, c), fp64 [n, 5], of steps σ → σ' (fp64 [n]).
+    """Coefficients (a, b, s, w, c), fp64 [n, 5], of steps σ → σ' (fp64 [n]) under a rule of prefgrpo.sde.rules.
 
-    rule: a key of prefgrpo.sde.rules.RULES, or `dance_mean_ode`: dance's noise around the ODE's mean. For `cps`, w = −1
-    also where s = 0, as in the peers. Values are not checked, because that would wait for the device.
+    For `cps`, w = −1 also where s = 0, as in the peers. Nothing is checked, because that would wait for the device.
     """
-    row = sde_row("dance" if rule == "dance_mean_ode" else rule, sigma, sigma_next, eta, sigma_max, sigma_min)
-    if rule == "dance_mean_ode":
-        row = row._replace(a=1.0, b=sigma_next - sigma)
+    row = sde_row(rule, sigma, sigma_next, eta, sigma_max, sigma_min)
     if rule == "cps":
         row = row._replace(w=-1.0)
     return torch.stack([torch.zeros_like(sigma) + number for number in row], 1)
@@ -55,7 +53,8 @@ _CACHE = WeakTensorKeyDictionary()
 """What was computed from a host's `sigmas` or `timesteps`, as long as it keeps that tensor unchanged."""
 
 
-def _cached(source: Tensor, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
+def cached(source: Tensor, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
+    """What `make` returns, computed once per key and version of `source`."""
     version = 0 if source.is_inference() else source._version
     entries = _CACHE.setdefault(source, {})
     key = (version, *key)
@@ -85,27 +84,31 @@ def scheduled(sigmas: Tensor, index: Tensor, rule: str, eta: float, with_normali
     with_normalizer: False leaves c out of the log-prob.
     """
     key = (index.device, rule, eta, with_normalizer)
-    coef, numbers = _cached(sigmas, key, lambda: _table(sigmas, *key))
+    coef, numbers = cached(sigmas, key, lambda: _table(sigmas, *key))
     return Steps(coef, *numbers.index_select(0, index).unbind(1))
 
 
-def _lookup(timesteps: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-    """(timesteps on the device, whether each is the one to find: of equal ones the second)."""
+def _lookup(timesteps: Tensor, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """(timesteps on the device, whether each is the one to find: of equal ones the second; the next of each, or 0)."""
     timesteps = timesteps.to(device, non_blocking=True)
     equal = timesteps[:, None] == timesteps
     earlier = equal.tril(-1).sum(1)
-    return timesteps, earlier == (equal.sum(1) - 1).clamp_max(1)
+    return timesteps, earlier == (equal.sum(1) - 1).clamp_max(1), F.pad(timesteps[1:], (0, 1))
 
 
-def index_of(timesteps: Tensor, timestep: Any, device: torch.device) -> Tensor:
+def index_of(timesteps: Tensor, timestep: Any, device: torch.device, timestep_next: Any = None) -> Tensor:
     """Step index int64 [n] of n timesteps (or of one number) in a scheduler's `timesteps` [T].
 
-    Of equal timesteps it is the second, as in diffusers. An unknown one raises RuntimeError, on a GPU asynchronously.
+    Of equal timesteps it is the second, as in diffusers. An unknown one raises RuntimeError, on a GPU asynchronously,
+    as does a `timestep_next` that is not the next one.
     """
-    known, is_chosen = _cached(timesteps, (device,), lambda: _lookup(timesteps, device))
-    wanted = timestep if isinstance(timestep, Tensor) else torch.full((1,), timestep, device=device)
-    found, index = ((wanted.reshape(-1, 1).to(device) == known) & is_chosen).max(1)
-    torch._assert_async(found.all(), "timestep: not one of the scheduler's timesteps; pass them as they are")
+    known, is_chosen, following = cached(timesteps, (device,), lambda: _lookup(timesteps, device))
+    wanted, after = (t.to(device).reshape(-1, 1) if isinstance(t, Tensor) else t for t in (timestep, timestep_next))
+    match = (known[None] == wanted) & is_chosen
+    if after is not None:
+        match = match & (following == after)
+    found, index = match.max(1)
+    torch._assert_async(found.all(), "timestep: not one of the scheduler's timesteps, or timestep_next not the next")
     return index
 
 
@@ -125,26 +128,24 @@ def transition(
     x: Tensor,
     v: Tensor,
     coef: Tensor,
-    index: Tensor | None = None,
-    *,
-    x_next: Tensor | None = None,
-    noise: Tensor | PhiloxNoise | None = None,
-    out_dtype: torch.dtype | None = None,
-) -> SdeStep:
-    """One step with its mean: x' sampled with `noise` (rounded to `out_dtype`, default: x's), or a stored x' scored.
+    index: Tensor,
+    x_next: Tensor | None,
+    noise: Tensor | PhiloxNoise | None,
+    out_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(x', logp, μ) of one step: x' sampled with `noise` and rounded to `out_dtype`, or a stored x' scored.
 
-    x, v: [B, …]; coef: fp32 [T, 5] with index int64 [1] or [B], or [B, 5]. In grad mode μ and logp are differentiable
-    in v; x' is a constant.
+    x, v: [B, …]; coef: fp32 [T, 5] with index int64 [1] or [B]. In grad mode μ and logp are differentiable in v; x' is
+    a constant.
     """
-    each = None if index is None else index.expand(x.shape[0])
+    each = index.expand(x.shape[0])
     if x_next is None:
         step = sde_step(x, v, coef, each, noise=noise, out_dtype=out_dtype, want_mean=True)
-        if not (torch.is_grad_enabled() and v.requires_grad):
-            return step
+        if step.mean is not None and not (torch.is_grad_enabled() and v.requires_grad):
+            return step.x_next, step.logp, step.mean
         x_next = step.x_next
-    chosen = coef if index is None else coef.index_select(0, index)
-    mean = column(chosen[:, 0], x.dim()) * x + column(chosen[:, 1], x.dim()) * v  # the kernels round it likewise
-    return SdeStep(x_next, sde_logp(x, v, x_next, coef, each).logp, mean)
+    a, b = (column(t, x.dim()) for t in coef.index_select(0, index)[:, :2].unbind(1))
+    return x_next, sde_logp(x, v, x_next, coef, each).logp, a * x + b * v  # which the kernels round likewise
 
 
 def scheduler_step(
@@ -177,6 +178,5 @@ def scheduler_step(
     noise = noise_like(v, generator) if prev_sample is None else None
     if is_ode:
         prev_sample = (x + column(steps.delta, x.dim()) * v.detach()).to(dtype)
-    step = transition(x, v, steps.coef, index, x_next=prev_sample, noise=noise, out_dtype=dtype)
-    assert step.mean is not None
-    return (step.x_next.to(dtype), step.logp, step.mean), steps
+    x_next, logp, mean = transition(x, v, steps.coef, index, prev_sample, noise, dtype)
+    return (x_next.to(dtype), logp, mean), steps

@@ -1,23 +1,21 @@
-"""verl-omni: its SDE step, clipped loss and group advantage on the fused ops, through its own registries.
+"""verl-omni: its SDE step and clipped loss on the fused ops, through its own class and registry.
 
     from prefgrpo.integrations import verl_omni
-    Scheduler = verl_omni.register()    # then diffusion_loss.loss_mode and algorithm.adv_estimator: prefgrpo
+    verl_omni.register()    # then diffusion_loss.loss_mode: prefgrpo
 
-`Scheduler` is its FlowMatchSDEDiscreteScheduler with this step; `patch("verl_omni")` puts the step into that class.
 Invariant: same arguments, return order and random stream as verl-project/verl-omni; a step and its replay are bitwise
-equal. A missing reward (NaN) enters no statistic and gets advantage 0.
+equal.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from prefgrpo.integrations.steps import column, scheduler_step
-from prefgrpo.ops import group_advantage, metrics_by_name, policy_loss
+from prefgrpo.ops import metrics_by_name, policy_loss
 
 RULES = {"sde": "flow", "cps": "cps", "dance_sde": "dance"}
 
@@ -59,24 +57,6 @@ def sample_previous_step(
     return (*results, steps.sqrt_dt.repeat(sample.shape[0] // len(steps.sqrt_dt))) if return_sqrt_dt else results
 
 
-def advantage(
-    sample_level_rewards: Tensor,
-    index: np.ndarray,
-    epsilon: float = 1e-4,
-    norm_adv_by_std_in_grpo: bool = True,
-    global_std: bool = True,
-    config: Any = None,
-) -> tuple[Tensor, Tensor]:
-    """(A, A) [B, R] from rewards [B, R] and the group of each sample [B], as verl-omni's `flow_grpo` estimator."""
-    ids = torch.as_tensor(np.unique(index, return_inverse=True)[1]).repeat_interleave(sample_level_rewards.shape[1])
-    std: Any = "none" if not norm_adv_by_std_in_grpo else "global" if global_std else "group"
-    rewards = sample_level_rewards.flatten()
-    out = group_advantage(rewards[None], ids.to(rewards.device), std=std, eps=epsilon, ddof=1).view_as(
-        sample_level_rewards
-    )
-    return out, out
-
-
 def clipped_loss(
     old_log_prob: Tensor,
     log_prob: Tensor,
@@ -88,7 +68,7 @@ def clipped_loss(
     options = config.diffusion_loss
     inputs = [t.detach().float() for t in (old_log_prob, advantages)]
     weight = None if rollout_is_weights is None else rollout_is_weights.detach().float()
-    clips = {"clip_low": options.clip_ratio, "adv_clip": options.adv_clip_max}
+    clips = {"epsilon_low": options.clip_ratio, "adv_clip": options.adv_clip_max}
     loss, metrics = policy_loss(log_prob.float(), *inputs, weight=weight, **clips)
     names = {"pg_clipfrac": "clip_fraction", "pg_clipfrac_higher": "clip_fraction_high"}
     names |= {"pg_clipfrac_lower": "clip_fraction_low", "ratio_mean": "ratio_mean", "approx_kl": "approx_kl"}
@@ -96,14 +76,12 @@ def clipped_loss(
     return loss, {f"actor/{theirs}": values[ours] for theirs, ours in names.items()}
 
 
-def register() -> type:
-    """Register loss and advantage `prefgrpo` with verl-omni; returns its scheduler class with this module's step."""
+def register() -> None:
+    """Put the step into verl-omni's scheduler class, and register the loss `prefgrpo`; call it in every process."""
     from verl_omni.pipelines.schedulers.flow_match_sde import FlowMatchSDEDiscreteScheduler
     from verl_omni.trainer.diffusion import diffusion_algos as theirs
 
+    FlowMatchSDEDiscreteScheduler.sample_previous_step = sample_previous_step
     compute_loss = staticmethod(clipped_loss)
-    theirs.register_diffusion_loss("prefgrpo")(
-        type("PrefGRPOLoss", (theirs.FlowGRPOLoss,), {"compute_loss": compute_loss})
-    )
-    theirs.register_diffusion_adv_est("prefgrpo")(advantage)
-    return type("SDEScheduler", (FlowMatchSDEDiscreteScheduler,), {"sample_previous_step": sample_previous_step})
+    loss = type("PrefGRPOLoss", (theirs.FlowGRPOLoss,), {"compute_loss": compute_loss})
+    theirs.register_diffusion_loss("prefgrpo")(loss)

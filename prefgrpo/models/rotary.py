@@ -7,19 +7,37 @@ Invariant: equal to diffusers' function up to fp32 rounding; a gradient in bf16 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
 from diffusers.models import embeddings
 from torch import Tensor
 
-from prefgrpo.integrations import rebind
-
 stock = partial(embeddings.apply_rotary_emb)
 """diffusers' own function, out of reach of `rebind`."""
+
+
+def rebind(new: dict[Callable[..., Any], Callable[..., Any]]) -> list[str]:
+    """Replace every reference to f in an imported module, or in a class of it, by new[f]; returns the dotted names.
+
+    Every reference, because `from x import f` copies it.
+    """
+    places = set()
+    modules = {name: module for name, module in sys.modules.items() if issubclass(type(module), ModuleType)}
+    for module_name, module in modules.items():
+        owners: dict[str, Any] = {module_name: module}
+        owners |= {f"{module_name}.{k}": v for k, v in list(vars(module).items()) if issubclass(type(v), type)}
+        for owner_name, owner in owners.items():
+            for name, value in list(vars(owner).items()):
+                if type(value) is FunctionType and new.get(value, value) is not value:
+                    setattr(owner, name, new[value])
+                    places.add(f"{owner_name}.{name}")
+    return sorted(places)
 
 
 def apply_rotary_emb(

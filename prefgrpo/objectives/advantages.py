@@ -19,7 +19,7 @@ from torch import Tensor
 
 from prefgrpo.config.by_path import load_object
 from prefgrpo.config.schema import COMBINE, AdvantageConfig
-from prefgrpo.ops import group_advantage
+from prefgrpo.ops.advantage import normalised
 from prefgrpo.rewards.base import Reward, Score
 from prefgrpo.rewards.pairwise import VlmPairwise
 
@@ -88,17 +88,16 @@ def advantages(
     whose rewards have no finite combination: it is excluded from all statistics and gets 0. Raises CombineError if the
     function fails.
     """
-    table = torch.from_numpy(rewards.T.copy())
+    table = torch.from_numpy(rewards.T.reshape(len(weights), -1, group_size))
     kinds = torch.tensor(list(weights.values()), dtype=torch.float64)
-    ids = torch.arange(len(rewards) // group_size).repeat_interleave(group_size)
     trained = kinds != 0
     missing = table[trained].isnan().any(0)
     normalise = partial(group_advantage, eps=options.eps, ddof=options.ddof)
-    in_groups = partial(normalise, group_ids=ids, std=options.std, rank=options.rank)
+    in_groups = partial(normalise, std=options.std, rank=options.rank)
 
     if parts and sub_scores is not None:
-        columns = iter(torch.from_numpy(sub_scores.T.copy()))
-        out = torch.zeros(len(rewards), dtype=torch.float64)
+        columns = iter(torch.from_numpy(sub_scores.T.reshape(-1, *missing.shape)))
+        out = torch.zeros_like(table[0])
         for row, (name, weight) in zip(table, weights.items(), strict=True):
             own = [(u, next(columns)) for u in parts.get(name, {}).values()] or [(1.0, row)]
             total = sum(u * in_groups(torch.where(missing, torch.nan, values)[None]).double() for u, values in own)
@@ -106,7 +105,7 @@ def advantages(
             if weight:
                 out += torch.where(missing | (known == 0), 0.0, weight * total / known)
     elif options.combine not in COMBINE:
-        values = _combined(options.combine, table[trained], kinds[trained])
+        values = _combined(options.combine, table[trained].flatten(1), kinds[trained]).view(missing.shape)
         missing = values.isnan()
         out = in_groups(values[None])
     else:
@@ -114,6 +113,49 @@ def advantages(
             missing |= (table[trained] < 0).any(0)
         out = in_groups(table, weights=kinds, combine=options.combine)
     if options.batch_norm:
-        whole = torch.where(missing, torch.nan, out.double())[None]
-        out = torch.where(out == 0, 0.0, normalise(whole, group_ids=torch.zeros_like(ids)).double())
-    return out.float().view(-1, group_size), ~missing.view(-1, group_size)
+        whole = torch.where(missing, torch.nan, out.double()).view(1, 1, -1)  # one group
+        out = torch.where(out == 0, 0.0, normalise(whole).double().view(out.shape))
+    return out.float(), ~missing
+
+
+def _ranks(r: Tensor) -> Tensor:
+    """Rank of each value in its group, [P, G], scaled to [0, 1]; tied values get their mean rank, and NaN stays NaN."""
+    below = (r[:, None, :] < r[:, :, None]).sum(-1).double()
+    equal = (r[:, None, :] == r[:, :, None]).sum(-1).double()
+    others = (~r.isnan()).sum(-1, keepdim=True) - 1
+    return torch.where(r.isnan(), r, (below + 0.5 * (equal - 1)) / others.clamp_min(1))
+
+
+def group_advantage(
+    rewards: Tensor,
+    weights: Tensor | None = None,
+    *,
+    combine: str = "weighted_sum",
+    std: str = "group",
+    eps: float = 1e-4,
+    ddof: int = 0,
+    rank: bool = False,
+) -> Tensor:
+    """Advantage fp32 [P, G] of R rewards of P groups, [R, P, G] (NaN = missing), with weights [R].
+
+    combine: normalise the weighted sum, or the weighted geometric mean (missing if a reward is negative), of the
+    rewards; or take the weighted sum of the rewards' separate advantages (GDPO). A sample that lacks any reward of
+    non-zero weight is missing and gets 0. rank: first replace values by their rank within the group.
+    """
+    r = rewards.double()
+    w = r.new_ones(len(r)) if weights is None else weights.to(r)
+    w = w[:, None, None]
+    missing = (r.isnan() & (w != 0)).any(0)
+
+    def advantage(values: Tensor) -> Tensor:
+        values = torch.where(missing, torch.nan, values)
+        return normalised(_ranks(values) if rank else values, std, eps, ddof)
+
+    if combine == "weighted_advantage_sum":
+        each = torch.stack([advantage(row) for row in r])
+        return torch.where(w != 0, w * each, 0.0).sum(0).float()
+    if combine == "weighted_sum":
+        return advantage(torch.where(w != 0, w * r, 0.0).sum(0)).float()
+    missing = missing | ((r < 0) & (w != 0)).any(0)
+    logarithm = torch.where(w != 0, w * torch.log(r), 0.0).sum(0) / w.sum()
+    return advantage(torch.exp(logarithm).float().double()).float()  # equal rewards may differ in exp's last bit

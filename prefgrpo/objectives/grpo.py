@@ -22,14 +22,13 @@ class GRPO(TrajectoryObjective):
     def loss(self, train: TrainConfig, new: Replayed, advantage: Tensor, denominator: float) -> PolicyLoss:
         """Loss of one replayed step of B samples; `denominator` is N·K."""
         return policy_loss(
-            new.logp,
-            new.logp_old,
+            new.logp if new.log_ratio is None else new.log_ratio,
+            new.logp_old if new.log_ratio is None else None,
             advantage,
-            clip_low=train.clip_range,
+            epsilon_low=train.clip_range,
             adv_clip=train.adv_clip_max,
             weight=new.weight,
             kl=new.kl,
             kl_coef=train.kl_coef,
-            log_ratio=new.log_ratio,
             denominator=denominator,
         )

@@ -5,19 +5,19 @@ on every backend, every input gives the same result as the reference.
 """
 
 from prefgrpo.ops._backend import backend_of, use_backend
-from prefgrpo.ops.advantage import group_advantage, winrate_advantage
+from prefgrpo.ops.advantage import winrate_advantage
 from prefgrpo.ops.noise import PhiloxNoise, philox_normal
 from prefgrpo.ops.policy_loss import METRICS, PolicyLoss, metrics_by_name, policy_loss
-from prefgrpo.ops.sde_step import SdeLogp, SdeStep, sde_logp, sde_step
+from prefgrpo.ops.sde_step import Part, SdeLogp, SdeStep, sde_logp, sde_step
 
 __all__ = [
     "METRICS",
+    "Part",
     "PhiloxNoise",
     "PolicyLoss",
     "SdeLogp",
     "SdeStep",
     "backend_of",
-    "group_advantage",
     "metrics_by_name",
     "philox_normal",
     "policy_loss",

@@ -37,6 +37,21 @@ def check_ids(name: str, t: Tensor, batch: int, device: torch.device) -> Tensor:
     return t.contiguous()
 
 
+def check_step(name: str, step: Tensor | int, sample: Tensor) -> tuple[Tensor | None, int]:
+    """(the step of each sample, or None; else that of all)."""
+    if isinstance(step, Tensor):
+        return check_ids(name, step, sample.shape[0], sample.device), 0
+    return None, as_int(step)
+
+
+def check_offset(offset: int) -> int:
+    """`offset`; raises ValueError unless a counter block of noise, of four elements, begins there."""
+    offset = as_int(offset)
+    if offset < 0 or offset % 4:
+        raise ValueError(f"offset: expected a multiple of 4 elements, got {offset}")
+    return offset
+
+
 def check_latents(
     coef: Tensor, index: Tensor | int | None, x: Tensor, others: dict[str, Tensor | None]
 ) -> tuple[Tensor, Tensor | None]:

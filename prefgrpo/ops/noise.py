@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from prefgrpo.ops._backend import backend_of, launch, op
-from prefgrpo.ops._inputs import as_int, check_ids, int64_seed
+from prefgrpo.ops._inputs import as_int, check_ids, check_offset, check_step, int64_seed
 
 _MUL = (0xD2511F53, 0xCD9E8D57)
 _KEY = (0x9E3779B9, 0xBB67AE85)
@@ -27,8 +27,8 @@ class PhiloxNoise(NamedTuple):
     """64-bit key of the run."""
     sample: Tensor
     """int64 or int32 [B], unique per sample over the run."""
-    step: Tensor | None = None
-    """Likewise [B]; None: the row index of the coefficient table."""
+    step: Tensor | int | None = None
+    """Likewise [B], or one number; None: the row index of the coefficient table."""
 
 
 def philox_uint32(seed: int, sample: Tensor, step: Tensor, blocks: Tensor) -> Tensor:
@@ -57,9 +57,11 @@ def philox_uint32(seed: int, sample: Tensor, step: Tensor, blocks: Tensor) -> Te
     return torch.stack(c, dim=-1)
 
 
-def reference_normal(seed: int, sample: Tensor, step: Tensor, numel: int) -> Tensor:
-    """The noise [B, numel] in fp64, in plain torch."""
-    blocks = torch.arange((numel + 3) // 4, device=sample.device, dtype=torch.int64)
+def reference_normal(seed: int, sample: Tensor, step: Tensor | int, numel: int, offset: int = 0) -> Tensor:
+    """The noise [B, numel] in fp64 from element `offset` on, in plain torch."""
+    if not isinstance(step, Tensor):
+        step = torch.full_like(sample, step)
+    blocks = torch.arange(offset // 4, (offset + numel + 3) // 4, device=sample.device)
     words = philox_uint32(seed, sample, step, blocks)  # [B, n, 4]
     u = ((words >> 9).double() + 0.5) * 2.0**-23
     radius = torch.sqrt(-2.0 * torch.log(u[..., 0::2]))  # [B, n, 2]
@@ -68,26 +70,29 @@ def reference_normal(seed: int, sample: Tensor, step: Tensor, numel: int) -> Ten
     return z.flatten(1)[:, :numel]
 
 
+# number: the step of all samples, if `step` is None
 @op("philox_normal", mutates=("out",))
-def _normal(sample: Tensor, step: Tensor, seed: int, out: Tensor) -> None:
+def _normal(sample: Tensor, step: Tensor | None, number: int, seed: int, offset: int, out: Tensor) -> None:
     backend = backend_of(out.device)
-    batch, numel = out.shape
+    batch, dim = out.shape
     if backend == "torch":
-        out.copy_(reference_normal(seed, sample, step, numel))
-    else:
-        launch(backend, "normal", out, batch, numel, seed, sample, step, out)
+        out.copy_(reference_normal(seed, sample, number if step is None else step, dim, offset))
+        return
+    counters = {"seed": seed, "sample": sample, "step": step, "number": number, "offset": offset}
+    launch(backend, "normal", out, batch=batch, dim=dim, out=out, **counters)
 
 
-def philox_normal(seed: int, sample: Tensor, step: Tensor, numel: int) -> Tensor:
-    """Counter-based N(0, 1) noise fp32 [B, numel].
+def philox_normal(seed: int, sample: Tensor, step: Tensor | int, numel: int, *, offset: int = 0) -> Tensor:
+    """Counter-based N(0, 1) noise fp32 [B, numel] of each sample, from its element `offset` (a multiple of 4) on.
 
-    sample, step: int64 or int32 [B]. Raises ValueError for ids of another dtype or shape, and for a negative size.
+    sample: int64 or int32 [B]; step: likewise, or one number. Raises ValueError for ids of another dtype or shape, a
+    negative size, or another offset.
     """
     numel = as_int(numel)
     sample = check_ids("sample", sample, sample.numel(), sample.device)
-    step = check_ids("step", step, sample.numel(), sample.device)
+    steps, number = check_step("step", step, sample)
     if numel < 0:
         raise ValueError(f"numel: expected 0 or more, got {numel}")
     out = torch.empty(sample.shape[0], numel, dtype=torch.float32, device=sample.device)
-    _normal(sample, step, int64_seed(seed), out)
+    _normal(sample, steps, number, int64_seed(seed), check_offset(offset), out)
     return out

@@ -1,6 +1,6 @@
 """The clipped policy loss of GRPO with its metrics.
 
-    r = exp(logp − logp_old)      loss = Σ_i weight_i · max(−A r, −A clip(r, 1 − c_lo, 1 + c_hi)) / denominator
+    r = exp(logp − logp_old)      loss = Σ_i (w_i · max(−A r, −A clip(r, 1 − ε_low, 1 + ε_high)) + kl_coef · KL_i) / N
 
 Whether a ratio is clipped is decided by its logarithm, which is exact for any clip range; exp and all sums are fp64.
 """
@@ -8,7 +8,7 @@ Whether a ratio is clipped is decided by its logarithm, which is exact for any c
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ class PolicyLoss(NamedTuple):
     """Result of `policy_loss`."""
 
     loss: Tensor
-    """fp32 scalar; differentiable in logp, log_ratio and kl."""
+    """fp32 scalar, or [B] without reduction; differentiable in logp and kl."""
     metrics: Tensor
     """fp32 [8] in the order of `METRICS`; no gradient."""
 
@@ -47,24 +47,25 @@ def reference_loss(
     advantage: Tensor,
     weight: Tensor | None,
     kl: Tensor | None,
-    clip_low: float,
-    clip_high: float,
+    epsilon_low: float,
+    epsilon_high: float,
     adv_clip: float,
     kl_coef: float,
     denominator: float,
+    per_sample: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(loss, metrics, d loss/d delta) for log-ratios `delta` in fp64; the loss is differentiable."""
     n = max(len(delta), 1)
     a = advantage.clamp(-adv_clip, adv_clip)
     ratio = delta.exp()
-    above = delta > math.log1p(clip_high)
-    below = delta < (math.log1p(-clip_low) if clip_low < 1 else -math.inf)
+    above = delta > math.log1p(epsilon_high)
+    below = delta < (math.log1p(-epsilon_low) if epsilon_low < 1 else -math.inf)
     clipped = (above & (a > 0)) | (below & (a < 0))
-    bounded = torch.where(above, 1 + clip_high, torch.full_like(ratio, 1 - clip_low))
+    bounded = torch.where(above, 1 + epsilon_high, torch.full_like(ratio, 1 - epsilon_low))
     term = -a * torch.where(clipped, bounded, ratio)
     if weight is not None:
         term = term * weight
-    total = term.sum() if kl is None else term.sum() + kl_coef * kl.sum()
+    loss = term if kl is None else term + kl_coef * kl
     with torch.no_grad():
         infinity = ratio.new_full((1,), torch.inf)
         metrics = torch.stack(
@@ -79,10 +80,10 @@ def reference_loss(
                 ratio.new_zeros(()) if kl is None else kl.sum() / n,
             ]
         )
-    return total / denominator, metrics, torch.where(clipped, 0.0, term) / denominator
+    return (loss if per_sample else loss.sum()) / denominator, metrics, torch.where(clipped, 0.0, term) / denominator
 
 
-# logp_old None: `logp` is a log-ratio. denominator 0: the number of samples, which a compiled graph must not see
+# denominator 0: the number of samples, which a compiled graph must not see. loss: [B], each sample's own, or []
 @op("policy_loss", mutates=("loss", "metrics", "d_logp", "d_kl"))
 def _loss(
     logp: Tensor,
@@ -90,8 +91,8 @@ def _loss(
     advantage: Tensor,
     weight: Tensor | None,
     kl: Tensor | None,
-    clip_low: float,
-    clip_high: float,
+    epsilon_low: float,
+    epsilon_high: float,
     adv_clip: float,
     kl_coef: float,
     denominator: float,
@@ -101,25 +102,31 @@ def _loss(
     d_kl: Tensor | None,
 ) -> None:
     backend = backend_of(logp.device)
-    inputs = (logp, logp_old, advantage, weight, kl)
-    options = (clip_low, clip_high, adv_clip, kl_coef, denominator or float(max(logp.shape[0], 1)))
-    results = (loss, metrics, d_logp, d_kl)
-    if backend == "torch":
-        delta = logp if logp_old is None else logp - logp_old
-        arguments: list[Any] = [None if t is None else t.double() for t in (delta, advantage, weight, kl)]
-        arguments += options
-        for out, value in zip(results[:3], reference_loss(*arguments), strict=True):
-            out.copy_(value)
-        if d_kl is not None:
-            d_kl.fill_(kl_coef / options[-1])
-    else:
-        launch(backend, "policy_loss", logp, logp.shape[0], *inputs, *options, *results)
+    batch = logp.shape[0]
+    options: dict[str, Any] = {
+        "epsilon_low": epsilon_low,
+        "epsilon_high": epsilon_high,
+        "adv_clip": adv_clip,
+        "kl_coef": kl_coef,
+    }
+    options |= {"denominator": denominator or float(max(batch, 1)), "per_sample": loss.dim() == 1}
+    if backend != "torch":
+        inputs = {"logp": logp, "logp_old": logp_old, "advantage": advantage, "weight": weight, "kl": kl}
+        results = {"loss": loss, "metrics": metrics, "d_logp": d_logp, "d_kl": d_kl}
+        launch(backend, "policy_loss", logp, batch=batch, **inputs, **options, **results)
+        return
+    delta = logp if logp_old is None else logp - logp_old
+    exact: Any = [None if t is None else t.double() for t in (delta, advantage, weight, kl)]
+    for out, value in zip((loss, metrics, d_logp), reference_loss(*exact, **options), strict=True):
+        out.copy_(value)
+    if d_kl is not None:
+        d_kl.fill_(kl_coef / options["denominator"])
 
 
-def _run(*inputs: Any) -> tuple[Tensor | None, ...]:
+def _run(per_sample: bool, *inputs: Any) -> tuple[Tensor | None, ...]:
     """(loss, metrics, d loss/d logp, d loss/d kl)."""
     logp, *_, kl = inputs[:5]
-    loss = logp.new_empty(())
+    loss = torch.empty_like(logp) if per_sample else logp.new_empty(())
     metrics = logp.new_empty(8)
     gradients = (torch.empty_like(logp), None if kl is None else torch.empty_like(kl))
     _loss(*inputs, loss, metrics, *gradients)
@@ -141,7 +148,7 @@ class _PolicyLoss(torch.autograd.Function):
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise RuntimeError("policy_loss cannot be differentiated twice; run its backward without create_graph=True")
         d_logp, d_kl = ctx.saved_tensors
-        return (d_logp * upstream, None, None, None, None if d_kl is None else d_kl * upstream, *[None] * 5)
+        return (None, d_logp * upstream, None, None, None, None if d_kl is None else d_kl * upstream, *[None] * 5)
 
 
 def _fp32(name: str, t: Tensor | None, like: Tensor) -> Tensor | None:
@@ -156,41 +163,42 @@ def _fp32(name: str, t: Tensor | None, like: Tensor) -> Tensor | None:
 
 def policy_loss(
     logp: Tensor,
-    logp_old: Tensor,
+    logp_old: Tensor | None,
     advantage: Tensor,
     *,
-    clip_low: float,
-    clip_high: float | None = None,
+    epsilon_low: float,
+    epsilon_high: float | None = None,
     adv_clip: float = 5.0,
     weight: Tensor | None = None,
     kl: Tensor | None = None,
     kl_coef: float = 0.0,
-    log_ratio: Tensor | None = None,
+    reduction: Literal["mean", "none"] = "mean",
     denominator: float | None = None,
 ) -> PolicyLoss:
     """Clipped-ratio loss over B samples with its metrics, in one launch; all tensors [B] fp32 (fp64 is cast).
 
-    weight: factor per sample on the policy term (GRPO-Guard: 1/|Δ|). kl: KL per sample, added as kl_coef·kl.
-    log_ratio: replaces logp − logp_old (Guard). denominator: default: B. A NaN makes the loss NaN. Raises ValueError
-    for tensors that do not fit, for a negative or NaN clip, and if logp_old, advantage or weight requires a gradient.
+    logp_old: None if `logp` is the log-ratio itself, as GRPO-Guard's. epsilon_high: default: epsilon_low. weight:
+    factor per sample on the policy term (GRPO-Guard: 1/|Δ|). kl: KL per sample. reduction: "none" returns each sample's
+    loss [B]. denominator: N; default: B, and 1 without reduction. A NaN makes the loss NaN. Raises ValueError for
+    tensors that do not fit, for a negative or NaN clip, and if logp_old, advantage or weight requires a gradient.
     """
-    high = clip_low if clip_high is None else clip_high
+    high = epsilon_low if epsilon_high is None else epsilon_high
     if logp.dim() != 1:
         raise ValueError(f"logp: expected [B], got {list(logp.shape)}")
-    if not (clip_low >= 0 and high >= 0 and adv_clip >= 0):
-        raise ValueError(f"clip_low, clip_high, adv_clip: expected 0 or more, got {clip_low}, {high}, {adv_clip}")
+    if reduction not in ("mean", "none"):
+        raise ValueError(f"reduction: expected mean or none, got '{reduction}'")
+    if not (epsilon_low >= 0 and high >= 0 and adv_clip >= 0):
+        got = f"{epsilon_low}, {high}, {adv_clip}"
+        raise ValueError(f"epsilon_low, epsilon_high, adv_clip: expected 0 or more, got {got}")
     if denominator is not None and not denominator > 0:
         raise ValueError(f"denominator: expected more than 0, got {denominator}")
-    if logp_old.requires_grad or advantage.requires_grad or (weight is not None and weight.requires_grad):
+    if any(t is not None and t.requires_grad for t in (logp_old, advantage, weight)):
         raise ValueError("policy_loss: no gradient flows to logp_old, advantage and weight; detach them")
-    current: Any = _fp32("logp", logp, logp)
-    old = _fp32("logp_old", logp_old, logp)
-    if log_ratio is not None:
-        current = _fp32("log_ratio", log_ratio, logp)
-        old = None
-    factors = (_fp32("advantage", advantage, logp), _fp32("weight", weight, logp))
-    penalty = _fp32("kl", kl, logp)
-    is_differentiable = current.requires_grad or (penalty is not None and penalty.requires_grad)
-    run: Any = _PolicyLoss.apply if is_differentiable and torch.is_grad_enabled() else _run
-    loss, metrics, *_ = run(current, old, *factors, penalty, clip_low, high, adv_clip, kl_coef, denominator or 0.0)
+    names = ("logp", "logp_old", "advantage", "weight", "kl")
+    inputs: Any = [_fp32(n, t, logp) for n, t in zip(names, (logp, logp_old, advantage, weight, kl), strict=True)]
+    needs_grad = torch.is_grad_enabled() and (logp.requires_grad or (kl is not None and kl.requires_grad))
+    run: Any = _PolicyLoss.apply if needs_grad else _run
+    per_sample = reduction == "none"
+    norm = denominator or float(per_sample)
+    loss, metrics, *_ = run(per_sample, *inputs, epsilon_low, high, adv_clip, kl_coef, norm)
     return PolicyLoss(loss, metrics)

@@ -10,13 +10,14 @@ bitwise equal. Where w = 0 or s = 0, logp is c and KL and log-ratio are 0, whate
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from prefgrpo.ops._backend import backend_of, cuda_scratch, launch, op
-from prefgrpo.ops._inputs import DTYPES, check_ids, check_latents, constant, int64_seed
+from prefgrpo.ops._inputs import DTYPES, check_ids, check_latents, check_offset, check_step, constant, int64_seed
 from prefgrpo.ops.noise import PhiloxNoise, reference_normal
 
 
@@ -26,7 +27,7 @@ class SdeStep(NamedTuple):
     x_next: Tensor
     """[B, …] in the storage dtype."""
     logp: Tensor
-    """[B] fp32; 0 for rows without a log-prob (s = 0)."""
+    """[B] fp32; without noise c, which is 0 for rows without a log-prob (s = 0)."""
     mean: Tensor | None = None
     """[B, …] fp32 a·x + b·v, if asked for."""
 
@@ -39,6 +40,17 @@ class SdeLogp(NamedTuple):
     """KL to `v_ref`, if it was given."""
     log_ratio: Tensor | None = None
     """GRPO-Guard's log-ratio to `v_old`, if it was given."""
+
+
+class Part(NamedTuple):
+    """Which elements of each sample are here, where sequence parallelism splits samples over processes."""
+
+    offset: int
+    """Elements of a sample before those of this process; a multiple of 4."""
+    size: int
+    """Elements of a whole sample, D."""
+    add: Callable[[Tensor], Tensor]
+    """Adds fp64 [n, B] over the processes that share the samples; without gradient, and it may work in place."""
 
 
 # ---- reference: plain torch in the promoted dtype of the inputs, at least fp32
@@ -60,42 +72,41 @@ def reference_mean(x: Tensor, v: Tensor, rows: Tensor) -> Tensor:
     return a * x.to(dtype) + b * v.to(dtype)
 
 
-def reference_step(x: Tensor, v: Tensor, rows: Tensor, eps: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(x' rounded to `dtype`, logp [B] of that rounded x')."""
+def reference_step(mean: Tensor, rows: Tensor, eps: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """x' rounded to `dtype`."""
+    if eps is not None:
+        mean = mean + expand(rows[:, 2].to(mean.dtype), mean) * eps.to(mean.dtype)
+    return mean.to(dtype)
+
+
+def reference_terms(
+    x: Tensor, v: Tensor, y: Tensor, rows: Tensor, v_ref: Tensor | None, v_old: Tensor | None
+) -> list[Tensor | None]:
+    """The means over D [B] of (x' − μ)², (v − v_ref)² and (x' − μ_old)·(v − v_old)."""
     mean = reference_mean(x, v, rows)
-    x_next = mean if eps is None else mean + expand(rows[:, 2].to(mean.dtype), x) * eps.to(mean.dtype)
-    x_next = x_next.to(dtype)
-    return x_next, reference_logp(x, v, x_next, rows)
+    y, v = y.to(mean.dtype), v.to(mean.dtype)
+    terms: list[Tensor | None] = [mean_d((y - mean).square()), None, None]
+    if v_ref is not None:
+        terms[1] = mean_d((v - v_ref.to(mean.dtype)).square())
+    if v_old is not None:
+        terms[2] = mean_d((y - reference_mean(x, v_old, rows)) * (v - v_old.to(mean.dtype)))
+    return terms
 
 
-def reference_logp(x: Tensor, v: Tensor, x_next: Tensor, rows: Tensor) -> Tensor:
-    """logp [B]; differentiable in v."""
-    mean = reference_mean(x, v, rows)
-    w = rows[:, 3].to(mean.dtype)
-    c = rows[:, 4].to(mean.dtype)
-    squares = mean_d((x_next.to(mean.dtype) - mean).square())
-    return torch.where(w != 0, w * torch.where(w != 0, squares, 0.0) + c, c)
-
-
-def _b_over_s(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """b / s, [B]; 0 where s = 0."""
-    b = rows[:, 1].to(dtype)
-    s = rows[:, 2].to(dtype)
-    return torch.where(s > 0, b / torch.where(s > 0, s, 1.0), 0.0)
-
-
-def reference_kl(v: Tensor, v_ref: Tensor, rows: Tensor) -> Tensor:
-    """KL [B] of two steps with the same standard deviation."""
-    dtype = torch.promote_types(torch.promote_types(v.dtype, v_ref.dtype), torch.float32)
-    kl = _b_over_s(rows, dtype).square() / 2 * mean_d((v.to(dtype) - v_ref.to(dtype)).square())
-    return torch.where(rows[:, 2] > 0, kl, 0.0)
-
-
-def reference_log_ratio(x: Tensor, v: Tensor, x_next: Tensor, v_old: Tensor, rows: Tensor) -> Tensor:
-    """GRPO-Guard's log-ratio [B]."""
-    old = reference_mean(x, v_old, rows)
-    product = (x_next.to(old.dtype) - old) * (v.to(old.dtype) - v_old.to(old.dtype))
-    return torch.where(rows[:, 2] > 0, _b_over_s(rows, old.dtype) * mean_d(product), 0.0)
+def finish(terms: Sequence[Tensor | None], rows: Tensor) -> list[Tensor | None]:
+    """(logp, KL, log-ratio) [B] from the means of `reference_terms`, in the dtype of `rows`."""
+    squares, kl, product = (None if t is None else t.to(rows.dtype) for t in terms)
+    assert squares is not None
+    _, b, s, w, c = rows.unbind(1)
+    noisy = s > 0
+    s = torch.where(noisy, s, 1.0)
+    logp = torch.where(w != 0, w * torch.where(w != 0, squares, 0.0) + c, c)
+    results: list[Tensor | None] = [logp, None, None]
+    if kl is not None:
+        results[1] = torch.where(noisy, b * b / (2 * s * s) * kl, 0.0)
+    if product is not None:
+        results[2] = torch.where(noisy, b / s * product, 0.0)
+    return results
 
 
 def _scaled(factor: Tensor, t: Tensor) -> Tensor:
@@ -105,43 +116,54 @@ def _scaled(factor: Tensor, t: Tensor) -> Tensor:
 
 
 def reference_grad(
-    x: Tensor, v: Tensor, y: Tensor, rows: Tensor, v_ref: Tensor | None, v_old: Tensor | None, *g: Tensor | None
-) -> Tensor:
-    """∂/∂v of Σ (g₀·logp + g₁·KL + g₂·log-ratio), elementwise."""
+    x: Tensor, v: Tensor, y: Tensor, rows: Tensor, v_ref: Tensor | None, v_old: Tensor | None, size: int,
+    *g: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """∂/∂v of Σ (g₀·logp + g₁·KL + g₂·log-ratio), elementwise; size: elements of a whole sample."""
     mean = reference_mean(x, v, rows)
     dtype = mean.dtype
-    count = x.numel() // max(x.shape[0], 1)
-    b = rows[:, 1].to(dtype)
-    w = rows[:, 3].to(dtype)
-    b_over_s = _b_over_s(rows, dtype)
+    b, s, w = rows[:, 1:4].to(dtype).unbind(1)
+    b_over_s = torch.where(s > 0, b / torch.where(s > 0, s, 1.0), 0.0)
     grad = torch.zeros_like(mean)
     if g[0] is not None:
-        factor = torch.where(w != 0, -2 * w * b / count * g[0].to(dtype), 0.0)
+        factor = torch.where(w != 0, -2 * w * b / size * g[0].to(dtype), 0.0)
         grad = _scaled(factor, y.to(dtype) - mean)
     if g[1] is not None and v_ref is not None:
-        factor = torch.where(b_over_s != 0, b_over_s.square() / count * g[1].to(dtype), 0.0)
+        factor = torch.where(b_over_s != 0, b_over_s.square() / size * g[1].to(dtype), 0.0)
         grad = grad + _scaled(factor, v.to(dtype) - v_ref.to(dtype))
     if g[2] is not None and v_old is not None:
-        factor = torch.where(b_over_s != 0, b_over_s / count * g[2].to(dtype), 0.0)
+        factor = torch.where(b_over_s != 0, b_over_s / size * g[2].to(dtype), 0.0)
         grad = grad + _scaled(factor, y.to(dtype) - reference_mean(x, v_old, rows))
     return grad
 
 
-# ---- custom ops: contiguous tensors of one shape [B, …]; coef fp32 or fp64, index int64
+# ---- custom ops: contiguous tensors of one shape [B, …]; coef fp32 or fp64, index int64. size 0: that of x[0], which a
+# compiled graph must not see. A result in fp64 gets the sum over D that it is made of.
 def _rows(coef: Tensor, index: Tensor | None, batch: int) -> Tensor:
     """[B, 5]; without index, row i of sample i or the only row."""
     return coef.expand(batch, 5) if index is None else coef.index_select(0, index)
 
 
-def _plan(x: Tensor, v: Tensor, y: Tensor) -> tuple[str, int, int]:
-    """(backend, B, D); an empty batch is torch's."""
+def _plan(x: Tensor, v: Tensor, y: Tensor, coef: Tensor, index: Tensor | None, size: int) -> tuple[str, dict[str, Any]]:
+    """(backend, the fields that all kernels have); an empty batch is torch's."""
     batch = x.shape[0]
-    return (backend_of(x.device, x.dtype, v.dtype, y.dtype), batch, x.numel() // batch) if batch else ("torch", 0, 0)
+    dim = x.numel() // max(batch, 1)
+    fields: dict[str, Any] = {"batch": batch, "dim": dim, "size": size or dim}
+    backend = backend_of(x.device, x.dtype, v.dtype, y.dtype) if batch else "torch"
+    if backend != "torch":
+        if x.dtype != torch.float32 and torch.float32 in (v.dtype, y.dtype):
+            x = x.float()  # to the kernels' dtypes, exactly
+        fields |= {"x": x, "v": v, "coef": coef.float(), "rows": coef.shape[0], "index": index, "y": y}
+    return backend, fields
 
 
-def _wide(x: Tensor, *others: Tensor) -> Tensor:
-    """`x`, in fp32 if one of the others is: the kernels' pairs of dtypes. The cast is exact."""
-    return x.float() if x.dtype != torch.float32 and any(t.dtype == torch.float32 for t in others) else x
+def _store(results: Sequence[Tensor | None], terms: Sequence[Tensor | None], rows: Tensor, dim: int) -> None:
+    """Write results, or sums, from the reference's means."""
+    dtype = torch.promote_types(terms[0].dtype, torch.float32)  # type: ignore[union-attr]
+    values = finish(terms, rows.to(dtype))
+    for out, term, value in zip(results, terms, values, strict=True):
+        if out is not None and term is not None and value is not None:
+            out.copy_(term * dim if out.dtype == torch.float64 else value)
 
 
 @op("sde_step", mutates=("out", "logp", "mean"))
@@ -154,27 +176,33 @@ def _step(
     seed: int,
     sample: Tensor | None,
     step: Tensor | None,
+    number: int,
+    offset: int,
+    size: int,
     out: Tensor,
     logp: Tensor,
     mean: Tensor | None,
 ) -> None:
-    backend, batch, dim = _plan(x, v, out)
-    if backend == "torch":
-        rows = _rows(coef, index, x.shape[0])
-        if sample is not None and step is not None:
-            eps = reference_normal(seed, sample, step, dim).view(x.shape)
-        x_next, score = reference_step(x, v, rows, eps, out.dtype)
-        out.copy_(x_next)
-        logp.copy_(score)
-        if mean is not None:
-            mean.copy_(reference_mean(x, v, rows))
+    backend, fields = _plan(x, v, out, coef, index, size)
+    dim = fields["dim"]
+    if backend != "torch":
+        partial = cuda_scratch(backend, x, dim, fields["size"], int(eps is not None or sample is not None))
+        counters = {"seed": seed, "sample": sample, "step": step, "number": number, "offset": offset}
+        eps = None if eps is None else eps.float()
+        results = {"logp": logp, "kl": None, "log_ratio": None, "partial": partial}
+        launch(backend, "sde_step", x, **fields, **counters, **results, eps=eps, mean=mean)
         return
-    x = _wide(x, v, out)
-    coef = coef.float()
-    eps = None if eps is None else eps.float()
-    partial = cuda_scratch(backend, x, dim, 1)
-    inputs = (batch, dim, x, v, coef, coef.shape[0], index, out, eps, seed, sample, step)
-    launch(backend, "sde_step", x, *inputs, logp, mean, partial)
+    rows = _rows(coef, index, x.shape[0])
+    if sample is not None:
+        eps = reference_normal(seed, sample, number if step is None else step, dim, offset).view(x.shape)
+    plain = reference_mean(x, v, rows)
+    out.copy_(reference_step(plain, rows, eps, out.dtype))
+    if eps is None:
+        logp.copy_(rows[:, 4])
+    else:
+        _store([logp, None, None], reference_terms(x, v, out, rows, None, None), rows, dim)
+    if mean is not None:
+        mean.copy_(plain)
 
 
 @op("sde_logp", mutates=("logp", "kl", "log_ratio"))
@@ -186,26 +214,20 @@ def _logp(
     index: Tensor | None,
     v_ref: Tensor | None,
     v_old: Tensor | None,
+    size: int,
     logp: Tensor,
     kl: Tensor | None,
     log_ratio: Tensor | None,
 ) -> None:
-    backend, batch, dim = _plan(x, v, y)
+    backend, fields = _plan(x, v, y, coef, index, size)
     if backend == "torch":
         rows = _rows(coef, index, x.shape[0])
-        logp.copy_(reference_logp(x, v, y, rows))
-        if kl is not None and v_ref is not None:
-            kl.copy_(reference_kl(v, v_ref, rows))
-        if log_ratio is not None and v_old is not None:
-            log_ratio.copy_(reference_log_ratio(x, v, y, v_old, rows))
+        _store([logp, kl, log_ratio], reference_terms(x, v, y, rows, v_ref, v_old), rows, fields["dim"])
         return
-    x = _wide(x, v, y)
-    coef = coef.float()
-    if backend != "triton":  # whose sums depend on the dtypes, which therefore are those of the step
-        y = _wide(y, v, x)
-    partial = cuda_scratch(backend, x, dim, 1 + (kl is not None) + (log_ratio is not None))
-    inputs = (batch, dim, x, v, coef, coef.shape[0], index, y, v_ref, v_old)
-    launch(backend, "sde_logp", x, *inputs, logp, kl, log_ratio, partial)
+    sums = 1 + (kl is not None) + (log_ratio is not None)
+    partial = cuda_scratch(backend, x, fields["dim"], fields["size"], sums)
+    results = {"logp": logp, "kl": kl, "log_ratio": log_ratio, "partial": partial}
+    launch(backend, "sde_logp", x, **fields, v_ref=v_ref, v_old=v_old, **results)
 
 
 @op("sde_grad", mutates=("dv",))
@@ -217,30 +239,47 @@ def _grad(
     index: Tensor | None,
     v_ref: Tensor | None,
     v_old: Tensor | None,
+    size: int,
     g_logp: Tensor | None,
     g_kl: Tensor | None,
     g_log_ratio: Tensor | None,
     dv: Tensor,
 ) -> None:
-    backend, batch, dim = _plan(x, v, y)
-    upstream = (g_logp, g_kl, g_log_ratio)
+    backend, fields = _plan(x, v, y, coef, index, size)
+    upstream = {"g_logp": g_logp, "g_kl": g_kl, "g_log_ratio": g_log_ratio}
     if backend == "torch":
-        dv.copy_(reference_grad(x, v, y, _rows(coef, index, x.shape[0]), v_ref, v_old, *upstream))
+        rows = _rows(coef, index, x.shape[0])
+        dv.copy_(reference_grad(x, v, y, rows, v_ref, v_old, fields["size"], *upstream.values()))
         return
-    v_ref = None if g_kl is None else v_ref
-    v_old = None if g_log_ratio is None else v_old
-    x, y = _wide(x, v, y), _wide(y, v, x)
-    coef = coef.float()
-    inputs = (batch, dim, x, v, coef, coef.shape[0], index, y, v_ref, v_old)
-    launch(backend, "sde_grad", x, *inputs, *upstream, dv)
+    launch(backend, "sde_grad", x, **fields, v_ref=v_ref, v_old=v_old, **upstream, dv=dv)
 
 
-def _replay(v: Tensor, *rest: Any) -> tuple[Tensor | None, ...]:
-    """(logp, KL or None, log-ratio or None) for (v, x, x', coef, index, v_ref, v_old)."""
-    x, y, coef, index, v_ref, v_old = rest
-    results = [None if t is None else _per_sample(t) for t in (x, v_ref, v_old)]
-    _logp(x, v, y, coef, index, v_ref, v_old, *results)
-    return tuple(results)
+def _whole(sums: Sequence[Tensor | None], coef: Tensor, index: Tensor | None, part: Part) -> list[Tensor | None]:
+    """fp32 (logp, KL, log-ratio) of whole samples from the sums of this process, rounded as in the kernels."""
+    totals = part.add(torch.stack([t for t in sums if t is not None]))
+    means = iter(totals / part.size)
+    terms = [None if t is None else next(means) for t in sums]
+    rows = _rows(coef.float(), index, totals.shape[1])
+    logp = finish([terms[0], None, None], rows)[0]
+    rest = finish(terms, rows.double())[1:]
+    return [logp, *(None if t is None else t.float() for t in rest)]
+
+
+def _replay(
+    v: Tensor,
+    x: Tensor,
+    y: Tensor,
+    coef: Tensor,
+    index: Tensor | None,
+    v_ref: Tensor | None,
+    v_old: Tensor | None,
+    part: Part | None,
+) -> tuple[Tensor | None, ...]:
+    """(logp, KL or None, log-ratio or None)."""
+    dtype = torch.float32 if part is None else torch.float64
+    results = [None if t is None else x.new_empty(x.shape[0], dtype=dtype) for t in (x, v_ref, v_old)]
+    _logp(x, v, y, coef, index, v_ref, v_old, 0 if part is None else part.size, *results)
+    return tuple(results if part is None else _whole(results, coef, index, part))
 
 
 class _SdeLogp(torch.autograd.Function):
@@ -249,7 +288,8 @@ class _SdeLogp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, v: Tensor, *rest: Any) -> tuple[Tensor | None, ...]:
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(v, *rest)
+        ctx.save_for_backward(v, *rest[:-1])
+        ctx.size = 0 if rest[-1] is None else rest[-1].size
         return _replay(v, *rest)
 
     @staticmethod
@@ -259,13 +299,15 @@ class _SdeLogp(torch.autograd.Function):
         v, x, y, coef, index, v_ref, v_old = ctx.saved_tensors
         dv = torch.empty_like(v)
         fp32 = (None if g is None else g.contiguous() for g in upstream)
-        _grad(x, v, y, coef, index, v_ref, v_old, *fp32, dv)
-        return dv, *[None] * 6
+        _grad(x, v, y, coef, index, v_ref, v_old, ctx.size, *fp32, dv)
+        return dv, *[None] * 7
 
 
 # ---- public functions
-def _per_sample(x: Tensor) -> Tensor:
-    return x.new_empty(x.shape[0], dtype=torch.float32)
+def _check_part(part: Part, x: Tensor) -> None:
+    dim = x.numel() // max(x.shape[0], 1)
+    if check_offset(part.offset) + dim > part.size:
+        raise ValueError(f"part: expected offset + {dim} elements of x within size {part.size}, got {part.offset}")
 
 
 def sde_step(
@@ -277,38 +319,43 @@ def sde_step(
     noise: Tensor | PhiloxNoise | None,
     out_dtype: torch.dtype | None = None,
     want_mean: bool = False,
+    part: Part | None = None,
 ) -> SdeStep:
     """One denoising step of any rule; no gradient.
 
     x, v: [B, …] bf16/fp32 (fp16 and fp64: in torch); strided ones are copied. coef: fp32 [T, 5] rows (a, b, s, w, c),
     selected by index (int64 or int32 [B], or one number for all samples); without index, [B, 5]. noise: ε like x,
     counters, or None (no noise). out_dtype: storage dtype of x' (default: x's). want_mean: also return a·x + b·v.
+    part: which elements of the samples these are, if other processes have the others; logp is of the whole samples.
     Raises ValueError, TypeError or IndexError for arguments that do not fit together.
     """
     dtype = out_dtype or x.dtype
     if dtype not in DTYPES:
         raise TypeError(f"out_dtype: expected fp32, bf16, fp16 or fp64, got {dtype}")
     eps = noise if isinstance(noise, Tensor) else None
-    number = index
+    default = index
     coef, index = check_latents(coef, index, x, {"v": v, "noise": eps})
-    seed = 0
-    sample = None
-    step = None
+    seed, sample, step, number = 0, None, None, 0
     if isinstance(noise, PhiloxNoise):
         seed = int64_seed(noise.seed)
         sample = check_ids("noise.sample", noise.sample, x.shape[0], x.device)
-        if noise.step is None and number is None:
+        given = default if index is None else index
+        given = given if noise.step is None else noise.step
+        if given is None:
             raise ValueError("noise: counters need a step: set the noise's `step`, or pass `index`")
-        if noise.step is not None:
-            step = check_ids("noise.step", noise.step, x.shape[0], x.device)
-        else:
-            step = sample.new_full(x.shape[:1], number) if index is None else index  # type: ignore[arg-type]
+        step, number = check_step("noise.step", given, sample)
+    if part is not None:
+        _check_part(part, x)
     x = constant(x)
     eps = None if eps is None else constant(eps)
     out = torch.empty_like(x, dtype=dtype)
     mean = torch.empty_like(x, dtype=torch.float32) if want_mean else None
-    logp = _per_sample(x)
-    _step(x, constant(v), coef, index, eps, seed, sample, step, out, logp, mean)
+    is_sum = part is not None and noise is not None
+    logp = x.new_empty(x.shape[0], dtype=torch.float64 if is_sum else torch.float32)
+    place = (0, 0) if part is None else (part.offset, part.size)
+    _step(x, constant(v), coef, index, eps, seed, sample, step, number, *place, out, logp, mean)
+    if part is not None and is_sum:
+        logp = _whole([logp, None, None], coef, index, part)[0]  # type: ignore[assignment]
     return SdeStep(out, logp, mean)
 
 
@@ -321,8 +368,9 @@ def sde_logp(
     *,
     v_ref: Tensor | None = None,
     v_old: Tensor | None = None,
+    part: Part | None = None,
 ) -> SdeLogp:
-    """Log-prob of a stored step, with its KL to `v_ref` and Guard log-ratio to `v_old`; shapes as in `sde_step`.
+    """Log-prob of a stored step, with its KL to `v_ref` and Guard log-ratio to `v_old`; arguments as in `sde_step`.
 
     The gradient flows to v; if another input requires one, ValueError asks to detach it. Backward keeps nothing of
     size D but the inputs. No second derivative. v_ref and v_old are velocities after guidance, used in v's dtype.
@@ -332,6 +380,8 @@ def sde_logp(
     wrong = [name for name, t in constants.items() if t is not None and t.requires_grad]
     if wrong:
         raise ValueError(f"sde_logp: gradients flow only to v; detach {', '.join(wrong)}")
+    if part is not None:
+        _check_part(part, x)
     others = [None if t is None else t.to(v.dtype).contiguous() for t in (v_ref, v_old)]
     run: Any = _SdeLogp.apply if v.requires_grad and torch.is_grad_enabled() else _replay
-    return SdeLogp(*run(v.contiguous(), x.contiguous(), x_next.contiguous(), coef, index, *others))
+    return SdeLogp(*run(v.contiguous(), x.contiguous(), x_next.contiguous(), coef, index, *others, part))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 
-import torch
 from torch import Tensor
 
 from prefgrpo.ops import philox_normal
@@ -19,17 +18,14 @@ INITIAL_STEP = -1
 
 def initial_latents(seed: int, sample: Tensor, shape: tuple[int, ...]) -> Tensor:
     """x_0 ~ N(0, I), fp32 [B, *shape] for int64 sample ids [B]; equal ids give equal latents (`init_same_noise`)."""
-    step = torch.full_like(sample, INITIAL_STEP)
-    return philox_normal(seed, sample, step, math.prod(shape)).view(-1, *shape)
+    return philox_normal(seed, sample, INITIAL_STEP, math.prod(shape)).view(-1, *shape)
 
 
 def endpoint_noise(seed: int, group: Tensor, draw: int, shape: tuple[int, ...]) -> Tensor:
     """ε ~ N(0, I) of one draw, fp32 [B, *shape]; group: int64 [B] group numbers, so group members share ε."""
-    step = torch.full_like(group, -2 - 2 * draw)
-    return philox_normal(seed, group, step, math.prod(shape)).view(-1, *shape)
+    return philox_normal(seed, group, -2 - 2 * draw, math.prod(shape)).view(-1, *shape)
 
 
 def endpoint_normal(seed: int, group: Tensor, draw: int) -> Tensor:
     """The N(0, 1) sample that a draw's t is derived from, fp64 [B], on the CPU whatever the device of `group`."""
-    group = group.cpu()
-    return philox_normal(seed, group, torch.full_like(group, -3 - 2 * draw), 1).view(-1).double()
+    return philox_normal(seed, group.cpu(), -3 - 2 * draw, 1).view(-1).double()

@@ -11,6 +11,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
+import numpy as np
 import pybind11
 import torch
 
@@ -51,8 +52,8 @@ def pytest_configure() -> None:
 
     from prefgrpo.ops import backend_of
 
-    def scratch(backend: str, x: torch.Tensor, dim: int, sums: int) -> torch.Tensor:
-        return torch.full((sums * x.shape[0] * loaded.partials(dim),), torch.nan, dtype=torch.float64)
+    def scratch(backend: str, x: torch.Tensor, dim: int, size: int, sums: int) -> torch.Tensor:
+        return torch.from_numpy(np.full(sums * x.shape[0] * loaded.partials(dim, size), np.nan))
 
     sys.modules["prefgrpo.ops.sde_step"].cuda_scratch = scratch
     assert backend_of("cpu") == "cpu"
