@@ -124,6 +124,24 @@ def backend_of(device: torch.device | str, *dtypes: torch.dtype) -> str:
     return _select(device if isinstance(device, str) else device.type, _choices[-1])
 
 
+@torch.compiler.assume_constant_result
+def triton_or_torch(device: torch.device, *dtypes: torch.dtype) -> str:
+    """`backend_of` for an op whose only kernel is Triton's; a graph keeps the answer of its compilation."""
+    chosen = backend_of(device, *dtypes)
+    if chosen == "cuda":
+        return _beside_cuda()
+    return "torch" if chosen == "cpu" else chosen
+
+
+@lru_cache(None)
+def _beside_cuda() -> str:
+    """Backend of an op without a kernel in C++ on a GPU where the others use theirs."""
+    why = unavailable_reason("triton")
+    if why:
+        warnings.warn(f"prefgrpo.ops of transformer blocks use 'torch', slower: {why}", stacklevel=4)
+    return "torch" if why else "triton"
+
+
 @contextmanager
 def use_backend(name: str) -> Iterator[None]:
     """Run the ops of this process with backend `name` inside the block, in every thread; for tests and comparisons.
@@ -141,7 +159,9 @@ def use_backend(name: str) -> Iterator[None]:
 @lru_cache(None)
 def _kernel(backend: str, name: str) -> Callable[..., None]:
     if backend == "triton":
-        module = {"sde_logp": "sde_step", "sde_grad": "sde_step", "normal": "noise"}.get(name, name)
+        module = {"sde_logp": "sde_step", "sde_grad": "sde_step", "normal": "noise"}.get(
+            name, name.removesuffix("_grad")
+        )
         return getattr(importlib.import_module(f"{PACKAGE}.kernels.{module}"), name)
     return getattr(extension(), f"{backend}_{name}")
 

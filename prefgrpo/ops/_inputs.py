@@ -69,3 +69,25 @@ def check_latents(
     elif coef.shape[0] != shape[0]:
         raise ValueError(f"coef: expected one row for each of {shape[0]} samples, or an index, got {len(coef)} rows")
     return coef.contiguous(), index
+
+
+def unit_stride(t: Tensor) -> Tensor:
+    """`t`, copied unless its last dimension is contiguous."""
+    return t if t.stride(-1) == 1 else t.contiguous()
+
+
+def check_tokens(x: Tensor, others: dict[str, Tensor], vectors: dict[str, Tensor]) -> None:
+    """Raise ValueError or TypeError unless x is [B, S, C], `others` are like it, and `vectors` [B, C] of its sample."""
+    if x.dim() != 3 or x.dtype not in DTYPES:
+        raise ValueError(f"x: expected fp32, bf16, fp16 or fp64 [B, S, C], got {x.dtype} {list(x.shape)}")
+    batch, _, channels = x.shape
+    for name, t in others.items():
+        if t.shape != x.shape or t.dtype != x.dtype or t.device != x.device:
+            want = f"{x.dtype} {list(x.shape)} on {x.device}, as x"
+            raise ValueError(f"{name}: expected {want}, got {t.dtype} {list(t.shape)} on {t.device}")
+    for name, t in vectors.items():
+        if t.shape != (batch, channels) or t.device != x.device:
+            want = f"[{batch}, {channels}] on {x.device}"
+            raise ValueError(f"{name}: expected {want}, one vector per sample, got {list(t.shape)} on {t.device}")
+        if t.dtype not in (x.dtype, torch.float32):
+            raise TypeError(f"{name}: expected {x.dtype}, as x, or fp32, got {t.dtype}; cast it first")

@@ -1,0 +1,307 @@
+"""The pointwise ops of transformer blocks, in one table: every check below holds for every op.
+
+Oracles: each formula in fp64, written here in another way than the ops (rotations as complex numbers), with autograd's
+gradients; diffusers' own modules, which the reference equals bit for bit; autograd's numerical gradients. Kernels
+round once: a result in bf16 is within half a unit in the last place of the fp64 one, and closer to it than eager's.
+"""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from diffusers.models.normalization import AdaLayerNormZero, FP32LayerNorm
+from ops_cases import BF16, DEVICE, F32, F64, HERE, few, serve
+from test_compile import Recorder
+from torch import Tensor
+
+from prefgrpo.ops import _backend, layernorm_modulate
+
+BACKENDS = [name for name in HERE if name in ("triton", "torch")]
+each_backend = pytest.mark.parametrize("backend", BACKENDS)
+MANY = [range(first, first + 500) for first in (25, 525)]
+seeds = pytest.mark.parametrize(
+    "cases", [range(25), *(pytest.param(r, marks=pytest.mark.full) for r in MANY)], ids=lambda r: f"{r[0]}-{r[-1]}"
+)
+Inputs = dict[str, Any]
+BATCHED = ("x", "y", "q", "k", "shift", "scale", "gate")
+"""Inputs that have a row per sample."""
+
+
+class Draw:
+    """Random inputs of one case, in memory layouts that models have."""
+
+    def __init__(self, seed: int, dtype: torch.dtype, vector_dtype: torch.dtype) -> None:
+        self.pick = random.Random(seed)
+        self.generator = torch.Generator().manual_seed(seed)
+        self.dtype = dtype
+        self.vector_dtype = vector_dtype
+        self.batch = self.pick.randint(1, 3)
+        self.tokens = self.pick.choice((1, 2, 3, 3, 4, 5, 37))  # 37: more than one partial sum
+        if self.tokens == 37:
+            self.batch = 1
+
+    def normal(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self.generator)
+
+    def rows(self, *shape: int) -> Tensor:
+        """[B, S, …]: contiguous, some of the tokens, some columns of a wider projection, or transposed."""
+        t = (10 ** self.pick.uniform(-1, 1) * self.normal(self.batch, self.tokens, *shape)).to(self.dtype)
+        kind = self.pick.choice(("contiguous", "tokens", "columns", "turned"))
+        if kind == "tokens":
+            t = torch.cat([t, t], 1)[:, self.tokens :]
+        if kind == "columns":
+            t = torch.cat([t, t], 2)[:, :, t.shape[2] :]
+        if kind == "turned":
+            t = t.mT.contiguous().mT
+        return t.to(DEVICE)
+
+    def vectors(self, count: int, channels: int) -> list[Tensor]:
+        """[B, C] each: chunks of one projection, tensors of their own, or one row for all samples."""
+        t = self.normal(self.batch, (count + 2) * channels).to(self.vector_dtype).to(DEVICE)
+        kind = self.pick.choice(("chunks", "own", "one"))
+        if kind == "one":
+            t = t[:1].expand_as(t)
+        parts = list(t.chunk(count + 2, 1)[1:-1])
+        return [part.clone() for part in parts] if kind == "own" else parts
+
+    def channels(self) -> int:
+        return self.pick.choice((5, 7, 16, 48, 64, 77, 128, 130, 192, 257, 1024, 1536))
+
+
+@dataclass
+class Op:
+    """One op."""
+
+    call: Callable[..., Any]
+    """The public function, with the inputs' names as keywords."""
+    draw: Callable[[Draw], Inputs]
+    exact: Callable[..., Any]
+    """The formula, in the inputs' dtype."""
+    leaves: tuple[str, ...]
+    """Inputs with a gradient."""
+
+
+def draw_modulate(d: Draw) -> Inputs:
+    channels = d.channels()
+    shift, scale = d.vectors(2, channels)
+    x = d.rows(channels) + 2 * d.pick.random()
+    return {"x": x, "shift": shift, "scale": scale, "eps": d.pick.choice((1e-6, 1e-5))}
+
+
+def exact_modulate(x: Tensor, shift: Tensor, scale: Tensor, eps: float) -> Tensor:
+    variance = x.square().mean(2) - x.mean(2).square()
+    normed = (x - x.mean(2, keepdim=True)) * (variance.clamp_min(0) + eps).pow(-0.5)[..., None]
+    return normed + torch.einsum("bsc,bc->bsc", normed, scale) + shift[:, None]
+
+
+OPS = {
+    "layernorm_modulate": Op(layernorm_modulate, draw_modulate, exact_modulate, ("x", "shift", "scale")),
+}
+each_op = pytest.mark.parametrize("name", OPS)
+
+
+def outputs(result: Any) -> tuple[Tensor, ...]:
+    return result if isinstance(result, tuple) else (result,)
+
+
+def values(call: Callable[..., Any], op: Op, inputs: Inputs, upstream: list[Tensor]) -> list[Tensor]:
+    """The results and the gradients of the leaves, whose views keep their layout."""
+    leaves = [n for n in op.leaves if inputs[n] is not None]
+    held = {n: inputs[n].detach().requires_grad_() for n in leaves}
+    result = outputs(call(**{**inputs, **held}))
+    grads = torch.autograd.grad(result, list(held.values()), upstream[: len(result)])
+    return [t.detach() for t in (*result, *grads)]
+
+
+def gradients_of(op: Op, inputs: Inputs, seed: int) -> list[Tensor]:
+    """Upstream gradients, the second one expanded from one number."""
+    with torch.no_grad():
+        shapes = [(t.shape, t.dtype) for t in outputs(op.call(**inputs))]
+    g = torch.Generator().manual_seed(seed)
+    out = [torch.randn(shape, generator=g).to(DEVICE, dtype) for shape, dtype in shapes]
+    return [out[0], *(t.flatten()[:1].expand(t.shape) for t in out[1:])]
+
+
+def wide(inputs: Inputs) -> Inputs:
+    return {k: v.double() if isinstance(v, Tensor) else v for k, v in inputs.items()}
+
+
+def half_ulp(want: Tensor, dtype: torch.dtype) -> Tensor:
+    """Half a unit in the last place at the fp64 values."""
+    digits = {BF16: 8, F32: 24}[dtype]
+    return torch.ldexp(torch.ones_like(want), torch.frexp(want).exponent - digits - 1)
+
+
+MIXTURES = {"fp32": (F32, F32), "bf16": (BF16, BF16), "bf16, vectors fp32": (BF16, F32)}
+
+
+@each_op
+@each_backend
+@pytest.mark.parametrize("mixture", MIXTURES)
+@seeds
+def test_random_shapes_against_fp64(name, backend, mixture, cases):
+    """Kernels round once; over all cases, they are closer to fp64 than eager in bf16, and as close in fp32."""
+    op = OPS[name]
+    ours = []
+    eager = []
+    for seed in few(backend, cases):
+        inputs = op.draw(Draw(seed, *MIXTURES[mixture]))
+        upstream = gradients_of(op, inputs, seed)
+        want = values(op.exact, op, wide(inputs), [g.double() for g in upstream])
+        with serve(backend):
+            got = values(op.call, op, inputs, upstream)
+        with serve("torch"):
+            reference = values(op.call, op, inputs, upstream)
+        for g, w, r in zip(got, want, reference, strict=True):
+            assert g.shape == w.shape and g.dtype == r.dtype
+            largest = w.abs().max()
+            error = (g.double() - w).abs()
+            rounding = 2**-5 * largest if backend == "torch" and g.dtype == BF16 else half_ulp(w, g.dtype)
+            assert float(((error - rounding) / largest).max()) <= 1e-5, seed
+            ours.append((error / largest).square().mean().sqrt())
+            eager.append(((r.double() - w).abs() / largest).square().mean().sqrt())
+    if backend == "triton":
+        assert sum(ours) <= {"fp32": 1.25, "bf16": 0.8}.get(mixture, 1.01) * sum(eager)
+
+
+@each_op
+@each_backend
+@pytest.mark.parametrize("mixture", MIXTURES)
+def test_a_token_has_the_same_bits_anywhere(name, backend, mixture):
+    """With and without gradient, twice, and in a batch of its sample alone; gradients likewise."""
+    op = OPS[name]
+    for seed in range(6):
+        inputs = op.draw(Draw(seed, *MIXTURES[mixture]))
+        upstream = gradients_of(op, inputs, seed)
+        with serve(backend):
+            first, again = (values(op.call, op, inputs, upstream) for _ in range(2))
+            with torch.no_grad():
+                plain = outputs(op.call(**inputs))
+            alone = {k: v[:1] if isinstance(v, Tensor) and k in BATCHED else v for k, v in inputs.items()}
+            single = values(op.call, op, alone, [g[:1] for g in upstream])
+        same = [torch.equal(a, b) for a, b in zip(first, again, strict=True)]
+        assert all(same) and all(torch.equal(a, b) for a, b in zip(plain, first, strict=False))
+        for n, (a, b) in enumerate(zip(first, single, strict=True)):
+            if n < len(plain) or op.leaves[n - len(plain)] in BATCHED:
+                assert torch.equal(a[:1], b)
+
+
+@each_op
+def test_gradients_of_the_reference(name):
+    op = OPS[name]
+    for seed in range(12):
+        draw = Draw(seed, F64, F64)
+        draw.tokens = min(draw.tokens, 3)
+        draw.channels = lambda draw=draw: draw.pick.choice((2, 4, 6))  # type: ignore[method-assign]
+        inputs = op.draw(draw)
+        names = [n for n in op.leaves if inputs[n] is not None]
+        leaves = [inputs[n].detach().clone().requires_grad_() for n in names]
+        call = lambda *t: op.call(**{**inputs, **dict(zip(names, t, strict=True))})  # noqa: E731, B023
+        assert torch.autograd.gradcheck(call, leaves)
+
+
+def modules_modulate(x: Tensor, shift: Tensor, scale: Tensor, eps: float) -> Tensor:
+    """AdaLayerNormZero's, and Wan's, whose vectors are in fp32."""
+    channels = x.shape[2]
+    if scale.dtype != x.dtype:
+        norm = FP32LayerNorm(channels, eps, elementwise_affine=False)
+        return (norm(x.float()) * (1 + scale[:, None]) + shift[:, None]).type_as(x)
+    module = AdaLayerNormZero(channels)
+    module.norm.eps = eps
+    module.silu = module.linear = torch.nn.Identity()
+    return module(x, emb=torch.cat([shift, scale, *[shift] * 4], 1))[0]
+
+
+MODULES = {"layernorm_modulate": modules_modulate}
+
+
+@each_op
+@pytest.mark.parametrize("mixture", MIXTURES)
+def test_the_reference_is_diffusers_own(name, mixture):
+    """Results and gradients have the bits of its modules."""
+    op = OPS[name]
+    for seed in range(40):
+        inputs = op.draw(Draw(seed, *MIXTURES[mixture]))
+        upstream = gradients_of(op, inputs, seed)
+        with serve("torch"):
+            got, want = (values(call, op, inputs, upstream) for call in (op.call, MODULES[name]))
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True)), seed
+
+
+@each_op
+@each_backend
+def test_in_graphs(name, backend, monkeypatch):
+    """opcheck of the custom ops, and one compiled graph with eager's bits, for whose inputs fake results are right."""
+    torch.compiler.reset()
+    op = OPS[name]
+    for seed in range(3):
+        inputs = op.draw(Draw(seed, F32, F32))
+        with serve(backend):
+            upstream = gradients_of(op, inputs, seed)
+            with Recorder() as recorder, monkeypatch.context() as patch:
+                patch.setattr(_backend, "is_compiling", lambda: True)  # eager calls take the ops, too
+                want = values(op.call, op, inputs, upstream)
+            assert {call.name().partition("::")[2] for call, _ in recorder.calls} == (
+                {name, f"{name}_grad"} if backend == "triton" else set()
+            )
+            for call, arguments in recorder.calls:
+                torch.library.opcheck(call, arguments)
+            compiled = torch.compile(op.call, fullgraph=True, backend="aot_eager", dynamic=False)
+            got = values(compiled, op, inputs, upstream)
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@each_op
+def test_only_inputs_are_kept(name):
+    """For the backward, a kernel keeps no tensor that it made."""
+    op = OPS[name]
+    inputs = op.draw(Draw(4, BF16, BF16))
+    given = {t.untyped_storage().data_ptr() for t in inputs.values() if isinstance(t, Tensor)}
+    kept = []
+    with serve("triton"), torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        leaves = {n: inputs[n].detach().requires_grad_() for n in op.leaves if inputs[n] is not None}
+        op.call(**{**inputs, **leaves})
+    assert kept and {t.untyped_storage().data_ptr() for t in kept} <= given
+
+
+def mistakes() -> dict[str, tuple[Any, type[Exception], str]]:
+    x, vector = torch.zeros(2, 3, 8), torch.zeros(2, 8)
+    return {
+        "shape": (lambda: layernorm_modulate(x[0], vector, vector), ValueError, r"x: expected .*\[B, S, C\]"),
+        "dtype": (lambda: layernorm_modulate(x.long(), vector, vector), ValueError, "x: expected fp32"),
+        "vector": (lambda: layernorm_modulate(x, vector[:1], vector), ValueError, r"shift: expected \[2, 8\]"),
+        "vector's dtype": (lambda: layernorm_modulate(x, vector, vector.half()), TypeError, "scale: expected"),
+    }
+
+
+@pytest.mark.parametrize("name", mistakes())
+def test_a_mistake_is_refused(name):
+    call, error, message = mistakes()[name]
+    with pytest.raises(error, match=message):
+        call()
+
+
+@each_op
+def test_a_second_derivative_is_refused(name):
+    op = OPS[name]
+    inputs = op.draw(Draw(0, F32, F32))
+    leaf = inputs[op.leaves[0]].detach().requires_grad_()
+    with serve("triton"), pytest.raises(RuntimeError, match="cannot be differentiated twice"):
+        result = outputs(op.call(**{**inputs, op.leaves[0]: leaf}))
+        torch.autograd.grad(result[0].square().sum(), leaf, create_graph=True)
+
+
+def test_a_gpu_without_triton_uses_torch(monkeypatch):
+    """And one with the kernels in C++ uses Triton for these ops."""
+    cuda = torch.device("cuda")
+    monkeypatch.setattr(_backend, "_select", lambda *_: "cuda")
+    _backend._beside_cuda.cache_clear()
+    assert _backend.triton_or_torch(cuda, BF16) == "triton" and _backend.triton_or_torch(cuda, F64) == "torch"
+    monkeypatch.setattr(_backend, "unavailable_reason", lambda name: f"{name} is not installed")
+    _backend._beside_cuda.cache_clear()
+    with pytest.warns(UserWarning, match="triton is not installed"):
+        assert _backend.triton_or_torch(cuda, BF16) == "torch"
+    _backend._beside_cuda.cache_clear()
