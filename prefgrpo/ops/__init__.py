@@ -6,6 +6,7 @@ on every backend, every input gives the same result as the reference.
 
 from prefgrpo.ops._backend import backend_of, use_backend
 from prefgrpo.ops.advantage import group_advantage, winrate_advantage
+from prefgrpo.ops.gated_residual import gated_residual
 from prefgrpo.ops.layernorm_modulate import layernorm_modulate
 from prefgrpo.ops.noise import PhiloxNoise, philox_normal
 from prefgrpo.ops.policy_loss import METRICS, PolicyLoss, metrics_by_name, policy_loss
@@ -18,6 +19,7 @@ __all__ = [
     "SdeLogp",
     "SdeStep",
     "backend_of",
+    "gated_residual",
     "group_advantage",
     "layernorm_modulate",
     "metrics_by_name",
