@@ -10,6 +10,7 @@ from prefgrpo.ops.gated_residual import gated_residual
 from prefgrpo.ops.layernorm_modulate import layernorm_modulate
 from prefgrpo.ops.noise import PhiloxNoise, philox_normal
 from prefgrpo.ops.policy_loss import METRICS, PolicyLoss, metrics_by_name, policy_loss
+from prefgrpo.ops.qk_norm_rope import qk_norm_rope
 from prefgrpo.ops.sde_step import SdeLogp, SdeStep, sde_logp, sde_step
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "metrics_by_name",
     "philox_normal",
     "policy_loss",
+    "qk_norm_rope",
     "sde_logp",
     "sde_step",
     "use_backend",

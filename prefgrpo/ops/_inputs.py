@@ -71,9 +71,9 @@ def check_latents(
     return coef.contiguous(), index
 
 
-def unit_stride(t: Tensor) -> Tensor:
+def unit_stride(t: Tensor | None) -> Tensor | None:
     """`t`, copied unless its last dimension is contiguous."""
-    return t if t.stride(-1) == 1 else t.contiguous()
+    return t if t is None or t.stride(-1) == 1 else t.contiguous()
 
 
 def check_tokens(x: Tensor, others: dict[str, Tensor], vectors: dict[str, Tensor]) -> None:

@@ -23,13 +23,12 @@ def reference_residual(x: Tensor, y: Tensor, gate: Tensor) -> Tensor:
 @op("gated_residual", mutates=("out",))
 def _residual(x: Tensor, y: Tensor, gate: Tensor, out: Tensor) -> None:
     if out.numel():
-        launch("triton", "gated_residual", x, unit_stride(x), unit_stride(y), unit_stride(gate), out)
+        launch("triton", "gated_residual", x, *map(unit_stride, (x, y, gate)), out)
 
 
 @op("gated_residual_grad", mutates=("dy", "d_gate"))
 def _grad(y: Tensor | None, gate: Tensor, g: Tensor, dy: Tensor, d_gate: Tensor | None) -> None:
-    y = None if y is None else unit_stride(y)
-    launch("triton", "gated_residual_grad", g, y, unit_stride(gate), unit_stride(g), dy, d_gate)
+    launch("triton", "gated_residual_grad", g, *map(unit_stride, (y, gate, g)), dy, d_gate)
 
 
 def _run(x: Tensor, y: Tensor, gate: Tensor) -> Tensor:

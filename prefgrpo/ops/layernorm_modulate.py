@@ -27,15 +27,14 @@ def reference_modulate(x: Tensor, shift: Tensor, scale: Tensor, eps: float) -> T
 @op("layernorm_modulate", mutates=("out",))
 def _modulate(x: Tensor, shift: Tensor, scale: Tensor, eps: float, out: Tensor) -> None:
     if out.numel():
-        launch("triton", "layernorm_modulate", x, unit_stride(x), unit_stride(shift), unit_stride(scale), eps, out)
+        launch("triton", "layernorm_modulate", x, *map(unit_stride, (x, shift, scale)), eps, out)
 
 
 @op("layernorm_modulate_grad", mutates=("dx", "d_shift", "d_scale"))
 def _grad(
     x: Tensor, scale: Tensor, g: Tensor, eps: float, dx: Tensor, d_shift: Tensor | None, d_scale: Tensor | None
 ) -> None:
-    inputs = (unit_stride(x), unit_stride(scale), unit_stride(g))
-    launch("triton", "layernorm_modulate_grad", x, *inputs, eps, dx, d_shift, d_scale)
+    launch("triton", "layernorm_modulate_grad", x, *map(unit_stride, (x, scale, g)), eps, dx, d_shift, d_scale)
 
 
 def _run(x: Tensor, shift: Tensor, scale: Tensor, eps: float) -> Tensor:
