@@ -202,7 +202,8 @@ def perturb(adapter, scale=0.05):
     generator = torch.Generator().manual_seed(7)
     for name, p in adapter.trainable():
         if "lora_A" not in name:
-            p.data.add_(torch.randn(p.shape, generator=generator).to(p) * scale)
+            with torch.no_grad():
+                p.add_(torch.randn(p.shape, generator=generator).to(p) * scale)
     return adapter
 
 

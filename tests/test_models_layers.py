@@ -1,19 +1,22 @@
 """LoRA layers and the rotary embedding: as near to fp64 as peft's and diffusers' own, and what stays theirs."""
 
 import copy
+from collections import Counter
 from unittest import mock
 
 import pytest
 import torch
 from diffusers.models import embeddings
-from families import SIZES, case_of, conditions, noise, policy
+from families import SIZES, case_of, conditions, load, noise, policy, small_sources, tiered
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import Linear
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from prefgrpo.models import rotary
+from prefgrpo.models import MODELS, rotary
 from prefgrpo.models.lora import LoraLinear, fuse_lora
 from prefgrpo.models.rotary import fuse_rotary, stock, stock_rotary
+from prefgrpo.parallel.parallelize import recompute
 
 
 class Block(nn.Module):
@@ -98,6 +101,117 @@ def test_layers_with_more_than_a_and_b_stay_pefts(options):
     model = with_lora(**(options | ({"target_modules": ["up"]} if "lora_bias" in options else {})))
     assert fuse_lora(model) == 0
     assert all(type(m) is Linear for m in model.modules() if isinstance(m, Linear))
+
+
+class Launches(TorchDispatchMode):
+    """Counts the operators that launch kernels: all but views and allocations."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        """Run an operator and count it."""
+        free = func.is_view or func.overloadpacket in (torch.ops.aten.empty, torch.ops.aten.empty_like)
+        self.counts.update([] if free else [func.overloadpacket.__name__])
+        return func(*args, **(kwargs or {}))
+
+
+def without_casts(adapter):
+    """The layers cast in every forward, as they did."""
+    layers = [m for net in adapter.modules().values() for m in net.modules() if isinstance(m, LoraLinear)]
+    for layer in layers:
+        layer.casts = None
+    return len(layers)
+
+
+def forward_backward(adapter, case):
+    """The velocity without and with gradient, and the gradients of the LoRA."""
+    sampling = case.sampling(SIZES[0])
+    inputs = noise(adapter, sampling), torch.full((2,), 0.6), conditions(adapter, case), sampling
+    with torch.no_grad():
+        out = [adapter.velocity(*inputs)]
+    with_gradient = adapter.velocity(*inputs)
+    names, weights = zip(*adapter.trainable(), strict=True)
+    grads = torch.autograd.grad(with_gradient.float().square().sum(), weights, allow_unused=True)
+    assert sum(grad is not None and bool(grad.any()) for grad in grads) > 4, names
+    return [*out, with_gradient.detach(), *(g for g in grads if g is not None)]
+
+
+@pytest.mark.parametrize("case", tiered([case_of(name) for name in MODELS]))
+def test_casting_once_changes_no_bit(case):
+    """Outputs and gradients in bf16; also with recomputed blocks, whose backward casts again."""
+    with small_sources():
+        adapter = policy(case, dtype=torch.bfloat16)
+        got = forward_backward(adapter, case)
+        for net in adapter.modules().values():
+            recompute(adapter.blocks(net), 1.0)
+        recomputed = forward_backward(adapter, case)
+        assert without_casts(adapter) > 4
+        want = forward_backward(adapter, case)
+    assert torch.equal(got[0], got[1])
+    for one, two, three in zip(got, recomputed, want, strict=True):
+        assert one.dtype == three.dtype and torch.equal(one, three) and torch.equal(two, three)
+
+
+def test_launches_of_the_casts():
+    """FLUX.1 with its 19 + 38 blocks, narrow, on the meta device: 342 LoRA layers cast in every forward, or not at all
+    while no weight changes."""
+    adapter = load(case_of("flux"), dtype=torch.bfloat16)
+    config = dict(adapter.transformer.config) | {"num_layers": 19, "num_single_layers": 38}
+    with torch.device("meta"):
+        adapter.pipe.transformer = adapter.transformer = type(adapter.transformer).from_config(config).bfloat16()
+    adapter.transformer.requires_grad_(False)
+    adapter.add_lora(4, 8.0)
+    condition = conditions(load(case_of("flux")), case_of("flux")).map(lambda t: t.to("meta"))
+    sampling = case_of("flux").sampling(SIZES[0])
+    x = noise(adapter, sampling).to("meta")
+
+    def launches():
+        with Launches() as mode, torch.no_grad():
+            adapter.velocity(x, torch.full((2,), 0.6), condition, sampling)
+        return mode.counts
+
+    launches()
+    unchanged = launches()
+    with torch.no_grad():
+        adapter.trainable()[0][1].zero_()
+    changed = launches()
+    assert changed - unchanged == {"_foreach_mul": 1, "_foreach_copy_": 1} and not unchanged - changed
+    assert without_casts(adapter) == 342
+    assert (launches() - unchanged) == {"_to_copy": 2 * 342, "mul": 342}
+
+
+CHANGES = {
+    "an optimiser's step": lambda p, new: torch.optim.AdamW([p], lr=0.5).step(),
+    "a fused optimiser's step": lambda p, new: torch.optim.AdamW([p], lr=0.5, fused=True).step(),
+    "a swap with EMA weights": lambda p, new: torch._foreach_copy_([p.detach()], [new]),
+    "a checkpoint read into live tensors": lambda p, new: p.detach().copy_(new),
+    "a state dict": lambda p, new: nn.ParameterList([p]).load_state_dict({"0": new}),
+    "weights at another place": lambda p, new: setattr(p, "data", new),
+}
+"""How a run changes a LoRA: `run/policy.py`, `run/checkpoint.py`, peft's loading, FSDP2's start."""
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("factor", ["lora_A", "lora_B"])
+def test_no_change_of_a_weight_is_missed(change, factor):
+    """Of one layer's weight, seen by that layer and by the others; a graph from before keeps its own values."""
+    model = with_lora(torch.bfloat16)
+    fuse_lora(model)
+    x = torch.randn(5, 24).bfloat16()
+    weights = [p for p in model.parameters() if p.requires_grad]
+    before = model(x)
+    exact = copy.deepcopy(model)  # a copy casts in every forward
+    want = torch.autograd.grad(exact(x).float().sum(), [p for p in exact.parameters() if p.requires_grad])
+    weight = getattr(model.base_model.model.down, factor)["default"].weight
+    weight.grad = torch.ones_like(weight)
+    with torch.no_grad():
+        CHANGES[change](weight, torch.randn_like(weight))
+    after = model(x)
+    assert torch.equal(after, copy.deepcopy(model)(x)) and not torch.equal(after, before)
+    got = torch.autograd.grad(before.float().sum(), weights)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
 # ---- rotary embedding

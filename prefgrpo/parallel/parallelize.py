@@ -1,7 +1,8 @@
 """Makes a loaded model ready to train on the run's processes, in the one order in which the parts fit together.
 
 Each part changes what the next one wraps: LoRA layers are recomputed, compiled and sharded with their block; attention
-is chosen before a block is traced; FSDP2 comes last, as it replaces the parameters of everything before it.
+is chosen before a block is fused or traced, and a fused block recomputed as such; FSDP2 comes last, as it replaces the
+parameters of everything before it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from prefgrpo.config.recipe import ConfigError
 from prefgrpo.config.schema import Config, TrainConfig
 from prefgrpo.models.base import Adapter, Sampling
+from prefgrpo.models.blocks import fuse_blocks
 from prefgrpo.models.weights import locate_lora
 from prefgrpo.parallel.attention import set_backend
 from prefgrpo.parallel.shard import shard_weights
@@ -34,10 +36,12 @@ def parallelize(adapter: Adapter, config: Config, world: World) -> None:
     """
     layout = world.layout
     add_trained_weights(adapter, config.train, config.seed)
-    if config.train.gradient_checkpointing:
-        for module in adapter.modules().values():
-            recompute(adapter.blocks(module), config.train.gradient_checkpointing)
     set_backend(adapter, config, layout, world.device)
+    for module in adapter.modules().values():
+        if not config.compile:  # inductor fuses diffusers' own blocks
+            fuse_blocks(module, adapter.blocks(module), adapter.dtype, world.device)
+        if config.train.gradient_checkpointing:
+            recompute(adapter.blocks(module), config.train.gradient_checkpointing)
     if config.compile:
         compile_blocks(adapter)
     if layout.context > 1:
@@ -72,6 +76,7 @@ def recompute(blocks: Iterable[nn.Module], share: float) -> None:
     for i, block in enumerate(blocks):
         if int((i + 1) * share) > int(i * share):
             block.forward = partial(_recomputed, block.forward)
+            block.recomputed = True
 
 
 def _recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

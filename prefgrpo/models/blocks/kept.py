@@ -1,0 +1,118 @@
+"""Results of a block that its backward pass computes again instead of keeping them.
+
+A norm, a rotation or an activation is one pass over memory, and its result as large as its input, which is kept anyway.
+Inside a block that `keeps_inputs`, `again(op, *args)` is op(*args), of which autograd keeps only the arguments.
+Invariant: an op has the same bits whenever it runs, so gradients are those of results that were kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+T = TypeVar("T")
+_open: list[dict[int, tuple[_Result, int, Tensor]]] = []
+"""Of the block that runs forward: storage of a result → what computes it, which of its outputs it is, and the result
+itself, whose storage is not reused before the block has ended."""
+
+
+class _Result:
+    """What `again` has computed; computed again at its first use in a backward pass, dropped at the last."""
+
+    def __init__(self, op: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        self.op = op
+        self.args = args
+        self.uses = 0
+        self._left = 0
+        self._value: tuple[Tensor, ...] = ()
+
+    def output(self, number: int) -> Tensor:
+        """One of the outputs."""
+        if not self._left:
+            self._left = self.uses
+            self._value = self.compute()
+        value = self._value[number]
+        self._left -= 1
+        if not self._left:
+            self._value = ()
+        return value
+
+    def compute(self) -> tuple[Tensor, ...]:
+        """All outputs."""
+        args = tree_map_only(_Place, _Place.whole, self.args)
+        with torch.no_grad():
+            out = self.op(*args)
+        return (out,) if isinstance(out, Tensor) else out
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A tensor in the memory of a result."""
+
+    result: _Result
+    number: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    def tensor(self) -> Tensor:
+        """In the result's output."""
+        return self.result.output(self.number).as_strided(self.size, self.stride, self.offset)
+
+    def whole(self) -> Tensor:
+        """In outputs that nothing else uses."""
+        return self.result.compute()[self.number].as_strided(self.size, self.stride, self.offset)
+
+
+def _packed(t: Tensor) -> Tensor | _Place:
+    """What autograd keeps of a tensor."""
+    found = _open[-1].get(t.untyped_storage()._cdata) if _open else None
+    if found is None:
+        return t
+    result, number, _ = found
+    return _Place(result, number, t.size(), t.stride(), t.storage_offset())
+
+
+def _pack(t: Tensor) -> Tensor | _Place:
+    kept = _packed(t)
+    if isinstance(kept, _Place):
+        kept.result.uses += 1
+    return kept
+
+
+def _unpack(kept: Tensor | _Place) -> Tensor:
+    return kept.tensor() if isinstance(kept, _Place) else kept
+
+
+def again(op: Callable[..., T], *args: Any) -> T:
+    """op(*args), a new tensor or several."""
+    out: Any = op(*args)
+    if _open and torch.is_grad_enabled():
+        result = _Result(op, tree_map_only(Tensor, lambda t: _packed(t.detach()), args))
+        for number, t in enumerate((out,) if isinstance(out, Tensor) else out):
+            _open[-1][t.untyped_storage()._cdata] = (result, number, t)
+    return out
+
+
+def keeps_inputs(forward: Callable[..., T]) -> Callable[..., T]:
+    """A block's forward in which `again` keeps arguments instead of results, unless the block is recomputed as a whole
+    (`recomputed`), which keeps even less."""
+
+    @wraps(forward)
+    def run(self: Any, *args: Any, **kwargs: Any) -> T:
+        if not torch.is_grad_enabled() or getattr(self, "recomputed", False):
+            return forward(self, *args, **kwargs)
+        _open.append({})
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(_pack, _unpack):
+                return forward(self, *args, **kwargs)
+        finally:
+            _open.pop()
+
+    return run
