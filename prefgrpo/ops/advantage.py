@@ -55,8 +55,9 @@ def _winrate(
         advantage.copy_(values[1])
     else:
         prompts, group = rate.shape
-        options = {"prompts": prompts, "group": group, "use_std": use_std, "ddof": ddof, "eps": eps}
-        launch(backend, "winrate", wins, wins=wins, counts=counts, rate=rate, advantage=advantage, **options)
+        fields = {"prompts": prompts, "group": group, "use_std": use_std, "ddof": ddof, "eps": eps}
+        fields |= {"wins": wins, "counts": counts, "rate": rate, "advantage": advantage}
+        launch(backend, "winrate", wins, fields=fields)
 
 
 def winrate_advantage(
