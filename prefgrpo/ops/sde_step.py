@@ -176,8 +176,8 @@ def _step(
     if backend != "torch":
         partial = cuda_scratch(backend, x, dim, fields["size"], int(eps is not None or sample is not None))
         fields |= {
-            "seed": seed, "sample": sample, "step": step, "number": number, "offset": offset, "mean": mean,
-            "eps": None if eps is None else eps.float(), "partial": partial, "logp": logp, "kl": None, "log_ratio": None,
+            "seed": seed, "sample": sample, "step": step, "number": number, "offset": offset, "partial": partial,
+            "eps": None if eps is None else eps.float(), "mean": mean, "logp": logp, "kl": None, "log_ratio": None,
         }  # fmt: skip
         launch(backend, "sde_step", x, fields=fields)
         return
