@@ -42,11 +42,13 @@ def store_pairs(ptr, a, b, keep, D: tl.constexpr, HALF: tl.constexpr, INTERLEAVE
 
 
 @triton.jit
-def load_table(ptr, keep, D: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, PER_PAIR: tl.constexpr):
+def load_table(
+    ptr, stride, keep, D: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, PER_PAIR: tl.constexpr
+):  # fmt: skip
     """A token's row of cos or sin for the first and the second channels, of every head."""
     if PER_PAIR:
         c = tl.arange(0, HALF)[None, :]
-        t = tl.load(ptr + c, mask=keep & (c < D // 2), other=0.0)
+        t = tl.load(ptr + c * stride, mask=keep & (c < D // 2), other=0.0)
         return t, t
     else:
         return load_pairs(ptr, keep, D, HALF, INTERLEAVED)
@@ -107,8 +109,8 @@ def norm_and_rotate(
 @triton.jit(do_not_specialize=["rows", "tokens"])
 def qk_kernel(
     q_ptr, k_ptr, qw_ptr, kw_ptr, cos_ptr, sin_ptr, gq_ptr, gk_ptr, q_out_ptr, k_out_ptr, partial_ptr, rows, tokens,
-    q_batch, q_token, k_batch, k_token, table_batch, table_token, gq_batch, gq_token, gk_batch, gk_token,
-    qo_batch, qo_token, ko_batch, ko_token, eps,
+    q_batch, q_token, k_batch, k_token, table_batch, table_token, table_pair,
+    gq_batch, gq_token, gk_batch, gk_token, qo_batch, qo_token, ko_batch, ko_token, eps,
     D: tl.constexpr, H: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, INTERLEAVED: tl.constexpr,
     NORM: tl.constexpr, ACROSS: tl.constexpr, ROPE: tl.constexpr, PER_PAIR: tl.constexpr, GRAD: tl.constexpr,
     ROWS: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, WEIGHTS: tl.constexpr,
@@ -128,8 +130,8 @@ def qk_kernel(
         sb = 0.0
         if ROPE:
             at = i * table_batch + s * table_token + h * 0  # of tiles of one layout, none is exchanged between threads
-            ca, cb = load_table(cos_ptr + at, keep, D, HALF, INTERLEAVED, PER_PAIR)
-            sa, sb = load_table(sin_ptr + at, keep, D, HALF, INTERLEAVED, PER_PAIR)
+            ca, cb = load_table(cos_ptr + at, table_pair, keep, D, HALF, INTERLEAVED, PER_PAIR)
+            sa, sb = load_table(sin_ptr + at, table_pair, keep, D, HALF, INTERLEAVED, PER_PAIR)
         if QUERIES:
             dwa, dwb = norm_and_rotate(
                 q_ptr + i * q_batch + s * q_token, qw_ptr, gq_ptr + i * gq_batch + s * gq_token,
@@ -153,7 +155,7 @@ def _launch(q, k, q_weight, k_weight, cos, sin, eps, interleaved, grads, outs, r
     across = norm and q_weight.numel() != dim
     block = triton.next_power_of_2(heads) if across else min(8, triton.next_power_of_2(heads))
     width = max(2, triton.next_power_of_2(dim))
-    table = (0, 0) if cos is None else (cos.stride(0) if cos.dim() == 3 else 0, cos.stride(-2))
+    table = (0, 0, 1) if cos is None else (cos.stride(0) if cos.dim() == 3 else 0, *cos.stride()[-2:])
     strides = [stride for t in (*grads, *outs) for stride in t.stride()[:2]]
     # an absent tensor is replaced by one that the kernel then does not read
     weights = (q_weight, k_weight) if norm else (q, q)

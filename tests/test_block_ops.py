@@ -9,10 +9,14 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from diffusers.models.embeddings import apply_rotary_emb
 from diffusers.models.normalization import AdaLayerNormZero, FP32LayerNorm
+from diffusers.models.transformers import transformer_wan
+from diffusers.models.transformers.transformer_qwenimage import apply_rotary_emb_qwen
 from ops_cases import BF16, DEVICE, F32, F64, HERE, few, serve
 from test_compile import Recorder
 from torch import Tensor
@@ -306,19 +310,82 @@ def modules_residual(x: Tensor, y: Tensor, gate: Tensor) -> Tensor:
     return x + gate.unsqueeze(1) * y
 
 
-MODULES = {"layernorm_modulate": modules_modulate, "gated_residual": modules_residual}
+def wan_attention_inputs(q: Tensor, k: Tensor, weights: list[Tensor], cos: Tensor, sin: Tensor, eps: float) -> Any:
+    """What Wan's processor passes to attention."""
+    heads, dim = q.shape[2:]
+    attn = transformer_wan.WanAttention(heads * dim, heads, dim, eps, processor=transformer_wan.WanAttnProcessor())
+    attn.to_out[0] = torch.nn.Identity()
+    for norm, weight in zip((attn.norm_q, attn.norm_k), weights, strict=True):
+        del norm.weight
+        norm.weight = weight
+    seen = []
+    projections = {"_get_qkv_projections": lambda *_: (q.flatten(2), k.flatten(2), k.flatten(2))}
+    stop = {"dispatch_attention_fn": lambda q, k, v, **_: seen.append((q, k)) or v}
+    tables = (t[None, :, None] for t in (cos, sin))
+    with mock.patch.multiple(transformer_wan, **projections, **stop):
+        attn(q.flatten(2), None, None, tuple(tables))
+    return seen[0]
+
+
+def is_per_pair(inputs: Inputs) -> bool:
+    """Whether there are tables with one value per pair."""
+    return inputs.get("cos") is not None and inputs["cos"].shape[-1] != inputs["q"].shape[3]
+
+
+def modules_norm_rope(eps: float, use_real_unbind_dim: int, cos: Any, sin: Any, **parts: Any) -> Any:
+    """FLUX's modules in its order; for tables per pair Qwen-Image's function or, if a norm is over all heads, Wan's
+    attention. None where no model has such tables.
+    """
+    q, weight = parts["q"], parts["q_weight"]
+    per_pair = is_per_pair({"q": q, "cos": cos})
+    if cos is not None and (cos.dim() == 3 or (per_pair and (use_real_unbind_dim == -2 or q.shape[3] % 8))):
+        return None
+    if per_pair and weight is not None and len(weight) != q.shape[3] and "q2" not in parts:
+        tables = (t.repeat_interleave(2, -1) for t in (cos, sin))
+        return wan_attention_inputs(q, parts["k"], [weight, parts["k_weight"]], *tables, eps)
+    out = []
+    for name in ("q", "k"):
+        streams = []
+        for n in ("", "2")[: 1 + ("q2" in parts)]:
+            x, weight = parts[f"{name}{n}"], parts[f"{name}{n}_weight"]
+            if weight is not None:
+                norm = torch.nn.RMSNorm(len(weight), eps)
+                del norm.weight
+                norm.weight = weight
+                x = norm(x.flatten(2)).view(x.shape) if len(weight) != x.shape[3] else norm(x)
+            streams.append(x)
+        x = torch.cat(streams, 1)
+        if per_pair:
+            x = apply_rotary_emb_qwen(x, torch.complex(cos, sin), use_real=False)
+        elif cos is not None:
+            x = apply_rotary_emb(x, (cos, sin), use_real_unbind_dim=use_real_unbind_dim, sequence_dim=1)
+        out.append(x)
+    return tuple(out)
+
+
+MODULES = {
+    "layernorm_modulate": modules_modulate,
+    "gated_residual": modules_residual,
+    "qk_norm_rope": modules_norm_rope,
+}
 
 
 @each_mixture
 def test_the_reference_is_diffusers_own(name, mixture):
-    """Results and gradients have the bits of its modules."""
+    """Results and gradients have the bits of its modules; in bf16, Qwen-Image's and Wan's round gradients otherwise."""
     op = OPS[name]
+    compared = 0
     for seed in range(40):
         inputs = op.draw(Draw(seed, *MIXTURES[mixture]))
+        if MODULES[name](**inputs) is None:
+            continue
+        compared += 1
         upstream = gradients_of(op, inputs, seed)
         with serve("torch"):
             got, want = (values(call, op, inputs, upstream) for call in (op.call, MODULES[name]))
-        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True)), seed
+        count = 2 if mixture == "bf16" and is_per_pair(inputs) else len(want)
+        assert all(torch.equal(a, b) for a, b in zip(got[:count], want[:count], strict=True)), seed
+    assert compared >= 20
 
 
 @each_op
@@ -362,7 +429,16 @@ def test_only_inputs_are_kept(name):
 
 def mistakes() -> dict[str, tuple[Any, type[Exception], str]]:
     x, vector = torch.zeros(2, 3, 8), torch.zeros(2, 8)
+    q, w, table = torch.zeros(2, 3, 4, 8), torch.ones(8), torch.ones(3, 8)
+    rope = lambda k=q, kw=w, cos=table, sin=table, **more: qk_norm_rope(q, k, w, kw, cos, sin, **more)  # noqa: E731
     return {
+        "keys": (lambda: rope(k=q[:, :2]), ValueError, r"k: expected .*\[2, 3, 4, 8\]"),
+        "norm": (lambda: rope(kw=w[:4]), ValueError, r"k_weight: expected torch.float32 \[8\]"),
+        "one norm": (lambda: rope(kw=None), ValueError, "k_weight: expected a weight for every q and k, or none"),
+        "table": (lambda: rope(sin=table[:2]), ValueError, r"sin: expected torch.float32 \[3, 8\] or \[3, 4\]"),
+        "one table": (lambda: rope(sin=None), ValueError, "both or none"),
+        "table's dtype": (lambda: rope(cos=table.bfloat16()), ValueError, "cos: expected torch.float32"),
+        "pairs": (lambda: rope(use_real_unbind_dim=1), ValueError, "expected -1 or -2, got 1"),
         "shape": (lambda: layernorm_modulate(x[0], vector, vector), ValueError, r"x: expected .*\[B, S, C\]"),
         "dtype": (lambda: layernorm_modulate(x.long(), vector, vector), ValueError, "x: expected fp32"),
         "shape of y": (lambda: gated_residual(x, x[:, :2], vector), ValueError, r"y: expected .*\[2, 3, 8\]"),

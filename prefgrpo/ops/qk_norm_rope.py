@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from prefgrpo.ops._backend import launch, op, triton_or_torch
-from prefgrpo.ops._inputs import DTYPES, unit_stride
+from prefgrpo.ops._inputs import DTYPES
 
 
 def reference_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -69,7 +69,7 @@ def _norm_rope(
     eps: float, interleaved: bool, q_out: Tensor, k_out: Tensor,
 ) -> None:  # fmt: skip
     if q.numel():
-        inputs = (_heads(q), _heads(k), q_weight, k_weight, *map(unit_stride, (cos, sin)), eps, interleaved)
+        inputs = (_heads(q), _heads(k), q_weight, k_weight, *_tables(q, cos, sin), eps, interleaved)
         launch("triton", "qk_norm_rope", q, *inputs, q_out, k_out)
 
 
@@ -79,13 +79,23 @@ def _grad(
     eps: float, interleaved: bool, gq: Tensor, gk: Tensor, dq: Tensor, dk: Tensor,
     d_q_weight: Tensor | None, d_k_weight: Tensor | None,
 ) -> None:  # fmt: skip
-    inputs = (_heads(q), _heads(k), q_weight, k_weight, *map(unit_stride, (cos, sin)), eps, interleaved)
+    inputs = (_heads(q), _heads(k), q_weight, k_weight, *_tables(q, cos, sin), eps, interleaved)
     launch("triton", "qk_norm_rope_grad", q, *inputs, _heads(gq), _heads(gk), dq, dk, d_q_weight, d_k_weight)
 
 
 def _heads(t: Tensor) -> Tensor:
     """`t` [B, S, H, D], copied unless the heads of a token lie side by side."""
     return t if t.stride(3) == 1 and t.stride(2) == t.shape[3] else t.contiguous()
+
+
+def _tables(q: Tensor, cos: Tensor | None, sin: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """The tables as a kernel reads them: per pair with any stride, as the parts of a complex table have it."""
+    is_per_pair = cos is not None and cos.shape[-1] != q.shape[3] and sin is not None and cos.stride() == sin.stride()
+    return (
+        (cos, sin)
+        if is_per_pair
+        else (None if cos is None else cos.contiguous(), None if sin is None else sin.contiguous())
+    )
 
 
 def _split(parts: Sequence[Any], *tables: Tensor | None) -> Iterator[tuple[slice, Sequence[Any], list[Any]]]:
@@ -154,7 +164,7 @@ def qk_norm_rope(
     neighbouring channels, −2 channels d and d + D/2. Raises ValueError for arguments that do not fit together.
     """
     joined = ([q], [k], [q_weight], [k_weight]) if isinstance(q, Tensor) else (q, k, q_weight, k_weight)
-    parts: list[Any] = [t for stream in zip(*joined, strict=True) for t in stream]  # type: ignore[arg-type]
+    parts: list[Any] = [t for stream in zip(*joined, strict=True) for t in stream]
     _check(parts, cos, sin, use_real_unbind_dim)
     first = parts[0]
     if triton_or_torch(first.device, first.dtype) == "torch":
