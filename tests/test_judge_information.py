@@ -82,8 +82,6 @@ def test_judge_check_names_the_fault(template, fault, capsys):
     with Server(template, FAULTS[fault]) as server:
         assert check_module.main((server.url,), template=template) == 1
         assert fault in capsys.readouterr().out
-        with pytest.raises(JudgeError, match=re.escape(fault)):
-            check(JudgeConfig((server.url,), strict=True), template, known_answers=True)
 
 
 def test_a_bad_server_of_two_is_named():

@@ -217,4 +217,4 @@ def test_requests_that_wait_for_a_hung_server_end_with_the_patience():
 def test_a_server_that_fails_is_checked_ever_more_rarely():
     with JudgeServer("drop") as server:
         groups(server.url, count=1, deadline_s=4.0)
-        assert server.checks <= 8 and len(server.requests) <= 100
+        assert server.checks <= 16 and len(server.requests) <= 100

@@ -10,11 +10,11 @@ mean; others take the least loaded. A failure is one of these kinds:
     BUSY         429, 502 or 503: tried again after the pause that the server asks for
     DOWN         no connection, or another 5xx: tried again; the server gets nothing until its check succeeds
 
-BUSY and DOWN are tried again until the pool has had failures and no answer for its patience. After a failure a server
+BUSY and DOWN are tried again until the pool has had failures and no answer for its patience; DOWN at most twice as
+often as BROKEN while others are answered: the request may be what breaks the connection. After a failure a server
 rests, longer each time, and then gets single requests while another one is healthy; BROKEN, BUSY and DOWN halve its
-concurrency, which grows again by one per round of answers. Nothing here is specific to judges.
-Invariants: every request ends, in bounded time, with a reply or a reason; a restart, a rate limit or a full queue loses
-no request.
+concurrency, which grows again by one per round of answers. Nothing here is specific to judges. Invariants: every
+request ends, in bounded time, with a reply or a reason; a restart, a rate limit or a full queue loses no request.
 """
 
 from __future__ import annotations
@@ -56,6 +56,8 @@ _LONGEST_CHECK_PAUSE_S = 5.0
 _LOAD_RATIO = 1.25
 _LOAD_MORE = 8
 """A key's preferred server is used, or waited for, while its load is at most _LOAD_RATIO · mean + _LOAD_MORE."""
+_LOOK_AHEAD = 256
+"""Requests that may be passed over because they wait for their preferred server."""
 SAY_S = 30.0
 """How often a wait for servers that start is reported."""
 T = TypeVar("T")
@@ -205,6 +207,7 @@ class HttpPool:
 
     async def _send(self, attempt: Callable[[Endpoint], Awaitable[T]], key: str) -> tuple[T, int]:
         failures: Counter[Kind] = Counter()
+        began = time.monotonic()
         avoid: Endpoint | None = None
         for retries in itertools.count():
             endpoint = await self.acquire(key, avoid)
@@ -217,7 +220,7 @@ class HttpPool:
                 failure = error if isinstance(error, Failure) else Failure(str(error))
                 self._failed(endpoint, failure, sent)
                 failures[failure.kind] += 1
-                if self._is_final(failure.kind, failures[failure.kind], endpoint, sent):
+                if self._is_final(failure.kind, failures[failure.kind], endpoint, began, sent):
                     given_up = f"gave up after {retries + 1} requests; the last one: " if retries else ""
                     raise Failure(f"{given_up}{failure}") from error
             finally:
@@ -225,10 +228,12 @@ class HttpPool:
             avoid = endpoint if failure.kind in (Kind.ELSEWHERE, Kind.LATE) else None
         raise AssertionError("unreachable")
 
-    def _is_final(self, kind: Kind, count: int, endpoint: Endpoint, sent: float) -> bool:
-        """Whether a request that was sent at `sent` is given up after its count-th failure of this kind."""
-        most = {Kind.GIVE_UP: 1, Kind.ELSEWHERE: 2, Kind.LATE: 2, Kind.BROKEN: self.retries + 1}.get(kind)
-        if most and count >= most:
+    def _is_final(self, kind: Kind, count: int, endpoint: Endpoint, began: float, sent: float) -> bool:
+        """Whether a request is given up after its count-th failure of a kind; its last attempt was sent at `sent`."""
+        most = {Kind.GIVE_UP: 1, Kind.ELSEWHERE: 2, Kind.LATE: 2, Kind.BROKEN: self.retries + 1}
+        if self._last_answer() > began:  # others are answered
+            most[Kind.DOWN] = 2 * (self.retries + 1)
+        if count >= most.get(kind, count + 1):
             return True
         if kind in (Kind.ELSEWHERE, Kind.BROKEN):
             return False
@@ -239,6 +244,9 @@ class HttpPool:
             return False
         self._refuse_waiting()
         return True
+
+    def _last_answer(self) -> float:
+        return self._answers[-1] if self._answers else 0.0
 
     def _out_of_patience(self) -> bool:
         return self._failing_since is not None and time.monotonic() >= self._failing_since + self.patience_s
@@ -275,10 +283,7 @@ class HttpPool:
             if endpoint.check is None or endpoint.problem:
                 self._take_out(endpoint, "not checked yet")
         slot: asyncio.Future[Endpoint] = asyncio.get_running_loop().create_future()
-        order = sorted(
-            self.endpoints, key=lambda e: hashlib.blake2b(f"{e.url} {key}".encode("utf-8", "replace")).digest()
-        )
-        self._waiting.append((slot, order if key else [], avoid))
+        self._waiting.append((slot, _preferences(self.endpoints, key), avoid))
         self._assign_slots()
         try:
             return await slot
@@ -294,8 +299,8 @@ class HttpPool:
 
     def _assign_slots(self) -> None:
         """Give free slots to waiting requests."""
-        skipped = []
-        while self._waiting:
+        skipped: list[tuple[asyncio.Future[Endpoint], list[Endpoint], Endpoint | None]] = []
+        while self._waiting and len(skipped) < _LOOK_AHEAD:
             usable = self._usable()
             if all(e.load >= int(e.limit) for e in usable):
                 break
@@ -323,7 +328,7 @@ class HttpPool:
         endpoint.limit = min(endpoint.limit + 1 / endpoint.limit, self.concurrency)
         self._failing_since = None
         now = time.monotonic()
-        if not self._answers or now - self._answers[-1] >= 0.1:
+        if now - self._last_answer() >= 0.1:
             self._answers.append(now)
 
     def _failed(self, endpoint: Endpoint, failure: Failure, sent: float) -> None:
@@ -333,7 +338,7 @@ class HttpPool:
         now = time.monotonic()
         endpoint.last_failure = str(failure)
         if self._failing_since is None:
-            self._failing_since = max([sent, *list(self._answers)[-1:]]) if failure.kind is Kind.LATE else now
+            self._failing_since = max(sent, self._last_answer()) if failure.kind is Kind.LATE else now
         rest_s = min(failure.pause_s, self.patience_s) * random.uniform(1.0, 1.1)  # not all processes at once
         if now >= endpoint.rests_until:  # concurrent failures count once
             rest_s = rest_s or _pause_s(endpoint.failures) * random.uniform(0.5, 1.0)
@@ -408,11 +413,11 @@ def _choose(usable: Sequence[Endpoint], order: Sequence[Endpoint]) -> Endpoint |
     Rendezvous hashing with bounded loads (Mirrokni et al. 2018): the first in the key's order whose load, as a share of
     its limit, is not far above the mean. Without an order: the least loaded.
     """
+    most = _LOAD_RATIO * sum(e.load for e in usable) + _LOAD_MORE * len(usable)
     limits = sum(e.limit for e in usable)
-    most = (_LOAD_RATIO * sum(e.load for e in usable) + _LOAD_MORE * len(usable)) / limits
-    near = [e for e in order if e in usable and e.load <= most * e.limit]
-    chosen = near[0] if near else min(usable, key=lambda e: e.load / e.limit)
-    return chosen if chosen.load < int(chosen.limit) else None
+    near = [e for e in order if e in usable and e.load * limits <= most * e.limit]
+    free = [e for e in near[:1] or usable if e.load < int(e.limit)]
+    return min(free, key=lambda e: e.load / e.limit, default=None)
 
 
 def _proxy(url: str) -> str | None:

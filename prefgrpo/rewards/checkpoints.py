@@ -11,7 +11,7 @@ from __future__ import annotations
 import ast
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -46,10 +46,25 @@ def loading(model: str) -> Iterator[None]:
         ) from error
 
 
-def parse_assignments(file: Path) -> dict[str, ast.expr]:
-    """Top-level assignments {name: expression} of a Python file, parsed without running it."""
-    nodes = [node for node in ast.parse(file.read_text(encoding="utf-8")).body if isinstance(node, ast.Assign)]
-    return {target.id: node.value for node in nodes for target in node.targets if isinstance(target, ast.Name)}
+def assigned_values(file: Path) -> dict[str, Any]:
+    """{name: value} of a Python file's top-level assignments of literals, sums and earlier names; it is not run."""
+    values: dict[str, Any] = {}
+
+    def value_of(node: ast.expr) -> Any:
+        match node:
+            case ast.Name(id=name):
+                return values[name]
+            case ast.BinOp(left=left, op=ast.Add(), right=right):
+                return value_of(left) + value_of(right)
+            case ast.Dict(keys=keys, values=items):
+                return {value_of(k): value_of(v) for k, v in zip(keys, items, strict=True) if k is not None}
+        return ast.literal_eval(node)
+
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            with suppress(ValueError, KeyError, TypeError):  # computed by something else
+                values[node.targets[0].id] = value_of(node.value)
+    return values
 
 
 def device_of(name: str) -> torch.device:

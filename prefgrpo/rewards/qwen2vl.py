@@ -13,7 +13,6 @@ Sources: Ma et al., "HPSv3" (arXiv 2508.03789); Liu et al., "Improving Video Gen
 
 from __future__ import annotations
 
-import ast
 import importlib.util
 import json
 import math
@@ -33,6 +32,7 @@ from torch import Tensor, nn
 from prefgrpo.rewards.base import INSTALL, PointwiseReward, RewardError, Sample, Score, check_aspect_ratio
 from prefgrpo.rewards.checkpoints import (
     AutoDtype,
+    assigned_values,
     build_model,
     device_of,
     dtype_of,
@@ -41,7 +41,6 @@ from prefgrpo.rewards.checkpoints import (
     linear_head,
     loading,
     merge_lora,
-    parse_assignments,
     read_tensors,
     source_of,
 )
@@ -190,8 +189,8 @@ class HPSv3(QwenReward):
                 "the option template; or run `scripts/setup_reward.sh hpsv3 VENV`, `prefgrpo reward serve "
                 "hpsv3` there and give the option url"
             )
-        texts = parse_assignments(Path(spec.origin).parent / "dataset" / "data_collator_qwen.py")
-        return ast.literal_eval(texts["INSTRUCTION"]) + ast.literal_eval(texts["prompt_with_special_token"])
+        texts = assigned_values(Path(spec.origin).parent / "dataset" / "data_collator_qwen.py")
+        return str(texts["INSTRUCTION"] + texts["prompt_with_special_token"])
 
     def _tensors(self) -> dict[str, Tensor]:
         return read_tensors(sorted(folder_of(self.model, ["*.safetensors"]).glob("*.safetensors")))
@@ -237,7 +236,7 @@ class VideoAlign(QwenReward):
                 "give the file prompt_template.py of KwaiVGI/VideoAlign as the option template"
             )
         if path.suffix == ".py":
-            return ast.literal_eval(parse_assignments(path)["DETAILED_PROMPT_WITH_SPECIAL_TOKEN"])
+            return str(assigned_values(path)["DETAILED_PROMPT_WITH_SPECIAL_TOKEN"])
         return path.read_text(encoding="utf-8")
 
     def _tensors(self) -> dict[str, Tensor]:

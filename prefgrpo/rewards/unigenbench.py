@@ -10,7 +10,6 @@ for word (the file is parsed, never run). Invariant: a reply that does not mark 
 
 from __future__ import annotations
 
-import ast
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -19,11 +18,12 @@ from typing import Any, ClassVar
 
 from prefgrpo.judge.verdict import Verdict
 from prefgrpo.rewards.base import RewardError, Sample, Score
-from prefgrpo.rewards.checkpoints import parse_assignments
+from prefgrpo.rewards.checkpoints import assigned_values
 from prefgrpo.rewards.vlm import VlmReward
 
 KEYS = {"en": ("Testpoints", "Testpoint Description"), "zh": ("考点", "考点对应描述")}
 """Language → JSON keys of the test points' names and descriptions."""
+_TEXTS = ("explanation_dict", "system_prompt_template", "checkpoint_header", "checkpoint_desc_header")
 _PROBE = {"Testpoints": ["Style"], "Testpoint Description": ["a photo"]}
 
 
@@ -59,18 +59,12 @@ class Wording:
     def __init__(self, file: Path) -> None:
         """Extract the texts from the file's source. RewardError if they are not there."""
         try:
-            values = parse_assignments(file)
-            languages = _entries(values["LANG_CONFIGS"])
-            self.texts = {name: self._language(values, _entries(languages[name])) for name in KEYS}
-        except (OSError, SyntaxError, ValueError, KeyError, AttributeError) as error:
+            languages = assigned_values(file)["LANG_CONFIGS"]
+            self.texts = {name: {key: languages[name][key] for key in _TEXTS} for name in KEYS}
+        except (OSError, SyntaxError, KeyError, TypeError) as error:
             raise RewardError(
                 f"unigenbench: {file} is not the suite's eval/src/eval_common.py ({type(error).__name__}: {error})"
             ) from error
-
-    def _language(self, values: Mapping[str, ast.expr], config: Mapping[str, ast.expr]) -> dict[str, Any]:
-        named = {key: values[config[key].id] for key in ("explanation_dict", "system_prompt_template")}  # type: ignore[attr-defined]
-        headers = {key: config[key] for key in ("checkpoint_header", "checkpoint_desc_header")}
-        return {key: ast.literal_eval(node) for key, node in (named | headers).items()}
 
     def question(self, prompt: str, points: Points) -> str:
         """The suite's question about a prompt's image. Raises ValueError for a test point that the file lacks."""
@@ -87,13 +81,6 @@ class Wording:
             test_explanation=f"{texts['checkpoint_desc_header']}:\u300c{described}\n\u300d",
         )
         return question
-
-
-def _entries(node: ast.expr) -> dict[str, ast.expr]:
-    """The value expressions of a dict literal, by key."""
-    if not isinstance(node, ast.Dict):
-        raise ValueError("expected a dict of languages")
-    return {ast.literal_eval(key): value for key, value in zip(node.keys, node.values, strict=True) if key is not None}
 
 
 class UniGenBench(VlmReward):
