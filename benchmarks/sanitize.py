@@ -15,8 +15,9 @@ from prefgrpo import ops
 ROW = (0.9, -0.1, 0.5, -2.0, 0.3)
 SIZES = ((3, 1003), (2, 65536))
 """(B, D): odd, and aligned over several tiles."""
-DTYPES = ((torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16), (torch.float32, torch.float32))
-"""Of the latents and of the velocities."""
+F32, BF16 = torch.float32, torch.bfloat16
+DTYPES = ((F32, BF16, F32), (F32, BF16, BF16), (BF16, BF16, BF16), (F32, F32, F32), (F32, F32, BF16))
+"""Of x, v and x'."""
 
 
 def run(device: str) -> int:
@@ -26,10 +27,11 @@ def run(device: str) -> int:
     for batch, size in SIZES:
         index = torch.zeros(batch, dtype=torch.int64, device=device)
         ids = torch.arange(batch, device=device)
-        for dtype, dtype_v in DTYPES:
+        for dtype, dtype_v, dtype_y in DTYPES:
             x = torch.randn(batch, size, device=device, dtype=dtype)
             v, v_ref, v_old = (torch.randn(batch, size, device=device, dtype=dtype_v) for _ in range(3))
-            step = ops.sde_step(x, v, coef, index, noise=ops.PhiloxNoise(7, ids))
+            for noise in (None, torch.randn_like(x), ops.PhiloxNoise(7, ids, 3)):
+                step = ops.sde_step(x, v, coef, index, noise=noise, out_dtype=dtype_y, want_mean=True)
             v.requires_grad_()
             plain = ops.sde_logp(x, v, step.x_next, coef, index)
             plain.logp.sum().backward()
@@ -39,7 +41,7 @@ def run(device: str) -> int:
             again = ops.sde_logp(x, v, step.x_next, coef, index)
             out = ops.policy_loss(again.logp, step.logp, advantage, epsilon_low=1e-4)
             (out.loss + 0.0 * out.metrics.sum().detach()).backward()
-            calls += 5
+            calls += 7
     wins = torch.rand(2, 24, 24, device=device)
     ops.winrate_advantage(wins, torch.ones_like(wins))
     return calls + 1

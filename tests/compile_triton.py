@@ -112,12 +112,14 @@ def small(batch: int, dim: int) -> None:
     """The other ops."""
     ids = torch.arange(batch)
     column = torch.zeros(batch)
-    philox_normal(1, ids, ids, dim)
+    for seed in (1, 2**63 + 5):
+        philox_normal(seed, ids, ids, dim, offset=4 * (seed % 7))
     for group, std in itertools.product((2, 24, 64), ("group", "none")):
         winrate_advantage(torch.zeros(batch, group, group), torch.zeros(batch, group, group), std=std)
     for old, weight, kl in itertools.product((None, column), repeat=3):
-        for reduction in ("mean", "none"):
-            policy_loss(column, old, column, epsilon_low=0.1, weight=weight, kl=kl, reduction=reduction)
+        reduction = "mean" if weight is None else "none"
+        for epsilon in (0.1, 2.0):
+            policy_loss(column, old, column, epsilon_low=epsilon, weight=weight, kl=kl, reduction=reduction)
 
 
 WIDTHS = {"FLUX": (24, 128), "SD3.5": (38, 64), "Wan 14B": (40, 128), "odd": (3, 22)}

@@ -57,7 +57,7 @@ def training_step(i):
     """A rollout step, its replay, the advantage and the loss, as a user's own loop would write them."""
     taken = step(i, noise=PhiloxNoise(5, i["ids"]), want_mean=True)
     new = sde_logp(i["x"], i["v"], taken.x_next, i["coef"], i["index"], v_ref=i["ref"], v_old=i["old"])
-    advantage = winrate_advantage(i["wins"][:1, :3, :3], torch.ones_like(i["wins"][:1, :3, :3]))[1].flatten()
+    advantage = winrate_advantage(i["wins"], torch.ones_like(i["wins"]))[1][:, 0]
     out = policy_loss(
         new.logp, taken.logp, advantage, epsilon_low=1e-4, kl=new.kl, kl_coef=0.1, weight=new.log_ratio.detach()
     )  # fmt: skip

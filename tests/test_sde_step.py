@@ -154,29 +154,33 @@ def test_forms_of_the_row_index(backend):
 
 @each_backend
 def test_the_halves_of_a_sample_are_the_sample(backend):
-    """Bits of x', logp and dv, where a half begins on a block of the sums; several processes: test_sde_parts.py."""
+    """Bits of x', log-prob, KL and dv, where a half begins on a block of sums; several processes: test_sde_parts.py."""
     c = make((64, 64), 2, F32, BF16)
     noise = PhiloxNoise(3, c.index)
     halves = [slice(0, 32), slice(32, 64)]
     upstream = torch.tensor([1.0, -2.0], device=DEVICE)
+    sums = {1: [], 3: []}
 
     def run(keep, part=None):
         v = c.v[:, keep].clone().requires_grad_()
         step = sde_step(c.x[:, keep], v.detach(), c.coef, 1, noise=noise, part=part)
-        logp = sde_logp(c.x[:, keep], v, step.x_next, c.coef, 1, part=part).logp
-        return step.x_next, step.logp, logp.detach(), *torch.autograd.grad(logp, v, upstream)
+        ref, old = c.v_ref[:, keep], c.v_old[:, keep]
+        out = sde_logp(c.x[:, keep], v, step.x_next, c.coef, 1, v_ref=ref, v_old=old, part=part)
+        dv = torch.autograd.grad([*out], v, [upstream] * 3)
+        return step.x_next, *dv, step.logp, *(t.detach() for t in out)
 
     with serve(backend):
         whole = run(slice(None))
-        sums = []
         for half in halves:
-            run(half, Part(half.start * 64, 4096, lambda t: sums.append(t.clone()) or t))
+            run(half, Part(half.start * 64, 4096, lambda t: sums[len(t)].append(t.clone()) or t))
         for half in halves:
-            x_next, *logps, dv = run(half, Part(half.start * 64, 4096, lambda t: sums[0] + sums[2]))
+            x_next, dv, *results = run(half, Part(half.start * 64, 4096, lambda t: sum(sums[len(t)])))
             assert torch.equal(x_next, whole[0][:, half])
-            assert torch.equal(dv, whole[3][:, half]) or backend == "torch"
-            for logp in logps:
-                assert_close(logp, whole[1], 0.0, 1e-6 if backend == "torch" else 0.0)
+            assert torch.equal(dv, whole[1][:, half]) or backend == "torch"
+            for mine, plain in zip(results, whole[2:], strict=True):
+                assert_close(
+                    mine, plain, 1e-6 if backend == "torch" or plain is whole[-1] else 0.0, 1e-6 * (backend == "torch")
+                )
 
 
 def test_a_call_runs_its_kernels_and_nothing_else(monkeypatch):

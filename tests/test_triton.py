@@ -54,6 +54,13 @@ def test_instructions_per_element_stay_few(built):
             assert k["per_element"] <= most[k["kernel"]], k
 
 
+def test_a_value_compiles_nothing(built):
+    """Other seeds, offsets and clip ranges run the same code: no compilation in the middle of a run."""
+    for arch in (80, 90, 100):
+        names = [k["kernel"] for k in built if k["arch"] == arch and k["numbers"] == "round"]
+        assert names.count("normal") == 1 and names.count("policy") == 8, names
+
+
 def test_nothing_is_contracted_but_the_noise(built):
     for k in built:
         noisy = k["kernel"] == "normal" or k["fixed"].get("NOISE") == 2
