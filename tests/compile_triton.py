@@ -139,9 +139,10 @@ def blocks(model: str, dtype: torch.dtype, vector_dtype: torch.dtype, about: dic
         vectors = torch.zeros(2, 6 * channels, dtype=vector_dtype).requires_grad_(trained).chunk(6, 1)
         out = layernorm_modulate(q, *vectors[:2]), gated_residual(q, y, vectors[2])
         torch.autograd.backward(out, [torch.zeros_like(t) for t in out])
-        for width, per_pair, last in itertools.product((dim, channels), (False, True), (-1, -2)):
-            if FEW and (width, last) == (channels, -2):
-                continue
+        kinds = (
+            itertools.product((False, True), (-1, -2)) if model == "FLUX" and dtype == vector_dtype else [(False, -1)]
+        )
+        for (per_pair, last), width in itertools.product(kinds, (dim, channels)):
             weight = torch.zeros(width, dtype=dtype).requires_grad_(trained)
             table = torch.zeros(64, dim // 2 if per_pair else dim)
             heads_of = (t.unflatten(2, (heads, dim)) for t in (q, k))

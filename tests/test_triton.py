@@ -1,9 +1,9 @@
 """Triton's compiled code for GPUs that are not present: cubins for sm_80, sm_90 and sm_100, compiled offline.
 
 On sm_90 every specialisation that the ops launch (odd sizes for two triples of dtypes). Checks that nothing spills,
-that the kernels over latents use 128-bit accesses and few instructions, that no a·x + b·v was contracted (the only
-fused multiply-adds are the explicit ones of the noise), and that a step and its replay add in the same order. Numbers
-are tested through the interpreter, by the ops.
+that the kernels over latents use 128-bit accesses and few instructions, and those of transformer blocks no other
+accesses, that no a·x + b·v was contracted (the only fused multiply-adds are the explicit ones of the noise), and that
+a step and its replay add in the same order. Numbers are tested through the interpreter, by the ops.
 """
 
 import json
@@ -16,6 +16,8 @@ import pytest
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.full
+BLOCKS = ("modulate", "modulate_grad", "residual", "residual_grad", "qk")
+"""Kernels of transformer blocks."""
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +35,7 @@ def built():
 def test_nothing_spills(built):
     for arch in (80, 90, 100):
         kernels = {k["kernel"] for k in built if k["arch"] == arch}
-        assert kernels == {"step", "logp", "finish", "grad", "normal", "policy", "winrate"}
+        assert kernels == {"step", "logp", "finish", "grad", "normal", "policy", "winrate", *BLOCKS}
     most = {"round": 0, "one": 0, "odd": 32}  # a thread has 16 elements of an unaligned latent
     assert [k for k in built if k["stack"] > most[k["numbers"]]] == []
 
@@ -44,6 +46,8 @@ def test_bulk_kernels_read_and_write_128_bits(built):
             assert k["wide"][0] > 0, k
         if k["numbers"] == "round" and k["kernel"] in ("step", "grad", "normal"):
             assert k["wide"][1] > 0, k
+        if k["numbers"] == "round" and k["kernel"] in BLOCKS:
+            assert k["wide"] == k["global"], k
 
 
 def test_instructions_per_element_stay_few(built):
