@@ -1,7 +1,8 @@
 """`compute-sanitizer python -m benchmarks.sanitize`: every kernel once, at sizes that take each of its paths.
 
 Aligned sizes use 128-bit accesses and several tiles per sample, odd ones scalar accesses and a partial last tile; KL
-and GRPO-Guard read up to three velocities. With PREFGRPO_BACKEND=triton the same calls run Triton's kernels.
+and GRPO-Guard read up to three velocities; 33 tokens are more than one partial sum. With PREFGRPO_BACKEND=triton the
+same calls run Triton's kernels.
 """
 
 from __future__ import annotations
@@ -40,9 +41,28 @@ def run(device: str) -> int:
             out = ops.policy_loss(again.logp, step.logp, advantage, clip_low=1e-4)
             (out.loss + 0.0 * out.metrics.sum().detach()).backward()
             calls += 5
+    for heads, dim in ((9, 128), (3, 22)):
+        for dtype in (torch.bfloat16, torch.float32):
+            calls += blocks(heads, dim, dtype, device)
     wins = torch.rand(2, 24, 24, device=device)
     ops.winrate_advantage(wins, torch.ones_like(wins))
     return calls + 1
+
+
+def blocks(heads: int, dim: int, dtype: torch.dtype, device: str) -> int:
+    """Call the ops of transformer blocks on slices of one projection, with all gradients; returns the calls."""
+    channels = heads * dim
+    q, k, y = torch.randn(1, 33, 3 * channels, device=device, dtype=dtype).requires_grad_().chunk(3, 2)
+    shift, scale, gate = torch.randn(1, 3 * channels, device=device, dtype=dtype).requires_grad_().chunk(3, 1)
+    out = [ops.layernorm_modulate(q, shift, scale), ops.gated_residual(q, y, gate)]
+    for width, table in ((dim, dim), (channels, dim // 2)):
+        weight = torch.ones(width, device=device, dtype=dtype, requires_grad=True)
+        cos, sin = torch.randn(2, 33, table, device=device)
+        for pairs in (-1, -2):
+            split = [t.unflatten(2, (heads, dim)) for t in (q, k)]
+            out += ops.qk_norm_rope(*split, weight, weight, cos, sin, use_real_unbind_dim=pairs)
+    sum(t.sum() for t in out).backward()
+    return 6
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ import torch
 import benchmarks.__main__ as ops
 from benchmarks import (
     bench_judge,
+    block_ops,
     blocks,
     calls,
     harness,
@@ -32,7 +33,9 @@ from prefgrpo.judge.verdict import Verdict
 def small_cases(monkeypatch):
     """A step and a replay of each kind at a tiny size, without what compiles for long."""
     monkeypatch.setattr(test_sde_step, "SHAPES", dict.fromkeys(test_sde_step.SHAPES, (8, 16)))
-    cases = [*list(test_sde_step.cases("cpu"))[4:12], *test_policy_loss.cases("cpu"), *test_advantage.cases("cpu")]
+    monkeypatch.setattr(block_ops, "SHAPES", dict.fromkeys(block_ops.SHAPES, (2, 5, 2, 8)))
+    cases = [*list(test_sde_step.cases("cpu"))[4:12], *block_ops.cases("cpu"), *test_policy_loss.cases("cpu")]
+    cases += test_advantage.cases("cpu")
     return [
         dataclasses.replace(c, variants={k: v for k, v in c.variants.items() if k != "compile"}, bytes=c.bytes << 8)
         for c in cases
@@ -65,7 +68,17 @@ def test_a_wrong_result_is_not_timed(monkeypatch):
                 with pytest.raises(RuntimeError, match=f"{side}: {name} differs from fp64"):
                     harness.check(wrong)
                 refused.add(name)
-    assert refused == {"x_next", "logp", "kl", "log_ratio", "dv", "loss", "d_logp", "advantage"}
+    of_steps = {"x_next", "logp", "kl", "log_ratio", "dv", "loss", "d_logp", "advantage"}
+    assert refused == of_steps | {"y0", "y1", "d0", "d1"}
+
+
+def test_an_op_with_other_bits_with_gradient_is_not_timed(monkeypatch):
+    monkeypatch.setattr(block_ops, "SHAPES", {"small": (2, 5, 2, 8)})
+    op = block_ops.OPS["gated_residual"]
+    ours = lambda i: tuple(t + torch.is_grad_enabled() for t in op.ours(i))  # noqa: E731
+    monkeypatch.setitem(block_ops.OPS, "gated_residual", dataclasses.replace(op, ours=ours))
+    with pytest.raises(RuntimeError, match="gated_residual: other bits with gradient"):
+        list(block_ops.cases("cpu"))
 
 
 @pytest.mark.parametrize("fill", [torch.ones_like, lambda t: torch.full_like(t, 2.0), lambda t: t.clone().fill_(1)])

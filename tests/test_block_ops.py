@@ -13,10 +13,6 @@ from unittest import mock
 
 import pytest
 import torch
-from diffusers.models.embeddings import apply_rotary_emb
-from diffusers.models.normalization import AdaLayerNormZero, FP32LayerNorm
-from diffusers.models.transformers import transformer_wan
-from diffusers.models.transformers.transformer_qwenimage import apply_rotary_emb_qwen
 from ops_cases import BF16, DEVICE, F32, F64, HERE, few, serve
 from test_compile import Recorder
 from torch import Tensor
@@ -29,6 +25,13 @@ MANY = [range(first, first + 500) for first in (25, 525)]
 seeds = pytest.mark.parametrize(
     "cases", [range(25), *(pytest.param(r, marks=pytest.mark.full) for r in MANY)], ids=lambda r: f"{r[0]}-{r[-1]}"
 )
+try:  # only the test that compares with them needs diffusers' modules
+    from diffusers.models.embeddings import apply_rotary_emb
+    from diffusers.models.normalization import AdaLayerNormZero, FP32LayerNorm
+    from diffusers.models.transformers import transformer_wan
+    from diffusers.models.transformers.transformer_qwenimage import apply_rotary_emb_qwen
+except ImportError:
+    transformer_wan = None
 Inputs = dict[str, Any]
 BATCHED = ("x", "y", "q", "k", "q2", "k2", "shift", "scale", "gate")
 """Inputs that have a row per sample."""
@@ -43,8 +46,9 @@ class Draw:
         self.dtype = dtype
         self.vector_dtype = vector_dtype
         self.tiny = tiny
-        # 37 tokens have more than one partial sum
-        self.batch, self.tokens = self.pick.choice(((1, 1), (2, 1), (1, 2), (2, 2), (3, 1), (1, 3), (2, 3), (1, 37)))
+        self.batch, self.tokens = self.pick.choice(((1, 1), (1, 1), (2, 1), (1, 2), (2, 2), (3, 1), (1, 3), (2, 3)))
+        if self.pick.random() < 0.08:  # more tokens than one partial sum has
+            self.batch, self.tokens = 1, 37
         if tiny:
             self.tokens = min(self.tokens, 3)
 
@@ -370,6 +374,7 @@ MODULES = {
 }
 
 
+@pytest.mark.skipif(transformer_wan is None, reason="needs diffusers")
 @each_mixture
 def test_the_reference_is_diffusers_own(name, mixture):
     """Results and gradients have the bits of its modules; in bf16, Qwen-Image's and Wan's round gradients otherwise."""

@@ -9,7 +9,18 @@ import torch
 from test_noise import numpy_normal
 
 from benchmarks.harness import randn
-from prefgrpo.ops import PhiloxNoise, philox_normal, policy_loss, sde_logp, sde_step, use_backend, winrate_advantage
+from prefgrpo.ops import (
+    PhiloxNoise,
+    gated_residual,
+    layernorm_modulate,
+    philox_normal,
+    policy_loss,
+    qk_norm_rope,
+    sde_logp,
+    sde_step,
+    use_backend,
+    winrate_advantage,
+)
 from prefgrpo.ops._backend import unavailable_reason
 from prefgrpo.sde.schedule import make_schedule, shifted_sigmas
 
@@ -27,7 +38,11 @@ def calls():
     wins = randn(48, 24, 24, device=DEVICE).abs()
     played = torch.ones_like(wins)
     c = schedule.coef
+    q = x[:, :, None]
     return {
+        "layernorm_modulate": (lambda: layernorm_modulate(x, x[:, 0], x[:, 1]), 1),
+        "gated_residual": (lambda: gated_residual(x, v, x[:, 0]), 1),
+        "qk_norm_rope": (lambda: qk_norm_rope(q, q, x[0, 0], x[0, 1], x[0], x[1]), 1),
         "sde_step": (lambda: sde_step(x, v, c, index, noise=e), 2),
         "sde_step, counter-based noise": (lambda: sde_step(x, v, c, index, noise=PhiloxNoise(1, sample)), 2),
         "sde_logp": (lambda: sde_logp(x, v, e, c, index, v_ref=x, v_old=x), 2),
