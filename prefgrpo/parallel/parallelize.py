@@ -76,7 +76,7 @@ def recompute(blocks: Iterable[nn.Module], share: float) -> None:
     for i, block in enumerate(blocks):
         if int((i + 1) * share) > int(i * share):
             block.forward = partial(_recomputed, block.forward)
-            block.recomputed = True
+            block.recomputed = True  # type: ignore[assignment]  # a fused block then keeps nothing by itself
 
 
 def _recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

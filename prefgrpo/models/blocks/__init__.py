@@ -1,4 +1,4 @@
-"""Transformer blocks whose pointwise part runs in fused ops (`prefgrpo.ops`), with less in memory for the backward pass.
+"""Transformer blocks whose pointwise part runs in fused ops, with less memory kept for the backward pass.
 
 A quarter of a FLUX forward on an H100 is norms, modulation, rotary embedding, gates and residuals, each with its own
 passes over memory. `forwards.py` has the same forwards with fewer, `kept.py` what need not be kept for the backward.
@@ -13,7 +13,6 @@ import importlib
 import math
 import warnings
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -24,16 +23,22 @@ from prefgrpo.models.blocks.kept import keeps_inputs
 
 FUSED_ON = ("cuda",)
 """Device types on which blocks are fused; elsewhere diffusers' own run."""
-TOKENS = (160, 96)
-"""Latent and text tokens of `check`."""
 
 
 class Random(NamedTuple):
-    """Arguments of two samples for a block of width C with heads of width D, on a device."""
+    """Random arguments for a block."""
 
     device: torch.device
+    B: int
+    """Samples."""
+    N: int
+    """Latent tokens."""
+    M: int
+    """Text tokens."""
     C: int
+    """Width."""
     D: int
+    """Width of a head."""
 
     def __call__(self, *shape: int) -> Tensor:
         """N(0, 1) in fp32."""
@@ -41,8 +46,9 @@ class Random(NamedTuple):
 
     def streams(self) -> dict[str, Any]:
         """Latents and text."""
-        names = ("hidden_states", "encoder_hidden_states")
-        return {name: self(2, count, self.C) for name, count in zip(names, TOKENS, strict=True)}
+        return {
+            "hidden_states": self(self.B, self.N, self.C), "encoder_hidden_states": self(self.B, self.M, self.C),
+        }  # fmt: skip
 
     def tables(self, count: int) -> tuple[Tensor, Tensor]:
         """cos and sin [count, D] of a rotary embedding, each value twice in a row."""
@@ -52,7 +58,7 @@ class Random(NamedTuple):
     def turns(self, *shape: int) -> Tensor:
         """The same as complex numbers […, D / 2]."""
         angle = 3 * self(*shape, self.D // 2)
-        return torch.polar(torch.ones_like(angle), angle)
+        return torch.complex(angle.cos(), angle.sin())
 
 
 class Fused(NamedTuple):
@@ -61,54 +67,53 @@ class Fused(NamedTuple):
     forward: str
     """Name in `forwards`."""
     inputs: Callable[[Random], dict[str, Any]]
-    """Random arguments for `check`."""
 
 
-N, M = TOKENS
 FUSED = {
     "FluxTransformerBlock": Fused("flux_double", lambda r: {
-        **r.streams(), "temb": r(2, r.C), "image_rotary_emb": r.tables(N + M),
+        **r.streams(), "temb": r(r.B, r.C), "image_rotary_emb": r.tables(r.N + r.M),
     }),
     "FluxSingleTransformerBlock": Fused("flux_single", lambda r: {
-        **r.streams(), "temb": r(2, r.C), "image_rotary_emb": r.tables(N + M),
+        **r.streams(), "temb": r(r.B, r.C), "image_rotary_emb": r.tables(r.N + r.M),
     }),
     "Flux2TransformerBlock": Fused("flux2_double", lambda r: {
-        **r.streams(), "temb_mod_img": r(2, 6 * r.C), "temb_mod_txt": r(2, 6 * r.C), "image_rotary_emb": r.tables(N + M),
+        **r.streams(), "temb_mod_img": r(r.B, 6 * r.C), "temb_mod_txt": r(r.B, 6 * r.C),
+        "image_rotary_emb": r.tables(r.N + r.M),
     }),
     "Flux2SingleTransformerBlock": Fused("flux2_single", lambda r: {
-        "hidden_states": r(2, N + M, r.C), "encoder_hidden_states": None, "temb_mod": r(2, 3 * r.C),
-        "image_rotary_emb": r.tables(N + M),
+        "hidden_states": r(r.B, r.N + r.M, r.C), "encoder_hidden_states": None, "temb_mod": r(r.B, 3 * r.C),
+        "image_rotary_emb": r.tables(r.N + r.M),
     }),
     "HunyuanVideoTransformerBlock": Fused("hunyuan_double", lambda r: {
-        **r.streams(), "temb": r(2, r.C), "attention_mask": None, "freqs_cis": r.tables(N),
+        **r.streams(), "temb": r(r.B, r.C), "attention_mask": None, "freqs_cis": r.tables(r.N),
     }),
     "HunyuanVideoSingleTransformerBlock": Fused("hunyuan_single", lambda r: {
-        **r.streams(), "temb": r(2, r.C), "attention_mask": None, "image_rotary_emb": r.tables(N),
+        **r.streams(), "temb": r(r.B, r.C), "attention_mask": None, "image_rotary_emb": r.tables(r.N),
     }),
     "HunyuanVideo15TransformerBlock": Fused("hunyuan15_double", lambda r: {
-        **r.streams(), "temb": r(2, r.C), "freqs_cis": r.tables(N),
-        "attention_mask": torch.ones(2, M, dtype=torch.bool, device=r.device),
+        **r.streams(), "temb": r(r.B, r.C), "freqs_cis": r.tables(r.N),
+        "attention_mask": torch.ones(r.B, r.M, dtype=torch.bool, device=r.device),
     }),
-    "JointTransformerBlock": Fused("sd3_double", lambda r: {**r.streams(), "temb": r(2, r.C)}),
+    "JointTransformerBlock": Fused("sd3_double", lambda r: {**r.streams(), "temb": r(r.B, r.C)}),
     "QwenImageTransformerBlock": Fused("qwen_double", lambda r: {
-        **r.streams(), "encoder_hidden_states_mask": None, "temb": r(2, r.C),
-        "image_rotary_emb": (r.turns(N), r.turns(M)),
+        **r.streams(), "encoder_hidden_states_mask": None, "temb": r(r.B, r.C),
+        "image_rotary_emb": (r.turns(r.N), r.turns(r.M)),
     }),
     "QwenImage21TransformerBlock": Fused("qwen21_block", lambda r: {
-        "hidden_states": r(2, M + N, r.C), "modulation": r(3, 4 * r.C), "rotary_emb": r.turns(M + N),
-        "target_token_mask": torch.arange(M + N, device=r.device) >= M, "segments": [(0, M, True)],
+        "hidden_states": r(r.B, r.M + r.N, r.C), "modulation": r(r.B + 1, 4 * r.C), "rotary_emb": r.turns(r.M + r.N),
+        "target_token_mask": torch.arange(r.M + r.N, device=r.device) >= r.M, "segments": [(0, r.M, True)],
     }),
     "WanTransformerBlock": Fused("wan_block", lambda r: {
-        **r.streams(), "temb": r(2, 6, r.C), "rotary_emb": tuple(t[None, :, None] for t in r.tables(N)),
+        **r.streams(), "temb": r(r.B, 6, r.C), "rotary_emb": tuple(t[None, :, None] for t in r.tables(r.N)),
     }),
     "ZImageTransformerBlock": Fused("z_image_block", lambda r: {
-        "x": r(2, N + M, r.C), "attn_mask": None, "freqs_cis": r.turns(2, N + M), "adaln_input": r(2, min(r.C, 256)),
+        "x": r(r.B, r.N + r.M, r.C), "attn_mask": None, "freqs_cis": r.turns(r.B, r.N + r.M),
+        "adaln_input": r(r.B, min(r.C, 256)),
     }),
 }  # fmt: skip
-"""Name of diffusers' block → its fused forward."""
+"""Name of diffusers' block → its fused forward, and random arguments for both."""
 
 
-@lru_cache(None)
 def fused(kind: type[nn.Module]) -> type[nn.Module]:
     """The subclass of one of diffusers' blocks that runs fused."""
     forward = getattr(importlib.import_module(f"{__name__}.forwards"), FUSED[kind.__name__].forward)
@@ -126,33 +131,41 @@ def fuse_blocks(net: nn.Module, blocks: list[nn.Module], dtype: torch.dtype, dev
         if kind.__name__ not in FUSED:
             continue
         of_kind = [block for block in blocks if type(block) is kind]
+        ours = fused(kind)
         try:
-            check(net, of_kind[0], dtype, device)
+            check(net, of_kind[0], ours, dtype, device)
         except (AttributeError, RuntimeError, TypeError, ValueError) as error:  # of another diffusers
             reason = str(error).partition("\n")[0][:200]
             warnings.warn(f"{kind.__name__} runs as in diffusers, slower: fused, it fails: {reason}", stacklevel=2)
             continue
         for block in of_kind:
-            block.__class__ = fused(kind)
+            block.__class__ = ours
 
 
-def check(net: nn.Module, block: Any, dtype: torch.dtype, device: torch.device) -> None:
-    """Compare outputs and gradients of a fused copy of a block with diffusers' own in fp32, on random inputs.
+def check(net: nn.Module, block: Any, ours: type[nn.Module], dtype: torch.dtype, device: torch.device) -> None:
+    """Compare outputs and gradients of a copy of a block as `ours` with diffusers' own in fp32, on random inputs.
 
     Gradients are those of all inputs and of weights that are vectors. Raises RuntimeError if an error, relative to the
     largest element, is above LIMIT and above twice that of diffusers' own block in the same dtype.
     """
     kind = type(block)
-    attn = next(getattr(block, name) for name in ("attn", "attn1", "attention") if hasattr(block, name))
-    width = attn.to_q.in_features if hasattr(attn, "to_q") else attn.query_dim
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(0)
-        inputs = FUSED[kind.__name__].inputs(Random(device, width, width // attn.heads))
+        inputs = random_inputs(block, kind.__name__, device)
     exact = _results(_copy(net, block, kind, torch.float32, device), inputs)
     own = _errors(_results(_copy(net, block, kind, dtype, device), inputs), exact)
-    for name, error in _errors(_results(_copy(net, block, fused(kind), dtype, device), inputs), exact).items():
+    for name, error in _errors(_results(_copy(net, block, ours, dtype, device), inputs), exact).items():
         if not error <= max(LIMIT[dtype], 2 * own[name]):
             raise RuntimeError(f"{name} differs by {error:.1%}, diffusers' own by {own[name]:.1%}")
+
+
+def random_inputs(
+    block: Any, kind: str, device: torch.device, samples: int = 2, tokens: tuple[int, int] = (160, 96)
+) -> dict[str, Any]:
+    """Keyword arguments of a block in FUSED, fp32; tokens: latents and text."""
+    attn = next(getattr(block, name) for name in ("attn", "attn1", "attention") if hasattr(block, name))
+    width = attn.to_q.in_features if hasattr(attn, "to_q") else attn.query_dim
+    return FUSED[kind].inputs(Random(device, samples, *tokens, width, width // attn.heads))
 
 
 def _copy(net: Any, block: nn.Module, kind: type[nn.Module], dtype: torch.dtype, device: torch.device) -> nn.Module:

@@ -1,7 +1,7 @@
-"""Forwards of repeated blocks, by diffusers' class of each, whose pointwise part runs in fused ops.
+"""Forwards of diffusers' repeated blocks whose pointwise part runs in fused ops.
 
-`self` is diffusers' block. Its linear layers are called as modules, and its attention by diffusers' dispatcher, so LoRA,
-attention backends and split tokens work as in diffusers' own forward. B samples, N latent tokens, M text tokens.
+`self` is diffusers' block. Its linear layers are called as modules, and its attention by diffusers' dispatcher, so
+LoRA, attention backends and split tokens work as in its own forward. B samples, N latent tokens, M text tokens.
 Arguments that no family passes are not read.
 """
 
@@ -129,7 +129,9 @@ def _double(
     return joint(attn, latents, texts, tables, mask, text_first)
 
 
-def _single(self: Any, first: Tensor, second: Tensor, temb: Tensor, tables: Tables, mask: Tensor | None) -> list[Tensor]:
+def _single(
+    self: Any, first: Tensor, second: Tensor, temb: Tensor, tables: Tables, mask: Tensor | None
+) -> list[Tensor]:
     """Both streams of their single-stream blocks, which have attention and feed-forward side by side."""
     x = torch.cat([first, second], 1)
     shift, scale, gate = _modulation(self.norm, temb, 3)
@@ -147,7 +149,13 @@ def _then_text(tables: tuple[Tensor, Tensor], text: Tensor) -> Tables:
 
 # ---- FLUX.1 and FLUX.1-Kontext
 def flux_double(
-    self: Any, hidden_states: Tensor, encoder_hidden_states: Tensor, temb: Tensor, image_rotary_emb: Tables, *_: Any, **__: Any
+    self: Any,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor,
+    temb: Tensor,
+    image_rotary_emb: Tables,
+    *_: Any,
+    **__: Any,
 ) -> tuple[Tensor, Tensor]:
     """Text [B, M, C] and image [B, N, C]."""
     image, text = _double(self, hidden_states, encoder_hidden_states, temb, image_rotary_emb, None, True)
@@ -155,7 +163,13 @@ def flux_double(
 
 
 def flux_single(
-    self: Any, hidden_states: Tensor, encoder_hidden_states: Tensor, temb: Tensor, image_rotary_emb: Tables, *_: Any, **__: Any
+    self: Any,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor,
+    temb: Tensor,
+    image_rotary_emb: Tables,
+    *_: Any,
+    **__: Any,
 ) -> list[Tensor]:
     """Text [B, M, C] and image [B, N, C]."""
     return _single(self, encoder_hidden_states, hidden_states, temb, image_rotary_emb, None)
@@ -181,7 +195,13 @@ def flux2_double(
 
 
 def flux2_single(
-    self: Any, hidden_states: Tensor, encoder_hidden_states: None, temb_mod: Tensor, image_rotary_emb: Tables, *_: Any, **__: Any
+    self: Any,
+    hidden_states: Tensor,
+    encoder_hidden_states: None,
+    temb_mod: Tensor,
+    image_rotary_emb: Tables,
+    *_: Any,
+    **__: Any,
 ) -> Tensor:
     """Text and image [B, M + N, C]; one projection makes q, k, v and the feed-forward's input."""
     attn = self.attn

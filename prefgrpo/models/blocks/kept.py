@@ -76,7 +76,7 @@ def _packed(t: Tensor) -> Tensor | _Place:
     if found is None:
         return t
     result, number, _ = found
-    return _Place(result, number, t.size(), t.stride(), t.storage_offset())
+    return _Place(result, number, t.size(), t.stride(), int(t.storage_offset()))
 
 
 def _pack(t: Tensor) -> Tensor | _Place:

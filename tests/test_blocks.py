@@ -1,0 +1,248 @@
+"""Fused blocks, forced on where there is no GPU: each family's are diffusers' own, in fewer passes and with less kept.
+
+Oracle: diffusers' blocks. On a CPU the ops run their references, so what differs here is how the blocks put them
+together; the kernels run in Triton's interpreter. Faults are put into a block, and the start of a run must see them.
+"""
+
+import warnings
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+import torch
+from families import SIZES, case_of, conditions, load, noise, perturb, small_sources, tiered
+from torch import nn
+from torch.nn import functional as F
+
+from benchmarks.block_costs import MODELS as PUBLISHED
+from benchmarks.block_costs import kept_bytes, published, tables
+from prefgrpo.models import MODELS, blocks
+from prefgrpo.models.blocks import FUSED, forwards, fuse_blocks, fused, kept
+from prefgrpo.models.blocks.kept import again, keeps_inputs
+from prefgrpo.ops import use_backend
+from prefgrpo.parallel.parallelize import recompute
+
+CPU = torch.device("cpu")
+STOCK = ("ltx2",)
+"""Families whose blocks have no fused form."""
+
+
+@pytest.fixture
+def forced(monkeypatch):
+    """Blocks are fused on the CPU, and a failed check is an error."""
+    monkeypatch.setattr(blocks, "FUSED_ON", ("cpu",))
+    warnings.filterwarnings("error", message=".*runs as in diffusers")
+
+
+def fuse(adapter):
+    """Fuse all blocks, as the start of a run does; the names of the kinds."""
+    adapter.dispatch_attention()
+    kinds = set()
+    for net in adapter.modules().values():
+        fuse_blocks(net, adapter.blocks(net), adapter.dtype, CPU)
+        kinds |= {type(block).__name__ for block in adapter.blocks(net)}
+    return kinds
+
+
+def opened(case, trained, dtype=torch.float32):
+    """An adapter with a LoRA that changes what it computes, or with all weights trained."""
+    adapter = load(case, dtype=dtype)
+    adapter.add_lora(4, 8.0) if trained == "lora" else adapter.enable_full()
+    return perturb(adapter, 0.05 if trained == "lora" else 0.0)
+
+
+def results(adapter, case, order=(0, 1)):
+    """Velocities without and with gradient, and the gradients of all trained weights, for two samples in an order."""
+    sampling = case.sampling(SIZES[0])
+    rows = list(order)
+    condition = conditions(adapter, case).map(lambda t: t[rows] if t.dim() and len(t) == 2 else t)
+    x = noise(adapter, sampling)[rows]
+    sigma = torch.full((2,), 0.6)
+    with torch.no_grad():
+        without = adapter.velocity(x, sigma, condition, sampling)
+    v = adapter.velocity(x, sigma, condition, sampling)
+    weights = [p for _, p in adapter.trainable()]
+    grads = torch.autograd.grad(v.float().square().sum(), weights, allow_unused=True)
+    return [
+        without,
+        v.detach(),
+        *(torch.zeros_like(w) if g is None else g for w, g in zip(weights, grads, strict=True)),
+    ]
+
+
+def close(got, want, limit):
+    """Every tensor within `limit` of its largest element."""
+    scale = max(float(t.abs().max()) for t in want[2:]) * 1e-3  # gradients that are rounding errors themselves
+    for a, b in zip(got, want, strict=True):
+        assert a.dtype == b.dtype and (a - b).abs().max() <= limit * max(float(b.abs().max()), scale)
+
+
+@pytest.mark.usefixtures("forced")
+@pytest.mark.parametrize("trained", ["lora", "full"])
+@pytest.mark.parametrize("case", tiered([case_of(name) for name in MODELS if name not in STOCK]))
+def test_they_are_diffusers_own_in_every_family(case, trained):
+    """In fp32, forward and gradients, also with recomputed blocks; a sample does not depend on its place."""
+    with small_sources():
+        adapter = opened(case, trained)
+        want = results(adapter, case)
+        own_swapped = results(adapter, case, (1, 0))
+        assert any(kind.startswith("Fused") for kind in fuse(adapter))
+        got = results(adapter, case)
+        swapped = results(adapter, case, (1, 0))
+        for net in adapter.modules().values():
+            recompute(adapter.blocks(net), 1.0)
+        recomputed = results(adapter, case)
+    close(got, want, 2e-5)
+    assert torch.equal(got[0], got[1])
+    if torch.equal(want[1], own_swapped[1].flip(0)):  # a CPU's products of HunyuanVideo's shapes depend on the row
+        assert torch.equal(got[1], swapped[1].flip(0))
+    assert all(torch.equal(a, b) for a, b in zip(got, recomputed, strict=True))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["flux", "wan", "qwen_image_21"])
+@pytest.mark.parametrize("dtype, limit", [(torch.float32, 2e-5), (torch.bfloat16, 5e-2)], ids=["fp32", "bf16"])
+def test_with_the_kernels_in_tritons_interpreter(name, dtype, limit):
+    """Equal bits with and without gradient."""
+    case = case_of(name)
+    adapter = opened(case, "lora", dtype)
+    want = results(adapter, case)
+    net = adapter.transformer
+    for block in adapter.blocks(net):
+        block.__class__ = fused(type(block))
+    with use_backend("triton"):
+        got = results(adapter, case)
+    close(got, want, limit)
+    assert torch.equal(got[0], got[1])
+
+
+@pytest.mark.usefixtures("forced")
+def test_every_repeated_block_is_fused():
+    """All kinds of all families, with their refiners' own kinds left alone."""
+    kinds = Counter()
+    for name in dict.fromkeys(MODELS):
+        if name not in STOCK:
+            kinds.update(fuse(load(case_of(name))))
+    assert {f"Fused{kind}" for kind in FUSED} <= set(kinds)
+    assert not set(kinds) & set(FUSED)
+
+
+def without(name):
+    """flux_double with another op in place of one of its own."""
+    replaced = {
+        "no gate": ("gated_residual", lambda x, y, gate: x + y),
+        "gate detached": ("gated_residual", lambda x, y, gate: x + gate.detach()[:, None] * y),
+        "text unnormalised": ("layernorm_modulate", lambda x, shift, scale, eps: x * (1 + scale[:, None])),
+        "not finite": ("gated_residual", lambda x, y, gate: x / 0),
+        "another signature": ("gated_residual", lambda x: x),
+    }
+    return replaced[name]
+
+
+@pytest.mark.parametrize("fault", ["no gate", "gate detached", "text unnormalised", "not finite", "another signature"])
+def test_a_block_that_differs_stays_diffusers_own_with_one_warning(fault, monkeypatch):
+    monkeypatch.setattr(blocks, "FUSED_ON", ("cpu",))
+    monkeypatch.setattr(forwards, *without(fault))
+    adapter = load(case_of("flux"))
+    with pytest.warns(UserWarning) as caught:
+        kinds = fuse(adapter)
+    assert kinds == {"FluxTransformerBlock", "FluxSingleTransformerBlock"}
+    texts = [str(warning.message) for warning in caught if "runs as in diffusers" in str(warning.message)]
+    assert len(texts) == 2, "one of each kind of block"
+
+
+def test_without_a_gpu_or_compiled_nothing_changes(trainer, monkeypatch):
+    over = {"train": {"steps": 1}, "eval": {"every": 0}}
+    kinds = {type(b).__name__ for b in blocks_of(trainer(name="cpu", **over))}
+    monkeypatch.setattr(blocks, "FUSED_ON", ("cpu",))
+    kinds |= {type(b).__name__ for b in blocks_of(trainer(name="compiled", compile=True, **over))}
+    assert kinds == {"FluxTransformerBlock", "FluxSingleTransformerBlock"}
+
+
+def blocks_of(made):
+    return made.adapter.blocks(made.adapter.transformer)
+
+
+@pytest.mark.usefixtures("forced")
+@pytest.mark.parametrize("dtype, trained", [("fp32", 4), ("bf16", 4), ("bf16", 0)])
+def test_a_run_with_them_is_on_policy(trainer, dtype, trained):
+    """The first ratio is exactly 1, with half of the blocks recomputed; all weights in bf16 are FSDP2's."""
+    over = {"dtype": dtype, "train": {"lora_rank": trained, "gradient_checkpointing": 0.5, "steps": 2}}
+    made = trainer(name=f"{dtype}-{trained}", eval={"every": 0}, **over)
+    assert {"Fused" in type(b).__name__ for b in blocks_of(made)} == {True}
+    seen = []
+    made.on_step = lambda step, row: seen.append(row["policy/on_policy_error"])
+    made.train()
+    assert seen == [0.0, 0.0]
+
+
+# ---- what is kept for the backward pass
+class Small(nn.Module):
+    """Two linear layers, an activation between, and a norm that both of two layers read."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(8, 8) for _ in range(3))
+        self.calls = Counter()
+
+    def op(self, name, function):
+        def run(*args):
+            self.calls[name] += 1
+            return function(*args)
+
+        return run
+
+    def forward(self, x):
+        y = again(self.op("norm", lambda t: F.layer_norm(t, (8,))), x)
+        first, second = again(self.op("two", lambda p, q: (p.sin(), p * q)), self.a(y), self.b(y[:, 1:])[:, :1])
+        nested = again(self.op("outer", torch.exp), again(self.op("inner", torch.tanh), first))
+        return self.c(nested) * second + self.c(nested.flatten(0, 1)).view_as(second)
+
+
+class Keeping(Small):
+    forward = keeps_inputs(Small.forward)
+
+
+def test_results_are_computed_again_once_per_backward():
+    """Of nested ops, ops of two results, views; equal gradients, twice through one graph."""
+    torch.manual_seed(0)
+    small, keeping = Small(), Keeping()
+    keeping.load_state_dict(small.state_dict())
+    x = torch.randn(3, 4, 8)
+    out = []
+    for module in (small, keeping):
+        leaf = x.clone().requires_grad_()
+        y = module(leaf)
+        for retain in (True, False):
+            out.append(torch.autograd.grad(y.sum(), [leaf, *module.parameters()], retain_graph=retain))
+    for one in out[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(one, out[0], strict=True))
+    assert small.calls == {"norm": 1, "two": 1, "outer": 1, "inner": 1}
+    assert keeping.calls["norm"] == 3 and keeping.calls["two"] == 1 + 2 * 2, "once per backward, and for another"
+    assert not kept._open
+    with torch.no_grad():
+        assert torch.equal(keeping(x), small(x))
+    keeping.recomputed = True
+    seen = SimpleNamespace(count=0)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: setattr(seen, "count", seen.count + 1), lambda t: t):
+        keeping(x)
+    assert seen.count > 4, "a block that is recomputed as a whole leaves its tensors to that"
+
+
+@pytest.mark.parametrize("name", ["FLUX.1", "Wan2.1 1.3B", "Wan 14B"])
+def test_at_most_three_quarters_are_kept(name):
+    """At true widths and sizes, with a LoRA."""
+    (model,) = [model for model in PUBLISHED if model.name == name]
+    net = published(model)
+    both = [sum(k.number * kept_bytes(model, net, k, is_fused) for k in model.kinds) for is_fused in (False, True)]
+    assert both[1] <= 0.75 * both[0]
+    for kind in model.kinds:
+        assert kept_bytes(model, net, kind, True) <= 0.75 * kept_bytes(model, net, kind, False)
+
+
+@pytest.mark.full
+def test_the_tables_of_the_documentation_are_counted(root):
+    text = (root / "docs" / "scale.md").read_text(encoding="utf-8")
+    for name, rows in zip(("block costs", "block memory"), tables(), strict=True):
+        block = text.partition(f"<!-- {name} -->")[2].partition(f"<!-- /{name} -->")[0]
+        assert block.strip().split("\n") == rows, "run python -m benchmarks.block_costs"
