@@ -1,10 +1,10 @@
-"""What the repeated blocks of every family cost at its published size, counted on meta tensors: FLOP of products and of
-attention, bytes that everything else reads and writes, and bytes that a block keeps for its backward pass.
+"""What the repeated blocks of every family cost at its published size, diffusers' own and fused, on meta tensors.
 
-    python -m benchmarks.block_costs            # the tables of docs/scale.md
+    python -m benchmarks.block_costs            # writes the tables of docs/scale.md
 
-One block of each kind runs in bf16, as published, without weights; a forward has `count` of them. A pointwise operator
-moves its inputs and outputs once. A custom op counts as one operator, whatever its reference computes.
+Counted: FLOP of products and attention, bytes that everything else reads and writes, launches, and bytes that a block
+keeps for its backward pass with a LoRA. One block of each kind runs in bf16, as published, without weights; a forward
+has `count` of them. A kernel moves its inputs and outputs once.
 """
 
 from __future__ import annotations
@@ -12,27 +12,33 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
 import diffusers
 import torch
+from peft import LoraConfig
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from prefgrpo.config.by_path import load_class
-from prefgrpo.models.blocks import FUSED
+from benchmarks.blocks import replace_block
+from prefgrpo.models import family
+from prefgrpo.models.blocks import FUSED, fused, kept
+from prefgrpo.models.lora import fuse_lora
 from prefgrpo.models.rotary import fuse_rotary
+from prefgrpo.models.sd3 import JointAttention
 
 PRODUCTS = 774e12
 """FLOP/s of a bf16 product of 8192³ on an H100, measured 2026-11-27."""
 ATTENTION = 346e12
 """FLOP/s of FlashAttention-2 on an H100: 35 % of its peak (FlashAttention-3, arXiv:2407.08608)."""
-EAGER = 2.0e12
-"""Bytes/s of torch's pointwise kernels at a FLUX block's sizes (gated residual: measured .139 ms)."""
-FUSED_RATE = 2.5e12
+OWN = 2.0e12
+"""Bytes/s of torch's pointwise kernels on an H100 (gated residual of a FLUX block: measured .139 ms, 2026-11-27)."""
+OURS = 2.5e12
 """Bytes/s of the fused kernels (LayerNorm and modulation: measured .045 ms)."""
 
 
@@ -210,78 +216,178 @@ MODELS = (
 )  # fmt: skip
 
 
-class Costs(TorchDispatchMode):
-    """Adds up the FLOP of products and the bytes of everything else that launches a kernel."""
+class Counter(TorchDispatchMode):
+    """Adds up the FLOP of products and attention, and the bytes and number of everything else that launches a kernel."""
 
     def __init__(self) -> None:
         super().__init__()
         self.products = 0.0
         self.attention = 0.0
-        self.bytes = 0.0
+        self.bytes = 0
         self.launches = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator and count it."""
         out = func(*args, **(kwargs or {}))
-        if func.is_view or func.overloadpacket in (torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.detach):
-            return out
         if formula := flop_registry.get(func.overloadpacket):
             self.products += formula(*args, **(kwargs or {}), out_val=out)
-            return out
-        self.moved([args, kwargs, out])
+        elif not func.is_view and func.overloadpacket not in (torch.ops.aten.empty, torch.ops.aten.empty_like):
+            self.launched([args, kwargs, out])
         return out
 
-    def moved(self, tensors: Any) -> None:
-        """Count a kernel that reads or writes these tensors once each; expanded ones have fewer elements in memory."""
+    def launched(self, tensors: Any) -> None:
+        """Count a kernel that reads or writes these tensors once; an expanded one is smaller in memory."""
         self.launches += 1
-        seen = {}
-        for t in tree_leaves(tensors):
-            if isinstance(t, Tensor):
-                stored = t.numel()
-                for size, stride in zip(t.shape, t.stride(), strict=True):
-                    stored = stored // size if stride == 0 and size else stored
-                seen[id(t)] = stored * t.element_size()
-        self.bytes += sum(seen.values())
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Attention: 4 FLOP per query, key and channel."""
-        self.attention += 4.0 * query.numel() * key.shape[-2]
-        return torch.empty_like(query)
-
-    def normalise(self, x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-        """torch's RMS norm, one kernel on a GPU (diffusers has another, of several)."""
-        out = torch.empty_like(x)
-        self.moved([x, out])
-        return out
+        for t in {id(t): t for t in tree_leaves(tensors) if isinstance(t, Tensor)}.values():
+            sizes = [size for size, stride in zip(t.shape, t.stride(), strict=True) if stride]
+            self.bytes += torch.Size(sizes).numel() * t.element_size()
 
     def launch(self, backend: str, name: str, like: Tensor, *args: Any) -> None:
         """A kernel of prefgrpo.ops."""
-        self.moved(args)
+        self.launched(args)
+
+
+class Attention(torch.autograd.Function):
+    """Flash attention, which keeps q, k, v, its output and the log-sum-exps."""
+
+    @staticmethod
+    def forward(ctx: Any, counter: Counter, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        counter.attention += 4.0 * q.numel() * k.shape[-2]
+        out = torch.empty_like(q)
+        ctx.save_for_backward(q, k, v, out, q.new_empty(q.shape[:-1], dtype=torch.float32))
+        return out
+
+
+class Norm(torch.autograd.Function):
+    """torch's RMS norm, which is one kernel on a GPU and keeps its input and 1/rms."""
+
+    @staticmethod
+    def forward(ctx: Any, counter: Counter, x: Tensor, weight: Tensor) -> Tensor:
+        out = torch.empty_like(x)
+        counter.launched([x, out])
+        ctx.save_for_backward(x, x.new_empty(x.shape[:-1], dtype=torch.float32))
+        return out
 
 
 @contextmanager
-def as_on_a_gpu(counted: Costs) -> Iterator[None]:
-    """Context in which torch and prefgrpo.ops call the kernels that they have on a GPU, which only count."""
-    functional = torch.nn.functional
+def as_on_a_gpu() -> Iterator[Counter]:
+    """Context in which torch and prefgrpo.ops use the kernels of a GPU, which only count."""
+    counter = Counter()
+
+    def attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
+        return Attention.apply(counter, query, key, value)
+
+    def rms_norm(x: Tensor, shape: Any, weight: Any = None, eps: float | None = None) -> Tensor:
+        return Norm.apply(counter, x, weight)
+
     with ExitStack() as stack:
         for name in ("layernorm_modulate", "gated_residual", "qk_norm_rope"):
             module = importlib.import_module(f"prefgrpo.ops.{name}")
             stack.enter_context(mock.patch.object(module, "triton_or_torch", lambda *_: "triton"))
-            stack.enter_context(mock.patch.object(module, "launch", counted.launch))
-        stack.enter_context(mock.patch.object(functional, "scaled_dot_product_attention", counted.attend))
-        stack.enter_context(mock.patch.object(functional, "rms_norm", counted.normalise))
-        stack.enter_context(counted)
-        yield
+            stack.enter_context(mock.patch.object(module, "launch", counter.launch))
+        stack.enter_context(mock.patch.object(F, "scaled_dot_product_attention", attention))
+        stack.enter_context(mock.patch.object(F, "rms_norm", rms_norm))
+        stack.enter_context(counter)
+        yield counter
 
 
-def costs(kind: Kind, net: nn.Module, fused: bool) -> Costs:
-    """Of one forward of a block, diffusers' own or fused."""
+def published(model: Model) -> Any:
+    """The denoiser with one block of each kind and the family's LoRA of rank 64."""
+    with torch.device("meta"):
+        net = getattr(diffusers, model.net)(**model.config).bfloat16().requires_grad_(False)
+        targets = list(family(model.family).lora_targets)
+        net.add_adapter(LoraConfig(r=64, lora_alpha=64, target_modules=targets), adapter_name="default")
+    fuse_lora(net)
+    for name, p in net.named_parameters():
+        if "lora_" in name:
+            p.data = p.data.float()
+    for module in net.modules():
+        if type(getattr(module, "processor", None)).__name__ == "JointAttnProcessor2_0":
+            module.set_processor(JointAttention())
+    return net
+
+
+@contextmanager
+def block_of(net: Any, kind: Kind, is_fused: bool) -> Iterator[nn.Module]:
+    """The block, diffusers' own or fused."""
     block = kind.find(net)
     own = type(block)
-    if fused and own.__name__ in FUSED:
-        block.__class__ = load_class("block", own.__name__, FUSED, own)
-    counted = Costs()
-    with torch.no_grad(), as_on_a_gpu(counted):
+    if is_fused and own.__name__ in FUSED:
+        block.__class__ = fused(own)
+    try:
+        yield block
+    finally:
+        block.__class__ = own
+
+
+def forward_costs(net: Any, kind: Kind, is_fused: bool) -> Counter:
+    """Of one forward of a block without the LoRA."""
+    net.disable_adapters()
+    with block_of(net, kind, is_fused) as block, torch.no_grad(), as_on_a_gpu() as counter:
         block(**kind.inputs(net))
-    block.__class__ = own
-    return counted
+    net.enable_adapters()
+    return counter
+
+
+def kept_bytes(net: Any, kind: Kind, is_fused: bool) -> int:
+    """Memory that autograd keeps of one forward, without weights and arguments that all blocks share."""
+    inputs = kind.inputs(net)
+    streams = ("x", "hidden_states", "encoder_hidden_states", "audio_hidden_states")
+    shared = [*net.parameters(), *tree_leaves([v for name, v in inputs.items() if name not in streams])]
+    memory = {t.untyped_storage()._cdata: 0 for t in shared if isinstance(t, Tensor)}
+    alive: list[Any] = []
+    pack = kept._pack
+
+    def packed(t: Tensor) -> Any:
+        found = pack(t)
+        alive.append(found)
+        for part in [found] if isinstance(found, Tensor) else tree_leaves(found.result.args):
+            if isinstance(part, Tensor):
+                storage = part.untyped_storage()
+                memory.setdefault(storage._cdata, storage.nbytes())
+        return found
+
+    for name in streams:
+        if isinstance(inputs.get(name), Tensor):
+            inputs[name].requires_grad_()
+    hooks = torch.autograd.graph.saved_tensors_hooks(packed, kept._unpack)
+    with block_of(net, kind, is_fused) as block, as_on_a_gpu(), hooks, mock.patch.object(kept, "_pack", packed):
+        block(**inputs)
+    return sum(memory.values())
+
+
+def tables() -> tuple[list[str], list[str]]:
+    """Rows of a forward's costs, and of what blocks keep."""
+    fuse_rotary()
+    costs = [
+        "| denoiser | size | products, TFLOP | attention, TFLOP | others, GB | fused | launches | fused | share | won |",
+        "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    memory = ["| denoiser | block | MiB | fused | ratio |", "|---|---|---:|---:|---:|"]
+    for model in MODELS:
+        net = published(model)
+        own, ours = Counter(), Counter()
+        for kind in model.kinds:
+            for total, is_fused in ((own, False), (ours, True)):
+                one = forward_costs(net, kind, is_fused)
+                for field in ("products", "attention", "bytes", "launches"):
+                    setattr(total, field, getattr(total, field) + kind.count * getattr(one, field))
+            block = type(kind.find(net)).__name__
+            before, after = (kept_bytes(net, kind, is_fused) / 2**20 for is_fused in (False, True))
+            if block in FUSED:
+                memory.append(f"| {model.name} | {kind.count} × {block} | {before:,.0f} | {after:,.0f} | {after / before:.2f} |")
+        assert (own.products, own.attention) == (ours.products, ours.attention)
+        slow = own.bytes / OWN
+        whole = own.products / PRODUCTS + own.attention / ATTENTION + slow
+        won = (slow - ours.bytes / OURS) / whole if ours.bytes < own.bytes else 0.0
+        flop = f"{own.products / 1e12:.1f} | {own.attention / 1e12:.1f}"
+        moved = f"{own.bytes / 1e9:,.0f} | {ours.bytes / 1e9:,.0f} | {own.launches:,} | {ours.launches:,}"
+        costs.append(f"| {model.name} | {model.size} | {flop} | {moved} | {slow / whole:.0%} | {won:.0%} |")
+    return costs, memory
+
+
+if __name__ == "__main__":
+    page = Path("docs/scale.md")
+    costs, memory = tables()
+    replace_block(page, "block costs", costs)
+    replace_block(page, "block memory", memory)

@@ -1,7 +1,8 @@
 // Python bindings: the module reads torch tensors through their Python methods; it links neither torch nor libcuda.
 //
 // The Python side (prefgrpo/ops) checks and allocates. A function takes the number of threads (cpu_) or the stream
-// (cuda_), then every field of its struct in kernels.h by name. The GIL is released while a kernel runs or is launched.
+// (cuda_), then a dict with every field of its struct in kernels.h. The GIL is released while a kernel runs or is
+// launched.
 #include <pybind11/pybind11.h>
 
 #include <string>
@@ -86,7 +87,7 @@ static std::vector<Field<Params>> fields_of() {
 
 template <class Params>
 static void def(py::module_& m, const std::string& name, void (*run)(const Params&, int64_t)) {
-  m.def(name.c_str(), [run, name, fields = fields_of<Params>()](int64_t where, const py::kwargs& given) {
+  m.def(name.c_str(), [run, name, fields = fields_of<Params>()](int64_t where, const py::dict& given) {
     Params p;
     for (const Field<Params>& field : fields) {
       PyObject* value = PyDict_GetItemWithError(given.ptr(), field.name);

@@ -36,9 +36,9 @@ def modulate_kernel(
     c = tl.arange(0, BLOCK)
     mask = c < C
     x = load_fp32(x_ptr + b * x_batch + row % tokens * x_token + c, mask)
-    scale = load_fp32(scale_ptr + b * scale_batch + c, mask)
-    shift = load_fp32(shift_ptr + b * shift_batch + c, mask)
     n, _ = normalised(x, mask, eps, C)
+    scale = load_fp32(scale_ptr + b * scale_batch + c, mask)  # late: fewer registers
+    shift = load_fp32(shift_ptr + b * shift_batch + c, mask)
     store_rounded(y_ptr + row * C + c, n * (1.0 + scale) + shift, mask)
 
 

@@ -66,21 +66,16 @@ def mean(t, D: tl.constexpr, H: tl.constexpr, ACROSS: tl.constexpr):
 
 @triton.jit
 def norm_and_rotate(
-    x_ptr, w_ptr, g_ptr, out_ptr, ca, cb, sa, sb, h, keep, eps, dwa, dwb,
+    a, b, ga, gb, w_ptr, out_ptr, ca, cb, sa, sb, h, keep, eps, dwa, dwb,
     D: tl.constexpr, H: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, NORM: tl.constexpr,
     ACROSS: tl.constexpr, ROPE: tl.constexpr, GRAD: tl.constexpr,
 ):  # fmt: skip
-    """The queries or the keys of one token, or with GRAD their gradient, and dwa and dwb with its summands added."""
-    ga = 0.0
-    gb = 0.0
-    if GRAD:
-        ga, gb = load_pairs(g_ptr + h * D, keep, D, HALF, INTERLEAVED)
-        if ROPE:
-            turned = ga * ca + gb * sb
-            gb = gb * cb - ga * sa
-            ga = turned
+    """Store the queries or the keys of one token, or with GRAD their gradient; dwa and dwb with its summands added."""
+    if GRAD and ROPE:
+        turned = ga * ca + gb * sb
+        gb = gb * cb - ga * sa
+        ga = turned
     if NORM:
-        a, b = load_pairs(x_ptr + h * D, keep, D, HALF, INTERLEAVED)
         r = tl.div_rn(1.0, tl.sqrt_rn(mean(a * a + b * b, D, H, ACROSS) + eps))
         a = a * r
         b = b * r
@@ -94,15 +89,16 @@ def norm_and_rotate(
             ga = r * (ga - a * dot)
             gb = r * (gb - b * dot)
         else:
-            ga = a * wa
-            gb = b * wb
-    elif not GRAD:
-        ga, gb = load_pairs(x_ptr + h * D, keep, D, HALF, INTERLEAVED)
-    if ROPE and not GRAD:
-        turned = ga * ca - gb * sa
-        gb = gb * cb + ga * sb
-        ga = turned
-    store_pairs(out_ptr + h * D, ga, gb, keep, D, HALF, INTERLEAVED)
+            a = a * wa
+            b = b * wb
+    if GRAD:
+        a = ga
+        b = gb
+    elif ROPE:
+        turned = a * ca - b * sa
+        b = b * cb + a * sb
+        a = turned
+    store_pairs(out_ptr + h * D, a, b, keep, D, HALF, INTERLEAVED)
     return dwa, dwb
 
 
@@ -132,17 +128,24 @@ def qk_kernel(
             at = i * table_batch + s * table_token + h * 0  # of tiles of one layout, none is exchanged between threads
             ca, cb = load_table(cos_ptr + at, table_pair, keep, D, HALF, INTERLEAVED, PER_PAIR)
             sa, sb = load_table(sin_ptr + at, table_pair, keep, D, HALF, INTERLEAVED, PER_PAIR)
+        q_at = q_ptr + i * q_batch + s * q_token + h * D
+        k_at = k_ptr + i * k_batch + s * k_token + h * D
+        gq_at = gq_ptr + i * gq_batch + s * gq_token + h * D
+        gk_at = gk_ptr + i * gk_batch + s * gk_token + h * D
+        # all of a token's loads before the first store, which waits for a norm
+        qa, qb = load_pairs(q_at, keep & QUERIES, D, HALF, INTERLEAVED)
+        ka, kb = load_pairs(k_at, keep & KEYS, D, HALF, INTERLEAVED)
+        gqa, gqb = load_pairs(gq_at, keep & QUERIES, D, HALF, INTERLEAVED) if GRAD else (qa, qb)
+        gka, gkb = load_pairs(gk_at, keep & KEYS, D, HALF, INTERLEAVED) if GRAD else (ka, kb)
         if QUERIES:
             dwa, dwb = norm_and_rotate(
-                q_ptr + i * q_batch + s * q_token, qw_ptr, gq_ptr + i * gq_batch + s * gq_token,
-                q_out_ptr + i * qo_batch + s * qo_token, ca, cb, sa, sb, h, keep, eps, dwa, dwb,
-                D, H, HALF, INTERLEAVED, NORM, ACROSS, ROPE, GRAD,
+                qa, qb, gqa, gqb, qw_ptr, q_out_ptr + i * qo_batch + s * qo_token, ca, cb, sa, sb, h, keep, eps,
+                dwa, dwb, D, H, HALF, INTERLEAVED, NORM, ACROSS, ROPE, GRAD,
             )  # fmt: skip
         if KEYS:
             dwa, dwb = norm_and_rotate(
-                k_ptr + i * k_batch + s * k_token, kw_ptr, gk_ptr + i * gk_batch + s * gk_token,
-                k_out_ptr + i * ko_batch + s * ko_token, ca, cb, sa, sb, h, keep, eps, dwa, dwb,
-                D, H, HALF, INTERLEAVED, NORM, ACROSS, ROPE, GRAD,
+                ka, kb, gka, gkb, kw_ptr, k_out_ptr + i * ko_batch + s * ko_token, ca, cb, sa, sb, h, keep, eps,
+                dwa, dwb, D, H, HALF, INTERLEAVED, NORM, ACROSS, ROPE, GRAD,
             )  # fmt: skip
     if WEIGHTS:
         store_pairs(partial_ptr + (pid * H + h) * D, dwa, dwb, keep, D, HALF, INTERLEAVED)
@@ -155,6 +158,8 @@ def _launch(q, k, q_weight, k_weight, cos, sin, eps, interleaved, grads, outs, r
     across = norm and q_weight.numel() != dim
     block = triton.next_power_of_2(heads) if across else min(8, triton.next_power_of_2(heads))
     width = max(2, triton.next_power_of_2(dim))
+    interleaved = interleaved or cos is None
+    threads = block * width // (8 if interleaved and not across else 16)  # which load 128 bits each
     table = (0, 0, 1) if cos is None else (cos.stride(0) if cos.dim() == 3 else 0, *cos.stride()[-2:])
     strides = [stride for t in (*grads, *outs) for stride in t.stride()[:2]]
     # an absent tensor is replaced by one that the kernel then does not read
@@ -164,10 +169,10 @@ def _launch(q, k, q_weight, k_weight, cos, sin, eps, interleaved, grads, outs, r
         qk_kernel[(triton.cdiv(batch * tokens, rows), triton.cdiv(heads, block))](
             q, k, *weights, *tables, *grads, *outs, q if partial is None else partial, batch * tokens, tokens,
             *q.stride()[:2], *k.stride()[:2], *table, *strides, eps,
-            D=dim, H=heads, HALF=width // 2, HEADS=block, INTERLEAVED=interleaved or cos is None, NORM=norm,
+            D=dim, H=heads, HALF=width // 2, HEADS=block, INTERLEAVED=interleaved, NORM=norm,
             ACROSS=across, ROPE=cos is not None, PER_PAIR=cos is not None and cos.shape[-1] != dim,
             GRAD=grads[0] is not q, ROWS=rows, QUERIES=n == 0, KEYS=n == 1 or not partials,
-            WEIGHTS=partial is not None, num_warps=min(16, max(1, block * width // 512)), **FLAGS,
+            WEIGHTS=partial is not None, num_warps=min(16, max(1, threads // 32)), **FLAGS,
         )  # fmt: skip
 
 

@@ -1,7 +1,8 @@
 """Compiles Triton's kernels to cubins without a GPU and prints one JSON line each: stack, wide accesses, sum layouts.
 
 The ops themselves are called, with a driver that names a GPU; each launch compiles its kernel instead of running it.
-Run as a script, in a process without TRITON_INTERPRET: python compile_triton.py ARCH few|all
+Run as a script, in a process without TRITON_INTERPRET: python tests/compile_triton.py ARCH few|all|table; table prints
+the kernels of transformer blocks at FLUX's widths as Markdown (docs/benchmarks.md).
 """
 
 import itertools
@@ -21,7 +22,18 @@ from triton.runtime import JITFunction, driver
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where the package is not installed
 
-from prefgrpo.ops import PhiloxNoise, _backend, philox_normal, policy_loss, sde_logp, sde_step, winrate_advantage
+from prefgrpo.ops import (
+    PhiloxNoise,
+    _backend,
+    gated_residual,
+    layernorm_modulate,
+    philox_normal,
+    policy_loss,
+    qk_norm_rope,
+    sde_logp,
+    sde_step,
+    winrate_advantage,
+)
 
 ARCH = int(sys.argv[1])
 FEW = sys.argv[2] == "few"
@@ -30,7 +42,9 @@ DTYPES = [(F32, BF16, F32), (F32, F32, F32), (BF16, BF16, BF16), (F32, F32, BF16
 """Of x, v and x': what the ops pass on."""
 NUMBERS = {"round": (16, 4096), "odd": (3, 4097), "one": (1, 1)}
 """(B, D): sizes divisible by 16 or not, and 1, get code of their own."""
+FIXED = ("NOISE", "GRAD", "ACROSS", "PER_PAIR", "INTERLEAVED", "QUERIES")
 seen = set()
+lines: list[dict] = []
 
 
 def compile_instead(kernel: JITFunction, about: dict, *args: object, **options: object) -> None:
@@ -40,25 +54,28 @@ def compile_instead(kernel: JITFunction, about: dict, *args: object, **options: 
         return
     seen.add(compiled.hash)
     ptx = compiled.asm["ptx"]
-    stack, instructions = inspect(compiled.asm["cubin"])
     named = dict(zip(kernel.arg_names, args, strict=False)) | options
-    line = about | {"kernel": kernel.fn.__name__.removesuffix("_kernel"), "arch": ARCH, "stack": stack}
-    line["fixed"] = {name: named[name] for name in ("NOISE",) if name in named}
+    line = about | {"kernel": kernel.fn.__name__.removesuffix("_kernel"), "arch": ARCH} | inspect(compiled.asm["cubin"])
+    line["fixed"] = {name: named[name] for name in FIXED if name in named}
     line["wide"] = [len(re.findall(rf"{op}\.global[.\w]*\.v4", ptx)) for op in ("ld", "st")]
+    line["global"] = [len(re.findall(rf"\b{op}\.global", ptx)) for op in ("ld", "st")]
     line["fused"] = len(re.findall(r"\bfma\.rn\.f32", ptx))
-    line |= {"per_element": instructions * 128 / 2048, "sum": sum_layout(compiled.asm["ttgir"])}
-    print(json.dumps(line), flush=True)
+    line |= {"per_element": line.pop("instructions") * 128 / 2048, "sum": sum_layout(compiled.asm["ttgir"])}
+    lines.append(line)
+    if sys.argv[2] != "table":
+        print(json.dumps(line), flush=True)
 
 
-def inspect(cubin: bytes) -> tuple[int, int]:
-    """(stack bytes, instructions) of a cubin."""
+def inspect(cubin: bytes) -> dict[str, int]:
+    """Registers and bytes of stack of a thread, and instructions, of a cubin."""
     tools = f"{triton.__path__[0]}/backends/nvidia/bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         commands = [f"{tools}/cuobjdump", "-res-usage", file.name], [f"{tools}/nvdisasm", "-c", file.name]
         text, code = (subprocess.run(c, check=True, capture_output=True, text=True).stdout for c in commands)
-    return int(re.search(r"STACK:(\d+)", text)[1]), len(re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?!NOP|BRA)\S", code))
+    found = {name.lower(): int(number) for name, number in re.findall(r"(REG|STACK):(\d+)", text)}
+    return found | {"instructions": len(re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?!NOP|BRA)\S", code))}
 
 
 def sum_layout(ir: str) -> str:
@@ -103,6 +120,50 @@ def small(batch: int, dim: int) -> None:
             policy_loss(column, old, column, epsilon_low=0.1, weight=weight, kl=kl, reduction=reduction)
 
 
+WIDTHS = {"FLUX": (24, 128), "SD3.5": (38, 64), "Wan 14B": (40, 128), "odd": (3, 22)}
+"""Heads and channels of a head; the last has rows off multiples of 16 bytes."""
+VECTORS = [(BF16, BF16), (F32, F32), (BF16, F32)]
+"""Dtypes of tokens, and of shift, scale and gate."""
+
+
+def blocks(model: str, dtype: torch.dtype, vector_dtype: torch.dtype, about: dict) -> None:
+    """The ops of transformer blocks with their gradients, as LoRA and as full fine-tuning call them."""
+    heads, dim = WIDTHS[model]
+    channels = heads * dim
+    for trained in (False, True):
+        about |= {"what": "all weights" if trained else "LoRA"}
+        x = torch.zeros(2, 64, 3 * channels, dtype=dtype).requires_grad_()
+        q, k, y = x.chunk(3, 2)
+        vectors = torch.zeros(2, 6 * channels, dtype=vector_dtype).requires_grad_(trained).chunk(6, 1)
+        out = layernorm_modulate(q, *vectors[:2]), gated_residual(q, y, vectors[2])
+        torch.autograd.backward(out, [torch.zeros_like(t) for t in out])
+        for width, per_pair, last in itertools.product((dim, channels), (False, True), (-1, -2)):
+            if FEW and (width, last) == (channels, -2):
+                continue
+            weight = torch.zeros(width, dtype=dtype).requires_grad_(trained)
+            table = torch.zeros(64, dim // 2 if per_pair else dim)
+            heads_of = (t.unflatten(2, (heads, dim)) for t in (q, k))
+            out = qk_norm_rope(*heads_of, weight, weight, table, table, use_real_unbind_dim=last)
+            torch.autograd.backward(out, [torch.zeros_like(t) for t in out])
+
+
+def table() -> None:
+    """Print a row for each kernel of `blocks` that FLUX or Wan launch."""
+    head = "kernel", "trained", "registers", "stack", "128-bit loads", "other loads", "128-bit stores", "other stores"
+    print(*("| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head))), sep="\n")
+    for k in lines:
+        fixed = k["fixed"]
+        if fixed.get("PER_PAIR") or not fixed.get("INTERLEAVED", True) or not fixed.get("QUERIES", True):
+            continue
+        name = {"modulate": "layernorm_modulate", "residual": "gated_residual", "qk": "qk_norm_rope"}
+        kernel, _, is_gradient = k["kernel"].partition("_")
+        text = name[kernel] + (", over all heads" if fixed.get("ACROSS") else "")
+        text += ", backward" if is_gradient or fixed.get("GRAD") else ""
+        wide, every = k["wide"], k["global"]
+        cells = text, k["what"], k["reg"], k["stack"], wide[0], every[0] - wide[0], wide[1], every[1] - wide[1]
+        print("| " + " | ".join(map(str, cells)) + " |")
+
+
 def main() -> None:
     """Compile the kernels for one architecture."""
     target = GPUTarget("cuda", ARCH, 32)
@@ -111,6 +172,14 @@ def main() -> None:
     _backend._select = lambda device, choice: "triton"
     about: dict = {}
     JITFunction.__getitem__ = lambda kernel, grid: partial(compile_instead, kernel, about)
+    for model, dtypes in itertools.product(WIDTHS, VECTORS):
+        if (model, dtypes) != ("FLUX", VECTORS[0]) and sys.argv[2] != "all":
+            continue
+        about |= {"numbers": "odd" if model == "odd" else "round", "dtypes": [str(d) for d in dtypes], "model": model}
+        blocks(model, *dtypes, about)
+    if sys.argv[2] == "table":
+        table()
+        return
     for numbers, size in NUMBERS.items():
         for dtypes in DTYPES[:1] if FEW else DTYPES if numbers == "round" else DTYPES[:2]:
             about |= {"numbers": numbers, "dtypes": [str(d) for d in dtypes]}

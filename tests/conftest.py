@@ -3,9 +3,11 @@
 It is set before torch, triton or the hub client is imported, and child processes inherit it.
 """
 
+import atexit
 import os
 import shutil
 import socket
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,17 +18,45 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HF_HUB_OFFLINE"] = os.environ["TRANSFORMERS_OFFLINE"] = os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 os.environ["MPLBACKEND"] = "Agg"
 os.environ.pop("PREFGRPO_BACKEND", None)
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="prefgrpo-tests-")
 if shutil.which("nvidia-smi") is None:
     os.environ["TRITON_INTERPRET"] = "1"
 
 import hypothesis
 import pytest
 import torch
+import yaml
+
+from prefgrpo.judge.prompts import PUBLISHED, template_file
+from prefgrpo.judge.template import shipped_templates
 
 # The same examples in every run, so that failures are reproducible. HYPOTHESIS_PROFILE=default draws new ones.
 hypothesis.settings.register_profile("fixed", deadline=None, derandomize=True)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 torch.set_num_threads(1)
+
+atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
+_YES_NO = "Begin with Yes or No. Theme: {prompt}"
+_QUESTIONS = {  # stand-ins for those of the publishers, whose texts are not in this repository
+    "think": "Write <answer>Image 1 is better</answer> or <answer>Image 2 is better</answer>. Caption: {prompt}",
+    "think_video": "Write <answer>Video 1 is better</answer> or <answer>Video 2 is better</answer>. Caption: {prompt}",
+    "flex": '"Alignment" (…), "Quality" (…), "Aesthetics" (…): each with cat_winner. Image 1 or 2? Caption: {prompt}',
+    "flex_video": '"Alignment" (…), "Dynamics" (…), "Cinematography" (…): cat_winner. Video 1 or 2? Caption: {prompt}',
+    "edit_pairwise": "End with: Edited image 1 is better. Or: Edited image 2 is better. Instruction: {prompt}",
+    "edit_quality": "Give [naturalness, artefacts].",
+    "edit_following": "Give [success, restraint]. Instruction: {prompt}",
+    "unifiedreward": "Write lines like Alignment Score (1-5): 3. Caption: {prompt}",
+    "consistency": _YES_NO,
+    "consistency_no_duplicates": _YES_NO,
+    "consistency_criterion": f"{_YES_NO} Criterion: {{criterion}}",
+    "edit_consistency": "Is everything else consistent, Yes or No? Instruction: {prompt}",
+    "edit_done": "Is it done, Yes or No? Instruction: {prompt}",
+}
+for _name, _row in PUBLISHED.items():
+    _shown = "".join(f"{{{medium}}}" for medium in _row.media)
+    _content = shipped_templates()[_name] | {"user": _shown + _QUESTIONS[_name]}
+    template_file(_name).parent.mkdir(parents=True, exist_ok=True)
+    template_file(_name).write_text(yaml.safe_dump(_content, sort_keys=False))
 
 
 def _guarded(connect: Callable[..., Any]) -> Callable[..., Any]:

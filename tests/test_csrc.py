@@ -117,7 +117,7 @@ def test_cuda_kernels_do_not_spill_and_use_128_bit_accesses(root, arch, source):
         usage = command([f"{tools()}/cuobjdump", "-res-usage", file.name]).stdout
         code = command([f"{tools()}/nvdisasm", "-c", file.name]).stdout
     stack = {name: int(size) for name, size in re.findall(r"Function (\w+):\n.*STACK:(\d+)", usage)}
-    assert len(stack) == {"sde_step.cu": 40, "small.cu": 3}[source] and not any(stack.values()), stack
+    assert len(stack) == {"sde_step.cu": 56, "small.cu": 3}[source] and not any(stack.values()), stack
     for part in re.split(r"(?m)^\s*\.section\s+\.text\.", code)[1:]:
         name = re.match(r"\w+", part)[0]
         loads, stores = (len(re.findall(rf"{op}\.E\S*\.128", part)) for op in ("LDG", "STG"))

@@ -140,7 +140,7 @@ def test_a_loaded_judge_of_eight_ranks_loses_nothing(recipe, rate, clock):
     thread.submit(server.start()).result(10)
     for rank in range(RANKS):
         own = judge_config(config, entry, World(rank, RANKS, torch.device("cpu")))
-        own = replace(own, endpoints=(server.url,), model=server.model, prompt="ours")
+        own = replace(own, endpoints=(server.url,), model=server.model)
         client._clients.clear()  # ranks are separate processes and share no client
         reward = build(name, {name: {"judge": HttpJudge(own, template), "plan": entry.options["plan"]}})
         scorers.append(Scorer(reward, rollout.group_size, section.deadline_s, config.seed))

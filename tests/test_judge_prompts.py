@@ -1,15 +1,12 @@
-"""Published questions: what a judge gets equals what its publisher's client sends, and their parsers agree with ours.
+"""Published questions: what a judge gets equals what its publisher's client sends.
 
 Against the publishers' files in a checkout (PREFGRPO_PEERS), whose texts are not in this repository; the fetching, with
-its errors, against a file made here. Their parsers count an answer that they cannot read as a tie; ours is missing.
+its errors, against a file made here. Their parsers are compared in test_judge_answers.py.
 """
 
 import asyncio
 import hashlib
-import json
 import re
-import sys
-import types
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -20,8 +17,6 @@ from tiny_media import grey, noise
 
 from prefgrpo.commands import cli
 from prefgrpo.config.schema import JudgeConfig
-from prefgrpo.judge import answers
-from prefgrpo.judge.check import check
 from prefgrpo.judge.client import HttpJudge, JudgeClient
 from prefgrpo.judge.prompts import PUBLISHED, Published, extract, fetch
 from prefgrpo.judge.template import load_template
@@ -41,7 +36,7 @@ def cache(tmp_path, monkeypatch):
 def published(name, codebase):
     """The template with the published question."""
     fetch(name, peers.folder(codebase))
-    return load_template(name, ("media_1",), MARKERS, KINDS, prompt="published")
+    return load_template(name, ("media_1",), MARKERS, KINDS)
 
 
 def asked(template, sources, media):
@@ -138,76 +133,6 @@ def test_a_question_equals_that_of_pacos_scorer_of_edits(name, number, cache):
     same_question(sent[number], *asked(template, [noise(0)], [noise(1)]))
 
 
-JSON = json.dumps
-ANSWERS = {  # kind -> answers of judges, good and bad
-    "think": [
-        "<think>1. Semantic consistency:\n Image 1 (9/10) - good</think>\n<answer>Image 1 is better</answer>",
-        "<think>…</think><answer>\nImage 2 is better\n</answer>", "<answer>Both are good</answer>", "Image 1 is better",
-        "<think>Image 1 is better</think>", "<think>…</think><answer>\\boxed{1}</answer>", "",
-        "<think>…</think><answer>图1更好</answer>",
-    ],
-    "flex": [
-        JSON({"categories": [{"name": "A", "cat_winner": "Image 2"}], "winner": "Image 1"}),
-        f"```json\n{JSON({'winner': 'Image 2'})}\n```", JSON({"winner": "图1"}),
-        "Image 1", "{broken", "",
-    ],
-    "edit_pairwise": [
-        "The second is blurred. Edited image 1 is better.", "<answer>Edited image 2 is better</answer>",
-        "Neither follows.", "\\boxed{2}", "",
-    ],
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", ANSWERS)
-def test_their_parser_and_ours_agree(name, monkeypatch):
-    """Their win rates of two members after one answer are 1 and 0, 0 and 1, or, if it is unreadable, ½ and ½."""
-    pytest.importorskip("cv2")
-    monkeypatch.setitem(sys.modules, "vllm_utils", types.ModuleType("vllm_utils"))
-    stub = types.ModuleType("vllm_utils.vllm_request")
-    stub.evaluate_batch = None
-    monkeypatch.setitem(sys.modules, "vllm_utils.vllm_request", stub)
-    file = f"fastvideo/rewards/unifiedreward_{name}.py"
-    theirs = peers.file_module("pref_grpo", file, f"their_{name}", monkeypatch)
-    who = "Edited image" if name == "edit_pairwise" else "Image"
-    more = {"better_1": f"{who} 1 is better", "better_2": f"{who} 2 is better"}
-    if name == "flex":
-        more = {"overall_weight": 1.0, "dim_weight": 0.0, "category_weights": None}
-    template = load_template(name)
-    for text in ANSWERS[name]:
-        result = {"first_index": 0, "second_index": 1, "model_output": text}
-        _, rates = theirs._pairwise_win_rate(num_items=2, responses=[result], device="cpu", **more)
-        try:
-            value = answers.parse_answer(template, text)[0]
-        except answers.Unreadable:
-            value = 0.5
-        assert rates["overall_reward"] == [value, 1 - value], text
-
-
-AXES = "Alignment Score (1-5): {}\nCoherence Score (1-5): {}\nStyle Score (1-5): {}"
-RATED = [AXES.format(4, 3.5, 2), f"Here it is.\n{AXES.format(1, 5, '4.25')}\n", "Alignment Score (1-5): 3", "nothing"]
-SCORED = ['{"reasoning": "a", "score": [20, 7.5]}', '```json\n{"score": [0, 25]}\n```', '{"score": [3]}', "3 and 4", ""]
-
-
-def parts_of(name, text):
-    try:
-        return answers.parse_answer(load_template(name, ("media_1",), MARKERS, KINDS), text)[1]
-    except answers.Unreadable:
-        return {}
-
-
-def test_their_scores_and_ours_agree(monkeypatch):
-    """A score that they cannot read is 0; ours is missing."""
-    theirs = peers.file_module("pref_grpo", "fastvideo/rewards/unifiedreward.py", "their_scores", monkeypatch)
-    for text in RATED:
-        read = theirs.extract_normalized_rewards([text], device="cpu")[-1]
-        ours = parts_of("unifiedreward", text)
-        assert {name: values[0] for name, values in read.items()} == {name: ours.get(name, 0.0) for name in read}, text
-    file = "fastvideo/rewards/unifiedreward_edit_pointwise.py"
-    scores = peers.methods("pref_grpo", file, "_extract_json", "_parse_scores", json=json, re=re)[1]
-    for text in SCORED:
-        assert scores(text) == list(parts_of("edit_quality", text).values() or (0.0, 0.0)), text
-
-
 # ---- fetching --------------------------------------------------------------------------------------------------------
 
 CODE = """
@@ -242,7 +167,7 @@ def test_a_run_asks_in_published_words_once_they_are_fetched(cache, tmp_path, mo
     file = tmp_path / "clone" / "a" / "b.py"
     file.write_text(CODE)
     with JudgeServer() as server:
-        config = JudgeConfig((server.url,), prompt="published")
+        config = JudgeConfig((server.url,))
         with pytest.raises(JudgeError, match=r"run `prefgrpo judge prompts think`"):
             HttpJudge(config, "think")
         words = ["judge", "prompts", "think", "--from", str(tmp_path / "clone")]
@@ -255,12 +180,9 @@ def test_a_run_asks_in_published_words_once_they_are_fetched(cache, tmp_path, mo
         assert text_of(body) == "Judge {1}: a cat, a cat!" and len(images(body)) == 2
         assert [p["type"] for p in body["messages"][0]["content"]] == ["image_url", "image_url", "text"]
         server.answer = lambda bright, text: "<think>.</think><answer>Image 1 is better</answer>"
-        assert "our words" not in "".join(check(config, "think").rows)
-        words = ["judge", "check", "--endpoint", server.url, "--template", "think", "--prompt", "published"]
+        words = ["judge", "check", "--endpoint", server.url, "--template", "think"]
         assert cli.main(words) == 1, "it always names the first"
         assert text_of(server.requests[-1]).startswith("Judge {1}: a plain ")
-        ours = "".join(check(replace(config, prompt="ours"), "think").rows)
-        assert "template 'think' asks in our words" in ours and "`prefgrpo judge prompts think`" in ours
     file.write_text(CODE + "\n")
     with pytest.raises(JudgeError, match=r"expected a/b.py of owner/name at commit 0+ \(SHA-256"):
         fetch("think", file)

@@ -288,7 +288,7 @@ def test_doctor_finds_a_wrong_backend():
     code = (
         "from prefgrpo.ops import _backend\n"
         "right = _backend._kernel('cpu', 'sde_step')\n"
-        "_backend._kernel = lambda *name: lambda n, x, **rest: right(n, x=2 * x, **rest)\n"
+        "_backend._kernel = lambda *name: lambda n, fields: right(n, fields | {'x': 2 * fields['x']})\n"
         "from prefgrpo.commands.doctor import doctor\nprint('code', doctor())"
     )
     assert python(code).splitlines()[-1] == "code 1"

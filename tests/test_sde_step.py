@@ -189,7 +189,7 @@ def test_a_call_runs_its_kernels_and_nothing_else(monkeypatch):
     noises = (c.eps, PhiloxNoise(1, ids), PhiloxNoise(1, ids, -1), None)
     launched = []
     launch = sde.launch
-    monkeypatch.setattr(sde, "launch", lambda *args, **fields: (launched.append(args[1]), launch(*args, **fields)))
+    monkeypatch.setattr(sde, "launch", lambda *args, **more: (launched.append(args[1]), launch(*args, **more)))
     with Counted() as counted:
         for index, noise in itertools.product((1, c.index), noises):
             sde_step(c.x, c.v, c.coef, index, noise=noise, out_dtype=BF16, want_mean=True)

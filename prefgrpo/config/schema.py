@@ -120,9 +120,6 @@ class JudgeConfig:
     least-loaded healthy one. Empty: the checkpoint `model` answers in this process."""
     model: str = ""
     """The served model's name (empty: the only one served); without endpoints, the checkpoint's folder or hub id."""
-    prompt: Literal["ours", "published"] = "ours"
-    """Whose words ask the question: ours, or those that the judge was trained on, which `prefgrpo judge prompts`
-    fetches from their publisher (templates for which none were published are used as they are)."""
     concurrency: PositiveInt = 64
     """Maximum requests in flight per endpoint, over all processes (each gets an equal share, at least 1)."""
     api_key_env: str = ""

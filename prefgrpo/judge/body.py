@@ -23,10 +23,8 @@ import numpy as np
 from PIL import Image
 
 from prefgrpo.data.media import Media
-from prefgrpo.judge.template import SOURCE, Template
+from prefgrpo.judge.template import FRAMES, SOURCE, Template
 
-FRAMES = 8
-"""Number of frames of a clip shown to the judge, evenly spaced from first to last."""
 _GRACE_S = 0.25
 _MISSES = 3
 _MISS_SHARE = 0.05

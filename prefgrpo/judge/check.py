@@ -1,4 +1,4 @@
-"""Checks at startup that a judge behind HTTP works; `main` is `prefgrpo judge check`.
+"""Opens judges and checks at startup that they work; `main` is `prefgrpo judge check`.
 
 A server that is not up yet is waited for; one that is wrong is reported at once. Invariant: every failure raises a
 single JudgeError that says what was expected, what was found, and what to do.
@@ -11,15 +11,13 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 from prefgrpo.config.schema import JudgeConfig
 from prefgrpo.judge.answers import NO_THINKING
 from prefgrpo.judge.client import HttpJudge, JudgeClient
 from prefgrpo.judge.human_pairs import agreement, read_pairs
 from prefgrpo.judge.known_answers import ask_known_answers, is_pairwise, plain
-from prefgrpo.judge.prompts import wording_note
-from prefgrpo.judge.verdict import JudgeError
+from prefgrpo.judge.verdict import JudgeError, PairJudge
 
 _ADVICE = {
     r"context length|model length|max_model_len": "serve it with a larger --max-model-len, or make smaller images",
@@ -79,8 +77,6 @@ def check(
         )
     rows = [f"WARNING: {url}: {problem}" for url, problem in problems.items() if problem]
     rows += [row for _, health in found for row in health.rows]
-    if config.prompt == "ours" and (note := wording_note(template)):
-        rows.append(f"WARNING: {note}")
     alarm = " | ".join(health.alarm for _, health in found if health.alarm)
     if alarm:
         alarm = (
@@ -112,6 +108,34 @@ def check_reachable(
     return client.model, found
 
 
+def open_judge(
+    config: JudgeConfig,
+    template: str,
+    *,
+    device: str = "auto",
+    known_answers: bool = False,
+    clips: bool = False,
+    shape: Shape | None = None,
+) -> tuple[PairJudge, list[str]]:
+    """(a pairwise judge that answers, what was found out about it), over HTTP or, without endpoints, in this process.
+
+    device: of a judge in this process. The rest as `check`. Raises JudgeError if it gives no verdict on a probe pair.
+    """
+    if config.endpoints:
+        rows = check(config, template, known_answers=known_answers, clips=clips, shape=shape).rows
+        return HttpJudge(config, template), rows
+    from prefgrpo.judge.local import LocalJudge  # imports transformers
+
+    judge = LocalJudge(config.model, template, device)
+    verdict = judge.judge_group("a plain red picture", [plain("red"), plain("blue")], [(0, 1)], [plain("grey")])[0]
+    advice = f"Expected a model that answers the template '{template}'; correct judge.model or the reward's template"
+    if verdict.first is None:
+        raise JudgeError(f"the judge {config.model} gave no verdict on a probe pair: {verdict.reason}. {advice}")
+    rows = [f"in this process: {config.model}"]
+    problem = ask_known_answers(judge, judge.template)[1] if known_answers and is_pairwise(judge.template) else ""
+    return judge, rows + [f"WARNING: it {problem}. {advice}"] * bool(problem)
+
+
 def _probe(judge: HttpJudge, url: str, known_answers: bool, clips: bool, shape: Shape) -> tuple[str, Health]:
     """(why a server gives no verdicts or '', what was found out about it)."""
     model = judge.config.model
@@ -140,7 +164,6 @@ def main(
     endpoint: tuple[str, ...] = ("http://127.0.0.1:8000",),
     model: str = "",
     template: str = "compare",
-    prompt: Literal["ours", "published"] = "ours",
     api_key_env: str = "",
     wait_s: float = 20.0,
     timeout_s: float | None = None,
@@ -155,7 +178,6 @@ def main(
         endpoint: OpenAI-compatible servers, with or without /v1.
         model: Served model name; empty: the only one served.
         template: Shipped template name or path to one.
-        prompt: Whose words ask: ours, or the published ones that `prefgrpo judge prompts` has fetched.
         api_key_env: Environment variable that holds the API key.
         wait_s: Longest wait for a server that is still loading, in seconds.
         timeout_s: Longest wait for one answer, in seconds; default: the template's.
@@ -163,7 +185,7 @@ def main(
             agrees, with intervals.
     """
     people = read_pairs(pairs) if pairs else []
-    config = JudgeConfig(endpoint, model, prompt, api_key_env=api_key_env, timeout_s=timeout_s)
+    config = JudgeConfig(endpoint, model, api_key_env=api_key_env, timeout_s=timeout_s)
     health = check(config, template, wait_s=wait_s, known_answers=True)
     print("\n".join(health.rows))
     if people:

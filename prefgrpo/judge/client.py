@@ -177,10 +177,10 @@ class HttpJudge(PairJudge):
     def __init__(self, config: JudgeConfig, template: str = "compare") -> None:
         video = f"{template}_video"
         self.config = config
-        self.template = load_template(template, prompt=config.prompt)
+        self.template = load_template(template)
         self.clip_template = self.template
         if video in shipped_templates():
-            self.clip_template = load_template(video, prompt=config.prompt)
+            self.clip_template = load_template(video)
         self.client = shared_client(config)
         self.answer_s = config.timeout_s or max(self.template.timeout_s, self.clip_template.timeout_s)
 

@@ -3,9 +3,8 @@
     P(first) = sigmoid(log p(label 1) − log p(label 2)) at the token after the prefill
 
 Each medium is encoded once per group. With cached keys and values, the text and source images before the pair run once
-per group, the prompt up to the second image once per first image, and only the rest once per pair; the last layer's
-output and MLP run for the last token only. A group's verdicts depend only on that group, and equal those of the stock
-model on single pairs up to fp32 rounding.
+per group, the prompt up to the second image once per first image, and only the rest once per pair. A group's verdicts
+depend only on that group, and equal those of the stock model on single pairs up to fp32 rounding.
 """
 
 from __future__ import annotations
@@ -16,8 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer, DynamicCache
 
 from prefgrpo.data.media import Media
@@ -85,13 +83,6 @@ class LocalJudge(PairJudge):
         for parameter in self.model.parameters():  # copy out of the unaligned file mapping, which selects other kernels
             parameter.data = parameter.data.clone().requires_grad_(False)
         self.model.to(device)
-        self.model.model.visual.patch_embed.proj.__class__ = _PatchEmbed
-        for module in self.model.modules():
-            if type(module).__name__.endswith("RMSNorm"):
-                module.__class__ = _RmsNorm
-        last = self.model.model.language_model.layers[-1]
-        last.self_attn.o_proj = _LastToken(last.self_attn.o_proj)
-        last.mlp = _LastToken(last.mlp)
         self.labels = [torch.tensor(ids) for ids in label_ids(self.tokenizer, self.template)]
         self.pad: int = self.model.config.image_token_id
         self._pad_text: str = self.tokenizer.convert_ids_to_tokens(self.pad)
@@ -200,41 +191,6 @@ class LocalJudge(PairJudge):
             use_cache=True,
             **extra,
         )
-
-
-class _LastToken(nn.Module):
-    """A part of the last layer that computes only the last token [n, 1, H] of x [n, L, H].
-
-    Added to the layer's input, it broadcasts over the other tokens, whose outputs are not used.
-    """
-
-    def __init__(self, part: nn.Module) -> None:
-        super().__init__()
-        self.part = part
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.part(x[:, -1:])
-
-
-class _RmsNorm(nn.Module):
-    """transformers' RMSNorm as one torch kernel."""
-
-    weight: Tensor
-    variance_epsilon: float
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.variance_epsilon)
-
-
-class _PatchEmbed(nn.Conv3d):
-    """The convolution of patches [n, C, T, H, W] that are as large as its kernel to [n, out], as a matrix product.
-
-    Conv3d took 3 times as long on a CPU (1024 patches of 2 × 16 × 16, 1152 channels).
-    """
-
-    def forward(self, input: Tensor) -> Tensor:
-        """One row per patch."""
-        return F.linear(input.flatten(1), self.weight.flatten(1), self.bias)
 
 
 def _rows(cache: DynamicCache, rows: Tensor) -> DynamicCache:

@@ -83,7 +83,7 @@ def main(
     names: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="NAME")] = (),
     source: Annotated[Path | None, tyro.conf.arg(name="from")] = None,
 ) -> int:
-    """Fetch the questions that fine-tuned judges were trained on, for runs with judge.prompt: published.
+    """Fetch the questions that fine-tuned judges were trained on.
 
     Args:
         names: Templates, e.g. think flex; empty: list them. `all` fetches every one.
@@ -108,15 +108,12 @@ def template_file(name: str) -> Path:
 
 
 def published_template(name: str) -> str:
-    """Path of the template with the published question; `name` itself if none was published for it."""
-    if name not in PUBLISHED:
-        return name
+    """Path of the template with the published question. JudgeError if it was not fetched."""
     file = template_file(name)
     if not file.is_file():
         raise JudgeError(
-            f"judge.prompt: published needs the question that judges of the kind '{name}' were trained on, which is "
-            f"not in {file.parent}: run `prefgrpo judge prompts {name}` (or with --from CHECKOUT on a machine without "
-            "network); judge.prompt: ours asks in our words, which such a judge was not trained on"
+            f"the template '{name}' has the words of its publisher, on which such judges were trained; they are not in "
+            f"{file.parent}: run `prefgrpo judge prompts {name}` (with --from CHECKOUT on a machine without network)"
         )
     return str(file)
 
@@ -146,8 +143,6 @@ def fetch(name: str, source: Path | None = None) -> Path:
         )
     values = dict(shipped_templates()[name])
     values["user"] = "".join(f"{{{medium}}}" for medium in row.media) + extract(code.decode("utf-8"), row)
-    if row.source is _PREF_GRPO:
-        values["max_tokens"] = 4096  # as its client
     file = template_file(name)
     file.parent.mkdir(parents=True, exist_ok=True)
     note = f"# {path} of {repository} at {commit}; licence: {licence}\n"
@@ -193,13 +188,3 @@ def _text(node: ast.expr) -> str:
         case ast.BinOp(left=left, right=right):
             return _text(left) + _text(right)
     raise JudgeError(f"expected a text, got {ast.unparse(node)[:80]}")
-
-
-def wording_note(name: str) -> str:
-    """What a run says once if it asks in our words; '' if no question was published for this template."""
-    if name not in PUBLISHED:
-        return ""
-    return (
-        f"template '{name}' asks in our words; judges of its kind (UnifiedReward, PaCo-Reward) were trained on their "
-        f"publisher's: `prefgrpo judge prompts {name}`, then judge.prompt: published"
-    )

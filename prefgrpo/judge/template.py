@@ -38,6 +38,8 @@ PAIR = ("prompt", "media_1", "media_2")
 """Markers of a template that compares two media."""
 OWN_FIELDS = frozenset({"messages", "model", "n", "stream"})
 """Fields of a request that a template cannot set."""
+FRAMES = 8
+"""Frames of a clip that a judge sees, evenly spaced from first to last."""
 SOURCE = -1
 """Placeholder in `Template.parts` for the source images of an edit."""
 
@@ -49,10 +51,11 @@ def _rows(scores: Any) -> Any:
 
 
 def _fields(request: Any) -> str:
-    """A mapping as JSON, because templates are hashed."""
-    if not isinstance(request, dict) or OWN_FIELDS & request.keys():
+    """A mapping, or its JSON, as JSON, because templates are hashed."""
+    fields = json.loads(request) if isinstance(request, str) else request
+    if not isinstance(fields, dict) or OWN_FIELDS & fields.keys():
         raise ValueError(f"expected a mapping of fields other than {', '.join(sorted(OWN_FIELDS))}")
-    return json.dumps(request)
+    return json.dumps(fields)
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -125,7 +128,7 @@ class Template:
 
 @cache
 def shipped_templates() -> dict[str, dict[str, Any]]:
-    """Name → content of the templates shipped with the package."""
+    """Name → content of the templates shipped with the package; without `user` if its publisher has the question."""
     return read_yaml(_SHIPPED)
 
 
@@ -134,19 +137,18 @@ def load_template(
     needs: tuple[str, ...] = PAIR,
     may: tuple[str, ...] = ("source",),
     kinds: tuple[str, ...] = PAIR_ANSWERS,
-    prompt: str = "ours",
 ) -> Template:
     """Load a template by shipped name or by path to a YAML file; JudgeError if it is missing or invalid.
 
     needs: required markers; may: optional ones; media must appear in order, each once. kinds: answers that the caller
-    supports. prompt: JudgeConfig.prompt; published: with its publisher's question, if there is one.
+    supports.
     """
     file = name
-    if prompt == "published":
+    shipped = shipped_templates()
+    if "user" not in shipped.get(name, {"user": ""}):
         from prefgrpo.judge.prompts import published_template  # imports tyro, which a reward server need not have
 
         file = published_template(name)
-    shipped = shipped_templates()
     if file not in shipped and not Path(file).is_file():
         raise JudgeError(
             f"judge template '{name}' not found{did_you_mean(name, shipped)}: expected one of {', '.join(shipped)} or "

@@ -89,8 +89,8 @@ def _launch_error() -> str | None:
     ids = torch.zeros(1, dtype=torch.int64, device="cuda")
     out = torch.empty(1, 4, dtype=torch.float32, device="cuda")
     try:
-        numbers = {"batch": 1, "dim": 4, "seed": 0, "number": 0, "offset": 0}
-        built.cuda_normal(torch.cuda.current_stream().cuda_stream, sample=ids, step=None, out=out, **numbers)
+        fields = {"batch": 1, "dim": 4, "out": out, "seed": 0, "sample": ids, "step": None, "number": 0, "offset": 0}
+        built.cuda_normal(torch.cuda.current_stream().cuda_stream, fields)
     except RuntimeError as error:
         return (
             f"its kernels, built for {built.cuda_archs}, do not launch on this GPU ({error}); rebuild with "
@@ -174,19 +174,19 @@ def _kernel(backend: str, name: str) -> Callable[..., None]:
     return getattr(extension(), f"{backend}_{name}")
 
 
-def launch(backend: str, name: str, like: Tensor, *args: Any, **fields: Any) -> None:
-    """Call a kernel with the fields of its struct in csrc/kernels.h, on the device of `like`."""
+def launch(backend: str, name: str, like: Tensor, *args: Any, fields: dict[str, Any] | None = None) -> None:
+    """Call a kernel on the device of `like`, with its arguments or the fields of its struct in csrc/kernels.h."""
     call = _kernel(backend, name)
     device = like.get_device()
     if backend == "cpu":
-        call(torch.get_num_threads(), **fields)
+        call(torch.get_num_threads(), fields)
     elif device >= 0 and device != torch.cuda.current_device():
         with torch.cuda.device(device):
-            launch(backend, name, like, *args, **fields)
+            launch(backend, name, like, *args, fields=fields)
     elif backend == "cuda":
-        call(torch._C._cuda_getCurrentRawStream(device), **fields)  # 4 µs less than through a Stream object
+        call(torch._C._cuda_getCurrentRawStream(device), fields)  # 4 µs less than through a Stream object
     else:
-        call(*args, **fields)
+        call(*args, **(fields or {}))
 
 
 def cuda_scratch(backend: str, x: Tensor, dim: int, size: int, sums: int) -> Tensor | None:

@@ -8,7 +8,7 @@ group gives exactly 0.
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -55,8 +55,9 @@ def _winrate(
         advantage.copy_(values[1])
     else:
         prompts, group = rate.shape
-        options = {"prompts": prompts, "group": group, "use_std": use_std, "ddof": ddof, "eps": eps}
-        launch(backend, "winrate", wins, wins=wins, counts=counts, rate=rate, advantage=advantage, **options)
+        fields: dict[str, Any] = {"prompts": prompts, "group": group, "use_std": use_std, "ddof": ddof, "eps": eps}
+        fields |= {"wins": wins, "counts": counts, "rate": rate, "advantage": advantage}
+        launch(backend, "winrate", wins, fields=fields)
 
 
 def winrate_advantage(

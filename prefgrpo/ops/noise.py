@@ -78,8 +78,9 @@ def _normal(sample: Tensor, step: Tensor | None, number: int, seed: int, offset:
     if backend == "torch":
         out.copy_(reference_normal(seed, sample, number if step is None else step, dim, offset))
         return
-    counters = {"seed": seed, "sample": sample, "step": step, "number": number, "offset": offset}
-    launch(backend, "normal", out, batch=batch, dim=dim, out=out, **counters)
+    fields = {"batch": batch, "dim": dim, "out": out}
+    fields |= {"seed": seed, "sample": sample, "step": step, "number": number, "offset": offset}
+    launch(backend, "normal", out, fields=fields)
 
 
 def philox_normal(seed: int, sample: Tensor, step: Tensor | int, numel: int, *, offset: int = 0) -> Tensor:

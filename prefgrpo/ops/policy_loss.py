@@ -43,17 +43,9 @@ def metrics_by_name(metrics: Tensor) -> dict[str, Tensor]:
 
 
 def reference_loss(
-    delta: Tensor,
-    advantage: Tensor,
-    weight: Tensor | None,
-    kl: Tensor | None,
-    epsilon_low: float,
-    epsilon_high: float,
-    adv_clip: float,
-    kl_coef: float,
-    denominator: float,
-    per_sample: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+    delta: Tensor, advantage: Tensor, weight: Tensor | None, kl: Tensor | None, epsilon_low: float, epsilon_high: float,
+    adv_clip: float, kl_coef: float, denominator: float, per_sample: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(loss, metrics, d loss/d delta) for log-ratios `delta` in fp64; the loss is differentiable."""
     n = max(len(delta), 1)
     a = advantage.clamp(-adv_clip, adv_clip)
@@ -86,21 +78,10 @@ def reference_loss(
 # denominator 0: the number of samples, which a compiled graph must not see. loss: [B], each sample's own, or []
 @op("policy_loss", mutates=("loss", "metrics", "d_logp", "d_kl"))
 def _loss(
-    logp: Tensor,
-    logp_old: Tensor | None,
-    advantage: Tensor,
-    weight: Tensor | None,
-    kl: Tensor | None,
-    epsilon_low: float,
-    epsilon_high: float,
-    adv_clip: float,
-    kl_coef: float,
-    denominator: float,
-    loss: Tensor,
-    metrics: Tensor,
-    d_logp: Tensor,
-    d_kl: Tensor | None,
-) -> None:
+    logp: Tensor, logp_old: Tensor | None, advantage: Tensor, weight: Tensor | None, kl: Tensor | None,
+    epsilon_low: float, epsilon_high: float, adv_clip: float, kl_coef: float, denominator: float,
+    loss: Tensor, metrics: Tensor, d_logp: Tensor, d_kl: Tensor | None,
+) -> None:  # fmt: skip
     backend = backend_of(logp.device)
     batch = logp.shape[0]
     options: dict[str, Any] = {
@@ -111,9 +92,9 @@ def _loss(
     }
     options |= {"denominator": denominator or float(max(batch, 1)), "per_sample": loss.dim() == 1}
     if backend != "torch":
-        inputs = {"logp": logp, "logp_old": logp_old, "advantage": advantage, "weight": weight, "kl": kl}
-        results = {"loss": loss, "metrics": metrics, "d_logp": d_logp, "d_kl": d_kl}
-        launch(backend, "policy_loss", logp, batch=batch, **inputs, **options, **results)
+        options |= {"batch": batch, "logp": logp, "logp_old": logp_old, "advantage": advantage, "weight": weight}
+        options |= {"kl": kl, "loss": loss, "metrics": metrics, "d_logp": d_logp, "d_kl": d_kl}
+        launch(backend, "policy_loss", logp, fields=options)
         return
     delta = logp if logp_old is None else logp - logp_old
     exact: Any = [None if t is None else t.double() for t in (delta, advantage, weight, kl)]

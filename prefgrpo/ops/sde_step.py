@@ -168,29 +168,18 @@ def _store(results: Sequence[Tensor | None], terms: Sequence[Tensor | None], row
 
 @op("sde_step", mutates=("out", "logp", "mean"))
 def _step(
-    x: Tensor,
-    v: Tensor,
-    coef: Tensor,
-    index: Tensor | None,
-    eps: Tensor | None,
-    seed: int,
-    sample: Tensor | None,
-    step: Tensor | None,
-    number: int,
-    offset: int,
-    size: int,
-    out: Tensor,
-    logp: Tensor,
-    mean: Tensor | None,
-) -> None:
+    x: Tensor, v: Tensor, coef: Tensor, index: Tensor | None, eps: Tensor | None, seed: int, sample: Tensor | None,
+    step: Tensor | None, number: int, offset: int, size: int, out: Tensor, logp: Tensor, mean: Tensor | None,
+) -> None:  # fmt: skip
     backend, fields = _plan(x, v, out, coef, index, size)
     dim = fields["dim"]
     if backend != "torch":
         partial = cuda_scratch(backend, x, dim, fields["size"], int(eps is not None or sample is not None))
-        counters = {"seed": seed, "sample": sample, "step": step, "number": number, "offset": offset}
-        eps = None if eps is None else eps.float()
-        results = {"logp": logp, "kl": None, "log_ratio": None, "partial": partial}
-        launch(backend, "sde_step", x, **fields, **counters, **results, eps=eps, mean=mean)
+        fields |= {
+            "seed": seed, "sample": sample, "step": step, "number": number, "offset": offset, "partial": partial,
+            "eps": None if eps is None else eps.float(), "mean": mean, "logp": logp, "kl": None, "log_ratio": None,
+        }  # fmt: skip
+        launch(backend, "sde_step", x, fields=fields)
         return
     rows = _rows(coef, index, x.shape[0])
     if sample is not None:
@@ -207,18 +196,9 @@ def _step(
 
 @op("sde_logp", mutates=("logp", "kl", "log_ratio"))
 def _logp(
-    x: Tensor,
-    v: Tensor,
-    y: Tensor,
-    coef: Tensor,
-    index: Tensor | None,
-    v_ref: Tensor | None,
-    v_old: Tensor | None,
-    size: int,
-    logp: Tensor,
-    kl: Tensor | None,
-    log_ratio: Tensor | None,
-) -> None:
+    x: Tensor, v: Tensor, y: Tensor, coef: Tensor, index: Tensor | None, v_ref: Tensor | None, v_old: Tensor | None,
+    size: int, logp: Tensor, kl: Tensor | None, log_ratio: Tensor | None,
+) -> None:  # fmt: skip
     backend, fields = _plan(x, v, y, coef, index, size)
     if backend == "torch":
         rows = _rows(coef, index, x.shape[0])
@@ -226,32 +206,22 @@ def _logp(
         return
     sums = 1 + (kl is not None) + (log_ratio is not None)
     partial = cuda_scratch(backend, x, fields["dim"], fields["size"], sums)
-    results = {"logp": logp, "kl": kl, "log_ratio": log_ratio, "partial": partial}
-    launch(backend, "sde_logp", x, **fields, v_ref=v_ref, v_old=v_old, **results)
+    fields |= {"v_ref": v_ref, "v_old": v_old, "logp": logp, "kl": kl, "log_ratio": log_ratio, "partial": partial}
+    launch(backend, "sde_logp", x, fields=fields)
 
 
 @op("sde_grad", mutates=("dv",))
 def _grad(
-    x: Tensor,
-    v: Tensor,
-    y: Tensor,
-    coef: Tensor,
-    index: Tensor | None,
-    v_ref: Tensor | None,
-    v_old: Tensor | None,
-    size: int,
-    g_logp: Tensor | None,
-    g_kl: Tensor | None,
-    g_log_ratio: Tensor | None,
-    dv: Tensor,
-) -> None:
+    x: Tensor, v: Tensor, y: Tensor, coef: Tensor, index: Tensor | None, v_ref: Tensor | None, v_old: Tensor | None,
+    size: int, g_logp: Tensor | None, g_kl: Tensor | None, g_log_ratio: Tensor | None, dv: Tensor,
+) -> None:  # fmt: skip
     backend, fields = _plan(x, v, y, coef, index, size)
     upstream = {"g_logp": g_logp, "g_kl": g_kl, "g_log_ratio": g_log_ratio}
     if backend == "torch":
         rows = _rows(coef, index, x.shape[0])
         dv.copy_(reference_grad(x, v, y, rows, v_ref, v_old, fields["size"], *upstream.values()))
         return
-    launch(backend, "sde_grad", x, **fields, v_ref=v_ref, v_old=v_old, **upstream, dv=dv)
+    launch(backend, "sde_grad", x, fields=fields | upstream | {"v_ref": v_ref, "v_old": v_old, "dv": dv})
 
 
 def _whole(sums: Sequence[Tensor | None], coef: Tensor, index: Tensor | None, part: Part) -> list[Tensor | None]:
@@ -266,15 +236,9 @@ def _whole(sums: Sequence[Tensor | None], coef: Tensor, index: Tensor | None, pa
 
 
 def _replay(
-    v: Tensor,
-    x: Tensor,
-    y: Tensor,
-    coef: Tensor,
-    index: Tensor | None,
-    v_ref: Tensor | None,
-    v_old: Tensor | None,
+    v: Tensor, x: Tensor, y: Tensor, coef: Tensor, index: Tensor | None, v_ref: Tensor | None, v_old: Tensor | None,
     part: Part | None,
-) -> tuple[Tensor | None, ...]:
+) -> tuple[Tensor | None, ...]:  # fmt: skip
     """(logp, KL or None, log-ratio or None)."""
     dtype = torch.float32 if part is None else torch.float64
     results = [None if t is None else x.new_empty(x.shape[0], dtype=dtype) for t in (x, v_ref, v_old)]

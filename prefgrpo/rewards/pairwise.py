@@ -57,7 +57,10 @@ class VlmPairwise(Reward):
         self.question = self.template or type(self).template or "compare"
         self.plan_pairs = get_plan(self.plan)
         if not isinstance(self.judge, PairJudge):
-            self.judge = open_judge(self.judge, self.question)
+            from prefgrpo.judge.check import open_judge  # imports aiohttp
+
+            config = self.judge if isinstance(self.judge, JudgeConfig) else section(JudgeConfig, self.judge, "judge")
+            self.judge = open_judge(config, self.question)[0]
         if not self.judge.clips:
             self.takes = ("image",)  # type: ignore[assignment]
         self.streams = self.judge.streams
@@ -164,21 +167,6 @@ class UnifiedRewardFlex(VlmPairwise):
         mean = sum(weights[n] * r for n, r in known.items()) / total if total else sum(known.values()) / len(known)
         blend = self.overall_weight * overall.value + self.category_weight * mean
         return Score(blend / (self.overall_weight + self.category_weight), parts=parts | {"categories": mean})
-
-
-def open_judge(judge: JudgeConfig | Mapping[str, Any], template: str) -> PairJudge:
-    """Open a pairwise judge, from its config or a mapping of the config's fields. JudgeError within seconds, with
-    advice, if it gives no verdicts; ConfigError for invalid fields."""
-    config = judge if isinstance(judge, JudgeConfig) else section(JudgeConfig, judge, "judge")
-    if not config.endpoints:
-        from prefgrpo.judge.local import LocalJudge  # imports transformers
-
-        return LocalJudge(config.model, template)
-    from prefgrpo.judge.check import check  # imports aiohttp
-    from prefgrpo.judge.client import HttpJudge
-
-    check(config, template)
-    return HttpJudge(config, template)
 
 
 def _reasons(size: int, verdicts: Mapping[Pair, Verdict]) -> list[str]:

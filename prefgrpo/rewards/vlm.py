@@ -12,7 +12,6 @@ same medium are sent only once. Invariant: a value that the answer does not stat
 from __future__ import annotations
 
 import asyncio
-import warnings
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -24,7 +23,6 @@ from pydantic import NonNegativeFloat
 from prefgrpo.config.loading import section
 from prefgrpo.config.schema import JudgeConfig
 from prefgrpo.data.media import Media
-from prefgrpo.judge.prompts import wording_note
 from prefgrpo.judge.template import Template, load_template
 from prefgrpo.judge.verdict import JudgeError, Verdict
 from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample, Score
@@ -59,9 +57,7 @@ class VlmReward(PointwiseReward):
 
     def load(self, name: str, needs: tuple[str, ...] | None = None) -> Template:
         """Load a template, checked against `needs`, `may` and `kinds`."""
-        question = load_template(name, needs or self.needs, self.may, self.kinds, self.client.config.prompt)
-        if self.client.config.prompt == "ours" and (note := wording_note(name)):
-            warnings.warn(note, stacklevel=2)  # once per process and template
+        question = load_template(name, needs or self.needs, self.may, self.kinds)
         self.answer_s = max(self.answer_s, self.client.config.timeout_s or question.timeout_s)
         return question
 

@@ -1,8 +1,8 @@
 """Sends every sample to the data-parallel rank that scores its group, while the next batch is generated.
 
 One message per sample, from leader to leader of two shares: uint8 [(F,) H, W, 3]. All processes derive the messages and
-their shapes from the same plan, so only pixels are sent. Samples are handed over on threads, so resizing of source
-images and encoding for a judge never hold up the rollout.
+their shapes from the same plan, so only pixels are sent. Samples are handed over on threads, so neither waiting for
+the device, nor resizing of source images, nor encoding for a judge holds up the rollout.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.distributed import Work
 
 from prefgrpo.parallel.world import World
 from prefgrpo.rollout.batch import BatchPlan, Place
-from prefgrpo.rollout.render import Images
+from prefgrpo.rollout.render import Images, Pixels
 
 
 @contextmanager
@@ -27,9 +27,8 @@ def media_exchange(
     planned: Sequence[BatchPlan],
     shape: tuple[int, ...],
     take: Callable[[Place, Images], None],
-) -> Iterator[Callable[[Place, Images], None]]:
-    """Yields `put`, to be called by the leader of a share with every sample [(F,) H, W, 3] of it; it sends without
-    waiting.
+) -> Iterator[Callable[[Place, Pixels], None]]:
+    """Yields `put`, to be called by the leader of a share with every sample [(F,) H, W, 3] of it; it does not wait.
 
     shape: of a sample's pixels. take: called by the leader, on other threads, with (place, pixels) of every sample of
     `world.slots`. On exit, it has been called for all samples; what it raised is raised by the next `put`, or on exit.
@@ -44,16 +43,20 @@ def media_exchange(
         except BaseException as error:  # noqa: BLE001  (raised where the result is asked for)
             received.set_exception(error)
 
-    def put(place: Place, pixels: Images) -> None:
-        if pixels.shape != shape:
-            raise RuntimeError(f"expected media of shape {shape}, the model made {pixels.shape}")
-        for done in [work for work in works if work.done()]:
-            done.result()
+    def hand_over(place: Place, pixels: Pixels) -> None:
+        image = pixels()
+        if image.shape != shape:
+            raise RuntimeError(f"expected media of shape {shape}, the model made {image.shape}")
         receiver = world.owner(place[0])
         if receiver == world.dp_index:
-            works.append(local.submit(take, place, pixels))
+            take(place, image)
         else:
-            sent.append(world.send(torch.from_numpy(pixels), receiver, tags[place]))
+            sent.append(world.send(torch.from_numpy(image), receiver, tags[place]))
+
+    def put(place: Place, pixels: Pixels) -> None:
+        for done in [work for work in works if work.done()]:
+            done.result()
+        works.append(local.submit(hand_over, place, pixels))
 
     made_by = {place: batch.dp_rank for batch in planned for place in batch.places}
     tags = {place: number for number, place in enumerate(made_by)}

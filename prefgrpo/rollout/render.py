@@ -6,9 +6,10 @@ A batch has prompts whose texts have one length, and source images of one number
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache, partial
 from itertools import chain, repeat
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -30,6 +31,8 @@ from prefgrpo.rollout.sources import sources_of
 
 Images = NDArray[np.uint8]
 Key = TypeVar("Key")
+Pixels = Callable[[], Images]
+"""Waits for a sample's pixels."""
 DECODED_PIXELS = 1024 * 1024
 """Most pixels per call of the VAE decoder, at least one image or clip: more take memory and no less time."""
 ENCODED = 64
@@ -76,9 +79,10 @@ def render(
         ids = torch.tensor(addresses, dtype=torch.int64, device=world.device)
         each = [condition for _, condition in batch] or embeddings(adapter, [spare[0]], sampling)
         latents, _ = rollout(adapter, schedule, collate(each, world.device), ids, sampling, seed=seed)
-        if chosen:
-            yield from decoder.add(chosen, latents)
-    yield from decoder.rest()
+        for k, pixels in decoder.add(chosen, latents) if chosen else ():
+            yield k, pixels()
+    for k, pixels in decoder.rest():
+        yield k, pixels()
 
 
 def batches_of(conditions: Iterable[Condition], size: int) -> Iterator[list[tuple[int, Condition]]]:
@@ -94,7 +98,10 @@ def batches_of(conditions: Iterable[Condition], size: int) -> Iterator[list[tupl
 
 class Decoder(Generic[Key]):
     """Decodes the samples of a share, each on one of its context-parallel processes and all these at the same time: it
-    waits until there is a sample for each. Only the leader gets pixels; all of them call it alike."""
+    waits until there is a sample for each. Only the leader gets pixels; all of them call it alike.
+
+    It never waits for the device: pixels are functions that wait, and can be called in another thread.
+    """
 
     def __init__(self, adapter: Adapter, sizes: SamplingConfig, world: World) -> None:
         self._adapter = adapter
@@ -103,13 +110,13 @@ class Decoder(Generic[Key]):
         self._keys: list[Key] = []
         self._latents: list[Tensor] = []
 
-    def add(self, keys: Sequence[Key], latents: Tensor) -> list[tuple[Key, Images]]:
+    def add(self, keys: Sequence[Key], latents: Tensor) -> list[tuple[Key, Pixels]]:
         """Hand over final latents [B, …]; the samples that are decoded now: (key, pixels [(F,) H, W, 3])."""
         self._keys += keys
         self._latents.append(latents)
         return self.rest() if len(self._keys) >= self._world.layout.context else []
 
-    def rest(self) -> list[tuple[Key, Images]]:
+    def rest(self) -> list[tuple[Key, Pixels]]:
         """The samples that still wait."""
         if not self._keys:
             return []
@@ -123,7 +130,30 @@ class Decoder(Generic[Key]):
         index = self._world.rank % count
         mine = decode(self._adapter, padded[index * each : (index + 1) * each], self._sizes)
         parts = self._world.gather_to_leader(mine)
-        return list(zip(keys, torch.cat(parts)[: len(keys)].cpu().numpy(), strict=True)) if parts else []
+        if not parts:
+            return []
+        arrays = to_host(torch.cat(parts)[: len(keys)])
+        return [(key, partial(_row, arrays, row)) for row, key in enumerate(keys)]
+
+
+def to_host(tensor: Tensor) -> Callable[[], NDArray[Any]]:
+    """Starts to copy a tensor to the host; the function, which any thread may call, waits for the copy."""
+    host = tensor.to("cpu", non_blocking=True)
+    if tensor.device.type != "cuda":
+        return host.numpy
+    copied = torch.cuda.Event()
+    copied.record()
+
+    @cache
+    def wait() -> NDArray[Any]:
+        copied.synchronize()
+        return host.numpy().copy()  # pinned memory is scarce
+
+    return wait
+
+
+def _row(arrays: Callable[[], NDArray[Any]], row: int) -> Images:
+    return arrays()[row]
 
 
 @torch.no_grad()

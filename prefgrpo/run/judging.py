@@ -21,9 +21,8 @@ from prefgrpo.config.rewards import RewardEntry
 from prefgrpo.config.schema import COMBINE, SEPARATE, Config, JudgeConfig
 from prefgrpo.data.media import Media
 from prefgrpo.data.prompts import Prompt
-from prefgrpo.judge.known_answers import ask_known_answers, is_pairwise, plain
 from prefgrpo.judge.plans import get_plan
-from prefgrpo.judge.template import load_template
+from prefgrpo.judge.template import FRAMES, load_template
 from prefgrpo.judge.verdict import JudgeError, PairJudge
 from prefgrpo.models import family
 from prefgrpo.objectives.advantages import load_function
@@ -34,9 +33,6 @@ from prefgrpo.rewards.functions import FunctionPairwise, FunctionReward, failure
 from prefgrpo.rewards.pairwise import VlmPairwise
 from prefgrpo.rewards.scorer import Scorer
 from prefgrpo.run.metrics import taken_name
-
-FRAMES = 8
-"""Frames of a clip that a judge sees (judge.body.FRAMES, whose module needs aiohttp)."""
 
 
 def config_errors(config: Config) -> list[str]:
@@ -191,22 +187,21 @@ class Rewards:
 
     def _open(self, entry: RewardEntry, judge: JudgeConfig, prompts: Sequence[Prompt]) -> PairJudge:
         """A judge that answers, also a pair as large as those of this run. Raises JudgeError if not."""
+        from prefgrpo.judge.check import Shape, check, open_judge
+        from prefgrpo.judge.client import HttpJudge
+
         template = _question(entry)
         if not judge.endpoints:
             key = (judge.model, template)
             if key not in self._local:
-                self._local[key], warning = _local_judge(judge, template, str(self.world.device))
-                self.notes += [f"judge in this process: {judge.model}", *warning]
+                device = str(self.world.device)
+                self._local[key], rows = open_judge(judge, template, device=device, known_answers=True)
+                self.notes += [f"judge {row}" for row in rows]
             return self._local[key]
-        from prefgrpo.judge.check import Shape, check
-        from prefgrpo.judge.client import HttpJudge
-
+        r = self.config.rollout
         clips = "video" in self.media
-        shape = Shape()
-        if prompts:
-            r = self.config.rollout
-            longest = max((prompt.text for prompt in prompts), key=len)
-            shape = Shape(r.height, r.width, FRAMES if clips else 1, longest)
+        longest = max((prompt.text for prompt in prompts), key=len, default="")
+        shape = Shape(r.height, r.width, FRAMES if clips else 1, longest) if prompts else None
 
         def run_check() -> None:
             health = check(judge, template, known_answers=True, clips=clips, shape=shape)
@@ -219,19 +214,6 @@ class Rewards:
         """Close all rewards and their judges."""
         for _, reward in self._built:
             reward.close()
-
-
-def _local_judge(config: JudgeConfig, template: str, device: str) -> tuple[PairJudge, list[str]]:
-    """(judge, warnings). Raises JudgeError if it gives no verdict on a probe pair."""
-    from prefgrpo.judge.local import LocalJudge
-
-    judge = LocalJudge(config.model, template, device)
-    verdict = judge.judge_group("a plain red picture", [plain("red"), plain("blue")], [(0, 1)], [plain("grey")])[0]
-    advice = f"Expected a model that answers the template '{template}'; correct judge.model or the reward's template"
-    if verdict.first is None:
-        raise JudgeError(f"the judge {config.model} gave no verdict on a probe pair: {verdict.reason}. {advice}")
-    problem = ask_known_answers(judge, judge.template)[1] if is_pairwise(judge.template) else ""
-    return judge, [f"WARNING: the judge {problem}. {advice}"] if problem else []
 
 
 def makes_clips(config: Config) -> bool:

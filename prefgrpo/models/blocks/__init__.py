@@ -1,48 +1,124 @@
-"""Transformer blocks whose pointwise part runs in fused ops (`prefgrpo.ops`): one subclass per block of diffusers.
+"""Transformer blocks whose pointwise part runs in fused ops (`prefgrpo.ops`), with less in memory for the backward pass.
 
-About a third of a FLUX forward on an H100 is norms, modulation, rotary embedding, gates and residuals, each with its own
-passes over memory. A subclass here computes the same in fewer; its linear layers and its attention are called as before,
-so LoRA, FSDP2, recomputation, attention backends and split tokens keep working. (Unlike torch.compile, the ops have the
-same bits with and without gradient.)
+A quarter of a FLUX forward on an H100 is norms, modulation, rotary embedding, gates and residuals, each with its own
+passes over memory. `forwards.py` has the same forwards with fewer, `kept.py` what need not be kept for the backward.
+Unlike torch.compile, they have the same bits with and without gradient.
 Invariant: a block equals diffusers' up to rounding, which the start of every run checks, forward and gradient.
 """
 
 from __future__ import annotations
 
 import copy
+import importlib
 import math
 import warnings
-from typing import Any
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from prefgrpo.config.by_path import load_class
 from prefgrpo.models.attention import LIMIT
+from prefgrpo.models.blocks.kept import keeps_inputs
 
 FUSED_ON = ("cuda",)
 """Device types on which blocks are fused; elsewhere diffusers' own run."""
+TOKENS = (160, 96)
+"""Latent and text tokens of `check`."""
+
+
+class Random(NamedTuple):
+    """Arguments of two samples for a block of width C with heads of width D, on a device."""
+
+    device: torch.device
+    C: int
+    D: int
+
+    def __call__(self, *shape: int) -> Tensor:
+        """N(0, 1) in fp32."""
+        return torch.randn(*shape, device=self.device)
+
+    def streams(self) -> dict[str, Any]:
+        """Latents and text."""
+        names = ("hidden_states", "encoder_hidden_states")
+        return {name: self(2, count, self.C) for name, count in zip(names, TOKENS, strict=True)}
+
+    def tables(self, count: int) -> tuple[Tensor, Tensor]:
+        """cos and sin [count, D] of a rotary embedding, each value twice in a row."""
+        angle = 3 * self(count, self.D // 2).repeat_interleave(2, 1)
+        return angle.cos(), angle.sin()
+
+    def turns(self, *shape: int) -> Tensor:
+        """The same as complex numbers […, D / 2]."""
+        angle = 3 * self(*shape, self.D // 2)
+        return torch.polar(torch.ones_like(angle), angle)
+
+
+class Fused(NamedTuple):
+    """How a block of diffusers runs fused."""
+
+    forward: str
+    """Name in `forwards`."""
+    inputs: Callable[[Random], dict[str, Any]]
+    """Random arguments for `check`."""
+
+
+N, M = TOKENS
 FUSED = {
-    "FluxTransformerBlock": "prefgrpo.models.blocks.flux:FluxDouble",
-    "FluxSingleTransformerBlock": "prefgrpo.models.blocks.flux:FluxSingle",
-    "Flux2TransformerBlock": "prefgrpo.models.blocks.flux2:Flux2Double",
-    "Flux2SingleTransformerBlock": "prefgrpo.models.blocks.flux2:Flux2Single",
-    "HunyuanVideo15TransformerBlock": "prefgrpo.models.blocks.hunyuan_video:HunyuanVideo15Double",
-    "HunyuanVideoTransformerBlock": "prefgrpo.models.blocks.hunyuan_video:HunyuanVideoDouble",
-    "HunyuanVideoSingleTransformerBlock": "prefgrpo.models.blocks.hunyuan_video:HunyuanVideoSingle",
-    "JointTransformerBlock": "prefgrpo.models.blocks.sd3:SD3Double",
-    "QwenImage21TransformerBlock": "prefgrpo.models.blocks.qwen_image_21:QwenImage21Block",
-    "QwenImageTransformerBlock": "prefgrpo.models.blocks.qwen_image:QwenImageDouble",
-    "WanTransformerBlock": "prefgrpo.models.blocks.wan:WanBlock",
-    "ZImageTransformerBlock": "prefgrpo.models.blocks.z_image:ZImageBlock",
-}
-"""Name of diffusers' block → import path of the subclass that replaces it."""
+    "FluxTransformerBlock": Fused("flux_double", lambda r: {
+        **r.streams(), "temb": r(2, r.C), "image_rotary_emb": r.tables(N + M),
+    }),
+    "FluxSingleTransformerBlock": Fused("flux_single", lambda r: {
+        **r.streams(), "temb": r(2, r.C), "image_rotary_emb": r.tables(N + M),
+    }),
+    "Flux2TransformerBlock": Fused("flux2_double", lambda r: {
+        **r.streams(), "temb_mod_img": r(2, 6 * r.C), "temb_mod_txt": r(2, 6 * r.C), "image_rotary_emb": r.tables(N + M),
+    }),
+    "Flux2SingleTransformerBlock": Fused("flux2_single", lambda r: {
+        "hidden_states": r(2, N + M, r.C), "encoder_hidden_states": None, "temb_mod": r(2, 3 * r.C),
+        "image_rotary_emb": r.tables(N + M),
+    }),
+    "HunyuanVideoTransformerBlock": Fused("hunyuan_double", lambda r: {
+        **r.streams(), "temb": r(2, r.C), "attention_mask": None, "freqs_cis": r.tables(N),
+    }),
+    "HunyuanVideoSingleTransformerBlock": Fused("hunyuan_single", lambda r: {
+        **r.streams(), "temb": r(2, r.C), "attention_mask": None, "image_rotary_emb": r.tables(N),
+    }),
+    "HunyuanVideo15TransformerBlock": Fused("hunyuan15_double", lambda r: {
+        **r.streams(), "temb": r(2, r.C), "freqs_cis": r.tables(N),
+        "attention_mask": torch.ones(2, M, dtype=torch.bool, device=r.device),
+    }),
+    "JointTransformerBlock": Fused("sd3_double", lambda r: {**r.streams(), "temb": r(2, r.C)}),
+    "QwenImageTransformerBlock": Fused("qwen_double", lambda r: {
+        **r.streams(), "encoder_hidden_states_mask": None, "temb": r(2, r.C),
+        "image_rotary_emb": (r.turns(N), r.turns(M)),
+    }),
+    "QwenImage21TransformerBlock": Fused("qwen21_block", lambda r: {
+        "hidden_states": r(2, M + N, r.C), "modulation": r(3, 4 * r.C), "rotary_emb": r.turns(M + N),
+        "target_token_mask": torch.arange(M + N, device=r.device) >= M, "segments": [(0, M, True)],
+    }),
+    "WanTransformerBlock": Fused("wan_block", lambda r: {
+        **r.streams(), "temb": r(2, 6, r.C), "rotary_emb": tuple(t[None, :, None] for t in r.tables(N)),
+    }),
+    "ZImageTransformerBlock": Fused("z_image_block", lambda r: {
+        "x": r(2, N + M, r.C), "attn_mask": None, "freqs_cis": r.turns(2, N + M), "adaln_input": r(2, min(r.C, 256)),
+    }),
+}  # fmt: skip
+"""Name of diffusers' block → its fused forward."""
+
+
+@lru_cache(None)
+def fused(kind: type[nn.Module]) -> type[nn.Module]:
+    """The subclass of one of diffusers' blocks that runs fused."""
+    forward = getattr(importlib.import_module(f"{__name__}.forwards"), FUSED[kind.__name__].forward)
+    return type(f"Fused{kind.__name__}", (kind,), {"forward": keeps_inputs(forward), "stock_forward": kind.forward})
 
 
 def fuse_blocks(net: nn.Module, blocks: list[nn.Module], dtype: torch.dtype, device: torch.device) -> None:
-    """Turn `blocks` of a denoiser that have a fused form into it, in place, if one of each kind passes `check`.
+    """Fuse those of a denoiser's blocks in FUSED, in place, if one of each kind passes `check`.
 
-    Others stay diffusers' own, with a warning if they failed. dtype: of the run, on `device`.
+    Others stay diffusers' own, with a warning if they failed. The run computes in `dtype` on `device`.
     """
     if device.type not in FUSED_ON:
         return
@@ -50,38 +126,38 @@ def fuse_blocks(net: nn.Module, blocks: list[nn.Module], dtype: torch.dtype, dev
         if kind.__name__ not in FUSED:
             continue
         of_kind = [block for block in blocks if type(block) is kind]
-        fused = load_class("block", kind.__name__, FUSED, kind)
         try:
-            check(net, of_kind[0], fused, dtype, device)
-        except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:  # of another diffusers
+            check(net, of_kind[0], dtype, device)
+        except (AttributeError, RuntimeError, TypeError, ValueError) as error:  # of another diffusers
             reason = str(error).partition("\n")[0][:200]
-            warnings.warn(f"diffusers' own {kind.__name__} runs, slower: the fused one differs: {reason}", stacklevel=2)
+            warnings.warn(f"{kind.__name__} runs as in diffusers, slower: fused, it fails: {reason}", stacklevel=2)
             continue
         for block in of_kind:
-            block.__class__ = fused
+            block.__class__ = fused(kind)
 
 
-def check(net: nn.Module, block: nn.Module, fused: type[nn.Module], dtype: torch.dtype, device: torch.device) -> None:
-    """Compare outputs and gradients of copies of a block with diffusers' own in fp32, on random inputs.
+def check(net: nn.Module, block: Any, dtype: torch.dtype, device: torch.device) -> None:
+    """Compare outputs and gradients of a fused copy of a block with diffusers' own in fp32, on random inputs.
 
-    Gradients are those of all inputs, and of weights that are vectors. Raises RuntimeError if an error relative to the
-    largest element is above LIMIT and twice that of diffusers' block in the same dtype.
+    Gradients are those of all inputs and of weights that are vectors. Raises RuntimeError if an error, relative to the
+    largest element, is above LIMIT and above twice that of diffusers' own block in the same dtype.
     """
+    kind = type(block)
+    attn = next(getattr(block, name) for name in ("attn", "attn1", "attention") if hasattr(block, name))
+    width = attn.to_q.in_features if hasattr(attn, "to_q") else attn.query_dim
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(0)
-        inputs = fused.inputs(block, torch.float32, device)  # type: ignore[operator]
-    own = type(block)
-    exact = _results(_copy(net, block, own, torch.float32, device), inputs)
-    stock = _errors(_results(_copy(net, block, own, dtype, device), inputs), exact)
-    got = _errors(_results(_copy(net, block, fused, dtype, device), inputs), exact)
-    for name, error in got.items():
-        if not error <= max(LIMIT[dtype], 2 * stock[name]):
-            raise RuntimeError(f"{name} by {error:.1%}, diffusers' own by {stock[name]:.1%}")
+        inputs = FUSED[kind.__name__].inputs(Random(device, width, width // attn.heads))
+    exact = _results(_copy(net, block, kind, torch.float32, device), inputs)
+    own = _errors(_results(_copy(net, block, kind, dtype, device), inputs), exact)
+    for name, error in _errors(_results(_copy(net, block, fused(kind), dtype, device), inputs), exact).items():
+        if not error <= max(LIMIT[dtype], 2 * own[name]):
+            raise RuntimeError(f"{name} differs by {error:.1%}, diffusers' own by {own[name]:.1%}")
 
 
 def _copy(net: Any, block: nn.Module, kind: type[nn.Module], dtype: torch.dtype, device: torch.device) -> nn.Module:
     """A copy of the block as a `kind`, with the dtypes that a run gives its weights."""
-    hooks: Any = {id(block._forward_pre_hooks): type(block._forward_pre_hooks)()}  # a family's: they hold the pipeline
+    hooks: Any = {id(block._forward_pre_hooks): type(block._forward_pre_hooks)()}  # a family's, which hold its pipeline
     alone = copy.deepcopy(block, hooks)
     alone.__class__ = kind
     in_fp32 = {"lora_A", "lora_B", *(net._keep_in_fp32_modules or ())}
@@ -93,21 +169,19 @@ def _copy(net: Any, block: nn.Module, kind: type[nn.Module], dtype: torch.dtype,
 
 def _results(block: nn.Module, inputs: dict[str, Any]) -> dict[str, Tensor]:
     """Outputs, and gradients for an upstream gradient of cosines."""
-    dtype = next(p.dtype for p in block.parameters() if p.dim() == 2)
-    given = {
-        k: v.to(dtype).requires_grad_() if isinstance(v, Tensor) and v.is_floating_point() else v
-        for k, v in inputs.items()
-    }
-    out = block(**given)
-    outputs = {f"output {k}": t for k, t in enumerate([out] if isinstance(out, Tensor) else out)}
-    leaves = {f"gradient of {k}": v for k, v in given.items() if isinstance(v, Tensor) and v.requires_grad}
-    leaves |= {f"gradient of {name}": p for name, p in block.named_parameters() if p.requires_grad}
-    upstream = [torch.arange(t.numel(), device=t.device).cos().view_as(t).to(t.dtype) for t in outputs.values()]
-    gradients = torch.autograd.grad(list(outputs.values()), list(leaves.values()), upstream)
-    return {k: t.detach() for k, t in outputs.items()} | dict(zip(leaves, gradients, strict=True))
+    dtype = next(p.dtype for name, p in block.named_parameters() if p.dim() == 2 and "lora_" not in name)
+    real = {name: value for name, value in inputs.items() if isinstance(value, Tensor) and value.is_floating_point()}
+    leaves = {name: value.to(dtype, copy=True).requires_grad_() for name, value in real.items()}
+    out = block(**(inputs | leaves))
+    outputs = [t for t in ([out] if isinstance(out, Tensor) else out) if t is not None]
+    leaves |= {name: p for name, p in block.named_parameters() if p.requires_grad}
+    upstream = [torch.arange(t.numel(), device=t.device).cos().view_as(t).to(t.dtype) for t in outputs]
+    gradients = torch.autograd.grad(outputs, list(leaves.values()), upstream, allow_unused=True)
+    found = {f"output {number}": t.detach() for number, t in enumerate(outputs)}
+    return found | {f"gradient of {n}": g for n, g in zip(leaves, gradients, strict=True) if g is not None}
 
 
 def _errors(got: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, float]:
-    """Largest error of each result, relative to the largest element; infinite where one is not finite."""
-    errors = {k: float((t - exact[k]).abs().max() / exact[k].abs().max()) for k, t in got.items()}
-    return {k: error if math.isfinite(error) else math.inf for k, error in errors.items()}
+    """Largest error of each result, relative to the largest element; infinite for one that is missing or not finite."""
+    errors = {n: float((got[n] - t).abs().max() / t.abs().max()) if n in got else math.inf for n, t in exact.items()}
+    return {name: error if math.isfinite(error) else math.inf for name, error in errors.items()}
