@@ -97,7 +97,7 @@ def theirs(case, monkeypatch):
 
 @pytest.mark.parametrize("case", CASES)
 def test_they_are_the_published_ones(case, monkeypatch):
-    options = dataclasses.replace(ORIGINAL, batch_norm=CASES[case][2])
+    options = dataclasses.replace(ORIGINAL, combine="gdpo") if CASES[case][2] else ORIGINAL
     found = [ours(case, *draw, options) for draw in drawn(case)]
     assert np.allclose(projected(found), PUBLISHED[case], atol=2e-5)
     biased = dataclasses.replace(options, ddof=0)
@@ -116,8 +116,8 @@ def combined_here(rewards, weights):
 
 
 @pytest.mark.parametrize("options", [
-    {}, {"rank": True, "std": "global", "ddof": 1}, {"batch_norm": True},
-    {"combine": f"{__file__}:combined_here"}, {"combine": f"{__name__}.combined_here", "rank": True},
+    {}, {"std": "global", "ddof": 1}, {"std": "rank", "ddof": 1}, {"combine": "gdpo"},
+    {"combine": f"{__file__}:combined_here"}, {"combine": f"{__name__}.combined_here", "std": "rank"},
 ], ids=str)  # fmt: skip
 def test_options_of_the_advantage_section(options):
     """Two rewards and a monitor, with missing values, against NumPy (more: test_ops_advantage)."""
@@ -126,11 +126,15 @@ def test_options_of_the_advantage_section(options):
     r[0, 4] = r[1, 7] = r[2, 20] = NAN
     config = from_dict({**MINIMAL, "advantage": options}).advantage
     found, _ = advantages(r.T, dict(zip("abc", w, strict=True)), 6, config)
-    given = {k: v for k, v in options.items() if k in ("std", "ddof", "rank")}
-    if "combine" in options:
+    given = {k: v for k, v in options.items() if k in ("std", "ddof")}
+    if options.get("std") == "rank":
+        given |= {"std": "group", "rank": True}
+    if options.get("combine") == "gdpo":
+        given["combine"] = "weighted_advantage_sum"
+    elif "combine" in options:
         r, w = (r[w != 0] ** 2 * w[w != 0, None]).sum(0, keepdims=True), np.ones(1)
     want = advantage_oracle.advantage(r, ids, w, **given)
-    if "batch_norm" in options:
+    if options.get("combine") == "gdpo":
         known = ~np.isnan(r[w != 0]).any(0)
         want = np.where(known, (want - want[known].mean()) / (want[known].std() + 1e-4), 0.0)
     assert found.dtype == torch.float32 and found.shape == (5, 6)
@@ -215,7 +219,7 @@ def test_a_sample_without_a_combined_value_is_missing_for_the_objective_too(trai
 
 def test_constant_groups_stay_exactly_zero_under_batch_normalisation():
     values = np.array([[0.3]] * 4 + [[1.0], [2.0], [4.0], [8.0]] + [[5.0], [NAN], [6.0], [7.0]])
-    found = advantages(values, {"r": 1.0}, 4, AdvantageConfig(batch_norm=True))[0].numpy()
+    found = advantages(values, {"r": 1.0}, 4, AdvantageConfig(combine="gdpo"))[0].numpy()
     assert (found[0] == 0).all() and found[2, 1] == 0 and (found[1] != 0).all()
     known = np.delete(found.flatten(), 9)
     assert known.std() == pytest.approx(1.0, rel=1e-3), "the batch std is taken over the samples that are not missing"
@@ -250,7 +254,7 @@ class InParts(PointwiseReward):
 def test_a_run_takes_the_parts_of_its_rewards(trainer):
     """A real training step: the scales of the parts (1 vs. 100) must not matter."""
     spec = f"{__name__}.InParts"
-    advantage = {"combine": "weighted_advantage_sum", "ddof": 1, "batch_norm": True}
+    advantage = {"combine": "gdpo", "ddof": 1}
     one = trainer(rewards=spec, advantage=advantage, eval={"every": 0})
     collect(one, 0)
     scores = one.scorer.finish()
@@ -259,7 +263,7 @@ def test_a_run_takes_the_parts_of_its_rewards(trainer):
     each = (table - table.mean(-1, keepdims=True)) / (table.std(-1, ddof=1, keepdims=True) + 1e-4)
     blend = 0.25 * each[0] + 0.75 * each[1]
     assert np.allclose(found.cpu().numpy(), blend / blend.std(ddof=1), rtol=1e-3)
-    with pytest.raises(ConfigError, match="expected weighted_advantage_sum, got weighted_sum"):
+    with pytest.raises(ConfigError, match="expected weighted_advantage_sum or gdpo, got weighted_sum"):
         trainer("sum", rewards=spec, eval={"every": 0})
 
 
@@ -268,7 +272,7 @@ PAIRWISE = {"name": "vlm_pairwise", "options": {"template": "caption_match"}}
 
 @pytest.mark.parametrize(("entry", "advantage", "fused"), [
     ({}, {"ddof": 1, "eps": 0.0}, True), ({}, {"std": "none"}, True), ({"weight": 0.5}, {}, False),
-    ({}, {"rank": True}, False), ({"options": PAIRWISE["options"] | {"rate": "bradley_terry"}}, {}, False),
+    ({}, {"std": "rank"}, False), ({"options": PAIRWISE["options"] | {"rate": "bradley_terry"}}, {}, False),
 ], ids=str)  # fmt: skip
 def test_advantages_of_win_rates_alone_come_from_the_comparisons(trainer, entry, advantage, fused):
     """With one launch of `winrate_advantage`; a member whose comparisons are all missing gets 0."""

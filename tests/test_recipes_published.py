@@ -109,8 +109,8 @@ def test_the_values_of_a_pref_grpo_script(recipe, script):
     scales = ("train_guidance_scale", "cfg_infer", "rollout_guidance_scale")
     given["guidance"] = next((given[key] for key in scales if key in given), True)
     spec = json.loads(given["reward_spec"].strip("'"))
-    published = shared(given) | {"rewards": spec, "advantage.batch_norm": given["apply_gdpo"]}
-    published["advantage.combine"] = "weighted_advantage_sum"
+    published = shared(given) | {"rewards": spec}
+    published["advantage.combine"] = "gdpo" if given["apply_gdpo"] else "weighted_advantage_sum"
     if "unifiedreward_flex" in spec:
         flex = options_of(recipe, "unifiedreward_flex")
         weights = [float(w) for w in exported.get("CATEGORY_WEIGHTS", "1,1,1").split(",")]

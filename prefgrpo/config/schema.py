@@ -23,8 +23,10 @@ Attention = Literal[
     "native", "_native_flash", "_native_math", "xformers",
     "flash", "flash_hub", "_flash_3_hub", "flash_varlen", "flash_varlen_hub", "_flash_3_varlen_hub",
 ]  # fmt: skip
-COMBINE = ("weighted_sum", "weighted_advantage_sum", "geometric_mean")
+COMBINE = ("weighted_sum", "weighted_advantage_sum", "gdpo", "geometric_mean")
 """Ways to combine rewards; `advantage.combine` may also name a function."""
+SEPARATE = ("weighted_advantage_sum", "gdpo")
+"""Those that normalise each reward before adding."""
 Rewards = Annotated[tuple[RewardEntry, ...], BeforeValidator(entries)]
 
 
@@ -146,20 +148,17 @@ class AdvantageConfig:
     """How the rewards of a group become advantages."""
 
     combine: str = "weighted_sum"
-    """weighted_sum: sum rewards, then normalise; weighted_advantage_sum: normalise each, then sum (Pref-GRPO; GDPO);
+    """weighted_sum: sum rewards, then normalise; weighted_advantage_sum: normalise each, then sum (Pref-GRPO); gdpo:
+    then also divide by the standard deviation of all advantages of the step (Pref-GRPO's `--apply_gdpo`);
     geometric_mean: normalise this weighted mean; or a function, as file.py:function, from the rewards [R, B] of
     non-zero weight (NaN: missing) and their weights [R], fp64 tensors, to [B] values to normalise."""
-    rank: bool = False
-    """Replace rewards by their rank in the group, from 0 to 1, before normalisation."""
-    std: Literal["group", "global", "none"] = "group"
-    """Standard deviation that divides the advantage: the group's, that of all samples of the step, or none (Dr.
-    GRPO)."""
+    std: Literal["group", "global", "none", "rank"] = "group"
+    """Standard deviation that divides the advantage: the group's, that of all samples of the step, or none (Dr. GRPO);
+    rank: the group's, after each reward is replaced by its rank in the group, from 0 to 1."""
     eps: NonNegativeFloat = 1e-4
     """Added to the standard deviation."""
     ddof: Literal[0, 1] = 0
     """Standard deviations divide by n − ddof; 1 is torch.std's, which Pref-GRPO and DanceGRPO use."""
-    batch_norm: bool = False
-    """Divide the step's advantages by their own standard deviation, over all ranks (Pref-GRPO's `--apply_gdpo`)."""
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from prefgrpo.config.by_path import load_object
-from prefgrpo.config.schema import COMBINE, AdvantageConfig
+from prefgrpo.config.schema import COMBINE, SEPARATE, AdvantageConfig
 from prefgrpo.ops.advantage import normalised
 from prefgrpo.rewards.base import Reward, Score
 from prefgrpo.rewards.pairwise import VlmPairwise
@@ -68,7 +68,7 @@ def _combined(path: str, table: Tensor, weights: Tensor) -> Tensor:
 def by_comparisons(rewards: Mapping[str, Reward], weights: Mapping[str, float], options: AdvantageConfig) -> bool:
     """Whether advantages are those of one judge's win rates, which `winrate_advantage` computes from its verdicts."""
     trained = {name: weight for name, weight in weights.items() if weight}
-    changed = options.combine not in COMBINE or options.rank or options.batch_norm
+    changed = options.combine not in COMBINE or options.combine == "gdpo" or options.std == "rank"
     reward = rewards[next(iter(trained))]
     return list(trained.values()) == [1] and not changed and isinstance(reward, VlmPairwise) and reward.is_win_rate
 
@@ -93,7 +93,8 @@ def advantages(
     trained = kinds != 0
     missing = table[trained].isnan().any(0)
     normalise = partial(group_advantage, eps=options.eps, ddof=options.ddof)
-    in_groups = partial(normalise, std=options.std, rank=options.rank)
+    rank = options.std == "rank"
+    in_groups = partial(normalise, std="group" if rank else options.std, rank=rank)
 
     if parts and sub_scores is not None:
         columns = iter(torch.from_numpy(sub_scores.T.reshape(-1, *missing.shape)))
@@ -112,7 +113,7 @@ def advantages(
         if options.combine == "geometric_mean":
             missing |= (table[trained] < 0).any(0)
         out = in_groups(table, weights=kinds, combine=options.combine)
-    if options.batch_norm:
+    if options.combine == "gdpo":
         whole = torch.where(missing, torch.nan, out.double()).view(1, 1, -1)  # one group
         out = torch.where(out == 0, 0.0, normalise(whole).double().view(out.shape))
     return out.float(), ~missing
@@ -139,7 +140,7 @@ def group_advantage(
     """Advantage fp32 [P, G] of R rewards of P groups, [R, P, G] (NaN = missing), with weights [R].
 
     combine: normalise the weighted sum, or the weighted geometric mean (missing if a reward is negative), of the
-    rewards; or take the weighted sum of the rewards' separate advantages (GDPO). A sample that lacks any reward of
+    rewards; or take the weighted sum of the rewards' separate advantages. A sample that lacks any reward of
     non-zero weight is missing and gets 0. rank: first replace values by their rank within the group.
     """
     r = rewards.double()
@@ -151,7 +152,7 @@ def group_advantage(
         values = torch.where(missing, torch.nan, values)
         return normalised(_ranks(values) if rank else values, std, eps, ddof)
 
-    if combine == "weighted_advantage_sum":
+    if combine in SEPARATE:
         each = torch.stack([advantage(row) for row in r])
         return torch.where(w != 0, w * each, 0.0).sum(0).float()
     if combine == "weighted_sum":

@@ -123,7 +123,7 @@ class Reward(ABC):  # noqa: B024  (the abstract methods are in its two subclasse
     """Meta and "prompt" of the sample that its server scores before reporting ready; empty: any caption will do."""
     part_weights: Mapping[str, float] = MappingProxyType({})
     """Weights of sub-scores (`Score.parts`) that are normalised separately and then summed; empty: the value is
-    normalised. Needs advantage.combine weighted_advantage_sum."""
+    normalised. Needs advantage.combine weighted_advantage_sum or gdpo."""
     streams: bool = False
     """Whether `submit` sends a sample, or a pair, without waiting; others are called on a thread of the scorer."""
     answer_s: float = 0.0

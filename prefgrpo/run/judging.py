@@ -18,7 +18,7 @@ import numpy as np
 from prefgrpo.config.loading import section
 from prefgrpo.config.recipe import ConfigError
 from prefgrpo.config.rewards import RewardEntry
-from prefgrpo.config.schema import COMBINE, Config, JudgeConfig
+from prefgrpo.config.schema import COMBINE, SEPARATE, Config, JudgeConfig
 from prefgrpo.data.media import Media
 from prefgrpo.data.prompts import Prompt
 from prefgrpo.judge.plans import get_plan
@@ -276,8 +276,8 @@ def training_scorer(config: Config, rewards: Mapping[str, Reward], log: Path, wo
     """The scorer of training groups. log: where this process writes its comparisons."""
     split = [name for name, reward in rewards.items() if reward.part_weights]
     combine = config.advantage.combine
-    if split and combine != "weighted_advantage_sum":
-        message = f"advantage.combine: expected weighted_advantage_sum, got {combine}, but {', '.join(split)}"
+    if split and combine not in SEPARATE:
+        message = f"advantage.combine: expected {' or '.join(SEPARATE)}, got {combine}, but {', '.join(split)}"
         raise ConfigError([f"{message} normalises its parts separately; change one of the two"])
     return Scorer(
         rewards, config.rollout.group_size, config.judge.deadline_s, config.seed, log, active=world.is_dp_leader

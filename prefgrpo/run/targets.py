@@ -62,6 +62,7 @@ class StepTargets:
         has_rewards = torch.from_numpy(~np.isnan(rewards[:, trained]).any(1)).view(-1, group_size)
         has_advantage = has_rewards
         if self._by_comparisons:
+            assert c.std != "rank"
             _, advantage = winrate_advantage(wins, pair_counts, std=c.std, eps=c.eps, ddof=c.ddof)
         else:
             advantage, has_advantage = advantages(rewards, weights, group_size, c, parts, sub_scores)
