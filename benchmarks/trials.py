@@ -122,7 +122,7 @@ def train_family(job: tuple[str, str, str]) -> dict[str, Any]:
                 output=str(model / "runs"),
                 trackers=[],
                 dtype="bf16",
-                eval={"every": 2, "holdout": 0.0},
+                eval={"every": 2, "prompts": 0},
                 checkpoint={"every": 2},
                 rollout={"prompts_per_step": 2, "group_size": 2, "batch_size": 1},
                 train={"gradient_checkpointing": 0.5},

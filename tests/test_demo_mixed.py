@@ -42,7 +42,7 @@ def recipe(place, url):
         "judge": {"model": "", "endpoints": [url]},
         "rollout": {"prompts_per_step": 2, "group_size": 4, "batch_size": 4},
         "train": {"steps": 3},
-        "eval": {"every": 0, "prompts": "", "final_prompts": str(ASSETS / "prompts/test.txt"), "max_prompts": 4},
+        "eval": {"every": 0, "prompts": 0, "final_prompts": str(ASSETS / "prompts/test.txt"), "max_prompts": 4},
         "rewards": [
             {
                 "name": "unifiedreward_flex",

@@ -96,7 +96,7 @@ def test_the_check_is_never_the_reward(root):
 
 
 def test_one_step_and_its_evaluation(root, tmp_path):
-    folder, _ = train(root, tmp_path, "--train.steps", "1", "--eval.prompts", "")
+    folder, _ = train(root, tmp_path, "--train.steps", "1", "--eval.prompts", "0")
     (step,) = [row for row in rows(folder) if row["kind"] == "train"]
     assert step["reward/missing"] == 0 and 0 <= step["reward/ocr"] <= 1
     assert step["policy/on_policy_error"] <= 1e-6

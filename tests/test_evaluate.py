@@ -6,6 +6,7 @@ be the policy that was evaluated (EMA included), with its alpha, loadable withou
 """
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from prefgrpo.rewards.functions import FunctionPairwise
 from prefgrpo.rewards.pairwise import VlmPairwise
 from prefgrpo.rewards.scorer import Scorer
 from prefgrpo.rollout.render import sample, to_uint8
+from prefgrpo.rollout.sampling import eval_sampling
 from prefgrpo.run.checkpoint import CheckpointError
 from prefgrpo.run.comparison import compared, interval, mean_of
 from prefgrpo.run.evaluate import compare
@@ -38,7 +40,7 @@ NAN = float("nan")
 def held_out_of(place, count, seed=0, **evaluation):
     """(training prompts, held-out prompts) for a file of `count` prompts."""
     (place / "many.txt").write_text("\n".join(f"prompt {k}" for k in range(count)))
-    content = settings(place, "x", seed=seed, data={"prompts": str(place / "many.txt")}, eval={"prompts": ""})
+    content = settings(place, "x", seed=seed, data={"prompts": str(place / "many.txt")}, eval={"prompts": 0.05})
     config = from_dict(content | {"eval": content["eval"] | evaluation})
     prompts, sets = prompt_sets(config)
     each = config.rollout.prompts_per_step
@@ -51,7 +53,7 @@ def held_out_of(place, count, seed=0, **evaluation):
     ("count", "evaluation", "held"),
     [
         (19, {}, 0), (20, {}, 1), (100, {}, 5), (3000, {}, 64), (3000, {"max_prompts": 100}, 100),
-        (100, {"holdout": 0.0}, 0), (100, {"holdout": 0.5}, 50), (100, {"every": 0}, 0),
+        (100, {"prompts": 0}, 0), (100, {"prompts": 0.5}, 50), (100, {"every": 0}, 0),
     ],
 )  # fmt: skip
 def test_held_out_prompts_are_never_trained_on(place, count, evaluation, held):
@@ -179,14 +181,16 @@ def test_the_outcome_of_every_image_is_kept(run):
     assert np.mean([k["wins"]["jpeg_incompressibility"] for k in kept]) == row["test/win_jpeg_incompressibility"]
 
 
-def test_a_renderer_is_stock_sampling_at_the_sets_noise(run):
+def test_a_renderer_is_stock_sampling_at_the_sets_noise_and_guidance(run, monkeypatch):
     evaluator = run.evaluators["dev"]
+    other = replace(run.config, eval=replace(run.config.eval, guidance=4.0))
+    monkeypatch.setattr(evaluator, "sizes", eval_sampling(other))
     alone, together = evaluator.render([3]), evaluator.render([0, 1, 2, 3])
     assert np.abs(alone[0].astype(int) - together[3]).max() <= 1
     latents = initial_latents(0, noise_ids(evaluator, [3]), run.adapter.latent_shape(evaluator.sizes))
     pipe = run.adapter.pipe
     stock = pipe(
-        evaluator.eval_set.items[3].text, height=16, width=16, num_inference_steps=3, guidance_scale=2.0,
+        evaluator.eval_set.items[3].text, height=16, width=16, num_inference_steps=3, guidance_scale=4.0,
         max_sequence_length=24, latents=latents, output_type="pt",
     ).images  # fmt: skip
     assert np.abs(to_uint8(stock).numpy().astype(int) - alone[0]).max() <= 1

@@ -136,7 +136,7 @@ def test_edit_sources_are_encoded_once_per_image(place):
         Image.fromarray(noise).save(place / f"{name}.png")
     edits = [{"instruction": f"make it {c}", "source_image": f"{n}.png"} for c in ("red", "blue", "odd") for n in "ab"]
     (place / "edits.jsonl").write_text("\n".join(map(json.dumps, edits)))
-    over = {"family": "flux_kontext", "model": str(place / "kontext"), "eval": {"prompts": ""}}
+    over = {"family": "flux_kontext", "model": str(place / "kontext"), "eval": {"prompts": 0}}
     data = {"cache": str(place / "edits"), "prompts": str(place / "edits.jsonl")}
     file = recipe(place, "edits", data=data, **over)
     code, output = command("preprocess", file)

@@ -150,7 +150,7 @@ def generate(
             raise ConfigError([f"--lora: {target} has weights of its own; expected a recipe or a model with it"])
         source = Source(config, str(lora), lora)
     check_writing(config, out, samples, fps)
-    file = prompts or config.eval.prompts or config.data.prompts
+    file = prompts or config.eval.file or config.data.prompts
     held = open_prompts(partial(read_prompts, file, unique=False), world)
     ending = ".mp4" if makes_clips(config) else ".png"
     places = [(p, j, out / file_name(p, j, naming, ending)) for p in held for j in range(samples)]

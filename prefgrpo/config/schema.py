@@ -233,13 +233,12 @@ class EvalConfig:
 
     every: NonNegativeInt = 50
     """Training steps between evaluations; 0: none."""
-    prompts: str = ""
-    """Held-out prompts evaluated during training; empty: drawn from data.prompts (eval.holdout)."""
+    prompts: Share | str = 0.05
+    """Held-out prompts evaluated during training: a file, or the share of data.prompts that is held out, drawn by the
+    seed: at most max_prompts (64 if that is 0). Nothing is held out of fewer than 20 prompts, or if eval.final_prompts
+    is set."""
     final_prompts: str = ""
     """Test prompts, evaluated only at the start and the end of the run."""
-    holdout: Share = 0.05
-    """Share of data.prompts held out for evaluation, drawn by the seed: at most max_prompts (64 if that is 0). Nothing
-    is held out of fewer than 20 prompts, or if eval.prompts or eval.final_prompts is set."""
     samples_per_prompt: PositiveInt = 1
     """Images per held-out prompt."""
     max_prompts: NonNegativeInt = 0
@@ -250,9 +249,16 @@ class EvalConfig:
     """Image width in pixels; none: as in rollout."""
     steps: PositiveInt | None = None
     """Denoising steps; none: as in rollout."""
+    guidance: float | None = None
+    """Guidance scale; none: as in rollout."""
     rewards: Rewards = ()
     """Rewards that evaluation measures, written as in `rewards`; empty: those of training. An entry that is only the
     name of a trained reward is that reward. A pairwise judge compares with the initial policy, in both orders."""
+
+    @property
+    def file(self) -> str:
+        """The file of held-out prompts; empty if they are a share of the training prompts."""
+        return self.prompts if isinstance(self.prompts, str) else ""
 
 
 @dataclass(frozen=True, config=STRICT)

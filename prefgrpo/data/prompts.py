@@ -160,8 +160,9 @@ def prompt_sets(config: Config, decode: bool = True) -> tuple[list[Prompt], dict
     """
     prompts = read_prompts(config.data.prompts, decode=decode)
     e = config.eval
-    files = {name: file for name, file in (("dev", e.prompts), ("test", e.final_prompts)) if file}
-    count = min(round(e.holdout * len(prompts)), e.max_prompts or MOST_HELD_OUT)
+    files = {name: file for name, file in (("dev", e.file), ("test", e.final_prompts)) if file}
+    share = 0.0 if isinstance(e.prompts, str) else e.prompts
+    count = min(round(share * len(prompts)), e.max_prompts or MOST_HELD_OUT)
     if files or not (e.every and count) or len(prompts) < FEWEST_TO_SPLIT:
         return prompts, {name: read_prompts(file, decode=decode) for name, file in files.items()}
     generator = torch.Generator().manual_seed((config.seed * 1_000_003 - 1) % 2**63)  # −1: epochs count from 0

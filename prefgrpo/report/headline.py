@@ -88,7 +88,7 @@ def sentence(run: Run) -> str:
     if run.best_set is None:
         if run.evals or not run.finished:
             return "No evaluation has finished since training started, so there is no result yet."
-        return "This run had no evaluation set (eval.prompts, eval.holdout), so there is no before/after result."
+        return "This run had no evaluation set (eval.prompts), so there is no before/after result."
     rows = run.evals[run.best_set]
     wins = []
     for win in [name for name in win_names(rows) if not math.isnan(rows.last(name))]:

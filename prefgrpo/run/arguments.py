@@ -69,7 +69,7 @@ def run_config(
     if train_prompts is not None:
         arguments["data"] = {"prompts": _prompts_file("train_prompts", train_prompts, output)}
     if isinstance(eval_prompts, float | int):
-        arguments["eval"] = {"prompts": "", "final_prompts": "", "holdout": eval_prompts}
+        arguments["eval"] = {"prompts": eval_prompts, "final_prompts": ""}
     elif eval_prompts is not None:
         arguments["eval"] = {"prompts": _prompts_file("eval_prompts", eval_prompts, output)}
     values = merge(recipe_values(None, str(model)), merge(dict(overrides), arguments))

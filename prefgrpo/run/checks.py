@@ -50,7 +50,7 @@ def config_errors(config: Config) -> list[str]:
     problems += [] if problems else _objective_errors(config)
     problems += unsupported(config)
     problems += trackers.config_errors(config)
-    files = {"data.prompts": config.data.prompts, "eval.prompts": e.prompts, "eval.final_prompts": e.final_prompts}
+    files = {"data.prompts": config.data.prompts, "eval.prompts": e.file, "eval.final_prompts": e.final_prompts}
     problems += [f"{field}: prompts file not found: {f}" for field, f in files.items() if f and not Path(f).is_file()]
     return problems + batch_errors(config)
 

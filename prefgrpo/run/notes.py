@@ -49,7 +49,7 @@ def start_notes(
         yield f"evaluated every {config.eval.every} steps: {counts}"
     else:
         few = f"fewer than {FEWEST_TO_SPLIT} prompts are not split"
-        yield f"no evaluation, so no before/after comparison: eval.every or eval.holdout is 0, or {few}"
+        yield f"no evaluation, so no before/after comparison: eval.every or eval.prompts is 0, or {few}"
     if warning := idle_warning(config, world.dp_size):
         yield warning
     yield memory_line(adapter, policy, stored_bytes(config, adapter.latent_shape(r), world.layout, world.size))
