@@ -42,7 +42,7 @@ LOOP, SAVED = "prefgrpo.trainer:Trainer.", "prefgrpo.run.checkpoint:_Writer."
 WRITER = "torch.distributed.checkpoint.filesystem:FileSystemWriter.write_data"
 POINTS = {
     "before the first step": (0, Hold(f"{LOOP}_run", before=True)),
-    "in a rollout": (1, Hold("prefgrpo.rollout.batches:decode", 6)),
+    "in a rollout": (1, Hold("prefgrpo.rollout.render:decode", 6)),
     "judged": (0, Hold("prefgrpo.run.targets:StepTargets.compute", 3)),
     "in the gradients": (1, Hold("prefgrpo.rollout.replay:replay", 9)),
     "between two updates": (0, Hold("prefgrpo.run.policy:Policy.update", 5)),
