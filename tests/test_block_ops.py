@@ -13,7 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
-from ops_cases import BF16, DEVICE, F32, F64, HERE, few, serve
+from ops_cases import BF16, DEVICE, F32, F64, HERE, INTERPRETED, few, serve
 from test_compile import Recorder
 from torch import Tensor
 
@@ -21,9 +21,15 @@ from prefgrpo.ops import _backend, gated_residual, layernorm_modulate, qk_norm_r
 
 BACKENDS = [name for name in HERE if name in ("triton", "torch")]
 each_backend = pytest.mark.parametrize("backend", BACKENDS)
-MANY = [range(first, first + 250) for first in range(25, 1025, 250)]
+MANY = {"torch": 1025, "triton": 175 if INTERPRETED else 1025}
+"""Shapes per op and dtypes in the full tier; the interpreter takes up to seconds for one."""
 seeds = pytest.mark.parametrize(
-    "cases", [range(25), *(pytest.param(r, marks=pytest.mark.full) for r in MANY)], ids=lambda r: f"{r[0]}-{r[-1]}"
+    ("backend", "cases"),
+    [
+        pytest.param(name, cases, marks=marks, id=f"{name}-{cases[0]}-{cases[-1]}")
+        for name in BACKENDS
+        for cases, marks in ((range(25), ()), (range(25, MANY[name]), pytest.mark.full))
+    ],
 )
 try:  # only the test that compares with them needs diffusers' modules
     from diffusers.models.embeddings import apply_rotary_emb
@@ -234,7 +240,6 @@ each_mixture = pytest.mark.parametrize(
 
 
 @each_mixture
-@each_backend
 @seeds
 def test_random_shapes_against_fp64(name, backend, mixture, cases):
     """Kernels round once; over all cases, they are closer to fp64 than eager in bf16, and as close in fp32."""
@@ -253,7 +258,7 @@ def test_random_shapes_against_fp64(name, backend, mixture, cases):
             assert g.shape == w.shape and g.dtype == r.dtype
             largest = w.abs().max()
             error = (g.double() - w).abs()
-            rounding = 2**-5 * largest if backend == "torch" and g.dtype == BF16 else half_ulp(w, g.dtype)
+            rounding = 2**-4 * largest if backend == "torch" and g.dtype == BF16 else half_ulp(w, g.dtype)
             assert float(((error - rounding) / largest).max()) <= 1e-5, seed
             ours.append((error / largest).square().mean().sqrt())
             eager.append(((r.double() - w).abs() / largest).square().mean().sqrt())
