@@ -16,6 +16,8 @@ import pytest
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.full
+NO_NOISE = {"NOISE": 0}
+"""What is fixed in a step that draws nothing, so that it needs no log-prob."""
 BLOCKS = ("modulate", "modulate_grad", "residual", "residual_grad", "qk")
 """Kernels of transformer blocks."""
 
@@ -37,7 +39,9 @@ def test_nothing_spills(built):
         kernels = {k["kernel"] for k in built if k["arch"] == arch}
         assert kernels == {"step", "logp", "finish", "grad", "normal", "policy", "winrate", *BLOCKS}
     most = {"round": 0, "one": 0, "odd": 32}  # a thread has 16 elements of an unaligned latent
-    assert [k for k in built if k["stack"] > most[k["numbers"]]] == []
+    spilling = [k for k in built if k["stack"] > most[k["numbers"]]]
+    rare = ["torch.float32", "torch.float32", "torch.bfloat16"]  # an fp32 v beside a bf16 x': six numbers, with KL
+    assert all((k["kernel"], k["dtypes"]) == ("grad", rare) and k["stack"] <= 24 for k in spilling), spilling
 
 
 def test_bulk_kernels_read_and_write_128_bits(built):
@@ -77,7 +81,8 @@ def test_a_step_and_its_replay_add_in_the_same_order(built, numbers):
     """Whatever noise the step draws, and whatever else the replay computes."""
     layouts = {}
     for k in built:
-        if k["arch"] == 90 and k["numbers"] == numbers and k["kernel"] in ("step", "logp"):
+        adds = k["kernel"] in ("step", "logp") and k["fixed"] != NO_NOISE
+        if k["arch"] == 90 and k["numbers"] == numbers and adds:
             layouts.setdefault(tuple(k["dtypes"]), set()).add(k["sum"])
     assert len(layouts) == {"round": 5, "odd": 2, "one": 2}[numbers]
     assert all(len(found) == 1 and found != {""} for found in layouts.values()), layouts
