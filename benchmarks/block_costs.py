@@ -88,8 +88,11 @@ def both(doubles: int, singles: int, *tokens: int) -> tuple[Kind, ...]:
     return Kind(doubles, first, tokens), Kind(singles, single, tokens)  # type: ignore[arg-type]
 
 
-FLUX, FLUX2, QWEN = "FluxTransformer2DModel", "Flux2Transformer2DModel", "QwenImageTransformer2DModel"
-WAN, SD3 = "WanTransformer3DModel", "SD3Transformer2DModel"
+FLUX = "FluxTransformer2DModel"
+FLUX2 = "Flux2Transformer2DModel"
+QWEN = "QwenImageTransformer2DModel"
+WAN = "WanTransformer3DModel"
+SD3 = "SD3Transformer2DModel"
 SD35 = {"attention_head_dim": 64, "qk_norm": "rms_norm"}
 MODELS = (
     Model("FLUX.1", "1024²", "flux", FLUX, {}, both(19, 38, 4096, 512)),

@@ -114,7 +114,8 @@ def cases(device: str) -> Iterator[Case]:
         vector_dtype = torch.float32 if shape_name.startswith("Wan") else torch.bfloat16
         make = partial(inputs, shape, vector_dtype, device)
         fast = torch.compile(op.eager, dynamic=False)
-        plain, trained = forward(op.ours, make(0)), training(op.ours, op.leaves, make(0))
+        plain = forward(op.ours, make(0))
+        trained = training(op.ours, op.leaves, make(0))
         if not all(torch.equal(t, trained[key]) for key, t in plain.items()):
             raise RuntimeError(f"{name}: other bits with gradient than without")
         for is_training in (False, True):

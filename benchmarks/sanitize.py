@@ -16,7 +16,8 @@ from prefgrpo import ops
 ROW = (0.9, -0.1, 0.5, -2.0, 0.3)
 SIZES = ((3, 1003), (2, 65536))
 """(B, D): odd, and aligned over several tiles."""
-F32, BF16 = torch.float32, torch.bfloat16
+F32 = torch.float32
+BF16 = torch.bfloat16
 DTYPES = ((F32, BF16, F32), (F32, BF16, BF16), (BF16, BF16, BF16), (F32, F32, F32), (F32, F32, BF16))
 """Of x, v and x'."""
 

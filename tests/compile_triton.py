@@ -162,7 +162,8 @@ def table() -> None:
         kernel, _, is_gradient = k["kernel"].partition("_")
         text = name[kernel] + (", over all heads" if fixed.get("ACROSS") else "")
         text += ", backward" if is_gradient or fixed.get("GRAD") else ""
-        wide, every = k["wide"], k["global"]
+        wide = k["wide"]
+        every = k["global"]
         cells = text, k["what"], k["reg"], k["stack"], wide[0], every[0] - wide[0], wide[1], every[1] - wide[1]
         print("| " + " | ".join(map(str, cells)) + " |")
 

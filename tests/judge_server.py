@@ -238,11 +238,14 @@ class Limited(JudgeServer):
     """Refuses what exceeds a token bucket (429; `rate` per second, at most `burst` at once) or `queue` in flight
     (503); /counts tells how many requests it got and answered."""
 
-    rate, burst, queue = math.inf, math.inf, math.inf
+    rate = math.inf
+    burst = math.inf
+    queue = math.inf
     asked = answered = 0
 
     def add_routes(self, app: web.Application) -> None:
-        self._tokens, self._filled = self.burst, time.monotonic()
+        self._tokens = self.burst
+        self._filled = time.monotonic()
         app.router.add_get("/counts", self._counts)
 
     async def _counts(self, _: web.Request) -> web.Response:
@@ -268,7 +271,9 @@ class Balancer(JudgeServer):
 
     def __init__(self, *urls: str) -> None:
         super().__init__()
-        self.urls, self.answers, self.dice = urls, Counter[int](), random.Random(0)
+        self.urls = urls
+        self.answers = Counter[int]()
+        self.dice = random.Random(0)
 
     async def start(self) -> None:
         self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True))
@@ -354,7 +359,9 @@ def main() -> None:
         parser.add_argument(f"--{limit}", type=float, default=math.inf)
     args, _ = parser.parse_known_args()
     server = Limited(port=args.port, delay_s=args.delay)
-    server.rate, server.burst, server.queue = args.rate, args.burst, args.queue
+    server.rate = args.rate
+    server.burst = args.burst
+    server.queue = args.queue
     server.model = args.served_model_name
     server.hang_after = args.answers
 

@@ -188,7 +188,8 @@ def test_several_processes_make_and_train_what_one_does(place, alone, size):
 
 def fail_on_rank_0() -> None:
     """Runs in the new process: rank 0 runs out of memory in its second batch, while rank 1 waits for its images."""
-    true_decode, calls = render.decode, []
+    true_decode = render.decode
+    calls = []
 
     def decode(*given):
         calls.append(1)

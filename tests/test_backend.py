@@ -91,7 +91,9 @@ def test_one_launch_is_tried_once(gpu):
 @pytest.mark.parametrize("backend", ["triton", "cuda"])
 def test_kernels_are_launched_on_the_device_of_their_tensors(gpu, monkeypatch, backend):
     """On its current stream, and under a guard only if it is not the current one, which Triton and CUDA use."""
-    current, guards, launches = [0], [], []
+    current = [0]
+    guards = []
+    launches = []
 
     @contextlib.contextmanager
     def guard(device):

@@ -56,7 +56,8 @@ class Draw:
         self.tiny = tiny
         self.batch, self.tokens = self.pick.choice(((1, 1), (1, 1), (2, 1), (1, 2), (2, 2), (3, 1), (1, 3), (2, 3)))
         if self.pick.random() < 0.08:  # more tokens than one partial sum has
-            self.batch, self.tokens = 1, 37
+            self.batch = 1
+            self.tokens = 37
         if tiny:
             self.tokens = min(self.tokens, 3)
 
@@ -169,7 +170,8 @@ def exact_norm_rope(eps: float, use_real_unbind_dim: int, cos: Any, sin: Any, **
     for name in ("q", "k"):
         streams = []
         for n in ("", "2"):
-            x, weight = parts.get(f"{name}{n}"), parts.get(f"{name}{n}_weight")
+            x = parts.get(f"{name}{n}")
+            weight = parts.get(f"{name}{n}_weight")
             if x is None:
                 continue
             if weight is not None:
@@ -347,7 +349,8 @@ def modules_norm_rope(eps: float, use_real_unbind_dim: int, cos: Any, sin: Any, 
     """FLUX's modules in its order; for tables per pair Qwen-Image's function or, if a norm is over all heads, Wan's
     attention. None where no model has such tables.
     """
-    q, weight = parts["q"], parts["q_weight"]
+    q = parts["q"]
+    weight = parts["q_weight"]
     per_pair = is_per_pair({"q": q, "cos": cos})
     if cos is not None and (cos.dim() == 3 or (per_pair and (use_real_unbind_dim == -2 or q.shape[3] % 8))):
         return None
@@ -358,7 +361,8 @@ def modules_norm_rope(eps: float, use_real_unbind_dim: int, cos: Any, sin: Any, 
     for name in ("q", "k"):
         streams = []
         for n in ("", "2")[: 1 + ("q2" in parts)]:
-            x, weight = parts[f"{name}{n}"], parts[f"{name}{n}_weight"]
+            x = parts[f"{name}{n}"]
+            weight = parts[f"{name}{n}_weight"]
             if weight is not None:
                 norm = torch.nn.RMSNorm(len(weight), eps)
                 del norm.weight
@@ -440,8 +444,11 @@ def test_only_inputs_are_kept(name):
 
 
 def mistakes() -> dict[str, tuple[Any, type[Exception], str]]:
-    x, vector = torch.zeros(2, 3, 8), torch.zeros(2, 8)
-    q, w, table = torch.zeros(2, 3, 4, 8), torch.ones(8), torch.ones(3, 8)
+    x = torch.zeros(2, 3, 8)
+    vector = torch.zeros(2, 8)
+    q = torch.zeros(2, 3, 4, 8)
+    w = torch.ones(8)
+    table = torch.ones(3, 8)
     rope = lambda k=q, kw=w, cos=table, sin=table, **more: qk_norm_rope(q, k, w, kw, cos, sin, **more)  # noqa: E731
     return {
         "keys": (lambda: rope(k=q[:, :2]), ValueError, r"k: expected .*\[2, 3, 4, 8\]"),

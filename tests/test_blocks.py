@@ -206,7 +206,8 @@ class Keeping(Small):
 def test_results_are_computed_again_once_per_backward():
     """Of nested ops, ops of two results, views; equal gradients, twice through one graph."""
     torch.manual_seed(0)
-    small, keeping = Small(), Keeping()
+    small = Small()
+    keeping = Keeping()
     keeping.load_state_dict(small.state_dict())
     x = torch.randn(3, 4, 8)
     out = []

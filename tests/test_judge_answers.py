@@ -144,10 +144,15 @@ def test_a_sentence_of_a_longer_answer_is_its_verdict_if_no_other_contradicts_it
             assert value_of("edit_pairwise", f"{talk}.\n{end}") is None, end
 
 
-E1, E2 = "Edited image 1 is better", "Edited image 2 is better"
+E1 = "Edited image 1 is better"
+E2 = "Edited image 2 is better"
 SAYS = '{{"categories": [], "winner": "{}"}}'
-NEGATED, NARROW, QUOTED = "it is denied", "it is about one aspect", "it is a quotation"
-BOTH, FORM, TIE = "both are named", "not the form that is asked for", "published: unreadable means a tie"
+NEGATED = "it is denied"
+NARROW = "it is about one aspect"
+QUOTED = "it is a quotation"
+BOTH = "both are named"
+FORM = "not the form that is asked for"
+TIE = "published: unreadable means a tie"
 DEFAULT = "published: 0 or the mean of other answers"
 PUBLISHED = [  # template, answer, the published parser's verdict, and ours with the reason if it is another one
     ("edit_pairwise", f"{E1}.", 1.0),

@@ -174,7 +174,8 @@ def test_behind_a_balancer_images_travel_with_every_request_and_a_restart_loses_
 
 
 def test_a_restarted_server_gets_ids_again():
-    port, group = free_port(), media(LEVELS)
+    port = free_port()
+    group = media(LEVELS)
     j = judge(f"http://127.0.0.1:{port}", **PATIENT)
     with JudgeServer(port=port):
         assert all(right(j))

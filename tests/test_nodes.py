@@ -65,7 +65,8 @@ if first:
 
 def test_a_failure_on_one_node_restarts_both_into_one_group(tmp_path):
     """torchrun counts the restart only on the node whose process failed; on the other it is a change of members."""
-    script, port = tmp_path / "script.py", str(free_port())
+    script = tmp_path / "script.py"
+    port = str(free_port())
     script.write_text(RESTARTED)
     agents = []
     for node in range(2):

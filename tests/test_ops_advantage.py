@@ -100,7 +100,8 @@ def test_a_constant_group_gives_exactly_zero(value):
 
 @each_backend
 def test_win_rates_whose_sums_differ_only_in_order_are_equal(backend):
-    wins, counts = tensor([[[0.1, 0.2, 0.3], [0.3, 0.2, 0.1], [0.2, 0.1, 0.3]]]), tensor([[[1.0] * 3] * 3])
+    wins = tensor([[[0.1, 0.2, 0.3], [0.3, 0.2, 0.1], [0.2, 0.1, 0.3]]])
+    counts = tensor([[[1.0] * 3] * 3])
     assert len(set((wins.sum(-1) / 3)[0].tolist())) > 1
     with serve(backend):
         rate, advantage = winrate_advantage(wins, counts, eps=0.0)

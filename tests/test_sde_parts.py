@@ -12,7 +12,8 @@ from torch.multiprocessing.spawn import start_processes
 
 from prefgrpo.ops import Part, PhiloxNoise, backend_of, philox_normal, sde_logp, sde_step
 
-TOKENS, CHANNELS = 128, 64
+TOKENS = 128
+CHANNELS = 64
 CUTS = {2: [[0, 32, 128], [0, 3, 128]], 4: [[0, 32, 64, 96, 128], [0, 33, 34, 75, 128]]}
 """Token ranges of the processes: on the blocks of 2048 elements, and not."""
 

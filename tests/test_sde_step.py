@@ -164,7 +164,8 @@ def test_the_halves_of_a_sample_are_the_sample(backend):
     def run(keep, part=None):
         v = c.v[:, keep].clone().requires_grad_()
         step = sde_step(c.x[:, keep], v.detach(), c.coef, 1, noise=noise, part=part)
-        ref, old = c.v_ref[:, keep], c.v_old[:, keep]
+        ref = c.v_ref[:, keep]
+        old = c.v_old[:, keep]
         out = sde_logp(c.x[:, keep], v, step.x_next, c.coef, 1, v_ref=ref, v_old=old, part=part)
         dv = torch.autograd.grad([*out], v, [upstream] * 3)
         return step.x_next, *dv, step.logp, *(t.detach() for t in out)

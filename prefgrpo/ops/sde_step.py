@@ -84,7 +84,8 @@ def reference_terms(
 ) -> list[Tensor | None]:
     """The means over D [B] of (x' − μ)², (v − v_ref)² and (x' − μ_old)·(v − v_old)."""
     mean = reference_mean(x, v, rows)
-    y, v = y.to(mean.dtype), v.to(mean.dtype)
+    y = y.to(mean.dtype)
+    v = v.to(mean.dtype)
     terms: list[Tensor | None] = [mean_d((y - mean).square()), None, None]
     if v_ref is not None:
         terms[1] = mean_d((v - v_ref.to(mean.dtype)).square())
@@ -299,7 +300,10 @@ def sde_step(
     eps = noise if isinstance(noise, Tensor) else None
     default = index
     coef, index = check_latents(coef, index, x, {"v": v, "noise": eps})
-    seed, sample, step, number = 0, None, None, 0
+    seed = 0
+    sample = None
+    step = None
+    number = 0
     if isinstance(noise, PhiloxNoise):
         seed = int64_seed(noise.seed)
         sample = check_ids("noise.sample", noise.sample, x.shape[0], x.device)
