@@ -77,6 +77,14 @@ def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(socket.socket, name, _guarded(getattr(socket.socket, name)))
 
 
+@pytest.fixture(autouse=True)
+def _no_process_group() -> Iterator[None]:
+    """Full fine-tuning in this process joins a process group, which the next test must not meet."""
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip tests marked `gpu` if torch sees no GPU."""
     for item in items if not torch.cuda.is_available() else ():
