@@ -8,6 +8,7 @@ import os
 import shutil
 import socket
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,15 @@ def trainer(place: Path, request: pytest.FixtureRequest) -> Iterator[Callable[..
     yield make
     for one in made:
         one.close()
+
+
+@pytest.fixture
+def forced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks are fused on the CPU, where the ops run their references, and a failed check is an error."""
+    from prefgrpo.models import blocks
+
+    monkeypatch.setattr(blocks, "FUSED_ON", ("cpu",))
+    warnings.filterwarnings("error", message=".*runs as in diffusers")
 
 
 @pytest.fixture(scope="session")

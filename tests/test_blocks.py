@@ -4,7 +4,6 @@ Oracle: diffusers' blocks. On a CPU the ops run their references, so what differ
 together; the kernels run in Triton's interpreter. Faults are put into a block, and the start of a run must see them.
 """
 
-import warnings
 from collections import Counter
 from types import SimpleNamespace
 
@@ -25,13 +24,6 @@ from prefgrpo.parallel.parallelize import recompute
 CPU = torch.device("cpu")
 STOCK = ("ltx2",)
 """Families whose blocks have no fused form."""
-
-
-@pytest.fixture
-def forced(monkeypatch):
-    """Blocks are fused on the CPU, and a failed check is an error."""
-    monkeypatch.setattr(blocks, "FUSED_ON", ("cpu",))
-    warnings.filterwarnings("error", message=".*runs as in diffusers")
 
 
 def fuse(adapter):
