@@ -152,7 +152,12 @@ def test_a_loaded_judge_of_eight_ranks_loses_nothing(recipe, rate, clock):
                 scorer.add(group, member, Sample("a red circle", noise(100 * group + member, 16, 16)))
     clients = [scorer.rewards[name].judge.client for scorer in scorers]
     pictures = rollout.prompts_per_step * rollout.group_size
-    until(lambda: sum(f.done() for client in clients for f in list(client.encodings.futures.values())) == pictures)
+
+    def encoded():
+        made = [ways for client in clients for ways in list(client.encodings.futures.values())]
+        return sum(future.done() for ways in made for future in ways.values())
+
+    until(lambda: encoded() == pictures)
     start, clock.runs = clock.now, True
     found = [scorer.finish() for scorer in scorers]
     seconds = clock.now - start

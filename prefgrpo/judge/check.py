@@ -17,6 +17,7 @@ from prefgrpo.judge.answers import NO_THINKING
 from prefgrpo.judge.client import HttpJudge, JudgeClient
 from prefgrpo.judge.human_pairs import agreement, read_pairs
 from prefgrpo.judge.known_answers import ask_known_answers, is_pairwise, plain
+from prefgrpo.judge.template import SHOWN, Shown
 from prefgrpo.judge.verdict import JudgeError, PairJudge
 
 _ADVICE = {
@@ -54,18 +55,19 @@ def check(
     known_answers: bool = False,
     clips: bool = False,
     shape: Shape | None = None,
+    shown: Shown = SHOWN,
 ) -> Health:
     """Check that the servers serve the model and judge a pair as large as the run's (shape).
 
     wait_s: as `check_reachable`, and longest wait for a busy server. known_answers: ask each server 16 questions with
-    known answers; clips: about clips. Raises JudgeError if no server works.
+    known answers; clips: about clips. shown: instead of what the template says. Raises JudgeError if no server works.
     """
-    asked = HttpJudge(config, template).template
+    asked = HttpJudge(config, template, shown).template
     model, problems = check_reachable(config, wait_s)
     config = replace(config, model=model, deadline_s=wait_s or config.deadline_s)
 
     def ask(url: str) -> tuple[str, Health]:
-        judge = HttpJudge(replace(config, endpoints=(url,)), template)
+        judge = HttpJudge(replace(config, endpoints=(url,)), template, shown)
         return _probe(judge, url, known_answers and is_pairwise(asked), clips, shape or Shape())
 
     with ThreadPoolExecutor(len(problems)) as pool:
@@ -116,17 +118,22 @@ def open_judge(
     known_answers: bool = False,
     clips: bool = False,
     shape: Shape | None = None,
+    once: Callable[[Callable[[], list[str]]], list[str] | None] = lambda work: work(),
+    shown: Shown = SHOWN,
 ) -> tuple[PairJudge, list[str]]:
     """(a pairwise judge that answers, what was found out about it), over HTTP or, without endpoints, in this process.
 
-    device: of a judge in this process. The rest as `check`. Raises JudgeError if it gives no verdict on a probe pair.
+    device: of a judge in this process. once: calls the check of a server, in one process of several. The rest as
+    `check`. Raises JudgeError if it gives no verdict on a probe pair.
     """
     if config.endpoints:
-        rows = check(config, template, known_answers=known_answers, clips=clips, shape=shape).rows
-        return HttpJudge(config, template), rows
+        rows = once(
+            lambda: check(config, template, known_answers=known_answers, clips=clips, shape=shape, shown=shown).rows
+        )
+        return HttpJudge(config, template, shown), rows or []
     from prefgrpo.judge.local import LocalJudge  # imports transformers
 
-    judge = LocalJudge(config.model, template, device)
+    judge = LocalJudge(config.model, template, device, shown=shown)
     verdict = judge.judge_group("a plain red picture", [plain("red"), plain("blue")], [(0, 1)], [plain("grey")])[0]
     advice = f"Expected a model that answers the template '{template}'; correct judge.model or the reward's template"
     if verdict.first is None:

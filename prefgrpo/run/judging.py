@@ -22,7 +22,7 @@ from prefgrpo.config.schema import COMBINE, SEPARATE, Config, JudgeConfig
 from prefgrpo.data.media import Media
 from prefgrpo.data.prompts import Prompt
 from prefgrpo.judge.plans import get_plan
-from prefgrpo.judge.template import FRAMES, load_template
+from prefgrpo.judge.template import FRAMES, Shown, load_template
 from prefgrpo.judge.verdict import JudgeError, PairJudge
 from prefgrpo.models import family
 from prefgrpo.objectives.advantages import load_function
@@ -125,7 +125,7 @@ class Rewards:
         self.notes: list[str] = []
         """What the checks of the judges found."""
         self._built: list[tuple[RewardEntry, Reward]] = []
-        self._local: dict[tuple[str, str], PairJudge] = {}
+        self._judges: dict[str, PairJudge] = {}
 
     def build(self, field: str, entries: Iterable[RewardEntry], prompts: Sequence[Prompt]) -> dict[str, Reward]:
         """The rewards of these entries by name. field: where they are configured.
@@ -193,28 +193,28 @@ class Rewards:
 
     def _open(self, entry: RewardEntry, judge: JudgeConfig, prompts: Sequence[Prompt]) -> PairJudge:
         """A judge that answers, also a pair as large as those of this run. Raises JudgeError if not."""
-        from prefgrpo.judge.check import Shape, check, open_judge
-        from prefgrpo.judge.client import HttpJudge
+        from prefgrpo.judge.check import Shape, open_judge
 
         template = _question(entry)
-        if not judge.endpoints:
-            key = (judge.model, template)
-            if key not in self._local:
-                device = str(self.world.device)
-                self._local[key], rows = open_judge(judge, template, device=device, known_answers=True)
-                self.notes += [f"judge {row}" for row in rows]
-            return self._local[key]
-        r = self.config.rollout
-        clips = "video" in self.media
-        longest = max((prompt.text for prompt in prompts), key=len, default="")
-        shape = Shape(r.height, r.width, FRAMES if clips else 1, longest) if prompts else None
-
-        def run_check() -> None:
-            health = check(judge, template, known_answers=True, clips=clips, shape=shape)
-            self.notes.extend(f"judge {row}" for row in health.rows)
-
-        self.world.on_main(run_check, JudgeError)
-        return HttpJudge(judge, template)
+        shown = Shown(entry.options.get("frames"), entry.options.get("max_pixels"))
+        key = repr((judge, template, shown))
+        if key not in self._judges:
+            r = self.config.rollout
+            clips = "video" in self.media
+            longest = max((prompt.text for prompt in prompts), key=len, default="")
+            frames = load_template(template, shown=shown).frames if clips else 1
+            self._judges[key], rows = open_judge(
+                judge,
+                template,
+                device=str(self.world.device),
+                known_answers=True,
+                clips=clips,
+                shape=Shape(r.height, r.width, frames, longest) if prompts else None,
+                once=lambda work: self.world.on_main(work, JudgeError),
+                shown=shown,
+            )
+            self.notes += [f"judge {row}" for row in rows]
+        return self._judges[key]
 
     def close(self) -> None:
         """Close all rewards and their judges."""
