@@ -19,9 +19,9 @@ from tiny_media import grey
 
 from prefgrpo.config.schema import JudgeConfig
 from prefgrpo.data.media import Media
-from prefgrpo.judge.body import encode
 from prefgrpo.judge.check import Shape, check
 from prefgrpo.judge.client import HttpJudge, JudgeClient, shared_client
+from prefgrpo.judge.request import encode
 from prefgrpo.judge.template import Shown, load_template
 from prefgrpo.rewards import build
 from prefgrpo.rewards.base import Sample

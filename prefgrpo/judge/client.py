@@ -17,14 +17,15 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 from weakref import WeakKeyDictionary
 
+from prefgrpo.config.recipe import did_you_mean
 from prefgrpo.config.schema import JudgeConfig
 from prefgrpo.data.media import Media
 from prefgrpo.judge import answers
-from prefgrpo.judge.body import Encoded, EncodeError, Encodings, MediaIds, chat_body, encode
-from prefgrpo.judge.http import PATIENCE_S, Endpoint, Failure, HttpPool, Starting, describe_error
-from prefgrpo.judge.loop import loop_thread
+from prefgrpo.judge.answers import MIN_LABEL_MASS, two_label_softmax
+from prefgrpo.judge.http import PATIENCE_S, Endpoint, Failure, HttpPool, Starting, describe_error, loop_thread
+from prefgrpo.judge.request import Encoded, EncodeError, Encodings, MediaIds, chat_body, encode
 from prefgrpo.judge.template import SHOWN, Shown, Template, load_template, shipped_templates
-from prefgrpo.judge.verdict import MIN_LABEL_MASS, Pair, PairJudge, Verdict, did_you_mean, two_label_softmax
+from prefgrpo.judge.verdict import Pair, PairJudge, Verdict
 
 IDS_FROM = (0, 32)
 """First vLLM to which images are sent by id: it recovers if its API process and engine disagree on which they hold

@@ -19,9 +19,10 @@ from torch import Tensor
 from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer, DynamicCache
 
 from prefgrpo.data.media import Media
-from prefgrpo.judge.body import downscale
+from prefgrpo.judge.answers import MIN_LABEL_MASS, two_label_softmax
+from prefgrpo.judge.request import downscale
 from prefgrpo.judge.template import SHOWN, SOURCE, Shown, Template, load_template, spelled
-from prefgrpo.judge.verdict import MIN_LABEL_MASS, JudgeError, Pair, PairJudge, Verdict, two_label_softmax
+from prefgrpo.judge.verdict import JudgeError, Pair, PairJudge, Verdict
 
 _FAMILIES = ("qwen3_vl", "qwen2_5_vl")
 _SHARED_TOKENS = 64

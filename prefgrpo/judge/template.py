@@ -24,9 +24,10 @@ from pydantic import BeforeValidator, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from prefgrpo.config.loading import section
-from prefgrpo.config.recipe import ConfigError, read_yaml
+from prefgrpo.config.recipe import ConfigError, did_you_mean, read_yaml
 from prefgrpo.config.schema import STRICT
-from prefgrpo.judge.verdict import JudgeError, did_you_mean
+from prefgrpo.judge.published import published_template
+from prefgrpo.judge.verdict import JudgeError
 
 _MARKER = re.compile(r"(\{[a-z][a-z0-9_]*\})")
 _MEDIUM = re.compile(r"\{media_(\d+)\}")
@@ -166,8 +167,6 @@ def load_template(
     file = name
     shipped = shipped_templates()
     if "user" not in shipped.get(name, {"user": ""}):
-        from prefgrpo.judge.prompts import published_template  # imports tyro, which a reward server need not have
-
         file = published_template(name)
     if file not in shipped and not Path(file).is_file():
         raise JudgeError(

@@ -19,9 +19,8 @@ from typing import Any, get_type_hints
 from pydantic import TypeAdapter, ValidationError
 
 from prefgrpo.config.by_path import IMPORT_PATH, load_object
-from prefgrpo.config.recipe import UserError
+from prefgrpo.config.recipe import UserError, did_you_mean
 from prefgrpo.config.rewards import RewardEntry, entries
-from prefgrpo.judge.verdict import did_you_mean
 from prefgrpo.rewards.base import PointwiseReward, Reward, RewardError
 from prefgrpo.rewards.prepared import PreprocessedReward
 

@@ -27,8 +27,7 @@ from pydantic import NonNegativeFloat, PositiveInt
 
 from prefgrpo.config.loading import section
 from prefgrpo.config.schema import JudgeConfig
-from prefgrpo.judge.plans import get_plan
-from prefgrpo.judge.rate import Floats, Rate, VerdictKind, rate_groups, verdict_table
+from prefgrpo.judge.pairs import Floats, Rate, VerdictKind, get_plan, rate_groups, verdict_table
 from prefgrpo.judge.template import Shown
 from prefgrpo.judge.verdict import Pair, PairJudge, Verdict
 from prefgrpo.rewards.base import Reward, RewardError, Sample, Score

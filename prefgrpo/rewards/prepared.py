@@ -50,7 +50,7 @@ class PreprocessedReward(PointwiseReward):
 
     def submit(self, sample: Sample) -> Future[Score]:
         """Process a sample in a worker thread and send it; does not wait."""
-        from prefgrpo.judge.loop import loop_thread  # imports aiohttp
+        from prefgrpo.judge.http import loop_thread  # imports aiohttp
 
         return loop_thread().submit(self._send(sample))
 

@@ -19,9 +19,8 @@ import aiohttp
 from pydantic import PositiveFloat, PositiveInt
 
 from prefgrpo.data.media import Media
-from prefgrpo.judge.body import EncodeError, Encodings, png
-from prefgrpo.judge.http import Endpoint, Failure, HttpPool, Starting, describe_error
-from prefgrpo.judge.loop import loop_thread
+from prefgrpo.judge.http import Endpoint, Failure, HttpPool, Starting, describe_error, loop_thread
+from prefgrpo.judge.request import EncodeError, Encodings, png
 from prefgrpo.judge.verdict import JudgeError
 from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample, Score
 

@@ -21,7 +21,7 @@ from prefgrpo.config.rewards import RewardEntry
 from prefgrpo.config.schema import COMBINE, SEPARATE, Config, JudgeConfig
 from prefgrpo.data.media import Media
 from prefgrpo.data.prompts import Prompt
-from prefgrpo.judge.plans import get_plan
+from prefgrpo.judge.pairs import get_plan
 from prefgrpo.judge.template import FRAMES, Shown, load_template
 from prefgrpo.judge.verdict import JudgeError, PairJudge
 from prefgrpo.models import family
@@ -150,17 +150,21 @@ class Rewards:
         rewards |= built
         return {name: rewards[name] for name in wanted}
 
-    def _check_inputs(self, field: str, rewards: Mapping[str, Any], prompts: Sequence[Prompt]) -> None:
+    def _check_inputs(
+        self, field: str, rewards: Mapping[str, Any], prompts: Sequence[Prompt], questions: Mapping[str, str] = {}
+    ) -> None:
         """Raise ConfigError if rewards, or reward classes, cannot score what there is."""
-        if errors := [text for kind in self.media for text in unsupported(kind, field, rewards, prompts)]:
+        if errors := [text for kind in self.media for text in unsupported(kind, field, rewards, prompts, questions)]:
             raise ConfigError(list(dict.fromkeys(errors)))
 
     def check(self, field: str, entries: Iterable[RewardEntry], prompts: Sequence[Prompt]) -> None:
         """What can be known before a judge is asked or a reward is loaded. Raises ConfigError if a reward, or its
         template, cannot score these prompts, or a Python function fails on grey images."""
         entries = list(entries)
-        self._check_inputs(field, {entry.name: load_class(entry.reward) for entry in entries}, prompts)
-        if errors := [*template_errors(field, entries, prompts), *self._function_errors(field, entries, prompts)]:
+        classes = {entry.name: load_class(entry.reward) for entry in entries}
+        pairwise = [e for e in entries if _asks_judge(e) and issubclass(classes[e.name], VlmPairwise)]
+        self._check_inputs(field, classes, prompts, {entry.name: _question(entry) for entry in pairwise})
+        if errors := list(self._function_errors(field, entries, prompts)):
             raise ConfigError(errors)
 
     def _function_errors(self, field: str, entries: Sequence[RewardEntry], prompts: Sequence[Prompt]) -> Iterator[str]:
@@ -228,16 +232,28 @@ def makes_clips(config: Config) -> bool:
     return frames is not None and frames > 1
 
 
-def unsupported(kind: str, field: str, rewards: Mapping[str, Any], prompts: Sequence[Prompt]) -> list[str]:
-    """Why rewards, or reward classes, cannot score the images or clips (kind) of these prompts."""
+def unsupported(
+    kind: str, field: str, rewards: Mapping[str, Any], prompts: Sequence[Prompt], questions: Mapping[str, str] = {}
+) -> list[str]:
+    """Why rewards, or reward classes, cannot score the images or clips (kind) of these prompts.
+
+    questions: names of the templates of pairwise rewards.
+    """
     errors = []
     for name, reward in rewards.items():
         if kind not in reward.takes:
             media = "clips" if kind == "video" else "images"
             hint = "; a judge accepts clips only over http" if reward.judged and kind == "video" else ""
             errors.append(f"{field}: {name} takes {' or '.join(reward.takes)}, but these are {media}{hint}")
-        lacking = [p for p in prompts if reward.needs_source and not p.source]
-        if lacking:
+        lacking = [p for p in prompts if not p.source]
+        asked = questions.get(name)
+        if lacking and not reward.needs_source and asked and load_template(asked).takes_source:
+            errors.append(
+                f"{field}: the template {asked} of {name} shows a source image, which {len(lacking)} prompt(s) lack, "
+                f"the first: {lacking[0].text[:60]!r}; expected a file with a source_image column, or a template "
+                "without {source}, such as compare"
+            )
+        if lacking and reward.needs_source:
             errors.append(
                 f"{field}: {name} scores edits, but {len(lacking)} prompt(s) have no source image, the first: "
                 f"{lacking[0].text[:60]!r}; expected a file with a source_image column"
@@ -248,21 +264,6 @@ def unsupported(kind: str, field: str, rewards: Mapping[str, Any], prompts: Sequ
                     f"{field}: {name} needs the column '{key}', which {len(lacking)} prompt(s) lack, the first: "
                     f"{lacking[0].text[:60]!r} (its columns: {', '.join(lacking[0].meta) or 'none'})"
                 )
-    return errors
-
-
-def template_errors(field: str, entries: Iterable[RewardEntry], prompts: Sequence[Prompt]) -> list[str]:
-    """Pairwise rewards whose template shows the judge a source image that prompts lack."""
-    lacking = [p for p in prompts if not p.source]
-    errors: list[str] = []
-    for entry in entries if lacking else ():
-        pairwise = _asks_judge(entry) and issubclass(load_class(entry.reward), VlmPairwise)
-        if pairwise and load_template(_question(entry)).takes_source:
-            shows = (
-                f"the template {_question(entry)} of {entry.name} shows a source image, which {len(lacking)} prompt(s)"
-            )
-            expected = "expected a file with a source_image column, or a template without {source}, such as compare"
-            errors.append(f"{field}: {shows} lack, the first: {lacking[0].text[:60]!r}; {expected}")
     return errors
 
 
