@@ -8,6 +8,7 @@ import os
 import shutil
 import socket
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,14 @@ def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(socket.socket, name, _guarded(getattr(socket.socket, name)))
 
 
+@pytest.fixture(autouse=True)
+def _no_process_group() -> Iterator[None]:
+    """Full fine-tuning in this process joins a process group, which the next test must not meet."""
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip tests marked `gpu` if torch sees no GPU."""
     for item in items if not torch.cuda.is_available() else ():
@@ -112,6 +121,15 @@ def trainer(place: Path, request: pytest.FixtureRequest) -> Iterator[Callable[..
     yield make
     for one in made:
         one.close()
+
+
+@pytest.fixture
+def forced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks are fused on the CPU, where the ops run their references, and a failed check is an error."""
+    from prefgrpo.models import blocks
+
+    monkeypatch.setattr(blocks, "FUSED_ON", ("cpu",))
+    warnings.filterwarnings("error", message=".*runs as in diffusers")
 
 
 @pytest.fixture(scope="session")

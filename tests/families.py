@@ -309,3 +309,10 @@ def tensors_of(condition: Condition) -> list[torch.Tensor]:
     """All tensors of a condition."""
     negative = tensors_of(condition.negative) if condition.negative else []
     return [*condition.tensors().values(), *condition.sources, *negative]
+
+
+def unfuse(adapter):
+    """Let the blocks run as in diffusers again."""
+    for net in adapter.modules().values():
+        for block in adapter.blocks(net):
+            block.__class__ = type(block).__base__
