@@ -15,12 +15,13 @@ import shlex
 import shutil
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
 from tiny_run import start
 
-from prefgrpo.config.loading import load
+from prefgrpo.config.loading import PEERS, load
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -136,6 +137,15 @@ def test_the_messages_and_metrics_of_troubleshooting_are_those_of_the_code():
     assert len(lines) >= 8 and len(named) >= 5
     assert [text for text in parts if text not in texts] == []
     assert [name for name in named if name not in texts and name.split("/")[-1] not in texts] == []
+
+
+def test_the_migration_table_is_the_one_that_hints_come_from():
+    table = (ROOT / "docs" / "recipes.md").read_text().split("## Coming from another codebase")[1].split("\n## ")[0]
+    listed = set()
+    for ours, theirs in re.findall(r"^\| (`.*?) \|(.*)\|$", table, re.M):
+        listed |= set(product(re.findall(r"\w+", ours), re.findall(r"\w+", theirs)))
+    hinted = {(ours.split(".")[-1], name) for ours, theirs in PEERS.items() for name in theirs.split()}
+    assert listed and hinted - listed == set()
 
 
 def test_the_hardware_page_names_every_model_and_prompt_file_of_the_recipes():

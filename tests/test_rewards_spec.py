@@ -39,6 +39,7 @@ class Brightness(PointwiseReward):
         (f" {A} : 0.5 , {B}:1.0", {A: 0.5, B: 1.0}),
         (f'{{"{A}":0.5,"{B}":1}}', {A: 0.5, B: 1.0}),
         (f'["{A}","{B}"]', {A: 1.0, B: 1.0}),
+        ('[{name: "mine.py:redness", weight: 0.5}, ' + A + "]", {"mine.py:redness": 0.5, A: 1.0}),
         (f"{A}:0,{B}:-1e-1", {A: 0.0, B: -0.1}),
         ({A: 2}, {A: 2.0}),
         ([A], {A: 1.0}),
@@ -71,7 +72,7 @@ def test_accepted(spec, weights):
         (f"{A}=0.5", "expected 'name' or 'name:weight'"),
         ([{"name": A, "wieght": 1}], "wieght of reward .*: expected none of this name, but name, weight"),
         ([{"name": A, "options": 3}], f"options of reward '{A}': expected a mapping, got 3"),
-        ('{"a":', "not valid JSON"),
+        ('{"a":', "not valid YAML"),
     ],
 )
 def test_refused_with_the_entry_named(spec, named):

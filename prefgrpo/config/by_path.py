@@ -18,9 +18,13 @@ IMPORT_PATH = re.compile(r"([^\W\d]\w*\.)*[^\W\d]\w*[.:][^\W\d]\w*|[^,:]+\.py:[^
 
 def load_object(path: str) -> Any:
     """What "package.module.name", "package.module:name" or "file.py:name" is; raises what importing it raises, and
-    AttributeError."""
+    AttributeError, with the nearest name."""
     module, _, attribute = path.rpartition(":" if ":" in path else ".")
     loaded = _file_module(Path(module)) if module.endswith(".py") else importlib.import_module(module)
+    if not hasattr(loaded, attribute):
+        near = difflib.get_close_matches(attribute, vars(loaded), n=1)
+        hint = f" (did you mean '{near[0]}'?)" if near else ""
+        raise AttributeError(f"{module} has no attribute '{attribute}'{hint}")
     return getattr(loaded, attribute)
 
 
