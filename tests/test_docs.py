@@ -21,7 +21,10 @@ from pathlib import Path
 import pytest
 from tiny_run import start
 
+from prefgrpo.commands.cli import read, split
 from prefgrpo.config.loading import PEERS, load
+from prefgrpo.rollout.batch import busy_share
+from prefgrpo.run.checks import batch_errors
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -40,7 +43,7 @@ NOT_RUN = {
     ),
 }
 """Prefix of a command that is not run (with a final $: the whole command) → reason."""
-SNIPPETS = {"README.md": 1, "docs/ops.md": 5}
+SNIPPETS = {"README.md": 1, "docs/ops.md": 4}
 """Number of Python blocks per page, all of which must run."""
 
 
@@ -94,7 +97,7 @@ def test_every_exception_is_still_there_and_every_other_command_is_ours():
         assert any(f"{text}$".startswith(head) for _, text, _ in FOUND), f"no command begins with {head!r} any more"
     assert [text for _, text, words in RUN if words[0] not in ("prefgrpo", "python")] == []
     assert {file for file, _, _ in RUN} >= {
-        "README.md", "docs/training.md", "docs/evaluation.md", "docs/tutorial.md"
+        "README.md", "docs/objectives.md", "docs/evaluation.md", "docs/tutorial.md"
     }  # fmt: skip
 
 
@@ -110,6 +113,18 @@ def test_the_commands_of_the_docs_run(place):
     rewards = {"my_rewards.py:right_colour", "jpeg_compressibility", "vlm_pairwise"}
     assert {f"reward/{name}" for name in rewards} <= logged[1].keys()
     assert (place / "with_lora.png").is_file() and json.loads((place / "before.json").read_text())
+
+
+def test_the_command_for_8_gpus_fits_its_recipe():
+    """7 training GPUs have equal work, and every option is a field."""
+    (words,) = [words for file, text, words in FOUND if file == "README.md" and "--nproc_per_node" in text]
+    recipe = words.index("train") + 1
+    left, values = split(words[recipe + 1 :], ())
+    config = read(ROOT / words[recipe], values)
+    ranks = int(words[words.index("--nproc_per_node") + 1])
+    assert left == [] and batch_errors(config) == [] and busy_share(config, ranks) == 1.0
+    assert [entry.options["plan"] for entry in config.rewards] == ["k_regular(2)"]
+    assert len(words[0].split("=")[1].split(",")) == ranks
 
 
 @pytest.mark.parametrize("file", SNIPPETS)

@@ -119,7 +119,7 @@ def test_the_examples_of_the_page(tmp_path, monkeypatch):
     samples = [Sample("p", Media(rng.integers(0, 128 * k, (16, 16, 3), np.uint8))) for k in (1, 2)]
     pixels = [s.media.pixels / 255 for s in samples]
     expected = {
-        "ownreward.py:redness": [(p[..., 0].mean() - p[..., 1:].mean()) ** 2 for p in pixels],
+        "ownreward.py:redness": [(p[..., 0].sum() / p.sum()) ** 2 for p in pixels],
         "ownreward:Saturation": [np.mean(p.max(-1) - p.min(-1)) ** 2 for p in pixels],
     }
     for name, values in expected.items():
