@@ -9,6 +9,7 @@ stock pipeline, without a header, and when they are loaded here again.
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -22,6 +23,9 @@ from torch import nn
 
 from prefgrpo.models import folder as folders
 from prefgrpo.models import lora_files
+
+_saving = logging.getLogger("diffusers.pipelines.pipeline_utils")
+_saving.addFilter(lambda record: "=None of type" not in record.getMessage())  # `folders.complete` copies what was None
 
 JOINT_ATTENTION = (
     "attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0",
