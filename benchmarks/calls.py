@@ -288,10 +288,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         with ProcessPoolExecutor(args.jobs, get_context("spawn")) as pool:
             for line in pool.map(run, jobs):
                 print(line, flush=True)
-    for world in ("scenes", "words"):
-        if len(table(world)) > 2:
-            draw(world, PAGE.parent / f"calls_{world}.svg")
-        replace_block(PAGE, f"calls-{world}", block(world))
+    if len(table("scenes")) > 2:
+        draw("scenes", PAGE.parent / "calls_scenes.svg")
+    replace_block(PAGE, "calls-scenes", block("scenes"))
+    print("\n".join([progress("words"), *table("words")]))
 
 
 if __name__ == "__main__":

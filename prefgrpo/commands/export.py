@@ -49,7 +49,8 @@ def export(
         reason = f"ComfyUI has no names for LoRAs of {config.family} in separate q, k and v"
         raise UserError(f"{reason}: use the file with diffusers")
     if comfy and not config.train.lora_rank:
-        raise UserError(f"'{run}' has no LoRA: it trains all weights, which ComfyUI loads as a diffusers pipeline")
+        weights = folder.product(lora=False) / "transformer"
+        raise UserError(f"'{run}' has no LoRA: it trains all weights, which are in {weights}, under diffusers' names")
     if not comfy and out is not None and out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise UserError(f"--out: {out} exists; expected a new or an empty folder, as its content would be replaced")
     source = folder.product(lora=True)

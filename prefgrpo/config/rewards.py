@@ -1,7 +1,7 @@
 """The entries of `rewards:`, and the short forms in which they may be written.
 
     [{name: clip, weight: 0.3, options: {…}, judge: {…}}, {name: mine, reward: clip}, …]             in a recipe
-    "a,b"   "a:0.5,b:1"   '{"a": 0.5, "b": 1}'   '["a", "b"]'                                        also as text
+    "a,b"   "a:0.5,b:1"   "{a: 0.5, b: 1}"   "[a, {name: b, …}]"                            also as text, YAML or JSON
 
 A user's own class or function is named by its import path, "pkg.mod:Class" or "pkg.mod.Class", or by its file,
 "rewards.py:function". Invariant: names are unique, weights finite; every error names the entry.
@@ -9,15 +9,16 @@ A user's own class or function is named by its import path, "pkg.mod:Class" or "
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import field
 from typing import Any
 
+import yaml
 from pydantic import ConfigDict, ValidationError
 from pydantic.dataclasses import dataclass
 
 from prefgrpo.config.by_path import IMPORT_PATH
+from prefgrpo.config.recipe import Loader
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid", strict=True, allow_inf_nan=False))
@@ -55,9 +56,9 @@ def _listed(spec: Any) -> list[RewardEntry]:
         return [spec]
     if isinstance(spec, str) and spec.strip()[:1] in ("{", "["):
         try:
-            return _listed(json.loads(spec))
-        except (json.JSONDecodeError, RecursionError) as error:
-            raise ValueError(f"{spec!r} is not valid JSON: {error}") from error
+            return _listed(yaml.load(spec, Loader))
+        except (yaml.YAMLError, RecursionError) as error:
+            raise ValueError(f"{spec!r} is not valid YAML: {error}") from error
     if isinstance(spec, str):
         return [_from_text(part) for part in map(str.strip, spec.split(",")) if part]
     if isinstance(spec, Mapping):
