@@ -43,7 +43,7 @@ from benchmarks.simulated_judge import WinRates, WordsJudge
 from prefgrpo.config.loading import from_dict
 from prefgrpo.config.recipe import merge, read_yaml
 from prefgrpo.config.schema import Config
-from prefgrpo.judge.plans import get_plan
+from prefgrpo.judge.pairs import get_plan
 from prefgrpo.objectives import objective
 from prefgrpo.objectives.base import EndpointObjective
 

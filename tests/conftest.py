@@ -28,7 +28,7 @@ import pytest
 import torch
 import yaml
 
-from prefgrpo.judge.prompts import PUBLISHED, template_file
+from prefgrpo.judge.published import PUBLISHED, template_file
 from prefgrpo.judge.template import shipped_templates
 
 # The same examples in every run, so that failures are reproducible. HYPOTHESIS_PROFILE=default draws new ones.
@@ -47,6 +47,8 @@ _QUESTIONS = {  # stand-ins for those of the publishers, whose texts are not in 
     "edit_quality": "Give [naturalness, artefacts].",
     "edit_following": "Give [success, restraint]. Instruction: {prompt}",
     "unifiedreward": "Write lines like Alignment Score (1-5): 3. Caption: {prompt}",
+    "unifiedreward_sglang": "End with Final Score: 3. Caption: {prompt}",
+    "qwenvl": "End with <Score>3</Score>.",
     "consistency": _YES_NO,
     "consistency_no_duplicates": _YES_NO,
     "consistency_criterion": f"{_YES_NO} Criterion: {{criterion}}",

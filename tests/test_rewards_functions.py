@@ -87,8 +87,8 @@ NUMBERS = {
 }
 NO_NUMBERS = (
     [1.0, 2.0], ["x"], 3, None, "7", ["7"], b"7", {0: 1.0}, {"0": 1.0}, {}, {"avg": 1.0}, {"avg": [1.0, 2.0]},
-    {"avg": "7"}, ({"avg": [1.0]}, {}), [{"avg": 1.0}], {1.0}, np.ones((1, 1)), np.array(1.0), np.array(["7"]), [np.str_("7")],
-    [np.ones(1)], torch.ones(1, 1), (v for v in [1.0]),
+    {"avg": "7"}, ({"avg": [1.0]}, {}), [{"avg": 1.0}], {1.0}, np.ones((1, 1)), np.array(1.0), np.array(["7"]),
+    [np.str_("7")], [np.ones(1)], torch.ones(1, 1), (v for v in [1.0]),
 )  # fmt: skip
 """None of them has one number for one sample; the keys of a mapping and the digits of a text are no numbers."""
 

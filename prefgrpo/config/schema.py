@@ -322,7 +322,7 @@ class Config:
     rollout: SamplingConfig = field(default_factory=SamplingConfig)
     judge: JudgeConfig = field(default_factory=JudgeConfig)
     rewards: Rewards = (RewardEntry("vlm_pairwise"),)
-    """What is optimised: entries of name, weight, options and judge, or a text: "vlm_pairwise:0.7,clip:0.3"."""
+    """What is optimised: entries of name, reward, weight, options and judge, or a text: "vlm_pairwise:0.7,clip:0.3"."""
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
@@ -362,8 +362,8 @@ class Config:
     def measured(self) -> tuple[RewardEntry, ...]:
         """The rewards of evaluation, with the options and judge of the trained reward that a bare name means."""
         trained = {entry.name: entry for entry in self.rewards}
-        bare = {entry.name for entry in self.eval.rewards if not entry.options and not entry.judge}
-        return tuple(trained.get(e.name, e) if e.name in bare else e for e in self.eval.rewards) or self.rewards
+        own = {e.name for e in self.eval.rewards if e.options or e.judge or e.reward != e.name}
+        return tuple(e if e.name in own else trained.get(e.name, e) for e in self.eval.rewards) or self.rewards
 
     @property
     def splits(self) -> bool:
