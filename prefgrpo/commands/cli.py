@@ -19,6 +19,7 @@ from dataclasses import is_dataclass
 from functools import partial
 from importlib import import_module
 from inspect import signature
+from io import TextIOWrapper
 from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -359,6 +360,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = f"; did you mean 'prefgrpo {near[0]}'?" if near else f"\n{_usage(group)}"
         print(f"error: unknown command '{typed}'{hint}", file=sys.stderr)
         return 2
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")  # in a locale without Δ or a prompt's emoji
     try:
         module, _, attribute = COMMANDS[name][0].partition(":")
         command = getattr(import_module(module), attribute)
