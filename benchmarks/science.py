@@ -256,7 +256,8 @@ def block(key: str, seeds: Sequence[int] = SEEDS, folder: Path = RESULTS) -> lis
     picture = f"![{' and '.join(TITLES[what] for what in EXPERIMENTS[key].shown)} over judge calls](science_{key}.svg)"
     rows = table(key, seeds, folder)
     note = missing(key, seeds, folder)
-    return [note, ""] * bool(note) + ([picture, "", *rows] if rows else [])
+    shown = [picture, "", *rows] if rows else []
+    return [note, *([""] * bool(shown)), *shown] if note else shown
 
 
 def render() -> None:

@@ -316,3 +316,10 @@ def test_any_checkpoint_is_exported(run, tmp_path):
         assert main(["export", str(target), "--format", "comfy", "--out", str(tmp_path / "comfy" / name)]) == 0
         assert (loras(tmp_path / "comfy" / name) == final) == (name == "newest")
         assert loras(tmp_path / name).keys() == final.keys()
+        for form in ("diffusers", "comfy"):
+            file = tmp_path / f"{name} {form}.safetensors"
+            assert main(["export", str(target), "--format", form, "--out", str(file)]) == 0
+            assert file.is_file() and (load_file(file).keys() == final.keys())
+        assert main(["export", str(target), "--format", "comfy"]) == 0
+    names = [f"{run.folder.root.name}_{checkpoint.name}.safetensors" for checkpoint in checkpoints]
+    assert sorted(f.name for f in (run.folder.root / "comfy").iterdir()) == [names[0], names[-1]]

@@ -20,6 +20,7 @@ from prefgrpo.parallel.world import World
 from prefgrpo.rewards import RewardSpecError, build
 from prefgrpo.rewards.base import PointwiseReward, Score
 from prefgrpo.rewards.pairwise import VlmPairwise
+from prefgrpo.run.arguments import PairwiseJudge, run_config
 from prefgrpo.run.judging import Rewards, config_errors, evaluation_scorer, judge_config, judges_of, unsupported
 
 OTHER = f"{__name__}.Other"
@@ -115,6 +116,19 @@ def test_an_ensemble_of_judges_is_logged_by_name(place):
     assert row["judge/requests"] == 2 * row["judge/judge-0/requests"] == 2 * row["judge/judge-1/requests"] > 0
     lines = (place / "runs" / "ensemble" / "judgements.jsonl").read_text().splitlines()
     assert {json.loads(line)["reward"] for line in lines} == {"judge-0", "judge-1"}
+
+
+def test_judges_given_from_python_have_names_of_their_own():
+    listed = [PairwiseJudge("http://a"), PairwiseJudge("http://b", "second", plan="round_robin")]
+    about = {"model": "m", "family": "flux", "data": {"prompts": "p"}}
+    made = run_config("", None, None, listed, {}, about)[0]
+    found = [(e.name, e.reward, e.judge["endpoints"], e.options) for e in made.rewards]
+    assert found == [
+        ("vlm_pairwise", "vlm_pairwise", ["http://a"], {}),
+        ("second", "vlm_pairwise", ["http://b"], {"plan": "round_robin"}),
+    ]
+    with pytest.raises(ConfigError, match="named twice; give each a name of its own"):
+        run_config("", None, None, [listed[0]] * 2, {}, about)
 
 
 def test_a_bare_name_in_evaluation_is_the_trained_reward(place):

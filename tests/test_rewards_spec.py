@@ -42,6 +42,7 @@ class Brightness(PointwiseReward):
         ('[{name: "mine.py:redness", weight: 0.5}, ' + A + "]", {"mine.py:redness": 0.5, A: 1.0}),
         (f"{A}:0,{B}:-1e-1", {A: 0.0, B: -0.1}),
         ({A: 2}, {A: 2.0}),
+        ([{"reward": A}], {A: 1.0}),
         ([A], {A: 1.0}),
         ("my.mod.Class:0.5", {"my.mod.Class": 0.5}),
         ("my.mod:Class:0.5", {"my.mod:Class": 0.5}),

@@ -12,6 +12,7 @@ import difflib
 import os
 import sys
 import textwrap
+import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout, suppress
 from dataclasses import is_dataclass
@@ -371,6 +372,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except (UserError, PermissionError, IsADirectoryError, NotADirectoryError) as error:
+        if "TORCHELASTIC_RUN_ID" in os.environ and os.environ["LOCAL_RANK"] != "0" and isinstance(error, ConfigError):
+            time.sleep(30)  # this machine's first process says the same, and torchrun then ends this one
         print(f"error: {error}", file=sys.stderr)
         return 2
     if code == 0 and int(os.environ.get("WORLD_SIZE", "1")) > 1:

@@ -62,6 +62,7 @@ def _listed(spec: Any) -> list[RewardEntry]:
     if isinstance(spec, str):
         return [_from_text(part) for part in map(str.strip, spec.split(",")) if part]
     if isinstance(spec, Mapping):
+        spec = {"name": spec["reward"], **spec} if "reward" in spec else spec
         return [_entry(spec)] if "name" in spec else [_entry({"name": k, "weight": w}) for k, w in spec.items()]
     if isinstance(spec, list | tuple):
         return [entry for item in spec for entry in _listed(item)]

@@ -134,27 +134,16 @@ class Endpoint:
         self, method: str, path: str, body: bytes | None, timeout_s: float
     ) -> tuple[aiohttp.ClientResponse, bytes]:
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=_CONNECT_S)
-        async with (
-            loop_thread()
-            .session()
-            .request(
-                method,
-                self.url + path,
-                data=body,
-                headers=self.headers,
-                timeout=timeout,
-                allow_redirects=False,
-                proxy=self.proxy,
-            ) as reply
-        ):
+        session = loop_thread().session()
+        how: dict[str, Any] = {"allow_redirects": False, "proxy": self.proxy, "timeout": timeout}
+        async with session.request(method, self.url + path, data=body, headers=self.headers, **how) as reply:
             raw = bytearray()
             async for chunk in reply.content.iter_chunked(1 << 16):
                 raw += chunk
                 if len(raw) > _MAX_BYTES:
                     reply.close()
-                    raise Failure(
-                        f"{self.url} sent more than {_MAX_BYTES >> 20} MiB, which is no answer to the request"
-                    )
+                    most = f"{_MAX_BYTES >> 20} MiB"
+                    raise Failure(f"{self.url} sent more than {most}, which is no answer to the request")
             return reply, bytes(raw)
 
 
