@@ -22,7 +22,7 @@ from prefgrpo.config.schema import COMBINE, SEPARATE, Config, JudgeConfig
 from prefgrpo.data.media import Media
 from prefgrpo.data.prompts import Prompt
 from prefgrpo.judge.plans import get_plan
-from prefgrpo.judge.template import FRAMES, load_template
+from prefgrpo.judge.template import FRAMES, Template, load_template
 from prefgrpo.judge.verdict import JudgeError, PairJudge
 from prefgrpo.models import family
 from prefgrpo.objectives.advantages import load_function
@@ -210,6 +210,12 @@ class Rewards:
         self.world.on_main(run_check, JudgeError)
         return HttpJudge(judge, template)
 
+    @property
+    def served(self) -> dict[str, str]:
+        """The model that the servers of each pairwise reward's judge serve."""
+        judges = {entry.name: getattr(reward, "judge", None) for entry, reward in self._built}
+        return {f"model that judges {name}": j.client.model for name, j in judges.items() if hasattr(j, "client")}
+
     def close(self) -> None:
         """Close all rewards and their judges."""
         for _, reward in self._built:
@@ -258,6 +264,12 @@ def template_errors(field: str, entries: Iterable[RewardEntry], prompts: Sequenc
             expected = "expected a file with a source_image column, or a template without {source}, such as compare"
             errors.append(f"{field}: {shows} lack, the first: {lacking[0].text[:60]!r}; {expected}")
     return errors
+
+
+def pairwise_templates(entries: Iterable[RewardEntry]) -> dict[str, Template]:
+    """The templates of the pairwise rewards that ask a judge, by name."""
+    asking = [entry for entry in entries if _asks_judge(entry) and issubclass(load_class(entry.name), VlmPairwise)]
+    return {name: load_template(name) for name in map(_question, asking)}
 
 
 def unread_columns(config: Config, prompts: Sequence[Prompt]) -> list[str]:
