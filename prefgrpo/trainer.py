@@ -220,7 +220,7 @@ class Trainer:
             self.notes.append(f"no checkpoint in {folder.root} yet; starting from step 0")
         if world.main:
             write_atomic(folder.config, to_yaml(to_dict(self._given)))  # first: a resumed run needs it
-            keep_inputs(self._given, folder, self.adapter, first=newest is None)
+            keep_inputs(self._given, folder, first=newest is None)
             folder.eval.mkdir(exist_ok=True)
             folder.groups.mkdir(exist_ok=True)
             for log in folder.all_judgements():

@@ -4,7 +4,6 @@ Oracle: diffusers' blocks. On a CPU the ops run their references, so what differ
 together; the kernels run in Triton's interpreter. Faults are put into a block, and the start of a run must see them.
 """
 
-import warnings
 from collections import Counter
 from types import SimpleNamespace
 
@@ -25,13 +24,6 @@ from prefgrpo.parallel.parallelize import recompute
 CPU = torch.device("cpu")
 STOCK = ("ltx2",)
 """Families whose blocks have no fused form."""
-
-
-@pytest.fixture
-def forced(monkeypatch):
-    """Blocks are fused on the CPU, and a failed check is an error."""
-    monkeypatch.setattr(blocks, "FUSED_ON", ("cpu",))
-    warnings.filterwarnings("error", message=".*runs as in diffusers")
 
 
 def fuse(adapter):
@@ -99,20 +91,32 @@ def test_they_are_diffusers_own_in_every_family(case, trained):
     assert all(torch.equal(a, b) for a, b in zip(got, recomputed, strict=True))
 
 
+def errors(got, exact):
+    """Of each tensor, relative to its largest element in fp32, or to a thousandth of the largest gradient."""
+    scale = max(float(t.abs().max()) for t in exact[2:]) * 1e-3
+    pairs = zip(got, exact, strict=True)
+    return [float((a.float() - b).abs().max()) / max(float(b.abs().max()), scale) for a, b in pairs]
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["flux", "wan", "qwen_image_21"])
-@pytest.mark.parametrize("dtype, limit", [(torch.float32, 2e-5), (torch.bfloat16, 5e-2)], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("dtype, limit", [(torch.float32, 2e-5), (torch.bfloat16, 2e-2)], ids=["fp32", "bf16"])
 def test_with_the_kernels_in_tritons_interpreter(name, dtype, limit):
-    """Equal bits with and without gradient."""
+    """Equal bits with and without gradient, and as close to the same weights in fp32 as diffusers' own blocks are."""
     case = case_of(name)
     adapter = opened(case, "lora", dtype)
-    want = results(adapter, case)
+    own = results(adapter, case)
+    truth = opened(case, "lora")
+    truth.transformer.load_state_dict(adapter.transformer.state_dict())
+    exact = results(truth, case)
     net = adapter.transformer
     for block in adapter.blocks(net):
         block.__class__ = fused(type(block))
     with use_backend("triton"):
         got = results(adapter, case)
-    close(got, want, limit)
+    assert [t.dtype for t in got] == [t.dtype for t in own]
+    for error, of_own in zip(errors(got, exact), errors(own, exact), strict=True):
+        assert error <= max(limit, 2 * of_own)
     assert torch.equal(got[0], got[1])
 
 

@@ -27,7 +27,7 @@ from tiny_media import grey
 from prefgrpo.config.schema import JudgeConfig
 from prefgrpo.judge.check import Shape, check
 from prefgrpo.judge.client import HttpJudge
-from prefgrpo.judge.plans import both_orders
+from prefgrpo.judge.pairs import both_orders
 from prefgrpo.judge.verdict import JudgeError
 
 FAST = {"timeout_s": 1.0, "deadline_s": 2.0}

@@ -5,23 +5,20 @@ ComfyUI's rules (comfy/lora.py and comfy/weight_adapter/lora.py): a layer is `{n
 that is not in the model's map is skipped with a line in the log. The names below are those that its maps hold.
 """
 
-import itertools
+import copy
 import json
 import re
-import shutil
+from contextlib import nullcontext
 
 import pytest
 import torch
-from diffusers.loaders import HunyuanVideoLoraLoaderMixin
-from families import CASES, case_of, folder, load, perturb, policy, tiered
+from families import CASES, case_of, load, perturb, policy
 from peft import LoraConfig
 from peft.tuners.lora import Linear
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from prefgrpo import models
 from prefgrpo.commands.cli import main
-from prefgrpo.commands.export import renamed
 from prefgrpo.config.recipe import ConfigError
 from prefgrpo.models.weights import _inject
 from prefgrpo.run.log import Clock
@@ -107,147 +104,6 @@ def test_a_lora_of_others_keeps_its_strength_when_it_is_saved_again(tmp_path):
             torch.testing.assert_close(other, merged, rtol=1e-6, atol=1e-6)
 
 
-def write(folder, tensors, header=None, file="pytorch_lora_weights.safetensors"):
-    folder.mkdir(parents=True, exist_ok=True)
-    text = {"lora_adapter_metadata": json.dumps({f"transformer.{k}": v for k, v in header.items()})} if header else {}
-    save_file(
-        {name: tensor.clone().contiguous() for name, tensor in tensors.items()}, folder / file, {"format": "pt"} | text
-    )
-
-
-def given_file(family, folder):
-    """(tensors, header) of a LoRA file of the family; the first denoiser's."""
-    policy(case_of(family)).save_lora(str(folder))
-    file = folder / "pytorch_lora_weights.safetensors"
-    with safe_open(file, "pt") as opened:
-        header = json.loads(opened.metadata()["lora_adapter_metadata"])
-    return load_file(file), {name.removeprefix("transformer."): value for name, value in header.items()}
-
-
-def alphas(tensors, values):
-    """An alpha tensor for layer k, of the k-th value in turn; none where that is None."""
-    layers = [name.removesuffix(".lora_A.weight") for name in tensors if name.endswith(".lora_A.weight")]
-    of_layers = zip(layers, itertools.cycle(values), strict=False)
-    return {f"{layer}.alpha": value for layer, value in of_layers if value is not None}
-
-
-def fewer_ranks(tensors):
-    """Two of four ranks in the layers to_q."""
-    cut = {n: v[:2] if ".lora_A" in n else v[:, :2] for n, v in tensors.items() if "to_q" in n}
-    return tensors | cut
-
-
-def kohya(tensors):
-    """kohya-ss's names of FLUX's output projections."""
-    short = {"lora_A": "lora_down", "lora_B": "lora_up"}
-    found = {}
-    for name, tensor in tensors.items():
-        if match := re.fullmatch(r"transformer\.transformer_blocks\.(\d+)\.attn\.to_out\.0\.(lora_[AB])\.weight", name):
-            layer = f"lora_unet_double_blocks_{match[1]}_img_attn_proj"
-            found |= {f"{layer}.{short[match[2]]}.weight": tensor, f"{layer}.alpha": torch.tensor(3.0)}
-    return found
-
-
-def comfy(family):
-    names = models.family(family).comfy_names
-    return lambda tensors: {renamed(name, names): tensor for name, tensor in tensors.items()}
-
-
-def with_alpha(*values):
-    return lambda tensors: tensors | alphas(tensors, values)
-
-
-FORMS = {
-    "bare": lambda tensors: tensors,
-    "ranks": fewer_ranks,
-    "alpha": with_alpha(torch.tensor(8.0)),
-    "alphas": with_alpha(torch.tensor(8.0), torch.tensor(2.0), torch.tensor(1.0)),
-    "some": with_alpha(torch.tensor(8.0), None),
-    "some differ": with_alpha(torch.tensor(8.0), None, torch.tensor(2.0)),
-    "bf16": with_alpha(torch.tensor(8.0, dtype=torch.bfloat16), torch.tensor(2.0, dtype=torch.bfloat16), None),
-    "int": with_alpha(torch.tensor(8)),
-    "zero": with_alpha(torch.tensor(0.0)),
-    "ranks, alpha": lambda tensors: with_alpha(torch.tensor(8.0))(fewer_ranks(tensors)),
-}
-"""What other trainers write, from a file of diffusers' own names."""
-NAMED = {("flux", "kohya"): kohya, ("wan", "comfy"): comfy("wan"), ("ltx2", "comfy"): comfy("ltx2")} | {
-    (family, "diffusion_model"): lambda t: {n.replace("transformer.", "diffusion_model.", 1): v for n, v in t.items()}
-    for family in ("qwen_image", "z_image", "ltx2")
-}
-"""(family, whose names) → the file with the names of another trainer."""
-
-
-def deltas(module):
-    """{layer: strength · B A} in fp64; a layer without any is left out."""
-    out = {}
-    for name, layer in module.named_modules():
-        for key in getattr(layer, "scaling", ()):
-            down, up = (getattr(layer, part)[key].weight.double() for part in ("lora_A", "lora_B"))
-            product = float(layer.scaling[key]) * up @ down
-            out |= {name: product} if product.any() else {}
-    return out
-
-
-def stock(case, place):
-    """`deltas` of the stock pipeline with this file; None if it takes no such file."""
-    pipe = case.pipe(folder(case.family))
-    mixin = pipe if hasattr(pipe, "load_lora_weights") else HunyuanVideoLoraLoaderMixin
-    try:
-        if mixin is pipe:
-            pipe.load_lora_weights(str(place), weight_name="pytorch_lora_weights.safetensors")
-        else:
-            state, header = mixin.lora_state_dict(str(place), return_lora_metadata=True)
-            if not all("lora" in name for name in state):  # as its load_lora_weights does
-                raise ValueError("Invalid LoRA checkpoint")
-            mixin.load_lora_into_transformer(state, pipe.transformer, metadata=header)
-    except (ValueError, TypeError):
-        return None
-    return deltas(pipe.transformer)
-
-
-@pytest.mark.parametrize("case", tiered([case_of(family) for family in models.MODELS]))
-@torch.no_grad()
-def test_a_continued_lora_has_its_strength_in_the_stock_pipeline(case, tmp_path):
-    """Or it is refused; what the stock pipeline loads in part, or not at all, is never half read."""
-    family = case.family
-    tensors, header = given_file(family, tmp_path / "given")
-    forms = FORMS | {name: form for (of, name), form in NAMED.items() if of == family}
-    forms["header"] = forms["header and alpha"] = None
-    read = []
-    for number, (name, form) in enumerate(forms.items()):
-        place = tmp_path / str(number)
-        options = {"r": 4, "lora_alpha": 6, "target_modules": header["target_modules"], "from_the_future": None}
-        if form is None:
-            both = name == "header and alpha"
-            write(place, FORMS["alpha"](tensors) if both else tensors, options)
-        else:
-            write(place, form(tensors))
-        expected = None if name == "header" else stock(case, place)  # it takes no unknown field
-        adapter = load(case)
-        for second in adapter.denoisers[1:]:
-            shutil.copytree(place, place / second)
-        try:
-            adapter.load_lora(str(place))
-        except ValueError as error:
-            assert "expected" in str(error), (name, error)
-            continue
-        read.append(name)
-        ours = deltas(adapter.transformer)
-        if name == "header":
-            plain = load(case)
-            plain.load_lora(str(tmp_path / "0"))
-            expected = {layer: 1.5 * delta for layer, delta in deltas(plain.transformer).items()}
-        assert expected is not None and ours.keys() == expected.keys(), name
-        for layer in ours:
-            largest = float(expected[layer].abs().max())  # B times alpha / rank is rounded to fp32
-            torch.testing.assert_close(
-                ours[layer], expected[layer], rtol=0, atol=1e-6 * largest, msg=f"{name}: {layer}"
-            )
-    assert {"bare", "ranks", "header", *(name for of, name in NAMED if of == family)} <= set(read)
-    if family in ("flux", "qwen_image", "z_image"):
-        assert {"alpha", "alphas", "some", "bf16", "zero", "ranks, alpha"} <= set(read)
-
-
 EXPORTED = {
     "wan": r"diffusion_model\.blocks\.\d+\.(self|cross)_attn\.[qkvo]",
     "wan22": r"diffusion_model\.blocks\.\d+\.(self|cross)_attn\.[qkvo]",
@@ -317,63 +173,167 @@ def test_a_run_continues_a_lora(trainer, tmp_path):
     assert one.step(0, Clock())["policy/kl"] == 0
 
 
-def test_peft_folders_are_continued(tmp_path):
-    """As flow_grpo and verl-omni write them: names below base_model.model., rank and alpha in adapter_config.json."""
-    tensors, header = given_file("sd3", tmp_path / "given")
-    named = {name.replace("transformer.", "base_model.model.", 1): tensor for name, tensor in tensors.items()}
-    write(tmp_path / "peft", named, file="adapter_model.safetensors")
-    options = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": header["target_modules"]}
-    later = {"inference_mode": True, "kasa_config": None, "peft_version": "9.0", "lora_dropout": 0.1}
-    (tmp_path / "peft" / "adapter_config.json").write_text(json.dumps(options | later))
-    write(tmp_path / "named", named)
-    write(tmp_path / "no_prefix", {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()})
-    found = {}
-    for name in ("given", "peft", "named", "no_prefix"):
-        adapter = load(case_of("sd3"))
-        adapter.load_lora(str(tmp_path / name))
-        found[name] = deltas(adapter.transformer)
-    for layer, delta in found["given"].items():
-        assert torch.equal(found["peft"][layer], 2 * delta), layer
-        assert torch.equal(found["named"][layer], delta) and torch.equal(found["no_prefix"][layer], delta), layer
-
-
-def test_the_header_is_the_smallest(tmp_path):
-    """Older versions of peft refuse a field that they do not know (kasa_config: peft 0.20)."""
-    _, header = given_file("sd3", tmp_path)
-    assert header.keys() == {"r", "lora_alpha", "target_modules"} and header["r"] == header["lora_alpha"] == 4
-
-
-NO_LORA = {
-    "lokr_w1": "LoKr", "hada_w1_a": "LoHa", "dora_scale": "DoRA", "lora_magnitude_vector": "DoRA",
-    "diff": "whole weights",
-}  # fmt: skip
-
-
-def test_what_is_no_plain_lora_is_refused_by_name(tmp_path):
-    tensors, header = given_file("flux", tmp_path / "given")
-    layer = next(iter(tensors)).partition(".lora_")[0]
-    one = torch.ones(4, 4)
-    cases = {kind: ({**tensors, f"{layer}.{end}": one}, None) for end, kind in NO_LORA.items()}
-    cases["text encoder"] = ({**tensors, "text_encoder.layers.0.mlp.fc1.lora_A.weight": one}, None)
-    cases["of a text encoder"] = ({"lora_te1_text_model_encoder_layers_0_mlp_fc1.lora_down.weight": one}, None)
-    cases["kasa_config"] = (tensors, header | {"kasa_config": {"beta": 1}})
-    cases["use_dora"] = (tensors, header | {"use_dora": True})
-    cases["pissa"] = (tensors, header | {"init_lora_weights": "pissa"})
-    cases["expected names such as .*found unet.down.0.lora_A.weight"] = ({"unet.down.0.lora_A.weight": one}, None)
-    cases["expected the \\d+ tensors of its .*targets"] = (tensors, header | {"target_modules": ["attn.to_q"]})
-    for number, (text, (content, fields)) in enumerate(cases.items()):
-        write(tmp_path / str(number), content, fields)
-        with pytest.raises(ValueError, match=text):
-            load(case_of("flux")).load_lora(str(tmp_path / str(number)))
-
-
 def test_what_cannot_be_continued(trainer, tmp_path):
     policy(case_of("sd3")).save_lora(str(tmp_path))
     for source, text in {
-        str(tmp_path): "cannot be continued: expected the \\d+ tensors of its .*targets",
+        str(tmp_path): "targets differ|size mismatch|cannot be continued",
         "nowhere/at/all": "expected a folder, a file or a hub id 'owner/name', got 'nowhere/at/all'",
     }.items():
         with pytest.raises(ConfigError, match=rf"train\.lora_from: .*{text}"):
             trainer(train={"lora_from": source}, eval={"every": 0})
     with pytest.raises(ConfigError, match=r"train\.lora_from: expected none, as train\.lora_rank is 0"):
         trainer(train={"lora_from": str(tmp_path), "lora_rank": 0})
+
+
+# ---- files of other trainers
+
+
+def bare(key):
+    return key.removeprefix("transformer.")
+
+
+def underscores(key):
+    return "lora_unet_" + bare(key).replace(".", "_")
+
+
+def alphas(layers, *values, dtype=torch.float32):
+    """Alpha tensors of the first layers, or one value for all."""
+    values = values * len(layers) if len(values) == 1 else values
+    return {f"{layer}.alpha": torch.tensor(value, dtype=dtype) for layer, value in zip(layers, values, strict=False)}
+
+
+def lower_rank(key, tensor):
+    if "to_q" not in key:
+        return tensor
+    return (tensor[:2] if "lora_A" in key else tensor[:, :2]).contiguous()
+
+
+FOREIGN = {
+    "no header": lambda t, layers: t,
+    "bf16": lambda t, layers: {k: v.bfloat16() for k, v in t.items()},
+    "two ranks": lambda t, layers: {k: lower_rank(k, v) for k, v in t.items()},
+    "alpha": lambda t, layers: t | alphas(layers, 8.0),
+    "alpha in bf16": lambda t, layers: t | alphas(layers, 3.0, dtype=torch.bfloat16),
+    "alpha 0": lambda t, layers: t | alphas(layers, 0.0),
+    "alpha per layer": lambda t, layers: t | alphas(layers, *(1.0 + n for n in range(len(layers)))),
+    "alpha of some": lambda t, layers: t | alphas(layers, 2.0, 3.0, 3.0),
+    "alpha as int": lambda t, layers: t | alphas(layers, 8, dtype=torch.int64),
+    "peft": lambda t, layers: {f"base_model.model.{bare(k)}": v for k, v in t.items()},
+    "without prefix": lambda t, layers: {bare(k): v for k, v in t.items()},
+    "ai-toolkit": lambda t, layers: {f"diffusion_model.{bare(k)}": v for k, v in t.items()},
+    "kohya": lambda t, layers: {
+        f"{underscores(k.rpartition('.lora_')[0])}.lora_{'down' if 'lora_A' in k else 'up'}.weight": v
+        for k, v in t.items()
+    } | {f"{underscores(layer)}.alpha": torch.tensor(2.0) for layer in layers},
+    "of the text encoder": lambda t, layers: t | {"text_encoder.q.lora_A.weight": torch.ones(4, 4)},
+    "DoRA": lambda t, layers: t | {f"{layer}.lora_magnitude_vector": torch.ones(4) for layer in layers},
+    "LoHa": lambda t, layers: {f"{layer}.hada_w1_a": torch.ones(4, 4) for layer in layers},
+    "LoKr": lambda t, layers: {f"{layer}.lokr_w1": torch.ones(4, 4) for layer in layers},
+    "half a layer": lambda t, layers: {k: v for k, v in t.items() if k != f"{layers[0]}.lora_A.weight"},
+    "another layer": lambda t, layers: t | {f"transformer.blox.lora_{k}.weight": torch.ones(4, 4) for k in "AB"},
+}  # fmt: skip
+SAME = ("no header", "peft", "without prefix", "ai-toolkit")
+"""Names alone differ; stock pipelines do not read some of them."""
+REFUSED = {
+    "of the text encoder": "a LoRA of a text encoder (text_encoder.q", "DoRA": "a DoRA", "LoHa": "a LoHa",
+    "LoKr": "a LoKr", "half a layer": "their targets differ",
+    "another layer": "has tensors of no layer of the model: transformer.blox.lora_A.weight",
+}  # fmt: skip
+
+
+def deltas(module):
+    """{name: scale · B A} in fp64 of a denoiser's LoRA layers, whatever peft calls the LoRA."""
+    out = {}
+    for name, layer in module.named_modules():
+        if isinstance(layer, Linear):
+            (adapter,) = layer.scaling
+            out[name] = (
+                layer.scaling[adapter] * layer.lora_B[adapter].weight.double() @ layer.lora_A[adapter].weight.double()
+            )
+    return out
+
+
+def stock(adapter, file):
+    """What the stock pipeline makes of a file; {} if it refuses it or finds nothing that it knows."""
+    try:
+        adapter.pipe.load_lora_weights(str(file.parent), weight_name=file.name)
+    except (ValueError, KeyError):
+        return {}
+    return deltas(adapter.transformer)
+
+
+ALONE = ("hunyuan_video_15",)
+"""Its stock pipeline reads no LoRA."""
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(name, marks=[pytest.mark.full] * (name != "flux"))
+        for name in dict.fromkeys(case.family for case in CASES)
+    ],
+)
+@torch.no_grad()
+def test_a_foreign_file_has_the_strength_of_the_stock_pipeline_or_is_refused(family, tmp_path):
+    case = case_of(family)
+    policy(case).save_lora(str(tmp_path))
+    tensors = load_file(tmp_path / "pytorch_lora_weights.safetensors")
+    layers = sorted({key.rpartition(".lora_")[0] for key in tensors})
+    truth = {bare(n): tensors[f"{n}.lora_B.weight"].double() @ tensors[f"{n}.lora_A.weight"].double() for n in layers}
+    base = load(case)
+    read = set()
+    for kind, change in FOREIGN.items():
+        changed = change(tensors, layers)
+        file = tmp_path / kind / "pytorch_lora_weights.safetensors"
+        for expert in ("", "transformer_2"):
+            (file.parent / expert).mkdir(parents=True, exist_ok=True)
+            save_file(changed, file.parent / expert / file.name)
+        one = copy.deepcopy(base)
+        other = copy.deepcopy(base)
+        try:
+            one.load_lora(str(file.parent))
+        except ValueError as error:
+            assert REFUSED.get(kind, "") in str(error), kind
+            whole = kind not in REFUSED and family not in ALONE and len(stock(other, file)) == len(layers)
+            assert not whole, f"the stock pipeline reads {kind}"
+            continue
+        read.add(kind)
+        got = deltas(one.transformer)
+        want = truth if kind in SAME else got if family in ALONE else stock(other, file)
+        assert got.keys() == want.keys(), kind
+        for name, delta in got.items():
+            torch.testing.assert_close(delta, want[name], rtol=1e-6, atol=1e-9, msg=lambda m, kind=kind: f"{kind}: {m}")
+        assert all(p.dtype == torch.float32 for _, p in one.trainable())
+    assert read >= {*SAME, "bf16", "two ranks"}
+    assert not read & set(REFUSED)
+    assert family != "flux" or read >= {kind for kind in FOREIGN if "alpha" in kind} - {"alpha as int"}
+
+
+def test_headers_of_other_versions_of_peft_and_its_own_folders(tmp_path):
+    """Ours has nothing that an older peft does not know; from a newer one, unknown options matter if they are set."""
+    case = case_of("flux")
+    policy(case).save_lora(str(tmp_path))
+    file = tmp_path / "pytorch_lora_weights.safetensors"
+    tensors = load_file(file)
+    with safe_open(file, "pt") as opened:
+        header = json.loads(opened.metadata()["lora_adapter_metadata"])
+    known = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "target_modules")
+    assert sorted(header) == sorted(f"transformer.{name}" for name in known)
+    for value, said in ((None, ""), ({"rank": 3}, "needs a newer peft: its header has from_the_future")):
+        newer = json.dumps(header | {"transformer.from_the_future": value})
+        save_file(tensors, tmp_path / "newer.safetensors", {"lora_adapter_metadata": newer})
+        with pytest.raises(ValueError, match=said) if said else nullcontext():
+            load(case).load_lora(str(tmp_path / "newer.safetensors"))
+    folder = tmp_path / "peft"
+    folder.mkdir()
+    save_file({f"base_model.model.{bare(k)}": v for k, v in tensors.items()}, folder / "adapter_model.safetensors")
+    options = {"peft_type": "LORA", "inference_mode": True, "r": 4, "lora_alpha": 8, "target_modules": ["to_q"]}
+    (folder / "adapter_config.json").write_text(json.dumps(options))
+    one = load(case)
+    one.load_lora(str(folder))
+    assert {layer.scaling["default"] for layer in one.transformer.modules() if isinstance(layer, Linear)} == {2.0}
+    assert len(one.trainable()) == len(tensors)
+    (folder / "adapter_model.safetensors").write_bytes(file.read_bytes()[:-100])
+    for place, said in ((folder, "is no complete safetensors file"), (tmp_path / "none", "expected pytorch_lora_weig")):
+        with pytest.raises((ValueError, FileNotFoundError), match=said):
+            load(case).load_lora(str(place))

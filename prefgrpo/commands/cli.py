@@ -12,6 +12,7 @@ import difflib
 import os
 import sys
 import textwrap
+import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout, suppress
 from dataclasses import is_dataclass
@@ -101,11 +102,16 @@ def train(recipe: Recipe, resume: bool = False, dry_run: bool = False, *, overri
     return 0
 
 
-def demo(argv: Sequence[str]) -> int:
-    """`prefgrpo demo [--override …] [--resume | --dry-run]`: train the demo with the files of the installed package."""
-    from prefgrpo.tiny import demo_options
+def demo(resume: bool = False, dry_run: bool = False, *, overrides: Overrides) -> int:
+    """Train the tiny demo with the files of the installed package.
 
-    return _call(train, "demo", [*demo_options(), *argv])
+    Args:
+        resume: Continue the run from its newest checkpoint (from the start if it has none yet).
+        dry_run: Print configuration and memory, generate the first batch and replay one step; write nothing.
+    """
+    from prefgrpo.tiny import DEMO, demo_paths
+
+    return train(DEMO, resume, dry_run, overrides=merge(demo_paths(), overrides))
 
 
 def preprocess(recipe: Recipe, *, overrides: Overrides) -> int:
@@ -195,7 +201,8 @@ def read(recipe: Path | None, overrides: Mapping[str, Any]) -> Config:
     values = merge(recipe_values(recipe, model), dict(overrides))
     changed = {key: value for key, value in flatten(values).items() if written.get(key) != value}
     if changed and os.environ.get("RANK", "0") == "0":
-        listed = ", ".join(f"{key} {value} (was {written.get(key)})" for key, value in changed.items())
+        before = {key: f" (was {old})" for key in changed if (old := written.get(key)) is not None}
+        listed = ", ".join(f"{key} {value}{before.get(key, '')}" for key, value in changed.items())
         print(f"from {model}/{MODEL_VALUES}: {listed}", file=sys.stderr)
     return from_dict(values)
 
@@ -238,6 +245,8 @@ def split(argv: Sequence[str], options: Collection[str]) -> tuple[list[str], dic
         word = rest.pop(0)
         option, equals, text = word.partition("=")
         key = option.removeprefix("--").replace("-", "_")
+        if equals and key in defaults and not option.startswith("--"):
+            raise ConfigError([f"{word}: expected --{word}"])
         if not option.startswith("--") or (key not in defaults and difflib.get_close_matches(key, options)):
             words.append(word)
             continue
@@ -369,6 +378,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except (UserError, PermissionError, IsADirectoryError, NotADirectoryError) as error:
+        if "TORCHELASTIC_RUN_ID" in os.environ and os.environ["LOCAL_RANK"] != "0" and isinstance(error, ConfigError):
+            time.sleep(30)  # this machine's first process says the same, and torchrun then ends this one
         print(f"error: {error}", file=sys.stderr)
         return 2
     if code == 0 and int(os.environ.get("WORLD_SIZE", "1")) > 1:

@@ -9,6 +9,7 @@ stock pipeline, without a header, and when they are loaded here again.
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -21,7 +22,10 @@ import torch
 from torch import nn
 
 from prefgrpo.models import folder as folders
-from prefgrpo.models.lora_files import FILE, SHAPE, lora_file, read_lora
+from prefgrpo.models import lora_files
+
+_saving = logging.getLogger("diffusers.pipelines.pipeline_utils")
+_saving.addFilter(lambda record: "=None of type" not in record.getMessage())  # `folders.complete` copies what was None
 
 JOINT_ATTENTION = (
     "attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0",
@@ -166,43 +170,35 @@ class Weights:
         modules: dict[str, Any] = self.modules()
         for name, module in modules.items():
             config = module.peft_config[NAME]
-            unscaled = {"lora_alpha": config.r, "alpha_pattern": config.rank_pattern, "use_rslora": False}
-            facts = {key: getattr(config, key) for key in SHAPE} | unscaled
+            facts = {  # what every version of peft knows
+                "r": config.r, "lora_alpha": config.r, "rank_pattern": config.rank_pattern,
+                "alpha_pattern": config.rank_pattern, "target_modules": sorted(config.target_modules),
+            }  # fmt: skip
             layers = get_peft_model_state_dict(module, adapter_name=NAME)
             for key in (key for key in layers if ".lora_B." in key):
                 layers[key] = layers[key] * module.get_submodule(key.partition(".lora_B.")[0]).scaling[NAME]
             self._lora_files().save_lora_weights(
                 folder if name == self.denoisers[0] else f"{folder}/{name}",
                 transformer_lora_layers=layers,
-                transformer_lora_adapter_metadata={
-                    k: sorted(v) if isinstance(v, set) else v for k, v in facts.items() if v
-                },
+                transformer_lora_adapter_metadata=facts,
             )
 
     def load_lora(self, place: str) -> None:
-        """Inject a LoRA from a file, or from a folder as `save_lora` or peft wrote it, with its rank and layers, and
-        alpha = rank: B is multiplied by alpha / rank, as in a saved file.
+        """Inject the LoRA of a file, or of a folder that `save_lora` or peft wrote, as strong as in the stock pipeline.
 
-        Raises FileNotFoundError, or ValueError for a file that is no plain LoRA, or of other layers than the model's.
+        Raises FileNotFoundError, or ValueError for a file that cannot be read as a whole.
         """
-        from peft import LoraConfig, get_peft_model_state_dict, set_peft_model_state_dict
+        from peft import set_peft_model_state_dict
 
         for name, module in self.modules().items():
-            file = lora_file(Path(place) if name == self.denoisers[0] else Path(place, name))
-            state, options = read_lora(file, module, self._lora_files())
-            _inject(module, LoraConfig(**options))
-            own = get_peft_model_state_dict(module, adapter_name=NAME)
-            if wrong := sorted(state.keys() ^ own.keys()):
-                listed = f"found {len(state)}, which differ in {', '.join(wrong[:3])}, …"
-                raise ValueError(f"expected the {len(own)} tensors of its or the model's targets, {listed}")
-            set_peft_model_state_dict(module, state, adapter_name=NAME)
-            for key, up in module.named_parameters():
-                if ".lora_B." in key:
-                    layer: Any = module.get_submodule(key.partition(".lora_B.")[0])
-                    up.data *= layer.scaling[NAME]
-            for layer in module.modules():
-                if NAME in getattr(layer, "scaling", ()):
-                    layer.scaling[NAME] = 1.0
+            folder = Path(place) if name == self.denoisers[0] else Path(place, name)
+            state, config = lora_files.read(folder, self._lora_files(), module)
+            _inject(module, config)
+            count = sum(".lora_" in key for key, _ in module.named_parameters())
+            result = set_peft_model_state_dict(module, state, adapter_name=NAME)
+            if result.unexpected_keys or count != len(state):
+                differ = f"the model's LoRA has {count}: their targets differ"
+                raise ValueError(f"{folder} has {len(state)} tensors, but {differ}")
 
     def _lora_files(self) -> Any:
         """What reads and writes LoRA files: the pipeline, or HunyuanVideo's mixin for 1.5, whose pipeline cannot."""
@@ -223,7 +219,7 @@ def locate_lora(source: str) -> Path:
     if not folders.is_hub_id(source):
         raise FileNotFoundError(f"expected a folder, a file or a hub id 'owner/name', got '{source}'")
     name, revision = folders.hub_id(source)
-    return Path(hf_hub_download(name, FILE, revision=revision))
+    return Path(hf_hub_download(name, lora_files.FILE, revision=revision))
 
 
 def _check_targets(module: nn.Module, targets: tuple[str, ...]) -> None:

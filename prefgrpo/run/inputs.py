@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -19,8 +20,9 @@ from prefgrpo.config.loading import from_dict, to_dict
 from prefgrpo.config.schema import Config
 from prefgrpo.data.atomic import write_atomic, write_folder
 from prefgrpo.data.prompts import Prompt, file_digest, fingerprint
-from prefgrpo.models.base import Adapter
+from prefgrpo.models import family, lora_files
 from prefgrpo.models.folder import index_of, locate
+from prefgrpo.models.weights import locate_lora
 from prefgrpo.rewards import PYTHON, load_class
 from prefgrpo.run.checkpoint import CheckpointError, read_meta
 from prefgrpo.run.judging import pairwise_templates
@@ -40,15 +42,17 @@ def own_inputs(config: Config, folder: RunFolder) -> Config:
     return from_dict(_replaced(to_dict(config), there)) if there else config
 
 
-def keep_inputs(config: Config, folder: RunFolder, adapter: Adapter, first: bool) -> None:
-    """Copy what may be moved away into the run folder; first: the LoRA has not been trained yet."""
+def keep_inputs(config: Config, folder: RunFolder, first: bool) -> None:
+    """Copy what may be moved away into the run folder; first: the run has no checkpoint yet."""
     for file in _files(config):
         copy = folder.input_copy(file)
         if Path(file).is_file() and Path(file) != copy:
             copy.parent.mkdir(exist_ok=True)
             write_atomic(copy, Path(file).read_bytes())
     if config.train.lora_from and first:
-        write_folder(folder.first_lora, lambda inside: adapter.save_lora(str(inside)))
+        source = locate_lora(config.train.lora_from)
+        denoisers = family(config.family).denoisers
+        write_folder(folder.first_lora, lambda inside: _copy_lora(source, inside, denoisers))
 
 
 def fingerprints(config: Config, prompts: Sequence[Prompt], sets: Mapping[str, Sequence[Prompt]]) -> dict[str, str]:
@@ -63,8 +67,8 @@ def fingerprints(config: Config, prompts: Sequence[Prompt], sets: Mapping[str, S
     for column in {name: None for prompt in prompts for name in prompt.meta}:
         found[f"column {column} of the prompts"] = _digest([prompt.meta.get(column) for prompt in prompts])
     for entry in (*config.rewards, *config.measured):
-        file = None if PYTHON in entry.options else inspect.getsourcefile(load_class(entry.name))
-        if file and not load_class(entry.name).__module__.startswith("prefgrpo."):
+        file = None if PYTHON in entry.options else inspect.getsourcefile(load_class(entry.reward))
+        if file and not load_class(entry.reward).__module__.startswith("prefgrpo."):
             found[f"code of the reward {entry.name}"] = file_digest(file)
     templates = pairwise_templates((*config.rewards, *config.measured))
     found |= {f"template {name}": _digest(asdict(template)) for name, template in templates.items()}
@@ -95,6 +99,19 @@ def _files(config: Config) -> Iterator[str]:
     templates = [str(entry.options.get("template", "")) for entry in (*config.rewards, *e.rewards)]
     yield from filter(None, (config.data.prompts, e.file, e.final_prompts))
     yield from (name for name in templates if name.endswith((".yaml", ".yml")))
+
+
+def _copy_lora(source: Path, target: Path, denoisers: Sequence[str]) -> None:
+    """Copy the files from which `load_lora(source)` reads the LoRA, so that `load_lora(target)` reads the same."""
+    for name in denoisers:
+        within = "" if name == denoisers[0] else name
+        file = lora_files.locate(source / within if within else source)
+        (target / within).mkdir(exist_ok=True)
+        kept = file.name if file.name == lora_files.PEFT_FILE else lora_files.FILE
+        shutil.copyfile(file, target / within / kept)
+        options = file.with_name(lora_files.CONFIG)
+        if options.is_file():
+            shutil.copyfile(options, target / within / options.name)
 
 
 def _replaced(value: Any, new: Mapping[str, str]) -> Any:
