@@ -77,9 +77,9 @@ def train(recipe: Recipe, resume: bool = False, dry_run: bool = False, *, overri
     """
     from prefgrpo.run.run_folder import run_of
 
-    run = run_of(recipe.parent) if resume else None
-    if run is not None and recipe.name == run.config.name:  # also of a run that was moved or renamed
-        overrides = merge(run.place, overrides)
+    folder = run_of(recipe.parent) if resume else None
+    if folder is not None and recipe.name == folder.config.name:  # also of a run that was moved or renamed
+        overrides = merge(folder.place, overrides)
     config = read(recipe, overrides)
     main = os.environ.get("RANK", "0") == "0"
     if dry_run:
