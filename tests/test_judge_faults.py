@@ -139,6 +139,8 @@ CHECKS = {
     "key missing": ("key", {}, "answered 401; is api_key_env the environment variable"),
     "key wrong": ("key", {"api_key_env": "WRONG_KEY"}, "answered 401; is api_key_env"),
     "key unset": ("", {"api_key_env": "NO_KEY"}, r"variable NO_KEY \(api_key_env\) is not set"),
+    "key empty": ("", {"api_key_env": "EMPTY_KEY"}, "variable EMPTY_KEY .api_key_env. contains nothing"),
+    "key of two lines": ("", {"api_key_env": "TWO_KEYS"}, "variable TWO_KEYS .api_key_env. contains white space"),
     "no address": ("", {"endpoints": ("here:80",)}, "endpoints must be http:// or https://"),
 }
 
@@ -181,7 +183,8 @@ def test_a_judge_that_thinks_although_it_should_not_is_told_by_name(template):
 
 @pytest.mark.parametrize("name", CHECKS)
 def test_the_check_says_what_is_wrong(name, monkeypatch):
-    monkeypatch.setenv("WRONG_KEY", "hunter2")
+    for variable, key in (("WRONG_KEY", "hunter2"), ("EMPTY_KEY", " \r\n"), ("TWO_KEYS", "hunter2\nhunter2")):
+        monkeypatch.setenv(variable, key)
     fault, options, message = CHECKS[name]
     with JudgeServer(fault if fault not in ("listing", "key") else "") as server:
         server.key, server.listing = "secret" * (fault == "key"), "<html>welcome</html>" * (fault == "listing")
@@ -230,7 +233,8 @@ def test_a_server_that_cannot_say_yet_what_it_serves_is_asked_again():
 
 
 def test_a_key_is_sent(monkeypatch):
-    monkeypatch.setenv("RIGHT_KEY", "secret")
+    """Also one from a .env of Windows, with the file's byte-order mark and line end."""
+    monkeypatch.setenv("RIGHT_KEY", "\ufeff secret\r\n")
     with JudgeServer() as server:
         server.key = "secret"
         missing(ask(judge(server.url, model=MODEL)), "lists no model: /v1/models answered 401")

@@ -1,10 +1,12 @@
 """User-written rewards: functions of images, functions of pairs, and the examples of docs/extend.md."""
 
+import math
 import re
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from reward_server import serving
 
 from prefgrpo.data.media import Media
@@ -38,6 +40,22 @@ def test_a_function_of_images_is_a_pointwise_reward():
     scores = reward.score([grey(10), grey(20, "none"), grey(30), Sample("p", Media(np.zeros((0, 8, 3), np.uint8)))])
     assert [s.value for s in scores] == [10.0, None, 30.0, None]
     assert scores[1].reason == "bright returned None" and "no pixels" in scores[3].reason
+
+
+SEQUENCES = ([1.0, None], (1, None), np.array([1.0, np.nan]), torch.tensor([[1.0], [math.nan]]).bfloat16())
+
+
+@pytest.mark.parametrize("values", SEQUENCES, ids=lambda v: type(v).__name__)
+def test_a_function_returns_a_sequence_or_several_by_name(values):
+    """Under names, as Flow-GRPO's rewards return them, its `avg` is the value; without one, the mean is."""
+
+    def scores(returned):
+        return [s.finite() for s in function_class(lambda images, prompts: returned)().score([grey(1), grey(2)])]
+
+    assert [s.value for s in scores(values)] == [1.0, None]
+    named = scores({"sharp": values, "round": [0.5, 0.5]})
+    assert [s.value for s in named] == [0.75, None] and named[0].parts == {"sharp": 1.0, "round": 0.5}
+    assert [s.value for s in scores({"sharp": values, "avg": [0.25, 0.5]})] == [0.25, 0.5]
 
 
 def test_columns_sources_options_and_clips_reach_the_function():
@@ -85,6 +103,12 @@ def test_what_is_no_reward_is_refused(tmp_path):
     for values in ([1.0, 2.0], ["x"], 3):
         with pytest.raises(RewardError, match="must return one"):
             function_class(lambda images, prompts, values=values: values)().score([grey(1)])
+    for values in ({0: 0.2}, {"0": 0.2}, {"a": [0.2, 0.3]}, {}, "7", b"7", ["7"], ({"avg": [0.2]},), {0.2}, [[0.2, 1]]):
+        with pytest.raises(
+            RewardError, match=r"must return one number.*got (dict|str|bytes|list|set|tuple|float)|per sample: 1, got 2"
+        ):
+            function_class(lambda images, prompts, values=values: values)().score([grey(1)])
+    assert function_class(lambda prompt, image_a, image_b: "1")().score([grey(1), grey(2)])[0].value is None
     (tmp_path / "own.py").write_text("def f(image): return 1\nx = 3\n")
     for name, reason in (("f", "a reward function takes"), ("x", "is not a Pointwise"), ("g", "has no attribute 'g'")):
         with pytest.raises(RewardSpecError, match=reason):

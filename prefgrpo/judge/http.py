@@ -26,6 +26,7 @@ import itertools
 import json
 import os
 import random
+import re
 import time
 import urllib.request
 from collections import Counter, deque
@@ -36,6 +37,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
+from prefgrpo.data.tables import stripped
 from prefgrpo.judge.loop import loop_thread
 from prefgrpo.judge.verdict import JudgeError
 
@@ -88,7 +90,7 @@ class Endpoint:
         self.proxy = _proxy(url)
         self.headers = {"Content-Type": content_type, "Accept-Encoding": "identity"}
         if key_env:
-            self.headers["Authorization"] = f"Bearer {os.environ[key_env]}"
+            self.headers["Authorization"] = f"Bearer {_api_key(key_env)}"
         self.load = 0
         """Requests in flight."""
         self.limit = 1.0
@@ -174,8 +176,6 @@ class HttpPool:
         API key. JudgeError for invalid addresses or a missing key."""
         if not urls or not all(url.startswith(("http://", "https://")) for url in urls):
             raise JudgeError(f"endpoints must be http:// or https:// addresses, got {list(urls)}")
-        if key_env and key_env not in os.environ:
-            raise JudgeError(f"the environment variable {key_env} (api_key_env) is not set")
         self.endpoints = [Endpoint(url, key_env, content_type) for url in urls]
         for endpoint in self.endpoints:
             endpoint.limit = concurrency
@@ -418,6 +418,20 @@ def _choose(usable: Sequence[Endpoint], order: Sequence[Endpoint]) -> Endpoint |
     near = [e for e in order if e in usable and e.load * limits <= most * e.limit]
     free = [e for e in near[:1] or usable if e.load < int(e.limit)]
     return min(free, key=lambda e: e.load / e.limit, default=None)
+
+
+def _api_key(variable: str) -> str:
+    """The key in an environment variable, without the line end and byte-order mark of a file that it was read from.
+
+    Raises JudgeError for a variable that is not set or holds no key.
+    """
+    if variable not in os.environ:
+        raise JudgeError(f"the environment variable {variable} (api_key_env) is not set")
+    key = str(stripped(os.environ[variable]))
+    if not re.fullmatch(r"[!-~]+", key):
+        found = "white space or other characters that a key cannot have" if key else "nothing"
+        raise JudgeError(f"the environment variable {variable} (api_key_env) contains {found}; expected an API key")
+    return key
 
 
 def _proxy(url: str) -> str | None:

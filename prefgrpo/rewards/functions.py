@@ -3,6 +3,9 @@
     def redness(images, prompts, **columns) -> list[float | None]    one value per sample, None: missing
     def closer(prompt, image_a, image_b) -> float | None             P(image_a is better); the reward is the win rate
 
+The first returns a list, tuple, array or tensor, or a dict from names to such: these become parts of the score, and its
+value is that named `avg` (as in Flow-GRPO) if there is one, else their mean.
+
 Images are NumPy arrays, uint8 [H, W, 3], clips [F, H, W, 3]. Each column of the prompt file is passed as a list under
 its name; source images of edits are passed as `sources`, a list of images per sample. Parameters with a default are
 options of the reward; those without are columns that every prompt must have. Invariant: the returned values are used
@@ -13,7 +16,8 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from inspect import Parameter
 from typing import Any, cast
 
@@ -52,13 +56,35 @@ class FunctionReward(PointwiseReward):
         images = [s.media.pixels.copy() for s in samples]
         prompts = [s.prompt for s in samples]
         values = self.function(images, prompts, **given | self.options)
+        if not isinstance(values, Mapping):
+            return [self._score_of(v) for v in self._numbers(values, len(samples))]
+        if not values or not all(isinstance(name, str) for name in values):
+            raise RewardError(f"{self.name} must return one number or None per sample, {_got(values)}")
+        named = {name: self._numbers(column, len(samples)) for name, column in values.items()}
+        scores = []
+        for row in zip(*named.values(), strict=True):
+            parts = {name: v for name, v in zip(named, row, strict=True) if v is not None}
+            mean = sum(parts.values()) / len(row) if len(parts) == len(row) else None
+            scores.append(replace(self._score_of(parts.get("avg") if "avg" in named else mean), parts=parts))
+        return scores
+
+    def _numbers(self, values: Any, count: int) -> list[float | None]:
+        """The numbers of a sequence, array or tensor. RewardError unless there is one, or None, per sample."""
+        ordered = isinstance(values, Sequence) or hasattr(values, "__array__")
+        if not ordered or isinstance(values, str | bytes):
+            raise RewardError(f"{self.name} must return one number or None per sample, {_got(values)}")
         try:
-            numbers = [None if v is None else float(v) for v in values]
-        except (TypeError, ValueError) as error:
-            raise RewardError(f"{self.name} must return one number or None per sample: {error}") from error
-        if len(numbers) != len(samples):
-            raise RewardError(f"{self.name} must return one value per sample: {len(samples)}, got {len(numbers)}")
-        return [Score(v, f"{self.name} returned None" if v is None else "") for v in numbers]
+            numbers = [None if v is None else _number(v) for v in values]
+        except (TypeError, ValueError, RuntimeError) as error:  # torch raises RuntimeError for several in a row
+            raise RewardError(
+                f"{self.name} must return one number or None per sample, {_got(values)}: {error}"
+            ) from error
+        if len(numbers) != count:
+            raise RewardError(f"{self.name} must return one value per sample: {count}, got {len(numbers)}")
+        return numbers
+
+    def _score_of(self, value: float | None) -> Score:
+        return Score(value, f"{self.name} returned None" if value is None else "")
 
 
 class FunctionPairwise(VlmPairwise):
@@ -93,7 +119,7 @@ class FunctionJudge(PairJudge):
             value = self.function(prompt, image_a, image_b)
             if value is None:
                 return Verdict(None, f"{self.name} returned None")
-            probability = float(value)
+            probability = _number(value)
             if not 0 <= probability <= 1:
                 raise ValueError(f"expected a probability in [0, 1], got {value!r:.80}")
         except Exception as error:  # noqa: BLE001  (whatever a user's function raises)
@@ -148,6 +174,17 @@ def _parameters(function: Function, first: tuple[str, ...]) -> dict[str, Paramet
         )
     rest = {name: p for name, p in parameters.items() if name not in first}
     return {name: p for name, p in rest.items() if p.kind in (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)}
+
+
+def _number(value: Any) -> float:
+    """A number, or an array or tensor of one. Raises ValueError for a text, which `float` would read."""
+    if isinstance(value, str | bytes):
+        raise ValueError(f"expected a number, got the text {value!r:.40}")
+    return float(value)
+
+
+def _got(values: Any) -> str:
+    return f"got {type(values).__name__}: {values!r:.80}"
 
 
 def _name(function: Function) -> str:
