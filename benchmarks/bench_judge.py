@@ -31,7 +31,7 @@ from benchmarks.harness import cpu_name
 from prefgrpo.config.schema import JudgeConfig
 from prefgrpo.data.media import Media
 from prefgrpo.judge.client import HttpJudge
-from prefgrpo.judge.plans import round_robin
+from prefgrpo.judge.pairs import round_robin
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "judge_cpu.json"

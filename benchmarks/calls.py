@@ -43,7 +43,7 @@ from benchmarks.simulated_judge import WinRates, WordsJudge
 from prefgrpo.config.loading import from_dict
 from prefgrpo.config.recipe import merge, read_yaml
 from prefgrpo.config.schema import Config
-from prefgrpo.judge.plans import get_plan
+from prefgrpo.judge.pairs import get_plan
 from prefgrpo.objectives import objective
 from prefgrpo.objectives.base import EndpointObjective
 
@@ -288,10 +288,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         with ProcessPoolExecutor(args.jobs, get_context("spawn")) as pool:
             for line in pool.map(run, jobs):
                 print(line, flush=True)
-    for world in ("scenes", "words"):
-        if len(table(world)) > 2:
-            draw(world, PAGE.parent / f"calls_{world}.svg")
-        replace_block(PAGE, f"calls-{world}", block(world))
+    if len(table("scenes")) > 2:
+        draw("scenes", PAGE.parent / "calls_scenes.svg")
+    replace_block(PAGE, "calls-scenes", block("scenes"))
+    print("\n".join([progress("words"), *table("words")]))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What the recipes of scripts/prefgrpo keep in GPU memory at the published size, and how busy they keep their GPUs.
 
-    python -m benchmarks.recipes          # the table of docs/recipes.md
+    python -m benchmarks.recipes          # docs/recipes.md summarises this table
 
 Counted from recipes and published sizes: no model is loaded. Stored: latents from the rollout to the update, per GPU.
 Weights: the denoisers in bf16 with a LoRA, and with optimiser in full fine-tuning. Busy: share of the GPUs' time in

@@ -217,9 +217,9 @@ def table(key: str, seeds: Sequence[int], folder: Path = RESULTS) -> list[str]:
 
 
 def missing(key: str, seeds: Sequence[int], folder: Path = RESULTS) -> str:
-    """Names the missing runs of an experiment."""
+    """Names the missing runs of an experiment; empty if there are none."""
     absent = gaps(EXPERIMENTS[key].arms, seeds, lambda name, seed: done(name, seed, folder))
-    return f"Not measured: {absent}." if absent else "All runs are complete."
+    return f"Not measured: {absent}." if absent else ""
 
 
 def agreement(one: Sequence[int], two: Sequence[int], folder: Path = RESULTS) -> list[str]:
@@ -255,7 +255,9 @@ def block(key: str, seeds: Sequence[int] = SEEDS, folder: Path = RESULTS) -> lis
     """An experiment's generated part of docs/science.md."""
     picture = f"![{' and '.join(TITLES[what] for what in EXPERIMENTS[key].shown)} over judge calls](science_{key}.svg)"
     rows = table(key, seeds, folder)
-    return [missing(key, seeds, folder)] + (["", picture, "", *rows] if rows else [])
+    note = missing(key, seeds, folder)
+    shown = [picture, "", *rows] if rows else []
+    return [note, *([""] * bool(shown)), *shown] if note else shown
 
 
 def render() -> None:

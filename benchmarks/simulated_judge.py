@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from prefgrpo.data.media import Media
-from prefgrpo.judge.plans import rings
+from prefgrpo.judge.pairs import rings
 from prefgrpo.judge.verdict import Pair, PairJudge, Verdict
 from prefgrpo.rewards.base import PointwiseReward, Sample, Score
 from prefgrpo.rewards.pairwise import VlmPairwise

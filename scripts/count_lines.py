@@ -1,12 +1,10 @@
-"""Lines of the product per folder: `python scripts/count_lines.py [--write]` prints the table of docs/design.md.
+"""Lines of the product per folder: `python scripts/count_lines.py` prints the table.
 
-A line counts if it is in a source file of prefgrpo/, kernels/ or csrc/; blank lines and comments count too. `--write`
-puts the table between the two marks in docs/design.md.
+A line counts if it is in a source file of prefgrpo/, kernels/ or csrc/; blank lines and comments count too.
 """
 
 from __future__ import annotations
 
-import sys
 from collections import defaultdict
 from pathlib import Path
 from statistics import median
@@ -15,7 +13,6 @@ ROOT = Path(__file__).resolve().parent.parent
 SUFFIXES = {".py", ".h", ".cpp", ".cu", ".cuh", ".yaml", ".j2", ".css", ".js", ".sh"}
 PRODUCT = ("csrc", "kernels", "prefgrpo")
 OTHER = ("tests", "benchmarks", "scripts")
-MARKS = ("<!-- lines: begin -->", "<!-- lines: end -->")
 
 
 def files(folder: str) -> list[Path]:
@@ -51,16 +48,5 @@ def table() -> str:
     return "\n".join([*out, "", total])
 
 
-def main() -> None:
-    """Print the table, or write it into docs/design.md."""
-    if "--write" not in sys.argv[1:]:
-        print(table())
-        return
-    page = ROOT / "docs" / "design.md"
-    text = page.read_text(encoding="utf-8")
-    begin, end = (text.index(mark) for mark in MARKS)
-    page.write_text(text[: begin + len(MARKS[0])] + "\n" + table() + "\n" + text[end:], encoding="utf-8")
-
-
 if __name__ == "__main__":
-    main()
+    print(table())

@@ -8,6 +8,7 @@ import os
 import shutil
 import socket
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ import pytest
 import torch
 import yaml
 
-from prefgrpo.judge.prompts import PUBLISHED, template_file
+from prefgrpo.judge.published import PUBLISHED, template_file
 from prefgrpo.judge.template import shipped_templates
 
 # The same examples in every run, so that failures are reproducible. HYPOTHESIS_PROFILE=default draws new ones.
@@ -46,6 +47,8 @@ _QUESTIONS = {  # stand-ins for those of the publishers, whose texts are not in 
     "edit_quality": "Give [naturalness, artefacts].",
     "edit_following": "Give [success, restraint]. Instruction: {prompt}",
     "unifiedreward": "Write lines like Alignment Score (1-5): 3. Caption: {prompt}",
+    "unifiedreward_sglang": "End with Final Score: 3. Caption: {prompt}",
+    "qwenvl": "End with <Score>3</Score>.",
     "consistency": _YES_NO,
     "consistency_no_duplicates": _YES_NO,
     "consistency_criterion": f"{_YES_NO} Criterion: {{criterion}}",
@@ -75,6 +78,14 @@ def _guarded(connect: Callable[..., Any]) -> Callable[..., Any]:
 def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("connect", "connect_ex"):
         monkeypatch.setattr(socket.socket, name, _guarded(getattr(socket.socket, name)))
+
+
+@pytest.fixture(autouse=True)
+def _no_process_group() -> Iterator[None]:
+    """Full fine-tuning in this process joins a process group, which the next test must not meet."""
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -110,6 +121,15 @@ def trainer(place: Path, request: pytest.FixtureRequest) -> Iterator[Callable[..
     yield make
     for one in made:
         one.close()
+
+
+@pytest.fixture
+def forced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks are fused on the CPU, where the ops run their references, and a failed check is an error."""
+    from prefgrpo.models import blocks
+
+    monkeypatch.setattr(blocks, "FUSED_ON", ("cpu",))
+    warnings.filterwarnings("error", message=".*runs as in diffusers")
 
 
 @pytest.fixture(scope="session")

@@ -31,7 +31,7 @@ import numpy as np
 from aiohttp import web
 from PIL import Image
 
-from prefgrpo.judge.loop import LoopThread
+from prefgrpo.judge.http import LoopThread
 
 MODEL = "bright-judge"
 STATUSES = {"400": "At most 1 image(s) may be provided in one prompt.", "403": "not for you", "404": "no such path",

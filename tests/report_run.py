@@ -82,7 +82,7 @@ def judgements(folder, step, size=8):
     """Judgement log of a step's first two groups (numbered from 0 within the step): every pair, in both orders."""
     with (folder / "judgements.jsonl").open("a") as file:
         for n, (first, second) in product(range(2), permutations(range(size), 2)):
-            line = {"step": step - 1, "reward": "vlm_pairwise", "group": 40 + n, "first": first, "second": second}
+            line = {"step": step, "reward": "vlm_pairwise", "group": 40 + n, "first": first, "second": second}
             line |= {"p_first": (1 + first) / (2 + first + second), "reason": "", "latency_s": 0.1, "retries": 0}
             line |= {"parts": {}, "raw": f"<A> {n} {first} {second}", "prompt": caption(SPLITS["train"][n])}
             file.write(json.dumps(line) + "\n")

@@ -143,7 +143,8 @@ def test_options_of_the_advantage_section(options):
 
 WRONG = {
     **{f"path {path}": ({}, {"combine": path}, "advantage.combine: cannot load")
-       for path in ("nowhere.py:f", f"{__file__}:absent", "no_such_package.f", "f")},
+       for path in ("nowhere.py:f", f"{__file__}:absent", "no_such_package.f")},
+    "a bare name": ({}, {"combine": "wsum"}, "advantage.combine: expected one of weighted_sum, "),
     "weight": ({"jpeg_compressibility": 1, "jpeg_incompressibility": -1}, {"combine": "geometric_mean"},
                "geometric_mean expects weights of at least 0"),
 }  # fmt: skip

@@ -341,6 +341,34 @@ def test_every_family_trains_with_its_backends(case, tmp_path):
     assert (set(trained) >= set(NAMES)) == (case.family not in REFUSING)
 
 
+def test_a_run_without_text_encoders_says_nothing_that_alarms(tmp_path):
+    """diffusers warns of attention backends, which are "experimental", and of parts that were not loaded."""
+    said = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    loggers = [logging.getLogger(f"diffusers.{name}") for name in ("pipelines.pipeline_utils", "models.modeling_utils")]
+    for logger in loggers:
+        logger.addHandler(handler)
+    try:
+        adapter = model_family("flux").load(str(folder("flux")), torch.float32, torch.device("cpu"), encoders=False)
+        set_backend(adapter, settings(case_of("flux"), "native", "m"), Layout(), torch.device("cpu"))
+        adapter.save_full(str(tmp_path))
+    finally:
+        for logger in loggers:
+            logger.removeHandler(handler)
+    assert (tmp_path / "text_encoder").is_dir() and said == []
+
+
+def test_the_heads_of_a_denoiser_are_found_under_every_name_of_diffusers():
+    """Width per head; hidden_size is Lumina2's."""
+    for names in ({"num_attention_heads": 4, "attention_head_dim": 8}, {"n_heads": 4, "dim": 32},
+                  {"num_attention_heads": 4, "hidden_size": 32}):  # fmt: skip
+        denoiser = SimpleNamespace(config=names)
+        adapter = SimpleNamespace(transformer=denoiser, attention_masks="none", attention_tokens=lambda *_: [(6, 6)])
+        (found,) = cases(adapter, settings(case_of("flux"), "native", "m"), "native", Layout())
+        assert (found.heads, found.width) == (4, 8)
+
+
 def test_a_batch_of_one_prompt_needs_no_mask():
     """The families whose texts differ in length, so that they run with kernels that take none."""
     for family in ("qwen_image", "z_image", "hunyuan_video"):

@@ -4,10 +4,12 @@ GPUs are simulated: an extension whose launch fails, and a device guard that rec
 """
 
 import contextlib
+import os
 import subprocess
 import sys
 import threading
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -38,6 +40,16 @@ def test_fp16_warns_once_that_it_runs_in_torch(recwarn):
     for _ in range(2):
         sde_logp(c.x, c.v, c.eps, c.coef, c.index)
     assert [str(w.message)[:33] for w in recwarn] == ["prefgrpo.ops run fp16 in torch, s"]
+
+
+@pytest.mark.parametrize("later_s, warned", [(60, 1), (-60, 0)])
+def test_a_module_older_than_its_sources_is_told(later_s, warned, tmp_path, monkeypatch, recwarn):
+    built = Path(_backend.extension().__file__).stat().st_mtime
+    (tmp_path / "math.h").touch()
+    os.utime(tmp_path / "math.h", (built + later_s,) * 2)
+    monkeypatch.setattr(_backend, "SOURCES", tmp_path)
+    assert _backend.extension.__wrapped__() is not None
+    assert [str(w.message)[:37] for w in recwarn] == ["prefgrpo._C is older than csrc/: run "] * warned
 
 
 def test_an_unknown_backend_is_refused():

@@ -59,6 +59,8 @@ MISTAKES = [
     ("model: ./nowhere, rewards: 'clp:1,vlm_pairwize'", "folder not found … did you mean 'clip' … 'vlm_pairwise'"),
     ("rewards: 'my.py:redness=0.5'", "expected 'name' or 'name:weight', as in 'my.py:redness:0.5'"),
     # found before the judge is asked, or anything loads
+    ("advantage: {combine: weighted_sun}", "expected one of weighted_sum, weighted_advantage_sum … got 'weighted_sun' "
+     "(did you mean 'weighted_sum'?)"),
     ("rewards: videoalign", "videoalign takes video, but these are images"),
     (f"rewards: [vlm_pairwise, 'test_bad_input:one_value', 'test_bad_input:fails', 'test_bad_input:empty'], {NO_JUDGE}",
      "one_value, tried on grey images [16, 16, 3]: one_value must return one value per sample: 2, got 1 … "

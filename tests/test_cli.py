@@ -83,6 +83,7 @@ def test_the_list_of_commands(capsys, argv):
 def test_every_command_has_help(capsys, name):
     code, text = shown(capsys, *name.split(), "--help")
     assert code == 0 and f"usage: prefgrpo {name}" in text and "--help" in text
+    assert ("RECIPE" in text) == (name in ("train", "preprocess"))
 
 
 @pytest.mark.parametrize(("argv", "message"), [
@@ -152,6 +153,8 @@ def test_mistakes_of_recipe_and_overrides_come_together(capsys, place):
 
 WRONG = [
     ("--train.lrr 1", "train.lrr: unknown key; did you mean 'train.lr'?"),
+    ("train.lr=1e-4", "train.lr=1e-4: expected --train.lr=1e-4"),
+    ("--judge.endpoints h:8000 --rollout.height 721", "judge.endpoints: expected addresses that begin with http://"),
     ("--resum", "--resume"),
     ("--compile=maybe", "compile: expected true or false, got 'maybe'"),
     ("--compile", "--compile: expected a value, as in --compile false"),
@@ -165,10 +168,10 @@ def test_wrong_options(capsys, place, words, message):
     assert code == 2 and message in text and "Traceback" not in text
 
 
-@pytest.mark.parametrize("command", ["train", "evaluate", "generate"])
+@pytest.mark.parametrize("command", ["train", "evaluate", "generate", "export", "tiny"])
 def test_help_imports_nothing_heavy(command):
     code = f"import sys; from prefgrpo.commands.cli import main\nmain(['{command}', '--help'])"
     code += "\nprint(*sys.modules, file=sys.stderr)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0 and "--rollout.steps " in done.stdout
+    assert done.returncode == 0 and f"prefgrpo {command}" in done.stdout
     assert not {"torch", "numpy", "transformers", "diffusers", "PIL", "aiohttp"} & set(done.stderr.split())

@@ -117,6 +117,10 @@ def test_every_mistake_of_names_and_types_is_listed_at_once():
 TRAP = "(YAML reads an unquoted on, off, yes or no as true or false)"
 MISTAKES = [
     ("rollout: {lr: 1e-4}", "rollout.lr: unknown key; did you mean 'train.lr'?"),
+    ("train: {beta: 0.04}", "train.beta: unknown key; did you mean 'train.kl_coef'?"),
+    ("learning_rate: 3e-4", "learning_rate: unknown key; did you mean 'train.lr'?"),
+    ("sample: {noise_level: 0.7}", "sample: unknown key; did you mean 'rollout.eta'?"),
+    ("config: {reward_fn: {ocr: 1}}", "config: unknown key; did you mean 'rewards'?"),
     ("train:", "train: expected a mapping of keys, got None"),
     ("name: no", f"name: expected text, got False {TRAP}"),
     ("judge: {endpoints: http://h}", "judge.endpoints: expected a list, got 'http://h'"),

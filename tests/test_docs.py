@@ -15,13 +15,16 @@ import shlex
 import shutil
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
 from tiny_run import start
 
-from prefgrpo.config.loading import load
-from prefgrpo.parallel.world import leave
+from prefgrpo.commands.cli import read, split
+from prefgrpo.config.loading import PEERS, load
+from prefgrpo.rollout.batch import busy_share
+from prefgrpo.run.checks import batch_errors
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -40,7 +43,7 @@ NOT_RUN = {
     ),
 }
 """Prefix of a command that is not run (with a final $: the whole command) → reason."""
-SNIPPETS = {"README.md": 1, "docs/ops.md": 5}
+SNIPPETS = {"README.md": 1, "docs/ops.md": 4}
 """Number of Python blocks per page, all of which must run."""
 
 
@@ -94,7 +97,7 @@ def test_every_exception_is_still_there_and_every_other_command_is_ours():
         assert any(f"{text}$".startswith(head) for _, text, _ in FOUND), f"no command begins with {head!r} any more"
     assert [text for _, text, words in RUN if words[0] not in ("prefgrpo", "python")] == []
     assert {file for file, _, _ in RUN} >= {
-        "README.md", "docs/training.md", "docs/evaluation.md", "docs/tutorial.md"
+        "README.md", "docs/objectives.md", "docs/evaluation.md", "docs/tutorial.md"
     }  # fmt: skip
 
 
@@ -112,11 +115,22 @@ def test_the_commands_of_the_docs_run(place):
     assert (place / "with_lora.png").is_file() and json.loads((place / "before.json").read_text())
 
 
+def test_the_command_for_8_gpus_fits_its_recipe():
+    """7 training GPUs have equal work, and every option is a field."""
+    (words,) = [words for file, text, words in FOUND if file == "README.md" and "--nproc_per_node" in text]
+    recipe = words.index("train") + 1
+    left, values = split(words[recipe + 1 :], ())
+    config = read(ROOT / words[recipe], values)
+    ranks = int(words[words.index("--nproc_per_node") + 1])
+    assert left == [] and batch_errors(config) == [] and busy_share(config, ranks) == 1.0
+    assert [entry.options["plan"] for entry in config.rewards] == ["k_regular(2)"]
+    assert len(words[0].split("=")[1].split(",")) == ranks
+
+
 @pytest.mark.parametrize("file", SNIPPETS)
 def test_a_snippet_runs_as_it_stands(file):
     blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / file).read_text(), re.S | re.M)
     assert len(blocks) == SNIPPETS[file]
-    leave()  # a group that a test before this one joined
     for block in blocks:
         exec(compile(block, file, "exec"), {})
 
@@ -138,6 +152,15 @@ def test_the_messages_and_metrics_of_troubleshooting_are_those_of_the_code():
     assert len(lines) >= 8 and len(named) >= 5
     assert [text for text in parts if text not in texts] == []
     assert [name for name in named if name not in texts and name.split("/")[-1] not in texts] == []
+
+
+def test_the_migration_table_is_the_one_that_hints_come_from():
+    table = (ROOT / "docs" / "recipes.md").read_text().split("## Coming from another codebase")[1].split("\n## ")[0]
+    listed = set()
+    for ours, theirs in re.findall(r"^\| (`.*?) \|(.*)\|$", table, re.M):
+        listed |= set(product(re.findall(r"\w+", ours), re.findall(r"\w+", theirs)))
+    hinted = {(ours.split(".")[-1], name) for ours, theirs in PEERS.items() for name in theirs.split()}
+    assert listed and hinted - listed == set()
 
 
 def test_the_hardware_page_names_every_model_and_prompt_file_of_the_recipes():

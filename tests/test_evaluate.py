@@ -7,13 +7,15 @@ be the policy that was evaluated (EMA included), with its alpha, loadable withou
 
 import json
 from dataclasses import replace
+from itertools import islice
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from diffusers import FluxPipeline
 from safetensors.torch import load_file
-from tiny_run import rows, settings, tree
+from tiny_run import ALONE, rows, settings, tree
 
 from prefgrpo.commands.cli import main
 from prefgrpo.config.loading import from_dict
@@ -28,6 +30,7 @@ from prefgrpo.rollout.sampling import eval_sampling
 from prefgrpo.run.checkpoint import CheckpointError
 from prefgrpo.run.comparison import compared, interval, mean_of
 from prefgrpo.run.evaluate import compare
+from prefgrpo.run.notes import start_notes
 from prefgrpo.sde.noise import initial_latents
 from prefgrpo.trainer import Trainer
 
@@ -52,7 +55,8 @@ def held_out_of(place, count, seed=0, **evaluation):
 @pytest.mark.parametrize(
     ("count", "evaluation", "held"),
     [
-        (19, {}, 0), (20, {}, 1), (100, {}, 5), (3000, {}, 64), (3000, {"max_prompts": 100}, 100),
+        (19, {}, 0), (20, {}, 5), (100, {}, 25), (200, {}, 32), (3000, {}, 64), (3000, {"max_prompts": 100}, 100),
+        (200, {"max_prompts": 10}, 10),
         (100, {"prompts": 0}, 0), (100, {"prompts": 0.5}, 50), (100, {"every": 0}, 0),
     ],
 )  # fmt: skip
@@ -64,6 +68,14 @@ def test_held_out_prompts_are_never_trained_on(place, count, evaluation, held):
         assert held_out_of(place, count, seed=1, **evaluation)[1] != found
         files = {"prompts": str(place / "dev.txt")}, {"final_prompts": str(place / "dev.txt")}
         assert all(len(held_out_of(place, count, **evaluation | file)[0]) == count for file in files)
+
+
+@pytest.mark.parametrize(("counts", "told"), [({"dev": 29, "test": 5}, True), ({"dev": 30, "test": 5}, False)])
+def test_a_run_says_at_its_start_that_it_cannot_conclude(place, counts, told):
+    adapter = SimpleNamespace(lora_rank=4, frames=lambda _: None, trainable=list)
+    notes = start_notes(from_dict(settings(place, "x")), ALONE, adapter, None, 100, counts)
+    _, line = islice(notes, 2)
+    assert ("fewer than 30, so no result will be conclusive" in line) == told
 
 
 # ---- numbers ------------------------------------------------------------------------------------------------------
@@ -304,3 +316,10 @@ def test_any_checkpoint_is_exported(run, tmp_path):
         assert main(["export", str(target), "--format", "comfy", "--out", str(tmp_path / "comfy" / name)]) == 0
         assert (loras(tmp_path / "comfy" / name) == final) == (name == "newest")
         assert loras(tmp_path / name).keys() == final.keys()
+        for form in ("diffusers", "comfy"):
+            file = tmp_path / f"{name} {form}.safetensors"
+            assert main(["export", str(target), "--format", form, "--out", str(file)]) == 0
+            assert file.is_file() and (load_file(file).keys() == final.keys())
+        assert main(["export", str(target), "--format", "comfy"]) == 0
+    names = [f"{run.folder.root.name}_{checkpoint.name}.safetensors" for checkpoint in checkpoints]
+    assert sorted(f.name for f in (run.folder.root / "comfy").iterdir()) == [names[0], names[-1]]

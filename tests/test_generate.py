@@ -242,6 +242,8 @@ def test_a_lora_file_that_changed_is_another_lora(place):
         os.utime(file, (time, time))
         written += [Source(config, str(where), where).facts([], 16)["written"] for where in (file, file.parent)]
     assert written[0] != written[2]
+    longer = replace(config, data=replace(config.data, max_length=7))
+    assert [Source(c, "a").facts([], 16)["max_length"] for c in (config, longer)] == [config.data.max_length, 7]
 
 
 @pytest.mark.full

@@ -74,8 +74,11 @@ ASKED = {  # the formats that are asked for, and those that the models were trai
             "Alignment": 4.0, "Coherence": 3.0, "Style": 5.0}),
     ],
     "unifiedreward_sglang": [("The hands are wrong, 2 of them.\nFinal Score: 3.5", {"Final Score": 3.5})],
-    "qwenvl": [("<Score>4</Score>", {"Score": 4.0}), ("**<score> 4 </score>**.", {"Score": 4.0})],
-    "qwenvl_aesthetic": [("<Thought>Sharp, 5 colours.</Thought> <Score>5</Score>", {"Score": 5.0})],
+    "qwenvl": [
+        ("<Score>4</Score>", {"Score": 4.0}),
+        ("**<score> 4 </score>**.", {"Score": 4.0}),
+        ("<Thought>Sharp, 5 colours.</Thought> <Score>5</Score>", {"Score": 5.0}),
+    ],
     "edit_quality": [('{"reasoning": "a, ] b", "score": [20, 7.5]}', {"naturalness": 20.0, "artifacts": 7.5})],
     "edit_following": [('```json\n{"score": [1, 2]}\n```', {"success": 1.0, "overediting": 2.0})],
     "unigenbench": [("<analysis>[it's [1, 1]]</analysis>\n<score>[1, 0, 1]</score>", {"1": 1.0, "2": 0.0, "3": 1.0})],

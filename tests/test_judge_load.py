@@ -20,7 +20,7 @@ from judge_server import JudgeServer, reply, until
 from tiny_media import noise
 
 from prefgrpo.config.loading import load
-from prefgrpo.judge import client, loop
+from prefgrpo.judge import client, http
 from prefgrpo.judge.client import HttpJudge
 from prefgrpo.parallel.world import World
 from prefgrpo.rewards import build, load_class
@@ -116,10 +116,10 @@ def clock(monkeypatch):
         made.time = lambda: found.now
         return made
 
-    monkeypatch.setattr(loop, "_thread", None)
+    monkeypatch.setattr(http, "_thread", None)
     with monkeypatch.context() as patched:
         patched.setattr(asyncio, "new_event_loop", new_loop)
-        thread = loop.loop_thread()
+        thread = http.loop_thread()
     monkeypatch.setattr(time, "monotonic", lambda: found.now)
     yield found
     found.runs = False
@@ -134,7 +134,7 @@ def test_a_loaded_judge_of_eight_ranks_loses_nothing(recipe, rate, clock):
     rollout = config.rollout
     name = entry.name
     section = config.judge
-    thread, scorers = loop.loop_thread(), []
+    thread, scorers = http.loop_thread(), []
     template = load_class(name).template
     server = LoadedServer(rate, SAYS[template], thread.loop)
     thread.submit(server.start()).result(10)
@@ -152,7 +152,12 @@ def test_a_loaded_judge_of_eight_ranks_loses_nothing(recipe, rate, clock):
                 scorer.add(group, member, Sample("a red circle", noise(100 * group + member, 16, 16)))
     clients = [scorer.rewards[name].judge.client for scorer in scorers]
     pictures = rollout.prompts_per_step * rollout.group_size
-    until(lambda: sum(f.done() for client in clients for f in list(client.encodings.futures.values())) == pictures)
+
+    def encoded():
+        made = [ways for client in clients for ways in list(client.encodings.futures.values())]
+        return sum(future.done() for ways in made for future in ways.values())
+
+    until(lambda: encoded() == pictures)
     start, clock.runs = clock.now, True
     found = [scorer.finish() for scorer in scorers]
     seconds = clock.now - start

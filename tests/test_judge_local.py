@@ -15,7 +15,7 @@ from judge_tiny import build, stock
 
 from prefgrpo.data.media import Media
 from prefgrpo.judge.local import LocalJudge, label_ids
-from prefgrpo.judge.plans import both_orders
+from prefgrpo.judge.pairs import both_orders
 from prefgrpo.judge.verdict import JudgeError
 
 SIZES = {"square": [(64, 64)] * 4, "mixed": [(64, 64), (64, 128), (96, 64), (40, 40)]}

@@ -21,7 +21,7 @@ from judge_server import Balancer, JudgeServer, free_port, images, until
 from test_judge_faults import judge, media, process, right
 
 from prefgrpo.judge.http import Failure, HttpPool, Kind, asked_pause_s
-from prefgrpo.judge.plans import both_orders
+from prefgrpo.judge.pairs import both_orders
 
 LEVELS = (20, 60, 100, 140, 180, 220)
 PAIRS = both_orders(len(LEVELS), 0)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefgrpo.judge.plans import PLANS, both_orders, get_plan, k_regular, round_robin
+from prefgrpo.judge.pairs import PLANS, both_orders, get_plan, k_regular, round_robin
 
 sizes, seeds = st.integers(2, 24), st.integers(0, 2**63)
 

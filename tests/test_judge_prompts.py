@@ -18,7 +18,8 @@ from tiny_media import grey, noise
 from prefgrpo.commands import cli
 from prefgrpo.config.schema import JudgeConfig
 from prefgrpo.judge.client import HttpJudge, JudgeClient
-from prefgrpo.judge.prompts import PUBLISHED, Published, extract, fetch
+from prefgrpo.judge.prompts import fetch
+from prefgrpo.judge.published import PUBLISHED, Published, question_of
 from prefgrpo.judge.template import load_template
 from prefgrpo.judge.verdict import JudgeError
 
@@ -155,8 +156,8 @@ def row(**changes):
 
 
 def test_texts_are_read_from_the_syntax_tree():
-    assert extract(CODE, row()) == "Judge {1}: {prompt}, {prompt}!"
-    said = extract(CODE, row(symbol="text", number=2, formatted=False))
+    assert question_of(CODE, row()) == "Judge {1}: {prompt}, {prompt}!"
+    said = question_of(CODE, row(symbol="text", number=2, formatted=False))
     assert said == "On {prompt}: is it {x}?"
 
 

@@ -19,9 +19,10 @@ from tiny_media import grey
 
 from prefgrpo.config.schema import JudgeConfig
 from prefgrpo.data.media import Media
-from prefgrpo.judge.body import encode
+from prefgrpo.judge.check import Shape, check
 from prefgrpo.judge.client import HttpJudge, JudgeClient, shared_client
-from prefgrpo.judge.template import load_template
+from prefgrpo.judge.request import encode
+from prefgrpo.judge.template import Shown, load_template
 from prefgrpo.rewards import build
 from prefgrpo.rewards.base import Sample
 from prefgrpo.rewards.scorer import Scorer
@@ -159,11 +160,11 @@ def test_max_pixels_keeps_the_ratio_and_touches_no_smaller_image():
     pixels = np.random.default_rng(0).integers(0, 256, (40, 90, 3), dtype=np.uint8)
 
     def sizes(medium, most):
-        parts = json.loads(b"[" + encode(medium, "png", most).part(None) + b"]")
+        parts = json.loads(b"[" + encode(medium, "png", max_pixels=most).part(None) + b"]")
         data = [base64.b64decode(p["image_url"]["url"].split(",", 1)[1]) for p in parts]
         return [Image.open(io.BytesIO(d)).size for d in data]
 
-    assert encode(Media(pixels), "png", 3600).uuid == encode(Media(pixels), "png", 0).uuid
+    assert encode(Media(pixels), "png", max_pixels=3600).uuid == encode(Media(pixels), "png").uuid
     assert [sizes(Media(pixels), most) for most in (3599, 900, 1)] == [[(89, 39)], [(45, 20)], [(1, 1)]]
     assert sizes(Media(np.stack([pixels] * 3)), 900) == [(45, 20)] * 3
 
@@ -188,3 +189,24 @@ def test_a_prompt_arrives_as_it_is(server, name):
     body = server.requests[-1]
     assert f"Caption: {arrives}\n" in body["messages"][0]["content"][0]["text"]
     assert len(images(body)) == 2 and body["messages"][1] == {"role": "assistant", "content": "Image "}
+
+
+def test_frames_and_pixels_are_options_of_the_reward(server):
+    """Of two rewards on the same clips, each shows what its own options say, also in the check before a run."""
+    rng = np.random.default_rng(0)
+    group = [Sample("p", Media(rng.integers(0, 256, (20, 40, 40, 3), dtype=np.uint8))) for _ in range(2)]
+    spec = [
+        {"name": name, "reward": "vlm_pairwise", "options": {"judge": {"endpoints": [server.url]}, **options}}
+        for name, options in (("whole", {}), ("some", {"frames": 3, "max_pixels": 400}))
+    ]
+    for reward, count, side in zip(build(spec).values(), (16, 6), (40, 20), strict=True):
+        server.requests.clear()
+        assert reward.score(group)[0].value is not None
+        sent = [images(request) for request in server.requests]
+        assert {len(shown) for shown in sent} == {count}
+        data = [p["image_url"]["url"].split(",", 1)[1] for shown in sent for p in shown if p["image_url"]]
+        assert {Image.open(io.BytesIO(base64.b64decode(d))).size for d in data} == {(side, side)}
+    config, asked = JudgeConfig((server.url,)), Shape(40, 40, 3)
+    server.requests.clear()
+    check(config, clips=True, shape=asked, shown=Shown(3, 400))
+    assert len(images(server.requests[0])) == 6

@@ -11,8 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefgrpo.judge.plans import get_plan
-from prefgrpo.judge.rate import bradley_terry, rate_groups, verdict_table
+from prefgrpo.judge.pairs import bradley_terry, get_plan, rate_groups, verdict_table
 
 G = 12
 

@@ -18,11 +18,9 @@ from tiny_media import grey
 
 from prefgrpo.config.schema import JudgeConfig, SamplingConfig
 from prefgrpo.data.prompts import Prompt
-from prefgrpo.judge.body import WORKERS
 from prefgrpo.judge.client import HttpJudge
-from prefgrpo.judge.http import HttpPool
-from prefgrpo.judge.loop import loop_thread
-from prefgrpo.judge.plans import both_orders
+from prefgrpo.judge.http import HttpPool, loop_thread
+from prefgrpo.judge.pairs import both_orders
 from prefgrpo.rollout.render import sample
 
 NINE = both_orders(9, 0)
@@ -145,14 +143,14 @@ def test_a_picture_is_named_while_its_carrier_is_being_answered(too_soon):
 def test_a_host_name_is_looked_up_while_images_are_encoded():
     """Look-ups that wait behind a group's images would exceed the limits of requests and of health checks."""
     encoded = threading.Event()
-    for _ in range(8):
-        WORKERS.submit(encoded.wait)
-    try:
-        with JudgeServer() as server:
-            pool = judge(server.url.replace("127.0.0.1", "localhost")).client.pool
-            assert loop_thread().submit(pool.problems()).result(60) == [""]
-    finally:
-        encoded.set()
+    with JudgeServer() as server:
+        client = judge(server.url.replace("127.0.0.1", "localhost")).client
+        for _ in range(8):
+            client.encodings._threads.submit(encoded.wait)
+        try:
+            assert loop_thread().submit(client.pool.problems()).result(60) == [""]
+        finally:
+            encoded.set()
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -4,12 +4,13 @@ and every process makes sure that it reaches one."""
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
 from aiohttp import web
 from judge_server import MODEL, JudgeServer, free_port
-from tiny_run import all_end, recipe, start
+from tiny_run import all_end, recipe, rows, start
 
 from prefgrpo.config.schema import JudgeConfig
 from prefgrpo.judge import http
@@ -93,6 +94,26 @@ def test_an_https_address_goes_through_the_proxy_of_the_environment(monkeypatch)
         http.Endpoint(url).proxy for url in ("https://api.example/v1", "https://inside.example", "http://node1:8000")
     ]
     assert proxies == ["http://proxy:3128", None, None]
+
+
+@pytest.mark.parametrize("late_s", [4, pytest.param(60, marks=pytest.mark.full)])
+def test_a_run_whose_server_starts_later_ends_with_every_verdict(place, late_s):
+    """It waits from its start on, and goes on as soon as the server is there."""
+    port = free_port()
+    name = f"late-{late_s}"
+    settings = {"rewards": "vlm_pairwise", "judge": {"endpoints": [f"http://127.0.0.1:{port}"]}, "eval": {"every": 0}}
+    file = recipe(place, name, **settings, train={"steps": 2})
+    run = start(["train", str(file)], file.with_suffix(".log"))
+    run.until(lambda: "waiting for a server" in run.output)
+    begin = time.monotonic()
+    time.sleep(late_s)
+    assert run.process.is_alive()
+    with JudgeServer(port=port) as server:
+        assert run.wait() == 0, run.output
+        asked = len(server.requests)
+    steps = rows(place / "runs" / name)
+    assert len(steps) == 2 and all(step["judge/failures"] == 0 < step["judge/requests"] for step in steps)
+    assert asked >= sum(step["judge/requests"] for step in steps) and time.monotonic() - begin > late_s
 
 
 def test_a_probe_has_the_time_of_an_answer():

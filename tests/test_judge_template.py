@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 from judge_server import completion
 
 from prefgrpo.judge import answers
-from prefgrpo.judge.body import chat_body
+from prefgrpo.judge.answers import two_label_softmax
 from prefgrpo.judge.client import first_choice, read
+from prefgrpo.judge.request import chat_body
 from prefgrpo.judge.template import PAIR_ANSWERS, SOURCE, load_template, shipped_templates
-from prefgrpo.judge.verdict import JudgeError, two_label_softmax
+from prefgrpo.judge.verdict import JudgeError
 
 TEXTS = ("prompt", "criterion", "checkpoints", "asked")
 MEDIA = ("source", "media_1", "media_2")

@@ -29,7 +29,7 @@ from prefgrpo.judge import client
 from prefgrpo.judge.check import check
 from prefgrpo.judge.client import HttpJudge, JudgeClient
 from prefgrpo.judge.local import LocalJudge
-from prefgrpo.judge.plans import both_orders
+from prefgrpo.judge.pairs import both_orders
 from prefgrpo.judge.template import load_template
 from prefgrpo.judge.verdict import JudgeError
 from prefgrpo.tiny import scenes

@@ -9,8 +9,9 @@ import json
 import pytest
 import reward_cases_vlm
 import torch
+import yaml
 from judge_server import JudgeServer
-from tiny_run import ALONE, all_end, ranks, recipe, rows, settings
+from tiny_run import ALONE, all_end, ranks, recipe, rows, settings, train
 
 from prefgrpo.config.loading import differences, from_dict
 from prefgrpo.config.recipe import ConfigError
@@ -19,7 +20,8 @@ from prefgrpo.parallel.world import World
 from prefgrpo.rewards import RewardSpecError, build
 from prefgrpo.rewards.base import PointwiseReward, Score
 from prefgrpo.rewards.pairwise import VlmPairwise
-from prefgrpo.run.judging import Rewards, config_errors, evaluation_scorer, judge_config, judge_of, unsupported
+from prefgrpo.run.arguments import PairwiseJudge, run_config
+from prefgrpo.run.judging import Rewards, config_errors, evaluation_scorer, judge_config, judges_of, unsupported
 
 OTHER = f"{__name__}.Other"
 EDIT = f"{__name__}.EditScore"
@@ -64,9 +66,69 @@ def test_each_reward_asks_its_own_judge_with_its_own_question(place):
         assert other.judge.config.endpoints == (second.url,) and len(rewards.notes) >= 2
         assert rewards.build("eval.rewards", c.measured, []) == built, "evaluation uses the trained objects"
         both = evaluation_scorer(c, built).rewards
-        assert judge_of(both) == "vlm_pairwise" and both["vlm_pairwise"].judge is one.judge
+        assert judges_of(both) == {"vlm_pairwise": "judge", OTHER: OTHER} and both["vlm_pairwise"].judge is one.judge
         assert both["vlm_pairwise"].plan == both[OTHER].plan == "both_orders"
         rewards.close()
+
+
+def test_an_independent_judge_is_measured_beside_the_trained_one(place):
+    """A judge that prefers dark images, by another name: its win rates, orders and answers are its own, and one that is
+    not there ends the run before the model is loaded."""
+    with JudgeServer() as bright, JudgeServer() as dark:
+        dark.answer = lambda levels, text: f"Image {1 + (levels[0] > levels[1])}"
+        second = {"name": "second_opinion", "reward": "vlm_pairwise", "judge": {"endpoints": [dark.url]}}
+        second["options"] = {"template": str(place / "plain.yaml")}
+        question = {"user": "{prompt}{media_1}{media_2}", "answer": "plain"}
+        (place / "plain.yaml").write_text(json.dumps(question))
+        about = {
+            "rewards": "vlm_pairwise", "judge": {"endpoints": [bright.url]}, "train": {"steps": 2},
+            "eval": {"every": 2, "rewards": [second, "vlm_pairwise"]},
+        }  # fmt: skip
+        code, output = train(recipe(place, "second", **about))
+        assert code == 0, output
+        asked = len(bright.requests), len(dark.requests)
+        second["judge"] = {"endpoints": ["http://127.0.0.1:1"], "deadline_s": 1.0}
+        code, output = train(recipe(place, "absent", **about))
+        assert code == 2 and "http://127.0.0.1:1: not reachable" in output
+    assert min(asked) > 0
+    folder = place / "runs" / "second"
+    dev = [row for row in rows(folder) if row["kind"] == "eval"][-1]
+    ours, theirs = dev["dev/win_judge"], dev["dev/win_second_opinion"]
+    assert ours + theirs == pytest.approx(1) and ours != 0.5
+    assert {"dev/win_second_opinion_first", "dev/win_second_opinion_second"} <= dev.keys()
+    (outcomes, *_) = json.loads((folder / "eval" / "dev_000002.json").read_text())
+    assert [answer["judge"] for answer in outcomes["answers"]] == ["vlm_pairwise"] * 2 + ["second_opinion"] * 2
+    entries = yaml.safe_load((folder / "config.yaml").read_text())["eval"]["rewards"]
+    assert [(entry["name"], entry["reward"]) for entry in entries] == [
+        ("second_opinion", "vlm_pairwise"),
+        ("vlm_pairwise", "vlm_pairwise"),
+    ]
+
+
+def test_an_ensemble_of_judges_is_logged_by_name(place):
+    with JudgeServer() as one, JudgeServer() as two:
+        ensemble = [{"name": f"judge-{k}", "reward": "vlm_pairwise", "judge": {"endpoints": [s.url]}} for k, s in
+                    enumerate((one, two))]  # fmt: skip
+        code, output = train(recipe(place, "ensemble", rewards=ensemble, train={"steps": 1}, eval={"every": 0}))
+    assert code == 0, output
+    (row,) = rows(place / "runs" / "ensemble")
+    assert row["reward/judge-0"] == row["reward/judge-1"] == pytest.approx(0.5)
+    assert row["judge/requests"] == 2 * row["judge/judge-0/requests"] == 2 * row["judge/judge-1/requests"] > 0
+    lines = (place / "runs" / "ensemble" / "judgements.jsonl").read_text().splitlines()
+    assert {json.loads(line)["reward"] for line in lines} == {"judge-0", "judge-1"}
+
+
+def test_judges_given_from_python_have_names_of_their_own():
+    listed = [PairwiseJudge("http://a"), PairwiseJudge("http://b", "second", plan="round_robin")]
+    about = {"model": "m", "family": "flux", "data": {"prompts": "p"}}
+    made = run_config("", None, None, listed, {}, about)[0]
+    found = [(e.name, e.reward, e.judge["endpoints"], e.options) for e in made.rewards]
+    assert found == [
+        ("vlm_pairwise", "vlm_pairwise", ["http://a"], {}),
+        ("second", "vlm_pairwise", ["http://b"], {"plan": "round_robin"}),
+    ]
+    with pytest.raises(ConfigError, match="named twice; give each a name of its own"):
+        run_config("", None, None, [listed[0]] * 2, {}, about)
 
 
 def test_a_bare_name_in_evaluation_is_the_trained_reward(place):
@@ -93,6 +155,9 @@ def test_options_are_checked_by_name_and_type(place):
     ):
         (wrong,) = config_errors(config(place, rewards=[entry(OTHER, own)]))
         assert wrong.startswith(message)
+    other = [entry("vlm_pairwise", {"model": "b"})]
+    (wrong,) = config_errors(config(place, rewards="vlm_pairwise", eval={"rewards": other}))
+    assert "vlm_pairwise is the name of a trained reward: give another judge's entry its own, {name: …, reward" in wrong
     with pytest.raises(ConfigError, match=r"judge\.modle: unknown key"):
         build("vlm_pairwise", {"vlm_pairwise": {"judge": {"modle": "b"}}})["vlm_pairwise"]
     with pytest.raises(RewardSpecError, match=r"unknown reward 'jpeg_compresibility'.*did you mean"):
@@ -141,4 +206,4 @@ def test_every_comparison_of_every_process_is_logged_once_also_after_a_resume_wi
         all_end(ranks(file, 1, "--resume"))
     files, again = logged()
     assert sorted(line["group"] for line in again) == sorted(line["group"] for line in lines)
-    assert {line["step"] for line in map(json.loads, files[1].read_text("utf-8").splitlines())} == {0}
+    assert {line["step"] for line in map(json.loads, files[1].read_text("utf-8").splitlines())} == {1}

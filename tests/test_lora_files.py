@@ -5,13 +5,17 @@ ComfyUI's rules (comfy/lora.py and comfy/weight_adapter/lora.py): a layer is `{n
 that is not in the model's map is skipped with a line in the log. The names below are those that its maps hold.
 """
 
+import copy
+import json
 import re
+from contextlib import nullcontext
 
 import pytest
 import torch
 from families import CASES, case_of, load, perturb, policy
 from peft import LoraConfig
 from peft.tuners.lora import Linear
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from prefgrpo.commands.cli import main
@@ -179,3 +183,157 @@ def test_what_cannot_be_continued(trainer, tmp_path):
             trainer(train={"lora_from": source}, eval={"every": 0})
     with pytest.raises(ConfigError, match=r"train\.lora_from: expected none, as train\.lora_rank is 0"):
         trainer(train={"lora_from": str(tmp_path), "lora_rank": 0})
+
+
+# ---- files of other trainers
+
+
+def bare(key):
+    return key.removeprefix("transformer.")
+
+
+def underscores(key):
+    return "lora_unet_" + bare(key).replace(".", "_")
+
+
+def alphas(layers, *values, dtype=torch.float32):
+    """Alpha tensors of the first layers, or one value for all."""
+    values = values * len(layers) if len(values) == 1 else values
+    return {f"{layer}.alpha": torch.tensor(value, dtype=dtype) for layer, value in zip(layers, values, strict=False)}
+
+
+def lower_rank(key, tensor):
+    if "to_q" not in key:
+        return tensor
+    return (tensor[:2] if "lora_A" in key else tensor[:, :2]).contiguous()
+
+
+FOREIGN = {
+    "no header": lambda t, layers: t,
+    "bf16": lambda t, layers: {k: v.bfloat16() for k, v in t.items()},
+    "two ranks": lambda t, layers: {k: lower_rank(k, v) for k, v in t.items()},
+    "alpha": lambda t, layers: t | alphas(layers, 8.0),
+    "alpha in bf16": lambda t, layers: t | alphas(layers, 3.0, dtype=torch.bfloat16),
+    "alpha 0": lambda t, layers: t | alphas(layers, 0.0),
+    "alpha per layer": lambda t, layers: t | alphas(layers, *(1.0 + n for n in range(len(layers)))),
+    "alpha of some": lambda t, layers: t | alphas(layers, 2.0, 3.0, 3.0),
+    "alpha as int": lambda t, layers: t | alphas(layers, 8, dtype=torch.int64),
+    "peft": lambda t, layers: {f"base_model.model.{bare(k)}": v for k, v in t.items()},
+    "without prefix": lambda t, layers: {bare(k): v for k, v in t.items()},
+    "ai-toolkit": lambda t, layers: {f"diffusion_model.{bare(k)}": v for k, v in t.items()},
+    "kohya": lambda t, layers: {
+        f"{underscores(k.rpartition('.lora_')[0])}.lora_{'down' if 'lora_A' in k else 'up'}.weight": v
+        for k, v in t.items()
+    } | {f"{underscores(layer)}.alpha": torch.tensor(2.0) for layer in layers},
+    "of the text encoder": lambda t, layers: t | {"text_encoder.q.lora_A.weight": torch.ones(4, 4)},
+    "DoRA": lambda t, layers: t | {f"{layer}.lora_magnitude_vector": torch.ones(4) for layer in layers},
+    "LoHa": lambda t, layers: {f"{layer}.hada_w1_a": torch.ones(4, 4) for layer in layers},
+    "LoKr": lambda t, layers: {f"{layer}.lokr_w1": torch.ones(4, 4) for layer in layers},
+    "half a layer": lambda t, layers: {k: v for k, v in t.items() if k != f"{layers[0]}.lora_A.weight"},
+    "another layer": lambda t, layers: t | {f"transformer.blox.lora_{k}.weight": torch.ones(4, 4) for k in "AB"},
+}  # fmt: skip
+SAME = ("no header", "peft", "without prefix", "ai-toolkit")
+"""Names alone differ; stock pipelines do not read some of them."""
+REFUSED = {
+    "of the text encoder": "a LoRA of a text encoder (text_encoder.q", "DoRA": "a DoRA", "LoHa": "a LoHa",
+    "LoKr": "a LoKr", "half a layer": "their targets differ",
+    "another layer": "has tensors of no layer of the model: transformer.blox.lora_A.weight",
+}  # fmt: skip
+
+
+def deltas(module):
+    """{name: scale · B A} in fp64 of a denoiser's LoRA layers, whatever peft calls the LoRA."""
+    out = {}
+    for name, layer in module.named_modules():
+        if isinstance(layer, Linear):
+            (adapter,) = layer.scaling
+            out[name] = (
+                layer.scaling[adapter] * layer.lora_B[adapter].weight.double() @ layer.lora_A[adapter].weight.double()
+            )
+    return out
+
+
+def stock(adapter, file):
+    """What the stock pipeline makes of a file; {} if it refuses it or finds nothing that it knows."""
+    try:
+        adapter.pipe.load_lora_weights(str(file.parent), weight_name=file.name)
+    except (ValueError, KeyError):
+        return {}
+    return deltas(adapter.transformer)
+
+
+ALONE = ("hunyuan_video_15",)
+"""Its stock pipeline reads no LoRA."""
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(name, marks=[pytest.mark.full] * (name != "flux"))
+        for name in dict.fromkeys(case.family for case in CASES)
+    ],
+)
+@torch.no_grad()
+def test_a_foreign_file_has_the_strength_of_the_stock_pipeline_or_is_refused(family, tmp_path):
+    case = case_of(family)
+    policy(case).save_lora(str(tmp_path))
+    tensors = load_file(tmp_path / "pytorch_lora_weights.safetensors")
+    layers = sorted({key.rpartition(".lora_")[0] for key in tensors})
+    truth = {bare(n): tensors[f"{n}.lora_B.weight"].double() @ tensors[f"{n}.lora_A.weight"].double() for n in layers}
+    base = load(case)
+    read = set()
+    for kind, change in FOREIGN.items():
+        changed = change(tensors, layers)
+        file = tmp_path / kind / "pytorch_lora_weights.safetensors"
+        for expert in ("", "transformer_2"):
+            (file.parent / expert).mkdir(parents=True, exist_ok=True)
+            save_file(changed, file.parent / expert / file.name)
+        one = copy.deepcopy(base)
+        other = copy.deepcopy(base)
+        try:
+            one.load_lora(str(file.parent))
+        except ValueError as error:
+            assert REFUSED.get(kind, "") in str(error), kind
+            whole = kind not in REFUSED and family not in ALONE and len(stock(other, file)) == len(layers)
+            assert not whole, f"the stock pipeline reads {kind}"
+            continue
+        read.add(kind)
+        got = deltas(one.transformer)
+        want = truth if kind in SAME else got if family in ALONE else stock(other, file)
+        assert got.keys() == want.keys(), kind
+        for name, delta in got.items():
+            torch.testing.assert_close(delta, want[name], rtol=1e-6, atol=1e-9, msg=lambda m, kind=kind: f"{kind}: {m}")
+        assert all(p.dtype == torch.float32 for _, p in one.trainable())
+    assert read >= {*SAME, "bf16", "two ranks"}
+    assert not read & set(REFUSED)
+    assert family != "flux" or read >= {kind for kind in FOREIGN if "alpha" in kind} - {"alpha as int"}
+
+
+def test_headers_of_other_versions_of_peft_and_its_own_folders(tmp_path):
+    """Ours has nothing that an older peft does not know; from a newer one, unknown options matter if they are set."""
+    case = case_of("flux")
+    policy(case).save_lora(str(tmp_path))
+    file = tmp_path / "pytorch_lora_weights.safetensors"
+    tensors = load_file(file)
+    with safe_open(file, "pt") as opened:
+        header = json.loads(opened.metadata()["lora_adapter_metadata"])
+    known = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "target_modules")
+    assert sorted(header) == sorted(f"transformer.{name}" for name in known)
+    for value, said in ((None, ""), ({"rank": 3}, "needs a newer peft: its header has from_the_future")):
+        newer = json.dumps(header | {"transformer.from_the_future": value})
+        save_file(tensors, tmp_path / "newer.safetensors", {"lora_adapter_metadata": newer})
+        with pytest.raises(ValueError, match=said) if said else nullcontext():
+            load(case).load_lora(str(tmp_path / "newer.safetensors"))
+    folder = tmp_path / "peft"
+    folder.mkdir()
+    save_file({f"base_model.model.{bare(k)}": v for k, v in tensors.items()}, folder / "adapter_model.safetensors")
+    options = {"peft_type": "LORA", "inference_mode": True, "r": 4, "lora_alpha": 8, "target_modules": ["to_q"]}
+    (folder / "adapter_config.json").write_text(json.dumps(options))
+    one = load(case)
+    one.load_lora(str(folder))
+    assert {layer.scaling["default"] for layer in one.transformer.modules() if isinstance(layer, Linear)} == {2.0}
+    assert len(one.trainable()) == len(tensors)
+    (folder / "adapter_model.safetensors").write_bytes(file.read_bytes()[:-100])
+    for place, said in ((folder, "is no complete safetensors file"), (tmp_path / "none", "expected pytorch_lora_weig")):
+        with pytest.raises((ValueError, FileNotFoundError), match=said):
+            load(case).load_lora(str(place))

@@ -16,7 +16,7 @@ from tiny_run import attempt, merged, recipe, rows, start, train, tree
 from prefgrpo.config.loading import from_dict
 from prefgrpo.data.media import Media
 from prefgrpo.data.prompts import DataError, Prompt
-from prefgrpo.judge.body import encode
+from prefgrpo.judge.request import encode
 from prefgrpo.rollout.embeddings import run_entries
 from prefgrpo.rollout.render import stills
 from prefgrpo.tiny import pipelines

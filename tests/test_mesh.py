@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from families import perturb
 from safetensors.torch import load_file
-from tiny_run import ALONE, Brightness, all_end, merged, opened, ranks, recipe, rows, targets_of, train
+from tiny_run import ALONE, Brightness, all_end, fuse_on_cpu, merged, opened, ranks, recipe, rows, targets_of, train
 from tiny_run import world as tiny_world
 from torch.distributed import device_mesh
 from torch.distributed.device_mesh import init_device_mesh
@@ -92,6 +92,8 @@ def one_step(config, world):
     """Runs one training step; returns its samples, gradients, weights and EMA, the loss and the largest |ratio − 1|."""
     prompts = read_prompts(Path(config.data.prompts))
     adapter = opened(config, world)
+    kinds = {type(block).__name__ for net in adapter.modules().values() for block in adapter.blocks(net)}
+    assert {"Fused" in kind for kind in kinds} == {"FUSED" in os.environ}, kinds
     if config.train.lora_rank:
         perturb(adapter, 0.02)
     policy = Policy(dict(adapter.trainable()), config.train)
@@ -158,6 +160,8 @@ def far(got, want):
 def cells():
     """Runs in the new process: all cells of the families in $FAMILY; a failure shows as a non-zero exit code."""
     torch.set_num_threads(1)
+    if "FUSED" in os.environ:
+        fuse_on_cpu()
     place = os.environ["PLACE"]
     size = int(os.environ["WORLD_SIZE"])
     for family in os.environ["FAMILY"].split():
@@ -216,10 +220,11 @@ def place(tmp_path_factory):
 
 @pytest.mark.dist
 @pytest.mark.full
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size, env", [(2, {}), (4, {}), (2, {"FUSED": "1"})], ids=["2", "4", "2 with fused blocks"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_layout_changes_nothing(place, family, size):
-    all_end(ranks(place / f"{family}{size}.yaml", size, hook=cells, PLACE=str(place), FAMILY=family), seconds=600)
+def test_a_layout_changes_nothing(place, family, size, env):
+    file = place / f"{family}{size}{''.join(env)}.yaml"
+    all_end(ranks(file, size, hook=cells, PLACE=str(place), FAMILY=family, **env), seconds=600)
 
 
 @pytest.mark.dist
@@ -290,8 +295,7 @@ def test_sharded_processes_run_equally_many_forwards_whatever_the_lengths(place)
 def decoding():
     """Runs in the new process: counts the samples that this process decodes, gets as pixels, and hands on."""
     torch.set_num_threads(1)
-    parallel = {"ulysses": 2} if os.environ["WORLD_SIZE"] == "2" else {"ulysses": 2, "ring": 2}
-    config = settings(os.environ["PLACE"], "wan", True, "fp32", parallel)
+    config = settings(os.environ["PLACE"], "wan", True, "fp32", {"ulysses": 2})
     config = replace(config, rollout=replace(config.rollout, batch_size=1))
     world = join(config)
     seen = {"decoded": 0, "kept": 0}
@@ -309,7 +313,8 @@ def decoding():
     parts = (adapter, Embeddings(config), open_schedules(config, adapter, world), read_prompts(config.data.prompts))
     with mock.patch.object(render, "decode", decode):
         list(Rollouts(config, *parts, world)(0, add))
-    assert seen == {"decoded": P * G // world.size, "kept": P * G if world.rank == 0 else 0}, seen
+    leader = world.rank % 2 == 0
+    assert seen == {"decoded": P * G // world.size, "kept": 2 * P * G // world.size if leader else 0}, seen
     os._exit(0)
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from tiny_run import ALONE
 
+from prefgrpo.data.metric import Metric
 from prefgrpo.judge.verdict import Verdict
 from prefgrpo.ops import METRICS
 from prefgrpo.parallel.world import World
@@ -109,7 +110,8 @@ class TwoRanks(World):
 
 def judge_step(count, retries):
     verdicts = [Verdict(0.5 if k else 1.0, retries=retries) for k in range(count)]
-    return judge_metrics([{(0, k): v for k, v in enumerate([*verdicts, Verdict(None, "lost")])}], 2.0)
+    waited = {"judge/wait_s": Metric(2.0, "max", timed=True)}
+    return judge_metrics([{(0, k): v for k, v in enumerate([*verdicts, Verdict(None, "lost")])}]) | waited
 
 
 def test_every_metric_is_reduced_over_ranks_as_its_producer_says():

@@ -17,7 +17,7 @@ import pytest
 import torch
 from families import case_of, conditions, folder, load, perturb
 from grpo_formula import plain_formula
-from tiny_run import ALONE, ranks, recipe, rows, settings, targets_of
+from tiny_run import ALONE, fuse_on_cpu, ranks, recipe, rows, settings, targets_of
 from torch.nn import functional as F
 
 from prefgrpo.config.loading import from_dict
@@ -312,30 +312,34 @@ def options(name, **train):
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.full] * (n not in QUICK)) for n in RUNS])
-def test_a_run_by_two_processes_and_resumed(place, trainer, name):
+@pytest.mark.parametrize("blocks", ["diffusers", pytest.param("fused", marks=pytest.mark.full)])
+def test_a_run_by_two_processes_and_resumed(place, trainer, name, blocks, request):
     """Three real steps with a pairwise judge: the weights change, two processes match one within a tolerance, and a
     resumed run ends with the same bytes."""
+    if blocks == "fused":
+        request.getfixturevalue("forced")
     own = {"ema_decay": 0.5, "ema_every": 2, "lora_init": "gaussian"}
     more = options(name, updates_per_rollout=2, kl_coef=0.01, **own)
-    loop = trainer(f"{name}-one", **more)
+    run = f"{name}-{blocks}"
+    loop = trainer(f"{run}-one", **more)
     start = [p.detach().clone() for p in loop.policy.params]
     loop.train()
     one = rows(loop.folder.root)
     assert [r["step"] for r in one] == [1, 2, 3] and all(r["grad_norm"] > 0 for r in one)
     assert any(not torch.equal(a, b) for a, b in zip(start, loop.policy.params, strict=True))
-    file = recipe(place, f"{name}-two", **more)
-    runs = ranks(file, 2)
+    file = recipe(place, f"{run}-two", **more)
+    runs = ranks(file, 2, hook=fuse_on_cpu if blocks == "fused" else None)
     assert [r.wait() for r in runs] == [0, 0], runs[0].output
-    two = rows(place / "runs" / f"{name}-two")
+    two = rows(place / "runs" / f"{run}-two")
     for a, b in zip(one, two, strict=True):
         assert a.keys() == b.keys()
         for key in ("loss", "grad_norm", "policy/error", "policy/drift", "policy/kl", "samples_trained"):
             assert a.get(key, 0.0) == pytest.approx(b.get(key, 0.0), rel=5e-3, abs=1e-6), (a["step"], key)
-    trainer(f"{name}-again", **more | {"train": more["train"] | {"steps": 2}}).train()
-    trainer(f"{name}-again", resume=True, **more).train()
-    saved = [place / "runs" / f"{name}-{run}" / "checkpoints" / "step_000003/__0_0.distcp" for run in ("one", "again")]
+    trainer(f"{run}-again", **more | {"train": more["train"] | {"steps": 2}}).train()
+    trainer(f"{run}-again", resume=True, **more).train()
+    saved = [place / "runs" / f"{run}-{end}" / "checkpoints" / "step_000003/__0_0.distcp" for end in ("one", "again")]
     assert saved[0].read_bytes() == saved[1].read_bytes(), "also the old policy and AdamW's moments"
-    assert rows(place / "runs" / f"{name}-again") == one
+    assert rows(place / "runs" / f"{run}-again") == one
 
 
 def relative(column):

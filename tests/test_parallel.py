@@ -71,6 +71,13 @@ def test_torchrun_lets_a_stopped_run_write_its_report(place):
     assert (place / "runs" / "stopped" / "report.html").is_file()
 
 
+@pytest.mark.full
+def test_torchrun_prints_mistakes_once(place):
+    file = recipe(place, "mistakes", data={"prompts": "nowhere.txt"})
+    done = subprocess.run([*TORCHRUN, "train", str(file)], capture_output=True, text=True, env=environment())
+    assert done.returncode == 1 and done.stderr.count("prompts file not found: nowhere.txt") == 1, done.stderr
+
+
 NOBODY = {"rewards": "vlm_pairwise", "judge": {"endpoints": ["http://127.0.0.1:9"], "deadline_s": 1}}
 TROUBLES = {
     "odd": (

@@ -12,19 +12,20 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 from judge_server import JudgeServer, free_port
-from reward_server import MOODY, Moody, Process, Stub, brightness
+from reward_server import MOODY, Moody, Process, Stub, brightness, serving
 from tiny_media import grey
 from tiny_run import Hold, recipe, rows, start, train, weights
 
 from prefgrpo.config.schema import Config
 from prefgrpo.data.media import Media
-from prefgrpo.rewards.base import RewardError, Sample
+from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample, Score
 from prefgrpo.rewards.jpeg import jpeg_kilobytes
 from prefgrpo.rewards.remote import RemoteReward
 from prefgrpo.rewards.scorer import Scorer
 
 FAST = {"timeout_s": 0.5, "patience_s": 1.0}
 JPEG = "jpeg_incompressibility"
+CORNERS = f"{__name__}:Corners"
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +66,33 @@ def test_one_of_two_dead_at_start_is_named_and_left_out():
     with Stub() as server, pytest.warns(UserWarning, match="servers not used for now"):
         reward = remote([f"http://127.0.0.1:{free_port()}", server.url])
         assert [s.value for s in reward.score(samples(51, 102))] == [0.2, 0.4]
+
+
+class Corners(PointwiseReward):
+    """The brightness of `frames` frames of a clip, each with a weight of its own."""
+
+    takes = ("image", "video")
+
+    def __init__(self, frames: int = 3) -> None:
+        self.frames = frames
+
+    def score(self, samples):
+        return [self._one(s) for s in samples]
+
+    def _one(self, sample):
+        means = [float(frame.pixels.mean()) * 10**k for k, frame in enumerate(sample.media.frames(self.frames))]
+        return Score(sum(means), parts={"got": float(len(sample.media.frames()))})
+
+
+@pytest.mark.parametrize(("options", "got"), [({}, 3), ({"frames": 1}, 1), ({"frames": 99}, 20)])
+def test_only_the_frames_that_the_reward_looks_at_are_sent(options, got):
+    """As many as its server says; the value is that of the whole clip."""
+    rng = np.random.default_rng(0)
+    given = [Sample("p", Media(rng.integers(0, 256, (20, 8, 8, 3), np.uint8))), Sample("p", grey(7))]
+    with serving(CORNERS, options) as url:
+        scores = RemoteReward(CORNERS, Corners, url).score(given)
+    assert [s.value for s in scores] == [s.value for s in Corners(**options).score(given)]
+    assert [s.parts["got"] for s in scores] == [got, 1]
 
 
 MISSING = {

@@ -141,7 +141,7 @@ def test_a_failed_comparison_counts_for_nobody_and_the_log_has_a_line_for_it(tmp
     assert result.metrics["reward/vlm_pairwise/missing_rate"] == 0.25
     assert result.reasons == {"vlm_pairwise: broken on purpose": 6}, "comparisons, not their members as well"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert len(lines) == 12 and {line["step"] for line in lines} == {3}
+    assert len(lines) == 12 and {line["step"] for line in lines} == {4}, "counted from 1"
     assert sum(line["p_first"] is None for line in lines) == 6
     assert all(len(json.dumps(line)) < 400 for line in lines), "a logged line contains pixels"
 

@@ -39,8 +39,10 @@ class Brightness(PointwiseReward):
         (f" {A} : 0.5 , {B}:1.0", {A: 0.5, B: 1.0}),
         (f'{{"{A}":0.5,"{B}":1}}', {A: 0.5, B: 1.0}),
         (f'["{A}","{B}"]', {A: 1.0, B: 1.0}),
+        ('[{name: "mine.py:redness", weight: 0.5}, ' + A + "]", {"mine.py:redness": 0.5, A: 1.0}),
         (f"{A}:0,{B}:-1e-1", {A: 0.0, B: -0.1}),
         ({A: 2}, {A: 2.0}),
+        ([{"reward": A}], {A: 1.0}),
         ([A], {A: 1.0}),
         ("my.mod.Class:0.5", {"my.mod.Class": 0.5}),
         ("my.mod:Class:0.5", {"my.mod:Class": 0.5}),
@@ -52,7 +54,7 @@ class Brightness(PointwiseReward):
 )
 def test_accepted(spec, weights):
     parsed = parse_reward_spec(spec)
-    assert parsed == weights and list(parsed) == list(weights)
+    assert {name: entry.weight for name, entry in parsed.items()} == weights and list(parsed) == list(weights)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +62,7 @@ def test_accepted(spec, weights):
     [
         ("jpeg_compresibility", f"unknown reward 'jpeg_compresibility'.*did you mean '{A}'"),
         (None, "bad entry None: expected a name"),
-        (f"{A},{A}", f"'{A}' is named twice"),
+        (f"{A},{A}", f"'{A}' is named twice; give each a name of its own"),
         (f"{A}:", f"bad entry '{A}:'"),
         (f"{A}:x", f"weight of reward '{A}' must be a number, got 'x'"),
         ("a:b:c:1", "bad entry 'a:b:c:1'"),
@@ -69,9 +71,13 @@ def test_accepted(spec, weights):
         (f'["{A}", 1]', "bad entry 1"),
         ("", "no reward is named"),
         (f"{A}=0.5", "expected 'name' or 'name:weight'"),
-        ([{"name": A, "wieght": 1}], "wieght of reward .*: expected none of this name, but name, weight"),
+        ([{"name": A, "wieght": 1}], "wieght of reward .*: expected none of this name, but name, reward, weight"),
         ([{"name": A, "options": 3}], f"options of reward '{A}': expected a mapping, got 3"),
-        ('{"a":', "not valid JSON"),
+        ('{"a":', "not valid YAML"),
+        ([{"name": "second"}], "unknown reward 'second': .* says what it is, {name: …, reward: …}"),
+        ([{"name": "second", "reward": "jpg"}], "unknown reward 'jpg'"),
+        ([{"name": "clip", "reward": A}], f"name 'clip' of a reward {A}: expected letters"),
+        ([{"name": "a/b", "reward": A}], "name 'a/b' of a reward"),
     ],
 )
 def test_refused_with_the_entry_named(spec, named):
@@ -82,10 +88,10 @@ def test_refused_with_the_entry_named(spec, named):
 @given(st.text(max_size=40))
 def test_any_text_parses_or_is_refused(spec):
     try:
-        weights = parse_reward_spec(spec)
+        named = parse_reward_spec(spec)
     except RewardSpecError:
         return
-    assert weights and all(math.isfinite(w) for w in weights.values())
+    assert named and all(math.isfinite(entry.weight) for entry in named.values())
 
 
 def test_options_are_checked_before_any_reward_is_made(monkeypatch):
@@ -116,6 +122,15 @@ def test_options_are_checked_before_any_reward_is_made(monkeypatch):
         with pytest.raises(RewardSpecError, match=message):
             build(spec, options)
     assert not made
+
+
+def test_one_reward_under_two_names():
+    """Each with its own options."""
+    spec = [{"name": A, "options": {"divisor": 2}}, {"name": "halved", "reward": A, "options": {"divisor": 4}}]
+    rewards = build(spec)
+    assert list(rewards) == [A, "halved"]
+    whole, half = (reward.score([Sample("", grey(10, 16))])[0].value for reward in rewards.values())
+    assert whole == 2 * half != 0
 
 
 def test_scenes_is_the_mean_of_the_hits_and_refuses_foreign_captions():

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from families import embed
+from families import embed, unfuse
 from grpo_formula import plain_formula
 from tiny_run import BRIGHTNESS, collect, rows, targets_of
 
@@ -130,8 +130,12 @@ PLAIN_FORMULA = {
 
 
 @pytest.mark.parametrize("case", PLAIN_FORMULA)
-def test_the_gradient_of_an_update_is_that_of_the_plain_formula(trainer, case):
-    """Autograd through the objective as written in the papers, on the stored latents, sample by sample."""
+@pytest.mark.parametrize("blocks", ["diffusers", "fused"])
+def test_the_gradient_of_an_update_is_that_of_the_plain_formula(trainer, case, blocks, request):
+    """Autograd through the objective as written in the papers, on the stored latents, sample by sample, and through
+    diffusers' own blocks, whichever the update runs."""
+    if blocks == "fused":
+        request.getfixturevalue("forced")
     one = trainer(rewards=BRIGHTNESS, eval={"every": 0}, **PLAIN_FORMULA[case])
     c = one.config
     moved(one)
@@ -142,6 +146,8 @@ def test_the_gradient_of_an_update_is_that_of_the_plain_formula(trainer, case):
     taken = []
     one.policy.update = lambda world: taken.append([p.grad.clone() for p in one.policy.params]) or 0.0
     values = one.update(0, batches, targets_of(advantage))
+    if blocks == "fused":
+        unfuse(one.adapter)
     loss, truth, ratios = plain_formula(one, batches, advantage)
     assert len(ratios) == c.rollout.prompts_per_step * c.rollout.group_size * len(batches[0].steps)
     assert values["loss"] == pytest.approx(loss, rel=1e-3, abs=1e-6)

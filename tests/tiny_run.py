@@ -16,6 +16,7 @@ import pkgutil
 import signal
 import sys
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from prefgrpo.config.recipe import merge as merged
+from prefgrpo.models import blocks
 from prefgrpo.objectives.base import Targets
 from prefgrpo.parallel.world import World
 from prefgrpo.rewards.base import PointwiseReward, Sample, Score
@@ -327,3 +329,9 @@ def opened(config, world=ALONE):
     adapter = open_adapter(config, world.device, True, world.layout.fsdp)
     parallelize(adapter, config, world)
     return adapter
+
+
+def fuse_on_cpu():
+    """Runs in a new process before the command: blocks are fused without a GPU, where the ops run their references."""
+    blocks.FUSED_ON = ("cpu",)
+    warnings.filterwarnings("error", message=".*runs as in diffusers")

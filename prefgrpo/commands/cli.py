@@ -12,12 +12,14 @@ import difflib
 import os
 import sys
 import textwrap
+import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout, suppress
 from dataclasses import is_dataclass
 from functools import partial
 from importlib import import_module
 from inspect import signature
+from io import TextIOWrapper
 from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -44,7 +46,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "judge serve": ("prefgrpo.judge.serve:serve", "start a judge with vLLM and the flags that judging needs"),
     "judge prompts": ("prefgrpo.judge.prompts:main", "fetch the questions that fine-tuned judges were trained on"),
     "judge check": ("prefgrpo.judge.check:main", "test a judge: reachable, right model, correct on known answers"),
-    "tiny": ("prefgrpo.tiny.pipelines:make", "write a tiny pipeline with random weights: prefgrpo tiny flux DIR"),
+    "tiny": ("prefgrpo.tiny:tiny", "write a tiny pipeline with random weights: prefgrpo tiny flux DIR"),
     "doctor": ("prefgrpo.commands.doctor:doctor", "show versions, and test which op backends work"),
 }
 
@@ -96,11 +98,16 @@ def train(recipe: Recipe, resume: bool = False, dry_run: bool = False, *, overri
     return 0
 
 
-def demo(argv: Sequence[str]) -> int:
-    """`prefgrpo demo [--override …] [--resume | --dry-run]`: train the demo with the files of the installed package."""
-    from prefgrpo.tiny import demo_options
+def demo(resume: bool = False, dry_run: bool = False, *, overrides: Overrides) -> int:
+    """Train the tiny demo with the files of the installed package.
 
-    return _call(train, "demo", [*demo_options(), *argv])
+    Args:
+        resume: Continue the run from its newest checkpoint (from the start if it has none yet).
+        dry_run: Print configuration and memory, generate the first batch and replay one step; write nothing.
+    """
+    from prefgrpo.tiny import DEMO, demo_paths
+
+    return train(DEMO, resume, dry_run, overrides=merge(demo_paths(), overrides))
 
 
 def preprocess(recipe: Recipe, *, overrides: Overrides) -> int:
@@ -190,7 +197,8 @@ def read(recipe: Path | None, overrides: Mapping[str, Any]) -> Config:
     values = merge(recipe_values(recipe, model), dict(overrides))
     changed = {key: value for key, value in flatten(values).items() if written.get(key) != value}
     if changed and os.environ.get("RANK", "0") == "0":
-        listed = ", ".join(f"{key} {value} (was {written.get(key)})" for key, value in changed.items())
+        before = {key: f" (was {old})" for key in changed if (old := written.get(key)) is not None}
+        listed = ", ".join(f"{key} {value}{before.get(key, '')}" for key, value in changed.items())
         print(f"from {model}/{MODEL_VALUES}: {listed}", file=sys.stderr)
     return from_dict(values)
 
@@ -232,6 +240,8 @@ def split(argv: Sequence[str], options: Collection[str]) -> tuple[list[str], dic
         word = rest.pop(0)
         option, equals, text = word.partition("=")
         key = option.removeprefix("--").replace("-", "_")
+        if equals and key in defaults and not option.startswith("--"):
+            raise ConfigError([f"{word}: expected --{word}"])
         if not option.startswith("--") or (key not in defaults and difflib.get_close_matches(key, options)):
             words.append(word)
             continue
@@ -350,6 +360,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = f"; did you mean 'prefgrpo {near[0]}'?" if near else f"\n{_usage(group)}"
         print(f"error: unknown command '{typed}'{hint}", file=sys.stderr)
         return 2
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")  # in a locale without Δ or a prompt's emoji
     try:
         module, _, attribute = COMMANDS[name][0].partition(":")
         command = getattr(import_module(module), attribute)
@@ -363,6 +376,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except (UserError, PermissionError, IsADirectoryError, NotADirectoryError) as error:
+        if "TORCHELASTIC_RUN_ID" in os.environ and os.environ["LOCAL_RANK"] != "0" and isinstance(error, ConfigError):
+            time.sleep(30)  # this machine's first process says the same, and torchrun then ends this one
         print(f"error: {error}", file=sys.stderr)
         return 2
     if code == 0 and int(os.environ.get("WORLD_SIZE", "1")) > 1:

@@ -74,7 +74,7 @@ def on_suite(config: Config, target: str, name: str, file: str, out: Path | None
     check_writing(config, place, samples or 1, fps)
     jobs = make_jobs(sample_files, shared=suite.shares_files)
     rewards = judging.Rewards(config, world)
-    entry = next((e for e in config.measured if e.name == suite.reward), RewardEntry(suite.reward))
+    entry = next((e for e in config.measured if e.reward == suite.reward), RewardEntry(suite.reward))
     entry = replace(entry, options={**entry.options, **suite.reward_options})
     built = rewards.build("eval.rewards", [entry], prompts) if suite.reward else {}
     names = "\n".join(str(job.file.relative_to(place)) for job in jobs)
@@ -94,7 +94,7 @@ def on_suite(config: Config, target: str, name: str, file: str, out: Path | None
     rewards.close()
     if not world.main:
         return 0
-    of_suite = [by_reward[suite.reward] for by_reward in scores]
+    of_suite = [by_reward[entry.name] for by_reward in scores]
     suite.write_scores(files, of_suite, place)
     return _report(suite.results(files, of_suite, entry.options), facts, place, name)
 

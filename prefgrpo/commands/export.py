@@ -12,16 +12,10 @@ from pathlib import Path
 from shutil import copytree
 from typing import Literal
 
-import torch
-from safetensors.torch import load_file, save
-
-from prefgrpo import models
 from prefgrpo.config.loading import load
 from prefgrpo.config.recipe import UserError
 from prefgrpo.config.schema import Config
 from prefgrpo.data.atomic import write_atomic, write_folder
-from prefgrpo.parallel.world import World
-from prefgrpo.run.loading import load_checkpoint, open_adapter
 from prefgrpo.run.run_folder import PRODUCTS, run_of
 
 
@@ -34,14 +28,16 @@ def export(
 
     Args:
         run: Run folder (its newest checkpoint), or RUN/checkpoints/step_000020.
-        out: Output folder, with --format diffusers a new or empty one; none: RUN/exports/step_000020 or RUN/comfy. A
-            second expert's LoRA becomes a second file.
+        out: Output folder, with --format diffusers a new or empty one, or a file NAME.safetensors for a LoRA; none:
+            RUN/exports/step_000020 or RUN/comfy. A second expert's LoRA becomes a second file.
         format: diffusers: a LoRA for load_lora_weights, or the whole pipeline after full fine-tuning; comfy:
             safetensors files for ComfyUI's models/loras.
     """
     folder = run_of(run)
     if folder is None:
         raise UserError(f"'{run}' is not a run: expected a folder with config.yaml, or one of its checkpoints")
+    from prefgrpo import models
+
     config = load(folder.config)
     names = models.family(config.family).comfy_names
     comfy = format == "comfy"
@@ -49,17 +45,25 @@ def export(
         reason = f"ComfyUI has no names for LoRAs of {config.family} in separate q, k and v"
         raise UserError(f"{reason}: use the file with diffusers")
     if comfy and not config.train.lora_rank:
-        raise UserError(f"'{run}' has no LoRA: it trains all weights, which ComfyUI loads as a diffusers pipeline")
-    if not comfy and out is not None and out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        weights = folder.product(lora=False) / "transformer"
+        raise UserError(f"'{run}' has no LoRA: it trains all weights, which are in {weights}, under diffusers' names")
+    as_file = out is not None and out.suffix == ".safetensors"
+    if as_file and not config.train.lora_rank:
+        raise UserError(f"--out: expected a folder, as '{run}' trains all weights, got the file {out}")
+    if not (comfy or as_file) and out is not None and out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise UserError(f"--out: {out} exists; expected a new or an empty folder, as its content would be replaced")
     source = folder.product(lora=True)
+    name = folder.root.resolve().name
     if not comfy or folder.latest() or not source.is_dir():  # a run without checkpoints has the LoRA of its end
         path = folder.checkpoint_of(run)
-        source = folder.root / "exports" / path.name if comfy or out is None else out
+        name = f"{name}_{path.name}"
+        source = folder.root / "exports" / path.name if comfy or as_file or out is None else out
         write_folder(source, lambda inside: _write(config, path, inside))
         print(f"wrote {source}")
-    if comfy and names is not None:
-        _write_comfy(source, out or folder.root / "comfy", folder.root.resolve().name, names)
+    if comfy or as_file:
+        target = out or folder.root / "comfy"
+        target = target if as_file else target / f"{name}.safetensors"
+        _write_files(source, target, (names or ()) if comfy else ())
     return 0
 
 
@@ -68,6 +72,11 @@ def _write(config: Config, path: Path, target: Path) -> None:
     if config.train.lora_rank:
         copytree(path / PRODUCTS[0], target, dirs_exist_ok=True)
         return
+    import torch
+
+    from prefgrpo.parallel.world import World
+    from prefgrpo.run.loading import load_checkpoint, open_adapter
+
     world = World(0, 1, torch.device("cpu"))
     adapter = open_adapter(config, world.device)
     adapter.enable_full()
@@ -77,12 +86,14 @@ def _write(config: Config, path: Path, target: Path) -> None:
     adapter.save_full(str(target))
 
 
-def _write_comfy(lora: Path, target: Path, name: str, names: tuple[tuple[str, str], ...]) -> None:
-    """Write the files of a LoRA under ComfyUI's names."""
-    target.mkdir(parents=True, exist_ok=True)
+def _write_files(lora: Path, target: Path, names: tuple[tuple[str, str], ...]) -> None:
+    """Write a LoRA as single files, under other names."""
+    from safetensors.torch import load_file, save
+
+    target.parent.mkdir(parents=True, exist_ok=True)
     for file in sorted(lora.rglob("*.safetensors")):
         second = "" if file.parent == lora else f"_{file.parent.name}"
-        copy = target / f"{name}{second}.safetensors"
+        copy = target.with_stem(target.stem + second)
         write_atomic(copy, save({renamed(key, names): tensor for key, tensor in load_file(file).items()}))
         print(f"wrote {copy}")
 

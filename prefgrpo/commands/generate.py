@@ -77,6 +77,7 @@ class Source:
             "lora_from": c.train.lora_from or None,
             "dtype": c.dtype,
             "seed": c.seed,
+            "max_length": c.data.max_length,
             "prompts": fingerprint(prompts),
             "fps": fps if makes_clips(c) else None,
             "sampling": {k: v for k, v in asdict(eval_sampling(c)).items() if k != "batch_size"},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import importlib.util
 import re
@@ -11,6 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from prefgrpo.config.recipe import did_you_mean
+
 T = TypeVar("T")
 IMPORT_PATH = re.compile(r"([^\W\d]\w*\.)*[^\W\d]\w*[.:][^\W\d]\w*|[^,:]+\.py:[^\W\d]\w*")
 """package.module.Class, package.module:Class or path/file.py:function."""
@@ -18,9 +19,11 @@ IMPORT_PATH = re.compile(r"([^\W\d]\w*\.)*[^\W\d]\w*[.:][^\W\d]\w*|[^,:]+\.py:[^
 
 def load_object(path: str) -> Any:
     """What "package.module.name", "package.module:name" or "file.py:name" is; raises what importing it raises, and
-    AttributeError."""
+    AttributeError, with the nearest name."""
     module, _, attribute = path.rpartition(":" if ":" in path else ".")
     loaded = _file_module(Path(module)) if module.endswith(".py") else importlib.import_module(module)
+    if not hasattr(loaded, attribute):
+        raise AttributeError(f"{module} has no attribute '{attribute}'{did_you_mean(attribute, vars(loaded))}")
     return getattr(loaded, attribute)
 
 
@@ -31,10 +34,8 @@ def load_class(what: str, name: str, table: Mapping[str, str], base: type[T]) ->
     """
     path = table.get(name, name)
     if not {".", ":"} & set(path):
-        near = difflib.get_close_matches(name, table, n=1)
-        hint = f" (did you mean '{near[0]}'?)" if near else ""
         expected = f"expected one of {', '.join(table)}, or the import path of a class"
-        raise ValueError(f"unknown {what} '{name}': {expected}{hint}")
+        raise ValueError(f"unknown {what} '{name}': {expected}{did_you_mean(name, table)}")
     try:
         cls = load_object(path)
     except Exception as error:

@@ -21,6 +21,32 @@ from prefgrpo.config.schema import MODEL_VALUES, Config
 
 T = TypeVar("T")
 
+PEERS = {
+    "rollout.height": "h resolution",
+    "rollout.width": "w",
+    "rollout.steps": "sampling_steps num_steps",
+    "rollout.guidance": "train_guidance_scale cfg_infer guidance_scale",
+    "rollout.eta": "noise_level",
+    "rollout.rule": "grpo_step_mode sde_type",
+    "rollout.group_size": "num_generations num_image_per_prompt",
+    "rollout.prompts_per_step": "train_batch_size num_batches_per_epoch",
+    "rollout.window_size": "timestep_fraction sde_window_size",
+    "rollout.window_low": "sde_window_range",
+    "rollout.same_noise": "init_same_noise same_latent",
+    "train.updates_per_rollout": "gradient_accumulation_steps",
+    "train.objective": "rationorm",
+    "train.objective_options": "bestofn",
+    "train.lr": "learning_rate",
+    "train.kl_coef": "kl_beta beta",
+    "train.ema_decay": "ema",
+    "rewards": "reward_spec reward_fn",
+    "advantage.combine": "apply_gdpo",
+    "advantage.std": "global_std",
+    "checkpoint.every": "checkpointing_steps save_freq",
+    "eval.every": "eval_every_steps eval_freq",
+}
+"""Our field → what Pref-GRPO, DanceGRPO and Flow-GRPO call it (the table of docs/recipes.md)."""
+
 
 def load(recipe: str | Path) -> Config:
     """Configuration from a YAML recipe. Raises ConfigError."""
@@ -136,6 +162,9 @@ def _describe_error(path: tuple[str, ...], items: list[Any]) -> str:
     value = items[0]["input"]
     if items[0]["type"] == "unexpected_keyword_argument":
         *sections, key = path
+        given = {part for below in flatten({key: value}) for part in below.split(".")}
+        if ours := [field for field, theirs in PEERS.items() if given & set(theirs.split())]:
+            return f"{name}: unknown key; did you mean {', '.join(map(repr, ours))}?"
         siblings = [f.name for f in fields(reduce(getattr, sections, Config()))]
         return f"{name}: unknown key; {_suggest_key('.'.join(sections), key, siblings, list(flat_fields(Config())))}"
     if items[0]["type"] == "value_error":

@@ -6,8 +6,9 @@ no value is silently dropped: duplicate keys are an error.
 
 from __future__ import annotations
 
+import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,13 @@ class ConfigError(UserError, ValueError):
     def __init__(self, mistakes: list[str]) -> None:
         self.mistakes = mistakes
         super().__init__("the configuration has mistakes:\n" + "\n".join(f"  - {m}" for m in mistakes))
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The hint " (did you mean …?)" for the closest known name, if there is one; ignores case."""
+    folded = {k.casefold(): k for k in known}
+    close = difflib.get_close_matches(name.casefold(), folded, n=1)
+    return f" (did you mean '{folded[close[0]]}'?)" if close else ""
 
 
 class Loader(yaml.SafeLoader):

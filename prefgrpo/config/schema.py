@@ -139,6 +139,8 @@ class JudgeConfig:
         """Values that contradict each other."""
         if not self.endpoints and not self.model:
             yield "endpoints: expected at least one URL, or in `model` a judge that runs in this process, got neither"
+        if wrong := [url for url in self.endpoints if not url.startswith(("http://", "https://"))]:
+            yield f"endpoints: expected addresses that begin with http:// or https://, got {', '.join(wrong)}"
         if self.timeout_s and self.deadline_s < self.timeout_s:
             yield f"deadline_s: expected at least judge.timeout_s ({self.timeout_s}), got {self.deadline_s}"
 
@@ -235,8 +237,8 @@ class EvalConfig:
     """Training steps between evaluations; 0: none."""
     prompts: Share | str = 0.05
     """Held-out prompts evaluated during training: a file, or the share of data.prompts that is held out, drawn by the
-    seed: at most max_prompts (64 if that is 0). Nothing is held out of fewer than 20 prompts, or if eval.final_prompts
-    is set."""
+    seed: at least 32, or a quarter of a shorter file, and at most max_prompts (64 if that is 0). Nothing is held out of
+    fewer than 20 prompts, if eval.final_prompts is set, or if this is 0."""
     final_prompts: str = ""
     """Test prompts, evaluated only at the start and the end of the run."""
     samples_per_prompt: PositiveInt = 1
@@ -320,7 +322,7 @@ class Config:
     rollout: SamplingConfig = field(default_factory=SamplingConfig)
     judge: JudgeConfig = field(default_factory=JudgeConfig)
     rewards: Rewards = (RewardEntry("vlm_pairwise"),)
-    """What is optimised: entries of name, weight, options and judge, or a text: "vlm_pairwise:0.7,clip:0.3"."""
+    """What is optimised: entries of name, reward, weight, options and judge, or a text: "vlm_pairwise:0.7,clip:0.3"."""
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
@@ -360,8 +362,8 @@ class Config:
     def measured(self) -> tuple[RewardEntry, ...]:
         """The rewards of evaluation, with the options and judge of the trained reward that a bare name means."""
         trained = {entry.name: entry for entry in self.rewards}
-        bare = {entry.name for entry in self.eval.rewards if not entry.options and not entry.judge}
-        return tuple(trained.get(e.name, e) if e.name in bare else e for e in self.eval.rewards) or self.rewards
+        own = {e.name for e in self.eval.rewards if e.options or e.judge or e.reward != e.name}
+        return tuple(e if e.name in own else trained.get(e.name, e) for e in self.eval.rewards) or self.rewards
 
     @property
     def splits(self) -> bool:

@@ -24,6 +24,8 @@ from prefgrpo.data.tables import NEGATIVE, SOURCE, TEXT, DataError, rows
 __all__ = ["DataError", "Prompt", "fingerprint", "prompt_sets", "read_prompts", "step_prompts"]
 
 FEWEST_TO_SPLIT = 20
+FEWEST_HELD_OUT = 32
+"""With a margin above `run.comparison.MIN_PROMPTS`, below which no result is conclusive."""
 MOST_HELD_OUT = 64
 
 
@@ -163,7 +165,8 @@ def prompt_sets(config: Config, decode: bool = True) -> tuple[list[Prompt], dict
     e = config.eval
     files = {name: file for name, file in (("dev", e.file), ("test", e.final_prompts)) if file}
     share = 0.0 if isinstance(e.prompts, str) else e.prompts
-    count = min(round(share * len(prompts)), e.max_prompts or MOST_HELD_OUT)
+    count = max(round(share * len(prompts)), min(FEWEST_HELD_OUT, len(prompts) // 4)) if share else 0
+    count = min(count, e.max_prompts or MOST_HELD_OUT)
     if files or not (e.every and count) or len(prompts) < FEWEST_TO_SPLIT:
         return prompts, {name: read_prompts(file, decode=decode) for name, file in files.items()}
     generator = torch.Generator().manual_seed((config.seed * 1_000_003 - 1) % 2**63)  # −1: epochs count from 0

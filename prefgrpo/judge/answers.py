@@ -46,6 +46,10 @@ _ANSWER = re.compile(r"</?answer>", re.I)
 _SCORE = re.compile(r"</?score>", re.I)
 _MARKS = re.compile(r"\[\s*[01](?:\s*,\s*[01])*\s*,?\s*\]")
 _NUMBERED = re.compile(r"^\d+[.)] +", re.A)
+_ROUNDING = 0.01
+"""Tolerance: a larger log-probability than this is invalid."""
+MIN_LABEL_MASS = 0.01
+"""A soft verdict is missing if its two labels together have less probability than this."""
 _NUMBER = r"\s*(-?\d+(?:\.\d+)?)\s*"
 
 
@@ -216,6 +220,20 @@ def label_logprobs(
     first, second = first or [_max_unlisted_logprob(listed)], second or [_max_unlisted_logprob(listed)]
     with np.errstate(invalid="ignore"):  # NaN stays NaN
         return float(np.logaddexp.reduce(first)), float(np.logaddexp.reduce(second))
+
+
+def two_label_softmax(first: float, second: float, min_mass: float) -> tuple[float | None, str]:
+    """(sigmoid(first − second), '') from the labels' log-probabilities, or (None, why not).
+
+    Missing if the two labels' probabilities sum to less than `min_mass`, or are not finite.
+    """
+    if math.isnan(first) or math.isnan(second) or max(first, second) > _ROUNDING:
+        return None, f"the labels' log-probs {first:.3g} and {second:.3g} are not logarithms of a probability"
+    mass = math.exp(min(first, 0.0)) + math.exp(min(second, 0.0))
+    if not mass >= min_mass or math.isnan(first - second):
+        return None, f"the labels have only {mass:.2g} of the answer's probability (at least {min_mass:g} expected)"
+    gap = max(-700.0, min(700.0, first - second))
+    return 1.0 / (1.0 + math.exp(-gap)), ""
 
 
 def word_probability(choice: Mapping[str, Any], words: tuple[str, str]) -> float:

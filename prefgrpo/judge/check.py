@@ -11,13 +11,18 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from prefgrpo.config.schema import JudgeConfig
 from prefgrpo.judge.answers import NO_THINKING
 from prefgrpo.judge.client import HttpJudge, JudgeClient
 from prefgrpo.judge.human_pairs import agreement, read_pairs
 from prefgrpo.judge.known_answers import ask_known_answers, is_pairwise, plain
+from prefgrpo.judge.template import SHOWN, Shown
 from prefgrpo.judge.verdict import JudgeError, PairJudge
+
+if TYPE_CHECKING:
+    from prefgrpo.judge.local import LocalJudge
 
 _ADVICE = {
     r"context length|model length|max_model_len": "serve it with a larger --max-model-len, or make smaller images",
@@ -54,19 +59,20 @@ def check(
     known_answers: bool = False,
     clips: bool = False,
     shape: Shape | None = None,
+    shown: Shown = SHOWN,
 ) -> Health:
     """Check that the servers serve the model and judge a pair as large as the run's (shape).
 
     wait_s: as `check_reachable`, and longest wait for a busy server. known_answers: ask each server 16 questions with
-    known answers; clips: about clips. Raises JudgeError if no server works.
+    known answers; clips: about clips. shown: instead of what the template says. Raises JudgeError if no server works.
     """
-    asked = HttpJudge(config, template).template
+    HttpJudge(config, template, shown)  # a wrong template is told before servers are waited for
     model, problems = check_reachable(config, wait_s)
     config = replace(config, model=model, deadline_s=wait_s or config.deadline_s)
 
     def ask(url: str) -> tuple[str, Health]:
-        judge = HttpJudge(replace(config, endpoints=(url,)), template)
-        return _probe(judge, url, known_answers and is_pairwise(asked), clips, shape or Shape())
+        judge = HttpJudge(replace(config, endpoints=(url,)), template, shown)
+        return _probe(judge, model, url, known_answers, clips, shape or Shape())
 
     with ThreadPoolExecutor(len(problems)) as pool:
         found = list(pool.map(ask, [url for url, problem in problems.items() if not problem]))
@@ -116,29 +122,35 @@ def open_judge(
     known_answers: bool = False,
     clips: bool = False,
     shape: Shape | None = None,
+    once: Callable[[Callable[[], list[str]]], list[str] | None] = lambda work: work(),
+    shown: Shown = SHOWN,
 ) -> tuple[PairJudge, list[str]]:
     """(a pairwise judge that answers, what was found out about it), over HTTP or, without endpoints, in this process.
 
-    device: of a judge in this process. The rest as `check`. Raises JudgeError if it gives no verdict on a probe pair.
+    device: of a judge in this process. once: calls the check of a server, in one process of several. The rest as
+    `check`. Raises JudgeError if it gives no verdict on a probe pair.
     """
     if config.endpoints:
-        rows = check(config, template, known_answers=known_answers, clips=clips, shape=shape).rows
-        return HttpJudge(config, template), rows
+        rows = once(
+            lambda: check(config, template, known_answers=known_answers, clips=clips, shape=shape, shown=shown).rows
+        )
+        return HttpJudge(config, template, shown), rows or []
     from prefgrpo.judge.local import LocalJudge  # imports transformers
 
-    judge = LocalJudge(config.model, template, device)
-    verdict = judge.judge_group("a plain red picture", [plain("red"), plain("blue")], [(0, 1)], [plain("grey")])[0]
-    advice = f"Expected a model that answers the template '{template}'; correct judge.model or the reward's template"
-    if verdict.first is None:
-        raise JudgeError(f"the judge {config.model} gave no verdict on a probe pair: {verdict.reason}. {advice}")
-    rows = [f"in this process: {config.model}"]
-    problem = ask_known_answers(judge, judge.template)[1] if known_answers and is_pairwise(judge.template) else ""
-    return judge, rows + [f"WARNING: it {problem}. {advice}"] * bool(problem)
+    judge = LocalJudge(config.model, template, device, shown=shown)
+    problem, health = _probe(judge, config.model, "in this process", known_answers, False, Shape())
+    if problem:
+        advice = (
+            f"Expected a model that answers the template '{template}'; correct judge.model or the reward's template"
+        )
+        raise JudgeError(f"the judge {problem}. {advice}")
+    return judge, health.rows + [f"WARNING: {health.alarm}"] * bool(health.alarm)
 
 
-def _probe(judge: HttpJudge, url: str, known_answers: bool, clips: bool, shape: Shape) -> tuple[str, Health]:
-    """(why a server gives no verdicts or '', what was found out about it)."""
-    model = judge.config.model
+def _probe(
+    judge: HttpJudge | LocalJudge, model: str, url: str, known_answers: bool, clips: bool, shape: Shape
+) -> tuple[str, Health]:
+    """(why a judge gives no verdicts or '', what was found out about it). url: where it is."""
     red, blue = (plain(colour, shape.height, shape.width, shape.frames) for colour in ("red", "blue"))
     verdict = judge.judge_group(shape.prompt, [red, blue], [(0, 1)], [plain("grey", shape.height, shape.width)])[0]
     if verdict.first is None:
@@ -153,8 +165,9 @@ def _probe(judge: HttpJudge, url: str, known_answers: bool, clips: bool, shape: 
             f"WARNING: {url}: '{model}' thinks before it answers ({len(verdict.raw)} characters), which template "
             f"'{judge.template.name}' does not ask for: {NO_THINKING}"
         )
-    if known_answers:
-        result, problem = ask_known_answers(judge, judge.clip_template if clips else judge.template, clips)
+    if known_answers and is_pairwise(judge.template):
+        asked = judge.clip_template if clips and isinstance(judge, HttpJudge) else judge.template
+        result, problem = ask_known_answers(judge, asked, clips)
         health.rows.append(f"{url}: known answers: {result}")
         health.alarm = f"{url}: '{model}' {problem}" if problem else ""
     return "", health

@@ -17,17 +17,16 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 from weakref import WeakKeyDictionary
 
+from prefgrpo.config.recipe import did_you_mean
 from prefgrpo.config.schema import JudgeConfig
 from prefgrpo.data.media import Media
 from prefgrpo.judge import answers
-from prefgrpo.judge.body import Encoded, EncodeError, Encodings, MediaIds, chat_body, encode
-from prefgrpo.judge.http import PATIENCE_S, Endpoint, Failure, HttpPool, Starting, describe_error
-from prefgrpo.judge.loop import loop_thread
-from prefgrpo.judge.template import Template, load_template, shipped_templates
-from prefgrpo.judge.verdict import MIN_LABEL_MASS, Pair, PairJudge, Verdict, did_you_mean, two_label_softmax
+from prefgrpo.judge.answers import MIN_LABEL_MASS, two_label_softmax
+from prefgrpo.judge.http import PATIENCE_S, Endpoint, Failure, HttpPool, Starting, describe_error, loop_thread
+from prefgrpo.judge.request import Encoded, EncodeError, Encodings, MediaIds, chat_body, encode
+from prefgrpo.judge.template import SHOWN, Shown, Template, load_template, shipped_templates
+from prefgrpo.judge.verdict import Pair, PairJudge, Verdict
 
-MAX_PIXELS = 2048 * 2048
-"""Larger images are sent smaller."""
 IDS_FROM = (0, 32)
 """First vLLM to which images are sent by id: it recovers if its API process and engine disagree on which they hold
 (vLLM pull request 46747); before, such an image could stop the engine. Tested with 0.32."""
@@ -56,7 +55,7 @@ class JudgeClient:
         )
         self._api = {e.url: _api_path(url) for e, url in zip(self.pool.endpoints, urls, strict=True)}
         self.ids = {endpoint.url: MediaIds() for endpoint in self.pool.endpoints}
-        self.encodings = Encodings(lambda media: encode(media, config.image_format, MAX_PIXELS))
+        self.encodings = Encodings(encode)
         self._asked: WeakKeyDictionary[Media, dict[_Key, asyncio.Future[Verdict]]] = WeakKeyDictionary()
 
     def run(self, work: Coroutine[Any, Any, T]) -> Future[T]:
@@ -79,9 +78,10 @@ class JudgeClient:
         start = time.monotonic()
         if template.takes_source and not source:
             return Verdict(None, f"template '{template.name}' needs a source image, but the sample has none")
+        how = (self.config.image_format, template.frames, template.max_pixels)
         try:
-            encoded = [await self.encodings.get(m) for m in media]
-            sources = [await self.encodings.get(m) for m in source] if template.takes_source else []
+            encoded = [await self.encodings.get(m, *how) for m in media]
+            sources = [await self.encodings.get(m, *how) for m in source] if template.takes_source else []
         except EncodeError as error:
             return Verdict(None, str(error), time.monotonic() - start)
         if not once or not media:
@@ -174,13 +174,13 @@ class HttpJudge(PairJudge):
     streams = True
     clips = True
 
-    def __init__(self, config: JudgeConfig, template: str = "compare") -> None:
+    def __init__(self, config: JudgeConfig, template: str = "compare", shown: Shown = SHOWN) -> None:
         video = f"{template}_video"
         self.config = config
-        self.template = load_template(template)
+        self.template = load_template(template, shown=shown)
         self.clip_template = self.template
         if video in shipped_templates():
-            self.clip_template = load_template(video)
+            self.clip_template = load_template(video, shown=shown)
         self.client = shared_client(config)
         self.answer_s = config.timeout_s or max(self.template.timeout_s, self.clip_template.timeout_s)
 

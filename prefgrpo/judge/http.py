@@ -8,37 +8,38 @@ mean; others take the least loaded. A failure is one of these kinds:
     LATE         no answer in time, or 504: tried once more; if others got answers meanwhile, only on another server
     BROKEN       500: tried RETRIES times more
     BUSY         429, 502 or 503: tried again after the pause that the server asks for
-    DOWN         no connection, or another 5xx: tried again; the server gets nothing until its check succeeds
+    DOWN         no connection, 401, 403 or another 5xx: tried again; the server gets nothing until its check succeeds
 
 BUSY and DOWN are tried again until the pool has had failures and no answer for its patience; DOWN at most twice as
 often as BROKEN while others are answered: the request may be what breaks the connection. After a failure a server
 rests, longer each time, and then gets single requests while another one is healthy; BROKEN, BUSY and DOWN halve its
-concurrency, which grows again by one per round of answers. Nothing here is specific to judges. Invariants: every
-request ends, in bounded time, with a reply or a reason; a restart, a rate limit or a full queue loses no request.
+concurrency, which grows again by one per round of answers. A process has one event loop, in a thread of its own, and
+one pool of connections. Nothing here is specific to judges. Invariants: every request ends, in bounded time, with a
+reply or a reason; a restart, a rate limit or a full queue loses no request.
 """
 
 from __future__ import annotations
 
 import asyncio
+import atexit
 import enum
 import hashlib
 import itertools
 import json
 import os
 import random
-import re
+import threading
 import time
 import urllib.request
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
 from email.utils import parsedate_to_datetime
-from typing import TypeVar
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import aiohttp
 
-from prefgrpo.data.tables import stripped
-from prefgrpo.judge.loop import loop_thread
 from prefgrpo.judge.verdict import JudgeError
 
 RETRIES = 5
@@ -47,6 +48,8 @@ PATIENCE_S = 600.0
 """How long requests wait for an answer from any server if the configuration sets no limit."""
 CHECK_S = 5.0
 _CONNECT_S = 30.0
+_KEEP_ALIVE_S = 2.0
+"""Idle connections are closed sooner than by a server (5 s): a request that is written meanwhile would be lost."""
 _MAX_BYTES = 16 << 20
 _PAUSE_S = 0.25
 """First rest of a server after a failure; doubles with each until it answers."""
@@ -65,7 +68,7 @@ SAY_S = 30.0
 T = TypeVar("T")
 Kind = enum.Enum("Kind", "GIVE_UP ELSEWHERE LATE BROKEN BUSY DOWN")
 _KINDS = {400: Kind.GIVE_UP, 413: Kind.GIVE_UP, 422: Kind.GIVE_UP, 429: Kind.BUSY, 500: Kind.BROKEN, 503: Kind.BUSY}
-_KINDS |= {502: Kind.BUSY, 504: Kind.LATE}
+_KINDS |= {502: Kind.BUSY, 504: Kind.LATE, 401: Kind.DOWN, 403: Kind.DOWN}
 
 
 class Failure(Exception):
@@ -85,12 +88,12 @@ class Starting(Exception):
 class Endpoint:
     """One server; used on the event loop only."""
 
-    def __init__(self, url: str, key_env: str = "", content_type: str = "application/json") -> None:
+    def __init__(self, url: str, key: str = "", content_type: str = "application/json") -> None:
         self.url = url.rstrip("/")
         self.proxy = _proxy(url)
         self.headers = {"Content-Type": content_type, "Accept-Encoding": "identity"}
-        if key_env:
-            self.headers["Authorization"] = f"Bearer {_api_key(key_env)}"
+        if key:
+            self.headers["Authorization"] = f"Bearer {key}"
         self.load = 0
         """Requests in flight."""
         self.limit = 1.0
@@ -131,27 +134,16 @@ class Endpoint:
         self, method: str, path: str, body: bytes | None, timeout_s: float
     ) -> tuple[aiohttp.ClientResponse, bytes]:
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=_CONNECT_S)
-        async with (
-            loop_thread()
-            .session()
-            .request(
-                method,
-                self.url + path,
-                data=body,
-                headers=self.headers,
-                timeout=timeout,
-                allow_redirects=False,
-                proxy=self.proxy,
-            ) as reply
-        ):
+        session = loop_thread().session()
+        how: dict[str, Any] = {"allow_redirects": False, "proxy": self.proxy, "timeout": timeout}
+        async with session.request(method, self.url + path, data=body, headers=self.headers, **how) as reply:
             raw = bytearray()
             async for chunk in reply.content.iter_chunked(1 << 16):
                 raw += chunk
                 if len(raw) > _MAX_BYTES:
                     reply.close()
-                    raise Failure(
-                        f"{self.url} sent more than {_MAX_BYTES >> 20} MiB, which is no answer to the request"
-                    )
+                    most = f"{_MAX_BYTES >> 20} MiB"
+                    raise Failure(f"{self.url} sent more than {most}, which is no answer to the request")
             return reply, bytes(raw)
 
 
@@ -176,7 +168,8 @@ class HttpPool:
         API key. JudgeError for invalid addresses or a missing key."""
         if not urls or not all(url.startswith(("http://", "https://")) for url in urls):
             raise JudgeError(f"endpoints must be http:// or https:// addresses, got {list(urls)}")
-        self.endpoints = [Endpoint(url, key_env, content_type) for url in urls]
+        key = api_key(key_env)
+        self.endpoints = [Endpoint(url, key, content_type) for url in urls]
         for endpoint in self.endpoints:
             endpoint.limit = concurrency
         self.concurrency = concurrency
@@ -400,6 +393,21 @@ class HttpPool:
             return f"not reachable ({describe_error(error)})"
 
 
+def api_key(variable: str) -> str:
+    """The key in an environment variable, without what surrounds it in a file from Windows; '' without a variable.
+
+    Raises JudgeError if there is none, or one that no header can carry.
+    """
+    if not variable:
+        return ""
+    key = os.environ.get(variable, "").strip().strip("\ufeff").strip()
+    if not key:
+        raise JudgeError(f"the environment variable {variable} (api_key_env) is not set, or empty")
+    if not (key.isascii() and key.isprintable()):
+        raise JudgeError(f"the environment variable {variable} (api_key_env): expected one line of ASCII characters")
+    return key
+
+
 def _preferences(endpoints: Sequence[Endpoint], key: str) -> list[Endpoint]:
     """The servers in a key's own order, the same in every process; none without a key."""
     if not key or len(endpoints) == 1:
@@ -418,20 +426,6 @@ def _choose(usable: Sequence[Endpoint], order: Sequence[Endpoint]) -> Endpoint |
     near = [e for e in order if e in usable and e.load * limits <= most * e.limit]
     free = [e for e in near[:1] or usable if e.load < int(e.limit)]
     return min(free, key=lambda e: e.load / e.limit, default=None)
-
-
-def _api_key(variable: str) -> str:
-    """The key in an environment variable, without the line end and byte-order mark of a file that it was read from.
-
-    Raises JudgeError for a variable that is not set or holds no key.
-    """
-    if variable not in os.environ:
-        raise JudgeError(f"the environment variable {variable} (api_key_env) is not set")
-    key = str(stripped(os.environ[variable]))
-    if not re.fullmatch(r"[!-~]+", key):
-        found = "white space or other characters that a key cannot have" if key else "nothing"
-        raise JudgeError(f"the environment variable {variable} (api_key_env) contains {found}; expected an API key")
-    return key
 
 
 def _proxy(url: str) -> str | None:
@@ -475,3 +469,51 @@ def message_of(payload: bytes) -> str:
 def describe_error(error: BaseException) -> str:
     """A short, non-empty description of an exception."""
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+class LoopThread:
+    """An event loop that runs in a daemon thread."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._session: aiohttp.ClientSession | None = None
+        threading.Thread(target=self.loop.run_forever, name="judge-loop", daemon=True).start()
+        atexit.register(self.close)
+
+    def session(self) -> aiohttp.ClientSession:
+        """The connection pool; call from the loop's thread. Compressed bodies, which no request accepts, stay so."""
+        if self._session is None:
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S)
+            self._session = aiohttp.ClientSession(connector=connector, auto_decompress=False)
+        return self._session
+
+    def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run a coroutine on the loop."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop)
+
+    def close(self) -> None:
+        """Cancel all tasks, close the pool and stop the loop (at exit)."""
+        if self.loop.is_running():
+            self.submit(self._shut_down()).result(5.0)
+            self.loop.call_soon_threadsafe(self.loop.stop)
+
+    async def _shut_down(self) -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._session is not None:
+            await self._session.close()
+
+
+_thread: LoopThread | None = None
+_lock = threading.Lock()
+
+
+def loop_thread() -> LoopThread:
+    """This process's loop thread, started on first use."""
+    global _thread
+    with _lock:
+        if _thread is None:
+            _thread = LoopThread()
+        return _thread

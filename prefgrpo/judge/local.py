@@ -19,8 +19,10 @@ from torch import Tensor
 from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer, DynamicCache
 
 from prefgrpo.data.media import Media
-from prefgrpo.judge.template import SOURCE, Template, load_template, spelled
-from prefgrpo.judge.verdict import MIN_LABEL_MASS, JudgeError, Pair, PairJudge, Verdict, two_label_softmax
+from prefgrpo.judge.answers import MIN_LABEL_MASS, two_label_softmax
+from prefgrpo.judge.request import downscale
+from prefgrpo.judge.template import SHOWN, SOURCE, Shown, Template, load_template, spelled
+from prefgrpo.judge.verdict import JudgeError, Pair, PairJudge, Verdict
 
 _FAMILIES = ("qwen3_vl", "qwen2_5_vl")
 _SHARED_TOKENS = 64
@@ -43,20 +45,22 @@ class LocalJudge(PairJudge):
         pair_batch: int = 256,
         min_label_mass: float = MIN_LABEL_MASS,
         dtype: torch.dtype | None = None,
+        shown: Shown = SHOWN,
     ) -> None:
         """`model`: folder or hub id of a Qwen3-VL or Qwen2.5-VL checkpoint; run on a torch `device` in `dtype`
         (auto: this process's current GPU, if there is one).
 
         dtype: by default bf16 on a GPU, as rewards are (an 8B judge then takes 17 GB instead of 33), and float32 on a
         CPU. template: shipped name or path; its answer must be soft. pair_batch: most pairs per language-model call.
-        min_label_mass: a verdict is missing if the labels' probabilities sum to less than this.
+        min_label_mass: a verdict is missing if the labels' probabilities sum to less than this. shown: instead of
+        what the template says.
         """
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
         self.device = device
         self.pair_batch = pair_batch
         self.min_label_mass = min_label_mass
-        self.template = load_template(template)
+        self.template = load_template(template, shown=shown)
         if self.template.answer != "soft" or self.template.labels is None:
             raise JudgeError(
                 f"template '{template}' asks for a text answer; the in-process judge needs a template with labels"
@@ -120,7 +124,7 @@ class LocalJudge(PairJudge):
 
     def _encode(self, media: Sequence[Media]) -> tuple[list[Features], list[tuple[int, ...]]]:
         """Vision features and patch grid (t, h, w) of each image."""
-        inputs = self.processor(images=[m.pil for m in media], return_tensors="pt")
+        inputs = self.processor(images=[downscale(m, self.template.max_pixels).pil for m in media], return_tensors="pt")
         grid = inputs["image_grid_thw"]
         pixels = inputs["pixel_values"].to(self.device)
         out = self.model.model.get_image_features(pixels, grid.to(self.device), return_dict=True)

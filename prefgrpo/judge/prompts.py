@@ -1,18 +1,14 @@
-"""`prefgrpo judge prompts`: the questions that fine-tuned judges were trained on, from their publishers' files.
+"""`prefgrpo judge prompts`: fetches the questions that fine-tuned judges were trained on (published.py).
 
-A judge that was trained on one question answers another one worse, or in a form that is not read. The texts are not in
-this package, because their licences are their publishers': the command downloads a file of a fixed commit (or takes it
-from a checkout), verifies its hash, reads the text from its syntax tree and writes a template into the user's cache.
-Invariant: nothing in a downloaded file is executed.
+It downloads a file of a fixed commit, or takes it from a checkout, verifies its hash, and writes a template into the
+user's cache.
 """
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import os
 import urllib.request
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Annotated
@@ -20,63 +16,10 @@ from typing import Annotated
 import tyro
 import yaml
 
+from prefgrpo.config.recipe import did_you_mean
+from prefgrpo.judge.published import PUBLISHED, question_of, template_file
 from prefgrpo.judge.template import shipped_templates
-from prefgrpo.judge.verdict import JudgeError, did_you_mean
-
-_PREF_GRPO = (
-    "CodeGoat24/Pref-GRPO", "3e787f6dd5a3051b40d61f07e9578468ac26130a", "fastvideo/rewards/templates.py",
-    "e67cd7b04da217f01009de5d0e172218cd8f7dc230ff73441784f412f9e4a932", "its License.txt: for academic purposes only",
-)  # fmt: skip
-_PACO_COMMIT = "08caac6f22c174e2c71019d2a4481abf9ad313d2"
-_NO_LICENCE = "the repository names none; ask its authors before you redistribute the text"
-_PACO_SETS = (
-    "X-GenGroup/PaCo-RL", _PACO_COMMIT, "PaCo-GRPO/paco_grpo/rewards/consistency_scorer.py",
-    "36bc1998da8fa98f772731e400968f390bd6f8ee5ec6951f3cbcfe7293b761c3", _NO_LICENCE,
-)  # fmt: skip
-_PACO_EDITS = (
-    "X-GenGroup/PaCo-RL", _PACO_COMMIT, "PaCo-GRPO/paco_grpo/rewards/consistency_for_editing.py",
-    "2b46f2622d86ee77369b0a4789ccfb2aed271cfec15f43a2848fced4c20d21c6", _NO_LICENCE,
-)  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Published:
-    """Where the question of a shipped template was published."""
-
-    source: tuple[str, str, str, str, str]
-    """Repository on GitHub, commit, path, SHA-256 of the file, whose licence holds."""
-    symbol: str
-    """Name of the function that returns the text, or of the variable that holds it."""
-    media: tuple[str, ...]
-    """What its client sends before the text, in the same user turn."""
-    number: int = 0
-    """Which assignment of the variable, in order."""
-    formatted: bool = False
-    """Whether the client calls str.format, so that doubled braces stand for one."""
-
-
-_MARKERS = dict.fromkeys(("prompt", "instruction", "main_prompt"), "{prompt}") | {"criteria_text": "{criterion}"}
-"""Name in the published texts → marker of our templates."""
-_PAIR = ("media_1", "media_2")
-_EDITS = ("source", "media_1", "media_2")
-_EDIT = ("source", "media_1")
-_UNIFIED = "get_unifiedreward_{}_template"
-PUBLISHED = {
-    "think": Published(_PREF_GRPO, _UNIFIED.format("think_image"), _PAIR, formatted=True),
-    "think_video": Published(_PREF_GRPO, _UNIFIED.format("think_video"), _PAIR, formatted=True),
-    "flex": Published(_PREF_GRPO, _UNIFIED.format("flex_image"), _PAIR, formatted=True),
-    "flex_video": Published(_PREF_GRPO, _UNIFIED.format("flex_video"), _PAIR, formatted=True),
-    "edit_pairwise": Published(_PREF_GRPO, _UNIFIED.format("edit_pairwise"), _EDITS, formatted=True),
-    "edit_quality": Published(_PREF_GRPO, _UNIFIED.format("edit_pointwise_image_quality"), ("media_1",)),
-    "edit_following": Published(_PREF_GRPO, _UNIFIED.format("edit_pointwise_instruction_following"), _EDIT),
-    "unifiedreward": Published(_PREF_GRPO, _UNIFIED.format("image"), ("media_1",), formatted=True),
-    "consistency": Published(_PACO_SETS, "text_prompt", _PAIR, number=1),
-    "consistency_no_duplicates": Published(_PACO_SETS, "text_prompt", _PAIR, number=2),
-    "consistency_criterion": Published(_PACO_SETS, "text_prompt", _PAIR),
-    "edit_consistency": Published(_PACO_EDITS, "consistency_text_prompt", _EDIT),
-    "edit_done": Published(_PACO_EDITS, "prompt_following_text_prompt", _EDIT),
-}
-"""Shipped template → where the question was published that judges of its kind were trained on."""
+from prefgrpo.judge.verdict import JudgeError
 
 
 def main(
@@ -99,23 +42,6 @@ def main(
         print(f"{name}: {fetch(name, source)}")
         print(f"  from {PUBLISHED[name].source[0]}; licence: {PUBLISHED[name].source[4]}")
     return 0
-
-
-def template_file(name: str) -> Path:
-    """Where the template with the published question is; it need not exist."""
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "prefgrpo" / "prompts" / f"{name}-{PUBLISHED[name].source[3][:8]}.yaml"
-
-
-def published_template(name: str) -> str:
-    """Path of the template with the published question. JudgeError if it was not fetched."""
-    file = template_file(name)
-    if not file.is_file():
-        raise JudgeError(
-            f"the template '{name}' has the words of its publisher, on which such judges were trained; they are not in "
-            f"{file.parent}: run `prefgrpo judge prompts {name}` (with --from CHECKOUT on a machine without network)"
-        )
-    return str(file)
 
 
 def fetch(name: str, source: Path | None = None) -> Path:
@@ -142,7 +68,7 @@ def fetch(name: str, source: Path | None = None) -> Path:
             "--from away to download the file"
         )
     values = dict(shipped_templates()[name])
-    values["user"] = "".join(f"{{{medium}}}" for medium in row.media) + extract(code.decode("utf-8"), row)
+    values["user"] = "".join(f"{{{medium}}}" for medium in row.media) + question_of(code.decode("utf-8"), row)
     file = template_file(name)
     file.parent.mkdir(parents=True, exist_ok=True)
     note = f"# {path} of {repository} at {commit}; licence: {licence}\n"
@@ -161,30 +87,3 @@ def _download(url: str) -> bytes:
         raise JudgeError(
             f"cannot download {url} ({error}): clone the repository and give the folder, --from CHECKOUT"
         ) from error
-
-
-def extract(code: str, row: Published) -> str:
-    """The published text with our markers, from the syntax tree of the publisher's file, whose hash was verified."""
-    nodes = sorted((n for n in ast.walk(ast.parse(code)) if isinstance(n, ast.stmt)), key=lambda n: n.lineno)
-    texts: list[ast.expr] = []
-    for node in nodes:
-        if isinstance(node, ast.FunctionDef) and node.name == row.symbol:
-            texts += [n.value for n in ast.walk(node) if isinstance(n, ast.Return) and n.value is not None]
-        if isinstance(node, ast.Assign) and [ast.unparse(t) for t in node.targets] == [row.symbol]:
-            texts.append(node.value)
-    text = _text(texts[row.number])
-    return text.format_map(_MARKERS) if row.formatted else text
-
-
-def _text(node: ast.expr) -> str:
-    """A string, an f-string or a sum of them, with a marker for each variable."""
-    match node:
-        case ast.Constant(value=str(text)):
-            return text
-        case ast.JoinedStr(values=values):
-            return "".join(_text(value) for value in values)
-        case ast.FormattedValue(value=ast.Name(id=name)) | ast.Name(id=name):
-            return _MARKERS[name]
-        case ast.BinOp(left=left, right=right):
-            return _text(left) + _text(right)
-    raise JudgeError(f"expected a text, got {ast.unparse(node)[:80]}")

@@ -15,7 +15,8 @@ from typing import Annotated
 
 import tyro
 
-from prefgrpo.judge.verdict import JudgeError, did_you_mean
+from prefgrpo.config.recipe import did_you_mean
+from prefgrpo.judge.verdict import JudgeError
 
 _SIZES = ("", "-2b", "-4b", "-8b", "-32b")
 

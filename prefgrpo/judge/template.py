@@ -4,6 +4,7 @@
     labels: the two answers that may follow the prefill      variants: ignore their case      max_tokens: n
     timeout_s: timeout of one answer (default: 60 if the answer is one token, 600 if it is text)
     request: {temperature: 0.7, …}: merged into the request's body; null takes a field out
+    frames: n (8), max_pixels: n (2048²)      how much of a clip, and of an image, is shown
     answer: soft | word | plain | think | flex | scores | json | marks      scores: {name: [low, high]}
     pattern: a line with {name} and {value} as the judge writes it (scores)
 
@@ -17,15 +18,16 @@ import re
 from collections.abc import Iterator, Mapping
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BeforeValidator, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from prefgrpo.config.loading import section
-from prefgrpo.config.recipe import ConfigError, read_yaml
+from prefgrpo.config.recipe import ConfigError, did_you_mean, read_yaml
 from prefgrpo.config.schema import STRICT
-from prefgrpo.judge.verdict import JudgeError, did_you_mean
+from prefgrpo.judge.published import published_template
+from prefgrpo.judge.verdict import JudgeError
 
 _MARKER = re.compile(r"(\{[a-z][a-z0-9_]*\})")
 _MEDIUM = re.compile(r"\{media_(\d+)\}")
@@ -39,9 +41,23 @@ PAIR = ("prompt", "media_1", "media_2")
 OWN_FIELDS = frozenset({"messages", "model", "n", "stream"})
 """Fields of a request that a template cannot set."""
 FRAMES = 8
-"""Frames of a clip that a judge sees, evenly spaced from first to last."""
+MAX_PIXELS = 2048 * 2048
+"""Frames of a clip that a judge sees, evenly spaced from first to last, and the largest image: larger ones are sent
+smaller. Both by default."""
 SOURCE = -1
 """Placeholder in `Template.parts` for the source images of an edit."""
+
+
+class Shown(NamedTuple):
+    """How much of a medium a judge sees; None: what its template says."""
+
+    frames: int | None = None
+    """Most frames of a clip."""
+    max_pixels: int | None = None
+    """Most pixels of an image or frame."""
+
+
+SHOWN = Shown()
 
 
 def _rows(scores: Any) -> Any:
@@ -84,6 +100,10 @@ class Template:
     """Timeout of one request in seconds, unless the judge's configuration sets one."""
     request: Annotated[str, BeforeValidator(_fields)] = "{}"
     """Fields merged into the request's body, as JSON; null takes one out."""
+    frames: PositiveInt = FRAMES
+    """Most frames of a clip that are shown."""
+    max_pixels: PositiveInt = MAX_PIXELS
+    """Most pixels of an image or frame that is shown."""
     name: str = ""
     """Shipped name or path."""
 
@@ -137,17 +157,16 @@ def load_template(
     needs: tuple[str, ...] = PAIR,
     may: tuple[str, ...] = ("source",),
     kinds: tuple[str, ...] = PAIR_ANSWERS,
+    shown: Shown = SHOWN,
 ) -> Template:
     """Load a template by shipped name or by path to a YAML file; JudgeError if it is missing or invalid.
 
     needs: required markers; may: optional ones; media must appear in order, each once. kinds: answers that the caller
-    supports.
+    supports. shown: instead of what the file says.
     """
     file = name
     shipped = shipped_templates()
     if "user" not in shipped.get(name, {"user": ""}):
-        from prefgrpo.judge.prompts import published_template  # imports tyro, which a reward server need not have
-
         file = published_template(name)
     if file not in shipped and not Path(file).is_file():
         raise JudgeError(
@@ -161,7 +180,8 @@ def load_template(
             "max_tokens": _MAX_TOKENS.get(answer, 512),
             "timeout_s": 60.0 if answer in ("soft", "word") else 600.0,
         }
-        template = section(Template, defaults | content | {"answer": answer, "name": name}, "template")
+        given = {key: value for key, value in shown._asdict().items() if value is not None}
+        template = section(Template, defaults | content | given | {"answer": answer, "name": name}, "template")
     except ConfigError as error:
         raise JudgeError(f"judge template {file}: {'; '.join(error.mistakes)}") from error
     if mistakes := list(_mistakes(template, needs, may, kinds)):

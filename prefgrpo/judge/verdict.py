@@ -6,10 +6,8 @@ A verdict is P(first is better) in [0, 1]; a tie is 0.5, a verdict like any othe
 
 from __future__ import annotations
 
-import difflib
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -23,19 +21,8 @@ Pair = tuple[int, int]
 """(first shown, second shown): indices into a group."""
 
 
-_ROUNDING = 0.01
-"""Tolerance: a larger log-probability than this is invalid."""
-
-
 class JudgeError(UserError, RuntimeError):
     """A judge cannot be used; the message says what was expected, what was found, and what to do."""
-
-
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The hint " (did you mean …?)" for the closest known name, if there is one; ignores case."""
-    folded = {k.casefold(): k for k in known}
-    close = difflib.get_close_matches(name.casefold(), folded, n=1)
-    return f" (did you mean '{folded[close[0]]}'?)" if close else ""
 
 
 @dataclass(frozen=True)
@@ -54,24 +41,6 @@ class Verdict:
     """Number of retries."""
     parts: dict[str, float] = field(default_factory=dict)
     """Named scores, or P(first) per category; unreadable ones are left out."""
-
-
-MIN_LABEL_MASS = 0.01
-"""A soft verdict is missing if its two labels together have less probability than this."""
-
-
-def two_label_softmax(first: float, second: float, min_mass: float) -> tuple[float | None, str]:
-    """(sigmoid(first − second), '') from the labels' log-probabilities, or (None, why not).
-
-    Missing if the two labels' probabilities sum to less than `min_mass`, or are not finite.
-    """
-    if math.isnan(first) or math.isnan(second) or max(first, second) > _ROUNDING:
-        return None, f"the labels' log-probs {first:.3g} and {second:.3g} are not logarithms of a probability"
-    mass = math.exp(min(first, 0.0)) + math.exp(min(second, 0.0))
-    if not mass >= min_mass or math.isnan(first - second):
-        return None, f"the labels have only {mass:.2g} of the answer's probability (at least {min_mass:g} expected)"
-    gap = max(-700.0, min(700.0, first - second))
-    return 1.0 / (1.0 + math.exp(-gap)), ""
 
 
 class PairJudge(ABC):

@@ -9,6 +9,7 @@ stock pipeline, without a header, and when they are loaded here again.
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -18,9 +19,13 @@ from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from prefgrpo.models import folder as folders
+from prefgrpo.models import lora_files
+
+_saving = logging.getLogger("diffusers.pipelines.pipeline_utils")
+_saving.addFilter(lambda record: "=None of type" not in record.getMessage())  # `folders.complete` copies what was None
 
 JOINT_ATTENTION = (
     "attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0",
@@ -29,7 +34,6 @@ JOINT_ATTENTION = (
 """Attention projections of blocks that process image and text jointly."""
 NAME = "default"
 """Name of the trained LoRA inside peft."""
-FILE = "pytorch_lora_weights.safetensors"
 
 
 class Weights:
@@ -166,8 +170,9 @@ class Weights:
         modules: dict[str, Any] = self.modules()
         for name, module in modules.items():
             config = module.peft_config[NAME]
-            facts = config.to_dict() | {
-                "lora_alpha": config.r, "alpha_pattern": config.rank_pattern, "use_rslora": False,
+            facts = {  # what every version of peft knows
+                "r": config.r, "lora_alpha": config.r, "rank_pattern": config.rank_pattern,
+                "alpha_pattern": config.rank_pattern, "target_modules": sorted(config.target_modules),
             }  # fmt: skip
             layers = get_peft_model_state_dict(module, adapter_name=NAME)
             for key in (key for key in layers if ".lora_B." in key):
@@ -175,34 +180,25 @@ class Weights:
             self._lora_files().save_lora_weights(
                 folder if name == self.denoisers[0] else f"{folder}/{name}",
                 transformer_lora_layers=layers,
-                transformer_lora_adapter_metadata={k: sorted(v) if isinstance(v, set) else v for k, v in facts.items()},
+                transformer_lora_adapter_metadata=facts,
             )
 
     def load_lora(self, place: str) -> None:
-        """Inject a LoRA in diffusers format from a file, or from a folder as `save_lora` wrote it, with its rank, alpha
-        and layers (alpha = rank if the file does not tell it, as other programs read such files).
+        """Inject the LoRA of a file, or of a folder that `save_lora` or peft wrote, as strong as in the stock pipeline.
 
-        Raises FileNotFoundError, or ValueError for a file of other layers than the model has.
+        Raises FileNotFoundError, or ValueError for a file that cannot be read as a whole.
         """
-        from peft import LoraConfig, set_peft_model_state_dict
+        from peft import set_peft_model_state_dict
 
         for name, module in self.modules().items():
             folder = Path(place) if name == self.denoisers[0] else Path(place, name)
-            file = folder if folder.is_file() else folder / FILE
-            if not file.is_file():
-                raise FileNotFoundError(f"no LoRA in '{folder}': expected {FILE}")
-            packed, *_, metadata = self._lora_files().lora_state_dict(
-                str(file.resolve().parent), weight_name=file.name, return_lora_metadata=True
-            )
-            prefix = "transformer."  # also for a second one, in its own file
-            state = {key.removeprefix(prefix): value for key, value in packed.items()}
-            options = {key.removeprefix(prefix): value for key, value in (metadata or {}).items()}
-            _inject(module, LoraConfig(**(options or _shape_of(state, file))))
+            state, config = lora_files.read(folder, self._lora_files(), module)
+            _inject(module, config)
             count = sum(".lora_" in key for key, _ in module.named_parameters())
             result = set_peft_model_state_dict(module, state, adapter_name=NAME)
             if result.unexpected_keys or count != len(state):
                 differ = f"the model's LoRA has {count}: their targets differ"
-                raise ValueError(f"{file} has {len(state)} tensors, but {differ}")
+                raise ValueError(f"{folder} has {len(state)} tensors, but {differ}")
 
     def _lora_files(self) -> Any:
         """What reads and writes LoRA files: the pipeline, or HunyuanVideo's mixin for 1.5, whose pipeline cannot."""
@@ -223,7 +219,7 @@ def locate_lora(source: str) -> Path:
     if not folders.is_hub_id(source):
         raise FileNotFoundError(f"expected a folder, a file or a hub id 'owner/name', got '{source}'")
     name, revision = folders.hub_id(source)
-    return Path(hf_hub_download(name, FILE, revision=revision))
+    return Path(hf_hub_download(name, lora_files.FILE, revision=revision))
 
 
 def _check_targets(module: nn.Module, targets: tuple[str, ...]) -> None:
@@ -244,14 +240,3 @@ def _inject(module: Any, config: Any) -> None:
     for parameter in module.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
-
-
-def _shape_of(state: dict[str, Tensor], file: Path) -> dict[str, Any]:
-    """The peft options of a LoRA whose file has no header: rank and layers from the tensors, alpha = rank."""
-    end = ".lora_A.weight"
-    layers = [key.removesuffix(end) for key in state if key.endswith(end)]
-    ranks = {state[layer + end].shape[0] for layer in layers}
-    if len(ranks) != 1:
-        raise ValueError(f"{file} has no header and ranks {sorted(ranks)}: expected layers of one rank")
-    (rank,) = ranks
-    return {"r": rank, "lora_alpha": rank, "target_modules": layers}

@@ -17,7 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from prefgrpo.config.by_path import load_object
+from prefgrpo.config.by_path import IMPORT_PATH, load_object
+from prefgrpo.config.recipe import did_you_mean
 from prefgrpo.config.schema import COMBINE, SEPARATE, AdvantageConfig
 from prefgrpo.ops.advantage import normalised
 from prefgrpo.rewards.base import Reward, Score
@@ -43,6 +44,9 @@ class CombineError(RuntimeError):
 
 def load_function(path: str) -> Callable[[Tensor, Tensor], Tensor]:
     """The function named by `advantage.combine`: file.py:function or package.module.function. Raises ValueError."""
+    if not IMPORT_PATH.fullmatch(path):
+        expected = f"expected one of {', '.join(COMBINE)}, or file.py:function"
+        raise ValueError(f"{expected}, got '{path}'{did_you_mean(path, COMBINE)}")
     try:
         function: Callable[[Tensor, Tensor], Tensor] = load_object(path)
     except Exception as error:

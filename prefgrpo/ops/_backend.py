@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache, wraps
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ from torch.compiler import is_compiling
 BACKENDS = ("cuda", "triton", "cpu", "torch")
 PACKAGE = __name__.split(".")[0]
 """prefgrpo, or the name that the hub's loader gives the package; also the namespace of the custom ops."""
+SOURCES = Path(__file__).parents[2] / "csrc"
+"""Of the compiled module, in a checkout."""
 _choices: list[str] = [os.environ.get("PREFGRPO_BACKEND", "")]
 """The environment's, then those of `use_backend`; of the process, since autograd runs backward in its own threads."""
 _PLAIN = frozenset({Tensor, torch.nn.Parameter, bool, int, float, type(None)})
@@ -55,9 +58,15 @@ def op(name: str, mutates: tuple[str, ...]) -> Callable[[Callable[..., None]], C
 
 @lru_cache(None)
 def extension() -> Any | None:
-    """The compiled module prefgrpo._C, or None if it was not built."""
+    """The compiled module prefgrpo._C, or None if it was not built; warns if it is older than its sources."""
     name = f"{PACKAGE}._C"
-    return importlib.import_module(name) if importlib.util.find_spec(name) is not None else None
+    if importlib.util.find_spec(name) is None:
+        return None
+    built = importlib.import_module(name)
+    sources = [file.stat().st_mtime for file in SOURCES.glob("*.*")]
+    if max(sources, default=0) > Path(str(built.__file__)).stat().st_mtime:
+        warnings.warn("prefgrpo._C is older than csrc/: run pip install -e . again", stacklevel=2)
+    return built
 
 
 def _interpreted() -> bool:

@@ -5,6 +5,7 @@ Invariant: a run starts only with a backend whose gradients are correct, and eve
 
 from __future__ import annotations
 
+import logging
 from typing import Any, get_args
 
 import torch
@@ -14,6 +15,8 @@ from prefgrpo.models.attention import Case, check
 from prefgrpo.models.base import Adapter, Masks
 from prefgrpo.parallel.world import Layout
 from prefgrpo.rollout.sampling import eval_sampling
+
+logging.getLogger("diffusers.models.modeling_utils").addFilter(lambda r: "experimental feature" not in r.getMessage())
 
 SPLITTING = {"native", "_native_flash", "flash", "flash_hub", "_flash_3_hub", "flash_varlen_hub", "_flash_3_varlen_hub"}
 """Backends that support context parallelism; ring attention needs log-sum-exps, which native does not return."""
@@ -54,7 +57,7 @@ def cases(adapter: Adapter, config: Config, name: str, layout: Layout) -> list[C
     """The attention of one process in the blocks, at the sizes of rollout and evaluation."""
     model: Any = adapter.transformer.config
     heads = model.get("num_attention_heads") or model["n_heads"]
-    width = model.get("attention_head_dim") or model["dim"] // heads
+    width = model.get("attention_head_dim") or (model.get("dim") or model["hidden_size"]) // heads
     batch = min(config.rollout.batch_size, 2)
     padded = adapter.attention_masks == "padding" and layout.context > 1
     masks = {True} if adapter.attention_masks == "always" else {False, padded}

@@ -234,7 +234,7 @@ def _groups(path: Path) -> list[Group]:
 
 def _answers(path: Path, groups: Sequence[Group]) -> dict[int, list[Answer]]:
     """Index of a group → its comparisons in the log: a prompt's n-th group in the log is its n-th kept group."""
-    keys = [(g.step - 1, g.prompt[:2000]) for g in groups]  # the log counts steps from 0
+    keys = [(g.step, g.prompt[:2000]) for g in groups]
     starts = tuple({f'{{"step": {step},' for step, _ in keys})
     logged: dict[tuple[int, str], dict[tuple[str, int], list[Answer]]] = defaultdict(lambda: defaultdict(list))
     with path.open(encoding="utf-8", errors="replace") as lines:

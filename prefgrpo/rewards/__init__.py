@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -18,9 +19,8 @@ from typing import Any, get_type_hints
 from pydantic import TypeAdapter, ValidationError
 
 from prefgrpo.config.by_path import IMPORT_PATH, load_object
-from prefgrpo.config.recipe import UserError
-from prefgrpo.config.rewards import entries
-from prefgrpo.judge.verdict import did_you_mean
+from prefgrpo.config.recipe import UserError, did_you_mean
+from prefgrpo.config.rewards import RewardEntry, entries
 from prefgrpo.rewards.base import PointwiseReward, Reward, RewardError
 from prefgrpo.rewards.prepared import PreprocessedReward
 
@@ -64,6 +64,7 @@ PREPROCESSING = ("size", "jpeg")
 """Options of every pointwise reward that preprocess its images (`prepared.PreprocessedReward`)."""
 PYTHON = "python"
 """Option that records where an object of `python_rewards` was defined; its Python program must resume such a run."""
+_OWN_NAME = re.compile(r"[\w-]+")
 _OBJECTS: ContextVar[Mapping[str, Any] | None] = ContextVar("prefgrpo_reward_objects", default=None)
 
 
@@ -86,24 +87,34 @@ def get_python_rewards() -> Mapping[str, Any]:
     return _OBJECTS.get() or {}
 
 
-def parse_reward_spec(spec: Any) -> dict[str, float]:
-    """{reward name: weight} of a spec in any form (config/rewards.py), in its order.
+def parse_reward_spec(spec: Any) -> dict[str, RewardEntry]:
+    """{name: entry} of a spec in any form (config/rewards.py), in its order.
 
     Raises RewardSpecError that names the first bad entry.
     """
     try:
-        weights = {entry.name: entry.weight for entry in entries(spec)}
+        named = {entry.name: entry for entry in entries(spec)}
     except ValueError as error:
         raise RewardSpecError(str(error)) from error
-    for name in weights:
-        check_name(name)
-    if not weights:
+    for entry in named.values():
+        check_entry(entry)
+    if not named:
         raise RewardSpecError(f"no reward is named ({spec!r}); expected for example 'vlm_pairwise:1.0'")
-    return weights
+    return named
+
+
+def check_entry(entry: RewardEntry) -> None:
+    """Raise RewardSpecError for an entry whose name or reward cannot be."""
+    check_name(entry.reward)
+    if entry.name == entry.reward:
+        return
+    if entry.name in REWARDS or not _OWN_NAME.fullmatch(entry.name):
+        expected = "expected letters, digits, _ and -, and not the name of another reward"
+        raise RewardSpecError(f"name '{entry.name}' of a reward {entry.reward}: {expected}")
 
 
 def check_name(name: str) -> None:
-    """Raise RewardSpecError for a name that is neither registered nor an import path."""
+    """Raise RewardSpecError for a reward that is neither registered nor an import path."""
     head, _, tail = name.partition(":")
     if tail and head in REWARDS:
         raise RewardSpecError(f"weight of reward '{head}' must be a number, got {tail!r}")
@@ -112,8 +123,9 @@ def check_name(name: str) -> None:
     if name not in REWARDS and name not in get_python_rewards() and not IMPORT_PATH.fullmatch(name):
         near = did_you_mean(name, REWARDS)
         known = "a name in `prefgrpo reward list`" if near else f"one of {', '.join(REWARDS)}"
+        own = "an entry with a name of its own says what it is, {name: …, reward: …}"
         raise RewardSpecError(
-            f"unknown reward '{name}'{near}: expected {known}, 'package.module:Class' or 'file.py:function'"
+            f"unknown reward '{name}'{near}: expected {known}, 'package.module:Class' or 'file.py:function'; {own}"
         )
 
 
@@ -151,17 +163,17 @@ def _class_of(name: str, value: Any) -> type[Reward]:
 def build(
     spec: str | Mapping[str, Any] | list[Any], options: Mapping[str, Mapping[str, Any]] | None = None
 ) -> dict[str, Reward]:
-    """{name: reward} for every reward of `spec`; `options[name]` are the keyword arguments of its class.
+    """{name: reward} for every entry of `spec`; `options[name]`, or its own, are the keyword arguments of its class.
 
     With a `url` option, a `remote.RemoteReward` is built: the reward runs behind `prefgrpo reward serve`. Pointwise
     rewards also accept `size` and `jpeg` (`prepared.PreprocessedReward`).
     """
-    weights = parse_reward_spec(spec)
+    named = parse_reward_spec(spec)
     options = options or {}
-    for name in set(options) - set(weights):
+    for name in set(options) - set(named):
         check_name(name)  # unused options are allowed, misspelt reward names are not
-    ready = [factory(name, options.get(name, {})) for name in weights]  # check all options before loading one
-    return {name: make() for name, make in zip(weights, ready, strict=True)}
+    ready = {n: factory(e.reward, options.get(n, e.options)) for n, e in named.items()}  # before one is loaded
+    return {name: make() for name, make in ready.items()}
 
 
 def factory(name: str, options: Mapping[str, Any]) -> Callable[[], Reward]:

@@ -109,6 +109,8 @@ class Reward(ABC):  # noqa: B024  (the abstract methods are in its two subclasse
 
     takes: tuple[str, ...] = ("image",)
     """Media it accepts: "image", "video" or both."""
+    frames: int | None = None
+    """Frames of a clip that it looks at, evenly spaced from first to last; None: all."""
     needs_source: bool = False
     """Whether it scores edits, so that samples must have source images."""
     meta_keys: tuple[str, ...] = ()

@@ -8,10 +8,9 @@ takes every weight from the given tensors and uses all of them.
 
 from __future__ import annotations
 
-import ast
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -44,27 +43,6 @@ def loading(model: str) -> Iterator[None]:
             f"cannot load '{model}': {type(error).__name__}: {str(error)[:500]}. Expected a folder, a file or a hub id "
             "with a complete checkpoint of this reward; download it again or give another in the reward's options"
         ) from error
-
-
-def assigned_values(file: Path) -> dict[str, Any]:
-    """{name: value} of a Python file's top-level assignments of literals, sums and earlier names; it is not run."""
-    values: dict[str, Any] = {}
-
-    def value_of(node: ast.expr) -> Any:
-        match node:
-            case ast.Name(id=name):
-                return values[name]
-            case ast.BinOp(left=left, op=ast.Add(), right=right):
-                return value_of(left) + value_of(right)
-            case ast.Dict(keys=keys, values=items):
-                return {value_of(k): value_of(v) for k, v in zip(keys, items, strict=True) if k is not None}
-        return ast.literal_eval(node)
-
-    for node in ast.parse(file.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            with suppress(ValueError, KeyError, TypeError):  # computed by something else
-                values[node.targets[0].id] = value_of(node.value)
-    return values
 
 
 def device_of(name: str) -> torch.device:

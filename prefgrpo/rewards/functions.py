@@ -1,15 +1,13 @@
 """Python functions as rewards.
 
-    def redness(images, prompts, **columns) -> list[float | None]    one value per sample, None: missing
+    def redness(images, prompts, **columns) -> list[float | None]    one number per sample, None: missing
     def closer(prompt, image_a, image_b) -> float | None             P(image_a is better); the reward is the win rate
-
-The first returns a list, tuple, array or tensor, or a dict from names to such: these become parts of the score, and its
-value is that named `avg` (as in Flow-GRPO) if there is one, else their mean.
 
 Images are NumPy arrays, uint8 [H, W, 3], clips [F, H, W, 3]. Each column of the prompt file is passed as a list under
 its name; source images of edits are passed as `sources`, a list of images per sample. Parameters with a default are
-options of the reward; those without are columns that every prompt must have. Invariant: the returned values are used
-unchanged, and samples on which the function fails are missing, with a reason.
+options of the reward; those without are columns that every prompt must have. Instead of a list, a function may return
+an array or tensor [B], or a mapping from names to such: the reward is then their sum, and each is logged by its name.
+Invariant: the returned values are used unchanged, and samples on which the function fails are missing, with a reason.
 """
 
 from __future__ import annotations
@@ -17,8 +15,8 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from inspect import Parameter
+from numbers import Real
 from typing import Any, cast
 
 from prefgrpo.data.media import Media
@@ -57,34 +55,27 @@ class FunctionReward(PointwiseReward):
         prompts = [s.prompt for s in samples]
         values = self.function(images, prompts, **given | self.options)
         if not isinstance(values, Mapping):
-            return [self._score_of(v) for v in self._numbers(values, len(samples))]
+            return [self._scored(v, {}) for v in self._numbers(values, len(samples))]
         if not values or not all(isinstance(name, str) for name in values):
-            raise RewardError(f"{self.name} must return one number or None per sample, {_got(values)}")
-        named = {name: self._numbers(column, len(samples)) for name, column in values.items()}
-        scores = []
-        for row in zip(*named.values(), strict=True):
-            parts = {name: v for name, v in zip(named, row, strict=True) if v is not None}
-            mean = sum(parts.values()) / len(row) if len(parts) == len(row) else None
-            scores.append(replace(self._score_of(parts.get("avg") if "avg" in named else mean), parts=parts))
-        return scores
+            raise RewardError(f"{self.name} must return a mapping from names to numbers, got {values!r:.80}")
+        rows = zip(*(self._numbers(column, len(samples)) for column in values.values()), strict=True)
+        return [self._scored(None if None in row else sum(row), dict(zip(values, row, strict=True))) for row in rows]
 
     def _numbers(self, values: Any, count: int) -> list[float | None]:
-        """The numbers of a sequence, array or tensor. RewardError unless there is one, or None, per sample."""
-        ordered = isinstance(values, Sequence) or hasattr(values, "__array__")
-        if not ordered or isinstance(values, str | bytes):
-            raise RewardError(f"{self.name} must return one number or None per sample, {_got(values)}")
-        try:
-            numbers = [None if v is None else _number(v) for v in values]
-        except (TypeError, ValueError, RuntimeError) as error:  # torch raises RuntimeError for several in a row
-            raise RewardError(
-                f"{self.name} must return one number or None per sample, {_got(values)}: {error}"
-            ) from error
-        if len(numbers) != count:
-            raise RewardError(f"{self.name} must return one value per sample: {count}, got {len(numbers)}")
-        return numbers
+        """What the function returned, as `count` numbers; RewardError if it is anything else."""
+        given = values.tolist() if hasattr(values, "tolist") else values  # an array or tensor
+        if not isinstance(given, (list, tuple)):
+            raise RewardError(f"{self.name} must return one number or None per sample, got {values!r:.80}")
+        for value in given:
+            if value is not None and not _is_number(value):
+                raise RewardError(f"{self.name} must return one number or None per sample, got {value!r:.80} for one")
+        if len(given) != count:
+            raise RewardError(f"{self.name} must return one value per sample: {count}, got {len(given)}")
+        return [None if value is None else float(value) for value in given]
 
-    def _score_of(self, value: float | None) -> Score:
-        return Score(value, f"{self.name} returned None" if value is None else "")
+    def _scored(self, value: float | None, parts: dict[str, float | None]) -> Score:
+        known = {name: part for name, part in parts.items() if part is not None}
+        return Score(value, f"{self.name} returned None" if value is None else "", known)
 
 
 class FunctionPairwise(VlmPairwise):
@@ -119,12 +110,11 @@ class FunctionJudge(PairJudge):
             value = self.function(prompt, image_a, image_b)
             if value is None:
                 return Verdict(None, f"{self.name} returned None")
-            probability = _number(value)
-            if not 0 <= probability <= 1:
+            if not _is_number(value) or not 0 <= float(value) <= 1:
                 raise ValueError(f"expected a probability in [0, 1], got {value!r:.80}")
         except Exception as error:  # noqa: BLE001  (whatever a user's function raises)
             return Verdict(None, f"{self.name} raised {type(error).__name__}: {str(error)[:200]}")
-        return Verdict(probability, latency_s=time.perf_counter() - start)
+        return Verdict(float(value), latency_s=time.perf_counter() - start)
 
 
 def failure(reward: Reward, sample: Sample) -> str:
@@ -176,15 +166,9 @@ def _parameters(function: Function, first: tuple[str, ...]) -> dict[str, Paramet
     return {name: p for name, p in rest.items() if p.kind in (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)}
 
 
-def _number(value: Any) -> float:
-    """A number, or an array or tensor of one. Raises ValueError for a text, which `float` would read."""
-    if isinstance(value, str | bytes):
-        raise ValueError(f"expected a number, got the text {value!r:.40}")
-    return float(value)
-
-
-def _got(values: Any) -> str:
-    return f"got {type(values).__name__}: {values!r:.80}"
+def _is_number(value: Any) -> bool:
+    """Whether it is a number, also of NumPy or torch; a text of digits is none."""
+    return isinstance(value.item() if getattr(value, "shape", None) == () else value, Real)
 
 
 def _name(function: Function) -> str:

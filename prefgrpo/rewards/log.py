@@ -26,7 +26,7 @@ def head_and_tail(text: str) -> str:
 def log_judgements(
     path: Path, reward: str, step: int, group: int, prompt: str, verdicts: Mapping[Pair, Verdict]
 ) -> None:
-    """One line per comparison of a group: members, P(first) or why it is missing, latency, retries, answer."""
+    """One line per comparison of a group in step `step`, from 1: members, P(first) or why it is missing, answer, …"""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
         for (first, second), v in verdicts.items():
@@ -37,13 +37,13 @@ def log_judgements(
 
 
 def truncate_log(path: Path, step: int) -> None:
-    """Remove the lines from step `step` on, which will be judged again, and lines that a dying node left broken."""
+    """Remove the lines of steps after `step`, which will be judged again, and lines that a dying node left broken."""
     if not path.is_file():
         return
     kept = path.with_name(f".{path.name}")
     with path.open(encoding="utf-8", errors="replace") as old, kept.open("w", encoding="utf-8") as new:
         for line in old:
             written = re.match(r'{"step": (\d+), ', line)
-            if written and int(written[1]) < step and line.endswith("}\n"):
+            if written and int(written[1]) <= step and line.endswith("}\n"):
                 new.write(line)
     kept.replace(path)

@@ -23,12 +23,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from pydantic import NonNegativeFloat
+from pydantic import NonNegativeFloat, PositiveInt
 
 from prefgrpo.config.loading import section
 from prefgrpo.config.schema import JudgeConfig
-from prefgrpo.judge.plans import get_plan
-from prefgrpo.judge.rate import Floats, Rate, VerdictKind, rate_groups, verdict_table
+from prefgrpo.judge.pairs import Floats, Rate, VerdictKind, get_plan, rate_groups, verdict_table
+from prefgrpo.judge.template import Shown
 from prefgrpo.judge.verdict import Pair, PairJudge, Verdict
 from prefgrpo.rewards.base import Reward, RewardError, Sample, Score
 
@@ -42,7 +42,8 @@ class VlmPairwise(Reward):
     judge: an open judge, its config, or a mapping of the config's fields. template: the
     question, a shipped name or the path of a YAML file; empty: the class's own. plan: which pairs are compared:
     both_orders, round_robin or k_regular(n). verdict: soft or hard, see above. rate: win_rate, or bradley_terry for
-    plans that do not compare every pair.
+    plans that do not compare every pair. frames, max_pixels: of a clip, and of an image or frame, that the judge sees;
+    default: the template's (8 and 2048²).
     """
 
     takes = ("image", "video")
@@ -52,6 +53,8 @@ class VlmPairwise(Reward):
     plan: str = "both_orders"
     verdict: VerdictKind = "soft"
     rate: Rate = "win_rate"
+    frames: PositiveInt | None = None
+    max_pixels: PositiveInt | None = None
 
     def __post_init__(self) -> None:
         self.question = self.template or type(self).template or "compare"
@@ -60,7 +63,7 @@ class VlmPairwise(Reward):
             from prefgrpo.judge.check import open_judge  # imports aiohttp
 
             config = self.judge if isinstance(self.judge, JudgeConfig) else section(JudgeConfig, self.judge, "judge")
-            self.judge = open_judge(config, self.question)[0]
+            self.judge = open_judge(config, self.question, shown=Shown(self.frames, self.max_pixels))[0]
         if not self.judge.clips:
             self.takes = ("image",)  # type: ignore[assignment]
         self.streams = self.judge.streams

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import io
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Annotated
 from weakref import WeakKeyDictionary
@@ -22,9 +22,9 @@ from PIL import Image
 from pydantic import Field
 
 from prefgrpo.data.media import Media
-from prefgrpo.judge.body import WORKERS
 from prefgrpo.rewards.base import PointwiseReward, Sample, Score, check_media
 
+_THREADS = ThreadPoolExecutor(2, "prepare")
 _cache: WeakKeyDictionary[Media, dict[tuple[int, int], Media]] = WeakKeyDictionary()
 
 
@@ -50,12 +50,12 @@ class PreprocessedReward(PointwiseReward):
 
     def submit(self, sample: Sample) -> Future[Score]:
         """Process a sample in a worker thread and send it; does not wait."""
-        from prefgrpo.judge.loop import loop_thread  # imports aiohttp
+        from prefgrpo.judge.http import loop_thread  # imports aiohttp
 
         return loop_thread().submit(self._send(sample))
 
     async def _send(self, sample: Sample) -> Score:
-        processed = await asyncio.get_running_loop().run_in_executor(WORKERS, self._preprocess, sample)
+        processed = await asyncio.get_running_loop().run_in_executor(_THREADS, self._preprocess, sample)
         return await asyncio.wrap_future(self.reward.submit(processed))
 
     def _preprocess(self, sample: Sample) -> Sample:

@@ -29,10 +29,10 @@ from numpy.typing import NDArray
 from pydantic import Field, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
+from prefgrpo.judge.published import published_texts
 from prefgrpo.rewards.base import INSTALL, PointwiseReward, RewardError, Sample, Score, check_aspect_ratio
 from prefgrpo.rewards.checkpoints import (
     AutoDtype,
-    assigned_values,
     build_model,
     device_of,
     dtype_of,
@@ -189,8 +189,9 @@ class HPSv3(QwenReward):
                 "the option template; or run `scripts/setup_reward.sh hpsv3 VENV`, `prefgrpo reward serve "
                 "hpsv3` there and give the option url"
             )
-        texts = assigned_values(Path(spec.origin).parent / "dataset" / "data_collator_qwen.py")
-        return str(texts["INSTRUCTION"] + texts["prompt_with_special_token"])
+        file = Path(spec.origin).parent / "dataset" / "data_collator_qwen.py"
+        texts = published_texts(file.read_text(encoding="utf-8"))
+        return str(texts["INSTRUCTION"][0] + texts["prompt_with_special_token"][0])
 
     def _tensors(self) -> dict[str, Tensor]:
         return read_tensors(sorted(folder_of(self.model, ["*.safetensors"]).glob("*.safetensors")))
@@ -235,9 +236,8 @@ class VideoAlign(QwenReward):
                 "videoalign VENV`, `prefgrpo reward serve videoalign` there and give the option url; or "
                 "give the file prompt_template.py of KwaiVGI/VideoAlign as the option template"
             )
-        if path.suffix == ".py":
-            return str(assigned_values(path)["DETAILED_PROMPT_WITH_SPECIAL_TOKEN"])
-        return path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8")
+        return str(published_texts(text)["DETAILED_PROMPT_WITH_SPECIAL_TOKEN"][0]) if path.suffix == ".py" else text
 
     def _tensors(self) -> dict[str, Tensor]:
         """The weights of the latest checkpoint, with its LoRA merged."""

@@ -1,8 +1,8 @@
 """A reward that runs behind `prefgrpo reward serve`: the same values as in process, over the judges' connection pool.
 
-Each sample is sent to the least loaded server as soon as it exists, as a form (serve.py), with its frames as lossless
-WebP; failures are handled as for a judge (retries, servers that go down and come back). Invariant: every sample ends,
-in bounded time, with the exact value from the server or with a reason.
+Each sample is sent to the least loaded server as soon as it exists, as a form (serve.py): lossless WebP of the frames
+that the reward looks at, as its server says. Failures are handled as for a judge (retries, servers that go down and
+come back). Invariant: every sample ends, in bounded time, with the exact value from the server or with a reason.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ import aiohttp
 from pydantic import PositiveFloat, PositiveInt
 
 from prefgrpo.data.media import Media
-from prefgrpo.judge.body import EncodeError, Encodings, png
-from prefgrpo.judge.http import Endpoint, Failure, HttpPool, Starting, describe_error
-from prefgrpo.judge.loop import loop_thread
+from prefgrpo.judge.http import Endpoint, Failure, HttpPool, Starting, describe_error, loop_thread
+from prefgrpo.judge.request import EncodeError, Encodings, png
 from prefgrpo.judge.verdict import JudgeError
 from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample, Score
 
@@ -71,6 +70,8 @@ class RemoteReward(PointwiseReward):
         except JudgeError as error:
             raise RewardError(f"url of reward '{self.name}': {error}") from error
         self._encodings = Encodings(encode_frames)
+        self._frames: int | None = None
+        """Frames of a clip that the server's reward looks at, evenly spaced; None: all."""
         said = self._pool.until_usable(self.patience_s, lambda line: print(f"reward '{self.name}': {line}", flush=True))
         problems = loop_thread().submit(said).result()
         bad = [f"{e.url}: {problem}" for e, problem in zip(self._pool.endpoints, problems, strict=True) if problem]
@@ -89,7 +90,7 @@ class RemoteReward(PointwiseReward):
 
     async def _ask(self, sample: Sample) -> Score:
         try:
-            files = [await self._encodings.get(m) for m in (sample.media, *sample.source)]
+            files = [await self._encodings.get(m, self._frames) for m in (sample.media, *sample.source)]
             body = request_body(self.name, sample, files)
 
             async def attempt(endpoint: Endpoint) -> Score:
@@ -107,7 +108,9 @@ class RemoteReward(PointwiseReward):
             status, raw = await endpoint.get("/health")
             if status >= 500:
                 raise Starting(f"/health answered {status}; {start}")
-            served = json.loads(raw)["name"]
+            row = json.loads(raw)
+            served = row["name"]
+            self._frames = row.get("frames")
         except (aiohttp.ClientError, OSError) as error:
             raise Starting(f"not reachable ({describe_error(error)}); {start}") from error
         except (ValueError, KeyError, TypeError):
@@ -115,14 +118,15 @@ class RemoteReward(PointwiseReward):
         return "" if served == self.name else f"serves '{served}', not '{self.name}'; {start}"
 
 
-def encode_frames(media: Media) -> list[bytes]:
-    """The files of an image, or of a clip's frames."""
-    return [frame.webp if max(frame.pixels.shape) <= _LARGEST_WEBP else png(frame) for frame in media.frames()]
+def encode_frames(media: Media, most: int | None = None) -> list[bytes]:
+    """The files of an image, or of a clip's frames: at most `most`, evenly spaced."""
+    return [frame.webp if max(frame.pixels.shape) <= _LARGEST_WEBP else png(frame) for frame in media.frames(most)]
 
 
 def request_body(name: str, sample: Sample, files: Sequence[Sequence[bytes]]) -> bytes:
     """Body of POST /score. files: the encoded frames of the medium and of each source image."""
-    frames = [len(m.pixels) if m.clip else 0 for m in (sample.media, *sample.source)]
+    media = (sample.media, *sample.source)
+    frames = [len(of_medium) if m.clip else 0 for m, of_medium in zip(media, files, strict=True)]
     fields = {"reward": name, "prompt": sample.prompt, "meta": sample.meta, "frames": frames}
     parts = [(b'name="sample"', json.dumps(fields, default=str).encode())]
     parts += [(b'name="frame"; filename="frame"', file) for of_medium in files for file in of_medium]

@@ -303,16 +303,19 @@ class Scorer:
                 metrics[f"reward/{name}/latency_p50"] = Metric(p50, timed=True)
                 metrics[f"reward/{name}/latency_p95"] = Metric(p95, "max", timed=True)
         if judged := [of_group for groups in verdicts.values() for of_group in groups if of_group]:
-            metrics |= judge_metrics(judged, wait_s)
+            metrics |= judge_metrics(judged) | {"judge/wait_s": Metric(wait_s, "max", timed=True)}
+        for name, groups in verdicts.items() if len(verdicts) > 1 else ():
+            of_judge = judge_metrics(groups)
+            metrics |= {key.replace("judge/", f"judge/{name}/"): value for key, value in of_judge.items()}
         for name, groups in verdicts.items():
             for (group, members), of_group in zip(step.samples.items(), groups, strict=True):
                 prompt = next((sample.prompt for sample in members.values()), "")
                 if self._log:
-                    log_judgements(self._log, name, step.number, group, prompt, of_group)
+                    log_judgements(self._log, name, step.number + 1, group, prompt, of_group)
         return metrics
 
 
-def judge_metrics(groups: Sequence[Mapping[Pair, Verdict]], wait_s: float) -> dict[str, float]:
+def judge_metrics(groups: Sequence[Mapping[Pair, Verdict]]) -> dict[str, float]:
     """judge/… metrics of a step from the verdicts on all planned pairs of all groups."""
     every = [v for group in groups for v in group.values()]
     p = np.array([v.first for v in every if v.first is not None])
@@ -320,7 +323,6 @@ def judge_metrics(groups: Sequence[Mapping[Pair, Verdict]], wait_s: float) -> di
         "judge/requests": Metric(len(every), "sum"),
         "judge/retries": Metric(sum(v.retries for v in every), "sum", timed=True),
         "judge/failures": Metric(len(every) - len(p), "sum"),
-        "judge/wait_s": Metric(wait_s, "max", timed=True),
     }
     if every:
         unread = [v.first is None and bool(v.raw) for v in every]

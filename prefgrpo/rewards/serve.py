@@ -2,8 +2,9 @@
 
 POST /score takes a form: the field `sample` is {"reward", "prompt", "meta", "frames"}, and its files are the frames of
 the medium, then those of the source images; `frames` has the number of frames of each of these, 0 for an image. The
-reply is {"value", "reason", "parts"}. Samples that arrive while one batch runs form the next batch. It listens once a
-probe sample got a score. Needs no libraries but aiohttp, numpy, pillow, pydantic, pyyaml and what the reward imports.
+reply is {"value", "reason", "parts"}. GET /health has "name" and "frames" (`Reward.frames`). Samples that arrive while
+one batch runs form the next batch. It listens once a probe sample got a score. Needs no libraries but aiohttp, numpy,
+pillow, pydantic, pyyaml and what the reward imports.
 """
 
 from __future__ import annotations
@@ -112,7 +113,7 @@ class RewardServer:
 
     async def _health(self, _: web.Request) -> web.Response:
         counts = {"queued": self._queue.qsize(), "batches": self.batches, "samples": self.samples}
-        return web.json_response({"name": self.name} | counts)
+        return web.json_response({"name": self.name, "frames": self.reward.frames} | counts)
 
 
 def read_sample(fields: str, files: Sequence[bytes], name: str) -> Sample:

@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+from prefgrpo.judge.published import published_texts
 from prefgrpo.judge.verdict import Verdict
 from prefgrpo.rewards.base import RewardError, Sample, Score
-from prefgrpo.rewards.checkpoints import assigned_values
 from prefgrpo.rewards.vlm import VlmReward
 
 KEYS = {"en": ("Testpoints", "Testpoint Description"), "zh": ("考点", "考点对应描述")}
@@ -59,7 +59,7 @@ class Wording:
     def __init__(self, file: Path) -> None:
         """Extract the texts from the file's source. RewardError if they are not there."""
         try:
-            languages = assigned_values(file)["LANG_CONFIGS"]
+            languages = published_texts(file.read_text(encoding="utf-8"))["LANG_CONFIGS"][0]
             self.texts = {name: {key: languages[name][key] for key in _TEXTS} for name in KEYS}
         except (OSError, SyntaxError, KeyError, TypeError) as error:
             raise RewardError(

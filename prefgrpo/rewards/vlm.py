@@ -18,12 +18,12 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from pydantic import NonNegativeFloat
+from pydantic import NonNegativeFloat, PositiveInt
 
 from prefgrpo.config.loading import section
 from prefgrpo.config.schema import JudgeConfig
 from prefgrpo.data.media import Media
-from prefgrpo.judge.template import Template, load_template
+from prefgrpo.judge.template import Shown, Template, load_template
 from prefgrpo.judge.verdict import JudgeError, Verdict
 from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample, Score
 
@@ -36,11 +36,14 @@ class VlmReward(PointwiseReward):
     """Asks one or several questions about each sample. JudgeError within seconds if the judge is not usable.
 
     judge: an open judge or client, a JudgeConfig, or a mapping of its fields. template: shipped name or path of the
-    question; empty: the reward's default, an attribute of its class.
+    question; empty: the reward's default, an attribute of its class. frames, max_pixels: of a clip, and of an image or
+    frame, that the judge sees; default: the template's (8 and 2048²).
     """
 
     judge: Any
     template: str = ""
+    frames: PositiveInt | None = None
+    max_pixels: PositiveInt | None = None
 
     judged = True
     streams = True
@@ -57,7 +60,8 @@ class VlmReward(PointwiseReward):
 
     def load(self, name: str, needs: tuple[str, ...] | None = None) -> Template:
         """Load a template, checked against `needs`, `may` and `kinds`."""
-        question = load_template(name, needs or self.needs, self.may, self.kinds)
+        shown = Shown(self.frames, self.max_pixels)
+        question = load_template(name, needs or self.needs, self.may, self.kinds, shown)
         self.answer_s = max(self.answer_s, self.client.config.timeout_s or question.timeout_s)
         return question
 

@@ -33,12 +33,13 @@ class PairwiseJudge:
     PairwiseJudge("Qwen/Qwen3-VL-8B-Instruct", plan="k_regular(4)")    a folder or hub id, loaded in this process
     """
 
-    def __init__(self, judge: str | Path | Sequence[str], **options: Any) -> None:
-        """options: fields of the judge section, e.g. model (of a server), concurrency, and options of vlm_pairwise:
-        template, plan, verdict, rate."""
+    def __init__(self, judge: str | Path | Sequence[str], name: str = "vlm_pairwise", **options: Any) -> None:
+        """name: in metrics and logs, to tell several judges apart. options: fields of the judge section, e.g. model (of
+        a server), concurrency, and options of vlm_pairwise: template, plan, verdict, rate."""
         endpoints = [str(judge)] if isinstance(judge, str | Path) else list(judge)
         server = all("://" in endpoint for endpoint in endpoints)
         where = {"endpoints": endpoints} if server else {"endpoints": [], "model": str(judge)}
+        self.name = name
         named = {f.name for f in fields(JudgeConfig)}
         self.judge: dict[str, Any] = where | {key: value for key, value in options.items() if key in named}
         self.options = {key: value for key, value in options.items() if key not in named}
@@ -120,7 +121,7 @@ def _rewards(rewards: Any) -> tuple[dict[str, Any], Any]:
         elif isinstance(reward, str):
             entry = {"name": reward} if weight is not None else reward
         elif isinstance(reward, PairwiseJudge):
-            entry = {"name": "vlm_pairwise", "options": reward.options, "judge": reward.judge}
+            entry = {"name": reward.name, "reward": "vlm_pairwise", "options": reward.options, "judge": reward.judge}
         elif callable(reward) or isinstance(reward, Reward):
             name = _name(reward)
             if name in objects:

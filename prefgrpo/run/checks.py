@@ -100,7 +100,7 @@ def _objective_errors(config: Config) -> list[str]:
             f"{config.train.updates_per_rollout} with {config.train.update_slices}"
         )
     trained = [entry for entry in config.rewards if entry.weight > 0]
-    pairwise = ["url" in entry.options or issubclass(load_class(entry.name), VlmPairwise) for entry in trained]
+    pairwise = ["url" in entry.options or issubclass(load_class(entry.reward), VlmPairwise) for entry in trained]
     if goal.needs_comparisons and not any(pairwise):
         wanted = f"{config.train.objective} trains on comparisons: expected a pairwise reward, such as vlm_pairwise"
         names = ", ".join(entry.name for entry in config.rewards)

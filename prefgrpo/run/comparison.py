@@ -18,8 +18,8 @@ MIN_PROMPTS = 30
 """Below this number of prompts, a result is called inconclusive."""
 ORDERS = ("_first", "_second")
 Row = dict[str, float]
-"""A pair's measures; NaN where one is missing: of reward r `r` (now), `r_before` and `win_r` (1, a tie ½, 0); of the
-judge `win_judge`, `win_judge_first` and `win_judge_second`, by the order in which the policy's image was shown."""
+"""A pair's measures; NaN where one is missing: of reward r `r` (now), `r_before` and `win_r` (1, a tie ½, 0); of a
+judge j `win_j`, `win_j_first` and `win_j_second`, by the order in which the policy's image was shown."""
 
 
 class Mean(NamedTuple):
@@ -68,7 +68,7 @@ class Comparison:
     means: dict[str, Mean]
     """Of every measure of `Row`."""
     win_rates: dict[str, WinRate]
-    """By reward; that of the judge is called judge."""
+    """By reward; that of the first judge is called judge."""
 
     @property
     def rewards(self) -> dict[str, tuple[Mean, Mean]]:

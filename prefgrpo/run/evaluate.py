@@ -29,7 +29,7 @@ from prefgrpo.rollout.sampling import Schedules
 from prefgrpo.rollout.sources import sources_of
 from prefgrpo.run.checkpoint import CheckpointError
 from prefgrpo.run.comparison import ORDERS, Comparison, Row, compared
-from prefgrpo.run.judging import judge_of
+from prefgrpo.run.judging import judges_of
 from prefgrpo.run.log import finite
 from prefgrpo.run.run_folder import RunFolder
 
@@ -186,10 +186,11 @@ def compare(scorer: Scorer, pairs: Sequence[Pair]) -> tuple[list[Row], list[list
     scores = _scored(scorer, pairs)
     rows: list[Row] = [{} for _ in pairs]
     answers: list[list[Answer]] = [[] for _ in pairs]
-    judge = judge_of(scorer.rewards)
+    judges = judges_of(scorer.rewards)
     for reward, groups in scores.scores.items():
         for k, (row, both) in enumerate(zip(rows, groups, strict=True)):
-            row.update(_verdicts(scores, reward, k) if reward == judge else _values(reward, both))
+            judged = reward in judges
+            row.update(_verdicts(scores, reward, k, judges[reward]) if judged else _values(reward, both))
     for reward, of_pairs in scores.verdicts.items():
         for of_pair, verdicts in zip(answers, of_pairs, strict=True):
             for (first, _), v in verdicts.items():
@@ -202,12 +203,12 @@ def tied(scorer: Scorer, samples: Sequence[Sample]) -> tuple[list[Row], Counter[
     """(measures of each sample against itself, reasons for missing values): a tie, which no judge is asked about."""
     pointwise = {name: reward for name, reward in scorer.rewards.items() if name not in scorer.pairwise}
     scores = _scored(Scorer(pointwise, 1, scorer.deadline_s), [[one] for one in samples])
-    judge = judge_of(scorer.rewards)
+    judges = judges_of(scorer.rewards)
     rows: list[Row] = [{} for _ in samples]
     for reward in scorer.rewards:
         for k, row in enumerate(rows):
-            if reward == judge:
-                row["win_judge"] = 0.5
+            if reward in judges:
+                row[f"win_{judges[reward]}"] = 0.5
             else:
                 score = scores.scores[reward][k][0] if reward in pointwise else Score(0.5)
                 row.update(_values(reward, [score, score]))
@@ -223,14 +224,15 @@ def _scored(scorer: Scorer, groups: Sequence[Sequence[Sample]]) -> StepScores:
     return scorer.finish()
 
 
-def _verdicts(scores: StepScores, judge: str, pair: int) -> Row:
-    """Measures of the judge on a pair."""
+def _verdicts(scores: StepScores, judge: str, pair: int, called: str) -> Row:
+    """Measures of a judge on a pair."""
     wins, counts = scores.games[judge][pair, :, 0, 1].tolist()
     verdicts = scores.verdicts[judge][pair]
     p = [verdicts[order].first if order in verdicts else None for order in ((0, 1), (1, 0))]
     first, second = (math.nan if value is None else value for value in p)
     rate = wins / counts if counts else math.nan
-    return {"win_judge": rate, "win_judge_first": _win(first - 0.5), "win_judge_second": _win(0.5 - second)}
+    name = f"win_{called}"
+    return {name: rate, f"{name}_first": _win(first - 0.5), f"{name}_second": _win(0.5 - second)}
 
 
 def _values(reward: str, scores: Sequence[Score]) -> Row:

@@ -21,13 +21,13 @@ from prefgrpo.config.rewards import RewardEntry
 from prefgrpo.config.schema import COMBINE, SEPARATE, Config, JudgeConfig
 from prefgrpo.data.media import Media
 from prefgrpo.data.prompts import Prompt
-from prefgrpo.judge.plans import get_plan
-from prefgrpo.judge.template import FRAMES, load_template
+from prefgrpo.judge.pairs import get_plan
+from prefgrpo.judge.template import FRAMES, Shown, load_template
 from prefgrpo.judge.verdict import JudgeError, PairJudge
 from prefgrpo.models import family
 from prefgrpo.objectives.advantages import load_function
 from prefgrpo.parallel.world import World
-from prefgrpo.rewards import build, check_name, factory, load_class
+from prefgrpo.rewards import build, check_entry, factory, load_class
 from prefgrpo.rewards.base import PointwiseReward, Reward, Sample
 from prefgrpo.rewards.functions import FunctionPairwise, FunctionReward, failure
 from prefgrpo.rewards.pairwise import VlmPairwise
@@ -50,6 +50,11 @@ def config_errors(config: Config) -> list[str]:
     if not any(entry.weight for entry in config.rewards):
         wrong.append("rewards: expected a weight other than 0; use eval.rewards for what is only measured")
     only_measured = [entry for entry in config.measured if entry not in config.rewards]
+    judges = {entry.name: entry.judge for entry in config.rewards}
+    for entry in only_measured:
+        if entry.judge != judges.get(entry.name, entry.judge):
+            own = f"give another judge's entry its own, {{name: …, reward: {entry.reward}}}"
+            wrong.append(f"eval.rewards: {entry.name} is the name of a trained reward: {own}")
     return wrong + entry_errors(config, "rewards", config.rewards) + entry_errors(config, "eval.rewards", only_measured)
 
 
@@ -68,16 +73,16 @@ def entry_errors(config: Config, field: str, entries: Iterable[RewardEntry]) -> 
 
 def _check_entry(config: Config, entry: RewardEntry) -> None:
     """Raise ValueError, ConfigError or JudgeError for a reward that cannot be built, without building it."""
-    check_name(entry.name)
+    check_entry(entry)
     if why := taken_name(entry.name):
         raise ValueError(f"rename the reward {entry.name!r}: {why}")
     asks = _asks_judge(entry)
-    factory(entry.name, entry.options | ({"judge": None} if asks else {}))
+    factory(entry.reward, entry.options | ({"judge": None} if asks else {}))
     if not asks and entry.judge:
         raise ValueError(f"{entry.name} asks no judge: remove `judge` from its entry")
     if asks:
         judge_config(config, entry)
-    if asks and issubclass(load_class(entry.name), VlmPairwise):
+    if asks and issubclass(load_class(entry.reward), VlmPairwise):
         load_template(_question(entry))
         plan = get_plan(entry.options.get("plan", "both_orders"))
         if entry in config.rewards:
@@ -86,12 +91,12 @@ def _check_entry(config: Config, entry: RewardEntry) -> None:
 
 def _asks_judge(entry: RewardEntry) -> bool:
     """Whether a reward asks a judge from this process."""
-    return load_class(entry.name).judged and "url" not in entry.options
+    return load_class(entry.reward).judged and "url" not in entry.options
 
 
 def _question(entry: RewardEntry) -> str:
     """Name of the template of a pairwise reward."""
-    return str(entry.options.get("template") or load_class(entry.name).template or "compare")
+    return str(entry.options.get("template") or load_class(entry.reward).template or "compare")
 
 
 def judge_config(config: Config, entry: RewardEntry, world: World | None = None) -> JudgeConfig:
@@ -120,7 +125,7 @@ class Rewards:
         self.notes: list[str] = []
         """What the checks of the judges found."""
         self._built: list[tuple[RewardEntry, Reward]] = []
-        self._local: dict[tuple[str, str], PairJudge] = {}
+        self._judges: dict[str, PairJudge] = {}
 
     def build(self, field: str, entries: Iterable[RewardEntry], prompts: Sequence[Prompt]) -> dict[str, Reward]:
         """The rewards of these entries by name. field: where they are configured.
@@ -131,41 +136,46 @@ class Rewards:
         rewards = {entry.name: reward for entry, reward in self._built if wanted.get(entry.name) == entry}
         new = {name: entry for name, entry in wanted.items() if name not in rewards}
         self.check(field, new.values(), prompts)
-        options = {name: dict(entry.options) for name, entry in new.items()}
+        judges: dict[str, Any] = {}
         for name, entry in new.items():
             if _asks_judge(entry):
                 judge = judge_config(self.config, entry, self.world)
                 self._reach(judge)
-                pairwise = issubclass(load_class(name), VlmPairwise)
-                options[name]["judge"] = self._open(entry, judge, prompts) if pairwise else judge
-        built = build({name: entry.weight for name, entry in new.items()}, options) if new else {}
+                pairwise = issubclass(load_class(entry.reward), VlmPairwise)
+                judges[name] = {"judge": self._open(entry, judge, prompts) if pairwise else judge}
+        ready = [replace(entry, options=entry.options | judges.get(name, {})) for name, entry in new.items()]
+        built = build(ready) if ready else {}
         self._check_inputs(field, built, prompts)
         self._built += [(new[name], reward) for name, reward in built.items()]
         rewards |= built
         return {name: rewards[name] for name in wanted}
 
-    def _check_inputs(self, field: str, rewards: Mapping[str, Any], prompts: Sequence[Prompt]) -> None:
+    def _check_inputs(
+        self, field: str, rewards: Mapping[str, Any], prompts: Sequence[Prompt], questions: Mapping[str, str] = {}
+    ) -> None:
         """Raise ConfigError if rewards, or reward classes, cannot score what there is."""
-        if errors := [text for kind in self.media for text in unsupported(kind, field, rewards, prompts)]:
+        if errors := [text for kind in self.media for text in unsupported(kind, field, rewards, prompts, questions)]:
             raise ConfigError(list(dict.fromkeys(errors)))
 
     def check(self, field: str, entries: Iterable[RewardEntry], prompts: Sequence[Prompt]) -> None:
         """What can be known before a judge is asked or a reward is loaded. Raises ConfigError if a reward, or its
         template, cannot score these prompts, or a Python function fails on grey images."""
         entries = list(entries)
-        self._check_inputs(field, {entry.name: load_class(entry.name) for entry in entries}, prompts)
-        if errors := [*template_errors(field, entries, prompts), *self._function_errors(field, entries, prompts)]:
+        classes = {entry.name: load_class(entry.reward) for entry in entries}
+        pairwise = [e for e in entries if _asks_judge(e) and issubclass(classes[e.name], VlmPairwise)]
+        self._check_inputs(field, classes, prompts, {entry.name: _question(entry) for entry in pairwise})
+        if errors := list(self._function_errors(field, entries, prompts)):
             raise ConfigError(errors)
 
     def _function_errors(self, field: str, entries: Sequence[RewardEntry], prompts: Sequence[Prompt]) -> Iterator[str]:
         r = self.config.rollout
         shape = (FRAMES, r.height, r.width, 3) if "video" in self.media else (r.height, r.width, 3)
         for entry in entries if prompts else ():
-            cls = load_class(entry.name)
+            cls = load_class(entry.reward)
             if "url" not in entry.options and issubclass(cls, FunctionReward | FunctionPairwise):
                 source = tuple(Media(np.asarray(image)) for image in prompts[0].images())
                 sample = Sample(prompts[0].text, Media(np.full(shape, 128, np.uint8)), source, prompts[0].meta)
-                if why := failure(factory(entry.name, entry.options)(), sample):
+                if why := failure(factory(entry.reward, entry.options)(), sample):
                     yield f"{field}: {entry.name}, tried on grey images {list(shape)}: {why}"
 
     def _reach(self, judge: JudgeConfig) -> None:
@@ -187,28 +197,28 @@ class Rewards:
 
     def _open(self, entry: RewardEntry, judge: JudgeConfig, prompts: Sequence[Prompt]) -> PairJudge:
         """A judge that answers, also a pair as large as those of this run. Raises JudgeError if not."""
-        from prefgrpo.judge.check import Shape, check, open_judge
-        from prefgrpo.judge.client import HttpJudge
+        from prefgrpo.judge.check import Shape, open_judge
 
         template = _question(entry)
-        if not judge.endpoints:
-            key = (judge.model, template)
-            if key not in self._local:
-                device = str(self.world.device)
-                self._local[key], rows = open_judge(judge, template, device=device, known_answers=True)
-                self.notes += [f"judge {row}" for row in rows]
-            return self._local[key]
-        r = self.config.rollout
-        clips = "video" in self.media
-        longest = max((prompt.text for prompt in prompts), key=len, default="")
-        shape = Shape(r.height, r.width, FRAMES if clips else 1, longest) if prompts else None
-
-        def run_check() -> None:
-            health = check(judge, template, known_answers=True, clips=clips, shape=shape)
-            self.notes.extend(f"judge {row}" for row in health.rows)
-
-        self.world.on_main(run_check, JudgeError)
-        return HttpJudge(judge, template)
+        shown = Shown(entry.options.get("frames"), entry.options.get("max_pixels"))
+        key = repr((judge, template, shown))
+        if key not in self._judges:
+            r = self.config.rollout
+            clips = "video" in self.media
+            longest = max((prompt.text for prompt in prompts), key=len, default="")
+            frames = load_template(template, shown=shown).frames if clips else 1
+            self._judges[key], rows = open_judge(
+                judge,
+                template,
+                device=str(self.world.device),
+                known_answers=True,
+                clips=clips,
+                shape=Shape(r.height, r.width, frames, longest) if prompts else None,
+                once=lambda work: self.world.on_main(work, JudgeError),
+                shown=shown,
+            )
+            self.notes += [f"judge {row}" for row in rows]
+        return self._judges[key]
 
     def close(self) -> None:
         """Close all rewards and their judges."""
@@ -222,16 +232,28 @@ def makes_clips(config: Config) -> bool:
     return frames is not None and frames > 1
 
 
-def unsupported(kind: str, field: str, rewards: Mapping[str, Any], prompts: Sequence[Prompt]) -> list[str]:
-    """Why rewards, or reward classes, cannot score the images or clips (kind) of these prompts."""
+def unsupported(
+    kind: str, field: str, rewards: Mapping[str, Any], prompts: Sequence[Prompt], questions: Mapping[str, str] = {}
+) -> list[str]:
+    """Why rewards, or reward classes, cannot score the images or clips (kind) of these prompts.
+
+    questions: names of the templates of pairwise rewards.
+    """
     errors = []
     for name, reward in rewards.items():
         if kind not in reward.takes:
             media = "clips" if kind == "video" else "images"
             hint = "; a judge accepts clips only over http" if reward.judged and kind == "video" else ""
             errors.append(f"{field}: {name} takes {' or '.join(reward.takes)}, but these are {media}{hint}")
-        lacking = [p for p in prompts if reward.needs_source and not p.source]
-        if lacking:
+        lacking = [p for p in prompts if not p.source]
+        asked = questions.get(name)
+        if lacking and not reward.needs_source and asked and load_template(asked).takes_source:
+            errors.append(
+                f"{field}: the template {asked} of {name} shows a source image, which {len(lacking)} prompt(s) lack, "
+                f"the first: {lacking[0].text[:60]!r}; expected a file with a source_image column, or a template "
+                "without {source}, such as compare"
+            )
+        if lacking and reward.needs_source:
             errors.append(
                 f"{field}: {name} scores edits, but {len(lacking)} prompt(s) have no source image, the first: "
                 f"{lacking[0].text[:60]!r}; expected a file with a source_image column"
@@ -245,24 +267,9 @@ def unsupported(kind: str, field: str, rewards: Mapping[str, Any], prompts: Sequ
     return errors
 
 
-def template_errors(field: str, entries: Iterable[RewardEntry], prompts: Sequence[Prompt]) -> list[str]:
-    """Pairwise rewards whose template shows the judge a source image that prompts lack."""
-    lacking = [p for p in prompts if not p.source]
-    errors: list[str] = []
-    for entry in entries if lacking else ():
-        pairwise = _asks_judge(entry) and issubclass(load_class(entry.name), VlmPairwise)
-        if pairwise and load_template(_question(entry)).takes_source:
-            shows = (
-                f"the template {_question(entry)} of {entry.name} shows a source image, which {len(lacking)} prompt(s)"
-            )
-            expected = "expected a file with a source_image column, or a template without {source}, such as compare"
-            errors.append(f"{field}: {shows} lack, the first: {lacking[0].text[:60]!r}; {expected}")
-    return errors
-
-
 def unread_columns(config: Config, prompts: Sequence[Prompt]) -> list[str]:
     """Columns of the prompts that nothing in this run reads; none if a reward of one's own may read any."""
-    classes = [load_class(entry.name) for entry in (*config.rewards, *config.measured)]
+    classes = [load_class(entry.reward) for entry in (*config.rewards, *config.measured)]
     if not all(cls.__module__.startswith("prefgrpo.rewards.") for cls in classes):
         return []
     read = {column for cls in classes for column in (*cls.meta_keys, *cls.reads)}
@@ -290,6 +297,8 @@ def evaluation_scorer(config: Config, rewards: Mapping[str, Reward]) -> Scorer:
     if not config.eval.rewards:  # of what is trained, those that can score two samples
         scores_two = (PointwiseReward, FunctionPairwise, VlmPairwise)
         rewards = {name: reward for name, reward in rewards.items() if isinstance(reward, scores_two)}
+    trained = {entry.name for entry in config.rewards if entry.weight and entry in config.measured}
+    rewards = dict(sorted(rewards.items(), key=lambda item: item[0] not in trained))
     in_both_orders = {
         name: replace(reward, plan="both_orders", verdict="hard")
         for name, reward in rewards.items()
@@ -298,6 +307,8 @@ def evaluation_scorer(config: Config, rewards: Mapping[str, Reward]) -> Scorer:
     return Scorer({**rewards, **in_both_orders}, 2, config.judge.deadline_s, config.seed)
 
 
-def judge_of(rewards: Mapping[str, Reward]) -> str | None:
-    """The reward whose verdicts an evaluation reports as those of the judge: the first pairwise judge."""
-    return next((name for name, r in rewards.items() if isinstance(r, VlmPairwise) and r.judged), None)
+def judges_of(rewards: Mapping[str, Reward]) -> dict[str, str]:
+    """Name of each pairwise judge → its name in an evaluation: `judge` for the first, which is a trained one if there
+    is one; the others keep their names."""
+    names = [name for name, r in rewards.items() if isinstance(r, VlmPairwise) and r.judged]
+    return {name: name if k else "judge" for k, name in enumerate(names)}

@@ -154,8 +154,11 @@ class Log:
 
 def _write(text: str) -> None:
     """Print a line above the bar and flush, so that it also appears at once in a redirected log file."""
-    tqdm.write(text)
-    sys.stdout.flush()
+    try:
+        tqdm.write(text)
+        sys.stdout.flush()
+    except OSError:  # who read the output is gone; the run goes on
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def finite(value: Any) -> Any:

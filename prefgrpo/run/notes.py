@@ -19,6 +19,7 @@ from prefgrpo.models.base import Adapter
 from prefgrpo.parallel.shard import to_local
 from prefgrpo.parallel.world import World
 from prefgrpo.rollout.batch import assign_batches, busy_share
+from prefgrpo.run.comparison import MIN_PROMPTS
 from prefgrpo.run.fits import stored_bytes
 from prefgrpo.run.judging import unread_columns
 from prefgrpo.run.policy import Policy
@@ -46,7 +47,8 @@ def start_notes(
     )
     if held:
         counts = ", ".join(f"{count} prompts ({name})" for name, count in held.items())
-        yield f"evaluated every {config.eval.every} steps: {counts}"
+        few = f"; fewer than {MIN_PROMPTS}, so no result will be conclusive" * (max(held.values()) < MIN_PROMPTS)
+        yield f"evaluated every {config.eval.every} steps: {counts}{few}"
     else:
         few = f"fewer than {FEWEST_TO_SPLIT} prompts are not split"
         yield f"no evaluation, so no before/after comparison: eval.every or eval.prompts is 0, or {few}"

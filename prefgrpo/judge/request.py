@@ -23,14 +23,12 @@ import numpy as np
 from PIL import Image
 
 from prefgrpo.data.media import Media
-from prefgrpo.judge.template import FRAMES, SOURCE, Template
+from prefgrpo.judge.template import FRAMES, MAX_PIXELS, SOURCE, Template
 
 _GRACE_S = 0.25
 _MISSES = 3
 _MISS_SHARE = 0.05
 """A server gets no more ids after more misses than both: several servers behind a balancer do not share images."""
-WORKERS = ThreadPoolExecutor(2, "encode")
-"""Not the event loop's own threads, in which host names are looked up: requests would wait for images."""
 T = TypeVar("T")
 
 
@@ -114,16 +112,17 @@ class MediaIds:
         self.unnamed.clear()
 
 
-def encode(media: Media, image_format: str, max_pixels: int = 0) -> Encoded:
-    """Encode an image in one of FORMATS (all lossless except jpeg), or a clip as a sequence of FRAMES images.
+def encode(media: Media, image_format: str, frames: int = FRAMES, max_pixels: int = MAX_PIXELS) -> Encoded:
+    """Encode an image in one of FORMATS (all lossless except jpeg), or a clip as a sequence of images.
 
-    max_pixels: larger images are downscaled; 0: never. Raises ValueError for media without pixels or frames.
+    frames: most frames of a clip, evenly spaced. max_pixels: larger images are downscaled. Raises ValueError for media
+    without pixels or frames.
     """
     if 0 in media.pixels.shape:
         raise ValueError(f"it has no {'frames or ' if media.clip else ''}pixels: its shape is {media.pixels.shape}")
     images = []
-    for frame in media.frames(FRAMES):
-        data = FORMATS[image_format](_downscale(frame, max_pixels))
+    for frame in media.frames(frames):
+        data = FORMATS[image_format](downscale(frame, max_pixels))
         url = b'{"type":"image_url","image_url":{"url":"data:image/%s;base64,%s"}'
         images.append((_uuid(data), url % (image_format.encode(), base64.b64encode(data))))
     uuid = _uuid(b"".join(uuid.encode() for uuid, _ in images)) if media.clip else images[0][0]
@@ -135,18 +134,21 @@ class EncodeError(RuntimeError):
 
 
 class Encodings(Generic[T]):
-    """Encodes each medium once, in a worker thread; the result is kept as long as the medium."""
+    """Encodes each medium once per way, in threads of its own (the event loop's look up host names: requests would wait
+    for images); the result is kept as long as the medium."""
 
-    def __init__(self, encode: Callable[[Media], T]) -> None:
+    def __init__(self, encode: Callable[..., T]) -> None:
         self._encode = encode
-        self.futures: WeakKeyDictionary[Media, asyncio.Future[T]] = WeakKeyDictionary()
+        self._threads = ThreadPoolExecutor(2, "encode")
+        self.futures: WeakKeyDictionary[Media, dict[tuple[Any, ...], asyncio.Future[T]]] = WeakKeyDictionary()
 
-    async def get(self, media: Media) -> T:
-        """The medium's encoding. Raises EncodeError."""
-        if media not in self.futures:
-            self.futures[media] = asyncio.get_running_loop().run_in_executor(WORKERS, self._encode, media)
+    async def get(self, media: Media, *how: Any) -> T:
+        """encode(media, *how). Raises EncodeError."""
+        known = self.futures.setdefault(media, {})
+        if how not in known:
+            known[how] = asyncio.get_running_loop().run_in_executor(self._threads, self._encode, media, *how)
         try:
-            return await asyncio.shield(self.futures[media])
+            return await asyncio.shield(known[how])
         except (OSError, ValueError, TypeError, SystemError) as error:  # raised by PIL for pixels it cannot write
             raise EncodeError(f"an image could not be encoded ({type(error).__name__}: {error})") from error
 
@@ -155,10 +157,10 @@ def _uuid(data: bytes) -> str:
     return "sha256-" + hashlib.sha256(data).hexdigest()
 
 
-def _downscale(image: Media, max_pixels: int) -> Media:
+def downscale(image: Media, max_pixels: int) -> Media:
     """The image with at most `max_pixels` pixels and the same aspect ratio."""
     height, width = image.pixels.shape[:2]
-    if not max_pixels or height * width <= max_pixels:
+    if height * width <= max_pixels:
         return image
     scale = (max_pixels / (height * width)) ** 0.5
     size = max(int(width * scale), 1), max(int(height * scale), 1)
