@@ -10,7 +10,7 @@ from typing import Any
 class _Lasting(io.FileIO):
     """A descriptor whose reader may go away (a closed pipe or terminal): what is written from then on is discarded."""
 
-    def write(self, data: Any) -> int | None:
+    def write(self, data: Any, /) -> int | None:
         """As of FileIO, without its OSError."""
         try:
             return super().write(data)
