@@ -78,7 +78,9 @@ def fingerprints(config: Config, prompts: Sequence[Prompt], sets: Mapping[str, S
 def check_goes_on(config: Config, folder: RunFolder, newest: Path, now: Mapping[str, str]) -> list[str]:
     """Lines about what changed since a checkpoint. Raises CheckpointError if the run cannot go on from there."""
     meta = read_meta(newest)
-    before = meta["inputs"]
+    before = meta.get("inputs")
+    if before is None:
+        raise CheckpointError(f"{newest} was written by an older version, which noted no inputs: choose another name")
     names = [n for n in {**before, **now} if before.get(n) != now.get(n) and not (n[:5] == "model" and n not in now)]
     if fixed := [name for name in names if name.startswith(MAKES_THE_RUN)]:
         which = f"{config.data.prompts} or another file of prompts has different prompts"
