@@ -46,6 +46,11 @@ class Wan(PatchVideo):
         (r"\.ffn\.net\.2\.", ".ffn.2."),
     )
 
+    @property
+    def most_tokens(self) -> int:
+        """The length of each axis of its rotary embedding."""
+        return int(self.transformer.config.rope_max_seq_len)
+
     expand_timesteps: ClassVar[bool] = False
     """Whether every token has its own timestep."""
 
