@@ -32,7 +32,8 @@ class StableDiffusion3(Adapter):
     @property
     def most_tokens(self) -> int:
         """The side of its table of positions."""
-        return int(self.transformer.config.pos_embed_max_size)
+        config: Any = self.transformer.config
+        return int(config.pos_embed_max_size)
 
     def encode_prompt(self, prompt: str, max_length: int) -> Condition:
         """prompt_embeds [77 + max_length, C] and pooled [C']; max_length: T5 tokens."""

@@ -49,7 +49,8 @@ class Wan(PatchVideo):
     @property
     def most_tokens(self) -> int:
         """The length of each axis of its rotary embedding."""
-        return int(self.transformer.config.rope_max_seq_len)
+        config: Any = self.transformer.config
+        return int(config.rope_max_seq_len)
 
     expand_timesteps: ClassVar[bool] = False
     """Whether every token has its own timestep."""

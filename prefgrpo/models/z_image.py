@@ -26,7 +26,8 @@ class ZImage(Adapter):
     @property
     def most_tokens(self) -> int:
         """The shorter side of its rotary embedding."""
-        return int(min(self.transformer.config.axes_lens[1:]))
+        config: Any = self.transformer.config
+        return int(min(config.axes_lens[1:]))
 
     def encode_prompt(self, prompt: str, max_length: int) -> Condition:
         """prompt_embeds [n, C] with n ≤ max_length tokens (chat template included), and text_length = n."""
