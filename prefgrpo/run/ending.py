@@ -66,7 +66,9 @@ class Interrupt:
         """Handle signals from now on, also after a first one."""
         self.restore()
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
+            nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+            handled = [number for number in SIGNALS if not (nohup and number == signal.SIGHUP)]
+            self._before = {number: signal.signal(number, self._note) for number in handled}
 
     def _note(self, number: int, frame: object) -> None:
         self.seen = True
