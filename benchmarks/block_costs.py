@@ -3,8 +3,9 @@
     python -m benchmarks.block_costs            # writes the tables of docs/scale.md
 
 Counted: FLOP of products and attention, bytes that everything else reads and writes, launches, and bytes that a block
-keeps for its backward pass with a LoRA. One block of each kind runs in bf16, as published, without weights; a forward
-has `count` of them. A kernel moves its inputs and outputs once.
+keeps for its backward pass with a LoRA. One block of each kind runs in bf16, as published, without weights, and is
+multiplied by their number. A kernel moves its inputs and outputs once. What is not counted is a constant with its
+source; "measured" is one H100 80GB on 2026-11-27 (docs/benchmarks.md).
 """
 
 from __future__ import annotations
@@ -34,19 +35,26 @@ from prefgrpo.models.rotary import fuse_rotary
 from prefgrpo.models.sd3 import JointAttention
 
 PRODUCTS = 774e12
-"""FLOP/s of a bf16 product of 8192³ on an H100, measured 2026-11-27."""
-ATTENTION = 346e12
-"""FLOP/s of FlashAttention-2 on an H100: 35 % of its peak (FlashAttention-3, arXiv:2407.08608)."""
+"""FLOP/s of a bf16 product of 8192³: measured."""
+FP8 = 1.6
+"""Speed of products in fp8 with row-wise scales, relative to bf16: measured."""
+ATTENTION = 0.35 * 989e12
+"""FLOP/s of FlashAttention-2 on an H100: 35 % (arXiv:2407.08608, abstract) of its peak of 989 TFLOP/s (data sheet)."""
+ATTENTION_3 = 740e12
+"""FLOP/s of FlashAttention-3 at best (arXiv:2407.08608, abstract)."""
 OWN = 2.0e12
-"""Bytes/s of torch's pointwise kernels on an H100 (gated residual of a FLUX block: measured .139 ms, 2026-11-27)."""
+"""Bytes/s of torch's pointwise kernels: x + gate · y on [2, 4608, 3072], five tensors of 57 MB, measured .139 ms."""
 OURS = 2.5e12
-"""Bytes/s of the fused kernels (LayerNorm and modulation: measured .045 ms)."""
+"""Bytes/s of fused kernels: LayerNorm and modulation on the same, two tensors, measured .045 ms (the prototype)."""
+FORWARDS = {"diffusers": 393e-3, "fused, the prototype": 297e-3, "torch.compile": 283e-3}
+"""Seconds of a forward of FLUX.1's 57 blocks at 1024², batch 2: measured."""
 
 
 class Kind(NamedTuple):
     """Blocks of one kind in a forward."""
 
-    number: int
+    number: int | str
+    """How many, or their name in the denoiser's configuration."""
     find: Callable[[Any], nn.Module]
     tokens: tuple[int, int]
     """Latents and text."""
@@ -61,6 +69,13 @@ class Model(NamedTuple):
     net: str
     config: dict[str, Any]
     kinds: tuple[Kind, ...]
+
+    def count(self, kind: Kind) -> int:
+        """How many blocks of a kind a forward has."""
+        if isinstance(kind.number, int):
+            return kind.number
+        default = inspect.signature(getattr(diffusers, self.net).__init__).parameters[kind.number].default
+        return self.config.get(kind.number, default)
 
 
 def first(net: Any) -> nn.Module:
@@ -83,9 +98,9 @@ def z_image(net: Any) -> nn.Module:
     return net.layers[0]
 
 
-def both(doubles: int, singles: int, *tokens: int) -> tuple[Kind, ...]:
+def both(latents: int, text: int) -> tuple[Kind, ...]:
     """Double-stream blocks, then single-stream ones."""
-    return Kind(doubles, first, tokens), Kind(singles, single, tokens)  # type: ignore[arg-type]
+    return Kind("num_layers", first, (latents, text)), Kind("num_single_layers", single, (latents, text))
 
 
 FLUX = "FluxTransformer2DModel"
@@ -94,32 +109,48 @@ QWEN = "QwenImageTransformer2DModel"
 WAN = "WanTransformer3DModel"
 SD3 = "SD3Transformer2DModel"
 SD35 = {"attention_head_dim": 64, "qk_norm": "rms_norm"}
+IMAGE = 64 * 64
+"""Tokens of 1024² pixels, 16 × 16 each."""
+CLIP = 21 * 30 * 52
+"""Tokens of 480×832×81, 16 × 16 pixels and 4 frames each, with the first frame alone."""
+PROMPT = 256
+"""Tokens of a text that is as long as its prompt; other families pad, to the number in their pipeline."""
 MODELS = (
-    Model("FLUX.1", "1024²", "flux", FLUX, {}, both(19, 38, 4096, 512)),
-    Model("FLUX.1-Kontext", "1024² from 1024²", "flux_kontext", FLUX, {}, both(19, 38, 8192, 512)),
-    Model("FLUX.2-dev", "1024²", "flux2", FLUX2, {}, both(8, 48, 4096, 512)),
-    Model("FLUX.2-klein-4B", "1024²", "flux2_klein", FLUX2, {"num_attention_heads": 24}, both(5, 20, 4096, 512)),
-    Model("Qwen-Image", "1024²", "qwen_image", QWEN, {}, (Kind(60, first, (4096, 256)),)),
-    Model("Qwen-Image-Edit", "1024² from 1024²", "qwen_image_edit", QWEN, {}, (Kind(60, first, (8192, 512)),)),
+    Model("FLUX.1", "1024²", "flux", FLUX, {}, both(IMAGE, 512)),
+    Model("FLUX.1-Kontext", "1024² from 1024²", "flux_kontext", FLUX, {}, both(2 * IMAGE, 512)),
+    Model("FLUX.2-dev", "1024²", "flux2", FLUX2, {}, both(IMAGE, 512)),
+    # diffusers' scripts/convert_flux2_to_diffusers.py
+    Model("FLUX.2-klein-4B", "1024²", "flux2_klein", FLUX2,
+          {"num_attention_heads": 24, "num_layers": 5, "num_single_layers": 20}, both(IMAGE, 512)),
+    Model("Qwen-Image", "1024²", "qwen_image", QWEN, {}, (Kind("num_layers", first, (IMAGE, PROMPT)),)),
+    # the language model sees the source in 37 × 37 tokens of 28² pixels
+    Model("Qwen-Image-Edit", "1024² from 1024²", "qwen_image_edit", QWEN, {},
+          (Kind("num_layers", first, (2 * IMAGE, 37 * 37 + PROMPT)),)),
     Model("Qwen-Image-2.1", "1024²", "qwen_image_21", "QwenImage21Transformer2DModel", {},
-          (Kind(32, first, (4096, 256)),)),
+          (Kind("num_layers", first, (IMAGE, PROMPT)),)),
+    # transformer/config.json: 24 layers, the first 13 with a second attention; CLIP's 77 tokens and T5's 256
     Model("SD3.5-medium", "1024²", "sd3", SD3, SD35 | {"num_attention_heads": 24, "dual_attention_layers": (0,)},
-          (Kind(13, first, (4096, 333)), Kind(11, last_but_one, (4096, 333)))),
-    Model("SD3.5-large", "1024²", "sd3", SD3, SD35 | {"num_attention_heads": 38}, (Kind(38, first, (4096, 333)),)),
+          (Kind(13, first, (IMAGE, 77 + 256)), Kind(11, last_but_one, (IMAGE, 77 + 256)))),
+    Model("SD3.5-large", "1024²", "sd3", SD3, SD35 | {"num_attention_heads": 38, "num_layers": 38},
+          (Kind("num_layers", first, (IMAGE, 77 + 256)),)),
     Model("Z-Image", "1024²", "z_image", "ZImageTransformer2DModel", {},
-          (Kind(30, z_image, (4096, 256)), Kind(2, z_image, (4096, 0)))),
-    Model("HunyuanVideo", "480×832×81", "hunyuan_video", "HunyuanVideoTransformer3DModel", {},
-          both(20, 40, 32760, 256)),
+          (Kind("n_layers", z_image, (IMAGE, PROMPT)), Kind("n_refiner_layers", z_image, (IMAGE, 0)))),
+    Model("HunyuanVideo", "480×832×81", "hunyuan_video", "HunyuanVideoTransformer3DModel", {}, both(CLIP, PROMPT)),
     Model("HunyuanVideo-1.5", "480×832×81", "hunyuan_video_15", "HunyuanVideo15Transformer3DModel", {},
-          (Kind(54, first, (32760, 1256)),)),
+          (Kind("num_layers", first, (CLIP, PROMPT)),)),
+    # diffusers' scripts/convert_ltx2_to_diffusers.py; a token is 32 × 32 pixels and 8 frames
     Model("LTX-2", "512×768×121", "ltx2", "LTX2VideoTransformer3DModel", {"rope_type": "split"},
-          (Kind(48, first, (6144, 1024)),)),
-    Model("Wan2.1 1.3B", "480×832×81", "wan", WAN, {"num_attention_heads": 12, "ffn_dim": 8960},
-          (Kind(30, first, (32760, 512)),)),
-    Model("Wan 14B", "480×832×81", "wan", WAN, {}, (Kind(40, first, (32760, 512)),)),
-    Model("Wan2.2 5B", "704×1280×121", "wan_ti2v", WAN, {"num_attention_heads": 24, "ffn_dim": 14336},
-          (Kind(30, first, (27280, 512)),)),
+          (Kind("num_layers", first, (16 * 16 * 24, 1024)),)),
+    # diffusers' scripts/convert_wan_to_diffusers.py
+    Model("Wan2.1 1.3B", "480×832×81", "wan", WAN, {"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30},
+          (Kind("num_layers", first, (CLIP, 512)),)),
+    Model("Wan 14B", "480×832×81", "wan", WAN, {}, (Kind("num_layers", first, (CLIP, 512)),)),
+    # Wan-Video/Wan2.2, wan_ti2v_5B.py; a token is 32 × 32 pixels and 4 frames
+    Model("Wan2.2 5B", "704×1280×121", "wan_ti2v", WAN,
+          {"num_attention_heads": 24, "ffn_dim": 14336, "num_layers": 30},
+          (Kind("num_layers", first, (31 * 22 * 40, 512)),)),
 )  # fmt: skip
+"""Sizes that are not in `config` are the defaults of diffusers' class, which are those of the published model."""
 
 
 def inputs_of(model: Model, kind: Kind, block: nn.Module) -> dict[str, Any]:
@@ -128,7 +159,7 @@ def inputs_of(model: Model, kind: Kind, block: nn.Module) -> dict[str, Any]:
     if name in FUSED:
         given = random_inputs(block, name, torch.device("meta"), 1, kind.tokens)
     else:
-        given = ltx2(*kind.tokens, 126)
+        given = ltx2(*kind.tokens, round(121 / 24 * 16000 / 160 / 4))
     if model.family == "wan_ti2v":  # a time for each token
         given["temb"] = given["temb"][:, None].repeat(1, kind.tokens[0], 1, 1)
     floats = {k: t.bfloat16() for k, t in given.items() if isinstance(t, Tensor) and t.is_floating_point()}
@@ -136,7 +167,7 @@ def inputs_of(model: Model, kind: Kind, block: nn.Module) -> dict[str, Any]:
 
 
 def ltx2(tokens: int, text: int, sound: int) -> dict[str, Any]:
-    """Arguments of LTX-2's block, with 126 tokens of sound."""
+    """Arguments of LTX-2's block; sound: its tokens, 4 spectra of 160 samples at 16 kHz each, beside 24 frames/s."""
 
     def some(*shape: int) -> Tensor:
         return torch.empty(1, *shape, device="meta")
@@ -241,12 +272,13 @@ def as_on_a_gpu() -> Iterator[Counter]:
 
 
 def published(model: Model) -> Any:
-    """The denoiser with one block of each kind and the family's LoRA of rank 64."""
+    """The denoiser with one block of each kind, this package's rotary embedding and the family's LoRA of rank 64."""
+    fuse_rotary()
     make = getattr(diffusers, model.net)
     few = {"num_layers": 3, "num_single_layers": 1, "n_layers": 1, "n_refiner_layers": 1}
     few = {name: count for name, count in few.items() if name in inspect.signature(make.__init__).parameters}
     with torch.device("meta"):
-        net = make(**(few | model.config)).bfloat16().requires_grad_(False)
+        net = make(**(model.config | few)).bfloat16().requires_grad_(False)
         targets = list(family(model.family).lora_targets)
         net.add_adapter(LoraConfig(r=64, lora_alpha=64, target_modules=targets), adapter_name="default")
     fuse_lora(net)
@@ -309,35 +341,64 @@ def kept_bytes(model: Model, net: Any, kind: Kind, is_fused: bool) -> int:
     return sum(memory.values())
 
 
-def tables() -> tuple[list[str], list[str]]:
-    """Rows of a forward's costs, and of what blocks keep."""
-    fuse_rotary()
-    columns = ("denoiser", "size", "products, TFLOP", "attention, TFLOP", "others, GB", "fused", "launches", "fused")
-    costs = [f"| {' | '.join(columns)} | share | won |", "|---|---|" + "---:|" * 8]
+class Tables(NamedTuple):
+    """Rows of docs/scale.md."""
+
+    time: list[str]
+    """Where the time of a FLUX forward goes, and what would take less."""
+    costs: list[str]
+    memory: list[str]
+
+
+def times(cost: Counter) -> list[str]:
+    """Of FLUX.1, per image; cost: of its blocks in diffusers."""
+    products = 1e3 * cost.products / PRODUCTS
+    attention = 1e3 * cost.attention / ATTENTION
+    rows = ["| way | products | attention | the rest | forward, ms |", "|---|---:|---:|---:|---:|"]
+    for way, seconds in FORWARDS.items():
+        whole = 1e3 * seconds / 2
+        rest = whole - products - attention
+        rows.append(f"| {way}, measured | {products:.0f} | {attention:.0f} | {rest:.0f} | {whole:.1f} |")
+    rest = 1e3 * FORWARDS["fused, the prototype"] / 2 - products - attention
+    faster = {
+        "fused, with fp8 products": (products / FP8, attention),
+        "fused, with FlashAttention-3": (products, 1e3 * cost.attention / ATTENTION_3),
+    }
+    for way, (p, a) in faster.items():
+        rows.append(f"| {way}, counted | {p:.0f} | {a:.0f} | {rest:.0f} | {p + a + rest:.1f} |")
+    return rows
+
+
+def tables() -> Tables:
+    """Of all models."""
+    columns = ("denoiser", "size", "tokens", "products, TFLOP", "attention, TFLOP", "others, GB", "fused", "launches")
+    costs = [f"| {' | '.join(columns)} | fused | share | won |", "|---|---|" + "---:|" * 9]
     memory = ["| denoiser | block | MiB | fused | ratio |", "|---|---|---:|---:|---:|"]
+    flux = Counter()
     for model in MODELS:
         net = published(model)
         own = Counter()
         ours = Counter()
         for kind in model.kinds:
-            own.add(forward_costs(model, net, kind, False), kind.number)
-            ours.add(forward_costs(model, net, kind, True), kind.number)
+            own.add(forward_costs(model, net, kind, False), model.count(kind))
+            ours.add(forward_costs(model, net, kind, True), model.count(kind))
             block = type(kind.find(net)).__name__
             before, after = (kept_bytes(model, net, kind, is_fused) / 2**20 for is_fused in (False, True))
             if block in FUSED:
                 sizes = f"{before:,.0f} | {after:,.0f} | {after / before:.2f}"
-                memory.append(f"| {model.name} | {kind.number} × `{block}` | {sizes} |")
+                memory.append(f"| {model.name} | {model.count(kind)} × `{block}` | {sizes} |")
+        if model is MODELS[0]:
+            flux.add(own, 1)
         slow = own.bytes / OWN
         whole = own.products / PRODUCTS + own.attention / ATTENTION + slow
         won = (slow - ours.bytes / OURS) / whole if ours.bytes < own.bytes else 0.0
+        tokens = " + ".join(f"{count:,}" for count in model.kinds[0].tokens)
         flop = f"{own.products / 1e12:.1f} | {own.attention / 1e12:.1f}"
         moved = f"{own.bytes / 1e9:,.0f} | {ours.bytes / 1e9:,.0f} | {own.kernels:,} | {ours.kernels:,}"
-        costs.append(f"| {model.name} | {model.size} | {flop} | {moved} | {slow / whole:.0%} | {won:.0%} |")
-    return costs, memory
+        costs.append(f"| {model.name} | {model.size} | {tokens} | {flop} | {moved} | {slow / whole:.0%} | {won:.0%} |")
+    return Tables(times(flux), costs, memory)
 
 
 if __name__ == "__main__":
-    page = Path("docs/scale.md")
-    costs, memory = tables()
-    replace_block(page, "block costs", costs)
-    replace_block(page, "block memory", memory)
+    for name, rows in tables()._asdict().items():
+        replace_block(Path("docs/scale.md"), f"block {name}", rows)

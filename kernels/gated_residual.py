@@ -1,16 +1,14 @@
 """x + gate·y in Triton, and its gradient; rounded as in layernorm_modulate.py, whose invariants hold here too."""
 
-import torch
 import triton
 import triton.language as tl
 
+from prefgrpo.kernels.layernorm_modulate import launch_grad, rows_of
 from prefgrpo.kernels.noise import FLAGS
 from prefgrpo.kernels.sde_step import load_fp32, store_rounded
 
 BLOCK = 1024
 """Channels of a program; 16 per thread."""
-ROWS = 32
-"""Tokens of one partial sum of the gate's gradient."""
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -33,13 +31,10 @@ def residual_kernel(
 @triton.jit(do_not_specialize=["tokens"])
 def residual_grad_kernel(
     y_ptr, gate_ptr, g_ptr, dy_ptr, partial_ptr, tokens, y_batch, y_token, gate_batch, g_batch, g_token,
-    C: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, GATE: tl.constexpr,
+    C: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, VECTORS: tl.constexpr,
 ):  # fmt: skip
-    """dy of ROWS tokens of one sample; GATE: also their sum of the gradient of the gate."""
-    chunks = tl.cdiv(tokens, ROWS)
-    pid = tl.program_id(0).to(tl.int64)
-    b = pid // chunks
-    first = pid % chunks * ROWS
+    """dy of ROWS tokens of one sample; VECTORS: also their sum of the gradient of the gate."""
+    b, first = rows_of(tokens, ROWS)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = c < C
     gate = load_fp32(gate_ptr + b * gate_batch + c, mask)
@@ -47,10 +42,10 @@ def residual_grad_kernel(
     for s in range(first, tl.minimum(first + ROWS, tokens)):
         g = load_fp32(g_ptr + b * g_batch + s * g_token + c, mask)
         store_rounded(dy_ptr + (b * tokens + s) * C + c, gate * g, mask)
-        if GATE:
+        if VECTORS:
             d_gate += g * load_fp32(y_ptr + b * y_batch + s * y_token + c, mask)
-    if GATE:
-        tl.store(partial_ptr + pid * C + c, d_gate, mask=mask)
+    if VECTORS:
+        tl.store(partial_ptr + tl.program_id(0).to(tl.int64) * C + c, d_gate, mask=mask)
 
 
 def gated_residual(x, y, gate, out):
@@ -64,14 +59,8 @@ def gated_residual(x, y, gate, out):
 
 def gated_residual_grad(y, gate, g, dy, d_gate):
     """dy [B, S, C] and, unless it is None, the gradient of the gate [B, C], for which y is read."""
-    batch, tokens, channels = g.shape
-    rows = 1 if d_gate is None else ROWS
-    chunks = triton.cdiv(tokens, rows)
-    partial = gate if d_gate is None else g.new_empty(batch, chunks, channels, dtype=torch.float32)
-    y = g if d_gate is None else y
-    residual_grad_kernel[(batch * chunks, triton.cdiv(channels, BLOCK))](
-        y, gate, g, dy, partial, tokens, *y.stride()[:2], gate.stride(0), *g.stride()[:2], C=channels, BLOCK=BLOCK,
-        ROWS=rows, GATE=d_gate is not None, num_warps=2, **FLAGS,
-    )  # fmt: skip
-    if d_gate is not None:
-        d_gate.copy_(partial.sum(1))
+    y = g if y is None else y
+    strides = (*y.stride()[:2], gate.stride(0), *g.stride()[:2])
+    columns = triton.cdiv(g.shape[2], BLOCK)
+    options = {"C": g.shape[2], "BLOCK": BLOCK, "num_warps": 2}
+    launch_grad(residual_grad_kernel, columns, (y, gate, g, dy), strides, (d_gate,), **options)

@@ -17,6 +17,14 @@ ROWS = 32
 
 
 @triton.jit
+def rows_of(tokens, ROWS: tl.constexpr):
+    """(sample, first token) of a program that has ROWS tokens of one sample."""
+    chunks = tl.cdiv(tokens, ROWS)
+    pid = tl.program_id(0).to(tl.int64)
+    return pid // chunks, pid % chunks * ROWS
+
+
+@triton.jit
 def normalised(x, mask, eps, C: tl.constexpr):
     """((x − mean)/√(variance + eps), 1/√(variance + eps)) of one token."""
     d = tl.where(mask, x - tl.div_rn(tl.sum(x, axis=0), C * 1.0), 0.0)
@@ -48,10 +56,7 @@ def modulate_grad_kernel(
     C: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, VECTORS: tl.constexpr,
 ):  # fmt: skip
     """dx of ROWS tokens of one sample; VECTORS: also their sums of the gradients of shift and scale."""
-    chunks = tl.cdiv(tokens, ROWS)
-    pid = tl.program_id(0).to(tl.int64)
-    b = pid // chunks
-    first = pid % chunks * ROWS
+    b, first = rows_of(tokens, ROWS)
     c = tl.arange(0, BLOCK)
     mask = c < C
     scale = 1.0 + load_fp32(scale_ptr + b * scale_batch + c, mask)
@@ -68,7 +73,7 @@ def modulate_grad_kernel(
             d_shift += g
             d_scale += g * n
     if VECTORS:
-        at = partial_ptr + pid * 2 * C + c
+        at = partial_ptr + tl.program_id(0).to(tl.int64) * 2 * C + c
         tl.store(at, d_shift, mask=mask)
         tl.store(at + C, d_scale, mask=mask)
 
@@ -88,18 +93,27 @@ def layernorm_modulate(x, shift, scale, eps, y):
     )  # fmt: skip
 
 
+def launch_grad(kernel, columns, tensors, strides, vectors, **options):
+    """Run a gradient's kernel over the tokens of tensors[-1] [B, S, C], in programs of C / columns channels, and add up
+    the partial sums of the gradients of vectors [B, C], unless they are None."""
+    batch, tokens, channels = tensors[-1].shape
+    wanted = any(out is not None for out in vectors)
+    rows = ROWS if wanted else 1
+    chunks = triton.cdiv(tokens, rows)
+    sizes = (batch, chunks, len(vectors), channels) if wanted else 1
+    partial = tensors[-1].new_empty(sizes, dtype=torch.float32)
+    kernel[(batch * chunks, columns)](
+        *tensors, partial, tokens, *strides, ROWS=rows, VECTORS=wanted, **options, **FLAGS
+    )
+    for n, out in enumerate(vectors):
+        if out is not None:
+            out.copy_(partial[:, :, n].sum(1))
+
+
 def layernorm_modulate_grad(x, scale, g, eps, dx, d_shift, d_scale):
     """dx [B, S, C] and, unless they are None, the gradients of shift and scale [B, C]."""
-    batch, tokens, channels = x.shape
-    vectors = d_shift is not None or d_scale is not None
-    rows = ROWS if vectors else 1
-    chunks = triton.cdiv(tokens, rows)
-    partial = x.new_empty((batch, chunks, 2, channels) if vectors else 1, dtype=torch.float32)
-    modulate_grad_kernel[(batch * chunks,)](
-        x, scale, g, dx, partial, tokens, *x.stride()[:2], scale.stride(0), *g.stride()[:2], eps,
-        ROWS=rows, VECTORS=vectors, maxnreg=128 if vectors else None, **blocks_of(channels), **FLAGS,
-    )  # fmt: skip
-    sums = partial.sum(1).unbind(1) if vectors else ()
-    for out, total in zip((d_shift, d_scale), sums, strict=False):
-        if out is not None:
-            out.copy_(total)
+    vectors = (d_shift, d_scale)
+    registers = None if d_shift is None and d_scale is None else 128
+    strides = (*x.stride()[:2], scale.stride(0), *g.stride()[:2], eps)
+    options = {"maxnreg": registers, **blocks_of(x.shape[2])}
+    launch_grad(modulate_grad_kernel, 1, (x, scale, g, dx), strides, vectors, **options)

@@ -92,6 +92,8 @@ def one_step(config, world):
     """Runs one training step; returns its samples, gradients, weights and EMA, the loss and the largest |ratio − 1|."""
     prompts = read_prompts(Path(config.data.prompts))
     adapter = opened(config, world)
+    kinds = {type(block).__name__ for net in adapter.modules().values() for block in adapter.blocks(net)}
+    assert {"Fused" in kind for kind in kinds} == {"FUSED" in os.environ}, kinds
     if config.train.lora_rank:
         perturb(adapter, 0.02)
     policy = Policy(dict(adapter.trainable()), config.train)

@@ -48,8 +48,7 @@ class Prompt:
     @property
     def negative(self) -> str | None:
         """Its own negative prompt, from the column `negative_prompt`; None without one."""
-        value = self.meta.get(NEGATIVE)
-        return (value.strip() or None) if isinstance(value, str) else None
+        return self.meta.get(NEGATIVE) or None
 
     def images(self) -> tuple[Image.Image, ...]:
         """The source images as RGB, in order. Raises DataError for a file that is not an image."""
@@ -124,12 +123,14 @@ def read_prompts(path: str | Path, *, unique: bool = True, decode: bool = True) 
 
 def _parse(row: dict[str, Any], folder: Path) -> tuple[str, tuple[str, ...], dict[str, Any]]:
     """(prompt, source files, other columns) of a row. Raises ValueError for an invalid row."""
-    column = next((c for c in TEXT if isinstance(row.get(c), str) and row[c].strip()), None)
+    column = next((c for c in TEXT if isinstance(row.get(c), str) and row[c]), None)
     if column is None:
         raise ValueError(f"no prompt (expected one of the columns {', '.join(TEXT)}, got {', '.join(row)})")
-    text = row[column].strip()
+    text = row[column]
     if "\0" in text:
         raise ValueError("the prompt contains a NUL character; remove it")
+    if not isinstance(row.get(NEGATIVE, ""), str):
+        raise ValueError(f"{NEGATIVE}: expected text, got {row[NEGATIVE]!r:.60}")
     named = {c: _sources(c, row[c], folder) for c in SOURCE if c in row}
     source = next((c for c, files in named.items() if files), "")
     meta = {name: value for name, value in row.items() if name not in (column, source)}

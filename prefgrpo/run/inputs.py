@@ -86,7 +86,9 @@ def fingerprints(
 def check_goes_on(config: Config, folder: RunFolder, newest: Path, now: Mapping[str, str]) -> list[str]:
     """Lines about what changed since a checkpoint. Raises CheckpointError if the run cannot go on from there."""
     meta = read_meta(newest)
-    before = meta["inputs"]
+    before = meta.get("inputs")
+    if before is None:
+        raise CheckpointError(f"{newest} was written by an older version, which noted no inputs: choose another name")
     gone = tuple(name for name in before if name.startswith(MAY_BE_GONE) and name not in now)
     names = [name for name in {**before, **now} if before.get(name) != now.get(name) and name not in gone]
     if fixed := [name for name in names if name.startswith(MAKES_THE_RUN)]:

@@ -26,19 +26,14 @@ FUSED_ON = ("cuda",)
 
 
 class Random(NamedTuple):
-    """Random arguments for a block."""
+    """Random arguments for a block: B samples of N latent and M text tokens, C channels, heads of D channels."""
 
     device: torch.device
     B: int
-    """Samples."""
     N: int
-    """Latent tokens."""
     M: int
-    """Text tokens."""
     C: int
-    """Width."""
     D: int
-    """Width of a head."""
 
     def __call__(self, *shape: int) -> Tensor:
         """N(0, 1) in fp32."""
