@@ -10,10 +10,10 @@ from typing import Any
 class _Lasting(io.FileIO):
     """A descriptor whose reader may go away (a closed pipe or terminal): what is written from then on is discarded."""
 
-    def write(self, data: Any) -> int | None:
+    def write(self, data: Any, /) -> int:
         """As of FileIO, without its OSError."""
         try:
-            return super().write(data)
+            return super().write(data) or 0
         except OSError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
             return len(data)

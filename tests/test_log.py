@@ -5,12 +5,9 @@ killed run leaves one. Expected rows are those that the test wrote.
 """
 
 import json
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
-from tiny_run import environment, recipe, rows
 
 from prefgrpo.run.log import Log, read_metrics
 from prefgrpo.run.run_folder import RunFolder
@@ -107,17 +104,3 @@ def test_a_kind_of_alarm_is_printed_once(tmp_path, capsys):
         one.once(f"WARNING: step {step}", kind="many missing")
     one.close()
     assert capsys.readouterr().out == "WARNING: step 1\n"
-
-
-@pytest.mark.dist
-def test_what_is_printed_ends_no_run(place):
-    """In a locale without the step line's characters, and into a pipe that nobody reads any more."""
-    file = recipe(place, "unread", train={"steps": 2}, eval={"every": 0})
-    env = environment(PYTHONIOENCODING="ascii", PYTHONUTF8="0")
-    command = [sys.executable, "-m", "prefgrpo", "train", str(file)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env) as run:
-        first = run.stdout.readline()
-        run.stdout.close()
-        errors = run.stderr.read().decode()
-    assert run.returncode == 0, errors
-    assert b"?" in first and [row["step"] for row in rows(place / "runs" / "unread")] == [1, 2]

@@ -76,6 +76,11 @@ def train(recipe: Recipe, resume: bool = False, dry_run: bool = False, *, overri
         dry_run: Print configuration and memory, generate the first batch and replay one step; write nothing, and do not
             query the judge.
     """
+    from prefgrpo.run.run_folder import run_of
+
+    folder = run_of(recipe.parent) if resume else None
+    if folder is not None and recipe.name == folder.config.name:  # also of a run that was moved or renamed
+        overrides = merge(folder.place, overrides)
     config = read(recipe, overrides)
     main = os.environ.get("RANK", "0") == "0"
     if dry_run:
@@ -209,10 +214,11 @@ def read_target(target: str, prompts: str, overrides: dict[str, Any]) -> Config:
     Raises ConfigError, ModelError.
     """
     from prefgrpo.models import family_of
+    from prefgrpo.run.inputs import own_inputs
     from prefgrpo.run.run_folder import run_of
 
     if (run := run_of(Path(target))) is not None:
-        return read(run.config, merge({"output": str(run.root.parent), "name": run.root.name}, overrides))
+        return own_inputs(read(run.config, merge(run.place, overrides)), run)
     if Path(target).suffix in (".yaml", ".yml"):
         return read(Path(target), overrides)
     if not prompts:

@@ -154,11 +154,8 @@ class Log:
 
 def _write(text: str) -> None:
     """Print a line above the bar and flush, so that it also appears at once in a redirected log file."""
-    try:
-        tqdm.write(text)
-        sys.stdout.flush()
-    except OSError:  # who read the output is gone; the run goes on
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    tqdm.write(text)
+    sys.stdout.flush()
 
 
 def finite(value: Any) -> Any:
