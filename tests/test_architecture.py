@@ -23,7 +23,7 @@ DISTRIBUTIONS = {
     "tokenizers": "transformers", "huggingface_hub": "transformers",
 }  # fmt: skip
 """Import name → name in pyproject.toml (or of the package that pulls it in), where they differ."""
-OPTIONAL = {"vllm", "wandb", "trackio", "pyarrow", "verl_omni"}
+OPTIONAL = {"vllm", "wandb", "pyarrow", "verl_omni"}
 """Optional packages that are not declared; the code that uses one asks for it by name."""
 
 

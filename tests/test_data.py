@@ -7,6 +7,8 @@ earlier steps, the number of ranks, or chance.
 """
 
 import json
+import struct
+import zlib
 from collections import Counter
 from functools import partial
 from unittest import mock
@@ -16,9 +18,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image
+from PIL import Image, ImageCms
 
-from prefgrpo.data.prompts import DataError, read_prompts, step_prompts
+from prefgrpo.data.file_names import read_media
+from prefgrpo.data.prompts import DataError, read_prompts, read_source, step_prompts
 from prefgrpo.parallel.world import World
 from prefgrpo.run.loading import open_prompts
 
@@ -191,6 +194,93 @@ def test_a_source_is_what_a_viewer_shows(tmp_path):
     upright, grey, clear = (p.images()[0] for p in read_prompts(written(tmp_path / "e.jsonl", rows)))
     assert upright.size == (10, 20) and grey.getpixel((0, 0)) == (128, 128, 128)
     assert clear.getpixel((0, 0)) == (255, 255, 255) and clear.getpixel((1, 0)) == (255, 128, 128)
+
+
+D50 = {
+    "sRGB": [[0.43607, 0.38515, 0.14307], [0.22249, 0.71687, 0.06061], [0.01392, 0.09708, 0.71410]],
+    "Display P3": [[0.51512, 0.29198, 0.15710], [0.24120, 0.69225, 0.06657], [-0.00105, 0.04189, 0.78407]],
+    "Adobe RGB": [[0.60974, 0.20528, 0.14919], [0.31111, 0.62567, 0.06322], [0.01947, 0.06087, 0.74457]],
+}
+"""Colourants (columns R, G, B) of profiles, from their specifications, adapted to D50."""
+
+
+def icc(space, colourants, gamma):
+    """A profile of version 2: `space` RGB with these colourants, or GRAY; the response is one power."""
+    tags = {b"wtpt": b"XYZ \0\0\0\0" + struct.pack(">3i", 63190, 65536, 54061)}
+    curve = b"curv\0\0\0\0" + struct.pack(">IH2x", 1, round(gamma * 256))
+    tags |= dict.fromkeys((b"rTRC", b"gTRC", b"bTRC") if space == b"RGB " else (b"kTRC",), curve)
+    for name, column in zip((b"rXYZ", b"gXYZ", b"bXYZ"), np.transpose(colourants) if colourants else (), strict=False):
+        tags[name] = b"XYZ \0\0\0\0" + struct.pack(">3i", *(round(v * 65536) for v in column))
+    start = 132 + 12 * len(tags)
+    table = b"".join(struct.pack(">4sII", tag, start + 20 * k, len(tags[tag])) for k, tag in enumerate(tags))
+    data = b"".join(content.ljust(20, b"\0") for content in tags.values())
+    head = struct.pack(">I4xI4s4s4s12x4s28x3i", start + len(data), 0x02400000, b"mntr", space, b"XYZ ", b"acsp",
+                       63190, 65536, 54061)  # fmt: skip
+    return head.ljust(128, b"\0") + struct.pack(">I", len(tags)) + table + data
+
+
+def in_srgb(pixels, colourants, gamma):
+    """The formula of the specifications, fp64."""
+    linear = (np.asarray(pixels) / 255) ** gamma
+    if colourants:
+        linear = linear @ np.transpose(colourants) @ np.linalg.inv(np.transpose(D50["sRGB"]))
+    linear = linear.clip(0, 1)
+    return 255 * np.where(linear <= 0.0031308, 12.92 * linear, 1.055 * linear ** (1 / 2.4) - 0.055)
+
+
+@pytest.mark.parametrize("name", ["Display P3", "Adobe RGB", "grey"])
+def test_an_icc_profile_is_applied(tmp_path, name):
+    """For prompts' sources and scored files alike, also beneath transparency."""
+    grey = name == "grey"
+    gamma = 1.5 if grey else 2.2
+    pixels = np.random.default_rng(0).integers(0, 256, (8, 8) if grey else (8, 8, 3), np.uint8)
+    profile = icc(b"GRAY" if grey else b"RGB ", D50.get(name), gamma)
+    image = Image.fromarray(pixels)
+    image.save(tmp_path / "a.png", icc_profile=profile)
+    image.putalpha(255)
+    image.save(tmp_path / "b.png", icc_profile=profile)
+    wanted = in_srgb(pixels, D50.get(name), gamma)
+    wanted = wanted[..., None] if grey else wanted
+    for file in ("a.png", "b.png"):
+        for found in (np.asarray(read_source(str(tmp_path / file))), read_media(tmp_path / file).pixels):
+            assert np.abs(found - wanted).max() < 2.5
+    assert np.abs(wanted - pixels.reshape(8, 8, -1)).max() > 20, "the profile matters"
+
+
+def test_profiles_of_srgb_and_broken_ones_change_nothing(tmp_path):
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (8, 8, 3), np.uint8))
+    image.save(tmp_path / "a.png", icc_profile=ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes())
+    assert read_source(str(tmp_path / "a.png")).tobytes() == image.tobytes()
+    for broken in (b"nothing", icc(b"GRAY", None, 1.0)):
+        image.save(tmp_path / "b.png", icc_profile=broken)
+        with pytest.warns(UserWarning, match="ICC profile cannot be used and is ignored"):
+            assert read_source(str(tmp_path / "b.png")).tobytes() == image.tobytes()
+
+
+def png(depth, kind, row, key):
+    """A PNG of one row; kind: 0 grey, 2 RGB. key: the colour that tRNS makes transparent."""
+
+    def chunk(name, data):
+        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+    width = len(row) // (3 if kind == 2 else 1)
+    head = struct.pack(">IIBBBBB", width, 1, depth, kind, 0, 0, 0)
+    line = b"\0" + struct.pack(f">{len(row)}{'H' if depth == 16 else 'B'}", *row)
+    parts = (
+        (b"IHDR", head),
+        (b"tRNS", struct.pack(f">{len(key)}H", *key)),
+        (b"IDAT", zlib.compress(line)),
+        (b"IEND", b""),
+    )
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunk(*part) for part in parts)
+
+
+@pytest.mark.parametrize("depth", [8, 16])
+def test_a_transparent_colour_is_white_at_any_depth(tmp_path, depth):
+    scale = 257 if depth == 16 else 1
+    for kind, row, key in ((0, (10, 200), (10,)), (2, (10, 20, 30, 200, 200, 200), (10, 20, 30))):
+        (tmp_path / "a.png").write_bytes(png(depth, kind, [v * scale for v in row], [v * scale for v in key]))
+        assert list(read_source(str(tmp_path / "a.png")).getdata()) == [(255, 255, 255), (200, 200, 200)]
 
 
 def test_parquet(tmp_path):

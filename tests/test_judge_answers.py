@@ -104,19 +104,30 @@ def test_the_first_three_categories_of_flex_are_read_by_name_and_an_unreadable_o
 SHORT = {
     "Image 1": 1.0, "image 2.": 0.0, "**Image 1 is better**": 1.0, "Video 2 is better": 0.0, "2": 0.0, "tie": 0.5,
     "Edited image 1 is better": 1.0, "“Image 2 is better”": 0.0,
+    "Final answer: Image 1": 1.0, "The winner is image 2.": 0.0, "The first image is better.": 1.0,
+    "Image 2 wins!": 0.0, "The second edited image is better": 0.0, "图1更好": 1.0, "图像 2 更好。": 0.0,
+    "Image 1更好": 1.0, "第二张图片更好": 0.0, "一样好": 0.5, "两张图像一样好。": 0.5,
+    "\\boxed{1}": 1.0, "$\\boxed{\\text{Image 2}}$": 0.0,
+    "Image 2 shows 3 cats, which is wrong. The answer is \\boxed{1}.": 1.0, "Both are sharp.\nAnswer: Image 2": 0.0,
+    "Image 1 is better, because its hands are right.": 1.0, "Image 2. Reason: it is sharp": 0.0,
+    "\u200bImage 1\ufeff": 1.0, "Image 2 is better.<|im_end|>": 0.0, "图像1更好，因为图像2模糊": 1.0,
 } | dict.fromkeys([
     "", "Image", "Image 3", "Image 12", "12", "-1", "**-1**", "> -1", "1.5", "Image 1 or Image 2", "<answer>",
     "Image 1 is worse", "Image 1 is far from better", "Image ١", "Image 1 is better. Image 2 is better.",
     "Neither image 1 is better nor image 2", "Image 1 is not better", "Image 1 is better lit", "Is image 1 better?",
     "Image 1 is better?", "I prefer image 1", "In terms of colour, image 1 is better", "Image 1 vs. 2", "Image 2 ２",
-    "Final answer: Image 1", "图1更好", "\\boxed{1}", "Image 1更好",
+    "Is the answer image 1?", "Answer: Image 1 or 2", "Answer: Image 12", "\\boxed{1} \\boxed{2}", "\\boxed{12}",
+    "Image 2 is better. \\boxed{1}", "The first image is better. The second image is better.", "不能说图像1更好",
+    "图像1更好是错的", "图1更好，图2更好", "Image 1 wins nothing", "Image 1: blurred",
+    "Image 1. Image 2, because it is sharp", "Image 1\nblurred hands", "第一张图更好吗？", "Answer: 1\nAnswer: 2",
+    "Image 1 is better<|im_end|> Image 2 is better",
 ])  # fmt: skip
 
 
 @pytest.mark.parametrize("text", SHORT)
 def test_a_short_answer_is_a_verdict_or_missing(text):
     value = SHORT[text]
-    assert value_of("plain", text) == value
+    assert value_of("plain", text) == value_of("plain", f"{text}</s>\n<|im_end|>") == value
     assert value_of("think", f"Image 2 is better lit.\n<answer>\n{text}\n</answer>") == value
     assert value_of("flex", json.dumps({"winner": text})) == value
 

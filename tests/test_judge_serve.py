@@ -75,6 +75,12 @@ def test_a_folder_on_the_cpu(vllm, capsys, tmp_path):
     assert flags(printed(capsys, "OWNER/NAME", str(vllm))[1])["--served-model-name"] == "NAME"
 
 
+def test_a_folder_is_known_by_its_config_whatever_its_name(vllm, capsys, tmp_path):
+    for kind, thinks in (("qwen3_5", '{"enable_thinking": false}'), ("qwen3_vl", None)):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+        assert flags(printed(capsys, str(tmp_path), str(vllm))[1]).get("--default-chat-template-kwargs") == thinks
+
+
 def test_the_shipped_recipes_fit_the_defaults(vllm, capsys):
     """Two clips of 8 frames, or two results with their source, at the recipe's size, with 2,000 tokens of text and the
     longest answer; a group's encodings (4 · 4096 bf16 numbers per token) fit a card of 24 GB beside an 8B judge."""

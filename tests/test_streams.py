@@ -18,7 +18,13 @@ FULL = [pytest.param(kind, marks=pytest.mark.full) for kind in ("latin-1", "asci
 @pytest.mark.parametrize("kind", ["closed terminal", *FULL])
 def test_nothing_that_is_printed_ends_a_run(place, kind):
     name = kind.replace(" ", "_")
-    command = [sys.executable, "-m", "prefgrpo", "train", str(recipe(place, name, train={"steps": 2}))]
+    command = [
+        sys.executable,
+        "-m",
+        "prefgrpo",
+        "train",
+        str(recipe(place, name, train={"steps": 2}, eval={"every": 0})),
+    ]
     if kind == "no streams":
         command = ["sh", "-c", 'exec "$@" >&- 2>&-', "sh", *command]
     reader, writer = pty.openpty() if kind == "closed terminal" else os.pipe()

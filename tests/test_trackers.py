@@ -2,8 +2,8 @@
 
 Why these cases: the stored images must be sent unchanged, pixel by pixel, with the row they belong to; a resumed run
 must continue the same run in the tracker; and a missing library must be reported before anything starts. TensorBoard is
-the real library. Weights & Biases and Trackio are tested offline where installed, and always with stub modules with
-their functions' signatures (wandb 0.31, trackio 0.43) that fail on any other argument.
+the real library. Weights & Biases is tested offline where installed, and always with a stub module with its functions'
+signatures (wandb 0.31) that fails on any other argument.
 """
 
 import importlib.machinery
@@ -66,7 +66,7 @@ def test_tensorboard_shows_numbers_and_images(folder):
 
 
 class Recorder(types.ModuleType):
-    """A stub module with the functions of wandb or trackio that we call, and their parameters."""
+    """A stub module with the functions of wandb that we call, and their parameters."""
 
     def __init__(self, name):
         super().__init__(name)
@@ -74,9 +74,7 @@ class Recorder(types.ModuleType):
         self.calls, self.logged = [], {}
 
     def init(self, project, name=None, config=None, resume="never", **own):
-        assert resume in ("allow", "never", "must") and set(own) <= (
-            {"id", "dir"} if self.__name__ == "wandb" else set()
-        )
+        assert resume in ("allow", "never", "must") and set(own) == {"id", "dir"}
         self.calls.append({"project": project, "name": name, "config": config, "resume": resume, **own})
         return self
 
@@ -95,10 +93,10 @@ class Recorder(types.ModuleType):
 def test_a_run_sends_its_samples_with_their_rewards_and_every_denoising_step(trainer, monkeypatch):
     """Steps 1 (the first), 2 and 4 (with an evaluation): the pixels that were scored, and their values in this order.
     Metrics of single denoising steps are the trackers' only, and average to those of the whole step."""
-    module = Recorder("trackio")
-    monkeypatch.setitem(sys.modules, "trackio", module)
+    module = Recorder("wandb")
+    monkeypatch.setitem(sys.modules, "wandb", module)
     rewards = "jpeg_compressibility:1,jpeg_incompressibility:0"
-    one = trainer(trackers=["trackio"], rewards=rewards, train={"steps": 4, "updates_per_rollout": 2})
+    one = trainer(trackers=["wandb"], rewards=rewards, train={"steps": 4, "updates_per_rollout": 2})
     seen = []
     finish = one.scorer.finish
     one.scorer.finish = lambda *given: seen.append(finish(*given)) or seen[-1]
@@ -121,12 +119,11 @@ def test_a_run_sends_its_samples_with_their_rewards_and_every_denoising_step(tra
     assert not any("steps/" in line for line in one.folder.metrics.read_text().splitlines())
 
 
-@pytest.mark.parametrize("name", ["wandb", "trackio"])
-def test_a_service_gets_what_the_run_kept_and_is_resumed(folder, name, monkeypatch):
-    module = Recorder(name)
-    monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setenv(f"{name.upper()}_PROJECT", "mine")
-    given = config(trackers=[name])
+def test_a_service_gets_what_the_run_kept_and_is_resumed(folder, monkeypatch):
+    module = Recorder("wandb")
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    monkeypatch.setenv("WANDB_PROJECT", "mine")
+    given = config(trackers=["wandb"])
     report(folder, given)
     images, prompts = kept(folder)
     for k, (image, prompt) in enumerate(zip(images, prompts, strict=True), 1):
@@ -142,7 +139,7 @@ def test_a_service_gets_what_the_run_kept_and_is_resumed(folder, name, monkeypat
     report(folder, given)
     (pixels, _) = module.logged["images/test/1"][-1][1]
     assert np.array_equal(pixels, np.concatenate([*clips[0], *clips[0]], axis=1)), "frames side by side"
-    assert name == "trackio" or module.calls[-2]["id"] != first["id"], "a fresh run reused the id"
+    assert module.calls[-2]["id"] != first["id"], "a fresh run reused the id"
 
 
 def test_wandb_offline(folder, monkeypatch):
@@ -151,14 +148,6 @@ def test_wandb_offline(folder, monkeypatch):
     report(folder, config(trackers=["wandb"]))
     (place,) = (folder.root / "wandb").glob("offline-run-*")
     stored = {np.asarray(Image.open(file)).tobytes() for file in place.glob("files/media/images/images/test/*.png")}
-    assert {image.tobytes() for image in kept(folder)[0]} <= stored
-
-
-def test_trackio_on_this_machine(folder, monkeypatch, tmp_path):
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
-    pytest.importorskip("trackio")
-    report(folder, config(trackers=["trackio"]))
-    stored = {np.asarray(Image.open(file).convert("RGB")).tobytes() for file in (tmp_path / "trackio").rglob("*.png")}
     assert {image.tobytes() for image in kept(folder)[0]} <= stored
 
 

@@ -315,9 +315,9 @@ class Config:
     offload: tuple[Literal["text_encoder", "vae", "weights"], ...] = ()
     """Parts kept in CPU memory. text_encoder, vae: moved to the GPU only while they are used. weights: the denoiser's
     shards (parallel.shard above 1) and their optimiser state; the optimiser then runs on the CPU."""
-    trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ("tensorboard",)
-    """Where numbers and images go besides metrics.jsonl: TensorBoard events in the run folder; Weights & Biases or
-    Trackio, configured by their environment variables (WANDB_PROJECT, WANDB_MODE=offline, TRACKIO_SPACE_ID)."""
+    trackers: tuple[Literal["tensorboard", "wandb"], ...] = ("tensorboard",)
+    """Where numbers and images go besides metrics.jsonl: TensorBoard events in the run folder; Weights & Biases,
+    configured by its environment variables (WANDB_PROJECT, WANDB_MODE=offline)."""
     data: DataConfig = field(default_factory=DataConfig)
     rollout: SamplingConfig = field(default_factory=SamplingConfig)
     judge: JudgeConfig = field(default_factory=JudgeConfig)

@@ -8,12 +8,13 @@ from __future__ import annotations
 import hashlib
 import io
 import struct
+import warnings
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageOps
+from PIL import Image, ImageCms, ImageOps
 
 UNREADABLE = (OSError, ValueError, SyntaxError, EOFError, RuntimeError, LookupError, TypeError, struct.error,
               Image.DecompressionBombError)  # fmt: skip
@@ -21,19 +22,57 @@ UNREADABLE = (OSError, ValueError, SyntaxError, EOFError, RuntimeError, LookupEr
 
 
 def rgb(image: Image.Image) -> Image.Image:
-    """An opened image file as 8-bit RGB: EXIF orientation applied, 16 bits scaled to 8, transparency on white.
+    """An opened image file as 8-bit sRGB: EXIF orientation and ICC profile applied, 16 bits scaled to 8, on white.
 
     Raises ValueError for other bit depths, which Pillow would clip to black or white, or another of UNREADABLE.
     """
+    profile = image.info.get("icc_profile")
     image = ImageOps.exif_transpose(image)
+    transparent = image.info.get("transparency")
     if image.mode == "F" or (image.mode == "I" and image.getextrema()[1] > 65535):  # type: ignore[operator]
         raise ValueError(f"expected 8 or 16 bits per channel, got mode {image.mode}")
     if image.mode.startswith("I"):
-        image = Image.fromarray((np.asarray(image).astype(np.uint16) >> 8).astype(np.uint8))
+        levels = np.asarray(image).astype(np.uint16)
+        image = Image.fromarray((levels >> 8).astype(np.uint8))
+        if transparent is not None:
+            image.putalpha(Image.fromarray(np.where(levels == transparent, 0, 255).astype(np.uint8)))
+    if isinstance(transparent, tuple) and max(transparent) > 255:  # Pillow has reduced the pixels to 8 bits, not this
+        image.info["transparency"] = tuple(level >> 8 for level in transparent)
+    mode = {"1": "L", "L": "L", "LA": "L", "CMYK": "CMYK"}.get(image.mode, "RGB")
+    alpha = None
     if image.has_transparency_data:
-        image = image.convert("RGBA")
-        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+        whole = image.convert("RGBA")
+        alpha = whole.getchannel("A")
+        image = whole if mode == "RGB" else image
+    image = _in_srgb(image.convert(mode), profile)
+    if alpha is not None:
+        image.putalpha(alpha)
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
+    return image
+
+
+def _in_srgb(image: Image.Image, profile: bytes | None) -> Image.Image:
+    """An image (RGB, L or CMYK) with this ICC profile as RGB in sRGB; a profile that does not fit it has no effect."""
+    if profile:
+        try:
+            if transform := _to_srgb(profile, image.mode):
+                return ImageCms.applyTransform(image, transform) or image
+        except (ImageCms.PyCMSError, OSError, ValueError, TypeError) as error:
+            warnings.warn(f"an image's ICC profile cannot be used and is ignored: {error}", stacklevel=3)
     return image.convert("RGB")
+
+
+@lru_cache(maxsize=64)
+def _to_srgb(profile: bytes, mode: str) -> ImageCms.ImageCmsTransform | None:
+    """From a profile to sRGB; None for one that is sRGB up to rounding."""
+    source = ImageCms.ImageCmsProfile(io.BytesIO(profile))
+    transform = ImageCms.buildTransform(source, ImageCms.createProfile("sRGB"), mode, "RGB")
+    levels = np.arange(0, 256, 17, dtype=np.uint8)
+    colours = np.stack(np.meshgrid(levels, levels, levels), axis=-1).reshape(64, 64, 3)
+    probe = Image.fromarray(colours).convert(mode)
+    shown = np.asarray(ImageCms.applyTransform(probe, transform), np.int16)
+    same = mode != "CMYK" and np.abs(shown - np.asarray(probe.convert("RGB"))).max() <= 2
+    return None if same else transform
 
 
 @dataclass(frozen=True, eq=False)

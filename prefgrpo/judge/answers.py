@@ -16,15 +16,22 @@ from typing import Any
 
 import numpy as np
 
+from prefgrpo.data.tables import INVISIBLE
 from prefgrpo.judge.template import Template, spelled
 
 CATEGORIES = 3
 """Categories of a `flex` answer that are used."""
-_ONLY = re.compile(r"(?:(?:edited )?(?:image|video) )?([12])|(?:edited )?(?:image|video) ([12]) is better", re.I | re.A)
+_ONLY = re.compile(
+    r"(?P<asked>(?:(?:my |the )?(?:final )?(?:answer|verdict|winner|choice|decision) ?(?:is|:)? ?)?)"
+    r"(?:(?:(?:edited )?(?:image|video) )?([12])|(?:edited )?(?:image|video) ([12]) (?:is better|wins))",
+    re.I | re.A,
+)
 """A whole answer that names one of two."""
-_TIE = re.compile(r"tie|both (?:images|videos|edited images) are equally good", re.I)
+_TIE = re.compile(
+    r"tie|both (?:images|videos|edited images) are equally good|(?:两[张个幅]图像?)?(?:都|质量)?一样好", re.I
+)
 _STATED = re.compile(
-    r"\b(?:edited )?(?:image|video) ([12]) is better"
+    r"\b(?:edited )?(?:image|video) ([12]) (?:is better|wins)"
     r"(?=[\"'”)]* *(?:$|,|because\b|since\b|due to\b|overall\b|as (?:it|the)\b|than (?:edited )?(?:image|video) [12]))",
     re.I | re.A,
 )
@@ -40,7 +47,21 @@ _LEAD = re.compile(
 """What may come before it in the sentence; anything else may negate, quote or narrow it."""
 _THOUGHTS = re.compile(r".*</(?:think|thinking|thought)>", re.I | re.S)
 _THINKS = re.compile(r"<(?:think|thinking|thought)>", re.I)
-_MARKUP = re.compile(r"[*`_]+")
+_SAME = {
+    re.compile(r"\\boxed ?\{(?:\\text ?\{)?([^{}]*)\}+"): r"\nanswer: \1\n",
+    re.compile(r"\b(?:the )?first (edited )?(image|video)\b", re.I): r"\1\2 1",
+    re.compile(r"\b(?:the )?second (edited )?(image|video)\b", re.I): r"\1\2 2",
+    re.compile(r"(?:图像|图片|图|视频|image|video) ?([12]) ?(?:更好|胜出|获胜)", re.I): r"image \1 is better",
+    re.compile(r"第一[张个幅](?:图像|图片|图|视频)更好"): "image 1 is better",
+    re.compile(r"第二[张个幅](?:图像|图片|图|视频)更好"): "image 2 is better",
+    re.compile(r"\A\W*((?:edited )?(?:image|video) [12])[.,:;\s–—-]+(?=(?:reason|explanation|because|since)\b)", re.I):
+        r"\1 is better.\n",
+}  # fmt: skip
+"""Other forms of a verdict → the form that is read."""
+_PUNCTUATION = str.maketrans("。！？；，：", ".!?;,:", INVISIBLE)
+_SPECIAL = re.compile(r"(?:\s*(?:<\|[^<>|]{1,40}\|>|</s>|<eos>))+\s*\Z")
+"""Special tokens of a model at the end of its answer."""
+_MARKUP = re.compile(r"[*`_$]+")
 _EDGE = " \"'“”#>•.!\n"
 _ANSWER = re.compile(r"</?answer>", re.I)
 _SCORE = re.compile(r"</?score>", re.I)
@@ -70,7 +91,7 @@ def parse_answer(template: Template, text: str, cut: bool = False) -> tuple[floa
         raise Unreadable(
             f"the answer was cut off (max_tokens is {template.max_tokens}; raise it in the template): {text[-80:]!r}"
         )
-    text = strip_reasoning(text)
+    text = strip_reasoning(_SPECIAL.sub("", text))
     match template.answer:
         case "think":
             return _winner(_between(text, _ANSWER)), {}
@@ -96,7 +117,7 @@ def strip_reasoning(text: str) -> str:
 
 def _bare(text: str) -> str:
     """The text without markup and repeated spaces, line by line."""
-    return "\n".join(" ".join(line.split()) for line in _MARKUP.sub("", text).splitlines())
+    return "\n".join(" ".join(line.split()) for line in _MARKUP.sub("", text).translate(_PUNCTUATION).splitlines())
 
 
 def _between(text: str, tag: re.Pattern[str]) -> str:
@@ -108,10 +129,10 @@ def _between(text: str, tag: re.Pattern[str]) -> str:
 
 
 def _short_verdict(text: str) -> float | None:
-    """'Image 1', 'Video 2 is better.', '1', 'tie' … -> 1.0, 0.0 or 0.5; None if the text says anything else."""
-    whole = _bare(text).strip(_EDGE)
+    """'Image 1', 'Video 2 is better.', '1', 'tie' … -> 1.0, 0.0 or 0.5; None if the bare text says anything else."""
+    whole = text.strip(_EDGE)
     if match := _ONLY.fullmatch(whole):
-        return 2.0 - int(match[1] or match[2])
+        return 2.0 - int(match[2] or match[3])
     return 0.5 if _TIE.fullmatch(whole) else None
 
 
@@ -122,12 +143,17 @@ def parse_plain(text: str) -> float:
 
 def _winner(value: Any) -> float:
     """A short verdict, or the one winner that the sentences of a longer text state."""
-    text = "" if isinstance(value, bool) else str(value)
+    text = "" if isinstance(value, bool) else _bare(str(value))
+    for form, read in _SAME.items():
+        text = form.sub(read, text)
     if (short := _short_verdict(text)) is not None:
         return short
-    pieces = re.split(r"([.!?;\n])", _bare(text))
+    pieces = re.split(r"([.!?;\n])", text)
     stated = set()
     for sentence, end in zip(pieces[::2], [*pieces[1::2], ""], strict=True):
+        named = _ONLY.fullmatch(sentence.strip(_EDGE))
+        if named and named["asked"] and end != "?":
+            stated.add(named[2] or named[3])
         found = list(_STATED.finditer(sentence))
         before = sentence[: found[0].start()].strip(_EDGE) if found else ""
         if end != "?" and _LEAD.fullmatch(before):

@@ -106,7 +106,9 @@ def serve(
     words += ["--mm-processor-cache-gb", str(media_cache_gb)]
     words += ["--max-num-batched-tokens", str(batched_tokens)]  # also the size of the encoder cache
     words += ["--shutdown-timeout", "20"]  # answers the requests in flight after SIGTERM
-    if re.search(r"qwen3\.?5", PRESETS.get(model, model), re.I):  # thinks by default, which judges do not
+    file = Path(model) / "config.json"
+    described = file.read_text(encoding="utf-8") if file.is_file() else PRESETS.get(model, model)
+    if re.search(r"qwen3[._]?5", described, re.I):  # thinks by default, which judges do not
         words += ["--default-chat-template-kwargs", '{"enable_thinking": false}']
     words += ["--enforce-eager"] if cpu else ["--gpu-memory-utilization", str(gpu_memory)]
     words += shlex.split(extra)

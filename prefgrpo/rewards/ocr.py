@@ -39,6 +39,14 @@ CLOSING = '"”“””»«›‹」』＂'
 _QUOTED = re.compile("|".join(rf"(?<!\d){a}([^{a}{b}]*){b}" for a, b in zip(OPENING, CLOSING, strict=True)))
 """A quotation; a mark after a digit means inches."""
 _UNPAIRED = re.compile(rf"(?<!\d)[{OPENING}{CLOSING}]")
+_WORD = "0-9A-Za-zÀ-ɏ"
+_SINGLE = re.compile(
+    "|".join(
+        rf"(?<![{_WORD}]){a}(?!\s|n{b})((?:[^{a}{b}\n]|(?<=[{_WORD}]){b}(?=[{_WORD}]))+)(?<!\s){b}(?![{_WORD}])"
+        for a, b in ("''", "‘’", "‚‘", "＇＇", "``")
+    )
+)
+"""A quotation in single marks or backticks; a mark between letters is an apostrophe, and 'n' is `and`."""
 _MOST_ORDERED = 4
 """Of more texts than this, only the order in the prompt is tried."""
 Distance = Callable[[str, str], int]
@@ -47,11 +55,15 @@ Read = Callable[[NDArray[np.uint8]], str]
 
 
 def quoted(prompt: str) -> list[str]:
-    """The texts in double quotation marks of any language. Raises ValueError if a quotation is not closed."""
+    """The texts in double quotation marks of any language; without any, those in single ones or backticks.
+
+    Raises ValueError if a double quotation is not closed.
+    """
     rest = _QUOTED.sub("", prompt)
     if unclosed := _UNPAIRED.search(rest):
         raise ValueError(f"the prompt does not close the quotation {rest[unclosed.start() :][:31]!r}")
-    return [text for texts in _QUOTED.findall(prompt) for text in texts if text]
+    double = [text for texts in _QUOTED.findall(prompt) for text in texts if text]
+    return double or [text for texts in _SINGLE.findall(prompt) for text in texts if text]
 
 
 def targets(sample: Sample) -> list[str]:

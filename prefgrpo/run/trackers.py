@@ -1,8 +1,8 @@
-"""Experiment trackers in addition to metrics.jsonl: TensorBoard, Weights & Biases and Trackio.
+"""Experiment trackers in addition to metrics.jsonl: TensorBoard and Weights & Biases.
 
 Each receives the metrics, groups of training images with their rewards, and evaluation images next to those from before
-training; of clips, frames. The libraries' own environment variables set the destination (WANDB_MODE=offline,
-TRACKIO_SPACE_ID, …); the project is WANDB_PROJECT or TRACKIO_PROJECT, by default prefgrpo. Invariant: the run's files
+training; of clips, frames. WANDB_MODE=offline and its other variables set the destination; the project is
+WANDB_PROJECT, by default prefgrpo. Invariant: the run's files
 never depend on trackers.
 """
 
@@ -40,7 +40,7 @@ def config_errors(config: Config) -> list[str]:
 def open_trackers(config: Config, folder: RunFolder, start: int) -> list[Tracker]:
     """The trackers of a run that starts or resumes after step `start`."""
     return [
-        TensorBoard(folder, start) if name == "tensorboard" else Service(name, config, folder, start > 0)
+        TensorBoard(folder, start) if name == "tensorboard" else WandB(config, folder, start > 0)
         for name in config.trackers
     ]
 
@@ -66,21 +66,24 @@ class TensorBoard:
         self._writer.close()
 
 
-class Service:
-    """Weights & Biases, or Trackio, which has the same API."""
+class WandB:
+    """Weights & Biases."""
 
-    def __init__(self, name: str, config: Config, folder: RunFolder, resumed: bool) -> None:
-        self._module: Any = import_module(name)
-        options: dict[str, Any] = {"resume": "allow" if resumed else "never"}
-        if name == "wandb":
-            if not (resumed and folder.wandb_id.is_file()):
-                write_atomic(folder.wandb_id, uuid.uuid4().hex)
-            options |= {"id": folder.wandb_id.read_text().strip(), "dir": str(folder.root)}
-        project = os.environ.get(f"{name.upper()}_PROJECT", "prefgrpo")
-        self._run = self._module.init(project=project, name=config.name, config=to_dict(config), **options)
+    def __init__(self, config: Config, folder: RunFolder, resumed: bool) -> None:
+        self._module: Any = import_module("wandb")
+        if not (resumed and folder.wandb_id.is_file()):
+            write_atomic(folder.wandb_id, uuid.uuid4().hex)
+        self._run = self._module.init(
+            project=os.environ.get("WANDB_PROJECT", "prefgrpo"),
+            name=config.name,
+            config=to_dict(config),
+            resume="allow" if resumed else "never",
+            id=folder.wandb_id.read_text().strip(),
+            dir=str(folder.root),
+        )
 
     def log(self, step: int, numbers: Mapping[str, float], pictures: Pictures) -> None:
-        """Scalars, and images with their captions; Weights & Biases ignores steps that a resumed run repeats."""
+        """Scalars, and images with their captions; steps that a resumed run repeats are ignored."""
         image = self._module.Image
         shown = {name: image(pixels, caption=caption) for name, (caption, pixels) in pictures.items()}
         self._run.log({**numbers, **shown}, step=step)
@@ -90,7 +93,7 @@ class Service:
         self._run.finish()
 
 
-Tracker = TensorBoard | Service
+Tracker = TensorBoard | WandB
 
 
 def evaluated(folder: RunFolder, name: str, step: int) -> Pictures:
