@@ -55,7 +55,7 @@ def heads(i: Inputs) -> list[Tensor]:
 
 def eager_norm_rope(i: Inputs) -> tuple[Tensor, ...]:
     """RMS norm and rotary embedding of queries and keys."""
-    return reference_norm_rope(heads(i), i["cos"], i["sin"], EPS)
+    return reference_norm_rope(heads(i), i["cos"], i["sin"], EPS, -1)
 
 
 OPS = {

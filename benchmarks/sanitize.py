@@ -61,10 +61,11 @@ def blocks(heads: int, dim: int, dtype: torch.dtype, device: str) -> int:
     for width, table in ((dim, dim), (channels, dim // 2)):
         weight = torch.ones(width, device=device, dtype=dtype, requires_grad=True)
         cos, sin = torch.randn(2, 33, table, device=device)
-        split = [t.unflatten(2, (heads, dim)) for t in (q, k)]
-        out += ops.qk_norm_rope(*split, weight, weight, cos, sin)
+        for pairs in (-1, -2):
+            split = [t.unflatten(2, (heads, dim)) for t in (q, k)]
+            out += ops.qk_norm_rope(*split, weight, weight, cos, sin, use_real_unbind_dim=pairs)
     sum(t.sum() for t in out).backward()
-    return 4
+    return 6
 
 
 if __name__ == "__main__":

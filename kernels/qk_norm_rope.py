@@ -9,34 +9,49 @@ import torch
 import triton
 import triton.language as tl
 
-from prefgrpo.kernels.layernorm_modulate import ROWS
 from prefgrpo.kernels.noise import FLAGS
 from prefgrpo.kernels.sde_step import load_fp32, store_rounded
 
+ROWS = 32
+"""Tokens of one partial sum of the weights' gradients."""
+
 
 @triton.jit
-def load_pairs(ptr, keep, D: tl.constexpr, HALF: tl.constexpr):
+def load_pairs(ptr, keep, D: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
     """The first and the second channels of all pairs, [N, HALF] each, of the rows at `ptr` [N, 1]."""
-    c = tl.arange(0, 2 * HALF)[None, :]
-    return tl.split(tl.reshape(load_fp32(ptr + c, keep & (c < D)), (keep.shape[0], HALF, 2)))
+    if INTERLEAVED:
+        c = tl.arange(0, 2 * HALF)[None, :]
+        return tl.split(tl.reshape(load_fp32(ptr + c, keep & (c < D)), (keep.shape[0], HALF, 2)))
+    else:
+        c = tl.arange(0, HALF)[None, :]
+        mask = keep & (c < D // 2)
+        return load_fp32(ptr + c, mask), load_fp32(ptr + D // 2 + c, mask)
 
 
 @triton.jit
-def store_pairs(ptr, a, b, keep, D: tl.constexpr, HALF: tl.constexpr):
+def store_pairs(ptr, a, b, keep, D: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
     """Store what `load_pairs` loads."""
-    c = tl.arange(0, 2 * HALF)[None, :]
-    store_rounded(ptr + c, tl.interleave(a, b), keep & (c < D))
+    if INTERLEAVED:
+        c = tl.arange(0, 2 * HALF)[None, :]
+        store_rounded(ptr + c, tl.interleave(a, b), keep & (c < D))
+    else:
+        c = tl.arange(0, HALF)[None, :]
+        mask = keep & (c < D // 2)
+        store_rounded(ptr + c, a, mask)
+        store_rounded(ptr + D // 2 + c, b, mask)
 
 
 @triton.jit
-def load_table(ptr, stride, keep, D: tl.constexpr, HALF: tl.constexpr, PER_PAIR: tl.constexpr):
+def load_table(
+    ptr, stride, keep, D: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, PER_PAIR: tl.constexpr
+):  # fmt: skip
     """A token's row of cos or sin for the first and the second channels, of every head."""
     if PER_PAIR:
         c = tl.arange(0, HALF)[None, :]
         t = tl.load(ptr + c * stride, mask=keep & (c < D // 2), other=0.0)
         return t, t
     else:
-        return load_pairs(ptr, keep, D, HALF)
+        return load_pairs(ptr, keep, D, HALF, INTERLEAVED)
 
 
 @triton.jit
@@ -52,7 +67,7 @@ def mean(t, D: tl.constexpr, H: tl.constexpr, ACROSS: tl.constexpr):
 @triton.jit
 def norm_and_rotate(
     a, b, ga, gb, w_ptr, out_ptr, ca, cb, sa, sb, h, keep, eps, dwa, dwb,
-    D: tl.constexpr, H: tl.constexpr, HALF: tl.constexpr,
+    D: tl.constexpr, H: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, NORM: tl.constexpr,
     ACROSS: tl.constexpr, ROPE: tl.constexpr, GRAD: tl.constexpr,
 ):  # fmt: skip
     """Store the queries or the keys of one token, or with GRAD their gradient; dwa and dwb with its summands added."""
@@ -60,26 +75,30 @@ def norm_and_rotate(
         turned = ga * ca + gb * sb
         gb = gb * cb - ga * sa
         ga = turned
-    r = tl.div_rn(1.0, tl.sqrt_rn(mean(a * a + b * b, D, H, ACROSS) + eps))
-    a = a * r
-    b = b * r
-    wa, wb = load_pairs(w_ptr + (h * D if ACROSS else h * 0), keep, D, HALF)
+    if NORM:
+        r = tl.div_rn(1.0, tl.sqrt_rn(mean(a * a + b * b, D, H, ACROSS) + eps))
+        a = a * r
+        b = b * r
+        wa, wb = load_pairs(w_ptr + (h * D if ACROSS else h * 0), keep, D, HALF, INTERLEAVED)
+        if GRAD:
+            dwa += ga * a
+            dwb += gb * b
+            ga = ga * wa
+            gb = gb * wb
+            dot = mean(ga * a + gb * b, D, H, ACROSS)
+            ga = r * (ga - a * dot)
+            gb = r * (gb - b * dot)
+        else:
+            a = a * wa
+            b = b * wb
     if GRAD:
-        dwa += ga * a
-        dwb += gb * b
-        ga = ga * wa
-        gb = gb * wb
-        dot = mean(ga * a + gb * b, D, H, ACROSS)
-        a = r * (ga - a * dot)
-        b = r * (gb - b * dot)
-    else:
-        a = a * wa
-        b = b * wb
-        if ROPE:
-            turned = a * ca - b * sa
-            b = b * cb + a * sb
-            a = turned
-    store_pairs(out_ptr + h * D, a, b, keep, D, HALF)
+        a = ga
+        b = gb
+    elif ROPE:
+        turned = a * ca - b * sa
+        b = b * cb + a * sb
+        a = turned
+    store_pairs(out_ptr + h * D, a, b, keep, D, HALF, INTERLEAVED)
     return dwa, dwb
 
 
@@ -88,8 +107,8 @@ def qk_kernel(
     q_ptr, k_ptr, qw_ptr, kw_ptr, cos_ptr, sin_ptr, gq_ptr, gk_ptr, q_out_ptr, k_out_ptr, partial_ptr, rows, tokens,
     q_batch, q_token, k_batch, k_token, table_batch, table_token, table_pair,
     gq_batch, gq_token, gk_batch, gk_token, qo_batch, qo_token, ko_batch, ko_token, eps,
-    D: tl.constexpr, H: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
-    ACROSS: tl.constexpr, ROPE: tl.constexpr, PER_PAIR: tl.constexpr, GRAD: tl.constexpr,
+    D: tl.constexpr, H: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, INTERLEAVED: tl.constexpr,
+    NORM: tl.constexpr, ACROSS: tl.constexpr, ROPE: tl.constexpr, PER_PAIR: tl.constexpr, GRAD: tl.constexpr,
     ROWS: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, WEIGHTS: tl.constexpr,
 ):  # fmt: skip
     """HEADS heads of ROWS tokens, of queries, keys or both. WEIGHTS: also their sum [H, D] of the weights' gradient."""
@@ -107,65 +126,68 @@ def qk_kernel(
         sb = 0.0
         if ROPE:
             at = i * table_batch + s * table_token + h * 0  # of tiles of one layout, none is exchanged between threads
-            ca, cb = load_table(cos_ptr + at, table_pair, keep, D, HALF, PER_PAIR)
-            sa, sb = load_table(sin_ptr + at, table_pair, keep, D, HALF, PER_PAIR)
+            ca, cb = load_table(cos_ptr + at, table_pair, keep, D, HALF, INTERLEAVED, PER_PAIR)
+            sa, sb = load_table(sin_ptr + at, table_pair, keep, D, HALF, INTERLEAVED, PER_PAIR)
         q_at = q_ptr + i * q_batch + s * q_token + h * D
         k_at = k_ptr + i * k_batch + s * k_token + h * D
         gq_at = gq_ptr + i * gq_batch + s * gq_token + h * D
         gk_at = gk_ptr + i * gk_batch + s * gk_token + h * D
         # all of a token's loads before the first store, which waits for a norm
-        qa, qb = load_pairs(q_at, keep & QUERIES, D, HALF)
-        ka, kb = load_pairs(k_at, keep & KEYS, D, HALF)
-        gqa, gqb = load_pairs(gq_at, keep & QUERIES, D, HALF) if GRAD else (qa, qb)
-        gka, gkb = load_pairs(gk_at, keep & KEYS, D, HALF) if GRAD else (ka, kb)
+        qa, qb = load_pairs(q_at, keep & QUERIES, D, HALF, INTERLEAVED)
+        ka, kb = load_pairs(k_at, keep & KEYS, D, HALF, INTERLEAVED)
+        gqa, gqb = load_pairs(gq_at, keep & QUERIES, D, HALF, INTERLEAVED) if GRAD else (qa, qb)
+        gka, gkb = load_pairs(gk_at, keep & KEYS, D, HALF, INTERLEAVED) if GRAD else (ka, kb)
         if QUERIES:
             dwa, dwb = norm_and_rotate(
                 qa, qb, gqa, gqb, qw_ptr, q_out_ptr + i * qo_batch + s * qo_token, ca, cb, sa, sb, h, keep, eps,
-                dwa, dwb, D, H, HALF, ACROSS, ROPE, GRAD,
+                dwa, dwb, D, H, HALF, INTERLEAVED, NORM, ACROSS, ROPE, GRAD,
             )  # fmt: skip
         if KEYS:
             dwa, dwb = norm_and_rotate(
                 ka, kb, gka, gkb, kw_ptr, k_out_ptr + i * ko_batch + s * ko_token, ca, cb, sa, sb, h, keep, eps,
-                dwa, dwb, D, H, HALF, ACROSS, ROPE, GRAD,
+                dwa, dwb, D, H, HALF, INTERLEAVED, NORM, ACROSS, ROPE, GRAD,
             )  # fmt: skip
     if WEIGHTS:
-        store_pairs(partial_ptr + (pid * H + h) * D, dwa, dwb, keep, D, HALF)
+        store_pairs(partial_ptr + (pid * H + h) * D, dwa, dwb, keep, D, HALF, INTERLEAVED)
 
 
-def _launch(q, k, q_weight, k_weight, cos, sin, eps, grads, outs, rows, partials):
+def _launch(q, k, q_weight, k_weight, cos, sin, eps, interleaved, grads, outs, rows, partials):
     """Run the kernel, once for queries and keys or, with their weights' partial sums, once for each."""
     batch, tokens, heads, dim = q.shape
-    across = q_weight.numel() != dim
+    norm = q_weight is not None
+    across = norm and q_weight.numel() != dim
     block = triton.next_power_of_2(heads) if across else min(8, triton.next_power_of_2(heads))
     width = max(2, triton.next_power_of_2(dim))
-    threads = block * width // (16 if across else 8)  # which load 128 bits each
+    interleaved = interleaved or cos is None
+    threads = block * width // (8 if interleaved and not across else 16)  # which load 128 bits each
     table = (0, 0, 1) if cos is None else (cos.stride(0) if cos.dim() == 3 else 0, *cos.stride()[-2:])
     strides = [stride for t in (*grads, *outs) for stride in t.stride()[:2]]
     # an absent tensor is replaced by one that the kernel then does not read
+    weights = (q_weight, k_weight) if norm else (q, q)
     tables = (q, q) if cos is None else (cos, sin)
     for n, partial in enumerate(partials or [None]):
         qk_kernel[(triton.cdiv(batch * tokens, rows), triton.cdiv(heads, block))](
-            q, k, q_weight, k_weight, *tables, *grads, *outs, q if partial is None else partial, batch * tokens, tokens,
+            q, k, *weights, *tables, *grads, *outs, q if partial is None else partial, batch * tokens, tokens,
             *q.stride()[:2], *k.stride()[:2], *table, *strides, eps,
-            D=dim, H=heads, HALF=width // 2, HEADS=block,
+            D=dim, H=heads, HALF=width // 2, HEADS=block, INTERLEAVED=interleaved, NORM=norm,
             ACROSS=across, ROPE=cos is not None, PER_PAIR=cos is not None and cos.shape[-1] != dim,
             GRAD=grads[0] is not q, ROWS=rows, QUERIES=n == 0, KEYS=n == 1 or not partials,
             WEIGHTS=partial is not None, num_warps=min(16, max(1, threads // 32)), **FLAGS,
         )  # fmt: skip
 
 
-def qk_norm_rope(q, k, q_weight, k_weight, cos, sin, eps, q_out, k_out):
+def qk_norm_rope(q, k, q_weight, k_weight, cos, sin, eps, interleaved, q_out, k_out):
     """q_out and k_out [B, S, H, D], which may be some of the tokens of longer tensors."""
-    _launch(q, k, q_weight, k_weight, cos, sin, eps, (q, k), (q_out, k_out), 1, ())
+    _launch(q, k, q_weight, k_weight, cos, sin, eps, interleaved, (q, k), (q_out, k_out), 1, ())
 
 
-def qk_norm_rope_grad(q, k, q_weight, k_weight, cos, sin, eps, gq, gk, dq, dk, d_q_weight, d_k_weight):
+def qk_norm_rope_grad(q, k, q_weight, k_weight, cos, sin, eps, interleaved, gq, gk, dq, dk, d_q_weight, d_k_weight):
     """dq and dk, and both gradients of the weights unless they are None."""
     batch, tokens, heads, dim = q.shape
     wanted = () if d_q_weight is None else (d_q_weight, d_k_weight)
     chunks = triton.cdiv(batch * tokens, ROWS)
     partials = [q.new_empty(chunks, heads, dim, dtype=torch.float32) for _ in wanted]
     rows = ROWS if wanted else 1
-    _launch(q, k, q_weight, k_weight, cos, sin, eps, (gq, gk), (dq, dk), rows, partials)
+    _launch(q, k, q_weight, k_weight, cos, sin, eps, interleaved, (gq, gk), (dq, dk), rows, partials)
     for out, partial in zip(wanted, partials, strict=True):
         out.copy_(partial.sum((0, 1)) if out.numel() == dim else partial.sum(0).flatten())

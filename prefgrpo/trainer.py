@@ -26,10 +26,10 @@ import numpy as np
 import torch
 
 from prefgrpo.config.loading import differences, load, recipe_values, to_dict
-from prefgrpo.config.recipe import ConfigError, merge, to_yaml
+from prefgrpo.config.recipe import ConfigError, UserError, merge, to_yaml
 from prefgrpo.config.schema import Config
 from prefgrpo.data.atomic import write_atomic, write_folder
-from prefgrpo.data.prompts import fingerprint, prompt_sets
+from prefgrpo.data.prompts import prompt_sets
 from prefgrpo.models.attention import without_cudnn
 from prefgrpo.objectives import objective
 from prefgrpo.objectives.base import Targets
@@ -46,11 +46,12 @@ from prefgrpo.rollout.sampling import eval_sampling
 from prefgrpo.run import checkpoint
 from prefgrpo.run.arguments import Prompts, RewardLike, run_config
 from prefgrpo.run.checkpoint import CheckpointError, Checkpoints
-from prefgrpo.run.checks import check_goes_on, check_same_run, config_errors
+from prefgrpo.run.checks import check_same_run, config_errors
 from prefgrpo.run.ending import ENDS_A_RUN, Diverged, Interrupt, Result, TrainingStopped
 from prefgrpo.run.evaluate import Evaluator, eval_sets
 from prefgrpo.run.flops import Throughput
 from prefgrpo.run.groups import pictures, save_groups
+from prefgrpo.run.inputs import check_goes_on, fingerprints, keep_inputs, own_inputs
 from prefgrpo.run.judging import Rewards, evaluation_scorer, training_scorer
 from prefgrpo.run.loading import open_collector, open_model, open_prompts, open_schedules
 from prefgrpo.run.log import Clock, Log
@@ -118,8 +119,11 @@ class Trainer:
         """Its summary line."""
         self._ahead: StepRollout | None = None
         """Samples of the next step (rollout.staleness)."""
+        self._given = self.config
+        """The configuration as it is written to the run folder."""
         with python_rewards(self._objects), ExitStack() as opened:
             opened.enter_context(without_cudnn())
+            self.config = own_inputs(self._given, self.folder)
             if problems := config_errors(self.config):
                 raise ConfigError(problems)
             self.world = parallel.join(self.config)
@@ -128,8 +132,8 @@ class Trainer:
             if lock is not None:
                 opened.callback(os.close, lock)
             if resume:
-                check_same_run(self.config, self.folder)
-            self._open(opened)
+                check_same_run(self._given, self.folder)
+            self._open(opened, resume)
             self._start_folder(resume)
             self._opened = opened.pop_all()
 
@@ -142,7 +146,7 @@ class Trainer:
         del whole["family"]
         return cls(**(merge(whole, values) | named))
 
-    def _open(self, opened: ExitStack) -> None:
+    def _open(self, opened: ExitStack, resume: bool) -> None:
         """Open the parts of the run in order: what fails soonest first, the model last."""
         config = self.config
         world = self.world
@@ -155,6 +159,12 @@ class Trainer:
         self.scorer = training_scorer(config, trained, self.folder.judgements_of(world.rank), world)
         opened.callback(self.scorer.cancel)
         measuring = rewards.build("eval.rewards", config.measured, held_out) if sets else {}
+        self.inputs = world.on_main(partial(fingerprints, config, prompts, sets), UserError) or {}
+        self.inputs |= rewards.served
+        """On rank 0, what the run is made from → its fingerprint."""
+        changed: list[str] = []
+        if resume and world.any(world.main and self.folder.latest() is not None):
+            changed = world.on_main(self._changes, CheckpointError) or []
         embeddings = Embeddings(config)
         absent = len(embeddings.absent(run_entries(config, prompts, held_out)))
         self.objective = objective(config.train)
@@ -172,11 +182,20 @@ class Trainer:
         self.interrupt = Interrupt()
         opened.callback(self.interrupt.restore)
         counts = {name: len(set(evaluator.eval_set.group)) for name, evaluator in self.evaluators.items()}
-        self.notes = [*start_notes(config, world, self.adapter, self.policy, len(prompts), counts), *rewards.notes]
+        self.notes = [
+            *changed,
+            *start_notes(config, world, self.adapter, self.policy, len(prompts), counts),
+            *rewards.notes,
+        ]
         self.notes += prompt_warnings(config, prompts, held_out)
         if config.data.cache:
             state = f"{absent} entries are encoded now" if absent else "complete, no text encoder was loaded"
             self.notes.append(f"embeddings in {config.data.cache}: {state}")
+
+    def _changes(self) -> list[str]:
+        """On rank 0: what changed since the newest checkpoint. Raises CheckpointError if the run cannot go on."""
+        newest = self.folder.latest()
+        return check_goes_on(self._given, self.folder, newest, self.inputs) if newest else []
 
     def _start_folder(self, resume: bool) -> None:
         """Write the configuration of a new run, or read the newest checkpoint of an old one; open the log."""
@@ -188,20 +207,20 @@ class Trainer:
         newest = world.all_gather_object(folder.latest() if resume else None)[0]  # a shared disk may show others less
         if newest is not None:
             meta = checkpoint.read(newest, self.policy.state_dict(), world)
-            check_goes_on(config, folder, meta, fingerprint(self.rollouts.prompts))
             self.policy.updates = meta["updates"]
             self.start = meta["step"]
             for evaluator in self.evaluators.values() if self.start else ():
                 evaluator.start(resumed=True)
             self.notes.append(f"resumed from {newest}")
-            changed = differences(load(folder.config), config) if world.main and folder.config.is_file() else {}
+            changed = differences(load(folder.config), self._given) if world.main and folder.config.is_file() else {}
             self.notes += [f"changed since: {field} {before} → {now}" for field, (before, now) in changed.items()]
             if changed:
                 shutil.copyfile(folder.config, folder.old_config(self.start))
         elif resume:
             self.notes.append(f"no checkpoint in {folder.root} yet; starting from step 0")
         if world.main:
-            write_atomic(folder.config, to_yaml(to_dict(config)))  # first: a resumed run needs it
+            write_atomic(folder.config, to_yaml(to_dict(self._given)))  # first: a resumed run needs it
+            keep_inputs(self._given, folder, first=newest is None)
             folder.eval.mkdir(exist_ok=True)
             folder.groups.mkdir(exist_ok=True)
             for log in folder.all_judgements():
@@ -427,7 +446,7 @@ class Trainer:
     def _save(self, done: int) -> Path:
         """Start to write the checkpoint after `done` steps; training goes on meanwhile."""
         self._saved(wait=True)
-        meta = {"updates": self.policy.updates, "prompts": fingerprint(self.rollouts.prompts)}
+        meta = {"updates": self.policy.updates, "inputs": self.inputs}
         lora = self._write_lora if self.config.train.lora_rank else None
         self.checkpoints.save(done, self.policy.state_dict(), meta, lora)
         return self.folder.checkpoint(done)

@@ -42,7 +42,7 @@ DTYPES = [(F32, BF16, F32), (F32, F32, F32), (BF16, BF16, BF16), (F32, F32, BF16
 """Of x, v and x': what the ops pass on."""
 NUMBERS = {"round": (16, 4096), "odd": (3, 4097), "one": (1, 1)}
 """(B, D): sizes divisible by 16 or not, and 1, get code of their own."""
-FIXED = ("NOISE", "GRAD", "ACROSS", "PER_PAIR", "QUERIES")
+FIXED = ("NOISE", "GRAD", "ACROSS", "PER_PAIR", "INTERLEAVED", "QUERIES")
 seen = set()
 lines: list[dict] = []
 
@@ -139,12 +139,14 @@ def blocks(model: str, dtype: torch.dtype, vector_dtype: torch.dtype, about: dic
         vectors = torch.zeros(2, 6 * channels, dtype=vector_dtype).requires_grad_(trained).chunk(6, 1)
         out = layernorm_modulate(q, *vectors[:2]), gated_residual(q, y, vectors[2])
         torch.autograd.backward(out, [torch.zeros_like(t) for t in out])
-        kinds = (False, True) if model == "FLUX" and dtype == vector_dtype else (False,)
-        for per_pair, width in itertools.product(kinds, (dim, channels)):
+        kinds = (
+            itertools.product((False, True), (-1, -2)) if model == "FLUX" and dtype == vector_dtype else [(False, -1)]
+        )
+        for (per_pair, last), width in itertools.product(kinds, (dim, channels)):
             weight = torch.zeros(width, dtype=dtype).requires_grad_(trained)
             table = torch.zeros(64, dim // 2 if per_pair else dim)
             heads_of = (t.unflatten(2, (heads, dim)) for t in (q, k))
-            out = qk_norm_rope(*heads_of, weight, weight, table, table)
+            out = qk_norm_rope(*heads_of, weight, weight, table, table, use_real_unbind_dim=last)
             torch.autograd.backward(out, [torch.zeros_like(t) for t in out])
 
 
@@ -154,7 +156,7 @@ def table() -> None:
     print(*("| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head))), sep="\n")
     for k in lines:
         fixed = k["fixed"]
-        if fixed.get("PER_PAIR") or not fixed.get("QUERIES", True):
+        if fixed.get("PER_PAIR") or not fixed.get("INTERLEAVED", True) or not fixed.get("QUERIES", True):
             continue
         name = {"modulate": "layernorm_modulate", "residual": "gated_residual", "qk": "qk_norm_rope"}
         kernel, _, is_gradient = k["kernel"].partition("_")

@@ -34,9 +34,11 @@ def train_row(step, total=80):
         "policy/ratio_min": 1 - 9e-5 * wave, "policy/ratio_mean": 1 + 1e-6, "policy/ratio_max": 1 + 8e-5 * wave,
         "judge/requests": 672.0, "judge/failures": 0.0, "judge/missing": 0.0, "judge/tie_rate": 0.0,
         "judge/order_inconsistency": 0.04 + 0.18 * done * wave, "judge/position_bias": 0.5 * wave,
+        "diversity/pixels": 0.18 - 0.08 * done,
         "time/judge/retries": float(step % 20 == 0), "time/judge/latency_p50": 0.11 * wave,
         "time/judge/latency_p95": 0.25 * wave, "time/judge/queue_max": 672.0, "time/judge/busy_s": 0.32,
-        "time/judge/wait_s": wait, "time/rollout": 0.43 * wave, "time/judge_wait": wait, "time/update": 0.4 * wave,
+        "time/judge/wait_s": wait, "time/rollout": 0.43 * wave,
+        "time/images_per_s": 30 * wave, "time/mfu": 0.3, "time/judge_wait": wait, "time/update": 0.4 * wave,
     }  # fmt: skip
 
 
@@ -66,8 +68,8 @@ def outcomes(folder, name, step):
     answers: win, loss, tie and no verdict in turn; for losses the two presentation orders disagree."""
     chosen, out = SPLITS[name][::2], []
     for k in range(2 * len(chosen)):
-        after_first, before_first = ((0.9, 0.2), (0.4, 0.45), (0.5, 0.5), (None, 0.3))[k % 4]
-        win = (1.0, 0.0, 0.5, 1.0)[k % 4]
+        after_first, before_first = ((0.9, 0.2), (0.4, 0.45), (0.5, 0.5), (None, 0.3))[k // 2 % 4]
+        win = (1.0, 0.0, 0.5, 1.0)[k // 2 % 4]
         answers = [
             {"judge": "vlm_pairwise", "first": first, "p_first": p, "raw": f"answer {k} {first}",
              "reason": "" if p is not None else "timed out"}

@@ -143,14 +143,15 @@ def draw_norm_rope(d: Draw) -> Inputs:
     dim = d.pick.choice((4, 6) if d.tiny else (6, 16, 24, 48, 64, 96, 128))
     if d.tokens == 37:
         heads = 1
-    norm = d.pick.choice(("head", "head", "all heads"))
+    norm = d.pick.choice(("head", "head", "all heads", "none"))
     width = heads * dim if norm == "all heads" else dim
     streams = d.pick.randint(1, 2)
-    inputs: Inputs = {"eps": d.pick.choice((1e-6, 1e-5))}
+    inputs: Inputs = {"eps": d.pick.choice((1e-6, 1e-5)), "use_real_unbind_dim": d.pick.choice((-1, -2))}
     for n in ("", "2")[:streams]:
         for name in ("q", "k"):
             inputs[f"{name}{n}"] = d.rows(heads, dim)
-            inputs[f"{name}{n}_weight"] = (1 + 0.3 * d.normal(width)).to(d.dtype).to(DEVICE)
+            weight = (1 + 0.3 * d.normal(width)).to(d.dtype).to(DEVICE)
+            inputs[f"{name}{n}_weight"] = None if norm == "none" else weight
     table_dtype = torch.promote_types(d.dtype, F32)
     lead = d.pick.choice(((), (), (d.batch,)))
     for name in ("cos", "sin"):
@@ -163,7 +164,7 @@ def draw_norm_rope(d: Draw) -> Inputs:
     return inputs
 
 
-def exact_norm_rope(eps: float, cos: Any, sin: Any, **parts: Any) -> tuple[Tensor, ...]:
+def exact_norm_rope(eps: float, use_real_unbind_dim: int, cos: Any, sin: Any, **parts: Any) -> tuple[Tensor, ...]:
     """Pairs a + ib turned by a complex product; tables with two values per pair as two products, one for each part."""
     out = []
     for name in ("q", "k"):
@@ -173,13 +174,16 @@ def exact_norm_rope(eps: float, cos: Any, sin: Any, **parts: Any) -> tuple[Tenso
             weight = parts.get(f"{name}{n}_weight")
             if x is None:
                 continue
-            dims = (3,) if len(weight) == x.shape[3] else (2, 3)
-            x = x / (torch.linalg.vector_norm(x, dim=dims, keepdim=True).square() / len(weight) + eps).sqrt()
-            streams.append(x * weight.view(-1, x.shape[3]))
+            if weight is not None:
+                dims = (3,) if len(weight) == x.shape[3] else (2, 3)
+                x = x / (torch.linalg.vector_norm(x, dim=dims, keepdim=True).square() / len(weight) + eps).sqrt()
+                x = x * weight.view(-1, x.shape[3])
+            streams.append(x)
         x = torch.cat(streams, 1)
         if cos is not None:
             half = x.shape[3] // 2
-            first, second = slice(0, None, 2), slice(1, None, 2)
+            neighbours = (slice(0, None, 2), slice(1, None, 2))
+            first, second = neighbours if use_real_unbind_dim == -1 else (slice(half), slice(half, None))
             pairs = torch.complex(x[..., first], x[..., second])
             parts_of = [slice(None)] * 2 if cos.shape[-1] == half else [first, second]
             turns = [torch.complex(cos[..., part], sin[..., part]).unsqueeze(-2) for part in parts_of]
@@ -341,16 +345,16 @@ def is_per_pair(inputs: Inputs) -> bool:
     return inputs.get("cos") is not None and inputs["cos"].shape[-1] != inputs["q"].shape[3]
 
 
-def modules_norm_rope(eps: float, cos: Any, sin: Any, **parts: Any) -> Any:
+def modules_norm_rope(eps: float, use_real_unbind_dim: int, cos: Any, sin: Any, **parts: Any) -> Any:
     """FLUX's modules in its order; for tables per pair Qwen-Image's function or, if a norm is over all heads, Wan's
     attention. None where no model has such tables.
     """
     q = parts["q"]
     weight = parts["q_weight"]
     per_pair = is_per_pair({"q": q, "cos": cos})
-    if cos is not None and (cos.dim() == 3 or (per_pair and q.shape[3] % 8)):
+    if cos is not None and (cos.dim() == 3 or (per_pair and (use_real_unbind_dim == -2 or q.shape[3] % 8))):
         return None
-    if per_pair and len(weight) != q.shape[3] and "q2" not in parts:
+    if per_pair and weight is not None and len(weight) != q.shape[3] and "q2" not in parts:
         tables = (t.repeat_interleave(2, -1) for t in (cos, sin))
         return wan_attention_inputs(q, parts["k"], [weight, parts["k_weight"]], *tables, eps)
     out = []
@@ -359,15 +363,17 @@ def modules_norm_rope(eps: float, cos: Any, sin: Any, **parts: Any) -> Any:
         for n in ("", "2")[: 1 + ("q2" in parts)]:
             x = parts[f"{name}{n}"]
             weight = parts[f"{name}{n}_weight"]
-            norm = torch.nn.RMSNorm(len(weight), eps)
-            del norm.weight
-            norm.weight = weight
-            streams.append(norm(x.flatten(2)).view(x.shape) if len(weight) != x.shape[3] else norm(x))
+            if weight is not None:
+                norm = torch.nn.RMSNorm(len(weight), eps)
+                del norm.weight
+                norm.weight = weight
+                x = norm(x.flatten(2)).view(x.shape) if len(weight) != x.shape[3] else norm(x)
+            streams.append(x)
         x = torch.cat(streams, 1)
         if per_pair:
             x = apply_rotary_emb_qwen(x, torch.complex(cos, sin), use_real=False)
         elif cos is not None:
-            x = apply_rotary_emb(x, (cos, sin), sequence_dim=1)
+            x = apply_rotary_emb(x, (cos, sin), use_real_unbind_dim=use_real_unbind_dim, sequence_dim=1)
         out.append(x)
     return tuple(out)
 
@@ -443,13 +449,15 @@ def mistakes() -> dict[str, tuple[Any, type[Exception], str]]:
     q = torch.zeros(2, 3, 4, 8)
     w = torch.ones(8)
     table = torch.ones(3, 8)
-    rope = lambda k=q, kw=w, cos=table, sin=table: qk_norm_rope(q, k, w, kw, cos, sin)  # noqa: E731
+    rope = lambda k=q, kw=w, cos=table, sin=table, **more: qk_norm_rope(q, k, w, kw, cos, sin, **more)  # noqa: E731
     return {
         "keys": (lambda: rope(k=q[:, :2]), ValueError, r"k: expected .*\[2, 3, 4, 8\]"),
         "norm": (lambda: rope(kw=w[:4]), ValueError, r"k_weight: expected torch.float32 \[8\]"),
+        "one norm": (lambda: rope(kw=None), ValueError, "k_weight: expected a weight for every q and k, or none"),
         "table": (lambda: rope(sin=table[:2]), ValueError, r"sin: expected torch.float32 \[3, 8\] or \[3, 4\]"),
         "one table": (lambda: rope(sin=None), ValueError, "both or none"),
         "table's dtype": (lambda: rope(cos=table.bfloat16()), ValueError, "cos: expected torch.float32"),
+        "pairs": (lambda: rope(use_real_unbind_dim=1), ValueError, "expected -1 or -2, got 1"),
         "shape": (lambda: layernorm_modulate(x[0], vector, vector), ValueError, r"x: expected .*\[B, S, C\]"),
         "dtype": (lambda: layernorm_modulate(x.long(), vector, vector), ValueError, "x: expected fp32"),
         "shape of y": (lambda: gated_residual(x, x[:, :2], vector), ValueError, r"y: expected .*\[2, 3, 8\]"),

@@ -124,8 +124,7 @@ def test_with_the_kernels_in_tritons_interpreter(name):
     """One block of each kind, with equal bits with and without gradient.
 
     In fp32 it is diffusers' own. In bf16 each rounds in its own places, so both are compared with fp32 at equal weights
-    and inputs: a result may be twice as far from it as diffusers' own, all together 1.25 times (on average over inputs
-    they are closer).
+    and inputs: a result may be twice as far from it as diffusers' own, and all together a quarter farther.
     """
     adapter = opened(case_of(name), "lora")
     adapter.dispatch_attention()

@@ -249,13 +249,16 @@ def test_a_full_disk_costs_the_steps_since_the_last_checkpoint(place):
     assert [r["step"] for r in rows(run)] == [1, 2, 3]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
 def test_a_signal_ends_the_step_saves_and_exits_3(place, truth, number):
+    """Also if it comes twice, as a Ctrl-C under torchrun."""
     name = f"signal{int(number)}"
     file, run = judged(place, name), place / "runs" / name
     process = start(["train", str(file)], place / "log", hold=Hold(REPORT))
     process.until_held()
-    os.kill(process.process.pid, number)
+    for _ in range(2):
+        os.kill(process.process.pid, number)
+        time.sleep(0.05)
     process.release()
     assert process.wait() == 3, process.output
     assert "continue with the same command and --resume" in process.output

@@ -136,6 +136,7 @@ MISTAKES = [
     ("judge: {deadline_s: 1, timeout_s: 2}", "judge.deadline_s: expected at least judge.timeout_s (2.0), got 1.0"),
     ("train: {lr: 1}\nname: x\ntrain: {steps: 2}", "key 'train' is given twice (again in line 5)"),
     ("- a", "is not valid YAML"),
+    ("train: &x {lr: *x}", "is not valid YAML: the anchor in line 3 contains itself"),
     ("a: !!python/object/apply:os.system [ls]", "is not valid YAML"),
 ]
 
@@ -158,9 +159,10 @@ def test_files(tmp_path, root):
     file = tmp_path / "r.yaml"
     with pytest.raises(ConfigError, match=r"recipe not found: .*r\.yaml"):
         load(file)
-    file.write_bytes(b"model: \xff\xfe")
-    with pytest.raises(ConfigError, match="is not valid YAML"):
-        load(file)
+    for content in (b"model: \xff\xfe", b"a: " + b"[" * 5000):
+        file.write_bytes(content)
+        with pytest.raises(ConfigError, match="is not valid YAML"):
+            load(file)
     for text, kind in (("- a\n- b\n", "list"), ("hello", "str")):
         file.write_text(text)
         with pytest.raises(ConfigError, match=f"expected a mapping of keys at the top level, got {kind}"):

@@ -56,6 +56,19 @@ READ = {
     "tabs, from copied cells": ("p.tsv", "id\tprompt\n1\ta cat, asleep\n", [("a cat, asleep", {"id": "1"})]),
     "tabs, though the only header has none": ("p.tsv", "prompt\na cat, asleep\n", ["a cat, asleep"]),
     "tabs under another ending": ("p.csv", "id\tprompt\n1\ta cat, asleep\n", [("a cat, asleep", {"id": "1"})]),
+    "byte-order marks and characters without width at the edges, but not inside": (
+        "p.txt", "\u200b\ufeff one\u200b \n\ufefftwo\n \u200b\n\u2060\r\nو\u200cا\n", ["one", "two", "و\u200cا"],
+    ),
+    "joined csv files, each with a header": (
+        "p.csv", '\ufeff"prompt",\u200bn\none,\ufeff1\u200b\n\ufeff"prompt",\u200bn\n\u200b,\ntwo,2\n',
+        [("one", {"n": "1"}), ("two", {"n": "2"})],
+    ),
+    "joined jsonl files": (
+        "p.jsonl", '{"prompt": "one\u200b"}\n\ufeff{"\ufeffprompt": "two"}\u200b\n\ufeff\n', ["one", "two"],
+    ),
+    "a table whose first column has no name": (
+        "p.tsv", "\tprompt\n0\tone\n", ["one"],
+    ),
     "GenEval's metadata": ("p.jsonl", json.dumps(GENEVAL | {"prompt": "two cups"}), [("two cups", GENEVAL)]),
 }  # fmt: skip
 """What a file is like → name, content, and the prompts read, with their other columns if there are any."""
@@ -92,6 +105,11 @@ REFUSED = [
     ("p.jsonl", b'{"prompt": "fine"}\n{oops', ["line 2: not JSON"]),
     ("p.jsonl", b'{"prompt": "fine"}\n{"prompt": "  "}\n{"caption": "fine too"}\n{"prompt": 3}', [
         "2 line(s) cannot be used", "line 2: no prompt", "line 4: no prompt",
+    ]),
+    ("p.jsonl", b'{"prompt": "fine"}\n' + b'{"n": ' * 100_000, ["line 2: not JSON"]),
+    ("p.json", b"[" * 100_000, ["is not JSON"]),
+    ("p.jsonl", b'{"prompt": "a", "negative_prompt": ["blurry"]}\n{"prompt": "b", "negative_prompt": null}', [
+        "1 line(s) cannot be used", "line 1: negative_prompt: expected text, got ['blurry']",
     ]),
     ("p.parquet", b"nothing", ["is not a readable parquet file"]),
 ]  # fmt: skip

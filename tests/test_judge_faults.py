@@ -139,6 +139,8 @@ CHECKS = {
     "key missing": ("key", {}, "answered 401; is api_key_env the environment variable"),
     "key wrong": ("key", {"api_key_env": "WRONG_KEY"}, "answered 401; is api_key_env"),
     "key unset": ("", {"api_key_env": "NO_KEY"}, r"variable NO_KEY \(api_key_env\) is not set"),
+    "key empty": ("", {"api_key_env": "EMPTY_KEY"}, r"variable EMPTY_KEY \(api_key_env\) is not set, or empty"),
+    "key of two lines": ("", {"api_key_env": "TWO_LINES"}, r"TWO_LINES \(api_key_env\): expected one line"),
     "no address": ("", {"endpoints": ("here:80",)}, "endpoints must be http:// or https://"),
 }
 
@@ -181,7 +183,8 @@ def test_a_judge_that_thinks_although_it_should_not_is_told_by_name(template):
 
 @pytest.mark.parametrize("name", CHECKS)
 def test_the_check_says_what_is_wrong(name, monkeypatch):
-    monkeypatch.setenv("WRONG_KEY", "hunter2")
+    for variable, key in (("WRONG_KEY", "hunter2"), ("EMPTY_KEY", " \r\n"), ("TWO_LINES", "hunter2\r\nhunter3")):
+        monkeypatch.setenv(variable, key)
     fault, options, message = CHECKS[name]
     with JudgeServer(fault if fault not in ("listing", "key") else "") as server:
         server.key, server.listing = "secret" * (fault == "key"), "<html>welcome</html>" * (fault == "listing")
@@ -229,12 +232,19 @@ def test_a_server_that_cannot_say_yet_what_it_serves_is_asked_again():
         assert answer.result(20).first < 0.1 and server.requests[-1]["model"] == server.model
 
 
-def test_a_key_is_sent(monkeypatch):
-    monkeypatch.setenv("RIGHT_KEY", "secret")
+def test_a_key_is_sent_and_one_that_is_refused_in_the_middle_pauses(monkeypatch):
+    monkeypatch.setenv("RIGHT_KEY", "\ufeff secret\r\n")
     with JudgeServer() as server:
         server.key = "secret"
-        missing(ask(judge(server.url, model=MODEL)), "lists no model: /v1/models answered 401")
-        assert ask(judge(server.url, api_key_env="RIGHT_KEY"))[1].first > 0.9
+        missing(ask(judge(server.url, model=MODEL, deadline_s=1)), "lists no model: /v1/models answered 401")
+        with_key = judge(server.url, api_key_env="RIGHT_KEY", deadline_s=20)
+        assert ask(with_key)[1].first > 0.9
+        server.key = "rotated"
+        answer = with_key.submit("p", *media([40, 200]))
+        time.sleep(0.5)
+        assert not answer.done()
+        server.key = "secret"
+        assert answer.result(20).first < 0.1
 
 
 @contextlib.contextmanager

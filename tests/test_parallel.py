@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from unittest.mock import Mock
 
@@ -119,6 +120,27 @@ def test_a_signal_to_one_rank_stops_all_after_the_step(place):
     all_end(runs, 3)
     done = rows(folder)[-1]["step"]
     assert (folder / "checkpoints" / f"step_{done:06d}").is_dir()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1])
+def test_a_signal_to_torchrun_stops_all_after_the_step(place, number):
+    """With the option of docs/scale.md, without which SIGUSR1 kills torchrun."""
+    file = recipe(place, f"signalled{int(number)}", train={"steps": 500}, eval={"every": 0})
+    folder = place / "runs" / f"signalled{int(number)}"
+    handled = ["--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"]
+    with (place / "log").open("w+") as log:
+        command = [*TORCHRUN[:3], *handled, *TORCHRUN[3:], "train", str(file)]
+        child = subprocess.Popen(command, stdout=log, stderr=log, env=environment())
+        while not (folder / "metrics.jsonl").is_file() or len(rows(folder)) < 2:
+            assert child.poll() is None, log.seek(0) or log.read()
+            time.sleep(0.05)
+        child.send_signal(number)
+        assert child.wait(120) != 0
+        log.seek(0)
+        assert "continue with the same command and --resume" in log.read()
+    done = rows(folder)[-1]["step"]
+    assert done < 500 and (folder / "checkpoints" / f"step_{done:06d}").is_dir()
 
 
 def rank_one_sees_no_checkpoint() -> None:

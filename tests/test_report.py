@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from PIL import Image
 from report_html import parse
-from report_run import MEASURES, eval_row, groups, make_run, shown, small_run, train_row
+from report_run import MEASURES, eval_row, groups, judgements, make_run, shown, small_run, train_row
 
 from prefgrpo.report import write_report
 from prefgrpo.report.run import read_run
@@ -82,23 +82,32 @@ def test_page_refers_to_nothing_outside_itself(page, run):
     assert write_report(run) == run / "report.html" and {p.name for p in run.iterdir()} == before
 
 
-def test_the_headline_and_the_table_hold_the_last_evaluations(page):
+def test_the_headline_and_the_tables_hold_the_last_evaluations(page, run):
     row = eval_row(STEPS, STEPS, "test")
     sentence = page.all("p", "result")[0].text
-    low, high = row["test/win_judge_low"], row["test/win_judge_high"]
-    assert f"95 % interval {100 * low:.0f}–{100 * high:.0f} %" in sentence and f"After {STEPS} steps" in sentence
-    assert f"{100 * row['test/win_judge']:.0f} % by the judge" in sentence
-    assert f"{100 * row['test/win_scenes']:.0f} % by scenes" in sentence
-    assert f"scenes {row['test/scenes_before']:.3g} → {row['test/scenes']:.3g}" in sentence
-    assert not page.all("p", "status")
-    cells = [tuple(c.text for c in r.all("td")) for r in page.all("details", "numbers")[0].all("tr")[1:]]
+    assert f"After {STEPS} steps" in sentence and not page.all("p", "status")
+    kept = json.loads((run / "eval" / f"test_{STEPS:06d}.json").read_text())
+    counts = {}
+    for by in ("judge", "scenes"):
+        wins = np.array([outcome["wins"][by] for outcome in kept])
+        counts[by] = [int((np.sign(wins - 0.5) == side).sum()) for side in (1, 0, -1)]
+    judge, scenes = (f"{100 * row[f'test/win_{by}']:.0f} %" for by in counts)
+    for rate, by, role in ((judge, "the judge", "trained on"), (scenes, "scenes", "independent")):
+        tally = counts[by.split()[-1]]
+        assert f"{rate} by {by} ({role}; {tally[0]} won, {tally[1]} tied, {tally[2]} lost" in sentence
+    assert "interval" not in sentence  # 12 prompts are too few
+    wins, rewards = page.all("details", "numbers")[0].all("table")
+    cells = [tuple(c.text for c in r.all("td")) for r in rewards.all("tr")[1:]]
+    assert [h.text for h in rewards.all("tbody")[1].all("th")] == [f"test, step {STEPS}"]
     for name in ("dev", "test"):
         row = eval_row(STEPS, STEPS, name)
-        values = {(c[0], c[3], c[4]) for c in cells if c[1] == name}
-        assert ("win rate by judge", "", f"{row[f'{name}/win_judge']:.3g}") in values
         for measure in MEASURES:
             before, after = (f"{row[f'{name}/{measure}{end}']:.3g}" for end in ("_before", ""))
-            assert (measure, before, after) in values
+            assert (measure, before, after, "") in cells
+    assert rows_of(wins)[2:] == [
+        ["the judge trained on", judge, "", " / ".join(map(str, counts["judge"]))],
+        ["scenes independent", scenes, "", " / ".join(map(str, counts["scenes"]))],
+    ]  # fmt: skip
 
 
 def test_images_are_the_stored_pixels_and_prompts(page, run):
@@ -111,7 +120,11 @@ def test_images_are_the_stored_pixels_and_prompts(page, run):
         np.testing.assert_array_equal(pixels(left), last["before"][k])
         np.testing.assert_array_equal(pixels(right), last["now"][k])
     won = [p.all("small")[-1].text for p in pairs]
-    assert won[:2] == ["judge: won · scenes: tied", "judge: tied · scenes: lost"]
+    swapped = ["swapped" in p.attributes["class"] for p in pairs]
+    assert 0 < sum(swapped) < len(pairs) and page.all("input")[0].attributes["id"] == "blind"
+    sides = [p.all("details", "key")[0].text.partition("? ")[2] for p in pairs]
+    assert sides == [("left: before, right: after", "left: after, right: before")[s] for s in swapped]
+    assert won[:2] == ["the judge: won · scenes: tied", "the judge: lost · scenes: lost"]
 
 
 def test_clips_play_and_edits_show_their_sources(tmp_path):
@@ -144,23 +157,32 @@ def test_clips_play_and_edits_show_their_sources(tmp_path):
 def test_curves_carry_the_logged_values(page):
     found = charts(page)
     assert list(found) == [
-        "Win rate against the initial model", "Reward: std within a group", "KL divergence", "Judge", "Time per step",
+        "Win rate against the initial model", "vlm_pairwise: spread", "Judge", "Diversity within a group",
+        "KL divergence", "Time per step",
     ]  # fmt: skip
     assert "to the initial policy" not in found["KL divergence"].text  # kl_coef 0: the KL was never computed
     wins = found["Win rate against the initial model"]
     row = train_row(STEPS)
-    assert last(wins, "by judge") == f"{100 * eval_row(STEPS, STEPS, 'dev')['dev/win_judge']:.3g} %"
-    assert len(wins.all("path", "band")) == 2
-    assert last(found["Reward: std within a group"], "vlm_pairwise") == f"{row['reward/vlm_pairwise_std']:.3g}"
+    assert last(wins, "by the judge") == f"{100 * eval_row(STEPS, STEPS, 'dev')['dev/win_judge']:.3g} %"
+    assert not wins.all("path", "band")  # nothing says that there are 30 prompts
+    assert last(found["vlm_pairwise: spread"], "std within a group") == f"{row['reward/vlm_pairwise_std']:.3g}"
     assert last(found["Judge"], "other winner when swapped") == f"{100 * row['judge/order_inconsistency']:.3g} %"
+    assert last(found["Judge"], "first image wins") == f"{100 * row['judge/position_bias']:.3g} %"
+    assert last(found["Judge"], "no verdict") == f"{100 * row['judge/failures'] / row['judge/requests']:.3g} %"
+    assert last(found["Diversity within a group"], "RMS") == f"{row['diversity/pixels']:.3g}"
     assert last(found["Time per step"], "rollout") == f"{row['time/rollout']:.3g} s"
+    assert "images_per_s" not in found["Time per step"].text
 
 
-def test_win_rates_inside_a_group_give_no_mean_curve_but_other_rewards_do(tmp_path):
-    rows = [train_row(s) | {"reward/clip": 20.0 + s, "reward/clip_std": 1.5} for s in range(1, 5)]
-    found = charts(report(small_run(tmp_path / "r", rows)))
-    assert "vlm_pairwise" not in found["Reward"].text and last(found["Reward"], "clip") == "24"
-    assert last(found["Reward: std within a group"], "clip") == "1.5"
+def test_every_reward_and_every_judge_has_a_chart_of_its_own(tmp_path):
+    """A win rate within the group has the mean ½, so only its spread is drawn."""
+    second = {"judge/other/tie_rate": 0.25, "judge/other/requests": 50.0, "judge/other/failures": 10.0}
+    rewards = {"reward/clip": 20.0, "reward/clip_std": 1.5, "reward/my/rewards.py:red": 0.1}
+    found = charts(report(small_run(tmp_path / "r", [train_row(s) | second | rewards for s in range(1, 5)])))
+    assert last(found["clip"], "mean") == "20" and len(found["clip"].all("path", "band")) == 1
+    assert last(found["rewards.py:red"], "mean") == "0.1" and "vlm_pairwise: spread" in found
+    assert "Judge" not in found and last(found["Judge other"], "ties") == "25 %"
+    assert last(found["Judge other"], "no verdict") == "20 %"
 
 
 def test_verdict_matrix_is_sorted_and_complete(page, run):
@@ -172,7 +194,7 @@ def test_verdict_matrix_is_sorted_and_complete(page, run):
     assert len(images) == len(rows) == len(order)
     for place, use in zip(order, rows):
         np.testing.assert_array_equal(pixels(images[use.attributes["href"][1:]]), group.images[place])
-    assert len(figure.all("rect", "missing")) == 2
+    assert len(figure.all("rect", "missing")) == 2 and not figure.all("rect", "unasked")
     p = (group.wins / np.where(group.counts > 0, group.counts, np.nan))[np.ix_(order, order)]
     np.testing.assert_allclose([float(t.text) for t in figure.all("text", "number")], p[~np.isnan(p)], atol=0.005)
     for kind, values in {"win": p[p > 0.5], "lose": p[p < 0.5]}.items():
@@ -183,40 +205,76 @@ def test_verdict_matrix_is_sorted_and_complete(page, run):
 def test_the_newest_and_the_most_contradictory_verdicts_have_their_answers(page, run):
     """Single answers: the test evaluation's (step 80), of which every fourth pair contradicts itself in the two orders,
     and the log's of step 20, whose two orders agree exactly."""
-    newest, worst = page.all("table", "answers")
+    lost, won, newest, worst = page.all("table", "answers")
     kept = [k for k in json.loads((run / "eval" / "test_000080.json").read_text()) if "answers" in k]
     prompts = json.loads((run / "eval" / "test_prompts.json").read_text())
-    assert [s.text for s in page.all("summary")][1:3] == [
-        "Newest verdicts (step 80)", "Verdicts that contradict each other most",
+    assert [s.text for s in page.all("summary") if "Which" not in s.text][1:5] == [
+        "Largest losses among the images above", "Largest wins among the images above", "Newest verdicts (step 80)",
+        "Verdicts that contradict each other most",
     ]  # fmt: skip
     bodies = newest.all("tbody")
     assert len(bodies) == min(len(kept), ROWS)
     for body, outcome, prompt in zip(bodies, kept, prompts):
         rows = [[cell.text for cell in row.all("td")][-3:] for row in body.all("tr")]
-        assert [row[2] for row in rows] == [a["raw"] for a in outcome["answers"]] and prompt in body.text
+        said = [f"{a['reason']} {a['raw']}".strip() for a in outcome["answers"]]
+        assert [row[2] for row in rows] == said and prompt in body.text
         assert [row[0] for row in rows] == [a["first"] for a in outcome["answers"]]
     first = rows_of(bodies[0])
     assert [row[-2] for row in first] == ["after (0.900)", "after (0.800)"]
     last_step = arrays(run / "eval" / "test_000080.npz")
     np.testing.assert_array_equal(pixels(bodies[0].all("img")[1]), last_step["now"][0])
 
-    def gap(outcome):
-        (a, b) = (x["p_first"] for x in outcome["answers"])
-        return abs(a - (1 - b)) if None not in (a, b) else 0.0
+    def after(outcome):
+        """P(after is better) in both orders."""
+        return np.array([p if a["first"] == "after" else 1 - p
+                         for a in outcome["answers"] if (p := a["p_first"]) is not None])  # fmt: skip
 
-    wanted = sorted((gap(outcome) for outcome in kept if gap(outcome) > 1e-9), reverse=True)
+    means = np.array([after(outcome).mean() for outcome in kept])
+    for table, order in ((lost, np.argsort(means)), (won, np.argsort(-means))):
+        shown = [prompts.index(body.all("div", "clamp")[0].text) for body in table.all("tbody")]
+        assert len(shown) == 3 and means[shown] == pytest.approx(means[order[:3]])
+
+    wanted = sorted((abs(np.subtract(*p)) for o in kept if len(p := after(o)) == 2), reverse=True)
     found = []
     for body in worst.all("tbody"):
         cells = rows_of(body)
         p = [float(cell[-2].split("(")[1][:-1]) * (1 if cell[-2].startswith("after") else -1) for cell in cells]
         found.append(round(abs((p[0] if p[0] > 0 else 1 + p[0]) - (p[1] if p[1] > 0 else 1 + p[1])), 3))
-    assert found[: len(wanted)] == pytest.approx(wanted[:ROWS], abs=2e-3)
+    wanted = [gap for gap in wanted if gap > 1e-9][:ROWS]
+    assert wanted and found[: len(wanted)] == pytest.approx(wanted, abs=2e-3)
+
+
+def test_the_newest_verdicts_are_of_many_prompts(tmp_path):
+    folder = small_run(tmp_path / "r", [train_row(1)])
+    groups(folder, 1)
+    judgements(folder, 1)
+    prompts = [body.all("div", "clamp")[0].text for body in report(folder).all("table", "answers")[0].all("tbody")]
+    assert len(prompts) == ROWS and len(set(prompts[:2])) == len(set(prompts)) == 2
+    assert prompts[::2] == prompts[:1] * 8
+
+
+def test_pairs_that_a_sparse_plan_does_not_ask_are_not_failures(tmp_path):
+    """A ring over eight images: pair (0, 1) is without a verdict, all that are no neighbours were never compared."""
+    folder = small_run(tmp_path / "r", [train_row(1)])
+    groups(folder, 1, k=1, missing=False)
+    judgements(folder, 1)
+    ring = np.roll(np.eye(8), 1, 1) + np.roll(np.eye(8), -1, 1)
+    failed = ring.copy()
+    failed[0, 1] = failed[1, 0] = 0
+    stored = arrays(folder / "groups" / "step_000001.npz")
+    np.savez(folder / "groups" / "step_000001.npz", **stored | {"counts": failed[None], "wins": failed[None] / 2})
+    lines = (folder / "judgements.jsonl").read_text().splitlines(keepends=True)
+    asked = [line for line in lines if ring[(row := json.loads(line))["first"], row["second"]]]
+    (folder / "judgements.jsonl").write_text("".join(asked))
+    figure = report(folder).all("figure", "group")[0]
+    assert len(figure.all("rect", "missing")) == 2 and len(figure.all("rect", "unasked")) == 56 - 16
+    assert "image 1 and image 2: no verdict" in figure.text and "image 1 and image 3: not compared" in figure.text
 
 
 def test_a_verdict_without_an_answer_says_why_and_text_is_not_markup(tmp_path):
     folder = small_run(tmp_path / "r", [eval_row(10, 10, "dev")])
     shown(folder, "dev", 10)
-    count = len(read_run(folder).images["dev"].prompts)
+    count = len(read_run(folder).stored["dev"].pairs)
     said = [{"judge": "j", "first": "after", "p_first": None, "reason": "timed out", "raw": ""},
             {"judge": "j", "first": "before", "p_first": 0.5, "reason": "", "raw": "<b>tie</b>"}]  # fmt: skip
     kept = [{"prompt": k, "wins": {"judge": None}, "answers": said} for k in range(count)]
@@ -316,7 +374,7 @@ def test_damaged_files_are_left_out_and_named_in_plain_words(tmp_path):
 
 
 def test_hostile_text_is_shown_and_not_run(tmp_path):
-    evil = "<script>alert(1)</script> & \"quotes' </svg></figure> ü 猫"
+    evil = "<script>alert(1)</script> & \"quotes' </svg> </figure> ü 猫"
     folder = make_run(tmp_path / "r", steps=20, every=20)
     (folder / "eval" / "test_prompts.json").write_text(json.dumps([evil] * 12))
     file = folder / "groups" / "step_000020.npz"
@@ -329,7 +387,7 @@ def test_hostile_text_is_shown_and_not_run(tmp_path):
     assert page.all("h1")[0].text == evil and page.all("figure", "pair")[0].all("figcaption")[0].text == evil
     assert page.all("figure", "group")[0].all("figcaption")[0].text.startswith(evil)
     assert "<img src=x onerror=y>" in page.all("pre")[-1].text
-    assert "<b>x" in charts(page)["Reward"].text
+    assert "<b>x" in charts(page)
 
 
 def test_large_images_and_long_runs_stay_small(tmp_path):

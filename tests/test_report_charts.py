@@ -46,9 +46,22 @@ def test_numbers_are_printed_with_three_digits(value):
     assert abs(read(number(value)) - value) <= 0.00501 * abs(value)
 
 
-def test_gridlines_are_labelled_with_what_they_mark():
-    series = [Series(f"s{k}", np.array([5.0]), np.array([y])) for k, y in enumerate((0.2, 0.8))]
-    figure = parse(str(draw("c", series)))
-    marks = {t.text: float(t.attributes["y"]) for t in figure.all("text") if t.attributes.get("text-anchor") == "end"}
-    for circle, name in zip(figure.all("circle"), ("0.2", "0.8"), strict=True):
-        assert abs(marks[name] - 4 - float(circle.attributes["cy"])) < 0.2
+@given(st.floats(-1e12, 1e12, allow_subnormal=False), st.floats(-1e12, 1e12, allow_subnormal=False))
+def test_gridlines_are_round_and_labelled_with_what_they_mark(a, b):
+    """Labels fit the margin (7 characters of 6 pixels), are different, and a value lies where its label says."""
+    figure = parse(str(draw("c", [Series("s", np.array([0.0, 1.0]), np.array([a, b]))])))
+    texts = [t for t in figure.all("text") if t.attributes.get("text-anchor") == "end" and "step" not in t.text]
+    factor = [t.text for t in texts if t.attributes.get("class") == "factor"]
+    marks = [t for t in texts if t.attributes.get("class") != "factor"]
+    assert all(len(t.text) <= 7 for t in texts) and len({t.text for t in marks}) == len(marks) and 3 <= len(marks) <= 7
+    assert LEFT - 6 >= 7 * 6.2
+    values = np.array([read(t.text) for t in marks])
+    steps = np.diff(values)
+    np.testing.assert_allclose(steps, steps[0], rtol=1e-6)
+    assert min(abs(steps[0] / 10.0 ** np.floor(np.log10(steps[0]) + 1e-9) - m) for m in (1, 2, 5)) < 1e-6
+    assert np.abs(values / steps[0] - np.round(values / steps[0])).max() < 1e-4
+    power = read("1" + factor[0]) if factor else 1.0
+    y = np.array([float(t.attributes["y"]) - 4 for t in marks])
+    line = figure.all("path", "line")[0].attributes["d"]
+    for value, (_, at) in zip((a, b), re.findall(r"[ML](-?[\d.]+),(-?[\d.]+)", line), strict=True):
+        assert abs(np.interp(value / power, values, y) - float(at)) < 0.3

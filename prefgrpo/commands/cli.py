@@ -19,6 +19,7 @@ from dataclasses import is_dataclass
 from functools import partial
 from importlib import import_module
 from inspect import signature
+from io import TextIOWrapper
 from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -45,7 +46,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "judge serve": ("prefgrpo.judge.serve:serve", "start a judge with vLLM and the flags that judging needs"),
     "judge prompts": ("prefgrpo.judge.prompts:main", "fetch the questions that fine-tuned judges were trained on"),
     "judge check": ("prefgrpo.judge.check:main", "test a judge: reachable, right model, correct on known answers"),
-    "tiny": ("prefgrpo.tiny.pipelines:make", "write a tiny pipeline with random weights: prefgrpo tiny flux DIR"),
+    "tiny": ("prefgrpo.tiny:tiny", "write a tiny pipeline with random weights: prefgrpo tiny flux DIR"),
     "doctor": ("prefgrpo.commands.doctor:doctor", "show versions, and test which op backends work"),
 }
 
@@ -75,6 +76,11 @@ def train(recipe: Recipe, resume: bool = False, dry_run: bool = False, *, overri
         dry_run: Print configuration and memory, generate the first batch and replay one step; write nothing, and do not
             query the judge.
     """
+    from prefgrpo.run.run_folder import run_of
+
+    folder = run_of(recipe.parent) if resume else None
+    if folder is not None and recipe.name == folder.config.name:  # also of a run that was moved or renamed
+        overrides = merge(folder.place, overrides)
     config = read(recipe, overrides)
     main = os.environ.get("RANK", "0") == "0"
     if dry_run:
@@ -208,10 +214,11 @@ def read_target(target: str, prompts: str, overrides: dict[str, Any]) -> Config:
     Raises ConfigError, ModelError.
     """
     from prefgrpo.models import family_of
+    from prefgrpo.run.inputs import own_inputs
     from prefgrpo.run.run_folder import run_of
 
     if (run := run_of(Path(target))) is not None:
-        return read(run.config, merge({"output": str(run.root.parent), "name": run.root.name}, overrides))
+        return own_inputs(read(run.config, merge(run.place, overrides)), run)
     if Path(target).suffix in (".yaml", ".yml"):
         return read(Path(target), overrides)
     if not prompts:
@@ -359,6 +366,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = f"; did you mean 'prefgrpo {near[0]}'?" if near else f"\n{_usage(group)}"
         print(f"error: unknown command '{typed}'{hint}", file=sys.stderr)
         return 2
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")  # in a locale without Δ or a prompt's emoji
     try:
         module, _, attribute = COMMANDS[name][0].partition(":")
         command = getattr(import_module(module), attribute)

@@ -12,16 +12,10 @@ from pathlib import Path
 from shutil import copytree
 from typing import Literal
 
-import torch
-from safetensors.torch import load_file, save
-
-from prefgrpo import models
 from prefgrpo.config.loading import load
 from prefgrpo.config.recipe import UserError
 from prefgrpo.config.schema import Config
 from prefgrpo.data.atomic import write_atomic, write_folder
-from prefgrpo.parallel.world import World
-from prefgrpo.run.loading import load_checkpoint, open_adapter
 from prefgrpo.run.run_folder import PRODUCTS, run_of
 
 
@@ -42,6 +36,8 @@ def export(
     folder = run_of(run)
     if folder is None:
         raise UserError(f"'{run}' is not a run: expected a folder with config.yaml, or one of its checkpoints")
+    from prefgrpo import models
+
     config = load(folder.config)
     names = models.family(config.family).comfy_names
     comfy = format == "comfy"
@@ -76,6 +72,11 @@ def _write(config: Config, path: Path, target: Path) -> None:
     if config.train.lora_rank:
         copytree(path / PRODUCTS[0], target, dirs_exist_ok=True)
         return
+    import torch
+
+    from prefgrpo.parallel.world import World
+    from prefgrpo.run.loading import load_checkpoint, open_adapter
+
     world = World(0, 1, torch.device("cpu"))
     adapter = open_adapter(config, world.device)
     adapter.enable_full()
@@ -87,6 +88,8 @@ def _write(config: Config, path: Path, target: Path) -> None:
 
 def _write_files(lora: Path, target: Path, names: tuple[tuple[str, str], ...]) -> None:
     """Write a LoRA as single files, under other names."""
+    from safetensors.torch import load_file, save
+
     target.parent.mkdir(parents=True, exist_ok=True)
     for file in sorted(lora.rglob("*.safetensors")):
         second = "" if file.parent == lora else f"_{file.parent.name}"

@@ -35,7 +35,15 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 class Loader(yaml.SafeLoader):
-    """Safe YAML loader that reads 1e-4 as a number, and rejects duplicate keys (YAML would drop the first value)."""
+    """Safe YAML loader that reads 1e-4 as a number, and rejects duplicate keys (YAML would drop the first value) and
+    an anchor that contains itself."""
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """A node. Raises YAMLError for one that is not complete yet."""
+        node = super().compose_node(parent, index)
+        if node is not None and node.end_mark is None:
+            raise yaml.YAMLError(f"the anchor in line {node.start_mark.line + 1} contains itself")
+        return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """The mapping of a node. Raises YAMLError for a duplicate key."""
@@ -87,7 +95,7 @@ def _read(path: Path, by: tuple[Path, ...]) -> dict[str, Any]:
         raise ConfigError([f"recipe not found: {path}; {hint}"])
     try:
         content = yaml.load(path.read_text(encoding="utf-8"), Loader)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError([f"{path} is not valid YAML: {error}"]) from error
     content = {} if content is None else content
     if not isinstance(content, Mapping):

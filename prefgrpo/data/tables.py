@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,9 @@ SOURCE = ("source_image", "image")
 its images/ subfolder."""
 NEGATIVE = "negative_prompt"
 """Column of a prompt's own negative prompt."""
+INVISIBLE = "\ufeff\u200b\u200c\u200d\u200e\u200f\u2060"
+"""Byte-order mark and characters without width, which editors and web pages leave at the edges of a text."""
+_EDGES = re.compile(rf"\A[\s{INVISIBLE}]+|[\s{INVISIBLE}]+\Z")
 Rows = Iterator[tuple[int, dict[str, Any]]]
 """(line or row number, its columns)."""
 
@@ -34,27 +38,34 @@ def rows(file: Path) -> Rows:
         raise DataError(f"{file}: expected a file that ends in {', '.join(filter(None, READERS))}")
     try:
         for number, row in reader(file):
-            yield number, {_column(name): value for name, value in row.items() if value is not None}
+            yield number, {_column(name): stripped(value) for name, value in row.items() if value is not None}
     except UnicodeDecodeError as error:
         line = error.object[: error.start].count(b"\n") + 1
         raise DataError(f"{file}, line {line}: not valid UTF-8; re-save the file as UTF-8") from error
 
 
+def stripped(value: Any) -> Any:
+    """A text without white space and INVISIBLE at its edges; anything else as it is."""
+    return _EDGES.sub("", value) if isinstance(value, str) else value
+
+
 def _column(name: str) -> str:
     """The name by which a column is known: 'Prompt', ' prompt ' and 'prompts' are 'prompt'."""
-    plain = name.strip().lower()
-    return next((column for column in (*TEXT, *SOURCE, NEGATIVE) if plain in (column, f"{column}s")), name.strip())
+    name = stripped(name)
+    plain = name.lower()
+    return next((column for column in (*TEXT, *SOURCE, NEGATIVE) if plain in (column, f"{column}s")), name)
 
 
 def _content(file: Path) -> str:
-    return file.read_bytes().decode("utf-8-sig")
+    """The text of a file, without INVISIBLE at the beginning of a line: files may have been joined."""
+    return re.sub(f"(?m)^[{INVISIBLE}]+", "", file.read_bytes().decode())
 
 
 def _text(file: Path) -> Rows:
     """One prompt per line."""
     for number, line in enumerate(_content(file).split("\n"), start=1):
-        if line.strip():
-            yield number, {"prompt": line.strip()}
+        if text := stripped(line):
+            yield number, {"prompt": text}
 
 
 def _object(file: Path, number: int, value: Any) -> dict[str, Any]:
@@ -66,19 +77,20 @@ def _object(file: Path, number: int, value: Any) -> dict[str, Any]:
 def _jsonl(file: Path) -> Rows:
     """One JSON object per line."""
     for number, line in enumerate(_content(file).split("\n"), start=1):
-        if line.strip():
+        if text := stripped(line):
             try:
-                value = json.loads(line)
-            except ValueError as error:
+                value = json.loads(text)
+            except (ValueError, RecursionError) as error:
                 raise DataError(f"{file}, line {number}: not JSON: {error}") from error
             yield number, _object(file, number, value)
 
 
 def _json(file: Path) -> Rows:
     """A list of objects, or of prompts."""
+    text = stripped(_content(file))
     try:
-        content = json.loads(_content(file))
-    except json.JSONDecodeError as error:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{file} is not JSON: {error}") from error
     if not isinstance(content, list):
         raise DataError(f"{file}: expected a list of prompts or of objects, got {type(content).__name__}")
@@ -92,11 +104,13 @@ def _csv(file: Path) -> Rows:
     separator = max(",;\t", key=content.partition("\n")[0].count) if file.suffix.lower() == ".csv" else "\t"
     reader = csv.DictReader(io.StringIO(content, newline=""), delimiter=separator, strict=True)
     try:
+        header = [stripped(name) for name in reader.fieldnames or ()]
         for row in reader:
             if None in row:
                 advice = f"quote cells that contain {separator!r}"
                 raise DataError(f"{file}, line {reader.line_num}: more cells than columns; {advice}")
-            if any(row.values()):
+            cells = [stripped(cell) for cell in row.values()]
+            if any(cells) and cells != header:  # again the header: files were joined
                 yield reader.line_num, row
     except csv.Error as error:
         raise DataError(f"{file}, line {reader.reader.line_num}: {error} (is a quote not closed?)") from error

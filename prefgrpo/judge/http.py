@@ -8,7 +8,7 @@ mean; others take the least loaded. A failure is one of these kinds:
     LATE         no answer in time, or 504: tried once more; if others got answers meanwhile, only on another server
     BROKEN       500: tried RETRIES times more
     BUSY         429, 502 or 503: tried again after the pause that the server asks for
-    DOWN         no connection, or another 5xx: tried again; the server gets nothing until its check succeeds
+    DOWN         no connection, 401, 403 or another 5xx: tried again; the server gets nothing until its check succeeds
 
 BUSY and DOWN are tried again until the pool has had failures and no answer for its patience; DOWN at most twice as
 often as BROKEN while others are answered: the request may be what breaks the connection. After a failure a server
@@ -68,7 +68,7 @@ SAY_S = 30.0
 T = TypeVar("T")
 Kind = enum.Enum("Kind", "GIVE_UP ELSEWHERE LATE BROKEN BUSY DOWN")
 _KINDS = {400: Kind.GIVE_UP, 413: Kind.GIVE_UP, 422: Kind.GIVE_UP, 429: Kind.BUSY, 500: Kind.BROKEN, 503: Kind.BUSY}
-_KINDS |= {502: Kind.BUSY, 504: Kind.LATE}
+_KINDS |= {502: Kind.BUSY, 504: Kind.LATE, 401: Kind.DOWN, 403: Kind.DOWN}
 
 
 class Failure(Exception):
@@ -88,12 +88,12 @@ class Starting(Exception):
 class Endpoint:
     """One server; used on the event loop only."""
 
-    def __init__(self, url: str, key_env: str = "", content_type: str = "application/json") -> None:
+    def __init__(self, url: str, key: str = "", content_type: str = "application/json") -> None:
         self.url = url.rstrip("/")
         self.proxy = _proxy(url)
         self.headers = {"Content-Type": content_type, "Accept-Encoding": "identity"}
-        if key_env:
-            self.headers["Authorization"] = f"Bearer {os.environ[key_env]}"
+        if key:
+            self.headers["Authorization"] = f"Bearer {key}"
         self.load = 0
         """Requests in flight."""
         self.limit = 1.0
@@ -168,9 +168,8 @@ class HttpPool:
         API key. JudgeError for invalid addresses or a missing key."""
         if not urls or not all(url.startswith(("http://", "https://")) for url in urls):
             raise JudgeError(f"endpoints must be http:// or https:// addresses, got {list(urls)}")
-        if key_env and key_env not in os.environ:
-            raise JudgeError(f"the environment variable {key_env} (api_key_env) is not set")
-        self.endpoints = [Endpoint(url, key_env, content_type) for url in urls]
+        key = api_key(key_env)
+        self.endpoints = [Endpoint(url, key, content_type) for url in urls]
         for endpoint in self.endpoints:
             endpoint.limit = concurrency
         self.concurrency = concurrency
@@ -392,6 +391,21 @@ class HttpPool:
         except (aiohttp.ClientError, OSError, Failure) as error:
             endpoint.starting = not isinstance(error, aiohttp.ClientSSLError | Failure)
             return f"not reachable ({describe_error(error)})"
+
+
+def api_key(variable: str) -> str:
+    """The key in an environment variable, without what surrounds it in a file from Windows; '' without a variable.
+
+    Raises JudgeError if there is none, or one that no header can carry.
+    """
+    if not variable:
+        return ""
+    key = os.environ.get(variable, "").strip().strip("\ufeff").strip()
+    if not key:
+        raise JudgeError(f"the environment variable {variable} (api_key_env) is not set, or empty")
+    if not (key.isascii() and key.isprintable()):
+        raise JudgeError(f"the environment variable {variable} (api_key_env): expected one line of ASCII characters")
+    return key
 
 
 def _preferences(endpoints: Sequence[Endpoint], key: str) -> list[Endpoint]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from prefgrpo.config.recipe import UserError
 
@@ -39,6 +39,9 @@ def locate(model: str, configs_only: bool = False) -> Path:
     ModelError if there is no pipeline.
     """
     path = Path(model).expanduser()
+    if path.is_file():
+        convert = "diffusers' `from_single_file(FILE)` and `save_pretrained(FOLDER)` write one"
+        raise ModelError(f"'{model}' is a single file: expected a diffusers pipeline folder; {convert}")
     if not path.is_dir():
         if not is_hub_id(model):
             raise ModelError(
@@ -49,6 +52,30 @@ def locate(model: str, configs_only: bool = False) -> Path:
     if not (path / "model_index.json").is_file():
         raise ModelError(f"'{path}' is not a diffusers pipeline folder: it has no model_index.json")
     return path.resolve()
+
+
+def check_weights(path: Path, components: Iterable[str]) -> str | None:
+    """The variant (such as fp16) of the safetensors files of these components; None if each has plain ones.
+
+    Raises ModelError for a file that is missing or cut.
+    """
+    again = "download the model again, or copy the file"
+    variants: set[str] = set()
+    for component in components:
+        files = sorted((path / component).glob("*.safetensors"))
+        for listing in (path / component).glob("*.safetensors.index*.json"):
+            shards = json.loads(listing.read_text(encoding="utf-8"))["weight_map"].values()
+            if missing := sorted(set(shards) - {file.name for file in files}):
+                raise ModelError(f"{path / component / missing[0]} is missing, which {listing.name} names: {again}")
+        for file in files:
+            try:
+                with safe_open(file, "pt"):
+                    pass
+            except (SafetensorError, OSError) as error:
+                raise ModelError(f"{file} is cut or damaged ({error}): {again}") from error
+        found = {file.name.split(".")[1].split("-")[0] for file in files}  # model.fp16-00001-of-00002.safetensors
+        variants |= found if "safetensors" not in found else set()
+    return min(variants, default=None)
 
 
 def is_hub_id(model: str) -> bool:
@@ -110,7 +137,10 @@ def read(
     left_out = [name for name, part in index.items() if part == [None, None] or name.startswith(skipped)]
     dtypes = {"default": dtype} | dict.fromkeys(in_fp32, torch.float32)
     dtypes |= {name: stored_dtype(path / name) or dtype for name in split}
-    pipe = getattr(diffusers, pipeline).from_pretrained(path, dtype=dtypes, **dict.fromkeys(left_out))
+    variant = check_weights(
+        path, [name for name, part in index.items() if isinstance(part, list) and name not in left_out]
+    )
+    pipe = getattr(diffusers, pipeline).from_pretrained(path, dtype=dtypes, variant=variant, **dict.fromkeys(left_out))
     modules = {name: part for name, part in pipe.components.items() if isinstance(part, torch.nn.Module)}
     mapped = {*split, *(named(modules, offload) if device.type != "cpu" else ())}
     for name, module in modules.items():

@@ -2,7 +2,7 @@
 
     n = x/√(mean(x²) + eps) · weight        y = n · cos + turned(n) · sin
 
-turned(n) is (−b, a) for a pair (a, b) of neighbouring channels. In Triton, y is computed in
+turned(n) is (−b, a) for a pair (a, b): neighbouring channels, or channels d and d + D/2. In Triton, y is computed in
 fp32 and rounded once; the reference rounds where diffusers' modules do. Backward keeps q and k before the norm, and
 computes the norms again.
 """
@@ -20,54 +20,66 @@ from prefgrpo.ops._backend import launch, op, triton_or_torch
 from prefgrpo.ops._inputs import DTYPES
 
 
-def reference_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def reference_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """torch.nn.RMSNorm of [B, S, H, D] over each head, or with H·D weights over all heads, as Wan's."""
+    if weight is None:
+        return x
     if weight.numel() == x.shape[-1]:
         return F.rms_norm(x, x.shape[-1:], weight, eps)
     return F.rms_norm(x.flatten(2), weight.shape, weight, eps).unflatten(2, x.shape[2:])
 
 
-def reference_rope(x: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
+def reference_rope(x: Tensor, cos: Tensor | None, sin: Tensor | None, use_real_unbind_dim: int) -> Tensor:
     """diffusers' apply_rotary_emb of [B, S, H, D]."""
     if cos is None or sin is None:
         return x
-    copies = x.shape[-1] // cos.shape[-1]  # 2 of one value per pair
-    cos, sin = (t.repeat_interleave(copies, -1).unsqueeze(-2) for t in (cos, sin))
-    a, b = x.unflatten(-1, (-1, 2)).unbind(-1)
-    turned = torch.stack([-b, a], dim=-1).flatten(3)
+    cos, sin = (_per_channel(t, x.shape[-1], use_real_unbind_dim).unsqueeze(-2) for t in (cos, sin))
+    if use_real_unbind_dim == -1:
+        a, b = x.unflatten(-1, (-1, 2)).unbind(-1)
+        turned = torch.stack([-b, a], dim=-1).flatten(3)
+    else:
+        a, b = x.unflatten(-1, (2, -1)).unbind(-2)
+        turned = torch.cat([-b, a], dim=-1)
     dtype = torch.promote_types(x.dtype, torch.float32)
     return (x.to(dtype) * cos + turned.to(dtype) * sin).to(x.dtype)
 
 
+def _per_channel(table: Tensor, dim: int, use_real_unbind_dim: int) -> Tensor:
+    """A table […, D/2] of one value per pair as [..., D]."""
+    if table.shape[-1] == dim:
+        return table
+    return table.repeat_interleave(2, -1) if use_real_unbind_dim == -1 else torch.cat([table, table], -1)
+
+
 def reference_norm_rope(
-    parts: Sequence[Any], cos: Tensor | None, sin: Tensor | None, eps: float
+    parts: Sequence[Any], cos: Tensor | None, sin: Tensor | None, eps: float, use_real_unbind_dim: int
 ) -> tuple[Tensor, Tensor]:
     """Queries and keys of the streams (q, k, q_weight, k_weight, …): each normed, joined, then rotated."""
     q, k = (
         torch.cat([reference_norm(*pair, eps) for pair in zip(parts[n::4], parts[n + 2 :: 4], strict=True)], 1)
         for n in (0, 1)
     )
-    return reference_rope(q, cos, sin), reference_rope(k, cos, sin)
+    return reference_rope(q, cos, sin, use_real_unbind_dim), reference_rope(k, cos, sin, use_real_unbind_dim)
 
 
 # ---- custom ops: one stream of tokens
 @op("qk_norm_rope", mutates=("q_out", "k_out"))
 def _norm_rope(
-    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor | None, sin: Tensor | None,
-    eps: float, q_out: Tensor, k_out: Tensor,
+    q: Tensor, k: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, cos: Tensor | None, sin: Tensor | None,
+    eps: float, interleaved: bool, q_out: Tensor, k_out: Tensor,
 ) -> None:  # fmt: skip
     if q.numel():
-        inputs = (_heads(q), _heads(k), q_weight, k_weight, *_tables(q, cos, sin), eps)
+        inputs = (_heads(q), _heads(k), q_weight, k_weight, *_tables(q, cos, sin), eps, interleaved)
         launch("triton", "qk_norm_rope", q, *inputs, q_out, k_out)
 
 
 @op("qk_norm_rope_grad", mutates=("dq", "dk", "d_q_weight", "d_k_weight"))
 def _grad(
-    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor | None, sin: Tensor | None,
-    eps: float, gq: Tensor, gk: Tensor, dq: Tensor, dk: Tensor,
+    q: Tensor, k: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, cos: Tensor | None, sin: Tensor | None,
+    eps: float, interleaved: bool, gq: Tensor, gk: Tensor, dq: Tensor, dk: Tensor,
     d_q_weight: Tensor | None, d_k_weight: Tensor | None,
 ) -> None:  # fmt: skip
-    inputs = (_heads(q), _heads(k), q_weight, k_weight, *_tables(q, cos, sin), eps)
+    inputs = (_heads(q), _heads(k), q_weight, k_weight, *_tables(q, cos, sin), eps, interleaved)
     launch("triton", "qk_norm_rope_grad", q, *inputs, _heads(gq), _heads(gk), dq, dk, d_q_weight, d_k_weight)
 
 
@@ -78,9 +90,12 @@ def _heads(t: Tensor) -> Tensor:
 
 def _tables(q: Tensor, cos: Tensor | None, sin: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
     """The tables as a kernel reads them: per pair with any stride, as the parts of a complex table have it."""
-    if cos is None or sin is None or (cos.shape[-1] != q.shape[3] and cos.stride() == sin.stride()):
-        return cos, sin
-    return cos.contiguous(), sin.contiguous()
+    is_per_pair = cos is not None and cos.shape[-1] != q.shape[3] and sin is not None and cos.stride() == sin.stride()
+    return (
+        (cos, sin)
+        if is_per_pair
+        else (None if cos is None else cos.contiguous(), None if sin is None else sin.contiguous())
+    )
 
 
 def _split(parts: Sequence[Any], *tables: Tensor | None) -> Iterator[tuple[slice, Sequence[Any], list[Any]]]:
@@ -92,14 +107,14 @@ def _split(parts: Sequence[Any], *tables: Tensor | None) -> Iterator[tuple[slice
         start = stop
 
 
-def _run(eps: float, cos: Tensor | None, sin: Tensor | None, *parts: Any) -> tuple[Tensor, Tensor]:
+def _run(eps: float, interleaved: bool, cos: Tensor | None, sin: Tensor | None, *parts: Any) -> tuple[Tensor, Tensor]:
     """Queries and keys of the streams (q, k, q_weight, k_weight, …)."""
     batch, _, heads, dim = parts[0].shape
     shape = (batch, sum(q.shape[1] for q in parts[::4]), heads, dim)
     q_out = parts[0].new_empty(shape)
     k_out = parts[0].new_empty(shape)
     for place, stream, tables in _split(parts, cos, sin):
-        _norm_rope(*stream, *tables, eps, q_out[:, place], k_out[:, place])
+        _norm_rope(*stream, *tables, eps, interleaved, q_out[:, place], k_out[:, place])
     return q_out, k_out
 
 
@@ -107,67 +122,73 @@ class _NormRope(torch.autograd.Function):
     """`_run`, differentiable in queries, keys and weights."""
 
     @staticmethod
-    def forward(ctx: Any, eps: float, *tensors: Any) -> tuple[Tensor, Tensor]:
-        ctx.eps = eps
+    def forward(ctx: Any, eps: float, interleaved: bool, *tensors: Any) -> tuple[Tensor, Tensor]:
+        ctx.options = (eps, interleaved)
         ctx.save_for_backward(*tensors)
-        return _run(eps, *tensors)
+        return _run(eps, interleaved, *tensors)
 
     @staticmethod
     def backward(ctx: Any, gq: Tensor, gk: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise RuntimeError("qk_norm_rope cannot be differentiated twice")
         cos, sin, *parts = ctx.saved_tensors
-        wanted = ctx.needs_input_grad[3:]
+        wanted = ctx.needs_input_grad[4:]
         grads: list[Tensor | None] = []
         for place, stream, tables in _split(parts, cos, sin):
             q, k, *weights = stream
             wants_weights = any(wanted[len(grads) + 2 : len(grads) + 4])
             made = [q.new_empty(q.shape), k.new_empty(k.shape)]
             made += [w.new_empty(w.shape) if wants_weights else None for w in weights]
-            _grad(*stream, *tables, ctx.eps, gq[:, place], gk[:, place], *made)
+            _grad(*stream, *tables, *ctx.options, gq[:, place], gk[:, place], *made)
             grads += made
-        return None, None, None, *grads
+        return None, None, None, None, *grads
 
 
 # ---- public function
 Streams = Tensor | Sequence[Tensor]
+Weights = Tensor | None | Sequence[Tensor | None]
 
 
 def qk_norm_rope(
-    q: Streams, k: Streams, q_weight: Streams, k_weight: Streams, cos: Tensor | None, sin: Tensor | None,
-    eps: float = 1e-6,
+    q: Streams, k: Streams, q_weight: Weights, k_weight: Weights, cos: Tensor | None, sin: Tensor | None,
+    eps: float = 1e-6, *, use_real_unbind_dim: int = -1,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Queries and keys after RMS norm and rotary embedding, contiguous [B, S, H, D]; differentiable once, in all but
     the tables.
 
     q, k: [B, S, H, D] bf16 or fp32 (fp16 and fp64: in torch); slices of a wider projection are read in place. Sequences
     of them are streams with weights of their own, which are joined along S, as by torch.cat. Weights in q's dtype: [D],
-    or [H·D] for a norm over all heads (Wan). cos, sin: fp32 [S, D] or, with one value per
+    or [H·D] for a norm over all heads (Wan), or both None for no norm. cos, sin: fp32 [S, D] or, with one value per
     pair, [S, D/2], over all streams; [B, S, …] if they differ between samples; None for no rotation. For a complex
-    table (Qwen-Image, Z-Image) pass .real and .imag. Raises ValueError for arguments that do not fit together.
+    table (Qwen-Image, Z-Image) pass .real and .imag. `use_real_unbind_dim` as in diffusers' apply_rotary_emb: −1 pairs
+    neighbouring channels, −2 channels d and d + D/2. Raises ValueError for arguments that do not fit together.
     """
     joined = ([q], [k], [q_weight], [k_weight]) if isinstance(q, Tensor) else (q, k, q_weight, k_weight)
     parts: list[Any] = [t for stream in zip(*joined, strict=True) for t in stream]
-    _check(parts, cos, sin)
+    _check(parts, cos, sin, use_real_unbind_dim)
     first = parts[0]
     if triton_or_torch(first.device, first.dtype) == "torch":
-        return reference_norm_rope(parts, cos, sin, eps)
-    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in parts)
+        return reference_norm_rope(parts, cos, sin, eps, use_real_unbind_dim)
+    needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in parts)
     run: Any = _NormRope.apply if needs_grad else _run
-    return run(eps, cos, sin, *parts)
+    return run(eps, use_real_unbind_dim == -1, cos, sin, *parts)
 
 
-def _check(parts: list[Any], cos: Tensor | None, sin: Tensor | None) -> None:
+def _check(parts: list[Any], cos: Tensor | None, sin: Tensor | None, use_real_unbind_dim: int) -> None:
     """Raise ValueError unless the streams (q, k, q_weight, k_weight, …) and the tables fit together."""
     q, _, weight, _ = parts[:4]
     if q.dim() != 4 or q.dtype not in DTYPES:
         raise ValueError(f"q: expected fp32, bf16, fp16 or fp64 [B, S, H, D], got {q.dtype} {list(q.shape)}")
     batch, _, heads, dim = q.shape
-    width = dim if weight.shape == (dim,) else heads * dim
+    width = dim if weight is None or weight.shape == (dim,) else heads * dim
     for n, t in enumerate(parts):
         name = ("q", "k", "q_weight", "k_weight")[n % 4]
         want = (batch, parts[n - n % 4].shape[1], heads, dim) if n % 4 < 2 else (width,)
-        if (t.shape, t.dtype, t.device) != (want, q.dtype, q.device):
+        if (t is None) != (n % 4 > 1 and weight is None):
+            raise ValueError(
+                f"{name}: expected a weight for every q and k, or none; got {'none' if t is None else 'one'}"
+            )
+        if t is not None and (t.shape, t.dtype, t.device) != (want, q.dtype, q.device):
             found = f"{t.dtype} {list(t.shape)} on {t.device}"
             raise ValueError(f"{name}: expected {q.dtype} {list(want)} on {q.device}, got {found}")
     tokens = sum(t.shape[1] for t in parts[::4])
@@ -182,3 +203,5 @@ def _check(parts: list[Any], cos: Tensor | None, sin: Tensor | None) -> None:
             found = f"{table.dtype} {list(table.shape)} on {table.device}"
             want_table = f"{dtype} [{tokens}, {dim}] or [{tokens}, {dim // 2}] on {q.device} without gradient"
             raise ValueError(f"{name}: expected {want_table}, got {found}")
+    if use_real_unbind_dim not in (-1, -2):
+        raise ValueError(f"use_real_unbind_dim: expected -1 or -2, got {use_real_unbind_dim}")

@@ -13,13 +13,15 @@ from dataclasses import dataclass
 import numpy as np
 from markupsafe import Markup
 
-from prefgrpo.report.run import Floats, Rows, Run
+from prefgrpo.report.run import Floats, Rows, Run, short
+from prefgrpo.run.comparison import MIN_PROMPTS
 from prefgrpo.run.metrics import PARTS_OF_WINS, REWARD
 
 WIDTH, HEIGHT = 400, 220
-LEFT, RIGHT, TOP, BOTTOM = 50, 12, 12, 34
+LEFT, RIGHT, TOP, BOTTOM = 56, 12, 20, 34
 _MAX_POINTS = 400
 _COLOURS = 8
+_RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 @dataclass(frozen=True)
@@ -51,20 +53,24 @@ def draw(title: str, series: Sequence[Series], unit: str = "", note: str = "") -
     series = [_pooled(s) for s in series if not np.isnan(s.y).all()]
     if not series:
         return Markup("")
-    first, last = _limits([s.x for s in series])
-    low, high = _limits([v for s in series for v in (s.y, s.low, s.high) if v is not None])
+    steps = np.concatenate([s.x for s in series])
+    first, last = float(steps.min()), float(steps.max())
+    if first == last:
+        first, last = first - 1, last + 1
+    ticks, labels, factor = axis(np.concatenate([v for s in series for v in (s.y, s.low, s.high) if v is not None]))
 
     def place(x: Floats, y: Floats) -> Floats:
         """Points [n, 2] of the picture."""
         across = LEFT + (x - first) / (last - first) * (WIDTH - LEFT - RIGHT)
-        return np.stack([across, HEIGHT - BOTTOM - (y - low) / (high - low) * (HEIGHT - TOP - BOTTOM)], 1)
+        up = (y - ticks[0]) / (ticks[-1] - ticks[0]) * (HEIGHT - TOP - BOTTOM)
+        return np.stack([across, HEIGHT - BOTTOM - up], 1)
 
-    body = []
+    body = [tag("text", factor, x=LEFT - 6, y=10, text_anchor="end", class_="factor")] if factor else []
     legend = []
-    for value in np.linspace(low, high, 5):
+    for value, label in zip(ticks, labels, strict=True):
         y = float(place(np.array([first]), np.array([value]))[0, 1])
         body.append(tag("line", class_="grid", x1=LEFT, x2=WIDTH - RIGHT, y1=f"{y:.1f}", y2=f"{y:.1f}"))
-        body.append(tag("text", number(value), x=LEFT - 6, y=f"{y + 4:.1f}", text_anchor="end"))
+        body.append(tag("text", label, x=LEFT - 6, y=f"{y + 4:.1f}", text_anchor="end"))
     for step, anchor, x in ((first, "start", LEFT), (last, "end", WIDTH - RIGHT)):
         body.append(tag("text", f"step {step:g}", x=x, y=HEIGHT - BOTTOM + 18, text_anchor=anchor))
     for k, s in enumerate(series):
@@ -86,21 +92,35 @@ def draw(title: str, series: Sequence[Series], unit: str = "", note: str = "") -
     return tag("figure", head, svg, tag("p", note, class_="note"), class_="chart")
 
 
-def _limits(arrays: Sequence[Floats]) -> tuple[float, float]:
-    """Least and greatest value, apart."""
-    values = np.concatenate(arrays)
+def axis(values: Floats) -> tuple[Floats, list[str], str]:
+    """Round values around these, their labels of at most seven characters, and a power of ten that all labels share."""
     low, high = float(np.nanmin(values)), float(np.nanmax(values))
-    return (low, high) if high - low > 1e-12 * max(abs(low), abs(high)) else (low - 1.0, high + 1.0)
+    largest = max(abs(low), abs(high))
+    if high - low <= max(1e-3 * largest, 1e-99):  # equal, or equal in the digits that a label has
+        half = 0.1 * largest if largest > 1e-99 else 1.0
+        low, high = low - half, high + half
+    power = math.floor(math.log10((high - low) / 4))
+    multiple = next(m for m in (1, 2, 5, 10) if high - low <= 5 * m * 10.0**power)
+    step = multiple * 10.0**power
+    ticks = step * np.arange(math.floor(low / step), math.ceil(high / step) + 1, dtype=np.float64)
+    size = math.floor(math.log10(np.abs(ticks).max()))
+    shared = 0 if -3 <= size < 5 else size
+    labels = [f"{t / 10.0**shared:.{max(shared - power, 0)}f}".replace("-", "−") for t in ticks]
+    return ticks, labels, f"×10{str(shared).translate(_RAISED)}" if shared else ""
 
 
 def _pooled(s: Series) -> Series:
     """At most _MAX_POINTS points: means of the existing values among consecutive ones."""
     size = -(-len(s.x) // _MAX_POINTS)
+
+    def pool(values: Floats) -> Floats:
+        padded = np.append(values, np.full(-len(values) % size, np.nan)).reshape(-1, size)
+        return np.asarray(np.ma.masked_invalid(padded).mean(1).filled(np.nan))
+
     if size <= 1:
         return s
-    padded = np.append(s.y, np.full(-len(s.y) % size, np.nan)).reshape(-1, size)
-    means = np.ma.masked_invalid(padded).mean(1).filled(np.nan)
-    return Series(s.name, s.x[::size], means)
+    low, high = (None if edge is None else pool(edge) for edge in (s.low, s.high))
+    return Series(s.name, s.x[::size], pool(s.y), low, high)
 
 
 def _path(points: Floats) -> str:
@@ -114,7 +134,7 @@ def win_names(rows: Rows) -> list[str]:
 
 
 def curves(run: Run) -> list[Markup]:
-    """At most six charts; one without values is left out."""
+    """The charts; one without values is left out. Every reward has one of its own."""
     train = run.train
 
     def of(names: dict[str, str], factor: float = 1.0) -> list[Series]:
@@ -125,19 +145,32 @@ def curves(run: Run) -> list[Markup]:
     for name in win_names(run.evals[watched]) if watched else []:
         rows = run.evals[watched]
         y, low, high = (100 * rows[name + end] for end in ("", "_low", "_high"))
-        wins.append(Series(f"by {name[4:]}", rows.steps, y, low, high))
-    rewards = {n: n.removeprefix("reward/") for n in train.columns if REWARD.fullmatch(n)}
-    means = [s for s in of(rewards) if np.nanmax(np.abs(s.y - 0.5)) >= 1e-6]  # else a win rate within the group
-    kl = of({"policy/approx_kl": "to the rollout's policy", "policy/kl": "to the initial policy"})
-    judge = {"judge/order_inconsistency": "other winner when swapped", "judge/missing": "no verdict"}
-    times = {n: n.removeprefix("time/") for n in train.columns if re.fullmatch(r"time/\w+", n)}
+        few = run.prompts(watched, name) < MIN_PROMPTS
+        wins.append(Series(f"by {run.label(name[4:])}", rows.steps, y, *(() if few else (low, high))))
     note = f"Held-out prompts ({watched}), against the initial model from the same noise; bands: 95 % intervals."
-    charts = [
-        draw("Win rate against the initial model", wins, "\u00a0%", note),
-        draw("Reward", means, note="Mean over training prompts."),
-        draw("Reward: std within a group", of({f"{n}_std": label for n, label in rewards.items()})),
+    charts = [draw("Win rate against the initial model", wins, "\u00a0%", note)]
+    for name in [n for n in train.columns if REWARD.fullmatch(n)]:
+        label, mean, std = short(name.removeprefix("reward/")), train[name], train[f"{name}_std"]
+        if np.nanmax(np.abs(mean - 0.5)) < 1e-6:
+            note = "Win rates within a group have the mean ½; their spread is what the policy learns from."
+            charts.append(draw(f"{label}: spread", [Series("std within a group", train.steps, std)], note=note))
+        else:
+            note = "Mean over training prompts; band: ± the std within a group."
+            charts.append(draw(label, [Series("mean", train.steps, mean, mean - std, mean + std)], note=note))
+    judges = [n.removesuffix("tie_rate") for n in train.columns if re.fullmatch(r"judge/(.+/)?tie_rate", n)]
+    for judge in [j for j in judges if j != "judge/" or len(judges) == 1]:
+        lost = 100 * train[f"{judge}failures"] / train[f"{judge}requests"]
+        shares = {"order_inconsistency": "other winner when swapped", "position_bias": "first image wins"}
+        series = of({judge + n: label for n, label in (shares | {"tie_rate": "ties"}).items()}, 100.0)
+        title = "Judge" if judge == "judge/" else f"Judge {short(judge[6:-1])}"
+        note = "Shares of a step's comparisons. Without position bias, the first image wins half of those without ties."
+        charts.append(draw(title, [*series, Series("no verdict", train.steps, lost)], "\u00a0%", note))
+    alike = of({"diversity/pixels": "RMS distance of two images"})
+    kl = of({"policy/approx_kl": "to the rollout's policy", "policy/kl": "to the initial policy"})
+    times = {n: n.removeprefix("time/") for n in train.columns if re.fullmatch(r"time/(?!mfu|.*_per_s)\w+", n)}
+    charts += [
+        draw("Diversity within a group", alike, note="Pixels in 0 … 1; 0: all images of a prompt are the same."),
         draw("KL divergence", [s for s in kl if np.nan_to_num(s.y).any()]),
-        draw("Judge", of(judge | {"judge/tie_rate": "ties"}, 100.0), "\u00a0%", "Shares of a step's comparisons."),
         draw("Time per step", of(times), "\u00a0s"),
     ]
     return [chart for chart in charts if chart]

@@ -1,16 +1,17 @@
-"""The result as one sentence, what to doubt about it, and the table of all held-out numbers."""
+"""The numbers at the top of the page: the result, what it is worth, and what to doubt about it."""
 
 from __future__ import annotations
 
 import math
 import re
+from dataclasses import dataclass
 
 import numpy as np
 
 from prefgrpo.config.schema import JudgeConfig
 from prefgrpo.report.charts import number, win_names
-from prefgrpo.report.run import Floats, Rows, Run
-from prefgrpo.run.comparison import verdict
+from prefgrpo.report.run import Floats, Run, short
+from prefgrpo.run.comparison import MIN_PROMPTS, ORDERS, interval, verdict
 from prefgrpo.run.metrics import WARN_MISSING
 
 
@@ -19,28 +20,64 @@ def percent(value: float) -> str:
     return f"{100 * value:.{1 if 0 < min(value, 1 - value) < 0.015 else 0}f}\u00a0%"
 
 
-def measure_names(rows: Rows) -> list[str]:
-    """Measures with values before and after training."""
-    return [name for name in rows.columns if f"{name}_before" in rows]
+def span(low: float, high: float) -> str:
+    """Two fractions as '87–94 %'; empty if they are unknown."""
+    return "" if math.isnan(low + high) else f"{percent(low)[:-2]}–{percent(high)}"
 
 
-def facts(run: Run) -> list[tuple[str, str]]:
-    """(name, text): what was trained, on how much, and with which judge."""
-    rollout = run.section("rollout")
-    judge = run.section("judge")
-    out = [("Model", f"{run.config.get('model') or '?'} ({run.config.get('family') or '?'})")]
-    if steps := len(run.train.steps):
-        text = f"{steps:,} steps × {rollout.get('prompts_per_step', '?')} prompts × {rollout.get('group_size', '?')}"
-        out.append(("Training", f"{text} samples; {np.nansum(run.train['judge/requests']):,.0f} comparisons"))
-    if "judge/requests" in run.train:
-        hosts = ", ".join(map(str, judge.get("endpoints") or ())) or "this process"
-        out.append(("Judge", f"{judge.get('model') or 'a served model'} ({hosts or '?'})"))
-    for name, shown in run.images.items():
-        if shown.outcomes:
-            lost = sum(any(map(math.isnan, o.wins.values())) for o in shown.outcomes)
-            note = f"; no verdict on {lost}" if lost else ""
-            prompts = len({o.prompt for o in shown.outcomes})
-            out.append((f"Held out ({name})", f"{len(shown.outcomes)} samples of {prompts} prompts{note}"))
+@dataclass(frozen=True)
+class Win:
+    """A win rate of a set's last evaluation, by the judge or a reward."""
+
+    label: str
+    role: str
+    rate: float
+    """NaN without any verdict."""
+    missing: float
+    """Share of images without a verdict."""
+    verdict: str
+    """As `comparison.verdict`."""
+    interval: str
+    """Of 95 %; empty for fewer than MIN_PROMPTS prompts."""
+    counts: tuple[int, int, int] | None
+    """How many images won, tied and lost; None if the run did not store them."""
+    orders: tuple[float, float]
+    """The rates where the policy's image was shown first, and second; NaN if they are not distinguished."""
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """The rates if all missing verdicts were losses, and if they were wins."""
+        there = (1 - self.missing) * self.rate
+        return there, there + self.missing
+
+
+def wins(run: Run, name: str) -> list[Win]:
+    """The win rates of the last evaluation on a set, those of what was trained on first."""
+    rows = run.evals[name]
+    out = []
+    for win in win_names(rows):
+        by = win.removeprefix("win_")
+        rate, missing, low, high, *orders = (rows.last(win + e) for e in ("", "_missing", "_low", "_high", *ORDERS))
+        prompts = run.prompts(name, win)
+        found = np.array([o.wins.get(by, math.nan) for o in run.outcomes(name)])
+        counts = int((found > 0.5).sum()), int((found == 0.5).sum()), int((found < 0.5).sum())
+        known = span(low, high) if prompts >= MIN_PROMPTS else ""
+        what = verdict(low, high, prompts), known, counts if sum(counts) else None, (orders[0], orders[1])
+        out.append(Win(run.label(by), run.role(by), rate, float(np.nan_to_num(missing)), *what))
+    return sorted(out, key=lambda w: w.role == "independent")
+
+
+def changes(run: Run, name: str) -> list[tuple[str, float, float, str, float]]:
+    """(reward or part, mean before, mean after, 95 % interval of the change of an image or '', missing share) of the
+    last evaluation on a set. No interval for fewer than MIN_PROMPTS prompts."""
+    rows = run.evals[name]
+    out = []
+    for measure in (m for m in rows.columns if f"{m}_before" in rows):
+        low, high = rows.last(f"{measure}_low"), rows.last(f"{measure}_high")
+        few = math.isnan(low + high) or run.prompts(name, measure) < MIN_PROMPTS
+        known = "" if few else f"{number(low)} to {number(high)}"
+        missing = np.nan_to_num([rows.last(f"{measure}{end}_missing") for end in ("", "_before")]).max()
+        out.append((short(measure), rows.last(f"{measure}_before"), rows.last(measure), known, float(missing)))
     return out
 
 
@@ -53,74 +90,48 @@ def alarms(run: Run) -> list[str]:
     if (skipped := np.nansum(run.train["updates_skipped"])) > 0:
         out.append(f"{skipped:.0f} of {np.nansum(run.train['updates']):.0f} updates were skipped: gradient not finite.")
     for name, rows in run.evals.items():
-        for subject, share in _missing(rows).items():
+        worst: dict[str, Floats] = {}  # judge or reward → its largest missing share, of any order, before and after
+        for column in (c for c in rows.columns if c.endswith("_missing")):
+            subject = re.sub(r"^win_|(_before|_first|_second)?_missing$", "", column)
+            if subject.partition(".")[0] == subject or f"win_{subject}" in rows:  # a part need not apply to a prompt
+                worst[subject] = np.fmax(worst.get(subject, np.zeros(len(rows.steps))), rows[column])
+        for subject, share in worst.items():
             if (many := share > JudgeConfig.max_missing).any():
-                what = f"{'verdicts' if subject.startswith('judge') else 'scores'} by {subject}"
+                what = f"{'verdicts' if subject.startswith('judge') else 'scores'} by {short(subject)}"
                 text = f"{many.sum()} of {len(many)} evaluations on {name}"
                 out.append(f"In {text} more than {percent(JudgeConfig.max_missing)} of the {what} were missing.")
     return out
 
 
-def _missing(rows: Rows) -> dict[str, Floats]:
-    """Judge or reward → largest missing share per evaluation (before, after, in either order). Without the parts of
-    rewards: a part need not apply to every prompt."""
-    out: dict[str, Floats] = {}
-    for column in rows.columns:
-        subject = re.sub(r"^win_|(_before|_first|_second)?_missing$", "", column)
-        is_part = any(subject.startswith(f"{name}.") for name in measure_names(rows))
-        if column.endswith("_missing") and not is_part:
-            out[subject] = np.fmax(out.get(subject, np.zeros(len(rows.steps))), rows[column])
-    return out
-
-
-def certainty(run: Run) -> tuple[str, str]:
-    """("better", "worse" or "inconclusive", reason) by the best set's first win rate; empty strings without one."""
-    if run.best_set is None or not (names := win_names(rows := run.evals[run.best_set])):
+def certainty(found: list[Win]) -> tuple[str, str]:
+    """("better", "worse" or "inconclusive", reason) by the first win rate; empty strings without one."""
+    if not found:
         return "", ""
-    outcomes = run.images[run.best_set].outcomes if run.best_set in run.images else []
-    prompts = len({o.prompt for o in outcomes if not math.isnan(o.wins.get(names[0][4:], math.nan))})
-    word, _, why = verdict(rows.last(f"{names[0]}_low"), rows.last(f"{names[0]}_high"), prompts).partition(": ")
+    word, _, why = found[0].verdict.partition(": ")
+    low, high = found[0].bounds
+    if word != "inconclusive" and low <= 0.5 <= high:
+        why = "but not if all missing verdicts had gone the other way"
     return word, why
 
 
-def sentence(run: Run) -> str:
-    """The result in one sentence, or a sentence that there is none yet."""
-    if run.best_set is None:
-        if run.evals or not run.finished:
-            return "No evaluation has finished since training started, so there is no result yet."
-        return "This run had no evaluation set (eval.prompts), so there is no before/after result."
-    rows = run.evals[run.best_set]
-    wins = []
-    for win in [name for name in win_names(rows) if not math.isnan(rows.last(name))]:
-        low, high, lost = (rows.last(win + end) for end in ("_low", "_high", "_missing"))
-        note = f" (95\u00a0% interval {100 * low:.0f}–{percent(high)})" if not math.isnan(low + high) else ""
-        note += f", no verdict on {percent(lost)} of the samples" if lost > 0 else ""
-        wins.append(f"{percent(rows.last(win))} by {'the judge' if win == 'win_judge' else win[4:]}{note}")
-    result = f"beats the initial model from the same noise in {' and '.join(wins)}" if wins else "was measured"
-    names = [n for n in measure_names(rows) if "." not in n or n.endswith(".all")]
-    moves = [f"{n} {number(rows.last(f'{n}_before'))} → {number(rows.last(n))}" for n in names]
-    where = f"After {int(rows.steps[-1])} steps, on the held-out prompts ({run.best_set}), the policy"
-    return f"{where} {result}" + (f"; {', '.join(moves)}." if moves else ".")
+def position_bias(run: Run) -> tuple[float, str]:
+    """(share of training comparisons that the image shown first won, 95 % interval over steps); NaN for few steps."""
+    share = run.train["judge/position_bias"]
+    low, high, steps = interval(np.arange(len(share)), share)
+    return (float(np.nanmean(share)), f"{100 * low:.1f}–{100 * high:.1f}") if steps >= MIN_PROMPTS else (math.nan, "")
 
 
-def table(run: Run) -> list[tuple[str, str, int, str, str, str, str]]:
-    """(measure, set, step, before, after, interval, missing) of the last evaluation of every set."""
-    lines = []
-    for name, rows in run.evals.items():
-        step = int(rows.steps[-1])
-        for win in win_names(rows):
-            low, high = rows.last(f"{win}_low"), rows.last(f"{win}_high")
-            interval = "" if math.isnan(low + high) else f"{low:.3f}–{high:.3f}"
-            lines.append(
-                (f"win rate by {win[4:]}", name, step, "", number(rows.last(win)), interval, _share(rows, win))
-            )
-        for measure in measure_names(rows):
-            before, after = (number(rows.last(measure + end)) for end in ("_before", ""))
-            lines.append((measure, name, step, before, after, "", _share(rows, measure, f"{measure}_before")))
-    return lines
-
-
-def _share(rows: Rows, *columns: str) -> str:
-    """The largest missing share of these columns; '' for none."""
-    share = max((s for c in columns if (s := rows.last(f"{c}_missing")) > 0), default=0.0)
-    return percent(share) if share else ""
+def agreement(run: Run, name: str) -> list[tuple[str, float, int, str]]:
+    """(reward, how often it and the judge prefer the same image, number of images where neither has a tie, 95 %
+    interval or '')."""
+    outcomes = run.outcomes(name)
+    out = []
+    for other in dict.fromkeys(by for o in outcomes for by in o.wins if by != "judge"):
+        sides = np.array([(o.wins.get("judge", math.nan), o.wins[other]) for o in outcomes]) - 0.5
+        product = sides.prod(1)
+        same = np.where(product == 0, math.nan, (np.sign(product) + 1) / 2)
+        low, high, prompts = interval(np.array([o.prompt for o in outcomes]), same)
+        if prompts:
+            known = span(low, high) if prompts >= MIN_PROMPTS else ""
+            out.append((run.label(other), float(np.nanmean(same)), int((~np.isnan(same)).sum()), known))
+    return out

@@ -1,4 +1,4 @@
-"""report.html: one self-contained page about a run at any stage.
+"""report.html: one self-contained page about a run at any stage. The words are in page.html.j2.
 
 Invariant: the page refers to nothing outside itself, and all text from the run is escaped.
 """
@@ -6,23 +6,21 @@ Invariant: the page refers to nothing outside itself, and all text from the run 
 from __future__ import annotations
 
 import math
+import random
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import torch
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import Environment, FileSystemLoader, Template
 
 import prefgrpo
 from prefgrpo.data.atomic import write_atomic
-from prefgrpo.report.charts import curves
-from prefgrpo.report.headline import alarms, certainty, facts, sentence, table
-from prefgrpo.report.media import picture
-from prefgrpo.report.run import Run, read_run
-from prefgrpo.report.verdicts import draw_group, tables
+from prefgrpo.report import headline, verdicts
+from prefgrpo.report.charts import curves, number
+from prefgrpo.report.run import read_run
+from prefgrpo.run.comparison import MIN_PROMPTS
 from prefgrpo.run.run_folder import RunFolder
-
-PAIR_PX = 384
 
 
 def write_report(folder: Path, out: Path | None = None) -> Path:
@@ -31,55 +29,46 @@ def write_report(folder: Path, out: Path | None = None) -> Path:
     run = read_run(folder)
     newest = max((group.step for group in run.groups), default=0)
     groups = [group for group in run.groups if group.step == newest]
-    path = out or RunFolder(folder).report
-    page = _render(
-        title=str(run.config.get("name") or folder.resolve().name),
-        status=run.status,
-        sentence=sentence(run),
-        certainty=certainty(run),
-        facts=facts(run),
-        alarms=alarms(run),
-        table=table(run),
-        pairs=_pairs(run),
+    shown = next((n for n in (run.best_set, *run.stored) if n in run.stored and run.stored[n].step > 0), None)
+    pairs = run.stored[shown].pairs if shown else []
+    wins = {name: headline.wins(run, name) for name in run.evals}
+    best = wins[run.best_set] if run.best_set else []
+    title = str(run.config.get("name") or folder.resolve().name)
+    order = random.Random(f"{title} {run.step}")
+    page = _template().render(
+        run=run,
+        title=title,
+        best=[win for win in best if not math.isnan(win.rate)],
+        certainty=headline.certainty(best),
+        alarms=headline.alarms(run),
+        bias=headline.position_bias(run),
+        agreement=headline.agreement(run, run.best_set) if run.best_set else [],
+        comparisons=float(np.nansum(run.train["judge/requests"])),
+        wins=wins,
+        changes={name: headline.changes(run, name) for name in run.evals},
+        min_prompts=MIN_PROMPTS,
+        shown=shown,
+        pairs=[(pair, order.random() < 0.5) for pair in pairs],
+        large=verdicts.PAIR_PX,
         charts=curves(run),
-        groups=[draw_group(group, f"group{k}") for k, group in enumerate(groups)],
+        groups=[verdicts.draw_group(group, f"group{k}") for k, group in enumerate(groups)],
         sources=any(group.source is not None for group in groups),
-        answers=tables(run),
-        config=run.config_text,
-        problems=run.problems,
+        answers=verdicts.answered(run, pairs),
+        written=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        versions=f"prefgrpo {prefgrpo.__version__}, torch {torch.__version__}",
     )
+    path = out or RunFolder(folder).report
     write_atomic(path, page)
     return path
 
 
-def _render(**values: object) -> str:
-    """The page from page.html.j2."""
+def _template() -> Template:
+    """page.html.j2 with the filters that write numbers."""
     loader = FileSystemLoader(Path(__file__).parent)
-    environment = Environment(
-        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    written = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
-    versions = f"prefgrpo {prefgrpo.__version__}, torch {torch.__version__}"
-    return environment.get_template("page.html.j2").render(written=written, versions=versions, **values)
-
-
-def _pairs(run: Run) -> dict[str, Any] | None:
-    """The last evaluation of the best set as (prompt, images, who won); None without images."""
-    name = next((n for n in (run.best_set, *run.images) if n in run.images and run.images[n].step > 0), None)
-    if name is None:
-        return None
-    last = run.images[name]
-    columns = {"source": last.sources, "before": last.before, "after": last.after}
-    pairs = []
-    for k, (prompt, outcome) in enumerate(zip(last.prompts, last.kept, strict=True)):
-        images = [
-            (label, picture(media[k], f"{prompt}: {label}", PAIR_PX))
-            for label, media in columns.items()
-            if media is not None
-        ]
-        results = [f"{who}: {_result(win)}" for who, win in outcome.wins.items()]
-        pairs.append((prompt, images, " · ".join(results)))
-    return {"step": last.step, "set": name, "pairs": pairs, "edits": last.sources is not None}
+    environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.filters |= {"percent": headline.percent, "number": number, "result": _result}
+    environment.filters |= {"pictures": verdicts.pictures, "rows": verdicts.rows}
+    return environment.get_template("page.html.j2")
 
 
 def _result(win: float) -> str:

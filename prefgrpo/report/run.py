@@ -7,6 +7,7 @@ Invariant: a run at any stage can be read. Missing keys and nulls become NaN; a 
 from __future__ import annotations
 
 import json
+import re
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,6 +25,8 @@ from prefgrpo.run.run_folder import RunFolder, step_of
 Floats = NDArray[np.float64]
 Images = NDArray[np.uint8]
 T = TypeVar("T")
+FOLDERS = re.compile(r"(?<![\w.:/~])/(?:[^\s/'\"]+/)+")
+"""The folders of an absolute path, which are nobody's business but this machine's."""
 
 
 @dataclass(frozen=True)
@@ -71,23 +74,28 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class EvalImages:
-    """Images of an evaluation: prompts [n]; before and after, uint8 [n, H, W, 3] (clips [n, F, H, W, 3]), from the same
-    initial noise; for edits the source images, uint8 [n, H, W, 3], else None."""
+class Pair:
+    """Two images, or clips, that were compared; the answers count them as 0 and 1."""
 
     step: int
-    prompts: list[str]
-    before: Images
-    after: Images
-    sources: Images | None = None
-    outcomes: list[Outcome] = field(default_factory=list)
-    """Outcomes of all images of the set, including those not kept; empty if the run wrote none."""
+    where: str
+    prompt: str
+    names: tuple[str, str]
+    images: tuple[Images, Images]
+    answers: list[Answer]
+    source: Images | None = None
+    """For an edit, the source images side by side, uint8 [H, W, 3]."""
+    wins: dict[str, float] = field(default_factory=dict)
+    """As in `Outcome`."""
 
-    @property
-    def kept(self) -> list[Outcome]:
-        """Outcomes of the kept images; without verdicts if the run wrote none."""
-        kept = [o for o in self.outcomes if o.answers is not None]
-        return kept if len(kept) == len(self.prompts) else [Outcome(0, {}, None)] * len(self.prompts)
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The last stored evaluation of a set: outcomes of all images (empty if the run wrote none), and the kept pairs."""
+
+    step: int
+    outcomes: list[Outcome]
+    pairs: list[Pair]
 
 
 @dataclass(frozen=True)
@@ -116,8 +124,8 @@ class Run:
     train: Rows
     evals: dict[str, Rows]
     """Set name → rows; metric names without the set's prefix."""
-    images: dict[str, EvalImages]
-    """Of the last evaluation of each set."""
+    stored: dict[str, Evaluation]
+    """Of the sets whose last evaluation has images."""
     groups: list[Group]
     problems: list[str]
 
@@ -132,22 +140,47 @@ class Run:
         return section if isinstance(section, dict) else {}
 
     @property
+    def judge(self) -> str:
+        """Name of the reward whose verdicts count as those of the judge; empty if none is stored."""
+        answers = (a for stored in self.stored.values() for pair in stored.pairs for a in pair.answers)
+        return next((a.judge for a in answers), "")
+
+    def label(self, name: str) -> str:
+        """How the page calls a reward, or the judge."""
+        return "the judge" if name == "judge" else short(name)
+
+    def outcomes(self, of_set: str) -> list[Outcome]:
+        """Outcomes of all images of the last evaluation on a set."""
+        return self.stored[of_set].outcomes if of_set in self.stored else []
+
+    def prompts(self, of_set: str, measure: str) -> int:
+        """Number of prompts with a value of a measure in the last evaluation; 0 if unknown."""
+        logged = self.evals[of_set].last(f"{measure}_prompts")
+        return len({o.prompt for o in self.outcomes(of_set)}) if np.isnan(logged) else int(logged)
+
+    def role(self, name: str) -> str:
+        """Whether a reward, or the judge, is "trained on" or "independent"; empty if unknown."""
+        name = self.judge if name == "judge" else name
+        entries = [entry for entry in self.config.get("rewards") or () if isinstance(entry, dict)]
+        trained = [entry.get("name") for entry in entries if entry.get("weight", 1)]
+        return ("trained on" if name in trained else "independent") if trained and name else ""
+
+    @property
     def finished(self) -> bool:
         """Whether all steps are done."""
         steps = self.section("train").get("steps")
         return isinstance(steps, int) and 0 < steps <= self.step
 
     @property
-    def status(self) -> str:
-        """Empty for a finished run; else its progress."""
-        steps = f"{self.step} of {self.section('train').get('steps', '?')}"
-        return "" if self.finished else f"This run is not finished: {steps} steps so far (still running or stopped)."
-
-    @property
     def best_set(self) -> str | None:
         """The set by which to judge the run: 'test' if it was evaluated after step 0, else one that was."""
         late = [name for name, rows in self.evals.items() if rows.steps[-1] > 0]
         return "test" if "test" in late else next(iter(late), None)
+
+
+def short(name: str) -> str:
+    """A reward's name without the folders of a file that it may be given by."""
+    return name.rpartition("/")[2]
 
 
 def read_run(folder: Path) -> Run:
@@ -169,26 +202,25 @@ def read_run(folder: Path) -> Run:
             return None
 
     text = files.config.read_text(encoding="utf-8", errors="replace") if files.config.is_file() else ""
+    text = FOLDERS.sub("…/", text)
     config: dict[str, Any] = read(files.config, lambda _: dict(yaml.safe_load(text))) or {}
     evals: dict[str, Rows] = {}
-    images: dict[str, EvalImages] = {}
+    stored: dict[str, Evaluation] = {}
     for name in sorted({str(r["set"]) for r in rows if r.get("set")}):
         of_set = [{k.removeprefix(f"{name}/"): v for k, v in r.items()} for r in rows if r.get("set") == name]
         evals[name] = _columns(of_set)
         for path in files.all_report_images(name)[-1:]:
-            stored = read(path, _arrays)
             prompts = read(files.prompts(name), lambda file: json.loads(file.read_text(encoding="utf-8"))) or []
             sources = read(files.sources(name), lambda file: _arrays(file)["sources"])
             outcomes = read(files.outcomes(name, step_of(path)), _outcomes) or []
-            if stored is not None:
-                count = len(stored["now"])
-                texts = [*map(str, prompts), *[""] * count][:count]
-                images[name] = EvalImages(step_of(path), texts, stored["before"], stored["now"], sources, outcomes)
+            pairs = read(path, partial(_pairs, prompts, sources, outcomes))
+            if pairs is not None:
+                stored[name] = Evaluation(step_of(path), outcomes, pairs)
     groups = [group for path in files.all_groups() for group in read(path, _groups) or []]
     answers = read(files.judgements, partial(_answers, groups=groups)) or {}
     groups = [replace(group, answers=answers.get(k, [])) for k, group in enumerate(groups)]
     train = _columns([r for r in rows if r.get("kind") == "train"])
-    return Run(folder, config, text, train, evals, images, groups, problems)
+    return Run(folder, config, text, train, evals, stored, groups, problems)
 
 
 def _columns(rows: list[dict[str, Any]]) -> Rows:
@@ -222,6 +254,21 @@ def _outcomes(path: Path) -> list[Outcome]:
         answers = [_answer(own, str(own["judge"]), first, 1 - first) for own, first in orders]
         wins = {str(name): _number(win) for name, win in row["wins"].items()}
         out.append(Outcome(int(row["prompt"]), wins, answers if "answers" in row else None))
+    return out
+
+
+def _pairs(prompts: Sequence[str], sources: Images | None, outcomes: Sequence[Outcome], path: Path) -> list[Pair]:
+    images = _arrays(path)
+    count = len(images["now"])
+    kept = [o for o in outcomes if o.answers is not None]
+    kept = kept if len(kept) == count else [Outcome(0, {}, None)] * count
+    texts = [*map(str, prompts), *[""] * count]
+    step = step_of(path)
+    out = []
+    for k, (both, o) in enumerate(zip(zip(images["before"], images["now"], strict=True), kept, strict=True)):
+        where = f"{path.stem.rpartition('_')[0]}, after step {step}"
+        source = None if sources is None else sources[k]
+        out.append(Pair(step, where, texts[k], ("before", "after"), both, o.answers or [], source, o.wins))
     return out
 
 

@@ -1,15 +1,16 @@
 """The judge's verdicts: a group as a G × G matrix of P(row beats column), and the judge's answers on single pairs.
 
-Cells are blue where the row's image wins and orange where it loses, stronger the further from ½. Hatched: no verdict.
-Shown are the answers of the newest step, and those whose two orders contradict each other most: a pair's contradiction
-is the distance between the two orders' probabilities that its second image is better. Invariant: a missing verdict
-never looks like a tie.
+Cells are blue where the row's image wins and orange where it loses, stronger the further from ½. Hatched: no verdict;
+empty: not compared. A pair's contradiction is the distance between the two orders' probabilities that its second image
+is better. Invariant: a missing verdict never looks like a tie.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import combinations
 
 import numpy as np
@@ -17,14 +18,17 @@ from markupsafe import Markup
 
 from prefgrpo.report.charts import tag
 from prefgrpo.report.media import data_uri, look, picture, still
-from prefgrpo.report.run import Answer, Group, Images, Run
+from prefgrpo.report.run import Answer, Group, Pair, Run
 
 ROWS = 15
+EXTREMES = 3
+"""Pairs in a table of answers, and among the largest wins or losses."""
 MAX_CHARS = 600
 CELL = 40
 GAP = 2
 BAR = 50
 IMAGE_PX = 128
+PAIR_PX = 384
 SIDE = CELL - GAP
 
 
@@ -68,8 +72,9 @@ def _cell(group: Group, i: int, j: int, x: int, y: int, written: bool) -> Markup
     count = float(group.counts[i, j])
     place = {"x": x, "y": y, "width": SIDE, "height": SIDE}
     if not count > 0 or math.isnan(group.wins[i, j]):
-        title = tag("title", f"image {i + 1} over image {j + 1}: no verdict")
-        return tag("rect", title, class_="missing", **place, fill="url(#hatch)")
+        asked = not group.answers or any({a.first, a.second} == {i, j} for a in group.answers)
+        title = tag("title", f"image {i + 1} and image {j + 1}: {'no verdict' if asked else 'not compared'}")
+        return tag("rect", title, class_="missing" if asked else "unasked", **place)
     p = float(group.wins[i, j]) / count
     title = tag("title", f"image {i + 1} over image {j + 1}: {p:.3f}, mean of {count:g}")
     strength = abs(p - 0.5) * 2
@@ -80,42 +85,65 @@ def _cell(group: Group, i: int, j: int, x: int, y: int, written: bool) -> Markup
     return tag("g", out)
 
 
-@dataclass(frozen=True)
-class Pair:
-    """Two images that a judge compared; the answers count them as 0 and 1."""
+def answered(run: Run, pairs: Sequence[Pair]) -> list[tuple[str, list[Pair]]]:
+    """(title, pairs) of the pairs with answers: the judge's largest losses and wins among the given ones, the newest,
+    and those whose two orders contradict each other most. The newest have one of each prompt before a second one."""
+    gains = [(gain(pair, run.judge), pair) for pair in pairs]
+    known = [pair for p, pair in sorted(gains, key=lambda item: item[0]) if not math.isnan(p)]
+    lost = [pair for pair in known if gain(pair, run.judge) < 0.5]
+    won = [pair for pair in reversed(known) if gain(pair, run.judge) > 0.5]
+    every = [*_trained_pairs(run), *(p for stored in run.stored.values() for p in stored.pairs if p.answers)]
+    newest = max((pair.step for pair in every), default=0)
+    turns = Counter[str]()
+    recent = list[tuple[int, Pair]]()
+    for pair in (pair for pair in every if pair.step == newest):
+        recent.append((turns[pair.prompt], pair))
+        turns[pair.prompt] += 1
+    mixed = [pair for _, pair in sorted(recent, key=lambda item: item[0])]
+    worst = sorted((pair for pair in every if contradiction(pair) > 0), key=lambda pair: -contradiction(pair))
+    found = {
+        "Largest losses among the images above": lost[:EXTREMES],
+        "Largest wins among the images above": won[:EXTREMES],
+        f"Newest verdicts (step {newest})": mixed[:ROWS],
+        "Verdicts that contradict each other most": worst[:ROWS],
+    }
+    return [(title, some) for title, some in found.items() if some]
 
-    step: int
-    where: str
-    prompt: str
-    names: tuple[str, str]
-    images: tuple[Images, Images]
-    answers: list[Answer]
 
-    @property
-    def contradiction(self) -> float:
-        """Distance between the answers of one judge in the two orders; 0 with only one of them."""
-        found = [0.0]
-        for a, b in combinations(self.answers, 2):
-            if a.judge == b.judge and a.first != b.first and not math.isnan(a.p_first + b.p_first):
-                found.append(abs(_second_wins(a) - _second_wins(b)))
-        return max(found)
+def contradiction(pair: Pair) -> float:
+    """Distance between the answers of one judge in the two orders; 0 with only one of them."""
+    found = [0.0]
+    for a, b in combinations(pair.answers, 2):
+        if a.judge == b.judge and a.first != b.first and not math.isnan(a.p_first + b.p_first):
+            found.append(abs(_second_wins(a) - _second_wins(b)))
+    return max(found)
 
-    @property
-    def rows(self) -> list[tuple[str, str, str]]:
-        """(shown first, verdict, text) of every answer."""
-        out = []
-        for answer in self.answers:
-            p = _second_wins(answer)
-            winner = "neither" if p == 0.5 else self.names[int(p > 0.5)]
-            verdict = "no verdict" if math.isnan(p) else f"{winner} ({max(p, 1 - p):.3f})"
-            out.append((self.names[answer.first], verdict, f"{answer.reason} {answer.raw}".strip()[:MAX_CHARS] or "–"))
-        return out
 
-    @property
-    def pictures(self) -> list[tuple[str, Markup]]:
-        """(name, <img>) of both images."""
-        both = zip(self.names, self.images, strict=True)
-        return [(name, picture(still(image), f"{self.prompt}: {name}", IMAGE_PX)) for name, image in both]
+def gain(pair: Pair, judge: str) -> float:
+    """Mean P(second image is better) over a judge's answers, NaN without one."""
+    found = [_second_wins(a) for a in pair.answers if a.judge == judge and not math.isnan(a.p_first)]
+    return sum(found) / len(found) if found else math.nan
+
+
+def rows(pair: Pair) -> list[tuple[str, str, str]]:
+    """(shown first, verdict, text) of every answer."""
+    out = []
+    for answer in pair.answers:
+        p = _second_wins(answer)
+        winner = "neither" if p == 0.5 else pair.names[int(p > 0.5)]
+        verdict = "no verdict" if math.isnan(p) else f"{winner} ({max(p, 1 - p):.3f})"
+        out.append((pair.names[answer.first], verdict, f"{answer.reason} {answer.raw}".strip()[:MAX_CHARS] or "–"))
+    return out
+
+
+def pictures(pair: Pair, most: int = IMAGE_PX) -> list[tuple[str, Markup]]:
+    """(name, <img>) of both images; small clips as stills, large images after their source."""
+    shown = dict(zip(pair.names, pair.images, strict=True))
+    if most == IMAGE_PX:
+        shown = {name: still(image) for name, image in shown.items()}
+    elif pair.source is not None:
+        shown = {"source": pair.source, **shown}
+    return [(name, picture(image, f"{pair.prompt}: {name}", most)) for name, image in shown.items()]
 
 
 def _second_wins(answer: Answer) -> float:
@@ -123,18 +151,8 @@ def _second_wins(answer: Answer) -> float:
     return answer.p_first if answer.first == 1 else 1.0 - answer.p_first
 
 
-def tables(run: Run) -> list[tuple[str, list[Pair]]]:
-    """(title, pairs): of the newest step with answers, and the most contradictory ones; ROWS each."""
-    pairs = _pairs(run)
-    newest = max((pair.step for pair in pairs), default=0)
-    recent = [pair for pair in pairs if pair.step == newest]
-    worst = sorted((p for p in pairs if p.contradiction > 0), key=lambda p: -p.contradiction)
-    found = [(f"Newest verdicts (step {newest})", recent), ("Verdicts that contradict each other most", worst)]
-    return [(title, some[:ROWS]) for title, some in found if some]
-
-
-def _pairs(run: Run) -> list[Pair]:
-    """Every pair with single answers: of the kept groups, and of the last evaluations."""
+def _trained_pairs(run: Run) -> list[Pair]:
+    """Every pair of the kept groups that a judge was asked about."""
     out = []
     for group in run.groups:
         for i, j in combinations(range(len(group.rates)), 2):
@@ -144,10 +162,4 @@ def _pairs(run: Run) -> list[Pair]:
                 images = (group.images[i], group.images[j])
                 names = (f"image {i + 1}", f"image {j + 1}")
                 out.append(Pair(group.step, f"training step {group.step}", group.prompt, names, images, numbered))
-    for name, last in run.images.items():
-        shown = zip(last.prompts, last.before, last.after, last.kept, strict=True)
-        for prompt, before, after, outcome in shown:
-            if outcome.answers:
-                where = f"{name}, after step {last.step}"
-                out.append(Pair(last.step, where, prompt, ("before", "after"), (before, after), outcome.answers))
     return out

@@ -1,13 +1,11 @@
 """What a run refuses before its first step, beyond what the sections of the configuration check themselves.
 
-`config_errors` needs no model, `check_same_run` the folder of a resumed run, `check_goes_on` its checkpoint.
+`config_errors` needs no model, `check_same_run` the folder of a resumed run, `inputs.check_goes_on` its checkpoint.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from prefgrpo.config.loading import differences, load
 from prefgrpo.config.recipe import ConfigError
@@ -26,6 +24,7 @@ from prefgrpo.run.run_folder import RunFolder
 
 MAY_CHANGE = (
     "output", "name", "trackers", "data.cache", "offload",
+    "model", "data.prompts", "eval.prompts", "eval.final_prompts", "train.lora_from",  # compared by content
     "train.steps", "train.lr", "train.lr_scheduler", "train.max_grad_norm",
     "train.gradient_checkpointing", "checkpoint.every", "checkpoint.keep",
     "judge.endpoints", "judge.api_key_env", "judge.concurrency", "judge.timeout_s", "judge.deadline_s",
@@ -127,15 +126,3 @@ def check_same_run(config: Config, folder: RunFolder) -> None:
             f"{folder.root} was started with another configuration ({'; '.join(fixed)}); resume with the old values, "
             f"or choose another name"
         )
-
-
-def check_goes_on(config: Config, folder: RunFolder, meta: Mapping[str, Any], prompts: str) -> None:
-    """Raise CheckpointError if a run cannot go on from a checkpoint with this `meta`. prompts: their fingerprint."""
-    if meta["prompts"] != prompts:
-        raise CheckpointError(
-            f"{config.data.prompts} has different prompts than when {folder.root} was started; "
-            "resume with the old file, or choose another name"
-        )
-    if meta["step"] > config.train.steps:
-        done = f"{folder.root} has done {meta['step']} steps: expected train.steps of at least that"
-        raise CheckpointError(f"{done}, got {config.train.steps}; to use an earlier state, give a checkpoint")

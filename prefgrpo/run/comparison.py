@@ -69,6 +69,8 @@ class Comparison:
     """Of every measure of `Row`."""
     win_rates: dict[str, WinRate]
     """By reward; that of the first judge is called judge."""
+    changes: dict[str, tuple[float, float, int]]
+    """By reward: 95 % interval of the mean change of a pair, and the number of prompts with one."""
 
     @property
     def rewards(self) -> dict[str, tuple[Mean, Mean]]:
@@ -95,6 +97,10 @@ class Comparison:
                 out |= {f"{key}_low": win.low, f"{key}_high": win.high}
             if win.prompts and win.missing:
                 out[f"{key}_prompts"] = float(win.prompts)
+        for name, (low, high, prompts) in self.changes.items():
+            key = f"{self.name}/{name}"
+            if prompts:
+                out |= {f"{key}_low": low, f"{key}_high": high, f"{key}_prompts": float(prompts)}
         return out
 
     def line(self, step: int) -> str:
@@ -115,7 +121,9 @@ def compared(name: str, group: Sequence[int], rows: Sequence[Row]) -> Comparison
             orders = [means[f"{column}{end}"].value for end in ORDERS if f"{column}{end}" in means]
             low, high, prompts = interval(np.array(group), values)
             win_rates[column.removeprefix("win_")] = WinRate(*means[column], low, high, prompts, *orders)
-    return Comparison(name, means, win_rates)
+    pairs = {column: columns.get(f"{column}_before") for column in names}
+    changes = {c: interval(np.array(group), columns[c] - old) for c, old in pairs.items() if old is not None}
+    return Comparison(name, means, win_rates, changes)
 
 
 def mean_of(values: NDArray[np.float64]) -> Mean:

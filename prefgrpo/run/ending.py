@@ -1,4 +1,4 @@
-"""How a run ends: its result, the errors that stop it before its last step, and Ctrl-C and SIGTERM as a flag."""
+"""How a run ends: its result, the errors that stop it before its last step, and signals as a flag."""
 
 from __future__ import annotations
 
@@ -47,8 +47,13 @@ ENDS_A_RUN = (NonFiniteGradient, RewardsMissing, NoInformation, Diverged, Combin
 """Errors of a step after which training on would be of no use."""
 
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+"""Ctrl-C, torchrun and Slurm, a terminal that is gone, and `sbatch --signal`."""
+
+
 class Interrupt:
-    """Turns the first SIGINT or SIGTERM into a flag, so that the step is finished and saved; a second kills the run.
+    """Turns signals into a flag, so that the step is finished and saved. Further ones change nothing: torchrun sends a
+    Ctrl-C that its processes have already got from the terminal once more.
 
     Only the main thread can handle signals: in another thread, `install` does nothing.
     """
@@ -61,11 +66,12 @@ class Interrupt:
         """Handle signals from now on, also after a first one."""
         self.restore()
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
+            nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+            handled = [number for number in SIGNALS if not (nohup and number == signal.SIGHUP)]
+            self._before = {number: signal.signal(number, self._note) for number in handled}
 
     def _note(self, number: int, frame: object) -> None:
         self.seen = True
-        self.restore()
 
     def restore(self) -> None:
         """Restore the previous signal handlers."""

@@ -22,7 +22,7 @@ from prefgrpo.config.schema import COMBINE, SEPARATE, Config, JudgeConfig
 from prefgrpo.data.media import Media
 from prefgrpo.data.prompts import Prompt
 from prefgrpo.judge.pairs import get_plan
-from prefgrpo.judge.template import FRAMES, Shown, load_template
+from prefgrpo.judge.template import FRAMES, Shown, Template, load_template
 from prefgrpo.judge.verdict import JudgeError, PairJudge
 from prefgrpo.models import family
 from prefgrpo.objectives.advantages import load_function
@@ -220,6 +220,12 @@ class Rewards:
             self.notes += [f"judge {row}" for row in rows]
         return self._judges[key]
 
+    @property
+    def served(self) -> dict[str, str]:
+        """The model that the servers of each pairwise reward's judge serve."""
+        judges: dict[str, Any] = {entry.name: getattr(reward, "judge", None) for entry, reward in self._built}
+        return {f"model that judges {name}": j.client.model for name, j in judges.items() if hasattr(j, "client")}
+
     def close(self) -> None:
         """Close all rewards and their judges."""
         for _, reward in self._built:
@@ -265,6 +271,12 @@ def unsupported(
                     f"{lacking[0].text[:60]!r} (its columns: {', '.join(lacking[0].meta) or 'none'})"
                 )
     return errors
+
+
+def pairwise_templates(entries: Iterable[RewardEntry]) -> dict[str, Template]:
+    """The templates of the pairwise rewards that ask a judge, by name."""
+    asking = [entry for entry in entries if _asks_judge(entry) and issubclass(load_class(entry.reward), VlmPairwise)]
+    return {name: load_template(name) for name in map(_question, asking)}
 
 
 def unread_columns(config: Config, prompts: Sequence[Prompt]) -> list[str]:

@@ -1,12 +1,13 @@
 """Layout of a run's folder, `output/name`: the only module that knows the names of its files.
 
-config.yaml  config_to_000020.yaml  metrics.jsonl  judgements.jsonl, judgements_0001.jsonl  tensorboard/
+config.yaml  config_to_000020.yaml  inputs/  metrics.jsonl  judgements.jsonl, judgements_0001.jsonl  tensorboard/
 checkpoints/step_000020/lora/  eval/dev_000050.npz, .json  groups/step_000050.npz  lora/ or pipeline/  report.html
 evaluations/step_000020_live/against_base/comparison.json
 """
 
 from __future__ import annotations
 
+import hashlib
 import re
 from pathlib import Path
 
@@ -30,6 +31,13 @@ class RunFolder:
         self.eval = root / "eval"
         self.groups = root / "groups"
         self.report = root / "report.html"
+        self.first_lora = root / "inputs" / "lora"
+        """The LoRA that the run continues, before its first step."""
+
+    @property
+    def place(self) -> dict[str, str]:
+        """The fields of a configuration that say where the run is."""
+        return {"output": str(self.root.parent), "name": self.root.name}
 
     def judgements_of(self, rank: int) -> Path:
         """The comparisons that a process asked for; the report shows groups of process 0."""
@@ -38,6 +46,10 @@ class RunFolder:
     def all_judgements(self) -> list[Path]:
         """The files of all processes, also of an earlier part of the run."""
         return sorted(self.root.glob("judgements*.jsonl"))
+
+    def input_copy(self, file: str) -> Path:
+        """The run's copy of a file of prompts or of a template."""
+        return self.root / "inputs" / f"{hashlib.sha256(file.encode()).hexdigest()[:8]}_{Path(file).name}"
 
     def old_config(self, step: int) -> Path:
         """The configuration up to `step`, of a run that was resumed there with another one."""

@@ -7,13 +7,32 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import tyro
 
 from prefgrpo.config.recipe import flatten, merge, read_yaml
 
 FOLDER = Path(__file__).resolve().parent
 ASSETS = FOLDER / "assets"
 DEMO = FOLDER / "demo.yaml"
+
+
+def tiny(
+    family: Annotated[str, tyro.conf.arg(metavar="FAMILY")],
+    folder: Annotated[Path, tyro.conf.arg(metavar="FOLDER")],
+    seed: int = 0,
+) -> Path:
+    """Write a tiny pipeline with random weights, a few prompts and a prefgrpo.yaml with matching values.
+
+    Args:
+        family: Model family, e.g. flux (the README lists all).
+        folder: Folder to write to.
+        seed: Seed of the random weights.
+    """
+    from prefgrpo.tiny.pipelines import make
+
+    return make(family, folder, seed)
 
 
 def demo_paths() -> dict[str, Any]:

@@ -10,12 +10,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import diffusers
 import torch
 import transformers
-import tyro
 from diffusers.pipelines import ltx2
 from PIL import Image
 from tokenizers import pre_tokenizers
@@ -366,19 +365,10 @@ EDITS = ("flux_kontext", "flux2_klein")
 """Families that need no source image but have recipes for edits: their tiny prompts have one."""
 
 
-def make(
-    family: Annotated[str, tyro.conf.arg(metavar="FAMILY")],
-    folder: Annotated[str | Path, tyro.conf.arg(metavar="FOLDER")],
-    seed: int = 0,
-    **scheduler: Any,
-) -> Path:
-    """Write a tiny pipeline with random weights, a few prompts and a prefgrpo.yaml with matching values.
+def make(family: str, folder: str | Path, seed: int = 0, **scheduler: Any) -> Path:
+    """Write a tiny pipeline with random weights, a few prompts and a prefgrpo.yaml with matching values; its folder.
 
-    Args:
-        family: Model family, e.g. flux (the README lists all).
-        folder: Folder to write to.
-        seed: Seed of the random weights.
-        scheduler: Overrides for the scheduler's config (in Python only).
+    scheduler: overrides for the scheduler's config. Raises ModelError for an unknown family.
     """
     if family not in FAMILIES:
         raise ModelError(f"no tiny pipeline of family '{family}': expected one of {', '.join(FAMILIES)}")

@@ -33,8 +33,17 @@ def attend(attn: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = Non
 def self_attention(attn: Any, x: Tensor, tables: Tables, mask: Tensor | None = None) -> Tensor:
     """Attention [B, S, H · D] of tokens [B, S, C] to each other, before its output's projection."""
     q, k, v = (layer(x).unflatten(-1, (attn.heads, -1)) for layer in (attn.to_q, attn.to_k, attn.to_v))
-    q, k = again(qk_norm_rope, q, k, attn.norm_q.weight, attn.norm_k.weight, *tables, attn.norm_q.eps)
+    q, k = again(qk_norm_rope, q, k, *_weights(attn.norm_q, attn.norm_k), *tables, _eps(attn))
     return attend(attn, q, k, v, mask)
+
+
+def _weights(norm_q: Any, norm_k: Any) -> tuple[Tensor | None, Tensor | None]:
+    """Of the norms of q and k, which SD3 has none of."""
+    return (None, None) if norm_q is None else (norm_q.weight, norm_k.weight)
+
+
+def _eps(attn: Any) -> float:
+    return 1e-6 if attn.norm_q is None else attn.norm_q.eps
 
 
 def feed_forward(ff: Any, x: Tensor) -> Tensor:
@@ -79,22 +88,18 @@ def joint_attention(
     text_first: the order of the tokens, in the tables and the mask too.
     """
     sides = [
-        (latents, (attn.to_q, attn.to_k, attn.to_v), (attn.norm_q, attn.norm_k)),
-        (text, (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj), (attn.norm_added_q, attn.norm_added_k)),
+        (latents, (attn.to_q, attn.to_k, attn.to_v), _weights(attn.norm_q, attn.norm_k)),
+        (text, (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj), _weights(attn.norm_added_q, attn.norm_added_k)),
     ]
     qkv = []
-    norms = []
-    for stream, layers, of_stream in reversed(sides) if text_first else sides:
+    weights = []
+    for stream, layers, norms in reversed(sides) if text_first else sides:
         shift, scale, *_ = stream.modulation
         x = again(layernorm_modulate, stream.x, shift, scale, stream.eps)
         qkv.append([layer(x).unflatten(-1, (attn.heads, -1)) for layer in layers])
-        norms.append(of_stream)
+        weights.append(norms)
     qs, ks, vs = zip(*qkv, strict=True)
-    if attn.norm_q is None:  # SD3, but not SD3.5; it has no rotary embedding either
-        q, k = (again(torch.cat, parts, 1) for parts in (qs, ks))
-    else:
-        weights = zip(*([norm.weight for norm in pair] for pair in norms), strict=True)
-        q, k = again(qk_norm_rope, qs, ks, *weights, *tables, attn.norm_q.eps)
+    q, k = again(qk_norm_rope, qs, ks, *zip(*weights, strict=True), *tables, _eps(attn))
     out = attend(attn, q, k, torch.cat(vs, 1), mask)
     count = text.x.shape[1]
     return (out[:, count:], out[:, :count]) if text_first else (out[:, :-count], out[:, -count:])
@@ -144,9 +149,14 @@ def _then_text(tables: tuple[Tensor, Tensor], text: Tensor) -> Tables:
 
 # ---- FLUX.1 and FLUX.1-Kontext
 def flux_double(
-    self: Any, hidden_states: Tensor, encoder_hidden_states: Tensor, temb: Tensor, image_rotary_emb: Tables,
-    *_: Any, **__: Any,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    self: Any,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor,
+    temb: Tensor,
+    image_rotary_emb: Tables,
+    *_: Any,
+    **__: Any,
+) -> tuple[Tensor, Tensor]:
     """Text [B, M, C] and image [B, N, C]."""
     image, text = _double(self, hidden_states, encoder_hidden_states, temb, image_rotary_emb, None, True)
     return text, image
@@ -185,9 +195,14 @@ def flux2_double(
 
 
 def flux2_single(
-    self: Any, hidden_states: Tensor, encoder_hidden_states: None, temb_mod: Tensor, image_rotary_emb: Tables,
-    *_: Any, **__: Any,
-) -> Tensor:  # fmt: skip
+    self: Any,
+    hidden_states: Tensor,
+    encoder_hidden_states: None,
+    temb_mod: Tensor,
+    image_rotary_emb: Tables,
+    *_: Any,
+    **__: Any,
+) -> Tensor:
     """Text and image [B, M + N, C]; one projection makes q, k, v and the feed-forward's input."""
     attn = self.attn
     shift, scale, gate = temb_mod.chunk(3, 1)
