@@ -178,7 +178,7 @@ def taken_name(name: str) -> str:
         return f"metrics use the name {name!r} for something else"
     if name.startswith("win_"):
         return "metrics use the prefix 'win_' for win rates"
-    ending = next((end for end in ("_std", "_before", *PARTS_OF_WINS) if name.endswith(end)), "")
+    ending = next((end for end in ("_std", "_before", *PARTS_OF_WINS) if f"_{name}".endswith(end)), "")
     return f"metrics use the ending {ending!r} for details of a reward" if ending else ""
 
 

@@ -286,7 +286,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "transformer": ("SD3Transformer2DModel", {
             **BLOCKS, "sample_size": 32, "patch_size": 2, "in_channels": 4, "out_channels": 4, "num_layers": 2,
             "joint_attention_dim": 2 * WIDTH, "caption_projection_dim": 32, "pooled_projection_dim": 2 * WIDTH,
-            "pos_embed_max_size": 32, "dual_attention_layers": (0,), "qk_norm": "rms_norm",
+            "pos_embed_max_size": 64, "dual_attention_layers": (0,), "qk_norm": "rms_norm",
         }),
         "scheduler": flow(shift=3.0), "vae": KL_VAE,
         "tokenizer": clip_tokenizer, "text_encoder": ("CLIPTextModelWithProjection", CLIP),
