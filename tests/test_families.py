@@ -213,8 +213,17 @@ def test_cached_embeddings_are_the_encoded_ones(case, tmp_path):
     assert cache(case, tmp_path, dtype="bf16").model != first.model, "the cache key includes the dtype"
 
 
+TABLES = {"sd3": 32, "z_image": 32, "wan": 64}
+"""Positions per side in the tiny pipelines."""
+
+
 @every
 def test_a_size_that_does_not_fit_is_refused(case):
     adapter = load(case)
     with pytest.raises(ValueError, match="multiples of"):
         adapter.latent_shape(case.sampling((33, 32)))
+    if (most := TABLES.get(case.family)) is not None:
+        side = most * adapter.unit
+        adapter.latent_shape(case.sampling((side, adapter.unit)))
+        with pytest.raises(ValueError, match=f"at most {side} × {side}"):
+            adapter.latent_shape(case.sampling((adapter.unit, side + adapter.unit)))

@@ -32,13 +32,19 @@ class StockSampling:
         return 2 * self.pipe.vae_scale_factor
 
     def grid(self, sampling: Sampling) -> tuple[int, int]:
-        """Rows and columns of tokens; ValueError for sides that are not multiples of `unit`."""
+        """Rows and columns of tokens; ValueError for sides that are not multiples of `unit`, or have no positions."""
         height = sampling.height
         width = sampling.width
         unit = self.unit
         if height % unit or width % unit:
             near = " × ".join(str(max(1, round(side / unit)) * unit) for side in (height, width))
             expected = f"multiples of {unit} for this model, the nearest are {near}"
+            raise ValueError(f"height and width: expected {expected}, got {height} × {width}")
+        config: Any = self.pipe.transformer.config
+        axes = config.get("axes_lens") or (0, 0)
+        most = config.get("pos_embed_max_size") or axes[1] or config.get("rope_max_seq_len")
+        if most and max(height, width) > most * unit:
+            expected = f"at most {most * unit} × {most * unit}, for which this model has positions"
             raise ValueError(f"height and width: expected {expected}, got {height} × {width}")
         return height // unit, width // unit
 
