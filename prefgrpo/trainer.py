@@ -159,7 +159,9 @@ class Trainer:
         self.scorer = training_scorer(config, trained, self.folder.judgements_of(world.rank), world)
         opened.callback(self.scorer.cancel)
         measuring = rewards.build("eval.rewards", config.measured, held_out) if sets else {}
-        self.inputs = world.on_main(partial(fingerprints, config, prompts, sets), UserError) or {}
+        self.inputs = (
+            world.on_main(partial(fingerprints, config, prompts, sets, self._given.train.lora_from), UserError) or {}
+        )
         self.inputs |= rewards.served
         """On rank 0, what the run is made from → its fingerprint."""
         changed: list[str] = []

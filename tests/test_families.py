@@ -8,6 +8,8 @@ without this package. A new family is one line in families.py.
 
 import subprocess
 import sys
+from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -213,17 +215,26 @@ def test_cached_embeddings_are_the_encoded_ones(case, tmp_path):
     assert cache(case, tmp_path, dtype="bf16").model != first.model, "the cache key includes the dtype"
 
 
-TABLES = {"sd3": 32, "z_image": 32, "wan": 64}
-"""Positions per side in the tiny pipelines."""
-
-
 @every
 def test_a_size_that_does_not_fit_is_refused(case):
     adapter = load(case)
     with pytest.raises(ValueError, match="multiples of"):
         adapter.latent_shape(case.sampling((33, 32)))
-    if (most := TABLES.get(case.family)) is not None:
-        side = most * adapter.unit
-        adapter.latent_shape(case.sampling((side, adapter.unit)))
-        with pytest.raises(ValueError, match=f"at most {side} × {side}"):
-            adapter.latent_shape(case.sampling((adapter.unit, side + adapter.unit)))
+
+
+@pytest.mark.parametrize("name, most", [("sd3", 32), ("wan", 64), ("z_image", 32)])
+def test_sizes_beyond_the_positions_of_a_model(name, most):
+    adapter = load(case_of(name))
+    side = most * adapter.unit
+    sampling = case_of(name).sampling((side, adapter.unit))
+    assert adapter.grid(sampling) == (most, 1)
+    with pytest.raises(ValueError, match=f"expected at most {side} pixels a side"):
+        adapter.grid(replace(sampling, height=side + adapter.unit))
+
+
+@pytest.mark.parametrize("name", ["qwen_image", "ltx2", "flux"])
+def test_one_step_for_which_a_scheduler_gives_nan(name):
+    adapter = load(case_of(name))
+    sampling = replace(case_of(name).sampling((32, 32)), steps=1)
+    with pytest.raises(ValueError, match="steps: expected 2 or more") if name != "flux" else nullcontext():
+        assert adapter.sigmas(sampling).tolist() == [1, 0]

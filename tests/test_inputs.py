@@ -12,13 +12,18 @@ from pathlib import Path
 import pytest
 import yaml
 from families import case_of, load, policy
+from PIL import Image
 from safetensors.torch import load_file, save_file
-from tiny_run import recipe, rows, start, train, tree
+from tiny_run import recipe, rows, settings, start, train, tree
 from tiny_run import world as make_world
 
 import prefgrpo
+from prefgrpo.config.loading import from_dict
+from prefgrpo.config.recipe import ConfigError
+from prefgrpo.data.prompts import Prompt
 from prefgrpo.judge.template import shipped_templates
 from prefgrpo.models.folder import ModelError, check_weights, locate
+from prefgrpo.run.inputs import fingerprints
 
 JUDGE = Path(prefgrpo.__file__).parent / "tiny" / "assets" / "judge"
 CODE = "def brightness(images, prompts, **columns):\n    return [float(image.mean()) {} for image in images]\n"
@@ -71,6 +76,47 @@ def test_what_changed_is_told_once_and_another_model_or_prompt_is_refused(tmp_pa
     assert code == 2 and "has different prompts" in output and tree(place / "runs" / "run") == before, output
 
 
+def test_every_input_has_a_fingerprint_of_its_content(tmp_path):
+    place = make_world(tmp_path)
+    policy(case_of("flux"), path=place / "flux").save_lora(str(place / "given"))
+    template = shipped_templates()["caption_match"]
+    (place / "own.yaml").write_text(yaml.safe_dump(template))
+    Image.new("RGB", (8, 8), "red").save(place / "one.png")
+    entry = {"name": "vlm_pairwise", "options": {"template": str(place / "own.yaml")}}
+    config = from_dict(settings(place, "run", rewards=[entry], judge={"endpoints": [], "model": str(JUDGE)}))
+
+    def found(column="red", source="one.png"):
+        prompts = [Prompt(0, "a thing", {"b": 1, "colour": column}, (str(place / source),))]
+        return fingerprints(config, prompts, {"dev": prompts}, str(place / "given"))
+
+    first = found()
+    shutil.copy(place / "one.png", place / "two.png")
+    assert found(source="two.png") == first, "its name does not count"
+    changes = {
+        ("column colour of the prompts",): lambda: found("blue"),
+        ("template of vlm_pairwise",): lambda: (place / "own.yaml").write_text(
+            yaml.safe_dump(template | {"user": USER})
+        ),
+        ("LoRA of train.lora_from (the run goes on from its copy)",): lambda: grow(place / "given"),
+        ("prompts", "prompts of dev"): lambda: Image.new("RGB", (8, 8), "blue").save(place / "one.png"),
+        ("model's transformer",): lambda: grow(place / "flux" / "transformer"),
+    }
+    before = first
+    for names, change in changes.items():
+        now = change() if names[0].startswith("column") else (change(), found())[1]
+        assert {name for name in now if now[name] != before[name]} == set(names)
+        before = found()
+
+
+USER = "Caption: {prompt} Image 1: {media_1} Image 2: {media_2} Which one?"
+
+
+def grow(folder):
+    """Scale every tensor of the folder's file."""
+    file = next(folder.glob("*.safetensors"))
+    save_file({name: 1.5 * tensor for name, tensor in load_file(file).items()}, file, {"format": "pt"})
+
+
 def test_a_run_goes_on_without_the_files_it_was_started_with(tmp_path):
     """The LoRA that it continues, its prompts, a template and its recipe are gone, and its folder has another name."""
     place = make_world(tmp_path)
@@ -99,6 +145,7 @@ def test_a_run_goes_on_without_the_files_it_was_started_with(tmp_path):
         assert command.wait() == 0, command.output
     command = start(["train", str(run / "config.yaml"), "--resume", "--train.steps", "4"], log)
     assert command.wait() == 0, command.output
+    assert "changed since: the" not in command.output, command.output
     assert rows(run) == rows(place / "runs" / "whole") and not (place / "runs" / "half").exists()
 
 
@@ -121,5 +168,7 @@ def test_a_model_folder_that_cannot_be_read_names_the_file(tmp_path):
     weights.with_name("diffusion_pytorch_model.fp16.safetensors").write_bytes(whole)
     assert check_weights(place, ["transformer"]) == "fp16"
     assert load(case_of("flux"), place).transformer is not None
+    with pytest.raises(ConfigError, match=r"model: expected a name in UTF-8, got 'runs/m\\udce9': rename it"):
+        from_dict({"model": os.fsdecode(b"runs/m\xe9")})
     with pytest.raises(ModelError, match=r"is a single file: expected a diffusers pipeline folder; .*from_single_file"):
         locate(str(place / "transformer" / "diffusion_pytorch_model.fp16.safetensors"))

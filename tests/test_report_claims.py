@@ -190,6 +190,12 @@ def test_few_prompts_have_no_interval_and_beat_nobody(tmp_path):
     assert f"{int((wins['judge'] > 0.5).sum())} won" in text
 
 
+def test_a_run_that_only_a_judge_measures_has_no_empty_table(tmp_path):
+    row = {"kind": "eval", "step": 10, "set": "dev"} | {f"dev/{key}": 0.5 for key in ("win_judge", "win_judge_low")}
+    page = parse(write_report(small_run(tmp_path / "r", [train_row(1), row])).read_text())
+    assert page.all("table", "wins") and not page.all("table", "rewards")
+
+
 def test_the_page_names_no_folder_of_this_machine(tmp_path):
     """Absolute paths lose their folders; addresses and relative paths stay."""
     config = RECIPE + "model: /home/me/models/flux\njudge: {model: /data/judge, endpoints: ['http://h:1/v1/x']}\n"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, is_dataclass
 from functools import reduce
@@ -55,6 +56,9 @@ def load(recipe: str | Path) -> Config:
 
 def from_dict(content: Mapping[str, Any]) -> Config:
     """Configuration from nested dicts. Raises ConfigError."""
+    texts = {key: value for key, value in flatten(dict(content)).items() if isinstance(value, str)}
+    if foreign := [key for key, value in texts.items() if re.search("[\ud800-\udfff]", value)]:
+        raise ConfigError([f"{key}: expected a name in UTF-8, got {texts[key]!a}: rename it" for key in foreign])
     text = json.dumps(content, default=str)  # JSON, because pydantic's strict mode takes its lists as tuples
     try:
         config = TypeAdapter(Config).validate_json(text)

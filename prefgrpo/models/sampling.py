@@ -31,8 +31,13 @@ class StockSampling:
         """Side of one token in pixels; image sides are multiples of it."""
         return 2 * self.pipe.vae_scale_factor
 
+    @property
+    def most_tokens(self) -> int | None:
+        """Most rows or columns of tokens that the denoiser has positions for; None: any number."""
+        return None
+
     def grid(self, sampling: Sampling) -> tuple[int, int]:
-        """Rows and columns of tokens; ValueError for sides that are not multiples of `unit`, or have no positions."""
+        """Rows and columns of tokens; ValueError for sides that are not multiples of `unit`, or too long."""
         height = sampling.height
         width = sampling.width
         unit = self.unit
@@ -40,12 +45,9 @@ class StockSampling:
             near = " × ".join(str(max(1, round(side / unit)) * unit) for side in (height, width))
             expected = f"multiples of {unit} for this model, the nearest are {near}"
             raise ValueError(f"height and width: expected {expected}, got {height} × {width}")
-        config: Any = self.pipe.transformer.config
-        axes = config.get("axes_lens") or (0, 0)
-        most = config.get("pos_embed_max_size") or axes[1] or config.get("rope_max_seq_len")
-        if most and max(height, width) > most * unit:
-            expected = f"at most {most * unit} × {most * unit}, for which this model has positions"
-            raise ValueError(f"height and width: expected {expected}, got {height} × {width}")
+        if self.most_tokens is not None and max(height, width) > self.most_tokens * unit:
+            most = f"at most {self.most_tokens * unit} pixels a side, for which this model has positions"
+            raise ValueError(f"height and width: expected {most}, got {height} × {width}")
         return height // unit, width // unit
 
     def tokens(self, sampling: Sampling) -> int:
@@ -90,8 +92,11 @@ class StockSampling:
         return scheduler
 
     def sigmas(self, sampling: Sampling) -> Tensor:
-        """[steps + 1] fp32 sigmas of the stock pipeline's own scheduler for this size."""
-        return self.timed_scheduler(sampling).sigmas.to(torch.float32)
+        """[steps + 1] fp32 sigmas of the stock pipeline's own scheduler for this size; ValueError if it has none."""
+        sigmas = self.timed_scheduler(sampling).sigmas.to(torch.float32)
+        if not sigmas.isfinite().all():
+            raise ValueError(f"steps: expected 2 or more, as this model's scheduler gives NaN, got {sampling.steps}")
+        return sigmas
 
     def times(self, sampling: Sampling) -> Tensor:
         """[steps] fp32, the stock pipeline's timesteps / 1000: σ, or whole thousandths if the solver rounds them."""

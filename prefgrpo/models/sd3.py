@@ -29,6 +29,12 @@ class StableDiffusion3(Adapter):
         """Pixels per side of one transformer patch: 16 for SD3.5."""
         return self.pipe.vae_scale_factor * self.pipe.patch_size
 
+    @property
+    def most_tokens(self) -> int:
+        """The side of its table of positions."""
+        config: Any = self.transformer.config
+        return int(config.pos_embed_max_size)
+
     def encode_prompt(self, prompt: str, max_length: int) -> Condition:
         """prompt_embeds [77 + max_length, C] and pooled [C']; max_length: T5 tokens."""
         options = {"do_classifier_free_guidance": False, "max_sequence_length": max_length}

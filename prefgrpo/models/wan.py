@@ -46,6 +46,12 @@ class Wan(PatchVideo):
         (r"\.ffn\.net\.2\.", ".ffn.2."),
     )
 
+    @property
+    def most_tokens(self) -> int:
+        """The length of each axis of its rotary embedding."""
+        config: Any = self.transformer.config
+        return int(config.rope_max_seq_len)
+
     expand_timesteps: ClassVar[bool] = False
     """Whether every token has its own timestep."""
 

@@ -23,6 +23,12 @@ class ZImage(Adapter):
     cfg = Cfg(from_cond=True)
     lora_targets = ("attention.to_q", "attention.to_k", "attention.to_v", "attention.to_out.0")
 
+    @property
+    def most_tokens(self) -> int:
+        """The shorter side of its rotary embedding."""
+        config: Any = self.transformer.config
+        return int(min(config.axes_lens[1:]))
+
     def encode_prompt(self, prompt: str, max_length: int) -> Condition:
         """prompt_embeds [n, C] with n ≤ max_length tokens (chat template included), and text_length = n."""
         (embeds,), _ = self.pipe.encode_prompt(

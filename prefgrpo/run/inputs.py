@@ -12,7 +12,7 @@ import inspect
 import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,10 @@ from prefgrpo.run.checkpoint import CheckpointError, read_meta
 from prefgrpo.run.judging import pairwise_templates
 from prefgrpo.run.run_folder import RunFolder
 
-MAKES_THE_RUN = ("prompts", "model")
-"""First words of fingerprints that a resume may not change."""
+MAKES_THE_RUN = ("prompts", "model's")
+"""First words of what a resume may not change."""
+MAY_BE_GONE = ("model's", "LoRA")
+"""First words of what a run may go on without: text encoders whose embeddings are stored, a LoRA that was copied."""
 
 
 def own_inputs(config: Config, folder: RunFolder) -> Config:
@@ -55,8 +57,10 @@ def keep_inputs(config: Config, folder: RunFolder, first: bool) -> None:
         write_folder(folder.first_lora, lambda inside: _copy_lora(source, inside, denoisers))
 
 
-def fingerprints(config: Config, prompts: Sequence[Prompt], sets: Mapping[str, Sequence[Prompt]]) -> dict[str, str]:
-    """What the run is made from, in words → its fingerprint."""
+def fingerprints(
+    config: Config, prompts: Sequence[Prompt], sets: Mapping[str, Sequence[Prompt]], lora_from: str
+) -> dict[str, str]:
+    """What the run is made from, in words → its fingerprint. lora_from: as it was given, not the run's copy."""
     root = locate(config.model)
     found = {"prompts": fingerprint(prompts)}
     found |= {f"prompts of {name}": fingerprint(of_set) for name, of_set in sets.items()}
@@ -71,7 +75,11 @@ def fingerprints(config: Config, prompts: Sequence[Prompt], sets: Mapping[str, S
         if file and not load_class(entry.reward).__module__.startswith("prefgrpo."):
             found[f"code of the reward {entry.name}"] = file_digest(file)
     templates = pairwise_templates((*config.rewards, *config.measured))
-    found |= {f"template {name}": _digest(asdict(template)) for name, template in templates.items()}
+    found |= {f"template of {name}": _digest(asdict(replace(t, name=""))) for name, t in templates.items()}
+    if Path(lora_from).exists() and lora_from:
+        found["LoRA of train.lora_from (the run goes on from its copy)"] = file_digest(
+            lora_files.locate(locate_lora(lora_from))
+        )
     return found
 
 
@@ -81,7 +89,8 @@ def check_goes_on(config: Config, folder: RunFolder, newest: Path, now: Mapping[
     before = meta.get("inputs")
     if before is None:
         raise CheckpointError(f"{newest} was written by an older version, which noted no inputs: choose another name")
-    names = [n for n in {**before, **now} if before.get(n) != now.get(n) and not (n[:5] == "model" and n not in now)]
+    gone = tuple(name for name in before if name.startswith(MAY_BE_GONE) and name not in now)
+    names = [name for name in {**before, **now} if before.get(name) != now.get(name) and name not in gone]
     if fixed := [name for name in names if name.startswith(MAKES_THE_RUN)]:
         which = f"{config.data.prompts} or another file of prompts has different prompts"
         what = which if fixed[0].startswith("prompts") else f"{config.model} has other weights or settings"

@@ -274,9 +274,9 @@ def unsupported(
 
 
 def pairwise_templates(entries: Iterable[RewardEntry]) -> dict[str, Template]:
-    """The templates of the pairwise rewards that ask a judge, by name."""
+    """Reward → template, of the pairwise rewards that ask a judge."""
     asking = [entry for entry in entries if _asks_judge(entry) and issubclass(load_class(entry.reward), VlmPairwise)]
-    return {name: load_template(name) for name in map(_question, asking)}
+    return {entry.name: load_template(_question(entry)) for entry in asking}
 
 
 def unread_columns(config: Config, prompts: Sequence[Prompt]) -> list[str]:

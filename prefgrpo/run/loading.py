@@ -100,8 +100,10 @@ def open_adapter(config: Config, device: torch.device, encoders: bool = True, sp
             guidance_gradient=config.train.guidance_gradient,
         )
     for section, sizes in {"rollout": config.rollout, "eval": eval_sampling(config)}.items():
-        with config_errors_as(f"{section}.height/width/frames"):
+        with config_errors_as(f"{section}.height/width/frames/steps"):
             adapter.latent_shape(sizes)
+            if sizes.shift is None:
+                adapter.sigmas(sizes)
     if config.vae_tiling:
         adapter.pipe.vae.enable_tiling()
     return adapter
