@@ -26,7 +26,6 @@ NEGATIVE = "negative_prompt"
 """Column of a prompt's own negative prompt."""
 INVISIBLE = "\ufeff\u200b\u200c\u200d\u200e\u200f\u2060"
 """Byte-order mark and characters without width, which editors and web pages leave at the edges of a text."""
-_EDGES = re.compile(rf"\A[\s{INVISIBLE}]+|[\s{INVISIBLE}]+\Z")
 Rows = Iterator[tuple[int, dict[str, Any]]]
 """(line or row number, its columns)."""
 
@@ -46,7 +45,13 @@ def rows(file: Path) -> Rows:
 
 def stripped(value: Any) -> Any:
     """A text without white space and INVISIBLE at its edges; anything else as it is."""
-    return _EDGES.sub("", value) if isinstance(value, str) else value
+    if not isinstance(value, str):
+        return value
+    before = None
+    while before != value:
+        before = value
+        value = value.strip().strip(INVISIBLE)
+    return value
 
 
 def _column(name: str) -> str:

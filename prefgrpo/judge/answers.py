@@ -59,8 +59,8 @@ _SAME = {
 }  # fmt: skip
 """Other forms of a verdict → the form that is read."""
 _PUNCTUATION = str.maketrans("。！？；，：", ".!?;,:", INVISIBLE)
-_SPECIAL = re.compile(r"(?:\s*(?:<\|[^<>|]{1,40}\|>|</s>|<eos>))+\s*\Z")
-"""Special tokens of a model at the end of its answer."""
+_SPECIAL = re.compile(r"<\|[^<>|]{1,40}\|>|</s>|<eos>")
+"""Special tokens of a model."""
 _MARKUP = re.compile(r"[*`_$]+")
 _EDGE = " \"'“”#>•.!\n"
 _ANSWER = re.compile(r"</?answer>", re.I)
@@ -91,7 +91,7 @@ def parse_answer(template: Template, text: str, cut: bool = False) -> tuple[floa
         raise Unreadable(
             f"the answer was cut off (max_tokens is {template.max_tokens}; raise it in the template): {text[-80:]!r}"
         )
-    text = strip_reasoning(_SPECIAL.sub("", text))
+    text = strip_reasoning(_SPECIAL.sub("\n", text))
     match template.answer:
         case "think":
             return _winner(_between(text, _ANSWER)), {}
