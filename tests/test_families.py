@@ -222,7 +222,7 @@ def test_a_size_that_does_not_fit_is_refused(case):
         adapter.latent_shape(case.sampling((33, 32)))
 
 
-@pytest.mark.parametrize("name, most", [("sd3", 64), ("wan", 64), ("z_image", 32)])
+@pytest.mark.parametrize("name, most", [("sd3", 128), ("wan", 64), ("z_image", 128)])
 def test_sizes_beyond_the_positions_of_a_model(name, most):
     adapter = load(case_of(name))
     side = most * adapter.unit

@@ -286,7 +286,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "transformer": ("SD3Transformer2DModel", {
             **BLOCKS, "sample_size": 32, "patch_size": 2, "in_channels": 4, "out_channels": 4, "num_layers": 2,
             "joint_attention_dim": 2 * WIDTH, "caption_projection_dim": 32, "pooled_projection_dim": 2 * WIDTH,
-            "pos_embed_max_size": 64, "dual_attention_layers": (0,), "qk_norm": "rms_norm",
+            "pos_embed_max_size": 128, "dual_attention_layers": (0,), "qk_norm": "rms_norm",
         }),
         "scheduler": flow(shift=3.0), "vae": KL_VAE,
         "tokenizer": clip_tokenizer, "text_encoder": ("CLIPTextModelWithProjection", CLIP),
@@ -316,7 +316,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "z_image": ("ZImagePipeline", {
         "transformer": ("ZImageTransformer2DModel", {
             "in_channels": 4, "dim": 32, "n_layers": 2, "n_refiner_layers": 1, "n_heads": 2, "n_kv_heads": 2,
-            "cap_feat_dim": 16, "axes_dims": [8, 4, 4], "axes_lens": [512, 32, 32],
+            "cap_feat_dim": 16, "axes_dims": [8, 4, 4], "axes_lens": [512, 128, 128],
         }),
         "scheduler": flow(shift=6.0), "vae": KL_VAE, "tokenizer": chat_tokenizer,
         "text_encoder": ("Qwen3Model", LANGUAGE),
