@@ -118,5 +118,5 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     for key, value in tree.items():
         if isinstance(value, list | tuple) and value and all(isinstance(v, dict) and "name" in v for v in value):
             value = {str(item["name"]): {k: v for k, v in item.items() if k != "name"} for item in value}
-        out.update(flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value})
+        out.update(flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value})
     return out

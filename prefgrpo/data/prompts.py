@@ -48,7 +48,8 @@ class Prompt:
     @property
     def negative(self) -> str | None:
         """Its own negative prompt, from the column `negative_prompt`; None without one."""
-        return self.meta.get(NEGATIVE) or None
+        value = self.meta.get(NEGATIVE)
+        return (value.strip() or None) if isinstance(value, str) else None
 
     def images(self) -> tuple[Image.Image, ...]:
         """The source images as RGB, in order. Raises DataError for a file that is not an image."""

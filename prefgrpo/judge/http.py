@@ -8,7 +8,7 @@ mean; others take the least loaded. A failure is one of these kinds:
     LATE         no answer in time, or 504: tried once more; if others got answers meanwhile, only on another server
     BROKEN       500: tried RETRIES times more
     BUSY         429, 502 or 503: tried again after the pause that the server asks for
-    DOWN         no connection, 401, 403 or another 5xx: tried again; the server gets nothing until its check succeeds
+    DOWN         no connection, 401 or another 5xx: tried again; the server gets nothing until its check succeeds
 
 BUSY and DOWN are tried again until the pool has had failures and no answer for its patience; DOWN at most twice as
 often as BROKEN while others are answered: the request may be what breaks the connection. After a failure a server
@@ -68,7 +68,7 @@ SAY_S = 30.0
 T = TypeVar("T")
 Kind = enum.Enum("Kind", "GIVE_UP ELSEWHERE LATE BROKEN BUSY DOWN")
 _KINDS = {400: Kind.GIVE_UP, 413: Kind.GIVE_UP, 422: Kind.GIVE_UP, 429: Kind.BUSY, 500: Kind.BROKEN, 503: Kind.BUSY}
-_KINDS |= {502: Kind.BUSY, 504: Kind.LATE, 401: Kind.DOWN, 403: Kind.DOWN}
+_KINDS |= {502: Kind.BUSY, 504: Kind.LATE, 401: Kind.DOWN}
 
 
 class Failure(Exception):
