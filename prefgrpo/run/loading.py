@@ -102,7 +102,7 @@ def open_adapter(config: Config, device: torch.device, encoders: bool = True, sp
     for section, sizes in {"rollout": config.rollout, "eval": eval_sampling(config)}.items():
         with config_errors_as(f"{section}.height/width/frames/steps"):
             adapter.latent_shape(sizes)
-            if sizes.shift is None:
+            if sizes.shift is None and sizes.steps == 1:  # NaN, if the scheduler stretches to a last sigma
                 adapter.sigmas(sizes)
     if config.vae_tiling:
         adapter.pipe.vae.enable_tiling()
