@@ -134,7 +134,8 @@ def test_a_loaded_judge_of_eight_ranks_loses_nothing(recipe, rate, clock):
     rollout = config.rollout
     name = entry.name
     section = config.judge
-    thread, scorers = http.loop_thread(), []
+    thread = http.loop_thread()
+    scorers = []
     template = load_class(name).template
     server = LoadedServer(rate, SAYS[template], thread.loop)
     thread.submit(server.start()).result(10)

@@ -206,7 +206,8 @@ def test_frames_and_pixels_are_options_of_the_reward(server):
         assert {len(shown) for shown in sent} == {count}
         data = [p["image_url"]["url"].split(",", 1)[1] for shown in sent for p in shown if p["image_url"]]
         assert {Image.open(io.BytesIO(base64.b64decode(d))).size for d in data} == {(side, side)}
-    config, asked = JudgeConfig((server.url,)), Shape(40, 40, 3)
+    config = JudgeConfig((server.url,))
+    asked = Shape(40, 40, 3)
     server.requests.clear()
     check(config, clips=True, shape=asked, shown=Shown(3, 400))
     assert len(images(server.requests[0])) == 6

@@ -93,7 +93,8 @@ def test_an_independent_judge_is_measured_beside_the_trained_one(place):
     assert min(asked) > 0
     folder = place / "runs" / "second"
     dev = [row for row in rows(folder) if row["kind"] == "eval"][-1]
-    ours, theirs = dev["dev/win_judge"], dev["dev/win_second_opinion"]
+    ours = dev["dev/win_judge"]
+    theirs = dev["dev/win_second_opinion"]
     assert ours + theirs == pytest.approx(1) and ours != 0.5
     assert {"dev/win_second_opinion_first", "dev/win_second_opinion_second"} <= dev.keys()
     (outcomes, *_) = json.loads((folder / "eval" / "dev_000002.json").read_text())

@@ -88,7 +88,8 @@ def test_missing_verdicts_that_could_turn_the_result_are_named(tmp_path):
         row = eval_row(10, 10, "dev") | rate | {"dev/win_judge_missing": share}
         page = parse(write_report(small_run(tmp_path / str(share), [train_row(1), row])).read_text())
         assert page.all("p", "certainty")[0].text == f"better {said}".strip()
-        low, high = 60 * (1 - share), 60 * (1 - share) + 100 * share
+        low = 60 * (1 - share)
+        high = 60 * (1 - share) + 100 * share
         assert f"{low:.0f} % if all lost, {high:.0f} % if all won" in cells(page)["the judge"][-1]
 
 

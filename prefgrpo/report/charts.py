@@ -18,7 +18,10 @@ from prefgrpo.run.comparison import MIN_PROMPTS
 from prefgrpo.run.metrics import PARTS_OF_WINS, REWARD
 
 WIDTH, HEIGHT = 400, 220
-LEFT, RIGHT, TOP, BOTTOM = 56, 12, 20, 34
+LEFT = 56
+RIGHT = 12
+TOP = 20
+BOTTOM = 34
 _MAX_POINTS = 400
 _COLOURS = 8
 _RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
@@ -54,9 +57,11 @@ def draw(title: str, series: Sequence[Series], unit: str = "", note: str = "") -
     if not series:
         return Markup("")
     steps = np.concatenate([s.x for s in series])
-    first, last = float(steps.min()), float(steps.max())
+    first = float(steps.min())
+    last = float(steps.max())
     if first == last:
-        first, last = first - 1, last + 1
+        first = first - 1
+        last = last + 1
     ticks, labels, factor = axis(np.concatenate([v for s in series for v in (s.y, s.low, s.high) if v is not None]))
 
     def place(x: Floats, y: Floats) -> Floats:
@@ -98,7 +103,8 @@ def axis(values: Floats) -> tuple[Floats, list[str], str]:
     largest = max(abs(low), abs(high))
     if high - low <= max(1e-3 * largest, 1e-99):  # equal, or equal in the digits that a label has
         half = 0.1 * largest if largest > 1e-99 else 1.0
-        low, high = low - half, high + half
+        low = low - half
+        high = high + half
     power = math.floor(math.log10((high - low) / 4))
     multiple = next(m for m in (1, 2, 5, 10) if high - low <= 5 * m * 10.0**power)
     step = multiple * 10.0**power
@@ -150,7 +156,9 @@ def curves(run: Run) -> list[Markup]:
     note = f"Held-out prompts ({watched}), against the initial model from the same noise; bands: 95 % intervals."
     charts = [draw("Win rate against the initial model", wins, "\u00a0%", note)]
     for name in [n for n in train.columns if REWARD.fullmatch(n)]:
-        label, mean, std = short(name.removeprefix("reward/")), train[name], train[f"{name}_std"]
+        label = short(name.removeprefix("reward/"))
+        mean = train[name]
+        std = train[f"{name}_std"]
         if np.nanmax(np.abs(mean - 0.5)) < 1e-6:
             note = "Win rates within a group have the mean ½; their spread is what the policy learns from."
             charts.append(draw(f"{label}: spread", [Series("std within a group", train.steps, std)], note=note))

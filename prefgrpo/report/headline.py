@@ -73,7 +73,8 @@ def changes(run: Run, name: str) -> list[tuple[str, float, float, str, float]]:
     rows = run.evals[name]
     out = []
     for measure in (m for m in rows.columns if f"{m}_before" in rows):
-        low, high = rows.last(f"{measure}_low"), rows.last(f"{measure}_high")
+        low = rows.last(f"{measure}_low")
+        high = rows.last(f"{measure}_high")
         few = math.isnan(low + high) or run.prompts(name, measure) < MIN_PROMPTS
         known = "" if few else f"{number(low)} to {number(high)}"
         missing = np.nan_to_num([rows.last(f"{measure}{end}_missing") for end in ("", "_before")]).max()
