@@ -26,7 +26,7 @@ Floats = NDArray[np.float64]
 Images = NDArray[np.uint8]
 T = TypeVar("T")
 FOLDERS = re.compile(r"(?<![\w.:/~])/(?:[^\s/'\"]+/)+")
-"""The folders of an absolute path, which are nobody's business but this machine's."""
+"""The folders of an absolute path, which mean nothing on another machine."""
 
 
 @dataclass(frozen=True)
