@@ -186,7 +186,7 @@ class Trainer:
         counts = {name: len(set(evaluator.eval_set.group)) for name, evaluator in self.evaluators.items()}
         self.notes = [
             *changed,
-            *start_notes(config, world, self.adapter, self.policy, len(prompts), counts),
+            *start_notes(config, world, self.collector, self.policy, len(prompts), counts),
             *rewards.notes,
         ]
         self.notes += prompt_warnings(config, prompts, held_out)

@@ -28,7 +28,7 @@ from prefgrpo.rollout.endpoint import EndpointCollector
 from prefgrpo.rollout.replay import TrajectoryCollector
 from prefgrpo.rollout.sampling import Schedules, eval_sampling
 from prefgrpo.run import checkpoint
-from prefgrpo.run.fits import model_bytes, refusal, stored_bytes
+from prefgrpo.run.fits import model_bytes, refusal, static_bytes, stored_bytes, whole_gradients
 from prefgrpo.run.policy import Policy
 
 T = TypeVar("T")
@@ -175,11 +175,27 @@ def open_collector(config: Config, goal: Objective, adapter: Adapter, policy: Po
     def reference() -> AbstractContextManager[None]:
         return policy.use_weights(policy.base) if config.train.swaps_reference else adapter.reference()
 
+    once = reduces_once(config, adapter, policy, world)
     if isinstance(goal, TrajectoryObjective):
-        return TrajectoryCollector(adapter, goal, config, reference, world)
+        return TrajectoryCollector(adapter, goal, config, reference, world, once)
     assert isinstance(goal, EndpointObjective)
     if len(adapter.denoisers) > 1 and goal.times not in ("window", "schedule"):
         which = f"{config.family} has a denoiser for each part of the schedule: expected window or schedule"
         raise ConfigError([f"train.objective_options.times: {which}, got {goal.times}"])
     anchor = reference if goal.anchor == "base" else lambda: policy.use_weights(policy.old)
-    return EndpointCollector(adapter, goal, config, anchor, reference, world)
+    return EndpointCollector(adapter, goal, config, anchor, reference, world, once)
+
+
+def reduces_once(config: Config, adapter: Adapter, policy: Policy, world: World) -> bool:
+    """Whether an update sums the gradients of sharded weights once, as half of the memory of every GPU holds whole
+    gradients too (`whole_gradients`); the other half is for activations. A run that is resumed decides alike.
+
+    Never with several denoisers, one of which an update's last backward does not run.
+    """
+    whole = whole_gradients(policy)
+    if not whole or not world.equal_forwards or len(adapter.denoisers) > 1:
+        return False
+    stored = stored_bytes(config, adapter.latent_shape(config.rollout), world.layout, world.size)
+    needed = sum(static_bytes(adapter, policy).values()) + stored + whole
+    full = world.device.type == "cuda" and needed > torch.cuda.get_device_properties(world.device).total_memory / 2
+    return not world.any(full)
