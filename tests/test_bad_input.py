@@ -13,7 +13,7 @@ import yaml
 from judge_server import JudgeServer, free_port
 from safetensors.torch import load_file, save_file
 from test_judge_faults import process
-from tiny_run import Hold, attempt, merged, recipe, rows, start, train, tree
+from tiny_run import Hold, attempt, merged, recipe, rows, start, train, trained, tree
 
 
 def untouched(folder):
@@ -111,15 +111,14 @@ def test_columns_that_nothing_reads_and_evaluation_prompts_that_are_trained_on_a
     (place / "held.txt").write_text("a thing 3\nanother thing\n")
     files = {"data": {"prompts": str(place / "train.jsonl")}, "eval": {"prompts": str(place / "held.txt")}}
     file = recipe(place, "told", train={"steps": 1}, **files)
-    code, output = train(file)
-    assert code == 0, output
+    output = trained(file)
     assert "WARNING: nothing reads the column(s) styl of" in output
     assert "WARNING: 1 of 2 evaluation prompts are in" in output and "train.jsonl and trained on too" in output
 
 
 def test_a_resumed_run_cannot_end_before_it_began(place, capsys):
     file = recipe(place, "shorter", train={"steps": 2}, eval={"every": 0})
-    assert train(file)[0] == 0
+    trained(file)
     before = tree(place / "runs" / "shorter")
     refused(
         attempt(capsys, "train", file, "--resume", "--train.steps", 1), "has done 2 steps: expected train.steps of at"
@@ -129,8 +128,8 @@ def test_a_resumed_run_cannot_end_before_it_began(place, capsys):
 
 @pytest.mark.full
 def test_names_that_a_shell_would_mangle(place):
-    code, output = train(recipe(place, "name with spaces & é"))
-    assert code == 0 and (place / "runs" / "name with spaces & é" / "lora").is_dir(), output
+    output = trained(recipe(place, "name with spaces & é"))
+    assert (place / "runs" / "name with spaces & é" / "lora").is_dir(), output
 
 
 # ---- while it runs ------------------------------------------------------------------------------------------------
@@ -142,8 +141,7 @@ def test_an_absurd_learning_rate_stops_and_a_lower_one_goes_on(place):
     assert code == 3 and "not finite" in output and "--resume and a lower --train.lr" in output
     assert "the newest checkpoint is" in output and [r["step"] for r in rows(place / "runs" / "absurd")] == [1]
     shutil.rmtree(place / "runs" / "absurd" / "checkpoints" / "step_000001")
-    code, output = train(file, "--resume", "--train.lr", "1e-3")
-    assert code == 0, output
+    output = trained(file, "--resume", "--train.lr", "1e-3")
     assert [r["step"] for r in rows(place / "runs" / "absurd")] == [1, 2, 3, 4]
 
 
@@ -161,8 +159,7 @@ def judged(url, **over):
 def steady(place):
     """A run whose judge works throughout."""
     with JudgeServer() as server:
-        code, output = train(recipe(place, "steady", **judged(server.url)))
-    assert code == 0, output
+        trained(recipe(place, "steady", **judged(server.url)))
     return rows(place / "runs" / "steady")
 
 
@@ -195,8 +192,7 @@ def test_a_judge_that_is_gone_for_good_stops_the_run_which_goes_on_when_it_is_ba
     refused(train(file, "--resume"), "the judge cannot be used")
     assert tree(folder) == before, "a resume that cannot start touches nothing"
     with JudgeServer(port=port):
-        code, output = train(file, "--resume")
-    assert code == 0, output
+        trained(file, "--resume")
     assert rows(folder) == steady
 
 

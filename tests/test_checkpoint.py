@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from tiny_run import ALONE, Hold, hidden, merged, recipe, rows, start, train, tree, weights
+from tiny_run import ALONE, Hold, hidden, merged, recipe, rows, start, train, trained, tree, weights
 
 import prefgrpo
 from prefgrpo.data.atomic import write_folder
@@ -144,8 +144,7 @@ def truths(place):
 
     def truth(kind):
         if not (place / "runs" / kind).is_dir():
-            code, output = train(KINDS[kind](place, kind))
-            assert code == 0, output
+            trained(KINDS[kind](place, kind))
         return place / "runs" / kind
 
     return truth
@@ -240,12 +239,11 @@ def no_room_for_metrics() -> None:
 
 def test_a_full_disk_costs_the_steps_since_the_last_checkpoint(place):
     """No room for a checkpoint: test_failures.py."""
-    file, run = recipe(place, "full", **PLAIN), place / "runs" / "full"
+    file, run = recipe(place, "no_room", **PLAIN), place / "runs" / "no_room"
     code, output = train(file, hook=no_room_for_metrics)
     assert code == 3 and "disk full after step 3: [Errno 28]" in output and "Traceback" not in output, output
     assert "Free disk space, then continue from" in output and "step_000002 with --resume" in output, output
-    code, output = train(file, "--resume")
-    assert code == 0 and f"resumed from {run / 'checkpoints' / 'step_000002'}" in output
+    assert f"resumed from {run / 'checkpoints' / 'step_000002'}" in trained(file, "--resume")
     assert [r["step"] for r in rows(run)] == [1, 2, 3]
 
 
@@ -275,8 +273,7 @@ def test_a_run_that_is_stopped_or_killed_goes_on_as_if_nothing_had_happened(plac
         process.release()
         assert process.wait() == 3 and "continue with the same command and --resume" in process.output, process.output
         assert RunFolder(run).latest().name == "step_000003" and count(run) == 3
-    code, output = train(file, "--resume")
-    assert code == 0 and f"resumed from {run / 'checkpoints'}" in output, output
+    assert f"resumed from {run / 'checkpoints'}" in trained(file, "--resume")
     same_as(truths(kind), run)
 
 
@@ -319,7 +316,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(place):
 def finished(place, tmp_path):
     """A copy of a finished run, with the name in its recipe changed."""
     if not (place / "runs" / "short").is_dir():
-        assert train(recipe(place, "short", train={"steps": 2}))[0] == 0
+        trained(recipe(place, "short", train={"steps": 2}))
     shutil.copytree(place / "runs" / "short", tmp_path / "runs" / "short")
     return tmp_path
 
@@ -331,11 +328,11 @@ def short(place, finished, **over):
 def test_a_finished_run_may_be_resumed_and_prolonged(place, finished):
     run = finished / "runs" / "short"
     before = rows(run)
-    code, output = train(short(place, finished), "--resume")
-    assert code == 0 and rows(run) == before and "changed since: train" not in output, output
-    code, output = train(short(place, finished), "--resume", "--train.steps", "4", "--checkpoint.every", "1")
-    assert code == 0 and "changed since: train.steps 2 → 4" in output, output
-    assert train(recipe(place, "straight"))[0] == 0
+    output = trained(short(place, finished), "--resume")
+    assert rows(run) == before and "changed since: train" not in output, output
+    output = trained(short(place, finished), "--resume", "--train.steps", "4", "--checkpoint.every", "1")
+    assert "changed since: train.steps 2 → 4" in output, output
+    trained(recipe(place, "straight"))
     assert rows(run) == rows(place / "runs" / "straight")
     assert yaml.safe_load((run / "config.yaml").read_text())["train"]["steps"] == 4
 
@@ -373,8 +370,7 @@ def test_what_would_be_another_run_is_refused_and_nothing_is_touched(place, fini
 def test_a_damaged_checkpoint_is_named_and_without_it_the_one_before_is_used(place, finished):
     run, options = finished / "runs" / "short", ("--resume", "--checkpoint.every", "1")
     shutil.rmtree(run / "checkpoints")
-    code, output = train(short(place, finished), *options)
-    assert code == 0, output
+    trained(short(place, finished), *options)
     truth, newest = rows(run), run / "checkpoints" / "step_000002"
     whole = (newest / "__0_0.distcp").read_bytes()
     DAMAGE["truncate"](newest / "__0_0.distcp")
@@ -383,6 +379,6 @@ def test_a_damaged_checkpoint_is_named_and_without_it_the_one_before_is_used(pla
     assert code == 2 and tree(run) == before and f"{newest} is damaged: __0_0.distcp should have" in output, output
     assert f"remove {newest} to use the one before" in output
     shutil.rmtree(newest)
-    code, output = train(short(place, finished), *options)
-    assert code == 0 and f"resumed from {newest.parent / 'step_000001'}" in output and rows(run) == truth, output
+    output = trained(short(place, finished), *options)
+    assert f"resumed from {newest.parent / 'step_000001'}" in output and rows(run) == truth, output
     assert (newest / "__0_0.distcp").read_bytes() == whole

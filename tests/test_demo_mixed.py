@@ -11,7 +11,7 @@ import tiny_rewards
 import yaml
 from judge_server import JudgeServer
 from safetensors.torch import load_file
-from tiny_run import merged, rows, train
+from tiny_run import merged, rows, trained
 
 from prefgrpo.config.recipe import read_yaml
 from prefgrpo.rewards.base import PointwiseReward, Score
@@ -63,8 +63,7 @@ def recipe(place, url):
 def test_all_rewards_are_scored_and_reported_and_the_policy_moves(tmp_path):
     with JudgeServer() as server:
         server.answer = flex
-        code, output = train(recipe(tmp_path, server.url))
-    assert code == 0, output
+        output = trained(recipe(tmp_path, server.url))
     folder = tmp_path / "runs" / "demo"
     steps = [row for row in rows(folder, timeless=False) if row["kind"] == "train"]
     assert len(steps) == 2

@@ -11,7 +11,7 @@ import os
 import numpy as np
 import pytest
 from judge_server import JudgeServer
-from tiny_run import attempt, ranks, recipe, rows, train, tree, world
+from tiny_run import all_end, attempt, ranks, recipe, rows, trained, tree, world
 
 from prefgrpo.run.comparison import MIN_PROMPTS, compared, verdict
 from prefgrpo.run.run_folder import RunFolder
@@ -45,17 +45,17 @@ def place(tmp_path_factory, servers):
         "checkpoint": {"every": 1, "keep": 3},
     }
     for name, seed in (("one", 0), ("two", 1)):
-        code, output = train(recipe(folder, name, seed=seed, **over))
-        assert code == 0, output
+        trained(recipe(folder, name, seed=seed, **over))
     return folder
 
 
 @pytest.fixture
 def evaluate(place, capsys):
-    def run(target, *options):
-        code, output = attempt(capsys, "evaluate", place / "runs" / target, *options)
+    def run(target, *options, code=0):
+        ended, output = attempt(capsys, "evaluate", place / "runs" / target, *options)
+        assert ended == code and "Traceback" not in output, output
         written = next((line for line in output.splitlines() if line.endswith("comparison.json")), "")
-        return code, output, json.loads(open(written).read()) if written else {}
+        return output, json.loads(open(written).read()) if written else {}
 
     return run
 
@@ -65,8 +65,7 @@ def last(place, name):
 
 
 def test_the_runs_own_last_evaluation_is_found_again(place, servers, evaluate):
-    code, output, found = evaluate("one")
-    assert code == 0, output
+    output, found = evaluate("one")
     known = last(place, "one")
     for key, row in found["win_rates"].items():
         parts = ("low", "high", *(("first", "second") if "judge" in key else ()))
@@ -82,9 +81,9 @@ def test_the_runs_own_last_evaluation_is_found_again(place, servers, evaluate):
     out = place / "runs/one/evaluations/step_000003_ema/against_base"
     assert len([name for name in tree(out) if name.endswith(".png")]) == 2 * 6
     kept = {name: (out / name).stat().st_mtime_ns for name in tree(out) if name.endswith(".png")}
-    code, again, _ = evaluate("one")
+    again, _ = evaluate("one")
     first, second = ([line for line in text.splitlines() if "win rate by" in line] for text in (output, again))
-    assert code == 0 and first == second != []
+    assert first == second != []
     assert kept == {name: (out / name).stat().st_mtime_ns for name in kept}
 
 
@@ -93,15 +92,14 @@ def test_checkpoints_and_runs_are_told_apart(place, evaluate):
     shown = []
     for target in ("one", "one/checkpoints/step_000002", "two"):
         own = [*MEASURED, "--seed", "0", "--against", place / "runs" / target]
-        code, output, found = evaluate(target, *own)
-        assert code == 0, output
+        _, found = evaluate(target, *own)
         rate = found["win_rates"]["dev/win_jpeg_incompressibility"]
         assert rate["rate"] == rate["low"] == rate["high"] == 0.5 and rate["verdict"].startswith("inconclusive")
         shown.append(found["means"]["dev/jpeg_incompressibility"]["now"])
     assert len(set(shown)) == 3
-    code, output, found = evaluate("one", *MEASURED, "--against", place / "runs/two", "--seed", "0")
+    _, found = evaluate("one", *MEASURED, "--against", place / "runs/two", "--seed", "0")
     mean = found["means"]["dev/jpeg_incompressibility"]
-    assert code == 0 and mean["now"] == shown[0] and mean["before"] == shown[2]
+    assert mean["now"] == shown[0] and mean["before"] == shown[2]
     assert (place / "runs/one/evaluations/step_000003_ema/against_two_step_000003_ema").is_dir()
 
 
@@ -109,21 +107,19 @@ def test_another_judge_is_asked_about_the_same_images(place, servers, evaluate):
     out = place / "runs/one/evaluations/step_000003_ema/against_base"
     kept = {name: (out / name).stat().st_mtime_ns for name in tree(out) if name.endswith(".png")}
     before = len(servers[1].requests)
-    code, output, found = evaluate("one", "--judge.endpoints", servers[1].url)
-    assert code == 0, output
+    output, found = evaluate("one", "--judge.endpoints", servers[1].url)
     second = found["win_rates"]["dev/win_judge"]
     assert second["rate"] == second["first"] == second["second"] == 0.5 and second["missing"] == 0.0
     asked = [json.dumps(r) for r in servers[1].requests[before:]]
     assert len([r for r in asked if "red circle" in r]) == 2 * 6 + 1, "every pair in both orders, after a probe"
     assert any("second-judge" in line for line in found["judges"])
     assert kept == {name: (out / name).stat().st_mtime_ns for name in kept}
-    code, output, _ = evaluate(
-        "one", "--judge.endpoints", "http://127.0.0.1:9", "--judge.deadline-s", "1", "--out", place / "none"
-    )
-    assert code == 2 and "http://127.0.0.1:9" in output
+    nobody = ["--judge.endpoints", "http://127.0.0.1:9", "--judge.deadline-s", "1", "--out", place / "none"]
+    output, _ = evaluate("one", *nobody, code=2)
+    assert "http://127.0.0.1:9" in output
     (out / ".about.json").write_text("[1]")
-    code, output, _ = evaluate("one")
-    assert code == 2 and ".about.json is damaged" in output, output
+    output, _ = evaluate("one", code=2)
+    assert ".about.json is damaged" in output, output
 
 
 def rank_one_sees_no_checkpoint() -> None:
@@ -136,8 +132,7 @@ def rank_one_sees_no_checkpoint() -> None:
 def test_ranks_share_the_prompts(place):
     target = place / "runs/one"
     options = [*MEASURED, "--out", str(place / "ranks")]
-    both = ranks(target, 2, *options, command="evaluate", hook=rank_one_sees_no_checkpoint)
-    assert [run.wait(600) for run in both] == [0, 0], both[0].output
+    all_end(ranks(target, 2, *options, command="evaluate", hook=rank_one_sees_no_checkpoint))
     found, known = json.loads((place / "ranks/comparison.json").read_text()), last(place, "one")
     for key in ("dev/win_jpeg_incompressibility", "dev/jpeg_incompressibility"):
         row = found["win_rates"].get(key) or found["means"][key]
@@ -149,21 +144,18 @@ def test_ranks_share_the_prompts(place):
 def test_split_weights_are_read_by_any_number_of_processes(place, evaluate):
     """Full fine-tuning sharded over two processes: a single process can load the whole model from the shards."""
     over = {"train": {"lora_rank": 0, "lr": 1e-3, "steps": 1}, "parallel": {"shard": 2}, "eval": {"every": 1}}
-    both = ranks(recipe(place, "split", **over), 2)
-    assert [run.wait(600) for run in both] == [0, 0], both[0].output
+    all_end(ranks(recipe(place, "split", **over), 2))
     assert list((place / "runs/split").glob("checkpoints/*/__1_0.distcp"))
     known, means = last(place, "split"), []
-    code, output, found = evaluate("split", "--parallel.shard", "1", "--out", place / "whole")
-    assert code == 0, output
+    output, found = evaluate("split", "--parallel.shard", "1", "--out", place / "whole")
     means.append(found["means"]["dev/jpeg_incompressibility"])
-    both = ranks(place / "runs/split", 2, "--out", str(place / "parts"), command="evaluate")
-    assert [run.wait(600) for run in both] == [0, 0], both[0].output
+    all_end(ranks(place / "runs/split", 2, "--out", str(place / "parts"), command="evaluate"))
     means.append(json.loads((place / "parts/comparison.json").read_text())["means"]["dev/jpeg_incompressibility"])
     for mean in means:
         assert mean["now"] == pytest.approx(known["dev/jpeg_incompressibility"], abs=0.01) and mean["missing"] == 0
         assert mean["before"] == pytest.approx(known["dev/jpeg_incompressibility_before"], abs=0.01)
-    code, output, _ = evaluate("split", "--out", place / "none")
-    assert code == 2 and "parallel: expected a multiple of shard 2" in output
+    output, _ = evaluate("split", "--out", place / "none", code=2)
+    assert "parallel: expected a multiple of shard 2" in output
 
 
 @pytest.mark.parametrize(
@@ -196,8 +188,8 @@ def test_what_cannot_be_evaluated(place, evaluate, capsys):
         ("one", ["--out", place / "dev.txt"], "dev.txt"),
         ("none", [], "none, or a run (there is no folder"),
     ):
-        code, output, _ = evaluate(target, *options)
-        assert code == 2 and message in output and "Traceback" not in output, output
+        output, _ = evaluate(target, *options, code=2)
+        assert message in output, output
     options = ["--output", place / "runs", *MEASURED]
     sizes = ["--rollout.height", 16, "--rollout.width", 16, "--rollout.steps", 3, "--dtype", "fp32"]
     options += ["--prompts", place / "dev.txt", "--against", place / "runs/one", "--data.max-length", 24]

@@ -21,7 +21,7 @@ from families import case_of, load
 from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tiny_run import PROMPTS, Hold, ranks, recipe, start, train, tree, weights, world
+from tiny_run import PROMPTS, Hold, all_end, ranks, recipe, start, trained, tree, weights, world
 
 from prefgrpo.commands.generate import Source, make_jobs
 from prefgrpo.config.loading import from_dict
@@ -42,9 +42,11 @@ def place(tmp_path_factory):
     return folder
 
 
-def command(*argv):
+def command(*argv, code=0):
+    """The output of a command that ends with this exit code."""
     run = start([str(a) for a in argv], argv[1].with_suffix(".log"))
-    return run.wait(), run.output
+    assert run.wait() == code and "Traceback" not in run.output, run.output
+    return run.output
 
 
 def images(folder):
@@ -67,8 +69,8 @@ def same(a, b):
 
 
 def test_an_unknown_family_is_told(place):
-    code, output = command("preprocess", recipe(place, "unknown", family="flx", data={"cache": str(place / "unknown")}))
-    assert code == 2 and "family: unknown family 'flx'" in output and "Traceback" not in output, output
+    file = recipe(place, "unknown", family="flx", data={"cache": str(place / "unknown")})
+    assert "family: unknown family 'flx'" in command("preprocess", file, code=2)
 
 
 def test_once_all_is_encoded_no_encoder_is_loaded(place):
@@ -76,25 +78,21 @@ def test_once_all_is_encoded_no_encoder_is_loaded(place):
     model, cache = pipelines.make("flux", place / "lean"), place / "cache"
     cached = {"model": str(model), "data": {"cache": str(cache)}, "train": {"steps": 1}}
     file = recipe(place, "cached", **cached)
-    code, output = command("preprocess", file)
-    assert code == 0 and "10 texts and sources encoded now; all of 10 prompts are in" in output, output
+    assert "10 texts and sources encoded now; all of 10 prompts are in" in command("preprocess", file)
     first = held(cache)
     assert len({key.partition(".")[0] for key in first}) == 10 and len(list(cache.iterdir())) == 1
-    assert "0 texts and sources encoded now" in command("preprocess", file)[1]
+    assert "0 texts and sources encoded now" in command("preprocess", file)
     next(cache.glob("*.safetensors")).unlink()
-    assert "10 texts and sources encoded now" in command("preprocess", file)[1]
+    assert "10 texts and sources encoded now" in command("preprocess", file)
     assert same(held(cache), first)
-    without = train(recipe(place, "uncached", model=str(model), train={"steps": 1}))
-    assert without[0] == 0 and "embeddings in" not in without[1]
-    code, output = train(file)
-    assert code == 0 and "no text encoder was loaded" in output, output
+    assert "embeddings in" not in trained(recipe(place, "uncached", model=str(model), train={"steps": 1}))
+    assert "no text encoder was loaded" in trained(file)
     lora = [load_file(place / "runs" / n / "lora" / "pytorch_lora_weights.safetensors") for n in ("cached", "uncached")]
     assert same(*lora)
-    assert command("generate", file, "--lora", place / "runs/cached", "--out", place / "lean_out")[0] == 0
+    command("generate", file, "--lora", place / "runs/cached", "--out", place / "lean_out")
     (place / "more.txt").write_text("\n".join([*PROMPTS, "a text that nobody encoded"]))
     more = cached["data"] | {"prompts": str(place / "more.txt")}
-    code, output = train(recipe(place, "lean2", **cached | {"data": more}))
-    assert code == 0 and "1 entries are encoded now" in output, output
+    assert "1 entries are encoded now" in trained(recipe(place, "lean2", **cached | {"data": more}))
     assert len({key.partition(".")[0] for key in held(cache)}) == 11, "a run adds what it encodes"
 
 
@@ -124,8 +122,7 @@ def test_a_preprocess_that_was_killed_or_interrupted_goes_on(place, number, call
     (cache / ".x.partial").write_bytes(b"half a shard")
     before = held(cache)
     assert len({key.partition(".")[0] for key in before}) == kept
-    code, output = command("preprocess", file)
-    assert code == 0 and f"{10 - kept} texts and sources encoded now" in output
+    assert f"{10 - kept} texts and sources encoded now" in command("preprocess", file)
     assert same({k: v for k, v in held(cache).items() if k in before}, before)
 
 
@@ -139,11 +136,9 @@ def test_edit_sources_are_encoded_once_per_image(place):
     over = {"family": "flux_kontext", "model": str(place / "kontext"), "eval": {"prompts": 0}}
     data = {"cache": str(place / "edits"), "prompts": str(place / "edits.jsonl")}
     file = recipe(place, "edits", data=data, **over)
-    code, output = command("preprocess", file)
-    assert code == 0 and "5 texts and sources encoded now; all of 6 prompts" in output, output
+    assert "5 texts and sources encoded now; all of 6 prompts" in command("preprocess", file)
     assert sum(key.endswith(".0") for key in held(place / "edits")) == 2
-    code, output = train(file, "--train.steps", "1")
-    assert code == 0 and "no text encoder was loaded" in output
+    assert "no text encoder was loaded" in trained(file, "--train.steps", "1")
 
 
 @pytest.mark.dist
@@ -153,8 +148,7 @@ def test_two_ranks_encode_each_text_once(place):
     for size in (1, 2, 3):
         file = recipe(place, f"pre{size}", data={"cache": str(place / f"cache{size}")}, **over)
         runs = ranks(file, size, command="preprocess") if size > 1 else [start(["preprocess", str(file)], place / "l")]
-        assert [run.wait() for run in runs] == [0] * size, runs[0].output
-        assert "11 texts and sources encoded now" in runs[0].output, "ten prompts and the negative prompt"
+        assert "11 texts and sources encoded now" in all_end(runs)[0], "ten prompts and the negative prompt"
         found.append(held(place / f"cache{size}"))
     assert same(*found[:2]) and same(*found[1:])
 
@@ -171,19 +165,16 @@ def test_generate_skips_what_is_there_and_does_not_depend_on_ranks(place):
         csv.writer(file).writerows([["index", "prompt_en"], *([7 + k, p] for k, p in enumerate(PROMPTS[:3]))])
     file = recipe(place, "images")
     argv = ["--prompts", place / "bench.csv", "--samples", 2, "--naming", "unigenbench", "--out"]
-    code, output = command("generate", file, *argv, place / "one")
-    assert code == 0 and "6 files are in" in output, output
+    assert "6 files are in" in command("generate", file, *argv, place / "one")
     first = images(place / "one")
     assert sorted(first) == [f"{i}_{j}.png" for i in (7, 8, 9) for j in (0, 1)]
     pixels = [np.asarray(Image.open(place / "one" / name)) for name in sorted(first)]
     assert all(p.shape == (16, 16, 3) for p in pixels) and not any((pixels[0] == p).all() for p in pixels[1:])
     (place / "one" / "8_1.png").unlink()
     (place / "one" / "7_0.png").write_bytes(b"kept")
-    code, output = command("generate", file, *argv, place / "one")
-    assert code == 0 and "; 5 already existed and are unchanged" in output, output
+    assert "; 5 already existed and are unchanged" in command("generate", file, *argv, place / "one")
     assert images(place / "one") == first | {"7_0.png": b"kept"}
-    runs = ranks(file, 2, *map(str, argv), str(place / "two"), command="generate", hook=rank_one_sees_every_file)
-    assert [run.wait() for run in runs] == [0, 0], runs[0].output
+    all_end(ranks(file, 2, *map(str, argv), str(place / "two"), command="generate", hook=rank_one_sees_every_file))
     for name in first:
         a, b = np.asarray(Image.open(place / "two" / name)).astype(int), pixels[sorted(first).index(name)].astype(int)
         assert abs(a - b).max() <= 1
@@ -191,30 +182,27 @@ def test_generate_skips_what_is_there_and_does_not_depend_on_ranks(place):
 
 def test_generate_from_a_run_and_with_a_lora(place):
     """A run's newest checkpoint and its exported LoRA give equal images; a folder keeps those of one policy."""
-    code, output = train(recipe(place, "trained", train={"steps": 2}))
-    assert code == 0, output
+    trained(recipe(place, "trained", train={"steps": 2}))
     run = place / "runs" / "trained"
     file = run / "config.yaml"
     argv = ["--samples", 1, "--prompts", place / "dev.txt", "--out"]
     for name, target, options in (("base", file, []), ("lora", file, ["--lora", run / "lora"]), ("run", run, [])):
-        code, output = command("generate", target, *argv, place / name, *options)
-        assert code == 0, output
+        command("generate", target, *argv, place / name, *options)
     assert sorted(images(place / "run")) == [f"{i:06d}_0.png" for i in range(3)]
     assert images(place / "run") == images(place / "lora") != images(place / "base")
     before = tree(place / "run")
-    code, output = command("generate", file, *argv, place / "run")
-    assert code == 2 and "files that were made differently (other: weights" in output, output
+    assert "files that were made differently (other: weights" in command("generate", file, *argv, place / "run", code=2)
     assert tree(place / "run") == before
     name = "pytorch_lora_weights.safetensors"
     with safe_open(place / "runs/trained/lora" / name, "pt") as lora:
         wider = {k: torch.cat([lora.get_tensor(k)] * 2, int("lora_A" in k)) for k in lora.keys()}  # noqa: SIM118
         (place / "wider").mkdir()
         save_file(wider, place / "wider" / name, lora.metadata())
-    code, output = command("generate", file, *argv, place / "none", "--lora", place / "wider")
-    assert code == 2 and f"it does not fit {place / 'flux'}" in output and "Traceback" not in output, output
+    output = command("generate", file, *argv, place / "none", "--lora", place / "wider", code=2)
+    assert f"it does not fit {place / 'flux'}" in output, output
     (place / "twice.txt").write_text(f"{PROMPTS[0]}\n{PROMPTS[0]}\n")
     argv = ["--samples", 1, "--naming", "vbench", "--prompts", place / "twice.txt", "--out", place / "twice"]
-    assert "1 files are in" in command("generate", file, *argv)[1] and len(images(place / "twice")) == 1
+    assert "1 files are in" in command("generate", file, *argv) and len(images(place / "twice")) == 1
 
 
 def test_what_shares_a_name(monkeypatch):
@@ -251,9 +239,8 @@ def test_evaluation_and_generation_at_another_size(place):
     over = {"height": 24, "width": 16, "steps": 5}
     plain = recipe(place, "plain", train={"steps": 2})
     file = recipe(place, "shown", train={"steps": 2}, eval=over)
-    for trained in (plain, file):
-        code, output = train(trained)
-        assert code == 0, output
+    for one in (plain, file):
+        trained(one)
     runs = place / "runs"
     lora = [weights(runs / name / "lora") for name in ("plain", "shown")]
     assert lora[0] == lora[1], "evaluation changed the training"
@@ -266,7 +253,6 @@ def test_evaluation_and_generation_at_another_size(place):
     call = {"height": 24, "width": 16, "num_inference_steps": 5, "guidance_scale": 3.5, "max_sequence_length": 24}
     stock = pipe(shown[0], latents=latents, output_type="np", **call).images
     assert np.abs(images["before"][:1] - 255 * stock).max() <= 1
-    argv = ["generate", str(runs / "shown" / "config.yaml"), "--lora", str(runs / "shown"), "--samples", "1"]
-    run = start([*argv, "--prompts", str(place / "dev.txt"), "--out", str(place / "one")], place / "g.log")
-    assert run.wait() == 0, run.output
+    argv = ["generate", runs / "shown" / "config.yaml", "--lora", runs / "shown", "--samples", 1]
+    command(*argv, "--prompts", place / "dev.txt", "--out", place / "one")
     assert {Image.open(file).size for file in (place / "one").glob("*.png")} == {(16, 24)}

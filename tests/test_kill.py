@@ -5,19 +5,17 @@ the named point, the other may be ahead or behind: a checkpoint may be partly wr
 step's two updates, a log line may be cut off. Checkpoints are written by another thread, so the loop goes on during
 these kills. On the same layout the resumed run must be bit-identical. Resumed by one process, the two-process run must
 see the same prompts in the same order; its first step must reproduce the samples bit for bit, later steps up to
-rounding in gradient sums. Every file of a checkpoint is also cut off.
+rounding in gradient sums.
 """
 
-import re
 import shutil
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from safetensors import safe_open
-from tiny_run import Hold, all_end, hidden, ranks, recipe, rows, train, tree, weights
+from tiny_run import Hold, all_end, hidden, ranks, recipe, rows, trained, tree, weights
 
-from prefgrpo.run.checkpoint import CheckpointError, read_meta
 from prefgrpo.run.run_folder import RunFolder, step_of
 
 pytestmark = pytest.mark.dist
@@ -62,6 +60,8 @@ POINTS = {
 """The rank to wait for and the point where it stops; both processes are then killed."""
 BOTH = ("between two updates", "not renamed yet")
 QUICK = ("lora", "not renamed yet")
+ALONE = ("before the first step", *BOTH)
+"""Points after which a single process, too, resumes the run."""
 SHARDED = ("one of two parts written",)  # replicated weights are written by rank 0 alone
 NAMING = ("state.json", ".metadata")
 """They contain timings and the temporary folder's name, so they differ between runs."""
@@ -107,7 +107,8 @@ def test_killed_and_resumed(place, truths, kind, point):
     if point == "a torn line":
         log = run / "metrics.jsonl"
         log.write_bytes(log.read_bytes()[:-20])
-    shutil.copytree(run, other)
+    if point in ALONE:
+        shutil.copytree(run, other)
     newest = RunFolder(run).latest()
 
     all_end(ranks(file, 2, "--resume"))
@@ -122,27 +123,12 @@ def test_killed_and_resumed(place, truths, kind, point):
         assert [header(run / k) for k in headers] == [header(truth / k) for k in headers]
     assert weights(run) == weights(truth)
 
+    if point not in ALONE:
+        return
     alone = {k: v for k, v in options.items() if k != "parallel"} | {"output": str(place / "other")}
-    code, output = train(recipe(place, name, **alone), "--resume")
-    assert code == 0, output
+    trained(recipe(place, name, **alone), "--resume")
     for step in range(step_of(newest) + 1 if newest else 1, 5):
         ours, theirs = (dict(np.load(RunFolder(r).group(step))) for r in (other, truth))
         assert len(ours["prompts"]) == 2 and list(theirs["prompts"]) == [ours["prompts"][0]], (step, "order differs")
         apart = np.abs(ours["images"][:1].astype(int) - theirs["images"].astype(int)).max()
         assert apart <= (0 if step == (step_of(newest) + 1 if newest else 1) else 2), (step, apart)
-
-
-@pytest.mark.full
-def test_a_part_that_is_not_whole_is_seen(truths):
-    newest = RunFolder(truths("split")).latest()
-    files = sorted(p.relative_to(newest) for p in newest.iterdir())
-    assert [p.name for p in files] == [".metadata", "__0_0.distcp", "__1_0.distcp", "state.json"]
-    for file in files:
-        whole = (newest / file).read_bytes()
-        for length in (len(whole) - 1, len(whole) // 2):
-            (newest / file).write_bytes(whole[:length])
-            with pytest.raises(CheckpointError, match=re.escape(str(newest))) as caught:
-                read_meta(newest)
-            assert file.name in str(caught.value)
-        (newest / file).write_bytes(whole)
-    assert read_meta(newest)["step"] == step_of(newest)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from judge_server import JudgeServer, images
 from PIL import Image
-from tiny_run import attempt, merged, recipe, rows, start, train, tree
+from tiny_run import attempt, merged, recipe, rows, start, trained, tree
 
 from prefgrpo.config.loading import from_dict
 from prefgrpo.data.media import Media
@@ -43,8 +43,7 @@ def test_a_video_model_with_two_experts(place):
     with JudgeServer() as server:
         judge = {"endpoints": [server.url]}
         over = {"rollout": rollout, "rewards": "vlm_pairwise", "judge": judge}
-        code, output = train(written(place, "video", "wan22", **over))
-    assert code == 0, output
+        output = trained(written(place, "video", "wan22", **over))
     asked = [body for body in server.requests if len(images(body)) == 10]
     assert len(asked) >= 2 * 2 * 2, "2 steps × 2 groups × 1 pair in both orders, five frames of each clip"
     assert "clips of 5 frames" in output and "on-policy check: max |ratio - 1| = 0.0e+00 (exact)" in output
@@ -83,8 +82,7 @@ def test_edits_with_sources_of_any_size(place):
     )
     (place / "pairs.py").write_text(redder)
     files["rewards"] = f"{place}/pairs.py:redder"
-    code, output = train(written(place, "edit", "flux_kontext", **files))
-    assert code == 0, output
+    output = trained(written(place, "edit", "flux_kontext", **files))
     assert "(exact)" in output and "from 3 prompts" in output
     with np.load(place / "runs" / "edit" / "eval" / "dev_sources.npz") as stored:
         assert len(stored["sources"]) == len(np.unique(stored["sources"], axis=0))

@@ -117,15 +117,10 @@ def test_encoding_and_decoding_call_for_their_parts(monkeypatch):
     assert torch.equal(sliced, to_uint8(adapter.decode(x, sampling)))
 
 
-def test_tiles():
-    content = {
-        "model": str(folder("flux")),
-        "dtype": "fp32",
-        "data": {"prompts": "p"},
-        "rollout": {"height": 32, "width": 32},
-    }
-    for tiles in (False, True):
-        assert open_adapter(from_dict(content | {"vae_tiling": tiles}), CPU).pipe.vae.use_tiling is tiles
+@pytest.mark.parametrize("tiles", [False, True])
+def test_tiles(tiles):
+    config = from_dict({"model": str(folder("flux")), "data": {"prompts": "p"}, "vae_tiling": tiles})
+    assert open_adapter(config, CPU).pipe.vae.use_tiling is tiles
 
 
 def storages(tensors):

@@ -19,8 +19,10 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import yaml
@@ -38,16 +40,7 @@ from prefgrpo.tiny import pipelines
 from prefgrpo.trainer import Trainer
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(
-    [
-        "prefgrpo.trainer",
-        "prefgrpo.models.flux",
-        "prefgrpo.commands.cli",
-        "prefgrpo.report",
-        "prefgrpo.judge.local",
-        "peft",
-    ]
-)
+_CONTEXT.set_forkserver_preload(["tiny_warm"])
 
 ALONE = World(0, 1, torch.device("cpu"))
 PROMPTS = [f"a red circle number {k}" for k in range(1, 11)]
@@ -146,6 +139,8 @@ class Run:
         self, argv: list[str], log: Path, env: dict[str, str], hook: Callable[[], None] | None, hold: Hold | None
     ) -> None:
         self.log, self._hold = log, (hold, _CONTEXT.Event(), _CONTEXT.Event())
+        with mock.patch.dict(os.environ, environment()):
+            forkserver.ensure_running()
         self.process = _CONTEXT.Process(target=_child, args=(argv, str(log), env, hook, self._hold), daemon=True)
         self.process.start()
 
@@ -203,6 +198,13 @@ def train(recipe_file: Path, *options: str, hook: Callable[[], None] | None = No
     """(exit code, output) of `prefgrpo train RECIPE options`."""
     run = start(["train", str(recipe_file), *options], recipe_file.with_suffix(".log"), hook, **env)
     return run.wait(), run.output
+
+
+def trained(recipe_file: Path, *options: str, **env: Any) -> str:
+    """The output of a `train` that succeeds."""
+    code, output = train(recipe_file, *options, **env)
+    assert code == 0, output
+    return output
 
 
 def attempt(capsys: Any, *argv: Any) -> tuple[int, str]:

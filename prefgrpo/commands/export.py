@@ -44,25 +44,22 @@ def export(
     if comfy and names is None:
         reason = f"ComfyUI has no names for LoRAs of {config.family} in separate q, k and v"
         raise UserError(f"{reason}: use the file with diffusers")
-    if comfy and not config.train.lora_rank:
-        weights = folder.product(lora=False) / "transformer"
-        raise UserError(f"'{run}' has no LoRA: it trains all weights, which are in {weights}, under diffusers' names")
-    as_file = out is not None and out.suffix == ".safetensors"
+    as_file = comfy or (out is not None and out.suffix == ".safetensors")
     if as_file and not config.train.lora_rank:
-        raise UserError(f"--out: expected a folder, as '{run}' trains all weights, got the file {out}")
-    if not (comfy or as_file) and out is not None and out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise UserError(f"'{run}' has no LoRA for a single file: it trains all weights; export them into a folder")
+    if not as_file and out is not None and out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise UserError(f"--out: {out} exists; expected a new or an empty folder, as its content would be replaced")
     source = folder.product(lora=True)
     name = folder.root.resolve().name
     if not comfy or folder.latest() or not source.is_dir():  # a run without checkpoints has the LoRA of its end
         path = folder.checkpoint_of(run)
         name = f"{name}_{path.name}"
-        source = folder.root / "exports" / path.name if comfy or as_file or out is None else out
+        source = folder.root / "exports" / path.name if as_file or out is None else out
         write_folder(source, lambda inside: _write(config, path, inside))
         print(f"wrote {source}")
-    if comfy or as_file:
+    if as_file:
         target = out or folder.root / "comfy"
-        target = target if as_file else target / f"{name}.safetensors"
+        target = target if target.suffix == ".safetensors" else target / f"{name}.safetensors"
         _write_files(source, target, (names or ()) if comfy else ())
     return 0
 

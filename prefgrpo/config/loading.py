@@ -59,14 +59,7 @@ def from_dict(content: Mapping[str, Any]) -> Config:
     texts = {key: value for key, value in flatten(dict(content)).items() if isinstance(value, str)}
     if foreign := [key for key, value in texts.items() if re.search("[\ud800-\udfff]", value)]:
         raise ConfigError([f"{key}: expected a name in UTF-8, got {texts[key]!a}: rename it" for key in foreign])
-    text = json.dumps(content, default=str)  # JSON, because pydantic's strict mode takes its lists as tuples
-    try:
-        config = TypeAdapter(Config).validate_json(text)
-    except ValidationError as error:
-        raise ConfigError(_messages(error, json.loads(text))) from error
-    if mistakes := list(config.mistakes()):
-        raise ConfigError(mistakes)
-    return config
+    return _checked(Config, content, (), [])
 
 
 def section(kind: type[T], content: Mapping[str, Any], name: str) -> T:
@@ -78,14 +71,18 @@ def section(kind: type[T], content: Mapping[str, Any], name: str) -> T:
         raise ConfigError([f"{name}: expected a mapping of keys, got {content!r}"])
     names = [f.name for f in fields(kind)]  # type: ignore[arg-type]
     mistakes = [f"{name}.{key}: unknown key; {_suggest_key(name, key, names)}" for key in content if key not in names]
-    values = {key: value for key, value in content.items() if key in names}
+    return _checked(kind, {key: content[key] for key in content if key in names}, (name,), mistakes)
+
+
+def _checked(kind: type[T], content: Mapping[str, Any], path: tuple[str, ...], mistakes: list[str]) -> T:
+    """A dataclass from its content. Raises ConfigError with `mistakes` and all others."""
+    text = json.dumps(content, default=str)  # JSON, because pydantic's strict mode takes its lists as tuples
     try:
-        options = TypeAdapter(kind).validate_json(json.dumps(values, default=str))
+        options = TypeAdapter(kind).validate_json(text)
     except ValidationError as error:
-        raise ConfigError([*mistakes, *_messages(error, values, (name,))]) from error
+        raise ConfigError([*mistakes, *_messages(error, json.loads(text), path)]) from error
     contradictions = options.mistakes() if hasattr(options, "mistakes") else ()
-    mistakes += [f"{name}.{mistake}" for mistake in contradictions]
-    if mistakes:
+    if mistakes := [*mistakes, *(".".join((*path, mistake)) for mistake in contradictions)]:
         raise ConfigError(mistakes)
     return options
 
@@ -141,7 +138,7 @@ EXPECTED = {
 """Pydantic's error type → description of the expected value."""
 
 
-def _messages(error: ValidationError, data: Any, section: tuple[str, ...] = ()) -> list[str]:
+def _messages(error: ValidationError, data: Any, section: tuple[str, ...]) -> list[str]:
     """A message per wrong value in `data`, the content of `section`; a union has an error per branch."""
     errors: dict[tuple[str, ...], list[Any]] = {}
     for item in error.errors():

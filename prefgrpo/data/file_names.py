@@ -76,7 +76,14 @@ def find(folder: Path, prompts: Sequence[Prompt]) -> list[Generated]:
         namings.insert(0, "unigenbench")
     named = max((_by_name(files, prompts, naming) for naming in namings), key=len)
     if not named:
-        return _in_order(folder, files, prompts)
+        each, rest = divmod(len(files), len(prompts))
+        if rest:
+            raise DataError(
+                f"{folder} contains {len(files)} files for {len(prompts)} prompts; expected names as `prefgrpo "
+                "generate` gives them (000000_0.png), a column 'file' in the prompts file, or the same number of files "
+                "per prompt"
+            )
+        return [Generated(prompts[k // each], file) for k, file in enumerate(files)]
     _require([f.name for f in files if f not in named], f"files in {folder} match no prompt")
     with_file = {(p.text, p.source) for p in named.values()}  # equal prompts may share their files
     without = [repr(p.text[:60]) for p in prompts if (p.text, p.source) not in with_file]
@@ -92,16 +99,6 @@ def _by_name(files: Sequence[Path], prompts: Sequence[Prompt], naming: Naming) -
         for number, ending in tails:
             names.setdefault(file_name(prompt, number, naming, ending), prompt)
     return {f: names[f.name] for f in files if f.name in names}
-
-
-def _in_order(folder: Path, files: Sequence[Path], prompts: Sequence[Prompt]) -> list[Generated]:
-    each, rest = divmod(len(files), len(prompts))
-    if rest:
-        raise DataError(
-            f"{folder} contains {len(files)} files for {len(prompts)} prompts; expected names as `prefgrpo generate` "
-            f"gives them (000000_0.png), a column 'file' in the prompts file, or the same number of files per prompt"
-        )
-    return [Generated(prompts[k // each], file) for k, file in enumerate(files)]
 
 
 def _natural(file: Path) -> list[tuple[int, str]]:

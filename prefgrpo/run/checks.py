@@ -70,45 +70,44 @@ def batch_errors(config: Config) -> list[str]:
 
 def _model_errors(config: Config) -> list[str]:
     """Whether a local folder is a model of the family; the hub is not asked."""
-    if is_hub_id(config.model):
-        return []
     try:
-        family(config.family).find(config.model)
+        if not is_hub_id(config.model):
+            family(config.family).find(config.model)
     except ModelError as error:
         return [f"model: {error}"]
     except ValueError:
-        return []  # an unknown family is reported by its name
+        pass  # an unknown family is reported by its name
     return []
 
 
 def _objective_errors(config: Config) -> list[str]:
     """Errors in the objective and its options."""
+    t = config.train
+    r = config.rollout
     try:
-        goal = objective(config.train)
+        goal = objective(t)
     except ConfigError as error:
         return error.mistakes
     except ValueError as error:
         return [f"train.objective: {error}"]
-    r = config.rollout
-    wrong = [f"train.objective_options.{e}" for e in goal.option_errors(config.rollout.group_size)]
-    slices = config.train.update_slices == "members" and config.train.updates_per_rollout > 1
-    if isinstance(goal, GroupObjective) and (slices or config.train.updates_per_rollout > r.prompts_per_step):
-        problem = f"{config.train.objective} compares the members of a group: expected update_slices: prompts"
-        wrong.append(
-            f"train.updates_per_rollout: {problem} and at most rollout.prompts_per_step = {r.prompts_per_step}, got "
-            f"{config.train.updates_per_rollout} with {config.train.update_slices}"
-        )
+    wrong = [f"train.objective_options.{e}" for e in goal.option_errors(r.group_size)]
+    slices = t.update_slices == "members" and t.updates_per_rollout > 1
+    if isinstance(goal, GroupObjective) and (slices or t.updates_per_rollout > r.prompts_per_step):
+        problem = f"{t.objective} compares the members of a group: expected update_slices: prompts"
+        limit = f"at most rollout.prompts_per_step = {r.prompts_per_step}"
+        got = f"got {t.updates_per_rollout} with {t.update_slices}"
+        wrong.append(f"train.updates_per_rollout: {problem} and {limit}, {got}")
     trained = [entry for entry in config.rewards if entry.weight > 0]
     pairwise = ["url" in entry.options or issubclass(load_class(entry.reward), VlmPairwise) for entry in trained]
     if goal.needs_comparisons and not any(pairwise):
-        wanted = f"{config.train.objective} trains on comparisons: expected a pairwise reward, such as vlm_pairwise"
+        wanted = f"{t.objective} trains on comparisons: expected a pairwise reward, such as vlm_pairwise"
         names = ", ".join(entry.name for entry in config.rewards)
         wrong.append(f"rewards: {wanted}, with a weight above 0, got {names}")
     if r.same_noise and goal.collector == "endpoint":
-        why = f"{config.train.objective} samples without step noise, so the images of a prompt would be identical"
+        why = f"{t.objective} samples without step noise, so the images of a prompt would be identical"
         wrong.append(f"rollout.same_noise: {why}: expected false, got true")
     if r.staleness and (goal.anchor == "old" or goal.sampled_by_old):
-        why = f"{config.train.objective} has an old policy, which has to be the one that generated the samples"
+        why = f"{t.objective} has an old policy, which has to be the one that generated the samples"
         wrong.append(f"rollout.staleness: {why}: expected 0, got {r.staleness}")
     return wrong
 
