@@ -209,5 +209,5 @@ def test_frames_and_pixels_are_options_of_the_reward(server):
     config = JudgeConfig((server.url,))
     asked = Shape(40, 40, 3)
     server.requests.clear()
-    check(config, clips=True, shape=asked, shown=Shown(3, 400))
+    check(HttpJudge(config, shown=Shown(3, 400)), clips=True, shape=asked)
     assert len(images(server.requests[0])) == 6
