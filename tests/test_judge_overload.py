@@ -112,7 +112,7 @@ with multiprocessing.get_context("fork").Pool(8) as pool:  # each imports nothin
 
 def test_eight_processes_share_a_server_that_refuses_what_is_too_much():
     port = free_port()
-    with process(port, "--delay", "0.02", "--rate", "40", "--burst", "10", "--queue", "4"):
+    with process(port, "--delay", "0.02", "--rate", "80", "--burst", "10", "--queue", "4"):
         done = python(CLIENTS, f"http://127.0.0.1:{port}")
         seen = counts(port)
     assert json.loads(done.stdout) == [[len(PAIRS)]] * 8, done.stderr
