@@ -6,9 +6,7 @@
 
 The weights differ: DFN5B (Fang et al. 2309.17425), HPS 2.1 (Wu et al. 2306.09341), PickScore (Kirstain et al.
 2305.01569), OpenAI's CLIP L/14 (Radford et al. 2103.00020), LAION's aesthetic predictor (Schuhmann); the
-divisors 26 and 30 are Flow-GRPO's, the grids PaCo-RL's (2512.04784; grid.py). A clip's value is the mean over `frames`
-frames; Pref-GRPO and DanceGRPO score only the first (`frames: 1`), which rewards a good start. Invariant: a non-finite
-value is missing, and other samples are not affected.
+divisors 26 and 30 are Flow-GRPO's, the grids PaCo-RL's (2512.04784; grid.py). A clip's value is the mean over frames.
 """
 
 from __future__ import annotations
@@ -23,10 +21,10 @@ from pydantic import PositiveInt
 from torch import Tensor, nn
 
 from prefgrpo.data.media import Media
-from prefgrpo.rewards.base import INSTALL, PointwiseReward, RewardError, Sample, Score, check_media
-from prefgrpo.rewards.checkpoints import Dtype, folder_of, library, linear_head, loading, read_tensors
+from prefgrpo.rewards.base import INSTALL, PointwiseReward, RewardError, Sample, Score, check_media, library
+from prefgrpo.rewards.checkpoints import Dtype, folder_of, linear_head, loading, read_tensors
 from prefgrpo.rewards.encoder import CHECKPOINT, Encoder, OpenClip, Resize, Transformers, get_encoder
-from prefgrpo.rewards.grid import require_grid, split, sub_prompts
+from prefgrpo.rewards.grid import grid_of, split, sub_prompts
 
 PICKSCORE = "yuvalkirstain/PickScore_v1"
 VIT_H = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
@@ -58,7 +56,7 @@ class EncoderReward(PointwiseReward):
     """Scores a sample from the embeddings of its images and texts.
 
     model: folder or hub id of a CLIPModel, or of an open_clip checkpoint. device: auto, cpu, cuda, cuda:1. dtype: the
-    model's dtype. batch_size: images per forward.
+    model's dtype. batch_size: samples per call, and images per forward.
     """
 
     model: str = "openai/clip-vit-large-patch14"
@@ -90,12 +88,9 @@ class EncoderReward(PointwiseReward):
         super().check(sample)
         self._inputs(sample)
 
-    def score(self, samples: list[Sample]) -> list[Score]:
-        """One score per sample; repeated images and texts are encoded once."""
-        return self.in_batches(samples, max(1, len(samples)), self._scores)
-
     @torch.inference_mode()
-    def _scores(self, samples: list[Sample]) -> list[Score]:
+    def score_batch(self, samples: list[Sample]) -> list[Score]:
+        """One score per sample; repeated images and texts are encoded once."""
         inputs = [self._inputs(s) for s in samples]
         images = self.encoder.images([m for media, _ in inputs for m in media], RESIZES[self.resize])
         texts = self.encoder.texts([text for _, texts in inputs for text in texts])
@@ -247,7 +242,7 @@ class SubfigClipT(EncoderReward):
     probe: ClassVar[dict[str, Any]] = {"prompt": "a 1x2 grid. [LEFT]: a red square. [RIGHT]: a blue circle."}
 
     def _inputs(self, sample: Sample) -> tuple[list[Media], list[str]]:
-        rows, cols = require_grid(sample.prompt, sample.meta)
+        rows, cols = grid_of(sample.prompt, sample.meta)
         cells = split(sample.media, rows, cols)
         texts = sub_prompts(sample.prompt)[1]
         if len(texts) != len(cells):

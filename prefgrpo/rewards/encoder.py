@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from prefgrpo.data.media import Media
-from prefgrpo.rewards.base import INSTALL, RewardError
-from prefgrpo.rewards.checkpoints import device_of, folder_of, library, loading, source_of
+from prefgrpo.rewards.base import INSTALL, RewardError, library
+from prefgrpo.rewards.checkpoints import device_of, folder_of, frozen, loading, pretrained
 
 CHARACTERS = 4000
 """Cut-off for texts: far more than fits into 77 tokens, but bounded."""
@@ -141,18 +141,11 @@ class Transformers(Encoder):
     def __init__(self, model: str, processor: str, device: str, dtype: str, batch_size: int) -> None:
         """`processor`: folder or hub id of the tokenizer and the image processor, by default the model's."""
         super().__init__(device, dtype, batch_size)
-        T = library("transformers", INSTALL)
-        with loading(model):
-            self.model, info = T.CLIPModel.from_pretrained(
-                **source_of(model), dtype=self.dtype, output_loading_info=True
-            )
-            if wrong := sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]])):
-                raise RewardError(f"'{model}' is not the CLIP model that its config.json describes: {wrong[:3]}")
-        with loading(processor := processor or model):
-            self._tokenizer = T.AutoTokenizer.from_pretrained(**source_of(processor))
-            # The published numbers used Pillow's resize; torchvision's, the default if installed, differs slightly.
-            images = T.AutoImageProcessor.from_pretrained(**source_of(processor), backend="pil")
-        self.model.eval().requires_grad_(False).to(self.device)
+        loaded = pretrained("CLIPModel", model, dtype=self.dtype, output_loading_info=True)
+        self.model = frozen(*loaded, "missing_keys", "mismatched_keys").to(self.device)
+        self._tokenizer = pretrained("AutoTokenizer", processor or model)
+        # The published numbers used Pillow's resize; torchvision's, the default if installed, differs slightly.
+        images = pretrained("AutoImageProcessor", processor or model, backend="pil")
         self.preprocess = lambda image: images(image, return_tensors="pt")["pixel_values"][0]
         self.encode_images = lambda pixels: self.model.get_image_features(pixel_values=pixels).pooler_output
         self.encode_texts = self._encode_texts

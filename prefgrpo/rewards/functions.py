@@ -42,11 +42,8 @@ class FunctionReward(PointwiseReward):
         self.name = _name(function)
         self._any_column = any(p.kind is Parameter.VAR_KEYWORD for p in inspect.signature(function).parameters.values())
 
-    def score(self, samples: list[Sample]) -> list[Score]:
+    def score_batch(self, samples: list[Sample]) -> list[Score]:
         """Call the function once. RewardError unless it returns one number or None per sample."""
-        return self.in_batches(samples, max(1, len(samples)), self._scores)
-
-    def _scores(self, samples: list[Sample]) -> list[Score]:
         columns = {key for s in samples for key in s.meta} if self._any_column else self.meta_keys
         given = {key: [s.meta.get(key) for s in samples] for key in columns if key not in (*POINTWISE, "sources")}
         if self.needs_source:

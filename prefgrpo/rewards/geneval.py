@@ -74,16 +74,13 @@ class GenEval(PointwiseReward):
         self.detect: Detector = detector(**{"device": self.device, **(self.detector_options or {})})
         self.encoder = encoder.get_encoder(encoder.Transformers, self.clip, "", self.device, "float32", 32)
 
-    def score(self, samples: list[Sample]) -> list[Score]:
-        """The value of each image; parts: soft, correct, and the last again under the sample's tag."""
-        return self.in_batches(samples, self.batch_size, self._scores)
-
     def check(self, sample: Sample) -> None:
         """Also rejects samples whose columns ask for what cannot be found."""
         super().check(sample)
         check_columns(sample.meta, self.detect.names)
 
-    def _scores(self, samples: list[Sample]) -> list[Score]:
+    def score_batch(self, samples: list[Sample]) -> list[Score]:
+        """The value of each image; parts: soft, correct, and the last again under the sample's tag."""
         detections = self.detect([s.media for s in samples])
         return [self._score(s, things) for s, things in zip(samples, detections, strict=True)]
 

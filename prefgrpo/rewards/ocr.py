@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 import threading
 import unicodedata
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -117,9 +117,9 @@ class Ocr(PointwiseReward):
         self._local.read = self._make()
         self._threads = ThreadPoolExecutor(self.workers, thread_name_prefix="ocr")
 
-    def score(self, samples: list[Sample]) -> list[Score]:
+    def score_batch(self, samples: list[Sample]) -> Iterable[Score]:
         """One score per sample; missing if the prompt quotes nothing or reading failed."""
-        return self.in_batches(samples, max(1, len(samples)), lambda some: self._threads.map(self._one, some))
+        return self._threads.map(self._one, samples)
 
     def check(self, sample: Sample) -> None:
         """Also rejects prompts without target text, and very long strips, which engines would enlarge without limit."""

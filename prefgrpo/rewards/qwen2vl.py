@@ -4,9 +4,8 @@
     hpsv3        value = μ, the first output at <|Reward|>; part sigma: the second
     videoalign   value = Σ over `dimensions` of (x − mean) / std, x: the output at <|VQ_reward|>, …
 
-The published models were trained with plain text positions 0, 1, 2, … (no 3-D positions for the vision tokens) and
-right padding; both are kept. They are loaded with plain transformers, because their packages need transformers 4.45.2;
-only the training prompt is read from those packages. Invariant: every weight comes from the given tensors.
+As in training, text positions are 0, 1, 2, … (no 3-D positions for the vision tokens) and padding is on the right.
+Plain transformers loads them, because their packages need version 4.45.2; these are read for the training prompt only.
 Sources: Ma et al., "HPSv3" (arXiv 2508.03789); Liu et al., "Improving Video Generation with Human Feedback"
 (arXiv 2501.13918), in the format of KwaiVGI/VideoReward.
 """
@@ -30,19 +29,18 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
 from prefgrpo.judge.published import published_texts
-from prefgrpo.rewards.base import INSTALL, PointwiseReward, RewardError, Sample, Score, check_aspect_ratio
+from prefgrpo.rewards.base import INSTALL, PointwiseReward, RewardError, Sample, Score, check_aspect_ratio, library
 from prefgrpo.rewards.checkpoints import (
     AutoDtype,
     build_model,
     device_of,
     dtype_of,
     folder_of,
-    library,
     linear_head,
     loading,
     merge_lora,
+    pretrained,
     read_tensors,
-    source_of,
 )
 
 LONGEST = 20_000
@@ -95,9 +93,8 @@ class QwenReward(PointwiseReward):
         self.place = device_of(self.device)
         self.precision = dtype_of(self.dtype, self.place)
         self.processor = transformers.Qwen2VLVideoProcessor(do_resize=False, do_sample_frames=False)
-        with loading(self.base):
-            self.tokenizer = transformers.AutoTokenizer.from_pretrained(**source_of(self.base), padding_side="right")
-            config = transformers.Qwen2VLConfig.from_pretrained(**source_of(self.base))
+        self.tokenizer = pretrained("AutoTokenizer", self.base, padding_side="right")
+        config = pretrained("Qwen2VLConfig", self.base)
         self.tokenizer.add_tokens(list(self.tokens), special_tokens=True)
         self.reward_ids = self.tokenizer.convert_tokens_to_ids(list(self.tokens))
         with loading(self.model):
@@ -137,11 +134,8 @@ class QwenReward(PointwiseReward):
         if held := [token for token in self.tokenizer.get_added_vocab() if token in sample.prompt]:
             raise ValueError(f"the prompt contains the model's special token {max(held, key=len)}")
 
-    def score(self, samples: list[Sample]) -> list[Score]:
+    def score_batch(self, samples: list[Sample]) -> list[Score]:
         """One score per sample."""
-        return self.in_batches(samples, self.batch_size, self._scores)
-
-    def _scores(self, samples: list[Sample]) -> list[Score]:
         turns = [(self._frames(s), self.text.replace("{text_prompt}", s.prompt)) for s in samples]
         return [self._scored(rows) for rows in self.outputs(turns)]
 
