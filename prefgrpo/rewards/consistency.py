@@ -30,10 +30,7 @@ _CRITERIA: TypeAdapter[dict[str, dict[str, str]]] = TypeAdapter(Annotated[dict[s
 
 @dataclass(eq=False)
 class YesNo(VlmReward):
-    """A reward computed from P(Yes).
-
-    spellings: all counts " yes", "YES" … as Yes, if the template does; exact counts only the labels, as in PaCo-RL.
-    """
+    """A reward from P(Yes). spellings: all counts " yes", "YES" … as Yes, if the template does; exact: as PaCo-RL."""
 
     spellings: Literal["all", "exact"] = "all"
 

@@ -26,7 +26,6 @@ from prefgrpo.rewards.checkpoints import device_of, folder_of, frozen, loading, 
 CHARACTERS = 4000
 """Cut-off for texts: far more than fits into 77 tokens, but bounded."""
 CHECKPOINT = "checkpoint"
-"""The architecture that a checkpoint's own configuration describes."""
 Resize = Callable[[Tensor, int], Tensor]
 """[3, H, W] in [0, 1] and a side -> [3, side, side]."""
 T = TypeVar("T")
@@ -94,10 +93,11 @@ class Encoder:
 class OpenClip(Encoder):
     """A checkpoint of open_clip."""
 
-    def __init__(self, model: str, file: str, architecture: str, device: str, dtype: str, batch_size: int) -> None:
+    def __init__(
+        self, model: str, device: str, dtype: str, batch_size: int, file: str = "", architecture: str = CHECKPOINT
+    ) -> None:
         """model: folder or hub id. file: name of the weights file; empty: open_clip's own names. architecture: a name
-        of open_clip's, into which the weights are put with its preprocessing; CHECKPOINT: what open_clip_config.json
-        describes."""
+        of open_clip's, into which the weights are put with its preprocessing; checkpoint: open_clip_config.json's."""
         super().__init__(device, dtype, batch_size)
         open_clip = library("open_clip", INSTALL)
         folder, weights = _weights(model, [file] if file else ["open_clip*.safetensors", "open_clip*.bin"])
@@ -138,8 +138,8 @@ def _weights(model: str, patterns: Sequence[str]) -> tuple[Path, Path]:
 class Transformers(Encoder):
     """A CLIPModel folder of transformers."""
 
-    def __init__(self, model: str, processor: str, device: str, dtype: str, batch_size: int) -> None:
-        """`processor`: folder or hub id of the tokenizer and the image processor, by default the model's."""
+    def __init__(self, model: str, device: str, dtype: str, batch_size: int, processor: str = "") -> None:
+        """processor: folder or hub id of the tokenizer and the image processor, by default the model's."""
         super().__init__(device, dtype, batch_size)
         loaded = pretrained("CLIPModel", model, dtype=self.dtype, output_loading_info=True)
         self.model = frozen(*loaded, "missing_keys", "mismatched_keys").to(self.device)
@@ -164,9 +164,10 @@ class Transformers(Encoder):
 _open: WeakValueDictionary[tuple[Any, ...], Encoder] = WeakValueDictionary()
 
 
-def get_encoder(kind: type[Encoder], *options: Any) -> Encoder:
-    """kind(*options), or the open instance: rewards with the same model and options share it."""
-    encoder = _open.get((kind, options))
+def get_encoder(kind: type[Encoder], **options: Any) -> Encoder:
+    """kind(**options), or the open instance: rewards with the same model and options share it."""
+    key = (kind, *options.items())
+    encoder = _open.get(key)
     if encoder is None:
-        encoder = _open[kind, options] = kind(*options)
+        encoder = _open[key] = kind(**options)
     return encoder

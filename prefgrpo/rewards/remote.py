@@ -1,8 +1,7 @@
 """A reward that runs behind `prefgrpo reward serve`: the same values as in process, over the judges' connection pool.
 
-Each sample is sent to the least loaded server as soon as it exists, as a form (serve.py): lossless WebP of the frames
-that the reward looks at, as its server says. Failures are handled as for a judge (retries, servers that go down and
-come back). Invariant: every sample ends, in bounded time, with the exact value from the server or with a reason.
+A sample is sent as a form: lossless WebP of the frames that the reward looks at, as its server says. Invariant: every
+sample ends, in bounded time, with the exact value from the server or with a reason.
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@
 
 The column `vqa_list` holds [question, answer] pairs, as in GenEval 2's file: numbers up to ten as words, otherwise
 "Yes". Part 'k' is p_k. A right answer outside the server's 20 likeliest tokens counts with the largest probability
-that it can have. The shipped ending of the question is in our own words; set `template` to the suite's evaluation.py
-to use the suite's (the file is parsed, never run). Invariant: without an answer to every question the image is missing.
+that it can have. Invariant: without an answer to every question the image is missing.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
 """Rewards that ask a vision-language model about one sample at a time, over HTTP.
 
-    unifiedreward_alignment / _coherence / _style    one axis each, 1 … 5; one request serves all of them
-    unifiedreward_sglang, qwenvl                     N / 5
-    unifiedreward_edit_pointwise_*                   Σ w·s / Σ w over the answer's two numbers, 0 … 25
-
-Sources: UnifiedReward (arXiv 2503.05236), Flow-GRPO (2505.05470), UnifiedReward-Edit. A sample is sent as soon as it
-exists; rewards with the same server settings share one client, and identical questions about the
-same medium are sent only once. Invariant: a value that the answer does not state is missing, never 0.
+Rewards with the same server settings share one client, and identical questions about the same medium are sent only
+once. Invariant: a value that the answer does not state is missing, never 0.
+Sources: UnifiedReward (arXiv 2503.05236), Flow-GRPO (2505.05470), UnifiedReward-Edit.
 """
 
 from __future__ import annotations
