@@ -281,45 +281,6 @@ def test_nothing_of_size_d_is_saved_beyond_the_inputs():
     assert large and all(t.data_ptr() in inputs for t in large)
 
 
-# ---- mistakes of callers: one check for every backend, before a kernel runs
-def ids(n=3, dtype=torch.int64):
-    return torch.zeros(n, dtype=dtype)
-
-
-ROWS = {"index": None, "coef": torch.zeros(3, 5)}
-WRONG = {
-    "v has another shape": ({"v": torch.zeros(3, 4, 5)}, ValueError, r"v: expected \[3, 4, 6\]"),
-    "v is an integer": ({"v": torch.zeros(3, 4, 6).int()}, TypeError, "expected fp32, bf16, fp16"),
-    "noise has another shape": ({"noise": torch.zeros(3, 24)}, ValueError, "noise: expected .* as x"),
-    "coef has 4 columns": ({"coef": torch.zeros(4, 4)}, ValueError, r"coef: expected fp32 \[T, 5\]"),
-    "no index for a table": ({"index": None}, ValueError, "or an index"),
-    "index of another length": ({"index": torch.zeros(2).long()}, ValueError, r"index: expected int64 or int32 \[3\]"),
-    "index is a float": ({"index": torch.zeros(3)}, ValueError, r"index: expected int64 or int32 \[3\]"),
-    "counters without a step": ({**ROWS, "noise": PhiloxNoise(1, ids())}, ValueError, "need a step"),
-    "counters of another batch": ({"noise": PhiloxNoise(1, ids(4))}, ValueError, r"noise\.sample"),
-    "storage dtype": ({"out_dtype": torch.int8}, TypeError, "out_dtype"),
-    "no elements": ({k: torch.zeros(3, 0) for k in ("x", "v", "noise")}, ValueError, "at least one element per sample"),
-    "a part inside a counter block": ({"part": Part(2, 100, sum)}, ValueError, "expected a multiple of 4"),
-    "a part before the sample": ({"part": Part(-4, 100, sum)}, ValueError, "expected a multiple of 4"),
-    "a part beyond the sample": (
-        {"part": Part(80, 100, sum)},
-        ValueError,
-        r"expected offset \+ 24 .* size 100, got 80",
-    ),
-    "0-d latents": ({"x": torch.zeros(()), "v": torch.zeros(())}, ValueError, r"x: expected \[B, …\]"),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_a_mistake_is_refused(name):
-    change, error, message = WRONG[name]
-    c = make((4, 6), 3)
-    arguments = {"x": c.x, "v": c.v, "coef": c.coef, "index": c.index, "noise": c.eps, **change}
-    moved = torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.to(DEVICE), arguments)
-    with pytest.raises(error, match=message):
-        sde_step(**moved)
-
-
 @compiled
 def test_an_index_outside_the_table_gives_nan(backend):
     c = make((4, 6), 3)
@@ -327,21 +288,3 @@ def test_an_index_outside_the_table_gives_nan(backend):
         with serve(backend):
             out = sde_step(c.x, c.v, c.coef, torch.tensor([0, outside, 1], device=DEVICE), noise=c.eps)
         assert torch.isnan(out.logp).tolist() == [False, True, False] and torch.isnan(out.x_next[1]).all()
-
-
-@pytest.mark.parametrize("name", ["x", "x_next", "coef", "v_ref", "v_old"])
-def test_a_gradient_that_the_replay_does_not_give_is_refused(name):
-    """logp depends on all of these arguments, so silently omitting one would give an incomplete gradient."""
-    c = make((4, 6), 3)
-    inputs = {"x": c.x, "v": c.v, "x_next": c.eps, "coef": c.coef, "index": c.index, "v_ref": c.v_ref, "v_old": c.v_old}
-    inputs[name] = inputs[name].clone().requires_grad_()
-    with pytest.raises(ValueError, match=f"gradients flow only to v; detach {name}$"):
-        sde_logp(**inputs)
-
-
-def test_a_second_derivative_is_refused():
-    c = make((4, 6), 3)
-    v = c.v.requires_grad_()
-    logp = sde_logp(c.x, v, c.eps, c.coef, c.index).logp
-    with pytest.raises(RuntimeError, match="cannot be differentiated twice"):
-        torch.autograd.grad(logp.sum(), v, create_graph=True)
