@@ -1,4 +1,5 @@
-"""The compiled module itself: what it links, its threads, what happens without it, and nvcc's code.
+"""The compiled module: what it links, its threads, what happens without it, nvcc's code; and the CUDA sources, run
+on the CPU, because this project is rarely tested on a GPU.
 
 Properties: every number of threads gives bitwise equal results (the partition of a sample into partial
 sums depends on D only); the module does not link torch and loads without a GPU driver; without it results are the same.
@@ -121,6 +122,20 @@ def test_cuda_kernels_do_not_spill_and_use_128_bit_accesses(root, arch, source):
             assert loads >= 2, name
         if re.search("(step|grad|normal)_kernel", name):
             assert stores >= 1, name
+
+
+@pytest.mark.full
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+def test_the_tests_of_the_ops_pass_on_the_cuda_sources(root, tmp_path):
+    """Compiled against tests/cuda_shim, with one fiber per CUDA thread, the kernels face what every backend does:
+    indices, tails, unaligned rows, dtypes, sums in two stages. Races and speed need a GPU (test_gpu.py)."""
+    files = [root / "tests" / f"test_{name}.py" for name in ("sde_step", "noise", "policy_loss", "ops_advantage")]
+    path = os.pathsep.join((str(root), str(root / "tests")))
+    env = {**os.environ, "PREFGRPO_SHIM": str(tmp_path), "PYTHONPATH": path, "TRITON_INTERPRET": "1"}
+    options = ["-v", "-m", "full or not full", "-p", "cuda_shim.plugin", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", *options, "-k", "not triton and not torch]", *files]
+    done = subprocess.run(command, env=env, cwd=root, capture_output=True, text=True, timeout=1500)
+    assert done.returncode == 0 and "[cpu" in done.stdout, done.stdout[-4000:] + done.stderr[-2000:]
 
 
 @pytest.mark.skipif(not unavailable_reason("cuda"), reason="this machine has a GPU")
