@@ -14,6 +14,7 @@ import importlib
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -31,7 +32,6 @@ from benchmarks.blocks import replace_block
 from prefgrpo.models import family
 from prefgrpo.models.blocks import FUSED, fused, kept, random_inputs
 from prefgrpo.models.lora import fuse_lora
-from prefgrpo.models.rotary import fuse_rotary
 from prefgrpo.models.sd3 import JointAttention
 
 PRODUCTS = 774e12
@@ -272,8 +272,7 @@ def as_on_a_gpu() -> Iterator[Counter]:
 
 
 def published(model: Model) -> Any:
-    """The denoiser with one block of each kind, this package's rotary embedding and the family's LoRA of rank 64."""
-    fuse_rotary()
+    """The denoiser with one block of each kind and the family's LoRA of rank 64."""
     make = getattr(diffusers, model.net)
     few = {"num_layers": 3, "num_single_layers": 1, "n_layers": 1, "n_refiner_layers": 1}
     few = {name: count for name, count in few.items() if name in inspect.signature(make.__init__).parameters}
@@ -321,10 +320,9 @@ def kept_bytes(model: Model, net: Any, kind: Kind, is_fused: bool) -> int:
     shared = [*net.parameters(), *tree_leaves([v for name, v in inputs.items() if name not in streams])]
     memory = {t.untyped_storage()._cdata: 0 for t in shared if isinstance(t, Tensor)}
     alive: list[Any] = []
-    pack = kept._pack
 
     def packed(t: Tensor) -> Any:
-        found = pack(t)
+        found = kept._pack(t)
         alive.append(found)
         for part in [found] if isinstance(found, Tensor) else tree_leaves(found.result.args):
             if isinstance(part, Tensor):
@@ -335,8 +333,10 @@ def kept_bytes(model: Model, net: Any, kind: Kind, is_fused: bool) -> int:
     for name in streams:
         if isinstance(inputs.get(name), Tensor):
             inputs[name].requires_grad_()
-    hooks = torch.autograd.graph.saved_tensors_hooks(packed, kept._unpack)
-    with block_of(net, kind, is_fused) as block, as_on_a_gpu(), hooks, mock.patch.object(kept, "_pack", packed):
+    graph = torch.autograd.graph
+    hooks = partial(graph.saved_tensors_hooks, packed, kept._unpack)
+    of_block = mock.patch.object(graph, "saved_tensors_hooks", lambda *_: hooks())
+    with block_of(net, kind, is_fused) as block, as_on_a_gpu(), hooks(), of_block:
         block(**inputs)
     return sum(memory.values())
 

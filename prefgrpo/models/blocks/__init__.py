@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from prefgrpo.models.attention import LIMIT
+from prefgrpo.models.attention import LIMIT, relative_error
 from prefgrpo.models.blocks.kept import keeps_inputs
 
 FUSED_ON = ("cuda",)
@@ -191,5 +191,4 @@ def _results(block: nn.Module, inputs: dict[str, Any]) -> dict[str, Tensor]:
 
 def _errors(got: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, float]:
     """Largest error of each result, relative to the largest element; infinite for one that is missing or not finite."""
-    errors = {n: float((got[n] - t).abs().max() / t.abs().max()) if n in got else math.inf for n, t in exact.items()}
-    return {name: error if math.isfinite(error) else math.inf for name, error in errors.items()}
+    return {name: relative_error(got[name], t) if name in got else math.inf for name, t in exact.items()}
