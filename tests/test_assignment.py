@@ -51,7 +51,6 @@ HERE = f"{__name__}."
 BOTH = f"{HERE}Streamed:1,{HERE}brighter:0.5"
 ONLY = f"{HERE}Streamed:1"
 CELLS = {
-    "one prompt": {"rollout": {"prompts_per_step": 1, "batch_size": 1}, "rewards": BOTH},
     "one prompt, two updates": {
         "rollout": {"prompts_per_step": 1, "group_size": 8, "batch_size": 2}, "rewards": BOTH,
         "train": {"updates_per_rollout": 2},
@@ -60,7 +59,6 @@ CELLS = {
         "rollout": {"prompts_per_step": 3, "batch_size": 2}, "rewards": BOTH,
         "train": {"updates_per_rollout": 2, "kl_coef": 0.3},
     },
-    "no signal": {"rollout": {"prompts_per_step": 4}, "rewards": ONLY, "tied": (1, 3)},
     "groups over processes": {
         "rollout": {"prompts_per_step": 5, "batch_size": 2}, "rewards": ONLY, "tied": (0, 4),
         "train": {"updates_per_rollout": 2},
