@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from judge_server import free_port
 from tiny_run import ranks, recipe, settings, stored, world
 
 from prefgrpo.config.loading import from_dict
@@ -140,6 +139,8 @@ def place(tmp_path_factory):
 
 def run(place: Path, size: int) -> dict[str, list[dict]]:
     """Run all cells on `size` processes; returns what each process saw, by cell."""
+    from judge_server import free_port  # not above: started processes need no aiohttp
+
     ports = ",".join(str(free_port()) for _ in CELLS)
     runs = ranks(place / "none.yaml", size, hook=run_cells, PLACE=str(place), PORTS=ports)
     assert [r.wait(600) for r in runs] == [0] * size, "\n".join(r.output for r in runs)

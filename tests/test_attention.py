@@ -264,6 +264,12 @@ def test_a_run_uses_it_everywhere_or_does_not_start(inject):
 
 
 def test_backends_that_cannot_be():
+    for family, parallel, expected in (
+        ("sd3", {"ulysses": 2}, "1 and 1"),
+        ("qwen_image", {"ring": 2}, "ulysses alone"),
+    ):
+        (message,) = unsupported(config(parallel=parallel, family=family))
+        assert f"{family} does not train under ring" in message and message.endswith(expected), message
     for name, parallel in (("_native_math", {"ulysses": 2}), ("xformers", {"ulysses": 2}), ("native", {"ring": 2})):
         (message,) = unsupported(config(name, parallel=parallel))
         assert message.startswith("attention: flux trains under ring ") and message.endswith(name), message

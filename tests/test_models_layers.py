@@ -7,7 +7,6 @@ import pytest
 import torch
 from families import SIZES, case_of, conditions, noise, policy, small_sources, tiered
 from peft import LoraConfig, get_peft_model
-from peft.tuners.lora import Linear
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -91,13 +90,6 @@ def test_disabled_merged_and_second_adapters_as_in_peft():
     for change in (ours.merge_adapter, ours.unmerge_adapter):
         change()
         torch.testing.assert_close(ours(x), before)
-
-
-@pytest.mark.parametrize("options", [{"use_dora": True}, {"lora_dropout": 0.1}, {"lora_bias": True}], ids=str)
-def test_layers_with_more_than_a_and_b_stay_pefts(options):
-    model = with_lora(**(options | ({"target_modules": ["up"]} if "lora_bias" in options else {})))
-    assert fuse_lora(model) == 0
-    assert all(type(m) is Linear for m in model.modules() if isinstance(m, Linear))
 
 
 class Launches(TorchDispatchMode):

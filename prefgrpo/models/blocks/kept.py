@@ -36,19 +36,15 @@ class _Result:
         """One of the outputs."""
         if not self._left:
             self._left = self.uses
-            self._value = self.compute()
+            args = tree_map_only(_Place, _Place.tensor, self.args)
+            with torch.no_grad():
+                out = self.op(*args)
+            self._value = (out,) if isinstance(out, Tensor) else out
         value = self._value[number]
         self._left -= 1
         if not self._left:
             self._value = ()
         return value
-
-    def compute(self) -> tuple[Tensor, ...]:
-        """All outputs."""
-        args = tree_map_only(_Place, _Place.tensor, self.args)
-        with torch.no_grad():
-            out = self.op(*args)
-        return (out,) if isinstance(out, Tensor) else out
 
 
 @dataclass(frozen=True)
