@@ -419,7 +419,7 @@ class OnlyTheFirstIsAsked(Brightness):
 @pytest.mark.dist
 def test_a_run_of_context_parallel_processes(run_place):
     """Rewards, evaluation and exported weights match a single process: each sample is scored and counted once."""
-    spec = {"rewards": f"{__name__}.OnlyTheFirstIsAsked"}
+    spec = {"rewards": f"{__name__}.OnlyTheFirstIsAsked", "train": {"steps": 2}}
     spec["eval"] = {"rewards": f"{__name__}.OnlyTheFirstIsAsked", "every": 2}
     all_end(ranks(recipe(run_place, "cp", parallel={"ulysses": 2}, **spec), 2), seconds=600)
     assert train(recipe(run_place, "alone", **spec))[0] == 0
