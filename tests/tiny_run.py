@@ -46,6 +46,7 @@ _CONTEXT.set_forkserver_preload(
         "prefgrpo.report",
         "prefgrpo.judge.local",
         "peft",
+        "pytest",
     ]
 )
 
