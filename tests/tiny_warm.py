@@ -13,7 +13,7 @@ from prefgrpo.tiny import pipelines
 
 for name in ("commands.cli", "judge.local", "report", "trainer"):
     import_module(f"prefgrpo.{name}")
-for name in ("diffusers.guiders", "onnxruntime", "peft"):
+for name in ("diffusers.guiders", "onnxruntime", "peft", "pytest"):
     import_module(name)
 with tempfile.TemporaryDirectory() as folder, redirect_stderr(io.StringIO()):
     family("flux").load(str(pipelines.make("flux", Path(folder))), torch.float32, torch.device("cpu"))
