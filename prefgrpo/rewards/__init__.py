@@ -166,6 +166,8 @@ def build(
     """
     named = parse_reward_spec(spec)
     options = options or {}
+    for name in set(options) - set(named):
+        check_name(name)  # unused options are allowed, misspelt reward names are not
     ready = {n: factory(e.reward, options.get(n, e.options)) for n, e in named.items()}  # before one is loaded
     return {name: make() for name, make in ready.items()}
 
@@ -179,7 +181,7 @@ def factory(name: str, options: Mapping[str, Any]) -> Callable[[], Reward]:
     own = inspect.signature(cls).parameters
     also = [key for key in PREPROCESSING if key not in own and issubclass(cls, PointwiseReward)]
     before = {key: options.pop(key) for key in also if key in options}
-    if "url" in options:
+    if "url" in options and issubclass(cls, PointwiseReward):
         from prefgrpo.rewards.remote import RemoteReward  # imports aiohttp
 
         make = _checked(name, RemoteReward, {"name": name, "cls": cls} | options, also)
