@@ -36,8 +36,6 @@ try:  # only the test that compares with them needs diffusers' modules
     from diffusers.models.normalization import AdaLayerNormZero, FP32LayerNorm
     from diffusers.models.transformers import transformer_wan
     from diffusers.models.transformers.transformer_qwenimage import apply_rotary_emb_qwen
-
-    from prefgrpo.models.rotary import stock_rotary
 except ImportError:
     transformer_wan = None
 Inputs = dict[str, Any]
@@ -391,7 +389,7 @@ def test_the_reference_is_diffusers_own(name, mixture):
     """Results and gradients have the bits of its modules; in bf16, Qwen-Image's and Wan's round gradients otherwise."""
     op = OPS[name]
     compared = 0
-    with serve("torch"), stock_rotary():  # a test before this one may have replaced it
+    with serve("torch"):
         for seed in range(40):
             inputs = op.draw(Draw(seed, *MIXTURES[mixture]))
             if MODULES[name](**inputs) is None:
