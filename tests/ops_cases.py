@@ -33,13 +33,16 @@ each_in_graphs = pytest.mark.parametrize(
     "backend", [DEVICE, *["triton"] * (not INTERPRETED), pytest.param("torch", marks=pytest.mark.full)]
 )
 """Without Triton's interpreter, which cannot be part of a graph. Graphs contain the same ops, whatever runs in them."""
-seeds = pytest.mark.parametrize("cases", [range(25), pytest.param(range(25, 1025), marks=pytest.mark.full)], ids=len)
-"""Numbers of random cases: a few, and a thousand more."""
+MANY = [range(first, first + 500) for first in range(25, 3025, 500)]
+seeds = pytest.mark.parametrize(
+    "cases", [range(25), *(pytest.param(r, marks=pytest.mark.full) for r in MANY)], ids=lambda r: f"{r[0]}-{r[-1]}"
+)
+"""Numbers of random cases: a few, and three thousand more."""
 
 
 def few(backend: str, cases: range) -> range:
-    """A third of the cases for Triton's interpreter, which is slow."""
-    return cases[::3] if backend == "triton" and INTERPRETED else cases
+    """For Triton's interpreter, which is slow, a third of a short range and a fifth of a long one."""
+    return cases[:: 3 if len(cases) < 100 else 5] if backend == "triton" and INTERPRETED else cases
 
 
 def serve(backend: str) -> Any:
