@@ -166,8 +166,6 @@ def build(
     """
     named = parse_reward_spec(spec)
     options = options or {}
-    for name in set(options) - set(named):
-        check_name(name)  # unused options are allowed, misspelt reward names are not
     ready = {n: factory(e.reward, options.get(n, e.options)) for n, e in named.items()}  # before one is loaded
     return {name: make() for name, make in ready.items()}
 
