@@ -42,7 +42,6 @@ from prefgrpo.rewards.scorer import StepScores
 from prefgrpo.rollout.batch import Batch, update_of
 from prefgrpo.rollout.batches import Rollouts
 from prefgrpo.rollout.embeddings import Embeddings, run_entries
-from prefgrpo.rollout.sampling import eval_sampling
 from prefgrpo.run import checkpoint
 from prefgrpo.run.arguments import Prompts, RewardLike, run_config
 from prefgrpo.run.checkpoint import CheckpointError, Checkpoints
@@ -179,7 +178,7 @@ class Trainer:
         self.evaluators: dict[str, Evaluator] = {}
         for eval_set in eval_sets(config, sets):
             parts = (self.adapter, schedules, embeddings, evaluation_scorer(config, measuring), world, self.folder)
-            self.evaluators[eval_set.name] = Evaluator(eval_set, eval_sampling(config), *parts)
+            self.evaluators[eval_set.name] = Evaluator(eval_set, config.eval_sampling, *parts)
         self.checkpoints = Checkpoints(self.folder, world, config.checkpoint.keep)
         self.interrupt = Interrupt()
         opened.callback(self.interrupt.restore)

@@ -243,13 +243,18 @@ class Limited(JudgeServer):
     queue = math.inf
     asked = answered = 0
 
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.refused = Counter[int]()
+
     def add_routes(self, app: web.Application) -> None:
         self._tokens = self.burst
         self._filled = time.monotonic()
         app.router.add_get("/counts", self._counts)
 
     async def _counts(self, _: web.Request) -> web.Response:
-        return web.json_response({"asked": self.asked, "answered": self.answered, "checks": self.checks})
+        counts = {"asked": self.asked, "answered": self.answered, "checks": self.checks, "refused": self.refused}
+        return web.json_response(counts)
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         self.asked += 1
@@ -259,6 +264,7 @@ class Limited(JudgeServer):
         if self._tokens < 1 or self.in_flight >= self.queue:
             await request.read()
             full = self._tokens >= 1
+            self.refused[503 if full else 429] += 1
             return _error(503, "queue full") if full else _error(429, "slow down", {"Retry-After": "1"})
         self._tokens -= 1
         found = await super()._chat(request)

@@ -14,7 +14,6 @@ import resource
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -25,12 +24,13 @@ from judge_server import MODEL, JudgeServer, _error, _zipped, completion, free_p
 from tiny_media import grey
 
 from prefgrpo.config.schema import JudgeConfig
+from prefgrpo.judge import http
 from prefgrpo.judge.check import Shape, check
 from prefgrpo.judge.client import HttpJudge
 from prefgrpo.judge.pairs import both_orders
 from prefgrpo.judge.verdict import JudgeError
 
-FAST = {"timeout_s": 1.0, "deadline_s": 2.0}
+FAST = {"timeout_s": 0.5, "deadline_s": 1.5}
 LEVELS = (20, 60, 100, 140, 180, 220)
 PAIRS = both_orders(len(LEVELS), 0)
 NUMBERS = itertools.count()
@@ -65,16 +65,15 @@ def missing(verdicts, reason):
 # fault -> (requests per pair while the fault persists, None: as many as fit into the patience; whether another server
 # helps; reason)
 FAULTS = {
-    "hang": (2, True, "did not answer within 1 s"),
-    "drip": (2, True, "did not answer within 1 s"),
+    "hang": (2, True, "did not answer within 0.5 s"),
+    "drip": (2, True, "did not answer within 0.5 s"),
     "504": (2, True, "answered 504: no answer from behind"),
     "429 0.1": (None, True, "answered 429: slow down"),
-    "429 Fri, 31 Dec 9999 23:59:59 GMT": (None, True, "answered 429: slow down"),
     "500": (3, True, "gave up after 3 requests; the last one: http://127.0.0.1"),
     "503": (None, True, "answered 503: overloaded"),
     "drop": (None, True, "Server disconnected"),
     "truncated": (None, True, "payload is not completed"),
-    "sick": (None, True, "no server was usable for 2 s"),
+    "sick": (None, True, "no server was usable for 1.5 s"),
     "html": (2, True, "no readable chat completion"),
     "not_json": (2, True, "no readable chat completion"),
     "no_choices": (2, True, "no readable chat completion (IndexError"),
@@ -94,6 +93,7 @@ FAULTS = {
 def test_a_fault(fault):
     _zipped(json.dumps(completion(0.0) | {"model": MODEL}).encode(), 64)
     requests, mends, reason = FAULTS[fault]
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with JudgeServer(fault) as bad, JudgeServer(delay_s=0.02) as good:
         missing(ask(judge(bad.url, **{"timeout_s": 20.0, "deadline_s": 40.0} if fault == "endless" else {})), reason)
         assert requests == len(bad.requests) / 2 or (requests is None and len(bad.requests) < 2 * 20)
@@ -105,20 +105,13 @@ def test_a_fault(fault):
             bad.count, seen = -1, len(bad.requests)
             assert all(right(judge(bad.url, good.url, concurrency=4, retries=5, deadline_s=60.0)))
             assert len(bad.requests) - seen < len(PAIRS)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300 << 10, "KiB; a bomb has 64 MiB per reply"
 
 
-@pytest.mark.parametrize(("fault", "reason"), [("endless", "sent more than 16 MiB"), ("bomb", "no readable")])
-def test_a_reply_without_end_costs_little_memory(fault, reason):
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with JudgeServer(fault) as server:
-        missing(ask(judge(server.url, timeout_s=30.0)), reason)
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 << 10, "KiB"
-
-
-def test_retry_after_is_waited_for():
-    with JudgeServer("429 1.5", count=1) as server:
+def test_a_server_that_asks_for_centuries_is_left_alone_for_the_patience():
+    with JudgeServer("429 Fri, 31 Dec 9999 23:59:59 GMT", count=1) as server:
         start = time.monotonic()
-        assert ask(judge(server.url, timeout_s=5.0))[1].first > 0.9 and time.monotonic() - start >= 1.5
+        assert ask(judge(server.url))[1].first > 0.9 and 1.5 <= time.monotonic() - start < 10
 
 
 # ---- the check at the start ------------------------------------------------------------------------------------------
@@ -132,7 +125,7 @@ CHECKS = {
     "no verdict": ("garbage", {}, "no verdict on a probe pair: .*neither label"),
     "refuses": ("400", {}, "At most 1 image"),
     "hangs": ("hang", {"timeout_s": 0.5}, "no verdict.*did not answer within 0.5 s"),
-    "mute": ("mute", {}, "no answer within 5 s"),
+    "mute": ("mute", {}, "no answer within 1 s"),
     "loading": ("loading", {"deadline_s": 0.5}, "/v1/models answered 503"),
     "overloaded": ("503", {}, "answered 503: overloaded"),
     "no server": ("listing", {}, "lists no model"),
@@ -159,14 +152,14 @@ class Short(JudgeServer):
 
 def test_the_check_asks_a_question_of_the_runs_shape():
     with Short() as server:
-        config = JudgeConfig((server.url,))
-        check(config, shape=Shape(64, 64))
+        asked = HttpJudge(JudgeConfig((server.url,)))
+        check(asked, shape=Shape(64, 64))
         for shape, advice in (
             (Shape(512, 512, prompt="x" * 100_000), r"400: .*512×512 .* serve it with a larger --max-model-len"),
             (Shape(64, 64, frames=8), r"8 frames .* --limit-mm-per-prompt"),
         ):
             with pytest.raises(JudgeError, match=advice):
-                check(config, shape=shape)
+                check(asked, shape=shape)
 
 
 @pytest.mark.parametrize("template", ["compare", "edit_pairwise"])
@@ -175,14 +168,17 @@ def test_a_judge_that_thinks_although_it_should_not_is_told_by_name(template):
         server.answer = lambda bright, text: {"<think>": 0.9, "\n": 0.1}
         if template == "edit_pairwise":
             server.answer = lambda bright, text: "<think>so</think>Edited image 1 is better."
-            assert f"'{MODEL}' thinks before it answers" in "\n".join(check(JudgeConfig((server.url,)), template).rows)
+            assert f"'{MODEL}' thinks before it answers" in "\n".join(
+                check(HttpJudge(JudgeConfig((server.url,)), template)).rows
+            )
         else:
             with pytest.raises(JudgeError, match=rf"'{MODEL}' .* begins to think .*enable_thinking"):
-                check(JudgeConfig((server.url,)))
+                check(HttpJudge(JudgeConfig((server.url,))))
 
 
 @pytest.mark.parametrize("name", CHECKS)
 def test_the_check_says_what_is_wrong(name, monkeypatch):
+    monkeypatch.setattr(http, "CHECK_S", 1.0)
     for variable, key in (("WRONG_KEY", "hunter2"), ("EMPTY_KEY", " \r\n"), ("TWO_LINES", "hunter2\r\nhunter3")):
         monkeypatch.setenv(variable, key)
     fault, options, message = CHECKS[name]
@@ -192,26 +188,23 @@ def test_the_check_says_what_is_wrong(name, monkeypatch):
         endpoints = options.get("endpoints", (server.url,))
         endpoints = (urls[endpoints],) if isinstance(endpoints, str) else endpoints
         with pytest.raises(JudgeError, match=f"(?s){message}") as error:
-            check(JudgeConfig(**{**options, "endpoints": endpoints}), wait_s=1.0)
+            check(HttpJudge(JudgeConfig(**{**options, "endpoints": endpoints})), wait_s=1.0)
         assert "hunter2" not in str(error.value)
 
 
 def test_the_check_waits_out_a_burst_of_503():
-    with JudgeServer("loading") as server:
-        threading.Timer(1.0, setattr, (server, "fault", "")).start()
-        check(JudgeConfig((server.url,)))
-        server.fault, server.count = "503", 3
-        check(JudgeConfig((server.url,)))
+    with JudgeServer("503", count=3) as server:
+        check(HttpJudge(JudgeConfig((server.url,))))
 
 
 def test_the_check_asks_every_server_and_tells_the_position_bias():
     with JudgeServer("404") as bad, JudgeServer("contradict") as good:
-        summary = "\n".join(check(JudgeConfig((bad.url, good.url)), known_answers=True).rows)
+        summary = "\n".join(check(HttpJudge(JudgeConfig((bad.url, good.url))), known_answers=True).rows)
         assert f"{bad.url}: '{MODEL}' gave no verdict on a probe pair: " in summary
         assert f"{good.url}: ok, serves {MODEL}" in summary
         assert f"0 of 8 pairs right, mean P(first) over both orders {1 / (1 + np.exp(-3)):.3f}" in summary
-        good.fault, good.delay_s = "", 1.0
-        check(JudgeConfig((good.url,)), wait_s=0.4)  # the wait for a server is no limit of an answer
+        good.fault, good.delay_s = "", 0.6
+        check(HttpJudge(JudgeConfig((good.url,))), wait_s=0.3)  # the wait for a server is no limit of an answer
 
 
 # ---- addresses and connections ---------------------------------------------------------------------------------------
@@ -222,14 +215,6 @@ def python(code, *arguments, **environment):
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])} | environment
     line = [sys.executable, "-c", f"import sys\nfrom test_judge_faults import *\n{code}", *arguments]
     return subprocess.run(line, capture_output=True, text=True, env=env, timeout=600)
-
-
-def test_a_server_that_cannot_say_yet_what_it_serves_is_asked_again():
-    with JudgeServer("loading") as server:
-        answer = judge(server.url, retries=6, deadline_s=10).submit("p", *media([40, 200]))
-        time.sleep(0.3)
-        server.fault = ""
-        assert answer.result(20).first < 0.1 and server.requests[-1]["model"] == server.model
 
 
 def test_a_key_is_sent_and_one_that_is_refused_in_the_middle_pauses(monkeypatch):
@@ -279,10 +264,10 @@ def test_servers_that_are_dead_and_come_back():
     port = free_port()
     gone = judge(f"http://127.0.0.1:{port}", concurrency=4)
     for _ in range(2):  # during the patience, and immediately afterwards
-        missing(ask(gone, 50), "no server was usable for 2 s (http://127")
+        missing(ask(gone, 50), "no server was usable for 1.5 s (http://127")
     with JudgeServer() as other:
         j = judge(f"http://127.0.0.1:{port}", other.url, concurrency=2)
-        assert all(right(j)) and len(check(j.config).rows) == 2
+        assert all(right(j)) and len(check(j).rows) == 2
         with JudgeServer(port=port, delay_s=0.01) as back:
             until(lambda: all(right(j)) and back.requests)
             until(lambda: all(right(gone)))
@@ -319,29 +304,24 @@ class Other(JudgeServer):
 
 def test_two_servers_of_different_models_are_never_mixed():
     with JudgeServer() as mine, Other() as other:
-        rows = check(JudgeConfig((mine.url, other.url), MODEL)).rows
+        rows = check(HttpJudge(JudgeConfig((mine.url, other.url), MODEL))).rows
         assert rows[0].startswith(f"WARNING: {other.url}: serves another, not '{MODEL}'; set the judge's model")
         seen = len(other.requests)
         assert all(right(judge(mine.url, other.url, model=MODEL, retries=5))) and len(other.requests) == seen
         missing(ask(judge(mine.url, model="third")), f"serves {MODEL}, not 'third'; set the judge's model")
 
 
-@pytest.mark.parametrize("back", ["another model", "the same"])
-def test_a_server_that_comes_back_with_another_model_gives_no_verdict(back):
+def test_a_server_that_comes_back_with_another_model_gives_no_verdict():
     """The client asks for the served model again after a failed request."""
     port = free_port()
     with JudgeServer(port=port) as server:
-        j = judge(server.url, retries=6, deadline_s=3.0)
+        j = judge(server.url, retries=6, deadline_s=2.0)
         assert ask(j)[1].first > 0.9
     answer = j.submit("p", *media([200, 40]))
     until(lambda: j.client.pool.endpoints[0].problem)
-    with Other(port=port) if back == "another model" else JudgeServer(port=port) as server:
-        verdict = answer.result(30)
-    if back == "the same":
-        assert verdict.first > 0.9
-    else:
-        missing([verdict], f"serves another, not '{MODEL}'")
-    assert bool(server.requests) == (back == "the same")
+    with Other(port=port) as server:
+        missing([answer.result(30)], f"serves another, not '{MODEL}'")
+    assert not server.requests
 
 
 # ---- everything at once ----------------------------------------------------------------------------------------------
@@ -365,7 +345,7 @@ class Chaos(JudgeServer):
 
 
 def test_among_all_faults_at_once_no_verdict_is_wrong_and_everything_ends():
-    levels = list(range(10, 250, 15))
+    levels = list(range(10, 250, 22))
     group, pairs = media(levels), both_orders(len(levels), 0)
     with Chaos(0) as one, Chaos(1) as two:
         options = {"retries": 4, "concurrency": 8, "timeout_s": 0.5, "deadline_s": 10}

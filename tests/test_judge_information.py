@@ -87,13 +87,13 @@ def test_judge_check_names_the_fault(template, fault, capsys):
 def test_a_bad_server_of_two_is_named():
     good, bad = (Server("compare", decide) for decide in (lambda wins, rng: wins, lambda wins, rng: 0))
     with good, bad:
-        health = check(JudgeConfig((good.url, bad.url)), known_answers=True)
+        health = check(HttpJudge(JudgeConfig((good.url, bad.url))), known_answers=True)
         lines = "\n".join(health.rows)
         assert f"{good.url}: known answers: 8 of 8 pairs right" in lines
         assert f"{bad.url}: known answers: 0 of 8" in lines
         assert f"{bad.url}: '{MODEL}' always answers the same" in health.alarm and good.url not in health.alarm
         bad.answer = lambda bright, text: {"Yes": 0.9, "No": 0.1}
-        assert "known" not in "".join(check(JudgeConfig((bad.url,)), "consistency", known_answers=True).rows)
+        assert "known" not in "".join(check(HttpJudge(JudgeConfig((bad.url,)), "consistency"), known_answers=True).rows)
 
 
 # ---- people's preferences --------------------------------------------------------------------------------------------

@@ -24,7 +24,14 @@ SIZES = {"square": [(64, 64)] * 4, "mixed": [(64, 64), (64, 128), (96, 64), (40,
 @pytest.fixture(scope="module", params=["qwen3", "qwen25"])
 def judge(request, tmp_path_factory):
     folder = build(request.param, tmp_path_factory.mktemp(request.param))
-    return LocalJudge(folder, min_label_mass=0.0)
+    return opened(folder)
+
+
+def opened(model, *how, **options):
+    """A judge with random weights, which gives the labels little probability."""
+    made = LocalJudge(str(model), *how, **options)
+    made.min_label_mass = 0.0
+    return made
 
 
 def _media(sizes, seed=0):
@@ -58,7 +65,7 @@ def test_equals_the_stock_forward_of_one_pair(judge, sizes):
 
 def test_in_bf16_as_on_a_gpu(judge):
     """All of it runs in bf16, and verdicts differ from those of fp32 by its rounding."""
-    low = LocalJudge(judge.model.name_or_path, min_label_mass=0.0, dtype=torch.bfloat16)
+    low = opened(judge.model.name_or_path, dtype=torch.bfloat16)
     assert {p.dtype for p in low.model.parameters()} == {torch.bfloat16}
     media = _media(SIZES["mixed"])
     pairs = both_orders(4, 0)
@@ -70,7 +77,7 @@ def test_in_bf16_as_on_a_gpu(judge):
 def test_all_spellings_of_a_label_count_together(judge, tmp_path, variants):
     path = tmp_path / "yes.yaml"
     path.write_text(f"user: '{{prompt}} {{media_1}} {{media_2}}'\nlabels: [a, i]\nvariants: {variants}\nprefill: 'I:'")
-    own = LocalJudge(judge.model.name_or_path, str(path), min_label_mass=0.0)
+    own = opened(judge.model.name_or_path, str(path))
     wanted = [_spellings(own, label) for label in "ai"]
     assert label_ids(own.tokenizer, own.template) == wanted
     assert len(wanted[0]) == (3 if variants else 2)
@@ -83,7 +90,7 @@ def test_all_spellings_of_a_label_count_together(judge, tmp_path, variants):
 def test_pairs_of_edits_are_judged_beside_their_source(judge, tmp_path, sources):
     path = tmp_path / "edit.yaml"
     path.write_text("user: 'Do {prompt}: {source} 1: {media_1} 2: {media_2}'\nprefill: 'Image '\nlabels: ['1', '2']\n")
-    edits = LocalJudge(judge.model.name_or_path, template=str(path), min_label_mass=0.0)
+    edits = opened(judge.model.name_or_path, template=str(path))
     media, pairs = _media(SIZES["mixed"]), both_orders(4, 0)
     source = _media([(96, 64), (64, 64)][:sources], seed=3)
     found = [v.first for v in edits.judge_group("less red", media, pairs, source)]
@@ -104,8 +111,9 @@ def test_a_group_depends_on_itself_alone_and_on_the_batch_up_to_rounding(judge):
     judge.judge_group("something else", _media(SIZES["mixed"], seed=1), pairs)
     again = judge.judge_group("a", media, pairs)
     assert [(v.raw, v.first) for v in alone] == [(v.raw, v.first) for v in again]
-    small = LocalJudge(judge.model.name_or_path, min_label_mass=0.0, pair_batch=5)
-    batched = small.judge_group("a", media, pairs)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(judge, "pair_batch", 5)
+        batched = judge.judge_group("a", media, pairs)
     assert np.abs(np.subtract([v.first for v in alone], [v.first for v in batched])).max() < 1e-5
 
 
@@ -114,8 +122,9 @@ def test_an_image_token_in_the_prompt_and_labels_without_probability_are_missing
     verdicts = judge.judge_group("a <|image_pad|> cat", media, [(0, 1), (1, 2)])
     assert [v.first for v in verdicts] == [None, None]
     assert "image token" in verdicts[0].reason
-    strict = LocalJudge(judge.model.name_or_path, min_label_mass=0.99)
-    verdict = strict.judge_group("a", media, [(0, 1)])[0]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(judge, "min_label_mass", 0.99)
+        verdict = judge.judge_group("a", media, [(0, 1)])[0]
     assert verdict.first is None and "probability" in verdict.reason
 
 

@@ -15,16 +15,17 @@ from tiny_run import all_end, recipe, rows, start
 from prefgrpo.config.schema import JudgeConfig
 from prefgrpo.judge import http
 from prefgrpo.judge.check import check, check_reachable
+from prefgrpo.judge.client import HttpJudge
 from prefgrpo.judge.verdict import JudgeError
 
 
 def test_a_server_that_starts_after_the_check_is_waited_for_and_the_wait_is_reported(monkeypatch):
-    monkeypatch.setattr(http, "SAY_S", 1.0)
+    monkeypatch.setattr(http, "SAY_S", 0.5)
     port = free_port()
     said = []
     servers = []
     command = [sys.executable, str(Path(__file__).with_name("judge_server.py")), "--port", str(port)]
-    timer = threading.Timer(2.5, lambda: servers.append(subprocess.Popen(command, stdout=subprocess.DEVNULL)))
+    timer = threading.Timer(1.2, lambda: servers.append(subprocess.Popen(command, stdout=subprocess.DEVNULL)))
     timer.start()
     url = f"http://127.0.0.1:{port}"
     try:
@@ -42,7 +43,7 @@ def test_a_server_that_starts_after_the_check_is_waited_for_and_the_wait_is_repo
 def test_a_server_that_loads_its_model_is_waited_for(fault):
     said = []
     with JudgeServer(fault) as server:
-        threading.Timer(1.0, setattr, (server, "fault", "")).start()
+        threading.Timer(0.4, setattr, (server, "fault", "")).start()
         check_reachable(JudgeConfig((server.url,)), say=said.append)
     assert len(said) == 1 and "answered 503" in said[0]
 
@@ -80,7 +81,7 @@ def test_servers_that_are_not_vllm():
             check_reachable(JudgeConfig((url,), "big"))
         for lists in (True, False):
             server.lists = lists
-            assert check(JudgeConfig((f"{url}/",), MODEL), known_answers=True).alarm == ""
+            assert check(HttpJudge(JudgeConfig((f"{url}/",), MODEL)), known_answers=True).alarm == ""
         with pytest.raises(JudgeError, match=r"lists no model: /models answered 404; .* or judge\.model"):
             check_reachable(JudgeConfig((url,)))
         assert check_reachable(JudgeConfig((f"{server.url}/v1",)))[0] == MODEL
@@ -96,7 +97,7 @@ def test_an_https_address_goes_through_the_proxy_of_the_environment(monkeypatch)
     assert proxies == ["http://proxy:3128", None, None]
 
 
-@pytest.mark.parametrize("late_s", [4, pytest.param(60, marks=pytest.mark.full)])
+@pytest.mark.parametrize("late_s", [1, pytest.param(60, marks=pytest.mark.full)])
 def test_a_run_whose_server_starts_later_ends_with_every_verdict(place, late_s):
     """It waits from its start on, and goes on as soon as the server is there."""
     port = free_port()
@@ -117,10 +118,10 @@ def test_a_run_whose_server_starts_later_ends_with_every_verdict(place, late_s):
 
 
 def test_a_probe_has_the_time_of_an_answer():
-    with JudgeServer(delay_s=1.5) as server:
-        check(JudgeConfig((server.url,)), wait_s=0.5)
-        with pytest.raises(JudgeError, match="did not answer within 1 s"):
-            check(JudgeConfig((server.url,), timeout_s=1.0))
+    with JudgeServer(delay_s=0.6) as server:
+        check(HttpJudge(JudgeConfig((server.url,))), wait_s=0.2)
+        with pytest.raises(JudgeError, match=r"did not answer within 0\.4 s"):
+            check(HttpJudge(JudgeConfig((server.url,), timeout_s=0.4)))
 
 
 def test_every_rank_must_reach_the_judge(place):

@@ -62,7 +62,7 @@ def serving(model, port):
         while True:
             assert server.poll() is None, f"vLLM ended with code {server.returncode}"
             try:
-                assert "ok, serves tiny" in check(config, "caption_match", wait_s=120.0).rows[0]
+                assert "ok, serves tiny" in check(HttpJudge(config, "caption_match"), wait_s=120.0).rows[0]
                 break
             except JudgeError:
                 assert time.monotonic() < end

@@ -147,12 +147,14 @@ def test_rates_have_their_role_tally_and_interval(tmp_path):
     page, prompt, wins, change = judged(tmp_path / "r", 40)
     assert page.all("strong", "verdict")[0].text == "better" and "beats the initial model" in result(page).text
     rows = cells(page)
+    sentence = page.all("p", "result")[0].text
     for name, label in {"judge": "the judge trained on", "other": "other independent"}.items():
         rate, interval, tally = next(row for first, row in label_rows(page) if first == label)
         mean, error = resampled(prompt, wins[name])
         assert rate == f"{100 * mean:.0f} %"
         np.testing.assert_allclose(ends(interval), 100 * (mean + np.array([-1.96, 1.96]) * error), atol=1.5)
-        assert tally == " / ".join(str(int((np.sign(wins[name] - 0.5) == side).sum())) for side in (1, 0, -1))
+        counts = [int((np.sign(wins[name] - 0.5) == side).sum()) for side in (1, 0, -1)]
+        assert tally == " / ".join(map(str, counts)) and "{} won, {} tied, {} lost".format(*counts) in sentence
     mean, error = resampled(prompt, change)
     low, high = ends(rows["watched"][-1].replace(" to ", " "))
     np.testing.assert_allclose([low, high], mean + np.array([-1.96, 1.96]) * error, atol=0.12 * error)

@@ -68,7 +68,7 @@ def test_base_draws_scenes_but_often_the_wrong_ones():
 def right_in_both_orders(folder, combos):
     """Share of correct verdicts on a true scene against one with another colour, shape or place."""
     own, generator, right = (
-        LocalJudge(str(folder), "caption_match", min_label_mass=0.0),
+        LocalJudge(str(folder), "caption_match"),
         torch.Generator().manual_seed(0),
         [],
     )

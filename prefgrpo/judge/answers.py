@@ -20,7 +20,6 @@ from prefgrpo.data.tables import INVISIBLE
 from prefgrpo.judge.template import Template, spelled
 
 CATEGORIES = 3
-"""Categories of a `flex` answer that are used."""
 _ONLY = re.compile(
     r"(?P<asked>(?:(?:my |the )?(?:final )?(?:answer|verdict|winner|choice|decision) ?(?:is|:)? ?)?)"
     r"(?:(?:(?:edited )?(?:image|video) )?([12])|(?:edited )?(?:image|video) ([12]) (?:is better|wins))",
@@ -78,7 +77,6 @@ NO_THINKING = (
     "serve it with --default-chat-template-kwargs '{\"enable_thinking\": false}' (`prefgrpo judge serve` does for the "
     "presets)"
 )
-"""What to do about a judge that thinks although it should not."""
 
 
 class Unreadable(ValueError):
@@ -95,15 +93,15 @@ def parse_answer(template: Template, text: str, cut: bool = False) -> tuple[floa
     match template.answer:
         case "think":
             return _winner(_between(text, _ANSWER)), {}
+        case "plain":  # tags are optional
+            return _winner(_between(text, _ANSWER) if _ANSWER.search(text) else text), {}
         case "flex":
             return parse_flex(text)
         case "scores":
             return None, parse_scores(text, template.scores, template.pattern)
         case "json":
             return None, parse_json_scores(text, template.scores)
-        case "marks":
-            return None, parse_marks(text)
-    return parse_plain(text), {}
+    return None, parse_marks(text)
 
 
 def strip_reasoning(text: str) -> str:
@@ -128,26 +126,17 @@ def _between(text: str, tag: re.Pattern[str]) -> str:
     return tag.split(text)[1]
 
 
-def _short_verdict(text: str) -> float | None:
-    """'Image 1', 'Video 2 is better.', '1', 'tie' … -> 1.0, 0.0 or 0.5; None if the bare text says anything else."""
-    whole = text.strip(_EDGE)
-    if match := _ONLY.fullmatch(whole):
-        return 2.0 - int(match[2] or match[3])
-    return 0.5 if _TIE.fullmatch(whole) else None
-
-
-def parse_plain(text: str) -> float:
-    """The verdict inside <answer>…</answer> if there is one, else in the whole text."""
-    return _winner(_between(text, _ANSWER) if _ANSWER.search(text) else text)
-
-
 def _winner(value: Any) -> float:
-    """A short verdict, or the one winner that the sentences of a longer text state."""
+    """1.0, 0.0 or 0.5 from a short verdict ('Image 1', 'tie'), or the one winner that the sentences of a longer text
+    state."""
     text = "" if isinstance(value, bool) else _bare(str(value))
     for form, read in _SAME.items():
         text = form.sub(read, text)
-    if (short := _short_verdict(text)) is not None:
-        return short
+    whole = text.strip(_EDGE)
+    if short := _ONLY.fullmatch(whole):
+        return 2.0 - int(short[2] or short[3])
+    if _TIE.fullmatch(whole):
+        return 0.5
     pieces = re.split(r"([.!?;\n])", text)
     stated = set()
     for sentence, end in zip(pieces[::2], [*pieces[1::2], ""], strict=True):
@@ -185,7 +174,7 @@ def parse_scores(text: str, names: tuple[tuple[str, float, float], ...], pattern
     """Named scores from lines that are `pattern`, numbered or not; a score out of range, or stated with two values, is
     left out. After the number there may be its maximum: 4.5/5."""
     lines = [_NUMBERED.sub("", line.lstrip(" #>•-")) for line in _bare(text).splitlines()]
-    values: dict[str, float] = {}
+    values = {}
     for name, low, high in names:
         before, after = (re.escape(part.strip()) for part in pattern.replace("{name}", name).split("{value}"))
         score_line = re.compile(rf"{before}{_NUMBER}(?:/ ?{high:g} ?)?{after}\.?", re.I | re.A)

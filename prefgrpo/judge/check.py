@@ -19,7 +19,7 @@ from prefgrpo.judge.client import HttpJudge, JudgeClient
 from prefgrpo.judge.human_pairs import agreement, read_pairs
 from prefgrpo.judge.known_answers import ask_known_answers, is_pairwise, plain
 from prefgrpo.judge.template import SHOWN, Shown
-from prefgrpo.judge.verdict import JudgeError, PairJudge
+from prefgrpo.judge.verdict import JudgeError
 
 if TYPE_CHECKING:
     from prefgrpo.judge.local import LocalJudge
@@ -44,54 +44,71 @@ class Shape:
 
 @dataclass
 class Health:
-    """What a check found out about the servers."""
+    """What a check found out about a judge, or one of its servers."""
 
     rows: list[str]
+    problem: str = ""
+    """Why it gives no verdicts."""
     alarm: str = ""
     """Why known answers were wrong; '' if they were right or not requested."""
 
 
+def open_judge(
+    config: JudgeConfig, template: str = "compare", device: str = "auto", shown: Shown = SHOWN
+) -> HttpJudge | LocalJudge:
+    """A pairwise judge, over HTTP or, without endpoints, in this process on a torch `device`; not checked yet."""
+    if config.endpoints:
+        return HttpJudge(config, template, shown)
+    from prefgrpo.judge.local import LocalJudge  # imports transformers
+
+    return LocalJudge(config.model, template, device, shown=shown)
+
+
 def check(
-    config: JudgeConfig,
-    template: str = "compare",
+    judge: HttpJudge | LocalJudge,
     *,
     wait_s: float | None = None,
     known_answers: bool = False,
     clips: bool = False,
     shape: Shape | None = None,
-    shown: Shown = SHOWN,
 ) -> Health:
-    """Check that the servers serve the model and judge a pair as large as the run's (shape).
+    """Check that a judge, on each of its servers, gives a verdict on a pair as large as the run's (shape).
 
-    wait_s: as `check_reachable`, and longest wait for a busy server. known_answers: ask each server 16 questions with
-    known answers; clips: about clips. shown: instead of what the template says. Raises JudgeError if no server works.
+    wait_s: as `check_reachable`, and longest wait for a busy server. known_answers: ask 16 questions with known
+    answers; clips: about clips. Raises JudgeError if no server works.
     """
-    HttpJudge(config, template, shown)  # a wrong template is told before servers are waited for
-    model, problems = check_reachable(config, wait_s)
-    config = replace(config, model=model, deadline_s=wait_s or config.deadline_s)
+    problems: dict[str, str] = {}
+    asked: dict[str, HttpJudge | LocalJudge] = {}
+    if isinstance(judge, HttpJudge):
+        model, problems = check_reachable(judge.config, wait_s)
+        config = replace(judge.config, model=model, deadline_s=wait_s or judge.config.deadline_s)
+        for url in (url for url, problem in problems.items() if not problem):
+            asked[url] = HttpJudge(replace(config, endpoints=(url,)), judge.template.name, judge.shown)
+    else:
+        model = judge.model.name_or_path
+        asked["in this process"] = judge
 
-    def ask(url: str) -> tuple[str, Health]:
-        judge = HttpJudge(replace(config, endpoints=(url,)), template, shown)
-        return _probe(judge, model, url, known_answers, clips, shape or Shape())
+    def probe(where: str) -> Health:
+        return _probe(asked[where], model, where, known_answers, clips, shape or Shape())
 
-    with ThreadPoolExecutor(len(problems)) as pool:
-        found = list(pool.map(ask, [url for url, problem in problems.items() if not problem]))
-    if all(problem for problem, _ in found):
+    with ThreadPoolExecutor(len(asked)) as pool:
+        found = list(pool.map(probe, asked))
+    if all(health.problem for health in found):
         raise JudgeError(
-            f"the judge {' | '.join(problem for problem, _ in found)}\nCheck that the server works, that the template "
-            "suits the model (labels, prefill, answer), and that it accepts two images"
+            f"the judge {' | '.join(health.problem for health in found)}\nCheck that it works, that the template suits "
+            "the model (labels, prefill, answer), and that it accepts two images"
         )
     rows = [f"WARNING: {url}: {problem}" for url, problem in problems.items() if problem]
-    rows += [row for _, health in found for row in health.rows]
-    alarm = " | ".join(health.alarm for _, health in found if health.alarm)
+    rows += [row for health in found for row in health.rows]
+    alarm = " | ".join(health.alarm for health in found if health.alarm)
     if alarm:
         alarm = (
             f"the judge's verdicts do not depend on the images as they should. {alarm}. Expected the plain colour that "
-            f"the caption names to win; check that the template '{template}' suits the model, and that the server "
-            "shows it both images, in order"
+            f"the caption names to win; check that the template '{judge.template.name}' suits the model, and that a "
+            "server shows it both images, in order"
         )
         rows.append(f"WARNING: {alarm}")
-    return Health(rows, alarm)
+    return Health(rows, alarm=alarm)
 
 
 def check_reachable(
@@ -114,43 +131,9 @@ def check_reachable(
     return client.model, found
 
 
-def open_judge(
-    config: JudgeConfig,
-    template: str,
-    *,
-    device: str = "auto",
-    known_answers: bool = False,
-    clips: bool = False,
-    shape: Shape | None = None,
-    once: Callable[[Callable[[], list[str]]], list[str] | None] = lambda work: work(),
-    shown: Shown = SHOWN,
-) -> tuple[PairJudge, list[str]]:
-    """(a pairwise judge that answers, what was found out about it), over HTTP or, without endpoints, in this process.
-
-    device: of a judge in this process. once: calls the check of a server, in one process of several. The rest as
-    `check`. Raises JudgeError if it gives no verdict on a probe pair.
-    """
-    if config.endpoints:
-        rows = once(
-            lambda: check(config, template, known_answers=known_answers, clips=clips, shape=shape, shown=shown).rows
-        )
-        return HttpJudge(config, template, shown), rows or []
-    from prefgrpo.judge.local import LocalJudge  # imports transformers
-
-    judge = LocalJudge(config.model, template, device, shown=shown)
-    problem, health = _probe(judge, config.model, "in this process", known_answers, False, Shape())
-    if problem:
-        advice = (
-            f"Expected a model that answers the template '{template}'; correct judge.model or the reward's template"
-        )
-        raise JudgeError(f"the judge {problem}. {advice}")
-    return judge, health.rows + [f"WARNING: {health.alarm}"] * bool(health.alarm)
-
-
 def _probe(
-    judge: HttpJudge | LocalJudge, model: str, url: str, known_answers: bool, clips: bool, shape: Shape
-) -> tuple[str, Health]:
-    """(why a judge gives no verdicts or '', what was found out about it). url: where it is."""
+    judge: HttpJudge | LocalJudge, model: str, where: str, known_answers: bool, clips: bool, shape: Shape
+) -> Health:
     red, blue = (plain(colour, shape.height, shape.width, shape.frames) for colour in ("red", "blue"))
     verdict = judge.judge_group(shape.prompt, [red, blue], [(0, 1)], [plain("grey", shape.height, shape.width)])[0]
     if verdict.first is None:
@@ -158,19 +141,18 @@ def _probe(
         advice = [text for pattern, text in _ADVICE.items() if re.search(pattern, verdict.reason)]
         hint = f" (a pair of {size} with the run's longest prompt: {advice[0]})" if advice else ""
         problem = f"'{model}' gave no verdict on a probe pair: {verdict.reason}{hint}"
-        return problem, Health([f"WARNING: {url}: {problem}"])
-    health = Health([f"{url}: ok, serves {model}; a pair took {verdict.latency_s:.2f} s"])
+        return Health([f"WARNING: {where}: {problem}"], problem)
+    health = Health([f"{where}: ok, serves {model}; a pair took {verdict.latency_s:.2f} s"])
     if judge.template.answer != "think" and "</think" in verdict.raw:
         health.rows.append(
-            f"WARNING: {url}: '{model}' thinks before it answers ({len(verdict.raw)} characters), which template "
+            f"WARNING: {where}: '{model}' thinks before it answers ({len(verdict.raw)} characters), which template "
             f"'{judge.template.name}' does not ask for: {NO_THINKING}"
         )
     if known_answers and is_pairwise(judge.template):
-        asked = judge.clip_template if clips and isinstance(judge, HttpJudge) else judge.template
-        result, problem = ask_known_answers(judge, asked, clips)
-        health.rows.append(f"{url}: known answers: {result}")
-        health.alarm = f"{url}: '{model}' {problem}" if problem else ""
-    return "", health
+        result, wrong = ask_known_answers(judge, judge.template, clips)
+        health.rows.append(f"{where}: known answers: {result}")
+        health.alarm = f"{where}: '{model}' {wrong}" if wrong else ""
+    return health
 
 
 def main(
@@ -198,9 +180,9 @@ def main(
             agrees, with intervals.
     """
     people = read_pairs(pairs) if pairs else []
-    config = JudgeConfig(endpoint, model, api_key_env=api_key_env, timeout_s=timeout_s)
-    health = check(config, template, wait_s=wait_s, known_answers=True)
+    judge = HttpJudge(JudgeConfig(endpoint, model, api_key_env=api_key_env, timeout_s=timeout_s), template)
+    health = check(judge, wait_s=wait_s, known_answers=True)
     print("\n".join(health.rows))
     if people:
-        print("\n".join(agreement(HttpJudge(config, template), people)))
+        print("\n".join(agreement(judge, people)))
     return 1 if health.alarm else 0

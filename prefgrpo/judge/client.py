@@ -35,8 +35,8 @@ _MISS = ("Cache miss for", "Failed to apply")
 _CUT = ("length", "abort", "content_filter", "error")
 """Finish reasons of a truncated answer."""
 T = TypeVar("T")
-_Key = tuple[Template, tuple[tuple[str, str], ...], tuple[str, ...], tuple[str, ...]]
-"""(template, texts, media ids, source ids) of a question."""
+_Key = tuple[Template, tuple[tuple[str, str], ...], int, tuple[str, ...]]
+"""(template, texts, number of media, ids of media and sources) of a question."""
 
 
 class JudgeClient:
@@ -59,7 +59,7 @@ class JudgeClient:
         self._asked: WeakKeyDictionary[Media, dict[_Key, asyncio.Future[Verdict]]] = WeakKeyDictionary()
 
     def run(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run a coroutine that calls `answer` on the event loop."""
+        """Run a coroutine that calls `answer`."""
         return loop_thread().submit(work)
 
     async def answer(
@@ -86,7 +86,8 @@ class JudgeClient:
             return Verdict(None, str(error), time.monotonic() - start)
         if not once or not media:
             return await self._request(template, values, encoded, sources)
-        key = (template, tuple(sorted(values.items())), tuple(e.uuid for e in encoded), tuple(e.uuid for e in sources))
+        uuids = tuple(e.uuid for e in (*encoded, *sources))
+        key = (template, tuple(sorted(values.items())), len(encoded), uuids)
         asked = self._asked.setdefault(media[0], {})
         if key not in asked or (asked[key].done() and asked[key].result().reason):
             asked[key] = asyncio.ensure_future(self._request(template, values, encoded, sources))
@@ -100,8 +101,7 @@ class JudgeClient:
         timeout_s = self.config.timeout_s or template.timeout_s
 
         def body(carried: set[Encoded] | None) -> bytes:
-            parts = [e.part(carried) for e in media]
-            source_parts = [e.part(carried) for e in source]
+            parts, source_parts = ([e.part(carried) for e in some] for some in (media, source))
             return chat_body(self.model, template, values, parts, source_parts)
 
         async def attempt(endpoint: Endpoint) -> dict[str, Any]:
@@ -145,11 +145,10 @@ class JudgeClient:
         if status >= 500:
             raise Starting(f"{path} answered {status}")
         served = _models(raw) if status == 200 else []
-        if not served and (not self.config.model or status in (401, 403)):
-            key = "; is api_key_env the environment variable of its key?" if status in (401, 403) else ""
-            return (
-                f"lists no model: {path} answered {status}{key}; expected an OpenAI-compatible server, or judge.model"
-            )
+        refused = status in (401, 403)
+        if refused or not (served or self.config.model):
+            key = "; is api_key_env the environment variable of its key?" if refused else ""
+            return f"lists no model: {path} answered {status}{key}; expected an OpenAI-compatible server or judge.model"
         if not self.model and len(served) > 1:
             return f"serves several models ({', '.join(served)}); set the judge's model to one of them"
         model = self.model or served[0]
@@ -158,10 +157,9 @@ class JudgeClient:
             return f"serves {', '.join(served)}, not '{model}'{hint}; set the judge's model to a served name"
         self.model = model
         _, version = await endpoint.get("/version")
-        ids = self.ids[endpoint.url]
-        ids.supported = takes_ids(version)
-        if endpoint.problem:
-            ids.forget()
+        if endpoint.problem:  # it may have restarted: it holds nothing
+            self.ids[endpoint.url] = MediaIds()
+        self.ids[endpoint.url].supported = takes_ids(version)
         return ""
 
 
@@ -175,8 +173,10 @@ class HttpJudge(PairJudge):
     clips = True
 
     def __init__(self, config: JudgeConfig, template: str = "compare", shown: Shown = SHOWN) -> None:
+        """shown: instead of what the template says."""
         video = f"{template}_video"
         self.config = config
+        self.shown = shown
         self.template = load_template(template, shown=shown)
         self.clip_template = self.template
         if video in shipped_templates():
@@ -193,8 +193,7 @@ class HttpJudge(PairJudge):
         self, prompt: str, media: Sequence[Media], pairs: Sequence[Pair], source: Sequence[Media] = ()
     ) -> list[Verdict]:
         """Submit all pairs at once and wait for the verdicts."""
-        futures = [self.submit(prompt, media[i], media[j], source) for i, j in pairs]
-        return [f.result() for f in futures]
+        return [f.result() for f in [self.submit(prompt, media[i], media[j], source) for i, j in pairs]]
 
 
 _clients: dict[str, JudgeClient] = {}
@@ -224,9 +223,9 @@ def first_choice(url: str, payload: bytes) -> dict[str, Any]:
 def read(template: Template, choice: Mapping[str, Any]) -> Verdict:
     """What a choice says, as the template specifies; missing, with the reason, if it contains nothing usable."""
     message = choice.get("message")
-    message = message if isinstance(message, dict) else {}
-    text, thoughts = (_utf8(message.get(key)) for key in ("content", "reasoning"))
-    thoughts = thoughts or _utf8(message.get("reasoning_content"))
+    keys = ("content", "reasoning", "reasoning_content")
+    text, *hidden = (_utf8(message.get(key)) if isinstance(message, dict) else None for key in keys)
+    thoughts = hidden[0] or hidden[1]
     raw = _utf8(str(choice)[:200] if text is None else text) or ""
     if thoughts:
         raw = f"<think>{thoughts}</think>{text or ''}"

@@ -52,12 +52,9 @@ _KEEP_ALIVE_S = 2.0
 """Idle connections are closed sooner than by a server (5 s): a request that is written meanwhile would be lost."""
 _MAX_BYTES = 16 << 20
 _PAUSE_S = 0.25
-"""First rest of a server after a failure; doubles with each until it answers."""
-_LONGEST_PAUSE_S = 20.0
-"""Longest rest of a server that does not ask for one."""
-_CHECK_PAUSE_S = 0.25
+"""First rest of a server after a failure, and first pause between two checks; both double."""
+_LONGEST_REST_S = 20.0
 _LONGEST_CHECK_PAUSE_S = 5.0
-"""First and longest pause between two checks of a server; many processes check the same one."""
 _LOAD_RATIO = 1.25
 _LOAD_MORE = 8
 """A key's preferred server is used, or waited for, while its load is at most _LOAD_RATIO · mean + _LOAD_MORE."""
@@ -176,7 +173,6 @@ class HttpPool:
         self.retries = RETRIES
         self.patience_s = patience_s
         self._check = check
-        self._sending = 0
         self._answers: deque[float] = deque(maxlen=10_000)
         """When there were answers, one per 0.1 s."""
         self._failing_since: float | None = None
@@ -190,15 +186,9 @@ class HttpPool:
         attempt: makes the request. Raises Failure, or ValueError for a reply that is no answer, which may have been
         corrupted in transit. key: requests with the same one prefer the same server; '': the least loaded one.
         """
-        if not self._sending and not all(e.problem for e in self.endpoints):
+        idle = not any(e.load for e in self.endpoints) and all(slot.done() for slot, *_ in self._waiting)
+        if idle and not all(e.problem for e in self.endpoints):
             self._failing_since = None  # what was before a pause of the client says nothing
-        self._sending += 1
-        try:
-            return await self._send(attempt, key)
-        finally:
-            self._sending -= 1
-
-    async def _send(self, attempt: Callable[[Endpoint], Awaitable[T]], key: str) -> tuple[T, int]:
         failures: Counter[Kind] = Counter()
         began = time.monotonic()
         avoid: Endpoint | None = None
@@ -264,7 +254,7 @@ class HttpPool:
                 found = "; ".join(f"{e.url}: {problem}" for e, problem in zip(self.endpoints, problems, strict=True))
                 say(f"waiting for a server ({waited_s:.0f} s of at most {wait_s:.0f} s): {found}")
                 said += 1
-            await asyncio.sleep(min(_check_pause_s(checks), wait_s - waited_s))
+            await asyncio.sleep(min(_pause_s(checks, _LONGEST_CHECK_PAUSE_S), wait_s - waited_s))
         raise AssertionError("unreachable")
 
     async def acquire(self, key: str = "", avoid: Endpoint | None = None) -> Endpoint:
@@ -334,7 +324,7 @@ class HttpPool:
             self._failing_since = max(sent, self._last_answer()) if failure.kind is Kind.LATE else now
         rest_s = min(failure.pause_s, self.patience_s) * random.uniform(1.0, 1.1)  # not all processes at once
         if now >= endpoint.rests_until:  # concurrent failures count once
-            rest_s = rest_s or _pause_s(endpoint.failures) * random.uniform(0.5, 1.0)
+            rest_s = rest_s or _pause_s(endpoint.failures, _LONGEST_REST_S)
             endpoint.failures += 1
             if failure.kind in (Kind.BUSY, Kind.DOWN, Kind.BROKEN):
                 endpoint.limit = max(endpoint.limit / 2, 1.0)
@@ -363,7 +353,7 @@ class HttpPool:
             if all(e.problem for e in self.endpoints) and left_s <= 0:
                 self._refuse_waiting()
                 return
-            pause_s = _check_pause_s(checks)
+            pause_s = _pause_s(checks, _LONGEST_CHECK_PAUSE_S)
             await asyncio.sleep(min(pause_s, left_s) if left_s > 0 else pause_s)  # requests fail when the patience ends
         if self._out_of_patience():  # a server is back that was given up
             self._failing_since = None
@@ -446,14 +436,9 @@ def asked_pause_s(headers: Mapping[str, str]) -> float:
         return 0.0
 
 
-def _pause_s(failures: int) -> float:
-    """How long to rest after so many failures."""
-    return min(_PAUSE_S * 2 ** min(failures, 10), _LONGEST_PAUSE_S)
-
-
-def _check_pause_s(checks: int) -> float:
-    """How long to pause after so many checks in a row; different in every process."""
-    return min(_CHECK_PAUSE_S * 2 ** min(checks, 10), _LONGEST_CHECK_PAUSE_S) * random.uniform(0.8, 1.0)
+def _pause_s(failures: int, longest_s: float) -> float:
+    """How long to pause after so many failures in a row; different in every process."""
+    return min(_PAUSE_S * 2 ** min(failures, 10), longest_s) * random.uniform(0.5, 1.0)
 
 
 def message_of(payload: bytes) -> str:

@@ -31,7 +31,7 @@ def is_pairwise(template: Template) -> bool:
     return [label.strip().casefold() for label in template.labels or ()] != ["yes", "no"]
 
 
-def ask_known_answers(judge: PairJudge, template: Template, clips: bool = False) -> tuple[str, str]:
+def ask_known_answers(judge: PairJudge, template: Template, clips: bool) -> tuple[str, str]:
     """(result in words, what is wrong with the judge or ''). clips: show clips of two frames."""
     frames = 2 if clips or template.name.endswith("_video") else 1
     noise = np.random.default_rng(0).integers(0, 256, (frames, 64, 64, 3), dtype=np.uint8)

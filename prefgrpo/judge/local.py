@@ -35,6 +35,9 @@ class LocalJudge(PairJudge):
     """Judges groups with a model loaded in this process."""
 
     streams = False
+    pair_batch = 256
+    """Most pairs per language-model call."""
+    min_label_mass = MIN_LABEL_MASS
 
     def __init__(
         self,
@@ -42,8 +45,6 @@ class LocalJudge(PairJudge):
         template: str = "compare",
         device: str = "auto",
         *,
-        pair_batch: int = 256,
-        min_label_mass: float = MIN_LABEL_MASS,
         dtype: torch.dtype | None = None,
         shown: Shown = SHOWN,
     ) -> None:
@@ -51,26 +52,18 @@ class LocalJudge(PairJudge):
         (auto: this process's current GPU, if there is one).
 
         dtype: by default bf16 on a GPU, as rewards are (an 8B judge then takes 17 GB instead of 33), and float32 on a
-        CPU. template: shipped name or path; its answer must be soft. pair_batch: most pairs per language-model call.
-        min_label_mass: a verdict is missing if the labels' probabilities sum to less than this. shown: instead of
-        what the template says.
+        CPU. template: shipped name or path; its answer must be soft. shown: instead of what the template says.
         """
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
         self.device = device
-        self.pair_batch = pair_batch
-        self.min_label_mass = min_label_mass
         self.template = load_template(template, shown=shown)
         if self.template.answer != "soft" or self.template.labels is None:
             raise JudgeError(
                 f"template '{template}' asks for a text answer; the in-process judge needs a template with labels"
             )
-        order = [p for p in self.template.parts({"prompt": ""}) if isinstance(p, int)]
-        if order not in ([0, 1], [SOURCE, 0, 1]):
-            raise JudgeError(
-                f"template '{template}' shows the source after {{media_1}}, which the in-process judge cannot do: "
-                "use a server"
-            )
+        if SOURCE in [part for part in self.template.parts({"prompt": ""}) if isinstance(part, int)][1:]:
+            raise JudgeError(f"template '{template}' shows the source after {{media_1}}: use a server")
         try:
             kind = AutoConfig.from_pretrained(model).model_type
         except (OSError, ValueError) as error:
@@ -102,11 +95,10 @@ class LocalJudge(PairJudge):
         start = time.perf_counter()
         if self._pad_text in prompt:
             return [Verdict(None, f"the prompt contains the judge's image token {self._pad_text}")] * len(pairs)
-        if not self.template.takes_source:
-            source = ()
-        elif not source:
+        if self.template.takes_source and not source:
             reason = f"template '{self.template.name}' needs a source image, but the sample has none"
             return [Verdict(None, reason)] * len(pairs)
+        source = source if self.template.takes_source else ()
         features, grids = self._encode([*media, *source])
         buckets: dict[tuple[Any, Any], list[int]] = defaultdict(list)
         for n, (i, j) in enumerate(pairs):

@@ -34,7 +34,6 @@ PRIOR = 0.3
 _MAX_NEWTON_STEPS = 200
 """Sparse groups of 24 with one-sided results need about 20."""
 _TOLERANCE = 1e-10
-"""The fit has converged when no log-strength changes by more than this."""
 
 
 def _in_arrival_order(pairs: list[Pair]) -> list[Pair]:
@@ -80,11 +79,7 @@ def k_regular(size: int, seed: int, n: int = 4) -> list[Pair]:
     return _in_arrival_order([p for ring in chosen for p in ring])
 
 
-PLANS: dict[str, Callable[..., list[Pair]]] = {
-    "round_robin": round_robin,
-    "both_orders": both_orders,
-    "k_regular": k_regular,
-}
+PLANS: dict[str, Callable[..., list[Pair]]] = {plan.__name__: plan for plan in (round_robin, both_orders, k_regular)}
 
 
 def get_plan(name: str) -> Plan:
@@ -92,10 +87,8 @@ def get_plan(name: str) -> Plan:
     match = re.fullmatch(r"\s*(\w+)\s*(?:\(\s*(\d+)\s*\))?\s*", name)
     base, number = (match[1], match[2]) if match else (name, None)
     if base not in PLANS or (number and base != "k_regular"):
-        raise ValueError(
-            f"unknown pair plan '{name}'{did_you_mean(base, PLANS)}: expected one of round_robin, both_orders, "
-            "k_regular(n)"
-        )
+        known = "expected one of round_robin, both_orders, k_regular(n)"
+        raise ValueError(f"unknown pair plan '{name}'{did_you_mean(base, PLANS)}: {known}")
     return partial(k_regular, n=int(number)) if number else PLANS[base]
 
 

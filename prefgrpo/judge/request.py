@@ -70,8 +70,9 @@ class MediaIds:
     def __init__(self) -> None:
         self.supported = False
         self.requests = 0
+        """Requests by id."""
         self.misses = 0
-        """Requests by id, and those for an image that the server did not hold."""
+        """Those for an image that the server did not hold."""
         self.sent: WeakKeyDictionary[Encoded, asyncio.Event] = WeakKeyDictionary()
         """Medium → set when it may be named."""
         self.unnamed: WeakSet[Encoded] = WeakSet()
@@ -101,15 +102,6 @@ class MediaIds:
                 event.set()
             if not answered:
                 self.sent.pop(medium, None)
-
-    def forget(self) -> None:
-        """The server was down and may have restarted: it holds nothing."""
-        self.requests = 0
-        self.misses = 0
-        for event in self.sent.values():
-            event.set()
-        self.sent.clear()
-        self.unnamed.clear()
 
 
 def encode(media: Media, image_format: str, frames: int = FRAMES, max_pixels: int = MAX_PIXELS) -> Encoded:

@@ -1,14 +1,7 @@
 """Judge templates: YAML files with the user message, the markers for texts and media, and the format of the answer.
 
-    user: text with {prompt}, {media_1} …, {source} and other {name}s      prefill: start of the assistant's turn
-    labels: the two answers that may follow the prefill      variants: ignore their case      max_tokens: n
-    timeout_s: timeout of one answer (default: 60 if the answer is one token, 600 if it is text)
-    request: {temperature: 0.7, …}: merged into the request's body; null takes a field out
-    frames: n (8), max_pixels: n (2048²)      how much of a clip, and of an image, is shown
-    answer: soft | word | plain | think | flex | scores | json | marks      scores: {name: [low, high]}
-    pattern: a line with {name} and {value} as the judge writes it (scores)
-
-Markers are replaced literally and only once: braces, quotes or markers inside a prompt are left alone.
+Their keys are the fields of `Template`. Markers ({prompt}, {media_1} …, {source}, other {name}s) are replaced literally
+and only once: braces, quotes or markers inside a prompt are left alone.
 """
 
 from __future__ import annotations
@@ -42,19 +35,15 @@ OWN_FIELDS = frozenset({"messages", "model", "n", "stream"})
 """Fields of a request that a template cannot set."""
 FRAMES = 8
 MAX_PIXELS = 2048 * 2048
-"""Frames of a clip that a judge sees, evenly spaced from first to last, and the largest image: larger ones are sent
-smaller. Both by default."""
 SOURCE = -1
 """Placeholder in `Template.parts` for the source images of an edit."""
 
 
 class Shown(NamedTuple):
-    """How much of a medium a judge sees; None: what its template says."""
+    """Most frames of a clip, and pixels of an image or frame, that a judge sees; None: what its template says."""
 
     frames: int | None = None
-    """Most frames of a clip."""
     max_pixels: int | None = None
-    """Most pixels of an image or frame."""
 
 
 SHOWN = Shown()
@@ -79,7 +68,6 @@ class Template:
     """A template: the keys of its file, and its name."""
 
     user: str
-    """The user message with its markers."""
     prefill: str = ""
     """Text at the start of the assistant's turn."""
     labels: tuple[str, str] | None = None
@@ -91,21 +79,20 @@ class Template:
     answer: Literal["", "soft", "word", "plain", "think", "flex", "scores", "json", "marks"] = ""
     """How the answer is parsed."""
     scores: Annotated[tuple[tuple[str, float, float], ...], BeforeValidator(_rows)] = ()
-    """(name, lowest, highest) of each score in the answer, in order."""
+    """(name, lowest, highest) of each score in the answer, in order; in the file {name: [lowest, highest]}."""
     pattern: str = ""
     """How the judge writes one score, with {name} and {value} ('scores' answers)."""
     max_tokens: PositiveInt = 512
     """Longest answer, in tokens (1 for soft)."""
     timeout_s: PositiveFloat = 600.0
-    """Timeout of one request in seconds, unless the judge's configuration sets one."""
+    """Timeout of one request in seconds (60 if the answer is one token), unless the judge's configuration sets one."""
     request: Annotated[str, BeforeValidator(_fields)] = "{}"
     """Fields merged into the request's body, as JSON; null takes one out."""
     frames: PositiveInt = FRAMES
-    """Most frames of a clip that are shown."""
+    """Most frames of a clip that are shown, evenly spaced from first to last."""
     max_pixels: PositiveInt = MAX_PIXELS
-    """Most pixels of an image or frame that is shown."""
+    """Most pixels of an image or frame that is shown; larger ones are sent smaller."""
     name: str = ""
-    """Shipped name or path."""
 
     @cached_property
     def pieces(self) -> tuple[str, ...]:
@@ -114,7 +101,7 @@ class Template:
 
     @property
     def takes_source(self) -> bool:
-        """Whether the template shows the source image."""
+        """Whether the source image of an edit is shown."""
         return "{source}" in self.pieces
 
     def parts(self, texts: Mapping[str, str]) -> list[str | int]:
@@ -164,10 +151,8 @@ def load_template(
     needs: required markers; may: optional ones; media must appear in order, each once. kinds: answers that the caller
     supports. shown: instead of what the file says.
     """
-    file = name
     shipped = shipped_templates()
-    if "user" not in shipped.get(name, {"user": ""}):
-        file = published_template(name)
+    file = name if "user" in shipped.get(name, {"user": ""}) else published_template(name)
     if file not in shipped and not Path(file).is_file():
         raise JudgeError(
             f"judge template '{name}' not found{did_you_mean(name, shipped)}: expected one of {', '.join(shipped)} or "
@@ -176,10 +161,8 @@ def load_template(
     try:
         content = shipped.get(file) or read_yaml(file)
         answer = content.get("answer", "soft" if content.get("labels") else "plain")
-        defaults = {
-            "max_tokens": _MAX_TOKENS.get(answer, 512),
-            "timeout_s": 60.0 if answer in ("soft", "word") else 600.0,
-        }
+        timeout_s = 60.0 if answer in ("soft", "word") else 600.0
+        defaults = {"max_tokens": _MAX_TOKENS.get(answer, 512), "timeout_s": timeout_s}
         given = {key: value for key, value in shown._asdict().items() if value is not None}
         template = section(Template, defaults | content | given | {"answer": answer, "name": name}, "template")
     except ConfigError as error:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -61,7 +60,3 @@ class PairJudge(ABC):
 
         source: the source images if the media are edits.
         """
-
-    def submit(self, prompt: str, first: Media, second: Media, source: Sequence[Media] = ()) -> Future[Verdict]:
-        """Send one pair without waiting (streaming backends only)."""
-        raise TypeError(f"{type(self).__name__} judges whole groups; use judge_group")

@@ -66,12 +66,6 @@ def _template() -> Template:
     """page.html.j2 with the filters that write numbers."""
     loader = FileSystemLoader(Path(__file__).parent)
     environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"percent": headline.percent, "number": number, "result": _result}
+    environment.filters |= {"percent": headline.percent, "number": number}
     environment.filters |= {"pictures": verdicts.pictures, "rows": verdicts.rows}
     return environment.get_template("page.html.j2")
-
-
-def _result(win: float) -> str:
-    if math.isnan(win):
-        return "no verdict"
-    return "won" if win > 0.5 else "lost" if win < 0.5 else "tied"

@@ -1,6 +1,6 @@
 """A vision-language judge compares the members of a group in pairs; the reward is the win rate.
 
-    r_i = Σ_j W_ij / n_i over the comparisons of i with a verdict, or its Bradley-Terry estimate (judge/rate.py)
+    r_i = Σ_j W_ij / n_i over the comparisons of i with a verdict, or its Bradley-Terry estimate (judge/pairs.py)
     unifiedreward_flex            (w_o · r_i + w_c · Σ_d w_d r_id / Σ_d w_d) / (w_o + w_c)
 
 r_id: win rate of member i in category d; the sums run over the categories in which it was compared. The rewards
@@ -60,10 +60,11 @@ class VlmPairwise(Reward):
         self.question = self.template or type(self).template or "compare"
         self.plan_pairs = get_plan(self.plan)
         if not isinstance(self.judge, PairJudge):
-            from prefgrpo.judge.check import open_judge  # imports aiohttp
+            from prefgrpo.judge.check import check, open_judge  # imports aiohttp
 
             config = self.judge if isinstance(self.judge, JudgeConfig) else section(JudgeConfig, self.judge, "judge")
-            self.judge = open_judge(config, self.question, shown=Shown(self.frames, self.max_pixels))[0]
+            self.judge = open_judge(config, self.question, shown=Shown(self.frames, self.max_pixels))
+            check(self.judge)
         if not self.judge.clips:
             self.takes = ("image",)  # type: ignore[assignment]
         self.streams = self.judge.streams

@@ -78,11 +78,11 @@ def _check_entry(config: Config, entry: RewardEntry) -> None:
         raise ValueError(f"rename the reward {entry.name!r}: {why}")
     asks = _asks_judge(entry)
     factory(entry.reward, entry.options | ({"judge": None} if asks else {}))
-    if not asks and entry.judge:
-        raise ValueError(f"{entry.name} asks no judge: remove `judge` from its entry")
     if asks:
         judge_config(config, entry)
-    if asks and issubclass(load_class(entry.reward), VlmPairwise):
+    elif entry.judge:
+        raise ValueError(f"{entry.name} asks no judge: remove `judge` from its entry")
+    if _compares(entry):
         load_template(_question(entry))
         plan = get_plan(entry.options.get("plan", "both_orders"))
         if entry in config.rewards:
@@ -94,9 +94,19 @@ def _asks_judge(entry: RewardEntry) -> bool:
     return load_class(entry.reward).judged and "url" not in entry.options
 
 
+def _compares(entry: RewardEntry) -> bool:
+    """Whether a reward asks a judge from this process which of two media is better."""
+    return _asks_judge(entry) and issubclass(load_class(entry.reward), VlmPairwise)
+
+
 def _question(entry: RewardEntry) -> str:
     """Name of the template of a pairwise reward."""
     return str(entry.options.get("template") or load_class(entry.reward).template or "compare")
+
+
+def pairwise_templates(entries: Iterable[RewardEntry]) -> dict[str, Template]:
+    """Reward → template, of the pairwise rewards that ask a judge."""
+    return {entry.name: load_template(_question(entry)) for entry in entries if _compares(entry)}
 
 
 def judge_config(config: Config, entry: RewardEntry, world: World | None = None) -> JudgeConfig:
@@ -134,38 +144,30 @@ class Rewards:
         """
         wanted = {entry.name: entry for entry in entries}
         rewards = {entry.name: reward for entry, reward in self._built if wanted.get(entry.name) == entry}
-        new = {name: entry for name, entry in wanted.items() if name not in rewards}
-        self.check(field, new.values(), prompts)
-        judges: dict[str, Any] = {}
-        for name, entry in new.items():
-            if _asks_judge(entry):
-                judge = judge_config(self.config, entry, self.world)
-                self._reach(judge)
-                pairwise = issubclass(load_class(entry.reward), VlmPairwise)
-                judges[name] = {"judge": self._open(entry, judge, prompts) if pairwise else judge}
-        ready = [replace(entry, options=entry.options | judges.get(name, {})) for name, entry in new.items()]
+        new = [entry for name, entry in wanted.items() if name not in rewards]
+        self.check(field, new, prompts)
+        ready = [replace(e, options=e.options | self._judge_option(e, prompts)) for e in new]
         built = build(ready) if ready else {}
         self._check_inputs(field, built, prompts)
-        self._built += [(new[name], reward) for name, reward in built.items()]
+        self._built += [(entry, built[entry.name]) for entry in new]
         rewards |= built
         return {name: rewards[name] for name in wanted}
-
-    def _check_inputs(
-        self, field: str, rewards: Mapping[str, Any], prompts: Sequence[Prompt], questions: Mapping[str, str] = {}
-    ) -> None:
-        """Raise ConfigError if rewards, or reward classes, cannot score what there is."""
-        if errors := [text for kind in self.media for text in unsupported(kind, field, rewards, prompts, questions)]:
-            raise ConfigError(list(dict.fromkeys(errors)))
 
     def check(self, field: str, entries: Iterable[RewardEntry], prompts: Sequence[Prompt]) -> None:
         """What can be known before a judge is asked or a reward is loaded. Raises ConfigError if a reward, or its
         template, cannot score these prompts, or a Python function fails on grey images."""
         entries = list(entries)
         classes = {entry.name: load_class(entry.reward) for entry in entries}
-        pairwise = [e for e in entries if _asks_judge(e) and issubclass(classes[e.name], VlmPairwise)]
-        self._check_inputs(field, classes, prompts, {entry.name: _question(entry) for entry in pairwise})
+        self._check_inputs(field, classes, prompts, pairwise_templates(entries))
         if errors := list(self._function_errors(field, entries, prompts)):
             raise ConfigError(errors)
+
+    def _check_inputs(
+        self, field: str, rewards: Mapping[str, Any], prompts: Sequence[Prompt], asked: Mapping[str, Template] = {}
+    ) -> None:
+        """Raise ConfigError if rewards, or reward classes, cannot score what there is."""
+        if errors := [text for kind in self.media for text in unsupported(kind, field, rewards, prompts, asked)]:
+            raise ConfigError(list(dict.fromkeys(errors)))
 
     def _function_errors(self, field: str, entries: Sequence[RewardEntry], prompts: Sequence[Prompt]) -> Iterator[str]:
         r = self.config.rollout
@@ -178,10 +180,33 @@ class Rewards:
                 if why := failure(factory(entry.reward, entry.options)(), sample):
                     yield f"{field}: {entry.name}, tried on grey images {list(shape)}: {why}"
 
+    def _judge_option(self, entry: RewardEntry, prompts: Sequence[Prompt]) -> dict[str, Any]:
+        """A reward's option `judge`, once every process reaches it: a pairwise reward's is open, and has judged a pair
+        as large as those of this run. Raises JudgeError."""
+        if not _asks_judge(entry):
+            return {}
+        config = judge_config(self.config, entry, self.world)
+        if config.endpoints:
+            self._reach(config)
+        if not _compares(entry):
+            return {"judge": config}
+        from prefgrpo.judge.check import Shape, check, open_judge
+
+        shown = Shown(entry.options.get("frames"), entry.options.get("max_pixels"))
+        key = repr((config, _question(entry), shown))
+        if key not in self._judges:
+            judge = open_judge(config, _question(entry), str(self.world.device), shown)
+            r = self.config.rollout
+            clips = judge.clips and "video" in self.media
+            longest = max((prompt.text for prompt in prompts), key=len, default="")
+            shape = Shape(r.height, r.width, judge.template.frames if clips else 1, longest) if prompts else None
+            health = self.world.on_main(lambda: check(judge, known_answers=True, clips=clips, shape=shape), JudgeError)
+            self.notes += [f"judge {row}" for row in health.rows] if health else []
+            self._judges[key] = judge
+        return {"judge": self._judges[key]}
+
     def _reach(self, judge: JudgeConfig) -> None:
         """Wait in every process until it reaches a server. JudgeError in all of them if one cannot."""
-        if not judge.endpoints:
-            return
         from prefgrpo.judge.check import check_reachable
 
         first_here = os.environ.get("LOCAL_RANK", "0") == "0"
@@ -194,31 +219,6 @@ class Rewards:
         if problems := [text for text in self.world.all_gather_object(problem) if text]:
             more = f" ({len(problems)} of {self.world.size} processes)" if self.world.size > 1 else ""
             raise JudgeError(f"{problems[0]}{more}")
-
-    def _open(self, entry: RewardEntry, judge: JudgeConfig, prompts: Sequence[Prompt]) -> PairJudge:
-        """A judge that answers, also a pair as large as those of this run. Raises JudgeError if not."""
-        from prefgrpo.judge.check import Shape, open_judge
-
-        template = _question(entry)
-        shown = Shown(entry.options.get("frames"), entry.options.get("max_pixels"))
-        key = repr((judge, template, shown))
-        if key not in self._judges:
-            r = self.config.rollout
-            clips = "video" in self.media
-            longest = max((prompt.text for prompt in prompts), key=len, default="")
-            frames = load_template(template, shown=shown).frames if clips else 1
-            self._judges[key], rows = open_judge(
-                judge,
-                template,
-                device=str(self.world.device),
-                known_answers=True,
-                clips=clips,
-                shape=Shape(r.height, r.width, frames, longest) if prompts else None,
-                once=lambda work: self.world.on_main(work, JudgeError),
-                shown=shown,
-            )
-            self.notes += [f"judge {row}" for row in rows]
-        return self._judges[key]
 
     @property
     def served(self) -> dict[str, str]:
@@ -239,44 +239,34 @@ def makes_clips(config: Config) -> bool:
 
 
 def unsupported(
-    kind: str, field: str, rewards: Mapping[str, Any], prompts: Sequence[Prompt], questions: Mapping[str, str] = {}
+    kind: str, field: str, rewards: Mapping[str, Any], prompts: Sequence[Prompt], asked: Mapping[str, Template] = {}
 ) -> list[str]:
     """Why rewards, or reward classes, cannot score the images or clips (kind) of these prompts.
 
-    questions: names of the templates of pairwise rewards.
+    asked: templates of pairwise rewards.
     """
     errors = []
+    bare = [prompt for prompt in prompts if not prompt.source]
     for name, reward in rewards.items():
         if kind not in reward.takes:
             media = "clips" if kind == "video" else "images"
             hint = "; a judge accepts clips only over http" if reward.judged and kind == "video" else ""
             errors.append(f"{field}: {name} takes {' or '.join(reward.takes)}, but these are {media}{hint}")
-        lacking = [p for p in prompts if not p.source]
-        asked = questions.get(name)
-        if lacking and not reward.needs_source and asked and load_template(asked).takes_source:
-            errors.append(
-                f"{field}: the template {asked} of {name} shows a source image, which {len(lacking)} prompt(s) lack, "
-                f"the first: {lacking[0].text[:60]!r}; expected a file with a source_image column, or a template "
-                "without {source}, such as compare"
-            )
-        if lacking and reward.needs_source:
-            errors.append(
-                f"{field}: {name} scores edits, but {len(lacking)} prompt(s) have no source image, the first: "
-                f"{lacking[0].text[:60]!r}; expected a file with a source_image column"
-            )
+        lacking: list[tuple[str, str, list[Prompt]]] = []
+        if reward.needs_source:
+            lacking.append((f"{name} scores edits of a source image", "expected a source_image column", bare))
+        elif name in asked and asked[name].takes_source:
+            other = "expected a source_image column, or a template without {source}, such as compare"
+            lacking.append((f"the template {asked[name].name} of {name} shows a source image", other, bare))
         for key in reward.meta_keys:
-            if lacking := [p for p in prompts if key not in p.meta]:
-                errors.append(
-                    f"{field}: {name} needs the column '{key}', which {len(lacking)} prompt(s) lack, the first: "
-                    f"{lacking[0].text[:60]!r} (its columns: {', '.join(lacking[0].meta) or 'none'})"
-                )
+            some = [prompt for prompt in prompts if key not in prompt.meta]
+            columns = ", ".join(some[0].meta) if some else ""
+            lacking.append((f"{name} needs the column '{key}'", f"its columns: {columns or 'none'}", some))
+        for needs, advice, some in lacking:
+            if some:
+                first = f"the first: {some[0].text[:60]!r} ({advice})"
+                errors.append(f"{field}: {needs}, which {len(some)} prompt(s) lack, {first}")
     return errors
-
-
-def pairwise_templates(entries: Iterable[RewardEntry]) -> dict[str, Template]:
-    """Reward → template, of the pairwise rewards that ask a judge."""
-    asking = [entry for entry in entries if _asks_judge(entry) and issubclass(load_class(entry.reward), VlmPairwise)]
-    return {entry.name: load_template(_question(entry)) for entry in asking}
 
 
 def unread_columns(config: Config, prompts: Sequence[Prompt]) -> list[str]:

@@ -26,7 +26,7 @@ from prefgrpo.parallel.parallelize import context_errors, parallelize
 from prefgrpo.parallel.world import Layout, World
 from prefgrpo.rollout.endpoint import EndpointCollector
 from prefgrpo.rollout.replay import TrajectoryCollector
-from prefgrpo.rollout.sampling import Schedules, eval_sampling
+from prefgrpo.rollout.sampling import Schedules
 from prefgrpo.run import checkpoint
 from prefgrpo.run.fits import model_bytes, refusal, static_bytes, stored_bytes, whole_gradients
 from prefgrpo.run.policy import Policy
@@ -99,7 +99,7 @@ def open_adapter(config: Config, device: torch.device, encoders: bool = True, sp
             source_area=config.rollout.source_area,
             guidance_gradient=config.train.guidance_gradient,
         )
-    for section, sizes in {"rollout": config.rollout, "eval": eval_sampling(config)}.items():
+    for section, sizes in {"rollout": config.rollout, "eval": config.eval_sampling}.items():
         with config_errors_as(f"{section}.height/width/frames/steps"):
             adapter.latent_shape(sizes)
             if sizes.shift is None and sizes.steps == 1:  # NaN, if the scheduler stretches to a last sigma
@@ -131,7 +131,7 @@ def open_model(config: Config, goal: Objective, world: World, encoders: bool) ->
     shape = adapter.latent_shape(config.rollout)
     _check_memory(parts | {"stored samples": stored_bytes(config, shape, world.layout, world.size)}, world.device)
     problems: list[str] = []
-    for sizes, field in {eval_sampling(config): "eval", config.rollout: "rollout"}.items():
+    for sizes, field in {config.eval_sampling: "eval", config.rollout: "rollout"}.items():
         problems += context_errors(adapter, field, sizes, config.data.max_length, world.layout)
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
@@ -165,7 +165,7 @@ def open_schedules(config: Config, adapter: Adapter, world: World) -> Schedules:
     schedules = Schedules(config, adapter, world.device)
     schedules.check()
     with config_errors_as("eval.steps"):
-        schedules.ode(eval_sampling(config))
+        schedules.ode(config.eval_sampling)
     return schedules
 
 
