@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import block_ops, harness, integrations, test_advantage, test_policy_loss, test_sde_step
+from benchmarks import advantage, block_ops, harness, integrations, policy_loss, sde_step
 from benchmarks.blocks import replace_block, rounded, write_json
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -96,7 +96,7 @@ def main() -> None:
         harness.keep_freed_memory()
         run: dict[str, Any] = {"machine": harness.machine(args.device), "results": []}
         bandwidth = harness.BANDWIDTH.get(run["machine"]["device"])
-        modules = [test_sde_step, test_policy_loss, test_advantage, integrations]
+        modules = [sde_step, policy_loss, advantage, integrations]
         if args.device == "cuda":  # on a CPU these ops are the formulas that they replace
             modules.append(block_ops)
         for module in modules:

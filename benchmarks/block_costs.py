@@ -1,4 +1,4 @@
-"""What the repeated blocks of every family cost at its published size, diffusers' own and fused, on meta tensors.
+"""What fused blocks cost at the published sizes of every family, beside diffusers' own, on meta tensors.
 
     python -m benchmarks.block_costs            # writes the tables of docs/scale.md
 
@@ -14,6 +14,7 @@ import importlib
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -29,9 +30,8 @@ from torch.utils.flop_counter import flop_registry
 
 from benchmarks.blocks import replace_block
 from prefgrpo.models import family
-from prefgrpo.models.blocks import FUSED, fused, kept, random_inputs
+from prefgrpo.models.blocks import fused, kept, random_inputs
 from prefgrpo.models.lora import fuse_lora
-from prefgrpo.models.rotary import fuse_rotary
 from prefgrpo.models.sd3 import JointAttention
 
 PRODUCTS = 774e12
@@ -138,9 +138,6 @@ MODELS = (
     Model("HunyuanVideo", "480×832×81", "hunyuan_video", "HunyuanVideoTransformer3DModel", {}, both(CLIP, PROMPT)),
     Model("HunyuanVideo-1.5", "480×832×81", "hunyuan_video_15", "HunyuanVideo15Transformer3DModel", {},
           (Kind("num_layers", first, (CLIP, PROMPT)),)),
-    # diffusers' scripts/convert_ltx2_to_diffusers.py; a token is 32 × 32 pixels and 8 frames
-    Model("LTX-2", "512×768×121", "ltx2", "LTX2VideoTransformer3DModel", {"rope_type": "split"},
-          (Kind("num_layers", first, (16 * 16 * 24, 1024)),)),
     # diffusers' scripts/convert_wan_to_diffusers.py
     Model("Wan2.1 1.3B", "480×832×81", "wan", WAN, {"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30},
           (Kind("num_layers", first, (CLIP, 512)),)),
@@ -155,32 +152,11 @@ MODELS = (
 
 def inputs_of(model: Model, kind: Kind, block: nn.Module) -> dict[str, Any]:
     """Arguments without memory, in bf16 except for rotary tables."""
-    name = type(block).__name__
-    if name in FUSED:
-        given = random_inputs(block, name, torch.device("meta"), 1, kind.tokens)
-    else:
-        given = ltx2(*kind.tokens, round(121 / 24 * 16000 / 160 / 4))
+    given = random_inputs(block, type(block).__name__, torch.device("meta"), 1, kind.tokens)
     if model.family == "wan_ti2v":  # a time for each token
         given["temb"] = given["temb"][:, None].repeat(1, kind.tokens[0], 1, 1)
     floats = {k: t.bfloat16() for k, t in given.items() if isinstance(t, Tensor) and t.is_floating_point()}
     return given | floats
-
-
-def ltx2(tokens: int, text: int, sound: int) -> dict[str, Any]:
-    """Arguments of LTX-2's block; sound: its tokens, 4 spectra of 160 samples at 16 kHz each, beside 24 frames/s."""
-
-    def some(*shape: int) -> Tensor:
-        return torch.empty(1, *shape, device="meta")
-
-    return {
-        "hidden_states": some(tokens, 4096), "audio_hidden_states": some(sound, 2048),
-        "encoder_hidden_states": some(text, 4096), "audio_encoder_hidden_states": some(text, 2048),
-        "temb": some(1, 6 * 4096), "temb_audio": some(1, 6 * 2048),
-        "temb_ca_scale_shift": some(1, 4 * 4096), "temb_ca_audio_scale_shift": some(1, 4 * 2048),
-        "temb_ca_gate": some(1, 4096), "temb_ca_audio_gate": some(1, 2048),
-        "video_rotary_emb": (some(32, tokens, 64),) * 2, "audio_rotary_emb": (some(32, sound, 32),) * 2,
-        "ca_video_rotary_emb": (some(32, tokens, 32),) * 2, "ca_audio_rotary_emb": (some(32, sound, 32),) * 2,
-    }  # fmt: skip
 
 
 FREE = (torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.new_empty, torch.ops.aten.detach)
@@ -272,8 +248,7 @@ def as_on_a_gpu() -> Iterator[Counter]:
 
 
 def published(model: Model) -> Any:
-    """The denoiser with one block of each kind, this package's rotary embedding and the family's LoRA of rank 64."""
-    fuse_rotary()
+    """The denoiser with one block of each kind and the family's LoRA of rank 64."""
     make = getattr(diffusers, model.net)
     few = {"num_layers": 3, "num_single_layers": 1, "n_layers": 1, "n_refiner_layers": 1}
     few = {name: count for name, count in few.items() if name in inspect.signature(make.__init__).parameters}
@@ -296,7 +271,7 @@ def block_of(net: Any, kind: Kind, is_fused: bool) -> Iterator[nn.Module]:
     """The block, diffusers' own or fused."""
     block = kind.find(net)
     own = type(block)
-    if is_fused and own.__name__ in FUSED:
+    if is_fused:
         block.__class__ = fused(own)
     try:
         yield block
@@ -317,14 +292,13 @@ def forward_costs(model: Model, net: Any, kind: Kind, is_fused: bool) -> Counter
 def kept_bytes(model: Model, net: Any, kind: Kind, is_fused: bool) -> int:
     """Memory that autograd keeps of one forward, without weights and arguments that all blocks share."""
     inputs = inputs_of(model, kind, kind.find(net))
-    streams = ("x", "hidden_states", "encoder_hidden_states", "audio_hidden_states")
+    streams = ("x", "hidden_states", "encoder_hidden_states")
     shared = [*net.parameters(), *tree_leaves([v for name, v in inputs.items() if name not in streams])]
     memory = {t.untyped_storage()._cdata: 0 for t in shared if isinstance(t, Tensor)}
     alive: list[Any] = []
-    pack = kept._pack
 
     def packed(t: Tensor) -> Any:
-        found = pack(t)
+        found = kept._pack(t)
         alive.append(found)
         for part in [found] if isinstance(found, Tensor) else tree_leaves(found.result.args):
             if isinstance(part, Tensor):
@@ -335,8 +309,10 @@ def kept_bytes(model: Model, net: Any, kind: Kind, is_fused: bool) -> int:
     for name in streams:
         if isinstance(inputs.get(name), Tensor):
             inputs[name].requires_grad_()
-    hooks = torch.autograd.graph.saved_tensors_hooks(packed, kept._unpack)
-    with block_of(net, kind, is_fused) as block, as_on_a_gpu(), hooks, mock.patch.object(kept, "_pack", packed):
+    graph = torch.autograd.graph
+    hooks = partial(graph.saved_tensors_hooks, packed, kept._unpack)
+    of_block = mock.patch.object(graph, "saved_tensors_hooks", lambda *_: hooks())
+    with block_of(net, kind, is_fused) as block, as_on_a_gpu(), hooks(), of_block:
         block(**inputs)
     return sum(memory.values())
 
@@ -384,14 +360,13 @@ def tables() -> Tables:
             ours.add(forward_costs(model, net, kind, True), model.count(kind))
             block = type(kind.find(net)).__name__
             before, after = (kept_bytes(model, net, kind, is_fused) / 2**20 for is_fused in (False, True))
-            if block in FUSED:
-                sizes = f"{before:,.0f} | {after:,.0f} | {after / before:.2f}"
-                memory.append(f"| {model.name} | {model.count(kind)} × `{block}` | {sizes} |")
+            sizes = f"{before:,.0f} | {after:,.0f} | {after / before:.2f}"
+            memory.append(f"| {model.name} | {model.count(kind)} × `{block}` | {sizes} |")
         if model is MODELS[0]:
             flux.add(own, 1)
         slow = own.bytes / OWN
         whole = own.products / PRODUCTS + own.attention / ATTENTION + slow
-        won = (slow - ours.bytes / OURS) / whole if ours.bytes < own.bytes else 0.0
+        won = (slow - ours.bytes / OURS) / whole
         tokens = " + ".join(f"{count:,}" for count in model.kinds[0].tokens)
         flop = f"{own.products / 1e12:.1f} | {own.attention / 1e12:.1f}"
         moved = f"{own.bytes / 1e9:,.0f} | {ours.bytes / 1e9:,.0f} | {own.kernels:,} | {ours.kernels:,}"

@@ -91,7 +91,7 @@ def forward(function: Callable[[Inputs], tuple[Tensor, ...]], i: Inputs) -> Resu
         return {f"y{n}": t for n, t in enumerate(function(i))}
 
 
-def training(function: Callable[[Inputs], tuple[Tensor, ...]], leaves: tuple[str, ...], i: Inputs) -> Results:
+def training(function: Callable[[Inputs], tuple[Tensor, ...]], i: Inputs, leaves: tuple[str, ...]) -> Results:
     """The results and the gradients of the leaves."""
     held = {name: i[name].detach().requires_grad_() for name in leaves}
     out = function({**i, **held})
@@ -104,7 +104,7 @@ def truth(name: str, is_training: bool, i: Inputs, _: Results) -> Results:
     """The formula in fp64."""
     op = OPS[name]
     exact = {k: t.double() for k, t in i.items()}
-    results = training(op.eager, op.leaves, exact) if is_training else forward(op.eager, exact)
+    results = training(op.eager, exact, op.leaves) if is_training else forward(op.eager, exact)
     return {k: t.detach() for k, t in results.items()}
 
 
@@ -115,18 +115,14 @@ def cases(device: str) -> Iterator[Case]:
         make = partial(inputs, shape, vector_dtype, device)
         fast = torch.compile(op.eager, dynamic=False)
         plain = forward(op.ours, make(0))
-        trained = training(op.ours, op.leaves, make(0))
+        trained = training(op.ours, make(0), op.leaves)
         if not all(torch.equal(t, trained[key]) for key, t in plain.items()):
             raise RuntimeError(f"{name}: other bits with gradient than without")
         for is_training in (False, True):
             functions = {"ours": op.ours, "eager": op.eager, "compile": fast}
             run = partial(training, leaves=op.leaves) if is_training else forward
-            variants: dict[str, Any] = {k: partial(_call, run, function) for k, function in functions.items()}
+            variants: dict[str, Any] = {k: partial(run, function) for k, function in functions.items()}
             size = op.passes[is_training] * torch.Size(shape).numel() * 2
             label = f"{name}{' with gradient' if is_training else ''}"
             dtypes = f"bf16, vectors {'bf16' if vector_dtype == torch.bfloat16 else 'fp32'}"
             yield Case(label, shape_name, dtypes, size, make, variants, partial(truth, name, is_training))
-
-
-def _call(run: Callable[..., Results], function: Any, i: Inputs) -> Results:
-    return run(function, i=i)

@@ -21,7 +21,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, cuda
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -229,20 +228,6 @@ def measure(case: Case, device: str, rounds: int) -> dict[str, Any]:
     if isinstance(samplers["ours"], GpuTimer):
         row["clocks"] = samplers["ours"].clocks()
     return row
-
-
-def timed(cases: Callable[[str], Iterable[Case]]) -> Any:
-    """A test of every variant on the CPU, on one set of inputs, for `pytest benchmarks --benchmark-only`."""
-    pairs = [(case, name) for case in cases("cpu") for name in case.variants]
-    names = [f"{case.op}-{case.shape}-{case.dtypes}-{name}" for case, name in pairs]
-
-    @pytest.mark.parametrize(("case", "variant"), pairs, ids=names)
-    def test(benchmark: Any, case: Case, variant: str) -> None:
-        check(case)
-        benchmark.group = f"{case.op} · {case.shape} · {case.dtypes}"
-        benchmark(run, variant, case.variants[variant], case.make(0))
-
-    return test
 
 
 def clocks() -> list[float] | None:

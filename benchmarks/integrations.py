@@ -19,7 +19,7 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 
 from benchmarks.harness import Case, Results
-from benchmarks.test_sde_step import BF16, ETA, F32, NAMES, SIGMA, SIGMA_NEXT, drawn_truth, inputs, truth
+from benchmarks.sde_step import BF16, ETA, F32, NAMES, SIGMA, SIGMA_NEXT, drawn_truth, inputs, truth
 from prefgrpo.integrations import flow_grpo, verl_omni
 
 FLOW_GRPO = "flow_grpo/flow_grpo/diffusers_patch/sd3_sde_with_logprob.py"

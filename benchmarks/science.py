@@ -124,8 +124,6 @@ EXPERIMENTS = {
     "c": Experiment(("both_orders", "one_order", "index_order")),
     "d": Experiment(("regular", "regular_wins")),
 }
-ORDER = ("a", "c", "b", "d")
-"""Order in which experiments are run."""
 TITLES = {
     "accuracy": "held-out accuracy", "truth": "held-out truth", "opinion": "the judge's opinion",
     "gap": "gap: growth of opinion − truth",
@@ -168,8 +166,8 @@ def run(job: tuple[str, int, Path]) -> str:
 
 
 def jobs(only: Sequence[str], seeds: Sequence[int], folder: Path) -> list[tuple[str, int, Path]]:
-    """Jobs in order, seed by seed."""
-    names = dict.fromkeys(name for key in ORDER if key in only for name in EXPERIMENTS[key].arms)
+    """Jobs of the experiments `only`, seed by seed."""
+    names = dict.fromkeys(name for key in only for name in EXPERIMENTS[key].arms)
     return [(name, seed, folder) for seed in seeds for name in names]
 
 
@@ -271,7 +269,9 @@ def render() -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.science", description=__doc__)
-    parser.add_argument("--only", nargs="*", default=ORDER, choices=ORDER, help="experiments; all by default")
+    parser.add_argument(
+        "--only", nargs="*", default=list(EXPERIMENTS), choices=EXPERIMENTS, help="experiments; all by default"
+    )
     parser.add_argument("--seeds", nargs="*", type=int, default=SEEDS, help="default: the seeds of the page")
     parser.add_argument("--jobs", type=int, default=1, help="runs at once, each on one thread")
     parser.add_argument("--render", action="store_true", help="run nothing: figures and tables of docs/science.md")

@@ -176,37 +176,41 @@ def _reset_peak(device: str) -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
+def trainer_of(
+    pipe: Any, model: Path, work: Path, side: int, group: int, batch: int, recomputed: float, **more: Any
+) -> Trainer:
+    """A run of the recipe lora_flux at `side`² pixels: 3 steps of one prompt, with an update for each batch."""
+    on_cpu = pipe.transformer.device.type == "cpu"
+    return Trainer.from_recipe(
+        RECIPE,
+        str(model),
+        train_prompts=list(PROMPTS),
+        rewards=brightness,
+        steps=3,
+        output=str(work),
+        trackers=[],
+        dtype="fp32" if on_cpu else "bf16",
+        eval={"every": 0},
+        checkpoint={"every": 10**6},
+        data={"cache": str(work / "cache"), "max_length": 24 if on_cpu else 512},
+        rollout={
+            "height": side, "width": side, "prompts_per_step": 1, "group_size": group, "batch_size": batch,
+            "steps": pref_grpo.STEPS, "window_high": pref_grpo.STEPS - 1, "window_size": pref_grpo.TRAINED,
+        },
+        train={"updates_per_rollout": group // batch, "gradient_checkpointing": recomputed},
+        **more,
+    )  # fmt: skip
+
+
 def train_flux(pipe: Any, model: Path, work: Path, label: str, side: int, recomputed: float) -> dict[str, Any]:
     """One trial: --dry-run, then 3 steps of which the first is not timed."""
     device = pipe.transformer.device.type
     line: dict[str, Any] = {"trial": label, "side": side, "recomputed": recomputed}
     steps: list[dict[str, float]] = []
-
-    def trainer(name: str) -> Trainer:
-        return Trainer.from_recipe(
-            RECIPE,
-            str(model),
-            train_prompts=list(PROMPTS),
-            rewards=brightness,
-            steps=3,
-            on_step=lambda step, metrics: steps.append(metrics),
-            name=name,
-            output=str(work),
-            trackers=[],
-            dtype="bf16" if device == "cuda" else "fp32",
-            eval={"every": 0},
-            checkpoint={"every": 10**6},
-            data={"cache": str(work / "cache"), "max_length": 512 if device == "cuda" else 24},
-            rollout={
-                "height": side, "width": side, "prompts_per_step": 1, "group_size": 2, "batch_size": 2,
-                "steps": 6, "window_high": 5, "window_size": 3,
-            },
-            train={"updates_per_rollout": 1, "gradient_checkpointing": recomputed},
-        )  # fmt: skip
-
     try:
         with loaded(pipe):
-            run = trainer(label)
+            callback = {"on_step": lambda step, metrics: steps.append(metrics)}
+            run = trainer_of(pipe, model, work, side, 2, 2, recomputed, name=label, **callback)
             config = run.config
             line["said at start"] = [note for note in run.notes if note.startswith("memory ")]
             _reset_peak(device)
@@ -255,31 +259,11 @@ def train(
 # ---- peers ----------------------------------------------------------------------------------------------------------
 
 
-def our_step(pipe: Any, model: Path, work: Path, side: int, text: int, batch: int) -> float:
+def our_step(pipe: Any, model: Path, work: Path, side: int, batch: int) -> float:
     """Seconds of our training step with as much work as `pref_grpo.their_step`."""
-    on_cpu = pipe.transformer.device.type == "cpu"
+    sizes = (side, pref_grpo.GROUP, batch, 1.0)
     with loaded(pipe):
-        trainer = Trainer.from_recipe(
-            RECIPE,
-            str(model),
-            train_prompts=list(PROMPTS),
-            rewards=brightness,
-            steps=3,
-            lora_rank=pref_grpo.RANK,
-            name=f"{side} {batch}",
-            output=str(work),
-            trackers=[],
-            dtype="fp32" if on_cpu else "bf16",
-            eval={"every": 0},
-            checkpoint={"every": 10**6},
-            data={"cache": str(work / "cache"), "max_length": text},
-            rollout={
-                "height": side, "width": side, "prompts_per_step": 1,
-                "group_size": pref_grpo.GROUP, "batch_size": batch,
-                "steps": pref_grpo.STEPS, "window_high": pref_grpo.STEPS - 1, "window_size": pref_grpo.TRAINED,
-            },
-            train={"updates_per_rollout": 1 if batch == pref_grpo.GROUP else 2, "gradient_checkpointing": 1.0},
-        )  # fmt: skip
+        trainer = trainer_of(pipe, model, work, *sizes, name=f"{side} {batch}", lora_rank=pref_grpo.RANK)
         try:
             return pref_grpo.timed_steps(pipe.transformer, lambda step: trainer.step(step, Clock()))
         finally:
@@ -299,8 +283,8 @@ def peers(
     for side in sides or (1024, 512):
         ways: dict[str, Callable[[], float]] = {
             "Pref-GRPO": partial(pref_grpo.their_step, pipe, side, text),
-            "prefgrpo, batches of 2": partial(our_step, pipe, model, place, side, text, 2),
-            "prefgrpo, batches of 4": partial(our_step, pipe, model, place, side, text, 4),
+            "prefgrpo, batches of 2": partial(our_step, pipe, model, place, side, 2),
+            "prefgrpo, batches of 4": partial(our_step, pipe, model, place, side, 4),
         }
         for name, measure in ways.items():
             _reset_peak(device)

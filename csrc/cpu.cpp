@@ -250,7 +250,6 @@ void winrate(const WinrateParams& p, int64_t) {
 
 }  // namespace
 
-extern const Kernels kernels;
 const Kernels kernels = {sde_step, sde_logp, sde_grad, normal, policy_loss, winrate};
 
 }  // namespace cpu

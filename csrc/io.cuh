@@ -62,10 +62,7 @@ struct Lane {
     if (tile.is_wide(q)) {
       for (int k = 0; k < kWords; k += 4) {
         const uint4 a = reinterpret_cast<const uint4*>(q)[k / 4];
-        w[k] = a.x;
-        w[k + 1] = a.y;
-        w[k + 2] = a.z;
-        w[k + 3] = a.w;
+        memcpy(w + k, &a, sizeof a);
       }
       return;
     }

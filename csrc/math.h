@@ -20,23 +20,15 @@
 namespace prefgrpo {
 
 PG_INLINE uint32_t bits(float x) {
-#if defined(__CUDA_ARCH__)
-  return __float_as_uint(x);
-#else
   uint32_t u;
   memcpy(&u, &x, 4);
   return u;
-#endif
 }
 
 PG_INLINE float from_bits(uint32_t u) {
-#if defined(__CUDA_ARCH__)
-  return __uint_as_float(u);
-#else
   float x;
   memcpy(&x, &u, 4);
   return x;
-#endif
 }
 
 // ---------------------------------------------------------------- affine map
@@ -123,7 +115,7 @@ PG_INLINE Product product(uint32_t a, uint32_t b) {
 
 // Philox4x32-10 (Salmon et al., SC 2011).
 PG_INLINE Words philox(Words c, const Keys& keys) {
-#if defined(__CUDA_ARCH__)
+#if defined(__CUDACC__)
 #pragma unroll
 #else
 #pragma GCC unroll 10

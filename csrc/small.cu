@@ -63,7 +63,6 @@ static void winrate(const WinrateParams& p, int64_t stream) {
   launch_kernel(winrate_kernel, blocks, kThreads, stream, p);
 }
 
-extern const Kernels kernels;
 const Kernels kernels = {sde_step, sde_logp, sde_grad, normal, policy_loss, winrate};
 
 }  // namespace cuda

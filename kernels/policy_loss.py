@@ -25,7 +25,6 @@ def policy_kernel(
     belows = zero
     lowest = zero + float("inf")
     highest = zero - float("inf")
-    nans = zero
     for first in range(0, batch, BLOCK):
         i = first + tl.arange(0, BLOCK)
         keep = i < batch
@@ -55,12 +54,11 @@ def policy_kernel(
         ratios += tl.where(keep, ratio, 0.0)
         aboves += tl.where(keep & above, 1.0, 0.0)
         belows += tl.where(keep & below, 1.0, 0.0)
-        nans += tl.where(keep & (ratio != ratio), 1.0, 0.0)
-        number = keep & (ratio == ratio)
-        lowest = tl.minimum(lowest, tl.where(number, ratio, float("inf")))
-        highest = tl.maximum(highest, tl.where(number, ratio, float("-inf")))
+        lowest = tl.minimum(lowest, tl.where(keep, ratio, float("inf")))
+        highest = tl.maximum(highest, tl.where(keep, ratio, float("-inf")))
     count = tl.maximum(batch, 1).to(tl.float64)
-    bad = tl.sum(nans, axis=0) > 0
+    mean = tl.sum(ratios, axis=0) / count
+    bad = mean != mean  # ratios are positive: their sum is NaN only if one is
     above, below = tl.sum(aboves, axis=0) / count, tl.sum(belows, axis=0) / count
     kl = tl.sum(kls, axis=0)
     if not PER_SAMPLE:
@@ -73,7 +71,7 @@ def policy_kernel(
     tl.store(metrics_ptr + 2, above.to(tl.float32))
     tl.store(metrics_ptr + 3, below.to(tl.float32))
     tl.store(metrics_ptr + 4, tl.where(bad, float("nan"), tl.min(lowest, axis=0)).to(tl.float32))
-    tl.store(metrics_ptr + 5, (tl.sum(ratios, axis=0) / count).to(tl.float32))
+    tl.store(metrics_ptr + 5, mean.to(tl.float32))
     tl.store(metrics_ptr + 6, tl.where(bad, float("nan"), tl.max(highest, axis=0)).to(tl.float32))
     tl.store(metrics_ptr + 7, (kl / count).to(tl.float32))
 

@@ -9,11 +9,9 @@ import torch
 import triton
 import triton.language as tl
 
+from prefgrpo.kernels.layernorm_modulate import ROWS
 from prefgrpo.kernels.noise import FLAGS
 from prefgrpo.kernels.sde_step import load_fp32, store_rounded
-
-ROWS = 32
-"""Tokens of one partial sum of the weights' gradients."""
 
 
 @triton.jit

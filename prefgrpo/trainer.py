@@ -42,7 +42,6 @@ from prefgrpo.rewards.scorer import StepScores
 from prefgrpo.rollout.batch import Batch, update_of
 from prefgrpo.rollout.batches import Rollouts
 from prefgrpo.rollout.embeddings import Embeddings, run_entries
-from prefgrpo.rollout.sampling import eval_sampling
 from prefgrpo.run import checkpoint
 from prefgrpo.run.arguments import Prompts, RewardLike, run_config
 from prefgrpo.run.checkpoint import CheckpointError, Checkpoints
@@ -179,14 +178,14 @@ class Trainer:
         self.evaluators: dict[str, Evaluator] = {}
         for eval_set in eval_sets(config, sets):
             parts = (self.adapter, schedules, embeddings, evaluation_scorer(config, measuring), world, self.folder)
-            self.evaluators[eval_set.name] = Evaluator(eval_set, eval_sampling(config), *parts)
+            self.evaluators[eval_set.name] = Evaluator(eval_set, config.eval_sampling, *parts)
         self.checkpoints = Checkpoints(self.folder, world, config.checkpoint.keep)
         self.interrupt = Interrupt()
         opened.callback(self.interrupt.restore)
         counts = {name: len(set(evaluator.eval_set.group)) for name, evaluator in self.evaluators.items()}
         self.notes = [
             *changed,
-            *start_notes(config, world, self.adapter, self.policy, len(prompts), counts),
+            *start_notes(config, world, self.collector, self.policy, len(prompts), counts),
             *rewards.notes,
         ]
         self.notes += prompt_warnings(config, prompts, held_out)

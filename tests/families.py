@@ -20,7 +20,6 @@ from prefgrpo.config.loading import from_dict
 from prefgrpo.config.schema import SamplingConfig
 from prefgrpo.data.prompts import Prompt
 from prefgrpo.models.condition import Condition, collate
-from prefgrpo.models.rotary import stock_rotary
 from prefgrpo.models.wan import NEGATIVE
 from prefgrpo.rollout.embeddings import Embeddings, entries_of
 from prefgrpo.rollout.rollout import rollout
@@ -168,7 +167,7 @@ def in_files(images):
 
 
 def conditions(adapter, case, prompts=PROMPTS, size=SIZES[0]):
-    """A batch; the texts of a batch have one length, so those of a family with `text_length` are all the first."""
+    """A batch; its texts have one length, so those of a family whose texts differ in length are all the first."""
     sources = [in_files(case.images(number, size)) for number in range(len(prompts))]
     if type(adapter).attention_masks != "none":
         prompts = [prompts[0]] * len(prompts)
@@ -229,7 +228,6 @@ def draw(adapter, case, size, steps, prompts=PROMPTS):
     return torch.cat(images)
 
 
-@stock_rotary()
 def stock_image(pipe, case, x0, size, steps, prompts=PROMPTS):
     pipe.set_progress_bar_config(disable=True)
     if "solver_order" in pipe.scheduler.config:  # Wan's UniPC as a first-order solver

@@ -5,12 +5,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import peers
+import pytest
 import sde_formulas
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
 from diffusers.utils.torch_utils import randn_tensor
 
-from prefgrpo.integrations import flow_factory, flow_grpo, pref_grpo
+from prefgrpo.integrations import flow_factory, flow_grpo, pref_grpo, verl_omni
 
 T = 10
 F32, BF16 = torch.float32, torch.bfloat16
@@ -63,13 +64,13 @@ class Case:
     name: str
     sigmas: torch.Tensor
     call: Callable[..., dict[str, Any]]
-    """(f, x, v, step numbers, stored x' or None) → named outputs."""
+    """(f, x, v, step numbers, stored x' or None, **options of f) → named outputs."""
     law: Callable[..., tuple[Any, ...]]
     """(x, v, σ, σ') → (μ, s, further outputs by name), all fp64."""
     theirs: Callable[[Any], Callable[..., Any]]
     ours: Callable[..., Any]
-    square: bool = False
-    """Whether the log-prob drops the variance."""
+    score_of: Callable[..., Any] = sde_formulas.gaussian
+    """(x', μ, s) → log-prob."""
     dtypes: tuple[torch.dtype, torch.dtype] = (F32, F32)
     """Of latents and model output."""
     one_step: bool = False
@@ -89,18 +90,25 @@ class Case:
         return {"mean": mean, "s": s, "x'": mean + s * noise.double()} | others
 
     def score(self, x_next, truth):
-        if self.square:
-            return sde_formulas.square(x_next, truth["mean"])
-        return sde_formulas.gaussian(x_next, truth["mean"], truth["s"])
+        return self.score_of(x_next, truth["mean"], truth["s"])
+
+
+def square(x_next, mean, s):
+    """A log-prob that drops the variance."""
+    return sde_formulas.square(x_next, mean)
+
+
+def without_normalizer(x_next, mean, s):
+    return (-(((x_next.double() - mean) / s) ** 2) / 2).flatten(1).mean(1)
 
 
 def flow_grpo_case(sde_type, eta):
     scheduler = euler()
 
-    def call(f, x, v, steps, stored=None):
+    def call(f, x, v, steps, stored=None, **more):
         options = {"prev_sample": stored, "sde_type": sde_type, "return_sqrt_dt": True}
-        generator = seeded() if stored is None else None
-        out = f(scheduler, v, scheduler.timesteps[steps], x, eta, generator=generator, **options)
+        options["generator"] = seeded() if stored is None else None
+        out = f(scheduler, v, scheduler.timesteps[steps], x, eta, **options | more)
         return dict(zip(("x'", "logp", "mean", "std", "sqrt_dt"), out, strict=True))
 
     def law(x, v, *sigmas):
@@ -112,17 +120,40 @@ def flow_grpo_case(sde_type, eta):
     return Case(
         f"flow_grpo {sde_type} {eta}", scheduler.sigmas, call, law,
         lambda patch: peers.module("flow_grpo", path, patch).sde_step_with_logprob,
-        flow_grpo.sde_step_with_logprob, square=sde_type == "cps",
+        flow_grpo.sde_step_with_logprob, square if sde_type == "cps" else sde_formulas.gaussian,
+    )  # fmt: skip
+
+
+def verl_case(sde_type, eta, normalizer=True):
+    scheduler = euler()
+
+    def call(f, x, v, steps, stored=None, **more):
+        options = {"noise_level": eta, "sde_type": sde_type, "prev_sample": stored, "return_sqrt_dt": True}
+        options |= {"generator": seeded(), "include_logprob_normalizer": normalizer}
+        out = f(scheduler, x, v, scheduler.timesteps[steps], **options | more)
+        return dict(zip(("x'", "logp", "mean", "std", "sqrt_dt"), out, strict=True))
+
+    def law(x, v, *sigmas):
+        rest = (eta, scheduler.sigmas[1]) if sde_type == "sde" else (eta,)
+        formula = {"sde": sde_formulas.flow, "cps": sde_formulas.cps, "dance_sde": sde_formulas.dance}[sde_type]
+        mean, s, std = formula(x, v, *sigmas, *rest)
+        return mean, s, {"std": std, "sqrt_dt": (sigmas[0] - sigmas[1]).sqrt().flatten()}
+
+    score = square if sde_type == "cps" else sde_formulas.gaussian if normalizer else without_normalizer
+    return Case(
+        f"verl_omni {sde_type} {eta}{'' if normalizer else ' without c'}", scheduler.sigmas, call, law,
+        lambda patch: pytest.skip("beside the peer's: test_integrations_verl_omni.py"),
+        verl_omni.sample_previous_step, score,
     )  # fmt: skip
 
 
 def wan_case(determistic):
     scheduler = unipc()
 
-    def call(f, x, v, steps, stored=None):
+    def call(f, x, v, steps, stored=None, **more):
         options = {"determistic": determistic, "return_dt_and_std_dev_t": True}
-        given = {"generator": seeded()} if stored is None else {"prev_sample": stored}
-        out = f(scheduler, v, scheduler.timesteps[steps], x, **given, **options)
+        options |= {"generator": seeded()} if stored is None else {"prev_sample": stored}
+        out = f(scheduler, v, scheduler.timesteps[steps], x, **options | more)
         return dict(zip(("x'", "logp", "mean", "std", "sqrt_dt"), out, strict=True))
 
     def law(x, v, sigma, after):
@@ -144,9 +175,9 @@ def x0(x, v, sigma):
 def dance_case():
     sigmas = euler().sigmas
 
-    def call(f, x, v, step, stored=None):
+    def call(f, x, v, step, stored=None, **more):
         torch.manual_seed(7)
-        return dict(zip(("x'", "x0", "logp"), f(v, x, 0.3, sigmas, step, stored, True, True), strict=True))
+        return dict(zip(("x'", "x0", "logp"), f(v, x, 0.3, sigmas, step, stored, True, True, **more), strict=True))
 
     def law(x, v, sigma, after):
         mean, s, _ = sde_formulas.dance(x, v, sigma, after, 0.3)
@@ -164,9 +195,9 @@ def pref_case(kind, dtype):
     sigmas, name = euler().sigmas, f"{kind}_grpo_step"
     eta, extra = (0.7, ()) if kind == "flow" else (0.3, (True, True))
 
-    def call(f, x, v, step, stored=None):
+    def call(f, x, v, step, stored=None, **more):
         torch.manual_seed(7)
-        out = f(v, x, eta, sigmas, step, stored, *extra, return_stats=True)
+        out = f(v, x, eta, sigmas, step, stored, *extra, return_stats=True, **more)
         return dict(zip(("x'", "x0", "logp", "mean", "s", "dt"), out, strict=True))
 
     def law(x, v, sigma, after):
@@ -186,11 +217,12 @@ def pref_case(kind, dtype):
 def factory_case(dynamics, dtype):
     scheduler = FactoryScheduler(dynamics)
 
-    def call(f, x, v, steps, stored=None):
+    def call(f, x, v, steps, stored=None, out_dtype=None, **more):
+        """It rounds x' by itself, to the dtype of the latents."""
         stored = None if stored is None else stored.to(dtype)
         options = {"generator": seeded(), "noise_level": 0.6, "return_dict": False}
-        x_next, mean, _, logp, std, dt = f(scheduler, v, scheduler.timesteps[steps], x, stored, **options)
-        return {"x'": x_next, "mean": mean, "logp": logp, "std": std, "dt": dt}
+        x_next, mean, _, logp, std, dt = f(scheduler, v, scheduler.timesteps[steps], x, stored, **options | more)
+        return {"x'": x_next.to(out_dtype or F32), "mean": mean, "logp": logp, "std": std, "dt": dt}
 
     def law(x, v, sigma, after):
         if dynamics == "ODE":
@@ -205,7 +237,7 @@ def factory_case(dynamics, dtype):
     return Case(
         f"flow_factory {dynamics} {str(dtype)[6:]}", scheduler.sigmas, call, law,
         lambda patch: peers.module("flow_factory", path, patch).FlowMatchEulerDiscreteSDEScheduler.step,
-        flow_factory.step, square=dynamics == "CPS", dtypes=(dtype, dtype),
+        flow_factory.step, square if dynamics == "CPS" else sde_formulas.gaussian, dtypes=(dtype, dtype),
         rounded=None if dynamics == "ODE" else dtype,
     )  # fmt: skip
 
@@ -213,6 +245,7 @@ def factory_case(dynamics, dtype):
 CASES = [
     *(flow_grpo_case(*mode) for mode in (("sde", 0.7), ("sde", 1.2), ("cps", 0.8))),
     *(wan_case(determistic) for determistic in (False, True)),
+    *(verl_case(*mode) for mode in (("sde", 0.7), ("sde", 0.7, False), ("cps", 0.8), ("dance_sde", 0.3))),
     dance_case(),
     *(pref_case(kind, dtype) for kind in ("flow", "dance") for dtype in (F32, BF16)),
     *(factory_case(dynamics, dtype) for dynamics in flow_factory.DYNAMICS for dtype in (F32, BF16)),

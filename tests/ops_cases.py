@@ -29,8 +29,10 @@ F64 = torch.float64
 
 each_backend = pytest.mark.parametrize("backend", HERE)
 compiled = pytest.mark.parametrize("backend", [b for b in HERE if b != "torch"])
-kernels = pytest.mark.parametrize("backend", [b for b in HERE if b != "triton" or not INTERPRETED])
-"""Without Triton's interpreter, which cannot be part of a graph."""
+each_in_graphs = pytest.mark.parametrize(
+    "backend", [DEVICE, *["triton"] * (not INTERPRETED), pytest.param("torch", marks=pytest.mark.full)]
+)
+"""Without Triton's interpreter, which cannot be part of a graph. Graphs contain the same ops, whatever runs in them."""
 MANY = [range(first, first + 500) for first in range(25, 3025, 500)]
 seeds = pytest.mark.parametrize(
     "cases", [range(25), *(pytest.param(r, marks=pytest.mark.full) for r in MANY)], ids=lambda r: f"{r[0]}-{r[-1]}"
@@ -39,8 +41,8 @@ seeds = pytest.mark.parametrize(
 
 
 def few(backend: str, cases: range) -> range:
-    """A third of a short range for Triton's interpreter."""
-    return cases[::3] if backend == "triton" and INTERPRETED and len(cases) < 100 else cases
+    """For Triton's interpreter, which is slow, a third of a short range and a fifth of a long one."""
+    return cases[:: 3 if len(cases) < 100 else 5] if backend == "triton" and INTERPRETED else cases
 
 
 def serve(backend: str) -> Any:
@@ -53,17 +55,8 @@ def serve(backend: str) -> Any:
     return block
 
 
-def row(
-    rule: str, sigma: float, sigma_next: float, eta: float, sigma_max: float = 0.95, sigma_min: float = 0.0
-) -> list[float]:
-    """Coefficients (a, b, s, w, c) of one step in fp64."""
-    return list(sde_row(rule, sigma, sigma_next, eta, sigma_max, sigma_min))
-
-
-TABLE = torch.tensor(
-    [row("flow", 0.9, 0.8, 0.7), row("dance", 0.5, 0.4, 0.3), row("cps", 0.9, 0.8, 0.8), row("ode", 0.4, 0.3, 0.0)],
-    dtype=F64,
-)
+STEPS = ("flow", 0.9, 0.8, 0.7), ("dance", 0.5, 0.4, 0.3), ("cps", 0.9, 0.8, 0.8), ("ode", 0.4, 0.3, 0.0)
+TABLE = torch.tensor([sde_row(*step) for step in STEPS], dtype=F64)
 """One step of four rules; the last has no log-prob."""
 SHAPES = [(1,), (2,), (3, 5), (127,), (64, 16), (1025,), (3, 5, 7), (4, 2, 6, 5), (2, 3, 4, 5, 3), (8, 1024), (2049,)]
 LAYOUTS = {

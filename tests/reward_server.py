@@ -1,9 +1,4 @@
-"""Reward servers for tests: the real one as a process that can be killed, and one that injects faults on request.
-
-`Process` runs `python -m prefgrpo.rewards.serve`. `Stub` implements the same protocol on top of `JudgeServer`, scores
-an image's brightness, and injects faults that the real server never shows. `Moody` is a reward that fails in the
-ways rewards do.
-"""
+"""Reward servers for tests: the real one as a process that can be killed, and one that injects faults on request."""
 
 from __future__ import annotations
 
@@ -152,7 +147,7 @@ def serving(name: str, options: dict[str, Any]) -> Iterator[str]:
 
 
 class Stub(JudgeServer):
-    """A reward server with the faults of `JudgeServer` plus "nan" and "few" (no value)."""
+    """A reward server with the faults of `JudgeServer`."""
 
     def add_routes(self, app: web.Application) -> None:
         app.router.add_post("/score", self._chat)
@@ -166,10 +161,3 @@ class Stub(JudgeServer):
 
     def _answer(self, body: Any) -> web.Response:
         return web.json_response(Score(brightness(read_sample(*body, MOODY))).row())
-
-    async def _misbehave(self, fault: str, request: web.Request, body: Any) -> web.StreamResponse:
-        if fault == "nan":
-            return web.Response(text='{"value": NaN}', content_type="application/json")
-        if fault == "few":
-            return web.Response(text="{}", content_type="application/json")
-        return await super()._misbehave(fault, request, body)

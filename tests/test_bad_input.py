@@ -180,7 +180,7 @@ def train_with_fault(file, server, fault, count=-1):
 
 def test_a_judge_that_is_gone_for_good_stops_the_run_which_goes_on_when_it_is_back(place, steady):
     port, folder = free_port(), place / "runs" / "gone"
-    file = recipe(place, "gone", **judged(f"http://127.0.0.1:{port}"))
+    file = recipe(place, "gone", **judged(f"http://127.0.0.1:{port}", judge={"timeout_s": 1.0, "deadline_s": 2.0}))
     with process(port, "--delay", "0.02") as judge:
         run = start(["train", str(file)], place / "gone.log", hold=AFTER_FIRST_STEP)
         run.until_held()
@@ -194,7 +194,7 @@ def test_a_judge_that_is_gone_for_good_stops_the_run_which_goes_on_when_it_is_ba
     before = tree(folder)
     refused(train(file, "--resume"), "the judge cannot be used")
     assert tree(folder) == before, "a resume that cannot start touches nothing"
-    with process(port):
+    with JudgeServer(port=port):
         code, output = train(file, "--resume")
     assert code == 0, output
     assert rows(folder) == steady
@@ -259,8 +259,6 @@ def test_no_judge_at_the_start(place, capsys):
             (f"http://127.0.0.1:{free_port()}", "cannot be used", "not reachable", "judge serve", "endpoints"),
             (mute.url, "gave no verdict on a probe pair", "that the template suits the model"),
         ):
-            refused(
-                attempt(capsys, "train", recipe(place, "down", **judged(url))),
-                *messages,
-            )
+            file = recipe(place, "down", **judged(url, judge={"timeout_s": 1.0, "deadline_s": 1.0}))
+            refused(attempt(capsys, "train", file), *messages)
             assert untouched(place / "runs" / "down")

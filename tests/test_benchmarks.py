@@ -16,17 +16,17 @@ import torch
 
 import benchmarks.__main__ as ops
 from benchmarks import (
+    advantage,
     bench_judge,
     block_ops,
     blocks,
     calls,
     harness,
     integrations,
+    policy_loss,
     science,
+    sde_step,
     step_time,
-    test_advantage,
-    test_policy_loss,
-    test_sde_step,
 )
 from prefgrpo.config.loading import load
 from prefgrpo.judge.verdict import Verdict
@@ -34,10 +34,10 @@ from prefgrpo.judge.verdict import Verdict
 
 def small_cases(monkeypatch):
     """A step and a replay of each kind at a tiny size, without what compiles for long."""
-    monkeypatch.setattr(test_sde_step, "SHAPES", dict.fromkeys(test_sde_step.SHAPES, (8, 16)))
+    monkeypatch.setattr(sde_step, "SHAPES", dict.fromkeys(sde_step.SHAPES, (8, 16)))
     monkeypatch.setattr(block_ops, "SHAPES", dict.fromkeys(block_ops.SHAPES, (2, 5, 2, 8)))
-    cases = [*list(test_sde_step.cases("cpu"))[4:12], *block_ops.cases("cpu"), *test_policy_loss.cases("cpu")]
-    cases += test_advantage.cases("cpu")
+    cases = [*list(sde_step.cases("cpu"))[4:12], *block_ops.cases("cpu"), *policy_loss.cases("cpu")]
+    cases += advantage.cases("cpu")
     return [
         dataclasses.replace(c, variants={k: v for k, v in c.variants.items() if k != "compile"}, bytes=c.bytes << 8)
         for c in cases

@@ -21,8 +21,8 @@ from prefgrpo.ops import _backend, gated_residual, layernorm_modulate, qk_norm_r
 
 BACKENDS = [name for name in HERE if name in ("triton", "torch")]
 each_backend = pytest.mark.parametrize("backend", BACKENDS)
-MANY = {"torch": 1025, "triton": 175 if INTERPRETED else 1025}
-"""Shapes per op and dtypes in the full tier; the interpreter takes up to seconds for one."""
+MANY = {"torch": 1025, "triton": 775 if INTERPRETED else 1025}
+"""Shapes per op and dtypes in the full tier; the interpreter, up to seconds for one, gets a fifth of them."""
 seeds = pytest.mark.parametrize(
     ("backend", "cases"),
     [
@@ -36,8 +36,6 @@ try:  # only the test that compares with them needs diffusers' modules
     from diffusers.models.normalization import AdaLayerNormZero, FP32LayerNorm
     from diffusers.models.transformers import transformer_wan
     from diffusers.models.transformers.transformer_qwenimage import apply_rotary_emb_qwen
-
-    from prefgrpo.models.rotary import stock_rotary
 except ImportError:
     transformer_wan = None
 Inputs = dict[str, Any]
@@ -391,7 +389,7 @@ def test_the_reference_is_diffusers_own(name, mixture):
     """Results and gradients have the bits of its modules; in bf16, Qwen-Image's and Wan's round gradients otherwise."""
     op = OPS[name]
     compared = 0
-    with serve("torch"), stock_rotary():  # a test before this one may have replaced it
+    with serve("torch"):
         for seed in range(40):
             inputs = op.draw(Draw(seed, *MIXTURES[mixture]))
             if MODULES[name](**inputs) is None:
@@ -441,46 +439,6 @@ def test_only_inputs_are_kept(name):
         leaves = {n: inputs[n].detach().requires_grad_() for n in op.leaves if inputs.get(n) is not None}
         op.call(**{**inputs, **leaves})
     assert kept and {t.untyped_storage().data_ptr() for t in kept} <= given
-
-
-def mistakes() -> dict[str, tuple[Any, type[Exception], str]]:
-    x = torch.zeros(2, 3, 8)
-    vector = torch.zeros(2, 8)
-    q = torch.zeros(2, 3, 4, 8)
-    w = torch.ones(8)
-    table = torch.ones(3, 8)
-    rope = lambda k=q, kw=w, cos=table, sin=table, **more: qk_norm_rope(q, k, w, kw, cos, sin, **more)  # noqa: E731
-    return {
-        "keys": (lambda: rope(k=q[:, :2]), ValueError, r"k: expected .*\[2, 3, 4, 8\]"),
-        "norm": (lambda: rope(kw=w[:4]), ValueError, r"k_weight: expected torch.float32 \[8\]"),
-        "one norm": (lambda: rope(kw=None), ValueError, "k_weight: expected a weight for every q and k, or none"),
-        "table": (lambda: rope(sin=table[:2]), ValueError, r"sin: expected torch.float32 \[3, 8\] or \[3, 4\]"),
-        "one table": (lambda: rope(sin=None), ValueError, "both or none"),
-        "table's dtype": (lambda: rope(cos=table.bfloat16()), ValueError, "cos: expected torch.float32"),
-        "pairs": (lambda: rope(use_real_unbind_dim=1), ValueError, "expected -1 or -2, got 1"),
-        "shape": (lambda: layernorm_modulate(x[0], vector, vector), ValueError, r"x: expected .*\[B, S, C\]"),
-        "dtype": (lambda: layernorm_modulate(x.long(), vector, vector), ValueError, "x: expected fp32"),
-        "shape of y": (lambda: gated_residual(x, x[:, :2], vector), ValueError, r"y: expected .*\[2, 3, 8\]"),
-        "vector": (lambda: layernorm_modulate(x, vector[:1], vector), ValueError, r"shift: expected \[2, 8\]"),
-        "vector's dtype": (lambda: layernorm_modulate(x, vector, vector.half()), TypeError, "scale: expected"),
-    }
-
-
-@pytest.mark.parametrize("name", mistakes())
-def test_a_mistake_is_refused(name):
-    call, error, message = mistakes()[name]
-    with pytest.raises(error, match=message):
-        call()
-
-
-@each_op
-def test_a_second_derivative_is_refused(name):
-    op = OPS[name]
-    inputs = op.draw(Draw(0, F32, F32))
-    leaf = inputs[op.leaves[0]].detach().requires_grad_()
-    with serve("triton"), pytest.raises(RuntimeError, match="cannot be differentiated twice"):
-        result = outputs(op.call(**{**inputs, op.leaves[0]: leaf}))
-        torch.autograd.grad(result[0].square().sum(), leaf, create_graph=True)
 
 
 def test_a_gpu_without_triton_uses_torch(monkeypatch):

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from ops_cases import BF16, DEVICE, F32, F64, kernels, make, serve
+from ops_cases import BF16, DEVICE, F32, F64, each_in_graphs, make, serve
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -124,7 +124,7 @@ class Recorder(TorchDispatchMode):
 PROMISES = ("test_schema", "test_autograd_registration", "test_faketensor")
 
 
-@kernels
+@each_in_graphs
 @pytest.mark.parametrize("mixture", [(F32, BF16), *(pytest.param(m, marks=pytest.mark.full) for m in (
     (F32, F32), (BF16, F32), (BF16, BF16), (F64, F32)
 ))], ids=str)  # fmt: skip
@@ -144,7 +144,7 @@ def test_opcheck(backend, mixture, monkeypatch):
     }  # fmt: skip
 
 
-@kernels
+@each_in_graphs
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_compiled(backend, name, dynamic):
@@ -162,7 +162,7 @@ def test_compiled(backend, name, dynamic):
                 same(values(compiled, inputs(9, seed=1)), values(call, inputs(9, seed=1)))
 
 
-@kernels
+@each_in_graphs
 @pytest.mark.parametrize("mixture", [(F32, F32), (F32, BF16), (BF16, BF16), (F64, F32)], ids=str)
 def test_fake_tensors(backend, mixture):
     """Fake and real results agree in shape, dtype, strides and device."""
@@ -177,7 +177,7 @@ def test_fake_tensors(backend, mixture):
             assert (f.shape, f.dtype, f.device, f.stride()) == (r.shape, r.dtype, r.device, r.stride()), name
 
 
-@kernels
+@each_in_graphs
 @pytest.mark.parametrize("dtypes", [(F32, F32), (F32, F64), (F64, F32)], ids=str)
 def test_the_gradient_of_a_compiled_loss(backend, dtypes):
     """By inductor. Oracle: d/dl of mean(−A·exp(l)) is −A·exp(l)/B, also for an fp64 advantage."""

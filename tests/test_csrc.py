@@ -1,9 +1,11 @@
-"""The compiled module itself: what it links, its threads, what happens without it, and nvcc's code.
+"""The compiled module: what it links, its threads, what happens without it, nvcc's code; and the CUDA sources, run
+on the CPU, because this project is rarely tested on a GPU.
 
 Properties: every number of threads gives bitwise equal results (the partition of a sample into partial
 sums depends on D only); the module does not link torch and loads without a GPU driver; without it results are the same.
 """
 
+import itertools
 import os
 import re
 import shutil
@@ -16,6 +18,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from prefgrpo.ops import PhiloxNoise, sde_logp, sde_step, use_backend
 from prefgrpo.ops._backend import _launch_error, extension, unavailable_reason
 
 pytestmark = pytest.mark.skipif(extension() is None, reason="prefgrpo._C is not built")
@@ -26,30 +29,26 @@ def run(code, *argv, **env):
     return subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, timeout=600)
 
 
-EVERYTHING = """
-import itertools, sys, torch
-from prefgrpo.ops import PhiloxNoise, sde_logp, sde_step
-torch.set_num_threads(int(sys.argv[2]))
-coef = torch.tensor([[0.97, -0.12, 0.66, -1.13, -0.5], [0.5, -0.2, 0.76, -1.0, 0.0], [1.0, -0.1, 0.0, 0.0, 0.0]])
-index, results = torch.arange(3), []
-for x_dtype, v_dtype, y_dtype in itertools.product((torch.float32, torch.bfloat16), repeat=3):
-    x, v, ref, old, eps = torch.randn(5, 3, 3000, 41, generator=torch.Generator().manual_seed(1))
-    x, v, ref, old = x.to(x_dtype), v.to(v_dtype), ref.to(v_dtype), old.to(v_dtype)
-    for noise in (eps, PhiloxNoise(9, index)):
-        step = sde_step(x, v, coef, index, noise=noise, out_dtype=y_dtype, want_mean=True)
-        leaf = v.clone().requires_grad_()
-        out = sde_logp(x, leaf, step.x_next, coef, index, v_ref=ref, v_old=old)
-        (out.logp + out.kl + out.log_ratio).sum().backward()
-        results += [*step, *(t.detach() for t in out), leaf.grad]
-torch.save(results, sys.argv[1])
-"""
+def everything():
+    """A step, a replay and its gradient for every mixture of dtypes, on latents that are worth several threads."""
+    coef = torch.tensor([[0.97, -0.12, 0.66, -1.13, -0.5], [0.5, -0.2, 0.76, -1.0, 0.0], [1.0, -0.1, 0.0, 0.0, 0.0]])
+    index = torch.arange(3)
+    for x_dtype, v_dtype, y_dtype in itertools.product((torch.float32, torch.bfloat16), repeat=3):
+        x, v, ref, old, eps = torch.randn(5, 3, 3000, 41, generator=torch.Generator().manual_seed(1))
+        x, v, ref, old = x.to(x_dtype), v.to(v_dtype), ref.to(v_dtype), old.to(v_dtype)
+        for noise in (eps, PhiloxNoise(9, index)):
+            step = sde_step(x, v, coef, index, noise=noise, out_dtype=y_dtype, want_mean=True)
+            leaf = v.clone().requires_grad_()
+            out = sde_logp(x, leaf, step.x_next, coef, index, v_ref=ref, v_old=old)
+            yield from (*step, *(t.detach() for t in out), *torch.autograd.grad(sum(t.sum() for t in out), leaf))
 
 
-def test_threads_change_no_bit(tmp_path):
+def test_threads_change_no_bit(monkeypatch):
     results = []
     for threads in (1, 2, 3):
-        assert run(EVERYTHING, tmp_path / "results.pt", threads).returncode == 0
-        results.append(torch.load(tmp_path / "results.pt"))
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        with use_backend("cpu"):
+            results.append([*everything()])
     for other in results[1:]:
         assert all(torch.equal(got, want) for got, want in zip(other, results[0], strict=True))
 
@@ -69,34 +68,32 @@ WITHOUT = """
 import importlib.util as u
 find = u.find_spec
 u.find_spec = lambda name, *a: None if name == 'prefgrpo._C' else find(name, *a)
-import torch
+import sys, torch
 from prefgrpo.ops import sde_step, backend_of
-g = torch.Generator().manual_seed(0)
-x, v, e = torch.randn(3, 2, 50, generator=g)
-coef = torch.tensor([[0.97, -0.12, 0.66, -1.13, -0.5]] * 2)
+given = torch.load(sys.argv[1])
 for _ in range(2):
-    out = sde_step(x, v, coef, noise=e)
-print(backend_of('cpu'), out.logp.tolist(), out.x_next.double().sum().item())
+    out = sde_step(**given)
+torch.save(out[:2], sys.argv[1])
+print(backend_of('cpu'), backend_of('meta'))
 """
 
 
-def test_without_the_extension_torch_gives_the_same_answer_and_one_warning():
-    have, lack = run(WITHOUT.replace("u.find_spec =", "unused =")), run(WITHOUT)
-    assert have.stdout.startswith("cpu ["), have.stderr
-    assert lack.stdout.startswith("torch ["), lack.stderr
-    values = [[float(t) for t in re.findall(r"-?\d+\.\d+", d.stdout)] for d in (have, lack)]
-    assert values[0] == pytest.approx(values[1], rel=1e-6) and len(values[0]) == 3
-    assert lack.stderr.count("prefgrpo._C is not built") == 1 and "prefgrpo" not in have.stderr
+def test_without_the_extension_torch_gives_the_same_answer_and_one_warning(tmp_path):
+    x, v, noise = torch.randn(3, 2, 50, generator=torch.Generator().manual_seed(0))
+    given = {"x": x, "v": v, "coef": torch.tensor([[0.97, -0.12, 0.66, -1.13, -0.5]] * 2), "noise": noise}
+    torch.save(given, tmp_path / "file.pt")
+    done = run(WITHOUT, tmp_path / "file.pt")
+    assert done.stdout.split() == ["torch", "torch"] and done.stderr.count("prefgrpo._C is not built") == 1, done.stderr
+    for lack, have in zip(torch.load(tmp_path / "file.pt"), sde_step(**given), strict=False):
+        torch.testing.assert_close(lack, have, rtol=1e-6, atol=1e-6)
 
 
 def test_the_environment_names_a_backend():
-    code = "from prefgrpo.ops import backend_of; print(backend_of('cpu'), backend_of('meta'))"
-    assert run(code, PREFGRPO_BACKEND="torch").stdout.split() == ["torch", "torch"]
-    done = run(code, PREFGRPO_BACKEND="metal")
-    assert done.returncode and "unknown backend 'metal': expected one of cuda, triton, cpu, torch" in done.stderr
-    if why := unavailable_reason("cuda"):
-        done = run(code, PREFGRPO_BACKEND="cuda")
-        assert done.returncode and "backend 'cuda' was selected but cannot run" in done.stderr and why in done.stderr
+    """And one that cannot run is refused with its reason, as by `use_backend`."""
+    name = "cuda" if unavailable_reason("cuda") else "torch"
+    done = run("from prefgrpo.ops import backend_of; print(backend_of('cpu'))", PREFGRPO_BACKEND=name)
+    assert done.stdout == ("" if name == "cuda" else "torch\n")
+    assert name == "torch" or f"backend 'cuda' was selected but cannot run: {unavailable_reason('cuda')}" in done.stderr
 
 
 def tools() -> str:
@@ -125,6 +122,20 @@ def test_cuda_kernels_do_not_spill_and_use_128_bit_accesses(root, arch, source):
             assert loads >= 2, name
         if re.search("(step|grad|normal)_kernel", name):
             assert stores >= 1, name
+
+
+@pytest.mark.full
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+def test_the_tests_of_the_ops_pass_on_the_cuda_sources(root, tmp_path):
+    """Compiled against tests/cuda_shim, with one fiber per CUDA thread, the kernels face what every backend does:
+    indices, tails, unaligned rows, dtypes, sums in two stages. Races and speed need a GPU (test_gpu.py)."""
+    files = [root / "tests" / f"test_{name}.py" for name in ("sde_step", "noise", "policy_loss", "ops_advantage")]
+    path = os.pathsep.join((str(root), str(root / "tests")))
+    env = {**os.environ, "PREFGRPO_SHIM": str(tmp_path), "PYTHONPATH": path, "TRITON_INTERPRET": "1"}
+    options = ["-v", "-m", "full or not full", "-p", "cuda_shim.plugin", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", *options, "-k", "not triton and not torch]", *files]
+    done = subprocess.run(command, env=env, cwd=root, capture_output=True, text=True, timeout=1500)
+    assert done.returncode == 0 and "[cpu" in done.stdout, done.stdout[-4000:] + done.stderr[-2000:]
 
 
 @pytest.mark.skipif(not unavailable_reason("cuda"), reason="this machine has a GPU")

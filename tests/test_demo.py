@@ -14,8 +14,9 @@ from tiny_run import rows
 from prefgrpo.config.loading import load
 
 STEPS = [
-    "--train.steps", "3", "--eval.every", "2", "--eval.max-prompts", "3", "--rollout.prompts-per-step", "2",
-    "--checkpoint.every", "2", "--eval.samples-per-prompt", "2", "--rollout.batch-size", "8",
+    "--train.steps", "3", "--eval.every", "2", "--eval.max-prompts", "2", "--rollout.prompts-per-step", "2",
+    "--checkpoint.every", "2", "--eval.samples-per-prompt", "1", "--rollout.group-size", "4",
+    "--rollout.batch-size", "4",
 ]  # fmt: skip
 LEFT = ("report.html", "config.yaml", "metrics.jsonl", "lora/pytorch_lora_weights.safetensors")
 
@@ -39,7 +40,7 @@ def test_what_it_leaves(demo):
     sets = [(r["step"], r["set"]) for r in found if r["kind"] == "eval"]
     assert sets == [(0, "dev"), (0, "test"), (2, "dev"), (3, "dev"), (3, "test")]
     steps = [r for r in found if r["kind"] == "train"]
-    assert len(steps) == 3 and all(r["judge/requests"] == 2 * 8 * 7 and r["judge/failures"] == 0 for r in steps)
+    assert len(steps) == 3 and all(r["judge/requests"] == 2 * 4 * 3 and r["judge/failures"] == 0 for r in steps)
     assert all(r["policy/on_policy_error"] <= 1e-6 for r in steps)
 
 

@@ -40,29 +40,21 @@ def adapter():
 
 
 def test_a_batch_has_conditions_of_equal_shapes():
-    short = Condition(torch.ones(2, 3), torch.tensor(2), torch.ones(5), (torch.ones(2, 2, 4),))
-    other = Condition(torch.zeros(2, 3), torch.tensor(2), torch.zeros(5), (torch.zeros(2, 2, 4),))
+    short = Condition(torch.ones(2, 3), torch.ones(5), (torch.ones(2, 2, 4),))
+    other = Condition(torch.zeros(2, 3), torch.zeros(5), (torch.zeros(2, 2, 4),))
     both = collate([short, other])
     assert both.prompt_embeds.shape == (2, 2, 3) and both.pooled.shape == (2, 5) and len(both.sources) == 1
-    assert both.text_length.tolist() == [2, 2] and short.shapes() == other.shapes() != both.shapes()
+    assert short.shapes() == other.shapes() != both.shapes()
     assert torch.equal(both.select(torch.tensor([1])).sources[0], other.sources[0][None])
-    with pytest.raises(ValueError, match="equal shapes, but 'prompt_embeds' has"):
-        collate([short, Condition(torch.ones(4, 3), torch.tensor(4), torch.ones(5), short.sources)])
-    with pytest.raises(ValueError, match="at least one"):
-        collate([])
-    with pytest.raises(ValueError, match="equal shapes, but 'pooled' has"):
-        collate([short, Condition(torch.ones(2, 3), torch.tensor(2), torch.ones(6), short.sources)])
-    with pytest.raises(ValueError, match="must have equal parts"):
-        collate([short, Condition(torch.ones(2, 3), torch.tensor(2), torch.ones(5))])
-
-
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_lengths_stay_on_the_cpu(device):
-    one = Condition(torch.ones(2, 3), torch.tensor(2), torch.ones(5), (torch.ones(2),))
-    moved = collate([Condition(*one.tensors().values(), one.sources, negative=one)], device)
-    assert moved.text_length.device.type == moved.negative.text_length.device.type == "cpu"
-    assert {t.device.type for t in tensors_of(moved) if t.is_floating_point()} == {device}
-    assert moved.select(torch.tensor([0])).text_length.tolist() == [2]
+    for differing, message in (
+        ([short, replace(short, prompt_embeds=torch.ones(4, 3))], "equal shapes, but 'prompt_embeds' has"),
+        ([short, replace(short, pooled=torch.ones(6))], "equal shapes, but 'pooled' has"),
+        ([short, replace(short, sources=())], "must have equal parts"),
+        ([], "at least one"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            collate(differing)
+    assert {t.device.type for t in tensors_of(collate([replace(short, negative=other)], "meta"))} == {"meta"}
 
 
 def test_a_negative_prompt_is_the_prompts_own_the_runs_or_the_familys():

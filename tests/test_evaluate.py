@@ -26,7 +26,6 @@ from prefgrpo.rewards.functions import FunctionPairwise
 from prefgrpo.rewards.pairwise import VlmPairwise
 from prefgrpo.rewards.scorer import Scorer
 from prefgrpo.rollout.render import sample, to_uint8
-from prefgrpo.rollout.sampling import eval_sampling
 from prefgrpo.run.checkpoint import CheckpointError
 from prefgrpo.run.comparison import compared, interval, mean_of
 from prefgrpo.run.evaluate import compare
@@ -73,7 +72,7 @@ def test_held_out_prompts_are_never_trained_on(place, count, evaluation, held):
 @pytest.mark.parametrize(("counts", "told"), [({"dev": 29, "test": 5}, True), ({"dev": 30, "test": 5}, False)])
 def test_a_run_says_at_its_start_that_it_cannot_conclude(place, counts, told):
     adapter = SimpleNamespace(lora_rank=4, frames=lambda _: None, trainable=list)
-    notes = start_notes(from_dict(settings(place, "x")), ALONE, adapter, None, 100, counts)
+    notes = start_notes(from_dict(settings(place, "x")), ALONE, SimpleNamespace(adapter=adapter), None, 100, counts)
     _, line = islice(notes, 2)
     assert ("fewer than 30, so no result will be conclusive" in line) == told
 
@@ -196,7 +195,7 @@ def test_the_outcome_of_every_image_is_kept(run):
 def test_a_renderer_is_stock_sampling_at_the_sets_noise_and_guidance(run, monkeypatch):
     evaluator = run.evaluators["dev"]
     other = replace(run.config, eval=replace(run.config.eval, guidance=4.0))
-    monkeypatch.setattr(evaluator, "sizes", eval_sampling(other))
+    monkeypatch.setattr(evaluator, "sizes", other.eval_sampling)
     alone, together = evaluator.render([3]), evaluator.render([0, 1, 2, 3])
     assert np.abs(alone[0].astype(int) - together[3]).max() <= 1
     latents = initial_latents(0, noise_ids(evaluator, [3]), run.adapter.latent_shape(evaluator.sizes))

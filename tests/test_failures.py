@@ -100,19 +100,6 @@ def test_what_torchrun_restarts_is_resumed(place):
     assert rows(place / "runs" / "restarted") == rows(place / "runs" / "straight")
 
 
-@pytest.mark.full
-def test_a_signal_to_torchrun_saves(place):
-    file = recipe(place, "signal", train={"steps": 5000}, eval={"every": 0})
-    run, folder = launched(file), RunFolder(place / "runs" / "signal")
-    while not (folder.metrics.is_file() and len(rows(folder.root)) >= 2):
-        assert run.poll() is None, file.with_suffix(".log").read_text()
-        time.sleep(0.05)
-    run.terminate()
-    output = (run.wait(300), file.with_suffix(".log").read_text())
-    assert output[0] != 0 and "continue with the same command and --resume" in output[1], output
-    assert folder.latest() == folder.checkpoint(rows(folder.root)[-1]["step"])
-
-
 # ---- bare processes --------------------------------------------------------------------------------------------------
 
 

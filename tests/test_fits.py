@@ -4,14 +4,17 @@ Why these cases: a run that could start must never be refused, so the bytes are 
 and every field that a message names must help.
 """
 
+from types import SimpleNamespace
+
 import pytest
+import torch
 from tiny_run import ALONE, settings, world
 
 from prefgrpo.config.loading import from_dict
 from prefgrpo.objectives import objective
-from prefgrpo.run.fits import certain_bytes, model_bytes, refusal, shapes_of
+from prefgrpo.run import loading
+from prefgrpo.run.fits import certain_bytes, model_bytes, refusal, shapes_of, static_bytes, stored_bytes
 from prefgrpo.run.loading import open_model
-from prefgrpo.run.notes import static_bytes
 
 PARTS = ("transformer", "text_encoder", "text_encoder_2", "vae")
 
@@ -56,3 +59,18 @@ def test_every_field_that_is_named_makes_its_part_smaller(place):
     lora = certain_bytes(config(place), shapes, True)
     assert lora["transformer"] + lora["LoRA"] < before["transformer"]
     assert "vae" not in certain_bytes(config(place, offload=["vae"]), shapes, True)
+
+
+def test_gradients_are_kept_whole_where_half_of_the_memory_holds_them(place, monkeypatch):
+    """And never with several denoisers, of which an update's last backward runs one."""
+    c = config(place, train={"lora_rank": 0})
+    adapter, policy = open_model(c, objective(c.train), ALONE, True)
+    stored = stored_bytes(c, adapter.latent_shape(c.rollout), ALONE.layout, 1)
+    needed = sum(static_bytes(adapter, policy).values()) + stored + 1000
+    world = SimpleNamespace(equal_forwards=True, device=torch.device("cuda"), layout=ALONE.layout, size=1, any=bool)
+    monkeypatch.setattr(loading, "whole_gradients", lambda policy: 1000)
+    for memory, once in ((2 * needed, True), (2 * needed - 1, False)):
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, m=memory: SimpleNamespace(total_memory=m))
+        assert loading.reduces_once(c, adapter, policy, world) == once
+    monkeypatch.setattr(type(adapter), "denoisers", ("transformer", "transformer_2"))
+    assert not loading.reduces_once(c, adapter, policy, SimpleNamespace(**vars(world) | {"device": ALONE.device}))

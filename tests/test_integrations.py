@@ -13,7 +13,7 @@ import torch
 from integration_cases import BF16, CASES, F32, FactoryScheduler, T, batch, euler, seeded, unipc
 from ops_cases import Counted
 
-from prefgrpo.integrations import flow_factory, flow_grpo, pref_grpo, steps, verl_omni
+from prefgrpo.integrations import flow_factory, flow_grpo, pref_grpo, steps
 from prefgrpo.ops import PhiloxNoise
 from prefgrpo.sde.schedule import shifted_sigmas, truncated_times
 
@@ -104,7 +104,7 @@ def check_gradients(case, peer, x, v, at, stored):
     """Gradients of a weighted sum of logp and, if the peer returns it with a gradient, of μ."""
     g = seeded()
     w_mean, w_logp = 1e-6 * torch.randn(x.shape, generator=g), torch.randn(x.shape[0], generator=g)
-    through_mean = "flow_grpo sde" in case.name or "cps" in case.name or "pref_grpo" in case.name
+    through_mean = any(name in case.name for name in ("flow_grpo sde", "cps", "pref_grpo", "verl_omni"))
 
     def gradient(f):
         leaf = (v.double() if f is None else v.clone()).requires_grad_()
@@ -255,77 +255,41 @@ def test_no_call_waits_for_the_device():
         torch.cuda.set_sync_debug_mode("default")
 
 
-def hosts():
-    """Name → f(x, v, step number, x' or None, **options), as each host calls its step."""
-    scheduler = euler()
-    wan = unipc()
-    sigmas = scheduler.sigmas
-
-    def flow(x, v, k, y=None, **rest):
-        return flow_grpo.sde_step_with_logprob(scheduler, v, scheduler.timesteps[k : k + 1], x, 0.7, y, **rest)
-
-    def video(x, v, k, y=None, **rest):
-        return flow_grpo.wan_sde_step_with_logprob(wan, v, wan.timesteps[k : k + 1], x, y, **rest)
-
-    def verl(x, v, k, y=None, **rest):
-        t = scheduler.timesteps[k : k + 1]
-        return verl_omni.sample_previous_step(scheduler, x, v, t, prev_sample=y, return_sqrt_dt=True, **rest)
-
-    def pref(x, v, k, y=None, **rest):
-        return pref_grpo.flow_grpo_step(v, x, 0.7, sigmas, torch.tensor(k), y, **rest)
-
-    def dance(x, v, k, y=None, **rest):
-        return pref_grpo.dance_grpo_step(v, x, 0.3, sigmas, k, y, True, True, **rest)
-
-    factories = {name: FactoryScheduler(name) for name in ("Flow-SDE", "Dance-SDE", "CPS")}
-
-    def factory(x, v, k, y=None, *, name="Flow-SDE", out_dtype=None, **rest):
-        """Rounds by itself, to the dtype of the latents."""
-        scheduler = factories[name]
-        t = scheduler.timesteps[k : k + 2]
-        x = x if out_dtype is None else x.to(out_dtype)
-        out = flow_factory.step(scheduler, v, t[0], x, y, t[1], noise_level=0.7, return_dict=False, **rest)
-        return out[0] if out_dtype is None else out[0].to(out_dtype), out[3]
-
-    return {
-        "flow_factory": factory,
-        "flow_grpo": flow,
-        "wan": video,
-        "verl_omni": verl,
-        "pref_grpo": pref,
-        "dance_grpo": dance,
-    }
+drawing = pytest.mark.parametrize(
+    "case", [c for c in CASES if "ODE" not in c.name and "determ" not in c.name], ids=lambda case: case.name
+)
 
 
-@pytest.mark.parametrize("name", hosts())
-def test_a_call_is_at_most_fifteen_operations(name):
+@drawing
+def test_a_call_is_at_most_fifteen_operations(case):
     """After the first one on a schedule."""
-    step = hosts()[name]
     x, v = batch((3, 7, 5), dtype=BF16)
-    y = step(x, v, 2)[0]
+    first, second = (2, 3) if case.one_step else (slice(2, 3), slice(3, 4))
+    y = case.call(case.ours, x, v, first)["x'"]
     for stored, leaf in ((None, v), (y, v.clone().requires_grad_())):
         with Counted() as counted:
-            step(x, leaf, 3, stored)
+            case.call(case.ours, x, leaf, second, stored)
         assert len(counted.names) <= 15, counted.names
 
 
-@pytest.mark.parametrize("name", hosts())
-def test_the_first_ratio_is_one_with_stored_bf16_latents(name):
+@drawing
+def test_the_first_ratio_is_one_with_stored_bf16_latents(case):
     """Sampled in one batch in inference mode, replayed in another packing, with gradient."""
-    step = hosts()[name]
     noise = PhiloxNoise(1, torch.arange(4))
+    at = 3 if case.one_step else [3]
     x = torch.randn(4, 33, 7, generator=seeded()).bfloat16()
     with torch.inference_mode():
-        y, logp, *_ = step(x, torch.tanh(x), 3, generator=noise, out_dtype=BF16)
-    y = y.clone()
-    logp = logp.clone()
+        out = case.call(case.ours, x, torch.tanh(x), at, generator=noise, out_dtype=BF16)
+    y = out["x'"].clone()
+    logp = out["logp"].clone()
     assert y.dtype == BF16
     for part in (slice(0, 4), slice(1, 3), slice(3, 4)):
         leaf = torch.tanh(x[part]).requires_grad_()
-        new = step(x[part], leaf, 3, y[part])[1]
+        new = case.call(case.ours, x[part], leaf, at, y[part])["logp"]
         assert torch.equal(new.detach(), logp[part])
         new.sum().backward()
-    assert step(x.float(), torch.tanh(x), 3, generator=noise)[0].dtype == F32, "the host's own dtype by default"
+    out = case.call(case.ours, x.float(), torch.tanh(x), at, generator=noise)
+    assert out["x'"].dtype == F32, "the host's own dtype by default"
 
 
 # ---- the peers' own loops with our step

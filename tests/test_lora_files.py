@@ -58,14 +58,14 @@ def read_without_metadata(file):
     return out
 
 
-def layers(module):
-    """{name: (W, W + (alpha / rank) B A)} of a denoiser's LoRA layers, in fp64, from peft's own scaling."""
+def deltas(module):
+    """{name: scale · B A} in fp64 of a denoiser's LoRA layers, from peft's own scaling, whatever it calls the LoRA."""
     out = {}
     for name, layer in module.named_modules():
         if isinstance(layer, Linear):
-            base = layer.base_layer.weight.double()
-            delta = layer.lora_B["default"].weight.double() @ layer.lora_A["default"].weight.double()
-            out[name] = (base, base + layer.scaling["default"] * delta)
+            (adapter,) = layer.scaling
+            down, up = layer.lora_A[adapter].weight.double(), layer.lora_B[adapter].weight.double()
+            out[name] = layer.scaling[adapter] * up @ down
     return out
 
 
@@ -76,11 +76,10 @@ def test_a_file_read_without_its_metadata_has_the_trained_strength(family, tmp_p
     adapter.save_lora(str(tmp_path))
     for place, module in zip((tmp_path, tmp_path / "transformer_2"), adapter.modules().values(), strict=False):
         found = read_without_metadata(place / "pytorch_lora_weights.safetensors")
-        own = layers(module)
+        own = deltas(module)
         assert len(found) == len(own) > 0
         for name, (scale, down, up) in found.items():
-            base, merged = own[name.split(".", 1)[1]]
-            assert torch.equal(base + scale * up.double() @ down.double(), merged), name
+            assert torch.equal(scale * up.double() @ down.double(), own[name.split(".", 1)[1]]), name
         if family in NAMES:
             assert not [name for name in found if not re.fullmatch(NAMES[family], name)]
 
@@ -97,11 +96,11 @@ def test_a_lora_of_others_keeps_its_strength_when_it_is_saved_again(tmp_path):
     again = load(case_of("flux"))
     again.load_lora(str(tmp_path))
     found = read_without_metadata(tmp_path / "pytorch_lora_weights.safetensors")
-    kept = layers(again.transformer)
-    for name, (base, merged) in layers(given.transformer).items():
+    kept = deltas(again.transformer)
+    for name, delta in deltas(given.transformer).items():
         scale, down, up = found[f"transformer.{name}"]
-        for other in (base + scale * up.double() @ down.double(), kept[name][1]):
-            torch.testing.assert_close(other, merged, rtol=1e-6, atol=1e-6)
+        for other in (scale * up.double() @ down.double(), kept[name]):
+            torch.testing.assert_close(other, delta, rtol=1e-6, atol=1e-6)
 
 
 EXPORTED = {
@@ -239,18 +238,6 @@ REFUSED = {
     "LoKr": "a LoKr", "half a layer": "their targets differ",
     "another layer": "has tensors of no layer of the model: transformer.blox.lora_A.weight",
 }  # fmt: skip
-
-
-def deltas(module):
-    """{name: scale · B A} in fp64 of a denoiser's LoRA layers, whatever peft calls the LoRA."""
-    out = {}
-    for name, layer in module.named_modules():
-        if isinstance(layer, Linear):
-            (adapter,) = layer.scaling
-            out[name] = (
-                layer.scaling[adapter] * layer.lora_B[adapter].weight.double() @ layer.lora_A[adapter].weight.double()
-            )
-    return out
 
 
 def stock(adapter, file):

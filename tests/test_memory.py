@@ -18,10 +18,10 @@ from prefgrpo.models import DTYPES
 from prefgrpo.parallel.parallelize import add_trained_weights, recompute
 from prefgrpo.rollout import render
 from prefgrpo.rollout.render import decode, to_uint8
-from prefgrpo.run.fits import stored_bytes
+from prefgrpo.run.fits import static_bytes, stored_bytes
 from prefgrpo.run.loading import open_adapter
 from prefgrpo.run.log import Clock
-from prefgrpo.run.notes import memory_line, static_bytes
+from prefgrpo.run.notes import memory_line
 
 FLUX = case_of("flux")
 CPU = torch.device("cpu")
@@ -156,7 +156,7 @@ def test_the_printed_bytes_are_those_of_the_tensors(trainer, case):
     adapter = one.adapter
     stored = stored_bytes(one.config, adapter.latent_shape(one.config.rollout), one.world.layout, one.world.size)
     known = static_bytes(adapter, policy) | {"stored samples": stored}
-    line = memory_line(adapter, policy, stored)
+    line = memory_line(adapter, policy, {"stored samples": stored})
     batches = one.generate(0).batches
     held["stored samples"] = storages({t.data_ptr(): t for b in batches for t in (b.latents, *of_steps(b))}.values())
     assert any(batch.steps for batch in batches) == (one.objective.collector == "trajectory")

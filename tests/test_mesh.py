@@ -40,15 +40,16 @@ from prefgrpo.rollout import render
 from prefgrpo.rollout.batches import Rollouts
 from prefgrpo.rollout.embeddings import Embeddings
 from prefgrpo.rollout.replay import TrajectoryCollector
-from prefgrpo.run.fits import stored_bytes
-from prefgrpo.run.loading import open_schedules, unsupported
+from prefgrpo.run import loading
+from prefgrpo.run.fits import static_bytes, stored_bytes
+from prefgrpo.run.loading import open_collector, open_schedules, unsupported
 from prefgrpo.run.metrics import FACTS
-from prefgrpo.run.notes import static_bytes
 from prefgrpo.run.policy import Policy
 from prefgrpo.tiny import pipelines
 
 P, G, LR = 4, 2, 1e-3
-
+SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+"""What FSDP2 calls, by torch's version."""
 
 TEXTS = ["a cube", "two very blue balls on a large wooden table", "a red cube", "one small dog under a tree"]
 CP = {"ulysses": 2}
@@ -106,7 +107,7 @@ def one_step(config, world):
     sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in stored}
     most = stored_bytes(config, adapter.latent_shape(config.rollout), world.layout, world.size)
     assert max(world.all_gather_object(sum(sizes.values()))) == most
-    collector = TrajectoryCollector(adapter, objective(config.train), config, adapter.reference, world)
+    collector = open_collector(config, objective(config.train), adapter, policy, world)
     advantage = torch.randn(P, G, generator=torch.Generator().manual_seed(5))
     columns = (*FACTS, *collector.metrics)
     table = [
@@ -235,28 +236,36 @@ def test_a_layout_changes_nothing_in_any_family(place):
 
 
 def replicas():
-    """Runs in the new process: what two replicas of weights sharded over two processes send, and make groups for."""
+    """Runs in the new process: what two replicas of weights sharded over two processes send, and make groups for, and
+    that reducing gradients over the shards in every backward gives the same."""
     torch.set_num_threads(1)
     made = count_calls(device_mesh, "new_group")
     config = settings(os.environ["PLACE"], "flux", False, "fp32", {"shard": 2})
     world = join(config)
     assert (len(made), world.mesh.mesh_dim_names) == (4, ("replicate", "shard")), made
     reduced = count_calls(dist, "all_reduce")
+    scattered = count_calls(dist, SCATTER)
     in_backward = []
     accumulate = TrajectoryCollector.accumulate
 
-    def counted(*given):
+    def counted(collector, batches, *given):
         reduced.clear()
-        table = accumulate(*given)
-        in_backward.append(len(reduced))
+        scattered.clear()
+        table = accumulate(collector, batches, *given)
+        in_backward.append((sum(len(batch.steps) for batch in batches), len(scattered), len(reduced)))
         return table
 
-    TrajectoryCollector.accumulate = counted
-    got = one_step(config, world)
-    TrajectoryCollector.accumulate = accumulate
-    assert in_backward == [0] and len(reduced) >= 1
     one = settings(os.environ["PLACE"], "flux", False, "fp32", {})
-    compare("replicas", got, one_step(one, alone(one)), bits=True)
+    want = one_step(one, alone(one))
+    for once in (True, False):
+        with (
+            mock.patch.object(TrajectoryCollector, "accumulate", counted),
+            mock.patch.object(loading, "reduces_once", lambda *_, once=once: once),
+        ):
+            compare(f"replicas, once: {once}", one_step(config, world), want, bits=True)
+            assert len(reduced) >= 1
+    (backwards, once, _), (_, every, _) = in_backward
+    assert backwards > 1 and once > 0 and every == once * backwards and not any(count for *_, count in in_backward)
     os._exit(0)
 
 
@@ -270,7 +279,7 @@ def count_calls(module, name):
 
 @pytest.mark.dist
 def test_replicas_reduce_their_gradients_once_per_update(place):
-    """Not after every backward; and a mesh makes groups for its dimensions above 1 only."""
+    """Not after every backward, over shards too; and a mesh makes groups for its dimensions above 1 only."""
     all_end(ranks(place / "replicas.yaml", 4, hook=replicas, PLACE=str(place)), seconds=300)
 
 
@@ -410,7 +419,7 @@ class OnlyTheFirstIsAsked(Brightness):
 @pytest.mark.dist
 def test_a_run_of_context_parallel_processes(run_place):
     """Rewards, evaluation and exported weights match a single process: each sample is scored and counted once."""
-    spec = {"rewards": f"{__name__}.OnlyTheFirstIsAsked"}
+    spec = {"rewards": f"{__name__}.OnlyTheFirstIsAsked", "train": {"steps": 2}}
     spec["eval"] = {"rewards": f"{__name__}.OnlyTheFirstIsAsked", "every": 2}
     all_end(ranks(recipe(run_place, "cp", parallel={"ulysses": 2}, **spec), 2), seconds=600)
     assert train(recipe(run_place, "alone", **spec))[0] == 0
@@ -437,19 +446,6 @@ def test_a_layout_that_does_not_fit_the_processes(place):
     text = "expected a multiple of shard 4 × ring 1 × ulysses 1 = 4 processes, got 2"
     with pytest.raises(ConfigError, match=re.escape(text)):
         Layout.of(settings(place, "flux", True, "fp32", {"shard": 4}), 2)
-
-
-def test_families_that_do_not_train_under_context_parallelism(place):
-    for family, layout, text in (
-        ("sd3", {"ulysses": 2}, "parallel.ulysses/ring: sd3 does not train under ring 1 × ulysses 2; expected 1 and 1"),
-        ("z_image", {"ring": 2}, "z_image does not train"),
-        ("hunyuan_video", {"ulysses": 2}, "hunyuan_video does not train"),
-        ("qwen_image", {"ring": 2}, "qwen_image does not train under ring 2 × ulysses 1; expected ulysses alone"),
-    ):
-        assert text in "\n".join(unsupported(from_dict({"model": "m", "family": family, "parallel": layout, **DATA})))
-    for family in ("flux", "flux2", "flux2_klein", "wan", "wan22", "wan_i2v", "wan22_i2v", "wan_ti2v"):
-        layout = {"ulysses": 2, "ring": 2}
-        assert not unsupported(from_dict({"model": "m", "family": family, "parallel": layout, **DATA}))
 
 
 PUBLISHED = {

@@ -103,18 +103,3 @@ def test_initial_latents_are_step_minus_one():
     x = initial_latents(2, ids, (3, 5))
     assert torch.equal(x[0], x[1]) and not torch.equal(x[0], x[2])
     assert np.abs(x[2].flatten().double().numpy() - numpy_normal(2, 9, 2**32 - 1, 15, 0)).max() <= 1e-6
-
-
-IDS = torch.zeros(3, dtype=torch.int64, device=DEVICE)
-WRONG = {
-    "step": (lambda: philox_normal(1, IDS, IDS[:2], 4), ValueError, "step: expected int64"),
-    "size": (lambda: philox_normal(1, IDS, IDS, -4), ValueError, "0 or more"),
-    "seed": (lambda: philox_normal(1.5, IDS, IDS, 4), TypeError, "integer"),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_a_mistake_is_refused(name):
-    call, error, message = WRONG[name]
-    with pytest.raises(error, match=message):
-        call()

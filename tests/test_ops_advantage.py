@@ -106,26 +106,3 @@ def test_win_rates_whose_sums_differ_only_in_order_are_equal(backend):
     with serve(backend):
         rate, advantage = winrate_advantage(wins, counts, eps=0.0)
     assert rate[0].tolist() == [pytest.approx(0.2)] * 3 and advantage.tolist() == [[0.0] * 3]
-
-
-def test_a_missing_reward_moves_nothing_and_a_lost_group_is_zero():
-    r = tensor([[[1.0, 2.0, torch.nan, 4.0], [torch.nan] * 4]])
-    got = group_advantage(r)
-    assert got[0, [0, 1, 3]].tolist() == group_advantage(r[:, :1, [0, 1, 3]])[0].tolist() and got[0, 2] == 0
-    assert not got[1].any() and not group_advantage(-r, combine="geometric_mean").any()
-    assert group_advantage(r[:, :0]).shape == (0, 4)
-
-
-zeros = torch.zeros
-WRONG = {
-    "wins": (lambda: winrate_advantage(zeros(2, 3, 4), zeros(2, 3, 4)), r"\[P, G, G\]"),
-    "std": (lambda: winrate_advantage(*zeros(2, 2, 3, 3), std="batch"), "std: expected one of"),
-    "ddof": (lambda: winrate_advantage(*zeros(2, 2, 3, 3), ddof=2), "ddof: expected 0 or 1"),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_a_mistake_is_refused(name):
-    call, message = WRONG[name]
-    with torch.device(DEVICE), pytest.raises(ValueError, match=message):
-        call()

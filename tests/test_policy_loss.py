@@ -139,33 +139,3 @@ def test_a_tensor_in_fp64_is_read_as_such(backend):
         for name in NAMES:
             for mine, plain in zip(run(**{name: inputs[name].to(F64)}), want, strict=True):
                 assert_close(mine, plain, 1e-6, 1e-7)
-
-
-def loss(*args, **options):
-    return policy_loss(*args, **{"epsilon_low": 0.1, **options})
-
-
-zeros = torch.zeros
-WRONG = {
-    "shape": (lambda: loss(*zeros(2, 3), zeros(4)), ValueError, "advantage"),
-    "dtype": (lambda: loss(*zeros(3, 3), kl=zeros(3).half()), ValueError, "kl: expected fp32"),
-    "clip": (lambda: loss(*zeros(3, 3), epsilon_low=-0.1), ValueError, "0 or more"),
-    "advantage clip NaN": (lambda: loss(*zeros(3, 3), adv_clip=math.nan), ValueError, "0 or more"),
-    "reduction": (lambda: loss(*zeros(3, 3), reduction="sum"), ValueError, "expected mean or none, got 'sum'"),
-    "denominator": (lambda: loss(*zeros(3, 3), denominator=0.0), ValueError, "more than 0"),
-    "old gradient": (lambda: loss(zeros(3), zeros(3).requires_grad_(), zeros(3)), ValueError, "detach them"),
-    "gradient": (lambda: loss(*zeros(2, 3), zeros(3).requires_grad_()), ValueError, "detach them"),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_a_mistake_is_refused(name):
-    call, error, message = WRONG[name]
-    with torch.device(DEVICE), pytest.raises(error, match=message):
-        call()
-
-
-def test_a_second_derivative_is_refused():
-    leaf = zeros(3, device=DEVICE, requires_grad=True)
-    with pytest.raises(RuntimeError, match="cannot be differentiated twice"):
-        torch.autograd.grad(loss(leaf, *zeros(2, 3, device=DEVICE)).loss, leaf, create_graph=True)

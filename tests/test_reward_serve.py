@@ -5,12 +5,13 @@ not fail the others in its batch; served scores must equal the reward's own, bit
 environments, so it may import only light libraries.
 """
 
+import contextlib
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
-import time
 import urllib.error
 import urllib.request
 
@@ -18,7 +19,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from judge_server import free_port
+from judge_server import free_port, until
 from reward_server import MOODY, TESTS, Process, brightness, parts_of
 from tiny_media import grey, noise
 
@@ -153,12 +154,18 @@ def test_what_arrives_during_a_batch_is_the_next_one(moody, tmp_path):
 def test_it_answers_only_once_a_sample_was_scored(tmp_path):
     log = tmp_path / "log"
     with Process(MOODY, "--options", f"load_until={tmp_path / 'go'}", ready=False, log=log) as server:
-        while "loading" not in log.read_text():
-            time.sleep(0.02)
+        until(lambda: "loading" in log.read_text(), 60)
         assert server.health() == 0
         (tmp_path / "go").touch()
         server.wait_ready()
         assert post(server.url, body("a", grey(9)))[0] == 200
+
+
+def listens(port):
+    """Whether the port takes connections; a request would hold up the server if it came while the server ends."""
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+        return True
+    return False
 
 
 def test_sigterm_answers_what_was_sent_and_takes_nothing_new(tmp_path):
@@ -169,8 +176,7 @@ def test_sigterm_answers_what_was_sent_and_takes_nothing_new(tmp_path):
     server.wait_for("batches", 1)
     stop = threading.Thread(target=lambda: stopped.append(server.stop()))
     stop.start()
-    while server.health():
-        time.sleep(0.01)
+    until(lambda: not listens(server.port), 60)
     gate.touch()
     stop.join()
     ask.join()

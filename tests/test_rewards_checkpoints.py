@@ -44,7 +44,8 @@ def test_broken_files_are_errors_that_say_what_to_do(tmp_path):
     folder = open_clip_folder(tmp_path / "cut")
     file = folder / "open_clip_pytorch_model.bin"
     file.write_bytes(file.read_bytes()[:2000])
-    refused("clip", "cannot load", str(folder), "download it again", model=str(folder))
+    tiny = {"model": str(folder), "architecture": "checkpoint"}
+    refused("clip", "cannot load", str(folder), "download it again", **tiny)
     file.unlink()
     refused("clip", "open_clip*.bin", "download", model=str(folder))
     clip = clip_folder(tmp_path / "clip")
@@ -84,7 +85,7 @@ class Trap:
 def test_pickled_code_in_a_checkpoint_does_not_run(tmp_path, aesthetic):
     folder, touched = hps_folder(tmp_path / "hps"), tmp_path / "touched"
     torch.save({"state_dict": Trap(touched)}, folder / "HPS_v2.1_compressed.pt")
-    refused("hpsv2", "cannot load", model=str(folder))
+    refused("hpsv2", "cannot load", model=str(folder), architecture="checkpoint")
     torch.save(Trap(touched), tmp_path / "head.pth")
     refused("aesthetic", "cannot load", model=aesthetic["model"], head=str(tmp_path / "head.pth"))
     assert not touched.exists()

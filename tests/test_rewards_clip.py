@@ -105,8 +105,10 @@ def test_clip_as_published_puts_the_weights_into_another_architecture(tmp_path, 
 
 def test_no_architecture_is_guessed(made, tmp_path):
     folder = open_clip_folder(tmp_path / "dfn")
-    with pytest.raises(RewardError, match=r"cannot load '.* as ViT-L-14'"):
-        build("clip", {"clip": {"model": str(folder), "architecture": "ViT-L-14"}})["clip"]
+    (tmp_path / "wide.json").write_text(json.dumps(architecture() | {"embed_dim": 32}))
+    open_clip.add_model_config(tmp_path / "wide.json")
+    with pytest.raises(RewardError, match=r"cannot load '.* as wide'"):
+        build("clip", {"clip": {"model": str(folder), "architecture": "wide"}})["clip"]
     (folder / "open_clip_config.json").unlink()
     with pytest.raises(RewardError, match=r"has no open_clip_config.json.* option `architecture`"):
         build("clip", {"clip": {"model": str(folder), "architecture": "checkpoint"}})["clip"]
@@ -186,7 +188,8 @@ def test_subfigures_are_the_diagonal(made, reward):
 
 @pytest.mark.parametrize("name", ["clip", "pickscore"])
 def test_each_different_text_and_image_is_encoded_once_in_batches(name, reward, monkeypatch):
-    opened, asked = reward(name, batch_size=2), []
+    opened, asked = reward(name), []
+    monkeypatch.setattr(opened.encoder, "batch_size", 2)
     for method in ("encode_texts", "encode_images"):
         encode = getattr(opened.encoder, method)
         monkeypatch.setattr(opened.encoder, method, lambda x, encode=encode: asked.append(x) or encode(x))

@@ -153,7 +153,7 @@ class Eye:
 
 
 def reward(found, monkeypatch, **options):
-    monkeypatch.setattr("prefgrpo.rewards.encoder.get_encoder", lambda *_: Eye())
+    monkeypatch.setattr("prefgrpo.rewards.encoder.get_encoder", lambda *_, **__: Eye())
     return GenEval(detector=f"{__name__}:Painter", detector_options={"found": found}, device="cpu", **options)
 
 

@@ -330,7 +330,7 @@ def test_grids_and_their_texts_are_pacos_on_its_own_prompts(server, monkeypatch)
     assert len(prompts) > 100
     for prompt in prompts:
         theme, cells = sub_prompts(prompt)
-        assert grid_of(prompt) == utils.extract_grid_info(prompt)
+        assert grid_of(prompt, {}) == utils.extract_grid_info(prompt)
         expected = [part.strip(' ".') for part in utils.divide_prompt(prompt)]
         assert [part.strip(' ".') for part in (theme, *cells)] == expected
 

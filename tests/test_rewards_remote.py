@@ -53,7 +53,7 @@ def test_what_is_no_ready_server_of_the_reward_is_refused_at_the_start(jpeg):
             (judge.url, "is not a reward server"),
         ):
             with pytest.raises(RewardError, match=message):
-                remote(url)
+                remote(url, patience_s=0.1)
 
 
 def test_a_step_waits_as_long_as_a_slow_server_may_take_and_not_ten_times():

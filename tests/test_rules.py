@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefgrpo.sde import rules
-from prefgrpo.sde.rules import RULES, StepInfo, check
+from prefgrpo.sde.rules import RULES, StepInfo, sde_row
 
 X, V, Z = map(np.array, sde_formulas.INPUTS)
 
@@ -90,13 +90,13 @@ def test_without_noise_every_rule_is_the_euler_step(rule, sigma, share):
 @pytest.mark.parametrize(("sigma", "after"), [(0.5, 0.5), (0.5, 0.6), (1.1, 0.5), (0.5, -0.1), (math.nan, 0.1)])
 def test_steps_that_do_not_go_down(sigma, after):
     with pytest.raises(ValueError, match="0 <= sigma_next < sigma <= 1, got sigma="):
-        check(StepInfo(sigma, after, 0.5, 0.9, 0.0), "flow")
+        sde_row("flow", sigma, after, 0.5)
 
 
 def test_noise_levels_out_of_range():
     with pytest.raises(ValueError, match=r"eta must be in \[0, 1\] for rule 'cps', got 1.2"):
-        check(StepInfo(0.9, 0.8, 1.2, 0.9, 0.0), "cps")
+        sde_row("cps", 0.9, 0.8, 1.2)
     for eta in (-0.1, math.nan):
         with pytest.raises(ValueError, match="eta must be in"):
-            check(StepInfo(0.9, 0.8, eta, 0.9, 0.0), "flow")
-    check(StepInfo(0.9, 0.8, 5.0, 0.9, 0.0), "flow")
+            sde_row("flow", 0.9, 0.8, eta)
+    sde_row("flow", 0.9, 0.8, 5.0)

@@ -16,11 +16,6 @@ from prefgrpo.sde.rules import RULES, StepInfo
 from prefgrpo.sde.schedule import consecutive, make_schedule, shifted_sigmas, step_weights, subset
 
 
-def test_shift_three_of_dance():
-    assert shifted_sigmas(4, 3.0).tolist() == pytest.approx([1, 0.9, 0.75, 0.5, 0])
-    assert torch.equal(shifted_sigmas(5, 1.0), torch.linspace(1, 0, 6))
-
-
 @pytest.mark.parametrize("rule", RULES)
 def test_the_table_is_the_rules_at_the_fp32_sigmas(rule):
     sigmas = shifted_sigmas(7, 3.0)

@@ -87,10 +87,10 @@ def write(folder, name, seed, accuracy, **changes):
 
 
 def test_a_run_of_the_world_words_counts_the_calls_of_its_simulated_judge(tmp_path):
-    calls.train_words(calls.ARMS["words_grpo_k2"], {"seed": 0}, tmp_path / "run.json", 2, 2)
+    calls.train_words(calls.ARMS["words_grpo_k2"], {"seed": 0}, tmp_path / "run.json", 1, 1)
     run = json.loads((tmp_path / "run.json").read_text())
     assert run["columns"][:2] == ["step", "calls"]
-    assert [row[:2] for row in run["evaluations"]] == [[0, 0.0], [2, 2 * 6 * 8.0]]
+    assert [row[:2] for row in run["evaluations"]] == [[0, 0.0], [1, 6 * 8.0]]
 
 
 def test_what_is_read_from_runs(tmp_path, monkeypatch):

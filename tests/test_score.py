@@ -15,6 +15,7 @@ import tiny_rewards
 import yaml
 from judge_server import JudgeServer
 from PIL import Image
+from reward_cases import picture
 from reward_server import Process
 from tiny_run import start_ranks
 
@@ -30,8 +31,7 @@ JPEG = "jpeg_compressibility"
 
 
 def image(seed, file=None, size=(40, 48)):
-    coarse = np.random.default_rng(seed).integers(0, 256, (size[0] // 8, size[1] // 8, 3), np.uint8)
-    pixels = coarse.repeat(8, 0).repeat(8, 1)
+    pixels = picture(seed, *size).pixels
     if file is not None:
         Image.fromarray(pixels).save(file)
     return pixels
@@ -161,15 +161,13 @@ def test_a_fresh_clone_scores_a_folder(place, capsys):
 
 @pytest.mark.dist
 def test_any_number_of_ranks_writes_the_same_bytes(place):
-    more = ["--batch", 4, "--out"]
-    argv = ["score", *arguments(place / "tiny/rewards.yaml", place / "images", place / "prompts.csv", *more)]
-    written = []
-    for size in (1, 2, 3):
-        out = place / f"of{size}.json"
-        runs = start_ranks([str(a) for a in (*argv, out)], out, size, OMP_NUM_THREADS="1")
-        assert [r.wait() for r in runs] == [0] * size, runs[0].output
-        written.append(out.read_bytes())
-    assert written[0] == written[1] == written[2]
+    """Two ranks score three and two of the five units; one process of one thread scores all."""
+    alone, together = place / "alone.json", place / "together.json"
+    argv = arguments(place / "tiny/rewards.yaml", place / "images", place / "prompts.csv", "--batch", 4, "--out")
+    runs = start_ranks(["score", *map(str, argv), str(together)], together, 2, OMP_NUM_THREADS="1")
+    run(*argv, alone)
+    assert [r.wait() for r in runs] == [0, 0], runs[0].output
+    assert together.read_bytes() == alone.read_bytes()
 
 
 def test_a_file_that_cannot_be_read_is_missing_with_its_reason(tmp_path, capsys):
@@ -206,8 +204,8 @@ def test_files_as_cameras_and_painters_write_them(tmp_path):
         "f.tif": (Image.fromarray(np.rot90(shown).copy()), {"exif": turned}),
         "g.png": (Image.fromarray(shown[..., 0]), {}),
     }
-    for name, (picture, how) in made.items():
-        picture.save(tmp_path / name, **how)
+    for name, (drawn, how) in made.items():
+        drawn.save(tmp_path / name, **how)
         expected = np.repeat(shown[..., :1], 3, 2) if name[0] in "bcg" else shown
         if name[0] == "e":  # alpha is the red channel, on white
             expected = np.asarray(Image.composite(Image.fromarray(shown), white, Image.fromarray(shown[..., 0])))

@@ -276,7 +276,7 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_many_stop_the_run(trainer)
 
 
 def test_a_stop_between_two_updates_of_a_step_saves_no_half_step(trainer):
-    over = {"train": {"updates_per_rollout": 4, "steps": 3}, "eval": {"every": 0}, "checkpoint": {"every": 1}}
+    over = {"train": {"updates_per_rollout": 4, "steps": 2}, "eval": {"every": 0}, "checkpoint": {"every": 1}}
     over |= {"rollout": {"batch_size": 2}}
     one = trainer(name="half", **over)
     poison(one, at=5)

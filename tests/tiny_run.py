@@ -46,6 +46,7 @@ _CONTEXT.set_forkserver_preload(
         "prefgrpo.report",
         "prefgrpo.judge.local",
         "peft",
+        "pytest",
     ]
 )
 
@@ -227,9 +228,10 @@ def _child(argv: list[str], log: str, env: dict[str, str], hook: Callable[[], No
     where, reached, go = hold
     if where is not None:
         where.install(reached, go)
-    from prefgrpo.commands.cli import main
+    from prefgrpo.__main__ import main
 
-    sys.exit(main(argv))
+    sys.argv = ["prefgrpo", *argv]
+    sys.exit(main())
 
 
 def environment(**env: str) -> dict[str, str]:

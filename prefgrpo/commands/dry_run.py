@@ -27,9 +27,9 @@ from prefgrpo.rollout.render import decode
 from prefgrpo.rollout.replay import replay
 from prefgrpo.run import judging
 from prefgrpo.run.checks import config_errors
-from prefgrpo.run.fits import sample_bytes, stored_bytes
+from prefgrpo.run.fits import sample_bytes
 from prefgrpo.run.loading import open_collector, open_model, open_prompts, open_schedules
-from prefgrpo.run.notes import GIB, memory_line, peak_memory
+from prefgrpo.run.notes import GIB, memory_line, peak_memory, step_bytes
 
 
 @without_cudnn()
@@ -47,9 +47,10 @@ def dry_run(config: Config) -> int:
     adapter, policy = open_model(config, goal, world, encoders=bool(absent))
     schedules = open_schedules(config, adapter, world)
     shape = adapter.latent_shape(config.rollout)
-    stored = stored_bytes(config, shape, world.layout, world.size)
-    print(memory_line(adapter, policy, stored))
-    evaluated = ", ".join(f"{len(held)} ({name})" for name, held in sets.items())
+    collector = open_collector(config, goal, adapter, policy, world)
+    held = step_bytes(config, collector, policy, world)
+    print(memory_line(adapter, policy, held))
+    evaluated = ", ".join(f"{len(some)} ({name})" for name, some in sets.items())
     print(f"{len(prompts)} training prompts; evaluation prompts: {evaluated or 'none'}")
     begin = time.perf_counter()
     context = world.layout.context
@@ -60,9 +61,8 @@ def dry_run(config: Config) -> int:
     chosen = step_prompts(len(prompts), config.rollout.prompts_per_step, config.seed, 0)
     print(f"first batch: {len(batch.places)} samples, for {prompts[chosen[batch.slots[0]]].text[:80]!r}")
     own = len(batch.places) * sample_bytes(config, shape, world.layout)
-    others = torch.empty(stored - own, dtype=torch.uint8, device=world.device)
+    others = torch.empty(sum(held.values()) - own, dtype=torch.uint8, device=world.device)
     middle = time.perf_counter()
-    collector = open_collector(config, goal, adapter, policy, world)
     if isinstance(collector, EndpointCollector):
         error = collector.predict(batch, 0).error
         error.mean().backward()

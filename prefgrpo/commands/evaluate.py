@@ -30,7 +30,6 @@ from prefgrpo.models.attention import without_cudnn
 from prefgrpo.parallel import world as parallel
 from prefgrpo.parallel.world import World
 from prefgrpo.rollout.render import sample
-from prefgrpo.rollout.sampling import eval_sampling
 from prefgrpo.run import judging
 from prefgrpo.run.checkpoint import CheckpointError
 from prefgrpo.run.comparison import Comparison, Row
@@ -170,7 +169,7 @@ def against_other(
     for part, source in sources.items():
         jobs = [Job(p, h.first_id + i, file(part, h.name, i)) for h in held for i, p in enumerate(h.items)]
         generate_files(source, jobs, world, fps)
-    sizes = eval_sampling(config)
+    sizes = config.eval_sampling
     comparisons: list[Comparison] = []
     for h in held:
         mine = share_of(world, len(h.items))

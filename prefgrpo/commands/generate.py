@@ -33,7 +33,7 @@ from prefgrpo.parallel.parallelize import parallelize
 from prefgrpo.parallel.world import World
 from prefgrpo.rollout.embeddings import Embeddings, run_entries
 from prefgrpo.rollout.render import Images, render
-from prefgrpo.rollout.sampling import Schedules, eval_sampling
+from prefgrpo.rollout.sampling import Schedules
 from prefgrpo.run.checkpoint import CheckpointError, read_meta
 from prefgrpo.run.judging import makes_clips
 from prefgrpo.run.loading import load_checkpoint, open_adapter, open_prompts, unsupported
@@ -80,7 +80,7 @@ class Source:
             "max_length": c.data.max_length,
             "prompts": fingerprint(prompts),
             "fps": fps if makes_clips(c) else None,
-            "sampling": {k: v for k, v in asdict(eval_sampling(c)).items() if k != "batch_size"},
+            "sampling": {k: v for k, v in asdict(c.eval_sampling).items() if k != "batch_size"},
         }
         if self.checkpoint is not None:
             facts["written"] = read_meta(self.checkpoint)["written"]
@@ -202,7 +202,7 @@ def generate_files(source: Source, jobs: Sequence[Job], world: World, fps: int) 
     missing = [jobs[k] for k in range(world.dp_index, len(jobs), world.dp_size) if k not in there]
     if len(there) < len(jobs):
         prompts = list({id(job.prompt): job.prompt for job in jobs}.values())
-        sampling = eval_sampling(config)
+        sampling = config.eval_sampling
         embeddings = Embeddings(config)
         absent = embeddings.absent(run_entries(replace(config, rollout=sampling), prompts))
         adapter = source.open(world, encoders=bool(absent))

@@ -6,7 +6,7 @@ Defaults are safe for FLUX.1-dev; recipes override them.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import field
+from dataclasses import field, replace
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
@@ -357,6 +357,12 @@ class Config:
             yield "offload: only sharded weights can be offloaded: expected parallel.shard above 1, got 1"
         if self.parallel.ring * self.parallel.ulysses > 1 and self.compile:
             yield "compile: expected false under context parallelism, got true"
+
+    @property
+    def eval_sampling(self) -> SamplingConfig:
+        """Sampling settings of evaluation and `generate`: those of training, with the fields set in `eval` replaced."""
+        fields = {key: getattr(self.eval, key) for key in ("height", "width", "steps", "guidance")}
+        return replace(self.rollout, **{key: value for key, value in fields.items() if value is not None})
 
     @property
     def measured(self) -> tuple[RewardEntry, ...]:

@@ -99,7 +99,7 @@ def errors(name: str, case: Case, dtype: torch.dtype, device: torch.device) -> t
     worst = [0.0] * 4
     for sliced in (True, False):
         for i, x in enumerate(_computed(name, case, sliced, mask, dtype, device)):
-            found = [_error(x[b, :, h], exact[i]) for (b, h), exact in want.items()]
+            found = [relative_error(x[b, :, h], exact[i]) for (b, h), exact in want.items()]
             worst[i] = max(worst[i], *found) if bool(x.isfinite().all()) else math.inf
     return worst[0], max(worst[1:])
 
@@ -141,25 +141,21 @@ def _exact(q: Tensor, k: Tensor, v: Tensor, upstream: Tensor, mask: Tensor | Non
 
     A few queries at a time, as all scores of a clip would need gigabytes.
     """
-    scale = q.shape[-1] ** -0.5
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    out = torch.empty_like(upstream)
     rows = max(1, CHUNK // len(k))
-    outs: list[Tensor] = []
-    dq: list[Tensor] = []
-    dk = torch.zeros_like(k)
-    dv = torch.zeros_like(v)
-    for some, g in zip(q.split(rows), upstream.split(rows), strict=True):
-        scores = some @ k.T * scale
+    for start in range(0, len(q), rows):
+        some = slice(start, start + rows)
+        scores = leaves[0][some] @ leaves[1].T * q.shape[-1] ** -0.5
         if mask is not None:
-            scores.masked_fill_(~mask, -math.inf)
-        p = scores.softmax(-1)
-        outs.append(p @ v)
-        ds = p * (g @ v.T - (g * outs[-1]).sum(-1, keepdim=True)) * scale
-        dq.append(ds @ k)
-        dk += ds.T @ some
-        dv += p.T @ g
-    return [torch.cat(outs), torch.cat(dq), dk, dv]
+            scores = scores.masked_fill(~mask, -math.inf)
+        part = scores.softmax(-1) @ leaves[2]
+        part.backward(upstream[some])
+        out[some] = part.detach()
+    return [out, *(x.grad for x in leaves if x.grad is not None)]
 
 
-def _error(got: Tensor, want: Tensor) -> float:
+def relative_error(got: Tensor, want: Tensor) -> float:
+    """Largest error, relative to the largest element; infinite if any is not finite."""
     error = float((got - want).abs().max() / want.abs().max())
     return error if math.isfinite(error) else math.inf

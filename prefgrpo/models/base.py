@@ -11,6 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -21,8 +22,8 @@ from torch import Tensor, nn
 
 from prefgrpo.config.schema import SamplingConfig as Sampling
 from prefgrpo.models import folder as folders
-from prefgrpo.models.condition import Condition
-from prefgrpo.models.guidance import Cfg, Gradient, predict_cond_uncond
+from prefgrpo.models.condition import Condition, combine
+from prefgrpo.models.guidance import Cfg, Gradient
 from prefgrpo.models.sampling import StockSampling
 from prefgrpo.models.vae import decode_image
 from prefgrpo.models.weights import Weights
@@ -51,8 +52,8 @@ class Adapter(StockSampling, Weights, ABC):
     """Components of the pipeline that run in fp32, as in the published use of a bf16 denoiser."""
     attention_masks: ClassVar[Masks] = "none"
     """When the blocks' attention masks text. "none": never, as all texts have one length. Otherwise embeddings are as
-    long as their prompts (`text_length`), which a batch has one of; they are masked if context parallelism pads them
-    ("padding"), or always; "own": blocks choose masks and kernels themselves."""
+    long as their prompts, of which a batch has one; they are masked if context parallelism pads them ("padding"), or
+    always; "own": blocks choose masks and kernels themselves."""
     context_parallel: ClassVar[str] = ""
     """Context parallelism that training supports: "" for none, "ulysses", or "ring" for both."""
     text_sees_sources: ClassVar[bool] = False
@@ -73,9 +74,6 @@ class Adapter(StockSampling, Weights, ABC):
         source_area: number of pixels to which source images are resized, by families that resize them (default: as the
         stock pipeline does). guidance_gradient: which predictions of a guidance pair receive a gradient.
         """
-        from prefgrpo.models.rotary import fuse_rotary
-
-        fuse_rotary()
         self.pipe = pipe
         self.transformer = getattr(pipe, self.denoisers[0])
         self.guidance_gradient = guidance_gradient
@@ -100,13 +98,32 @@ class Adapter(StockSampling, Weights, ABC):
         """Load from a folder or hub id, frozen, in eval mode.
 
         encoders: False skips the text encoders (every prompt must then be in the cache). split: leave the denoisers in
-        the mapped files, in the files' dtype, to be sharded from there. offload: kinds of parts (text_encoder, vae)
-        that are in CPU memory while they are not used. options: passed to `__init__`.
+        the mapped files, in the files' dtype (a cast would be a copy), to be sharded from there. offload: kinds of
+        parts (text_encoder, vae) that are in CPU memory, as mapped files, while they are not used. Mapped files are
+        shared by the processes of a machine; all else goes to the device tensor by tensor, without a second copy in CPU
+        memory. options: passed to `__init__`.
         Raises `folder.ModelError` for a missing folder or one that holds another kind of pipeline.
         """
+        import diffusers
+
         path = cls.find(model)
-        denoisers = cls.denoisers if split else ()
-        pipe = folders.read(path, cls.pipeline, dtype, device, encoders, denoisers, offload, cls.parts_in_fp32)
+        index = folders.index_of(path)
+        skipped = () if encoders else folders.ENCODERS
+        left_out = [name for name, part in index.items() if part == [None, None] or name.startswith(skipped)]
+        read = [name for name, part in index.items() if isinstance(part, list) and name not in left_out]
+        in_files = cls.denoisers if split else ()
+        dtypes = {"default": dtype} | dict.fromkeys(cls.parts_in_fp32, torch.float32)
+        dtypes |= {name: folders.stored_dtype(path / name) or dtype for name in in_files}
+        variant = folders.check_weights(path, read)
+        stock = getattr(diffusers, cls.pipeline)
+        pipe = stock.from_pretrained(path, dtype=dtypes, variant=variant, **dict.fromkeys(left_out))
+        pipe.set_progress_bar_config(disable=True)
+        modules = {name: part for name, part in pipe.components.items() if isinstance(part, nn.Module)}
+        mapped = {*in_files, *(folders.named(modules, offload) if device.type != "cpu" else ())}
+        for name, module in modules.items():
+            module.eval().requires_grad_(False)
+            for tensor in [*module.parameters(), *module.buffers()] if name not in mapped else ():
+                tensor.data = tensor.data.to(device, copy=True)
         adapter = cls(pipe, **options)
         adapter.dtype = dtype
         adapter.device = device
@@ -240,12 +257,29 @@ class Adapter(StockSampling, Weights, ABC):
     def predictions(
         self, x: Tensor, sigma: Tensor, condition: Condition, sampling: Sampling
     ) -> tuple[Tensor, Tensor | None]:
-        """Velocities (c, u) for the prompt and, if guidance is on, for the negative prompt, in the denoiser's dtype."""
+        """Velocities (c, u) for the prompt and, if guidance is on, for the negative prompt, in the denoiser's dtype.
+
+        A pair is one forward with batch size 2B if all texts have one length, else two, whatever the lengths: with
+        sharded weights all processes must run equally many. guidance_gradient 'conditional': u has a forward of its
+        own without a graph, in rollout and replay alike. ValueError for a condition encoded with guidance off.
+        """
         name, _ = self.expert(sigma, sampling)
         predict: Any = partial(self.predict, getattr(self.pipe, name), sampling=sampling)
         sigma = sigma.to(x.device, non_blocking=True)
         x = x.to(self.dtype)
         condition = condition.cast(self.dtype)
-        if self.guided(sampling):
-            return predict_cond_uncond(predict, x, sigma, condition, self.guidance_gradient)
-        return predict(x, sigma, condition), None
+        if not self.guided(sampling):
+            return predict(x, sigma, condition), None
+        if condition.negative is None:
+            raise ValueError("guidance is on, but the condition has no negative prompt: encode it with guidance on")
+        positive = replace(condition, negative=None)
+        negative = replace(condition.negative, sources=condition.sources)
+        if self.guidance_gradient == "conditional":
+            with torch.no_grad():
+                u = predict(x, sigma, negative)
+            return predict(x, sigma, positive), u
+        if self.attention_masks != "none":
+            return predict(x, sigma, positive), predict(x, sigma, negative)
+        pair = combine([positive, negative], lambda _, tensors: torch.cat(tensors))
+        c, u = predict(torch.cat([x, x]), torch.cat([sigma, sigma]), pair).chunk(2)
+        return c, u

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-TEXT = ("prompt_embeds", "text_length", "pooled", "prompt_embeds_2", "text_length_2")
+TEXT = ("prompt_embeds", "pooled", "prompt_embeds_2")
 """The fields that a text encoder fills."""
 
 
@@ -19,8 +19,6 @@ class Condition:
 
     prompt_embeds: Tensor
     """[(B,) n, C] text encoder states."""
-    text_length: Tensor | None = None
-    """int64 [(B)] number of tokens n, for families whose embeddings are as long as the prompt, on the CPU."""
     pooled: Tensor | None = None
     """[(B,) C'] pooled vector of a second text encoder."""
     sources: tuple[Tensor, ...] = ()
@@ -30,8 +28,6 @@ class Condition:
     """The negative prompt's embedding, if guidance is on; its sources are those of the prompt."""
     prompt_embeds_2: Tensor | None = None
     """[(B,) n', C'] states of a second text encoder, with their own length."""
-    text_length_2: Tensor | None = None
-    """Their `text_length`."""
 
     @classmethod
     def of_text(cls, tensors: Mapping[str, Tensor], **rest: Any) -> Condition:
@@ -49,12 +45,12 @@ class Condition:
         return combine([self], lambda _, tensors: function(tensors[0]))
 
     def to(self, device: torch.device | str) -> Condition:
-        """Move everything but the lengths to `device`."""
-        return self.map(lambda tensor: tensor.to(device, non_blocking=True) if tensor.is_floating_point() else tensor)
+        """The same on `device`."""
+        return self.map(lambda tensor: tensor.to(device, non_blocking=True))
 
     def cast(self, dtype: torch.dtype) -> Condition:
-        """The same in a floating-point dtype; lengths stay integers."""
-        return self.map(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+        """The same in `dtype`."""
+        return self.map(lambda tensor: tensor.to(dtype))
 
     def shapes(self) -> tuple[tuple[int, ...], ...]:
         """Shapes of all tensors; conditions with equal ones can be collated."""

@@ -32,30 +32,27 @@ class Flux(Adapter):
         return Condition(embeds[0], pooled=pooled[0])
 
     def predict(self, net: nn.Module, x: Tensor, sigma: Tensor, condition: Condition, sampling: Sampling) -> Tensor:
-        """Velocity [B, L, 4C]."""
-        return self.forward(net, x, sigma, condition, sampling, image_ids(*self.grid(sampling), x.device))
-
-    def forward(
-        self, net: nn.Module, tokens: Tensor, sigma: Tensor, condition: Condition, sampling: Sampling, ids: Tensor
-    ) -> Tensor:
-        """Run the transformer on tokens [B, L, 4C] at positions [L, 3].
+        """Velocity [B, L, 4C] of the generated tokens, which those of Kontext's source follow.
 
         σ is multiplied by 1000, cast and divided by 1000 as in the stock pipeline, to be bitwise equal to it.
         """
         embeds = condition.prompt_embeds
+        sources = condition.sources
+        ids = [image_ids(*self.grid(sampling), x.device)]
+        ids += [_source_ids(*source.shape[1:3], x.device) for source in sources]
         guidance = None
         if self.pipe.transformer.config.guidance_embeds:
             guidance = torch.full_like(sigma, sampling.guidance)
         return net(
-            hidden_states=tokens,
-            timestep=(sigma * 1000).to(tokens.dtype) / 1000,
+            hidden_states=torch.cat([x, *(source.flatten(1, 2).to(x.dtype) for source in sources)], dim=1),
+            timestep=(sigma * 1000).to(x.dtype) / 1000,
             guidance=guidance,
             pooled_projections=condition.pooled,
             encoder_hidden_states=embeds,
-            txt_ids=torch.zeros(embeds.shape[1], 3, device=tokens.device),
-            img_ids=ids,
+            txt_ids=torch.zeros(embeds.shape[1], 3, device=x.device),
+            img_ids=torch.cat(ids),
             return_dict=False,
-        )[0]
+        )[0][:, : x.shape[1]]
 
     def decode(self, latents: Tensor, sampling: Sampling) -> Tensor:
         """Unpack, undo the VAE's scale and shift, decode."""
@@ -81,16 +78,6 @@ class FluxKontext(Flux):
         latents = self.pipe._encode_vae_image(pixels.to(vae.device, vae.dtype), generator=None)
         packed = self.pipe._pack_latents(latents, 1, latents.shape[1], 2 * rows, 2 * columns)
         return packed.view(rows, columns, -1)
-
-    def predict(self, net: nn.Module, x: Tensor, sigma: Tensor, condition: Condition, sampling: Sampling) -> Tensor:
-        """Velocity [B, L, 4C] of the generated tokens."""
-        ids = image_ids(*self.grid(sampling), x.device)
-        if not condition.sources:
-            return self.forward(net, x, sigma, condition, sampling, ids)
-        (source,) = condition.sources
-        ids = torch.cat([ids, _source_ids(*source.shape[1:3], x.device)])
-        tokens = torch.cat([x, source.flatten(1, 2).to(x.dtype)], dim=1)
-        return self.forward(net, tokens, sigma, condition, sampling, ids)[:, : x.shape[1]]
 
 
 @lru_cache(maxsize=64)

@@ -11,7 +11,7 @@ import math
 import re
 import shutil
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -111,44 +111,6 @@ def _from_hub(model: str, configs_only: bool) -> Path:
             f"'{model}' is not a folder in {Path.cwd()}, and could not be fetched from the hub as a model id: {why}\n"
             f"Without network, run `{download}` where there is one, and pass the folder as --model"
         ) from error
-
-
-def read(
-    path: Path,
-    pipeline: str,
-    dtype: torch.dtype,
-    device: torch.device,
-    encoders: bool,
-    split: Collection[str],
-    offload: Collection[str],
-    in_fp32: Collection[str],
-) -> Any:
-    """Load the pipeline in `path`: frozen, in eval mode, on `device`; text encoders only if `encoders`.
-
-    Components in `split`, and those of the kinds `offload`, stay mapped files in CPU memory, which the processes of a
-    machine share, until they are copied elsewhere; those in `split` have the dtype of the file, as a cast would be a
-    copy. All others go to the device tensor by tensor, without a second copy in CPU memory. in_fp32: components that
-    run in fp32 whatever `dtype` is.
-    """
-    import diffusers
-
-    index = index_of(path)
-    skipped = () if encoders else ENCODERS
-    left_out = [name for name, part in index.items() if part == [None, None] or name.startswith(skipped)]
-    dtypes = {"default": dtype} | dict.fromkeys(in_fp32, torch.float32)
-    dtypes |= {name: stored_dtype(path / name) or dtype for name in split}
-    variant = check_weights(
-        path, [name for name, part in index.items() if isinstance(part, list) and name not in left_out]
-    )
-    pipe = getattr(diffusers, pipeline).from_pretrained(path, dtype=dtypes, variant=variant, **dict.fromkeys(left_out))
-    modules = {name: part for name, part in pipe.components.items() if isinstance(part, torch.nn.Module)}
-    mapped = {*split, *(named(modules, offload) if device.type != "cpu" else ())}
-    for name, module in modules.items():
-        module.eval().requires_grad_(False)
-        for tensor in [*module.parameters(), *module.buffers()] if name not in mapped else ():
-            tensor.data = tensor.data.to(device, copy=True)
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
 
 
 def named(names: Iterable[str], kinds: Iterable[str]) -> list[str]:

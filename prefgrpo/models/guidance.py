@@ -8,14 +8,11 @@ guidance off (g ≤ 1, or g ≤ 0 for Z-Image) the model runs once per step and 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
-
-from prefgrpo.models.condition import Condition, combine
 
 Gradient = Literal["both", "conditional"]
 """Whether the gradient flows through both c and u, or only through c."""
@@ -48,30 +45,3 @@ class Cfg:
         nonzero = (squares[0] > 0) & (squares[1] > 0)
         of_c, of_q = (torch.where(nonzero, square, 1.0) for square in squares)
         return q * torch.where(nonzero, torch.sqrt(of_c / of_q), 0.0)
-
-
-def predict_cond_uncond(
-    predict: Callable[[Tensor, Tensor, Condition], Tensor],
-    x: Tensor,
-    sigma: Tensor,
-    condition: Condition,
-    gradient: Gradient = "both",
-) -> tuple[Tensor, Tensor]:
-    """(c, u): one forward with batch size 2B for families whose texts have one length, else two forwards, whatever the
-    lengths: with sharded weights all processes must run equally many.
-
-    gradient: 'conditional' computes u in a separate forward without a graph, in rollout and replay alike. Raises
-    ValueError for a condition that was encoded with guidance off.
-    """
-    if condition.negative is None:
-        raise ValueError("guidance is on, but the condition has no negative prompt: encode it with guidance on")
-    positive, negative = replace(condition, negative=None), replace(condition.negative, sources=condition.sources)
-    if gradient == "conditional":
-        with torch.no_grad():
-            u = predict(x, sigma, negative)
-        return predict(x, sigma, positive), u
-    if positive.text_length is not None:
-        return predict(x, sigma, positive), predict(x, sigma, negative)
-    pair = combine([positive, negative], lambda _, tensors: torch.cat(tensors))
-    c, u = predict(torch.cat([x, x]), torch.cat([sigma, sigma]), pair).chunk(2)
-    return c, u

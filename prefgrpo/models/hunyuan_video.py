@@ -41,10 +41,9 @@ class HunyuanVideo(PatchVideo):
         return (*args[:3], None, *args[4:])
 
     def encode_prompt(self, prompt: str, max_length: int) -> Condition:
-        """prompt_embeds [n, C] with n ≤ max_length tokens, text_length = n, and pooled [C']."""
+        """prompt_embeds [n, C] with n ≤ max_length tokens, and pooled [C']."""
         embeds, pooled, mask = self.pipe.encode_prompt(prompt, device=self.device, max_sequence_length=max_length)
-        length = mask[0].sum()
-        return Condition(embeds[0, :length], text_length=length.cpu(), pooled=pooled[0])
+        return Condition(embeds[0, : mask[0].sum()], pooled=pooled[0])
 
     def schedule_options(self, sampling: Sampling) -> dict[str, Any]:
         """Even sigmas from 1, before the static shift."""
@@ -77,16 +76,11 @@ class HunyuanVideo15(HunyuanVideo):
     cfg = Cfg()
 
     def encode_prompt(self, prompt: str, max_length: int) -> Condition:
-        """prompt_embeds [n, C] with n ≤ max_length tokens, prompt_embeds_2 [n', C'] of quoted text, and the lengths."""
+        """prompt_embeds [n, C] with n ≤ max_length tokens, and prompt_embeds_2 [n', C'] of quoted text."""
         self.pipe.tokenizer_max_length = max_length
         embeds, mask, glyphs, glyph_mask = self.pipe.encode_prompt(prompt, device=self.device)
         length, count = (int(each.float().sum()) for each in (mask, glyph_mask))  # bf16 counts to 256 only
-        return Condition(
-            embeds[0, :length],
-            text_length=torch.tensor(length),
-            prompt_embeds_2=glyphs[0, :count],
-            text_length_2=torch.tensor(count),
-        )
+        return Condition(embeds[0, :length], prompt_embeds_2=glyphs[0, :count])
 
     def predict(self, net: nn.Module, x: Tensor, sigma: Tensor, condition: Condition, sampling: Sampling) -> Tensor:
         """Velocity [B, C, F', h, w]; there is no first frame: its latents and mask are 0, its image tokens left out.

@@ -125,17 +125,12 @@ class _Cast(torch.autograd.Function):
 def fuse_lora(model: nn.Module) -> int:
     """Turn the LoRA layers of `model` into `LoraLinear`s, in place; returns how many.
 
-    Only plain ones on a Linear: layers with dropout, a LoRA bias or a variant such as DoRA keep peft's forward.
+    They have neither dropout, bias nor a variant such as DoRA, which no run makes and no file that is read has.
     Parameters, their names, saved files and merging stay peft's.
     """
-    plain: list[Any] = [module for module in model.modules() if type(module) is Linear and _is_plain(module)]
-    casts = Casts(plain)
-    for module in plain:
-        module.__class__ = LoraLinear
-        module.casts = casts
-    return len(plain)
-
-
-def _is_plain(layer: Linear) -> bool:
-    extras = any(not isinstance(dropout, nn.Identity) for dropout in layer.lora_dropout.values())
-    return not (extras or layer.lora_variant or layer.fan_in_fan_out or any(layer.lora_bias.values()))
+    layers: list[Any] = [module for module in model.modules() if type(module) is Linear]
+    casts = Casts(layers)
+    for layer in layers:
+        layer.__class__ = LoraLinear
+        layer.casts = casts
+    return len(layers)

@@ -36,14 +36,18 @@ def read(folder: Path, loader: Any, module: nn.Module) -> tuple[dict[str, Tensor
     loader: what has diffusers' `lora_state_dict` of the family. Raises FileNotFoundError, or ValueError for a file that
     cannot be read as a whole.
     """
+    from diffusers.loaders import FluxLoraLoaderMixin
+
     file = locate(folder)
     tensors, header = _content(file)
     for kind, parts in KINDS.items():
         if found := [name for name in tensors if any(part in name for part in parts)]:
             raise ValueError(f"{file} is {kind} ({found[0]}): expected a LoRA of the denoiser")
     tensors = _with_prefix(tensors, module)
+    # FLUX.1's loader alone returns alphas, if it is asked to; the others put them into B, or refuse them
+    options = {"return_alphas": True} if isinstance(loader, FluxLoraLoaderMixin) else {}
     try:
-        packed, *rest = loader.lora_state_dict(dict(tensors), return_lora_metadata=True, **_returns_alphas(loader))
+        packed, *rest = loader.lora_state_dict(dict(tensors), return_lora_metadata=True, **options)
     except Exception as error:
         why = f"diffusers cannot read it ({type(error).__name__}: {error})"
         raise ValueError(f"{file} has the tensors {_some(tensors)}: {why}") from error
@@ -90,14 +94,6 @@ def _with_prefix(tensors: dict[str, Tensor], module: nn.Module) -> dict[str, Ten
     layers = {name for name, _ in module.named_modules()}
     ours = all(name.rpartition(".lora_")[0] in layers or name.removesuffix(".alpha") in layers for name in bare)
     return {f"{PREFIX}{name}": tensor for name, tensor in bare.items()} if ours else tensors
-
-
-def _returns_alphas(loader: Any) -> dict[str, bool]:
-    """FLUX.1's loader alone returns alphas, if it is asked to; the others put them into B, or refuse them."""
-    from diffusers.loaders import FluxLoraLoaderMixin
-
-    flux = isinstance(loader, FluxLoraLoaderMixin)
-    return {"return_alphas": True} if flux else {}
 
 
 def _is_layers(name: str, layers: set[str]) -> bool:

@@ -35,39 +35,35 @@ class QwenImage(Adapter):
     lora_targets = JOINT_ATTENTION
 
     def encode_prompt(self, prompt: str, max_length: int) -> Condition:
-        """prompt_embeds [n, C] with n ≤ max_length tokens, and text_length = n."""
+        """prompt_embeds [n, C] with n ≤ max_length tokens."""
         return self.embed(prompt, max_sequence_length=max_length)
 
     def embed(self, prompt: str, **options: Any) -> Condition:
         """Call the pipeline's own `encode_prompt` with one prompt."""
         embeds, _ = self.pipe.encode_prompt(prompt=[prompt], device=self.device, **options)
-        return Condition(embeds[0], text_length=torch.tensor(embeds.shape[1]))
+        return Condition(embeds[0])
 
     def predict(self, net: nn.Module, x: Tensor, sigma: Tensor, condition: Condition, sampling: Sampling) -> Tensor:
-        """Velocity [B, L, 4C]."""
-        return self.forward(net, x, sigma, condition, [self.grid(sampling)])
-
-    def forward(
-        self, net: nn.Module, tokens: Tensor, sigma: Tensor, condition: Condition, grids: list[tuple[int, int]]
-    ) -> Tensor:
-        """Run the transformer on the tokens [B, L, 4C] of one or several images of (rows, columns) tokens.
+        """Velocity [B, L, 4C] of the generated tokens, which those of the sources follow.
 
         A mask is passed only if context parallelism pads the text.
         """
-        count, length = condition.prompt_embeds.shape[:2]
         embeds = condition.prompt_embeds
+        count, length = embeds.shape[:2]
+        sources = condition.sources
+        grids = [self.grid(sampling), *((source.shape[1], source.shape[2]) for source in sources)]
         mask = None
         if missing := -length % self.text_multiple:
             embeds = nn.functional.pad(embeds, (0, 0, 0, missing))
             mask = (torch.arange(length + missing, device=embeds.device) < length).expand(count, -1)
         return net(
-            hidden_states=tokens,
-            timestep=(sigma * 1000).to(tokens.dtype) / 1000,
+            hidden_states=torch.cat([x, *(source.flatten(1, 2).to(x.dtype) for source in sources)], dim=1),
+            timestep=(sigma * 1000).to(x.dtype) / 1000,
             encoder_hidden_states=embeds,
             encoder_hidden_states_mask=mask,
-            img_shapes=[[(1, *grid) for grid in grids]] * tokens.shape[0],
+            img_shapes=[[(1, *grid) for grid in grids]] * count,
             return_dict=False,
-        )[0]
+        )[0][:, : x.shape[1]]
 
     def decode(self, latents: Tensor, sampling: Sampling) -> Tensor:
         """Unpack, undo the VAE's normalisation, decode a clip of one frame."""
@@ -88,7 +84,7 @@ class QwenImageEdit(QwenImage):
     """Number of pixels of a source passed to the language model's image processor, unless `source_area` is less."""
 
     def encode_edit(self, prompt: str, max_length: int, sources: tuple[Image.Image, ...]) -> Condition:
-        """prompt_embeds [n, C], image tokens included, and text_length = n; nothing is truncated."""
+        """prompt_embeds [n, C], image tokens included; nothing is truncated."""
         if not sources:
             raise ValueError(f"{type(self).__name__} edits images: expected a source image for the prompt {prompt!r}")
         return self.embed(prompt, image=[self._resized(image, self.seen_area) for image in sources])
@@ -108,13 +104,6 @@ class QwenImageEdit(QwenImage):
         assert self.source_area is not None
         width, height = calculate_dimensions(min(self.source_area, most), image.width / image.height)
         return self.pipe.image_processor.resize(image, height, width)
-
-    def predict(self, net: nn.Module, x: Tensor, sigma: Tensor, condition: Condition, sampling: Sampling) -> Tensor:
-        """Velocity [B, L, 4C] of the generated tokens."""
-        sources = condition.sources
-        tokens = torch.cat([x, *(source.flatten(1, 2).to(x.dtype) for source in sources)], dim=1)
-        grids = [self.grid(sampling), *((source.shape[1], source.shape[2]) for source in sources)]
-        return self.forward(net, tokens, sigma, condition, grids)[:, : x.shape[1]]
 
 
 class QwenImageEditPlus(QwenImageEdit):

@@ -35,10 +35,9 @@ class QwenImage21(Adapter):
         return 2 * rows, 2 * columns
 
     def encode_prompt(self, prompt: str, max_length: int) -> Condition:
-        """prompt_embeds [n, C] with n ≤ max_length tokens, and text_length = n."""
+        """prompt_embeds [n, C] with n ≤ max_length tokens."""
         embeds, _, _ = self.pipe.encode_prompt([prompt], device=self.device)
-        embeds = embeds[0, :max_length]
-        return Condition(embeds, text_length=torch.tensor(len(embeds)))
+        return Condition(embeds[0, :max_length])
 
     def schedule_options(self, sampling: Sampling) -> dict[str, Any]:
         """The sigmas of a few-step model (ValueError for another number of steps), else evenly spaced ones."""

@@ -31,7 +31,7 @@ class Wan(PatchVideo):
 
     pipeline = "WanPipeline"
     default_frames = 81
-    parts_in_fp32 = ("vae", "image_encoder")
+    parts_in_fp32 = ("vae", "image_encoder")  # bf16 would change pixels by 6/255 (benchmarks/vae_precision.py)
     context_parallel = "ring"
     cfg = Cfg(negative=NEGATIVE)
     lora_targets: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0")

@@ -30,11 +30,11 @@ class ZImage(Adapter):
         return int(min(config.axes_lens[1:]))
 
     def encode_prompt(self, prompt: str, max_length: int) -> Condition:
-        """prompt_embeds [n, C] with n ≤ max_length tokens (chat template included), and text_length = n."""
+        """prompt_embeds [n, C] with n ≤ max_length tokens (chat template included)."""
         (embeds,), _ = self.pipe.encode_prompt(
             [prompt], device=self.device, do_classifier_free_guidance=False, max_sequence_length=max_length
         )
-        return Condition(embeds, text_length=torch.tensor(embeds.shape[0]))
+        return Condition(embeds)
 
     def attention_tokens(self, sampling: Sampling, max_length: int) -> list[tuple[int, int]]:
         """Text and image, each padded by the denoiser to a multiple of 32 tokens."""

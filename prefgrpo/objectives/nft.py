@@ -23,6 +23,8 @@ from prefgrpo.objectives.base import OldPolicy, PointwiseObjective, Prediction, 
 class NFT(OldPolicy, PointwiseObjective):
     """Negative-aware fine-tuning."""
 
+    anchor = "old"
+
     optimality: Literal["advantage", "win_rate"] = "advantage"
     """r of a sample: clip(A / 2A_max + ½) with A_max = train.adv_clip_max, or its win rate."""
     beta: PositiveFloat = 1.0
@@ -33,11 +35,6 @@ class NFT(OldPolicy, PointwiseObjective):
     """Divide by the mean absolute error w; false: use the unweighted velocity error, mean_D (v± − u)²."""
     sample_with_old: bool = False
     """Generate the rollouts with the old policy, as published, instead of the current policy."""
-
-    @property
-    def anchor(self) -> Literal["", "base", "old"]:
-        """The old policy."""
-        return "old"
 
     @property
     def needs_comparisons(self) -> bool:

@@ -90,12 +90,9 @@ def _heads(t: Tensor) -> Tensor:
 
 def _tables(q: Tensor, cos: Tensor | None, sin: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
     """The tables as a kernel reads them: per pair with any stride, as the parts of a complex table have it."""
-    is_per_pair = cos is not None and cos.shape[-1] != q.shape[3] and sin is not None and cos.stride() == sin.stride()
-    return (
-        (cos, sin)
-        if is_per_pair
-        else (None if cos is None else cos.contiguous(), None if sin is None else sin.contiguous())
-    )
+    if cos is None or sin is None or (cos.shape[-1] != q.shape[3] and cos.stride() == sin.stride()):
+        return cos, sin
+    return cos.contiguous(), sin.contiguous()
 
 
 def _split(parts: Sequence[Any], *tables: Tensor | None) -> Iterator[tuple[slice, Sequence[Any], list[Any]]]:

@@ -72,13 +72,6 @@ def reference_mean(x: Tensor, v: Tensor, rows: Tensor) -> Tensor:
     return a * x.to(dtype) + b * v.to(dtype)
 
 
-def reference_step(mean: Tensor, rows: Tensor, eps: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """x' rounded to `dtype`."""
-    if eps is not None:
-        mean = mean + expand(rows[:, 2].to(mean.dtype), mean) * eps.to(mean.dtype)
-    return mean.to(dtype)
-
-
 def reference_terms(
     x: Tensor, v: Tensor, y: Tensor, rows: Tensor, v_ref: Tensor | None, v_old: Tensor | None
 ) -> list[Tensor | None]:
@@ -186,10 +179,11 @@ def _step(
     if sample is not None:
         eps = reference_normal(seed, sample, number if step is None else step, dim, offset).view(x.shape)
     plain = reference_mean(x, v, rows)
-    out.copy_(reference_step(plain, rows, eps, out.dtype))
     if eps is None:
+        out.copy_(plain)
         logp.copy_(rows[:, 4])
     else:
+        out.copy_(plain + expand(rows[:, 2].to(plain.dtype), plain) * eps.to(plain.dtype))
         _store([logp, None, None], reference_terms(x, v, out, rows, None, None), rows, dim)
     if mean is not None:
         mean.copy_(plain)

@@ -14,7 +14,6 @@ from prefgrpo.config.schema import Attention, Config
 from prefgrpo.models.attention import Case, check
 from prefgrpo.models.base import Adapter, Masks
 from prefgrpo.parallel.world import Layout
-from prefgrpo.rollout.sampling import eval_sampling
 
 logging.getLogger("diffusers.models.modeling_utils").addFilter(lambda r: "experimental feature" not in r.getMessage())
 
@@ -62,7 +61,7 @@ def cases(adapter: Adapter, config: Config, name: str, layout: Layout) -> list[C
     padded = adapter.attention_masks == "padding" and layout.context > 1
     masks = {True} if adapter.attention_masks == "always" else {False, padded}
     found: list[Case] = []
-    for sizes in (config.rollout, eval_sampling(config)):
+    for sizes in (config.rollout, config.eval_sampling):
         for queries, keys in adapter.attention_tokens(sizes, config.data.max_length):
             sizes_of_one = (batch, queries // layout.ring, keys // layout.ring)
             for masked in sorted(masks) if name in MASKING else (False,):

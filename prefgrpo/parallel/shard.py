@@ -3,9 +3,9 @@
 With a LoRA, the frozen base is sharded and the LoRA is replicated as plain tensors, so gradients are bitwise equal to
 those of an unsharded model. In full fine-tuning, the fp32 master weights are sharded and gathered in the compute dtype;
 modules that diffusers keeps in fp32 (a few norms and tables) are replicated. fp32 masters that are not sharded are on a
-mesh of one process, for the same casts. Gradients are summed, never averaged: over shards after every backward, over
-replicas once per update (`World.sum_gradients`). Invariant: gathered weights are freed after every forward and
-backward, so none is stale after an update.
+mesh of one process, for the same casts. Gradients are summed, never averaged: over shards in every backward, or in the
+last one of an update (`reduce_gradients`), over replicas once per update (`World.sum_gradients`). Invariant: gathered
+weights are freed after every forward and backward, so none is stale after an update.
 """
 
 from __future__ import annotations
@@ -70,6 +70,14 @@ def _shard(model: nn.Module, adapter: Adapter, mesh: DeviceMesh, offload: Offloa
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo does not support pre-multiplied sums
+
+
+def reduce_gradients(adapter: Adapter, on: bool) -> None:
+    """Whether the next backward sums the gradients of sharded weights over the shards, together with what the backwards
+    before it have accumulated, or keeps them whole, in fp32, for a later one that runs the same denoiser."""
+    for model in adapter.modules().values():
+        if isinstance(model, FSDPModule):
+            model.set_requires_gradient_sync(on)
 
 
 def is_sharded(tensor: Tensor) -> bool:

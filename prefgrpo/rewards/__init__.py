@@ -1,7 +1,6 @@
 """Rewards: the registry from names to classes, and building rewards from their names and options.
 
-A user's own class or function is named by its import path, or by its file and name. Invariant: all options are checked
-before the first reward is made.
+Invariant: all options are checked before the first reward is made.
 """
 
 from __future__ import annotations
@@ -106,9 +105,7 @@ def parse_reward_spec(spec: Any) -> dict[str, RewardEntry]:
 def check_entry(entry: RewardEntry) -> None:
     """Raise RewardSpecError for an entry whose name or reward cannot be."""
     check_name(entry.reward)
-    if entry.name == entry.reward:
-        return
-    if entry.name in REWARDS or not _OWN_NAME.fullmatch(entry.name):
+    if entry.name != entry.reward and (entry.name in REWARDS or not _OWN_NAME.fullmatch(entry.name)):
         expected = "expected letters, digits, _ and -, and not the name of another reward"
         raise RewardSpecError(f"name '{entry.name}' of a reward {entry.reward}: {expected}")
 
@@ -165,19 +162,16 @@ def build(
 ) -> dict[str, Reward]:
     """{name: reward} for every entry of `spec`; `options[name]`, or its own, are the keyword arguments of its class.
 
-    With a `url` option, a `remote.RemoteReward` is built: the reward runs behind `prefgrpo reward serve`. Pointwise
-    rewards also accept `size` and `jpeg` (`prepared.PreprocessedReward`).
+    With `url` it is a `remote.RemoteReward`; pointwise rewards also accept `size` and `jpeg` (prepared.py).
     """
     named = parse_reward_spec(spec)
     options = options or {}
-    for name in set(options) - set(named):
-        check_name(name)  # unused options are allowed, misspelt reward names are not
     ready = {n: factory(e.reward, options.get(n, e.options)) for n, e in named.items()}  # before one is loaded
     return {name: make() for name, make in ready.items()}
 
 
 def factory(name: str, options: Mapping[str, Any]) -> Callable[[], Reward]:
-    """A function that constructs the reward. RewardSpecError if it cannot be imported or an option is wrong."""
+    """What constructs the reward. RewardSpecError if it cannot be imported or an option is wrong."""
     options = {key: value for key, value in options.items() if key != PYTHON}
     if isinstance(made := get_python_rewards().get(name), Reward):
         return lambda: made

@@ -1,27 +1,29 @@
-"""The interface of rewards.
+"""The interface of rewards, which score samples one by one or compare those of a prompt in pairs (pairwise.py).
 
-A reward scores samples one by one (`PointwiseReward`) or compares the samples of a prompt in pairs
-(`pairwise.VlmPairwise`). A sample that could not be scored has the value None and a reason; it is never 0, −1 or 0.5.
-A reward's module can be imported without the reward's libraries; its constructor loads them, or raises RewardError.
+A sample that could not be scored has the value None and a reason; it is never 0, −1 or 0.5. A reward's module can be
+imported without the reward's libraries; its constructor loads them, or raises RewardError.
 """
 
 from __future__ import annotations
 
 import importlib
 import math
+import sys
 import traceback
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from abc import ABC
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType, ModuleType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
+from pydantic import TypeAdapter, ValidationError
 
 from prefgrpo.config.recipe import UserError
 from prefgrpo.data.media import Media
 
+T = TypeVar("T")
 INSTALL = "'prefgrpo[rewards]'"
 """What pip installs for the rewards that run in process."""
 
@@ -57,6 +59,14 @@ def check_aspect_ratio(media: Media, most: int) -> None:
     high, wide = media.pixels.shape[-3:-1]
     if max(high, wide) > most * min(high, wide):
         raise ValueError(f"expected an aspect ratio of at most 1:{most}, got {wide}×{high} pixels")
+
+
+def read_column(meta: Mapping[str, Any], name: str, form: TypeAdapter[T], expected: str) -> T:
+    """The column `name` in that form. Raises ValueError that says what was expected."""
+    try:
+        return form.validate_python(meta.get(name))
+    except ValidationError as error:
+        raise ValueError(f"column '{name}': expected {expected}, got {meta.get(name)!r:.80}") from error
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,7 +114,7 @@ class Score:
         return row
 
 
-class Reward(ABC):  # noqa: B024  (the abstract methods are in its two subclasses)
+class Reward(ABC):  # noqa: B024  (its two subclasses have the methods that score)
     """Base class: declares the inputs of a reward, which are checked before a run starts."""
 
     takes: tuple[str, ...] = ("image",)
@@ -140,16 +150,13 @@ class Reward(ABC):  # noqa: B024  (the abstract methods are in its two subclasse
 
 
 class PointwiseReward(Reward):
-    """Scores samples one by one."""
+    """Scores samples one by one. A subclass defines `score_batch`, or `score`."""
 
-    @abstractmethod
+    batch_size: int = sys.maxsize
+    """Most samples of a call of `score_batch`; by default all."""
+
     def score(self, samples: list[Sample]) -> list[Score]:
-        """One score per sample, in order; a failed sample gets a missing score, never an exception."""
-
-    def in_batches(
-        self, samples: Sequence[Sample], size: int, score: Callable[[list[Sample]], Iterable[Score]]
-    ) -> list[Score]:
-        """Apply `score` to `size` samples at a time, in order; those that `check` rejects are missing."""
+        """One score per sample, in order; those that `check` rejects, or that fail, are missing."""
         scores: dict[int, Score] = {}
         able = []
         for k, sample in enumerate(samples):
@@ -158,14 +165,28 @@ class PointwiseReward(Reward):
                 able.append(k)
             except ValueError as error:
                 scores[k] = Score(None, str(error))
-        for start in range(0, len(able), size):
-            batch = able[start : start + size]
-            scores |= zip(batch, score([samples[k] for k in batch]), strict=True)
+        for start in range(0, len(able), self.batch_size):
+            batch = able[start : start + self.batch_size]
+            scores |= zip(batch, self.score_batch([samples[k] for k in batch]), strict=True)
         return [scores[k] for k in range(len(samples))]
+
+    def score_batch(self, samples: list[Sample]) -> Iterable[Score]:
+        """One score per sample, in order, of samples that `check` accepts."""
+        raise NotImplementedError
 
     def submit(self, sample: Sample) -> Future[Score]:
         """Send one sample without waiting (streaming rewards only)."""
-        raise TypeError(f"{type(self).__name__} does not stream; use score")
+        raise NotImplementedError
+
+
+class StreamingReward(PointwiseReward):
+    """A pointwise reward whose `submit` sends a sample without waiting."""
+
+    streams = True
+
+    def score(self, samples: list[Sample]) -> list[Score]:
+        """Send all samples, and wait for their scores."""
+        return [answer.result() for answer in [self.submit(sample) for sample in samples]]
 
 
 def score_in_process(name: str, reward: PointwiseReward, samples: list[Sample]) -> list[Score]:

@@ -1,14 +1,10 @@
 """Shared by rewards that load weights: files from a folder or the hub, devices, models built from published tensors.
 
-    W ← W + scale·B·A  (LoRA, merged in float32)
-
-Invariants: every failure while loading a model becomes a RewardError that names the model; a model from `build_model`
-takes every weight from the given tensors and uses all of them.
+Invariants: every failure while loading a model becomes a RewardError that names the model; no weight is left random.
 """
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,8 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from prefgrpo.rewards.base import RewardError
-from prefgrpo.rewards.base import library as library
+from prefgrpo.rewards.base import INSTALL, RewardError, library
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 AutoDtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -26,19 +21,12 @@ AutoDtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 @contextmanager
 def loading(model: str) -> Iterator[None]:
-    """Convert library exceptions for a broken, wrong or missing checkpoint into a RewardError that names `model`."""
-    broken: tuple[type[Exception], ...] = (OSError, ValueError, RuntimeError, KeyError, TypeError, EOFError)
-    broken += (
-        AttributeError,
-        AssertionError,
-        pickle.UnpicklingError,
-        library("safetensors", "safetensors").SafetensorError,
-    )
+    """Convert exceptions for a broken, wrong or missing checkpoint into a RewardError that names `model`."""
     try:
         yield
-    except RewardError:
+    except (RewardError, ImportError):
         raise
-    except broken as error:
+    except Exception as error:
         raise RewardError(
             f"cannot load '{model}': {type(error).__name__}: {str(error)[:500]}. Expected a folder, a file or a hub id "
             "with a complete checkpoint of this reward; download it again or give another in the reward's options"
@@ -85,6 +73,13 @@ def folder_of(model: str, patterns: Sequence[str]) -> Path:
         return Path(snapshot_download(name, revision=source.get("revision"), allow_patterns=list(patterns)))
 
 
+def pretrained(kind: str, model: str, **how: Any) -> Any:
+    """transformers' class of that name, from a folder or hub id. RewardError if it is absent or broken."""
+    transformers = library("transformers", INSTALL)
+    with loading(model):
+        return getattr(transformers, kind).from_pretrained(**source_of(model), **how)
+
+
 def read_tensors(files: Sequence[Path]) -> dict[str, Tensor]:
     """All tensors of safetensors or torch files (loaded with weights_only)."""
     if not files:
@@ -121,14 +116,17 @@ def merge_lora(tensors: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]
 
 
 def build_model(cls: Any, config: Any, tensors: Mapping[str, Tensor], dtype: torch.dtype, **how: Any) -> Any:
-    """A transformers model of class `cls` with these weights, in eval mode without gradients."""
-    model, info = cls.from_pretrained(
+    """A transformers model of class `cls` with these weights, all of which it must have."""
+    loaded = cls.from_pretrained(
         None, config=config, state_dict=dict(tensors), dtype=dtype, output_loading_info=True, **how
     )
-    if wrong := {
-        k: sorted(map(str, info[k]))[:3] for k in ("missing_keys", "unexpected_keys", "mismatched_keys") if info[k]
-    }:
-        raise RewardError(f"the checkpoint does not fit {cls.__name__} as its config describes it: {wrong}")
+    return frozen(*loaded, "missing_keys", "unexpected_keys", "mismatched_keys")
+
+
+def frozen(model: Any, info: Mapping[str, Any], *faults: str) -> Any:
+    """The model in eval mode without gradients. RewardError if the info of its loading lists keys under `faults`."""
+    if wrong := {fault: sorted(map(str, info[fault]))[:3] for fault in faults if info[fault]}:
+        raise RewardError(f"the checkpoint does not fit {type(model).__name__} as its config describes it: {wrong}")
     return model.eval().requires_grad_(False)
 
 

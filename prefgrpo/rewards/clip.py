@@ -6,13 +6,12 @@
 
 The weights differ: DFN5B (Fang et al. 2309.17425), HPS 2.1 (Wu et al. 2306.09341), PickScore (Kirstain et al.
 2305.01569), OpenAI's CLIP L/14 (Radford et al. 2103.00020), LAION's aesthetic predictor (Schuhmann); the
-divisors 26 and 30 are Flow-GRPO's, the grids PaCo-RL's (2512.04784; grid.py). A clip's value is the mean over `frames`
-frames; Pref-GRPO and DanceGRPO score only the first (`frames: 1`), which rewards a good start. Invariant: a non-finite
-value is missing, and other samples are not affected.
+divisors 26 and 30 are Flow-GRPO's, the grids PaCo-RL's (2512.04784; grid.py). A clip's value is the mean over frames.
 """
 
 from __future__ import annotations
 
+import inspect
 from abc import abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,10 +22,10 @@ from pydantic import PositiveInt
 from torch import Tensor, nn
 
 from prefgrpo.data.media import Media
-from prefgrpo.rewards.base import INSTALL, PointwiseReward, RewardError, Sample, Score, check_media
-from prefgrpo.rewards.checkpoints import Dtype, folder_of, library, linear_head, loading, read_tensors
-from prefgrpo.rewards.encoder import CHECKPOINT, Encoder, OpenClip, Resize, Transformers, get_encoder
-from prefgrpo.rewards.grid import require_grid, split, sub_prompts
+from prefgrpo.rewards.base import INSTALL, PointwiseReward, RewardError, Sample, Score, check_media, library
+from prefgrpo.rewards.checkpoints import Dtype, folder_of, linear_head, loading, read_tensors
+from prefgrpo.rewards.encoder import Encoder, OpenClip, Resize, Transformers, get_encoder
+from prefgrpo.rewards.grid import grid_of, split, sub_prompts
 
 PICKSCORE = "yuvalkirstain/PickScore_v1"
 VIT_H = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
@@ -58,7 +57,7 @@ class EncoderReward(PointwiseReward):
     """Scores a sample from the embeddings of its images and texts.
 
     model: folder or hub id of a CLIPModel, or of an open_clip checkpoint. device: auto, cpu, cuda, cuda:1. dtype: the
-    model's dtype. batch_size: images per forward.
+    model's dtype. batch_size: samples per call, and images per forward. The encoder gets the options that it knows.
     """
 
     model: str = "openai/clip-vit-large-patch14"
@@ -69,13 +68,10 @@ class EncoderReward(PointwiseReward):
     resize = "processor"
 
     def __post_init__(self) -> None:
+        takes = inspect.signature(self.loader).parameters
         self.encoder: Any = get_encoder(
-            self.loader, self.model, *self._files(), self.device, self.dtype, self.batch_size
+            self.loader, **{name: getattr(self, name) for name in takes if hasattr(self, name)}
         )
-
-    def _files(self) -> tuple[str, ...]:
-        """Further arguments of the encoder: a processor, or a weights file and its architecture; empty: the model's."""
-        return ("",) if self.loader is Transformers else ("", CHECKPOINT)
 
     @abstractmethod
     def _inputs(self, sample: Sample) -> tuple[list[Media], list[str]]:
@@ -90,12 +86,9 @@ class EncoderReward(PointwiseReward):
         super().check(sample)
         self._inputs(sample)
 
-    def score(self, samples: list[Sample]) -> list[Score]:
-        """One score per sample; repeated images and texts are encoded once."""
-        return self.in_batches(samples, max(1, len(samples)), self._scores)
-
     @torch.inference_mode()
-    def _scores(self, samples: list[Sample]) -> list[Score]:
+    def score_batch(self, samples: list[Sample]) -> list[Score]:
+        """One score per sample; repeated images and texts are encoded once."""
         inputs = [self._inputs(s) for s in samples]
         images = self.encoder.images([m for media, _ in inputs for m in media], RESIZES[self.resize])
         texts = self.encoder.texts([text for _, texts in inputs for text in texts])
@@ -105,10 +98,7 @@ class EncoderReward(PointwiseReward):
 
 @dataclass(kw_only=True, eq=False)
 class TextImage(EncoderReward):
-    """Cosine similarity of image and prompt.
-
-    frames: number of evenly spaced frames of a clip to score; 1: only the first.
-    """
+    """Cosine similarity of image and prompt. frames: evenly spaced frames of a clip to score; 1: only the first."""
 
     takes = ("image", "video")
     frames: PositiveInt = 8
@@ -132,9 +122,6 @@ class Clip(TextImage):
     architecture: str = "ViT-H-14"
     loader = OpenClip
 
-    def _files(self) -> tuple[str, ...]:
-        return "", self.architecture
-
 
 @dataclass(kw_only=True, eq=False)
 class Hpsv2(TextImage):
@@ -149,9 +136,6 @@ class Hpsv2(TextImage):
     loader = OpenClip
     resize = "padded"
 
-    def _files(self) -> tuple[str, ...]:
-        return self.file, self.architecture
-
 
 @dataclass(kw_only=True, eq=False)
 class Pickscore(TextImage):
@@ -165,8 +149,9 @@ class Pickscore(TextImage):
     processor: str = ""
     scale: Literal["cosine", "logit"] = "cosine"
 
-    def _files(self) -> tuple[str, ...]:
-        return (self.processor or (VIT_H if self.model == PICKSCORE else ""),)
+    def __post_init__(self) -> None:
+        self.processor = self.processor or (VIT_H if self.model == PICKSCORE else "")
+        super().__post_init__()
 
     def _values(self, images: Tensor, texts: Tensor) -> Tensor:
         return super()._values(images, texts) * (self.encoder.scale / 26 if self.scale == "logit" else 1.0)
@@ -174,10 +159,7 @@ class Pickscore(TextImage):
 
 @dataclass(kw_only=True, eq=False)
 class Clipscore(TextImage):
-    """OpenAI CLIP L/14's logit/30.
-
-    resize: processor (that of the checkpoint; bicubic, 8-bit) or bilinear (in float, as in Flow-GRPO and PaCo-RL).
-    """
+    """OpenAI CLIP L/14's logit/30. resize: processor (that of the checkpoint) or bilinear (Flow-GRPO's, PaCo-RL's)."""
 
     resize: Literal["processor", "bilinear"] = "processor"
 
@@ -218,10 +200,7 @@ class Aesthetic(TextImage):
 
 @dataclass(kw_only=True, eq=False)
 class ImageSimilarity(EncoderReward):
-    """Similarity of an edit to its source images.
-
-    resize: processor (that of the checkpoint; bicubic, 8-bit) or bilinear (in float, as in Flow-GRPO and PaCo-RL).
-    """
+    """Similarity of an edit to its source images. resize: as for clipscore."""
 
     needs_source = True
     resize: Literal["processor", "bilinear"] = "processor"
@@ -247,7 +226,7 @@ class SubfigClipT(EncoderReward):
     probe: ClassVar[dict[str, Any]] = {"prompt": "a 1x2 grid. [LEFT]: a red square. [RIGHT]: a blue circle."}
 
     def _inputs(self, sample: Sample) -> tuple[list[Media], list[str]]:
-        rows, cols = require_grid(sample.prompt, sample.meta)
+        rows, cols = grid_of(sample.prompt, sample.meta)
         cells = split(sample.media, rows, cols)
         texts = sub_prompts(sample.prompt)[1]
         if len(texts) != len(cells):

@@ -11,25 +11,26 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import combinations
 from statistics import fmean
-from typing import Any, Literal
+from typing import Annotated, Literal
+
+from pydantic import Field, TypeAdapter
 
 from prefgrpo.data.media import Media
 from prefgrpo.judge.template import Template
-from prefgrpo.rewards.base import Sample, Score
-from prefgrpo.rewards.grid import require_grid, split, sub_prompts
+from prefgrpo.rewards.base import Sample, Score, read_column
+from prefgrpo.rewards.grid import grid_of, split, sub_prompts
 from prefgrpo.rewards.vlm import VlmReward
+
+_TEXTS = Annotated[dict[str, str], Field(min_length=1)]
+_CRITERIA: TypeAdapter[dict[str, dict[str, str]]] = TypeAdapter(Annotated[dict[str, _TEXTS], Field(min_length=1)])
 
 
 @dataclass(eq=False)
 class YesNo(VlmReward):
-    """A reward computed from P(Yes).
-
-    spellings: all counts " yes", "YES" … as Yes, if the template does; exact counts only the labels, as in PaCo-RL.
-    """
+    """A reward from P(Yes). spellings: all counts " yes", "YES" … as Yes, if the template does; exact: as PaCo-RL."""
 
     spellings: Literal["all", "exact"] = "all"
 
@@ -52,13 +53,15 @@ class ConsistencyScore(YesNo):
     may = ("prompt", "criterion")
 
     async def _judge(self, sample: Sample) -> Score:
-        wanted = criteria(sample.meta) if "{criterion}" in self.question.pieces else {"": [""]}
-        texts = list(dict.fromkeys(text for of_dimension in wanted.values() for text in of_dimension))
-        cells = split(sample.media, *require_grid(sample.prompt, sample.meta))  # once: all criteria share them
+        wanted = {"": {"": ""}}
+        if "{criterion}" in self.question.pieces:
+            wanted = read_column(sample.meta, "criteria", _CRITERIA, "{dimension: {name: text}}")
+        texts = list(dict.fromkeys(text for of_dimension in wanted.values() for text in of_dimension.values()))
+        cells = split(sample.media, *grid_of(sample.prompt, sample.meta))  # once: all criteria share them
         answers = await asyncio.gather(*(self._mean(sample, cells, text) for text in texts))
         means = dict(zip(texts, answers, strict=True))
-        parts = {name: fmean([means[text] for text in of_dimension]) for name, of_dimension in wanted.items()}
-        return Score(fmean(list(parts.values())), parts={name: value for name, value in parts.items() if name})
+        parts = {name: fmean(means[text] for text in of_dimension.values()) for name, of_dimension in wanted.items()}
+        return Score(fmean(parts.values()), parts={name: value for name, value in parts.items() if name})
 
     async def _mean(self, sample: Sample, cells: list[Media], criterion: str) -> float:
         """Mean of P(Yes) over the pairs of cells with an answer; ValueError with a reason if there is none."""
@@ -87,15 +90,3 @@ class ConsistencyForEditing(YesNo):
         answers = await self.answers(sample, self.question, self.following)
         same, done = [answer.first for answer in answers if answer.first is not None]
         return Score(math.sqrt(same * done), parts={"consistency": same, "following": done})
-
-
-def criteria(meta: Mapping[str, Any]) -> dict[str, list[str]]:
-    """{dimension: texts} of `meta["criteria"]`, {dimension: {name: text}}. ValueError otherwise."""
-    column: Any = meta.get("criteria")
-    try:
-        texts_of = {str(dimension): [str(text) for text in texts.values()] for dimension, texts in column.items()}
-    except AttributeError:
-        texts_of = {}
-    if not texts_of or not all(texts_of.values()):
-        raise ValueError(f"column 'criteria': expected {{dimension: {{name: text}}}}, got {str(column)[:80]}")
-    return texts_of

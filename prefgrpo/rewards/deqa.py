@@ -3,7 +3,6 @@
     p = softmax(logits of the five level words)        value = (5·p_excellent + 4·p_good + … + 1·p_bad) / 5
 
 The model's code is part of its checkpoint (trust_remote_code) and needs transformers 4.36, so a separate environment.
-The question, the padding to a square and the words are the published ones; the sum is computed in float32.
 Source: You et al., "Teaching Large Language Models to Regress Accurate Image Quality Scores" (arXiv 2501.11561).
 """
 
@@ -19,8 +18,8 @@ from PIL import Image
 from pydantic import PositiveInt
 from torch import Tensor
 
-from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample, Score
-from prefgrpo.rewards.checkpoints import AutoDtype, device_of, dtype_of, library, loading, source_of
+from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample, Score, library
+from prefgrpo.rewards.checkpoints import AutoDtype, device_of, dtype_of, loading, source_of
 
 PUBLISHED = "zhiyuanyou/DeQA-Score-Mix3"
 LEVELS = {"excellent": 5.0, "good": 4.0, "fair": 3.0, "poor": 2.0, "bad": 1.0}
@@ -75,12 +74,9 @@ class DeQA(PointwiseReward):
         self.levels = [self.tokenizer(word)["input_ids"][1] for word in LEVELS]
         self.ground = tuple(int(255 * x) for x in self.processor.image_mean)
 
-    def score(self, samples: list[Sample]) -> list[Score]:
-        """Expected level / 5 of each image; parts: the expected level, 1 … 5, and the probability of each word."""
-        return self.in_batches(samples, self.batch_size, self._scores)
-
     @torch.inference_mode()
-    def _scores(self, samples: list[Sample]) -> list[Score]:
+    def score_batch(self, samples: list[Sample]) -> list[Score]:
+        """Expected level / 5 of each image; parts: the expected level, 1 … 5, and the probability of each word."""
         squares = [square(s.media.pil, self.ground) for s in samples]
         pixels = self.processor(squares, return_tensors="pt")["pixel_values"]
         ids = torch.tensor([self.question] * len(samples), device=self.place)

@@ -1,11 +1,10 @@
-"""Object detectors for `geneval`: they return class names, scores, boxes and masks.
+"""Object detectors for `geneval`: a Mask2Former of transformers, or MMDetection 3, with which GenEval was published.
 
-`Transformers` loads a Mask2Former checkpoint in transformers' format; `MMDet` runs a config and checkpoint
-of MMDetection 3 (the Mask2Former that GenEval was published with). Mask2Former's score for a query q and class c:
+Mask2Former's score for a query q and class c, whose box is the bounds of q's mask:
 
-    p(c | q) · mean of σ(mask logits) over positive logits        box = bounds of that mask
+    p(c | q) · mean of σ(mask logits) over positive logits
 
-Your own detector can be any class with `names` and `__call__` (see Detector), given as `pkg.mod:Class`.
+Your own detector is any class with `names` and `__call__` (see Detector), given as `pkg.mod:Class`.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from prefgrpo.data.media import Media
-from prefgrpo.rewards.base import INSTALL, RewardError
-from prefgrpo.rewards.checkpoints import device_of, library, loading, source_of
+from prefgrpo.rewards.base import RewardError, library
+from prefgrpo.rewards.checkpoints import device_of, frozen, loading, pretrained
 
 RENAMED = {
     "mouse": "computer mouse", "remote": "tv remote", "keyboard": "computer keyboard", "motorbike": "motorcycle",
@@ -61,19 +60,14 @@ class Transformers:
 
     def __init__(self, model: str = "facebook/mask2former-swin-small-coco-instance", device: str = "auto") -> None:
         """model: folder or hub id."""
-        transformers = library("transformers", INSTALL)
         self._device = device_of(device)
-        with loading(model):
-            config = transformers.AutoConfig.from_pretrained(**source_of(model))
-            if config.model_type not in ("mask2former", "maskformer"):
-                raise RewardError(f"geneval: expected a Mask2Former, got a {config.model_type} in '{model}'")
-            library("scipy", "scipy")  # required by transformers' classes for these models
-            segmenter = transformers.AutoModelForUniversalSegmentation
-            self._model, info = segmenter.from_pretrained(**source_of(model), output_loading_info=True)
-            if info["missing_keys"]:
-                raise ValueError(f"weights are missing: {sorted(info['missing_keys'])[:3]}")
-            self._processor = transformers.AutoImageProcessor.from_pretrained(**source_of(model), backend="pil")
-        self._model.eval().requires_grad_(False).to(self._device)
+        config = pretrained("AutoConfig", model)
+        if config.model_type not in ("mask2former", "maskformer"):
+            raise RewardError(f"geneval: expected a Mask2Former, got a {config.model_type} in '{model}'")
+        library("scipy", "scipy")  # required by transformers' classes for these models
+        loaded = pretrained("AutoModelForUniversalSegmentation", model, output_loading_info=True)
+        self._model = frozen(*loaded, "missing_keys").to(self._device)
+        self._processor = pretrained("AutoImageProcessor", model, backend="pil")
         self._labels = {int(k): RENAMED.get(v, v) for k, v in config.id2label.items()}
         self.names = frozenset(self._labels.values())
 

@@ -20,13 +20,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from prefgrpo.data.media import Media
-from prefgrpo.rewards.base import INSTALL, RewardError
-from prefgrpo.rewards.checkpoints import device_of, folder_of, library, loading, source_of
+from prefgrpo.rewards.base import INSTALL, RewardError, library
+from prefgrpo.rewards.checkpoints import device_of, folder_of, frozen, loading, pretrained
 
 CHARACTERS = 4000
 """Cut-off for texts: far more than fits into 77 tokens, but bounded."""
 CHECKPOINT = "checkpoint"
-"""The architecture that a checkpoint's own configuration describes."""
 Resize = Callable[[Tensor, int], Tensor]
 """[3, H, W] in [0, 1] and a side -> [3, side, side]."""
 T = TypeVar("T")
@@ -94,10 +93,11 @@ class Encoder:
 class OpenClip(Encoder):
     """A checkpoint of open_clip."""
 
-    def __init__(self, model: str, file: str, architecture: str, device: str, dtype: str, batch_size: int) -> None:
+    def __init__(
+        self, model: str, device: str, dtype: str, batch_size: int, file: str = "", architecture: str = CHECKPOINT
+    ) -> None:
         """model: folder or hub id. file: name of the weights file; empty: open_clip's own names. architecture: a name
-        of open_clip's, into which the weights are put with its preprocessing; CHECKPOINT: what open_clip_config.json
-        describes."""
+        of open_clip's, into which the weights are put with its preprocessing; checkpoint: open_clip_config.json's."""
         super().__init__(device, dtype, batch_size)
         open_clip = library("open_clip", INSTALL)
         folder, weights = _weights(model, [file] if file else ["open_clip*.safetensors", "open_clip*.bin"])
@@ -138,21 +138,14 @@ def _weights(model: str, patterns: Sequence[str]) -> tuple[Path, Path]:
 class Transformers(Encoder):
     """A CLIPModel folder of transformers."""
 
-    def __init__(self, model: str, processor: str, device: str, dtype: str, batch_size: int) -> None:
-        """`processor`: folder or hub id of the tokenizer and the image processor, by default the model's."""
+    def __init__(self, model: str, device: str, dtype: str, batch_size: int, processor: str = "") -> None:
+        """processor: folder or hub id of the tokenizer and the image processor, by default the model's."""
         super().__init__(device, dtype, batch_size)
-        T = library("transformers", INSTALL)
-        with loading(model):
-            self.model, info = T.CLIPModel.from_pretrained(
-                **source_of(model), dtype=self.dtype, output_loading_info=True
-            )
-            if wrong := sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]])):
-                raise RewardError(f"'{model}' is not the CLIP model that its config.json describes: {wrong[:3]}")
-        with loading(processor := processor or model):
-            self._tokenizer = T.AutoTokenizer.from_pretrained(**source_of(processor))
-            # The published numbers used Pillow's resize; torchvision's, the default if installed, differs slightly.
-            images = T.AutoImageProcessor.from_pretrained(**source_of(processor), backend="pil")
-        self.model.eval().requires_grad_(False).to(self.device)
+        loaded = pretrained("CLIPModel", model, dtype=self.dtype, output_loading_info=True)
+        self.model = frozen(*loaded, "missing_keys", "mismatched_keys").to(self.device)
+        self._tokenizer = pretrained("AutoTokenizer", processor or model)
+        # The published numbers used Pillow's resize; torchvision's, the default if installed, differs slightly.
+        images = pretrained("AutoImageProcessor", processor or model, backend="pil")
         self.preprocess = lambda image: images(image, return_tensors="pt")["pixel_values"][0]
         self.encode_images = lambda pixels: self.model.get_image_features(pixel_values=pixels).pooler_output
         self.encode_texts = self._encode_texts
@@ -171,9 +164,10 @@ class Transformers(Encoder):
 _open: WeakValueDictionary[tuple[Any, ...], Encoder] = WeakValueDictionary()
 
 
-def get_encoder(kind: type[Encoder], *options: Any) -> Encoder:
-    """kind(*options), or the open instance: rewards with the same model and options share it."""
-    encoder = _open.get((kind, options))
+def get_encoder(kind: type[Encoder], **options: Any) -> Encoder:
+    """kind(**options), or the open instance: rewards with the same model and options share it."""
+    key = (kind, *options.items())
+    encoder = _open.get(key)
     if encoder is None:
-        encoder = _open[kind, options] = kind(*options)
+        encoder = _open[key] = kind(**options)
     return encoder

@@ -3,11 +3,8 @@
     def redness(images, prompts, **columns) -> list[float | None]    one number per sample, None: missing
     def closer(prompt, image_a, image_b) -> float | None             P(image_a is better); the reward is the win rate
 
-Images are NumPy arrays, uint8 [H, W, 3], clips [F, H, W, 3]. Each column of the prompt file is passed as a list under
-its name; source images of edits are passed as `sources`, a list of images per sample. Parameters with a default are
-options of the reward; those without are columns that every prompt must have. Instead of a list, a function may return
-an array or tensor [B], or a mapping from names to such: the reward is then their sum, and each is logged by its name.
-Invariant: the returned values are used unchanged, and samples on which the function fails are missing, with a reason.
+docs/extend.md says what they get and may return. Invariant: the returned values are used unchanged, and samples on
+which the function fails are missing, with a reason.
 """
 
 from __future__ import annotations
@@ -42,11 +39,8 @@ class FunctionReward(PointwiseReward):
         self.name = _name(function)
         self._any_column = any(p.kind is Parameter.VAR_KEYWORD for p in inspect.signature(function).parameters.values())
 
-    def score(self, samples: list[Sample]) -> list[Score]:
+    def score_batch(self, samples: list[Sample]) -> list[Score]:
         """Call the function once. RewardError unless it returns one number or None per sample."""
-        return self.in_batches(samples, max(1, len(samples)), self._scores)
-
-    def _scores(self, samples: list[Sample]) -> list[Score]:
         columns = {key for s in samples for key in s.meta} if self._any_column else self.meta_keys
         given = {key: [s.meta.get(key) for s in samples] for key in columns if key not in (*POINTWISE, "sources")}
         if self.needs_source:

@@ -3,8 +3,8 @@
     soft = mean over the clauses of  1 − |wanted − found| / wanted,  a colour term and a place term
     correct = GenEval's own verdict: at least the wanted objects, in their colours and places, and none excluded
 
-The soft score is Flow-GRPO's reward as its server computes it: too many objects can make it negative, and a wrong place
-adds two terms, 0 and 1. Colours are the nearest of ten under CLIP, with the object on a grey background.
+The soft score is that of Flow-GRPO's server: too many objects can make it negative, and a wrong place adds two terms, 0
+and 1. Colours are the nearest of ten under CLIP, with the object on a grey background.
 Sources: Ghosh et al., "GenEval" (arXiv 2310.11513); Liu et al., "Flow-GRPO" (arXiv 2505.05470).
 """
 
@@ -36,9 +36,9 @@ RELATIONS = ("left of", "right of", "above", "below")
 THRESHOLD = 0.3
 COUNTING_THRESHOLD = 0.9
 MOST = 16
+"""Most detections per class."""
 MARGIN = 0.1
-"""Score threshold, higher threshold for the tag counting, most detections per class, and the margin between objects as
-a fraction of their widths and heights."""
+"""Margin between objects as a fraction of their widths and heights."""
 Objects = Mapping[str, Sequence[Detection]]
 Colours = Callable[[str], list[str]]
 
@@ -72,18 +72,17 @@ class GenEval(PointwiseReward):
             expected = f"geneval: cannot load the detector '{self.detector}' (expected pkg.mod:Class)"
             raise RewardError(f"{expected}: {error}") from error
         self.detect: Detector = detector(**{"device": self.device, **(self.detector_options or {})})
-        self.encoder = encoder.get_encoder(encoder.Transformers, self.clip, "", self.device, "float32", 32)
-
-    def score(self, samples: list[Sample]) -> list[Score]:
-        """The value of each image; parts: soft, correct, and the last again under the sample's tag."""
-        return self.in_batches(samples, self.batch_size, self._scores)
+        self.encoder = encoder.get_encoder(
+            encoder.Transformers, model=self.clip, device=self.device, dtype="float32", batch_size=32
+        )
 
     def check(self, sample: Sample) -> None:
         """Also rejects samples whose columns ask for what cannot be found."""
         super().check(sample)
         check_columns(sample.meta, self.detect.names)
 
-    def _scores(self, samples: list[Sample]) -> list[Score]:
+    def score_batch(self, samples: list[Sample]) -> list[Score]:
+        """The value of each image; parts: soft, correct, and the last again under the sample's tag."""
         detections = self.detect([s.media for s in samples])
         return [self._score(s, things) for s, things in zip(samples, detections, strict=True)]
 

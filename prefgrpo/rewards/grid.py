@@ -10,43 +10,39 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import BeforeValidator, Field, TypeAdapter
 
 from prefgrpo.data.media import Media
+from prefgrpo.rewards.base import read_column
 
 MOST = 16
 """Most rows or columns; larger pairs such as "1920x1080" are image sizes."""
 _PAIR = re.compile(r"(?<!\d[.,])(?<!\w)(\d{1,4})\s*[xX⨉×]\s*(\d{1,4})(?!\w|[.,]?\d)", re.ASCII)
+_COUNT = Annotated[int, Field(ge=1, le=MOST)]
+_COLUMN: TypeAdapter[tuple[int, int]] = TypeAdapter(
+    Annotated[
+        tuple[_COUNT, _COUNT], BeforeValidator(lambda v: tuple(re.findall(r"\d+", v)) if isinstance(v, str) else v)
+    ]
+)
 _LABEL = re.compile(r"(?<=[.\"])\s+[A-Z0-9\-\[\]]+:\s*")
 
 
-def grid_of(prompt: str, meta: Mapping[str, Any] | None = None) -> tuple[int, int] | None:
-    """(rows, cols): the first pair in the prompt that can be a grid, None without one.
+def grid_of(prompt: str, meta: Mapping[str, Any]) -> tuple[int, int]:
+    """(rows, cols): `meta["grid"]`, "2x3" or [2, 3], or the first pair in the prompt that can be a grid.
 
-    `meta["grid"]`, "2x3" or [2, 3], takes precedence over the prompt; ValueError if it is neither.
+    Raises ValueError if there is none.
     """
-    column = (meta or {}).get("grid")
-    if column is None:
-        sizes = [(int(pair[1]), int(pair[2])) for pair in _PAIR.finditer(prompt)]
-        return next((size for size in sizes if min(size) >= 1 and max(size) <= MOST and size != (1, 1)), None)
-    pair = re.findall(r"\d+", column) if isinstance(column, str) else column
-    if (
-        isinstance(pair, list | tuple)
-        and len(pair) == 2
-        and all(str(n).isdigit() and 1 <= int(n) <= MOST for n in pair)
-    ):
-        rows, cols = int(pair[0]), int(pair[1])
-        return None if rows * cols == 1 else (rows, cols)
-    raise ValueError(f"column 'grid': expected rows and columns up to {MOST}, such as '2x3' or [2, 3], got {column!r}")
-
-
-def require_grid(prompt: str, meta: Mapping[str, Any]) -> tuple[int, int]:
-    """As `grid_of`, but ValueError if there is no grid."""
-    if (grid := grid_of(prompt, meta)) is None:
-        raise ValueError("no grid found; expected one such as '2x2' in the prompt, or in a column 'grid'")
-    return grid
+    sizes = [(int(pair[1]), int(pair[2])) for pair in _PAIR.finditer(prompt)]
+    if meta.get("grid") is not None:
+        expected = f"rows and columns up to {MOST}, such as '2x3' or [2, 3]"
+        sizes = [read_column(meta, "grid", _COLUMN, expected)]
+    for size in sizes:
+        if min(size) >= 1 and max(size) <= MOST and size != (1, 1):
+            return size
+    raise ValueError("no grid found; expected one such as '2x2' in the prompt, or in a column 'grid'")
 
 
 def split(media: Media, rows: int, cols: int) -> list[Media]:

@@ -18,16 +18,15 @@ import torch
 from pydantic import PositiveInt
 from torch import Tensor, nn
 
-from prefgrpo.rewards.base import INSTALL, PointwiseReward, Sample, Score
+from prefgrpo.rewards.base import INSTALL, PointwiseReward, Sample, Score, library
 from prefgrpo.rewards.checkpoints import (
     build_model,
     device_of,
     folder_of,
-    library,
     linear_head,
     loading,
+    pretrained,
     read_tensors,
-    source_of,
 )
 from prefgrpo.rewards.encoder import clean
 
@@ -61,8 +60,7 @@ class ImageReward(PointwiseReward):
         transformers = library("transformers", INSTALL)
         self.place = device_of(self.device)
         folder = folder_of(self.model, ["ImageReward.pt", "med_config.json"])
-        with loading(self.tokenizer):
-            self.tokenize = transformers.AutoTokenizer.from_pretrained(**source_of(self.tokenizer))
+        self.tokenize = pretrained("AutoTokenizer", self.tokenizer)
         with loading(self.model):
             tensors = read_tensors([folder / "ImageReward.pt"])
             settings = json.loads((folder / "med_config.json").read_text(encoding="utf-8"))
@@ -77,12 +75,9 @@ class ImageReward(PointwiseReward):
             resize, vision.CenterCrop(side), vision.ToTensor(), vision.Normalize(MEAN, STD)
         ])  # fmt: skip
 
-    def score(self, samples: list[Sample]) -> list[Score]:
-        """The score of each image for its prompt."""
-        return self.in_batches(samples, self.batch_size, self._scores)
-
     @torch.inference_mode()
-    def _scores(self, samples: list[Sample]) -> list[Score]:
+    def score_batch(self, samples: list[Sample]) -> list[Score]:
+        """The score of each image for its prompt."""
         fixed = {"padding": "max_length", "truncation": True, "max_length": LENGTH, "return_tensors": "pt"}
         words = self.tokenize([clean(s.prompt) for s in samples], **fixed).to(self.place)
         pixels = torch.stack([self.preprocess(s.media.pil) for s in samples]).to(self.place)
@@ -95,12 +90,6 @@ class ImageReward(PointwiseReward):
 
 def _with_prefix(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
-
-
-def _renamed(name: str) -> str:
-    for pattern, new in NAMES:
-        name = re.sub(pattern, new, name)
-    return name
 
 
 def _vision(transformers: Any, tensors: dict[str, Tensor]) -> Any:
@@ -116,7 +105,8 @@ def _vision(transformers: Any, tensors: dict[str, Tensor]) -> Any:
         patch_size=patch,
         layer_norm_eps=1e-6,
     )
-    tensors = {_renamed(k): v for k, v in tensors.items()}
+    for pattern, new in NAMES:
+        tensors = {re.sub(pattern, new, name): tensor for name, tensor in tensors.items()}
     return build_model(transformers.BlipVisionModel, config, tensors, torch.float32)
 
 

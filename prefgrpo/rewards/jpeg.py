@@ -1,10 +1,8 @@
-"""JPEG file size as a reward: the toy objectives of DDPO.
+"""JPEG file size as a reward: the toy objectives of DDPO (Black et al., arXiv 2305.13301, section 4).
 
-    incompressibility = kB of the image as JPEG, quality 95        compressibility = −incompressibility
+    incompressibility = kB of the image as JPEG, quality 95, / divisor        compressibility = −incompressibility
 
-both divided by `divisor`. A clip's value is the mean over its frames.
-Sources: Black et al., "Training Diffusion Models with Reinforcement Learning" (arXiv 2305.13301), section 4; Flow-GRPO
-and PaCo-RL train on −kB/500.
+A clip's value is the mean over its frames.
 """
 
 from __future__ import annotations
@@ -37,9 +35,9 @@ class JpegIncompressibility(PointwiseReward):
         """divisor: divides the kilobytes; 500 in Flow-GRPO and PaCo-RL."""
         self.divisor = divisor
 
-    def score(self, samples: list[Sample]) -> list[Score]:
+    def score_batch(self, samples: list[Sample]) -> list[Score]:
         """Signed JPEG kB of each image / divisor."""
-        return self.in_batches(samples, 1, lambda one: [Score(self.sign * jpeg_kilobytes(one[0]) / self.divisor)])
+        return [Score(self.sign * jpeg_kilobytes(sample) / self.divisor) for sample in samples]
 
 
 class JpegCompressibility(JpegIncompressibility):

@@ -3,9 +3,8 @@
     value = 1 − min(d, n) / n    d: Levenshtein distance of the recognised text to the target, n: length of the target
 
 Spaces and case are ignored. An image that contains every quoted text scores 1; otherwise several texts are joined in
-the order that fits best. For a clip, every 4th frame is read; its score is the mean over frames with a value above 0.
-Source: Flow-GRPO (arXiv 2505.05470), which uses only the first text between straight quotes. Invariant: if OCR fails,
-or it is not clear what the prompt quotes, the score is missing; an image without text scores 0.
+the order that fits best. Source: Flow-GRPO (arXiv 2505.05470), which uses the first text between straight quotes.
+Invariant: without text in the image it is 0; if OCR fails, or it is not clear what the prompt quotes, it is missing.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from __future__ import annotations
 import re
 import threading
 import unicodedata
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -117,9 +116,9 @@ class Ocr(PointwiseReward):
         self._local.read = self._make()
         self._threads = ThreadPoolExecutor(self.workers, thread_name_prefix="ocr")
 
-    def score(self, samples: list[Sample]) -> list[Score]:
+    def score_batch(self, samples: list[Sample]) -> Iterable[Score]:
         """One score per sample; missing if the prompt quotes nothing or reading failed."""
-        return self.in_batches(samples, max(1, len(samples)), lambda some: self._threads.map(self._one, some))
+        return self._threads.map(self._one, samples)
 
     def check(self, sample: Sample) -> None:
         """Also rejects prompts without target text, and very long strips, which engines would enlarge without limit."""

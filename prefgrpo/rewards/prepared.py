@@ -1,9 +1,8 @@
-"""Options of every pointwise reward for preprocessing its images.
+"""Options of every pointwise reward that preprocess its images, source images and frames, as published code does.
 
     size: N    resize to N × N, bicubic, ignoring the aspect ratio        jpeg: Q    then compress as JPEG, quality Q
 
-They reproduce what published code does before sending images to a reward server. Source images and frames of clips are
-processed the same way. Invariant: rewards with the same options share the processed image, which is computed once.
+Invariant: rewards with the same options share the processed image, which is computed once.
 """
 
 from __future__ import annotations

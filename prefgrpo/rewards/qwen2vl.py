@@ -4,9 +4,8 @@
     hpsv3        value = μ, the first output at <|Reward|>; part sigma: the second
     videoalign   value = Σ over `dimensions` of (x − mean) / std, x: the output at <|VQ_reward|>, …
 
-The published models were trained with plain text positions 0, 1, 2, … (no 3-D positions for the vision tokens) and
-right padding; both are kept. They are loaded with plain transformers, because their packages need transformers 4.45.2;
-only the training prompt is read from those packages. Invariant: every weight comes from the given tensors.
+As in training, text positions are 0, 1, 2, … (no 3-D positions for the vision tokens) and padding is on the right.
+Plain transformers loads them, because their packages need version 4.45.2; these are read for the training prompt only.
 Sources: Ma et al., "HPSv3" (arXiv 2508.03789); Liu et al., "Improving Video Generation with Human Feedback"
 (arXiv 2501.13918), in the format of KwaiVGI/VideoReward.
 """
@@ -30,19 +29,18 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
 from prefgrpo.judge.published import published_texts
-from prefgrpo.rewards.base import INSTALL, PointwiseReward, RewardError, Sample, Score, check_aspect_ratio
+from prefgrpo.rewards.base import INSTALL, PointwiseReward, RewardError, Sample, Score, check_aspect_ratio, library
 from prefgrpo.rewards.checkpoints import (
     AutoDtype,
     build_model,
     device_of,
     dtype_of,
     folder_of,
-    library,
     linear_head,
     loading,
     merge_lora,
+    pretrained,
     read_tensors,
-    source_of,
 )
 
 LONGEST = 20_000
@@ -82,6 +80,8 @@ class QwenReward(PointwiseReward):
     batch_size: PositiveInt = 1
     tokens: ClassVar[tuple[str, ...]]
     """Reward tokens in the training prompt."""
+    variables: ClassVar[tuple[str, ...]]
+    """Variables in the publisher's file whose values make up the training prompt."""
     vision: ClassVar[str]
     """Kind of its vision tokens, image or video."""
 
@@ -95,9 +95,8 @@ class QwenReward(PointwiseReward):
         self.place = device_of(self.device)
         self.precision = dtype_of(self.dtype, self.place)
         self.processor = transformers.Qwen2VLVideoProcessor(do_resize=False, do_sample_frames=False)
-        with loading(self.base):
-            self.tokenizer = transformers.AutoTokenizer.from_pretrained(**source_of(self.base), padding_side="right")
-            config = transformers.Qwen2VLConfig.from_pretrained(**source_of(self.base))
+        self.tokenizer = pretrained("AutoTokenizer", self.base, padding_side="right")
+        config = pretrained("Qwen2VLConfig", self.base)
         self.tokenizer.add_tokens(list(self.tokens), special_tokens=True)
         self.reward_ids = self.tokenizer.convert_tokens_to_ids(list(self.tokens))
         with loading(self.model):
@@ -112,8 +111,8 @@ class QwenReward(PointwiseReward):
             self.head = linear_head(tensors, "rm_head.", nn.ReLU).to(self.place)
 
     @abstractmethod
-    def _training_text(self) -> str:
-        """The prompt that the model was trained with."""
+    def _published_file(self) -> Path | None:
+        """The publisher's Python file with the training prompt, if it is installed."""
 
     @abstractmethod
     def _tensors(self) -> dict[str, Tensor]:
@@ -127,6 +126,22 @@ class QwenReward(PointwiseReward):
     def _scored(self, rows: NDArray[np.float64]) -> Score:
         """The score from outputs [reward tokens, head outputs]."""
 
+    def _training_text(self) -> str:
+        """The prompt that the model was trained with: `template`, a text or a Python file, or the publisher's file."""
+        path = Path(self.template) if self.template else self._published_file()
+        if path is None or not path.is_file():
+            name = type(self).__name__.lower()
+            raise RewardError(
+                f"{name} needs the text it was trained with{f', expected at {path}' if path else ''}: run "
+                f"`scripts/setup_reward.sh {name} VENV`, `prefgrpo reward serve {name}` there and give the option url; "
+                "or give a file with it as the option template"
+            )
+        text = path.read_text(encoding="utf-8")
+        if path.suffix != ".py":
+            return text
+        values = published_texts(text)
+        return "".join(values[variable][0] for variable in self.variables)
+
     def check(self, sample: Sample) -> None:
         """Also rejects prompts that cannot be inserted into the text, and extreme aspect ratios."""
         super().check(sample)
@@ -137,11 +152,8 @@ class QwenReward(PointwiseReward):
         if held := [token for token in self.tokenizer.get_added_vocab() if token in sample.prompt]:
             raise ValueError(f"the prompt contains the model's special token {max(held, key=len)}")
 
-    def score(self, samples: list[Sample]) -> list[Score]:
+    def score_batch(self, samples: list[Sample]) -> list[Score]:
         """One score per sample."""
-        return self.in_batches(samples, self.batch_size, self._scores)
-
-    def _scores(self, samples: list[Sample]) -> list[Score]:
         turns = [(self._frames(s), self.text.replace("{text_prompt}", s.prompt)) for s in samples]
         return [self._scored(rows) for rows in self.outputs(turns)]
 
@@ -174,24 +186,14 @@ class HPSv3(QwenReward):
 
     model: str = "MizzenAI/HPSv3"
     base: str = "Qwen/Qwen2-VL-7B-Instruct"
-    template: str = ""
     batch_size: PositiveInt = 8
     tokens = ("<|Reward|>",)
+    variables = ("INSTRUCTION", "prompt_with_special_token")
     vision = "image"
 
-    def _training_text(self) -> str:
-        if self.template:
-            return Path(self.template).read_text(encoding="utf-8")
+    def _published_file(self) -> Path | None:
         spec = importlib.util.find_spec("hpsv3")
-        if spec is None or spec.origin is None:
-            raise RewardError(
-                "hpsv3 needs the text it was trained with: `pip install --no-deps hpsv3==1.0.0`, or give a file as "
-                "the option template; or run `scripts/setup_reward.sh hpsv3 VENV`, `prefgrpo reward serve "
-                "hpsv3` there and give the option url"
-            )
-        file = Path(spec.origin).parent / "dataset" / "data_collator_qwen.py"
-        texts = published_texts(file.read_text(encoding="utf-8"))
-        return str(texts["INSTRUCTION"][0] + texts["prompt_with_special_token"][0])
+        return Path(spec.origin).parent / "dataset" / "data_collator_qwen.py" if spec and spec.origin else None
 
     def _tensors(self) -> dict[str, Tensor]:
         return read_tensors(sorted(folder_of(self.model, ["*.safetensors"]).glob("*.safetensors")))
@@ -211,33 +213,23 @@ class VideoAlign(QwenReward):
     """VideoReward's sum of normalised scores, over all three dimensions or some; parts: all three.
 
     model: folder or hub id with model_config.json and checkpoint-N/model.pth (the highest N is used). base: folder or
-    hub id of Qwen2-VL's config and tokenizer. template: file with the training
-    prompt, containing {text_prompt} and the three reward tokens, or VideoAlign's prompt_template.py; default: the one
-    that scripts/setup_reward.sh put beside this Python. dimensions: which of VQ (visual quality), MQ (motion quality)
-    and TA (text alignment) to sum, as a list. video_fps: frame rate of the clips, used to sample frames at the
-    checkpoint's own rate.
+    hub id of Qwen2-VL's config and tokenizer. template: file with the training prompt, containing {text_prompt} and the
+    three reward tokens, or VideoAlign's prompt_template.py; default: the one that scripts/setup_reward.sh put beside
+    this Python. dimensions: which of VQ (visual quality), MQ (motion quality) and TA (text alignment) to sum.
+    video_fps: frame rate of the clips, used to sample frames at the checkpoint's own rate.
     """
 
     takes = ("video",)
     model: str = "KwaiVGI/VideoReward"
     base: str = "Qwen/Qwen2-VL-2B-Instruct"
-    template: str = ""
     dimensions: Annotated[Sequence[Literal["VQ", "MQ", "TA"]], Field(min_length=1)] = PARTS
     video_fps: PositiveFloat = 16.0
     tokens = tuple(f"<|{part}_reward|>" for part in PARTS)
+    variables = ("DETAILED_PROMPT_WITH_SPECIAL_TOKEN",)
     vision = "video"
 
-    def _training_text(self) -> str:
-        shared = Path(sys.prefix) / "share" / "prefgrpo" / "videoalign_prompt_template.py"
-        path = Path(self.template) if self.template else shared
-        if not path.is_file():
-            raise RewardError(
-                f"videoalign needs the text it was trained with, expected at {path}: run `scripts/setup_reward.sh "
-                "videoalign VENV`, `prefgrpo reward serve videoalign` there and give the option url; or "
-                "give the file prompt_template.py of KwaiVGI/VideoAlign as the option template"
-            )
-        text = path.read_text(encoding="utf-8")
-        return str(published_texts(text)["DETAILED_PROMPT_WITH_SPECIAL_TOKEN"][0]) if path.suffix == ".py" else text
+    def _published_file(self) -> Path:
+        return Path(sys.prefix) / "share" / "prefgrpo" / "videoalign_prompt_template.py"
 
     def _tensors(self) -> dict[str, Tensor]:
         """The weights of the latest checkpoint, with its LoRA merged."""

@@ -1,8 +1,7 @@
 """A reward that runs behind `prefgrpo reward serve`: the same values as in process, over the judges' connection pool.
 
-Each sample is sent to the least loaded server as soon as it exists, as a form (serve.py): lossless WebP of the frames
-that the reward looks at, as its server says. Failures are handled as for a judge (retries, servers that go down and
-come back). Invariant: every sample ends, in bounded time, with the exact value from the server or with a reason.
+A sample is sent as a form: lossless WebP of the frames that the reward looks at, as its server says. Invariant: every
+sample ends, in bounded time, with the exact value from the server or with a reason.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from prefgrpo.data.media import Media
 from prefgrpo.judge.http import Endpoint, Failure, HttpPool, Starting, describe_error, loop_thread
 from prefgrpo.judge.request import EncodeError, Encodings, png
 from prefgrpo.judge.verdict import JudgeError
-from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample, Score
+from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample, Score, StreamingReward
 
 _LARGEST_WEBP = 16383
 _BOUNDARY = secrets.token_hex(16).encode()
@@ -30,7 +29,7 @@ CONTENT_TYPE = f"multipart/form-data; boundary={_BOUNDARY.decode()}"
 
 
 @dataclass(eq=False)
-class RemoteReward(PointwiseReward):
+class RemoteReward(StreamingReward):
     """Any pointwise reward behind HTTP. RewardError if no server of `url` scores `name`; one that does not listen yet
     is waited for, at most `patience_s`.
 
@@ -40,7 +39,6 @@ class RemoteReward(PointwiseReward):
     variable with the API key for a proxy.
     """
 
-    streams = True
     name: str
     cls: type[PointwiseReward]
     url: str | Sequence[str]
@@ -79,10 +77,6 @@ class RemoteReward(PointwiseReward):
             raise RewardError(f"reward '{self.name}' cannot be used. " + " | ".join(bad))
         if bad:
             warnings.warn(f"reward '{self.name}': servers not used for now: " + " | ".join(bad), stacklevel=3)
-
-    def score(self, samples: list[Sample]) -> list[Score]:
-        """Send all samples and wait for their scores."""
-        return [answer.result() for answer in [self.submit(s) for s in samples]]
 
     def submit(self, sample: Sample) -> Future[Score]:
         """Send one sample; the future always ends with a Score unless it is cancelled."""

@@ -21,9 +21,9 @@ class Scenes(PointwiseReward):
 
     probe: ClassVar[dict[str, Any]] = {"prompt": caption(COMBOS[0])}
 
-    def score(self, samples: list[Sample]) -> list[Score]:
+    def score_batch(self, samples: list[Sample]) -> list[Score]:
         """One score per sample; missing if the prompt is not one of the demo's captions."""
-        return self.in_batches(samples, 1, lambda one: [self._one(one[0])])
+        return [self._one(sample) for sample in samples]
 
     def _one(self, sample: Sample) -> Score:
         image = torch.from_numpy(np.ascontiguousarray(sample.media.pixels)).permute(2, 0, 1)[None].float() / 255.0

@@ -1,10 +1,9 @@
 """Scores a step's groups while they are being generated.
 
-`add` hands over a sample without blocking: a streaming reward gets it at once (a judge gets a pair as soon as both its
-members exist), an in-process reward is called on a thread of the scorer as soon as whole groups exist. `finish` waits
-for the in-process rewards, then for answers until the deadline. A second step may begin before the first is finished;
-each has its own counts and timings. Invariant: values depend only on (seed, step, group, samples), not on the order of
-arrival; a metric without data (latency without an answer) is left out, never 0.
+A streaming reward gets a sample at once (a judge gets a pair as soon as both its members exist); an in-process reward
+is called on a thread of the scorer as soon as whole groups exist. `finish` waits for the in-process rewards, then for
+answers until the deadline. Invariants: values depend only on (seed, step, group, samples), not on the order of arrival;
+a metric without data is left out, never 0.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -53,13 +53,11 @@ class StepScores:
     verdicts: dict[str, list[dict[Pair, Verdict]]]
     """Pairwise rewards only: the verdicts on each group's pairs."""
     games: dict[str, NDArray[np.float64]]
-    """Pairwise rewards only: [n_groups, 2, G, G] wins (sum of the verdicts that row beats column) and counts (number of
-    these verdicts)."""
+    """Pairwise rewards only: [n_groups, 2, G, G] sums and numbers of the verdicts that row beats column."""
     metrics: dict[str, float]
     """judge/… and reward/… metrics of this step."""
     reasons: dict[str, int]
-    """'REWARD: reason' → number of comparisons without a verdict, or of values missing for another reason, most common
-    first."""
+    """'REWARD: reason' → number of comparisons without a verdict, or of values missing for another reason."""
 
 
 @dataclass
@@ -105,9 +103,8 @@ class _Step:
 
     def cancel(self) -> None:
         """Cancel all unanswered requests."""
-        for answers in self.answers.values():
-            for answer in answers.values():
-                answer.cancel()
+        for answer in chain.from_iterable(answers.values() for answers in self.answers.values()):
+            answer.cancel()
 
 
 class Scorer:
@@ -122,10 +119,9 @@ class Scorer:
         log_path: str | Path | None = None,
         active: bool = True,
     ) -> None:
-        """`deadline_s`: longest that `finish` waits for judges; none: the rewards' longest answer timeout, at least the
-        default of judge.deadline_s. `log_path`: JSONL file for all comparisons. `active`: False in a process whose
-        samples are scored by another one; all values are then missing. Raises ValueError if a pair plan does not fit
-        the group size.
+        """deadline_s: longest that `finish` waits for judges; none: the rewards' longest answer timeout, at least the
+        default of judge.deadline_s. log_path: JSONL file for all comparisons. active: False in a process whose samples
+        are scored by another one. Raises ValueError if a pair plan does not fit the group size.
         """
         self.pairwise = {name: reward for name, reward in rewards.items() if isinstance(reward, VlmPairwise)}
         if group_size < 2 and self.pairwise:
@@ -143,14 +139,10 @@ class Scorer:
         self._lock = threading.Lock()
         self._open_steps: list[_Step] = []
         self._worker = ThreadPoolExecutor(1, "rewards")
-        """Runs the in-process rewards, one call at a time."""
-        self._device: int | None = None
-        """The process's GPU, if it uses one."""
+        self._device: int | None = None  # the process's GPU, if it uses one
 
     def begin(self, step: int, groups: Sequence[int], ahead: bool = False) -> None:
-        """Start a step with these group ids. ahead: keep the step that has already begun, which must have other groups
-        and is finished first; otherwise unfinished steps are cancelled.
-        """
+        """Start a step with these groups. ahead: keep the unfinished step of other groups, otherwise cancel it."""
         if not ahead:
             self.cancel()
         if torch.cuda.is_initialized():
@@ -179,10 +171,7 @@ class Scorer:
         return self._open_steps[0].samples
 
     def finish(self, progress: Callable[[int], object] = lambda n: None) -> StepScores:
-        """Scores of the earliest unfinished step; takes at most the in-process rewards' time plus `deadline_s`.
-
-        progress: called with 1 for every group scored by a judge or server.
-        """
+        """Scores of the earliest unfinished step. progress: called with 1 per group scored by a judge or server."""
         step = self._open_steps[0]  # which `cancel` ends if this is interrupted
         scores: dict[str, list[list[Score]]] = {name: [] for name in self.rewards}
         verdicts: dict[str, list[dict[Pair, Verdict]]] = {name: [] for name in self.pairwise}
@@ -265,7 +254,7 @@ class Scorer:
     def _start(self, step: _Step, name: str, groups: list[int]) -> None:
         """Call an in-process reward for the members of these groups that exist."""
         reward = self.rewards[name]
-        members = {group: step.samples[group] for group in groups}
+        members = step.samples
         keys: list[Key] = [(group, member) for group in groups for member in sorted(members[group])]
         if name in self.pairwise:
             pairs = [(group, i, j) for group in groups for i, j in step.pairs[name][group]]

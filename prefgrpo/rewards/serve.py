@@ -1,10 +1,7 @@
 """`prefgrpo reward serve NAME`: serves one reward over HTTP, from a separate environment.
 
-POST /score takes a form: the field `sample` is {"reward", "prompt", "meta", "frames"}, and its files are the frames of
-the medium, then those of the source images; `frames` has the number of frames of each of these, 0 for an image. The
-reply is {"value", "reason", "parts"}. GET /health has "name" and "frames" (`Reward.frames`). Samples that arrive while
-one batch runs form the next batch. It listens once a probe sample got a score. Needs no libraries but aiohttp, numpy,
-pillow, pydantic, pyyaml and what the reward imports.
+POST /score takes a form (docs/rewards.md). Samples that arrive while one batch runs form the next batch. It listens
+once a probe sample got a score. Needs no libraries but aiohttp, numpy, pillow, pydantic, pyyaml and the reward's own.
 """
 
 from __future__ import annotations
@@ -151,11 +148,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("prefgrpo reward serve", description="Serve one reward over HTTP.")
     parser.add_argument("name", help="a reward of `prefgrpo reward list`, package.module:Class or file.py:function")
     parser.add_argument("--options", nargs="*", default=[], metavar="KEY=VALUE", help="options of the reward")
-    parser.add_argument(
-        "--host",
-        default="127.0.0.1",
-        help="address to listen on (%(default)s); any but loopback lets other machines in, without authentication",
-    )
+    open_to = "any but loopback lets other machines in, without authentication"
+    parser.add_argument("--host", default="127.0.0.1", help=f"address to listen on (%(default)s); {open_to}")
     parser.add_argument("--port", type=int, default=8100, help="port to listen on (%(default)s)")
     parser.add_argument("--max-batch", type=int, default=32, help="maximum number of samples per batch (%(default)s)")
     args = parser.parse_args(argv)

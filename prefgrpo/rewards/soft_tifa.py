@@ -4,39 +4,26 @@
 
 The column `vqa_list` holds [question, answer] pairs, as in GenEval 2's file: numbers up to ten as words, otherwise
 "Yes". Part 'k' is p_k. A right answer outside the server's 20 likeliest tokens counts with the largest probability
-that it can have. The shipped ending of the question is in our own words; set `template` to the suite's evaluation.py
-to use the suite's (the file is parsed, never run). Invariant: without an answer to every question the image is missing.
+that it can have. Invariant: without an answer to every question the image is missing.
 """
 
 from __future__ import annotations
 
 import ast
 import math
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter
 
 from prefgrpo.judge.template import Template
-from prefgrpo.rewards.base import RewardError, Sample, Score
+from prefgrpo.rewards.base import RewardError, Sample, Score, read_column
 from prefgrpo.rewards.vlm import VlmReward
 
 NUMBERS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
-_QUESTIONS = TypeAdapter(list[tuple[str, str]])
-
-
-def questions_of(meta: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The (question, right answer) pairs of a row. Raises ValueError if there are none."""
-    try:
-        asked = _QUESTIONS.validate_python(meta.get("vqa_list"))
-    except ValidationError as error:
-        raise ValueError(f"vqa_list: expected [question, answer] pairs, got {meta.get('vqa_list')!r:.80}") from error
-    if not asked:
-        raise ValueError("vqa_list: expected at least one question")
-    return asked
+_QUESTIONS: TypeAdapter[list[tuple[str, str]]] = TypeAdapter(Annotated[list[tuple[str, str]], Field(min_length=1)])
 
 
 def suite_ending(file: Path) -> str:
@@ -79,7 +66,7 @@ class SoftTifa(VlmReward):
     async def _judge(self, sample: Sample) -> Score:
         p: list[float] = []
         # one after the other: the server's prefix cache then holds the image from the second question on
-        for question, right in questions_of(sample.meta):
+        for question, right in read_column(sample.meta, "vqa_list", _QUESTIONS, "[question, answer] pairs"):
             answer = await self.ask(self.expecting(right), sample, None, asked=question)
             if answer.first is None:
                 return Score(None, answer.reason)

@@ -3,9 +3,9 @@
     value = mean of the marks (0 or 1), one per test point; part 'k NAME' is the mark of the k-th point
 
 The test points are in a column of UniGenBench's tables (arXiv 2510.18701), `sub_dims_en` or `sub_dims_zh`: JSON with
-each point's name and the part of the prompt it refers to. The shipped question is in our own words. The suite's own
-evaluation models were trained on its wording: set `template` to its eval/src/eval_common.py to use that question word
-for word (the file is parsed, never run). Invariant: a reply that does not mark every point once is missing.
+each point's name and the part of the prompt it refers to. The shipped question is ours; the suite's evaluation models
+were trained on that of its eval/src/eval_common.py, which `template` may name (the file is parsed, never run).
+Invariant: a reply that does not mark every point once is missing.
 """
 
 from __future__ import annotations
@@ -16,13 +16,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+from pydantic import Json, TypeAdapter
+
 from prefgrpo.judge.published import published_texts
 from prefgrpo.judge.verdict import Verdict
-from prefgrpo.rewards.base import RewardError, Sample, Score
+from prefgrpo.rewards.base import RewardError, Sample, Score, read_column
 from prefgrpo.rewards.vlm import VlmReward
 
 KEYS = {"en": ("Testpoints", "Testpoint Description"), "zh": ("考点", "考点对应描述")}
 """Language → JSON keys of the test points' names and descriptions."""
+_ROW: TypeAdapter[dict[str, Any]] = TypeAdapter(Json[dict[str, Any]])
 _TEXTS = ("explanation_dict", "system_prompt_template", "checkpoint_header", "checkpoint_desc_header")
 _PROBE = {"Testpoints": ["Style"], "Testpoint Description": ["a photo"]}
 
@@ -42,12 +45,8 @@ def points_of(meta: Mapping[str, Any]) -> Points:
     language = next((name for name in KEYS if meta.get(f"sub_dims_{name}")), None)
     if language is None:
         raise ValueError("expected a column sub_dims_en or sub_dims_zh with the test points")
-    try:
-        row = json.loads(meta[f"sub_dims_{language}"])
-        names, descriptions = (tuple(map(str, row[key])) for key in KEYS[language])
-    except (ValueError, KeyError, TypeError) as error:
-        expected = f"sub_dims_{language} is not JSON of the expected form"
-        raise ValueError(f"{expected} ({type(error).__name__}: {error})") from error
+    row = read_column(meta, f"sub_dims_{language}", _ROW, "JSON of the test points")
+    names, descriptions = (tuple(map(str, row.get(key) or ())) for key in KEYS[language])
     if not names or len(names) != len(descriptions):
         raise ValueError(f"expected as many descriptions as test points, got {names} and {descriptions}")
     return Points(language, names, descriptions)

@@ -1,12 +1,8 @@
 """Rewards that ask a vision-language model about one sample at a time, over HTTP.
 
-    unifiedreward_alignment / _coherence / _style    one axis each, 1 … 5; one request serves all of them
-    unifiedreward_sglang, qwenvl                     N / 5
-    unifiedreward_edit_pointwise_*                   Σ w·s / Σ w over the answer's two numbers, 0 … 25
-
-Sources: UnifiedReward (arXiv 2503.05236), Flow-GRPO (2505.05470), UnifiedReward-Edit. A sample is sent as soon as it
-exists; rewards with the same server settings share one client, and identical questions about the
-same medium are sent only once. Invariant: a value that the answer does not state is missing, never 0.
+Rewards with the same server settings share one client, and identical questions about the same medium are sent only
+once. Invariant: a value that the answer does not state is missing, never 0.
+Sources: UnifiedReward (arXiv 2503.05236), Flow-GRPO (2505.05470), UnifiedReward-Edit.
 """
 
 from __future__ import annotations
@@ -25,14 +21,14 @@ from prefgrpo.config.schema import JudgeConfig
 from prefgrpo.data.media import Media
 from prefgrpo.judge.template import Shown, Template, load_template
 from prefgrpo.judge.verdict import JudgeError, Verdict
-from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample, Score
+from prefgrpo.rewards.base import RewardError, Sample, Score, StreamingReward
 
 if TYPE_CHECKING:
     from prefgrpo.judge.client import JudgeClient
 
 
 @dataclass(eq=False)
-class VlmReward(PointwiseReward):
+class VlmReward(StreamingReward):
     """Asks one or several questions about each sample. JudgeError within seconds if the judge is not usable.
 
     judge: an open judge or client, a JudgeConfig, or a mapping of its fields. template: shipped name or path of the
@@ -46,7 +42,6 @@ class VlmReward(PointwiseReward):
     max_pixels: PositiveInt | None = None
 
     judged = True
-    streams = True
     needs: ClassVar[tuple[str, ...]] = ("prompt", "media_1")
     """Markers required in the template."""
     may: ClassVar[tuple[str, ...]] = ()
@@ -64,10 +59,6 @@ class VlmReward(PointwiseReward):
         question = load_template(name, needs or self.needs, self.may, self.kinds, shown)
         self.answer_s = max(self.answer_s, self.client.config.timeout_s or question.timeout_s)
         return question
-
-    def score(self, samples: list[Sample]) -> list[Score]:
-        """Ask about all samples concurrently and wait for the answers."""
-        return [answer.result() for answer in [self.submit(s) for s in samples]]
 
     def submit(self, sample: Sample) -> Future[Score]:
         """Ask about one sample without waiting."""

@@ -23,7 +23,6 @@ from prefgrpo.data.prompts import DataError, Prompt
 from prefgrpo.models import DTYPES, family
 from prefgrpo.models.base import Adapter, Condition
 from prefgrpo.models.folder import encoder_identity
-from prefgrpo.rollout.sampling import eval_sampling
 from prefgrpo.rollout.shards import Shards, nbytes
 from prefgrpo.rollout.sources import NONE, Sources, prefetch, sources_of
 
@@ -165,7 +164,7 @@ def run_entries(config: Config, trained: Sequence[Prompt], evaluated: Sequence[P
     """Everything that a run encodes, without duplicates. Raises DataError like `check_sources`."""
     cls = family(config.family)
     found: dict[Entry, None] = {}
-    for prompts, sampling in ((trained, config.rollout), (evaluated, eval_sampling(config))):
+    for prompts, sampling in ((trained, config.rollout), (evaluated, config.eval_sampling)):
         check_sources(config, prompts)
         guided = cls.cfg is not None and cls.cfg.active(sampling.guidance)
         for prompt in prompts:

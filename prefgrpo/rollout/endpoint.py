@@ -30,6 +30,7 @@ from prefgrpo.objectives.base import (
     Targets,
     mean_square,
 )
+from prefgrpo.parallel.shard import reduce_gradients
 from prefgrpo.parallel.world import World
 from prefgrpo.rollout.batch import Batch
 from prefgrpo.sde.noise import endpoint_noise, endpoint_normal
@@ -52,6 +53,8 @@ class EndpointCollector:
     reference: Weights
     """Swaps in the reference policy's weights, for train.kl_coef."""
     world: World
+    reduce_once: bool = False
+    """Whether gradients of sharded weights are summed over the shards once per update, not in every backward."""
 
     @property
     def metrics(self) -> tuple[str, ...]:
@@ -67,6 +70,7 @@ class EndpointCollector:
         objective = self.objective
         train = self.config.train
         table = list[Tensor]()
+        left = objective.draws * len(batches)
         for draw in range(objective.draws):
             slopes = None
             if isinstance(objective, GroupObjective) and not self._whole:
@@ -96,6 +100,9 @@ class EndpointCollector:
                     facts.append(kl)
                 count = samples * objective.draws
                 metrics = torch.stack([fact.mean() for fact in facts])
+                left -= 1
+                if self.reduce_once:
+                    reduce_gradients(self.adapter, left == 0)
                 table += batch.backward(loss / count, metrics, shown / count)
         return table
 

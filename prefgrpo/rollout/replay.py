@@ -20,6 +20,7 @@ from prefgrpo.config.schema import Config
 from prefgrpo.models.base import Adapter, Condition, Sampling
 from prefgrpo.objectives.base import Replayed, Targets, TrajectoryObjective
 from prefgrpo.ops import sde_logp
+from prefgrpo.parallel.shard import reduce_gradients
 from prefgrpo.parallel.world import World
 from prefgrpo.rollout.batch import Batch
 from prefgrpo.rollout.rollout import Step, changed
@@ -66,6 +67,8 @@ class TrajectoryCollector:
     reference: Callable[[], AbstractContextManager[None]]
     """Context in which the model has the reference policy's weights."""
     world: World
+    reduce_once: bool = False
+    """Whether gradients of sharded weights are summed over the shards once per update, not in every backward."""
 
     @property
     def metrics(self) -> tuple[str, ...]:
@@ -81,12 +84,16 @@ class TrajectoryCollector:
         train = self.config.train
         sampling = self.config.rollout
         kl = train.kl_form if train.kl_coef else ""
+        left = sum(len(batch.steps) for batch in batches)
         for batch in batches:
             adv = batch.of_samples(targets.advantage)
             for stored in batch.steps:
                 step = self.whole(stored)
                 new = replay(self.adapter, batch.schedule, batch.condition, step, sampling, kl, self.reference)
                 out = self.objective.loss(train, new, adv, float(samples * len(batch.steps)))
+                left -= 1
+                if self.reduce_once:
+                    reduce_gradients(self.adapter, left == 0)
                 table += batch.backward(out.loss, out.metrics)
         return table
 

@@ -26,12 +26,6 @@ from prefgrpo.sde.schedule import (
 )
 
 
-def eval_sampling(config: Config) -> SamplingConfig:
-    """Sampling settings of evaluation and `generate`: those of training, with the fields set in `eval` replaced."""
-    fields = {key: getattr(config.eval, key) for key in ("height", "width", "steps", "guidance")}
-    return replace(config.rollout, **{key: value for key, value in fields.items() if value is not None})
-
-
 class Schedules:
     """The schedules of a run."""
 

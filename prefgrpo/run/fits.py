@@ -12,18 +12,22 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from safetensors import safe_open
+from torch import Tensor, nn
 
 from prefgrpo.config.schema import Config
 from prefgrpo.models import DTYPES, family
+from prefgrpo.models.base import Adapter
 from prefgrpo.models.folder import ENCODERS, index_of
 from prefgrpo.objectives import objective
+from prefgrpo.parallel.shard import is_sharded, to_local
 from prefgrpo.parallel.world import Layout
 from prefgrpo.rollout.batch import assign_batches
 from prefgrpo.rollout.sampling import window_range
+from prefgrpo.run.policy import Policy
 
 GIB = 2**30
 Shapes = dict[str, list[int]]
@@ -88,6 +92,31 @@ def sample_bytes(config: Config, latent_shape: Sequence[int], layout: Layout) ->
     states = trained + 1 if r.window_policy == "random" else min(2 * trained, span + 1)
     velocities = trained * DTYPES[config.dtype].itemsize * goal.keeps_velocity
     return elements * (4 * (states + 1) + velocities)
+
+
+def static_bytes(adapter: Adapter, policy: Policy) -> dict[str, int]:
+    """Bytes per kind on the adapter's device, of sharded tensors those of this process's shard. Weights include
+    buffers and the parts of the pipeline that are not trained; all other kinds exist for trained weights only."""
+    kind_of_device = adapter.device.type
+
+    def held(tensors: Iterable[Tensor]) -> int:
+        return sum(t.nbytes for t in to_local(tensors) if t.device.type == kind_of_device)
+
+    modules = [part for part in adapter.pipe.components.values() if isinstance(part, nn.Module)]
+    trained = held(policy.params)
+    return {
+        "weights": sum(held(module.parameters()) + held(module.buffers()) for module in modules),
+        "gradients": trained,
+        "AdamW": 2 * trained,
+        "EMA": held(policy.ema.values()),
+        "old policy": held(policy.old.values()),
+        "initial policy": held(policy.base.values()),
+    }
+
+
+def whole_gradients(policy: Policy) -> int:
+    """Bytes of the gradients of all sharded weights, whole and in fp32."""
+    return sum(4 * p.numel() for p in policy.params if is_sharded(p))
 
 
 def refusal(parts: Mapping[str, int], memory: int) -> str:

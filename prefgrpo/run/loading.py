@@ -26,9 +26,9 @@ from prefgrpo.parallel.parallelize import context_errors, parallelize
 from prefgrpo.parallel.world import Layout, World
 from prefgrpo.rollout.endpoint import EndpointCollector
 from prefgrpo.rollout.replay import TrajectoryCollector
-from prefgrpo.rollout.sampling import Schedules, eval_sampling
+from prefgrpo.rollout.sampling import Schedules
 from prefgrpo.run import checkpoint
-from prefgrpo.run.fits import model_bytes, refusal, stored_bytes
+from prefgrpo.run.fits import model_bytes, refusal, static_bytes, stored_bytes, whole_gradients
 from prefgrpo.run.policy import Policy
 
 T = TypeVar("T")
@@ -99,7 +99,7 @@ def open_adapter(config: Config, device: torch.device, encoders: bool = True, sp
             source_area=config.rollout.source_area,
             guidance_gradient=config.train.guidance_gradient,
         )
-    for section, sizes in {"rollout": config.rollout, "eval": eval_sampling(config)}.items():
+    for section, sizes in {"rollout": config.rollout, "eval": config.eval_sampling}.items():
         with config_errors_as(f"{section}.height/width/frames/steps"):
             adapter.latent_shape(sizes)
             if sizes.shift is None and sizes.steps == 1:  # NaN, if the scheduler stretches to a last sigma
@@ -131,7 +131,7 @@ def open_model(config: Config, goal: Objective, world: World, encoders: bool) ->
     shape = adapter.latent_shape(config.rollout)
     _check_memory(parts | {"stored samples": stored_bytes(config, shape, world.layout, world.size)}, world.device)
     problems: list[str] = []
-    for sizes, field in {eval_sampling(config): "eval", config.rollout: "rollout"}.items():
+    for sizes, field in {config.eval_sampling: "eval", config.rollout: "rollout"}.items():
         problems += context_errors(adapter, field, sizes, config.data.max_length, world.layout)
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
@@ -165,7 +165,7 @@ def open_schedules(config: Config, adapter: Adapter, world: World) -> Schedules:
     schedules = Schedules(config, adapter, world.device)
     schedules.check()
     with config_errors_as("eval.steps"):
-        schedules.ode(eval_sampling(config))
+        schedules.ode(config.eval_sampling)
     return schedules
 
 
@@ -175,11 +175,27 @@ def open_collector(config: Config, goal: Objective, adapter: Adapter, policy: Po
     def reference() -> AbstractContextManager[None]:
         return policy.use_weights(policy.base) if config.train.swaps_reference else adapter.reference()
 
+    once = reduces_once(config, adapter, policy, world)
     if isinstance(goal, TrajectoryObjective):
-        return TrajectoryCollector(adapter, goal, config, reference, world)
+        return TrajectoryCollector(adapter, goal, config, reference, world, once)
     assert isinstance(goal, EndpointObjective)
     if len(adapter.denoisers) > 1 and goal.times not in ("window", "schedule"):
         which = f"{config.family} has a denoiser for each part of the schedule: expected window or schedule"
         raise ConfigError([f"train.objective_options.times: {which}, got {goal.times}"])
     anchor = reference if goal.anchor == "base" else lambda: policy.use_weights(policy.old)
-    return EndpointCollector(adapter, goal, config, anchor, reference, world)
+    return EndpointCollector(adapter, goal, config, anchor, reference, world, once)
+
+
+def reduces_once(config: Config, adapter: Adapter, policy: Policy, world: World) -> bool:
+    """Whether an update sums the gradients of sharded weights once, as half of the memory of every GPU holds whole
+    gradients too (`whole_gradients`); the other half is for activations. A run that is resumed decides alike.
+
+    Never with several denoisers, one of which an update's last backward does not run.
+    """
+    whole = whole_gradients(policy)
+    if not whole or not world.equal_forwards or len(adapter.denoisers) > 1:
+        return False
+    stored = stored_bytes(config, adapter.latent_shape(config.rollout), world.layout, world.size)
+    needed = sum(static_bytes(adapter, policy).values()) + stored + whole
+    full = world.device.type == "cuda" and needed > torch.cuda.get_device_properties(world.device).total_memory / 2
+    return not world.any(full)

@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import resource
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
 
 from prefgrpo.config.schema import Config
 from prefgrpo.data.prompts import FEWEST_TO_SPLIT, Prompt
 from prefgrpo.models.base import Adapter
-from prefgrpo.parallel.shard import to_local
 from prefgrpo.parallel.world import World
 from prefgrpo.rollout.batch import assign_batches, busy_share
 from prefgrpo.run.comparison import MIN_PROMPTS
-from prefgrpo.run.fits import stored_bytes
+from prefgrpo.run.fits import static_bytes, stored_bytes, whole_gradients
 from prefgrpo.run.judging import unread_columns
+from prefgrpo.run.loading import Collector
 from prefgrpo.run.policy import Policy
 
 GIB = 2**30
@@ -29,9 +28,10 @@ MIB = 2**20
 
 
 def start_notes(
-    config: Config, world: World, adapter: Adapter, policy: Policy, prompts: int, held: Mapping[str, int]
+    config: Config, world: World, collector: Collector, policy: Policy, prompts: int, held: Mapping[str, int]
 ) -> Iterator[str]:
     """Lines about a run with this number of training prompts and, by evaluation set, of held-out prompts."""
+    adapter = collector.adapter
     r = config.rollout
     t = config.train
     trained = "full"
@@ -54,7 +54,7 @@ def start_notes(
         yield f"no evaluation, so no before/after comparison: eval.every or eval.prompts is 0, or {few}"
     if warning := idle_warning(config, world.dp_size):
         yield warning
-    yield memory_line(adapter, policy, stored_bytes(config, adapter.latent_shape(r), world.layout, world.size))
+    yield memory_line(adapter, policy, step_bytes(config, collector, policy, world))
 
 
 def prompt_warnings(config: Config, trained: Sequence[Prompt], evaluated: Sequence[Prompt]) -> Iterator[str]:
@@ -79,29 +79,15 @@ def idle_warning(config: Config, dp_size: int) -> str:
     )
 
 
-def static_bytes(adapter: Adapter, policy: Policy) -> dict[str, int]:
-    """Bytes per kind on the adapter's device, of sharded tensors those of this process's shard. Weights include
-    buffers and the parts of the pipeline that are not trained; all other kinds exist for trained weights only."""
-    kind_of_device = adapter.device.type
-
-    def held(tensors: Iterable[Tensor]) -> int:
-        return sum(t.nbytes for t in to_local(tensors) if t.device.type == kind_of_device)
-
-    modules = [part for part in adapter.pipe.components.values() if isinstance(part, nn.Module)]
-    trained = held(policy.params)
-    return {
-        "weights": sum(held(module.parameters()) + held(module.buffers()) for module in modules),
-        "gradients": trained,
-        "AdamW": 2 * trained,
-        "EMA": held(policy.ema.values()),
-        "old policy": held(policy.old.values()),
-        "initial policy": held(policy.base.values()),
-    }
+def step_bytes(config: Config, collector: Collector, policy: Policy, world: World) -> dict[str, int]:
+    """Bytes per kind that a step holds besides, before activations: its stored samples, and whole gradients."""
+    stored = stored_bytes(config, collector.adapter.latent_shape(config.rollout), world.layout, world.size)
+    return {"stored samples": stored, "whole gradients": whole_gradients(policy) if collector.reduce_once else 0}
 
 
-def memory_line(adapter: Adapter, policy: Policy, stored: int) -> str:
-    """`static_bytes` and the bytes of stored samples as one line of text."""
-    parts = static_bytes(adapter, policy) | {"stored samples": stored}
+def memory_line(adapter: Adapter, policy: Policy, step: dict[str, int]) -> str:
+    """`static_bytes` and what a step holds besides as one line of text."""
+    parts = static_bytes(adapter, policy) | step
     total = sum(parts.values())
     unit, name = (GIB, "GiB") if total >= GIB else (MIB, "MiB")
     listed = " + ".join(f"{kind} {size / unit:.3g}" for kind, size in parts.items() if size)

@@ -147,18 +147,12 @@ def sde_row(
     if rule == "wan" and sigma_max is None:
         raise ValueError("the rule 'wan' needs sigma_max, the second σ of the schedule")
     info = StepInfo(sigma, sigma_next, eta, sigma_next if sigma_max is None else sigma_max, sigma_min)
-    if not any(isinstance(n, Tensor) for n in info):
-        check(info, rule)
-    return RULES[rule](info)
-
-
-def check(info: StepInfo, rule: str) -> None:
-    """Raise ValueError unless 0 ≤ σ' < σ ≤ 1 and η is in the rule's range."""
-    if not 0.0 <= info.sigma_next < info.sigma <= 1.0:
-        raise ValueError(
-            f"sigmas must fall within [0, 1]: expected 0 <= sigma_next < sigma <= 1, got sigma={info.sigma}, "
-            f"sigma_next={info.sigma_next}"
-        )
+    if any(isinstance(n, Tensor) for n in info):
+        return RULES[rule](info)
+    if not 0.0 <= sigma_next < sigma <= 1.0:
+        expected = "expected 0 <= sigma_next < sigma <= 1"
+        raise ValueError(f"sigmas must fall within [0, 1]: {expected}, got sigma={sigma}, sigma_next={sigma_next}")
     top = 1.0 if rule.startswith("cps") else math.inf
-    if not 0.0 <= info.eta <= top:
-        raise ValueError(f"eta must be in [0, {top:g}] for rule '{rule}', got {info.eta}")
+    if not 0.0 <= eta <= top:
+        raise ValueError(f"eta must be in [0, {top:g}] for rule '{rule}', got {eta}")
+    return RULES[rule](info)

@@ -172,9 +172,9 @@ class Letters(PointwiseReward):
 
     probe: ClassVar[dict[str, Any]] = {"prompt": prompt("CAB")}
 
-    def score(self, samples: list[Sample]) -> list[Score]:
+    def score_batch(self, samples: list[Sample]) -> list[Score]:
         """One score per sample; missing if its prompt or size belongs to another world."""
-        return self.in_batches(samples, 1, lambda one: [self._score_one(one[0])])
+        return [self._score_one(sample) for sample in samples]
 
     def _score_one(self, sample: Sample) -> Score:
         image = torch.from_numpy(np.ascontiguousarray(sample.media.pixels)).permute(2, 0, 1)[None].float() / 255.0

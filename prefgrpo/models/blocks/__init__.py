@@ -9,7 +9,6 @@ Invariant: a block equals diffusers' up to rounding, which the start of every ru
 from __future__ import annotations
 
 import copy
-import importlib
 import math
 import warnings
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from prefgrpo.models.attention import LIMIT
+from prefgrpo.models.attention import LIMIT, relative_error
 from prefgrpo.models.blocks.kept import keeps_inputs
 
 FUSED_ON = ("cuda",)
@@ -56,62 +55,56 @@ class Random(NamedTuple):
         return torch.complex(angle.cos(), angle.sin())
 
 
-class Fused(NamedTuple):
-    """How a block of diffusers runs fused."""
-
-    forward: str
-    """Name in `forwards`."""
-    inputs: Callable[[Random], dict[str, Any]]
-
-
-FUSED = {
-    "FluxTransformerBlock": Fused("flux_double", lambda r: {
+FUSED: dict[str, tuple[str, Callable[[Random], dict[str, Any]]]] = {
+    "FluxTransformerBlock": ("flux_double", lambda r: {
         **r.streams(), "temb": r(r.B, r.C), "image_rotary_emb": r.tables(r.N + r.M),
     }),
-    "FluxSingleTransformerBlock": Fused("flux_single", lambda r: {
+    "FluxSingleTransformerBlock": ("flux_single", lambda r: {
         **r.streams(), "temb": r(r.B, r.C), "image_rotary_emb": r.tables(r.N + r.M),
     }),
-    "Flux2TransformerBlock": Fused("flux2_double", lambda r: {
+    "Flux2TransformerBlock": ("flux2_double", lambda r: {
         **r.streams(), "temb_mod_img": r(r.B, 6 * r.C), "temb_mod_txt": r(r.B, 6 * r.C),
         "image_rotary_emb": r.tables(r.N + r.M),
     }),
-    "Flux2SingleTransformerBlock": Fused("flux2_single", lambda r: {
+    "Flux2SingleTransformerBlock": ("flux2_single", lambda r: {
         "hidden_states": r(r.B, r.N + r.M, r.C), "encoder_hidden_states": None, "temb_mod": r(r.B, 3 * r.C),
         "image_rotary_emb": r.tables(r.N + r.M),
     }),
-    "HunyuanVideoTransformerBlock": Fused("hunyuan_double", lambda r: {
+    "HunyuanVideoTransformerBlock": ("hunyuan_double", lambda r: {
         **r.streams(), "temb": r(r.B, r.C), "attention_mask": None, "freqs_cis": r.tables(r.N),
     }),
-    "HunyuanVideoSingleTransformerBlock": Fused("hunyuan_single", lambda r: {
+    "HunyuanVideoSingleTransformerBlock": ("hunyuan_single", lambda r: {
         **r.streams(), "temb": r(r.B, r.C), "attention_mask": None, "image_rotary_emb": r.tables(r.N),
     }),
-    "HunyuanVideo15TransformerBlock": Fused("hunyuan15_double", lambda r: {
+    "HunyuanVideo15TransformerBlock": ("hunyuan15_double", lambda r: {
         **r.streams(), "temb": r(r.B, r.C), "freqs_cis": r.tables(r.N),
         "attention_mask": torch.ones(r.B, r.M, dtype=torch.bool, device=r.device),
     }),
-    "JointTransformerBlock": Fused("sd3_double", lambda r: {**r.streams(), "temb": r(r.B, r.C)}),
-    "QwenImageTransformerBlock": Fused("qwen_double", lambda r: {
+    "JointTransformerBlock": ("sd3_double", lambda r: {**r.streams(), "temb": r(r.B, r.C)}),
+    "QwenImageTransformerBlock": ("qwen_double", lambda r: {
         **r.streams(), "encoder_hidden_states_mask": None, "temb": r(r.B, r.C),
         "image_rotary_emb": (r.turns(r.N), r.turns(r.M)),
     }),
-    "QwenImage21TransformerBlock": Fused("qwen21_block", lambda r: {
+    "QwenImage21TransformerBlock": ("qwen21_block", lambda r: {
         "hidden_states": r(r.B, r.M + r.N, r.C), "modulation": r(r.B + 1, 4 * r.C), "rotary_emb": r.turns(r.M + r.N),
         "target_token_mask": torch.arange(r.M + r.N, device=r.device) >= r.M, "segments": [(0, r.M, True)],
     }),
-    "WanTransformerBlock": Fused("wan_block", lambda r: {
+    "WanTransformerBlock": ("wan_block", lambda r: {
         **r.streams(), "temb": r(r.B, 6, r.C), "rotary_emb": tuple(t[None, :, None] for t in r.tables(r.N)),
     }),
-    "ZImageTransformerBlock": Fused("z_image_block", lambda r: {
+    "ZImageTransformerBlock": ("z_image_block", lambda r: {
         "x": r(r.B, r.N + r.M, r.C), "attn_mask": None, "freqs_cis": r.turns(r.B, r.N + r.M),
         "adaln_input": r(r.B, min(r.C, 256)),
     }),
 }  # fmt: skip
-"""Name of diffusers' block → its fused forward, and random arguments for both."""
+"""Name of diffusers' block → its forward in `forwards`, and random arguments for both."""
 
 
 def fused(kind: type[nn.Module]) -> type[nn.Module]:
     """The subclass of one of diffusers' blocks that runs fused."""
-    forward = getattr(importlib.import_module(f"{__name__}.forwards"), FUSED[kind.__name__].forward)
+    from prefgrpo.models.blocks import forwards  # needs diffusers
+
+    forward = getattr(forwards, FUSED[kind.__name__][0])
     return type(f"Fused{kind.__name__}", (kind,), {"forward": keeps_inputs(forward), "stock_forward": kind.forward})
 
 
@@ -160,7 +153,7 @@ def random_inputs(
     """Keyword arguments of a block in FUSED, fp32; tokens: latents and text."""
     attn = next(getattr(block, name) for name in ("attn", "attn1", "attention") if hasattr(block, name))
     width = attn.to_q.in_features if hasattr(attn, "to_q") else attn.query_dim
-    return FUSED[kind].inputs(Random(device, samples, *tokens, width, width // attn.heads))
+    return FUSED[kind][1](Random(device, samples, *tokens, width, width // attn.heads))
 
 
 def _copy(net: Any, block: nn.Module, kind: type[nn.Module], dtype: torch.dtype, device: torch.device) -> nn.Module:
@@ -191,5 +184,4 @@ def _results(block: nn.Module, inputs: dict[str, Any]) -> dict[str, Tensor]:
 
 def _errors(got: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, float]:
     """Largest error of each result, relative to the largest element; infinite for one that is missing or not finite."""
-    errors = {n: float((got[n] - t).abs().max() / t.abs().max()) if n in got else math.inf for n, t in exact.items()}
-    return {name: error if math.isfinite(error) else math.inf for name, error in errors.items()}
+    return {name: relative_error(got[name], t) if name in got else math.inf for name, t in exact.items()}

@@ -81,19 +81,16 @@ class Stream(NamedTuple):
 
 
 def joint_attention(
-    attn: Any, latents: Stream, text: Stream, tables: Tables, mask: Tensor | None, text_first: bool
+    attn: Any, latents: Stream, text: Stream, tables: Tables, mask: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """One attention over latents and text: [B, S, H · D] of each, before the projections of its output.
-
-    text_first: the order of the tokens, in the tables and the mask too.
-    """
-    sides = [
-        (latents, (attn.to_q, attn.to_k, attn.to_v), _weights(attn.norm_q, attn.norm_k)),
-        (text, (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj), _weights(attn.norm_added_q, attn.norm_added_k)),
-    ]
+    """One attention over text and latents, in this order in the tables and the mask: [B, S, H · D] of latents and of
+    text, before the projections of its output."""
     qkv = []
     weights = []
-    for stream, layers, norms in reversed(sides) if text_first else sides:
+    for stream, layers, norms in (
+        (text, (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj), _weights(attn.norm_added_q, attn.norm_added_k)),
+        (latents, (attn.to_q, attn.to_k, attn.to_v), _weights(attn.norm_q, attn.norm_k)),
+    ):
         shift, scale, *_ = stream.modulation
         x = again(layernorm_modulate, stream.x, shift, scale, stream.eps)
         qkv.append([layer(x).unflatten(-1, (attn.heads, -1)) for layer in layers])
@@ -102,14 +99,12 @@ def joint_attention(
     q, k = again(qk_norm_rope, qs, ks, *zip(*weights, strict=True), *tables, _eps(attn))
     out = attend(attn, q, k, torch.cat(vs, 1), mask)
     count = text.x.shape[1]
-    return (out[:, count:], out[:, :count]) if text_first else (out[:, :-count], out[:, -count:])
+    return out[:, count:], out[:, :count]
 
 
-def joint(
-    attn: Any, latents: Stream, text: Stream, tables: Tables, mask: Tensor | None, text_first: bool
-) -> tuple[Tensor, Tensor]:
+def joint(attn: Any, latents: Stream, text: Stream, tables: Tables, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """(latents, text) after one attention over both and a feed-forward of each."""
-    out, out_text = joint_attention(attn, latents, text, tables, mask, text_first)
+    out, out_text = joint_attention(attn, latents, text, tables, mask)
     return latents.fed(latents.attended(out)), text.fed(text.attended(out_text))
 
 
@@ -119,57 +114,44 @@ def _modulation(norm: Any, temb: Tensor, count: int) -> tuple[Tensor, ...]:
 
 
 def _double(
-    self: Any, x: Tensor, text: Tensor, temb: Tensor, tables: Tables, mask: Tensor | None, text_first: bool
+    self: Any, x: Tensor, text: Tensor, temb: Tensor, tables: Tables, mask: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """(latents, text) of the double-stream blocks of FLUX.1 and HunyuanVideo."""
     attn = self.attn
     latents = Stream(x, _modulation(self.norm1, temb, 6), attn.to_out[0], partial(feed_forward, self.ff))
     of_text = _modulation(self.norm1_context, temb, 6)
     texts = Stream(text, of_text, attn.to_add_out, partial(feed_forward, self.ff_context))
-    return joint(attn, latents, texts, tables, mask, text_first)
+    return joint(attn, latents, texts, tables, mask)
 
 
-def _single(
-    self: Any, first: Tensor, second: Tensor, temb: Tensor, tables: Tables, mask: Tensor | None
-) -> list[Tensor]:
-    """Both streams of their single-stream blocks, which have attention and feed-forward side by side."""
-    x = torch.cat([first, second], 1)
+def _single(self: Any, text: Tensor, x: Tensor, temb: Tensor, tables: Tables, mask: Tensor | None) -> list[Tensor]:
+    """[text, latents] of their single-stream blocks, which have attention and feed-forward side by side."""
+    sizes = [text.shape[1], x.shape[1]]
+    x = torch.cat([text, x], 1)
     shift, scale, gate = _modulation(self.norm, temb, 3)
     normed = again(layernorm_modulate, x, shift, scale, self.norm.norm.eps)
     ff = self.act_mlp(self.proj_mlp(normed))
     out = self.proj_out(torch.cat([self_attention(self.attn, normed, tables, mask), ff], 2))
-    return list(gated_residual(x, out, gate).split([first.shape[1], second.shape[1]], 1))
+    return list(gated_residual(x, out, gate).split(sizes, 1))
 
 
-def _then_text(tables: tuple[Tensor, Tensor], text: Tensor) -> Tables:
-    """Tables of latents, then of text [B, M, C] without positions."""
+def _after_text(text: Tensor, tables: tuple[Tensor, Tensor]) -> Tables:
+    """Tables of text [B, M, C] without positions, then of latents."""
     cos, sin = tables
-    return F.pad(cos, (0, 0, 0, text.shape[1]), value=1.0), F.pad(sin, (0, 0, 0, text.shape[1]))
+    return F.pad(cos, (0, 0, text.shape[1], 0), value=1.0), F.pad(sin, (0, 0, text.shape[1], 0))
 
 
 # ---- FLUX.1 and FLUX.1-Kontext
 def flux_double(
-    self: Any,
-    hidden_states: Tensor,
-    encoder_hidden_states: Tensor,
-    temb: Tensor,
-    image_rotary_emb: Tables,
-    *_: Any,
-    **__: Any,
+    self: Any, hidden_states: Tensor, encoder_hidden_states: Tensor, temb: Tensor, image_rotary_emb: Tables, **_: Any
 ) -> tuple[Tensor, Tensor]:
     """Text [B, M, C] and image [B, N, C]."""
-    image, text = _double(self, hidden_states, encoder_hidden_states, temb, image_rotary_emb, None, True)
+    image, text = _double(self, hidden_states, encoder_hidden_states, temb, image_rotary_emb, None)
     return text, image
 
 
 def flux_single(
-    self: Any,
-    hidden_states: Tensor,
-    encoder_hidden_states: Tensor,
-    temb: Tensor,
-    image_rotary_emb: Tables,
-    *_: Any,
-    **__: Any,
+    self: Any, hidden_states: Tensor, encoder_hidden_states: Tensor, temb: Tensor, image_rotary_emb: Tables, **_: Any
 ) -> list[Tensor]:
     """Text [B, M, C] and image [B, N, C]."""
     return _single(self, encoder_hidden_states, hidden_states, temb, image_rotary_emb, None)
@@ -178,7 +160,7 @@ def flux_single(
 # ---- FLUX.2: modulation is shared by all blocks of a kind
 def flux2_double(
     self: Any, hidden_states: Tensor, encoder_hidden_states: Tensor, temb_mod_img: Tensor, temb_mod_txt: Tensor,
-    image_rotary_emb: Tables, *_: Any, **__: Any,
+    image_rotary_emb: Tables, **_: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Text [B, M, C] and image [B, N, C]."""
     attn = self.attn
@@ -190,18 +172,12 @@ def flux2_double(
     latents = Stream(hidden_states, temb_mod_img.chunk(6, 1), attn.to_out[0], partial(run, self.ff), eps)
     of_text = temb_mod_txt.chunk(6, 1)
     texts = Stream(encoder_hidden_states, of_text, attn.to_add_out, partial(run, self.ff_context), eps)
-    image, text = joint(attn, latents, texts, image_rotary_emb, None, True)
+    image, text = joint(attn, latents, texts, image_rotary_emb, None)
     return text, image
 
 
 def flux2_single(
-    self: Any,
-    hidden_states: Tensor,
-    encoder_hidden_states: None,
-    temb_mod: Tensor,
-    image_rotary_emb: Tables,
-    *_: Any,
-    **__: Any,
+    self: Any, hidden_states: Tensor, encoder_hidden_states: None, temb_mod: Tensor, image_rotary_emb: Tables, **_: Any
 ) -> Tensor:
     """Text and image [B, M + N, C]; one projection makes q, k, v and the feed-forward's input."""
     attn = self.attn
@@ -220,8 +196,8 @@ def hunyuan_double(
     freqs_cis: tuple[Tensor, Tensor], *_: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Video [B, N, C] and text [B, M, C]."""
-    tables = _then_text(freqs_cis, encoder_hidden_states)
-    return _double(self, hidden_states, encoder_hidden_states, temb, tables, attention_mask, False)
+    tables = _after_text(encoder_hidden_states, freqs_cis)
+    return _double(self, hidden_states, encoder_hidden_states, temb, tables, attention_mask)
 
 
 def hunyuan_single(
@@ -229,8 +205,8 @@ def hunyuan_single(
     image_rotary_emb: tuple[Tensor, Tensor], *_: Any,
 ) -> list[Tensor]:  # fmt: skip
     """Video [B, N, C] and text [B, M, C]."""
-    tables = _then_text(image_rotary_emb, encoder_hidden_states)
-    return _single(self, hidden_states, encoder_hidden_states, temb, tables, attention_mask)
+    tables = _after_text(encoder_hidden_states, image_rotary_emb)
+    return _single(self, encoder_hidden_states, hidden_states, temb, tables, attention_mask)[::-1]
 
 
 def hunyuan15_double(
@@ -238,7 +214,7 @@ def hunyuan15_double(
     freqs_cis: tuple[Tensor, Tensor], *_: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Video [B, N, C] and text [B, M, C]; attention_mask [B, M]: 0 for padding, which neither sees nor is seen."""
-    valid = F.pad(attention_mask.bool(), (hidden_states.shape[1], 0), value=True)
+    valid = F.pad(attention_mask.bool(), (0, hidden_states.shape[1]), value=True)
     mask = valid[:, None, :, None] & valid[:, None, None]
     return hunyuan_double(self, hidden_states, encoder_hidden_states, temb, mask, freqs_cis)
 
@@ -265,7 +241,7 @@ def qwen_double(
     text = self.txt_mod(temb).chunk(6, 1)
     latents = Stream(hidden_states, image, attn.to_out[0], partial(feed_forward, self.img_mlp), eps)
     texts = Stream(encoder_hidden_states, text, attn.to_add_out, partial(feed_forward, self.txt_mlp), eps)
-    x, y = joint(attn, latents, texts, (turns.real, turns.imag), mask, True)
+    x, y = joint(attn, latents, texts, (turns.real, turns.imag), mask)
     return y, x
 
 
@@ -314,7 +290,7 @@ def sd3_double(
         of_text = of_text[::-1]  # this norm has the scale first
     image = Stream(hidden_states, modulation, attn.to_out[0], partial(feed_forward, self.ff))
     text = Stream(encoder_hidden_states, of_text, attn.to_add_out, partial(feed_forward, self.ff_context))
-    out, out_text = joint_attention(attn, image, text, (None, None), None, False)
+    out, out_text = joint_attention(attn, image, text, (None, None), None)
     x = image.attended(out)
     if self.use_dual_attention:
         shift, scale, gate = modulation[6:]

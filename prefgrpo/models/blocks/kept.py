@@ -36,19 +36,15 @@ class _Result:
         """One of the outputs."""
         if not self._left:
             self._left = self.uses
-            self._value = self.compute()
+            args = tree_map_only(_Place, _Place.tensor, self.args)
+            with torch.no_grad():
+                out = self.op(*args)
+            self._value = (out,) if isinstance(out, Tensor) else out
         value = self._value[number]
         self._left -= 1
         if not self._left:
             self._value = ()
         return value
-
-    def compute(self) -> tuple[Tensor, ...]:
-        """All outputs."""
-        args = tree_map_only(_Place, _Place.whole, self.args)
-        with torch.no_grad():
-            out = self.op(*args)
-        return (out,) if isinstance(out, Tensor) else out
 
 
 @dataclass(frozen=True)
@@ -65,25 +61,15 @@ class _Place:
         """In the result's output."""
         return self.result.output(self.number).as_strided(self.size, self.stride, self.offset)
 
-    def whole(self) -> Tensor:
-        """In outputs that nothing else uses."""
-        return self.result.compute()[self.number].as_strided(self.size, self.stride, self.offset)
 
-
-def _packed(t: Tensor) -> Tensor | _Place:
-    """What autograd keeps of a tensor."""
+def _pack(t: Tensor) -> Tensor | _Place:
+    """What is kept of a tensor."""
     found = _open[-1].get(t.untyped_storage()._cdata) if _open else None
     if found is None:
         return t
     result, number, _ = found
+    result.uses += 1
     return _Place(result, number, t.size(), t.stride(), int(t.storage_offset()))
-
-
-def _pack(t: Tensor) -> Tensor | _Place:
-    kept = _packed(t)
-    if isinstance(kept, _Place):
-        kept.result.uses += 1
-    return kept
 
 
 def _unpack(kept: Tensor | _Place) -> Tensor:
@@ -94,7 +80,7 @@ def again(op: Callable[..., T], *args: Any) -> T:
     """op(*args), a new tensor or several."""
     out: Any = op(*args)
     if _open and torch.is_grad_enabled():
-        result = _Result(op, tree_map_only(Tensor, lambda t: _packed(t.detach()), args))
+        result = _Result(op, tree_map_only(Tensor, lambda t: _pack(t.detach()), args))
         for number, t in enumerate((out,) if isinstance(out, Tensor) else out):
             _open[-1][t.untyped_storage()._cdata] = (result, number, t)
     return out

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import peers
-from benchmarks.harness import Case, Results, randn, timed
+from benchmarks.harness import Case, Results, randn
 from prefgrpo.ops import PhiloxNoise, sde_logp, sde_step
 from prefgrpo.sde.rules import sde_row
 
@@ -131,6 +131,3 @@ def cases(device: str) -> Iterator[Case]:
                 variants["triton"] = ours
             labels = (op, f"{name} ×{batch}", f"x {NAMES[x]}, v {NAMES[v]}")
             yield Case(*labels, torch.Size(shape).numel() * size, make, variants, want)
-
-
-test_sde_step = timed(cases)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.harness import Case, Results, randn, timed
+from benchmarks.harness import Case, Results, randn
 from prefgrpo.ops import winrate_advantage
 
 
@@ -37,6 +37,3 @@ def cases(device: str) -> Iterator[Case]:
         variants["triton"] = ours
     truth = lambda i, _: {"advantage": formula(*(t.double() for t in i))}  # noqa: E731
     yield Case("winrate_advantage", "48 groups × 24", "fp32", 0, make, variants, truth)
-
-
-test_advantage = timed(cases)

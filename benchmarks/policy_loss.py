@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from benchmarks import peers
-from benchmarks.harness import Case, Results, randn, timed
+from benchmarks.harness import Case, Results, randn
 from prefgrpo.ops import policy_loss
 
 CLIP = 1e-4
@@ -55,6 +55,3 @@ def cases(device: str) -> Iterator[Case]:
         if device == "cuda":
             variants["triton"] = ours
         yield Case("policy_loss, with gradient", f"{batch} samples", "fp32", 0, make, variants, truth)
-
-
-test_policy_loss = timed(cases)
