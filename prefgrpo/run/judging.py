@@ -246,7 +246,7 @@ def unsupported(
     errors = []
     bare = [prompt for prompt in prompts if not prompt.source]
     for name, reward in rewards.items():
-        for kind in (kind for kind in kinds if kind not in reward.takes):
+        for kind in sorted(set(kinds) - set(reward.takes)):
             media = "clips" if kind == "video" else "images"
             hint = "; a judge accepts clips only over http" if reward.judged and kind == "video" else ""
             errors.append(f"{field}: {name} takes {' or '.join(reward.takes)}, but these are {media}{hint}")
