@@ -38,8 +38,8 @@ from benchmarks.bench_judge import machine
 from benchmarks.blocks import rounded, write_json
 from prefgrpo.commands.dry_run import dry_run
 from prefgrpo.config.rewards import entries
-from prefgrpo.models.base import Adapter
 from prefgrpo.models.attention import without_cudnn
+from prefgrpo.models.base import Adapter
 from prefgrpo.run.log import Clock
 from prefgrpo.run.notes import GIB, peak_memory
 from prefgrpo.tiny import pipelines
