@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -55,7 +55,8 @@ class Kind(NamedTuple):
 
     number: int | str
     """How many, or their name in the denoiser's configuration."""
-    find: Callable[[Any], nn.Module]
+    place: str
+    """Of the first in the denoiser."""
     tokens: tuple[int, int]
     """Latents and text."""
 
@@ -78,29 +79,12 @@ class Model(NamedTuple):
         return self.config.get(kind.number, default)
 
 
-def first(net: Any) -> nn.Module:
-    """The first block."""
-    return net.blocks[0] if hasattr(net, "blocks") else net.transformer_blocks[0]
-
-
-def single(net: Any) -> nn.Module:
-    """The first single-stream block."""
-    return net.single_transformer_blocks[0]
-
-
-def last_but_one(net: Any) -> nn.Module:
-    """A block of SD3.5 with one attention and text."""
-    return net.transformer_blocks[-2]
-
-
-def z_image(net: Any) -> nn.Module:
-    """A block of Z-Image."""
-    return net.layers[0]
+FIRST = "transformer_blocks.0"
 
 
 def both(latents: int, text: int) -> tuple[Kind, ...]:
     """Double-stream blocks, then single-stream ones."""
-    return Kind("num_layers", first, (latents, text)), Kind("num_single_layers", single, (latents, text))
+    return Kind("num_layers", FIRST, (latents, text)), Kind("num_single_layers", f"single_{FIRST}", (latents, text))
 
 
 FLUX = "FluxTransformer2DModel"
@@ -122,30 +106,30 @@ MODELS = (
     # diffusers' scripts/convert_flux2_to_diffusers.py
     Model("FLUX.2-klein-4B", "1024²", "flux2_klein", FLUX2,
           {"num_attention_heads": 24, "num_layers": 5, "num_single_layers": 20}, both(IMAGE, 512)),
-    Model("Qwen-Image", "1024²", "qwen_image", QWEN, {}, (Kind("num_layers", first, (IMAGE, PROMPT)),)),
+    Model("Qwen-Image", "1024²", "qwen_image", QWEN, {}, (Kind("num_layers", FIRST, (IMAGE, PROMPT)),)),
     # the language model sees the source in 37 × 37 tokens of 28² pixels
     Model("Qwen-Image-Edit", "1024² from 1024²", "qwen_image_edit", QWEN, {},
-          (Kind("num_layers", first, (2 * IMAGE, 37 * 37 + PROMPT)),)),
+          (Kind("num_layers", FIRST, (2 * IMAGE, 37 * 37 + PROMPT)),)),
     Model("Qwen-Image-2.1", "1024²", "qwen_image_21", "QwenImage21Transformer2DModel", {},
-          (Kind("num_layers", first, (IMAGE, PROMPT)),)),
+          (Kind("num_layers", FIRST, (IMAGE, PROMPT)),)),
     # transformer/config.json: 24 layers, the first 13 with a second attention; CLIP's 77 tokens and T5's 256
     Model("SD3.5-medium", "1024²", "sd3", SD3, SD35 | {"num_attention_heads": 24, "dual_attention_layers": (0,)},
-          (Kind(13, first, (IMAGE, 77 + 256)), Kind(11, last_but_one, (IMAGE, 77 + 256)))),
+          (Kind(13, FIRST, (IMAGE, 77 + 256)), Kind(11, "transformer_blocks.1", (IMAGE, 77 + 256)))),
     Model("SD3.5-large", "1024²", "sd3", SD3, SD35 | {"num_attention_heads": 38, "num_layers": 38},
-          (Kind("num_layers", first, (IMAGE, 77 + 256)),)),
+          (Kind("num_layers", FIRST, (IMAGE, 77 + 256)),)),
     Model("Z-Image", "1024²", "z_image", "ZImageTransformer2DModel", {},
-          (Kind("n_layers", z_image, (IMAGE, PROMPT)), Kind("n_refiner_layers", z_image, (IMAGE, 0)))),
+          (Kind("n_layers", "layers.0", (IMAGE, PROMPT)), Kind("n_refiner_layers", "layers.0", (IMAGE, 0)))),
     Model("HunyuanVideo", "480×832×81", "hunyuan_video", "HunyuanVideoTransformer3DModel", {}, both(CLIP, PROMPT)),
     Model("HunyuanVideo-1.5", "480×832×81", "hunyuan_video_15", "HunyuanVideo15Transformer3DModel", {},
-          (Kind("num_layers", first, (CLIP, PROMPT)),)),
+          (Kind("num_layers", FIRST, (CLIP, PROMPT)),)),
     # diffusers' scripts/convert_wan_to_diffusers.py
     Model("Wan2.1 1.3B", "480×832×81", "wan", WAN, {"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30},
-          (Kind("num_layers", first, (CLIP, 512)),)),
-    Model("Wan 14B", "480×832×81", "wan", WAN, {}, (Kind("num_layers", first, (CLIP, 512)),)),
+          (Kind("num_layers", "blocks.0", (CLIP, 512)),)),
+    Model("Wan 14B", "480×832×81", "wan", WAN, {}, (Kind("num_layers", "blocks.0", (CLIP, 512)),)),
     # Wan-Video/Wan2.2, wan_ti2v_5B.py; a token is 32 × 32 pixels and 4 frames
     Model("Wan2.2 5B", "704×1280×121", "wan_ti2v", WAN,
           {"num_attention_heads": 24, "ffn_dim": 14336, "num_layers": 30},
-          (Kind("num_layers", first, (31 * 22 * 40, 512)),)),
+          (Kind("num_layers", "blocks.0", (31 * 22 * 40, 512)),)),
 )  # fmt: skip
 """Sizes that are not in `config` are the defaults of diffusers' class, which are those of the published model."""
 
@@ -269,7 +253,7 @@ def published(model: Model) -> Any:
 @contextmanager
 def block_of(net: Any, kind: Kind, is_fused: bool) -> Iterator[nn.Module]:
     """The block, diffusers' own or fused."""
-    block = kind.find(net)
+    block = net.get_submodule(kind.place)
     own = type(block)
     if is_fused:
         block.__class__ = fused(own)
@@ -282,7 +266,7 @@ def block_of(net: Any, kind: Kind, is_fused: bool) -> Iterator[nn.Module]:
 def forward_costs(model: Model, net: Any, kind: Kind, is_fused: bool) -> Counter:
     """Of one forward of a block without the LoRA."""
     net.disable_adapters()
-    inputs = inputs_of(model, kind, kind.find(net))
+    inputs = inputs_of(model, kind, net.get_submodule(kind.place))
     with block_of(net, kind, is_fused) as block, torch.no_grad(), as_on_a_gpu() as counter:
         block(**inputs)
     net.enable_adapters()
@@ -291,7 +275,7 @@ def forward_costs(model: Model, net: Any, kind: Kind, is_fused: bool) -> Counter
 
 def kept_bytes(model: Model, net: Any, kind: Kind, is_fused: bool) -> int:
     """Memory that autograd keeps of one forward, without weights and arguments that all blocks share."""
-    inputs = inputs_of(model, kind, kind.find(net))
+    inputs = inputs_of(model, kind, net.get_submodule(kind.place))
     streams = ("x", "hidden_states", "encoder_hidden_states")
     shared = [*net.parameters(), *tree_leaves([v for name, v in inputs.items() if name not in streams])]
     memory = {t.untyped_storage()._cdata: 0 for t in shared if isinstance(t, Tensor)}
@@ -358,7 +342,7 @@ def tables() -> Tables:
         for kind in model.kinds:
             own.add(forward_costs(model, net, kind, False), model.count(kind))
             ours.add(forward_costs(model, net, kind, True), model.count(kind))
-            block = type(kind.find(net)).__name__
+            block = type(net.get_submodule(kind.place)).__name__
             before, after = (kept_bytes(model, net, kind, is_fused) / 2**20 for is_fused in (False, True))
             sizes = f"{before:,.0f} | {after:,.0f} | {after / before:.2f}"
             memory.append(f"| {model.name} | {model.count(kind)} × `{block}` | {sizes} |")

@@ -38,8 +38,8 @@ from benchmarks.bench_judge import machine
 from benchmarks.blocks import rounded, write_json
 from prefgrpo.commands.dry_run import dry_run
 from prefgrpo.config.rewards import entries
-from prefgrpo.models import folder as folders
 from prefgrpo.models.attention import without_cudnn
+from prefgrpo.models.base import Adapter
 from prefgrpo.run.log import Clock
 from prefgrpo.run.notes import GIB, peak_memory
 from prefgrpo.tiny import pipelines
@@ -162,7 +162,7 @@ def families(place: Path, names: Sequence[str], processes: int) -> Iterator[dict
 def loaded(pipe: Any) -> Iterator[None]:
     """Context in which every model is this pipeline, given back without LoRA and recomputation, also after an error."""
     try:
-        with mock.patch.object(folders, "read", lambda *place: pipe):
+        with mock.patch.object(Adapter, "read", lambda *place: pipe):
             yield
     finally:
         pipe.unload_lora_weights()

@@ -1,8 +1,6 @@
 """Tiny random checkpoints, in the published file formats, for the rewards that need a separate environment.
 
-The formats: flat Qwen2-VL config.json and key names of 2024 (`visual.…`, `model.layers.…`), HPSv3's one safetensors
-file with the head, VideoReward's model.pth with peft key names, ImageReward.pt
-with med_config.json, and a detector and a CLIP as transformers saves them.
+Qwen2-VL has its flat config.json and key names of 2024 (`visual.…`, `model.layers.…`), VideoReward peft's key names.
 """
 
 import json
@@ -122,16 +120,10 @@ def videoalign(folder: Path) -> dict[str, object]:
     named = {f"base_model.model.{base_names.get(name, name)}": tensor for name, tensor in tensors.items()}
     torch.save(named | head | pairs, place / "model.pth")
     config = {
-        "data_config": {"meta_data": "", "data_dir": "", "max_frame_pixels": 8 * 28 * 28, "num_frames": None,
-                        "fps": 2.0, "eval_dim": ["VQ", "MQ", "TA"], "prompt_template_type": "detailed_special",
-                        "sample_type": "uniform"},
-        "training_args": {},
-        "model_config": {"model_name_or_path": str(base), "output_dim": 3, "use_special_tokens": True,
-                         "reward_token": "special", "torch_dtype": "float32"},
-        "peft_lora_config": {"lora_enable": True, "lora_r": RANK, "lora_alpha": ALPHA, "use_rslora": False,
-                             "lora_namespan_exclude": ["lm_head", "rm_head", "embed_tokens", "visual"]},
+        "data_config": {"max_frame_pixels": 8 * 28 * 28, "num_frames": None, "fps": 2.0},
+        "peft_lora_config": {"lora_enable": True, "lora_r": RANK, "lora_alpha": ALPHA, "use_rslora": False},
         "inference_config": NORMS,
-    }  # fmt: skip
+    }
     write(folder / "reward" / "model_config.json", config)
     template = write(folder / "text.txt", VIDEO_TEXT)
     return {"model": str(folder / "reward"), "base": str(base), "template": str(template), "device": "cpu"}

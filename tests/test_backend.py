@@ -5,6 +5,8 @@ GPUs are simulated: an extension whose launch fails, and a device guard that rec
 
 import contextlib
 import os
+import re
+import runpy
 import subprocess
 import sys
 import threading
@@ -52,9 +54,19 @@ def test_a_module_older_than_its_sources_is_told(later_s, warned, tmp_path, monk
     assert [str(w.message)[:37] for w in recwarn] == ["prefgrpo._C is older than csrc/: run "] * warned
 
 
-def test_an_unknown_backend_is_refused():
-    with pytest.raises(ValueError, match="expected one of cuda, triton, cpu, torch"), use_backend("metal"):
-        pass
+def test_the_environment_names_a_backend(monkeypatch):
+    """As `use_backend` does; an unknown one, or one that cannot run, is refused at the first op."""
+    answers = {"torch": "torch", "metal": "expected one of cuda, triton, cpu, torch"}
+    answers["cuda"] = f"selected but cannot run: {why}" if (why := _backend.unavailable_reason("cuda")) else "cuda"
+    for name, answer in answers.items():
+        monkeypatch.setenv("PREFGRPO_BACKEND", name)
+        fresh = runpy.run_path(_backend.__file__, run_name=_backend.__name__)
+        if name == answer:
+            assert fresh["backend_of"]("cuda" if name == "cuda" else "cpu") == name
+            continue
+        for call in (lambda: fresh["backend_of"]("cpu"), lambda: use_backend(name).__enter__()):  # noqa: B023
+            with pytest.raises((ValueError, RuntimeError), match=re.escape(answer)):
+                call()
 
 
 @pytest.fixture

@@ -239,7 +239,7 @@ def no_room_for_metrics() -> None:
 
 def test_a_full_disk_costs_the_steps_since_the_last_checkpoint(place):
     """No room for a checkpoint: test_failures.py."""
-    file, run = recipe(place, "no_room", **PLAIN), place / "runs" / "no_room"
+    file, run = recipe(place, "no_space", **PLAIN), place / "runs" / "no_space"
     code, output = train(file, hook=no_room_for_metrics)
     assert code == 3 and "disk full after step 3: [Errno 28]" in output and "Traceback" not in output, output
     assert "Free disk space, then continue from" in output and "step_000002 with --resume" in output, output

@@ -88,14 +88,6 @@ def test_without_the_extension_torch_gives_the_same_answer_and_one_warning(tmp_p
         torch.testing.assert_close(lack, have, rtol=1e-6, atol=1e-6)
 
 
-def test_the_environment_names_a_backend():
-    """And one that cannot run is refused with its reason, as by `use_backend`."""
-    name = "cuda" if unavailable_reason("cuda") else "torch"
-    done = run("from prefgrpo.ops import backend_of; print(backend_of('cpu'))", PREFGRPO_BACKEND=name)
-    assert done.stdout == ("" if name == "cuda" else "torch\n")
-    assert name == "torch" or f"backend 'cuda' was selected but cannot run: {unavailable_reason('cuda')}" in done.stderr
-
-
 def tools() -> str:
     """The folder of cuobjdump and nvdisasm, which Triton brings."""
     return pytest.importorskip("triton").__path__[0] + "/backends/nvidia/bin"

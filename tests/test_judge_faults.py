@@ -93,7 +93,6 @@ FAULTS = {
 def test_a_fault(fault):
     _zipped(json.dumps(completion(0.0) | {"model": MODEL}).encode(), 64)
     requests, mends, reason = FAULTS[fault]
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with JudgeServer(fault) as bad, JudgeServer(delay_s=0.02) as good:
         missing(ask(judge(bad.url, **{"timeout_s": 20.0, "deadline_s": 40.0} if fault == "endless" else {})), reason)
         assert requests == len(bad.requests) / 2 or (requests is None and len(bad.requests) < 2 * 20)
@@ -105,7 +104,14 @@ def test_a_fault(fault):
             bad.count, seen = -1, len(bad.requests)
             assert all(right(judge(bad.url, good.url, concurrency=4, retries=5, deadline_s=60.0)))
             assert len(bad.requests) - seen < len(PAIRS)
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300 << 10, "KiB; a bomb has 64 MiB per reply"
+
+
+@pytest.mark.parametrize(("fault", "reason"), [("endless", "sent more than 16 MiB"), ("bomb", "no readable")])
+def test_a_reply_without_end_costs_little_memory(fault, reason):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with JudgeServer(fault) as server:
+        missing(ask(judge(server.url, timeout_s=30.0)), reason)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 << 10, "KiB"
 
 
 def test_a_server_that_asks_for_centuries_is_left_alone_for_the_patience():

@@ -7,6 +7,7 @@ may be lost that the deadline allows, and the servers, which count, must not be 
 import asyncio
 import email.utils
 import json
+import random
 import time
 import urllib.request
 from collections import Counter
@@ -98,6 +99,25 @@ def test_concurrency_halves_once_per_pause_and_recovers():
     asyncio.run(everything())
     assert limits[0] == 16 and min(limits) == pytest.approx(4, abs=1.5)
     assert limits[-1] == 16
+
+
+@pytest.mark.full
+def test_a_run_whose_judge_refuses_every_other_request_ends_with_every_verdict(place):
+    from test_bad_input import judged  # imports torch, which the client processes need not
+    from tiny_run import recipe, rows, train
+
+    class Half(JudgeServer):
+        def next_fault(self):
+            return "429 0.1" if rng.random() < 0.5 else ""
+
+    rng = random.Random(1)
+    with Half() as server:
+        settings = judged(server.url)
+        settings["judge"] |= {"deadline_s": 60.0}
+        code, output = train(recipe(place, "half", **settings))
+    assert code == 0, output
+    found = rows(place / "runs" / "half")
+    assert found and all(r["judge/failures"] == 0 and r["judge/requests"] > 0 for r in found if r["kind"] == "train")
 
 
 CLIENTS = """

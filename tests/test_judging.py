@@ -71,18 +71,19 @@ def test_each_reward_asks_its_own_judge_with_its_own_question(place):
         rewards.close()
 
 
-def test_an_independent_judge_is_measured_beside_the_trained_one(place):
-    """A judge that prefers dark images, by another name: its win rates, orders and answers are its own, and one that is
-    not there ends the run before the model is loaded."""
+def test_judges_of_an_ensemble_and_an_independent_one_are_logged_by_name(place):
+    """The independent one prefers dark images: its win rates, orders and answers are its own, and if it is not there
+    the run ends before the model is loaded."""
     with JudgeServer() as bright, JudgeServer() as dark:
         dark.answer = lambda levels, text: f"Image {1 + (levels[0] > levels[1])}"
+        ensemble = [{"name": f"judge-{k}", "reward": "vlm_pairwise"} for k in range(2)]
         second = {"name": "second_opinion", "reward": "vlm_pairwise", "judge": {"endpoints": [dark.url]}}
         second["options"] = {"template": str(place / "plain.yaml")}
         question = {"user": "{prompt}{media_1}{media_2}", "answer": "plain"}
         (place / "plain.yaml").write_text(json.dumps(question))
         about = {
-            "rewards": "vlm_pairwise", "judge": {"endpoints": [bright.url]}, "train": {"steps": 2},
-            "eval": {"every": 2, "rewards": [second, "vlm_pairwise"]},
+            "rewards": ensemble, "judge": {"endpoints": [bright.url]}, "train": {"steps": 2},
+            "eval": {"every": 2, "rewards": [second, "judge-0"]},
         }  # fmt: skip
         code, output = train(recipe(place, "second", **about))
         assert code == 0, output
@@ -92,31 +93,21 @@ def test_an_independent_judge_is_measured_beside_the_trained_one(place):
         assert code == 2 and "http://127.0.0.1:1: not reachable" in output
     assert min(asked) > 0
     folder = place / "runs" / "second"
+    row = next(row for row in rows(folder) if row["kind"] == "train")
+    assert row["reward/judge-0"] == row["reward/judge-1"] == pytest.approx(0.5)
+    assert row["judge/requests"] == 2 * row["judge/judge-0/requests"] == 2 * row["judge/judge-1/requests"] > 0
+    lines = (folder / "judgements.jsonl").read_text().splitlines()
+    assert {json.loads(line)["reward"] for line in lines} == {"judge-0", "judge-1"}
     dev = [row for row in rows(folder) if row["kind"] == "eval"][-1]
     ours = dev["dev/win_judge"]
     theirs = dev["dev/win_second_opinion"]
     assert ours + theirs == pytest.approx(1) and ours != 0.5
     assert {"dev/win_second_opinion_first", "dev/win_second_opinion_second"} <= dev.keys()
     (outcomes, *_) = json.loads((folder / "eval" / "dev_000002.json").read_text())
-    assert [answer["judge"] for answer in outcomes["answers"]] == ["vlm_pairwise"] * 2 + ["second_opinion"] * 2
+    assert [answer["judge"] for answer in outcomes["answers"]] == ["judge-0"] * 2 + ["second_opinion"] * 2
     entries = yaml.safe_load((folder / "config.yaml").read_text())["eval"]["rewards"]
-    assert [(entry["name"], entry["reward"]) for entry in entries] == [
-        ("second_opinion", "vlm_pairwise"),
-        ("vlm_pairwise", "vlm_pairwise"),
-    ]
-
-
-def test_an_ensemble_of_judges_is_logged_by_name(place):
-    with JudgeServer() as one, JudgeServer() as two:
-        ensemble = [{"name": f"judge-{k}", "reward": "vlm_pairwise", "judge": {"endpoints": [s.url]}} for k, s in
-                    enumerate((one, two))]  # fmt: skip
-        code, output = train(recipe(place, "ensemble", rewards=ensemble, train={"steps": 1}, eval={"every": 0}))
-    assert code == 0, output
-    (row,) = rows(place / "runs" / "ensemble")
-    assert row["reward/judge-0"] == row["reward/judge-1"] == pytest.approx(0.5)
-    assert row["judge/requests"] == 2 * row["judge/judge-0/requests"] == 2 * row["judge/judge-1/requests"] > 0
-    lines = (place / "runs" / "ensemble" / "judgements.jsonl").read_text().splitlines()
-    assert {json.loads(line)["reward"] for line in lines} == {"judge-0", "judge-1"}
+    assert [entry["name"] for entry in entries] == ["second_opinion", "judge-0"]
+    assert entries[0]["reward"] == "vlm_pairwise"
 
 
 def test_judges_given_from_python_have_names_of_their_own():
@@ -173,7 +164,7 @@ def test_a_plan_that_does_not_fit_the_group_is_a_mistake(place):
 
 def test_a_reward_that_does_not_fit_the_run_is_refused_with_all_reasons(place):
     plain = [Prompt(0, "a cat"), Prompt(1, "a dog", {"tag": "x"})]
-    told = "\n".join(unsupported("image", "rewards", {EDIT: EditScore}, plain))
+    told = "\n".join(unsupported(["image"], "rewards", {EDIT: EditScore}, plain))
     assert "a source image, which 2 prompt(s) lack, the first: 'a cat'" in told
     assert "needs the column 'tag', which 1 prompt(s) lack, the first: 'a cat' (its columns: none)" in told
     with pytest.raises(ConfigError, match="a source image, which"):

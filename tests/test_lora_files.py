@@ -72,7 +72,7 @@ def deltas(module):
 @pytest.mark.parametrize("family", dict.fromkeys(case.family for case in CASES))
 @torch.no_grad()
 def test_a_file_read_without_its_metadata_has_the_trained_strength(family, tmp_path):
-    adapter = policy(case_of(family))  # rank 4, alpha 8
+    adapter = policy(case_of(family), encoders=False)  # rank 4, alpha 8
     adapter.save_lora(str(tmp_path))
     for place, module in zip((tmp_path, tmp_path / "transformer_2"), adapter.modules().values(), strict=False):
         found = read_without_metadata(place / "pytorch_lora_weights.safetensors")
@@ -89,11 +89,11 @@ def test_a_lora_of_others_keeps_its_strength_when_it_is_saved_again(tmp_path):
     """Files of other trainers may scale by alpha / √rank, and have another rank or alpha in single layers."""
     options = {"use_rslora": True, "rank_pattern": {"attn.to_q": 2}, "alpha_pattern": {"attn.to_k": 3}}
     targets = ["attn.to_q", "attn.to_k", "attn.to_v"]
-    given = load(case_of("flux"))
+    given = load(case_of("flux"), encoders=False)
     _inject(given.transformer, LoraConfig(r=4, lora_alpha=8, target_modules=targets, **options))
     perturb(given)
     given.save_lora(str(tmp_path))
-    again = load(case_of("flux"))
+    again = load(case_of("flux"), encoders=False)
     again.load_lora(str(tmp_path))
     found = read_without_metadata(tmp_path / "pytorch_lora_weights.safetensors")
     kept = deltas(again.transformer)
@@ -119,7 +119,7 @@ EXPORTED = {
 def test_the_exported_file_has_comfyuis_names(family, tmp_path):
     """diffusers, which reads such files too, must find the LoRA under its own names in it again."""
     targets = ("to_q", "to_k", "to_v", "to_out.0", "add_k_proj", "add_v_proj") if family == "wan_i2v" else None
-    adapter = load(case_of(family))
+    adapter = load(case_of(family), encoders=False)
     adapter.add_lora(4, 8.0, targets)
     perturb(adapter)
     run = tmp_path / "my_run"
@@ -158,7 +158,7 @@ def test_what_cannot_be_exported(tmp_path, capsys):
 def test_a_run_continues_a_lora(trainer, tmp_path):
     """From a folder, from its file, and from a file without a header, all with alpha = rank; the KL compares with the
     model with that LoRA."""
-    given = policy(case_of("flux"))  # rank 4, alpha 8
+    given = policy(case_of("flux"), encoders=False)  # rank 4, alpha 8
     given.save_lora(str(tmp_path))
     file = tmp_path / "pytorch_lora_weights.safetensors"
     bare = tmp_path / "bare.safetensors"
@@ -173,7 +173,7 @@ def test_a_run_continues_a_lora(trainer, tmp_path):
 
 
 def test_what_cannot_be_continued(trainer, tmp_path):
-    policy(case_of("sd3")).save_lora(str(tmp_path))
+    policy(case_of("sd3"), encoders=False).save_lora(str(tmp_path))
     for source, text in {
         str(tmp_path): "targets differ|size mismatch|cannot be continued",
         "nowhere/at/all": "expected a folder, a file or a hub id 'owner/name', got 'nowhere/at/all'",
@@ -263,11 +263,11 @@ ALONE = ("hunyuan_video_15",)
 @torch.no_grad()
 def test_a_foreign_file_has_the_strength_of_the_stock_pipeline_or_is_refused(family, tmp_path):
     case = case_of(family)
-    policy(case).save_lora(str(tmp_path))
+    policy(case, encoders=False).save_lora(str(tmp_path))
     tensors = load_file(tmp_path / "pytorch_lora_weights.safetensors")
     layers = sorted({key.rpartition(".lora_")[0] for key in tensors})
     truth = {bare(n): tensors[f"{n}.lora_B.weight"].double() @ tensors[f"{n}.lora_A.weight"].double() for n in layers}
-    base = load(case)
+    base = load(case, encoders=False)
     read = set()
     for kind, change in FOREIGN.items():
         changed = change(tensors, layers)
@@ -299,7 +299,7 @@ def test_a_foreign_file_has_the_strength_of_the_stock_pipeline_or_is_refused(fam
 def test_headers_of_other_versions_of_peft_and_its_own_folders(tmp_path):
     """Ours has nothing that an older peft does not know; from a newer one, unknown options matter if they are set."""
     case = case_of("flux")
-    policy(case).save_lora(str(tmp_path))
+    policy(case, encoders=False).save_lora(str(tmp_path))
     file = tmp_path / "pytorch_lora_weights.safetensors"
     tensors = load_file(file)
     with safe_open(file, "pt") as opened:
@@ -310,17 +310,17 @@ def test_headers_of_other_versions_of_peft_and_its_own_folders(tmp_path):
         newer = json.dumps(header | {"transformer.from_the_future": value})
         save_file(tensors, tmp_path / "newer.safetensors", {"lora_adapter_metadata": newer})
         with pytest.raises(ValueError, match=said) if said else nullcontext():
-            load(case).load_lora(str(tmp_path / "newer.safetensors"))
+            load(case, encoders=False).load_lora(str(tmp_path / "newer.safetensors"))
     folder = tmp_path / "peft"
     folder.mkdir()
     save_file({f"base_model.model.{bare(k)}": v for k, v in tensors.items()}, folder / "adapter_model.safetensors")
     options = {"peft_type": "LORA", "inference_mode": True, "r": 4, "lora_alpha": 8, "target_modules": ["to_q"]}
     (folder / "adapter_config.json").write_text(json.dumps(options))
-    one = load(case)
+    one = load(case, encoders=False)
     one.load_lora(str(folder))
     assert {layer.scaling["default"] for layer in one.transformer.modules() if isinstance(layer, Linear)} == {2.0}
     assert len(one.trainable()) == len(tensors)
     (folder / "adapter_model.safetensors").write_bytes(file.read_bytes()[:-100])
     for place, said in ((folder, "is no complete safetensors file"), (tmp_path / "none", "expected pytorch_lora_weig")):
         with pytest.raises((ValueError, FileNotFoundError), match=said):
-            load(case).load_lora(str(place))
+            load(case, encoders=False).load_lora(str(place))

@@ -61,7 +61,7 @@ def test_a_checkpoint_of_something_else_is_refused(tmp_path, aesthetic):
     weights = load_file(clip / "model.safetensors")
     del weights["visual_projection.weight"]
     save_file(weights, clip / "model.safetensors", {"format": "pt"})
-    refused("clipscore", "visual_projection.weight", model=str(clip))
+    refused("clipscore", "visual_projection.weight", str(clip), model=str(clip))
     folder = hps_folder(tmp_path / "hps")
     content = torch.load(folder / "HPS_v2.1_compressed.pt", weights_only=True)
     del content["state_dict"]["ln_final.weight"]

@@ -12,10 +12,13 @@ import numpy as np
 import pytest
 import reward_cases_own as own
 import torch
+from peft import LoraConfig
+from peft.tuners.lora import Linear as Lora
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from tiny_media import noise
 from torch import nn
+from torchvision.transforms import Resize
 
 from prefgrpo.rewards.base import RewardError, Sample
 from prefgrpo.rewards.checkpoints import merge_lora
@@ -131,15 +134,11 @@ def raw(reward, options, samples):
 
 def by_peft(tensors):
     """Plain weights, merged by peft's own LoRA layer."""
-    from peft.tuners.lora import Linear as Lora
-
     plain = {k.removeprefix("base_model.model."): v for k, v in tensors.items()}
     for stem in [k.removesuffix(".lora_A.default.weight") for k in plain if k.endswith("lora_A.default.weight")]:
         out, inner = plain[f"{stem}.base_layer.weight"].shape
         layer = nn.Linear(inner, out, bias=False)
         layer.weight.data = plain.pop(f"{stem}.base_layer.weight").clone()
-        from peft import LoraConfig
-
         lora = Lora(layer, "default", LoraConfig(r=own.RANK, lora_alpha=own.ALPHA), r=own.RANK, lora_alpha=own.ALPHA)
         lora.lora_A["default"].weight.data = plain.pop(f"{stem}.lora_A.default.weight")
         lora.lora_B["default"].weight.data = plain.pop(f"{stem}.lora_B.default.weight")
@@ -183,8 +182,7 @@ def test_the_published_frames_and_size(video):
     """Frames 0, 11, 21 and 32 of 33, in multiples of 28 pixels, at most 8 · 28² of them."""
     shown = VideoAlign(**video)._frames(Sample("a", noise(0, 100, 160, 33)))
     pixels = torch.from_numpy(noise(0, 100, 160, 33).pixels[[0, 11, 21, 32]]).permute(0, 3, 1, 2)
-    resize = pytest.importorskip("torchvision.transforms").Resize([56, 84], interpolation=3, antialias=True)
-    assert torch.equal(shown, resize(pixels))
+    assert torch.equal(shown, Resize([56, 84], interpolation=3, antialias=True)(pixels))
 
 
 def test_what_is_no_clip_is_missing(video):

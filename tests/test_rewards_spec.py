@@ -110,6 +110,7 @@ def test_options_are_checked_before_any_reward_is_made(monkeypatch):
         ([name], {name: {"scal": 2.0}}, r"no option 'scal'.*did you mean 'scale'"),
         ([name, A], {name: {"scale": 2.0}, A: {"quality": 95}}, "has no option 'quality'"),
         ([name, "vlm_pairwise"], {name: {"scale": 2.0}}, r"needs the option.*judge"),
+        (["vlm_pairwise"], {"vlm_pairwise": {"url": "http://a", "judge": {}}}, "has no option 'url'.*expected judge"),
         *(
             ([name], {name: {"scale": x}}, f"'scale' of reward '.*': Input should be a valid number, got {x!r}")
             for x in ("1", True, None)

@@ -82,7 +82,7 @@ def check(
     if isinstance(judge, HttpJudge):
         model, problems = check_reachable(judge.config, wait_s)
         config = replace(judge.config, model=model, deadline_s=wait_s or judge.config.deadline_s)
-        for url in (url for url, problem in problems.items() if not problem):
+        for url in [url for url, problem in problems.items() if not problem]:
             asked[url] = HttpJudge(replace(config, endpoints=(url,)), judge.template.name, judge.shown)
     else:
         model = judge.model.name_or_path

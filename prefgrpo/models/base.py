@@ -95,18 +95,27 @@ class Adapter(StockSampling, Weights, ABC):
         offload: tuple[str, ...] = (),
         **options: Any,
     ) -> Adapter:
-        """Load from a folder or hub id, frozen, in eval mode.
+        """Load from a folder or hub id, frozen, in eval mode; the arguments are those of `read`, options those of
+        `__init__`. Raises `folder.ModelError` for a missing folder or one that holds another kind of pipeline."""
+        adapter = cls(cls.read(cls.find(model), dtype, device, encoders, split, offload), **options)
+        adapter.dtype = dtype
+        adapter.device = device
+        return adapter
+
+    @classmethod
+    def read(
+        cls, path: Path, dtype: torch.dtype, device: torch.device, encoders: bool, split: bool, offload: tuple[str, ...]
+    ) -> Any:
+        """The stock pipeline in a folder, frozen, in eval mode.
 
         encoders: False skips the text encoders (every prompt must then be in the cache). split: leave the denoisers in
         the mapped files, in the files' dtype (a cast would be a copy), to be sharded from there. offload: kinds of
         parts (text_encoder, vae) that are in CPU memory, as mapped files, while they are not used. Mapped files are
         shared by the processes of a machine; all else goes to the device tensor by tensor, without a second copy in CPU
-        memory. options: passed to `__init__`.
-        Raises `folder.ModelError` for a missing folder or one that holds another kind of pipeline.
+        memory.
         """
         import diffusers
 
-        path = cls.find(model)
         index = folders.index_of(path)
         skipped = () if encoders else folders.ENCODERS
         left_out = [name for name, part in index.items() if part == [None, None] or name.startswith(skipped)]
@@ -124,10 +133,7 @@ class Adapter(StockSampling, Weights, ABC):
             module.eval().requires_grad_(False)
             for tensor in [*module.parameters(), *module.buffers()] if name not in mapped else ():
                 tensor.data = tensor.data.to(device, copy=True)
-        adapter = cls(pipe, **options)
-        adapter.dtype = dtype
-        adapter.device = device
-        return adapter
+        return pipe
 
     @classmethod
     def find(cls, model: str) -> Path:

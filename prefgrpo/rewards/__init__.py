@@ -179,7 +179,7 @@ def factory(name: str, options: Mapping[str, Any]) -> Callable[[], Reward]:
     own = inspect.signature(cls).parameters
     also = [key for key in PREPROCESSING if key not in own and issubclass(cls, PointwiseReward)]
     before = {key: options.pop(key) for key in also if key in options}
-    if "url" in options:
+    if "url" in options and issubclass(cls, PointwiseReward):
         from prefgrpo.rewards.remote import RemoteReward  # imports aiohttp
 
         make = _checked(name, RemoteReward, {"name": name, "cls": cls} | options, also)

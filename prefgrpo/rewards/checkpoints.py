@@ -26,7 +26,7 @@ def loading(model: str) -> Iterator[None]:
         yield
     except (RewardError, ImportError):
         raise
-    except Exception as error:
+    except Exception as error:  # libraries raise anything for a broken file
         raise RewardError(
             f"cannot load '{model}': {type(error).__name__}: {str(error)[:500]}. Expected a folder, a file or a hub id "
             "with a complete checkpoint of this reward; download it again or give another in the reward's options"
@@ -126,7 +126,8 @@ def build_model(cls: Any, config: Any, tensors: Mapping[str, Tensor], dtype: tor
 def frozen(model: Any, info: Mapping[str, Any], *faults: str) -> Any:
     """The model in eval mode without gradients. RewardError if the info of its loading lists keys under `faults`."""
     if wrong := {fault: sorted(map(str, info[fault]))[:3] for fault in faults if info[fault]}:
-        raise RewardError(f"the checkpoint does not fit {type(model).__name__} as its config describes it: {wrong}")
+        where = f" '{model.name_or_path}'" * bool(model.name_or_path)
+        raise RewardError(f"the checkpoint{where} does not fit {type(model).__name__} as its config describes: {wrong}")
     return model.eval().requires_grad_(False)
 
 

@@ -113,8 +113,7 @@ class MMDet:
     """A detector of MMDetection 3."""
 
     def __init__(self, config: str, checkpoint: str, device: str = "auto") -> None:
-        """config: the .py file. checkpoint: the .pth file, for example
-        mask2former_swin-s-p4-w7-224_lsj_8x2_50e_coco.pth."""
+        """config: the .py file. checkpoint: the .pth file, as mask2former_swin-s-p4-w7-224_lsj_8x2_50e_coco.pth."""
         self._apis = library("mmdet.apis", "mmdet, in an environment of its own")
         with loading(checkpoint):
             self._model = self._apis.init_detector(config, checkpoint, device=str(device_of(device)))

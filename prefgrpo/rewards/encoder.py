@@ -57,10 +57,7 @@ class Encoder:
         self.batch_size = batch_size
 
     def images(self, media: Sequence[Media], resize: Resize | None = None) -> Tensor:
-        """[len(media), D] unit vectors, float32 on the CPU; equal images are encoded once.
-
-        resize: replaces the checkpoint's preprocessing.
-        """
+        """[len(media), D] unit vectors, float32 on the CPU; `resize` replaces the checkpoint's preprocessing."""
 
         def encode(some: Sequence[Media]) -> Tensor:
             pixels = [self._resized(m, resize) if resize else self.preprocess(m.pil) for m in some]
@@ -69,7 +66,7 @@ class Encoder:
         return self._vectors(media, [m.digest for m in media], encode)
 
     def texts(self, texts: Sequence[str]) -> Tensor:
-        """[len(texts), D] unit vectors, float32 on the CPU; equal texts are encoded once."""
+        """[len(texts), D] unit vectors, float32 on the CPU."""
         return self._vectors(texts, texts, lambda some: self.encode_texts([clean(text) for text in some]))
 
     def _resized(self, media: Media, resize: Resize) -> Tensor:

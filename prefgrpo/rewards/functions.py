@@ -58,11 +58,8 @@ class FunctionReward(PointwiseReward):
     def _numbers(self, values: Any, count: int) -> list[float | None]:
         """What the function returned, as `count` numbers; RewardError if it is anything else."""
         given = values.tolist() if hasattr(values, "tolist") else values  # an array or tensor
-        if not isinstance(given, (list, tuple)):
+        if not isinstance(given, list | tuple) or not all(value is None or _is_number(value) for value in given):
             raise RewardError(f"{self.name} must return one number or None per sample, got {values!r:.80}")
-        for value in given:
-            if value is not None and not _is_number(value):
-                raise RewardError(f"{self.name} must return one number or None per sample, got {value!r:.80} for one")
         if len(given) != count:
             raise RewardError(f"{self.name} must return one value per sample: {count}, got {len(given)}")
         return [None if value is None else float(value) for value in given]

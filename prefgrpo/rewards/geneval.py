@@ -47,9 +47,9 @@ Colours = Callable[[str], list[str]]
 class GenEval(PointwiseReward):
     """GenEval's objects, counts, colours and places.
 
-    detector: pkg.mod:Class of a Detector; prefgrpo.rewards.detectors:MMDet runs the published one. detector_options:
-    its arguments, {model: …} or {config: …, checkpoint: …}. clip: folder or hub id of the CLIPModel that classifies
-    colours. value: soft or correct. device: auto, cpu, cuda, cuda:1. batch_size: images per forward.
+    detector: pkg.mod:Class of a Detector (detectors.py). detector_options: its arguments, {model: …} or {config: …,
+    checkpoint: …}. clip: folder or hub id of the CLIPModel that classifies colours. value: soft or correct. device:
+    auto, cpu, cuda, cuda:1. batch_size: images per forward.
     """
 
     meta_keys = ("tag", "include")

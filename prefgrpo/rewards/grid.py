@@ -1,9 +1,8 @@
-"""Image grids: the layout that a prompt requests, the cells, and the sub-prompt of each cell.
+"""Image grids, as in PaCo-RL (arXiv 2512.04784): the layout that a prompt requests, its cells and their sub-prompts.
 
     "a 2x3 grid …. [LEFT]: a cat. [RIGHT]: a dog."  ->  (2, 3),  "a 2x3 grid ….",  ["a cat.", "a dog."]
 
-rows × cols, row-major. Invariant: there are rows · cols cells of equal size; if the division is uneven, the remainder
-(right and bottom edge) is dropped. Layout, cells and labels follow PaCo-RL (arXiv 2512.04784).
+Invariant: there are rows · cols cells of equal size, row by row; a remainder at the right and bottom edge is dropped.
 """
 
 from __future__ import annotations

@@ -2,9 +2,8 @@
 
     value = (mlp(h at [CLS]) − 0.16717362830052426) / 1.0333394966054072
 
-The published ImageReward.pt is loaded into transformers' BLIP, because the package of the same name needs timm 0.6.13,
-fairscale and transformers < 5. Invariant: every weight comes from the file.
-Source: Xu et al., "ImageReward" (arXiv 2304.05977).
+The published ImageReward.pt (Xu et al., arXiv 2304.05977) is loaded into transformers' BLIP, because the package of the
+same name needs timm 0.6.13, fairscale and transformers < 5.
 """
 
 from __future__ import annotations

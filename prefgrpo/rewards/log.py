@@ -1,7 +1,6 @@
-"""The judgement log: one JSON line per comparison, without pixels, appended once per group, in a file per process.
+"""The judgement log: one JSON line per comparison, without pixels, in a file per process.
 
-Invariant: every comparison of a step is logged once; a run that repeats steps first removes their old lines
-(`truncate_log`).
+Invariant: every comparison of a step is logged once; a run that repeats steps first removes their old lines.
 """
 
 from __future__ import annotations

@@ -93,12 +93,11 @@ def similarity(wanted: list[str], text: str, distance: Distance) -> float:
 
 @dataclass(kw_only=True, eq=False)
 class Ocr(PointwiseReward):
-    """How much of the quoted text can be read in the image, 0 to 1.
+    """How much of the quoted text can be read in the image, 0 to 1. Part `exact`: 1 if exactly the targets are read.
 
     engine: rapidocr (includes its models) or paddleocr (downloads them). lang: language for paddleocr; rapidocr reads
-    Latin script, Chinese and Japanese. workers: number of images read concurrently, one thread each. detect: run text
-    detection first; false: the whole image is passed to the recogniser as one line of text, which is many times cheaper
-    (rapidocr only). Part `exact`: 1 if exactly the targets are read.
+    Latin script, Chinese and Japanese. workers: number of images read concurrently, one thread each. detect: false
+    passes the whole image to the recogniser as one line of text, which is many times cheaper (rapidocr only).
     """
 
     reads = (COLUMN,)

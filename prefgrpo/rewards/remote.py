@@ -48,10 +48,6 @@ class RemoteReward(StreamingReward):
     api_key_env: str = ""
 
     def __post_init__(self) -> None:
-        if not issubclass(self.cls, PointwiseReward):
-            raise RewardError(
-                f"reward '{self.name}' compares the samples of a group, so it takes no url; set its judge instead"
-            )
         self.takes = self.cls.takes
         self.needs_source = self.cls.needs_source
         self.meta_keys = self.cls.meta_keys

@@ -148,7 +148,8 @@ class Rewards:
         self.check(field, new, prompts)
         ready = [replace(e, options=e.options | self._judge_option(e, prompts)) for e in new]
         built = build(ready) if ready else {}
-        self._check_inputs(field, built, prompts)
+        if errors := unsupported(self.media, field, built, prompts):  # an open judge may take less than its class
+            raise ConfigError(errors)
         self._built += [(entry, built[entry.name]) for entry in new]
         rewards |= built
         return {name: rewards[name] for name in wanted}
@@ -158,16 +159,9 @@ class Rewards:
         template, cannot score these prompts, or a Python function fails on grey images."""
         entries = list(entries)
         classes = {entry.name: load_class(entry.reward) for entry in entries}
-        self._check_inputs(field, classes, prompts, pairwise_templates(entries))
-        if errors := list(self._function_errors(field, entries, prompts)):
+        errors = unsupported(self.media, field, classes, prompts, pairwise_templates(entries))
+        if errors := errors or list(self._function_errors(field, entries, prompts)):
             raise ConfigError(errors)
-
-    def _check_inputs(
-        self, field: str, rewards: Mapping[str, Any], prompts: Sequence[Prompt], asked: Mapping[str, Template] = {}
-    ) -> None:
-        """Raise ConfigError if rewards, or reward classes, cannot score what there is."""
-        if errors := [text for kind in self.media for text in unsupported(kind, field, rewards, prompts, asked)]:
-            raise ConfigError(list(dict.fromkeys(errors)))
 
     def _function_errors(self, field: str, entries: Sequence[RewardEntry], prompts: Sequence[Prompt]) -> Iterator[str]:
         r = self.config.rollout
@@ -239,16 +233,20 @@ def makes_clips(config: Config) -> bool:
 
 
 def unsupported(
-    kind: str, field: str, rewards: Mapping[str, Any], prompts: Sequence[Prompt], asked: Mapping[str, Template] = {}
+    kinds: Sequence[str],
+    field: str,
+    rewards: Mapping[str, Any],
+    prompts: Sequence[Prompt],
+    asked: Mapping[str, Template] = {},
 ) -> list[str]:
-    """Why rewards, or reward classes, cannot score the images or clips (kind) of these prompts.
+    """Why rewards, or reward classes, cannot score these kinds of media (image, video) of these prompts.
 
     asked: templates of pairwise rewards.
     """
     errors = []
     bare = [prompt for prompt in prompts if not prompt.source]
     for name, reward in rewards.items():
-        if kind not in reward.takes:
+        for kind in sorted(set(kinds) - set(reward.takes)):
             media = "clips" if kind == "video" else "images"
             hint = "; a judge accepts clips only over http" if reward.judged and kind == "video" else ""
             errors.append(f"{field}: {name} takes {' or '.join(reward.takes)}, but these are {media}{hint}")

@@ -64,15 +64,13 @@ class Stream(NamedTuple):
     """[B, S, C]."""
     modulation: Sequence[Tensor]
     """shift, scale and gate [B, C] of the attention, then of the feed-forward."""
-    out: Any
-    """Projection of the attention's output."""
     ff: Callable[[Tensor], Tensor]
     """The feed-forward."""
     eps: float = 1e-6
 
     def attended(self, out: Tensor) -> Tensor:
         """x with the attention's output."""
-        return gated_residual(self.x, self.out(again(Tensor.contiguous, out)), self.modulation[2])
+        return gated_residual(self.x, out, self.modulation[2])
 
     def fed(self, x: Tensor) -> Tensor:
         """x after the feed-forward."""
@@ -80,11 +78,9 @@ class Stream(NamedTuple):
         return gated_residual(x, self.ff(again(layernorm_modulate, x, shift, scale, self.eps)), gate)
 
 
-def joint_attention(
-    attn: Any, latents: Stream, text: Stream, tables: Tables, mask: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """One attention over text and latents, in this order in the tables and the mask: [B, S, H · D] of latents and of
-    text, before the projections of its output."""
+def joint_attention(attn: Any, latents: Stream, text: Stream, tables: Tables, mask: Tensor | None) -> Any:
+    """Outputs [B, S, C] of one attention over text and latents, in this order in the tables and the mask: of latents,
+    and of text, or None where no layer projects it."""
     qkv = []
     weights = []
     for stream, layers, norms in (
@@ -99,7 +95,10 @@ def joint_attention(
     q, k = again(qk_norm_rope, qs, ks, *zip(*weights, strict=True), *tables, _eps(attn))
     out = attend(attn, q, k, torch.cat(vs, 1), mask)
     count = text.x.shape[1]
-    return out[:, count:], out[:, :count]
+    of_latents = attn.to_out[0](again(Tensor.contiguous, out[:, count:]))
+    if attn.to_add_out is None:
+        return of_latents, None
+    return of_latents, attn.to_add_out(again(Tensor.contiguous, out[:, :count]))
 
 
 def joint(attn: Any, latents: Stream, text: Stream, tables: Tables, mask: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -117,11 +116,9 @@ def _double(
     self: Any, x: Tensor, text: Tensor, temb: Tensor, tables: Tables, mask: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """(latents, text) of the double-stream blocks of FLUX.1 and HunyuanVideo."""
-    attn = self.attn
-    latents = Stream(x, _modulation(self.norm1, temb, 6), attn.to_out[0], partial(feed_forward, self.ff))
-    of_text = _modulation(self.norm1_context, temb, 6)
-    texts = Stream(text, of_text, attn.to_add_out, partial(feed_forward, self.ff_context))
-    return joint(attn, latents, texts, tables, mask)
+    latents = Stream(x, _modulation(self.norm1, temb, 6), partial(feed_forward, self.ff))
+    texts = Stream(text, _modulation(self.norm1_context, temb, 6), partial(feed_forward, self.ff_context))
+    return joint(self.attn, latents, texts, tables, mask)
 
 
 def _single(self: Any, text: Tensor, x: Tensor, temb: Tensor, tables: Tables, mask: Tensor | None) -> list[Tensor]:
@@ -163,16 +160,14 @@ def flux2_double(
     image_rotary_emb: Tables, **_: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Text [B, M, C] and image [B, N, C]."""
-    attn = self.attn
 
     def run(ff: Any, x: Tensor) -> Tensor:
         return ff.linear_out(swiglu(*ff.linear_in(x).chunk(2, -1)))
 
     eps = self.norm1.eps
-    latents = Stream(hidden_states, temb_mod_img.chunk(6, 1), attn.to_out[0], partial(run, self.ff), eps)
-    of_text = temb_mod_txt.chunk(6, 1)
-    texts = Stream(encoder_hidden_states, of_text, attn.to_add_out, partial(run, self.ff_context), eps)
-    image, text = joint(attn, latents, texts, image_rotary_emb, None)
+    latents = Stream(hidden_states, temb_mod_img.chunk(6, 1), partial(run, self.ff), eps)
+    texts = Stream(encoder_hidden_states, temb_mod_txt.chunk(6, 1), partial(run, self.ff_context), eps)
+    image, text = joint(self.attn, latents, texts, image_rotary_emb, None)
     return text, image
 
 
@@ -235,13 +230,10 @@ def qwen_double(
         mask = torch.cat([encoder_hidden_states_mask, latents_seen], 1)[:, None, None]
     of_image, of_text = image_rotary_emb
     turns = torch.cat([of_text, of_image])
-    attn = self.attn
     eps = self.img_norm1.eps
-    image = self.img_mod(temb).chunk(6, 1)
-    text = self.txt_mod(temb).chunk(6, 1)
-    latents = Stream(hidden_states, image, attn.to_out[0], partial(feed_forward, self.img_mlp), eps)
-    texts = Stream(encoder_hidden_states, text, attn.to_add_out, partial(feed_forward, self.txt_mlp), eps)
-    x, y = joint(attn, latents, texts, (turns.real, turns.imag), mask)
+    latents = Stream(hidden_states, self.img_mod(temb).chunk(6, 1), partial(feed_forward, self.img_mlp), eps)
+    texts = Stream(encoder_hidden_states, self.txt_mod(temb).chunk(6, 1), partial(feed_forward, self.txt_mlp), eps)
+    x, y = joint(self.attn, latents, texts, (turns.real, turns.imag), mask)
     return y, x
 
 
@@ -283,14 +275,13 @@ def sd3_double(
 ) -> tuple[Tensor | None, Tensor]:
     """Text [B, M, C], or None from the last block, and image [B, N, C], which in some blocks of SD3.5-medium has a
     second attention."""
-    attn = self.attn
     modulation = _modulation(self.norm1, temb, 9 if self.use_dual_attention else 6)
     of_text = _modulation(self.norm1_context, temb, 2 if self.context_pre_only else 6)
     if self.context_pre_only:
         of_text = of_text[::-1]  # this norm has the scale first
-    image = Stream(hidden_states, modulation, attn.to_out[0], partial(feed_forward, self.ff))
-    text = Stream(encoder_hidden_states, of_text, attn.to_add_out, partial(feed_forward, self.ff_context))
-    out, out_text = joint_attention(attn, image, text, (None, None), None)
+    image = Stream(hidden_states, modulation, partial(feed_forward, self.ff))
+    text = Stream(encoder_hidden_states, of_text, partial(feed_forward, self.ff_context))
+    out, out_text = joint_attention(self.attn, image, text, (None, None), None)
     x = image.attended(out)
     if self.use_dual_attention:
         shift, scale, gate = modulation[6:]

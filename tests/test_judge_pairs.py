@@ -1,8 +1,9 @@
-"""From verdicts to win rates.
+"""Pair plans, and from verdicts to win rates.
 
-Oracles: without noise, Bradley-Terry recovers the win rates of the full plan from a few pairs; at its strengths the
-gradient of the penalised likelihood is 0, whatever the iteration; by hand: ties, missing and rounded verdicts. The win
-rates of the rewards are tested in test_rewards_scorer.py.
+Plans: properties over group sizes and seeds (who is compared with whom, balance of the two positions, number of
+verdicts); refused names. Oracles of rates: without noise, Bradley-Terry recovers the win rates of the full plan from a
+few pairs; at its strengths the gradient of the penalised likelihood is 0, whatever the iteration; by hand: ties,
+missing and rounded verdicts. The win rates of the rewards are tested in test_rewards_scorer.py.
 """
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefgrpo.judge.pairs import bradley_terry, get_plan, rate_groups, verdict_table
+from prefgrpo.judge.pairs import PLANS, bradley_terry, get_plan, k_regular, rate_groups, verdict_table
 
 G = 12
 
@@ -139,11 +140,61 @@ def test_a_nan_without_a_comparison_moves_nothing_and_a_nan_verdict_stays_in_its
     torch.testing.assert_close(found[1], want[1], equal_nan=True)
 
 
-def test_an_undefeated_member_is_finite_and_a_full_plan_ranks_like_win_rates():
-    p = np.triu(np.random.default_rng(0).random((2, 8, 8)), 1)
-    p[0, 0] = 1.0
-    p = np.where(np.triu(np.ones((8, 8)), 1) > 0, p, np.nan)
-    rates, wins, counts = rate_groups(p, "bradley_terry")
-    theta = bradley_terry(torch.from_numpy(wins), torch.from_numpy(counts))
-    assert torch.isfinite(theta).all() and theta[0].argmax() == 0
-    assert np.array_equal(rates.argsort(1), rate_groups(p)[0].argsort(1))
+# ---- plans -----------------------------------------------------------------------------------------------------------
+
+sizes, seeds = st.integers(2, 24), st.integers(0, 2**63)
+
+
+def first_minus_second(pairs, size):
+    return [sum(i == m for i, _ in pairs) - sum(j == m for _, j in pairs) for m in range(size)]
+
+
+def unordered(pairs):
+    return [tuple(sorted(p)) for p in pairs]
+
+
+@given(size=sizes, seed=seeds)
+@settings(max_examples=100, deadline=None)
+def test_full_plans_ask_every_pair_and_are_balanced(size, seed):
+    round_robin = PLANS["round_robin"]
+    pairs = round_robin(size, seed)
+    assert sorted(unordered(pairs)) == [(i, j) for i in range(size) for j in range(i + 1, size)]
+    assert max(map(abs, first_minus_second(pairs, size))) <= 1
+    assert pairs == round_robin(size, seed)
+    assert sorted(PLANS["both_orders"](size, 0)) == [(i, j) for i in range(size) for j in range(size) if i != j]
+    assert {(0, 1) in round_robin(4, seed) for seed in range(32)} == {True, False}
+
+
+@given(size=sizes, seed=seeds, data=st.data())
+@settings(max_examples=100, deadline=None)
+def test_k_regular_gives_everyone_k_opponents(size, seed, data):
+    k = data.draw(st.sampled_from([k for k in range(1, size) if k * size % 2 == 0]))
+    pairs = k_regular(size, seed, n=k)
+    assert len(set(unordered(pairs))) == len(pairs) == k * size // 2
+    assert [sum(m in p for p in pairs) for m in range(size)] == [k] * size
+    assert max(map(abs, first_minus_second(pairs, size))) <= k % 2
+    reached, border = set(), {0}
+    while border:
+        reached |= border
+        border = {m for p in pairs for m in p if reached & set(p)} - reached
+    assert len(reached) == (size if k > 1 else 2)  # connected: a chain of comparisons links any two members
+
+
+def test_names_with_and_without_numbers():
+    assert get_plan("both_orders") is PLANS["both_orders"]
+    assert get_plan(" k_regular ( 6 ) ")(8, 0) == k_regular(8, 0, n=6)
+    assert get_plan("k_regular")(8, 0) == k_regular(8, 0, n=4)
+
+
+@pytest.mark.parametrize(
+    ("name", "complaint"),
+    [
+        ("roundrobin", "did you mean 'round_robin'"),
+        ("both_orders(3)", r"expected one of round_robin, both_orders, k_regular\(n\)"),
+        ("k_regular(-1)", "unknown pair plan"),
+        *((name, "got G = 9") for name in ("k_regular(0)", "k_regular(3)", "k_regular(9)")),
+    ],
+)
+def test_unknown_plans_and_numbers_that_do_not_fit_the_group_are_refused(name, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        get_plan(name)(9, 0)
