@@ -26,6 +26,8 @@ from prefgrpo.models.folder import encoder_identity
 from prefgrpo.rollout.shards import Shards, nbytes
 from prefgrpo.rollout.sources import NONE, Sources, prefetch, sources_of
 
+FORMAT = "2"
+"""Of stored entries: those of another format are encoded again."""
 MEMORY_BYTES = 2**31
 """Most bytes of entries that a process keeps in memory."""
 
@@ -43,7 +45,7 @@ class Entry:
 
     def key(self, model: str) -> str:
         """The entry's name in memory and on disk; model: `Embeddings.model`."""
-        content = (model, repr(self.text), self.sources.identity(), str(self.frames))
+        content = (FORMAT, model, repr(self.text), self.sources.identity(), str(self.frames))
         return hashlib.sha256("\0".join(content).encode()).hexdigest()
 
 
