@@ -239,7 +239,8 @@ def no_room_for_metrics() -> None:
 
 def test_a_full_disk_costs_the_steps_since_the_last_checkpoint(place):
     """No room for a checkpoint: test_failures.py."""
-    file, run = recipe(place, "no_space", **PLAIN), place / "runs" / "no_space"
+    file = recipe(place, "no_space", **PLAIN)
+    run = place / "runs" / "no_space"
     code, output = train(file, hook=no_room_for_metrics)
     assert code == 3 and "disk full after step 3: [Errno 28]" in output and "Traceback" not in output, output
     assert "Free disk space, then continue from" in output and "step_000002 with --resume" in output, output
@@ -259,7 +260,8 @@ STOPS = [
 def test_a_run_that_is_stopped_or_killed_goes_on_as_if_nothing_had_happened(place, truths, number, kind):
     """A signal ends the step, saves and exits with 3, also if it comes twice, as a Ctrl-C under torchrun."""
     name = f"{kind}{int(number)}"
-    file, run = KINDS[kind](place, name), place / "runs" / name
+    file = KINDS[kind](place, name)
+    run = place / "runs" / name
     process = start(["train", str(file)], place / "log", hold=Hold(REPORT, 3))
     process.until_held()
     process.until(lambda: RunFolder(run).latest() is not None)

@@ -35,7 +35,10 @@ def everything():
     index = torch.arange(3)
     for x_dtype, v_dtype, y_dtype in itertools.product((torch.float32, torch.bfloat16), repeat=3):
         x, v, ref, old, eps = torch.randn(5, 3, 3000, 41, generator=torch.Generator().manual_seed(1))
-        x, v, ref, old = x.to(x_dtype), v.to(v_dtype), ref.to(v_dtype), old.to(v_dtype)
+        x = x.to(x_dtype)
+        v = v.to(v_dtype)
+        ref = ref.to(v_dtype)
+        old = old.to(v_dtype)
         for noise in (eps, PhiloxNoise(9, index)):
             step = sde_step(x, v, coef, index, noise=noise, out_dtype=y_dtype, want_mean=True)
             leaf = v.clone().requires_grad_()

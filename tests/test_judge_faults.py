@@ -210,7 +210,8 @@ def test_the_check_asks_every_server_and_tells_the_position_bias():
         assert f"{bad.url}: '{MODEL}' gave no verdict on a probe pair: " in summary
         assert f"{good.url}: ok, serves {MODEL}" in summary
         assert f"0 of 8 pairs right, mean P(first) over both orders {1 / (1 + np.exp(-3)):.3f}" in summary
-        good.fault, good.delay_s = "", 0.6
+        good.fault = ""
+        good.delay_s = 0.6
         check(HttpJudge(JudgeConfig((good.url,))), wait_s=0.3)  # the wait for a server is no limit of an answer
 
 

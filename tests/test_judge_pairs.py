@@ -142,7 +142,8 @@ def test_a_nan_without_a_comparison_moves_nothing_and_a_nan_verdict_stays_in_its
 
 # ---- plans -----------------------------------------------------------------------------------------------------------
 
-sizes, seeds = st.integers(2, 24), st.integers(0, 2**63)
+sizes = st.integers(2, 24)
+seeds = st.integers(0, 2**63)
 
 
 def first_minus_second(pairs, size):
@@ -173,7 +174,8 @@ def test_k_regular_gives_everyone_k_opponents(size, seed, data):
     assert len(set(unordered(pairs))) == len(pairs) == k * size // 2
     assert [sum(m in p for p in pairs) for m in range(size)] == [k] * size
     assert max(map(abs, first_minus_second(pairs, size))) <= k % 2
-    reached, border = set(), {0}
+    reached = set()
+    border = {0}
     while border:
         reached |= border
         border = {m for p in pairs for m in p if reached & set(p)} - reached

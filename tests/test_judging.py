@@ -164,9 +164,9 @@ def test_a_plan_that_does_not_fit_the_group_is_a_mistake(place):
 
 def test_a_reward_that_does_not_fit_the_run_is_refused_with_all_reasons(place):
     plain = [Prompt(0, "a cat"), Prompt(1, "a dog", {"tag": "x"})]
-    told = "\n".join(unsupported(["image"], "rewards", {EDIT: EditScore}, plain))
-    assert "a source image, which 2 prompt(s) lack, the first: 'a cat'" in told
-    assert "needs the column 'tag', which 1 prompt(s) lack, the first: 'a cat' (its columns: none)" in told
+    message = "\n".join(unsupported(["image"], "rewards", {EDIT: EditScore}, plain))
+    assert "a source image, which 2 prompt(s) lack, the first: 'a cat'" in message
+    assert "needs the column 'tag', which 1 prompt(s) lack, the first: 'a cat' (its columns: none)" in message
     with pytest.raises(ConfigError, match="a source image, which"):
         Rewards(config(place), ALONE).build("rewards", config(place, rewards=f'["{EDIT}"]').rewards, plain)
 

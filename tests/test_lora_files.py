@@ -64,7 +64,8 @@ def deltas(module):
     for name, layer in module.named_modules():
         if isinstance(layer, Linear):
             (adapter,) = layer.scaling
-            down, up = layer.lora_A[adapter].weight.double(), layer.lora_B[adapter].weight.double()
+            down = layer.lora_A[adapter].weight.double()
+            up = layer.lora_B[adapter].weight.double()
             out[name] = layer.scaling[adapter] * up @ down
     return out
 

@@ -181,7 +181,8 @@ def test_subfigures_are_the_diagonal(made, reward):
 
 @pytest.mark.parametrize("name", ["clip", "pickscore"])
 def test_each_different_text_and_image_is_encoded_once_in_batches(name, reward, monkeypatch):
-    opened, asked = reward(name), []
+    opened = reward(name)
+    asked = []
     monkeypatch.setattr(opened.encoder, "batch_size", 2)
     for method in ("encode_texts", "encode_images"):
         encode = getattr(opened.encoder, method)

@@ -160,7 +160,8 @@ def test_a_fresh_clone_scores_a_folder(place, capsys):
 @pytest.mark.dist
 def test_any_number_of_ranks_writes_the_same_bytes(place):
     """Two ranks score three and two of the five units; one process of one thread scores all."""
-    alone, together = place / "alone.json", place / "together.json"
+    alone = place / "alone.json"
+    together = place / "together.json"
     argv = arguments(place / "tiny/rewards.yaml", place / "images", place / "prompts.csv", "--batch", 4, "--out")
     runs = start_ranks(["score", *map(str, argv), str(together)], together, 2, OMP_NUM_THREADS="1")
     run(*argv, alone)

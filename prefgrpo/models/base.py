@@ -196,7 +196,7 @@ class Adapter(StockSampling, Weights, ABC):
         """One denoiser forward: velocity [B, …] at x [B, …] and σ [B] fp32, before classifier-free guidance.
 
         x and the condition have the adapter's dtype; timestep and guidance get the dtype that the stock pipeline gives
-        them, since casting is left to nothing else (there is no autocast).
+        them: nothing else casts.
         """
 
     def decode(self, latents: Tensor, sampling: Sampling) -> Tensor:

@@ -172,11 +172,11 @@ class PointwiseReward(Reward):
 
     def score_batch(self, samples: list[Sample]) -> Iterable[Score]:
         """One score per sample, in order, of samples that `check` accepts."""
-        raise NotImplementedError
+        raise TypeError(f"{type(self).__name__} defines neither score_batch nor score")
 
     def submit(self, sample: Sample) -> Future[Score]:
         """Send one sample without waiting (streaming rewards only)."""
-        raise NotImplementedError
+        raise TypeError(f"{type(self).__name__} does not stream; use score")
 
 
 class StreamingReward(PointwiseReward):
