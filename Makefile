@@ -61,7 +61,7 @@ demo-ocr: $(VENV)/.installed-train $(VENV)/.installed-rewards
 
 demo-vllm: $(VENV)/.installed-train
 	@scripts/setup_vllm_cpu.sh "$(VENV_VLLM)"
-	@GOMP_SPINCOUNT=0 scripts/demo_vllm.sh $(VENV) $(VENV_VLLM)  # the server shares the cores: no spinning
+	@scripts/demo_vllm.sh $(VENV) $(VENV_VLLM)
 
 lint: $(VENV)/.installed-dev
 	@$(BIN)/ruff check

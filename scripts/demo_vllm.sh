@@ -3,6 +3,7 @@
 # Runs the demo with its judge served by vLLM on this machine's CPU: starts the server, trains, stops the server.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+export GOMP_SPINCOUNT=0  # trainer and server share the cores: threads that spin make a step five times as long
 prefgrpo=$1/bin/prefgrpo vllm=$2/bin/vllm port=${PORT:-8211}
 
 log=$(mktemp)
