@@ -1,6 +1,5 @@
 # All tasks of a checkout. A target installs its missing dependencies into $(VENV) first; a second call starts at once.
-#   make demo        train the tiny FLUX pipeline with the tiny judge, with all pairs and with few calls, about 10 minutes on
-#                    2 cores; runs/demo/report.html, runs/demo-few-calls/report.html
+#   make demo        train the tiny FLUX pipeline with the tiny judge, about 4 minutes on 2 cores; runs/demo/report.html
 #   make demo-ocr    train a tiny FLUX pipeline to write words, with OCR as the reward; runs/demo-ocr/report.html
 #   make test        lint, types, layers and the default tests, a few minutes on 2 cores
 #   make test-all    make test, then the exhaustive tests
@@ -35,7 +34,7 @@ SOURCES := $(wildcard pyproject.toml constraints.txt setup.py CMakeLists.txt) $(
 .PHONY: help venv demo demo-ocr demo-vllm test test-all lint bench science docs
 
 help:
-	@sed -n '2,13s/^# \{0,1\}//p' Makefile
+	@sed -n '2,12s/^# \{0,1\}//p' Makefile
 
 $(VENV)/.installed-train: $(SOURCES) scripts/install.sh
 	@scripts/install.sh "$(VENV)" train
@@ -51,10 +50,9 @@ $(VENV)/.installed-docs: $(SOURCES) scripts/install.sh
 
 venv: $(VENV)/.installed-dev
 
-# Two processes of one thread are faster than one process of two; three groups of each update on each.
+# Two processes of one thread are faster than one process of two; a group of each update on each.
 demo: $(VENV)/.installed-train
 	@OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc_per_node 2 -m prefgrpo demo --resume
-	@OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc_per_node 2 -m prefgrpo train scripts/demo/few_calls.yaml --resume
 
 demo-ocr: $(VENV)/.installed-train $(VENV)/.installed-rewards
 	@$(BIN)/prefgrpo train scripts/demo/ocr.yaml --resume
@@ -79,7 +77,7 @@ test-all: test
 	@$(PYTEST) -m full
 
 bench: $(VENV)/.installed-dev
-	@$(BIN)/python -m benchmarks
+	@$(BIN)/python -m benchmarks --write
 
 JOBS ?= 4
 SEEDS ?= 0 1 2 3 4

@@ -1,1 +1,1 @@
-"""Benchmarks of the ops: `python -m benchmarks` measures, writes results/*.json and renders docs/benchmarks.md."""
+"""Benchmarks of the ops: `python -m benchmarks` measures; --write writes results/*.json and docs/benchmarks.md."""

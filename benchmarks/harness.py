@@ -1,7 +1,9 @@
 """Measurement of one op: variants interleaved over rounds, on inputs rotated beyond the cache. On a GPU, the device's
 time of at least 20 calls in one CUDA graph whose results all stay alive (so that every write reaches DRAM), queued
-behind a sleep (so that no launch is waited for). Invariant: variants get the same inputs, upstream gradients, rounds
-and order, and every result was compared with an fp64 one before.
+behind a sleep (so that no launch is waited for); on a CPU with one thread, the process's CPU time, which other
+processes change least. Ours is measured a second time as if it were a rival ("again"): smaller differences are noise.
+Invariant: variants get the same inputs, upstream gradients, rounds and order, and every result was compared with an
+fp64 one before.
 """
 
 from __future__ import annotations
@@ -163,12 +165,13 @@ def disjoint(tensors: Iterable[Tensor]) -> None:
 
 
 def _loop(calls: Sequence[Callable[[], Results]]) -> Callable[[], float]:
-    """Samples of a CPU's seconds per call, with all results alive."""
+    """Samples of a CPU's seconds per call, with all results alive: CPU time, or with several threads the clock's."""
+    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
 
     def sample() -> float:
-        start = time.perf_counter()
+        start = clock()
         _ = [call() for call in calls]
-        return (time.perf_counter() - start) / len(calls)
+        return (clock() - start) / len(calls)
 
     sample()
     return sample
@@ -194,6 +197,15 @@ def launches(call: Callable[[], Results]) -> int:
     return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events())
 
 
+def peak_bytes(call: Callable[[], Results]) -> int:
+    """Most bytes of the GPU that a call holds at once above its inputs, its results among them."""
+    cuda.synchronize()
+    before = cuda.memory_allocated()
+    cuda.reset_peak_memory_stats()
+    call()
+    return cuda.max_memory_allocated() - before
+
+
 def sets_of(size: int, device: str) -> int:
     """How many sets of inputs of a case with `size` bytes are rotated: 3, or as many as are twice the cache."""
     cache = cuda.get_device_properties().L2_cache_size if device == "cuda" else CPU_CACHE
@@ -201,7 +213,8 @@ def sets_of(size: int, device: str) -> int:
 
 
 def measure(case: Case, device: str, rounds: int) -> dict[str, Any]:
-    """A case's row: `us`, {variant: quartiles}, also the copy's; `host_us` and `launches` by variant, on a GPU."""
+    """A case's row: `us`, {variant: quartiles}, also of ours again and the copy; `host_us`, `launches` and `peak` by
+    variant, on a GPU."""
     check(case)
     sets = [case.make(k) for k in range(sets_of(case.bytes, device))]
     count = max(CALLS if device == "cuda" else 1, len(sets))
@@ -209,13 +222,15 @@ def measure(case: Case, device: str, rounds: int) -> dict[str, Any]:
     for name, variant in case.variants.items():
         calls[name] = [partial(run, name, variant, sets[k % len(sets)]) for k in range(count)]
     row: dict[str, Any] = {name: getattr(case, name) for name in ("op", "shape", "dtypes", "bytes")}
-    row |= {"us": {}, "host_us": None, "launches": None, "clocks": None}
+    row |= {"us": {}, "host_us": None, "launches": None, "peak": None, "clocks": None}
     if device == "cuda" or case.is_host_only:
         row["host_us"] = {name: host_us(many, device) for name, many in calls.items()}
     if device == "cuda":
         row["launches"] = {name: launches(many[0]) for name, many in calls.items()}
+        row["peak"] = {name: peak_bytes(many[0]) for name, many in calls.items()}
     if case.is_host_only:
         return row
+    calls["again"] = calls["ours"]
     if case.bytes:
         bits = [torch.randint(0, 256, (case.bytes // 2,), dtype=torch.uint8, device=device) for _ in sets]
         calls["copy"] = [lambda k=k: {"copy": bits[k % len(bits)].clone()} for k in range(count)]
@@ -259,7 +274,9 @@ def machine(device: str) -> dict[str, Any]:
     """The machine, versions, commit and day of the measurement."""
     name = cuda.get_device_name() if device == "cuda" else cpu_name()
     versions = {"python": platform.python_version(), "torch": torch.__version__, "backend": backend_of(device)}
-    cores = {"threads": torch.get_num_threads(), "cores": os.cpu_count(), "load": os.getloadavg()[0]}
+    threads = torch.get_num_threads()
+    clock = "the GPU's" if device == "cuda" else "CPU time" if threads == 1 else "wall clock"
+    cores = {"threads": threads, "cores": os.cpu_count(), "load": os.getloadavg()[0], "clock": clock}
     git = ["git", "-C", Path(__file__).parent, "describe", "--always", "--dirty", "--exclude=*"]
     commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
     return {"device": name, **cores, **versions, "commit": commit or "unknown", "date": date.today().isoformat()}

@@ -12,6 +12,8 @@ import sys
 import torch
 
 from prefgrpo import ops
+from prefgrpo.ops.low_rank_gelu import low_rank_gelu
+from prefgrpo.ops.quantise_rows import dequantise_rows, quantise_rows
 
 ROW = (0.9, -0.1, 0.5, -2.0, 0.3)
 SIZES = ((3, 1003), (2, 65536))
@@ -64,8 +66,12 @@ def blocks(heads: int, dim: int, dtype: torch.dtype, device: str) -> int:
         for pairs in (-1, -2):
             split = [t.unflatten(2, (heads, dim)) for t in (q, k)]
             out += ops.qk_norm_rope(*split, weight, weight, cos, sin, use_real_unbind_dim=pairs)
+    out += ops.qk_norm_rope(*split, None, None, cos, sin, groups=heads // 3)
+    up = torch.ones(channels, 5, device=device, dtype=dtype, requires_grad=True)
+    out += [low_rank_gelu(q[0], y[0, :, :5], up), low_rank_gelu(q[0], None, None)]
     sum(t.sum() for t in out).backward()
-    return 6
+    dequantise_rows(*quantise_rows(q[0]), dtype)
+    return 11
 
 
 if __name__ == "__main__":

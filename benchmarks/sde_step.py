@@ -60,6 +60,18 @@ def peers_step(i: dict[str, Any], function: Any, noise: str = "eps") -> Results:
     return dict(zip(("x_next", "logp"), function(i["x"], i["v"], i.get(noise), *i["columns"]), strict=True))
 
 
+def forward(i: dict[str, Any]) -> Results:
+    """logp without gradient."""
+    return {"logp": sde_logp(i["x"], i["v"], i["y"], i["coef"], i["index"]).logp}
+
+
+def peers_forward(i: dict[str, Any], function: Any) -> Results:
+    """The published log-prob without gradient."""
+    with torch.no_grad():
+        (logp,) = function(i["x"], i["v"], i["y"], *i["columns"])
+    return {"logp": logp}
+
+
 def peers_replay(i: dict[str, Any], function: Any, others: tuple[str, ...] = ()) -> Results:
     """The published log-prob, with KL and log-ratio to the others, and the gradient."""
     v = i["v"].detach().requires_grad_()
@@ -103,7 +115,9 @@ def drawn_truth(i: dict[str, Any], results: Results) -> Results:
 
 
 def cases(device: str) -> Iterator[Case]:
-    """A step with given noise and with its own; a replay, and the default recipe's, with KL and Guard."""
+    """A step with given noise and with its own; a replay without and with its backward, and the default recipe's, with
+    KL and Guard. On a CPU the drawn noise has no compiled rival: inductor's is several times slower than eager's.
+    """
     plan = [("FLUX 512²", 1, F32, BF16), *(("FLUX 1024²", 4, x, v) for x, v in ((F32, F32), (F32, BF16), (BF16, BF16)))]
     for name, batch, x, v in (*plan, ("Wan 480p 81f", 4, F32, BF16)):
         shape = (batch, *SHAPES[name])
@@ -119,11 +133,13 @@ def cases(device: str) -> Iterator[Case]:
         for op, size, ours, theirs, formula, want in (
             ("sde_step, noise given", 2 * xb + vb + 4, step, peers_step, peers.flow_step, truth),
             ("sde_step, noise drawn", 2 * xb + vb, drawn, theirs_drawn, peers.flow_step, drawn_truth),
+            ("sde_logp, forward", 2 * xb + vb, forward, peers_forward, peers.flow_replay, drawn_truth),
             ("sde_logp with gradient", 4 * xb + 3 * vb, replay, peers_replay, peers.flow_replay, truth),
             ("sde_logp, KL and Guard with gradient", 4 * xb + 7 * vb, both, theirs_both, peers.flow_replay, truth),
         ):
             variants: dict[str, Any] = {"ours": ours, "eager": partial(theirs, function=formula)}
-            variants["compile"] = partial(theirs, function=torch.compile(formula, dynamic=False))
+            if device == "cuda" or ours is not drawn:
+                variants["compile"] = partial(theirs, function=torch.compile(formula, dynamic=False))
             if is_tuned:  # whose own graphs would reuse the memory of results
                 tuned = torch.compile(formula, dynamic=False, mode="max-autotune-no-cudagraphs")
                 variants["max-autotune"] = partial(theirs, function=tuned)

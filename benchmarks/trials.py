@@ -38,7 +38,7 @@ from benchmarks.bench_judge import machine
 from benchmarks.blocks import rounded, write_json
 from prefgrpo.commands.dry_run import dry_run
 from prefgrpo.config.rewards import entries
-from prefgrpo.models.attention import without_cudnn
+from prefgrpo.models.attention import attention_of_a_run
 from prefgrpo.models.base import Adapter
 from prefgrpo.run.log import Clock
 from prefgrpo.run.notes import GIB, peak_memory
@@ -290,7 +290,7 @@ def peers(
             _reset_peak(device)
             line: dict[str, Any] = {"trainer": name, "side": side}
             try:
-                with without_cudnn():
+                with attention_of_a_run():
                     line |= {"seconds": measure(), "peak GiB": peak_memory(pipe.transformer.device) / GIB}
             except BaseException as error:  # noqa: BLE001  (the line of this trial; the next one runs)
                 line |= _error(error)

@@ -45,8 +45,8 @@ class Case(NamedTuple):
 
 CASES = (
     Case(("flux", "flux_kontext", "sd3", "z_image"), FOUR),
-    Case(("flux2", "flux2_klein"), {}, 32),
-    Case(("qwen_image", "qwen_image_edit", "qwen_image_edit_plus"), {}, size=(1, 16, 16)),
+    Case(("flux2", "flux2_klein", "flux3"), {}, 32),
+    Case(("qwen_image", "qwen_image_edit", "qwen_image_edit_plus", "krea2"), {}, size=(1, 16, 16)),
     Case(("wan", "wan22", "wan_i2v", "wan22_i2v"), {}, size=(2, 12, 12)),
     Case(("wan_ti2v",), TI2V, 48, (2, 6, 6)),
     Case(("hunyuan_video",), {}, size=(2, 8, 8)),

@@ -87,7 +87,7 @@ struct PolicyParams {
   const float *logp = nullptr, *logp_old = nullptr, *advantage = nullptr, *weight = nullptr, *kl = nullptr;  // [B]
   double epsilon_low = 0, epsilon_high = 0, adv_clip = 0, kl_coef = 0, denominator = 0;
   bool per_sample = false;  // loss [B], each sample's own; else their sum, []
-  float *loss = nullptr, *metrics = nullptr, *d_logp = nullptr, *d_kl = nullptr;  // metrics [8]; d_logp, d_kl [B]
+  float *loss = nullptr, *metrics = nullptr, *d_logp = nullptr, *d_kl = nullptr;  // metrics [10]; d_logp, d_kl [B]
 };
 
 struct WinrateParams {

@@ -216,11 +216,12 @@ PG_INLINE PolicyClip policy_clip(const PolicyParams& p) {
 }
 
 struct PolicySums {
-  double loss, squares, ratios, kl, above, below;
+  double loss, squares, deltas, ratios, kl, above, below;
+  double shifts, spreads;  // of ratio − 1 and its square: near 1 a variance of ratios would cancel
   double lowest, highest;  // of the ratio; NaN once a ratio is
 };
 
-PG_INLINE PolicySums no_policy_terms() { return {0, 0, 0, 0, 0, 0, INFINITY, -INFINITY}; }
+PG_INLINE PolicySums no_policy_terms() { return {0, 0, 0, 0, 0, 0, 0, 0, 0, INFINITY, -INFINITY}; }
 
 PG_INLINE double min_or_nan(double a, double b) { return a != a || a <= b ? a : b; }
 PG_INLINE double max_or_nan(double a, double b) { return a != a || a >= b ? a : b; }
@@ -228,10 +229,13 @@ PG_INLINE double max_or_nan(double a, double b) { return a != a || a >= b ? a : 
 PG_INLINE void merge_policy_sums(const PolicySums& from, PolicySums& to) {
   to.loss += from.loss;
   to.squares += from.squares;
+  to.deltas += from.deltas;
   to.ratios += from.ratios;
   to.kl += from.kl;
   to.above += from.above;
   to.below += from.below;
+  to.shifts += from.shifts;
+  to.spreads += from.spreads;
   to.lowest = min_or_nan(to.lowest, from.lowest);
   to.highest = max_or_nan(to.highest, from.highest);
 }
@@ -248,16 +252,24 @@ PG_INLINE void add_policy_term(const PolicyParams& p, const PolicyClip& c, int64
   p.d_logp[i] = static_cast<float>(clipped ? 0.0 : term / p.denominator);
   if (p.d_kl) p.d_kl[i] = static_cast<float>(p.kl_coef / p.denominator);
   if (p.per_sample) p.loss[i] = static_cast<float>((p.kl ? term + p.kl_coef * kl : term) / p.denominator);
-  merge_policy_sums({term, delta * delta, ratio, kl, above ? 1.0 : 0.0, below ? 1.0 : 0.0, ratio, ratio}, s);
+  const double shift = ratio - 1.0;
+  const double is_above = above ? 1.0 : 0.0;
+  const double is_below = below ? 1.0 : 0.0;
+  const PolicySums one = {term,     delta * delta, delta,         ratio, kl,   is_above,
+                          is_below, shift,         shift * shift, ratio, ratio};
+  merge_policy_sums(one, s);
 }
 
 PG_INLINE void finish_policy(const PolicyParams& p, const PolicySums& s) {
   const double n = static_cast<double>(p.batch > 1 ? p.batch : 1);
   const double clipped = s.above + s.below;
-  const double metrics[8] = {0.5 * s.squares / n, clipped / n, s.above / n, s.below / n, s.lowest,
-                             s.ratios / n,        s.highest,   s.kl / n};
+  const double spread = s.spreads - s.shifts * s.shifts / n;
+  const double variance = (spread < 0.0 ? 0.0 : spread) / (n > 1.0 ? n - 1.0 : 1.0);
+  const double std = p.batch > 1 ? sqrt(variance) : static_cast<double>(NAN);
+  const double metrics[10] = {0.5 * s.squares / n, clipped / n, s.above / n, s.below / n, s.lowest,
+                              s.ratios / n,        s.highest,   s.kl / n,    std,         0.0 - s.deltas / n};
   if (!p.per_sample) p.loss[0] = static_cast<float>((p.kl ? s.loss + p.kl_coef * s.kl : s.loss) / p.denominator);
-  for (int k = 0; k < 8; ++k) p.metrics[k] = static_cast<float>(metrics[k]);
+  for (int k = 0; k < 10; ++k) p.metrics[k] = static_cast<float>(metrics[k]);
 }
 
 // ---------------------------------------------------------------- advantages, one group

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from prefgrpo.kernels.layernorm_modulate import launch_grad, rows_of
+from prefgrpo.kernels.layernorm_modulate import ROWS, launch_grad, rows_of
 from prefgrpo.kernels.noise import FLAGS
 from prefgrpo.kernels.sde_step import load_fp32, store_rounded
 
@@ -31,9 +31,9 @@ def residual_kernel(
 @triton.jit(do_not_specialize=["tokens"])
 def residual_grad_kernel(
     y_ptr, gate_ptr, g_ptr, dy_ptr, partial_ptr, tokens, y_batch, y_token, gate_batch, g_batch, g_token,
-    C: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, VECTORS: tl.constexpr,
+    DY: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, VECTORS: tl.constexpr,
 ):  # fmt: skip
-    """dy of ROWS tokens of one sample; VECTORS: also their sum of the gradient of the gate."""
+    """DY: dy of ROWS tokens of one sample; VECTORS: their sum of the gradient of the gate."""
     b, first = rows_of(tokens, ROWS)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = c < C
@@ -41,7 +41,8 @@ def residual_grad_kernel(
     d_gate = tl.zeros((BLOCK,), tl.float32)
     for s in range(first, tl.minimum(first + ROWS, tokens)):
         g = load_fp32(g_ptr + b * g_batch + s * g_token + c, mask)
-        store_rounded(dy_ptr + (b * tokens + s) * C + c, gate * g, mask)
+        if DY:
+            store_rounded(dy_ptr + (b * tokens + s) * C + c, gate * g, mask)
         if VECTORS:
             d_gate += g * load_fp32(y_ptr + b * y_batch + s * y_token + c, mask)
     if VECTORS:
@@ -58,9 +59,10 @@ def gated_residual(x, y, gate, out):
 
 
 def gated_residual_grad(y, gate, g, dy, d_gate):
-    """dy [B, S, C] and, unless it is None, the gradient of the gate [B, C], for which y is read."""
+    """dy [B, S, C] and the gradient of the gate [B, C], for which y is read; each unless it is None."""
     y = g if y is None else y
     strides = (*y.stride()[:2], gate.stride(0), *g.stride()[:2])
     columns = triton.cdiv(g.shape[2], BLOCK)
-    options = {"C": g.shape[2], "BLOCK": BLOCK, "num_warps": 2}
-    launch_grad(residual_grad_kernel, columns, (y, gate, g, dy), strides, (d_gate,), **options)
+    options = {"DY": dy is not None, "C": g.shape[2], "BLOCK": BLOCK, "num_warps": 2}
+    tensors = (y, gate, g, g if dy is None else dy)
+    launch_grad(residual_grad_kernel, columns, ROWS, tensors, strides, (d_gate,), **options)

@@ -2,7 +2,7 @@
 
 Invariants: as in sde_step.py, 16-bit values are fp32 from load to store, nothing is contracted, and kernels are not
 autotuned, so that a result depends on a token alone: not on the batch, nor on whether a gradient is wanted. The
-gradients of shift and scale are sums of ROWS tokens each, added in a fixed order.
+gradients of shift and scale are sums of a fixed number of tokens each, added in a fixed order.
 """
 
 import torch
@@ -14,6 +14,9 @@ from prefgrpo.kernels.sde_step import load_fp32, store_rounded
 
 ROWS = 32
 """Tokens of one partial sum."""
+FEWER_ROWS = 16
+"""The same where a program has whole tokens, of which few fit on a GPU: FLUX's 2 × 4,608 are 48 in a row on an H100's
+264 places, not 64."""
 
 
 @triton.jit
@@ -93,12 +96,12 @@ def layernorm_modulate(x, shift, scale, eps, y):
     )  # fmt: skip
 
 
-def launch_grad(kernel, columns, tensors, strides, vectors, **options):
+def launch_grad(kernel, columns, rows, tensors, strides, vectors, **options):
     """Run a gradient's kernel over the tokens of tensors[-1] [B, S, C], in programs of C / columns channels, and add up
-    the partial sums of the gradients of vectors [B, C], unless they are None."""
+    the partial sums, over `rows` tokens each, of the gradients of vectors [B, C], unless they are None."""
     batch, tokens, channels = tensors[-1].shape
     wanted = any(out is not None for out in vectors)
-    rows = ROWS if wanted else 1
+    rows = rows if wanted else 1
     chunks = triton.cdiv(tokens, rows)
     sizes = (batch, chunks, len(vectors), channels) if wanted else 1
     partial = tensors[-1].new_empty(sizes, dtype=torch.float32)
@@ -113,7 +116,8 @@ def launch_grad(kernel, columns, tensors, strides, vectors, **options):
 def layernorm_modulate_grad(x, scale, g, eps, dx, d_shift, d_scale):
     """dx [B, S, C] and, unless they are None, the gradients of shift and scale [B, C]."""
     vectors = (d_shift, d_scale)
-    registers = None if d_shift is None and d_scale is None else 128
     strides = (*x.stride()[:2], scale.stride(0), *g.stride()[:2], eps)
-    options = {"maxnreg": registers, **blocks_of(x.shape[2])}
-    launch_grad(modulate_grad_kernel, 1, (x, scale, g, dx), strides, vectors, **options)
+    options = blocks_of(x.shape[2])
+    if (d_shift is not None or d_scale is not None) and not torch.version.hip:  # an option of Triton for NVIDIA only
+        options["maxnreg"] = 128
+    launch_grad(modulate_grad_kernel, 1, FEWER_ROWS, (x, scale, g, dx), strides, vectors, **options)

@@ -92,14 +92,18 @@ def counter_noise(
 
 
 @triton.jit
+def chunk_of(program, dim, BLOCK: tl.constexpr):
+    """(sample, first element in it) of a program, int64; dim is at least 1."""
+    chunks = (dim - 1) // BLOCK + 1  # dim + BLOCK − 1 may be above int32
+    i = program // chunks  # int32 up to 2³¹ elements: a short division
+    return i.to(tl.int64), (program - i * chunks).to(tl.int64) * BLOCK
+
+
+@triton.jit
 def place(dim, BLOCK: tl.constexpr):
     """(sample, first element in it, element numbers, which of them exist) of this program; all but the last int64."""
-    chunks = tl.cdiv(dim, BLOCK)
-    program = tl.program_id(0)  # int32, as is chunks up to 2³¹ elements: a short division
-    i = program // chunks
-    start = (program - i * chunks).to(tl.int64) * BLOCK
+    i, start = chunk_of(tl.program_id(0), dim, BLOCK)
     k = start + tl.arange(0, BLOCK)
-    i = i.to(tl.int64)
     return i, start, i * dim + k, k < dim
 
 

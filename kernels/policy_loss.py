@@ -19,6 +19,9 @@ def policy_kernel(
     zero = tl.zeros((BLOCK,), tl.float64)
     losses = zero
     squares = zero
+    deltas = zero
+    shifts = zero
+    spreads = zero
     ratios = zero
     kls = zero
     aboves = zero
@@ -51,7 +54,11 @@ def policy_kernel(
         tl.store(d_logp_ptr + i, (tl.where(clipped, 0.0, term) / norm).to(tl.float32), mask=keep)
         losses += tl.where(keep, term, 0.0)
         squares += tl.where(keep, delta * delta, 0.0)
+        deltas += tl.where(keep, delta, 0.0)
         ratios += tl.where(keep, ratio, 0.0)
+        shift = tl.where(keep, ratio - 1.0, 0.0)  # near 1 a variance of ratios would cancel
+        shifts += shift
+        spreads += shift * shift
         aboves += tl.where(keep & above, 1.0, 0.0)
         belows += tl.where(keep & below, 1.0, 0.0)
         lowest = tl.minimum(lowest, tl.where(keep, ratio, float("inf")))
@@ -74,6 +81,11 @@ def policy_kernel(
     tl.store(metrics_ptr + 5, mean.to(tl.float32))
     tl.store(metrics_ptr + 6, tl.where(bad, float("nan"), tl.max(highest, axis=0)).to(tl.float32))
     tl.store(metrics_ptr + 7, (kl / count).to(tl.float32))
+    shift = tl.sum(shifts, axis=0)
+    spread = (tl.sum(spreads, axis=0) - shift * shift / count) / tl.maximum(count - 1.0, 1.0)
+    std = tl.sqrt(tl.where(spread < 0.0, 0.0, spread))
+    tl.store(metrics_ptr + 8, tl.where(batch > 1, std, float("nan")).to(tl.float32))
+    tl.store(metrics_ptr + 9, (0.0 - tl.sum(deltas, axis=0) / count).to(tl.float32))
 
 
 def policy_loss(

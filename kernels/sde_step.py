@@ -4,8 +4,9 @@
 
 One program handles BLOCK elements of one sample; a second kernel adds the partial sums in a fixed order. Invariants:
 16-bit values become fp32 right after the load and are rounded only by `store_rounded`, also in the interpreter; every
-launch disables floating-point contraction, so that a·x + b·v rounds as in C++ and in torch. Kernels are not autotuned:
-autotuning would synchronise, and could give a step and its replay different orders of summation.
+launch disables floating-point contraction, so that a·x + b·v rounds as in C++ and in torch; a sum's order depends on D
+and the dtypes alone, not on where tensors begin in memory. Kernels are not autotuned: autotuning would synchronise, and
+could give a step and its replay different orders of summation.
 """
 
 import torch
@@ -189,6 +190,14 @@ def _rows(coef, rows, index):
     return {"coef_ptr": coef, "index_ptr": _or(index, coef), "rows": rows, "HAS_INDEX": index is not None}
 
 
+def _aligned(t, dim):
+    """`t`, copied if it does not begin on 16 bytes: a thread would read fewer elements, and add them in another order.
+
+    Without that, where `dim` is no multiple of 16, every tensor is read by single elements.
+    """
+    return t if t is None or dim % 16 or t.data_ptr() % 16 == 0 else t.clone()
+
+
 def _finish(partial, batch, dim, size, logp, kl, log_ratio, **table):
     chunks = triton.cdiv(dim, BLOCK)
     finish_kernel[(batch,)](
@@ -202,6 +211,10 @@ def sde_step(*, batch, dim, size, x, v, coef, rows, index, y, eps, mean, logp, k
     table = _rows(coef, rows, index)
     programs = batch * triton.cdiv(dim, BLOCK)
     kind = 2 if sample is not None else int(eps is not None)
+    if kind:
+        x = _aligned(x, dim)
+        v = _aligned(v, dim)
+        eps = _aligned(eps, dim)
     partial = torch.empty(programs, dtype=torch.float32, device=x.device) if kind else logp
     step_kernel[(programs,)](
         x, v, _or(eps, x), y, _or(mean, y), logp, partial_ptr=partial, dim=dim, NOISE=kind, MEAN=mean is not None,
@@ -215,6 +228,7 @@ def sde_logp(*, batch, dim, size, x, v, coef, rows, index, y, v_ref, v_old, logp
     """A replay."""
     table = _rows(coef, rows, index)
     programs = batch * triton.cdiv(dim, BLOCK)
+    x, v, y, v_ref, v_old = (_aligned(t, dim) for t in (x, v, y, v_ref, v_old))
     partial = torch.empty(3 * programs, dtype=torch.float32, device=x.device)
     logp_kernel[(programs,)](
         x, v, y, _or(v_ref, v), _or(v_old, v), partial_ptr=partial, dim=dim, partial_stride=programs,

@@ -8,7 +8,8 @@ from prefgrpo.kernels.noise import FLAGS
 
 @triton.jit
 def winrate_kernel(
-    wins_ptr, counts_ptr, rate_ptr, advantage_ptr, group, eps, ddof, USE_STD: tl.constexpr, BLOCK: tl.constexpr
+    wins_ptr, counts_ptr, rate_ptr, advantage_ptr, group, eps: tl.float64, ddof,
+    USE_STD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Win rates and advantages of one prompt, [G] each, from its wins and counts [G, G]; one program per prompt."""
     p = tl.program_id(0).to(tl.int64)

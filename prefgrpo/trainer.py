@@ -10,7 +10,6 @@ Invariant: every decision (skip, stop, checkpoint) follows from gathered numbers
 from __future__ import annotations
 
 import atexit
-import errno
 import inspect
 import os
 import shutil
@@ -24,13 +23,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from prefgrpo.config.loading import differences, load, recipe_values, to_dict
+from prefgrpo.config.loading import load, recipe_values, to_dict
 from prefgrpo.config.recipe import ConfigError, UserError, merge, to_yaml
 from prefgrpo.config.schema import Config
 from prefgrpo.data.atomic import write_atomic, write_folder
 from prefgrpo.data.prompts import prompt_sets
-from prefgrpo.models.attention import without_cudnn
+from prefgrpo.models.attention import attention_of_a_run
 from prefgrpo.objectives import objective
 from prefgrpo.objectives.base import Targets
 from prefgrpo.parallel import world as parallel
@@ -42,23 +42,26 @@ from prefgrpo.rewards.scorer import StepScores
 from prefgrpo.rollout.batch import Batch, update_of
 from prefgrpo.rollout.batches import Rollouts
 from prefgrpo.rollout.embeddings import Embeddings, run_entries
-from prefgrpo.run import checkpoint
+from prefgrpo.run import checkpoint, ending
 from prefgrpo.run.arguments import Prompts, RewardLike, run_config
 from prefgrpo.run.checkpoint import CheckpointError, Checkpoints
-from prefgrpo.run.checks import check_same_run, config_errors
-from prefgrpo.run.ending import ENDS_A_RUN, Diverged, Interrupt, Result, TrainingStopped
+from prefgrpo.run.checks import check_busy, check_same_run, config_errors
+from prefgrpo.run.ending import ENDS_A_RUN, Diverged, Interrupt, Interrupted, Result, TrainingStopped
 from prefgrpo.run.evaluate import Evaluator, eval_sets
 from prefgrpo.run.flops import Throughput
-from prefgrpo.run.groups import pictures, save_groups
+from prefgrpo.run.groups import show_groups
 from prefgrpo.run.inputs import check_goes_on, fingerprints, keep_inputs, own_inputs
 from prefgrpo.run.judging import Rewards, evaluation_scorer, training_scorer
-from prefgrpo.run.loading import open_collector, open_model, open_prompts, open_schedules
+from prefgrpo.run.loading import garbage_frozen, open_collector, open_model, open_prompts, open_schedules
 from prefgrpo.run.log import Clock, Log
-from prefgrpo.run.metrics import on_policy_note, over_ranks, pixel_distances, policy_metrics, skipped_note
-from prefgrpo.run.notes import peak_memory, prompt_warnings, start_notes
+from prefgrpo.run.metrics import on_policy_note, pixel_distances, policy_metrics, skipped_note
+from prefgrpo.run.notes import change_notes, peak_memory, prompt_notes, start_notes
+from prefgrpo.run.policy import learning_rate
+from prefgrpo.run.reference import Reference
 from prefgrpo.run.run_folder import RunFolder
 from prefgrpo.run.targets import StepTargets
 from prefgrpo.run.trackers import open_trackers
+from prefgrpo.run.writer import Writer
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,7 @@ class Trainer:
         steps: int | None = None,
         lora_rank: int | None = None,
         resume: bool = False,
+        allow_idle: bool = False,
         on_step: Callable[[int, dict[str, float]], object] | None = None,
         on_evaluation: Callable[[int, str, dict[str, float]], object] | None = None,
         on_save: Callable[[Path], object] | None = None,
@@ -94,7 +98,8 @@ class Trainer:
         from its model_index.json; or a whole configuration. train_prompts: a file or a list. eval_prompts: a file or a
         list, or the share of train_prompts that is held out. rewards: one, several, or {reward: weight}. steps:
         training steps. lora_rank: 0 trains all weights. resume: continue the run of this name, as always after a
-        restart by torchrun. sections: any other value of a recipe: name="run", rollout={"height": 512, "width": 512}.
+        restart by torchrun. allow_idle: train even if more than half of the GPUs would idle. sections: any other
+        value of a recipe: name="run", rollout={"height": 512, "width": 512}.
 
         on_step(step, metrics), on_evaluation(step, set name, metrics) and on_save(checkpoint folder, when it is
         written) are called on rank 0; an exception in one of them ends the run.
@@ -121,11 +126,12 @@ class Trainer:
         self._given = self.config
         """The configuration as it is written to the run folder."""
         with python_rewards(self._objects), ExitStack() as opened:
-            opened.enter_context(without_cudnn())
+            opened.enter_context(attention_of_a_run())
             self.config = own_inputs(self._given, self.folder)
             if problems := config_errors(self.config):
                 raise ConfigError(problems)
             self.world = parallel.join(self.config)
+            check_busy(self.config, self.world, allow_idle)
             resume = resume or self.world.any(parallel.restart_count() > 0)
             lock = self.world.on_main(partial(checkpoint.claim, self.folder, resume), CheckpointError)
             if lock is not None:
@@ -134,6 +140,7 @@ class Trainer:
                 check_same_run(self._given, self.folder)
             self._open(opened, resume)
             self._start_folder(resume)
+            opened.enter_context(garbage_frozen())
             self._opened = opened.pop_all()
 
     @classmethod
@@ -158,10 +165,8 @@ class Trainer:
         self.scorer = training_scorer(config, trained, self.folder.judgements_of(world.rank), world)
         opened.callback(self.scorer.cancel)
         measuring = rewards.build("eval.rewards", config.measured, held_out) if sets else {}
-        self.inputs = (
-            world.on_main(partial(fingerprints, config, prompts, sets, self._given.train.lora_from), UserError) or {}
-        )
-        self.inputs |= rewards.served
+        made_from = partial(fingerprints, config, prompts, sets, self._given.train.lora_from)
+        self.inputs = (world.on_main(made_from, UserError) or {}) | rewards.served
         """On rank 0, what the run is made from → its fingerprint."""
         changed: list[str] = []
         if resume and world.any(world.main and self.folder.latest() is not None):
@@ -175,23 +180,19 @@ class Trainer:
         self.rollouts = Rollouts(config, self.adapter, embeddings, schedules, prompts, world)
         self.collector = open_collector(config, self.objective, self.adapter, self.policy, world)
         self.throughput = Throughput(config, self.adapter, world)
+        self.reference = Reference(config, self.collector, self.scorer, self.throughput, world)
+        self.writer = Writer()
         self.evaluators: dict[str, Evaluator] = {}
         for eval_set in eval_sets(config, sets):
             parts = (self.adapter, schedules, embeddings, evaluation_scorer(config, measuring), world, self.folder)
-            self.evaluators[eval_set.name] = Evaluator(eval_set, config.eval_sampling, *parts)
-        self.checkpoints = Checkpoints(self.folder, world, config.checkpoint.keep)
-        self.interrupt = Interrupt()
+            self.evaluators[eval_set.name] = Evaluator(eval_set, config.eval_sampling, *parts, self.writer)
+        self.checkpoints = Checkpoints(self.folder, world, config.checkpoint.keep, not config.rollout.staleness)
+        self.interrupt = Interrupt(self.world)
         opened.callback(self.interrupt.restore)
         counts = {name: len(set(evaluator.eval_set.group)) for name, evaluator in self.evaluators.items()}
-        self.notes = [
-            *changed,
-            *start_notes(config, world, self.collector, self.policy, len(prompts), counts),
-            *rewards.notes,
-        ]
-        self.notes += prompt_warnings(config, prompts, held_out)
-        if config.data.cache:
-            state = f"{absent} entries are encoded now" if absent else "complete, no text encoder was loaded"
-            self.notes.append(f"embeddings in {config.data.cache}: {state}")
+        of_run = start_notes(config, world, self.collector, self.policy, len(prompts), counts)
+        of_prompts = prompt_notes(config, prompts, held_out, absent)
+        self.notes = [*changed, *of_run, *rewards.notes, *of_prompts]
 
     def _changes(self) -> list[str]:
         """On rank 0: what changed since the newest checkpoint. Raises CheckpointError if the run cannot go on."""
@@ -210,12 +211,13 @@ class Trainer:
             meta = checkpoint.read(newest, self.policy.state_dict(), world)
             self.policy.updates = meta["updates"]
             self.start = meta["step"]
+            self.checkpoints.last = self.start
             for evaluator in self.evaluators.values() if self.start else ():
                 evaluator.start(resumed=True)
             self.notes.append(f"resumed from {newest}")
-            changed = differences(load(folder.config), self._given) if world.main and folder.config.is_file() else {}
-            self.notes += [f"changed since: {field} {before} → {now}" for field, (before, now) in changed.items()]
-            if changed:
+            before = load(folder.config) if world.main and folder.config.is_file() else self._given
+            if changed := change_notes(before, self._given, self.start):
+                self.notes += changed
                 shutil.copyfile(folder.config, folder.old_config(self.start))
         elif resume:
             self.notes.append(f"no checkpoint in {folder.root} yet; starting from step 0")
@@ -228,7 +230,7 @@ class Trainer:
                 truncate_log(log, self.start)
         world.barrier()
         trackers = open_trackers(config, folder, self.start) if world.main else ()
-        self.log = Log(folder, config.train.steps, self.start, trackers=trackers, active=world.main)
+        self.log = Log(folder, config.train.steps, self.start, trackers=trackers, writer=self.writer, active=world.main)
         self.targets = StepTargets(config, self.scorer.rewards, world, self.log)
 
     # ---- the loop ---------------------------------------------------------------------------------------------------
@@ -244,6 +246,7 @@ class Trainer:
             try:
                 self._run()
             except TrainingStopped:
+                self.writer.close()  # the report shows its pictures
                 if self.world.main:
                     self.interrupt.install()  # torchrun sends SIGTERM as soon as another process has ended
                     with suppress(OSError):  # a full disk
@@ -284,20 +287,15 @@ class Trainer:
                 if c.eval.every and done % c.eval.every == 0 and "dev" in self.evaluators:
                     self._evaluate(done, "dev")
                 self._saved()
-                interrupted = self.world.any(self.interrupt.seen)
-                if done % c.checkpoint.every == 0 or interrupted:
-                    self._save(done)
+                flags = self.world.all_gather_object((self.interrupt.seen, self.checkpoints.overdue))
+                interrupted = any(seen for seen, _ in flags)
+                if done % c.checkpoint.every == 0 or flags[0][1] or interrupted:  # overdue by the clock of rank 0
+                    self._save(done, wait=interrupted)
                 if interrupted:
-                    self._saved(wait=True)
-                    raise TrainingStopped(f"interrupted after step {done}; continue with the same command and --resume")
+                    raise ending.stopped_by_signal(f"after step {done}")
             self._finish(done)
         except (CheckpointError, OSError) as error:
-            if isinstance(error, OSError) and error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
-            cause = f"disk full after step {done}" if isinstance(error, OSError) else f"step {done}"
-            newest = self.folder.latest()
-            where = f"from {newest}" if newest else "from the start, as there is no checkpoint yet"
-            raise TrainingStopped(f"{cause}: {error}\nFree disk space, then continue {where} with --resume") from error
+            raise ending.cannot_write(error, done, self.folder.latest()) from error
 
     def step(self, step: int, clock: Clock) -> dict[str, float]:
         """Training step number `step` (from 0): metrics over all ranks."""
@@ -307,18 +305,19 @@ class Trainer:
             ahead = c.rollout.staleness and (step + 1) % c.checkpoint.every and step + 1 < c.train.steps
             self._ahead = self.generate(step + 1, ahead=True) if ahead else None
         stale = self.policy.updates - rollout.updates
+        with clock.phase("update"):
+            batches = self.reference.add_while_judged(rollout.batches)
         with clock.phase("judge_wait"):
             scores, distances = self.score(step)
-        targets, metrics = self.targets.compute(step + 1, scores)
+        targets, metrics = self.targets.compute(step + 1, scores, distances)
         with clock.phase("update"):
-            metrics |= self.update(step, rollout.batches, targets)
+            metrics |= self.update(step, batches, targets)
             self.policy.update_old(self.objective.old_decay(step))
         if c.rollout.staleness:
             metrics["policy/staleness"] = float(stale)
         if stale:
             metrics.pop("policy/on_policy_error", None)
-        metrics["diversity/pixels"] = distances
-        return metrics | over_ranks(scores.metrics, self.world)
+        return metrics
 
     def generate(self, step: int, ahead: bool = False) -> StepRollout:
         """Generate a step's samples with the current policy, passing each to the scorer as soon as it is decoded.
@@ -329,8 +328,8 @@ class Trainer:
         weights = self.policy.use_weights(self.policy.old if self.objective.sampled_by_old else {})
         with weights, self.log.bar("rollout", "sample", self.rollouts.count(step)) as bar:
             self.scorer.begin(step, self.rollouts.groups(step), ahead)
-            with self.throughput.counting("generated", self.rollouts.count(step)):
-                for batch in self.rollouts(step, self.scorer.add):
+            with self.throughput.counting("rollout", self.rollouts.count(step)):
+                for batch in self.rollouts(step, self.scorer.add, self.interrupt.check):
                     batches.append(batch)
                     bar.update(len(batch.places))
             finite = [batch.latents.isfinite().all() for batch in batches]
@@ -338,22 +337,14 @@ class Trainer:
                 raise Diverged("the policy produces latents that are not finite (NaN or infinite)")
         return StepRollout(batches, self.policy.updates)
 
-    def score(self, step: int) -> tuple[StepScores, float]:
-        """(scores of the groups of this rank, mean distance of the images within a group over all ranks).
-
-        Stores a few judged groups for the report, and shows some to the trackers: of the first and the last step, and
-        of those with an evaluation.
-        """
+    def score(self, step: int) -> tuple[StepScores, NDArray[np.float64]]:
+        """(scores of this rank's groups, mean distance between the images of each); shows a few groups."""
         streamed = sum(reward.streams for reward in self.scorer.rewards.values()) * len(self.rollouts.groups(step))
         with self.log.bar("judging", "group", streamed) as bar:
             distances = pixel_distances(self.scorer.generated().values())  # while the judge answers
             scores = self.scorer.finish(bar.update)
-        in_report = step + 1 in (1, self.config.train.steps) or (step + 1) % (self.config.eval.every or 50) == 0
-        if self.world.main and in_report:
-            save_groups(self.folder.group(step + 1), scores)
-            self.log.show(step + 1, partial(pictures, scores))
-        everywhere = self.world.gather_slots(distances, self.config.rollout.prompts_per_step)
-        return scores, float(everywhere.mean())
+        show_groups(self.config, step + 1, scores, self.log)
+        return scores, distances
 
     def update(self, step: int, batches: list[Batch], targets: Targets) -> dict[str, float]:
         """The step's optimiser updates, each on its own samples; updates without any signal are skipped on all ranks.
@@ -371,13 +362,15 @@ class Trainer:
         samples = Counter(update_of(self.config, place) for place in places)
         trained = {update_of(self.config, place) for place in places if mask[place]}
         counted = self.objective.samples_per_group(r.group_size) / r.group_size
-        left = self.rollouts.training_batches(step, batches, mask)
-        with self.throughput.counting("trained", sum(len(batch.places) for batch in left if not batch.padding)):
+        left = self.reference.add(self.rollouts.training_batches(step, batches, mask))
+        with self.throughput.counting("update", sum(len(batch.places) for batch in left if not batch.padding)):
             for update in sorted(trained):
+                if not norms or self.checkpoints.last == step:  # else this step's updates would be lost
+                    self.interrupt.check()
                 its_batches = [batch for batch in left if batch.update == update]
                 table += self.collector.accumulate(its_batches, on_device, samples[update] * counted)
                 steps += [step.index for batch in its_batches if not batch.padding for step in batch.steps]
-                norm = self.policy.update(self.world)
+                norm = self.policy.update(self.world, step * self.config.train.updates_per_rollout + update)
                 if norm is not None:
                     norms.append(norm)
         measured = {"grad_norm": float(np.mean(norms))} if norms else {}
@@ -385,7 +378,7 @@ class Trainer:
             policy_metrics(table, self.world, self.collector.metrics, steps)
             | measured
             | {
-                "lr": self.policy.optimizer.param_groups[0]["lr"],
+                "lr": learning_rate(self.config.train, (step + 1) * self.config.train.updates_per_rollout - 1),
                 "samples_trained": float(mask.sum()),
                 "updates": float(len(trained)),
                 "updates_skipped": float(len(trained) - len(norms)),
@@ -398,12 +391,16 @@ class Trainer:
         updates = self.policy.updates
         try:
             yield
+        except Interrupted as error:
+            self._saved(wait=True)
+            if self.policy.updates == updates:  # else it began with a checkpoint, which `on_save` may have moved away
+                self._save(step, wait=True)
+            raise ending.stopped_by_signal(f"in step {step + 1}, which will be repeated") from error
         except ENDS_A_RUN as error:
             self.policy.optimizer.zero_grad()
             self._saved(wait=True)
             if self.policy.updates == updates and not isinstance(error, Diverged):
-                advice = f"Checkpoint saved to {self._save(step)}. Fix the cause, then rerun with --resume."
-                self._saved(wait=True)
+                advice = f"Checkpoint saved to {self._save(step, wait=True)}. Fix the cause, then rerun with --resume."
             else:
                 newest = self.folder.latest()
                 advice = f"the newest checkpoint is {newest}" if newest else "there is no checkpoint yet"
@@ -414,6 +411,7 @@ class Trainer:
 
     def _report(self, step: int, metrics: dict[str, float], clock: Clock) -> None:
         """Write the metrics row and the summary line of a finished step."""
+        self.writer.check()
         r = self.config.rollout
         trained = int(metrics["samples_trained"])
         speed = self.throughput.metrics(r.prompts_per_step * r.group_size, trained, sum(clock.seconds.values()))
@@ -444,12 +442,16 @@ class Trainer:
         if self.on_evaluation and self.world.main:
             self.on_evaluation(step, name, self.evaluation)
 
-    def _save(self, done: int) -> Path:
-        """Start to write the checkpoint after `done` steps; training goes on meanwhile."""
+    def _save(self, done: int, wait: bool = False) -> Path:
+        """Start writing the checkpoint after `done` steps; wait: until it is complete."""
         self._saved(wait=True)
+        for evaluator in self.evaluators.values():
+            evaluator.wait_stored()
         meta = {"updates": self.policy.updates, "inputs": self.inputs}
         lora = self._write_lora if self.config.train.lora_rank else None
         self.checkpoints.save(done, self.policy.state_dict(), meta, lora)
+        if wait:
+            self._saved(wait=True)
         return self.folder.checkpoint(done)
 
     def _saved(self, wait: bool = False) -> None:
@@ -460,15 +462,15 @@ class Trainer:
 
     def _finish(self, done: int) -> None:
         """Final evaluation, checkpoint and export."""
-        c = self.config
         self._ahead = None
         self.scorer.cancel()
         for name in self.evaluators:
-            if name == "test" or (c.eval.every and done % c.eval.every):
+            if name == "test" or (self.config.eval.every and done % self.config.eval.every):
                 self._evaluate(done, name)
         self._save(done)
         self._export()
         self._saved(wait=True)
+        self.writer.wait()
         if self.world.main:
             self.log.say(f"finished after {done} steps; the result is in {self.folder.root}")
         self.world.barrier()

@@ -19,11 +19,11 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = {"ops": ROOT / "prefgrpo" / "ops", "sde": ROOT / "prefgrpo" / "sde", "kernels": ROOT / "kernels"}
 VERSION = 1
 """Version of the hub's kernel; increase it when a function's arguments change."""
-INIT = '''"""prefgrpo.ops, fused ops of RL training for flow models; `rules` and `schedule` are of prefgrpo.sde."""
+INIT = '''"""prefgrpo.ops, fused ops of RL for flow models; `rows`, `rules` and `schedule` are of prefgrpo.sde."""
 
 from .ops import *
 from .ops import __all__
-from .sde import rules, schedule
+from .sde import rows, rules, schedule
 '''
 
 

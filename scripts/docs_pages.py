@@ -251,7 +251,8 @@ def ops() -> str:
     """The public ops, and the functions that make schedules for them."""
     names = sorted(import_module("prefgrpo.ops").__all__, key=lambda name: not name.islower())
     public = [f"prefgrpo.ops.{name}" for name in names]
-    rules = [f"prefgrpo.sde.{name}" for name in ("schedule.make_schedule", "schedule.shifted_sigmas", "rules.sde_row")]
+    of_steps = ("schedule.make_schedule", "schedule.shifted_sigmas", "rules.sde_row", "rows.sde_rows")
+    rules = [f"prefgrpo.sde.{name}" for name in of_steps]
     return docstrings("Ops", "`from prefgrpo import ops`; [how they are used](../ops.md).", *public, *rules)()
 
 

@@ -1,9 +1,15 @@
 #!/usr/bin/env bash
-# Checks prefgrpo on a GPU machine: builds the extension for the installed GPU, then runs these parts, about 8 minutes:
+# Checks prefgrpo on a GPU machine: builds the extension for the installed GPU, then runs these parts, about 15 minutes:
 #   tests     the ops' tests;
 #   memcheck  compute-sanitizer on every kernel, CUDA and Triton: memcheck, racecheck and initcheck;
 #   bench     the ops' benchmarks: benchmarks/results/cuda.json, docs/benchmarks.md;
 #   families  every model family, tiny, in bf16, LoRA and all weights, stopped and resumed (benchmarks/trials.py);
+#   fused     blocks of FLUX.1, Qwen-Image and Wan 14B at their true sizes: diffusers' own and fused;
+#   fp8       the same blocks with fp8_base, and its products alone;
+#   attention FlashAttention-2 beside 3 and 4, where their packages are installed;
+#   recompute a recomputed block of Wan 14B, without and with attention's output kept;
+#   traffic   GELU beside attention and with its LoRA, and what these replace;
+#   ulysses   the copies of an attention of eight processes (these six: benchmarks/levers.py, each at most 2 minutes);
 #   train     FLUX.1-dev at its true size with random weights; an 80 GB GPU;
 #   peers     Pref-GRPO's own training step beside ours, if PREFGRPO_PEERS names a folder with its checkout.
 # Every part prints its results as they come; one that fails does not stop the next. Without a GPU nothing is checked: one
@@ -26,7 +32,7 @@ PREFGRPO_CUDA_ARCHS=${PREFGRPO_CUDA_ARCHS:-$arch} "$PYTHON" setup.py -q build_ex
 
 part_tests() {
   timeout 180 "$PYTHON" -m pytest -q -o addopts= -p no:cacheprovider -k "not cuda_kernels_do_not_spill" \
-    tests/test_{gpu,sde_step,policy_loss,noise,ops_advantage,block_ops,compile,csrc}.py
+    tests/test_{gpu,sde_step,policy_loss,noise,ops_advantage,block_ops,low_rank_gelu,quantise_rows,compile,csrc}.py
 }
 
 sanitize() {  # TOOL BACKEND
@@ -54,13 +60,19 @@ part_memcheck() {
   return $failed
 }
 
-part_bench() { timeout 180 "$PYTHON" -m benchmarks --device cuda; }
+part_bench() { timeout 180 "$PYTHON" -m benchmarks --device cuda --write; }
 part_families() { timeout 180 "$PYTHON" -m benchmarks.trials families; }
+part_fused() { timeout 120 "$PYTHON" -m benchmarks.levers fused; }
+part_fp8() { timeout 120 "$PYTHON" -m benchmarks.levers fp8; }
+part_attention() { timeout 120 "$PYTHON" -m benchmarks.levers attention; }
+part_recompute() { timeout 120 "$PYTHON" -m benchmarks.levers recompute; }
+part_traffic() { timeout 120 "$PYTHON" -m benchmarks.levers traffic; }
+part_ulysses() { timeout 120 "$PYTHON" -m benchmarks.levers ulysses; }
 part_train() { timeout 180 "$PYTHON" -m benchmarks.trials train; }
 part_peers() { timeout 180 "$PYTHON" -m benchmarks.trials peers; }
 
 failed=()
-[[ $# -gt 0 ]] || set -- tests memcheck bench families train peers
+[[ $# -gt 0 ]] || set -- tests memcheck bench families fused fp8 attention recompute traffic ulysses train peers
 for part in "$@"; do
   echo "== $part"
   "part_$part" || failed+=("$part")

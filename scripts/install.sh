@@ -18,6 +18,12 @@ if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
     "$python" -m venv "$venv" || fail "could not create $venv (on Debian and Ubuntu, install the package python3-venv first)"
 fi
 
+# The demos run on CPUs: nvcc would spend half a minute and more on kernels that they do not use.
+if [[ $extra == train && -z ${PREFGRPO_CUDA:-} ]] && command -v nvcc >/dev/null && ! nvidia-smi -L >/dev/null 2>&1; then
+    say "no GPU here: leaving out the CUDA kernels (PREFGRPO_CUDA=1 builds them; \`pip install -e .\` does it later)"
+    export PREFGRPO_CUDA=0
+fi
+
 say "installing prefgrpo[$extra] into $venv"
 log=$venv/install.log
 started=$SECONDS

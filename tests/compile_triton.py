@@ -1,8 +1,10 @@
-"""Compiles Triton's kernels to cubins without a GPU and prints one JSON line each: stack, wide accesses, sum layouts.
+"""Compiles Triton's kernels to cubins without a GPU and prints one JSON line each: stack, wide accesses, sum layouts,
+types of scalars.
 
 The ops themselves are called, with a driver that names a GPU; each launch compiles its kernel instead of running it.
-Run as a script, in a process without TRITON_INTERPRET: python tests/compile_triton.py ARCH few|all|table; table prints
-the kernels of transformer blocks at FLUX's widths as Markdown (docs/benchmarks.md).
+Run as a script, in a process without TRITON_INTERPRET: python tests/compile_triton.py ARCH few|all|small|layouts|table;
+small: the ops over samples; layouts: latents that begin anywhere in memory; table prints the kernels of transformer
+blocks at FLUX's widths as Markdown (docs/benchmarks.md).
 """
 
 import itertools
@@ -34,6 +36,10 @@ from prefgrpo.ops import (
     sde_step,
     winrate_advantage,
 )
+from prefgrpo.ops.low_rank_gelu import low_rank_gelu
+from prefgrpo.ops.quantise_rows import FP8, dequantise_rows, quantise_rows
+from prefgrpo.sde.rows import sde_rows
+from prefgrpo.sde.rules import RULES
 
 ARCH = int(sys.argv[1])
 FEW = sys.argv[2] == "few"
@@ -42,7 +48,7 @@ DTYPES = [(F32, BF16, F32), (F32, F32, F32), (BF16, BF16, BF16), (F32, F32, BF16
 """Of x, v and x': what the ops pass on."""
 NUMBERS = {"round": (16, 4096), "odd": (3, 4097), "one": (1, 1)}
 """(B, D): sizes divisible by 16 or not, and 1, get code of their own."""
-FIXED = ("NOISE", "GRAD", "ACROSS", "PER_PAIR", "INTERLEAVED", "QUERIES")
+FIXED = ("NOISE", "GRAD", "ACROSS", "PER_PAIR", "INTERLEAVED", "QUERIES", "GROUP", "H")
 seen = set()
 lines: list[dict] = []
 
@@ -56,6 +62,9 @@ def compile_instead(kernel: JITFunction, about: dict, *args: object, **options: 
     ptx = compiled.asm["ptx"]
     named = dict(zip(kernel.arg_names, args, strict=False)) | options
     line = about | {"kernel": kernel.fn.__name__.removesuffix("_kernel"), "arch": ARCH} | inspect(compiled.asm["cubin"])
+    scalars = {name: kind for name, kind in compiled.src.signature.items() if isinstance(named.get(name), int | float)}
+    line["scalars"] = {name: kind for name, kind in scalars.items() if kind != "constexpr"}
+    line["floats"] = [name for name in line["scalars"] if isinstance(named[name], float)]
     line["fixed"] = {name: named[name] for name in FIXED if name in named}
     line["wide"] = [len(re.findall(rf"{op}\.global[.\w]*\.v4", ptx)) for op in ("ld", "st")]
     line["global"] = [len(re.findall(rf"\b{op}\.global", ptx)) for op in ("ld", "st")]
@@ -116,10 +125,29 @@ def small(batch: int, dim: int) -> None:
         philox_normal(seed, ids, ids, dim, offset=4 * (seed % 7))
     for group, std in itertools.product((2, 24, 64), ("group", "none")):
         winrate_advantage(torch.zeros(batch, group, group), torch.zeros(batch, group, group), std=std)
+    for rule, ends in itertools.product(RULES, (0.5, column)):
+        sde_rows(rule, column, column, ends, ends, ends)
     for old, weight, kl in itertools.product((None, column), repeat=3):
         reduction = "mean" if weight is None else "none"
         for epsilon in (0.1, 2.0):
             policy_loss(column, old, column, epsilon_low=epsilon, weight=weight, kl=kl, reduction=reduction)
+
+
+def layouts() -> None:
+    """Steps and replays of latents of which each one in turn, all or none begin off a multiple of 16 bytes."""
+    names = ("x", "v", "y", "eps", "v_ref", "v_old")
+    for numbers, dtypes in (("round", DTYPES[0]), ("round", DTYPES[2]), ("odd", DTYPES[0])):
+        batch, dim = NUMBERS[numbers]
+        about = {"numbers": numbers, "dtypes": [str(d) for d in dtypes]}
+        JITFunction.__getitem__ = lambda kernel, grid, about=about: partial(compile_instead, kernel, about)
+        kinds = dict(zip(names, (*dtypes, F32, dtypes[1], dtypes[1]), strict=True))
+        coef = torch.zeros(batch, 5)
+        for off in ((), *((name,) for name in names if numbers == "round"), names):
+            size = batch * dim
+            i = {n: torch.zeros(size + 16, dtype=d)[(n in off) :][:size].view(batch, dim) for n, d in kinds.items()}
+            sde_step(i["x"], i["v"], coef, noise=i["eps"], out_dtype=dtypes[2])
+            sde_logp(i["x"], i["v"], i["y"], coef)
+            sde_logp(i["x"], i["v"], i["y"], coef, v_ref=i["v_ref"], v_old=i["v_old"])
 
 
 WIDTHS = {"FLUX": (24, 128), "SD3.5": (38, 64), "Wan 14B": (40, 128), "odd": (3, 22)}
@@ -139,14 +167,25 @@ def blocks(model: str, dtype: torch.dtype, vector_dtype: torch.dtype, about: dic
         vectors = torch.zeros(2, 6 * channels, dtype=vector_dtype).requires_grad_(trained).chunk(6, 1)
         out = layernorm_modulate(q, *vectors[:2]), gated_residual(q, y, vectors[2])
         torch.autograd.backward(out, [torch.zeros_like(t) for t in out])
+        low = [torch.zeros(*shape, dtype=dtype) for shape in ((64, 64), (channels, 64))]
+        for factors in (low, (None, None)):
+            y = low_rank_gelu(x[0, :, :channels].contiguous(), *factors)
+            y.backward(torch.zeros_like(y))
+        if not trained and ARCH >= 89:  # older ones have no numbers in fp8
+            for width in (channels, 8 * channels if model == "FLUX" else 4 * channels):  # FLUX.2's widest input
+                quantise_rows(torch.zeros(64, width, dtype=dtype))
+        if not trained:
+            dequantise_rows(torch.zeros(64, 4 * channels).to(FP8), torch.zeros(64, 1), dtype)
         kinds = (
             itertools.product((False, True), (-1, -2)) if model == "FLUX" and dtype == vector_dtype else [(False, -1)]
         )
-        for (per_pair, last), width in itertools.product(kinds, (dim, channels)):
+        for (per_pair, last), width, groups in itertools.product(kinds, (dim, channels), (1, 8)):
+            if groups > 1 and (heads % groups or per_pair or last == -2):  # Ulysses 8, of FLUX and Wan
+                continue
             weight = torch.zeros(width, dtype=dtype).requires_grad_(trained)
             table = torch.zeros(64, dim // 2 if per_pair else dim)
             heads_of = (t.unflatten(2, (heads, dim)) for t in (q, k))
-            out = qk_norm_rope(*heads_of, weight, weight, table, table, use_real_unbind_dim=last)
+            out = qk_norm_rope(*heads_of, weight, weight, table, table, use_real_unbind_dim=last, groups=groups)
             torch.autograd.backward(out, [torch.zeros_like(t) for t in out])
 
 
@@ -158,10 +197,12 @@ def table() -> None:
         fixed = k["fixed"]
         if fixed.get("PER_PAIR") or not fixed.get("INTERLEAVED", True) or not fixed.get("QUERIES", True):
             continue
+        if fixed.get("GROUP") != fixed.get("H"):
+            continue
         name = {"modulate": "layernorm_modulate", "residual": "gated_residual", "qk": "qk_norm_rope"}
-        kernel, _, is_gradient = k["kernel"].partition("_")
-        text = name[kernel] + (", over all heads" if fixed.get("ACROSS") else "")
-        text += ", backward" if is_gradient or fixed.get("GRAD") else ""
+        kernel = k["kernel"].removesuffix("_grad")
+        text = name.get(kernel, kernel) + (", over all heads" if fixed.get("ACROSS") else "")
+        text += ", backward" if kernel != k["kernel"] or fixed.get("GRAD") else ""
         wide = k["wide"]
         every = k["global"]
         cells = text, k["what"], k["reg"], k["stack"], wide[0], every[0] - wide[0], wide[1], every[1] - wide[1]
@@ -174,8 +215,14 @@ def main() -> None:
     get = {"get_current_device": lambda: 0, "get_current_stream": lambda _: 0, "get_current_target": lambda: target}
     driver.set_active(SimpleNamespace(**get))
     _backend._select = lambda device, choice: "triton"
+    if sys.argv[2] == "layouts":
+        return layouts()
     about: dict = {}
     JITFunction.__getitem__ = lambda kernel, grid: partial(compile_instead, kernel, about)
+    if sys.argv[2] == "small":
+        about |= {"numbers": "round", "dtypes": []}
+        small(*NUMBERS["round"])
+        return
     for model, dtypes in itertools.product(WIDTHS, VECTORS):
         if (model, dtypes) != ("FLUX", VECTORS[0]) and sys.argv[2] != "all":
             continue

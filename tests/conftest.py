@@ -1,11 +1,12 @@
 """The environment of every test: one thread, no network beyond this machine, Triton's interpreter if there is no GPU.
 
-It is set before torch, triton or the hub client is imported, and child processes inherit it.
+It is set before torch, triton or the hub client is imported, and child processes inherit it, signals too.
 """
 
 import atexit
 import os
 import shutil
+import signal
 import socket
 import tempfile
 import warnings
@@ -35,6 +36,10 @@ from prefgrpo.judge.template import shipped_templates
 hypothesis.settings.register_profile("fixed", deadline=None, derandomize=True)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 torch.set_num_threads(1)
+
+for _signal in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM):
+    if signal.getsignal(_signal) is signal.SIG_IGN:  # under `nohup … &` and some CI runners; child processes inherit it
+        signal.signal(_signal, signal.default_int_handler if _signal == signal.SIGINT else signal.SIG_DFL)
 
 atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 _YES_NO = "Begin with Yes or No. Theme: {prompt}"

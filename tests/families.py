@@ -79,10 +79,23 @@ class Case:
 
     def pipe(self, path):
         """The stock pipeline loaded from a folder."""
-        return getattr(diffusers, self.stock or models.family(self.family).pipeline).from_pretrained(path)
+        return stock_pipe(self.stock or models.family(self.family).pipeline, path)
 
     def __str__(self):
-        return f"{self.family}{'-edit' if self.edit else ''}{'' if self.guidance > 1 else '-unguided'}"
+        edit = f"-edit{self.sources if self.sources > 1 and self.family == 'flux3' else ''}" if self.edit else ""
+        return f"{self.family}{edit}{'' if self.guidance > 1 else '-unguided'}"
+
+
+def stock_pipe(name, path, **options):
+    """The stock pipeline of a class loaded from a folder; FLUX.3's without the block that rewrites prompts."""
+    kind = getattr(diffusers, name)
+    if not issubclass(kind, diffusers.ModularPipeline):
+        return kind.from_pretrained(path, **options)
+    blocks = getattr(diffusers, kind.default_blocks_name)()
+    blocks.sub_blocks.pop("prompt_upsampler")
+    pipe = blocks.init_pipeline(str(path))
+    pipe.load_components(**options)
+    return pipe
 
 
 def _case(family, scale, length=32, *, frames=0, second=0.0, name="guidance_scale", same_edit=False, also=(), **more):
@@ -106,6 +119,7 @@ CASES = [
     _case("qwen_image_edit", 4.0, 512, same_edit=True, **QWEN),
     _case("qwen_image_edit_plus", 4.0, 512, same_edit=True, sources=2, **QWEN),
     Case("qwen_image_21", {"true_cfg_scale": 4.0, "negative_prompt": [" "] * 2}, 4.0, 320, dynamic=True, alone=True),
+    _case("krea2", 4.5, 256, dynamic=True, off=0.0),
     _case("z_image", 3.0, 128, dynamic=True, off=0.0, alone=True),
     _case("hunyuan_video", 6.0, 448, frames=5, alone=True),
     Case(
@@ -126,6 +140,9 @@ CASES = [
     _case("flux2", 4.0, 512, dynamic=True, same_edit=True),
     _case("flux2_klein", 4.0, 64, dynamic=True),
     _case("flux2_klein", 4.0, 64, dynamic=True, same_edit=True),
+    _case("flux3", 3.5, 160),
+    _case("flux3", 3.5, 160, same_edit=True),
+    _case("flux3", 3.5, 160, same_edit=True, sources=2),
 ]
 
 
@@ -241,6 +258,11 @@ def stock_image(pipe, case, x0, size, steps, prompts=PROMPTS):
         sound = x0[:, count:] * pipe.audio_vae.latents_std + pipe.audio_vae.latents_mean
         x0, call["audio_latents"] = x0[:, :count], sound
     call = {key: value[: len(prompts)] if isinstance(value, list) else value for key, value in call.items()}
+    if isinstance(pipe, diffusers.ModularPipeline):  # a prompt per call
+        images = [one_or_list(case.images(number, size)) for number in range(len(prompts))]
+        options = [{"image": own} if case.edit else {} for own in images]
+        each = zip(prompts, x0[:, None], options, strict=True)
+        return torch.cat([pipe(prompt=p, latents=x, output="images", **own, **call) for p, x, own in each])
     if case.alone:
         one = {key: value[:1] if isinstance(value, list) else value for key, value in call.items()}
         each = [pipe(prompt=[p], latents=x, **one)[0] for p, x in zip(prompts, x0[:, None], strict=True)]
@@ -261,10 +283,12 @@ def on_white(images):
 
 
 def configure_pipe(pipe, call):
-    """Set HunyuanVideo-1.5 options that are no call arguments on the pipeline; its VAE decodes clips one by one."""
+    """Set what is no call argument on the pipeline: the guider, and of HunyuanVideo-1.5 the length of texts; its VAE
+    decodes clips one by one."""
     if hasattr(pipe, "guider"):
-        pipe.vae.enable_slicing()
         pipe.guider = pipe.guider.new(guidance_scale=call.pop("guidance_scale"))
+    if "tokenizer_max_length" in call:
+        pipe.vae.enable_slicing()
         pipe.tokenizer_max_length = call.pop("tokenizer_max_length")
 
 

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import peers
-import pytest
 import sde_formulas
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
@@ -55,6 +54,17 @@ class FactoryScheduler(FlowMatchEulerDiscreteScheduler):
 
     def get_noise_level_for_sigma(self, sigma):
         return torch.tensor([self.get_noise_levels()[(self.sigmas == s).nonzero()[0, 0]] for s in sigma.reshape(-1)])
+
+
+class FactoryUniPC(UniPCMultistepScheduler):
+    """Likewise for Wan, with int64 timesteps."""
+
+    is_eval = False
+    dynamics_type = "Flow-SDE"
+
+    def __init__(self):
+        super().__init__(use_flow_sigmas=True, prediction_type="flow_prediction", flow_shift=3.0)
+        self.set_timesteps(T)
 
 
 @dataclass
@@ -139,10 +149,12 @@ def verl_case(sde_type, eta, normalizer=True):
         mean, s, std = formula(x, v, *sigmas, *rest)
         return mean, s, {"std": std, "sqrt_dt": (sigmas[0] - sigmas[1]).sqrt().flatten()}
 
+    file = "verl_omni/pipelines/schedulers/flow_match_sde.py"
+    name = "FlowMatchSDEDiscreteScheduler"
     score = square if sde_type == "cps" else sde_formulas.gaussian if normalizer else without_normalizer
     return Case(
         f"verl_omni {sde_type} {eta}{'' if normalizer else ' without c'}", scheduler.sigmas, call, law,
-        lambda patch: pytest.skip("beside the peer's: test_integrations_verl_omni.py"),
+        lambda patch: getattr(peers.file_module("verl_omni", file, "verl_sde", patch), name).sample_previous_step,
         verl_omni.sample_previous_step, score,
     )  # fmt: skip
 
@@ -250,3 +262,49 @@ CASES = [
     *(pref_case(kind, dtype) for kind in ("flow", "dance") for dtype in (F32, BF16)),
     *(factory_case(dynamics, dtype) for dynamics in flow_factory.DYNAMICS for dtype in (F32, BF16)),
 ]
+
+FACTORY_CALLS = {
+    "a timestep": lambda t, x: ((t[2], x), {}),
+    "timesteps, two without noise": lambda t, x: ((t[[2, 3, 9]], x), {}),
+    "a number": lambda t, x: ((float(t[2]), x), {}),
+    "a step number": lambda t, x: ((2, x), {}),
+    "σ and σ'": lambda t, x: ((t[2], x), {"timestep_next": t[3], "noise_level": 0.4}),
+    "σ and σ' each": lambda t, x: (
+        (t[:3], x),
+        {"timestep_next": t[1:4], "noise_level": torch.tensor([0.4, 0.0, 0.9])},
+    ),
+    "some fields": lambda t, x: (
+        (t[0], x),
+        {"dynamics_type": "CPS", "compute_log_prob": False, "return_kwargs": ["next_latents", "log_prob"]},
+    ),
+    "σ_max": lambda t, x: ((t[0], x), {"sigma_max": 0.97}),
+    "any t to 0": lambda t, x: (
+        (torch.tensor([613.0, 250.5, 77.0]), x),
+        {"timestep_next": torch.zeros(3), "noise_level": 0.6},
+    ),
+    "any t, the velocity alone": lambda t, x: (
+        (torch.tensor([613.0, 250.5, 77.0]), x),
+        {
+            "timestep_next": torch.zeros(3),
+            "noise_level": 0.0,
+            "compute_log_prob": False,
+            "return_kwargs": ["noise_pred"],
+        },
+    ),
+    "the last step of a replay": lambda t, x: (
+        (t[-1], x),
+        {"timestep_next": torch.tensor(0), "noise_level": 0.6, "next_latents": x, "return_kwargs": ["log_prob", "dt"]},
+    ),
+    "its reference": lambda t, x: (
+        (t[4], x),
+        {
+            "timestep_next": t[5],
+            "noise_level": 0.6,
+            "next_latents": x,
+            "compute_log_prob": False,
+            "return_kwargs": ["next_latents_mean"],
+        },
+    ),
+    "scored": lambda t, x: ((t[2], x), {"next_latents": x, "return_kwargs": ["log_prob", "std_dev_t"]}),
+}
+"""Ways to call Flow-Factory's step: (timesteps, x) → (arguments after noise_pred, options)."""

@@ -31,11 +31,12 @@ import numpy as np
 from aiohttp import web
 from PIL import Image
 
-from prefgrpo.judge.http import LoopThread
+from prefgrpo.judge.event_loop import LoopThread
 
 MODEL = "bright-judge"
 STATUSES = {"400": "At most 1 image(s) may be provided in one prompt.", "403": "not for you", "404": "no such path",
-            "500": "engine trouble", "503": "overloaded", "504": "no answer from behind"}  # fmt: skip
+            "500": "engine trouble", "501": "not implemented", "503": "overloaded",
+            "504": "no answer from behind"}  # fmt: skip
 
 
 class JudgeServer:
@@ -44,6 +45,10 @@ class JudgeServer:
     model = MODEL
     listing = ""
     version = "0.32.0+cpu"
+    tokenizer: dict[str, Any] | None = None
+    """What /tokenizer_info tells; None: there is no such path."""
+    trims = False
+    """Whether the chat template cuts white space from the end of a message, as Qwen3.5's does."""
     key = ""
     answer: Callable[[list[float], str], str | dict[str, float]] | None = None
     """(brightness of each image, all text of the request) -> text of the answer, or {first token: probability}."""
@@ -77,6 +82,8 @@ class JudgeServer:
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/health", self._health)
         app.router.add_get("/version", self._version)
+        app.router.add_get("/tokenizer_info", self._tokenizer_info)
+        app.router.add_post("/tokenize", self._tokenize)
         app.router.add_post("/v1/chat/completions", self._chat)
         self.add_routes(app)
         await self._listen(app)
@@ -104,6 +111,19 @@ class JudgeServer:
 
     async def _version(self, _: web.Request) -> web.Response:
         return web.json_response({"version": self.version}) if self.vllm else _error(404, "no such path")
+
+    async def _tokenizer_info(self, _: web.Request) -> web.Response:
+        return _error(404, "no such path") if self.tokenizer is None else web.json_response(self.tokenizer)
+
+    def prompt(self, body: dict[str, Any]) -> str:
+        """A conversation's text up to the answer."""
+        turns = [turn["content"] if isinstance(turn["content"], str) else text_of(body) for turn in body["messages"]]
+        return "\n".join(turn.strip() if self.trims else turn for turn in turns)
+
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        if not self.vllm:
+            return _error(404, "no such path")
+        return web.json_response({"tokens": [ord(letter) for letter in self.prompt(await request.json())]})
 
     async def _health(self, _: web.Request) -> web.Response:
         self.checks += 1
@@ -141,13 +161,31 @@ class JudgeServer:
             bright = [self._brightness(n, p) for n, p in enumerate(images(body))]
         except KeyError as miss:
             return _error(400, f"Cache miss for image at index {miss.args[0]} but data is not provided.")
+        if not bright:
+            return web.json_response(self._says(0.0) | {"usage": {"prompt_tokens": len(self.prompt(body))}})
         if self.answer is not None:
             return web.json_response(reply(self.answer(bright, text_of(body))) | {"model": self.model})
         bright = bright[len(bright) % 2 :]  # an edit's source comes first
         half = len(bright) // 2  # a clip is several images
         gap = 8.0 * float(np.mean(bright[:half]) - np.mean(bright[half:]))
         gap = -gap if "plain black" in text_of(body) else gap
+        if body["messages"][-1]["role"] == "assistant" and not self.prompt(body).endswith(
+            body["messages"][-1]["content"]
+        ):
+            return web.json_response(self._after_space(body, gap))
         return web.json_response(self._says(gap))
+
+    def _after_space(self, body: dict[str, Any], gap: float) -> dict[str, Any]:
+        """An answer where the space before the label was cut: nonsense, unless it is the second token."""
+        wrong = self._says(-gap)
+        longest = body.get("max_completion_tokens", body.get("max_tokens"))
+        allowed = "".join(map(chr, body.get("allowed_token_ids", ())))
+        if allowed in (" ", "\n"):
+            tokens = wrong["choices"][0]["logprobs"]["content"]
+            top = [{"token": allowed, "logprob": -18.0}, *tokens[0]["top_logprobs"]]
+            tokens[0] |= {"token": allowed, "top_logprobs": top}
+            tokens += self._says(gap)["choices"][0]["logprobs"]["content"][: longest - 1]
+        return wrong
 
     def _says(self, gap: float, tokens: tuple[str, str] = ("1", "2")) -> dict[str, Any]:
         return completion(gap, tokens) | {"model": self.model}
@@ -308,7 +346,8 @@ def _zipped(text: bytes, mib: int) -> bytes:
 
 def images(body: dict[str, Any]) -> list[dict[str, Any]]:
     """Image parts of a chat request."""
-    return [p for p in body["messages"][0]["content"] if p["type"] == "image_url"]
+    content = body["messages"][0]["content"]
+    return [] if isinstance(content, str) else [p for p in content if p["type"] == "image_url"]
 
 
 def text_of(body: dict[str, Any]) -> str:

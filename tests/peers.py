@@ -1,6 +1,7 @@
 """Locates checkouts of the peers for tests that run their real code: PREFGRPO_PEERS=folder, with one folder per peer.
 
-None of their code is in this repository. docs/ops.md lists the commits that we compared with.
+None of their code is in this repository. Without a checkout, or in another version, a comparison is skipped; in the
+version that we compared with (COMMITS, which docs/ops.md names) one that cannot be made fails.
 """
 
 import ast
@@ -9,6 +10,7 @@ import importlib.util
 import inspect
 import math
 import os
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -25,7 +27,21 @@ FOLDERS = {
     "paco": "PaCo-RL/PaCo-GRPO",
     "geneval2": "GenEval2",
     "imgedit": "ImgEdit",
+    "unirl": "UniRL",
+    "mix_grpo": "MixGRPO",
 }
+COMMITS = {
+    "flow_grpo": "9745241",
+    "dance_grpo": "15cc71d",
+    "pref_grpo": "3e787f6",
+    "flow_factory": "a0b2bc5",
+    "verl_omni": "a1139ba",
+    "unirl": "1a7b501",
+    "mix_grpo": "e5cdd6a",
+}
+"""Of the codebases whose functions docs/ops.md replaces."""
+OURS = {"out_dtype", "want_mean"}
+"""Parameters that our functions have beside the peer's."""
 
 
 def folder(codebase):
@@ -56,13 +72,17 @@ def module(codebase, name, monkeypatch):
 
 
 def other_version(codebase, what):
-    """Skip the test: the checkout is not the version that we compared with."""
+    """Skip the test: the checkout is not the version that we compared with. If it is, fail."""
+    command = ["git", "-C", str(folder(codebase)), "rev-parse", "HEAD"]
+    head = subprocess.run(command, capture_output=True, text=True).stdout
+    if codebase in COMMITS and head.startswith(COMMITS[codebase]):
+        pytest.fail(f"{codebase} is at {COMMITS[codebase]}, which is to be compared with, and {what}")
     pytest.skip(f"another version of {codebase}: it {what}; docs/ops.md names the commit")
 
 
 def same_parameters(codebase, theirs, ours):
     """Skip unless the peer's function takes all parameters of its documented version, which ours replicates."""
-    lacking = inspect.signature(ours).parameters.keys() - inspect.signature(theirs).parameters.keys()
+    lacking = inspect.signature(ours).parameters.keys() - inspect.signature(theirs).parameters.keys() - OURS
     if lacking:
         other_version(codebase, f"calls {theirs.__name__} without {', '.join(sorted(lacking))}")
 

@@ -20,7 +20,7 @@ import numpy as np
 from aiohttp import web
 from judge_server import JudgeServer, free_port, until
 
-from prefgrpo.judge.http import LoopThread
+from prefgrpo.judge.event_loop import LoopThread
 from prefgrpo.rewards.base import PointwiseReward, Sample, Score
 from prefgrpo.rewards.remote import CONTENT_TYPE
 from prefgrpo.rewards.serve import RewardServer, read_sample

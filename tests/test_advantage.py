@@ -17,7 +17,7 @@ import numpy as np
 import peers
 import pytest
 import torch
-from tiny_run import collect
+from tiny_run import collect, computed
 
 from prefgrpo.config.loading import from_dict
 from prefgrpo.config.recipe import ConfigError
@@ -213,7 +213,7 @@ def test_a_sample_without_a_combined_value_is_missing_for_the_objective_too(trai
     collect(one, 0)
     scores = one.scorer.finish()
     scores.values["jpeg_compressibility"][:] = [[1.0, -2.0, 3.0, 4.0], [5.0, 6.0, 7.0, 8.0]]
-    found, metrics = one.targets.compute(1, scores)
+    found, metrics = computed(one, scores)
     assert found.known.flatten().tolist() == [True, False, *[True] * 6] and found.advantage[0, 1] == 0
     assert metrics["reward/missing"] == 1 / 8
 
@@ -259,7 +259,7 @@ def test_a_run_takes_the_parts_of_its_rewards(trainer):
     one = trainer(rewards=spec, advantage=advantage, eval={"every": 0})
     collect(one, 0)
     scores = one.scorer.finish()
-    found = one.targets.compute(1, scores)[0].advantage
+    found = computed(one, scores)[0].advantage
     table = np.array([[[s.parts[p] for s in group] for group in scores.scores[spec]] for p in "ab"])
     each = (table - table.mean(-1, keepdims=True)) / (table.std(-1, ddof=1, keepdims=True) + 1e-4)
     blend = 0.25 * each[0] + 0.75 * each[1]
@@ -290,7 +290,7 @@ def test_advantages_of_win_rates_alone_come_from_the_comparisons(trainer, entry,
     values = np.stack([scores.values[name].flatten() for name in one.targets.weights], axis=1)
     want, _ = advantages(values, one.targets.weights, 4, one.config.advantage)
     with mock.patch("prefgrpo.run.targets.winrate_advantage", wraps=winrate_advantage) as used:
-        found, *_, known = one.targets.compute(1, scores)[0]
+        found, *_, known = computed(one, scores)[0]
     assert used.called == fused and known.flatten().tolist() == [True, False, *[True] * 6]
     assert found[0, 1] == 0 and found.abs().max() > 0.01
     assert torch.allclose(found.cpu(), want.cpu(), rtol=1e-4, atol=1e-6)

@@ -6,11 +6,13 @@ sample sent to another rank must reach its group.
 """
 
 import os
+import threading
 from collections import Counter
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from tiny_run import ranks, recipe, settings, stored, world
@@ -19,7 +21,8 @@ from prefgrpo.config.loading import from_dict
 from prefgrpo.parallel.world import World
 from prefgrpo.rewards.base import PointwiseReward, Score
 from prefgrpo.rollout import render
-from prefgrpo.rollout.batch import assign_batches, update_of
+from prefgrpo.rollout.batch import BatchPlan, assign_batches, update_of
+from prefgrpo.rollout.exchange import media_exchange
 from prefgrpo.rollout.replay import TrajectoryCollector
 from prefgrpo.run.checks import batch_errors
 from prefgrpo.run.log import Clock
@@ -102,9 +105,9 @@ def run_cells() -> None:
         def count(*_, seen=seen):
             seen["forwards"] += 1
 
-        def compute(step, scores, seen=seen, compute=loop.targets.compute):
+        def compute(step, scores, distances, seen=seen, compute=loop.targets.compute):
             seen["groups"] = scores.samples
-            return compute(step, scores)
+            return compute(step, scores, distances)
 
         loop.targets.compute = compute
         World.sum_gradients, TrajectoryCollector.accumulate = sum_gradients, accumulate
@@ -183,6 +186,24 @@ def test_several_processes_make_and_train_what_one_does(place, alone, size):
                 assert max(counts) - min(counts) <= 1, (cell, update, counts)
         if cell == "equal forwards":
             assert len({p["forwards"] for p in seen}) == 1 and any(not w for p in seen for *_, w in p["batches"])
+
+
+def test_samples_are_taken_on_the_gpu_of_the_process(monkeypatch):
+    """The thread that waits for pixels: a new one starts with GPU 0, and waiting there makes a context on it."""
+    own = threading.local()
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: setattr(own, "gpu", device))
+    gpu = torch.device("cuda", 3)
+    waited = []
+
+    def pixels():
+        waited.append(getattr(own, "gpu", None))
+        return np.zeros((2, 2, 3), np.uint8)
+
+    plan = [BatchPlan(0, 0, ((0, 0), (0, 1)), 0)]
+    with media_exchange(World(0, 1, gpu), plan, (2, 2, 3), lambda place, image: None) as put:
+        for place in plan[0].places:
+            put(place, pixels)
+    assert waited == [gpu, gpu]
 
 
 def fail_on_rank_0() -> None:

@@ -5,9 +5,9 @@ injected into a backend, and the start of a run must detect it; a correct backen
 same results on the run's own model.
 """
 
+import inspect
 import logging
 import os
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from types import SimpleNamespace
@@ -30,15 +30,26 @@ from families import (
     tiered,
 )
 from tiny_run import ALONE, all_end, opened, ranks
+from torch.nn.attention import (
+    SDPBackend,
+    _fa4,
+    _registry,
+    activate_flash_attention_impl,
+    current_flash_attention_impl,
+    list_flash_attention_impls,
+    restore_flash_attention_impl,
+    sdpa_kernel,
+)
 
+from prefgrpo.commands.generate import Source
 from prefgrpo.config.loading import from_dict
 from prefgrpo.config.recipe import ConfigError
 from prefgrpo.config.schema import Attention
 from prefgrpo.models import MODELS
 from prefgrpo.models import attention as kernels
 from prefgrpo.models import family as model_family
-from prefgrpo.models.attention import LIMIT, Case, check, errors, without_cudnn
-from prefgrpo.parallel.attention import SPLITTING, backends, cases, set_backend
+from prefgrpo.models.attention import FLASH, LIMIT, Case, attention_of_a_run, check, errors
+from prefgrpo.parallel.attention import SPLITTING, backend, backends, cases, set_backend
 from prefgrpo.parallel.world import Layout, join
 from prefgrpo.rollout.replay import replay
 from prefgrpo.rollout.rollout import rollout
@@ -130,6 +141,7 @@ ONE_SIDED = {
     "rollout's tokens": lambda q, k, v, gradient: q.shape[1] == LATENT + TEXT,
     "evaluation's tokens": lambda q, k, v, gradient: q.shape[1] == 2 * LATENT + TEXT,
     "sliced inputs": lambda q, k, v, gradient: not v.is_contiguous(),
+    "tokens first": lambda q, k, v, gradient: v.stride(1) > v.stride(0),
     "the last head alone": lambda q, k, v, gradient: q.shape[2] > 1 and bool(gradient[0, 0, -1].any()),
     "no fault": lambda q, k, v, gradient: False,
 }
@@ -148,7 +160,9 @@ def test_a_fault_of_one_layout_or_size_is_seen_also_in_native(monkeypatch, fault
     monkeypatch.setitem(_AttentionBackendRegistry._backends, AttentionBackendName.NATIVE, faulty)
     settings = config(rollout={"height": 32, "width": 64, "batch_size": 2}, eval={"height": 64, "width": 64})
     adapter = opened(settings)  # on a CPU without a check
-    on_cpu = mock.patch("prefgrpo.parallel.attention.check", lambda name, case, dtype, _: check(name, case, dtype, CPU))
+    on_cpu = mock.patch(
+        "prefgrpo.parallel.attention.check", lambda name, case, dtype, _, given: check(name, case, dtype, CPU, given)
+    )
     with on_cpu:
         if fault == "no fault":
             set_backend(adapter, settings, Layout(), torch.device("cuda"))
@@ -199,7 +213,7 @@ def test_cudnn_is_forbidden_until_the_last_run_ends():
         one = ExitStack()
         other = ExitStack()
         for stack in (one, other):
-            stack.enter_context(without_cudnn())
+            stack.enter_context(attention_of_a_run())
             with ThreadPoolExecutor(1) as pool:
                 assert not allowed() and not pool.submit(allowed).result()
         one.close()
@@ -210,36 +224,232 @@ def test_cudnn_is_forbidden_until_the_last_run_ends():
     torch.backends.cuda.enable_cudnn_sdp(before)
 
 
-def test_an_xformers_of_another_torch_is_refused_in_one_line(monkeypatch):
-    """As its wheels are that were built for another torch: installed, but without their extension."""
-    built = "xFormers can't load C++/CUDA extensions. xFormers was built for:\n    PyTorch 2.10.0 (you have"
-    broken = RuntimeError(f"{built} 2.13.0)\n    Python 3.10\n  Please reinstall")
-    library = SimpleNamespace(_cpp_library_load_exception=broken)
-    monkeypatch.setitem(sys.modules, "xformers", SimpleNamespace(_cpp_lib=library))
-    monkeypatch.setitem(sys.modules, "xformers._cpp_lib", library)
-    with pytest.raises(ConfigError) as caught:
-        opened(config("xformers", dtype="bf16"))
-    reason = "can't load C++/CUDA extensions. xFormers was built for: PyTorch 2.10.0 (you have 2.13.0)"
-    assert caught.value.mistakes == [f"attention: xformers does not run here: xFormers {reason}"]
-    assert logging.getLogger("xformers").level == logging.ERROR, "its own warnings come at every start"
+BACKENDS = [
+    # attention, device, dtype, masks, what runs
+    ("native", "cuda", torch.bfloat16, False, "_native_flash"),
+    ("native", "cuda", torch.bfloat16, True, "native"),
+    ("native", "cuda", torch.float32, False, "native"),
+    ("native", "cpu", torch.bfloat16, False, "native"),
+    ("fa3", "cuda", torch.bfloat16, False, "_native_flash"),
+    ("fa4", "cuda", torch.bfloat16, False, "_native_flash"),
+    ("_native_math", "cuda", torch.bfloat16, True, "_native_math"),
+    ("_flash_3_hub", "cuda", torch.bfloat16, False, "_flash_3_hub"),
+]  # fmt: skip
 
 
-def test_ulysses_without_masks_saves_its_log_sum_exp():
-    """`native` would compute every forward again in the backward pass."""
-    settings = config(dtype="bf16")
+@pytest.mark.parametrize("name, device, dtype, masks, want", BACKENDS)
+def test_one_named_backend_for_device_dtype_and_masks(name, device, dtype, masks, want):
+    assert backend(name, torch.device(device), dtype, masks) == want
+
+
+def test_the_default_on_a_gpu_is_flash_attention_unless_blocks_mask():
+    """diffusers' native under Ulysses computes every forward again in the backward pass."""
     flash = AttentionBackendName._NATIVE_FLASH
     native = AttentionBackendName.NATIVE
     table = [
-        ("flux", "cuda", Layout(ulysses=2), flash), ("flux", "cuda", Layout(), native),
+        ("flux", "cuda", Layout(ulysses=2), flash), ("flux", "cuda", Layout(), flash),
         ("flux", "cpu", Layout(ulysses=2), native), ("qwen_image", "cuda", Layout(ulysses=2), native),
+        ("qwen_image", "cuda", Layout(), flash),
     ]  # fmt: skip
     for family, device, layout, want in table:
         adapter = load(case_of(family), encoders=False)
         adapter.dtype = torch.bfloat16
         with mock.patch("prefgrpo.parallel.attention.check") as checked:
-            set_backend(adapter, settings, layout, torch.device(device))
+            set_backend(adapter, config(dtype="bf16"), layout, torch.device(device))
         assert {block.attn.processor._attention_backend for block in adapter.blocks(adapter.transformer)} == {want}
         assert {call.args[0] for call in checked.call_args_list} == ({want.value} if device == "cuda" else set())
+
+
+# ---- FlashAttention-3 and 4 in torch's FlashAttention op
+GPU = torch.device("cuda")
+
+
+class Kernels:
+    """Stands for a package of kernels: registered in torch, it replaces FlashAttention's op on the CPU while active."""
+
+    def __init__(self, change=lambda q, k, v: (q, k, v)):
+        self.change = change
+        self.events = []
+        self.calls = 0
+        self.library = None
+
+    def register(self):
+        self.events.append("activated")
+        self.library = torch.library.Library("aten", "IMPL", "AutogradCPU")
+        self.library.impl("_scaled_dot_product_flash_attention_for_cpu", self.forward)
+        return self
+
+    def remove(self):
+        self.events.append("restored")
+        self.library._destroy()
+
+    def forward(self, q, k, v, dropout_p=0.0, is_causal=False, *, attn_mask=None, scale=None):
+        self.calls += 1
+        q, k, v = self.change(q, k, v)
+        out = (q @ k.mT * q.shape[-1] ** -0.5).softmax(-1) @ v
+        return out, out.new_zeros(out.shape[:-1], dtype=torch.float32)
+
+
+@pytest.fixture
+def in_torch(monkeypatch):
+    """Register kernels as torch's FA4; checks of the device that is called a GPU run on the CPU."""
+
+    def put(kernels, name="FA4"):
+        monkeypatch.setitem(_registry._FLASH_ATTENTION_IMPLS, name, kernels.register)
+        return kernels
+
+    def on_cpu(name, case, dtype, _, given=""):
+        check(name, case, dtype, CPU, given)
+
+    monkeypatch.setattr("prefgrpo.parallel.attention.check", on_cpu)
+    yield put
+    assert current_flash_attention_impl() is None and not kernels._runs
+
+
+def start(attention, **more):
+    """Set the backend of a new adapter as on a GPU, in bf16."""
+    values = {"dtype": "bf16", "rollout": {"height": 32, "width": 32, "batch_size": 2}} | more
+    adapter = load(case_of("flux"), dtype=torch.bfloat16, encoders=False)
+    set_backend(adapter, config(attention, **values), Layout(), GPU)
+    return {block.attn.processor._attention_backend.value for block in adapter.blocks(adapter.transformer)}
+
+
+@pytest.mark.parametrize("name", FLASH)
+def test_other_flash_kernels_run_in_torchs_op_until_the_run_ends(in_torch, name):
+    """They are active when the start checks them, in every thread, and gone after the run."""
+    fake = in_torch(Kernels(), FLASH[name])
+    q = torch.randn(1, 2, 8, 8, dtype=torch.bfloat16)
+    attend = torch.nn.functional.scaled_dot_product_attention
+    with attention_of_a_run():
+        assert start(name) == {"_native_flash"}
+        assert current_flash_attention_impl() == FLASH[name]
+        assert fake.calls >= 2, "the check of two layouts"
+        before = fake.calls
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION), ThreadPoolExecutor(1) as pool:
+            attend(q, q, q)
+            pool.submit(attend, q, q, q).result()
+        assert fake.calls == before + 2 and fake.events == ["activated"]
+        assert start(name) == {"_native_flash"} and fake.events == ["activated"], "a second model, as in evaluate"
+    assert fake.events == ["activated", "restored"]
+    before = fake.calls
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        attend(q, q, q)
+    assert fake.calls == before
+
+
+def test_a_denoiser_forbids_no_kernel_to_other_threads(in_torch):
+    """A reward's attention in fp32 on the scorer's thread, while a block is in FlashAttention."""
+    seen = []
+
+    class Watched(Kernels):
+        def forward(self, *args, **kwargs):
+            allowed = (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.mem_efficient_sdp_enabled)
+            with ThreadPoolExecutor(1) as pool:
+                seen.extend(pool.submit(ask).result() for ask in allowed)
+            return super().forward(*args, **kwargs)
+
+    fake = in_torch(Watched(), "FA4")
+    with attention_of_a_run():
+        assert start("fa4") == {"_native_flash"} and fake.calls >= 2
+    assert seen and all(seen)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_wrong_flash_kernels_end_the_start_and_are_restored(in_torch, fault):
+    fake = in_torch(Kernels(FAULTS[fault]))
+    wrong = r"attention: fa4 is wrong on batch 2, .*; expected another backend"
+    with pytest.raises(ConfigError, match=wrong), attention_of_a_run():
+        start("fa4")
+    assert fake.events == ["activated", "restored"]
+
+
+def test_kernels_that_fail_name_the_package(in_torch):
+    """FlashAttention-4 refuses sizes by assertions; a later one returns too many values (pytorch#190212)."""
+
+    def refuse(q, k, v):
+        raise AssertionError("head_dim must be between 8 and 256")
+
+    in_torch(Kernels(refuse))
+    with pytest.raises(ConfigError) as caught, attention_of_a_run():
+        start("fa4")
+    (message,) = caught.value.mistakes
+    assert message.startswith(
+        "attention: fa4 does not run here: head_dim must be between 8 and 256; expected flash-attn-4"
+    )
+
+
+@pytest.mark.parametrize("name, package", [("fa3", "flash_attn_3"), ("fa4", "pip install -e '.[fa4]'")])
+def test_a_missing_package_is_named(name, package):
+    """By torch's own registration, which imports the package."""
+    with pytest.raises(ConfigError) as caught, attention_of_a_run():
+        start(name)
+    (message,) = caught.value.mistakes
+    assert message.startswith(f"attention: {name} does not run here: No module named 'flash_attn")
+    assert package in message
+    assert current_flash_attention_impl() is None
+
+
+def test_they_are_for_gpus():
+    with pytest.raises(ConfigError, match="attention: fa4 is for GPUs, expected native on a cpu"):
+        opened(config("fa4", dtype="bf16"))
+
+
+def test_an_open_run_keeps_its_kernels(in_torch):
+    """Runs of one process share the op: a second one does not change what the first computes."""
+    fake = in_torch(Kernels())
+    in_torch(Kernels(), "FA3")
+    first = ExitStack()
+    second = ExitStack()
+    first.enter_context(attention_of_a_run())
+    start("fa4")
+    second.enter_context(attention_of_a_run())
+    start("fa4")
+    for other in ("native", "fa3"):
+        with pytest.raises(ConfigError, match=f"attention: an open run uses FA4, .* close it before {other} starts"):
+            start(other)
+    first.close()
+    assert current_flash_attention_impl() == "FA4", "the second run still computes with it"
+    with pytest.raises(KeyboardInterrupt), second:
+        raise KeyboardInterrupt
+    assert fake.events == ["activated", "restored"]
+
+
+def test_what_was_active_before_comes_back(in_torch):
+    mine = in_torch(Kernels(), "FA3")
+    theirs = in_torch(Kernels())
+    activate_flash_attention_impl("FA3")
+    try:
+        with attention_of_a_run():
+            start("native")
+            assert current_flash_attention_impl() == "FA3", "native is torch's own choice, whatever it is"
+            start("fa4")
+            assert current_flash_attention_impl() == "FA4"
+        assert current_flash_attention_impl() == "FA3"
+    finally:
+        restore_flash_attention_impl()
+    assert mine.events == ["activated", "restored"] * 2 and theirs.events == ["activated", "restored"]
+
+
+def test_torch_calls_the_package_that_is_pinned(monkeypatch, root):
+    """flash-attn-4 4.0.0b18 returns two values from its forward and three from its backward."""
+    assert 'fa4 = ["flash-attn-4==4.0.0b18", ' in (root / "pyproject.toml").read_text(encoding="utf-8")
+    t = torch.zeros(1, 4, 2, 8)
+    package = SimpleNamespace(
+        _flash_attn_fwd=lambda q, k, v, **_: (q + 1, t[..., 0]),
+        _flash_attn_bwd=lambda q, k, v, out, dout, lse, **_: (q + 1, q + 2, q + 3),
+    )
+    monkeypatch.setattr(_fa4, "_FA4_MODULE_PATH", "flash_attn.cute.interface")
+    monkeypatch.setattr(_fa4, "_fa4_import_module", lambda path: package)
+    for function, given in ((_fa4._fa4_run_forward, (t, t, t)), (_fa4._fa4_run_backward, (t,) * 6)):
+        names = list(inspect.signature(function).parameters)[len(given) :]
+        out = function(*given, **dict.fromkeys(names))
+        assert float(out[0].max()) == 1
+
+
+def test_every_torch_that_is_allowed_has_the_function(root):
+    """torch 2.11 to 2.14.1 have it with FA3 and FA4, and a way back; 2.10 has FA4 alone, without one."""
+    assert 'dependencies = ["torch>=2.11", ' in (root / "pyproject.toml").read_text(encoding="utf-8")
+    assert {"FA3", "FA4"} <= set(list_flash_attention_impls())
 
 
 def config(attention="native", **more):
@@ -263,6 +473,14 @@ def test_a_run_uses_it_everywhere_or_does_not_start(inject):
         opened(config(NAME))
 
 
+def test_a_base_model_generates_with_it_too():
+    """`generate` and `evaluate` of a model that is not trained had diffusers' default whatever was chosen."""
+    adapter = Source(config(NAME)).open(ALONE, encoders=False)
+    assert {b.attn.processor._attention_backend for b in adapter.blocks(adapter.transformer)} == {BACKEND}
+    with pytest.raises(ConfigError, match="attention: fa4 is for GPUs"):
+        Source(config("fa4", dtype="bf16")).open(ALONE, encoders=False)
+
+
 def test_backends_that_cannot_be():
     for family, parallel, expected in (
         ("sd3", {"ulysses": 2}, "1 and 1"),
@@ -270,11 +488,14 @@ def test_backends_that_cannot_be():
     ):
         (message,) = unsupported(config(parallel=parallel, family=family))
         assert f"{family} does not train under ring" in message and message.endswith(expected), message
-    for name, parallel in (("_native_math", {"ulysses": 2}), ("xformers", {"ulysses": 2}), ("native", {"ring": 2})):
+    for name, parallel in (("_native_math", {"ulysses": 2}), ("native", {"ring": 2})):
         (message,) = unsupported(config(name, parallel=parallel))
         assert message.startswith("attention: flux trains under ring ") and message.endswith(name), message
-    with pytest.raises(ConfigError, match=r"attention: flash does not run here: .*flash"):
-        opened(config("flash", dtype="bf16"))
+    for name in FLASH:  # they take no mask
+        (message,) = unsupported(config(name, parallel={"ulysses": 2}, family="qwen_image"))
+        assert message.endswith(f"with native, _flash_3_varlen_hub, got {name}")
+    with pytest.raises(ConfigError, match=r"attention: _flash_3_hub does not run here: "):
+        opened(config("_flash_3_hub", dtype="bf16"))
 
 
 def test_a_run_leaves_no_backend_behind():
@@ -306,11 +527,11 @@ def one_step(config, case, world):
     (step,) = rollout(adapter, schedule, condition, torch.tensor([5, 9]), sampling, seed=1).steps
     new = replay(adapter, schedule, condition, step, sampling)
     (new.logp * torch.tensor([1.0, -0.5])).sum().backward()
-    gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in adapter.trainable()}
+    trainable = [p for _, p in adapter.trainable()]
     if world.size > 1:
-        world.sum_gradients([p for _, p in adapter.trainable()])
-        gradients = {name: p.grad for name, p in adapter.trainable()}
-    return torch.cat([g.flatten() for g in gradients.values()]), float((new.logp - step.logp).abs().max())
+        world.sum_gradients(trainable)
+    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in trainable]
+    return torch.cat([g.flatten() for g in gradients]), float((new.logp - step.logp).detach().abs().max())
 
 
 def trains_with(case, layout, world, place, want):

@@ -5,7 +5,9 @@ gradients; diffusers' own modules, which the reference equals bit for bit; autog
 round once: a result in bf16 is within half a unit in the last place of the fp64 one, and closer to it than eager's.
 """
 
+import importlib
 import random
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +20,7 @@ from test_compile import Recorder
 from torch import Tensor
 
 from prefgrpo.ops import _backend, gated_residual, layernorm_modulate, qk_norm_rope
+from prefgrpo.ops._inputs import aligned, unit_stride
 
 BACKENDS = [name for name in HERE if name in ("triton", "torch")]
 each_backend = pytest.mark.parametrize("backend", BACKENDS)
@@ -291,6 +294,33 @@ def test_a_token_has_the_same_bits_anywhere(name, backend, mixture):
                 assert torch.equal(a[:1], b)
 
 
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=["fp32", "bf16"])
+@each_backend
+def test_groups_of_heads_are_another_layout(backend, dtype):
+    """Of results and their gradients, with the bits of the usual one; only torch's sum for a weight depends on it."""
+    op = OPS["qk_norm_rope"]
+    drawn = [inputs for seed in range(12) if (inputs := op.draw(Draw(seed, dtype, dtype)))["q"].shape[2] > 1]
+    assert len(drawn) > 6
+    for inputs in drawn:
+        heads = inputs["q"].shape[2]
+        groups = 3 if heads == 9 else heads
+        upstream = gradients_of(op, inputs, heads)
+        names = [n for n in op.leaves if inputs.get(n) is not None]
+        with serve(backend):
+            want = values(op.call, op, inputs, upstream)
+            held = {n: inputs[n].detach().requires_grad_() for n in names}
+            out = op.call(**{**inputs, **held}, groups=groups)
+            sent = [g.unflatten(2, (groups, -1)).permute(2, 1, 0, 3, 4).contiguous() for g in upstream]
+            grads = torch.autograd.grad(out, list(held.values()), sent)
+        assert all(t.is_contiguous() and t.shape[0] == groups for t in out)
+        got = [*(t.permute(2, 1, 0, 3, 4).flatten(2, 3) for t in out), *grads]
+        for name, a, b in zip(("q", "k", *names), got, want, strict=True):
+            if backend == "torch" and name.endswith("weight"):
+                assert torch.allclose(a, b, rtol=1e-2 if dtype == BF16 else 1e-5, atol=1e-5)
+            else:
+                assert torch.equal(a, b), name
+
+
 @each_op
 def test_gradients_of_the_reference(name):
     op = OPS[name]
@@ -439,6 +469,78 @@ def test_only_inputs_are_kept(name):
         leaves = {n: inputs[n].detach().requires_grad_() for n in op.leaves if inputs.get(n) is not None}
         op.call(**{**inputs, **leaves})
     assert kept and {t.untyped_storage().data_ptr() for t in kept} <= given
+
+
+WANTED = {
+    "gated_residual": [(), ("y",), ("gate",), ("y", "gate")],
+    "qk_norm_rope": [(), ("q",), ("k",), ("q", "k"), ("q_weight", "k_weight")],
+}
+"""Op → inputs with a gradient, beside none."""
+
+
+@pytest.mark.parametrize(("name", "wanted"), [(n, w) for n, many in WANTED.items() for w in many], ids=str)
+def test_a_gradient_that_nobody_asks_for_is_not_computed(name, wanted, monkeypatch):
+    """Those asked for are right; of the others the kernel gets no tensor, and without any it is not launched.
+
+    (The gradient of a norm's weight comes with that of its queries and keys.)
+    """
+    g = torch.Generator().manual_seed(0)
+    x, y = torch.randn(2, 1, 3, 2, 16, generator=g).to(DEVICE)
+    weight = torch.rand(16, generator=g).to(DEVICE)
+    inputs = {"q": x, "k": y, "q_weight": weight, "k_weight": 2 * weight, "cos": None, "sin": None}
+    call = qk_norm_rope
+    if name == "gated_residual":
+        inputs = {"x": x.flatten(2), "y": y.flatten(2), "gate": y[:, 0].flatten(1)}
+        call = gated_residual
+    module = sys.modules[call.__module__]
+    launch = module.launch
+    launched = []
+    monkeypatch.setattr(module, "launch", lambda *args: (launched.append(args), launch(*args)))
+
+    def run(backend):
+        held = {n: t if t is None else t.clone().requires_grad_(n in (*wanted, "x")) for n, t in inputs.items()}
+        with serve(backend):
+            result = outputs(call(**held))
+        if not any(t.requires_grad for t in result):
+            return []
+        return torch.autograd.grad(
+            sum(t.sin().sum() for t in result), [t for t in held.values() if t is not None and t.requires_grad]
+        )
+
+    for mine, plain in zip(run("triton"), run("torch"), strict=True):
+        torch.testing.assert_close(mine, plain, rtol=1e-5, atol=1e-6)
+    made = [args for args in launched if args[1].endswith("_grad")]
+    assert len(made) == bool(wanted)
+    count = 2 if name == "gated_residual" else 4
+    names = list(inputs)[1:] if name == "gated_residual" else list(inputs)
+    for args in made:
+        got = {n for n, t in zip(names, args[-count:], strict=False) if t is not None}
+        assert got == ({"q", "k", *wanted} if "q_weight" in wanted else {*wanted})
+
+
+@pytest.mark.parametrize("start", [0, 1, 8])
+def test_rows_that_begin_off_16_bytes_are_copied(start):
+    """Off them, Triton compiles other accesses, and with them another order of a row's sum."""
+    t = torch.zeros(1000)[start : start + 96].view(2, 3, 16)
+    heads = sys.modules[qk_norm_rope.__module__]._heads
+    for found in (unit_stride(t), heads(t), aligned(t)):
+        assert torch.equal(found, t) and found.stride() == t.stride()
+        assert found.data_ptr() % 16 == 0 and (found.data_ptr() == t.data_ptr()) == (start != 1)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="launches for another vendor's GPU")
+@pytest.mark.parametrize("hip", [None, "6.3"])
+def test_options_of_one_vendor_are_not_passed_to_another(hip, monkeypatch):
+    """Triton for AMD refuses a number of registers."""
+    module = importlib.import_module("prefgrpo.kernels.layernorm_modulate")
+    given = []
+    monkeypatch.setattr(module, "launch_grad", lambda *args, **options: given.append(options))
+    monkeypatch.setattr(torch.version, "hip", hip)
+    x = torch.zeros(1, 2, 16)
+    vector = torch.zeros(1, 16)
+    module.layernorm_modulate_grad(x, vector, x, 1e-6, x, vector, None)
+    module.layernorm_modulate_grad(x, vector, x, 1e-6, x, None, None)
+    assert ["maxnreg" in options for options in given] == [hip is None, False]
 
 
 def test_a_gpu_without_triton_uses_torch(monkeypatch):

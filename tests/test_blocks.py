@@ -9,31 +9,34 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from diffusers.models.attention_dispatch import _AttentionBackendRegistry
 from families import SIZES, case_of, conditions, load, noise, perturb, small_sources, tiered
 from torch import nn
 from torch.nn import functional as F
 
 from benchmarks.block_costs import MODELS as PUBLISHED
 from benchmarks.block_costs import kept_bytes, published, tables
+from prefgrpo.config.recipe import ConfigError
 from prefgrpo.models import MODELS, blocks
-from prefgrpo.models.blocks import FUSED, forwards, fuse_blocks, fused, kept
+from prefgrpo.models.blocks import FUSED, Outcome, components, fuse_blocks, fused, fusion_note, kept
 from prefgrpo.models.blocks.kept import again, keeps_inputs
 from prefgrpo.ops import use_backend
-from prefgrpo.parallel.parallelize import recompute
+from prefgrpo.parallel.recompute import recompute
 
 CPU = torch.device("cpu")
 STOCK = ("ltx2",)
 """Families whose blocks have no fused form."""
 
 
-def fuse(adapter):
-    """Fuse all blocks, as the start of a run does; the names of the kinds."""
+def fuse(adapter, gather=lambda mine: [mine]):
+    """Fuse all blocks, as the start of a run does; the names of the kinds, and why some stay diffusers' own."""
     adapter.dispatch_attention()
     kinds = set()
+    changed = []
     for net in adapter.modules().values():
-        fuse_blocks(net, adapter.blocks(net), adapter.dtype, CPU)
+        changed += fuse_blocks(net, adapter.blocks(net), adapter.dtype, CPU, gather)
         kinds |= {type(block).__name__ for block in adapter.blocks(net)}
-    return kinds
+    return kinds, changed
 
 
 def opened(case, trained, dtype=torch.float32):
@@ -78,8 +81,8 @@ def test_they_are_diffusers_own_in_every_family(case, trained):
         adapter = opened(case, trained)
         want = results(adapter, case)
         own_swapped = results(adapter, case, (1, 0))
-        kinds = fuse(adapter)
-        assert any(kind.startswith("Fused") for kind in kinds) and not kinds & FUSED.keys()
+        kinds, changed = fuse(adapter)
+        assert not changed and any(kind.startswith("Fused") for kind in kinds) and not kinds & FUSED.keys()
         got = results(adapter, case)
         swapped = results(adapter, case, (1, 0))
         for net in adapter.modules().values():
@@ -115,7 +118,8 @@ def in_bf16(t):
 
 
 OWN_KINDS = (
-    "flux", "flux2", "hunyuan_video", "hunyuan_video_15", "qwen_image", "qwen_image_21", "sd3", "wan", "z_image",
+    "flux", "flux2", "flux3", "hunyuan_video", "hunyuan_video_15", "krea2", "qwen_image", "qwen_image_21", "sd3", "wan",
+    "z_image",
 )  # fmt: skip
 """Families that together have every kind of block."""
 
@@ -152,6 +156,7 @@ def test_with_the_kernels_in_tritons_interpreter(name):
                 assert sum(errors.values()) <= 1.25 * sum(own.values())
 
 
+FLUX_KINDS = {"FluxTransformerBlock", "FluxSingleTransformerBlock"}
 FAULTS = {
     "no gate": ("gated_residual", lambda x, y, gate: x + y),
     "gate detached": ("gated_residual", lambda x, y, gate: x + gate.detach()[:, None] * y),
@@ -163,15 +168,82 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_block_that_differs_stays_diffusers_own_with_one_warning(fault, monkeypatch):
+def test_a_block_that_differs_stays_diffusers_own_and_says_why(fault, monkeypatch):
     monkeypatch.setattr(blocks, "FUSED_ON", ("cpu",))
-    monkeypatch.setattr(forwards, *FAULTS[fault])
+    monkeypatch.setattr(components, *FAULTS[fault])
     adapter = load(case_of("flux"))
-    with pytest.warns(UserWarning) as caught:
-        kinds = fuse(adapter)
-    assert kinds == {"FluxTransformerBlock", "FluxSingleTransformerBlock"}
-    texts = [str(warning.message) for warning in caught if "runs as in diffusers" in str(warning.message)]
-    assert len(texts) == 2, "one of each kind of block"
+    kinds, changed = fuse(adapter)
+    assert kinds == FLUX_KINDS and len(changed) == 2, "one line per kind of block"
+    assert all("runs as in diffusers, slower: fused, " in line for line in changed)
+    note = fusion_note(adapter.blocks(adapter.transformer))
+    assert (
+        note.startswith("fused blocks: 0 of 4; FluxTransformerBlock runs as in diffusers: ") and "(process 0)" in note
+    )
+
+
+def failing(error):
+    def op(*args, **kwargs):
+        raise error
+
+    return op
+
+
+BROKEN = {
+    "memory": (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), "parallel.shard"),
+    "no compiler": (RuntimeError("Failed to find C compiler"), "C compiler for Triton"),
+    "dtype": (RuntimeError("expected scalar type Float but found BFloat16"), "PREFGRPO_BACKEND=torch"),
+    "cache": (OSError("Stale file handle: ~/.triton"), "TRITON_CACHE_DIR"),
+    "Triton": (type("CompilationError", (Exception,), {})("at 3:4: tl.load"), "C compiler for Triton"),
+}
+"""What no change of diffusers raises, and what the message must name."""
+
+
+@pytest.mark.parametrize("fault", BROKEN)
+def test_what_is_no_fault_of_diffusers_ends_the_run_with_its_cure(fault, monkeypatch):
+    error, cure = BROKEN[fault]
+    monkeypatch.setattr(blocks, "FUSED_ON", ("cpu",))
+    monkeypatch.setattr(components, "gated_residual", failing(error))
+    with pytest.raises(ConfigError) as caught:
+        fuse(load(case_of("flux")))
+    first = caught.value.mistakes[0]
+    assert first.startswith(f"blocks: FluxTransformerBlock, process 0: {type(error).__name__}: {error}; expected")
+    assert cure in first
+
+
+def test_all_processes_agree(monkeypatch):
+    """What fails in one of them is stock, or an error, in all."""
+    monkeypatch.setattr(blocks, "FUSED_ON", ("cpu",))
+    adapter = load(case_of("flux"))
+    kinds, changed = fuse(adapter, lambda mine: [mine, [Outcome(), Outcome(stock="it differs")]])
+    assert kinds == {"FusedFluxTransformerBlock", "FluxSingleTransformerBlock"}
+    assert changed == ["FluxSingleTransformerBlock runs as in diffusers, slower: fused, it differs (process 1)"]
+    own = "FluxSingleTransformerBlock runs as in diffusers: it differs (process 1)"
+    assert fusion_note(adapter.blocks(adapter.transformer)) == f"fused blocks: 2 of 4; {own}"
+    with pytest.raises(ConfigError) as caught:
+        fuse(load(case_of("flux")), lambda mine: [mine, [Outcome(error="OutOfMemoryError"), Outcome()]])
+    assert caught.value.mistakes == ["blocks: FluxTransformerBlock, process 1: OutOfMemoryError"]
+
+
+@pytest.mark.parametrize("family", ["flux", "wan"])
+def test_they_run_with_kernels_that_refuse_fp32(family, monkeypatch):
+    """As CUDA's flash kernels do: the check's exact copy, in fp32, must not use the run's backend."""
+    monkeypatch.setattr(blocks, "FUSED_ON", ("cpu",))
+    real = F.scaled_dot_product_attention
+
+    def on_cuda(query, key, value, **rest):
+        others = torch._C._get_math_sdp_enabled() or torch._C._get_mem_efficient_sdp_enabled()
+        if query.dtype == torch.float32 and not others:
+            raise RuntimeError("No available kernel. Aborting execution.")
+        return real(query, key, value, **rest)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", on_cuda)
+    monkeypatch.setattr(_AttentionBackendRegistry, "_active_backend", "native")  # which diffusers sets too
+    adapter = load(case_of(family), dtype=torch.bfloat16)
+    adapter.transformer.set_attention_backend("_native_flash")
+    kinds, changed = fuse(adapter)
+    assert not changed and all(kind.startswith("Fused") for kind in kinds)
+    processors = [m.processor for m in adapter.transformer.modules() if hasattr(m, "processor")]
+    assert {p._attention_backend.value for p in processors} == {"_native_flash"}, "the run's own keep theirs"
 
 
 def test_without_a_gpu_or_compiled_nothing_changes(trainer, monkeypatch):
@@ -179,7 +251,7 @@ def test_without_a_gpu_or_compiled_nothing_changes(trainer, monkeypatch):
     kinds = {type(b).__name__ for b in blocks_of(trainer(name="cpu", **over))}
     monkeypatch.setattr(blocks, "FUSED_ON", ("cpu",))
     kinds |= {type(b).__name__ for b in blocks_of(trainer(name="compiled", compile=True, **over))}
-    assert kinds == {"FluxTransformerBlock", "FluxSingleTransformerBlock"}
+    assert kinds == FLUX_KINDS
 
 
 def blocks_of(made):
@@ -193,6 +265,7 @@ def test_a_run_with_them_is_on_policy(trainer, dtype, trained):
     over = {"dtype": dtype, "train": {"lora_rank": trained, "gradient_checkpointing": 0.5, "steps": 2}}
     made = trainer(name=f"{dtype}-{trained}", eval={"every": 0}, **over)
     assert {"Fused" in type(b).__name__ for b in blocks_of(made)} == {True}
+    assert "fused blocks: 4 of 4" in made.notes
     seen = []
     made.on_step = lambda step, row: seen.append(row["policy/on_policy_error"])
     made.train()

@@ -24,7 +24,9 @@ from tiny_run import ALONE, Hold, hidden, merged, recipe, rows, start, train, tr
 
 import prefgrpo
 from prefgrpo.data.atomic import write_folder
+from prefgrpo.run import checkpoint
 from prefgrpo.run.checkpoint import CheckpointError, Checkpoints, claim, read
+from prefgrpo.run.ending import TrainingStopped
 from prefgrpo.run.log import Log
 from prefgrpo.run.run_folder import RunFolder
 
@@ -277,6 +279,99 @@ def test_a_run_that_is_stopped_or_killed_goes_on_as_if_nothing_had_happened(plac
         assert RunFolder(run).latest().name == "step_000003" and count(run) == 3
     assert f"resumed from {run / 'checkpoints'}" in trained(file, "--resume")
     same_as(truths(kind), run)
+
+
+GENERATE = "prefgrpo.rollout.batches:Rollouts._generate"
+UPDATE = "prefgrpo.run.policy:Policy.update"
+WITHIN = {
+    "first_rollout": (Hold(GENERATE, 1), 0, "in step 1, which will be repeated"),
+    "rollout": (Hold(GENERATE, 3), 1, "in step 2, which will be repeated"),
+    "saved": (Hold(UPDATE, 5), 2, "in step 3, which will be repeated"),
+    "changed": (Hold(UPDATE, 3), 2, "after step 2"),
+}
+"""Where a signal arrives in steps of two batches and two updates, the steps done in the checkpoint that the run goes on
+from, and what it says. In `changed`, weights have changed since the last checkpoint, so the step is finished."""
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=() if case in ("rollout", "changed") else pytest.mark.full) for case in WITHIN]
+)
+def test_a_signal_within_a_step_ends_the_run_where_nothing_is_lost(place, truths, case):
+    hold, done, said = WITHIN[case]
+    name = f"within_{case}"
+    file = judged(place, name)
+    run = place / "runs" / name
+    process = start(["train", str(file)], place / "log", hold=hold)
+    process.until_held()
+    os.kill(process.process.pid, signal.SIGTERM)
+    process.release()
+    assert process.wait() == 3 and f"interrupted {said}; continue with the same command" in process.output
+    assert RunFolder(run).latest().name == f"step_{done:06d}" and count(run) == done, process.output
+    trained(file, "--resume")
+    same_as(truths("lora"), run)
+
+
+def test_weights_that_a_step_has_changed_are_not_saved_as_its_start(trainer, place):
+    """The signal comes between two updates; `on_save` has moved the checkpoint of the step's start elsewhere."""
+    callbacks = {"on_save": lambda path: path.rename(place / f"moved_{path.name}")}
+    over = {"train": {"updates_per_rollout": 2}, "checkpoint": {"every": 1}, "eval": {"every": 0}}
+    one = trainer(callbacks=callbacks, **over)
+    true_update = one.policy.update
+
+    def update(*given):
+        one.interrupt.seen = one.policy.updates == 2  # the first update of step 2
+        return true_update(*given)
+
+    one.policy.update = update
+    with pytest.raises(TrainingStopped, match="interrupted in step 2, which will be repeated"):
+        one.train()
+    assert one.policy.updates == 3 and (place / "moved_step_000001").is_dir()
+    assert one.folder.all_checkpoints() == []
+
+
+class Clock:
+    """A clock that a test sets, in seconds, in the place of a module's `time`."""
+
+    def __init__(self):
+        self.now = 0.0
+        self.time = time.time
+
+    def monotonic(self):
+        return self.now
+
+
+def test_a_checkpoint_is_saved_by_time_too_and_is_like_any_other(trainer, place, monkeypatch):
+    """Steps of 1000 seconds: after two, half an hour has passed, and again after two. A run that goes on from there is
+    the one that was not stopped."""
+    clock = Clock()
+    monkeypatch.setattr(checkpoint, "time", clock)
+
+    def later(step, metrics):
+        clock.now += 1000.0
+
+    def lost(step, metrics):
+        later(step, metrics)
+        if step == 4:
+            raise MemoryError("lost")
+
+    def saved(name):
+        return [p.name for p in RunFolder(place / "runs" / name).all_checkpoints()]
+
+    over = {"train": {"steps": 5, "ema_decay": 0.5}, "checkpoint": {"every": 50, "keep": 9}, "eval": {"every": 0}}
+    trainer("untimed", **over).train()
+    assert saved("untimed") == ["step_000005"]
+    trainer("timed", callbacks={"on_step": later}, **over).train()
+    assert saved("timed") == ["step_000002", "step_000004", "step_000005"]
+    with pytest.raises(MemoryError, match="lost"):
+        trainer("goes-on", callbacks={"on_step": lost}, **over).train()
+    assert saved("goes-on") == ["step_000002"]
+    trainer("goes-on", resume=True, **over).train()
+    truth = place / "runs" / "untimed"
+    for run in (place / "runs" / "timed", place / "runs" / "goes-on"):
+        assert rows(run) == rows(truth) and weights(run / "lora") == weights(truth / "lora")
+    ahead = over | {"rollout": {"staleness": 1}}
+    trainer("timed-ahead", callbacks={"on_step": later}, **ahead).train()
+    assert saved("timed-ahead") == ["step_000005"], "samples are not made ahead across a checkpoint"
 
 
 def test_the_same_command_twice_at_once(place):

@@ -71,6 +71,7 @@ CALLS: dict[str, Any] = {
     "step of one index": lambda i: sde_step(i["x"], i["v"], i["coef"], 2, noise=PhiloxNoise(-3, i["ids"].int())),
     "logp": logp,
     "logp, KL, Guard": lambda i: logp(i, v_ref=i["ref"], v_old=i["old"]),
+    "logp, mean": lambda i: logp(i, want_mean=True),
     "logp, KL": lambda i: logp(i, v_ref=i["ref"]),
     "logp of a transposed latent": lambda i: sde_logp(i["x"].mT, i["v"].mT, i["y"].mT, i["coef"], i["index"]),
     "normal": lambda i: philox_normal(9, i["ids"], i["index"], 40),

@@ -42,7 +42,7 @@ def everything():
         for noise in (eps, PhiloxNoise(9, index)):
             step = sde_step(x, v, coef, index, noise=noise, out_dtype=y_dtype, want_mean=True)
             leaf = v.clone().requires_grad_()
-            out = sde_logp(x, leaf, step.x_next, coef, index, v_ref=ref, v_old=old)
+            out = sde_logp(x, leaf, step.x_next, coef, index, v_ref=ref, v_old=old)[:3]
             yield from (*step, *(t.detach() for t in out), *torch.autograd.grad(sum(t.sum() for t in out), leaf))
 
 

@@ -20,8 +20,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageCms
 
-from prefgrpo.data.file_names import read_media
 from prefgrpo.data.prompts import DataError, read_prompts, read_source, step_prompts
+from prefgrpo.data.stored import read_media
 from prefgrpo.parallel.world import World
 from prefgrpo.run.loading import open_prompts
 
@@ -66,6 +66,13 @@ READ = {
         "p.csv", '\ufeff"prompt",\u200bn\none,\ufeff1\u200b\n\ufeff"prompt",\u200bn\n\u200b,\ntwo,2\n',
         [("one", {"n": "1"}), ("two", {"n": "2"})],
     ),
+    "joined csv files whose headers differ in case and in a plural": (
+        "p.csv", "Index,prompt\n1,one\nindex,Prompts\n2,two\nINDEX, PROMPT\n3,three\n",
+        [("one", {"Index": "1"}), ("two", {"Index": "2"}), ("three", {"Index": "3"})],
+    ),
+    "lines that show nothing: soft hyphens and marks of direction": (
+        "p.txt", "\u00ad\none\u00ad\n\u00ad \u00ad\n\u202a\u202c\u2066\ntwo\u00ad parts\n", ["one", "two\u00ad parts"],
+    ),
     "joined jsonl files": (
         "p.jsonl", '{"prompt": "one\u200b"}\n\ufeff{"\ufeffprompt": "two"}\u200b\n\ufeff\n', ["one", "two"],
     ),
@@ -103,6 +110,11 @@ REFUSED = [
     ("p.json", b"[", ["is not JSON"]),
     ("p.xlsx", b"[]", ["expected a file that ends in .txt, .csv, .tsv, .jsonl, .json, .parquet"]),
     ("p.csv", b"a,b\n1,2", ["line 2: no prompt (expected one of the columns instruction, prompt,", "got a, b)"]),
+    ("p.csv", b"id,prompt\n1,one\nPrompt,ID\ntwo,2\n", [
+        "line 3: a header again, in another order: id, prompt, then prompt, id",
+    ]),
+    ("p.txt", "\u00ad\n \u00ad\u200b\n".encode(), ["p.txt contains no prompt, only blank lines"]),
+    ("p.jsonl", '{"prompt": "a"}\n{"prompt": "\u00ad"}'.encode(), ["1 line(s) cannot be used", "line 2: no prompt"]),
     ("p.csv", b"id;prompt\n1;a cat; asleep", ["line 2: more cells than columns; quote cells that contain ';'"]),
     ("p.csv", b'index,prompt\n0,a dog\n\n4,"never closed\n5,x', ["line 5: unexpected end of data (is a quote"]),
     ("p.jsonl", b'{"prompt": "fine"}\n{oops', ["line 2: not JSON"]),
@@ -280,7 +292,8 @@ def test_a_transparent_colour_is_white_at_any_depth(tmp_path, depth):
     scale = 257 if depth == 16 else 1
     for kind, row, key in ((0, (10, 200), (10,)), (2, (10, 20, 30, 200, 200, 200), (10, 20, 30))):
         (tmp_path / "a.png").write_bytes(png(depth, kind, [v * scale for v in row], [v * scale for v in key]))
-        assert list(read_source(str(tmp_path / "a.png")).getdata()) == [(255, 255, 255), (200, 200, 200)]
+        pixels = np.asarray(read_source(str(tmp_path / "a.png")))
+        assert pixels.tolist() == [[[255, 255, 255], [200, 200, 200]]]
 
 
 def test_parquet(tmp_path):

@@ -9,14 +9,15 @@ import subprocess
 import sys
 
 import pytest
+import yaml
 from tiny_run import rows
 
 from prefgrpo.config.loading import load
 
 STEPS = [
     "--train.steps", "3", "--eval.every", "2", "--eval.max-prompts", "2", "--rollout.prompts-per-step", "2",
-    "--checkpoint.every", "2", "--eval.samples-per-prompt", "1", "--rollout.group-size", "4",
-    "--rollout.batch-size", "4",
+    "--checkpoint.every", "2", "--eval.samples-per-prompt", "1", "--rollout.group-size", "8",
+    "--rollout.batch-size", "8",
 ]  # fmt: skip
 LEFT = ("report.html", "config.yaml", "metrics.jsonl", "lora/pytorch_lora_weights.safetensors")
 
@@ -40,7 +41,7 @@ def test_what_it_leaves(demo):
     sets = [(r["step"], r["set"]) for r in found if r["kind"] == "eval"]
     assert sets == [(0, "dev"), (0, "test"), (2, "dev"), (3, "dev"), (3, "test")]
     steps = [r for r in found if r["kind"] == "train"]
-    assert len(steps) == 3 and all(r["judge/requests"] == 2 * 4 * 3 and r["judge/failures"] == 0 for r in steps)
+    assert len(steps) == 3 and all(r["judge/requests"] == 2 * 8 * 4 / 2 and r["judge/failures"] == 0 for r in steps)
     assert all(r["policy/on_policy_error"] <= 1e-6 for r in steps)
 
 
@@ -52,6 +53,20 @@ def test_the_scorer_of_the_scenes_is_never_the_reward(demo, root):
             "scenes" in {entry.name for entry in config.measured} or config.name == "demo-ocr"
         )  # for words see test_demo_ocr.py
     assert not any("scenes" in key for r in rows(demo[1]) if r["kind"] == "train" for key in r)
+
+
+def test_the_recipes_of_the_published_tables_do_not_follow_the_demo(root):
+    """Their values are those that docs/science.md names, and none of the folder extends the demo's recipe."""
+    page = (root / "docs" / "science.md").read_text()
+    grpo = load(root / "scripts/demo/grpo.yaml")
+    assert f"{grpo.rollout.prompts_per_step} prompts × {grpo.rollout.group_size} images per step" in page
+    assert "`scripts/demo/grpo.yaml` (GRPO, learning rate 1e-3)" in page
+    assert (grpo.train.objective, grpo.train.lr, grpo.train.lr_scheduler) == ("grpo", 1e-3, "constant")
+    assert [entry.options for entry in grpo.rewards] == [{"verdict": "hard", "template": "caption_match"}]
+    files = (root / "scripts" / "demo").glob("*.yaml")
+    parents = {file.stem: yaml.safe_load(file.read_text())["extends"] for file in files}
+    changing = {"demo.yaml", "../../prefgrpo/tiny/demo.yaml"}
+    assert {name for name, parent in parents.items() if parent in changing} == {"demo"}
 
 
 def test_the_recipe_with_few_calls_is_continued_under_the_same_judge(root):

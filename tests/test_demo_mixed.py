@@ -36,6 +36,7 @@ def flex(brightness, text):
 def recipe(place, url):
     mixed = {
         "model": str(ASSETS / "base"),
+        "name": "demo",
         "output": str(place / "runs"),
         "trackers": [],
         "data": {"prompts": str(ASSETS / "prompts/train.txt")},
@@ -56,7 +57,7 @@ def recipe(place, url):
         "advantage": {"combine": "weighted_advantage_sum"},
     }
     file = place / "mixed.yaml"
-    file.write_text(yaml.safe_dump(merged(read_yaml(FOLDER / "demo.yaml"), mixed)), encoding="utf-8")
+    file.write_text(yaml.safe_dump(merged(read_yaml(FOLDER / "world.yaml"), mixed)), encoding="utf-8")
     return file
 
 

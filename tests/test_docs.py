@@ -21,10 +21,12 @@ from pathlib import Path
 import pytest
 from tiny_run import start
 
+from benchmarks import recipes, step_time
 from prefgrpo.commands.cli import read, split
 from prefgrpo.config.loading import PEERS, load
 from prefgrpo.rollout.batch import busy_share
 from prefgrpo.run.checks import batch_errors
+from prefgrpo.run.fits import GIB
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -43,7 +45,7 @@ NOT_RUN = {
     ),
 }
 """Prefix of a command that is not run (with a final $: the whole command) → reason."""
-SNIPPETS = {"README.md": 1, "docs/ops.md": 4}
+SNIPPETS = {"README.md": 1, "docs/ops.md": 8}
 """Number of Python blocks per page, all of which must run."""
 
 
@@ -128,11 +130,24 @@ def test_the_command_for_8_gpus_fits_its_recipe():
 
 
 @pytest.mark.parametrize("file", SNIPPETS)
-def test_a_snippet_runs_as_it_stands(file):
+def test_a_snippet_runs_as_it_stands(file, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # the front door writes a run
+    for name in ("scripts", "prefgrpo"):
+        (tmp_path / name).symlink_to(ROOT / name)
     blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / file).read_text(), re.S | re.M)
     assert len(blocks) == SNIPPETS[file]
     for block in blocks:
-        exec(compile(block, file, "exec"), {})
+        exec(compile(block, file, "exec"), {"__name__": "__main__"})
+
+
+def test_the_estimate_for_8_gpus_is_that_of_its_commands():
+    config = load(ROOT / "scripts/prefgrpo/lora_flux.yaml")
+    minutes = sum(step_time.step_seconds(config, 8).values()) / 60
+    row = recipes.count(config, 8)
+    images = config.rollout.prompts_per_step * config.rollout.group_size
+    said = (ROOT / "README.md").read_text().split("8 H100s, estimated**: ")[1].split("\n\n")[0]
+    assert said.startswith(f"{minutes:.0f} minutes for a step of {images} images at {config.rollout.height}² (")
+    assert f"on each GPU {(row.weights + row.stored) / GIB:.0f} GiB of weights and stored samples" in said
 
 
 def said():

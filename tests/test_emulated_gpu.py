@@ -7,17 +7,22 @@ without it, these tests are skipped. It cannot show speed, memory, CUDA's numeri
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from families import case_of, folder
+from safetensors.torch import load_file, save_file
 from tiny_run import environment, merged
 
 import prefgrpo
 from prefgrpo.models import MODELS, family
+from prefgrpo.parallel.world import pick_device
+from prefgrpo.rewards.base import PointwiseReward, Score
 
 EMULATOR = os.environ.get("PREFGRPO_GPU_EMULATOR", "")
 pytestmark = [
@@ -47,8 +52,8 @@ def recipe(place, name, model, **over):
     return ["train", str(file)]
 
 
-def run(place, **commands):
-    """The results of `tests/emulated_gpu.py`; every command must succeed, and nothing be refused by a GPU."""
+def run(place, gpu=0, **commands):
+    """The results of `tests/emulated_gpu.py` on one of two GPUs; every command must succeed, and nothing be refused."""
     (place / "prompts.txt").write_text("a red cube\ntwo very blue balls on a table\na small dog\n")
     from PIL import Image
 
@@ -58,7 +63,7 @@ def run(place, **commands):
     root = Path(__file__).parent
     out = place / "out.json"
     path = os.pathsep.join([str(Path(EMULATOR) / "site"), EMULATOR, str(root.parent), environment()["PYTHONPATH"]])
-    env = environment(PYTHONPATH=path, GPU_EMULATOR="1", PREFGRPO_BACKEND="torch")
+    env = environment(PYTHONPATH=path, GPU_EMULATOR="2", LOCAL_RANK=str(gpu), PREFGRPO_BACKEND="torch")
     argv = [sys.executable, str(root / "emulated_gpu.py"), str(out)]
     done = subprocess.run(argv, input=json.dumps(commands), env=env, capture_output=True, text=True, timeout=1500)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -84,6 +89,22 @@ def test_a_training_step_of_every_family(model, tmp_path):
     )
 
 
+@pytest.mark.parametrize("model", ["flux", "wan"])
+def test_blocks_are_fused_with_flash_attention(model, tmp_path):
+    """The default on a GPU, and by name; CUDA's flash kernels refuse the fp32 of the start check's exact copy."""
+    runs = {
+        attention: recipe(tmp_path, f"run{attention}", model, attention=attention, train={"steps": 1})
+        for attention in ("native", "_native_flash", "_native_math")
+    }
+    for attention, result in run(tmp_path, **runs).items():
+        assert "runs as in diffusers" not in result["output"]
+        backend = "_native_flash" if attention == "native" else attention
+        assert f"attention: {attention} runs diffusers' {backend}\n" in result["output"], result["output"]
+        (note,) = [line for line in result["output"].splitlines() if "fused blocks: " in line]
+        fused, _, whole = note.partition("fused blocks: ")[2].partition(" of ")
+        assert fused == whole != "0", note
+
+
 def test_evaluation_checkpoints_and_resuming(tmp_path):
     (tmp_path / "held.txt").write_text("a green cube\na cat\n")
     held = {"every": 1, "prompts": str(tmp_path / "held.txt"), "rewards": "jpeg_incompressibility"}
@@ -95,6 +116,38 @@ def test_evaluation_checkpoints_and_resuming(tmp_path):
     results = run(tmp_path, first=first, resumed=more, clip=clip, judged=judged)
     assert "resumed from" in results["resumed"]["output"]
     assert (tmp_path / "runs" / "run" / "checkpoints" / "step_000003").is_dir()
+
+
+class Contrast(PointwiseReward):
+    """Computed on this process's GPU, in the scorer's thread."""
+
+    def score(self, samples):
+        gpu = pick_device()
+        return [Score(float(torch.from_numpy(s.media.pixels).to(gpu).float().std())) for s in samples]
+
+
+def test_every_thread_uses_the_gpu_of_its_process(tmp_path):
+    """A thread starts with GPU 0, where the first wait for an event makes a context of half a GB."""
+    (tmp_path / "held.txt").write_text("a green cube\na cat\n")
+    held = {"every": 1, "prompts": str(tmp_path / "held.txt"), "rewards": "jpeg_incompressibility"}
+    over = {"eval": held, "checkpoint": {"every": 1}, "rewards": f"{__name__}.Contrast", "offload": ["vae"]}
+    found = run(tmp_path, gpu=1, second=recipe(tmp_path, "second", "flux", **over))["second"]["gpus"]
+    assert {name.rpartition(" ")[2] for name in found} == {"1"}, found
+    assert any(name.startswith("samples") for name in found) and any(name.startswith("rewards") for name in found)
+
+
+def test_masters_are_cast_on_the_device(tmp_path):
+    """Weights cross to it in the dtype of their files, 2 bytes each: on a CPU, one core casts them."""
+    files = list(folder("flux").rglob("transformer/*.safetensors"))
+    shutil.copytree(folder("flux"), tmp_path / "flux")
+    stored = 0
+    for file in files:
+        weights = {name: tensor.bfloat16() for name, tensor in load_file(file).items()}
+        stored += sum(tensor.nbytes for tensor in weights.values())
+        save_file(weights, tmp_path / "flux" / file.relative_to(folder("flux")), {"format": "pt"})
+    file = recipe(tmp_path, "full", "flux", train={"lora_rank": 0, "steps": 1})
+    found = run(tmp_path, full=[*file, "--model", str(tmp_path / "flux")])["full"]["copied"]
+    assert sum(count for line, count in found.items() if "parallel/shard.py" in line) == stored > 0, found
 
 
 ENDS = ("policy.py", "metrics.py", "trainer.py", "flops.py")

@@ -19,6 +19,7 @@ from tiny_run import ALONE, rows, settings, tree
 
 from prefgrpo.commands.cli import main
 from prefgrpo.config.loading import from_dict
+from prefgrpo.data.media import Media
 from prefgrpo.data.prompts import prompt_sets, step_prompts
 from prefgrpo.judge.verdict import PairJudge, Verdict
 from prefgrpo.rewards.base import PointwiseReward, Score
@@ -71,7 +72,10 @@ def test_held_out_prompts_are_never_trained_on(place, count, evaluation, held):
 
 @pytest.mark.parametrize(("counts", "told"), [({"dev": 29, "test": 5}, True), ({"dev": 30, "test": 5}, False)])
 def test_a_run_says_at_its_start_that_it_cannot_conclude(place, counts, told):
-    adapter = SimpleNamespace(lora_rank=4, frames=lambda _: None, trainable=list)
+    class Model(SimpleNamespace):
+        stock_sampler = ""
+
+    adapter = Model(lora_rank=4, frames=lambda _: None, trainable=list)
     notes = start_notes(from_dict(settings(place, "x")), ALONE, SimpleNamespace(adapter=adapter), None, 100, counts)
     _, line = islice(notes, 2)
     assert ("fewer than 30, so no result will be conclusive" in line) == told
@@ -245,7 +249,8 @@ def test_the_images_of_the_start_are_drawn_and_scored_once_and_judged_by_nobody(
         evaluator, "scorer", Scorer({"v": VlmPairwise(judge), "w": FunctionPairwise(max), "l": levels}, 2)
     )
     found = evaluator.run(0).metrics()
-    pairs = [(sample(p, image, evaluator.sizes),) * 2 for p, image in zip(evaluator.eval_set.items, evaluator.before)]
+    both = zip(evaluator.eval_set.items, evaluator.before, strict=True)
+    pairs = [(sample(p, Media(image), evaluator.sizes),) * 2 for p, image in both]
     assert (judge.asked, levels.seen) == (0, len(pairs)) and evaluator.reasons == {}
     judge.asked = 0
     compared_rows = compare(Scorer({"w": FunctionPairwise(lambda *_: 0.5), "l": levels}, 2), pairs)[0]

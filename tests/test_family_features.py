@@ -5,6 +5,7 @@ from dataclasses import replace
 import diffusers
 import pytest
 import torch
+from diffusers.models.transformers.transformer_qwenimage21 import QwenImage21KVCache
 from families import (
     CPU,
     PROMPTS,
@@ -186,6 +187,41 @@ def test_a_few_step_model_has_sigmas_of_its_own():
     assert differs(adapter, pipe, case, steps=3) <= 1e-5
     with pytest.raises(ValueError, match="has 3 sampling sigmas: expected as many steps, got 4"):
         adapter.sigmas(case.sampling(steps=4))
+
+
+def test_the_prefix_of_qwen_image_21_depends_on_neither_time_nor_image():
+    """What docs/design.md says of kept keys and values: diffusers' own are equal at other times and images, and a
+    replay that makes them as the rollout did has its bits, and the gradient of a whole forward."""
+    case = case_of("qwen_image_21").unguided()
+    adapter = policy(case)
+    sampling = case.sampling()
+    embeds = conditions(adapter, case).prompt_embeds
+    x = noise(adapter, sampling)
+    slots = (torch.arange(embeds.shape[1] + x.shape[1] // 4) >= embeds.shape[1]).expand(2, -1)
+    fixed = {"encoder_hidden_states": embeds, "img_shapes": [[(1, *adapter.grid(sampling))]] * 2, "img_mask": slots}
+
+    def v(x, time, **cache):
+        out = adapter.transformer(x, timestep=torch.full((2,), time), return_dict=False, **fixed, **cache)[0]
+        return out[:, -x.shape[1] :]
+
+    def kept(x, time):
+        cache = QwenImage21KVCache(len(adapter.transformer.transformer_blocks))
+        v(x, time, kv_cache=cache, kv_cache_mode="extract")
+        return cache
+
+    with torch.no_grad():
+        cache = kept(x, 0.9)
+        sampled = v(x, 0.4, kv_cache=cache, kv_cache_mode="cached")
+    other = kept(-x, 0.4)
+    for a, b in zip(cache.layer_caches, other.layer_caches, strict=True):
+        assert torch.equal(a.k, b.k) and torch.equal(a.v, b.v)
+    replayed = v(x, 0.4, kv_cache=other, kv_cache_mode="cached")
+    assert torch.equal(replayed, sampled)
+    weights = [p for _, p in adapter.trainable()]
+    got = torch.autograd.grad(replayed.square().sum(), weights, allow_unused=True)
+    want = torch.autograd.grad(v(x, 0.4).square().sum(), weights, allow_unused=True)
+    for a, b in zip(got, want, strict=True):
+        assert (a is None) == (b is None) and (a is None or torch.allclose(a, b, rtol=1e-3, atol=1e-5))
 
 
 def test_the_sound_of_a_clip_is_in_its_state():

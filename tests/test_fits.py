@@ -8,12 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from families import case_of, conditions, load, noise
 from tiny_run import ALONE, settings, world
 
 from prefgrpo.config.loading import from_dict
 from prefgrpo.objectives import objective
 from prefgrpo.run import loading
-from prefgrpo.run.fits import certain_bytes, model_bytes, refusal, shapes_of, static_bytes, stored_bytes
+from prefgrpo.run.fits import certain_bytes, model_bytes, refusal, shapes_of, static_bytes, stored_bytes, velocity_bytes
 from prefgrpo.run.loading import open_model
 
 PARTS = ("transformer", "text_encoder", "text_encoder_2", "vae")
@@ -38,6 +39,19 @@ def test_the_bytes_are_those_of_the_loaded_model(place, rank, encoders):
     assert 0.99 * real <= counted <= real  # buffers are not in the headers
 
 
+def test_a_base_in_fp8_is_never_counted_too_large(place):
+    """Nor are the bytes that a start prints those of another dtype."""
+    c = config(place, dtype="bf16", fp8_base=True)
+    adapter, policy = open_model(c, objective(c.train), ALONE, False)
+    real = static_bytes(adapter, policy)
+    counted = certain_bytes(c, {name: shapes_of(place / "flux" / name) for name in PARTS}, False)
+    before, _ = open_model(config(place, dtype="bf16"), objective(c.train), ALONE, False)
+    assert sum(counted.values()) <= sum(real.values())
+    in_bf16 = sum(p.nbytes for p in before.transformer.parameters() if not p.requires_grad)
+    in_fp8 = sum(p.nbytes for p in adapter.transformer.parameters() if not p.requires_grad)
+    assert in_bf16 - in_fp8 == static_bytes(before, policy)["weights"] - real["weights"] > 0.3 * in_bf16
+
+
 def test_what_does_not_fit_is_named_part_by_part(place):
     c = config(place, train={"lora_rank": 0})
     parts = certain_bytes(c, {name: shapes_of(place / "flux" / name) for name in PARTS}, True)
@@ -58,12 +72,27 @@ def test_every_field_that_is_named_makes_its_part_smaller(place):
     assert sharded["transformer"] == before["transformer"] // 4
     lora = certain_bytes(config(place), shapes, True)
     assert lora["transformer"] + lora["LoRA"] < before["transformer"]
+    halved = certain_bytes(config(place, fp8_base=True), shapes, True)
+    assert 2 * halved["transformer"] <= certain_bytes(config(place, dtype="bf16"), shapes, True)["transformer"]
     assert "vae" not in certain_bytes(config(place, offload=["vae"]), shapes, True)
 
 
+@pytest.mark.parametrize("guided", [False, True])
+@pytest.mark.parametrize("family", ["flux", "sd3", "qwen_image"])
+def test_a_stored_velocity_has_the_counted_bytes(family, guided):
+    """In bf16, and in fp32 where it is made of two predictions; FLUX has no second one."""
+    case = case_of(family) if guided else case_of(family).unguided()
+    adapter = load(case, dtype=torch.bfloat16)
+    sampling = case.sampling()
+    v = adapter.velocity(noise(adapter, sampling), torch.full((2,), 0.6), conditions(adapter, case), sampling)
+    values = {"model": "m", "family": family, "data": {"prompts": "p"}, "rollout": {"guidance": case.guidance}}
+    assert velocity_bytes(from_dict(values)) == v.element_size() == (4 if guided and family != "flux" else 2)
+
+
 def test_gradients_are_kept_whole_where_half_of_the_memory_holds_them(place, monkeypatch):
-    """And never with several denoisers, of which an update's last backward runs one."""
-    c = config(place, train={"lora_rank": 0})
+    """And never with several denoisers, of which an update's last backward runs one. Kept attention gets a quarter of
+    the rest, times the share of the blocks that are recomputed."""
+    c = config(place, train={"lora_rank": 0, "gradient_checkpointing": 0.5})
     adapter, policy = open_model(c, objective(c.train), ALONE, True)
     stored = stored_bytes(c, adapter.latent_shape(c.rollout), ALONE.layout, 1)
     needed = sum(static_bytes(adapter, policy).values()) + stored + 1000
@@ -72,5 +101,10 @@ def test_gradients_are_kept_whole_where_half_of_the_memory_holds_them(place, mon
     for memory, once in ((2 * needed, True), (2 * needed - 1, False)):
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, m=memory: SimpleNamespace(total_memory=m))
         assert loading.reduces_once(c, adapter, policy, world) == once
+        assert loading.attention_limit(c, adapter, policy, world, once) == (memory - needed + 1000 * (not once)) / 8
+    assert (
+        loading.attention_limit(c, adapter, policy, SimpleNamespace(**vars(world) | {"device": ALONE.device}), True)
+        > 1e99
+    )
     monkeypatch.setattr(type(adapter), "denoisers", ("transformer", "transformer_2"))
     assert not loading.reduces_once(c, adapter, policy, SimpleNamespace(**vars(world) | {"device": ALONE.device}))

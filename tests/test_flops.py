@@ -6,18 +6,19 @@ each gradient that it needs, and 4·N²·D per head of attention.
 
 import math
 from types import SimpleNamespace
+from typing import get_args
 
 import pytest
 import torch
-from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 from families import SIZES, case_of, conditions, load, noise
 from tiny_run import ALONE, rows
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from prefgrpo.config.schema import Attention
 from prefgrpo.models.lora import LoraLinear
-from prefgrpo.parallel.parallelize import recompute
+from prefgrpo.parallel.recompute import recompute
 from prefgrpo.run import flops
-from prefgrpo.run.flops import FlopCounter, _kernels_counted, peak
+from prefgrpo.run.flops import FlopCounter, peak
 
 
 def expected(adapter, run):
@@ -86,19 +87,19 @@ def test_the_count_is_that_of_the_layers(trained):
     assert counted(lambda: forward().sum().backward()) == both, "what is computed again counts once"
 
 
-def test_kernels_without_a_formula_are_counted_by_their_shapes(monkeypatch):
-    name = AttentionBackendName("flash")
-    monkeypatch.setitem(_AttentionBackendRegistry._backends, name, lambda query, key, value, **_: query)
-    q = torch.zeros(2, 32, 3, 8)
-    k = torch.zeros(2, 48, 3, 8)
-    forward = 4 * 2 * 3 * 32 * 48 * 8
-    for context, inputs, times in ((1, q, 1), (4, q, 4), (1, q.clone().requires_grad_(), 3.5)):
-        counter = FlopCounter()
-        with counter, _kernels_counted(counter, "flash", context):
-            _AttentionBackendRegistry._backends[name](inputs, k, k)
-        assert counter.total == forward * times
-    with counter, _kernels_counted(counter, "_native_flash", 1):
-        assert _AttentionBackendRegistry._backends[AttentionBackendName("_native_flash")].__module__.startswith("diff")
+@pytest.mark.parametrize("attention", get_args(Attention))
+def test_kernels_that_torch_does_not_know_have_no_mfu(attention, monkeypatch):
+    """Of the others, torch's flash operator is counted, whatever kernels are active in it: 4·N·M·D per head."""
+    monkeypatch.setattr(flops, "peak", lambda device: 1e9)
+    config = SimpleNamespace(rollout=None, dtype="bf16", compile=False, attention=attention)
+    speed = flops.Throughput(config, SimpleNamespace(frames=lambda _: None), ALONE)
+    speed.per_sample = {"rollout": 1.0, "update": 2.0}
+    assert ("time/mfu" in speed.metrics(1, 1, 1.0)) == (not attention.endswith("_hub"))
+    q = torch.empty(2, 3, 32, 8, dtype=torch.bfloat16, device="meta")
+    k = torch.empty(2, 3, 48, 8, dtype=torch.bfloat16, device="meta")
+    with FlopCounter() as counter:
+        torch.ops.aten._scaled_dot_product_flash_attention(q, k, k)
+    assert counter.total == 4 * 2 * 3 * 32 * 48 * 8
 
 
 def test_the_peak_is_of_a_known_gpu(monkeypatch):
@@ -115,7 +116,7 @@ def test_the_peak_is_of_a_known_gpu(monkeypatch):
 
 def test_a_run_logs_its_share_of_the_peak_and_computes_the_same(trainer, monkeypatch, capsys):
     """As on a GPU of 1 GFLOP/s in bf16; every other number is that of a run which does not count."""
-    over = {"dtype": "bf16", "eval": {"every": 0}, "train": {"steps": 2}}
+    over = {"dtype": "bf16", "eval": {"every": 0}, "train": {"steps": 2, "kl_coef": 0.1}}
     plain = trainer(name="plain", **over)
     plain.train()
     assert all(
@@ -134,12 +135,13 @@ def test_a_run_logs_its_share_of_the_peak_and_computes_the_same(trainer, monkeyp
         per_step.append(row["time/mfu"] * seconds * 1e9)
     assert per_step[0] == pytest.approx(per_step[1]), "both steps train all samples"
     known = counted.throughput.per_sample
-    assert per_step[0] == pytest.approx(8 * (known["generated"] + known["trained"]))
-    assert 1.3 < known["trained"] / known["generated"] < 1.4, "2 of 3 steps, forward and most of a backward"
+    assert per_step[0] == pytest.approx(8 * sum(known.values()))
+    assert 0.55 < known["reference"] / known["rollout"] < 2 / 3, "2 of 3 steps, forward, without the LoRA"
+    assert 1.3 < known["update"] / known["rollout"] < 1.4, "2 of 3 steps, forward and most of a backward"
     assert "images/s · MFU " in capsys.readouterr().out
 
 
 def test_clips_have_their_own_unit():
-    config = SimpleNamespace(rollout=None, dtype="fp32", compile=False)
+    config = SimpleNamespace(rollout=None, dtype="fp32", compile=False, attention="native")
     speed = flops.Throughput(config, SimpleNamespace(frames=lambda _: 81), ALONE)
     assert speed.metrics(6, 6, 3.0) == {"time/clips_per_s": 2.0}

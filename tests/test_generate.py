@@ -23,8 +23,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny_run import PROMPTS, Hold, all_end, ranks, recipe, start, trained, tree, weights, world
 
-from prefgrpo.commands.generate import Source, make_jobs
+from prefgrpo import models
+from prefgrpo.commands.generate import Source, check_writing, make_jobs
 from prefgrpo.config.loading import from_dict
+from prefgrpo.config.recipe import ConfigError
 from prefgrpo.config.schema import SamplingConfig
 from prefgrpo.data.atomic import temporary_path
 from prefgrpo.data.file_names import file_name
@@ -221,6 +223,37 @@ def test_what_shares_a_name(monkeypatch):
     assert len(names) == 2
 
 
+PUBLISHED_RATES = {
+    "wan": 16, "wan22": 16, "wan_i2v": 16, "wan22_i2v": 16, "wan_ti2v": 24,  # Wan's sample_fps
+    "hunyuan_video": 24, "hunyuan_video_15": 24,  # Tencent's sample scripts
+    "ltx2": 24,  # diffusers' default frame_rate
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", models.MODELS)
+def test_clips_have_the_frame_rate_of_the_published_model_unless_given(name):
+    config = from_dict({"family": name, "model": "m", "data": {"prompts": "p"}})
+    published = PUBLISHED_RATES.get(name)
+    assert Source(config).frame_rate(None) == published
+    assert Source(config).frame_rate(12.5) == (published and 12.5)
+    assert Source(config).facts([], None)["fps"] == published
+
+
+@pytest.mark.parametrize("fps", [0, 0.5, -1, 1000, float("nan")])
+def test_a_frame_rate_that_no_file_has_is_refused(fps, tmp_path):
+    config = from_dict({"family": "wan", "model": "m", "data": {"prompts": "p"}})
+    with pytest.raises(ConfigError, match="--fps: expected 1 to 240, got"):
+        check_writing(config, tmp_path / "out", 1, fps)
+
+
+def test_odd_sizes_are_refused_before_anything_is_generated(tmp_path):
+    """x264 writes a file without frames for them."""
+    config = from_dict({"family": "wan", "model": "m", "data": {"prompts": "p"}, "eval": {"height": 31, "width": 32}})
+    with pytest.raises(ConfigError, match=r"even numbers, as mp4 files have .*, got 31 × 32"):
+        check_writing(config, tmp_path / "out", 1, None)
+    check_writing(replace(config, rollout=replace(config.rollout, frames=1)), tmp_path / "out", 1, None)
+
+
 def test_a_lora_file_that_changed_is_another_lora(place):
     config = from_dict({"model": str(place / "flux"), "data": {"prompts": str(place / "dev.txt")}})
     file = place / "some.safetensors"
@@ -254,5 +287,5 @@ def test_evaluation_and_generation_at_another_size(place):
     stock = pipe(shown[0], latents=latents, output_type="np", **call).images
     assert np.abs(images["before"][:1] - 255 * stock).max() <= 1
     argv = ["generate", runs / "shown" / "config.yaml", "--lora", runs / "shown", "--samples", 1]
-    command(*argv, "--prompts", place / "dev.txt", "--out", place / "one")
-    assert {Image.open(file).size for file in (place / "one").glob("*.png")} == {(16, 24)}
+    command(*argv, "--prompts", place / "dev.txt", "--out", place / "sized")
+    assert {Image.open(file).size for file in (place / "sized").glob("*.png")} == {(16, 24)}

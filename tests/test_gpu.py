@@ -22,6 +22,7 @@ from prefgrpo.ops import (
     winrate_advantage,
 )
 from prefgrpo.ops._backend import unavailable_reason
+from prefgrpo.sde.rows import sde_rows
 from prefgrpo.sde.schedule import make_schedule, shifted_sigmas
 
 why = unavailable_reason("cuda")
@@ -56,6 +57,7 @@ def calls():
         ),
         "philox_normal": (lambda: philox_normal(1, sample, 3, 4096), 1),
         "policy_loss": (lambda: policy_loss(column, column, column, epsilon_low=0.1), 1),
+        "sde_rows": (lambda: sde_rows("flow", column, column, column), 1),
         "winrate_advantage": (lambda: winrate_advantage(wins, played), 1),
     }
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from peers import folder
 
-from benchmarks import pref_grpo, sanitize, trials
+from benchmarks import levers, pref_grpo, sanitize, trials
 from prefgrpo.tiny import pipelines
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -50,19 +50,21 @@ def test_a_part_that_fails_does_not_stop_the_next(tmp_path):
     done = gpu_check(tmp_path / "python", CALLS=str(calls), PATH=path, PREFGRPO_BACKEND="")
     assert done.returncode == 1 and done.stderr.endswith("failed: memcheck bench\n")
     parts = [line for line in done.stdout.splitlines() if line.startswith("== ")]
-    assert parts == ["== tests", "== memcheck", "== bench", "== families", "== train", "== peers"]
+    of_levers = ["fused", "fp8", "attention", "recompute", "traffic", "ulysses"]
+    assert parts == [f"== {name}" for name in ("tests", "memcheck", "bench", "families", *of_levers, "train", "peers")]
     lines = [line.strip() for line in calls.read_text().splitlines() if "-m" in line or "setup.py" in line]
     assert lines[0] == "setup.py -q build_ext --inplace" and lines[1].startswith("-m pytest ")
     sanitized = ["cuda -m benchmarks.sanitize", "triton -m benchmarks.sanitize", "cuda -m benchmarks.sanitize"]
-    trained = [f"-m benchmarks.trials {part}" for part in ("families", "train", "peers")]
-    ends = ["-m benchmarks --device cuda", *trained]
+    compared = [f"-m benchmarks.levers {name}" for name in of_levers]
+    trained = ["-m benchmarks.trials train", "-m benchmarks.trials peers"]
+    ends = ["-m benchmarks --device cuda --write", "-m benchmarks.trials families", *compared, *trained]
     assert lines[2:] == [*sanitized, *ends], "memcheck twice, no racecheck, initcheck"
 
 
 @pytest.mark.parametrize("backend", ["cpu", "torch"])
 def test_what_is_sanitised_runs_every_op(backend):
     with sanitize.ops.use_backend(backend):
-        assert sanitize.run("cpu") == 95
+        assert sanitize.run("cpu") == 115
 
 
 def test_the_trained_flux_has_the_published_size():
@@ -126,6 +128,31 @@ def test_flux_is_trained_twice_from_one_pipeline(tmp_path, capfd):
         assert line["on_policy_error"] == 0 and line["time/images_per_s"] > 0 and line["peak GiB"] > 0
         assert line["--dry-run GiB"] > 0 and line["said at start"][0].startswith("memory per process")
     assert capfd.readouterr().out.count('{"trial": ') == 3
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "part, lines", {"fused": 4, "fp8": 6, "attention": 6, "recompute": 1, "traffic": 2, "ulysses": 2}.items()
+)
+def test_levers_are_compared_and_timed(tmp_path, capfd, part, lines):
+    """Rehearsed with small widths: what two ways promise holds, and both are timed."""
+    out = tmp_path / "levers.json"
+    assert levers.main([part, "--tiny", "--out", str(out)]) == 0, capfd.readouterr().out
+    found = json.loads(out.read_text())["trials"]
+    assert len(found) == lines
+    for line in found:
+        timed = [value for name, value in line.items() if name.endswith((" s", ", s"))]
+        assert "error" not in line and ("skipped" in line or (len(timed) >= 2 and min(timed) > 0)), line
+    assert {line["attention"] for line in found if "skipped" in line} == (
+        {"fa3", "fa4"} if part == "attention" else set()
+    )
+
+
+def test_ways_with_other_bits_are_an_error():
+    ways = {"one": lambda: [torch.ones(2)], "other": lambda: [torch.ones(2) * (1 + 2**-23)]}
+    assert levers.compared(ways, torch.device("cpu"))["error"] == "one and other have other bits"
+    assert "error" not in levers.compared(ways, torch.device("cpu"), promised=False)
+    assert not levers.equal([torch.tensor(torch.nan)], [torch.tensor(torch.nan)])
 
 
 THEIRS = """

@@ -24,6 +24,7 @@ from prefgrpo.data.prompts import Prompt
 from prefgrpo.judge.template import shipped_templates
 from prefgrpo.models.folder import ModelError, check_weights, locate
 from prefgrpo.run.inputs import fingerprints
+from prefgrpo.tiny import pipelines
 
 JUDGE = Path(prefgrpo.__file__).parent / "tiny" / "assets" / "judge"
 CODE = "def brightness(images, prompts, **columns):\n    return [float(image.mean()) {} for image in images]\n"
@@ -146,6 +147,21 @@ def test_a_run_goes_on_without_the_files_it_was_started_with(tmp_path):
     assert command.wait() == 0, command.output
     assert "changed since: the" not in command.output, command.output
     assert rows(run) == rows(place / "runs" / "whole") and not (place / "runs" / "half").exists()
+
+
+@pytest.mark.parametrize("family", ["flux", "ltx2", "sd3", "wan"])
+def test_a_model_folder_without_a_tokenizers_vocabulary_is_refused(family, tmp_path):
+    """transformers makes an empty tokenizer then, whose tokens mean nothing to the model."""
+    place = pipelines.make(family, tmp_path / family)
+    files = [file for file in (place / "tokenizer").iterdir() if "config" not in file.name]
+    for file in files:
+        file.unlink()
+    said = rf"a tokenizer without its vocabulary: expected .* in {place / 'tokenizer'}; download"
+    with pytest.raises(ModelError, match=said):
+        load(case_of(family), place)
+    shutil.rmtree(place / "tokenizer")
+    with pytest.raises(ModelError, match=said):
+        load(case_of(family), place)
 
 
 def test_a_model_folder_that_cannot_be_read_names_the_file(tmp_path):

@@ -10,11 +10,23 @@ import peers
 import pytest
 import sde_formulas
 import torch
-from integration_cases import BF16, CASES, F32, FactoryScheduler, T, batch, euler, seeded, unipc
+from integration_cases import (
+    BF16,
+    CASES,
+    F32,
+    FACTORY_CALLS,
+    FactoryScheduler,
+    FactoryUniPC,
+    T,
+    batch,
+    euler,
+    seeded,
+    unipc,
+)
 from ops_cases import Counted
 
-from prefgrpo.integrations import flow_factory, flow_grpo, pref_grpo, steps
-from prefgrpo.ops import PhiloxNoise
+from prefgrpo.integrations import flow_factory, flow_grpo, pref_grpo, steps, verl_omni
+from prefgrpo.ops import PhiloxNoise, sde_logp
 from prefgrpo.sde.schedule import shifted_sigmas, truncated_times
 
 SHAPES = {"sd3": (3, 16, 32, 32), "flux": (3, 256, 64), "wan": (3, 16, 3, 20, 24), "odd": (3, 7, 1, 3, 1)}
@@ -176,32 +188,12 @@ def test_errors_say_what_was_expected():
         pref_grpo.dance_grpo_step(v, x, 0.3, scheduler.sigmas, T, None, True, True)
     with pytest.raises(ValueError, match="expected grpo=True and sde_solver=True"):
         pref_grpo.dance_grpo_step(v, x, 0.3, scheduler.sigmas, 0, None, True, False)
-    with pytest.raises(RuntimeError, match="timestep_next not the next"):
-        t = scheduler.timesteps
-        flow_factory.step(FactoryScheduler("CPS"), v, t[2], x, timestep_next=t[4], noise_level=0.4)
+    with pytest.raises(RuntimeError, match="timestep: not one of the scheduler's"):
+        flow_factory.step(FactoryScheduler("CPS"), v, scheduler.timesteps[2] + 1, x, noise_level=0.4)
     with pytest.raises(ValueError, match="gradients flow only to v"):
         pref_grpo.flow_grpo_step(v, x.clone().requires_grad_(), 0.7, scheduler.sigmas, 0, x)
     with pytest.raises(ValueError, match="dynamics_type: expected one of"):
         flow_factory.step(FactoryScheduler("SDE"), v, scheduler.timesteps[2], x)
-
-
-FACTORY_CALLS = {
-    "a timestep": lambda t, x: ((t[2], x), {}),
-    "timesteps, two without noise": lambda t, x: ((t[[2, 3, 9]], x), {}),
-    "a number": lambda t, x: ((float(t[2]), x), {}),
-    "a step number": lambda t, x: ((2, x), {}),
-    "σ and σ'": lambda t, x: ((t[2], x), {"timestep_next": t[3], "noise_level": 0.4}),
-    "σ and σ' each": lambda t, x: (
-        (t[:3], x),
-        {"timestep_next": t[1:4], "noise_level": torch.tensor([0.4, 0.0, 0.9])},
-    ),
-    "some fields": lambda t, x: (
-        (t[0], x),
-        {"dynamics_type": "CPS", "compute_log_prob": False, "return_kwargs": ["next_latents", "log_prob"]},
-    ),
-    "σ_max": lambda t, x: ((t[0], x), {"sigma_max": 0.97}),
-    "scored": lambda t, x: ((t[2], x), {"next_latents": x, "return_kwargs": ["log_prob", "std_dev_t"]}),
-}
 
 
 def test_flow_factory_arguments(monkeypatch):
@@ -229,6 +221,102 @@ def test_flow_factory_arguments(monkeypatch):
     scheduler.is_eval = True
     still = flow_factory.step(scheduler, v, scheduler.timesteps[2], x)
     assert torch.equal(still.next_latents, still.next_latents_mean)
+
+
+def test_flow_factory_computes_what_is_asked_for(monkeypatch):
+    """No step for the velocity alone, as NFT, AWM, CRD, DPO and DGPO ask; its noise is drawn all the same."""
+    scheduler = FactoryScheduler("Flow-SDE")
+    x, v = batch((3, 7, 3))
+    t = torch.tensor([613.0, 250.5, 77.0])
+    options = {"timestep_next": torch.zeros(3), "noise_level": 0.0, "return_kwargs": ["noise_pred"]}
+    given = seeded()
+    used = seeded()
+    torch.randn(x.shape, generator=used)
+    full = flow_factory.step(scheduler, v, t, x, timestep_next=torch.zeros(3), noise_level=0.6, generator=seeded())
+    near(full.next_latents_mean, sde_formulas.flow(x, v, t[:, None, None] / 1000, 0.0 * t[:, None, None], 0.6, 0.9)[0])
+    asked = []
+    monkeypatch.setattr(steps, "sde_step", lambda *args, **more: asked.append(more))
+    monkeypatch.setattr(steps, "sde_logp", lambda *args, **more: asked.append(more) or sde_logp(*args, **more))
+    out = flow_factory.step(scheduler, v, t, x, compute_log_prob=False, generator=given, **options)
+    assert torch.equal(out.noise_pred, v) and out.next_latents is None and not asked
+    assert torch.equal(given.get_state(), used.get_state())
+    options |= {"return_kwargs": ["log_prob", "dt"], "noise_level": 0.6}
+    out = flow_factory.step(scheduler, v, t, x, full.next_latents, **options)
+    assert asked == [{"want_mean": False}] and out.next_latents_mean is None
+    assert torch.equal(out.log_prob, full.log_prob)
+    near(out.dt.flatten(), -t / 1000)
+
+
+@pytest.mark.parametrize("name", ["sde_step_with_logprob", "wan_sde_step_with_logprob"])
+def test_flow_grpo_without_a_mean(monkeypatch, name):
+    """Where no KL reads it: nothing of the latents' size is computed beside the log-prob, whose bits are the same."""
+    scheduler = unipc() if name.startswith("wan") else euler()
+    x, v = batch((2, 3, 1, 4, 4))
+    step = getattr(flow_grpo, name)
+    t = scheduler.timesteps[[3, 3]]
+    taken = step(scheduler, v, t, x, generator=seeded())
+    asked = []
+    monkeypatch.setattr(steps, "sde_logp", lambda *args, **more: asked.append(more) or sde_logp(*args, **more))
+    scored = step(scheduler, v, t, x, prev_sample=taken[0], want_mean=False)
+    assert scored[2] is None and asked == [{"want_mean": False}] and torch.equal(scored[1], taken[1])
+    assert step(scheduler, v, t, x, generator=seeded(), want_mean=False)[2] is None
+
+
+@pytest.mark.parametrize("sde_type", verl_omni.RULES)
+def test_a_noise_level_as_a_tensor_is_the_numbers(sde_type):
+    """verl-omni's, of one for all or one each; bitwise, with and without the normaliser."""
+    scheduler = euler()
+    x, v = batch((3, 7, 3))
+    options = {"timestep": scheduler.timesteps[[1, 4, 6]], "sde_type": sde_type, "prev_sample": x + 0.1}
+    for normalizer in (True, False):
+        options |= {"include_logprob_normalizer": normalizer}
+        numbers = [verl_omni.sample_previous_step(scheduler, x, v, noise_level=n, **options) for n in (0.3, 0.7, 0.9)]
+        for shape in ((3,), (3, 1, 1)):
+            level = torch.tensor([0.3, 0.7, 0.9], dtype=torch.float64).view(shape)
+            each = verl_omni.sample_previous_step(scheduler, x, v, noise_level=level, **options)
+            assert torch.equal(each[1], torch.stack([number[1][k] for k, number in enumerate(numbers)]))
+        one = verl_omni.sample_previous_step(
+            scheduler, x, v, noise_level=torch.tensor(0.7, dtype=torch.float64), **options
+        )
+        assert torch.equal(one[1], numbers[1][1]) and torch.equal(one[2], numbers[1][2])
+
+
+def test_a_counter_is_the_schedules_step():
+    """A PhiloxNoise without a step gets the same ε with σ from timestep_next, from `sigma_max` and from the table."""
+    scheduler = FactoryScheduler("CPS")
+    x, v = batch((3, 7, 3))
+    t = scheduler.timesteps
+    noise = PhiloxNoise(1, torch.arange(3))
+    ways = ({}, {"timestep_next": t[5]}, {"sigma_max": 0.9}, {"noise_level": torch.tensor(0.6)})
+    outs = [flow_factory.step(scheduler, v, t[4], x, generator=noise, **{"noise_level": 0.6} | way) for way in ways]
+    for out in outs[1:]:
+        near(out.next_latents, outs[0].next_latents)
+
+
+def test_flow_factorys_wan_scheduler():
+    """σ is timestep / 1000 of integers; in eval mode the step is UniPC's own, whose history it keeps."""
+    x, v = batch((2, 3, 1, 4, 4))
+    scheduler = FactoryUniPC()
+    plain = FactoryUniPC()
+    t = scheduler.timesteps
+    assert t.dtype == torch.int64
+    options = {"timestep_next": t[[4, 3]], "noise_level": 0.6, "return_dict": False}
+    x_next, logp, mean, std, dt = flow_factory.unipc_step(scheduler, v, t[[3, 2]], x, generator=seeded(), **options)
+    sigma, after = (t[at].double().view(-1, 1, 1, 1, 1) / 1000 for at in ([3, 2], [4, 3]))
+    want, s, want_std = sde_formulas.flow(x, v, sigma, after, 0.6, scheduler.sigmas[1])
+    near(mean, want)
+    near(logp, sde_formulas.gaussian(x_next, want, s))
+    near(std, want_std)
+    near(dt, after - sigma)
+    scheduler.is_eval = True
+    for k in range(3):
+        out = flow_factory.unipc_step(scheduler, v, t[k], x, timestep_next=t[k + 1], return_kwargs=["next_latents"])
+        assert torch.equal(out.next_latents, plain.step(v, t[k], x, return_dict=False)[0])
+    plain.set_timesteps(T)
+    scheduler.set_timesteps(T)
+    for k in range(3):  # a step number, as in `step`
+        out = flow_factory.unipc_step(scheduler, v, k, x)
+        assert torch.equal(out.next_latents, plain.step(v, t[k], x, return_dict=False)[0])
 
 
 @pytest.mark.gpu
@@ -318,6 +406,50 @@ def test_flow_grpos_pipeline_with_our_step(monkeypatch, tmp_path):
         assert len(before[k]) > 0
         for a, b in zip(before[k], after[k], strict=True):
             near(b, a, rtol=1e-4, atol=1e-4)
+
+
+def test_wan_samples_and_scores_with_one_function(monkeypatch, tmp_path):
+    """docs/ops.md deletes the pipeline's own function, which the training script imports from there, for ours."""
+    from diffusers import WanPipeline
+
+    from prefgrpo.tiny import pipelines
+
+    theirs = peers.module("flow_grpo", "flow_grpo.diffusers_patch.wan_pipeline_with_logprob", monkeypatch)
+    script = (peers.folder("flow_grpo") / "scripts/train_wan2_1.py").read_text()
+    assert "wan_pipeline_with_logprob import wan_pipeline_with_logprob, sde_step_with_logprob" in script
+    pipe = WanPipeline.from_pretrained(str(pipelines.make("wan", tmp_path)))
+    pipe.scheduler = unipc()
+    pipe.set_progress_bar_config(disable=True)
+    size = {"height": 32, "width": 32, "num_frames": 5, "num_inference_steps": 4, "guidance_scale": 1.0}
+    calls = []
+
+    def run(step):
+        def recorded(*args, **options):
+            calls.append(args)
+            return step(*args, **options)
+
+        monkeypatch.setattr(theirs, "sde_step_with_logprob", recorded)
+        torch.manual_seed(0)
+        with torch.no_grad():
+            return theirs.wan_pipeline_with_logprob(
+                pipe, prompt="a red square", output_type="latent", return_dict=False, **size
+            )
+
+    before = run(theirs.sde_step_with_logprob)
+    calls.clear()
+    _, latents, logps, _ = run(flow_grpo.wan_sde_step_with_logprob)
+    for mine, want in zip(latents, before[1], strict=True):
+        near(mine, want, rtol=1e-4, atol=1e-4)
+    for args, x_next, logp in zip(calls, latents[1:], logps, strict=True):
+        again = flow_grpo.wan_sde_step_with_logprob(*args, prev_sample=x_next, return_dt_and_std_dev_t=True)[1]
+        assert torch.equal(again, logp), "the first ratio is not 1"
+
+
+def test_dance_grpo_defines_its_step_in_every_script():
+    """So an import above the definition changes nothing: docs/ops.md deletes the definition."""
+    scripts = [p for p in (peers.folder("dance_grpo") / "fastvideo").glob("*.py") if "flux_step(" in p.read_text()]
+    assert len(scripts) == 7 and all(p.name.startswith("train_grpo_") for p in scripts)
+    assert all("\ndef flux_step(" in p.read_text() for p in scripts)
 
 
 def test_dance_grpos_rollout_with_our_step(monkeypatch):

@@ -40,8 +40,8 @@ def media(levels):
     return [grey(level) for level in levels]
 
 
-def judge(*urls, retries=2, **changes):
-    made = HttpJudge(JudgeConfig(endpoints=urls, **{**FAST, **changes}))
+def judge(*urls, retries=2, template="compare", **changes):
+    made = HttpJudge(JudgeConfig(endpoints=urls, **{**FAST, **changes}), template)
     made.client.pool.retries = retries
     return made
 
@@ -78,10 +78,11 @@ FAULTS = {
     "not_json": (2, True, "no readable chat completion"),
     "no_choices": (2, True, "no readable chat completion (IndexError"),
     "endless": (2, True, "sent more than 16 MiB, which is no answer"),
-    "bomb": (2, True, "no readable chat completion"),
+    "bomb": (2, True, "sent more than 16 MiB, which is no answer"),
     "307": (2, True, "refused with 307, a redirect to /elsewhere; correct the address"),
     "403": (2, True, "refused with 403: not for you"),
     "404": (2, True, "refused with 404: no such path"),
+    "501": (2, True, "refused with 501: not implemented"),
     "400": (1, False, "refused with 400: At most 1 image"),
     "no_logprobs": (1, False, "no logprobs"),
     "garbage": (1, False, "neither label"),
@@ -106,7 +107,7 @@ def test_a_fault(fault):
             assert len(bad.requests) - seen < len(PAIRS)
 
 
-@pytest.mark.parametrize(("fault", "reason"), [("endless", "sent more than 16 MiB"), ("bomb", "no readable")])
+@pytest.mark.parametrize(("fault", "reason"), [("endless", "sent more than 16 MiB"), ("bomb", "sent more than 16 MiB")])
 def test_a_reply_without_end_costs_little_memory(fault, reason):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with JudgeServer(fault) as server:
@@ -139,6 +140,7 @@ CHECKS = {
     "key wrong": ("key", {"api_key_env": "WRONG_KEY"}, "answered 401; is api_key_env"),
     "key unset": ("", {"api_key_env": "NO_KEY"}, r"variable NO_KEY \(api_key_env\) is not set"),
     "key empty": ("", {"api_key_env": "EMPTY_KEY"}, r"variable EMPTY_KEY \(api_key_env\) is not set, or empty"),
+    "key of one word": ("", {"api_key_env": "ONE_WORD"}, r"variable ONE_WORD \(api_key_env\) is not set, or empty"),
     "key of two lines": ("", {"api_key_env": "TWO_LINES"}, r"TWO_LINES \(api_key_env\): expected one line"),
     "no address": ("", {"endpoints": ("here:80",)}, "endpoints must be http:// or https://"),
 }
@@ -186,8 +188,14 @@ def test_a_judge_that_thinks_although_it_should_not_is_told_by_name(template):
 def test_the_check_says_what_is_wrong(name, monkeypatch):
     if name == "mute":
         monkeypatch.setattr(http, "CHECK_S", 1.0)
-    for variable, key in (("WRONG_KEY", "hunter2"), ("EMPTY_KEY", " \r\n"), ("TWO_LINES", "hunter2\r\nhunter3")):
+    for variable, key in (
+        ("WRONG_KEY", "hunter2"),
+        ("ONE_WORD", "Bearer "),
+        ("EMPTY_KEY", " \r\n"),
+        ("TWO_LINES", "hunter2\r\nhunter3"),
+    ):
         monkeypatch.setenv(variable, key)
+    monkeypatch.setenv("ONE_WORD", "Bearer ")
     fault, options, message = CHECKS[name]
     with JudgeServer(fault if fault not in ("listing", "key") else "") as server:
         server.key, server.listing = "secret" * (fault == "key"), "<html>welcome</html>" * (fault == "listing")
@@ -225,8 +233,9 @@ def python(code, *arguments, **environment):
     return subprocess.run(line, capture_output=True, text=True, env=env, timeout=600)
 
 
-def test_a_key_is_sent_and_one_that_is_refused_in_the_middle_pauses(monkeypatch):
-    monkeypatch.setenv("RIGHT_KEY", "\ufeff secret\r\n")
+@pytest.mark.parametrize("key", ["\ufeff secret\r\n", "Bearer secret", "bearer  secret\n"])
+def test_a_key_is_sent_and_one_that_is_refused_in_the_middle_pauses(key, monkeypatch):
+    monkeypatch.setenv("RIGHT_KEY", key)
     with JudgeServer() as server:
         server.key = "secret"
         missing(ask(judge(server.url, model=MODEL, deadline_s=1)), "lists no model: /v1/models answered 401")

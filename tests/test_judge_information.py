@@ -131,9 +131,9 @@ def test_pairs_without_a_verdict_are_left_out_and_counted(people):
     assert lines[0].startswith("pairs: 1 of 6") and lines[1].startswith("accuracy: –")
     assert lines[-1].startswith("WARNING: 10 of 12 questions have no verdict, the first:") and "dark.png" in lines[-1]
     for row, text in {
-        "p,dark.png,bright.png,c": "line 8: expected a choice of a, b, tie, got 'c'",
-        "p,dark.png,nowhere.png,a": "line 8: expected an image file, got",
-        "p,dark.png,bright.png,": "line 8: expected the columns prompt, image_a, image_b, choice, choice is missing",
+        "p,dark.png,bright.png,c": "line 8: choice: expected one of a, b, tie, got 'c'",
+        "p,dark.png,nowhere.png,a": "line 8: file not found: nowhere.png",
+        "p,dark.png,bright.png,": "line 8: choice: expected one of a, b, tie, got ''",
     }.items():
         other = people.parent / "other.csv"
         other.write_text(people.read_text() + row + "\n")

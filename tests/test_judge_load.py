@@ -20,7 +20,7 @@ from judge_server import JudgeServer, reply, until
 from tiny_media import noise
 
 from prefgrpo.config.loading import load
-from prefgrpo.judge import client, http
+from prefgrpo.judge import client, event_loop
 from prefgrpo.judge.client import HttpJudge
 from prefgrpo.parallel.world import World
 from prefgrpo.rewards import build, load_class
@@ -116,10 +116,10 @@ def clock(monkeypatch):
         made.time = lambda: found.now
         return made
 
-    monkeypatch.setattr(http, "_thread", None)
+    monkeypatch.setattr(event_loop, "_thread", None)
     with monkeypatch.context() as patched:
         patched.setattr(asyncio, "new_event_loop", new_loop)
-        thread = http.loop_thread()
+        thread = event_loop.loop_thread()
     monkeypatch.setattr(time, "monotonic", lambda: found.now)
     yield found
     found.runs = False
@@ -134,7 +134,7 @@ def test_a_loaded_judge_of_eight_ranks_loses_nothing(recipe, rate, clock):
     rollout = config.rollout
     name = entry.name
     section = config.judge
-    thread = http.loop_thread()
+    thread = event_loop.loop_thread()
     scorers = []
     template = load_class(name).template
     server = LoadedServer(rate, SAYS[template], thread.loop)

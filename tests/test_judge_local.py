@@ -121,7 +121,7 @@ def test_an_image_token_in_the_prompt_and_labels_without_probability_are_missing
     media = _media(SIZES["square"])
     verdicts = judge.judge_group("a <|image_pad|> cat", media, [(0, 1), (1, 2)])
     assert [v.first for v in verdicts] == [None, None]
-    assert "image token" in verdicts[0].reason
+    assert "special token <|image_pad|>" in verdicts[0].reason
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(judge, "min_label_mass", 0.99)
         verdict = judge.judge_group("a", media, [(0, 1)])[0]

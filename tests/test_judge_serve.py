@@ -52,7 +52,8 @@ def test_every_preset_has_the_measured_flags(name, vllm, capsys):
         "DO_NOT_TRACK": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "300",
         "CUDA_VISIBLE_DEVICES": "2,3",
     }  # fmt: skip
-    assert "--disable-uvicorn-access-log" in words and "--enforce-eager" not in words
+    assert {"--disable-uvicorn-access-log", "--enable-tokenizer-info-endpoint"} <= {*words}
+    assert "--enforce-eager" not in words
     assert flags(words).items() >= {
         "--served-model-name": name, "--host": "127.0.0.1", "--port": "8000", "--tensor-parallel-size": "2",
         "--max-model-len": "24576", "--mm-processor-cache-gb": "18",

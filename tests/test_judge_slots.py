@@ -19,7 +19,8 @@ from tiny_media import grey
 from prefgrpo.config.schema import JudgeConfig, SamplingConfig
 from prefgrpo.data.prompts import Prompt
 from prefgrpo.judge.client import HttpJudge
-from prefgrpo.judge.http import HttpPool, loop_thread
+from prefgrpo.judge.event_loop import loop_thread
+from prefgrpo.judge.http import HttpPool
 from prefgrpo.judge.pairs import both_orders
 from prefgrpo.rollout.render import sample
 
@@ -38,7 +39,7 @@ def test_each_medium_travels_once_then_its_id():
 def test_the_source_of_a_group_of_edits_travels_once(tmp_path):
     grey(100).pil.save(tmp_path / "source.png")
     prompt = Prompt(0, "p", source=(str(tmp_path / "source.png"),))
-    edits = [sample(prompt, one.pixels, SamplingConfig(height=32, width=32)) for one in media([20, 40, 60])]
+    edits = [sample(prompt, one, SamplingConfig(height=32, width=32)) for one in media([20, 40, 60])]
     with JudgeServer() as server:
         made = HttpJudge(JudgeConfig(endpoints=(server.url,)), "compare_edit")
         pairs = [made.submit("p", edits[i].media, edits[j].media, edits[i].source) for i, j in both_orders(3, 0)]

@@ -181,6 +181,56 @@ def test_an_unlisted_label_gets_the_most_that_the_list_leaves_for_it(listed, dty
     assert absent > 20 and (exact_at > 20 or listed == 1)
 
 
+def listed_by_vllm(logp, sampled, top):
+    """A choice as vLLM makes it (OpenAIServingChat): the sampled token, then the likeliest ones; `top` in all."""
+    order = dict.fromkeys([sampled, *np.argsort(-logp, kind="stable")[:top].tolist()])
+    rows = [{"token": str(k + 1), "logprob": max(float(logp[k]), -9999.0)} for k in [*order][:top]]
+    return {"logprobs": {"content": [rows[0] | {"top_logprobs": rows}]}}
+
+
+@pytest.mark.parametrize("top", [1, 2, 5, 20])
+def test_the_bound_holds_whatever_token_was_sampled(top):
+    """At a temperature, or where a template's `request` biases or forbids tokens, the sampled token may be unlikely:
+    it takes the place of a likelier one. A verdict is never more certain than the exact softmax."""
+    rng = np.random.default_rng(top)
+    found = 0
+    missing = 0
+    for _ in range(1000):
+        logits = rng.normal(scale=rng.choice([0.5, 3.0, 10.0]), size=60)
+        logits[:2] += rng.choice([0.0, 2.0, 9.0], size=2)
+        logp = logits - np.logaddexp.reduce(logits)
+        choice = listed_by_vllm(logp, int(rng.choice([0, 1, rng.integers(60)])), top)
+        exact = 1 / (1 + math.exp(logp[1] - logp[0]))
+        try:
+            read = two_label_softmax(*answers.label_logprobs(choice, ("1", "2")), 0.0)[0]
+        except answers.Unreadable:
+            missing += 1
+            continue
+        found += 1
+        assert min(exact, 0.5) - 1e-6 <= read <= max(exact, 0.5) + 1e-6
+        likeliest = answers.word_probability(choice, ("1", "one"))
+        assert likeliest >= math.exp(logp[0]) - 1e-6
+    assert found > 100 and missing > 20
+
+
+def test_a_forbidden_token_leaves_no_verdict_for_the_wrong_label():
+    """`allowed_token_ids` makes vLLM sample label 1 at rank 21 of the raw probabilities; label 2 is the twentieth."""
+    p = np.array([0.012, 0.03, *np.linspace(0.06, 0.04, 19)])
+    choice = listed_by_vllm(np.log(p), 0, 20)
+    assert "2" not in [row["token"] for row in choice["logprobs"]["content"][0]["top_logprobs"]]
+    with pytest.raises(answers.Unreadable, match=r"the other may be the likelier.*allowed_token_ids"):
+        answers.label_logprobs(choice, ("1", "2"))
+
+
+def test_tokens_of_one_text_are_added():
+    """Two tokens can have one text: with a space that a server strips, or a byte of it."""
+    log = math.log
+    top = ("1", log(0.5)), ("2", log(0.3)), ("1", log(0.1)), ("2", log(0.05)), ("1", log(0.01))
+    found = answers.label_logprobs(_choice(*top), ("1", "2"))
+    assert [math.exp(v) for v in found] == pytest.approx([0.61, 0.35])
+    assert answers.word_probability(_choice(*top), ("1", "one")) == pytest.approx(0.61)
+
+
 def test_one_certain_entry_is_a_certain_verdict():
     for logp in (0.0, -1e-12, 1e-7):  # the listed probabilities sum to 1 or, by rounding, more
         first, second = answers.label_logprobs(_choice(("1", logp)), ("1", "2"))

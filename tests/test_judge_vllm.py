@@ -20,6 +20,7 @@ import torch
 import transformers
 from judge_server import free_port, until
 from judge_tiny import stock
+from test_judge_prefill import TRIMS
 from test_judge_questions import ask
 
 import prefgrpo
@@ -108,6 +109,24 @@ def test_soft_verdicts_equal_the_in_process_judge(model, port, monkeypatch):
             assert np.abs(p - [v.first for v in served]).max() < 2e-3
         (held,) = j.client.ids.values()
         assert held.supported == ids and len(held.sent) == len(media) * ids and not held.unnamed
+
+
+def test_a_chat_template_that_trims_changes_no_verdict(model, tmp_path):
+    """As Qwen3.5's does: the in-process judge is the original."""
+    caption, media = group()
+    local = LocalJudge(model, template="caption_match").judge_group(caption, media, PAIRS)
+    cut = shutil.copytree(model, tmp_path / "tiny")
+    (cut / "chat_template.jinja").write_text(TRIMS)
+    port = free_port()
+    with serving(str(cut), port):
+        served = judge(port).judge_group(caption, media, PAIRS)
+    assert np.abs(np.subtract([v.first for v in local], [v.first for v in served])).max() < 2e-3
+    np.testing.assert_allclose([said(v) for v in served], [said(v) for v in local], atol=0.02)
+
+
+def said(verdict):
+    """The labels' log-probabilities."""
+    return [float(value) for value in verdict.raw.split()[1:]]
 
 
 def test_a_server_killed_in_the_middle_of_a_group_and_restarted_loses_nothing(model):

@@ -27,6 +27,10 @@ OTHER = f"{__name__}.Other"
 EDIT = f"{__name__}.EditScore"
 
 
+def brighter(prompt, image_a, image_b):
+    return float(image_a.mean() > image_b.mean())
+
+
 class Other(VlmPairwise):
     template = "think"
 
@@ -160,6 +164,24 @@ def test_a_plan_that_does_not_fit_the_group_is_a_mistake(place):
     of_seven = config(place, rewards=[entry("vlm_pairwise", plan="k_regular(3)")], rollout={"group_size": 7})
     (wrong,) = config_errors(of_seven)
     assert "k_regular(3)" in wrong and "7" in wrong
+
+
+@pytest.mark.parametrize(
+    ("plan", "size"), [("k_regular(3)", 7), ("k_regular(3)", 3), ("k_regular(4)", 4), ("k_regular(0)", 4)]
+)
+def test_a_plan_of_a_function_that_does_not_fit_the_group_is_a_mistake(place, plan, size):
+    given = [entry(f"{__name__}.brighter", plan=plan)]
+    (wrong,) = config_errors(config(place, rewards=given, rollout={"group_size": size, "batch_size": 1}))
+    assert f"rewards: {plan} needs 1 <= k < G and k·G even, got G = {size}" in wrong
+
+
+def test_a_training_plan_of_a_function_need_not_fit_the_pairs_of_an_evaluation(place):
+    c = config(place, rewards=[entry(f"{__name__}.brighter", plan="k_regular(3)")], rollout={"group_size": 4})
+    built = Rewards(c, ALONE).build("rewards", c.rewards, [])
+    (measured,) = evaluation_scorer(c, built).rewards.values()
+    (trained,) = built.values()
+    assert (measured.plan, trained.plan, len(trained.plan_pairs(4, 0))) == ("both_orders", "k_regular(3)", 6)
+    assert measured.plan_pairs(2, 0) == [(0, 1), (1, 0)] and measured.judge is trained.judge
 
 
 def test_a_reward_that_does_not_fit_the_run_is_refused_with_all_reasons(place):

@@ -6,6 +6,7 @@ that is not in the model's map is skipped with a line in the log. The names belo
 """
 
 import copy
+import itertools
 import json
 import re
 from contextlib import nullcontext
@@ -105,6 +106,7 @@ def test_a_lora_of_others_keeps_its_strength_when_it_is_saved_again(tmp_path):
 
 
 EXPORTED = {
+    "krea2": r"diffusion_model\.blocks\.\d+\.(attn\.(w[qkvo]|gate)|mlp\.(gate|up|down))",
     "wan": r"diffusion_model\.blocks\.\d+\.(self|cross)_attn\.[qkvo]",
     "wan22": r"diffusion_model\.blocks\.\d+\.(self|cross)_attn\.[qkvo]",
     "wan_ti2v": r"diffusion_model\.blocks\.\d+\.(self|cross)_attn\.[qkvo]",
@@ -177,7 +179,7 @@ def test_what_cannot_be_continued(trainer, tmp_path):
     policy(case_of("sd3"), encoders=False).save_lora(str(tmp_path))
     for source, text in {
         str(tmp_path): "targets differ|size mismatch|cannot be continued",
-        "nowhere/at/all": "expected a folder, a file or a hub id 'owner/name', got 'nowhere/at/all'",
+        "nowhere/at/all": "a hub id 'owner/name' or 'owner/name/FILE.safetensors', got 'nowhere/at/all'",
     }.items():
         with pytest.raises(ConfigError, match=rf"train\.lora_from: .*{text}"):
             trainer(train={"lora_from": source}, eval={"every": 0})
@@ -295,6 +297,167 @@ def test_a_foreign_file_has_the_strength_of_the_stock_pipeline_or_is_refused(fam
     assert read >= {*SAME, "bf16", "two ranks"}
     assert not read & set(REFUSED)
     assert family != "flux" or read >= {kind for kind in FOREIGN if "alpha" in kind} - {"alpha as int"}
+
+
+# ---- spelling × alpha × header
+
+PREFIXES = {"diffusers": "transformer.", "bare": "", "ai-toolkit": "diffusion_model.", "peft": "base_model.model."}
+ENDS = {"A/B": ("lora_A.weight", "lora_B.weight"), "down/up": ("lora_down.weight", "lora_up.weight")}
+HEADER = {"r": 4, "lora_alpha": 12, "rank_pattern": {}, "alpha_pattern": {}}
+"""Scale 3; the alpha tensors below make a half."""
+
+
+def spelled(tensors, prefix, ends, flat=False):
+    """{name: tensor} of a file with diffusers' names, in other words; flat: kohya's names of layers."""
+    out = {}
+    for key, tensor in tensors.items():
+        layer, _, kind = bare(key).rpartition(".lora_")
+        out[f"{prefix}{layer.replace('.', '_') if flat else layer}.{ends[kind == 'B.weight']}"] = tensor
+    return out
+
+
+SPELLINGS = {
+    **{f"{p}, {e}": (PREFIXES[p], ENDS[e]) for p in PREFIXES for e in ENDS},
+    "bare, default": ("", ("lora_A.default.weight", "lora_B.default.weight")),
+    "kohya": ("lora_unet_", ENDS["down/up"], True),
+}
+LIKE_QWEN_IMAGE = {
+    "diffusers, A/B": "11 33 xx xx",
+    "diffusers, down/up": "xx xx xx xx",
+    "bare, A/B": ".1 .3 hh pp",
+    "bare, down/up": ".x .x hh pp",
+    "ai-toolkit, A/B": "11 33 hh pp",
+    "ai-toolkit, down/up": "11 33 hh pp",
+    "peft, A/B": ".1 .3 xx xx",
+    "peft, down/up": ".x .x xx xx",
+    "bare, default": "11 33 hh pp",
+    "kohya": "11 33 hh pp",
+}
+READ = {
+    "z_image": LIKE_QWEN_IMAGE,
+    "qwen_image": LIKE_QWEN_IMAGE,
+    "flux": {
+        "diffusers, A/B": "11 33 hh xx",
+        "diffusers, down/up": "11 33 1x 3x",
+        "bare, A/B": ".1 .3 .h xx",
+        "bare, down/up": "x1 x3 xx xx",
+        "ai-toolkit, A/B": ".1 .3 .h xx",
+        "ai-toolkit, down/up": "x1 x3 xx xx",
+        "peft, A/B": "x1 x3 xh xx",
+        "peft, down/up": "x1 x3 xx xx",
+        "bare, default": ".x .x .x xx",
+        "kohya": "xx xx xx xx",
+    },
+    "flux2": {
+        "diffusers, A/B": "11 33 xx xx",
+        "diffusers, down/up": ".x .x .x .x",
+        "bare, A/B": ".1 .3 xx xx",
+        "bare, down/up": ".x .x .x .x",
+        "ai-toolkit, A/B": "11 33 xx xx",
+        "ai-toolkit, down/up": ".x .x .x .x",
+        "peft, A/B": "11 33 xx xx",
+        "peft, down/up": ".x .x .x .x",
+        "bare, default": ".x .x xx xx",
+        "kohya": ".x .x .x .x",
+    },
+    "sd3": {
+        "diffusers, A/B": "11 33 xx xx",
+        "diffusers, down/up": "xx xx xx xx",
+        "bare, A/B": ".1 .3 xx xx",
+        "bare, down/up": ".x .x xx xx",
+        "ai-toolkit, A/B": ".1 .3 xx xx",
+        "ai-toolkit, down/up": ".x .x xx xx",
+        "peft, A/B": ".1 .3 xx xx",
+        "peft, down/up": ".x .x xx xx",
+        "bare, default": ".x .x xx xx",
+        "kohya": ".x .x .x .x",
+    },
+    "wan": {
+        "diffusers, A/B": "11 33 xx xx",
+        "diffusers, down/up": "xx xx xx xx",
+        "bare, A/B": ".1 .3 xx xx",
+        "bare, down/up": ".x .x xx xx",
+        "ai-toolkit, A/B": "x1 x3 xx xx",
+        "ai-toolkit, down/up": "xx xx xx xx",
+        "peft, A/B": ".1 .3 xx xx",
+        "peft, down/up": ".x .x xx xx",
+        "bare, default": ".x .x xx xx",
+        "kohya": "xx xx xx xx",
+    },
+    "ltx2": {
+        "diffusers, A/B": "11 33 xx xx",
+        "diffusers, down/up": "xx xx xx xx",
+        "bare, A/B": ".1 .3 xx xx",
+        "bare, down/up": ".x .x xx xx",
+        "ai-toolkit, A/B": "11 33 xx xx",
+        "ai-toolkit, down/up": "xx xx xx xx",
+        "peft, A/B": ".1 .3 xx xx",
+        "peft, down/up": ".x .x xx xx",
+        "bare, default": ".x .x xx xx",
+        "kohya": ".x .x .x .x",
+    },
+}
+"""Family → spelling → what the stock pipeline (diffusers 0.42.1) and ours make of a file: with no alpha or header, with
+a header, with alphas, with both. 1, 3, h (½), p (3 · ½): its strength; ".": no layer and no error; x: refused."""
+FAULTY = ("z_image", "qwen_image")
+
+
+def strength(layers, truth):
+    """A letter: "." no layer, "?" neither strength, otherwise the factor that all layers have."""
+    if not layers:
+        return "."
+    for letter, factor in {"1": 1.0, "3": 3.0, "h": 0.5, "p": 1.5}.items():
+        same = layers.keys() == truth.keys()
+        if same and all(torch.allclose(layers[n], factor * truth[n], rtol=1e-5, atol=1e-9) for n in truth):
+            return letter
+    return "?"
+
+
+def attempt(read, adapter, kept):
+    """The LoRA layers that `read` makes of fresh denoisers, or None if it raises or leaves them without weights."""
+    for name, module in kept.items():
+        setattr(adapter.pipe, name, copy.deepcopy(module))
+    try:
+        read()
+    except Exception:  # noqa: BLE001  (diffusers raises whatever it comes upon)
+        return None
+    layers = deltas(adapter.pipe.transformer)
+    return None if any(delta.is_meta for delta in layers.values()) else layers
+
+
+@pytest.mark.parametrize("family", [pytest.param(f, marks=[pytest.mark.full] * (f not in FAULTY)) for f in READ])
+@torch.no_grad()
+def test_spelling_alpha_and_header(family, tmp_path):
+    """What the stock pipeline reads is as strong here or refused; what it passes over in silence is read or refused."""
+    case = case_of(family)
+    adapter = load(case, encoders=False)
+    kept = {name: copy.deepcopy(module) for name, module in adapter.modules().items()}
+    adapter.add_lora(4, 4.0, adapter.lora_targets[:1])
+    perturb(adapter).save_lora(str(tmp_path))
+    truth = deltas(adapter.pipe.transformer)
+    tensors = load_file(tmp_path / "pytorch_lora_weights.safetensors")
+    header = {f"transformer.{k}": v for k, v in HEADER.items()} | {"transformer.target_modules": list(truth)}
+    file = tmp_path / "changed" / "pytorch_lora_weights.safetensors"
+    file.parent.mkdir()
+    found = {}
+    for spelling, how in SPELLINGS.items():
+        letters = []
+        for with_alpha, with_header in itertools.product((False, True), repeat=2):
+            changed = spelled(tensors, *how)
+            if with_alpha:
+                changed |= {f"{name.partition('.lora_')[0]}.alpha": torch.tensor(2.0) for name in changed}
+            save_file(changed, file, {"lora_adapter_metadata": json.dumps(header)} if with_header else None)
+            by_stock = attempt(
+                lambda: adapter.pipe.load_lora_weights(str(file.parent), weight_name=file.name), adapter, kept
+            )
+            by_us = attempt(lambda: adapter.load_lora(str(file.parent)), adapter, kept)
+            letters.append("".join("x" if each is None else strength(each, truth) for each in (by_stock, by_us)))
+        found[spelling] = " ".join(letters)
+    for spelling, letters in found.items():
+        for stock_letter, our_letter in letters.split():
+            alike = our_letter == stock_letter or our_letter == "x"
+            assert our_letter not in ".?" and (alike or stock_letter in ".x"), (spelling, letters)
+    assert found == READ[family]
 
 
 def test_headers_of_other_versions_of_peft_and_its_own_folders(tmp_path):

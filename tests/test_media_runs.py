@@ -9,9 +9,12 @@ import re
 
 import numpy as np
 import pytest
+import torch
 from judge_server import JudgeServer, images
 from PIL import Image
-from tiny_run import attempt, merged, recipe, rows, start, trained, tree
+from tiny_run import all_end, attempt, merged, ranks, recipe, rows, start, trained, tree
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load
 
 from prefgrpo.config.loading import from_dict
 from prefgrpo.data.media import Media
@@ -27,8 +30,7 @@ SMALL = {"train": {"steps": 2}, "rollout": {"prompts_per_step": 2, "group_size":
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     folder = tmp_path_factory.mktemp("media")
-    for family in ("wan22", "flux_kontext"):
-        pipelines.make(family, folder / family)
+    pipelines.make("wan22", folder / "wan22")
     (folder / "train.txt").write_text("a red circle\na blue square\na dot\n")
     (folder / "dev.txt").write_text("a green ball\ntwo lines\n")
     return folder
@@ -52,6 +54,7 @@ def test_a_video_model_with_two_experts(place):
     assert (folder / "lora" / "transformer_2" / "pytorch_lora_weights.safetensors").is_file()
     shown = np.load(folder / "eval" / "dev_000002.npz")
     assert shown["now"].shape == (2, 5, 16, 16, 3), "the report needs every frame of a clip"
+    assert shown["seconds"] == 5 / 16
     assert (folder / "report.html").is_file()
     groups = np.load(folder / "groups" / "step_000001.npz")["images"]
     assert groups.shape == (2, 2, 16, 4 * 16, 3)
@@ -61,6 +64,69 @@ def test_a_video_model_with_two_experts(place):
     assert after.wait() == 0, after.output
     assert sorted(set(tree(place / "clips")) - {".about.json"}) == ["a green ball-0.mp4", "two lines-0.mp4"]
     assert imageio.imread(place / "clips" / "two lines-0.mp4", plugin="FFMPEG").shape == (5, 16, 16, 3)
+    assert imageio.immeta(place / "clips" / "two lines-0.mp4")["fps"] == 16
+    assert json.loads((place / "clips" / ".about.json").read_text())["fps"] == 16
+    after = start([*argv, "--out", str(place / "clips"), "--fps", "24"], place / "generate.log")
+    assert after.wait() == 2 and "made differently (other: fps)" in after.output
+
+
+SIZES = {"frames": 5, "guidance": 4.0, "guidance_2": 3.0, "height": 16, "width": 16, "steps": 4}
+ALL = {"train": {"lora_rank": 0, "lr": 1e-3}}
+LAYOUTS = {
+    "LoRA": (1, {}),
+    "all weights": (1, ALL),
+    "LoRA on two processes": (2, {}),
+    "sharded and offloaded": (2, ALL | {"parallel": {"shard": 2}, "offload": ["weights"]}),
+    "masters on two processes": (2, ALL | {"dtype": "bf16"}),
+}
+QUICK = "LoRA on two processes"
+
+
+def content(checkpoint):
+    """Name → tensor of a checkpoint."""
+    reader = FileSystemReader(checkpoint)
+    tensors = {name: torch.empty(kind.size) for name, kind in reader.read_metadata().state_dict_metadata.items()}
+    load(tensors, storage_reader=reader, no_dist=True)
+    return tensors
+
+
+@pytest.mark.parametrize("layout", [pytest.param(n, marks=[pytest.mark.full] * (n != QUICK)) for n in LAYOUTS])
+def test_an_expert_that_no_step_of_the_window_runs_stays_as_it_is(place, layout):
+    """Weights, AdamW's state and EMA of the other expert, to the last bit, whatever weight decay and momentum."""
+    size, over = LAYOUTS[layout]
+    train = {"steps": 2, "weight_decay": 0.1, "ema_decay": 0.5}
+    given = {"rollout": {**SIZES, "window_high": 1}, "train": train, "checkpoint": {"every": 1}, "eval": {"every": 0}}
+    file = written(place, layout.replace(" ", "_"), "wan22", **merged(given, over))
+    all_end(ranks(file, size) if size > 1 else [start(["train", str(file)], file.with_suffix(".log"))])
+    first, second = (content(place / "runs" / file.stem / "checkpoints" / f"step_00000{k}") for k in (1, 2))
+    unused = [name for name in first if ".transformer_2." in name]
+    assert 0 < len(unused) < len(first)
+    moved = {name.partition(".")[0] for name in first if not torch.equal(first[name], second[name])}
+    assert moved == {"param", "ema", "adamw"}
+    for name in unused:
+        assert torch.equal(first[name], second[name]), name
+        kind, _, of = name.partition(".")
+        assert kind != "adamw" or not second[name].any(), name
+        assert kind != "ema" or torch.equal(second[name], second[f"param.{of}"]), name
+
+
+@pytest.mark.full
+def test_a_run_whose_windows_change_the_expert_is_resumed_to_the_last_bit(place):
+    """At the checkpoint, one expert has had fewer updates than the other."""
+    rollout = {**SIZES, "window_size": 1}
+    over = {"rollout": rollout, "train": {"steps": 4, "ema_decay": 0.5}, "eval": {"every": 0}, "seed": 5}
+    trained(written(place, "straight", "wan22", **over))
+    stopped = written(place, "stopped", "wan22", **merged(over, {"train": {"steps": 3}, "checkpoint": {"every": 3}}))
+    trained(stopped)
+    trained(stopped, "--resume", "--train.steps", "4")
+    runs = place / "runs"
+    for step in (3, 4):
+        made = content(runs / "stopped" / "checkpoints" / f"step_00000{step}")
+        updates = {".transformer_2." in n: int(t) for n, t in made.items() if n.startswith("adamw.step.")}
+        assert sum(updates.values()) == step and min(updates.values()) > 0, updates
+    want = content(runs / "straight" / "checkpoints" / "step_000004")
+    assert made.keys() == want.keys() and all(torch.equal(made[name], want[name]) for name in want)
+    assert rows(runs / "stopped") == rows(runs / "straight")
 
 
 def test_a_reward_that_takes_images_refuses_clips(place, capsys):
@@ -69,12 +135,21 @@ def test_a_reward_that_takes_images_refuses_clips(place, capsys):
         assert code == 2 and f"{field} takes image, but these are clips" in output
 
 
+EDITS = {
+    "flux_kontext": ([["0"], ["1"], ["2"], []], {}),
+    "qwen_image_edit_plus": ([["0"], ["1", "2"], ["2"], ["0", "1", "2"]], {"source_area": 1024}),
+}
+"""Family → (source images of each prompt, sizes)."""
+
+
 @pytest.mark.full
-def test_edits_with_sources_of_any_size(place):
+@pytest.mark.parametrize("family", EDITS)
+def test_edits_with_any_number_of_sources_of_any_size(place, family):
+    named, sizes = EDITS[family]
     for number, size in enumerate([(40, 24), (24, 24), (64, 64)]):
         noise = np.random.default_rng(number).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
-        Image.fromarray(noise).save(place / f"source{number}.png")
-    edits = [{"instruction": "make it red", "source_image": f"source{k}.png", "kind": k} for k in range(3)]
+        Image.fromarray(noise).save(place / f"{number}.png")
+    edits = [{"instruction": "make it red", "image": [f"{n}.png" for n in names]} for names in named]
     (place / "edits.jsonl").write_text("\n".join(map(json.dumps, edits)))
     files = {"data": {"prompts": str(place / "edits.jsonl")}, "eval": {"prompts": str(place / "edits.jsonl")}}
     redder = (
@@ -82,19 +157,23 @@ def test_edits_with_sources_of_any_size(place):
     )
     (place / "pairs.py").write_text(redder)
     files["rewards"] = f"{place}/pairs.py:redder"
-    output = trained(written(place, "edit", "flux_kontext", **files))
-    assert "(exact)" in output and "from 3 prompts" in output
-    with np.load(place / "runs" / "edit" / "eval" / "dev_sources.npz") as stored:
-        assert len(stored["sources"]) == len(np.unique(stored["sources"], axis=0))
+    pipelines.make(family, place / family)
+    output = trained(written(place, family, family, **files, rollout={"prompts_per_step": 4, **sizes}))
+    assert "(exact)" in output and "from 4 prompts" in output
+    run = place / "runs" / family
+    with np.load(run / "eval" / "dev_sources.npz") as stored:
+        assert stored["source_counts"].tolist() == [len(names) for names in named]
+        assert len(np.unique(stored["sources"], axis=0)) == 3
         evaluated = {source.tobytes() for source in stored["sources"]}
-    with np.load(place / "runs" / "edit" / "groups" / "step_000001.npz") as stored:
+    with np.load(run / "groups" / "step_000001.npz") as stored:
+        assert len(stored["prompts"]) == len(stored["source_counts"]) == 3
         assert {source.tobytes() for source in stored["sources"]} <= evaluated
-    assert "<small>source</small>" in (place / "runs" / "edit" / "report.html").read_text()
-    argv = ["generate", str(place / "runs/edit/config.yaml"), "--lora", str(place / "runs/edit"), "--samples", "1"]
-    after = start([*argv, "--out", str(place / "edited")], place / "generate.log")
+    assert "<small>source</small>" in (run / "report.html").read_text()
+    argv = ["generate", str(run / "config.yaml"), "--lora", str(run), "--samples", "1"]
+    after = start([*argv, "--out", str(place / f"edited_{family}")], place / "generate.log")
     assert after.wait() == 0, after.output
-    edited = [content for name, content in tree(place / "edited").items() if name.endswith(".png")]
-    assert len(edited) == 3 and len(set(edited)) == 3, "expected three edits of three sources with one instruction"
+    edited = [content for name, content in tree(place / f"edited_{family}").items() if name.endswith(".png")]
+    assert len(edited) == 4 and len(set(edited)) == 4, "expected four edits with one instruction to differ"
 
 
 LACK = "per prompt; 1 of 2 prompts have another number; the first: line 2, 'b' has"

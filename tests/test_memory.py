@@ -13,12 +13,15 @@ import torch
 from families import cache, case_of, conditions, embed, folder, in_files, load, noise
 from torch import nn
 
+from benchmarks.fp8_memory import Live
 from prefgrpo.config.loading import from_dict
 from prefgrpo.models import DTYPES
-from prefgrpo.parallel.parallelize import add_trained_weights, recompute
+from prefgrpo.parallel.parallelize import add_trained_weights
+from prefgrpo.parallel.recompute import budgets, recompute
+from prefgrpo.parallel.shard import quantise_weights
 from prefgrpo.rollout import render
 from prefgrpo.rollout.render import decode, to_uint8
-from prefgrpo.run.fits import static_bytes, stored_bytes
+from prefgrpo.run.fits import kept_attention, static_bytes, stored_bytes
 from prefgrpo.run.loading import open_adapter
 from prefgrpo.run.log import Clock
 from prefgrpo.run.notes import memory_line
@@ -71,7 +74,7 @@ def device(monkeypatch):
 def test_offloaded_parts_come_for_their_work_and_stay_in_their_files(device):
     """Back in CPU memory, their tensors are the same as before, not copies of them. What eight processes of a machine
     have there besides the mapped files is far from 0.2 of the model."""
-    adapter = load(FLUX, device=device, split=True, offload=("text_encoder", "vae"))
+    adapter = load(FLUX, device=device, mapped=True, offload=("text_encoder", "vae"))
     modules = {name: part for name, part in adapter.pipe.components.items() if isinstance(part, nn.Module)}
     total = sum(t.nbytes for module in modules.values() for t in [*module.parameters(), *module.buffers()])
     private = total - sum(mapped_bytes(module) for module in modules.values())
@@ -132,19 +135,20 @@ KINDS = {
     "LoRA": {"ema_decay": 0.9},
     "LoRA, velocities": {"objective": "grpo_guard"},
     "LoRA, old policy": {"objective": "nft"},
+    "LoRA, reference": {"kl_coef": 0.1},
     "all weights": {"objective": "nft", "lora_rank": 0, "ema_decay": 0.9, "kl_coef": 0.1},
 }
 
 
 def of_steps(batch):
     """Latents and velocities of a batch's stored steps."""
-    return [t for step in batch.steps for t in (step.x, step.x_next, step.v) if t is not None]
+    return [t for step in batch.steps for t in (step.x, step.x_next, step.v, step.v_ref) if t is not None]
 
 
 @pytest.mark.parametrize("case", KINDS)
 def test_the_printed_bytes_are_those_of_the_tensors(trainer, case):
     """Of the real tensors of a run, after its first update."""
-    dtype = "bf16" if case == "LoRA, velocities" else "fp32"
+    dtype = "bf16" if case in ("LoRA, velocities", "LoRA, reference") else "fp32"
     one = trainer(train=KINDS[case], eval={"every": 0}, dtype=dtype)
     held = {}
     policy = one.policy
@@ -152,7 +156,7 @@ def test_the_printed_bytes_are_those_of_the_tensors(trainer, case):
     stored = stored_bytes(one.config, adapter.latent_shape(one.config.rollout), one.world.layout, one.world.size)
     known = static_bytes(adapter, policy) | {"stored samples": stored}
     line = memory_line(adapter, policy, {"stored samples": stored})
-    batches = one.generate(0).batches
+    batches = one.reference.add(one.generate(0).batches)
     held["stored samples"] = storages({t.data_ptr(): t for b in batches for t in (b.latents, *of_steps(b))}.values())
     assert any(batch.steps for batch in batches) == (one.objective.collector == "trajectory")
 
@@ -172,6 +176,26 @@ def test_the_printed_bytes_are_those_of_the_tensors(trainer, case):
     assert line in one.notes
 
 
+GUIDED = {"guidance": 4.0, "frames": 5, "batch_size": 2}
+
+
+@pytest.mark.parametrize("family, rollout", [("flux", {}), pytest.param("wan22", GUIDED, marks=pytest.mark.full)])
+@pytest.mark.parametrize("gradient", ["both", "conditional"])
+def test_the_printed_attention_is_what_recomputed_blocks_keep(trainer, family, rollout, gradient):
+    """Of the real tensors of an update, of one of two denoisers and of one or both predictions of a guidance pair."""
+    train = {"gradient_checkpointing": 1, "guidance_gradient": gradient, "steps": 1}
+    rollout = {"height": 64, "width": 64} | rollout  # more tokens than texts have
+    one = trainer(model=str(folder(family)), family=family, train=train, rollout=rollout, eval={"every": 0})
+    blocks = [block for net in one.adapter.modules().values() for block in one.adapter.blocks(net)]
+    size = kept_attention(one.config, one.adapter, one.world.layout)
+    assert budgets(blocks)[0].most == 0 < size
+    one.step(0, Clock())
+    assert budgets(blocks)[0].most == size
+    assert [f"; activations include {size / 2**20:.3g} MiB of kept attention" in line for line in one.notes].count(
+        True
+    ) == 1
+
+
 def mapped_bytes(module):
     """Bytes of parameters that lie in mapped weight files, which the processes of a machine share."""
     lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith(".safetensors")]
@@ -186,11 +210,30 @@ def test_weights_to_be_sharded_stay_in_their_files(lora, dtype):
     384 GB of CPU memory: they share the mapped file, and cast block by block."""
     values = {"model": str(folder("flux")), "dtype": dtype, "data": {"prompts": "p.txt"}}
     config = from_dict(values | {"train": {"lora_rank": 2 if lora else 0}})
-    split, whole = (open_adapter(config, CPU, split=split) for split in (True, False))
-    bytes_of = sum(p.nbytes for p in split.transformer.parameters())
-    assert mapped_bytes(split.transformer) == bytes_of > 0 == mapped_bytes(whole.transformer)
-    assert {p.dtype for p in split.transformer.parameters()} == {torch.float32}, "the file's"
-    assert split.dtype == whole.dtype == whole.transformer.dtype == DTYPES[dtype]
-    add_trained_weights(split, config.train, 0)
-    assert mapped_bytes(split.transformer) == bytes_of, "masters are made block by block, when they are sharded"
-    assert mapped_bytes(split.pipe.text_encoder_2) == mapped_bytes(split.pipe.vae) == 0, "these run where they are"
+    mapped, whole = (open_adapter(config, CPU, mapped=mapped) for mapped in (True, False))
+    bytes_of = sum(p.nbytes for p in mapped.transformer.parameters())
+    assert mapped_bytes(mapped.transformer) == bytes_of > 0 == mapped_bytes(whole.transformer)
+    assert {p.dtype for p in mapped.transformer.parameters()} == {torch.float32}, "the file's"
+    assert mapped.dtype == whole.dtype == whole.transformer.dtype == DTYPES[dtype]
+    add_trained_weights(mapped, config.train, 0)
+    assert mapped_bytes(mapped.transformer) == bytes_of, "masters are made block by block, when they are sharded"
+    assert mapped_bytes(mapped.pipe.text_encoder_2) == mapped_bytes(mapped.pipe.vae) == 0, "these run where they are"
+
+
+@pytest.mark.parametrize("family", ["flux", "wan22"])
+def test_a_base_in_fp8_is_made_weight_by_weight(family):
+    """From mapped files of fp32, of which no copy in another dtype is made: beside the result, one weight in fp32."""
+    values = {"model": str(folder(family)), "family": family, "dtype": "bf16", "data": {"prompts": "p.txt"}}
+    config = from_dict(values | {"fp8_base": True, "train": {"lora_rank": 2}})
+    adapter = open_adapter(config, CPU, mapped=True)
+    in_files = sum(mapped_bytes(net) for net in adapter.modules().values())
+    add_trained_weights(adapter, config.train, 0)
+    largest = max(p.numel() for net in adapter.modules().values() for p in net.parameters())
+    lora = sum(p.nbytes for _, p in adapter.trainable())
+    with Live() as made:
+        quantise_weights(adapter)
+    weights = [p for net in adapter.modules().values() for p in net.parameters()]
+    result = sum(p.nbytes for p in weights)
+    assert sum(mapped_bytes(net) for net in adapter.modules().values()) == 0 < result < in_files / 2
+    assert made.now >= result - lora, "everything was allocated anew"
+    assert made.most <= result + 12 * largest, (made.most, result, largest)

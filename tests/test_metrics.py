@@ -14,16 +14,15 @@ from tiny_run import ALONE
 from prefgrpo.data.metric import Metric
 from prefgrpo.judge.verdict import Verdict
 from prefgrpo.ops import METRICS
-from prefgrpo.parallel.world import World
 from prefgrpo.rewards.scorer import judge_metrics
 from prefgrpo.run.metrics import (
     FACTS,
     RewardsMissing,
     check_missing,
     missing_shares,
-    over_ranks,
     pixel_distance,
     policy_metrics,
+    reduced,
     reward_metrics,
     step_line,
     thumbnail,
@@ -82,6 +81,15 @@ def test_policy_figures_are_over_samples_and_the_worst_ratio_shows():
     assert FACTS == ("update", "samples", "loss")
 
 
+def test_the_spread_of_all_ratios_is_that_of_their_forwards_together():
+    """Forwards of one sample have none of their own (NaN)."""
+    ratios = [np.array([0.9, 1.1, 1.3]), np.array([1.05]), np.array([0.7, 0.8])]
+    rows = [row(0, len(r), 0.0, ratio_mean=r.mean(), ratio_std=r.std(ddof=1) if len(r) > 1 else np.nan) for r in ratios]
+    whole = np.concatenate(ratios).std(ddof=1)
+    assert policy_metrics(rows, ALONE)["policy/ratio_std"] == pytest.approx(whole, rel=1e-5)
+    assert "policy/ratio_std" not in policy_metrics(rows[1:2], ALONE), "one ratio has no spread"
+
+
 def test_a_step_without_training_has_figures_without_nan():
     found = policy_metrics([], ALONE)
     assert found["loss"] == found["policy/on_policy_error"] == 0.0 and "policy/ratio_max" not in found
@@ -97,17 +105,6 @@ def test_a_step_without_training_has_figures_without_nan():
     assert " · 1 of 2 updates skipped: gradient not finite · " in bad and "grad 0" not in bad
 
 
-class TwoRanks(World):
-    """A world of two ranks, of which the second reports `other`."""
-
-    def __init__(self, other):
-        super().__init__(0, 2, torch.device("cpu"))
-        object.__setattr__(self, "other", other)
-
-    def gather_items(self, mine):
-        return [*mine, *self.other.items()]
-
-
 def judge_step(count, retries):
     verdicts = [Verdict(0.5 if k else 1.0, retries=retries) for k in range(count)]
     waited = {"judge/wait_s": Metric(2.0, "max", timed=True)}
@@ -118,13 +115,13 @@ def test_every_metric_is_reduced_over_ranks_as_its_producer_says():
     """Counts are summed, waiting times take the maximum, rates are averaged, weighted by their
     denominators; a metric may exist on one rank only."""
     a, b = judge_step(2, 1) | {"reward/x": 0.25}, judge_step(1, 2) | {"only/b": 7.0}
-    found = over_ranks(a, TwoRanks(b))
+    found = reduced([a, b])
     assert (found["judge/requests"], found["judge/failures"], found["time/judge/retries"]) == (5, 2, 2 + 2)
     assert found["time/judge/wait_s"] == 2.0
     assert found["judge/tie_rate"] == pytest.approx(1 / 3), "expected one tie in the three verdicts of both ranks"
     assert found["reward/x"] == 0.25 and found["only/b"] == 7.0
     assert {name for name in found if name.startswith("time/")} == {"time/judge/retries", "time/judge/wait_s"}
-    assert over_ranks({}, ALONE) == {}
+    assert reduced([{}]) == {}
     assert pickle.loads(pickle.dumps(a["judge/requests"])).reduction == "sum"
 
 

@@ -4,6 +4,9 @@ Why these cases: the usual mistakes of new users (a mistyped folder that would b
 target), and a trap of the file format: results that depend on the weights' memory alignment.
 """
 
+import os
+import shutil
+
 import pytest
 import torch
 
@@ -30,6 +33,19 @@ def test_a_missing_folder_never_goes_to_the_hub(name, tmp_path, monkeypatch):
     monkeypatch.setattr("prefgrpo.models.folder._from_hub", lambda model, _: pytest.fail(f"asked the hub for {model}"))
     with pytest.raises(ModelError, match=r"model folder not found.*model_index\.json"):
         Flux.load(name, torch.float32, CPU)
+
+
+def test_a_model_in_a_folder_whose_name_is_not_utf8_is_refused(folder, tmp_path, monkeypatch):
+    """Its own relative name is plain; tokenizers and safetensors get the whole one."""
+    inside = tmp_path / os.fsdecode(b"bad\xff")
+    inside.mkdir()
+    shutil.copytree(folder, inside / "flux")
+    monkeypatch.chdir(inside)
+    assert "flux" in os.listdir(".")
+    for name in ("flux", "./flux", str(inside / "flux")):
+        with pytest.raises(ModelError, match=r"bad\\xff/flux' is not UTF-8, .*: rename its folder"):
+            Flux.load(name, torch.float32, CPU)
+    assert Flux.find(str(folder)) == folder.resolve(), "a plain model can be used from inside"
 
 
 def test_loaded_models_are_frozen_and_aligned(folder):

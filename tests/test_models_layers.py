@@ -8,11 +8,12 @@ import torch
 from families import SIZES, case_of, conditions, noise, policy, small_sources, tiered
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from prefgrpo.models import MODELS
-from prefgrpo.models.lora import LoraLinear, fuse_lora
-from prefgrpo.parallel.parallelize import recompute
+from prefgrpo.models.lora import LoraLinear, fuse_lora, outputs
+from prefgrpo.parallel.recompute import recompute
 
 
 class Block(nn.Module):
@@ -26,11 +27,24 @@ class Block(nn.Module):
         return self.down(torch.tanh(self.up(x)))
 
 
-def with_lora(dtype=torch.float32, **options):
-    """A frozen Block with fp32 LoRA weights, none of them 0."""
+class Three(nn.Module):
+    """Linears that read one x, the last without bias; their outputs, joined."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.q = nn.Linear(24, 40, dtype=dtype)
+        self.k = nn.Linear(24, 16, dtype=dtype)
+        self.v = nn.Linear(24, 40, bias=False, dtype=dtype)
+
+    def forward(self, x):
+        return torch.cat(list(outputs((self.q, self.k, self.v), x)), -1)
+
+
+def with_lora(dtype=torch.float32, kind=Block, **options):
+    """A frozen module with fp32 LoRA weights, none of them 0."""
     torch.manual_seed(0)
-    options = {"r": 4, "lora_alpha": 12, "target_modules": ["up", "down"]} | options
-    model = get_peft_model(Block(dtype).requires_grad_(False), LoraConfig(**options))
+    options = {"r": 4, "lora_alpha": 12, "target_modules": ["up", "down", "q", "k", "v"]} | options
+    model = get_peft_model(kind(dtype).requires_grad_(False), LoraConfig(**options))
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = torch.randn_like(parameter, dtype=torch.float32) / 5
@@ -48,7 +62,7 @@ def results(model, x):
 @pytest.mark.parametrize("lead", [(7,), (2, 5), (2, 3, 4)], ids=str)
 @pytest.mark.parametrize(
     "dtype, factor",
-    [(torch.float32, 1.25), (torch.bfloat16, 3.0)],  # in bf16 peft computes A and B in fp32
+    [(torch.float32, 1.25), (torch.bfloat16, 4.0)],  # in bf16 peft computes A and B in fp32
 )
 def test_lora_is_as_near_to_fp64_as_pefts_layer(dtype, factor, lead):
     peft = with_lora(dtype)
@@ -197,3 +211,48 @@ def test_no_change_of_a_weight_is_missed(change, factor):
     assert torch.equal(after, copy.deepcopy(model)(x)) and not torch.equal(after, before)
     got = torch.autograd.grad(before.float().sum(), weights)
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+# ---- layers with one input
+RANKS = {"alike": {}, "of several ranks": {"rank_pattern": {"k": 2}}, "of some": {"target_modules": ["q", "v"]}}
+
+
+@pytest.mark.parametrize("options", RANKS.values(), ids=RANKS)
+@pytest.mark.parametrize("dtype, limit", [(torch.float32, 1e-6), (torch.bfloat16, 1.5e-2)])
+def test_layers_with_one_input_are_as_pefts(dtype, limit, options):
+    model = with_lora(dtype, Three, **options)
+    exact = copy.deepcopy(model).double()
+    fuse_lora(model)
+    x = torch.randn(2, 5, 24).to(dtype)
+    of_each = [40, 16, 40]
+    joined_truth, *truth = results(exact, x.double())
+    joined, *found = results(model, x)
+    found += joined.split(of_each, -1)
+    truth += joined_truth.split(of_each, -1)
+    for got, want in zip(found, truth, strict=True):
+        assert got.shape == want.shape and (got.double() - want).norm() <= limit * want.norm()
+    with torch.no_grad():
+        assert torch.equal(model(x), joined)
+    with model.disable_adapter():
+        base = model(x)
+    for name, p in model.named_parameters():
+        p.data = p.data * 0 if "lora_B" in name else p.data
+    assert torch.equal(model(x), base), "a LoRA of zeros changes nothing"
+
+
+def test_layers_with_one_input_read_it_once(monkeypatch):
+    """Of A's products, forward; each layer is called as a module, in order, when its output is asked for."""
+    model = with_lora(torch.float32, Three)
+    fuse_lora(model)
+    inner = model.base_model.model
+    called = []
+    for name in ("q", "k", "v"):
+        getattr(inner, name).register_forward_hook(lambda *_, name=name: called.append(name))
+    reads = []
+    real = F.linear
+    monkeypatch.setattr(F, "linear", lambda x, w, *bias: reads.append(tuple(w.shape)) or real(x, w, *bias))
+    made = outputs((inner.q, inner.k, inner.v), torch.randn(3, 24))
+    next(made)
+    assert called == ["q"]
+    assert len(list(made)) == 2 and called == ["q", "k", "v"]
+    assert sorted(reads) == sorted([(12, 24), (40, 24), (16, 24), (40, 24)])

@@ -16,6 +16,14 @@ from prefgrpo.ops import PhiloxNoise, philox_normal
 from prefgrpo.ops.noise import philox_uint32
 from prefgrpo.sde.noise import initial_latents
 
+try:
+    import triton
+    import triton.language as tl
+
+    from prefgrpo.kernels.noise import BLOCK, chunk_of
+except ImportError:
+    triton = None
+
 KNOWN = [  # counter, key, result (Random123's kat_vectors)
     ([0, 0, 0, 0], [0, 0], [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
     ([0xFFFFFFFF] * 4, [0xFFFFFFFF] * 2, [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
@@ -103,3 +111,21 @@ def test_initial_latents_are_step_minus_one():
     x = initial_latents(2, ids, (3, 5))
     assert torch.equal(x[0], x[1]) and not torch.equal(x[0], x[2])
     assert np.abs(x[2].flatten().double().numpy() - numpy_normal(2, 9, 2**32 - 1, 15, 0)).max() <= 1e-6
+
+
+@pytest.mark.skipif(triton is None, reason="needs Triton")
+def test_samples_of_almost_two_to_the_31_elements():
+    """The number of a sample's blocks, without an overflow on the way; Triton passes dim as int32 up to there."""
+    out = torch.zeros(2, dtype=torch.int64, device=DEVICE)
+    kernel = triton.jit(place_of)
+    for dim in (1, BLOCK, BLOCK + 1, 2**31 - BLOCK, 2**31 - BLOCK + 1, 2**31 - 1, 2**31, 2**31 + 5):
+        chunks = -(-dim // BLOCK)
+        for program in (0, chunks - 1, chunks, 3 * chunks + min(7, chunks - 1)):
+            kernel[(1,)](out, program, dim)
+            assert out.tolist() == [program // chunks, program % chunks * BLOCK], (dim, program)
+
+
+def place_of(out_ptr, program, dim):
+    i, start = chunk_of(program, dim, 2048)
+    tl.store(out_ptr, i)
+    tl.store(out_ptr + 1, start)

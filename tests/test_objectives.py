@@ -256,7 +256,7 @@ def test_the_gradient_is_that_of_the_published_formula(setting, family, lora, na
     assert float(exact.norm()) > 0
     assert float((ours - exact).norm() / exact.norm()) < 3e-5  # fp32 forwards of other batch sizes
     if "form" not in options or options["form"] != "ipo":
-        assert loss == pytest.approx(float(truth), rel=1e-5, abs=1e-7)
+        assert loss == pytest.approx(float(truth), rel=1e-5, abs=2e-7 * max(1, getattr(o, "beta", 1)))
 
 
 # ---- against a peer's own functions -------------------------------------------------------------------------------
@@ -381,7 +381,7 @@ def test_the_gradient_of_replayed_steps_is_that_of_the_published_formula(trainer
     perturb(loop.adapter, 0.02)
     advantage = torch.randn(2, 4, generator=torch.Generator().manual_seed(2))
     taken = []
-    loop.policy.update = lambda world: taken.append([p.grad.double().flatten() for p in loop.policy.params]) or 0.0
+    loop.policy.update = lambda *_: taken.append([p.grad.double().flatten() for p in loop.policy.params]) or 0.0
     values = loop.update(0, batches, targets_of(advantage))
     trained = torch.ones(2, 4, dtype=torch.bool)
     if "best_of" in own:

@@ -99,6 +99,7 @@ WRONG = {
     "rope: one table": (lambda: rope(sin=None), "both or none"),
     "rope: table's dtype": (lambda: rope(cos=torch.ones(3, 8).bfloat16()), "cos: expected torch.float32"),
     "rope: pairs": (lambda: rope(use_real_unbind_dim=1), "expected -1 or -2, got 1"),
+    "rope: groups": (lambda: rope(groups=3), "groups: expected a divisor of the 4 heads, got 3"),
     "modulate: shape": (lambda: layernorm_modulate(zeros(3, 8), *zeros(2, 2, 8)), r"x: expected .*\[B, S, C\]"),
     "modulate: dtype": (lambda: layernorm_modulate(zeros(2, 3, 8).long(), *zeros(2, 2, 8)), "x: expected fp32"),
     "modulate: vector": (

@@ -6,24 +6,46 @@ signal) must reach all ranks.
 """
 
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
 import time
 from contextlib import suppress
+from pathlib import Path
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from tiny_run import PROMPTS, all_end, environment, ranks, recipe, rows, trained
+from safetensors.torch import load_file
+from tiny_run import (
+    ALONE,
+    BRIGHTNESS,
+    PROMPTS,
+    Hold,
+    all_end,
+    environment,
+    merged,
+    ranks,
+    recipe,
+    rows,
+    trained,
+    weights,
+)
+from torch.distributed import distributed_c10d
+from torch.distributed.checkpoint import FileSystemReader
 
 from prefgrpo.commands import cli
+from prefgrpo.config.loading import from_dict
 from prefgrpo.config.recipe import ConfigError
 from prefgrpo.parallel import world as parallel
+from prefgrpo.parallel.shard import to_local
 from prefgrpo.rewards.base import PointwiseReward, Score
+from prefgrpo.run import checkpoint
+from prefgrpo.run.checkpoint import Checkpoints
 from prefgrpo.run.run_folder import RunFolder
 
 pytestmark = pytest.mark.dist
@@ -112,7 +134,7 @@ def test_the_trouble_of_one_rank_reaches_all(place, case):
         assert [(r["samples_trained"], r["grad_norm"] > 0) for r in rows(folder)] == [(4, True)] * 4
 
 
-def test_a_signal_to_one_rank_stops_all_after_the_step(place):
+def test_a_signal_to_one_rank_stops_all(place):
     file = recipe(place, "signal", train={"steps": 500}, eval={"every": 0})
     runs, folder = ranks(file, 2), place / "runs" / "signal"
     runs[0].until(lambda: (folder / "metrics.jsonl").is_file() and len(rows(folder)) >= 2)
@@ -122,9 +144,107 @@ def test_a_signal_to_one_rank_stops_all_after_the_step(place):
     assert (folder / "checkpoints" / f"step_{done:06d}").is_dir()
 
 
+GENERATE = Hold("prefgrpo.rollout.batches:Rollouts._generate", 3)
+WITHIN = {
+    "one": ({}, [1]),
+    "both": ({}, [0, 1]),
+    "sharded": ({"parallel": {"shard": 2}}, [1]),
+    "ulysses": ({"parallel": {"ulysses": 2}, "rollout": {"batch_size": 2}}, [1]),
+    "ahead": ({"rollout": {"staleness": 1}, "checkpoint": {"every": 3}}, [1]),
+}
+"""Options, and the ranks that get a signal. Three batches on two ranks: one has a batch less to make."""
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, marks=() if c == "one" else pytest.mark.full) for c in WITHIN])
+def test_a_signal_in_a_rollout_stops_all_after_their_batch(place, case):
+    """Rank 0 makes its second batch of the first step, or its first of the second, when the signal arrives."""
+    over, signalled = WITHIN[case]
+    options = merged({"rollout": {"prompts_per_step": 3}, "rewards": BRIGHTNESS, "eval": {"every": 0}}, over)
+    options = merged({"checkpoint": {"every": 50}}, options)
+    all_end(ranks(recipe(place, f"straight-{case}", **options), 2))
+    file = recipe(place, f"within-{case}", **options)
+    folder = RunFolder(place / "runs" / f"within-{case}")
+    runs = ranks(file, 2, holds={0: GENERATE})
+    runs[0].until_held()
+    for rank in signalled:
+        os.kill(runs[rank].process.pid, signal.SIGTERM)
+    runs[0].release()
+    outputs = all_end(runs, 3)
+    done = len(rows(folder.root))
+    assert done in (0, 1) and f"interrupted in step {done + 1}, which will be repeated" in outputs[0], outputs
+    assert [p.name for p in folder.all_checkpoints()] == [f"step_{done:06d}"]
+    all_end(ranks(file, 2, "--resume"))
+    straight = place / "runs" / f"straight-{case}"
+    if case != "ahead":  # its next step had samples of older weights
+        assert rows(folder.root) == rows(straight)
+        assert weights(folder.root / "lora") == weights(straight / "lora")
+    assert [r["step"] for r in rows(folder.root)] == [1, 2, 3, 4]
+
+
+def late_by_one_clock() -> None:
+    """Runs in the new process: by the clock of rank $LATE, a checkpoint is due after every step."""
+    Checkpoints.overdue = property(lambda self: self.world.rank == int(os.environ["LATE"]))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("late", "steps"), [(0, [1, 2]), (1, [2])])
+def test_rank_0_has_the_clock_by_which_checkpoints_are_saved(place, late, steps):
+    file = recipe(place, f"late{late}", train={"steps": 2}, eval={"every": 0}, checkpoint={"every": 50})
+    all_end(ranks(file, 2, hook=late_by_one_clock, LATE=str(late)))
+    saved = RunFolder(place / "runs" / f"late{late}").all_checkpoints()
+    assert [p.name for p in saved] == [f"step_{step:06d}" for step in steps]
+
+
+def note_staged() -> None:
+    """Runs in the new process: appends the bytes that it copies for each checkpoint to a file in STAGED."""
+    true_save = checkpoint.async_save
+
+    def async_save(state, **options):
+        size = sum(tensor.nbytes for tensor in to_local(state.values()))
+        with (Path(os.environ["STAGED"]) / os.environ["RANK"]).open("a") as file:
+            file.write(f"{size}\n")
+        return true_save(state, **options)
+
+    checkpoint.async_save = async_save
+
+
+def test_every_weight_is_saved_once_whatever_the_number_of_replicas(place):
+    """Two replicas of weights sharded over two processes: each process copies a quarter, and what they wrote together
+    is read on any mesh."""
+    options = {"train": {"lora_rank": 0, "lr": 1e-4, "ema_decay": 0.5}, "parallel": {"shard": 2}, "eval": {"every": 0}}
+    options |= {"rollout": {"batch_size": 2}, "checkpoint": {"every": 1}}
+    staged = place / "staged"
+    staged.mkdir()
+    file = recipe(place, "once", **options)
+    folder = RunFolder(place / "runs" / "once")
+    all_end(ranks(file, 4, "--train.steps", "1", hook=note_staged, STAGED=str(staged)))
+    sizes = [int((staged / str(rank)).read_text().split()[0]) for rank in range(4)]
+    path = folder.latest()
+    stored = FileSystemReader(path).read_metadata().state_dict_metadata
+    whole = sum(math.prod(m.size) * m.properties.dtype.itemsize for m in stored.values())
+    assert max(sizes) < 0.3 * whole and sum(sizes) == pytest.approx(whole, rel=0.05), (sizes, whole)
+    files = sum(p.stat().st_size for p in path.glob("*.distcp"))
+    headers = 2048 * sum(len(m.chunks) for m in stored.values())
+    assert whole < files < whole + headers < 2 * whole + headers / 2, "each part of a tensor is in one file"
+
+    tensors = {name: torch.zeros(stored[name].size) for name in stored if name.startswith("ema.")}
+    checkpoint.read(path, tensors, ALONE)
+    exported = {}
+    for one in (folder.root / "pipeline" / "transformer").glob("*.safetensors"):
+        exported |= load_file(one)
+    assert len(exported) == len(tensors) > 10
+    assert all(torch.equal(tensor, exported[name.removeprefix("ema.")]) for name, tensor in tensors.items())
+
+    all_end(ranks(recipe(place, "at-once", **options), 4, "--train.steps", "2"))
+    all_end(ranks(file, 4, "--resume", "--train.steps", "2"))
+    straight = place / "runs" / "at-once"
+    assert rows(folder.root) == rows(straight) and weights(folder.root) == weights(straight)
+    all_end(ranks(file, 2, "--resume", "--train.steps", "3"))
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
-def test_a_signal_to_torchrun_stops_all_after_the_step(place, number):
+def test_a_signal_to_torchrun_stops_all(place, number):
     """SIGUSR1 with the option of docs/scale.md, without which it kills torchrun."""
     file = recipe(place, f"signalled{int(number)}", train={"steps": 500}, eval={"every": 0})
     folder = place / "runs" / f"signalled{int(number)}"
@@ -185,11 +305,11 @@ def check_collectives(world) -> None:
     assert world.patience.total_seconds() == 1200, "the others wait for a judge's whole deadline, and as long again"
     assert world.main == (rank == 0) and list(world.slots(6)) == list(range(rank, 6, size))
     local = np.array([[float(p), 10.0 * p] for p in world.slots(6)])
-    assert np.array_equal(world.gather_slots(local, 6), [[p, 10.0 * p] for p in range(6)])
-    assert world.gather_slots(local.reshape(-1, 2, 1), 6).shape == (6, 2, 1)
+    assert np.array_equal(world.in_slot_order(world.gather_items([local])), [[p, 10.0 * p] for p in range(6)])
+    assert world.in_slot_order(world.gather_items([local.reshape(-1, 2, 1)])).shape == (6, 2, 1)
     for total in (1, 7):
         mine = np.array([[float(p)] for p in world.slots(total)]).reshape(-1, 1)
-        assert world.gather_slots(mine, total).tolist() == [[float(p)] for p in range(total)]
+        assert world.in_slot_order(world.gather_items([mine])).tolist() == [[float(p)] for p in range(total)]
         assert [p for p in range(total) if world.owner(p) == rank] == list(world.slots(total))
     others = [k for k in range(size) if k != rank]
     coming = {(k, tag): world.receive((2, tag), k, tag) for k in others for tag in (1, 3)}
@@ -203,15 +323,17 @@ def check_collectives(world) -> None:
         work.wait()
     assert world.gather(np.array([float(rank), np.nan]))[::2].tolist() == list(range(size))
     assert world.any(rank == size - 1) and not world.any(False)
-    half, full, none = (
-        torch.zeros(3, dtype=t, requires_grad=True) for t in (torch.bfloat16, torch.float32, torch.float32)
-    )
+    assert world.any_of_each([rank == 0, rank == size - 1, False]) == [True, True, False]
+    half = torch.zeros(3, dtype=torch.bfloat16, requires_grad=True)
+    full, last, none = (torch.zeros(3, requires_grad=True) for _ in range(3))
     for limit in (parallel.BUCKET_BYTES, 12):  # one bucket per dtype, then one per gradient
-        parallel.BUCKET_BYTES, none.grad = limit, None
+        parallel.BUCKET_BYTES = limit
         half.grad, full.grad = torch.full((3,), 2.0, dtype=torch.bfloat16), torch.full((3,), rank + 1.0)
-        world.sum_gradients([half, full, none])
+        last.grad = torch.full((3,), 5.0) if rank == size - 1 else None
+        world.sum_gradients([half, none, full, last])
         assert half.grad.tolist() == [2.0 * size] * 3 and full.grad.tolist() == [size * (size + 1) / 2] * 3
-        assert none.grad.tolist() == [0.0] * 3
+        assert last.grad.tolist() == [5.0] * 3, "a gradient that some lack counts as 0 there"
+        assert none.grad is None, "a gradient that all lack stays missing"
     said = []
     world.on_main(lambda: said.append(1), ConfigError)
     assert said == ([1] if rank == 0 else [])
@@ -226,6 +348,36 @@ def check_collectives(world) -> None:
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_collectives(place, size):
     all_end(ranks(place / "none.yaml", size, hook=collectives), 0)
+
+
+def mesh_groups() -> None:
+    """Runs in the new process: two replicas of weights sharded over two, context-parallel processes; rank 1 hangs."""
+    config = from_dict({
+        "model": "m", "data": {"prompts": "p"}, "train": {"lora_rank": 0}, "judge": {"deadline_s": 5, "timeout_s": 5},
+        "parallel": {"ulysses": 2},
+    })  # fmt: skip
+    world = parallel.join(config)
+    groups = list(distributed_c10d._world.pg_map)
+    world.weights_mesh()
+    world.whole(torch.zeros(1, 2), (4,))
+    assert groups == list(distributed_c10d._world.pg_map), "a group made later would have another time limit"
+    assert len(groups) > 3, "expected groups of their own for the dimensions of the mesh"
+    limits = {group.group_desc: group._get_backend(world.device).options._timeout for group in groups}
+    assert set(limits.values()) == {world.patience}, limits
+    world.barrier()
+    began = time.monotonic()
+    if world.rank == 1:
+        time.sleep(20)
+    elif world.rank == 0:
+        with pytest.raises(RuntimeError, match="Timed out waiting 10000ms"):
+            dist.all_reduce(torch.zeros(1), group=world.weights_mesh().get_group())
+        assert time.monotonic() - began < 15
+    os._exit(0)
+
+
+def test_collectives_of_a_mesh_have_the_time_limit_of_the_run(place):
+    """torch gives the groups of a mesh its own limit, 30 minutes: a process whose peer hangs would wait for so long."""
+    all_end(ranks(place / "none.yaml", 4, hook=mesh_groups), 0)
 
 
 def test_communicators_are_made_on_the_own_gpu_at_the_start(monkeypatch):

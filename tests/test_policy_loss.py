@@ -24,6 +24,7 @@ def truth(delta, advantage, weight, kl, low, high, adv_clip, kl_coef, denominato
     squares = 0.5 * delta.square().sum() / n
     of_kl = ratio.new_zeros(()) if kl is None else kl.sum() / n
     metrics = [squares, above + below, above, below, ratio.amin(), ratio.sum() / n, ratio.amax(), of_kl]
+    metrics += [ratio.std(), torch.mean(-delta)] if n > 1 else [ratio[0] * torch.nan, -delta[0]]
     return loss / denominator, torch.stack(metrics)
 
 
@@ -39,6 +40,8 @@ def test_golden_numbers(backend):
     assert values["clip_fraction"] == pytest.approx(2 / 3)
     assert values["clip_fraction_high"] == values["clip_fraction_low"] == pytest.approx(1 / 3)
     assert values["ratio_max"] == pytest.approx(1.0002, abs=1e-6)
+    assert values["ppo_kl"] == pytest.approx(5e-5 / 3, rel=1e-5)
+    assert values["ratio_std"] == pytest.approx(2.565638e-4, rel=1e-6)
 
 
 def random_case(seed):
@@ -78,10 +81,55 @@ def test_random_cases_against_fp64(backend, cases):
             loss = loss.sum()
         loss.backward(upstream.double())
         assert_close(got.loss, loss, 1e-5, floor)
-        assert_close(got.metrics, metrics, 1e-5, 1e-7)
+        one = len(adv) == 1
+        assert not one or (torch.isnan(got.metrics).nonzero().flatten().tolist() == [METRICS.index("ratio_std")])
+        assert_close(
+            got.metrics.nan_to_num() if one else got.metrics, metrics.nan_to_num() if one else metrics, 1e-5, 1e-7
+        )
         for name, leaf in leaves.items():
             if leaf is not None and exact[name].grad is not None:
                 assert_close(leaf.grad, exact[name].grad, 1e-5, 1e-6)
+
+
+@each_backend
+def test_samples_with_several_steps(backend):
+    """[B, S] is the same loss as [B·S], whatever the layout; the loss of each has the shape."""
+    g = torch.Generator().manual_seed(0)
+    logp, old, advantage, weight, kl = torch.randn(5, 6, 4, generator=g).to(DEVICE)
+    old = logp + 0.1 * old
+    options = {"epsilon_low": 0.05, "kl_coef": 0.3}
+
+    def run(shape, **more):
+        leaf, of_kl = (t.reshape(shape).clone().requires_grad_() for t in (logp, kl))
+        rest = [t.reshape(shape) for t in (old, advantage)]
+        out = policy_loss(leaf, *rest, weight=weight.abs().reshape(shape), kl=of_kl, **options, **more)
+        return out, *torch.autograd.grad(out.loss.sum(), [leaf, of_kl])
+
+    with serve(backend):
+        for more in ({}, {"reduction": "none"}, {"denominator": 7.0}):
+            flat = run((24,), **more)
+            steps = run((6, 4), **more)
+            assert torch.equal(flat[0].metrics, steps[0].metrics)
+            assert torch.equal(flat[0].loss.flatten(), steps[0].loss.flatten())
+            assert all(torch.equal(a.view(6, 4), b) for a, b in zip(flat[1:], steps[1:], strict=True))
+            assert steps[0].loss.shape == ((6, 4) if "reduction" in more else ())
+        leaf = logp.T.requires_grad_()  # another layout, and one advantage for all steps
+        wide = advantage[:, 0].expand(4, 6)
+        turned = policy_loss(leaf, old.T, wide, **options, reduction="none")
+        plain = policy_loss(logp.T.contiguous(), old.T.contiguous(), wide.contiguous(), **options, reduction="none")
+        assert torch.equal(turned.loss.detach(), plain.loss) and torch.equal(turned.metrics, plain.metrics)
+        assert torch.autograd.grad(turned.loss.sum(), leaf)[0].shape == (4, 6)
+        assert policy_loss(logp[:, :0], old[:, :0], kl[:, :0], **options, reduction="none").loss.shape == (6, 0)
+
+
+@each_backend
+def test_the_spread_of_ratios_near_one(backend):
+    """Of 1e-6: a variance as mean of squares minus square of the mean would be rounding, in fp32 and nearly in fp64."""
+    delta = 1e-6 * torch.randn(1000, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    with serve(backend):
+        found = metrics_by_name(policy_loss(delta, None, torch.ones_like(delta), epsilon_low=0.1).metrics)
+    assert float(found["ratio_std"]) == pytest.approx(float(delta.double().exp().std()), rel=1e-6)
+    assert float(found["ppo_kl"]) == pytest.approx(float(-delta.double().mean()), rel=1e-6)
 
 
 @each_backend
@@ -108,8 +156,8 @@ def test_nan_reaches_the_loss_and_the_extremes_of_the_ratio(backend):
     with serve(backend):
         got = policy_loss(logp, torch.zeros_like(logp), torch.ones_like(logp), epsilon_low=0.1)
         empty = policy_loss(logp[:0], logp[:0], logp[:0], epsilon_low=0.1)
-    assert torch.isnan(got.loss) and torch.isnan(got.metrics[4:7]).all()
-    assert float(empty.loss) == 0.0
+    assert torch.isnan(got.loss) and torch.isnan(got.metrics[4:7]).all() and torch.isnan(got.metrics[8:]).all()
+    assert float(empty.loss) == 0.0 and torch.isnan(empty.metrics[8]) and float(empty.metrics[9]) == 0.0
 
 
 @each_backend
@@ -117,7 +165,7 @@ def test_the_first_update_has_ratio_one_exactly(backend):
     logp = torch.randn(33, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     with serve(backend):
         metrics = policy_loss(logp, logp.clone(), torch.ones_like(logp), epsilon_low=1e-6).metrics
-    assert metrics.tolist() == [0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0]
+    assert metrics.tolist() == [0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0]
 
 
 NAMES = ("logp", "logp_old", "advantage", "weight", "kl")

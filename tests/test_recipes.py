@@ -8,27 +8,33 @@ scale, LoRA targets, a window), and users change only the model and the prompts.
 import json
 import re
 from collections import Counter
+from dataclasses import replace
+from inspect import signature
 
 import pytest
+import torch
 import yaml
 from judge_server import JudgeServer, images
 from PIL import Image
 from tiny_run import rows, tree
 
-from benchmarks.recipes import GPUS, MODELS, count
+from benchmarks.recipes import GPUS, MODELS, NEVER_ON_GPU, count
 from benchmarks.recipes import main as print_table
+from prefgrpo import trainer as trainer_module
+from prefgrpo.commands import cli
 from prefgrpo.commands.cli import main
 from prefgrpo.config.loading import flat_fields, from_dict, load, recipe_values
 from prefgrpo.config.recipe import ConfigError, flatten, read_yaml
 from prefgrpo.config.schema import Config, JudgeConfig
 from prefgrpo.models import MODELS as FAMILIES
 from prefgrpo.objectives import objective
-from prefgrpo.parallel.world import Layout
+from prefgrpo.parallel.world import Layout, World
 from prefgrpo.rewards import load_class
 from prefgrpo.rollout.batch import assign_batches
-from prefgrpo.run.checks import batch_errors
+from prefgrpo.run.checks import batch_errors, check_busy
 from prefgrpo.run.fits import stored_bytes
 from prefgrpo.run.judging import config_errors, makes_clips
+from prefgrpo.run.notes import idle_warning
 from prefgrpo.tiny import pipelines
 
 FOLDER = __import__("pathlib").Path(__file__).resolve().parent.parent / "scripts"
@@ -97,23 +103,113 @@ def test_a_recipe_keeps_its_gpus_busy_and_its_batches_whole():
         assert len(plan) >= 0.9 * ranks * rounds, recipe
 
 
+MEMORY = 79.1 * 2**30
+"""Bytes of an H100 80GB as torch tells them in its OutOfMemoryError."""
+
+
 def test_a_recipe_fits_its_gpus_at_the_published_size(capsys):
-    """Weights and stored samples leave a fifth of 80 GB to activations; the docs give the range that their command
-    prints. lora_wan_480p: 24 clips of 16·21·60·104 latents on a group of 8 GPUs, times the states that its window has.
+    """Weights and stored samples leave a fifth of an H100's memory to activations; the docs give the range that their
+    command prints. lora_wan_480p: 24 clips of 16·21·60·104 latents on a group of 8 GPUs, times the states that
+    its window has.
     """
     for recipe in RECIPES:
         config = load(recipe)
         row = count(config, GPUS.get(config.name, 8)) if config.model in MODELS else None
-        assert row is None or row.weights + row.stored <= 0.8 * 80e9, (recipe, row)
+        assert row is None or row.weights + row.stored <= 0.8 * MEMORY, (recipe, row)
     clips = load(FOLDER / "prefgrpo" / "lora_wan_480p.yaml")
     r = clips.rollout
     whole = stored_bytes(clips, MODELS[clips.model].latent_shape(clips), Layout(), 1)
     assert whole % (r.prompts_per_step * r.group_size * 16 * 21 * 60 * 104 * 2) == 0
-    assert whole + 2 * 14.3e9 > 64e9 > count(clips, 8).stored * 8 == whole
-    print_table()
+    assert whole + 2 * 14.3e9 > MEMORY
+    assert count(clips, 8).stored * 8 == whole
+    print_table([])
     rows = re.findall(r"\| 8 \| ([\d.]+) \| [\d.]+ \| 100% \|", printed := capsys.readouterr().out)
-    assert len(rows) == printed.count("`lora_") and (min(map(float, rows)), max(map(float, rows))) == (0.14, 6.2)
-    assert "0.1 to 6 GiB (`lora_hunyuan_video`)" in (FOLDER.parent / "docs" / "recipes.md").read_text()
+    assert len(rows) == printed.count("`lora_") and (min(map(float, rows)), max(map(float, rows))) == (0.18, 9.56)
+    assert "0.2 to 10 GiB (`lora_wan22_480p`)" in (FOLDER.parent / "docs" / "recipes.md").read_text()
+
+
+def test_the_page_shows_how_busy_64_gpus_are(capsys):
+    """The table is what its command prints; that the number of prompts that it names keeps GPUs busy is counted from
+    the plan, and no smaller multiple of the recipe's does."""
+    print_table(["64"])
+    printed = capsys.readouterr().out
+    page = (FOLDER.parent / "docs" / "recipes.md").read_text()
+    assert f"<!-- busy -->\n\n{printed}\n<!-- /busy -->" in page, "run python -m benchmarks.recipes 64"
+    lines = [line.split("|")[1:-1] for line in printed.splitlines()[2:]]
+    rows = {(folder.strip(), name): cells for folder, names, *cells in lines for name in re.findall(r"`(\w+)`", names)}
+    assert sorted(rows) == [(p.parent.name, p.stem) for p in RECIPES]
+    for recipe in RECIPES:
+        config = load(recipe)
+        now, _, shares, _, enough = rows[recipe.parent.name, recipe.stem]
+        shares = int(shares)
+        assert (
+            shares * config.parallel.ring * config.parallel.ulysses == 64
+            and int(now) == config.rollout.prompts_per_step
+        )
+
+        def busy(prompts, config=config, shares=shares):
+            plan = assign_batches(replace(config, rollout=replace(config.rollout, prompts_per_step=prompts)), shares)
+            held = Counter((batch.update, batch.dp_rank) for batch in plan)
+            updates = {batch.update for batch in plan}
+            return len(plan) / sum(shares * max(held[u, rank] for rank in range(shares)) for u in updates)
+
+        multiples = range(int(now), int(enough) + 1, int(now))
+        assert [busy(prompts) >= 0.9 for prompts in multiples] == [False] * (len(multiples) - 1) + [True], recipe
+
+
+def test_the_page_shows_what_has_run(capsys):
+    """Every recipe is in one row; the dry runs and tiny runs below are those on a CPU."""
+    print_table(["ran"])
+    printed = capsys.readouterr().out
+    page = (FOLDER.parent / "docs" / "recipes.md").read_text()
+    assert f"<!-- ran -->\n\n{printed}\n<!-- /ran -->" in page, "run python -m benchmarks.recipes ran"
+    named = re.findall(r"`(\w+/\w+)`", printed)
+    recipes = {f"{p.parent.name}/{p.stem}" for p in RECIPES}
+    assert set(named) <= recipes and len(set(named)) == len(named)
+    assert printed.count("all others") == 1 and {"prefgrpo/lora_flux"} <= set(named)
+    assert set(NEVER_ON_GPU) <= set(FAMILIES)
+
+
+def world_of(gpus, kind="cuda"):
+    return World(0, gpus, torch.device(kind), Layout(gpus))
+
+
+def test_a_run_that_leaves_half_of_its_gpus_idle_is_refused_unless_that_is_confirmed():
+    config = load(FOLDER / "dancegrpo" / "full_qwen_image.yaml")
+    with pytest.raises(ConfigError) as caught:
+        check_busy(config, world_of(64), False)
+    (mistake,) = caught.value.mistakes
+    assert mistake.startswith("rollout.prompts_per_step: 16 prompts in batches of 6 keep 25% of 64 processes busy; ")
+    assert "; set 64, or" in mistake and "--allow-idle (allow_idle=True in Python)" in mistake
+    check_busy(config, world_of(64), True)
+    check_busy(config, world_of(32), False)  # half of them
+    check_busy(config, world_of(64, "cpu"), False)
+    check_busy(replace(config, rollout=replace(config.rollout, prompts_per_step=64)), world_of(64), False)
+
+
+def test_the_note_about_idle_gpus_names_more_prompts_only_where_they_help():
+    config = load(FOLDER / "dancegrpo" / "full_qwen_image.yaml")
+    assert idle_warning(config, 64).endswith("a multiple of 64, or rollout.prompts_per_step 64")
+    nearly = replace(config, rollout=replace(config.rollout, prompts_per_step=61))
+    assert idle_warning(nearly, 64).endswith("a multiple of 64"), "61 of 64 are busy"
+
+
+def test_the_demo_takes_the_options_of_train():
+    taken = signature(cli.train).parameters.keys() - {"recipe"}
+    assert signature(cli.demo).parameters.keys() == taken
+
+
+def test_the_command_and_the_trainer_can_confirm_idle_gpus(place, monkeypatch, tmp_path, capsys):
+    """A refusal comes before anything is written; with the flag, the run trains."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(
+        trainer_module, "check_busy", lambda config, world, allow: check_busy(config, world_of(64), allow)
+    )
+    recipe = FOLDER / "prefgrpo" / "lora_flux.yaml"
+    given = ["train", str(recipe), *options(place, recipe), "--train.steps", "1", "--rewards", "jpeg_compressibility"]
+    assert main(given) == 2
+    assert "% of 64 processes busy" in capsys.readouterr().err and tree(tmp_path) == {}
+    assert main([*given, "--allow-idle"]) == 0
 
 
 def names_in(values):

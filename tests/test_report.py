@@ -9,17 +9,27 @@ import base64
 import io
 import json
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from PIL import Image
 from report_html import parse
 from report_run import MEASURES, eval_row, groups, judgements, make_run, shown, small_run, train_row
+from tiny_run import ALONE
 
+from prefgrpo.config.schema import SamplingConfig
+from prefgrpo.data.media import Media
+from prefgrpo.data.prompts import Prompt
 from prefgrpo.report import write_report
 from prefgrpo.report.run import read_run
 from prefgrpo.report.verdicts import ROWS
-from prefgrpo.rollout.render import preview
+from prefgrpo.rollout.render import preview, sample
+from prefgrpo.run.evaluate import EvalSet, Evaluator
+from prefgrpo.run.groups import save_groups
+from prefgrpo.run.run_folder import RunFolder
+from prefgrpo.run.writer import Writer
+from scripts.demo_world.strip import GAP, MARGIN, write_strip
 
 STEPS = 80
 NO_RESULT = "No evaluation has finished since training started"
@@ -48,6 +58,11 @@ def last(figure, name):
     """The last value of a series by its legend name, as printed."""
     spans = figure.all("div", "legend")[0].all("span")
     return next(span.all("b")[0].text for span in spans if span.text.startswith(name))
+
+
+def digits(value):
+    """Three significant digits, zeros too."""
+    return f"{value:#.3g}".removesuffix(".")
 
 
 def rows_of(table):
@@ -96,8 +111,9 @@ def test_the_headline_and_the_tables_hold_the_last_evaluations(page):
     for name in ("dev", "test"):
         row = eval_row(STEPS, STEPS, name)
         for measure in MEASURES:
-            before, after = (f"{row[f'{name}/{measure}{end}']:.3g}" for end in ("_before", ""))
-            assert (measure, before, after, "") in cells
+            both = [row[f"{name}/{measure}{end}"] for end in ("_before", "")]
+            places = len(digits(max(both)).partition(".")[2])
+            assert (measure, *(f"{value:.{places}f}" for value in both), "") in cells
 
 
 def test_images_are_the_stored_pixels_and_prompts(page, run):
@@ -125,23 +141,66 @@ def test_clips_play_and_edits_show_their_sources(tmp_path):
     kept = np.stack([preview(clip) for clip in rng.integers(0, 256, (4, 33, 240, 416, 3), dtype=np.uint8)])
     assert kept.shape == (4, 16, 148, 256, 3)
     sources = rng.integers(0, 256, (4, 64, 64, 3), dtype=np.uint8)
-    np.savez(folder / "eval" / "test_sources.npz", sources=sources)
+    np.savez(folder / "eval" / "test_sources.npz", sources=sources, source_counts=[0, 2, 1, 1])
     for file in (folder / "eval").glob("*_0*.npz"):
-        np.savez_compressed(file, before=kept, now=kept[::-1])
+        np.savez_compressed(file, before=kept, now=kept[::-1], seconds=33 / 24)
     file = sorted((folder / "groups").iterdir())[-1]
-    np.savez(file, **arrays(file) | {"sources": sources[:2]})
+    np.savez(file, **arrays(file) | {"sources": sources[:2], "source_counts": [1, 1]})
     page = report(folder)
     assert (folder / "report.html").stat().st_size < 3e6
     pairs = page.all("figure", "pair")
-    assert len(pairs) == 4 and [s.text for s in pairs[0].all("small")] == ["source", "before", "after"]
-    source, *clips = pairs[0].all("img")
-    np.testing.assert_array_equal(pixels(source), sources[0])
+    named = [[s.text for s in pair.all("small")] for pair in pairs]
+    assert named == [["before", "after"], *[["source", "before", "after"]] * 3]
+    assert ", with the source images." in page.text
+    both, *clips = pairs[1].all("img")
+    np.testing.assert_array_equal(pixels(both), np.concatenate([sources[0], sources[1]], axis=1))
+    for pair, source in zip(pairs[2:], sources[2:], strict=True):
+        np.testing.assert_array_equal(pixels(pair.all("img")[0]), source)
     for clip in (image(c.attributes["src"]) for c in clips):
         assert clip.n_frames == 16 and clip.info["loop"] == 0
+        times = [(clip.seek(k), clip.load(), clip.info["duration"])[2] for k in range(16)]
+        assert sum(times) == pytest.approx(1000 * 33 / 24, abs=16), "the 16 frames play as long as the clip"
     corners = [i for i in page.all("image") if i.attributes["id"].endswith("-source")]
     assert len(corners) == 2 and "The source image is in the corner." in page.text
     for corner, source in zip(corners, sources, strict=False):
         np.testing.assert_array_equal(pixels(corner), source)
+
+
+@pytest.mark.parametrize("counts", [(1, 2, 1), (0, 2, 1), (2, 0, 0), (2, 2, 2), (0, 0, 0)])
+def test_prompts_with_different_numbers_of_sources_are_stored_and_read(counts, tmp_path, monkeypatch):
+    """A file may have such edits: what an evaluation and a training step store of them is what is shown."""
+    monkeypatch.setattr(Evaluator, "render", lambda self, index: [np.zeros((8, 16, 3), np.uint8)] * len(index))
+    prompts = []
+    for k, count in enumerate(counts):
+        files = [tmp_path / f"{k}_{n}.png" for n in range(count)]
+        for n, file in enumerate(files):
+            Image.new("RGB", (16, 8), (80 * k, 100 * n, 50)).save(file)
+        prompts.append(Prompt(k, f"edit {k}", source=tuple(map(str, files))))
+    folder = RunFolder(tmp_path / "run")
+    for place in (folder.eval, folder.groups):
+        place.mkdir(parents=True)
+    sizes = SamplingConfig(height=8, width=16)
+    writer = Writer()
+    stills = SimpleNamespace(frame_rate=None)
+    parts = (stills, None, None, None, ALONE, folder, writer)
+    evaluator = Evaluator(EvalSet("dev", prompts, [0, 1, 2], 0), sizes, *parts)
+    evaluator.start(resumed=False)
+    evaluator._save_report_images(2, [0, 1, 2], evaluator.before)
+    groups = {k: dict.fromkeys(range(2), sample(p, Media(evaluator.before[0]), sizes)) for k, p in enumerate(prompts)}
+    tables = {"games": {"j": np.zeros((3, 2, 2, 2))}, "values": {"j": np.zeros((3, 2))}}
+    save_groups(folder.group(2), SimpleNamespace(samples=groups, **tables), writer)
+    writer.close()
+    small_run(folder.root, [{"kind": "eval", "step": 2, "set": "dev", "dev/win_judge": 0.5}])
+    run = read_run(folder.root)
+    assert not run.problems
+    for kept in (run.stored["dev"].pairs, run.groups):
+        assert [one.prompt for one in kept] == ["edit 0", "edit 1", "edit 2"]
+        for k, (one, count) in enumerate(zip(kept, counts, strict=True)):
+            if not count:
+                assert one.source is None
+                continue
+            columns = [[80 * k, 100 * n, 50] for n in range(count)]
+            np.testing.assert_array_equal(one.source, np.repeat([np.repeat(columns, 16, axis=0)], 8, axis=0))
 
 
 def test_curves_carry_the_logged_values(page):
@@ -153,13 +212,13 @@ def test_curves_carry_the_logged_values(page):
     assert "to the initial policy" not in found["KL divergence"].text  # kl_coef 0: the KL was never computed
     wins = found["Win rate against the initial model"]
     row = train_row(STEPS)
-    assert last(wins, "by the judge") == f"{100 * eval_row(STEPS, STEPS, 'dev')['dev/win_judge']:.3g} %"
+    assert last(wins, "by the judge") == digits(100 * eval_row(STEPS, STEPS, "dev")["dev/win_judge"]) + " %"
     assert not wins.all("path", "band")  # nothing says that there are 30 prompts
-    assert last(found["vlm_pairwise: spread"], "std within a group") == f"{row['reward/vlm_pairwise_std']:.3g}"
-    assert last(found["Judge"], "other winner when swapped") == f"{100 * row['judge/order_inconsistency']:.3g} %"
-    assert last(found["Judge"], "first image wins") == f"{100 * row['judge/position_bias']:.3g} %"
-    assert last(found["Judge"], "no verdict") == f"{100 * row['judge/failures'] / row['judge/requests']:.3g} %"
-    assert last(found["Diversity within a group"], "RMS") == f"{row['diversity/pixels']:.3g}"
+    assert last(found["vlm_pairwise: spread"], "std within a group") == digits(row["reward/vlm_pairwise_std"])
+    assert last(found["Judge"], "other winner when swapped") == digits(100 * row["judge/order_inconsistency"]) + " %"
+    assert last(found["Judge"], "first image wins") == digits(100 * row["judge/position_bias"]) + " %"
+    assert last(found["Judge"], "no verdict") == digits(100 * row["judge/failures"] / row["judge/requests"]) + " %"
+    assert last(found["Diversity within a group"], "RMS") == digits(row["diversity/pixels"])
     assert last(found["Time per step"], "rollout") == f"{row['time/rollout']:.3g} s"
     assert "images_per_s" not in found["Time per step"].text
 
@@ -169,10 +228,10 @@ def test_every_reward_and_every_judge_has_a_chart_of_its_own(tmp_path):
     second = {"judge/other/tie_rate": 0.25, "judge/other/requests": 50.0, "judge/other/failures": 10.0}
     rewards = {"reward/clip": 20.0, "reward/clip_std": 1.5, "reward/my/rewards.py:red": 0.1}
     found = charts(report(small_run(tmp_path / "r", [train_row(s) | second | rewards for s in range(1, 5)])))
-    assert last(found["clip"], "mean") == "20" and len(found["clip"].all("path", "band")) == 1
-    assert last(found["rewards.py:red"], "mean") == "0.1" and "vlm_pairwise: spread" in found
-    assert "Judge" not in found and last(found["Judge other"], "ties") == "25 %"
-    assert last(found["Judge other"], "no verdict") == "20 %"
+    assert last(found["clip"], "mean") == "20.0" and len(found["clip"].all("path", "band")) == 1
+    assert last(found["rewards.py:red"], "mean") == "0.100" and "vlm_pairwise: spread" in found
+    assert "Judge" not in found and last(found["Judge other"], "ties") == "25.0 %"
+    assert last(found["Judge other"], "no verdict") == "20.0 %"
 
 
 def test_verdict_matrix_is_sorted_and_complete(page, run):
@@ -393,3 +452,13 @@ def test_large_images_and_long_runs_stay_small(tmp_path):
     large = page.all("figure", "pair")[0].all("img")[0]
     assert "smooth" in large.attributes["class"] and max(pixels(large).shape) == 384
     assert len(charts(page)["Time per step"].all("path")[0].attributes["d"].split("L")) == 375
+
+
+def test_the_strip_of_the_readme_shows_the_last_evaluation(run, tmp_path):
+    """The first image before training, enlarged four times, and the same after it below."""
+    with Image.open(write_strip(run, tmp_path / "strip.png", columns=2)) as opened:
+        strip = np.asarray(opened.convert("RGB"))
+    with np.load(run / "eval" / f"test_{STEPS:06d}.npz") as stored:
+        wanted = [stored[name][0].repeat(4, 0).repeat(4, 1) for name in ("before", "now")]
+    for top, image in zip((MARGIN, MARGIN + 128 + GAP), wanted, strict=True):
+        assert any(np.array_equal(strip[top : top + 128, x : x + 128], image) for x in range(strip.shape[1] - 128))

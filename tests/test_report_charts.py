@@ -4,6 +4,7 @@ A chart must not mislead: every existing value is drawn inside the plot, whateve
 the value of its label.
 """
 
+import math
 import re
 
 import numpy as np
@@ -12,7 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from report_html import parse
 
-from prefgrpo.report.charts import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Series, draw, number
+from prefgrpo.report.charts import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Series, draw, number, numbers
+from prefgrpo.report.headline import span
 
 VALUES = st.one_of(st.floats(-1e12, 1e12), st.floats(-1e-9, 1e-9), st.just(np.nan))
 SUPERSCRIPT = str.maketrans("⁻⁰¹²³⁴⁵⁶⁷⁸⁹−", "-0123456789-")
@@ -44,6 +46,36 @@ def test_no_value_leaves_the_plot_or_gets_lost(y):
 @given(st.floats(-1e12, 1e12, allow_subnormal=False))
 def test_numbers_are_printed_with_three_digits(value):
     assert abs(read(number(value)) - value) <= 0.00501 * abs(value)
+
+
+@given(st.lists(st.floats(-1e12, 1e12, allow_subnormal=False), min_size=2, max_size=3))
+def test_numbers_beside_each_other_have_equal_decimals(values):
+    texts = numbers(*values)
+    assert len({len(text.partition("e")[0].partition(".")[2]) for text in texts}) == 1
+    largest = max(map(abs, values))
+    assert all(abs(read(text) - value) <= 0.00501 * largest for text, value in zip(texts, values, strict=True))
+
+
+def test_intervals_and_pairs_as_the_page_writes_them():
+    pairs = {
+        (0.34, 0.479): "0.340 0.479",
+        (0.0382, 0.16): "0.038 0.160",
+        (0.9996, 0.2): "1.00 0.20",
+        (0, 0): "0.00 0.00",
+        (-0.0402, 12.0): "−0.0 12.0",
+        (math.nan, 3.0): "– 3.00",
+        (152.4, 0.5): "152 0",
+        (1.2e-7, 3e-6): "1.20e−07 3.00e−06",
+    }
+    for values, text in pairs.items():
+        assert " ".join(numbers(*values)) == text
+    shares = {
+        (0.012, 0.2): "1.2–20.0\xa0%",
+        (0.34, 0.479): "34–48\xa0%",
+        (0.5, 0.995): "50.0–99.5\xa0%",
+        (math.nan, 1): "",
+    }
+    assert {bounds: span(*bounds) for bounds in shares} == shares
 
 
 @given(st.floats(-1e12, 1e12, allow_subnormal=False), st.floats(-1e12, 1e12, allow_subnormal=False))

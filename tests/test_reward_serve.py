@@ -62,6 +62,7 @@ def test_what_is_sent_is_what_arrives(prompt, media, sources, meta):
     fields, received = parts_of(request_body("x", sample, files))
     assert received == [file for one in files for file in one]
     found = read_sample(fields, received, "x")
+    assert found.media.frame_rate == media.frame_rate
     assert (found.prompt, found.meta) == (prompt, meta) and len(found.source) == len(sources)
     for a, b in zip((media, *sources), (found.media, *found.source), strict=True):
         assert a.pixels.dtype == b.pixels.dtype and np.array_equal(a.pixels, b.pixels)

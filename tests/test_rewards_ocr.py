@@ -61,6 +61,21 @@ def test_reads_drawn_text(real):
     assert low.value == pytest.approx(6 / 11)
 
 
+WORDS = ("WELCOME", "Hello World", "OPEN", "SALE 50%", "Fresh Bread", "HOTEL", "stop", "Coffee Shop", "PIZZA")
+
+
+def test_text_that_stands_on_its_head_is_not_read_as_if_it_did_not(real):
+    """Rapidocr's classifier of lines turns them by 180°. What is left is what the recogniser itself reads, and words
+    that are the same on their head."""
+    upright = [Sample(f'"{word}"', Media(drawn(word, 40))) for word in WORDS]
+    turned = [Sample(s.prompt, Media(s.media.pixels[::-1, ::-1])) for s in upright]
+    values = {word: s.value for word, s in zip(WORDS, real.score(turned), strict=True)}
+    print({word: f"{value:.2f}" for word, value in values.items()}, f"mean {np.mean([*values.values()]):.2f}")
+    assert [s.value for s in real.score(upright)] == [1.0] * len(WORDS)
+    assert values["WELCOME"] < 0.7 and np.mean([*values.values()]) < 0.75
+    assert real.score([Sample('"SWIMS"', Media(drawn("SWIMS")[::-1, ::-1]))])[0].value == 1.0
+
+
 def distance(a: str, b: str) -> int:
     """Levenshtein distance, row by row."""
     row = list(range(len(b) + 1))

@@ -28,7 +28,8 @@ from transformers import CLIPModel, CLIPProcessor
 
 from prefgrpo.data.media import Media
 from prefgrpo.rewards import RewardSpecError, build
-from prefgrpo.rewards.base import PointwiseReward, Sample, Score
+from prefgrpo.rewards.base import PointwiseReward, Reward, Sample, Score
+from prefgrpo.rewards.prepared import PreprocessedReward
 
 SIZE = "jpeg_compressibility"
 PACO = {"spellings": "exact", "jpeg": 75}
@@ -106,6 +107,31 @@ def test_size_is_pillows_resize_and_wrong_values_are_refused():
         seen(jpg=75)
     with pytest.raises(RewardSpecError, match="has no option 'jpeg'"):
         build("vlm_pairwise", {"vlm_pairwise": {"judge": {}, "jpeg": 75}})
+
+
+def test_all_that_a_reward_declares_is_seen_through_its_preprocessing():
+    """Whatever the run, the scorer or a server asks of it, today or later: every attribute that `Reward` has."""
+
+    class Other(Seen):
+        frames = 3
+        needs_source = True
+        meta_keys = ("a",)
+        reads = ("b",)
+        judged = True
+        template = "compare"
+        probe = MappingProxyType({"prompt": "x"})
+        streams = True
+
+        def close(self):
+            """Its own."""
+
+    names = [name for name in vars(Reward) if not name.startswith("_") and not callable(getattr(Reward, name))]
+    made = Other()
+    wrapped = PreprocessedReward(lambda: made, size=32)
+    assert {"takes", "frames", "part_weights"} <= set(names)
+    for name in [*names, "close"]:
+        assert getattr(made, name) != getattr(Reward, name), f"{name}: this test must set it"
+        assert getattr(wrapped, name) == getattr(made, name), name
 
 
 def test_pictures_are_changed_on_either_side_of_http():

@@ -6,6 +6,7 @@ image processor and sizes, peft for LoRA, torchvision for resizing. These reward
 hpsv3 1.0.0 and the code of VideoAlign, outside the repository: docs/rewards.md.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -183,6 +184,22 @@ def test_the_published_frames_and_size(video):
     shown = VideoAlign(**video)._frames(Sample("a", noise(0, 100, 160, 33)))
     pixels = torch.from_numpy(noise(0, 100, 160, 33).pixels[[0, 11, 21, 32]]).permute(0, 3, 1, 2)
     assert torch.equal(shown, Resize([56, 84], interpolation=3, antialias=True)(pixels))
+
+
+@pytest.mark.parametrize(
+    ("option", "rate", "used"), [(None, 24.0, 24.0), (None, 8.0, 8.0), (12.0, 24.0, 12.0), (12.0, None, 12.0)]
+)
+def test_the_frame_rate_is_the_clips_own_unless_given(video, option, rate, used):
+    clip = replace(noise(0, 56, 56, 60), frame_rate=rate)
+    reward = VideoAlign(**video, **({"video_fps": option} if option else {}))
+    seconds = 60 / used
+    assert len(reward._frames(Sample("a", clip))) == round(seconds * 2 / 2) * 2, "2 frames per second, an even number"
+    assert reward.score([Sample("a", clip)])[0].value is not None
+
+
+def test_a_clip_without_a_frame_rate_is_missing_not_16(video):
+    (score,) = VideoAlign(**video).score([Sample("a", replace(noise(0, frames=9), frame_rate=None))])
+    assert score.value is None and "no frame rate: give videoalign the option video_fps" in score.reason
 
 
 def test_what_is_no_clip_is_missing(video):

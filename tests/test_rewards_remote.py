@@ -18,9 +18,10 @@ from tiny_run import Hold, recipe, rows, start, train, weights
 
 from prefgrpo.config.schema import Config
 from prefgrpo.data.media import Media
+from prefgrpo.rewards import build
 from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample, Score
 from prefgrpo.rewards.jpeg import jpeg_kilobytes
-from prefgrpo.rewards.remote import RemoteReward
+from prefgrpo.rewards.remote import RemoteReward, encode_frames
 from prefgrpo.rewards.scorer import Scorer
 
 FAST = {"timeout_s": 0.5, "patience_s": 1.0}
@@ -81,18 +82,27 @@ class Corners(PointwiseReward):
 
     def _one(self, sample):
         means = [float(frame.pixels.mean()) * 10**k for k, frame in enumerate(sample.media.frames(self.frames))]
-        return Score(sum(means), parts={"got": float(len(sample.media.frames()))})
+        rate = sample.media.frame_rate or 0.0
+        return Score(sum(means), parts={"got": float(len(sample.media.frames())), "rate": rate})
 
 
 @pytest.mark.parametrize(("options", "got"), [({}, 3), ({"frames": 1}, 1), ({"frames": 99}, 20)])
 def test_only_the_frames_that_the_reward_looks_at_are_sent(options, got):
     """As many as its server says; the value is that of the whole clip."""
     rng = np.random.default_rng(0)
-    given = [Sample("p", Media(rng.integers(0, 256, (20, 8, 8, 3), np.uint8))), Sample("p", grey(7))]
+    given = [Sample("p", Media(rng.integers(0, 256, (20, 8, 8, 3), np.uint8), 24.0)), Sample("p", grey(7))]
     with serving(CORNERS, options) as url:
         scores = RemoteReward(CORNERS, Corners, url).score(given)
     assert [s.value for s in scores] == [s.value for s in Corners(**options).score(given)]
     assert [s.parts["got"] for s in scores] == [got, 1]
+    assert scores[0].parts["rate"] == (24.0 if got == 20 else 0.0), "that of the whole clip, not of some of its frames"
+    small = build([CORNERS], {CORNERS: options | {"size": 4}})[CORNERS].score(given)
+    with serving(CORNERS, options | {"size": 4}) as url:
+        served = RemoteReward(CORNERS, Corners, url)
+        assert served.score(given) == small and served.frames == options.get("frames", 3)
+        assert [len(encode_frames(given[0].media, served.frames)), 1] == [got, small[1].parts["got"]]
+    with serving(CORNERS, options) as url:
+        assert build([CORNERS], {CORNERS: {"url": url, "size": 4}})[CORNERS].score(given) == small
 
 
 @pytest.mark.parametrize(

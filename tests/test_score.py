@@ -18,9 +18,12 @@ from reward_cases import picture
 from reward_server import Process
 from tiny_run import start_ranks
 
+from benchmarks import clip_files
 from prefgrpo.commands import cli
-from prefgrpo.data.file_names import file_name, find, read_media
+from prefgrpo.commands.generate import write
+from prefgrpo.data.file_names import file_name, find
 from prefgrpo.data.prompts import DataError, Prompt, read_prompts
+from prefgrpo.data.stored import read_media
 from prefgrpo.rewards import build
 from prefgrpo.rewards.base import Sample
 
@@ -243,6 +246,61 @@ def test_clips_are_read_from_files(tmp_path):
         assert np.abs(media.pixels[0].astype(int) - frames[0]).mean() < 20, "the decoded frames differ"
         expected = build("jpeg_incompressibility")["jpeg_incompressibility"].score([Sample("", media)])[0].value
         assert row["scores"]["jpeg_incompressibility"]["value"] == expected
+
+
+@pytest.mark.parametrize(("size", "least"), [((1080, 64), 36), ((24, 40), 34), ((240, 416), 37)])
+def test_a_written_clip_is_close_to_its_pixels(tmp_path, size, least):
+    """Sizes that are no multiples of 16 stay. PSNR in dB; docs/evaluation.md has 480 × 832, where it is 38.7."""
+    pytest.importorskip("imageio_ffmpeg")
+    pixels = clip_files.clip(*size, frames=5)
+    write(tmp_path / "a.mp4", pixels, 24.0)
+    media = read_media(tmp_path / "a.mp4")
+    assert media.frame_rate == 24 and media.pixels.shape == pixels.shape
+    psnr, mean, _ = clip_files.distance(pixels)
+    assert psnr > least and mean < 3.5 and clip_files.distance(pixels, 5)[0] < psnr - 1
+
+
+@pytest.mark.parametrize(("name", "options", "rate"), [("a.mp4", {"fps": 12.5}, 12.5), ("a.gif", {"duration": 50}, 20)])
+def test_the_frame_rate_of_a_file(tmp_path, name, options, rate):
+    imageio = pytest.importorskip("imageio.v3")
+    pytest.importorskip("imageio_ffmpeg")
+    imageio.imwrite(tmp_path / name, clip_files.clip(32, 48, frames=6), **options)
+    assert read_media(tmp_path / name).frame_rate == rate
+
+
+@pytest.mark.parametrize(
+    ("durations", "rate"), [([1000, *[50] * 8], 9000 / 1400), ([100] * 6, 10 / 3), ([0, 0], None), ([40], 25)]
+)
+def test_the_frame_rate_of_a_gif_whose_frames_differ_in_duration(tmp_path, durations, rate):
+    """A GIF states the duration of each frame; a writer merges equal ones, here five of six."""
+    pytest.importorskip("imageio_ffmpeg")
+    shades = [0] * 5 + [255] if durations == [100] * 6 else range(0, 20 * len(durations), 20)
+    first, *more = (Image.new("L", (32, 32), shade) for shade in shades)
+    first.save(tmp_path / "a.gif", save_all=True, append_images=more, duration=durations)
+    assert read_media(tmp_path / "a.gif").frame_rate == (rate and pytest.approx(rate))
+
+
+def test_the_reward_gets_the_frame_rate_of_the_file(tmp_path):
+    imageio = pytest.importorskip("imageio.v3")
+    pytest.importorskip("imageio_ffmpeg")
+    for k, rate in enumerate((8, 24)):
+        imageio.imwrite(tmp_path / f"{TEXTS[k]}-0.mp4", clip_files.clip(32, 48, frames=5), fps=rate)
+    (tmp_path / "rate.py").write_text(RATE)
+    table = prompts(tmp_path, rows=TEXTS[:2])
+    found = run(*arguments(f"{tmp_path}/rate.py:Rate", tmp_path, table, "--out", tmp_path / "o.json"))
+    assert [score["value"] for row in found["files"] for score in row["scores"].values()] == [8, 24]
+
+
+RATE = """
+from prefgrpo.rewards.base import PointwiseReward, Score
+
+
+class Rate(PointwiseReward):
+    takes = ("video",)
+
+    def score_batch(self, samples):
+        return [Score(sample.media.frame_rate) for sample in samples]
+"""
 
 
 def test_edits_with_their_sources(place, tmp_path):

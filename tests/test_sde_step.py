@@ -12,6 +12,7 @@ from ops_cases import (
     BF16,
     DEVICE,
     F32,
+    F64,
     INTERPRETED,
     Counted,
     assert_close,
@@ -63,7 +64,7 @@ def check_replay(backend, c, x_next, parts, g):
         v = c.v.detach().requires_grad_()
         with block:
             out = sde_logp(c.x, v, x_next, c.coef, c.index, v_ref=c.v_ref, v_old=c.v_old)
-            total = sum((g[k] * t).sum() for k, t in enumerate(out) if parts[k])
+            total = sum((g[k] * t).sum() for k, t in enumerate(out[:3]) if parts[k])
             gradients += torch.autograd.grad(total, v)
         results.append(out)
     got, plain = results
@@ -119,7 +120,7 @@ def test_a_sample_has_the_same_bits_in_any_batch(backend):
         step = sde_step(x, v, c.coef, index, noise=PhiloxNoise(3, sample[keep]))
         out = sde_logp(x, v, step.x_next, c.coef, index, v_ref=c.v_ref[keep], v_old=c.v_old[keep])
         (out.logp.sum() + out.kl.sum() + out.log_ratio.sum()).backward()
-        return *step[:2], *out, v.grad
+        return *step[:2], *out[:3], v.grad
 
     with serve(backend):
         whole = run(slice(None))
@@ -177,8 +178,8 @@ def test_the_parts_of_a_sample_are_the_sample(backend, cuts, x_dtype, index):
         step = sde_step(x, v, c.coef, index, noise=given, out_dtype=BF16, part=part)
         leaf = v.clone().requires_grad_()
         out = sde_logp(x, leaf, step.x_next, c.coef, index, v_ref=ref, v_old=old, part=part)
-        dv = torch.autograd.grad([*out], leaf, [upstream, upstream, -upstream])
-        return step.x_next, *dv, step.logp, *(t.detach() for t in out)
+        dv = torch.autograd.grad([*out[:3]], leaf, [upstream, upstream, -upstream])
+        return step.x_next, *dv, step.logp, *(t.detach() for t in out[:3])
 
     keeps = [slice(*ends) for ends in itertools.pairwise(cuts)]
     with serve(backend):
@@ -202,6 +203,45 @@ def test_the_parts_of_a_sample_are_the_sample(backend, cuts, x_dtype, index):
                     assert_close(mine, plain, 0.0 if is_exact and n < 3 else 2e-6, 1e-6 * (not is_exact))
 
 
+@each_backend
+@pytest.mark.parametrize(("x_dtype", "v_dtype"), [(F32, F32), (F32, BF16), (BF16, BF16), (F64, F64)])
+def test_the_mean_of_a_replay(backend, x_dtype, v_dtype):
+    """The bits of the step's, with the gradient of a·x + b·v, which adds to that of the log-prob."""
+    c = make((7, 30), 5, x_dtype, v_dtype)
+    index = c.index.flip(0)
+    g = torch.randn(5, 7, 30, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    upstream = torch.linspace(0.5, 2.0, 5, device=DEVICE)
+    b = c.coef[index, 1].double().view(5, 1, 1)
+    strided = c.v.repeat_interleave(2, -1)[..., ::2].detach().requires_grad_()
+    with serve(backend):
+        step = sde_step(c.x, c.v, c.coef, index, noise=c.eps, want_mean=True)
+        plain = sde_logp(c.x, c.v, step.x_next, c.coef, index, want_mean=True)
+        alone = sde_logp(c.x, c.v, step.x_next, c.coef, index)
+        assert alone.mean is None and torch.equal(plain.logp, alone.logp)
+        for rows, at in ((c.coef, index), (c.coef[index], None), (c.coef, index.int())):
+            out = sde_logp(c.x, strided, step.x_next, rows, at, v_ref=c.v_ref, want_mean=True)
+            assert torch.equal(out.mean, step.mean) and torch.equal(out.mean, plain.mean) and out.mean.dtype == F32
+            (of_mean,) = torch.autograd.grad(out.mean, strided, g, retain_graph=True)
+            assert of_mean.dtype == v_dtype
+            assert_close(of_mean, b * g.double(), 2**-8 if v_dtype == BF16 else 2e-7, 1e-12)
+            (of_logp,) = torch.autograd.grad(out.logp, strided, upstream, retain_graph=True)
+            (both,) = torch.autograd.grad([out.mean, out.logp], strided, [g, upstream])
+            assert torch.equal(both, of_mean + of_logp)
+        (one,) = torch.autograd.grad(sde_logp(c.x, strided, step.x_next, c.coef, 1, want_mean=True).mean, strided, g)
+        assert_close(one, c.coef[1, 1].double() * g.double(), 2**-8 if v_dtype == BF16 else 2e-7, 1e-12)
+
+
+@compiled
+def test_the_mean_outside_the_table_is_nan(backend):
+    c = make((4, 6), 3)
+    index = torch.tensor([0, 4, -1], device=DEVICE)
+    with serve(backend):
+        mean = sde_logp(c.x, c.v.requires_grad_(), c.eps, c.coef, index, want_mean=True).mean
+        (dv,) = torch.autograd.grad(mean.sum(), c.v)
+    for t in (mean, dv):
+        assert torch.isnan(t).flatten(1).all(1).tolist() == [False, True, True] and torch.isfinite(t[0]).all()
+
+
 def test_a_call_runs_its_kernels_and_nothing_else(monkeypatch):
     """No fill, copy or cast, whatever the form of the index and of the step; CUDA's kernels: test_gpu.py."""
     c = make((6, 10), 3, F32, BF16)
@@ -218,7 +258,8 @@ def test_a_call_runs_its_kernels_and_nothing_else(monkeypatch):
             sde_step(c.x, c.v, c.coef, index, noise=noise, out_dtype=BF16, want_mean=True)
         out = sde_logp(c.x, leaf, y, c.coef, 1, v_ref=c.v_ref, v_old=c.v_old)
         torch.autograd.grad(out.logp, leaf, upstream)
-    assert launched == ["sde_step"] * 8 + ["sde_logp", "sde_grad"]
+        sde_logp(c.x, c.v, y, c.coef, 1, want_mean=True)
+    assert launched == ["sde_step"] * 8 + ["sde_logp", "sde_grad", "sde_step", "sde_logp"]
     assert [name for name in counted.names if name != "aten::detach"] == []
 
 
@@ -247,12 +288,12 @@ def test_what_is_not_finite_stays_in_its_sample(backend, dtype, bad):
             t[[0, 3], 1, 2] = spoil
         x, v, y, ref, old = tensors
         out = sde_logp(x, v.requires_grad_(), y, c.coef, c.index, v_ref=ref, v_old=old)
-        return out, *torch.autograd.grad([*out], v, [upstream] * 3), sde_step(x, v, c.coef, c.index, noise=c.eps)
+        return out, *torch.autograd.grad([*out[:3]], v, [upstream] * 3), sde_step(x, v, c.coef, c.index, noise=c.eps)
 
     with serve(backend):
         (_, clean, _), (out, spoilt, step) = run(0.5), run(bad)
     assert torch.equal(spoilt[1:3], clean[1:3]) and not spoilt[[0, 3]].any()
-    assert [float(t.detach()[3]) for t in out] == [0.0, 0.0, 0.0]
+    assert [float(t.detach()[3]) for t in out[:3]] == [0.0, 0.0, 0.0]
     assert torch.isfinite(step.logp).tolist() == [False, True, True, True] and float(step.logp[3]) == 0.0
     assert torch.isfinite(step.x_next).flatten(1).all(1).tolist() == [False, True, True, False]
 

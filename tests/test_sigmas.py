@@ -5,18 +5,29 @@ multistep solver's integer timesteps), which an Euler scheduler with another shi
 `pipeline` is the stock pipeline, stopped once it has set its timesteps; for `published` it is the formula in fp64.
 """
 
+import functools
+import inspect
 import json
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
+from typing import Literal, get_args, get_origin
 
 import diffusers
 import pytest
 import torch
 from families import CASES, CPU, PROMPTS, QUICK, case_of, configure_pipe, folder, load, one_or_list, small_sources
 
+from prefgrpo import models
 from prefgrpo.config.loading import from_dict
+from prefgrpo.config.recipe import ConfigError
+from prefgrpo.models.base import Adapter
+from prefgrpo.models.folder import ModelError
 from prefgrpo.rollout.sampling import Schedules
+from prefgrpo.run.loading import open_adapter
 from prefgrpo.sde.rules import RULES, StepInfo
 from prefgrpo.sde.schedule import make_schedule, shifted_sigmas, truncated_times
+from prefgrpo.tiny import pipelines
 
 CONFIGS = json.loads((Path(__file__).parent / "data" / "schedulers.json").read_text())
 OWN = {"sd3": "sd35m", "hunyuan_video": "hunyuan", "z_image": "zimage", "flux2_klein": "flux"}
@@ -58,6 +69,7 @@ def stock(pipe, case, steps, monkeypatch):
         real(num_inference_steps, device=device, **{key: value for key, value in given.items() if value is not None})
         raise Stop
 
+    modular = isinstance(pipe, diffusers.ModularPipeline)
     pipe.set_progress_bar_config(disable=True)
     call = case.call | {"height": SIZE[0], "width": SIZE[1], "num_inference_steps": steps}
     if case.edit:
@@ -67,7 +79,7 @@ def stock(pipe, case, steps, monkeypatch):
     with monkeypatch.context() as patch, small_sources():
         patch.setattr(pipe.scheduler, "set_timesteps", stop)
         with pytest.raises(Stop):
-            pipe(prompt=PROMPTS[:1], **call)
+            pipe(prompt=PROMPTS[0] if modular else PROMPTS[:1], **call)
     return pipe.scheduler.sigmas, pipe.scheduler.timesteps
 
 
@@ -136,3 +148,131 @@ def test_a_first_sigma_of_unipc_is_a_first_step():
     second = float(schedule.sigmas[1])
     whole = RULES["flow"](StepInfo(1.0, second, 0.7, second, 0.0))
     assert torch.allclose(schedule.coef[0].double(), torch.tensor(whole, dtype=torch.float64), rtol=1e-4, atol=0)
+
+
+FLOW = {"use_flow_sigmas": True, "prediction_type": "flow_prediction"}
+EULER = "FlowMatchEulerDiscreteScheduler"
+UNIPC = "UniPCMultistepScheduler"
+UNUSABLE = [  # scheduler, configuration, the keys at fault (none: the class)
+    (UNIPC, {"use_beta_sigmas": True}, ["use_beta_sigmas"]),
+    (UNIPC, {"use_exponential_sigmas": True}, ["use_exponential_sigmas"]),
+    (UNIPC, {"final_sigmas_type": "sigma_min"}, ["final_sigmas_type"]),
+    (UNIPC, {"use_beta_sigmas": True, "final_sigmas_type": "sigma_min"}, ["use_beta_sigmas", "final_sigmas_type"]),
+    (UNIPC, {"use_dynamic_shifting": True}, ["use_dynamic_shifting"]),  # Wan's pipeline passes no shift
+    (EULER, {"invert_sigmas": True}, ["invert_sigmas"]),
+    (EULER, {"use_dynamic_shifting": True}, ["use_dynamic_shifting"]),
+    *(
+        (name, {key: True}, [key])
+        for name in ("DPMSolverMultistepScheduler", "DPMSolverSinglestepScheduler")
+        for key in ("use_beta_sigmas", "use_exponential_sigmas", "use_karras_sigmas")
+    ),
+    ("DPMSolverMultistepScheduler", {"use_lu_lambdas": True}, ["use_lu_lambdas"]),
+    ("FlowMatchLCMScheduler", {"invert_sigmas": True}, ["invert_sigmas"]),
+    ("FlowMatchHeunDiscreteScheduler", {}, []),
+    ("DEISMultistepScheduler", {}, []),
+    ("DEISMultistepScheduler", {"use_karras_sigmas": True}, []),
+    ("SASolverScheduler", {}, []),
+    ("DPMSolverMultistepInverseScheduler", {}, []),
+    ("HeliosScheduler", {}, []),
+]
+
+
+@functools.cache
+def wan():
+    return models.family("wan").outline(Path(folder("wan")))
+
+
+def sigmas_of(name, changes, steps):
+    """Wan's sigmas with this scheduler: its pipeline passes the number of steps alone."""
+    kind = getattr(diffusers, name)
+    flow = FLOW if "use_flow_sigmas" in inspect.signature(kind).parameters else {}
+    wan().pipe.scheduler = kind.from_config(flow | changes)
+    return wan().sigmas(case_of("wan").sampling(steps=steps))
+
+
+@pytest.mark.parametrize(("name", "changes", "keys"), UNUSABLE)
+def test_a_scheduler_without_usable_sigmas_is_refused_for_every_number_of_steps(name, changes, keys):
+    for steps in (1, 2, 3, 10, 50) if name != "FlowMatchHeunDiscreteScheduler" else (2, 3, 10):
+        with pytest.raises(ValueError, match=r"expected \d+ sigmas that fall within \[0, 1\]") as caught:
+            sigmas_of(name, changes, steps)
+        text = str(caught.value)
+        assert name in text and "rollout.shift" in text
+        removed = f"Remove {', '.join(f'{key}: {changes[key]!r}' for key in keys)} from its scheduler_config.json"
+        assert (removed if keys else "Use another scheduler") in text
+
+
+def test_a_shift_that_rounds_the_first_sigma_above_1_gives_1():
+    """In fp32, 2.64 · 1 / (1 + 1.64 · 1) is 1.0000001."""
+    shifts = [k / 100 for k in range(50, 2000)]
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler
+    above = [s for s in shifts if float(scheduler(shift=s).sigmas[0]) > 1]
+    assert 2.64 in above
+    for shift in above:
+        sigmas = sigmas_of(EULER, {"shift": shift}, 8)
+        assert float(sigmas[0]) == 1 and make_schedule(sigmas, "flow", 0.7).steps == 8
+
+
+def flags(kind):
+    """Every boolean of a scheduler's configuration, and every value of its Literals, one changed at a time."""
+    for name, parameter in inspect.signature(kind).parameters.items():
+        kinds = (parameter.annotation, *get_args(parameter.annotation))
+        values = {value for one in kinds if get_origin(one) is Literal for value in get_args(one)}
+        if isinstance(parameter.default, bool):
+            values = {not parameter.default}
+        yield from ({name: value} for value in sorted(values, key=str) if value != parameter.default)
+
+
+def test_every_flag_of_every_flow_scheduler_gives_falling_sigmas_or_a_message():
+    """The installed diffusers' own list: a new scheduler or a new key is covered when it is installed."""
+    seen = Counter()
+    for name in sorted(n for n in dir(diffusers) if n.endswith("Scheduler")):
+        kind = getattr(diffusers, name)
+        names = inspect.signature(kind).parameters
+        if "shift" not in names and "use_flow_sigmas" not in names:
+            continue
+        for changes in [{}, *flags(kind)]:
+            for steps in (1, 2, 7):
+                try:
+                    sigmas = sigmas_of(name, changes, steps)
+                except NotImplementedError:
+                    seen["not constructed"] += 1  # see the test below
+                except ValueError as error:
+                    assert "expected" in str(error) or "final_sigmas_type" in str(error), (name, changes)
+                    seen["refused"] += 1
+                else:
+                    schedule = make_schedule(sigmas, "ode", 0.0)
+                    assert schedule.steps == steps, (name, changes)
+                    seen["usable"] += 1
+    assert seen["refused"] > 100 and seen["usable"] > 100, seen
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "said"),
+    [
+        (UNIPC, {"use_beta_sigmas": True}, "rollout.steps: .* Remove use_beta_sigmas: True"),
+        (EULER, {"invert_sigmas": True}, "rollout.steps: .* Remove invert_sigmas: True"),
+        (
+            "DPMSolverMultistepScheduler",
+            {"algorithm_type": "dpmsolver"},
+            "refuses its configuration .*final_sigmas_type",
+        ),
+        ("SASolverScheduler", {"algorithm_type": "dpmsolver"}, "refuses its configuration .*NotImplementedError"),
+        ("NoScheduler", {}, "diffusers .* has no NoScheduler"),
+    ],
+)
+def test_a_run_refuses_it_before_weights_are_loaded(name, changes, said, tmp_path, monkeypatch):
+    model = pipelines.make("wan", tmp_path)
+    (model / "scheduler" / "scheduler_config.json").write_text(json.dumps({"_class_name": name} | FLOW | changes))
+    index = json.loads((model / "model_index.json").read_text())
+    index["scheduler"] = ["diffusers", name]
+    (model / "model_index.json").write_text(json.dumps(index))
+    monkeypatch.setattr(Adapter, "load", lambda *_, **__: pytest.fail("the weights were loaded"))
+    config = from_dict({"data": {"prompts": str(model / "prompts.txt")}, "model": str(model), "family": "wan"})
+    config = replace(config, rollout=case_of("wan").sampling(), eval=replace(config.eval, height=32, width=32))
+    with pytest.raises((ConfigError, ModelError), match=said):
+        open_adapter(config, CPU)
+    if not said.startswith("rollout.steps"):
+        return
+    shifted = replace(config, rollout=replace(config.rollout, shift=3.0))
+    with pytest.raises(pytest.fail.Exception, match="the weights were loaded"):
+        open_adapter(shifted, CPU)

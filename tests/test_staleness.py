@@ -48,9 +48,9 @@ def recorded(one):
         seen.append(SimpleNamespace(weights=before, batches=batches, advantage=targets.advantage, held=held))
         return true_update(step, batches, targets)
 
-    def optimise(world):
+    def optimise(*given):
         seen[-1].gradient = torch.cat([p.grad.flatten() for p in one.policy.params])
-        return true_step(world)
+        return true_step(*given)
 
     one.update, one.policy.update = update, optimise
     one.train()

@@ -5,6 +5,7 @@ clip ranges of 1e-5 the run then trains on rounding errors. The gradient of an u
 the plain formulas, written here without the project's ops. Groups without learning signal must cost and change nothing.
 """
 
+import gc
 import math
 from dataclasses import replace
 from functools import partial
@@ -15,8 +16,9 @@ import pytest
 import torch
 from families import embed, unfuse
 from grpo_formula import plain_formula
-from tiny_run import BRIGHTNESS, collect, rows, targets_of
+from tiny_run import BRIGHTNESS, collect, computed, rows, targets_of
 
+from prefgrpo.parallel.world import World
 from prefgrpo.rewards.base import PointwiseReward, Score
 from prefgrpo.run.ending import TrainingStopped
 from prefgrpo.sde import noise
@@ -44,6 +46,10 @@ class OneMissing(PointwiseReward):
         self.first = self.first or samples[0].prompt
         scores = [Score(float(s.media.pixels.mean())) for s in samples]
         return [Score(None, "lost") if n == 1 and self.first == samples[0].prompt else s for n, s in enumerate(scores)]
+
+
+def brighter(prompt, image_a, image_b):
+    return float(np.sign(image_a.mean() - image_b.mean()) + 1) / 2
 
 
 class TooFew(PointwiseReward):
@@ -140,11 +146,11 @@ def test_the_gradient_of_an_update_is_that_of_the_plain_formula(trainer, case, b
     c = one.config
     moved(one)
     batches = collect(one, 0)
-    advantage = one.targets.compute(1, one.scorer.finish())[0].advantage
+    advantage = computed(one, one.scorer.finish())[0].advantage
     if case.startswith("off"):
         moved(one, 0.02)
     taken = []
-    one.policy.update = lambda world: taken.append([p.grad.clone() for p in one.policy.params]) or 0.0
+    one.policy.update = lambda *_: taken.append([p.grad.clone() for p in one.policy.params]) or 0.0
     values = one.update(0, batches, targets_of(advantage))
     if blocks == "fused":
         unfuse(one.adapter)
@@ -217,7 +223,7 @@ def test_a_missing_reward_is_left_out_of_its_group(trainer):
     batches = collect(one, 0)
     assert len(batches) == 2
     scores = one.scorer.finish()
-    (advantage, *_), values = one.targets.compute(1, scores)
+    (advantage, *_), values = computed(one, scores)
     assert values["reward/missing"] == 1 / 8 and advantage[0, 1] == 0
     rest = scores.values[f"{HERE}OneMissing"][0, [0, 2, 3]]
     expected = (rest - rest.mean()) / (rest.std() + 1e-4)
@@ -275,6 +281,39 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_many_stop_the_run(trainer)
     assert trainer(name="nan", resume=True, eval={"every": 0}, train={"steps": 6}).policy.updates == 1
 
 
+@pytest.mark.parametrize("kind", ["without signal", "not finite"])
+def test_updates_that_are_not_made_do_not_delay_the_learning_rate(trainer, kind):
+    """8 updates, of which some are not made: the others have the rates of their places on the line from lr to 0."""
+    absent = {(0, 1), (1, 0), (1, 1), (3, 0)} if kind == "without signal" else {(0, 1), (1, 0), (2, 1)}
+    train = {"steps": 4, "updates_per_rollout": 2, "lr": 0.008, "lr_scheduler": "linear"}
+    one = trainer(train=train, eval={"every": 0})
+    update = one.policy.update
+    mask = one.objective.mask
+    steps = iter(range(4))
+    made = []
+
+    def without(train, targets):
+        kept = mask(train, targets).clone()
+        step = next(steps)
+        kept[[p for p in range(2) if (step, p) in absent]] = False
+        return kept
+
+    def poisoned(world, position):
+        for p in one.policy.params if divmod(position, 2) in absent else ():
+            p.grad.fill_(float("nan"))
+        return update(world, position)
+
+    if kind == "without signal":
+        object.__setattr__(one.objective, "mask", without)
+    else:
+        one.policy.update = poisoned
+    one.policy.optimizer.register_step_pre_hook(lambda adam, *_: made.append(adam.param_groups[0]["lr"]))
+    one.train()
+    places = [divmod(position, 2) for position in range(8)]
+    assert made == pytest.approx([0.001 * (8 - 2 * s - u) for s, u in places if (s, u) not in absent])
+    assert [row["lr"] for row in rows(one.folder.root)] == pytest.approx([0.007, 0.005, 0.003, 0.001])
+
+
 def test_a_stop_between_two_updates_of_a_step_saves_no_half_step(trainer):
     over = {"train": {"updates_per_rollout": 4, "steps": 2}, "eval": {"every": 0}, "checkpoint": {"every": 1}}
     over |= {"rollout": {"batch_size": 2}}
@@ -287,3 +326,38 @@ def test_a_stop_between_two_updates_of_a_step_saves_no_half_step(trainer):
     straight = trainer(name="unhurt", **over)
     straight.train()
     assert rows(again.folder.root) == rows(straight.folder.root)
+
+
+def test_a_step_gathers_objects_twice(trainer, monkeypatch):
+    """Each is two collectives for which all processes wait: what was judged (rewards, comparisons, missing ones,
+    distances, metrics), and the metrics of the update."""
+    counts = [0]
+    true_gather = World.all_gather_object
+
+    def all_gather_object(self, mine):
+        counts[-1] += 1
+        return true_gather(self, mine)
+
+    monkeypatch.setattr(World, "all_gather_object", all_gather_object)
+    one = trainer(rewards=f"{HERE}brighter:0.5,{HERE}OneMissing:0.5", judge={"max_missing": 0.3}, eval={"every": 0})
+    true_step = one.step
+
+    def step(*given):
+        counts.append(0)
+        out = true_step(*given)
+        counts.append(0)
+        return out
+
+    one.step = step
+    one.train()
+    assert counts[1::2] == [2] * 4
+    found = rows(one.folder.root)
+    assert found[0]["reward/missing"] > 0 and all(row["judge/requests"] > 0 for row in found)
+
+
+def test_garbage_collection_leaves_out_what_exists_before_the_first_step(trainer):
+    """Half a million objects of the libraries alone; a closed trainer can be collected, with its model."""
+    frozen = []
+    one = trainer(callbacks={"on_step": lambda step, metrics: frozen.append(gc.get_freeze_count())}, eval={"every": 0})
+    one.train()
+    assert min(frozen) > 100_000 and gc.get_freeze_count() == 0

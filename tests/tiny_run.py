@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 import yaml
 from safetensors.torch import load_file
@@ -34,6 +35,7 @@ from prefgrpo.models import blocks
 from prefgrpo.objectives.base import Targets
 from prefgrpo.parallel.world import World
 from prefgrpo.rewards.base import PointwiseReward, Sample, Score
+from prefgrpo.rewards.scorer import StepScores
 from prefgrpo.rollout.batch import Batch
 from prefgrpo.rollout.rollout import Trajectory
 from prefgrpo.tiny import pipelines
@@ -126,7 +128,8 @@ class Hold:
             out = None if here and self.before else original(*args, **kwargs)
             if here:
                 reached.set()
-                go.wait()
+                while not go.wait(0.1):  # a signal that another thread received is handled between two waits
+                    pass
             return original(*args, **kwargs) if here and self.before else out
 
         setattr(owner, name, held)
@@ -246,6 +249,11 @@ def collect(loop: Trainer, step: int) -> list[Batch]:
     return list(loop.rollouts(step, loop.scorer.add))
 
 
+def computed(loop: Trainer, scores: StepScores) -> tuple[Targets, dict[str, float]]:
+    """Targets and metrics of the first step, of groups whose images' distances do not matter."""
+    return loop.targets.compute(1, scores, np.zeros(len(scores.samples)))
+
+
 def targets_of(advantage: Tensor) -> Targets:
     """Targets from advantages alone, without comparisons."""
     none = advantage.new_zeros(*advantage.shape, advantage.shape[1])
@@ -329,7 +337,7 @@ def opened(config, world=ALONE):
     from prefgrpo.parallel.parallelize import parallelize
     from prefgrpo.run.loading import open_adapter
 
-    adapter = open_adapter(config, world.device, True, world.layout.fsdp)
+    adapter = open_adapter(config, world.device, True, world.layout.fsdp or config.fp8_base)
     parallelize(adapter, config, world)
     return adapter
 

@@ -67,7 +67,9 @@ Overrides = Annotated[dict[str, Any], tyro.conf.Suppress, tyro.conf.Fixed]
 # ---- the commands that take a configuration -------------------------------------------------------------------------
 
 
-def train(recipe: Recipe, resume: bool = False, dry_run: bool = False, *, overrides: Overrides) -> int:
+def train(
+    recipe: Recipe, resume: bool = False, dry_run: bool = False, allow_idle: bool = False, *, overrides: Overrides
+) -> int:
     """Train a model from a recipe.
 
     Args:
@@ -75,6 +77,7 @@ def train(recipe: Recipe, resume: bool = False, dry_run: bool = False, *, overri
         resume: Continue the run in output/name from its newest checkpoint (from the start if it has none yet).
         dry_run: Print configuration and memory, generate the first batch and replay one step; write nothing, and do not
             query the judge.
+        allow_idle: Train even if the steps are too small to keep half of the GPUs busy.
     """
     from prefgrpo.run.run_folder import run_of
 
@@ -91,7 +94,7 @@ def train(recipe: Recipe, resume: bool = False, dry_run: bool = False, *, overri
     from prefgrpo.run.ending import TrainingStopped
     from prefgrpo.trainer import Trainer
 
-    trainer = Trainer(config, resume=resume)
+    trainer = Trainer(config, resume=resume, allow_idle=allow_idle)
     try:
         result = trainer.train()
     except TrainingStopped as stop:
@@ -103,16 +106,17 @@ def train(recipe: Recipe, resume: bool = False, dry_run: bool = False, *, overri
     return 0
 
 
-def demo(resume: bool = False, dry_run: bool = False, *, overrides: Overrides) -> int:
+def demo(resume: bool = False, dry_run: bool = False, allow_idle: bool = False, *, overrides: Overrides) -> int:
     """Train the tiny demo with the files of the installed package.
 
     Args:
         resume: Continue the run from its newest checkpoint (from the start if it has none yet).
         dry_run: Print configuration and memory, generate the first batch and replay one step; write nothing.
+        allow_idle: Train even if the steps are too small to keep half of the GPUs busy.
     """
     from prefgrpo.tiny import DEMO, demo_paths
 
-    return train(DEMO, resume, dry_run, overrides=merge(demo_paths(), overrides))
+    return train(DEMO, resume, dry_run, allow_idle, overrides=merge(demo_paths(), overrides))
 
 
 def preprocess(recipe: Recipe, *, overrides: Overrides) -> int:
@@ -133,7 +137,7 @@ def generate(
     out: Path = Path("generated"),
     samples: int = 4,
     naming: Literal["plain", "unigenbench", "vbench"] = "plain",
-    fps: int = 16,
+    fps: float | None = None,
     *,
     overrides: Overrides,
 ) -> int:
@@ -141,13 +145,13 @@ def generate(
 
     Args:
         target: Run folder (its newest checkpoint), RUN/checkpoints/step_000020, recipe, pipeline folder or hub id.
-        lora: Folder of a LoRA, for a target without weights of its own.
+        lora: A LoRA (a folder, a file or a hub id), for a target without weights of its own.
         prompts: Prompts: txt, csv, tsv, jsonl or parquet; empty: the target's eval.prompts, or else its data.prompts.
         out: Output folder; existing files are skipped. It records what made them, and refuses anything else.
         samples: Images or clips per prompt.
         naming: plain: 000012_0.png by position; unigenbench: INDEX_0.png by the table's index column; vbench:
             PROMPT-0.mp4.
-        fps: Frames per second of clips.
+        fps: Frames per second of clips; none: those of the model family.
     """
     from prefgrpo.commands import generate as command
 
@@ -163,7 +167,7 @@ def evaluate(
     samples: int = 0,
     against: str = "base",
     results: Path | None = None,
-    fps: int = 16,
+    fps: float | None = None,
     *,
     overrides: Overrides,
 ) -> int:
@@ -179,7 +183,7 @@ def evaluate(
         samples: Images or clips per prompt; 0: the suite's own number, without a suite eval.samples_per_prompt.
         against: base, or another run, checkpoint or model, sampled with the target's settings.
         results: Output of the suite's own tools, read into our table instead of generating and scoring.
-        fps: Frames per second of clips.
+        fps: Frames per second of clips; none: those of the model family.
     """
     from prefgrpo.commands import evaluate as command
 

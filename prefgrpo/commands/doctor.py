@@ -15,7 +15,7 @@ from prefgrpo.ops import sde_step
 from prefgrpo.ops._backend import BACKENDS, backend_of, unavailable_reason, use_backend
 
 PACKAGES = ("numpy", "diffusers", "transformers", "peft", "accelerate", "safetensors", "aiohttp", "triton", "kernels",
-            "flash-attn", "torchvision", "open-clip-torch", "imageio-ffmpeg")  # fmt: skip
+            "flash-attn-4", "torchvision", "open-clip-torch", "imageio-ffmpeg")  # fmt: skip
 ENVIRONMENT = ("python_version", "torch_version", "cuda_compiled_version", "cuda_runtime_version",
                "nvidia_driver_version", "nvidia_gpu_models")  # fmt: skip
 """What torch.utils.collect_env finds and we print."""

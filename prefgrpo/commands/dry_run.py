@@ -8,6 +8,7 @@ Invariant: it uses the same functions as the run.
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -16,9 +17,10 @@ from prefgrpo.config.loading import to_dict
 from prefgrpo.config.recipe import ConfigError, to_yaml
 from prefgrpo.config.schema import Config
 from prefgrpo.data.prompts import prompt_sets, step_prompts
-from prefgrpo.models.attention import without_cudnn
+from prefgrpo.models.attention import attention_of_a_run
 from prefgrpo.objectives import objective
 from prefgrpo.parallel import world as parallel
+from prefgrpo.parallel.recompute import budgets
 from prefgrpo.parallel.world import World
 from prefgrpo.rollout.batches import Rollouts
 from prefgrpo.rollout.embeddings import Embeddings, run_entries
@@ -27,12 +29,12 @@ from prefgrpo.rollout.render import decode
 from prefgrpo.rollout.replay import replay
 from prefgrpo.run import judging
 from prefgrpo.run.checks import config_errors
-from prefgrpo.run.fits import sample_bytes
+from prefgrpo.run.fits import kept_attention, sample_bytes
 from prefgrpo.run.loading import open_collector, open_model, open_prompts, open_schedules
-from prefgrpo.run.notes import GIB, memory_line, peak_memory, step_bytes
+from prefgrpo.run.notes import GIB, kernel_notes, memory_line, peak_memory, step_bytes
 
 
-@without_cudnn()
+@attention_of_a_run()
 def dry_run(config: Config) -> int:
     """Print configuration, memory and the first batch; returns the exit code. Raises what `train` raises at start."""
     if problems := config_errors(config):
@@ -49,7 +51,9 @@ def dry_run(config: Config) -> int:
     shape = adapter.latent_shape(config.rollout)
     collector = open_collector(config, goal, adapter, policy, world)
     held = step_bytes(config, collector, policy, world)
-    print(memory_line(adapter, policy, held))
+    print(memory_line(adapter, policy, held, kept_attention(config, adapter, world.layout)))
+    for note in kernel_notes(config, adapter, world):
+        print(note)
     evaluated = ", ".join(f"{len(some)} ({name})" for name, some in sets.items())
     print(f"{len(prompts)} training prompts; evaluation prompts: {evaluated or 'none'}")
     begin = time.perf_counter()
@@ -68,9 +72,12 @@ def dry_run(config: Config) -> int:
         error.mean().backward()
         checked = f"velocity error {float(error.detach().mean()):.3g}"
     else:
-        kl = config.train.kl_form if config.train.kl_coef else ""
+        batch = replace(batch, steps=batch.steps[:1])
+        if config.train.kl_coef:
+            with collector.reference():
+                batch = collector.with_reference(batch)
         step = collector.whole(batch.steps[0])
-        new = replay(adapter, batch.schedule, batch.condition, step, config.rollout, kl, collector.reference)
+        new = replay(adapter, batch.schedule, batch.condition, step, config.rollout, config.train.kl_form)
         new.logp.mean().backward()
         off = float((torch.exp(new.logp.detach() - step.logp) - 1).abs().max())
         checked = f"max |ratio − 1| = {off:.1e}"
@@ -79,5 +86,8 @@ def dry_run(config: Config) -> int:
     print(f"samples {samples}, trained steps {list(batch.schedule.trained)}, {checked}")
     seconds = time.perf_counter() - middle
     print(f"encoding, rollout and decoding {middle - begin:.2f} s; one trained step {seconds:.2f} s")
+    blocks = [block for net in adapter.modules().values() for block in adapter.blocks(net)]
+    kept = max((budget.most for budget in budgets(blocks)), default=0)
+    print(f"recomputed blocks kept {kept / GIB:.2f} GiB of attention")
     print(f"peak memory {peak_memory(world.device) / GIB:.2f} GiB; nothing was written")
     return 0

@@ -23,10 +23,11 @@ from prefgrpo.config.recipe import ConfigError
 from prefgrpo.config.rewards import RewardEntry
 from prefgrpo.config.schema import Config
 from prefgrpo.data.atomic import write_atomic
-from prefgrpo.data.file_names import Generated, read_media
+from prefgrpo.data.file_names import Generated
 from prefgrpo.data.prompts import prompt_sets, read_prompts
-from prefgrpo.models import family_of
-from prefgrpo.models.attention import without_cudnn
+from prefgrpo.data.stored import read_media
+from prefgrpo.models import family, family_of
+from prefgrpo.models.attention import attention_of_a_run
 from prefgrpo.parallel import world as parallel
 from prefgrpo.parallel.world import World
 from prefgrpo.rollout.render import sample
@@ -36,6 +37,7 @@ from prefgrpo.run.comparison import Comparison, Row
 from prefgrpo.run.evaluate import Pair, compare, eval_sets, over_ranks, share_of
 from prefgrpo.run.loading import open_prompts, unsupported
 from prefgrpo.run.log import finite
+from prefgrpo.run.notes import sampler_notes
 from prefgrpo.run.run_folder import run_of
 from prefgrpo.suites import load_suite
 from prefgrpo.suites.base import Results
@@ -53,8 +55,10 @@ def _folder(source: Source, out: Path | None, name: str) -> Path:
 # ---- suites ---------------------------------------------------------------------------------------------------------
 
 
-@without_cudnn()
-def on_suite(config: Config, target: str, name: str, file: str, out: Path | None, samples: int, fps: int) -> int:
+@attention_of_a_run()
+def on_suite(
+    config: Config, target: str, name: str, file: str, out: Path | None, samples: int, fps: float | None
+) -> int:
     """Generate files in the suite's layout; if the suite has a reward here, score them and report."""
     if wrong := unsupported(config):
         raise ConfigError(wrong)
@@ -133,9 +137,9 @@ def _other(source: Source, against: str, world: World) -> Source:
     return replace(made, label=f"{run.root.name}_{made.label}")
 
 
-@without_cudnn()
+@attention_of_a_run()
 def against_other(
-    config: Config, target: str, against: str, prompts: str, out: Path | None, samples: int, fps: int
+    config: Config, target: str, against: str, prompts: str, out: Path | None, samples: int, fps: float | None
 ) -> int:
     """Render held-out prompts with the target's weights and with others from the same noise, and compare them."""
     if samples:
@@ -177,14 +181,14 @@ def against_other(
         for start in range(0, len(mine) * world.is_dp_leader, AT_ONCE):
             pairs: list[Pair] = []
             for i in mine[start : start + AT_ONCE]:
-                pixels = [read_media(file(part, h.name, i)).pixels for part in sources]
-                pairs.append((sample(h.items[i], pixels[0], sizes), sample(h.items[i], pixels[1], sizes)))
+                both = [sample(h.items[i], read_media(file(part, h.name, i)), sizes) for part in sources]
+                pairs.append((both[0], both[1]))
             rows += compare(scorer, pairs)[0]
         comparisons.append(over_ranks(world, h, mine, rows))
     rewards.close()
     if world.main:
         counts = {h.name: len(set(h.group)) for h in held}
-        print(f"{config.name} {now.label} against {other.label}")
+        print(f"{config.name} {now.label} against {other.label}", *sampler_notes(family(config.family)), sep="\n")
         _write_comparison(comparisons, counts, facts, rewards.notes, place)
     return 0
 

@@ -25,10 +25,13 @@ from prefgrpo.config.schema import Config
 from prefgrpo.data.atomic import write_atomic
 from prefgrpo.data.file_names import Naming, file_name
 from prefgrpo.data.prompts import DataError, Prompt, fingerprint, read_prompts
-from prefgrpo.models.attention import without_cudnn
+from prefgrpo.models import family
+from prefgrpo.models.attention import attention_of_a_run
 from prefgrpo.models.base import Adapter
 from prefgrpo.models.folder import ModelError
+from prefgrpo.models.weights import locate_lora
 from prefgrpo.parallel import world as parallel
+from prefgrpo.parallel.attention import set_backend
 from prefgrpo.parallel.parallelize import parallelize
 from prefgrpo.parallel.world import World
 from prefgrpo.rollout.embeddings import Embeddings, run_entries
@@ -37,11 +40,15 @@ from prefgrpo.rollout.sampling import Schedules
 from prefgrpo.run.checkpoint import CheckpointError, read_meta
 from prefgrpo.run.judging import makes_clips
 from prefgrpo.run.loading import load_checkpoint, open_adapter, open_prompts, unsupported
+from prefgrpo.run.notes import sampler_notes
 from prefgrpo.run.run_folder import run_of
 
 FIRST_ID = 2**61
 """Sample ids of generated noise start here, far from those of training and evaluation."""
 PER_PROMPT = 2**20
+QUALITY = 8
+"""imageio's quality of a clip's file, 0 to 10 (x264's crf 10): see docs/evaluation.md."""
+MOST_FPS = 240
 
 
 @dataclass(frozen=True)
@@ -62,13 +69,21 @@ class Source:
     label: str = "base"
     """Used in folder names."""
     lora: Path | None = None
-    """File or folder of a trained LoRA, or a run folder that has one."""
+    """File or folder of a trained LoRA."""
     checkpoint: Path | None = None
     """Folder of a checkpoint, RUN/checkpoints/step_NNNNNN, of the configured run; its EMA is used if it has one."""
     as_trained: bool = False
     """Open the model as for training: with its trainable weights and attention backend, split over processes."""
 
-    def facts(self, prompts: Sequence[Prompt], fps: int, **more: Any) -> dict[str, Any]:
+    def frame_rate(self, fps: float | None) -> float | None:
+        """Frames per second of its clips: `fps`, or else those of its family; None for images. Raises ConfigError."""
+        if not makes_clips(self.config):
+            return None
+        if rate := fps or family(self.config.family).frame_rate:
+            return rate
+        raise ConfigError([f"--fps: expected frames per second, as {self.config.family} has no frame_rate"])
+
+    def facts(self, prompts: Sequence[Prompt], fps: float | None, **more: Any) -> dict[str, Any]:
         """Everything that determines the files that it makes for these prompts."""
         c = self.config
         facts = {
@@ -76,10 +91,11 @@ class Source:
             "weights": self.label,
             "lora_from": c.train.lora_from or None,
             "dtype": c.dtype,
+            "fp8_base": c.fp8_base and self.as_trained,
             "seed": c.seed,
             "max_length": c.data.max_length,
             "prompts": fingerprint(prompts),
-            "fps": fps if makes_clips(c) else None,
+            "fps": self.frame_rate(fps),
             "sampling": {k: v for k, v in asdict(c.eval_sampling).items() if k != "batch_size"},
         }
         if self.checkpoint is not None:
@@ -91,14 +107,17 @@ class Source:
 
     def open(self, world: World, encoders: bool) -> Adapter:
         """The model with these weights. Raises ConfigError, ModelError or CheckpointError."""
-        adapter = open_adapter(self.config, world.device, encoders, split=self.as_trained and world.layout.fsdp)
+        mapped = self.as_trained and (world.layout.fsdp or self.config.fp8_base)
+        adapter = open_adapter(self.config, world.device, encoders, mapped)
         if self.as_trained:
             parallelize(adapter, self.config, world)
+        else:
+            set_backend(adapter, self.config, world.layout, world.device)
         if self.checkpoint is not None:
             load_checkpoint(adapter, self.checkpoint, self.config.train.ema_decay > 0, world)
         if (lora := self.lora) is not None:
             try:
-                adapter.load_lora(str(lora / "lora" if (lora / "lora").is_dir() else lora))
+                adapter.load_lora(str(lora))
             except (FileNotFoundError, ValueError, RuntimeError) as error:
                 reason = " ".join(str(error).splitlines()[:2])
                 raise ModelError(f"--lora {lora}: it does not fit {self.config.model}: {reason}") from error
@@ -137,9 +156,16 @@ def claim_folder(out: Path, facts: Mapping[str, Any]) -> None:
     write_atomic(file, json.dumps(facts, indent=1))
 
 
-@without_cudnn()
+@attention_of_a_run()
 def generate(
-    config: Config, target: str, lora: Path | None, prompts: str, out: Path, samples: int, naming: Naming, fps: int
+    config: Config,
+    target: str,
+    lora: Path | None,
+    prompts: str,
+    out: Path,
+    samples: int,
+    naming: Naming,
+    fps: float | None,
 ) -> int:
     """The command, with the arguments that `prefgrpo.commands.cli.generate` describes."""
     if problems := unsupported(config):
@@ -149,7 +175,10 @@ def generate(
     if lora is not None:
         if source.checkpoint is not None:
             raise ConfigError([f"--lora: {target} has weights of its own; expected a recipe or a model with it"])
-        source = Source(config, str(lora), lora)
+        try:
+            source = Source(config, str(lora), locate_lora(str(lora), family(config.family).denoisers[1:]))
+        except (OSError, ValueError) as error:  # ValueError: a name that the hub does not allow
+            raise ModelError(f"--lora {lora}: {error}") from error
     check_writing(config, out, samples, fps)
     file = prompts or config.eval.file or config.data.prompts
     held = open_prompts(partial(read_prompts, file, unique=False), world)
@@ -160,13 +189,21 @@ def generate(
     world.on_main(partial(claim_folder, out, facts), CheckpointError)
     there = generate_files(source, jobs, world, fps)
     if world.main:
-        print(f"{len(jobs)} files are in {out}" + f"; {there} already existed and are unchanged" * (there > 0))
+        made = f"{len(jobs)} files are in {out}" + f"; {there} already existed and are unchanged" * (there > 0)
+        print(*sampler_notes(family(config.family)), made, sep="\n")
     return 0
 
 
-def check_writing(config: Config, out: Path, samples: int, fps: int) -> None:
+def check_writing(config: Config, out: Path, samples: int, fps: float | None) -> None:
     """Create `out`. Raises ConfigError if files cannot be written into it."""
-    if wrong := [f"--{k}: expected at least 1, got {n}" for k, n in (("samples", samples), ("fps", fps)) if n < 1]:
+    wrong = [f"--samples: expected at least 1, got {samples}"] if samples < 1 else []
+    if fps is not None and not 1 <= fps <= MOST_FPS:
+        wrong.append(f"--fps: expected 1 to {MOST_FPS}, got {fps:g}")
+    sizes = config.eval_sampling
+    if makes_clips(config) and (sizes.height % 2 or sizes.width % 2):
+        size = f"{sizes.height} × {sizes.width}"
+        wrong.append(f"eval.height/width: expected even numbers, as mp4 files have (yuv420p), got {size}")
+    if wrong:
         raise ConfigError(wrong)
     if makes_clips(config) and find_spec("imageio_ffmpeg") is None:
         raise ConfigError(
@@ -190,7 +227,7 @@ def make_jobs(places: Iterable[tuple[Prompt, int, Path]], shared: bool = False) 
     return list(jobs.values())
 
 
-def generate_files(source: Source, jobs: Sequence[Job], world: World, fps: int) -> int:
+def generate_files(source: Source, jobs: Sequence[Job], world: World, fps: float | None) -> int:
     """Generate every missing file, each rank its share, then wait for all ranks; loads the model only if needed.
 
     What is missing is decided by rank 0: the processes of a share run the same forwards, but a shared disk may show
@@ -198,6 +235,7 @@ def generate_files(source: Source, jobs: Sequence[Job], world: World, fps: int) 
     CheckpointError.
     """
     config = source.config
+    rate = source.frame_rate(fps)
     there = world.all_gather_object({k for k, job in enumerate(jobs) if world.main and job.file.exists()})[0]
     missing = [jobs[k] for k in range(world.dp_index, len(jobs), world.dp_size) if k not in there]
     if len(there) < len(jobs):
@@ -211,15 +249,15 @@ def generate_files(source: Source, jobs: Sequence[Job], world: World, fps: int) 
         spare = (jobs[0].prompt, jobs[0].noise)
         with tqdm(total=len(missing), unit="file", dynamic_ncols=True, disable=None if world.main else True) as bar:
             for k, pixels in render(adapter, schedules, embeddings, wanted, sampling, world, spare):
-                write(missing[k].file, pixels, fps)
+                write(missing[k].file, pixels, rate)
                 bar.update(1)
         embeddings.flush()
     world.barrier()
     return len(there)
 
 
-def write(file: Path, pixels: Images, fps: int) -> None:
-    """An image [H, W, 3] as PNG or a clip [F, H, W, 3] as mp4, atomically."""
+def write(file: Path, pixels: Images, rate: float | None) -> None:
+    """An image [H, W, 3] as PNG, or a clip [F, H, W, 3], even sides, `rate` frames per second, as mp4, atomically."""
     file.parent.mkdir(parents=True, exist_ok=True)
     part = file.with_name(f".{os.environ.get('RANK', '0')}{file.suffix}")  # overwrites what a killed process left
     if pixels.ndim == 3:
@@ -227,5 +265,7 @@ def write(file: Path, pixels: Images, fps: int) -> None:
     else:
         from diffusers.utils import export_to_video
 
-        export_to_video([Image.fromarray(np.ascontiguousarray(frame)) for frame in pixels], str(part), fps=fps)
+        assert rate is not None
+        frames = [Image.fromarray(np.ascontiguousarray(frame)) for frame in pixels]
+        export_to_video(frames, str(part), fps=rate, quality=QUALITY, macro_block_size=1)  # 16 would stretch 1080 rows
     os.replace(part, file)

@@ -13,7 +13,7 @@ from tqdm import tqdm
 from prefgrpo.config.recipe import ConfigError
 from prefgrpo.config.schema import Config
 from prefgrpo.data.prompts import prompt_sets
-from prefgrpo.models.attention import without_cudnn
+from prefgrpo.models.attention import attention_of_a_run
 from prefgrpo.parallel import world as parallel
 from prefgrpo.parallel.world import World
 from prefgrpo.rollout.embeddings import Embeddings, Entry, run_entries
@@ -24,7 +24,7 @@ AHEAD = 8
 """Entries whose source images are read while earlier ones are encoded."""
 
 
-@without_cudnn()
+@attention_of_a_run()
 def preprocess(config: Config) -> int:
     """Encode all prompts of a recipe once, into data.cache (also under torchrun)."""
     if not config.data.cache:

@@ -26,10 +26,11 @@ from prefgrpo.config.recipe import ConfigError, read_yaml
 from prefgrpo.config.rewards import entries
 from prefgrpo.config.schema import Config, JudgeConfig
 from prefgrpo.data.atomic import write_atomic
-from prefgrpo.data.file_names import CLIPS, Generated, find, read_media
+from prefgrpo.data.file_names import Generated, find
 from prefgrpo.data.media import Media
 from prefgrpo.data.prompts import DataError, read_prompts
-from prefgrpo.models.attention import without_cudnn
+from prefgrpo.data.stored import CLIPS, StoredMedia, read_media
+from prefgrpo.models.attention import attention_of_a_run
 from prefgrpo.parallel import world as parallel
 from prefgrpo.parallel.world import World
 from prefgrpo.rewards.base import Reward, Sample, Score
@@ -49,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
     return tyro.cli(score, args=list(argv), prog="prefgrpo score")
 
 
-@without_cudnn()
+@attention_of_a_run()
 def score(rewards: str, images: Path, prompts: Path, out: Path | None = None, batch: int = 0) -> int:
     """Score a folder of images or clips (also under torchrun).
 
@@ -106,7 +107,7 @@ def _config(rewards: str) -> Config:
 
 def _groups(files: Sequence[Generated]) -> Groups:
     """File indices of each (prompt, sources), in order of first appearance."""
-    groups: dict[tuple[str, tuple[str, ...]], list[int]] = {}
+    groups: dict[tuple[str, tuple[str | StoredMedia, ...]], list[int]] = {}
     for k, g in enumerate(files):
         groups.setdefault((g.prompt.text, g.prompt.source), []).append(k)
     return list(groups.values())

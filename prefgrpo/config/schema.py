@@ -19,10 +19,7 @@ MODEL_VALUES = "prefgrpo.yaml"
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
 """Reject unknown keys, never convert types (true to 1, 1 to "1"); the line below a field is its description."""
 Share = Annotated[float, Field(ge=0, lt=1)]
-Attention = Literal[
-    "native", "_native_flash", "_native_math", "xformers",
-    "flash", "flash_hub", "_flash_3_hub", "flash_varlen", "flash_varlen_hub", "_flash_3_varlen_hub",
-]  # fmt: skip
+Attention = Literal["native", "_native_flash", "_native_math", "fa3", "fa4", "_flash_3_hub", "_flash_3_varlen_hub"]
 COMBINE = ("weighted_sum", "weighted_advantage_sum", "gdpo", "geometric_mean")
 """Ways to combine rewards; `advantage.combine` may also name a function."""
 SEPARATE = ("weighted_advantage_sum", "gdpo")
@@ -179,7 +176,7 @@ class TrainConfig:
     """Linear layers that LoRA wraps, by the ends of their names; empty: the family's default."""
     lora_from: str = ""
     """A LoRA to continue, with its rank, alpha and targets, which replace those above: a folder, a file or a hub id
-    (owner/name or owner/name@revision). The reference policy is the model with that LoRA."""
+    (owner/name or owner/name/FILE.safetensors, also with @revision). The reference policy is the model with it."""
     lr: PositiveFloat = 5e-5
     """Learning rate of AdamW."""
     beta2: Share = 0.999
@@ -187,10 +184,11 @@ class TrainConfig:
     weight_decay: NonNegativeFloat = 1e-4
     """AdamW's weight decay."""
     warmup_steps: NonNegativeInt = 0
-    """Optimiser updates of linear warm-up."""
+    """Optimiser updates of linear warm-up, counted like those of lr_scheduler."""
     lr_scheduler: Literal["constant", "linear", "cosine", "wsd"] = "constant"
-    """Learning rate after the warm-up: constant, or falling to 0 at the end of `steps`; wsd (warm-up, stable, decay):
-    constant in the first half of the run, then falling linearly."""
+    """Learning rate after the warm-up: constant, or from there falling to 0 at the end of `steps`; wsd (warm-up,
+    stable, decay): constant in the first half of the run, then falling linearly. It follows the position in the run:
+    updates that are skipped count."""
     max_grad_norm: PositiveFloat = 1.0
     """Gradient norm is clipped to this."""
     updates_per_rollout: PositiveInt = 1
@@ -304,9 +302,12 @@ class Config:
     """Seed of prompts, noise, pair orders and LoRA initialisation."""
     dtype: Literal["fp32", "bf16"] = "bf16"
     """Type of the denoiser's weights in a forward; LoRA, master weights and optimiser are fp32."""
+    fp8_base: bool = False
+    """Keep the Linear layers of the denoiser's repeated blocks in fp8 (docs/training.md): half of the memory of their
+    weights, and products in fp8 where the GPU has them. With a LoRA only."""
     attention: Attention = "native"
-    """diffusers' attention backend, in both rollout and training; its gradients are first compared with exact ones.
-    native: torch's choice, never cuDNN; flash backends need bf16; names ending in _hub download a kernel."""
+    """Attention kernels, in both rollout and training; their gradients are first compared with exact ones. native:
+    torch's, never cuDNN; fa3, fa4: FlashAttention-3 and 4 (docs/scale.md); names ending in _hub download a kernel."""
     compile: bool = False
     """Compile the denoisers' repeated blocks (torch.compile), for both rollout and training. Rollouts then need as much
     memory for activations as training. Not with context parallelism."""
@@ -315,9 +316,10 @@ class Config:
     offload: tuple[Literal["text_encoder", "vae", "weights"], ...] = ()
     """Parts kept in CPU memory. text_encoder, vae: moved to the GPU only while they are used. weights: the denoiser's
     shards (parallel.shard above 1) and their optimiser state; the optimiser then runs on the CPU."""
-    trackers: tuple[Literal["tensorboard", "wandb"], ...] = ("tensorboard",)
+    trackers: tuple[Literal["tensorboard", "wandb", "pairs"], ...] = ("tensorboard",)
     """Where numbers and images go besides metrics.jsonl: TensorBoard events in the run folder; Weights & Biases,
-    configured by its environment variables (WANDB_PROJECT, WANDB_MODE=offline)."""
+    configured by its environment variables (WANDB_PROJECT, WANDB_MODE=offline); pairs: the images and verdicts of every
+    judged group, in the run's folder (docs/pairs.md)."""
     data: DataConfig = field(default_factory=DataConfig)
     rollout: SamplingConfig = field(default_factory=SamplingConfig)
     judge: JudgeConfig = field(default_factory=JudgeConfig)
@@ -353,8 +355,12 @@ class Config:
         if r.staleness and self.checkpoint.every == 1:
             why = "rollout.staleness: 1 generates no samples ahead across a checkpoint"
             yield f"checkpoint.every: expected 2 or more, because {why}, got 1"
-        if "weights" in self.offload and not self.splits:
+        if "weights" in self.offload and not self.shards_weights:
             yield "offload: only sharded weights can be offloaded: expected parallel.shard above 1, got 1"
+        if self.fp8_base and not t.lora_rank:
+            yield "fp8_base: expected false, as train.lora_rank is 0 (all weights are trained), got true"
+        if self.fp8_base and self.compile:
+            yield "compile: expected false with fp8_base, got true"
         if self.parallel.ring * self.parallel.ulysses > 1 and self.compile:
             yield "compile: expected false under context parallelism, got true"
 
@@ -372,7 +378,7 @@ class Config:
         return tuple(e if e.name in own else trained.get(e.name, e) for e in self.eval.rewards) or self.rewards
 
     @property
-    def splits(self) -> bool:
+    def shards_weights(self) -> bool:
         """Whether the denoisers' weights are split over processes."""
         p = self.parallel
         return p.shard > 1 or (not self.train.lora_rank and p.ring * p.ulysses > 1)

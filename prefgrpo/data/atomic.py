@@ -25,10 +25,10 @@ def write_atomic(path: Path, content: str | bytes) -> None:
 
 
 def save_images(path: Path, **arrays: NDArray[Any]) -> None:
-    """Write arrays (npz, no pickle) atomically."""
+    """Write arrays (npz, no pickle) atomically; uncompressed, because zlib is slow and saves little of noisy pixels."""
     temporary = temporary_path(path)
     with temporary.open("wb") as file:
-        np.savez_compressed(file, allow_pickle=False, **arrays)
+        np.savez(file, allow_pickle=False, **arrays)
     os.replace(temporary, path)
 
 

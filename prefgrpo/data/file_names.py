@@ -13,17 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
-from PIL import Image
-
-from prefgrpo.data.media import UNREADABLE, Media, rgb
 from prefgrpo.data.prompts import DataError, Prompt
+from prefgrpo.data.stored import CLIPS
 
 Naming = Literal["plain", "unigenbench", "vbench"]
 FILE = ("file", "file_name", "filename", "image_path", "video", "video_path")
 """Columns that name a row's generated file, relative to the folder."""
 IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
-CLIPS = (".mp4", ".webm", ".mov", ".mkv", ".avi", ".gif")
 
 
 @dataclass(frozen=True)
@@ -109,27 +105,3 @@ def _natural(file: Path) -> list[tuple[int, str]]:
 def _require(lacking: Sequence[str], problem: str) -> None:
     if lacking:
         raise DataError(f"{len(lacking)} {problem}: " + ", ".join(lacking[:5]) + (" …" if len(lacking) > 5 else ""))
-
-
-def read_media(file: Path) -> Media:
-    """The pixels of an image or clip. Raises DataError if the file cannot be read."""
-    try:
-        if not file.stat().st_size:
-            raise ValueError("it is empty: 0 bytes")
-        if file.suffix.lower() in CLIPS:
-            return _read_clip(file)
-        with Image.open(file) as image:
-            return Media(np.array(rgb(image)))
-    except UNREADABLE as error:
-        why = (str(error) or type(error).__name__).splitlines()[0]  # ffmpeg's further lines contain memory addresses
-        raise DataError(f"{file.name} cannot be read ({why})") from error
-
-
-def _read_clip(file: Path) -> Media:
-    """All frames of a clip, uint8 [F, H, W, 3]."""
-    import imageio.v3 as imageio  # needs imageio-ffmpeg; the caller checks that it is installed
-
-    frames = [np.asarray(frame) for frame in imageio.imiter(file)]
-    if not frames:
-        raise DataError(f"{file.name} has no frames")
-    return Media(np.stack(frames)[..., :3].astype(np.uint8, copy=False))

@@ -80,6 +80,8 @@ class Media:
     """An image [H, W, 3] or a video [F, H, W, 3], uint8 RGB. Encodings are made once and kept."""
 
     pixels: NDArray[np.uint8]
+    frame_rate: float | None = None
+    """Frames per second of a video; None: unknown."""
 
     @property
     def clip(self) -> bool:

@@ -18,8 +18,8 @@ import torch
 from PIL import Image
 
 from prefgrpo.config.schema import Config
-from prefgrpo.data.media import UNREADABLE, rgb
-from prefgrpo.data.tables import NEGATIVE, SOURCE, TEXT, DataError, rows
+from prefgrpo.data.stored import StoredMedia, file_digest
+from prefgrpo.data.tables import NEGATIVE, SOURCE, TEXT, DataError, refusal, rows
 
 __all__ = ["DataError", "Prompt", "fingerprint", "prompt_sets", "read_prompts", "step_prompts"]
 
@@ -37,8 +37,8 @@ class Prompt:
     text: str
     meta: dict[str, Any] = field(default_factory=dict)
     """The other columns of the row."""
-    source: tuple[str, ...] = ()
-    """Paths of the source images (editing)."""
+    source: tuple[str | StoredMedia, ...] = ()
+    """Paths of the source images (editing), or where they lie in a table of pairs or in a run."""
     line: int = 0
     """Line (or row) number in the file."""
 
@@ -56,34 +56,28 @@ class Prompt:
         return tuple(read_source(path) for path in self.source)
 
 
-def read_source(path: str) -> Image.Image:
+def read_source(path: str | StoredMedia) -> Image.Image:
     """An image file as RGB. Raises DataError if it is none."""
     try:
-        with Image.open(path) as image:
-            return rgb(image)
-    except UNREADABLE as error:
-        raise DataError(f"source image {path} cannot be read: {error}") from error
+        return place_of(path).image()
+    except DataError as error:
+        raise DataError(f"source image {error}") from error
+
+
+def place_of(source: str | StoredMedia) -> StoredMedia:
+    """Where a source image lies."""
+    return StoredMedia(source) if isinstance(source, str) else source
 
 
 def fingerprint(prompts: Sequence[Prompt]) -> str:
     """Hex digest of texts (with negative ones) and contents of sources in order; with the seed, it determines the
     prompts of every step."""
-    sources = {path: file_digest(path) for path in dict.fromkeys(path for p in prompts for path in p.source)}
+    places = {path: place_of(path) for p in prompts for path in p.source}
+    files = {file: file_digest(file) for file in dict.fromkeys(place.file for place in places.values())}
+    sources = {path: "\0".join(map(str, (files[place.file], *place.part))) for path, place in places.items()}
     rows = ((p.text, *([sources[path] for path in p.source] or [""]), *filter(None, [p.negative])) for p in prompts)
     content = "".join("\0".join(row) + "\n" for row in rows)
     return hashlib.sha256(content.encode("utf-8", "surrogatepass")).hexdigest()
-
-
-def file_digest(path: str | Path) -> str:
-    """Hex digest of a file's size and content; of more than 256 KiB, of 16 parts of 16 KiB, evenly spaced."""
-    size = Path(path).stat().st_size
-    parts = 16 if size > 2**18 else 1
-    found = hashlib.sha256(str(size).encode())
-    with Path(path).open("rb") as file:
-        for k in range(parts):
-            file.seek((size - 2**14) * k // max(parts - 1, 1) if parts > 1 else 0)
-            found.update(file.read(2**14 if parts > 1 else size))
-    return found.hexdigest()
 
 
 def read_prompts(path: str | Path, *, unique: bool = True, decode: bool = True) -> list[Prompt]:
@@ -101,7 +95,7 @@ def read_prompts(path: str | Path, *, unique: bool = True, decode: bool = True) 
     repeated: list[str] = []
     for number, row in rows(file):
         try:
-            text, sources, meta = _parse(row, file.parent)
+            text, sources, meta = parse(row, file.parent)
         except ValueError as error:
             bad[number] = str(error)
             continue
@@ -110,10 +104,8 @@ def read_prompts(path: str | Path, *, unique: bool = True, decode: bool = True) 
         if first.meta != meta:
             repeated.append(str(number))
     bad |= _unreadable_sources(prompts.values()) if decode else {}
-    if bad := dict(sorted(bad.items())):
-        listed = [f"  line {number}: {reason}" for number, reason in bad.items()]
-        lines = "\n".join(listed[:10]) + "\n  …" * (len(listed) > 10)
-        raise DataError(f"{file}: {len(bad)} line(s) cannot be used; correct or remove them\n{lines}")
+    if bad:
+        raise DataError(refusal(file, bad))
     if not prompts:
         raise DataError(f"{file} contains no prompt, only blank lines; expected one prompt per line")
     if repeated:
@@ -122,8 +114,8 @@ def read_prompts(path: str | Path, *, unique: bool = True, decode: bool = True) 
     return list(prompts.values())
 
 
-def _parse(row: dict[str, Any], folder: Path) -> tuple[str, tuple[str, ...], dict[str, Any]]:
-    """(prompt, source files, other columns) of a row. Raises ValueError for an invalid row."""
+def parse(row: dict[str, Any], folder: Path) -> tuple[str, tuple[str | StoredMedia, ...], dict[str, Any]]:
+    """(prompt, source images, other columns) of a row. Raises ValueError for an invalid row."""
     column = next((c for c in TEXT if isinstance(row.get(c), str) and row[c]), None)
     if column is None:
         raise ValueError(f"no prompt (expected one of the columns {', '.join(TEXT)}, got {', '.join(row)})")
@@ -138,17 +130,22 @@ def _parse(row: dict[str, Any], folder: Path) -> tuple[str, tuple[str, ...], dic
     return text, named.get(source, ()), meta
 
 
-def _sources(column: str, value: Any, folder: Path) -> tuple[str, ...]:
-    """The files that a column names; none if it holds something else. Raises ValueError if they do not exist."""
+def _sources(column: str, value: Any, folder: Path) -> tuple[str | StoredMedia, ...]:
+    """The images that a column names; none if it holds something else. Raises ValueError if they do not exist."""
     names = value if isinstance(value, list) else [value] if value else []
-    if not all(isinstance(name, str) and name for name in names):
+    if not all(isinstance(name, (str, StoredMedia)) and name for name in names):
         if column == SOURCE[0] or isinstance(value, list):
             raise ValueError(f"{column}: expected a path or a list of paths, got {str(value)[:60]}")
         return ()
-    places = {name: [p for p in (folder / name, folder / "images" / name) if p.is_file()] for name in names}
-    if absent := [name for name, files in places.items() if not files]:
+    places = [existing(name, folder) if isinstance(name, str) else name for name in names]
+    if absent := [name for name, place in zip(names, places, strict=True) if place is None]:
         raise ValueError(f"source image not found: {', '.join(absent)}")
-    return tuple(str(places[name][0]) for name in names)
+    return tuple(place for place in places if place is not None)
+
+
+def existing(name: str, folder: Path) -> str | None:
+    """The file of this path, absolute or relative to the folder or its images/ subfolder; None if there is none."""
+    return next((str(path) for path in (folder / name, folder / "images" / name) if path.is_file()), None)
 
 
 def _unreadable_sources(prompts: Iterable[Prompt]) -> dict[int, str]:
@@ -156,17 +153,15 @@ def _unreadable_sources(prompts: Iterable[Prompt]) -> dict[int, str]:
     lines = {path: p.line for p in reversed(list(prompts)) for path in p.source}
     with ThreadPoolExecutor() as pool:
         problems = pool.map(_decode_error, lines)
-        return {n: f"source image {path}: {why}" for (path, n), why in zip(lines.items(), problems, strict=True) if why}
+        return {n: f"source image {why}" for (path, n), why in zip(lines.items(), problems, strict=True) if why}
 
 
-def _decode_error(path: str) -> str:
+def _decode_error(path: str | StoredMedia) -> str:
     """Why an image file cannot be decoded completely; empty if it can."""
     try:
-        with Image.open(path) as image:
-            image.draft("L", (1, 1))  # decodes a JPEG at the smallest scale, which is enough for the check
-            image.load()
-    except UNREADABLE as error:
-        return str(error) or type(error).__name__
+        place_of(path).shape(decode=True)
+    except DataError as error:
+        return str(error)
     return ""
 
 

@@ -6,7 +6,7 @@ import csv
 import io
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,16 @@ SOURCE = ("source_image", "image")
 its images/ subfolder."""
 NEGATIVE = "negative_prompt"
 """Column of a prompt's own negative prompt."""
-INVISIBLE = "\ufeff\u200b\u200c\u200d\u200e\u200f\u2060"
-"""Byte-order mark and characters without width, which editors and web pages leave at the edges of a text."""
+INVISIBLE = (
+    "\u00ad\u061c\u180e\u200b\u200c\u200d\u200e\u200f\u202a\u202b\u202c\u202d\u202e"
+    "\u2060\u2061\u2062\u2063\u2064\u2066\u2067\u2068\u2069\ufeff"
+)
+"""Soft hyphen, byte-order mark, marks of direction and characters without width, which editors and web pages leave at
+the edges of a text."""
+AT_ONCE = 256
+"""Rows of a parquet table, which may hold images, that are read together."""
+LISTED = 10
+"""Rows that cannot be used whose reasons are printed; of the others only the numbers."""
 Rows = Iterator[tuple[int, dict[str, Any]]]
 """(line or row number, its columns)."""
 
@@ -37,10 +45,18 @@ def rows(file: Path) -> Rows:
         raise DataError(f"{file}: expected a file that ends in {', '.join(filter(None, READERS))}")
     try:
         for number, row in reader(file):
-            yield number, {_column(name): stripped(value) for name, value in row.items() if value is not None}
+            yield number, {known_as(name): stripped(value) for name, value in row.items() if value is not None}
     except UnicodeDecodeError as error:
         line = error.object[: error.start].count(b"\n") + 1
         raise DataError(f"{file}, line {line}: not valid UTF-8; re-save the file as UTF-8") from error
+
+
+def refusal(file: Path | str, bad: Mapping[int, str]) -> str:
+    """The message for rows that cannot be used: line → reason."""
+    lines = sorted(bad)
+    listed = [f"  line {number}: {bad[number]}" for number in lines[:LISTED]]
+    others = [f"  and lines {', '.join(map(str, lines[LISTED:]))}"] if len(lines) > LISTED else []
+    return "\n".join([f"{file}: {len(bad)} line(s) cannot be used; correct or remove them", *listed, *others])
 
 
 def stripped(value: Any) -> Any:
@@ -54,7 +70,7 @@ def stripped(value: Any) -> Any:
     return value
 
 
-def _column(name: str) -> str:
+def known_as(name: str) -> str:
     """The name by which a column is known: 'Prompt', ' prompt ' and 'prompts' are 'prompt'."""
     name = stripped(name)
     plain = name.lower()
@@ -109,13 +125,17 @@ def _csv(file: Path) -> Rows:
     separator = max(",;\t", key=content.partition("\n")[0].count) if file.suffix.lower() == ".csv" else "\t"
     reader = csv.DictReader(io.StringIO(content, newline=""), delimiter=separator, strict=True)
     try:
-        header = [stripped(name) for name in reader.fieldnames or ()]
+        header = [known_as(name).lower() for name in reader.fieldnames or ()]
         for row in reader:
             if None in row:
                 advice = f"quote cells that contain {separator!r}"
                 raise DataError(f"{file}, line {reader.line_num}: more cells than columns; {advice}")
             cells = [stripped(cell) for cell in row.values()]
-            if any(cells) and cells != header:  # again the header: files were joined
+            names = [known_as(cell or "").lower() for cell in cells]
+            if names != header and sorted(names) == sorted(header):
+                order = f"{', '.join(header)}, then {', '.join(names)}"
+                raise DataError(f"{file}, line {reader.line_num}: a header again, in another order: {order}")
+            if any(cells) and names != header:  # again the header: files were joined
                 yield reader.line_num, row
     except csv.Error as error:
         raise DataError(f"{file}, line {reader.reader.line_num}: {error} (is a quote not closed?)") from error
@@ -128,7 +148,8 @@ def _parquet(file: Path) -> Rows:
     except ImportError as error:
         raise DataError(f"{file}: reading parquet needs pyarrow (pip install pyarrow)") from error
     try:
-        yield from enumerate(pyarrow.parquet.read_table(file).to_pylist(), start=1)
+        batches = pyarrow.parquet.ParquetFile(file).iter_batches(AT_ONCE)
+        yield from enumerate((row for batch in batches for row in batch.to_pylist()), start=1)
     except (OSError, ValueError) as error:  # pyarrow's errors derive from ValueError
         raise DataError(f"{file} is not a readable parquet file: {error}") from error
 

@@ -27,17 +27,19 @@ def _step(
     x_next: Tensor | None,
     noise: Tensor | PhiloxNoise | None,
     out_dtype: torch.dtype | None,
+    return_stats: bool,
 ) -> tuple[Tensor, ...]:
-    """(x', x0 prediction, logp, μ, s, Δ); s and Δ are 0-d."""
+    """(x', x0 prediction, logp) and, with `return_stats`, (μ, s, Δ); s and Δ are 0-d."""
     if isinstance(index, Tensor):
         at = index.to(latents.device, torch.int64).reshape(1)
     else:
         at = torch.full((1,), index, dtype=torch.int64, device=latents.device)
     steps = scheduled(sigmas, at, rule, eta)
     dtype = torch.promote_types(latents.dtype, model_output.dtype)
-    x_next, logp, mean = transition(latents, model_output, steps.coef, at, x_next, noise, out_dtype or dtype)
+    out = transition(latents, model_output, steps, x_next, noise, out_dtype or dtype, return_stats)
     x0 = latents - column(steps.sigma, latents.dim()) * model_output
-    return x_next, x0.to(dtype), logp, mean.to(dtype), steps.s[0], steps.delta[0]
+    results = (out.x_next, x0.to(dtype), out.logp)
+    return results if out.mean is None else (*results, out.mean.to(dtype), steps.s[0], steps.delta[0])
 
 
 def flow_grpo_step(
@@ -58,8 +60,7 @@ def flow_grpo_step(
     before it is scored (None: the inputs').
     """
     noise = noise_like(model_output, generator) if prev_sample is None else None
-    out = _step("flow", model_output, latents, eta, sigmas, index, prev_sample, noise, out_dtype)
-    return out if return_stats else out[:3]
+    return _step("flow", model_output, latents, eta, sigmas, index, prev_sample, noise, out_dtype, return_stats)
 
 
 def dance_grpo_step(
@@ -85,5 +86,5 @@ def dance_grpo_step(
     noise: Tensor | PhiloxNoise | None = generator if prev_sample is None else None
     if prev_sample is None and noise is None:
         noise = torch.randn_like(latents, dtype=torch.promote_types(latents.dtype, model_output.dtype))
-    out = _step("dance", model_output, latents, eta, sigmas, index, prev_sample, noise, out_dtype)
-    return (*out[:5], -out[5]) if return_stats else out[:3]
+    out = _step("dance", model_output, latents, eta, sigmas, index, prev_sample, noise, out_dtype, return_stats)
+    return (*out[:5], -out[5]) if return_stats else out

@@ -2,7 +2,8 @@
 
     x' = μ + s·ε,  μ = a·x + b·v          logp = w · mean_D (x' − μ)² + c
 
-Rows are computed in fp64 on the latents' device, once per schedule. Invariant: no call waits for the device.
+Rows are computed in fp64 on the latents' device; once per schedule, if η is a number. Invariant: no call waits for the
+device.
 """
 
 from __future__ import annotations
@@ -13,40 +14,48 @@ from typing import Any, NamedTuple
 import torch
 from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor
-from torch.nn import functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from prefgrpo.ops import PhiloxNoise, sde_logp, sde_step
-from prefgrpo.sde.rules import sde_row
-
-
-def rows(
-    rule: str, sigma: Tensor, sigma_next: Tensor, eta: float | Tensor, sigma_max: Tensor | float, sigma_min: Any = 0
-) -> Tensor:
-    """Coefficients (a, b, s, w, c), fp64 [n, 5], of steps σ → σ' (fp64 [n]) under a rule of prefgrpo.sde.rules.
-
-    For `cps`, w = −1 also where s = 0, as in the peers. Nothing is checked, because that would wait for the device.
-    """
-    row = sde_row(rule, sigma, sigma_next, eta, sigma_max, sigma_min)
-    if rule == "cps":
-        row = row._replace(w=-1.0)
-    return torch.stack([torch.zeros_like(sigma) + number for number in row], 1)
+from prefgrpo.sde.rows import sde_rows
 
 
 class Steps(NamedTuple):
     """n steps of a schedule; fp32 on the latents' device, computed in fp64 and rounded once."""
 
     coef: Tensor
-    """[T, 5] rows (a, b, s, w, c) of the whole schedule."""
-    sigma: Tensor
-    """[n], as all that follows."""
-    s: Tensor
-    std_dev_t: Tensor
-    """s / √(σ − σ')."""
-    sqrt_dt: Tensor
-    """√(σ − σ')."""
-    delta: Tensor
-    """σ' − σ."""
+    """Rows (a, b, s, w, c): [T, 5] of the whole schedule, or [n, 5] of these steps."""
+    number: Tensor | None
+    """int64 [n] numbers of these steps in the schedule; None if it has no such σ."""
+    numbers: Tensor
+    """[n, 5]: σ, s, s / √(σ − σ'), √(σ − σ'), σ' − σ."""
+    is_table: bool = True
+    """Whether the rows are the whole schedule's."""
+
+    @property
+    def sigma(self) -> Tensor:
+        """[n], as all that follows."""
+        return self.numbers.select(1, 0)
+
+    @property
+    def s(self) -> Tensor:
+        """Standard deviation of x'."""
+        return self.numbers.select(1, 1)
+
+    @property
+    def std_dev_t(self) -> Tensor:
+        """s / √(σ − σ')."""
+        return self.numbers.select(1, 2)
+
+    @property
+    def sqrt_dt(self) -> Tensor:
+        """√(σ − σ')."""
+        return self.numbers.select(1, 3)
+
+    @property
+    def delta(self) -> Tensor:
+        """σ' − σ."""
+        return self.numbers.select(1, 4)
 
 
 _CACHE = WeakTensorKeyDictionary()
@@ -64,52 +73,90 @@ def cached(source: Tensor, key: tuple[Any, ...], make: Callable[[], Any]) -> Any
     return entries[key]
 
 
-def _table(sigmas: Tensor, device: torch.device, rule: str, eta: float, with_normalizer: bool) -> tuple[Tensor, Tensor]:
-    """(rows [T, 5], the other numbers of `Steps` [T, 5])."""
-    sigmas = sigmas.to(device, torch.float64, non_blocking=True)
-    sigma = sigmas[:-1]
-    sigma_next = sigmas[1:]
-    coef = rows(rule, sigma, sigma_next, eta, sigmas[1], sigmas[-1])
+def _numbers(sigma: Tensor, sigma_next: Tensor, coef: Tensor) -> Tensor:
+    """`Steps.numbers` of steps σ → σ' ([n] or [1]) with rows [n, 5], computed in fp64."""
+    sigma, sigma_next, s = torch.broadcast_tensors(sigma.double(), sigma_next.double(), coef[:, 2].double())
+    sqrt_dt = (sigma - sigma_next).sqrt()
+    return torch.stack((sigma, s, s / sqrt_dt, sqrt_dt, sigma_next - sigma), 1).float()
+
+
+def computed(
+    rule: str,
+    sigma: Tensor,
+    sigma_next: Tensor,
+    eta: float | Tensor,
+    sigma_max: float | Tensor,
+    sigma_min: float | Tensor = 0.0,
+    *,
+    index: Tensor | None = None,
+    with_normalizer: bool = True,
+) -> Steps:
+    """Steps of any σ → σ' ([n] or [1]) and η (a number, or a tensor of one or n), which are not read on the host.
+
+    index: their numbers in a schedule, if it has them. with_normalizer: False leaves c out of the log-prob. For `cps`,
+    w = −1 also where s = 0, as in the peers.
+    """
+    eta = eta.detach().to(sigma.device).reshape(-1) if isinstance(eta, Tensor) else eta
+    coef = sde_rows(rule, sigma, sigma_next, eta, sigma_max, sigma_min)
+    if rule == "cps":
+        coef[:, 3] = -1.0
     if not with_normalizer:
         coef[:, 4] = 0.0
-    s = coef[:, 2]
-    sqrt_dt = (sigma - sigma_next).sqrt()
-    numbers = torch.stack((sigma, s, s / sqrt_dt, sqrt_dt, sigma_next - sigma), 1)
-    return coef.float(), numbers.float()
+    return Steps(coef, index, _numbers(sigma, sigma_next, coef), is_table=False)
 
 
-def scheduled(sigmas: Tensor, index: Tensor, rule: str, eta: float, with_normalizer: bool = True) -> Steps:
-    """The steps `index` int64 [n] of a schedule `sigmas` [T + 1], computed once per rule, η and device.
+def _table(sigmas: Tensor, device: torch.device, rule: str, eta: float, with_normalizer: bool) -> Steps:
+    """All steps of a schedule."""
+    sigmas = sigmas.to(device, non_blocking=True)
+    ends = (sigmas[1], sigmas[-1])
+    return computed(rule, sigmas[:-1], sigmas[1:], eta, *ends, with_normalizer=with_normalizer)
 
-    with_normalizer: False leaves c out of the log-prob.
+
+def scheduled(sigmas: Tensor, index: Tensor, rule: str, eta: float | Tensor, with_normalizer: bool = True) -> Steps:
+    """The steps `index` int64 [n] of a schedule `sigmas` [T + 1].
+
+    eta: a number, whose table is computed once per rule and device; or a tensor of one number, or of one per sample,
+    which is not read on the host. with_normalizer: False leaves c out of the log-prob.
     """
-    key = (index.device, rule, eta, with_normalizer)
-    coef, numbers = cached(sigmas, key, lambda: _table(sigmas, *key))
-    return Steps(coef, *numbers.index_select(0, index).unbind(1))
+    if not isinstance(eta, Tensor):
+        key = (index.device, rule, eta, with_normalizer)
+        table = cached(sigmas, key, lambda: _table(sigmas, *key))
+        return Steps(table.coef, index, table.numbers.index_select(0, index))
+    sigmas = sigmas.to(index.device)
+    given = (sigmas[index], sigmas[index + 1], eta, sigmas[1], sigmas[-1])
+    return computed(rule, *given, index=index, with_normalizer=with_normalizer)
 
 
-def _lookup(timesteps: Tensor, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """(timesteps on the device, whether each is the one to find: of equal ones the second; the next of each, or 0)."""
-    timesteps = timesteps.to(device, non_blocking=True)
+def _first_choice(timesteps: Tensor, device: torch.device) -> Tensor:
+    """The timesteps on the device, with NaN for those that are not to be found: of equal ones the second is."""
+    timesteps = timesteps.to(device, torch.float64, non_blocking=True)
     equal = timesteps[:, None] == timesteps
-    earlier = equal.tril(-1).sum(1)
-    return timesteps, earlier == (equal.sum(1) - 1).clamp_max(1), F.pad(timesteps[1:], (0, 1))
+    is_chosen = equal.tril(-1).sum(1) == (equal.sum(1) - 1).clamp_max(1)
+    return torch.where(is_chosen, timesteps, torch.nan)
 
 
-def index_of(timesteps: Tensor, timestep: Any, device: torch.device, timestep_next: Any = None) -> Tensor:
+def _by_timestep(timesteps: Tensor) -> dict[float, int]:
+    """{timestep: step index} on the host."""
+    chosen = _first_choice(timesteps, torch.device("cpu"))
+    return {t: k for k, t in enumerate(chosen.tolist())}
+
+
+def index_of(timesteps: Tensor, timestep: Any, device: torch.device) -> Tensor:
     """Step index int64 [n] of n timesteps (or of one number) in a scheduler's `timesteps` [T].
 
-    Of equal timesteps it is the second, as in diffusers. An unknown one raises RuntimeError, on a GPU asynchronously,
-    as does a `timestep_next` that is not the next one.
+    Of equal timesteps it is the second, as in diffusers. An unknown one raises RuntimeError, on a GPU asynchronously.
     """
-    known, is_chosen, following = cached(timesteps, (device,), lambda: _lookup(timesteps, device))
-    wanted, after = (t.to(device).reshape(-1, 1) if isinstance(t, Tensor) else t for t in (timestep, timestep_next))
-    match = (known[None] == wanted) & is_chosen
-    if after is not None:
-        match = match & (following == after)
-    found, index = match.max(1)
-    torch._assert_async(found.all(), "timestep: not one of the scheduler's timesteps, or timestep_next not the next")
-    return index
+    message = "timestep: not one of the scheduler's timesteps"
+    if isinstance(timestep, Tensor) and timestep.device.type != "cpu":
+        known = cached(timesteps, (device,), lambda: _first_choice(timesteps, device))
+        found, index = (known == timestep.to(device).reshape(-1, 1)).max(1)
+        torch._assert_async(found.all(), message)
+        return index
+    steps = cached(timesteps, ("host",), lambda: _by_timestep(timesteps))
+    wanted = timestep.reshape(-1).tolist() if isinstance(timestep, Tensor) else [timestep]
+    if unknown := [t for t in wanted if t not in steps]:
+        raise RuntimeError(f"{message}: {unknown}")
+    return torch.tensor([steps[t] for t in wanted]).to(device, non_blocking=True)
 
 
 def noise_like(t: Tensor, generator: Any) -> Tensor | PhiloxNoise:
@@ -124,34 +171,50 @@ def column(values: Tensor, ndim: int) -> Tensor:
     return values.float().view(-1, *([1] * (ndim - 1)))
 
 
+class Result(NamedTuple):
+    """Result of `transition`."""
+
+    x_next: Tensor
+    """[B, …]; a constant."""
+    logp: Tensor
+    """[B] fp32."""
+    mean: Any
+    """[B, …] fp32 μ; None, if it was not asked for."""
+
+
 def transition(
     x: Tensor,
     v: Tensor,
-    coef: Tensor,
-    index: Tensor,
+    steps: Steps,
     x_next: Tensor | None,
     noise: Tensor | PhiloxNoise | None,
     out_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(x', logp, μ) of one step: x' sampled with `noise` and rounded to `out_dtype`, or a stored x' scored.
+    want_mean: bool = True,
+) -> Result:
+    """One step: x' sampled with `noise` and rounded to `out_dtype`, or a stored x' scored.
 
-    x, v: [B, …]; coef: fp32 [T, 5] with index int64 [1] or [B]. In grad mode μ and logp are differentiable in v; x' is
-    a constant.
+    x, v: [B, …]. In grad mode μ and logp are differentiable in v.
     """
-    each = index.expand(x.shape[0])
+    batch = x.shape[0]
+    number = None if steps.number is None else steps.number.expand(batch)
+    coef = steps.coef if steps.is_table else steps.coef.expand(batch, 5)
+    index = number if steps.is_table else None
+    if isinstance(noise, PhiloxNoise) and noise.step is None:
+        noise = noise._replace(step=number)
     if x_next is None:
-        step = sde_step(x, v, coef, each, noise=noise, out_dtype=out_dtype, want_mean=True)
-        if step.mean is not None and not (torch.is_grad_enabled() and v.requires_grad):
-            return step.x_next, step.logp, step.mean
+        is_trained = torch.is_grad_enabled() and v.requires_grad
+        step = sde_step(x, v, coef, index, noise=noise, out_dtype=out_dtype, want_mean=want_mean and not is_trained)
+        if not is_trained:
+            return Result(*step)
         x_next = step.x_next
-    a, b = (column(t, x.dim()) for t in coef.index_select(0, index)[:, :2].unbind(1))
-    return x_next, sde_logp(x, v, x_next, coef, each).logp, a * x + b * v  # which the kernels round likewise
+    scored = sde_logp(x, v, x_next, coef, index, want_mean=want_mean)
+    return Result(x_next, scored.logp, scored.mean)
 
 
 def scheduler_step(
     scheduler: Any,
     rule: str,
-    eta: float,
+    eta: float | Tensor,
     model_output: Tensor,
     timestep: Any,
     sample: Tensor,
@@ -161,11 +224,13 @@ def scheduler_step(
     *,
     is_ode: bool = False,
     with_normalizer: bool = True,
-) -> tuple[tuple[Tensor, Tensor, Tensor], Steps]:
+    want_mean: bool = True,
+) -> tuple[tuple[Tensor, Tensor, Any], Steps]:
     """(x', logp, μ) and the steps, at n timesteps of a scheduler (None: its own step index).
 
     prev_sample: score this x' instead of sampling. out_dtype: of x' (None: fp32). is_ode: score the ODE's step; its
-    noise is drawn and discarded, as in Flow-GRPO. with_normalizer: False leaves c out of the log-prob.
+    noise is drawn and discarded, as in Flow-GRPO. with_normalizer: False leaves c out of the log-prob. want_mean: False
+    gives None for μ.
     """
     x = sample.float()
     v = model_output.float()
@@ -178,5 +243,5 @@ def scheduler_step(
     noise = noise_like(v, generator) if prev_sample is None else None
     if is_ode:
         prev_sample = (x + column(steps.delta, x.dim()) * v.detach()).to(dtype)
-    x_next, logp, mean = transition(x, v, steps.coef, index, prev_sample, noise, dtype)
+    x_next, logp, mean = transition(x, v, steps, prev_sample, noise, dtype, want_mean)
     return (x_next.to(dtype), logp, mean), steps

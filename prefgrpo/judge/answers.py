@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -217,24 +217,34 @@ def _json_object(text: str) -> dict[str, Any]:
 
 
 def label_logprobs(
-    choice: Mapping[str, Any], labels: tuple[str, str], variants: bool | None = False
+    choice: Mapping[str, Any], labels: tuple[str, str], variants: bool | None = False, after_space: bool = False
 ) -> tuple[float, float]:
-    """Log-probabilities of the two labels at the first generated token of an OpenAI chat `choice`.
+    """Log-probabilities of the two labels at the first generated token of an OpenAI chat `choice`, or at the second,
+    after a space.
 
     The probabilities of all listed tokens that equal a label up to white space are summed; with `variants`, up to case
-    too (None: exact matches only). A label that the server does not list gets the upper bound min(lowest listed,
-    log(1 − Σ listed)), Σ over probabilities. Raises Unreadable if neither label is listed.
+    too (None: exact matches only). A label that the server does not list gets the upper bound of
+    `_max_unlisted_logprob`. Raises Unreadable if neither label is listed, or if the unlisted one may be the likelier.
     """
-    listed = _first_tokens(choice)
+    if after_space and spelled(_token(choice, 0)[1], False):
+        raise Unreadable("the server did not write the space before the label (allowed_token_ids)")
+    listed, sampled = _token(choice, int(after_space))
     first, second = (
-        [v for token, v in listed.items() if spelled(token, variants) == spelled(label, variants)] for label in labels
+        [v for token, v in listed if spelled(token, variants) == spelled(label, variants)] for label in labels
     )
     if not first and not second:
         _refuse_thinking(listed)
         raise Unreadable(f"neither label {labels} is among the judge's {len(listed)} likeliest tokens")
-    first, second = first or [_max_unlisted_logprob(listed)], second or [_max_unlisted_logprob(listed)]
+    most = _max_unlisted_logprob(listed, sampled)
     with np.errstate(invalid="ignore"):  # NaN stays NaN
-        return float(np.logaddexp.reduce(first)), float(np.logaddexp.reduce(second))
+        one = float(np.logaddexp.reduce(first or [most]))
+        two = float(np.logaddexp.reduce(second or [most]))
+    if not (first and second) and most > (one if first else two):
+        raise Unreadable(
+            f"the server lists one label of {labels}, and {len(listed)} tokens in all: the other may be the likelier; "
+            "ask with temperature 0 and without logit_bias or allowed_token_ids (the template's `request`)"
+        )
+    return one, two
 
 
 def two_label_softmax(first: float, second: float, min_mass: float) -> tuple[float | None, str]:
@@ -255,40 +265,48 @@ def word_probability(choice: Mapping[str, Any], words: tuple[str, str]) -> float
     """Probability that the first generated token of a `choice` is one of `words`, up to white space and case; if none
     is listed, the largest that it can have. A probability, not a share of two labels: any other word is a wrong answer.
     """
-    listed = _first_tokens(choice)
+    listed, sampled = _token(choice, 0)
     spelt = {spelled(word, True) for word in words}
-    found = [v for token, v in listed.items() if spelled(token, True) in spelt]
+    found = [v for token, v in listed if spelled(token, True) in spelt]
     if not found:
         _refuse_thinking(listed)
-        found = [_max_unlisted_logprob(listed)]
+        found = [_max_unlisted_logprob(listed, sampled)]
     if math.isnan(sum(found)):
         raise Unreadable("the server's logprobs are not numbers")
     return min(1.0, math.fsum(math.exp(v) for v in found))
 
 
-def _first_tokens(choice: Mapping[str, Any]) -> dict[str, float]:
-    """Log-probabilities of the likeliest first tokens. Unreadable if the server sent none."""
+def _token(choice: Mapping[str, Any], place: int) -> tuple[list[tuple[str, float]], str]:
+    """(text, log-probability) of the likeliest tokens at a place of the answer, of which several can have one text, and
+    the text of the sampled one. Unreadable if the server sent none."""
     logprobs = choice.get("logprobs")
     content = logprobs.get("content") if isinstance(logprobs, dict) else None
     if not content:
         raise Unreadable("the server sent no logprobs; serve with logprobs on, or use a template with answer: plain")
     try:
-        listed = {str(t["token"]): float(t["logprob"]) for t in content[0]["top_logprobs"]}
+        listed = [(str(t["token"]), float(t["logprob"])) for t in content[place]["top_logprobs"]]
     except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
         raise Unreadable(f"the server's logprobs have no readable top_logprobs ({error!r})") from error
     if not listed:
         raise Unreadable("the server's top_logprobs are empty")
-    return listed
+    return listed, str(content[place].get("token"))
 
 
-def _refuse_thinking(listed: Mapping[str, float]) -> None:
-    if any("think" in token for token in listed):
+def _refuse_thinking(listed: Sequence[tuple[str, float]]) -> None:
+    if any("think" in token for token, _ in listed):
         raise Unreadable(f"the judge begins to think instead of answering with a label: {NO_THINKING}")
 
 
-def _max_unlisted_logprob(listed: Mapping[str, float]) -> float:
-    """Largest log-probability that a token outside the server's list can have."""
-    rest = 1.0 - math.fsum(math.exp(min(v, 0.0)) for v in listed.values())
-    least = min(listed.values())
-    # servers compute probabilities in fp32
-    return math.nan if math.isnan(rest) else min(least, math.log(max(rest, 2.0**-23)))
+def _max_unlisted_logprob(listed: Sequence[tuple[str, float]], sampled: str) -> float:
+    """Largest log-probability that a token outside the server's list can have: min(lowest listed, log(1 − Σ listed)).
+
+    vLLM lists the sampled token first, whatever its rank: at a temperature, or where tokens are biased or forbidden,
+    more likely ones may be missing. So it does not count as the lowest.
+    """
+    rest = 1.0 - math.fsum(math.exp(min(v, 0.0)) for _, v in listed)
+    if math.isnan(rest):
+        return math.nan
+    (lowest, least), *others = sorted(listed, key=lambda item: item[1])
+    if lowest == sampled:
+        least = others[0][1] if others else 0.0
+    return min(least, math.log(max(rest, 2.0**-23)))  # servers compute probabilities in fp32

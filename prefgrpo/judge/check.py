@@ -18,6 +18,7 @@ from prefgrpo.judge.answers import NO_THINKING
 from prefgrpo.judge.client import HttpJudge, JudgeClient
 from prefgrpo.judge.human_pairs import agreement, read_pairs
 from prefgrpo.judge.known_answers import ask_known_answers, is_pairwise, plain
+from prefgrpo.judge.special_tokens import KNOWN
 from prefgrpo.judge.template import SHOWN, Shown
 from prefgrpo.judge.verdict import JudgeError
 
@@ -135,7 +136,8 @@ def _probe(
     judge: HttpJudge | LocalJudge, model: str, where: str, known_answers: bool, clips: bool, shape: Shape
 ) -> Health:
     red, blue = (plain(colour, shape.height, shape.width, shape.frames) for colour in ("red", "blue"))
-    verdict = judge.judge_group(shape.prompt, [red, blue], [(0, 1)], [plain("grey", shape.height, shape.width)])[0]
+    prompt = KNOWN.sub(" ", shape.prompt)  # such a prompt alone has no verdict
+    verdict = judge.judge_group(prompt, [red, blue], [(0, 1)], [plain("grey", shape.height, shape.width)])[0]
     if verdict.first is None:
         size = f"{shape.width}×{shape.height}" + (f", {shape.frames} frames" if shape.frames > 1 else "")
         advice = [text for pattern, text in _ADVICE.items() if re.search(pattern, verdict.reason)]

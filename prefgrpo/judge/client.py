@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 from weakref import WeakKeyDictionary
@@ -22,8 +23,11 @@ from prefgrpo.config.schema import JudgeConfig
 from prefgrpo.data.media import Media
 from prefgrpo.judge import answers
 from prefgrpo.judge.answers import MIN_LABEL_MASS, two_label_softmax
-from prefgrpo.judge.http import PATIENCE_S, Endpoint, Failure, HttpPool, Starting, describe_error, loop_thread
+from prefgrpo.judge.event_loop import loop_thread
+from prefgrpo.judge.http import PATIENCE_S, Endpoint, Failure, HttpPool, Kind, Starting, describe_error
+from prefgrpo.judge.prefill import missing_space
 from prefgrpo.judge.request import Encoded, EncodeError, Encodings, MediaIds, chat_body, encode
+from prefgrpo.judge.special_tokens import KNOWN, refusal, served_tokens
 from prefgrpo.judge.template import SHOWN, Shown, Template, load_template, shipped_templates
 from prefgrpo.judge.verdict import Pair, PairJudge, Verdict
 
@@ -55,6 +59,10 @@ class JudgeClient:
         )
         self._api = {e.url: _api_path(url) for e, url in zip(self.pool.endpoints, urls, strict=True)}
         self.ids = {endpoint.url: MediaIds() for endpoint in self.pool.endpoints}
+        self.special = {endpoint.url: KNOWN for endpoint in self.pool.endpoints}
+        """Server → a pattern that finds its model's special tokens."""
+        self.spaces: dict[str, dict[Template, asyncio.Future[int | None]]] = {e.url: {} for e in self.pool.endpoints}
+        """Server → template → token that it must write between the prefill and the label."""
         self.encodings = Encodings(encode)
         self._asked: WeakKeyDictionary[Media, dict[_Key, asyncio.Future[Verdict]]] = WeakKeyDictionary()
 
@@ -100,18 +108,30 @@ class JudgeClient:
         start = time.monotonic()
         timeout_s = self.config.timeout_s or template.timeout_s
 
-        def body(carried: set[Encoded] | None) -> bytes:
+        def body(carried: set[Encoded] | None, space: int | None) -> bytes:
             parts, source_parts = ([e.part(carried) for e in some] for some in (media, source))
-            return chat_body(self.model, template, values, parts, source_parts)
+            return chat_body(self.model, template, values, parts, source_parts, space)
 
-        async def attempt(endpoint: Endpoint) -> dict[str, Any]:
-            return first_choice(endpoint.url, await self._post(endpoint, body, {*media, *source}, timeout_s))
+        async def attempt(endpoint: Endpoint) -> Verdict:
+            if reason := refusal(self.special[endpoint.url], template.parts(values)):
+                raise Failure(reason, Kind.GIVE_UP)
+            space = await self._space(endpoint, template, timeout_s)
+            reply = await self._post(endpoint, partial(body, space=space), {*media, *source}, timeout_s)
+            return read(template, first_choice(endpoint.url, reply), space is not None)
 
         try:
-            choice, retries = await self.pool.send(attempt, key=values.get("prompt", ""))
+            verdict, retries = await self.pool.send(attempt, key=values.get("prompt", ""))
         except Failure as error:
             return Verdict(None, str(error), time.monotonic() - start)
-        return replace(read(template, choice), latency_s=time.monotonic() - start, retries=retries)
+        return replace(verdict, latency_s=time.monotonic() - start, retries=retries)
+
+    async def _space(self, endpoint: Endpoint, template: Template, timeout_s: float) -> int | None:
+        """`missing_space`, found out once per server and template."""
+        known = self.spaces[endpoint.url]
+        if template not in known or (known[template].done() and known[template].exception()):
+            path = self._api[endpoint.url] + "/chat/completions"
+            known[template] = asyncio.ensure_future(missing_space(endpoint, path, self.model, template, timeout_s))
+        return await asyncio.shield(known[template])
 
     async def _post(
         self, endpoint: Endpoint, body: Callable[[set[Encoded] | None], bytes], media: set[Encoded], timeout_s: float
@@ -159,7 +179,10 @@ class JudgeClient:
         _, version = await endpoint.get("/version")
         if endpoint.problem:  # it may have restarted: it holds nothing
             self.ids[endpoint.url] = MediaIds()
+            self.spaces[endpoint.url] = {}
         self.ids[endpoint.url].supported = takes_ids(version)
+        status, tokenizer = await endpoint.get("/tokenizer_info")
+        self.special[endpoint.url] = (served_tokens(tokenizer) if status == 200 else None) or KNOWN
         return ""
 
 
@@ -220,8 +243,11 @@ def first_choice(url: str, payload: bytes) -> dict[str, Any]:
     return choice
 
 
-def read(template: Template, choice: Mapping[str, Any]) -> Verdict:
-    """What a choice says, as the template specifies; missing, with the reason, if it contains nothing usable."""
+def read(template: Template, choice: Mapping[str, Any], after_space: bool = False) -> Verdict:
+    """What a choice says, as the template specifies; missing, with the reason, if it contains nothing usable.
+
+    after_space: the label is the second token.
+    """
     message = choice.get("message")
     keys = ("content", "reasoning", "reasoning_content")
     text, *hidden = (_utf8(message.get(key)) if isinstance(message, dict) else None for key in keys)
@@ -231,7 +257,7 @@ def read(template: Template, choice: Mapping[str, Any]) -> Verdict:
         raw = f"<think>{thoughts}</think>{text or ''}"
     try:
         if template.answer == "soft" and template.labels:
-            first, second = answers.label_logprobs(choice, template.labels, template.variants)
+            first, second = answers.label_logprobs(choice, template.labels, template.variants, after_space)
             value, reason = two_label_softmax(first, second, MIN_LABEL_MASS)
             return Verdict(value, reason, raw=f"logp {first:.4f} {second:.4f}")
         if template.answer == "word" and template.labels:

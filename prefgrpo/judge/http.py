@@ -13,33 +13,32 @@ mean; others take the least loaded. A failure is one of these kinds:
 BUSY and DOWN are tried again until the pool has had failures and no answer for its patience; DOWN at most twice as
 often as BROKEN while others are answered: the request may be what breaks the connection. After a failure a server
 rests, longer each time, and then gets single requests while another one is healthy; BROKEN, BUSY and DOWN halve its
-concurrency, which grows again by one per round of answers. A process has one event loop, in a thread of its own, and
-one pool of connections. Nothing here is specific to judges. Invariants: every request ends, in bounded time, with a
+concurrency, which grows again by one per round of answers. A process has one event loop and one pool of connections
+(`event_loop`). Nothing here is specific to judges. Invariants: every request ends, in bounded time, with a
 reply or a reason; a restart, a rate limit or a full queue loses no request.
 """
 
 from __future__ import annotations
 
 import asyncio
-import atexit
 import enum
 import hashlib
 import itertools
 import json
 import os
 import random
-import threading
+import re
 import time
 import urllib.request
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import aiohttp
 
+from prefgrpo.judge.event_loop import loop_thread
 from prefgrpo.judge.verdict import JudgeError
 
 RETRIES = 5
@@ -48,8 +47,6 @@ PATIENCE_S = 600.0
 """How long requests wait for an answer from any server if the configuration sets no limit."""
 CHECK_S = 5.0
 _CONNECT_S = 30.0
-_KEEP_ALIVE_S = 2.0
-"""Idle connections are closed sooner than by a server (5 s): a request that is written meanwhile would be lost."""
 _MAX_BYTES = 16 << 20
 _PAUSE_S = 0.25
 """First rest of a server after a failure, and first pause between two checks; both double."""
@@ -65,7 +62,7 @@ SAY_S = 30.0
 T = TypeVar("T")
 Kind = enum.Enum("Kind", "GIVE_UP ELSEWHERE LATE BROKEN BUSY DOWN")
 _KINDS = {400: Kind.GIVE_UP, 413: Kind.GIVE_UP, 422: Kind.GIVE_UP, 429: Kind.BUSY, 500: Kind.BROKEN, 503: Kind.BUSY}
-_KINDS |= {502: Kind.BUSY, 504: Kind.LATE, 401: Kind.DOWN}
+_KINDS |= {501: Kind.ELSEWHERE, 502: Kind.BUSY, 504: Kind.LATE, 401: Kind.DOWN}
 
 
 class Failure(Exception):
@@ -384,13 +381,15 @@ class HttpPool:
 
 
 def api_key(variable: str) -> str:
-    """The key in an environment variable, without what surrounds it in a file from Windows; '' without a variable.
+    """The key in an environment variable, without what surrounds it in a file from Windows, and without `Bearer`, which
+    the header has; '' without a variable.
 
     Raises JudgeError if there is none, or one that no header can carry.
     """
     if not variable:
         return ""
     key = os.environ.get(variable, "").strip().strip("\ufeff").strip()
+    key = re.sub(r"^bearer(\s+|$)", "", key, flags=re.I)
     if not key:
         raise JudgeError(f"the environment variable {variable} (api_key_env) is not set, or empty")
     if not (key.isascii() and key.isprintable()):
@@ -454,51 +453,3 @@ def message_of(payload: bytes) -> str:
 def describe_error(error: BaseException) -> str:
     """A short, non-empty description of an exception."""
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-
-
-class LoopThread:
-    """An event loop that runs in a daemon thread."""
-
-    def __init__(self) -> None:
-        self.loop = asyncio.new_event_loop()
-        self._session: aiohttp.ClientSession | None = None
-        threading.Thread(target=self.loop.run_forever, name="judge-loop", daemon=True).start()
-        atexit.register(self.close)
-
-    def session(self) -> aiohttp.ClientSession:
-        """The connection pool; call from the loop's thread. Compressed bodies, which no request accepts, stay so."""
-        if self._session is None:
-            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S)
-            self._session = aiohttp.ClientSession(connector=connector, auto_decompress=False)
-        return self._session
-
-    def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run a coroutine on the loop."""
-        return asyncio.run_coroutine_threadsafe(work, self.loop)
-
-    def close(self) -> None:
-        """Cancel all tasks, close the pool and stop the loop (at exit)."""
-        if self.loop.is_running():
-            self.submit(self._shut_down()).result(5.0)
-            self.loop.call_soon_threadsafe(self.loop.stop)
-
-    async def _shut_down(self) -> None:
-        tasks = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        if self._session is not None:
-            await self._session.close()
-
-
-_thread: LoopThread | None = None
-_lock = threading.Lock()
-
-
-def loop_thread() -> LoopThread:
-    """This process's loop thread, started on first use."""
-    global _thread
-    with _lock:
-        if _thread is None:
-            _thread = LoopThread()
-        return _thread

@@ -1,7 +1,7 @@
 """How often a judge agrees with people (`prefgrpo judge check --pairs FILE`), to choose one before a run pays for it.
 
-The file (.csv, .tsv, .jsonl, .json) has the columns prompt, image_a, image_b (paths relative to the file), and choice:
-a, b or tie. Every pair is asked in both orders. Intervals are Wilson's at 95 %.
+The file has the columns prompt, image_a, image_b (paths relative to the file), and choice: a, b or tie; or it has pairs
+in another format of docs/pairs.md. Every pair is asked in both orders. Intervals are Wilson's at 95 %.
 """
 
 from __future__ import annotations
@@ -14,34 +14,33 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
 
-from prefgrpo.data.media import UNREADABLE, Media, rgb
-from prefgrpo.data.tables import DataError, rows
+from prefgrpo.data.pair_rows import Unjudged, media_rows, verdicts_of
+from prefgrpo.data.prompts import parse
+from prefgrpo.data.stored import StoredMedia
+from prefgrpo.data.tables import DataError
 from prefgrpo.judge.verdict import PairJudge, Verdict
 
-COLUMNS = ("prompt", "image_a", "image_b", "choice")
-CHOICES = ("a", "b", "tie")
 AT_ONCE = 32
 """Pairs that are asked at the same time."""
-HumanPair = tuple[str, tuple[Path, Path], str]
-"""(prompt, images, one of CHOICES)."""
+HumanPair = tuple[str, tuple[StoredMedia, ...], float]
+"""(prompt, two images, probability that people prefer the first: 1, 0, or ½ for a tie)."""
 
 
 def read_pairs(file: Path) -> list[HumanPair]:
-    """The pairs of a file. Raises DataError with the line of the first row that is incomplete."""
-    pairs = []
-    for line, row in rows(file):
-        where = f"{file}, line {line}"
-        if missing := [column for column in COLUMNS if not str(row.get(column, "")).strip()]:
-            raise DataError(f"{where}: expected the columns {', '.join(COLUMNS)}, {', '.join(missing)} is missing")
-        choice = str(row["choice"]).strip().lower()
-        if choice not in CHOICES:
-            raise DataError(f"{where}: expected a choice of {', '.join(CHOICES)}, got {row['choice']!r}")
-        images = (file.parent / str(row["image_a"]), file.parent / str(row["image_b"]))
-        if absent := [str(path) for path in images if not path.is_file()]:
-            raise DataError(f"{where}: expected an image file, got {absent[0]}")
-        pairs.append((str(row["prompt"]), images, choice))
+    """The pairs of a file. Raises DataError with the line of the first row that cannot be used."""
+    pairs: list[HumanPair] = []
+    for line, row in media_rows(file):
+        try:
+            verdicts, rest = verdicts_of(row, file.parent)
+            prompt, _, _ = parse(rest, file.parent)
+        except Unjudged:
+            continue
+        except ValueError as error:
+            raise DataError(f"{file}, line {line}: {error}") from error
+        if len(verdicts.samples) != 2:
+            raise DataError(f"{file}, line {line}: expected two images, got {len(verdicts.samples)}")
+        pairs.append((prompt, verdicts.samples, float(verdicts.wins[0, 1])))
     if not pairs:
         raise DataError(f"{file}: expected at least one pair, got none")
     return pairs
@@ -51,9 +50,9 @@ def ask(judge: PairJudge, pair: HumanPair) -> list[Verdict]:
     """Verdicts on (a, b) and (b, a)."""
     prompt, images, _ = pair
     try:
-        media = [Media(np.asarray(rgb(Image.open(path)))) for path in images]
-    except UNREADABLE as error:
-        return [Verdict(None, f"{images[0]} or {images[1].name}: {error}")] * 2
+        media = [image.read() for image in images]
+    except DataError as error:
+        return [Verdict(None, str(error))] * 2
     return judge.judge_group(prompt, media, [(0, 1), (1, 0)])
 
 
@@ -66,7 +65,7 @@ def agreement(judge: PairJudge, pairs: Sequence[HumanPair]) -> list[str]:
     p_a[:, 1] = 1 - p_a[:, 1]
     judged = ~np.isnan(p_a).any(1)
     winner = np.sign(p_a[judged] - 0.5)  # 1: a, -1: b, 0: a tie
-    chosen = np.array([{"a": 1, "b": -1, "tie": 0}[choice] for _, _, choice in pairs])[judged]
+    chosen = np.sign(np.array([first for _, _, first in pairs]) - 0.5)[judged]
     right = np.where(winner == 0, 0.5, winner == chosen[:, None]).mean(1)[chosen != 0]
     lines = [
         f"pairs: {judged.sum()} of {len(pairs)} have verdicts in both orders; {len(right)} that people decided count",

@@ -21,6 +21,7 @@ from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextTo
 from prefgrpo.data.media import Media
 from prefgrpo.judge.answers import MIN_LABEL_MASS, two_label_softmax
 from prefgrpo.judge.request import downscale
+from prefgrpo.judge.special_tokens import any_of, refusal
 from prefgrpo.judge.template import SHOWN, SOURCE, Shown, Template, load_template, spelled
 from prefgrpo.judge.verdict import JudgeError, Pair, PairJudge, Verdict
 
@@ -83,18 +84,20 @@ class LocalJudge(PairJudge):
         self.labels = [torch.tensor(ids) for ids in label_ids(self.tokenizer, self.template)]
         self.pad: int = self.model.config.image_token_id
         self._pad_text: str = self.tokenizer.convert_ids_to_tokens(self.pad)
+        added = self.tokenizer.added_tokens_decoder.values()
+        self.special = any_of({self._pad_text, *(token.content for token in added if token.special)})
 
     @torch.inference_mode()
     def judge_group(
         self, prompt: str, media: Sequence[Media], pairs: Sequence[Pair], source: Sequence[Media] = ()
     ) -> list[Verdict]:
-        """Verdicts for ordered pairs of one prompt's images; all missing if the prompt contains an image token.
+        """Verdicts for ordered pairs of one prompt's images; all missing if the prompt contains a special token.
 
         source: used if the template contains {source}.
         """
         start = time.perf_counter()
-        if self._pad_text in prompt:
-            return [Verdict(None, f"the prompt contains the judge's image token {self._pad_text}")] * len(pairs)
+        if reason := refusal(self.special, self.template.parts({"prompt": prompt})):
+            return [Verdict(None, reason)] * len(pairs)
         if self.template.takes_source and not source:
             reason = f"template '{self.template.name}' needs a source image, but the sample has none"
             return [Verdict(None, reason)] * len(pairs)
@@ -128,6 +131,9 @@ class LocalJudge(PairJudge):
         turns = self.template.messages(prompt, sources=len(grid) - 2)
         end = "continue_final_message" if self.template.prefill else "add_generation_prompt"
         text = self.tokenizer.apply_chat_template(turns, tokenize=False, **{end: True})
+        prefill = self.template.prefill
+        if not text.endswith(prefill):  # some chat templates cut its white space
+            text = text.removesuffix(prefill.strip()) + prefill
         sizes = (grid.prod(1) // self.model.config.vision_config.spatial_merge_size**2).tolist()
         pieces = text.split(self._pad_text)
         if len(pieces) != len(sizes) + 1:

@@ -165,8 +165,12 @@ def chat_body(
     texts: Mapping[str, str],
     media: Sequence[bytes],
     source: Sequence[bytes] = (),
+    space: int | None = None,
 ) -> bytes:
-    """Build the request from a template, its texts by marker name, and the content parts of media and source images."""
+    """Build the request from a template, its texts by marker name, and the content parts of media and source images.
+
+    space: token that the server must write before the label (prefill.py).
+    """
     parts: list[bytes] = []
     for part in template.parts(texts):
         if part == SOURCE:
@@ -174,11 +178,11 @@ def chat_body(
         else:
             parts.append(media[part] if isinstance(part, int) else _text(part))
     head = b'{"model":' + _json(model) + b',"messages":[{"role":"user","content":['
-    return head + b",".join(parts) + b"]" + _tail(template)
+    return head + b",".join(parts) + b"]" + _tail(template, space)
 
 
 @lru_cache(maxsize=32)
-def _tail(template: Template) -> bytes:
+def _tail(template: Template, space: int | None) -> bytes:
     """Everything after the user's content: prefill, sampling, logprobs, and the template's own fields."""
     fields: dict[str, Any] = {"max_tokens": template.max_tokens, "temperature": 0, "seed": 0}
     turn = b"}]"
@@ -190,6 +194,9 @@ def _tail(template: Template) -> bytes:
     own = json.loads(template.request)
     if "max_completion_tokens" in own:
         del fields["max_tokens"]
+    if space is not None:
+        longest = "max_completion_tokens" if "max_completion_tokens" in own else "max_tokens"
+        own |= {longest: 2, "allowed_token_ids": [space]}
     return turn + b"," + _json({key: value for key, value in (fields | own).items() if value is not None})[1:]
 
 

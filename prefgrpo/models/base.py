@@ -16,7 +16,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor, nn
 
@@ -25,7 +27,7 @@ from prefgrpo.models import folder as folders
 from prefgrpo.models.condition import Condition, combine
 from prefgrpo.models.guidance import Cfg, Gradient
 from prefgrpo.models.sampling import StockSampling
-from prefgrpo.models.vae import decode_image
+from prefgrpo.models.vae import decode_image, encode
 from prefgrpo.models.weights import Weights
 
 __all__ = ["Adapter", "Condition", "Masks", "Sampling"]
@@ -48,6 +50,8 @@ class Adapter(StockSampling, Weights, ABC):
     """Whether every prompt must have a source image."""
     default_source_area: ClassVar[int | None] = None
     """Number of pixels to which the stock pipeline resizes source images; None: it does not resize them."""
+    not_read: ClassVar[tuple[str, ...]] = ()
+    """Prefixes of the names of components that are left in the folder, as neither sampling nor training needs them."""
     parts_in_fp32: ClassVar[tuple[str, ...]] = ()
     """Components of the pipeline that run in fp32, as in the published use of a bf16 denoiser."""
     attention_masks: ClassVar[Masks] = "none"
@@ -58,6 +62,9 @@ class Adapter(StockSampling, Weights, ABC):
     """Context parallelism that training supports: "" for none, "ulysses", or "ring" for both."""
     text_sees_sources: ClassVar[bool] = False
     """Whether the text encoder sees the source images: a prompt then has one embedding per source."""
+
+    with_sound: ClassVar[bool] = False
+    """Whether a sample's latents also hold the clip's sound, which pairs from files do not have."""
 
     text_multiple = 1
     """Texts are padded to a multiple of this many tokens, which context parallelism divides."""
@@ -91,54 +98,82 @@ class Adapter(StockSampling, Weights, ABC):
         device: torch.device,
         *,
         encoders: bool = True,
-        split: bool = False,
+        mapped: bool = False,
         offload: tuple[str, ...] = (),
         **options: Any,
     ) -> Adapter:
         """Load from a folder or hub id, frozen, in eval mode; the arguments are those of `read`, options those of
         `__init__`. Raises `folder.ModelError` for a missing folder or one that holds another kind of pipeline."""
-        adapter = cls(cls.read(cls.find(model), dtype, device, encoders, split, offload), **options)
+        adapter = cls(cls.read(cls.find(model), dtype, device, encoders, mapped, offload), **options)
         adapter.dtype = dtype
         adapter.device = device
         return adapter
 
     @classmethod
     def read(
-        cls, path: Path, dtype: torch.dtype, device: torch.device, encoders: bool, split: bool, offload: tuple[str, ...]
+        cls,
+        path: Path,
+        dtype: torch.dtype,
+        device: torch.device,
+        encoders: bool,
+        mapped: bool,
+        offload: tuple[str, ...],
     ) -> Any:
         """The stock pipeline in a folder, frozen, in eval mode.
 
-        encoders: False skips the text encoders (every prompt must then be in the cache). split: leave the denoisers in
+        encoders: False skips the text encoders (every prompt must then be in the cache). mapped: leave the denoisers in
         the mapped files, in the files' dtype (a cast would be a copy), to be sharded from there. offload: kinds of
         parts (text_encoder, vae) that are in CPU memory, as mapped files, while they are not used. Mapped files are
         shared by the processes of a machine; all else goes to the device tensor by tensor, without a second copy in CPU
         memory.
         """
-        import diffusers
-
-        index = folders.index_of(path)
-        skipped = () if encoders else folders.ENCODERS
+        index = folders.components_of(path)
+        skipped = cls.not_read if encoders else (*cls.not_read, *folders.ENCODERS)
         left_out = [name for name, part in index.items() if part == [None, None] or name.startswith(skipped)]
-        read = [name for name, part in index.items() if isinstance(part, list) and name not in left_out]
-        in_files = cls.denoisers if split else ()
+        read = [name for name in index if name not in left_out]
+        in_files = cls.denoisers if mapped else ()
         dtypes = {"default": dtype} | dict.fromkeys(cls.parts_in_fp32, torch.float32)
         dtypes |= {name: folders.stored_dtype(path / name) or dtype for name in in_files}
         variant = folders.check_weights(path, read)
-        stock = getattr(diffusers, cls.pipeline)
-        pipe = stock.from_pretrained(path, dtype=dtypes, variant=variant, **dict.fromkeys(left_out))
+        if encoders:
+            folders.check_tokenizers(path, read)
+        pipe = cls.open_pipeline(path, dict.fromkeys(left_out), dtype=dtypes, variant=variant)
         pipe.set_progress_bar_config(disable=True)
         modules = {name: part for name, part in pipe.components.items() if isinstance(part, nn.Module)}
-        mapped = {*in_files, *(folders.named(modules, offload) if device.type != "cpu" else ())}
+        left_there = {*in_files, *(folders.named(modules, offload) if device.type != "cpu" else ())}
         for name, module in modules.items():
             module.eval().requires_grad_(False)
-            for tensor in [*module.parameters(), *module.buffers()] if name not in mapped else ():
+            for tensor in [*module.parameters(), *module.buffers()] if name not in left_there else ():
                 tensor.data = tensor.data.to(device, copy=True)
         return pipe
 
     @classmethod
+    def outline(cls, path: Path) -> Adapter:
+        """The adapter of a pipeline in a folder, from its JSON files alone, without text encoders; modules are on
+        torch's meta device. It knows sizes and schedules. Raises `folder.ModelError` for a part that diffusers refuses.
+        """
+        parts: dict[str, Any] = {}
+        for name, (library, kind) in folders.components_of(path).items():
+            if library == "diffusers" and kind is not None:
+                parts[name] = folders.without_weights(path / name, kind)
+            elif name.startswith((*cls.not_read, *folders.ENCODERS)) or any((path / name).glob("*.safetensors")):
+                parts[name] = None
+        return cls(cls.open_pipeline(path, parts))
+
+    @classmethod
+    def open_pipeline(cls, path: Path, parts: dict[str, Any], **options: Any) -> Any:
+        """The stock pipeline in a folder, with `parts` (None: absent) in place of components of the folder.
+
+        options: dtype (by component, and "default") and variant of the others.
+        """
+        import diffusers
+
+        return getattr(diffusers, cls.pipeline).from_pretrained(path, **options, **parts)
+
+    @classmethod
     def find(cls, model: str) -> Path:
         """`folder.locate` for this family. Raises ModelError for another family's model, even of the same pipeline."""
-        path = folders.locate(model)
+        path = folders.locate(model, not_read=cls.not_read)
         if difference := cls.unsupported_index(folders.index_of(path)):
             from prefgrpo.models import family_of  # imports this module
 
@@ -207,6 +242,12 @@ class Adapter(StockSampling, Weights, ABC):
         config = self.pipe.vae.config
         return decode_image(self.pipe, latents / config.scaling_factor + config.shift_factor)
 
+    def latents_of(self, pixels: Tensor) -> Tensor:
+        """The inverse of `decode`: latents [B, …] as sampling ends with, of pixels in −1 … 1, images [B, 3, H, W] or
+        clips [B, 3, F, H, W]; in the VAE's dtype. Here for images."""
+        config = self.pipe.vae.config
+        return (encode(self.pipe.vae, pixels) - config.shift_factor) * config.scaling_factor
+
     def dispatch_attention(self) -> None:
         """Make the blocks' attention use diffusers' dispatcher, for families whose stock processor does not."""
 
@@ -231,6 +272,14 @@ class Adapter(StockSampling, Weights, ABC):
     def encode_sources(self, sources: tuple[Image.Image, ...], frames: int | None = None) -> tuple[Tensor, ...]:
         """`Condition.sources` for the source images of an edit, on the CPU; frames: length of the generated clip."""
         return tuple(tensor.detach().cpu().contiguous() for tensor in self.source_tensors(sources, frames))
+
+    @torch.no_grad()
+    def encode_media(self, media: NDArray[np.uint8]) -> Tensor:
+        """Latents of an image [H, W, 3], or of a clip [F, H, W, 3], as one sample of a rollout has them, on the CPU."""
+        pixels = torch.from_numpy(media).movedim(-1, 0)[None].float() / 255 * 2 - 1
+        if self.default_frames is not None and media.ndim == 3:
+            pixels = pixels.unsqueeze(2)
+        return self.latents_of(pixels)[0].cpu().contiguous()
 
     @contextmanager
     def on_device(self, *kinds: str) -> Iterator[None]:

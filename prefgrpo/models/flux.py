@@ -59,6 +59,11 @@ class Flux(Adapter):
         grid = FluxPipeline._unpack_latents(latents, sampling.height, sampling.width, self.pipe.vae_scale_factor)
         return super().decode(grid, sampling)
 
+    def latents_of(self, pixels: Tensor) -> Tensor:
+        """[B, L, 4C]."""
+        grid = super().latents_of(pixels)
+        return FluxPipeline._pack_latents(grid, *grid.shape)
+
 
 class FluxKontext(Flux):
     """FLUX.1-Kontext image editing."""
@@ -70,14 +75,11 @@ class FluxKontext(Flux):
     def encode_source(self, source: Image.Image) -> Tensor:
         """[rows, columns, 4C]: the packed latents of the source image at its own size."""
         processor = self.pipe.image_processor
-        vae = self.pipe.vae
         height, width = processor.get_default_height_width(source)
         rows, columns = height // self.unit, width // self.unit
         height, width = rows * self.unit, columns * self.unit
         pixels = processor.preprocess(processor.resize(source, height, width), height, width)
-        latents = self.pipe._encode_vae_image(pixels.to(vae.device, vae.dtype), generator=None)
-        packed = self.pipe._pack_latents(latents, 1, latents.shape[1], 2 * rows, 2 * columns)
-        return packed.view(rows, columns, -1)
+        return self.latents_of(pixels).view(rows, columns, -1)
 
 
 @lru_cache(maxsize=64)

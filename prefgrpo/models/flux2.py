@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from prefgrpo.models.base import Adapter, Condition, Sampling
 from prefgrpo.models.guidance import Cfg
-from prefgrpo.models.vae import decode_image
+from prefgrpo.models.vae import decode_image, encode
 from prefgrpo.models.weights import JOINT_ATTENTION
 
 
@@ -41,13 +41,11 @@ class Flux2(Adapter):
     def encode_source(self, source: Image.Image) -> Tensor:
         """[rows, columns, 4C]: normalised latents of the source at its own size, at most a million pixels."""
         processor = self.pipe.image_processor
-        vae = self.pipe.vae
         processor.check_image_input(source)
         source = processor._resize_if_exceeds_area(source)
         width, height = (side // self.unit * self.unit for side in source.size)
         pixels = processor.preprocess(source, height=height, width=width, resize_mode="crop")
-        latents = self.pipe._encode_vae_image(pixels.to(vae.device, vae.dtype), generator=None)
-        return latents[0].permute(1, 2, 0)
+        return self.latents_of(pixels)[0].permute(1, 2, 0)
 
     def latent_shape(self, sampling: Sampling) -> tuple[int, ...]:
         """[4C, height / 16, width / 16] where the VAE's scale is 8."""
@@ -81,11 +79,21 @@ class Flux2(Adapter):
         )[0][:, :count]
         return v.transpose(1, 2).reshape(x.shape)
 
+    def latents_of(self, pixels: Tensor) -> Tensor:
+        """[B, 4C, h, w]: encode, patchify, apply the batch-norm."""
+        latents = Flux2Pipeline._patchify_latents(encode(self.pipe.vae, pixels))
+        mean, std = self._statistics(latents)
+        return (latents - mean) / std
+
+    def _statistics(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and standard deviation of the VAE's batch-norm, [1, 4C, 1, 1]."""
+        vae = self.pipe.vae
+        mean = vae.bn.running_mean.view(1, -1, 1, 1).to(like)
+        return mean, torch.sqrt(vae.bn.running_var.view(1, -1, 1, 1) + vae.config.batch_norm_eps).to(like)
+
     def decode(self, latents: Tensor, sampling: Sampling) -> Tensor:
         """Undo the batch-norm, unpatchify, decode."""
-        vae = self.pipe.vae
-        mean = vae.bn.running_mean.view(1, -1, 1, 1).to(latents)
-        std = torch.sqrt(vae.bn.running_var.view(1, -1, 1, 1) + vae.config.batch_norm_eps).to(latents)
+        mean, std = self._statistics(latents)
         return decode_image(self.pipe, Flux2Pipeline._unpatchify_latents(latents * std + mean))
 
 

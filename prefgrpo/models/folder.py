@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import shutil
 from collections import Counter
@@ -24,6 +25,8 @@ ENCODERS = ("text_encoder", "image_encoder", "connectors")
 """Prefixes of the names of the modules that make conditions from prompts and source images."""
 KINDS: dict[str, tuple[str, ...]] = {"text_encoder": ENCODERS, "vae": ("vae",)}
 """Kind of part that can be offloaded → prefixes of its modules' names."""
+INDEX = ("model_index.json", "modular_model_index.json")
+"""Index of a pipeline's folder, or of a modular pipeline's."""
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(@[\w./-]+)?")
 """A hub id 'owner/name' or 'owner/name@revision'."""
 
@@ -32,11 +35,11 @@ class ModelError(UserError, ValueError):
     """A model cannot be loaded; the message says what was expected and what to do."""
 
 
-def locate(model: str, configs_only: bool = False) -> Path:
+def locate(model: str, configs_only: bool = False, not_read: tuple[str, ...] = ()) -> Path:
     """Local folder of `model`: a folder, or a hub id 'owner/name' or 'owner/name@revision', downloaded unless cached.
 
-    A name that looks like a path is never looked up on the hub. configs_only: download only JSON files. Raises
-    ModelError if there is no pipeline.
+    A name that looks like a path is never looked up on the hub. configs_only: download only JSON files. not_read:
+    prefixes of components that need not be there. Raises ModelError if there is no pipeline.
     """
     path = Path(model).expanduser()
     if path.is_file():
@@ -46,12 +49,20 @@ def locate(model: str, configs_only: bool = False) -> Path:
         if not is_hub_id(model):
             raise ModelError(
                 f"model folder not found: '{model}' (looked in {Path.cwd()}); expected a diffusers pipeline folder "
-                f"(with model_index.json) or a hub id like 'owner/name'"
+                f"(with {' or '.join(INDEX)}) or a hub id like 'owner/name'"
             )
-        path = _from_hub(model, configs_only)
-    if not (path / "model_index.json").is_file():
-        raise ModelError(f"'{path}' is not a diffusers pipeline folder: it has no model_index.json")
-    return path.resolve()
+        path = _from_hub(model, configs_only, not_read)
+    if not any((path / name).is_file() for name in INDEX):
+        raise ModelError(f"'{path}' is not a diffusers pipeline folder: it has no {' and no '.join(INDEX)}")
+    whole = path.resolve()
+    try:
+        str(whole).encode()
+    except UnicodeEncodeError as error:
+        name = os.fsencode(whole)
+        raise ModelError(
+            f"the model's path {name!r} is not UTF-8, which tokenizers and safetensors cannot open: rename its folder"
+        ) from error
+    return whole
 
 
 def check_weights(path: Path, components: Iterable[str]) -> str | None:
@@ -78,6 +89,19 @@ def check_weights(path: Path, components: Iterable[str]) -> str | None:
     return min(variants, default=None)
 
 
+def check_tokenizers(path: Path, components: Iterable[str]) -> None:
+    """Raise ModelError for a tokenizer without any of its vocabulary's files: transformers would make an empty one."""
+    import transformers
+
+    index = index_of(path)
+    for component in components:
+        kind = getattr(transformers, index[component][1], None)
+        names = sorted(getattr(kind, "vocab_files_names", {}).values())
+        if names and not any((path / component / name).is_file() for name in names):
+            expected = f"expected {' or '.join(names)} in {path / component}"
+            raise ModelError(f"a tokenizer without its vocabulary: {expected}; download the model again, or copy it")
+
+
 def is_hub_id(model: str) -> bool:
     """Whether a model is looked up on the hub: its name is no folder, and does not look like a path."""
     return bool(HUB_ID.fullmatch(model)) and not Path(model).is_dir() and not Path(model.split("/")[0]).is_dir()
@@ -90,11 +114,38 @@ def hub_id(model: str) -> tuple[str, str | None]:
 
 
 def index_of(path: Path) -> dict[str, Any]:
-    """Content of model_index.json: settings, and [library, class] of every component ([None, None]: absent)."""
-    return json.loads((path / "model_index.json").read_text())
+    """Content of the index: settings, and [library, class] of every component ([None, None]: absent).
+
+    Where it is a modular pipeline's, components also say where they are; they are read from the folder itself.
+    """
+    return {name: _component(part) if _of_modular(part) else part for name, part in _index(path).items()}
 
 
-def _from_hub(model: str, configs_only: bool) -> Path:
+def components_of(path: Path) -> dict[str, list[str | None]]:
+    """[library, class] of every component in the index, whose settings may be lists, too (Krea-2)."""
+    lists = {name: value for name, value in index_of(path).items() if isinstance(value, list) and len(value) == 2}
+    return {name: value for name, value in lists.items() if all(one is None or isinstance(one, str) for one in value)}
+
+
+def _index(path: Path) -> dict[str, Any]:
+    return json.loads(_index_file(path).read_text(encoding="utf-8"))
+
+
+def _index_file(path: Path) -> Path:
+    """A folder with both is the stock pipeline's."""
+    return next(path / name for name in INDEX if (path / name).is_file())
+
+
+def _of_modular(part: Any) -> bool:
+    return isinstance(part, list) and len(part) == 3 and isinstance(part[2], dict)
+
+
+def _component(part: list[Any]) -> list[Any]:
+    """[library, class] of a component of a modular index, also where the pipeline was saved without it."""
+    return part[:2] if part[0] else list(part[2].get("type_hint") or (None, None))
+
+
+def _from_hub(model: str, configs_only: bool, not_read: tuple[str, ...]) -> Path:
     """Local snapshot of a hub repository, or of its JSON files only."""
     from diffusers import DiffusionPipeline
     from huggingface_hub import snapshot_download
@@ -103,7 +154,11 @@ def _from_hub(model: str, configs_only: bool) -> Path:
     try:
         if configs_only:
             return Path(snapshot_download(name, revision=revision, allow_patterns=["*.json"]))
-        return Path(DiffusionPipeline.download(name, revision=revision))
+        index = Path(snapshot_download(name, revision=revision, allow_patterns=list(INDEX)))
+        if not (index / INDEX[1]).is_file() or (index / INDEX[0]).is_file():
+            return Path(DiffusionPipeline.download(name, revision=revision))
+        parts = [part for part, value in _index(index).items() if _of_modular(value) and not part.startswith(not_read)]
+        return Path(snapshot_download(name, revision=revision, allow_patterns=[*INDEX, *(f"{p}/*" for p in parts)]))
     except (OSError, ValueError) as error:
         why = "it is not complete in the hub's cache" if "not fully cached" in str(error) else str(error)
         download = f"hf download {model.replace('@', ' --revision ')} --local-dir FOLDER"
@@ -131,15 +186,35 @@ def stored_dtype(component: Path) -> torch.dtype | None:
     return named.get(count.most_common(1)[0][0]) if count else None
 
 
+def without_weights(component: Path, name: str) -> Any:
+    """A component of diffusers' class `name`, from its configuration alone: a module is on torch's meta device.
+
+    Raises ModelError if diffusers has no such class, or the class refuses the configuration.
+    """
+    import diffusers
+
+    if not hasattr(diffusers, name):
+        raise ModelError(f"'{component}': diffusers {diffusers.__version__} has no {name}: a newer one may have it")
+    kind = getattr(diffusers, name)
+    try:
+        with torch.device("meta" if issubclass(kind, torch.nn.Module) else "cpu"):
+            return kind.from_config(kind.load_config(component))
+    except Exception as error:  # a class of diffusers may raise anything
+        raise ModelError(
+            f"'{component}': {name} refuses its configuration ({type(error).__name__}: {error})"
+        ) from error
+
+
 def complete(pipe: Any, path: Path) -> None:
-    """Copy the encoders that `read` skipped from the original folder into a saved pipeline folder."""
+    """Copy the components that `read` skipped from the original folder into a saved pipeline folder."""
     origin = Path(pipe.name_or_path)
-    whole = index_of(origin)
-    saved = index_of(path)
-    for name in (n for n in whole if n.startswith(ENCODERS) and whole[n] != saved.get(n) and (origin / n).is_dir()):
-        shutil.copytree(origin / name, path / name, dirs_exist_ok=True)
-        saved[name] = whole[name]
-    (path / "model_index.json").write_text(json.dumps(saved, indent=2) + "\n")
+    saved = _index(path)
+    for name, part in _index(origin).items():
+        if isinstance(part, list) and saved.get(name, [None])[0] is None:
+            saved[name] = part
+            if (origin / name).is_dir():
+                shutil.copytree(origin / name, path / name, dirs_exist_ok=True)
+    _index_file(path).write_text(json.dumps(saved, indent=2) + "\n")
 
 
 def encoder_identity(path: Path) -> str:

@@ -1,9 +1,10 @@
 """Classifier-free guidance for all families.
 
-    v = u + g·(c − u), or c + g·(c − u) (Z-Image); optionally rescaled to the norm of c over the last dimension
+    v = u + g·(c − u), or c + g·(c − u) (Z-Image, Krea-2); optionally rescaled to the norm of c over the last dimension
 
 c is the velocity for the prompt, u for the negative prompt; they are combined in torch, in fp32. Invariant: with
-guidance off (g ≤ 1, or g ≤ 0 for Z-Image) the model runs once per step and the negative prompt is not encoded.
+guidance off (g ≤ 1, or g ≤ 0 for Z-Image and Krea-2) the model runs once per step and the negative prompt is not
+encoded.
 """
 
 from __future__ import annotations

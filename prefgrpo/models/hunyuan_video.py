@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from prefgrpo.models.base import Condition, Masks, Sampling
 from prefgrpo.models.guidance import Cfg
-from prefgrpo.models.vae import decode_clip
+from prefgrpo.models.vae import decode_clip, encode
 from prefgrpo.models.video import PatchVideo
 from prefgrpo.models.weights import JOINT_ATTENTION
 
@@ -25,6 +25,7 @@ class HunyuanVideo(PatchVideo):
 
     pipeline = "HunyuanVideoPipeline"
     default_frames = 129
+    frame_rate = 24.0
     attention_masks: ClassVar[Masks] = "padding"
     lora_targets = JOINT_ATTENTION
     comfy_names = None
@@ -65,6 +66,10 @@ class HunyuanVideo(PatchVideo):
     def decode(self, latents: Tensor, sampling: Sampling) -> Tensor:
         """Undo the VAE's scale, decode to [B, F, 3, H, W]."""
         return decode_clip(self.pipe, latents.to(self.pipe.vae.dtype) / self.pipe.vae.config.scaling_factor)
+
+    def latents_of(self, pixels: Tensor) -> Tensor:
+        """[B, C, F', h, w]."""
+        return encode(self.pipe.vae, pixels) * self.pipe.vae.config.scaling_factor
 
 
 class HunyuanVideo15(HunyuanVideo):

@@ -2,13 +2,14 @@
 
 peft computes `base(x) + B(A(x.float())) * scaling`. In bf16 with fp32 LoRA weights, x is cast to fp32 and back, and the
 product with `scaling` and the sum are two more passes over the output, in the backward pass too. Here A reads x as the
-base layer does, and B's matrix multiplication adds to the base layer's output. Both are cast once per change.
+base layer does, and B's matrix multiplication adds to the base layer's output. Both are cast once per change. Layers
+with one input (`outputs`) read it once for the A of all.
 Invariant: equal to peft's layer up to rounding; in fp32 with a `scaling` that is a power of two, usually to the bit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,26 +20,35 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from prefgrpo.models.blocks.kept import again
+from prefgrpo.models.fp8 import product_dtype
+
 
 class LoraLinear(Linear):
     """W x + b + scaling·B A x. A bf16 output is rounded twice; peft's is rounded four times."""
 
     casts: Casts | None = None
 
-    def forward(self, x: Tensor) -> Tensor:
-        """`x` [..., in] to [..., out], with all products in the base layer's dtype."""
+    def forward(self, x: Tensor, low: list[tuple[Tensor, Tensor]] | None = None, apart: bool = False) -> Any:
+        """`x` [..., in] to [..., out], with all products in the base layer's dtype.
+
+        low: (A x [N, r], scaling·B) of each active adapter, if `outputs` has computed them. apart: return the output
+        [N, out] without the last adapter, and that adapter's A x and scaling·B (None and None without adapters).
+        """
         if self.disable_adapters or self.merged:
-            return super().forward(x)
-        flat = x.flatten(0, -2).to(self.base_layer.weight.dtype)
+            out = super().forward(x)
+            return (out.flatten(0, -2), None, None) if apart else out
+        flat = x.flatten(0, -2).to(product_dtype(self.base_layer))
         if x.is_contiguous():
             out = self.base_layer(flat)
         else:  # torch rounds products of strided inputs otherwise, and a LoRA of zeros changes nothing
             out = self.base_layer(x.to(flat.dtype)).flatten(0, -2)
-        for name in self.active_adapters:
-            if name not in self.lora_A:
-                continue
-            down, up = self.factors(name, flat.dtype)
-            out.addmm_(F.linear(flat, down), up.t())
+        found = _low_ranks([self], flat)[0] if low is None else low
+        last = found.pop() if apart and found else (None, None)
+        for small, up in found:
+            out.addmm_(small, up.t())
+        if apart:
+            return out, *last
         return out.unflatten(0, x.shape[:-1])
 
     def factors(self, name: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -52,6 +62,41 @@ class LoraLinear(Linear):
         if not torch.is_grad_enabled():
             return copies
         return _Cast.apply(down, up, *copies, scaling)
+
+
+def outputs(layers: Sequence[nn.Module], x: Tensor) -> Iterator[Tensor]:
+    """layer(x) of each layer, one at a time; if all have the same adapters, their A are one matrix product."""
+    first: Any = layers[0]
+    are_alike = all(
+        isinstance(layer, LoraLinear)
+        and not (layer.disable_adapters or layer.merged)
+        and layer.active_adapters == first.active_adapters
+        and product_dtype(layer.base_layer) == product_dtype(first.base_layer)
+        for layer in layers
+    )
+    if not are_alike:
+        yield from (layer(x) for layer in layers)
+        return
+    alike: Any = layers
+    flat = x.flatten(0, -2).to(product_dtype(first.base_layer))
+    for layer, low in zip(alike, _low_ranks(alike, flat), strict=True):
+        yield layer(x, low)
+
+
+def _low_ranks(layers: Sequence[LoraLinear], flat: Tensor) -> list[list[tuple[Tensor, Tensor]]]:
+    """For each layer, (A x [N, r], scaling·B) of its active adapters; all layers have the same ones active."""
+    found: list[list[tuple[Tensor, Tensor]]] = [[] for _ in layers]
+    for name in layers[0].active_adapters:
+        places = [place for layer, place in zip(layers, found, strict=True) if name in layer.lora_A]
+        factors = [layer.factors(name, flat.dtype) for layer in layers if name in layer.lora_A]
+        if not factors:
+            continue
+        downs = [down for down, _ in factors]
+        joined = downs[0] if len(downs) == 1 else again(torch.cat, downs)
+        parts = F.linear(flat, joined).split([len(down) for down in downs], 1)
+        for place, part, (_, up) in zip(places, parts, factors, strict=True):
+            place.append((part, up))
+    return found
 
 
 class Casts:
@@ -83,7 +128,7 @@ class Casts:
         layers = [layer for layer in self._made if name in layer.lora_A]
         for layer in layers:  # freed before the new ones are allocated, unless a graph holds them
             self._made[layer].pop(name, None)
-        dtypes = [layer.base_layer.weight.dtype for layer in layers]
+        dtypes = [product_dtype(layer.base_layer) for layer in layers]
         downs = [layer.lora_A[name].weight for layer in layers]
         ups = [layer.lora_B[name].weight for layer in layers]
         scaled = torch._foreach_mul(ups, [layer.scaling[name] for layer in layers])

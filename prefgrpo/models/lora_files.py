@@ -1,7 +1,8 @@
 """LoRA files of any trainer, read as diffusers reads them.
 
 A file has diffusers' names, or others that diffusers' loader of the family converts (kohya's, ai-toolkit's, ComfyUI's,
-peft's). Strength is that in the stock pipeline: from the header, from alpha tensors, otherwise alpha = rank.
+peft's). Strength is that in the stock pipeline: from the header, from alpha tensors, otherwise alpha = rank. Names of
+layers whose prefix the loader does not know are read as if they had diffusers' own.
 Invariant: a file is read as a whole or refused; tensors that no layer takes are never dropped.
 """
 
@@ -19,6 +20,8 @@ FILE = "pytorch_lora_weights.safetensors"
 PEFT_FILE = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
 """Options of a folder that peft has written."""
+NAMES = (FILE, PEFT_FILE, CONFIG)
+"""What a folder is read from."""
 PREFIX = "transformer."
 """Of the names that diffusers' loaders return, also for a second expert in its own file."""
 STRENGTH = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora")
@@ -36,29 +39,17 @@ def read(folder: Path, loader: Any, module: nn.Module) -> tuple[dict[str, Tensor
     loader: what has diffusers' `lora_state_dict` of the family. Raises FileNotFoundError, or ValueError for a file that
     cannot be read as a whole.
     """
-    from diffusers.loaders import FluxLoraLoaderMixin
-
     file = locate(folder)
     tensors, header = _content(file)
     for kind, parts in KINDS.items():
         if found := [name for name in tensors if any(part in name for part in parts)]:
             raise ValueError(f"{file} is {kind} ({found[0]}): expected a LoRA of the denoiser")
-    tensors = _with_prefix(tensors, module)
-    # FLUX.1's loader alone returns alphas, if it is asked to; the others put them into B, or refuse them
-    options = {"return_alphas": True} if isinstance(loader, FluxLoraLoaderMixin) else {}
-    try:
-        packed, *rest = loader.lora_state_dict(dict(tensors), return_lora_metadata=True, **options)
-    except Exception as error:
-        why = f"diffusers cannot read it ({type(error).__name__}: {error})"
-        raise ValueError(f"{file} has the tensors {_some(tensors)}: {why}") from error
-    alphas = rest[0] if len(rest) > 1 else None
-    layers = {name for name, _ in module.named_modules()}
-    other = [name for name in packed if not _is_layers(name, layers)]
-    if other or not any(".lora_B." in name for name in packed):
-        raise ValueError(
-            f"{file} has tensors of no layer of the model: {_some(other or tensors)}; expected names like "
-            f"{PREFIX}{next(n for n, m in module.named_modules() if isinstance(m, nn.Linear))}.lora_A.weight"
-        )
+    for spelling in _spellings(tensors, module):
+        packed, alphas, fault = _convert(spelling, loader, module)
+        if not fault:
+            break
+    else:
+        raise ValueError(f"{file} has {fault}")
     state = {name.removeprefix(PREFIX): tensor for name, tensor in packed.items()}
     return state, _config(file, state, header, alphas)
 
@@ -88,12 +79,33 @@ def _content(file: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     return tensors, {name.removeprefix(PREFIX): value for name, value in header.items()}
 
 
-def _with_prefix(tensors: dict[str, Tensor], module: nn.Module) -> dict[str, Tensor]:
-    """diffusers' names, if these are names of `module` with the prefix of peft or ai-toolkit, or without any."""
+def _spellings(tensors: dict[str, Tensor], module: nn.Module) -> list[dict[str, Tensor]]:
+    """The tensors as they are; and by diffusers' names, if theirs name layers with another prefix or without one."""
     bare = {re.sub(r"^(base_model\.model|diffusion_model)\.", "", name): tensor for name, tensor in tensors.items()}
     layers = {name for name, _ in module.named_modules()}
     ours = all(name.rpartition(".lora_")[0] in layers or name.removesuffix(".alpha") in layers for name in bare)
-    return {f"{PREFIX}{name}": tensor for name, tensor in bare.items()} if ours else tensors
+    return [tensors, {f"{PREFIX}{name}": tensor for name, tensor in bare.items()}] if ours else [tensors]
+
+
+def _convert(tensors: dict[str, Tensor], loader: Any, module: nn.Module) -> tuple[dict[str, Tensor], Any, str]:
+    """The tensors by diffusers' names, its alphas if it returns any, and what is wrong, or ""."""
+    from diffusers.loaders import FluxLoraLoaderMixin
+
+    # FLUX.1's loader alone returns alphas, if it is asked to; the others put them into A or B, or refuse them
+    options = {"return_alphas": True} if isinstance(loader, FluxLoraLoaderMixin) else {}
+    try:
+        packed, *rest = loader.lora_state_dict(dict(tensors), return_lora_metadata=True, **options)
+    except Exception as error:  # noqa: BLE001  (whatever the conversion of foreign names comes upon)
+        why = f"diffusers cannot read it ({type(error).__name__}: {error})"
+        return {}, None, f"the tensors {_some(tensors)}: {why}"
+    alphas = rest[0] if len(rest) > 1 else None
+    layers = {name for name, _ in module.named_modules()}
+    other = [name for name in packed if not _is_layers(name, layers)]
+    if not other and any(".lora_B." in name for name in packed):
+        return packed, alphas, ""
+    linear = next(name for name, part in module.named_modules() if isinstance(part, nn.Linear))
+    expected = f"expected names like {PREFIX}{linear}.lora_A.weight"
+    return {}, None, f"tensors of no layer of the model: {_some(other or tensors)}; {expected}"
 
 
 def _is_layers(name: str, layers: set[str]) -> bool:

@@ -9,7 +9,6 @@ both.
 from __future__ import annotations
 
 import math
-from typing import ClassVar
 
 import torch
 from diffusers.pipelines.ltx2.pipeline_ltx2 import LTX2Pipeline
@@ -31,10 +30,12 @@ class LTX2(Adapter):
 
     pipeline = "LTX2Pipeline"
     default_frames = 121
+    frame_rate = 24.0
+    stock_sampler = "spatio-temporal and modality guidance, rescaling"
+    with_sound = True
     cfg = Cfg()
     lora_targets = tuple(f"{name}.{part}" for name in ("attn1", "attn2", "audio_to_video_attn") for part in ATTENTION)
     comfy_names = ((r"^transformer\.", "diffusion_model."),)
-    frame_rate: ClassVar[float] = 24.0
 
     @property
     def unit(self) -> int:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from prefgrpo.models.base import Adapter, Condition, Sampling
 from prefgrpo.models.guidance import Cfg
-from prefgrpo.models.vae import decode_image, unnormalise
+from prefgrpo.models.vae import decode_image, encode, latent_statistics, unnormalise
 from prefgrpo.models.weights import JOINT_ATTENTION
 
 
@@ -70,6 +70,13 @@ class QwenImage(Adapter):
         grid = QwenImagePipeline._unpack_latents(latents, sampling.height, sampling.width, self.pipe.vae_scale_factor)
         return decode_image(self.pipe, unnormalise(self.pipe.vae, grid))
 
+    def latents_of(self, pixels: Tensor) -> Tensor:
+        """[B, L, 4C], of a clip of one frame."""
+        latents = encode(self.pipe.vae, pixels.unsqueeze(2))
+        mean, std = latent_statistics(self.pipe.vae, latents)
+        grid = ((latents - mean) / std)[:, :, 0]  # Wan's pipelines multiply by 1 / std, which rounds otherwise
+        return QwenImagePipeline._pack_latents(grid, *grid.shape)
+
 
 class QwenImageEdit(QwenImage):
     """Qwen-Image-Edit: one source image."""
@@ -91,13 +98,9 @@ class QwenImageEdit(QwenImage):
 
     def encode_source(self, source: Image.Image) -> Tensor:
         """[rows, columns, 4C]: the packed latents of the source."""
-        vae = self.pipe.vae
         image = self._resized(source)
-        pixels = self.pipe.image_processor.preprocess(image, image.height, image.width).unsqueeze(2)
-        latents = self.pipe._encode_vae_image(pixels.to(vae.device, vae.dtype), generator=None)
-        _, channels, _, height, width = latents.shape
-        packed = self.pipe._pack_latents(latents, 1, channels, height, width)
-        return packed.view(height // 2, width // 2, -1)
+        pixels = self.pipe.image_processor.preprocess(image, image.height, image.width)
+        return self.latents_of(pixels).view(image.height // self.unit, image.width // self.unit, -1)
 
     def _resized(self, image: Image.Image, most: float = math.inf) -> Image.Image:
         """The image resized to about `source_area` pixels (at most `most`), its sides multiples of 32."""

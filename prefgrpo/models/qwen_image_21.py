@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from prefgrpo.models.base import Adapter, Condition, Sampling
 from prefgrpo.models.guidance import Cfg
-from prefgrpo.models.vae import decode_image, unnormalise
+from prefgrpo.models.vae import decode_image, encode, normalise, unnormalise
 
 
 class QwenImage21(Adapter):
@@ -70,3 +70,8 @@ class QwenImage21(Adapter):
         grid = latents.transpose(1, 2).reshape(len(latents), -1, 1, rows, columns)
         image = decode_image(self.pipe, unnormalise(self.pipe.vae, grid))
         return image[:, :3] * image[:, 3:] + (1 - image[:, 3:])
+
+    def latents_of(self, pixels: Tensor) -> Tensor:
+        """[B, L, C], of an opaque clip of one frame."""
+        opaque = torch.cat([pixels, torch.ones_like(pixels[:, :1])], dim=1).unsqueeze(2)
+        return normalise(self.pipe.vae, encode(self.pipe.vae, opaque)).flatten(2).transpose(1, 2)

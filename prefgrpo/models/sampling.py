@@ -21,6 +21,10 @@ class StockSampling:
     """Name of the stock diffusers pipeline class."""
     default_frames: ClassVar[int | None] = None
     """Frames per clip of the published model; None: it makes images."""
+    stock_sampler: ClassVar[str] = ""
+    """What the stock call's defaults do besides guidance; "": nothing (docs/evaluation.md has a table)."""
+    frame_rate: ClassVar[float | None] = None
+    """Frames per second of the published model's clips."""
 
     def frames(self, sampling: Sampling) -> int | None:
         """Frames per clip; None for images."""
@@ -78,27 +82,57 @@ class StockSampling:
     def timed_scheduler(self, sampling: Sampling) -> Any:
         """A copy of the pipeline's scheduler after `set_timesteps`, called as the stock pipeline does for this size.
 
-        ValueError if it is no flow-matching scheduler.
+        ValueError if it does not give `steps + 1` sigmas that fall within [0, 1].
         """
         kind = type(self.pipe.scheduler)
-        config = self.pipe.scheduler.config
+        config = dict(self.pipe.scheduler.config)
         if "shift" not in config and not config.get("use_flow_sigmas"):
             raise ValueError(
                 f"{kind.__name__} is not a flow-matching scheduler: expected FlowMatchEulerDiscreteScheduler, or "
                 "use_flow_sigmas"
             )
-        scheduler = kind.from_config(config)
-        scheduler.set_timesteps(num_inference_steps=sampling.steps, device="cpu", **self.schedule_options(sampling))
+        options = self.schedule_options(sampling)
+        scheduler, problem = _timed(kind, config, sampling.steps, options)
+        if scheduler and sampling.steps == 1 and scheduler.sigmas.isnan().any():  # it stretches to a last sigma
+            raise ValueError("expected 2 or more, as this model's scheduler gives NaN, got 1")
+        if problem:
+            raise ValueError(f"{problem}. {_advice(kind, config, sampling.steps, options)}")
         return scheduler
 
     def sigmas(self, sampling: Sampling) -> Tensor:
         """[steps + 1] fp32 sigmas of the stock pipeline's own scheduler for this size; ValueError if it has none."""
-        sigmas = self.timed_scheduler(sampling).sigmas.to(torch.float32)
-        if not sigmas.isfinite().all():
-            raise ValueError(f"steps: expected 2 or more, as this model's scheduler gives NaN, got {sampling.steps}")
-        return sigmas
+        return self.timed_scheduler(sampling).sigmas.to(torch.float32).clamp(max=1.0)  # a shift may round 1 up
 
     def times(self, sampling: Sampling) -> Tensor:
         """[steps] fp32, the stock pipeline's timesteps / 1000: σ, or whole thousandths if the solver rounds them."""
         timesteps = self.timed_scheduler(sampling).timesteps
         return self.sigmas(sampling)[:-1] if timesteps.is_floating_point() else timesteps.float() / 1000
+
+
+def _timed(kind: type, config: dict[str, Any], steps: int, options: dict[str, Any]) -> tuple[Any, str]:
+    """(scheduler of this class and configuration, its timesteps set; what is wrong with its sigmas, "" if nothing)."""
+    expected = f"expected {steps + 1} sigmas that fall within [0, 1]"
+    try:
+        scheduler = kind.from_config(config)  # type: ignore[attr-defined]
+        scheduler.set_timesteps(num_inference_steps=steps, device="cpu", **options)
+        sigmas = scheduler.sigmas.to(torch.float32)
+    except Exception as error:  # noqa: BLE001  (schedulers of diffusers refuse in many ways)
+        return None, f"{expected}, and {kind.__name__} raises {type(error).__name__}: {error}"
+    falling = bool((sigmas.diff() < 0).all()) and 0 <= float(sigmas[-1]) <= float(sigmas[0]) <= 1 + 1e-6
+    if len(sigmas) == steps + 1 and falling:
+        return scheduler, ""
+    shown = ", ".join(f"{float(sigma):.3g}" for sigma in sigmas[:3])
+    return scheduler, f"{expected}, and {kind.__name__} gives {len(sigmas)}: {shown} … {float(sigmas[-1]):.3g}"
+
+
+def _advice(kind: type, config: dict[str, Any], steps: int, options: dict[str, Any]) -> str:
+    """What to change: the keys of the configuration that alone make this class's sigmas unusable, or the class."""
+    plain = {"use_flow_sigmas": True} if config.get("use_flow_sigmas") else {}
+    instead = "or set rollout.shift, which needs no scheduler"
+    if _timed(kind, plain, steps, options)[1]:
+        return f"Use another scheduler in this model's folder, such as FlowMatchEulerDiscreteScheduler, {instead}"
+    values = {key: value for key, value in config.items() if not key.startswith("_")}
+    wrong = [
+        f"{key}: {value!r}" for key, value in values.items() if _timed(kind, plain | {key: value}, steps, options)[1]
+    ]
+    return f"Remove {', '.join(wrong) or 'what differs from the defaults'} from its scheduler_config.json, {instead}"

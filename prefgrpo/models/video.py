@@ -34,7 +34,11 @@ class PatchVideo(Adapter):
         return super().tokens(sampling) * self.latent_shape(sampling)[1]
 
     def latent_shape(self, sampling: Sampling) -> tuple[int, ...]:
-        """[C, F', height / 8, width / 8] where the VAE's scale is 8."""
+        """[C, F', height / 8, width / 8] where the VAE's scale is 8; ValueError for more frames than positions."""
         rows, columns = self.grid(sampling)
-        frames = latent_frames(self.frames(sampling), self.pipe.vae_scale_factor_temporal)
+        stride = self.pipe.vae_scale_factor_temporal
+        frames = latent_frames(self.frames(sampling), stride)
+        if self.most_tokens is not None and frames > self.most_tokens:
+            most = f"at most {(self.most_tokens - 1) * stride + 1}, for which this model has positions"
+            raise ValueError(f"frames must be {most}, got {self.frames(sampling)}")
         return self.pipe.transformer.config.out_channels, frames, rows * self.patch, columns * self.patch

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from prefgrpo.models.base import Condition, Sampling
 from prefgrpo.models.guidance import Cfg
-from prefgrpo.models.vae import decode_clip, latent_statistics, unnormalise
+from prefgrpo.models.vae import decode_clip, encode, normalise, unnormalise
 from prefgrpo.models.video import PatchVideo
 
 NEGATIVE = (
@@ -31,6 +31,7 @@ class Wan(PatchVideo):
 
     pipeline = "WanPipeline"
     default_frames = 81
+    frame_rate = 16.0
     parts_in_fp32 = ("vae", "image_encoder")  # bf16 would change pixels by 6/255 (benchmarks/vae_precision.py)
     context_parallel = "ring"
     cfg = Cfg(negative=NEGATIVE)
@@ -98,6 +99,17 @@ class Wan(PatchVideo):
         """Undo the VAE's normalisation, decode to [B, F, 3, H, W]."""
         return decode_clip(self.pipe, unnormalise(self.pipe.vae, latents))
 
+    def latents_of(self, pixels: Tensor) -> Tensor:
+        """[B, C, F', h, w]."""
+        return normalise(self.pipe.vae, encode(self.pipe.vae, pixels))
+
+    def encode_frame(self, image: Image.Image, frames: int = 1) -> Tensor:
+        """Latents [C, F', h, w] of a clip whose first frame is `image` at its own size, other frames zero, as in Wan's
+        stock image-to-video pipeline."""
+        first = self.pipe.video_processor.preprocess(image, height=image.height, width=image.width).unsqueeze(2)
+        clip = torch.cat([first, first.new_zeros(*first.shape[:2], frames - 1, *first.shape[3:])], dim=2)
+        return self.latents_of(clip)[0]
+
 
 class Wan22(Wan):
     """Wan2.2 T2V-A14B: `transformer` (guidance 4.0) if 1000σ ≥ 1000 · 0.875, else `transformer_2` (guidance 3.0).
@@ -131,7 +143,7 @@ class WanI2V(Wan):
 
     def source_tensors(self, sources: tuple[Image.Image, ...], frames: int | None) -> list[Tensor]:
         """Latents [C, F', h, w] of a clip that starts with the source and (Wan2.1) its CLIP image states [n, C']."""
-        latents = encode_frame(self.pipe, sources[0], frames or self.default_frames)
+        latents = self.encode_frame(sources[0], frames or self.default_frames)
         if self.pipe.transformer.config.image_dim is None:
             return [latents]
         if self.pipe.image_encoder is None:
@@ -165,12 +177,13 @@ class WanTI2V(Wan):
     """
 
     default_frames = 121
+    frame_rate = 24.0
     most_sources = 1
     expand_timesteps = True
 
     def encode_source(self, source: Image.Image) -> Tensor:
         """Latents [C, 1, h, w] of the first frame."""
-        return encode_frame(self.pipe, source)
+        return self.encode_frame(source)
 
     def predict(self, net: nn.Module, x: Tensor, sigma: Tensor, condition: Condition, sampling: Sampling) -> Tensor:
         """Velocity [B, C, F', h, w]."""
@@ -185,16 +198,3 @@ class WanTI2V(Wan):
     def final(self, x: Tensor, condition: Condition) -> Tensor:
         """x with the first frame's latents in place."""
         return torch.cat([condition.sources[0].to(x), x[:, :, 1:]], dim=2) if condition.sources else x
-
-
-def encode_frame(pipe: Any, image: Image.Image, frames: int = 1) -> Tensor:
-    """Normalised latents [C, F', h, w] fp32 of a clip whose first frame is `image` at its own size, other frames zero.
-
-    As in Wan's stock image-to-video pipeline.
-    """
-    vae = pipe.vae
-    first = pipe.video_processor.preprocess(image, height=image.height, width=image.width).to(vae.device).unsqueeze(2)
-    clip = torch.cat([first, first.new_zeros(*first.shape[:2], frames - 1, *first.shape[3:])], dim=2)
-    latents = vae.encode(clip.to(vae.dtype)).latent_dist.mode().float()
-    mean, std = latent_statistics(vae, latents)
-    return ((latents - mean) * (1.0 / std))[0]

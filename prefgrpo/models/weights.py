@@ -9,10 +9,11 @@ stock pipeline, without a header, and when they are loaded here again.
 
 from __future__ import annotations
 
+import glob
 import logging
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
@@ -34,6 +35,8 @@ JOINT_ATTENTION = (
 """Attention projections of blocks that process image and text jointly."""
 NAME = "default"
 """Name of the trained LoRA inside peft."""
+HUB_LORA = re.compile(r"([\w-][\w.-]*/[\w-][\w.-]*)(?:/([^@]+\.safetensors))?(?:@([\w./-]+))?")
+"""A LoRA on the hub: repository, file, revision."""
 
 
 class Weights:
@@ -41,6 +44,8 @@ class Weights:
 
     lora_targets: ClassVar[tuple[str, ...]]
     """Module name suffixes that LoRA wraps by default."""
+    lora_within: ClassVar[str] = ""
+    """What the names of the layers that LoRA wraps by default start with."""
     denoisers: ClassVar[tuple[str, ...]] = ("transformer",)
     """The pipeline's denoisers; if several, they are experts for different σ."""
     comfy_names: ClassVar[tuple[tuple[str, str], ...] | None] = ()
@@ -95,11 +100,19 @@ class Weights:
                 backend.no_padding()
                 backend.no_truncation()
         try:
-            self.pipe.register_modules(**copies)
-            self.pipe.save_pretrained(folder)
+            self._register(copies)
+            self._save(folder)
         finally:
-            self.pipe.register_modules(**replaced)
+            self._register(replaced)
         folders.complete(self.pipe, Path(folder))
+
+    def _register(self, modules: Mapping[str, nn.Module]) -> None:
+        """Replace components of the pipeline."""
+        self.pipe.register_modules(**modules)
+
+    def _save(self, folder: str) -> None:
+        """Write the pipeline."""
+        self.pipe.save_pretrained(folder)
 
     # ---- LoRA -------------------------------------------------------------------------------------------------------
 
@@ -120,7 +133,9 @@ class Weights:
 
         chosen = self.lora_targets if targets is None else targets
         for number, module in enumerate(self.modules().values()):
-            _check_targets(module, chosen)
+            layers = _check_targets(module, chosen)
+            if targets is None and self.lora_within:
+                chosen = tuple(name for name in layers if name.startswith(self.lora_within))
             _inject(module, LoraConfig(r=rank, lora_alpha=alpha, target_modules=list(chosen)))
             generator = torch.Generator().manual_seed(seed + number)
             for name, parameter in module.named_parameters():
@@ -207,27 +222,50 @@ class Weights:
         return self.pipe if hasattr(self.pipe, "save_lora_weights") else HunyuanVideoLoraLoaderMixin
 
 
-def locate_lora(source: str) -> Path:
-    """Folder or file of a LoRA: a path, a run's folder, or a hub id 'owner/name' or 'owner/name@revision', downloaded
-    unless cached. Raises FileNotFoundError, or OSError if the hub has no such LoRA.
+def locate_lora(source: str, experts: Sequence[str] = ()) -> Path:
+    """Folder or file of a LoRA: a path, a run's folder, or a hub id, 'owner/name' or 'owner/name/FILE.safetensors',
+    also with '@revision', downloaded unless cached.
+
+    experts: names of the denoisers after the first, whose files are in subfolders. Raises FileNotFoundError, or OSError
+    if the hub does not answer.
     """
-    from huggingface_hub import hf_hub_download
+    from huggingface_hub import snapshot_download
 
     path = Path(source).expanduser()
     if path.exists():
         return path / "lora" if (path / "lora").is_dir() else path
-    if not folders.is_hub_id(source):
-        raise FileNotFoundError(f"expected a folder, a file or a hub id 'owner/name', got '{source}'")
-    name, revision = folders.hub_id(source)
-    return Path(hf_hub_download(name, lora_files.FILE, revision=revision))
+    found = HUB_LORA.fullmatch(source)
+    if found is None or Path(source.split("/")[0]).is_dir():
+        expected = "a folder, a file or a hub id 'owner/name' or 'owner/name/FILE.safetensors'"
+        raise FileNotFoundError(f"expected {expected}, got '{source}'")
+    name, file, revision = found.groups()
+    if file:
+        wanted = [file, str(Path(file).with_name(lora_files.CONFIG))]
+    else:
+        places = ["", *(f"{expert}/" for expert in experts)]
+        wanted = [place + name for place in places for name in lora_files.NAMES]
+    folder = Path(snapshot_download(name, revision=revision, allow_patterns=[glob.escape(each) for each in wanted]))
+    if not any((folder / each).is_file() for each in wanted if each.endswith(".safetensors")):
+        raise FileNotFoundError(f"'{source}' has no {file or ' or '.join(wanted[:2])}{_other_files(name, revision)}")
+    return folder / file if file else folder
 
 
-def _check_targets(module: nn.Module, targets: tuple[str, ...]) -> None:
+def _other_files(name: str, revision: str | None) -> str:
+    """In words, the safetensors files of a hub repository."""
+    from huggingface_hub import list_repo_files
+
+    files = [file for file in list_repo_files(name, revision=revision) if file.endswith(".safetensors")]
+    return f"; it has {', '.join(f'{name}/{file}' for file in files)}" if files else ""
+
+
+def _check_targets(module: nn.Module, targets: tuple[str, ...]) -> list[str]:
+    """Names of the Linear layers that end in one of `targets`. Raises ValueError for a target of none."""
     linear = [name for name, part in module.named_modules() if isinstance(part, nn.Linear)]
     unknown = [t for t in targets if not any(name == t or name.endswith("." + t) for name in linear)]
     if unknown or not targets:
         layers = sorted({re.sub(r"^\w+\.\d+\.", "", name) for name in linear})
         raise ValueError(f"LoRA targets {unknown} match no Linear layer of the transformer; it has {', '.join(layers)}")
+    return [name for name in linear if f".{name}".endswith(tuple(f".{target}" for target in targets))]
 
 
 def _inject(module: Any, config: Any) -> None:

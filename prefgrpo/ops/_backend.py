@@ -29,7 +29,7 @@ SOURCES = Path(__file__).parents[2] / "csrc"
 """Of the compiled module, in a checkout."""
 _choices: list[str] = [os.environ.get("PREFGRPO_BACKEND", "")]
 """The environment's, then those of `use_backend`; of the process, since autograd runs backward in its own threads."""
-_PLAIN = frozenset({Tensor, torch.nn.Parameter, bool, int, float, type(None)})
+_PLAIN = frozenset({Tensor, torch.nn.Parameter, bool, int, float, str, type(None)})
 """Types of arguments that a kernel reads; another subclass of Tensor may have no memory."""
 
 
@@ -155,7 +155,7 @@ def _beside_cuda() -> str:
     """Backend of an op without a kernel in C++ on a GPU where the others use theirs."""
     why = unavailable_reason("triton")
     if why:
-        warnings.warn(f"prefgrpo.ops of transformer blocks use 'torch', slower: {why}", stacklevel=4)
+        warnings.warn(f"prefgrpo.ops without a kernel in C++ use 'torch', slower: {why}", stacklevel=4)
     return "torch" if why else "triton"
 
 
@@ -176,9 +176,9 @@ def use_backend(name: str) -> Iterator[None]:
 @lru_cache(None)
 def _kernel(backend: str, name: str) -> Callable[..., None]:
     if backend == "triton":
-        module = {"sde_logp": "sde_step", "sde_grad": "sde_step", "normal": "noise"}.get(
-            name, name.removesuffix("_grad")
-        )
+        module = {
+            "sde_logp": "sde_step", "sde_grad": "sde_step", "normal": "noise", "dequantise_rows": "quantise_rows",
+        }.get(name, name.removesuffix("_grad"))  # fmt: skip
         return getattr(importlib.import_module(f"{PACKAGE}.kernels.{module}"), name)
     return getattr(extension(), f"{backend}_{name}")
 

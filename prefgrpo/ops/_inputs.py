@@ -86,9 +86,14 @@ def check_latents(
     return coef.contiguous(), index
 
 
+def aligned(t: Tensor | None) -> Tensor | None:
+    """`t`, copied unless it begins on 16 bytes: off them, Triton's sums over a row would have another order."""
+    return t if t is None or t.data_ptr() % 16 == 0 else t.clone(memory_format=torch.contiguous_format)
+
+
 def unit_stride(t: Tensor | None) -> Tensor | None:
-    """`t`, copied unless its last dimension is contiguous."""
-    return t if t is None or t.stride(-1) == 1 else t.contiguous()
+    """`t`, copied unless its last dimension is contiguous and it begins on 16 bytes."""
+    return t if t is None else aligned(t if t.stride(-1) == 1 else t.contiguous())
 
 
 def check_tokens(x: Tensor, others: dict[str, Tensor], vectors: dict[str, Tensor]) -> None:

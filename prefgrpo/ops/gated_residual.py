@@ -1,7 +1,8 @@
 """The gated residual of a transformer block: x + gate · y.
 
 In Triton it is computed in fp32 and rounded once; the reference rounds where diffusers' blocks do. Backward keeps the
-gate, and y if the gate has a gradient.
+gate, and y if the gate has a gradient. Without one, the gate is no saved tensor: a recomputation of the block around it
+(torch.utils.checkpoint) runs up to the last of these, and would repeat the product that made y for nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def _residual(x: Tensor, y: Tensor, gate: Tensor, out: Tensor) -> None:
 
 
 @op("gated_residual_grad", mutates=("dy", "d_gate"))
-def _grad(y: Tensor | None, gate: Tensor, g: Tensor, dy: Tensor, d_gate: Tensor | None) -> None:
+def _grad(y: Tensor | None, gate: Tensor, g: Tensor, dy: Tensor | None, d_gate: Tensor | None) -> None:
     launch("triton", "gated_residual_grad", g, *map(unit_stride, (y, gate, g)), dy, d_gate)
 
 
@@ -42,17 +43,27 @@ class _Residual(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor, gate: Tensor) -> Tensor:
-        ctx.save_for_backward(y if ctx.needs_input_grad[2] else None, gate)
+        if ctx.needs_input_grad[2]:
+            ctx.save_for_backward(y, gate)
+        else:
+            ctx.gate = gate
         return _run(x, y, gate)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise RuntimeError("gated_residual cannot be differentiated twice")
-        y, gate = ctx.saved_tensors
-        dy = g.new_empty(g.shape)
-        d_gate = gate.new_empty(gate.shape) if ctx.needs_input_grad[2] else None
-        _grad(y, gate, g, dy, d_gate)
+        _, wants_y, wants_gate = ctx.needs_input_grad
+        dy = g.new_empty(g.shape) if wants_y else None
+        if wants_gate:
+            y, gate = ctx.saved_tensors
+            d_gate = gate.new_empty(gate.shape)
+        else:
+            y = None
+            gate = ctx.gate
+            d_gate = None
+        if wants_y or wants_gate:
+            _grad(y, gate, g, dy, d_gate)
         return g, dy, d_gate
 
 

@@ -24,17 +24,20 @@ METRICS = (
     "ratio_mean",
     "ratio_max",
     "kl",
+    "ratio_std",
+    "ppo_kl",
 )
-"""Order of `PolicyLoss.metrics`."""
+"""Order of `PolicyLoss.metrics`. approx_kl is the mean of ½·Δ², Δ = logp − logp_old; ppo_kl, verl's name, that of −Δ;
+ratio_std has n − 1 in the denominator, as torch's, and is NaN for a single number."""
 
 
 class PolicyLoss(NamedTuple):
     """Result of `policy_loss`."""
 
     loss: Tensor
-    """fp32 scalar, or [B] without reduction; differentiable in logp and kl."""
+    """fp32 scalar, or shaped like logp without reduction; differentiable in logp and kl."""
     metrics: Tensor
-    """fp32 [8] in the order of `METRICS`; no gradient."""
+    """fp32 [10] in the order of `METRICS`; no gradient."""
 
 
 def metrics_by_name(metrics: Tensor) -> dict[str, Tensor]:
@@ -70,6 +73,8 @@ def reference_loss(
                 ratio.sum() / n,
                 torch.cat([ratio, -infinity]).amax(),
                 ratio.new_zeros(()) if kl is None else kl.sum() / n,
+                ratio.std() if n > 1 else ratio.new_full((), torch.nan),
+                0.0 - delta.sum() / n,
             ]
         )
     return (loss if per_sample else loss.sum()) / denominator, metrics, torch.where(clipped, 0.0, term) / denominator
@@ -108,7 +113,7 @@ def _run(per_sample: bool, *inputs: Any) -> tuple[Tensor | None, ...]:
     """(loss, metrics, d loss/d logp, d loss/d kl)."""
     logp, *_, kl = inputs[:5]
     loss = torch.empty_like(logp) if per_sample else logp.new_empty(())
-    metrics = logp.new_empty(8)
+    metrics = logp.new_empty(len(METRICS))
     gradients = (torch.empty_like(logp), None if kl is None else torch.empty_like(kl))
     _loss(*inputs, loss, metrics, *gradients)
     return loss, metrics, *gradients
@@ -133,13 +138,13 @@ class _PolicyLoss(torch.autograd.Function):
 
 
 def _fp32(name: str, t: Tensor | None, like: Tensor) -> Tensor | None:
-    """`t` as contiguous fp32; raises ValueError unless it is [B] as `like`."""
+    """`t` as fp32 in one contiguous dimension; raises ValueError unless it is shaped as `like`."""
     if t is None:
         return None
     if t.shape != like.shape or t.dtype not in (torch.float32, torch.float64) or t.device != like.device:
         got = f"{t.dtype} {list(t.shape)} on {t.device}"
         raise ValueError(f"{name}: expected fp32 {list(like.shape)} on {like.device}, as logp, got {got}")
-    return t.float().contiguous()
+    return t.float().flatten().contiguous()
 
 
 def policy_loss(
@@ -156,16 +161,17 @@ def policy_loss(
     reduction: Literal["mean", "none"] = "mean",
     denominator: float | None = None,
 ) -> PolicyLoss:
-    """Clipped-ratio loss over B samples with its metrics, in one launch; all tensors [B] fp32 (fp64 is cast).
+    """Clipped-ratio loss with its metrics over B samples, or over [B, S], S steps of each; fp32 (fp64 is cast).
 
+    All tensors have the shape of logp: `advantage[:, None].expand_as(logp)` is each sample's for all of its steps.
     logp_old: None if `logp` is the log-ratio itself, as GRPO-Guard's. epsilon_high: default: epsilon_low. weight:
-    factor per sample on the policy term (GRPO-Guard: 1/|Δ|). kl: KL per sample. reduction: "none" returns each sample's
-    loss [B]. denominator: N; default: B, and 1 without reduction. A NaN makes the loss NaN. Raises ValueError for
-    tensors that do not fit, for a negative or NaN clip, and if logp_old, advantage or weight requires a gradient.
+    factor per sample on the policy term (GRPO-Guard: 1/|Δ|). kl: KL per sample. reduction: "none" returns the loss of
+    each. denominator: N; default: their number, and 1 without reduction. A NaN makes the loss NaN. Raises ValueError
+    for tensors that do not fit, a negative or NaN clip, and if logp_old, advantage or weight requires a gradient.
     """
     high = epsilon_low if epsilon_high is None else epsilon_high
-    if logp.dim() != 1:
-        raise ValueError(f"logp: expected [B], got {list(logp.shape)}")
+    if logp.dim() not in (1, 2):
+        raise ValueError(f"logp: expected [B] or [B, S], got {list(logp.shape)}")
     if reduction not in ("mean", "none"):
         raise ValueError(f"reduction: expected mean or none, got '{reduction}'")
     if not (epsilon_low >= 0 and high >= 0 and adv_clip >= 0):
@@ -182,4 +188,4 @@ def policy_loss(
     per_sample = reduction == "none"
     norm = denominator or float(per_sample)
     loss, metrics, *_ = run(per_sample, *inputs, epsilon_low, high, adv_clip, kl_coef, norm)
-    return PolicyLoss(loss, metrics)
+    return PolicyLoss(loss.view(logp.shape) if per_sample else loss, metrics)

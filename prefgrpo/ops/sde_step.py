@@ -33,13 +33,15 @@ class SdeStep(NamedTuple):
 
 
 class SdeLogp(NamedTuple):
-    """Result of `sde_logp`; all [B] fp32, differentiable in v."""
+    """Result of `sde_logp`; [B] fp32 but for the mean, all differentiable in v."""
 
     logp: Tensor
     kl: Tensor | None = None
     """KL to `v_ref`, if it was given."""
     log_ratio: Tensor | None = None
     """GRPO-Guard's log-ratio to `v_old`, if it was given."""
+    mean: Tensor | None = None
+    """[B, …] fp32 a·x + b·v, if asked for."""
 
 
 class Part(NamedTuple):
@@ -262,6 +264,32 @@ class _SdeLogp(torch.autograd.Function):
         return dv, *[None] * 7
 
 
+def _mean(v: Tensor, x: Tensor, coef: Tensor, index: Tensor | None) -> Tensor:
+    """a·x + b·v in fp32: a step without noise."""
+    mean = torch.empty_like(x, dtype=torch.float32)
+    _step(x, v, coef, index, None, 0, None, None, 0, 0, 0, mean, mean.new_empty(x.shape[0]), None)
+    return mean
+
+
+class _Mean(torch.autograd.Function):
+    """`_mean`; only v has a gradient, b times the mean's."""
+
+    @staticmethod
+    def forward(ctx: Any, v: Tensor, x: Tensor, coef: Tensor, index: Tensor | None) -> Tensor:
+        ctx.save_for_backward(coef, index)
+        ctx.dtype = v.dtype
+        return _mean(v, x, coef, index)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        coef, index = ctx.saved_tensors
+        b = coef[:, 1].float()
+        if index is not None:  # NaN outside the table, as in the kernels
+            inside = index.clamp(0, coef.shape[0] - 1)
+            b = torch.where(inside == index, b[inside], torch.nan)
+        return (expand(b, upstream) * upstream).to(ctx.dtype), None, None, None
+
+
 # ---- public functions
 def _check_part(part: Part, x: Tensor) -> None:
     dim = x.numel() // max(x.shape[0], 1)
@@ -330,12 +358,14 @@ def sde_logp(
     *,
     v_ref: Tensor | None = None,
     v_old: Tensor | None = None,
+    want_mean: bool = False,
     part: Part | None = None,
 ) -> SdeLogp:
     """Log-prob of a stored step, with its KL to `v_ref` and Guard log-ratio to `v_old`; arguments as in `sde_step`.
 
     The gradient flows to v; if another input requires one, ValueError asks to detach it. Backward keeps nothing of
     size D but the inputs. No second derivative. v_ref and v_old are velocities after guidance, used in v's dtype.
+    want_mean: also return a·x + b·v, the bits of `sde_step`'s, with one launch more.
     """
     coef, index = check_latents(coef, index, x, {"v": v, "x_next": x_next, "v_ref": v_ref, "v_old": v_old})
     constants = {"x": x, "x_next": x_next, "coef": coef, "v_ref": v_ref, "v_old": v_old}
@@ -345,5 +375,10 @@ def sde_logp(
     if part is not None:
         _check_part(part, x)
     others = [None if t is None else t.to(v.dtype).contiguous() for t in (v_ref, v_old)]
-    run: Any = _SdeLogp.apply if v.requires_grad and torch.is_grad_enabled() else _replay
-    return SdeLogp(*run(v.contiguous(), x.contiguous(), x_next.contiguous(), coef, index, *others, part))
+    x = x.contiguous()
+    v = v.contiguous()
+    has_gradient = v.requires_grad and torch.is_grad_enabled()
+    run: Any = _SdeLogp.apply if has_gradient else _replay
+    mean_of: Any = _Mean.apply if has_gradient else _mean
+    mean = mean_of(v, x, coef, index) if want_mean else None
+    return SdeLogp(*run(v, x, x_next.contiguous(), coef, index, *others, part))._replace(mean=mean)

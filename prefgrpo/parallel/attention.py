@@ -1,5 +1,6 @@
-"""Sets a diffusers attention backend by name, the same in rollout and training, after checking it at the run's sizes.
+"""Sets attention by name, the same in rollout and training, after checking it at the run's sizes.
 
+A name is that of a backend of diffusers, or `fa3` and `fa4`: torch's FlashAttention op with other kernels.
 Invariant: a run starts only with a backend whose gradients are correct, and every block of its denoisers uses it.
 """
 
@@ -11,16 +12,35 @@ from typing import Any, get_args
 import torch
 
 from prefgrpo.config.schema import Attention, Config
-from prefgrpo.models.attention import Case, check
-from prefgrpo.models.base import Adapter, Masks
+from prefgrpo.models.attention import FLASH, Case, activate, check, leave_kernels_allowed
+from prefgrpo.models.base import Adapter
 from prefgrpo.parallel.world import Layout
 
 logging.getLogger("diffusers.models.modeling_utils").addFilter(lambda r: "experimental feature" not in r.getMessage())
 
-SPLITTING = {"native", "_native_flash", "flash", "flash_hub", "_flash_3_hub", "flash_varlen_hub", "_flash_3_varlen_hub"}
-"""Backends that support context parallelism; ring attention needs log-sum-exps, which native does not return."""
-MASKING = {"native", "_native_math", "flash_varlen", "flash_varlen_hub", "_flash_3_varlen_hub"}
-"""Backends that take a mask of padded keys; diffusers 0.42 adds xformers' as 0 and 1, which masks nothing."""
+SPLITTING = {"native", "_native_flash", "fa3", "fa4", "_flash_3_hub", "_flash_3_varlen_hub"}
+"""Names that support context parallelism; ring attention needs log-sum-exps, which native does not return."""
+MASKING = {"native", "_native_math", "_flash_3_varlen_hub"}
+"""Names that support a mask of padded keys."""
+
+
+def masked(cls: Adapter | type[Adapter], layout: Layout) -> bool:
+    """Whether a family's blocks pass a mask to attention, or, as they choose their kernels themselves, may."""
+    if cls.attention_masks == "padding":  # texts are padded to a multiple of the processes
+        return layout.context > 1
+    return cls.attention_masks in ("always", "own")
+
+
+def backend(name: str, device: torch.device, dtype: torch.dtype, masks: bool) -> str:
+    """The backend of diffusers that runs for a value of `attention`, as the table in docs/scale.md has it.
+
+    masks: whether blocks pass one (`masked`). native is one kernel wherever one serves, so torch's choice cannot change
+    and Ulysses saves what its backward needs, where diffusers' native would compute the forward again.
+    """
+    flash = device.type == "cuda" and dtype == torch.bfloat16 and not masks
+    if name in FLASH or (name == "native" and flash):
+        return "_native_flash"
+    return name
 
 
 def backends(cls: type[Adapter], layout: Layout) -> list[str]:
@@ -32,8 +52,7 @@ def backends(cls: type[Adapter], layout: Layout) -> list[str]:
         allowed &= SPLITTING
     if layout.ring > 1:
         allowed -= {"native"}
-    padded = cls.attention_masks == "padding" and layout.context > 1  # texts are padded to a multiple of the processes
-    if cls.attention_masks == "always" or padded:
+    if masked(cls, layout):
         allowed &= MASKING
     if cls.attention_masks == "own":
         allowed &= {"native"}
@@ -69,13 +88,6 @@ def cases(adapter: Adapter, config: Config, name: str, layout: Layout) -> list[C
     return list(dict.fromkeys(found))
 
 
-def chosen(name: str, masks: Masks, layout: Layout, device: torch.device, dtype: torch.dtype) -> str:
-    """The backend that runs: for native under Ulysses without masks on a GPU, torch's flash attention, because there
-    native would compute every forward again in the backward pass."""
-    flash = device.type == "cuda" and dtype == torch.bfloat16 and masks == "none" and layout.context > 1
-    return "_native_flash" if flash and name == "native" else name
-
-
 def set_backend(adapter: Adapter, config: Config, layout: Layout, device: torch.device) -> None:
     """Set config.attention in every denoiser, after a check of its results (on a CPU, none of native).
 
@@ -83,10 +95,12 @@ def set_backend(adapter: Adapter, config: Config, layout: Layout, device: torch.
     """
     from diffusers.models.attention_dispatch import _AttentionBackendRegistry as registry
 
-    name = chosen(config.attention, adapter.attention_masks, layout, device, adapter.dtype)
+    activate(config.attention, device)
+    leave_kernels_allowed()
+    name = backend(config.attention, device, adapter.dtype, masked(adapter, layout))
     if name != "native" or device.type != "cpu":
         for case in cases(adapter, config, name, layout):
-            check(name, case, adapter.dtype, device)
+            check(name, case, adapter.dtype, device, given=config.attention)
     adapter.dispatch_attention()
     before, _ = registry.get_active_backend()
     try:

@@ -7,22 +7,22 @@ parameters of everything before it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import warnings
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from prefgrpo.config.recipe import ConfigError
 from prefgrpo.config.schema import Config, TrainConfig
 from prefgrpo.models.base import Adapter, Sampling
 from prefgrpo.models.blocks import fuse_blocks
 from prefgrpo.models.weights import locate_lora
+from prefgrpo.parallel import ring
 from prefgrpo.parallel.attention import set_backend
-from prefgrpo.parallel.shard import shard_weights
+from prefgrpo.parallel.recompute import recompute
+from prefgrpo.parallel.shard import quantise_weights, shard_weights
 from prefgrpo.parallel.world import Layout, World
 
 GRAPHS = 64
@@ -39,7 +39,10 @@ def parallelize(adapter: Adapter, config: Config, world: World) -> None:
     set_backend(adapter, config, layout, world.device)
     for module in adapter.modules().values():
         if not config.compile:  # inductor fuses diffusers' own blocks
-            fuse_blocks(module, adapter.blocks(module), adapter.dtype, world.device)
+            gather = world.all_gather_object
+            for changed in fuse_blocks(module, adapter.blocks(module), adapter.dtype, world.device, gather):
+                if world.main:
+                    warnings.warn(changed, stacklevel=2)
         if config.train.gradient_checkpointing:
             recompute(adapter.blocks(module), config.train.gradient_checkpointing)
     if config.compile:
@@ -47,7 +50,9 @@ def parallelize(adapter: Adapter, config: Config, world: World) -> None:
     if layout.context > 1:
         split_tokens(adapter, world)
     if layout.fsdp:
-        shard_weights(adapter, world, offload="weights" in config.offload)
+        shard_weights(adapter, world, "weights" in config.offload, config.fp8_base)
+    elif config.fp8_base:
+        quantise_weights(adapter)
 
 
 def add_trained_weights(adapter: Adapter, train: TrainConfig, seed: int) -> None:
@@ -57,7 +62,7 @@ def add_trained_weights(adapter: Adapter, train: TrainConfig, seed: int) -> None
         return
     if train.lora_from:
         try:
-            adapter.load_lora(str(locate_lora(train.lora_from)))
+            adapter.load_lora(str(locate_lora(train.lora_from, adapter.denoisers[1:])))
         except (ValueError, RuntimeError, OSError) as error:
             reason = " ".join(str(error).splitlines()[:2])
             raise ConfigError([f"train.lora_from: {train.lora_from} cannot be continued: {reason}"]) from error
@@ -66,24 +71,6 @@ def add_trained_weights(adapter: Adapter, train: TrainConfig, seed: int) -> None
         adapter.add_lora(train.lora_rank, train.lora_alpha, train.lora_targets or None, seed, train.lora_init)
     except ValueError as error:
         raise ConfigError([f"train.lora_targets: {error}"]) from error
-
-
-def recompute(blocks: Iterable[nn.Module], share: float) -> None:
-    """Checkpoint the activations of every block i at which floor((i + 1) · share) increases: for ½, every second one.
-
-    Blocks keep their call arguments; diffusers' own gradient checkpointing drops some of them in some models.
-    """
-    for i, block in enumerate(blocks):
-        if int((i + 1) * share) > int(i * share):
-            block.forward = partial(_recomputed, block.forward)
-            block.recomputed = True  # type: ignore[assignment]  # a fused block then keeps nothing by itself
-
-
-def _recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """`forward` without keeping its activations for the backward pass."""
-    if not torch.is_grad_enabled():
-        return forward(*args, **kwargs)
-    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)  # nothing is random
 
 
 def compile_blocks(adapter: Adapter) -> None:
@@ -107,6 +94,8 @@ def split_tokens(adapter: Adapter, world: World) -> None:
 
     layout = world.layout
     assert world.mesh is not None
+    if layout.ring > 1:
+        ring.install()
     adapter.text_multiple = layout.context
     for module in adapter.modules().values():
         mesh = world.mesh["ring", "ulysses"]

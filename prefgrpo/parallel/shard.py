@@ -22,6 +22,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Shard
 
 from prefgrpo.models.base import Adapter
+from prefgrpo.models.fp8 import Fp8Linear, to_fp8
 from prefgrpo.parallel.world import World
 
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
@@ -29,25 +30,58 @@ warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a vi
 of LoRA layers are on the outputs of their own Linear, which is no module of FSDP2 (tests/test_mesh.py compares)."""
 
 
-def shard_weights(adapter: Adapter, world: World, offload: bool) -> None:
+def shard_weights(adapter: Adapter, world: World, offload: bool, fp8: bool) -> None:
     """Shard the weights of all denoisers within each replica, and move shards and replicated parameters to the device.
 
-    Call it after everything that modifies blocks. offload: keep the shards in CPU memory.
+    Call it after everything that modifies blocks. offload: keep the shards in CPU memory. fp8: as `quantise_weights`.
     """
     mesh = world.weights_mesh()
     policy = CPUOffloadPolicy(pin_memory=world.device.type != "cpu") if offload else OffloadPolicy()
     for model in adapter.modules().values():
-        _shard(model, adapter, mesh, policy)
+        _shard(model, adapter, mesh, policy, fp8)
 
 
-def _shard(model: nn.Module, adapter: Adapter, mesh: DeviceMesh, offload: OffloadPolicy) -> None:
-    """Shard one denoiser, except a LoRA, and of trained weights what diffusers keeps in fp32 (a few norms and tables).
+def quantise_weights(adapter: Adapter) -> None:
+    """Move the weights of all denoisers from mapped files to the device, one at a time: those of the Linear layers of
+    the repeated blocks in fp8, without a copy of the model in another dtype."""
+    for model in adapter.modules().values():
+        in_fp32 = {p for p in model.parameters() if p.requires_grad} | _kept_in_fp32(model)
+        for block in adapter.blocks(model):
+            _place(block, adapter, in_fp32, fp8=True)
+        _place(model, adapter, in_fp32, fp8=False)
+        _place_buffers(model, adapter)
 
-    One block at a time is cast from the dtype of its file: trained weights to fp32, others (and the buffers that the
-    file holds) to the adapter's dtype, except what diffusers keeps in fp32.
-    """
+
+def _kept_in_fp32(model: nn.Module) -> set[nn.Parameter]:
+    """What diffusers keeps in fp32 of a denoiser: a few norms and tables."""
     names = set(getattr(model, "_keep_in_fp32_modules", None) or ())
-    kept_in_fp32 = {p for name, p in model.named_parameters() if names & set(name.split("."))}
+    return {p for name, p in model.named_parameters() if names & set(name.split("."))}
+
+
+def _place(part: nn.Module, adapter: Adapter, in_fp32: set[nn.Parameter], fp8: bool) -> None:
+    """Move parameters to the device and cast them there (torch would cast on the CPU first, slowly): to fp32 or to the
+    adapter's dtype, or, if wanted, those of frozen Linear layers to fp8."""
+    layers = [module for module in part.modules() if type(module) is nn.Linear and module.weight not in in_fp32]
+    for layer in layers if fp8 else ():
+        to_fp8(layer, adapter.device, adapter.dtype)
+    in_fp8 = {p for module in part.modules() if isinstance(module, Fp8Linear) for p in module.parameters()}
+    for p in part.parameters():
+        if not isinstance(p, DTensor) and p not in in_fp8:
+            p.data = p.data.to(adapter.device, copy=True).to(torch.float32 if p in in_fp32 else adapter.dtype)
+
+
+def _place_buffers(model: nn.Module, adapter: Adapter) -> None:
+    """Move buffers to the device; those of the file get the adapter's dtype."""
+    for module in model.modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None:
+                of_file = buffer.is_floating_point() and key not in module._non_persistent_buffers_set
+                module._buffers[key] = buffer.to(adapter.device, adapter.dtype if of_file else buffer.dtype)
+
+
+def _shard(model: nn.Module, adapter: Adapter, mesh: DeviceMesh, offload: OffloadPolicy, fp8: bool) -> None:
+    """Shard one denoiser, a block at a time, except a LoRA, and of trained weights what diffusers keeps in fp32."""
+    kept_in_fp32 = _kept_in_fp32(model)
     trainable = {p for p in model.parameters() if p.requires_grad}
     replicated = trainable if adapter.has_lora() else trainable & kept_in_fp32
     trained = trainable - replicated
@@ -56,17 +90,12 @@ def _shard(model: nn.Module, adapter: Adapter, mesh: DeviceMesh, offload: Offloa
         options["mp_policy"] = MixedPrecisionPolicy(adapter.dtype, torch.float32, cast_forward_inputs=False)
     in_fp32 = trainable | kept_in_fp32
     for part in [*adapter.blocks(model), model]:
-        for p in part.parameters():
-            if not isinstance(p, DTensor):
-                p.data = p.data.to(torch.float32 if p in in_fp32 else adapter.dtype)
+        _place(part, adapter, in_fp32, fp8 and part is not model)
         fully_shard(part, reshard_after_forward=True, **options)
     for p in replicated:
         p.data = p.data.to(adapter.device, copy=True)
+    _place_buffers(model, adapter)
     for module in model.modules():
-        for key, buffer in module._buffers.items():
-            if buffer is not None:
-                of_file = buffer.is_floating_point() and key not in module._non_persistent_buffers_set
-                module._buffers[key] = buffer.to(adapter.device, adapter.dtype if of_file else buffer.dtype)
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo does not support pre-multiplied sums

@@ -6,7 +6,7 @@ The last dimensions vary fastest: the processes of a Ulysses group have consecut
 data-parallel index selects a process's share of the samples; context-parallel processes have the same one, generate the
 same samples together, and the first of them represents all. Point-to-point messages are CPU tensors sent over gloo,
 alongside GPU work. Invariant: every rank calls every collective the same number of times, whatever its share of the
-data. Gradients are summed over replicas once per update, so a rank without signal contributes zeros.
+data. Gradients are summed over replicas once per update, in which a rank without signal contributes zeros.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Layout:
     shard: int = 1
     ring: int = 1
     ulysses: int = 1
-    split: int = 1
+    weight_shards: int = 1
     """Number of processes over which one copy of the denoisers' weights is sharded: shard × ring × ulysses if shard is
     above 1 or in full fine-tuning, where copies on context-parallel processes would be wasteful; 1: each has all."""
     fsdp: bool = False
@@ -73,20 +73,43 @@ class Layout:
             sizes = f"shard {p.shard} × ring {p.ring} × ulysses {p.ulysses} = {inner}"
             advice = "start more, or set smaller sizes"
             raise ConfigError([f"parallel: expected a multiple of {sizes} processes, got {processes}; {advice}"])
-        split = inner if config.splits else 1
-        return cls(processes // inner, p.shard, p.ring, p.ulysses, split, config.splits or config.has_masters)
+        weight_shards = inner if config.shards_weights else 1
+        return cls(
+            processes // inner, p.shard, p.ring, p.ulysses, weight_shards, config.shards_weights or config.has_masters
+        )
 
-    def mesh(self, device: torch.device) -> DeviceMesh | None:
+    def mesh(self, device: torch.device, patience: timedelta) -> DeviceMesh | None:
         """The mesh of an initialised process group; None if neither FSDP2 nor context parallelism needs one.
 
         It has the dimensions above 1, because each makes a process group for every one of its rows, both of context
-        parallelism if there is any, and `shard` if FSDP2 holds weights that are not sharded.
+        parallelism if there is any, and `shard` if FSDP2 holds weights that are not sharded. patience: time limit of
+        the collectives of all its groups, also of those over several dimensions; torch's own would be 30 minutes.
         """
         if not self.fsdp and self.context == 1:
             return None
-        needed = {"ring", "ulysses"} if self.context > 1 else {"shard"} if self.split == 1 else set()
+        needed = {"ring", "ulysses"} if self.context > 1 else {"shard"} if self.weight_shards == 1 else set()
         sizes = {name: getattr(self, name) for name in DIMENSIONS if getattr(self, name) > 1 or name in needed}
-        return init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        groups = mesh.get_all_groups()
+        if self.context > 1:
+            groups.append(_context_group(mesh))
+        if self.fsdp:
+            groups.append(_weights_mesh(mesh).get_group())
+        for group in groups:
+            for kind in group._device_types:
+                group._get_backend(kind)._set_default_timeout(patience)
+        return mesh
+
+
+def _weights_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """All dimensions except the replicas, as one."""
+    names = tuple(name for name in mesh.mesh_dim_names or () if name != "replicate")
+    return mesh[names]._flatten("weights") if len(names) > 1 else mesh[names[0]]
+
+
+def _context_group(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """Both dimensions of context parallelism as one; diffusers uses the same group."""
+    return mesh["ring", "ulysses"]._flatten().get_group()
 
 
 @dataclass(frozen=True)
@@ -112,6 +135,11 @@ class World:
         return self.rank // self.layout.context
 
     @property
+    def replica(self) -> int:
+        """Number of the replica of the weights that this process has or holds a shard of."""
+        return self.rank * self.layout.replicate // self.size
+
+    @property
     def dp_size(self) -> int:
         """Number of data-parallel shares."""
         return self.size // self.layout.context
@@ -124,7 +152,7 @@ class World:
     @property
     def equal_forwards(self) -> bool:
         """Whether every process must run the same number of forwards and backwards, because weights are sharded."""
-        return self.layout.split > 1
+        return self.layout.weight_shards > 1
 
     def owner(self, slot: int) -> int:
         """The data-parallel index that owns a slot."""
@@ -143,16 +171,24 @@ class World:
 
     def any(self, flag: bool) -> bool:
         """True on all ranks if `flag` is True on one."""
-        return any(self.all_gather_object(flag))
+        return self.any_of_each([flag])[0]
+
+    def any_of_each(self, flags: Sequence[bool]) -> list[bool]:
+        """Per flag, of which all ranks have the same number: True on all ranks if it is True on one."""
+        if self.size == 1:
+            return list(flags)
+        found = torch.tensor(flags)
+        dist.all_reduce(found, dist.ReduceOp.MAX)  # one message over gloo; objects would take two
+        return [bool(flag) for flag in found]
 
     def gather(self, local: NDArray[np.float64]) -> NDArray[np.float64]:
         """All-gather the rows of all shares, in order of their index."""
         return np.concatenate(self.gather_items([local]))
 
-    def gather_slots(self, local: NDArray[np.float64], total: int) -> NDArray[np.float64]:
-        """All-gather the rows [n, …] of each rank's `slots(total)` to rows [total, …] in slot order."""
-        rows = np.empty((total, *local.shape[1:]))
-        for index, part in enumerate(self.gather_items([local])):
+    def in_slot_order(self, parts: Sequence[NDArray[np.float64]]) -> NDArray[np.float64]:
+        """The rows [n, …] of every share's `slots(total)`, gathered, as rows [total, …] in slot order."""
+        rows = np.empty((sum(map(len, parts)), *parts[0].shape[1:]))
+        for index, part in enumerate(parts):
             rows[index :: self.dp_size] = part
         return rows
 
@@ -174,12 +210,14 @@ class World:
         return tensor, work
 
     def sum_gradients(self, parameters: list[Tensor]) -> None:
-        """Replace every .grad by its sum over ranks; a missing .grad counts as 0.
+        """Replace every .grad by its sum over ranks. One that only some ranks have counts as 0 on the others; one that
+        no rank has stays None, so that the optimiser leaves its weight alone.
 
         Those of FSDP2 (DTensors) are already summed over the shards, and are summed over the replicas.
         """
-        for p in parameters:
-            if p.grad is None:
+        exist = self.any_of_each([p.grad is not None for p in parameters])
+        for p, exists in zip(parameters, exist, strict=True):
+            if exists and p.grad is None:
                 p.grad = torch.zeros_like(p)
         grads = [p.grad for p in parameters if p.grad is not None]
         if self.size > 1:
@@ -198,9 +236,8 @@ class World:
 
     def weights_mesh(self) -> DeviceMesh:
         """The processes over which FSDP2 shards one copy of the weights."""
-        assert self.mesh is not None and self.mesh.mesh_dim_names is not None
-        names = tuple(name for name in self.mesh.mesh_dim_names if name != "replicate")
-        return self.mesh[names]._flatten("weights") if len(names) > 1 else self.mesh[names[0]]
+        assert self.mesh is not None
+        return _weights_mesh(self.mesh)
 
     def maximum_(self, tensor: Tensor) -> None:
         """Replace a tensor by its elementwise maximum over ranks."""
@@ -217,10 +254,12 @@ class World:
 
     def slice_of(self, tensor: Tensor) -> Tensor:
         """[B, …] → [B, ⌈D / n⌉], a copy of this process's part of each row, among the n context-parallel processes of
-        its share, which all hold the tensor; the last parts are padded with 0. The tensor itself if n is 1."""
+        its share, which all hold the tensor; the last parts are padded with 0. If n is 1, the tensor itself, or a copy
+        of one that is a view of a larger tensor, so that only its own bytes are kept."""
         count = self.layout.context
         if count == 1:
-            return tensor
+            is_part = tensor.untyped_storage().nbytes() > tensor.nbytes
+            return tensor.clone() if is_part else tensor
         rows = tensor.flatten(1)
         each = -(-rows.shape[1] // count)
         first = self.rank % count * each
@@ -240,7 +279,7 @@ class World:
     def _context_group(self) -> dist.ProcessGroup:
         """The context-parallel processes of this share."""
         assert self.mesh is not None
-        return self.mesh["ring", "ulysses"]._flatten().get_group()
+        return _context_group(self.mesh)
 
     def on_main(self, work: Callable[[], T], failure: type[Exception]) -> T | None:
         """Run `work()` on rank 0 while the others wait and return None; if it raises `failure`, all ranks raise it."""
@@ -298,7 +337,7 @@ def join(config: Config | None = None) -> World:
         dist.all_reduce(torch.zeros(1, device=device))  # who cannot be reached is noticed before the model loads
     if device.type == "cpu" and dist.is_initialized():
         atexit.register(leave)  # gloo's threads must not outlive the interpreter, and leaving it waits for nobody
-    return World(int(os.environ.get("RANK", "0")), size, device, layout, layout.mesh(device), patience)
+    return World(int(os.environ.get("RANK", "0")), size, device, layout, layout.mesh(device, patience), patience)
 
 
 def _name_of_start(store: Store, rank: int, size: int) -> str:

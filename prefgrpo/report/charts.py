@@ -46,9 +46,17 @@ def tag(name: str, *content: str, **attributes: object) -> Markup:
     return Markup("<{0}{1}>{2}</{0}>").format(Markup(name), pairs, Markup("").join(content))
 
 
+def numbers(*values: float) -> list[str]:
+    """With equal decimals, three significant digits of the largest; a dash for NaN."""
+    largest = max((abs(v) for v in values if not math.isnan(v)), default=0.0)
+    size = math.floor(math.log10(float(f"{largest:.2e}"))) if largest else 0
+    form = f".{max(2 - size, 0)}f" if -5 < size < 6 else ".2e"
+    return ["–" if math.isnan(v) else f"{v:{form}}".replace("-", "−") for v in values]
+
+
 def number(value: float) -> str:
     """Three significant digits; a dash for NaN."""
-    return "–" if math.isnan(value) else f"{value:.3g}".replace("-", "−")
+    return numbers(value)[0]
 
 
 def draw(title: str, series: Sequence[Series], unit: str = "", note: str = "") -> Markup:

@@ -9,20 +9,22 @@ from dataclasses import dataclass
 import numpy as np
 
 from prefgrpo.config.schema import JudgeConfig
-from prefgrpo.report.charts import number, win_names
+from prefgrpo.report.charts import numbers, win_names
 from prefgrpo.report.run import Floats, Run, short
 from prefgrpo.run.comparison import MIN_PROMPTS, ORDERS, interval, verdict
 from prefgrpo.run.metrics import WARN_MISSING
 
 
-def percent(value: float) -> str:
-    """A fraction as '91 %' (without a line break), with one decimal near 0 and 100 %."""
-    return f"{100 * value:.{1 if 0 < min(value, 1 - value) < 0.015 else 0}f}\u00a0%"
+def percent(value: float, *others: float) -> str:
+    """A fraction as '91 %' (without a line break), with one decimal if it, or one of those beside it, is near 0 or
+    100 %."""
+    near = any(0 < min(v, 1 - v) < 0.015 for v in (value, *others))
+    return f"{100 * value:.{int(near)}f}\u00a0%"
 
 
 def span(low: float, high: float) -> str:
     """Two fractions as '87–94 %'; empty if they are unknown."""
-    return "" if math.isnan(low + high) else f"{percent(low)[:-2]}–{percent(high)}"
+    return "" if math.isnan(low + high) else f"{percent(low, high)[:-2]}–{percent(high, low)}"
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ def changes(run: Run, name: str) -> list[tuple[str, float, float, str, float]]:
         low = rows.last(f"{measure}_low")
         high = rows.last(f"{measure}_high")
         few = math.isnan(low + high) or run.prompts(name, measure) < MIN_PROMPTS
-        known = "" if few else f"{number(low)} to {number(high)}"
+        known = "" if few else " to ".join(numbers(low, high))
         missing = np.nan_to_num([rows.last(f"{measure}{end}_missing") for end in ("", "_before")]).max()
         out.append((short(measure), rows.last(f"{measure}_before"), rows.last(measure), known, float(missing)))
     return out

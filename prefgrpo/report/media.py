@@ -14,8 +14,7 @@ from PIL import Image
 SMALL = 128
 """Images up to this many pixels per side are embedded unchanged and enlarged without smoothing."""
 CLIP_PX = 224
-FRAME_MS = 125
-"""Longest side of a clip on the page, and display time of each of its frames."""
+"""Longest side of a clip on the page."""
 
 
 def look(pixels: NDArray[np.uint8]) -> str:
@@ -28,8 +27,8 @@ def still(media: NDArray[np.uint8]) -> NDArray[np.uint8]:
     return media[len(media) // 2] if media.ndim == 4 else media
 
 
-def data_uri(media: NDArray[np.uint8], most: int) -> str:
-    """`data:` URI of an image of at most `most` pixels per side, or of an animated clip."""
+def data_uri(media: NDArray[np.uint8], most: int, seconds: float = 2.0) -> str:
+    """`data:` URI of an image of at most `most` pixels per side, or of a clip that plays for so many seconds."""
     clip = media.ndim == 4
     images = [Image.fromarray(frame) for frame in (media if clip else [media])]
     if max(images[0].size) > max(most := CLIP_PX if clip else most, SMALL):
@@ -38,7 +37,7 @@ def data_uri(media: NDArray[np.uint8], most: int) -> str:
     buffer = io.BytesIO()
     kind = "webp"
     if clip:
-        options = {"duration": FRAME_MS, "loop": 0, "quality": 60, "method": 4}
+        options = {"duration": round(1000 * seconds / len(images)), "loop": 0, "quality": 60, "method": 4}
         images[0].save(buffer, "WEBP", save_all=True, append_images=images[1:], **options)
     elif look(media) == "sharp":
         kind = "png"
@@ -48,8 +47,8 @@ def data_uri(media: NDArray[np.uint8], most: int) -> str:
     return f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
-def picture(media: NDArray[np.uint8], caption: str, most: int) -> Markup:
+def picture(media: NDArray[np.uint8], caption: str, most: int, seconds: float) -> Markup:
     """An <img> element for an image or animated clip, with alternative text."""
     height, width = media.shape[-3:-1]
     element = Markup('<img src="{}" alt="{}" class="{}" width="{}" height="{}">')
-    return element.format(data_uri(media, most), caption, look(media), width, height)
+    return element.format(data_uri(media, most, seconds), caption, look(media), width, height)

@@ -17,7 +17,7 @@ from jinja2 import Environment, FileSystemLoader, Template
 import prefgrpo
 from prefgrpo.data.atomic import write_atomic
 from prefgrpo.report import headline, verdicts
-from prefgrpo.report.charts import curves, number
+from prefgrpo.report.charts import curves, numbers
 from prefgrpo.report.run import read_run
 from prefgrpo.run.comparison import MIN_PROMPTS
 from prefgrpo.run.run_folder import RunFolder
@@ -48,6 +48,7 @@ def write_report(folder: Path, out: Path | None = None) -> Path:
         changes={name: headline.changes(run, name) for name in run.evals},
         min_prompts=MIN_PROMPTS,
         shown=shown,
+        edits=any(pair.source is not None for pair in pairs),
         pairs=[(pair, order.random() < 0.5) for pair in pairs],
         large=verdicts.PAIR_PX,
         charts=curves(run),
@@ -66,6 +67,7 @@ def _template() -> Template:
     """page.html.j2 with the filters that write numbers."""
     loader = FileSystemLoader(Path(__file__).parent)
     environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"percent": headline.percent, "number": number}
+    environment.filters |= {"percent": headline.percent}
+    environment.globals["numbers"] = numbers
     environment.filters |= {"pictures": verdicts.pictures, "rows": verdicts.rows}
     return environment.get_template("page.html.j2")

@@ -19,6 +19,7 @@ import numpy as np
 import yaml
 from numpy.typing import NDArray
 
+from prefgrpo.rollout.sources import side_by_side
 from prefgrpo.run.log import read_metrics
 from prefgrpo.run.run_folder import RunFolder, step_of
 
@@ -87,6 +88,8 @@ class Pair:
     """For an edit, the source images side by side, uint8 [H, W, 3]."""
     wins: dict[str, float] = field(default_factory=dict)
     """As in `Outcome`."""
+    seconds: float = 2.0
+    """Length of a clip, of which `images` are some frames."""
 
 
 @dataclass(frozen=True)
@@ -211,7 +214,7 @@ def read_run(folder: Path) -> Run:
         evals[name] = _columns(of_set)
         for path in files.all_report_images(name)[-1:]:
             prompts = read(files.prompts(name), lambda file: json.loads(file.read_text(encoding="utf-8"))) or []
-            sources = read(files.sources(name), lambda file: _arrays(file)["sources"])
+            sources = read(files.sources(name), lambda file: side_by_side(_arrays(file)))
             outcomes = read(files.outcomes(name, step_of(path)), _outcomes) or []
             pairs = read(path, partial(_pairs, prompts, sources, outcomes))
             if pairs is not None:
@@ -257,8 +260,11 @@ def _outcomes(path: Path) -> list[Outcome]:
     return out
 
 
-def _pairs(prompts: Sequence[str], sources: Images | None, outcomes: Sequence[Outcome], path: Path) -> list[Pair]:
+def _pairs(
+    prompts: Sequence[str], sources: Sequence[Images | None] | None, outcomes: Sequence[Outcome], path: Path
+) -> list[Pair]:
     images = _arrays(path)
+    seconds = float(images.get("seconds", Pair.seconds))
     count = len(images["now"])
     kept = [o for o in outcomes if o.answers is not None]
     kept = kept if len(kept) == count else [Outcome(0, {}, None)] * count
@@ -268,14 +274,14 @@ def _pairs(prompts: Sequence[str], sources: Images | None, outcomes: Sequence[Ou
     for k, (both, o) in enumerate(zip(zip(images["before"], images["now"], strict=True), kept, strict=True)):
         where = f"{path.stem.rpartition('_')[0]}, after step {step}"
         source = None if sources is None else sources[k]
-        out.append(Pair(step, where, texts[k], ("before", "after"), both, o.answers or [], source, o.wins))
+        out.append(Pair(step, where, texts[k], ("before", "after"), both, o.answers or [], source, o.wins, seconds))
     return out
 
 
 def _groups(path: Path) -> list[Group]:
     file = _arrays(path)
     parts = [file[key] for key in ("prompts", "images", "wins", "counts", "rates")]
-    sources = list(file.get("sources", [None] * len(parts[0])))
+    sources = side_by_side(file) if "sources" in file else [None] * len(parts[0])
     return [Group(step_of(path), str(prompt), *rest) for prompt, *rest in zip(*parts, sources, strict=True)]
 
 

@@ -143,7 +143,7 @@ def pictures(pair: Pair, most: int = IMAGE_PX) -> list[tuple[str, Markup]]:
         shown = {name: still(image) for name, image in shown.items()}
     elif pair.source is not None:
         shown = {"source": pair.source, **shown}
-    return [(name, picture(image, f"{pair.prompt}: {name}", most)) for name, image in shown.items()]
+    return [(name, picture(image, f"{pair.prompt}: {name}", most, pair.seconds)) for name, image in shown.items()]
 
 
 def _second_wins(answer: Answer) -> float:

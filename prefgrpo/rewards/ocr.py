@@ -164,11 +164,12 @@ def _rapidocr(_: str = "", detect: bool = True) -> Read:
     library("onnxruntime", INSTALL)
     threads = "EngineConfig.onnxruntime"  # it runs on the calling thread only
     params: dict[str, Any] = {f"{threads}.intra_op_num_threads": 1, f"{threads}.inter_op_num_threads": 1}
-    params |= {"Global.log_level": "error"}
+    # use_cls turns lines by 180°: text that stands on its head would be read as if it did not
+    params |= {"Global.log_level": "error", "Global.use_cls": False}
     steps = {}
     if not detect:
         params["Rec.rec_img_shape"] = [3, 48, 48]
-        steps = {"use_det": False, "use_cls": False}
+        steps = {"use_det": False}
     engine = library("rapidocr", INSTALL).RapidOCR(params=params)
 
     def read(pixels: NDArray[np.uint8]) -> str:

@@ -2,7 +2,8 @@
 
     size: N    resize to N × N, bicubic, ignoring the aspect ratio        jpeg: Q    then compress as JPEG, quality Q
 
-Invariant: rewards with the same options share the processed image, which is computed once.
+Invariant: the wrapped reward's whole interface shows, and rewards with the same options share the processed image,
+which is computed once.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from PIL import Image
 from pydantic import Field
 
 from prefgrpo.data.media import Media
-from prefgrpo.rewards.base import PointwiseReward, Sample, Score, check_media
+from prefgrpo.rewards.base import PointwiseReward, Reward, Sample, Score, check_media
 
 _THREADS = ThreadPoolExecutor(2, "prepare")
-_cache: WeakKeyDictionary[Media, dict[tuple[int, int], Media]] = WeakKeyDictionary()
+_cache: WeakKeyDictionary[Media, dict[tuple[int, int, int | None], Media]] = WeakKeyDictionary()
 
 
 class PreprocessedReward(PointwiseReward):
@@ -40,7 +41,7 @@ class PreprocessedReward(PointwiseReward):
         self.size = size
         self.jpeg = jpeg
         self.reward = make()
-        for name in ("takes", "needs_source", "meta_keys", "streams", "answer_s", "part_weights", "close"):
+        for name in (*Reward.__annotations__, "close"):
             setattr(self, name, getattr(self.reward, name))
 
     def score(self, samples: list[Sample]) -> list[Score]:
@@ -49,7 +50,7 @@ class PreprocessedReward(PointwiseReward):
 
     def submit(self, sample: Sample) -> Future[Score]:
         """Process a sample in a worker thread and send it; does not wait."""
-        from prefgrpo.judge.http import loop_thread  # imports aiohttp
+        from prefgrpo.judge.event_loop import loop_thread  # imports aiohttp
 
         return loop_thread().submit(self._send(sample))
 
@@ -61,15 +62,19 @@ class PreprocessedReward(PointwiseReward):
         return replace(sample, media=self._media(sample.media), source=tuple(map(self._media, sample.source)))
 
     def _media(self, media: Media) -> Media:
-        """The processed medium; an invalid one is returned unchanged, so that the reward rejects it."""
+        """The processed medium, of a clip the frames that the reward looks at; an invalid one is returned unchanged, so
+        that the reward rejects it."""
         try:
             check_media(media)
         except ValueError:
             return media
         known = _cache.setdefault(media, {})
-        if (key := (self.size, self.jpeg)) not in known:
-            frames = [self._pixels(frame.pil) for frame in media.frames()]
-            known[key] = Media(np.stack(frames) if media.clip else frames[0])
+        if (key := (self.size, self.jpeg, self.frames)) not in known:
+            frames = [self._pixels(frame.pil) for frame in media.frames(self.frames)]
+            whole = len(frames) == len(media.pixels)
+            known[key] = (
+                Media(np.stack(frames), media.frame_rate if whole else None) if media.clip else Media(frames[0])
+            )
         return known[key]
 
     def _pixels(self, image: Image.Image) -> NDArray[np.uint8]:

@@ -216,14 +216,14 @@ class VideoAlign(QwenReward):
     hub id of Qwen2-VL's config and tokenizer. template: file with the training prompt, containing {text_prompt} and the
     three reward tokens, or VideoAlign's prompt_template.py; default: the one that scripts/setup_reward.sh put beside
     this Python. dimensions: which of VQ (visual quality), MQ (motion quality) and TA (text alignment) to sum.
-    video_fps: frame rate of the clips, used to sample frames at the checkpoint's own rate.
+    video_fps: frame rate of the clips, used to sample frames at the checkpoint's own rate; none: the clips' own.
     """
 
     takes = ("video",)
     model: str = "KwaiVGI/VideoReward"
     base: str = "Qwen/Qwen2-VL-2B-Instruct"
     dimensions: Annotated[Sequence[Literal["VQ", "MQ", "TA"]], Field(min_length=1)] = PARTS
-    video_fps: PositiveFloat = 16.0
+    video_fps: PositiveFloat | None = None
     tokens = tuple(f"<|{part}_reward|>" for part in PARTS)
     variables = ("DETAILED_PROMPT_WITH_SPECIAL_TOKEN",)
     vision = "video"
@@ -245,8 +245,10 @@ class VideoAlign(QwenReward):
         )
 
     def check(self, sample: Sample) -> None:
-        """Also rejects clips of one frame."""
+        """Also rejects clips of one frame, and those without a frame rate unless `video_fps` is given."""
         super().check(sample)
+        if self.video_fps is None and sample.media.frame_rate is None:
+            raise ValueError("the clip has no frame rate: give videoalign the option video_fps")
         if len(sample.media.pixels) < 2:
             raise ValueError("videoalign scores clips of 2 frames or more, got 1")
 
@@ -260,7 +262,9 @@ class VideoAlign(QwenReward):
 
     def _frames(self, sample: Sample) -> Tensor:
         pixels = sample.media.pixels
-        count = frame_count(len(pixels), self.video_fps, self.data["fps"])
+        rate = self.video_fps or sample.media.frame_rate
+        assert rate is not None  # see `check`
+        count = frame_count(len(pixels), rate, self.data["fps"])
         chosen = torch.linspace(0, len(pixels) - 1, count).round().long().numpy()
         frames = torch.from_numpy(pixels[chosen]).permute(0, 3, 1, 2)
         size = fit(frames.shape[2], frames.shape[3], LEAST, int(self.data["max_frame_pixels"]))

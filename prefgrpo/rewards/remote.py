@@ -18,7 +18,8 @@ import aiohttp
 from pydantic import PositiveFloat, PositiveInt
 
 from prefgrpo.data.media import Media
-from prefgrpo.judge.http import Endpoint, Failure, HttpPool, Starting, describe_error, loop_thread
+from prefgrpo.judge.event_loop import loop_thread
+from prefgrpo.judge.http import Endpoint, Failure, HttpPool, Starting, describe_error
 from prefgrpo.judge.request import EncodeError, Encodings, png
 from prefgrpo.judge.verdict import JudgeError
 from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample, Score, StreamingReward
@@ -64,8 +65,7 @@ class RemoteReward(StreamingReward):
         except JudgeError as error:
             raise RewardError(f"url of reward '{self.name}': {error}") from error
         self._encodings = Encodings(encode_frames)
-        self._frames: int | None = None
-        """Frames of a clip that the server's reward looks at, evenly spaced; None: all."""
+        self.frames = None  # until the server tells
         said = self._pool.until_usable(self.patience_s, lambda line: print(f"reward '{self.name}': {line}", flush=True))
         problems = loop_thread().submit(said).result()
         bad = [f"{e.url}: {problem}" for e, problem in zip(self._pool.endpoints, problems, strict=True) if problem]
@@ -80,7 +80,7 @@ class RemoteReward(StreamingReward):
 
     async def _ask(self, sample: Sample) -> Score:
         try:
-            files = [await self._encodings.get(m, self._frames) for m in (sample.media, *sample.source)]
+            files = [await self._encodings.get(m, self.frames) for m in (sample.media, *sample.source)]
             body = request_body(self.name, sample, files)
 
             async def attempt(endpoint: Endpoint) -> Score:
@@ -100,7 +100,7 @@ class RemoteReward(StreamingReward):
                 raise Starting(f"/health answered {status}; {start}")
             row = json.loads(raw)
             served = row["name"]
-            self._frames = row.get("frames")
+            self.frames = row.get("frames")
         except (aiohttp.ClientError, OSError) as error:
             raise Starting(f"not reachable ({describe_error(error)}); {start}") from error
         except (ValueError, KeyError, TypeError):
@@ -117,7 +117,9 @@ def request_body(name: str, sample: Sample, files: Sequence[Sequence[bytes]]) ->
     """Body of POST /score. files: the encoded frames of the medium and of each source image."""
     media = (sample.media, *sample.source)
     frames = [len(of_medium) if m.clip else 0 for m, of_medium in zip(media, files, strict=True)]
-    fields = {"reward": name, "prompt": sample.prompt, "meta": sample.meta, "frames": frames}
+    fields: dict[str, object] = {"reward": name, "prompt": sample.prompt, "meta": sample.meta, "frames": frames}
+    if sample.media.clip and frames[0] == len(sample.media.pixels):
+        fields["frame_rate"] = sample.media.frame_rate
     parts = [(b'name="sample"', json.dumps(fields, default=str).encode())]
     parts += [(b'name="frame"; filename="frame"', file) for of_medium in files for file in of_medium]
     head = b"--%s\r\nContent-Disposition: form-data; " % _BOUNDARY

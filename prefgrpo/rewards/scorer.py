@@ -170,6 +170,11 @@ class Scorer:
         """Group → member → sample, of the earliest unfinished step."""
         return self._open_steps[0].samples
 
+    def waits(self) -> bool:
+        """Whether answers to the earliest unfinished step are outstanding."""
+        answers = self._open_steps[0].answers.values()
+        return any(not answer.done() for of_reward in answers for answer in of_reward.values())
+
     def finish(self, progress: Callable[[int], object] = lambda n: None) -> StepScores:
         """Scores of the earliest unfinished step. progress: called with 1 per group scored by a judge or server."""
         step = self._open_steps[0]  # which `cancel` ends if this is interrupted

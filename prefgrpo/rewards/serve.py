@@ -15,6 +15,7 @@ import sys
 import traceback
 from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -122,7 +123,8 @@ def read_sample(fields: str, files: Sequence[bytes], name: str) -> Sample:
         for count in row.get("frames", [0] * len(files)):
             frames = [images.pop(0) for _ in range(max(count, 1))]
             media.append(Media(np.stack(frames) if count else frames[0]))
-        sample = Sample(row["prompt"], media[0], tuple(media[1:]), row.get("meta", {}))
+        generated = replace(media[0], frame_rate=row.get("frame_rate"))
+        sample = Sample(row["prompt"], generated, tuple(media[1:]), row.get("meta", {}))
         wanted = row.get("reward", name)
     except (LookupError, TypeError, AttributeError, OSError, ValueError, Image.DecompressionBombError) as error:
         raise ValueError(
@@ -138,7 +140,7 @@ def probe(reward: type[PointwiseReward]) -> Sample:
     """The sample that a reward must score before its server listens, from the prompt and meta in `reward.probe`."""
     rng = np.random.default_rng(0)
     image = Media(rng.integers(0, 256, (64, 64, 3), np.uint8))
-    clip = Media(rng.integers(0, 256, (8, 64, 64, 3), np.uint8))
+    clip = Media(rng.integers(0, 256, (8, 64, 64, 3), np.uint8), frame_rate=8.0)
     source = (image,) if reward.needs_source else ()
     return Sample(reward.probe.get("prompt", PROBE), image if "image" in reward.takes else clip, source, reward.probe)
 

@@ -96,6 +96,16 @@ def busy_share(config: Config, dp_size: int) -> float:
     return batches.total() / (rounds * dp_size)
 
 
+def busy_prompts(config: Config, dp_size: int) -> int:
+    """The smallest multiple of rollout.prompts_per_step that keeps the data-parallel ranks busy nine tenths of the time
+    in an update."""
+    r = config.rollout
+    prompts = r.prompts_per_step
+    while busy_share(replace(config, rollout=replace(r, prompts_per_step=prompts)), dp_size) < 0.9:
+        prompts += r.prompts_per_step
+    return prompts
+
+
 @dataclass(frozen=True, eq=False)
 class Batch(BatchPlan):
     """A plan carried out, on the process that did it and trains on it: B samples.

@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from prefgrpo.config.schema import Config
+from prefgrpo.data.media import Media
 from prefgrpo.data.prompts import Prompt, step_prompts
 from prefgrpo.models.base import Adapter
 from prefgrpo.models.condition import Condition, collate
@@ -49,23 +50,27 @@ class Rollouts:
         """Number of samples that this rank generates in a step."""
         return sum(len(plan.places) for plan in self._plan(step)[1] if plan.dp_rank == self.world.dp_index)
 
-    def __call__(self, step: int, add: Callable[[int, int, Sample], object]) -> Iterator[Batch]:
+    def __call__(
+        self, step: int, add: Callable[[int, int, Sample], object], between: Callable[[], object] = lambda: None
+    ) -> Iterator[Batch]:
         """Encode the texts of all batches, then denoise and decode one batch at a time.
 
         add: called with (group, member, sample) for every sample of `groups(step)` as soon as it is available; samples
         received from other processes are added from another thread. All have been added when the iteration ends.
+        between: called after every batch, on all processes equally often; what it raises ends the iteration.
         """
         prompts, planned = self._plan(step)
         rank = self.world.dp_index
         first = step * self.config.rollout.prompts_per_step
+        rate = self.adapter.frame_rate
 
         def take(place: Place, pixels: Images) -> None:
             slot, member = place
-            add(first + slot, member, sample(prompts[slot], pixels, self.config.rollout))
+            add(first + slot, member, sample(prompts[slot], Media(pixels, rate), self.config.rollout))
 
         mine = [plan for plan in planned if plan.dp_rank == rank]
-        largest = max(Counter(plan.dp_rank for plan in planned).values()) if self.world.equal_forwards else 0
-        todo = mine + [planned[-1]] * (largest - len(mine))
+        rounds = max(Counter(plan.dp_rank for plan in planned).values())
+        todo = mine + [planned[-1]] * (rounds - len(mine) if self.world.equal_forwards else 0)
         slots = list(dict.fromkeys(slot for plan in todo for slot in plan.slots))
         encoded = self.embeddings(self.adapter, [prompts[slot] for slot in slots], self.config.rollout)
         condition_of = dict(zip(slots, encoded, strict=True))
@@ -78,6 +83,9 @@ class Rollouts:
                     for place, pixels in decoder.add(plan.places, batch.latents):
                         put(place, pixels)
                 yield self._kept(batch)
+                between()
+            for _ in range(rounds - len(todo)):
+                between()
             for place, pixels in decoder.rest():
                 put(place, pixels)
 

@@ -1,4 +1,5 @@
-"""Prompt embeddings: each text and each set of source images is encoded once, and kept in memory and on disk.
+"""Prompt embeddings: each text, set of source images and sample from a file is encoded once, and kept in memory and on
+disk.
 
 The key is (model, dtype, max length, text), so any run can use the same folder; the model is named by hub id and
 commit, or by the files of its encoders. If the text encoder sees the source images (`Adapter.text_sees_sources`), they
@@ -23,6 +24,8 @@ from prefgrpo.data.prompts import DataError, Prompt
 from prefgrpo.models import DTYPES, family
 from prefgrpo.models.base import Adapter, Condition
 from prefgrpo.models.folder import encoder_identity
+from prefgrpo.rollout import samples
+from prefgrpo.rollout.samples import Fitted
 from prefgrpo.rollout.shards import Shards, nbytes
 from prefgrpo.rollout.sources import NONE, Sources, prefetch, sources_of
 
@@ -34,18 +37,21 @@ MEMORY_BYTES = 2**31
 
 @dataclass(frozen=True)
 class Entry:
-    """What is encoded at once and stored under one key: a text, or the source images of an edit."""
+    """What is encoded at once and stored under one key: a text, the source images of an edit, or a sample."""
 
     text: str | None
-    """None: the source images."""
+    """None: the source images, or the sample."""
     sources: Sources = NONE
     """With a text, those that its encoder sees."""
     frames: int | None = None
     """With source images of a clip: its frames, on which their latents may depend."""
+    sample: Fitted | None = None
+    """An image or a clip to train on."""
 
     def key(self, model: str) -> str:
         """The entry's name in memory and on disk; model: `Embeddings.model`."""
-        content = (FORMAT, model, repr(self.text), self.sources.identity(), str(self.frames))
+        content = [FORMAT, model, repr(self.text), self.sources.identity(), str(self.frames)]
+        content += [] if self.sample is None else [self.sample.identity()]
         return hashlib.sha256("\0".join(content).encode()).hexdigest()
 
 
@@ -87,7 +93,7 @@ class Embeddings:
             encoders = encoder_identity(cls.find(config.model))
             area = cls.default_source_area if config.rollout.source_area is None else config.rollout.source_area
             facts = (cls.__name__, encoders, DTYPES[config.dtype], self._max_length, area)
-            self.model = "\0".join(map(str, facts))
+            self.model = "\0".join([*map(str, facts), *["tiled"] * config.vae_tiling])
             cache = Path(config.data.cache)
             try:
                 cache.mkdir(parents=True, exist_ok=True)
@@ -125,7 +131,8 @@ class Embeddings:
         absent = [entry for entry in keys if entry not in found]
         prefetch(entry.sources for entry in absent)
         with adapter.on_device(*(("text_encoder", "vae") if absent else ())):
-            for entry in absent:
+            for number, entry in enumerate(absent):
+                samples.prefetch(later.sample for later in absent[number : number + samples.KEPT] if later.sample)
                 found[entry] = self._encode(adapter, entry)
                 if self._shards is not None:
                     self._shards.add(keys[entry], found[entry])
@@ -134,6 +141,11 @@ class Embeddings:
             self._memory.popitem(last=False)
         return found
 
+    def latents(self, adapter: Adapter, entries: Sequence[Entry]) -> list[Tensor]:
+        """The latents of samples, in order, as one sample of a rollout has them, on the CPU."""
+        found = self.get(adapter, entries)
+        return [found[entry]["0"] for entry in entries]
+
     def _find(self, key: str) -> dict[str, Tensor] | None:
         tensors = self._memory.pop(key, None)
         if tensors is None and self._shards is not None:
@@ -141,6 +153,8 @@ class Embeddings:
         return tensors
 
     def _encode(self, adapter: Adapter, entry: Entry) -> dict[str, Tensor]:
+        if entry.sample is not None:
+            return {"0": adapter.encode_media(entry.sample.pixels())}
         images = entry.sources.images()
         if entry.text is None:
             latents = adapter.encode_sources(images, entry.frames)

@@ -37,7 +37,7 @@ from prefgrpo.sde.noise import endpoint_noise, endpoint_normal
 
 EDGE = 1e-3
 """Minimum distance of t from 0 and 1 for the distributions uniform and logit_normal."""
-Weights = Callable[[], AbstractContextManager[None]]
+WeightsContext = Callable[[], AbstractContextManager[None]]
 """Context in which the model has other weights."""
 
 
@@ -48,9 +48,9 @@ class EndpointCollector:
     adapter: Adapter
     objective: EndpointObjective
     config: Config
-    anchor: Weights
+    anchor: WeightsContext
     """Swaps in the weights of `objective.anchor`."""
-    reference: Weights
+    reference: WeightsContext
     """Swaps in the reference policy's weights, for train.kl_coef."""
     world: World
     reduce_once: bool = False
@@ -73,7 +73,7 @@ class EndpointCollector:
         left = objective.draws * len(batches)
         for draw in range(objective.draws):
             slopes = None
-            if isinstance(objective, GroupObjective) and not self._whole:
+            if isinstance(objective, GroupObjective) and not self._batches_are_groups:
                 with torch.no_grad():
                     errors = [_errors(self.predict(batch, draw)) for batch in batches]
                 slopes = self._slopes(objective, batches, errors, targets)
@@ -119,7 +119,7 @@ class EndpointCollector:
         mix = t.view(-1, *[1] * (x0.dim() - 1))
         x = (1.0 - mix) * x0 + mix * noise
 
-        def velocity(weights: Weights) -> Tensor:
+        def velocity(weights: WeightsContext) -> Tensor:
             with torch.no_grad(), weights():
                 return self.adapter.velocity(x, sigma, batch.condition, self.config.rollout)
 
@@ -129,7 +129,7 @@ class EndpointCollector:
         return Prediction(t, v, noise - x0, anchor, start)
 
     @property
-    def _whole(self) -> bool:
+    def _batches_are_groups(self) -> bool:
         """Whether every batch consists of whole groups; the same on all ranks."""
         r = self.config.rollout
         return r.batch_size == r.group_size
@@ -144,7 +144,7 @@ class EndpointCollector:
         for batch, rows in zip(batches, errors, strict=True):
             if not batch.padding:
                 table.index_copy_(0, batch.rows(size).to(table.device, non_blocking=True), rows)
-        if not self._whole:
+        if not self._batches_are_groups:
             self.world.maximum_(table)  # of errors, and of 0 on the ranks that do not have the sample
         error, anchor_error = table.view(groups, size, 2).unbind(2)
         error = error.clone().requires_grad_()

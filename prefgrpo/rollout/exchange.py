@@ -21,6 +21,14 @@ from prefgrpo.rollout.batch import BatchPlan, Place
 from prefgrpo.rollout.render import Images, Pixels
 
 
+def samples_thread(device: torch.device) -> ThreadPoolExecutor:
+    """One thread that uses this process's GPU: a new thread would use GPU 0, and waiting for an event there would make
+    a context (half a GB) on it."""
+    if device.type != "cuda":
+        return ThreadPoolExecutor(1, "samples")
+    return ThreadPoolExecutor(1, "samples", initializer=torch.cuda.set_device, initargs=(device,))
+
+
 @contextmanager
 def media_exchange(
     world: World,
@@ -68,7 +76,7 @@ def media_exchange(
     received: Future[None] = Future()
     works = [received]
     threading.Thread(target=receive, daemon=True).start()
-    with ThreadPoolExecutor(1, "samples") as local:
+    with samples_thread(world.device) as local:
         yield put  # after an error inside, nothing is waited for: the other processes may have ended
         for work in works:
             work.result()

@@ -39,9 +39,9 @@ ENCODED = 64
 """Prompts that are encoded at a time: with offload, their encoders go to the device once for all of them."""
 
 
-def sample(prompt: Prompt, pixels: Images, sizes: SamplingConfig) -> Sample:
-    """The `Sample` passed to rewards: pixels [(F,) H, W, 3], and the source images as the model saw them."""
-    return Sample(prompt.text, Media(pixels), sources_of(prompt, sizes).media(), prompt.meta)
+def sample(prompt: Prompt, media: Media, sizes: SamplingConfig) -> Sample:
+    """The `Sample` passed to rewards: what was generated, and the source images as the model saw them."""
+    return Sample(prompt.text, media, sources_of(prompt, sizes).media(), prompt.meta)
 
 
 @torch.no_grad()
@@ -141,7 +141,7 @@ def to_host(tensor: Tensor) -> Callable[[], NDArray[Any]]:
     host = tensor.to("cpu", non_blocking=True)
     if tensor.device.type != "cuda":
         return host.numpy
-    copied = torch.cuda.Event()
+    copied = torch.cuda.Event(blocking=True)  # sleeps; else a core of the CPU would spin
     copied.record()
 
     @cache

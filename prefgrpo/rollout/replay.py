@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
@@ -33,23 +33,17 @@ def replay(
     condition: Condition,
     step: Step,
     sampling: Sampling,
-    kl: Literal["", "gaussian", "flow_grpo"] = "",
-    reference: Callable[[], AbstractContextManager[None]] | None = None,
+    kl: Literal["gaussian", "flow_grpo"] = "gaussian",
 ) -> Replayed:
     """Log-prob [B] of a stored step.
 
-    condition: of the B samples. kl: also compute the KL to the reference policy, with a second forward without gradient
-    inside `reference()` (None: the adapter's, with its LoRA switched off); 'flow_grpo': times the step's |Δσ|
-    (train.kl_form). If velocities are stored, also GRPO-Guard's log-ratio and the KL
+    condition: of the B samples. If the step has the reference policy's velocity, also the KL to that policy; kl
+    'flow_grpo': times the step's |Δσ| (train.kl_form). If velocities are stored, also GRPO-Guard's log-ratio and the KL
     to the policy that generated the step. Gradients flow only through the velocity.
     """
     sigma = schedule.times[step.index].expand(len(step.x))
-    v_ref = None
-    if kl:
-        with torch.no_grad(), (reference or adapter.reference)():
-            v_ref = adapter.velocity(step.x, sigma, condition, sampling)
     v = adapter.velocity(step.x, sigma, condition, sampling)
-    out = sde_logp(step.x, v, step.x_next, schedule.coef, step.index, v_ref=v_ref, v_old=step.v)
+    out = sde_logp(step.x, v, step.x_next, schedule.coef, step.index, v_ref=step.v_ref, v_old=step.v)
     away = out.kl
     if kl == "flow_grpo" and away is not None:
         away = away * -schedule.sigmas.diff()[step.index]
@@ -59,7 +53,10 @@ def replay(
 
 @dataclass(frozen=True)
 class TrajectoryCollector:
-    """Accumulates the gradients of a trajectory objective by replaying stored steps, one per forward."""
+    """Accumulates the gradients of a trajectory objective by replaying stored steps, one per forward.
+
+    With train.kl_coef, `with_reference` comes first.
+    """
 
     adapter: Adapter
     objective: TrajectoryObjective
@@ -83,13 +80,13 @@ class TrajectoryCollector:
         table = list[Tensor]()
         train = self.config.train
         sampling = self.config.rollout
-        kl = train.kl_form if train.kl_coef else ""
         left = sum(len(batch.steps) for batch in batches)
         for batch in batches:
             adv = batch.of_samples(targets.advantage)
             for stored in batch.steps:
+                assert bool(train.kl_coef) == (stored.v_ref is not None), "expected `with_reference` first"
                 step = self.whole(stored)
-                new = replay(self.adapter, batch.schedule, batch.condition, step, sampling, kl, self.reference)
+                new = replay(self.adapter, batch.schedule, batch.condition, step, sampling, train.kl_form)
                 out = self.objective.loss(train, new, adv, float(samples * len(batch.steps)))
                 left -= 1
                 if self.reduce_once:
@@ -97,9 +94,23 @@ class TrajectoryCollector:
                 table += batch.backward(out.loss, out.metrics)
         return table
 
+    def with_reference(self, batch: Batch) -> Batch:
+        """The batch with the reference policy's velocities at its stored steps; to be called inside `reference()`."""
+        steps = list[Step]()
+        for stored in batch.steps:
+            x = self.world.whole(stored.x, self._latent_shape)
+            sigma = batch.schedule.times[stored.index].expand(len(x))
+            with torch.no_grad():
+                v_ref = self.adapter.velocity(x, sigma, batch.condition, self.config.rollout)
+            steps.append(replace(stored, v_ref=self.world.slice_of(v_ref)))
+        return replace(batch, steps=tuple(steps))
+
     def whole(self, stored: Step) -> Step:
         """A step of a `Batch` with the whole latents, of which each context-parallel process keeps a part."""
-        shape = self.adapter.latent_shape(self.config.rollout)
-        gather = partial(self.world.whole, shape=shape)
+        gather = partial(self.world.whole, shape=self._latent_shape)
         (step,) = changed([stored], lambda tensor: tensor if tensor.dim() == 1 else gather(tensor))
         return step
+
+    @property
+    def _latent_shape(self) -> tuple[int, ...]:
+        return self.adapter.latent_shape(self.config.rollout)

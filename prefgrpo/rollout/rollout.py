@@ -36,6 +36,8 @@ class Step:
     """fp32 [B], log-prob of x_next under the policy that generated it."""
     v: Tensor | None = None
     """[B, …] velocity of the policy that generated the step, after guidance; None: not stored."""
+    v_ref: Tensor | None = None
+    """[B, …] velocity of the reference policy, likewise; None: not computed, or not needed."""
 
 
 def changed(steps: Iterable[Step], change: Callable[[Tensor], Tensor]) -> tuple[Step, ...]:

@@ -5,36 +5,37 @@ Each set of files is read once, by a worker thread, and kept while it is among t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
+from typing import Any
 from weakref import WeakValueDictionary
 
 import numpy as np
+from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
 from prefgrpo.config.schema import SamplingConfig
 from prefgrpo.data.media import Media
-from prefgrpo.data.prompts import Prompt, read_source
+from prefgrpo.data.prompts import Prompt, place_of, read_source
+from prefgrpo.data.stored import StoredMedia
 
 KEPT = 256
-_WORKERS = ThreadPoolExecutor(4, "sources")
+WORKERS = ThreadPoolExecutor(4, "sources")
 
 
 @dataclass(frozen=True)
 class Sources:
     """The source images of a prompt at one output size; none for a prompt that is no edit."""
 
-    files: tuple[str, ...] = ()
+    files: tuple[str | StoredMedia, ...] = ()
     height: int = 0
     width: int = 0
 
     def identity(self) -> str:
         """What the encoded images are stored under: paths, sizes and times of the files, and the output size."""
-        stats = [(file, Path(file).stat()) for file in self.files]
-        return repr([(file, s.st_size, s.st_mtime_ns) for file, s in stats] + [self.height, self.width])
+        return repr([place_of(file).identity() for file in self.files] + [self.height, self.width])
 
     def images(self) -> tuple[Image.Image, ...]:
         """The images, in order. Raises DataError for a file that is not an image."""
@@ -55,6 +56,20 @@ def sources_of(prompt: Prompt, sizes: SamplingConfig) -> Sources:
     return Sources(prompt.source, sizes.height, sizes.width) if prompt.source else NONE
 
 
+def as_arrays(of_prompts: Sequence[Sequence[Media]]) -> dict[str, NDArray[Any]]:
+    """The source images of P prompts as arrays for a file: `sources` uint8 [n, H, W, 3], one prompt's after another's,
+    and `source_counts` [P]; none if no prompt has a source."""
+    every = [media.pixels for of_prompt in of_prompts for media in of_prompt]
+    counts = np.array([len(of_prompt) for of_prompt in of_prompts])
+    return {"sources": np.stack(every), "source_counts": counts} if every else {}
+
+
+def side_by_side(arrays: Mapping[str, NDArray[Any]]) -> list[NDArray[np.uint8] | None]:
+    """Each prompt's source images, uint8 [H, n · W, 3], from the arrays of `as_arrays`; None for one without."""
+    each = np.split(arrays["sources"], np.cumsum(arrays["source_counts"])[:-1])
+    return [np.concatenate(list(images), axis=1) if len(images) else None for images in each]
+
+
 def prefetch(sources: Iterable[Sources]) -> None:
     """Start to read images that will be needed soon; does not wait."""
     for one in sources:
@@ -64,9 +79,14 @@ def prefetch(sources: Iterable[Sources]) -> None:
 
 @lru_cache(maxsize=KEPT)
 def _reading(sources: Sources) -> Future[tuple[Image.Image, ...]]:
-    return _WORKERS.submit(_read, sources)
+    return WORKERS.submit(_read, sources)
 
 
 def _read(sources: Sources) -> tuple[Image.Image, ...]:
     size = (sources.width, sources.height)
-    return tuple(ImageOps.fit(read_source(file), size, Image.Resampling.LANCZOS) for file in sources.files)
+    return tuple(fit(read_source(file), size) for file in sources.files)
+
+
+def fit(image: Image.Image, size: tuple[int, int]) -> Image.Image:
+    """The middle of an image at the size (width, height), resized with Lanczos."""
+    return ImageOps.fit(image, size, Image.Resampling.LANCZOS)

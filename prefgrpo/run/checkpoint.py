@@ -41,6 +41,9 @@ from prefgrpo.parallel.shard import is_sharded
 from prefgrpo.parallel.world import World
 from prefgrpo.run.run_folder import PRODUCTS, RunFolder
 
+MOST_SECONDS = 30 * 60.0
+"""A step that ends later than this after the last checkpoint is followed by one, whatever checkpoint.every is: steps of
+long clips take half an hour."""
 META = "state.json"
 PARTIAL = "partial"
 """Ending of the hidden folder in which a checkpoint is written; every process derives the same name."""
@@ -57,8 +60,9 @@ class CheckpointError(UserError, RuntimeError):
 class Checkpoints:
     """The checkpoints of a run. At most one is being written at a time; every rank calls every method."""
 
-    def __init__(self, run: RunFolder, world: World, keep: int) -> None:
-        """keep: number of newest checkpoints that stay."""
+    def __init__(self, run: RunFolder, world: World, keep: int, by_time: bool = True) -> None:
+        """keep: number of newest checkpoints that stay. by_time: also save every MOST_SECONDS; False if results depend
+        on when a run saves, as with rollout.staleness, which generates no samples ahead across a checkpoint."""
         self.run = run
         self.keep = keep
         self.world = world
@@ -66,18 +70,30 @@ class Checkpoints:
         """For the writing threads, whose messages must not mix with those of the step."""
         self._writing: tuple[Path, Future[Any]] | None = None
         """The checkpoint that is being written."""
+        self.last = -1
+        """Steps done in the newest checkpoint that this run has read, written or begun to write."""
+        self._by_time = by_time
+        self._began = time.monotonic()
+
+    @property
+    def overdue(self) -> bool:
+        """Whether more than MOST_SECONDS have passed since the last save, or the start, by this process's clock."""
+        return self._by_time and time.monotonic() - self._began > MOST_SECONDS
 
     def save(
         self, step: int, tensors: dict[str, Tensor], meta: dict[str, Any], lora: Callable[[Path], None] | None = None
     ) -> None:
         """Copy the tensors, then write them in another thread; waits for the previous save first.
 
-        Plain tensors must be equal on all ranks; rank 0 writes them, as DCP would plan them once for every rank. An
-        existing checkpoint is left unchanged, because the state after a step is a function of the run and the step.
+        Plain tensors must be equal on all ranks; rank 0 writes them, as DCP would plan them once for every rank. Of
+        sharded ones every replica has all, and writes its share. An existing checkpoint is left unchanged, because the
+        state after a step is a function of the run and the step.
         lora: writes the LoRA into a folder; called once, on rank 0. Raises CheckpointError, on all ranks, if that or
         the previous save failed.
         """
         self.finished(wait=True)
+        self.last = step
+        self._began = time.monotonic()
         final = self.run.checkpoint(step)
         if self.world.any(self.world.main and final.exists()):
             return
@@ -87,9 +103,22 @@ class Checkpoints:
             self.world.on_main(partial(_write_lora, final, lora), CheckpointError)
         writer = _Writer(self.run, step, meta, self.keep)
         alone = self.world.size == 1
-        mine = {name: tensor for name, tensor in tensors.items() if self.world.main or is_sharded(tensor)}
-        future: Any = async_save(mine, storage_writer=writer, process_group=self._group, no_dist=alone)
+        future: Any = async_save(self._own(tensors), storage_writer=writer, process_group=self._group, no_dist=alone)
         self._writing = final, future  # a Future, as the writer copies the tensors before it returns
+
+    def _own(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors, or shards of them, that this process writes; sharded ones are divided evenly among replicas."""
+        loads = [0] * self.world.layout.replicate
+        own = {}
+        for name, tensor in tensors.items():
+            mine = self.world.main
+            if is_sharded(tensor):
+                replica = loads.index(min(loads))
+                loads[replica] += tensor.nbytes
+                mine = replica == self.world.replica
+            if mine:
+                own[name] = tensor
+        return own
 
     def finished(self, wait: bool = False) -> Path | None:
         """The folder of a save that has succeeded since the last call; wait: for the save in flight, if there is one.

@@ -14,9 +14,10 @@ from prefgrpo.models import family
 from prefgrpo.models.folder import ModelError, is_hub_id
 from prefgrpo.objectives import objective
 from prefgrpo.objectives.base import GroupObjective
+from prefgrpo.parallel.world import World
 from prefgrpo.rewards import PYTHON, get_python_rewards, load_class
 from prefgrpo.rewards.pairwise import VlmPairwise
-from prefgrpo.rollout.batch import batch_sizes
+from prefgrpo.rollout.batch import batch_sizes, busy_prompts, busy_share
 from prefgrpo.run import judging, trackers
 from prefgrpo.run.checkpoint import CheckpointError
 from prefgrpo.run.loading import unsupported
@@ -66,6 +67,21 @@ def batch_errors(config: Config) -> list[str]:
         return []
     problem = "a batch has images of one prompt that train in one update"
     return [f"rollout.batch_size: {problem}: expected one of {sizes}, got {r.batch_size}"]
+
+
+def check_busy(config: Config, world: World, allow_idle: bool) -> None:
+    """Raise ConfigError if more than half of the GPUs would idle: nobody reads a warning in a queued job's log in time.
+    On CPUs, where runs are tests and demos, idle processes cost nothing."""
+    share = busy_share(config, world.dp_size)
+    if share >= 0.5 or allow_idle or world.device.type != "cuda":
+        return
+    r = config.rollout
+    problem = (
+        f"{r.prompts_per_step} prompts in batches of {r.batch_size} keep {share:.0%} of {world.dp_size} processes busy"
+    )
+    advice = f"set {busy_prompts(config, world.dp_size)}, or a smaller rollout.batch_size, or start fewer processes"
+    allowed = "--allow-idle (allow_idle=True in Python) trains all the same"
+    raise ConfigError([f"rollout.prompts_per_step: {problem}; {advice}; {allowed}"])
 
 
 def _model_errors(config: Config) -> list[str]:

@@ -10,13 +10,17 @@ import json
 import math
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from prefgrpo.config.schema import Config, SamplingConfig
 from prefgrpo.data.atomic import save_images, write_atomic
+from prefgrpo.data.media import Media
 from prefgrpo.data.prompts import Prompt
 from prefgrpo.models.base import Adapter
 from prefgrpo.parallel.world import World
@@ -26,12 +30,13 @@ from prefgrpo.rewards.scorer import Scorer, StepScores
 from prefgrpo.rollout.embeddings import Embeddings
 from prefgrpo.rollout.render import Images, preview, render, sample
 from prefgrpo.rollout.sampling import Schedules
-from prefgrpo.rollout.sources import sources_of
+from prefgrpo.rollout.sources import as_arrays, sources_of
 from prefgrpo.run.checkpoint import CheckpointError
 from prefgrpo.run.comparison import ORDERS, Comparison, Row, compared
 from prefgrpo.run.judging import judges_of
 from prefgrpo.run.log import finite
 from prefgrpo.run.run_folder import RunFolder
+from prefgrpo.run.writer import Writer
 
 IN_REPORT = 12
 """Images of an evaluation that the report shows."""
@@ -78,10 +83,13 @@ class Evaluator:
     scorer: Scorer
     world: World
     folder: RunFolder
+    writer: Writer
     before: list[Images] = field(default_factory=list)
     """This share's images of the initial policy, on its leader."""
     reasons: Counter[str] = field(default_factory=Counter)
     """Why values and verdicts of the last evaluation are missing, over all ranks, as in `StepScores.reasons`."""
+    _storing: Future[None] | None = None
+    """The writer's job that stores `before`."""
 
     @property
     def share(self) -> list[int]:
@@ -105,15 +113,17 @@ class Evaluator:
         self.before = self.render(self.share)
         if self.world.is_dp_leader:
             self.folder.initial_image(name, 0).parent.mkdir(exist_ok=True)
-            for file, image in zip(files, self.before, strict=True):
-                save_images(file, image=image)
+            self._storing = self.writer.put(partial(_save_each, files, self.before))
         if self.world.main:
             in_report = [self.eval_set.items[i] for i in self.report_indices()]
             write_atomic(self.folder.prompts(name), json.dumps([item.text for item in in_report]))
-            if any(item.source for item in in_report):  # several of a prompt side by side
-                fitted = [sources_of(item, self.sizes).media() for item in in_report]
-                rows = [np.concatenate([media.pixels for media in of_prompt], axis=1) for of_prompt in fitted]
-                save_images(self.folder.sources(name), sources=np.stack(rows))
+            if arrays := as_arrays([sources_of(item, self.sizes).media() for item in in_report]):
+                self.writer.put(partial(save_images, self.folder.sources(name), **arrays))
+
+    def wait_stored(self) -> None:
+        """Wait until the initial policy's images, without which no run is resumed, are stored."""
+        if self._storing is not None:
+            self._storing.result()
 
     def run(self, step: int) -> Comparison:
         """Evaluate the policy after `step` steps, over all ranks, and store the report's images. At step 0 it is the
@@ -123,7 +133,8 @@ class Evaluator:
         pairs: list[Pair] = []
         for i, after, before in zip(index, now, self.before, strict=True):
             prompt = self.eval_set.items[i]
-            pairs.append((sample(prompt, after, self.sizes), sample(prompt, before, self.sizes)))
+            both = [sample(prompt, Media(pixels, self.adapter.frame_rate), self.sizes) for pixels in (after, before)]
+            pairs.append((both[0], both[1]))
         if step:
             rows, answers, reasons = compare(self.scorer, pairs)
         else:
@@ -154,7 +165,11 @@ class Evaluator:
         pairs = [(preview(self.before[k]), preview(now[k])) for k in rows]
         if (gathered := self.world.gather_items(pairs)) and self.world.main:
             before, after = (np.stack([pair[k] for pair in gathered]) for k in range(2))
-            save_images(self.folder.report_images(self.eval_set.name, step), before=before, now=after)
+            file = self.folder.report_images(self.eval_set.name, step)
+            arrays = {"before": before, "now": after}
+            if rate := self.adapter.frame_rate:
+                arrays["seconds"] = np.array((self.adapter.frames(self.sizes) or 1) / rate)
+            self.writer.put(partial(save_images, file, **arrays), pictures=True)
 
     def _save_outcomes(self, step: int, index: list[int], rows: list[Row], answers: list[list[Answer]]) -> None:
         """Store the wins of every image, and the judge's answers for the images in the report."""
@@ -166,6 +181,11 @@ class Evaluator:
             mine.append(outcome | ({"answers": of_pair} if i in in_report else {}))
         if (every := self.world.gather_items(mine)) and self.world.main:
             write_atomic(self.folder.outcomes(self.eval_set.name, step), json.dumps(every))
+
+
+def _save_each(files: Sequence[Path], images: Sequence[Images]) -> None:
+    for file, image in zip(files, images, strict=True):
+        save_images(file, image=image)
 
 
 def share_of(world: World, count: int) -> list[int]:

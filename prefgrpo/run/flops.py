@@ -2,7 +2,8 @@
 
 One forward per denoising step of a sample in the rollout; forward and backward per trained step in the update. Only
 products, convolutions and attention count (torch's formulas), and what gradient checkpointing computes again does not:
-these are the FLOP of the model, not of the hardware. Texts, VAE, judges and rewards do not count, but their time does.
+these are the FLOP of the model, not of the hardware. A LoRA's B inside `low_rank_gelu` is not seen, as the kernel is no
+operator of torch. Texts, VAE, judges and rewards do not count, but their time does.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from prefgrpo.config.schema import Config
+from prefgrpo.models.attention import FLASH
 from prefgrpo.models.base import Adapter
 from prefgrpo.parallel.world import World
 
@@ -34,8 +36,8 @@ FORMULAS = flop_registry | {torch.ops.aten.addmm_: flop_registry[torch.ops.aten.
 """Operator → its FLOP by the shapes of its arguments; LoRA layers add to their base layer's output in place."""
 OTHERS = ("MIG", "Laptop", "4090 D", "GB200")
 """Parts of the names of GPUs that are slower or faster than the one of PEAKS whose name they contain."""
-BACKWARD = 2.5
-"""FLOP of an attention's backward by those of its forward: five products instead of two."""
+COUNTED = ("native", "_native_flash", "_native_math", *FLASH)
+"""Values of `attention` that run operators of torch, whose FLOP it knows; with others, no MFU is reported."""
 
 
 def peak(device: torch.device) -> float | None:
@@ -70,35 +72,6 @@ class FlopCounter(TorchDispatchMode):
 
 
 @contextmanager
-def _kernels_counted(counter: FlopCounter, attention: str, context: int) -> Iterator[None]:
-    """Context that counts the calls of an attention backend with kernels of its own, which torch has no formula for.
-
-    context: number of context-parallel processes; each passes its part of the tokens and computes 1/context of it all.
-    """
-    from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
-
-    if attention.lstrip("_").startswith("native"):
-        yield
-        return
-
-    backends = _AttentionBackendRegistry._backends
-    name = AttentionBackendName(attention)
-    real = backends[name]
-
-    def counted(query: Any, key: Any, *args: Any, **kwargs: Any) -> Any:
-        forward = 4.0 * query.shape[:3].numel() * key.shape[1] * query.shape[3] * context
-        if not _recomputed():
-            counter.total += forward * (1 + BACKWARD * (torch.is_grad_enabled() and query.requires_grad))
-        return real(query, key, *args, **kwargs)
-
-    backends[name] = counted
-    try:
-        yield
-    finally:
-        backends[name] = real
-
-
-@contextmanager
 def _forwards_counted(adapter: Adapter, counter: FlopCounter) -> Iterator[None]:
     """Context that counts the forwards of an adapter's denoisers, not its encoders and VAE."""
     real = adapter.velocity
@@ -121,21 +94,22 @@ class Throughput:
         self._config = config
         self._adapter = adapter
         self._world = world
-        self._peak = peak(world.device) if config.dtype == "bf16" and not config.compile else None
+        counted = config.dtype == "bf16" and not config.compile and config.attention in COUNTED
+        self._peak = peak(world.device) if counted else None
         self.per_sample: dict[str, float] = {}
-        """"generated" and "trained" → FLOP per sample, over the context-parallel processes."""
+        """Of "rollout", "reference" and "update": FLOP per sample, summed over the context-parallel processes."""
 
     @contextmanager
     def counting(self, kind: str, samples: int) -> Iterator[None]:
-        """Context of a step's rollout ("generated") or update ("trained") of so many samples on this process; counts
-        the denoisers' FLOP if they are not known yet."""
+        """Context of one kind of work in a step, on this many samples of this process: "rollout", forwards of the
+        "reference" policy, or "update". Counts the denoisers' FLOP the first time."""
         if self._peak is None or kind in self.per_sample or not samples:
             yield
             return
         context = self._world.layout.context
         counter = FlopCounter()
-        inside = _forwards_counted(self._adapter, counter) if kind == "generated" else counter
-        with inside, _kernels_counted(counter, self._config.attention, context):
+        inside = _forwards_counted(self._adapter, counter) if kind == "rollout" else counter
+        with inside:
             yield
         self.per_sample[kind] = counter.total * context / samples
 
@@ -143,8 +117,9 @@ class Throughput:
         """Of a step of all processes: images or clips per second, and MFU where it can be known."""
         unit = "images" if self._adapter.frames(self._config.rollout) is None else "clips"
         out = {f"time/{unit}_per_s": generated / seconds}
-        known = "generated" in self.per_sample and ("trained" in self.per_sample or not trained)
+        known = "rollout" in self.per_sample and ("update" in self.per_sample or not trained)
         if self._peak is not None and known:
-            flop = generated * self.per_sample["generated"] + trained * self.per_sample.get("trained", 0.0)
+            per_trained = self.per_sample.get("reference", 0.0) + self.per_sample.get("update", 0.0)
+            flop = generated * self.per_sample["rollout"] + trained * per_trained
             out["time/mfu"] = flop / (seconds * self._peak * self._world.size)
         return out

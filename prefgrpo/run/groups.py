@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
+from prefgrpo.config.schema import Config
 from prefgrpo.data.atomic import save_images
-from prefgrpo.rewards.base import Sample
 from prefgrpo.rewards.scorer import StepScores
 from prefgrpo.rollout.render import stills
-from prefgrpo.run.trackers import Pictures
+from prefgrpo.rollout.sources import as_arrays
+from prefgrpo.run.log import Log
+from prefgrpo.run.pairs import store
+from prefgrpo.run.trackers import PAIRS, Pictures
+from prefgrpo.run.writer import Writer
 
 MOST = 3
 """Groups per step."""
 SIDE = 256
 """Shorter side in pixels at which trackers show an image, or a little more."""
+
+
+def show_groups(config: Config, step: int, scores: StepScores, log: Log) -> None:
+    """On rank 0, store a few judged groups for the report, and send some to the trackers: of the first and the last
+    step, and of those with an evaluation. With the tracker `pairs`, every rank also stores all judged ones."""
+    if PAIRS in config.trackers:
+        store(log.folder, step, scores, log.writer)
+    shown = step in (1, config.train.steps) or step % (config.eval.every or 50) == 0
+    if log.active and shown:
+        save_groups(log.folder.group(step), scores, log.writer)
+        log.show(step, partial(pictures, scores))
 
 
 def pictures(scores: StepScores) -> Pictures:
@@ -35,28 +51,24 @@ def pictures(scores: StepScores) -> Pictures:
     return out
 
 
-def save_groups(file: Path, scores: StepScores) -> None:
-    """Store images, wins, counts, win rates, prompts and sources (side by side, as the model saw them) of judged groups
-    of one image size; nothing without judged groups."""
-
-    def shapes(sample: Sample) -> list[tuple[int, ...]]:
-        return [media.pixels.shape for media in (sample.media, *sample.source)]
-
+def save_groups(file: Path, scores: StepScores, writer: Writer) -> None:
+    """Store images, wins, counts, win rates, prompts and sources (as the model saw them) of judged groups, on the
+    writer's thread; nothing without judged groups."""
     judged = [
         ([members[m] for m in sorted(members)], (*scores.games[name][k], scores.values[name][k]))
         for name in scores.games
         for k, members in enumerate(scores.samples.values())
-    ]
-    alike = [(members, tables) for members, tables in judged if shapes(members[0]) == shapes(judged[0][0][0])][:MOST]
-    if not alike:
+    ][:MOST]
+    if not judged:
         return
-    sources = [np.concatenate([s.pixels for s in m[0].source], axis=1) for m, _ in alike if m[0].source]
-    save_images(
+    save = partial(
+        save_images,
         file,
-        images=np.stack([np.stack([stills(s.media.pixels) for s in members]) for members, _ in alike]),
-        wins=np.stack([wins for _, (wins, _, _) in alike]),
-        counts=np.stack([counts for _, (_, counts, _) in alike]),
-        rates=np.stack([rates for _, (_, _, rates) in alike]),
-        prompts=np.array([members[0].prompt for members, _ in alike]),
-        **({"sources": np.stack(sources)} if sources else {}),
+        images=np.stack([np.stack([stills(s.media.pixels) for s in members]) for members, _ in judged]),
+        wins=np.stack([wins for _, (wins, _, _) in judged]),
+        counts=np.stack([counts for _, (_, counts, _) in judged]),
+        rates=np.stack([rates for _, (_, _, rates) in judged]),
+        prompts=np.array([members[0].prompt for members, _ in judged]),
+        **as_arrays([members[0].source for members, _ in judged]),
     )
+    writer.put(save, pictures=True)

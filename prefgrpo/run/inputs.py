@@ -19,9 +19,10 @@ from typing import Any
 from prefgrpo.config.loading import from_dict, to_dict
 from prefgrpo.config.schema import Config
 from prefgrpo.data.atomic import write_atomic, write_folder
-from prefgrpo.data.prompts import Prompt, file_digest, fingerprint
+from prefgrpo.data.prompts import Prompt, fingerprint
+from prefgrpo.data.stored import file_digest
 from prefgrpo.models import family, lora_files
-from prefgrpo.models.folder import index_of, locate
+from prefgrpo.models.folder import components_of, locate
 from prefgrpo.models.weights import locate_lora
 from prefgrpo.rewards import PYTHON, load_class
 from prefgrpo.run.checkpoint import CheckpointError, read_meta
@@ -52,8 +53,8 @@ def keep_inputs(config: Config, folder: RunFolder, first: bool) -> None:
             copy.parent.mkdir(exist_ok=True)
             write_atomic(copy, Path(file).read_bytes())
     if config.train.lora_from and first:
-        source = locate_lora(config.train.lora_from)
         denoisers = family(config.family).denoisers
+        source = locate_lora(config.train.lora_from, denoisers[1:])
         write_folder(folder.first_lora, lambda inside: _copy_lora(source, inside, denoisers))
 
 
@@ -64,7 +65,7 @@ def fingerprints(
     root = locate(config.model)
     found = {"prompts": fingerprint(prompts)}
     found |= {f"prompts of {name}": fingerprint(of_set) for name, of_set in sets.items()}
-    for part, (library, *_) in ((k, v) for k, v in index_of(root).items() if isinstance(v, list)):
+    for part, (library, _) in components_of(root).items():
         files = sorted(file for file in (root / part).rglob("*") if file.is_file() and library)
         if files:
             found[f"model's {part}"] = _digest([(f.relative_to(root).as_posix(), file_digest(f)) for f in files])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from prefgrpo.config.rewards import RewardEntry
 from prefgrpo.config.schema import COMBINE, SEPARATE, Config, JudgeConfig
 from prefgrpo.data.media import Media
 from prefgrpo.data.prompts import Prompt
-from prefgrpo.judge.pairs import get_plan
+from prefgrpo.judge.pairs import both_orders, get_plan
 from prefgrpo.judge.template import FRAMES, Shown, Template, load_template
 from prefgrpo.judge.verdict import JudgeError, PairJudge
 from prefgrpo.models import family
@@ -84,6 +85,7 @@ def _check_entry(config: Config, entry: RewardEntry) -> None:
         raise ValueError(f"{entry.name} asks no judge: remove `judge` from its entry")
     if _compares(entry):
         load_template(_question(entry))
+    if issubclass(load_class(entry.reward), VlmPairwise) and "url" not in entry.options:
         plan = get_plan(entry.options.get("plan", "both_orders"))
         if entry in config.rewards:
             plan(config.rollout.group_size, 0)
@@ -292,18 +294,21 @@ def training_scorer(config: Config, rewards: Mapping[str, Reward], log: Path, wo
 
 
 def evaluation_scorer(config: Config, rewards: Mapping[str, Reward]) -> Scorer:
-    """The scorer of (current, initial) pairs under the rewards of `config.measured`: a judge is asked in both orders,
-    with the answers won, tied or lost."""
+    """The scorer of (current, initial) pairs under the rewards of `config.measured`: pairs are compared in both orders,
+    and a judge's answers are won, tied or lost."""
     if not config.eval.rewards:  # of what is trained, those that can score two samples
         scores_two = (PointwiseReward, FunctionPairwise, VlmPairwise)
         rewards = {name: reward for name, reward in rewards.items() if isinstance(reward, scores_two)}
     trained = {entry.name for entry in config.rewards if entry.weight and entry in config.measured}
     rewards = dict(sorted(rewards.items(), key=lambda item: item[0] not in trained))
-    in_both_orders = {
-        name: replace(reward, plan="both_orders", verdict="hard")
-        for name, reward in rewards.items()
-        if isinstance(reward, VlmPairwise) and reward.judged
-    }
+    in_both_orders: dict[str, Reward] = {}
+    for name, reward in rewards.items():
+        if isinstance(reward, VlmPairwise):  # a training plan need not fit two samples
+            pairwise = copy(reward)
+            pairwise.plan = both_orders.__name__
+            pairwise.plan_pairs = both_orders
+            pairwise.verdict = "hard" if reward.judged else reward.verdict
+            in_both_orders[name] = pairwise
     return Scorer({**rewards, **in_both_orders}, 2, config.judge.deadline_s, config.seed)
 
 

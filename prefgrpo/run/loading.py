@@ -5,6 +5,8 @@ Invariant: a value that the model rejects raises a ConfigError that names its fi
 
 from __future__ import annotations
 
+import gc
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -23,6 +25,7 @@ from prefgrpo.models.folder import ModelError, locate
 from prefgrpo.objectives.base import EndpointObjective, Objective, TrajectoryObjective
 from prefgrpo.parallel import attention
 from prefgrpo.parallel.parallelize import context_errors, parallelize
+from prefgrpo.parallel.recompute import KEEPING, keep_attention
 from prefgrpo.parallel.world import Layout, World
 from prefgrpo.rollout.endpoint import EndpointCollector
 from prefgrpo.rollout.replay import TrajectoryCollector
@@ -43,6 +46,21 @@ def config_errors_as(field_name: str) -> Iterator[None]:
         raise
     except ValueError as error:
         raise ConfigError([f"{field_name}: {error}"]) from error
+
+
+@contextmanager
+def garbage_frozen() -> Iterator[None]:
+    """Context in which Python's garbage collector ignores all objects that existed on entry.
+
+    After importing torch, diffusers and transformers there are half a million, and a full collection visits each.
+    Processes collect at different times, and every time all others wait.
+    """
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 @contextmanager
@@ -81,32 +99,41 @@ def unsupported(config: Config) -> list[str]:
     return errors
 
 
-def open_adapter(config: Config, device: torch.device, encoders: bool = True, split: bool = False) -> Adapter:
-    """The run's model, frozen, after checking image size and frames. Raises ConfigError or ModelError.
+def open_adapter(config: Config, device: torch.device, encoders: bool = True, mapped: bool = False) -> Adapter:
+    """The run's model, frozen, after checking sizes and schedules. Raises ConfigError or ModelError.
 
-    split: leave the denoisers in the mapped files of the checkpoint, for `parallelize` to shard.
+    mapped: leave the denoisers in the mapped files of the checkpoint, for `parallelize` to shard or to keep in fp8.
     """
     if errors := unsupported(config):
         raise ConfigError(errors)
+    cls = family(config.family)
     with _quiet():
-        adapter = family(config.family).load(
+        check_sizes(config, cls.outline(cls.find(config.model)))
+        adapter = cls.load(
             config.model,
             DTYPES[config.dtype],
             device,
             encoders=encoders,
-            split=split,
+            mapped=mapped,
             offload=config.offload,
             source_area=config.rollout.source_area,
             guidance_gradient=config.train.guidance_gradient,
         )
-    for section, sizes in {"rollout": config.rollout, "eval": config.eval_sampling}.items():
-        with config_errors_as(f"{section}.height/width/frames/steps"):
-            adapter.latent_shape(sizes)
-            if sizes.shift is None and sizes.steps == 1:  # NaN, if the scheduler stretches to a last sigma
-                adapter.sigmas(sizes)
     if config.vae_tiling:
         adapter.pipe.vae.enable_tiling()
     return adapter
+
+
+def check_sizes(config: Config, outline: Adapter) -> None:
+    """Raise ConfigError for a size, a number of frames or of steps that the model does not have."""
+    for section, sizes in {"rollout": config.rollout, "eval": config.eval_sampling}.items():
+        with config_errors_as(f"{section}.height/width/frames"):
+            outline.latent_shape(sizes)
+    with config_errors_as("rollout.steps"):
+        schedules = Schedules(config, outline, torch.device("cpu"))
+        schedules.ode(config.rollout)
+    with config_errors_as("eval.steps"):
+        schedules.ode(config.eval_sampling)
 
 
 def load_checkpoint(adapter: Adapter, path: Path, averaged: bool, world: World) -> None:
@@ -127,7 +154,7 @@ def open_model(config: Config, goal: Objective, world: World, encoders: bool) ->
     ConfigError."""
     parts = model_bytes(config, locate(config.model), encoders) if world.device.type == "cuda" else {}
     _check_memory(parts, world.device)
-    adapter = open_adapter(config, world.device, encoders, world.layout.fsdp)
+    adapter = open_adapter(config, world.device, encoders, world.layout.fsdp or config.fp8_base)
     shape = adapter.latent_shape(config.rollout)
     _check_memory(parts | {"stored samples": stored_bytes(config, shape, world.layout, world.size)}, world.device)
     problems: list[str] = []
@@ -164,18 +191,20 @@ def open_schedules(config: Config, adapter: Adapter, world: World) -> Schedules:
     """The schedules of a run, after checking its windows. Raises ConfigError."""
     schedules = Schedules(config, adapter, world.device)
     schedules.check()
-    with config_errors_as("eval.steps"):
-        schedules.ode(config.eval_sampling)
     return schedules
 
 
 def open_collector(config: Config, goal: Objective, adapter: Adapter, policy: Policy, world: World) -> Collector:
-    """The collector of the objective. Raises ConfigError for a `times` that a family with several denoisers rejects."""
+    """The objective's collector; also lets recomputed blocks keep attention. Raises ConfigError for a `times` that a
+    family with several denoisers rejects."""
 
     def reference() -> AbstractContextManager[None]:
         return policy.use_weights(policy.base) if config.train.swaps_reference else adapter.reference()
 
     once = reduces_once(config, adapter, policy, world)
+    if config.attention in KEEPING and not config.compile:
+        blocks = [block for net in adapter.modules().values() for block in adapter.blocks(net)]
+        keep_attention(blocks, attention_limit(config, adapter, policy, world, once))
     if isinstance(goal, TrajectoryObjective):
         return TrajectoryCollector(adapter, goal, config, reference, world, once)
     assert isinstance(goal, EndpointObjective)
@@ -195,7 +224,23 @@ def reduces_once(config: Config, adapter: Adapter, policy: Policy, world: World)
     whole = whole_gradients(policy)
     if not whole or not world.equal_forwards or len(adapter.denoisers) > 1:
         return False
-    stored = stored_bytes(config, adapter.latent_shape(config.rollout), world.layout, world.size)
-    needed = sum(static_bytes(adapter, policy).values()) + stored + whole
+    needed = held_bytes(config, adapter, policy, world) + whole
     full = world.device.type == "cuda" and needed > torch.cuda.get_device_properties(world.device).total_memory / 2
     return not world.any(full)
+
+
+def held_bytes(config: Config, adapter: Adapter, policy: Policy, world: World) -> int:
+    """Bytes that a process holds during an update, without activations and unsharded gradients (`whole_gradients`)."""
+    stored = stored_bytes(config, adapter.latent_shape(config.rollout), world.layout, world.size)
+    return sum(static_bytes(adapter, policy).values()) + stored
+
+
+def attention_limit(config: Config, adapter: Adapter, policy: Policy, world: World, once: bool) -> float:
+    """Bytes of attention outputs that recomputed blocks may keep: a quarter of the GPU memory that is left, times their
+    share of the blocks, as the others keep everything. Their inputs take another quarter; half remains for the running
+    block's activations and for what is not counted. Changes no result."""
+    if world.device.type != "cuda":
+        return math.inf
+    memory = torch.cuda.get_device_properties(world.device).total_memory
+    held = held_bytes(config, adapter, policy, world) + once * whole_gradients(policy)
+    return max(memory - held, 0) / 4 * config.train.gradient_checkpointing

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from prefgrpo.data.atomic import write_atomic
 from prefgrpo.run.metrics import BY_STEP, step_line
 from prefgrpo.run.run_folder import RunFolder
 from prefgrpo.run.trackers import Pictures, Tracker, evaluated
+from prefgrpo.run.writer import Writer
 
 REASONS_SHOWN = 3
 """Reasons for missing rewards that a step prints, most frequent first; a run prints ten times as many."""
@@ -70,11 +72,20 @@ class Log:
     """The output of rank 0; on other ranks every method does nothing."""
 
     def __init__(
-        self, folder: RunFolder, total: int, start: int, *, trackers: Sequence[Tracker] = (), active: bool
+        self,
+        folder: RunFolder,
+        total: int,
+        start: int,
+        *,
+        trackers: Sequence[Tracker] = (),
+        writer: Writer | None = None,
+        active: bool,
     ) -> None:
+        """writer: calls the trackers in its thread."""
         self.active = active
         self.folder = folder
         self.trackers = trackers
+        self.writer = writer or Writer()
         self.win_rate: float | None = None
         """Win rate in the last evaluation."""
         self._said: set[str] = set()
@@ -121,15 +132,20 @@ class Log:
         self.file.flush()
         os.fsync(self.file.fileno())
         numbers = {f"{kind}/{key}": value for key, value in clean.items() if isinstance(value, (int, float))}
-        pictures = evaluated(self.folder, values["set"], step) if kind == "eval" and self.trackers else {}
+        pictures = partial(evaluated, self.folder, values["set"], step) if kind == "eval" else dict
+        if self.trackers:
+            self.writer.put(partial(self._track, step, numbers, pictures))
+
+    def _track(self, step: int, numbers: Mapping[str, float], pictures: Callable[[], Pictures]) -> None:
+        shown = pictures()
         for tracker in self.trackers:
-            tracker.log(step, numbers, pictures)
+            tracker.log(step, numbers, shown)
 
     def show(self, step: int, pictures: Callable[[], Pictures]) -> None:
         """Send images to the trackers, if there are any."""
-        shown = pictures() if self.trackers else {}
-        for tracker in self.trackers:
-            tracker.log(step, {}, shown)
+        if self.trackers:
+            shown = pictures()
+            self.writer.put(partial(self._track, step, {}, lambda: shown), pictures=True)
 
     def step(self, step: int, values: Mapping[str, float], seconds: Mapping[str, float]) -> None:
         """Print the summary line of a finished step; the remaining time extrapolates from all steps and evaluations."""
@@ -144,7 +160,8 @@ class Log:
         return tqdm(total=total, desc=name, unit=unit, leave=False, position=1, dynamic_ncols=True, disable=hidden)
 
     def close(self) -> None:
-        """Flush and close all outputs."""
+        """Wait for the writer, then flush and close all outputs."""
+        self.writer.close()
         if self.active:
             self.steps.close()
             self.file.close()

@@ -114,13 +114,13 @@ def check_missing(shares: Mapping[str, float], limit: float, reasons: Sequence[s
     return f"{message} ({worst}); above judge.max_missing = {limit:.0%} the run stops" * (shares[worst] >= WARN_MISSING)
 
 
-def over_ranks(local: Mapping[str, float], world: World) -> dict[str, float]:
-    """Reduce a step's metrics over ranks, each with its own reduction (`Metric`); their names may differ between ranks.
+def reduced(gathered: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """A step's metrics of all ranks, each by its own reduction (`Metric`); their names may differ between ranks.
 
     Timed metrics are logged under time/, so that all others are equal in two runs of the same configuration.
     """
     found: dict[str, list[Metric]] = {}
-    for name, value in world.gather_items(local.items()):
+    for name, value in (item for metrics in gathered for item in metrics.items()):
         if not np.isnan(value):
             found.setdefault(name, []).append(value if isinstance(value, Metric) else Metric(value))
     out: dict[str, float] = {}
@@ -137,7 +137,7 @@ def over_ranks(local: Mapping[str, float], world: World) -> dict[str, float]:
 def policy_metrics(
     rows: list[Tensor], world: World, names: Sequence[str] = METRICS, steps: Sequence[int] = ()
 ) -> dict[str, float]:
-    """Combine rows [update, samples, loss, *names] of all ranks: sample-weighted means; min and max of the ratio.
+    """Combine rows [update, samples, loss, *names] of all ranks: sample-weighted means; the ratio's min, max and std.
 
     steps: the denoising step of each row, for means over its rows too; none for objectives that replay no steps.
     """
@@ -151,7 +151,7 @@ def policy_metrics(
     samples = column["samples"]
     out = {"loss": column["loss"].sum()}
     for name in names:
-        if name not in ("ratio_min", "ratio_max"):
+        if name not in ("ratio_min", "ratio_max", "ratio_std"):
             out[f"policy/{name}"] = (samples * column[name]).sum() / max(samples.sum(), 1.0)
     if "ratio_min" in names:
         first = column["update"] == 0
@@ -159,11 +159,20 @@ def policy_metrics(
         out["policy/on_policy_error"] = max(off)
         if len(samples):
             out |= {"policy/ratio_min": column["ratio_min"].min(), "policy/ratio_max": column["ratio_max"].max()}
+    if "ratio_std" in names and samples.sum() > 1:
+        out["policy/ratio_std"] = _pooled_std(samples, column["ratio_mean"], column["ratio_std"])
     for step in np.unique(column["step"][~np.isnan(column["step"])]):
         here = column["step"] == step
         for name in (name for name in OF_A_STEP if name in names):
             out[f"{BY_STEP}{step:02.0f}/{name}"] = np.average(column[name][here], weights=samples[here])
     return {name: float(value) for name, value in out.items()}
+
+
+def _pooled_std(n: NDArray[np.float64], mean: NDArray[np.float64], std: NDArray[np.float64]) -> float:
+    """Standard deviation (n − 1) of all numbers of groups with these sizes, means and standard deviations."""
+    within = np.where(n > 1, (n - 1) * std**2, 0.0)
+    between = n * (mean - np.average(mean, weights=n)) ** 2
+    return float(np.sqrt((within + between).sum() / (n.sum() - 1)))
 
 
 REWARD = re.compile(r"reward/(?!missing$)([^/]+|.+:[^/]+)(?<!_std)")

@@ -11,17 +11,22 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
+from torch.nn.attention import current_flash_attention_impl
 
+from prefgrpo.config.loading import differences
 from prefgrpo.config.schema import Config
 from prefgrpo.data.prompts import FEWEST_TO_SPLIT, Prompt
+from prefgrpo.models import blocks
 from prefgrpo.models.base import Adapter
+from prefgrpo.models.fp8 import Fp8Linear, multiplies_in_fp8
+from prefgrpo.parallel.attention import backend, masked
 from prefgrpo.parallel.world import World
-from prefgrpo.rollout.batch import assign_batches, busy_share
+from prefgrpo.rollout.batch import assign_batches, busy_prompts, busy_share
 from prefgrpo.run.comparison import MIN_PROMPTS
-from prefgrpo.run.fits import static_bytes, stored_bytes, whole_gradients
+from prefgrpo.run.fits import kept_attention, static_bytes, stored_bytes, whole_gradients
 from prefgrpo.run.judging import unread_columns
 from prefgrpo.run.loading import Collector
-from prefgrpo.run.policy import Policy
+from prefgrpo.run.policy import Policy, learning_rate
 
 GIB = 2**30
 MIB = 2**20
@@ -45,6 +50,7 @@ def start_notes(
         f"{world.size} × {world.device}; {r.prompts_per_step} prompts × {r.group_size} {media} "
         f"{r.width}×{r.height} per step from {prompts} prompts"
     )
+    yield from sampler_notes(type(adapter))
     if held:
         counts = ", ".join(f"{count} prompts ({name})" for name, count in held.items())
         few = f"; fewer than {MIN_PROMPTS}, so no result will be conclusive" * (max(held.values()) < MIN_PROMPTS)
@@ -54,16 +60,61 @@ def start_notes(
         yield f"no evaluation, so no before/after comparison: eval.every or eval.prompts is 0, or {few}"
     if warning := idle_warning(config, world.dp_size):
         yield warning
-    yield memory_line(adapter, policy, step_bytes(config, collector, policy, world))
+    kept = kept_attention(config, adapter, world.layout)
+    yield memory_line(adapter, policy, step_bytes(config, collector, policy, world), kept)
+    yield from kernel_notes(config, adapter, world)
 
 
-def prompt_warnings(config: Config, trained: Sequence[Prompt], evaluated: Sequence[Prompt]) -> Iterator[str]:
-    """Warnings about columns that nothing reads, and about evaluation prompts that are trained on."""
+def sampler_notes(cls: type[Adapter]) -> list[str]:
+    """A line for a family whose stock call samples otherwise by default; none for the others."""
+    if not cls.stock_sampler:
+        return []
+    return [f"sampler: plain guidance; the stock call by default has more ({cls.stock_sampler}): docs/evaluation.md"]
+
+
+def change_notes(before: Config, now: Config, done: int) -> list[str]:
+    """The values that a resumed run changes after `done` steps, and what its learning rate becomes if it falls; none if
+    nothing changes."""
+    changed = differences(before, now)
+    notes = [f"changed since: {field} {old} → {new}" for field, (old, new) in changed.items()]
+    t = now.train
+    falls = t.lr_scheduler != "constant" and done < t.steps
+    if falls and changed.keys() & {"train.steps", "train.lr", "train.lr_scheduler"}:
+        old, new = (learning_rate(train, done * train.updates_per_rollout) for train in (before.train, t))
+        changed_rate = f"learning rate of step {done + 1}: {new:.3g} instead of {old:.3g}"
+        notes.append(f"{changed_rate}; it now falls to 0 at the end of step {t.steps} ({t.lr_scheduler})")
+    return notes
+
+
+def kernel_notes(config: Config, adapter: Adapter, world: World) -> Iterator[str]:
+    """What multiplies weights in fp8; on a GPU: the attention backend that runs, and how many blocks are fused."""
+    device = world.device
+    if config.fp8_base:
+        layers = sum(isinstance(m, Fp8Linear) for net in adapter.modules().values() for m in net.modules())
+        products = "products in fp8"
+        if not multiplies_in_fp8(device, adapter.dtype):
+            products = f"products in {config.dtype}, as torch has none in fp8 here: this saves memory, not time"
+        yield f"fp8 base: {layers} layers, {products}"
+    if device.type == "cuda":
+        name = backend(config.attention, device, adapter.dtype, masked(adapter, world.layout))
+        flash = current_flash_attention_impl()
+        yield f"attention: {config.attention} runs diffusers' {name}" + f" with {flash}" * bool(flash)
+    if device.type in blocks.FUSED_ON and not config.compile:
+        modules = adapter.modules().values()
+        yield blocks.fusion_note([block for module in modules for block in adapter.blocks(module)])
+
+
+def prompt_notes(config: Config, trained: Sequence[Prompt], evaluated: Sequence[Prompt], absent: int) -> Iterator[str]:
+    """Warnings about columns that nothing reads and evaluation prompts that are trained on; how complete data.cache is,
+    which lacks `absent` embeddings."""
     if unread := unread_columns(config, trained):
         yield f"WARNING: nothing reads the column(s) {', '.join(unread)} of {config.data.prompts}"
     known = {(prompt.text, prompt.source) for prompt in trained}
     if count := sum((prompt.text, prompt.source) in known for prompt in evaluated):
         yield f"WARNING: {count} of {len(evaluated)} evaluation prompts are in {config.data.prompts} and trained on too"
+    if config.data.cache:
+        state = f"{absent} entries are encoded now" if absent else "complete, no text encoder was loaded"
+        yield f"embeddings in {config.data.cache}: {state}"
 
 
 def idle_warning(config: Config, dp_size: int) -> str:
@@ -73,9 +124,11 @@ def idle_warning(config: Config, dp_size: int) -> str:
         return ""
     batches = Counter(batch.update for batch in assign_batches(config))
     counts = " or ".join(str(count) for count in sorted(set(batches.values())))
+    prompts = busy_prompts(config, dp_size)
+    more = f", or rollout.prompts_per_step {prompts}" * (prompts > config.rollout.prompts_per_step)
     return (
         f"an update has {counts} batches of {config.rollout.batch_size} samples for {dp_size} processes, which "
-        f"are idle {share:.0%} of it; choose a rollout.batch_size that makes the number a multiple of {dp_size}"
+        f"are idle {share:.0%} of it; choose a rollout.batch_size that makes the number a multiple of {dp_size}{more}"
     )
 
 
@@ -85,13 +138,14 @@ def step_bytes(config: Config, collector: Collector, policy: Policy, world: Worl
     return {"stored samples": stored, "whole gradients": whole_gradients(policy) if collector.reduce_once else 0}
 
 
-def memory_line(adapter: Adapter, policy: Policy, step: dict[str, int]) -> str:
-    """`static_bytes` and what a step holds besides as one line of text."""
+def memory_line(adapter: Adapter, policy: Policy, step: dict[str, int], kept: int = 0) -> str:
+    """`static_bytes`, the bytes of a step and `kept_attention` as one line of text."""
     parts = static_bytes(adapter, policy) | step
     total = sum(parts.values())
     unit, name = (GIB, "GiB") if total >= GIB else (MIB, "MiB")
     listed = " + ".join(f"{kind} {size / unit:.3g}" for kind, size in parts.items() if size)
-    return f"memory per process before activations: {listed} = {total / unit:.3g} {name}"
+    of_blocks = f"; activations include {kept / unit:.3g} {name} of kept attention" if kept else ""
+    return f"memory per process before activations: {listed} = {total / unit:.3g} {name}{of_blocks}"
 
 
 def peak_memory(device: torch.device) -> int:

@@ -23,17 +23,24 @@ FUSED_ON = ("cuda",)
 """Device types on which AdamW uses its fused kernel."""
 
 
-def learning_rate(train: TrainConfig, update: int) -> float:
-    """Learning rate of an update, counted from 0: linear warm-up, then constant, then the decay."""
-    warm = min(1.0, (update + 1) / train.warmup_steps) if train.warmup_steps else 1.0
-    if train.lr_scheduler == "constant":
-        return train.lr * warm
-    decay = max(0.0, 1.0 - update / (train.steps * train.updates_per_rollout))
+def learning_rate(train: TrainConfig, position: int) -> float:
+    """Learning rate of the update at a position in the run, step · updates_per_rollout + its number in the step, both
+    from 0: linear warm-up, then constant, or falling to 0 at the end of the run, in wsd not before its half.
+
+    Updates that are not made, because nothing was to be learnt or a gradient was not finite, do not delay it.
+    """
+    if position < train.warmup_steps:
+        return train.lr * ((position + 1) / train.warmup_steps)
+    end = train.steps * train.updates_per_rollout
+    begin: float = train.warmup_steps
     if train.lr_scheduler == "wsd":
-        decay = min(1.0, 2.0 * decay)
+        begin = max(begin, end / 2)
+    if train.lr_scheduler == "constant" or position < begin:
+        return train.lr
+    left = max(end - position, 0) / max(end - begin, 1)
     if train.lr_scheduler == "cosine":
-        decay = 0.5 - 0.5 * math.cos(math.pi * decay)
-    return train.lr * warm * decay
+        left = 0.5 - 0.5 * math.cos(math.pi * left)
+    return train.lr * left
 
 
 SKIPS = 3
@@ -77,8 +84,9 @@ class Policy:
         self.skipped = 0
         """Skipped updates since the last one."""
 
-    def update(self, world: World) -> float | None:
-        """Sum gradients over ranks, clip, step. Returns the gradient norm before clipping.
+    def update(self, world: World, position: int) -> float | None:
+        """Sum gradients over ranks, clip, step with the `learning_rate` of this position in the run. Returns the
+        gradient norm before clipping.
 
         If that is not finite, all ranks skip the update and get None; SKIPS in a row raise NonFiniteGradient.
         """
@@ -97,7 +105,7 @@ class Policy:
             return None
         self.skipped = 0
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(self.train, self.updates)
+            group["lr"] = learning_rate(self.train, position)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.updates += 1

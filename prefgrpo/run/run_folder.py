@@ -2,7 +2,7 @@
 
 config.yaml  config_to_000020.yaml  inputs/  metrics.jsonl  judgements.jsonl, judgements_0001.jsonl  tensorboard/
 checkpoints/step_000020/lora/  eval/dev_000050.npz, .json  groups/step_000050.npz  lora/ or pipeline/  report.html
-evaluations/step_000020_live/against_base/comparison.json
+pairs/000123.jsonl, 000123_0.webp  evaluations/step_000020_live/against_base/comparison.json
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ class RunFolder:
         self.checkpoints = root / "checkpoints"
         self.eval = root / "eval"
         self.groups = root / "groups"
+        self.pairs = root / "pairs"
+        """All judged groups, with the tracker `pairs`."""
         self.report = root / "report.html"
         self.first_lora = root / "inputs" / "lora"
         """The LoRA that the run continues, before its first step."""

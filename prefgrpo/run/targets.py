@@ -1,28 +1,28 @@
 """From the scores of a step to what it trains on: advantages and comparisons of all ranks' samples.
 
-Every rank scores its own groups; everything is gathered here, so all ranks take the same decisions. Missing rewards and
-verdicts keep their reasons, which are printed once; too many of them end the run.
+Every rank scores its own groups; everything is gathered here, in one message, so all ranks take the same decisions.
+Missing rewards and verdicts keep their reasons, which are printed once; too many of them end the run.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from prefgrpo.config.schema import COMBINE, Config
-from prefgrpo.objectives.advantages import Parts, advantages, by_comparisons, part_table
+from prefgrpo.objectives.advantages import advantages, by_comparisons, part_table
 from prefgrpo.objectives.base import Targets
 from prefgrpo.ops import winrate_advantage
 from prefgrpo.parallel.world import World
 from prefgrpo.rewards.base import Reward
 from prefgrpo.rewards.scorer import StepScores
 from prefgrpo.run.log import Log
-from prefgrpo.run.metrics import check_missing, missing_shares, reward_metrics
+from prefgrpo.run.metrics import check_missing, missing_shares, reduced, reward_metrics
 
 PATIENCE_STEPS = 3
 """Steps in a row whose verdicts are all the same, after which the run stops with a checkpoint."""
@@ -36,6 +36,22 @@ class NoInformation(RuntimeError):
     """The judge's verdicts have carried no information about the images for several steps."""
 
 
+@dataclass(frozen=True)
+class Judged:
+    """What all ranks need to know about the n groups that one of them scored; R rewards have K sub-scores."""
+
+    rewards: NDArray[np.float64]
+    """[n, G, R + K], the sub-scores last."""
+    games: NDArray[np.float64]
+    """[n, 2, G, G], wins and counts of the verdicts; rewards count by their weights."""
+    comparisons: NDArray[np.float64]
+    """[R, 4]: asked, without a verdict, lowest and highest P(first)."""
+    distances: NDArray[np.float64]
+    """[n], of the group's images."""
+    reasons: dict[str, int]
+    metrics: dict[str, float]
+
+
 class StepTargets:
     """Computes the targets of a run's steps, one after the other: alarms count consecutive steps."""
 
@@ -47,17 +63,28 @@ class StepTargets:
         self.world = world
         self.log = log
         self._by_comparisons = by_comparisons(rewards, self.weights, config.advantage)
+        self._parts = {name: parts for name in self.weights if (parts := rewards[name].part_weights)}
         self._same_steps = {name: 0 for name, weight in self.weights.items() if weight}
 
-    def compute(self, step: int, scores: StepScores) -> tuple[Targets, dict[str, float]]:
+    def compute(
+        self, step: int, scores: StepScores, distances: NDArray[np.float64]
+    ) -> tuple[Targets, dict[str, float]]:
         """(advantages and comparisons of all ranks' samples, on the CPU, as they are small; metrics). Raises
-        RewardsMissing or NoInformation."""
+        RewardsMissing or NoInformation.
+
+        scores, distances: of the groups scored here. Everything about them is gathered in one message, because a
+        gather of objects is two collectives, for which all processes wait.
+        """
         c = self.config.advantage
         weights = self.weights
         group_size = self.config.rollout.group_size
-        rewards, sub_scores, parts = self._gather_rewards(scores)
-        shares = self._missing_shares(step, scores, rewards)
-        wins, pair_counts = self._comparisons(scores)
+        everyone = self.world.gather_items([self._judged(scores, distances)])
+        columns = self.world.in_slot_order([judged.rewards for judged in everyone])
+        columns = columns.reshape(-1, columns.shape[-1])
+        rewards = columns[:, : len(weights)]
+        games = self.world.in_slot_order([judged.games for judged in everyone])
+        wins, pair_counts = torch.from_numpy(games).unbind(1)
+        shares = self._missing_shares(step, rewards, everyone)
         trained = np.array(list(weights.values())) != 0
         has_rewards = torch.from_numpy(~np.isnan(rewards[:, trained]).any(1)).view(-1, group_size)
         has_advantage = has_rewards
@@ -65,68 +92,66 @@ class StepTargets:
             assert c.std != "rank"
             _, advantage = winrate_advantage(wins, pair_counts, std=c.std, eps=c.eps, ddof=c.ddof)
         else:
-            advantage, has_advantage = advantages(rewards, weights, group_size, c, parts, sub_scores)
+            sub_scores = columns[:, len(weights) :]
+            advantage, has_advantage = advantages(rewards, weights, group_size, c, self._parts, sub_scores)
             if c.combine not in COMBINE:  # a function of the user's may draw random numbers
                 advantage, has_advantage = self.world.all_gather_object((advantage, has_advantage))[0]
         if uncombined := int(has_rewards.sum()) - int(has_advantage.sum()):
             reason = "advantage.combine has no finite value for these rewards"
             self.log.missing(f"step {step}", Counter({reason: uncombined}))
             shares["reward/missing"] = 1.0 - float(has_advantage.float().mean())
-        self._check_information(step, scores)
+        self._check_information(step, np.stack([judged.comparisons for judged in everyone]))
         targets = Targets(advantage, wins.float(), pair_counts.float(), has_advantage)
+        every_distance = self.world.in_slot_order([judged.distances for judged in everyone])
         return targets, reward_metrics(list(weights), rewards, group_size) | shares | {
             "advantage/zero_groups": float((advantage == 0).all(1).float().mean()),
             "advantage/max": float(advantage.abs().max()),
-        }
+            "diversity/pixels": float(every_distance.mean()),
+        } | reduced(judged.metrics for judged in everyone)
 
-    def _gather_rewards(self, scores: StepScores) -> tuple[NDArray[np.float64], NDArray[np.float64], Parts]:
-        """(rewards [P · G, R] and sub-scores [P · G, K] of all ranks' samples, parts of the sub-scores)."""
-        names = list(self.weights)
-        local = np.stack([scores.values[n] for n in names], axis=-1)  # [groups scored here, G, R]
-        parts = {n: w for n in names if (w := self.rewards[n].part_weights)}
-        if parts:
-            sub_scores = part_table(scores.scores, parts).reshape(*local.shape[:2], sum(map(len, parts.values())))
-            local = np.concatenate([local, sub_scores], axis=-1)
-        table = self.world.gather_slots(local, self.config.rollout.prompts_per_step).reshape(-1, local.shape[-1])
-        return table[:, : len(names)], table[:, len(names) :], parts
+    def _judged(self, scores: StepScores, distances: NDArray[np.float64]) -> Judged:
+        """Of the groups scored here."""
+        rewards = np.stack([scores.values[name] for name in self.weights], axis=-1)
+        count, size, _ = rewards.shape
+        if self._parts:
+            columns = sum(map(len, self._parts.values()))
+            sub_scores = part_table(scores.scores, self._parts).reshape(count, size, columns)
+            rewards = np.concatenate([rewards, sub_scores], axis=-1)
+        games = np.zeros((count, 2, size, size))
+        for name, weight in self.weights.items():
+            if weight > 0 and name in scores.games:
+                games += weight * scores.games[name]
+        comparisons = []
+        for name in self.weights:
+            verdicts = [v.first for group in scores.verdicts.get(name, ()) for v in group.values()]
+            known = np.array([p for p in verdicts if p is not None])
+            low = known.min(initial=np.inf)
+            high = known.max(initial=-np.inf)
+            comparisons.append((len(verdicts), verdicts.count(None), low, high))
+        table = np.array(comparisons, np.float64)
+        return Judged(rewards, games, table, distances, scores.reasons, scores.metrics)
 
-    def _missing_shares(self, step: int, scores: StepScores, rewards: NDArray[np.float64]) -> dict[str, float]:
+    def _missing_shares(self, step: int, rewards: NDArray[np.float64], everyone: Sequence[Judged]) -> dict[str, float]:
         """Shares of missing rewards and comparisons, whose reasons are logged. Raises RewardsMissing."""
-        weights = np.array(list(self.weights.values()))
-        verdicts = [[v.first for g in scores.verdicts.get(n, ()) for v in g.values()] for n in self.weights]
-        counts = self.world.gather(np.array([[(len(v), v.count(None)) for v in verdicts]], np.float64)).sum(0)
-        shares = missing_shares(rewards, weights, counts)
-        reasons = Counter[str]()
-        if np.isnan(rewards).any() or counts[:, 1].any():
-            reasons = sum(map(Counter, self.world.gather_items([scores.reasons])), reasons)
+        counts = np.stack([judged.comparisons[:, :2] for judged in everyone]).sum(0)
+        shares = missing_shares(rewards, np.array(list(self.weights.values())), counts)
+        reasons = sum((Counter(judged.reasons) for judged in everyone), Counter[str]())
         self.log.missing(f"step {step}", reasons)
         if warning := check_missing(shares, self.config.judge.max_missing, list(reasons)):
             self.log.once(f"WARNING: step {step}: {warning}", kind="many missing")  # step lines show their share
         return shares
 
-    def _comparisons(self, scores: StepScores) -> tuple[Tensor, Tensor]:
-        """Wins and counts, fp64 [P, G, G] each, of all ranks' groups; rewards count by their weights."""
-        size = self.config.rollout.group_size
-        total = self.config.rollout.prompts_per_step
-        local = np.zeros((len(self.world.slots(total)), 2, size, size))
-        for name, weight in self.weights.items():
-            if weight > 0 and name in scores.games:
-                local += weight * scores.games[name]
-        wins, counts = torch.from_numpy(self.world.gather_slots(local, total)).unbind(1)
-        return wins, counts
+    def _check_information(self, step: int, comparisons: NDArray[np.float64]) -> None:
+        """Warn if all verdicts of a step are the same; raise NoInformation after PATIENCE_STEPS such steps in a row.
 
-    def _check_information(self, step: int, scores: StepScores) -> None:
-        """Warn if all verdicts of a step are the same; raise NoInformation after PATIENCE_STEPS such steps in a row."""
-        names = list(self._same_steps)
-        verdicts = [[v.first for g in scores.verdicts.get(n, ()) for v in g.values()] for n in names]
-        answers = [np.array([p for p in some if p is not None]) for some in verdicts]
-        local = np.array([[(len(p), p.min(initial=np.inf), p.max(initial=-np.inf)) for p in answers]])
-        ranks = self.world.gather(local)
-        for k, name in enumerate(names):
-            count = ranks[:, k, 0].sum()
-            low = ranks[:, k, 1].min()
-            high = ranks[:, k, 2].max()
-            if count < MIN_VERDICTS:
+        comparisons: [shares, R, 4], as in `Judged`.
+        """
+        for k, (name, weight) in enumerate(self.weights.items()):
+            asked, missing, lows, highs = comparisons[:, k].T
+            count = asked.sum() - missing.sum()
+            low = lows.min()
+            high = highs.max()
+            if not weight or count < MIN_VERDICTS:
                 continue
             self._same_steps[name] = self._same_steps[name] + 1 if high - low <= SPREAD else 0
             if not self._same_steps[name]:

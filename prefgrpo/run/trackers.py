@@ -2,8 +2,8 @@
 
 Each receives the metrics, groups of training images with their rewards, and evaluation images next to those from before
 training; of clips, frames. WANDB_MODE=offline and its other variables set the destination; the project is
-WANDB_PROJECT, by default prefgrpo. Invariant: the run's files
-never depend on trackers.
+WANDB_PROJECT, by default prefgrpo. `run.pairs` is the tracker `pairs`. Invariant: the run's other files never depend on
+trackers.
 """
 
 from __future__ import annotations
@@ -18,23 +18,33 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image
 
 from prefgrpo.config.loading import to_dict
 from prefgrpo.config.schema import Config
 from prefgrpo.data.atomic import write_atomic
 from prefgrpo.rollout.render import stills
+from prefgrpo.run.judging import makes_clips
 from prefgrpo.run.run_folder import RunFolder
 
+PAIRS = "pairs"
+"""The tracker that stores judged groups."""
+LONGEST = 512
+"""Most pixels of the longer side of an evaluation's images in trackers, which encode them as PNG."""
 Pictures = dict[str, tuple[str, NDArray[np.uint8]]]
 """Name → (caption, picture [H, W, 3])."""
 
 
 def config_errors(config: Config) -> list[str]:
-    """Errors for configured trackers whose libraries are not installed."""
+    """Errors for configured trackers whose libraries are not installed, or which do not take what the run makes."""
     # a ./wandb folder left by a run is a spec without origin
-    lacking = [name for name in config.trackers if getattr(find_spec(name), "origin", None) is None]
+    named = [name for name in config.trackers if name != PAIRS]
+    lacking = [name for name in named if getattr(find_spec(name), "origin", None) is None]
     hint = "run `pip install {0}`, or remove it from trackers"
-    return [f"trackers: {name} is not installed; {hint.format(name)}" for name in lacking]
+    errors = [f"trackers: {name} is not installed; {hint.format(name)}" for name in lacking]
+    if PAIRS in config.trackers and makes_clips(config):
+        errors.append(f"trackers: {PAIRS} stores images, but {config.family} makes clips here; remove it from trackers")
+    return errors
 
 
 def open_trackers(config: Config, folder: RunFolder, start: int) -> list[Tracker]:
@@ -42,6 +52,7 @@ def open_trackers(config: Config, folder: RunFolder, start: int) -> list[Tracker
     return [
         TensorBoard(folder, start) if name == "tensorboard" else WandB(config, folder, start > 0)
         for name in config.trackers
+        if name != PAIRS
     ]
 
 
@@ -97,11 +108,15 @@ Tracker = TensorBoard | WandB
 
 
 def evaluated(folder: RunFolder, name: str, step: int) -> Pictures:
-    """The images that an evaluation of the set `name` stored, before training on the left."""
+    """The images that an evaluation of the set `name` stored, before training on the left, reduced to LONGEST."""
     if not folder.report_images(name, step).is_file():
         return {}
     prompts = json.loads(folder.prompts(name).read_text(encoding="utf-8"))
     with np.load(folder.report_images(name, step), allow_pickle=False) as file:
-        both = zip(file["before"], file["now"], strict=True)
-        pairs = [np.concatenate([stills(before), stills(now)], axis=1) for before, now in both]
+        before = file["before"]
+        factor = -(-max(before.shape[-3:-1]) // LONGEST)
+        pairs = [
+            np.concatenate([np.asarray(Image.fromarray(stills(images)).reduce(factor)) for images in pair], axis=1)
+            for pair in zip(before, file["now"], strict=True)
+        ]
     return {f"images/{name}/{k}": shown for k, shown in enumerate(zip(prompts, pairs, strict=True), 1)}

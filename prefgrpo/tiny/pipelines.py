@@ -32,7 +32,9 @@ CHAT = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-CHAT_OF_PARTS = CHAT.replace("message['content']", "message['content'] | map(attribute='text') | join")
+PARTS = "message['content'] | map(attribute='text') | join"
+CHAT_OF_PARTS = CHAT.replace("message['content']", PARTS)
+CHAT_OF_BOTH = CHAT.replace("message['content']", f"message['content'] if message['content'] is string else {PARTS}")
 
 
 def clip_tokenizer() -> Any:
@@ -67,7 +69,7 @@ def qwen3_processor() -> Any:
     """Processor for text and images."""
     images = transformers.Qwen2VLImageProcessor(patch_size=16, min_pixels=32 * 32, max_pixels=64 * 64)
     videos = transformers.Qwen3VLVideoProcessor()
-    return transformers.Qwen3VLProcessor(images, chat_tokenizer(), videos, chat_template=CHAT_OF_PARTS)
+    return transformers.Qwen3VLProcessor(images, chat_tokenizer(), videos, chat_template=CHAT_OF_BOTH)
 
 
 def pixtral_processor() -> Any:
@@ -208,6 +210,20 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "tokenizer": chat_tokenizer, "text_encoder": ("Qwen3ForCausalLM", LANGUAGE | {"num_hidden_layers": 28}),
         "transformer": ("Flux2Transformer2DModel", FLUX2["transformer"][1] | {"guidance_embeds": False}),
     }),
+    "flux3": ("Flux3ModularPipeline", {
+        "transformer": ("Flux3Transformer2DModel", {
+            **BLOCKS, "in_channels": 16, "cond_in_channels": 16, "num_layers": 1, "num_single_layers": 2,
+            "joint_attention_dim": 8 * 16, "timestep_channels": 32, "axes_dims_rope": (4, 4, 4, 4),
+        }),
+        "vae": ("AutoencoderKLFlux2", IMAGE_VAE | {  # its own downsampling, to which references are padded
+            "block_out_channels": (4,) * 4, "down_block_types": ("DownEncoderBlock2D",) * 4,
+            "up_block_types": ("UpDecoderBlock2D",) * 4,
+        }),
+        "tokenizer": qwen3_processor,
+        "text_encoder": (QWEN3_VL[0], QWEN3_VL[1] | {
+            "text_config": QWEN3_VL[1]["text_config"] | {"num_hidden_layers": 32},
+        }),
+    }),
     "hunyuan_video": ("HunyuanVideoPipeline", {
         "transformer": ("HunyuanVideoTransformer3DModel", {
             **VIDEO_BLOCKS, "num_layers": 1, "num_single_layers": 1, "num_refiner_layers": 1, "text_embed_dim": 16,
@@ -234,6 +250,19 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "latent_channels": 4, "block_out_channels": (8, 16, 16), "layers_per_block": 1,
             "spatial_compression_ratio": 4, "temporal_compression_ratio": 2,
         }),
+    }),
+    "krea2": ("Krea2Pipeline", {
+        "transformer": ("Krea2Transformer2DModel", {
+            "in_channels": 16, "num_layers": 2, "attention_head_dim": 16, "num_attention_heads": 4,
+            "num_key_value_heads": 2, "intermediate_size": 32, "timestep_embed_dim": 16, "text_hidden_dim": 16,
+            "num_text_layers": 2, "text_num_attention_heads": 2, "text_num_key_value_heads": 2,
+            "text_intermediate_size": 16, "num_layerwise_text_blocks": 1, "num_refiner_text_blocks": 1,
+            "axes_dims_rope": (4, 6, 6),
+        }),
+        "scheduler": flow(use_dynamic_shifting=True, max_image_seq_len=6400),
+        "vae": ("AutoencoderKLQwenImage", QWEN_VAE),
+        "tokenizer": chat_tokenizer, "text_encoder": ("Qwen3VLModel", QWEN3_VL[1]),
+        "text_encoder_select_layers": [1, 2],
     }),
     "ltx2": ("LTX2Pipeline", {
         "transformer": ("LTX2VideoTransformer3DModel", {
@@ -341,7 +370,12 @@ def build(pipeline: str, arguments: Mapping[str, Any]) -> Any:
                     torch.nn.init.normal_(buffer, std=0.2)
                 elif key.endswith(("std", "var")):
                     torch.nn.init.uniform_(buffer, 0.5, 1.5)
-    return getattr(diffusers, pipeline)(**parts)
+    kind = getattr(diffusers, pipeline)
+    if not issubclass(kind, diffusers.ModularPipeline):
+        return kind(**parts)
+    pipe = kind()
+    pipe.update_components(**parts)
+    return pipe
 
 
 def _component(name: str, config: dict[str, Any]) -> Any:
@@ -376,10 +410,13 @@ def make(family: str, folder: str | Path, seed: int = 0, **scheduler: Any) -> Pa
         torch.manual_seed(seed)
         pipe = build(*FAMILIES[family])
     pipe.scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config, **scheduler)
-    pipe.save_pretrained(folder)
+    modular = isinstance(pipe, diffusers.ModularPipeline)
+    pipe.save_pretrained(str(folder), **({"overwrite_modular_index": True} if modular else {}))
     cls = model_family(family)
     side = 64 if family.startswith("flux2") else 32
-    length = 1000 if family in ("flux2", "hunyuan_video_15") else 128  # includes a system message; one token per letter
+    length = {"flux2": 1000, "hunyuan_video_15": 1000, "flux3": 160}.get(
+        family, 128
+    )  # includes a system message; one token per letter
     file = prompts(Path(folder).resolve(), cls.needs_source or family in EDITS)
     rollout = {"height": side, "width": side, "steps": 2, "window_low": 0, "window_high": 0, "window_size": 1}
     rollout |= {"prompts_per_step": 4} | ({} if cls.default_frames is None else {"frames": 5})

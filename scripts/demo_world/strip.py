@@ -13,7 +13,7 @@ import tyro
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
-from prefgrpo.report.run import EvalImages, read_run
+from prefgrpo.report.run import Evaluation, read_run
 
 SIDES = (128, 96, 64)
 TEXT_COLOUR = (28, 30, 33)
@@ -30,7 +30,7 @@ def write_strip(folder: Path, target: Path, columns: int = 6, limit: int = 150_0
     Raises FileNotFoundError if the run has no images of an evaluation after step 0.
     """
     run = read_run(Path(folder))
-    found = run.images.get(run.best_set or "")
+    found = run.stored.get(run.best_set or "")
     if found is None or found.step == 0:
         expected = "let the run evaluate first"
         raise FileNotFoundError(f"{folder}: no images of an evaluation after step 0 in eval/; {expected}")
@@ -65,14 +65,16 @@ def _wrap(text: str, font: ImageFont.ImageFont | ImageFont.FreeTypeFont, width: 
     return lines if len(lines) <= max_lines else [*lines[: max_lines - 1], lines[max_lines - 1] + " …"]
 
 
-def _draw(shown: EvalImages, columns: int, side: int) -> Image.Image:
+def _draw(shown: Evaluation, columns: int, side: int) -> Image.Image:
     font = ImageFont.load_default(14)
-    indices = np.unique(np.linspace(0, len(shown.after) - 1, min(columns, len(shown.after))).round().astype(int))
-    rows = [[_fit(images[k], side) for k in indices] for images in (shown.before, shown.after)]
+    count = len(shown.pairs)
+    indices = np.unique(np.linspace(0, count - 1, min(columns, count)).round().astype(int))
+    chosen = [shown.pairs[k] for k in indices]
+    rows = [[_fit(pair.images[when], side) for pair in chosen] for when in (0, 1)]
     width, height = rows[0][0].size
     labels = ["before", f"after {shown.step} steps"]
     left = MARGIN + int(max(font.getlength(t) for t in labels)) + GAP
-    captions = [_wrap(shown.prompts[k], font, width, 4) for k in indices]
+    captions = [_wrap(pair.prompt, font, width, 4) for pair in chosen]
     top = MARGIN + 2 * (height + GAP)
     text_height = max(map(len, captions)) * LINE_HEIGHT
     size = (left + len(indices) * (width + GAP) - GAP + MARGIN, top + text_height + MARGIN)

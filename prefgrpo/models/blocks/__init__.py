@@ -1,8 +1,8 @@
 """Transformer blocks whose pointwise part runs in fused ops, with less memory kept for the backward pass.
 
 A quarter of a FLUX forward on an H100 is norms, modulation, rotary embedding, gates and residuals, each with its own
-passes over memory. `forwards.py` has the same forwards with fewer, `kept.py` what need not be kept for the backward.
-Unlike torch.compile, they have the same bits with and without gradient.
+passes over memory. `forwards.py` has the same forwards with fewer, made of `components.py`, and `kept.py` what need not
+be kept for the backward. Unlike torch.compile, they have the same bits with and without gradient.
 Invariant: a block equals diffusers' up to rounding, which the start of every run checks, forward and gradient.
 """
 
@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import copy
 import math
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from prefgrpo.config.recipe import ConfigError
 from prefgrpo.models.attention import LIMIT, relative_error
 from prefgrpo.models.blocks.kept import keeps_inputs
 
@@ -70,6 +70,13 @@ FUSED: dict[str, tuple[str, Callable[[Random], dict[str, Any]]]] = {
         "hidden_states": r(r.B, r.N + r.M, r.C), "encoder_hidden_states": None, "temb_mod": r(r.B, 3 * r.C),
         "image_rotary_emb": r.tables(r.N + r.M),
     }),
+    "Flux3ModeTransformerBlock": ("flux3_mode", lambda r: {
+        "hidden_states": r(r.B, r.N, r.C), "temb_mod": r(r.B, r.N, 3 * r.C), "image_rotary_emb": r.tables(r.N),
+    }),
+    "Flux3SingleTransformerBlock": ("flux3_single", lambda r: {
+        **r.streams(), "temb_mod": r(r.B, r.N, 3 * r.C), "temb_mod_context": r(r.B, r.M, 3 * r.C),
+        "image_rotary_emb": r.tables(r.N + r.M),
+    }),
     "HunyuanVideoTransformerBlock": ("hunyuan_double", lambda r: {
         **r.streams(), "temb": r(r.B, r.C), "attention_mask": None, "freqs_cis": r.tables(r.N),
     }),
@@ -79,6 +86,9 @@ FUSED: dict[str, tuple[str, Callable[[Random], dict[str, Any]]]] = {
     "HunyuanVideo15TransformerBlock": ("hunyuan15_double", lambda r: {
         **r.streams(), "temb": r(r.B, r.C), "freqs_cis": r.tables(r.N),
         "attention_mask": torch.ones(r.B, r.M, dtype=torch.bool, device=r.device),
+    }),
+    "Krea2TransformerBlock": ("krea2_block", lambda r: {
+        "hidden_states": r(r.B, r.M + r.N, r.C), "temb": r(r.B, 1, 6 * r.C), "image_rotary_emb": r.tables(r.M + r.N),
     }),
     "JointTransformerBlock": ("sd3_double", lambda r: {**r.streams(), "temb": r(r.B, r.C)}),
     "QwenImageTransformerBlock": ("qwen_double", lambda r: {
@@ -108,43 +118,108 @@ def fused(kind: type[nn.Module]) -> type[nn.Module]:
     return type(f"Fused{kind.__name__}", (kind,), {"forward": keeps_inputs(forward), "stock_forward": kind.forward})
 
 
-def fuse_blocks(net: nn.Module, blocks: list[nn.Module], dtype: torch.dtype, device: torch.device) -> None:
-    """Fuse those of a denoiser's blocks in FUSED, in place, if one of each kind passes `check`.
+class Differs(Exception):
+    """A fused block's results are not those of diffusers' own."""
 
-    Others stay diffusers' own, with a warning if they failed. The run computes in `dtype` on `device`.
+
+class Outcome(NamedTuple):
+    """Result of checking one kind of block in one process."""
+
+    stock: str = ""
+    """Why diffusers' own block runs instead; '': it does not."""
+    error: str = ""
+    """The error that ends the run; '': none."""
+
+
+def fuse_blocks(
+    net: nn.Module,
+    blocks: Sequence[nn.Module],
+    dtype: torch.dtype,
+    device: torch.device,
+    gather: Callable[[list[Outcome]], list[list[Outcome]]],
+) -> list[str]:
+    """Fuse those of a denoiser's blocks in FUSED, in place, if one of each kind passes `check` in every process.
+
+    The run computes in `dtype` on `device`. gather: this process's object → those of all processes, by rank. A kind
+    that another diffusers has changed stays its own in all of them; returns why, a line per kind. Raises ConfigError in
+    all processes if a check failed for another reason in one of them: memory, Triton, a compiler.
     """
     if device.type not in FUSED_ON:
-        return
-    for kind in dict.fromkeys(type(block) for block in blocks):
-        if kind.__name__ not in FUSED:
-            continue
+        return []
+    examples = {kind: next(b for b in blocks if type(b) is kind) for kind in dict.fromkeys(type(b) for b in blocks)}
+    ours = {kind: fused(kind) for kind in examples if kind.__name__ in FUSED}
+    everyone = gather([_outcome(net, examples[kind], ours[kind], dtype, device) for kind in ours])
+    errors: list[str] = []
+    changed: list[str] = []
+    for number, kind in enumerate(ours):
         of_kind = [block for block in blocks if type(block) is kind]
-        ours = fused(kind)
-        try:
-            check(net, of_kind[0], ours, dtype, device)
-        except (AttributeError, RuntimeError, TypeError, ValueError) as error:  # of another diffusers
-            reason = str(error).partition("\n")[0][:200]
-            warnings.warn(f"{kind.__name__} runs as in diffusers, slower: fused, it fails: {reason}", stacklevel=2)
-            continue
+        outcomes = [outcomes[number] for outcomes in everyone]
+        errors += [f"blocks: {kind.__name__}, process {rank}: {o.error}" for rank, o in enumerate(outcomes) if o.error]
+        stock = [f"{o.stock} (process {rank})" for rank, o in enumerate(outcomes) if o.stock]
+        if stock:
+            changed.append(f"{kind.__name__} runs as in diffusers, slower: fused, {stock[0]}")
         for block in of_kind:
-            block.__class__ = ours
+            if stock:
+                block.why_stock = stock[0]  # type: ignore[assignment]
+            else:
+                block.__class__ = ours[kind]
+    if errors:
+        raise ConfigError(errors)
+    return changed
+
+
+def fusion_note(blocks: Sequence[nn.Module]) -> str:
+    """How many of a run's blocks are fused, and why the others are not."""
+    own = [block for block in blocks if not hasattr(block, "stock_forward")]
+    reasons = {type(block).__name__.removeprefix("FSDP"): getattr(block, "why_stock", "no fused form") for block in own}
+    parts = [f"fused blocks: {len(blocks) - len(own)} of {len(blocks)}"]
+    return "; ".join(parts + [f"{kind} runs as in diffusers: {reason}" for kind, reason in reasons.items()])
+
+
+def _outcome(
+    net: nn.Module, block: nn.Module, ours: type[nn.Module], dtype: torch.dtype, device: torch.device
+) -> Outcome:
+    try:
+        check(net, block, ours, dtype, device)
+    except (AttributeError, TypeError, Differs) as error:  # names, arguments or formulas of another diffusers
+        return Outcome(stock=_line(error))
+    except Exception as error:  # noqa: BLE001 (every process hears of it, so none waits for one that has ended)
+        memory = isinstance(error, torch.OutOfMemoryError)
+        return Outcome(error=f"{type(error).__name__}: {_line(error)}; expected {MEMORY if memory else COMPILER}")
+    return Outcome()
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).strip().partition("\n")[0].split())[:200] or type(error).__name__
+
+
+MEMORY = "more free memory on this GPU: does another program hold some? parallel.shard splits the weights"
+COMPILER = (
+    "a C compiler for Triton and TRITON_CACHE_DIR on a local disk; PREFGRPO_BACKEND=torch runs without Triton, slower"
+)
+"""What a start needs that failed."""
 
 
 def check(net: nn.Module, block: Any, ours: type[nn.Module], dtype: torch.dtype, device: torch.device) -> None:
     """Compare outputs and gradients of a copy of a block as `ours` with diffusers' own in fp32, on random inputs.
 
-    Gradients are those of all inputs and of weights that are vectors. Raises RuntimeError if an error, relative to the
+    Gradients are those of all inputs and of weights that are vectors. Raises Differs if an error, relative to the
     largest element, is above LIMIT and above twice that of diffusers' own block in the same dtype.
     """
     kind = type(block)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(0)
         inputs = random_inputs(block, kind.__name__, device)
-    exact = _results(_copy(net, block, kind, torch.float32, device), inputs)
+    precise = _copy(net, block, kind, torch.float32, device)
+    for module in precise.modules():
+        processor: Any = getattr(module, "processor", None)
+        if hasattr(processor, "_attention_backend"):
+            processor._attention_backend = "native"  # flash kernels do not take fp32
+    exact = _results(precise, inputs)
     own = _errors(_results(_copy(net, block, kind, dtype, device), inputs), exact)
     for name, error in _errors(_results(_copy(net, block, ours, dtype, device), inputs), exact).items():
         if not error <= max(LIMIT[dtype], 2 * own[name]):
-            raise RuntimeError(f"{name} differs by {error:.1%}, diffusers' own by {own[name]:.1%}")
+            raise Differs(f"{name} differs by {error:.1%}, diffusers' own by {own[name]:.1%}")
 
 
 def random_inputs(
@@ -153,7 +228,8 @@ def random_inputs(
     """Keyword arguments of a block in FUSED, fp32; tokens: latents and text."""
     attn = next(getattr(block, name) for name in ("attn", "attn1", "attention") if hasattr(block, name))
     width = attn.to_q.in_features if hasattr(attn, "to_q") else attn.query_dim
-    return FUSED[kind][1](Random(device, samples, *tokens, width, width // attn.heads))
+    heads = attn.heads if hasattr(attn, "heads") else attn.num_heads
+    return FUSED[kind][1](Random(device, samples, *tokens, width, width // heads))
 
 
 def _copy(net: Any, block: nn.Module, kind: type[nn.Module], dtype: torch.dtype, device: torch.device) -> nn.Module:

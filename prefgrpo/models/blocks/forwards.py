@@ -1,141 +1,44 @@
 """Forwards of diffusers' repeated blocks whose pointwise part runs in fused ops.
 
 `self` is diffusers' block. Its linear layers are called as modules, and its attention by diffusers' dispatcher, so
-LoRA, attention backends and split tokens work as in its own forward. B samples, N latent tokens, M text tokens.
-Arguments that no family passes are not read.
+LoRA, attention backends and split tokens work as in its own forward (Ulysses with fewer copies: `ulysses.py`).
+B samples, N latent tokens, M text tokens. Arguments that no family passes are not read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from diffusers.models.attention_dispatch import dispatch_attention_fn
+from diffusers.models.embeddings import apply_rotary_emb
 from torch import Tensor
 from torch.nn import functional as F
 
+from prefgrpo.models.blocks.components import (
+    Stream,
+    Tables,
+    after_text,
+    attend,
+    double,
+    feed_forward,
+    joint,
+    joint_attention,
+    joint_mask,
+    modulation_of,
+    norm_weights,
+    normed,
+    once,
+    self_attention,
+    single,
+    swiglu,
+)
+from prefgrpo.models.blocks.joined import beside_swiglu
 from prefgrpo.models.blocks.kept import again
+from prefgrpo.models.lora import outputs
 from prefgrpo.ops import gated_residual, layernorm_modulate, qk_norm_rope
-
-Tables = tuple[Tensor | None, Tensor | None]
-"""cos and sin of a rotary embedding, fp32 [S, D], or [S, D / 2] with one value per pair; None: no rotation."""
-
-
-# ---- parts
-def attend(attn: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Attention [B, S, H · D] by the backend and over the processes that are set in the attention's processor."""
-    options = {"backend": attn.processor._attention_backend, "parallel_config": attn.processor._parallel_config}
-    return dispatch_attention_fn(q, k, v, attn_mask=mask, **options).flatten(2)
-
-
-def self_attention(attn: Any, x: Tensor, tables: Tables, mask: Tensor | None = None) -> Tensor:
-    """Attention [B, S, H · D] of tokens [B, S, C] to each other, before its output's projection."""
-    q, k, v = (layer(x).unflatten(-1, (attn.heads, -1)) for layer in (attn.to_q, attn.to_k, attn.to_v))
-    q, k = again(qk_norm_rope, q, k, *_weights(attn.norm_q, attn.norm_k), *tables, _eps(attn))
-    return attend(attn, q, k, v, mask)
-
-
-def _weights(norm_q: Any, norm_k: Any) -> tuple[Tensor | None, Tensor | None]:
-    """Of the norms of q and k, which SD3 has none of."""
-    return (None, None) if norm_q is None else (norm_q.weight, norm_k.weight)
-
-
-def _eps(attn: Any) -> float:
-    return 1e-6 if attn.norm_q is None else attn.norm_q.eps
-
-
-def feed_forward(ff: Any, x: Tensor) -> Tensor:
-    """diffusers' feed-forward with a GELU."""
-    gelu = ff.net[0]
-    return ff.net[2](again(partial(F.gelu, approximate=gelu.approximate), gelu.proj(x)))
-
-
-def swiglu(gate: Tensor, x: Tensor) -> Tensor:
-    """silu(gate) · x."""
-    return again(torch.mul, again(F.silu, gate), x)
-
-
-class Stream(NamedTuple):
-    """One of the two streams of a block with joint attention: latents or text."""
-
-    x: Tensor
-    """[B, S, C]."""
-    modulation: Sequence[Tensor]
-    """shift, scale and gate [B, C] of the attention, then of the feed-forward."""
-    ff: Callable[[Tensor], Tensor]
-    """The feed-forward."""
-    eps: float = 1e-6
-
-    def attended(self, out: Tensor) -> Tensor:
-        """x with the attention's output."""
-        return gated_residual(self.x, out, self.modulation[2])
-
-    def fed(self, x: Tensor) -> Tensor:
-        """x after the feed-forward."""
-        shift, scale, gate = self.modulation[3:6]
-        return gated_residual(x, self.ff(again(layernorm_modulate, x, shift, scale, self.eps)), gate)
-
-
-def joint_attention(attn: Any, latents: Stream, text: Stream, tables: Tables, mask: Tensor | None) -> Any:
-    """Outputs [B, S, C] of one attention over text and latents, in this order in the tables and the mask: of latents,
-    and of text, or None where no layer projects it."""
-    qkv = []
-    weights = []
-    for stream, layers, norms in (
-        (text, (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj), _weights(attn.norm_added_q, attn.norm_added_k)),
-        (latents, (attn.to_q, attn.to_k, attn.to_v), _weights(attn.norm_q, attn.norm_k)),
-    ):
-        shift, scale, *_ = stream.modulation
-        x = again(layernorm_modulate, stream.x, shift, scale, stream.eps)
-        qkv.append([layer(x).unflatten(-1, (attn.heads, -1)) for layer in layers])
-        weights.append(norms)
-    qs, ks, vs = zip(*qkv, strict=True)
-    q, k = again(qk_norm_rope, qs, ks, *zip(*weights, strict=True), *tables, _eps(attn))
-    out = attend(attn, q, k, torch.cat(vs, 1), mask)
-    count = text.x.shape[1]
-    of_latents = attn.to_out[0](again(Tensor.contiguous, out[:, count:]))
-    if attn.to_add_out is None:
-        return of_latents, None
-    return of_latents, attn.to_add_out(again(Tensor.contiguous, out[:, :count]))
-
-
-def joint(attn: Any, latents: Stream, text: Stream, tables: Tables, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(latents, text) after one attention over both and a feed-forward of each."""
-    out, out_text = joint_attention(attn, latents, text, tables, mask)
-    return latents.fed(latents.attended(out)), text.fed(text.attended(out_text))
-
-
-def _modulation(norm: Any, temb: Tensor, count: int) -> tuple[Tensor, ...]:
-    """`count` vectors [B, C] of one of diffusers' adaptive norms."""
-    return norm.linear(norm.silu(temb)).chunk(count, 1)
-
-
-def _double(
-    self: Any, x: Tensor, text: Tensor, temb: Tensor, tables: Tables, mask: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """(latents, text) of the double-stream blocks of FLUX.1 and HunyuanVideo."""
-    latents = Stream(x, _modulation(self.norm1, temb, 6), partial(feed_forward, self.ff))
-    texts = Stream(text, _modulation(self.norm1_context, temb, 6), partial(feed_forward, self.ff_context))
-    return joint(self.attn, latents, texts, tables, mask)
-
-
-def _single(self: Any, text: Tensor, x: Tensor, temb: Tensor, tables: Tables, mask: Tensor | None) -> list[Tensor]:
-    """[text, latents] of their single-stream blocks, which have attention and feed-forward side by side."""
-    sizes = [text.shape[1], x.shape[1]]
-    x = torch.cat([text, x], 1)
-    shift, scale, gate = _modulation(self.norm, temb, 3)
-    normed = again(layernorm_modulate, x, shift, scale, self.norm.norm.eps)
-    ff = self.act_mlp(self.proj_mlp(normed))
-    out = self.proj_out(torch.cat([self_attention(self.attn, normed, tables, mask), ff], 2))
-    return list(gated_residual(x, out, gate).split(sizes, 1))
-
-
-def _after_text(text: Tensor, tables: tuple[Tensor, Tensor]) -> Tables:
-    """Tables of text [B, M, C] without positions, then of latents."""
-    cos, sin = tables
-    return F.pad(cos, (0, 0, text.shape[1], 0), value=1.0), F.pad(sin, (0, 0, text.shape[1], 0))
 
 
 # ---- FLUX.1 and FLUX.1-Kontext
@@ -143,15 +46,15 @@ def flux_double(
     self: Any, hidden_states: Tensor, encoder_hidden_states: Tensor, temb: Tensor, image_rotary_emb: Tables, **_: Any
 ) -> tuple[Tensor, Tensor]:
     """Text [B, M, C] and image [B, N, C]."""
-    image, text = _double(self, hidden_states, encoder_hidden_states, temb, image_rotary_emb, None)
+    image, text = double(self, hidden_states, encoder_hidden_states, temb, image_rotary_emb, None)
     return text, image
 
 
 def flux_single(
     self: Any, hidden_states: Tensor, encoder_hidden_states: Tensor, temb: Tensor, image_rotary_emb: Tables, **_: Any
-) -> list[Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Text [B, M, C] and image [B, N, C]."""
-    return _single(self, encoder_hidden_states, hidden_states, temb, image_rotary_emb, None)
+    return single(self, encoder_hidden_states, hidden_states, temb, image_rotary_emb, None)
 
 
 # ---- FLUX.2: modulation is shared by all blocks of a kind
@@ -180,9 +83,60 @@ def flux2_single(
     projected = attn.to_qkv_mlp_proj(again(layernorm_modulate, hidden_states, shift, scale, self.norm.eps))
     *qkv, ff_gate, ff = projected.split([attn.inner_dim] * 3 + [attn.mlp_hidden_dim] * 2, -1)
     q, k, v = (part.unflatten(-1, (attn.heads, -1)) for part in qkv)
-    q, k = again(qk_norm_rope, q, k, attn.norm_q.weight, attn.norm_k.weight, *image_rotary_emb, attn.norm_q.eps)
-    out = attn.to_out(torch.cat([attend(attn, q, k, v), swiglu(ff_gate, ff)], -1))
+    q, k = normed(attn, q, k, norm_weights(attn.norm_q, attn.norm_k), image_rotary_emb)
+    out = attn.to_out(again(beside_swiglu, attend(attn, q, k, v), ff_gate, ff))
     return gated_residual(hidden_states, out, gate)
+
+
+# ---- FLUX.3: attention and feed-forward side by side, a modulation per token
+def _apart(x: Tensor) -> Tensor:
+    """Every token of [B, S, C] as a sample of its own, [B · S, 1, C]: ops take one vector per sample."""
+    return x.flatten(0, 1)[:, None]
+
+
+def _modulated(eps: float, *streams: Tensor) -> Tensor:
+    """Norm and modulation of streams, joined; streams: x [B, S, C] and modulation [B, S, 3 C] of each in turn."""
+    made = []
+    for x, modulation in zip(streams[::2], streams[1::2], strict=True):
+        shift, scale, _ = modulation.flatten(0, 1).chunk(3, 1)
+        made.append(layernorm_modulate(_apart(x), shift, scale, eps).view_as(x))
+    return made[0] if len(made) == 1 else torch.cat(made, 1)
+
+
+def _flux3(self: Any, streams: Sequence[tuple[Tensor, Tensor]], tables: Tables) -> list[Tensor]:
+    """Each stream after a block; streams: tokens and their modulation, in the order of the tables."""
+    attn = self.attn
+    normalised = again(partial(_modulated, self.norm.eps), *(t for stream in streams for t in stream))
+    made = outputs((attn.to_q, attn.to_k, attn.to_v, self.ff.linear_in), normalised)
+    q = next(made).unflatten(-1, (attn.heads, -1))
+    k = next(made).unflatten(-1, (attn.heads, -1))
+    q, k = normed(attn, q, k, norm_weights(attn.norm_q, attn.norm_k), tables)
+    attended = attn.to_out[0](attend(attn, q, k, next(made).unflatten(-1, (attn.heads, -1))))
+    fed = self.ff.linear_out(swiglu(*next(made).chunk(2, -1)))
+    out = []
+    start = 0
+    for x, modulation in streams:
+        end = start + x.shape[1]
+        y = attended[:, start:end] + fed[:, start:end]
+        gate = modulation.flatten(0, 1).chunk(3, 1)[2]
+        out.append(gated_residual(_apart(x), _apart(y), gate).view_as(x))
+        start = end
+    return out
+
+
+def flux3_mode(self: Any, hidden_states: Tensor, temb_mod: Tensor, image_rotary_emb: Tables) -> Tensor:
+    """Tokens of one mode [B, S, C]; temb_mod [B, S, 3 C]."""
+    return _flux3(self, [(hidden_states, temb_mod)], image_rotary_emb)[0]
+
+
+def flux3_single(
+    self: Any, hidden_states: Tensor, encoder_hidden_states: Tensor, temb_mod: Tensor, temb_mod_context: Tensor,
+    image_rotary_emb: Tables,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Text [B, M, C], and image with references [B, N, C]; their modulation [B, M, 3 C] and [B, N, 3 C]."""
+    streams = [(encoder_hidden_states, temb_mod_context), (hidden_states, temb_mod)]
+    text, image = _flux3(self, streams, image_rotary_emb)
+    return text, image
 
 
 # ---- HunyuanVideo and HunyuanVideo-1.5: text has no positions
@@ -191,17 +145,18 @@ def hunyuan_double(
     freqs_cis: tuple[Tensor, Tensor], *_: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Video [B, N, C] and text [B, M, C]."""
-    tables = _after_text(encoder_hidden_states, freqs_cis)
-    return _double(self, hidden_states, encoder_hidden_states, temb, tables, attention_mask)
+    tables = after_text(encoder_hidden_states, freqs_cis)
+    return double(self, hidden_states, encoder_hidden_states, temb, tables, attention_mask)
 
 
 def hunyuan_single(
     self: Any, hidden_states: Tensor, encoder_hidden_states: Tensor, temb: Tensor, attention_mask: Tensor | None,
     image_rotary_emb: tuple[Tensor, Tensor], *_: Any,
-) -> list[Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Video [B, N, C] and text [B, M, C]."""
-    tables = _after_text(encoder_hidden_states, image_rotary_emb)
-    return _single(self, encoder_hidden_states, hidden_states, temb, tables, attention_mask)[::-1]
+    tables = after_text(encoder_hidden_states, image_rotary_emb)
+    text, video = single(self, encoder_hidden_states, hidden_states, temb, tables, attention_mask)
+    return video, text
 
 
 def hunyuan15_double(
@@ -209,8 +164,7 @@ def hunyuan15_double(
     freqs_cis: tuple[Tensor, Tensor], *_: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Video [B, N, C] and text [B, M, C]; attention_mask [B, M]: 0 for padding, which neither sees nor is seen."""
-    valid = F.pad(attention_mask.bool(), (0, hidden_states.shape[1]), value=True)
-    mask = valid[:, None, :, None] & valid[:, None, None]
+    mask = once(joint_mask, attention_mask, hidden_states.shape[1])
     return hunyuan_double(self, hidden_states, encoder_hidden_states, temb, mask, freqs_cis)
 
 
@@ -258,7 +212,7 @@ def qwen21_block(
 
     attn = self.attn
     x = again(modulate, hidden_states, 0, self.img_norm1.eps)
-    q, k, v = (layer(x).unflatten(-1, (attn.heads, -1)) for layer in (attn.to_q, attn.to_k, attn.to_v))
+    q, k, v = (y.unflatten(-1, (attn.heads, -1)) for y in outputs((attn.to_q, attn.to_k, attn.to_v), x))
     tables = (rotary_emb.real, rotary_emb.imag)
     q, k = again(qk_norm_rope, q, k, attn.norm_q.weight, attn.norm_k.weight, *tables, attn.norm_q.eps)
     text = dispatch_attention_fn(q[:, :count], k[:, :count], v[:, :count], is_causal=True)
@@ -266,7 +220,7 @@ def qwen21_block(
     hidden_states = residual(hidden_states, attn.to_out[0](out), 1)
     x = again(modulate, hidden_states, 2, self.img_norm2.eps)
     ff = self.img_mlp
-    return residual(hidden_states, ff.out(swiglu(ff.gate_layer(x), ff.proj(x))), 3)
+    return residual(hidden_states, ff.out(swiglu(*outputs((ff.gate_layer, ff.proj), x))), 3)
 
 
 # ---- SD3 and SD3.5
@@ -275,8 +229,8 @@ def sd3_double(
 ) -> tuple[Tensor | None, Tensor]:
     """Text [B, M, C], or None from the last block, and image [B, N, C], which in some blocks of SD3.5-medium has a
     second attention."""
-    modulation = _modulation(self.norm1, temb, 9 if self.use_dual_attention else 6)
-    of_text = _modulation(self.norm1_context, temb, 2 if self.context_pre_only else 6)
+    modulation = modulation_of(self.norm1, temb, 9 if self.use_dual_attention else 6)
+    of_text = modulation_of(self.norm1_context, temb, 2 if self.context_pre_only else 6)
     if self.context_pre_only:
         of_text = of_text[::-1]  # this norm has the scale first
     image = Stream(hidden_states, modulation, partial(feed_forward, self.ff))
@@ -342,3 +296,45 @@ def z_image_block(
     ff = self.feed_forward
     y = again(scaled, x, self.ffn_norm1, scale_ff)
     return gated_residual(x, normed(ff.w2(swiglu(ff.w1(y), ff.w3(y))), self.ffn_norm2), gate_ff.tanh())
+
+
+# ---- Krea-2: RMS norms with weights 1 + w in fp32, fewer heads of keys and values, a gate on attention's output. Only
+# `gated_residual` fits: `qk_norm_rope` needs as many heads of keys as of queries
+def krea2_block(
+    self: Any, hidden_states: Tensor, temb: Tensor, image_rotary_emb: tuple[Tensor, Tensor],
+    attention_mask: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Text and image [B, S, C]; temb [B, 1, 6 C]."""
+
+    def normed(x: Tensor, norm: Any) -> Tensor:
+        wide = again(partial(Tensor.to, dtype=torch.float32, copy=True), x)
+        y = again(partial(F.rms_norm, eps=norm.eps), wide, x.shape[-1:], norm.weight + 1.0)
+        return again(partial(Tensor.to, dtype=x.dtype, copy=True), y)
+
+    def scaled(y: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+        return (1.0 + scale) * y + shift
+
+    def modulated(x: Tensor, norm: Any, scale: Tensor, shift: Tensor) -> Tensor:
+        return again(scaled, normed(x, norm), scale[:, None], shift[:, None])
+
+    def turned(x: Tensor, norm: Any) -> Tensor:
+        return again(partial(apply_rotary_emb, sequence_dim=1), normed(x, norm), image_rotary_emb)
+
+    def repeated(x: Tensor) -> Tensor:
+        return again(partial(Tensor.repeat_interleave, dim=2), x, attn.num_heads // attn.num_kv_heads)
+
+    attn = self.attn
+    table = temb.flatten(0, 1).unflatten(-1, (6, -1)) + self.scale_shift_table
+    scale, shift, gate, scale_ff, shift_ff, gate_ff = table.unbind(1)
+    x = modulated(hidden_states, self.norm1, scale, shift)
+    q, k, v, opened = outputs((attn.to_q, attn.to_k, attn.to_v, attn.to_gate), x)
+    k = repeated(turned(k.unflatten(-1, (-1, attn.head_dim)), attn.norm_k))
+    v = repeated(v.unflatten(-1, (-1, attn.head_dim)))
+    q = turned(q.unflatten(-1, (-1, attn.head_dim)), attn.norm_q)
+    options = {"backend": attn.processor._attention_backend, "parallel_config": attn.processor._parallel_config}
+    out = dispatch_attention_fn(q, k, v, attn_mask=attention_mask, **options).flatten(2)
+    out = attn.to_out[0](again(torch.mul, out, again(torch.sigmoid, opened)))
+    hidden_states = gated_residual(hidden_states, out, gate)
+    x = modulated(hidden_states, self.norm2, scale_ff, shift_ff)
+    ff = self.ff
+    return gated_residual(hidden_states, ff.down(swiglu(*outputs((ff.gate, ff.up), x))), gate_ff)

@@ -1,0 +1,97 @@
+"""Prefills that end with a space, such as "Image ", which some chat templates cut (Qwen3.5, Qwen3.6, Gemma 3).
+
+The judge would then answer after "Image", one token before the label. vLLM's /tokenize tells it, and which token the
+space is: the server is made to write it (`allowed_token_ids`), and the label is read after it. Its log-probabilities
+are those before that restriction (vLLM's default, `raw_logprobs`), so verdicts are those after the whole prefill.
+Invariant: where the space is cut and cannot be written, the question is not asked; the reason says what to do.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from prefgrpo.judge.http import Endpoint, Failure, Kind
+from prefgrpo.judge.template import Template
+
+_WRITING = ("chat_template", "chat_template_kwargs", "continue_final_message", "add_generation_prompt")
+"""Fields of a request that decide how a server writes a conversation."""
+
+
+async def missing_space(endpoint: Endpoint, path: str, model: str, template: Template, timeout_s: float) -> int | None:
+    """The token that a server must write between the prefill and the label; None if none is missing.
+
+    path: that of chat completions. Raises Failure if the label cannot be read.
+    """
+    kept = template.prefill.rstrip()
+    if template.answer != "soft" or kept == template.prefill:
+        return None
+
+    async def tokens(prefill: str) -> list[int]:
+        """Tokens of a conversation that ends with `prefill`; none if the server does not answer."""
+        found = await _ask(endpoint, "/tokenize", _conversation(model, template, prefill), timeout_s, "tokens")
+        return found if isinstance(found, list) else []
+
+    async def more_tokens(prefill: str) -> list[int]:
+        """`tokens` of a server that answered before."""
+        found = await tokens(prefill)
+        if not found:
+            raise Failure(f"{endpoint.url}: /tokenize answered once, and then not again")
+        return found
+
+    refused = _refusal(endpoint, template, "it has no /tokenize (vLLM's), which tells what token the space is")
+    try:
+        before = await tokens(kept)
+    except Failure as failure:  # by a gateway that has no such path (401, 503), or for now
+        refused = failure
+        before = []
+    if not before:
+        lengths = []
+        for prefill in (template.prefill, kept):
+            body = _conversation(model, template, prefill) | {"max_tokens": 1}
+            usage = await _ask(endpoint, path, body, timeout_s, "usage")
+            lengths.append(usage.get("prompt_tokens") if isinstance(usage, dict) else None)
+        if not lengths[0] or lengths[0] != lengths[1]:
+            return None
+        raise refused
+    if await more_tokens(template.prefill) != before:
+        return None
+    rests = []
+    for label in template.labels or ():
+        whole = await more_tokens(template.prefill + label)
+        rests.append(whole[len(before) :] if whole[: len(before)] == before else [])
+    if all(len(rest) == 1 for rest in rests):  # each label is one token with its space
+        return None
+    if all(len(rest) == 2 and rest[0] == rests[0][0] for rest in rests):
+        return int(rests[0][0])
+    raise _refusal(endpoint, template, f"the labels {template.labels} are not one token after it")
+
+
+def _conversation(model: str, template: Template, prefill: str) -> dict[str, Any]:
+    """A question without images, with the template's own fields that decide how a conversation is written."""
+    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": prefill}]
+    fields = {"model": model, "messages": turns, "continue_final_message": True, "add_generation_prompt": False}
+    own = json.loads(template.request)
+    fields |= {name: own[name] for name in _WRITING if name in own}
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+async def _ask(endpoint: Endpoint, path: str, body: dict[str, Any], timeout_s: float, key: str) -> Any:
+    """The value of `key` in a reply; None if the server refuses the request, or sends something else."""
+    try:
+        return json.loads(await endpoint.post(path, json.dumps(body).encode(), timeout_s)).get(key)
+    except (ValueError, AttributeError, RecursionError):
+        return None
+    except Failure as failure:
+        if failure.kind in (Kind.GIVE_UP, Kind.ELSEWHERE):
+            return None
+        raise
+
+
+def _refusal(endpoint: Endpoint, template: Template, why: str) -> Failure:
+    return Failure(
+        f"{endpoint.url}: the model's chat template cuts the space at the end of the prefill {template.prefill!r}, and "
+        f"{why}: serve it with a --chat-template that does not trim the assistant's message, or use a template without "
+        "a prefill",
+        Kind.GIVE_UP,
+    )

@@ -1,0 +1,112 @@
+"""A run's judged groups as pairs to train on: written by the tracker `pairs`, and read from a run's folder.
+
+With the tracker, RUN/pairs has every judged group: its images as lossless WebP, and a table GROUP.jsonl with a row per
+judging reward, in the format of `data.pair_rows`. Without it, the few groups of the report are all that a run keeps.
+Invariant: a group's files depend only on its number, so a run that repeats steps replaces theirs.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from prefgrpo.config.recipe import read_yaml
+from prefgrpo.data.atomic import write_atomic
+from prefgrpo.data.pairs import PairGroup, read_pairs
+from prefgrpo.data.prompts import Prompt
+from prefgrpo.data.stored import Shape, StoredMedia
+from prefgrpo.data.tables import DataError
+from prefgrpo.parallel.world import World
+from prefgrpo.rewards.base import Sample
+from prefgrpo.rewards.scorer import StepScores
+from prefgrpo.run.run_folder import RunFolder, run_of
+from prefgrpo.run.writer import Writer
+
+
+def open_pairs(path: str, world: World) -> list[PairGroup]:
+    """The groups of `data.pairs`: rank 0 reads and decodes everything once, and sends the list to the others. Raises
+    DataError on all ranks."""
+    groups = world.on_main(partial(read, path), DataError)
+    return world.all_gather_object(groups)[0] or []
+
+
+def read(path: str) -> list[PairGroup]:
+    """The groups of a table, or of a run's folder. Raises DataError."""
+    run = run_of(Path(path)) if Path(path).is_dir() else None
+    if run is None:
+        return read_pairs(path)
+    tables = sorted(run.pairs.glob("*.jsonl"))
+    groups = [group for table in tables for group in read_pairs(table)] if tables else list(_of_report(run))
+    if not groups:
+        raise DataError(f"data.pairs: {run.root} has no judged groups; runs with `trackers: [pairs]` keep theirs")
+    return [replace(group, prompt=replace(group.prompt, id=k)) for k, group in enumerate(groups)]
+
+
+def _of_report(run: RunFolder) -> Iterator[PairGroup]:
+    """The groups that a run stored for its report. Raises DataError if they are frames of clips."""
+    width = read_yaml(run.config).get("rollout", {}).get("width")
+    unjudged = 0
+    for file in run.all_groups():
+        with np.load(file, allow_pickle=False) as arrays:
+            shape = arrays["images"].shape
+            tables = {name: arrays[name] for name in ("prompts", "wins", "counts")}
+            sources = arrays["source_counts"] if "source_counts" in arrays else np.zeros(shape[0], np.int64)
+        if width and shape[3] != width:
+            raise DataError(f"data.pairs: {file} holds only a few frames of every clip; expected images")
+        first = np.concatenate([[0], np.cumsum(sources)])
+        for k, (text, sums, counts) in enumerate(zip(*tables.values(), strict=True)):
+            if not counts.any():
+                unjudged += 1
+                continue
+            with np.errstate(invalid="ignore"):
+                wins = sums / counts
+            inside = tuple(StoredMedia(str(file), ("sources", n)) for n in range(first[k], first[k + 1]))
+            samples = tuple(StoredMedia(str(file), ("images", k, m)) for m in range(shape[1]))
+            shapes = (Shape(shape[2], shape[3]),) * shape[1]
+            prompt = Prompt(0, str(text), {}, inside, k + 1)
+            where = f"{file}, group {k + 1}"
+            yield PairGroup(prompt, samples, shapes, wins, counts.astype(np.float64), where=where)
+    if unjudged:
+        warnings.warn(f"{run.root}: left out {unjudged} groups without a verdict", stacklevel=2)
+
+
+def store(folder: RunFolder, step: int, scores: StepScores, writer: Writer) -> None:
+    """Write the judged groups of this process in a step, on the writer's thread."""
+    writer.put(partial(_store, folder.pairs, step, scores), pictures=True)
+
+
+def _store(folder: Path, step: int, scores: StepScores) -> None:
+    folder.mkdir(exist_ok=True)
+    for k, (group, members) in enumerate(scores.samples.items()):
+        samples = [members[m] for m in sorted(members)]
+        rows = [_row(step, name, games[k], samples, group) for name, games in scores.games.items() if games[k, 1].any()]
+        if not rows:
+            continue
+        for name, media in _names(group, samples).items():
+            write_atomic(folder / name, media.webp)
+        write_atomic(folder / f"{group:06d}.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def _names(group: int, samples: Sequence[Sample]) -> Mapping[str, Any]:
+    """File name → image, of the members and of the source images."""
+    names = {f"{group:06d}_{m}.webp": sample.media for m, sample in enumerate(samples)}
+    return names | {f"{group:06d}_source_{n}.webp": source for n, source in enumerate(samples[0].source)}
+
+
+def _row(step: int, reward: str, games: Any, samples: Sequence[Sample], group: int) -> dict[str, Any]:
+    """games: [2, n, n] sums and numbers of verdicts."""
+    sums, counts = games
+    wins = (sums / np.maximum(counts, 1)).astype(object)
+    wins[counts == 0] = None
+    names = list(_names(group, samples))
+    own = {name: value for name, value in samples[0].meta.items() if isinstance(value, (str, int, float, bool))}
+    row = own | {"prompt": samples[0].prompt, "samples": names[: len(samples)], "wins": wins.tolist()}
+    row |= {"counts": counts.tolist(), "reward": reward, "step": step}
+    return row | ({"source_image": names[len(samples) :]} if len(names) > len(samples) else {})
