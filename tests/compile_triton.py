@@ -48,6 +48,8 @@ DTYPES = [(F32, BF16, F32), (F32, F32, F32), (BF16, BF16, BF16), (F32, F32, BF16
 """Of x, v and x': what the ops pass on."""
 NUMBERS = {"round": (16, 4096), "odd": (3, 4097), "one": (1, 1)}
 """(B, D): sizes divisible by 16 or not, and 1, get code of their own."""
+OVER_LATENTS = ("step", "logp", "grad", "normal")
+"""Kernels whose instructions are counted."""
 FIXED = ("NOISE", "GRAD", "ACROSS", "PER_PAIR", "INTERLEAVED", "QUERIES", "GROUP", "H")
 seen = set()
 lines: list[dict] = []
@@ -61,7 +63,8 @@ def compile_instead(kernel: JITFunction, about: dict, *args: object, **options: 
     seen.add(compiled.hash)
     ptx = compiled.asm["ptx"]
     named = dict(zip(kernel.arg_names, args, strict=False)) | options
-    line = about | {"kernel": kernel.fn.__name__.removesuffix("_kernel"), "arch": ARCH} | inspect(compiled.asm["cubin"])
+    name = kernel.fn.__name__.removesuffix("_kernel")
+    line = about | {"kernel": name, "arch": ARCH} | resources(compiled.asm["cubin"])
     scalars = {name: kind for name, kind in compiled.src.signature.items() if isinstance(named.get(name), int | float)}
     line["scalars"] = {name: kind for name, kind in scalars.items() if kind != "constexpr"}
     line["floats"] = [name for name in line["scalars"] if isinstance(named[name], float)]
@@ -69,22 +72,31 @@ def compile_instead(kernel: JITFunction, about: dict, *args: object, **options: 
     line["wide"] = [len(re.findall(rf"{op}\.global[.\w]*\.v4", ptx)) for op in ("ld", "st")]
     line["global"] = [len(re.findall(rf"\b{op}\.global", ptx)) for op in ("ld", "st")]
     line["fused"] = len(re.findall(r"\bfma\.rn\.f32", ptx))
-    line |= {"per_element": line.pop("instructions") * 128 / 2048, "sum": sum_layout(compiled.asm["ttgir"])}
+    if name in OVER_LATENTS and about["numbers"] == "round":
+        line["per_element"] = instructions(compiled.asm["cubin"]) * 128 / 2048
+    line["sum"] = sum_layout(compiled.asm["ttgir"])
     lines.append(line)
     if sys.argv[2] != "table":
         print(json.dumps(line), flush=True)
 
 
-def inspect(cubin: bytes) -> dict[str, int]:
-    """Registers and bytes of stack of a thread, and instructions, of a cubin."""
-    tools = f"{triton.__path__[0]}/backends/nvidia/bin"
+def resources(cubin: bytes) -> dict[str, int]:
+    """Registers and bytes of stack of a thread."""
+    return {name.lower(): int(n) for name, n in re.findall(r"(REG|STACK):(\d+)", shown(cubin, "cuobjdump", "-res-usage"))}
+
+
+def instructions(cubin: bytes) -> int:
+    """Number of instructions of a thread; slow, as it disassembles them."""
+    return len(re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?!NOP|BRA)\S", shown(cubin, "nvdisasm", "-c")))
+
+
+def shown(cubin: bytes, tool: str, option: str) -> str:
+    """What a tool of Triton's CUDA says about a cubin."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        commands = [f"{tools}/cuobjdump", "-res-usage", file.name], [f"{tools}/nvdisasm", "-c", file.name]
-        text, code = (subprocess.run(c, check=True, capture_output=True, text=True).stdout for c in commands)
-    found = {name.lower(): int(number) for name, number in re.findall(r"(REG|STACK):(\d+)", text)}
-    return found | {"instructions": len(re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?!NOP|BRA)\S", code))}
+        command = [f"{triton.__path__[0]}/backends/nvidia/bin/{tool}", option, file.name]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
 def sum_layout(ir: str) -> str:
