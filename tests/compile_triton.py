@@ -106,7 +106,8 @@ def sum_layout(ir: str) -> str:
 
 
 def latents(numbers: str, x_dtype: torch.dtype, v_dtype: torch.dtype, y_dtype: torch.dtype) -> None:
-    """A step with every kind of noise, and replays with their gradients: all that the ops launch, or the largest."""
+    """A step and a replay with its gradients: of the usual dtypes with every kind of noise and every output, of the
+    others the largest."""
     batch, dim = NUMBERS[numbers]
 
     def zeros(dtype: torch.dtype) -> torch.Tensor:  # odd ones begin off a multiple of 16 bytes
@@ -116,15 +117,15 @@ def latents(numbers: str, x_dtype: torch.dtype, v_dtype: torch.dtype, y_dtype: t
     x, v, y, eps = map(zeros, (x_dtype, v_dtype, y_dtype, F32))
     coef, ids = torch.zeros(batch, 5), torch.arange(batch)
     noises = [PhiloxNoise(1, ids, ids), eps, None]
-    for noise, mean, index in (
-        [(noises[0], True, ids)] if FEW else itertools.product(noises, (False, True), (ids, None))
-    ):
+    most = not FEW and (x_dtype, v_dtype, y_dtype) == DTYPES[0] and numbers != "one"
+    steps = itertools.product(noises, (False, True), (ids, None)) if most else [(noises[0], True, ids)]
+    for noise, mean, index in steps:
         sde_step(x, v, coef, index, noise=noise, out_dtype=y_dtype, want_mean=mean)
-    for ref, old in [(v, v)] if FEW else itertools.product((None, v), repeat=2):
+    for ref, old in itertools.product((None, v), repeat=2) if most else [(v, v)]:
         leaf = v.clone().requires_grad_()
         out = sde_logp(x, leaf, y, coef, ids, v_ref=ref, v_old=old)
         sum(t.sum() for t in out if t is not None).backward()
-        if ref is not None and not FEW:
+        if ref is not None and most:
             leaf = v.clone().requires_grad_()
             sde_logp(x, leaf, y, coef, ids, v_ref=ref).kl.sum().backward()
 
@@ -188,9 +189,8 @@ def blocks(model: str, dtype: torch.dtype, vector_dtype: torch.dtype, about: dic
                 quantise_rows(torch.zeros(64, width, dtype=dtype))
         if not trained:
             dequantise_rows(torch.zeros(64, 4 * channels).to(FP8), torch.zeros(64, 1), dtype)
-        kinds = (
-            itertools.product((False, True), (-1, -2)) if model == "FLUX" and dtype == vector_dtype else [(False, -1)]
-        )
+        every = model == "FLUX" and dtype == vector_dtype and not FEW
+        kinds = itertools.product((False, True), (-1, -2)) if every else [(False, -1)]
         for (per_pair, last), width, groups in itertools.product(kinds, (dim, channels), (1, 8)):
             if groups > 1 and (heads % groups or per_pair or last == -2):  # Ulysses 8, of FLUX and Wan
                 continue

@@ -311,8 +311,13 @@ def options(name, **train):
     }
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.full] * (n not in QUICK)) for n in RUNS])
-@pytest.mark.parametrize("blocks", ["diffusers", pytest.param("fused", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "name, blocks",
+    [
+        *(pytest.param(n, "diffusers", marks=[pytest.mark.full] * (n not in QUICK)) for n in RUNS),
+        *(pytest.param(n, "fused", marks=pytest.mark.full) for n in ("grpo", "nft")),
+    ],
+)
 def test_a_run_by_two_processes_and_resumed(place, trainer, name, blocks, request):
     """Three real steps with a pairwise judge: the weights change, two processes match one within a tolerance, and a
     resumed run ends with the same bytes."""

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from filelock import FileLock  # a requirement of torch
 
 pytest.importorskip("triton")
 NO_NOISE = {"NOISE": 0}
@@ -45,9 +46,15 @@ def compiled(arch, which):
 
 
 @pytest.fixture(scope="module")
-def built():
-    hows = ("90", "all"), ("80", "few"), ("89", "few"), ("100", "few")
-    return [k for how in hows for k in compiled(*how)]
+def built(tmp_path_factory):
+    """Compiled once, whichever processes run the tests of this file."""
+    place = tmp_path_factory.getbasetemp()
+    file = (place.parent if "PYTEST_XDIST_WORKER" in os.environ else place) / "triton.json"
+    with FileLock(f"{file}.lock"):
+        if not file.exists():
+            hows = ("90", "all"), ("80", "few"), ("89", "few"), ("100", "few")
+            file.write_text(json.dumps([k for how in hows for k in compiled(*how)]))
+    return json.loads(file.read_text())
 
 
 @pytest.mark.full
