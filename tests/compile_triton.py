@@ -82,7 +82,8 @@ def compile_instead(kernel: JITFunction, about: dict, *args: object, **options: 
 
 def resources(cubin: bytes) -> dict[str, int]:
     """Registers and bytes of stack of a thread."""
-    return {name.lower(): int(n) for name, n in re.findall(r"(REG|STACK):(\d+)", shown(cubin, "cuobjdump", "-res-usage"))}
+    text = shown(cubin, "cuobjdump", "-res-usage")
+    return {name.lower(): int(number) for name, number in re.findall(r"(REG|STACK):(\d+)", text)}
 
 
 def instructions(cubin: bytes) -> int:
