@@ -31,6 +31,8 @@ CPU = torch.device("cpu")
 aten = torch.ops.aten
 OTHERS = {"hunyuan_video": 1, "hunyuan_video_15": 2}
 """Attentions of text alone that do not go through diffusers' dispatcher."""
+WITHOUT_LORA = {"krea2": 4}
+"""Attentions of blocks over text, which no gradient reaches unless all weights train."""
 
 
 class Counted(TorchDispatchMode):
@@ -97,7 +99,8 @@ def test_attention_runs_once_and_gradients_keep_their_bits(case, trained, dtype,
         for net in adapter.modules().values():
             recompute(adapter.blocks(net), 1.0)
         ahead, back, repeated = counted(adapter, forward)
-        assert back["attention"] == ahead["attention"] > 0, "without what is tested, every attention runs again"
+        reached = ahead["attention"] - (WITHOUT_LORA.get(case.family, 0) if trained == "lora" else 0)
+        assert back["attention"] == reached > 0, "without what is tested, every attention runs again"
         keep_attention(blocks_of(adapter))
         _, back, grads = counted(adapter, forward)
     assert back["attention"] == OTHERS.get(case.family, 0)
