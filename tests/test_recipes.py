@@ -266,17 +266,19 @@ def test_a_recipe_dry_runs(place, recipe, monkeypatch, tmp_path, capsys):
 
 @pytest.mark.parametrize("recipe", cases(PLAIN, [FOLDER / "prefgrpo" / "lora_flux.yaml"]))
 def test_a_family_trains_with_model_and_prompts_alone(place, recipe, monkeypatch, tmp_path):
+    """Two steps of FLUX, one of the other families."""
     monkeypatch.chdir(tmp_path)
     config = load(recipe)
+    steps = 2 if recipe.stem == "lora_flux" else 1
     with JudgeServer() as server:
-        free = ["--judge.endpoints", server.url, "--train.steps", "2"]
+        free = ["--judge.endpoints", server.url, "--train.steps", str(steps)]
         assert main(["train", str(recipe), *options(place, recipe), *free]) == 0
         asked = [body for body in server.requests if images(body)]
     size = config.rollout.group_size
-    assert len(asked) >= 2 * 4 * size, "two steps × four groups, one call per image"
+    assert len(asked) >= steps * 4 * size, "four groups per step, one call per image"
     folder = tmp_path / "runs" / name_of(recipe)
     trained = [r for r in rows(folder) if r["kind"] == "train"]
-    assert [r["step"] for r in trained] == [1, 2] and all(r["reward/missing"] == 0 for r in trained)
+    assert [r["step"] for r in trained] == [1, 2][:steps] and all(r["reward/missing"] == 0 for r in trained)
     assert any(r["grad_norm"] > 0 for r in trained) and trained[0]["policy/on_policy_error"] < 1e-2
     assert list((folder / "lora").rglob("*.safetensors")) and (folder / "report.html").is_file()
 
