@@ -141,3 +141,12 @@ def forced(monkeypatch: pytest.MonkeyPatch) -> None:
 def root() -> Path:
     """The root folder of the checkout."""
     return Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture
+def few_source_tokens():
+    """Source images of Qwen-Image-Edit keep 1/256 of the usual pixels."""
+    from families import small_sources  # imports diffusers
+
+    with small_sources():
+        yield

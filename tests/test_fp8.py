@@ -179,6 +179,7 @@ def settings(case, place, dtype="bf16", **more):
 
 @pytest.mark.parametrize("recomputed", [0.0, 1.0], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("case", tiered([case_of(name) for name in MODELS]))
+@pytest.mark.usefixtures("few_source_tokens")
 def test_the_first_ratio_is_exactly_1(case, recomputed, tmp_path):
     """In bf16; what is in fp8: every Linear of the repeated blocks, except what diffusers keeps in fp32, and no other.
     The reference policy is the same base."""
