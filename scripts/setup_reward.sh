@@ -27,7 +27,7 @@ packages=$("$python" - "$root/pyproject.toml" $extra <<'PY'
 import sys
 try:
     import tomllib
-except ModuleNotFoundError:  # Python 3.10
+except ModuleNotFoundError:  # can go when Python 3.11 is the floor
     from pip._vendor import tomli as tomllib
 with open(sys.argv[1], "rb") as file:
     print(*tomllib.load(file)["project"]["optional-dependencies"][sys.argv[2]])

@@ -14,7 +14,7 @@ from aiohttp import web
 from judge_server import JudgeServer
 from test_judge_faults import ask, judge, missing
 
-if sys.version_info >= (3, 14):
+if sys.version_info >= (3, 14):  # the other part can go when Python 3.14 is the floor, as can backports.zstd
     from compression import zstd
 else:
     from backports import zstd

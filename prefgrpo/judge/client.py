@@ -33,7 +33,8 @@ from prefgrpo.judge.verdict import Pair, PairJudge, Verdict
 
 IDS_FROM = (0, 32)
 """First vLLM to which images are sent by id: it recovers if its API process and engine disagree on which they hold
-(vLLM pull request 46747); before, such an image could stop the engine. Tested with 0.32."""
+(vLLM pull request 46747); before, such an image could stop the engine. Tested with 0.32. Can go when servers
+before 0.32 are refused."""
 _MISS = ("Cache miss for", "Failed to apply")
 """vLLM's refusals of a request that names a medium which it does not hold."""
 _CUT = ("length", "abort", "content_filter", "error")

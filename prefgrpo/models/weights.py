@@ -216,7 +216,8 @@ class Weights:
                 raise ValueError(f"{folder} has {len(state)} tensors, but {differ}")
 
     def _lora_files(self) -> Any:
-        """What reads and writes LoRA files: the pipeline, or HunyuanVideo's mixin for 1.5, whose pipeline cannot."""
+        """What reads and writes LoRA files: the pipeline, or HunyuanVideo's mixin for 1.5, whose pipeline cannot up to
+        diffusers 0.42.1. Can go when it does."""
         from diffusers.loaders import HunyuanVideoLoraLoaderMixin
 
         return self.pipe if hasattr(self.pipe, "save_lora_weights") else HunyuanVideoLoraLoaderMixin

@@ -180,7 +180,8 @@ def _rapidocr(_: str = "", detect: bool = True) -> Read:
 
 
 def _paddleocr(lang: str) -> Read:
-    """A reader for PaddleOCR 3, or for 2.x (Flow-GRPO and Pref-GRPO install 2.9.1), which has another interface."""
+    """A reader for PaddleOCR 3, or for 2.x (Flow-GRPO and Pref-GRPO install 2.9.1), which has another interface
+    and can go when they install 3."""
     paddleocr = library("paddleocr", "paddleocr paddlepaddle").PaddleOCR
     third = hasattr(paddleocr, "predict")
     steps = {"use_doc_orientation_classify": False, "use_doc_unwarping": False, "use_textline_orientation": False}
