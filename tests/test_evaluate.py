@@ -72,10 +72,7 @@ def test_held_out_prompts_are_never_trained_on(place, count, evaluation, held):
 
 @pytest.mark.parametrize(("counts", "told"), [({"dev": 29, "test": 5}, True), ({"dev": 30, "test": 5}, False)])
 def test_a_run_says_at_its_start_that_it_cannot_conclude(place, counts, told):
-    class Model(SimpleNamespace):
-        stock_sampler = ""
-
-    adapter = Model(lora_rank=4, frames=lambda _: None, trainable=list)
+    adapter = SimpleNamespace(lora_rank=4, frames=lambda _: None, trainable=list)
     notes = start_notes(from_dict(settings(place, "x")), ALONE, SimpleNamespace(adapter=adapter), None, 100, counts)
     _, line = islice(notes, 2)
     assert ("fewer than 30, so no result will be conclusive" in line) == told

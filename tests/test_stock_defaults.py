@@ -1,4 +1,5 @@
-"""docs/evaluation.md's table of what stock pipelines do by default, against their signatures and, for LTX-2, a run.
+"""docs/evaluation.md's table of what stock pipelines do by default, against their signatures; LTX-2's evaluation, which
+samples as published, against the stock call's clips.
 
 Why these cases: a number that is measured with our sampler holds for the stock call only if both do the same, and
 diffusers changes its defaults from version to version.
@@ -6,13 +7,35 @@ diffusers changes its defaults from version to version.
 
 import inspect
 import re
+from dataclasses import replace
 
 import diffusers
+import numpy as np
 import pytest
 import torch
-from families import PROMPTS, case_of, folder
+from families import (
+    CPU,
+    PROMPTS,
+    SEED,
+    SIZES,
+    cache,
+    case_of,
+    conditions,
+    embed,
+    folder,
+    load,
+    noise,
+    stock_image,
+)
+from tiny_run import ALONE
 
-from prefgrpo.models import MODELS, family
+from prefgrpo.config.loading import from_dict
+from prefgrpo.data.prompts import Prompt
+from prefgrpo.models import MODELS, family, ltx2
+from prefgrpo.models.condition import collate
+from prefgrpo.rollout.render import render, to_uint8
+from prefgrpo.rollout.rollout import rollout
+from prefgrpo.rollout.sampling import Schedules
 from prefgrpo.run.notes import sampler_notes
 
 ARGUMENT = re.compile(r"guidance|cfg|stg|modality|rescale|truncation|cross_timestep|noise_scale|_steps$|kv_cache")
@@ -38,24 +61,73 @@ def test_the_table_has_the_stock_defaults_of_every_family(root):
         assert arguments == {key: str(value) for key, value in numbers.items()}, name
 
 
-def test_only_ltx2_says_that_the_stock_call_samples_otherwise():
-    said = {name: sampler_notes(family(name)) for name in MODELS}
-    assert [name for name, lines in said.items() if lines] == ["ltx2"]
-    assert "modality guidance" in said["ltx2"][0]
+def test_only_ltx2_says_that_it_has_two_samplers():
+    def said(name, guidance):
+        run = {"model": "m", "family": name, "data": {"prompts": "p"}, "rollout": {"guidance": guidance}}
+        return sampler_notes(from_dict(run))
+
+    assert [name for name in MODELS if said(name, 3.0)] == ["ltx2"] == [name for name in MODELS if said(name, 1.0)]
+    assert said("ltx2", 3.0) == [
+        "sampler: rollouts have plain guidance, evaluation and `generate` also the stock call's spatio-temporal and "
+        "modality guidance and rescaling: docs/evaluation.md"
+    ]
+    assert said("ltx2", 1.0) == [
+        "sampler: guidance is off, and with it, in evaluation and `generate` too, the stock call's spatio-temporal and "
+        "modality guidance and rescaling: docs/evaluation.md"
+    ]
+
+
+def test_ltx2s_published_sampler_has_the_stock_defaults():
+    call = inspect.signature(diffusers.LTX2Pipeline.__call__).parameters
+    ours = {"stg_scale": ltx2.STG, "modality_scale": ltx2.MODALITY, "guidance_rescale": ltx2.RESCALE}
+    both = ours | {f"audio_{name}": value for name, value in ours.items()}
+    both |= {"audio_guidance_scale": ltx2.AUDIO_GUIDANCE, "spatio_temporal_guidance_blocks": ltx2.PERTURBED}
+    assert both == {name: call[name].default for name in both}
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("scale", [3.0, 1.0])
-def test_ltx2_runs_four_branches_by_default_and_a_scale_of_1_turns_off_one(scale):
-    """Samples per forward in a step: with and without the prompt, then without a block's attention, then without
-    attention between clip and audio."""
-    pipe = case_of("ltx2").pipe(folder("ltx2"))
+def test_evaluation_of_ltx2_is_the_stock_call_with_its_defaults(monkeypatch):
+    """Four branches, bit by bit in fp32. Block 1, as the tiny model has no block 28; rollouts have another sampler."""
+    monkeypatch.setattr(ltx2, "PERTURBED", [1])
+    case = case_of("ltx2")
+    call = {"num_frames": 5, "max_sequence_length": 32, "spatio_temporal_guidance_blocks": [1]}
+    adapter = load(case)
+    sampling = case.sampling(steps=2)
+    pipe = case.pipe(folder("ltx2"))
+    pipe.audio_vae.latents_std.fill_(1.0)  # audio latents that are given are normalised, which rounds
+    pipe.audio_vae.latents_mean.zero_()
     rows = []
-    hook = pipe.transformer.register_forward_pre_hook(
+    pipe.transformer.register_forward_pre_hook(
         lambda _, args, kwargs: rows.append(len(kwargs["hidden_states"])), with_kwargs=True
     )
-    size = {"height": 32, "width": 32, "num_frames": 5, "num_inference_steps": 2, "max_sequence_length": 32}
-    one = {"spatio_temporal_guidance_blocks": [1], "output_type": "latent", "generator": torch.Generator()}
-    pipe(PROMPTS[0], guidance_scale=scale, **size, **one)
-    hook.remove()
-    assert rows == [2, 1, 1] * 2, "the audio's scale is still 7"
+    start = noise(adapter, sampling)
+    want = stock_image(pipe, replace(case, call=call), start, SIZES[0], 2)
+    assert rows == [4, 2, 2] * 2, "with and without the prompt, without a block's attention, without that to the audio"
+    stock_image(pipe, replace(case, call=call | {"guidance_scale": 1.0}), start, SIZES[0], 2)
+    assert rows[6:] == rows[:6], "the audio's scale is still 7"
+
+    embeddings = cache(case)
+    sizes = {"height": 32, "width": 32, "steps": 2, "frames": 5}
+    run = {"model": str(folder("ltx2")), "family": "ltx2", "seed": SEED, "data": {"prompts": "p"}}
+    config = from_dict(run | {"rollout": sizes})
+    schedules = Schedules(config, adapter, CPU)
+    condition = collate(embed(embeddings, adapter, PROMPTS, sampling))
+    ids = torch.arange(2)
+    ours, other = (
+        rollout(adapter, schedules.ode(sampling), condition, ids, sampling, seed=SEED, published=published).latents
+        for published in (True, False)
+    )
+    assert torch.equal(adapter.decode(ours, sampling), want)
+    assert (adapter.decode(other, sampling) - want).abs().max() > 0.01
+    wanted = [(Prompt(k, text), k) for k, text in enumerate(PROMPTS)]
+    made = dict(render(adapter, schedules, embeddings, wanted, sampling, ALONE, wanted[0]))
+    assert np.array_equal([made[0], made[1]], to_uint8(want))
+
+
+def test_a_distilled_ltx2_has_one_branch():
+    """With guidance off there is no negative prompt, in evaluation either."""
+    case = case_of("ltx2").unguided()
+    adapter = load(case)
+    sampling = case.sampling()
+    args = noise(adapter, sampling), torch.full((2,), 0.7), conditions(adapter, case), sampling
+    assert torch.equal(adapter.published_velocity(*args), adapter.velocity(*args))

@@ -26,7 +26,7 @@ from prefgrpo.data.atomic import write_atomic
 from prefgrpo.data.file_names import Generated
 from prefgrpo.data.prompts import prompt_sets, read_prompts
 from prefgrpo.data.stored import read_media
-from prefgrpo.models import family, family_of
+from prefgrpo.models import family_of
 from prefgrpo.models.attention import attention_of_a_run
 from prefgrpo.parallel import world as parallel
 from prefgrpo.parallel.world import World
@@ -188,7 +188,7 @@ def against_other(
     rewards.close()
     if world.main:
         counts = {h.name: len(set(h.group)) for h in held}
-        print(f"{config.name} {now.label} against {other.label}", *sampler_notes(family(config.family)), sep="\n")
+        print(f"{config.name} {now.label} against {other.label}", *sampler_notes(config), sep="\n")
         _write_comparison(comparisons, counts, facts, rewards.notes, place)
     return 0
 

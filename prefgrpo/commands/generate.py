@@ -190,7 +190,7 @@ def generate(
     there = generate_files(source, jobs, world, fps)
     if world.main:
         made = f"{len(jobs)} files are in {out}" + f"; {there} already existed and are unchanged" * (there > 0)
-        print(*sampler_notes(family(config.family)), made, sep="\n")
+        print(*sampler_notes(config), made, sep="\n")
     return 0
 
 

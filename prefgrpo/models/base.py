@@ -309,6 +309,11 @@ class Adapter(StockSampling, Weights, ABC):
             return c
         return self.cfg.combine(c, u, self.expert(sigma, sampling)[1])
 
+    def published_velocity(self, x: Tensor, sigma: Tensor, condition: Condition, sampling: Sampling) -> Tensor:
+        """`velocity` as the stock call's defaults have it, for evaluation and `generate`, without a gradient. Here the
+        same, as for every family without a `stock_sampler`."""
+        return self.velocity(x, sigma, condition, sampling)
+
     def predictions(
         self, x: Tensor, sigma: Tensor, condition: Condition, sampling: Sampling
     ) -> tuple[Tensor, Tensor | None]:

@@ -22,7 +22,8 @@ class StockSampling:
     default_frames: ClassVar[int | None] = None
     """Frames per clip of the published model; None: it makes images."""
     stock_sampler: ClassVar[str] = ""
-    """What the stock call's defaults do besides guidance; "": nothing (docs/evaluation.md has a table)."""
+    """What the stock call's defaults do besides guidance, and evaluation with it; "": nothing (docs/evaluation.md has a
+    table)."""
     frame_rate: ClassVar[float | None] = None
     """Frames per second of the published model's clips."""
 

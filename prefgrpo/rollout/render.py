@@ -54,8 +54,8 @@ def render(
     world: World,
     spare: tuple[Prompt, int],
 ) -> Iterator[tuple[int, Images]]:
-    """(position in `wanted`, pixels [(F,) H, W, 3]) of each (prompt, noise address), under the ODE rule, on the leader
-    of a share; the others yield nothing.
+    """(position in `wanted`, pixels [(F,) H, W, 3]) of each (prompt, noise address), under the ODE rule, sampled as
+    published, on the leader of a share; the others yield nothing.
 
     With `World.equal_forwards` all processes must call this together; those with fewer batches render `spare` as
     padding.
@@ -78,7 +78,8 @@ def render(
         addresses = [wanted[k][1] for k in chosen] or [spare[1]]
         ids = torch.tensor(addresses, dtype=torch.int64, device=world.device)
         each = [condition for _, condition in batch] or embeddings(adapter, [spare[0]], sampling)
-        latents, _ = rollout(adapter, schedule, collate(each, world.device), ids, sampling, seed=seed)
+        condition = collate(each, world.device)
+        latents, _ = rollout(adapter, schedule, condition, ids, sampling, seed=seed, published=True)
         for k, pixels in decoder.add(chosen, latents) if chosen else ():
             yield k, pixels()
     for k, pixels in decoder.rest():

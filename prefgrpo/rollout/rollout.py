@@ -72,13 +72,15 @@ def rollout(
     seed: int,
     initial_sample: Sequence[int] | None = None,
     keep_velocity: bool = False,
+    published: bool = False,
 ) -> Trajectory:
     """Denoise B samples along `schedule` (on the adapter's device) for a batched condition [B, …].
 
     sample: int64 [B] ids that determine the noise, unique per sample in the run. seed: the run's noise seed.
     initial_sample: B ids for the initial noise only. Samples with equal ids must have equal conditions.
-    keep_velocity: also store the velocities of the stored steps.
+    keep_velocity: also store the velocities of the stored steps. published: sample as the stock call by default.
     """
+    velocity = adapter.published_velocity if published else adapter.velocity
 
     def on_device(numbers: Sequence[int]) -> Tensor:
         return torch.tensor(numbers).to(sample.device, non_blocking=True)
@@ -100,7 +102,7 @@ def rollout(
         sigma = schedule.times[k].expand(len(x))
         noise = PhiloxNoise(seed, sample) if k in schedule.sde_steps else None
         kept = noise is not None and k in schedule.trained
-        v = adapter.velocity(x, sigma, active, sampling)
+        v = velocity(x, sigma, active, sampling)
         step = sde_step(x, v, schedule.coef, k, noise=noise)
         if kept:
             stored.append(Step(k, x, step.x_next, step.logp, v if keep_velocity else None))

@@ -16,7 +16,7 @@ from torch.nn.attention import current_flash_attention_impl
 from prefgrpo.config.loading import differences
 from prefgrpo.config.schema import Config
 from prefgrpo.data.prompts import FEWEST_TO_SPLIT, Prompt
-from prefgrpo.models import blocks
+from prefgrpo.models import blocks, family
 from prefgrpo.models.base import Adapter
 from prefgrpo.models.fp8 import Fp8Linear, multiplies_in_fp8
 from prefgrpo.parallel.attention import backend, masked
@@ -50,7 +50,7 @@ def start_notes(
         f"{world.size} × {world.device}; {r.prompts_per_step} prompts × {r.group_size} {media} "
         f"{r.width}×{r.height} per step from {prompts} prompts"
     )
-    yield from sampler_notes(type(adapter))
+    yield from sampler_notes(config)
     if held:
         counts = ", ".join(f"{count} prompts ({name})" for name, count in held.items())
         few = f"; fewer than {MIN_PROMPTS}, so no result will be conclusive" * (max(held.values()) < MIN_PROMPTS)
@@ -65,11 +65,15 @@ def start_notes(
     yield from kernel_notes(config, adapter, world)
 
 
-def sampler_notes(cls: type[Adapter]) -> list[str]:
-    """A line for a family whose stock call samples otherwise by default; none for the others."""
+def sampler_notes(config: Config) -> list[str]:
+    """A line for a family that is evaluated with another sampler than it is trained with; none for the others."""
+    cls = family(config.family)
     if not cls.stock_sampler:
         return []
-    return [f"sampler: plain guidance; the stock call by default has more ({cls.stock_sampler}): docs/evaluation.md"]
+    others = f"the stock call's {cls.stock_sampler}: docs/evaluation.md"
+    if cls.cfg is not None and cls.cfg.active(config.eval_sampling.guidance):
+        return [f"sampler: rollouts have plain guidance, evaluation and `generate` also {others}"]
+    return [f"sampler: guidance is off, and with it, in evaluation and `generate` too, {others}"]
 
 
 def change_notes(before: Config, now: Config, done: int) -> list[str]:

@@ -268,7 +268,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "transformer": ("LTX2VideoTransformer3DModel", {
             **VIDEO_BLOCKS, "cross_attention_dim": 24, "audio_in_channels": 4, "audio_out_channels": 4,
             "audio_num_attention_heads": 2, "audio_attention_head_dim": 8, "audio_cross_attention_dim": 16,
-            "num_layers": 2, "caption_channels": 16, "rope_type": "split",
+            "num_layers": 2, "caption_channels": 16, "rope_type": "split", "perturbed_attn": True,
         }),
         "scheduler": flow(
             use_dynamic_shifting=True, base_image_seq_len=1024, base_shift=0.95, max_shift=2.05, shift_terminal=0.1,
