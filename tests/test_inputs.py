@@ -5,10 +5,12 @@ further, download a model again, and move or rename folders. A changed prompt or
 noted, once; and what only moved, or has other names around the same content, is no change.
 """
 
+import json
 import os
 import shutil
 from pathlib import Path
 
+import diffusers
 import pytest
 import yaml
 from families import case_of, load, policy
@@ -23,6 +25,7 @@ from prefgrpo.config.recipe import ConfigError
 from prefgrpo.data.prompts import Prompt
 from prefgrpo.judge.template import shipped_templates
 from prefgrpo.models.folder import ModelError, check_weights, locate
+from prefgrpo.models.hunyuan_video import HunyuanVideo15
 from prefgrpo.run.inputs import fingerprints
 from prefgrpo.tiny import pipelines
 
@@ -162,6 +165,32 @@ def test_a_model_folder_without_a_tokenizers_vocabulary_is_refused(family, tmp_p
     shutil.rmtree(place / "tokenizer")
     with pytest.raises(ModelError, match=said):
         load(case_of(family), place)
+
+
+def test_a_denoiser_that_was_stored_quantised_is_refused(tmp_path):
+    """A LoRA of a few percent of an int8 step vanishes when it is fused into the base."""
+    place = make_world(tmp_path) / "flux"
+    file = place / "transformer" / "config.json"
+    file.write_text(file.read_text().replace("{", '{"quantization_config": {"quant_method": "torchao"},', 1))
+    with pytest.raises(ModelError, match=rf"{file}: the weights are quantised \(torchao\): .*fp8_base"):
+        load(case_of("flux"), place)
+
+
+@pytest.mark.parametrize("option", [{"stop": 0.8}, {"start": 0.1}, {"guidance_rescale": 0.7}, {}])
+def test_a_guider_that_does_not_guide_every_step_is_refused(option, tmp_path):
+    """HunyuanVideo-1.5's scale is in its guider, which may also end early; a run's guidance is on at every step."""
+    place = tmp_path / "model"
+    case = case_of("hunyuan_video_15")
+    pipe = case.pipe(pipelines.make("hunyuan_video_15", place))
+    other = diffusers.PerturbedAttentionGuidance(perturbed_guidance_layers=[0])
+    guider = pipe.guider.new(**option) if option else other
+    guider.save_pretrained(place / "guider")
+    index = json.loads((place / "model_index.json").read_text()) | {"guider": ["diffusers", type(guider).__name__]}
+    (place / "model_index.json").write_text(json.dumps(index))
+    said = f"{next(iter(option))} {next(iter(option.values()))}" if option else "PerturbedAttentionGuidance"
+    for read in (lambda: load(case, place), lambda: HunyuanVideo15.outline(place)):
+        with pytest.raises(ModelError, match=rf"guider has {said}: expected ClassifierFreeGuidance at every step"):
+            read()
 
 
 def test_a_model_folder_that_cannot_be_read_names_the_file(tmp_path):

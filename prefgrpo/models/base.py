@@ -79,8 +79,14 @@ class Adapter(StockSampling, Weights, ABC):
         """Wrap a loaded pipeline.
 
         source_area: number of pixels to which source images are resized, by families that resize them (default: as the
-        stock pipeline does). guidance_gradient: which predictions of a guidance pair receive a gradient.
+        stock pipeline does). guidance_gradient: which predictions of a guidance pair receive a gradient. Raises
+        `folder.ModelError` for a pipeline with a guider that does more than guidance at every step.
         """
+        guider = getattr(pipe, "guider", None)
+        departures = self.cfg.departures(guider) if self.cfg and guider else []
+        if departures:
+            expected = "expected ClassifierFreeGuidance at every step, whose scale is rollout.guidance"
+            raise folders.ModelError(f"the pipeline's guider has {', '.join(departures)}: {expected}")
         self.pipe = pipe
         self.transformer = getattr(pipe, self.denoisers[0])
         self.guidance_gradient = guidance_gradient
@@ -174,6 +180,7 @@ class Adapter(StockSampling, Weights, ABC):
     def find(cls, model: str) -> Path:
         """`folder.locate` for this family. Raises ModelError for another family's model, even of the same pipeline."""
         path = folders.locate(model, not_read=cls.not_read)
+        folders.check_denoisers(path, cls.denoisers)
         if difference := cls.unsupported_index(folders.index_of(path)):
             from prefgrpo.models import family_of  # imports this module
 

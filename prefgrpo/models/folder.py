@@ -89,6 +89,16 @@ def check_weights(path: Path, components: Iterable[str]) -> str | None:
     return min(variants, default=None)
 
 
+def check_denoisers(path: Path, denoisers: Iterable[str]) -> None:
+    """Raise ModelError for a denoiser that was stored quantised: its integers fit no LoRA and no optimiser here."""
+    for name in denoisers:
+        file = path / name / "config.json"
+        how = json.loads(file.read_text(encoding="utf-8")).get("quantization_config") if file.is_file() else None
+        if how:
+            expected = "expected weights in fp32, fp16 or bf16; fp8_base quantises those of a frozen base at the start"
+            raise ModelError(f"{file}: the weights are quantised ({how.get('quant_method', how)}): {expected}")
+
+
 def check_tokenizers(path: Path, components: Iterable[str]) -> None:
     """Raise ModelError for a tokenizer without any of its vocabulary's files: transformers would make an empty one."""
     import transformers

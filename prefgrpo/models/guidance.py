@@ -10,7 +10,7 @@ encoded.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -33,6 +33,13 @@ class Cfg:
     def active(self, scale: float) -> bool:
         """Whether this scale needs the second forward."""
         return scale > (0.0 if self.from_cond else 1.0)
+
+    def departures(self, guider: Any) -> list[str]:
+        """What a pipeline's own guider does otherwise than guidance here, which is on at every step or at none."""
+        if type(guider).__name__ != "ClassifierFreeGuidance":
+            return [type(guider).__name__]
+        here = {"start": 0.0, "stop": 1.0, "guidance_rescale": 0.0, "use_original_formulation": self.from_cond}
+        return [f"{name} {guider.config[name]}" for name, value in here.items() if guider.config[name] != value]
 
     def combine(self, c: Tensor, u: Tensor, scale: float) -> Tensor:
         """The guided velocity, in fp32 (fp64 for fp64); a row of the last dimension with norm 0 stays 0 if rescaled."""
