@@ -40,7 +40,7 @@ from benchmarks.block_costs import MODELS, Kind, Model, block_of, inputs_of, pub
 from benchmarks.trials import report
 from prefgrpo.config.recipe import ConfigError
 from prefgrpo.models.attention import LIMIT, Case, activate, attention_of_a_run, errors, relative_error
-from prefgrpo.models.blocks import check, forwards, fused
+from prefgrpo.models.blocks import check, components, fused
 from prefgrpo.models.blocks.joined import beside_gelu
 from prefgrpo.models.fp8 import multiplies_in_fp8
 from prefgrpo.ops import qk_norm_rope
@@ -382,7 +382,7 @@ def _of_layouts(attn: Any, tokens: Sequence[int], parallel: Any) -> dict[str, An
         outputs = ulysses_copies.run(attn, inputs, (cos, sin))
         return torch.autograd.grad(outputs, inputs, [torch.ones_like(out) for out in outputs])
 
-    with mock.patch.object(forwards, "ulysses", lambda *_: None):
+    with mock.patch.object(components, "ulysses", lambda *_: None):
         line["diffusers' layout, s"] = seconds(both, device)
     line["own layout, s"] = seconds(both, device)
     return line
