@@ -41,7 +41,9 @@ from prefgrpo.run.checkpoint import CheckpointError, read_meta
 from prefgrpo.run.judging import makes_clips
 from prefgrpo.run.loading import load_checkpoint, open_adapter, open_prompts, unsupported
 from prefgrpo.run.notes import sampler_notes
+from prefgrpo.run.pairs import open_pairs
 from prefgrpo.run.run_folder import run_of
+from prefgrpo.run.source import distinct_prompts
 
 FIRST_ID = 2**61
 """Sample ids of generated noise start here, far from those of training and evaluation."""
@@ -181,7 +183,10 @@ def generate(
             raise ModelError(f"--lora {lora}: {error}") from error
     check_writing(config, out, samples, fps)
     file = prompts or config.eval.file or config.data.prompts
-    held = open_prompts(partial(read_prompts, file, unique=False), world)
+    if file:
+        held = open_prompts(partial(read_prompts, file, unique=False), world)
+    else:
+        held = distinct_prompts(open_pairs(config.data.pairs, world))
     ending = ".mp4" if makes_clips(config) else ".png"
     places = [(p, j, out / file_name(p, j, naming, ending)) for p in held for j in range(samples)]
     jobs = make_jobs(places, shared=naming == "vbench")
