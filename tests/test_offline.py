@@ -8,20 +8,31 @@ their bucket; crops are in test_pairs_sizes.py.
 
 import json
 import os
+from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
 import torch
 from diffusers import FluxPipeline
 from PIL import Image
-from tiny_run import Hold, all_end, attempt, ranks, recipe, rows, start, tree, weights
+from tiny_run import Hold, all_end, attempt, merged, ranks, recipe, rows, settings, start, tree, weights
 from tiny_run import world as tiny_world
 from torch.func import functional_call
 from torch.nn.functional import logsigmoid
 
+from prefgrpo.config.loading import from_dict, to_dict
+from prefgrpo.config.recipe import ConfigError
+from prefgrpo.data.tables import DataError
 from prefgrpo.report import write_report
+from prefgrpo.rollout.sources import fit
+from prefgrpo.rollout.stored_groups import unguided
+from prefgrpo.run.checks import config_errors
+from prefgrpo.run.offline import DRAWS, FIRST_GROUP
 from prefgrpo.run.policy import Policy
 from prefgrpo.sde.noise import endpoint_noise, endpoint_normal
+from prefgrpo.tiny import pipelines
+from prefgrpo.trainer import Trainer
 
 SIZES = ((16, 16), (20, 12))
 """Height and width of the groups' images, alternating: two of the run's buckets."""
@@ -82,14 +93,16 @@ def test_a_lora_is_trained_from_a_table(trainer, place):
     assert all({"dev/win_jpeg_incompressibility", "dev/pairs_low"} <= row.keys() for row in evaluated)
     assert (result.lora / "pytorch_lora_weights.safetensors").is_file()
     page = write_report(result.folder).read_text()
-    assert "thing" in page
+    assert "Pairs ranked rightly" in page and "Verdicts on the pairs" in page and "The same prompts before" in page
+    share = 100 * evaluated[-1]["dev/pairs_accuracy"]
+    assert f"ranks {share:.0f}\u00a0% of the held-out pairs rightly; the initial" in page
 
 
 def test_images_before_and_after_without_a_reward(trainer, place):
     one = trainer(**offline(place, "sft", updates_per_rollout=3, steps=1) | {"eval": {"prompts": 0.2, "rewards": []}})
     result = one.train()
     assert result.win_rate is None and result.metrics.keys() == {
-        f"dev/pairs_{name}" for name in ("accuracy", "margin", "low", "high")
+        f"dev/pairs_{name}" for name in ("accuracy", "margin", "low", "high", "prompts")
     }
     (row,) = [row for row in rows(result.folder) if row["kind"] == "train"]
     assert row["updates"] <= 3 and row["samples_trained"] <= 3 and "pairs/accuracy" not in row
@@ -195,8 +208,10 @@ def dump_here():
 class Oracle:
     """The stock model in fp64, with a LoRA merged by hand."""
 
-    def __init__(self, place, lora, scale=6 / 4):
-        self.pipe = FluxPipeline.from_pretrained(place / "flux", torch_dtype=torch.float32)
+    def __init__(self, place, lora, scale=6 / 4, size=None):
+        """size: width and height to which all images are cropped."""
+        self.size = size
+        self.pipe = FluxPipeline.from_pretrained(place / "flux", dtype=torch.float32)
         self.net = self.pipe.transformer.double()
         self.vae = self.pipe.vae.double()
         self.base = {name: tensor.detach() for name, tensor in self.net.named_parameters()}
@@ -207,24 +222,34 @@ class Oracle:
             low = self.lora[name.replace("lora_A", "lora_B")] @ self.lora[name]
             self.policy[layer] = self.base[layer] + scale * low
 
+    def image(self, file):
+        """An image, at its size or cropped."""
+        return fit(Image.open(file), self.size) if self.size else Image.open(file)
+
+    @cache  # noqa: B019  (the oracle lives as long as its test)
     @torch.no_grad()
     def latents(self, file):
         """[L, 4C] of an image file."""
-        pixels = torch.from_numpy(np.array(Image.open(file))).double().movedim(-1, 0)[None] / 127.5 - 1
+        pixels = torch.from_numpy(np.array(self.image(file))).double().movedim(-1, 0)[None] / 127.5 - 1
         x = self.vae.encode(pixels).latent_dist.mode()
         x = (x - self.vae.config.shift_factor) * self.vae.config.scaling_factor
         return FluxPipeline._pack_latents(x, *x.shape)[0]
 
+    @cache  # noqa: B019
+    @torch.no_grad()
+    def text(self, prompt):
+        """T5 and CLIP embeddings, and position ids."""
+        return self.pipe.encode_prompt(prompt, prompt_2=None, max_sequence_length=24)
+
     def error(self, weights, place, prompt, name, number, draw, draws):
         """d of one image."""
-        image = Image.open(place / name)
+        image = self.image(place / name)
         rows, columns = image.height // 4, image.width // 4
         x0 = self.latents(place / name)
         noise = endpoint_noise(0, torch.tensor([number]), draw, tuple(x0.shape))[0].double()
         u = (draw + torch.special.ndtr(endpoint_normal(0, torch.tensor([number]), draw))) / draws
         t = u.clamp(1e-3, 1 - 1e-3)
-        with torch.no_grad():
-            embeds, pooled, text_ids = self.pipe.encode_prompt(prompt, prompt_2=None, max_sequence_length=24)
+        embeds, pooled, text_ids = self.text(prompt)
         ids = FluxPipeline._prepare_latent_image_ids(1, rows, columns, "cpu", torch.float64)
         given = {
             "hidden_states": ((1 - t) * x0 + t * noise)[None],
@@ -298,9 +323,9 @@ def expected(place, groups, oracle, name, draws=2):
     return dict(zip(oracle.lora, grads, strict=True)), float(total.detach())
 
 
-def compare(place, folder, groups, name, metrics=None):
+def compare(place, folder, groups, name, metrics=None, size=None):
     found = torch.load(folder / "gradient.pt")
-    oracle = Oracle(place, {key: p for key, (p, _) in found.items()})
+    oracle = Oracle(place, {key: p for key, (p, _) in found.items()}, size=size)
     want, loss = expected(place, groups, oracle, name)
     flat = torch.cat([found[key][1].flatten().double() for key in want])
     wanted = torch.cat([want[key].flatten() for key in want])
@@ -337,11 +362,174 @@ def test_the_first_gradient(trainer, place, tmp_path, monkeypatch, name, size):
 @pytest.mark.dist
 @pytest.mark.parametrize("parallel", [{}, {"ulysses": 2}])
 def test_the_first_gradient_of_two_processes(trainer, place, tmp_path, parallel):
-    """Groups of four in batches of two, which lie on both processes; and with the tokens split over both."""
+    """Groups of four in batches of two, which lie on both processes; and with the tokens split over both, which leaves
+    out the size with 15 tokens."""
     options = {"draws": 2, "times": "uniform"} | LOSSES["soft_dpo"][1]
     over = offline(place, "soft_dpo", 4, options=options, steps=1) | {"eval": {"every": 0}, "parallel": parallel}
     over["rollout"]["batch_size"] = 4 if parallel else 2
-    groups = trainer("alone", **over | {"parallel": {}}).rollouts.of_step(0)
+    groups = trainer(f"alone-{len(parallel)}", **over | {"parallel": {}}).rollouts.of_step(0)
     file = recipe(place, f"two-{len(parallel)}", **over)
     all_end(ranks(file, 2, hook=dump_here, DUMP=str(tmp_path)))
-    compare(place, tmp_path, groups, "soft_dpo")
+    compare(place, tmp_path, groups, "soft_dpo", size=(16, 16) if parallel else None)
+
+
+# ---- held-out pairs -------------------------------------------------------------------------------------------------
+
+
+def test_the_accuracy_on_held_out_pairs(trainer, place, monkeypatch):
+    """Of groups of four with ties and pairs that nobody judged, against errors of the fp64 model."""
+    over = offline(place, "soft_dpo", 4, options={"times": "uniform"})
+    one = trainer(**over | {"eval": {"prompts": 0.2, "max_prompts": 3}})
+    held = one.evaluators["dev"].pairs
+    held.start(resumed=False)
+    with torch.no_grad():
+        for number, (name, p) in enumerate(one.policy.parameters.items()):
+            if "lora_B" in name:
+                p.copy_((torch.cos(torch.arange(p.numel()) + number) / 20).view_as(p))
+    accuracy, margin = held.measure()
+    oracle = Oracle(place, {name: p.detach() for name, p in one.policy.parameters.items()})
+    margins = []
+    for k, group in enumerate(one.source.held):
+        reward = []
+        with torch.no_grad():
+            for sample in group.samples:
+                at = (place, group.prompt.text, sample.file, FIRST_GROUP + k)
+                gains = [
+                    oracle.error(oracle.base, *at, draw, DRAWS) - oracle.error(oracle.policy, *at, draw, DRAWS)
+                    for draw in range(DRAWS)
+                ]
+                reward.append(float(sum(gains)) / DRAWS)
+        for i in range(4):
+            for j in range(i):
+                if group.wins[i, j] > 0.5:
+                    margins.append(reward[i] - reward[j])
+                elif group.wins[i, j] < 0.5:
+                    margins.append(reward[j] - reward[i])
+    assert len(margins) > 7 and min(map(abs, margins)) > 1e-5, "no pair whose order could be rounding"
+    assert accuracy.rate == np.mean([m > 0 for m in margins]) and 0 < accuracy.rate < 1 and accuracy.prompts == 3
+    assert margin == pytest.approx(np.mean(margins), rel=1e-3)
+    again, _ = held.measure()
+    assert again == accuracy, "the same draws"
+
+
+def test_a_file_of_held_out_pairs(trainer, place):
+    """It is not trained on, and nothing else is held out; a file of prompts has no pairs to rank."""
+    lines = (place / "pairs.jsonl").read_text().splitlines()
+    (place / "test.jsonl").write_text("\n".join([*lines[:5], lines[0]]))
+    one = trainer("file", **offline(place) | {"eval": {"prompts": str(place / "test.jsonl")}})
+    assert len(one.source.held) == 6 and len(one.source.groups) == 24 and len(one.source.sets["dev"]) == 5
+    assert any("5 of 5 evaluation prompts are in" in note for note in one.notes)
+    one = trainer("prompts", **offline(place) | {"eval": {"prompts": str(place / "dev.txt")}})
+    assert one.evaluators["dev"].pairs is None and len(one.source.groups) == 24 and len(one.source.sets["dev"]) == 3
+    assert any("no pairs are held out" in note for note in one.notes)
+
+
+def test_groups_of_a_step(trainer, place):
+    """Every group once per epoch, whatever the number of processes; both members lie in one batch of one size."""
+    one = trainer(**offline(place) | {"eval": {"every": 0}})
+    seen = [group.prompt.text for step in range(8) for group in one.rollouts.of_step(step)]
+    assert len(set(seen)) == 24 and len(seen) == 24
+    for step in range(2):
+        batches = list(one.rollouts(step, None))
+        assert [batch.groups for batch in batches] == [(3 * step + slot,) * 2 for slot in range(3)]
+        for batch, group in zip(batches, one.rollouts.of_step(step), strict=True):
+            assert (batch.sampling.height, batch.sampling.width) == group.shapes[0][:2]
+            assert batch.latents.shape == (2, *one.adapter.latent_shape(batch.sampling))
+    assert one.rollouts.groups(0) == [], "nothing is scored"
+
+
+# ---- edits, and guidance --------------------------------------------------------------------------------------------
+
+
+def test_edits_are_trained_with_their_sources(tmp_path, place):
+    """The source in the group's bucket is part of the condition; without it the loss is another one."""
+    pipelines.make("flux_kontext", tmp_path / "kontext")
+    rng = np.random.default_rng(1)
+    found = []
+    for k in range(4):
+        row = {"prompt": f"edit {k}"}
+        for name in ("chosen", "rejected", "source_image"):
+            row[name] = str(tmp_path / f"{k}{name}.png")
+            Image.fromarray(rng.integers(0, 256, (24, 40, 3), dtype=np.uint8)).save(row[name])
+        found.append(row)
+    (tmp_path / "edits.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))
+    values = settings(place, "edits", **offline(place, steps=1) | {"eval": {"every": 0}})
+    values |= {"model": str(tmp_path / "kontext"), "family": "flux_kontext", "output": str(tmp_path)}
+    values["data"] |= {"pairs": str(tmp_path / "edits.jsonl")}
+    one = Trainer(from_dict(values))
+    (batch, *_) = one.rollouts(0, None)
+    (source,) = batch.condition.sources
+    size = batch.sampling
+    assert size.width > size.height and tuple(source.shape[1:3]) == one.adapter.grid(size)
+    own = fit(Image.open(one.rollouts.of_step(0)[0].prompt.source[0]), (size.width, size.height))
+    assert torch.equal(source[0], one.adapter.encode_source(own))
+    result = one.train()
+    assert [row["samples_trained"] for row in rows(result.folder)] == [6]
+
+
+def test_training_forwards_have_no_guidance(place):
+    """Classifier-free guidance is for evaluation; guidance that the model takes as an input stays."""
+    base = from_dict(settings(place, "guided", **offline(place)))
+    of_family = {
+        name: replace(base, family=name, rollout=replace(base.rollout, guidance=4.0))
+        for name in ("flux", "sd3", "z_image", "wan")
+    }
+    assert {name: unguided(config).guidance for name, config in of_family.items()} == {
+        "flux": 4.0, "sd3": 1.0, "z_image": 0.0, "wan": 1.0,
+    }  # fmt: skip
+    assert of_family["sd3"].eval_sampling.guidance == 4.0
+
+
+# ---- mistakes -------------------------------------------------------------------------------------------------------
+
+
+def test_mistakes_are_named(place):
+    def mistakes(**over):
+        values = settings(place, "wrong", **merged(offline(place), over))
+        try:
+            return config_errors(from_dict(values))
+        except ConfigError as error:
+            return error.mistakes
+
+    assert mistakes() == []
+    assert mistakes(data={"prompts": "p.txt"}) == [
+        "data.prompts: expected none with data.pairs, whose rows have prompts, got 'p.txt'"
+    ]
+    (rewards,) = mistakes(rewards="vlm_pairwise")
+    assert rewards.startswith("rewards: expected none with data.pairs") and rewards.endswith("got vlm_pairwise")
+    assert mistakes(rollout={"staleness": 1}, trackers=["pairs"], advantage={"combine": "gdpo", "std": "rank"}) == [
+        "rollout.staleness: expected 0 with data.pairs, which need no rollout, got 1",
+        "trackers: expected no pairs with data.pairs, as nothing is judged; remove it",
+        "advantage.combine: expected weighted_sum with data.pairs, as there is nothing to combine, got gdpo",
+        "advantage.std: expected group, global or none with data.pairs, got rank",
+    ]
+    for name in ("grpo", "grpo_guard", "nft", "awm"):
+        assert mistakes(train={"objective": name}) == [
+            f"train.objective: {name} needs samples of the policy, which data.pairs does not have; expected sft, dpo, "
+            "soft_dpo"
+        ]
+    (old,) = mistakes(train={"objective_options": {"reference": "old"}})
+    assert "dpo with objective_options {'reference': 'old'} needs samples of the policy" in old
+    assert mistakes(train={"objective_options": {"reference": "old", "decay": 0.9}}) == []
+    assert mistakes(data={"pairs": str(place)}) == [
+        f"data.pairs: expected a table of pairs, or the folder of a run, got {place}"
+    ]
+    assert "data.pairs: ltx2 makes clips with sound, which pairs from files lack" in mistakes(family="ltx2")
+
+
+def test_rewards_need_not_be_left_out_by_hand(place):
+    """The default judge is that of prompts; a recipe's own rewards are kept, and refused by name."""
+    values = settings(place, "default", **offline(place))
+    del values["rewards"]
+    config = from_dict(values)
+    assert config.rewards == () and from_dict(to_dict(config)) == config
+
+
+def test_groups_of_another_size(trainer, place):
+    with pytest.raises(DataError, match=r"rollout\.group_size: expected 4, as every group of .*groups\.jsonl has, got"):
+        trainer(**merged(offline(place, "dpo", 4), {"rollout": {"group_size": 2, "batch_size": 2}}))
+    lines = [(place / f"{name}.jsonl").read_text().splitlines()[0] for name in ("pairs", "groups", "pairs")]
+    (place / "mixed.jsonl").write_text("\n".join(lines))
+    over = merged(offline(place), {"data": {"pairs": str(place / "mixed.jsonl")}})
+    with pytest.raises(DataError, match=r"line 2: 4 images or clips, expected rollout\.group_size = 2"):
+        trainer(**over)

@@ -109,6 +109,7 @@ class Comparison:
             key = f"{self.name}/pairs"
             out |= {f"{key}_accuracy": self.accuracy.rate, f"{key}_margin": self.margin}
             out |= {f"{key}_low": self.accuracy.low, f"{key}_high": self.accuracy.high}
+            out[f"{key}_prompts"] = float(self.accuracy.prompts)
         return out
 
     def line(self, step: int) -> str:
