@@ -29,7 +29,6 @@ from prefgrpo.config.loading import load, recipe_values, to_dict
 from prefgrpo.config.recipe import ConfigError, UserError, merge, to_yaml
 from prefgrpo.config.schema import Config
 from prefgrpo.data.atomic import write_atomic, write_folder
-from prefgrpo.data.prompts import prompt_sets
 from prefgrpo.models.attention import attention_of_a_run
 from prefgrpo.objectives import objective
 from prefgrpo.objectives.base import Targets
@@ -40,8 +39,7 @@ from prefgrpo.rewards import python_rewards
 from prefgrpo.rewards.log import truncate_log
 from prefgrpo.rewards.scorer import StepScores
 from prefgrpo.rollout.batch import Batch, update_of
-from prefgrpo.rollout.batches import Rollouts
-from prefgrpo.rollout.embeddings import Embeddings, run_entries
+from prefgrpo.rollout.embeddings import Embeddings
 from prefgrpo.run import checkpoint, ending
 from prefgrpo.run.arguments import Prompts, RewardLike, run_config
 from prefgrpo.run.checkpoint import CheckpointError, Checkpoints
@@ -50,16 +48,16 @@ from prefgrpo.run.ending import ENDS_A_RUN, Diverged, Interrupt, Interrupted, Re
 from prefgrpo.run.evaluate import Evaluator, eval_sets
 from prefgrpo.run.flops import Throughput
 from prefgrpo.run.groups import show_groups
-from prefgrpo.run.inputs import check_goes_on, fingerprints, keep_inputs, own_inputs
+from prefgrpo.run.inputs import check_goes_on, keep_inputs, own_inputs
 from prefgrpo.run.judging import Rewards, evaluation_scorer, training_scorer
-from prefgrpo.run.loading import garbage_frozen, open_collector, open_model, open_prompts, open_schedules
+from prefgrpo.run.loading import garbage_frozen, open_collector, open_model, open_schedules
 from prefgrpo.run.log import Clock, Log
 from prefgrpo.run.metrics import on_policy_note, pixel_distances, policy_metrics, skipped_note
 from prefgrpo.run.notes import change_notes, peak_memory, prompt_notes, start_notes
 from prefgrpo.run.policy import learning_rate
 from prefgrpo.run.reference import Reference
 from prefgrpo.run.run_folder import RunFolder
-from prefgrpo.run.targets import StepTargets
+from prefgrpo.run.source import open_source
 from prefgrpo.run.trackers import open_trackers
 from prefgrpo.run.writer import Writer
 
@@ -150,49 +148,51 @@ class Trainer:
         values = merge(recipe_values(recipe, str(model)), arguments) | ({"model": str(model)} if model else {})
         whole = to_dict(Config())  # explicit: the values of its own model's folder do not replace a recipe's defaults
         del whole["family"]
+        if values.get("data", {}).get("pairs"):
+            del whole["rewards"]
         return cls(**(merge(whole, values) | named))
 
     def _open(self, opened: ExitStack, resume: bool) -> None:
         """Open the parts of the run in order: what fails soonest first, the model last."""
         config = self.config
         world = self.world
-        prompts, sets = open_prompts(partial(prompt_sets, config), world)
-        sets = sets if config.eval.every else {}
-        held_out = [prompt for prompts_of_set in sets.values() for prompt in prompts_of_set]
+        self.source = source = open_source(config, world)
         rewards = Rewards(config, world)
         opened.callback(rewards.close)
-        trained = rewards.build("rewards", config.rewards, prompts)
+        trained = rewards.build("rewards", config.rewards, source.prompts)
         self.scorer = training_scorer(config, trained, self.folder.judgements_of(world.rank), world)
         opened.callback(self.scorer.cancel)
-        measuring = rewards.build("eval.rewards", config.measured, held_out) if sets else {}
-        made_from = partial(fingerprints, config, prompts, sets, self._given.train.lora_from)
+        measuring = rewards.build("eval.rewards", config.measured, source.evaluated) if source.sets else {}
+        made_from = partial(source.fingerprints, self._given.train.lora_from)
         self.inputs = (world.on_main(made_from, UserError) or {}) | rewards.served
         """On rank 0, what the run is made from → its fingerprint."""
         changed: list[str] = []
         if resume and world.any(world.main and self.folder.latest() is not None):
             changed = world.on_main(self._changes, CheckpointError) or []
         embeddings = Embeddings(config)
-        absent = len(embeddings.absent(run_entries(config, prompts, held_out)))
+        absent = len(embeddings.absent(source.entries()))
         self.objective = objective(config.train)
         self.adapter, self.policy = open_model(config, self.objective, world, absent > 0)
         schedules = open_schedules(config, self.adapter, world)
         opened.callback(embeddings.flush)
-        self.rollouts = Rollouts(config, self.adapter, embeddings, schedules, prompts, world)
+        self.rollouts = source.batches(self.adapter, embeddings, schedules, world)
         self.collector = open_collector(config, self.objective, self.adapter, self.policy, world)
         self.throughput = Throughput(config, self.adapter, world)
         self.reference = Reference(config, self.collector, self.scorer, self.throughput, world)
         self.writer = Writer()
         self.evaluators: dict[str, Evaluator] = {}
-        for eval_set in eval_sets(config, sets):
+        for eval_set in eval_sets(config, source.sets):
             parts = (self.adapter, schedules, embeddings, evaluation_scorer(config, measuring), world, self.folder)
             self.evaluators[eval_set.name] = Evaluator(eval_set, config.eval_sampling, *parts, self.writer)
+        if "dev" in self.evaluators:
+            self.evaluators["dev"].pairs = source.held_out_pairs(self.rollouts, self.collector, self.folder)
         self.checkpoints = Checkpoints(self.folder, world, config.checkpoint.keep, not config.rollout.staleness)
         self.interrupt = Interrupt(self.world)
         opened.callback(self.interrupt.restore)
         counts = {name: len(set(evaluator.eval_set.group)) for name, evaluator in self.evaluators.items()}
-        of_run = start_notes(config, world, self.collector, self.policy, len(prompts), counts)
-        of_prompts = prompt_notes(config, prompts, held_out, absent)
-        self.notes = [*changed, *of_run, *rewards.notes, *of_prompts]
+        of_run = start_notes(config, world, self.collector, self.policy, len(source.prompts), counts)
+        of_prompts = prompt_notes(config, source.prompts, source.evaluated, absent)
+        self.notes = [*changed, *of_run, *rewards.notes, *source.notes(), *of_prompts]
 
     def _changes(self) -> list[str]:
         """On rank 0: what changed since the newest checkpoint. Raises CheckpointError if the run cannot go on."""
@@ -231,7 +231,7 @@ class Trainer:
         world.barrier()
         trackers = open_trackers(config, folder, self.start) if world.main else ()
         self.log = Log(folder, config.train.steps, self.start, trackers=trackers, writer=self.writer, active=world.main)
-        self.targets = StepTargets(config, self.scorer.rewards, world, self.log)
+        self.targets = self.source.targets(self.rollouts, self.scorer.rewards, world, self.log)
 
     # ---- the loop ---------------------------------------------------------------------------------------------------
 
@@ -362,7 +362,7 @@ class Trainer:
         samples = Counter(update_of(self.config, place) for place in places)
         trained = {update_of(self.config, place) for place in places if mask[place]}
         counted = self.objective.samples_per_group(r.group_size) / r.group_size
-        left = self.reference.add(self.rollouts.training_batches(step, batches, mask))
+        left = self.reference.add(self.rollouts.training_batches(batches, mask))
         with self.throughput.counting("update", sum(len(batch.places) for batch in left if not batch.padding)):
             for update in sorted(trained):
                 if not norms or self.checkpoints.last == step:  # else this step's updates would be lost

@@ -91,7 +91,7 @@ def run_cells() -> None:
         on = CELLS[cell].get("equal", False)
         World.equal_forwards = property(lambda self, on=on: on)
         loop = Trainer(from_dict(cell_settings(place, cell, f"{cell}-{os.environ['WORLD_SIZE']}")))
-        slots = loop.rollouts._plan(0)[0]
+        slots = loop.rollouts.prompts_of(0)
         os.environ["TIED"] = "\n".join(slots[p].text for p in CELLS[cell].get("tied", ()))
 
         def sum_gradients(world, parameters, seen=seen):
@@ -114,13 +114,13 @@ def run_cells() -> None:
         loop.adapter.transformer.register_forward_pre_hook(count)
         keep = loop.rollouts.training_batches
 
-        def training_batches(step, batches, signal, seen=seen, keep=keep):
+        def training_batches(batches, signal, seen=seen, keep=keep):
             for batch in batches:
                 for row, place in enumerate(zip(batch.slots, batch.members, strict=True)):
                     if not batch.padding:
                         assert place not in seen["samples"], "each sample is generated once"
                         seen["samples"][place] = [t[row].clone() for t in stored(batch)]
-            return keep(step, batches, signal)
+            return keep(batches, signal)
 
         object.__setattr__(loop.rollouts, "training_batches", training_batches)
         measured = {}

@@ -108,7 +108,7 @@ def test_every_mistake_of_names_and_types_is_listed_at_once():
     with pytest.raises(ConfigError) as caught:
         from_dict({"judge": {"endpoints": []}})
     assert sorted(caught.value.mistakes) == [
-        "data.prompts: expected a file of prompts (txt, csv, tsv, jsonl or parquet), got nothing",
+        "data.prompts: expected a file of prompts (txt, csv, tsv, jsonl or parquet), or data.pairs, got nothing",
         "judge.endpoints: expected at least one URL, or in `model` a judge that runs in this process, got neither",
         "model: expected the folder or hub id of a diffusers pipeline, got nothing",
     ]

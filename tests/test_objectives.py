@@ -167,7 +167,7 @@ class Setting:
             condition = self.condition.select(torch.tensor([p for p, _ in own]))
             ids = at + 7 * P * G
             groups = tuple((ids // G).tolist())
-            done = (groups, self.schedule, condition, ids, self.x0[at])
+            done = (groups, self.schedule, condition, ids, self.x0[at], self.sampling)
             out.append(Batch(len(out), 0, tuple(own), 0, *done))
         return out
 

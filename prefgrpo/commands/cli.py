@@ -51,7 +51,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
 }
 
 COMMON = (
-    "model name output seed data.prompts rollout.height rollout.width rollout.steps rollout.guidance "
+    "model name output seed data.prompts data.pairs rollout.height rollout.width rollout.steps rollout.guidance "
     "rollout.batch_size rollout.prompts_per_step rollout.group_size judge.model judge.endpoints rewards train.steps "
     "train.lr train.lora_rank train.gradient_checkpointing eval.every eval.prompts checkpoint.every"
 )
@@ -146,7 +146,8 @@ def generate(
     Args:
         target: Run folder (its newest checkpoint), RUN/checkpoints/step_000020, recipe, pipeline folder or hub id.
         lora: A LoRA (a folder, a file or a hub id), for a target without weights of its own.
-        prompts: Prompts: txt, csv, tsv, jsonl or parquet; empty: the target's eval.prompts, or else its data.prompts.
+        prompts: Prompts: txt, csv, tsv, jsonl or parquet; empty: the target's eval.prompts, or else its data.prompts,
+            or those of its data.pairs.
         out: Output folder; existing files are skipped. It records what made them, and refuses anything else.
         samples: Images or clips per prompt.
         naming: plain: 000012_0.png by position; unigenbench: INDEX_0.png by the table's index column; vbench:

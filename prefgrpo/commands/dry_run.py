@@ -9,29 +9,27 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from functools import partial
 
 import torch
 
 from prefgrpo.config.loading import to_dict
 from prefgrpo.config.recipe import ConfigError, to_yaml
 from prefgrpo.config.schema import Config
-from prefgrpo.data.prompts import prompt_sets, step_prompts
 from prefgrpo.models.attention import attention_of_a_run
 from prefgrpo.objectives import objective
 from prefgrpo.parallel import world as parallel
 from prefgrpo.parallel.recompute import budgets
 from prefgrpo.parallel.world import World
-from prefgrpo.rollout.batches import Rollouts
-from prefgrpo.rollout.embeddings import Embeddings, run_entries
+from prefgrpo.rollout.embeddings import Embeddings
 from prefgrpo.rollout.endpoint import EndpointCollector
 from prefgrpo.rollout.render import decode
 from prefgrpo.rollout.replay import replay
 from prefgrpo.run import judging
 from prefgrpo.run.checks import config_errors
 from prefgrpo.run.fits import kept_attention, sample_bytes
-from prefgrpo.run.loading import open_collector, open_model, open_prompts, open_schedules
+from prefgrpo.run.loading import open_collector, open_model, open_schedules
 from prefgrpo.run.notes import GIB, kernel_notes, memory_line, peak_memory, step_bytes
+from prefgrpo.run.source import open_source
 
 
 @attention_of_a_run()
@@ -41,10 +39,10 @@ def dry_run(config: Config) -> int:
         raise ConfigError(problems)
     world = parallel.join(config)
     print(to_yaml(to_dict(config), allow_unicode=True))
-    prompts, sets = open_prompts(partial(prompt_sets, config), world)
-    judging.Rewards(config, world).check("rewards", config.rewards, prompts)
+    source = open_source(config, world, every_set=True)
+    judging.Rewards(config, world).check("rewards", config.rewards, source.prompts)
     embeddings = Embeddings(config)
-    absent = embeddings.absent(run_entries(config, prompts))
+    absent = embeddings.absent(source.entries())
     goal = objective(config.train)
     adapter, policy = open_model(config, goal, world, encoders=bool(absent))
     schedules = open_schedules(config, adapter, world)
@@ -52,18 +50,18 @@ def dry_run(config: Config) -> int:
     collector = open_collector(config, goal, adapter, policy, world)
     held = step_bytes(config, collector, policy, world)
     print(memory_line(adapter, policy, held, kept_attention(config, adapter, world.layout)))
-    for note in kernel_notes(config, adapter, world):
+    for note in [*kernel_notes(config, adapter, world), *source.notes()]:
         print(note)
-    evaluated = ", ".join(f"{len(some)} ({name})" for name, some in sets.items())
-    print(f"{len(prompts)} training prompts; evaluation prompts: {evaluated or 'none'}")
+    evaluated = ", ".join(f"{len(some)} ({name})" for name, some in source.sets.items())
+    print(f"{len(source.prompts)} training prompts; evaluation prompts: {evaluated or 'none'}")
     begin = time.perf_counter()
     context = world.layout.context
     share = World(world.rank % context, context, world.device, world.layout, world.mesh)  # generates the same batch
-    rollouts = Rollouts(config, adapter, embeddings, schedules, prompts, share)
+    rollouts = source.batches(adapter, embeddings, schedules, share)
     batch = next(rollouts(0, lambda group, member, sample: None))
-    media = decode(adapter, share.whole(batch.latents, shape)[:1], config.rollout)
-    chosen = step_prompts(len(prompts), config.rollout.prompts_per_step, config.seed, 0)
-    print(f"first batch: {len(batch.places)} samples, for {prompts[chosen[batch.slots[0]]].text[:80]!r}")
+    latents = share.whole(batch.latents, adapter.latent_shape(batch.sampling))
+    media = decode(adapter, latents[:1], batch.sampling)
+    print(f"first batch: {len(batch.places)} samples, for {rollouts.prompts_of(0)[batch.slots[0]].text[:80]!r}")
     own = len(batch.places) * sample_bytes(config, shape, world.layout)
     others = torch.empty(sum(held.values()) - own, dtype=torch.uint8, device=world.device)
     middle = time.perf_counter()

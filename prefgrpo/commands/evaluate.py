@@ -24,7 +24,7 @@ from prefgrpo.config.rewards import RewardEntry
 from prefgrpo.config.schema import Config
 from prefgrpo.data.atomic import write_atomic
 from prefgrpo.data.file_names import Generated
-from prefgrpo.data.prompts import prompt_sets, read_prompts
+from prefgrpo.data.prompts import read_prompts
 from prefgrpo.data.stored import read_media
 from prefgrpo.models import family_of
 from prefgrpo.models.attention import attention_of_a_run
@@ -39,6 +39,7 @@ from prefgrpo.run.loading import open_prompts, unsupported
 from prefgrpo.run.log import finite
 from prefgrpo.run.notes import sampler_notes
 from prefgrpo.run.run_folder import run_of
+from prefgrpo.run.source import open_source
 from prefgrpo.suites import load_suite
 from prefgrpo.suites.base import Results
 
@@ -150,7 +151,7 @@ def against_other(
     if prompts:
         sets = {"prompts": open_prompts(partial(read_prompts, prompts), world)}
     else:
-        sets = open_prompts(partial(prompt_sets, config), world)[1]
+        sets = {name: list(some) for name, some in open_source(config, world, every_set=True).sets.items()}
     if not sets:
         raise ConfigError(["--prompts: the run has no held-out prompts; expected a file of prompts to compare on"])
     now = source_of(config, target, world)

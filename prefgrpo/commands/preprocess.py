@@ -1,4 +1,4 @@
-"""`prefgrpo preprocess RECIPE`: encode every prompt and source image of a recipe once, into data.cache.
+"""`prefgrpo preprocess RECIPE`: encode every prompt, source image and sample from a file once, into data.cache.
 
 Works under torchrun: uncached entry i belongs to rank i mod world size, so each is encoded once for any world size.
 After an interruption, the same command continues. Invariant: afterwards, training and evaluation load no text encoder.
@@ -6,19 +6,17 @@ After an interruption, the same command continues. Invariant: afterwards, traini
 
 from __future__ import annotations
 
-from functools import partial
-
 from tqdm import tqdm
 
 from prefgrpo.config.recipe import ConfigError
 from prefgrpo.config.schema import Config
-from prefgrpo.data.prompts import prompt_sets
 from prefgrpo.models.attention import attention_of_a_run
 from prefgrpo.parallel import world as parallel
 from prefgrpo.parallel.world import World
-from prefgrpo.rollout.embeddings import Embeddings, Entry, run_entries
+from prefgrpo.rollout.embeddings import Embeddings, Entry
 from prefgrpo.rollout.sources import prefetch
-from prefgrpo.run.loading import open_adapter, open_prompts, unsupported
+from prefgrpo.run.loading import open_adapter, unsupported
+from prefgrpo.run.source import open_source
 
 AHEAD = 8
 """Entries whose source images are read while earlier ones are encoded."""
@@ -32,17 +30,17 @@ def preprocess(config: Config) -> int:
     if problems := unsupported(config):
         raise ConfigError(problems)
     world = parallel.join()
-    prompts, sets = open_prompts(partial(prompt_sets, config), world)
-    held = [p for prompts_of_set in sets.values() for p in prompts_of_set]
+    source = open_source(config, world, every_set=True)
     embeddings = Embeddings(config, most_bytes=0)
-    absent = embeddings.absent(run_entries(config, prompts, held))
+    absent = embeddings.absent(source.entries())
     todo = world.all_gather_object(absent if world.main else [])[0]  # another run may be writing to the cache
     if mine := todo[world.dp_index :: world.dp_size]:
         _encode(config, embeddings, mine, world)
     world.barrier()
     if world.main:
-        total = f"all of {len(prompts) + len(held)} prompts are in {config.data.cache}"
-        print(f"{len(todo)} texts and sources encoded now; {total}")
+        total = f"all of {len(source.prompts) + len(source.evaluated)} prompts are in {config.data.cache}"
+        kinds = "texts, sources and samples" if config.data.pairs else "texts and sources"
+        print(f"{len(todo)} {kinds} encoded now; {total}")
     return 0
 
 

@@ -29,10 +29,13 @@ Rewards = Annotated[tuple[RewardEntry, ...], BeforeValidator(entries)]
 
 @dataclass(frozen=True, config=STRICT)
 class DataConfig:
-    """Prompts and their embeddings."""
+    """Prompts, or pairs, and their embeddings."""
 
     prompts: str = ""
     """Training prompts: txt with one per line, or a csv, tsv, jsonl or parquet table with a prompt column."""
+    pairs: str = ""
+    """In place of prompts and rewards: a table of images or clips with preferences, or the folder of a run with judged
+    groups (docs/pairs.md). Nothing is sampled or judged in training; groups have rollout.group_size members."""
     max_length: PositiveInt = 512
     """Maximum prompt length in tokens for the long text encoder (T5); longer prompts are truncated."""
     cache: str = ""
@@ -236,7 +239,8 @@ class EvalConfig:
     prompts: Share | str = 0.05
     """Held-out prompts evaluated during training: a file, or the share of data.prompts that is held out, drawn by the
     seed: at least 32, or a quarter of a shorter file, and at most max_prompts (64 if that is 0). Nothing is held out of
-    fewer than 20 prompts, if eval.final_prompts is set, or if this is 0."""
+    fewer than 20 prompts, if eval.final_prompts is set, or if this is 0. Of data.pairs, a held-out prompt takes all its
+    groups with it; a file of pairs is held-out pairs."""
     final_prompts: str = ""
     """Test prompts, evaluated only at the start and the end of the run."""
     samples_per_prompt: PositiveInt = 1
@@ -249,8 +253,6 @@ class EvalConfig:
     """Image width in pixels; none: as in rollout."""
     steps: PositiveInt | None = None
     """Denoising steps; none: as in rollout."""
-    guidance: float | None = None
-    """Guidance scale; none: as in rollout."""
     rewards: Rewards = ()
     """Rewards that evaluation measures, written as in `rewards`; empty: those of training. An entry that is only the
     name of a trained reward is that reward. A pairwise judge compares with the initial policy, in both orders."""
@@ -337,8 +339,11 @@ class Config:
         t = self.train
         if not self.model:
             yield "model: expected the folder or hub id of a diffusers pipeline, got nothing"
-        if not self.data.prompts:
-            yield "data.prompts: expected a file of prompts (txt, csv, tsv, jsonl or parquet), got nothing"
+        if not (self.data.prompts or self.data.pairs):
+            files = "a file of prompts (txt, csv, tsv, jsonl or parquet)"
+            yield f"data.prompts: expected {files}, or data.pairs, got nothing"
+        if self.data.pairs:
+            yield from self._mistakes_with_pairs()
         if self.name in ("", ".", "..") or "/" in self.name:
             yield f"name: expected a folder name, got {self.name!r}"
         for section in ("rollout", "judge"):
@@ -364,10 +369,28 @@ class Config:
         if self.parallel.ring * self.parallel.ulysses > 1 and self.compile:
             yield "compile: expected false under context parallelism, got true"
 
+    def _mistakes_with_pairs(self) -> Iterator[str]:
+        """Values that say where a step's samples and verdicts come from, which data.pairs says already."""
+        if self.data.prompts:
+            yield f"data.prompts: expected none with data.pairs, whose rows have prompts, got {self.data.prompts!r}"
+        if self.rewards:
+            names = ", ".join(entry.name for entry in self.rewards)
+            why = "which has verdicts; eval.rewards measures"
+            yield f"rewards: expected none with data.pairs, {why}, got {names}"
+        if self.rollout.staleness:
+            yield f"rollout.staleness: expected 0 with data.pairs, which need no rollout, got {self.rollout.staleness}"
+        if "pairs" in self.trackers:
+            yield "trackers: expected no pairs with data.pairs, as nothing is judged; remove it"
+        if self.advantage.combine != "weighted_sum":
+            why = "as there is nothing to combine"
+            yield f"advantage.combine: expected weighted_sum with data.pairs, {why}, got {self.advantage.combine}"
+        if self.advantage.std == "rank":
+            yield "advantage.std: expected group, global or none with data.pairs, got rank"
+
     @property
     def eval_sampling(self) -> SamplingConfig:
         """Sampling settings of evaluation and `generate`: those of training, with the fields set in `eval` replaced."""
-        fields = {key: getattr(self.eval, key) for key in ("height", "width", "steps", "guidance")}
+        fields = {key: getattr(self.eval, key) for key in ("height", "width", "steps")}
         return replace(self.rollout, **{key: value for key, value in fields.items() if value is not None})
 
     @property

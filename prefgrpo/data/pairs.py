@@ -16,10 +16,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from prefgrpo.data.pair_rows import Unjudged, Verdicts, media_rows, verdicts_of
+from prefgrpo.data.pair_rows import MATRICES, READERS, Unjudged, Verdicts, media_rows, verdicts_of
 from prefgrpo.data.prompts import Prompt, parse, place_of
 from prefgrpo.data.stored import Shape, StoredMedia
-from prefgrpo.data.tables import DataError, refusal
+from prefgrpo.data.tables import DataError, refusal, rows
 
 Floats = NDArray[np.float64]
 
@@ -49,6 +49,12 @@ class PairGroup:
     def identity(self) -> tuple[object, ...]:
         """Equal for groups of the same images for the same prompt, whoever judged them."""
         return (self.prompt.text, self.prompt.source, tuple(sorted(self.samples, key=str)))
+
+
+def has_pairs(path: str | Path) -> bool:
+    """Whether the first row of a table has the columns of a pair or of a group. Raises DataError."""
+    row = next((row for _, row in rows(Path(path))), {})
+    return any(all(name in row for name in columns) for columns in READERS) or any(name in row for name in MATRICES)
 
 
 def read_pairs(path: str | Path, *, decode: bool = True) -> list[PairGroup]:

@@ -172,16 +172,29 @@ def prompt_sets(config: Config, decode: bool = True) -> tuple[list[Prompt], dict
     the file, so all ranks, a resumed run and `prefgrpo preprocess` agree.
     """
     prompts = read_prompts(config.data.prompts, decode=decode)
-    e = config.eval
-    files = {name: file for name, file in (("dev", e.file), ("test", e.final_prompts)) if file}
-    share = 0.0 if isinstance(e.prompts, str) else e.prompts
-    count = max(round(share * len(prompts)), min(FEWEST_HELD_OUT, len(prompts) // 4)) if share else 0
-    count = min(count, e.max_prompts or MOST_HELD_OUT)
-    if files or not (e.every and count) or len(prompts) < FEWEST_TO_SPLIT:
-        return prompts, {name: read_prompts(file, decode=decode) for name, file in files.items()}
-    generator = torch.Generator().manual_seed((config.seed * 1_000_003 - 1) % 2**63)  # −1: epochs count from 0
-    held = set(torch.randperm(len(prompts), generator=generator)[:count].tolist())
+    sets = prompt_files(config, decode)
+    held = held_out(config, len(prompts))
+    if not held:
+        return prompts, sets
     return [p for k, p in enumerate(prompts) if k not in held], {"dev": [prompts[k] for k in sorted(held)]}
+
+
+def prompt_files(config: Config, decode: bool = True) -> dict[str, list[Prompt]]:
+    """Evaluation set → prompts, of those that are files."""
+    files = {"dev": config.eval.file, "test": config.eval.final_prompts}
+    return {name: read_prompts(file, decode=decode) for name, file in files.items() if file}
+
+
+def held_out(config: Config, total: int) -> set[int]:
+    """Which of `total` prompts are held out (`eval.prompts`), by their positions."""
+    e = config.eval
+    share = 0.0 if isinstance(e.prompts, str) else e.prompts
+    count = max(round(share * total), min(FEWEST_HELD_OUT, total // 4)) if share else 0
+    count = min(count, e.max_prompts or MOST_HELD_OUT)
+    if e.file or e.final_prompts or not e.every or total < FEWEST_TO_SPLIT:
+        return set()
+    generator = torch.Generator().manual_seed((config.seed * 1_000_003 - 1) % 2**63)  # −1: epochs count from 0
+    return set(torch.randperm(total, generator=generator)[:count].tolist())
 
 
 def step_prompts(total: int, per_step: int, seed: int, step: int) -> list[int]:

@@ -33,6 +33,11 @@ class AWM(OldPolicy, PointwiseObjective):
         """The old policy, if the ratio is used."""
         return "old" if self.ratio else ""
 
+    @property
+    def on_policy(self) -> bool:
+        """True: it is a policy gradient, which lets the errors of bad samples grow without bound."""
+        return True
+
     def log_likelihood(self, error: Tensor, t: Tensor) -> Tensor:
         """[B] ℓ."""
         if self.weight == "huber":

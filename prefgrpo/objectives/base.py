@@ -34,10 +34,13 @@ class Targets(NamedTuple):
     """fp32 [P, G, G], number of verdicts per pair; symmetric, wins + winsᵀ = counts."""
     known: Tensor
     """bool [P, G], whether the sample's rewards are present."""
+    weight: Tensor | None = None
+    """fp32 [P], factors of the groups' losses; None: 1."""
 
     def to(self, device: torch.device) -> Targets:
         """These on a device, without waiting for it."""
-        return Targets(*(tensor.to(device, non_blocking=True) for tensor in self))
+        moved = Targets(*(tensor.to(device, non_blocking=True) for tensor in self[:4]))
+        return moved if self.weight is None else moved._replace(weight=self.weight.to(device, non_blocking=True))
 
     def preference(self) -> Tensor:
         """[P, G, G] share of comparisons that row won against column, a tie counting ½; ½ for pairs never compared."""
@@ -70,6 +73,11 @@ class Objective(ABC):
     @property
     def sampled_by_old(self) -> bool:
         """Whether the old policy generates the rollouts."""
+        return False
+
+    @property
+    def on_policy(self) -> bool:
+        """Whether the loss holds only for samples that a policy of this run generated, not for those of data.pairs."""
         return False
 
     def option_errors(self, group_size: int) -> list[str]:
@@ -130,6 +138,11 @@ class TrajectoryObjective(Objective):
         fits = self.best_of % 2 == 0 and self.best_of <= group_size
         return [] if fits else [f"best_of: expected an even number up to {group_size}, got {self.best_of}"]
 
+    @property
+    def on_policy(self) -> bool:
+        """True: it needs the steps that led to a sample."""
+        return True
+
     def mask(self, train: TrainConfig, targets: Targets) -> Tensor:
         """With best_of, only the best and the worst members."""
         mask = super().mask(train, targets)
@@ -180,6 +193,17 @@ class Prediction:
         """The anchor's velocity; asserts that there is one."""
         assert self.anchor is not None, "the objective names no anchor"
         return self.anchor
+
+
+def ranked(error: Tensor, anchor_error: Tensor, targets: Targets) -> Tensor:
+    """[3, P] per group: how many judged pairs the implicit rewards anchor_error − error [P, G] rank rightly (½ if they
+    are equal), how many there are, and the sum of the winners' rewards minus the losers'. Ties are not counted."""
+    reward = anchor_error - error
+    difference = reward[:, :, None] - reward[:, None, :]
+    verdict = torch.where(targets.counts > 0, targets.preference() - 0.5, 0.0).sign().triu(1)
+    right = (difference * verdict).sign()
+    of_pairs = torch.stack([(right + 1) / 2 * verdict.abs(), verdict.abs(), difference * verdict])
+    return of_pairs.sum((2, 3))
 
 
 def mean_square(difference: Tensor) -> Tensor:

@@ -33,6 +33,11 @@ class Preference(OldPolicy, GroupObjective):
         """The reference."""
         return self.reference
 
+    @property
+    def on_policy(self) -> bool:
+        """Whether the reference is the policy that generated the samples."""
+        return self.reference == "old" and not (self.decay or self.decay_rate)
+
     def strength(self, error: Tensor, anchor_error: Tensor) -> Tensor:
         """h [P, G]."""
         return 0.5 * self.beta * (anchor_error - error)

@@ -46,6 +46,11 @@ class NFT(OldPolicy, PointwiseObjective):
         """The option sample_with_old."""
         return self.sample_with_old
 
+    @property
+    def on_policy(self) -> bool:
+        """True: it moves away from the policy that generated the samples."""
+        return True
+
     def mask(self, train: TrainConfig, targets: Targets) -> Tensor:
         """Without samples whose rewards are missing: an advantage of 0 would be r = ½."""
         return super().mask(train, targets) & targets.known

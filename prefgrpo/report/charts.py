@@ -163,6 +163,14 @@ def curves(run: Run) -> list[Markup]:
         wins.append(Series(f"by {run.label(name[4:])}", rows.steps, y, *(() if few else (low, high))))
     note = f"Held-out prompts ({watched}), against the initial model from the same noise; bands: 95 % intervals."
     charts = [draw("Win rate against the initial model", wins, "\u00a0%", note)]
+    ranked = of({"pairs/accuracy": "pairs of the step"}, 100.0)
+    if watched and "pairs_accuracy" in run.evals[watched]:
+        rows = run.evals[watched]
+        y, low, high = (100 * rows[f"pairs_{name}"] for name in ("accuracy", "low", "high"))
+        few = run.prompts(watched, "pairs") < MIN_PROMPTS
+        ranked.append(Series("held-out pairs", rows.steps, y, *(() if few else (low, high))))
+    note = "Share of judged pairs whose better image has the higher implicit reward; before training 50 %."
+    charts.append(draw("Pairs ranked rightly", ranked, "\u00a0%", note))
     for name in [n for n in train.columns if REWARD.fullmatch(n)]:
         label = short(name.removeprefix("reward/"))
         mean = train[name]

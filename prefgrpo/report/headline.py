@@ -117,6 +117,15 @@ def certainty(found: list[Win]) -> tuple[str, str]:
     return word, why
 
 
+def ranking(run: Run) -> tuple[float, str]:
+    """(share of held-out pairs from files that the policy ranks rightly, 95 % interval, '' of fewer than MIN_PROMPTS
+    prompts) in the last evaluation; NaN without any."""
+    if "dev" not in run.evals:
+        return math.nan, ""
+    rate, low, high, prompts = (run.evals["dev"].last(f"pairs_{n}") for n in ("accuracy", "low", "high", "prompts"))
+    return rate, span(low, high) if prompts >= MIN_PROMPTS else ""
+
+
 def position_bias(run: Run) -> tuple[float, str]:
     """(share of training comparisons that the image shown first won, 95 % interval over steps); NaN for few steps."""
     share = run.train["judge/position_bias"]

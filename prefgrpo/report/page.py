@@ -41,6 +41,7 @@ def write_report(folder: Path, out: Path | None = None) -> Path:
         best=[win for win in best if not math.isnan(win.rate)],
         certainty=headline.certainty(best),
         alarms=headline.alarms(run),
+        ranking=headline.ranking(run),
         bias=headline.position_bias(run),
         agreement=headline.agreement(run, run.best_set) if run.best_set else [],
         comparisons=float(np.nansum(run.train["judge/requests"])),

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from prefgrpo.config.schema import Config
+from prefgrpo.config.schema import Config, SamplingConfig
 from prefgrpo.models.base import Condition
 from prefgrpo.rollout.rollout import Step, changed
 from prefgrpo.sde.schedule import Schedule
@@ -122,6 +122,8 @@ class Batch(BatchPlan):
     """int64 [B], run-wide numbers of the samples, which determine their noise."""
     latents: Tensor
     """[B, …] final latents, of which a context-parallel process keeps its part (`World.slice_of`)."""
+    sampling: SamplingConfig
+    """Their size, and the guidance of the forwards that train on them."""
     steps: tuple[Step, ...] = ()
     """The stored steps, by ascending index, with latents and velocities likewise in parts; empty if the objective needs
     only final latents."""

@@ -29,6 +29,7 @@ from prefgrpo.objectives.base import (
     Prediction,
     Targets,
     mean_square,
+    ranked,
 )
 from prefgrpo.parallel.shard import reduce_gradients
 from prefgrpo.parallel.world import World
@@ -37,6 +38,8 @@ from prefgrpo.sde.noise import endpoint_noise, endpoint_normal
 
 EDGE = 1e-3
 """Minimum distance of t from 0 and 1 for the distributions uniform and logit_normal."""
+RANKS = ("right", "pairs", "margin")
+"""Metrics of a group objective on pairs from files, per group (`ranked`)."""
 WeightsContext = Callable[[], AbstractContextManager[None]]
 """Context in which the model has other weights."""
 
@@ -58,9 +61,10 @@ class EndpointCollector:
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """Metrics of every forward: d, the anchor's d, mean_D ‖v − v_anchor‖² and mean_D ‖v − v_reference‖²."""
+        """Metrics of every forward: d, the anchor's d, mean_D ‖v − v_anchor‖² and mean_D ‖v − v_reference‖²; RANKS."""
         beside = ("anchor_error", "drift") if self.objective.anchor else ()
-        return ("error", *beside, *(("kl",) if self.config.train.kl_coef else ()))
+        ranks = RANKS if isinstance(self.objective, GroupObjective) and self.config.data.pairs else ()
+        return ("error", *beside, *(("kl",) if self.config.train.kl_coef else ()), *ranks)
 
     def accumulate(self, batches: Sequence[Batch], targets: Targets, samples: float) -> list[Tensor]:
         """Accumulate gradients of this rank's batches; returns one row [update, samples, loss, *metrics] per forward.
@@ -80,15 +84,20 @@ class EndpointCollector:
             for batch in batches:
                 p = self.predict(batch, draw)
                 value = None
+                ranks = list[Tensor]()
                 if batch.padding:
                     loss = p.error.sum()
                 elif isinstance(objective, PointwiseObjective):
                     signal = batch.of_samples(objective.signal(train, targets))
-                    loss = _sum(objective.loss(train, p, signal), len(batch.places))
+                    losses = _counted(objective.loss(train, p, signal), len(batch.places))
+                    if targets.weight is not None:
+                        weights = targets.weight[:, None].expand_as(targets.advantage)
+                        losses = losses * batch.of_samples(weights)
+                    loss = losses.sum()
                 else:
                     assert isinstance(objective, GroupObjective)
                     known = slopes or self._slopes(objective, [batch], [_errors(p)], targets)
-                    slope, value = (batch.of_samples(table) for table in known)
+                    slope, value, *ranks = (batch.of_samples(table) for table in known)
                     loss = (slope * p.error).sum()
                 facts = [p.error] if p.anchor is None else [p.error, p.anchor_error, mean_square(p.v - p.anchor)]
                 shown = loss if value is None else value.sum()
@@ -98,6 +107,7 @@ class EndpointCollector:
                     loss = loss + penalty
                     shown = shown + penalty
                     facts.append(kl)
+                facts += ranks
                 count = samples * objective.draws
                 metrics = torch.stack([fact.mean() for fact in facts])
                 left -= 1
@@ -111,22 +121,31 @@ class EndpointCollector:
 
         The policy's forward comes last, because weights may only be swapped while no autograd graph refers to them.
         """
-        x0 = self.world.whole(batch.latents, self.adapter.latent_shape(self.config.rollout)).float()
+        t, x, sigma, u = self.noised(batch, draw)
+
+        def velocity(weights: WeightsContext) -> Tensor:
+            with torch.no_grad(), weights():
+                return self.adapter.velocity(x, sigma, batch.condition, batch.sampling)
+
+        anchor = velocity(self.anchor) if self.objective.anchor else None
+        start = velocity(self.reference) if self.config.train.kl_coef else None
+        v = self.adapter.velocity(x, sigma, batch.condition, batch.sampling)
+        return Prediction(t, v, u, anchor, start)
+
+    def error(self, batch: Batch, draw: int) -> Tensor:
+        """[B] d of the current weights."""
+        _, x, sigma, u = self.noised(batch, draw)
+        return mean_square(self.adapter.velocity(x, sigma, batch.condition, batch.sampling) - u)
+
+    def noised(self, batch: Batch, draw: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(t fp32 [B], x_t [B, …], the σ passed to the model fp32 [B] on the CPU, u [B, …])."""
+        x0 = self.world.whole(batch.latents, self.adapter.latent_shape(batch.sampling)).float()
         groups = batch.ids // self.config.rollout.group_size
         noise = endpoint_noise(self.config.seed, groups, draw, tuple(x0.shape[1:]))
         t, sigma = self.times(batch, torch.tensor(batch.groups), draw)
         t = t.to(x0.device, non_blocking=True)
         mix = t.view(-1, *[1] * (x0.dim() - 1))
-        x = (1.0 - mix) * x0 + mix * noise
-
-        def velocity(weights: WeightsContext) -> Tensor:
-            with torch.no_grad(), weights():
-                return self.adapter.velocity(x, sigma, batch.condition, self.config.rollout)
-
-        anchor = velocity(self.anchor) if self.objective.anchor else None
-        start = velocity(self.reference) if self.config.train.kl_coef else None
-        v = self.adapter.velocity(x, sigma, batch.condition, self.config.rollout)
-        return Prediction(t, v, noise - x0, anchor, start)
+        return t, (1.0 - mix) * x0 + mix * noise, sigma, noise - x0
 
     @property
     def _batches_are_groups(self) -> bool:
@@ -136,9 +155,10 @@ class EndpointCollector:
 
     def _slopes(
         self, objective: GroupObjective, batches: Sequence[Batch], errors: Sequence[Tensor], targets: Targets
-    ) -> tuple[Tensor, Tensor]:
-        """∂loss/∂d [P, G], and an equal share [P, G] of each group's loss, from the `_errors` of batches; unless these
-        hold whole groups, all ranks call this together. Groups that are not in the batches have arbitrary values."""
+    ) -> tuple[Tensor, ...]:
+        """∂loss/∂d [P, G], an equal share [P, G] of each group's loss, and with pairs from files RANKS [P, G], the same
+        for all members, from the `_errors` of batches; unless these hold whole groups, all ranks call this together.
+        Groups that are not in the batches have arbitrary values."""
         groups, size = targets.advantage.shape
         table = targets.advantage.new_zeros(groups * size, 2)
         for batch, rows in zip(batches, errors, strict=True):
@@ -150,8 +170,13 @@ class EndpointCollector:
         error = error.clone().requires_grad_()
         with torch.enable_grad():
             losses = objective.loss(self.config.train, error, anchor_error, targets)
-            (slope,) = torch.autograd.grad(_sum(losses, groups) * size, error)
-        return slope, losses.detach()[:, None].expand(-1, size)
+            losses = _counted(losses, groups)
+            if targets.weight is not None:
+                losses = losses * targets.weight
+            (slope,) = torch.autograd.grad(losses.sum() * size, error)
+        ranks = ranked(error.detach(), anchor_error, targets) if self.config.data.pairs else ()
+        of_groups = [losses.detach(), *ranks]
+        return slope, *(of_group[:, None].expand(-1, size) for of_group in of_groups)
 
     def times(self, batch: Batch, groups: Tensor, draw: int) -> tuple[Tensor, Tensor]:
         """(t, the σ passed to the model), both fp32 [B] on the CPU; groups: int64 [B], step · P + slot.
@@ -179,11 +204,11 @@ def _errors(p: Prediction) -> Tensor:
     return torch.stack([p.error.detach(), p.anchor_error], 1)
 
 
-def _sum(losses: Tensor, count: int) -> Tensor:
-    """The sum of `count` losses. Raises ValueError if an objective returns another number of them."""
+def _counted(losses: Tensor, count: int) -> Tensor:
+    """The `count` losses. Raises ValueError if an objective returns another number of them."""
     if losses.shape != (count,):
         raise ValueError(
             f"train.objective: expected one loss for each of {count} samples (groups, if it compares their members), "
             f"shape [{count}], got shape {list(losses.shape)}"
         )
-    return losses.sum()
+    return losses

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from prefgrpo.config.loading import differences, load
 from prefgrpo.config.recipe import ConfigError
-from prefgrpo.config.schema import Config
+from prefgrpo.config.schema import Config, TrainConfig
 from prefgrpo.models import family
 from prefgrpo.models.folder import ModelError, is_hub_id
-from prefgrpo.objectives import objective
+from prefgrpo.objectives import OBJECTIVES, objective
 from prefgrpo.objectives.base import GroupObjective
 from prefgrpo.parallel.world import World
 from prefgrpo.rewards import PYTHON, get_python_rewards, load_class
@@ -21,11 +21,12 @@ from prefgrpo.rollout.batch import batch_sizes, busy_prompts, busy_share
 from prefgrpo.run import judging, trackers
 from prefgrpo.run.checkpoint import CheckpointError
 from prefgrpo.run.loading import unsupported
-from prefgrpo.run.run_folder import RunFolder
+from prefgrpo.run.run_folder import RunFolder, run_of
 
 MAY_CHANGE = (
     "output", "name", "trackers", "data.cache", "offload",
-    "model", "data.prompts", "eval.prompts", "eval.final_prompts", "train.lora_from",  # compared by content
+    # compared by content:
+    "model", "data.prompts", "data.pairs", "eval.prompts", "eval.final_prompts", "train.lora_from",
     "train.steps", "train.lr", "train.lr_scheduler", "train.max_grad_norm",
     "train.gradient_checkpointing", "checkpoint.every", "checkpoint.keep",
     "judge.endpoints", "judge.api_key_env", "judge.concurrency", "judge.timeout_s", "judge.deadline_s",
@@ -50,6 +51,8 @@ def config_errors(config: Config) -> list[str]:
     problems += [] if problems else _objective_errors(config)
     problems += unsupported(config)
     problems += trackers.config_errors(config)
+    if config.data.pairs:
+        problems += _pair_errors(config)
     files = {"data.prompts": config.data.prompts, "eval.prompts": e.file, "eval.final_prompts": e.final_prompts}
     problems += [f"{field}: prompts file not found: {f}" for field, f in files.items() if f and not Path(f).is_file()]
     return problems + batch_errors(config)
@@ -115,7 +118,7 @@ def _objective_errors(config: Config) -> list[str]:
         wrong.append(f"train.updates_per_rollout: {problem} and {limit}, {got}")
     trained = [entry for entry in config.rewards if entry.weight > 0]
     pairwise = ["url" in entry.options or issubclass(load_class(entry.reward), VlmPairwise) for entry in trained]
-    if goal.needs_comparisons and not any(pairwise):
+    if goal.needs_comparisons and not any(pairwise) and not config.data.pairs:
         wanted = f"{t.objective} trains on comparisons: expected a pairwise reward, such as vlm_pairwise"
         names = ", ".join(entry.name for entry in config.rewards)
         wrong.append(f"rewards: {wanted}, with a weight above 0, got {names}")
@@ -125,6 +128,27 @@ def _objective_errors(config: Config) -> list[str]:
     if r.staleness and (goal.anchor == "old" or goal.sampled_by_old):
         why = f"{t.objective} has an old policy, which has to be the one that generated the samples"
         wrong.append(f"rollout.staleness: {why}: expected 0, got {r.staleness}")
+    return wrong
+
+
+def _pair_errors(config: Config) -> list[str]:
+    """What cannot be trained from files."""
+    path = Path(config.data.pairs)
+    wrong: list[str] = []
+    if not path.is_file() and (not path.is_dir() or run_of(path) is None):
+        wrong.append(f"data.pairs: expected a table of pairs, or the folder of a run, got {path}")
+    try:
+        goal = objective(config.train)
+        sound = family(config.family).with_sound
+    except ValueError:
+        return wrong  # said elsewhere
+    if goal.on_policy:
+        offline = [name for name in OBJECTIVES if not objective(TrainConfig(objective=name)).on_policy]
+        options = f" with objective_options {config.train.objective_options}" * bool(config.train.objective_options)
+        needs = f"{config.train.objective}{options} needs samples of the policy, which data.pairs does not have"
+        wrong.append(f"train.objective: {needs}; expected {', '.join(offline)}")
+    if sound:
+        wrong.append(f"data.pairs: {config.family} makes clips with sound, which pairs from files lack")
     return wrong
 
 

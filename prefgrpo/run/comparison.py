@@ -71,6 +71,10 @@ class Comparison:
     """By reward; that of the first judge is called judge."""
     changes: dict[str, tuple[float, float, int]]
     """By reward: 95 % interval of the mean change of a pair, and the number of prompts with one."""
+    accuracy: WinRate | None = None
+    """Share of held-out pairs from files that the policy's implicit reward ranks rightly (`offline`)."""
+    margin: float = math.nan
+    """Mean of these rewards of the winners minus those of the losers."""
 
     @property
     def rewards(self) -> dict[str, tuple[Mean, Mean]]:
@@ -101,13 +105,19 @@ class Comparison:
             key = f"{self.name}/{name}"
             if prompts:
                 out |= {f"{key}_low": low, f"{key}_high": high, f"{key}_prompts": float(prompts)}
+        if self.accuracy is not None:
+            key = f"{self.name}/pairs"
+            out |= {f"{key}_accuracy": self.accuracy.rate, f"{key}_margin": self.margin}
+            out |= {f"{key}_low": self.accuracy.low, f"{key}_high": self.accuracy.high}
+            out[f"{key}_prompts"] = float(self.accuracy.prompts)
         return out
 
     def line(self, step: int) -> str:
         """The summary line: means now (and before), win rates with their intervals."""
         parts = [f"{name} {before.value:.3f} → {now.value:.3f}" for name, (now, before) in self.rewards.items()]
         parts += [f"win rate by {name} {win}" for name, win in self.win_rates.items()]
-        return f"eval at step {step}, {self.name}: " + ", ".join(parts)
+        parts += [f"held-out pairs ranked rightly {self.accuracy}"] if self.accuracy else []
+        return f"eval at step {step}, {self.name}: " + (", ".join(parts) or "images, without a reward")
 
 
 def compared(name: str, group: Sequence[int], rows: Sequence[Row]) -> Comparison:

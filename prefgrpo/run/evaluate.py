@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from prefgrpo.run.checkpoint import CheckpointError
 from prefgrpo.run.comparison import ORDERS, Comparison, Row, compared
 from prefgrpo.run.judging import judges_of
 from prefgrpo.run.log import finite
+from prefgrpo.run.offline import HeldOutPairs
 from prefgrpo.run.run_folder import RunFolder
 from prefgrpo.run.writer import Writer
 
@@ -61,7 +62,7 @@ class EvalSet:
     """Noise address of the first image; the next ones follow."""
 
 
-def eval_sets(config: Config, sets: dict[str, list[Prompt]]) -> list[EvalSet]:
+def eval_sets(config: Config, sets: Mapping[str, Sequence[Prompt]]) -> list[EvalSet]:
     """The evaluation sets of a run: the first `eval.max_prompts` of each, with noise of their own."""
     out = []
     for number, (name, prompts) in enumerate(sets.items()):
@@ -84,6 +85,8 @@ class Evaluator:
     world: World
     folder: RunFolder
     writer: Writer
+    pairs: HeldOutPairs | None = None
+    """Measured in this set's evaluations too."""
     before: list[Images] = field(default_factory=list)
     """This share's images of the initial policy, on its leader."""
     reasons: Counter[str] = field(default_factory=Counter)
@@ -103,6 +106,8 @@ class Evaluator:
 
     def start(self, resumed: bool) -> None:
         """Get the initial policy's images: rendered and stored by a new run, loaded by a resumed one."""
+        if self.pairs is not None:
+            self.pairs.start(resumed)
         name = self.eval_set.name
         files = [self.folder.initial_image(name, i) for i in self.scored]
         if resumed:
@@ -143,7 +148,11 @@ class Evaluator:
         self.reasons = sum(self.world.gather_items([reasons]), Counter[str]())
         self._save_report_images(step, index, now)
         self._save_outcomes(step, index, rows, answers)
-        return over_ranks(self.world, self.eval_set, index, rows)
+        comparison = over_ranks(self.world, self.eval_set, index, rows)
+        if self.pairs is None:
+            return comparison
+        accuracy, margin = self.pairs.measure()
+        return replace(comparison, accuracy=accuracy, margin=margin)
 
     def render(self, index: list[int]) -> list[Images]:
         """Images [H, W, 3] or clips [F, H, W, 3] of the current policy under the ODE rule; called by all ranks, the

@@ -29,7 +29,7 @@ from prefgrpo.run.checkpoint import CheckpointError, read_meta
 from prefgrpo.run.judging import pairwise_templates
 from prefgrpo.run.run_folder import RunFolder
 
-MAKES_THE_RUN = ("prompts", "model's")
+MAKES_THE_RUN = ("prompts", "pairs", "model's")
 """First words of what a resume may not change."""
 MAY_BE_GONE = ("model's", "LoRA")
 """First words of what a run may go on without: text encoders whose embeddings are stored, a LoRA that was copied."""
@@ -94,7 +94,9 @@ def check_goes_on(config: Config, folder: RunFolder, newest: Path, now: Mapping[
     names = [name for name in {**before, **now} if before.get(name) != now.get(name) and name not in gone]
     if fixed := [name for name in names if name.startswith(MAKES_THE_RUN)]:
         which = f"{config.data.prompts} or another file of prompts has different prompts"
-        what = which if fixed[0].startswith("prompts") else f"{config.model} has other weights or settings"
+        if config.data.pairs:
+            which = f"{config.data.pairs} or a file of prompts has different prompts, images or verdicts"
+        what = f"{config.model} has other weights or settings" if fixed[0].startswith("model's") else which
         raise CheckpointError(
             f"{what} than when {folder.root} was started ({', '.join(fixed)}); resume with the old ones, or choose "
             "another name"

@@ -48,7 +48,7 @@ def config_errors(config: Config) -> list[str]:
     negative = [entry.name for entry in config.rewards if entry.weight < 0]
     if combine == "geometric_mean" and negative:
         wrong.append(f"advantage.combine: {combine} expects weights of at least 0, but not those of {negative}")
-    if not any(entry.weight for entry in config.rewards):
+    if not any(entry.weight for entry in config.rewards) and not config.data.pairs:
         wrong.append("rewards: expected a weight other than 0; use eval.rewards for what is only measured")
     only_measured = [entry for entry in config.measured if entry not in config.rewards]
     judges = {entry.name: entry.judge for entry in config.rewards}

@@ -99,6 +99,13 @@ def unsupported(config: Config) -> list[str]:
     return errors
 
 
+def outline(config: Config) -> Adapter:
+    """The run's model without weights (`Adapter.outline`). Raises ModelError."""
+    cls = family(config.family)
+    with _quiet():
+        return cls.outline(cls.find(config.model))
+
+
 def open_adapter(config: Config, device: torch.device, encoders: bool = True, mapped: bool = False) -> Adapter:
     """The run's model, frozen, after checking sizes and schedules. Raises ConfigError or ModelError.
 

@@ -20,6 +20,7 @@ from prefgrpo.data.metric import Metric
 from prefgrpo.ops import METRICS
 from prefgrpo.parallel.world import World
 from prefgrpo.rewards.base import Sample
+from prefgrpo.rollout.endpoint import RANKS
 
 FACTS = ("update", "samples", "loss")
 """Columns before METRICS in a row of `policy_metrics`."""
@@ -31,6 +32,7 @@ are trained."""
 WARN_MISSING = 0.05
 """Share of missing rewards or comparisons at which a step starts to warn."""
 IN_LINE = {
+    "pairs/accuracy": "{:.0%} of the pairs ranked rightly",
     "judge/requests": "judged {:.0f}",
     "judge/tie_rate": "{:.0%} ties",
     "judge/order_inconsistency": "{:.0%} flip when swapped",
@@ -161,6 +163,9 @@ def policy_metrics(
             out |= {"policy/ratio_min": column["ratio_min"].min(), "policy/ratio_max": column["ratio_max"].max()}
     if "ratio_std" in names and samples.sum() > 1:
         out["policy/ratio_std"] = _pooled_std(samples, column["ratio_mean"], column["ratio_std"])
+    if RANKS[0] in names:
+        right, pairs, margin = (out.pop(f"policy/{name}") for name in RANKS)
+        out |= {"pairs/accuracy": right / pairs, "pairs/margin": margin / pairs} if pairs else {}
     for step in np.unique(column["step"][~np.isnan(column["step"])]):
         here = column["step"] == step
         for name in (name for name in OF_A_STEP if name in names):

@@ -111,11 +111,12 @@ def kernel_notes(config: Config, adapter: Adapter, world: World) -> Iterator[str
 def prompt_notes(config: Config, trained: Sequence[Prompt], evaluated: Sequence[Prompt], absent: int) -> Iterator[str]:
     """Warnings about columns that nothing reads and evaluation prompts that are trained on; how complete data.cache is,
     which lacks `absent` embeddings."""
-    if unread := unread_columns(config, trained):
-        yield f"WARNING: nothing reads the column(s) {', '.join(unread)} of {config.data.prompts}"
+    file = config.data.pairs or config.data.prompts
+    if (unread := unread_columns(config, trained)) and not config.data.pairs:
+        yield f"WARNING: nothing reads the column(s) {', '.join(unread)} of {file}"
     known = {(prompt.text, prompt.source) for prompt in trained}
     if count := sum((prompt.text, prompt.source) in known for prompt in evaluated):
-        yield f"WARNING: {count} of {len(evaluated)} evaluation prompts are in {config.data.prompts} and trained on too"
+        yield f"WARNING: {count} of {len(evaluated)} evaluation prompts are in {file} and trained on too"
     if config.data.cache:
         state = f"{absent} entries are encoded now" if absent else "complete, no text encoder was loaded"
         yield f"embeddings in {config.data.cache}: {state}"

@@ -29,6 +29,8 @@ class RunFolder:
         self.wandb_id = root / "wandb_id"
         self.checkpoints = root / "checkpoints"
         self.eval = root / "eval"
+        self.initial_errors = self.eval / "dev_pairs_before.npz"
+        """Errors of the starting policy on held-out pairs."""
         self.groups = root / "groups"
         self.pairs = root / "pairs"
         """All judged groups, with the tracker `pairs`."""

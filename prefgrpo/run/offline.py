@@ -1,0 +1,159 @@
+"""Training on pairs from files: the targets of a step from their verdicts, and the accuracy on held-out pairs.
+
+    implicit reward r = −(d − d_initial)    d = mean_D ‖v − u‖²    right: r_i > r_j for the pair's winner i
+
+A held-out pair has the same DRAWS of (ε, t) at every evaluation, so its accuracy is comparable over steps, and d of
+the initial policy is computed once. Ties are not counted; equal rewards count ½, as before the first step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from prefgrpo.data.atomic import save_images
+from prefgrpo.data.media import Media
+from prefgrpo.data.pairs import PairGroup
+from prefgrpo.objectives.base import Targets
+from prefgrpo.ops import winrate_advantage
+from prefgrpo.ops.advantage import Std
+from prefgrpo.rewards.base import Sample
+from prefgrpo.rewards.scorer import StepScores
+from prefgrpo.rollout.batch import BatchPlan
+from prefgrpo.rollout.buckets import bucket_of, fitted
+from prefgrpo.rollout.endpoint import EndpointCollector
+from prefgrpo.rollout.render import sample
+from prefgrpo.rollout.stored_groups import StoredGroups
+from prefgrpo.run.checkpoint import CheckpointError
+from prefgrpo.run.comparison import WinRate, interval
+from prefgrpo.run.groups import MOST, is_shown, show_groups
+from prefgrpo.run.log import Log
+from prefgrpo.run.run_folder import RunFolder
+
+DRAWS = 4
+"""Draws of (ε, t) per held-out pair."""
+FIRST_GROUP = 2**52
+"""Number of the first held-out group, which determines its draws: far from those of training."""
+PAIRS = "pairs"
+"""How the report calls who gave the verdicts."""
+
+
+def targets_of(groups: Sequence[PairGroup], std: Std = "group", eps: float = 1e-4, ddof: int = 0) -> Targets:
+    """Verdicts of P groups of equal size, and the advantages of their win rates, on the CPU."""
+    counts = torch.from_numpy(np.stack([group.counts for group in groups]))
+    wins = torch.from_numpy(np.stack([np.nan_to_num(group.wins) * group.counts for group in groups]))
+    _, advantage = winrate_advantage(wins, counts, std=std, eps=eps, ddof=ddof)
+    weight = torch.tensor([group.weight for group in groups])
+    known = torch.ones_like(advantage, dtype=torch.bool)
+    return Targets(advantage, wins.float(), counts.float(), known, weight)
+
+
+@dataclass(frozen=True)
+class PairTargets:
+    """The targets of a run's steps, from the verdicts of their groups."""
+
+    batches: StoredGroups
+    log: Log
+
+    def compute(
+        self, step: int, scores: StepScores, distances: NDArray[np.float64]
+    ) -> tuple[Targets, dict[str, float]]:
+        """As `StepTargets.compute`; step counts from 1. Scores and distances are empty."""
+        groups = self.batches.of_step(step - 1)
+        config = self.batches.config
+        a = config.advantage
+        assert a.std != "rank"
+        targets = targets_of(groups, a.std, a.eps, a.ddof)
+        if self.log.active and is_shown(config, step):
+            show_groups(config, step, self._scores(groups), self.log)
+        return targets, {"advantage/zero_groups": float((targets.advantage == 0).all(1).float().mean())}
+
+    def _scores(self, groups: Sequence[PairGroup]) -> StepScores:
+        """A few groups of one size, as if they had been generated and judged."""
+        adapter = self.batches.adapter
+        sizes = bucket_of(groups[0], list(self.batches.schedules))
+        some = [group for group in groups if bucket_of(group, list(self.batches.schedules)) == sizes][:MOST]
+        samples: dict[int, dict[int, Sample]] = {}
+        for k, group in enumerate(some):
+            entries = [entry.sample for entry in fitted(group, adapter, sizes)]
+            media = [Media(one.pixels(), adapter.frame_rate) for one in entries if one is not None]
+            samples[k] = {m: sample(group.prompt, medium, sizes) for m, medium in enumerate(media)}
+        targets = targets_of(some)
+        games = torch.stack([targets.wins, targets.counts], 1).double().numpy()
+        return StepScores(samples, {PAIRS: targets.win_rate().double().numpy()}, {}, {}, {PAIRS: games}, {}, {})
+
+
+@dataclass
+class HeldOutPairs:
+    """Ranks held-out groups by the implicit rewards of the current policy; every rank computes its share."""
+
+    batches: StoredGroups
+    """Whose `pairs` are the held-out ones."""
+    collector: EndpointCollector
+    folder: RunFolder
+    before: NDArray[np.float64] = field(default_factory=lambda: np.zeros((0, 0)))
+    """[n, G] d under the initial policy, on all ranks."""
+
+    def start(self, resumed: bool) -> None:
+        """Get the initial policy's d: computed and stored by a new run, loaded by a resumed one."""
+        world = self.batches.world
+        file = self.folder.initial_errors
+        if not resumed:
+            self.before = self.errors()
+            world.on_main(lambda: save_images(file, errors=self.before), OSError)
+            return
+
+        def read() -> NDArray[np.float64]:
+            if not file.is_file():
+                raise CheckpointError(f"{file}, of the starting policy, is missing; choose another name")
+            stored: NDArray[np.float64] = np.load(file, allow_pickle=False)["errors"]
+            return stored
+
+        (found, *_) = world.all_gather_object(world.on_main(read, CheckpointError))
+        assert found is not None
+        self.before = found
+
+    @torch.no_grad()
+    def errors(self) -> NDArray[np.float64]:
+        """[n, G] d of the current weights, the mean of DRAWS draws, gathered from all ranks."""
+        world = self.batches.world
+        count = len(self.batches.pairs)
+        mine = list(world.slots(count))
+        padding = -(-count // world.dp_size) - len(mine) if world.equal_forwards else 0
+        collector = replace(self.collector, objective=replace(self.collector.objective, draws=DRAWS))
+        size = self.batches.config.rollout.group_size
+        step = self.batches.config.rollout.batch_size
+        self.batches.encode([self.batches.pairs[k] for k in mine])
+        found: list[tuple[int, list[float]]] = []
+        for k in mine + [0] * padding:
+            row: list[float] = []
+            for first in range(0, size, step):
+                plan = BatchPlan(0, 0, tuple((0, member) for member in range(first, first + step)), world.dp_index)
+                batch = self.batches.batch(self.batches.pairs[k], plan, FIRST_GROUP + k, 0)
+                errors = torch.stack([collector.error(batch, draw) for draw in range(DRAWS)])
+                row += errors.double().mean(0).tolist()
+            found.append((k, row))
+        of_group = dict(world.gather_items(found))
+        return np.array([of_group[k] for k in range(count)])
+
+    def measure(self) -> tuple[WinRate, float]:
+        """(share of the judged pairs that the current weights rank rightly, with its interval over prompts; mean of the
+        winners' rewards minus the losers')."""
+        rewards = self.before - self.errors()
+        prompts: dict[tuple[object, ...], int] = {}
+        rows: list[tuple[int, float]] = []
+        for group, reward in zip(self.batches.pairs, rewards, strict=True):
+            prompt = prompts.setdefault((group.prompt.text, group.prompt.source), len(prompts))
+            verdicts = np.sign(np.triu(np.nan_to_num(group.wins, nan=0.5) - 0.5, 1))
+            for i, j in zip(*np.nonzero(verdicts), strict=True):
+                rows.append((prompt, float(verdicts[i, j] * (reward[i] - reward[j]))))
+        margins = np.array([margin for _, margin in rows])
+        if not rows:
+            return WinRate(np.nan, 0.0, np.nan, np.nan, 0), np.nan
+        right = (np.sign(margins) + 1) / 2
+        low, high, count = interval(np.array([prompt for prompt, _ in rows]), right)
+        return WinRate(float(right.mean()), 0.0, low, high, count), float(margins.mean())
