@@ -290,7 +290,8 @@ def test_advantages_of_win_rates_alone_come_from_the_comparisons(trainer, entry,
     values = np.stack([scores.values[name].flatten() for name in one.targets.weights], axis=1)
     want, _ = advantages(values, one.targets.weights, 4, one.config.advantage)
     with mock.patch("prefgrpo.run.targets.winrate_advantage", wraps=winrate_advantage) as used:
-        found, *_, known = computed(one, scores)[0]
-    assert used.called == fused and known.flatten().tolist() == [True, False, *[True] * 6]
+        targets, _ = computed(one, scores)
+    found = targets.advantage
+    assert used.called == fused and targets.known.flatten().tolist() == [True, False, *[True] * 6]
     assert found[0, 1] == 0 and found.abs().max() > 0.01
     assert torch.allclose(found.cpu(), want.cpu(), rtol=1e-4, atol=1e-6)
