@@ -250,7 +250,6 @@ def test_a_few_of_the_published_values_are_in_the_recipes():
 
 
 @pytest.mark.parametrize("recipe", cases(RECIPES, [next(p for p in PLAIN if p.stem == f"lora_{f}") for f in FAMILIES]))
-@pytest.mark.usefixtures("few_source_tokens")
 def test_a_recipe_dry_runs(place, recipe, monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["train", str(recipe), "--dry-run", *options(place, recipe)]) == 0
@@ -266,7 +265,6 @@ def test_a_recipe_dry_runs(place, recipe, monkeypatch, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("recipe", cases(PLAIN, [FOLDER / "prefgrpo" / "lora_flux.yaml"]))
-@pytest.mark.usefixtures("few_source_tokens")
 def test_a_family_trains_with_model_and_prompts_alone(place, recipe, monkeypatch, tmp_path):
     """Two steps of FLUX, one of the other families."""
     monkeypatch.chdir(tmp_path)
