@@ -11,9 +11,11 @@ import os
 from dataclasses import replace
 from functools import cache
 
+import imageio.v3 as imageio
 import numpy as np
 import pytest
 import torch
+import yaml
 from diffusers import FluxPipeline
 from PIL import Image
 from tiny_run import Hold, all_end, attempt, merged, ranks, recipe, rows, settings, start, tree, weights
@@ -376,7 +378,7 @@ def test_the_first_gradient_of_two_processes(trainer, place, tmp_path, parallel)
 # ---- held-out pairs -------------------------------------------------------------------------------------------------
 
 
-def test_the_accuracy_on_held_out_pairs(trainer, place, monkeypatch):
+def test_the_accuracy_on_held_out_pairs(trainer, place):
     """Of groups of four with ties and pairs that nobody judged, against errors of the fp64 model."""
     over = offline(place, "soft_dpo", 4, options={"times": "uniform"})
     one = trainer(**over | {"eval": {"prompts": 0.2, "max_prompts": 3}})
@@ -467,6 +469,29 @@ def test_edits_are_trained_with_their_sources(tmp_path, place):
     assert [row["samples_trained"] for row in rows(result.folder)] == [6]
 
 
+@pytest.mark.full
+def test_clips_are_trained_from_their_first_frame(tmp_path, place):
+    """Wan2.2-TI2V: the clip's latents have those of the source image in their first frame, as after a rollout."""
+    pipelines.make("wan_ti2v", tmp_path / "model")
+    rng = np.random.default_rng(1)
+    row = {"prompt": "a ball rolls", "source_image": str(tmp_path / "s.png")}
+    Image.fromarray(rng.integers(0, 256, (32, 32, 3), dtype=np.uint8)).save(row["source_image"])
+    for name in ("chosen", "rejected"):
+        row[name] = str(tmp_path / f"{name}.gif")
+        imageio.imwrite(row[name], rng.integers(0, 256, (5, 32, 32, 3), dtype=np.uint8), duration=1000 / 24)
+    (tmp_path / "clips.jsonl").write_text(json.dumps(row) + "\n")
+    values = settings(place, "clips", **offline(place, "soft_dpo", steps=2) | {"eval": {"every": 0}})
+    values |= {"model": str(tmp_path / "model"), "family": "wan_ti2v", "output": str(tmp_path)}
+    values["data"] |= {"pairs": str(tmp_path / "clips.jsonl")}
+    values["rollout"] |= {"frames": 5, "height": 32, "width": 32, "prompts_per_step": 1}
+    one = Trainer(from_dict(values))
+    (batch,) = one.rollouts(0, None)
+    assert torch.equal(batch.latents[:, :, :1], batch.condition.sources[0].float())
+    assert not torch.equal(batch.latents[0, :, 1:], batch.latents[1, :, 1:])
+    result = one.train()
+    assert [row["samples_trained"] for row in rows(result.folder)] == [2, 2]
+
+
 def test_training_forwards_have_no_guidance(place):
     """Classifier-free guidance is for evaluation; guidance that the model takes as an input stays."""
     base = from_dict(settings(place, "guided", **offline(place)))
@@ -523,6 +548,11 @@ def test_rewards_need_not_be_left_out_by_hand(place):
     del values["rewards"]
     config = from_dict(values)
     assert config.rewards == () and from_dict(to_dict(config)) == config
+    file = place / "default.yaml"
+    file.write_text(yaml.safe_dump(values))
+    one = Trainer.from_recipe(file, name="from_recipe")
+    one.close()
+    assert one.config.rewards == ()
 
 
 def test_groups_of_another_size(trainer, place):

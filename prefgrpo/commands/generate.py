@@ -24,6 +24,7 @@ from prefgrpo.config.recipe import ConfigError, UserError
 from prefgrpo.config.schema import Config
 from prefgrpo.data.atomic import write_atomic
 from prefgrpo.data.file_names import Naming, file_name
+from prefgrpo.data.pairs import has_pairs
 from prefgrpo.data.prompts import DataError, Prompt, fingerprint, read_prompts
 from prefgrpo.models import family
 from prefgrpo.models.attention import attention_of_a_run
@@ -183,10 +184,10 @@ def generate(
             raise ModelError(f"--lora {lora}: {error}") from error
     check_writing(config, out, samples, fps)
     file = prompts or config.eval.file or config.data.prompts
-    if file:
-        held = open_prompts(partial(read_prompts, file, unique=False), world)
+    if config.data.pairs and not prompts and (not file or has_pairs(file)):
+        held = distinct_prompts(open_pairs(file or config.data.pairs, world))
     else:
-        held = distinct_prompts(open_pairs(config.data.pairs, world))
+        held = open_prompts(partial(read_prompts, file, unique=False), world)
     ending = ".mp4" if makes_clips(config) else ".png"
     places = [(p, j, out / file_name(p, j, naming, ending)) for p in held for j in range(samples)]
     jobs = make_jobs(places, shared=naming == "vbench")

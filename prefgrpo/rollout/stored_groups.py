@@ -87,13 +87,14 @@ class StoredGroups(Batches):
         entries = fitted(group, self.adapter, sizes)
         latents = self.embeddings.latents(self.adapter, [entries[member] for member in plan.members])
         conditions = self.embeddings(self.adapter, [group.prompt] * len(plan.places), sizes)
+        condition = collate(conditions, self.world.device)
+        x0 = self.adapter.final(torch.stack(latents).float().to(self.world.device, non_blocking=True), condition)
         first = number * self.config.rollout.group_size
-        x0 = torch.stack(latents).float().to(self.world.device, non_blocking=True)
         return Batch(
             **vars(plan),
             groups=(number,) * len(plan.places),
             schedule=self.schedules[sizes].step(step),
-            condition=collate(conditions, self.world.device),
+            condition=condition,
             ids=torch.tensor([first + member for member in plan.members]).to(self.world.device, non_blocking=True),
             latents=self.world.slice_of(x0),
             sampling=sizes,

@@ -128,7 +128,7 @@ class Stored(Source):
 
     def held_out_pairs(self, batches: Batches, collector: Collector, folder: RunFolder) -> HeldOutPairs | None:
         """As in `Source`."""
-        if not self.held or not self.sets:
+        if not self.held:
             return None
         assert isinstance(batches, StoredGroups)
         assert isinstance(collector, EndpointCollector)
@@ -149,11 +149,12 @@ class Stored(Source):
 def open_source(config: Config, world: World, every_set: bool = False) -> Source:
     """What a run trains on, and its evaluation sets, read from files; every_set: also if eval.every is 0. Raises
     DataError or ModelError."""
+    watched = every_set or config.eval.every > 0
     if config.data.pairs:
-        source: Source = _stored(config, world)
-    else:
-        source = Generated(config, *open_prompts(partial(prompt_sets, config), world))
-    return source if every_set or config.eval.every else replace(source, sets={})
+        stored = _stored(config, world)
+        return stored if watched else replace(stored, sets={}, held=[])
+    prompts, sets = open_prompts(partial(prompt_sets, config), world)
+    return Generated(config, prompts, sets if watched else {})
 
 
 def _stored(config: Config, world: World) -> Stored:
