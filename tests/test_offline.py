@@ -100,6 +100,7 @@ def test_a_lora_is_trained_from_a_table(trainer, place):
     assert f"ranks {share:.0f}\u00a0% of the held-out pairs rightly; the initial" in page
 
 
+@pytest.mark.full
 def test_images_before_and_after_without_a_reward(trainer, place):
     one = trainer(**offline(place, "sft", updates_per_rollout=3, steps=1) | {"eval": {"prompts": 0.2, "rewards": []}})
     result = one.train()
