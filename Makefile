@@ -1,5 +1,6 @@
 # All tasks of a checkout. A target installs its missing dependencies into $(VENV) first; a second call starts at once.
 #   make demo        train the tiny FLUX pipeline with the tiny judge, about 4 minutes on 2 cores; runs/demo/report.html
+#   make demo-pairs  train the same pipeline on pairs that the judge has compared once; runs/demo-pairs/report.html
 #   make demo-ocr    train a tiny FLUX pipeline to write words, with OCR as the reward; runs/demo-ocr/report.html
 #   make test        lint, types, layers and the default tests, a few minutes on 2 cores
 #   make test-all    make test, then the exhaustive tests
@@ -31,10 +32,10 @@ export GOMP_SPINCOUNT ?= 10000
 BIN := $(VENV)/bin
 SOURCES := $(wildcard pyproject.toml constraints.txt setup.py CMakeLists.txt) $(shell find csrc -type f 2>/dev/null)
 
-.PHONY: help venv demo demo-ocr demo-vllm test test-all lint bench science docs
+.PHONY: help venv demo demo-pairs demo-ocr demo-vllm test test-all lint bench science docs
 
 help:
-	@sed -n '2,12s/^# \{0,1\}//p' Makefile
+	@sed -n '2,13s/^# \{0,1\}//p' Makefile
 
 $(VENV)/.installed-train: $(SOURCES) scripts/install.sh
 	@scripts/install.sh "$(VENV)" train
@@ -53,6 +54,11 @@ venv: $(VENV)/.installed-dev
 # Two processes of one thread are faster than one process of two; a group of each update on each.
 demo: $(VENV)/.installed-train
 	@OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc_per_node 2 -m prefgrpo demo --resume
+
+# The first command generates images and has them judged, the second trains on them.
+demo-pairs: $(VENV)/.installed-train
+	@OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc_per_node 2 -m prefgrpo train scripts/demo/pairs_collect.yaml --resume
+	@OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc_per_node 2 -m prefgrpo train scripts/demo/pairs.yaml --resume
 
 demo-ocr: $(VENV)/.installed-train $(VENV)/.installed-rewards
 	@$(BIN)/prefgrpo train scripts/demo/ocr.yaml --resume

@@ -73,3 +73,13 @@ def test_the_recipe_with_few_calls_is_continued_under_the_same_judge(root):
     first, then = (load(root / f"scripts/demo/{name}.yaml") for name in ("few_calls", "few_calls_grpo"))
     assert then.train.lora_from == f"{first.output}/{first.name}/lora"
     assert (then.rollout, then.rewards) == (first.rollout, first.rewards)
+
+
+def test_the_recipe_for_pairs_trains_on_what_the_one_before_it_keeps(root):
+    made, trained = (load(root / f"scripts/demo/{name}.yaml") for name in ("pairs_collect", "pairs"))
+    assert trained.data.pairs == f"{made.output}/{made.name}" and "pairs" in made.trackers
+    assert trained.rollout.group_size == made.rollout.group_size and trained.rewards == ()
+    prompts = (root / made.data.prompts).read_text().splitlines()
+    assert made.train.steps * made.rollout.prompts_per_step == len(prompts), "every prompt once"
+    commands = (root / "Makefile").read_text().split("\ndemo-pairs:")[1].split("\n\n")[0]
+    assert commands.index("pairs_collect.yaml") < commands.index("demo/pairs.yaml")

@@ -41,6 +41,8 @@ FOLDER = __import__("pathlib").Path(__file__).resolve().parent.parent / "scripts
 RECIPES = sorted(p for p in FOLDER.glob("*/*.yaml") if p.stem.startswith(("lora_", "full_")))
 PLAIN = [p for p in RECIPES if p.parent.name == "prefgrpo"]
 """One recipe per family and task, with a pairwise judge as its only reward."""
+PAIRS = sorted(FOLDER.glob("prefgrpo/pairs_*.yaml"))
+"""Recipes that train on pairs from a file."""
 
 
 def name_of(recipe):
@@ -89,7 +91,7 @@ def test_every_family_has_a_recipe_of_its_name():
 def test_a_recipe_keeps_its_gpus_busy_and_its_batches_whole():
     """At least nine tenths of the time of its GPUs, in rollout and in update; a group without signal takes no sample
     from a batch of another. Counted from the plan, not by the product's own arithmetic."""
-    for recipe in RECIPES:
+    for recipe in RECIPES + PAIRS:
         config = load(recipe)
         ranks = GPUS.get(name_of(recipe), 8) // (config.parallel.ring * config.parallel.ulysses)
         plan = assign_batches(config, ranks)
@@ -112,7 +114,7 @@ def test_a_recipe_fits_its_gpus_at_the_published_size(capsys):
     command prints. lora_wan_480p: 24 clips of 16·21·60·104 latents on a group of 8 GPUs, times the states that
     its window has.
     """
-    for recipe in RECIPES:
+    for recipe in RECIPES + PAIRS:
         config = load(recipe)
         row = count(config, GPUS.get(config.name, 8)) if config.model in MODELS else None
         assert row is None or row.weights + row.stored <= 0.8 * MEMORY, (recipe, row)
@@ -231,7 +233,7 @@ def test_there_are_few_fields_and_each_has_a_use():
 
 def test_no_line_of_a_recipe_is_without_effect():
     """A judge section where a reward asks a judge, and options that the reward's class takes."""
-    for recipe in RECIPES:
+    for recipe in RECIPES + PAIRS:
         config = load(recipe)
         judged = [entry for entry in (*config.rewards, *config.measured) if load_class(entry.name).judged]
         assert judged or "judge" not in read_yaml(recipe), recipe
@@ -261,6 +263,30 @@ def test_a_recipe_dry_runs(place, recipe, monkeypatch, tmp_path, capsys):
     assert checked in out and "nothing was written" in out
     assert f"samples [{config.rollout.batch_size}, " in out
     assert "prefgrpo.yaml: " in err and "rollout.steps 2 (was" in err
+    assert tree(tmp_path) == {}
+
+
+@pytest.mark.parametrize("recipe", cases(PAIRS, [FOLDER / "prefgrpo" / "pairs_flux.yaml"]))
+def test_a_recipe_for_pairs_dry_runs(place, recipe, monkeypatch, tmp_path, capsys):
+    """Only model and table changed: 24 pairs of images, clips or edits, a quarter of them held out."""
+    monkeypatch.chdir(tmp_path)
+    config = load(recipe)
+    assert config.name == recipe.stem == f"pairs_{config.family}"
+    ending = "gif" if makes_clips(config) else "png"
+    clip = {"save_all": True, "duration": 60} if makes_clips(config) else {}
+    for name, colour in (("chosen", "red"), ("rejected", "blue")):
+        frames = [Image.new("RGB", (80, 60), (k, k, k)) for k in range(12)]  # GIF drops a frame that changes nothing
+        first = Image.new("RGB", (80, 60), colour)
+        first.save(place / f"{name}.{ending}", **clip | ({"append_images": frames} if clip else {}))
+    row = {"chosen": f"chosen.{ending}", "rejected": f"rejected.{ending}"}
+    if "edit" in config.family:
+        row["source_image"] = "a.png"
+    table = place / config.data.pairs
+    table.write_text("".join(json.dumps({"prompt": f"thing {k}"} | row) + "\n" for k in range(24)))
+    given = ["--model", str(place / config.family), "--data.pairs", str(table)]
+    assert main(["train", str(recipe), "--dry-run", *given]) == 0
+    out, _ = capsys.readouterr()
+    assert "velocity error" in out and "samples [2, " in out and "held out: 6 groups" in out
     assert tree(tmp_path) == {}
 
 

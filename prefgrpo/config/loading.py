@@ -92,12 +92,16 @@ def _checked(kind: type[T], content: Mapping[str, Any], path: tuple[str, ...], m
 def recipe_values(recipe: str | Path | None, model: str = "") -> dict[str, Any]:
     """Nested values of a recipe (None: none), overridden by the file MODEL_VALUES in the folder of `model`.
 
-    That is, if it is not the recipe's own model: a tiny pipeline cannot render the 720 pixels of FLUX's recipe.
+    That is, if it is not the recipe's own model: a tiny pipeline cannot render the 720 pixels of FLUX's recipe. Its
+    prompts are left out by a recipe with data.pairs.
     """
     values = read_yaml(recipe) if recipe else {}
     file = Path(model) / MODEL_VALUES
     if model and values.get("model") != model and file.is_file():
-        values = merge(values, read_yaml(file))
+        own = read_yaml(file)
+        if values.get("data", {}).get("pairs"):
+            own.get("data", {}).pop("prompts", None)
+        values = merge(values, own)
     return values
 
 

@@ -13,7 +13,7 @@ import glob
 import logging
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
@@ -56,6 +56,8 @@ class Weights:
     """The stock diffusers pipeline."""
     transformer: nn.Module
     """The (first) denoiser (peft adapters are injected into it in place)."""
+    _lora_layers: Sequence[Any] = ()
+    """The denoisers' layers with a LoRA, found when the reference policy is first needed."""
     compiled = False
     """Whether the repeated blocks are compiled. Without gradients Inductor makes other graphs, which round differently,
     so every forward then uses the training graph (`Adapter.velocity`), and keeps activations while it runs."""
@@ -137,6 +139,7 @@ class Weights:
             if targets is None and self.lora_within:
                 chosen = tuple(name for name in layers if name.startswith(self.lora_within))
             _inject(module, LoraConfig(r=rank, lora_alpha=alpha, target_modules=list(chosen)))
+            self._lora_layers = []
             generator = torch.Generator().manual_seed(seed + number)
             for name, parameter in module.named_parameters():
                 if ".lora_A." in name:
@@ -158,20 +161,25 @@ class Weights:
 
     @contextmanager
     def reference(self) -> Iterator[None]:
-        """Inside, `velocity` is the reference policy's: the LoRA is disabled. Raises RuntimeError without a LoRA."""
+        """Inside, `velocity` is the reference policy's: the LoRA is disabled. Raises RuntimeError without a LoRA.
+
+        The layers are told directly: diffusers' `disable_adapters` walks over all modules, sets `requires_grad` of all
+        weights and reads peft's metadata, each time.
+        """
         if not self.has_lora():
             raise RuntimeError("there is no reference policy: a KL term needs LoRA")
-        modules: list[Any] = list(self.modules().values())
-        for module in modules:
-            module.disable_adapters()
+        if not self._lora_layers:
+            self._lora_layers = _lora_layers(self.modules().values())
+        for layer in self._lora_layers:
+            layer._disable_adapters = True
         compiled = self.compiled  # no parameter trains here, so there is no training graph
         self.compiled = False
         try:
             yield
         finally:
             self.compiled = compiled
-            for module in modules:
-                module.enable_adapters()
+            for layer in self._lora_layers:
+                layer._disable_adapters = False
 
     def save_lora(self, folder: str) -> None:
         """Write the LoRA in diffusers format, with alpha = rank, for `pipe.load_lora_weights(folder)`.
@@ -209,6 +217,7 @@ class Weights:
             folder = Path(place) if name == self.denoisers[0] else Path(place, name)
             state, config = lora_files.read(folder, self._lora_files(), module)
             _inject(module, config)
+            self._lora_layers = []
             count = sum(".lora_" in key for key, _ in module.named_parameters())
             result = set_peft_model_state_dict(module, state, adapter_name=NAME)
             if result.unexpected_keys or count != len(state):
@@ -267,6 +276,13 @@ def _check_targets(module: nn.Module, targets: tuple[str, ...]) -> list[str]:
         layers = sorted({re.sub(r"^\w+\.\d+\.", "", name) for name in linear})
         raise ValueError(f"LoRA targets {unknown} match no Linear layer of the transformer; it has {', '.join(layers)}")
     return [name for name in linear if f".{name}".endswith(tuple(f".{target}" for target in targets))]
+
+
+def _lora_layers(denoisers: Iterable[nn.Module]) -> list[Any]:
+    """The layers of peft in denoisers."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return [layer for denoiser in denoisers for layer in denoiser.modules() if isinstance(layer, BaseTunerLayer)]
 
 
 def _inject(module: Any, config: Any) -> None:
