@@ -195,7 +195,7 @@ def test_the_outcome_of_every_image_is_kept(run):
 
 def test_a_renderer_is_stock_sampling_at_the_sets_noise_and_guidance(run, monkeypatch):
     evaluator = run.evaluators["dev"]
-    other = replace(run.config, eval=replace(run.config.eval, guidance=4.0))
+    other = replace(run.config, rollout=replace(run.config.rollout, guidance=4.0))
     monkeypatch.setattr(evaluator, "sizes", other.eval_sampling)
     alone, together = evaluator.render([3]), evaluator.render([0, 1, 2, 3])
     assert np.abs(alone[0].astype(int) - together[3]).max() <= 1
