@@ -193,7 +193,8 @@ def blocks(model: str, dtype: torch.dtype, vector_dtype: torch.dtype, about: dic
         every = model == "FLUX" and dtype == vector_dtype and not FEW
         kinds = itertools.product((False, True), (-1, -2)) if every else [(False, -1)]
         for (per_pair, last), width, groups in itertools.product(kinds, (dim, channels), (1, 8)):
-            if groups > 1 and (heads % groups or per_pair or last == -2):  # Ulysses 8, of FLUX and Wan
+            alone = heads % groups or per_pair or last == -2 or dtype != vector_dtype
+            if groups > 1 and alone:  # Ulysses 8, of FLUX and Wan
                 continue
             weight = torch.zeros(width, dtype=dtype).requires_grad_(trained)
             table = torch.zeros(64, dim // 2 if per_pair else dim)
