@@ -110,7 +110,8 @@ class Published:
 
     def loss(self, k: int) -> Tensor:
         """Of pair k, at one t and noise of its two images."""
-        latents, *text = self.inputs[k] if self.inputs else self.encode(self.rows[k])
+        encoded = self.inputs[k] if self.inputs else self.encode(self.rows[k])
+        latents, *text = encoded
         noise = torch.randn_like(latents[:1])
         t = torch.randn(1).sigmoid()
         x = (1 - t) * latents + t * noise

@@ -156,7 +156,8 @@ class Trainer:
         """Open the parts of the run in order: what fails soonest first, the model last."""
         config = self.config
         world = self.world
-        self.source = source = open_source(config, world)
+        source = open_source(config, world)
+        self.source = source
         rewards = Rewards(config, world)
         opened.callback(rewards.close)
         trained = rewards.build("rewards", config.rewards, source.prompts)

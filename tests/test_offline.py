@@ -247,7 +247,8 @@ class Oracle:
     def error(self, weights, place, prompt, name, number, draw, draws):
         """d of one image."""
         image = self.image(place / name)
-        rows, columns = image.height // 4, image.width // 4
+        rows = image.height // 4
+        columns = image.width // 4
         x0 = self.latents(place / name)
         noise = endpoint_noise(0, torch.tensor([number]), draw, tuple(x0.shape))[0].double()
         u = (draw + torch.special.ndtr(endpoint_normal(0, torch.tensor([number]), draw))) / draws
