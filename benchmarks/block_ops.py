@@ -1,7 +1,7 @@
 """The pointwise ops of transformer blocks against diffusers' formulas in torch, at the shapes of FLUX and Wan.
 
-For a GPU: on a CPU the ops are these formulas, and tests/test_benchmarks.py rehearses the cases there. Before a case is
-offered, its result is checked to have the same bits with and without gradient.
+For a GPU: on a CPU the ops are these formulas, and tests/project/test_benchmarks.py rehearses the cases there.
+Before a case is offered, its result is checked to have the same bits with and without gradient.
 """
 
 from __future__ import annotations

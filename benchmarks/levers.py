@@ -352,8 +352,9 @@ def eight_processes(device: torch.device) -> Iterator[Any]:
 
 
 def ulysses(device: torch.device, tiny: bool) -> Iterator[dict[str, Any]]:
-    """A line for each attention, forward and backward. What arrives is arbitrary, so tests/test_ulysses.py compares the
-    results, on real processes; here only queries in the order in which they are sent are compared."""
+    """A line for each attention, forward and backward. What arrives is arbitrary, so
+    tests/parallel/test_ulysses.py compares the results, on real processes; here only
+    queries in the order in which they are sent are compared."""
     with eight_processes(device) as parallel, torch.device("meta"):
         for name, (attn, tokens) in ulysses_copies.attentions(8 if tiny else 128).items():
             with torch.device(device):

@@ -32,7 +32,7 @@ PREFGRPO_CUDA_ARCHS=${PREFGRPO_CUDA_ARCHS:-$arch} "$PYTHON" setup.py -q build_ex
 
 part_tests() {
   timeout 180 "$PYTHON" -m pytest -q -o addopts= -p no:cacheprovider -k "not cuda_kernels_do_not_spill" \
-    tests/test_{gpu,sde_step,policy_loss,noise,ops_advantage,block_ops,low_rank_gelu,quantise_rows,compile,csrc}.py
+    tests/ops/test_{gpu,sde_step,policy_loss,noise,advantage,block_ops,low_rank_gelu,quantise_rows,compile,csrc}.py
 }
 
 sanitize() {  # TOOL BACKEND

@@ -1,4 +1,4 @@
-"""Runs `prefgrpo` commands on an emulated GPU, in one process; started by tests/test_emulated_gpu.py.
+"""Runs `prefgrpo` commands on an emulated GPU, in one process; started by tests/runs/test_emulated_gpu.py.
 
     python emulated_gpu.py OUT.json < COMMANDS.json
 

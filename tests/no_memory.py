@@ -1,4 +1,7 @@
-"""Each argument of each op replaced by each tensor without memory; test_backend.py runs this in its own process."""
+"""Each argument of each op replaced by each tensor without memory.
+
+tests/ops/test_backend.py runs this in its own process.
+"""
 
 import faulthandler
 

@@ -2,7 +2,7 @@
 
 Texts are read in the forms that templates ask for and judges were trained on. Invariant: only an unambiguous answer
 counts: a text that states one winner, in sentences that are verdicts; a tie is 0.5. Anything else raises Unreadable and
-the verdict is missing. A named score or category that cannot be read is left out. tests/test_judge_answers.py lists
+the verdict is missing. A named score or category that cannot be read is left out. tests/judge/test_answers.py lists
 where published parsers read the same answers differently, and why.
 """
 

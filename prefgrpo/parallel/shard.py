@@ -27,7 +27,8 @@ from prefgrpo.parallel.world import World
 
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 """Blocks of FLUX return slices. An in-place change of one would skip a gather, but nothing makes one: the in-place sums
-of LoRA layers are on the outputs of their own Linear, which is no module of FSDP2 (tests/test_mesh.py compares)."""
+of LoRA layers are on the outputs of their own Linear, which is no module of FSDP2
+(tests/parallel/test_parallelize.py compares)."""
 
 
 def shard_weights(adapter: Adapter, world: World, offload: bool, fp8: bool) -> None:

@@ -4,7 +4,7 @@
 signed-distance fields with jittered position, area, colour and background. The combinations are split
 by (colour + 2 shape + 3 place) mod 5 into test (0), dev (1) and train (2, 3, 4): 24 / 24 / 72.
 Invariant: nothing here is learned. `read` finds background, mask, colour, shape and place by fixed
-rules and is correct on rendered scenes (tests/test_scenes.py), so it can score generated images.
+rules and is correct on rendered scenes (tests/tiny/test_scenes.py), so it can score generated images.
 """
 
 import math

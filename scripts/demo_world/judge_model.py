@@ -5,7 +5,7 @@ becomes 64x64, i.e. 16 patches and 4 image tokens. The verdict, at the token aft
 prefill "Image ", is P(first) = sigmoid(logit("1") - logit("2")).
 Invariant: `PairJudge` feeds the model the tokens that the chat template renders and the pixels that
 the saved image processor makes, so the stock forward and a server give the same verdict
-(tests/test_scenes.py).
+(tests/tiny/test_scenes.py).
 """
 
 import json

@@ -1,0 +1,192 @@
+"""General questions to an HTTP judge: named texts, several media, source images, every kind of answer, odd media.
+
+Why these cases: a source image at the wrong position, a question asked twice, or an answer shared by different
+questions gives a silently wrong reward. The server decodes the images and answers from their brightness.
+"""
+
+import base64
+import io
+import json
+import resource
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from judge_server import JudgeServer, images, text_of, until
+from PIL import Image
+from tiny_media import grey
+
+from prefgrpo.config.schema import JudgeConfig
+from prefgrpo.data.media import Media
+from prefgrpo.judge.check import Shape, check
+from prefgrpo.judge.client import HttpJudge, JudgeClient, shared_client
+from prefgrpo.judge.request import encode
+from prefgrpo.judge.template import Shown, load_template
+from prefgrpo.rewards import build
+from prefgrpo.rewards.base import Sample
+from prefgrpo.rewards.scorer import Scorer
+from tests.judge.test_http import FAST, judge, media
+
+TEXT = "user: '{prompt}{media_1}'\nanswer: marks"
+READABLE = "<score>[1]</score>"
+
+
+@pytest.fixture
+def template(tmp_path):
+    """Function that loads a template from YAML text."""
+
+    def load(text, needs=("prompt", "media_1")):
+        (tmp_path / "question.yaml").write_text(text)
+        return load_template(str(tmp_path / "question.yaml"), needs, ("source", "criterion"), ("marks",))
+
+    return load
+
+
+@pytest.fixture
+def server():
+    with JudgeServer() as running:
+        yield running
+
+
+def ask(client, template, values, media, source=(), once=False):
+    """Future of the client's answer to one question."""
+    return client.run(client.answer(template, values, media, source, once))
+
+
+def client(server, **changes):
+    made = JudgeClient(JudgeConfig(endpoints=(server.url,), timeout_s=5, **changes))
+    made.pool.retries = 1
+    return made
+
+
+def test_texts_by_name_and_pictures_in_their_places(template, server):
+    asked = template(
+        "user: 'By {criterion}: {source} then {media_1}, {media_2} for {prompt}, {criterion}'\nanswer: marks",
+        needs=("prompt", "media_1", "media_2"),
+    )
+    server.answer = lambda bright, text: " ".join(f"{255 * b:.0f}" for b in bright) + READABLE
+    values = {"prompt": "{criterion} {media_1}", "criterion": "{prompt}"}
+    answer = ask(client(server, image_format="png"), asked, values, media([10, 20]), media([30, 40, 50])).result(10)
+    assert answer.raw == f"30 40 50 10 20{READABLE}" and answer.reason == "" and answer.first is None
+    body = server.requests[0]
+    assert text_of(body) == "By {prompt}:  then ,  for {criterion} {media_1}, {prompt}"
+    kinds = [p["type"] for p in body["messages"][0]["content"]]
+    assert kinds == ["text", *["image_url"] * 3, "text", "image_url", "text", "image_url", "text"]
+
+
+def test_the_same_question_is_asked_once(template, server):
+    asked = template(TEXT)
+    server.answer = lambda bright, text: f"{text} {255 * bright[0]:.0f}{READABLE}"
+    server.delay_s, j = 0.1, client(server)
+    one, same, other = media([10, 10, 200])
+    first = [ask(j, asked, {"prompt": "a"}, [one], once=True) for _ in range(3)]
+    late = first[0].result(30) and ask(j, asked, {"prompt": "a"}, [one], once=True)
+    rest = [ask(j, asked, {"prompt": "b"}, [one], once=True), ask(j, asked, {"prompt": "a"}, [other], once=True)]
+    assert {f.result(30).raw for f in (*first, late)} == {f"a 10{READABLE}"}
+    assert [f.result(30).raw for f in rest] == [f"b 10{READABLE}", f"a 200{READABLE}"]
+    assert len(server.requests) == 3
+    assert ask(j, asked, {"prompt": "a"}, [same]).result(30).raw.startswith("a 10") and len(server.requests) == 4
+    server.fault, server.count = "400", 1
+    assert "refused with 400" in ask(j, asked, {"prompt": "c"}, [one], once=True).result(30).reason
+    assert ask(j, asked, {"prompt": "c"}, [one], once=True).result(30).reason == "", "failures are asked again"
+    del one, same, other, first, late, rest
+    until(lambda: not len(j._asked) and not len(j.encodings.futures))  # nothing is kept for garbage-collected media
+
+
+def test_a_shared_question_survives_those_who_leave(template, server):
+    server.answer = lambda bright, text: READABLE
+    server.delay_s = 0.3
+    j, (one,), asked = client(server), media([10]), template(TEXT)
+    leaves, stays = (ask(j, asked, {"prompt": "a"}, [one], once=True) for _ in range(2))
+    until(lambda: server.requests)
+    leaves.cancel()
+    assert stays.result(30).raw == READABLE and len(server.requests) == 1
+
+
+def test_judges_with_the_same_servers_share_a_client(server):
+    config = JudgeConfig((server.url,), timeout_s=5.0)
+    assert HttpJudge(config).client is HttpJudge(config, "think").client is shared_client(replace(config))
+    assert HttpJudge(replace(config, timeout_s=6.0)).client is not shared_client(config)
+
+
+@pytest.mark.parametrize("image_format", ["jpeg", "webp", "png"])
+def test_every_format_names_the_same_winner(server, image_format):
+    """Also without a prompt."""
+    assert judge(server.url, image_format=image_format).submit("", *media([40, 200])).result(30).first < 0.1
+
+
+# ---- odd media -------------------------------------------------------------------------------------------------------
+
+
+def scored(server, pictures):
+    """(scorer's result, number of requests) for a step with one group under vlm_pairwise."""
+    options = {"judge": JudgeConfig((server.url,), **FAST), "plan": "both_orders"}
+    with Scorer(build("vlm_pairwise", {"vlm_pairwise": options}), len(pictures), deadline_s=20) as scorer:
+        seen = len(server.requests)
+        scorer.begin(0, [0])
+        for member, picture in enumerate(pictures):
+            scorer.add(0, member, Sample("p", picture))
+        return scorer.finish(), len(server.requests) - seen
+
+
+@pytest.mark.parametrize("shape", [(0, 0, 3), (32, 0, 3), (0, 32, 32, 3), (5, 0, 0, 3)])
+def test_media_without_pixels_or_frames_are_missing(server, shape):
+    empty = Media(np.zeros(shape, np.uint8))
+    good = [grey(level, frames=3 * empty.clip) for level in (40, 200)]
+    result, requests = scored(server, [good[0], empty, good[1]])
+    values = result.values["vlm_pairwise"][0]
+    assert requests == 2 and np.isnan(values[1]) and values[0] < 0.1 and values[2] > 0.9
+    reason = f"an image could not be encoded (ValueError: it has no {'frames or ' if empty.clip else ''}pixels"
+    assert reason in next(iter(result.reasons)) and str(shape) in next(iter(result.reasons))
+    assert result.metrics["judge/failures"] == 4
+
+
+def test_a_judge_that_contradicts_itself_rewards_nobody(server):
+    server.fault = "contradict"
+    result, _ = scored(server, media([20, 80, 140, 200]))
+    assert np.allclose(result.values["vlm_pairwise"], 0.5, atol=1e-12), "position alone gives no advantage"
+    assert result.metrics["judge/order_inconsistency"] == 1.0 and result.metrics["judge/position_bias"] == 1.0
+    assert result.metrics["judge/failures"] == 0
+
+
+def test_an_image_of_50_million_pixels_is_made_smaller_in_bounded_memory(server):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    pair = [Media(np.broadcast_to(np.full((1, 1, 3), level, np.uint8), (7071, 7071, 3))) for level in (40, 200)]
+    verdicts = judge(server.url, timeout_s=20.0).judge_group("p", pair, [(0, 1), (1, 0)])
+    assert [v.first > 0.5 for v in verdicts] == [False, True] and server.bytes_in < 1 << 20
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 20, "in KiB; two 150 MB images in memory"
+
+
+def test_max_pixels_keeps_the_ratio_and_touches_no_smaller_image():
+    pixels = np.random.default_rng(0).integers(0, 256, (40, 90, 3), dtype=np.uint8)
+
+    def sizes(medium, most):
+        parts = json.loads(b"[" + encode(medium, "png", max_pixels=most).part(None) + b"]")
+        data = [base64.b64decode(p["image_url"]["url"].split(",", 1)[1]) for p in parts]
+        return [Image.open(io.BytesIO(d)).size for d in data]
+
+    assert encode(Media(pixels), "png", max_pixels=3600).uuid == encode(Media(pixels), "png").uuid
+    assert [sizes(Media(pixels), most) for most in (3599, 900, 1)] == [[(89, 39)], [(45, 20)], [(1, 1)]]
+    assert sizes(Media(np.stack([pixels] * 3)), 900) == [(45, 20)] * 3
+
+
+def test_frames_and_pixels_are_options_of_the_reward(server):
+    """Of two rewards on the same clips, each shows what its own options say, also in the check before a run."""
+    rng = np.random.default_rng(0)
+    group = [Sample("p", Media(rng.integers(0, 256, (20, 40, 40, 3), dtype=np.uint8))) for _ in range(2)]
+    spec = [
+        {"name": name, "reward": "vlm_pairwise", "options": {"judge": {"endpoints": [server.url]}, **options}}
+        for name, options in (("whole", {}), ("some", {"frames": 3, "max_pixels": 400}))
+    ]
+    for reward, count, side in zip(build(spec).values(), (16, 6), (40, 20), strict=True):
+        server.requests.clear()
+        assert reward.score(group)[0].value is not None
+        sent = [images(request) for request in server.requests]
+        assert {len(shown) for shown in sent} == {count}
+        data = [p["image_url"]["url"].split(",", 1)[1] for shown in sent for p in shown if p["image_url"]]
+        assert {Image.open(io.BytesIO(base64.b64decode(d))).size for d in data} == {(side, side)}
+    config = JudgeConfig((server.url,))
+    asked = Shape(40, 40, 3)
+    server.requests.clear()
+    check(HttpJudge(config, shown=Shown(3, 400)), clips=True, shape=asked)
+    assert len(images(server.requests[0])) == 6

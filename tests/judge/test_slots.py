@@ -1,0 +1,178 @@
+"""Media ids and request slots of a judge server: each image is uploaded once; slots are bounded, never idle while a
+request could use one, and assigned first come, first served.
+
+Cases: images referenced by id before their upload is answered, too early or not; a server that evicts images;
+cancellations at random moments, which must neither leak a slot nor skip a waiting request.
+"""
+
+import asyncio
+import json
+import random
+import threading
+
+import pytest
+from aiohttp import web
+from judge_server import JudgeServer, images, until
+from tiny_media import grey
+
+from prefgrpo.config.schema import JudgeConfig, SamplingConfig
+from prefgrpo.data.prompts import Prompt
+from prefgrpo.judge.client import HttpJudge
+from prefgrpo.judge.event_loop import loop_thread
+from prefgrpo.judge.http import HttpPool
+from prefgrpo.judge.pairs import both_orders
+from prefgrpo.rollout.render import sample
+from tests.judge.test_http import ask, judge, media
+
+NINE = both_orders(9, 0)
+
+
+def test_each_medium_travels_once_then_its_id():
+    with JudgeServer() as server:
+        verdicts = judge(server.url).judge_group("p", media(range(10, 100, 10)), NINE)
+        sent = [p for r in server.requests for p in images(r)]
+    assert all(v.first is not None and v.retries == 0 for v in verdicts)
+    assert len(sent) == 144 and sum(p["image_url"] is not None for p in sent) == 9
+    assert all(p["uuid"].startswith("sha256-") for p in sent)
+
+
+def test_the_source_of_a_group_of_edits_travels_once(tmp_path):
+    grey(100).pil.save(tmp_path / "source.png")
+    prompt = Prompt(0, "p", source=(str(tmp_path / "source.png"),))
+    edits = [sample(prompt, one, SamplingConfig(height=32, width=32)) for one in media([20, 40, 60])]
+    with JudgeServer() as server:
+        made = HttpJudge(JudgeConfig(endpoints=(server.url,)), "compare_edit")
+        pairs = [made.submit("p", edits[i].media, edits[j].media, edits[i].source) for i, j in both_orders(3, 0)]
+        assert all(pair.result(60).first is not None for pair in pairs)
+        sent = [p for r in server.requests for p in images(r)]
+    assert len(sent) == 18 and sum(p["image_url"] is not None for p in sent) == 4
+
+
+def test_a_server_that_evicts_media_gets_them_again():
+    with JudgeServer() as server:
+        server.capacity = 3
+        verdicts = judge(server.url, concurrency=1).judge_group("p", media(range(10, 100, 10)), NINE)
+    assert all((v.first > 0.5) == (a > b) for v, (a, b) in zip(verdicts, NINE, strict=True))
+    assert len(NINE) < len(server.requests) <= len(NINE) + 9, "an image that is gone is not named again"
+
+
+def test_an_image_of_a_cancelled_request_travels_without_its_id():
+    """The server's two processes may disagree on whether they hold it."""
+    first, *others = media([200, 40, 60])
+    with JudgeServer() as server:
+        j = judge(server.url, timeout_s=60)
+        ask(j)  # identifies the server
+        server.fault, server.requests = "hang", []
+        question = j.submit("p", first, others[0])
+        until(lambda: server.requests, 60)
+        question.cancel()
+        until(lambda: not server.in_flight, 60)
+        server.fault = ""
+        assert j.submit("p", first, others[1]).result(60).first > 0.9
+    assert all("uuid" not in p for p in images(server.requests[-1]))
+
+
+class Drifting(JudgeServer):
+    """Its API process has seen an image whose request failed, and drops the data that comes with that id."""
+
+    async def _chat(self, request):
+        body = json.loads(await request.read())
+        self.requests.append(body)
+        if len(self.requests) > 1 and all("uuid" not in p for p in images(body)):
+            return self._answer(body)
+        return web.json_response({"error": {"message": "Expected a cached item for mm_hash"}}, status=500)
+
+
+def test_an_image_that_a_server_lost_travels_again_without_its_id():
+    with Drifting() as server:
+        j = judge(server.url, retries=2)
+        assert j.judge_group("p", media([200, 40]), [(0, 1)])[0].first > 0.9
+        assert j.judge_group("p", media([200, 60]), [(0, 1)])[0].first > 0.9, "its id is not used again"
+    assert all("uuid" not in p for p in images(server.requests[-1]))
+
+
+@pytest.mark.parametrize(
+    ("version", "ids"), [("0.32.0", True), ("0.31.2", False), ("1.0.0+cu130", True), ("dev", False), ("", False)]
+)
+def test_ids_are_used_only_with_a_vllm_that_recovers_lost_images(version, ids):
+    with JudgeServer(vllm=bool(version)) as server:
+        server.version = version
+        assert ask(judge(server.url))[0].first < 0.1
+    assert {"uuid" in p for r in server.requests for p in images(r)} == {ids}
+    assert ids or all(p["image_url"] for r in server.requests for p in images(r)), "plain parts of OpenAI"
+
+
+class Reader(JudgeServer):
+    """Caches an image as soon as it has read the request, as vLLM does; answers only after `needed` requests."""
+
+    needed, too_soon, refused = 0, False, 0
+
+    async def _chat(self, request):
+        body = json.loads(await request.read())
+        self.requests.append(body)
+        if self.too_soon and any(p["image_url"] is None and p["uuid"] not in self.media for p in images(body)):
+            self.refused += 1
+            return self._answer(body)
+        answer = None if self.too_soon else self._answer(body)
+        while len(self.requests) < self.needed:
+            await asyncio.sleep(0.01)
+        return answer or self._answer(body)
+
+
+@pytest.mark.parametrize("too_soon", [False, True])
+def test_a_picture_is_named_while_its_carrier_is_being_answered(too_soon):
+    """Pairs of neighbouring images would deadlock if each waited for the answer to the previous pair."""
+    with Reader() as server:
+        j = judge(server.url, retries=0, timeout_s=30)
+        j.judge_group("p", media([200, 220]), [(0, 1)])  # warm-up: identifies the server
+        server.needed, server.requests, server.too_soon = 3, [], too_soon
+        verdicts = j.judge_group("p", media([20, 40, 60, 80]), [(0, 1), (1, 2), (2, 3)])
+    assert all(v.first is not None and v.first < 0.5 for v in verdicts), verdicts
+    if too_soon:
+        assert server.refused
+    else:
+        carried = [p["uuid"] for r in server.requests for p in images(r) if p["image_url"] is not None]
+        assert len(carried) == len(set(carried)) == 4
+
+
+def test_a_host_name_is_looked_up_while_images_are_encoded():
+    """Look-ups that wait behind a group's images would exceed the limits of requests and of health checks."""
+    encoded = threading.Event()
+    with JudgeServer() as server:
+        client = judge(server.url.replace("127.0.0.1", "localhost")).client
+        for _ in range(8):
+            client.encodings._threads.submit(encoded.wait)
+        try:
+            assert loop_thread().submit(client.pool.problems()).result(60) == [""]
+        finally:
+            encoded.set()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_every_turn_comes_whatever_is_cancelled(seed):
+    rng, peak, done = random.Random(seed), [0], []
+
+    async def usable(endpoint):
+        return ""
+
+    slots = HttpPool([f"http://127.0.0.1:{k}" for k in range(2)], usable, concurrency=3)
+
+    async def work(turn):
+        endpoint = await slots.acquire()
+        try:
+            peak[0] = max(peak[0], sum(e.load for e in slots.endpoints))
+            await asyncio.sleep(rng.choice([0.0, 0.001]))
+            done.append(turn)
+        finally:
+            slots.release(endpoint)
+
+    async def everything():
+        tasks = [asyncio.create_task(work(turn)) for turn in rng.sample(range(200), 200)]
+        for task in rng.sample(tasks, 80):
+            await asyncio.sleep(rng.choice([0.0, 0.0002]))
+            task.cancel()
+        results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 10)
+        return sum(r is None for r in results)
+
+    assert asyncio.run(everything()) == len(done) >= 120
+    assert peak[0] == 6 and [e.load for e in slots.endpoints] == [0, 0]
