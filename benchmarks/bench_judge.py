@@ -106,7 +106,7 @@ def measure(url: str, model: str, rounds: int, size: int = SIZE, side: int = SID
         media = [photo(rng, side) for _ in range(size)]
         start = time.perf_counter()
         busy = time.process_time()
-        answered = sum(v.first is not None for v in judge.judge_group(PROMPT, media, pairs))
+        answered = sum(v.value is not None for v in judge.judge_group(PROMPT, media, pairs))
         wall.append(time.perf_counter() - start)
         cpu.append(time.process_time() - busy)
         if answered != len(pairs):

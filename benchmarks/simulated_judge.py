@@ -24,10 +24,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from prefgrpo.data.answer import Answer
 from prefgrpo.data.media import Media
-from prefgrpo.judge.pairs import rings
-from prefgrpo.judge.verdict import Pair, PairJudge, Verdict
-from prefgrpo.rewards.base import PointwiseReward, Sample, Score
+from prefgrpo.judge.pairs import Pair, PairJudge, rings
+from prefgrpo.rewards.base import PointwiseReward, Sample
 from prefgrpo.rewards.pairwise import VlmPairwise
 from prefgrpo.tiny.scenes import evidence, parse_caption
 from scripts.demo_world.text import hits
@@ -105,14 +105,14 @@ class Ratings(PointwiseReward):
         self.judge = judge
         self.asks = asks
 
-    def score(self, samples: list[Sample]) -> list[Score]:
+    def score(self, samples: list[Sample]) -> list[Answer]:
         """One score per sample."""
         images = [s.media.pixels for s in samples]
         opinions = self.judge.opinion(images, [s.prompt for s in samples])
         self.judge.calls += self.asks * len(samples)
         noise = np.array([[_normal(_digest(image), bytes([k])) for k in range(self.asks)] for image in images])
         ratings = np.clip(np.round(3 + 5 * (opinions[:, None] + self.judge.noise * noise)), 1, 10)
-        return [Score(float(value)) for value in ratings.mean(1)]
+        return [Answer(float(value)) for value in ratings.mean(1)]
 
 
 class Pairs(PairJudge):
@@ -125,7 +125,7 @@ class Pairs(PairJudge):
 
     def judge_group(
         self, prompt: str, media: Sequence[Media], pairs: Sequence[Pair], source: Sequence[Media] = ()
-    ) -> list[Verdict]:
+    ) -> list[Answer]:
         """P(first is better) for each pair; the noise of two looks is one normal number with twice the variance."""
         j = self.judge
         images = [m.pixels for m in media]
@@ -134,7 +134,7 @@ class Pairs(PairJudge):
         j.calls += len(pairs)
         noise = math.sqrt(2) * j.noise
         leads = [opinions[a] - opinions[b] + noise * _normal(digests[a], digests[b]) + j.bias for a, b in pairs]
-        return [Verdict(1 / (1 + math.exp(-lead / j.temperature))) for lead in leads]
+        return [Answer(1 / (1 + math.exp(-lead / j.temperature))) for lead in leads]
 
 
 class WinRates(VlmPairwise):

@@ -31,10 +31,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from prefgrpo.config.recipe import merge as merged
+from prefgrpo.data.answer import Answer
 from prefgrpo.models import blocks
 from prefgrpo.objectives.base import Targets
 from prefgrpo.parallel.world import World
-from prefgrpo.rewards.base import PointwiseReward, Sample, Score
+from prefgrpo.rewards.base import PointwiseReward, Sample
 from prefgrpo.rewards.scorer import StepScores
 from prefgrpo.rollout.batch import Batch
 from prefgrpo.rollout.rollout import Trajectory
@@ -90,9 +91,9 @@ def recipe(place: Path, name: str, **over: Any) -> Path:
 class Brightness(PointwiseReward):
     """Mean of all pixels."""
 
-    def score(self, samples: Sequence[Sample]) -> list[Score]:
+    def score(self, samples: Sequence[Sample]) -> list[Answer]:
         """One score per sample."""
-        return [Score(float(s.media.pixels.mean())) for s in samples]
+        return [Answer(float(s.media.pixels.mean())) for s in samples]
 
 
 BRIGHTNESS = f"{__name__}.Brightness"

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING
 from prefgrpo.config.schema import JudgeConfig
 from prefgrpo.judge.answers import NO_THINKING
 from prefgrpo.judge.client import HttpJudge, JudgeClient
+from prefgrpo.judge.http import JudgeError
 from prefgrpo.judge.human_pairs import agreement, read_pairs
 from prefgrpo.judge.known_answers import ask_known_answers, is_pairwise, plain
 from prefgrpo.judge.special_tokens import KNOWN
 from prefgrpo.judge.template import SHOWN, Shown
-from prefgrpo.judge.verdict import JudgeError
 
 if TYPE_CHECKING:
     from prefgrpo.judge.local import LocalJudge
@@ -138,13 +138,13 @@ def _probe(
     red, blue = (plain(colour, shape.height, shape.width, shape.frames) for colour in ("red", "blue"))
     prompt = KNOWN.sub(" ", shape.prompt)  # such a prompt alone has no verdict
     verdict = judge.judge_group(prompt, [red, blue], [(0, 1)], [plain("grey", shape.height, shape.width)])[0]
-    if verdict.first is None:
+    if verdict.value is None:
         size = f"{shape.width}×{shape.height}" + (f", {shape.frames} frames" if shape.frames > 1 else "")
         advice = [text for pattern, text in _ADVICE.items() if re.search(pattern, verdict.reason)]
         hint = f" (a pair of {size} with the run's longest prompt: {advice[0]})" if advice else ""
         problem = f"'{model}' gave no verdict on a probe pair: {verdict.reason}{hint}"
         return Health([f"WARNING: {where}: {problem}"], problem)
-    health = Health([f"{where}: ok, serves {model}; a pair took {verdict.latency_s:.2f} s"])
+    health = Health([f"{where}: ok, serves {model}; a pair took {verdict.seconds:.2f} s"])
     if judge.template.answer != "think" and "</think" in verdict.raw:
         health.rows.append(
             f"WARNING: {where}: '{model}' thinks before it answers ({len(verdict.raw)} characters), which template "

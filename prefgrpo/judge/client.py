@@ -20,16 +20,17 @@ from weakref import WeakKeyDictionary
 
 from prefgrpo.config.recipe import did_you_mean
 from prefgrpo.config.schema import JudgeConfig
+from prefgrpo.data.answer import Answer
 from prefgrpo.data.media import Media
 from prefgrpo.judge import answers
 from prefgrpo.judge.answers import MIN_LABEL_MASS, two_label_softmax
 from prefgrpo.judge.event_loop import loop_thread
 from prefgrpo.judge.http import PATIENCE_S, Endpoint, Failure, HttpPool, Kind, Starting, describe_error
+from prefgrpo.judge.pairs import Pair, PairJudge
 from prefgrpo.judge.prefill import missing_space
 from prefgrpo.judge.request import Encoded, EncodeError, Encodings, MediaIds, chat_body, encode
 from prefgrpo.judge.special_tokens import KNOWN, refusal, served_tokens
 from prefgrpo.judge.template import SHOWN, Shown, Template, load_template, shipped_templates
-from prefgrpo.judge.verdict import Pair, PairJudge, Verdict
 
 IDS_FROM = (0, 32)
 """First vLLM to which images are sent by id: it recovers if its API process and engine disagree on which they hold
@@ -65,7 +66,7 @@ class JudgeClient:
         self.spaces: dict[str, dict[Template, asyncio.Future[int | None]]] = {e.url: {} for e in self.pool.endpoints}
         """Server → template → token that it must write between the prefill and the label."""
         self.encodings = Encodings(encode)
-        self._asked: WeakKeyDictionary[Media, dict[_Key, asyncio.Future[Verdict]]] = WeakKeyDictionary()
+        self._asked: WeakKeyDictionary[Media, dict[_Key, asyncio.Future[Answer]]] = WeakKeyDictionary()
 
     def run(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Run a coroutine that calls `answer`."""
@@ -78,7 +79,7 @@ class JudgeClient:
         media: Sequence[Media],
         source: Sequence[Media] = (),
         once: bool = False,
-    ) -> Verdict:
+    ) -> Answer:
         """The answer to one question. Never raises; runs on the event loop (`run`).
 
         values: texts of the template's markers by name; media: for {media_1} …; source: for {source}.
@@ -86,13 +87,13 @@ class JudgeClient:
         """
         start = time.monotonic()
         if template.takes_source and not source:
-            return Verdict(None, f"template '{template.name}' needs a source image, but the sample has none")
+            return Answer(None, f"template '{template.name}' needs a source image, but the sample has none")
         how = (self.config.image_format, template.frames, template.max_pixels)
         try:
             encoded = [await self.encodings.get(m, *how) for m in media]
             sources = [await self.encodings.get(m, *how) for m in source] if template.takes_source else []
         except EncodeError as error:
-            return Verdict(None, str(error), time.monotonic() - start)
+            return Answer(None, str(error), seconds=time.monotonic() - start)
         if not once or not media:
             return await self._request(template, values, encoded, sources)
         uuids = tuple(e.uuid for e in (*encoded, *sources))
@@ -104,7 +105,7 @@ class JudgeClient:
 
     async def _request(
         self, template: Template, values: Mapping[str, str], media: list[Encoded], source: list[Encoded]
-    ) -> Verdict:
+    ) -> Answer:
         """Send a question and parse the answer."""
         start = time.monotonic()
         timeout_s = self.config.timeout_s or template.timeout_s
@@ -113,7 +114,7 @@ class JudgeClient:
             parts, source_parts = ([e.part(carried) for e in some] for some in (media, source))
             return chat_body(self.model, template, values, parts, source_parts, space)
 
-        async def attempt(endpoint: Endpoint) -> Verdict:
+        async def attempt(endpoint: Endpoint) -> Answer:
             if reason := refusal(self.special[endpoint.url], template.parts(values)):
                 raise Failure(reason, Kind.GIVE_UP)
             space = await self._space(endpoint, template, timeout_s)
@@ -123,8 +124,8 @@ class JudgeClient:
         try:
             verdict, retries = await self.pool.send(attempt, key=values.get("prompt", ""))
         except Failure as error:
-            return Verdict(None, str(error), time.monotonic() - start)
-        return replace(verdict, latency_s=time.monotonic() - start, retries=retries)
+            return Answer(None, str(error), seconds=time.monotonic() - start)
+        return replace(verdict, seconds=time.monotonic() - start, retries=retries)
 
     async def _space(self, endpoint: Endpoint, template: Template, timeout_s: float) -> int | None:
         """`missing_space`, found out once per server and template."""
@@ -208,14 +209,14 @@ class HttpJudge(PairJudge):
         self.client = shared_client(config)
         self.answer_s = config.timeout_s or max(self.template.timeout_s, self.clip_template.timeout_s)
 
-    def submit(self, prompt: str, first: Media, second: Media, source: Sequence[Media] = ()) -> Future[Verdict]:
-        """Send one pair; the future always ends with a Verdict unless it is cancelled."""
+    def submit(self, prompt: str, first: Media, second: Media, source: Sequence[Media] = ()) -> Future[Answer]:
+        """Send one pair; the future always ends with an Answer unless it is cancelled."""
         template = self.clip_template if first.clip or second.clip else self.template
         return self.client.run(self.client.answer(template, {"prompt": prompt}, (first, second), tuple(source)))
 
     def judge_group(
         self, prompt: str, media: Sequence[Media], pairs: Sequence[Pair], source: Sequence[Media] = ()
-    ) -> list[Verdict]:
+    ) -> list[Answer]:
         """Submit all pairs at once and wait for the verdicts."""
         return [f.result() for f in [self.submit(prompt, media[i], media[j], source) for i, j in pairs]]
 
@@ -244,7 +245,7 @@ def first_choice(url: str, payload: bytes) -> dict[str, Any]:
     return choice
 
 
-def read(template: Template, choice: Mapping[str, Any], after_space: bool = False) -> Verdict:
+def read(template: Template, choice: Mapping[str, Any], after_space: bool = False) -> Answer:
     """What a choice says, as the template specifies; missing, with the reason, if it contains nothing usable.
 
     after_space: the label is the second token.
@@ -260,17 +261,17 @@ def read(template: Template, choice: Mapping[str, Any], after_space: bool = Fals
         if template.answer == "soft" and template.labels:
             first, second = answers.label_logprobs(choice, template.labels, template.variants, after_space)
             value, reason = two_label_softmax(first, second, MIN_LABEL_MASS)
-            return Verdict(value, reason, raw=f"logp {first:.4f} {second:.4f}")
+            return Answer(value, reason, raw=f"logp {first:.4f} {second:.4f}")
         if template.answer == "word" and template.labels:
-            return Verdict(answers.word_probability(choice, template.labels))
+            return Answer(answers.word_probability(choice, template.labels))
         if text is None:
             only = f"the judge only thought, for max_tokens = {template.max_tokens}: {answers.NO_THINKING}"
             raise answers.Unreadable(only if thoughts else "the server's answer has no text")
         value, parts = answers.parse_answer(template, text, choice.get("finish_reason") in _CUT)
-        return Verdict(value, raw=raw, parts=parts)
+        return Answer(value, raw=raw, parts=parts)
     except answers.Unreadable as error:
         thinks = f"; the judge thinks first: {answers.NO_THINKING}" if thoughts and template.labels else ""
-        return Verdict(None, f"{error}{thinks}", raw=raw)
+        return Answer(None, f"{error}{thinks}", raw=raw)
 
 
 def _utf8(text: Any) -> str | None:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from prefgrpo.data.answer import Answer
 from prefgrpo.data.media import Media
+from prefgrpo.judge.pairs import Pair, PairJudge
 from prefgrpo.judge.template import Template
-from prefgrpo.judge.verdict import Pair, PairJudge, Verdict
 
 _TIE = 0.001
 """A verdict this close to ½ is a tie."""
@@ -37,13 +38,13 @@ def ask_known_answers(judge: PairJudge, template: Template, clips: bool) -> tupl
     noise = np.random.default_rng(0).integers(0, 256, (frames, 64, 64, 3), dtype=np.uint8)
     media = {name: plain(name, frames=frames) for name in COLOURS}
     media["noise"] = Media(noise if frames > 1 else noise[0])
-    verdicts: list[Verdict] = []  # alternately with the correct image first and second
+    verdicts: list[Answer] = []  # alternately with the correct image first and second
     for colour, others in _PROBES.items():
         task = f"Make the whole picture plain {colour}" if template.takes_source else f"a plain {colour} picture"
         pairs: list[Pair] = [pair for k in range(len(others)) for pair in ((0, k + 1), (k + 1, 0))]
         verdicts += judge.judge_group(task, [media[name] for name in (colour, *others)], pairs, [plain("grey")])
-    p = np.array([v.first for v in verdicts], np.float64)  # None: NaN
-    reasons = [v.reason for v in verdicts if v.first is None]
+    p = np.array([v.value for v in verdicts], np.float64)  # None: NaN
+    reasons = [v.reason for v in verdicts if v.value is None]
     lead = p[::2] - p[1::2]  # so that a position bias cancels
     right = int((lead > _TIE).sum())
     result = f"{right} of {len(lead)} pairs right"

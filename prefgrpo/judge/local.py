@@ -18,12 +18,14 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer, DynamicCache
 
+from prefgrpo.data.answer import Answer
 from prefgrpo.data.media import Media
 from prefgrpo.judge.answers import MIN_LABEL_MASS, two_label_softmax
+from prefgrpo.judge.http import JudgeError
+from prefgrpo.judge.pairs import Pair, PairJudge
 from prefgrpo.judge.request import downscale
 from prefgrpo.judge.special_tokens import any_of, refusal
 from prefgrpo.judge.template import SHOWN, SOURCE, Shown, Template, load_template, spelled
-from prefgrpo.judge.verdict import JudgeError, Pair, PairJudge, Verdict
 
 _FAMILIES = ("qwen3_vl", "qwen2_5_vl")
 _SHARED_TOKENS = 64
@@ -90,17 +92,17 @@ class LocalJudge(PairJudge):
     @torch.inference_mode()
     def judge_group(
         self, prompt: str, media: Sequence[Media], pairs: Sequence[Pair], source: Sequence[Media] = ()
-    ) -> list[Verdict]:
+    ) -> list[Answer]:
         """Verdicts for ordered pairs of one prompt's images; all missing if the prompt contains a special token.
 
         source: used if the template contains {source}.
         """
         start = time.perf_counter()
         if reason := refusal(self.special, self.template.parts({"prompt": prompt})):
-            return [Verdict(None, reason)] * len(pairs)
+            return [Answer(None, reason)] * len(pairs)
         if self.template.takes_source and not source:
             reason = f"template '{self.template.name}' needs a source image, but the sample has none"
-            return [Verdict(None, reason)] * len(pairs)
+            return [Answer(None, reason)] * len(pairs)
         source = source if self.template.takes_source else ()
         features, grids = self._encode([*media, *source])
         buckets: dict[tuple[Any, Any], list[int]] = defaultdict(list)
@@ -113,7 +115,7 @@ class LocalJudge(PairJudge):
             logp[rows] = self._log_probs(prompt, features[: len(media)], features[len(media) :], shown, chosen)
         share = (time.perf_counter() - start) / max(len(pairs), 1)
         return [
-            Verdict(*two_label_softmax(a, b, self.min_label_mass), share, f"logp {a:.4f} {b:.4f}")
+            Answer(*two_label_softmax(a, b, self.min_label_mass), raw=f"logp {a:.4f} {b:.4f}", seconds=share)
             for a, b in logp.tolist()
         ]
 

@@ -13,7 +13,8 @@ verdict has no effect, a member without any verdict is NaN, and the strength of 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Literal
 
@@ -23,8 +24,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from prefgrpo.config.recipe import did_you_mean
-from prefgrpo.judge.verdict import Pair
+from prefgrpo.data.answer import Answer
+from prefgrpo.data.media import Media
 
+Pair = tuple[int, int]
+"""(first shown, second shown): indices into a group."""
 Plan = Callable[[int, int], list[Pair]]
 Floats = NDArray[np.float64]
 Rate = Literal["win_rate", "bradley_terry"]
@@ -34,6 +38,26 @@ PRIOR = 0.3
 _MAX_NEWTON_STEPS = 200
 """Sparse groups of 24 with one-sided results need about 20."""
 _TOLERANCE = 1e-10
+
+
+class PairJudge(ABC):
+    """A backend that compares pairs of media for a prompt."""
+
+    streams: bool
+    """True: pairs may be sent one by one with `submit`, which does not block; False: whole groups, synchronously."""
+    clips: bool = False
+    """Whether it accepts videos."""
+    answer_s: float = 0.0
+    """Timeout of one answer in seconds; 0: none."""
+
+    @abstractmethod
+    def judge_group(
+        self, prompt: str, media: Sequence[Media], pairs: Sequence[Pair], source: Sequence[Media] = ()
+    ) -> list[Answer]:
+        """Verdicts for ordered pairs of one prompt's media, in order; never raises for a single failed pair.
+
+        source: the source images if the media are edits.
+        """
 
 
 def _in_arrival_order(pairs: list[Pair]) -> list[Pair]:

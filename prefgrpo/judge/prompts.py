@@ -17,9 +17,9 @@ import tyro
 import yaml
 
 from prefgrpo.config.recipe import did_you_mean
+from prefgrpo.judge.http import JudgeError
 from prefgrpo.judge.published import PUBLISHED, question_of, template_file
 from prefgrpo.judge.template import shipped_templates
-from prefgrpo.judge.verdict import JudgeError
 
 
 def main(

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prefgrpo.judge.verdict import JudgeError
+from prefgrpo.judge.http import JudgeError
 
 _PREF_GRPO = (
     "CodeGoat24/Pref-GRPO", "3e787f6dd5a3051b40d61f07e9578468ac26130a", "fastvideo/rewards/templates.py",

@@ -19,8 +19,8 @@ from pydantic.dataclasses import dataclass
 from prefgrpo.config.loading import section
 from prefgrpo.config.recipe import ConfigError, did_you_mean, read_yaml
 from prefgrpo.config.schema import STRICT
+from prefgrpo.judge.http import JudgeError
 from prefgrpo.judge.published import published_template
-from prefgrpo.judge.verdict import JudgeError
 
 _MARKER = re.compile(r"(\{[a-z][a-z0-9_]*\})")
 _MEDIUM = re.compile(r"\{media_(\d+)\}")

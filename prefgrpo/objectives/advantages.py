@@ -20,15 +20,16 @@ from torch import Tensor
 from prefgrpo.config.by_path import IMPORT_PATH, load_object
 from prefgrpo.config.recipe import did_you_mean
 from prefgrpo.config.schema import COMBINE, SEPARATE, AdvantageConfig
+from prefgrpo.data.answer import Answer
 from prefgrpo.ops.advantage import normalised
-from prefgrpo.rewards.base import Reward, Score
+from prefgrpo.rewards.base import Reward
 from prefgrpo.rewards.pairwise import VlmPairwise
 
 Parts = Mapping[str, Mapping[str, float]]
 """Reward → part → weight, for rewards whose parts are normalised separately."""
 
 
-def part_table(scores: Mapping[str, list[list[Score]]], parts: Parts) -> NDArray[np.float64]:
+def part_table(scores: Mapping[str, list[list[Answer]]], parts: Parts) -> NDArray[np.float64]:
     """[n_groups, G, K] sub-scores of all `parts` in order; NaN if a sample lacks the sub-score or the whole reward."""
     columns = [
         [[np.nan if s.value is None else s.parts.get(part, np.nan) for s in group] for group in scores[name]]

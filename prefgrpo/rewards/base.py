@@ -7,13 +7,12 @@ imported without the reward's libraries; its constructor loads them, or raises R
 from __future__ import annotations
 
 import importlib
-import math
 import sys
 import traceback
 from abc import ABC
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import MappingProxyType, ModuleType
 from typing import Any, ClassVar, TypeVar
 
@@ -21,6 +20,7 @@ import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
 from prefgrpo.config.recipe import UserError
+from prefgrpo.data.answer import Answer
 from prefgrpo.data.media import Media
 
 T = TypeVar("T")
@@ -83,37 +83,6 @@ class Sample:
     """The other columns of the prompt file's row."""
 
 
-@dataclass(frozen=True)
-class Score:
-    """A reward's result for one sample."""
-
-    value: float | None
-    """The reward, or None if it is missing."""
-    reason: str = ""
-    """Why it is missing."""
-    parts: dict[str, float] = field(default_factory=dict)
-    """Named sub-scores, for logs."""
-    raw: str = ""
-    """The judge's text, for rewards that keep it."""
-
-    def finite(self) -> Score:
-        """This score with its value as a float; missing, with the reason, if the value is not finite."""
-        if self.value is None:
-            return replace(self, reason=self.reason or "the reward gave no reason")
-        value = float(self.value)
-        if math.isfinite(value):
-            return replace(self, value=value)
-        return replace(self, value=None, reason=f"the reward returned {value}")
-
-    def row(self) -> dict[str, Any]:
-        """As JSON: value, or null with the reason, and parts; non-finite numbers become null."""
-        score = self.finite()
-        row: dict[str, Any] = {"value": score.value} | ({"reason": score.reason} if score.value is None else {})
-        if self.parts:
-            row["parts"] = {name: float(v) if math.isfinite(v) else None for name, v in self.parts.items()}
-        return row
-
-
 class Reward(ABC):  # noqa: B024  (its two subclasses have the methods that score)
     """Base class: declares the inputs of a reward, which are checked before a run starts."""
 
@@ -134,7 +103,7 @@ class Reward(ABC):  # noqa: B024  (its two subclasses have the methods that scor
     probe: ClassVar[dict[str, Any]] = {}
     """Meta and "prompt" of the sample that its server scores before reporting ready; empty: any caption will do."""
     part_weights: Mapping[str, float] = MappingProxyType({})
-    """Weights of sub-scores (`Score.parts`) that are normalised separately and then summed; empty: the value is
+    """Weights of sub-scores (`Answer.parts`) that are normalised separately and then summed; empty: the value is
     normalised. Needs advantage.combine weighted_advantage_sum or gdpo."""
     streams: bool = False
     """Whether `submit` sends a sample, or a pair, without waiting; others are called on a thread of the scorer."""
@@ -155,26 +124,26 @@ class PointwiseReward(Reward):
     batch_size: int = sys.maxsize
     """Most samples of a call of `score_batch`; by default all."""
 
-    def score(self, samples: list[Sample]) -> list[Score]:
+    def score(self, samples: list[Sample]) -> list[Answer]:
         """One score per sample, in order; those that `check` rejects, or that fail, are missing."""
-        scores: dict[int, Score] = {}
+        scores: dict[int, Answer] = {}
         able = []
         for k, sample in enumerate(samples):
             try:
                 self.check(sample)
                 able.append(k)
             except ValueError as error:
-                scores[k] = Score(None, str(error))
+                scores[k] = Answer(None, str(error))
         for start in range(0, len(able), self.batch_size):
             batch = able[start : start + self.batch_size]
             scores |= zip(batch, self.score_batch([samples[k] for k in batch]), strict=True)
         return [scores[k] for k in range(len(samples))]
 
-    def score_batch(self, samples: list[Sample]) -> Iterable[Score]:
+    def score_batch(self, samples: list[Sample]) -> Iterable[Answer]:
         """One score per sample, in order, of samples that `check` accepts."""
         raise TypeError(f"{type(self).__name__} defines neither score_batch nor score")
 
-    def submit(self, sample: Sample) -> Future[Score]:
+    def submit(self, sample: Sample) -> Future[Answer]:
         """Send one sample without waiting (streaming rewards only)."""
         raise TypeError(f"{type(self).__name__} does not stream; use score")
 
@@ -184,25 +153,25 @@ class StreamingReward(PointwiseReward):
 
     streams = True
 
-    def score(self, samples: list[Sample]) -> list[Score]:
+    def score(self, samples: list[Sample]) -> list[Answer]:
         """Send all samples, and wait for their scores."""
         return [answer.result() for answer in [self.submit(sample) for sample in samples]]
 
 
-def score_in_process(name: str, reward: PointwiseReward, samples: list[Sample]) -> list[Score]:
+def score_in_process(name: str, reward: PointwiseReward, samples: list[Sample]) -> list[Answer]:
     """The scores from one call; if it raises, from one call per sample. Those that fail are missing."""
     try:
         scores = reward.score(samples) if samples else []
-        if len(scores) != len(samples) or not all(isinstance(s, Score) for s in scores):
+        if len(scores) != len(samples) or not all(isinstance(s, Answer) for s in scores):
             kinds = ", ".join(sorted({type(s).__name__ for s in scores})) or "nothing"
-            got = f"expected one Score for each of {len(samples)} samples, got {len(scores)} of {kinds}"
+            got = f"expected one Answer for each of {len(samples)} samples, got {len(scores)} of {kinds}"
             raise RewardError(f"reward '{name}': {got}")
         return scores
     except RewardError as error:  # it did not return a list of scores, and would not for one sample
-        return [Score(None, str(error))] * len(samples)
+        return [Answer(None, str(error))] * len(samples)
     except Exception as error:  # noqa: BLE001  (a reward's libraries may raise anything)
         if len(samples) == 1:
-            return [Score(None, reason_of(error))]
+            return [Answer(None, reason_of(error))]
         traceback.print_exc()
         return [score_in_process(name, reward, [sample])[0] for sample in samples]
 

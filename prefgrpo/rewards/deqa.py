@@ -18,7 +18,8 @@ from PIL import Image
 from pydantic import PositiveInt
 from torch import Tensor
 
-from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample, Score, library
+from prefgrpo.data.answer import Answer
+from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample, library
 from prefgrpo.rewards.checkpoints import AutoDtype, device_of, dtype_of, loading, source_of
 
 PUBLISHED = "zhiyuanyou/DeQA-Score-Mix3"
@@ -75,7 +76,7 @@ class DeQA(PointwiseReward):
         self.ground = tuple(int(255 * x) for x in self.processor.image_mean)
 
     @torch.inference_mode()
-    def score_batch(self, samples: list[Sample]) -> list[Score]:
+    def score_batch(self, samples: list[Sample]) -> list[Answer]:
         """Expected level / 5 of each image; parts: the expected level, 1 … 5, and the probability of each word."""
         squares = [square(s.media.pil, self.ground) for s in samples]
         pixels = self.processor(squares, return_tensors="pt")["pixel_values"]
@@ -90,11 +91,11 @@ def question_ids(tokenizer: Any) -> list[int]:
     return [*before, PLACE, *after[1:]]
 
 
-def score_from_logits(logits: Tensor) -> Score:
+def score_from_logits(logits: Tensor) -> Answer:
     """The score from five logits, ordered from excellent to bad."""
     chances = dict(zip(LEVELS, torch.softmax(logits.double(), -1).tolist(), strict=True))
     level = sum(LEVELS[word] * chance for word, chance in chances.items())
-    return Score(level / 5, parts={"level": level, **chances})
+    return Answer(level / 5, parts={"level": level, **chances})
 
 
 def square(image: Image.Image, ground: tuple[int, ...]) -> Image.Image:

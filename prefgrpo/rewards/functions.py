@@ -16,9 +16,10 @@ from inspect import Parameter
 from numbers import Real
 from typing import Any, cast
 
+from prefgrpo.data.answer import Answer
 from prefgrpo.data.media import Media
-from prefgrpo.judge.verdict import Pair, PairJudge, Verdict
-from prefgrpo.rewards.base import PointwiseReward, Reward, RewardError, Sample, Score
+from prefgrpo.judge.pairs import Pair, PairJudge
+from prefgrpo.rewards.base import PointwiseReward, Reward, RewardError, Sample
 from prefgrpo.rewards.pairwise import VlmPairwise
 
 Function = Callable[..., Any]
@@ -39,7 +40,7 @@ class FunctionReward(PointwiseReward):
         self.name = _name(function)
         self._any_column = any(p.kind is Parameter.VAR_KEYWORD for p in inspect.signature(function).parameters.values())
 
-    def score_batch(self, samples: list[Sample]) -> list[Score]:
+    def score_batch(self, samples: list[Sample]) -> list[Answer]:
         """Call the function once. RewardError unless it returns one number or None per sample."""
         columns = {key for s in samples for key in s.meta} if self._any_column else self.meta_keys
         given = {key: [s.meta.get(key) for s in samples] for key in columns if key not in (*POINTWISE, "sources")}
@@ -64,9 +65,9 @@ class FunctionReward(PointwiseReward):
             raise RewardError(f"{self.name} must return one value per sample: {count}, got {len(given)}")
         return [None if value is None else float(value) for value in given]
 
-    def _scored(self, value: float | None, parts: dict[str, float | None]) -> Score:
+    def _scored(self, value: float | None, parts: dict[str, float | None]) -> Answer:
         known = {name: part for name, part in parts.items() if part is not None}
-        return Score(value, f"{self.name} returned None" if value is None else "", known)
+        return Answer(value, f"{self.name} returned None" if value is None else "", known)
 
 
 class FunctionPairwise(VlmPairwise):
@@ -91,21 +92,21 @@ class FunctionJudge(PairJudge):
 
     def judge_group(
         self, prompt: str, media: Sequence[Media], pairs: Sequence[Pair], source: Sequence[Media] = ()
-    ) -> list[Verdict]:
+    ) -> list[Answer]:
         """The function's result for each pair; missing, with a reason, if it raises or returns no probability."""
         return [self._verdict(prompt, media[a].pixels.copy(), media[b].pixels.copy()) for a, b in pairs]
 
-    def _verdict(self, prompt: str, image_a: Any, image_b: Any) -> Verdict:
+    def _verdict(self, prompt: str, image_a: Any, image_b: Any) -> Answer:
         start = time.perf_counter()
         try:
             value = self.function(prompt, image_a, image_b)
             if value is None:
-                return Verdict(None, f"{self.name} returned None")
+                return Answer(None, f"{self.name} returned None")
             if not _is_number(value) or not 0 <= float(value) <= 1:
                 raise ValueError(f"expected a probability in [0, 1], got {value!r:.80}")
         except Exception as error:  # noqa: BLE001  (whatever a user's function raises)
-            return Verdict(None, f"{self.name} raised {type(error).__name__}: {str(error)[:200]}")
-        return Verdict(float(value), latency_s=time.perf_counter() - start)
+            return Answer(None, f"{self.name} raised {type(error).__name__}: {str(error)[:200]}")
+        return Answer(float(value), seconds=time.perf_counter() - start)
 
 
 def failure(reward: Reward, sample: Sample) -> str:

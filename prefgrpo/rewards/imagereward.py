@@ -17,7 +17,8 @@ import torch
 from pydantic import PositiveInt
 from torch import Tensor, nn
 
-from prefgrpo.rewards.base import INSTALL, PointwiseReward, Sample, Score, library
+from prefgrpo.data.answer import Answer
+from prefgrpo.rewards.base import INSTALL, PointwiseReward, Sample, library
 from prefgrpo.rewards.checkpoints import (
     build_model,
     device_of,
@@ -75,7 +76,7 @@ class ImageReward(PointwiseReward):
         ])  # fmt: skip
 
     @torch.inference_mode()
-    def score_batch(self, samples: list[Sample]) -> list[Score]:
+    def score_batch(self, samples: list[Sample]) -> list[Answer]:
         """The score of each image for its prompt."""
         fixed = {"padding": "max_length", "truncation": True, "max_length": LENGTH, "return_tensors": "pt"}
         words = self.tokenize([clean(s.prompt) for s in samples], **fixed).to(self.place)
@@ -84,7 +85,7 @@ class ImageReward(PointwiseReward):
         hidden = self.text(
             input_ids=words["input_ids"], attention_mask=words["attention_mask"], encoder_hidden_states=seen
         ).last_hidden_state
-        return [Score(v) for v in ((self.mlp(hidden[:, 0].float()) - CENTRE) / SCALE)[:, 0].tolist()]
+        return [Answer(v) for v in ((self.mlp(hidden[:, 0].float()) - CENTRE) / SCALE)[:, 0].tolist()]
 
 
 def _with_prefix(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:

@@ -12,7 +12,8 @@ from typing import ClassVar
 
 from pydantic import PositiveFloat
 
-from prefgrpo.rewards.base import PointwiseReward, Sample, Score
+from prefgrpo.data.answer import Answer
+from prefgrpo.rewards.base import PointwiseReward, Sample
 
 
 def jpeg_kilobytes(sample: Sample) -> float:
@@ -35,9 +36,9 @@ class JpegIncompressibility(PointwiseReward):
         """divisor: divides the kilobytes; 500 in Flow-GRPO and PaCo-RL."""
         self.divisor = divisor
 
-    def score_batch(self, samples: list[Sample]) -> list[Score]:
+    def score_batch(self, samples: list[Sample]) -> list[Answer]:
         """Signed JPEG kB of each image / divisor."""
-        return [Score(self.sign * jpeg_kilobytes(sample) / self.divisor) for sample in samples]
+        return [Answer(self.sign * jpeg_kilobytes(sample) / self.divisor) for sample in samples]
 
 
 class JpegCompressibility(JpegIncompressibility):

@@ -10,7 +10,8 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from prefgrpo.judge.verdict import Pair, Verdict
+from prefgrpo.data.answer import Answer
+from prefgrpo.judge.pairs import Pair
 
 _HEAD = 500
 _TAIL = 1500
@@ -23,14 +24,14 @@ def head_and_tail(text: str) -> str:
 
 
 def log_judgements(
-    path: Path, reward: str, step: int, group: int, prompt: str, verdicts: Mapping[Pair, Verdict]
+    path: Path, reward: str, step: int, group: int, prompt: str, verdicts: Mapping[Pair, Answer]
 ) -> None:
     """One line per comparison of a group in step `step`, from 1: members, P(first) or why it is missing, answer, …"""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
         for (first, second), v in verdicts.items():
             line = {"step": step, "reward": reward, "group": group, "first": first, "second": second}
-            line |= {"p_first": v.first, "reason": v.reason, "latency_s": round(v.latency_s, 6), "retries": v.retries}
+            line |= {"p_first": v.value, "reason": v.reason, "latency_s": round(v.seconds, 6), "retries": v.retries}
             line |= {"parts": v.parts, "raw": head_and_tail(v.raw), "prompt": prompt[:2000]}
             file.write(json.dumps(line) + "\n")  # ASCII: some readers treat U+2028 as a line break
 

@@ -23,8 +23,9 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import PositiveInt
 
+from prefgrpo.data.answer import Answer
 from prefgrpo.data.media import Media
-from prefgrpo.rewards.base import INSTALL, PointwiseReward, RewardError, Sample, Score, check_aspect_ratio, library
+from prefgrpo.rewards.base import INSTALL, PointwiseReward, RewardError, Sample, check_aspect_ratio, library
 
 COLUMN = "ocr_text"
 """Column with the target text or a list of texts, for prompts that do not quote it clearly."""
@@ -115,7 +116,7 @@ class Ocr(PointwiseReward):
         self._local.read = self._make()
         self._threads = ThreadPoolExecutor(self.workers, thread_name_prefix="ocr")
 
-    def score_batch(self, samples: list[Sample]) -> Iterable[Score]:
+    def score_batch(self, samples: list[Sample]) -> Iterable[Answer]:
         """One score per sample; missing if the prompt quotes nothing or reading failed."""
         return self._threads.map(self._one, samples)
 
@@ -129,17 +130,17 @@ class Ocr(PointwiseReward):
         """Stop the threads."""
         self._threads.shutdown()
 
-    def _one(self, sample: Sample) -> Score:
+    def _one(self, sample: Sample) -> Answer:
         try:
             return self._value(sample.media, targets(sample))
         except Exception as error:  # noqa: BLE001  (the engines raise whatever cv2 and onnxruntime raise)
-            return Score(None, f"reading the image failed ({type(error).__name__}: {error})")
+            return Answer(None, f"reading the image failed ({type(error).__name__}: {error})")
 
-    def _value(self, media: Media, wanted: list[str]) -> Score:
+    def _value(self, media: Media, wanted: list[str]) -> Answer:
         text = self._text(media)
         closeness = similarity(wanted, text, self._distance)
         contained = all(target in text for target in wanted)
-        return Score(1.0 if contained else closeness, parts={"exact": float(closeness == 1.0)})
+        return Answer(1.0 if contained else closeness, parts={"exact": float(closeness == 1.0)})
 
     def _text(self, image: Media) -> str:
         """The text read by this thread's engine."""
@@ -153,10 +154,10 @@ class VideoOcr(Ocr):
 
     takes = ("video",)
 
-    def _value(self, media: Media, wanted: list[str]) -> Score:
+    def _value(self, media: Media, wanted: list[str]) -> Answer:
         values = [similarity(wanted, self._text(frame), self._distance) for frame in media.frames()[::EVERY]]
         shown = [v for v in values if v > 0]
-        return Score(sum(shown) / len(shown) if shown else 0.0, parts={"frames_shown": len(shown) / len(values)})
+        return Answer(sum(shown) / len(shown) if shown else 0.0, parts={"frames_shown": len(shown) / len(values)})
 
 
 def _rapidocr(_: str = "", detect: bool = True) -> Read:

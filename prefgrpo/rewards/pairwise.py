@@ -27,10 +27,10 @@ from pydantic import NonNegativeFloat, PositiveInt
 
 from prefgrpo.config.loading import section
 from prefgrpo.config.schema import JudgeConfig
-from prefgrpo.judge.pairs import Floats, Rate, VerdictKind, get_plan, rate_groups, verdict_table
+from prefgrpo.data.answer import Answer
+from prefgrpo.judge.pairs import Floats, Pair, PairJudge, Rate, VerdictKind, get_plan, rate_groups, verdict_table
 from prefgrpo.judge.template import Shown
-from prefgrpo.judge.verdict import Pair, PairJudge, Verdict
-from prefgrpo.rewards.base import Reward, RewardError, Sample, Score
+from prefgrpo.rewards.base import Reward, RewardError, Sample
 
 _LABEL = re.compile(r"^\s*(?:category\s+)?(?:[a-z]|\d+)\s*[.):]\s*", re.I)
 
@@ -75,12 +75,12 @@ class VlmPairwise(Reward):
         """Whether the scores are the win rates of wins and counts."""
         return self.rate == "win_rate"
 
-    def score(self, group: Sequence[Sample], seed: int = 0) -> list[Score]:
+    def score(self, group: Sequence[Sample], seed: int = 0) -> list[Answer]:
         """Judge a whole group now. seed: of the pair plan."""
         pairs = self.plan_pairs(len(group), seed)
         return self.tally(len(group), self.judge_pairs(dict(enumerate(group)), pairs))[0]
 
-    def judge_pairs(self, members: Mapping[int, Sample], pairs: Sequence[Pair]) -> dict[Pair, Verdict]:
+    def judge_pairs(self, members: Mapping[int, Sample], pairs: Sequence[Pair]) -> dict[Pair, Answer]:
         """The verdicts on these pairs of a group's members, now."""
         samples = [members[m] for m in sorted(members)]
         place = {m: k for k, m in enumerate(sorted(members))}
@@ -89,17 +89,17 @@ class VlmPairwise(Reward):
         verdicts = self.judge.judge_group(samples[0].prompt, media, places, samples[0].source) if pairs else []
         return dict(zip(pairs, verdicts, strict=True))
 
-    def submit(self, first: Sample, second: Sample) -> Future[Verdict]:
+    def submit(self, first: Sample, second: Sample) -> Future[Answer]:
         """Send one pair without waiting (streaming judges only)."""
-        answer: Future[Verdict] = self.judge.submit(first.prompt, first.media, second.media, first.source)
+        answer: Future[Answer] = self.judge.submit(first.prompt, first.media, second.media, first.source)
         return answer
 
-    def tally(self, size: int, verdicts: Mapping[Pair, Verdict]) -> tuple[list[Score], Floats, Floats]:
+    def tally(self, size: int, verdicts: Mapping[Pair, Answer]) -> tuple[list[Answer], Floats, Floats]:
         """(scores, wins [G, G], counts [G, G]) of a group of G = `size` from the verdicts on its pairs."""
-        p = verdict_table(size, ((i, j, v.first) for (i, j), v in verdicts.items()))
+        p = verdict_table(size, ((i, j, v.value) for (i, j), v in verdicts.items()))
         rates, wins, counts = rate_groups(p[None], self.rate, self.verdict)
         reasons = _reasons(size, verdicts)
-        scores = [Score(None, reasons[i]) if np.isnan(r) else Score(r) for i, r in enumerate(rates[0].tolist())]
+        scores = [Answer(None, reasons[i]) if np.isnan(r) else Answer(r) for i, r in enumerate(rates[0].tolist())]
         return scores, wins[0], counts[0]
 
 
@@ -146,10 +146,10 @@ class UnifiedRewardFlex(VlmPairwise):
         """False: the scores combine several win rates."""
         return False
 
-    def tally(self, size: int, verdicts: Mapping[Pair, Verdict]) -> tuple[list[Score], Floats, Floats]:
+    def tally(self, size: int, verdicts: Mapping[Pair, Answer]) -> tuple[list[Answer], Floats, Floats]:
         """As VlmPairwise, with combined scores; parts: `overall`, `categories`, and each category's rate by name."""
         overall, wins, counts = super().tally(size, verdicts)
-        parts = {pair: _categories(v.parts) for pair, v in verdicts.items() if v.first is not None}
+        parts = {pair: _categories(v.parts) for pair, v in verdicts.items() if v.value is not None}
         names = list(dict.fromkeys(name for of_pair in parts.values() for name in of_pair))
         rates: dict[str, list[float]] = {}
         if names:
@@ -159,7 +159,7 @@ class UnifiedRewardFlex(VlmPairwise):
         scores = [self._blend(s, {n: r[i] for n, r in rates.items()}) for i, s in enumerate(overall)]
         return scores, wins, counts
 
-    def _blend(self, overall: Score, rates: dict[str, float]) -> Score:
+    def _blend(self, overall: Answer, rates: dict[str, float]) -> Answer:
         if overall.value is None:
             return overall
         weights = dict(zip(rates, [*self.category_weights, *[1.0] * len(rates)], strict=False))
@@ -167,18 +167,18 @@ class UnifiedRewardFlex(VlmPairwise):
         total = sum(weights[name] for name in known)
         parts = {"overall": overall.value} | {f"category/{name}": rate for name, rate in known.items()}
         if not known or not self.category_weight:
-            return Score(overall.value, parts=parts)
+            return Answer(overall.value, parts=parts)
         mean = sum(weights[n] * r for n, r in known.items()) / total if total else sum(known.values()) / len(known)
         blend = self.overall_weight * overall.value + self.category_weight * mean
-        return Score(blend / (self.overall_weight + self.category_weight), parts=parts | {"categories": mean})
+        return Answer(blend / (self.overall_weight + self.category_weight), parts=parts | {"categories": mean})
 
 
-def _reasons(size: int, verdicts: Mapping[Pair, Verdict]) -> list[str]:
+def _reasons(size: int, verdicts: Mapping[Pair, Answer]) -> list[str]:
     """For each member, the most common reason why its comparisons failed."""
     seen: list[Counter[str]] = [Counter() for _ in range(size)]
     for pair, verdict in verdicts.items():
         for member in pair:
-            if verdict.first is None:
+            if verdict.value is None:
                 seen[member][verdict.reason] += 1
     return [s.most_common(1)[0][0] if s else "the plan has no pair with this member" for s in seen]
 

@@ -21,8 +21,9 @@ from numpy.typing import NDArray
 from PIL import Image
 from pydantic import Field
 
+from prefgrpo.data.answer import Answer
 from prefgrpo.data.media import Media
-from prefgrpo.rewards.base import PointwiseReward, Reward, Sample, Score, check_media
+from prefgrpo.rewards.base import PointwiseReward, Reward, Sample, check_media
 
 _THREADS = ThreadPoolExecutor(2, "prepare")
 _cache: WeakKeyDictionary[Media, dict[tuple[int, int, int | None], Media]] = WeakKeyDictionary()
@@ -44,17 +45,17 @@ class PreprocessedReward(PointwiseReward):
         for name in (*Reward.__annotations__, "close"):
             setattr(self, name, getattr(self.reward, name))
 
-    def score(self, samples: list[Sample]) -> list[Score]:
+    def score(self, samples: list[Sample]) -> list[Answer]:
         """The reward's scores of the processed samples."""
         return self.reward.score([self._preprocess(s) for s in samples])
 
-    def submit(self, sample: Sample) -> Future[Score]:
+    def submit(self, sample: Sample) -> Future[Answer]:
         """Process a sample in a worker thread and send it; does not wait."""
         from prefgrpo.judge.event_loop import loop_thread  # imports aiohttp
 
         return loop_thread().submit(self._send(sample))
 
-    async def _send(self, sample: Sample) -> Score:
+    async def _send(self, sample: Sample) -> Answer:
         processed = await asyncio.get_running_loop().run_in_executor(_THREADS, self._preprocess, sample)
         return await asyncio.wrap_future(self.reward.submit(processed))
 

@@ -17,12 +17,12 @@ from dataclasses import dataclass
 import aiohttp
 from pydantic import PositiveFloat, PositiveInt
 
+from prefgrpo.data.answer import Answer
 from prefgrpo.data.media import Media
 from prefgrpo.judge.event_loop import loop_thread
-from prefgrpo.judge.http import Endpoint, Failure, HttpPool, Starting, describe_error
+from prefgrpo.judge.http import Endpoint, Failure, HttpPool, JudgeError, Starting, describe_error
 from prefgrpo.judge.request import EncodeError, Encodings, png
-from prefgrpo.judge.verdict import JudgeError
-from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample, Score, StreamingReward
+from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample, StreamingReward
 
 _LARGEST_WEBP = 16383
 _BOUNDARY = secrets.token_hex(16).encode()
@@ -74,22 +74,22 @@ class RemoteReward(StreamingReward):
         if bad:
             warnings.warn(f"reward '{self.name}': servers not used for now: " + " | ".join(bad), stacklevel=3)
 
-    def submit(self, sample: Sample) -> Future[Score]:
-        """Send one sample; the future always ends with a Score unless it is cancelled."""
+    def submit(self, sample: Sample) -> Future[Answer]:
+        """Send one sample; the future always ends with an Answer unless it is cancelled."""
         return loop_thread().submit(self._ask(sample))
 
-    async def _ask(self, sample: Sample) -> Score:
+    async def _ask(self, sample: Sample) -> Answer:
         try:
             files = [await self._encodings.get(m, self.frames) for m in (sample.media, *sample.source)]
             body = request_body(self.name, sample, files)
 
-            async def attempt(endpoint: Endpoint) -> Score:
+            async def attempt(endpoint: Endpoint) -> Answer:
                 return read_score(endpoint.url, await endpoint.post("/score", body, self.timeout_s))
 
             score, _ = await self._pool.send(attempt)
             return score
         except (EncodeError, Failure) as error:
-            return Score(None, str(error))
+            return Answer(None, str(error))
 
     async def _problem(self, endpoint: Endpoint) -> str:
         """Why a server cannot be used; '' if it can."""
@@ -126,11 +126,11 @@ def request_body(name: str, sample: Sample, files: Sequence[Sequence[bytes]]) ->
     return b"".join(b"%s%s\r\n\r\n%s\r\n" % (head, *part) for part in parts) + b"--%s--\r\n" % _BOUNDARY
 
 
-def read_score(url: str, payload: bytes) -> Score:
+def read_score(url: str, payload: bytes) -> Answer:
     """The score in a server's reply; a non-finite value is missing. Raises ValueError if it is not readable."""
     try:
         row = json.loads(payload)
         parts = {name: math.nan if part is None else float(part) for name, part in row.get("parts", {}).items()}
-        return Score(None if row["value"] is None else float(row["value"]), str(row.get("reason", "")), parts).finite()
+        return Answer(None if row["value"] is None else float(row["value"]), str(row.get("reason", "")), parts).finite()
     except (ValueError, TypeError, AttributeError, KeyError, OverflowError, RecursionError) as error:
         raise ValueError(f"{url} sent no readable score ({type(error).__name__}: {error}): {payload[:60]!r}") from error

@@ -10,7 +10,8 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from prefgrpo.rewards.base import PointwiseReward, Sample, Score
+from prefgrpo.data.answer import Answer
+from prefgrpo.rewards.base import PointwiseReward, Sample
 from prefgrpo.tiny.scenes import COMBOS, caption, hits
 
 PARTS = ("colour", "shape", "place")
@@ -21,14 +22,14 @@ class Scenes(PointwiseReward):
 
     probe: ClassVar[dict[str, Any]] = {"prompt": caption(COMBOS[0])}
 
-    def score_batch(self, samples: list[Sample]) -> list[Score]:
+    def score_batch(self, samples: list[Sample]) -> list[Answer]:
         """One score per sample; missing if the prompt is not one of the demo's captions."""
         return [self._one(sample) for sample in samples]
 
-    def _one(self, sample: Sample) -> Score:
+    def _one(self, sample: Sample) -> Answer:
         image = torch.from_numpy(np.ascontiguousarray(sample.media.pixels)).permute(2, 0, 1)[None].float() / 255.0
         try:
             hit = [float(h) for h in hits(image, [sample.prompt])[0]]
         except ValueError as error:
-            return Score(None, str(error))
-        return Score(sum(hit) / 3.0, parts=dict(zip(PARTS, hit, strict=True)) | {"all": float(all(hit))})
+            return Answer(None, str(error))
+        return Answer(sum(hit) / 3.0, parts=dict(zip(PARTS, hit, strict=True)) | {"all": float(all(hit))})

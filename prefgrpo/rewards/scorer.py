@@ -18,16 +18,17 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from prefgrpo.config.schema import JudgeConfig
+from prefgrpo.data.answer import Answer
 from prefgrpo.data.metric import Metric
-from prefgrpo.judge.verdict import Pair, Verdict
-from prefgrpo.rewards.base import PointwiseReward, Reward, Sample, Score, reason_of, score_in_process
+from prefgrpo.judge.pairs import Pair
+from prefgrpo.rewards.base import PointwiseReward, Reward, Sample, reason_of, score_in_process
 from prefgrpo.rewards.log import log_judgements
 from prefgrpo.rewards.pairwise import VlmPairwise
 
@@ -37,7 +38,6 @@ DEADLINE_PASSED = "no answer before the step's deadline; the server hangs, or de
 NOT_GENERATED = "the sample was not generated"
 Key = tuple[int, ...]
 """(group, member) of a sample, or (group, first, second) of a pair."""
-Result = TypeVar("Result", Score, Verdict)
 
 
 @dataclass
@@ -48,9 +48,9 @@ class StepScores:
     """Group → member → sample."""
     values: dict[str, NDArray[np.float64]]
     """[n_groups, G]; NaN = missing."""
-    scores: dict[str, list[list[Score]]]
+    scores: dict[str, list[list[Answer]]]
     """The scores of each group's members, with sub-scores and reasons."""
-    verdicts: dict[str, list[dict[Pair, Verdict]]]
+    verdicts: dict[str, list[dict[Pair, Answer]]]
     """Pairwise rewards only: the verdicts on each group's pairs."""
     games: dict[str, NDArray[np.float64]]
     """Pairwise rewards only: [n_groups, 2, G, G] sums and numbers of the verdicts that row beats column."""
@@ -86,19 +86,19 @@ class _Step:
         answer.add_done_callback(note)
         self.answers[name].update(dict.fromkeys(keys, answer))
 
-    def result(self, name: str, key: Key, deadline: float | None, kind: type[Result], absent: str) -> Result:
+    def result(self, name: str, key: Key, deadline: float | None, absent: str) -> Answer:
         """The score or verdict; missing, with the reason, if it is `absent`, late, or its reward raised."""
         if key not in self.answers[name]:
-            return kind(None, absent)
+            return Answer(None, absent)
         answer = self.answers[name][key]
         try:
             found = answer.result(None if deadline is None else max(deadline - time.monotonic(), 0.0))
         except (FutureTimeout, CancelledError):
             answer.cancel()
-            return kind(None, DEADLINE_PASSED)
+            return Answer(None, DEADLINE_PASSED)
         except Exception as error:  # noqa: BLE001  (a reward's libraries may raise anything)
-            return kind(None, reason_of(error))
-        result: Result = found[key] if isinstance(found, dict) else found
+            return Answer(None, reason_of(error))
+        result: Answer = found[key] if isinstance(found, dict) else found
         return result
 
     def cancel(self) -> None:
@@ -178,8 +178,8 @@ class Scorer:
     def finish(self, progress: Callable[[int], object] = lambda n: None) -> StepScores:
         """Scores of the earliest unfinished step. progress: called with 1 per group scored by a judge or server."""
         step = self._open_steps[0]  # which `cancel` ends if this is interrupted
-        scores: dict[str, list[list[Score]]] = {name: [] for name in self.rewards}
-        verdicts: dict[str, list[dict[Pair, Verdict]]] = {name: [] for name in self.pairwise}
+        scores: dict[str, list[list[Answer]]] = {name: [] for name in self.rewards}
+        verdicts: dict[str, list[dict[Pair, Answer]]] = {name: [] for name in self.pairwise}
         tables: dict[str, list[NDArray[np.float64]]] = {name: [] for name in self.pairwise}
         deadline = None  # work in this process has none
         started = time.monotonic()
@@ -195,13 +195,13 @@ class Scorer:
                 if name in self.pairwise:
                     pairs = step.pairs[name][group] if self.active else []
                     absent = "one image of the pair was not generated"
-                    found = {p: step.result(name, (group, *p), deadline, Verdict, absent) for p in pairs}
+                    found = {p: step.result(name, (group, *p), deadline, absent) for p in pairs}
                     of_group, wins, counts = self.pairwise[name].tally(self.group_size, found)
                     verdicts[name].append(found)
                     tables[name].append(np.stack([wins, counts]))
                 else:
                     keys = [(group, member) for member in range(self.group_size)]
-                    of_group = [step.result(name, key, deadline, Score, NOT_GENERATED) for key in keys]
+                    of_group = [step.result(name, key, deadline, NOT_GENERATED) for key in keys]
                 scores[name].append([score.finite() for score in of_group])
                 if deadline is not None:
                     progress(1)
@@ -265,7 +265,7 @@ class Scorer:
             pairs = [(group, i, j) for group in groups for i, j in step.pairs[name][group]]
             keys = [(g, i, j) for g, i, j in pairs if i in members[g] and j in members[g]]
 
-        def work() -> dict[Key, Score] | dict[Key, Verdict]:
+        def work() -> dict[Key, Answer]:
             if self._device is not None:  # the current GPU is a setting of every thread
                 torch.cuda.set_device(self._device)
             if isinstance(reward, PointwiseReward):
@@ -284,7 +284,7 @@ class Scorer:
         self,
         step: _Step,
         values: Mapping[str, NDArray[np.float64]],
-        verdicts: Mapping[str, list[dict[Pair, Verdict]]],
+        verdicts: Mapping[str, list[dict[Pair, Answer]]],
         wait_s: float,
     ) -> dict[str, float]:
         metrics: dict[str, float] = {}
@@ -309,17 +309,17 @@ class Scorer:
         return metrics
 
 
-def judge_metrics(groups: Sequence[Mapping[Pair, Verdict]]) -> dict[str, float]:
+def judge_metrics(groups: Sequence[Mapping[Pair, Answer]]) -> dict[str, float]:
     """judge/… metrics of a step from the verdicts on all planned pairs of all groups."""
     every = [v for group in groups for v in group.values()]
-    p = np.array([v.first for v in every if v.first is not None])
+    p = np.array([v.value for v in every if v.value is not None])
     metrics: dict[str, float] = {
         "judge/requests": Metric(len(every), "sum"),
         "judge/retries": Metric(sum(v.retries for v in every), "sum", timed=True),
         "judge/failures": Metric(len(every) - len(p), "sum"),
     }
     if every:
-        unread = [v.first is None and bool(v.raw) for v in every]
+        unread = [v.value is None and bool(v.raw) for v in every]
         metrics["judge/parse_failure_rate"] = Metric(float(np.mean(unread)), weight=len(unread))
         metrics["judge/thinking_rate"] = Metric(float(np.mean(["</think" in v.raw for v in every])), weight=len(every))
     if len(p):
@@ -332,22 +332,22 @@ def judge_metrics(groups: Sequence[Mapping[Pair, Verdict]]) -> dict[str, float]:
     return metrics
 
 
-def _contradictions(group: Mapping[Pair, Verdict]) -> list[bool]:
+def _contradictions(group: Mapping[Pair, Answer]) -> list[bool]:
     """For each pair judged in both orders: whether the two orders give different winners."""
-    answers = {pair: v.first for pair, v in group.items() if v.first is not None}
+    answers = {pair: v.value for pair, v in group.items() if v.value is not None}
     both = [(p, answers[j, i]) for (i, j), p in answers.items() if i < j and (j, i) in answers]
     return [bool(np.sign(p - 0.5) != np.sign(0.5 - swapped)) for p, swapped in both]
 
 
 def _reasons(
-    scores: Mapping[str, list[list[Score]]], verdicts: Mapping[str, list[dict[Pair, Verdict]]]
+    scores: Mapping[str, list[list[Answer]]], verdicts: Mapping[str, list[dict[Pair, Answer]]]
 ) -> dict[str, int]:
     """`StepScores.reasons`: a member without a verdict is not counted again."""
     reasons = Counter[str]()
     for name, rows in scores.items():
         judged = verdicts.get(name) or [{}] * len(rows)
         for row, of_group in zip(rows, judged, strict=True):
-            failed = [v.reason for v in of_group.values() if v.first is None]
+            failed = [v.reason for v in of_group.values() if v.value is None]
             lost = [s.reason for s in row if s.value is None and s.reason not in failed]
             reasons.update(f"{name}: {reason}" for reason in failed + lost)
     return dict(reasons.most_common())

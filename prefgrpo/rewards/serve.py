@@ -23,9 +23,10 @@ import yaml
 from aiohttp import web
 from PIL import Image
 
+from prefgrpo.data.answer import Answer
 from prefgrpo.data.media import Media, rgb
 from prefgrpo.rewards import RewardSpecError, build, load_class, parse_reward_spec
-from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample, Score, score_in_process
+from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample, score_in_process
 
 DRAIN_S = 20.0
 """Seconds after SIGTERM within which earlier requests are still answered."""
@@ -74,7 +75,7 @@ class RewardServer:
 
     async def _run_batches(self, _: web.Application) -> AsyncIterator[None]:
         """Score waiting samples, batch by batch, while the application runs."""
-        self._queue = asyncio.Queue[tuple[Sample, asyncio.Future[Score]]]()
+        self._queue = asyncio.Queue[tuple[Sample, asyncio.Future[Answer]]]()
         work = asyncio.create_task(self._work())
         yield
         work.cancel()
@@ -105,7 +106,7 @@ class RewardServer:
             sample = await loop.run_in_executor(None, read_sample, str(form.get("sample", "")), files, self.name)
         except ValueError as error:
             return web.json_response({"error": {"message": str(error)}}, status=400)
-        answer: asyncio.Future[Score] = loop.create_future()
+        answer: asyncio.Future[Answer] = loop.create_future()
         self._queue.put_nowait((sample, answer))
         return web.json_response((await answer).row())
 

@@ -18,10 +18,11 @@ from pydantic import NonNegativeFloat, PositiveInt
 
 from prefgrpo.config.loading import section
 from prefgrpo.config.schema import JudgeConfig
+from prefgrpo.data.answer import Answer
 from prefgrpo.data.media import Media
+from prefgrpo.judge.http import JudgeError
 from prefgrpo.judge.template import Shown, Template, load_template
-from prefgrpo.judge.verdict import JudgeError, Verdict
-from prefgrpo.rewards.base import RewardError, Sample, Score, StreamingReward
+from prefgrpo.rewards.base import RewardError, Sample, StreamingReward
 
 if TYPE_CHECKING:
     from prefgrpo.judge.client import JudgeClient
@@ -60,29 +61,29 @@ class VlmReward(StreamingReward):
         self.answer_s = max(self.answer_s, self.client.config.timeout_s or question.timeout_s)
         return question
 
-    def submit(self, sample: Sample) -> Future[Score]:
+    def submit(self, sample: Sample) -> Future[Answer]:
         """Ask about one sample without waiting."""
         return self.client.run(self._score(sample))
 
-    async def _score(self, sample: Sample) -> Score:
+    async def _score(self, sample: Sample) -> Answer:
         try:
             self.check(sample)
             return await self._judge(sample)
         except ValueError as error:
-            return Score(None, str(error))
+            return Answer(None, str(error))
 
     @abstractmethod
-    async def _judge(self, sample: Sample) -> Score:
+    async def _judge(self, sample: Sample) -> Answer:
         """One sample's score (runs on the client's event loop); ValueError with the reason if it has none."""
 
     async def ask(
         self, question: Template, sample: Sample, media: Sequence[Media] | None = None, **values: str
-    ) -> Verdict:
+    ) -> Answer:
         """Ask about a sample (or `media` derived from it) with its prompt, source images and other texts."""
         shown = [sample.media] if media is None else media
         return await self.client.answer(question, {"prompt": sample.prompt, **values}, shown, sample.source, once=True)
 
-    async def answers(self, sample: Sample, *questions: Template) -> list[Verdict]:
+    async def answers(self, sample: Sample, *questions: Template) -> list[Answer]:
         """The answers to questions asked concurrently; ValueError with the reason of the first unusable one."""
         answers = await asyncio.gather(*(self.ask(question, sample) for question in questions))
         for answer in answers:
@@ -139,14 +140,14 @@ class VlmScores(VlmReward):
         if self.normalise_parts:
             self.part_weights = self.by_name
 
-    async def _judge(self, sample: Sample) -> Score:
+    async def _judge(self, sample: Sample) -> Answer:
         (answer,) = await self.answers(sample, self.question)
         parts = {name.lower(): value for name, value in answer.parts.items()}
         used = {name: weight for name, weight in self.by_name.items() if weight}
         if absent := [name for name in used if name not in parts]:
-            return Score(None, f"the answer has no readable {' nor '.join(absent)}", parts)
+            return Answer(None, f"the answer has no readable {' nor '.join(absent)}", parts)
         total = sum(w * parts[name] / (self.highest[name] if self.unit else 1.0) for name, w in used.items())
-        return Score(total / sum(used.values()), parts=parts)
+        return Answer(total / sum(used.values()), parts=parts)
 
 
 class UnifiedRewardAlignment(VlmScores):

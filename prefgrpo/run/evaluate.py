@@ -19,12 +19,13 @@ from typing import Any
 import numpy as np
 
 from prefgrpo.config.schema import Config, SamplingConfig
+from prefgrpo.data.answer import Answer
 from prefgrpo.data.atomic import save_images, write_atomic
 from prefgrpo.data.media import Media
 from prefgrpo.data.prompts import Prompt
 from prefgrpo.models.base import Adapter
 from prefgrpo.parallel.world import World
-from prefgrpo.rewards.base import Sample, Score
+from prefgrpo.rewards.base import Sample
 from prefgrpo.rewards.log import head_and_tail
 from prefgrpo.rewards.scorer import Scorer, StepScores
 from prefgrpo.rollout.embeddings import Embeddings
@@ -45,7 +46,7 @@ FIRST_ID = 2**62
 """First sample id of evaluation noise, far from those of training."""
 Pair = tuple[Sample, Sample]
 """Two samples of a prompt: of the policy, and of the one that it is compared with."""
-Answer = dict[str, Any]
+Judgement = dict[str, Any]
 """A judge's answer to a pair: judge, first ("after" or "before" the training), p_first, reason, raw."""
 
 
@@ -180,7 +181,7 @@ class Evaluator:
                 arrays["seconds"] = np.array((self.adapter.frames(self.sizes) or 1) / rate)
             self.writer.put(partial(save_images, file, **arrays), pictures=True)
 
-    def _save_outcomes(self, step: int, index: list[int], rows: list[Row], answers: list[list[Answer]]) -> None:
+    def _save_outcomes(self, step: int, index: list[int], rows: list[Row], answers: list[list[Judgement]]) -> None:
         """Store the wins of every image, and the judge's answers for the images in the report."""
         in_report = self.report_indices()
         mine = list[dict[str, Any]]()
@@ -210,11 +211,11 @@ def over_ranks(world: World, eval_set: EvalSet, index: Sequence[int], rows: Sequ
     return compared(eval_set.name, groups, every)
 
 
-def compare(scorer: Scorer, pairs: Sequence[Pair]) -> tuple[list[Row], list[list[Answer]], Counter[str]]:
+def compare(scorer: Scorer, pairs: Sequence[Pair]) -> tuple[list[Row], list[list[Judgement]], Counter[str]]:
     """(measures by all rewards and the judge's answers for each pair, reasons for missing values and verdicts)."""
     scores = _scored(scorer, pairs)
     rows: list[Row] = [{} for _ in pairs]
-    answers: list[list[Answer]] = [[] for _ in pairs]
+    answers: list[list[Judgement]] = [[] for _ in pairs]
     judges = judges_of(scorer.rewards)
     for reward, groups in scores.scores.items():
         for k, (row, both) in enumerate(zip(rows, groups, strict=True)):
@@ -223,7 +224,7 @@ def compare(scorer: Scorer, pairs: Sequence[Pair]) -> tuple[list[Row], list[list
     for reward, of_pairs in scores.verdicts.items():
         for of_pair, verdicts in zip(answers, of_pairs, strict=True):
             for (first, _), v in verdicts.items():
-                about = {"judge": reward, "first": ("after", "before")[first], "p_first": v.first}
+                about = {"judge": reward, "first": ("after", "before")[first], "p_first": v.value}
                 of_pair.append(about | {"reason": v.reason, "raw": head_and_tail(v.raw)})
     return rows, answers, Counter(scores.reasons)
 
@@ -239,7 +240,7 @@ def tied(scorer: Scorer, samples: Sequence[Sample]) -> tuple[list[Row], Counter[
             if reward in judges:
                 row[f"win_{judges[reward]}"] = 0.5
             else:
-                score = scores.scores[reward][k][0] if reward in pointwise else Score(0.5)
+                score = scores.scores[reward][k][0] if reward in pointwise else Answer(0.5)
                 row.update(_values(reward, [score, score]))
     return rows, Counter(scores.reasons)
 
@@ -257,14 +258,14 @@ def _verdicts(scores: StepScores, judge: str, pair: int, called: str) -> Row:
     """Measures of a judge on a pair."""
     wins, counts = scores.games[judge][pair, :, 0, 1].tolist()
     verdicts = scores.verdicts[judge][pair]
-    p = [verdicts[order].first if order in verdicts else None for order in ((0, 1), (1, 0))]
+    p = [verdicts[order].value if order in verdicts else None for order in ((0, 1), (1, 0))]
     first, second = (math.nan if value is None else value for value in p)
     rate = wins / counts if counts else math.nan
     name = f"win_{called}"
     return {name: rate, f"{name}_first": _win(first - 0.5), f"{name}_second": _win(0.5 - second)}
 
 
-def _values(reward: str, scores: Sequence[Score]) -> Row:
+def _values(reward: str, scores: Sequence[Answer]) -> Row:
     """Measures of another reward, and of its parts, on a pair."""
     both = {reward: [math.nan if s.value is None else s.value for s in scores]}
     for part in sorted({part for s in scores for part in s.parts}):

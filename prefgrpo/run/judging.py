@@ -22,9 +22,9 @@ from prefgrpo.config.rewards import RewardEntry
 from prefgrpo.config.schema import COMBINE, SEPARATE, Config, JudgeConfig
 from prefgrpo.data.media import Media
 from prefgrpo.data.prompts import Prompt
-from prefgrpo.judge.pairs import both_orders, get_plan
+from prefgrpo.judge.http import JudgeError
+from prefgrpo.judge.pairs import PairJudge, both_orders, get_plan
 from prefgrpo.judge.template import FRAMES, Shown, Template, load_template
-from prefgrpo.judge.verdict import JudgeError, PairJudge
 from prefgrpo.models import family
 from prefgrpo.objectives.advantages import load_function
 from prefgrpo.parallel.world import World

@@ -123,7 +123,7 @@ class StepTargets:
                 games += weight * scores.games[name]
         comparisons = []
         for name in self.weights:
-            verdicts = [v.first for group in scores.verdicts.get(name, ()) for v in group.values()]
+            verdicts = [v.value for group in scores.verdicts.get(name, ()) for v in group.values()]
             known = np.array([p for p in verdicts if p is not None])
             low = known.min(initial=np.inf)
             high = known.max(initial=-np.inf)

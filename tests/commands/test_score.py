@@ -292,14 +292,14 @@ def test_the_reward_gets_the_frame_rate_of_the_file(tmp_path):
 
 
 RATE = """
-from prefgrpo.rewards.base import PointwiseReward, Score
+from prefgrpo.rewards.base import PointwiseReward
 
 
 class Rate(PointwiseReward):
     takes = ("video",)
 
     def score_batch(self, samples):
-        return [Score(sample.media.frame_rate) for sample in samples]
+        return [Answer(sample.media.frame_rate) for sample in samples]
 """
 
 

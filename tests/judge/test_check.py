@@ -16,9 +16,9 @@ from prefgrpo.data.tables import DataError
 from prefgrpo.judge import check as check_module
 from prefgrpo.judge.check import check
 from prefgrpo.judge.client import HttpJudge
+from prefgrpo.judge.http import JudgeError
 from prefgrpo.judge.human_pairs import agreement, read_pairs
 from prefgrpo.judge.template import PAIR_ANSWERS, load_template, shipped_templates
-from prefgrpo.judge.verdict import JudgeError
 
 # ---- judge check ----------------------------------------------------------------------------------------------------
 

@@ -67,7 +67,7 @@ def test_texts_by_name_and_pictures_in_their_places(template, server):
     server.answer = lambda bright, text: " ".join(f"{255 * b:.0f}" for b in bright) + READABLE
     values = {"prompt": "{criterion} {media_1}", "criterion": "{prompt}"}
     answer = ask(client(server, image_format="png"), asked, values, media([10, 20]), media([30, 40, 50])).result(10)
-    assert answer.raw == f"30 40 50 10 20{READABLE}" and answer.reason == "" and answer.first is None
+    assert answer.raw == f"30 40 50 10 20{READABLE}" and answer.reason == "" and answer.value is None
     body = server.requests[0]
     assert text_of(body) == "By {prompt}:  then ,  for {criterion} {media_1}, {prompt}"
     kinds = [p["type"] for p in body["messages"][0]["content"]]
@@ -112,7 +112,7 @@ def test_judges_with_the_same_servers_share_a_client(server):
 @pytest.mark.parametrize("image_format", ["jpeg", "webp", "png"])
 def test_every_format_names_the_same_winner(server, image_format):
     """Also without a prompt."""
-    assert judge(server.url, image_format=image_format).submit("", *media([40, 200])).result(30).first < 0.1
+    assert judge(server.url, image_format=image_format).submit("", *media([40, 200])).result(30).value < 0.1
 
 
 # ---- odd media -------------------------------------------------------------------------------------------------------
@@ -153,7 +153,7 @@ def test_an_image_of_50_million_pixels_is_made_smaller_in_bounded_memory(server)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     pair = [Media(np.broadcast_to(np.full((1, 1, 3), level, np.uint8), (7071, 7071, 3))) for level in (40, 200)]
     verdicts = judge(server.url, timeout_s=20.0).judge_group("p", pair, [(0, 1), (1, 0)])
-    assert [v.first > 0.5 for v in verdicts] == [False, True] and server.bytes_in < 1 << 20
+    assert [v.value > 0.5 for v in verdicts] == [False, True] and server.bytes_in < 1 << 20
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 20, "in KiB; two 150 MB images in memory"
 
 

@@ -27,8 +27,8 @@ from prefgrpo.config.schema import JudgeConfig
 from prefgrpo.judge import http
 from prefgrpo.judge.check import Shape, check
 from prefgrpo.judge.client import HttpJudge
+from prefgrpo.judge.http import JudgeError
 from prefgrpo.judge.pairs import both_orders
-from prefgrpo.judge.verdict import JudgeError
 
 FAST = {"timeout_s": 1.0, "deadline_s": 2.0}
 LEVELS = (20, 60, 100, 140, 180, 220)
@@ -54,11 +54,11 @@ def ask(j, count=1):
 def right(j, levels=LEVELS, pairs=PAIRS):
     """For each pair of a new prompt, which may prefer another server, whether the verdict is present and correct."""
     verdicts = j.judge_group(f"p {next(NUMBERS)}", media(levels), pairs)
-    return [v.first is not None and (v.first > 0.5) == (a > b) for v, (a, b) in zip(verdicts, pairs, strict=True)]
+    return [v.value is not None and (v.value > 0.5) == (a > b) for v, (a, b) in zip(verdicts, pairs, strict=True)]
 
 
 def missing(verdicts, reason):
-    assert [v.first for v in verdicts] == [None] * len(verdicts)
+    assert [v.value for v in verdicts] == [None] * len(verdicts)
     assert all(reason in v.reason for v in verdicts), verdicts[0].reason
 
 
@@ -100,7 +100,7 @@ def test_a_fault(fault):
         if requests != 1 and fault != "sick":  # the fault is transient
             bad.count = 2
             dark_first, bright_first = ask(judge(bad.url, retries=5, deadline_s=10))
-            assert dark_first.first < 0.1 and bright_first.first > 0.9
+            assert dark_first.value < 0.1 and bright_first.value > 0.9
         if mends:  # one of two servers stays faulty and must not attract the requests
             bad.count, seen = -1, len(bad.requests)
             assert all(right(judge(bad.url, good.url, concurrency=4, retries=5, deadline_s=60.0)))
@@ -118,7 +118,7 @@ def test_a_reply_without_end_costs_little_memory(fault, reason):
 def test_a_server_that_asks_for_centuries_is_left_alone_for_the_patience():
     with JudgeServer("429 Fri, 31 Dec 9999 23:59:59 GMT", count=1) as server:
         start = time.monotonic()
-        assert ask(judge(server.url))[1].first > 0.9 and 1.5 <= time.monotonic() - start < 10
+        assert ask(judge(server.url))[1].value > 0.9 and 1.5 <= time.monotonic() - start < 10
 
 
 # ---- the check at the start ------------------------------------------------------------------------------------------
@@ -240,13 +240,13 @@ def test_a_key_is_sent_and_one_that_is_refused_in_the_middle_pauses(key, monkeyp
         server.key = "secret"
         missing(ask(judge(server.url, model=MODEL, deadline_s=1)), "lists no model: /v1/models answered 401")
         with_key = judge(server.url, api_key_env="RIGHT_KEY", deadline_s=20)
-        assert ask(with_key)[1].first > 0.9
+        assert ask(with_key)[1].value > 0.9
         server.key = "rotated"
         answer = with_key.submit("p", *media([40, 200]))
         time.sleep(0.5)
         assert not answer.done()
         server.key = "secret"
-        assert answer.result(20).first < 0.1
+        assert answer.result(20).value < 0.1
 
 
 @contextlib.contextmanager
@@ -274,7 +274,7 @@ def test_a_server_killed_in_the_middle_of_a_group_and_restarted_loses_nothing():
         assert sum(a.done() for a in answers) < len(PAIRS)
     with process(port):
         verdicts = [a.result(60) for a in answers]
-    assert all((v.first > 0.5) == (a > b) for v, (a, b) in zip(verdicts, PAIRS, strict=True))
+    assert all((v.value > 0.5) == (a > b) for v, (a, b) in zip(verdicts, PAIRS, strict=True))
 
 
 def test_servers_that_are_dead_and_come_back():
@@ -304,7 +304,7 @@ def test_a_cancelled_pair_frees_its_slot():
         until(lambda: server.requests)
         waiting = j.submit("p", bright, dark)
         stuck.cancel()
-        assert waiting.result(30).first > 0.9
+        assert waiting.result(30).value > 0.9
 
 
 # ---- another model ---------------------------------------------------------------------------------------------------
@@ -333,7 +333,7 @@ def test_a_server_that_comes_back_with_another_model_gives_no_verdict():
     port = free_port()
     with JudgeServer(port=port) as server:
         j = judge(server.url, retries=6, deadline_s=3.0)
-        assert ask(j)[1].first > 0.9
+        assert ask(j)[1].value > 0.9
     answer = j.submit("p", *media([200, 40]))
     until(lambda: j.client.pool.endpoints[0].problem)
     with Other(port=port) as server:
@@ -371,8 +371,8 @@ def test_among_all_faults_at_once_no_verdict_is_wrong_and_everything_ends():
         for answer in answers[::10]:
             answer.cancel()
         found = [(pair, a.result(90)) for pair, a in zip(pairs, answers, strict=True) if not a.cancelled()]
-        assert all((v.first > 0.5) == (levels[a] > levels[b]) for (a, b), v in found if v.first is not None)
-        assert all(v.reason for _, v in found if v.first is None)
-        assert sum(v.first is not None for _, v in found) > 0.6 * len(found)
+        assert all((v.value > 0.5) == (levels[a] > levels[b]) for (a, b), v in found if v.value is not None)
+        assert all(v.reason for _, v in found if v.value is None)
+        assert sum(v.value is not None for _, v in found) > 0.6 * len(found)
         assert len(one.met + two.met) == 13, "every fault occurred"
         until(lambda: not any(e.load for e in j.client.pool.endpoints))

@@ -14,9 +14,9 @@ import torch
 from judge_tiny import build, stock
 
 from prefgrpo.data.media import Media
+from prefgrpo.judge.http import JudgeError
 from prefgrpo.judge.local import LocalJudge, label_ids
 from prefgrpo.judge.pairs import both_orders
-from prefgrpo.judge.verdict import JudgeError
 
 SIZES = {"square": [(64, 64)] * 4, "mixed": [(64, 64), (64, 128), (96, 64), (40, 40)]}
 
@@ -57,7 +57,7 @@ def _spellings(judge, label):
 @pytest.mark.parametrize("sizes", SIZES)
 def test_equals_the_stock_forward_of_one_pair(judge, sizes):
     media, pairs = _media(SIZES[sizes]), both_orders(4, 0)
-    found = [v.first for v in judge.judge_group('a {red} "circle"', media, pairs)]
+    found = [v.value for v in judge.judge_group('a {red} "circle"', media, pairs)]
     stock = [_stock(judge, 'a {red} "circle"', media[i], media[j]) for i, j in pairs]
     assert np.abs(np.subtract(found, stock)).max() < 1e-5
     assert np.ptp(found) > 1e-3  # the images matter, so equality is not trivial
@@ -69,7 +69,7 @@ def test_in_bf16_as_on_a_gpu(judge):
     assert {p.dtype for p in low.model.parameters()} == {torch.bfloat16}
     media = _media(SIZES["mixed"])
     pairs = both_orders(4, 0)
-    want, found = ([v.first for v in one.judge_group("a red circle", media, pairs)] for one in (judge, low))
+    want, found = ([v.value for v in one.judge_group("a red circle", media, pairs)] for one in (judge, low))
     assert 0 < np.abs(np.subtract(found, want)).max() < 0.02
 
 
@@ -82,7 +82,7 @@ def test_all_spellings_of_a_label_count_together(judge, tmp_path, variants):
     assert label_ids(own.tokenizer, own.template) == wanted
     assert len(wanted[0]) == (3 if variants else 2)
     media = _media(SIZES["square"])
-    found = own.judge_group("a", media, [(0, 1)])[0].first
+    found = own.judge_group("a", media, [(0, 1)])[0].value
     assert found == pytest.approx(_stock(own, "a", media[0], media[1]), abs=1e-5)
 
 
@@ -93,13 +93,13 @@ def test_pairs_of_edits_are_judged_beside_their_source(judge, tmp_path, sources)
     edits = opened(judge.model.name_or_path, template=str(path))
     media, pairs = _media(SIZES["mixed"]), both_orders(4, 0)
     source = _media([(96, 64), (64, 64)][:sources], seed=3)
-    found = [v.first for v in edits.judge_group("less red", media, pairs, source)]
+    found = [v.value for v in edits.judge_group("less red", media, pairs, source)]
     stock = [_stock(edits, "less red", media[i], media[j], source) for i, j in pairs]
     assert np.abs(np.subtract(found, stock)).max() < 1e-5
-    other = [v.first for v in edits.judge_group("less red", media, pairs, _media([(40, 40)], seed=4))]
+    other = [v.value for v in edits.judge_group("less red", media, pairs, _media([(40, 40)], seed=4))]
     assert np.abs(np.subtract(found, other)).max() > 1e-4, "the source matters, so equality is not trivial"
     none = edits.judge_group("less red", media, pairs)
-    assert {v.first for v in none} == {None} and "needs a source image" in none[0].reason
+    assert {v.value for v in none} == {None} and "needs a source image" in none[0].reason
     path.write_text("user: '{prompt} {media_1} {source} {media_2}'\nlabels: ['1', '2']\n")
     with pytest.raises(JudgeError, match="source after"):
         LocalJudge(judge.model.name_or_path, template=str(path))
@@ -110,22 +110,22 @@ def test_a_group_depends_on_itself_alone_and_on_the_batch_up_to_rounding(judge):
     alone = judge.judge_group("a", media, pairs)
     judge.judge_group("something else", _media(SIZES["mixed"], seed=1), pairs)
     again = judge.judge_group("a", media, pairs)
-    assert [(v.raw, v.first) for v in alone] == [(v.raw, v.first) for v in again]
+    assert [(v.raw, v.value) for v in alone] == [(v.raw, v.value) for v in again]
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(judge, "pair_batch", 5)
         batched = judge.judge_group("a", media, pairs)
-    assert np.abs(np.subtract([v.first for v in alone], [v.first for v in batched])).max() < 1e-5
+    assert np.abs(np.subtract([v.value for v in alone], [v.value for v in batched])).max() < 1e-5
 
 
 def test_an_image_token_in_the_prompt_and_labels_without_probability_are_missing(judge):
     media = _media(SIZES["square"])
     verdicts = judge.judge_group("a <|image_pad|> cat", media, [(0, 1), (1, 2)])
-    assert [v.first for v in verdicts] == [None, None]
+    assert [v.value for v in verdicts] == [None, None]
     assert "special token <|image_pad|>" in verdicts[0].reason
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(judge, "min_label_mass", 0.99)
         verdict = judge.judge_group("a", media, [(0, 1)])[0]
-    assert verdict.first is None and "probability" in verdict.reason
+    assert verdict.value is None and "probability" in verdict.reason
 
 
 def test_a_label_that_the_tokenizer_cannot_split_off_is_refused(judge):

@@ -16,8 +16,8 @@ from judge_tiny import build
 
 from prefgrpo.data.media import Media
 from prefgrpo.judge.check import check
+from prefgrpo.judge.http import JudgeError
 from prefgrpo.judge.local import LocalJudge
-from prefgrpo.judge.verdict import JudgeError
 from tests.judge.test_http import PAIRS, judge, media, missing, right
 
 TRIMS = (
@@ -49,7 +49,7 @@ def test_in_process_the_judge_reads_the_whole_prefill(tmp_path, kind):
         for folder in (kept, cut):
             opened = LocalJudge(str(folder), file)
             opened.min_label_mass = 0.0
-            verdicts.append([v.first for v in opened.judge_group("a cat", noise, [(0, 1), (1, 2)])])
+            verdicts.append([v.value for v in opened.judge_group("a cat", noise, [(0, 1), (1, 2)])])
         assert verdicts[0] == verdicts[1] and None not in verdicts[0]
         seen.add(verdicts[0][0])
     assert len(seen) == 4, "the white space matters, so equality is not trivial"
@@ -193,6 +193,6 @@ def test_what_a_server_cuts_is_asked_again_after_a_restart(tmp_path):
     restarted = JudgeServer(port=server.port)
     restarted.trims = True
     with restarted:
-        assert answer.result(20).first < 0.1
+        assert answer.result(20).value < 0.1
         assert all(right(asked))
         assert restarted.requests[-1]["allowed_token_ids"] == [ord(" ")]

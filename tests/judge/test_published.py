@@ -18,10 +18,10 @@ from tiny_media import grey, noise
 from prefgrpo.commands import cli
 from prefgrpo.config.schema import JudgeConfig
 from prefgrpo.judge.client import HttpJudge, JudgeClient
+from prefgrpo.judge.http import JudgeError
 from prefgrpo.judge.prompts import fetch
 from prefgrpo.judge.published import PUBLISHED, Published, question_of
 from prefgrpo.judge.template import load_template
-from prefgrpo.judge.verdict import JudgeError
 
 PROMPT = 'a {prompt} of "2" {{cats}}, 100 %\n<answer>Image 1 is better</answer>'
 MARKERS = ("prompt", "source", "media_2", "criterion")

@@ -99,25 +99,25 @@ def test_a_special_token_is_missing_in_process_and_over_http(local, tokenizer, t
             for prompt in (token, f"a sign{token}of wood"):
                 (over_http,) = served.judge_group(prompt, media([40, 200]), [(0, 1)])
                 (in_process,) = local.judge_group(prompt, list(map(Media, noise)), [(0, 1)])
-                assert over_http.first is in_process.first is None
+                assert over_http.value is in_process.value is None
                 assert over_http.reason == in_process.reason and f"special token {token}" in over_http.reason
         assert not server.requests
         for prompt in HARMLESS:
-            assert served.judge_group(prompt, media([40, 200]), [(0, 1)])[0].first < 0.5
-            assert local.judge_group(prompt, list(map(Media, noise)), [(0, 1)])[0].first is not None
+            assert served.judge_group(prompt, media([40, 200]), [(0, 1)])[0].value < 0.5
+            assert local.judge_group(prompt, list(map(Media, noise)), [(0, 1)])[0].value is not None
 
 
 def test_a_server_that_tells_its_tokens_is_taken_at_its_word(tokenizer):
     """<image> is a token of LLaVA and plain text for Qwen; an unknown server may be either."""
     with JudgeServer() as server:
         served = pair_judge(server.url)
-        assert ask(served)[0].first is not None
+        assert ask(served)[0].value is not None
         refused = served.judge_group("an <image> tag", media([40, 200]), [(0, 1)])
         server.tokenizer = told(tokenizer)
         told_own = pair_judge(server.url, timeout_s=5.0)
-        assert refused[0].first is None and "special token <image>" in refused[0].reason
-        assert told_own.judge_group("an <image> tag", media([40, 200]), [(0, 1)])[0].first < 0.5
-        assert told_own.judge_group("a <|im_end|> tag", media([40, 200]), [(0, 1)])[0].first is None
+        assert refused[0].value is None and "special token <image>" in refused[0].reason
+        assert told_own.judge_group("an <image> tag", media([40, 200]), [(0, 1)])[0].value < 0.5
+        assert told_own.judge_group("a <|im_end|> tag", media([40, 200]), [(0, 1)])[0].value is None
 
 
 def test_the_tokens_of_every_form_of_a_tokenizers_configuration(tokenizer):

@@ -16,7 +16,7 @@ from prefgrpo.config.schema import JudgeConfig
 from prefgrpo.judge import http
 from prefgrpo.judge.check import check, check_reachable
 from prefgrpo.judge.client import HttpJudge
-from prefgrpo.judge.verdict import JudgeError
+from prefgrpo.judge.http import JudgeError
 
 
 def test_a_server_that_starts_after_the_check_is_waited_for_and_the_wait_is_reported(monkeypatch):

@@ -27,10 +27,10 @@ from prefgrpo.data.media import Media
 from prefgrpo.judge import client
 from prefgrpo.judge.check import check
 from prefgrpo.judge.client import HttpJudge, JudgeClient
+from prefgrpo.judge.http import JudgeError
 from prefgrpo.judge.local import LocalJudge
 from prefgrpo.judge.pairs import both_orders
 from prefgrpo.judge.template import load_template
-from prefgrpo.judge.verdict import JudgeError
 from prefgrpo.tiny import scenes
 from tests.judge.test_client import ask
 from tests.judge.test_prefill import TRIMS
@@ -97,7 +97,7 @@ def group(size=8):
 def test_soft_verdicts_equal_the_in_process_judge(model, port, monkeypatch):
     caption, media = group()
     local = LocalJudge(model, template="caption_match").judge_group(caption, media, PAIRS)
-    p = np.array([v.first for v in local])
+    p = np.array([v.value for v in local])
     assert np.ptp(p) > 0.5, "the images differ in how well they match"
     for ids in (True, False):
         monkeypatch.setattr("prefgrpo.judge.client.IDS_FROM", (0, 32) if ids else (99, 0))
@@ -106,7 +106,7 @@ def test_soft_verdicts_equal_the_in_process_judge(model, port, monkeypatch):
         for _ in range(2):  # uploaded, then by id only
             served = j.judge_group(caption, media, PAIRS)
             assert all(v.retries == 0 for v in served)
-            assert np.abs(p - [v.first for v in served]).max() < 2e-3
+            assert np.abs(p - [v.value for v in served]).max() < 2e-3
         (held,) = j.client.ids.values()
         assert held.supported == ids and len(held.sent) == len(media) * ids and not held.unnamed
 
@@ -120,7 +120,7 @@ def test_a_chat_template_that_trims_changes_no_verdict(model, tmp_path):
     port = free_port()
     with serving(str(cut), port):
         served = judge(port).judge_group(caption, media, PAIRS)
-    assert np.abs(np.subtract([v.first for v in local], [v.first for v in served])).max() < 2e-3
+    assert np.abs(np.subtract([v.value for v in local], [v.value for v in served])).max() < 2e-3
     np.testing.assert_allclose([said(v) for v in served], [said(v) for v in local], atol=0.02)
 
 
@@ -133,14 +133,14 @@ def test_a_server_killed_in_the_middle_of_a_group_and_restarted_loses_nothing(mo
     port, (caption, media) = free_port(), group()
     with serving(model, port) as server:
         j = judge(port, concurrency=4, deadline_s=300.0)
-        expected = [v.first for v in j.judge_group(caption, media, PAIRS)]
+        expected = [v.value for v in j.judge_group(caption, media, PAIRS)]
         answers = [j.submit(caption, media[a], media[b]) for a, b in PAIRS * 4]
         until(lambda: sum(a.done() for a in answers) >= 8)
         os.killpg(server.pid, signal.SIGKILL)  # kills its whole process group: API server, engine and worker
         server.wait()
         assert not all(a.done() for a in answers)
     with serving(model, port):
-        found = [a.result(120).first for a in answers]
+        found = [a.result(120).value for a in answers]
     np.testing.assert_allclose(found, expected * 4, atol=1e-5)
 
 
@@ -209,6 +209,6 @@ def test_a_question_equals_stock_code(tmp_path, port, name):
     asking = JudgeClient(JudgeConfig((url,), image_format="webp"))
     for _ in range(2):  # uploaded, then by id only
         answer = ask(asking, asked, {"prompt": "less red"}, media, source).result(60)
-        assert answer.first == pytest.approx(first / (first + second), abs=2e-3), answer
+        assert answer.value == pytest.approx(first / (first + second), abs=2e-3), answer
     (held,) = asking.ids.values()
     assert held.sent and not held.unnamed

@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 from tiny_run import merged, rows, trained
 
 from prefgrpo.config.recipe import read_yaml
-from prefgrpo.rewards.base import PointwiseReward, Score
+from prefgrpo.data.answer import Answer
+from prefgrpo.rewards.base import PointwiseReward
 from prefgrpo.tiny import ASSETS, FOLDER
 
 NEVER = f"{__name__}:Never"
@@ -24,7 +25,7 @@ class Never(PointwiseReward):
     """A monitor that never returns a value."""
 
     def score(self, samples):
-        return [Score(None, "no idea") for _ in samples]
+        return [Answer(None, "no idea") for _ in samples]
 
 
 def flex(brightness, text):

@@ -26,9 +26,10 @@ from reward_server import serving
 from tiny_rewards import clip_folder
 from transformers import CLIPModel, CLIPProcessor
 
+from prefgrpo.data.answer import Answer
 from prefgrpo.data.media import Media
 from prefgrpo.rewards import RewardSpecError, build
-from prefgrpo.rewards.base import PointwiseReward, Reward, Sample, Score
+from prefgrpo.rewards.base import PointwiseReward, Reward, Sample
 from prefgrpo.rewards.prepared import PreprocessedReward
 
 SIZE = "jpeg_compressibility"
@@ -67,7 +68,7 @@ class Seen(PointwiseReward):
 
     def score(self, samples):
         self.samples += samples
-        return [Score(self.scale * float(s.media.pixels.mean())) for s in samples]
+        return [Answer(self.scale * float(s.media.pixels.mean())) for s in samples]
 
 
 def seen(**options):

@@ -17,9 +17,10 @@ from tiny_media import grey
 from tiny_run import Hold, recipe, rows, start, train, weights
 
 from prefgrpo.config.schema import Config
+from prefgrpo.data.answer import Answer
 from prefgrpo.data.media import Media
 from prefgrpo.rewards import build
-from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample, Score
+from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample
 from prefgrpo.rewards.jpeg import jpeg_kilobytes
 from prefgrpo.rewards.remote import RemoteReward, encode_frames
 from prefgrpo.rewards.scorer import Scorer
@@ -83,7 +84,7 @@ class Corners(PointwiseReward):
     def _one(self, sample):
         means = [float(frame.pixels.mean()) * 10**k for k, frame in enumerate(sample.media.frames(self.frames))]
         rate = sample.media.frame_rate or 0.0
-        return Score(sum(means), parts={"got": float(len(sample.media.frames())), "rate": rate})
+        return Answer(sum(means), parts={"got": float(len(sample.media.frames())), "rate": rate})
 
 
 @pytest.mark.parametrize(("options", "got"), [({}, 3), ({"frames": 1}, 1), ({"frames": 99}, 20)])

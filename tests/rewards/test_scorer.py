@@ -15,9 +15,10 @@ from judge_server import JudgeServer, until
 from tiny_media import grey
 
 from prefgrpo.config.schema import JudgeConfig
-from prefgrpo.judge.verdict import PairJudge, Verdict
+from prefgrpo.data.answer import Answer
+from prefgrpo.judge.pairs import PairJudge
 from prefgrpo.rewards import build
-from prefgrpo.rewards.base import PointwiseReward, Sample, Score
+from prefgrpo.rewards.base import PointwiseReward, Sample
 from prefgrpo.rewards.log import log_judgements, truncate_log
 from prefgrpo.rewards.pairwise import VlmPairwise
 from prefgrpo.rewards.prepared import PreprocessedReward
@@ -55,8 +56,8 @@ class StubJudge(PairJudge):
     def _verdict(self, first, second):
         a, b = level(first), level(second)
         if {a, b} & self.broken:
-            return Verdict(None, "broken on purpose", 0.1, retries=2)
-        return Verdict(a / (a + b), "", 0.1)
+            return Answer(None, "broken on purpose", seconds=0.1, retries=2)
+        return Answer(a / (a + b), seconds=0.1)
 
     def judge_group(self, prompt, media, pairs, source=()):
         return [self._verdict(media[i], media[j]) for i, j in pairs]
@@ -149,7 +150,7 @@ def test_a_failed_comparison_counts_for_nobody_and_the_log_has_a_line_for_it(tmp
 def test_a_long_answer_is_logged_with_its_beginning_and_its_end(tmp_path):
     path = tmp_path / "judgements.jsonl"
     said = f"<think>First{'.' * 9000}</think><answer>Image 1</answer>"
-    log_judgements(path, "r", 0, 0, "p", {(0, 1): Verdict(1.0, raw=said), (1, 0): Verdict(0.0, raw="Image 2")})
+    log_judgements(path, "r", 0, 0, "p", {(0, 1): Answer(1.0, raw=said), (1, 0): Answer(0.0, raw="Image 2")})
     first, second = (json.loads(line)["raw"] for line in path.read_text().splitlines())
     assert first.startswith("<think>First.") and first.endswith(said[-1500:]) and len(first) < 2100
     assert second == "Image 2"
@@ -190,7 +191,7 @@ class Level(PointwiseReward):
         self.table = {int(key[1:]): value for key, value in table.items()}
 
     def score(self, samples):
-        given = [self.table.get(level(s.media), Score(float(level(s.media)))) for s in samples]
+        given = [self.table.get(level(s.media), Answer(float(level(s.media)))) for s in samples]
         for value in given:
             if isinstance(value, Exception):
                 raise value
@@ -218,7 +219,7 @@ class Echo(Level):
 
     def submit(self, sample):
         future = Future()
-        future.set_result(Score(float(level(sample.media)), parts={"side": float(len(sample.media.pixels))}))
+        future.set_result(Answer(float(level(sample.media)), parts={"side": float(len(sample.media.pixels))}))
         return future
 
 
@@ -230,7 +231,7 @@ def test_preprocessing_does_not_hold_up_the_rollout(monkeypatch):
     answers = [reward.submit(sample(k)) for k in LEVELS]
     assert not any(a.done() for a in answers)
     go.set()
-    assert [a.result(60) for a in answers] == [Score(float(k), parts={"side": 4.0}) for k in LEVELS]
+    assert [a.result(60) for a in answers] == [Answer(float(k), parts={"side": 4.0}) for k in LEVELS]
     monkeypatch.setattr(PreprocessedReward, "_pixels", lambda self, image: (_ for _ in ()).throw(OSError("too large")))
     result = run(Scorer({"echo": PreprocessedReward(Echo, jpeg=50)}, 4), LEVELS, groups=(7,))
     assert result.reasons == {"echo: the reward raised OSError: too large": 4}
@@ -256,7 +257,7 @@ class Streaming(PointwiseReward):
 
 
 def test_values_that_are_missing_not_finite_or_raised_are_nan_and_counted(capfd):
-    rewards = {"odd": Level(v10=Score(None, "too dark"), v20=Score(float("nan")), v40=Score(float("inf")))}
+    rewards = {"odd": Level(v10=Answer(None, "too dark"), v20=Answer(float("nan")), v40=Answer(float("inf")))}
     rewards |= {"raises": Level(v20=RuntimeError("out of memory")), "whole": Level()}
     rewards["pairs"] = VlmPairwise(Raises())
     rewards["groups"] = VlmPairwise(Raises(False))
@@ -278,7 +279,7 @@ def test_values_that_are_missing_not_finite_or_raised_are_nan_and_counted(capfd)
 @pytest.mark.parametrize("gives", [1.0, None])
 def test_what_is_no_score_is_told(gives):
     result = run(Scorer({"odd": Level(v10=gives)}, 2), [10, 10])
-    message = f"'odd': expected one Score for each of 4 samples, got 4 of {type(gives).__name__}"
+    message = f"'odd': expected one Answer for each of 4 samples, got 4 of {type(gives).__name__}"
     assert np.isnan(result.values["odd"]).all() and result.reasons == {f"odd: reward {message}": 4}
 
 
@@ -291,7 +292,7 @@ def test_streaming_rewards_get_samples_at_once_and_the_others_run_meanwhile():
             assert streaming.complete.wait(600)
             for future, value in zip(streaming.waiting[::-1], streaming.seen[::-1], strict=True):
                 if not future.done():
-                    future.set_result(Score(value * 2.0))
+                    future.set_result(Answer(value * 2.0))
             return super().score(samples)
 
     result = run(Scorer({"slow": Slow(), "streaming": streaming}, 4), LEVELS)
@@ -374,7 +375,7 @@ def test_an_interrupt_while_answers_are_awaited_leaves_none_running():
         for member in range(4):
             scorer.add(group, member, sample(LEVELS[member]))
     for answer in streaming.waiting[:4]:
-        answer.set_result(Score(1.0))
+        answer.set_result(Answer(1.0))
     with pytest.raises(KeyboardInterrupt):
         scorer.finish(interrupt)
     scorer.close()

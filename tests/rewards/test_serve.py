@@ -24,7 +24,8 @@ from reward_server import MOODY, TESTS, Process, brightness, parts_of
 from tiny_media import grey, noise
 
 from prefgrpo.commands import cli
-from prefgrpo.rewards.base import Sample, Score
+from prefgrpo.data.answer import Answer
+from prefgrpo.rewards.base import Sample
 from prefgrpo.rewards.remote import CONTENT_TYPE, encode_frames, read_score, request_body
 from prefgrpo.rewards.serve import read_sample
 
@@ -70,7 +71,7 @@ def test_what_is_sent_is_what_arrives(prompt, media, sources, meta):
 
 @given(st.none() | st.floats(), st.text(), st.dictionaries(st.text(), st.floats()))
 def test_numbers_survive_as_they_are(value, reason, parts):
-    found = read_score("url", json.dumps(Score(value, reason, parts).row(), allow_nan=False).encode())
+    found = read_score("url", json.dumps(Answer(value, reason, parts).row(), allow_nan=False).encode())
     finite = value is not None and np.isfinite(value)
     assert found.value == (value if finite else None) and (finite or found.reason)
     for name, part in parts.items():

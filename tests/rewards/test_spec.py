@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from reward_cases import drawn
 from tiny_media import grey
 
+from prefgrpo.data.answer import Answer
 from prefgrpo.rewards import RewardSpecError, build, parse_reward_spec
-from prefgrpo.rewards.base import PointwiseReward, Sample, Score
+from prefgrpo.rewards.base import PointwiseReward, Sample
 from prefgrpo.tiny import scenes
 
 A, B = "jpeg_compressibility", "jpeg_incompressibility"
@@ -28,7 +29,7 @@ class Brightness(PointwiseReward):
         self.scale = scale
 
     def score(self, samples):
-        return [Score(self.scale * float(s.media.pixels.mean())) for s in samples]
+        return [Answer(self.scale * float(s.media.pixels.mean())) for s in samples]
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,9 @@ from reward_cases_vlm import clip, grid, judge, speak
 from tiny_media import grey
 
 from prefgrpo.config.schema import JudgeConfig
+from prefgrpo.data.answer import Answer
 from prefgrpo.judge.client import HttpJudge
-from prefgrpo.judge.verdict import JudgeError, Verdict
+from prefgrpo.judge.http import JudgeError
 from prefgrpo.rewards import build, load_class
 from prefgrpo.rewards.base import RewardError, Sample
 from prefgrpo.rewards.scorer import Scorer
@@ -234,7 +235,7 @@ def test_flex_categories_by_name_whatever_their_numbering(server):
     found = reward.score([Sample("a cat", grey(level)) for level in (40, 130, 200)])
     assert [s.parts for s in found] == [{"overall": 0.5, "category/look": r, "categories": r} for r in (0.0, 0.5, 1.0)]
     said = [({"look": 1.0, "light": 1.0}, (0, 1)), ({"light": 1.0}, (1, 0))]  # the second answer lacks a category
-    scores, _, _ = reward.tally(2, {pair: Verdict(1.0, parts=parts) for parts, pair in said})
+    scores, _, _ = reward.tally(2, {pair: Answer(1.0, parts=parts) for parts, pair in said})
     assert [s.parts["category/light"] for s in scores] == [0.5, 0.5], "its other category counts"
 
 

@@ -18,8 +18,9 @@ import torch
 from tiny_run import ranks, recipe, settings, stored, world
 
 from prefgrpo.config.loading import from_dict
+from prefgrpo.data.answer import Answer
 from prefgrpo.parallel.world import World
-from prefgrpo.rewards.base import PointwiseReward, Score
+from prefgrpo.rewards.base import PointwiseReward
 from prefgrpo.rollout import render
 from prefgrpo.rollout.batch import BatchPlan, assign_batches, update_of
 from prefgrpo.rollout.exchange import media_exchange
@@ -37,7 +38,7 @@ class Streamed(PointwiseReward):
     def submit(self, sample):
         answer = Future()
         tied = sample.prompt in os.environ.get("TIED", "").split("\n")
-        answer.set_result(Score(0.0 if tied else float(sample.media.pixels.mean())))
+        answer.set_result(Answer(0.0 if tied else float(sample.media.pixels.mean())))
         return answer
 
     def score(self, samples):

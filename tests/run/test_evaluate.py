@@ -19,10 +19,11 @@ from tiny_run import ALONE, rows, settings, tree
 
 from prefgrpo.commands.cli import main
 from prefgrpo.config.loading import from_dict
+from prefgrpo.data.answer import Answer
 from prefgrpo.data.media import Media
 from prefgrpo.data.prompts import prompt_sets, step_prompts
-from prefgrpo.judge.verdict import PairJudge, Verdict
-from prefgrpo.rewards.base import PointwiseReward, Score
+from prefgrpo.judge.pairs import PairJudge
+from prefgrpo.rewards.base import PointwiseReward
 from prefgrpo.rewards.functions import FunctionPairwise
 from prefgrpo.rewards.pairwise import VlmPairwise
 from prefgrpo.rewards.scorer import Scorer
@@ -126,7 +127,7 @@ class Bright(PairJudge):
             self.asked += 1
             gap = float(media[i].pixels.mean()) - float(media[j].pixels.mean())
             lost = self.asked % 7 == 0
-            out.append(Verdict(None, "lost") if lost else Verdict(1.0 if gap > 0 else 0.5 if gap == 0 else 0.0))
+            out.append(Answer(None, "lost") if lost else Answer(1.0 if gap > 0 else 0.5 if gap == 0 else 0.0))
         return out
 
     def close(self):
@@ -232,7 +233,7 @@ class Levels(PointwiseReward):
     def score(self, samples):
         self.seen += len(samples)
         return [
-            Score(float(s.media.pixels.mean()), parts={"red": float(s.media.pixels[..., 0].mean())}) for s in samples
+            Answer(float(s.media.pixels.mean()), parts={"red": float(s.media.pixels[..., 0].mean())}) for s in samples
         ]
 
 

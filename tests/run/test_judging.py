@@ -15,10 +15,11 @@ from tiny_run import ALONE, all_end, ranks, recipe, rows, settings, train
 
 from prefgrpo.config.loading import differences, from_dict
 from prefgrpo.config.recipe import ConfigError
+from prefgrpo.data.answer import Answer
 from prefgrpo.data.prompts import Prompt
 from prefgrpo.parallel.world import World
 from prefgrpo.rewards import build
-from prefgrpo.rewards.base import PointwiseReward, Score
+from prefgrpo.rewards.base import PointwiseReward
 from prefgrpo.rewards.pairwise import VlmPairwise
 from prefgrpo.run.arguments import PairwiseJudge, run_config
 from prefgrpo.run.judging import Rewards, config_errors, evaluation_scorer, judge_config, judges_of, unsupported
@@ -41,7 +42,7 @@ class EditScore(PointwiseReward):
     meta_keys = ("tag",)
 
     def score(self, samples):
-        return [Score(1.0) for _ in samples]
+        return [Answer(1.0) for _ in samples]
 
 
 def config(place, **over):

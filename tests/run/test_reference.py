@@ -13,9 +13,10 @@ import pytest
 import torch
 from tiny_run import BRIGHTNESS, all_end, ranks, recipe, rows, weights
 
+from prefgrpo.data.answer import Answer
 from prefgrpo.models.base import Adapter
 from prefgrpo.objectives.grpo import GRPO
-from prefgrpo.rewards.base import PointwiseReward, Score
+from prefgrpo.rewards.base import PointwiseReward
 from prefgrpo.run import reference
 
 
@@ -29,7 +30,7 @@ class AtOnce(PointwiseReward):
 
     def submit(self, sample):
         answer = Future()
-        answer.set_result(Score(float(sample.media.pixels.mean())))
+        answer.set_result(Answer(float(sample.media.pixels.mean())))
         return answer
 
 

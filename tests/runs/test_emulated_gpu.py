@@ -20,9 +20,10 @@ from safetensors.torch import load_file, save_file
 from tiny_run import environment, merged
 
 import prefgrpo
+from prefgrpo.data.answer import Answer
 from prefgrpo.models import MODELS, family
 from prefgrpo.parallel.world import pick_device
-from prefgrpo.rewards.base import PointwiseReward, Score
+from prefgrpo.rewards.base import PointwiseReward
 
 EMULATOR = os.environ.get("PREFGRPO_GPU_EMULATOR", "")
 pytestmark = [
@@ -123,7 +124,7 @@ class Contrast(PointwiseReward):
 
     def score(self, samples):
         gpu = pick_device()
-        return [Score(float(torch.from_numpy(s.media.pixels).to(gpu).float().std())) for s in samples]
+        return [Answer(float(torch.from_numpy(s.media.pixels).to(gpu).float().std())) for s in samples]
 
 
 def test_every_thread_uses_the_gpu_of_its_process(tmp_path):

@@ -18,7 +18,8 @@ from tiny_run import BRIGHTNESS, all_end, ranks, recipe, rows, settings, stored,
 from prefgrpo import trainer as trainer_module
 from prefgrpo.config.loading import from_dict
 from prefgrpo.config.recipe import ConfigError
-from prefgrpo.rewards.base import PointwiseReward, Score
+from prefgrpo.data.answer import Answer
+from prefgrpo.rewards.base import PointwiseReward
 from prefgrpo.run.checks import config_errors
 from prefgrpo.run.ending import TrainingStopped
 from prefgrpo.run.log import Clock
@@ -128,7 +129,7 @@ class OneStepLate(PointwiseReward):
         raise AssertionError("a streaming reward is not called in bulk")
 
     def submit(self, sample):
-        self.asked.append((Future(), Score(float(sample.media.pixels.mean()))))
+        self.asked.append((Future(), Answer(float(sample.media.pixels.mean()))))
         whole, rest = divmod(len(self.asked), SAMPLES)
         for future, score in self.asked[: (whole - (whole < STEPS)) * SAMPLES] if not rest else ():
             if not future.done():

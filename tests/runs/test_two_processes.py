@@ -43,9 +43,10 @@ from torch.distributed.checkpoint import FileSystemReader
 from prefgrpo.commands import cli
 from prefgrpo.config.loading import from_dict
 from prefgrpo.config.recipe import ConfigError
+from prefgrpo.data.answer import Answer
 from prefgrpo.parallel import world as parallel
 from prefgrpo.parallel.shard import to_local
-from prefgrpo.rewards.base import PointwiseReward, Score
+from prefgrpo.rewards.base import PointwiseReward
 from prefgrpo.run import checkpoint
 from prefgrpo.run.checkpoint import Checkpoints
 from prefgrpo.run.run_folder import RunFolder
@@ -56,12 +57,12 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 
 class RankOneIsTied(PointwiseReward):
     def score(self, samples):
-        return [Score(0.0 if os.environ["RANK"] == "1" else float(s.media.pixels.mean())) for s in samples]
+        return [Answer(0.0 if os.environ["RANK"] == "1" else float(s.media.pixels.mean())) for s in samples]
 
 
 class RankOneHasNone(PointwiseReward):
     def score(self, samples):
-        return [Score(None, "no luck") if os.environ["RANK"] == "1" else Score(1.0) for _ in samples]
+        return [Answer(None, "no luck") if os.environ["RANK"] == "1" else Answer(1.0) for _ in samples]
 
 
 HERE = f"{__name__}."

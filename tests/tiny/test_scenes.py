@@ -77,7 +77,7 @@ def right_in_both_orders(folder, combos):
         other = combo._replace(**{name: (getattr(combo, name) + 1) % count})
         images = (scenes.render([combo, other], generator) * 255).round().byte().permute(0, 2, 3, 1).numpy()
         verdicts = own.judge_group(scenes.caption(combo, k % 3), [Media(x) for x in images], [(0, 1), (1, 0)])
-        right += [verdicts[0].first > 0.5, verdicts[1].first < 0.5]
+        right += [verdicts[0].value > 0.5, verdicts[1].value < 0.5]
     return np.mean(right)
 
 
