@@ -23,7 +23,6 @@ from prefgrpo.config.schema import COMBINE, SEPARATE, AdvantageConfig
 from prefgrpo.data.answer import Answer
 from prefgrpo.ops.advantage import normalised
 from prefgrpo.rewards.base import Reward
-from prefgrpo.rewards.pairwise import VlmPairwise
 
 Parts = Mapping[str, Mapping[str, float]]
 """Reward → part → weight, for rewards whose parts are normalised separately."""
@@ -71,11 +70,12 @@ def _combined(path: str, table: Tensor, weights: Tensor) -> Tensor:
 
 
 def by_comparisons(rewards: Mapping[str, Reward], weights: Mapping[str, float], options: AdvantageConfig) -> bool:
-    """Whether advantages are those of one judge's win rates, which `winrate_advantage` computes from its verdicts."""
+    """Whether advantages are those of one reward's win rates. The scorer computes these rates, which are reported; the
+    update takes the same wins and counts, from which `winrate_advantage` computes the advantages."""
     trained = {name: weight for name, weight in weights.items() if weight}
     changed = options.combine not in COMBINE or options.combine == "gdpo" or options.std == "rank"
     reward = rewards[next(iter(trained))]
-    return list(trained.values()) == [1] and not changed and isinstance(reward, VlmPairwise) and reward.is_win_rate
+    return list(trained.values()) == [1] and not changed and reward.is_win_rate
 
 
 def advantages(

@@ -53,7 +53,9 @@ class ConsistencyScore(YesNo):
     needs = ("media_1", "media_2")
     may = ("prompt", "criterion")
 
-    async def _judge(self, sample: Sample) -> Answer:
+    async def ask_one(self, *samples: Sample) -> Answer:
+        """The mean over dimensions of criteria of pairs of cells."""
+        (sample,) = samples
         wanted = {"": {"": ""}}
         if "{criterion}" in self.question.pieces:
             wanted = read_column(sample.meta, "criteria", _CRITERIA, "{dimension: {name: text}}")
@@ -68,7 +70,7 @@ class ConsistencyScore(YesNo):
         """Mean of P(Yes) over the pairs of cells with an answer; ValueError with a reason if there is none."""
         texts = {"prompt": sub_prompts(sample.prompt)[0], "criterion": criterion}
         pairs = list(combinations(cells, 2))
-        answers = await asyncio.gather(*(self.ask(self.question, sample, pair, **texts) for pair in pairs))
+        answers = await asyncio.gather(*(self.answer_to(self.question, sample, pair, **texts) for pair in pairs))
         values = [answer.value for answer in answers if answer.value is not None]
         if not values:
             raise ValueError(answers[0].reason)
@@ -87,7 +89,8 @@ class ConsistencyForEditing(YesNo):
         super().__post_init__()
         self.following = self.load("edit_done", ("prompt", "source", "media_1"))
 
-    async def _judge(self, sample: Sample) -> Answer:
-        answers = await self.answers(sample, self.question, self.following)
+    async def ask_one(self, *samples: Sample) -> Answer:
+        """The geometric mean of the two probabilities."""
+        answers = await self.answers_to(samples[0], self.question, self.following)
         same, done = [answer.value for answer in answers if answer.value is not None]
         return Answer(math.sqrt(same * done), parts={"consistency": same, "following": done})

@@ -19,7 +19,7 @@ from pydantic import PositiveInt
 from torch import Tensor
 
 from prefgrpo.data.answer import Answer
-from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample, library
+from prefgrpo.rewards.base import Question, Reward, RewardError, library
 from prefgrpo.rewards.checkpoints import AutoDtype, device_of, dtype_of, loading, source_of
 
 PUBLISHED = "zhiyuanyou/DeQA-Score-Mix3"
@@ -32,7 +32,7 @@ PLACE = -200
 
 
 @dataclass(kw_only=True, eq=False)
-class DeQA(PointwiseReward):
+class DeQA(Reward):
     """DeQA-Score's expected quality level / 5, from 0.2 to 1; the prompt is ignored.
 
     model: folder, or hub id with a commit (zhiyuanyou/DeQA-Score-Mix3@COMMIT), because code from it is executed.
@@ -76,8 +76,9 @@ class DeQA(PointwiseReward):
         self.ground = tuple(int(255 * x) for x in self.processor.image_mean)
 
     @torch.inference_mode()
-    def score_batch(self, samples: list[Sample]) -> list[Answer]:
+    def ask(self, asked: list[Question]) -> list[Answer]:
         """Expected level / 5 of each image; parts: the expected level, 1 … 5, and the probability of each word."""
+        samples = [sample for (sample,) in asked]
         squares = [square(s.media.pil, self.ground) for s in samples]
         pixels = self.processor(squares, return_tensors="pt")["pixel_values"]
         ids = torch.tensor([self.question] * len(samples), device=self.place)

@@ -26,7 +26,7 @@ from prefgrpo.config.by_path import load_object
 from prefgrpo.data.answer import Answer
 from prefgrpo.data.media import Media
 from prefgrpo.rewards import encoder
-from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample
+from prefgrpo.rewards.base import Question, Reward, RewardError, Sample
 from prefgrpo.rewards.detectors import Detection, Detector
 
 TAGS = ("single_object", "two_object", "counting", "colors", "position", "color_attr")
@@ -45,7 +45,7 @@ Colours = Callable[[str], list[str]]
 
 
 @dataclass(kw_only=True, eq=False)
-class GenEval(PointwiseReward):
+class GenEval(Reward):
     """GenEval's objects, counts, colours and places.
 
     detector: pkg.mod:Class of a Detector (detectors.py). detector_options: its arguments, {model: …} or {config: …,
@@ -82,8 +82,9 @@ class GenEval(PointwiseReward):
         super().check(sample)
         check_columns(sample.meta, self.detect.names)
 
-    def score_batch(self, samples: list[Sample]) -> list[Answer]:
+    def ask(self, asked: list[Question]) -> list[Answer]:
         """The value of each image; parts: soft, correct, and the last again under the sample's tag."""
+        samples = [sample for (sample,) in asked]
         detections = self.detect([s.media for s in samples])
         return [self._score(s, things) for s, things in zip(samples, detections, strict=True)]
 

@@ -18,7 +18,7 @@ from pydantic import PositiveInt
 from torch import Tensor, nn
 
 from prefgrpo.data.answer import Answer
-from prefgrpo.rewards.base import INSTALL, PointwiseReward, Sample, library
+from prefgrpo.rewards.base import INSTALL, Question, Reward, library
 from prefgrpo.rewards.checkpoints import (
     build_model,
     device_of,
@@ -44,7 +44,7 @@ NAMES = (
 
 
 @dataclass(kw_only=True, eq=False)
-class ImageReward(PointwiseReward):
+class ImageReward(Reward):
     """ImageReward's score, about −2 … 2, in float32.
 
     model: folder or hub id with ImageReward.pt and med_config.json. tokenizer: folder or hub id of BERT's tokenizer.
@@ -76,8 +76,9 @@ class ImageReward(PointwiseReward):
         ])  # fmt: skip
 
     @torch.inference_mode()
-    def score_batch(self, samples: list[Sample]) -> list[Answer]:
+    def ask(self, asked: list[Question]) -> list[Answer]:
         """The score of each image for its prompt."""
+        samples = [sample for (sample,) in asked]
         fixed = {"padding": "max_length", "truncation": True, "max_length": LENGTH, "return_tensors": "pt"}
         words = self.tokenize([clean(s.prompt) for s in samples], **fixed).to(self.place)
         pixels = torch.stack([self.preprocess(s.media.pil) for s in samples]).to(self.place)

@@ -13,7 +13,7 @@ from typing import ClassVar
 from pydantic import PositiveFloat
 
 from prefgrpo.data.answer import Answer
-from prefgrpo.rewards.base import PointwiseReward, Sample
+from prefgrpo.rewards.base import Question, Reward, Sample
 
 
 def jpeg_kilobytes(sample: Sample) -> float:
@@ -26,7 +26,7 @@ def jpeg_kilobytes(sample: Sample) -> float:
     return sum(sizes) / len(sizes) / 1000.0
 
 
-class JpegIncompressibility(PointwiseReward):
+class JpegIncompressibility(Reward):
     """More detail is better."""
 
     takes = ("image", "video")
@@ -36,9 +36,9 @@ class JpegIncompressibility(PointwiseReward):
         """divisor: divides the kilobytes; 500 in Flow-GRPO and PaCo-RL."""
         self.divisor = divisor
 
-    def score_batch(self, samples: list[Sample]) -> list[Answer]:
+    def ask(self, asked: list[Question]) -> list[Answer]:
         """Signed JPEG kB of each image / divisor."""
-        return [Answer(self.sign * jpeg_kilobytes(sample) / self.divisor) for sample in samples]
+        return [Answer(self.sign * jpeg_kilobytes(sample) / self.divisor) for (sample,) in asked]
 
 
 class JpegCompressibility(JpegIncompressibility):

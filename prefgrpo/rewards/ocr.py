@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 import threading
 import unicodedata
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +25,7 @@ from pydantic import PositiveInt
 
 from prefgrpo.data.answer import Answer
 from prefgrpo.data.media import Media
-from prefgrpo.rewards.base import INSTALL, PointwiseReward, RewardError, Sample, check_aspect_ratio, library
+from prefgrpo.rewards.base import INSTALL, Question, Reward, RewardError, Sample, check_aspect_ratio, library
 
 COLUMN = "ocr_text"
 """Column with the target text or a list of texts, for prompts that do not quote it clearly."""
@@ -93,7 +93,7 @@ def similarity(wanted: list[str], text: str, distance: Distance) -> float:
 
 
 @dataclass(kw_only=True, eq=False)
-class Ocr(PointwiseReward):
+class Ocr(Reward):
     """How much of the quoted text can be read in the image, 0 to 1. Part `exact`: 1 if exactly the targets are read.
 
     engine: rapidocr (includes its models) or paddleocr (downloads them). lang: language for paddleocr; rapidocr reads
@@ -116,9 +116,9 @@ class Ocr(PointwiseReward):
         self._local.read = self._make()
         self._threads = ThreadPoolExecutor(self.workers, thread_name_prefix="ocr")
 
-    def score_batch(self, samples: list[Sample]) -> Iterable[Answer]:
+    def ask(self, asked: list[Question]) -> list[Answer]:
         """One score per sample; missing if the prompt quotes nothing or reading failed."""
-        return self._threads.map(self._one, samples)
+        return list(self._threads.map(self._one, [sample for (sample,) in asked]))
 
     def check(self, sample: Sample) -> None:
         """Also rejects prompts without target text, and very long strips, which engines would enlarge without limit."""

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from prefgrpo.data.answer import Answer
 from prefgrpo.judge.published import published_texts
-from prefgrpo.rewards.base import INSTALL, PointwiseReward, RewardError, Sample, check_aspect_ratio, library
+from prefgrpo.rewards.base import INSTALL, Question, Reward, RewardError, Sample, check_aspect_ratio, library
 from prefgrpo.rewards.checkpoints import (
     AutoDtype,
     build_model,
@@ -70,7 +70,7 @@ def chat(vision: str, count: int, text: str) -> str:
 
 
 @dataclass(kw_only=True, eq=False)
-class QwenReward(PointwiseReward):
+class QwenReward(Reward):
     """device: auto, cpu, cuda, cuda:1. dtype: auto is bfloat16 on GPUs, else float32. batch_size: samples per call."""
 
     model: str
@@ -153,8 +153,9 @@ class QwenReward(PointwiseReward):
         if held := [token for token in self.tokenizer.get_added_vocab() if token in sample.prompt]:
             raise ValueError(f"the prompt contains the model's special token {max(held, key=len)}")
 
-    def score_batch(self, samples: list[Sample]) -> list[Answer]:
+    def ask(self, asked: list[Question]) -> list[Answer]:
         """One score per sample."""
+        samples = [sample for (sample,) in asked]
         turns = [(self._frames(s), self.text.replace("{text_prompt}", s.prompt)) for s in samples]
         return [self._scored(rows) for rows in self.outputs(turns)]
 

@@ -11,20 +11,20 @@ import numpy as np
 import torch
 
 from prefgrpo.data.answer import Answer
-from prefgrpo.rewards.base import PointwiseReward, Sample
+from prefgrpo.rewards.base import Question, Reward, Sample
 from prefgrpo.tiny.scenes import COMBOS, caption, hits
 
 PARTS = ("colour", "shape", "place")
 
 
-class Scenes(PointwiseReward):
+class Scenes(Reward):
     """Fraction of the caption's attributes that a scene shows."""
 
     probe: ClassVar[dict[str, Any]] = {"prompt": caption(COMBOS[0])}
 
-    def score_batch(self, samples: list[Sample]) -> list[Answer]:
+    def ask(self, asked: list[Question]) -> list[Answer]:
         """One score per sample; missing if the prompt is not one of the demo's captions."""
-        return [self._one(sample) for sample in samples]
+        return [self._one(sample) for (sample,) in asked]
 
     def _one(self, sample: Sample) -> Answer:
         image = torch.from_numpy(np.ascontiguousarray(sample.media.pixels)).permute(2, 0, 1)[None].float() / 255.0

@@ -64,11 +64,13 @@ class SoftTifa(VlmReward):
         digits = str(NUMBERS.index(answer) + 1) if answer in NUMBERS else answer
         return replace(self.question, labels=(answer, digits))
 
-    async def _judge(self, sample: Sample) -> Answer:
+    async def ask_one(self, *samples: Sample) -> Answer:
+        """The geometric mean over the questions."""
+        (sample,) = samples
         p: list[float] = []
         # one after the other: the server's prefix cache then holds the image from the second question on
         for question, right in read_column(sample.meta, "vqa_list", _QUESTIONS, "[question, answer] pairs"):
-            answer = await self.ask(self.expecting(right), sample, None, asked=question)
+            answer = await self.answer_to(self.expecting(right), sample, asked=question)
             if answer.value is None:
                 return Answer(None, answer.reason)
             p.append(answer.value)

@@ -105,14 +105,16 @@ class UniGenBench(VlmReward):
             plain = replace(self.question, name=file, user="{media_1}{asked}")
             self.questions = dict.fromkeys(KEYS, plain)
 
-    async def _judge(self, sample: Sample) -> Answer:
+    async def ask_one(self, *samples: Sample) -> Answer:
+        """The mean of the marks."""
+        (sample,) = samples
         points = points_of(sample.meta)
         if self.wording:
             texts = {"asked": self.wording.question(sample.prompt, points)}
         else:
             named = enumerate(zip(points.names, points.descriptions, strict=True), start=1)
             texts = {"checkpoints": "\n".join(f"{k}. {name}: {text}" for k, (name, text) in named)}
-        return score_from_marks(points, await self.ask(self.questions[points.language], sample, None, **texts))
+        return score_from_marks(points, await self.answer_to(self.questions[points.language], sample, None, **texts))
 
 
 def score_from_marks(points: Points, answer: Answer) -> Answer:

@@ -16,7 +16,6 @@ from prefgrpo.objectives import OBJECTIVES, objective
 from prefgrpo.objectives.base import GroupObjective
 from prefgrpo.parallel.world import World
 from prefgrpo.rewards import PYTHON, get_python_rewards, load_class
-from prefgrpo.rewards.pairwise import VlmPairwise
 from prefgrpo.rollout.batch import batch_sizes, busy_prompts, busy_share
 from prefgrpo.run import judging, trackers
 from prefgrpo.run.checkpoint import CheckpointError
@@ -117,8 +116,11 @@ def _objective_errors(config: Config) -> list[str]:
         got = f"got {t.updates_per_rollout} with {t.update_slices}"
         wrong.append(f"train.updates_per_rollout: {problem} and {limit}, {got}")
     trained = [entry for entry in config.rewards if entry.weight > 0]
-    pairwise = ["url" in entry.options or issubclass(load_class(entry.reward), VlmPairwise) for entry in trained]
-    if goal.needs_comparisons and not any(pairwise) and not config.data.pairs:
+    if (
+        goal.needs_comparisons
+        and not any(load_class(entry.reward).compares for entry in trained)
+        and not config.data.pairs
+    ):
         wanted = f"{t.objective} trains on comparisons: expected a pairwise reward, such as vlm_pairwise"
         names = ", ".join(entry.name for entry in config.rewards)
         wrong.append(f"rewards: {wanted}, with a weight above 0, got {names}")

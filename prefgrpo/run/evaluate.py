@@ -221,7 +221,7 @@ def compare(scorer: Scorer, pairs: Sequence[Pair]) -> tuple[list[Row], list[list
         for k, (row, both) in enumerate(zip(rows, groups, strict=True)):
             judged = reward in judges
             row.update(_verdicts(scores, reward, k, judges[reward]) if judged else _values(reward, both))
-    for reward, of_pairs in scores.verdicts.items():
+    for reward, of_pairs in scores.answers.items():
         for of_pair, verdicts in zip(answers, of_pairs, strict=True):
             for (first, _), v in verdicts.items():
                 about = {"judge": reward, "first": ("after", "before")[first], "p_first": v.value}
@@ -231,7 +231,7 @@ def compare(scorer: Scorer, pairs: Sequence[Pair]) -> tuple[list[Row], list[list
 
 def tied(scorer: Scorer, samples: Sequence[Sample]) -> tuple[list[Row], Counter[str]]:
     """(measures of each sample against itself, reasons for missing values): a tie, which no judge is asked about."""
-    pointwise = {name: reward for name, reward in scorer.rewards.items() if name not in scorer.pairwise}
+    pointwise = {name: reward for name, reward in scorer.rewards.items() if not reward.compares}
     scores = _scored(Scorer(pointwise, 1, scorer.deadline_s), [[one] for one in samples])
     judges = judges_of(scorer.rewards)
     rows: list[Row] = [{} for _ in samples]
@@ -256,8 +256,8 @@ def _scored(scorer: Scorer, groups: Sequence[Sequence[Sample]]) -> StepScores:
 
 def _verdicts(scores: StepScores, judge: str, pair: int, called: str) -> Row:
     """Measures of a judge on a pair."""
-    wins, counts = scores.games[judge][pair, :, 0, 1].tolist()
-    verdicts = scores.verdicts[judge][pair]
+    wins, counts = scores.comparisons[judge][pair, :, 0, 1].tolist()
+    verdicts = scores.answers[judge][pair]
     p = [verdicts[order].value if order in verdicts else None for order in ((0, 1), (1, 0))]
     first, second = (math.nan if value is None else value for value in p)
     rate = wins / counts if counts else math.nan

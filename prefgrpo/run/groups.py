@@ -59,8 +59,8 @@ def save_groups(file: Path, scores: StepScores, writer: Writer) -> None:
     """Store images, wins, counts, win rates, prompts and sources (as the model saw them) of judged groups, on the
     writer's thread; nothing without judged groups."""
     judged = [
-        ([members[m] for m in sorted(members)], (*scores.games[name][k], scores.values[name][k]))
-        for name in scores.games
+        ([members[m] for m in sorted(members)], (*scores.comparisons[name][k], scores.values[name][k]))
+        for name in scores.comparisons
         for k, members in enumerate(scores.samples.values())
     ][:MOST]
     if not judged:

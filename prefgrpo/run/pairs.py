@@ -86,7 +86,8 @@ def _store(folder: Path, step: int, scores: StepScores) -> None:
     folder.mkdir(exist_ok=True)
     for k, (group, members) in enumerate(scores.samples.items()):
         samples = [members[m] for m in sorted(members)]
-        rows = [_row(step, name, games[k], samples, group) for name, games in scores.games.items() if games[k, 1].any()]
+        judged = {name: of_groups[k] for name, of_groups in scores.comparisons.items() if of_groups[k, 1].any()}
+        rows = [_row(step, name, comparisons, samples, group) for name, comparisons in judged.items()]
         if not rows:
             continue
         for name, media in _names(group, samples).items():
@@ -100,9 +101,9 @@ def _names(group: int, samples: Sequence[Sample]) -> Mapping[str, Any]:
     return names | {f"{group:06d}_source_{n}.webp": source for n, source in enumerate(samples[0].source)}
 
 
-def _row(step: int, reward: str, games: Any, samples: Sequence[Sample], group: int) -> dict[str, Any]:
-    """games: [2, n, n] sums and numbers of verdicts."""
-    sums, counts = games
+def _row(step: int, reward: str, comparisons: Any, samples: Sequence[Sample], group: int) -> dict[str, Any]:
+    """comparisons: [2, n, n] sums and numbers of verdicts."""
+    sums, counts = comparisons
     wins = (sums / np.maximum(counts, 1)).astype(object)
     wins[counts == 0] = None
     names = list(_names(group, samples))

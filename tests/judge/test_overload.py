@@ -16,7 +16,7 @@ import pytest
 from judge_server import Balancer, JudgeServer, free_port, images, until
 
 from prefgrpo.judge.http import Failure, HttpPool, Kind, asked_pause_s
-from prefgrpo.judge.pairs import both_orders
+from prefgrpo.rewards.pairs import both_orders
 from tests.judge.test_http import judge, media, process, python, right
 
 LEVELS = (20, 60, 100, 140, 180, 220)
@@ -164,7 +164,7 @@ def test_a_restarted_server_gets_ids_again():
     with JudgeServer(port=port):
         assert all(right(j))
     answer = j.submit("p", group[0], group[1])
-    until(lambda: j.client.pool.endpoints[0].problem)
+    until(lambda: j.judge.pool.endpoints[0].problem)
     with JudgeServer(port=port) as server:
         assert answer.result(60).value < 0.5
         assert all(v.value is not None for v in j.judge_group("p", group, PAIRS))

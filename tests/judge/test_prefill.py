@@ -109,7 +109,7 @@ def test_where_the_space_cannot_be_written_the_judge_is_refused_by_name(tmp_path
             judge(server.url, template=file).judge_group("p", media([40, 200]), [(0, 1)]), "or use a template without"
         )
         with pytest.raises(JudgeError, match=f"(?s)cuts the space at the end of the prefill 'Image +', and .*{reason}"):
-            check(judge(server.url, template=file, timeout_s=5.0))
+            check(*judge(server.url, template=file, timeout_s=5.0))
         server.trims = False
         kept = judge(server.url, template=file, timeout_s=4.0)
         assert all(right(kept)) or "neither label" in kept.judge_group("p", media([40, 200]), [(0, 1)])[0].reason
@@ -189,7 +189,7 @@ def test_what_a_server_cuts_is_asked_again_after_a_restart(tmp_path):
         asked = judge(server.url, timeout_s=5.0, deadline_s=20.0)
         assert all(right(asked))
     answer = asked.submit("p", *media([40, 200]))
-    until(lambda: asked.client.pool.endpoints[0].problem)
+    until(lambda: asked.judge.pool.endpoints[0].problem)
     restarted = JudgeServer(port=server.port)
     restarted.trims = True
     with restarted:

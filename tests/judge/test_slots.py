@@ -13,14 +13,14 @@ import threading
 import pytest
 from aiohttp import web
 from judge_server import JudgeServer, images, until
+from pair_questions import asker
 from tiny_media import grey
 
 from prefgrpo.config.schema import JudgeConfig, SamplingConfig
 from prefgrpo.data.prompts import Prompt
-from prefgrpo.judge.client import HttpJudge
 from prefgrpo.judge.event_loop import loop_thread
 from prefgrpo.judge.http import HttpPool
-from prefgrpo.judge.pairs import both_orders
+from prefgrpo.rewards.pairs import both_orders
 from prefgrpo.rollout.render import sample
 from tests.judge.test_http import ask, judge, media
 
@@ -41,7 +41,7 @@ def test_the_source_of_a_group_of_edits_travels_once(tmp_path):
     prompt = Prompt(0, "p", source=(str(tmp_path / "source.png"),))
     edits = [sample(prompt, one, SamplingConfig(height=32, width=32)) for one in media([20, 40, 60])]
     with JudgeServer() as server:
-        made = HttpJudge(JudgeConfig(endpoints=(server.url,)), "compare_edit")
+        made = asker(JudgeConfig(endpoints=(server.url,)), "compare_edit")
         pairs = [made.submit("p", edits[i].media, edits[j].media, edits[i].source) for i, j in both_orders(3, 0)]
         assert all(pair.result(60).value is not None for pair in pairs)
         sent = [p for r in server.requests for p in images(r)]

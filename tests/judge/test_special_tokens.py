@@ -191,11 +191,11 @@ def test_a_template_with_a_special_token_is_refused_at_the_start(tmp_path):
     file.write_text("user: '{prompt} <image> {media_1} {media_2}'\nlabels: ['1', '2']\n")
     assert load_template(str(file))
     with JudgeServer() as server, pytest.raises(Exception, match=r"template.* special token <image>"):
-        check(pair_judge(server.url, template=str(file)))
+        check(*pair_judge(server.url, template=str(file)))
 
 
 def test_one_such_prompt_does_not_end_the_run():
     """The check asks about the longest prompt of the run."""
     with JudgeServer() as server:
-        found = check(pair_judge(server.url), shape=Shape(prompt="x" * 1000 + "<|image_pad|>"))
+        found = check(*pair_judge(server.url), shape=Shape(prompt="x" * 1000 + "<|image_pad|>"))
         assert not found.problem and len(server.requests) == 1

@@ -20,17 +20,18 @@ import torch
 import transformers
 from judge_server import free_port, until
 from judge_tiny import stock
+from pair_questions import asker
 
 import prefgrpo
 from prefgrpo.config.schema import JudgeConfig
 from prefgrpo.data.media import Media
 from prefgrpo.judge import client
 from prefgrpo.judge.check import check
-from prefgrpo.judge.client import HttpJudge, JudgeClient
+from prefgrpo.judge.client import HttpJudge
 from prefgrpo.judge.http import JudgeError
 from prefgrpo.judge.local import LocalJudge
-from prefgrpo.judge.pairs import both_orders
 from prefgrpo.judge.template import load_template
+from prefgrpo.rewards.pairs import both_orders
 from prefgrpo.tiny import scenes
 from tests.judge.test_client import ask
 from tests.judge.test_prefill import TRIMS
@@ -63,7 +64,7 @@ def serving(model, port):
         while True:
             assert server.poll() is None, f"vLLM ended with code {server.returncode}"
             try:
-                assert "ok, serves tiny" in check(HttpJudge(config, "caption_match"), wait_s=120.0).rows[0]
+                assert "ok, serves tiny" in check(*asker(config, "caption_match"), wait_s=120.0).rows[0]
                 break
             except JudgeError:
                 assert time.monotonic() < end
@@ -83,7 +84,7 @@ def port(model):
 
 def judge(port, **changes):
     base = {"endpoints": (f"http://127.0.0.1:{port}",), "image_format": "webp"}
-    return HttpJudge(JudgeConfig(**{**base, **changes}), "caption_match")
+    return asker(JudgeConfig(**{**base, **changes}), "caption_match")
 
 
 def group(size=8):
@@ -100,14 +101,14 @@ def test_soft_verdicts_equal_the_in_process_judge(model, port, monkeypatch):
     p = np.array([v.value for v in local])
     assert np.ptp(p) > 0.5, "the images differ in how well they match"
     for ids in (True, False):
-        monkeypatch.setattr("prefgrpo.judge.client.IDS_FROM", (0, 32) if ids else (99, 0))
+        monkeypatch.setattr("prefgrpo.judge.judge.IDS_FROM", (0, 32) if ids else (99, 0))
         client._clients.clear()
         j = judge(port)
         for _ in range(2):  # uploaded, then by id only
             served = j.judge_group(caption, media, PAIRS)
             assert all(v.retries == 0 for v in served)
             assert np.abs(p - [v.value for v in served]).max() < 2e-3
-        (held,) = j.client.ids.values()
+        (held,) = j.judge.ids.values()
         assert held.supported == ids and len(held.sent) == len(media) * ids and not held.unnamed
 
 
@@ -206,7 +207,7 @@ def test_a_question_equals_stock_code(tmp_path, port, name):
     mass = masses(asked, "less red", shown)
     first, second = map(mass, asked.labels)
     url = f"http://127.0.0.1:{port}"
-    asking = JudgeClient(JudgeConfig((url,), image_format="webp"))
+    asking = HttpJudge(JudgeConfig((url,), image_format="webp"))
     for _ in range(2):  # uploaded, then by id only
         answer = ask(asking, asked, {"prompt": "less red"}, media, source).result(60)
         assert answer.value == pytest.approx(first / (first + second), abs=2e-3), answer

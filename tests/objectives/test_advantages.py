@@ -25,7 +25,7 @@ from prefgrpo.config.schema import AdvantageConfig
 from prefgrpo.data.answer import Answer
 from prefgrpo.objectives.advantages import CombineError, advantages, part_table
 from prefgrpo.ops import winrate_advantage
-from prefgrpo.rewards.base import PointwiseReward
+from prefgrpo.rewards.base import Reward
 from prefgrpo.run.judging import config_errors
 
 STEPS, GROUPS, SIZE = 6, 50, 9
@@ -245,10 +245,11 @@ def test_a_missing_part_leaves_the_others_and_a_missing_value_leaves_nothing():
     assert np.allclose(found, np.where(np.isnan(expected), 0.0, 2.0 * expected), atol=1e-6) and found[2] == 0
 
 
-class InParts(PointwiseReward):
+class InParts(Reward):
     part_weights = MappingProxyType({"a": 0.25, "b": 0.75})
 
-    def score(self, samples):
+    def ask(self, asked):
+        samples = [sample for (sample,) in asked]
         bright = [s.media.pixels.mean(axis=(0, 1)) for s in samples]
         return [Answer(float(b.sum()), parts={"a": float(b[0]), "b": float(100 * b[1])}) for b in bright]
 
@@ -282,7 +283,7 @@ def test_advantages_of_win_rates_alone_come_from_the_comparisons(trainer, entry,
     one = trainer(rewards=rewards, advantage=advantage, judge=LOCAL, eval={"every": 0})
     collect(one, 0)
     scores = one.scorer.finish()
-    wins, counts = scores.games["vlm_pairwise"].swapaxes(0, 1)
+    wins, counts = scores.comparisons["vlm_pairwise"].swapaxes(0, 1)
     for table in (wins[0], counts[0]):
         table[1] = table[:, 1] = 0.0
     if "options" not in entry:

@@ -15,16 +15,17 @@ from tiny_run import merged, rows, trained
 
 from prefgrpo.config.recipe import read_yaml
 from prefgrpo.data.answer import Answer
-from prefgrpo.rewards.base import PointwiseReward
+from prefgrpo.rewards.base import Reward
 from prefgrpo.tiny import ASSETS, FOLDER
 
 NEVER = f"{__name__}:Never"
 
 
-class Never(PointwiseReward):
+class Never(Reward):
     """A monitor that never returns a value."""
 
-    def score(self, samples):
+    def ask(self, asked):
+        samples = [sample for (sample,) in asked]
         return [Answer(None, "no idea") for _ in samples]
 
 

@@ -29,7 +29,7 @@ from transformers import CLIPModel, CLIPProcessor
 from prefgrpo.data.answer import Answer
 from prefgrpo.data.media import Media
 from prefgrpo.rewards import RewardSpecError, build
-from prefgrpo.rewards.base import PointwiseReward, Reward, Sample
+from prefgrpo.rewards.base import Reward, Sample
 from prefgrpo.rewards.prepared import PreprocessedReward
 
 SIZE = "jpeg_compressibility"
@@ -56,7 +56,7 @@ def apart(ours, theirs):
     return float(np.abs(np.subtract(ours, theirs)).max())
 
 
-class Seen(PointwiseReward):
+class Seen(Reward):
     """Records the samples that it is given."""
 
     takes = ("image", "video")
@@ -66,7 +66,8 @@ class Seen(PointwiseReward):
     def __init__(self, scale: float = 1.0):
         self.samples, self.scale = [], scale
 
-    def score(self, samples):
+    def ask(self, asked):
+        samples = [sample for (sample,) in asked]
         self.samples += samples
         return [Answer(self.scale * float(s.media.pixels.mean())) for s in samples]
 

@@ -22,11 +22,11 @@ from reward_server import serving
 from prefgrpo.config.loading import from_dict
 from prefgrpo.data.media import Media
 from prefgrpo.rewards import REWARDS, build, load_class
-from prefgrpo.rewards.base import PointwiseReward
+from prefgrpo.rewards.base import Reward
 
 ROOT = Path(__file__).resolve().parents[2]
 CASES = reward_cases.CASES | reward_cases_vlm.CASES | reward_cases_own.CASES
-POINTWISE = [name for name in REWARDS if issubclass(load_class(name), PointwiseReward)]
+POINTWISE = [name for name in REWARDS if issubclass(load_class(name), Reward)]
 HEADER = "| name | input | scale | what it is, source | runs | needs |"
 
 

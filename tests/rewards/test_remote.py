@@ -19,8 +19,9 @@ from tiny_run import Hold, recipe, rows, start, train, weights
 from prefgrpo.config.schema import Config
 from prefgrpo.data.answer import Answer
 from prefgrpo.data.media import Media
+from prefgrpo.judge.event_loop import loop_thread
 from prefgrpo.rewards import build
-from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample
+from prefgrpo.rewards.base import Reward, RewardError, Sample
 from prefgrpo.rewards.jpeg import jpeg_kilobytes
 from prefgrpo.rewards.remote import RemoteReward, encode_frames
 from prefgrpo.rewards.scorer import Scorer
@@ -70,7 +71,7 @@ def test_one_of_two_dead_at_start_is_named_and_left_out():
         assert [s.value for s in reward.score(samples(51, 102))] == [0.2, 0.4]
 
 
-class Corners(PointwiseReward):
+class Corners(Reward):
     """The brightness of `frames` frames of a clip, each with a weight of its own."""
 
     takes = ("image", "video")
@@ -78,7 +79,8 @@ class Corners(PointwiseReward):
     def __init__(self, frames: int = 3) -> None:
         self.frames = frames
 
-    def score(self, samples):
+    def ask(self, asked):
+        samples = [sample for (sample,) in asked]
         return [self._one(s) for s in samples]
 
     def _one(self, sample):
@@ -139,7 +141,9 @@ def test_cancelled_samples_free_the_server(tmp_path):
     """Cancelled samples are not scored later, which would delay the next step."""
     with Process(MOODY, "--max-batch", "2") as server:
         reward = remote(server.url, timeout_s=20.0)
-        answers = [reward.submit(Sample(f"until {tmp_path / 'go'} {k}", grey(k))) for k in range(30)]
+        answers = [
+            loop_thread().submit(reward.ask_one(Sample(f"until {tmp_path / 'go'} {k}", grey(k)))) for k in range(30)
+        ]
         server.wait_for("queued", 1)
         for answer in answers:
             answer.cancel()

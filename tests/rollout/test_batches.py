@@ -8,7 +8,6 @@ sample sent to another rank must reach its group.
 import os
 import threading
 from collections import Counter
-from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from tiny_run import ranks, recipe, settings, stored, world
 from prefgrpo.config.loading import from_dict
 from prefgrpo.data.answer import Answer
 from prefgrpo.parallel.world import World
-from prefgrpo.rewards.base import PointwiseReward
+from prefgrpo.rewards.base import Reward
 from prefgrpo.rollout import render
 from prefgrpo.rollout.batch import BatchPlan, assign_batches, update_of
 from prefgrpo.rollout.exchange import media_exchange
@@ -30,19 +29,15 @@ from prefgrpo.run.log import Clock
 from prefgrpo.trainer import Trainer
 
 
-class Streamed(PointwiseReward):
+class Streamed(Reward):
     """Brightness, scored as soon as a sample is ready; 0 for the prompts in TIED."""
 
     streams = True
 
-    def submit(self, sample):
-        answer = Future()
+    async def ask_one(self, *samples):
+        (sample,) = samples
         tied = sample.prompt in os.environ.get("TIED", "").split("\n")
-        answer.set_result(Answer(0.0 if tied else float(sample.media.pixels.mean())))
-        return answer
-
-    def score(self, samples):
-        return [self.submit(sample).result() for sample in samples]
+        return Answer(0.0 if tied else float(sample.media.pixels.mean()))
 
 
 def brighter(prompt, image_a, image_b):

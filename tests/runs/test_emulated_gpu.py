@@ -23,7 +23,7 @@ import prefgrpo
 from prefgrpo.data.answer import Answer
 from prefgrpo.models import MODELS, family
 from prefgrpo.parallel.world import pick_device
-from prefgrpo.rewards.base import PointwiseReward
+from prefgrpo.rewards.base import Reward
 
 EMULATOR = os.environ.get("PREFGRPO_GPU_EMULATOR", "")
 pytestmark = [
@@ -119,10 +119,11 @@ def test_evaluation_checkpoints_and_resuming(tmp_path):
     assert (tmp_path / "runs" / "run" / "checkpoints" / "step_000003").is_dir()
 
 
-class Contrast(PointwiseReward):
+class Contrast(Reward):
     """Computed on this process's GPU, in the scorer's thread."""
 
-    def score(self, samples):
+    def ask(self, asked):
+        samples = [sample for (sample,) in asked]
         gpu = pick_device()
         return [Answer(float(torch.from_numpy(s.media.pixels).to(gpu).float().std())) for s in samples]
 

@@ -20,30 +20,33 @@ from tiny_run import BRIGHTNESS, collect, computed, rows, targets_of
 
 from prefgrpo.data.answer import Answer
 from prefgrpo.parallel.world import World
-from prefgrpo.rewards.base import PointwiseReward
+from prefgrpo.rewards.base import Reward
 from prefgrpo.run.ending import TrainingStopped
 from prefgrpo.sde import noise
 
 
-class Constant(PointwiseReward):
-    def score(self, samples):
+class Constant(Reward):
+    def ask(self, asked):
+        samples = [sample for (sample,) in asked]
         return [Answer(0.3) for _ in samples]
 
 
-class HalfTied(PointwiseReward):
+class HalfTied(Reward):
     """All members of the first group get the same reward."""
 
     tied = ""
 
-    def score(self, samples):
+    def ask(self, asked):
+        samples = [sample for (sample,) in asked]
         self.tied = self.tied or samples[0].prompt
         return [Answer(0.1 if s.prompt == self.tied else float(s.media.pixels.mean())) for s in samples]
 
 
-class OneMissing(PointwiseReward):
+class OneMissing(Reward):
     first = ""
 
-    def score(self, samples):
+    def ask(self, asked):
+        samples = [sample for (sample,) in asked]
         self.first = self.first or samples[0].prompt
         scores = [Answer(float(s.media.pixels.mean())) for s in samples]
         return [Answer(None, "lost") if n == 1 and self.first == samples[0].prompt else s for n, s in enumerate(scores)]
@@ -53,13 +56,14 @@ def brighter(prompt, image_a, image_b):
     return float(np.sign(image_a.mean() - image_b.mean()) + 1) / 2
 
 
-class TooFew(PointwiseReward):
-    def score(self, samples):
+class TooFew(Reward):
+    def ask(self, asked):
         return [Answer(1.0)]
 
 
-class Mostly(PointwiseReward):
-    def score(self, samples):
+class Mostly(Reward):
+    def ask(self, asked):
+        samples = [sample for (sample,) in asked]
         return [Answer(1.0) if n % 3 else Answer(float("nan")) for n in range(len(samples))]
 
 

@@ -46,7 +46,7 @@ from prefgrpo.config.recipe import ConfigError
 from prefgrpo.data.answer import Answer
 from prefgrpo.parallel import world as parallel
 from prefgrpo.parallel.shard import to_local
-from prefgrpo.rewards.base import PointwiseReward
+from prefgrpo.rewards.base import Reward
 from prefgrpo.run import checkpoint
 from prefgrpo.run.checkpoint import Checkpoints
 from prefgrpo.run.run_folder import RunFolder
@@ -55,13 +55,15 @@ pytestmark = pytest.mark.dist
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "prefgrpo"]
 
 
-class RankOneIsTied(PointwiseReward):
-    def score(self, samples):
+class RankOneIsTied(Reward):
+    def ask(self, asked):
+        samples = [sample for (sample,) in asked]
         return [Answer(0.0 if os.environ["RANK"] == "1" else float(s.media.pixels.mean())) for s in samples]
 
 
-class RankOneHasNone(PointwiseReward):
-    def score(self, samples):
+class RankOneHasNone(Reward):
+    def ask(self, asked):
+        samples = [sample for (sample,) in asked]
         return [Answer(None, "no luck") if os.environ["RANK"] == "1" else Answer(1.0) for _ in samples]
 
 
