@@ -187,8 +187,9 @@ class Rewards:
                     yield f"{field}: {entry.name}, tried on grey images {list(shape)}: {why}"
 
     def _judge_option(self, entry: RewardEntry, prompts: Sequence[Prompt]) -> dict[str, Judge]:
-        """A reward's option `judge`, open, once every process reaches it; for a reward that compares it has judged a pair
-        as large as those of this run. Raises JudgeError."""
+        """A reward's option `judge`, open, once every process reaches it. Raises JudgeError.
+
+        For a reward that compares, it has judged a pair as large as those of this run."""
         if not _asks_judge(entry):
             return {}
         config = judge_config(self.config, entry, self.world)

@@ -13,6 +13,7 @@ import pytest
 from aiohttp import web
 from judge_server import JudgeServer, images, until
 from judge_tiny import build
+from pair_questions import asker
 
 from prefgrpo.data.media import Media
 from prefgrpo.judge.check import check
@@ -47,8 +48,8 @@ def test_in_process_the_judge_reads_the_whole_prefill(tmp_path, kind):
         file = question(tmp_path, prefill=prefill)
         verdicts = []
         for folder in (kept, cut):
-            opened = LocalJudge(str(folder), file)
-            opened.min_label_mass = 0.0
+            opened = asker(LocalJudge(str(folder)), file)
+            opened.judge.min_label_mass = 0.0
             verdicts.append([v.value for v in opened.judge_group("a cat", noise, [(0, 1), (1, 2)])])
         assert verdicts[0] == verdicts[1] and None not in verdicts[0]
         seen.add(verdicts[0][0])

@@ -46,7 +46,7 @@ def asked(template, sources, media):
     with JudgeServer(vllm=False) as server:
         client = HttpJudge(JudgeConfig((server.url,), timeout_s=20.0))
         values = {"prompt": PROMPT, "criterion": "the same cat"}
-        client.run(client.answer(template, values, media, sources)).result(60)
+        client.ask_all(template, values, [media], sources)
     body = server.requests[-1]
     return body.pop("messages"), body
 

@@ -15,6 +15,7 @@ import pytest
 import transformers
 from judge_server import JudgeServer
 from judge_tiny import TOKENIZER, build
+from pair_questions import asker
 from reward_cases_vlm import judge, speak
 from tiny_media import grey
 from tokenizers import AddedToken
@@ -86,7 +87,7 @@ def tokenizer():
 def local(tmp_path_factory):
     made = LocalJudge(build("qwen3", tmp_path_factory.mktemp("judge")))
     made.min_label_mass = 0.0
-    return made
+    return asker(made)
 
 
 @pytest.mark.parametrize("tells", [False, True])

@@ -97,12 +97,12 @@ def group(size=8):
 
 def test_soft_verdicts_equal_the_in_process_judge(model, port, monkeypatch):
     caption, media = group()
-    local = LocalJudge(model, template="caption_match").judge_group(caption, media, PAIRS)
+    local = asker(LocalJudge(model), "caption_match").judge_group(caption, media, PAIRS)
     p = np.array([v.value for v in local])
     assert np.ptp(p) > 0.5, "the images differ in how well they match"
     for ids in (True, False):
         monkeypatch.setattr("prefgrpo.judge.judge.IDS_FROM", (0, 32) if ids else (99, 0))
-        client._clients.clear()
+        client._judges.clear()
         j = judge(port)
         for _ in range(2):  # uploaded, then by id only
             served = j.judge_group(caption, media, PAIRS)
@@ -115,7 +115,7 @@ def test_soft_verdicts_equal_the_in_process_judge(model, port, monkeypatch):
 def test_a_chat_template_that_trims_changes_no_verdict(model, tmp_path):
     """As Qwen3.5's does: the in-process judge is the original."""
     caption, media = group()
-    local = LocalJudge(model, template="caption_match").judge_group(caption, media, PAIRS)
+    local = asker(LocalJudge(model), "caption_match").judge_group(caption, media, PAIRS)
     cut = shutil.copytree(model, tmp_path / "tiny")
     (cut / "chat_template.jinja").write_text(TRIMS)
     port = free_port()

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from pair_questions import asker
 
 from prefgrpo.data.media import Media
 from prefgrpo.judge.local import LocalJudge
@@ -68,7 +69,7 @@ def test_base_draws_scenes_but_often_the_wrong_ones():
 def right_in_both_orders(folder, combos):
     """Share of correct verdicts on a true scene against one with another colour, shape or place."""
     own, generator, right = (
-        LocalJudge(str(folder), "caption_match"),
+        asker(LocalJudge(str(folder)), "caption_match"),
         torch.Generator().manual_seed(0),
         [],
     )
