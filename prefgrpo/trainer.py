@@ -49,13 +49,13 @@ from prefgrpo.run.evaluate import Evaluator, eval_sets
 from prefgrpo.run.flops import Throughput
 from prefgrpo.run.groups import show_groups
 from prefgrpo.run.inputs import check_goes_on, keep_inputs, own_inputs
-from prefgrpo.run.judging import Rewards, evaluation_scorer, training_scorer
 from prefgrpo.run.loading import garbage_frozen, open_collector, open_model, open_schedules
 from prefgrpo.run.log import Clock, Log
 from prefgrpo.run.metrics import on_policy_note, pixel_distances, policy_metrics, skipped_note
 from prefgrpo.run.notes import change_notes, peak_memory, prompt_notes, start_notes
 from prefgrpo.run.policy import learning_rate
 from prefgrpo.run.reference import Reference
+from prefgrpo.run.rewards import Rewards, evaluation_scorer, training_scorer
 from prefgrpo.run.run_folder import RunFolder
 from prefgrpo.run.source import open_source
 from prefgrpo.run.trackers import open_trackers

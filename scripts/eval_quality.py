@@ -30,7 +30,7 @@ from prefgrpo.judge.http import JudgeError
 from prefgrpo.parallel import world as parallel
 from prefgrpo.rewards import RewardSpecError, parse_reward_spec
 from prefgrpo.rewards.base import RewardError
-from prefgrpo.run.judging import Rewards
+from prefgrpo.run.rewards import Rewards
 
 ALL = "clip,hpsv2,hpsv3,pickscore,unifiedreward_alignment,unifiedreward_style,unifiedreward_coherence"  # the original's
 

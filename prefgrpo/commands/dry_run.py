@@ -24,11 +24,11 @@ from prefgrpo.rollout.embeddings import Embeddings
 from prefgrpo.rollout.endpoint import EndpointCollector
 from prefgrpo.rollout.render import decode
 from prefgrpo.rollout.replay import replay
-from prefgrpo.run import judging
 from prefgrpo.run.checks import config_errors
 from prefgrpo.run.fits import kept_attention, sample_bytes
 from prefgrpo.run.loading import open_collector, open_model, open_schedules
 from prefgrpo.run.notes import GIB, kernel_notes, memory_line, peak_memory, step_bytes
+from prefgrpo.run.rewards import Rewards
 from prefgrpo.run.source import open_source
 
 
@@ -40,7 +40,7 @@ def dry_run(config: Config) -> int:
     world = parallel.join(config)
     print(to_yaml(to_dict(config), allow_unicode=True))
     source = open_source(config, world, every_set=True)
-    judging.Rewards(config, world).check("rewards", config.rewards, source.prompts)
+    Rewards(config, world).check("rewards", config.rewards, source.prompts)
     embeddings = Embeddings(config)
     absent = embeddings.absent(source.entries())
     goal = objective(config.train)

@@ -39,10 +39,10 @@ from prefgrpo.rollout.embeddings import Embeddings, run_entries
 from prefgrpo.rollout.render import Images, render
 from prefgrpo.rollout.sampling import Schedules
 from prefgrpo.run.checkpoint import CheckpointError, read_meta
-from prefgrpo.run.judging import makes_clips
 from prefgrpo.run.loading import load_checkpoint, open_adapter, open_prompts, unsupported
 from prefgrpo.run.notes import sampler_notes
 from prefgrpo.run.pairs import open_pairs
+from prefgrpo.run.rewards import makes_clips
 from prefgrpo.run.run_folder import run_of
 from prefgrpo.run.source import distinct_prompts
 

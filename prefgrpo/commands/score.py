@@ -36,7 +36,7 @@ from prefgrpo.parallel import world as parallel
 from prefgrpo.parallel.world import World
 from prefgrpo.rewards.base import Reward, Sample
 from prefgrpo.rewards.scorer import Scorer
-from prefgrpo.run.judging import Rewards, entry_errors
+from prefgrpo.run.rewards import Rewards, entry_errors
 
 REASONS = 3
 """Reasons for missing scores that the table shows per reward."""

@@ -26,17 +26,12 @@ from prefgrpo.judge import answers
 from prefgrpo.judge.answers import MIN_LABEL_MASS, two_label_softmax
 from prefgrpo.judge.event_loop import loop_thread
 from prefgrpo.judge.http import PATIENCE_S, Endpoint, Failure, HttpPool, JudgeError, Kind, Starting, describe_error
+from prefgrpo.judge.media_ids import MediaIds, NotHeld, takes_ids
 from prefgrpo.judge.prefill import missing_space
-from prefgrpo.judge.request import Encoded, EncodeError, Encodings, MediaIds, chat_body, encode
+from prefgrpo.judge.request import Encoded, EncodeError, Encodings, chat_body, encode
 from prefgrpo.judge.special_tokens import KNOWN, refusal, served_tokens
 from prefgrpo.judge.template import PAIR_ANSWERS, Template
 
-IDS_FROM = (0, 32)
-"""First vLLM to which images are sent by id: it recovers if its API process and engine disagree on which they hold
-(vLLM pull request 46747); before, such an image could stop the engine. Tested with 0.32. Can go when servers
-before 0.32 are refused."""
-_MISS = ("Cache miss for", "Failed to apply")
-"""vLLM's refusals of a request that names a medium which it does not hold."""
 _CUT = ("length", "abort", "content_filter", "error")
 """Finish reasons of a truncated answer."""
 _Key = tuple[Template, tuple[tuple[str, str], ...], int, tuple[str, ...]]
@@ -206,23 +201,12 @@ class HttpJudge(Judge):
         self, endpoint: Endpoint, body: Callable[[set[Encoded] | None], bytes], media: set[Encoded], timeout_s: float
     ) -> bytes:
         """The reply to a question, which names by id the media that the server holds."""
-        ids = self.ids[endpoint.url]
         path = self._api[endpoint.url] + "/chat/completions"
-        carried = await ids.claim(media)
-        answered = False
         try:
-            payload = await endpoint.post(path, body(carried), timeout_s)
-            answered = True
-            return payload
-        except Failure as failure:
-            if carried is None or not any(text in str(failure) for text in _MISS):
-                raise
-            ids.misses += 1
-        finally:
-            if carried is not None and not answered:  # failed, or cancelled at the step's deadline
-                ids.unnamed.update(media)
-            ids.release(carried, answered)
-        return await endpoint.post(path, body(None), timeout_s)
+            async with self.ids[endpoint.url].sending(media) as carried:
+                return await endpoint.post(path, body(carried), timeout_s)
+        except NotHeld:
+            return await endpoint.post(path, body(None), timeout_s)
 
     async def _check(self, endpoint: Endpoint) -> str:
         """Why a server must not be asked: it is down, or serves another model, which some servers do not refuse."""
@@ -348,12 +332,3 @@ def _models(raw: bytes) -> list[str]:
         return [str(row["id"]) for row in (value if isinstance(value, list) else value["data"])]
     except (ValueError, LookupError, TypeError, RecursionError):
         return []
-
-
-def takes_ids(version: bytes) -> bool:
-    """Whether a reply of /version is from a vLLM that may get images by id (IDS_FROM)."""
-    try:
-        major, minor, *_ = json.loads(version)["version"].split(".")
-        return (int(major), int(minor)) >= IDS_FROM
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        return False

@@ -25,9 +25,9 @@ from prefgrpo.rewards.prepared import PreprocessedReward
 
 REWARDS: dict[str, str] = {
     "vlm_pairwise": "pairs:VlmPairwise",
-    "jpeg_compressibility": "jpeg:JpegCompressibility",
-    "jpeg_incompressibility": "jpeg:JpegIncompressibility",
-    "scenes": "scenes:Scenes",
+    "jpeg_compressibility": "simple:JpegCompressibility",
+    "jpeg_incompressibility": "simple:JpegIncompressibility",
+    "scenes": "simple:Scenes",
     "ocr": "ocr:Ocr",
     "video_ocr": "ocr:VideoOcr",
     "aesthetic": "clip:Aesthetic",

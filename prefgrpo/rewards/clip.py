@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from prefgrpo.data.answer import Answer
 from prefgrpo.data.media import Media
 from prefgrpo.rewards.base import INSTALL, Question, Reward, RewardError, Sample, check_media, library
-from prefgrpo.rewards.checkpoints import Dtype, folder_of, linear_head, loading, read_tensors
 from prefgrpo.rewards.encoder import Encoder, OpenClip, Resize, Transformers, get_encoder
-from prefgrpo.rewards.grid import grid_of, split, sub_prompts
+from prefgrpo.rewards.simple import grid_of, split, sub_prompts
+from prefgrpo.rewards.weights import Dtype, folder_of, linear_head, loading, read_tensors
 
 PICKSCORE = "yuvalkirstain/PickScore_v1"
 VIT_H = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"

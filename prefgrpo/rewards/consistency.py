@@ -22,7 +22,7 @@ from prefgrpo.data.answer import Answer
 from prefgrpo.data.media import Media
 from prefgrpo.judge.template import Template
 from prefgrpo.rewards.base import Sample, read_column
-from prefgrpo.rewards.grid import grid_of, split, sub_prompts
+from prefgrpo.rewards.simple import grid_of, split, sub_prompts
 from prefgrpo.rewards.vlm import VlmReward
 
 _TEXTS = Annotated[dict[str, str], Field(min_length=1)]

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from prefgrpo.data.answer import Answer
 from prefgrpo.rewards.base import Question, Reward, RewardError, library
-from prefgrpo.rewards.checkpoints import AutoDtype, device_of, dtype_of, loading, source_of
+from prefgrpo.rewards.weights import AutoDtype, device_of, dtype_of, loading, source_of
 
 PUBLISHED = "zhiyuanyou/DeQA-Score-Mix3"
 LEVELS = {"excellent": 5.0, "good": 4.0, "fair": 3.0, "poor": 2.0, "bad": 1.0}

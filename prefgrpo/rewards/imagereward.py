@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from prefgrpo.data.answer import Answer
 from prefgrpo.rewards.base import INSTALL, Question, Reward, library
-from prefgrpo.rewards.checkpoints import (
+from prefgrpo.rewards.encoder import clean
+from prefgrpo.rewards.weights import (
     build_model,
     device_of,
     folder_of,
@@ -28,7 +29,6 @@ from prefgrpo.rewards.checkpoints import (
     pretrained,
     read_tensors,
 )
-from prefgrpo.rewards.encoder import clean
 
 MEAN = (0.48145466, 0.4578275, 0.40821073)
 STD = (0.26862954, 0.26130258, 0.27577711)

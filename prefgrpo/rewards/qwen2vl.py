@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from prefgrpo.data.answer import Answer
 from prefgrpo.judge.published import published_texts
 from prefgrpo.rewards.base import INSTALL, Question, Reward, RewardError, Sample, check_aspect_ratio, library
-from prefgrpo.rewards.checkpoints import (
+from prefgrpo.rewards.weights import (
     AutoDtype,
     build_model,
     device_of,

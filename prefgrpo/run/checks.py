@@ -17,7 +17,7 @@ from prefgrpo.objectives.base import GroupObjective
 from prefgrpo.parallel.world import World
 from prefgrpo.rewards import PYTHON, get_python_rewards, load_class
 from prefgrpo.rollout.batch import batch_sizes, busy_prompts, busy_share
-from prefgrpo.run import judging, trackers
+from prefgrpo.run import rewards, trackers
 from prefgrpo.run.checkpoint import CheckpointError
 from prefgrpo.run.loading import unsupported
 from prefgrpo.run.run_folder import RunFolder, run_of
@@ -46,7 +46,7 @@ def config_errors(config: Config) -> list[str]:
         origin = ", ".join(f"{entry.name} is {entry.options[PYTHON]}" for entry in absent)
         advice = "resume it there, with prefgrpo.Trainer(…, resume=True)"
         return [f"rewards: {origin}, which exists only in the Python program that started the run; {advice}"]
-    problems = _model_errors(config) + judging.config_errors(config)
+    problems = _model_errors(config) + rewards.config_errors(config)
     problems += [] if problems else _objective_errors(config)
     problems += unsupported(config)
     problems += trackers.config_errors(config)

@@ -34,9 +34,9 @@ from prefgrpo.rollout.sampling import Schedules
 from prefgrpo.rollout.sources import as_arrays, sources_of
 from prefgrpo.run.checkpoint import CheckpointError
 from prefgrpo.run.comparison import ORDERS, Comparison, Row, compared
-from prefgrpo.run.judging import judges_of
 from prefgrpo.run.log import finite
 from prefgrpo.run.offline import HeldOutPairs
+from prefgrpo.run.rewards import judges_of
 from prefgrpo.run.run_folder import RunFolder
 from prefgrpo.run.writer import Writer
 

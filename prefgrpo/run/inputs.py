@@ -26,7 +26,7 @@ from prefgrpo.models.folder import components_of, locate
 from prefgrpo.models.weights import locate_lora
 from prefgrpo.rewards import PYTHON, load_class
 from prefgrpo.run.checkpoint import CheckpointError, read_meta
-from prefgrpo.run.judging import pairwise_templates
+from prefgrpo.run.rewards import pairwise_templates
 from prefgrpo.run.run_folder import RunFolder
 
 MAKES_THE_RUN = ("prompts", "pairs", "model's")

@@ -24,9 +24,9 @@ from prefgrpo.parallel.world import World
 from prefgrpo.rollout.batch import assign_batches, busy_prompts, busy_share
 from prefgrpo.run.comparison import MIN_PROMPTS
 from prefgrpo.run.fits import kept_attention, static_bytes, stored_bytes, whole_gradients
-from prefgrpo.run.judging import unread_columns
 from prefgrpo.run.loading import Collector
 from prefgrpo.run.policy import Policy, learning_rate
+from prefgrpo.run.rewards import unread_columns
 
 GIB = 2**30
 MIB = 2**20

@@ -24,7 +24,7 @@ from prefgrpo.config.loading import to_dict
 from prefgrpo.config.schema import Config
 from prefgrpo.data.atomic import write_atomic
 from prefgrpo.rollout.render import stills
-from prefgrpo.run.judging import makes_clips
+from prefgrpo.run.rewards import makes_clips
 from prefgrpo.run.run_folder import RunFolder
 
 PAIRS = "pairs"

@@ -26,7 +26,7 @@ from prefgrpo.parallel.world import World
 from prefgrpo.rewards import build, load_class
 from prefgrpo.rewards.base import Sample
 from prefgrpo.rewards.scorer import Scorer
-from prefgrpo.run.judging import judge_config
+from prefgrpo.run.rewards import judge_config
 
 RANKS, TOKENS = 8, 1500
 CATEGORIES = [

@@ -20,8 +20,7 @@ from prefgrpo.commands import cli
 from prefgrpo.config.schema import JudgeConfig
 from prefgrpo.judge.client import HttpJudge
 from prefgrpo.judge.http import JudgeError
-from prefgrpo.judge.prompts import fetch
-from prefgrpo.judge.published import PUBLISHED, Published, question_of
+from prefgrpo.judge.published import PUBLISHED, Published, fetch, question_of
 from prefgrpo.judge.template import load_template
 
 PROMPT = 'a {prompt} of "2" {{cats}}, 100 %\n<answer>Image 1 is better</answer>'

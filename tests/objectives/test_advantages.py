@@ -26,7 +26,7 @@ from prefgrpo.data.answer import Answer
 from prefgrpo.objectives.advantages import CombineError, advantages, part_table
 from prefgrpo.ops import winrate_advantage
 from prefgrpo.rewards.base import Reward
-from prefgrpo.run.judging import config_errors
+from prefgrpo.run.rewards import config_errors
 
 STEPS, GROUPS, SIZE = 6, 50, 9
 FLEX, QUALITY = "unifiedreward_flex", "unifiedreward_edit_pointwise_image_quality"

@@ -33,8 +33,8 @@ from prefgrpo.rewards import load_class
 from prefgrpo.rollout.batch import assign_batches
 from prefgrpo.run.checks import batch_errors, check_busy
 from prefgrpo.run.fits import stored_bytes
-from prefgrpo.run.judging import config_errors, makes_clips
 from prefgrpo.run.notes import idle_warning
+from prefgrpo.run.rewards import config_errors, makes_clips
 from prefgrpo.tiny import pipelines
 
 FOLDER = __import__("pathlib").Path(__file__).resolve().parents[2] / "scripts"

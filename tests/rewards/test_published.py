@@ -350,7 +350,7 @@ def test_unifiedreward_sees_flow_grpos_512_squares(server, monkeypatch):
 def test_grids_and_their_texts_are_pacos_on_its_own_prompts(server, monkeypatch):
     """Layout, theme and cell texts of every prompt in PaCo-RL's T2IS set, ignoring a closing quote at the end, which
     PaCo-RL drops."""
-    from prefgrpo.rewards.grid import grid_of, sub_prompts
+    from prefgrpo.rewards.simple import grid_of, sub_prompts
 
     utils = peers.module("paco", "paco_grpo.utils", monkeypatch)
     files = sorted((peers.folder("paco") / "dataset" / "T2IS").rglob("*.jsonl"))

@@ -18,12 +18,10 @@ from tiny_media import grey
 from prefgrpo.config.schema import JudgeConfig
 from prefgrpo.data.answer import Answer
 from prefgrpo.judge.client import Judge
-from prefgrpo.judge.event_loop import loop_thread
 from prefgrpo.rewards import build
 from prefgrpo.rewards.base import Reward, Sample
 from prefgrpo.rewards.log import log_judgements, truncate_log
 from prefgrpo.rewards.pairs import VlmPairwise
-from prefgrpo.rewards.prepared import PreprocessedReward
 from prefgrpo.rewards.scorer import DEADLINE_PASSED, Scorer
 
 LEVELS = [10, 20, 40, 80]
@@ -213,30 +211,6 @@ class Raises(StubJudge):
         if 10 in map(level, media):
             raise RuntimeError("the loop is gone")
         return self._answer(media)
-
-
-class Echo(Reward):
-    """Answers at once with the size and the level of what it gets."""
-
-    streams = True
-
-    async def ask_one(self, *samples):
-        (media,) = [sample.media for sample in samples]
-        return Answer(float(level(media)), parts={"side": float(len(media.pixels))})
-
-
-def test_preprocessing_does_not_hold_up_the_rollout(monkeypatch):
-    go = threading.Event()
-    resize = PreprocessedReward._pixels
-    monkeypatch.setattr(PreprocessedReward, "_pixels", lambda self, image: go.wait(60) and resize(self, image))
-    reward = PreprocessedReward(Echo, size=4)
-    answers = [loop_thread().submit(reward.answer(sample(k))) for k in LEVELS]
-    assert not any(a.done() for a in answers)
-    go.set()
-    assert [a.result(60) for a in answers] == [Answer(float(k), parts={"side": 4.0}) for k in LEVELS]
-    monkeypatch.setattr(PreprocessedReward, "_pixels", lambda self, image: (_ for _ in ()).throw(OSError("too large")))
-    result = run(Scorer({"echo": PreprocessedReward(Echo, jpeg=50)}, 4), LEVELS, groups=(7,))
-    assert result.reasons == {"echo: the reward raised OSError: too large": 4}
 
 
 class Streaming(Reward):

@@ -216,7 +216,7 @@ def test_what_cannot_be_served_ends_the_command(moody, capfd, name, options, mes
 def test_it_imports_only_light_libraries():
     """So that the server can run beside the old libraries that a reward pins."""
     script = (
-        "import sys, prefgrpo.rewards.serve as s, prefgrpo.rewards.jpeg\n"
+        "import sys, prefgrpo.rewards.serve as s, prefgrpo.rewards.simple\n"
         "heavy = {'torch', 'transformers', 'diffusers', 'tyro', 'peft', 'open_clip', 'scipy'}\n"
         "sys.exit(str(heavy & set(sys.modules)) if heavy & set(sys.modules) else 0)"
     )

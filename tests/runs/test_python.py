@@ -26,7 +26,7 @@ from prefgrpo.config.schema import Config
 from prefgrpo.models import MODELS, family_of
 from prefgrpo.models import base as models_base
 from prefgrpo.models.folder import hub_id, locate
-from prefgrpo.rewards.jpeg import JpegCompressibility
+from prefgrpo.rewards.simple import JpegCompressibility
 from prefgrpo.run.comparison import compared
 from prefgrpo.run.metrics import taken_name
 from prefgrpo.tiny import pipelines

@@ -23,7 +23,7 @@ from prefgrpo.rewards import build
 from prefgrpo.rewards.base import Reward, Sample
 from prefgrpo.rewards.pairs import VlmPairwise
 from prefgrpo.run.arguments import PairwiseJudge, run_config
-from prefgrpo.run.judging import Rewards, config_errors, evaluation_scorer, judge_config, judges_of, unsupported
+from prefgrpo.run.rewards import Rewards, config_errors, evaluation_scorer, judge_config, judges_of, unsupported
 
 OTHER = f"{__name__}.Other"
 EDIT = f"{__name__}.EditScore"
