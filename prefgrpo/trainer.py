@@ -43,12 +43,11 @@ from prefgrpo.rollout.embeddings import Embeddings
 from prefgrpo.run import checkpoint, ending
 from prefgrpo.run.arguments import Prompts, RewardLike, run_config
 from prefgrpo.run.checkpoint import CheckpointError, Checkpoints
-from prefgrpo.run.checks import check_busy, check_same_run, config_errors
+from prefgrpo.run.checks import check_busy, config_errors
 from prefgrpo.run.ending import ENDS_A_RUN, Diverged, Interrupt, Interrupted, Result, TrainingStopped
 from prefgrpo.run.evaluate import Evaluator, eval_sets
 from prefgrpo.run.flops import Throughput
 from prefgrpo.run.groups import show_groups
-from prefgrpo.run.inputs import check_goes_on, keep_inputs, own_inputs
 from prefgrpo.run.judging import Rewards, evaluation_scorer, training_scorer
 from prefgrpo.run.loading import garbage_frozen, open_collector, open_model, open_schedules
 from prefgrpo.run.log import Clock, Log
@@ -56,6 +55,7 @@ from prefgrpo.run.metrics import on_policy_note, pixel_distances, policy_metrics
 from prefgrpo.run.notes import change_notes, peak_memory, prompt_notes, start_notes
 from prefgrpo.run.policy import learning_rate
 from prefgrpo.run.reference import Reference
+from prefgrpo.run.resume import Input, Kind, check_goes_on, check_same_run, keep_inputs, own_inputs, stored
 from prefgrpo.run.run_folder import RunFolder
 from prefgrpo.run.source import open_source
 from prefgrpo.run.trackers import open_trackers
@@ -165,8 +165,9 @@ class Trainer:
         opened.callback(self.scorer.cancel)
         measuring = rewards.build("eval.rewards", config.measured, source.evaluated) if source.sets else {}
         made_from = partial(source.fingerprints, self._given.train.lora_from)
-        self.inputs = (world.on_main(made_from, UserError) or {}) | rewards.served
-        """On rank 0, what the run is made from → its fingerprint."""
+        judges = {Input(Kind.JUDGE, name): served for name, served in rewards.served.items()}
+        self.inputs = (world.on_main(made_from, UserError) or {}) | judges
+        """On rank 0, what the run is made from."""
         changed: list[str] = []
         if resume and world.any(world.main and self.folder.latest() is not None):
             changed = world.on_main(self._changes, CheckpointError) or []
@@ -448,7 +449,7 @@ class Trainer:
         self._saved(wait=True)
         for evaluator in self.evaluators.values():
             evaluator.wait_stored()
-        meta = {"updates": self.policy.updates, "inputs": self.inputs}
+        meta = {"updates": self.policy.updates, "inputs": stored(self.inputs)}
         lora = self._write_lora if self.config.train.lora_rank else None
         self.checkpoints.save(done, self.policy.state_dict(), meta, lora)
         if wait:

@@ -219,7 +219,7 @@ def read_target(target: str, prompts: str, overrides: dict[str, Any]) -> Config:
     Raises ConfigError, ModelError.
     """
     from prefgrpo.models import family_of
-    from prefgrpo.run.inputs import own_inputs
+    from prefgrpo.run.resume import own_inputs
     from prefgrpo.run.run_folder import run_of
 
     if (run := run_of(Path(target))) is not None:

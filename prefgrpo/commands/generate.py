@@ -45,10 +45,10 @@ from prefgrpo.run.notes import sampler_notes
 from prefgrpo.run.pairs import open_pairs
 from prefgrpo.run.run_folder import run_of
 from prefgrpo.run.source import distinct_prompts
+from prefgrpo.sde.noise import GENERATED_IDS
 
-FIRST_ID = 2**61
-"""Sample ids of generated noise start here, far from those of training and evaluation."""
 PER_PROMPT = 2**20
+"""Sample ids of a prompt."""
 QUALITY = 8
 """imageio's quality of a clip's file, 0 to 10 (x264's crf 10): see docs/evaluation.md."""
 MOST_FPS = 240
@@ -226,7 +226,7 @@ def make_jobs(places: Iterable[tuple[Prompt, int, Path]], shared: bool = False) 
     `shared` and their texts and sources are equal."""
     jobs: dict[Path, Job] = {}
     for prompt, sample, file in places:
-        job = jobs.setdefault(file, Job(prompt, FIRST_ID + prompt.id * PER_PROMPT + sample, file))
+        job = jobs.setdefault(file, Job(prompt, GENERATED_IDS + prompt.id * PER_PROMPT + sample, file))
         first = job.prompt
         if first.id != prompt.id and not (shared and (first.text, first.source) == (prompt.text, prompt.source)):
             raise DataError(f"prompts {first.id + 1} and {prompt.id + 1} share the file {file}")

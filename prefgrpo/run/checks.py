@@ -1,13 +1,9 @@
-"""What a run refuses before its first step, beyond what the sections of the configuration check themselves.
-
-`config_errors` needs no model, `check_same_run` the folder of a resumed run, `inputs.check_goes_on` its checkpoint.
-"""
+"""What a run refuses before its first step, beyond what the sections of the configuration check themselves."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from prefgrpo.config.loading import differences, load
 from prefgrpo.config.recipe import ConfigError
 from prefgrpo.config.schema import Config, TrainConfig
 from prefgrpo.models import family
@@ -19,24 +15,8 @@ from prefgrpo.rewards import PYTHON, get_python_rewards, load_class
 from prefgrpo.rewards.pairwise import VlmPairwise
 from prefgrpo.rollout.batch import batch_sizes, busy_prompts, busy_share
 from prefgrpo.run import judging, trackers
-from prefgrpo.run.checkpoint import CheckpointError
 from prefgrpo.run.loading import unsupported
-from prefgrpo.run.run_folder import RunFolder, run_of
-
-MAY_CHANGE = (
-    "output", "name", "trackers", "data.cache", "offload",
-    # compared by content:
-    "model", "data.prompts", "data.pairs", "eval.prompts", "eval.final_prompts", "train.lora_from",
-    "train.steps", "train.lr", "train.lr_scheduler", "train.max_grad_norm",
-    "train.gradient_checkpointing", "checkpoint.every", "checkpoint.keep",
-    "judge.endpoints", "judge.api_key_env", "judge.concurrency", "judge.timeout_s", "judge.deadline_s",
-    "judge.max_missing", "parallel.shard", "parallel.ulysses", "parallel.ring",
-)  # fmt: skip
-"""Fields that may differ in a resumed run: where and how it runs, and options that help after a stop."""
-MAY_CHANGE_IN_OPTIONS = (
-    ".url", ".device", ".batch_size", ".judge.endpoints", ".judge.concurrency", ".judge.timeout_s", f".{PYTHON}",
-)  # fmt: skip
-"""The same for a reward's options, as suffixes."""
+from prefgrpo.run.run_folder import run_of
 
 
 def config_errors(config: Config) -> list[str]:
@@ -150,18 +130,3 @@ def _pair_errors(config: Config) -> list[str]:
     if sound:
         wrong.append(f"data.pairs: {config.family} makes clips with sound, which pairs from files lack")
     return wrong
-
-
-def check_same_run(config: Config, folder: RunFolder) -> None:
-    """Raise CheckpointError if the folder's run differs in a field that a resumed run may not change."""
-    changed = differences(load(folder.config), config) if folder.config.is_file() else {}
-    fixed = [
-        f"{field}: was {before!r}, is {now!r}"
-        for field, (before, now) in changed.items()
-        if field not in MAY_CHANGE and not ("rewards." in field and field.endswith(MAY_CHANGE_IN_OPTIONS))
-    ]
-    if fixed:
-        raise CheckpointError(
-            f"{folder.root} was started with another configuration ({'; '.join(fixed)}); resume with the old values, "
-            f"or choose another name"
-        )

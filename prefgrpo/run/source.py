@@ -27,11 +27,11 @@ from prefgrpo.rollout.embeddings import Embeddings, Entry, check_sources, run_en
 from prefgrpo.rollout.endpoint import EndpointCollector
 from prefgrpo.rollout.sampling import Schedules
 from prefgrpo.rollout.stored_groups import StoredGroups, unguided
-from prefgrpo.run.inputs import fingerprints
 from prefgrpo.run.loading import Collector, open_prompts, outline
 from prefgrpo.run.log import Log
 from prefgrpo.run.offline import HeldOutPairs, PairTargets
 from prefgrpo.run.pairs import open_pairs
+from prefgrpo.run.resume import Fingerprints, Input, Kind, fingerprints
 from prefgrpo.run.run_folder import RunFolder
 from prefgrpo.run.targets import StepTargets
 
@@ -69,8 +69,8 @@ class Source(ABC):
         """Pairs that are not trained on; None if there are none."""
         return None
 
-    def fingerprints(self, lora_from: str) -> dict[str, str]:
-        """As `inputs.fingerprints`."""
+    def fingerprints(self, lora_from: str) -> Fingerprints:
+        """As `resume.fingerprints`."""
         return fingerprints(self.config, self.prompts, self.sets, lora_from)
 
     def notes(self) -> Iterator[str]:
@@ -134,10 +134,12 @@ class Stored(Source):
         assert isinstance(collector, EndpointCollector)
         return HeldOutPairs(replace(batches, pairs=self.held), collector, folder)
 
-    def fingerprints(self, lora_from: str) -> dict[str, str]:
+    def fingerprints(self, lora_from: str) -> Fingerprints:
         """As in `Source`, with the pairs."""
-        found = super().fingerprints(lora_from) | {"pairs": _fingerprint(self.groups)}
-        return found | ({"pairs of dev": _fingerprint(self.held)} if self.held else {})
+        found = super().fingerprints(lora_from) | {Input(Kind.PAIRS, "train"): _fingerprint(self.groups)}
+        if self.held:
+            found[Input(Kind.PAIRS, "dev")] = _fingerprint(self.held)
+        return found
 
     def notes(self) -> Iterator[str]:
         """As in `Source`."""

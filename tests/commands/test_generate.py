@@ -32,8 +32,7 @@ from prefgrpo.data.atomic import temporary_path
 from prefgrpo.data.file_names import file_name
 from prefgrpo.data.prompts import DataError, Prompt
 from prefgrpo.rollout import shards
-from prefgrpo.run.evaluate import FIRST_ID
-from prefgrpo.sde.noise import initial_latents
+from prefgrpo.sde.noise import EVALUATION_IDS, initial_latents
 from prefgrpo.tiny import pipelines
 
 
@@ -282,7 +281,7 @@ def test_evaluation_and_generation_at_another_size(place):
     shown = json.loads((runs / "shown" / "eval" / "dev_prompts.json").read_text())
     pipe = FluxPipeline.from_pretrained(place / "flux")
     shape = load(case_of("flux"), place / "flux").latent_shape(SamplingConfig(24, 16, 5))
-    latents = initial_latents(0, torch.tensor([FIRST_ID]), shape)
+    latents = initial_latents(0, torch.tensor([EVALUATION_IDS]), shape)
     call = {"height": 24, "width": 16, "num_inference_steps": 5, "guidance_scale": 3.5, "max_sequence_length": 24}
     stock = pipe(shown[0], latents=latents, output_type="np", **call).images
     assert np.abs(images["before"][:1] - 255 * stock).max() <= 1
