@@ -59,7 +59,7 @@ def backends(cls: type[Adapter], layout: Layout) -> list[str]:
     return [name for name in get_args(Attention) if name in allowed]
 
 
-def unsupported(cls: type[Adapter], family: str, attention: str, layout: Layout) -> list[str]:
+def backend_errors(cls: type[Adapter], family: str, attention: str, layout: Layout) -> list[str]:
     """Why a family does not train under this layout, or with this backend."""
     allowed = backends(cls, layout)
     split = f"ring {layout.ring} × ulysses {layout.ulysses}"

@@ -41,7 +41,6 @@ from torch.nn.attention import (
     sdpa_kernel,
 )
 
-from prefgrpo.commands.generate import Source
 from prefgrpo.config.loading import from_dict
 from prefgrpo.config.recipe import ConfigError
 from prefgrpo.config.schema import Attention
@@ -53,7 +52,8 @@ from prefgrpo.parallel.attention import SPLITTING, backend, backends, cases, set
 from prefgrpo.parallel.world import Layout, join
 from prefgrpo.rollout.replay import replay
 from prefgrpo.rollout.rollout import rollout
-from prefgrpo.run.loading import unsupported
+from prefgrpo.run.errors import option_errors
+from prefgrpo.run.opening import Weights
 from prefgrpo.sde.schedule import make_schedule
 
 CPU = torch.device("cpu")
@@ -475,10 +475,10 @@ def test_a_run_uses_it_everywhere_or_does_not_start(inject):
 
 def test_a_base_model_generates_with_it_too():
     """`generate` and `evaluate` of a model that is not trained had diffusers' default whatever was chosen."""
-    adapter = Source(config(NAME)).open(ALONE, encoders=False)
+    adapter = Weights(config(NAME)).open(ALONE, encoders=False)
     assert {b.attn.processor._attention_backend for b in adapter.blocks(adapter.transformer)} == {BACKEND}
     with pytest.raises(ConfigError, match="attention: fa4 is for GPUs"):
-        Source(config("fa4", dtype="bf16")).open(ALONE, encoders=False)
+        Weights(config("fa4", dtype="bf16")).open(ALONE, encoders=False)
 
 
 def test_backends_that_cannot_be():
@@ -486,13 +486,13 @@ def test_backends_that_cannot_be():
         ("sd3", {"ulysses": 2}, "1 and 1"),
         ("qwen_image", {"ring": 2}, "ulysses alone"),
     ):
-        (message,) = unsupported(config(parallel=parallel, family=family))
+        (message,) = option_errors(config(parallel=parallel, family=family))
         assert f"{family} does not train under ring" in message and message.endswith(expected), message
     for name, parallel in (("_native_math", {"ulysses": 2}), ("native", {"ring": 2})):
-        (message,) = unsupported(config(name, parallel=parallel))
+        (message,) = option_errors(config(name, parallel=parallel))
         assert message.startswith("attention: flux trains under ring ") and message.endswith(name), message
     for name in FLASH:  # they take no mask
-        (message,) = unsupported(config(name, parallel={"ulysses": 2}, family="qwen_image"))
+        (message,) = option_errors(config(name, parallel={"ulysses": 2}, family="qwen_image"))
         assert message.endswith(f"with native, _flash_3_varlen_hub, got {name}")
     with pytest.raises(ConfigError, match=r"attention: _flash_3_hub does not run here: "):
         opened(config("_flash_3_hub", dtype="bf16"))
@@ -546,10 +546,10 @@ def trains_with(case, layout, world, place, want):
                 continue
             config = settings(case, name, place, parallel=parallel)
             if name not in trained:
-                (text,) = unsupported(config)
+                (text,) = option_errors(config)
                 assert text.startswith(f"attention: {family} ") and text.endswith(f"got {name}"), text
                 continue
-            assert not unsupported(config)
+            assert not option_errors(config)
             gradient, moved = one_step(config, case, world)
             assert moved == 0, (family, name, "the first ratio is not exactly 1")
             assert calls[name] > 0 and (layout.context == 1 or calls[f"{name} backward"] > 0), (family, name, calls)

@@ -28,8 +28,8 @@ from prefgrpo.objectives.awm import AWM
 from prefgrpo.objectives.base import GroupObjective, PointwiseObjective, Targets, TrajectoryObjective
 from prefgrpo.rewards.functions import FunctionPairwise
 from prefgrpo.rollout.batch import Batch
-from prefgrpo.run.checks import config_errors
-from prefgrpo.run.loading import open_collector, open_policy
+from prefgrpo.run.errors import errors
+from prefgrpo.run.opening import open_collector, open_policy
 from prefgrpo.sde.noise import endpoint_noise, endpoint_normal
 from prefgrpo.sde.schedule import make_schedule
 
@@ -482,5 +482,5 @@ def test_mistakes_say_what_was_expected(trainer, case):
 def test_one_initial_latent_per_prompt_needs_step_noise(place, name):
     """Deterministic rollouts from the same latent are the same image, so there would be nothing to compare."""
     config = from_dict(settings(place, "same", train={"objective": name}, rollout={"same_noise": True}))
-    refused = [w for w in config_errors(config) if w.startswith(f"rollout.same_noise: {name} samples without")]
+    refused = [w for w in errors(config) if w.startswith(f"rollout.same_noise: {name} samples without")]
     assert len(refused) == (objective_class(name).collector == "endpoint")

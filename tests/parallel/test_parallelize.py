@@ -40,10 +40,12 @@ from prefgrpo.rollout import render
 from prefgrpo.rollout.batches import Rollouts
 from prefgrpo.rollout.embeddings import Embeddings
 from prefgrpo.rollout.replay import TrajectoryCollector
-from prefgrpo.run import loading
-from prefgrpo.run.fits import static_bytes, stored_bytes
-from prefgrpo.run.loading import open_collector, open_schedules, unsupported
+from prefgrpo.rollout.sampling import Schedules
+from prefgrpo.run import opening
+from prefgrpo.run.errors import option_errors
+from prefgrpo.run.memory import static_bytes, stored_bytes
 from prefgrpo.run.metrics import FACTS
+from prefgrpo.run.opening import open_collector
 from prefgrpo.run.policy import Policy
 from prefgrpo.tiny import pipelines
 
@@ -100,7 +102,7 @@ def one_step(config, world):
     if config.train.lora_rank:
         perturb(adapter, 0.02)
     policy = Policy(dict(adapter.trainable()), config.train)
-    schedules = open_schedules(config, adapter, world)
+    schedules = Schedules(config, adapter, world.device)
     embeddings = Embeddings(config)
     media = {}
     rollouts = Rollouts(config, adapter, embeddings, schedules, prompts, world)
@@ -291,7 +293,7 @@ def replicas():
     for once in (True, False):
         with (
             mock.patch.object(TrajectoryCollector, "accumulate", counted),
-            mock.patch.object(loading, "reduces_once", lambda *_, once=once: once),
+            mock.patch.object(opening, "reduces_once", lambda *_, once=once: once),
         ):
             compare(f"replicas, once: {once}", one_step(config, world), want, bits=True)
             assert len(reduced) >= 2, "which gradients there are, and their sums"
@@ -350,7 +352,7 @@ def decoding():
         seen["kept"] += 1
 
     adapter = opened(config, world)
-    parts = (adapter, Embeddings(config), open_schedules(config, adapter, world), read_prompts(config.data.prompts))
+    parts = (adapter, Embeddings(config), Schedules(config, adapter, world.device), read_prompts(config.data.prompts))
     with mock.patch.object(render, "decode", decode):
         list(Rollouts(config, *parts, world)(0, add))
     leader = world.rank % 2 == 0
@@ -532,7 +534,7 @@ def test_the_recipes_of_long_clips_are_divided(recipe, root):
     assert not context_errors(
         published("wan", num_attention_heads=40), "rollout", r, config.data.max_length, Layout(ulysses=p.ulysses)
     )
-    assert not unsupported(config)
+    assert not option_errors(config)
 
 
 def test_wrong_values_of_the_section():

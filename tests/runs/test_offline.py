@@ -29,7 +29,7 @@ from prefgrpo.data.tables import DataError
 from prefgrpo.report import write_report
 from prefgrpo.rollout.sources import fit
 from prefgrpo.rollout.stored_groups import unguided
-from prefgrpo.run.checks import config_errors
+from prefgrpo.run.errors import errors
 from prefgrpo.run.offline import DRAWS, FIRST_GROUP
 from prefgrpo.run.policy import Policy
 from prefgrpo.sde.noise import endpoint_noise, endpoint_normal
@@ -514,7 +514,7 @@ def test_mistakes_are_named(place):
     def mistakes(**over):
         values = settings(place, "wrong", **merged(offline(place), over))
         try:
-            return config_errors(from_dict(values))
+            return errors(from_dict(values))
         except ConfigError as error:
             return error.mistakes
 

@@ -19,8 +19,8 @@ from prefgrpo import trainer as trainer_module
 from prefgrpo.config.loading import from_dict
 from prefgrpo.config.recipe import ConfigError
 from prefgrpo.rewards.base import PointwiseReward, Score
-from prefgrpo.run.checks import config_errors
 from prefgrpo.run.ending import TrainingStopped
+from prefgrpo.run.errors import errors
 from prefgrpo.run.log import Clock
 
 STALE = {"staleness": 1}
@@ -210,9 +210,9 @@ def test_what_needs_samples_of_the_present_weights_is_refused(place):
         return from_dict(settings(place, "refused", rollout=STALE, train=train))
 
     for name, options in OLD.items():
-        wrong = config_errors(config(objective=name, objective_options=options))
+        wrong = errors(config(objective=name, objective_options=options))
         assert [w for w in wrong if f"rollout.staleness: {name} has an old policy" in w] == wrong != [], name
-    assert not [name for name in TAKEN if config_errors(config(objective=name))]
+    assert not [name for name in TAKEN if errors(config(objective=name))]
     with pytest.raises(ConfigError, match=r"checkpoint\.every: expected 2 or more, because rollout\.staleness: 1"):
         from_dict(settings(place, "refused", rollout=STALE, checkpoint={"every": 1}))
 
