@@ -481,19 +481,7 @@ def test_a_base_model_generates_with_it_too():
         Weights(config("fa4", dtype="bf16")).open(ALONE, encoders=False)
 
 
-def test_backends_that_cannot_be():
-    for family, parallel, expected in (
-        ("sd3", {"ulysses": 2}, "1 and 1"),
-        ("qwen_image", {"ring": 2}, "ulysses alone"),
-    ):
-        (message,) = option_errors(config(parallel=parallel, family=family))
-        assert f"{family} does not train under ring" in message and message.endswith(expected), message
-    for name, parallel in (("_native_math", {"ulysses": 2}), ("native", {"ring": 2})):
-        (message,) = option_errors(config(name, parallel=parallel))
-        assert message.startswith("attention: flux trains under ring ") and message.endswith(name), message
-    for name in FLASH:  # they take no mask
-        (message,) = option_errors(config(name, parallel={"ulysses": 2}, family="qwen_image"))
-        assert message.endswith(f"with native, _flash_3_varlen_hub, got {name}")
+def test_a_backend_that_does_not_run_here():
     with pytest.raises(ConfigError, match=r"attention: _flash_3_hub does not run here: "):
         opened(config("_flash_3_hub", dtype="bf16"))
 

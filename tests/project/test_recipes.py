@@ -24,7 +24,7 @@ from prefgrpo import trainer as trainer_module
 from prefgrpo.commands import cli
 from prefgrpo.commands.cli import main
 from prefgrpo.config.loading import flat_fields, from_dict, load, recipe_values
-from prefgrpo.config.recipe import ConfigError, flatten, read_yaml
+from prefgrpo.config.recipe import flatten, read_yaml
 from prefgrpo.config.schema import Config, JudgeConfig
 from prefgrpo.models import MODELS as FAMILIES
 from prefgrpo.objectives import objective
@@ -308,8 +308,6 @@ def test_a_recipe_extends_another(tmp_path):
     files = {
         "base": "seed: 7\ndata: {prompts: p}\nrollout: {height: 32, width: 48}\nrewards: scenes\n",
         "sub/a": "extends: ../base.yaml\nmodel: m\nrollout: {width: 64}\n",
-        "lost": "extends: gone.yaml\n", "x": "extends: y.yaml\n", "y": "extends: x.yaml\n",
-        "list": "extends: [base.yaml]\n",
     }  # fmt: skip
     (tmp_path / "sub").mkdir()
     for name, text in files.items():
@@ -317,13 +315,6 @@ def test_a_recipe_extends_another(tmp_path):
     config = from_dict(recipe_values(tmp_path / "sub" / "a.yaml"))
     assert (config.seed, config.model) == (7, "m")
     assert (config.rollout.height, config.rollout.width, config.rewards[0].name) == (32, 64, "scenes")
-    for name, message in {
-        "lost": r"recipe not found: .*gone\.yaml; .*lost\.yaml extends it",
-        "x": r"circular 'extends': x\.yaml → y\.yaml → x\.yaml",
-        "list": r"extends: expected the name of one recipe, got \['base\.yaml'\]",
-    }.items():
-        with pytest.raises(ConfigError, match=message):
-            load(tmp_path / f"{name}.yaml")
 
 
 def test_a_models_own_values_replace_those_of_another_model(place, tmp_path):
