@@ -25,10 +25,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from prefgrpo import ending
+from prefgrpo.arguments import Prompts, RewardLike, run_config
 from prefgrpo.config.loading import load, recipe_values, to_dict
 from prefgrpo.config.recipe import UserError, merge, to_yaml
 from prefgrpo.config.schema import Config
 from prefgrpo.data.atomic import write_atomic, write_folder
+from prefgrpo.ending import ENDS_A_RUN, Diverged, Interrupt, Interrupted, Result, TrainingStopped
 from prefgrpo.models.attention import attention_of_a_run
 from prefgrpo.objectives.base import Targets
 from prefgrpo.parallel import world as parallel
@@ -38,10 +41,8 @@ from prefgrpo.rewards import python_rewards
 from prefgrpo.rewards.log import truncate_log
 from prefgrpo.rewards.scorer import StepScores
 from prefgrpo.rollout.batch import Batch, update_of
-from prefgrpo.run import checkpoint, ending
-from prefgrpo.run.arguments import Prompts, RewardLike, run_config
+from prefgrpo.run import checkpoint
 from prefgrpo.run.checkpoint import CheckpointError, Checkpoints
-from prefgrpo.run.ending import ENDS_A_RUN, Diverged, Interrupt, Interrupted, Result, TrainingStopped
 from prefgrpo.run.errors import errors, idle_errors, refuse
 from prefgrpo.run.flops import Throughput
 from prefgrpo.run.groups import show_groups

@@ -91,7 +91,7 @@ def train(
 
         with redirect_stdout(sys.stdout if main else None):
             return run(config)
-    from prefgrpo.run.ending import TrainingStopped
+    from prefgrpo.ending import TrainingStopped
     from prefgrpo.trainer import Trainer
 
     trainer = Trainer(config, resume=resume, allow_idle=allow_idle)

@@ -12,7 +12,7 @@ from typing import Any, get_args
 import torch
 
 from prefgrpo.config.schema import Attention, Config
-from prefgrpo.models.attention import FLASH, Case, activate, check, leave_kernels_allowed
+from prefgrpo.models.attention import FLASH, Case, activate, check_kernels, leave_kernels_allowed
 from prefgrpo.models.base import Adapter
 from prefgrpo.parallel.world import Layout
 
@@ -100,7 +100,7 @@ def set_backend(adapter: Adapter, config: Config, layout: Layout, device: torch.
     name = backend(config.attention, device, adapter.dtype, masked(adapter, layout))
     if name != "native" or device.type != "cpu":
         for case in cases(adapter, config, name, layout):
-            check(name, case, adapter.dtype, device, given=config.attention)
+            check_kernels(name, case, adapter.dtype, device, given=config.attention)
     adapter.dispatch_attention()
     before, _ = registry.get_active_backend()
     try:

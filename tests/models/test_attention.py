@@ -47,7 +47,7 @@ from prefgrpo.config.schema import Attention
 from prefgrpo.models import MODELS
 from prefgrpo.models import attention as kernels
 from prefgrpo.models import family as model_family
-from prefgrpo.models.attention import FLASH, LIMIT, Case, attention_of_a_run, check, errors
+from prefgrpo.models.attention import FLASH, LIMIT, Case, attention_of_a_run, check_kernels, kernel_errors
 from prefgrpo.parallel.attention import SPLITTING, backend, backends, cases, set_backend
 from prefgrpo.parallel.world import Layout, join
 from prefgrpo.rollout.replay import replay
@@ -90,8 +90,8 @@ def inject(monkeypatch):
 def test_right_backends_pass(masked):
     for name in ("native", NAME):
         for case in (CASE._replace(masked=masked), Case(1, 40, 7, 3, 8, masked), Case(1, 5, 40, 1, 8, masked)):
-            assert max(errors(name, case, torch.float32, CPU)) < 1e-5, (name, case)
-            assert max(errors(name, case, torch.bfloat16, CPU)) < 2e-2, (name, case)
+            assert max(kernel_errors(name, case, torch.float32, CPU)) < 1e-5, (name, case)
+            assert max(kernel_errors(name, case, torch.bfloat16, CPU)) < 2e-2, (name, case)
 
 
 def test_the_exact_attention_is_that_of_torch_in_fp64(monkeypatch):
@@ -113,7 +113,7 @@ def test_the_exact_attention_is_that_of_torch_in_fp64(monkeypatch):
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_seen(inject, fault):
     inject(FAULTS[fault])
-    output, gradient = errors(NAME, CASE, torch.float32, CPU)
+    output, gradient = kernel_errors(NAME, CASE, torch.float32, CPU)
     assert gradient > LIMIT[torch.float32]
     assert (output > LIMIT[torch.float32]) == (fault in ("no scale", "not finite"))
 
@@ -161,7 +161,8 @@ def test_a_fault_of_one_layout_or_size_is_seen_also_in_native(monkeypatch, fault
     settings = config(rollout={"height": 32, "width": 64, "batch_size": 2}, eval={"height": 64, "width": 64})
     adapter = opened(settings)  # on a CPU without a check
     on_cpu = mock.patch(
-        "prefgrpo.parallel.attention.check", lambda name, case, dtype, _, given: check(name, case, dtype, CPU, given)
+        "prefgrpo.parallel.attention.check_kernels",
+        lambda name, case, dtype, _, given: check_kernels(name, case, dtype, CPU, given),
     )
     with on_cpu:
         if fault == "no fault":
@@ -254,7 +255,7 @@ def test_the_default_on_a_gpu_is_flash_attention_unless_blocks_mask():
     for family, device, layout, want in table:
         adapter = load(case_of(family), encoders=False)
         adapter.dtype = torch.bfloat16
-        with mock.patch("prefgrpo.parallel.attention.check") as checked:
+        with mock.patch("prefgrpo.parallel.attention.check_kernels") as checked:
             set_backend(adapter, config(dtype="bf16"), layout, torch.device(device))
         assert {block.attn.processor._attention_backend for block in adapter.blocks(adapter.transformer)} == {want}
         assert {call.args[0] for call in checked.call_args_list} == ({want.value} if device == "cuda" else set())
@@ -299,9 +300,9 @@ def in_torch(monkeypatch):
         return kernels
 
     def on_cpu(name, case, dtype, _, given=""):
-        check(name, case, dtype, CPU, given)
+        check_kernels(name, case, dtype, CPU, given)
 
-    monkeypatch.setattr("prefgrpo.parallel.attention.check", on_cpu)
+    monkeypatch.setattr("prefgrpo.parallel.attention.check_kernels", on_cpu)
     yield put
     assert current_flash_attention_impl() is None and not kernels._runs
 

@@ -16,8 +16,8 @@ from grpo_formula import plain_formula
 from tiny_run import BRIGHTNESS, all_end, ranks, recipe, rows, stored, weights
 
 from prefgrpo import trainer as trainer_module
+from prefgrpo.ending import TrainingStopped
 from prefgrpo.rewards.base import PointwiseReward, Score
-from prefgrpo.run.ending import TrainingStopped
 from prefgrpo.run.log import Clock
 
 STALE = {"staleness": 1}
