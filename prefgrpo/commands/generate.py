@@ -44,7 +44,7 @@ from prefgrpo.sde.noise import GENERATED_IDS
 PER_PROMPT = 2**20
 """Sample ids of a prompt."""
 QUALITY = 8
-"""imageio's quality of a clip's file, 0 to 10 (x264's crf 10): see docs/evaluation.md."""
+"""imageio's quality of a clip's file, 0 to 10 (x264's crf 10): see docs/scoring.md."""
 MOST_FPS = 240
 
 
