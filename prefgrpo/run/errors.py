@@ -6,14 +6,13 @@ contradicts by itself is found when it is read (`config.schema`), what prompts l
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from prefgrpo.config.recipe import ConfigError
-from prefgrpo.config.schema import Config, SamplingConfig, TrainConfig
+from prefgrpo.config.schema import Config, TrainConfig
 from prefgrpo.models import family
 from prefgrpo.models.base import Adapter
 from prefgrpo.models.folder import ModelError, is_hub_id
@@ -28,7 +27,6 @@ from prefgrpo.rollout.batch import batch_sizes, busy_prompts, busy_share
 from prefgrpo.rollout.sampling import Schedules
 from prefgrpo.run import judging, trackers
 from prefgrpo.run.run_folder import run_of
-from prefgrpo.sde.schedule import make_schedule
 
 
 def refuse(mistakes: list[str]) -> None:
@@ -41,21 +39,14 @@ def errors(config: Config) -> list[str]:
     """Why a configuration cannot be trained: model, files, rewards, judges, objective, batches."""
     if lost := _lost_rewards(config):
         return lost
-    outline, of_model = _outline(config)
     of_rewards = judging.config_errors(config)
-    of_objective = _objective_errors(config)
-    found = of_model + of_rewards + of_objective + trackers.config_errors(config)
-    if not (of_rewards or of_objective):
+    found = model_errors(config, trains=True) + of_rewards + trackers.config_errors(config)
+    if not (of_rewards or _objective_errors(config)):
         found += _combination_errors(config)
-    if outline is not None and not (of_model or of_objective):
-        found += window_errors(config, outline)
     if config.data.pairs:
         found += _pair_errors(config)
-    files = {
-        "data.prompts": config.data.prompts,
-        "eval.prompts": config.eval.file,
-        "eval.final_prompts": config.eval.final_prompts,
-    }
+    e = config.eval
+    files = {"data.prompts": config.data.prompts, "eval.prompts": e.file, "eval.final_prompts": e.final_prompts}
     found += [f"{field}: prompts file not found: {f}" for field, f in files.items() if f and not Path(f).is_file()]
     return found + batch_errors(config)
 
@@ -73,27 +64,22 @@ def _lost_rewards(config: Config) -> list[str]:
 # ---- the model ------------------------------------------------------------------------------------------------------
 
 
-def model_errors(config: Config, download: bool = False) -> list[str]:
-    """Why a configuration's model cannot be opened: its folder, options that its family does not support, and sizes
-    and steps that it does not have; without `download`, of a model on the hub only the options."""
-    return _outline(config, download)[1]
-
-
-def _outline(config: Config, download: bool = False) -> tuple[Adapter | None, list[str]]:
-    """(the model without weights, or None; `model_errors`)."""
-    found = option_errors(config)
+def model_errors(config: Config, trains: bool = False, download: bool = False) -> list[str]:
+    """Why a configuration's model cannot sample or, with `trains`, be trained: its folder, options that its family does
+    not support, the objective, and sizes and steps that the model does not have. Without `download`, of a model on the
+    hub what is known without its folder."""
+    found = option_errors(config) + _objective_errors(config)
+    if is_hub_id(config.model) and not download:
+        return found
     try:
         cls = family(config.family)
-    except ValueError:
-        return None, found
-    if is_hub_id(config.model) and not download:
-        return None, found
-    try:
-        path = cls.find(config.model)
-        outline = None if found else cls.outline(path)
+        outline = cls.outline(cls.find(config.model))
     except ModelError as error:
-        return None, [f"model: {error}", *found]
-    return outline, found if outline is None else size_errors(config, outline)
+        return [f"model: {error}", *found]
+    except ValueError:
+        return found  # an unknown family
+    found = found or size_errors(config, outline)
+    return found or (window_errors(config, outline) if trains else [])
 
 
 def option_errors(config: Config) -> list[str]:
@@ -119,35 +105,22 @@ def option_errors(config: Config) -> list[str]:
 
 def size_errors(config: Config, outline: Adapter) -> list[str]:
     """Sizes and numbers of frames and steps that a model does not have, or that the processes of a sample cannot share.
-    outline: the model, with or without weights."""
-    sections = {"rollout": config.rollout, "eval": config.eval_sampling}
-    found: list[str] = []
-    for section, sizes in sections.items():
-        found += _rejected(f"{section}.height/width/frames", partial(outline.latent_shape, sizes))
-    if found:
-        return found
+    outline: the model without weights."""
     layout = Layout(ring=config.parallel.ring, ulysses=config.parallel.ulysses)
-    for section, sizes in sections.items():
-        found += _rejected(f"{section}.steps", partial(_levels, outline, sizes))
-        found += context_errors(outline, section, sizes, config.data.max_length, layout)
+    found: list[str] = []
+    for section, sizes in {"rollout": config.rollout, "eval": config.eval_sampling}.items():
+        field = f"{section}.height/width/frames"
+        try:
+            outline.latent_shape(sizes)
+            field = f"{section}.steps"
+            Schedules(replace(config, rollout=sizes), outline, torch.device("cpu")).ode(sizes)
+        except ModelError:
+            raise
+        except ValueError as error:
+            found.append(f"{field}: {error}")
+        else:
+            found += context_errors(outline, section, sizes, config.data.max_length, layout)
     return list(dict.fromkeys(found))
-
-
-def _levels(outline: Adapter, sizes: SamplingConfig) -> None:
-    """Raise ValueError for sigmas that the model does not have, or that do not decrease."""
-    if sizes.shift is None:
-        make_schedule(outline.sigmas(sizes), "ode", 0.0, times=outline.times(sizes))
-
-
-def _rejected(field: str, ask: Callable[[], object]) -> list[str]:
-    """The ValueError of `ask` as a mistake of this field, or nothing."""
-    try:
-        ask()
-    except ModelError:
-        raise
-    except ValueError as error:
-        return [f"{field}: {error}"]
-    return []
 
 
 # ---- training -------------------------------------------------------------------------------------------------------
