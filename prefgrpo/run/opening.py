@@ -36,7 +36,7 @@ from prefgrpo.rollout.replay import TrajectoryCollector
 from prefgrpo.rollout.sampling import Schedules
 from prefgrpo.run import checkpoint
 from prefgrpo.run.errors import model_errors, refuse, window_errors
-from prefgrpo.run.evaluate import Evaluator, eval_sets
+from prefgrpo.run.evaluation import Evaluator, eval_sets
 from prefgrpo.run.judging import makes_clips
 from prefgrpo.run.memory import attention_limit, certain_bytes, check_memory, reduces_once, stored_bytes
 from prefgrpo.run.policy import Policy
