@@ -13,7 +13,6 @@ import atexit
 import inspect
 import os
 import shutil
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -30,7 +29,7 @@ from prefgrpo.config.recipe import ConfigError, UserError, merge, to_yaml
 from prefgrpo.config.schema import Config
 from prefgrpo.data.atomic import write_atomic, write_folder
 from prefgrpo.models.attention import attention_of_a_run
-from prefgrpo.objectives import objective
+from prefgrpo.objectives import make_objective
 from prefgrpo.objectives.base import Targets
 from prefgrpo.parallel import world as parallel
 from prefgrpo.parallel.shard import full_copies
@@ -38,34 +37,36 @@ from prefgrpo.report import write_report
 from prefgrpo.rewards import python_rewards
 from prefgrpo.rewards.log import truncate_log
 from prefgrpo.rewards.scorer import StepScores
-from prefgrpo.rollout.batch import Batch, update_of
+from prefgrpo.rollout.batch import Batch
 from prefgrpo.rollout.embeddings import Embeddings
+from prefgrpo.rollout.plan import Plan
 from prefgrpo.run import checkpoint, ending
 from prefgrpo.run.arguments import Prompts, RewardLike, run_config
 from prefgrpo.run.checkpoint import CheckpointError, Checkpoints
 from prefgrpo.run.checks import check_busy, check_same_run, config_errors
 from prefgrpo.run.ending import ENDS_A_RUN, Diverged, Interrupt, Interrupted, Result, TrainingStopped
 from prefgrpo.run.evaluate import Evaluator, eval_sets
-from prefgrpo.run.flops import Throughput
 from prefgrpo.run.groups import show_groups
 from prefgrpo.run.inputs import check_goes_on, keep_inputs, own_inputs
 from prefgrpo.run.judging import Rewards, evaluation_scorer, training_scorer
-from prefgrpo.run.loading import garbage_frozen, open_collector, open_model, open_schedules
+from prefgrpo.run.loading import garbage_frozen, open_gradients, open_model, open_schedules
 from prefgrpo.run.log import Clock, Log
 from prefgrpo.run.metrics import on_policy_note, pixel_distances, policy_metrics, skipped_note
 from prefgrpo.run.notes import change_notes, peak_memory, prompt_notes, start_notes
-from prefgrpo.run.policy import learning_rate
-from prefgrpo.run.reference import Reference
 from prefgrpo.run.run_folder import RunFolder
 from prefgrpo.run.source import open_source
 from prefgrpo.run.trackers import open_trackers
 from prefgrpo.run.writer import Writer
+from prefgrpo.update.policy import learning_rate
+from prefgrpo.update.reference import Reference
+from prefgrpo.update.throughput import Throughput
 
 
 @dataclass(frozen=True)
-class StepRollout:
+class Rollout:
     """A step's samples on this process; the scorer holds their images or clips."""
 
+    plan: Plan
     batches: list[Batch]
     updates: int
     """Optimiser updates that the policy which generated them had received."""
@@ -119,7 +120,7 @@ class Trainer:
         """Metrics of the last evaluation."""
         self.summary = ""
         """Its summary line."""
-        self._ahead: StepRollout | None = None
+        self._ahead: Rollout | None = None
         """Samples of the next step (rollout.staleness)."""
         self._given = self.config
         """The configuration as it is written to the run folder."""
@@ -172,26 +173,26 @@ class Trainer:
             changed = world.on_main(self._changes, CheckpointError) or []
         embeddings = Embeddings(config)
         absent = len(embeddings.absent(source.entries()))
-        self.objective = objective(config.train)
+        self.objective = make_objective(config.train)
         self.adapter, self.policy = open_model(config, self.objective, world, absent > 0)
         schedules = open_schedules(config, self.adapter, world)
         opened.callback(embeddings.flush)
-        self.rollouts = source.batches(self.adapter, embeddings, schedules, world)
-        self.collector = open_collector(config, self.objective, self.adapter, self.policy, world)
+        self.groups = source.open_groups(self.adapter, embeddings, schedules, world)
+        self.gradients = open_gradients(config, self.objective, self.adapter, self.policy, world)
         self.throughput = Throughput(config, self.adapter, world)
-        self.reference = Reference(config, self.collector, self.scorer, self.throughput, world)
+        self.reference = Reference(config, self.gradients, self.scorer, self.throughput, world)
         self.writer = Writer()
         self.evaluators: dict[str, Evaluator] = {}
         for eval_set in eval_sets(config, source.sets):
             parts = (self.adapter, schedules, embeddings, evaluation_scorer(config, measuring), world, self.folder)
             self.evaluators[eval_set.name] = Evaluator(eval_set, config.eval_sampling, *parts, self.writer)
         if "dev" in self.evaluators:
-            self.evaluators["dev"].pairs = source.held_out_pairs(self.rollouts, self.collector, self.folder)
+            self.evaluators["dev"].pairs = source.held_out_pairs(self.groups, self.gradients, self.folder)
         self.checkpoints = Checkpoints(self.folder, world, config.checkpoint.keep, not config.rollout.staleness)
         self.interrupt = Interrupt(self.world)
         opened.callback(self.interrupt.restore)
         counts = {name: len(set(evaluator.eval_set.group)) for name, evaluator in self.evaluators.items()}
-        of_run = start_notes(config, world, self.collector, self.policy, len(source.prompts), counts)
+        of_run = start_notes(config, world, self.gradients, self.policy, len(source.prompts), counts)
         of_prompts = prompt_notes(config, source.prompts, source.evaluated, absent)
         self.notes = [*changed, *of_run, *rewards.notes, *source.notes(), *of_prompts]
 
@@ -232,7 +233,7 @@ class Trainer:
         world.barrier()
         trackers = open_trackers(config, folder, self.start) if world.main else ()
         self.log = Log(folder, config.train.steps, self.start, trackers=trackers, writer=self.writer, active=world.main)
-        self.targets = self.source.targets(self.rollouts, self.scorer.rewards, world, self.log)
+        self.targets = self.source.targets(self.groups, self.scorer.rewards, world, self.log)
 
     # ---- the loop ---------------------------------------------------------------------------------------------------
 
@@ -305,14 +306,15 @@ class Trainer:
             c = self.config
             ahead = c.rollout.staleness and (step + 1) % c.checkpoint.every and step + 1 < c.train.steps
             self._ahead = self.generate(step + 1, ahead=True) if ahead else None
+        plan = rollout.plan
         stale = self.policy.updates - rollout.updates
         with clock.phase("update"):
             batches = self.reference.add_while_judged(rollout.batches)
         with clock.phase("judge_wait"):
-            scores, distances = self.score(step)
-        targets, metrics = self.targets.compute(step + 1, scores, distances)
+            scores, distances = self.score(plan)
+        targets, metrics = self.targets.compute(plan, scores, distances)
         with clock.phase("update"):
-            metrics |= self.update(step, batches, targets)
+            metrics |= self.update(plan, batches, targets)
             self.policy.update_old(self.objective.old_decay(step))
         if c.rollout.staleness:
             metrics["policy/staleness"] = float(stale)
@@ -320,71 +322,62 @@ class Trainer:
             metrics.pop("policy/on_policy_error", None)
         return metrics
 
-    def generate(self, step: int, ahead: bool = False) -> StepRollout:
+    def generate(self, step: int, ahead: bool = False) -> Rollout:
         """Generate a step's samples with the current policy, passing each to the scorer as soon as it is decoded.
 
         ahead: the scores of the previous step are still outstanding. Raises Diverged.
         """
+        plan = self.groups.plan(step)
         batches = list[Batch]()
         weights = self.policy.use_weights(self.policy.old if self.objective.sampled_by_old else {})
-        with weights, self.log.bar("rollout", "sample", self.rollouts.count(step)) as bar:
-            self.scorer.begin(step, self.rollouts.groups(step), ahead)
-            with self.throughput.counting("rollout", self.rollouts.count(step)):
-                for batch in self.rollouts(step, self.scorer.add, self.interrupt.check):
+        with weights, self.log.bar("rollout", "sample", plan.samples) as bar:
+            self.scorer.begin(step, plan.scored, ahead)
+            with self.throughput.counting("rollout", plan.samples):
+                for batch in self.groups.batches(plan, self.scorer.add, self.interrupt.check):
                     batches.append(batch)
                     bar.update(len(batch.places))
             finite = [batch.latents.isfinite().all() for batch in batches]
             if self.world.any(bool(finite) and not torch.stack(finite).all()):
                 raise Diverged("the policy produces latents that are not finite (NaN or infinite)")
-        return StepRollout(batches, self.policy.updates)
+        return Rollout(plan, batches, self.policy.updates)
 
-    def score(self, step: int) -> tuple[StepScores, NDArray[np.float64]]:
+    def score(self, plan: Plan) -> tuple[StepScores, NDArray[np.float64]]:
         """(scores of this rank's groups, mean distance between the images of each); shows a few groups."""
-        streamed = sum(reward.streams for reward in self.scorer.rewards.values()) * len(self.rollouts.groups(step))
+        streamed = sum(reward.streams for reward in self.scorer.rewards.values()) * len(plan.scored)
         with self.log.bar("judging", "group", streamed) as bar:
             distances = pixel_distances(self.scorer.generated().values())  # while the judge answers
             scores = self.scorer.finish(bar.update)
-        show_groups(self.config, step + 1, scores, self.log)
+        show_groups(self.config, plan.step + 1, scores, self.log)
         return scores, distances
 
-    def update(self, step: int, batches: list[Batch], targets: Targets) -> dict[str, float]:
+    def update(self, plan: Plan, batches: list[Batch], targets: Targets) -> dict[str, float]:
         """The step's optimiser updates, each on its own samples; updates without any signal are skipped on all ranks.
 
         Groups without signal are dropped and cost no forward. They leave whole batches, so the shapes of the others are
         those of the rollout and the first ratio stays exactly 1.
         """
-        r = self.config.rollout
-        table = list[torch.Tensor]()
-        steps = list[int]()
-        norms = list[float]()
+        size = self.config.rollout.group_size
         mask = self.objective.mask(self.config.train, targets).numpy()  # [P, G]
+        counted = self.objective.samples_per_group(size) / size
         on_device = targets.to(self.world.device)
-        places = [(p, g) for p in range(r.prompts_per_step) for g in range(r.group_size)]
-        samples = Counter(update_of(self.config, place) for place in places)
-        trained = {update_of(self.config, place) for place in places if mask[place]}
-        counted = self.objective.samples_per_group(r.group_size) / r.group_size
-        left = self.reference.add(self.rollouts.training_batches(batches, mask))
-        with self.throughput.counting("update", sum(len(batch.places) for batch in left if not batch.padding)):
-            for update in sorted(trained):
-                if not norms or self.checkpoints.last == step:  # else this step's updates would be lost
-                    self.interrupt.check()
-                its_batches = [batch for batch in left if batch.update == update]
-                table += self.collector.accumulate(its_batches, on_device, samples[update] * counted)
-                steps += [step.index for batch in its_batches if not batch.padding for step in batch.steps]
-                norm = self.policy.update(self.world, step * self.config.train.updates_per_rollout + update)
-                if norm is not None:
-                    norms.append(norm)
-        measured = {"grad_norm": float(np.mean(norms))} if norms else {}
-        return (
-            policy_metrics(table, self.world, self.collector.metrics, steps)
-            | measured
-            | {
-                "lr": learning_rate(self.config.train, (step + 1) * self.config.train.updates_per_rollout - 1),
-                "samples_trained": float(mask.sum()),
-                "updates": float(len(trained)),
-                "updates_skipped": float(len(trained) - len(norms)),
-            }
-        )
+        rows = list[torch.Tensor]()
+        norms = list[float | None]()
+        trained = self.reference.add(plan.trained(batches, mask))
+        with self.throughput.counting("update", sum(len(batch.places) for batch in trained if not batch.padding)):
+            for position, share, samples in plan.updates(trained, mask):
+                if all(norm is None for norm in norms) or self.checkpoints.last == plan.step:
+                    self.interrupt.check()  # later, this step's updates would be lost
+                rows += self.gradients.accumulate(share, on_device, samples * counted)
+                norms.append(self.policy.update(self.world, position))
+        finite = [norm for norm in norms if norm is not None]
+        metrics = policy_metrics(rows, self.world, self.gradients.metrics)
+        metrics |= {"grad_norm": float(np.mean(finite))} if finite else {}
+        return metrics | {
+            "lr": learning_rate(self.config.train, (plan.step + 1) * self.config.train.updates_per_rollout - 1),
+            "samples_trained": float(mask.sum()),
+            "updates": float(len(norms)),
+            "updates_skipped": float(len(norms) - len(finite)),
+        }
 
     @contextmanager
     def _stopping(self, step: int) -> Iterator[None]:

@@ -32,7 +32,7 @@ from prefgrpo.models.base import Adapter
 from prefgrpo.models.folder import ModelError
 from prefgrpo.models.weights import locate_lora
 from prefgrpo.parallel import world as parallel
-from prefgrpo.parallel.attention import set_backend
+from prefgrpo.parallel.attention_backend import set_backend
 from prefgrpo.parallel.parallelize import parallelize
 from prefgrpo.parallel.world import World
 from prefgrpo.rollout.embeddings import Embeddings, run_entries

@@ -14,7 +14,7 @@ from prefgrpo.models.attention import attention_of_a_run
 from prefgrpo.parallel import world as parallel
 from prefgrpo.parallel.world import World
 from prefgrpo.rollout.embeddings import Embeddings, Entry
-from prefgrpo.rollout.sources import prefetch
+from prefgrpo.rollout.source_images import prefetch
 from prefgrpo.run.loading import open_adapter, unsupported
 from prefgrpo.run.source import open_source
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from prefgrpo.data.stored import Shape, StoredMedia
-from prefgrpo.rollout.sources import WORKERS, fit
+from prefgrpo.rollout.source_images import WORKERS, fit
 
 KEPT = 8
 """Samples that are read ahead, or were read last: a clip has a hundred megabytes."""

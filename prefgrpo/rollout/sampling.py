@@ -13,7 +13,7 @@ from torch import Tensor
 from prefgrpo.config.recipe import ConfigError
 from prefgrpo.config.schema import Config, SamplingConfig
 from prefgrpo.models.base import Adapter
-from prefgrpo.objectives import objective
+from prefgrpo.objectives import make_objective
 from prefgrpo.objectives.base import TrajectoryObjective
 from prefgrpo.sde.schedule import (
     Schedule,
@@ -33,7 +33,7 @@ class Schedules:
         self.config = config
         self.adapter = adapter
         self.device = device
-        self.goal = objective(config.train)
+        self.objective = make_objective(config.train)
         self._sigmas, self._times = self._levels(config.rollout)
 
     def _levels(self, sampling: SamplingConfig) -> tuple[Tensor, Tensor]:
@@ -54,11 +54,11 @@ class Schedules:
 
     def _with(self, steps: tuple[int, ...]) -> Schedule:
         r = self.config.rollout
-        if self.goal.collector == "endpoint":
+        if self.objective.inputs == "endpoint":
             return make_schedule(self._sigmas, "ode", 0.0, times=self._times, trained=steps)
         made = make_schedule(self._sigmas, r.rule, r.eta, None if r.sde_everywhere else steps, self._times)
         made = replace(made, trained=tuple(k for k in made.sde_steps if k in steps))
-        kind = self.goal.step_weight if isinstance(self.goal, TrajectoryObjective) else "none"
+        kind = self.objective.step_weight if isinstance(self.objective, TrajectoryObjective) else "none"
         if kind == "none":
             return made
         all_steps = make_schedule(self._sigmas, r.rule, r.eta, tuple(window_range(r)), self._times)

@@ -12,12 +12,12 @@ from prefgrpo.config.recipe import ConfigError
 from prefgrpo.config.schema import Config, TrainConfig
 from prefgrpo.models import family
 from prefgrpo.models.folder import ModelError, is_hub_id
-from prefgrpo.objectives import OBJECTIVES, objective
+from prefgrpo.objectives import OBJECTIVES, make_objective
 from prefgrpo.objectives.base import GroupObjective
 from prefgrpo.parallel.world import World
 from prefgrpo.rewards import PYTHON, get_python_rewards, load_class
 from prefgrpo.rewards.pairwise import VlmPairwise
-from prefgrpo.rollout.batch import batch_sizes, busy_prompts, busy_share
+from prefgrpo.rollout.assignment import batch_sizes, busy_prompts, busy_share
 from prefgrpo.run import judging, trackers
 from prefgrpo.run.checkpoint import CheckpointError
 from prefgrpo.run.loading import unsupported
@@ -104,28 +104,28 @@ def _objective_errors(config: Config) -> list[str]:
     t = config.train
     r = config.rollout
     try:
-        goal = objective(t)
+        objective = make_objective(t)
     except ConfigError as error:
         return error.mistakes
     except ValueError as error:
         return [f"train.objective: {error}"]
-    wrong = [f"train.objective_options.{e}" for e in goal.option_errors(r.group_size)]
+    wrong = [f"train.objective_options.{e}" for e in objective.option_errors(r.group_size)]
     slices = t.update_slices == "members" and t.updates_per_rollout > 1
-    if isinstance(goal, GroupObjective) and (slices or t.updates_per_rollout > r.prompts_per_step):
+    if isinstance(objective, GroupObjective) and (slices or t.updates_per_rollout > r.prompts_per_step):
         problem = f"{t.objective} compares the members of a group: expected update_slices: prompts"
         limit = f"at most rollout.prompts_per_step = {r.prompts_per_step}"
         got = f"got {t.updates_per_rollout} with {t.update_slices}"
         wrong.append(f"train.updates_per_rollout: {problem} and {limit}, {got}")
     trained = [entry for entry in config.rewards if entry.weight > 0]
     pairwise = ["url" in entry.options or issubclass(load_class(entry.reward), VlmPairwise) for entry in trained]
-    if goal.needs_comparisons and not any(pairwise) and not config.data.pairs:
+    if objective.needs_comparisons and not any(pairwise) and not config.data.pairs:
         wanted = f"{t.objective} trains on comparisons: expected a pairwise reward, such as vlm_pairwise"
         names = ", ".join(entry.name for entry in config.rewards)
         wrong.append(f"rewards: {wanted}, with a weight above 0, got {names}")
-    if r.same_noise and goal.collector == "endpoint":
+    if r.same_noise and objective.inputs == "endpoint":
         why = f"{t.objective} samples without step noise, so the images of a prompt would be identical"
         wrong.append(f"rollout.same_noise: {why}: expected false, got true")
-    if r.staleness and (goal.anchor == "old" or goal.sampled_by_old):
+    if r.staleness and (objective.compares_with == "old" or objective.sampled_by_old):
         why = f"{t.objective} has an old policy, which has to be the one that generated the samples"
         wrong.append(f"rollout.staleness: {why}: expected 0, got {r.staleness}")
     return wrong
@@ -138,12 +138,12 @@ def _pair_errors(config: Config) -> list[str]:
     if not path.is_file() and (not path.is_dir() or run_of(path) is None):
         wrong.append(f"data.pairs: expected a table of pairs, or the folder of a run, got {path}")
     try:
-        goal = objective(config.train)
+        objective = make_objective(config.train)
         sound = family(config.family).with_sound
     except ValueError:
         return wrong  # said elsewhere
-    if goal.on_policy:
-        offline = [name for name in OBJECTIVES if not objective(TrainConfig(objective=name)).on_policy]
+    if objective.on_policy:
+        offline = [name for name in OBJECTIVES if not make_objective(TrainConfig(objective=name)).on_policy]
         options = f" with objective_options {config.train.objective_options}" * bool(config.train.objective_options)
         needs = f"{config.train.objective}{options} needs samples of the policy, which data.pairs does not have"
         wrong.append(f"train.objective: {needs}; expected {', '.join(offline)}")

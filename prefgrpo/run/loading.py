@@ -1,4 +1,4 @@
-"""Opens the parts of a run that depend on the model: the model, the policy, its schedules, and what collects gradients.
+"""Opens the parts of a run that depend on the model: the model, the policy, its schedules and its gradients.
 
 Invariant: a value that the model rejects raises a ConfigError that names its field.
 """
@@ -23,16 +23,17 @@ from prefgrpo.models import DTYPES, family
 from prefgrpo.models.base import Adapter
 from prefgrpo.models.folder import ModelError, locate
 from prefgrpo.objectives.base import EndpointObjective, Objective, TrajectoryObjective
-from prefgrpo.parallel import attention
+from prefgrpo.parallel import attention_backend
+from prefgrpo.parallel.gradient_checkpointing import KEEPING, keep_attention
 from prefgrpo.parallel.parallelize import context_errors, parallelize
-from prefgrpo.parallel.recompute import KEEPING, keep_attention
 from prefgrpo.parallel.world import Layout, World
-from prefgrpo.rollout.endpoint import EndpointCollector
-from prefgrpo.rollout.replay import TrajectoryCollector
 from prefgrpo.rollout.sampling import Schedules
 from prefgrpo.run import checkpoint
 from prefgrpo.run.fits import model_bytes, refusal, static_bytes, stored_bytes, whole_gradients
-from prefgrpo.run.policy import Policy
+from prefgrpo.update.endpoint import EndpointGradients
+from prefgrpo.update.gradients import Gradients
+from prefgrpo.update.policy import Policy
+from prefgrpo.update.trajectory import TrajectoryGradients
 
 T = TypeVar("T")
 
@@ -85,7 +86,7 @@ def unsupported(config: Config) -> list[str]:
     except ValueError as error:
         return [f"family: {error}"]
     layout = Layout(ring=config.parallel.ring, ulysses=config.parallel.ulysses)
-    errors = attention.unsupported(cls, config.family, config.attention, layout)
+    errors = attention_backend.unsupported(cls, config.family, config.attention, layout)
     r = config.rollout
     if r.frames is not None and cls.default_frames is None:
         errors.append(f"rollout.frames: {config.family} makes images, expected none, got {r.frames}")
@@ -152,11 +153,7 @@ def load_checkpoint(adapter: Adapter, path: Path, averaged: bool, world: World) 
     checkpoint.read(path, {prefix + name: p.detach() for name, p in adapter.trainable()}, world)
 
 
-Collector = TrajectoryCollector | EndpointCollector
-"""Turns a batch and its targets into gradients."""
-
-
-def open_model(config: Config, goal: Objective, world: World, encoders: bool) -> tuple[Adapter, Policy]:
+def open_model(config: Config, objective: Objective, world: World, encoders: bool) -> tuple[Adapter, Policy]:
     """(the model ready to train, its policy), after checking that it fits, and that sizes can be split. Raises
     ConfigError."""
     parts = model_bytes(config, locate(config.model), encoders) if world.device.type == "cuda" else {}
@@ -170,7 +167,7 @@ def open_model(config: Config, goal: Objective, world: World, encoders: bool) ->
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     parallelize(adapter, config, world)
-    return adapter, open_policy(config, goal, adapter)
+    return adapter, open_policy(config, objective, adapter)
 
 
 def _check_memory(parts: Mapping[str, int], device: torch.device) -> None:
@@ -185,13 +182,13 @@ def open_prompts(read: Callable[..., T], world: World) -> T:
     return read(decode=False) if found is None else found
 
 
-def open_policy(config: Config, goal: Objective, adapter: Adapter) -> Policy:
-    """The trained weights, with the copies that the objective needs: of an old policy, and without a LoRA of the
-    initial weights."""
+def open_policy(config: Config, objective: Objective, adapter: Adapter) -> Policy:
+    """The trained weights, with the copies that the objective needs: of an old policy, and of the reference
+    policy, where that is not the model without its LoRA."""
     t = config.train
-    old = goal.anchor == "old" or goal.sampled_by_old
-    base = t.swaps_reference and (goal.anchor == "base" or t.kl_coef > 0)
-    return Policy(dict(adapter.trainable()), t, old, base)
+    old = objective.compares_with == "old" or objective.sampled_by_old
+    reference = t.swaps_reference and (objective.compares_with == "reference" or t.kl_coef > 0)
+    return Policy(dict(adapter.trainable()), t, old, reference)
 
 
 def open_schedules(config: Config, adapter: Adapter, world: World) -> Schedules:
@@ -201,25 +198,25 @@ def open_schedules(config: Config, adapter: Adapter, world: World) -> Schedules:
     return schedules
 
 
-def open_collector(config: Config, goal: Objective, adapter: Adapter, policy: Policy, world: World) -> Collector:
-    """The objective's collector; also lets recomputed blocks keep attention. Raises ConfigError for a `times` that a
+def open_gradients(config: Config, objective: Objective, adapter: Adapter, policy: Policy, world: World) -> Gradients:
+    """The objective's gradients; also lets recomputed blocks keep attention. Raises ConfigError for a `times` that a
     family with several denoisers rejects."""
 
     def reference() -> AbstractContextManager[None]:
-        return policy.use_weights(policy.base) if config.train.swaps_reference else adapter.reference()
+        return policy.use_weights(policy.reference) if config.train.swaps_reference else adapter.reference()
 
     once = reduces_once(config, adapter, policy, world)
     if config.attention in KEEPING and not config.compile:
         blocks = [block for net in adapter.modules().values() for block in adapter.blocks(net)]
         keep_attention(blocks, attention_limit(config, adapter, policy, world, once))
-    if isinstance(goal, TrajectoryObjective):
-        return TrajectoryCollector(adapter, goal, config, reference, world, once)
-    assert isinstance(goal, EndpointObjective)
-    if len(adapter.denoisers) > 1 and goal.times not in ("window", "schedule"):
+    if isinstance(objective, TrajectoryObjective):
+        return TrajectoryGradients(adapter, objective, config, reference, world, once)
+    assert isinstance(objective, EndpointObjective)
+    if len(adapter.denoisers) > 1 and objective.times not in ("window", "schedule"):
         which = f"{config.family} has a denoiser for each part of the schedule: expected window or schedule"
-        raise ConfigError([f"train.objective_options.times: {which}, got {goal.times}"])
-    anchor = reference if goal.anchor == "base" else lambda: policy.use_weights(policy.old)
-    return EndpointCollector(adapter, goal, config, anchor, reference, world, once)
+        raise ConfigError([f"train.objective_options.times: {which}, got {objective.times}"])
+    old = partial(policy.use_weights, policy.old)
+    return EndpointGradients(adapter, objective, config, reference, world, once, old=old)
 
 
 def reduces_once(config: Config, adapter: Adapter, policy: Policy, world: World) -> bool:

@@ -12,7 +12,7 @@ from families import case_of, conditions, load, noise
 from tiny_run import ALONE, settings, world
 
 from prefgrpo.config.loading import from_dict
-from prefgrpo.objectives import objective
+from prefgrpo.objectives import make_objective
 from prefgrpo.run import loading
 from prefgrpo.run.fits import certain_bytes, model_bytes, refusal, shapes_of, static_bytes, stored_bytes, velocity_bytes
 from prefgrpo.run.loading import open_model
@@ -33,7 +33,7 @@ def config(place, **over):
 @pytest.mark.parametrize("encoders", [True, False])
 def test_the_bytes_are_those_of_the_loaded_model(place, rank, encoders):
     c = config(place, train={"lora_rank": rank})
-    adapter, policy = open_model(c, objective(c.train), ALONE, encoders)
+    adapter, policy = open_model(c, make_objective(c.train), ALONE, encoders)
     real = sum(static_bytes(adapter, policy).values())
     counted = sum(certain_bytes(c, {name: shapes_of(place / "flux" / name) for name in PARTS}, encoders).values())
     assert 0.99 * real <= counted <= real  # buffers are not in the headers
@@ -42,10 +42,10 @@ def test_the_bytes_are_those_of_the_loaded_model(place, rank, encoders):
 def test_a_base_in_fp8_is_never_counted_too_large(place):
     """Nor are the bytes that a start prints those of another dtype."""
     c = config(place, dtype="bf16", fp8_base=True)
-    adapter, policy = open_model(c, objective(c.train), ALONE, False)
+    adapter, policy = open_model(c, make_objective(c.train), ALONE, False)
     real = static_bytes(adapter, policy)
     counted = certain_bytes(c, {name: shapes_of(place / "flux" / name) for name in PARTS}, False)
-    before, _ = open_model(config(place, dtype="bf16"), objective(c.train), ALONE, False)
+    before, _ = open_model(config(place, dtype="bf16"), make_objective(c.train), ALONE, False)
     assert sum(counted.values()) <= sum(real.values())
     in_bf16 = sum(p.nbytes for p in before.transformer.parameters() if not p.requires_grad)
     in_fp8 = sum(p.nbytes for p in adapter.transformer.parameters() if not p.requires_grad)
@@ -93,7 +93,7 @@ def test_gradients_are_kept_whole_where_half_of_the_memory_holds_them(place, mon
     """And never with several denoisers, of which an update's last backward runs one. Kept attention gets a quarter of
     the rest, times the share of the blocks that are recomputed."""
     c = config(place, train={"lora_rank": 0, "gradient_checkpointing": 0.5})
-    adapter, policy = open_model(c, objective(c.train), ALONE, True)
+    adapter, policy = open_model(c, make_objective(c.train), ALONE, True)
     stored = stored_bytes(c, adapter.latent_shape(c.rollout), ALONE.layout, 1)
     needed = sum(static_bytes(adapter, policy).values()) + stored + 1000
     world = SimpleNamespace(equal_forwards=True, device=torch.device("cuda"), layout=ALONE.layout, size=1, any=bool)
