@@ -18,6 +18,7 @@ from prefgrpo.parallel.world import World
 from prefgrpo.rewards import PYTHON, get_python_rewards, load_class
 from prefgrpo.rewards.pairwise import VlmPairwise
 from prefgrpo.rollout.assignment import batch_sizes, busy_prompts, busy_share
+from prefgrpo.rollout.sampling import load_rule
 from prefgrpo.run import judging, trackers
 from prefgrpo.run.checkpoint import CheckpointError
 from prefgrpo.run.loading import unsupported
@@ -50,6 +51,10 @@ def config_errors(config: Config) -> list[str]:
     problems = _model_errors(config) + judging.config_errors(config)
     problems += [] if problems else _objective_errors(config)
     problems += unsupported(config)
+    try:
+        load_rule(config.rollout.rule)
+    except ValueError as error:
+        problems.append(f"rollout.rule: {error}")
     problems += trackers.config_errors(config)
     if config.data.pairs:
         problems += _pair_errors(config)

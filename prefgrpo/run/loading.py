@@ -140,6 +140,7 @@ def check_sizes(config: Config, outline: Adapter) -> None:
     with config_errors_as("rollout.steps"):
         schedules = Schedules(config, outline, torch.device("cpu"))
         schedules.ode(config.rollout)
+    schedules.check()
     with config_errors_as("eval.steps"):
         schedules.ode(config.eval_sampling)
 
@@ -192,10 +193,8 @@ def open_policy(config: Config, objective: Objective, adapter: Adapter) -> Polic
 
 
 def open_schedules(config: Config, adapter: Adapter, world: World) -> Schedules:
-    """The schedules of a run, after checking its windows. Raises ConfigError."""
-    schedules = Schedules(config, adapter, world.device)
-    schedules.check()
-    return schedules
+    """The schedules of a run."""
+    return Schedules(config, adapter, world.device)
 
 
 def open_gradients(config: Config, objective: Objective, adapter: Adapter, policy: Policy, world: World) -> Gradients:
