@@ -37,7 +37,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks import ulysses_copies
 from benchmarks.block_costs import MODELS, Kind, Model, block_of, inputs_of, published, to_fp8_base
-from benchmarks.trials import report
+from benchmarks.experiments.trials import report
 from prefgrpo.config.recipe import ConfigError
 from prefgrpo.models.attention import LIMIT, Case, activate, attention_of_a_run, errors, relative_error
 from prefgrpo.models.blocks import check, components, fused

@@ -178,7 +178,7 @@ def evaluate(
     Args:
         target: Run folder (its newest checkpoint), RUN/checkpoints/step_000020, recipe, pipeline folder or hub id.
         suite: Published suite; none: compare with --against.
-        prompts: The suite's own file or folder of prompts (docs/evaluation.md); without a suite: a file of prompts,
+        prompts: The suite's own file or folder of prompts (docs/suites.md); without a suite: a file of prompts,
             empty: the run's held-out prompts.
         out: Output folder for files and tables; none: RUN/evaluations/…. Existing files are kept.
         samples: Images or clips per prompt; 0: the suite's own number, without a suite eval.samples_per_prompt.

@@ -50,7 +50,7 @@ FIRST_ID = 2**61
 """Sample ids of generated noise start here, far from those of training and evaluation."""
 PER_PROMPT = 2**20
 QUALITY = 8
-"""imageio's quality of a clip's file, 0 to 10 (x264's crf 10): see docs/evaluation.md."""
+"""imageio's quality of a clip's file, 0 to 10 (x264's crf 10): see docs/scoring.md."""
 MOST_FPS = 240
 
 

@@ -308,7 +308,7 @@ class Config:
     dtype: Literal["fp32", "bf16"] = "bf16"
     """Type of the denoiser's weights in a forward; LoRA, master weights and optimiser are fp32."""
     fp8_base: bool = False
-    """Keep the Linear layers of the denoiser's repeated blocks in fp8 (docs/training.md): half of the memory of their
+    """Keep the Linear layers of the denoiser's repeated blocks in fp8 (docs/memory.md): half of the memory of their
     weights, and products in fp8 where the GPU has them. With a LoRA only."""
     attention: Attention = "native"
     """Attention kernels, in both rollout and training; their gradients are first compared with exact ones. native:

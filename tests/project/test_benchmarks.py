@@ -21,14 +21,13 @@ from benchmarks import (
     bench_judge,
     block_ops,
     blocks,
-    calls,
     harness,
     integrations,
     policy_loss,
-    science,
     sde_step,
     step_time,
 )
+from benchmarks.experiments import calls, science
 from prefgrpo.config.loading import load
 from prefgrpo.judge.verdict import Verdict
 

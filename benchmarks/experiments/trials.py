@@ -1,13 +1,13 @@
-"""`python -m benchmarks.trials PART`: whole trainings on one GPU, for scripts/gpu_check.sh; one JSON line per trial.
+"""Whole trainings on one GPU, one JSON line per trial: `python -m benchmarks.experiments.trials PART` (gpu_check.sh).
 
     families   every family, tiny, in bf16: LoRA and all weights, 2 steps, resumed to 3; the first ratio must be 1
     train      FLUX.1-dev at its true size with random weights, loaded once: the recipe lora_flux at 720², and 1024²
                with recomputation; seconds per phase, FLOP, MFU, and peak memory beside what start and --dry-run said
-    peers      a quarter of FLUX.1-dev at 1024² and 512²: Pref-GRPO's own step beside ours (benchmarks/pref_grpo.py)
+    peers      a quarter of FLUX.1-dev at 1024² and 512²: Pref-GRPO's own step beside ours (pref_grpo.py)
 
-The lines are also written to results/PART_DEVICE.json, with the machine. A trial that fails is a line with its error,
-and makes the exit code 1; the next one runs. Every training of `families` has a process of its own, because an illegal
-memory access ends whatever runs in its process; the trials of `train` and `peers` share one, for they share a pipeline.
+The lines are also written to benchmarks/results/PART_DEVICE.json, with the machine. A trial that fails is a line with
+its error, and makes the exit code 1; the next one runs. Every training of `families` has a process of its own, because
+an illegal memory access ends whatever runs in its process; the trials of `train` and `peers` share one, and a pipeline.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from unittest import mock
 
 import torch
 
-from benchmarks import pref_grpo
 from benchmarks.bench_judge import machine
 from benchmarks.blocks import rounded, write_json
+from benchmarks.experiments import pref_grpo
 from prefgrpo.commands.dry_run import dry_run
 from prefgrpo.config.rewards import entries
 from prefgrpo.models.attention import attention_of_a_run
@@ -45,7 +45,7 @@ from prefgrpo.run.notes import GIB, peak_memory
 from prefgrpo.tiny import pipelines
 from prefgrpo.trainer import Trainer
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "scripts" / "prefgrpo/lora_flux.yaml"
 RESULTS = ROOT / "benchmarks" / "results"
 PROMPTS = ("a red cube left of a blue ball", "a street in the rain at night", "two cats asleep on a piano")

@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.blocks import replace_block
-from benchmarks.demo_runs import (
+from benchmarks.experiments.demo_runs import (
     COLOURS,
     ROOT,
     Columns,
@@ -47,16 +47,16 @@ from benchmarks.demo_runs import (
     recipe,
     spread,
 )
-from benchmarks.simulated_judge import USUAL, Ratings, SimulatedJudge, WinRates
+from benchmarks.experiments.simulated_judge import USUAL, Ratings, SimulatedJudge, WinRates
 
-RESULTS = ROOT / "benchmarks" / "results" / "science"
+RESULTS = ROOT / "benchmarks" / "experiments" / "results" / "science"
 PAGE = ROOT / "docs" / "science.md"
 SEEDS = (0, 1, 2, 3, 4)
 STEPS = 40
 EVERY = 10
 GROUPS = 8
 MEMBERS = 8
-JUDGE = "benchmarks.simulated_judge"
+JUDGE = "benchmarks.experiments.simulated_judge"
 MEASURED = Columns(
     {"accuracy": "dev/scenes.all", "truth": f"dev/{JUDGE}:truth", "brightness": f"dev/{JUDGE}:brightness"},
     {"diversity": "diversity/pixels"},
@@ -268,7 +268,7 @@ def render() -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.science", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.experiments.science", description=__doc__)
     parser.add_argument(
         "--only", nargs="*", default=list(EXPERIMENTS), choices=EXPERIMENTS, help="experiments; all by default"
     )

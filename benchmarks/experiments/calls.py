@@ -1,4 +1,4 @@
-"""`python -m benchmarks.calls`: judge calls and policy forwards to a given accuracy, by objective and plan of pairs.
+"""Judge calls and policy forwards to a given accuracy, by objective and plan: `python -m benchmarks.experiments.calls`.
 
 Two worlds. `scenes`: the demo's images and its tiny vision-language judge. `words`: the OCR demo's images, and a
 simulated judge (simulated_judge.py) that reads letters with noise and favours the image shown first. In both, accuracy
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.blocks import replace_block
-from benchmarks.demo_runs import (
+from benchmarks.experiments.demo_runs import (
     COLOURS,
     ROOT,
     Columns,
@@ -39,7 +39,7 @@ from benchmarks.demo_runs import (
     recipe,
     spread,
 )
-from benchmarks.simulated_judge import WinRates, WordsJudge
+from benchmarks.experiments.simulated_judge import WinRates, WordsJudge
 from prefgrpo.config.loading import from_dict
 from prefgrpo.config.recipe import merge, read_yaml
 from prefgrpo.config.schema import Config
@@ -47,7 +47,7 @@ from prefgrpo.judge.pairs import get_plan
 from prefgrpo.objectives import make_objective
 from prefgrpo.objectives.base import EndpointObjective
 
-RESULTS = ROOT / "benchmarks" / "results" / "calls"
+RESULTS = ROOT / "benchmarks" / "experiments" / "results" / "calls"
 PAGE = ROOT / "docs" / "science.md"
 SEEDS = (0, 1, 2, 3, 4)
 GOALS = {"scenes": (0.70, 0.80, 0.85), "words": (0.45, 0.50, 0.55)}
@@ -274,7 +274,7 @@ def block(world: str, folder: Path = RESULTS) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.calls", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.experiments.calls", description=__doc__)
     parser.add_argument("--only", nargs="*", default=list(ARMS), choices=list(ARMS), help="arms to run; all by default")
     parser.add_argument("--seeds", nargs="*", type=int, default=SEEDS)
     parser.add_argument("--jobs", type=int, default=1, help="runs at once, each on one thread")

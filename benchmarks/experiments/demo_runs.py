@@ -21,7 +21,7 @@ import numpy as np
 from benchmarks.bench_judge import machine
 from benchmarks.blocks import rounded, write_json
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 Run = dict[str, Any]
 COLOURS = ("#2a6f97", "#c1121f", "#e09f3e", "#588157", "#7b2cbf", "#4a4e69")
 

@@ -1,6 +1,6 @@
 """What `fp8_base` does to the result: the demo's world trained with and without it.
 
-    python -m benchmarks.fp8_result --seeds 0 1 2    # writes the table of docs/science.md
+    python -m benchmarks.experiments.fp8_result --seeds 0 1 2    # writes the table of docs/science.md
 
 Each run is evaluated on the test captions in the base in which its LoRA will be used, fp32, against that base; those
 with `fp8_base` also in their own base. A run that has its JSON in results/fp8 is not repeated.
@@ -17,9 +17,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.blocks import replace_block, rounded, write_json
-from benchmarks.demo_runs import ROOT, spread
+from benchmarks.experiments.demo_runs import ROOT, spread
 
-RESULTS = ROOT / "benchmarks" / "results" / "fp8"
+RESULTS = ROOT / "benchmarks" / "experiments" / "results" / "fp8"
 RECIPES = {"GRPO, `demo`": "prefgrpo/tiny/demo.yaml", "soft DPO, `few_calls`": "scripts/demo/few_calls.yaml"}
 TEST = "prefgrpo/tiny/assets/prompts/test.txt"
 
@@ -69,7 +69,7 @@ def table() -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.fp8_result", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.experiments.fp8_result", description=__doc__)
     parser.add_argument("--seeds", nargs="*", type=int, default=(0, 1, 2))
     for seed in parser.parse_args(argv).seeds:
         for recipe in RECIPES.values():
