@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -22,7 +22,6 @@ from prefgrpo.data.prompts import Prompt, place_of, read_source
 from prefgrpo.data.stored import StoredMedia
 
 KEPT = 256
-WORKERS = ThreadPoolExecutor(4, "sources")
 
 
 @dataclass(frozen=True)
@@ -77,9 +76,15 @@ def prefetch(sources: Iterable[SourceImages]) -> None:
             _reading(one)
 
 
+@cache
+def readers() -> ThreadPoolExecutor:
+    """Threads that read and resize files, made at their first use."""
+    return ThreadPoolExecutor(4, "images")
+
+
 @lru_cache(maxsize=KEPT)
 def _reading(sources: SourceImages) -> Future[tuple[Image.Image, ...]]:
-    return WORKERS.submit(_read, sources)
+    return readers().submit(_read, sources)
 
 
 def _read(sources: SourceImages) -> tuple[Image.Image, ...]:
