@@ -16,15 +16,15 @@ from prefgrpo.config.schema import Config, TrainConfig
 from prefgrpo.models import family
 from prefgrpo.models.base import Adapter
 from prefgrpo.models.folder import ModelError, is_hub_id
-from prefgrpo.objectives import OBJECTIVES, objective
+from prefgrpo.objectives import OBJECTIVES, make_objective
 from prefgrpo.objectives.base import EndpointObjective, GroupObjective
-from prefgrpo.parallel import attention
+from prefgrpo.parallel import attention_backend
 from prefgrpo.parallel.parallelize import context_errors
 from prefgrpo.parallel.world import Layout, World
 from prefgrpo.rewards import PYTHON, get_python_rewards, load_class
 from prefgrpo.rewards.pairwise import VlmPairwise
-from prefgrpo.rollout.batch import batch_sizes, busy_prompts, busy_share
-from prefgrpo.rollout.sampling import Schedules
+from prefgrpo.rollout.assignment import batch_sizes, busy_prompts, busy_share
+from prefgrpo.rollout.sampling import Schedules, load_rule
 from prefgrpo.run import judging, trackers
 from prefgrpo.run.run_folder import run_of
 
@@ -41,7 +41,7 @@ def errors(config: Config) -> list[str]:
         return lost
     of_rewards = judging.config_errors(config)
     found = model_errors(config, trains=True) + of_rewards + trackers.config_errors(config)
-    if not (of_rewards or _objective_errors(config)):
+    if not (of_rewards or _named_errors(config)):
         found += _combination_errors(config)
     if config.data.pairs:
         found += _pair_errors(config)
@@ -68,7 +68,7 @@ def model_errors(config: Config, trains: bool = False, download: bool = False) -
     """Why a configuration's model cannot sample or, with `trains`, be trained: its folder, options that its family does
     not support, the objective, and sizes and steps that the model does not have. Without `download`, of a model on the
     hub what is known without its folder."""
-    found = option_errors(config) + _objective_errors(config)
+    found = option_errors(config) + _named_errors(config)
     if is_hub_id(config.model) and not download:
         return found
     try:
@@ -89,7 +89,7 @@ def option_errors(config: Config) -> list[str]:
     except ValueError as error:
         return [f"family: {error}"]
     layout = Layout(ring=config.parallel.ring, ulysses=config.parallel.ulysses)
-    found = attention.backend_errors(cls, config.family, config.attention, layout)
+    found = attention_backend.backend_errors(cls, config.family, config.attention, layout)
     r = config.rollout
     if r.frames is not None and cls.default_frames is None:
         found.append(f"rollout.frames: {config.family} makes images, expected none, got {r.frames}")
@@ -155,40 +155,44 @@ def idle_errors(config: Config, world: World) -> list[str]:
     return [f"rollout.prompts_per_step: {problem}; {advice}; {allowed}"]
 
 
-def _objective_errors(config: Config) -> list[str]:
-    """Mistakes in the objective and its options."""
-    t = config.train
+def _named_errors(config: Config) -> list[str]:
+    """Mistakes in the objective, its options and the step rule, each of which may be the user's own."""
+    found: list[str] = []
     try:
-        made = objective(t)
-    except ConfigError as error:
-        return error.mistakes
+        load_rule(config.rollout.rule)
     except ValueError as error:
-        return [f"train.objective: {error}"]
-    return [f"train.objective_options.{e}" for e in made.option_errors(config.rollout.group_size)]
+        found.append(f"rollout.rule: {error}")
+    try:
+        objective = make_objective(config.train)
+    except ConfigError as error:
+        return found + error.mistakes
+    except ValueError as error:
+        return [*found, f"train.objective: {error}"]
+    return found + [f"train.objective_options.{e}" for e in objective.option_errors(config.rollout.group_size)]
 
 
 def _combination_errors(config: Config) -> list[str]:
     """Where an objective does not fit the rewards, the updates and the rollout."""
     t = config.train
     r = config.rollout
-    made = objective(t)
+    objective = make_objective(t)
     found: list[str] = []
     slices = t.update_slices == "members" and t.updates_per_rollout > 1
-    if isinstance(made, GroupObjective) and (slices or t.updates_per_rollout > r.prompts_per_step):
+    if isinstance(objective, GroupObjective) and (slices or t.updates_per_rollout > r.prompts_per_step):
         problem = f"{t.objective} compares the members of a group: expected update_slices: prompts"
         limit = f"at most rollout.prompts_per_step = {r.prompts_per_step}"
         got = f"got {t.updates_per_rollout} with {t.update_slices}"
         found.append(f"train.updates_per_rollout: {problem} and {limit}, {got}")
     trained = [entry for entry in config.rewards if entry.weight > 0]
     pairwise = ["url" in entry.options or issubclass(load_class(entry.reward), VlmPairwise) for entry in trained]
-    if made.needs_comparisons and not any(pairwise) and not config.data.pairs:
+    if objective.needs_comparisons and not any(pairwise) and not config.data.pairs:
         wanted = f"{t.objective} trains on comparisons: expected a pairwise reward, such as vlm_pairwise"
         names = ", ".join(entry.name for entry in config.rewards)
         found.append(f"rewards: {wanted}, with a weight above 0, got {names}")
-    if r.same_noise and made.collector == "endpoint":
+    if r.same_noise and objective.inputs == "endpoint":
         why = f"{t.objective} samples without step noise, so the images of a prompt would be identical"
         found.append(f"rollout.same_noise: {why}: expected false, got true")
-    if r.staleness and (made.anchor == "old" or made.sampled_by_old):
+    if r.staleness and (objective.compares_with == "old" or objective.sampled_by_old):
         why = f"{t.objective} needs samples of its old policy, so it cannot be combined with staleness"
         found.append(f"rollout.staleness: {why}: expected 0, got {r.staleness}")
     return found
@@ -201,10 +205,14 @@ def window_errors(config: Config, outline: Adapter) -> list[str]:
         Schedules(config, outline, torch.device("cpu")).check()
     except ConfigError as error:
         found += error.mistakes
-    made = objective(config.train)
-    if len(outline.denoisers) > 1 and isinstance(made, EndpointObjective) and made.times not in ("window", "schedule"):
+    objective = make_objective(config.train)
+    if (
+        len(outline.denoisers) > 1
+        and isinstance(objective, EndpointObjective)
+        and objective.times not in ("window", "schedule")
+    ):
         which = f"{config.family} has a denoiser for each part of the schedule: expected window or schedule"
-        found.append(f"train.objective_options.times: {which}, got {made.times}")
+        found.append(f"train.objective_options.times: {which}, got {objective.times}")
     return found
 
 
@@ -215,12 +223,12 @@ def _pair_errors(config: Config) -> list[str]:
     if not path.is_file() and (not path.is_dir() or run_of(path) is None):
         found.append(f"data.pairs: expected a table of pairs, or the folder of a run, got {path}")
     try:
-        made = objective(config.train)
+        objective = make_objective(config.train)
         sound = family(config.family).with_sound
     except ValueError:
         return found  # said elsewhere
-    if made.on_policy:
-        offline = [name for name in OBJECTIVES if not objective(TrainConfig(objective=name)).on_policy]
+    if objective.on_policy:
+        offline = [name for name in OBJECTIVES if not make_objective(TrainConfig(objective=name)).on_policy]
         options = f" with objective_options {config.train.objective_options}" * bool(config.train.objective_options)
         needs = f"{config.train.objective}{options} needs samples of the policy, which data.pairs does not have"
         found.append(f"train.objective: {needs}; expected {', '.join(offline)}")

@@ -12,7 +12,7 @@ from prefgrpo.config.schema import Config
 from prefgrpo.data.atomic import save_images
 from prefgrpo.rewards.scorer import StepScores
 from prefgrpo.rollout.render import stills
-from prefgrpo.rollout.sources import as_arrays
+from prefgrpo.rollout.source_images import as_arrays
 from prefgrpo.run.log import Log
 from prefgrpo.run.pairs import store
 from prefgrpo.run.trackers import PAIRS, Pictures

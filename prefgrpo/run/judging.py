@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from prefgrpo.config.by_path import load_function
 from prefgrpo.config.loading import section
 from prefgrpo.config.recipe import ConfigError
 from prefgrpo.config.rewards import RewardEntry
@@ -26,7 +27,6 @@ from prefgrpo.judge.pairs import both_orders, get_plan
 from prefgrpo.judge.template import FRAMES, Shown, Template, load_template
 from prefgrpo.judge.verdict import JudgeError, PairJudge
 from prefgrpo.models import family
-from prefgrpo.objectives.advantages import load_function
 from prefgrpo.parallel.world import World
 from prefgrpo.rewards import build, check_entry, factory, load_class
 from prefgrpo.rewards.base import PointwiseReward, Reward, Sample
@@ -41,7 +41,7 @@ def config_errors(config: Config) -> list[str]:
     combine = config.advantage.combine
     if combine not in COMBINE:
         try:
-            load_function(combine)
+            load_function(combine, COMBINE)
         except ValueError as error:
             wrong.append(f"advantage.combine: {error}")
     negative = [entry.name for entry in config.rewards if entry.weight < 0]

@@ -21,12 +21,13 @@ from prefgrpo.config.loading import from_dict
 from prefgrpo.parallel.world import World
 from prefgrpo.rewards.base import PointwiseReward, Score
 from prefgrpo.rollout import render
-from prefgrpo.rollout.batch import BatchPlan, assign_batches, update_of
+from prefgrpo.rollout.assignment import BatchPlan, assign_batches, update_of
 from prefgrpo.rollout.exchange import media_exchange
-from prefgrpo.rollout.replay import TrajectoryCollector
+from prefgrpo.rollout.plan import Plan
 from prefgrpo.run.errors import batch_errors
 from prefgrpo.run.log import Clock
 from prefgrpo.trainer import Trainer
+from prefgrpo.update.trajectory import TrajectoryGradients
 
 
 class Streamed(PointwiseReward):
@@ -84,14 +85,15 @@ def run_cells() -> None:
     """Runs in the new process: all cells in turn; saves what each process saw of a cell to a file in PLACE."""
     place = Path(os.environ["PLACE"])
     torch.set_num_threads(1)
-    true_sum, true_accumulate = World.sum_gradients, TrajectoryCollector.accumulate
+    true_sum, true_accumulate = World.sum_gradients, TrajectoryGradients.accumulate
+    true_trained = Plan.trained
     for cell, port in zip(CELLS, os.environ["PORTS"].split(","), strict=True):
         os.environ["MASTER_PORT"] = port
         seen = {"samples": {}, "gradients": [], "batches": [], "forwards": 0}
         on = CELLS[cell].get("equal", False)
         World.equal_forwards = property(lambda self, on=on: on)
         loop = Trainer(from_dict(cell_settings(place, cell, f"{cell}-{os.environ['WORLD_SIZE']}")))
-        slots = loop.rollouts.prompts_of(0)
+        slots = loop.groups.plan(0).prompts
         os.environ["TIED"] = "\n".join(slots[p].text for p in CELLS[cell].get("tied", ()))
 
         def sum_gradients(world, parameters, seen=seen):
@@ -105,24 +107,23 @@ def run_cells() -> None:
         def count(*_, seen=seen):
             seen["forwards"] += 1
 
-        def compute(step, scores, distances, seen=seen, compute=loop.targets.compute):
+        def compute(plan, scores, distances, seen=seen, compute=loop.targets.compute):
             seen["groups"] = scores.samples
-            return compute(step, scores, distances)
+            return compute(plan, scores, distances)
 
         loop.targets.compute = compute
-        World.sum_gradients, TrajectoryCollector.accumulate = sum_gradients, accumulate
+        World.sum_gradients, TrajectoryGradients.accumulate = sum_gradients, accumulate
         loop.adapter.transformer.register_forward_pre_hook(count)
-        keep = loop.rollouts.training_batches
 
-        def training_batches(batches, signal, seen=seen, keep=keep):
+        def trained(plan, batches, mask, seen=seen):
             for batch in batches:
                 for row, place in enumerate(zip(batch.slots, batch.members, strict=True)):
                     if not batch.padding:
                         assert place not in seen["samples"], "each sample is generated once"
                         seen["samples"][place] = [t[row].clone() for t in stored(batch)]
-            return keep(batches, signal)
+            return true_trained(plan, batches, mask)
 
-        object.__setattr__(loop.rollouts, "training_batches", training_batches)
+        Plan.trained = trained
         measured = {}
         for evaluator in loop.evaluators.values():
             evaluator.start(resumed=False)

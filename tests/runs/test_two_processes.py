@@ -146,7 +146,7 @@ def test_a_signal_to_one_rank_stops_all(place):
     assert (folder / "checkpoints" / f"step_{done:06d}").is_dir()
 
 
-GENERATE = Hold("prefgrpo.rollout.batches:Rollouts._generate", 3)
+GENERATE = Hold("prefgrpo.rollout.generated_groups:GeneratedGroups._generate", 3)
 WITHIN = {
     "one": ({}, [1]),
     "both": ({}, [0, 1]),
