@@ -206,13 +206,10 @@ def window_errors(config: Config, outline: Adapter) -> list[str]:
     except ConfigError as error:
         found += error.mistakes
     objective = make_objective(config.train)
-    if (
-        len(outline.denoisers) > 1
-        and isinstance(objective, EndpointObjective)
-        and objective.times not in ("window", "schedule")
-    ):
+    times = objective.times if isinstance(objective, EndpointObjective) else "window"
+    if len(outline.denoisers) > 1 and times not in ("window", "schedule"):
         which = f"{config.family} has a denoiser for each part of the schedule: expected window or schedule"
-        found.append(f"train.objective_options.times: {which}, got {objective.times}")
+        found.append(f"train.objective_options.times: {which}, got {times}")
     return found
 
 

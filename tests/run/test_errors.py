@@ -197,8 +197,8 @@ OF_REWARDS = [
      "cannot load the judge '/no/judge', expected a checkpoint's folder or hub id"),
 ]  # fmt: skip
 OF_OBJECTIVE = [
-    ("rollout: {rule: flwo}", "rollout.rule: expected one of flow, dance, cps, cps_normalised, wan, or file.py:function, "
-     "got 'flwo' (did you mean 'flow'?)"),
+    ("rollout: {rule: flwo}", "rollout.rule: expected one of flow, dance, cps, cps_normalised, wan, or "
+     "file.py:function, got 'flwo' (did you mean 'flow'?)"),
     (objective_with("nft", beto=1),
      "objective_options.beto: unknown key; did you mean 'train.objective_options.beta'?"),
     (objective_with("soft_dpo"), LACKS_PAIRS),
