@@ -6,13 +6,19 @@ contradicts by itself is found when it is read (`config.schema`), what prompts l
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
+from prefgrpo.config.by_path import load_function
 from prefgrpo.config.recipe import ConfigError
-from prefgrpo.config.schema import Config, TrainConfig
+from prefgrpo.config.rewards import RewardEntry
+from prefgrpo.config.schema import COMBINE, Config, TrainConfig
+from prefgrpo.judge.pairs import get_plan
+from prefgrpo.judge.verdict import JudgeError
 from prefgrpo.models import family
 from prefgrpo.models.base import Adapter
 from prefgrpo.models.folder import ModelError, is_hub_id
@@ -21,12 +27,13 @@ from prefgrpo.objectives.base import EndpointObjective, GroupObjective
 from prefgrpo.parallel import attention_backend
 from prefgrpo.parallel.parallelize import context_errors
 from prefgrpo.parallel.world import Layout, World
-from prefgrpo.rewards import PYTHON, get_python_rewards, load_class
+from prefgrpo.rewards import PYTHON, check_entry, factory, get_python_rewards, load_class
 from prefgrpo.rewards.pairwise import VlmPairwise
 from prefgrpo.rollout.assignment import batch_sizes, busy_prompts, busy_share
 from prefgrpo.rollout.sampling import Schedules, load_rule
-from prefgrpo.run import judging, trackers
+from prefgrpo.run.judging import asks_judge, judge_config, makes_clips, pairwise_templates
 from prefgrpo.run.run_folder import run_of
+from prefgrpo.run.trackers import PAIRS
 
 
 def refuse(mistakes: list[str]) -> None:
@@ -39,8 +46,8 @@ def errors(config: Config) -> list[str]:
     """Why a configuration cannot be trained: model, files, rewards, judges, objective, batches."""
     if lost := _lost_rewards(config):
         return lost
-    of_rewards = judging.config_errors(config)
-    found = model_errors(config, trains=True) + of_rewards + trackers.config_errors(config)
+    of_rewards = reward_errors(config)
+    found = model_errors(config, trains=True) + of_rewards + tracker_errors(config)
     if not (of_rewards or _named_errors(config)):
         found += _combination_errors(config)
     if config.data.pairs:
@@ -121,6 +128,61 @@ def size_errors(config: Config, outline: Adapter) -> list[str]:
         else:
             found += context_errors(outline, section, sizes, config.data.max_length, layout)
     return list(dict.fromkeys(found))
+
+
+# ---- rewards ---------------------------------------------------------------------------------------------------------
+
+
+def reward_errors(config: Config) -> list[str]:
+    """Mistakes in the rewards, their options and judges, and in how they are combined."""
+    found: list[str] = []
+    combine = config.advantage.combine
+    if combine not in COMBINE:
+        try:
+            load_function(combine, COMBINE)
+        except ValueError as error:
+            found.append(f"advantage.combine: {error}")
+    negative = [entry.name for entry in config.rewards if entry.weight < 0]
+    if combine == "geometric_mean" and negative:
+        found.append(f"advantage.combine: {combine} expects weights of at least 0, but not those of {negative}")
+    if not any(entry.weight for entry in config.rewards) and not config.data.pairs:
+        found.append("rewards: expected a weight other than 0; use eval.rewards for what is only measured")
+    only_measured = [entry for entry in config.measured if entry not in config.rewards]
+    judges = {entry.name: entry.judge for entry in config.rewards}
+    for entry in only_measured:
+        if entry.judge != judges.get(entry.name, entry.judge):
+            own = f"give another judge's entry its own, {{name: …, reward: {entry.reward}}}"
+            found.append(f"eval.rewards: {entry.name} is the name of a trained reward: {own}")
+    return found + entry_errors(config, "rewards", config.rewards) + entry_errors(config, "eval.rewards", only_measured)
+
+
+def entry_errors(config: Config, field: str, entries: Iterable[RewardEntry]) -> list[str]:
+    """Why rewards cannot be built, found without building them."""
+    found: list[str] = []
+    for entry in entries:
+        try:
+            _check_entry(config, entry)
+        except ConfigError as error:
+            found += error.mistakes
+        except (ValueError, JudgeError) as error:
+            found.append(f"{field}: {error}")
+    return found
+
+
+def _check_entry(config: Config, entry: RewardEntry) -> None:
+    """Raise ValueError, ConfigError or JudgeError for a reward that cannot be built, without building it."""
+    check_entry(entry)
+    asks = asks_judge(entry)
+    factory(entry.reward, entry.options | ({"judge": None} if asks else {}))
+    if asks:
+        judge_config(config, entry)
+    elif entry.judge:
+        raise ValueError(f"{entry.name} asks no judge: remove `judge` from its entry")
+    pairwise_templates([entry])
+    if issubclass(load_class(entry.reward), VlmPairwise) and "url" not in entry.options:
+        plan = get_plan(entry.options.get("plan", "both_orders"))
+        if entry in config.rewards:
+            plan(config.rollout.group_size, 0)
 
 
 # ---- training -------------------------------------------------------------------------------------------------------
@@ -210,6 +272,18 @@ def window_errors(config: Config, outline: Adapter) -> list[str]:
     if len(outline.denoisers) > 1 and times not in ("window", "schedule"):
         which = f"{config.family} has a denoiser for each part of the schedule: expected window or schedule"
         found.append(f"train.objective_options.times: {which}, got {times}")
+    return found
+
+
+def tracker_errors(config: Config) -> list[str]:
+    """Errors for configured trackers whose libraries are not installed, or which do not take what the run makes."""
+    # a ./wandb folder left by a run is a spec without origin
+    named = [name for name in config.trackers if name != PAIRS]
+    lacking = [name for name in named if getattr(find_spec(name), "origin", None) is None]
+    hint = "run `pip install {0}`, or remove it from trackers"
+    found = [f"trackers: {name} is not installed; {hint.format(name)}" for name in lacking]
+    if PAIRS in config.trackers and makes_clips(config):
+        found.append(f"trackers: {PAIRS} stores images, but {config.family} makes clips here; remove it from trackers")
     return found
 
 

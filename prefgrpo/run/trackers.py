@@ -13,7 +13,6 @@ import os
 import uuid
 from collections.abc import Mapping
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,6 @@ from prefgrpo.config.loading import to_dict
 from prefgrpo.config.schema import Config
 from prefgrpo.data.atomic import write_atomic
 from prefgrpo.rollout.render import stills
-from prefgrpo.run.judging import makes_clips
 from prefgrpo.run.run_folder import RunFolder
 
 PAIRS = "pairs"
@@ -33,18 +31,6 @@ LONGEST = 512
 """Most pixels of the longer side of an evaluation's images in trackers, which encode them as PNG."""
 Pictures = dict[str, tuple[str, NDArray[np.uint8]]]
 """Name → (caption, picture [H, W, 3])."""
-
-
-def config_errors(config: Config) -> list[str]:
-    """Errors for configured trackers whose libraries are not installed, or which do not take what the run makes."""
-    # a ./wandb folder left by a run is a spec without origin
-    named = [name for name in config.trackers if name != PAIRS]
-    lacking = [name for name in named if getattr(find_spec(name), "origin", None) is None]
-    hint = "run `pip install {0}`, or remove it from trackers"
-    errors = [f"trackers: {name} is not installed; {hint.format(name)}" for name in lacking]
-    if PAIRS in config.trackers and makes_clips(config):
-        errors.append(f"trackers: {PAIRS} stores images, but {config.family} makes clips here; remove it from trackers")
-    return errors
 
 
 def open_trackers(config: Config, folder: RunFolder, start: int) -> list[Tracker]:

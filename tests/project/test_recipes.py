@@ -31,8 +31,8 @@ from prefgrpo.objectives import make_objective
 from prefgrpo.parallel.world import Layout, World
 from prefgrpo.rewards import load_class
 from prefgrpo.rollout.assignment import assign_batches
-from prefgrpo.run.errors import batch_errors, idle_errors
-from prefgrpo.run.judging import config_errors, makes_clips
+from prefgrpo.run.errors import batch_errors, idle_errors, reward_errors
+from prefgrpo.run.judging import makes_clips
 from prefgrpo.run.memory import stored_bytes
 from prefgrpo.run.notes import idle_warning
 from prefgrpo.tiny import pipelines
@@ -233,7 +233,7 @@ def test_no_line_of_a_recipe_is_without_effect():
         judged = [entry for entry in (*config.rewards, *config.measured) if load_class(entry.name).judged]
         assert judged or "judge" not in read_yaml(recipe), recipe
         assert judged or config.judge == JudgeConfig(), recipe
-        assert config_errors(config) == [], recipe
+        assert reward_errors(config) == [], recipe
 
 
 def test_a_few_of_the_published_values_are_in_the_recipes():
