@@ -66,7 +66,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Source:
-    """What samples: a configured model as it is, with a LoRA, or with the trained weights of a checkpoint."""
+    """The model that generates: as configured, with a LoRA, or with the trained weights of a checkpoint."""
 
     config: Config
     label: str = "base"
@@ -87,7 +87,7 @@ class Source:
         raise ConfigError([f"--fps: expected frames per second, as {self.config.family} has no frame_rate"])
 
     def facts(self, prompts: Sequence[Prompt], fps: float | None, **more: Any) -> dict[str, Any]:
-        """Everything that determines the files that it makes for these prompts."""
+        """Everything that determines the files it generates for these prompts."""
         c = self.config
         facts = {
             "model": c.model,
@@ -145,7 +145,7 @@ def source_of(config: Config, target: str, world: World) -> Source:
 
 
 def claim_folder(out: Path, facts: Mapping[str, Any]) -> None:
-    """Write what makes the files of a folder into it. Raises CheckpointError if it holds files of something else."""
+    """Record in a folder what makes its files. Raises CheckpointError if it contains files of something else."""
     file = out / ".about.json"
     wanted = json.loads(json.dumps(facts))
     try:
@@ -191,7 +191,7 @@ def generate(
     ending = ".mp4" if makes_clips(config) else ".png"
     places = [(p, j, out / file_name(p, j, naming, ending)) for p in held for j in range(samples)]
     jobs = make_jobs(places, shared=naming == "vbench")
-    facts = source.facts(held, fps)  # not the number of samples: more may follow
+    facts = source.facts(held, fps)  # without the number of samples: more may follow
     world.on_main(partial(claim_folder, out, facts), CheckpointError)
     there = generate_files(source, jobs, world, fps)
     if world.main:
