@@ -45,7 +45,7 @@ from prefgrpo.run.arguments import Prompts, RewardLike, run_config
 from prefgrpo.run.checkpoint import CheckpointError, Checkpoints
 from prefgrpo.run.checks import check_busy, check_same_run, config_errors
 from prefgrpo.run.ending import ENDS_A_RUN, Diverged, Interrupt, Interrupted, Result, TrainingStopped
-from prefgrpo.run.evaluate import Evaluator, eval_sets
+from prefgrpo.run.evaluation import Evaluator, eval_sets
 from prefgrpo.run.flops import Throughput
 from prefgrpo.run.groups import show_groups
 from prefgrpo.run.inputs import check_goes_on, keep_inputs, own_inputs

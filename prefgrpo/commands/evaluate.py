@@ -33,10 +33,10 @@ from prefgrpo.parallel.world import World
 from prefgrpo.rollout.render import sample
 from prefgrpo.run import judging
 from prefgrpo.run.checkpoint import CheckpointError
-from prefgrpo.run.comparison import Comparison, Row
-from prefgrpo.run.evaluate import Pair, compare, eval_sets, over_ranks, share_of
+from prefgrpo.run.evaluation import BothSamples, compare, eval_sets, over_ranks, share_of
 from prefgrpo.run.loading import open_prompts, unsupported
 from prefgrpo.run.log import finite
+from prefgrpo.run.measures import Comparison, PairMeasures, keys_of, summary
 from prefgrpo.run.notes import sampler_notes
 from prefgrpo.run.run_folder import run_of
 from prefgrpo.run.source import open_source
@@ -177,15 +177,15 @@ def against_other(
     sizes = config.eval_sampling
     comparisons: list[Comparison] = []
     for h in held:
-        mine = share_of(world, len(h.items))
-        rows: list[Row] = []
-        for start in range(0, len(mine) * world.is_dp_leader, AT_ONCE):
-            pairs: list[Pair] = []
+        mine = share_of(world, len(h.items)) if world.is_dp_leader else []
+        measures: list[PairMeasures] = []
+        for start in range(0, len(mine), AT_ONCE):
+            pairs: list[BothSamples] = []
             for i in mine[start : start + AT_ONCE]:
-                both = [sample(h.items[i], read_media(file(part, h.name, i)), sizes) for part in sources]
-                pairs.append((both[0], both[1]))
-            rows += compare(scorer, pairs)[0]
-        comparisons.append(over_ranks(world, h, mine, rows))
+                media = [read_media(file(part, h.name, i)) for part in sources]
+                pairs.append(BothSamples(*(sample(h.items[i], one, sizes) for one in media)))
+            measures += compare(scorer, pairs).measures
+        comparisons.append(over_ranks(world, h, mine, measures))
     rewards.close()
     if world.main:
         counts = {h.name: len(set(h.group)) for h in held}
@@ -197,21 +197,30 @@ def against_other(
 def _write_comparison(
     comparisons: Sequence[Comparison], counts: Mapping[str, int], facts: Mapping[str, Any], notes: list[str], out: Path
 ) -> None:
-    """Print the result, and write comparison.json: win rates with their verdicts, then means."""
-    wins = {f"{one.name}/win_{name}": win for one in comparisons for name, win in one.win_rates.items()}
-    means = {f"{one.name}/{name}": both for one in comparisons for name, both in one.rewards.items()}
-    content = {
-        "about": facts,
-        "prompts": counts,
-        "win_rates": {key: asdict(win) | {"verdict": win.verdict} for key, win in wins.items()},
-        "means": {key: {"now": n.value, "before": b.value, "missing": n.missing} for key, (n, b) in means.items()},
-        "judges": notes,
-    }
+    """Print the result, and write comparison.json: win rates with their conclusions, then means."""
+    rates: dict[str, dict[str, Any]] = {}
+    means: dict[str, dict[str, float]] = {}
+    lines: list[str] = []
+    for one in comparisons:
+        keys = keys_of(one.measures)
+        for subject, wins in one.wins.items():
+            measure = one.measures[subject]
+            conclusion = wins.interval.conclusion
+            rates[f"{one.name}/win_{keys[subject]}"] = {
+                "rate": wins.value,
+                "missing": wins.missing,
+                **wins.interval._asdict(),
+                "first": measure.first.value if measure.first else None,
+                "second": measure.second.value if measure.second else None,
+                "verdict": conclusion,
+            }
+            lines.append(f"win rate by {one.name}/{subject}: {summary(measure)}: {conclusion}")
+        for subject, (now, before) in one.values.items():
+            found = {"now": now.value, "before": before.value, "missing": now.missing}
+            means[f"{one.name}/{keys[subject]}"] = found
+            lines.append(f"mean of {one.name}/{subject}: {now.value:.5g} against {before.value:.5g}")
+    content = {"about": facts, "prompts": counts, "win_rates": rates, "means": means, "judges": notes}
     text = json.dumps(finite(content), indent=1, ensure_ascii=False, allow_nan=False)
     write_atomic(out / "comparison.json", text + "\n")
     print(", ".join(f"{count} prompts ({name})" for name, count in counts.items()))
-    for key, win in wins.items():
-        print(f"win rate by {key.replace('win_', '')}: {win}: {win.verdict}")
-    for key, (now, before) in means.items():
-        print(f"mean of {key}: {now.value:.5g} against {before.value:.5g}")
-    print(*notes, out / "comparison.json", sep="\n")
+    print(*lines, *notes, out / "comparison.json", sep="\n")

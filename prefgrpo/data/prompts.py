@@ -25,7 +25,7 @@ __all__ = ["DataError", "Prompt", "fingerprint", "prompt_sets", "read_prompts", 
 
 FEWEST_TO_SPLIT = 20
 FEWEST_HELD_OUT = 32
-"""With a margin above `run.comparison.MIN_PROMPTS`, below which no result is conclusive."""
+"""With a margin above `run.measures.MIN_PROMPTS`, below which no result is conclusive."""
 MOST_HELD_OUT = 64
 
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from prefgrpo.config.schema import JudgeConfig
-from prefgrpo.report.charts import numbers, win_names
-from prefgrpo.report.run import Floats, Run, short
-from prefgrpo.run.comparison import MIN_PROMPTS, ORDERS, interval, verdict
+from prefgrpo.report.charts import numbers
+from prefgrpo.report.read import Run, short
+from prefgrpo.run.measures import JUDGE, Estimate, Interval, Measure, interval
 from prefgrpo.run.metrics import WARN_MISSING
 
 
@@ -27,6 +27,11 @@ def span(low: float, high: float) -> str:
     return "" if math.isnan(low + high) else f"{percent(low, high)[:-2]}–{percent(high, low)}"
 
 
+def shown(found: Interval) -> str:
+    """An interval of fractions; empty for fewer than MIN_PROMPTS prompts."""
+    return "" if found.few else span(found.low, found.high)
+
+
 @dataclass(frozen=True)
 class Win:
     """A win rate of a set's last evaluation, by the judge or a reward."""
@@ -37,8 +42,8 @@ class Win:
     """NaN without any verdict."""
     missing: float
     """Share of images without a verdict."""
-    verdict: str
-    """As `comparison.verdict`."""
+    conclusion: str
+    """As `Interval.conclusion`."""
     interval: str
     """Of 95 %; empty for fewer than MIN_PROMPTS prompts."""
     counts: tuple[int, int, int] | None
@@ -55,32 +60,51 @@ class Win:
 
 def wins(run: Run, name: str) -> list[Win]:
     """The win rates of the last evaluation on a set, those of what was trained on first."""
-    rows = run.evals[name]
+    evals = run.evals[name]
     out = []
-    for win in win_names(rows):
-        by = win.removeprefix("win_")
-        rate, missing, low, high, *orders = (rows.last(win + e) for e in ("", "_missing", "_low", "_high", *ORDERS))
-        prompts = run.prompts(name, win)
-        found = np.array([o.wins.get(by, math.nan) for o in run.outcomes(name)])
+    for subject in evals.subjects("wins"):
+        rate, first, second = (evals.of(subject, field)[-1] for field in ("wins", "first", "second"))
+        known = run.interval(name, rate)
+        found = np.array([o.wins.get(subject, math.nan) for o in run.outcomes(name)])
         counts = int((found > 0.5).sum()), int((found == 0.5).sum()), int((found < 0.5).sum())
-        known = span(low, high) if prompts >= MIN_PROMPTS else ""
-        what = verdict(low, high, prompts), known, counts if sum(counts) else None, (orders[0], orders[1])
-        out.append(Win(run.label(by), run.role(by), rate, float(np.nan_to_num(missing)), *what))
+        out.append(
+            Win(
+                label=run.label(subject),
+                role=run.role(subject),
+                rate=rate.value,
+                missing=rate.missing,
+                conclusion=known.conclusion,
+                interval=shown(known),
+                counts=counts if sum(counts) else None,
+                orders=(first.value, second.value),
+            )
+        )
     return sorted(out, key=lambda w: w.role == "independent")
 
 
-def changes(run: Run, name: str) -> list[tuple[str, float, float, str, float]]:
-    """(reward or part, mean before, mean after, 95 % interval of the change of an image or '', missing share) of the
-    last evaluation on a set. No interval for fewer than MIN_PROMPTS prompts."""
-    rows = run.evals[name]
+class Change(NamedTuple):
+    """The mean of a reward or of its part before and after training, on a set."""
+
+    label: str
+    before: float
+    after: float
+    interval: str
+    """Of 95 %, of the change of an image; empty for fewer than MIN_PROMPTS prompts."""
+    missing: float
+    """The larger missing share."""
+
+
+def changes(run: Run, name: str) -> list[Change]:
+    """The changes of the last evaluation on a set."""
+    evals = run.evals[name]
+    after_too = evals.subjects("now")
     out = []
-    for measure in (m for m in rows.columns if f"{m}_before" in rows):
-        low = rows.last(f"{measure}_low")
-        high = rows.last(f"{measure}_high")
-        few = math.isnan(low + high) or run.prompts(name, measure) < MIN_PROMPTS
-        known = "" if few else " to ".join(numbers(low, high))
-        missing = np.nan_to_num([rows.last(f"{measure}{end}_missing") for end in ("", "_before")]).max()
-        out.append((short(measure), rows.last(f"{measure}_before"), rows.last(measure), known, float(missing)))
+    for subject in (s for s in evals.subjects("before") if s in after_too):
+        after, before = (evals.of(subject, field)[-1] for field in ("now", "before"))
+        known = run.interval(name, after)
+        text = "" if known.few or math.isnan(known.low) else " to ".join(numbers(known.low, known.high))
+        missing = max(after.missing, before.missing)
+        out.append(Change(short(str(subject)), before.value, after.value, text, missing))
     return out
 
 
@@ -92,25 +116,29 @@ def alarms(run: Run) -> list[str]:
             out.append(f"In {many.sum()} steps more than {percent(WARN_MISSING)} of the {text} were missing.")
     if (skipped := np.nansum(run.train["updates_skipped"])) > 0:
         out.append(f"{skipped:.0f} of {np.nansum(run.train['updates']):.0f} updates were skipped: gradient not finite.")
-    for name, rows in run.evals.items():
-        worst: dict[str, Floats] = {}  # judge or reward → its largest missing share, of any order, before and after
-        for column in (c for c in rows.columns if c.endswith("_missing")):
-            subject = re.sub(r"^win_|(_before|_first|_second)?_missing$", "", column)
-            if subject.partition(".")[0] == subject or f"win_{subject}" in rows:  # a part need not apply to a prompt
-                worst[subject] = np.fmax(worst.get(subject, np.zeros(len(rows.steps))), rows[column])
-        for subject, share in worst.items():
-            if (many := share > JudgeConfig.max_missing).any():
-                what = f"{'verdicts' if subject.startswith('judge') else 'scores'} by {short(subject)}"
-                text = f"{many.sum()} of {len(many)} evaluations on {name}"
+    for name, evals in run.evals.items():
+        every = dict.fromkeys(subject for one in evals.comparisons for subject in one.measures)
+        for subject in (s for s in every if not s.part):  # a part need not apply to a prompt
+            measures = [one.measures[subject] for one in evals.comparisons if subject in one.measures]
+            count = sum(_missing(measure) > JudgeConfig.max_missing for measure in measures)
+            if count:
+                judged = all(measure.now is None for measure in measures)
+                what = f"{'verdicts' if judged else 'scores'} by {short(str(subject))}"
+                text = f"{count} of {len(evals.comparisons)} evaluations on {name}"
                 out.append(f"In {text} more than {percent(JudgeConfig.max_missing)} of the {what} were missing.")
     return out
+
+
+def _missing(measure: Measure[Estimate]) -> float:
+    """The largest missing share: of either order, before or after training."""
+    return max(estimate.missing for estimate in vars(measure).values() if estimate is not None)
 
 
 def certainty(found: list[Win]) -> tuple[str, str]:
     """("better", "worse" or "inconclusive", reason) by the first win rate; empty strings without one."""
     if not found:
         return "", ""
-    word, _, why = found[0].verdict.partition(": ")
+    word, _, why = found[0].conclusion.partition(": ")
     low, high = found[0].bounds
     if word != "inconclusive" and low <= 0.5 <= high:
         why = "but not if all missing verdicts had gone the other way"
@@ -120,30 +148,39 @@ def certainty(found: list[Win]) -> tuple[str, str]:
 def ranking(run: Run) -> tuple[float, str]:
     """(share of held-out pairs from files that the policy ranks rightly, 95 % interval, '' of fewer than MIN_PROMPTS
     prompts) in the last evaluation; NaN without any."""
-    if "dev" not in run.evals:
-        return math.nan, ""
-    rate, low, high, prompts = (run.evals["dev"].last(f"pairs_{n}") for n in ("accuracy", "low", "high", "prompts"))
-    return rate, span(low, high) if prompts >= MIN_PROMPTS else ""
+    right = run.evals["dev"].last.accuracy if "dev" in run.evals else None
+    return (right.value, shown(right.interval)) if right else (math.nan, "")
 
 
 def position_bias(run: Run) -> tuple[float, str]:
     """(share of training comparisons that the image shown first won, 95 % interval over steps); NaN for few steps."""
     share = run.train["judge/position_bias"]
-    low, high, steps = interval(np.arange(len(share)), share)
-    return (float(np.nanmean(share)), f"{100 * low:.1f}–{100 * high:.1f}") if steps >= MIN_PROMPTS else (math.nan, "")
+    over_steps = interval(np.arange(len(share)), share)
+    low, high, _ = over_steps
+    return (math.nan, "") if over_steps.few else (float(np.nanmean(share)), f"{100 * low:.1f}–{100 * high:.1f}")
 
 
-def agreement(run: Run, name: str) -> list[tuple[str, float, int, str]]:
-    """(reward, how often it and the judge prefer the same image, number of images where neither has a tie, 95 %
-    interval or '')."""
+class Agreement(NamedTuple):
+    """How often a reward and the judge prefer the same image."""
+
+    label: str
+    share: float
+    samples: int
+    """Images where neither has a tie."""
+    interval: str
+    """Of 95 %; empty for fewer than MIN_PROMPTS prompts."""
+
+
+def agreement(run: Run, name: str) -> list[Agreement]:
+    """How far the judge's and each other win rate of a set's last evaluation agree."""
     outcomes = run.outcomes(name)
     out = []
-    for other in dict.fromkeys(by for o in outcomes for by in o.wins if by != "judge"):
-        sides = np.array([(o.wins.get("judge", math.nan), o.wins[other]) for o in outcomes]) - 0.5
+    for other in dict.fromkeys(by for o in outcomes for by in o.wins if by != JUDGE):
+        sides = np.array([(o.wins.get(JUDGE, math.nan), o.wins[other]) for o in outcomes]) - 0.5
         product = sides.prod(1)
         same = np.where(product == 0, math.nan, (np.sign(product) + 1) / 2)
-        low, high, prompts = interval(np.array([o.prompt for o in outcomes]), same)
-        if prompts:
-            known = span(low, high) if prompts >= MIN_PROMPTS else ""
-            out.append((run.label(other), float(np.nanmean(same)), int((~np.isnan(same)).sum()), known))
+        found = interval(np.array([o.prompt for o in outcomes]), same)
+        if found.prompts:
+            count = int((~np.isnan(same)).sum())
+            out.append(Agreement(run.label(other), float(np.nanmean(same)), count, shown(found)))
     return out

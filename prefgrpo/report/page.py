@@ -18,8 +18,8 @@ import prefgrpo
 from prefgrpo.data.atomic import write_atomic
 from prefgrpo.report import headline, verdicts
 from prefgrpo.report.charts import curves, numbers
-from prefgrpo.report.run import read_run
-from prefgrpo.run.comparison import MIN_PROMPTS
+from prefgrpo.report.read import read_run
+from prefgrpo.run.measures import MIN_PROMPTS
 from prefgrpo.run.run_folder import RunFolder
 
 

@@ -18,7 +18,7 @@ from markupsafe import Markup
 
 from prefgrpo.report.charts import tag
 from prefgrpo.report.media import data_uri, look, picture, still
-from prefgrpo.report.run import Answer, Group, Pair, Run
+from prefgrpo.report.read import Answer, Group, Pair, Run
 
 ROWS = 15
 EXTREMES = 3

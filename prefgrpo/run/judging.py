@@ -33,7 +33,6 @@ from prefgrpo.rewards.base import PointwiseReward, Reward, Sample
 from prefgrpo.rewards.functions import FunctionPairwise, FunctionReward, failure
 from prefgrpo.rewards.pairwise import VlmPairwise
 from prefgrpo.rewards.scorer import Scorer
-from prefgrpo.run.metrics import taken_name
 
 
 def config_errors(config: Config) -> list[str]:
@@ -75,8 +74,6 @@ def entry_errors(config: Config, field: str, entries: Iterable[RewardEntry]) -> 
 def _check_entry(config: Config, entry: RewardEntry) -> None:
     """Raise ValueError, ConfigError or JudgeError for a reward that cannot be built, without building it."""
     check_entry(entry)
-    if why := taken_name(entry.name):
-        raise ValueError(f"rename the reward {entry.name!r}: {why}")
     asks = _asks_judge(entry)
     factory(entry.reward, entry.options | ({"judge": None} if asks else {}))
     if asks:

@@ -5,7 +5,6 @@ Invariant: every function that combines ranks is called by all of them, and retu
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
@@ -21,6 +20,7 @@ from prefgrpo.ops import METRICS
 from prefgrpo.parallel.world import World
 from prefgrpo.rewards.base import Sample
 from prefgrpo.rollout.endpoint import RANKS
+from prefgrpo.run.measures import quoted, rewards_of_step
 
 FACTS = ("update", "samples", "loss")
 """Columns before METRICS in a row of `policy_metrics`."""
@@ -65,11 +65,12 @@ def reward_metrics(names: Sequence[str], rewards: NDArray[np.float64], group_siz
         ok = ~np.isnan(column)
         if not ok.any():
             continue
-        out[f"reward/{name}"] = float(column[ok].mean())
+        key = f"reward/{quoted(name)}"
+        out[key] = float(column[ok].mean())
         groups = column.reshape(-1, group_size)
         groups = groups[~np.isnan(groups).any(1)]
         if len(groups):
-            out[f"reward/{name}_std"] = float(groups.std(1).mean())
+            out[f"{key}_std"] = float(groups.std(1).mean())
     return out
 
 
@@ -180,22 +181,6 @@ def _pooled_std(n: NDArray[np.float64], mean: NDArray[np.float64], std: NDArray[
     return float(np.sqrt((within + between).sum() / (n.sum() - 1)))
 
 
-REWARD = re.compile(r"reward/(?!missing$)([^/]+|.+:[^/]+)(?<!_std)")
-"""Matches the key of a reward's mean; a user's reward may be named by a path, my/rewards.py:function."""
-PARTS_OF_WINS = ("_low", "_high", "_missing", "_prompts", "_first", "_second")
-"""Key suffixes of a win rate's details: interval bounds, share of missing comparisons, win rate in either order."""
-
-
-def taken_name(name: str) -> str:
-    """Why a reward cannot have this name, because its metrics would have the keys of others; '' if it can."""
-    if name in ("missing", "judge"):
-        return f"metrics use the name {name!r} for something else"
-    if name.startswith("win_"):
-        return "metrics use the prefix 'win_' for win rates"
-    ending = next((end for end in ("_std", "_before", *PARTS_OF_WINS) if f"_{name}".endswith(end)), "")
-    return f"metrics use the ending {ending!r} for details of a reward" if ending else ""
-
-
 def step_line(
     step: int,
     total: int,
@@ -208,10 +193,9 @@ def step_line(
     parts = [f"step {step:>{len(str(total))}}/{total} ({step / total:.0%}, {tqdm.format_interval(left_s)} left)"]
     if win_rate is not None:
         parts.append(f"held-out win rate {win_rate:.3f}")
-    for key, value in values.items():
-        if REWARD.fullmatch(key):
-            spread = values.get(f"{key}_std", 0.0)
-            parts.append(f"{key[7:]} {value:.3f}" + f"±{spread:.3f}" * (spread > 0))
+    for name, key in rewards_of_step(values).items():
+        spread = values.get(f"{key}_std", 0.0)
+        parts.append(f"{name} {values[key]:.3f}" + f"±{spread:.3f}" * (spread > 0))
     parts += [text.format(values[key]) for key, text in IN_LINE.items() if key in values]
     if "policy/ratio_max" in values:
         parts.append(f"|Δratio| ≤ {max(1 - values['policy/ratio_min'], values['policy/ratio_max'] - 1):.1e}")

@@ -29,9 +29,9 @@ from prefgrpo.rollout.endpoint import EndpointCollector
 from prefgrpo.rollout.render import sample
 from prefgrpo.rollout.stored_groups import StoredGroups
 from prefgrpo.run.checkpoint import CheckpointError
-from prefgrpo.run.comparison import WinRate, interval
 from prefgrpo.run.groups import MOST, is_shown, show_groups
 from prefgrpo.run.log import Log
+from prefgrpo.run.measures import Estimate, Interval, interval
 from prefgrpo.run.run_folder import RunFolder
 
 DRAWS = 4
@@ -140,7 +140,7 @@ class HeldOutPairs:
         of_group = dict(world.gather_items(found))
         return np.array([of_group[k] for k in range(count)])
 
-    def measure(self) -> tuple[WinRate, float]:
+    def measure(self) -> tuple[Estimate, float]:
         """(share of the judged pairs that the current weights rank rightly, with its interval over prompts; mean of the
         winners' rewards minus the losers')."""
         rewards = self.before - self.errors()
@@ -153,7 +153,7 @@ class HeldOutPairs:
                 rows.append((prompt, float(verdicts[i, j] * (reward[i] - reward[j]))))
         margins = np.array([margin for _, margin in rows])
         if not rows:
-            return WinRate(np.nan, 0.0, np.nan, np.nan, 0), np.nan
+            return Estimate(interval=Interval(prompts=0)), np.nan
         right = (np.sign(margins) + 1) / 2
-        low, high, count = interval(np.array([prompt for prompt, _ in rows]), right)
-        return WinRate(float(right.mean()), 0.0, low, high, count), float(margins.mean())
+        prompt_of = np.array([prompt for prompt, _ in rows])
+        return Estimate(float(right.mean()), interval=interval(prompt_of, right)), float(margins.mean())

@@ -32,7 +32,7 @@ from prefgrpo.data.atomic import temporary_path
 from prefgrpo.data.file_names import file_name
 from prefgrpo.data.prompts import DataError, Prompt
 from prefgrpo.rollout import shards
-from prefgrpo.run.evaluate import FIRST_ID
+from prefgrpo.run.evaluation import FIRST_ID
 from prefgrpo.sde.noise import initial_latents
 from prefgrpo.tiny import pipelines
 

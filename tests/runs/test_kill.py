@@ -47,7 +47,7 @@ POINTS = {
     "between two updates": (0, Hold("prefgrpo.run.policy:Policy.update", 5)),
     "updated": (0, Hold(f"{LOOP}update", 3)),
     "a torn line": (0, Hold(f"{LOOP}_report", 3)),
-    "in an evaluation": (1, Hold("prefgrpo.run.evaluate:compare", 4)),
+    "in an evaluation": (1, Hold("prefgrpo.run.evaluation:compare", 4)),
     "saving has begun": (0, Hold(f"{LOOP}_save", 3)),
     "one of two parts written": (1, Hold(WRITER, 3, before=True)),
     "both parts written": (0, Hold(f"{SAVED}finish", 3, before=True)),

@@ -11,10 +11,10 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -32,9 +32,9 @@ from prefgrpo.rollout.render import Images, preview, render, sample
 from prefgrpo.rollout.sampling import Schedules
 from prefgrpo.rollout.sources import as_arrays, sources_of
 from prefgrpo.run.checkpoint import CheckpointError
-from prefgrpo.run.comparison import ORDERS, Comparison, Row, compared
 from prefgrpo.run.judging import judges_of
 from prefgrpo.run.log import finite
+from prefgrpo.run.measures import JUDGE, Comparison, Measure, PairMeasures, Subject, compared, keys_of
 from prefgrpo.run.offline import HeldOutPairs
 from prefgrpo.run.run_folder import RunFolder
 from prefgrpo.run.writer import Writer
@@ -43,10 +43,38 @@ IN_REPORT = 12
 """Images of an evaluation that the report shows."""
 FIRST_ID = 2**62
 """First sample id of evaluation noise, far from those of training."""
-Pair = tuple[Sample, Sample]
-"""Two samples of a prompt: of the policy, and of the one that it is compared with."""
-Answer = dict[str, Any]
-"""A judge's answer to a pair: judge, first ("after" or "before" the training), p_first, reason, raw."""
+
+
+class BothSamples(NamedTuple):
+    """Two samples of a prompt from the same noise: of the policy, and of the one that it is compared with."""
+
+    now: Sample
+    before: Sample
+
+
+@dataclass(frozen=True)
+class JudgedOrder:
+    """A judge's answer to one of the two orders of a pair, as the run's folder has it."""
+
+    judge: str
+    first: str
+    """The sample shown first: `after` (the policy's) or `before`."""
+    p_first: float | None
+    """P(the first is better); None: no verdict, for the `reason`."""
+    reason: str
+    raw: str
+
+
+@dataclass(frozen=True)
+class Compared:
+    """What the rewards say about pairs of samples."""
+
+    measures: list[PairMeasures]
+    """Of each pair."""
+    answers: list[list[JudgedOrder]]
+    """The judges' answers to each pair."""
+    reasons: Counter[str]
+    """Why values and verdicts are missing."""
 
 
 @dataclass(frozen=True)
@@ -135,20 +163,15 @@ class Evaluator:
         initial policy, whose images are there: they are scored, but compared with nothing."""
         index = self.scored
         now = self.render(self.share) if step else self.before
-        pairs: list[Pair] = []
-        for i, after, before in zip(index, now, self.before, strict=True):
-            prompt = self.eval_set.items[i]
-            both = [sample(prompt, Media(pixels, self.adapter.frame_rate), self.sizes) for pixels in (after, before)]
-            pairs.append((both[0], both[1]))
-        if step:
-            rows, answers, reasons = compare(self.scorer, pairs)
-        else:
-            rows, reasons = tied(self.scorer, [before for _, before in pairs])
-            answers = [[] for _ in rows]
-        self.reasons = sum(self.world.gather_items([reasons]), Counter[str]())
+        pairs: list[BothSamples] = []
+        for i, images in zip(index, zip(now, self.before, strict=True), strict=True):
+            media = [Media(pixels, self.adapter.frame_rate) for pixels in images]
+            pairs.append(BothSamples(*(sample(self.eval_set.items[i], one, self.sizes) for one in media)))
+        found = compare(self.scorer, pairs) if step else tied(self.scorer, [pair.before for pair in pairs])
+        self.reasons = sum(self.world.gather_items([found.reasons]), Counter[str]())
         self._save_report_images(step, index, now)
-        self._save_outcomes(step, index, rows, answers)
-        comparison = over_ranks(self.world, self.eval_set, index, rows)
+        self._save_outcomes(step, index, found)
+        comparison = over_ranks(self.world, self.eval_set, index, found.measures)
         if self.pairs is None:
             return comparison
         accuracy, margin = self.pairs.measure()
@@ -180,14 +203,15 @@ class Evaluator:
                 arrays["seconds"] = np.array((self.adapter.frames(self.sizes) or 1) / rate)
             self.writer.put(partial(save_images, file, **arrays), pictures=True)
 
-    def _save_outcomes(self, step: int, index: list[int], rows: list[Row], answers: list[list[Answer]]) -> None:
+    def _save_outcomes(self, step: int, index: list[int], found: Compared) -> None:
         """Store the wins of every image, and the judge's answers for the images in the report."""
         in_report = self.report_indices()
         mine = list[dict[str, Any]]()
-        for i, row, of_pair in zip(index, rows, answers, strict=False):
-            wins = {n[4:]: v for n, v in row.items() if n.startswith("win_") and not n.endswith(ORDERS)}
+        for i, measures, answers in zip(index, found.measures, found.answers, strict=True):
+            won = {key: measures[subject].wins for subject, key in keys_of(measures).items()}
+            wins = {key: win for key, win in won.items() if win is not None}
             outcome = {"prompt": self.eval_set.group[i], "wins": finite(wins)}
-            mine.append(outcome | ({"answers": of_pair} if i in in_report else {}))
+            mine.append(outcome | ({"answers": [asdict(answer) for answer in answers]} if i in in_report else {}))
         if (every := self.world.gather_items(mine)) and self.world.main:
             write_atomic(self.folder.outcomes(self.eval_set.name, step), json.dumps(every))
 
@@ -203,45 +227,43 @@ def share_of(world: World, count: int) -> list[int]:
     return list(range(world.dp_index * each, min((world.dp_index + 1) * each, count)))
 
 
-def over_ranks(world: World, eval_set: EvalSet, index: Sequence[int], rows: Sequence[Row]) -> Comparison:
-    """The comparison on a set from the rows of all ranks, each for the images `index`."""
-    mine = [(eval_set.group[i], row) for i, row in zip(index, rows, strict=False)]
+def over_ranks(world: World, eval_set: EvalSet, index: Sequence[int], measures: Sequence[PairMeasures]) -> Comparison:
+    """The comparison on a set from the measures of all ranks, each of the pairs of the images `index`."""
+    mine = [(eval_set.group[i], of_pair) for i, of_pair in zip(index, measures, strict=True)]
     groups, every = zip(*world.gather_items(mine), strict=True)
     return compared(eval_set.name, groups, every)
 
 
-def compare(scorer: Scorer, pairs: Sequence[Pair]) -> tuple[list[Row], list[list[Answer]], Counter[str]]:
-    """(measures by all rewards and the judge's answers for each pair, reasons for missing values and verdicts)."""
+def compare(scorer: Scorer, pairs: Sequence[BothSamples]) -> Compared:
+    """All rewards' measures of each pair, with the judges' answers."""
     scores = _scored(scorer, pairs)
-    rows: list[Row] = [{} for _ in pairs]
-    answers: list[list[Answer]] = [[] for _ in pairs]
-    judges = judges_of(scorer.rewards)
+    judges = _judges(scorer)
+    measures: list[PairMeasures] = [{} for _ in pairs]
+    answers: list[list[JudgedOrder]] = [[] for _ in pairs]
     for reward, groups in scores.scores.items():
-        for k, (row, both) in enumerate(zip(rows, groups, strict=True)):
-            judged = reward in judges
-            row.update(_verdicts(scores, reward, k, judges[reward]) if judged else _values(reward, both))
+        for k, (of_pair, both) in enumerate(zip(measures, groups, strict=True)):
+            of_pair |= {judges[reward]: _judged(scores, reward, k)} if reward in judges else _valued(reward, *both)
     for reward, of_pairs in scores.verdicts.items():
-        for of_pair, verdicts in zip(answers, of_pairs, strict=True):
+        for orders, verdicts in zip(answers, of_pairs, strict=True):
             for (first, _), v in verdicts.items():
-                about = {"judge": reward, "first": ("after", "before")[first], "p_first": v.first}
-                of_pair.append(about | {"reason": v.reason, "raw": head_and_tail(v.raw)})
-    return rows, answers, Counter(scores.reasons)
+                orders.append(JudgedOrder(reward, ("after", "before")[first], v.first, v.reason, head_and_tail(v.raw)))
+    return Compared(measures, answers, Counter(scores.reasons))
 
 
-def tied(scorer: Scorer, samples: Sequence[Sample]) -> tuple[list[Row], Counter[str]]:
-    """(measures of each sample against itself, reasons for missing values): a tie, which no judge is asked about."""
+def tied(scorer: Scorer, samples: Sequence[Sample]) -> Compared:
+    """The measures of each sample against itself: a tie, which no judge is asked about."""
     pointwise = {name: reward for name, reward in scorer.rewards.items() if name not in scorer.pairwise}
     scores = _scored(Scorer(pointwise, 1, scorer.deadline_s), [[one] for one in samples])
-    judges = judges_of(scorer.rewards)
-    rows: list[Row] = [{} for _ in samples]
+    judges = _judges(scorer)
+    measures: list[PairMeasures] = [{} for _ in samples]
     for reward in scorer.rewards:
-        for k, row in enumerate(rows):
+        for k, of_pair in enumerate(measures):
             if reward in judges:
-                row[f"win_{judges[reward]}"] = 0.5
+                of_pair[judges[reward]] = Measure(wins=0.5)
             else:
                 score = scores.scores[reward][k][0] if reward in pointwise else Score(0.5)
-                row.update(_values(reward, [score, score]))
-    return rows, Counter(scores.reasons)
+                of_pair |= _valued(reward, score, score)
+    return Compared(measures, [[] for _ in samples], Counter(scores.reasons))
 
 
 def _scored(scorer: Scorer, groups: Sequence[Sequence[Sample]]) -> StepScores:
@@ -253,26 +275,28 @@ def _scored(scorer: Scorer, groups: Sequence[Sequence[Sample]]) -> StepScores:
     return scorer.finish()
 
 
-def _verdicts(scores: StepScores, judge: str, pair: int, called: str) -> Row:
-    """Measures of a judge on a pair."""
+def _judges(scorer: Scorer) -> dict[str, Subject]:
+    """Name of each judge of pairs → what it measures."""
+    return {name: Subject(name) if k else JUDGE for k, name in enumerate(judges_of(scorer.rewards))}
+
+
+def _judged(scores: StepScores, judge: str, pair: int) -> Measure[float]:
+    """A judge's measure of a pair."""
     wins, counts = scores.games[judge][pair, :, 0, 1].tolist()
     verdicts = scores.verdicts[judge][pair]
     p = [verdicts[order].first if order in verdicts else None for order in ((0, 1), (1, 0))]
     first, second = (math.nan if value is None else value for value in p)
     rate = wins / counts if counts else math.nan
-    name = f"win_{called}"
-    return {name: rate, f"{name}_first": _win(first - 0.5), f"{name}_second": _win(0.5 - second)}
+    return Measure(wins=rate, first=_win(first - 0.5), second=_win(0.5 - second))
 
 
-def _values(reward: str, scores: Sequence[Score]) -> Row:
-    """Measures of another reward, and of its parts, on a pair."""
-    both = {reward: [math.nan if s.value is None else s.value for s in scores]}
-    for part in sorted({part for s in scores for part in s.parts}):
-        both[f"{reward}.{part}"] = [s.parts.get(part, math.nan) for s in scores]
-    row = {f"win_{reward}": _win(both[reward][0] - both[reward][1])}
-    for name, (now, before) in both.items():
-        row |= {name: now, f"{name}_before": before}
-    return row
+def _valued(reward: str, now: Score, before: Score) -> PairMeasures:
+    """The measures of another reward, and of its parts, of a pair."""
+    value, old = (math.nan if score.value is None else score.value for score in (now, before))
+    out: PairMeasures = {Subject(reward): Measure(value, old, wins=_win(value - old))}
+    for part in now.parts.keys() | before.parts.keys():
+        out[Subject(reward, part)] = Measure(now.parts.get(part, math.nan), before.parts.get(part, math.nan))
+    return out
 
 
 def _win(difference: float) -> float:

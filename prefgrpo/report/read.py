@@ -21,6 +21,17 @@ from numpy.typing import NDArray
 
 from prefgrpo.rollout.sources import side_by_side
 from prefgrpo.run.log import read_metrics
+from prefgrpo.run.measures import (
+    JUDGE,
+    Comparison,
+    Estimate,
+    Interval,
+    Measure,
+    Subject,
+    number,
+    read_comparison,
+    subject_of,
+)
 from prefgrpo.run.run_folder import RunFolder, step_of
 
 Floats = NDArray[np.float64]
@@ -32,20 +43,37 @@ FOLDERS = re.compile(r"(?<![\w.:/~])/(?:[^\s/'\"]+/)+")
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of one kind as columns over training steps in ascending order."""
+    """Rows of training as columns over steps in ascending order."""
 
     steps: Floats
     columns: dict[str, Floats]
 
-    def __contains__(self, name: str) -> bool:
-        return name in self.columns
-
     def __getitem__(self, name: str) -> Floats:
         return self.columns.get(name, np.full(len(self.steps), np.nan))
 
-    def last(self, name: str) -> float:
-        """Value of the last row, NaN if missing there."""
-        return float(self[name][-1]) if len(self.steps) else float("nan")
+
+@dataclass(frozen=True)
+class Evaluations:
+    """The evaluations on one set, at least one, in ascending order of their steps."""
+
+    steps: Floats
+    comparisons: list[Comparison]
+
+    @property
+    def last(self) -> Comparison:
+        """The newest."""
+        return self.comparisons[-1]
+
+    def of(self, subject: Subject, field: str) -> list[Estimate]:
+        """The estimates of a field of `Measure`, one per evaluation; without a value where it was not measured."""
+        measures = [one.measures.get(subject, Measure[Estimate]()) for one in self.comparisons]
+        return [getattr(measure, field) or Estimate() for measure in measures]
+
+    def subjects(self, field: str) -> list[Subject]:
+        """What has a value of this field in an evaluation, the judge first."""
+        every = dict.fromkeys(subject for one in self.comparisons for subject in one.measures)
+        known = [s for s in every if any(not np.isnan(found.value) for found in self.of(s, field))]
+        return sorted(known, key=lambda subject: subject != JUDGE)
 
 
 @dataclass(frozen=True)
@@ -69,7 +97,7 @@ class Outcome:
     """One image of an evaluation: its prompt, and per judge or check a win (1), tie (½) or loss (0) against before."""
 
     prompt: int
-    wins: dict[str, float]
+    wins: dict[Subject, float]
     answers: list[Answer] | None
     """The judge's answers, if the image was kept for the report."""
 
@@ -86,7 +114,7 @@ class Pair:
     answers: list[Answer]
     source: Images | None = None
     """For an edit, the source images side by side, uint8 [H, W, 3]."""
-    wins: dict[str, float] = field(default_factory=dict)
+    wins: dict[Subject, float] = field(default_factory=dict)
     """As in `Outcome`."""
     seconds: float = 2.0
     """Length of a clip, of which `images` are some frames."""
@@ -125,8 +153,8 @@ class Run:
     config: dict[str, Any]
     config_text: str
     train: Rows
-    evals: dict[str, Rows]
-    """Set name → rows; metric names without the set's prefix."""
+    evals: dict[str, Evaluations]
+    """By set."""
     stored: dict[str, Evaluation]
     """Of the sets whose last evaluation has images."""
     groups: list[Group]
@@ -135,7 +163,8 @@ class Run:
     @property
     def step(self) -> int:
         """The last logged step."""
-        return int(max((rows.steps[-1] for rows in (self.train, *self.evals.values()) if len(rows.steps)), default=0))
+        logged = [self.train.steps, *(evals.steps for evals in self.evals.values())]
+        return int(np.concatenate(logged).max(initial=0))
 
     def section(self, name: str) -> dict[str, Any]:
         """A section of the configuration, empty if absent."""
@@ -148,22 +177,24 @@ class Run:
         answers = (a for stored in self.stored.values() for pair in stored.pairs for a in pair.answers)
         return next((a.judge for a in answers), "")
 
-    def label(self, name: str) -> str:
+    def label(self, subject: Subject) -> str:
         """How the page calls a reward, or the judge."""
-        return "the judge" if name == "judge" else short(name)
+        return "the judge" if subject == JUDGE else short(str(subject))
 
     def outcomes(self, of_set: str) -> list[Outcome]:
         """Outcomes of all images of the last evaluation on a set."""
         return self.stored[of_set].outcomes if of_set in self.stored else []
 
-    def prompts(self, of_set: str, measure: str) -> int:
-        """Number of prompts with a value of a measure in the last evaluation; 0 if unknown."""
-        logged = self.evals[of_set].last(f"{measure}_prompts")
-        return len({o.prompt for o in self.outcomes(of_set)}) if np.isnan(logged) else int(logged)
+    def interval(self, of_set: str, estimate: Estimate) -> Interval:
+        """The interval of an estimate of the last evaluation, with its number of prompts: rows have it only where some
+        are missing."""
+        found = estimate.interval
+        every = len({outcome.prompt for outcome in self.outcomes(of_set)})
+        return found if found.prompts is not None else found._replace(prompts=every)
 
-    def role(self, name: str) -> str:
+    def role(self, subject: Subject) -> str:
         """Whether a reward, or the judge, is "trained on" or "independent"; empty if unknown."""
-        name = self.judge if name == "judge" else name
+        name = self.judge if subject == JUDGE else subject.reward
         entries = [entry for entry in self.config.get("rewards") or () if isinstance(entry, dict)]
         trained = [entry.get("name") for entry in entries if entry.get("weight", 1)]
         return ("trained on" if name in trained else "independent") if trained and name else ""
@@ -207,11 +238,13 @@ def read_run(folder: Path) -> Run:
     text = files.config.read_text(encoding="utf-8", errors="replace") if files.config.is_file() else ""
     text = FOLDERS.sub("…/", text)
     config: dict[str, Any] = read(files.config, lambda _: dict(yaml.safe_load(text))) or {}
-    evals: dict[str, Rows] = {}
+    evals: dict[str, Evaluations] = {}
     stored: dict[str, Evaluation] = {}
     for name in sorted({str(r["set"]) for r in rows if r.get("set")}):
-        of_set = [{k.removeprefix(f"{name}/"): v for k, v in r.items()} for r in rows if r.get("set") == name]
-        evals[name] = _columns(of_set)
+        by_step = {row["step"]: row for row in rows if row.get("set") == name}
+        steps = sorted(by_step)
+        compared = [read_comparison(name, by_step[step]) for step in steps]
+        evals[name] = Evaluations(np.array(steps, np.float64), compared)
         for path in files.all_report_images(name)[-1:]:
             prompts = read(files.prompts(name), lambda file: json.loads(file.read_text(encoding="utf-8"))) or []
             sources = read(files.sources(name), lambda file: side_by_side(_arrays(file)))
@@ -231,14 +264,8 @@ def _columns(rows: list[dict[str, Any]]) -> Rows:
     by_step = {row["step"]: row for row in rows}
     steps = sorted(by_step)
     names = dict.fromkeys(name for row in rows for name in row if name != "step")
-    table = {name: np.array([_number(by_step[s].get(name)) for s in steps], dtype=np.float64) for name in names}
+    table = {name: np.array([number(by_step[s].get(name)) for s in steps], dtype=np.float64) for name in names}
     return Rows(np.array(steps, dtype=np.float64), {k: v for k, v in table.items() if not np.isnan(v).all()})
-
-
-def _number(value: Any) -> float:
-    """A finite number, NaN for anything else."""
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return float(value) if is_number and np.isfinite(value) else float("nan")
 
 
 def _arrays(path: Path) -> dict[str, NDArray[Any]]:
@@ -247,7 +274,7 @@ def _arrays(path: Path) -> dict[str, NDArray[Any]]:
 
 
 def _answer(row: dict[str, Any], judge: str, first: int, second: int) -> Answer:
-    return Answer(judge, first, second, _number(row["p_first"]), str(row["reason"]), str(row["raw"]))
+    return Answer(judge, first, second, number(row["p_first"]), str(row["reason"]), str(row["raw"]))
 
 
 def _outcomes(path: Path) -> list[Outcome]:
@@ -255,7 +282,7 @@ def _outcomes(path: Path) -> list[Outcome]:
     for row in json.loads(path.read_text(encoding="utf-8")):
         orders = [(own, int(own["first"] == "after")) for own in row.get("answers", ())]
         answers = [_answer(own, str(own["judge"]), first, 1 - first) for own, first in orders]
-        wins = {str(name): _number(win) for name, win in row["wins"].items()}
+        wins = {subject_of(str(name)): number(win) for name, win in row["wins"].items()}
         out.append(Outcome(int(row["prompt"]), wins, answers if "answers" in row else None))
     return out
 

@@ -28,14 +28,11 @@ from prefgrpo.rewards.pairwise import VlmPairwise
 from prefgrpo.rewards.scorer import Scorer
 from prefgrpo.rollout.render import sample, to_uint8
 from prefgrpo.run.checkpoint import CheckpointError
-from prefgrpo.run.comparison import compared, interval, mean_of
-from prefgrpo.run.evaluate import compare
+from prefgrpo.run.evaluation import BothSamples, compare
+from prefgrpo.run.measures import JUDGE, Measure, compared
 from prefgrpo.run.notes import start_notes
 from prefgrpo.sde.noise import initial_latents
 from prefgrpo.trainer import Trainer
-
-NAN = float("nan")
-
 
 # ---- the prompts --------------------------------------------------------------------------------------------------
 
@@ -76,29 +73,6 @@ def test_a_run_says_at_its_start_that_it_cannot_conclude(place, counts, told):
     notes = start_notes(from_dict(settings(place, "x")), ALONE, SimpleNamespace(adapter=adapter), None, 100, counts)
     _, line = islice(notes, 2)
     assert ("fewer than 30, so no result will be conclusive" in line) == told
-
-
-# ---- numbers ------------------------------------------------------------------------------------------------------
-
-
-def test_means_leave_missing_ones_out_and_the_interval_is_over_prompts():
-    """Ten images of a prompt that always wins count no more than one: the interval for 2 prompts is 0 … 1."""
-    assert mean_of(np.array([1.0, NAN, 0.0])) == (0.5, pytest.approx(1 / 3))
-    nothing = compared("x", np.array([0, 1]), [{"win_w": NAN}, {"win_w": NAN}])
-    assert nothing.metrics() == {"x/win_w": pytest.approx(NAN, nan_ok=True), "x/win_w_missing": 1.0}
-    assert nothing.win_rates["w"].verdict == "inconclusive: no verdicts"
-    assert interval(np.repeat([0, 1], 10), np.repeat([1.0, 0.0], 10)) == (0.0, 1.0, 2)
-
-
-def test_the_interval_covers_the_truth_as_often_as_it_says():
-    """200 simulated studies, 60 prompts × 4 correlated images: 95 % of the intervals contain the true rate."""
-    rng, hits, n = np.random.default_rng(0), 0, 200
-    for _ in range(n):
-        skill = rng.beta(3, 2, size=60)  # mean 0.6
-        values = (rng.random((60, 4)) < skill[:, None]).astype(float).ravel()
-        low, high, _ = interval(np.repeat(np.arange(60), 4), values)
-        hits += low <= 0.6 <= high
-    assert 0.90 <= hits / n <= 0.99
 
 
 def test_pictures_are_rounded_as_diffusers_rounds():
@@ -220,7 +194,7 @@ def test_the_judges_win_rate_is_in_both_orders_and_without_lost_verdicts(run):
     assert won["dev/win_judge_first_missing"] == 0.25 or won["dev/win_judge_second_missing"] == 0.25
     assert list(evaluator.reasons.values()) == [1]
     evaluator.before = now
-    assert evaluator.run(3).win_rates["judge"].rate == 0.5
+    assert evaluator.run(3).wins[JUDGE].value == 0.5
     evaluator.scorer = keep
 
 
@@ -247,11 +221,12 @@ def test_the_images_of_the_start_are_drawn_and_scored_once_and_judged_by_nobody(
     )
     found = evaluator.run(0).metrics()
     both = zip(evaluator.eval_set.items, evaluator.before, strict=True)
-    pairs = [(sample(p, Media(image), evaluator.sizes),) * 2 for p, image in both]
+    pairs = [BothSamples(*[sample(p, Media(image), evaluator.sizes)] * 2) for p, image in both]
     assert (judge.asked, levels.seen) == (0, len(pairs)) and evaluator.reasons == {}
     judge.asked = 0
-    compared_rows = compare(Scorer({"w": FunctionPairwise(lambda *_: 0.5), "l": levels}, 2), pairs)[0]
-    want = compared("dev", evaluator.eval_set.group, [row | {"win_judge": 0.5} for row in compared_rows]).metrics()
+    measures = compare(Scorer({"w": FunctionPairwise(lambda *_: 0.5), "l": levels}, 2), pairs).measures
+    tied = [of_pair | {JUDGE: Measure(wins=0.5)} for of_pair in measures]
+    want = compared("dev", evaluator.eval_set.group, tied).metrics()
     assert found == want and found["dev/win_judge"] == found["dev/win_l"] == 0.5 and "dev/l.red" in found
 
 
