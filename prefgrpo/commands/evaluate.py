@@ -3,7 +3,7 @@
 Without a suite, both sides render the run's held-out prompts from the noise of its own evaluation and are compared by
 the rewards of eval.rewards, as during training. Existing files are reused, so the same command continues a killed
 evaluation, and another judge is asked without generating again. Invariant: a folder holds files of a single evaluation
-(weights, prompts, noise and sizes); any other evaluation refuses it.
+(weights, prompts, noise and sizes); any other evaluation rejects it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ AT_ONCE = 32
 
 
 def _folder(source: Weights, out: Path | None, name: str) -> Path:
-    """Where an evaluation of a source is written."""
+    """Folder to which an evaluation of these weights is written."""
     c = source.config
     return out or Path(c.output) / c.name / "evaluations" / source.label / name
 

@@ -59,7 +59,7 @@ class Job:
 
 
 def claim_folder(out: Path, facts: Mapping[str, Any]) -> None:
-    """Write what makes the files of a folder into it. Raises CheckpointError if it holds files of something else."""
+    """Record in a folder what makes its files. Raises CheckpointError if it contains files of something else."""
     file = out / ".about.json"
     wanted = json.loads(json.dumps(facts))
     try:
@@ -97,7 +97,7 @@ def generate(
     ending = ".mp4" if makes_clips(config) else ".png"
     places = [(p, j, out / file_name(p, j, naming, ending)) for p in held for j in range(samples)]
     jobs = make_jobs(places, shared=naming == "vbench")
-    facts = weights.facts(held, fps)  # not the number of samples: more may follow
+    facts = weights.facts(held, fps)  # without the number of samples: more may follow
     world.on_main(partial(claim_folder, out, facts), CheckpointError)
     there = generate_files(weights, jobs, world, fps)
     if world.main:

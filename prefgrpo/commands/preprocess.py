@@ -54,4 +54,4 @@ def _encode(config: Config, embeddings: Embeddings, entries: list[Entry], world:
                 prefetch(later.sources for later in entries[number : number + AHEAD])
                 embeddings.get(adapter, [entry])
     finally:
-        embeddings.flush()  # after Ctrl-C too
+        embeddings.flush()  # also after Ctrl-C

@@ -25,17 +25,17 @@ MASKING = {"native", "_native_math", "_flash_3_varlen_hub"}
 
 
 def masked(cls: Adapter | type[Adapter], layout: Layout) -> bool:
-    """Whether a family's blocks pass a mask to attention, or, as they choose their kernels themselves, may."""
+    """Whether a family's blocks pass a mask to attention, or might, because they choose their own kernels."""
     if cls.attention_masks == "padding":  # texts are padded to a multiple of the processes
         return layout.context > 1
     return cls.attention_masks in ("always", "own")
 
 
 def backend(name: str, device: torch.device, dtype: torch.dtype, masks: bool) -> str:
-    """The backend of diffusers that runs for a value of `attention`, as the table in docs/scale.md has it.
+    """The diffusers backend that runs for a value of `attention`: the table in docs/scale.md.
 
-    masks: whether blocks pass one (`masked`). native is one kernel wherever one serves, so torch's choice cannot change
-    and Ulysses saves what its backward needs, where diffusers' native would compute the forward again.
+    masks: whether blocks pass one (`masked`). native is a single kernel wherever one suffices, so torch's choice cannot
+    change and Ulysses saves what its backward needs; diffusers' native would compute the forward again.
     """
     flash = device.type == "cuda" and dtype == torch.bfloat16 and not masks
     if name in FLASH or (name == "native" and flash):
