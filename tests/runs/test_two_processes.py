@@ -1,6 +1,6 @@
 """Every way in which one of two processes (gloo) can fail.
 
-Samples, metrics and gradients: tests/rollout/test_batches.py.
+Samples, metrics and gradients: tests/rollout/test_plan.py.
 
 Why these cases: a rank that stops alone leaves the others waiting for ever, so any problem on one rank (a wrong option,
 a folder only rank 0 may touch, a dead judge, lost rewards, a signal, nothing to evaluate, groups without learning
