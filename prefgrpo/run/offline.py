@@ -29,10 +29,10 @@ from prefgrpo.rollout.endpoint import EndpointCollector
 from prefgrpo.rollout.render import sample
 from prefgrpo.rollout.stored_groups import StoredGroups
 from prefgrpo.run.checkpoint import CheckpointError
-from prefgrpo.run.groups import MOST, is_shown, show_groups
 from prefgrpo.run.log import Log
 from prefgrpo.run.measures import Estimate, Interval, interval
 from prefgrpo.run.run_folder import RunFolder
+from prefgrpo.run.trackers import MOST_GROUPS, is_shown, show_groups
 
 DRAWS = 4
 """Draws of (ε, t) per held-out pair."""
@@ -76,7 +76,7 @@ class PairTargets:
         """A few groups of one size, as if they had been generated and judged."""
         adapter = self.batches.adapter
         sizes = bucket_of(groups[0], list(self.batches.schedules))
-        some = [group for group in groups if bucket_of(group, list(self.batches.schedules)) == sizes][:MOST]
+        some = [group for group in groups if bucket_of(group, list(self.batches.schedules)) == sizes][:MOST_GROUPS]
         samples: dict[int, dict[int, Sample]] = {}
         for k, group in enumerate(some):
             entries = [entry.sample for entry in fitted(group, adapter, sizes)]
