@@ -22,8 +22,8 @@ from prefgrpo.config.schema import SamplingConfig
 from prefgrpo.data.media import Media
 from prefgrpo.data.prompts import Prompt
 from prefgrpo.report import write_report
+from prefgrpo.report.judged import ROWS
 from prefgrpo.report.read import read_run
-from prefgrpo.report.verdicts import ROWS
 from prefgrpo.rollout.render import preview, sample
 from prefgrpo.run.evaluation import EvalSet, Evaluator
 from prefgrpo.run.run_folder import RunFolder
