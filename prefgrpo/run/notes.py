@@ -1,4 +1,5 @@
-"""What a run prints before its first step: what is trained, on which prompts, and the memory that this takes.
+"""What a run prints before its first step: what is trained, on which prompts, the memory that this takes; and what it
+notes once about its steps.
 
 Memory is counted on the loaded model, on this process's device: weights, optimiser, and a step's stored samples.
 Activations, encoded texts and in-process rewards come on top; `prefgrpo train RECIPE --dry-run` prints the real peak.
@@ -158,3 +159,22 @@ def peak_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def skipped_note(config: Config) -> str:
+    """What to look at after the first update that was skipped."""
+    return (
+        "an update was skipped because its gradient was not finite, so no weight changed; look at "
+        f"attention ({config.attention}; _native_math excludes a faulty kernel), dtype ({config.dtype}; fp32 excludes "
+        f"overflow) and train.lr ({config.train.lr:g}; too high if it happens late)"
+    )
+
+
+def on_policy_note(config: Config, values: Mapping[str, float], first: bool) -> str:
+    """The on-policy check of a finished step: in a run's first step, or where it is off; '' otherwise."""
+    error = values.get("policy/on_policy_error")
+    limit = config.train.clip_range / 10
+    if error is None or not values["samples_trained"] or not (first or error > limit):
+        return ""
+    found = "exact" if error == 0 else "fine" if error <= limit else f"above clip_range / 10 = {limit:.1e}"
+    return f"on-policy check: max |ratio - 1| = {error:.1e} ({found})"

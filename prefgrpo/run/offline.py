@@ -29,10 +29,10 @@ from prefgrpo.rollout.plan import Plan
 from prefgrpo.rollout.render import sample
 from prefgrpo.rollout.stored_groups import StoredGroups
 from prefgrpo.run.checkpoint import CheckpointError
-from prefgrpo.run.groups import MOST, is_shown, show_groups
 from prefgrpo.run.log import Log
 from prefgrpo.run.measures import Estimate, Interval, interval
 from prefgrpo.run.run_folder import RunFolder
+from prefgrpo.run.trackers import MOST_GROUPS, is_shown, show_groups
 from prefgrpo.update.endpoint import EndpointGradients
 
 DRAWS = 4
@@ -79,7 +79,7 @@ class PairTargets:
         adapter = self.groups.adapter
         buckets = list(self.groups.schedules)
         sizes = bucket_of(groups[0], buckets)
-        some = [group for group in groups if bucket_of(group, buckets) == sizes][:MOST]
+        some = [group for group in groups if bucket_of(group, buckets) == sizes][:MOST_GROUPS]
         samples: dict[int, dict[int, Sample]] = {}
         for k, group in enumerate(some):
             entries = [entry.sample for entry in fitted(group, adapter, sizes)]
