@@ -80,11 +80,12 @@ def model_errors(config: Config, trains: bool = False, download: bool = False) -
         return found
     try:
         cls = family(config.family)
+    except ValueError:
+        return found  # `option_errors` says so
+    try:
         outline = cls.outline(cls.find(config.model))
     except ModelError as error:
         return [f"model: {error}", *found]
-    except ValueError:
-        return found  # an unknown family
     found = found or size_errors(config, outline)
     return found or (window_errors(config, outline) if trains else [])
 
