@@ -47,6 +47,7 @@ from prefgrpo.run.checks import check_busy, check_same_run, config_errors
 from prefgrpo.run.ending import ENDS_A_RUN, Diverged, Interrupt, Interrupted, Result, TrainingStopped
 from prefgrpo.run.evaluation import Evaluator, eval_sets
 from prefgrpo.run.flops import Throughput
+from prefgrpo.run.folder import RunFolder
 from prefgrpo.run.inputs import check_goes_on, keep_inputs, own_inputs
 from prefgrpo.run.judging import Rewards, evaluation_scorer, training_scorer
 from prefgrpo.run.loading import garbage_frozen, open_collector, open_model, open_schedules
@@ -55,7 +56,6 @@ from prefgrpo.run.metrics import pixel_distances, policy_metrics
 from prefgrpo.run.notes import change_notes, on_policy_note, peak_memory, prompt_notes, skipped_note, start_notes
 from prefgrpo.run.policy import learning_rate
 from prefgrpo.run.reference import Reference
-from prefgrpo.run.run_folder import RunFolder
 from prefgrpo.run.source import open_source
 from prefgrpo.run.trackers import open_trackers, show_groups
 from prefgrpo.run.writer import Writer

@@ -34,11 +34,11 @@ from prefgrpo.rollout.render import sample
 from prefgrpo.run import judging
 from prefgrpo.run.checkpoint import CheckpointError
 from prefgrpo.run.evaluation import BothSamples, compare, eval_sets, over_ranks, share_of
+from prefgrpo.run.folder import COMPARISON, RunFolder, run_of
 from prefgrpo.run.loading import open_prompts, unsupported
 from prefgrpo.run.log import finite
 from prefgrpo.run.measures import Comparison, PairMeasures, keys_of, summary
 from prefgrpo.run.notes import sampler_notes
-from prefgrpo.run.run_folder import run_of
 from prefgrpo.run.source import open_source
 from prefgrpo.suites import load_suite
 from prefgrpo.suites.base import Results
@@ -50,7 +50,7 @@ AT_ONCE = 32
 def _folder(source: Source, out: Path | None, name: str) -> Path:
     """Where an evaluation of a source is written."""
     c = source.config
-    return out or Path(c.output) / c.name / "evaluations" / source.label / name
+    return out or RunFolder(Path(c.output) / c.name).evaluation(source.label, name)
 
 
 # ---- suites ---------------------------------------------------------------------------------------------------------
@@ -221,6 +221,6 @@ def _write_comparison(
             lines.append(f"mean of {one.name}/{subject}: {now.value:.5g} against {before.value:.5g}")
     content = {"about": facts, "prompts": counts, "win_rates": rates, "means": means, "judges": notes}
     text = json.dumps(finite(content), indent=1, ensure_ascii=False, allow_nan=False)
-    write_atomic(out / "comparison.json", text + "\n")
+    write_atomic(out / COMPARISON, text + "\n")
     print(", ".join(f"{count} prompts ({name})" for name, count in counts.items()))
-    print(*lines, *notes, out / "comparison.json", sep="\n")
+    print(*lines, *notes, out / COMPARISON, sep="\n")

@@ -39,11 +39,11 @@ from prefgrpo.rollout.embeddings import Embeddings, run_entries
 from prefgrpo.rollout.render import Images, render
 from prefgrpo.rollout.sampling import Schedules
 from prefgrpo.run.checkpoint import CheckpointError, read_meta
+from prefgrpo.run.folder import ABOUT, run_of
 from prefgrpo.run.judging import makes_clips
 from prefgrpo.run.loading import load_checkpoint, open_adapter, open_prompts, unsupported
 from prefgrpo.run.notes import sampler_notes
 from prefgrpo.run.pairs import open_pairs
-from prefgrpo.run.run_folder import run_of
 from prefgrpo.run.source import distinct_prompts
 
 FIRST_ID = 2**61
@@ -146,7 +146,7 @@ def source_of(config: Config, target: str, world: World) -> Source:
 
 def claim_folder(out: Path, facts: Mapping[str, Any]) -> None:
     """Write what makes the files of a folder into it. Raises CheckpointError if it holds files of something else."""
-    file = out / ".about.json"
+    file = out / ABOUT
     wanted = json.loads(json.dumps(facts))
     try:
         before = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else wanted

@@ -20,8 +20,8 @@ from prefgrpo.rewards.pairwise import VlmPairwise
 from prefgrpo.rollout.batch import batch_sizes, busy_prompts, busy_share
 from prefgrpo.run import judging, trackers
 from prefgrpo.run.checkpoint import CheckpointError
+from prefgrpo.run.folder import RunFolder, run_of
 from prefgrpo.run.loading import unsupported
-from prefgrpo.run.run_folder import RunFolder, run_of
 
 MAY_CHANGE = (
     "output", "name", "trackers", "data.cache", "offload",

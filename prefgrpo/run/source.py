@@ -27,12 +27,12 @@ from prefgrpo.rollout.embeddings import Embeddings, Entry, check_sources, run_en
 from prefgrpo.rollout.endpoint import EndpointCollector
 from prefgrpo.rollout.sampling import Schedules
 from prefgrpo.rollout.stored_groups import StoredGroups, unguided
+from prefgrpo.run.folder import RunFolder
 from prefgrpo.run.inputs import fingerprints
 from prefgrpo.run.loading import Collector, open_prompts, outline
 from prefgrpo.run.log import Log
 from prefgrpo.run.offline import HeldOutPairs, PairTargets
 from prefgrpo.run.pairs import open_pairs
-from prefgrpo.run.run_folder import RunFolder
 from prefgrpo.run.targets import StepTargets
 
 
