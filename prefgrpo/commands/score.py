@@ -185,7 +185,7 @@ def summary(
 
 
 def _mean(values: Sequence[float | None]) -> dict[str, Any]:
-    """Mean of the values that are there, and the number of missing ones."""
+    """Mean of the values that exist, and the number of missing ones."""
     there = [value for value in values if value is not None]
     return {"mean": math.fsum(there) / len(there) if there else None, "missing": len(values) - len(there)}
 

@@ -22,8 +22,8 @@ class StockSampling:
     default_frames: ClassVar[int | None] = None
     """Frames per clip of the published model; None: it makes images."""
     stock_sampler: ClassVar[str] = ""
-    """What the stock call's defaults do besides guidance, and evaluation with it; "": nothing (docs/evaluation.md has a
-    table)."""
+    """What the stock call does by default besides guidance, and evaluation therefore too; "": nothing (see the table in
+    docs/evaluation.md)."""
     frame_rate: ClassVar[float | None] = None
     """Frames per second of the published model's clips."""
 
@@ -38,7 +38,7 @@ class StockSampling:
 
     @property
     def most_tokens(self) -> int | None:
-        """Most rows or columns of tokens that the denoiser has positions for; None: any number."""
+        """Maximum number of rows or columns of tokens for which the denoiser has positions; None: no limit."""
         return None
 
     def grid(self, sampling: Sampling) -> tuple[int, int]:
@@ -83,7 +83,7 @@ class StockSampling:
     def timed_scheduler(self, sampling: Sampling) -> Any:
         """A copy of the pipeline's scheduler after `set_timesteps`, called as the stock pipeline does for this size.
 
-        ValueError if it does not give `steps + 1` sigmas that fall within [0, 1].
+        Raises ValueError if it does not give `steps + 1` sigmas that fall within [0, 1].
         """
         kind = type(self.pipe.scheduler)
         config = dict(self.pipe.scheduler.config)

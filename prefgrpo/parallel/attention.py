@@ -12,7 +12,7 @@ from typing import Any, get_args
 import torch
 
 from prefgrpo.config.schema import Attention, Config
-from prefgrpo.models.attention import FLASH, Case, activate, check, leave_kernels_allowed
+from prefgrpo.models.attention import FLASH, Case, activate, check_kernels, leave_kernels_allowed
 from prefgrpo.models.base import Adapter
 from prefgrpo.parallel.world import Layout
 
@@ -25,17 +25,17 @@ MASKING = {"native", "_native_math", "_flash_3_varlen_hub"}
 
 
 def masked(cls: Adapter | type[Adapter], layout: Layout) -> bool:
-    """Whether a family's blocks pass a mask to attention, or, as they choose their kernels themselves, may."""
+    """Whether a family's blocks pass a mask to attention, or might, because they choose their own kernels."""
     if cls.attention_masks == "padding":  # texts are padded to a multiple of the processes
         return layout.context > 1
     return cls.attention_masks in ("always", "own")
 
 
 def backend(name: str, device: torch.device, dtype: torch.dtype, masks: bool) -> str:
-    """The backend of diffusers that runs for a value of `attention`, as the table in docs/scale.md has it.
+    """The diffusers backend that runs for a value of `attention`: the table in docs/scale.md.
 
-    masks: whether blocks pass one (`masked`). native is one kernel wherever one serves, so torch's choice cannot change
-    and Ulysses saves what its backward needs, where diffusers' native would compute the forward again.
+    masks: whether blocks pass one (`masked`). native is a single kernel wherever one suffices, so torch's choice cannot
+    change and Ulysses saves what its backward needs; diffusers' native would compute the forward again.
     """
     flash = device.type == "cuda" and dtype == torch.bfloat16 and not masks
     if name in FLASH or (name == "native" and flash):
@@ -59,7 +59,7 @@ def backends(cls: type[Adapter], layout: Layout) -> list[str]:
     return [name for name in get_args(Attention) if name in allowed]
 
 
-def unsupported(cls: type[Adapter], family: str, attention: str, layout: Layout) -> list[str]:
+def backend_errors(cls: type[Adapter], family: str, attention: str, layout: Layout) -> list[str]:
     """Why a family does not train under this layout, or with this backend."""
     allowed = backends(cls, layout)
     split = f"ring {layout.ring} × ulysses {layout.ulysses}"
@@ -100,7 +100,7 @@ def set_backend(adapter: Adapter, config: Config, layout: Layout, device: torch.
     name = backend(config.attention, device, adapter.dtype, masked(adapter, layout))
     if name != "native" or device.type != "cpu":
         for case in cases(adapter, config, name, layout):
-            check(name, case, adapter.dtype, device, given=config.attention)
+            check_kernels(name, case, adapter.dtype, device, given=config.attention)
     adapter.dispatch_attention()
     before, _ = registry.get_active_backend()
     try:

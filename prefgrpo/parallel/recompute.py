@@ -1,7 +1,7 @@
 """Gradient checkpointing of transformer blocks that does not repeat attention.
 
 A recomputed block keeps its inputs and, while `Budget` has room, its attention outputs: as many bytes again, for the
-most expensive part of the block. Attention over few keys is cheap and runs again. So do kernels of packages that are
+most expensive part of the block. Attention over few keys is cheap and runs again, and so do kernels that are
 not operators of torch.
 Invariant: gradients have the same bits whether all activations, the inputs or the inputs and attention are kept.
 """

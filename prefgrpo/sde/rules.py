@@ -140,7 +140,7 @@ def sde_row(
 
     eta: the rule's η. sigma_max, sigma_min: the schedule's second and last σ. sigma_max defaults to σ', which is right
     for every rule but `wan`: the others read it in the first step only. Raises ValueError for an unknown rule, and
-    for sigmas that are not falling within [0, 1] or an η out of range (tensors are not checked).
+    for sigmas that do not fall within [0, 1] or an η out of range (tensors are not checked).
     """
     if rule not in RULES:
         raise ValueError(f"unknown step rule '{rule}': expected one of {', '.join(RULES)}")

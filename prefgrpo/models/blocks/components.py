@@ -79,12 +79,12 @@ def heads_of(attn: Any, layers: Sequence[torch.nn.Module], x: Tensor) -> Iterato
 
 
 def norm_weights(norm_q: Any, norm_k: Any) -> tuple[Tensor | None, Tensor | None]:
-    """Of the norms of q and k, which SD3 has none of."""
+    """Weights of the norms of q and k, of which SD3 has none."""
     return (None, None) if norm_q is None else (norm_q.weight, norm_k.weight)
 
 
 def norm_eps(attn: Any) -> float:
-    """Of the norms of q and k."""
+    """eps of the norms of q and k."""
     return 1e-6 if attn.norm_q is None else attn.norm_q.eps
 
 
@@ -180,7 +180,7 @@ def single(
 
 
 _made: Any = WeakTensorKeyDictionary()
-"""Arguments that all blocks of a forward share → what the first block has made of them."""
+"""Arguments that all blocks of a forward share → what the first block computed from them."""
 
 
 def once(make: Callable[..., Tensor], shared: Tensor, *args: float) -> Tensor:

@@ -1,8 +1,8 @@
-"""Forwards of diffusers' repeated blocks whose pointwise part runs in fused ops.
+"""Forwards of diffusers' repeated blocks, with their pointwise parts in fused ops.
 
-`self` is diffusers' block. Its linear layers are called as modules, and its attention by diffusers' dispatcher, so
+`self` is diffusers' block. Its linear layers are called as modules, and its attention through diffusers' dispatcher, so
 LoRA, attention backends and split tokens work as in its own forward (Ulysses with fewer copies: `ulysses.py`).
-B samples, N latent tokens, M text tokens. Arguments that no family passes are not read.
+B samples, N latent tokens, M text tokens. Arguments that no family passes are ignored.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Results of a block that its backward pass computes again instead of keeping them.
+"""Selective recomputation: cheap results are recomputed in the backward pass instead of being stored.
 
-A norm, a rotation or an activation is one pass over memory, and its result as large as its input, which is kept anyway.
-Inside a block that `keeps_inputs`, `again(op, *args)` is op(*args), of which autograd keeps only the arguments.
-Invariant: an op has the same bits whenever it runs, so gradients are those of results that were kept.
+A norm, a rotation or an activation is one pass over memory, and its result is as large as its input, which is stored
+anyway. Inside a block that `keeps_inputs`, `again(op, *args)` is op(*args), of which autograd stores only the
+arguments.
+Invariant: an op has the same bits whenever it runs, so gradients equal those of stored results.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from torch.utils._pytree import tree_map_only
 
 T = TypeVar("T")
 _open: list[dict[int, tuple[_Result, int, Tensor]]] = []
-"""Of the block that runs forward: storage of a result → what computes it, which of its outputs it is, and the result
-itself, whose storage is not reused before the block has ended."""
+"""For the block that runs forward: storage of a result → what computes it, which of its outputs it is, and the result
+itself, so that its storage is not reused before the block has ended."""
 
 
 class _Result:
-    """What `again` has computed; computed again at its first use in a backward pass, dropped at the last."""
+    """What `again` has computed; recomputed at its first use in a backward pass, dropped after the last."""
 
     def __init__(self, op: Callable[..., Any], args: tuple[Any, ...]) -> None:
         self.op = op
@@ -58,12 +59,12 @@ class _Place:
     offset: int
 
     def tensor(self) -> Tensor:
-        """In the result's output."""
+        """The tensor inside the recomputed output."""
         return self.result.output(self.number).as_strided(self.size, self.stride, self.offset)
 
 
 def _pack(t: Tensor) -> Tensor | _Place:
-    """What is kept of a tensor."""
+    """What is stored for a tensor."""
     found = _open[-1].get(t.untyped_storage()._cdata) if _open else None
     if found is None:
         return t
@@ -88,7 +89,7 @@ def again(op: Callable[..., T], *args: Any) -> T:
 
 def keeps_inputs(forward: Callable[..., T]) -> Callable[..., T]:
     """A block's forward in which `again` keeps arguments instead of results, unless the block is recomputed as a whole
-    (`recomputed`), which keeps even less."""
+    (`recomputed`), which stores even less."""
 
     @wraps(forward)
     def run(self: Any, *args: Any, **kwargs: Any) -> T:
