@@ -1,6 +1,6 @@
 """What fused blocks cost at the published sizes of every family, beside diffusers' own, on meta tensors.
 
-    python -m benchmarks.block_costs            # writes the tables of docs/scale.md
+    python -m benchmarks.block_costs            # writes the tables of docs/costs.md
 
 Counted: FLOP of products and attention, bytes that everything else reads and writes, launches, bytes that a block keeps
 for its backward pass with a LoRA, and what `fp8_base` changes in a forward with one. One block of each kind runs in
@@ -390,7 +390,7 @@ def kept_bytes(model: Model, net: Any, kind: Kind, is_fused: bool) -> int:
 
 
 class Tables(NamedTuple):
-    """Rows of docs/scale.md."""
+    """Rows of docs/costs.md."""
 
     time: list[str]
     """Where the time of a FLUX forward goes, and what would take less."""
@@ -472,4 +472,4 @@ def tables() -> Tables:
 
 if __name__ == "__main__":
     for name, rows in tables()._asdict().items():
-        replace_block(Path("docs/scale.md"), f"block {name}", rows)
+        replace_block(Path("docs/costs.md"), f"block {name}", rows)

@@ -1,8 +1,8 @@
 """Selective recomputation: cheap results are recomputed in the backward pass instead of being stored.
 
 A norm, a rotation or an activation is one pass over memory, and its result is as large as its input, which is stored
-anyway. Inside a block that `keeps_inputs`, `again(op, *args)` is op(*args), of which autograd stores only the arguments.
-Invariant: an op has the same bits whenever it runs, so gradients equal those of stored results.
+anyway. Inside a block that `keeps_inputs`, `again(op, *args)` is op(*args), of which autograd stores only the
+arguments. Invariant: an op has the same bits whenever it runs, so gradients equal those of stored results.
 """
 
 from __future__ import annotations
