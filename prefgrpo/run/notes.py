@@ -22,11 +22,11 @@ from prefgrpo.models.fp8 import Fp8Linear, multiplies_in_fp8
 from prefgrpo.parallel.attention import backend, masked
 from prefgrpo.parallel.world import World
 from prefgrpo.rollout.batch import assign_batches, busy_prompts, busy_share
-from prefgrpo.run.fits import kept_attention, static_bytes, stored_bytes, whole_gradients
 from prefgrpo.run.judging import unread_columns
-from prefgrpo.run.loading import Collector
 from prefgrpo.run.measures import MIN_PROMPTS
+from prefgrpo.run.memory import kept_attention, static_bytes, stored_bytes, whole_gradients
 from prefgrpo.run.policy import Policy, learning_rate
+from prefgrpo.run.source import Collector
 
 GIB = 2**30
 MIB = 2**20

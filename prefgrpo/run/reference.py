@@ -17,7 +17,7 @@ from prefgrpo.rewards.scorer import Scorer
 from prefgrpo.rollout.batch import Batch
 from prefgrpo.rollout.replay import TrajectoryCollector
 from prefgrpo.run.flops import Throughput
-from prefgrpo.run.loading import Collector
+from prefgrpo.run.source import Collector
 
 
 @dataclass(frozen=True)

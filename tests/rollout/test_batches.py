@@ -24,7 +24,7 @@ from prefgrpo.rollout import render
 from prefgrpo.rollout.batch import BatchPlan, assign_batches, update_of
 from prefgrpo.rollout.exchange import media_exchange
 from prefgrpo.rollout.replay import TrajectoryCollector
-from prefgrpo.run.checks import batch_errors
+from prefgrpo.run.errors import batch_errors
 from prefgrpo.run.log import Clock
 from prefgrpo.trainer import Trainer
 
