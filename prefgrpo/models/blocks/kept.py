@@ -2,12 +2,8 @@
 
 A norm, a rotation or an activation is one pass over memory, and its result is as large as its input, which is stored
 anyway. Inside a block that `keeps_inputs`, `again(op, *args)` is op(*args), of which autograd stores only the
-<<<<<<< HEAD
-arguments. Invariant: an op has the same bits whenever it runs, so gradients equal those of stored results.
-=======
 arguments.
 Invariant: an op has the same bits whenever it runs, so gradients equal those of stored results.
->>>>>>> main
 """
 
 from __future__ import annotations
