@@ -82,7 +82,8 @@ class _Outline(Weights):
 
 
 def sizes(model: Model) -> Sizes:
-    """Of the whole denoiser: what diffusers keeps in fp32 has 4 bytes, a weight of the blocks' Linear layers 1."""
+    """Sizes of the whole denoiser: what diffusers keeps in fp32 has 4 bytes, a weight of the blocks' Linear layers
+    1."""
     with META:
         net: Any = getattr(diffusers, model.net)(**model.config)
     in_fp32 = set(net._keep_in_fp32_modules or ())
