@@ -2,8 +2,8 @@
 render each page alike.
 
 Why these cases: links break first, and a list that only one renderer accepts without a blank line is a paragraph in the
-other. Links are resolved by GitHub's anchor rule, independently of mkdocs, and in the built pages by their files. A line
-of prose is one sentence, so that a diff shows the sentence that changed.
+other. Links are resolved by GitHub's anchor rule, independently of mkdocs, and in the built pages by their files. A
+line of prose is one sentence, so that a diff shows the sentence that changed.
 """
 
 import os
