@@ -32,7 +32,7 @@ from torch.utils.flop_counter import flop_registry
 
 from benchmarks.blocks import replace_block
 from prefgrpo.models import family
-from prefgrpo.models.blocks import fused, kept, random_inputs
+from prefgrpo.models.blocks import fused, random_inputs, recompute
 from prefgrpo.models.fp8 import to_fp8
 from prefgrpo.models.lora import fuse_lora
 from prefgrpo.models.sd3 import JointAttention
@@ -370,7 +370,7 @@ def kept_bytes(model: Model, net: Any, kind: Kind, is_fused: bool) -> int:
     alive: list[Any] = []
 
     def packed(t: Tensor) -> Any:
-        found = kept._pack(t)
+        found = recompute._pack(t)
         alive.append(found)
         for part in [found] if isinstance(found, Tensor) else tree_leaves(found.result.args):
             if isinstance(part, Tensor):
@@ -379,7 +379,7 @@ def kept_bytes(model: Model, net: Any, kind: Kind, is_fused: bool) -> int:
         return found
 
     graph = torch.autograd.graph
-    hooks = partial(graph.saved_tensors_hooks, packed, kept._unpack)
+    hooks = partial(graph.saved_tensors_hooks, packed, recompute._unpack)
     of_block = mock.patch.object(graph, "saved_tensors_hooks", lambda *_: hooks())
     with block_of(net, kind, is_fused) as block, as_on_a_gpu(), hooks(), of_block:
         for _ in range(2):

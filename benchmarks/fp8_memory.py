@@ -29,7 +29,7 @@ from prefgrpo.models.blocks import random_inputs
 from prefgrpo.models.fp8 import to_fp8
 from prefgrpo.models.weights import Weights
 from prefgrpo.ops import quantise_rows as quantise
-from prefgrpo.parallel.recompute import recompute
+from prefgrpo.parallel.gradient_checkpointing import checkpoint_blocks
 
 GIB = 2**30
 CARDS = {"4090, 24 GB": 24e9, "5090, 32 GB": 32e9, "L40S, 48 GB": 48e9, "80 GB": 80e9}
@@ -122,7 +122,7 @@ def activations(model: Model, fp8: bool, recomputed: bool, batch: int, tokens: t
         first = {kind.place: kind for kind in model.kinds}
         blocks = {place: stack.enter_context(block_of(net, kind, True)) for place, kind in first.items()}
         if recomputed:
-            recompute(blocks.values(), 1.0)
+            checkpoint_blocks(blocks.values(), 1.0)
         stack.enter_context(as_on_a_gpu())
         stack.enter_context(mock.patch.object(quantise, "triton_or_torch", lambda *_: "triton"))
         stack.enter_context(mock.patch.object(quantise, "launch", lambda *_: None))

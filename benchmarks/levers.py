@@ -46,7 +46,7 @@ from prefgrpo.models.fp8 import multiplies_in_fp8
 from prefgrpo.ops import qk_norm_rope
 from prefgrpo.ops.low_rank_gelu import low_rank_gelu
 from prefgrpo.ops.quantise_rows import dequantise_rows, quantise_rows, reference_quantise
-from prefgrpo.parallel.recompute import keep_attention, recompute
+from prefgrpo.parallel.gradient_checkpointing import checkpoint_blocks, keep_attention
 
 ROUNDS = 10
 """Timed calls, after two that are not."""
@@ -238,13 +238,13 @@ def _product(width: int, out: int, rows: int, device: torch.device) -> dict[str,
 @contextmanager
 def recomputed(block: nn.Module, keeps: bool) -> Iterator[nn.Module]:
     """Context in which a block is recomputed, and keeps attention or not."""
-    recompute([block], 1.0)
+    checkpoint_blocks([block], 1.0)
     if keeps:
         keep_attention([block])
     try:
         yield block
     finally:
-        for name in ("forward", "recomputed", "budget"):
+        for name in ("forward", "checkpointed", "budget"):
             block.__dict__.pop(name, None)
 
 

@@ -20,7 +20,7 @@ from prefgrpo.config.loading import load
 from prefgrpo.config.schema import Config
 from prefgrpo.models import family
 from prefgrpo.parallel.world import Layout
-from prefgrpo.rollout.batch import assign_batches, busy_prompts, busy_share
+from prefgrpo.rollout.assignment import assign_batches, busy_prompts, busy_share
 from prefgrpo.run.memory import GIB, stored_bytes
 
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"

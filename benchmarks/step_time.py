@@ -193,7 +193,7 @@ def passes(name: str, recomputed: bool) -> tuple[Counter, Counter]:
     for kind in model.kinds:
         inputs = inputs_of(model, kind, net.get_submodule(kind.place))
         with block_of(net, kind, True) as block:
-            block.recomputed = recomputed  # type: ignore[assignment]
+            block.checkpointed = recomputed  # type: ignore[assignment]
             with as_on_a_gpu():  # casts the LoRA, and makes streams as all blocks but the first have them
                 inputs = following(block(**inputs), inputs)
             with as_on_a_gpu() as both:

@@ -27,10 +27,10 @@ from prefgrpo.models import family as model_family
 from prefgrpo.models.fp8 import Fp8Linear, to_fp8
 from prefgrpo.models.lora import fuse_lora, outputs
 from prefgrpo.parallel.world import join
-from prefgrpo.rollout.replay import replay
 from prefgrpo.rollout.rollout import rollout
 from prefgrpo.sde.schedule import make_schedule
 from prefgrpo.tiny import pipelines
+from prefgrpo.update.trajectory import replay
 from tests.models.test_attention import opened
 from tests.parallel import test_parallelize
 from tests.parallel.test_parallelize import alone, compare
@@ -192,7 +192,7 @@ def test_the_first_ratio_is_exactly_1(case, recomputed, tmp_path):
     ids = torch.tensor([5, 9])
 
     def one(step=None):
-        (made,) = rollout(adapter, schedule, condition, ids, sampling, seed=1).steps
+        (made,) = rollout(adapter, schedule, condition, ids, sampling, seed=1).transitions
         return made
 
     first = one()

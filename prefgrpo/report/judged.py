@@ -2,11 +2,14 @@
 
 Cells are blue where the row's image wins and orange where it loses, stronger the further from ½. Hatched: no verdict;
 empty: not compared. A pair's contradiction is the distance between the two orders' probabilities that its second image
-is better. Invariant: a missing verdict never looks like a tie.
+is better. Small images are lossless PNG, enlarged by integer factors; large ones are downscaled to WebP, clips loop.
+Invariant: a missing verdict never looks like a tie.
 """
 
 from __future__ import annotations
 
+import base64
+import io
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -15,9 +18,10 @@ from itertools import combinations
 
 import numpy as np
 from markupsafe import Markup
+from numpy.typing import NDArray
+from PIL import Image
 
 from prefgrpo.report.charts import tag
-from prefgrpo.report.media import data_uri, look, picture, still
 from prefgrpo.report.read import Answer, Group, Pair, Run
 
 ROWS = 15
@@ -30,6 +34,14 @@ BAR = 50
 IMAGE_PX = 128
 PAIR_PX = 384
 SIDE = CELL - GAP
+
+SMALL = 128
+"""Images up to this many pixels per side are embedded unchanged and enlarged without smoothing."""
+CLIP_PX = 224
+"""Longest side of a clip on the page."""
+
+
+# ---- groups ----------------------------------------------------------------------------------------------------------
 
 
 def draw_group(group: Group, ident: str) -> Markup:
@@ -83,6 +95,9 @@ def _cell(group: Group, i: int, j: int, x: int, y: int, written: bool) -> Markup
     if written:
         out += tag("text", f"{p:.2f}", class_="number", x=x + SIDE / 2, y=y + SIDE / 2 + 4, text_anchor="middle")
     return tag("g", out)
+
+
+# ---- pairs -----------------------------------------------------------------------------------------------------------
 
 
 def answered(run: Run, pairs: Sequence[Pair]) -> list[tuple[str, list[Pair]]]:
@@ -163,3 +178,43 @@ def _trained_pairs(run: Run) -> list[Pair]:
                 names = (f"image {i + 1}", f"image {j + 1}")
                 out.append(Pair(group.step, f"training step {group.step}", group.prompt, names, images, numbered))
     return out
+
+
+# ---- images ----------------------------------------------------------------------------------------------------------
+
+
+def look(pixels: NDArray[np.uint8]) -> str:
+    """Style of an image [H, W, 3] or a clip [F, H, W, 3]: sharp if it is embedded unchanged, else smooth."""
+    return "sharp" if max(pixels.shape[-3:-1]) <= SMALL else "smooth"
+
+
+def still(media: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """An image itself, or the middle frame of a clip [F, H, W, 3]."""
+    return media[len(media) // 2] if media.ndim == 4 else media
+
+
+def data_uri(media: NDArray[np.uint8], most: int, seconds: float = 2.0) -> str:
+    """`data:` URI of an image of at most `most` pixels per side, or of a clip that plays for so many seconds."""
+    clip = media.ndim == 4
+    images = [Image.fromarray(frame) for frame in (media if clip else [media])]
+    if max(images[0].size) > max(most := CLIP_PX if clip else most, SMALL):
+        for image in images:
+            image.thumbnail((most, most), Image.Resampling.LANCZOS)
+    buffer = io.BytesIO()
+    kind = "webp"
+    if clip:
+        options = {"duration": round(1000 * seconds / len(images)), "loop": 0, "quality": 60, "method": 4}
+        images[0].save(buffer, "WEBP", save_all=True, append_images=images[1:], **options)
+    elif look(media) == "sharp":
+        kind = "png"
+        images[0].save(buffer, "PNG", optimize=True)
+    else:
+        images[0].save(buffer, "WEBP", quality=82, method=4)
+    return f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode()}"
+
+
+def picture(media: NDArray[np.uint8], caption: str, most: int, seconds: float) -> Markup:
+    """An <img> element for an image or animated clip, with alternative text."""
+    height, width = media.shape[-3:-1]
+    element = Markup('<img src="{}" alt="{}" class="{}" width="{}" height="{}">')
+    return element.format(data_uri(media, most, seconds), caption, look(media), width, height)

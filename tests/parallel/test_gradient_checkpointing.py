@@ -21,10 +21,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from prefgrpo.config.loading import from_dict
 from prefgrpo.models import MODELS, blocks
 from prefgrpo.ops import gated_residual, use_backend
-from prefgrpo.parallel.recompute import budgets, keep_attention, recompute
+from prefgrpo.parallel.gradient_checkpointing import budgets, checkpoint_blocks, keep_attention
 from prefgrpo.parallel.world import join
-from prefgrpo.run.flops import _recomputed
 from prefgrpo.tiny import pipelines
+from prefgrpo.update.throughput import _recomputed
 from tests.models.test_blocks import fuse, opened
 
 CPU = torch.device("cpu")
@@ -97,7 +97,7 @@ def test_attention_runs_once_and_gradients_keep_their_bits(case, trained, dtype,
         forward = forward_of(adapter, case)
         _, _, want = counted(adapter, forward)
         for net in adapter.modules().values():
-            recompute(adapter.blocks(net), 1.0)
+            checkpoint_blocks(adapter.blocks(net), 1.0)
         ahead, back, repeated = counted(adapter, forward)
         reached = ahead["attention"] - (WITHOUT_LORA.get(case.family, 0) if trained == "lora" else 0)
         assert back["attention"] == reached > 0, "without what is tested, every attention runs again"
@@ -116,7 +116,7 @@ def test_what_does_not_fit_is_computed_again():
     adapter = opened(case, "lora")
     forward = forward_of(adapter, case)
     _, _, want = counted(adapter, forward)
-    recompute(adapter.blocks(adapter.transformer), 1.0)
+    checkpoint_blocks(adapter.blocks(adapter.transformer), 1.0)
     keep_attention(blocks_of(adapter))
     counted(adapter, forward)
     (whole,) = {budget.most for budget in budgets(blocks_of(adapter))}
@@ -150,7 +150,7 @@ def test_compiled_blocks_are_recomputed():
     gradients = []
     for share in (0.0, 1.0):
         adapter = opened(case, "lora")
-        recompute(adapter.blocks(adapter.transformer), share)
+        checkpoint_blocks(adapter.blocks(adapter.transformer), share)
         torch.compiler.reset()
         for block in blocks_of(adapter) if share else ():
             block.compile(dynamic=False, backend=aot_autograd(fw_compiler=traced))
@@ -174,7 +174,7 @@ def block_gradients(is_recomputed, trained):
     block.ffn.net[2].weight.requires_grad_("product" in trained)
     leaves = [inputs["hidden_states"].requires_grad_(), *(p for p in block.parameters() if p.requires_grad)]
     if is_recomputed:
-        recompute([block], 1.0)
+        checkpoint_blocks([block], 1.0)
     with use_backend("triton"):
         out = block(**inputs)
         with Counted() as back:
