@@ -1,6 +1,6 @@
 """What `fp8_base` takes off GPU memory, at the published sizes of every family, counted on meta tensors.
 
-    python -m benchmarks.fp8_memory            # writes the tables of docs/scale.md and docs/recipes.md
+    python -m benchmarks.fp8_memory            # writes the tables of docs/costs.md and docs/recipes.md
 
 Base: the bytes of all of a denoiser's weights. Step: the largest sum of tensors that are alive in forward and backward
 of its blocks, fused, with a LoRA of rank 64, as allocated one after the other; weights, and 16 bytes per parameter of
@@ -82,7 +82,8 @@ class _Outline(Weights):
 
 
 def sizes(model: Model) -> Sizes:
-    """Of the whole denoiser: what diffusers keeps in fp32 has 4 bytes, a weight of the blocks' Linear layers 1."""
+    """Sizes of the whole denoiser: what diffusers keeps in fp32 has 4 bytes, a weight of the blocks' Linear layers
+    1."""
     with META:
         net: Any = getattr(diffusers, model.net)(**model.config)
     in_fp32 = set(net._keep_in_fp32_modules or ())
@@ -200,6 +201,6 @@ def card_table() -> list[str]:
 
 
 if __name__ == "__main__":
-    replace_block(Path("docs/scale.md"), "fp8 base", base_table())
-    replace_block(Path("docs/scale.md"), "fp8 step", step_table())
+    replace_block(Path("docs/costs.md"), "fp8 base", base_table())
+    replace_block(Path("docs/costs.md"), "fp8 step", step_table())
     replace_block(Path("docs/recipes.md"), "smallest gpu", card_table())

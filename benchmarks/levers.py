@@ -1,4 +1,4 @@
-"""`python -m benchmarks.levers PART`: what single changes win in a step on one GPU, before and after in one process;
+"""`python -m benchmarks.levers PART`: what single changes gain in a step on one GPU, before and after in one process;
 one JSON line per comparison, for scripts/gpu_check.sh.
 
     fused      blocks of FLUX.1, Qwen-Image and Wan 14B with their LoRA: diffusers' own and fused
@@ -8,9 +8,9 @@ one JSON line per comparison, for scripts/gpu_check.sh.
     traffic    GELU beside attention and with its LoRA, and the formulas that these replace
     ulysses    one attention of eight processes whose transfers move nothing: diffusers' layout and the fused blocks'
 
-Published widths and random weights, bf16. Before two ways are timed they are compared: to the bit where they promise
-it, which are results with and without gradient and all but `fused`, `attention` and the GELU with a LoRA; those within
-the limits of a run's start. The lines are also written to results/PART_DEVICE.json.
+Published widths and random weights, bf16. Before two ways are timed, their results are compared: bit for bit where they
+promise that (with and without gradient, and everything but `fused`, `attention` and the GELU with a LoRA), otherwise
+within the limits of a run's start. The lines are also written to results/PART_DEVICE.json.
 """
 
 from __future__ import annotations

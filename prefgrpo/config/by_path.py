@@ -18,8 +18,8 @@ IMPORT_PATH = re.compile(r"([^\W\d]\w*\.)*[^\W\d]\w*[.:][^\W\d]\w*|[^,:]+\.py:[^
 
 
 def load_object(path: str) -> Any:
-    """What "package.module.name", "package.module:name" or "file.py:name" is; raises what importing it raises, and
-    AttributeError, with the nearest name."""
+    """The object named by "package.module.name", "package.module:name" or "file.py:name"; raises what importing raises,
+    and AttributeError, with the nearest name."""
     module, _, attribute = path.rpartition(":" if ":" in path else ".")
     loaded = _file_module(Path(module)) if module.endswith(".py") else importlib.import_module(module)
     if not hasattr(loaded, attribute):

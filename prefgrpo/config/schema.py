@@ -192,9 +192,9 @@ class TrainConfig:
     warmup_steps: NonNegativeInt = 0
     """Optimiser updates of linear warm-up, counted like those of lr_scheduler."""
     lr_scheduler: Literal["constant", "linear", "cosine", "wsd"] = "constant"
-    """Learning rate after the warm-up: constant, or from there falling to 0 at the end of `steps`; wsd (warm-up,
-    stable, decay): constant in the first half of the run, then falling linearly. It follows the position in the run:
-    updates that are skipped count."""
+    """Learning rate after the warm-up: constant, or from there decaying to 0 at the end of `steps`; wsd (warm-up,
+    stable, decay): constant in the first half of the run, then decaying linearly. It follows the position in the run:
+    skipped updates count."""
     max_grad_norm: PositiveFloat = 1.0
     """Gradient norm is clipped to this."""
     updates_per_rollout: PositiveInt = 1

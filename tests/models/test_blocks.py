@@ -344,7 +344,7 @@ def test_at_most_three_quarters_are_kept(name):
 
 @pytest.mark.full
 def test_the_tables_of_the_documentation_are_counted(root):
-    text = (root / "docs" / "scale.md").read_text(encoding="utf-8")
+    text = (root / "docs" / "costs.md").read_text(encoding="utf-8")
     for name, rows in tables()._asdict().items():
         block = text.partition(f"<!-- block {name} -->")[2].partition(f"<!-- /block {name} -->")[0]
         assert block.strip().split("\n") == rows, "run python -m benchmarks.block_costs"

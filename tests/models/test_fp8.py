@@ -298,7 +298,7 @@ def test_a_layout_changes_nothing(place, family, dtype, env):
 @pytest.mark.full
 def test_the_page_shows_the_counted_bytes():
     """Of every denoiser and of a step of FLUX.1, as the command prints them; the shares of both that were the goals."""
-    page = Path(fp8_memory.__file__).parents[1].joinpath("docs", "scale.md").read_text()
+    page = Path(fp8_memory.__file__).parents[1].joinpath("docs", "costs.md").read_text()
     of_base = fp8_memory.base_table()
     of_step = fp8_memory.step_table()
     for name, lines in {"fp8 base": of_base, "fp8 step": of_step}.items():
