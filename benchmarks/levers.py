@@ -39,7 +39,7 @@ from benchmarks import ulysses_copies
 from benchmarks.block_costs import MODELS, Kind, Model, block_of, inputs_of, published, to_fp8_base
 from benchmarks.experiments.trials import report
 from prefgrpo.config.recipe import ConfigError
-from prefgrpo.models.attention import LIMIT, Case, activate, attention_of_a_run, errors, relative_error
+from prefgrpo.models.attention import LIMIT, Case, activate, attention_of_a_run, kernel_errors, relative_error
 from prefgrpo.models.blocks import check, components, fused
 from prefgrpo.models.blocks.joined import beside_gelu
 from prefgrpo.models.fp8 import multiplies_in_fp8
@@ -286,7 +286,7 @@ def attentions(device: torch.device, tiny: bool) -> Iterator[dict[str, Any]]:
 
 def _of_implementation(case: Case, device: torch.device) -> dict[str, Any]:
     """Errors and times of torch's FlashAttention op as it is."""
-    worst = max(errors("_native_flash", case, BF16, device))
+    worst = max(kernel_errors("_native_flash", case, BF16, device))
     line: dict[str, Any] = {"error of output or gradient": worst}
     q, k, v, g = torch.randn(4, case.batch, case.heads, case.queries, case.width, dtype=BF16, device=device)
     leaves = [t.requires_grad_() for t in (q, k, v)]

@@ -24,12 +24,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from prefgrpo import ending
+from prefgrpo.arguments import Prompts, RewardLike, run_config
 from prefgrpo.config.loading import load, recipe_values, to_dict
-from prefgrpo.config.recipe import ConfigError, UserError, merge, to_yaml
+from prefgrpo.config.recipe import UserError, merge, to_yaml
 from prefgrpo.config.schema import Config
 from prefgrpo.data.atomic import write_atomic, write_folder
+from prefgrpo.ending import ENDS_A_RUN, Diverged, Interrupt, Interrupted, Result, TrainingStopped
 from prefgrpo.models.attention import attention_of_a_run
-from prefgrpo.objectives import make_objective
 from prefgrpo.objectives.base import Targets
 from prefgrpo.parallel import world as parallel
 from prefgrpo.parallel.shard import full_copies
@@ -38,21 +40,17 @@ from prefgrpo.rewards import python_rewards
 from prefgrpo.rewards.log import truncate_log
 from prefgrpo.rewards.scorer import StepScores
 from prefgrpo.rollout.batch import Batch
-from prefgrpo.rollout.embeddings import Embeddings
 from prefgrpo.rollout.plan import Plan
-from prefgrpo.run import checkpoint, ending
-from prefgrpo.run.arguments import Prompts, RewardLike, run_config
+from prefgrpo.run import checkpoint
 from prefgrpo.run.checkpoint import CheckpointError, Checkpoints
-from prefgrpo.run.checks import check_busy, check_same_run, config_errors
-from prefgrpo.run.ending import ENDS_A_RUN, Diverged, Interrupt, Interrupted, Result, TrainingStopped
-from prefgrpo.run.evaluation import Evaluator, eval_sets
+from prefgrpo.run.errors import errors, idle_errors, refuse
 from prefgrpo.run.groups import show_groups
-from prefgrpo.run.inputs import check_goes_on, keep_inputs, own_inputs
 from prefgrpo.run.judging import Rewards, evaluation_scorer, training_scorer
-from prefgrpo.run.loading import garbage_frozen, open_gradients, open_model, open_schedules
 from prefgrpo.run.log import Clock, Log
 from prefgrpo.run.metrics import on_policy_note, pixel_distances, policy_metrics, skipped_note
 from prefgrpo.run.notes import change_notes, peak_memory, prompt_notes, start_notes
+from prefgrpo.run.opening import garbage_frozen, open_evaluators, open_run
+from prefgrpo.run.resume import Input, Kind, check_goes_on, check_same_run, keep_inputs, own_inputs, stored
 from prefgrpo.run.run_folder import RunFolder
 from prefgrpo.run.source import open_source
 from prefgrpo.run.trackers import open_trackers
@@ -106,39 +104,85 @@ class Trainer:
         Raises ConfigError with every mistake, named as in a recipe, before anything starts; DataError, CheckpointError,
         ModelError or JudgeError before anything in an existing run folder is changed.
         """
-        training = {"steps": steps, "lora_rank": lora_rank}
-        if isinstance(model, Config):
-            self.config = model
-            self._objects = dict[str, Any]()
-        else:
-            self.config, self._objects = run_config(model, train_prompts, eval_prompts, rewards, training, sections)
+        self._objects: dict[str, Any] = {}
+        """Functions and objects among the rewards, by name."""
+        given = model
+        if not isinstance(given, Config):
+            training = {"steps": steps, "lora_rank": lora_rank}
+            given, self._objects = run_config(given, train_prompts, eval_prompts, rewards, training, sections)
+        self.given = given
+        """The configuration as it is written to the run folder."""
         self.on_step = on_step
         self.on_evaluation = on_evaluation
         self.on_save = on_save
-        self.folder = RunFolder(Path(self.config.output) / self.config.name)
-        self.evaluation: dict[str, float] = {}
-        """Metrics of the last evaluation."""
-        self.summary = ""
-        """Its summary line."""
-        self._ahead: Rollout | None = None
-        """Samples of the next step (rollout.staleness)."""
-        self._given = self.config
-        """The configuration as it is written to the run folder."""
+        self.folder = folder = RunFolder(Path(given.output) / given.name)
         with python_rewards(self._objects), ExitStack() as opened:
             opened.enter_context(attention_of_a_run())
-            self.config = own_inputs(self._given, self.folder)
-            if problems := config_errors(self.config):
-                raise ConfigError(problems)
-            self.world = parallel.join(self.config)
-            check_busy(self.config, self.world, allow_idle)
-            resume = resume or self.world.any(parallel.restart_count() > 0)
-            lock = self.world.on_main(partial(checkpoint.claim, self.folder, resume), CheckpointError)
+            self.config = config = own_inputs(given, folder)
+            refuse(errors(config))
+            self.world = world = parallel.join(config)
+            refuse([] if allow_idle else idle_errors(config, world))
+            resume = resume or world.any(parallel.restart_count() > 0)
+            lock = world.on_main(partial(checkpoint.claim, folder, resume), CheckpointError)
             if lock is not None:
                 opened.callback(os.close, lock)
             if resume:
-                check_same_run(self._given, self.folder)
-            self._open(opened, resume)
-            self._start_folder(resume)
+                check_same_run(given, folder)
+            newest = world.all_gather_object(folder.latest() if resume else None)[0]  # a shared disk may show less
+            # what fails soonest first, the model last
+            self.source = source = open_source(config, world)
+            builder = Rewards(config, world)
+            opened.callback(builder.close)
+            trained = builder.build("rewards", config.rewards, source.prompts)
+            self.scorer = training_scorer(config, trained, folder.judgements_of(world.rank), world)
+            opened.callback(self.scorer.cancel)
+            measured = builder.build("eval.rewards", config.measured, source.evaluated) if source.sets else {}
+            made_from = partial(source.fingerprints, given.train.lora_from)
+            served = {Input(Kind.JUDGE, name): model_name for name, model_name in builder.served.items()}
+            self.inputs = (world.on_main(made_from, UserError) or {}) | served
+            """On rank 0, what the run is made from."""
+            changed: list[str] = []
+            if newest is not None:
+                goes_on = partial(check_goes_on, given, folder, newest, self.inputs)
+                changed = world.on_main(goes_on, CheckpointError) or []
+            run = open_run(config, world, source)
+            opened.callback(run.embeddings.flush)
+            self.adapter = run.adapter
+            self.objective = run.objective
+            self.policy = run.policy
+            self.groups = run.groups
+            self.gradients = run.gradients
+            self.throughput = Throughput(config, run.adapter, world)
+            self.reference = Reference(config, run.gradients, self.scorer, self.throughput, world)
+            self.writer = Writer()
+            self.evaluators = open_evaluators(run, evaluation_scorer(config, measured), folder, self.writer)
+            self.evaluation: dict[str, float] = {}
+            """Metrics of the last evaluation."""
+            self.summary = ""
+            """Its summary line."""
+            self.checkpoints = Checkpoints(folder, world, config.checkpoint.keep, not config.rollout.staleness)
+            self.interrupt = Interrupt(world)
+            opened.callback(self.interrupt.restore)
+            self.start = self._read_checkpoint(newest)
+            """Number of steps already done."""
+            of_folder = self._start_folder(resume, newest)
+            counts = {name: len(set(evaluator.eval_set.group)) for name, evaluator in self.evaluators.items()}
+            self.notes = [
+                *changed,
+                *start_notes(config, world, run.gradients, run.policy, len(source.prompts), counts),
+                *builder.notes,
+                *source.notes(),
+                *prompt_notes(config, source.prompts, source.evaluated, run.absent),
+                *of_folder,
+            ]
+            """Lines that `train` prints first."""
+            trackers = open_trackers(config, folder, self.start) if world.main else ()
+            self.log = Log(
+                folder, config.train.steps, self.start, trackers=trackers, writer=self.writer, active=world.main
+            )
+            self.targets = source.targets(self.groups, self.scorer.rewards, world, self.log)
+            self._ahead: Rollout | None = None
+            """Samples of the next step (rollout.staleness)."""
             opened.enter_context(garbage_frozen())
             self._opened = opened.pop_all()
 
@@ -153,87 +197,39 @@ class Trainer:
             del whole["rewards"]
         return cls(**(merge(whole, values) | named))
 
-    def _open(self, opened: ExitStack, resume: bool) -> None:
-        """Open the parts of the run in order: what fails soonest first, the model last."""
-        config = self.config
-        world = self.world
-        source = open_source(config, world)
-        self.source = source
-        rewards = Rewards(config, world)
-        opened.callback(rewards.close)
-        trained = rewards.build("rewards", config.rewards, source.prompts)
-        self.scorer = training_scorer(config, trained, self.folder.judgements_of(world.rank), world)
-        opened.callback(self.scorer.cancel)
-        measuring = rewards.build("eval.rewards", config.measured, source.evaluated) if source.sets else {}
-        made_from = partial(source.fingerprints, self._given.train.lora_from)
-        self.inputs = (world.on_main(made_from, UserError) or {}) | rewards.served
-        """On rank 0, what the run is made from → its fingerprint."""
-        changed: list[str] = []
-        if resume and world.any(world.main and self.folder.latest() is not None):
-            changed = world.on_main(self._changes, CheckpointError) or []
-        embeddings = Embeddings(config)
-        absent = len(embeddings.absent(source.entries()))
-        self.objective = make_objective(config.train)
-        self.adapter, self.policy = open_model(config, self.objective, world, absent > 0)
-        schedules = open_schedules(config, self.adapter, world)
-        opened.callback(embeddings.flush)
-        self.groups = source.open_groups(self.adapter, embeddings, schedules, world)
-        self.gradients = open_gradients(config, self.objective, self.adapter, self.policy, world)
-        self.throughput = Throughput(config, self.adapter, world)
-        self.reference = Reference(config, self.gradients, self.scorer, self.throughput, world)
-        self.writer = Writer()
-        self.evaluators: dict[str, Evaluator] = {}
-        for eval_set in eval_sets(config, source.sets):
-            parts = (self.adapter, schedules, embeddings, evaluation_scorer(config, measuring), world, self.folder)
-            self.evaluators[eval_set.name] = Evaluator(eval_set, config.eval_sampling, *parts, self.writer)
-        if "dev" in self.evaluators:
-            self.evaluators["dev"].pairs = source.held_out_pairs(self.groups, self.gradients, self.folder)
-        self.checkpoints = Checkpoints(self.folder, world, config.checkpoint.keep, not config.rollout.staleness)
-        self.interrupt = Interrupt(self.world)
-        opened.callback(self.interrupt.restore)
-        counts = {name: len(set(evaluator.eval_set.group)) for name, evaluator in self.evaluators.items()}
-        of_run = start_notes(config, world, self.gradients, self.policy, len(source.prompts), counts)
-        of_prompts = prompt_notes(config, source.prompts, source.evaluated, absent)
-        self.notes = [*changed, *of_run, *rewards.notes, *source.notes(), *of_prompts]
+    def _read_checkpoint(self, newest: Path | None) -> int:
+        """Continue from a checkpoint, or start; returns the number of steps done."""
+        if newest is None:
+            return 0
+        meta = checkpoint.read(newest, self.policy.state_dict(), self.world)
+        self.policy.updates = meta["updates"]
+        done = int(meta["step"])
+        self.checkpoints.last = done
+        for evaluator in self.evaluators.values() if done else ():
+            evaluator.start(resumed=True)
+        return done
 
-    def _changes(self) -> list[str]:
-        """On rank 0: what changed since the newest checkpoint. Raises CheckpointError if the run cannot go on."""
-        newest = self.folder.latest()
-        return check_goes_on(self._given, self.folder, newest, self.inputs) if newest else []
-
-    def _start_folder(self, resume: bool) -> None:
-        """Write the configuration of a new run, or read the newest checkpoint of an old one; open the log."""
-        config = self.config
+    def _start_folder(self, resume: bool, newest: Path | None) -> list[str]:
+        """Write the configuration and copies of the inputs, and remove what follows the checkpoint; lines about it."""
         folder = self.folder
-        world = self.world
-        self.start = 0
-        """Number of steps already done."""
-        newest = world.all_gather_object(folder.latest() if resume else None)[0]  # a shared disk may show others less
+        notes: list[str] = []
         if newest is not None:
-            meta = checkpoint.read(newest, self.policy.state_dict(), world)
-            self.policy.updates = meta["updates"]
-            self.start = meta["step"]
-            self.checkpoints.last = self.start
-            for evaluator in self.evaluators.values() if self.start else ():
-                evaluator.start(resumed=True)
-            self.notes.append(f"resumed from {newest}")
-            before = load(folder.config) if world.main and folder.config.is_file() else self._given
-            if changed := change_notes(before, self._given, self.start):
-                self.notes += changed
+            notes.append(f"resumed from {newest}")
+            before = load(folder.config) if self.world.main and folder.config.is_file() else self.given
+            if changed := change_notes(before, self.given, self.start):
+                notes += changed
                 shutil.copyfile(folder.config, folder.old_config(self.start))
         elif resume:
-            self.notes.append(f"no checkpoint in {folder.root} yet; starting from step 0")
-        if world.main:
-            write_atomic(folder.config, to_yaml(to_dict(self._given)))  # first: a resumed run needs it
-            keep_inputs(self._given, folder, first=newest is None)
+            notes.append(f"no checkpoint in {folder.root} yet; starting from step 0")
+        if self.world.main:
+            write_atomic(folder.config, to_yaml(to_dict(self.given)))  # first: a resumed run needs it
+            keep_inputs(self.given, folder, first=newest is None)
             folder.eval.mkdir(exist_ok=True)
             folder.groups.mkdir(exist_ok=True)
             for log in folder.all_judgements():
                 truncate_log(log, self.start)
-        world.barrier()
-        trackers = open_trackers(config, folder, self.start) if world.main else ()
-        self.log = Log(folder, config.train.steps, self.start, trackers=trackers, writer=self.writer, active=world.main)
-        self.targets = self.source.targets(self.groups, self.scorer.rewards, world, self.log)
+        self.world.barrier()
+        return notes
 
     # ---- the loop ---------------------------------------------------------------------------------------------------
 
@@ -441,7 +437,7 @@ class Trainer:
         self._saved(wait=True)
         for evaluator in self.evaluators.values():
             evaluator.wait_stored()
-        meta = {"updates": self.policy.updates, "inputs": self.inputs}
+        meta = {"updates": self.policy.updates, "inputs": stored(self.inputs)}
         lora = self._write_lora if self.config.train.lora_rank else None
         self.checkpoints.save(done, self.policy.state_dict(), meta, lora)
         if wait:

@@ -341,7 +341,7 @@ def all_end(runs: list[Run], code: int = 0, seconds: float = 180.0) -> list[str]
 def opened(config, world=ALONE):
     """The adapter of a run, ready to train."""
     from prefgrpo.parallel.parallelize import parallelize
-    from prefgrpo.run.loading import open_adapter
+    from prefgrpo.run.opening import open_adapter
 
     adapter = open_adapter(config, world.device, True, world.layout.fsdp or config.fp8_base)
     parallelize(adapter, config, world)

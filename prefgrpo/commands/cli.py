@@ -91,7 +91,7 @@ def train(
 
         with redirect_stdout(sys.stdout if main else None):
             return run(config)
-    from prefgrpo.run.ending import TrainingStopped
+    from prefgrpo.ending import TrainingStopped
     from prefgrpo.trainer import Trainer
 
     trainer = Trainer(config, resume=resume, allow_idle=allow_idle)
@@ -219,7 +219,7 @@ def read_target(target: str, prompts: str, overrides: dict[str, Any]) -> Config:
     Raises ConfigError, ModelError.
     """
     from prefgrpo.models import family_of
-    from prefgrpo.run.inputs import own_inputs
+    from prefgrpo.run.resume import own_inputs
     from prefgrpo.run.run_folder import run_of
 
     if (run := run_of(Path(target))) is not None:

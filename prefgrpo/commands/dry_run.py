@@ -13,20 +13,18 @@ from dataclasses import replace
 import torch
 
 from prefgrpo.config.loading import to_dict
-from prefgrpo.config.recipe import ConfigError, to_yaml
+from prefgrpo.config.recipe import to_yaml
 from prefgrpo.config.schema import Config
 from prefgrpo.models.attention import attention_of_a_run
-from prefgrpo.objectives import make_objective
 from prefgrpo.parallel import world as parallel
 from prefgrpo.parallel.gradient_checkpointing import budgets
 from prefgrpo.parallel.world import World
-from prefgrpo.rollout.embeddings import Embeddings
 from prefgrpo.rollout.render import decode
 from prefgrpo.run import judging
-from prefgrpo.run.checks import config_errors
-from prefgrpo.run.fits import kept_attention, sample_bytes
-from prefgrpo.run.loading import open_gradients, open_model, open_schedules
+from prefgrpo.run.errors import errors, refuse
+from prefgrpo.run.memory import kept_attention, sample_bytes
 from prefgrpo.run.notes import GIB, kernel_notes, memory_line, peak_memory, step_bytes
+from prefgrpo.run.opening import open_run
 from prefgrpo.run.source import open_source
 from prefgrpo.update.endpoint import EndpointGradients
 from prefgrpo.update.trajectory import TrajectoryGradients, replay
@@ -35,21 +33,16 @@ from prefgrpo.update.trajectory import TrajectoryGradients, replay
 @attention_of_a_run()
 def dry_run(config: Config) -> int:
     """Print configuration, memory and the first batch; returns the exit code. Raises what `train` raises at start."""
-    if problems := config_errors(config):
-        raise ConfigError(problems)
+    refuse(errors(config))
     world = parallel.join(config)
     print(to_yaml(to_dict(config), allow_unicode=True))
     source = open_source(config, world, every_set=True)
     judging.Rewards(config, world).check("rewards", config.rewards, source.prompts)
-    embeddings = Embeddings(config)
-    absent = embeddings.absent(source.entries())
-    objective = make_objective(config.train)
-    adapter, policy = open_model(config, objective, world, encoders=bool(absent))
-    schedules = open_schedules(config, adapter, world)
-    shape = adapter.latent_shape(config.rollout)
-    gradients = open_gradients(config, objective, adapter, policy, world)
-    held = step_bytes(config, gradients, policy, world)
-    print(memory_line(adapter, policy, held, kept_attention(config, adapter, world.layout)))
+    run = open_run(config, world, source)
+    adapter = run.adapter
+    gradients = run.gradients
+    held = step_bytes(config, gradients, run.policy, world)
+    print(memory_line(adapter, run.policy, held, kept_attention(config, adapter, world.layout)))
     for note in [*kernel_notes(config, adapter, world), *source.notes()]:
         print(note)
     evaluated = ", ".join(f"{len(some)} ({name})" for name, some in source.sets.items())
@@ -57,13 +50,13 @@ def dry_run(config: Config) -> int:
     begin = time.perf_counter()
     context = world.layout.context
     share = World(world.rank % context, context, world.device, world.layout, world.mesh)  # generates the same batch
-    groups = source.open_groups(adapter, embeddings, schedules, share)
+    groups = source.open_groups(adapter, run.embeddings, run.schedules, share)
     plan = groups.plan(0)
     batch = next(groups.batches(plan, lambda group, member, sample: None))
     latents = share.whole(batch.latents, adapter.latent_shape(batch.sampling))
     media = decode(adapter, latents[:1], batch.sampling)
     print(f"first batch: {len(batch.places)} samples, for {plan.prompts[batch.slots[0]].text[:80]!r}")
-    own = len(batch.places) * sample_bytes(config, shape, world.layout)
+    own = len(batch.places) * sample_bytes(config, adapter.latent_shape(config.rollout), world.layout)
     others = torch.empty(sum(held.values()) - own, dtype=torch.uint8, device=world.device)
     middle = time.perf_counter()
     if isinstance(gradients, EndpointGradients):

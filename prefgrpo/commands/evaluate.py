@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from prefgrpo.commands.generate import Job, Source, check_writing, claim_folder, generate_files, make_jobs, source_of
+from prefgrpo.commands.generate import Job, check_writing, claim_folder, generate_files, make_jobs
 from prefgrpo.commands.score import score_files
 from prefgrpo.config.loading import load
 from prefgrpo.config.recipe import ConfigError
@@ -33,13 +33,14 @@ from prefgrpo.parallel.world import World
 from prefgrpo.rollout.render import sample
 from prefgrpo.run import judging
 from prefgrpo.run.checkpoint import CheckpointError
+from prefgrpo.run.errors import model_errors, refuse
 from prefgrpo.run.evaluation import BothSamples, compare, eval_sets, over_ranks, share_of
-from prefgrpo.run.loading import open_prompts, unsupported
 from prefgrpo.run.log import finite
 from prefgrpo.run.measures import Comparison, PairMeasures, keys_of, summary
 from prefgrpo.run.notes import sampler_notes
+from prefgrpo.run.opening import Weights, weights_of
 from prefgrpo.run.run_folder import run_of
-from prefgrpo.run.source import open_source
+from prefgrpo.run.source import open_prompts, open_source
 from prefgrpo.suites import load_suite
 from prefgrpo.suites.base import Results
 
@@ -47,7 +48,7 @@ AT_ONCE = 32
 """Pairs of images that are read and compared together."""
 
 
-def _folder(source: Source, out: Path | None, name: str) -> Path:
+def _folder(source: Weights, out: Path | None, name: str) -> Path:
     """Where an evaluation of a source is written."""
     c = source.config
     return out or Path(c.output) / c.name / "evaluations" / source.label / name
@@ -61,8 +62,7 @@ def on_suite(
     config: Config, target: str, name: str, file: str, out: Path | None, samples: int, fps: float | None
 ) -> int:
     """Generate files in the suite's layout; if the suite has a reward here, score them and report."""
-    if wrong := unsupported(config):
-        raise ConfigError(wrong)
+    refuse(model_errors(config))
     suite = load_suite(name)
     clips = judging.makes_clips(config)
     if clips != (suite.takes == "video"):
@@ -71,7 +71,7 @@ def on_suite(
     if not file:
         raise ConfigError([f"--prompts: expected {suite.source}"])
     world = parallel.join(config)
-    source = source_of(config, target, world)
+    source = weights_of(config, target, world)
     place = _folder(source, out, name)
     prompts = suite.read(Path(file))[: config.eval.max_prompts or None]
     sample_files = suite.sample_files(prompts, samples, place, ".mp4" if clips else ".png")
@@ -122,19 +122,19 @@ def _report(results: Results, facts: Mapping[str, Any], out: Path, name: str) ->
 # ---- comparisons ----------------------------------------------------------------------------------------------------
 
 
-def _other(source: Source, against: str, world: World) -> Source:
+def _other(source: Weights, against: str, world: World) -> Weights:
     """What to compare with: the base, or another target, sampled with `source`'s settings. Raises ConfigError."""
     config = source.config
     if against == "base":
-        return Source(config, as_trained=source.as_trained)
+        return Weights(config, as_trained=source.as_trained)
     run = run_of(Path(against))
     if run is None:
         train = replace(config.train, lora_from="")
         config = replace(config, model=against, family=family_of(against), train=train)
-        return replace(source_of(config, against, world), label=against)
+        return replace(weights_of(config, against, world), label=against)
     other = load(run.config)
     same = {name: getattr(other, name) for name in ("model", "family", "dtype", "train")}
-    made = source_of(replace(config, **same, data=replace(config.data, cache=other.data.cache)), against, world)
+    made = weights_of(replace(config, **same, data=replace(config.data, cache=other.data.cache)), against, world)
     return replace(made, label=f"{run.root.name}_{made.label}")
 
 
@@ -145,8 +145,7 @@ def against_other(
     """Render held-out prompts with the target's weights and with others from the same noise, and compare them."""
     if samples:
         config = replace(config, eval=replace(config.eval, samples_per_prompt=samples))
-    if wrong := judging.config_errors(config) + unsupported(config):
-        raise ConfigError(wrong)
+    refuse(judging.config_errors(config) + model_errors(config))
     world = parallel.join(config)
     if prompts:
         sets = {"prompts": open_prompts(partial(read_prompts, prompts), world)}
@@ -154,7 +153,7 @@ def against_other(
         sets = {name: list(some) for name, some in open_source(config, world, every_set=True).sets.items()}
     if not sets:
         raise ConfigError(["--prompts: the run has no held-out prompts; expected a file of prompts to compare on"])
-    now = source_of(config, target, world)
+    now = weights_of(config, target, world)
     other = _other(now, against, world)
     held = eval_sets(config, sets)
     every = [prompt for eval_set in held for prompt in eval_set.items]

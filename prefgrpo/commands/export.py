@@ -72,7 +72,7 @@ def _write(config: Config, path: Path, target: Path) -> None:
     import torch
 
     from prefgrpo.parallel.world import World
-    from prefgrpo.run.loading import load_checkpoint, open_adapter
+    from prefgrpo.run.opening import load_checkpoint, open_adapter
 
     world = World(0, 1, torch.device("cpu"))
     adapter = open_adapter(config, world.device)

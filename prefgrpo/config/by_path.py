@@ -27,7 +27,7 @@ def load_object(path: str) -> Any:
     return getattr(loaded, attribute)
 
 
-def load_class(what: str, name: str, table: Mapping[str, str], base: type[T]) -> type[T]:
+def registered_class(what: str, name: str, table: Mapping[str, str], base: type[T]) -> type[T]:
     """The class derived from `base` that `table` registers as `name`, or at the import path `name`.
 
     what: e.g. "family". Raises ValueError if there is none, and suggests the nearest name.

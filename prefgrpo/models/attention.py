@@ -156,14 +156,14 @@ class Case(NamedTuple):
     masked: bool = False
 
 
-def check(name: str, case: Case, dtype: torch.dtype, device: torch.device, given: str = "") -> None:
+def check_kernels(name: str, case: Case, dtype: torch.dtype, device: torch.device, given: str = "") -> None:
     """Raise ConfigError if a backend of diffusers does not run here, or is wrong.
 
     given: the value of `attention`, where it is not the backend's name.
     """
     shown = given or name
     try:
-        output, gradient = errors(name, case, dtype, device)
+        output, gradient = kernel_errors(name, case, dtype, device)
     except Exception as error:  # kernels raise anything: FlashAttention-4 AssertionError, its compiler its own
         raise ConfigError([_refusal(shown, error)]) from error
     if max(output, gradient) > LIMIT[dtype]:
@@ -173,7 +173,7 @@ def check(name: str, case: Case, dtype: torch.dtype, device: torch.device, given
         raise ConfigError([f"attention: {message}; expected another backend"])
 
 
-def errors(name: str, case: Case, dtype: torch.dtype, device: torch.device) -> tuple[float, float]:
+def kernel_errors(name: str, case: Case, dtype: torch.dtype, device: torch.device) -> tuple[float, float]:
     """Largest errors of a backend's output and of its gradients with respect to q, k and v, relative to the largest
     element, in the first and the last head; infinite if any element of any head is not finite. A missing gradient
     counts as 0. Raises whatever the backend raises.

@@ -97,6 +97,7 @@ class Adapter(StockSampling, Weights, ABC):
         """Device on which the denoisers run; weights may be stored elsewhere."""
 
     @classmethod
+    @folders.quiet()
     def load(
         cls,
         model: str,
@@ -154,6 +155,7 @@ class Adapter(StockSampling, Weights, ABC):
         return pipe
 
     @classmethod
+    @folders.quiet()
     def outline(cls, path: Path) -> Adapter:
         """The adapter of a pipeline in a folder, from its JSON files alone, without text encoders; modules are on
         torch's meta device. It knows sizes and schedules. Raises `folder.ModelError` for a part that diffusers refuses.

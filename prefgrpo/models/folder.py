@@ -11,8 +11,10 @@ import math
 import os
 import re
 import shutil
+import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,21 @@ HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(@[\w./-]+)?")
 
 class ModelError(UserError, ValueError):
     """A model cannot be loaded; the message says what was expected and what to do."""
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Context in which diffusers shows its progress bars on a terminal only."""
+    from diffusers.utils import logging
+
+    hidden = logging.is_progress_bar_enabled() and not sys.stderr.isatty()
+    if hidden:
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if hidden:
+            logging.enable_progress_bar()
 
 
 def locate(model: str, configs_only: bool = False, not_read: tuple[str, ...] = ()) -> Path:

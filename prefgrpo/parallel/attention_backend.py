@@ -12,7 +12,7 @@ from typing import Any, get_args
 import torch
 
 from prefgrpo.config.schema import Attention, Config
-from prefgrpo.models.attention import FLASH, Case, activate, check, leave_kernels_allowed
+from prefgrpo.models.attention import FLASH, Case, activate, check_kernels, leave_kernels_allowed
 from prefgrpo.models.base import Adapter
 from prefgrpo.parallel.world import Layout
 
@@ -59,7 +59,7 @@ def backends(cls: type[Adapter], layout: Layout) -> list[str]:
     return [name for name in get_args(Attention) if name in allowed]
 
 
-def unsupported(cls: type[Adapter], family: str, attention: str, layout: Layout) -> list[str]:
+def backend_errors(cls: type[Adapter], family: str, attention: str, layout: Layout) -> list[str]:
     """Why a family does not train under this layout, or with this backend."""
     allowed = backends(cls, layout)
     split = f"ring {layout.ring} × ulysses {layout.ulysses}"
@@ -100,7 +100,7 @@ def set_backend(adapter: Adapter, config: Config, layout: Layout, device: torch.
     name = backend(config.attention, device, adapter.dtype, masked(adapter, layout))
     if name != "native" or device.type != "cpu":
         for case in cases(adapter, config, name, layout):
-            check(name, case, adapter.dtype, device, given=config.attention)
+            check_kernels(name, case, adapter.dtype, device, given=config.attention)
     adapter.dispatch_attention()
     before, _ = registry.get_active_backend()
     try:

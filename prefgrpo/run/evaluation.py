@@ -38,11 +38,10 @@ from prefgrpo.run.measures import JUDGE, Comparison, Measure, PairMeasures, Subj
 from prefgrpo.run.offline import HeldOutPairs
 from prefgrpo.run.run_folder import RunFolder
 from prefgrpo.run.writer import Writer
+from prefgrpo.sde.noise import EVALUATION_IDS
 
 IN_REPORT = 12
 """Images of an evaluation that the report shows."""
-FIRST_ID = 2**62
-"""First sample id of evaluation noise, far from those of training."""
 
 
 class BothSamples(NamedTuple):
@@ -96,7 +95,7 @@ def eval_sets(config: Config, sets: Mapping[str, Sequence[Prompt]]) -> list[Eval
     for number, (name, prompts) in enumerate(sets.items()):
         chosen = prompts[: config.eval.max_prompts or None]
         group = [k for k in range(len(chosen)) for _ in range(config.eval.samples_per_prompt)]
-        out.append(EvalSet(name, [chosen[k] for k in group], group, FIRST_ID + number * 2**40))
+        out.append(EvalSet(name, [chosen[k] for k in group], group, EVALUATION_IDS + number * 2**40))
     return out
 
 

@@ -217,7 +217,7 @@ class Rewards:
     def served(self) -> dict[str, str]:
         """The model that the servers of each pairwise reward's judge serve."""
         judges: dict[str, Any] = {entry.name: getattr(reward, "judge", None) for entry, reward in self._built}
-        return {f"model that judges {name}": j.client.model for name, j in judges.items() if hasattr(j, "client")}
+        return {name: j.client.model for name, j in judges.items() if hasattr(j, "client")}
 
     def close(self) -> None:
         """Close all rewards and their judges."""

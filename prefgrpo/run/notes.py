@@ -22,9 +22,9 @@ from prefgrpo.models.fp8 import Fp8Linear, multiplies_in_fp8
 from prefgrpo.parallel.attention_backend import backend, masked
 from prefgrpo.parallel.world import World
 from prefgrpo.rollout.assignment import assign_batches, busy_prompts, busy_share
-from prefgrpo.run.fits import kept_attention, static_bytes, stored_bytes, whole_gradients
 from prefgrpo.run.judging import unread_columns
 from prefgrpo.run.measures import MIN_PROMPTS
+from prefgrpo.run.memory import kept_attention, static_bytes, stored_bytes, whole_gradients
 from prefgrpo.update.gradients import Gradients
 from prefgrpo.update.policy import Policy, learning_rate
 

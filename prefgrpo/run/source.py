@@ -7,16 +7,18 @@ from __future__ import annotations
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from prefgrpo.config.schema import Config, SamplingConfig
 from prefgrpo.data.pairs import PairGroup, has_pairs, summary
 from prefgrpo.data.prompts import Prompt, held_out, prompt_files, prompt_sets
 from prefgrpo.data.stored import file_digest
 from prefgrpo.data.tables import DataError, refusal
+from prefgrpo.models import family
 from prefgrpo.models.base import Adapter
 from prefgrpo.parallel.parallelize import context_errors
 from prefgrpo.parallel.world import Layout, World
@@ -27,15 +29,16 @@ from prefgrpo.rollout.generated_groups import GeneratedGroups
 from prefgrpo.rollout.plan import Groups
 from prefgrpo.rollout.sampling import Schedules
 from prefgrpo.rollout.stored_groups import StoredGroups, unguided
-from prefgrpo.run.inputs import fingerprints
-from prefgrpo.run.loading import open_prompts, outline
 from prefgrpo.run.log import Log
 from prefgrpo.run.offline import HeldOutPairs, PairTargets
 from prefgrpo.run.pairs import open_pairs
+from prefgrpo.run.resume import Fingerprints, Input, Kind, fingerprints
 from prefgrpo.run.run_folder import RunFolder
 from prefgrpo.run.targets import StepTargets
 from prefgrpo.update.endpoint import EndpointGradients
 from prefgrpo.update.gradients import Gradients
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -71,8 +74,8 @@ class Source(ABC):
         """Pairs that are not trained on; None if there are none."""
         return None
 
-    def fingerprints(self, lora_from: str) -> dict[str, str]:
-        """As `inputs.fingerprints`."""
+    def fingerprints(self, lora_from: str) -> Fingerprints:
+        """As `resume.fingerprints`."""
         return fingerprints(self.config, self.prompts, self.sets, lora_from)
 
     def notes(self) -> Iterator[str]:
@@ -136,16 +139,24 @@ class Stored(Source):
         assert isinstance(gradients, EndpointGradients)
         return HeldOutPairs(replace(groups, pairs=self.held), gradients, folder)
 
-    def fingerprints(self, lora_from: str) -> dict[str, str]:
+    def fingerprints(self, lora_from: str) -> Fingerprints:
         """As in `Source`, with the pairs."""
-        found = super().fingerprints(lora_from) | {"pairs": _fingerprint(self.groups)}
-        return found | ({"pairs of dev": _fingerprint(self.held)} if self.held else {})
+        found = super().fingerprints(lora_from) | {Input(Kind.PAIRS, "train"): _fingerprint(self.groups)}
+        if self.held:
+            found[Input(Kind.PAIRS, "dev")] = _fingerprint(self.held)
+        return found
 
     def notes(self) -> Iterator[str]:
         """As in `Source`."""
         yield f"pairs of {self.config.data.pairs}: {summary(self.groups)}"
         yield from describe(self.groups, self.sizes)
         yield f"held out: {summary(self.held)}" if self.held else "no pairs are held out, so no accuracy is measured"
+
+
+def open_prompts(read: Callable[..., T], world: World) -> T:
+    """`read(decode=…)`: only rank 0 decodes all source images, and what it refuses ends all ranks. Raises DataError."""
+    found = world.on_main(partial(read, decode=True), DataError)
+    return read(decode=False) if found is None else found
 
 
 def open_source(config: Config, world: World, every_set: bool = False) -> Source:
@@ -175,7 +186,8 @@ def _stored(config: Config, world: World) -> Stored:
         groups = [group for group in groups if (group.prompt.text, group.prompt.source) not in names]
         prompts = distinct_prompts(groups)
         sets["dev"] = chosen
-    model = outline(config)
+    cls = family(config.family)
+    model = cls.outline(cls.find(config.model))
     sampling = unguided(config)
     layout = Layout.of(config, world.size)
     sizes = buckets(model, sampling, lambda size: not context_errors(model, "", size, config.data.max_length, layout))

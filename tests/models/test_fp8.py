@@ -22,7 +22,6 @@ from torch import nn
 
 from benchmarks import fp8_memory
 from prefgrpo.config.loading import from_dict
-from prefgrpo.config.recipe import ConfigError
 from prefgrpo.models import MODELS, fp8
 from prefgrpo.models import family as model_family
 from prefgrpo.models.fp8 import Fp8Linear, to_fp8
@@ -239,13 +238,6 @@ def test_a_run_is_resumed_bit_by_bit(name, tmp_path):
 
     code, output = train(recipe(place, "stopped", **options, fp8_base=False), "--resume")
     assert code == 2 and "fp8_base" in output, output
-
-
-def test_all_weights_cannot_be_in_fp8():
-    with pytest.raises(ConfigError, match=r"fp8_base: expected false, as train.lora_rank is 0 .*got true"):
-        from_dict({"model": "m", "data": {"prompts": "p"}, "fp8_base": True, "train": {"lora_rank": 0}})
-    with pytest.raises(ConfigError, match=r"compile: expected false with fp8_base, got true"):
-        from_dict({"model": "m", "data": {"prompts": "p"}, "fp8_base": True, "compile": True})
 
 
 # ---- meshes ---------------------------------------------------------------------------------------------------------

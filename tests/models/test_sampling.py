@@ -24,7 +24,7 @@ from prefgrpo.config.recipe import ConfigError
 from prefgrpo.models.base import Adapter
 from prefgrpo.models.folder import ModelError
 from prefgrpo.rollout.sampling import Schedules
-from prefgrpo.run.loading import open_adapter
+from prefgrpo.run.opening import open_adapter
 from prefgrpo.sde.rules import RULES, StepInfo
 from prefgrpo.sde.schedule import make_schedule, shifted_sigmas, truncated_times
 from prefgrpo.tiny import pipelines

@@ -17,20 +17,17 @@ import pytest
 import torch
 from families import case_of, conditions, folder, load, perturb
 from grpo_formula import plain_formula
-from tiny_run import ALONE, batches_of, fuse_on_cpu, ranks, recipe, rows, settings, targets_of
+from tiny_run import ALONE, batches_of, fuse_on_cpu, ranks, recipe, rows, targets_of
 from torch.nn import functional as F
 
-from prefgrpo.config.loading import from_dict
-from prefgrpo.config.recipe import ConfigError
 from prefgrpo.config.schema import Config, TrainConfig
-from prefgrpo.objectives import OBJECTIVES, make_objective, objective_class
+from prefgrpo.objectives import OBJECTIVES, make_objective
 from prefgrpo.objectives.awm import AWM
 from prefgrpo.objectives.base import GroupObjective, PointwiseObjective, Targets, TrajectoryObjective
 from prefgrpo.rewards.functions import FunctionPairwise
 from prefgrpo.rollout.batch import Batch
-from prefgrpo.run.checks import config_errors
-from prefgrpo.run.loading import open_gradients, open_policy
 from prefgrpo.run.metrics import FACTS
+from prefgrpo.run.opening import open_gradients, open_policy
 from prefgrpo.sde.noise import endpoint_noise, endpoint_normal
 from prefgrpo.sde.schedule import make_schedule
 
@@ -457,33 +454,3 @@ def test_an_objective_of_ones_own_has_a_reference_and_returns_one_loss_each(trai
     for name, got in (("PerMember", r"\[2, 4\]"), ("OneNumber", r"\[\]")):
         with pytest.raises(ValueError, match=rf"expected one loss for each of \d .* got shape {got}"):
             own(name).train()
-
-
-MISTAKES = {
-    "option": (
-        {"objective": "nft", "objective_options": {"beto": 1}},
-        "objective_options.beto: unknown key; did you mean 'train.objective_options.beta'?",
-    ),
-    "pairs": ({"objective": "soft_dpo"}, "rewards: soft_dpo trains on comparisons: expected a pairwise reward"),
-    "slices": (
-        {"objective": "dpo", "updates_per_rollout": 2, "update_slices": "members"},
-        "train.updates_per_rollout: dpo compares the members of a group: expected update_slices: prompts",
-    ),
-    "class": ({"objective": f"{__name__}.Setting"}, "train.objective: expected a class derived from prefg"),
-}
-
-
-@pytest.mark.parametrize("case", MISTAKES)
-def test_mistakes_say_what_was_expected(trainer, case):
-    train, message = MISTAKES[case]
-    with pytest.raises(ConfigError) as caught:
-        trainer(train=train)
-    assert message in str(caught.value)
-
-
-@pytest.mark.parametrize("name", OBJECTIVES)
-def test_one_initial_latent_per_prompt_needs_step_noise(place, name):
-    """Deterministic rollouts from the same latent are the same image, so there would be nothing to compare."""
-    config = from_dict(settings(place, "same", train={"objective": name}, rollout={"same_noise": True}))
-    refused = [w for w in config_errors(config) if w.startswith(f"rollout.same_noise: {name} samples without")]
-    assert len(refused) == (objective_class(name).inputs == "endpoint")

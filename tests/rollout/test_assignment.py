@@ -7,7 +7,7 @@ import pytest
 
 from prefgrpo.config.loading import from_dict
 from prefgrpo.rollout.assignment import assign_batches, update_of
-from prefgrpo.run.checks import batch_errors
+from prefgrpo.run.errors import batch_errors
 
 
 def config(**over):

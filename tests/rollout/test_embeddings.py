@@ -26,7 +26,6 @@ from prefgrpo.rollout.embedding_cache import EmbeddingCache
 from prefgrpo.rollout.embeddings import Entry, run_entries
 from prefgrpo.rollout.render import batches_of, render
 from prefgrpo.rollout.sampling import Schedules
-from prefgrpo.run.loading import unsupported
 from prefgrpo.sde.schedule import make_schedule
 from prefgrpo.tiny import pipelines
 
@@ -84,9 +83,6 @@ def test_a_negative_prompt_is_the_prompts_own_the_runs_or_the_familys():
     }
     texts = {entry.text for entry in run_entries(from_dict(values), prompts)}
     assert texts == {"a cat", "a dog", "blurry", "ugly"}
-    assert unsupported(from_dict(values | {"rollout": {"guidance": 1.0, "negative_prompt": "ugly"}})) == [
-        "rollout.negative_prompt: guidance 1 is off, expected none, got 'ugly'"
-    ]
 
 
 def test_memory_is_bounded(adapter):

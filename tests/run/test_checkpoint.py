@@ -24,9 +24,9 @@ from tiny_run import ALONE, Hold, hidden, merged, recipe, rows, start, train, tr
 
 import prefgrpo
 from prefgrpo.data.atomic import write_folder
+from prefgrpo.ending import TrainingStopped
 from prefgrpo.run import checkpoint
 from prefgrpo.run.checkpoint import CheckpointError, Checkpoints, claim, read
-from prefgrpo.run.ending import TrainingStopped
 from prefgrpo.run.log import Log
 from prefgrpo.run.run_folder import RunFolder
 

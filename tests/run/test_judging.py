@@ -13,6 +13,7 @@ import yaml
 from judge_server import JudgeServer
 from tiny_run import ALONE, all_end, ranks, recipe, rows, settings, train
 
+from prefgrpo.arguments import PairwiseJudge, run_config
 from prefgrpo.config.loading import differences, from_dict
 from prefgrpo.config.recipe import ConfigError
 from prefgrpo.data.prompts import Prompt
@@ -20,7 +21,6 @@ from prefgrpo.parallel.world import World
 from prefgrpo.rewards import build
 from prefgrpo.rewards.base import PointwiseReward, Score
 from prefgrpo.rewards.pairwise import VlmPairwise
-from prefgrpo.run.arguments import PairwiseJudge, run_config
 from prefgrpo.run.judging import Rewards, config_errors, evaluation_scorer, judge_config, judges_of, unsupported
 
 OTHER = f"{__name__}.Other"

@@ -18,8 +18,8 @@ import pytest
 from tiny_run import rows
 
 from prefgrpo.data import atomic
+from prefgrpo.ending import TrainingStopped
 from prefgrpo.run import evaluate, groups
-from prefgrpo.run.ending import TrainingStopped
 from prefgrpo.run.writer import MOST, Writer
 from tests.run.test_trackers import Recorder
 

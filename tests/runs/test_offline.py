@@ -24,12 +24,10 @@ from torch.func import functional_call
 from torch.nn.functional import logsigmoid
 
 from prefgrpo.config.loading import from_dict, to_dict
-from prefgrpo.config.recipe import ConfigError
 from prefgrpo.data.tables import DataError
 from prefgrpo.report import write_report
 from prefgrpo.rollout.source_images import fit
 from prefgrpo.rollout.stored_groups import unguided
-from prefgrpo.run.checks import config_errors
 from prefgrpo.run.offline import DRAWS, FIRST_GROUP
 from prefgrpo.sde.noise import endpoint_noise, endpoint_normal
 from prefgrpo.tiny import pipelines
@@ -511,40 +509,6 @@ def test_training_forwards_have_no_guidance(place):
 
 
 # ---- mistakes -------------------------------------------------------------------------------------------------------
-
-
-def test_mistakes_are_named(place):
-    def mistakes(**over):
-        values = settings(place, "wrong", **merged(offline(place), over))
-        try:
-            return config_errors(from_dict(values))
-        except ConfigError as error:
-            return error.mistakes
-
-    assert mistakes() == []
-    assert mistakes(data={"prompts": "p.txt"}) == [
-        "data.prompts: expected none with data.pairs, whose rows have prompts, got 'p.txt'"
-    ]
-    (rewards,) = mistakes(rewards="vlm_pairwise")
-    assert rewards.startswith("rewards: expected none with data.pairs") and rewards.endswith("got vlm_pairwise")
-    assert mistakes(rollout={"staleness": 1}, trackers=["pairs"], advantage={"combine": "gdpo", "std": "rank"}) == [
-        "rollout.staleness: expected 0 with data.pairs, which need no rollout, got 1",
-        "trackers: expected no pairs with data.pairs, as nothing is judged; remove it",
-        "advantage.combine: expected weighted_sum with data.pairs, as there is nothing to combine, got gdpo",
-        "advantage.std: expected group, global or none with data.pairs, got rank",
-    ]
-    for name in ("grpo", "grpo_guard", "nft", "awm"):
-        assert mistakes(train={"objective": name}) == [
-            f"train.objective: {name} needs samples of the policy, which data.pairs does not have; expected sft, dpo, "
-            "soft_dpo"
-        ]
-    (old,) = mistakes(train={"objective_options": {"reference": "old"}})
-    assert "dpo with objective_options {'reference': 'old'} needs samples of the policy" in old
-    assert mistakes(train={"objective_options": {"reference": "old", "decay": 0.9}}) == []
-    assert mistakes(data={"pairs": str(place)}) == [
-        f"data.pairs: expected a table of pairs, or the folder of a run, got {place}"
-    ]
-    assert "data.pairs: ltx2 makes clips with sound, which pairs from files lack" in mistakes(family="ltx2")
 
 
 def test_rewards_need_not_be_left_out_by_hand(place):

@@ -117,7 +117,7 @@ def test_a_run_with_functions_is_resumed_by_its_program_only(place):
     trainer(place, "resumed", steps=2).train()
     config = place / "runs" / "resumed" / "config.yaml"
     code, output = train(config, "--resume", "--train.steps", "4")
-    assert code == 2 and "redness is tests.runs.test_python.redness, which exists only in the Python program" in output
+    assert code == 2 and f"redness is {__name__}.redness, which exists only in the Python program" in output
     result = trainer(place, "resumed", steps=4, resume=True).train()
     straight = trainer(place, "straight", steps=4).train()
     assert rows(result.folder) == rows(straight.folder) and weights(result.folder) == weights(straight.folder)

@@ -13,14 +13,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from grpo_formula import plain_formula
-from tiny_run import BRIGHTNESS, all_end, batches_of, ranks, recipe, rows, settings, stored, weights
+from tiny_run import BRIGHTNESS, all_end, batches_of, ranks, recipe, rows, stored, weights
 
 from prefgrpo import trainer as trainer_module
-from prefgrpo.config.loading import from_dict
-from prefgrpo.config.recipe import ConfigError
+from prefgrpo.ending import TrainingStopped
 from prefgrpo.rewards.base import PointwiseReward, Score
-from prefgrpo.run.checks import config_errors
-from prefgrpo.run.ending import TrainingStopped
 from prefgrpo.run.log import Clock
 
 STALE = {"staleness": 1}
@@ -197,24 +194,6 @@ def test_a_resumed_run_is_the_one_that_was_not_stopped(trainer, place):
     anew = [r for r in rows(place / "runs" / "interrupted") if r["kind"] == "train"]
     assert anew[0] == rows(straight)[1] and anew[1] != rows(straight)[2]
     assert [r["policy/staleness"] for r in anew] == [0] * 3 + [1, 0] and anew[1]["policy/on_policy_error"] == 0.0
-
-
-# ---- combinations that are refused ----------------------------------------------------------------------------------
-
-OLD = {"nft": {}, "awm": {"ratio": True}, "dpo": {"reference": "old"}}
-TAKEN = ("grpo", "grpo_guard", "awm", "sft", "dpo")
-
-
-def test_what_needs_samples_of_the_present_weights_is_refused(place):
-    def config(**train):
-        return from_dict(settings(place, "refused", rollout=STALE, train=train))
-
-    for name, options in OLD.items():
-        wrong = config_errors(config(objective=name, objective_options=options))
-        assert [w for w in wrong if f"rollout.staleness: {name} has an old policy" in w] == wrong != [], name
-    assert not [name for name in TAKEN if config_errors(config(objective=name))]
-    with pytest.raises(ConfigError, match=r"checkpoint\.every: expected 2 or more, because rollout\.staleness: 1"):
-        from_dict(settings(place, "refused", rollout=STALE, checkpoint={"every": 1}))
 
 
 # ---- several processes ----------------------------------------------------------------------------------------------

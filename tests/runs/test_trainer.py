@@ -18,9 +18,9 @@ from families import embed, unfuse
 from grpo_formula import plain_formula
 from tiny_run import BRIGHTNESS, collect, computed, rows, targets_of
 
+from prefgrpo.ending import TrainingStopped
 from prefgrpo.parallel.world import World
 from prefgrpo.rewards.base import PointwiseReward, Score
-from prefgrpo.run.ending import TrainingStopped
 from prefgrpo.sde import noise
 
 

@@ -26,7 +26,7 @@ from prefgrpo.data.prompts import Prompt
 from prefgrpo.judge.template import shipped_templates
 from prefgrpo.models.folder import ModelError, check_weights, locate
 from prefgrpo.models.hunyuan_video import HunyuanVideo15
-from prefgrpo.run.inputs import fingerprints
+from prefgrpo.run.resume import Input, Kind, fingerprints, stored
 from prefgrpo.tiny import pipelines
 
 JUDGE = Path(prefgrpo.__file__).parent / "tiny" / "assets" / "judge"
@@ -97,19 +97,20 @@ def test_every_input_has_a_fingerprint_of_its_content(tmp_path):
     shutil.copy(place / "one.png", place / "two.png")
     assert found(source="two.png") == first, "its name does not count"
     changes = {
-        ("column colour of the prompts",): lambda: found("blue"),
-        ("template of vlm_pairwise",): lambda: (place / "own.yaml").write_text(
+        "the column colour of the prompts": lambda: found("blue"),
+        "the template of vlm_pairwise": lambda: (place / "own.yaml").write_text(
             yaml.safe_dump(template | {"user": USER})
         ),
-        ("LoRA of train.lora_from (the run goes on from its copy)",): lambda: grow(place / "given"),
-        ("prompts", "prompts of dev"): lambda: Image.new("RGB", (8, 8), "blue").save(place / "one.png"),
-        ("model's transformer",): lambda: grow(place / "flux" / "transformer"),
+        "the LoRA of train.lora_from (the run goes on from its copy)": lambda: grow(place / "given"),
+        "the prompts of train, the prompts of dev": lambda: Image.new("RGB", (8, 8), "blue").save(place / "one.png"),
+        "the model's transformer": lambda: grow(place / "flux" / "transformer"),
     }
     before = first
     for names, change in changes.items():
-        now = change() if names[0].startswith("column") else (change(), found())[1]
-        assert {name for name in now if now[name] != before[name]} == set(names)
+        now = change() if "column" in names else (change(), found())[1]
+        assert ", ".join(f"the {one}" for one in now if now[one] != before[one]) == names
         before = found()
+    assert Input(Kind.MODEL, "transformer") in before and stored(before)["column"].keys() == {"b", "colour"}
 
 
 USER = "Caption: {prompt} Image 1: {media_1} Image 2: {media_2} Which one?"

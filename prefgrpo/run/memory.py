@@ -1,11 +1,12 @@
-"""Whether what a run keeps in GPU memory fits: weights and optimiser, before anything is loaded, then with the samples.
+"""What a run keeps in GPU memory: weights and optimiser, before anything is loaded, the samples of a step, and what the
+rest of the memory is used for.
 
-    denoisers: 2 or 4 bytes per parameter, 1 with fp8_base, fully trained 16, over the shards; 16 per LoRA parameter
+    denoisers: 2 or 4 bytes per parameter, 1 with fp8_base, fully trained 16, over the shards
     text encoders, VAE: in their dtype, unless they are cached or offloaded
     samples: the latents and velocities of a step's trained steps, from the rollout to the update
 
-Only what is certain is counted: copies of the policy, activations and encoded texts come on top. So nothing that could
-run is refused; `--dry-run` tells whether the rest fits.
+`certain_bytes` is a lower bound: LoRA, copies of the policy and activations come on top, so a run that would fit is
+never rejected; `--dry-run` tells whether the rest fits.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from prefgrpo.config.recipe import ConfigError
 from prefgrpo.config.schema import Config
 from prefgrpo.models import DTYPES, family
 from prefgrpo.models.base import Adapter
@@ -27,54 +29,62 @@ from prefgrpo.objectives import make_objective
 from prefgrpo.parallel import attention_backend
 from prefgrpo.parallel.gradient_checkpointing import budgets
 from prefgrpo.parallel.shard import is_sharded, to_local
-from prefgrpo.parallel.world import Layout
+from prefgrpo.parallel.world import Layout, World
 from prefgrpo.rollout.assignment import assign_batches
 from prefgrpo.rollout.sampling import window_range
 from prefgrpo.update.policy import Policy
 
 GIB = 2**30
-Shapes = dict[str, list[int]]
-"""Tensor → its shape."""
 
 
-def shapes_of(component: Path) -> Shapes:
-    """The tensors in a component's safetensors files; variants such as model.fp16.safetensors do not count."""
-    found: Shapes = {}
-    for file in component.glob("*.safetensors"):
-        if "." not in file.stem:
-            with safe_open(file, "pt") as tensors:
-                found |= {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
-    return found
-
-
-def certain_bytes(config: Config, shapes: dict[str, Shapes], encoders: bool) -> dict[str, int]:
-    """Bytes per GPU of each component (name → tensors), and of the LoRA; encoders: whether they are loaded."""
+def certain_bytes(config: Config, model: Path, encoders: bool) -> dict[str, int]:
+    """Bytes per GPU of each component of a pipeline's folder, read from the headers of its safetensors files; encoders:
+    whether they are loaded."""
     cls = family(config.family)
-    t = config.train
     p = config.parallel
     shards = p.shard * p.ring * p.ulysses if config.shards_weights else 1
     out: dict[str, int] = {}
-    for name, tensors in shapes.items():
-        count = sum(map(math.prod, tensors.values()))
+    for name, (library, _) in components_of(model).items():
+        if library is None:
+            continue
         width = 4 if config.dtype == "fp32" or name in cls.parts_in_fp32 else 2
         kind = "text_encoder" if name.startswith(ENCODERS) else name
         if name in cls.denoisers:
-            each = 16 if not t.lora_rank else 1 if config.fp8_base else width
-            out[name] = 0 if "weights" in config.offload else count * each // shards
+            each = 16 if not config.train.lora_rank else 1 if config.fp8_base else width
+            out[name] = 0 if "weights" in config.offload else _parameters(model / name) * each // shards
         elif kind not in config.offload and (encoders or kind != "text_encoder"):
-            out[name] = count * width
-    ends = tuple(f".{target}.weight" for target in t.lora_targets or cls.lora_targets)
-    within = "" if t.lora_targets else cls.lora_within
-    named = shapes.get(cls.denoisers[0], {}).items()
-    trained = [shape for key, shape in named if key.startswith(within) and key.endswith(ends)]
-    return out | {"LoRA": 16 * t.lora_rank * sum(map(sum, trained))}
+            out[name] = width * _parameters(model / name)
+    return out
 
 
-def model_bytes(config: Config, model: Path, encoders: bool) -> dict[str, int]:
-    """`certain_bytes` of a pipeline's folder."""
-    names = [name for name, part in components_of(model).items() if part != [None, None]]
-    shapes = {name: shapes_of(model / name) for name in names if (model / name).is_dir()}
-    return certain_bytes(config, shapes, encoders)
+def _parameters(component: Path) -> int:
+    """Number of parameters in a component's files; variants such as model.fp16.safetensors do not count."""
+    count = 0
+    for file in component.glob("*.safetensors"):
+        if "." not in file.stem:
+            with safe_open(file, "pt") as tensors:
+                count += sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
+    return count
+
+
+def check_memory(parts: Mapping[str, int], device: torch.device) -> None:
+    """Raise ConfigError, which names the fields that help, if so many bytes do not fit on a GPU."""
+    if device.type != "cuda":
+        return
+    needed = sum(parts.values())
+    memory = torch.cuda.get_device_properties(device).total_memory
+    if needed < memory:
+        return
+    listed = " + ".join(f"{name} {size / GIB:.3g}" for name, size in parts.items() if size)
+    raise ConfigError(
+        [
+            f"the run needs {needed / GIB:.3g} GiB per GPU, of {memory / GIB:.3g}, before activations: {listed}; "
+            "expected less: data.cache and `prefgrpo preprocess` leave the text encoders out, offload the encoders and "
+            "the VAE, parallel.shard divides the denoisers, fp8_base halves those under a LoRA, parallel.ulysses "
+            "divides the stored samples, train.lora_rank trains fewer weights, rollout.window_size and "
+            "prompts_per_step store fewer latents"
+        ]
+    )
 
 
 def stored_bytes(config: Config, latent_shape: Sequence[int], layout: Layout, processes: int) -> int:
@@ -106,14 +116,14 @@ def sample_bytes(config: Config, latent_shape: Sequence[int], layout: Layout) ->
     """Bytes of a sample that a process keeps at most: x before and after every trained step in fp32, v if the objective
     reads it, and the final latents; its share of the tokens of each."""
     r = config.rollout
-    objective = make_objective(config.train)
+    goal = make_objective(config.train)
     elements = -(-math.prod(latent_shape) // layout.context)
-    if objective.inputs == "endpoint":
+    if goal.inputs == "endpoint":
         return elements * 4
     span = len(window_range(r))
     trained = r.window_size or span
     states = trained + 1 if r.window_policy == "random" else min(2 * trained, span + 1)
-    velocities = trained * velocity_bytes(config) * objective.keeps_velocity
+    velocities = trained * velocity_bytes(config) * goal.keeps_velocity
     return elements * (4 * (states + 1) + velocities)
 
 
@@ -157,15 +167,32 @@ def kept_attention(config: Config, adapter: Adapter, layout: Layout) -> int:
     return int(min(len(blocks) * each, blocks[0].limit))
 
 
-def refusal(parts: Mapping[str, int], memory: int) -> str:
-    """Why these bytes per GPU do not fit into its memory, and which fields make them smaller; '' if they do."""
-    needed = sum(parts.values())
-    if needed < memory:
-        return ""
-    listed = " + ".join(f"{name} {size / GIB:.3g}" for name, size in parts.items() if size)
-    return (
-        f"the run needs {needed / GIB:.3g} GiB per GPU, of {memory / GIB:.3g}, before activations: {listed}; expected "
-        "less: data.cache and `prefgrpo preprocess` leave the text encoders out, offload the encoders and the VAE, "
-        "parallel.shard divides the denoisers, fp8_base halves those under a LoRA, parallel.ulysses divides the stored "
-        "samples, train.lora_rank trains fewer weights, rollout.window_size and prompts_per_step store fewer latents"
-    )
+def reduces_once(config: Config, adapter: Adapter, policy: Policy, world: World) -> bool:
+    """Whether an update sums the gradients of sharded weights once, as half of the memory of every GPU holds whole
+    gradients too (`whole_gradients`); the other half is for activations. A run that is resumed decides alike.
+
+    Never with several denoisers, one of which an update's last backward does not run.
+    """
+    whole = whole_gradients(policy)
+    if not whole or not world.equal_forwards or len(adapter.denoisers) > 1:
+        return False
+    needed = held_bytes(config, adapter, policy, world) + whole
+    full = world.device.type == "cuda" and needed > torch.cuda.get_device_properties(world.device).total_memory / 2
+    return not world.any(full)
+
+
+def held_bytes(config: Config, adapter: Adapter, policy: Policy, world: World) -> int:
+    """Bytes that a process holds during an update, without activations and unsharded gradients (`whole_gradients`)."""
+    stored = stored_bytes(config, adapter.latent_shape(config.rollout), world.layout, world.size)
+    return sum(static_bytes(adapter, policy).values()) + stored
+
+
+def attention_limit(config: Config, adapter: Adapter, policy: Policy, world: World, once: bool) -> float:
+    """Bytes of attention outputs that recomputed blocks may keep: a quarter of the GPU memory that is left, times their
+    share of the blocks, as the others keep everything. Their inputs take another quarter; half remains for the running
+    block's activations and for what is not counted. Changes no result."""
+    if world.device.type != "cuda":
+        return math.inf
+    memory = torch.cuda.get_device_properties(world.device).total_memory
+    held = held_bytes(config, adapter, policy, world) + once * whole_gradients(policy)
+    return max(memory - held, 0) / 4 * config.train.gradient_checkpointing
