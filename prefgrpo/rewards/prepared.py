@@ -13,6 +13,7 @@ import io
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import cache
 from typing import Annotated
 from weakref import WeakKeyDictionary
 
@@ -25,8 +26,12 @@ from prefgrpo.data.answer import Answer
 from prefgrpo.data.media import Media
 from prefgrpo.rewards.base import Question, Reward, Sample, answers_of, check_media
 
-_THREADS = ThreadPoolExecutor(2, "prepare")
 _cache: WeakKeyDictionary[Media, dict[tuple[int, int, int | None], Media]] = WeakKeyDictionary()
+
+
+@cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(2, "prepare")
 
 
 class PreprocessedReward(Reward):
@@ -52,7 +57,7 @@ class PreprocessedReward(Reward):
     async def ask_one(self, *samples: Sample) -> Answer:
         """The reward's answer about the samples, which are processed in a worker thread."""
         loop = asyncio.get_running_loop()
-        processed = [await loop.run_in_executor(_THREADS, self._preprocess, sample) for sample in samples]
+        processed = [await loop.run_in_executor(_threads(), self._preprocess, sample) for sample in samples]
         return await self.reward.answer(*processed)
 
     def _preprocess(self, sample: Sample) -> Sample:

@@ -25,7 +25,7 @@ from prefgrpo.data.media import Media
 from prefgrpo.rewards.base import Question, Reward, Sample, read_column
 
 MOST = 16
-"""Most rows or columns; larger pairs such as "1920x1080" are image sizes."""
+"""Maximum number of rows or columns; larger pairs such as "1920x1080" are image sizes."""
 _PAIR = re.compile(r"(?<!\d[.,])(?<!\w)(\d{1,4})\s*[xX⨉×]\s*(\d{1,4})(?!\w|[.,]?\d)", re.ASCII)
 _COUNT = Annotated[int, Field(ge=1, le=MOST)]
 _COLUMN: TypeAdapter[tuple[int, int]] = TypeAdapter(
@@ -48,7 +48,7 @@ def jpeg_kilobytes(sample: Sample) -> float:
 
 
 class JpegIncompressibility(Reward):
-    """More detail is better."""
+    """More detail is better: kB of a JPEG at quality 95, divided by `divisor`; for a clip, the mean over its frames."""
 
     takes = ("image", "video")
     sign: ClassVar[float] = 1.0
@@ -63,7 +63,10 @@ class JpegIncompressibility(Reward):
 
 
 class JpegCompressibility(JpegIncompressibility):
-    """Less detail is better."""
+    """Less detail is better: −kB of a JPEG at quality 95, divided by `divisor`; for a clip, the mean over its frames.
+
+    Source: DDPO (arXiv 2305.13301).
+    """
 
     sign = -1.0
 

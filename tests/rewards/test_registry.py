@@ -26,7 +26,7 @@ from prefgrpo.rewards import REWARDS, build, load_class
 ROOT = Path(__file__).resolve().parents[2]
 CASES = reward_cases.CASES | reward_cases_vlm.CASES | reward_cases_own.CASES
 POINTWISE = [name for name in REWARDS if not load_class(name).compares]
-HEADER = "| name | input | scale | what it is, source | runs | needs |"
+HEADER = "| name | input | scale | needs |"
 
 
 @pytest.fixture(scope="module")
