@@ -210,7 +210,7 @@ def interval(group: NDArray[np.int64], values: NDArray[np.float64]) -> Interval:
 _KEYS = {
     "now": "{}", "before": "{}_before", "wins": "win_{}", "first": "win_{}_first", "second": "win_{}_second",
 }  # fmt: skip
-_DETAILS = {"value": "", "missing": "_missing", "low": "_low", "high": "_high", "prompts": "_prompts"}
+_DETAILS = ("", "_missing", "_low", "_high", "_prompts")
 _DETAIL = "(?P<detail>_missing|_low|_high|_prompts)?"
 _WINS = re.compile(f"win_(?P<name>.+?)(?P<field>_first|_second)?{_DETAIL}", re.DOTALL)
 _VALUES = re.compile(f"(?P<name>.+?)(?P<field>_before)?{_DETAIL}", re.DOTALL)
@@ -223,11 +223,9 @@ _USED = {"judge", "missing", "pairs", "pairs_accuracy", "pairs_margin"}
 def quoted(name: str) -> str:
     """A reward's name in a key: as it is, or in quotes if one of its keys would read as another's."""
     trained = _TRAINED.fullmatch(f"reward/{name}")
-    plain = trained is not None and trained["name"] == name and '"' not in name and name not in _USED
-    for field, form in _KEYS.items():
-        for detail, end in _DETAILS.items():
-            plain = plain and _parsed(form.format(name) + end) == (name, field, detail)
-    return name if plain else json.dumps(name, ensure_ascii=False)
+    reads = [_parsed(form.format(name) + end)[0] for form in _KEYS.values() for end in _DETAILS]
+    plain = trained and trained["name"] == name and all(read == name for read in reads)
+    return name if plain and '"' not in name and name not in _USED else json.dumps(name, ensure_ascii=False)
 
 
 def keys_of(subjects: Collection[Subject]) -> dict[Subject, str]:
