@@ -215,6 +215,8 @@ _DETAIL = "(?P<detail>_missing|_low|_high|_prompts)?"
 _WINS = re.compile(f"win_(?P<name>.+?)(?P<field>_first|_second)?{_DETAIL}", re.DOTALL)
 _VALUES = re.compile(f"(?P<name>.+?)(?P<field>_before)?{_DETAIL}", re.DOTALL)
 _TRAINED = re.compile("reward/(?P<name>.+?)(?P<detail>_std|/missing_rate)?", re.DOTALL)
+_QUOTES = re.compile(r'"(?:[^"\\\x00-\x1f]|\\["\\/bfnrt]|\\u[0-9a-f]{4})*"')
+"""A string in JSON."""
 _USED = {"judge", "missing", "pairs", "pairs_accuracy", "pairs_margin"}
 """Keys, without set or reward/, that are no reward's."""
 
@@ -289,9 +291,8 @@ def subject_of(name: str, rewards: Collection[str] = ()) -> Subject:
     """The subject that a key's name means, beside these rewards."""
     if name == "judge":
         return JUDGE
-    if name.startswith('"'):
-        reward, end = json.JSONDecoder().raw_decode(name)
-        return Subject(reward, _unquoted(name[end + 1 :]))
+    if quotes := _QUOTES.match(name):
+        return Subject(_unquoted(quotes[0]), _unquoted(name[quotes.end() + 1 :]))
     wholes = [reward for reward in rewards if name.startswith(f"{reward}.")]
     if name in rewards or not wholes:
         return Subject(name)
@@ -331,11 +332,12 @@ def _parsed(key: str) -> tuple[str, str, str]:
 
 
 def _unquoted(text: str) -> str:
-    return json.loads(text) if text.startswith('"') else text
+    return str(json.loads(text)) if _QUOTES.fullmatch(text) else text
 
 
 def _estimate(details: Mapping[str, float]) -> Estimate:
     prompts = details.get("prompts", math.nan)
     bounds = Interval(details.get("low", math.nan), details.get("high", math.nan))
     counted = bounds._replace(prompts=None if math.isnan(prompts) else int(prompts))
-    return Estimate(details.get("value", math.nan), details.get("missing", 0.0), counted)
+    missing = float(np.nan_to_num(details.get("missing", 0.0)))
+    return Estimate(details.get("value", math.nan), missing, counted)
