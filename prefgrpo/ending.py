@@ -12,8 +12,8 @@ from typing import Any
 from prefgrpo.objectives.advantages import CombineError
 from prefgrpo.parallel.world import World
 from prefgrpo.run.metrics import RewardsMissing
-from prefgrpo.run.policy import NonFiniteGradient
 from prefgrpo.run.targets import NoInformation
+from prefgrpo.update.policy import NonFiniteGradient
 
 
 @dataclass(frozen=True)

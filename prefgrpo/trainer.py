@@ -13,7 +13,6 @@ import atexit
 import inspect
 import os
 import shutil
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -40,29 +39,31 @@ from prefgrpo.report import write_report
 from prefgrpo.rewards import python_rewards
 from prefgrpo.rewards.log import truncate_log
 from prefgrpo.rewards.scorer import StepScores
-from prefgrpo.rollout.batch import Batch, update_of
+from prefgrpo.rollout.batch import Batch
+from prefgrpo.rollout.plan import Plan
 from prefgrpo.run import checkpoint
 from prefgrpo.run.checkpoint import CheckpointError, Checkpoints
 from prefgrpo.run.errors import errors, idle_errors, refuse
-from prefgrpo.run.flops import Throughput
 from prefgrpo.run.folder import RunFolder
 from prefgrpo.run.judging import Rewards, evaluation_scorer, training_scorer
 from prefgrpo.run.log import Clock, Log
 from prefgrpo.run.metrics import pixel_distances, policy_metrics
 from prefgrpo.run.notes import change_notes, on_policy_note, peak_memory, prompt_notes, skipped_note, start_notes
 from prefgrpo.run.opening import garbage_frozen, open_evaluators, open_run
-from prefgrpo.run.policy import learning_rate
-from prefgrpo.run.reference import Reference
 from prefgrpo.run.resume import Input, Kind, check_goes_on, check_same_run, keep_inputs, own_inputs, stored
 from prefgrpo.run.source import open_source
 from prefgrpo.run.trackers import open_trackers, show_groups
 from prefgrpo.run.writer import Writer
+from prefgrpo.update.policy import learning_rate
+from prefgrpo.update.reference import Reference
+from prefgrpo.update.throughput import Throughput
 
 
 @dataclass(frozen=True)
-class StepRollout:
+class Rollout:
     """A step's samples on this process; the scorer holds their images or clips."""
 
+    plan: Plan
     batches: list[Batch]
     updates: int
     """Optimiser updates that the policy which generated them had received."""
@@ -148,10 +149,10 @@ class Trainer:
             self.adapter = run.adapter
             self.objective = run.objective
             self.policy = run.policy
-            self.rollouts = run.batches
-            self.collector = run.collector
+            self.groups = run.groups
+            self.gradients = run.gradients
             self.throughput = Throughput(config, run.adapter, world)
-            self.reference = Reference(config, run.collector, self.scorer, self.throughput, world)
+            self.reference = Reference(config, run.gradients, self.scorer, self.throughput, world)
             self.writer = Writer()
             self.evaluators = open_evaluators(run, evaluation_scorer(config, measured), folder, self.writer)
             self.evaluation: dict[str, float] = {}
@@ -167,7 +168,7 @@ class Trainer:
             counts = {name: len(set(evaluator.eval_set.group)) for name, evaluator in self.evaluators.items()}
             self.notes = [
                 *changed,
-                *start_notes(config, world, run.collector, run.policy, len(source.prompts), counts),
+                *start_notes(config, world, run.gradients, run.policy, len(source.prompts), counts),
                 *builder.notes,
                 *source.notes(),
                 *prompt_notes(config, source.prompts, source.evaluated, run.absent),
@@ -178,8 +179,8 @@ class Trainer:
             self.log = Log(
                 folder, config.train.steps, self.start, trackers=trackers, writer=self.writer, active=world.main
             )
-            self.targets = source.targets(self.rollouts, self.scorer.rewards, world, self.log)
-            self._ahead: StepRollout | None = None
+            self.targets = source.targets(self.groups, self.scorer.rewards, world, self.log)
+            self._ahead: Rollout | None = None
             """Samples of the next step (rollout.staleness)."""
             opened.enter_context(garbage_frozen())
             self._opened = opened.pop_all()
@@ -300,14 +301,15 @@ class Trainer:
             c = self.config
             ahead = c.rollout.staleness and (step + 1) % c.checkpoint.every and step + 1 < c.train.steps
             self._ahead = self.generate(step + 1, ahead=True) if ahead else None
+        plan = rollout.plan
         stale = self.policy.updates - rollout.updates
         with clock.phase("update"):
             batches = self.reference.add_while_judged(rollout.batches)
         with clock.phase("judge_wait"):
-            scores, distances = self.score(step)
-        targets, metrics = self.targets.compute(step + 1, scores, distances)
+            scores, distances = self.score(plan)
+        targets, metrics = self.targets.compute(plan, scores, distances)
         with clock.phase("update"):
-            metrics |= self.update(step, batches, targets)
+            metrics |= self.update(plan, batches, targets)
             self.policy.update_old(self.objective.old_decay(step))
         if c.rollout.staleness:
             metrics["policy/staleness"] = float(stale)
@@ -315,71 +317,62 @@ class Trainer:
             metrics.pop("policy/on_policy_error", None)
         return metrics
 
-    def generate(self, step: int, ahead: bool = False) -> StepRollout:
+    def generate(self, step: int, ahead: bool = False) -> Rollout:
         """Generate a step's samples with the current policy, passing each to the scorer as soon as it is decoded.
 
         ahead: the scores of the previous step are still outstanding. Raises Diverged.
         """
+        plan = self.groups.plan(step)
         batches = list[Batch]()
         weights = self.policy.use_weights(self.policy.old if self.objective.sampled_by_old else {})
-        with weights, self.log.bar("rollout", "sample", self.rollouts.count(step)) as bar:
-            self.scorer.begin(step, self.rollouts.groups(step), ahead)
-            with self.throughput.counting("rollout", self.rollouts.count(step)):
-                for batch in self.rollouts(step, self.scorer.add, self.interrupt.check):
+        with weights, self.log.bar("rollout", "sample", plan.samples) as bar:
+            self.scorer.begin(step, plan.scored, ahead)
+            with self.throughput.counting("rollout", plan.samples):
+                for batch in self.groups.batches(plan, self.scorer.add, self.interrupt.check):
                     batches.append(batch)
                     bar.update(len(batch.places))
             finite = [batch.latents.isfinite().all() for batch in batches]
             if self.world.any(bool(finite) and not torch.stack(finite).all()):
                 raise Diverged("the policy produces latents that are not finite (NaN or infinite)")
-        return StepRollout(batches, self.policy.updates)
+        return Rollout(plan, batches, self.policy.updates)
 
-    def score(self, step: int) -> tuple[StepScores, NDArray[np.float64]]:
+    def score(self, plan: Plan) -> tuple[StepScores, NDArray[np.float64]]:
         """(scores of this rank's groups, mean distance between the images of each); shows a few groups."""
-        streamed = sum(reward.streams for reward in self.scorer.rewards.values()) * len(self.rollouts.groups(step))
+        streamed = sum(reward.streams for reward in self.scorer.rewards.values()) * len(plan.scored)
         with self.log.bar("judging", "group", streamed) as bar:
             distances = pixel_distances(self.scorer.generated().values())  # while the judge answers
             scores = self.scorer.finish(bar.update)
-        show_groups(self.config, step + 1, scores, self.log)
+        show_groups(self.config, plan.step + 1, scores, self.log)
         return scores, distances
 
-    def update(self, step: int, batches: list[Batch], targets: Targets) -> dict[str, float]:
+    def update(self, plan: Plan, batches: list[Batch], targets: Targets) -> dict[str, float]:
         """The step's optimiser updates, each on its own samples; updates without any signal are skipped on all ranks.
 
         Groups without signal are dropped and cost no forward. They leave whole batches, so the shapes of the others are
         those of the rollout and the first ratio stays exactly 1.
         """
-        r = self.config.rollout
-        table = list[torch.Tensor]()
-        steps = list[int]()
-        norms = list[float]()
+        size = self.config.rollout.group_size
         mask = self.objective.mask(self.config.train, targets).numpy()  # [P, G]
+        counted = self.objective.samples_per_group(size) / size
         on_device = targets.to(self.world.device)
-        places = [(p, g) for p in range(r.prompts_per_step) for g in range(r.group_size)]
-        samples = Counter(update_of(self.config, place) for place in places)
-        trained = {update_of(self.config, place) for place in places if mask[place]}
-        counted = self.objective.samples_per_group(r.group_size) / r.group_size
-        left = self.reference.add(self.rollouts.training_batches(batches, mask))
-        with self.throughput.counting("update", sum(len(batch.places) for batch in left if not batch.padding)):
-            for update in sorted(trained):
-                if not norms or self.checkpoints.last == step:  # else this step's updates would be lost
-                    self.interrupt.check()
-                its_batches = [batch for batch in left if batch.update == update]
-                table += self.collector.accumulate(its_batches, on_device, samples[update] * counted)
-                steps += [step.index for batch in its_batches if not batch.padding for step in batch.steps]
-                norm = self.policy.update(self.world, step * self.config.train.updates_per_rollout + update)
-                if norm is not None:
-                    norms.append(norm)
-        measured = {"grad_norm": float(np.mean(norms))} if norms else {}
-        return (
-            policy_metrics(table, self.world, self.collector.metrics, steps)
-            | measured
-            | {
-                "lr": learning_rate(self.config.train, (step + 1) * self.config.train.updates_per_rollout - 1),
-                "samples_trained": float(mask.sum()),
-                "updates": float(len(trained)),
-                "updates_skipped": float(len(trained) - len(norms)),
-            }
-        )
+        rows = list[torch.Tensor]()
+        norms = list[float | None]()
+        trained = self.reference.add(plan.trained(batches, mask))
+        with self.throughput.counting("update", sum(len(batch.places) for batch in trained if not batch.padding)):
+            for position, share, samples in plan.updates(trained, mask):
+                if all(norm is None for norm in norms) or self.checkpoints.last == plan.step:
+                    self.interrupt.check()  # later, this step's updates would be lost
+                rows += self.gradients.accumulate(share, on_device, samples * counted)
+                norms.append(self.policy.update(self.world, position))
+        finite = [norm for norm in norms if norm is not None]
+        metrics = policy_metrics(rows, self.world, self.gradients.metrics)
+        metrics |= {"grad_norm": float(np.mean(finite))} if finite else {}
+        return metrics | {
+            "lr": learning_rate(self.config.train, (plan.step + 1) * self.config.train.updates_per_rollout - 1),
+            "samples_trained": float(mask.sum()),
+            "updates": float(len(norms)),
+            "updates_skipped": float(len(norms) - len(finite)),
+        }
 
     @contextmanager
     def _stopping(self, step: int) -> Iterator[None]:

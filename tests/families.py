@@ -3,7 +3,7 @@
 import functools
 import hashlib
 import importlib
-import tempfile
+import os
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -13,6 +13,7 @@ import diffusers
 import numpy as np
 import pytest
 import torch
+from filelock import FileLock  # a requirement of torch
 from PIL import Image
 
 from prefgrpo import models
@@ -23,7 +24,7 @@ from prefgrpo.models.condition import Condition, collate
 from prefgrpo.models.wan import NEGATIVE
 from prefgrpo.rollout.embeddings import Embeddings, entries_of
 from prefgrpo.rollout.rollout import rollout
-from prefgrpo.rollout.sources import Sources
+from prefgrpo.rollout.source_images import SourceImages
 from prefgrpo.sde.noise import initial_latents
 from prefgrpo.sde.schedule import make_schedule
 from prefgrpo.tiny import pipelines
@@ -160,13 +161,30 @@ def tiered(cases, *values):
     ]
 
 
-_ROOT = tempfile.TemporaryDirectory(prefix="tiny-pipelines-")
-
-
 @functools.cache
 def folder(family, **scheduler):
-    """A tiny pipeline of the family, made once per test run."""
-    return pipelines.make(family, tempfile.mkdtemp(dir=_ROOT.name), **scheduler)
+    """A tiny pipeline of the family, made by the first process of the test run that needs it. Nobody may change it."""
+    place = _shared("-".join([family, *(f"{key}={value}" for key, value in scheduler.items())]))
+    made = place.with_name(f"{place.name}.made")  # a pipeline's files name their folder, so it is not renamed
+    with FileLock(f"{place}.lock"):
+        if not made.exists():
+            pipelines.make(family, place, **scheduler)
+            made.touch()
+    return place
+
+
+def linked(place, families):
+    """Links `place`/FAMILY to the tiny pipelines; returns `place`."""
+    for family in families:
+        (place / family).symlink_to(folder(family))
+    return place
+
+
+def _shared(name):
+    """A path in the folder of the test run."""
+    place = Path(os.environ["PREFGRPO_TEST_FOLDER"], "families")
+    place.mkdir(exist_ok=True)
+    return place / name
 
 
 def load(case, path=None, dtype=torch.float32, device=CPU, **options):
@@ -175,12 +193,13 @@ def load(case, path=None, dtype=torch.float32, device=CPU, **options):
 
 
 def in_files(images):
-    """`Sources` of pictures in memory, written to files that are named by their content."""
-    files = [Path(_ROOT.name) / f"{hashlib.sha256(one.tobytes()).hexdigest()}-{one.width}.png" for one in images]
+    """`SourceImages` of pictures in memory, written to files that are named by their content."""
+    files = [_shared(f"{hashlib.sha256(one.tobytes()).hexdigest()}-{one.width}.png") for one in images]
     for file, one in zip(files, images, strict=True):
-        if not file.exists():
-            one.save(file)
-    return Sources(tuple(map(str, files)), images[0].height, images[0].width) if images else Sources()
+        with FileLock(f"{file}.lock"):
+            if not file.exists():
+                one.save(file)
+    return SourceImages(tuple(map(str, files)), images[0].height, images[0].width) if images else SourceImages()
 
 
 def conditions(adapter, case, prompts=PROMPTS, size=SIZES[0]):
@@ -202,7 +221,7 @@ def cache(case, cached_in="", path=None, dtype="fp32", **options):
 def embed(embeddings, adapter, texts, sampling, sources=None):
     """Conditions of texts with sources of any size; training fits sources to the output."""
     prompts = [Prompt(k, text) for k, text in enumerate(texts)]
-    pairs = zip(prompts, sources or [Sources()] * len(texts), strict=True)
+    pairs = zip(prompts, sources or [SourceImages()] * len(texts), strict=True)
     guided = adapter.guided(sampling)
     return embeddings.conditions(adapter, [entries_of(type(adapter), p, s, sampling, guided) for p, s in pairs])
 

@@ -44,7 +44,7 @@ from prefgrpo.config.loading import from_dict
 from prefgrpo.config.recipe import merge, read_yaml
 from prefgrpo.config.schema import Config
 from prefgrpo.judge.pairs import get_plan
-from prefgrpo.objectives import objective
+from prefgrpo.objectives import make_objective
 from prefgrpo.objectives.base import EndpointObjective
 
 RESULTS = ROOT / "benchmarks" / "experiments" / "results" / "calls"
@@ -123,11 +123,11 @@ def calls_per_group(arm: Arm) -> int:
 
 
 def forwards_per_image(arm: Arm) -> int:
-    """Denoising steps, plus the forwards of training: one per trained step, or one per draw, two with an anchor."""
+    """Denoising steps, plus the forwards of training: one per trained step, or per draw, two with another policy."""
     c = config(arm)
-    trained = objective(c.train)
+    trained = make_objective(c.train)
     if isinstance(trained, EndpointObjective):
-        return c.rollout.steps + trained.draws * (2 if trained.anchor else 1)
+        return c.rollout.steps + trained.draws * (2 if trained.compares_with else 1)
     return c.rollout.steps + (c.rollout.window_size or c.rollout.window_high - c.rollout.window_low)
 
 

@@ -31,7 +31,7 @@ GROUP = 4
 TRAINED = 3
 """Trained steps of each image."""
 RANK = 64
-"""Of the LoRA."""
+"""Rank of the LoRA."""
 FORWARDS = {"without gradient": STEPS * GROUP, "with gradient": TRAINED * GROUP}
 """Samples that pass the denoiser in a step."""
 TARGETS = (

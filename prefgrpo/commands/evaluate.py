@@ -33,7 +33,7 @@ from prefgrpo.parallel.world import World
 from prefgrpo.rollout.render import sample
 from prefgrpo.run import judging
 from prefgrpo.run.checkpoint import CheckpointError
-from prefgrpo.run.errors import model_errors, refuse
+from prefgrpo.run.errors import model_errors, refuse, reward_errors
 from prefgrpo.run.evaluation import BothSamples, compare, eval_sets, over_ranks, share_of
 from prefgrpo.run.folder import COMPARISON, RunFolder, run_of
 from prefgrpo.run.log import finite
@@ -145,7 +145,7 @@ def against_other(
     """Render held-out prompts with the target's weights and with others from the same noise, and compare them."""
     if samples:
         config = replace(config, eval=replace(config.eval, samples_per_prompt=samples))
-    refuse(judging.config_errors(config) + model_errors(config))
+    refuse(reward_errors(config) + model_errors(config))
     world = parallel.join(config)
     if prompts:
         sets = {"prompts": open_prompts(partial(read_prompts, prompts), world)}

@@ -14,7 +14,7 @@ from prefgrpo.models.attention import attention_of_a_run
 from prefgrpo.parallel import world as parallel
 from prefgrpo.parallel.world import World
 from prefgrpo.rollout.embeddings import Embeddings, Entry
-from prefgrpo.rollout.sources import prefetch
+from prefgrpo.rollout.source_images import prefetch
 from prefgrpo.run.errors import model_errors, refuse
 from prefgrpo.run.opening import open_adapter
 from prefgrpo.run.source import open_source

@@ -26,7 +26,7 @@ from prefgrpo.config.schema import SamplingConfig as Sampling
 from prefgrpo.models import folder as folders
 from prefgrpo.models.condition import Condition, combine
 from prefgrpo.models.guidance import Cfg, Gradient
-from prefgrpo.models.sampling import StockSampling
+from prefgrpo.models.stock_sampling import StockSampling
 from prefgrpo.models.vae import decode_image, encode
 from prefgrpo.models.weights import Weights
 

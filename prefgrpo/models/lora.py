@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from prefgrpo.models.blocks.kept import again
+from prefgrpo.models.blocks.recompute import recomputed
 from prefgrpo.models.fp8 import product_dtype
 
 
@@ -92,7 +92,7 @@ def _low_ranks(layers: Sequence[LoraLinear], flat: Tensor) -> list[list[tuple[Te
         if not factors:
             continue
         downs = [down for down, _ in factors]
-        joined = downs[0] if len(downs) == 1 else again(torch.cat, downs)
+        joined = downs[0] if len(downs) == 1 else recomputed(torch.cat, downs)
         parts = F.linear(flat, joined).split([len(down) for down in downs], 1)
         for place, part, (_, up) in zip(places, parts, factors, strict=True):
             place.append((part, up))

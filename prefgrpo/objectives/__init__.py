@@ -22,6 +22,6 @@ def objective_class(name: str) -> type[Objective]:
     return registered_class("objective", name, OBJECTIVES, Objective)
 
 
-def objective(train: TrainConfig) -> Objective:
+def make_objective(train: TrainConfig) -> Objective:
     """A run's objective with its options set. Raises ValueError for a bad name, ConfigError for bad options."""
     return section(objective_class(train.objective), train.objective_options, "train.objective_options")

@@ -46,7 +46,7 @@ def tag(name: str, *content: str, **attributes: object) -> Markup:
 
 
 def numbers(*values: float) -> list[str]:
-    """With equal decimals, three significant digits of the largest; a dash for NaN."""
+    """The values with equal decimals, three significant digits of the largest; a dash for NaN."""
     largest = max((abs(v) for v in values if not math.isnan(v)), default=0.0)
     size = math.floor(math.log10(float(f"{largest:.2e}"))) if largest else 0
     form = f".{max(2 - size, 0)}f" if -5 < size < 6 else ".2e"

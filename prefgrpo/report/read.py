@@ -19,7 +19,7 @@ import numpy as np
 import yaml
 from numpy.typing import NDArray
 
-from prefgrpo.rollout.sources import side_by_side
+from prefgrpo.rollout.source_images import side_by_side
 from prefgrpo.run.folder import RunFolder, step_of
 from prefgrpo.run.log import read_metrics
 from prefgrpo.run.measures import (

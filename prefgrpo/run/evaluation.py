@@ -30,7 +30,7 @@ from prefgrpo.rewards.scorer import Scorer, StepScores
 from prefgrpo.rollout.embeddings import Embeddings
 from prefgrpo.rollout.render import Images, preview, render, sample
 from prefgrpo.rollout.sampling import Schedules
-from prefgrpo.rollout.sources import as_arrays, sources_of
+from prefgrpo.rollout.source_images import as_arrays, sources_of
 from prefgrpo.run.checkpoint import CheckpointError
 from prefgrpo.run.folder import RunFolder
 from prefgrpo.run.judging import judges_of

@@ -48,7 +48,7 @@ class Interval(NamedTuple):
     low: float = math.nan
     high: float = math.nan
     prompts: int | None = None
-    """With a value; None: not stored."""
+    """Number of prompts with a value; None: not stored."""
 
     @property
     def conclusion(self) -> str:
@@ -89,7 +89,7 @@ class Measure(Generic[T]):
     """The policy's value. Its interval over a set is that of the mean change of a pair, now − before."""
     before: T | None = None
     wins: T | None = None
-    """1, a tie ½, 0; over a set, the win rate."""
+    """1 for a win, ½ for a tie, 0; over a set, the win rate."""
     first: T | None = None
     """A judge's wins where the policy's sample was shown first."""
     second: T | None = None
@@ -107,7 +107,7 @@ class Comparison:
     """The set: dev or test."""
     measures: dict[Subject, Measure[Estimate]]
     accuracy: Estimate | None = None
-    """Share of held-out pairs from files that the policy's implicit reward ranks rightly (`offline`)."""
+    """Share of held-out pairs from files that the policy's implicit reward ranks correctly (`offline`)."""
     margin: float = math.nan
     """Mean of these rewards of the winners minus those of the losers."""
 
@@ -218,7 +218,7 @@ _TRAINED = re.compile("reward/(?P<name>.+?)(?P<detail>_std|/missing_rate)?", re.
 _QUOTES = re.compile(r'"(?:[^"\\\x00-\x1f]|\\["\\/bfnrt]|\\u[0-9a-f]{4})*"')
 """A string in JSON."""
 _USED = {"judge", "missing", "pairs", "pairs_accuracy", "pairs_margin"}
-"""Keys, without set or reward/, that are no reward's."""
+"""Keys, without set or reward/, that do not belong to a reward."""
 
 
 @cache
@@ -267,7 +267,8 @@ def flat(measures: Mapping[Subject, Measure[Estimate]]) -> dict[str, float]:
 
 
 def read_measures(row: Mapping[str, Any]) -> dict[Subject, Measure[Estimate]]:
-    """The measures in a row whose keys have lost their set's name: the inverse of `flat`. What is no number is NaN."""
+    """The measures in a row whose keys have lost their set's name: the inverse of `flat`. Anything else than a number
+    is NaN."""
     found: dict[str, dict[str, dict[str, float]]] = {}  # name → field of Measure → field of Estimate → number
     for key, value in row.items():
         name, field, detail = _parsed(key)

@@ -25,14 +25,14 @@ from prefgrpo.config.schema import Config
 from prefgrpo.models import DTYPES, family
 from prefgrpo.models.base import Adapter
 from prefgrpo.models.folder import ENCODERS, components_of
-from prefgrpo.objectives import objective
-from prefgrpo.parallel import attention
-from prefgrpo.parallel.recompute import budgets
+from prefgrpo.objectives import make_objective
+from prefgrpo.parallel import attention_backend
+from prefgrpo.parallel.gradient_checkpointing import budgets
 from prefgrpo.parallel.shard import is_sharded, to_local
 from prefgrpo.parallel.world import Layout, World
-from prefgrpo.rollout.batch import assign_batches
+from prefgrpo.rollout.assignment import assign_batches
 from prefgrpo.rollout.sampling import window_range
-from prefgrpo.run.policy import Policy
+from prefgrpo.update.policy import Policy
 
 GIB = 2**30
 
@@ -98,7 +98,7 @@ def stored_bytes(config: Config, latent_shape: Sequence[int], layout: Layout, pr
 
 def reference_bytes(config: Config, latent_shape: Sequence[int], layout: Layout) -> int:
     """Bytes of a sample's reference velocities, for the KL, that a process keeps: its share of the tokens."""
-    if not config.train.kl_coef or objective(config.train).collector == "endpoint":
+    if not config.train.kl_coef or make_objective(config.train).inputs == "endpoint":
         return 0
     elements = -(-math.prod(latent_shape) // layout.context)
     trained = config.rollout.window_size or len(window_range(config.rollout))
@@ -116,9 +116,9 @@ def sample_bytes(config: Config, latent_shape: Sequence[int], layout: Layout) ->
     """Bytes of a sample that a process keeps at most: x before and after every trained step in fp32, v if the objective
     reads it, and the final latents; its share of the tokens of each."""
     r = config.rollout
-    goal = objective(config.train)
+    goal = make_objective(config.train)
     elements = -(-math.prod(latent_shape) // layout.context)
-    if goal.collector == "endpoint":
+    if goal.inputs == "endpoint":
         return elements * 4
     span = len(window_range(r))
     trained = r.window_size or span
@@ -143,7 +143,7 @@ def static_bytes(adapter: Adapter, policy: Policy) -> dict[str, int]:
         "AdamW": 2 * trained,
         "EMA": held(policy.ema.values()),
         "old policy": held(policy.old.values()),
-        "initial policy": held(policy.base.values()),
+        "initial policy": held(policy.reference.values()),
     }
 
 
@@ -160,7 +160,7 @@ def kept_attention(config: Config, adapter: Adapter, layout: Layout) -> int:
     blocks = max(nets, key=len)
     if not blocks:
         return 0
-    case = attention.cases(adapter, config, config.attention, layout)[0]  # the blocks' first, in the rollout
+    case = attention_backend.cases(adapter, config, config.attention, layout)[0]  # the blocks' first, in the rollout
     pair = adapter.guided(config.rollout) and config.train.guidance_gradient == "both"
     rows = config.rollout.batch_size * (1 + pair) * case.queries * layout.ring * case.heads
     each = rows * (case.width * adapter.dtype.itemsize + torch.float32.itemsize)

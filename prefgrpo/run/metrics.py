@@ -17,10 +17,10 @@ from prefgrpo.data.metric import Metric
 from prefgrpo.ops import METRICS
 from prefgrpo.parallel.world import World
 from prefgrpo.rewards.base import Sample
-from prefgrpo.rollout.endpoint import RANKS
 from prefgrpo.run.measures import quoted
+from prefgrpo.update.endpoint import RANKS
 
-FACTS = ("update", "samples", "loss")
+FACTS = ("update", "samples", "k", "loss")
 """Columns before METRICS in a row of `policy_metrics`."""
 BY_STEP = "steps/"
 """Prefix of the metrics of single denoising steps, which go to trackers only."""
@@ -117,19 +117,11 @@ def reduced(gathered: Iterable[Mapping[str, float]]) -> dict[str, float]:
     return out
 
 
-def policy_metrics(
-    rows: list[Tensor], world: World, names: Sequence[str] = METRICS, steps: Sequence[int] = ()
-) -> dict[str, float]:
-    """Combine rows [update, samples, loss, *names] of all ranks: sample-weighted means; the ratio's min, max and std.
-
-    steps: the denoising step of each row, for means over its rows too; none for objectives that replay no steps.
-    """
-    columns = (*FACTS, *names, "step")
-    table = np.full((len(rows), len(columns)), np.nan)
-    if rows:
-        table[:, :-1] = torch.stack(rows).double().cpu().numpy()
-    if steps:
-        table[:, -1] = steps
+def policy_metrics(rows: list[Tensor], world: World, names: Sequence[str] = METRICS) -> dict[str, float]:
+    """Combine rows [update, samples, k, loss, *names] of all ranks: sample-weighted means; the ratio's min, max and
+    std. Where k, the denoising step of a row, is no NaN, also the means of its rows."""
+    columns = (*FACTS, *names)
+    table = torch.stack(rows).double().cpu().numpy() if rows else np.zeros((0, len(columns)))
     column = dict(zip(columns, world.gather(table).T, strict=True))
     samples = column["samples"]
     out = {"loss": column["loss"].sum()}
@@ -147,10 +139,10 @@ def policy_metrics(
     if RANKS[0] in names:
         right, pairs, margin = (out.pop(f"policy/{name}") for name in RANKS)
         out |= {"pairs/accuracy": right / pairs, "pairs/margin": margin / pairs} if pairs else {}
-    for step in np.unique(column["step"][~np.isnan(column["step"])]):
-        here = column["step"] == step
+    for k in np.unique(column["k"][~np.isnan(column["k"])]):
+        here = column["k"] == k
         for name in (name for name in OF_A_STEP if name in names):
-            out[f"{BY_STEP}{step:02.0f}/{name}"] = np.average(column[name][here], weights=samples[here])
+            out[f"{BY_STEP}{k:02.0f}/{name}"] = np.average(column[name][here], weights=samples[here])
     return {name: float(value) for name, value in out.items()}
 
 

@@ -1,5 +1,5 @@
 """Opens a run, in one order for training and for `--dry-run`: prompts before this, then the model, its policy, the
-schedules, the batches and what collects gradients; and the weights that `generate`, `evaluate` and `export` name.
+schedules, the groups of its steps and the gradients; and the weights that `generate`, `evaluate` and `export` name.
 
 Invariant: a value that the model rejects raises a ConfigError that names its field.
 """
@@ -10,6 +10,7 @@ import gc
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +23,15 @@ from prefgrpo.models import DTYPES, family
 from prefgrpo.models.base import Adapter
 from prefgrpo.models.folder import ModelError, locate
 from prefgrpo.models.weights import locate_lora
-from prefgrpo.objectives import objective
+from prefgrpo.objectives import make_objective
 from prefgrpo.objectives.base import EndpointObjective, Objective, TrajectoryObjective
-from prefgrpo.parallel.attention import set_backend
+from prefgrpo.parallel.attention_backend import set_backend
+from prefgrpo.parallel.gradient_checkpointing import KEEPING, keep_attention
 from prefgrpo.parallel.parallelize import parallelize
-from prefgrpo.parallel.recompute import KEEPING, keep_attention
 from prefgrpo.parallel.world import World
 from prefgrpo.rewards.scorer import Scorer
-from prefgrpo.rollout.batches import Batches
 from prefgrpo.rollout.embeddings import Embeddings
-from prefgrpo.rollout.endpoint import EndpointCollector
-from prefgrpo.rollout.replay import TrajectoryCollector
+from prefgrpo.rollout.plan import Groups
 from prefgrpo.rollout.sampling import Schedules
 from prefgrpo.run import checkpoint
 from prefgrpo.run.errors import model_errors, refuse, window_errors
@@ -40,9 +39,12 @@ from prefgrpo.run.evaluation import Evaluator, eval_sets
 from prefgrpo.run.folder import RunFolder, run_of
 from prefgrpo.run.judging import makes_clips
 from prefgrpo.run.memory import attention_limit, certain_bytes, check_memory, reduces_once, stored_bytes
-from prefgrpo.run.policy import Policy
-from prefgrpo.run.source import Collector, Source
+from prefgrpo.run.source import Source
 from prefgrpo.run.writer import Writer
+from prefgrpo.update.endpoint import EndpointGradients
+from prefgrpo.update.gradients import Gradients
+from prefgrpo.update.policy import Policy
+from prefgrpo.update.trajectory import TrajectoryGradients
 
 
 @dataclass(frozen=True)
@@ -60,21 +62,21 @@ class Run:
     """The model, ready to train."""
     policy: Policy
     schedules: Schedules
-    batches: Batches
-    collector: Collector
+    groups: Groups
+    gradients: Gradients
 
 
 def open_run(config: Config, world: World, source: Source) -> Run:
     """Open the model of a run, ready to train, and all that depends on it. Raises ConfigError, ModelError."""
     embeddings = Embeddings(config)
     absent = len(embeddings.absent(source.entries()))
-    made = objective(config.train)
+    objective = make_objective(config.train)
     adapter = _open_to_train(config, world, encoders=absent > 0)
-    policy = open_policy(config, made, adapter)
+    policy = open_policy(config, objective, adapter)
     schedules = Schedules(config, adapter, world.device)
-    batches = source.batches(adapter, embeddings, schedules, world)
-    collector = open_collector(config, made, adapter, policy, world)
-    return Run(config, world, source, embeddings, absent, made, adapter, policy, schedules, batches, collector)
+    groups = source.open_groups(adapter, embeddings, schedules, world)
+    gradients = open_gradients(config, objective, adapter, policy, world)
+    return Run(config, world, source, embeddings, absent, objective, adapter, policy, schedules, groups, gradients)
 
 
 def _open_to_train(config: Config, world: World, encoders: bool) -> Adapter:
@@ -110,13 +112,13 @@ def open_adapter(config: Config, device: torch.device, encoders: bool = True, ma
     return adapter
 
 
-def open_policy(config: Config, made: Objective, adapter: Adapter) -> Policy:
-    """The trained weights, with the copies that the objective needs: of an old policy, and without a LoRA of the
-    initial weights."""
+def open_policy(config: Config, objective: Objective, adapter: Adapter) -> Policy:
+    """The trained weights, with the copies that the objective needs: of an old policy, and of the reference policy,
+    where that is not the model without its LoRA."""
     t = config.train
-    old = made.anchor == "old" or made.sampled_by_old
-    base = t.swaps_reference and (made.anchor == "base" or t.kl_coef > 0)
-    return Policy(dict(adapter.trainable()), t, old, base)
+    old = objective.compares_with == "old" or objective.sampled_by_old
+    reference = t.swaps_reference and (objective.compares_with == "reference" or t.kl_coef > 0)
+    return Policy(dict(adapter.trainable()), t, old, reference)
 
 
 def open_evaluators(run: Run, scorer: Scorer, folder: RunFolder, writer: Writer) -> dict[str, Evaluator]:
@@ -126,25 +128,25 @@ def open_evaluators(run: Run, scorer: Scorer, folder: RunFolder, writer: Writer)
         parts = (run.adapter, run.schedules, run.embeddings, scorer, run.world, folder, writer)
         found[eval_set.name] = Evaluator(eval_set, run.config.eval_sampling, *parts)
     if "dev" in found:
-        found["dev"].pairs = run.source.held_out_pairs(run.batches, run.collector, folder)
+        found["dev"].pairs = run.source.held_out_pairs(run.groups, run.gradients, folder)
     return found
 
 
-def open_collector(config: Config, made: Objective, adapter: Adapter, policy: Policy, world: World) -> Collector:
-    """The objective's collector; also lets recomputed blocks keep attention."""
+def open_gradients(config: Config, objective: Objective, adapter: Adapter, policy: Policy, world: World) -> Gradients:
+    """The objective's gradients; also lets recomputed blocks keep attention."""
 
     def reference() -> AbstractContextManager[None]:
-        return policy.use_weights(policy.base) if config.train.swaps_reference else adapter.reference()
+        return policy.use_weights(policy.reference) if config.train.swaps_reference else adapter.reference()
 
     once = reduces_once(config, adapter, policy, world)
     if config.attention in KEEPING and not config.compile:
         blocks = [block for net in adapter.modules().values() for block in adapter.blocks(net)]
         keep_attention(blocks, attention_limit(config, adapter, policy, world, once))
-    if isinstance(made, TrajectoryObjective):
-        return TrajectoryCollector(adapter, made, config, reference, world, once)
-    assert isinstance(made, EndpointObjective)
-    anchor = reference if made.anchor == "base" else lambda: policy.use_weights(policy.old)
-    return EndpointCollector(adapter, made, config, anchor, reference, world, once)
+    if isinstance(objective, TrajectoryObjective):
+        return TrajectoryGradients(adapter, objective, config, reference, world, once)
+    assert isinstance(objective, EndpointObjective)
+    old = partial(policy.use_weights, policy.old)
+    return EndpointGradients(adapter, objective, config, reference, world, once, old=old)
 
 
 @contextmanager

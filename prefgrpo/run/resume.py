@@ -107,7 +107,7 @@ def keep_inputs(config: Config, folder: RunFolder, first: bool) -> None:
 def fingerprints(
     config: Config, prompts: Sequence[Prompt], sets: Mapping[str, Sequence[Prompt]], lora_from: str
 ) -> Fingerprints:
-    """What the run is made from. sets: of evaluation. lora_from: as it was given, not the run's copy."""
+    """What the run is made from. sets: evaluation sets. lora_from: as given, not the run's copy."""
     root = locate(config.model)
     found = {Input(Kind.PROMPTS, "train"): fingerprint(prompts)}
     found |= {Input(Kind.PROMPTS, name): fingerprint(of_set) for name, of_set in sets.items()}

@@ -23,11 +23,10 @@ from prefgrpo.models.base import Adapter
 from prefgrpo.parallel.parallelize import context_errors
 from prefgrpo.parallel.world import Layout, World
 from prefgrpo.rewards.base import Reward
-from prefgrpo.rollout.batches import Batches, Rollouts
 from prefgrpo.rollout.buckets import buckets, check_samples, describe, pair_entries
 from prefgrpo.rollout.embeddings import Embeddings, Entry, check_sources, run_entries
-from prefgrpo.rollout.endpoint import EndpointCollector
-from prefgrpo.rollout.replay import TrajectoryCollector
+from prefgrpo.rollout.generated_groups import GeneratedGroups
+from prefgrpo.rollout.plan import Groups
 from prefgrpo.rollout.sampling import Schedules
 from prefgrpo.rollout.stored_groups import StoredGroups, unguided
 from prefgrpo.run.folder import RunFolder
@@ -36,10 +35,10 @@ from prefgrpo.run.offline import HeldOutPairs, PairTargets
 from prefgrpo.run.pairs import open_pairs
 from prefgrpo.run.resume import Fingerprints, Input, Kind, fingerprints
 from prefgrpo.run.targets import StepTargets
+from prefgrpo.update.endpoint import EndpointGradients
+from prefgrpo.update.gradients import Gradients
 
 T = TypeVar("T")
-Collector = TrajectoryCollector | EndpointCollector
-"""Turns a batch and its targets into gradients."""
 
 
 @dataclass(frozen=True)
@@ -62,16 +61,16 @@ class Source(ABC):
         """Everything that the run encodes. Raises DataError for prompts with too few or too many source images."""
 
     @abstractmethod
-    def batches(self, adapter: Adapter, embeddings: Embeddings, schedules: Schedules, world: World) -> Batches:
-        """What yields the batches of a step."""
+    def open_groups(self, adapter: Adapter, embeddings: Embeddings, schedules: Schedules, world: World) -> Groups:
+        """What the run's steps train on."""
 
     @abstractmethod
     def targets(
-        self, batches: Batches, rewards: Mapping[str, Reward], world: World, log: Log
+        self, groups: Groups, rewards: Mapping[str, Reward], world: World, log: Log
     ) -> StepTargets | PairTargets:
         """What turns the scores of a step into what the update trains on."""
 
-    def held_out_pairs(self, batches: Batches, collector: Collector, folder: RunFolder) -> HeldOutPairs | None:
+    def held_out_pairs(self, groups: Groups, gradients: Gradients, folder: RunFolder) -> HeldOutPairs | None:
         """Pairs that are not trained on; None if there are none."""
         return None
 
@@ -92,12 +91,12 @@ class Generated(Source):
         """As in `Source`."""
         return run_entries(self.config, self.prompts, self.evaluated)
 
-    def batches(self, adapter: Adapter, embeddings: Embeddings, schedules: Schedules, world: World) -> Batches:
+    def open_groups(self, adapter: Adapter, embeddings: Embeddings, schedules: Schedules, world: World) -> Groups:
         """As in `Source`."""
-        return Rollouts(self.config, adapter, embeddings, schedules, self.prompts, world)
+        return GeneratedGroups(self.config, adapter, embeddings, schedules, self.prompts, world)
 
     def targets(
-        self, batches: Batches, rewards: Mapping[str, Reward], world: World, log: Log
+        self, groups: Groups, rewards: Mapping[str, Reward], world: World, log: Log
     ) -> StepTargets | PairTargets:
         """As in `Source`."""
         return StepTargets(self.config, rewards, world, log)
@@ -120,25 +119,25 @@ class Stored(Source):
         of_pairs = pair_entries([*self.groups, *self.held], self.outline, self.sizes)
         return list(dict.fromkeys([*of_pairs, *run_entries(self.config, [], self.evaluated)]))
 
-    def batches(self, adapter: Adapter, embeddings: Embeddings, schedules: Schedules, world: World) -> Batches:
+    def open_groups(self, adapter: Adapter, embeddings: Embeddings, schedules: Schedules, world: World) -> Groups:
         """As in `Source`."""
         of_size = {size: Schedules(replace(self.config, rollout=size), adapter, world.device) for size in self.sizes}
         return StoredGroups(self.config, adapter, embeddings, of_size, self.groups, world)
 
     def targets(
-        self, batches: Batches, rewards: Mapping[str, Reward], world: World, log: Log
+        self, groups: Groups, rewards: Mapping[str, Reward], world: World, log: Log
     ) -> StepTargets | PairTargets:
         """As in `Source`."""
-        assert isinstance(batches, StoredGroups)
-        return PairTargets(batches, log)
+        assert isinstance(groups, StoredGroups)
+        return PairTargets(groups, log)
 
-    def held_out_pairs(self, batches: Batches, collector: Collector, folder: RunFolder) -> HeldOutPairs | None:
+    def held_out_pairs(self, groups: Groups, gradients: Gradients, folder: RunFolder) -> HeldOutPairs | None:
         """As in `Source`."""
         if not self.held:
             return None
-        assert isinstance(batches, StoredGroups)
-        assert isinstance(collector, EndpointCollector)
-        return HeldOutPairs(replace(batches, pairs=self.held), collector, folder)
+        assert isinstance(groups, StoredGroups)
+        assert isinstance(gradients, EndpointGradients)
+        return HeldOutPairs(replace(groups, pairs=self.held), gradients, folder)
 
     def fingerprints(self, lora_from: str) -> Fingerprints:
         """As in `Source`, with the pairs."""

@@ -13,7 +13,6 @@ import uuid
 from collections.abc import Mapping
 from functools import partial
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +24,8 @@ from prefgrpo.config.schema import Config
 from prefgrpo.data.atomic import save_images, write_atomic
 from prefgrpo.rewards.scorer import StepScores
 from prefgrpo.rollout.render import stills
-from prefgrpo.rollout.sources import as_arrays
+from prefgrpo.rollout.source_images import as_arrays
 from prefgrpo.run.folder import RunFolder
-from prefgrpo.run.judging import makes_clips
 from prefgrpo.run.log import Log, Pictures, Tracker
 from prefgrpo.run.pairs import store
 from prefgrpo.run.writer import Writer
@@ -38,18 +36,6 @@ MOST_GROUPS = 3
 """Groups of a step that are shown."""
 SIDE = 256
 """Shorter side in pixels at which trackers show an image of a group, or a little more."""
-
-
-def config_errors(config: Config) -> list[str]:
-    """Errors for configured trackers whose libraries are not installed, or which do not take what the run makes."""
-    # a ./wandb folder left by a run is a spec without origin
-    named = [name for name in config.trackers if name != PAIRS]
-    lacking = [name for name in named if getattr(find_spec(name), "origin", None) is None]
-    hint = "run `pip install {0}`, or remove it from trackers"
-    errors = [f"trackers: {name} is not installed; {hint.format(name)}" for name in lacking]
-    if PAIRS in config.trackers and makes_clips(config):
-        errors.append(f"trackers: {PAIRS} stores images, but {config.family} makes clips here; remove it from trackers")
-    return errors
 
 
 def open_trackers(config: Config, folder: RunFolder, start: int) -> list[Tracker]:

@@ -31,7 +31,7 @@ from prefgrpo.config.schema import SamplingConfig
 from prefgrpo.data.atomic import temporary_path
 from prefgrpo.data.file_names import file_name
 from prefgrpo.data.prompts import DataError, Prompt
-from prefgrpo.rollout import shards
+from prefgrpo.rollout import embedding_cache
 from prefgrpo.run.opening import Weights
 from prefgrpo.sde.noise import EVALUATION_IDS, initial_latents
 from prefgrpo.tiny import pipelines
@@ -100,13 +100,13 @@ def test_once_all_is_encoded_no_encoder_is_loaded(place):
 
 def small_shards():
     """Runs in the new process: three entries per file."""
-    real = shards.Shards.add
+    real = embedding_cache.EmbeddingCache.add
 
     def add(self, *given):
-        shards.SHARD_BYTES = 0 if len(self._new) == 2 else 2**40
+        embedding_cache.SHARD_BYTES = 0 if len(self._new) == 2 else 2**40
         return real(self, *given)
 
-    shards.Shards.add = add
+    embedding_cache.EmbeddingCache.add = add
 
 
 @pytest.mark.parametrize(("number", "call", "kept"), [(signal.SIGKILL, 2, 6), (signal.SIGINT, 1, 3)])
@@ -114,7 +114,7 @@ def test_a_preprocess_that_was_killed_or_interrupted_goes_on(place, number, call
     """The process is held while it writes a shard; after SIGINT it finishes that shard."""
     cache = place / f"stopped_{call}"
     file = recipe(place, f"stopped_{call}", data={"cache": str(cache)})
-    hold = Hold("prefgrpo.rollout.shards:Shards.flush", call=call)
+    hold = Hold("prefgrpo.rollout.embedding_cache:EmbeddingCache.flush", call=call)
     run = start(["preprocess", str(file)], file.with_suffix(".log"), small_shards, hold)
     run.until_held()
     os.kill(run.process.pid, number)

@@ -48,13 +48,13 @@ from prefgrpo.models import MODELS
 from prefgrpo.models import attention as kernels
 from prefgrpo.models import family as model_family
 from prefgrpo.models.attention import FLASH, LIMIT, Case, attention_of_a_run, check_kernels, kernel_errors
-from prefgrpo.parallel.attention import SPLITTING, backend, backends, cases, set_backend
+from prefgrpo.parallel.attention_backend import SPLITTING, backend, backends, cases, set_backend
 from prefgrpo.parallel.world import Layout, join
-from prefgrpo.rollout.replay import replay
 from prefgrpo.rollout.rollout import rollout
 from prefgrpo.run.errors import option_errors
 from prefgrpo.run.opening import Weights
 from prefgrpo.sde.schedule import make_schedule
+from prefgrpo.update.trajectory import replay
 
 CPU = torch.device("cpu")
 CASE = Case(batch=2, queries=24, keys=24, heads=2, width=16)
@@ -161,7 +161,7 @@ def test_a_fault_of_one_layout_or_size_is_seen_also_in_native(monkeypatch, fault
     settings = config(rollout={"height": 32, "width": 64, "batch_size": 2}, eval={"height": 64, "width": 64})
     adapter = opened(settings)  # on a CPU without a check
     on_cpu = mock.patch(
-        "prefgrpo.parallel.attention.check_kernels",
+        "prefgrpo.parallel.attention_backend.check_kernels",
         lambda name, case, dtype, _, given: check_kernels(name, case, dtype, CPU, given),
     )
     with on_cpu:
@@ -255,7 +255,7 @@ def test_the_default_on_a_gpu_is_flash_attention_unless_blocks_mask():
     for family, device, layout, want in table:
         adapter = load(case_of(family), encoders=False)
         adapter.dtype = torch.bfloat16
-        with mock.patch("prefgrpo.parallel.attention.check_kernels") as checked:
+        with mock.patch("prefgrpo.parallel.attention_backend.check_kernels") as checked:
             set_backend(adapter, config(dtype="bf16"), layout, torch.device(device))
         assert {block.attn.processor._attention_backend for block in adapter.blocks(adapter.transformer)} == {want}
         assert {call.args[0] for call in checked.call_args_list} == ({want.value} if device == "cuda" else set())
@@ -302,7 +302,7 @@ def in_torch(monkeypatch):
     def on_cpu(name, case, dtype, _, given=""):
         check_kernels(name, case, dtype, CPU, given)
 
-    monkeypatch.setattr("prefgrpo.parallel.attention.check_kernels", on_cpu)
+    monkeypatch.setattr("prefgrpo.parallel.attention_backend.check_kernels", on_cpu)
     yield put
     assert current_flash_attention_impl() is None and not kernels._runs
 
@@ -513,7 +513,7 @@ def one_step(config, case, world):
     sampling = case.sampling(SIZES[1])
     condition = conditions(adapter, case, size=SIZES[1])
     schedule = make_schedule(adapter.sigmas(sampling), "flow", 0.7, (1,))
-    (step,) = rollout(adapter, schedule, condition, torch.tensor([5, 9]), sampling, seed=1).steps
+    (step,) = rollout(adapter, schedule, condition, torch.tensor([5, 9]), sampling, seed=1).transitions
     new = replay(adapter, schedule, condition, step, sampling)
     (new.logp * torch.tensor([1.0, -0.5])).sum().backward()
     trainable = [p for _, p in adapter.trainable()]

@@ -1,4 +1,4 @@
-"""`rollout.sigmas` with the scheduler configs of the published models (data/schedulers.json), of every family.
+"""`rollout.shift` and the scheduler configs of the published models (data/schedulers.json), of every family.
 
 Why these cases: models space their sigmas differently (static shift applied twice, dynamic shift, a terminal σ, a
 multistep solver's integer timesteps), which an Euler scheduler with another shift cannot reproduce. The oracle for

@@ -30,22 +30,22 @@ from prefgrpo.config.loading import from_dict, load
 from prefgrpo.config.schema import SamplingConfig
 from prefgrpo.data.prompts import read_prompts
 from prefgrpo.models import family as family_class
-from prefgrpo.objectives import objective
+from prefgrpo.objectives import make_objective
 from prefgrpo.parallel.parallelize import context_errors
 from prefgrpo.parallel.shard import full_tensor, to_local
 from prefgrpo.parallel.world import DIMENSIONS, Layout, World, join
 from prefgrpo.rollout import render
-from prefgrpo.rollout.batches import Rollouts
 from prefgrpo.rollout.embeddings import Embeddings
-from prefgrpo.rollout.replay import TrajectoryCollector
+from prefgrpo.rollout.generated_groups import GeneratedGroups
 from prefgrpo.rollout.sampling import Schedules
 from prefgrpo.run import opening
 from prefgrpo.run.errors import option_errors
 from prefgrpo.run.memory import static_bytes, stored_bytes
 from prefgrpo.run.metrics import FACTS
-from prefgrpo.run.opening import open_collector
-from prefgrpo.run.policy import Policy
+from prefgrpo.run.opening import open_gradients
 from prefgrpo.tiny import pipelines
+from prefgrpo.update.policy import Policy
+from prefgrpo.update.trajectory import TrajectoryGradients
 
 P, G, LR = 4, 2, 1e-3
 SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
@@ -103,13 +103,15 @@ def one_step(config, world):
     schedules = Schedules(config, adapter, world.device)
     embeddings = Embeddings(config)
     media = {}
-    rollouts = Rollouts(config, adapter, embeddings, schedules, prompts, world)
-    batches = list(rollouts(0, lambda group, member, sample: media.update({(group, member): sample.media.pixels})))
-    collector = open_collector(config, objective(config.train), adapter, policy, world)
+    groups = GeneratedGroups(config, adapter, embeddings, schedules, prompts, world)
+    plan = groups.plan(0)
+    add = lambda group, member, sample: media.update({(group, member): sample.media.pixels})  # noqa: E731
+    batches = list(groups.batches(plan, add))
+    policy_gradients = open_gradients(config, make_objective(config.train), adapter, policy, world)
     if config.train.kl_coef:
-        with collector.reference():
-            batches = [collector.with_reference(batch) for batch in batches]
-    of_steps = [t for b in batches for s in b.steps for t in (s.x, s.x_next, s.v_ref) if t is not None]
+        with policy_gradients.reference():
+            batches = [policy_gradients.with_reference(batch) for batch in batches]
+    of_steps = [t for b in batches for s in b.transitions for t in (s.x, s.x_next, s.v_ref) if t is not None]
     stored = [*(b.latents for b in batches), *of_steps]
     sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in stored}
     most = stored_bytes(config, adapter.latent_shape(config.rollout), world.layout, world.size)
@@ -120,15 +122,15 @@ def one_step(config, world):
         most,
     )
     advantage = torch.randn(P, G, generator=torch.Generator().manual_seed(5))
-    columns = (*FACTS, *collector.metrics)
+    columns = (*FACTS, *policy_gradients.metrics)
     table = [
         dict(zip(columns, row.tolist(), strict=True))
-        for row in collector.accumulate(batches, targets_of(advantage), P * G)
+        for row in policy_gradients.accumulate(batches, targets_of(advantage), P * G)
     ]
     moved = max((abs(row[name] - 1) for row in table for name in ("ratio_min", "ratio_max")), default=0.0)
     samples = {}
     for batch in (b for b in batches if not b.padding):
-        steps = [collector.whole(step) for step in batch.steps]
+        steps = [policy_gradients.whole(step) for step in batch.transitions]
         for row, slot in enumerate(zip(batch.slots, batch.members, strict=True)):
             samples[slot] = [t[row].float() for step in steps for t in (step.x, step.x_next)]
     held = {}
@@ -277,20 +279,20 @@ def replicas():
     reduced = count_calls(dist, "all_reduce")
     scattered = count_calls(dist, SCATTER)
     in_backward = []
-    accumulate = TrajectoryCollector.accumulate
+    accumulate = TrajectoryGradients.accumulate
 
-    def counted(collector, batches, *given):
+    def counted(gradients, batches, *given):
         reduced.clear()
         scattered.clear()
-        table = accumulate(collector, batches, *given)
-        in_backward.append((sum(len(batch.steps) for batch in batches), len(scattered), len(reduced)))
+        table = accumulate(gradients, batches, *given)
+        in_backward.append((sum(len(batch.transitions) for batch in batches), len(scattered), len(reduced)))
         return table
 
     one = settings(os.environ["PLACE"], "flux", False, "fp32", {})
     want = one_step(one, alone(one))
     for once in (True, False):
         with (
-            mock.patch.object(TrajectoryCollector, "accumulate", counted),
+            mock.patch.object(TrajectoryGradients, "accumulate", counted),
             mock.patch.object(opening, "reduces_once", lambda *_, once=once: once),
         ):
             compare(f"replicas, once: {once}", one_step(config, world), want, bits=True)
@@ -352,7 +354,8 @@ def decoding():
     adapter = opened(config, world)
     parts = (adapter, Embeddings(config), Schedules(config, adapter, world.device), read_prompts(config.data.prompts))
     with mock.patch.object(render, "decode", decode):
-        list(Rollouts(config, *parts, world)(0, add))
+        groups = GeneratedGroups(config, *parts, world)
+        list(groups.batches(groups.plan(0), add))
     leader = world.rank % 2 == 0
     assert seen == {"decoded": P * G // world.size, "kept": 2 * P * G // world.size if leader else 0}, seen
     os._exit(0)

@@ -24,7 +24,7 @@ from tiny_run import start
 from benchmarks import recipes, step_time
 from prefgrpo.commands.cli import read, split
 from prefgrpo.config.loading import PEERS, load
-from prefgrpo.rollout.batch import busy_share
+from prefgrpo.rollout.assignment import busy_share
 from prefgrpo.run.errors import batch_errors
 from prefgrpo.run.memory import GIB
 

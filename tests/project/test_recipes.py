@@ -27,12 +27,12 @@ from prefgrpo.config.loading import flat_fields, from_dict, load, recipe_values
 from prefgrpo.config.recipe import flatten, read_yaml
 from prefgrpo.config.schema import Config, JudgeConfig
 from prefgrpo.models import MODELS as FAMILIES
-from prefgrpo.objectives import objective
+from prefgrpo.objectives import make_objective
 from prefgrpo.parallel.world import Layout, World
 from prefgrpo.rewards import load_class
-from prefgrpo.rollout.batch import assign_batches
-from prefgrpo.run.errors import batch_errors, idle_errors
-from prefgrpo.run.judging import config_errors, makes_clips
+from prefgrpo.rollout.assignment import assign_batches
+from prefgrpo.run.errors import batch_errors, idle_errors, reward_errors
+from prefgrpo.run.judging import makes_clips
 from prefgrpo.run.memory import stored_bytes
 from prefgrpo.run.notes import idle_warning
 from prefgrpo.tiny import pipelines
@@ -233,7 +233,7 @@ def test_no_line_of_a_recipe_is_without_effect():
         judged = [entry for entry in (*config.rewards, *config.measured) if load_class(entry.name).judged]
         assert judged or "judge" not in read_yaml(recipe), recipe
         assert judged or config.judge == JudgeConfig(), recipe
-        assert config_errors(config) == [], recipe
+        assert reward_errors(config) == [], recipe
 
 
 def test_a_few_of_the_published_values_are_in_the_recipes():
@@ -253,7 +253,7 @@ def test_a_recipe_dry_runs(place, recipe, monkeypatch, tmp_path, capsys):
     out, err = capsys.readouterr()
     config = load(recipe)
     assert yaml.safe_load(out[: out.index("\nmemory per process")])["family"] == config.family
-    endpoint = objective(config.train).collector == "endpoint"
+    endpoint = make_objective(config.train).inputs == "endpoint"
     checked = "velocity error" if endpoint else "max |ratio − 1| = 0.0e+00"
     assert checked in out and "nothing was written" in out
     assert f"samples [{config.rollout.batch_size}, " in out

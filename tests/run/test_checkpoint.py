@@ -281,8 +281,8 @@ def test_a_run_that_is_stopped_or_killed_goes_on_as_if_nothing_had_happened(plac
     same_as(truths(kind), run)
 
 
-GENERATE = "prefgrpo.rollout.batches:Rollouts._generate"
-UPDATE = "prefgrpo.run.policy:Policy.update"
+GENERATE = "prefgrpo.rollout.generated_groups:GeneratedGroups._generate"
+UPDATE = "prefgrpo.update.policy:Policy.update"
 WITHIN = {
     "first_rollout": (Hold(GENERATE, 1), 0, "in step 1, which will be repeated"),
     "rollout": (Hold(GENERATE, 3), 1, "in step 2, which will be repeated"),

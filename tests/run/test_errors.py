@@ -86,7 +86,7 @@ def judged(plan, size, reward="vlm_pairwise"):
     return f"rewards: {json.dumps([entry])}\nrollout: {{group_size: {size}, batch_size: 1}}"
 
 
-ENDPOINT = [name for name in OBJECTIVES if objective_class(name).collector == "endpoint"]
+ENDPOINT = [name for name in OBJECTIVES if objective_class(name).inputs == "endpoint"]
 TRAJECTORY = [name for name in OBJECTIVES if name not in ENDPOINT]
 LACKS_PAIRS = "rewards: soft_dpo trains on comparisons: expected a pairwise reward"
 OF_YAML = [
@@ -108,11 +108,10 @@ OF_YAML = [
     ("extends: gone.yaml", "recipe not found: … gone.yaml; … mistake … extends it"),
     ("extends: circle.yaml", "circular 'extends': SELF → circle.yaml → SELF"),
     ("extends: [base.yaml]", "extends: expected the name of one recipe, got ['base.yaml']"),
-    ("data: {promts: p.txt}\nrollout: {group_size: 1, steps: many, rule: flwo}\ntrian: {lr: 1}\n"
+    ("data: {promts: p.txt}\nrollout: {group_size: 1, steps: many}\ntrian: {lr: 1}\n"
      "train: {lr: -1, stepps: 1, updates_per_rollout: 0}\njudge: {image_format: gif, endpoints: here}",
      "data.promts: unknown key; did you mean 'data.prompts'? || rollout.group_size: expected 2 or more, got 1 || "
      "rollout.steps: expected a whole number, got 'many' || "
-     "rollout.rule: expected 'flow', 'dance', 'cps', 'cps_normalised' or 'wan', got 'flwo' || "
      "trian: unknown key; did you mean 'train'? || train.lr: expected a value above 0, got -1 || "
      "train.stepps: unknown key; did you mean 'train.steps'? || "
      "train.updates_per_rollout: expected a value above 0, got 0 || "
@@ -198,6 +197,8 @@ OF_REWARDS = [
      "cannot load the judge '/no/judge', expected a checkpoint's folder or hub id"),
 ]  # fmt: skip
 OF_OBJECTIVE = [
+    ("rollout: {rule: flwo}", "rollout.rule: expected one of flow, dance, cps, cps_normalised, wan, or "
+     "file.py:function, got 'flwo' (did you mean 'flow'?)"),
     (objective_with("nft", beto=1),
      "objective_options.beto: unknown key; did you mean 'train.objective_options.beta'?"),
     (objective_with("soft_dpo"), LACKS_PAIRS),

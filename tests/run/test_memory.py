@@ -20,9 +20,9 @@ from benchmarks.fp8_memory import Live
 from prefgrpo.config.loading import from_dict
 from prefgrpo.config.recipe import ConfigError
 from prefgrpo.models import DTYPES
-from prefgrpo.objectives import objective
+from prefgrpo.objectives import make_objective
+from prefgrpo.parallel.gradient_checkpointing import budgets, checkpoint_blocks
 from prefgrpo.parallel.parallelize import add_trained_weights, parallelize
-from prefgrpo.parallel.recompute import budgets, recompute
 from prefgrpo.parallel.shard import quantise_weights
 from prefgrpo.rollout import render
 from prefgrpo.rollout.render import decode, to_uint8
@@ -44,7 +44,7 @@ def test_a_share_of_the_blocks_is_recomputed(family):
         adapter = load(case, folder(family))
         adapter.add_lora(4, 8.0)
         if share:
-            recompute(adapter.blocks(adapter.transformer), share)
+            checkpoint_blocks(adapter.blocks(adapter.transformer), share)
         net = adapter.transformer
         blocks = [m for m in net.modules() if type(m).__name__ in adapter.repeated_blocks]
         count = dict.fromkeys(range(len(blocks)), 0)
@@ -148,7 +148,7 @@ KINDS = {
 
 def of_steps(batch):
     """Latents and velocities of a batch's stored steps."""
-    return [t for step in batch.steps for t in (step.x, step.x_next, step.v, step.v_ref) if t is not None]
+    return [t for step in batch.transitions for t in (step.x, step.x_next, step.v, step.v_ref) if t is not None]
 
 
 @pytest.mark.parametrize("case", KINDS)
@@ -164,7 +164,7 @@ def test_the_printed_bytes_are_those_of_the_tensors(trainer, case):
     line = memory_line(adapter, policy, {"stored samples": stored})
     batches = one.reference.add(one.generate(0).batches)
     held["stored samples"] = storages({t.data_ptr(): t for b in batches for t in (b.latents, *of_steps(b))}.values())
-    assert any(batch.steps for batch in batches) == (one.objective.collector == "trajectory")
+    assert any(batch.transitions for batch in batches) == (one.objective.inputs == "trajectory")
 
     def note_gradients(*_):
         held["gradients"] = storages(p.grad for p in policy.params)
@@ -175,7 +175,7 @@ def test_the_printed_bytes_are_those_of_the_tensors(trainer, case):
     held["weights"] = storages(t for module in modules for t in [*module.parameters(), *module.buffers()])
     moments = [value for state in policy.optimizer.state.values() for key, value in state.items() if key != "step"]
     held["AdamW"] = storages(moments)
-    for kind, copies in (("EMA", policy.ema), ("old policy", policy.old), ("initial policy", policy.base)):
+    for kind, copies in (("EMA", policy.ema), ("old policy", policy.old), ("initial policy", policy.reference)):
         held[kind] = storages(copies.values())
         assert (kind in line) == bool(copies)
     assert known == held and line.endswith(f"= {sum(held.values()) / 2**20:.3g} MiB")
@@ -256,7 +256,7 @@ def opened(config, encoders):
     """The model of a run and its policy, ready to train."""
     adapter = open_adapter(config, CPU, encoders)
     parallelize(adapter, config, ALONE)
-    return adapter, open_policy(config, objective(config.train), adapter)
+    return adapter, open_policy(config, make_objective(config.train), adapter)
 
 
 @pytest.mark.parametrize("rank", [0, 4])

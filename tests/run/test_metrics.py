@@ -62,7 +62,7 @@ def test_lost_comparisons_count_as_well_as_members():
 
 
 def row(update, samples, loss, **values):
-    return torch.tensor([update, samples, loss, *(values.get(name, 0.0) for name in METRICS)])
+    return torch.tensor([update, samples, NAN, loss, *(values.get(name, 0.0) for name in METRICS)])
 
 
 def test_policy_figures_are_over_samples_and_the_worst_ratio_shows():
@@ -77,7 +77,7 @@ def test_policy_figures_are_over_samples_and_the_worst_ratio_shows():
     assert found["policy/ratio_mean"] == 9 / 8
     assert found["policy/on_policy_error"] == pytest.approx(0.3), "first update only, largest |ratio - 1|"
     assert set(found) == {"loss", "policy/on_policy_error", *(f"policy/{n}" for n in METRICS)}
-    assert FACTS == ("update", "samples", "loss")
+    assert FACTS == ("update", "samples", "k", "loss")
 
 
 def test_the_spread_of_all_ratios_is_that_of_their_forwards_together():

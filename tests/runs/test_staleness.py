@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from grpo_formula import plain_formula
-from tiny_run import BRIGHTNESS, all_end, ranks, recipe, rows, stored, weights
+from tiny_run import BRIGHTNESS, all_end, batches_of, ranks, recipe, rows, stored, weights
 
 from prefgrpo import trainer as trainer_module
 from prefgrpo.ending import TrainingStopped
@@ -37,13 +37,13 @@ def recorded(one):
     """For each update of a run: the weights before it, batches, advantages, gradient, and the trajectories' bytes."""
     seen, true_update, true_step = [], one.update, one.policy.update
 
-    def update(step, batches, targets):
+    def update(plan, batches, targets):
         kept = {t.untyped_storage() for b in (*batches, *(one._ahead.batches if one._ahead else ()))
                 for t in stored(b)}  # fmt: skip
         held = sum({s.data_ptr(): s.nbytes() for s in kept}.values())
         before = [p.detach().clone() for p in one.policy.params]
         seen.append(SimpleNamespace(weights=before, batches=batches, advantage=targets.advantage, held=held))
-        return true_update(step, batches, targets)
+        return true_update(plan, batches, targets)
 
     def optimise(*given):
         seen[-1].gradient = torch.cat([p.grad.flatten() for p in one.policy.params])
@@ -68,7 +68,7 @@ def test_the_samples_are_those_of_older_weights_and_the_ratio_is_to_them(trainer
     found = rows(one.folder.root)
     for k, (made_by, now, row) in enumerate(zip(MADE_BY, seen, found, strict=True)):
         put(plain, seen[made_by].weights)
-        same = list(plain.rollouts(k, lambda *sample: None))
+        same = batches_of(plain, k)
         for ours, theirs in zip(now.batches, same, strict=True):
             pairs = zip(stored(ours), stored(theirs), strict=True)
             assert all(torch.equal(a, b) for a, b in pairs), k

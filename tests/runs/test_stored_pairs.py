@@ -17,7 +17,7 @@ from prefgrpo.data.stored import Shape
 from prefgrpo.data.tables import DataError
 from prefgrpo.rewards.base import Sample
 from prefgrpo.rewards.scorer import StepScores
-from prefgrpo.run import trackers
+from prefgrpo.run.errors import tracker_errors
 from prefgrpo.run.folder import RunFolder
 from prefgrpo.run.pairs import _store, open_pairs, read
 
@@ -115,6 +115,6 @@ def test_a_run_without_judged_groups_and_a_folder_that_is_no_run(run, tmp_path):
 
 def test_the_tracker_needs_images(trainer):
     config = trainer("images", trackers=[]).config
-    assert trackers.config_errors(replace(config, trackers=("pairs",))) == []
+    assert tracker_errors(replace(config, trackers=("pairs",))) == []
     clips = replace(config, family="wan", trackers=("pairs",))
-    assert "pairs stores images, but wan makes clips" in trackers.config_errors(clips)[0]
+    assert "pairs stores images, but wan makes clips" in tracker_errors(clips)[0]

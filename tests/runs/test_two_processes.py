@@ -1,6 +1,6 @@
 """Every way in which one of two processes (gloo) can fail.
 
-Samples, metrics and gradients: tests/rollout/test_batches.py.
+Samples, metrics and gradients: tests/rollout/test_plan.py.
 
 Why these cases: a rank that stops alone leaves the others waiting for ever, so any problem on one rank (a wrong option,
 a folder only rank 0 may touch, a dead judge, lost rewards, a signal, nothing to evaluate, groups without learning
@@ -146,7 +146,7 @@ def test_a_signal_to_one_rank_stops_all(place):
     assert (folder / "checkpoints" / f"step_{done:06d}").is_dir()
 
 
-GENERATE = Hold("prefgrpo.rollout.batches:Rollouts._generate", 3)
+GENERATE = Hold("prefgrpo.rollout.generated_groups:GeneratedGroups._generate", 3)
 WITHIN = {
     "one": ({}, [1]),
     "both": ({}, [0, 1]),

@@ -1,8 +1,8 @@
 """Transformer blocks whose pointwise parts run in fused ops, and keep less memory for the backward pass.
 
 A quarter of a FLUX forward on an H100 is norms, modulation, rotary embedding, gates and residuals, each with its own
-passes over memory. `forwards.py` has the same forwards with fewer, made of `components.py`, and `kept.py` what need not
-be kept for the backward. Unlike compiled blocks, they have the same bits with and without gradient.
+passes over memory. `forwards.py` has the same forwards with fewer, made of `components.py`, and `recompute.py`
+what need not be stored for the backward. Unlike compiled blocks, they have the same bits with and without gradient.
 Invariant: a block equals diffusers' up to rounding, which the start of every run checks, forward and gradient.
 """
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from prefgrpo.config.recipe import ConfigError
 from prefgrpo.models.attention import LIMIT, relative_error
-from prefgrpo.models.blocks.kept import keeps_inputs
+from prefgrpo.models.blocks.recompute import recomputes
 
 FUSED_ON = ("cuda",)
 """Device types on which blocks are fused; elsewhere diffusers' own run."""
@@ -115,7 +115,7 @@ def fused(kind: type[nn.Module]) -> type[nn.Module]:
     from prefgrpo.models.blocks import forwards  # needs diffusers
 
     forward = getattr(forwards, FUSED[kind.__name__][0])
-    return type(f"Fused{kind.__name__}", (kind,), {"forward": keeps_inputs(forward), "stock_forward": kind.forward})
+    return type(f"Fused{kind.__name__}", (kind,), {"forward": recomputes(forward), "stock_forward": kind.forward})
 
 
 class Differs(Exception):

@@ -17,7 +17,7 @@ from prefgrpo.config.schema import Config, TrainConfig
 from prefgrpo.run.checkpoint import CheckpointError, Checkpoints, read
 from prefgrpo.run.folder import RunFolder
 from prefgrpo.run.notes import change_notes
-from prefgrpo.run.policy import Policy, learning_rate
+from prefgrpo.update.policy import Policy, learning_rate
 
 TRAIN = TrainConfig(lr=0.1, beta2=0.95, weight_decay=0.2, max_grad_norm=0.7, warmup_steps=4, ema_decay=0.9)
 
@@ -39,7 +39,7 @@ def give_gradients(policy, step):
 @pytest.fixture(params=["cuda", "cpu"], ids=lambda where: f"fused on {where}")
 def fused_on(request, monkeypatch):
     """Where AdamW uses its fused kernel: on GPUs only, as shipped, or here too."""
-    monkeypatch.setattr("prefgrpo.run.policy.FUSED_ON", (request.param,))
+    monkeypatch.setattr("prefgrpo.update.policy.FUSED_ON", (request.param,))
 
 
 @pytest.mark.usefixtures("fused_on")
@@ -202,7 +202,7 @@ def test_norms_of_offloaded_shards_are_stacked_on_one_device(monkeypatch):
     fake tensors stack 0-d tensors of several devices, CUDA does not."""
     stack, devices = torch.stack, []
     monkeypatch.setattr(torch, "stack", lambda ts: devices.append({t.device.type for t in ts}) or stack(ts))
-    monkeypatch.setattr("prefgrpo.run.policy.is_sharded", lambda p: p.device.type == "cpu")
+    monkeypatch.setattr("prefgrpo.update.policy.is_sharded", lambda p: p.device.type == "cpu")
     with FakeTensorMode():
         where = {"shard": "cpu", "replicated": "cuda"}
         policy = Policy({n: torch.ones(3, device=d, requires_grad=True) for n, d in where.items()}, TRAIN)

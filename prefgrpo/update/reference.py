@@ -1,4 +1,4 @@
-"""The reference policy's velocities at the stored steps, for the KL: computed while rewards are still awaited.
+"""The reference policy's velocities at the stored transitions, for the KL: computed while rewards are still awaited.
 
 They depend on no reward and on no weight that an update changes. Invariant: a batch has the shape of the rollout, so
 these velocities are the same whenever they are computed.
@@ -15,9 +15,9 @@ from prefgrpo.objectives.base import Objective, TrajectoryObjective
 from prefgrpo.parallel.world import World
 from prefgrpo.rewards.scorer import Scorer
 from prefgrpo.rollout.batch import Batch
-from prefgrpo.rollout.replay import TrajectoryCollector
-from prefgrpo.run.flops import Throughput
-from prefgrpo.run.source import Collector
+from prefgrpo.update.gradients import Gradients
+from prefgrpo.update.throughput import Throughput
+from prefgrpo.update.trajectory import TrajectoryGradients
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Reference:
     which draw the times of their forwards in the update."""
 
     config: Config
-    collector: Collector
+    gradients: Gradients
     scorer: Scorer
     throughput: Throughput
     world: World
@@ -39,7 +39,7 @@ class Reference:
         `add`. Stops after half the deadline: the wait for answers starts afterwards and takes a whole deadline at most,
         and other processes wait in a collective for no more than twice the deadline.
         """
-        objective = self.collector.objective
+        objective = self.gradients.objective
         size = self.config.rollout.group_size
         whole_groups = type(objective).mask in (Objective.mask, TrajectoryObjective.mask)
         if objective.samples_per_group(size) < size or not whole_groups:
@@ -56,15 +56,15 @@ class Reference:
 
     def _add(self, batches: Sequence[Batch], goes_on: Callable[[], bool]) -> list[Batch]:
         out = list(batches)
-        lacking = [k for k, batch in enumerate(out) if any(step.v_ref is None for step in batch.steps)]
-        needed = isinstance(self.collector, TrajectoryCollector) and self.config.train.kl_coef > 0
+        lacking = [k for k, batch in enumerate(out) if any(one.v_ref is None for one in batch.transitions)]
+        needed = isinstance(self.gradients, TrajectoryGradients) and self.config.train.kl_coef > 0
         if not needed or not lacking or not goes_on():
             return out
-        assert isinstance(self.collector, TrajectoryCollector)
-        with self.collector.reference():  # once, as it may swap all weights
+        assert isinstance(self.gradients, TrajectoryGradients)
+        with self.gradients.reference():  # once, as it may swap all weights
             for k in lacking:
                 if not goes_on():
                     break
                 with self.throughput.counting("reference", len(out[k].places)):
-                    out[k] = self.collector.with_reference(out[k])
+                    out[k] = self.gradients.with_reference(out[k])
         return out

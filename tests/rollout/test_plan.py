@@ -5,12 +5,13 @@ that do not divide a group), several updates, groups without signal, and ranks t
 sample sent to another rank must reach its group.
 """
 
+import itertools
 import os
 import threading
-from collections import Counter
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -18,15 +19,17 @@ import torch
 from tiny_run import ranks, recipe, settings, stored, world
 
 from prefgrpo.config.loading import from_dict
+from prefgrpo.data.prompts import Prompt
 from prefgrpo.parallel.world import World
 from prefgrpo.rewards.base import PointwiseReward, Score
 from prefgrpo.rollout import render
-from prefgrpo.rollout.batch import BatchPlan, assign_batches, update_of
+from prefgrpo.rollout.assignment import BatchPlan
+from prefgrpo.rollout.batch import Batch
 from prefgrpo.rollout.exchange import media_exchange
-from prefgrpo.rollout.replay import TrajectoryCollector
-from prefgrpo.run.errors import batch_errors
+from prefgrpo.rollout.plan import Plan, make_plan
 from prefgrpo.run.log import Clock
 from prefgrpo.trainer import Trainer
+from prefgrpo.update.trajectory import TrajectoryGradients
 
 
 class Streamed(PointwiseReward):
@@ -84,14 +87,15 @@ def run_cells() -> None:
     """Runs in the new process: all cells in turn; saves what each process saw of a cell to a file in PLACE."""
     place = Path(os.environ["PLACE"])
     torch.set_num_threads(1)
-    true_sum, true_accumulate = World.sum_gradients, TrajectoryCollector.accumulate
+    true_sum, true_accumulate = World.sum_gradients, TrajectoryGradients.accumulate
+    true_trained = Plan.trained
     for cell, port in zip(CELLS, os.environ["PORTS"].split(","), strict=True):
         os.environ["MASTER_PORT"] = port
         seen = {"samples": {}, "gradients": [], "batches": [], "forwards": 0}
         on = CELLS[cell].get("equal", False)
         World.equal_forwards = property(lambda self, on=on: on)
         loop = Trainer(from_dict(cell_settings(place, cell, f"{cell}-{os.environ['WORLD_SIZE']}")))
-        slots = loop.rollouts.prompts_of(0)
+        slots = loop.groups.plan(0).prompts
         os.environ["TIED"] = "\n".join(slots[p].text for p in CELLS[cell].get("tied", ()))
 
         def sum_gradients(world, parameters, seen=seen):
@@ -105,24 +109,23 @@ def run_cells() -> None:
         def count(*_, seen=seen):
             seen["forwards"] += 1
 
-        def compute(step, scores, distances, seen=seen, compute=loop.targets.compute):
+        def compute(plan, scores, distances, seen=seen, compute=loop.targets.compute):
             seen["groups"] = scores.samples
-            return compute(step, scores, distances)
+            return compute(plan, scores, distances)
 
         loop.targets.compute = compute
-        World.sum_gradients, TrajectoryCollector.accumulate = sum_gradients, accumulate
+        World.sum_gradients, TrajectoryGradients.accumulate = sum_gradients, accumulate
         loop.adapter.transformer.register_forward_pre_hook(count)
-        keep = loop.rollouts.training_batches
 
-        def training_batches(batches, signal, seen=seen, keep=keep):
+        def trained(plan, batches, mask, seen=seen):
             for batch in batches:
                 for row, place in enumerate(zip(batch.slots, batch.members, strict=True)):
                     if not batch.padding:
                         assert place not in seen["samples"], "each sample is generated once"
                         seen["samples"][place] = [t[row].clone() for t in stored(batch)]
-            return keep(batches, signal)
+            return true_trained(plan, batches, mask)
 
-        object.__setattr__(loop.rollouts, "training_batches", training_batches)
+        Plan.trained = trained
         measured = {}
         for evaluator in loop.evaluators.values():
             evaluator.start(resumed=False)
@@ -232,41 +235,46 @@ def test_an_equal_number_of_forwards_changes_nothing_for_one_process(alone):
     assert all(weight for _, _, weight in alone["equal forwards"][0]["batches"])
 
 
-def config(**over):
-    return from_dict({"model": "m", "data": {"prompts": "p"}} | over)
+class Share(NamedTuple):
+    """A data-parallel share of several."""
+
+    dp_index: int
+    dp_size: int
+    equal_forwards: bool
+
+    def slots(self, count):
+        return range(self.dp_index, count, self.dp_size)
 
 
-@pytest.mark.parametrize(("prompts", "group", "updates", "slices", "sizes"), [
-    (8, 8, 1, "prompts", [1, 2, 4, 8]), (8, 8, 2, "prompts", [1, 2, 4, 8]), (8, 8, 2, "members", [1, 2, 4]),
-    (32, 9, 3, "members", [1, 3]), (8, 21, 2, "members", [1]), (1, 8, 2, "prompts", [1, 2, 4]),
-    (2, 6, 3, "prompts", [1, 2]),
-])  # fmt: skip
-def test_a_batch_of_several_prompts_or_updates_is_a_mistake(prompts, group, updates, slices, sizes):
-    for size in range(1, prompts * group + 1):
-        rollout = {"prompts_per_step": prompts, "group_size": group, "batch_size": size}
-        c = config(rollout=rollout, train={"updates_per_rollout": updates, "update_slices": slices})
-        whole = all(len(b.places) == size for b in assign_batches(c))
-        assert (batch_errors(c) == []) == whole == (size in sizes), size
-    assert f"expected one of {sizes}, got {prompts * group}" in batch_errors(c)[0]
+@pytest.mark.parametrize("equal", [False, True])
+@pytest.mark.parametrize(("prompts", "updates", "shares"), [(3, 1, 2), (5, 2, 4), (4, 4, 3), (2, 4, 1)])
+def test_all_processes_have_the_same_updates(prompts, updates, shares, equal):
+    """Whichever groups carry a signal: the same numbers of updates and samples, every batch with a signal in one
+    process, and with sharded weights equally many batches per update, which make as many forwards."""
+    rollout = {"prompts_per_step": prompts, "group_size": 4, "batch_size": 2}
+    settings = {"model": "m", "data": {"prompts": "p"}, "rollout": rollout, "train": {"updates_per_rollout": updates}}
+    config = from_dict(settings)
+    texts = [Prompt(k, str(k), {}, (), k + 1) for k in range(7)]
+    for signals in itertools.product([False, True], repeat=prompts):
+        mask = np.repeat(np.array(signals)[:, None], 4, 1)
+        found = []
+        for share in range(shares):
+            plan = make_plan(config, 3, texts, Share(share, shares, equal), scores=True)
+            made = [fake_batch(planned) for planned in (*plan.own, *plan.padding)]
+            made = [replace(batch, padding=k >= len(plan.own)) for k, batch in enumerate(made)]
+            assert len(made) == plan.rounds if equal else len(made) == len(plan.own)
+            found.append(list(plan.updates(plan.trained(made, mask), mask)))
+        numbers = [[(update.position, update.samples) for update in own] for own in found]
+        assert all(own == numbers[0] for own in numbers)
+        assert all(position // updates == 3 for position, _ in numbers[0])
+        if all(signals):
+            assert sum(samples for _, samples in numbers[0]) == 4 * prompts
+        trained = [b.number for own in found for update in own for b in update.batches if not b.padding]
+        assert sorted(trained) == [b.number for b in plan.batches if mask[b.places[0]]]
+        if equal:
+            assert all(len({len(own[k].batches) for own in found}) == 1 for k in range(len(numbers[0])))
 
 
-@pytest.mark.parametrize("slices", ["prompts", "members"])
-@pytest.mark.parametrize(
-    ("prompts", "group", "batch", "updates"), [(42, 24, 9, 2), (48, 12, 4, 3), (3, 4, 8, 1), (5, 6, 4, 5)]
-)
-def test_assignment(prompts, group, batch, updates, slices):
-    """Published group counts and small ones: the batches are the same for any number of processes, and every process
-    has its share of every update."""
-    rollout = {"prompts_per_step": prompts, "group_size": group, "batch_size": batch}
-    c = config(rollout=rollout, train={"updates_per_rollout": updates, "update_slices": slices})
-    one = assign_batches(c)
-    assert sorted(p for b in one for p in b.places) == [(p, g) for p in range(prompts) for g in range(group)]
-    assert max(len(b.places) for b in one) <= batch and all(len(set(b.slots)) == 1 for b in one)
-    assert [b.number for b in one] == list(range(len(one)))
-    assert all(update_of(c, place) == b.update for b in one for place in b.places)
-    for ranks_ in (2, 3, 8, 32):
-        assigned = assign_batches(c, ranks_)
-        assert [replace(b, dp_rank=0) for b in assigned] == one
-        for own in (assigned, *([b for b in assigned if b.update == u] for u in range(updates))):
-            held = Counter(dict.fromkeys(range(ranks_), 0) | Counter(b.dp_rank for b in own))
-            assert max(held.values()) - min(held.values()) <= 1
+def fake_batch(planned):
+    nothing = torch.zeros(len(planned.places))
+    return Batch(**vars(planned), groups=(), schedule=None, condition=None, ids=nothing, latents=nothing, sampling=None)

@@ -6,22 +6,19 @@ A draw is a function of (seed, group, draw number), so it is the same for all me
 and any number of processes. Draw k of K takes its t from the k-th of K equally likely parts of the distribution.
 
 A group loss needs d of all members: ∂loss/∂d is computed first and then backpropagated, which gives the exact gradient.
-If batches hold whole groups (rollout.batch_size is group_size), one forward gives both; otherwise d comes
-from a pass without gradient, on all ranks that have members of a group, at the cost of one more forward per sample and
+If batches hold whole groups (rollout.batch_size is group_size), one forward gives both; otherwise a pass without
+gradient computes d first, on all processes that have members of a group, which costs one more forward per sample and
 draw.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from prefgrpo.config.schema import Config
-from prefgrpo.models.base import Adapter
 from prefgrpo.objectives.base import (
     EndpointObjective,
     GroupObjective,
@@ -31,46 +28,34 @@ from prefgrpo.objectives.base import (
     mean_square,
     ranked,
 )
-from prefgrpo.parallel.shard import reduce_gradients
-from prefgrpo.parallel.world import World
 from prefgrpo.rollout.batch import Batch
 from prefgrpo.sde.noise import endpoint_noise, endpoint_normal
+from prefgrpo.update.gradients import Gradients, WeightsContext
 
 EDGE = 1e-3
 """Minimum distance of t from 0 and 1 for the distributions uniform and logit_normal."""
 RANKS = ("right", "pairs", "margin")
 """Metrics of a group objective on pairs from files, per group (`ranked`)."""
-WeightsContext = Callable[[], AbstractContextManager[None]]
-"""Context in which the model has other weights."""
 
 
 @dataclass(frozen=True)
-class EndpointCollector:
-    """Accumulates the gradients of an endpoint objective."""
+class EndpointGradients(Gradients):
+    """Those of an endpoint objective, a draw per forward."""
 
-    adapter: Adapter
     objective: EndpointObjective
-    config: Config
-    anchor: WeightsContext
-    """Swaps in the weights of `objective.anchor`."""
-    reference: WeightsContext
-    """Swaps in the reference policy's weights, for train.kl_coef."""
-    world: World
-    reduce_once: bool = False
-    """Whether gradients of sharded weights are summed over the shards once per update, not in every backward."""
+    old: WeightsContext = field(kw_only=True)
+    """Context in which the model has the old policy's weights."""
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """Metrics of every forward: d, the anchor's d, mean_D ‖v − v_anchor‖² and mean_D ‖v − v_reference‖²; RANKS."""
-        beside = ("anchor_error", "drift") if self.objective.anchor else ()
+        """d; that of the policy that the objective compares with, and mean_D ‖v − v_compared‖²; mean_D ‖v −
+        v_reference‖²; RANKS."""
+        beside = ("anchor_error", "drift") if self.objective.compares_with else ()
         ranks = RANKS if isinstance(self.objective, GroupObjective) and self.config.data.pairs else ()
         return ("error", *beside, *(("kl",) if self.config.train.kl_coef else ()), *ranks)
 
     def accumulate(self, batches: Sequence[Batch], targets: Targets, samples: float) -> list[Tensor]:
-        """Accumulate gradients of this rank's batches; returns one row [update, samples, loss, *metrics] per forward.
-
-        samples: number in the whole update, over all ranks (`Objective.samples_per_group` per group).
-        """
+        """As in `Gradients`."""
         objective = self.objective
         train = self.config.train
         table = list[Tensor]()
@@ -99,10 +84,12 @@ class EndpointCollector:
                     known = slopes or self._slopes(objective, [batch], [_errors(p)], targets)
                     slope, value, *ranks = (batch.of_samples(table) for table in known)
                     loss = (slope * p.error).sum()
-                facts = [p.error] if p.anchor is None else [p.error, p.anchor_error, mean_square(p.v - p.anchor)]
+                facts = [p.error]
+                if p.compared is not None:
+                    facts += [p.compared_error, mean_square(p.v - p.compared)]
                 shown = loss if value is None else value.sum()
-                if p.start is not None:
-                    kl = mean_square(p.v - p.start)
+                if p.v_reference is not None:
+                    kl = mean_square(p.v - p.v_reference)
                     penalty = train.kl_coef * kl.sum()
                     loss = loss + penalty
                     shown = shown + penalty
@@ -111,9 +98,7 @@ class EndpointCollector:
                 count = samples * objective.draws
                 metrics = torch.stack([fact.mean() for fact in facts])
                 left -= 1
-                if self.reduce_once:
-                    reduce_gradients(self.adapter, left == 0)
-                table += batch.backward(loss / count, metrics, shown / count)
+                table += self.backward(batch, loss / count, metrics, last=left == 0, shown=shown / count)
         return table
 
     def predict(self, batch: Batch, draw: int) -> Prediction:
@@ -127,10 +112,13 @@ class EndpointCollector:
             with torch.no_grad(), weights():
                 return self.adapter.velocity(x, sigma, batch.condition, batch.sampling)
 
-        anchor = velocity(self.anchor) if self.objective.anchor else None
-        start = velocity(self.reference) if self.config.train.kl_coef else None
+        compares_with = self.objective.compares_with
+        compared = velocity(self.old if compares_with == "old" else self.reference) if compares_with else None
+        v_reference = None
+        if self.config.train.kl_coef:
+            v_reference = compared if compares_with == "reference" else velocity(self.reference)
         v = self.adapter.velocity(x, sigma, batch.condition, batch.sampling)
-        return Prediction(t, v, u, anchor, start)
+        return Prediction(t, v, u, compared, v_reference)
 
     def error(self, batch: Batch, draw: int) -> Tensor:
         """[B] d of the current weights."""
@@ -166,15 +154,15 @@ class EndpointCollector:
                 table.index_copy_(0, batch.rows(size).to(table.device, non_blocking=True), rows)
         if not self._batches_are_groups:
             self.world.maximum_(table)  # of errors, and of 0 on the ranks that do not have the sample
-        error, anchor_error = table.view(groups, size, 2).unbind(2)
+        error, reference_error = table.view(groups, size, 2).unbind(2)
         error = error.clone().requires_grad_()
         with torch.enable_grad():
-            losses = objective.loss(self.config.train, error, anchor_error, targets)
+            losses = objective.loss(self.config.train, error, reference_error, targets)
             losses = _counted(losses, groups)
             if targets.weight is not None:
                 losses = losses * targets.weight
             (slope,) = torch.autograd.grad(losses.sum() * size, error)
-        ranks = ranked(error.detach(), anchor_error, targets) if self.config.data.pairs else ()
+        ranks = ranked(error.detach(), reference_error, targets) if self.config.data.pairs else ()
         of_groups = [losses.detach(), *ranks]
         return slope, *(of_group[:, None].expand(-1, size) for of_group in of_groups)
 
@@ -200,8 +188,8 @@ class EndpointCollector:
 
 
 def _errors(p: Prediction) -> Tensor:
-    """[B, 2] d and the anchor's d, without gradient."""
-    return torch.stack([p.error.detach(), p.anchor_error], 1)
+    """[B, 2] d of the policy and of the one it is compared with, without gradient."""
+    return torch.stack([p.error.detach(), p.compared_error], 1)
 
 
 def _counted(losses: Tensor, count: int) -> Tensor:

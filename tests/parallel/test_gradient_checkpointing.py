@@ -11,7 +11,7 @@ from collections import Counter
 
 import pytest
 import torch
-from families import SIZES, case_of, conditions, noise, small_sources, tiered
+from families import QUICK, SIZES, case_of, conditions, folder, noise, small_sources, tiered
 from functorch.compile import make_boxed_func
 from tiny_run import all_end, fuse_on_cpu, merged, ranks
 from tiny_run import opened as ready
@@ -21,10 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from prefgrpo.config.loading import from_dict
 from prefgrpo.models import MODELS, blocks
 from prefgrpo.ops import gated_residual, use_backend
-from prefgrpo.parallel.recompute import budgets, keep_attention, recompute
+from prefgrpo.parallel.gradient_checkpointing import budgets, checkpoint_blocks, keep_attention
 from prefgrpo.parallel.world import join
-from prefgrpo.run.flops import _recomputed
-from prefgrpo.tiny import pipelines
+from prefgrpo.update.throughput import _recomputed
 from tests.models.test_blocks import fuse, opened
 
 CPU = torch.device("cpu")
@@ -84,11 +83,17 @@ def forward_of(adapter, case):
 BF16 = torch.bfloat16
 F32 = torch.float32
 WAYS = [("lora", BF16, "fused"), ("full", F32, "diffusers")]
+"""In which every family is recomputed: each choice once; the rest in a few families."""
 REST = [("lora", F32, "diffusers"), ("lora", BF16, "diffusers"), ("full", F32, "fused"), ("full", BF16, "fused")]
 
 
-@pytest.mark.parametrize("trained, dtype, kind", [*WAYS, *(pytest.param(*way, marks=pytest.mark.full) for way in REST)])
-@pytest.mark.parametrize("case", tiered([case_of(name) for name in MODELS]))
+@pytest.mark.parametrize(
+    "case, trained, dtype, kind",
+    [
+        *(param for way in WAYS for param in tiered([case_of(name) for name in MODELS], *way)),
+        *(pytest.param(case_of(name), *way, marks=pytest.mark.full) for way in REST for name in QUICK),
+    ],
+)
 def test_attention_runs_once_and_gradients_keep_their_bits(case, trained, dtype, kind, monkeypatch):
     monkeypatch.setattr(blocks, "FUSED_ON", ("cpu",) if kind == "fused" else ())
     with small_sources():
@@ -97,7 +102,7 @@ def test_attention_runs_once_and_gradients_keep_their_bits(case, trained, dtype,
         forward = forward_of(adapter, case)
         _, _, want = counted(adapter, forward)
         for net in adapter.modules().values():
-            recompute(adapter.blocks(net), 1.0)
+            checkpoint_blocks(adapter.blocks(net), 1.0)
         ahead, back, repeated = counted(adapter, forward)
         reached = ahead["attention"] - (WITHOUT_LORA.get(case.family, 0) if trained == "lora" else 0)
         assert back["attention"] == reached > 0, "without what is tested, every attention runs again"
@@ -116,7 +121,7 @@ def test_what_does_not_fit_is_computed_again():
     adapter = opened(case, "lora")
     forward = forward_of(adapter, case)
     _, _, want = counted(adapter, forward)
-    recompute(adapter.blocks(adapter.transformer), 1.0)
+    checkpoint_blocks(adapter.blocks(adapter.transformer), 1.0)
     keep_attention(blocks_of(adapter))
     counted(adapter, forward)
     (whole,) = {budget.most for budget in budgets(blocks_of(adapter))}
@@ -150,7 +155,7 @@ def test_compiled_blocks_are_recomputed():
     gradients = []
     for share in (0.0, 1.0):
         adapter = opened(case, "lora")
-        recompute(adapter.blocks(adapter.transformer), share)
+        checkpoint_blocks(adapter.blocks(adapter.transformer), share)
         torch.compiler.reset()
         for block in blocks_of(adapter) if share else ():
             block.compile(dynamic=False, backend=aot_autograd(fw_compiler=traced))
@@ -174,7 +179,7 @@ def block_gradients(is_recomputed, trained):
     block.ffn.net[2].weight.requires_grad_("product" in trained)
     leaves = [inputs["hidden_states"].requires_grad_(), *(p for p in block.parameters() if p.requires_grad)]
     if is_recomputed:
-        recompute([block], 1.0)
+        checkpoint_blocks([block], 1.0)
     with use_backend("triton"):
         out = block(**inputs)
         with Counted() as back:
@@ -305,10 +310,15 @@ def wan22():
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("env", [{}, {"FUSED": "1"}], ids=["diffusers", "fused"])
-@pytest.mark.parametrize("family", [flux, pytest.param(wan22, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "family, env",
+    [
+        (flux, {"FUSED": "1"}),
+        pytest.param(wan22, {"FUSED": "1"}, marks=pytest.mark.full),
+        pytest.param(flux, {}, marks=pytest.mark.full),
+    ],
+)
 def test_on_two_processes(tmp_path, family, env):
     """Under Ulysses and in a ring, whose attention is a Function of diffusers or ours, and with sharded weights."""
-    pipelines.make(family.__name__, tmp_path / "model")
     file = tmp_path / "run.yaml"
-    all_end(ranks(file, 2, hook=family, PLACE=str(tmp_path / "model"), **env), seconds=300)
+    all_end(ranks(file, 2, hook=family, PLACE=str(folder(family.__name__)), **env), seconds=300)

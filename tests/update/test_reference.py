@@ -16,7 +16,7 @@ from tiny_run import BRIGHTNESS, all_end, ranks, recipe, rows, weights
 from prefgrpo.models.base import Adapter
 from prefgrpo.objectives.grpo import GRPO
 from prefgrpo.rewards.base import PointwiseReward, Score
-from prefgrpo.run import reference
+from prefgrpo.update import reference
 
 
 class AtOnce(PointwiseReward):
@@ -101,7 +101,7 @@ def test_they_run_before_the_last_answer_and_change_no_bit(trainer, monkeypatch,
 
     def add_while_judged(self, batches):
         out = true(self, batches)
-        assert all(step.v_ref is not None for batch in out for step in batch.steps)
+        assert all(step.v_ref is not None for batch in out for step in batch.transitions)
         Awaited.answer()
         return out
 
@@ -121,17 +121,17 @@ def test_a_wait_that_ends_leaves_the_rest_to_the_update(trainer, monkeypatch):
     """The answers come during the first batch, so the second is not begun: its group may carry no signal."""
     one = trainer(rewards=f"{HERE}Awaited", train=KL, eval={"every": 0})
     batches = one.generate(0).batches
-    true_with_reference = one.collector.with_reference
+    true_with_reference = one.gradients.with_reference
 
     def with_reference(batch):
         Awaited.answer()
         return true_with_reference(batch)
 
-    object.__setattr__(one.collector, "with_reference", with_reference)
+    object.__setattr__(one.gradients, "with_reference", with_reference)
     some = one.reference.add_while_judged(batches)
-    assert [[step.v_ref is not None for step in batch.steps] for batch in some] == [[True, True], [False, False]]
+    assert [[step.v_ref is not None for step in batch.transitions] for batch in some] == [[True, True], [False, False]]
     every = one.reference.add(some)
-    assert every[0] is some[0] and all(step.v_ref is not None for step in every[1].steps)
+    assert every[0] is some[0] and all(step.v_ref is not None for step in every[1].transitions)
     one.scorer.finish()
 
 
@@ -140,7 +140,7 @@ def test_they_leave_a_judge_that_hangs_its_deadline(trainer, monkeypatch):
     judge = {"deadline_s": 30, "timeout_s": 30}
     one = trainer(rewards=f"{HERE}Awaited", train=KL, eval={"every": 0}, judge=judge)
     batches = one.generate(0).batches
-    true_with_reference = one.collector.with_reference
+    true_with_reference = one.gradients.with_reference
     clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
 
     def with_reference(batch):
@@ -148,9 +148,9 @@ def test_they_leave_a_judge_that_hangs_its_deadline(trainer, monkeypatch):
         return true_with_reference(batch)
 
     monkeypatch.setattr(reference, "time", clock)
-    object.__setattr__(one.collector, "with_reference", with_reference)
+    object.__setattr__(one.gradients, "with_reference", with_reference)
     some = one.reference.add_while_judged(batches)
-    assert [[step.v_ref is not None for step in batch.steps] for batch in some] == [[True, True], [False, False]]
+    assert [[step.v_ref is not None for step in batch.transitions] for batch in some] == [[True, True], [False, False]]
     Awaited.answer()
     one.scorer.finish()
 
@@ -168,7 +168,7 @@ def test_an_objective_that_trains_on_a_part_of_a_group_waits_for_the_rewards(tra
     one = trainer(rewards=f"{HERE}Awaited", train=KL | own, eval={"every": 0})
     batches = one.generate(0).batches
     early = one.reference.add_while_judged(batches)
-    assert [step.v_ref for batch in early for step in batch.steps] == [None] * 4
+    assert [step.v_ref for batch in early for step in batch.transitions] == [None] * 4
     Awaited.answer()
     one.scorer.finish()
 

@@ -27,7 +27,7 @@ def nbytes(entries: Mapping[str, Mapping[str, Tensor]]) -> int:
     return sum(tensor.nbytes for tensors in entries.values() for tensor in tensors.values())
 
 
-class Shards:
+class EmbeddingCache:
     """The entries of a folder: key → tensors by name. Keys have no dots."""
 
     def __init__(self, folder: Path) -> None:

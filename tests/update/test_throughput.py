@@ -16,9 +16,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from prefgrpo.config.schema import Attention
 from prefgrpo.models.lora import LoraLinear
-from prefgrpo.parallel.recompute import recompute
-from prefgrpo.run import flops
-from prefgrpo.run.flops import FlopCounter, peak
+from prefgrpo.parallel.gradient_checkpointing import checkpoint_blocks
+from prefgrpo.update import throughput
+from prefgrpo.update.throughput import FlopCounter, peak
 
 
 def expected(adapter, run):
@@ -83,16 +83,16 @@ def test_the_count_is_that_of_the_layers(trained):
         assert counted(forward) == once
     assert counted(lambda: forward().sum().backward()) == both
     assert both > (2.5 if trained == "full" else 1.8) * once
-    recompute(adapter.blocks(adapter.transformer), 1.0)
+    checkpoint_blocks(adapter.blocks(adapter.transformer), 1.0)
     assert counted(lambda: forward().sum().backward()) == both, "what is computed again counts once"
 
 
 @pytest.mark.parametrize("attention", get_args(Attention))
 def test_kernels_that_torch_does_not_know_have_no_mfu(attention, monkeypatch):
     """Of the others, torch's flash operator is counted, whatever kernels are active in it: 4·N·M·D per head."""
-    monkeypatch.setattr(flops, "peak", lambda device: 1e9)
+    monkeypatch.setattr(throughput, "peak", lambda device: 1e9)
     config = SimpleNamespace(rollout=None, dtype="bf16", compile=False, attention=attention)
-    speed = flops.Throughput(config, SimpleNamespace(frames=lambda _: None), ALONE)
+    speed = throughput.Throughput(config, SimpleNamespace(frames=lambda _: None), ALONE)
     speed.per_sample = {"rollout": 1.0, "update": 2.0}
     assert ("time/mfu" in speed.metrics(1, 1, 1.0)) == (not attention.endswith("_hub"))
     q = torch.empty(2, 3, 32, 8, dtype=torch.bfloat16, device="meta")
@@ -122,7 +122,7 @@ def test_a_run_logs_its_share_of_the_peak_and_computes_the_same(trainer, monkeyp
     assert all(
         "time/mfu" not in row and row["time/images_per_s"] > 0 for row in rows(plain.folder.root, timeless=False)
     )
-    monkeypatch.setattr(flops, "peak", lambda device: 1e9)
+    monkeypatch.setattr(throughput, "peak", lambda device: 1e9)
     counted = trainer(name="counted", **over)
     counted.train()
     found = rows(counted.folder.root, timeless=False)
@@ -143,5 +143,5 @@ def test_a_run_logs_its_share_of_the_peak_and_computes_the_same(trainer, monkeyp
 
 def test_clips_have_their_own_unit():
     config = SimpleNamespace(rollout=None, dtype="fp32", compile=False, attention="native")
-    speed = flops.Throughput(config, SimpleNamespace(frames=lambda _: 81), ALONE)
+    speed = throughput.Throughput(config, SimpleNamespace(frames=lambda _: 81), ALONE)
     assert speed.metrics(6, 6, 3.0) == {"time/clips_per_s": 2.0}

@@ -55,9 +55,10 @@ class Policy:
     """Trainable parameters, AdamW, EMA and weight copies."""
 
     def __init__(
-        self, parameters: dict[str, Tensor], train: TrainConfig, old: bool = False, base: bool = False
+        self, parameters: dict[str, Tensor], train: TrainConfig, old: bool = False, reference: bool = False
     ) -> None:
-        """old: keep an old policy's weights. base: keep the initial weights (not needed with a LoRA)."""
+        """old: keep an old policy's weights. reference: keep the initial weights as those of the
+        reference policy (not needed with a new LoRA, which is left out instead)."""
         self.train = train
         self.parameters = parameters
         self.params = list(parameters.values())
@@ -79,7 +80,7 @@ class Policy:
             }
         self.ema = self._copy() if train.ema_decay else {}
         self.old = self._copy() if old else {}
-        self.base = self._copy() if base else {}
+        self.reference = self._copy() if reference else {}
         self.updates = 0
         self.skipped = 0
         """Skipped updates since the last one."""
@@ -129,7 +130,7 @@ class Policy:
 
     @contextmanager
     def use_weights(self, weights: dict[str, Tensor]) -> Iterator[None]:
-        """Context in which the parameters hold `weights`: `ema`, `old` or `base` (no-op if empty)."""
+        """Context in which the parameters hold `weights`: `ema`, `old` or `reference` (no-op if empty)."""
         if not weights:
             yield
             return

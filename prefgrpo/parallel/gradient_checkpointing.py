@@ -134,7 +134,7 @@ def _watched(attention: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def recompute(blocks: Iterable[nn.Module], share: float) -> None:
+def checkpoint_blocks(blocks: Iterable[nn.Module], share: float) -> None:
     """Recompute every block i at which floor((i + 1) · share) increases: for ½, every second one.
 
     Blocks keep their call arguments; diffusers' own gradient checkpointing drops some of them in some models.
@@ -142,7 +142,7 @@ def recompute(blocks: Iterable[nn.Module], share: float) -> None:
     for i, block in enumerate(blocks):
         if int((i + 1) * share) > int(i * share):
             block.forward = partial(_recomputed, block, block.forward)
-            block.recomputed = True  # type: ignore[assignment]  # a fused block then keeps nothing by itself
+            block.checkpointed = True  # type: ignore[assignment]  # a fused block then keeps nothing by itself
 
 
 def keep_attention(blocks: Iterable[nn.Module], limit: float = math.inf) -> None:
@@ -154,7 +154,7 @@ def keep_attention(blocks: Iterable[nn.Module], limit: float = math.inf) -> None
             registry._backends[name] = _watched(attention)
     budget = Budget(limit)
     for block in blocks:
-        if getattr(block, "recomputed", False):
+        if getattr(block, "checkpointed", False):
             block.budget = budget  # type: ignore[assignment]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -22,11 +22,10 @@ from prefgrpo.data.prompts import Prompt, place_of, read_source
 from prefgrpo.data.stored import StoredMedia
 
 KEPT = 256
-WORKERS = ThreadPoolExecutor(4, "sources")
 
 
 @dataclass(frozen=True)
-class Sources:
+class SourceImages:
     """The source images of a prompt at one output size; none for a prompt that is no edit."""
 
     files: tuple[str | StoredMedia, ...] = ()
@@ -46,14 +45,14 @@ class Sources:
         return tuple(_in_use.setdefault((self, k), Media(np.asarray(im))) for k, im in enumerate(self.images()))
 
 
-NONE = Sources()
-_in_use: WeakValueDictionary[tuple[Sources, int], Media] = WeakValueDictionary()
+NONE = SourceImages()
+_in_use: WeakValueDictionary[tuple[SourceImages, int], Media] = WeakValueDictionary()
 """The images of the samples that exist."""
 
 
-def sources_of(prompt: Prompt, sizes: SamplingConfig) -> Sources:
+def sources_of(prompt: Prompt, sizes: SamplingConfig) -> SourceImages:
     """A prompt's source images at the output size."""
-    return Sources(prompt.source, sizes.height, sizes.width) if prompt.source else NONE
+    return SourceImages(prompt.source, sizes.height, sizes.width) if prompt.source else NONE
 
 
 def as_arrays(of_prompts: Sequence[Sequence[Media]]) -> dict[str, NDArray[Any]]:
@@ -70,19 +69,25 @@ def side_by_side(arrays: Mapping[str, NDArray[Any]]) -> list[NDArray[np.uint8] |
     return [np.concatenate(list(images), axis=1) if len(images) else None for images in each]
 
 
-def prefetch(sources: Iterable[Sources]) -> None:
+def prefetch(sources: Iterable[SourceImages]) -> None:
     """Start to read images that will be needed soon; does not wait."""
     for one in sources:
         if one.files:
             _reading(one)
 
 
+@cache
+def readers() -> ThreadPoolExecutor:
+    """Threads that read and resize files, made at their first use."""
+    return ThreadPoolExecutor(4, "images")
+
+
 @lru_cache(maxsize=KEPT)
-def _reading(sources: Sources) -> Future[tuple[Image.Image, ...]]:
-    return WORKERS.submit(_read, sources)
+def _reading(sources: SourceImages) -> Future[tuple[Image.Image, ...]]:
+    return readers().submit(_read, sources)
 
 
-def _read(sources: Sources) -> tuple[Image.Image, ...]:
+def _read(sources: SourceImages) -> tuple[Image.Image, ...]:
     size = (sources.width, sources.height)
     return tuple(fit(read_source(file), size) for file in sources.files)
 
