@@ -46,8 +46,9 @@ from prefgrpo.run.checkpoint import CheckpointError, Checkpoints
 from prefgrpo.run.errors import errors, idle_errors, refuse
 from prefgrpo.run.folder import RunFolder
 from prefgrpo.run.log import Clock, Log
+from prefgrpo.run.memory import peak_memory
 from prefgrpo.run.metrics import pixel_distances, policy_metrics
-from prefgrpo.run.notes import change_notes, on_policy_note, peak_memory, prompt_notes, skipped_note, start_notes
+from prefgrpo.run.notes import change_notes, on_policy_note, prompt_notes, skipped_note, start_notes
 from prefgrpo.run.opening import garbage_frozen, open_evaluators, open_run
 from prefgrpo.run.resume import Input, Kind, check_goes_on, check_same_run, keep_inputs, own_inputs, stored
 from prefgrpo.run.rewards import Rewards, evaluation_scorer, training_scorer

@@ -1,17 +1,10 @@
-"""What a run prints before its first step: what is trained, on which prompts, the memory that this takes; and what it
-notes once about its steps.
-
-Memory is counted on the loaded model, on this process's device: weights, optimiser, and a step's stored samples.
-Activations, encoded texts and in-process rewards come on top; `prefgrpo train RECIPE --dry-run` prints the real peak.
-"""
+"""Lines that a run prints: before its first step, what is trained and on which prompts; once, notes on its steps."""
 
 from __future__ import annotations
 
-import resource
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
-import torch
 from torch.nn.attention import current_flash_attention_impl
 
 from prefgrpo.config.loading import differences
@@ -24,13 +17,10 @@ from prefgrpo.parallel.attention_backend import backend, masked
 from prefgrpo.parallel.world import World
 from prefgrpo.rollout.assignment import assign_batches, busy_prompts, busy_share
 from prefgrpo.run.measures import MIN_PROMPTS
-from prefgrpo.run.memory import kept_attention, static_bytes, stored_bytes, whole_gradients
+from prefgrpo.run.memory import kept_attention, memory_line, step_bytes
 from prefgrpo.run.rewards import unread_columns
 from prefgrpo.update.gradients import Gradients
 from prefgrpo.update.policy import Policy, learning_rate
-
-GIB = 2**30
-MIB = 2**20
 
 
 def start_notes(
@@ -136,29 +126,6 @@ def idle_warning(config: Config, dp_size: int) -> str:
         f"an update has {counts} batches of {config.rollout.batch_size} samples for {dp_size} processes, which "
         f"are idle {share:.0%} of it; choose a rollout.batch_size that makes the number a multiple of {dp_size}{more}"
     )
-
-
-def step_bytes(config: Config, gradients: Gradients, policy: Policy, world: World) -> dict[str, int]:
-    """Bytes per kind that a step holds besides, before activations: its stored samples, and whole gradients."""
-    stored = stored_bytes(config, gradients.adapter.latent_shape(config.rollout), world.layout, world.size)
-    return {"stored samples": stored, "whole gradients": whole_gradients(policy) if gradients.reduce_once else 0}
-
-
-def memory_line(adapter: Adapter, policy: Policy, step: dict[str, int], kept: int = 0) -> str:
-    """`static_bytes`, the bytes of a step and `kept_attention` as one line of text."""
-    parts = static_bytes(adapter, policy) | step
-    total = sum(parts.values())
-    unit, name = (GIB, "GiB") if total >= GIB else (MIB, "MiB")
-    listed = " + ".join(f"{kind} {size / unit:.3g}" for kind, size in parts.items() if size)
-    of_blocks = f"; activations include {kept / unit:.3g} {name} of kept attention" if kept else ""
-    return f"memory per process before activations: {listed} = {total / unit:.3g} {name}{of_blocks}"
-
-
-def peak_memory(device: torch.device) -> int:
-    """Peak bytes of this process so far: allocated on the GPU, or resident on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def skipped_note(config: Config) -> str:
