@@ -1,7 +1,7 @@
 """Loading a model and injecting LoRA, mostly with wrong input.
 
 Why these cases: the usual mistakes of new users (a mistyped folder that would be looked up on the hub, a misspelt LoRA
-target), folders that were copied in part, components that would train silently wrong (a quantised denoiser, a guider that
+target), folders that were copied in part, components that would train silently wrong (quantised weights, a guider that
 ends early), and a trap of the file format: results that depend on the weights' memory alignment.
 """
 
