@@ -89,8 +89,8 @@ bench: $(VENV)/.installed-dev
 JOBS ?= 4
 SEEDS ?= 0 1 2 3 4
 science: $(VENV)/.installed-dev
-	@$(BIN)/python -m benchmarks.science --jobs $(JOBS) --seeds $(SEEDS)
-	@$(BIN)/python -m benchmarks.science --render
+	@$(BIN)/python -m benchmarks.experiments.science --jobs $(JOBS) --seeds $(SEEDS)
+	@$(BIN)/python -m benchmarks.experiments.science --render
 
 docs: $(VENV)/.installed-docs
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet

@@ -1,6 +1,6 @@
 """What fused blocks cost at the published sizes of every family, beside diffusers' own, on meta tensors.
 
-    python -m benchmarks.block_costs            # writes the tables of docs/scale.md
+    python -m benchmarks.block_costs            # writes the tables of docs/costs.md
 
 Counted: FLOP of products and attention, bytes that everything else reads and writes, launches, bytes that a block keeps
 for its backward pass with a LoRA, and what `fp8_base` changes in a forward with one. One block of each kind runs in
@@ -32,7 +32,7 @@ from torch.utils.flop_counter import flop_registry
 
 from benchmarks.blocks import replace_block
 from prefgrpo.models import family
-from prefgrpo.models.blocks import fused, kept, random_inputs
+from prefgrpo.models.blocks import fused, random_inputs, recompute
 from prefgrpo.models.fp8 import to_fp8
 from prefgrpo.models.lora import fuse_lora
 from prefgrpo.models.sd3 import JointAttention
@@ -46,7 +46,7 @@ ATTENTION = 0.35 * 989e12
 ATTENTION_3 = 740e12
 """FLOP/s of FlashAttention-3 at best (arXiv:2407.08608, abstract)."""
 RANK = 64
-"""Of the LoRA; a product of so few channels, or of q's, k's and v's together, is one of its own."""
+"""Rank of the LoRA; a product of so few channels, or of q's, k's and v's together, is one of its own."""
 FEW = 64
 """Products of so few rows, of modulation and no tokens, take as long as it takes to read their weights."""
 OWN = 2.0e12
@@ -63,9 +63,9 @@ class Kind(NamedTuple):
     number: int | str
     """How many, or their name in the denoiser's configuration."""
     place: str
-    """Of the first in the denoiser."""
+    """Name of the first one in the denoiser."""
     tokens: tuple[int, int]
-    """Latents and text."""
+    """Tokens of latents and of text."""
 
 
 class Model(NamedTuple):
@@ -177,7 +177,7 @@ class Counter(TorchDispatchMode):
         self.few = 0
         """Bytes that products of FEW rows read."""
         self.quantised = 0
-        """Bytes, of all, of casting rows to fp8."""
+        """Bytes, among all, of casting rows to fp8."""
         self.read_twice = 0
         """Bytes of these that `layernorm_modulate` had in registers."""
         self._modulated: list[Any] = []
@@ -333,7 +333,7 @@ STREAMS = {"x", "hidden_states", "encoder_hidden_states"}
 
 
 def forward_costs(model: Model, net: Any, kind: Kind, is_fused: bool, with_lora: bool = False) -> Counter:
-    """Of all blocks of a kind in a forward: the first, and others whose streams come from a block like them.
+    """Costs of all blocks of a kind in a forward: the first, and others whose streams come from a block like them.
 
     Casts of the LoRA do not count: they are made once per change.
     """
@@ -370,7 +370,7 @@ def kept_bytes(model: Model, net: Any, kind: Kind, is_fused: bool) -> int:
     alive: list[Any] = []
 
     def packed(t: Tensor) -> Any:
-        found = kept._pack(t)
+        found = recompute._pack(t)
         alive.append(found)
         for part in [found] if isinstance(found, Tensor) else tree_leaves(found.result.args):
             if isinstance(part, Tensor):
@@ -379,7 +379,7 @@ def kept_bytes(model: Model, net: Any, kind: Kind, is_fused: bool) -> int:
         return found
 
     graph = torch.autograd.graph
-    hooks = partial(graph.saved_tensors_hooks, packed, kept._unpack)
+    hooks = partial(graph.saved_tensors_hooks, packed, recompute._unpack)
     of_block = mock.patch.object(graph, "saved_tensors_hooks", lambda *_: hooks())
     with block_of(net, kind, is_fused) as block, as_on_a_gpu(), hooks(), of_block:
         for _ in range(2):
@@ -390,7 +390,7 @@ def kept_bytes(model: Model, net: Any, kind: Kind, is_fused: bool) -> int:
 
 
 class Tables(NamedTuple):
-    """Rows of docs/scale.md."""
+    """Rows of docs/costs.md."""
 
     time: list[str]
     """Where the time of a FLUX forward goes, and what would take less."""
@@ -401,7 +401,7 @@ class Tables(NamedTuple):
 
 
 def times(cost: Counter) -> list[str]:
-    """Of FLUX.1, per image; cost: of its blocks in diffusers."""
+    """Rows for FLUX.1, per image; cost: that of its blocks in diffusers."""
     products = 1e3 * cost.products / PRODUCTS
     attention = 1e3 * cost.attention / ATTENTION
     rows = ["| way | products | attention | the rest | forward, ms |", "|---|---:|---:|---:|---:|"]
@@ -417,7 +417,7 @@ def times(cost: Counter) -> list[str]:
 
 
 def in_fp8(model: Model, net: Any, bf16: Counter) -> list[str]:
-    """A row of what `fp8_base` changes; bf16: of a forward with a LoRA without it. Changes `net`."""
+    """A row of what `fp8_base` changes; bf16: cost of a forward with a LoRA without it. Changes `net`."""
     with as_on_a_gpu():
         for kind in model.kinds:
             to_fp8_base(net.get_submodule(kind.place))
@@ -435,7 +435,7 @@ def in_fp8(model: Model, net: Any, bf16: Counter) -> list[str]:
 
 
 def tables() -> Tables:
-    """Of all models."""
+    """The tables of all models."""
     columns = ("denoiser", "size", "tokens", "products, TFLOP", "attention, TFLOP", "others, GB", "fused", "LoRA")
     costs = [f"| {' | '.join(columns)} | launches | fused | share | won |", "|---|---|" + "---:|" * 10]
     columns = ("denoiser", "modulation, GB", "rows, GB", "of these twice", "launches", "fp8", "forward, ms", "fp8")
@@ -472,4 +472,4 @@ def tables() -> Tables:
 
 if __name__ == "__main__":
     for name, rows in tables()._asdict().items():
-        replace_block(Path("docs/scale.md"), f"block {name}", rows)
+        replace_block(Path("docs/costs.md"), f"block {name}", rows)

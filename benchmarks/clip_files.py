@@ -1,6 +1,6 @@
 """How far a clip that `prefgrpo generate` wrote is from the pixels that it wrote, by x264's quality.
 
-    python -m benchmarks.clip_files          # prints the table of docs/evaluation.md
+    python -m benchmarks.clip_files          # prints the table of docs/scoring.md
 
 The clip is made here: noise with the 1/f spectrum of photographs that moves, under discs with hard edges that move.
 """

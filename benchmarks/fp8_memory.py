@@ -1,6 +1,6 @@
 """What `fp8_base` takes off GPU memory, at the published sizes of every family, counted on meta tensors.
 
-    python -m benchmarks.fp8_memory            # writes the tables of docs/scale.md and docs/recipes.md
+    python -m benchmarks.fp8_memory            # writes the tables of docs/costs.md and docs/recipes.md
 
 Base: the bytes of all of a denoiser's weights. Step: the largest sum of tensors that are alive in forward and backward
 of its blocks, fused, with a LoRA of rank 64, as allocated one after the other; weights, and 16 bytes per parameter of
@@ -29,7 +29,7 @@ from prefgrpo.models.blocks import random_inputs
 from prefgrpo.models.fp8 import to_fp8
 from prefgrpo.models.weights import Weights
 from prefgrpo.ops import quantise_rows as quantise
-from prefgrpo.parallel.recompute import recompute
+from prefgrpo.parallel.gradient_checkpointing import checkpoint_blocks
 
 GIB = 2**30
 CARDS = {"4090, 24 GB": 24e9, "5090, 32 GB": 32e9, "L40S, 48 GB": 48e9, "80 GB": 80e9}
@@ -82,7 +82,8 @@ class _Outline(Weights):
 
 
 def sizes(model: Model) -> Sizes:
-    """Of the whole denoiser: what diffusers keeps in fp32 has 4 bytes, a weight of the blocks' Linear layers 1."""
+    """Sizes of the whole denoiser: what diffusers keeps in fp32 has 4 bytes, a weight of the blocks' Linear layers
+    1."""
     with META:
         net: Any = getattr(diffusers, model.net)(**model.config)
     in_fp32 = set(net._keep_in_fp32_modules or ())
@@ -121,7 +122,7 @@ def activations(model: Model, fp8: bool, recomputed: bool, batch: int, tokens: t
         first = {kind.place: kind for kind in model.kinds}
         blocks = {place: stack.enter_context(block_of(net, kind, True)) for place, kind in first.items()}
         if recomputed:
-            recompute(blocks.values(), 1.0)
+            checkpoint_blocks(blocks.values(), 1.0)
         stack.enter_context(as_on_a_gpu())
         stack.enter_context(mock.patch.object(quantise, "triton_or_torch", lambda *_: "triton"))
         stack.enter_context(mock.patch.object(quantise, "launch", lambda *_: None))
@@ -200,6 +201,6 @@ def card_table() -> list[str]:
 
 
 if __name__ == "__main__":
-    replace_block(Path("docs/scale.md"), "fp8 base", base_table())
-    replace_block(Path("docs/scale.md"), "fp8 step", step_table())
+    replace_block(Path("docs/costs.md"), "fp8 base", base_table())
+    replace_block(Path("docs/costs.md"), "fp8 step", step_table())
     replace_block(Path("docs/recipes.md"), "smallest gpu", card_table())

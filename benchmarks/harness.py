@@ -32,9 +32,9 @@ from prefgrpo.ops import backend_of, use_backend
 Results = dict[str, Tensor]
 Variant = Callable[[Any], Results]
 CPU_CACHE = 24 << 20
-"""Bytes that the last level of a CPU's cache may hold; a GPU tells its own."""
+"""Maximum size of a CPU's last-level cache in bytes; a GPU reports its own."""
 CALLS = 20
-"""Fewest calls in a timed region of a GPU."""
+"""Minimum number of calls in a timed region of a GPU."""
 SLEEP = (1 << 21, 1 << 31)
 """Cycles that a GPU sleeps before a timed region, first (1 ms) and most (1 s): doubled until the region is queued."""
 TOLERANCE = {"logp": 2e-5, "kl": 1e-4, "log_ratio": 1e-3, "y0": 1e-2, "y1": 1e-2, "d0": 1e-2, "d1": 1e-2}

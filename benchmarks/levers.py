@@ -1,4 +1,4 @@
-"""`python -m benchmarks.levers PART`: what single changes win in a step on one GPU, before and after in one process;
+"""`python -m benchmarks.levers PART`: what single changes gain in a step on one GPU, before and after in one process;
 one JSON line per comparison, for scripts/gpu_check.sh.
 
     fused      blocks of FLUX.1, Qwen-Image and Wan 14B with their LoRA: diffusers' own and fused
@@ -8,9 +8,9 @@ one JSON line per comparison, for scripts/gpu_check.sh.
     traffic    GELU beside attention and with its LoRA, and the formulas that these replace
     ulysses    one attention of eight processes whose transfers move nothing: diffusers' layout and the fused blocks'
 
-Published widths and random weights, bf16. Before two ways are timed they are compared: to the bit where they promise
-it, which are results with and without gradient and all but `fused`, `attention` and the GELU with a LoRA; those within
-the limits of a run's start. The lines are also written to results/PART_DEVICE.json.
+Published widths and random weights, bf16. Before two ways are timed, their results are compared: bit for bit where they
+promise that (with and without gradient, and everything but `fused`, `attention` and the GELU with a LoRA), otherwise
+within the limits of a run's start. The lines are also written to results/PART_DEVICE.json.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks import ulysses_copies
 from benchmarks.block_costs import MODELS, Kind, Model, block_of, inputs_of, published, to_fp8_base
-from benchmarks.trials import report
+from benchmarks.experiments.trials import report
 from prefgrpo.config.recipe import ConfigError
-from prefgrpo.models.attention import LIMIT, Case, activate, attention_of_a_run, errors, relative_error
+from prefgrpo.models.attention import LIMIT, Case, activate, attention_of_a_run, kernel_errors, relative_error
 from prefgrpo.models.blocks import check, components, fused
 from prefgrpo.models.blocks.joined import beside_gelu
 from prefgrpo.models.fp8 import multiplies_in_fp8
 from prefgrpo.ops import qk_norm_rope
 from prefgrpo.ops.low_rank_gelu import low_rank_gelu
 from prefgrpo.ops.quantise_rows import dequantise_rows, quantise_rows, reference_quantise
-from prefgrpo.parallel.recompute import keep_attention, recompute
+from prefgrpo.parallel.gradient_checkpointing import checkpoint_blocks, keep_attention
 
 ROUNDS = 10
 """Timed calls, after two that are not."""
@@ -238,13 +238,13 @@ def _product(width: int, out: int, rows: int, device: torch.device) -> dict[str,
 @contextmanager
 def recomputed(block: nn.Module, keeps: bool) -> Iterator[nn.Module]:
     """Context in which a block is recomputed, and keeps attention or not."""
-    recompute([block], 1.0)
+    checkpoint_blocks([block], 1.0)
     if keeps:
         keep_attention([block])
     try:
         yield block
     finally:
-        for name in ("forward", "recomputed", "budget"):
+        for name in ("forward", "checkpointed", "budget"):
             block.__dict__.pop(name, None)
 
 
@@ -286,7 +286,7 @@ def attentions(device: torch.device, tiny: bool) -> Iterator[dict[str, Any]]:
 
 def _of_implementation(case: Case, device: torch.device) -> dict[str, Any]:
     """Errors and times of torch's FlashAttention op as it is."""
-    worst = max(errors("_native_flash", case, BF16, device))
+    worst = max(kernel_errors("_native_flash", case, BF16, device))
     line: dict[str, Any] = {"error of output or gradient": worst}
     q, k, v, g = torch.randn(4, case.batch, case.heads, case.queries, case.width, dtype=BF16, device=device)
     leaves = [t.requires_grad_() for t in (q, k, v)]

@@ -42,12 +42,12 @@ LAYERS = (
     "to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out", "ff.net.0.proj",
     "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2", "proj_mlp", "proj_out",
 )  # fmt: skip
-"""Of the LoRA, as in the demo; proj_out only of the single blocks."""
+"""Layers with a LoRA, as in the demo; proj_out only of the single blocks."""
 SIZE = 32
 TOKENS = 12
 BETA = 100.0
 PAIRS = 16
-"""Per update."""
+"""Pairs per update."""
 RANK = 16
 
 
@@ -109,7 +109,7 @@ class Published:
         return out
 
     def loss(self, k: int) -> Tensor:
-        """Of pair k, at one t and noise of its two images."""
+        """Loss of pair k, at one t and noise for its two images."""
         encoded = self.inputs[k] if self.inputs else self.encode(self.rows[k])
         latents, *text = encoded
         noise = torch.randn_like(latents[:1])

@@ -20,8 +20,8 @@ from prefgrpo.config.loading import load
 from prefgrpo.config.schema import Config
 from prefgrpo.models import family
 from prefgrpo.parallel.world import Layout
-from prefgrpo.rollout.batch import assign_batches, busy_prompts, busy_share
-from prefgrpo.run.fits import GIB, stored_bytes
+from prefgrpo.rollout.assignment import assign_batches, busy_prompts, busy_share
+from prefgrpo.run.memory import GIB, stored_bytes
 
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
 GPUS = {"lora_flowgrpo_ocr_sd3_1gpu": 1, "lora_flowgrpo_pickscore_sd3_4gpu": 4, "full_dancegrpo_flux": 16}
@@ -43,14 +43,14 @@ class Published(NamedTuple):
     billions: float
     """Parameters of all denoisers."""
     channels: int = 16
-    """Of the latents."""
+    """Channels of the latents."""
     space: int = 8
     """Pixels per side of a latent."""
     time: int = 4
     """Frames per latent frame, beyond the first."""
 
     def latent_shape(self, config: Config) -> tuple[int, ...]:
-        """Of a sample, unpacked, without LTX-2's audio (2 % of a clip)."""
+        """Shape of a sample's latents, unpacked, without LTX-2's audio (2 % of a clip)."""
         r = config.rollout
         frames = r.frames or family(config.family).default_frames or 1
         return self.channels, (frames - 1) // self.time + 1, r.height // self.space, r.width // self.space

@@ -21,7 +21,7 @@ SIZES = ((3, 1003), (2, 65536))
 F32 = torch.float32
 BF16 = torch.bfloat16
 DTYPES = ((F32, BF16, F32), (F32, BF16, BF16), (BF16, BF16, BF16), (F32, F32, F32), (F32, F32, BF16))
-"""Of x, v and x'."""
+"""Dtypes of x, v and x'."""
 
 
 def run(device: str) -> int:

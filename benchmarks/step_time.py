@@ -122,10 +122,11 @@ class Passes(NamedTuple):
 
 
 DIFFUSERS_ULYSSES = ((12, 4), (16, 4))
-"""Of one attention, forward and backward: copies of a tensor [B, S, C], and all-to-alls that nothing hides; counted on
-a process group without processes, diffusers 0.42.1."""
+"""(copies of a tensor [B, S, C], all-to-alls that nothing hides) of one attention, forward and backward; counted on a
+process group without processes, diffusers 0.42.1."""
 OWN_ULYSSES = ((2, 2), (2, 2))
-"""Of models/blocks/ulysses.py: v and the output are copied; q and k travel while v is projected, forward and back."""
+"""The same of models/blocks/ulysses.py: v and the output are copied; q and k travel while v is projected, forward and
+back."""
 TODAY = {
     "FLUX.1": Passes(69.2e9, 131.3e9, OURS),
     "Wan 14B": Passes(1917.7e9, 2831.5e9, OWN),
@@ -145,14 +146,14 @@ class Work(NamedTuple):
     model: str
     name: str
     processes: int
-    """That share it."""
+    """Number of processes that share it."""
     steps: int
     trained: int
     guided: bool
     reference: bool
     """Whether a reference forward is computed for a KL, and blocks are recomputed."""
     decoding: float
-    """GPU-seconds."""
+    """Decoding, in GPU-seconds."""
 
 
 WORKS = (
@@ -192,7 +193,7 @@ def passes(name: str, recomputed: bool) -> tuple[Counter, Counter]:
     for kind in model.kinds:
         inputs = inputs_of(model, kind, net.get_submodule(kind.place))
         with block_of(net, kind, True) as block:
-            block.recomputed = recomputed  # type: ignore[assignment]
+            block.checkpointed = recomputed  # type: ignore[assignment]
             with as_on_a_gpu():  # casts the LoRA, and makes streams as all blocks but the first have them
                 inputs = following(block(**inputs), inputs)
             with as_on_a_gpu() as both:

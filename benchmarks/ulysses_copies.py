@@ -1,4 +1,4 @@
-"""Counts the copies and the transfers of one Ulysses attention in a fused block: ours, and diffusers' own.
+"""Counts the copies and transfers of one Ulysses attention, in a fused block and in diffusers' own.
 
     python -m benchmarks.ulysses_copies
 
@@ -56,7 +56,7 @@ class Counter(TorchDispatchMode):
 
 
 class Count(NamedTuple):
-    """Of one direction of an attention."""
+    """Counts of one direction of an attention."""
 
     copies: float
     transfers: int

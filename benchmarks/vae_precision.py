@@ -1,6 +1,6 @@
 """How far a VAE that decodes in bf16 is from itself in fp32, by family, at its tiny and its published configuration.
 
-    python -m benchmarks.vae_precision                 # prints the table of docs/training.md
+    python -m benchmarks.vae_precision                 # writes the table of docs/design.md
     python -m benchmarks.vae_precision MODEL/vae       # the weights of a model
 
 Latents are normal noise. Random weights make images of any contrast, so differences are scaled to images whose standard
@@ -19,7 +19,7 @@ import torch
 from benchmarks.blocks import replace_block
 from prefgrpo.tiny.pipelines import FAMILIES
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "training.md"
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "design.md"
 CONTRAST = 0.25
 """Standard deviation of an image's values, of 0 … 1."""
 FOUR: dict[str, Any] = {

@@ -11,10 +11,10 @@ from typing import Any
 __version__ = "0.1.0"
 _EXPORTS = {
     "ConfigError": "prefgrpo.config.recipe",
-    "PairwiseJudge": "prefgrpo.run.arguments",
-    "Result": "prefgrpo.run.ending",
+    "PairwiseJudge": "prefgrpo.arguments",
+    "Result": "prefgrpo.ending",
     "Trainer": "prefgrpo.trainer",
-    "TrainingStopped": "prefgrpo.run.ending",
+    "TrainingStopped": "prefgrpo.ending",
 }
 
 

@@ -13,7 +13,6 @@ import atexit
 import inspect
 import os
 import shutil
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -25,12 +24,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from prefgrpo import ending
+from prefgrpo.arguments import Prompts, RewardLike, run_config
 from prefgrpo.config.loading import load, recipe_values, to_dict
-from prefgrpo.config.recipe import ConfigError, UserError, merge, to_yaml
+from prefgrpo.config.recipe import UserError, merge, to_yaml
 from prefgrpo.config.schema import Config
 from prefgrpo.data.atomic import write_atomic, write_folder
+from prefgrpo.ending import ENDS_A_RUN, Diverged, Interrupt, Interrupted, Result, TrainingStopped
 from prefgrpo.models.attention import attention_of_a_run
-from prefgrpo.objectives import objective
 from prefgrpo.objectives.base import Targets
 from prefgrpo.parallel import world as parallel
 from prefgrpo.parallel.shard import full_copies
@@ -38,34 +39,31 @@ from prefgrpo.report import write_report
 from prefgrpo.rewards import python_rewards
 from prefgrpo.rewards.log import truncate_log
 from prefgrpo.rewards.scorer import StepScores
-from prefgrpo.rollout.batch import Batch, update_of
-from prefgrpo.rollout.embeddings import Embeddings
-from prefgrpo.run import checkpoint, ending
-from prefgrpo.run.arguments import Prompts, RewardLike, run_config
+from prefgrpo.rollout.batch import Batch
+from prefgrpo.rollout.plan import Plan
+from prefgrpo.run import checkpoint
 from prefgrpo.run.checkpoint import CheckpointError, Checkpoints
-from prefgrpo.run.checks import check_busy, check_same_run, config_errors
-from prefgrpo.run.ending import ENDS_A_RUN, Diverged, Interrupt, Interrupted, Result, TrainingStopped
-from prefgrpo.run.evaluate import Evaluator, eval_sets
-from prefgrpo.run.flops import Throughput
-from prefgrpo.run.groups import show_groups
-from prefgrpo.run.inputs import check_goes_on, keep_inputs, own_inputs
+from prefgrpo.run.errors import errors, idle_errors, refuse
+from prefgrpo.run.folder import RunFolder
 from prefgrpo.run.judging import Rewards, evaluation_scorer, training_scorer
-from prefgrpo.run.loading import garbage_frozen, open_collector, open_model, open_schedules
 from prefgrpo.run.log import Clock, Log
-from prefgrpo.run.metrics import on_policy_note, pixel_distances, policy_metrics, skipped_note
-from prefgrpo.run.notes import change_notes, peak_memory, prompt_notes, start_notes
-from prefgrpo.run.policy import learning_rate
-from prefgrpo.run.reference import Reference
-from prefgrpo.run.run_folder import RunFolder
+from prefgrpo.run.metrics import pixel_distances, policy_metrics
+from prefgrpo.run.notes import change_notes, on_policy_note, peak_memory, prompt_notes, skipped_note, start_notes
+from prefgrpo.run.opening import garbage_frozen, open_evaluators, open_run
+from prefgrpo.run.resume import Input, Kind, check_goes_on, check_same_run, keep_inputs, own_inputs, stored
 from prefgrpo.run.source import open_source
-from prefgrpo.run.trackers import open_trackers
+from prefgrpo.run.trackers import open_trackers, show_groups
 from prefgrpo.run.writer import Writer
+from prefgrpo.update.policy import learning_rate
+from prefgrpo.update.reference import Reference
+from prefgrpo.update.throughput import Throughput
 
 
 @dataclass(frozen=True)
-class StepRollout:
+class Rollout:
     """A step's samples on this process; the scorer holds their images or clips."""
 
+    plan: Plan
     batches: list[Batch]
     updates: int
     """Optimiser updates that the policy which generated them had received."""
@@ -105,39 +103,85 @@ class Trainer:
         Raises ConfigError with every mistake, named as in a recipe, before anything starts; DataError, CheckpointError,
         ModelError or JudgeError before anything in an existing run folder is changed.
         """
-        training = {"steps": steps, "lora_rank": lora_rank}
-        if isinstance(model, Config):
-            self.config = model
-            self._objects = dict[str, Any]()
-        else:
-            self.config, self._objects = run_config(model, train_prompts, eval_prompts, rewards, training, sections)
+        self._objects: dict[str, Any] = {}
+        """Functions and objects among the rewards, by name."""
+        given = model
+        if not isinstance(given, Config):
+            training = {"steps": steps, "lora_rank": lora_rank}
+            given, self._objects = run_config(given, train_prompts, eval_prompts, rewards, training, sections)
+        self.given = given
+        """The configuration as it is written to the run folder."""
         self.on_step = on_step
         self.on_evaluation = on_evaluation
         self.on_save = on_save
-        self.folder = RunFolder(Path(self.config.output) / self.config.name)
-        self.evaluation: dict[str, float] = {}
-        """Metrics of the last evaluation."""
-        self.summary = ""
-        """Its summary line."""
-        self._ahead: StepRollout | None = None
-        """Samples of the next step (rollout.staleness)."""
-        self._given = self.config
-        """The configuration as it is written to the run folder."""
+        self.folder = folder = RunFolder(Path(given.output) / given.name)
         with python_rewards(self._objects), ExitStack() as opened:
             opened.enter_context(attention_of_a_run())
-            self.config = own_inputs(self._given, self.folder)
-            if problems := config_errors(self.config):
-                raise ConfigError(problems)
-            self.world = parallel.join(self.config)
-            check_busy(self.config, self.world, allow_idle)
-            resume = resume or self.world.any(parallel.restart_count() > 0)
-            lock = self.world.on_main(partial(checkpoint.claim, self.folder, resume), CheckpointError)
+            self.config = config = own_inputs(given, folder)
+            refuse(errors(config))
+            self.world = world = parallel.join(config)
+            refuse([] if allow_idle else idle_errors(config, world))
+            resume = resume or world.any(parallel.restart_count() > 0)
+            lock = world.on_main(partial(checkpoint.claim, folder, resume), CheckpointError)
             if lock is not None:
                 opened.callback(os.close, lock)
             if resume:
-                check_same_run(self._given, self.folder)
-            self._open(opened, resume)
-            self._start_folder(resume)
+                check_same_run(given, folder)
+            newest = world.all_gather_object(folder.latest() if resume else None)[0]  # a shared disk may show less
+            # what fails soonest first, the model last
+            self.source = source = open_source(config, world)
+            builder = Rewards(config, world)
+            opened.callback(builder.close)
+            trained = builder.build("rewards", config.rewards, source.prompts)
+            self.scorer = training_scorer(config, trained, folder.judgements_of(world.rank), world)
+            opened.callback(self.scorer.cancel)
+            measured = builder.build("eval.rewards", config.measured, source.evaluated) if source.sets else {}
+            made_from = partial(source.fingerprints, given.train.lora_from)
+            served = {Input(Kind.JUDGE, name): model_name for name, model_name in builder.served.items()}
+            self.inputs = (world.on_main(made_from, UserError) or {}) | served
+            """On rank 0, what the run is made from."""
+            changed: list[str] = []
+            if newest is not None:
+                goes_on = partial(check_goes_on, given, folder, newest, self.inputs)
+                changed = world.on_main(goes_on, CheckpointError) or []
+            run = open_run(config, world, source)
+            opened.callback(run.embeddings.flush)
+            self.adapter = run.adapter
+            self.objective = run.objective
+            self.policy = run.policy
+            self.groups = run.groups
+            self.gradients = run.gradients
+            self.throughput = Throughput(config, run.adapter, world)
+            self.reference = Reference(config, run.gradients, self.scorer, self.throughput, world)
+            self.writer = Writer()
+            self.evaluators = open_evaluators(run, evaluation_scorer(config, measured), folder, self.writer)
+            self.evaluation: dict[str, float] = {}
+            """Metrics of the last evaluation."""
+            self.summary = ""
+            """Its summary line."""
+            self.checkpoints = Checkpoints(folder, world, config.checkpoint.keep, not config.rollout.staleness)
+            self.interrupt = Interrupt(world)
+            opened.callback(self.interrupt.restore)
+            self.start = self._read_checkpoint(newest)
+            """Number of steps already done."""
+            of_folder = self._start_folder(resume, newest)
+            counts = {name: len(set(evaluator.eval_set.group)) for name, evaluator in self.evaluators.items()}
+            self.notes = [
+                *changed,
+                *start_notes(config, world, run.gradients, run.policy, len(source.prompts), counts),
+                *builder.notes,
+                *source.notes(),
+                *prompt_notes(config, source.prompts, source.evaluated, run.absent),
+                *of_folder,
+            ]
+            """Lines that `train` prints first."""
+            trackers = open_trackers(config, folder, self.start) if world.main else ()
+            self.log = Log(
+                folder, config.train.steps, self.start, trackers=trackers, writer=self.writer, active=world.main
+            )
+            self.targets = source.targets(self.groups, self.scorer.rewards, world, self.log)
+            self._ahead: Rollout | None = None
+            """Samples of the next step (rollout.staleness)."""
             opened.enter_context(garbage_frozen())
             self._opened = opened.pop_all()
 
@@ -152,87 +196,39 @@ class Trainer:
             del whole["rewards"]
         return cls(**(merge(whole, values) | named))
 
-    def _open(self, opened: ExitStack, resume: bool) -> None:
-        """Open the parts of the run in order: what fails soonest first, the model last."""
-        config = self.config
-        world = self.world
-        source = open_source(config, world)
-        self.source = source
-        rewards = Rewards(config, world)
-        opened.callback(rewards.close)
-        trained = rewards.build("rewards", config.rewards, source.prompts)
-        self.scorer = training_scorer(config, trained, self.folder.judgements_of(world.rank), world)
-        opened.callback(self.scorer.cancel)
-        measuring = rewards.build("eval.rewards", config.measured, source.evaluated) if source.sets else {}
-        made_from = partial(source.fingerprints, self._given.train.lora_from)
-        self.inputs = (world.on_main(made_from, UserError) or {}) | rewards.served
-        """On rank 0, what the run is made from → its fingerprint."""
-        changed: list[str] = []
-        if resume and world.any(world.main and self.folder.latest() is not None):
-            changed = world.on_main(self._changes, CheckpointError) or []
-        embeddings = Embeddings(config)
-        absent = len(embeddings.absent(source.entries()))
-        self.objective = objective(config.train)
-        self.adapter, self.policy = open_model(config, self.objective, world, absent > 0)
-        schedules = open_schedules(config, self.adapter, world)
-        opened.callback(embeddings.flush)
-        self.rollouts = source.batches(self.adapter, embeddings, schedules, world)
-        self.collector = open_collector(config, self.objective, self.adapter, self.policy, world)
-        self.throughput = Throughput(config, self.adapter, world)
-        self.reference = Reference(config, self.collector, self.scorer, self.throughput, world)
-        self.writer = Writer()
-        self.evaluators: dict[str, Evaluator] = {}
-        for eval_set in eval_sets(config, source.sets):
-            parts = (self.adapter, schedules, embeddings, evaluation_scorer(config, measuring), world, self.folder)
-            self.evaluators[eval_set.name] = Evaluator(eval_set, config.eval_sampling, *parts, self.writer)
-        if "dev" in self.evaluators:
-            self.evaluators["dev"].pairs = source.held_out_pairs(self.rollouts, self.collector, self.folder)
-        self.checkpoints = Checkpoints(self.folder, world, config.checkpoint.keep, not config.rollout.staleness)
-        self.interrupt = Interrupt(self.world)
-        opened.callback(self.interrupt.restore)
-        counts = {name: len(set(evaluator.eval_set.group)) for name, evaluator in self.evaluators.items()}
-        of_run = start_notes(config, world, self.collector, self.policy, len(source.prompts), counts)
-        of_prompts = prompt_notes(config, source.prompts, source.evaluated, absent)
-        self.notes = [*changed, *of_run, *rewards.notes, *source.notes(), *of_prompts]
+    def _read_checkpoint(self, newest: Path | None) -> int:
+        """Continue from a checkpoint, or start; returns the number of steps done."""
+        if newest is None:
+            return 0
+        meta = checkpoint.read(newest, self.policy.state_dict(), self.world)
+        self.policy.updates = meta["updates"]
+        done = int(meta["step"])
+        self.checkpoints.last = done
+        for evaluator in self.evaluators.values() if done else ():
+            evaluator.start(resumed=True)
+        return done
 
-    def _changes(self) -> list[str]:
-        """On rank 0: what changed since the newest checkpoint. Raises CheckpointError if the run cannot go on."""
-        newest = self.folder.latest()
-        return check_goes_on(self._given, self.folder, newest, self.inputs) if newest else []
-
-    def _start_folder(self, resume: bool) -> None:
-        """Write the configuration of a new run, or read the newest checkpoint of an old one; open the log."""
-        config = self.config
+    def _start_folder(self, resume: bool, newest: Path | None) -> list[str]:
+        """Write the configuration and copies of the inputs, and remove what follows the checkpoint; lines about it."""
         folder = self.folder
-        world = self.world
-        self.start = 0
-        """Number of steps already done."""
-        newest = world.all_gather_object(folder.latest() if resume else None)[0]  # a shared disk may show others less
+        notes: list[str] = []
         if newest is not None:
-            meta = checkpoint.read(newest, self.policy.state_dict(), world)
-            self.policy.updates = meta["updates"]
-            self.start = meta["step"]
-            self.checkpoints.last = self.start
-            for evaluator in self.evaluators.values() if self.start else ():
-                evaluator.start(resumed=True)
-            self.notes.append(f"resumed from {newest}")
-            before = load(folder.config) if world.main and folder.config.is_file() else self._given
-            if changed := change_notes(before, self._given, self.start):
-                self.notes += changed
+            notes.append(f"resumed from {newest}")
+            before = load(folder.config) if self.world.main and folder.config.is_file() else self.given
+            if changed := change_notes(before, self.given, self.start):
+                notes += changed
                 shutil.copyfile(folder.config, folder.old_config(self.start))
         elif resume:
-            self.notes.append(f"no checkpoint in {folder.root} yet; starting from step 0")
-        if world.main:
-            write_atomic(folder.config, to_yaml(to_dict(self._given)))  # first: a resumed run needs it
-            keep_inputs(self._given, folder, first=newest is None)
+            notes.append(f"no checkpoint in {folder.root} yet; starting from step 0")
+        if self.world.main:
+            write_atomic(folder.config, to_yaml(to_dict(self.given)))  # first: a resumed run needs it
+            keep_inputs(self.given, folder, first=newest is None)
             folder.eval.mkdir(exist_ok=True)
             folder.groups.mkdir(exist_ok=True)
             for log in folder.all_judgements():
                 truncate_log(log, self.start)
-        world.barrier()
-        trackers = open_trackers(config, folder, self.start) if world.main else ()
-        self.log = Log(folder, config.train.steps, self.start, trackers=trackers, writer=self.writer, active=world.main)
-        self.targets = self.source.targets(self.rollouts, self.scorer.rewards, world, self.log)
+        self.world.barrier()
+        return notes
 
     # ---- the loop ---------------------------------------------------------------------------------------------------
 
@@ -305,14 +301,15 @@ class Trainer:
             c = self.config
             ahead = c.rollout.staleness and (step + 1) % c.checkpoint.every and step + 1 < c.train.steps
             self._ahead = self.generate(step + 1, ahead=True) if ahead else None
+        plan = rollout.plan
         stale = self.policy.updates - rollout.updates
         with clock.phase("update"):
             batches = self.reference.add_while_judged(rollout.batches)
         with clock.phase("judge_wait"):
-            scores, distances = self.score(step)
-        targets, metrics = self.targets.compute(step + 1, scores, distances)
+            scores, distances = self.score(plan)
+        targets, metrics = self.targets.compute(plan, scores, distances)
         with clock.phase("update"):
-            metrics |= self.update(step, batches, targets)
+            metrics |= self.update(plan, batches, targets)
             self.policy.update_old(self.objective.old_decay(step))
         if c.rollout.staleness:
             metrics["policy/staleness"] = float(stale)
@@ -320,71 +317,62 @@ class Trainer:
             metrics.pop("policy/on_policy_error", None)
         return metrics
 
-    def generate(self, step: int, ahead: bool = False) -> StepRollout:
+    def generate(self, step: int, ahead: bool = False) -> Rollout:
         """Generate a step's samples with the current policy, passing each to the scorer as soon as it is decoded.
 
         ahead: the scores of the previous step are still outstanding. Raises Diverged.
         """
+        plan = self.groups.plan(step)
         batches = list[Batch]()
         weights = self.policy.use_weights(self.policy.old if self.objective.sampled_by_old else {})
-        with weights, self.log.bar("rollout", "sample", self.rollouts.count(step)) as bar:
-            self.scorer.begin(step, self.rollouts.groups(step), ahead)
-            with self.throughput.counting("rollout", self.rollouts.count(step)):
-                for batch in self.rollouts(step, self.scorer.add, self.interrupt.check):
+        with weights, self.log.bar("rollout", "sample", plan.samples) as bar:
+            self.scorer.begin(step, plan.scored, ahead)
+            with self.throughput.counting("rollout", plan.samples):
+                for batch in self.groups.batches(plan, self.scorer.add, self.interrupt.check):
                     batches.append(batch)
                     bar.update(len(batch.places))
             finite = [batch.latents.isfinite().all() for batch in batches]
             if self.world.any(bool(finite) and not torch.stack(finite).all()):
                 raise Diverged("the policy produces latents that are not finite (NaN or infinite)")
-        return StepRollout(batches, self.policy.updates)
+        return Rollout(plan, batches, self.policy.updates)
 
-    def score(self, step: int) -> tuple[StepScores, NDArray[np.float64]]:
+    def score(self, plan: Plan) -> tuple[StepScores, NDArray[np.float64]]:
         """(scores of this rank's groups, mean distance between the images of each); shows a few groups."""
-        streamed = sum(reward.streams for reward in self.scorer.rewards.values()) * len(self.rollouts.groups(step))
+        streamed = sum(reward.streams for reward in self.scorer.rewards.values()) * len(plan.scored)
         with self.log.bar("judging", "group", streamed) as bar:
             distances = pixel_distances(self.scorer.generated().values())  # while the judge answers
             scores = self.scorer.finish(bar.update)
-        show_groups(self.config, step + 1, scores, self.log)
+        show_groups(self.config, plan.step + 1, scores, self.log)
         return scores, distances
 
-    def update(self, step: int, batches: list[Batch], targets: Targets) -> dict[str, float]:
+    def update(self, plan: Plan, batches: list[Batch], targets: Targets) -> dict[str, float]:
         """The step's optimiser updates, each on its own samples; updates without any signal are skipped on all ranks.
 
         Groups without signal are dropped and cost no forward. They leave whole batches, so the shapes of the others are
         those of the rollout and the first ratio stays exactly 1.
         """
-        r = self.config.rollout
-        table = list[torch.Tensor]()
-        steps = list[int]()
-        norms = list[float]()
+        size = self.config.rollout.group_size
         mask = self.objective.mask(self.config.train, targets).numpy()  # [P, G]
+        counted = self.objective.samples_per_group(size) / size
         on_device = targets.to(self.world.device)
-        places = [(p, g) for p in range(r.prompts_per_step) for g in range(r.group_size)]
-        samples = Counter(update_of(self.config, place) for place in places)
-        trained = {update_of(self.config, place) for place in places if mask[place]}
-        counted = self.objective.samples_per_group(r.group_size) / r.group_size
-        left = self.reference.add(self.rollouts.training_batches(batches, mask))
-        with self.throughput.counting("update", sum(len(batch.places) for batch in left if not batch.padding)):
-            for update in sorted(trained):
-                if not norms or self.checkpoints.last == step:  # else this step's updates would be lost
-                    self.interrupt.check()
-                its_batches = [batch for batch in left if batch.update == update]
-                table += self.collector.accumulate(its_batches, on_device, samples[update] * counted)
-                steps += [step.index for batch in its_batches if not batch.padding for step in batch.steps]
-                norm = self.policy.update(self.world, step * self.config.train.updates_per_rollout + update)
-                if norm is not None:
-                    norms.append(norm)
-        measured = {"grad_norm": float(np.mean(norms))} if norms else {}
-        return (
-            policy_metrics(table, self.world, self.collector.metrics, steps)
-            | measured
-            | {
-                "lr": learning_rate(self.config.train, (step + 1) * self.config.train.updates_per_rollout - 1),
-                "samples_trained": float(mask.sum()),
-                "updates": float(len(trained)),
-                "updates_skipped": float(len(trained) - len(norms)),
-            }
-        )
+        rows = list[torch.Tensor]()
+        norms = list[float | None]()
+        trained = self.reference.add(plan.trained(batches, mask))
+        with self.throughput.counting("update", sum(len(batch.places) for batch in trained if not batch.padding)):
+            for position, share, samples in plan.updates(trained, mask):
+                if all(norm is None for norm in norms) or self.checkpoints.last == plan.step:
+                    self.interrupt.check()  # later, this step's updates would be lost
+                rows += self.gradients.accumulate(share, on_device, samples * counted)
+                norms.append(self.policy.update(self.world, position))
+        finite = [norm for norm in norms if norm is not None]
+        metrics = policy_metrics(rows, self.world, self.gradients.metrics)
+        metrics |= {"grad_norm": float(np.mean(finite))} if finite else {}
+        return metrics | {
+            "lr": learning_rate(self.config.train, (plan.step + 1) * self.config.train.updates_per_rollout - 1),
+            "samples_trained": float(mask.sum()),
+            "updates": float(len(norms)),
+            "updates_skipped": float(len(norms) - len(finite)),
+        }
 
     @contextmanager
     def _stopping(self, step: int) -> Iterator[None]:
@@ -448,7 +436,7 @@ class Trainer:
         self._saved(wait=True)
         for evaluator in self.evaluators.values():
             evaluator.wait_stored()
-        meta = {"updates": self.policy.updates, "inputs": self.inputs}
+        meta = {"updates": self.policy.updates, "inputs": stored(self.inputs)}
         lora = self._write_lora if self.config.train.lora_rank else None
         self.checkpoints.save(done, self.policy.state_dict(), meta, lora)
         if wait:

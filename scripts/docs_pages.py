@@ -196,7 +196,7 @@ def objectives() -> str:
     """The options of every objective."""
     from prefgrpo.objectives import OBJECTIVES, objective_class
 
-    text = "# Options of objectives\n\nIn `train.objective_options`; [what each of them does](../objectives.md).\n\n"
+    text = "# Objectives\n\nOptions, set in `train.objective_options`; [which one to choose](../objectives.md).\n\n"
     for name in OBJECTIVES:
         kind = objective_class(name)
         text += f"## {name}\n\n{plain(inspect.getdoc(kind) or '')}\n\n{fields(kind, f'{name}.')}"
@@ -204,22 +204,23 @@ def objectives() -> str:
 
 
 def rewards() -> str:
-    """The options of every reward, as its class documents them."""
+    """What every reward is, and its options, as its class documents them."""
     from prefgrpo.rewards import REWARDS, load_class
 
-    text = "# Options of rewards\n\nIn the entries of `rewards` and `eval.rewards`; [the rewards](../rewards.md).\n\n"
+    about = "Options, set in the entries of `rewards` and `eval.rewards`; [inputs and scales](../rewards.md)."
+    text = f"# Rewards\n\n{about}\n\n"
     for name in sorted(REWARDS):
         kind = load_class(name)
         bases = kind.__mro__[:-1]
         parameters = inspect.signature(kind).parameters
-        about = [inspect.cleandoc(kind.__doc__ or "")]
+        docs = [inspect.cleandoc(kind.__doc__ or "")]
         for part in [*(base.__init__ for base in bases if "__init__" in vars(base)), *bases[1:]]:
             doc = inspect.cleandoc(part.__doc__ or "")
-            known = "\n".join(about)
+            known = "\n".join(docs)
             if any(re.search(rf"\b{name}: ", doc) and not re.search(rf"\b{name}: ", known) for name in parameters):
-                about.append(doc)  # it describes an option that no text so far describes
+                docs.append(doc)  # it describes an option that no text so far describes
         options = [option(p) for p in parameters.values()]
-        text += "\n".join([f"## {name}", "", *(f"{plain(part)}\n" for part in about), *options, "", ""])
+        text += "\n".join([f"## {name}", "", *(f"{plain(part)}\n" for part in docs), *options, "", ""])
     return text
 
 
@@ -229,11 +230,20 @@ def option(parameter: inspect.Parameter) -> str:
     return f"    {parameter.name}: {parameter.annotation}{default}"
 
 
+EXIT_CODES = """| exit code | meaning |
+|---|---|
+| 0 | success |
+| 1 | `judge check`: fewer than 7 pairs are right; `score`: a reward scored no file; `doctor`: an op backend is wrong |
+| 2 | a mistake in the command, its configuration or its inputs; the message says what to correct |
+| 3 | `train` or `demo` stopped with a checkpoint: continue with `--resume` (torchrun itself then exits with 1) |
+"""
+
+
 def commands() -> str:
-    """The --help text of every command."""
+    """Exit codes, and the --help text of every command."""
     from prefgrpo.commands.cli import COMMANDS, main
 
-    text = "# Commands\n\n`prefgrpo COMMAND --help` prints the same.\n\n"
+    text = f"# Commands\n\n`prefgrpo COMMAND --help` prints the same.\n\n{EXIT_CODES}\n"
     for name, (_, about) in COMMANDS.items():
         text += f"## prefgrpo {name}\n\n{about[0].upper()}{about[1:]}.\n\n"
         with redirect_stdout(StringIO()) as out, patch.dict(os.environ, COLUMNS="94"), suppress(SystemExit):

@@ -3,7 +3,7 @@
 #   tests     the ops' tests;
 #   memcheck  compute-sanitizer on every kernel, CUDA and Triton: memcheck, racecheck and initcheck;
 #   bench     the ops' benchmarks: benchmarks/results/cuda.json, docs/benchmarks.md;
-#   families  every model family, tiny, in bf16, LoRA and all weights, stopped and resumed (benchmarks/trials.py);
+#   families  every model family, tiny, in bf16, LoRA and all weights, stopped and resumed (benchmarks/experiments/trials.py);
 #   fused     blocks of FLUX.1, Qwen-Image and Wan 14B at their true sizes: diffusers' own and fused;
 #   fp8       the same blocks with fp8_base, and its products alone;
 #   attention FlashAttention-2 beside 3 and 4, where their packages are installed;
@@ -61,15 +61,15 @@ part_memcheck() {
 }
 
 part_bench() { timeout 180 "$PYTHON" -m benchmarks --device cuda --write; }
-part_families() { timeout 180 "$PYTHON" -m benchmarks.trials families; }
+part_families() { timeout 180 "$PYTHON" -m benchmarks.experiments.trials families; }
 part_fused() { timeout 120 "$PYTHON" -m benchmarks.levers fused; }
 part_fp8() { timeout 120 "$PYTHON" -m benchmarks.levers fp8; }
 part_attention() { timeout 120 "$PYTHON" -m benchmarks.levers attention; }
 part_recompute() { timeout 120 "$PYTHON" -m benchmarks.levers recompute; }
 part_traffic() { timeout 120 "$PYTHON" -m benchmarks.levers traffic; }
 part_ulysses() { timeout 120 "$PYTHON" -m benchmarks.levers ulysses; }
-part_train() { timeout 180 "$PYTHON" -m benchmarks.trials train; }
-part_peers() { timeout 180 "$PYTHON" -m benchmarks.trials peers; }
+part_train() { timeout 180 "$PYTHON" -m benchmarks.experiments.trials train; }
+part_peers() { timeout 180 "$PYTHON" -m benchmarks.experiments.trials peers; }
 
 failed=()
 [[ $# -gt 0 ]] || set -- tests memcheck bench families fused fp8 attention recompute traffic ulysses train peers

@@ -24,7 +24,7 @@ from prefgrpo.models.condition import Condition, collate
 from prefgrpo.models.wan import NEGATIVE
 from prefgrpo.rollout.embeddings import Embeddings, entries_of
 from prefgrpo.rollout.rollout import rollout
-from prefgrpo.rollout.sources import Sources
+from prefgrpo.rollout.source_images import SourceImages
 from prefgrpo.sde.noise import initial_latents
 from prefgrpo.sde.schedule import make_schedule
 from prefgrpo.tiny import pipelines
@@ -193,13 +193,13 @@ def load(case, path=None, dtype=torch.float32, device=CPU, **options):
 
 
 def in_files(images):
-    """`Sources` of pictures in memory, written to files that are named by their content."""
+    """`SourceImages` of pictures in memory, written to files that are named by their content."""
     files = [_shared(f"{hashlib.sha256(one.tobytes()).hexdigest()}-{one.width}.png") for one in images]
     for file, one in zip(files, images, strict=True):
         with FileLock(f"{file}.lock"):
             if not file.exists():
                 one.save(file)
-    return Sources(tuple(map(str, files)), images[0].height, images[0].width) if images else Sources()
+    return SourceImages(tuple(map(str, files)), images[0].height, images[0].width) if images else SourceImages()
 
 
 def conditions(adapter, case, prompts=PROMPTS, size=SIZES[0]):
@@ -221,7 +221,7 @@ def cache(case, cached_in="", path=None, dtype="fp32", **options):
 def embed(embeddings, adapter, texts, sampling, sources=None):
     """Conditions of texts with sources of any size; training fits sources to the output."""
     prompts = [Prompt(k, text) for k, text in enumerate(texts)]
-    pairs = zip(prompts, sources or [Sources()] * len(texts), strict=True)
+    pairs = zip(prompts, sources or [SourceImages()] * len(texts), strict=True)
     guided = adapter.guided(sampling)
     return embeddings.conditions(adapter, [entries_of(type(adapter), p, s, sampling, guided) for p, s in pairs])
 

@@ -16,8 +16,8 @@ def plain_formula(one, batches, advantage, trained=None, weight=lambda schedule,
     for batch in batches:
         at = (batch.slots, batch.members)
         rows = slice(None) if trained is None else trained[at].nonzero().flatten()
-        for step in batch.steps:
-            k = step.index
+        for step in batch.transitions:
+            k = step.k
             a, b, s, w, const = batch.schedule.coef[k].double()
             sigma = batch.schedule.sigmas[k].expand(len(batch.slots))
             v = one.adapter.velocity(step.x, sigma, batch.condition, rollout).double()

@@ -245,13 +245,19 @@ def environment(**env: str) -> dict[str, str]:
 
 def collect(loop: Trainer, step: int) -> list[Batch]:
     """The rollouts of a training step, with every sample passed to the scorer as in the loop."""
-    loop.scorer.begin(step, loop.rollouts.groups(step))
-    return list(loop.rollouts(step, loop.scorer.add))
+    plan = loop.groups.plan(step)
+    loop.scorer.begin(step, plan.scored)
+    return list(loop.groups.batches(plan, loop.scorer.add))
+
+
+def batches_of(loop: Trainer, step: int) -> list[Batch]:
+    """The same, unscored."""
+    return list(loop.groups.batches(loop.groups.plan(step), lambda group, member, sample: None))
 
 
 def computed(loop: Trainer, scores: StepScores) -> tuple[Targets, dict[str, float]]:
     """Targets and metrics of the first step, of groups whose images' distances do not matter."""
-    return loop.targets.compute(1, scores, np.zeros(len(scores.samples)))
+    return loop.targets.compute(loop.groups.plan(0), scores, np.zeros(len(scores.samples)))
 
 
 def targets_of(advantage: Tensor) -> Targets:
@@ -262,7 +268,7 @@ def targets_of(advantage: Tensor) -> Targets:
 
 def stored(trajectory: Batch | Trajectory) -> list[Tensor]:
     """The final latents, then x, x_next and logp (and v, if stored) of every step."""
-    of_steps = [(s.x, s.x_next, s.logp) + (() if s.v is None else (s.v,)) for s in trajectory.steps]
+    of_steps = [(s.x, s.x_next, s.logp) + (() if s.v is None else (s.v,)) for s in trajectory.transitions]
     return [trajectory.latents, *(tensor for step in of_steps for tensor in step)]
 
 
@@ -335,7 +341,7 @@ def all_end(runs: list[Run], code: int = 0, seconds: float = 180.0) -> list[str]
 def opened(config, world=ALONE):
     """The adapter of a run, ready to train."""
     from prefgrpo.parallel.parallelize import parallelize
-    from prefgrpo.run.loading import open_adapter
+    from prefgrpo.run.opening import open_adapter
 
     adapter = open_adapter(config, world.device, True, world.layout.fsdp or config.fp8_base)
     parallelize(adapter, config, world)

@@ -1,7 +1,7 @@
 """The command line: `prefgrpo train | preprocess | generate | evaluate | report | judge … | tiny | …`.
 
-A command is a function whose arguments are its options, so `--help` is always complete; what computes is imported when
-it runs, so `--help` is quick. A command with `overrides` takes `--section.field value` for every field of the
+A command is a function whose arguments are its options, so `--help` is always complete; heavy modules are imported when
+a command runs, so `--help` is fast. A command with `overrides` takes `--section.field value` for every field of the
 configuration. Exit codes: 2 for an error whose message says how to fix it, 3 for a run that stopped with a resumable
 checkpoint.
 """
@@ -79,10 +79,10 @@ def train(
             query the judge.
         allow_idle: Train even if the steps are too small to keep half of the GPUs busy.
     """
-    from prefgrpo.run.run_folder import run_of
+    from prefgrpo.run.folder import run_of
 
     folder = run_of(recipe.parent) if resume else None
-    if folder is not None and recipe.name == folder.config.name:  # also of a run that was moved or renamed
+    if folder is not None and recipe.name == folder.config.name:  # also if the run was moved or renamed
         overrides = merge(folder.place, overrides)
     config = read(recipe, overrides)
     main = os.environ.get("RANK", "0") == "0"
@@ -91,7 +91,7 @@ def train(
 
         with redirect_stdout(sys.stdout if main else None):
             return run(config)
-    from prefgrpo.run.ending import TrainingStopped
+    from prefgrpo.ending import TrainingStopped
     from prefgrpo.trainer import Trainer
 
     trainer = Trainer(config, resume=resume, allow_idle=allow_idle)
@@ -148,7 +148,7 @@ def generate(
         lora: A LoRA (a folder, a file or a hub id), for a target without weights of its own.
         prompts: Prompts: txt, csv, tsv, jsonl or parquet; empty: the target's eval.prompts, or else its data.prompts,
             or those of its data.pairs.
-        out: Output folder; existing files are skipped. It records what made them, and refuses anything else.
+        out: Output folder; existing files are skipped. It records what made them, and rejects anything else.
         samples: Images or clips per prompt.
         naming: plain: 000012_0.png by position; unigenbench: INDEX_0.png by the table's index column; vbench:
             PROMPT-0.mp4.
@@ -178,7 +178,7 @@ def evaluate(
     Args:
         target: Run folder (its newest checkpoint), RUN/checkpoints/step_000020, recipe, pipeline folder or hub id.
         suite: Published suite; none: compare with --against.
-        prompts: The suite's own file or folder of prompts (docs/evaluation.md); without a suite: a file of prompts,
+        prompts: The suite's own file or folder of prompts (docs/suites.md); without a suite: a file of prompts,
             empty: the run's held-out prompts.
         out: Output folder for files and tables; none: RUN/evaluations/…. Existing files are kept.
         samples: Images or clips per prompt; 0: the suite's own number, without a suite eval.samples_per_prompt.
@@ -219,8 +219,8 @@ def read_target(target: str, prompts: str, overrides: dict[str, Any]) -> Config:
     Raises ConfigError, ModelError.
     """
     from prefgrpo.models import family_of
-    from prefgrpo.run.inputs import own_inputs
-    from prefgrpo.run.run_folder import run_of
+    from prefgrpo.run.folder import run_of
+    from prefgrpo.run.resume import own_inputs
 
     if (run := run_of(Path(target))) is not None:
         return own_inputs(read(run.config, merge(run.place, overrides)), run)

@@ -25,27 +25,18 @@ COEF = torch.tensor([(0.9, -0.1, 0.3, -5.0, 0.25), (1.0, -0.05, 0.0, 0.0, 0.0)])
 
 def doctor() -> int:
     """Show versions, and compare each op backend with the reference; returns 1 if one is wrong, else 0."""
-    _print("prefgrpo", __version__)
     found = get_env_info()
-    for field in ENVIRONMENT:
-        _print(field.replace("_", " "), str(getattr(found, field) or "none"))
-    for name in PACKAGES:
-        try:
-            _print(name, importlib.metadata.version(name))
-        except importlib.metadata.PackageNotFoundError:
-            _print(name, "not installed")
-    results = {name: _check(name) for name in BACKENDS}
-    for name, (_, detail) in results.items():
-        _print(f"ops: {name}", detail)
+    versions = {name.replace("_", " "): getattr(found, name) or "none" for name in ENVIRONMENT}
+    there = {d.name.lower().replace("_", "-"): d.version for d in importlib.metadata.distributions()}
+    results = {name: _compared(name) for name in BACKENDS}
+    rows = {"prefgrpo": __version__} | versions | {name: there.get(name, "not installed") for name in PACKAGES}
+    rows |= {f"ops: {name}": detail for name, (_, detail) in results.items()}
+    for name, text in rows.items():
+        print(f"{name:<24} {text}".replace("\n", f"\n{'':25}"))
     return int(any(wrong for wrong, _ in results.values()))
 
 
-def _print(name: str, text: str) -> None:
-    first, *rest = text.splitlines()
-    print(f"{name:<24} {first}", *(" " * 25 + line for line in rest), sep="\n")
-
-
-def _check(name: str) -> tuple[bool, str]:
+def _compared(name: str) -> tuple[bool, str]:
     """(whether the backend is wrong, a line about it): its affine step and log-prob against the reference's."""
     if reason := unavailable_reason(name):
         return False, f"not available: {reason}"

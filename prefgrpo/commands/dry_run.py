@@ -13,43 +13,36 @@ from dataclasses import replace
 import torch
 
 from prefgrpo.config.loading import to_dict
-from prefgrpo.config.recipe import ConfigError, to_yaml
+from prefgrpo.config.recipe import to_yaml
 from prefgrpo.config.schema import Config
 from prefgrpo.models.attention import attention_of_a_run
-from prefgrpo.objectives import objective
 from prefgrpo.parallel import world as parallel
-from prefgrpo.parallel.recompute import budgets
+from prefgrpo.parallel.gradient_checkpointing import budgets
 from prefgrpo.parallel.world import World
-from prefgrpo.rollout.embeddings import Embeddings
-from prefgrpo.rollout.endpoint import EndpointCollector
 from prefgrpo.rollout.render import decode
-from prefgrpo.rollout.replay import replay
 from prefgrpo.run import judging
-from prefgrpo.run.checks import config_errors
-from prefgrpo.run.fits import kept_attention, sample_bytes
-from prefgrpo.run.loading import open_collector, open_model, open_schedules
+from prefgrpo.run.errors import errors, refuse
+from prefgrpo.run.memory import kept_attention, sample_bytes
 from prefgrpo.run.notes import GIB, kernel_notes, memory_line, peak_memory, step_bytes
+from prefgrpo.run.opening import open_run
 from prefgrpo.run.source import open_source
+from prefgrpo.update.endpoint import EndpointGradients
+from prefgrpo.update.trajectory import TrajectoryGradients, replay
 
 
 @attention_of_a_run()
 def dry_run(config: Config) -> int:
     """Print configuration, memory and the first batch; returns the exit code. Raises what `train` raises at start."""
-    if problems := config_errors(config):
-        raise ConfigError(problems)
+    refuse(errors(config))
     world = parallel.join(config)
     print(to_yaml(to_dict(config), allow_unicode=True))
     source = open_source(config, world, every_set=True)
     judging.Rewards(config, world).check("rewards", config.rewards, source.prompts)
-    embeddings = Embeddings(config)
-    absent = embeddings.absent(source.entries())
-    goal = objective(config.train)
-    adapter, policy = open_model(config, goal, world, encoders=bool(absent))
-    schedules = open_schedules(config, adapter, world)
-    shape = adapter.latent_shape(config.rollout)
-    collector = open_collector(config, goal, adapter, policy, world)
-    held = step_bytes(config, collector, policy, world)
-    print(memory_line(adapter, policy, held, kept_attention(config, adapter, world.layout)))
+    run = open_run(config, world, source)
+    adapter = run.adapter
+    gradients = run.gradients
+    held = step_bytes(config, gradients, run.policy, world)
+    print(memory_line(adapter, run.policy, held, kept_attention(config, adapter, world.layout)))
     for note in [*kernel_notes(config, adapter, world), *source.notes()]:
         print(note)
     evaluated = ", ".join(f"{len(some)} ({name})" for name, some in source.sets.items())
@@ -57,27 +50,29 @@ def dry_run(config: Config) -> int:
     begin = time.perf_counter()
     context = world.layout.context
     share = World(world.rank % context, context, world.device, world.layout, world.mesh)  # generates the same batch
-    rollouts = source.batches(adapter, embeddings, schedules, share)
-    batch = next(rollouts(0, lambda group, member, sample: None))
+    groups = source.open_groups(adapter, run.embeddings, run.schedules, share)
+    plan = groups.plan(0)
+    batch = next(groups.batches(plan, lambda group, member, sample: None))
     latents = share.whole(batch.latents, adapter.latent_shape(batch.sampling))
     media = decode(adapter, latents[:1], batch.sampling)
-    print(f"first batch: {len(batch.places)} samples, for {rollouts.prompts_of(0)[batch.slots[0]].text[:80]!r}")
-    own = len(batch.places) * sample_bytes(config, shape, world.layout)
+    print(f"first batch: {len(batch.places)} samples, for {plan.prompts[batch.slots[0]].text[:80]!r}")
+    own = len(batch.places) * sample_bytes(config, adapter.latent_shape(config.rollout), world.layout)
     others = torch.empty(sum(held.values()) - own, dtype=torch.uint8, device=world.device)
     middle = time.perf_counter()
-    if isinstance(collector, EndpointCollector):
-        error = collector.predict(batch, 0).error
+    if isinstance(gradients, EndpointGradients):
+        error = gradients.predict(batch, 0).error
         error.mean().backward()
         checked = f"velocity error {float(error.detach().mean()):.3g}"
     else:
-        batch = replace(batch, steps=batch.steps[:1])
+        assert isinstance(gradients, TrajectoryGradients)
+        batch = replace(batch, transitions=batch.transitions[:1])
         if config.train.kl_coef:
-            with collector.reference():
-                batch = collector.with_reference(batch)
-        step = collector.whole(batch.steps[0])
-        new = replay(adapter, batch.schedule, batch.condition, step, config.rollout, config.train.kl_form)
+            with gradients.reference():
+                batch = gradients.with_reference(batch)
+        stored = gradients.whole(batch.transitions[0])
+        new = replay(adapter, batch.schedule, batch.condition, stored, config.rollout, config.train.kl_form)
         new.logp.mean().backward()
-        off = float((torch.exp(new.logp.detach() - step.logp) - 1).abs().max())
+        off = float((torch.exp(new.logp.detach() - stored.logp) - 1).abs().max())
         checked = f"max |ratio − 1| = {off:.1e}"
     del others
     samples = [len(batch.places), *media.shape[1:]]

@@ -3,7 +3,7 @@
 Without a suite, both sides render the run's held-out prompts from the noise of its own evaluation and are compared by
 the rewards of eval.rewards, as during training. Existing files are reused, so the same command continues a killed
 evaluation, and another judge is asked without generating again. Invariant: a folder holds files of a single evaluation
-(weights, prompts, noise and sizes); any other evaluation refuses it.
+(weights, prompts, noise and sizes); any other evaluation rejects it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from prefgrpo.commands.generate import Job, Source, check_writing, claim_folder, generate_files, make_jobs, source_of
+from prefgrpo.commands.generate import Job, check_writing, claim_folder, generate_files, make_jobs
 from prefgrpo.commands.score import score_files
 from prefgrpo.config.loading import load
 from prefgrpo.config.recipe import ConfigError
@@ -33,13 +33,14 @@ from prefgrpo.parallel.world import World
 from prefgrpo.rollout.render import sample
 from prefgrpo.run import judging
 from prefgrpo.run.checkpoint import CheckpointError
-from prefgrpo.run.comparison import Comparison, Row
-from prefgrpo.run.evaluate import Pair, compare, eval_sets, over_ranks, share_of
-from prefgrpo.run.loading import open_prompts, unsupported
+from prefgrpo.run.errors import model_errors, refuse, reward_errors
+from prefgrpo.run.evaluation import BothSamples, compare, eval_sets, over_ranks, share_of
+from prefgrpo.run.folder import COMPARISON, RunFolder, run_of
 from prefgrpo.run.log import finite
+from prefgrpo.run.measures import Comparison, PairMeasures, keys_of, summary
 from prefgrpo.run.notes import sampler_notes
-from prefgrpo.run.run_folder import run_of
-from prefgrpo.run.source import open_source
+from prefgrpo.run.opening import Weights, weights_of
+from prefgrpo.run.source import open_prompts, open_source
 from prefgrpo.suites import load_suite
 from prefgrpo.suites.base import Results
 
@@ -47,10 +48,10 @@ AT_ONCE = 32
 """Pairs of images that are read and compared together."""
 
 
-def _folder(source: Source, out: Path | None, name: str) -> Path:
-    """Where an evaluation of a source is written."""
+def _folder(source: Weights, out: Path | None, name: str) -> Path:
+    """Folder to which an evaluation of these weights is written."""
     c = source.config
-    return out or Path(c.output) / c.name / "evaluations" / source.label / name
+    return out or RunFolder(Path(c.output) / c.name).evaluation(source.label, name)
 
 
 # ---- suites ---------------------------------------------------------------------------------------------------------
@@ -61,8 +62,7 @@ def on_suite(
     config: Config, target: str, name: str, file: str, out: Path | None, samples: int, fps: float | None
 ) -> int:
     """Generate files in the suite's layout; if the suite has a reward here, score them and report."""
-    if wrong := unsupported(config):
-        raise ConfigError(wrong)
+    refuse(model_errors(config))
     suite = load_suite(name)
     clips = judging.makes_clips(config)
     if clips != (suite.takes == "video"):
@@ -71,7 +71,7 @@ def on_suite(
     if not file:
         raise ConfigError([f"--prompts: expected {suite.source}"])
     world = parallel.join(config)
-    source = source_of(config, target, world)
+    source = weights_of(config, target, world)
     place = _folder(source, out, name)
     prompts = suite.read(Path(file))[: config.eval.max_prompts or None]
     sample_files = suite.sample_files(prompts, samples, place, ".mp4" if clips else ".png")
@@ -122,19 +122,19 @@ def _report(results: Results, facts: Mapping[str, Any], out: Path, name: str) ->
 # ---- comparisons ----------------------------------------------------------------------------------------------------
 
 
-def _other(source: Source, against: str, world: World) -> Source:
+def _other(source: Weights, against: str, world: World) -> Weights:
     """What to compare with: the base, or another target, sampled with `source`'s settings. Raises ConfigError."""
     config = source.config
     if against == "base":
-        return Source(config, as_trained=source.as_trained)
+        return Weights(config, as_trained=source.as_trained)
     run = run_of(Path(against))
     if run is None:
         train = replace(config.train, lora_from="")
         config = replace(config, model=against, family=family_of(against), train=train)
-        return replace(source_of(config, against, world), label=against)
+        return replace(weights_of(config, against, world), label=against)
     other = load(run.config)
     same = {name: getattr(other, name) for name in ("model", "family", "dtype", "train")}
-    made = source_of(replace(config, **same, data=replace(config.data, cache=other.data.cache)), against, world)
+    made = weights_of(replace(config, **same, data=replace(config.data, cache=other.data.cache)), against, world)
     return replace(made, label=f"{run.root.name}_{made.label}")
 
 
@@ -145,8 +145,7 @@ def against_other(
     """Render held-out prompts with the target's weights and with others from the same noise, and compare them."""
     if samples:
         config = replace(config, eval=replace(config.eval, samples_per_prompt=samples))
-    if wrong := judging.config_errors(config) + unsupported(config):
-        raise ConfigError(wrong)
+    refuse(reward_errors(config) + model_errors(config))
     world = parallel.join(config)
     if prompts:
         sets = {"prompts": open_prompts(partial(read_prompts, prompts), world)}
@@ -154,7 +153,7 @@ def against_other(
         sets = {name: list(some) for name, some in open_source(config, world, every_set=True).sets.items()}
     if not sets:
         raise ConfigError(["--prompts: the run has no held-out prompts; expected a file of prompts to compare on"])
-    now = source_of(config, target, world)
+    now = weights_of(config, target, world)
     other = _other(now, against, world)
     held = eval_sets(config, sets)
     every = [prompt for eval_set in held for prompt in eval_set.items]
@@ -177,15 +176,15 @@ def against_other(
     sizes = config.eval_sampling
     comparisons: list[Comparison] = []
     for h in held:
-        mine = share_of(world, len(h.items))
-        rows: list[Row] = []
-        for start in range(0, len(mine) * world.is_dp_leader, AT_ONCE):
-            pairs: list[Pair] = []
+        mine = share_of(world, len(h.items)) if world.is_dp_leader else []
+        measures: list[PairMeasures] = []
+        for start in range(0, len(mine), AT_ONCE):
+            pairs: list[BothSamples] = []
             for i in mine[start : start + AT_ONCE]:
-                both = [sample(h.items[i], read_media(file(part, h.name, i)), sizes) for part in sources]
-                pairs.append((both[0], both[1]))
-            rows += compare(scorer, pairs)[0]
-        comparisons.append(over_ranks(world, h, mine, rows))
+                media = [read_media(file(part, h.name, i)) for part in sources]
+                pairs.append(BothSamples(*(sample(h.items[i], one, sizes) for one in media)))
+            measures += compare(scorer, pairs).measures
+        comparisons.append(over_ranks(world, h, mine, measures))
     rewards.close()
     if world.main:
         counts = {h.name: len(set(h.group)) for h in held}
@@ -197,21 +196,30 @@ def against_other(
 def _write_comparison(
     comparisons: Sequence[Comparison], counts: Mapping[str, int], facts: Mapping[str, Any], notes: list[str], out: Path
 ) -> None:
-    """Print the result, and write comparison.json: win rates with their verdicts, then means."""
-    wins = {f"{one.name}/win_{name}": win for one in comparisons for name, win in one.win_rates.items()}
-    means = {f"{one.name}/{name}": both for one in comparisons for name, both in one.rewards.items()}
-    content = {
-        "about": facts,
-        "prompts": counts,
-        "win_rates": {key: asdict(win) | {"verdict": win.verdict} for key, win in wins.items()},
-        "means": {key: {"now": n.value, "before": b.value, "missing": n.missing} for key, (n, b) in means.items()},
-        "judges": notes,
-    }
+    """Print the result, and write comparison.json: win rates with their conclusions, then means."""
+    rates: dict[str, dict[str, Any]] = {}
+    means: dict[str, dict[str, float]] = {}
+    lines: list[str] = []
+    for one in comparisons:
+        keys = keys_of(one.measures)
+        for subject, wins in one.wins.items():
+            measure = one.measures[subject]
+            conclusion = wins.interval.conclusion
+            rates[f"{one.name}/win_{keys[subject]}"] = {
+                "rate": wins.value,
+                "missing": wins.missing,
+                **wins.interval._asdict(),
+                "first": measure.first.value if measure.first else None,
+                "second": measure.second.value if measure.second else None,
+                "verdict": conclusion,
+            }
+            lines.append(f"win rate by {one.name}/{subject}: {summary(measure)}: {conclusion}")
+        for subject, (now, before) in one.values.items():
+            found = {"now": now.value, "before": before.value, "missing": now.missing}
+            means[f"{one.name}/{keys[subject]}"] = found
+            lines.append(f"mean of {one.name}/{subject}: {now.value:.5g} against {before.value:.5g}")
+    content = {"about": facts, "prompts": counts, "win_rates": rates, "means": means, "judges": notes}
     text = json.dumps(finite(content), indent=1, ensure_ascii=False, allow_nan=False)
-    write_atomic(out / "comparison.json", text + "\n")
+    write_atomic(out / COMPARISON, text + "\n")
     print(", ".join(f"{count} prompts ({name})" for name, count in counts.items()))
-    for key, win in wins.items():
-        print(f"win rate by {key.replace('win_', '')}: {win}: {win.verdict}")
-    for key, (now, before) in means.items():
-        print(f"mean of {key}: {now.value:.5g} against {before.value:.5g}")
-    print(*notes, out / "comparison.json", sep="\n")
+    print(*lines, *notes, out / COMPARISON, sep="\n")

@@ -1,8 +1,8 @@
 """`prefgrpo export`: the weights of a run or of one of its checkpoints, in diffusers' format or under ComfyUI's names.
 
-A checkpoint has its LoRA in diffusers' format; of fully trained weights it holds tensors only, so the model is opened
-to write them. ComfyUI reads diffusers' LoRA files of FLUX, Qwen-Image, SD3 and Z-Image as they are; for other families
-its map of names has only those of the publisher's own checkpoint.
+A checkpoint has its LoRA in diffusers' format; of fully trained weights it contains only tensors, so the model is
+loaded to write them. ComfyUI reads diffusers' LoRA files of FLUX, Qwen-Image, SD3 and Z-Image as they are; for other
+families its map of names has only those of the publisher's own checkpoint.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from prefgrpo.config.loading import load
 from prefgrpo.config.recipe import UserError
 from prefgrpo.config.schema import Config
 from prefgrpo.data.atomic import write_atomic, write_folder
-from prefgrpo.run.run_folder import PRODUCTS, run_of
+from prefgrpo.run.folder import PRODUCTS, run_of
 
 
 def export(
@@ -51,14 +51,14 @@ def export(
         raise UserError(f"--out: {out} exists; expected a new or an empty folder, as its content would be replaced")
     source = folder.product(lora=True)
     name = folder.root.resolve().name
-    if not comfy or folder.latest() or not source.is_dir():  # a run without checkpoints has the LoRA of its end
+    if not comfy or folder.latest() or not source.is_dir():  # a run without checkpoints has its final LoRA
         path = folder.checkpoint_of(run)
         name = f"{name}_{path.name}"
-        source = folder.root / "exports" / path.name if as_file or out is None else out
+        source = folder.exported(path) if as_file or out is None else out
         write_folder(source, lambda inside: _write(config, path, inside))
         print(f"wrote {source}")
     if as_file:
-        target = out or folder.root / "comfy"
+        target = out or folder.comfy
         target = target if target.suffix == ".safetensors" else target / f"{name}.safetensors"
         _write_files(source, target, (names or ()) if comfy else ())
     return 0
@@ -72,7 +72,7 @@ def _write(config: Config, path: Path, target: Path) -> None:
     import torch
 
     from prefgrpo.parallel.world import World
-    from prefgrpo.run.loading import load_checkpoint, open_adapter
+    from prefgrpo.run.opening import load_checkpoint, open_adapter
 
     world = World(0, 1, torch.device("cpu"))
     adapter = open_adapter(config, world.device)

@@ -14,8 +14,9 @@ from prefgrpo.models.attention import attention_of_a_run
 from prefgrpo.parallel import world as parallel
 from prefgrpo.parallel.world import World
 from prefgrpo.rollout.embeddings import Embeddings, Entry
-from prefgrpo.rollout.sources import prefetch
-from prefgrpo.run.loading import open_adapter, unsupported
+from prefgrpo.rollout.source_images import prefetch
+from prefgrpo.run.errors import model_errors, refuse
+from prefgrpo.run.opening import open_adapter
 from prefgrpo.run.source import open_source
 
 AHEAD = 8
@@ -27,8 +28,7 @@ def preprocess(config: Config) -> int:
     """Encode all prompts of a recipe once, into data.cache (also under torchrun)."""
     if not config.data.cache:
         raise ConfigError(["data.cache: expected a folder to write to, got nothing"])
-    if problems := unsupported(config):
-        raise ConfigError(problems)
+    refuse(model_errors(config))
     world = parallel.join()
     source = open_source(config, world, every_set=True)
     embeddings = Embeddings(config, most_bytes=0)
@@ -54,4 +54,4 @@ def _encode(config: Config, embeddings: Embeddings, entries: list[Entry], world:
                 prefetch(later.sources for later in entries[number : number + AHEAD])
                 embeddings.get(adapter, [entry])
     finally:
-        embeddings.flush()  # after Ctrl-C too
+        embeddings.flush()  # also after Ctrl-C

@@ -35,7 +35,8 @@ from prefgrpo.parallel import world as parallel
 from prefgrpo.parallel.world import World
 from prefgrpo.rewards.base import Reward, Sample, Score
 from prefgrpo.rewards.scorer import Scorer
-from prefgrpo.run.judging import Rewards, entry_errors
+from prefgrpo.run.errors import entry_errors, refuse
+from prefgrpo.run.judging import Rewards
 
 REASONS = 3
 """Reasons for missing scores that the table shows per reward."""
@@ -65,8 +66,7 @@ def score(rewards: str, images: Path, prompts: Path, out: Path | None = None, ba
     if out:
         _check_writable(out)
     config = _config(rewards)
-    if errors := entry_errors(config, "--rewards", config.rewards):
-        raise ConfigError(errors)
+    refuse(entry_errors(config, "--rewards", config.rewards))
     files = find(images, read_prompts(prompts, unique=False))
     kinds = sorted({"video" if g.file.suffix.lower() in CLIPS else "image" for g in files})
     if "video" in kinds and find_spec("imageio_ffmpeg") is None:
@@ -185,7 +185,7 @@ def summary(
 
 
 def _mean(values: Sequence[float | None]) -> dict[str, Any]:
-    """Mean of the values that are there, and the number of missing ones."""
+    """Mean of the values that exist, and the number of missing ones."""
     there = [value for value in values if value is not None]
     return {"mean": math.fsum(there) / len(there) if there else None, "missing": len(values) - len(there)}
 

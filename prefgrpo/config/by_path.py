@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,8 +18,8 @@ IMPORT_PATH = re.compile(r"([^\W\d]\w*\.)*[^\W\d]\w*[.:][^\W\d]\w*|[^,:]+\.py:[^
 
 
 def load_object(path: str) -> Any:
-    """What "package.module.name", "package.module:name" or "file.py:name" is; raises what importing it raises, and
-    AttributeError, with the nearest name."""
+    """The object named by "package.module.name", "package.module:name" or "file.py:name"; raises what importing raises,
+    and AttributeError, with the nearest name."""
     module, _, attribute = path.rpartition(":" if ":" in path else ".")
     loaded = _file_module(Path(module)) if module.endswith(".py") else importlib.import_module(module)
     if not hasattr(loaded, attribute):
@@ -27,7 +27,7 @@ def load_object(path: str) -> Any:
     return getattr(loaded, attribute)
 
 
-def load_class(what: str, name: str, table: Mapping[str, str], base: type[T]) -> type[T]:
+def registered_class(what: str, name: str, table: Mapping[str, str], base: type[T]) -> type[T]:
     """The class derived from `base` that `table` registers as `name`, or at the import path `name`.
 
     what: e.g. "family". Raises ValueError if there is none, and suggests the nearest name.
@@ -43,6 +43,21 @@ def load_class(what: str, name: str, table: Mapping[str, str], base: type[T]) ->
     if not (isinstance(cls, type) and issubclass(cls, base)):
         raise ValueError(f"expected a class derived from {base.__module__}.{base.__name__} at '{name}', got {cls!r}")
     return cls
+
+
+def load_function(name: str, names: Collection[str]) -> Callable[..., Any]:
+    """The function at file.py:function or package.module.function. Raises ValueError, which expects one of `names` too,
+    for a name that is neither."""
+    if not IMPORT_PATH.fullmatch(name):
+        expected = f"expected one of {', '.join(names)}, or file.py:function"
+        raise ValueError(f"{expected}, got '{name}'{did_you_mean(name, names)}")
+    try:
+        function: Callable[..., Any] = load_object(name)
+    except Exception as error:
+        raise ValueError(f"cannot load {name!r}: {type(error).__name__}: {error}") from error
+    if not callable(function):
+        raise ValueError(f"expected a function at {name!r}, got {type(function).__name__}")
+    return function
 
 
 def _file_module(file: Path) -> Any:

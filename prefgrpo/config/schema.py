@@ -20,6 +20,8 @@ STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attrib
 """Reject unknown keys, never convert types (true to 1, 1 to "1"); the line below a field is its description."""
 Share = Annotated[float, Field(ge=0, lt=1)]
 Attention = Literal["native", "_native_flash", "_native_math", "fa3", "fa4", "_flash_3_hub", "_flash_3_varlen_hub"]
+RULES = ("flow", "dance", "cps", "cps_normalised", "wan")
+"""Step rules of `sde.rules` that can be trained with; `rollout.rule` may also name a function."""
 COMBINE = ("weighted_sum", "weighted_advantage_sum", "gdpo", "geometric_mean")
 """Ways to combine rewards; `advantage.combine` may also name a function."""
 SEPARATE = ("weighted_advantage_sum", "gdpo")
@@ -67,8 +69,9 @@ class SamplingConfig:
     source_area: Annotated[int, Field(ge=32 * 32)] | None = None
     """Pixels per source image, for editing families that resize sources (Qwen-Image-Edit); none: as in the published
     pipeline, about a million."""
-    rule: Literal["flow", "dance", "cps", "cps_normalised", "wan"] = "flow"
-    """Step rule of the stochastic steps."""
+    rule: str = "flow"
+    """Step rule of the stochastic steps: flow, dance, cps, cps_normalised or wan, or a function of your own,
+    file.py:function."""
     eta: NonNegativeFloat = 0.7
     """Noise level η of the rule."""
     window_low: NonNegativeInt = 0
@@ -99,9 +102,9 @@ class SamplingConfig:
     def mistakes(self) -> Iterator[str]:
         """Values that contradict each other, as 'field: what was expected, what was given'."""
         high = self.window_high or self.steps - 1
-        if not self.eta and self.rule != "wan":
+        if not self.eta and self.rule in RULES and self.rule != "wan":
             yield f"eta: expected a noise level above 0 to train with, got {self.eta}"
-        if self.eta > 1 and self.rule.startswith("cps"):
+        if self.eta > 1 and self.rule in ("cps", "cps_normalised"):
             yield f"eta: rule {self.rule} takes 0 … 1, got {self.eta}"
         if not self.window_low < high <= self.steps:
             order = f"expected 0 <= low < high <= steps ({self.steps})"
@@ -189,9 +192,9 @@ class TrainConfig:
     warmup_steps: NonNegativeInt = 0
     """Optimiser updates of linear warm-up, counted like those of lr_scheduler."""
     lr_scheduler: Literal["constant", "linear", "cosine", "wsd"] = "constant"
-    """Learning rate after the warm-up: constant, or from there falling to 0 at the end of `steps`; wsd (warm-up,
-    stable, decay): constant in the first half of the run, then falling linearly. It follows the position in the run:
-    updates that are skipped count."""
+    """Learning rate after the warm-up: constant, or from there decaying to 0 at the end of `steps`; wsd (warm-up,
+    stable, decay): constant in the first half of the run, then decaying linearly. It follows the position in the run:
+    skipped updates count."""
     max_grad_norm: PositiveFloat = 1.0
     """Gradient norm is clipped to this."""
     updates_per_rollout: PositiveInt = 1
@@ -305,7 +308,7 @@ class Config:
     dtype: Literal["fp32", "bf16"] = "bf16"
     """Type of the denoiser's weights in a forward; LoRA, master weights and optimiser are fp32."""
     fp8_base: bool = False
-    """Keep the Linear layers of the denoiser's repeated blocks in fp8 (docs/training.md): half of the memory of their
+    """Keep the Linear layers of the denoiser's repeated blocks in fp8 (docs/memory.md): half of the memory of their
     weights, and products in fp8 where the GPU has them. With a LoRA only."""
     attention: Attention = "native"
     """Attention kernels, in both rollout and training; their gradients are first compared with exact ones. native:
@@ -354,7 +357,7 @@ class Config:
         if t.update_slices == "members" and t.updates_per_rollout > r.group_size:
             limit = f"at most group_size = {r.group_size} with train.update_slices: members"
             yield f"train.updates_per_rollout: expected {limit}, got {t.updates_per_rollout}"
-        if t.kl_form != "gaussian" and r.rule.startswith("cps"):
+        if t.kl_form != "gaussian" and r.rule in ("cps", "cps_normalised"):
             why = f"{t.kl_form} divides by a variance per unit of σ, which rule {r.rule} does not have"
             yield f"train.kl_form: {why}; expected gaussian"
         if r.staleness and self.checkpoint.every == 1:

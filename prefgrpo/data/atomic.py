@@ -1,6 +1,6 @@
 """Atomic writes: everything is written under a hidden temporary name in the same folder, then renamed.
 
-Invariant: under its final name, a file or folder is either the old one or the whole new one, also after a crash.
+Invariant: under its final name, a file or folder is either the old one or the complete new one, even after a crash.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def write_folder(final: Path, write: Callable[[Path], None]) -> None:
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     write(temporary)
-    mode = temporary.stat().st_mode & 0o666  # as by the umask; safetensors 0.8 writes files readable only by the owner
+    mode = temporary.stat().st_mode & 0o666  # by the umask; safetensors 0.8 writes files readable only by the owner
     for path in (*temporary.rglob("*"), temporary):
         if path.is_file():
             path.chmod(mode)
@@ -53,7 +53,8 @@ def write_folder(final: Path, write: Callable[[Path], None]) -> None:
 
 
 def temporary_path(path: Path) -> Path:
-    """Where this process writes `path`; in run folders, `checkpoint.claim` removes what killed processes left.
+    """Temporary name under which this process writes `path`; in run folders, `checkpoint.claim` removes what killed
+    processes left.
 
     The host is part of the name because in containers the processes of all machines have the same few ids.
     """

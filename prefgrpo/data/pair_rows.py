@@ -31,7 +31,7 @@ WEIGHT = "weight"
 
 
 class Unjudged(ValueError):
-    """A row that says itself that nobody judged it."""
+    """A row that states that nobody judged it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,7 +89,7 @@ def _embedded(value: Any, file: str, column: str, row: int, *within: int) -> Any
 
 
 def place(name: Any, folder: Path) -> StoredMedia:
-    """Where an image or clip lies. Raises ValueError for what names no file."""
+    """Location of an image or clip. Raises ValueError if it names no file."""
     if isinstance(name, StoredMedia):
         return name
     if not isinstance(name, str) or not name:
@@ -103,7 +103,7 @@ def place(name: Any, folder: Path) -> StoredMedia:
 
 
 def _pair(first: float) -> Floats:
-    """[2, 2] of the probability that the first beats the second."""
+    """Win matrix [2, 2] from the probability that the first beats the second."""
     return np.array([[np.nan, first], [1.0 - first, np.nan]])
 
 
@@ -125,7 +125,7 @@ def _probability(name: str, value: Any) -> float:
 
 
 def _chosen(rest: Row, values: Sequence[Any]) -> float:
-    """The first is the better one, with certainty unless the row says how probable that is."""
+    """The first one wins, with certainty unless the row has a probability."""
     return _probability(PROBABILITY, rest.pop(PROBABILITY, 1.0))
 
 

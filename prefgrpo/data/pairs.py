@@ -34,7 +34,7 @@ class PairGroup:
     samples: tuple[StoredMedia, ...]
     """The n images or clips, in the row's order; of `chosen` and `rejected`, the chosen one is 0."""
     shapes: tuple[Shape, ...]
-    """Of the samples; all are images, or all are clips."""
+    """Shapes of the samples; all are images, or all are clips."""
     wins: Floats
     """[n, n], probability that row beats column: 1, 0, ½ for a tie, NaN where nobody judged and on the diagonal;
     wins + winsᵀ = 1."""
@@ -60,8 +60,8 @@ def has_pairs(path: str | Path) -> bool:
 def read_pairs(path: str | Path, *, decode: bool = True) -> list[PairGroup]:
     """The groups of a table, in order; the same pair in two rows is two groups, because both are judgements.
 
-    decode: read every image completely, to find what is none. Rows that say themselves that nobody judged them are left
-    out with a warning. Raises DataError for a missing or empty file, or one that names every row that cannot be used,
+    decode: read every image completely, to find broken ones. Rows that state that nobody judged them are left out with
+    a warning. Raises DataError for a missing or empty file, or one that names every row that cannot be used,
     with its line and the reason.
     """
     file = Path(path)
@@ -131,7 +131,7 @@ def _mistake(samples: Sequence[StoredMedia], shapes: Sequence[Shape], decode: bo
 
 
 def summary(groups: Sequence[PairGroup]) -> str:
-    """One line: how many groups, judged pairs and ties there are, and how many groups stand there more than once."""
+    """One line: how many groups, judged pairs and ties there are, and how many groups occur more than once."""
     upper = [group.wins[np.triu_indices(len(group.samples), 1)] for group in groups]
     judged = np.concatenate(upper)
     judged = judged[~np.isnan(judged)]

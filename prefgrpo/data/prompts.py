@@ -25,7 +25,7 @@ __all__ = ["DataError", "Prompt", "fingerprint", "prompt_sets", "read_prompts", 
 
 FEWEST_TO_SPLIT = 20
 FEWEST_HELD_OUT = 32
-"""With a margin above `run.comparison.MIN_PROMPTS`, below which no result is conclusive."""
+"""With a margin above `run.measures.MIN_PROMPTS`, below which no result is conclusive."""
 MOST_HELD_OUT = 64
 
 
@@ -38,7 +38,7 @@ class Prompt:
     meta: dict[str, Any] = field(default_factory=dict)
     """The other columns of the row."""
     source: tuple[str | StoredMedia, ...] = ()
-    """Paths of the source images (editing), or where they lie in a table of pairs or in a run."""
+    """Paths of the source images (editing), or their locations in a table of pairs or in a run."""
     line: int = 0
     """Line (or row) number in the file."""
 
@@ -57,7 +57,7 @@ class Prompt:
 
 
 def read_source(path: str | StoredMedia) -> Image.Image:
-    """An image file as RGB. Raises DataError if it is none."""
+    """An image file as RGB. Raises DataError if it is not an image."""
     try:
         return place_of(path).image()
     except DataError as error:
@@ -65,7 +65,7 @@ def read_source(path: str | StoredMedia) -> Image.Image:
 
 
 def place_of(source: str | StoredMedia) -> StoredMedia:
-    """Where a source image lies."""
+    """Location of a source image."""
     return StoredMedia(source) if isinstance(source, str) else source
 
 
@@ -84,7 +84,7 @@ def read_prompts(path: str | Path, *, unique: bool = True, decode: bool = True) 
     """Prompts of a file, one per line or row, skipping blank lines; `unique` keeps only the first of equal prompts, and
     warns of the others if their columns differ.
 
-    decode: read every source image, to find what is none. Raises DataError for a missing, unreadable or empty file, or
+    decode: read every source image, to find broken ones. Raises DataError for a missing, unreadable or empty file, or
     one that lists all lines without a prompt, or with a source image that is missing or not an image.
     """
     file = Path(path)
@@ -180,7 +180,7 @@ def prompt_sets(config: Config, decode: bool = True) -> tuple[list[Prompt], dict
 
 
 def prompt_files(config: Config, decode: bool = True) -> dict[str, list[Prompt]]:
-    """Evaluation set → prompts, of those that are files."""
+    """Prompts of the evaluation sets that are files."""
     files = {"dev": config.eval.file, "test": config.eval.final_prompts}
     return {name: read_prompts(file, decode=decode) for name, file in files.items() if file}
 

@@ -1,7 +1,7 @@
-"""An image or a clip that lies somewhere: in a file of its own, in a cell of a parquet table, or in an array of a run.
+"""Location of an image or a clip: a file of its own, a cell of a parquet table, or an array of a run.
 
-Nothing is kept but the part of a table that was read last: pixels are decoded whenever they are needed. Invariant:
-every image is 8-bit sRGB in upright position on white, whatever the file holds (`media.rgb`).
+Only the part of a table that was read last is cached: pixels are decoded whenever they are needed. Invariant:
+every image is 8-bit sRGB, upright, on white, whatever the file contains (`media.rgb`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TURNED = (5, 6, 7, 8)
 
 
 class Shape(NamedTuple):
-    """Of an image, upright, or of a clip."""
+    """Shape of an image (upright) or a clip."""
 
     height: int
     width: int
@@ -40,7 +40,7 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True)
 class StoredMedia:
-    """Where an image or a clip lies; equal for equal places."""
+    """Location of an image or a clip; equal for equal locations."""
 
     file: str
     part: tuple[str | int, ...] = ()
@@ -57,7 +57,7 @@ class StoredMedia:
         return Media(np.asarray(self.image()))
 
     def image(self) -> Image.Image:
-        """The pixels of what is no clip. Raises DataError if they cannot be read."""
+        """The pixels as an image. Raises DataError if they cannot be read, or are a clip."""
         try:
             with self._open() as image:
                 return rgb(image)
@@ -85,7 +85,7 @@ class StoredMedia:
         return Shape(width, height) if turned else Shape(height, width)
 
     def content(self) -> str:
-        """Equal for equal contents (of a large file, at 16 places), whatever they are called."""
+        """Equal for equal contents (of a large file, at 16 places), whatever the names."""
         if not self.part:
             return file_digest(self.file)
         if self.file.endswith(".npz"):
@@ -93,7 +93,7 @@ class StoredMedia:
         return hashlib.sha256(self._bytes()).hexdigest()
 
     def identity(self) -> tuple[str | int, ...]:
-        """What is made from the pixels is stored under: the file with its size and time, and the part."""
+        """Cache key of what is made from the pixels: the file with its size and time, and the part."""
         stat = Path(self.file).stat()
         return (self.file, stat.st_size, stat.st_mtime_ns, *self.part)
 
@@ -107,7 +107,7 @@ class StoredMedia:
         return Image.open(io.BytesIO(self._bytes()))
 
     def _bytes(self) -> bytes:
-        """Of a cell of a parquet table."""
+        """Content of a cell of a parquet table."""
         name, row, *within = self.part
         value = _cell(self.file, str(name), int(row))
         for index in within:
@@ -142,7 +142,7 @@ def read_media(file: Path) -> Media:
 
 
 def _why(error: Exception) -> str:
-    """Its first line: ffmpeg's further lines contain memory addresses."""
+    """First line of the error: ffmpeg's further lines contain memory addresses."""
     return (str(error) or type(error).__name__).splitlines()[0]
 
 
@@ -168,7 +168,7 @@ def _array(file: str, name: str) -> NDArray[Any]:
 
 
 def _cell(file: str, column: str, row: int) -> Any:
-    """A cell of a parquet table, of which the group of rows that was read last is kept."""
+    """A cell of a parquet table; the row group that was read last is cached."""
     for group, (first, count) in enumerate(_row_groups(file)):
         if row < first + count:
             return _column_of(file, group, column)[row - first].as_py()
@@ -177,7 +177,7 @@ def _cell(file: str, column: str, row: int) -> Any:
 
 @lru_cache(maxsize=64)
 def _row_groups(file: str) -> tuple[tuple[int, int], ...]:
-    """(first row, rows) of every group of rows in a parquet table."""
+    """(first row, number of rows) of every row group of a parquet table."""
     import pyarrow.parquet
 
     metadata = pyarrow.parquet.ParquetFile(file).metadata
@@ -187,7 +187,7 @@ def _row_groups(file: str) -> tuple[tuple[int, int], ...]:
 
 @lru_cache(maxsize=4)
 def _column_of(file: str, group: int, column: str) -> Any:
-    """A column of a group of rows, as an arrow array; column: as `tables.rows` calls it."""
+    """A column of a row group, as an arrow array; column: as `tables.rows` calls it."""
     import pyarrow.parquet
 
     table = pyarrow.parquet.ParquetFile(file)

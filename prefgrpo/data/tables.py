@@ -33,7 +33,7 @@ the edges of a text."""
 AT_ONCE = 256
 """Rows of a parquet table, which may hold images, that are read together."""
 LISTED = 10
-"""Rows that cannot be used whose reasons are printed; of the others only the numbers."""
+"""Number of invalid rows whose reasons are printed; of further ones, only the row numbers."""
 Rows = Iterator[tuple[int, dict[str, Any]]]
 """(line or row number, its columns)."""
 
@@ -52,7 +52,7 @@ def rows(file: Path) -> Rows:
 
 
 def refusal(file: Path | str, bad: Mapping[int, str]) -> str:
-    """The message for rows that cannot be used: line → reason."""
+    """The message for invalid rows; bad: line → reason."""
     lines = sorted(bad)
     listed = [f"  line {number}: {bad[number]}" for number in lines[:LISTED]]
     others = [f"  and lines {', '.join(map(str, lines[LISTED:]))}"] if len(lines) > LISTED else []
@@ -78,7 +78,7 @@ def known_as(name: str) -> str:
 
 
 def _content(file: Path) -> str:
-    """The text of a file, without INVISIBLE at the beginning of a line: files may have been joined."""
+    """The text of a file, without INVISIBLE at the beginning of a line: files may have been concatenated."""
     return re.sub(f"(?m)^[{INVISIBLE}]+", "", file.read_bytes().decode())
 
 
@@ -135,7 +135,7 @@ def _csv(file: Path) -> Rows:
             if names != header and sorted(names) == sorted(header):
                 order = f"{', '.join(header)}, then {', '.join(names)}"
                 raise DataError(f"{file}, line {reader.line_num}: a header again, in another order: {order}")
-            if any(cells) and names != header:  # again the header: files were joined
+            if any(cells) and names != header:  # a repeated header: files were concatenated
                 yield reader.line_num, row
     except csv.Error as error:
         raise DataError(f"{file}, line {reader.reader.line_num}: {error} (is a quote not closed?)") from error

@@ -101,8 +101,8 @@ class SDEFlowMatchScheduler(FlowMatchEulerDiscreteScheduler):
     ) -> SDEFlowMatchSchedulerOutput | tuple[Tensor, Tensor]:
         """x' and its log-prob for model_output and sample [B, …] at one timestep; advances to the next step.
 
-        noise: ε like sample, or its address (whose step is then the index of this step); by default drawn in fp32 with
-        `generator` (as in diffusers; a list has one per sample). Raises ValueError if both are given.
+        noise: ε like sample, or a PhiloxNoise (whose step is then the index of this step); by default drawn in fp32
+        with `generator` (as in diffusers; a list has one per sample). Raises ValueError if both are given.
         """
         if noise is not None and generator is not None:
             raise ValueError("expected a generator or a noise, got both")

@@ -88,7 +88,7 @@ def unipc_step(
 ) -> Any:
     """`UniPCMultistepSDEScheduler.step` (Wan): diffusers' own step in eval mode, else `step` with its arguments.
 
-    options: the others, by keyword. With return_dict=False: (next_latents, log_prob, mean, std_dev_t, dt).
+    options: the other arguments, by keyword. With return_dict=False: (next_latents, log_prob, mean, std_dev_t, dt).
     """
     if self.is_eval:
         if isinstance(timestep, int) and options.get("timestep_next") is None:  # a step number, as in `step`

@@ -34,7 +34,7 @@ class Steps(NamedTuple):
 
     @property
     def sigma(self) -> Tensor:
-        """[n], as all that follows."""
+        """[n], like the following properties."""
         return self.numbers.select(1, 0)
 
     @property
@@ -59,7 +59,7 @@ class Steps(NamedTuple):
 
 
 _CACHE = WeakTensorKeyDictionary()
-"""What was computed from a host's `sigmas` or `timesteps`, as long as it keeps that tensor unchanged."""
+"""Values computed from a host codebase's `sigmas` or `timesteps`, valid while it leaves that tensor unchanged."""
 
 
 def cached(source: Tensor, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
@@ -128,7 +128,7 @@ def scheduled(sigmas: Tensor, index: Tensor, rule: str, eta: float | Tensor, wit
 
 
 def _first_choice(timesteps: Tensor, device: torch.device) -> Tensor:
-    """The timesteps on the device, with NaN for those that are not to be found: of equal ones the second is."""
+    """The timesteps on the device, with NaN for the first of two equal ones, of which the second is to be found."""
     timesteps = timesteps.to(device, torch.float64, non_blocking=True)
     equal = timesteps[:, None] == timesteps
     is_chosen = equal.tril(-1).sum(1) == (equal.sum(1) - 1).clamp_max(1)
@@ -144,7 +144,8 @@ def _by_timestep(timesteps: Tensor) -> dict[float, int]:
 def index_of(timesteps: Tensor, timestep: Any, device: torch.device) -> Tensor:
     """Step index int64 [n] of n timesteps (or of one number) in a scheduler's `timesteps` [T].
 
-    Of equal timesteps it is the second, as in diffusers. An unknown one raises RuntimeError, on a GPU asynchronously.
+    Of equal timesteps the second one counts, as in diffusers. An unknown one raises RuntimeError, on a GPU
+    asynchronously.
     """
     message = "timestep: not one of the scheduler's timesteps"
     if isinstance(timestep, Tensor) and timestep.device.type != "cpu":
@@ -179,7 +180,7 @@ class Result(NamedTuple):
     logp: Tensor
     """[B] fp32."""
     mean: Any
-    """[B, …] fp32 μ; None, if it was not asked for."""
+    """[B, …] fp32 μ; None if it was not asked for."""
 
 
 def transition(

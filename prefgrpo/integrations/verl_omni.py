@@ -19,7 +19,7 @@ from prefgrpo.ops import metrics_by_name, policy_loss
 
 RULES = {"sde": "flow", "cps": "cps", "dance_sde": "dance"}
 LOSSES = ("flow_grpo", "dance_grpo")
-"""The names under which verl-omni's configuration lets its clipped loss be chosen."""
+"""Names under which verl-omni's configuration offers its clipped loss."""
 METRICS = {
     "actor/ppo_kl": "ppo_kl",
     "actor/pg_clipfrac": "clip_fraction",
@@ -88,7 +88,7 @@ def clipped_loss(
 def register() -> None:
     """Put the step into verl-omni's scheduler class and the loss over its `flow_grpo` and `dance_grpo`.
 
-    Call it in every process. verl-omni's configuration takes no other name of a loss.
+    Call it in every process. verl-omni's configuration accepts no other name for a loss.
     """
     from verl_omni.pipelines.schedulers.flow_match_sde import FlowMatchSDEDiscreteScheduler
     from verl_omni.trainer.diffusion import diffusion_algos as theirs

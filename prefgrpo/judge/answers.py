@@ -34,7 +34,7 @@ _STATED = re.compile(
     r"(?=[\"'”)]* *(?:$|,|because\b|since\b|due to\b|overall\b|as (?:it|the)\b|than (?:edited )?(?:image|video) [12]))",
     re.I | re.A,
 )
-"""What a sentence that is a verdict says."""
+"""What makes a sentence a verdict."""
 _LEAD = re.compile(
     r"(?:(?:(?:therefore|thus|hence|so|overall|ultimately|finally|consequently|accordingly|all in all|as a result|"
     r"for these reasons|in (?:conclusion|summary|short)|to (?:conclude|sum up))[,:]?|"
@@ -277,7 +277,7 @@ def word_probability(choice: Mapping[str, Any], words: tuple[str, str]) -> float
 
 
 def _token(choice: Mapping[str, Any], place: int) -> tuple[list[tuple[str, float]], str]:
-    """(text, log-probability) of the likeliest tokens at a place of the answer, of which several can have one text, and
+    """(text, log-probability) of the likeliest tokens at a position of the answer (several may have the same text), and
     the text of the sampled one. Unreadable if the server sent none."""
     logprobs = choice.get("logprobs")
     content = logprobs.get("content") if isinstance(logprobs, dict) else None

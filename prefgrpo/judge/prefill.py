@@ -1,9 +1,9 @@
-"""Prefills that end with a space, such as "Image ", which some chat templates cut (Qwen3.5, Qwen3.6, Gemma 3).
+"""Prefills that end with a space, such as "Image ", which some chat templates strip (Qwen3.5, Qwen3.6, Gemma 3).
 
-The judge would then answer after "Image", one token before the label. vLLM's /tokenize tells it, and which token the
-space is: the server is made to write it (`allowed_token_ids`), and the label is read after it. Its log-probabilities
+The judge would then answer after "Image", one token before the label. vLLM's /tokenize reveals this, and the token of
+the space: the server is forced to write it (`allowed_token_ids`), and the label is read after it. Its log-probabilities
 are those before that restriction (vLLM's default, `raw_logprobs`), so verdicts are those after the whole prefill.
-Invariant: where the space is cut and cannot be written, the question is not asked; the reason says what to do.
+Invariant: where the space is stripped and cannot be forced, the question is not asked; the reason says what to do.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _conversation(model: str, template: Template, prefill: str) -> dict[str, Any
 
 
 async def _ask(endpoint: Endpoint, path: str, body: dict[str, Any], timeout_s: float, key: str) -> Any:
-    """The value of `key` in a reply; None if the server refuses the request, or sends something else."""
+    """The value of `key` in a reply; None if the server rejects the request, or sends something else."""
     try:
         return json.loads(await endpoint.post(path, json.dumps(body).encode(), timeout_s)).get(key)
     except (ValueError, AttributeError, RecursionError):

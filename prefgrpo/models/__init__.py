@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from prefgrpo.config.by_path import load_class
+from prefgrpo.config.by_path import registered_class
 from prefgrpo.models import folder
 from prefgrpo.models.base import Adapter
 
@@ -37,7 +37,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 def family(name: str) -> type[Adapter]:
     """Adapter class of a family in MODELS, or at the import path `name` (as file.py:Class). Raises ValueError."""
-    return load_class("family", name, MODELS, Adapter)  # type: ignore[type-abstract]
+    return registered_class("family", name, MODELS, Adapter)  # type: ignore[type-abstract]
 
 
 def family_of(model: str) -> str:

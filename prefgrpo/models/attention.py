@@ -1,4 +1,4 @@
-"""Attention kernels that a model may use: never cuDNN's, and only such as give exact outputs and gradients here.
+"""Attention kernels that a model may use: never cuDNN's, and only those whose outputs and gradients are exact here.
 
 Some backends of diffusers run forward and backward without an error but drop the gradient of the attention branch, or
 return NaN at some sizes, which no loss curve shows. So `check` compares outputs and gradients with exact attention, in
@@ -26,7 +26,7 @@ from torch.nn.attention import (
 
 from prefgrpo.config.recipe import ConfigError
 
-logging.getLogger("xformers").setLevel(logging.ERROR)  # diffusers imports it if it is there; no run uses it
+logging.getLogger("xformers").setLevel(logging.ERROR)  # diffusers imports it if it is installed; no run uses it
 
 LIMIT = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 """Maximum error of an output or gradient, relative to its largest element."""
@@ -37,12 +37,12 @@ CHUNK = 2**23
 """Scores that the exact attention holds at once."""
 
 FLASH = {"fa3": "FA3", "fa4": "FA4"}
-"""`attention` → torch's name of the kernels with which it replaces its own FlashAttention-2."""
+"""`attention` → torch's name of the kernels that replace its own FlashAttention-2."""
 NEEDS = {
     "fa3": "flash_attn_3, from PyTorch's own index of wheels or built from hopper/ of the flash-attention repository",
     "fa4": "flash-attn-4 as pinned: pip install -e '.[fa4]' in the checkout",
 }
-"""`attention` → the package with its kernels."""
+"""`attention` → the package that contains its kernels."""
 
 
 class Before(NamedTuple):
@@ -156,14 +156,14 @@ class Case(NamedTuple):
     masked: bool = False
 
 
-def check(name: str, case: Case, dtype: torch.dtype, device: torch.device, given: str = "") -> None:
-    """Raise ConfigError if a backend of diffusers does not run here, or is wrong.
+def check_kernels(name: str, case: Case, dtype: torch.dtype, device: torch.device, given: str = "") -> None:
+    """Raise ConfigError if a diffusers backend does not run here, or computes something wrong.
 
     given: the value of `attention`, where it is not the backend's name.
     """
     shown = given or name
     try:
-        output, gradient = errors(name, case, dtype, device)
+        output, gradient = kernel_errors(name, case, dtype, device)
     except Exception as error:  # kernels raise anything: FlashAttention-4 AssertionError, its compiler its own
         raise ConfigError([_refusal(shown, error)]) from error
     if max(output, gradient) > LIMIT[dtype]:
@@ -173,7 +173,7 @@ def check(name: str, case: Case, dtype: torch.dtype, device: torch.device, given
         raise ConfigError([f"attention: {message}; expected another backend"])
 
 
-def errors(name: str, case: Case, dtype: torch.dtype, device: torch.device) -> tuple[float, float]:
+def kernel_errors(name: str, case: Case, dtype: torch.dtype, device: torch.device) -> tuple[float, float]:
     """Largest errors of a backend's output and of its gradients with respect to q, k and v, relative to the largest
     element, in the first and the last head; infinite if any element of any head is not finite. A missing gradient
     counts as 0. Raises whatever the backend raises.

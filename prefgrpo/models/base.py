@@ -1,7 +1,7 @@
 """The interface between shared code and a model family; one file per family implements it.
 
 An adapter owns a stock diffusers pipeline and knows its conventions: conditioning, time, guidance, packing. It knows
-nothing of step rules, noise, rewards or training, and holds no sampling state: size, frames and guidance are passed
+nothing about step rules, noise, rewards or training, and holds no sampling state: size, frames and guidance are passed
 with every call. Invariant: for the same (x, σ, condition, batch shape) and weights, `velocity` is bitwise the same in
 rollout and in replay.
 """
@@ -26,7 +26,7 @@ from prefgrpo.config.schema import SamplingConfig as Sampling
 from prefgrpo.models import folder as folders
 from prefgrpo.models.condition import Condition, combine
 from prefgrpo.models.guidance import Cfg, Gradient
-from prefgrpo.models.sampling import StockSampling
+from prefgrpo.models.stock_sampling import StockSampling
 from prefgrpo.models.vae import decode_image, encode
 from prefgrpo.models.weights import Weights
 
@@ -51,20 +51,20 @@ class Adapter(StockSampling, Weights, ABC):
     default_source_area: ClassVar[int | None] = None
     """Number of pixels to which the stock pipeline resizes source images; None: it does not resize them."""
     not_read: ClassVar[tuple[str, ...]] = ()
-    """Prefixes of the names of components that are left in the folder, as neither sampling nor training needs them."""
+    """Name prefixes of components that are not loaded, as neither sampling nor training needs them."""
     parts_in_fp32: ClassVar[tuple[str, ...]] = ()
     """Components of the pipeline that run in fp32, as in the published use of a bf16 denoiser."""
     attention_masks: ClassVar[Masks] = "none"
     """When the blocks' attention masks text. "none": never, as all texts have one length. Otherwise embeddings are as
-    long as their prompts, of which a batch has one; they are masked if context parallelism pads them ("padding"), or
-    always; "own": blocks choose masks and kernels themselves."""
+    long as their prompt, and a batch has one prompt; they are masked if context parallelism pads them ("padding"), or
+    "always". "own": blocks choose masks and kernels themselves."""
     context_parallel: ClassVar[str] = ""
     """Context parallelism that training supports: "" for none, "ulysses", or "ring" for both."""
     text_sees_sources: ClassVar[bool] = False
     """Whether the text encoder sees the source images: a prompt then has one embedding per source."""
 
     with_sound: ClassVar[bool] = False
-    """Whether a sample's latents also hold the clip's sound, which pairs from files do not have."""
+    """Whether a sample's latents include the clip's sound, which pairs from files do not have."""
 
     text_multiple = 1
     """Texts are padded to a multiple of this many tokens, which context parallelism divides."""
@@ -97,6 +97,7 @@ class Adapter(StockSampling, Weights, ABC):
         """Device on which the denoisers run; weights may be stored elsewhere."""
 
     @classmethod
+    @folders.quiet()
     def load(
         cls,
         model: str,
@@ -129,9 +130,9 @@ class Adapter(StockSampling, Weights, ABC):
 
         encoders: False skips the text encoders (every prompt must then be in the cache). mapped: leave the denoisers in
         the mapped files, in the files' dtype (a cast would be a copy), to be sharded from there. offload: kinds of
-        parts (text_encoder, vae) that are in CPU memory, as mapped files, while they are not used. Mapped files are
-        shared by the processes of a machine; all else goes to the device tensor by tensor, without a second copy in CPU
-        memory.
+        parts (text_encoder, vae) that stay in CPU memory, as mapped files, while they are not used. Mapped files are
+        shared by the processes of a machine; everything else goes to the device tensor by tensor, without a second copy
+        in CPU memory.
         """
         index = folders.components_of(path)
         skipped = cls.not_read if encoders else (*cls.not_read, *folders.ENCODERS)
@@ -154,9 +155,10 @@ class Adapter(StockSampling, Weights, ABC):
         return pipe
 
     @classmethod
+    @folders.quiet()
     def outline(cls, path: Path) -> Adapter:
         """The adapter of a pipeline in a folder, from its JSON files alone, without text encoders; modules are on
-        torch's meta device. It knows sizes and schedules. Raises `folder.ModelError` for a part that diffusers refuses.
+        torch's meta device. It knows sizes and schedules. Raises `folder.ModelError` for a part that diffusers rejects.
         """
         parts: dict[str, Any] = {}
         for name, (library, kind) in folders.components_of(path).items():
@@ -250,8 +252,8 @@ class Adapter(StockSampling, Weights, ABC):
         return decode_image(self.pipe, latents / config.scaling_factor + config.shift_factor)
 
     def latents_of(self, pixels: Tensor) -> Tensor:
-        """The inverse of `decode`: latents [B, …] as sampling ends with, of pixels in −1 … 1, images [B, 3, H, W] or
-        clips [B, 3, F, H, W]; in the VAE's dtype. Here for images."""
+        """The inverse of `decode`: latents [B, …] such as sampling ends with, from pixels in −1 … 1, images [B, 3, H,
+        W] or clips [B, 3, F, H, W]; in the VAE's dtype. Here for images."""
         config = self.pipe.vae.config
         return (encode(self.pipe.vae, pixels) - config.shift_factor) * config.scaling_factor
 
@@ -317,8 +319,8 @@ class Adapter(StockSampling, Weights, ABC):
         return self.cfg.combine(c, u, self.expert(sigma, sampling)[1])
 
     def published_velocity(self, x: Tensor, sigma: Tensor, condition: Condition, sampling: Sampling) -> Tensor:
-        """`velocity` as the stock call's defaults have it, for evaluation and `generate`, without a gradient. Here the
-        same, as for every family without a `stock_sampler`."""
+        """The velocity of the stock call with its defaults, for evaluation and `generate`, without a gradient. Equals
+        `velocity` for every family without a `stock_sampler`."""
         return self.velocity(x, sigma, condition, sampling)
 
     def predictions(
@@ -326,9 +328,10 @@ class Adapter(StockSampling, Weights, ABC):
     ) -> tuple[Tensor, Tensor | None]:
         """Velocities (c, u) for the prompt and, if guidance is on, for the negative prompt, in the denoiser's dtype.
 
-        A pair is one forward with batch size 2B if all texts have one length, else two, whatever the lengths: with
-        sharded weights all processes must run equally many. guidance_gradient 'conditional': u has a forward of its
-        own without a graph, in rollout and replay alike. ValueError for a condition encoded with guidance off.
+        A pair is one forward with batch size 2B in families whose texts all have one length, else two, whatever the
+        lengths: with sharded weights all processes must run the same number. guidance_gradient 'conditional': u has a
+        forward of its own without a graph, in rollout and replay alike. ValueError for a condition encoded with
+        guidance off.
         """
         name, _ = self.expert(sigma, sampling)
         predict: Any = partial(self.predict, getattr(self.pipe, name), sampling=sampling)

@@ -42,7 +42,7 @@ class Flux3(ModularAdapter):
     attention_masks = "padding"  # texts differ in length; without context parallelism none is padded
     cfg = Cfg()
     lora_targets = ("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0", "ff.linear_in", "ff.linear_out")
-    comfy_names = (  # those of the original, which diffusers reads too
+    comfy_names = (  # the names of the original, which diffusers reads too
         (r"^transformer\.", "diffusion_model."),
         (r"\.mode_blocks\.", ".content_mode_blocks."),
         (r"\.single_transformer_blocks\.", ".single_blocks."),
@@ -63,7 +63,7 @@ class Flux3(ModularAdapter):
 
     @classmethod
     def unsupported_index(cls, index: dict[str, Any]) -> str:
-        """As in `Adapter`; the step-distilled pipeline passes, so that `__init__` says why it is refused."""
+        """As in `Adapter`; the step-distilled pipeline passes, so that `__init__` can say why it is rejected."""
         own = {"_class_name": cls.pipeline} if index.get("_class_name") == DISTILLED else {}
         return super().unsupported_index(index | own)
 

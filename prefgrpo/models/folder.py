@@ -11,8 +11,10 @@ import math
 import os
 import re
 import shutil
+import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +24,9 @@ from safetensors import SafetensorError, safe_open
 from prefgrpo.config.recipe import UserError
 
 ENCODERS = ("text_encoder", "image_encoder", "connectors")
-"""Prefixes of the names of the modules that make conditions from prompts and source images."""
+"""Name prefixes of the modules that encode prompts and source images."""
 KINDS: dict[str, tuple[str, ...]] = {"text_encoder": ENCODERS, "vae": ("vae",)}
-"""Kind of part that can be offloaded → prefixes of its modules' names."""
+"""Kind of part that can be offloaded → name prefixes of its modules."""
 INDEX = ("model_index.json", "modular_model_index.json")
 """Index of a pipeline's folder, or of a modular pipeline's."""
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(@[\w./-]+)?")
@@ -33,6 +35,21 @@ HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(@[\w./-]+)?")
 
 class ModelError(UserError, ValueError):
     """A model cannot be loaded; the message says what was expected and what to do."""
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Context in which diffusers shows its progress bars on a terminal only."""
+    from diffusers.utils import logging
+
+    hidden = logging.is_progress_bar_enabled() and not sys.stderr.isatty()
+    if hidden:
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if hidden:
+            logging.enable_progress_bar()
 
 
 def locate(model: str, configs_only: bool = False, not_read: tuple[str, ...] = ()) -> Path:
@@ -68,7 +85,7 @@ def locate(model: str, configs_only: bool = False, not_read: tuple[str, ...] = (
 def check_weights(path: Path, components: Iterable[str]) -> str | None:
     """The variant (such as fp16) of the safetensors files of these components; None if each has plain ones.
 
-    Raises ModelError for a file that is missing or cut.
+    Raises ModelError for a file that is missing or truncated.
     """
     again = "download the model again, or copy the file"
     variants: set[str] = set()
@@ -90,7 +107,8 @@ def check_weights(path: Path, components: Iterable[str]) -> str | None:
 
 
 def check_denoisers(path: Path, denoisers: Iterable[str]) -> None:
-    """Raise ModelError for a denoiser that was stored quantised: its integers fit no LoRA and no optimiser here."""
+    """Raise ModelError for a denoiser that was stored quantised, which neither a LoRA nor an optimiser here can
+    train."""
     for name in denoisers:
         file = path / name / "config.json"
         how = json.loads(file.read_text(encoding="utf-8")).get("quantization_config") if file.is_file() else None
@@ -113,7 +131,7 @@ def check_tokenizers(path: Path, components: Iterable[str]) -> None:
 
 
 def is_hub_id(model: str) -> bool:
-    """Whether a model is looked up on the hub: its name is no folder, and does not look like a path."""
+    """Whether a model is looked up on the hub: its name is not a folder, and does not look like a path."""
     return bool(HUB_ID.fullmatch(model)) and not Path(model).is_dir() and not Path(model.split("/")[0]).is_dir()
 
 
@@ -179,7 +197,7 @@ def _from_hub(model: str, configs_only: bool, not_read: tuple[str, ...]) -> Path
 
 
 def named(names: Iterable[str], kinds: Iterable[str]) -> list[str]:
-    """Which of these modules belong to one of these kinds; other kinds have none."""
+    """The modules that belong to one of these kinds."""
     prefixes = tuple(prefix for kind in kinds for prefix in KINDS.get(kind, ()))
     return [name for name in names if name.startswith(prefixes)]
 
@@ -228,8 +246,8 @@ def complete(pipe: Any, path: Path) -> None:
 
 
 def encoder_identity(path: Path) -> str:
-    """What embeddings by this folder's encoders are stored under: 'owner/name@commit' for a snapshot from the hub, else
-    the folder, with name, size and time of every file of the encoders, tokenizers, processors and the VAE."""
+    """Cache key of embeddings by this folder's encoders: 'owner/name@commit' for a snapshot from the hub, else the
+    folder with name, size and time of every file of the encoders, tokenizers, processors and the VAE."""
     if path.parent.name == "snapshots":
         return f"{path.parent.parent.name.removeprefix('models--').replace('--', '/')}@{path.name}"
     kinds = (*ENCODERS, "tokenizer", "processor", "image_processor", "vae")

@@ -2,9 +2,9 @@
 
 A weight is kept in float8_e4m3fn with one fp32 scale per output channel, W ≈ weight · scale. A product scales and casts
 the rows of its input (`ops/quantise_rows.py`) and multiplies in fp8 (`torch._scaled_mm`, row-wise, accumulated in
-fp32); where there are no such products, it multiplies with W in the input's dtype, made for the one product. The
+fp32); where there are no such products, it multiplies by W in the input's dtype, made for that product alone. The
 gradient is dX = dY · W with the stored weights: the rounding of the input passes it unchanged.
-Invariants: an output row depends on its input row as in the products of torch, so replay has the bits of the rollout;
+Invariants: rows of the output depend on rows of the input as in torch's products, so a replay has the rollout's bits;
 nothing is kept for the backward pass that a frozen Linear does not keep.
 """
 
@@ -29,7 +29,7 @@ class Fp8Linear(nn.Linear):
     weight_scale: nn.Parameter
     """fp32 [out]."""
     dtype: torch.dtype
-    """Of the products' outputs, and of a LoRA's products beside them."""
+    """Dtype of the products' outputs, and of a LoRA's products beside them."""
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] to [..., out]."""
@@ -78,7 +78,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
         ctx.stored = weight, scale  # no saved tensors: recomputation of a block need not run up to this product
-        odd = x.device.type == "cuda" and any(size % 16 for size in weight.shape)  # which cuBLAS does not take
+        odd = x.device.type == "cuda" and any(size % 16 for size in weight.shape)  # which cuBLAS does not support
         if odd or not multiplies_in_fp8(x.device, x.dtype):
             return F.linear(x, dequantise_rows(weight, scale[:, None], x.dtype), bias)
         rows, scales = _rows(x)
@@ -109,7 +109,7 @@ def _rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _forget(dead: ReferenceType[Tensor]) -> None:
-    """Drop the rows of an input that is no more."""
+    """Drop the rows of an input that no longer exists."""
     alive = [entry for entry in _recent if entry[0] is not dead]
     _recent.clear()
     _recent.extend(alive)

@@ -35,7 +35,7 @@ class Cfg:
         return scale > (0.0 if self.from_cond else 1.0)
 
     def departures(self, guider: Any) -> list[str]:
-        """What a pipeline's own guider does otherwise than guidance here, which is on at every step or at none."""
+        """What a pipeline's own guider does differently from guidance here, which is on at every step or at none."""
         if type(guider).__name__ != "ClassifierFreeGuidance":
             return [type(guider).__name__]
         here = {"start": 0.0, "stop": 1.0, "guidance_rescale": 0.0, "use_original_formulation": self.from_cond}

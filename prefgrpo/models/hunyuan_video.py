@@ -38,7 +38,7 @@ class HunyuanVideo(PatchVideo):
                 block.register_forward_pre_hook(self._without_mask)
 
     def _without_mask(self, block: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """A block's arguments without the mask, the fourth, which diffusers always makes and no text needs."""
+        """A block's arguments without the mask (the fourth), which diffusers always makes and no text needs."""
         return (*args[:3], None, *args[4:])
 
     def encode_prompt(self, prompt: str, max_length: int) -> Condition:
@@ -77,7 +77,7 @@ class HunyuanVideo15(HunyuanVideo):
 
     pipeline = "HunyuanVideo15Pipeline"
     default_frames = 121
-    attention_masks = "always"  # its attention cannot do without
+    attention_masks = "always"  # its attention needs one
     cfg = Cfg()
 
     def encode_prompt(self, prompt: str, max_length: int) -> Condition:

@@ -1,9 +1,9 @@
 """Krea-2: packed 2×2 latents [L, 4C], time = σ, guidance c + g·(c − u) with g = 4.5.
 
-g is `guidance_scale` of the stock Krea2Pipeline, one less than elsewhere: 0 is off, and distilled models are guided,
-too, unless it is 0. Conditions: states of several layers of Qwen3-VL (of which, the pipeline's
-`text_encoder_select_layers` says), as long as the prompt: the stock pipeline pads texts and masks the padding
-everywhere, which ours leaves out. Invariant: with `ode` steps the images are those of the stock Krea2Pipeline.
+g is `guidance_scale` of the stock Krea2Pipeline, one less than elsewhere: 0 is off, and distilled models are guided too
+unless it is 0. Conditions: states of several layers of Qwen3-VL (the pipeline's `text_encoder_select_layers`), as long
+as the prompt; the stock pipeline pads texts and masks the padding everywhere, which is left out here. Invariant: with
+`ode` steps the images are those of the stock Krea2Pipeline.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Krea2(Adapter):
     lora_targets = (
         "attn.to_q", "attn.to_k", "attn.to_v", "attn.to_gate", "attn.to_out.0", "ff.gate", "ff.up", "ff.down",
     )  # fmt: skip
-    lora_within = "transformer_blocks."  # not in the text's blocks, whose layers have the same names
+    lora_within = "transformer_blocks."  # not in the text blocks, whose layers have the same names
     comfy_names = (
         (r"^transformer\.transformer_blocks\.", "diffusion_model.blocks."),
         (r"^transformer\.text_fusion\.", "diffusion_model.txtfusion."),

@@ -3,8 +3,8 @@
 peft computes `base(x) + B(A(x.float())) * scaling`. In bf16 with fp32 LoRA weights, x is cast to fp32 and back, and the
 product with `scaling` and the sum are two more passes over the output, in the backward pass too. Here A reads x as the
 base layer does, and B's matrix multiplication adds to the base layer's output. Both are cast once per change. Layers
-with one input (`outputs`) read it once for the A of all.
-Invariant: equal to peft's layer up to rounding; in fp32 with a `scaling` that is a power of two, usually to the bit.
+with the same input (`outputs`) share one product for their A.
+Invariant: equal to peft's layer up to rounding; in fp32 with a `scaling` that is a power of two, usually bit for bit.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from prefgrpo.models.blocks.kept import again
+from prefgrpo.models.blocks.recompute import recomputed
 from prefgrpo.models.fp8 import product_dtype
 
 
@@ -41,7 +41,7 @@ class LoraLinear(Linear):
         flat = x.flatten(0, -2).to(product_dtype(self.base_layer))
         if x.is_contiguous():
             out = self.base_layer(flat)
-        else:  # torch rounds products of strided inputs otherwise, and a LoRA of zeros changes nothing
+        else:  # torch rounds products of strided inputs differently, and a LoRA of zeros must change nothing
             out = self.base_layer(x.to(flat.dtype)).flatten(0, -2)
         found = _low_ranks([self], flat)[0] if low is None else low
         last = found.pop() if apart and found else (None, None)
@@ -92,7 +92,7 @@ def _low_ranks(layers: Sequence[LoraLinear], flat: Tensor) -> list[list[tuple[Te
         if not factors:
             continue
         downs = [down for down, _ in factors]
-        joined = downs[0] if len(downs) == 1 else again(torch.cat, downs)
+        joined = downs[0] if len(downs) == 1 else recomputed(torch.cat, downs)
         parts = F.linear(flat, joined).split([len(down) for down in downs], 1)
         for place, part, (_, up) in zip(places, parts, factors, strict=True):
             place.append((part, up))
@@ -102,9 +102,9 @@ def _low_ranks(layers: Sequence[LoraLinear], flat: Tensor) -> list[list[tuple[Te
 class Casts:
     """Copies of A and scaling · B of a model's layers in the dtype of their products.
 
-    A change of any weight is seen by its version or place in memory, and all are made anew in a few launches. Alone,
-    each layer needs three in every forward: 1,026 of a FLUX forward, whose LoRA changes once in 25 or 50 forwards.
-    (Only values written through `.data` are not seen; nothing here does so after the first forward.)
+    A change of any weight shows in its version or address; all copies are then made again in a few launches. Without
+    them, each layer needs three in every forward: 1,026 in a FLUX forward, whose LoRA changes once in 25 or 50
+    forwards. (Values written through `.data` go unnoticed; nothing here does that after the first forward.)
     """
 
     def __init__(self, layers: Iterable[LoraLinear]) -> None:
@@ -113,7 +113,7 @@ class Casts:
             self._made[layer] = {}
 
     def __deepcopy__(self, memo: Any) -> None:
-        """A copied layer has none: it casts in every forward."""
+        """A copied layer has no copies: it casts in every forward."""
 
     def of(self, layer: LoraLinear, name: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """The copies of one layer's adapter `name`."""
@@ -170,7 +170,7 @@ class _Cast(torch.autograd.Function):
 def fuse_lora(model: nn.Module) -> int:
     """Turn the LoRA layers of `model` into `LoraLinear`s, in place; returns how many.
 
-    They have neither dropout, bias nor a variant such as DoRA, which no run makes and no file that is read has.
+    They have no dropout, bias or variant such as DoRA: no run makes these, and no file that is read has them.
     Parameters, their names, saved files and merging stay peft's.
     """
     layers: list[Any] = [module for module in model.modules() if type(module) is Linear]

@@ -1,9 +1,9 @@
 """LoRA files of any trainer, read as diffusers reads them.
 
 A file has diffusers' names, or others that diffusers' loader of the family converts (kohya's, ai-toolkit's, ComfyUI's,
-peft's). Strength is that in the stock pipeline: from the header, from alpha tensors, otherwise alpha = rank. Names of
-layers whose prefix the loader does not know are read as if they had diffusers' own.
-Invariant: a file is read as a whole or refused; tensors that no layer takes are never dropped.
+peft's). A LoRA is as strong as in the stock pipeline: by the header, by alpha tensors, otherwise alpha = rank. Names
+with a prefix that the loader does not know are read as if they had diffusers' own. Invariant: a file is read as a whole
+or rejected; tensors that fit no layer are never dropped.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ CONFIG = "adapter_config.json"
 NAMES = (FILE, PEFT_FILE, CONFIG)
 """What a folder is read from."""
 PREFIX = "transformer."
-"""Of the names that diffusers' loaders return, also for a second expert in its own file."""
+"""Prefixes of the names that diffusers' loaders return, also for a second expert in its own file."""
 STRENGTH = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora")
-"""Options of peft that a file's effect depends on, beside its tensors."""
+"""Options of peft, beside the tensors, on which the effect of a file depends."""
 KINDS = {
     "a LoHa": (".hada_",), "a LoKr": (".lokr_",), "a DoRA": ("dora_scale", "lora_magnitude_vector"),
     "a LoRA of a text encoder": ("text_encoder", "lora_te", "clip_l.", "t5xxl."),
 }  # fmt: skip
-"""Kinds that are not trained here, and parts of their names."""
+"""Kinds that are not trained here → parts of their tensors' names."""
 
 
 def read(folder: Path, loader: Any, module: nn.Module) -> tuple[dict[str, Tensor], Any]:
     """The tensors {layer.lora_A.weight: …} for `module` and peft's LoraConfig, from a file or its folder.
 
-    loader: what has diffusers' `lora_state_dict` of the family. Raises FileNotFoundError, or ValueError for a file that
-    cannot be read as a whole.
+    loader: object with diffusers' `lora_state_dict` of the family. Raises FileNotFoundError, or ValueError for a file
+    that cannot be read as a whole.
     """
     file = locate(folder)
     tensors, header = _content(file)
@@ -80,7 +80,7 @@ def _content(file: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def _spellings(tensors: dict[str, Tensor], module: nn.Module) -> list[dict[str, Tensor]]:
-    """The tensors as they are; and by diffusers' names, if theirs name layers with another prefix or without one."""
+    """The tensors as they are, and under diffusers' names if theirs have another prefix or none."""
     bare = {re.sub(r"^(base_model\.model|diffusion_model)\.", "", name): tensor for name, tensor in tensors.items()}
     layers = {name for name, _ in module.named_modules()}
     ours = all(name.rpartition(".lora_")[0] in layers or name.removesuffix(".alpha") in layers for name in bare)
@@ -91,7 +91,7 @@ def _convert(tensors: dict[str, Tensor], loader: Any, module: nn.Module) -> tupl
     """The tensors by diffusers' names, its alphas if it returns any, and what is wrong, or ""."""
     from diffusers.loaders import FluxLoraLoaderMixin
 
-    # FLUX.1's loader alone returns alphas, if it is asked to; the others put them into A or B, or refuse them
+    # only FLUX.1's loader returns alphas, if asked to; the others multiply them into A or B, or reject them
     options = {"return_alphas": True} if isinstance(loader, FluxLoraLoaderMixin) else {}
     try:
         packed, *rest = loader.lora_state_dict(dict(tensors), return_lora_metadata=True, **options)
@@ -132,7 +132,7 @@ def _config(file: Path, state: dict[str, Tensor], header: dict[str, Any], alphas
         options = {name: derived[name] for name in STRENGTH if name in derived}
         options["lora_alpha"] = float(options["lora_alpha"])
         options["alpha_pattern"] = {name: float(alpha) for name, alpha in options["alpha_pattern"].items()}
-    named = header.get("target_modules")  # layers that the file should have, too
+    named = header.get("target_modules")  # layers that the file should have as well
     return LoraConfig(**options, target_modules=[*layers, *(named if isinstance(named, list) else [])])
 
 

@@ -2,8 +2,8 @@
 
 Guidance 3.0. Conditions: Gemma states after the connectors, for the clip and for its audio. Frames are 1/24 s apart.
 Clip and audio are denoised together: the audio tokens follow the clip's in one state, and noise and log-probs cover
-both. Rollouts have plain guidance at one scale for both. Evaluation has the published sampler, which combines the clean
-samples x₀ = x − σv of four branches, for clip and audio by themselves:
+both. Rollouts use plain guidance at one scale for both. Evaluation uses the published sampler, which combines the clean
+samples x₀ = x − σv of four branches, separately for clip and audio:
 
     g = c + (s − 1)(c − u) + (c − p) + 2(c − i),    .7·g·std(c) / std(g) + .3·g
 
@@ -94,7 +94,7 @@ class LTX2(Adapter):
         """Velocity [B, clip and audio tokens, C]; branch: further arguments of the model."""
         frames, rows, columns = self.volume(sampling)
         parts = x.split([self.tokens(sampling), self.sound_tokens(sampling)], dim=1)
-        clip, sound = (part.contiguous() for part in parts)  # else torch multiplies trained weights in another order
+        clip, sound = (part.contiguous() for part in parts)  # or torch multiplies trained weights in another order
         v = net(
             hidden_states=clip,
             audio_hidden_states=sound,

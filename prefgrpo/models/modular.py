@@ -1,9 +1,9 @@
 """Families whose diffusers pipeline is modular: blocks over components, in a folder with modular_model_index.json.
 
-Such a folder holds the models alone: scheduler, guider and image processor come from the blocks' code, and what was
-changed of them is not saved. The blocks themselves are not run here, except static functions of theirs: an adapter uses
-the components, as of any pipeline, so loading, outline and saving are those of `base` and `weights`.
-Invariant: what is written loads with stock `ModularPipeline.from_pretrained`, also from where it was moved to.
+Such a folder contains the models only: scheduler, guider and image processor come from the blocks' code, and changes to
+them are not saved. The blocks are not run here, except for static functions of theirs: an adapter uses the components,
+as with any pipeline, so loading, outline and saving are those of `base` and `weights`.
+Invariant: what is written loads with stock `ModularPipeline.from_pretrained`, even after it was moved.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class ModularAdapter(Adapter):
     @classmethod
     def open_pipeline(cls, path: Path, parts: dict[str, Any], **options: Any) -> Any:
         """As in `Adapter`. Raises `folder.ModelError` for a component that is not in the folder, or cannot be read:
-        diffusers' `load_components` logs it and goes on without."""
+        diffusers' `load_components` logs it and continues without it."""
         import diffusers
 
         kind = getattr(diffusers, cls.pipeline)
@@ -55,5 +55,5 @@ def _component(pipe: Any, path: Path, name: str, dtype: Mapping[str, Any] | None
     own = {} if dtype is None else {"dtype": dtype.get(name, dtype["default"])}
     try:
         return spec.load(pretrained_model_name_or_path=str(path), subfolder=name, **own, **options)
-    except ValueError as error:  # the specification's own, around whatever the library raised
+    except ValueError as error:  # the specification's error, around whatever the library raised
         raise folders.ModelError(f"'{path / name}' cannot be loaded: {error}") from error

@@ -74,7 +74,7 @@ class QwenImage(Adapter):
         """[B, L, 4C], of a clip of one frame."""
         latents = encode(self.pipe.vae, pixels.unsqueeze(2))
         mean, std = latent_statistics(self.pipe.vae, latents)
-        grid = ((latents - mean) / std)[:, :, 0]  # Wan's pipelines multiply by 1 / std, which rounds otherwise
+        grid = ((latents - mean) / std)[:, :, 0]  # Wan's pipelines multiply by 1 / std, which rounds differently
         return QwenImagePipeline._pack_latents(grid, *grid.shape)
 
 

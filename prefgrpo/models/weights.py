@@ -4,7 +4,7 @@ A LoRA computes W x + (alpha / rank)·B A x, with fp32 masters over any base dty
 reads and writes the file. A file has alpha = rank, with B multiplied by alpha / rank, because most programs (ComfyUI,
 for example) ignore the header, where diffusers keeps alpha, and use the scale 1.
 Invariants: the initial LoRA depends on (seed, shapes), not on device or rank; saved files have the same effect in the
-stock pipeline, without a header, and when they are loaded here again.
+stock pipeline, without their header, and when they are loaded here again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from prefgrpo.models import folder as folders
 from prefgrpo.models import lora_files
 
 _saving = logging.getLogger("diffusers.pipelines.pipeline_utils")
-_saving.addFilter(lambda record: "=None of type" not in record.getMessage())  # `folders.complete` copies what was None
+_saving.addFilter(lambda record: "=None of type" not in record.getMessage())  # `folder.complete` copies what was None
 
 JOINT_ATTENTION = (
     "attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0",
@@ -45,12 +45,12 @@ class Weights:
     lora_targets: ClassVar[tuple[str, ...]]
     """Module name suffixes that LoRA wraps by default."""
     lora_within: ClassVar[str] = ""
-    """What the names of the layers that LoRA wraps by default start with."""
+    """Prefix of the layers that LoRA wraps by default."""
     denoisers: ClassVar[tuple[str, ...]] = ("transformer",)
     """The pipeline's denoisers; if several, they are experts for different σ."""
     comfy_names: ClassVar[tuple[tuple[str, str], ...] | None] = ()
-    """Replacements (pattern, text) from diffusers' names of LoRA tensors to ComfyUI's; (): it reads diffusers' names;
-    None: it has no names for these layers."""
+    """Replacements (pattern, text) that turn diffusers' names of LoRA tensors into ComfyUI's; (): it reads diffusers'
+    names; None: it has no names for these layers."""
 
     pipe: Any
     """The stock diffusers pipeline."""
@@ -59,8 +59,9 @@ class Weights:
     _lora_layers: Sequence[Any] = ()
     """The denoisers' layers with a LoRA, found when the reference policy is first needed."""
     compiled = False
-    """Whether the repeated blocks are compiled. Without gradients Inductor makes other graphs, which round differently,
-    so every forward then uses the training graph (`Adapter.velocity`), and keeps activations while it runs."""
+    """Whether the repeated blocks are compiled. Without gradients, Inductor makes other graphs, which round
+    differently, so every forward then uses the training graph (`Adapter.velocity`), and keeps activations while it
+    runs."""
 
     def modules(self) -> dict[str, nn.Module]:
         """The denoisers, by name."""
@@ -97,7 +98,7 @@ class Weights:
     def save_full(self, folder: str, copies: Mapping[str, nn.Module] = MappingProxyType({})) -> None:
         """Write a complete pipeline folder for the stock `from_pretrained`; `copies` replace denoisers in it."""
         replaced = {name: getattr(self.pipe, name) for name in copies}
-        for part in self.pipe.components.values():  # a tokenizer saves the padding of its last call
+        for part in self.pipe.components.values():  # a tokenizer would save the padding of its last call
             if backend := getattr(getattr(part, "tokenizer", part), "backend_tokenizer", None):
                 backend.no_padding()
                 backend.no_truncation()
@@ -163,8 +164,8 @@ class Weights:
     def reference(self) -> Iterator[None]:
         """Inside, `velocity` is the reference policy's: the LoRA is disabled. Raises RuntimeError without a LoRA.
 
-        The layers are told directly: diffusers' `disable_adapters` walks over all modules, sets `requires_grad` of all
-        weights and reads peft's metadata, each time.
+        The layers are switched directly: diffusers' `disable_adapters` walks over all modules, sets `requires_grad` of
+        all weights and reads peft's metadata every time.
         """
         if not self.has_lora():
             raise RuntimeError("there is no reference policy: a KL term needs LoRA")
@@ -193,7 +194,7 @@ class Weights:
         modules: dict[str, Any] = self.modules()
         for name, module in modules.items():
             config = module.peft_config[NAME]
-            facts = {  # what every version of peft knows
+            facts = {  # options that every version of peft knows
                 "r": config.r, "lora_alpha": config.r, "rank_pattern": config.rank_pattern,
                 "alpha_pattern": config.rank_pattern, "target_modules": sorted(config.target_modules),
             }  # fmt: skip
@@ -225,7 +226,7 @@ class Weights:
                 raise ValueError(f"{folder} has {len(state)} tensors, but {differ}")
 
     def _lora_files(self) -> Any:
-        """What reads and writes LoRA files: the pipeline, or HunyuanVideo's mixin for 1.5, whose pipeline cannot up to
+        """Reads and writes LoRA files: the pipeline, or HunyuanVideo's mixin for 1.5, whose pipeline cannot up to
         diffusers 0.42.1. Can go when it does."""
         from diffusers.loaders import HunyuanVideoLoraLoaderMixin
 
@@ -269,7 +270,7 @@ def _other_files(name: str, revision: str | None) -> str:
 
 
 def _check_targets(module: nn.Module, targets: tuple[str, ...]) -> list[str]:
-    """Names of the Linear layers that end in one of `targets`. Raises ValueError for a target of none."""
+    """Names of the Linear layers that end in one of `targets`. Raises ValueError for a target that matches none."""
     linear = [name for name, part in module.named_modules() if isinstance(part, nn.Linear)]
     unknown = [t for t in targets if not any(name == t or name.endswith("." + t) for name in linear)]
     if unknown or not targets:

@@ -1,6 +1,6 @@
 """Registry of training objectives: one class per file, derived from `objectives.base.Objective`."""
 
-from prefgrpo.config.by_path import load_class
+from prefgrpo.config.by_path import registered_class
 from prefgrpo.config.loading import section
 from prefgrpo.config.schema import TrainConfig
 from prefgrpo.objectives.base import Objective
@@ -19,9 +19,9 @@ OBJECTIVES = {
 
 def objective_class(name: str) -> type[Objective]:
     """The class registered as `name`, or at the import path `name`. Raises ValueError if there is none."""
-    return load_class("objective", name, OBJECTIVES, Objective)
+    return registered_class("objective", name, OBJECTIVES, Objective)
 
 
-def objective(train: TrainConfig) -> Objective:
+def make_objective(train: TrainConfig) -> Objective:
     """A run's objective with its options set. Raises ValueError for a bad name, ConfigError for bad options."""
     return section(objective_class(train.objective), train.objective_options, "train.objective_options")

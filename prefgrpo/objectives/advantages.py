@@ -9,7 +9,7 @@ normalisation only rescales, and a group with equal rewards gets exactly 0.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 
 import numpy as np
@@ -17,8 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from prefgrpo.config.by_path import IMPORT_PATH, load_object
-from prefgrpo.config.recipe import did_you_mean
+from prefgrpo.config.by_path import load_function
 from prefgrpo.config.schema import COMBINE, SEPARATE, AdvantageConfig
 from prefgrpo.ops.advantage import normalised
 from prefgrpo.rewards.base import Reward, Score
@@ -42,24 +41,10 @@ class CombineError(RuntimeError):
     """`advantage.combine` raised, or did not return one number per sample."""
 
 
-def load_function(path: str) -> Callable[[Tensor, Tensor], Tensor]:
-    """The function named by `advantage.combine`: file.py:function or package.module.function. Raises ValueError."""
-    if not IMPORT_PATH.fullmatch(path):
-        expected = f"expected one of {', '.join(COMBINE)}, or file.py:function"
-        raise ValueError(f"{expected}, got '{path}'{did_you_mean(path, COMBINE)}")
-    try:
-        function: Callable[[Tensor, Tensor], Tensor] = load_object(path)
-    except Exception as error:
-        raise ValueError(f"cannot load {path!r}: {type(error).__name__}: {error}") from error
-    if not callable(function):
-        raise ValueError(f"expected a function at {path!r}, got {type(function).__name__}")
-    return function
-
-
 def _combined(path: str, table: Tensor, weights: Tensor) -> Tensor:
     """The user's function of rewards [R, B] and weights [R]: [B], with NaN for non-finite results."""
     try:
-        values = torch.as_tensor(load_function(path)(table, weights)).to(table)
+        values = torch.as_tensor(load_function(path, COMBINE)(table, weights)).to(table)
     except Exception as error:
         raise CombineError(f"advantage.combine {path} raised {type(error).__name__}: {error}") from error
     if values.shape != table.shape[1:]:

@@ -29,7 +29,7 @@ class AWM(OldPolicy, PointwiseObjective):
     """Clip the ratio to the old policy (train.clip_range), for several updates per rollout; costs another forward."""
 
     @property
-    def anchor(self) -> Literal["", "base", "old"]:
+    def compares_with(self) -> Literal["", "reference", "old"]:
         """The old policy, if the ratio is used."""
         return "old" if self.ratio else ""
 
@@ -52,6 +52,6 @@ class AWM(OldPolicy, PointwiseObjective):
         new = self.log_likelihood(p.error, p.t)
         if not self.ratio:
             return -advantage * new
-        ratio = torch.exp(new - self.log_likelihood(p.anchor_error, p.t))
+        ratio = torch.exp(new - self.log_likelihood(p.compared_error, p.t))
         clipped = ratio.clamp(1.0 - train.clip_range, 1.0 + train.clip_range)
         return torch.maximum(-advantage * ratio, -advantage * clipped)

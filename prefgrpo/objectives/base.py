@@ -1,7 +1,7 @@
 """Base classes of training objectives; each objective is one file.
 
-An objective is a frozen dataclass of its options (`train.objective_options`) with a `loss`, whose inputs come from one
-of two collectors. `trajectory` replays stored stochastic steps. `endpoint` noises final latents x0 to
+An objective is a frozen dataclass of its options (`train.objective_options`) with a `loss`, whose inputs are of one
+of two kinds. `trajectory`: replays of stored stochastic transitions. `endpoint`: final latents x0, noised to
 x_t = (1 − t)·x0 + t·ε; the model predicts the velocity u = ε − x0 with error d = mean_D ‖v − u‖². Members of a group
 share ε and t, so their errors are comparable. Invariant: a loss is a sum over samples divided by the number of samples
 in the whole update, so gradients depend neither on the batch size nor on the number of processes.
@@ -55,14 +55,14 @@ class Targets(NamedTuple):
 class Objective(ABC):
     """A training objective with its options as fields."""
 
-    collector: ClassVar[Literal["trajectory", "endpoint"]]
-    """Which collector supplies the inputs of the loss."""
+    inputs: ClassVar[Literal["trajectory", "endpoint"]]
+    """The kind of the loss's inputs."""
     keeps_velocity: ClassVar[bool] = False
-    """Whether the rollout stores the velocities of its steps, for losses that compare the means of steps."""
+    """Whether the rollout stores the velocities of its transitions, for losses that compare the means of steps."""
 
     @property
-    def anchor(self) -> Literal["", "base", "old"]:
-        """Which other weights the loss compares with: none, the initial (reference) policy's, or the old policy's."""
+    def compares_with(self) -> Literal["", "reference", "old"]:
+        """The other policy in the loss: none, the reference policy or the old policy."""
         return ""
 
     @property
@@ -101,7 +101,7 @@ class Objective(ABC):
 
 
 class Replayed(NamedTuple):
-    """A stored step of B samples, recomputed with the current weights; all fp32 [B]."""
+    """A stored transition of B samples, recomputed with the current weights; all fp32 [B]."""
 
     logp: Tensor
     """Log-prob of the stored x_next, with gradient."""
@@ -120,9 +120,9 @@ StepWeight = Literal["none", "velocity", "noise", "inverse_step"]
 
 @dataclass(frozen=True, config=STRICT)
 class TrajectoryObjective(Objective):
-    """An objective whose loss is computed from replayed steps."""
+    """An objective whose loss is computed from replayed transitions."""
 
-    collector = "trajectory"
+    inputs = "trajectory"
     metrics: ClassVar[tuple[str, ...]] = METRICS
     """Names of the entries of `PolicyLoss.metrics`."""
 
@@ -160,23 +160,26 @@ class TrajectoryObjective(Objective):
 
     @abstractmethod
     def loss(self, train: TrainConfig, new: Replayed, advantage: Tensor, denominator: float) -> PolicyLoss:
-        """Loss of one replayed step of B samples; advantage: fp32 [B]; denominator: samples × steps of the update."""
+        """Loss of one replayed transition of B samples.
+
+        advantage: fp32 [B]. denominator: samples × trained steps of the update.
+        """
 
 
 @plain_dataclass(frozen=True, eq=False)
 class Prediction:
-    """Predictions of the model and its anchor for B samples in one draw (ε, t)."""
+    """Velocities for B samples in one draw (ε, t)."""
 
     t: Tensor
     """fp32 [B]."""
     v: Tensor
-    """[B, …] predicted velocity, with gradient."""
+    """[B, …] of the policy, with gradient."""
     u: Tensor
     """[B, …] true velocity ε − x0."""
-    anchor: Tensor | None
-    """[B, …] velocity with the weights named by `Objective.anchor`, without gradient."""
-    start: Tensor | None = None
-    """[B, …] velocity of the reference policy, without gradient, if train.kl_coef is above 0."""
+    compared: Tensor | None
+    """[B, …] of the policy that the objective `compares_with`, without gradient."""
+    v_reference: Tensor | None = None
+    """[B, …] of the reference policy, without gradient, if train.kl_coef is above 0."""
 
     @cached_property
     def error(self) -> Tensor:
@@ -184,21 +187,21 @@ class Prediction:
         return mean_square(self.v - self.u)
 
     @cached_property
-    def anchor_error(self) -> Tensor:
-        """[B] mean_D ‖v_anchor − u‖²."""
-        return mean_square(self.anchor_velocity - self.u)
+    def compared_error(self) -> Tensor:
+        """[B] mean_D ‖v_compared − u‖²."""
+        return mean_square(self.v_compared - self.u)
 
     @property
-    def anchor_velocity(self) -> Tensor:
-        """The anchor's velocity; asserts that there is one."""
-        assert self.anchor is not None, "the objective names no anchor"
-        return self.anchor
+    def v_compared(self) -> Tensor:
+        """`compared`; asserts that there is one."""
+        assert self.compared is not None, "the objective compares with no other policy"
+        return self.compared
 
 
-def ranked(error: Tensor, anchor_error: Tensor, targets: Targets) -> Tensor:
-    """[3, P] per group: how many judged pairs the implicit rewards anchor_error − error [P, G] rank rightly (½ if they
-    are equal), how many there are, and the sum of the winners' rewards minus the losers'. Ties are not counted."""
-    reward = anchor_error - error
+def ranked(error: Tensor, reference_error: Tensor, targets: Targets) -> Tensor:
+    """[3, P] per group: how many judged pairs the implicit rewards reference_error − error [P, G] rank rightly (½ if
+    they are equal), how many there are, and the sum of the winners' rewards minus the losers'. Ties do not count."""
+    reward = reference_error - error
     difference = reward[:, :, None] - reward[:, None, :]
     verdict = torch.where(targets.counts > 0, targets.preference() - 0.5, 0.0).sign().triu(1)
     right = (difference * verdict).sign()
@@ -215,7 +218,7 @@ def mean_square(difference: Tensor) -> Tensor:
 class EndpointObjective(Objective):
     """An objective whose loss is computed from noised final latents; rollouts are deterministic (ODE)."""
 
-    collector = "endpoint"
+    inputs = "endpoint"
 
     draws: PositiveInt = 1
     """Draws of (ε, t) per sample and update, shared by the members of a group; each costs a forward and a backward."""
@@ -242,14 +245,14 @@ class GroupObjective(EndpointObjective):
     """An endpoint objective that compares the members of a group, through their errors d only."""
 
     @property
-    def anchor(self) -> Literal["", "base", "old"]:
-        """The initial policy, unless a subclass compares with the old one."""
-        return "base"
+    def compares_with(self) -> Literal["", "reference", "old"]:
+        """The reference policy, unless a subclass compares with the old one."""
+        return "reference"
 
     @abstractmethod
-    def loss(self, train: TrainConfig, error: Tensor, anchor_error: Tensor, targets: Targets) -> Tensor:
-        """[P] losses of the groups in one draw. error, anchor_error: [P, G], d of the policy (with gradient) and of the
-        anchor; both are 0 in groups that are not trained on, whose losses are left out."""
+    def loss(self, train: TrainConfig, error: Tensor, reference_error: Tensor, targets: Targets) -> Tensor:
+        """[P] losses of the groups in one draw. error, reference_error: [P, G], d of the policy (with gradient) and of
+        the one it is compared with; both are 0 in groups that are not trained on, whose losses are left out."""
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -24,32 +24,32 @@ class Preference(OldPolicy, GroupObjective):
 
     beta: PositiveFloat = 100.0
     """β: strength of the regularisation towards the reference; smaller values let the policy move further."""
-    reference: Literal["base", "old"] = "base"
+    reference: Literal["initial", "old"] = "initial"
     """The policy that d_ref comes from: the initial one, or an old policy, an EMA of the policy with `decay` (0: the
     weights that generated the rollout)."""
 
     @property
-    def anchor(self) -> Literal["", "base", "old"]:
-        """The reference."""
-        return self.reference
+    def compares_with(self) -> Literal["", "reference", "old"]:
+        """That of `reference`."""
+        return "old" if self.reference == "old" else "reference"
 
     @property
     def on_policy(self) -> bool:
         """Whether the reference is the policy that generated the samples."""
         return self.reference == "old" and not (self.decay or self.decay_rate)
 
-    def strength(self, error: Tensor, anchor_error: Tensor) -> Tensor:
+    def strength(self, error: Tensor, reference_error: Tensor) -> Tensor:
         """h [P, G]."""
-        return 0.5 * self.beta * (anchor_error - error)
+        return 0.5 * self.beta * (reference_error - error)
 
 
 @dataclass(frozen=True, config=STRICT)
 class DPO(Preference):
     """The best member against the worst."""
 
-    def loss(self, train: TrainConfig, error: Tensor, anchor_error: Tensor, targets: Targets) -> Tensor:
+    def loss(self, train: TrainConfig, error: Tensor, reference_error: Tensor, targets: Targets) -> Tensor:
         """[P]."""
-        h = self.strength(error, anchor_error)
+        h = self.strength(error, reference_error)
         advantage = targets.advantage
         best, worst = advantage.argmax(1, keepdim=True), advantage.argmin(1, keepdim=True)
         return -logsigmoid(h.gather(1, best) - h.gather(1, worst))[:, 0]

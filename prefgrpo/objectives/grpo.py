@@ -1,4 +1,4 @@
-"""GRPO's clipped policy loss on replayed steps (Flow-GRPO, arXiv 2505.05470, eq. 5-6).
+"""GRPO's clipped policy loss on replayed transitions (Flow-GRPO, arXiv 2505.05470, eq. 5-6).
 
     loss = (1 / (N·K)) Σ_{i, k} weight_k · max(−A_i r_ik, −A_i clip(r_ik)) + kl_coef · KL_ik
 
@@ -20,7 +20,7 @@ class GRPO(TrajectoryObjective):
     """GRPO with the clipped importance ratio."""
 
     def loss(self, train: TrainConfig, new: Replayed, advantage: Tensor, denominator: float) -> PolicyLoss:
-        """Loss of one replayed step of B samples; `denominator` is N·K."""
+        """Loss of one replayed transition of B samples; `denominator` is N·K."""
         return policy_loss(
             new.logp if new.log_ratio is None else new.log_ratio,
             new.logp_old if new.log_ratio is None else None,

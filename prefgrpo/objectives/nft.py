@@ -23,7 +23,7 @@ from prefgrpo.objectives.base import OldPolicy, PointwiseObjective, Prediction, 
 class NFT(OldPolicy, PointwiseObjective):
     """Negative-aware fine-tuning."""
 
-    anchor = "old"
+    compares_with = "old"
 
     optimality: Literal["advantage", "win_rate"] = "advantage"
     """r of a sample: clip(A / 2A_max + ½) with A_max = train.adv_clip_max, or its win rate."""
@@ -63,8 +63,9 @@ class NFT(OldPolicy, PointwiseObjective):
 
     def loss(self, train: TrainConfig, p: Prediction, signal: Tensor) -> Tensor:
         """[B]."""
-        moved = self.beta * (p.v - p.anchor_velocity)
-        parts = [(p.anchor_velocity + moved - p.u, signal), (p.anchor_velocity - moved - p.u, 1.0 - signal)]
+        v_old = p.v_compared
+        moved = self.beta * (p.v - v_old)
+        parts = [(v_old + moved - p.u, signal), (v_old - moved - p.u, 1.0 - signal)]
         scale = self.scale or (train.adv_clip_max if self.optimality == "advantage" else 1.0)
         return sum(share * self._error(e, p.t) for e, share in parts) * (scale / self.beta)  # type: ignore[return-value]
 

@@ -42,9 +42,9 @@ class SoftDPO(Preference):
         """All groups with a comparison, those that are all ties too: they pull h together."""
         return (targets.counts > 0).any(2).any(1, keepdim=True).expand_as(targets.advantage)
 
-    def loss(self, train: TrainConfig, error: Tensor, anchor_error: Tensor, targets: Targets) -> Tensor:
+    def loss(self, train: TrainConfig, error: Tensor, reference_error: Tensor, targets: Targets) -> Tensor:
         """[P]."""
-        h, w = self.strength(error, anchor_error), targets.preference()
+        h, w = self.strength(error, reference_error), targets.preference()
         x = h[:, :, None] - h[:, None, :]
         there = (targets.counts > 0).triu(1)
         if self.form == "logistic":

@@ -26,9 +26,9 @@ BACKENDS = ("cuda", "triton", "cpu", "torch")
 PACKAGE = __name__.split(".")[0]
 """prefgrpo, or the name that the hub's loader gives the package; also the namespace of the custom ops."""
 SOURCES = Path(__file__).parents[2] / "csrc"
-"""Of the compiled module, in a checkout."""
+"""Sources of the compiled module, in a checkout."""
 _choices: list[str] = [os.environ.get("PREFGRPO_BACKEND", "")]
-"""The environment's, then those of `use_backend`; of the process, since autograd runs backward in its own threads."""
+"""Backends chosen by the environment and by `use_backend`, per process: autograd runs backward in its own threads."""
 _PLAIN = frozenset({Tensor, torch.nn.Parameter, bool, int, float, str, type(None)})
 """Types of arguments that a kernel reads; another subclass of Tensor may have no memory."""
 
@@ -36,7 +36,7 @@ _PLAIN = frozenset({Tensor, torch.nn.Parameter, bool, int, float, str, type(None
 def op(name: str, mutates: tuple[str, ...]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Make a function that writes into its arguments `mutates` the custom op torch.ops.prefgrpo.<name>.
 
-    Graphs and subclasses of Tensor (fake tensors, DTensor) meet the op, whose fake kernel does nothing; eager calls go
+    Graphs and subclasses of Tensor (fake tensors, DTensor) use the op, whose fake kernel does nothing; eager calls go
     directly to the function, because the dispatcher costs more than the small kernels.
     """
 

@@ -28,7 +28,7 @@ class PhiloxNoise(NamedTuple):
     sample: Tensor
     """int64 or int32 [B], unique per sample over the run."""
     step: Tensor | int | None = None
-    """Likewise [B], or one number; None: the row index of the coefficient table."""
+    """Step of each sample, int64 or int32 [B], or one number; None: the row index of the coefficient table."""
 
 
 def philox_uint32(seed: int, sample: Tensor, step: Tensor, blocks: Tensor) -> Tensor:

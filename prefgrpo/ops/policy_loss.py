@@ -166,8 +166,9 @@ def policy_loss(
     All tensors have the shape of logp: `advantage[:, None].expand_as(logp)` is each sample's for all of its steps.
     logp_old: None if `logp` is the log-ratio itself, as GRPO-Guard's. epsilon_high: default: epsilon_low. weight:
     factor per sample on the policy term (GRPO-Guard: 1/|Δ|). kl: KL per sample. reduction: "none" returns the loss of
-    each. denominator: N; default: their number, and 1 without reduction. A NaN makes the loss NaN. Raises ValueError
-    for tensors that do not fit, a negative or NaN clip, and if logp_old, advantage or weight requires a gradient.
+    each. denominator: N (default: the number of losses; 1 without reduction). A NaN makes the loss NaN. Raises
+    ValueError for tensors that do not fit, a negative or NaN clip, and if logp_old, advantage or weight requires a
+    gradient.
     """
     high = epsilon_low if epsilon_high is None else epsilon_high
     if logp.dim() not in (1, 2):

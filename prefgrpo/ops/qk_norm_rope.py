@@ -110,7 +110,7 @@ def _tables(q: Tensor, cos: Tensor | None, sin: Tensor | None) -> tuple[Tensor |
 
 
 def _split(parts: Sequence[Any], *tables: Tensor | None) -> Iterator[tuple[slice, Sequence[Any], list[Any]]]:
-    """Of each stream: its tokens in the result, (q, k, q_weight, k_weight), and its rows of the tables."""
+    """For each stream: its tokens in the result, (q, k, q_weight, k_weight), and its rows of the tables."""
     start = 0
     for n in range(0, len(parts), 4):
         stop = start + parts[n].shape[1]

@@ -2,7 +2,7 @@
 
 448 is the largest number of e4m3. `dequantise_rows` is the way back. Everything is computed in fp32 and rounded once.
 Invariant: a row of the result depends on that row alone, so it has the same bits in any batch and with split tokens. It
-has no gradient: who uses it says what the rounding passes on (`models/fp8.py`: the gradient, unchanged).
+has no gradient: its callers decide what passes through the rounding (`models/fp8.py`: the gradient, unchanged).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def reference_quantise(x: Tensor) -> tuple[Tensor, Tensor]:
 
 @lru_cache(None)
 def _has_numbers(device: torch.device) -> bool:
-    """Whether the device's instructions know e4m3, as Triton requires: GPUs before sm_89 do not."""
+    """Whether the device has instructions for e4m3, which Triton requires: GPUs before sm_89 do not."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
 
 

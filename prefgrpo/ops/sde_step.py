@@ -5,7 +5,7 @@
 
 Coefficient rows are (a, b, s, w, c). Invariant: logp is computed from the stored value (x' after rounding to the
 storage dtype), with a fixed summation order that depends on D only; a step and its replay with the same inputs are
-bitwise equal. Where w = 0 or s = 0, logp is c and KL and log-ratio are 0, whatever the latents hold.
+bitwise equal. Where w = 0 or s = 0, logp is c and KL and log-ratio are 0, whatever the latents contain.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class SdeStep(NamedTuple):
 
 
 class SdeLogp(NamedTuple):
-    """Result of `sde_logp`; [B] fp32 but for the mean, all differentiable in v."""
+    """Result of `sde_logp`; [B] fp32 except the mean, all differentiable in v."""
 
     logp: Tensor
     kl: Tensor | None = None
@@ -364,8 +364,8 @@ def sde_logp(
     """Log-prob of a stored step, with its KL to `v_ref` and Guard log-ratio to `v_old`; arguments as in `sde_step`.
 
     The gradient flows to v; if another input requires one, ValueError asks to detach it. Backward keeps nothing of
-    size D but the inputs. No second derivative. v_ref and v_old are velocities after guidance, used in v's dtype.
-    want_mean: also return a·x + b·v, the bits of `sde_step`'s, with one launch more.
+    size D except the inputs. No second derivative. v_ref and v_old are velocities after guidance, used in v's dtype.
+    want_mean: also return a·x + b·v, the bits of `sde_step`'s, with one more launch.
     """
     coef, index = check_latents(coef, index, x, {"v": v, "x_next": x_next, "v_ref": v_ref, "v_old": v_old})
     constants = {"x": x, "x_next": x_next, "coef": coef, "v_ref": v_ref, "v_old": v_old}

@@ -20,8 +20,8 @@ from prefgrpo.models.base import Adapter, Sampling
 from prefgrpo.models.blocks import fuse_blocks
 from prefgrpo.models.weights import locate_lora
 from prefgrpo.parallel import ring
-from prefgrpo.parallel.attention import set_backend
-from prefgrpo.parallel.recompute import recompute
+from prefgrpo.parallel.attention_backend import set_backend
+from prefgrpo.parallel.gradient_checkpointing import checkpoint_blocks
 from prefgrpo.parallel.shard import quantise_weights, shard_weights
 from prefgrpo.parallel.world import Layout, World
 
@@ -44,7 +44,7 @@ def parallelize(adapter: Adapter, config: Config, world: World) -> None:
                 if world.main:
                     warnings.warn(changed, stacklevel=2)
         if config.train.gradient_checkpointing:
-            recompute(adapter.blocks(module), config.train.gradient_checkpointing)
+            checkpoint_blocks(adapter.blocks(module), config.train.gradient_checkpointing)
     if config.compile:
         compile_blocks(adapter)
     if layout.context > 1:

@@ -106,7 +106,7 @@ class _Context:
     saved_tensors: tuple[Any, ...]
 
     def save_for_backward(self, *tensors: Any) -> None:
-        """As autograd's."""
+        """Like autograd's."""
         self.saved_tensors = tensors
 
 

@@ -54,7 +54,7 @@ def quantise_weights(adapter: Adapter) -> None:
 
 
 def _kept_in_fp32(model: nn.Module) -> set[nn.Parameter]:
-    """What diffusers keeps in fp32 of a denoiser: a few norms and tables."""
+    """Parameters that diffusers keeps in fp32: a few norms and tables."""
     names = set(getattr(model, "_keep_in_fp32_modules", None) or ())
     return {p for name, p in model.named_parameters() if names & set(name.split("."))}
 
@@ -103,8 +103,8 @@ def _shard(model: nn.Module, adapter: Adapter, mesh: DeviceMesh, offload: Offloa
 
 
 def reduce_gradients(adapter: Adapter, on: bool) -> None:
-    """Whether the next backward sums the gradients of sharded weights over the shards, together with what the backwards
-    before it have accumulated, or keeps them whole, in fp32, for a later one that runs the same denoiser."""
+    """on: the next backward sums the gradients of sharded weights over the shards, with those accumulated before; off:
+    it keeps them unsharded, in fp32, for a later backward of the same denoiser."""
     for model in adapter.modules().values():
         if isinstance(model, FSDPModule):
             model.set_requires_gradient_sync(on)

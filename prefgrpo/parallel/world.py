@@ -37,8 +37,8 @@ from prefgrpo.config.schema import Config, JudgeConfig
 
 T = TypeVar("T")
 DEADLINES = 2.0
-"""Time limit of collectives in units of judge.deadline_s, after which torch ends a process whose peer hangs: one may
-use its whole deadline while the others wait, and as much time again for what else differs between ranks."""
+"""Time limit of collectives in units of judge.deadline_s, after which torch ends a process whose peer hangs: a process
+may use its whole deadline while the others wait, and as much again for everything else that differs between ranks."""
 BUCKET_BYTES = 2**28
 """Most bytes of gradients that are copied into one buffer to be summed over ranks (a larger gradient has its own)."""
 DIMENSIONS = ("replicate", "shard", "ring", "ulysses")
@@ -334,7 +334,7 @@ def join(config: Config | None = None) -> World:
         store = PrefixStore(_name_of_start(store, rank, size), store)  # it keeps the addresses of earlier processes
         bound = device if device.type == "cuda" else None  # NCCL then connects here, and splits groups from this one
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=patience, device_id=bound)
-        dist.all_reduce(torch.zeros(1, device=device))  # who cannot be reached is noticed before the model loads
+        dist.all_reduce(torch.zeros(1, device=device))  # unreachable processes are noticed before the model loads
     if device.type == "cpu" and dist.is_initialized():
         atexit.register(leave)  # gloo's threads must not outlive the interpreter, and leaving it waits for nobody
     return World(int(os.environ.get("RANK", "0")), size, device, layout, layout.mesh(device, patience), patience)

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from markupsafe import Markup
 
-from prefgrpo.report.run import Floats, Rows, Run, short
-from prefgrpo.run.comparison import MIN_PROMPTS
-from prefgrpo.run.metrics import PARTS_OF_WINS, REWARD
+from prefgrpo.report.read import Floats, Run, short
+from prefgrpo.run.measures import Estimate, judges_of_step, rewards_of_step
 
 WIDTH, HEIGHT = 400, 220
 LEFT = 56
@@ -47,7 +46,7 @@ def tag(name: str, *content: str, **attributes: object) -> Markup:
 
 
 def numbers(*values: float) -> list[str]:
-    """With equal decimals, three significant digits of the largest; a dash for NaN."""
+    """The values with equal decimals, three significant digits of the largest; a dash for NaN."""
     largest = max((abs(v) for v in values if not math.isnan(v)), default=0.0)
     size = math.floor(math.log10(float(f"{largest:.2e}"))) if largest else 0
     form = f".{max(2 - size, 0)}f" if -5 < size < 6 else ".2e"
@@ -141,12 +140,6 @@ def _path(points: Floats) -> str:
     return "M" + "L".join(f"{x:.1f},{y:.1f}" for x, y in points.tolist())
 
 
-def win_names(rows: Rows) -> list[str]:
-    """Names of an evaluation's win rates, the judge's first."""
-    names = [n for n in rows.columns if n.startswith("win_") and not n.endswith(PARTS_OF_WINS)]
-    return sorted(names, key=lambda n: n != "win_judge")
-
-
 def curves(run: Run) -> list[Markup]:
     """The charts; one without values is left out. Every reward has one of its own."""
     train = run.train
@@ -154,39 +147,39 @@ def curves(run: Run) -> list[Markup]:
     def of(names: dict[str, str], factor: float = 1.0) -> list[Series]:
         return [Series(label, train.steps, factor * train[name]) for name, label in names.items()]
 
+    def rates(of_set: str, label: str, found: list[Estimate]) -> Series:
+        """A curve of rates in percent, with a band if the last one has an interval."""
+        table = 100 * np.array([(one.value, one.interval.low, one.interval.high) for one in found])
+        y, low, high = table.T
+        few = run.interval(of_set, found[-1]).few
+        return Series(label, run.evals[of_set].steps, y, *(() if few else (low, high)))
+
     wins = []
+    ranked = of({"pairs/accuracy": "pairs of the step"}, 100.0)
     watched = "dev" if "dev" in run.evals else next(iter(run.evals), "")  # the set evaluated during training
-    for name in win_names(run.evals[watched]) if watched else []:
-        rows = run.evals[watched]
-        y, low, high = (100 * rows[name + end] for end in ("", "_low", "_high"))
-        few = run.prompts(watched, name) < MIN_PROMPTS
-        wins.append(Series(f"by {run.label(name[4:])}", rows.steps, y, *(() if few else (low, high))))
+    if watched:
+        evals = run.evals[watched]
+        wins = [rates(watched, f"by {run.label(s)}", evals.of(s, "wins")) for s in evals.subjects("wins")]
+        ranked.append(rates(watched, "held-out pairs", [one.accuracy or Estimate() for one in evals.comparisons]))
     note = f"Held-out prompts ({watched}), against the initial model from the same noise; bands: 95 % intervals."
     charts = [draw("Win rate against the initial model", wins, "\u00a0%", note)]
-    ranked = of({"pairs/accuracy": "pairs of the step"}, 100.0)
-    if watched and "pairs_accuracy" in run.evals[watched]:
-        rows = run.evals[watched]
-        y, low, high = (100 * rows[f"pairs_{name}"] for name in ("accuracy", "low", "high"))
-        few = run.prompts(watched, "pairs") < MIN_PROMPTS
-        ranked.append(Series("held-out pairs", rows.steps, y, *(() if few else (low, high))))
     note = "Share of judged pairs whose better image has the higher implicit reward; before training 50 %."
     charts.append(draw("Pairs ranked rightly", ranked, "\u00a0%", note))
-    for name in [n for n in train.columns if REWARD.fullmatch(n)]:
-        label = short(name.removeprefix("reward/"))
-        mean = train[name]
-        std = train[f"{name}_std"]
+    for name, key in rewards_of_step(train.columns).items():
+        label = short(name)
+        mean = train[key]
+        std = train[f"{key}_std"]
         if np.nanmax(np.abs(mean - 0.5)) < 1e-6:
             note = "Win rates within a group have the mean ½; their spread is what the policy learns from."
             charts.append(draw(f"{label}: spread", [Series("std within a group", train.steps, std)], note=note))
         else:
             note = "Mean over training prompts; band: ± the std within a group."
             charts.append(draw(label, [Series("mean", train.steps, mean, mean - std, mean + std)], note=note))
-    judges = [n.removesuffix("tie_rate") for n in train.columns if re.fullmatch(r"judge/(.+/)?tie_rate", n)]
-    for judge in [j for j in judges if j != "judge/" or len(judges) == 1]:
+    for name, judge in judges_of_step(train.columns).items():
         lost = 100 * train[f"{judge}failures"] / train[f"{judge}requests"]
         shares = {"order_inconsistency": "other winner when swapped", "position_bias": "first image wins"}
         series = of({judge + n: label for n, label in (shares | {"tie_rate": "ties"}).items()}, 100.0)
-        title = "Judge" if judge == "judge/" else f"Judge {short(judge[6:-1])}"
+        title = f"Judge {short(name)}" if name else "Judge"
         note = "Shares of a step's comparisons. Without position bias, the first image wins half of those without ties."
         charts.append(draw(title, [*series, Series("no verdict", train.steps, lost)], "\u00a0%", note))
     alike = of({"diversity/pixels": "RMS distance of two images"})

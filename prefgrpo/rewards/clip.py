@@ -114,6 +114,8 @@ class TextImage(EncoderReward):
 class Clip(TextImage):
     """Cosine similarity of image and prompt by Pref-GRPO's model: DFN5B's weights in open_clip's ViT-H-14.
 
+    Source of the weights: Data Filtering Networks (arXiv 2309.17425), ViT-H/14-378.
+
     architecture: that of open_clip into which the weights are put (ViT-H-14: 224 pixels, GELU, centre crop);
     checkpoint: the checkpoint's own (DFN5B: 378 pixels, QuickGELU, squashed), needed for other models.
     """
@@ -126,6 +128,8 @@ class Clip(TextImage):
 @dataclass(kw_only=True, eq=False)
 class Hpsv2(TextImage):
     """Human Preference Score 2.1: cosine under a ViT-H/14 trained on human choices; images are padded, not cropped.
+
+    Computed in float32. Source: arXiv 2306.09341.
 
     file: weights file, {"state_dict": …}; HPS_v2_compressed.pt is version 2.0. architecture: as for clip.
     """
@@ -140,6 +144,8 @@ class Hpsv2(TextImage):
 @dataclass(kw_only=True, eq=False)
 class Pickscore(TextImage):
     """PickScore 1: cosine under a CLIP-H trained on human choices, or Flow-GRPO's logit/26.
+
+    Source: Pick-a-Pic (arXiv 2305.01569).
 
     processor: folder or hub id of the tokenizer and image processor; default: the model's own, or for the published
     model laion/CLIP-ViT-H-14-laion2B-s32B-b79K. scale: cosine, or logit for exp(logit_scale)·cos/26.
@@ -159,7 +165,10 @@ class Pickscore(TextImage):
 
 @dataclass(kw_only=True, eq=False)
 class Clipscore(TextImage):
-    """OpenAI CLIP L/14's logit/30. resize: processor (that of the checkpoint) or bilinear (Flow-GRPO's, PaCo-RL's)."""
+    """OpenAI CLIP L/14's logit/30, scaled as in Flow-GRPO (CLIP: arXiv 2103.00020).
+
+    resize: processor (that of the checkpoint) or bilinear (Flow-GRPO's, PaCo-RL's).
+    """
 
     resize: Literal["processor", "bilinear"] = "processor"
 
@@ -170,6 +179,8 @@ class Clipscore(TextImage):
 @dataclass(kw_only=True, eq=False)
 class Aesthetic(TextImage):
     """Aesthetic rating of an image, about 1 to 10; the prompt is ignored.
+
+    LAION's aesthetic predictor: a linear head on the normalised image embedding of CLIP L/14.
 
     model: a CLIPModel with embeddings of size 768. head: file with the head's weights
     (sac+logos+ava1-l14-linearMSE.pth), or a folder or hub id with aesthetic-model.pth.
@@ -200,7 +211,10 @@ class Aesthetic(TextImage):
 
 @dataclass(kw_only=True, eq=False)
 class ImageSimilarity(EncoderReward):
-    """Similarity of an edit to its source images. resize: as for clipscore."""
+    """Cosine similarity of an edit to its source images under CLIP L/14, averaged over the sources.
+
+    resize: as for clipscore.
+    """
 
     needs_source = True
     resize: Literal["processor", "bilinear"] = "processor"
@@ -218,7 +232,10 @@ class ImageSimilarity(EncoderReward):
 
 @dataclass(kw_only=True, eq=False)
 class SubfigClipT(EncoderReward):
-    """Mean CLIP similarity between each cell of a grid and its part of the prompt."""
+    """Mean CLIP similarity between each cell of a grid and its part of the prompt.
+
+    The model is laion2B's ViT-H/14. Source: PaCo-RL (arXiv 2512.04784).
+    """
 
     model: str = VIT_H
     loader = OpenClip

@@ -34,6 +34,8 @@ PLACE = -200
 class DeQA(PointwiseReward):
     """DeQA-Score's expected quality level / 5, from 0.2 to 1; the prompt is ignored.
 
+    An mPLUG-Owl2 whose code is part of its checkpoint (transformers 4.36.1). Source: arXiv 2501.11561.
+
     model: folder, or hub id with a commit (zhiyuanyou/DeQA-Score-Mix3@COMMIT), because code from it is executed.
     device: auto, cpu, cuda, cuda:1. dtype: auto is float16 on a GPU, else float32. batch_size: images per forward.
     """

@@ -104,7 +104,7 @@ class OpenClip(Encoder):
                 "architecture of open_clip in the option `architecture`"
             )
         name = f"local-dir:{folder}" if architecture == CHECKPOINT else architecture
-        logging.disable(logging.WARNING)  # it warns that the weights are random, which are loaded afterwards
+        logging.disable(logging.WARNING)  # it warns of random weights, which are loaded afterwards
         try:
             with loading(f"{model} as {architecture}"):
                 self.model, _, self.preprocess = open_clip.create_model_and_transforms(

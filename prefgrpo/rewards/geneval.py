@@ -47,6 +47,9 @@ Colours = Callable[[str], list[str]]
 class GenEval(PointwiseReward):
     """GenEval's objects, counts, colours and places.
 
+    The soft score of Flow-GRPO's server is at most 1, and negative for surplus objects; `correct` is GenEval's own
+    verdict (arXiv 2310.11513). Values are logged per tag.
+
     detector: pkg.mod:Class of a Detector (detectors.py). detector_options: its arguments, {model: …} or {config: …,
     checkpoint: …}. clip: folder or hub id of the CLIPModel that classifies colours. value: soft or correct. device:
     auto, cpu, cuda, cuda:1. batch_size: images per forward.

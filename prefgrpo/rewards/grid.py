@@ -18,7 +18,7 @@ from prefgrpo.data.media import Media
 from prefgrpo.rewards.base import read_column
 
 MOST = 16
-"""Most rows or columns; larger pairs such as "1920x1080" are image sizes."""
+"""Maximum number of rows or columns; larger pairs such as "1920x1080" are image sizes."""
 _PAIR = re.compile(r"(?<!\d[.,])(?<!\w)(\d{1,4})\s*[xX⨉×]\s*(\d{1,4})(?!\w|[.,]?\d)", re.ASCII)
 _COUNT = Annotated[int, Field(ge=1, le=MOST)]
 _COLUMN: TypeAdapter[tuple[int, int]] = TypeAdapter(

@@ -46,6 +46,8 @@ NAMES = (
 class ImageReward(PointwiseReward):
     """ImageReward's score, about −2 … 2, in float32.
 
+    BLIP with a linear head. Source: arXiv 2304.05977.
+
     model: folder or hub id with ImageReward.pt and med_config.json. tokenizer: folder or hub id of BERT's tokenizer.
     device: auto, cpu, cuda, cuda:1. batch_size: images per forward.
     """

@@ -26,7 +26,7 @@ def jpeg_kilobytes(sample: Sample) -> float:
 
 
 class JpegIncompressibility(PointwiseReward):
-    """More detail is better."""
+    """More detail is better: kB of a JPEG at quality 95, divided by `divisor`; for a clip, the mean over its frames."""
 
     takes = ("image", "video")
     sign: ClassVar[float] = 1.0
@@ -41,6 +41,9 @@ class JpegIncompressibility(PointwiseReward):
 
 
 class JpegCompressibility(JpegIncompressibility):
-    """Less detail is better."""
+    """Less detail is better: −kB of a JPEG at quality 95, divided by `divisor`; for a clip, the mean over its frames.
+
+    Source: DDPO (arXiv 2305.13301).
+    """
 
     sign = -1.0

@@ -95,9 +95,15 @@ def similarity(wanted: list[str], text: str, distance: Distance) -> float:
 class Ocr(PointwiseReward):
     """How much of the quoted text can be read in the image, 0 to 1. Part `exact`: 1 if exactly the targets are read.
 
+    1 − Levenshtein distance to the text / its length; 1 if the image contains every text (Flow-GRPO, arXiv 2505.05470).
+    A prompt whose quotation is unclear counts as missing. Lines are not turned, but the recogniser itself reads some
+    letters upside down: nine words turned by 180° score 0.58 on average (`pytest tests/rewards/test_ocr.py -k head -s
+    -o addopts=`).
+
     engine: rapidocr (includes its models) or paddleocr (downloads them). lang: language for paddleocr; rapidocr reads
     Latin script, Chinese and Japanese. workers: number of images read concurrently, one thread each. detect: false
-    passes the whole image to the recogniser as one line of text, which is many times cheaper (rapidocr only).
+    passes the whole image to the recogniser as one line of text (rapidocr only), about 75 times cheaper at 64×16
+    pixels.
     """
 
     reads = (COLUMN,)
@@ -149,7 +155,10 @@ class Ocr(PointwiseReward):
 
 
 class VideoOcr(Ocr):
-    """How much of the quoted text can be read in the frames that show any of it, 0 to 1."""
+    """How much of the quoted text can be read in the frames that show any of it, 0 to 1.
+
+    `ocr` of every 4th frame; mean over the frames that score above 0.
+    """
 
     takes = ("video",)
 

@@ -13,6 +13,7 @@ import io
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import cache
 from typing import Annotated
 from weakref import WeakKeyDictionary
 
@@ -24,8 +25,12 @@ from pydantic import Field
 from prefgrpo.data.media import Media
 from prefgrpo.rewards.base import PointwiseReward, Reward, Sample, Score, check_media
 
-_THREADS = ThreadPoolExecutor(2, "prepare")
 _cache: WeakKeyDictionary[Media, dict[tuple[int, int, int | None], Media]] = WeakKeyDictionary()
+
+
+@cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(2, "prepare")
 
 
 class PreprocessedReward(PointwiseReward):
@@ -55,7 +60,7 @@ class PreprocessedReward(PointwiseReward):
         return loop_thread().submit(self._send(sample))
 
     async def _send(self, sample: Sample) -> Score:
-        processed = await asyncio.get_running_loop().run_in_executor(_THREADS, self._preprocess, sample)
+        processed = await asyncio.get_running_loop().run_in_executor(_threads(), self._preprocess, sample)
         return await asyncio.wrap_future(self.reward.submit(processed))
 
     def _preprocess(self, sample: Sample) -> Sample:

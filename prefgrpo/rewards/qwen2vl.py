@@ -180,6 +180,8 @@ class QwenReward(PointwiseReward):
 class HPSv3(QwenReward):
     """HPSv3's mean score μ; part `sigma`: the head's second output.
 
+    Qwen2-VL-7B with a head on one reward token. Source: arXiv 2508.03789.
+
     model: folder or hub id with HPSv3.safetensors. base: folder or hub id of its config and tokenizer. template: file
     with the training prompt, containing {text_prompt} and <|Reward|>; default: from the hpsv3 package.
     """
@@ -211,6 +213,8 @@ class HPSv3(QwenReward):
 @dataclass(kw_only=True, eq=False)
 class VideoAlign(QwenReward):
     """VideoReward's sum of normalised scores, over all three dimensions or some; parts: all three.
+
+    Qwen2-VL-2B with a LoRA and a head on three reward tokens; each score is (x − mean) / std. Source: arXiv 2501.13918.
 
     model: folder or hub id with model_config.json and checkpoint-N/model.pth (the highest N is used). base: folder or
     hub id of Qwen2-VL's config and tokenizer. template: file with the training prompt, containing {text_prompt} and the

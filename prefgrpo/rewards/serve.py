@@ -1,7 +1,8 @@
 """`prefgrpo reward serve NAME`: serves one reward over HTTP, from a separate environment.
 
-POST /score takes a form (docs/rewards.md). Samples that arrive while one batch runs form the next batch. It listens
-once a probe sample got a score. Needs no libraries but aiohttp, numpy, pillow, pydantic, pyyaml and the reward's own.
+POST /score takes a form (docs/served_rewards.md). Samples that arrive while a batch runs form the next batch. The
+server listens once a probe sample has a score. Needs only aiohttp, numpy, pillow, pydantic, pyyaml and the reward's own
+libraries.
 """
 
 from __future__ import annotations
@@ -128,7 +129,7 @@ def read_sample(fields: str, files: Sequence[bytes], name: str) -> Sample:
         wanted = row.get("reward", name)
     except (LookupError, TypeError, AttributeError, OSError, ValueError, Image.DecompressionBombError) as error:
         raise ValueError(
-            f"expected a form with the field sample and files ({', '.join(FORMATS)}) as in docs/rewards.md: "
+            f"expected a form with the field sample and files ({', '.join(FORMATS)}) as in docs/served_rewards.md: "
             f"{type(error).__name__}: {error}"
         ) from error
     if wanted != name:

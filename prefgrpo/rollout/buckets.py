@@ -19,7 +19,7 @@ from prefgrpo.data.tables import DataError, refusal
 from prefgrpo.models.base import Adapter
 from prefgrpo.rollout.embeddings import Entry, entries_of
 from prefgrpo.rollout.samples import Fitted, chosen_frames
-from prefgrpo.rollout.sources import sources_of
+from prefgrpo.rollout.source_images import sources_of
 
 RATIOS = (9 / 16, 2 / 3, 3 / 4, 1.0, 4 / 3, 3 / 2, 16 / 9)
 """Width / height of the buckets besides the run's own, before sides are rounded."""

@@ -25,9 +25,9 @@ from prefgrpo.models import DTYPES, family
 from prefgrpo.models.base import Adapter, Condition
 from prefgrpo.models.folder import encoder_identity
 from prefgrpo.rollout import samples
+from prefgrpo.rollout.embedding_cache import EmbeddingCache, nbytes
 from prefgrpo.rollout.samples import Fitted
-from prefgrpo.rollout.shards import Shards, nbytes
-from prefgrpo.rollout.sources import NONE, Sources, prefetch, sources_of
+from prefgrpo.rollout.source_images import NONE, SourceImages, prefetch, sources_of
 
 FORMAT = "2"
 """Of stored entries: those of another format are encoded again."""
@@ -41,7 +41,7 @@ class Entry:
 
     text: str | None
     """None: the source images, or the sample."""
-    sources: Sources = NONE
+    sources: SourceImages = NONE
     """With a text, those that its encoder sees."""
     frames: int | None = None
     """With source images of a clip: its frames, on which their latents may depend."""
@@ -64,7 +64,7 @@ class PromptEntries(NamedTuple):
 
 
 def entries_of(
-    cls: type[Adapter], prompt: Prompt, sources: Sources, sampling: SamplingConfig, guided: bool
+    cls: type[Adapter], prompt: Prompt, sources: SourceImages, sampling: SamplingConfig, guided: bool
 ) -> PromptEntries:
     """What a family encodes of a prompt and its `sources`; if `guided`, also its negative prompt, else the run's, else
     the family's."""
@@ -86,7 +86,7 @@ class Embeddings:
         self._max_length = config.data.max_length
         self._most_bytes = most_bytes
         self._memory: OrderedDict[str, dict[str, Tensor]] = OrderedDict()
-        self._shards: Shards | None = None
+        self._cache: EmbeddingCache | None = None
         self.model = ""
         """What the entries of a model depend on besides their content."""
         if config.data.cache:
@@ -101,7 +101,7 @@ class Embeddings:
                 raise ConfigError(
                     [f"data.cache: expected a folder that can be written, got {cache}: {error}"]
                 ) from error
-            self._shards = Shards(cache)
+            self._cache = EmbeddingCache(cache)
         self.encoded = 0
         """Number of texts run through the text encoders so far."""
 
@@ -120,7 +120,7 @@ class Embeddings:
 
     def absent(self, entries: Iterable[Entry]) -> list[Entry]:
         """The entries that are not in data.cache yet."""
-        return [entry for entry in entries if self._shards is None or entry.key(self.model) not in self._shards]
+        return [entry for entry in entries if self._cache is None or entry.key(self.model) not in self._cache]
 
     def get(self, adapter: Adapter, entries: Iterable[Entry]) -> dict[Entry, dict[str, Tensor]]:
         """The tensors of entries, on the CPU: from memory, else from disk, else newly encoded, with offloaded encoders
@@ -134,8 +134,8 @@ class Embeddings:
             for number, entry in enumerate(absent):
                 samples.prefetch(later.sample for later in absent[number : number + samples.KEPT] if later.sample)
                 found[entry] = self._encode(adapter, entry)
-                if self._shards is not None:
-                    self._shards.add(keys[entry], found[entry])
+                if self._cache is not None:
+                    self._cache.add(keys[entry], found[entry])
         self._memory |= {keys[entry]: tensors for entry, tensors in found.items()}
         while len(self._memory) > 1 and nbytes(self._memory) > self._most_bytes:
             self._memory.popitem(last=False)
@@ -148,8 +148,8 @@ class Embeddings:
 
     def _find(self, key: str) -> dict[str, Tensor] | None:
         tensors = self._memory.pop(key, None)
-        if tensors is None and self._shards is not None:
-            tensors = self._shards.read(key)
+        if tensors is None and self._cache is not None:
+            tensors = self._cache.read(key)
         return tensors
 
     def _encode(self, adapter: Adapter, entry: Entry) -> dict[str, Tensor]:
@@ -164,8 +164,8 @@ class Embeddings:
 
     def flush(self) -> None:
         """Write all new entries to disk."""
-        if self._shards is not None:
-            self._shards.flush()
+        if self._cache is not None:
+            self._cache.flush()
 
 
 def _condition(entries: PromptEntries, tensors: Mapping[Entry, Mapping[str, Tensor]]) -> Condition:

@@ -17,7 +17,7 @@ import torch
 from torch.distributed import Work
 
 from prefgrpo.parallel.world import World
-from prefgrpo.rollout.batch import BatchPlan, Place
+from prefgrpo.rollout.assignment import BatchPlan, Place
 from prefgrpo.rollout.render import Images, Pixels
 
 

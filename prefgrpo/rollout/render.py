@@ -27,7 +27,7 @@ from prefgrpo.rewards.base import Sample
 from prefgrpo.rollout.embeddings import Embeddings
 from prefgrpo.rollout.rollout import rollout
 from prefgrpo.rollout.sampling import Schedules
-from prefgrpo.rollout.sources import sources_of
+from prefgrpo.rollout.source_images import sources_of
 
 Images = NDArray[np.uint8]
 Key = TypeVar("Key")

@@ -1,4 +1,4 @@
-"""Denoises a batch and stores the steps to train on: x_{k+1} = a·x_k + b·v(x_k, σ_k) + s·ε at every step k.
+"""Denoises a batch and stores the transitions to train on: x_{k+1} = a·x_k + b·v(x_k, σ_k) + s·ε at every step k.
 
 Steps outside `schedule.sde_steps` are deterministic; only the stochastic steps in `schedule.trained` are stored. Before
 the first stochastic step, samples with the same initial noise are equal, so one of them is denoised for all.
@@ -23,25 +23,25 @@ from prefgrpo.sde.schedule import Schedule
 
 
 @dataclass(frozen=True, eq=False)
-class Step:
-    """A stochastic step of B samples, as input of `replay`."""
+class Transition:
+    """A stochastic denoising step of B samples, as input of `replay`."""
 
-    index: int
-    """Row k of the schedule."""
+    k: int
+    """Row of the schedule."""
     x: Tensor
     """[B, …] latents before the step, as stored."""
     x_next: Tensor
-    """[B, …] latents after the step, as stored (the same tensor as the next stored step's x)."""
+    """[B, …] latents after the step, as stored (the same tensor as the next transition's x)."""
     logp: Tensor
     """fp32 [B], log-prob of x_next under the policy that generated it."""
     v: Tensor | None = None
-    """[B, …] velocity of the policy that generated the step, after guidance; None: not stored."""
+    """[B, …] velocity of the policy that generated it, after guidance; None: not stored."""
     v_ref: Tensor | None = None
     """[B, …] velocity of the reference policy, likewise; None: not computed, or not needed."""
 
 
-def changed(steps: Iterable[Step], change: Callable[[Tensor], Tensor]) -> tuple[Step, ...]:
-    """The steps with `change` applied to each of their tensors, once to one that two steps share."""
+def changed(transitions: Iterable[Transition], change: Callable[[Tensor], Tensor]) -> tuple[Transition, ...]:
+    """The transitions with `change` applied to each of their tensors, once to one that two of them share."""
     results: dict[int, Tensor] = {}
 
     def once(tensor: Tensor) -> Tensor:
@@ -49,7 +49,7 @@ def changed(steps: Iterable[Step], change: Callable[[Tensor], Tensor]) -> tuple[
             results[id(tensor)] = change(tensor)
         return results[id(tensor)]
 
-    return tuple(Step(**tree_map_only(Tensor, once, vars(step))) for step in steps)
+    return tuple(Transition(**tree_map_only(Tensor, once, vars(one))) for one in transitions)
 
 
 class Trajectory(NamedTuple):
@@ -57,8 +57,8 @@ class Trajectory(NamedTuple):
 
     latents: Tensor
     """[B, …] final latents, input of the adapter's `decode`."""
-    steps: tuple[Step, ...]
-    """One entry per stored step, by ascending index."""
+    transitions: tuple[Transition, ...]
+    """The stored ones, by ascending k."""
 
 
 @torch.no_grad()
@@ -78,7 +78,7 @@ def rollout(
 
     sample: int64 [B] ids that determine the noise, unique per sample in the run. seed: the run's noise seed.
     initial_sample: B ids for the initial noise only. Samples with equal ids must have equal conditions.
-    keep_velocity: also store the velocities of the stored steps. published: sample as the stock call by default.
+    keep_velocity: also store the velocities of the transitions. published: sample as the stock call by default.
     """
     velocity = adapter.published_velocity if published else adapter.velocity
 
@@ -94,7 +94,7 @@ def rollout(
         active = condition.select(on_device([initial_sample.index(i) for i in distinct]))
         copies = on_device([distinct.index(i) for i in initial_sample])
     x = initial_latents(seed, starts, adapter.latent_shape(sampling))
-    stored: list[Step] = []
+    stored: list[Transition] = []
     for k in range(schedule.steps):
         if branch and k == branch:
             x = x.index_select(0, copies)
@@ -103,8 +103,8 @@ def rollout(
         noise = PhiloxNoise(seed, sample) if k in schedule.sde_steps else None
         kept = noise is not None and k in schedule.trained
         v = velocity(x, sigma, active, sampling)
-        step = sde_step(x, v, schedule.coef, k, noise=noise)
+        out = sde_step(x, v, schedule.coef, k, noise=noise)
         if kept:
-            stored.append(Step(k, x, step.x_next, step.logp, v if keep_velocity else None))
-        x = step.x_next
+            stored.append(Transition(k, x, out.x_next, out.logp, v if keep_velocity else None))
+        x = out.x_next
     return Trajectory(adapter.final(x, condition), tuple(stored))

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from prefgrpo.data.stored import Shape, StoredMedia
-from prefgrpo.rollout.sources import WORKERS, fit
+from prefgrpo.rollout.source_images import fit, readers
 
 KEPT = 8
 """Samples that are read ahead, or were read last: a clip has a hundred megabytes."""
@@ -62,7 +62,7 @@ def prefetch(samples: Iterable[Fitted]) -> None:
 
 @lru_cache(maxsize=KEPT)
 def _reading(sample: Fitted) -> Future[NDArray[np.uint8]]:
-    return WORKERS.submit(_read, sample)
+    return readers().submit(_read, sample)
 
 
 def _read(sample: Fitted) -> NDArray[np.uint8]:

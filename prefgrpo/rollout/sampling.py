@@ -5,16 +5,19 @@ Invariant: the window of a training step is a function of (seed, step), so proce
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from prefgrpo.config.by_path import load_function
 from prefgrpo.config.recipe import ConfigError
-from prefgrpo.config.schema import Config, SamplingConfig
+from prefgrpo.config.schema import RULES, Config, SamplingConfig
 from prefgrpo.models.base import Adapter
-from prefgrpo.objectives import objective
+from prefgrpo.objectives import make_objective
 from prefgrpo.objectives.base import TrajectoryObjective
+from prefgrpo.sde.rules import Row, Rule, StepInfo
 from prefgrpo.sde.schedule import (
     Schedule,
     consecutive,
@@ -26,6 +29,24 @@ from prefgrpo.sde.schedule import (
 )
 
 
+def load_rule(name: str) -> str | Rule:
+    """What `rollout.rule` names: one of RULES, or a function of the user's. Raises ValueError."""
+    if name in RULES:
+        return name
+    function = load_function(name, RULES)
+
+    def rule(info: StepInfo) -> Row:
+        try:
+            row = Row(*map(float, function(info)))
+        except Exception as error:
+            raise ValueError(f"{name} raised {type(error).__name__}: {error}, for {info}") from error
+        if not all(map(math.isfinite, row)):
+            raise ValueError(f"expected finite numbers of {name}, got {row} for {info}")
+        return row
+
+    return rule
+
+
 class Schedules:
     """The schedules of a run."""
 
@@ -33,7 +54,8 @@ class Schedules:
         self.config = config
         self.adapter = adapter
         self.device = device
-        self.goal = objective(config.train)
+        self.objective = make_objective(config.train)
+        self.rule = load_rule(config.rollout.rule)
         self._sigmas, self._times = self._levels(config.rollout)
 
     def _levels(self, sampling: SamplingConfig) -> tuple[Tensor, Tensor]:
@@ -54,21 +76,24 @@ class Schedules:
 
     def _with(self, steps: tuple[int, ...]) -> Schedule:
         r = self.config.rollout
-        if self.goal.collector == "endpoint":
+        if self.objective.inputs == "endpoint":
             return make_schedule(self._sigmas, "ode", 0.0, times=self._times, trained=steps)
-        made = make_schedule(self._sigmas, r.rule, r.eta, None if r.sde_everywhere else steps, self._times)
+        made = make_schedule(self._sigmas, self.rule, r.eta, None if r.sde_everywhere else steps, self._times)
         made = replace(made, trained=tuple(k for k in made.sde_steps if k in steps))
-        kind = self.goal.step_weight if isinstance(self.goal, TrajectoryObjective) else "none"
+        kind = self.objective.step_weight if isinstance(self.objective, TrajectoryObjective) else "none"
         if kind == "none":
             return made
-        all_steps = make_schedule(self._sigmas, r.rule, r.eta, tuple(window_range(r)), self._times)
+        all_steps = make_schedule(self._sigmas, self.rule, r.eta, tuple(window_range(r)), self._times)
         return replace(made, weights=step_weights(all_steps, kind, all_steps.sde_steps))
 
     def check(self) -> None:
         """Raise ConfigError unless every step that may be trained is stochastic."""
         r = self.config.rollout
         steps = tuple(window_range(r))
-        trained = self._with(steps).trained
+        try:
+            trained = self._with(steps).trained
+        except ValueError as error:
+            raise ConfigError([f"rollout.rule: {error}"]) from error
         if idle := [k for k in steps if k not in trained]:
             why = f"step(s) {idle} cannot be trained, as they are deterministic under rule {r.rule} with eta {r.eta:g}"
             raise ConfigError([f"rollout.window_low/high: {why}; expected a range without them"])

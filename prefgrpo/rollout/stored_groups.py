@@ -13,16 +13,16 @@ import torch
 
 from prefgrpo.config.schema import Config, SamplingConfig
 from prefgrpo.data.pairs import PairGroup
-from prefgrpo.data.prompts import Prompt, step_prompts
 from prefgrpo.models import family
 from prefgrpo.models.base import Adapter
 from prefgrpo.models.condition import collate
 from prefgrpo.parallel.world import World
 from prefgrpo.rewards.base import Sample
-from prefgrpo.rollout.batch import Batch, BatchPlan
-from prefgrpo.rollout.batches import Batches
+from prefgrpo.rollout.assignment import BatchPlan
+from prefgrpo.rollout.batch import Batch
 from prefgrpo.rollout.buckets import bucket_of, fitted, pair_entries
 from prefgrpo.rollout.embeddings import Embeddings
+from prefgrpo.rollout.plan import Groups, Plan, make_plan
 from prefgrpo.rollout.sampling import Schedules
 
 
@@ -36,8 +36,8 @@ def unguided(config: Config) -> SamplingConfig:
 
 
 @dataclass(frozen=True)
-class StoredGroups(Batches):
-    """Batches of groups from files; nothing is generated or scored."""
+class StoredGroups(Groups):
+    """Groups from files; nothing is generated or scored."""
 
     config: Config
     adapter: Adapter
@@ -48,32 +48,28 @@ class StoredGroups(Batches):
     """With G members each."""
     world: World
 
-    def groups(self, step: int) -> list[int]:
-        """As in `Batches`: none."""
-        return []
+    def plan(self, step: int) -> Plan:
+        """As in `Groups`."""
+        prompts = [group.prompt for group in self.pairs]
+        return make_plan(self.config, step, prompts, self.world, scores=False)
 
-    def prompts_of(self, step: int) -> list[Prompt]:
-        """As in `Batches`."""
-        return [group.prompt for group in self.of_step(step)]
+    def groups_of(self, plan: Plan) -> list[PairGroup]:
+        """[P] groups of the slots."""
+        return [self.pairs[k] for k in plan.chosen]
 
-    def of_step(self, step: int) -> list[PairGroup]:
-        """The groups of every slot of a step."""
-        chosen = step_prompts(len(self.pairs), self.config.rollout.prompts_per_step, self.config.seed, step)
-        return [self.pairs[k] for k in chosen]
-
-    def __call__(
-        self, step: int, add: Callable[[int, int, Sample], object], between: Callable[[], object] = lambda: None
+    def batches(
+        self, plan: Plan, add: Callable[[int, int, Sample], object], between: Callable[[], object] = lambda: None
     ) -> Iterator[Batch]:
-        """As in `Batches`; `add` is not called."""
-        groups = self.of_step(step)
-        first = step * self.config.rollout.prompts_per_step
-        todo, mine, rounds = self._todo()
-        self.encode([groups[slot] for slot in dict.fromkeys(slot for plan in todo for slot in plan.slots)])
-        for number, plan in enumerate(todo):
-            (slot,) = set(plan.slots)
-            yield self.batch(groups[slot], plan, first + slot, step, padding=number >= mine)
+        """As in `Groups`; `add` is not called."""
+        groups = self.groups_of(plan)
+        todo = plan.own + plan.padding
+        self.encode([groups[slot] for slot in dict.fromkeys(slot for batch in todo for slot in batch.slots)])
+        for number, planned in enumerate(todo):
+            (slot,) = set(planned.slots)
+            padding = number >= len(plan.own)
+            yield self.batch(groups[slot], planned, plan.groups[slot], plan.step, padding)
             between()
-        for _ in range(rounds - len(todo)):
+        for _ in range(plan.rounds - len(todo)):
             between()
 
     def encode(self, groups: Sequence[PairGroup]) -> None:

@@ -19,86 +19,29 @@ import numpy as np
 from prefgrpo.config.loading import section
 from prefgrpo.config.recipe import ConfigError
 from prefgrpo.config.rewards import RewardEntry
-from prefgrpo.config.schema import COMBINE, SEPARATE, Config, JudgeConfig
+from prefgrpo.config.schema import SEPARATE, Config, JudgeConfig
 from prefgrpo.data.media import Media
 from prefgrpo.data.prompts import Prompt
-from prefgrpo.judge.pairs import both_orders, get_plan
+from prefgrpo.judge.pairs import both_orders
 from prefgrpo.judge.template import FRAMES, Shown, Template, load_template
 from prefgrpo.judge.verdict import JudgeError, PairJudge
 from prefgrpo.models import family
-from prefgrpo.objectives.advantages import load_function
 from prefgrpo.parallel.world import World
-from prefgrpo.rewards import build, check_entry, factory, load_class
+from prefgrpo.rewards import build, factory, load_class
 from prefgrpo.rewards.base import PointwiseReward, Reward, Sample
 from prefgrpo.rewards.functions import FunctionPairwise, FunctionReward, failure
 from prefgrpo.rewards.pairwise import VlmPairwise
 from prefgrpo.rewards.scorer import Scorer
-from prefgrpo.run.metrics import taken_name
 
 
-def config_errors(config: Config) -> list[str]:
-    """Mistakes in the rewards, their options and judges, and in how they are combined."""
-    wrong: list[str] = []
-    combine = config.advantage.combine
-    if combine not in COMBINE:
-        try:
-            load_function(combine)
-        except ValueError as error:
-            wrong.append(f"advantage.combine: {error}")
-    negative = [entry.name for entry in config.rewards if entry.weight < 0]
-    if combine == "geometric_mean" and negative:
-        wrong.append(f"advantage.combine: {combine} expects weights of at least 0, but not those of {negative}")
-    if not any(entry.weight for entry in config.rewards) and not config.data.pairs:
-        wrong.append("rewards: expected a weight other than 0; use eval.rewards for what is only measured")
-    only_measured = [entry for entry in config.measured if entry not in config.rewards]
-    judges = {entry.name: entry.judge for entry in config.rewards}
-    for entry in only_measured:
-        if entry.judge != judges.get(entry.name, entry.judge):
-            own = f"give another judge's entry its own, {{name: …, reward: {entry.reward}}}"
-            wrong.append(f"eval.rewards: {entry.name} is the name of a trained reward: {own}")
-    return wrong + entry_errors(config, "rewards", config.rewards) + entry_errors(config, "eval.rewards", only_measured)
-
-
-def entry_errors(config: Config, field: str, entries: Iterable[RewardEntry]) -> list[str]:
-    """Why rewards cannot be built, found without building them."""
-    wrong: list[str] = []
-    for entry in entries:
-        try:
-            _check_entry(config, entry)
-        except ConfigError as error:
-            wrong += error.mistakes
-        except (ValueError, JudgeError) as error:
-            wrong.append(f"{field}: {error}")
-    return wrong
-
-
-def _check_entry(config: Config, entry: RewardEntry) -> None:
-    """Raise ValueError, ConfigError or JudgeError for a reward that cannot be built, without building it."""
-    check_entry(entry)
-    if why := taken_name(entry.name):
-        raise ValueError(f"rename the reward {entry.name!r}: {why}")
-    asks = _asks_judge(entry)
-    factory(entry.reward, entry.options | ({"judge": None} if asks else {}))
-    if asks:
-        judge_config(config, entry)
-    elif entry.judge:
-        raise ValueError(f"{entry.name} asks no judge: remove `judge` from its entry")
-    if _compares(entry):
-        load_template(_question(entry))
-    if issubclass(load_class(entry.reward), VlmPairwise) and "url" not in entry.options:
-        plan = get_plan(entry.options.get("plan", "both_orders"))
-        if entry in config.rewards:
-            plan(config.rollout.group_size, 0)
-
-
-def _asks_judge(entry: RewardEntry) -> bool:
+def asks_judge(entry: RewardEntry) -> bool:
     """Whether a reward asks a judge from this process."""
     return load_class(entry.reward).judged and "url" not in entry.options
 
 
 def _compares(entry: RewardEntry) -> bool:
     """Whether a reward asks a judge from this process which of two media is better."""
-    return _asks_judge(entry) and issubclass(load_class(entry.reward), VlmPairwise)
+    return asks_judge(entry) and issubclass(load_class(entry.reward), VlmPairwise)
 
 
 def _question(entry: RewardEntry) -> str:
@@ -179,7 +122,7 @@ class Rewards:
     def _judge_option(self, entry: RewardEntry, prompts: Sequence[Prompt]) -> dict[str, Any]:
         """A reward's option `judge`, once every process reaches it: a pairwise reward's is open, and has judged a pair
         as large as those of this run. Raises JudgeError."""
-        if not _asks_judge(entry):
+        if not asks_judge(entry):
             return {}
         config = judge_config(self.config, entry, self.world)
         if config.endpoints:
@@ -220,7 +163,7 @@ class Rewards:
     def served(self) -> dict[str, str]:
         """The model that the servers of each pairwise reward's judge serve."""
         judges: dict[str, Any] = {entry.name: getattr(reward, "judge", None) for entry, reward in self._built}
-        return {f"model that judges {name}": j.client.model for name, j in judges.items() if hasattr(j, "client")}
+        return {name: j.client.model for name, j in judges.items() if hasattr(j, "client")}
 
     def close(self) -> None:
         """Close all rewards and their judges."""

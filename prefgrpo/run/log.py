@@ -18,18 +18,55 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
 from tqdm import tqdm
 
 from prefgrpo.data.atomic import write_atomic
-from prefgrpo.run.metrics import BY_STEP, step_line
-from prefgrpo.run.run_folder import RunFolder
-from prefgrpo.run.trackers import Pictures, Tracker, evaluated
+from prefgrpo.rollout.render import stills
+from prefgrpo.run.folder import RunFolder
+from prefgrpo.run.measures import rewards_of_step
+from prefgrpo.run.metrics import BY_STEP
 from prefgrpo.run.writer import Writer
 
 REASONS_SHOWN = 3
 """Reasons for missing rewards that a step prints, most frequent first; a run prints ten times as many."""
+
+LONGEST = 512
+"""Most pixels of the longer side of an evaluation's images in trackers, which encode them as PNG."""
+IN_LINE = {
+    "pairs/accuracy": "{:.0%} of the pairs ranked rightly",
+    "judge/requests": "judged {:.0f}",
+    "judge/tie_rate": "{:.0%} ties",
+    "judge/order_inconsistency": "{:.0%} flip when swapped",
+    "policy/clip_fraction": "clipped {:.0%}",
+}
+"""Metric → how a step's line shows it."""
+IN_LINE_IF_ABOVE_0 = {
+    "judge/failures": "{:.0f} comparisons failed",
+    "reward/missing": "missing {:.0%}",
+    "policy/error": "error {:.1e}",
+    "policy/drift": "drift {:.1e}",
+    "policy/kl": "kl {:.1e}",
+    "grad_norm": "grad {:.1e}",
+}
+SPEED = {"time/images_per_s": "{:.3g} images/s", "time/clips_per_s": "{:.3g} clips/s", "time/mfu": "MFU {:.0%}"}
+"""Timed metric → how a step's line shows it."""
+Pictures = dict[str, tuple[str, NDArray[np.uint8]]]
+"""Name → (caption, picture [H, W, 3])."""
+
+
+class Tracker(Protocol):
+    """What a run's metrics and pictures are sent to (`run.trackers`)."""
+
+    def log(self, step: int, numbers: Mapping[str, float], pictures: Pictures) -> None:
+        """Take the numbers and pictures of a step."""
+
+    def close(self) -> None:
+        """Send what is pending."""
 
 
 def read_metrics(file: Path, damaged: list[int] | None = None) -> list[dict[str, Any]]:
@@ -132,7 +169,7 @@ class Log:
         self.file.flush()
         os.fsync(self.file.fileno())
         numbers = {f"{kind}/{key}": value for key, value in clean.items() if isinstance(value, (int, float))}
-        pictures = partial(evaluated, self.folder, values["set"], step) if kind == "eval" else dict
+        pictures = partial(evaluation_pictures, self.folder, values["set"], step) if kind == "eval" else dict
         if self.trackers:
             self.writer.put(partial(self._track, step, numbers, pictures))
 
@@ -167,6 +204,49 @@ class Log:
             self.file.close()
             for tracker in self.trackers:
                 tracker.close()
+
+
+def step_line(
+    step: int,
+    total: int,
+    values: Mapping[str, float],
+    seconds: Mapping[str, float],
+    left_s: float = 0.0,
+    win_rate: float | None = None,
+) -> str:
+    """The summary line of a step: progress, last evaluation's win rate, rewards, judge, update, times."""
+    parts = [f"step {step:>{len(str(total))}}/{total} ({step / total:.0%}, {tqdm.format_interval(left_s)} left)"]
+    if win_rate is not None:
+        parts.append(f"held-out win rate {win_rate:.3f}")
+    for name, key in rewards_of_step(values).items():
+        spread = values.get(f"{key}_std", 0.0)
+        parts.append(f"{name} {values[key]:.3f}" + f"±{spread:.3f}" * (spread > 0))
+    parts += [text.format(values[key]) for key, text in IN_LINE.items() if key in values]
+    if "policy/ratio_max" in values:
+        parts.append(f"|Δratio| ≤ {max(1 - values['policy/ratio_min'], values['policy/ratio_max'] - 1):.1e}")
+    parts += [text.format(values[key]) for key, text in IN_LINE_IF_ABOVE_0.items() if values.get(key)]
+    if values.get("updates_skipped"):
+        parts.append(f"{values['updates_skipped']:.0f} of {values['updates']:.0f} updates skipped: gradient not finite")
+    if not values.get("samples_trained", 1.0):
+        parts.append("nothing to train on: no group's rewards differ")
+    phases = " ".join(f"{name} {s:.2f}" for name, s in seconds.items())
+    speed = [text.format(values[key]) for key, text in SPEED.items() if key in values]
+    return " · ".join([*parts, f"{sum(seconds.values()):.2f} s ({phases})", *speed])
+
+
+def evaluation_pictures(folder: RunFolder, name: str, step: int) -> Pictures:
+    """The images that an evaluation of the set `name` stored, before training on the left, reduced to LONGEST."""
+    if not folder.report_images(name, step).is_file():
+        return {}
+    prompts = json.loads(folder.prompts(name).read_text(encoding="utf-8"))
+    with np.load(folder.report_images(name, step), allow_pickle=False) as file:
+        before = file["before"]
+        factor = -(-max(before.shape[-3:-1]) // LONGEST)
+        pairs = [
+            np.concatenate([np.asarray(Image.fromarray(stills(images)).reduce(factor)) for images in pair], axis=1)
+            for pair in zip(before, file["now"], strict=True)
+        ]
+    return {f"images/{name}/{k}": shown for k, shown in enumerate(zip(prompts, pairs, strict=True), 1)}
 
 
 def _write(text: str) -> None:

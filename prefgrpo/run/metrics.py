@@ -1,11 +1,10 @@
-"""Metrics of a step: reward statistics, policy metrics over all ranks, and the readable summary lines.
+"""Metrics of a step: statistics of its rewards, and of the policy over all ranks.
 
 Invariant: every function that combines ranks is called by all of them, and returns the same values on each rank.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
@@ -13,16 +12,15 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
-from tqdm import tqdm
 
-from prefgrpo.config.schema import Config
 from prefgrpo.data.metric import Metric
 from prefgrpo.ops import METRICS
 from prefgrpo.parallel.world import World
 from prefgrpo.rewards.base import Sample
-from prefgrpo.rollout.endpoint import RANKS
+from prefgrpo.run.measures import quoted
+from prefgrpo.update.endpoint import RANKS
 
-FACTS = ("update", "samples", "loss")
+FACTS = ("update", "samples", "k", "loss")
 """Columns before METRICS in a row of `policy_metrics`."""
 BY_STEP = "steps/"
 """Prefix of the metrics of single denoising steps, which go to trackers only."""
@@ -31,24 +29,6 @@ OF_A_STEP = ("ratio_mean", "approx_kl", "kl", "clip_fraction")
 are trained."""
 WARN_MISSING = 0.05
 """Share of missing rewards or comparisons at which a step starts to warn."""
-IN_LINE = {
-    "pairs/accuracy": "{:.0%} of the pairs ranked rightly",
-    "judge/requests": "judged {:.0f}",
-    "judge/tie_rate": "{:.0%} ties",
-    "judge/order_inconsistency": "{:.0%} flip when swapped",
-    "policy/clip_fraction": "clipped {:.0%}",
-}
-"""Metric → how a step's line shows it."""
-IN_LINE_IF_ABOVE_0 = {
-    "judge/failures": "{:.0f} comparisons failed",
-    "reward/missing": "missing {:.0%}",
-    "policy/error": "error {:.1e}",
-    "policy/drift": "drift {:.1e}",
-    "policy/kl": "kl {:.1e}",
-    "grad_norm": "grad {:.1e}",
-}
-SPEED = {"time/images_per_s": "{:.3g} images/s", "time/clips_per_s": "{:.3g} clips/s", "time/mfu": "MFU {:.0%}"}
-"""Timed metric → how a step's line shows it."""
 THUMBNAIL = 64
 THUMBNAIL_FRAMES = 4
 """Shorter side in pixels of the images whose distance is measured, and most frames of a clip."""
@@ -65,11 +45,12 @@ def reward_metrics(names: Sequence[str], rewards: NDArray[np.float64], group_siz
         ok = ~np.isnan(column)
         if not ok.any():
             continue
-        out[f"reward/{name}"] = float(column[ok].mean())
+        key = f"reward/{quoted(name)}"
+        out[key] = float(column[ok].mean())
         groups = column.reshape(-1, group_size)
         groups = groups[~np.isnan(groups).any(1)]
         if len(groups):
-            out[f"reward/{name}_std"] = float(groups.std(1).mean())
+            out[f"{key}_std"] = float(groups.std(1).mean())
     return out
 
 
@@ -136,19 +117,11 @@ def reduced(gathered: Iterable[Mapping[str, float]]) -> dict[str, float]:
     return out
 
 
-def policy_metrics(
-    rows: list[Tensor], world: World, names: Sequence[str] = METRICS, steps: Sequence[int] = ()
-) -> dict[str, float]:
-    """Combine rows [update, samples, loss, *names] of all ranks: sample-weighted means; the ratio's min, max and std.
-
-    steps: the denoising step of each row, for means over its rows too; none for objectives that replay no steps.
-    """
-    columns = (*FACTS, *names, "step")
-    table = np.full((len(rows), len(columns)), np.nan)
-    if rows:
-        table[:, :-1] = torch.stack(rows).double().cpu().numpy()
-    if steps:
-        table[:, -1] = steps
+def policy_metrics(rows: list[Tensor], world: World, names: Sequence[str] = METRICS) -> dict[str, float]:
+    """Combine rows [update, samples, k, loss, *names] of all ranks: sample-weighted means; the ratio's min, max and
+    std. Where k, the denoising step of a row, is no NaN, also the means of its rows."""
+    columns = (*FACTS, *names)
+    table = torch.stack(rows).double().cpu().numpy() if rows else np.zeros((0, len(columns)))
     column = dict(zip(columns, world.gather(table).T, strict=True))
     samples = column["samples"]
     out = {"loss": column["loss"].sum()}
@@ -166,10 +139,10 @@ def policy_metrics(
     if RANKS[0] in names:
         right, pairs, margin = (out.pop(f"policy/{name}") for name in RANKS)
         out |= {"pairs/accuracy": right / pairs, "pairs/margin": margin / pairs} if pairs else {}
-    for step in np.unique(column["step"][~np.isnan(column["step"])]):
-        here = column["step"] == step
+    for k in np.unique(column["k"][~np.isnan(column["k"])]):
+        here = column["k"] == k
         for name in (name for name in OF_A_STEP if name in names):
-            out[f"{BY_STEP}{step:02.0f}/{name}"] = np.average(column[name][here], weights=samples[here])
+            out[f"{BY_STEP}{k:02.0f}/{name}"] = np.average(column[name][here], weights=samples[here])
     return {name: float(value) for name, value in out.items()}
 
 
@@ -178,67 +151,3 @@ def _pooled_std(n: NDArray[np.float64], mean: NDArray[np.float64], std: NDArray[
     within = np.where(n > 1, (n - 1) * std**2, 0.0)
     between = n * (mean - np.average(mean, weights=n)) ** 2
     return float(np.sqrt((within + between).sum() / (n.sum() - 1)))
-
-
-REWARD = re.compile(r"reward/(?!missing$)([^/]+|.+:[^/]+)(?<!_std)")
-"""Matches the key of a reward's mean; a user's reward may be named by a path, my/rewards.py:function."""
-PARTS_OF_WINS = ("_low", "_high", "_missing", "_prompts", "_first", "_second")
-"""Key suffixes of a win rate's details: interval bounds, share of missing comparisons, win rate in either order."""
-
-
-def taken_name(name: str) -> str:
-    """Why a reward cannot have this name, because its metrics would have the keys of others; '' if it can."""
-    if name in ("missing", "judge"):
-        return f"metrics use the name {name!r} for something else"
-    if name.startswith("win_"):
-        return "metrics use the prefix 'win_' for win rates"
-    ending = next((end for end in ("_std", "_before", *PARTS_OF_WINS) if f"_{name}".endswith(end)), "")
-    return f"metrics use the ending {ending!r} for details of a reward" if ending else ""
-
-
-def step_line(
-    step: int,
-    total: int,
-    values: Mapping[str, float],
-    seconds: Mapping[str, float],
-    left_s: float = 0.0,
-    win_rate: float | None = None,
-) -> str:
-    """The summary line of a step: progress, last evaluation's win rate, rewards, judge, update, times."""
-    parts = [f"step {step:>{len(str(total))}}/{total} ({step / total:.0%}, {tqdm.format_interval(left_s)} left)"]
-    if win_rate is not None:
-        parts.append(f"held-out win rate {win_rate:.3f}")
-    for key, value in values.items():
-        if REWARD.fullmatch(key):
-            spread = values.get(f"{key}_std", 0.0)
-            parts.append(f"{key[7:]} {value:.3f}" + f"±{spread:.3f}" * (spread > 0))
-    parts += [text.format(values[key]) for key, text in IN_LINE.items() if key in values]
-    if "policy/ratio_max" in values:
-        parts.append(f"|Δratio| ≤ {max(1 - values['policy/ratio_min'], values['policy/ratio_max'] - 1):.1e}")
-    parts += [text.format(values[key]) for key, text in IN_LINE_IF_ABOVE_0.items() if values.get(key)]
-    if values.get("updates_skipped"):
-        parts.append(f"{values['updates_skipped']:.0f} of {values['updates']:.0f} updates skipped: gradient not finite")
-    if not values.get("samples_trained", 1.0):
-        parts.append("nothing to train on: no group's rewards differ")
-    phases = " ".join(f"{name} {s:.2f}" for name, s in seconds.items())
-    speed = [text.format(values[key]) for key, text in SPEED.items() if key in values]
-    return " · ".join([*parts, f"{sum(seconds.values()):.2f} s ({phases})", *speed])
-
-
-def skipped_note(config: Config) -> str:
-    """What to look at after the first update that was skipped."""
-    return (
-        "an update was skipped because its gradient was not finite, so no weight changed; look at "
-        f"attention ({config.attention}; _native_math excludes a faulty kernel), dtype ({config.dtype}; fp32 excludes "
-        f"overflow) and train.lr ({config.train.lr:g}; too high if it happens late)"
-    )
-
-
-def on_policy_note(config: Config, values: Mapping[str, float], first: bool) -> str:
-    """The on-policy check of a finished step: in a run's first step, or where it is off; '' otherwise."""
-    error = values.get("policy/on_policy_error")
-    limit = config.train.clip_range / 10
-    if error is None or not values["samples_trained"] or not (first or error > limit):
-        return ""
-    verdict = "exact" if error == 0 else "fine" if error <= limit else f"above clip_range / 10 = {limit:.1e}"
-    return f"on-policy check: max |ratio - 1| = {error:.1e} ({verdict})"

@@ -1,4 +1,5 @@
-"""What a run prints before its first step: what is trained, on which prompts, and the memory that this takes.
+"""What a run prints before its first step: what is trained, on which prompts, the memory that this takes; and what it
+notes once about its steps.
 
 Memory is counted on the loaded model, on this process's device: weights, optimiser, and a step's stored samples.
 Activations, encoded texts and in-process rewards come on top; `prefgrpo train RECIPE --dry-run` prints the real peak.
@@ -19,24 +20,24 @@ from prefgrpo.data.prompts import FEWEST_TO_SPLIT, Prompt
 from prefgrpo.models import blocks, family
 from prefgrpo.models.base import Adapter
 from prefgrpo.models.fp8 import Fp8Linear, multiplies_in_fp8
-from prefgrpo.parallel.attention import backend, masked
+from prefgrpo.parallel.attention_backend import backend, masked
 from prefgrpo.parallel.world import World
-from prefgrpo.rollout.batch import assign_batches, busy_prompts, busy_share
-from prefgrpo.run.comparison import MIN_PROMPTS
-from prefgrpo.run.fits import kept_attention, static_bytes, stored_bytes, whole_gradients
+from prefgrpo.rollout.assignment import assign_batches, busy_prompts, busy_share
 from prefgrpo.run.judging import unread_columns
-from prefgrpo.run.loading import Collector
-from prefgrpo.run.policy import Policy, learning_rate
+from prefgrpo.run.measures import MIN_PROMPTS
+from prefgrpo.run.memory import kept_attention, static_bytes, stored_bytes, whole_gradients
+from prefgrpo.update.gradients import Gradients
+from prefgrpo.update.policy import Policy, learning_rate
 
 GIB = 2**30
 MIB = 2**20
 
 
 def start_notes(
-    config: Config, world: World, collector: Collector, policy: Policy, prompts: int, held: Mapping[str, int]
+    config: Config, world: World, gradients: Gradients, policy: Policy, prompts: int, held: Mapping[str, int]
 ) -> Iterator[str]:
     """Lines about a run with this number of training prompts and, by evaluation set, of held-out prompts."""
-    adapter = collector.adapter
+    adapter = gradients.adapter
     r = config.rollout
     t = config.train
     trained = "full"
@@ -61,7 +62,7 @@ def start_notes(
     if warning := idle_warning(config, world.dp_size):
         yield warning
     kept = kept_attention(config, adapter, world.layout)
-    yield memory_line(adapter, policy, step_bytes(config, collector, policy, world), kept)
+    yield memory_line(adapter, policy, step_bytes(config, gradients, policy, world), kept)
     yield from kernel_notes(config, adapter, world)
 
 
@@ -137,10 +138,10 @@ def idle_warning(config: Config, dp_size: int) -> str:
     )
 
 
-def step_bytes(config: Config, collector: Collector, policy: Policy, world: World) -> dict[str, int]:
+def step_bytes(config: Config, gradients: Gradients, policy: Policy, world: World) -> dict[str, int]:
     """Bytes per kind that a step holds besides, before activations: its stored samples, and whole gradients."""
-    stored = stored_bytes(config, collector.adapter.latent_shape(config.rollout), world.layout, world.size)
-    return {"stored samples": stored, "whole gradients": whole_gradients(policy) if collector.reduce_once else 0}
+    stored = stored_bytes(config, gradients.adapter.latent_shape(config.rollout), world.layout, world.size)
+    return {"stored samples": stored, "whole gradients": whole_gradients(policy) if gradients.reduce_once else 0}
 
 
 def memory_line(adapter: Adapter, policy: Policy, step: dict[str, int], kept: int = 0) -> str:
@@ -158,3 +159,22 @@ def peak_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def skipped_note(config: Config) -> str:
+    """What to look at after the first update that was skipped."""
+    return (
+        "an update was skipped because its gradient was not finite, so no weight changed; look at "
+        f"attention ({config.attention}; _native_math excludes a faulty kernel), dtype ({config.dtype}; fp32 excludes "
+        f"overflow) and train.lr ({config.train.lr:g}; too high if it happens late)"
+    )
+
+
+def on_policy_note(config: Config, values: Mapping[str, float], first: bool) -> str:
+    """The on-policy check of a finished step: in a run's first step, or where it is off; '' otherwise."""
+    error = values.get("policy/on_policy_error")
+    limit = config.train.clip_range / 10
+    if error is None or not values["samples_trained"] or not (first or error > limit):
+        return ""
+    found = "exact" if error == 0 else "fine" if error <= limit else f"above clip_range / 10 = {limit:.1e}"
+    return f"on-policy check: max |ratio - 1| = {error:.1e} ({found})"

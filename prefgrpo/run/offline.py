@@ -23,16 +23,17 @@ from prefgrpo.ops import winrate_advantage
 from prefgrpo.ops.advantage import Std
 from prefgrpo.rewards.base import Sample
 from prefgrpo.rewards.scorer import StepScores
-from prefgrpo.rollout.batch import BatchPlan
+from prefgrpo.rollout.assignment import BatchPlan
 from prefgrpo.rollout.buckets import bucket_of, fitted
-from prefgrpo.rollout.endpoint import EndpointCollector
+from prefgrpo.rollout.plan import Plan
 from prefgrpo.rollout.render import sample
 from prefgrpo.rollout.stored_groups import StoredGroups
 from prefgrpo.run.checkpoint import CheckpointError
-from prefgrpo.run.comparison import WinRate, interval
-from prefgrpo.run.groups import MOST, is_shown, show_groups
+from prefgrpo.run.folder import RunFolder
 from prefgrpo.run.log import Log
-from prefgrpo.run.run_folder import RunFolder
+from prefgrpo.run.measures import Estimate, Interval, interval
+from prefgrpo.run.trackers import MOST_GROUPS, is_shown, show_groups
+from prefgrpo.update.endpoint import EndpointGradients
 
 DRAWS = 4
 """Draws of (ε, t) per held-out pair."""
@@ -56,15 +57,16 @@ def targets_of(groups: Sequence[PairGroup], std: Std = "group", eps: float = 1e-
 class PairTargets:
     """The targets of a run's steps, from the verdicts of their groups."""
 
-    batches: StoredGroups
+    groups: StoredGroups
     log: Log
 
     def compute(
-        self, step: int, scores: StepScores, distances: NDArray[np.float64]
+        self, plan: Plan, scores: StepScores, distances: NDArray[np.float64]
     ) -> tuple[Targets, dict[str, float]]:
-        """As `StepTargets.compute`; step counts from 1. Scores and distances are empty."""
-        groups = self.batches.of_step(step - 1)
-        config = self.batches.config
+        """As `StepTargets.compute`. Scores and distances are empty."""
+        groups = self.groups.groups_of(plan)
+        config = self.groups.config
+        step = plan.step + 1
         a = config.advantage
         assert a.std != "rank"
         targets = targets_of(groups, a.std, a.eps, a.ddof)
@@ -74,9 +76,10 @@ class PairTargets:
 
     def _scores(self, groups: Sequence[PairGroup]) -> StepScores:
         """A few groups of one size, as if they had been generated and judged."""
-        adapter = self.batches.adapter
-        sizes = bucket_of(groups[0], list(self.batches.schedules))
-        some = [group for group in groups if bucket_of(group, list(self.batches.schedules)) == sizes][:MOST]
+        adapter = self.groups.adapter
+        buckets = list(self.groups.schedules)
+        sizes = bucket_of(groups[0], buckets)
+        some = [group for group in groups if bucket_of(group, buckets) == sizes][:MOST_GROUPS]
         samples: dict[int, dict[int, Sample]] = {}
         for k, group in enumerate(some):
             entries = [entry.sample for entry in fitted(group, adapter, sizes)]
@@ -91,16 +94,16 @@ class PairTargets:
 class HeldOutPairs:
     """Ranks held-out groups by the implicit rewards of the current policy; every rank computes its share."""
 
-    batches: StoredGroups
+    groups: StoredGroups
     """Whose `pairs` are the held-out ones."""
-    collector: EndpointCollector
+    gradients: EndpointGradients
     folder: RunFolder
     before: NDArray[np.float64] = field(default_factory=lambda: np.zeros((0, 0)))
     """[n, G] d under the initial policy, on all ranks."""
 
     def start(self, resumed: bool) -> None:
         """Get the initial policy's d: computed and stored by a new run, loaded by a resumed one."""
-        world = self.batches.world
+        world = self.groups.world
         file = self.folder.initial_errors
         if not resumed:
             self.before = self.errors()
@@ -120,40 +123,40 @@ class HeldOutPairs:
     @torch.no_grad()
     def errors(self) -> NDArray[np.float64]:
         """[n, G] d of the current weights, the mean of DRAWS draws, gathered from all ranks."""
-        world = self.batches.world
-        count = len(self.batches.pairs)
+        world = self.groups.world
+        count = len(self.groups.pairs)
         mine = list(world.slots(count))
         padding = -(-count // world.dp_size) - len(mine) if world.equal_forwards else 0
-        collector = replace(self.collector, objective=replace(self.collector.objective, draws=DRAWS))
-        size = self.batches.config.rollout.group_size
-        step = self.batches.config.rollout.batch_size
-        self.batches.encode([self.batches.pairs[k] for k in mine])
+        drawn = replace(self.gradients, objective=replace(self.gradients.objective, draws=DRAWS))
+        size = self.groups.config.rollout.group_size
+        step = self.groups.config.rollout.batch_size
+        self.groups.encode([self.groups.pairs[k] for k in mine])
         found: list[tuple[int, list[float]]] = []
         for k in mine + [0] * padding:
             row: list[float] = []
             for first in range(0, size, step):
                 plan = BatchPlan(0, 0, tuple((0, member) for member in range(first, first + step)), world.dp_index)
-                batch = self.batches.batch(self.batches.pairs[k], plan, FIRST_GROUP + k, 0)
-                errors = torch.stack([collector.error(batch, draw) for draw in range(DRAWS)])
+                batch = self.groups.batch(self.groups.pairs[k], plan, FIRST_GROUP + k, 0)
+                errors = torch.stack([drawn.error(batch, draw) for draw in range(DRAWS)])
                 row += errors.double().mean(0).tolist()
             found.append((k, row))
         of_group = dict(world.gather_items(found))
         return np.array([of_group[k] for k in range(count)])
 
-    def measure(self) -> tuple[WinRate, float]:
+    def measure(self) -> tuple[Estimate, float]:
         """(share of the judged pairs that the current weights rank rightly, with its interval over prompts; mean of the
         winners' rewards minus the losers')."""
         rewards = self.before - self.errors()
         prompts: dict[tuple[object, ...], int] = {}
         rows: list[tuple[int, float]] = []
-        for group, reward in zip(self.batches.pairs, rewards, strict=True):
+        for group, reward in zip(self.groups.pairs, rewards, strict=True):
             prompt = prompts.setdefault((group.prompt.text, group.prompt.source), len(prompts))
             verdicts = np.sign(np.triu(np.nan_to_num(group.wins, nan=0.5) - 0.5, 1))
             for i, j in zip(*np.nonzero(verdicts), strict=True):
                 rows.append((prompt, float(verdicts[i, j] * (reward[i] - reward[j]))))
         margins = np.array([margin for _, margin in rows])
         if not rows:
-            return WinRate(np.nan, 0.0, np.nan, np.nan, 0), np.nan
+            return Estimate(interval=Interval(prompts=0)), np.nan
         right = (np.sign(margins) + 1) / 2
-        low, high, count = interval(np.array([prompt for prompt, _ in rows]), right)
-        return WinRate(float(right.mean()), 0.0, low, high, count), float(margins.mean())
+        prompt_of = np.array([prompt for prompt, _ in rows])
+        return Estimate(float(right.mean()), interval=interval(prompt_of, right)), float(margins.mean())

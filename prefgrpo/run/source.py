@@ -7,33 +7,38 @@ from __future__ import annotations
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from prefgrpo.config.schema import Config, SamplingConfig
 from prefgrpo.data.pairs import PairGroup, has_pairs, summary
 from prefgrpo.data.prompts import Prompt, held_out, prompt_files, prompt_sets
 from prefgrpo.data.stored import file_digest
 from prefgrpo.data.tables import DataError, refusal
+from prefgrpo.models import family
 from prefgrpo.models.base import Adapter
 from prefgrpo.parallel.parallelize import context_errors
 from prefgrpo.parallel.world import Layout, World
 from prefgrpo.rewards.base import Reward
-from prefgrpo.rollout.batches import Batches, Rollouts
 from prefgrpo.rollout.buckets import buckets, check_samples, describe, pair_entries
 from prefgrpo.rollout.embeddings import Embeddings, Entry, check_sources, run_entries
-from prefgrpo.rollout.endpoint import EndpointCollector
+from prefgrpo.rollout.generated_groups import GeneratedGroups
+from prefgrpo.rollout.plan import Groups
 from prefgrpo.rollout.sampling import Schedules
 from prefgrpo.rollout.stored_groups import StoredGroups, unguided
-from prefgrpo.run.inputs import fingerprints
-from prefgrpo.run.loading import Collector, open_prompts, outline
+from prefgrpo.run.folder import RunFolder
 from prefgrpo.run.log import Log
 from prefgrpo.run.offline import HeldOutPairs, PairTargets
 from prefgrpo.run.pairs import open_pairs
-from prefgrpo.run.run_folder import RunFolder
+from prefgrpo.run.resume import Fingerprints, Input, Kind, fingerprints
 from prefgrpo.run.targets import StepTargets
+from prefgrpo.update.endpoint import EndpointGradients
+from prefgrpo.update.gradients import Gradients
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -56,21 +61,21 @@ class Source(ABC):
         """Everything that the run encodes. Raises DataError for prompts with too few or too many source images."""
 
     @abstractmethod
-    def batches(self, adapter: Adapter, embeddings: Embeddings, schedules: Schedules, world: World) -> Batches:
-        """What yields the batches of a step."""
+    def open_groups(self, adapter: Adapter, embeddings: Embeddings, schedules: Schedules, world: World) -> Groups:
+        """What the run's steps train on."""
 
     @abstractmethod
     def targets(
-        self, batches: Batches, rewards: Mapping[str, Reward], world: World, log: Log
+        self, groups: Groups, rewards: Mapping[str, Reward], world: World, log: Log
     ) -> StepTargets | PairTargets:
         """What turns the scores of a step into what the update trains on."""
 
-    def held_out_pairs(self, batches: Batches, collector: Collector, folder: RunFolder) -> HeldOutPairs | None:
+    def held_out_pairs(self, groups: Groups, gradients: Gradients, folder: RunFolder) -> HeldOutPairs | None:
         """Pairs that are not trained on; None if there are none."""
         return None
 
-    def fingerprints(self, lora_from: str) -> dict[str, str]:
-        """As `inputs.fingerprints`."""
+    def fingerprints(self, lora_from: str) -> Fingerprints:
+        """As `resume.fingerprints`."""
         return fingerprints(self.config, self.prompts, self.sets, lora_from)
 
     def notes(self) -> Iterator[str]:
@@ -86,12 +91,12 @@ class Generated(Source):
         """As in `Source`."""
         return run_entries(self.config, self.prompts, self.evaluated)
 
-    def batches(self, adapter: Adapter, embeddings: Embeddings, schedules: Schedules, world: World) -> Batches:
+    def open_groups(self, adapter: Adapter, embeddings: Embeddings, schedules: Schedules, world: World) -> Groups:
         """As in `Source`."""
-        return Rollouts(self.config, adapter, embeddings, schedules, self.prompts, world)
+        return GeneratedGroups(self.config, adapter, embeddings, schedules, self.prompts, world)
 
     def targets(
-        self, batches: Batches, rewards: Mapping[str, Reward], world: World, log: Log
+        self, groups: Groups, rewards: Mapping[str, Reward], world: World, log: Log
     ) -> StepTargets | PairTargets:
         """As in `Source`."""
         return StepTargets(self.config, rewards, world, log)
@@ -114,36 +119,44 @@ class Stored(Source):
         of_pairs = pair_entries([*self.groups, *self.held], self.outline, self.sizes)
         return list(dict.fromkeys([*of_pairs, *run_entries(self.config, [], self.evaluated)]))
 
-    def batches(self, adapter: Adapter, embeddings: Embeddings, schedules: Schedules, world: World) -> Batches:
+    def open_groups(self, adapter: Adapter, embeddings: Embeddings, schedules: Schedules, world: World) -> Groups:
         """As in `Source`."""
         of_size = {size: Schedules(replace(self.config, rollout=size), adapter, world.device) for size in self.sizes}
         return StoredGroups(self.config, adapter, embeddings, of_size, self.groups, world)
 
     def targets(
-        self, batches: Batches, rewards: Mapping[str, Reward], world: World, log: Log
+        self, groups: Groups, rewards: Mapping[str, Reward], world: World, log: Log
     ) -> StepTargets | PairTargets:
         """As in `Source`."""
-        assert isinstance(batches, StoredGroups)
-        return PairTargets(batches, log)
+        assert isinstance(groups, StoredGroups)
+        return PairTargets(groups, log)
 
-    def held_out_pairs(self, batches: Batches, collector: Collector, folder: RunFolder) -> HeldOutPairs | None:
+    def held_out_pairs(self, groups: Groups, gradients: Gradients, folder: RunFolder) -> HeldOutPairs | None:
         """As in `Source`."""
         if not self.held:
             return None
-        assert isinstance(batches, StoredGroups)
-        assert isinstance(collector, EndpointCollector)
-        return HeldOutPairs(replace(batches, pairs=self.held), collector, folder)
+        assert isinstance(groups, StoredGroups)
+        assert isinstance(gradients, EndpointGradients)
+        return HeldOutPairs(replace(groups, pairs=self.held), gradients, folder)
 
-    def fingerprints(self, lora_from: str) -> dict[str, str]:
+    def fingerprints(self, lora_from: str) -> Fingerprints:
         """As in `Source`, with the pairs."""
-        found = super().fingerprints(lora_from) | {"pairs": _fingerprint(self.groups)}
-        return found | ({"pairs of dev": _fingerprint(self.held)} if self.held else {})
+        found = super().fingerprints(lora_from) | {Input(Kind.PAIRS, "train"): _fingerprint(self.groups)}
+        if self.held:
+            found[Input(Kind.PAIRS, "dev")] = _fingerprint(self.held)
+        return found
 
     def notes(self) -> Iterator[str]:
         """As in `Source`."""
         yield f"pairs of {self.config.data.pairs}: {summary(self.groups)}"
         yield from describe(self.groups, self.sizes)
         yield f"held out: {summary(self.held)}" if self.held else "no pairs are held out, so no accuracy is measured"
+
+
+def open_prompts(read: Callable[..., T], world: World) -> T:
+    """`read(decode=…)`: only rank 0 decodes all source images, and what it refuses ends all ranks. Raises DataError."""
+    found = world.on_main(partial(read, decode=True), DataError)
+    return read(decode=False) if found is None else found
 
 
 def open_source(config: Config, world: World, every_set: bool = False) -> Source:
@@ -173,7 +186,8 @@ def _stored(config: Config, world: World) -> Stored:
         groups = [group for group in groups if (group.prompt.text, group.prompt.source) not in names]
         prompts = distinct_prompts(groups)
         sets["dev"] = chosen
-    model = outline(config)
+    cls = family(config.family)
+    model = cls.outline(cls.find(config.model))
     sampling = unguided(config)
     layout = Layout.of(config, world.size)
     sizes = buckets(model, sampling, lambda size: not context_errors(model, "", size, config.data.max_length, layout))

@@ -1,50 +1,41 @@
-"""Experiment trackers in addition to metrics.jsonl: TensorBoard and Weights & Biases.
+"""Experiment trackers beside metrics.jsonl (TensorBoard, Weights & Biases), and the groups of samples that a run shows.
 
-Each receives the metrics, groups of training images with their rewards, and evaluation images next to those from before
-training; of clips, frames. WANDB_MODE=offline and its other variables set the destination; the project is
+Each tracker gets the metrics, a few training groups with their rewards, and evaluation images beside the initial
+policy's (frames for clips). WANDB_MODE=offline and its other variables set the destination; the project is
 WANDB_PROJECT, by default prefgrpo. `run.pairs` is the tracker `pairs`. Invariant: the run's other files never depend on
 trackers.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import uuid
 from collections.abc import Mapping
+from functools import partial
 from importlib import import_module
-from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from PIL import Image
 
 from prefgrpo.config.loading import to_dict
 from prefgrpo.config.schema import Config
-from prefgrpo.data.atomic import write_atomic
+from prefgrpo.data.atomic import save_images, write_atomic
+from prefgrpo.rewards.scorer import StepScores
 from prefgrpo.rollout.render import stills
-from prefgrpo.run.judging import makes_clips
-from prefgrpo.run.run_folder import RunFolder
+from prefgrpo.rollout.source_images import as_arrays
+from prefgrpo.run.folder import RunFolder
+from prefgrpo.run.log import Log, Pictures, Tracker
+from prefgrpo.run.pairs import store
+from prefgrpo.run.writer import Writer
 
 PAIRS = "pairs"
 """The tracker that stores judged groups."""
-LONGEST = 512
-"""Most pixels of the longer side of an evaluation's images in trackers, which encode them as PNG."""
-Pictures = dict[str, tuple[str, NDArray[np.uint8]]]
-"""Name → (caption, picture [H, W, 3])."""
-
-
-def config_errors(config: Config) -> list[str]:
-    """Errors for configured trackers whose libraries are not installed, or which do not take what the run makes."""
-    # a ./wandb folder left by a run is a spec without origin
-    named = [name for name in config.trackers if name != PAIRS]
-    lacking = [name for name in named if getattr(find_spec(name), "origin", None) is None]
-    hint = "run `pip install {0}`, or remove it from trackers"
-    errors = [f"trackers: {name} is not installed; {hint.format(name)}" for name in lacking]
-    if PAIRS in config.trackers and makes_clips(config):
-        errors.append(f"trackers: {PAIRS} stores images, but {config.family} makes clips here; remove it from trackers")
-    return errors
+MOST_GROUPS = 3
+"""Groups of a step that are shown."""
+SIDE = 256
+"""Shorter side in pixels at which trackers show an image of a group, or a little more."""
 
 
 def open_trackers(config: Config, folder: RunFolder, start: int) -> list[Tracker]:
@@ -104,19 +95,58 @@ class WandB:
         self._run.finish()
 
 
-Tracker = TensorBoard | WandB
+# ---- groups of samples ----------------------------------------------------------------------------------------------
 
 
-def evaluated(folder: RunFolder, name: str, step: int) -> Pictures:
-    """The images that an evaluation of the set `name` stored, before training on the left, reduced to LONGEST."""
-    if not folder.report_images(name, step).is_file():
-        return {}
-    prompts = json.loads(folder.prompts(name).read_text(encoding="utf-8"))
-    with np.load(folder.report_images(name, step), allow_pickle=False) as file:
-        before = file["before"]
-        factor = -(-max(before.shape[-3:-1]) // LONGEST)
-        pairs = [
-            np.concatenate([np.asarray(Image.fromarray(stills(images)).reduce(factor)) for images in pair], axis=1)
-            for pair in zip(before, file["now"], strict=True)
-        ]
-    return {f"images/{name}/{k}": shown for k, shown in enumerate(zip(prompts, pairs, strict=True), 1)}
+def is_shown(config: Config, step: int) -> bool:
+    """Whether groups of a step are shown: of the first, the last, and those with an evaluation."""
+    return step in (1, config.train.steps) or step % (config.eval.every or 50) == 0
+
+
+def show_groups(config: Config, step: int, scores: StepScores, log: Log) -> None:
+    """On rank 0, store a few judged groups for the report, and send some to the trackers: of the first and the last
+    step, and of those with an evaluation. With the tracker `pairs`, every rank also stores all judged ones."""
+    if PAIRS in config.trackers:
+        store(log.folder, step, scores, log.writer)
+    if log.active and scores.samples and is_shown(config, step):
+        save_groups(log.folder.group(step), scores, log.writer)
+        log.show(step, partial(group_pictures, scores))
+
+
+def group_pictures(scores: StepScores) -> Pictures:
+    """The images of a few groups side by side (the frames of clips below each other), with their prompt and the value
+    of every reward, from left to right."""
+    out: Pictures = {}
+    for k, members in enumerate(list(scores.samples.values())[:MOST_GROUPS]):
+        strips = [stills(members[m].media.pixels) for m in sorted(members)]
+        factor = max(min(members[0].media.pixels.shape[-3:-1]) // SIDE, 1)
+        small = [np.asarray(Image.fromarray(strip).reduce(factor)) for strip in strips]
+        lines = [members[0].prompt]
+        for name, values in scores.values.items():
+            lines.append(f"{name} " + " ".join(f"{value:.3g}" for value in values[k]))
+        axis = 0 if members[0].media.clip else 1
+        out[f"samples/{k + 1}"] = "\n".join(lines), np.concatenate(small, axis=axis)
+    return out
+
+
+def save_groups(file: Path, scores: StepScores, writer: Writer) -> None:
+    """Store images, wins, counts, win rates, prompts and sources (as the model saw them) of judged groups, on the
+    writer's thread; nothing without judged groups."""
+    judged = [
+        ([members[m] for m in sorted(members)], (*scores.games[name][k], scores.values[name][k]))
+        for name in scores.games
+        for k, members in enumerate(scores.samples.values())
+    ][:MOST_GROUPS]
+    if not judged:
+        return
+    save = partial(
+        save_images,
+        file,
+        images=np.stack([np.stack([stills(s.media.pixels) for s in members]) for members, _ in judged]),
+        wins=np.stack([wins for _, (wins, _, _) in judged]),
+        counts=np.stack([counts for _, (_, counts, _) in judged]),
+        rates=np.stack([rates for _, (_, _, rates) in judged]),
+        prompts=np.array([members[0].prompt for members, _ in judged]),
+        **as_arrays([members[0].source for members, _ in judged]),
+    )
+    writer.put(save, pictures=True)

@@ -14,6 +14,10 @@ from torch import Tensor
 from prefgrpo.ops import philox_normal
 
 INITIAL_STEP = -1
+GENERATED_IDS = 2**61
+"""First sample id of `prefgrpo generate`: training counts from 0, and no run gets this far."""
+EVALUATION_IDS = 2**62
+"""First sample id of evaluation."""
 
 
 def initial_latents(seed: int, sample: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -2,7 +2,8 @@
 
     x' = a·x + b·v + s·ε          logp = w · mean_D (x' − a·x − b·v)² + c
 
-A rule is one small function of Python floats or, elementwise, of fp64 tensors; a new rule needs no new kernel.
+A rule is one small function of Python floats or, elementwise, of fp64 tensors; a new rule needs no new kernel, and
+`rollout.rule` may name one in a file (docs/extend.md).
 Invariant: a rule's standard deviation s is 0 exactly where the step is deterministic, and then w = c = 0, so that a
 log-prob is never NaN.
 """
@@ -61,7 +62,7 @@ def _where(condition: Any, x: Number, y: Number) -> Number:
     return torch.where(condition, x, y) if isinstance(condition, Tensor) else x if condition else y
 
 
-def _gaussian(a: Number, b: Number, s: Number) -> Row:
+def gaussian(a: Number, b: Number, s: Number) -> Row:
     """Row of a step whose log-prob is the Gaussian one, of N(a·x + b·v, s²)."""
     noisy = s != 0.0
     safe = _where(noisy, s, 1.0)
@@ -69,12 +70,12 @@ def _gaussian(a: Number, b: Number, s: Number) -> Row:
     return Row(a, b, s, _where(noisy, -1.0 / (2.0 * safe * safe), 0.0), _where(noisy, c, 0.0))
 
 
-def _flow_with_std(i: StepInfo, st: Number) -> Row:
+def flow_with_std(i: StepInfo, st: Number) -> Row:
     """Flow-GRPO's reverse SDE with diffusion coefficient `st` (arXiv 2505.05470, eq. 9)."""
     delta = i.sigma_next - i.sigma
     a = 1.0 + st * st * delta / (2.0 * i.sigma)
     b = (1.0 + st * st * (1.0 - i.sigma) / (2.0 * i.sigma)) * delta
-    return _gaussian(a, b, st * _sqrt(-delta))
+    return gaussian(a, b, st * _sqrt(-delta))
 
 
 def ode(i: StepInfo) -> Row:
@@ -84,19 +85,19 @@ def ode(i: StepInfo) -> Row:
 
 def flow(i: StepInfo) -> Row:
     """Flow-GRPO: st = η·sqrt(σ / (1 − σ)), with σ_1 in the denominator where σ = 1 (UniPC's first σ is 1 − 1e-6)."""
-    return _flow_with_std(i, i.eta * _sqrt(i.sigma / (1.0 - _where(i.sigma > 1.0 - 2e-6, i.sigma_max, i.sigma))))
+    return flow_with_std(i, i.eta * _sqrt(i.sigma / (1.0 - _where(i.sigma > 1.0 - 2e-6, i.sigma_max, i.sigma))))
 
 
 def wan(i: StepInfo) -> Row:
     """Flow-GRPO's form for Wan: st = σ_min + (σ_1 − σ_min)·σ; η is not used."""
-    return _flow_with_std(i, i.sigma_min + (i.sigma_max - i.sigma_min) * i.sigma)
+    return flow_with_std(i, i.sigma_min + (i.sigma_max - i.sigma_min) * i.sigma)
 
 
 def dance(i: StepInfo) -> Row:
     """DanceGRPO: constant diffusion η (arXiv 2505.07818, eq. 8)."""
     delta = i.sigma_next - i.sigma
     k = i.eta * i.eta / (2.0 * i.sigma * i.sigma)
-    return _gaussian(1.0 + k * i.sigma * delta, (1.0 + k * i.sigma * (1.0 - i.sigma)) * delta, i.eta * _sqrt(-delta))
+    return gaussian(1.0 + k * i.sigma * delta, (1.0 + k * i.sigma * (1.0 - i.sigma)) * delta, i.eta * _sqrt(-delta))
 
 
 def cps_normalised(i: StepInfo) -> Row:
@@ -109,7 +110,7 @@ def cps_normalised(i: StepInfo) -> Row:
     left = i.sigma_next**2 - st**2
     r = _sqrt(_where(left > 0.0, left, 0.0))
     a, b = (1.0 - i.sigma_next) + r, -i.sigma * (1.0 - i.sigma_next) + (1.0 - i.sigma) * r
-    return _gaussian(a, b, st)
+    return gaussian(a, b, st)
 
 
 def cps(i: StepInfo) -> Row:
@@ -129,30 +130,31 @@ RULES: dict[str, Rule] = {
 
 
 def sde_row(
-    rule: str,
+    rule: str | Rule,
     sigma: Number,
     sigma_next: Number,
     eta: Number = 0.0,
     sigma_max: Number | None = None,
     sigma_min: Number = 0.0,
 ) -> Row:
-    """Coefficients of the step σ → σ' under a rule of `RULES`, for floats or, elementwise, for fp64 tensors.
+    """Coefficients of the step σ → σ' under a rule, or one of `RULES`, for floats or, elementwise, for fp64 tensors.
 
     eta: the rule's η. sigma_max, sigma_min: the schedule's second and last σ. sigma_max defaults to σ', which is right
     for every rule but `wan`: the others read it in the first step only. Raises ValueError for an unknown rule, and
-    for sigmas that are not falling within [0, 1] or an η out of range (tensors are not checked).
+    for sigmas that do not fall within [0, 1] or an η out of range (tensors are not checked).
     """
-    if rule not in RULES:
+    if isinstance(rule, str) and rule not in RULES:
         raise ValueError(f"unknown step rule '{rule}': expected one of {', '.join(RULES)}")
+    function = RULES[rule] if isinstance(rule, str) else rule
     if rule == "wan" and sigma_max is None:
         raise ValueError("the rule 'wan' needs sigma_max, the second σ of the schedule")
     info = StepInfo(sigma, sigma_next, eta, sigma_next if sigma_max is None else sigma_max, sigma_min)
     if any(isinstance(n, Tensor) for n in info):
-        return RULES[rule](info)
+        return function(info)
     if not 0.0 <= sigma_next < sigma <= 1.0:
         expected = "expected 0 <= sigma_next < sigma <= 1"
         raise ValueError(f"sigmas must fall within [0, 1]: {expected}, got sigma={sigma}, sigma_next={sigma_next}")
-    top = 1.0 if rule.startswith("cps") else math.inf
+    top = 1.0 if rule in ("cps", "cps_normalised") else math.inf
     if not 0.0 <= eta <= top:
         raise ValueError(f"eta must be in [0, {top:g}] for rule '{rule}', got {eta}")
-    return RULES[rule](info)
+    return function(info)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from prefgrpo.sde.rules import sde_row
+from prefgrpo.sde.rules import Rule, sde_row
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Schedule:
 
 def make_schedule(
     sigmas: Tensor,
-    rule: str,
+    rule: str | Rule,
     eta: float,
     sde_steps: tuple[int, ...] | None = None,
     times: Tensor | None = None,
@@ -54,7 +54,8 @@ def make_schedule(
 ) -> Schedule:
     """Schedule from `sigmas` [T + 1].
 
-    sde_steps: the steps that follow `rule` (None: all; ignored for 'ode'). times: [T], the σ passed to the model
+    rule: one of `rules.RULES`, or a function like them. sde_steps: the steps that follow it (None: all; ignored for
+    'ode'). times: [T], the σ passed to the model
     (None: each step's own). trained: the steps to train on (None: the stochastic ones). Raises ValueError for an
     unknown rule, sigmas that do not decrease, η out of range, or a step index outside 0 … T − 1.
     """

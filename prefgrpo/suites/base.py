@@ -1,7 +1,7 @@
 """Interface of a suite: prompts, a file for each sample, and tables from our scores or from its own tools' results.
 
-Invariants: means are over scored samples only; missing ones are counted and listed, never taken as 0. What files
-contain is checked before it is counted: a DataError names the file and the value.
+Invariants: means are over scored samples only; missing ones are counted and listed, never taken as 0. The
+contents of files are checked before they are counted: a DataError names the file and the value.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Suite(ABC):
     """Whether equal prompts share a file."""
 
     columns: ClassVar[str] = ""
-    """The columns that its prompts need, in words."""
+    """The columns that its prompts need, as text."""
 
     def read(self, path: Path) -> list[Prompt]:
         """Read the suite's prompts. Raises DataError if the file or folder is not the suite's."""
@@ -156,7 +156,7 @@ def problems(files: Sequence[Generated], scores: Sequence[Score], depth: int = 2
 
 
 def asked_by(options: Mapping[str, Any], judge: str) -> str:
-    """What was asked, and what the numbers are comparable with; options: the reward's, judge: the suite's own."""
+    """The question, and what the numbers are comparable with; options: those of the reward; judge: the suite's own."""
     template = str(options.get("template", ""))
     if template.endswith(".py"):
         return f"the suite's own wording; comparable with published numbers if the judge is {judge}"

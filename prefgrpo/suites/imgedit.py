@@ -2,8 +2,8 @@
 
     images/KEY.png      result.json: {key: the judge's reply}      an edit's grade: mean of the lines 'NAME: N'
 
-Its own basic_bench.py asks the judge (published: gpt-4o); the replies are read here. Comparable with published numbers
-are those of the same judge only. The suite rounds grades and means to two digits, here nothing is rounded.
+Its own basic_bench.py asks the judge (published: gpt-4o); the replies are read here. Numbers are comparable with
+published ones only from the same judge. The suite rounds grades and means to two digits; here nothing is.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import tyro
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
-from prefgrpo.report.run import Evaluation, read_run
+from prefgrpo.report.read import Evaluation, read_run
 
 SIDES = (128, 96, 64)
 TEXT_COLOUR = (28, 30, 33)

@@ -8,13 +8,12 @@ be a different one; and few prompts or a wide interval must be reported as incon
 import json
 import os
 
-import numpy as np
 import pytest
 from judge_server import JudgeServer
 from tiny_run import all_end, attempt, ranks, recipe, rows, trained, tree, world
 
-from prefgrpo.run.comparison import MIN_PROMPTS, compared, verdict
-from prefgrpo.run.run_folder import RunFolder
+from prefgrpo.run.folder import RunFolder
+from prefgrpo.run.measures import MIN_PROMPTS
 
 MEASURED = ["--eval.rewards", "jpeg_incompressibility"]
 
@@ -156,28 +155,6 @@ def test_split_weights_are_read_by_any_number_of_processes(place, evaluate):
         assert mean["before"] == pytest.approx(known["dev/jpeg_incompressibility_before"], abs=0.01)
     output, _ = evaluate("split", "--out", place / "none", code=2)
     assert "parallel: expected a multiple of shard 2" in output
-
-
-@pytest.mark.parametrize(
-    ("low", "high", "prompts", "said"),
-    [
-        (0.51, 0.8, MIN_PROMPTS, "better"), (0.1, 0.49, MIN_PROMPTS, "worse"), (0.5, 0.9, MIN_PROMPTS, "contains"),
-        (0.2, 0.5, 999, "contains"), (0.9, 1.0, MIN_PROMPTS - 1, "fewer than"), (np.nan, np.nan, 999, "no verdicts"),
-    ],
-)  # fmt: skip
-def test_what_an_interval_says(low, high, prompts, said):
-    found = verdict(low, high, prompts)
-    assert said in found and (said in ("better", "worse")) != found.startswith("inconclusive")
-
-
-def test_prompts_without_a_verdict_do_not_count_as_prompts():
-    """One verdict among 40 prompts is no result, however clear it is."""
-    values = np.where(np.arange(80) < 2, 1.0, np.nan)
-    found = compared("dev", np.repeat(np.arange(40), 2), [{"win_judge": value} for value in values])
-    metrics = found.metrics()
-    assert metrics["dev/win_judge_low"] == 1.0 and metrics["dev/win_judge_prompts"] == 1
-    assert "1.000 [1.000, 1.000] (97.5% missing)" in found.line(3)
-    assert found.win_rates["judge"].verdict == f"inconclusive: fewer than {MIN_PROMPTS} prompts"
 
 
 def test_what_cannot_be_evaluated(place, evaluate, capsys):

@@ -24,16 +24,16 @@ from safetensors.torch import load_file, save_file
 from tiny_run import PROMPTS, Hold, all_end, ranks, recipe, start, trained, tree, weights, world
 
 from prefgrpo import models
-from prefgrpo.commands.generate import Source, check_writing, make_jobs
+from prefgrpo.commands.generate import check_writing, make_jobs
 from prefgrpo.config.loading import from_dict
 from prefgrpo.config.recipe import ConfigError
 from prefgrpo.config.schema import SamplingConfig
 from prefgrpo.data.atomic import temporary_path
 from prefgrpo.data.file_names import file_name
 from prefgrpo.data.prompts import DataError, Prompt
-from prefgrpo.rollout import shards
-from prefgrpo.run.evaluate import FIRST_ID
-from prefgrpo.sde.noise import initial_latents
+from prefgrpo.rollout import embedding_cache
+from prefgrpo.run.opening import Weights
+from prefgrpo.sde.noise import EVALUATION_IDS, initial_latents
 from prefgrpo.tiny import pipelines
 
 
@@ -100,13 +100,13 @@ def test_once_all_is_encoded_no_encoder_is_loaded(place):
 
 def small_shards():
     """Runs in the new process: three entries per file."""
-    real = shards.Shards.add
+    real = embedding_cache.EmbeddingCache.add
 
     def add(self, *given):
-        shards.SHARD_BYTES = 0 if len(self._new) == 2 else 2**40
+        embedding_cache.SHARD_BYTES = 0 if len(self._new) == 2 else 2**40
         return real(self, *given)
 
-    shards.Shards.add = add
+    embedding_cache.EmbeddingCache.add = add
 
 
 @pytest.mark.parametrize(("number", "call", "kept"), [(signal.SIGKILL, 2, 6), (signal.SIGINT, 1, 3)])
@@ -114,7 +114,7 @@ def test_a_preprocess_that_was_killed_or_interrupted_goes_on(place, number, call
     """The process is held while it writes a shard; after SIGINT it finishes that shard."""
     cache = place / f"stopped_{call}"
     file = recipe(place, f"stopped_{call}", data={"cache": str(cache)})
-    hold = Hold("prefgrpo.rollout.shards:Shards.flush", call=call)
+    hold = Hold("prefgrpo.rollout.embedding_cache:EmbeddingCache.flush", call=call)
     run = start(["preprocess", str(file)], file.with_suffix(".log"), small_shards, hold)
     run.until_held()
     os.kill(run.process.pid, number)
@@ -234,9 +234,9 @@ PUBLISHED_RATES = {
 def test_clips_have_the_frame_rate_of_the_published_model_unless_given(name):
     config = from_dict({"family": name, "model": "m", "data": {"prompts": "p"}})
     published = PUBLISHED_RATES.get(name)
-    assert Source(config).frame_rate(None) == published
-    assert Source(config).frame_rate(12.5) == (published and 12.5)
-    assert Source(config).facts([], None)["fps"] == published
+    assert Weights(config).frame_rate(None) == published
+    assert Weights(config).frame_rate(12.5) == (published and 12.5)
+    assert Weights(config).facts([], None)["fps"] == published
 
 
 @pytest.mark.parametrize("fps", [0, 0.5, -1, 1000, float("nan")])
@@ -261,10 +261,10 @@ def test_a_lora_file_that_changed_is_another_lora(place):
     for time in (1, 2):
         file.touch()
         os.utime(file, (time, time))
-        written += [Source(config, str(where), where).facts([], 16)["written"] for where in (file, file.parent)]
+        written += [Weights(config, str(where), where).facts([], 16)["written"] for where in (file, file.parent)]
     assert written[0] != written[2]
     longer = replace(config, data=replace(config.data, max_length=7))
-    assert [Source(c, "a").facts([], 16)["max_length"] for c in (config, longer)] == [config.data.max_length, 7]
+    assert [Weights(c, "a").facts([], 16)["max_length"] for c in (config, longer)] == [config.data.max_length, 7]
 
 
 @pytest.mark.full
@@ -282,7 +282,7 @@ def test_evaluation_and_generation_at_another_size(place):
     shown = json.loads((runs / "shown" / "eval" / "dev_prompts.json").read_text())
     pipe = FluxPipeline.from_pretrained(place / "flux")
     shape = load(case_of("flux"), place / "flux").latent_shape(SamplingConfig(24, 16, 5))
-    latents = initial_latents(0, torch.tensor([FIRST_ID]), shape)
+    latents = initial_latents(0, torch.tensor([EVALUATION_IDS]), shape)
     call = {"height": 24, "width": 16, "num_inference_steps": 5, "guidance_scale": 3.5, "max_sequence_length": 24}
     stock = pipe(shown[0], latents=latents, output_type="np", **call).images
     assert np.abs(images["before"][:1] - 255 * stock).max() <= 1

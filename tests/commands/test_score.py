@@ -250,7 +250,7 @@ def test_clips_are_read_from_files(tmp_path):
 
 @pytest.mark.parametrize(("size", "least"), [((1080, 64), 36), ((24, 40), 34), ((240, 416), 37)])
 def test_a_written_clip_is_close_to_its_pixels(tmp_path, size, least):
-    """Sizes that are no multiples of 16 stay. PSNR in dB; docs/evaluation.md has 480 × 832, where it is 38.7."""
+    """Sizes that are no multiples of 16 stay. PSNR in dB; docs/scoring.md has 480 × 832, where it is 38.7."""
     pytest.importorskip("imageio_ffmpeg")
     pixels = clip_files.clip(*size, frames=5)
     write(tmp_path / "a.mp4", pixels, 24.0)

@@ -1,8 +1,7 @@
-"""Configuration: valid recipes, and the error messages for invalid ones.
+"""Configuration: what every recipe must have in common; single mistakes are in tests/run/test_errors.py.
 
-Why these cases: the recipe is the first thing a user gets wrong, so all mistakes must be reported together, with the
-closest valid key; YAML 1.1 has traps (1e-4 is text, on is true, a repeated key drops the first); NaN passes
-comparisons; and a configuration must survive the round trip through the run folder, or resuming would refuse it.
+Why these cases: a configuration must survive the round trip through the run folder, or resuming would refuse it; YAML
+1.1 has traps; NaN passes comparisons; and no content may end in anything but a configuration or a list of mistakes.
 """
 
 import math
@@ -16,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, reject, settings
 from hypothesis import strategies as st
 
+from prefgrpo.config import schema
 from prefgrpo.config.loading import differences, flat_fields, from_dict, load, section, to_dict
 from prefgrpo.config.recipe import ConfigError, read_yaml, to_yaml
 from prefgrpo.config.schema import Config, JudgeConfig
@@ -81,73 +81,7 @@ def test_text_that_looks_like_another_value_survives_the_file(tmp_path, text):
 def test_every_field_says_what_it_is():
     """The docstring below a field is its help text."""
     assert [name for name in flat_fields(Config()) if not (field(name).description or "")[3:]] == []
-    assert set(get_args(field("rollout.rule").annotation)) == RULES.keys() - {"ode"}, "ode has no log-prob to train on"
-
-
-def test_every_mistake_of_names_and_types_is_listed_at_once():
-    """And when there is none, every contradiction."""
-    content = {
-        "data": {"promts": "p.txt"},
-        "rollout": {"group_size": 1, "steps": "many", "rule": "flwo"},
-        "trian": {"lr": 1},
-        "train": {"lr": -1, "kl_coef": 0.1, "lora_rank": 0, "updates_per_rollout": 0},
-        "judge": {"image_format": "gif", "endpoints": []},
-    }
-    with pytest.raises(ConfigError) as caught:
-        from_dict(content)
-    assert sorted(caught.value.mistakes) == [
-        "data.promts: unknown key; did you mean 'data.prompts'?",
-        "judge.image_format: expected 'jpeg', 'png' or 'webp', got 'gif'",
-        "rollout.group_size: expected 2 or more, got 1",
-        "rollout.rule: expected 'flow', 'dance', 'cps', 'cps_normalised' or 'wan', got 'flwo'",
-        "rollout.steps: expected a whole number, got 'many'",
-        "train.lr: expected a value above 0, got -1",
-        "train.updates_per_rollout: expected a value above 0, got 0",
-        "trian: unknown key; did you mean 'train'?",
-    ]
-    with pytest.raises(ConfigError) as caught:
-        from_dict({"judge": {"endpoints": []}})
-    assert sorted(caught.value.mistakes) == [
-        "data.prompts: expected a file of prompts (txt, csv, tsv, jsonl or parquet), or data.pairs, got nothing",
-        "judge.endpoints: expected at least one URL, or in `model` a judge that runs in this process, got neither",
-        "model: expected the folder or hub id of a diffusers pipeline, got nothing",
-    ]
-
-
-TRAP = "(YAML reads an unquoted on, off, yes or no as true or false)"
-MISTAKES = [
-    ("rollout: {lr: 1e-4}", "rollout.lr: unknown key; did you mean 'train.lr'?"),
-    ("train: {beta: 0.04}", "train.beta: unknown key; did you mean 'train.kl_coef'?"),
-    ("learning_rate: 3e-4", "learning_rate: unknown key; did you mean 'train.lr'?"),
-    ("sample: {noise_level: 0.7}", "sample: unknown key; did you mean 'rollout.eta'?"),
-    ("config: {reward_fn: {ocr: 1}}", "config: unknown key; did you mean 'rewards'?"),
-    ("train:", "train: expected a mapping of keys, got None"),
-    ("name: no", f"name: expected text, got False {TRAP}"),
-    ("judge: {endpoints: http://h}", "judge.endpoints: expected a list, got 'http://h'"),
-    ("rollout: {shift: off}", f"rollout.shift: expected a number, got False {TRAP}"),
-    ("train: {steps: yes}", f"train.steps: expected a whole number, got True {TRAP}"),
-    ("train: {lr: .nan}", "train.lr: expected a finite number, got nan"),
-    ("name: a/b", "name: expected a folder name, got 'a/b'"),
-    ("rollout: {eta: 0}", "rollout.eta: expected a noise level above 0"),
-    ("rollout: {rule: cps, eta: 1.5}", "rollout.eta: rule cps takes 0 … 1, got 1.5"),
-    ("rollout: {window_low: 9}", "rollout.window_low/high: expected 0 <= low < high <= steps (10), got 9 and 9"),
-    ("rollout: {window_size: 10}", "rollout.window_size: expected 0 … 9, got 10"),
-    ("rollout: {rule: cps}\ntrain: {kl_form: flow_grpo}", "train.kl_form: flow_grpo divides by a variance"),
-    ("judge: {deadline_s: 1, timeout_s: 2}", "judge.deadline_s: expected at least judge.timeout_s (2.0), got 1.0"),
-    ("train: {lr: 1}\nname: x\ntrain: {steps: 2}", "key 'train' is given twice (again in line 5)"),
-    ("- a", "is not valid YAML"),
-    ("train: &x {lr: *x}", "is not valid YAML: the anchor in line 3 contains itself"),
-    ("a: !!python/object/apply:os.system [ls]", "is not valid YAML"),
-]
-
-
-@pytest.mark.parametrize(("text", "message"), MISTAKES, ids=[text for text, _ in MISTAKES])
-def test_what_is_said_about_one_mistake(tmp_path, text, message):
-    (tmp_path / "r.yaml").write_text(f"model: m\ndata: {{prompts: p}}\n{text}\n", encoding="utf-8")
-    with pytest.raises(ConfigError) as caught:
-        load(tmp_path / "r.yaml")
-    (mistake,) = caught.value.mistakes
-    assert message in mistake
+    assert set(schema.RULES) == RULES.keys() - {"ode"}, "ode has no log-prob to train on"
 
 
 def test_a_section_without_keys():

@@ -23,7 +23,7 @@ from PIL import Image, ImageCms
 from prefgrpo.data.prompts import DataError, read_prompts, read_source, step_prompts
 from prefgrpo.data.stored import read_media
 from prefgrpo.parallel.world import World
-from prefgrpo.run.loading import open_prompts
+from prefgrpo.run.source import open_prompts
 
 
 def written(file, rows):

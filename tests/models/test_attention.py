@@ -41,20 +41,20 @@ from torch.nn.attention import (
     sdpa_kernel,
 )
 
-from prefgrpo.commands.generate import Source
 from prefgrpo.config.loading import from_dict
 from prefgrpo.config.recipe import ConfigError
 from prefgrpo.config.schema import Attention
 from prefgrpo.models import MODELS
 from prefgrpo.models import attention as kernels
 from prefgrpo.models import family as model_family
-from prefgrpo.models.attention import FLASH, LIMIT, Case, attention_of_a_run, check, errors
-from prefgrpo.parallel.attention import SPLITTING, backend, backends, cases, set_backend
+from prefgrpo.models.attention import FLASH, LIMIT, Case, attention_of_a_run, check_kernels, kernel_errors
+from prefgrpo.parallel.attention_backend import SPLITTING, backend, backends, cases, set_backend
 from prefgrpo.parallel.world import Layout, join
-from prefgrpo.rollout.replay import replay
 from prefgrpo.rollout.rollout import rollout
-from prefgrpo.run.loading import unsupported
+from prefgrpo.run.errors import option_errors
+from prefgrpo.run.opening import Weights
 from prefgrpo.sde.schedule import make_schedule
+from prefgrpo.update.trajectory import replay
 
 CPU = torch.device("cpu")
 CASE = Case(batch=2, queries=24, keys=24, heads=2, width=16)
@@ -90,8 +90,8 @@ def inject(monkeypatch):
 def test_right_backends_pass(masked):
     for name in ("native", NAME):
         for case in (CASE._replace(masked=masked), Case(1, 40, 7, 3, 8, masked), Case(1, 5, 40, 1, 8, masked)):
-            assert max(errors(name, case, torch.float32, CPU)) < 1e-5, (name, case)
-            assert max(errors(name, case, torch.bfloat16, CPU)) < 2e-2, (name, case)
+            assert max(kernel_errors(name, case, torch.float32, CPU)) < 1e-5, (name, case)
+            assert max(kernel_errors(name, case, torch.bfloat16, CPU)) < 2e-2, (name, case)
 
 
 def test_the_exact_attention_is_that_of_torch_in_fp64(monkeypatch):
@@ -113,7 +113,7 @@ def test_the_exact_attention_is_that_of_torch_in_fp64(monkeypatch):
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_seen(inject, fault):
     inject(FAULTS[fault])
-    output, gradient = errors(NAME, CASE, torch.float32, CPU)
+    output, gradient = kernel_errors(NAME, CASE, torch.float32, CPU)
     assert gradient > LIMIT[torch.float32]
     assert (output > LIMIT[torch.float32]) == (fault in ("no scale", "not finite"))
 
@@ -161,7 +161,8 @@ def test_a_fault_of_one_layout_or_size_is_seen_also_in_native(monkeypatch, fault
     settings = config(rollout={"height": 32, "width": 64, "batch_size": 2}, eval={"height": 64, "width": 64})
     adapter = opened(settings)  # on a CPU without a check
     on_cpu = mock.patch(
-        "prefgrpo.parallel.attention.check", lambda name, case, dtype, _, given: check(name, case, dtype, CPU, given)
+        "prefgrpo.parallel.attention_backend.check_kernels",
+        lambda name, case, dtype, _, given: check_kernels(name, case, dtype, CPU, given),
     )
     with on_cpu:
         if fault == "no fault":
@@ -254,7 +255,7 @@ def test_the_default_on_a_gpu_is_flash_attention_unless_blocks_mask():
     for family, device, layout, want in table:
         adapter = load(case_of(family), encoders=False)
         adapter.dtype = torch.bfloat16
-        with mock.patch("prefgrpo.parallel.attention.check") as checked:
+        with mock.patch("prefgrpo.parallel.attention_backend.check_kernels") as checked:
             set_backend(adapter, config(dtype="bf16"), layout, torch.device(device))
         assert {block.attn.processor._attention_backend for block in adapter.blocks(adapter.transformer)} == {want}
         assert {call.args[0] for call in checked.call_args_list} == ({want.value} if device == "cuda" else set())
@@ -299,9 +300,9 @@ def in_torch(monkeypatch):
         return kernels
 
     def on_cpu(name, case, dtype, _, given=""):
-        check(name, case, dtype, CPU, given)
+        check_kernels(name, case, dtype, CPU, given)
 
-    monkeypatch.setattr("prefgrpo.parallel.attention.check", on_cpu)
+    monkeypatch.setattr("prefgrpo.parallel.attention_backend.check_kernels", on_cpu)
     yield put
     assert current_flash_attention_impl() is None and not kernels._runs
 
@@ -475,25 +476,13 @@ def test_a_run_uses_it_everywhere_or_does_not_start(inject):
 
 def test_a_base_model_generates_with_it_too():
     """`generate` and `evaluate` of a model that is not trained had diffusers' default whatever was chosen."""
-    adapter = Source(config(NAME)).open(ALONE, encoders=False)
+    adapter = Weights(config(NAME)).open(ALONE, encoders=False)
     assert {b.attn.processor._attention_backend for b in adapter.blocks(adapter.transformer)} == {BACKEND}
     with pytest.raises(ConfigError, match="attention: fa4 is for GPUs"):
-        Source(config("fa4", dtype="bf16")).open(ALONE, encoders=False)
+        Weights(config("fa4", dtype="bf16")).open(ALONE, encoders=False)
 
 
-def test_backends_that_cannot_be():
-    for family, parallel, expected in (
-        ("sd3", {"ulysses": 2}, "1 and 1"),
-        ("qwen_image", {"ring": 2}, "ulysses alone"),
-    ):
-        (message,) = unsupported(config(parallel=parallel, family=family))
-        assert f"{family} does not train under ring" in message and message.endswith(expected), message
-    for name, parallel in (("_native_math", {"ulysses": 2}), ("native", {"ring": 2})):
-        (message,) = unsupported(config(name, parallel=parallel))
-        assert message.startswith("attention: flux trains under ring ") and message.endswith(name), message
-    for name in FLASH:  # they take no mask
-        (message,) = unsupported(config(name, parallel={"ulysses": 2}, family="qwen_image"))
-        assert message.endswith(f"with native, _flash_3_varlen_hub, got {name}")
+def test_a_backend_that_does_not_run_here():
     with pytest.raises(ConfigError, match=r"attention: _flash_3_hub does not run here: "):
         opened(config("_flash_3_hub", dtype="bf16"))
 
@@ -524,7 +513,7 @@ def one_step(config, case, world):
     sampling = case.sampling(SIZES[1])
     condition = conditions(adapter, case, size=SIZES[1])
     schedule = make_schedule(adapter.sigmas(sampling), "flow", 0.7, (1,))
-    (step,) = rollout(adapter, schedule, condition, torch.tensor([5, 9]), sampling, seed=1).steps
+    (step,) = rollout(adapter, schedule, condition, torch.tensor([5, 9]), sampling, seed=1).transitions
     new = replay(adapter, schedule, condition, step, sampling)
     (new.logp * torch.tensor([1.0, -0.5])).sum().backward()
     trainable = [p for _, p in adapter.trainable()]
@@ -546,10 +535,10 @@ def trains_with(case, layout, world, place, want):
                 continue
             config = settings(case, name, place, parallel=parallel)
             if name not in trained:
-                (text,) = unsupported(config)
+                (text,) = option_errors(config)
                 assert text.startswith(f"attention: {family} ") and text.endswith(f"got {name}"), text
                 continue
-            assert not unsupported(config)
+            assert not option_errors(config)
             gradient, moved = one_step(config, case, world)
             assert moved == 0, (family, name, "the first ratio is not exactly 1")
             assert calls[name] > 0 and (layout.context == 1 or calls[f"{name} backward"] > 0), (family, name, calls)

@@ -29,9 +29,9 @@ from prefgrpo.config.loading import from_dict
 from prefgrpo.models import MODELS, family
 from prefgrpo.parallel.shard import full_tensor
 from prefgrpo.parallel.world import join, leave
-from prefgrpo.rollout.replay import replay
 from prefgrpo.rollout.rollout import rollout
 from prefgrpo.sde.schedule import make_schedule
+from prefgrpo.update.trajectory import replay
 
 pytestmark = pytest.mark.families
 BF16 = torch.bfloat16
@@ -195,14 +195,14 @@ def test_masters_in_fp32_compute_as_the_bf16_model(case):
         assert world.layout.fsdp and {p.dtype for _, p in adapter.trainable()} == {torch.float32}
         own = rollout(adapter, schedule, condition, torch.arange(2), sampling, seed=1)
         assert torch.equal(own.latents, done.latents)
-        for step in own.steps:
+        for step in own.transitions:
             new = replay(adapter, schedule, condition, step, sampling)
             assert torch.equal(new.logp, step.logp), "the first ratio is 1"
             new.logp.sum().backward()
         world.sum_gradients([p for _, p in adapter.trainable()])
         got = {name: full_tensor(p.grad) for name, p in adapter.trainable() if p.grad is not None}
     want = {}
-    for step in done.steps:  # one backward at a time: each rounds to bf16, and the sum is kept in fp32
+    for step in done.transitions:  # one backward at a time: each rounds to bf16, and the sum is kept in fp32
         replay(stock, schedule, condition, step, sampling).logp.sum().backward()
         for name, p in stock.trainable():
             if p.grad is not None:

@@ -14,7 +14,7 @@ from benchmarks.block_costs import MODELS as PUBLISHED
 from benchmarks.block_costs import Counter, forward_costs, published
 from prefgrpo.models.blocks import components, forwards, joined
 from prefgrpo.models.blocks.joined import beside_gelu, beside_swiglu, join, split
-from prefgrpo.models.blocks.kept import again, keeps_inputs
+from prefgrpo.models.blocks.recompute import recomputed, recomputes
 from prefgrpo.models.lora import LoraLinear
 from prefgrpo.ops import use_backend
 from tests.models.test_blocks import close, fuse, opened
@@ -105,7 +105,7 @@ def test_an_activation_beside_attention_has_the_bits_of_a_copy(name, dtype):
         return [out.detach(), *torch.autograd.grad((out @ leaves[2]).float().square().sum(), leaves)]
 
     want = run(lambda a, parts: torch.cat([a, plain(*parts)], -1))
-    kept_inputs = keeps_inputs(lambda self, a, parts: again(ours, a, *parts))
+    kept_inputs = recomputes(lambda self, a, parts: recomputed(ours, a, *parts))
     for op in (lambda a, parts: ours(a, *parts), partial(kept_inputs, None)):
         assert all(torch.equal(p, q) for p, q in zip(run(op), want, strict=True))
     with torch.no_grad():

@@ -18,10 +18,10 @@ from benchmarks.block_costs import MODELS as PUBLISHED
 from benchmarks.block_costs import kept_bytes, published, tables
 from prefgrpo.config.recipe import ConfigError
 from prefgrpo.models import MODELS, blocks
-from prefgrpo.models.blocks import FUSED, Outcome, components, fuse_blocks, fused, fusion_note, kept
-from prefgrpo.models.blocks.kept import again, keeps_inputs
+from prefgrpo.models.blocks import FUSED, Outcome, components, fuse_blocks, fused, fusion_note, recompute
+from prefgrpo.models.blocks.recompute import recomputed, recomputes
 from prefgrpo.ops import use_backend
-from prefgrpo.parallel.recompute import recompute
+from prefgrpo.parallel.gradient_checkpointing import checkpoint_blocks
 
 CPU = torch.device("cpu")
 STOCK = ("ltx2",)
@@ -96,7 +96,7 @@ def test_they_are_diffusers_own_in_every_family(case, trained):
         got = results(adapter, case)
         swapped = results(adapter, case, (1, 0))
         for net in adapter.modules().values():
-            recompute(adapter.blocks(net), 1.0)
+            checkpoint_blocks(adapter.blocks(net), 1.0)
         recomputed = results(adapter, case)
     close(got, want, 2e-5)
     assert torch.equal(got[0], got[1])
@@ -292,14 +292,14 @@ class Small(nn.Module):
         return run
 
     def forward(self, x):
-        y = again(self.op("norm", lambda t: F.layer_norm(t, (8,))), x)
-        first, second = again(self.op("two", lambda p, q: (p.sin(), p * q)), self.a(y), self.b(y[:, 1:])[:, :1])
-        nested = again(self.op("outer", torch.exp), again(self.op("inner", torch.tanh), first))
+        y = recomputed(self.op("norm", lambda t: F.layer_norm(t, (8,))), x)
+        first, second = recomputed(self.op("two", lambda p, q: (p.sin(), p * q)), self.a(y), self.b(y[:, 1:])[:, :1])
+        nested = recomputed(self.op("outer", torch.exp), recomputed(self.op("inner", torch.tanh), first))
         return self.c(nested) * second + self.c(nested.flatten(0, 1)).view_as(second)
 
 
 class Keeping(Small):
-    forward = keeps_inputs(Small.forward)
+    forward = recomputes(Small.forward)
 
 
 def test_results_are_computed_again_once_per_backward():
@@ -319,10 +319,10 @@ def test_results_are_computed_again_once_per_backward():
         assert all(torch.equal(a, b) for a, b in zip(one, out[0], strict=True))
     assert small.calls == {"norm": 1, "two": 1, "outer": 1, "inner": 1}
     assert set(keeping.calls.values()) == {3}, "once per backward"
-    assert not kept._open
+    assert not recompute._running
     with torch.no_grad():
         assert torch.equal(keeping(x), small(x))
-    keeping.recomputed = True
+    keeping.checkpointed = True
     seen = SimpleNamespace(count=0)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: setattr(seen, "count", seen.count + 1), lambda t: t):
         keeping(x)
@@ -344,7 +344,7 @@ def test_at_most_three_quarters_are_kept(name):
 
 @pytest.mark.full
 def test_the_tables_of_the_documentation_are_counted(root):
-    text = (root / "docs" / "scale.md").read_text(encoding="utf-8")
+    text = (root / "docs" / "costs.md").read_text(encoding="utf-8")
     for name, rows in tables()._asdict().items():
         block = text.partition(f"<!-- block {name} -->")[2].partition(f"<!-- /block {name} -->")[0]
         assert block.strip().split("\n") == rows, "run python -m benchmarks.block_costs"

@@ -40,10 +40,10 @@ from safetensors.torch import load_file, save_file
 
 from prefgrpo.models import family
 from prefgrpo.models.folder import ModelError
-from prefgrpo.parallel.recompute import recompute
-from prefgrpo.rollout.replay import replay
+from prefgrpo.parallel.gradient_checkpointing import checkpoint_blocks
 from prefgrpo.rollout.rollout import rollout
 from prefgrpo.sde.schedule import make_schedule
+from prefgrpo.update.trajectory import replay
 
 pytestmark = pytest.mark.families
 every = pytest.mark.parametrize("case", tiered(CASES))
@@ -82,15 +82,15 @@ def test_the_first_ratio_is_one_and_the_gradient_that_of_a_normal(case):
     """Oracle: torch.distributions.Normal with Flow-GRPO's published mean and std, in fp64 autograd."""
     adapter, sampling, eta = policy(case), case.sampling(SIZES[1]), 0.7
     for module in adapter.modules().values():
-        recompute(adapter.blocks(module), 0.5)
+        checkpoint_blocks(adapter.blocks(module), 0.5)
     condition = conditions(adapter, case, size=SIZES[1])
     schedule = make_schedule(adapter.sigmas(sampling), "flow", eta, (0, 1, 2))
     done = rollout(adapter, schedule, condition, torch.tensor([5, 9]), sampling, seed=1)
-    assert len(done.steps) == 3
-    for step in done.steps:
+    assert len(done.transitions) == 3
+    for step in done.transitions:
         new = replay(adapter, schedule, condition, step, sampling)
         assert (torch.exp(new.logp - step.logp) - 1).abs().max() == 0.0
-    step, advantage = done.steps[1], torch.tensor([1.0, -0.5])
+    step, advantage = done.transitions[1], torch.tensor([1.0, -0.5])
     new = replay(adapter, schedule, condition, step, sampling)
     (new.logp * advantage).sum().backward()
     got = {name: p.grad.clone() for name, p in adapter.trainable() if p.grad is not None}
@@ -190,9 +190,11 @@ def test_a_batch_is_its_samples(case):
     assert (other.latents - whole.latents).abs().max() > 0.1, "the noise depends on the seed"
     for rows in map(torch.tensor, ([0], [1], [0, 2], [1, 3])):
         part = rollout(adapter, schedule, condition.select(rows), ids[rows], sampling, seed=11)
-        assert torch.equal(part.steps[0].x, whole.steps[0].x[rows]), "initial noise depends only on the sample id"
+        assert torch.equal(part.transitions[0].x, whole.transitions[0].x[rows]), (
+            "initial noise depends only on the sample id"
+        )
         assert (part.latents - whole.latents[rows]).abs().max() <= 1e-5 * max(1.0, float(whole.latents.abs().max()))
-        for a, b in zip(part.steps, whole.steps, strict=True):
+        for a, b in zip(part.transitions, whole.transitions, strict=True):
             assert torch.allclose(a.logp, b.logp[rows], atol=1e-5)
 
 

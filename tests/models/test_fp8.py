@@ -22,16 +22,15 @@ from torch import nn
 
 from benchmarks import fp8_memory
 from prefgrpo.config.loading import from_dict
-from prefgrpo.config.recipe import ConfigError
 from prefgrpo.models import MODELS, fp8
 from prefgrpo.models import family as model_family
 from prefgrpo.models.fp8 import Fp8Linear, to_fp8
 from prefgrpo.models.lora import fuse_lora, outputs
 from prefgrpo.parallel.world import join
-from prefgrpo.rollout.replay import replay
 from prefgrpo.rollout.rollout import rollout
 from prefgrpo.sde.schedule import make_schedule
 from prefgrpo.tiny import pipelines
+from prefgrpo.update.trajectory import replay
 from tests.models.test_attention import opened
 from tests.parallel import test_parallelize
 from tests.parallel.test_parallelize import alone, compare
@@ -195,7 +194,7 @@ def test_the_first_ratio_is_exactly_1(case, recomputed, tmp_path):
     ids = torch.tensor([5, 9])
 
     def one(step=None):
-        (made,) = rollout(adapter, schedule, condition, ids, sampling, seed=1).steps
+        (made,) = rollout(adapter, schedule, condition, ids, sampling, seed=1).transitions
         return made
 
     first = one()
@@ -242,13 +241,6 @@ def test_a_run_is_resumed_bit_by_bit(name, tmp_path):
 
     code, output = train(recipe(place, "stopped", **options, fp8_base=False), "--resume")
     assert code == 2 and "fp8_base" in output, output
-
-
-def test_all_weights_cannot_be_in_fp8():
-    with pytest.raises(ConfigError, match=r"fp8_base: expected false, as train.lora_rank is 0 .*got true"):
-        from_dict({"model": "m", "data": {"prompts": "p"}, "fp8_base": True, "train": {"lora_rank": 0}})
-    with pytest.raises(ConfigError, match=r"compile: expected false with fp8_base, got true"):
-        from_dict({"model": "m", "data": {"prompts": "p"}, "fp8_base": True, "compile": True})
 
 
 # ---- meshes ---------------------------------------------------------------------------------------------------------
@@ -307,7 +299,7 @@ def test_a_layout_changes_nothing(place, family, dtype, env):
 @pytest.mark.full
 def test_the_page_shows_the_counted_bytes():
     """Of every denoiser and of a step of FLUX.1, as the command prints them; the shares of both that were the goals."""
-    page = Path(fp8_memory.__file__).parents[1].joinpath("docs", "scale.md").read_text()
+    page = Path(fp8_memory.__file__).parents[1].joinpath("docs", "costs.md").read_text()
     of_base = fp8_memory.base_table()
     of_step = fp8_memory.step_table()
     for name, lines in {"fp8 base": of_base, "fp8 step": of_step}.items():

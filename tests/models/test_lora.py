@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from prefgrpo.models import MODELS
 from prefgrpo.models.lora import LoraLinear, fuse_lora, outputs
-from prefgrpo.parallel.recompute import recompute
+from prefgrpo.parallel.gradient_checkpointing import checkpoint_blocks
 
 
 class Block(nn.Module):
@@ -148,7 +148,7 @@ def test_casting_once_changes_no_bit(case):
         adapter = policy(case, dtype=torch.bfloat16)
         got = forward_backward(adapter, case)
         for net in adapter.modules().values():
-            recompute(adapter.blocks(net), 1.0)
+            checkpoint_blocks(adapter.blocks(net), 1.0)
         recomputed = forward_backward(adapter, case)
         assert without_casts(adapter) > 4
         want = forward_backward(adapter, case)

@@ -183,8 +183,6 @@ def test_what_cannot_be_continued(trainer, tmp_path):
     }.items():
         with pytest.raises(ConfigError, match=rf"train\.lora_from: .*{text}"):
             trainer(train={"lora_from": source}, eval={"every": 0})
-    with pytest.raises(ConfigError, match=r"train\.lora_from: expected none, as train\.lora_rank is 0"):
-        trainer(train={"lora_from": str(tmp_path), "lora_rank": 0})
 
 
 # ---- files of other trainers

@@ -1,4 +1,4 @@
-"""`rollout.sigmas` with the scheduler configs of the published models (data/schedulers.json), of every family.
+"""`rollout.shift` and the scheduler configs of the published models (data/schedulers.json), of every family.
 
 Why these cases: models space their sigmas differently (static shift applied twice, dynamic shift, a terminal σ, a
 multistep solver's integer timesteps), which an Euler scheduler with another shift cannot reproduce. The oracle for
@@ -24,7 +24,7 @@ from prefgrpo.config.recipe import ConfigError
 from prefgrpo.models.base import Adapter
 from prefgrpo.models.folder import ModelError
 from prefgrpo.rollout.sampling import Schedules
-from prefgrpo.run.loading import open_adapter
+from prefgrpo.run.opening import open_adapter
 from prefgrpo.sde.rules import RULES, StepInfo
 from prefgrpo.sde.schedule import make_schedule, shifted_sigmas, truncated_times
 from prefgrpo.tiny import pipelines

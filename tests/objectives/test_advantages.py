@@ -25,7 +25,7 @@ from prefgrpo.config.schema import AdvantageConfig
 from prefgrpo.objectives.advantages import CombineError, advantages, part_table
 from prefgrpo.ops import winrate_advantage
 from prefgrpo.rewards.base import PointwiseReward, Score
-from prefgrpo.run.judging import config_errors
+from prefgrpo.run.errors import reward_errors
 
 STEPS, GROUPS, SIZE = 6, 50, 9
 FLEX, QUALITY = "unifiedreward_flex", "unifiedreward_edit_pointwise_image_quality"
@@ -154,7 +154,7 @@ WRONG = {
 def test_a_mistake_is_named(name):
     rewards, advantage, message = WRONG[name]
     config = {**MINIMAL, "advantage": advantage, **({"rewards": rewards} if rewards else {})}
-    (wrong,) = config_errors(from_dict(config))
+    (wrong,) = reward_errors(from_dict(config))
     assert message in wrong
 
 

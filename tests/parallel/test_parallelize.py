@@ -8,7 +8,6 @@ Ring attention, for which CPUs need a kernel, is in tests/parallel/test_ring.py.
 """
 
 import os
-import re
 import shutil
 from dataclasses import replace
 from inspect import signature
@@ -28,23 +27,24 @@ from torch.distributed import device_mesh
 from torch.distributed.device_mesh import init_device_mesh
 
 from prefgrpo.config.loading import from_dict, load
-from prefgrpo.config.recipe import ConfigError
 from prefgrpo.config.schema import SamplingConfig
 from prefgrpo.data.prompts import read_prompts
 from prefgrpo.models import family as family_class
-from prefgrpo.objectives import objective
+from prefgrpo.objectives import make_objective
 from prefgrpo.parallel.parallelize import context_errors
 from prefgrpo.parallel.shard import full_tensor, to_local
 from prefgrpo.parallel.world import DIMENSIONS, Layout, World, join
 from prefgrpo.rollout import render
-from prefgrpo.rollout.batches import Rollouts
 from prefgrpo.rollout.embeddings import Embeddings
-from prefgrpo.rollout.replay import TrajectoryCollector
-from prefgrpo.run import loading
-from prefgrpo.run.fits import static_bytes, stored_bytes
-from prefgrpo.run.loading import open_collector, open_schedules, unsupported
+from prefgrpo.rollout.generated_groups import GeneratedGroups
+from prefgrpo.rollout.sampling import Schedules
+from prefgrpo.run import opening
+from prefgrpo.run.errors import option_errors
+from prefgrpo.run.memory import static_bytes, stored_bytes
 from prefgrpo.run.metrics import FACTS
-from prefgrpo.run.policy import Policy
+from prefgrpo.run.opening import open_gradients
+from prefgrpo.update.policy import Policy
+from prefgrpo.update.trajectory import TrajectoryGradients
 
 P, G, LR = 4, 2, 1e-3
 SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
@@ -99,16 +99,18 @@ def one_step(config, world):
     if config.train.lora_rank:
         perturb(adapter, 0.02)
     policy = Policy(dict(adapter.trainable()), config.train)
-    schedules = open_schedules(config, adapter, world)
+    schedules = Schedules(config, adapter, world.device)
     embeddings = Embeddings(config)
     media = {}
-    rollouts = Rollouts(config, adapter, embeddings, schedules, prompts, world)
-    batches = list(rollouts(0, lambda group, member, sample: media.update({(group, member): sample.media.pixels})))
-    collector = open_collector(config, objective(config.train), adapter, policy, world)
+    groups = GeneratedGroups(config, adapter, embeddings, schedules, prompts, world)
+    plan = groups.plan(0)
+    add = lambda group, member, sample: media.update({(group, member): sample.media.pixels})  # noqa: E731
+    batches = list(groups.batches(plan, add))
+    policy_gradients = open_gradients(config, make_objective(config.train), adapter, policy, world)
     if config.train.kl_coef:
-        with collector.reference():
-            batches = [collector.with_reference(batch) for batch in batches]
-    of_steps = [t for b in batches for s in b.steps for t in (s.x, s.x_next, s.v_ref) if t is not None]
+        with policy_gradients.reference():
+            batches = [policy_gradients.with_reference(batch) for batch in batches]
+    of_steps = [t for b in batches for s in b.transitions for t in (s.x, s.x_next, s.v_ref) if t is not None]
     stored = [*(b.latents for b in batches), *of_steps]
     sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in stored}
     most = stored_bytes(config, adapter.latent_shape(config.rollout), world.layout, world.size)
@@ -119,15 +121,15 @@ def one_step(config, world):
         most,
     )
     advantage = torch.randn(P, G, generator=torch.Generator().manual_seed(5))
-    columns = (*FACTS, *collector.metrics)
+    columns = (*FACTS, *policy_gradients.metrics)
     table = [
         dict(zip(columns, row.tolist(), strict=True))
-        for row in collector.accumulate(batches, targets_of(advantage), P * G)
+        for row in policy_gradients.accumulate(batches, targets_of(advantage), P * G)
     ]
     moved = max((abs(row[name] - 1) for row in table for name in ("ratio_min", "ratio_max")), default=0.0)
     samples = {}
     for batch in (b for b in batches if not b.padding):
-        steps = [collector.whole(step) for step in batch.steps]
+        steps = [policy_gradients.whole(step) for step in batch.transitions]
         for row, slot in enumerate(zip(batch.slots, batch.members, strict=True)):
             samples[slot] = [t[row].float() for step in steps for t in (step.x, step.x_next)]
     held = {}
@@ -275,21 +277,21 @@ def replicas():
     reduced = count_calls(dist, "all_reduce")
     scattered = count_calls(dist, SCATTER)
     in_backward = []
-    accumulate = TrajectoryCollector.accumulate
+    accumulate = TrajectoryGradients.accumulate
 
-    def counted(collector, batches, *given):
+    def counted(gradients, batches, *given):
         reduced.clear()
         scattered.clear()
-        table = accumulate(collector, batches, *given)
-        in_backward.append((sum(len(batch.steps) for batch in batches), len(scattered), len(reduced)))
+        table = accumulate(gradients, batches, *given)
+        in_backward.append((sum(len(batch.transitions) for batch in batches), len(scattered), len(reduced)))
         return table
 
     one = settings(os.environ["PLACE"], "flux", False, "fp32", {})
     want = one_step(one, alone(one))
     for once in (True, False):
         with (
-            mock.patch.object(TrajectoryCollector, "accumulate", counted),
-            mock.patch.object(loading, "reduces_once", lambda *_, once=once: once),
+            mock.patch.object(TrajectoryGradients, "accumulate", counted),
+            mock.patch.object(opening, "reduces_once", lambda *_, once=once: once),
         ):
             compare(f"replicas, once: {once}", one_step(config, world), want, bits=True)
             assert len(reduced) >= 2, "which gradients there are, and their sums"
@@ -348,9 +350,10 @@ def decoding():
         seen["kept"] += 1
 
     adapter = opened(config, world)
-    parts = (adapter, Embeddings(config), open_schedules(config, adapter, world), read_prompts(config.data.prompts))
+    parts = (adapter, Embeddings(config), Schedules(config, adapter, world.device), read_prompts(config.data.prompts))
     with mock.patch.object(render, "decode", decode):
-        list(Rollouts(config, *parts, world)(0, add))
+        groups = GeneratedGroups(config, *parts, world)
+        list(groups.batches(groups.plan(0), add))
     leader = world.rank % 2 == 0
     assert seen == {"decoded": P * G // world.size, "kept": 2 * P * G // world.size if leader else 0}, seen
     os._exit(0)
@@ -471,12 +474,6 @@ DATA = {"data": {"prompts": "p.txt"}, "attention": "_native_flash"}
 # ---- combinations that are refused ----------------------------------------------------------------------------------
 
 
-def test_a_layout_that_does_not_fit_the_processes(place):
-    text = "expected a multiple of shard 4 × ring 1 × ulysses 1 = 4 processes, got 2"
-    with pytest.raises(ConfigError, match=re.escape(text)):
-        Layout.of(settings(place, "flux", True, "fp32", {"shard": 4}), 2)
-
-
 PUBLISHED = {
     "wan 480p": ("wan", (480, 832, 81), {"ulysses": 4}, 0, ""),
     "wan heads": ("wan", (480, 832, 81), {"ulysses": 8}, 0, "12 attention heads"),
@@ -530,9 +527,4 @@ def test_the_recipes_of_long_clips_are_divided(recipe, root):
     assert not context_errors(
         published("wan", num_attention_heads=40), "rollout", r, config.data.max_length, Layout(ulysses=p.ulysses)
     )
-    assert not unsupported(config)
-
-
-def test_wrong_values_of_the_section():
-    with pytest.raises(ConfigError, match=r"offload: .*expected parallel.shard above 1"):
-        from_dict({"model": "m", "offload": ["weights"], **DATA})
+    assert not option_errors(config)

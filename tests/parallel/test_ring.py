@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from prefgrpo.models import MODELS
 from prefgrpo.models import family as family_class
 from prefgrpo.parallel import ring
-from prefgrpo.parallel.attention import backends
+from prefgrpo.parallel.attention_backend import backends
 from prefgrpo.parallel.world import Layout, join
 from tests.parallel import test_parallelize
 from tests.parallel.test_parallelize import alone, compare, far, one_step

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from benchmarks.ulysses_copies import count, main
 from prefgrpo.models.blocks import components, forwards
-from prefgrpo.models.blocks.kept import keeps_inputs
+from prefgrpo.models.blocks.recompute import recomputes
 from prefgrpo.models.blocks.ulysses import ulysses
 
 HEADS = 4
@@ -141,7 +141,7 @@ def keeps_attention():
 
 RECOMPUTED = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 WAYS = {
-    "keeping inputs": lambda run, *args: keeps_inputs(lambda _, *given: run(*given))(SimpleNamespace(), *args),
+    "keeping inputs": lambda run, *args: recomputes(lambda _, *given: run(*given))(SimpleNamespace(), *args),
     "recomputed": lambda run, *args: RECOMPUTED(run, *args),
     "recomputed but for attention": lambda run, *args: RECOMPUTED(run, *args, context_fn=keeps_attention),
 }

@@ -21,14 +21,13 @@ from benchmarks import (
     bench_judge,
     block_ops,
     blocks,
-    calls,
     harness,
     integrations,
     policy_loss,
-    science,
     sde_step,
     step_time,
 )
+from benchmarks.experiments import calls, science
 from prefgrpo.config.loading import load
 from prefgrpo.judge.verdict import Verdict
 
@@ -287,7 +286,7 @@ def test_the_count_of_a_step_is_that_of_the_review(capsys, monkeypatch):
     step_time.main()
     printed = capsys.readouterr().out
     flux, wan = printed.split("\n\n")
-    page = Path("docs/scale.md").read_text(encoding="utf-8")
+    page = Path("docs/costs.md").read_text(encoding="utf-8")
     in_docs = page.partition("<!-- step time -->")[2].partition("<!-- /step time -->")[0]
     assert in_docs.split() == printed.split(), "python -m benchmarks.step_time prints another table"
     rows = {name: [[float(cell) for cell in line.split("|")[2:-1]] for line in text.splitlines()[3:]]

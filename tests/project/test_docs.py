@@ -24,9 +24,9 @@ from tiny_run import start
 from benchmarks import recipes, step_time
 from prefgrpo.commands.cli import read, split
 from prefgrpo.config.loading import PEERS, load
-from prefgrpo.rollout.batch import busy_share
-from prefgrpo.run.checks import batch_errors
-from prefgrpo.run.fits import GIB
+from prefgrpo.rollout.assignment import busy_share
+from prefgrpo.run.errors import batch_errors
+from prefgrpo.run.memory import GIB
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -41,7 +41,7 @@ NOT_RUN = {
     "curl ": "needs the server of the line above",
     "torchrun ": "abbreviated (tests/commands/test_score.py runs it on two ranks)",
     """prefgrpo score --rewards '["clip","aesthetic","pickscore"]'""": (
-        "downloads three checkpoints; docs/evaluation.md has the same command with another reward, which is run"
+        "downloads three checkpoints; docs/scoring.md has the same command with another reward, which is run"
     ),
 }
 """Prefix of a command that is not run (with a final $: the whole command) → reason."""
@@ -99,7 +99,7 @@ def test_every_exception_is_still_there_and_every_other_command_is_ours():
         assert any(f"{text}$".startswith(head) for _, text, _ in FOUND), f"no command begins with {head!r} any more"
     assert [text for _, text, words in RUN if words[0] not in ("prefgrpo", "python")] == []
     assert {file for file, _, _ in RUN} >= {
-        "README.md", "docs/objectives.md", "docs/evaluation.md", "docs/tutorial.md"
+        "README.md", "docs/objectives.md", "docs/evaluation.md", "docs/scoring.md", "docs/tutorial.md"
     }  # fmt: skip
 
 

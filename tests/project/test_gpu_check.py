@@ -14,7 +14,8 @@ import pytest
 import torch
 from peers import folder
 
-from benchmarks import levers, pref_grpo, sanitize, trials
+from benchmarks import levers, sanitize
+from benchmarks.experiments import pref_grpo, trials
 from prefgrpo.tiny import pipelines
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -56,8 +57,8 @@ def test_a_part_that_fails_does_not_stop_the_next(tmp_path):
     assert lines[0] == "setup.py -q build_ext --inplace" and lines[1].startswith("-m pytest ")
     sanitized = ["cuda -m benchmarks.sanitize", "triton -m benchmarks.sanitize", "cuda -m benchmarks.sanitize"]
     compared = [f"-m benchmarks.levers {name}" for name in of_levers]
-    trained = ["-m benchmarks.trials train", "-m benchmarks.trials peers"]
-    ends = ["-m benchmarks --device cuda --write", "-m benchmarks.trials families", *compared, *trained]
+    trained = ["-m benchmarks.experiments.trials train", "-m benchmarks.experiments.trials peers"]
+    ends = ["-m benchmarks --device cuda --write", "-m benchmarks.experiments.trials families", *compared, *trained]
     assert lines[2:] == [*sanitized, *ends], "memcheck twice, no racecheck, initcheck"
 
 

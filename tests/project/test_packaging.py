@@ -246,10 +246,10 @@ from prefgrpo.config.loading import from_dict
 from prefgrpo.config.schema import SamplingConfig
 from prefgrpo.data.prompts import Prompt
 from prefgrpo.rollout.embeddings import Embeddings, entries_of
-from prefgrpo.rollout.sources import Sources
+from prefgrpo.rollout.source_images import SourceImages
 from prefgrpo.tiny import pipelines
 Image.new("RGB", (64, 64), "red").save(f"{sys.argv[1]}/red.png")
-source = Sources((f"{sys.argv[1]}/red.png",), 64, 64)
+source = SourceImages((f"{sys.argv[1]}/red.png",), 64, 64)
 prompt = Prompt(0, "a caf\\u00c3\\u00a9 &amp; a <b>cat</b>")
 for name in pipelines.FAMILIES:
     folder, family = tempfile.mkdtemp(dir=sys.argv[1]), models.family(name)
@@ -257,7 +257,7 @@ for name in pipelines.FAMILIES:
     small = {} if family.default_source_area is None else {"source_area": 32 * 32}
     sampling = SamplingConfig(64, 64, frames=None if family.default_frames is None else 5)
     adapter = models.family(name).load(folder, torch.float32, torch.device("cpu"), **small)
-    for sources in [Sources()] * (not family.needs_source) + [source] * (family.most_sources > 0):
+    for sources in [SourceImages()] * (not family.needs_source) + [source] * (family.most_sources > 0):
         data = {"prompts": "p", "max_length": 512 if "qwen" in name else 32}
         wanted = entries_of(family, prompt, sources, sampling, adapter.guided(sampling))
         Embeddings(from_dict({"model": folder, "family": name, "data": data})).conditions(adapter, [wanted])

@@ -22,7 +22,7 @@ from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 
 from prefgrpo.config.loading import load, to_dict
 from prefgrpo.config.recipe import flatten, read_yaml
-from prefgrpo.objectives import objective
+from prefgrpo.objectives import make_objective
 
 RECIPES = Path(__file__).parents[2] / "scripts"
 NAMED = re.compile(r"^# Script: [\w-]+'s ([\w./:]*\w)(.*(?:\n#.*)*)", re.M)
@@ -225,7 +225,7 @@ def test_the_values_of_a_flow_factory_configuration(recipe, script, monkeypatch)
     given = read_yaml(peers.folder("flow_factory").parent / script)
     m, t, e, noise = given["model"], given["train"], given["eval"], given["scheduler"]
     config, _ = ours(recipe)
-    kind, options = t["trainer_type"], objective(config.train)
+    kind, options = t["trainer_type"], make_objective(config.train)
     for field, key in FACTORY_OPTIONS.get(kind, {}).items():
         assert getattr(options, field) == t[key], field
     published = {

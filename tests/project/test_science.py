@@ -10,8 +10,16 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import calls, demo_runs, science
-from benchmarks.simulated_judge import Pairs, Ratings, SimulatedJudge, WinRates, WordsJudge, brightness, truth
+from benchmarks.experiments import calls, demo_runs, science
+from benchmarks.experiments.simulated_judge import (
+    Pairs,
+    Ratings,
+    SimulatedJudge,
+    WinRates,
+    WordsJudge,
+    brightness,
+    truth,
+)
 from prefgrpo.config.loading import load
 from prefgrpo.data.media import Media
 from prefgrpo.objectives import OBJECTIVES

@@ -2,7 +2,8 @@
 render each page alike.
 
 Why these cases: links break first, and a list that only one renderer accepts without a blank line is a paragraph in the
-other. Links are resolved by GitHub's anchor rule, independently of mkdocs, and in the built pages by their files.
+other. Links are resolved by GitHub's anchor rule, independently of mkdocs, and in the built pages by their files. A
+line of prose is one sentence, so that a diff shows the sentence that changed.
 """
 
 import os
@@ -10,7 +11,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 
 import pytest
@@ -91,6 +92,20 @@ def test_a_page_on_the_site_is_what_it_is_on_github(page):
     assert blocks(site) == blocks(GITHUB.render(text))
 
 
+def crowded(text):
+    """The lines of a page's prose with more than one sentence; a bold lead does not count."""
+    for opening, inline in pairwise(GITHUB.parse(text)):
+        for line in inline.content.split("\n") if opening.type == "paragraph_open" else ():
+            if re.search(r"[a-z0-9)][.?!] [A-Z]", re.sub(r"`[^`]*`", "x", re.sub(r"^\*\*[^*]+\*\*", "", line))):
+                yield line
+
+
+def test_a_line_of_prose_is_one_sentence():
+    assert list(crowded("**Here.** It is one, e.g. this.\n- Two are `a.b`. And\n")) == ["Two are `a.b`. And"]
+    for page in PAGES:
+        assert list(crowded(page.read_text(encoding="utf-8"))) == [], page
+
+
 # ---- the site -------------------------------------------------------------------------------------------------------
 
 
@@ -163,5 +178,7 @@ def test_the_navigation_names_every_page_once():
         for item in nav if isinstance(nav, list) else nav.values():
             yield from [item] if isinstance(item, str) else pages(item)
 
-    named = Counter(pages(yaml.load((ROOT / "mkdocs.yml").read_text(), Loader)["nav"]))
+    nav = yaml.load((ROOT / "mkdocs.yml").read_text(), Loader)["nav"]
+    assert [*chain.from_iterable(nav)] == ["Start", "Use", "Python and ops", "Reference", "Develop"]
+    named = Counter(pages(nav))
     assert max(named.values()) == 1 and {p.name for p in (ROOT / "docs").glob("*.md")} <= set(named)

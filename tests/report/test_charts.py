@@ -14,7 +14,7 @@ from hypothesis.extra.numpy import arrays
 from report_html import parse
 
 from prefgrpo.report.charts import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Series, draw, number, numbers
-from prefgrpo.report.headline import span
+from prefgrpo.report.page import span
 
 VALUES = st.one_of(st.floats(-1e12, 1e12), st.floats(-1e-9, 1e-9), st.just(np.nan))
 SUPERSCRIPT = str.maketrans("⁻⁰¹²³⁴⁵⁶⁷⁸⁹−", "-0123456789-")

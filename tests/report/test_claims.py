@@ -13,7 +13,7 @@ from report_run import eval_row, shown, small_run, train_row
 
 from prefgrpo.commands import cli
 from prefgrpo.report import write_report
-from prefgrpo.run.comparison import compared
+from prefgrpo.run.measures import JUDGE, Measure, Subject, compared
 
 
 def result(page):
@@ -117,9 +117,15 @@ def judged(folder, prompts, config=RECIPE):
     draw = {name: rng.random(len(prompt)) < skill for name in ("judge", "other", "watched")}
     wins = {name: np.where(rng.random(len(prompt)) < 0.2, 0.5, won.astype(float)) for name, won in draw.items()}
     value = rng.normal(0, 1, len(prompt)) + skill[:] + rng.normal(0, 1, prompts)[prompt]
-    rows = [{f"win_{name}": float(won[k]) for name, won in wins.items()} for k in range(len(prompt))]
-    rows = [row | {"watched": v, "watched_before": 0.25 * v} for row, v in zip(rows, value.tolist(), strict=True)]
-    found = compared("dev", prompt, rows).metrics()
+    pairs = [
+        {
+            JUDGE: Measure(wins=float(wins["judge"][k])),
+            Subject("other"): Measure(wins=float(wins["other"][k])),
+            Subject("watched"): Measure(v, 0.25 * v, wins=float(wins["watched"][k])),
+        }
+        for k, v in enumerate(value.tolist())
+    ]
+    found = compared("dev", prompt, pairs).metrics()
     first = {"dev/win_judge_first": 0.875, "dev/win_judge_second": 0.625}
     trained = [train_row(step) | {"judge/position_bias": 0.5 + 0.01 * (step % 5)} for step in range(1, 41)]
     small_run(folder, [*trained, {"kind": "eval", "step": 40, "set": "dev"} | found | first], config)

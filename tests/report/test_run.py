@@ -22,12 +22,12 @@ from prefgrpo.config.schema import SamplingConfig
 from prefgrpo.data.media import Media
 from prefgrpo.data.prompts import Prompt
 from prefgrpo.report import write_report
-from prefgrpo.report.run import read_run
-from prefgrpo.report.verdicts import ROWS
+from prefgrpo.report.judged import ROWS
+from prefgrpo.report.read import read_run
 from prefgrpo.rollout.render import preview, sample
-from prefgrpo.run.evaluate import EvalSet, Evaluator
-from prefgrpo.run.groups import save_groups
-from prefgrpo.run.run_folder import RunFolder
+from prefgrpo.run.evaluation import EvalSet, Evaluator
+from prefgrpo.run.folder import RunFolder
+from prefgrpo.run.trackers import save_groups
 from prefgrpo.run.writer import Writer
 from scripts.demo_world.strip import GAP, MARGIN, write_strip
 

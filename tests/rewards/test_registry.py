@@ -27,7 +27,7 @@ from prefgrpo.rewards.base import PointwiseReward
 ROOT = Path(__file__).resolve().parents[2]
 CASES = reward_cases.CASES | reward_cases_vlm.CASES | reward_cases_own.CASES
 POINTWISE = [name for name in REWARDS if issubclass(load_class(name), PointwiseReward)]
-HEADER = "| name | input | scale | what it is, source | runs | needs |"
+HEADER = "| name | input | scale | needs |"
 
 
 @pytest.fixture(scope="module")

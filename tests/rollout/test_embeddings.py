@@ -21,12 +21,11 @@ from prefgrpo.data.prompts import Prompt
 from prefgrpo.models.condition import Condition, collate
 from prefgrpo.models.folder import encoder_identity
 from prefgrpo.rollout import render as render_module
-from prefgrpo.rollout import sources
+from prefgrpo.rollout import source_images
+from prefgrpo.rollout.embedding_cache import EmbeddingCache
 from prefgrpo.rollout.embeddings import Entry, run_entries
 from prefgrpo.rollout.render import batches_of, render
 from prefgrpo.rollout.sampling import Schedules
-from prefgrpo.rollout.shards import Shards
-from prefgrpo.run.loading import unsupported
 from prefgrpo.sde.schedule import make_schedule
 from prefgrpo.tiny import pipelines
 
@@ -84,9 +83,6 @@ def test_a_negative_prompt_is_the_prompts_own_the_runs_or_the_familys():
     }
     texts = {entry.text for entry in run_entries(from_dict(values), prompts)}
     assert texts == {"a cat", "a dog", "blurry", "ugly"}
-    assert unsupported(from_dict(values | {"rollout": {"guidance": 1.0, "negative_prompt": "ugly"}})) == [
-        "rollout.negative_prompt: guidance 1 is off, expected none, got 'ugly'"
-    ]
 
 
 def test_memory_is_bounded(adapter):
@@ -135,12 +131,14 @@ def test_sources_are_known_by_their_files_and_read_once(tmp_path, monkeypatch):
     file = tmp_path / "source.png"
     Image.new("RGB", (40, 20), "red").save(file)
     readers = []
-    true_read = sources._read
-    monkeypatch.setattr(sources, "_read", lambda one: readers.append(threading.current_thread()) or true_read(one))
-    one, wide = (sources.Sources((str(file),), 16, width) for width in (16, 24))
+    true_read = source_images._read
+    monkeypatch.setattr(
+        source_images, "_read", lambda one: readers.append(threading.current_thread()) or true_read(one)
+    )
+    one, wide = (source_images.SourceImages((str(file),), 16, width) for width in (16, 24))
     before = [Entry(None, s).key("model") for s in (one, wide)]
     assert len(set(before)) == 2 and not readers
-    sources.prefetch([one, one])
+    source_images.prefetch([one, one])
     assert one.images()[0].size == (16, 16) and one.media()[0].pixels.shape == (16, 16, 3)
     assert len(readers) == 1 and readers[0] is not threading.current_thread()
     Image.new("RGB", (40, 20), "blue").save(file)
@@ -156,14 +154,14 @@ def test_what_was_written_is_read(tmp_path_factory, writes):
     for number, sizes in enumerate(writes):
         content = {k: {"a.b": torch.full((n,), float(number)), "c": torch.tensor(n)} for k, n in sizes.items()}
         for order in (content, dict(reversed(content.items()))):
-            one = Shards(place)
+            one = EmbeddingCache(place)
             for key, tensors in order.items():
                 one.add(key, tensors)
                 assert one.read(key).keys() == tensors.keys()
             one.flush()
         want |= content
     assert len(list(place.iterdir())) == len({frozenset(sizes) for sizes in writes})
-    found = Shards(place)
+    found = EmbeddingCache(place)
     for key, tensors in want.items():
         read = found.read(key)
         assert read.keys() == tensors.keys() and read["c"].dtype == torch.int64
@@ -173,8 +171,8 @@ def test_what_was_written_is_read(tmp_path_factory, writes):
 
 
 def test_a_file_has_a_limited_size(tmp_path, monkeypatch):
-    monkeypatch.setattr("prefgrpo.rollout.shards.SHARD_BYTES", 8)
-    some = Shards(tmp_path)
+    monkeypatch.setattr("prefgrpo.rollout.embedding_cache.SHARD_BYTES", 8)
+    some = EmbeddingCache(tmp_path)
     for key in "abc":
         some.add(key, {"x": torch.ones(1)})
     assert len(list(tmp_path.iterdir())) == 1 and "c" in some

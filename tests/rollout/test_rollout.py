@@ -13,9 +13,9 @@ from families import case_of, conditions, policy
 from tiny_run import stored
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from prefgrpo.rollout.replay import replay
 from prefgrpo.rollout.rollout import rollout
 from prefgrpo.sde.schedule import make_schedule
+from prefgrpo.update.trajectory import replay
 
 FLUX = case_of("flux")
 S = FLUX.sampling((16, 32), 5)
@@ -40,14 +40,14 @@ IDS = torch.tensor([4, 5, 6, 7])
 
 def test_only_the_window_is_stored_and_neighbours_share_tensors(adapter, condition):
     done = rollout(adapter, schedule_of(adapter), condition, IDS, S, seed=0)
-    assert [step.index for step in done.steps] == [1, 2, 3]
+    assert [step.k for step in done.transitions] == [1, 2, 3]
     assert {t.dtype for t in stored(done)} == {torch.float32}
-    assert done.steps[0].x_next is done.steps[1].x and done.steps[1].x_next is done.steps[2].x
-    assert not done.latents.requires_grad and not done.steps[0].logp.requires_grad
+    assert done.transitions[0].x_next is done.transitions[1].x and done.transitions[1].x_next is done.transitions[2].x
+    assert not done.latents.requires_grad and not done.transitions[0].logp.requires_grad
     ode = rollout(adapter, schedule_of(adapter, rule="ode"), condition, IDS, S, seed=0)
-    assert ode.steps == () and torch.isfinite(ode.latents).all()
+    assert ode.transitions == () and torch.isfinite(ode.latents).all()
     last = rollout(adapter, schedule_of(adapter, window=(S.steps - 1,)), condition, IDS, S, seed=0)
-    assert torch.equal(last.steps[0].x_next, last.latents)
+    assert torch.equal(last.transitions[0].x_next, last.latents)
 
 
 @pytest.mark.parametrize("first", [0, 2, 3])
@@ -65,12 +65,12 @@ def test_a_group_may_share_its_initial_noise(adapter, condition, first):
     done = rollout(adapter, schedule, condition, IDS, S, seed=0, initial_sample=starts)
     count.remove()
     assert seen == [2] * first + [4] * (S.steps - first)
-    x0, x1 = done.steps[0].x, done.steps[0].x_next
+    x0, x1 = done.transitions[0].x, done.transitions[0].x_next
     assert torch.equal(x0[0], x0[1]) and torch.equal(x0[0], x0[3]) and not torch.equal(x0[0], x0[2])
     assert not torch.equal(x1[0], x1[1]), "the noise of later steps must not be shared"
     for whole, *each in zip(stored(done), *(stored(one) for one in alone), strict=True):
         assert torch.allclose(whole, torch.cat(each), rtol=1e-4, atol=1e-4)
-    for step in done.steps:
+    for step in done.transitions:
         assert torch.equal(replay(adapter, schedule, condition, step, S).logp, step.logp)
 
 
@@ -81,7 +81,7 @@ def test_kl_is_of_its_form(adapter, condition, form):
     In Flow-GRPO (train_sd3.py) their std is `std_dev_t` = η·sqrt(σ / (1 − σ)), which leaves out the step length.
     """
     schedule = schedule_of(adapter)
-    step = rollout(adapter, schedule, condition, IDS, S, seed=0).steps[1]
+    step = rollout(adapter, schedule, condition, IDS, S, seed=0).transitions[1]
     sigma = schedule.sigmas[2].expand(4)
     with torch.no_grad(), adapter.reference():
         v_ref = adapter.velocity(step.x, sigma, condition, S)
@@ -117,7 +117,7 @@ def test_the_gradient_of_a_guidance_pair(family):
     negative, sigma = replace(condition.negative, sources=condition.sources), schedule.times[1].expand(2)
     for kind in ("both", "conditional"):
         adapter.guidance_gradient = kind
-        step = rollout(adapter, schedule, condition, rows, sampling, seed=0).steps[0]
+        step = rollout(adapter, schedule, condition, rows, sampling, seed=0).transitions[0]
         new = replay(adapter, schedule, condition, step, sampling)
         assert torch.equal(new.logp, step.logp), "the first update's ratio must be exactly 1"
         c, u = (
@@ -148,6 +148,8 @@ def test_no_number_is_read_back_in_the_loop(adapter, condition):
     schedule = schedule_of(adapter)
     with NoReadback():
         done = rollout(adapter, schedule, condition, IDS, S, seed=0)
-        replay(adapter, schedule, condition, replace(done.steps[0], v_ref=done.steps[0].x), S).logp.sum().backward()
+        replay(
+            adapter, schedule, condition, replace(done.transitions[0], v_ref=done.transitions[0].x), S
+        ).logp.sum().backward()
     with pytest.raises(AssertionError, match="waits"), NoReadback():
-        float(done.steps[0].logp[0])
+        float(done.transitions[0].logp[0])

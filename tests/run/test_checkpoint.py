@@ -24,11 +24,11 @@ from tiny_run import ALONE, Hold, hidden, merged, recipe, rows, start, train, tr
 
 import prefgrpo
 from prefgrpo.data.atomic import write_folder
+from prefgrpo.ending import TrainingStopped
 from prefgrpo.run import checkpoint
 from prefgrpo.run.checkpoint import CheckpointError, Checkpoints, claim, read
-from prefgrpo.run.ending import TrainingStopped
+from prefgrpo.run.folder import RunFolder
 from prefgrpo.run.log import Log
-from prefgrpo.run.run_folder import RunFolder
 
 JUDGE = Path(prefgrpo.__file__).parent / "tiny" / "assets" / "judge"
 STATE = {"param.a": torch.arange(6.0).view(2, 3), "adamw.step.a": torch.tensor(3.0)}
@@ -281,8 +281,8 @@ def test_a_run_that_is_stopped_or_killed_goes_on_as_if_nothing_had_happened(plac
     same_as(truths(kind), run)
 
 
-GENERATE = "prefgrpo.rollout.batches:Rollouts._generate"
-UPDATE = "prefgrpo.run.policy:Policy.update"
+GENERATE = "prefgrpo.rollout.generated_groups:GeneratedGroups._generate"
+UPDATE = "prefgrpo.update.policy:Policy.update"
 WITHIN = {
     "first_rollout": (Hold(GENERATE, 1), 0, "in step 1, which will be repeated"),
     "rollout": (Hold(GENERATE, 3), 1, "in step 2, which will be repeated"),

@@ -8,9 +8,11 @@ import json
 from types import SimpleNamespace
 
 import pytest
+from tiny_run import ALONE
 
-from prefgrpo.run.log import Log, read_metrics
-from prefgrpo.run.run_folder import RunFolder
+from prefgrpo.run.folder import RunFolder
+from prefgrpo.run.log import Log, read_metrics, step_line
+from prefgrpo.run.metrics import policy_metrics
 from prefgrpo.run.trackers import TensorBoard
 
 NAN = float("nan")
@@ -104,3 +106,18 @@ def test_a_kind_of_alarm_is_printed_once(tmp_path, capsys):
         one.once(f"WARNING: step {step}", kind="many missing")
     one.close()
     assert capsys.readouterr().out == "WARNING: step 1\n"
+
+
+def test_the_line_of_a_step_shows_what_was_measured():
+    found = policy_metrics([], ALONE) | {"reward/missing": 0.0}
+    one = {"grad_norm": 0.0, "reward/x": 0.5, "reward/x_std": 0.0, 'reward/"y_std"': 0.25, 'reward/"y_std"_std': 0.125}
+    line = step_line(3, 100, found | one, {"rollout": 1.0}, 65.0)
+    assert line.startswith("step   3/100 (3%, 01:05 left) · x 0.500 · y_std 0.250±0.125 · clipped 0% · ")
+    assert "nan" not in line
+    idle = step_line(3, 100, found | {"samples_trained": 0.0}, {})
+    assert "nothing to train on: no group's rewards differ" in idle and "grad" not in idle
+    speed = {"time/images_per_s": 12.34, "time/mfu": 0.413, "grad_norm": 0.0, "updates_skipped": 0.0, "updates": 2.0}
+    whole = step_line(3, 100, found | speed, {"rollout": 1.0})
+    assert whole.endswith("1.00 s (rollout 1.00) · 12.3 images/s · MFU 41%") and "skipped" not in whole
+    bad = step_line(3, 100, found | {"updates_skipped": 1.0, "updates": 2.0}, {})
+    assert " · 1 of 2 updates skipped: gradient not finite · " in bad and "grad 0" not in bad

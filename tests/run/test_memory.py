@@ -2,29 +2,35 @@
 
 Why these cases: they may change where tensors live but never what is computed. Without a GPU this is checked by
 counting which blocks run twice, and which modules are moved, where to and how often. The bytes printed at a run's start
-are compared with those of its tensors.
+are compared with those of its tensors. A run that could start must never be refused, so the bytes known before loading
+are compared with those of a loaded model; and every field that the refusal names must help.
 """
 
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from families import cache, case_of, conditions, embed, folder, in_files, load, noise
+from tiny_run import ALONE, settings
 from torch import nn
 
 from benchmarks.fp8_memory import Live
 from prefgrpo.config.loading import from_dict
+from prefgrpo.config.recipe import ConfigError
 from prefgrpo.models import DTYPES
-from prefgrpo.parallel.parallelize import add_trained_weights
-from prefgrpo.parallel.recompute import budgets, recompute
+from prefgrpo.objectives import make_objective
+from prefgrpo.parallel.gradient_checkpointing import budgets, checkpoint_blocks
+from prefgrpo.parallel.parallelize import add_trained_weights, parallelize
 from prefgrpo.parallel.shard import quantise_weights
 from prefgrpo.rollout import render
 from prefgrpo.rollout.render import decode, to_uint8
-from prefgrpo.run.fits import kept_attention, static_bytes, stored_bytes
-from prefgrpo.run.loading import open_adapter
+from prefgrpo.run import memory
 from prefgrpo.run.log import Clock
+from prefgrpo.run.memory import certain_bytes, check_memory, kept_attention, static_bytes, stored_bytes, velocity_bytes
 from prefgrpo.run.notes import memory_line
+from prefgrpo.run.opening import open_adapter, open_policy
 
 FLUX = case_of("flux")
 CPU = torch.device("cpu")
@@ -38,7 +44,7 @@ def test_a_share_of_the_blocks_is_recomputed(family):
         adapter = load(case, folder(family))
         adapter.add_lora(4, 8.0)
         if share:
-            recompute(adapter.blocks(adapter.transformer), share)
+            checkpoint_blocks(adapter.blocks(adapter.transformer), share)
         net = adapter.transformer
         blocks = [m for m in net.modules() if type(m).__name__ in adapter.repeated_blocks]
         count = dict.fromkeys(range(len(blocks)), 0)
@@ -142,7 +148,7 @@ KINDS = {
 
 def of_steps(batch):
     """Latents and velocities of a batch's stored steps."""
-    return [t for step in batch.steps for t in (step.x, step.x_next, step.v, step.v_ref) if t is not None]
+    return [t for step in batch.transitions for t in (step.x, step.x_next, step.v, step.v_ref) if t is not None]
 
 
 @pytest.mark.parametrize("case", KINDS)
@@ -158,7 +164,7 @@ def test_the_printed_bytes_are_those_of_the_tensors(trainer, case):
     line = memory_line(adapter, policy, {"stored samples": stored})
     batches = one.reference.add(one.generate(0).batches)
     held["stored samples"] = storages({t.data_ptr(): t for b in batches for t in (b.latents, *of_steps(b))}.values())
-    assert any(batch.steps for batch in batches) == (one.objective.collector == "trajectory")
+    assert any(batch.transitions for batch in batches) == (one.objective.inputs == "trajectory")
 
     def note_gradients(*_):
         held["gradients"] = storages(p.grad for p in policy.params)
@@ -169,7 +175,7 @@ def test_the_printed_bytes_are_those_of_the_tensors(trainer, case):
     held["weights"] = storages(t for module in modules for t in [*module.parameters(), *module.buffers()])
     moments = [value for state in policy.optimizer.state.values() for key, value in state.items() if key != "step"]
     held["AdamW"] = storages(moments)
-    for kind, copies in (("EMA", policy.ema), ("old policy", policy.old), ("initial policy", policy.base)):
+    for kind, copies in (("EMA", policy.ema), ("old policy", policy.old), ("initial policy", policy.reference)):
         held[kind] = storages(copies.values())
         assert (kind in line) == bool(copies)
     assert known == held and line.endswith(f"= {sum(held.values()) / 2**20:.3g} MiB")
@@ -237,3 +243,107 @@ def test_a_base_in_fp8_is_made_weight_by_weight(family):
     assert sum(mapped_bytes(net) for net in adapter.modules().values()) == 0 < result < in_files / 2
     assert made.now >= result - lora, "everything was allocated anew"
     assert made.most <= result + 12 * largest, (made.most, result, largest)
+
+
+# ---- what cannot fit ------------------------------------------------------------------------------------------------
+
+
+def config(place, **over):
+    return from_dict(settings(place, "memory", **over))
+
+
+def opened(config, encoders):
+    """The model of a run and its policy, ready to train."""
+    adapter = open_adapter(config, CPU, encoders)
+    parallelize(adapter, config, ALONE)
+    return adapter, open_policy(config, make_objective(config.train), adapter)
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+@pytest.mark.parametrize("encoders", [True, False])
+def test_the_bytes_are_those_of_the_loaded_model(place, rank, encoders):
+    c = config(place, train={"lora_rank": rank})
+    adapter, policy = opened(c, encoders)
+    real = sum(static_bytes(adapter, policy).values())
+    lora = 16 * sum(p.numel() for p in policy.params) if rank else 0
+    counted = sum(certain_bytes(c, place / "flux", encoders).values())
+    assert 0.99 * real <= counted + lora <= real  # buffers are not in the headers
+
+
+def test_a_base_in_fp8_is_never_counted_too_large(place):
+    """Nor are the bytes that a start prints those of another dtype."""
+    c = config(place, dtype="bf16", fp8_base=True)
+    adapter, policy = opened(c, False)
+    real = static_bytes(adapter, policy)
+    counted = certain_bytes(c, place / "flux", False)
+    before, _ = opened(config(place, dtype="bf16"), False)
+    assert sum(counted.values()) <= sum(real.values())
+    in_bf16 = sum(p.nbytes for p in before.transformer.parameters() if not p.requires_grad)
+    in_fp8 = sum(p.nbytes for p in adapter.transformer.parameters() if not p.requires_grad)
+    assert in_bf16 - in_fp8 == static_bytes(before, policy)["weights"] - real["weights"] > 0.3 * in_bf16
+
+
+def test_what_does_not_fit_is_named_part_by_part(place, monkeypatch):
+    def refusal(parts, memory):
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=memory))
+        try:
+            check_memory(parts, torch.device("cuda"))
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    c = config(place, train={"lora_rank": 0})
+    parts = certain_bytes(c, place / "flux", True)
+    whole = sum(parts.values())
+    assert refusal(parts, whole + 1) == ""
+    message = refusal(parts, whole)
+    assert all(name in message for name in ("transformer", "text_encoder", "text_encoder_2", "vae"))
+    assert all(field in message for field in ("data.cache", "offload", "parallel.shard", "train.lora_rank"))
+    cached = refusal(certain_bytes(c, place / "flux", False), 1000)
+    assert "transformer " in cached and "text_encoder_2 " not in cached
+    check_memory(parts, CPU)
+
+
+def test_every_field_that_is_named_makes_its_part_smaller(place):
+    def counted(**over):
+        return certain_bytes(config(place, **over), place / "flux", True)
+
+    before = counted(train={"lora_rank": 0})
+    sharded = counted(train={"lora_rank": 0}, parallel={"shard": 4})
+    assert sharded["transformer"] == before["transformer"] // 4
+    assert counted()["transformer"] < before["transformer"]
+    assert 2 * counted(fp8_base=True)["transformer"] <= counted(dtype="bf16")["transformer"]
+    assert "vae" not in counted(offload=["vae"])
+
+
+@pytest.mark.parametrize("guided", [False, True])
+@pytest.mark.parametrize("family", ["flux", "sd3", "qwen_image"])
+def test_a_stored_velocity_has_the_counted_bytes(family, guided):
+    """In bf16, and in fp32 where it is made of two predictions; FLUX has no second one."""
+    case = case_of(family) if guided else case_of(family).unguided()
+    adapter = load(case, dtype=torch.bfloat16)
+    sampling = case.sampling()
+    v = adapter.velocity(noise(adapter, sampling), torch.full((2,), 0.6), conditions(adapter, case), sampling)
+    values = {"model": "m", "family": family, "data": {"prompts": "p"}, "rollout": {"guidance": case.guidance}}
+    assert velocity_bytes(from_dict(values)) == v.element_size() == (4 if guided and family != "flux" else 2)
+
+
+def test_gradients_are_kept_whole_where_half_of_the_memory_holds_them(place, monkeypatch):
+    """And never with several denoisers, of which an update's last backward runs one. Kept attention gets a quarter of
+    the rest, times the share of the blocks that are recomputed."""
+    c = config(place, train={"lora_rank": 0, "gradient_checkpointing": 0.5})
+    adapter, policy = opened(c, True)
+    stored = stored_bytes(c, adapter.latent_shape(c.rollout), ALONE.layout, 1)
+    needed = sum(static_bytes(adapter, policy).values()) + stored + 1000
+    world = SimpleNamespace(equal_forwards=True, device=torch.device("cuda"), layout=ALONE.layout, size=1, any=bool)
+    monkeypatch.setattr(memory, "whole_gradients", lambda policy: 1000)
+    for total, once in ((2 * needed, True), (2 * needed - 1, False)):
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, m=total: SimpleNamespace(total_memory=m))
+        assert memory.reduces_once(c, adapter, policy, world) == once
+        assert memory.attention_limit(c, adapter, policy, world, once) == (total - needed + 1000 * (not once)) / 8
+    assert (
+        memory.attention_limit(c, adapter, policy, SimpleNamespace(**vars(world) | {"device": ALONE.device}), True)
+        > 1e99
+    )
+    monkeypatch.setattr(type(adapter), "denoisers", ("transformer", "transformer_2"))
+    assert not memory.reduces_once(c, adapter, policy, SimpleNamespace(**vars(world) | {"device": ALONE.device}))

@@ -24,7 +24,6 @@ from prefgrpo.run.metrics import (
     policy_metrics,
     reduced,
     reward_metrics,
-    step_line,
     thumbnail,
 )
 
@@ -63,7 +62,7 @@ def test_lost_comparisons_count_as_well_as_members():
 
 
 def row(update, samples, loss, **values):
-    return torch.tensor([update, samples, loss, *(values.get(name, 0.0) for name in METRICS)])
+    return torch.tensor([update, samples, NAN, loss, *(values.get(name, 0.0) for name in METRICS)])
 
 
 def test_policy_figures_are_over_samples_and_the_worst_ratio_shows():
@@ -78,7 +77,7 @@ def test_policy_figures_are_over_samples_and_the_worst_ratio_shows():
     assert found["policy/ratio_mean"] == 9 / 8
     assert found["policy/on_policy_error"] == pytest.approx(0.3), "first update only, largest |ratio - 1|"
     assert set(found) == {"loss", "policy/on_policy_error", *(f"policy/{n}" for n in METRICS)}
-    assert FACTS == ("update", "samples", "loss")
+    assert FACTS == ("update", "samples", "k", "loss")
 
 
 def test_the_spread_of_all_ratios_is_that_of_their_forwards_together():
@@ -94,15 +93,6 @@ def test_a_step_without_training_has_figures_without_nan():
     found = policy_metrics([], ALONE)
     assert found["loss"] == found["policy/on_policy_error"] == 0.0 and "policy/ratio_max" not in found
     assert all(np.isfinite(v) for v in found.values())
-    line = step_line(3, 100, found | {"grad_norm": 0.0, "reward/missing": 0.0, "reward/x": 0.5}, {"rollout": 1.0}, 65.0)
-    assert line.startswith("step   3/100 (3%, 01:05 left) · x 0.500 · clipped 0% · ") and "nan" not in line
-    idle = step_line(3, 100, found | {"reward/missing": 0.0, "samples_trained": 0.0}, {})
-    assert "nothing to train on: no group's rewards differ" in idle and "grad" not in idle
-    speed = {"time/images_per_s": 12.34, "time/mfu": 0.413, "grad_norm": 0.0, "updates_skipped": 0.0, "updates": 2.0}
-    whole = step_line(3, 100, found | speed, {"rollout": 1.0})
-    assert whole.endswith("1.00 s (rollout 1.00) · 12.3 images/s · MFU 41%") and "skipped" not in whole
-    bad = step_line(3, 100, found | {"updates_skipped": 1.0, "updates": 2.0}, {})
-    assert " · 1 of 2 updates skipped: gradient not finite · " in bad and "grad 0" not in bad
 
 
 def judge_step(count, retries):

@@ -18,8 +18,8 @@ import pytest
 from tiny_run import rows
 
 from prefgrpo.data import atomic
-from prefgrpo.run import evaluate, groups
-from prefgrpo.run.ending import TrainingStopped
+from prefgrpo.ending import TrainingStopped
+from prefgrpo.run import evaluation, trackers
 from prefgrpo.run.writer import MOST, Writer
 from tests.run.test_trackers import Recorder
 
@@ -36,7 +36,7 @@ SECONDS = 20.0
 
 def saved_by(monkeypatch, save):
     """Let the run write its pictures with save(path, **arrays)."""
-    for module in (groups, evaluate):
+    for module in (trackers, evaluation):
         monkeypatch.setattr(module, "save_images", save)
 
 

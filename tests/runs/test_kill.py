@@ -16,7 +16,7 @@ import pytest
 from safetensors import safe_open
 from tiny_run import Hold, all_end, hidden, ranks, recipe, rows, trained, tree, weights
 
-from prefgrpo.run.run_folder import RunFolder, step_of
+from prefgrpo.run.folder import RunFolder, step_of
 
 pytestmark = pytest.mark.dist
 
@@ -43,11 +43,11 @@ POINTS = {
     "before the first step": (0, Hold(f"{LOOP}_run", before=True)),
     "in a rollout": (1, Hold("prefgrpo.rollout.render:decode", 6)),
     "judged": (0, Hold("prefgrpo.run.targets:StepTargets.compute", 3)),
-    "in the gradients": (1, Hold("prefgrpo.rollout.replay:replay", 9)),
-    "between two updates": (0, Hold("prefgrpo.run.policy:Policy.update", 5)),
+    "in the gradients": (1, Hold("prefgrpo.update.trajectory:replay", 9)),
+    "between two updates": (0, Hold("prefgrpo.update.policy:Policy.update", 5)),
     "updated": (0, Hold(f"{LOOP}update", 3)),
     "a torn line": (0, Hold(f"{LOOP}_report", 3)),
-    "in an evaluation": (1, Hold("prefgrpo.run.evaluate:compare", 4)),
+    "in an evaluation": (1, Hold("prefgrpo.run.evaluation:compare", 4)),
     "saving has begun": (0, Hold(f"{LOOP}_save", 3)),
     "one of two parts written": (1, Hold(WRITER, 3, before=True)),
     "both parts written": (0, Hold(f"{SAVED}finish", 3, before=True)),

@@ -11,7 +11,6 @@ import threading
 from pathlib import Path
 
 import diffusers
-import numpy as np
 import pytest
 import torch
 import transformers
@@ -27,8 +26,7 @@ from prefgrpo.models import MODELS, family_of
 from prefgrpo.models import base as models_base
 from prefgrpo.models.folder import hub_id, locate
 from prefgrpo.rewards.jpeg import JpegCompressibility
-from prefgrpo.run.comparison import compared
-from prefgrpo.run.metrics import taken_name
+from prefgrpo.run.measures import Subject, read_comparison, rewards_of_step
 from prefgrpo.tiny import pipelines
 
 JUDGE = Path(__file__).resolve().parents[2] / "prefgrpo" / "tiny" / "assets" / "judge"
@@ -41,9 +39,6 @@ def trainer(place, name, **arguments):
     base |= {"eval": defaults["eval"] | {"every": 2}, "name": name, "output": str(place / "runs")}
     given = {"train_prompts": PROMPTS[:7], "eval_prompts": PROMPTS[7:], "rewards": redness}
     return Trainer(place / "flux", **merged(base, given | arguments))
-
-
-GAP = np.array([1.0, np.nan])
 
 
 def redness_std(images, prompts):
@@ -112,18 +107,17 @@ def test_functions_and_open_rewards_are_rewards_and_every_callback_is_called(pla
     assert [step for step, _ in seen["step"]] == [1, 2] and seen["step"][0][1] == found[0]["reward/redness"]
     assert seen["evaluation"] == [(0, "dev"), (2, "dev")] and seen["save"] == ["step_000001", "step_000002"]
     assert {"reward/brighter", "reward/jpeg_compressibility"} <= found[0].keys()
-    all_kinds = compared("dev", np.zeros(2), [{"win_x": gap} for gap in GAP]).metrics()
-    keys = {key for row in rows(result.folder) for key in row} | all_kinds.keys()
-    used = {match[1] for key in keys if (match := re.fullmatch(r"(?:reward|dev)/(\w+)", key))}
-    assert len(used) > 12
-    assert {name for name in used if not taken_name(name)} == {"redness", "brighter", "jpeg_compressibility"}
+    own = {"redness", "brighter", "jpeg_compressibility"}
+    assert rewards_of_step(found[0]).keys() == own
+    measured = [read_comparison("dev", row) for row in rows(result.folder) if row["kind"] == "eval"]
+    assert [one.measures.keys() for one in measured] == [{Subject(name) for name in own}] * 2
 
 
 def test_a_run_with_functions_is_resumed_by_its_program_only(place):
     trainer(place, "resumed", steps=2).train()
     config = place / "runs" / "resumed" / "config.yaml"
     code, output = train(config, "--resume", "--train.steps", "4")
-    assert code == 2 and "redness is test_train_python.redness, which exists only in the Python program" in output
+    assert code == 2 and f"redness is {__name__}.redness, which exists only in the Python program" in output
     result = trainer(place, "resumed", steps=4, resume=True).train()
     straight = trainer(place, "straight", steps=4).train()
     assert rows(result.folder) == rows(straight.folder) and weights(result.folder) == weights(straight.folder)

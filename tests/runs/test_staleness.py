@@ -13,14 +13,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from grpo_formula import plain_formula
-from tiny_run import BRIGHTNESS, all_end, ranks, recipe, rows, settings, stored, weights
+from tiny_run import BRIGHTNESS, all_end, batches_of, ranks, recipe, rows, stored, weights
 
 from prefgrpo import trainer as trainer_module
-from prefgrpo.config.loading import from_dict
-from prefgrpo.config.recipe import ConfigError
+from prefgrpo.ending import TrainingStopped
 from prefgrpo.rewards.base import PointwiseReward, Score
-from prefgrpo.run.checks import config_errors
-from prefgrpo.run.ending import TrainingStopped
 from prefgrpo.run.log import Clock
 
 STALE = {"staleness": 1}
@@ -40,13 +37,13 @@ def recorded(one):
     """For each update of a run: the weights before it, batches, advantages, gradient, and the trajectories' bytes."""
     seen, true_update, true_step = [], one.update, one.policy.update
 
-    def update(step, batches, targets):
+    def update(plan, batches, targets):
         kept = {t.untyped_storage() for b in (*batches, *(one._ahead.batches if one._ahead else ()))
                 for t in stored(b)}  # fmt: skip
         held = sum({s.data_ptr(): s.nbytes() for s in kept}.values())
         before = [p.detach().clone() for p in one.policy.params]
         seen.append(SimpleNamespace(weights=before, batches=batches, advantage=targets.advantage, held=held))
-        return true_update(step, batches, targets)
+        return true_update(plan, batches, targets)
 
     def optimise(*given):
         seen[-1].gradient = torch.cat([p.grad.flatten() for p in one.policy.params])
@@ -71,7 +68,7 @@ def test_the_samples_are_those_of_older_weights_and_the_ratio_is_to_them(trainer
     found = rows(one.folder.root)
     for k, (made_by, now, row) in enumerate(zip(MADE_BY, seen, found, strict=True)):
         put(plain, seen[made_by].weights)
-        same = list(plain.rollouts(k, lambda *sample: None))
+        same = batches_of(plain, k)
         for ours, theirs in zip(now.batches, same, strict=True):
             pairs = zip(stored(ours), stored(theirs), strict=True)
             assert all(torch.equal(a, b) for a, b in pairs), k
@@ -197,24 +194,6 @@ def test_a_resumed_run_is_the_one_that_was_not_stopped(trainer, place):
     anew = [r for r in rows(place / "runs" / "interrupted") if r["kind"] == "train"]
     assert anew[0] == rows(straight)[1] and anew[1] != rows(straight)[2]
     assert [r["policy/staleness"] for r in anew] == [0] * 3 + [1, 0] and anew[1]["policy/on_policy_error"] == 0.0
-
-
-# ---- combinations that are refused ----------------------------------------------------------------------------------
-
-OLD = {"nft": {}, "awm": {"ratio": True}, "dpo": {"reference": "old"}}
-TAKEN = ("grpo", "grpo_guard", "awm", "sft", "dpo")
-
-
-def test_what_needs_samples_of_the_present_weights_is_refused(place):
-    def config(**train):
-        return from_dict(settings(place, "refused", rollout=STALE, train=train))
-
-    for name, options in OLD.items():
-        wrong = config_errors(config(objective=name, objective_options=options))
-        assert [w for w in wrong if f"rollout.staleness: {name} has an old policy" in w] == wrong != [], name
-    assert not [name for name in TAKEN if config_errors(config(objective=name))]
-    with pytest.raises(ConfigError, match=r"checkpoint\.every: expected 2 or more, because rollout\.staleness: 1"):
-        from_dict(settings(place, "refused", rollout=STALE, checkpoint={"every": 1}))
 
 
 # ---- several processes ----------------------------------------------------------------------------------------------

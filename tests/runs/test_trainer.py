@@ -18,9 +18,9 @@ from families import embed, unfuse
 from grpo_formula import plain_formula
 from tiny_run import BRIGHTNESS, collect, computed, rows, targets_of
 
+from prefgrpo.ending import TrainingStopped
 from prefgrpo.parallel.world import World
 from prefgrpo.rewards.base import PointwiseReward, Score
-from prefgrpo.run.ending import TrainingStopped
 from prefgrpo.sde import noise
 
 
@@ -114,7 +114,7 @@ def test_the_first_update_is_on_policy_to_the_last_bit(trainer, case):
 def around_loss(one, function):
     """Replace the objective's loss by function(loss, *arguments of the loss)."""
     loss = function and partial(function, one.objective.loss)
-    one.collector = replace(one.collector, objective=SimpleNamespace(loss=loss, metrics=one.objective.metrics))
+    one.gradients = replace(one.gradients, objective=SimpleNamespace(loss=loss, metrics=one.objective.metrics))
 
 
 def moved(one, scale=0.05):
@@ -152,11 +152,11 @@ def test_the_gradient_of_an_update_is_that_of_the_plain_formula(trainer, case, b
         moved(one, 0.02)
     taken = []
     one.policy.update = lambda *_: taken.append([p.grad.clone() for p in one.policy.params]) or 0.0
-    values = one.update(0, batches, targets_of(advantage))
+    values = one.update(one.groups.plan(0), batches, targets_of(advantage))
     if blocks == "fused":
         unfuse(one.adapter)
     loss, truth, ratios = plain_formula(one, batches, advantage)
-    assert len(ratios) == c.rollout.prompts_per_step * c.rollout.group_size * len(batches[0].steps)
+    assert len(ratios) == c.rollout.prompts_per_step * c.rollout.group_size * len(batches[0].transitions)
     assert values["loss"] == pytest.approx(loss, rel=1e-3, abs=1e-6)
     if case.startswith("off"):
         low, high = 1 - c.train.clip_range, 1 + c.train.clip_range
@@ -175,19 +175,19 @@ def test_every_image_goes_to_its_own_prompt_and_group(trainer):
     assert [p for b in batches for p in zip(b.slots, b.members, strict=True)] == [
         (p, g) for p in range(3) for g in (0, 1)
     ]
-    first = batches[0].steps[0]
+    first = batches[0].transitions[0]
     ids = [(5 * 3 + p) * 2 + g for p, g in zip(batches[0].slots, batches[0].members, strict=True)]
     shape = one.adapter.latent_shape(one.config.rollout)
     assert torch.equal(first.x, noise.initial_latents(0, torch.tensor(ids), shape))
     for batch in batches:
         for row, (p, g) in enumerate(zip(batch.slots, batch.members, strict=True)):
             sample = one.scorer.generated()[5 * 3 + p][g]
-            (condition,) = embed(one.rollouts.embeddings, one.adapter, [sample.prompt], one.config.rollout)
+            (condition,) = embed(one.groups.embeddings, one.adapter, [sample.prompt], one.config.rollout)
             for key, value in condition.tensors().items():
                 assert torch.equal(value, batch.condition.tensors()[key][row])
     one.scorer.finish()
     same = trainer(name="same", rollout={"same_noise": True}, eval={"every": 0})
-    x, other = (batch.steps[0].x for batch in collect(same, 0))
+    x, other = (batch.transitions[0].x for batch in collect(same, 0))
     assert torch.equal(x, x[:1].expand_as(x)) and torch.equal(other, other[:1].expand_as(other))
     assert not torch.equal(x[0], other[0]), "each group has its own initial latent"
 

@@ -1,6 +1,6 @@
 """Every way in which one of two processes (gloo) can fail.
 
-Samples, metrics and gradients: tests/rollout/test_batches.py.
+Samples, metrics and gradients: tests/rollout/test_plan.py.
 
 Why these cases: a rank that stops alone leaves the others waiting for ever, so any problem on one rank (a wrong option,
 a folder only rank 0 may touch, a dead judge, lost rewards, a signal, nothing to evaluate, groups without learning
@@ -48,7 +48,7 @@ from prefgrpo.parallel.shard import to_local
 from prefgrpo.rewards.base import PointwiseReward, Score
 from prefgrpo.run import checkpoint
 from prefgrpo.run.checkpoint import Checkpoints
-from prefgrpo.run.run_folder import RunFolder
+from prefgrpo.run.folder import RunFolder
 
 pytestmark = pytest.mark.dist
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "prefgrpo"]
@@ -147,7 +147,7 @@ def test_a_signal_to_one_rank_stops_all(place):
     assert (folder / "checkpoints" / f"step_{done:06d}").is_dir()
 
 
-GENERATE = Hold("prefgrpo.rollout.batches:Rollouts._generate", 3)
+GENERATE = Hold("prefgrpo.rollout.generated_groups:GeneratedGroups._generate", 3)
 WITHIN = {
     "one": ({}, [1]),
     "both": ({}, [0, 1]),

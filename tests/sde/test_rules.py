@@ -15,7 +15,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefgrpo.sde import rules
 from prefgrpo.sde.rules import RULES, StepInfo, sde_row
 
 X, V, Z = map(np.array, sde_formulas.INPUTS)
@@ -37,12 +36,13 @@ def test_the_rule_of_the_docs():
     root = Path(__file__).parents[2]
     page = (root / "docs" / "extend.md").read_text(encoding="utf-8")
     section = page.partition("## A step rule")[2].partition("\n## ")[0]
-    space = vars(rules) | {"RULES": dict(RULES)}
-    code = re.search(r"```python\n(.*?)```", section, re.S)[1]
+    code = re.search(r'```python title="constant.py"\n(.*?)```', section, re.S)[1]
     assert len(code.splitlines()) < 20
+    space = {}
     exec(code, space)
     i = StepInfo(0.8, 0.55, 0.7, 0.93, 0.01)
-    a, b, s, w, c = space["RULES"]["constant"](i)
+    a, b, s, w, c = space["constant"](i)
+    assert sde_row(space["constant"], *i) == (a, b, s, w, c)
     mean = X + (V + i.eta**2 / (2 * i.sigma) * (X + (1 - i.sigma) * V)) * (i.sigma_next - i.sigma)
     assert np.allclose(a * X + b * V, mean, rtol=1e-12) and s == pytest.approx(0.7 * 0.5)
     assert (w, c) == pytest.approx((-1 / (2 * s * s), -math.log(s) - 0.5 * math.log(2 * math.pi)))

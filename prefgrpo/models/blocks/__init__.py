@@ -1,8 +1,8 @@
-"""Transformer blocks whose pointwise part runs in fused ops, with less memory kept for the backward pass.
+"""Transformer blocks whose pointwise parts run in fused ops, and keep less memory for the backward pass.
 
 A quarter of a FLUX forward on an H100 is norms, modulation, rotary embedding, gates and residuals, each with its own
-passes over memory. `forwards.py` has the same forwards with fewer, made of `components.py`, and `kept.py` what need not
-be kept for the backward. Unlike torch.compile, they have the same bits with and without gradient.
+passes over memory. `forwards.py` has the same forwards with fewer, made of `components.py`, and `recompute.py`
+what need not be stored for the backward. Unlike compiled blocks, they have the same bits with and without gradient.
 Invariant: a block equals diffusers' up to rounding, which the start of every run checks, forward and gradient.
 """
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from prefgrpo.config.recipe import ConfigError
 from prefgrpo.models.attention import LIMIT, relative_error
-from prefgrpo.models.blocks.kept import keeps_inputs
+from prefgrpo.models.blocks.recompute import recomputes
 
 FUSED_ON = ("cuda",)
 """Device types on which blocks are fused; elsewhere diffusers' own run."""
@@ -115,7 +115,7 @@ def fused(kind: type[nn.Module]) -> type[nn.Module]:
     from prefgrpo.models.blocks import forwards  # needs diffusers
 
     forward = getattr(forwards, FUSED[kind.__name__][0])
-    return type(f"Fused{kind.__name__}", (kind,), {"forward": keeps_inputs(forward), "stock_forward": kind.forward})
+    return type(f"Fused{kind.__name__}", (kind,), {"forward": recomputes(forward), "stock_forward": kind.forward})
 
 
 class Differs(Exception):
@@ -126,7 +126,7 @@ class Outcome(NamedTuple):
     """Result of checking one kind of block in one process."""
 
     stock: str = ""
-    """Why diffusers' own block runs instead; '': it does not."""
+    """Why diffusers' own block runs instead; '': the fused one runs."""
     error: str = ""
     """The error that ends the run; '': none."""
 
@@ -141,8 +141,8 @@ def fuse_blocks(
     """Fuse those of a denoiser's blocks in FUSED, in place, if one of each kind passes `check` in every process.
 
     The run computes in `dtype` on `device`. gather: this process's object → those of all processes, by rank. A kind
-    that another diffusers has changed stays its own in all of them; returns why, a line per kind. Raises ConfigError in
-    all processes if a check failed for another reason in one of them: memory, Triton, a compiler.
+    that another version of diffusers has changed is not fused in any of them; returns why, a line per kind. Raises
+    ConfigError in all processes if a check failed for another reason in one of them: memory, Triton, a compiler.
     """
     if device.type not in FUSED_ON:
         return []
@@ -234,7 +234,7 @@ def random_inputs(
 
 def _copy(net: Any, block: nn.Module, kind: type[nn.Module], dtype: torch.dtype, device: torch.device) -> nn.Module:
     """A copy of the block as a `kind`, with the dtypes that a run gives its weights."""
-    hooks: Any = {id(block._forward_pre_hooks): type(block._forward_pre_hooks)()}  # a family's, which hold its pipeline
+    hooks: Any = {id(block._forward_pre_hooks): type(block._forward_pre_hooks)()}  # of families: they hold the pipeline
     alone = copy.deepcopy(block, hooks)
     alone.__class__ = kind
     in_fp32 = {"lora_A", "lora_B", *(net._keep_in_fp32_modules or ())}

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from prefgrpo.models.blocks.joined import beside_gelu, join, split
-from prefgrpo.models.blocks.kept import again
+from prefgrpo.models.blocks.recompute import recomputed
 from prefgrpo.models.blocks.ulysses import ulysses
 from prefgrpo.models.lora import LoraLinear, outputs
 from prefgrpo.ops import gated_residual, layernorm_modulate, qk_norm_rope
@@ -39,8 +39,8 @@ def normed(
     projection of v, which takes as long (Wan 14B at 480p: .55 ms at 774 TFLOP/s; both sent: .37 ms at 400 GB/s)."""
     split = ulysses(attn, mask)
     if split is None:
-        return again(qk_norm_rope, q, k, *weights, *tables, norm_eps(attn))
-    q, k = again(partial(qk_norm_rope, groups=split.size), q, k, *weights, *tables, norm_eps(attn))
+        return recomputed(qk_norm_rope, q, k, *weights, *tables, norm_eps(attn))
+    q, k = recomputed(partial(qk_norm_rope, groups=split.size), q, k, *weights, *tables, norm_eps(attn))
     return split.send(q), split.send(k)
 
 
@@ -63,7 +63,7 @@ def attend_streams(
     out = dispatch_attention_fn(q, k, v, attn_mask=mask, **options).flatten(2)
     if len(values) == 1:
         return [out]
-    return [again(Tensor.contiguous, part) for part in out.split([t.shape[1] for t in values], 1)]
+    return [recomputed(Tensor.contiguous, part) for part in out.split([t.shape[1] for t in values], 1)]
 
 
 def self_attention(attn: Any, x: Tensor, tables: Tables, mask: Tensor | None = None) -> Tensor:
@@ -79,12 +79,12 @@ def heads_of(attn: Any, layers: Sequence[torch.nn.Module], x: Tensor) -> Iterato
 
 
 def norm_weights(norm_q: Any, norm_k: Any) -> tuple[Tensor | None, Tensor | None]:
-    """Of the norms of q and k, which SD3 has none of."""
+    """Weights of the norms of q and k, of which SD3 has none."""
     return (None, None) if norm_q is None else (norm_q.weight, norm_k.weight)
 
 
 def norm_eps(attn: Any) -> float:
-    """Of the norms of q and k."""
+    """eps of the norms of q and k."""
     return 1e-6 if attn.norm_q is None else attn.norm_q.eps
 
 
@@ -92,15 +92,15 @@ def feed_forward(ff: Any, x: Tensor) -> Tensor:
     """diffusers' feed-forward with GELU; the LoRA of its first layer is added in `low_rank_gelu`."""
     gelu = ff.net[0]
     if isinstance(gelu.proj, LoraLinear) and gelu.approximate == "tanh":
-        y = again(low_rank_gelu, *gelu.proj(x, apart=True)).unflatten(0, x.shape[:-1])
+        y = recomputed(low_rank_gelu, *gelu.proj(x, apart=True)).unflatten(0, x.shape[:-1])
     else:
-        y = again(partial(F.gelu, approximate=gelu.approximate), gelu.proj(x))
+        y = recomputed(partial(F.gelu, approximate=gelu.approximate), gelu.proj(x))
     return ff.net[2](y)
 
 
 def swiglu(gate: Tensor, x: Tensor) -> Tensor:
     """silu(gate) · x."""
-    return again(torch.mul, again(F.silu, gate), x)
+    return recomputed(torch.mul, recomputed(F.silu, gate), x)
 
 
 class Stream(NamedTuple):
@@ -121,7 +121,7 @@ class Stream(NamedTuple):
     def fed(self, x: Tensor) -> Tensor:
         """x after the feed-forward."""
         shift, scale, gate = self.modulation[3:6]
-        return gated_residual(x, self.ff(again(layernorm_modulate, x, shift, scale, self.eps)), gate)
+        return gated_residual(x, self.ff(recomputed(layernorm_modulate, x, shift, scale, self.eps)), gate)
 
 
 def joint_attention(attn: Any, latents: Stream, text: Stream, tables: Tables, mask: Tensor | None) -> Any:
@@ -133,7 +133,7 @@ def joint_attention(attn: Any, latents: Stream, text: Stream, tables: Tables, ma
         (latents, (attn.to_q, attn.to_k, attn.to_v)),
     ):
         shift, scale, *_ = stream.modulation
-        x = again(layernorm_modulate, stream.x, shift, scale, stream.eps)
+        x = recomputed(layernorm_modulate, stream.x, shift, scale, stream.eps)
         made.append(heads_of(attn, layers, x))
     of_text = norm_weights(attn.norm_added_q, attn.norm_added_k)
     q_weights, k_weights = zip(of_text, norm_weights(attn.norm_q, attn.norm_k), strict=True)
@@ -172,15 +172,15 @@ def single(
     count = text.shape[1]
     x = join(text, x)
     shift, scale, gate = modulation_of(self.norm, temb, 3)
-    normed = again(layernorm_modulate, x, shift, scale, self.norm.norm.eps)
+    normed = recomputed(layernorm_modulate, x, shift, scale, self.norm.norm.eps)
     ff = self.proj_mlp(normed)
     out = self_attention(self.attn, normed, tables, mask)
-    out = self.proj_out(again(beside_gelu, out, ff, self.act_mlp.approximate))
+    out = self.proj_out(recomputed(beside_gelu, out, ff, self.act_mlp.approximate))
     return split(gated_residual(x, out, gate), count)
 
 
 _made: Any = WeakTensorKeyDictionary()
-"""Arguments that all blocks of a forward share → what the first block has made of them."""
+"""Arguments that all blocks of a forward share → what the first block computed from them."""
 
 
 def once(make: Callable[..., Tensor], shared: Tensor, *args: float) -> Tensor:

@@ -1,8 +1,8 @@
-"""Forwards of diffusers' repeated blocks whose pointwise part runs in fused ops.
+"""Forwards of diffusers' repeated blocks, with their pointwise parts in fused ops.
 
-`self` is diffusers' block. Its linear layers are called as modules, and its attention by diffusers' dispatcher, so
+`self` is diffusers' block. Its linear layers are called as modules, and its attention through diffusers' dispatcher, so
 LoRA, attention backends and split tokens work as in its own forward (Ulysses with fewer copies: `ulysses.py`).
-B samples, N latent tokens, M text tokens. Arguments that no family passes are not read.
+B samples, N latent tokens, M text tokens. Arguments that no family passes are ignored.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from prefgrpo.models.blocks.components import (
     swiglu,
 )
 from prefgrpo.models.blocks.joined import beside_swiglu
-from prefgrpo.models.blocks.kept import again
+from prefgrpo.models.blocks.recompute import recomputed
 from prefgrpo.models.lora import outputs
 from prefgrpo.ops import gated_residual, layernorm_modulate, qk_norm_rope
 
@@ -80,11 +80,11 @@ def flux2_single(
     """Text and image [B, M + N, C]; one projection makes q, k, v and the feed-forward's input."""
     attn = self.attn
     shift, scale, gate = temb_mod.chunk(3, 1)
-    projected = attn.to_qkv_mlp_proj(again(layernorm_modulate, hidden_states, shift, scale, self.norm.eps))
+    projected = attn.to_qkv_mlp_proj(recomputed(layernorm_modulate, hidden_states, shift, scale, self.norm.eps))
     *qkv, ff_gate, ff = projected.split([attn.inner_dim] * 3 + [attn.mlp_hidden_dim] * 2, -1)
     q, k, v = (part.unflatten(-1, (attn.heads, -1)) for part in qkv)
     q, k = normed(attn, q, k, norm_weights(attn.norm_q, attn.norm_k), image_rotary_emb)
-    out = attn.to_out(again(beside_swiglu, attend(attn, q, k, v), ff_gate, ff))
+    out = attn.to_out(recomputed(beside_swiglu, attend(attn, q, k, v), ff_gate, ff))
     return gated_residual(hidden_states, out, gate)
 
 
@@ -106,7 +106,7 @@ def _modulated(eps: float, *streams: Tensor) -> Tensor:
 def _flux3(self: Any, streams: Sequence[tuple[Tensor, Tensor]], tables: Tables) -> list[Tensor]:
     """Each stream after a block; streams: tokens and their modulation, in the order of the tables."""
     attn = self.attn
-    normalised = again(partial(_modulated, self.norm.eps), *(t for stream in streams for t in stream))
+    normalised = recomputed(partial(_modulated, self.norm.eps), *(t for stream in streams for t in stream))
     made = outputs((attn.to_q, attn.to_k, attn.to_v, self.ff.linear_in), normalised)
     q = next(made).unflatten(-1, (attn.heads, -1))
     k = next(made).unflatten(-1, (attn.heads, -1))
@@ -211,14 +211,14 @@ def qwen21_block(
         return torch.cat([gated_residual(x[:, part], y[:, part], by.tanh()) for part, by in parts], 1)
 
     attn = self.attn
-    x = again(modulate, hidden_states, 0, self.img_norm1.eps)
+    x = recomputed(modulate, hidden_states, 0, self.img_norm1.eps)
     q, k, v = (y.unflatten(-1, (attn.heads, -1)) for y in outputs((attn.to_q, attn.to_k, attn.to_v), x))
     tables = (rotary_emb.real, rotary_emb.imag)
-    q, k = again(qk_norm_rope, q, k, attn.norm_q.weight, attn.norm_k.weight, *tables, attn.norm_q.eps)
+    q, k = recomputed(qk_norm_rope, q, k, attn.norm_q.weight, attn.norm_k.weight, *tables, attn.norm_q.eps)
     text = dispatch_attention_fn(q[:, :count], k[:, :count], v[:, :count], is_causal=True)
     out = torch.cat([text, dispatch_attention_fn(q[:, count:], k, v)], 1).flatten(2)
     hidden_states = residual(hidden_states, attn.to_out[0](out), 1)
-    x = again(modulate, hidden_states, 2, self.img_norm2.eps)
+    x = recomputed(modulate, hidden_states, 2, self.img_norm2.eps)
     ff = self.img_mlp
     return residual(hidden_states, ff.out(swiglu(*outputs((ff.gate_layer, ff.proj), x))), 3)
 
@@ -239,7 +239,7 @@ def sd3_double(
     x = image.attended(out)
     if self.use_dual_attention:
         shift, scale, gate = modulation[6:]
-        normed = again(layernorm_modulate, hidden_states, shift, scale)
+        normed = recomputed(layernorm_modulate, hidden_states, shift, scale)
         x = gated_residual(x, self.attn2.to_out[0](self_attention(self.attn2, normed, (None, None))), gate)
     return None if self.context_pre_only else text.fed(text.attended(out_text)), image.fed(x)
 
@@ -260,16 +260,16 @@ def wan_block(
     modulate = layernorm_modulate if temb.dim() == 3 else modulate_each
     residual = gated_residual if temb.dim() == 3 else residual_each
     cos, sin = (table.flatten(0, 2) for table in rotary_emb)
-    x = again(modulate, hidden_states, shift, scale, self.norm1.eps)
+    x = recomputed(modulate, hidden_states, shift, scale, self.norm1.eps)
     hidden_states = residual(hidden_states, self.attn1.to_out[0](self_attention(self.attn1, x, (cos, sin))), gate)
     norm = self.norm2
     if isinstance(norm, torch.nn.LayerNorm):
         bias, weight = (t.float().expand(len(x), -1) for t in (norm.bias, norm.weight))
-        x = again(layernorm_modulate, hidden_states, bias, weight - 1, norm.eps)
+        x = recomputed(layernorm_modulate, hidden_states, bias, weight - 1, norm.eps)
     else:
         x = norm(hidden_states)
     hidden_states = hidden_states + self.attn2(x, encoder_hidden_states, None, None)
-    x = again(modulate, hidden_states, shift_ff, scale_ff, self.norm3.eps)
+    x = recomputed(modulate, hidden_states, shift_ff, scale_ff, self.norm3.eps)
     return residual(hidden_states, feed_forward(self.ffn, x), gate_ff)
 
 
@@ -290,11 +290,11 @@ def z_image_block(
     scale, gate, scale_ff, gate_ff = self.adaLN_modulation(adaln_input).chunk(4, 1)
     mask = None if attn_mask is None else attn_mask[:, None, None]
     attn = self.attention
-    y = again(scaled, x, self.attention_norm1, scale)
+    y = recomputed(scaled, x, self.attention_norm1, scale)
     out = attn.to_out[0](self_attention(attn, y, (freqs_cis.real, freqs_cis.imag), mask))
     x = gated_residual(x, normed(out, self.attention_norm2), gate.tanh())
     ff = self.feed_forward
-    y = again(scaled, x, self.ffn_norm1, scale_ff)
+    y = recomputed(scaled, x, self.ffn_norm1, scale_ff)
     return gated_residual(x, normed(ff.w2(swiglu(ff.w1(y), ff.w3(y))), self.ffn_norm2), gate_ff.tanh())
 
 
@@ -307,21 +307,21 @@ def krea2_block(
     """Text and image [B, S, C]; temb [B, 1, 6 C]."""
 
     def normed(x: Tensor, norm: Any) -> Tensor:
-        wide = again(partial(Tensor.to, dtype=torch.float32, copy=True), x)
-        y = again(partial(F.rms_norm, eps=norm.eps), wide, x.shape[-1:], norm.weight + 1.0)
-        return again(partial(Tensor.to, dtype=x.dtype, copy=True), y)
+        wide = recomputed(partial(Tensor.to, dtype=torch.float32, copy=True), x)
+        y = recomputed(partial(F.rms_norm, eps=norm.eps), wide, x.shape[-1:], norm.weight + 1.0)
+        return recomputed(partial(Tensor.to, dtype=x.dtype, copy=True), y)
 
     def scaled(y: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
         return (1.0 + scale) * y + shift
 
     def modulated(x: Tensor, norm: Any, scale: Tensor, shift: Tensor) -> Tensor:
-        return again(scaled, normed(x, norm), scale[:, None], shift[:, None])
+        return recomputed(scaled, normed(x, norm), scale[:, None], shift[:, None])
 
     def turned(x: Tensor, norm: Any) -> Tensor:
-        return again(partial(apply_rotary_emb, sequence_dim=1), normed(x, norm), image_rotary_emb)
+        return recomputed(partial(apply_rotary_emb, sequence_dim=1), normed(x, norm), image_rotary_emb)
 
     def repeated(x: Tensor) -> Tensor:
-        return again(partial(Tensor.repeat_interleave, dim=2), x, attn.num_heads // attn.num_kv_heads)
+        return recomputed(partial(Tensor.repeat_interleave, dim=2), x, attn.num_heads // attn.num_kv_heads)
 
     attn = self.attn
     table = temb.flatten(0, 1).unflatten(-1, (6, -1)) + self.scale_shift_table
@@ -333,7 +333,7 @@ def krea2_block(
     q = turned(q.unflatten(-1, (-1, attn.head_dim)), attn.norm_q)
     options = {"backend": attn.processor._attention_backend, "parallel_config": attn.processor._parallel_config}
     out = dispatch_attention_fn(q, k, v, attn_mask=attention_mask, **options).flatten(2)
-    out = attn.to_out[0](again(torch.mul, out, again(torch.sigmoid, opened)))
+    out = attn.to_out[0](recomputed(torch.mul, out, recomputed(torch.sigmoid, opened)))
     hidden_states = gated_residual(hidden_states, out, gate)
     x = modulated(hidden_states, self.norm2, scale_ff, shift_ff)
     ff = self.ff

@@ -1,7 +1,7 @@
 """Concatenation in blocks without the copies of torch.cat.
 
-`join` and `split`: streams that the previous block left next to each other in memory are joined without a copy, and so
-are their gradients. `beside_gelu` and `beside_swiglu` write an activation next to attention's output, where the
+`join` and `split`: streams that the previous block left adjacent in memory are joined without a copy, and so are their
+gradients. `beside_gelu` and `beside_swiglu` write an activation next to attention's output, where the
 projection reads both.
 Invariant: values and gradients have the bits that torch.cat gives them.
 """

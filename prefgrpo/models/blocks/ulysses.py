@@ -1,11 +1,12 @@
-"""Ulysses attention in fused blocks: a process has some tokens of all heads, and attends with all tokens of some heads.
+"""Ulysses attention in fused blocks: a process has some tokens of all heads, and computes attention of some heads over
+all tokens.
 
 Tensors travel as [P, S, B, h, D], contiguous: P processes, S tokens of each, B samples, h heads of one process, D
 channels. An all-to-all sends row p to process p, and what it receives is [P · S, B, h, D], whose strides attention
-kernels read and, most of them, give their output and gradients. `qk_norm_rope` stores q and k like this, so only v and
-the output are copied, and in the backward pass their gradients; diffusers copies every tensor before and after.
-Invariant: an all-to-all is started by every process in the same order, forward and backward, and its result is not
-read before `wait_tensor`, which makes the current stream wait and keeps what is sent alive until then.
+kernels can read, and which most of them give their output and gradients. `qk_norm_rope` stores q and k like this, so
+only v and the output are copied, and in the backward pass their gradients; diffusers copies every tensor before and
+after. Invariant: an all-to-all is started by every process in the same order, forward and backward, and its result is
+not read before `wait_tensor`, which makes the current stream wait and keeps what is sent alive until then.
 """
 
 from __future__ import annotations

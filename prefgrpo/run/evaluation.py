@@ -1,0 +1,303 @@
+"""Evaluation: ODE samples of held-out prompts with fixed noise, compared with those of the initial policy.
+
+Images before and after training share their initial latents, so comparisons are paired: by the judge in both orders,
+and by rewards (win 1, tie ½). Invariant: evaluation never affects the training loss.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from prefgrpo.config.schema import Config, SamplingConfig
+from prefgrpo.data.atomic import save_images, write_atomic
+from prefgrpo.data.media import Media
+from prefgrpo.data.prompts import Prompt
+from prefgrpo.models.base import Adapter
+from prefgrpo.parallel.world import World
+from prefgrpo.rewards.base import Sample, Score
+from prefgrpo.rewards.log import head_and_tail
+from prefgrpo.rewards.scorer import Scorer, StepScores
+from prefgrpo.rollout.embeddings import Embeddings
+from prefgrpo.rollout.render import Images, preview, render, sample
+from prefgrpo.rollout.sampling import Schedules
+from prefgrpo.rollout.source_images import as_arrays, sources_of
+from prefgrpo.run.checkpoint import CheckpointError
+from prefgrpo.run.folder import RunFolder
+from prefgrpo.run.judging import judges_of
+from prefgrpo.run.log import finite
+from prefgrpo.run.measures import JUDGE, Comparison, Measure, PairMeasures, Subject, compared, keys_of
+from prefgrpo.run.offline import HeldOutPairs
+from prefgrpo.run.writer import Writer
+from prefgrpo.sde.noise import EVALUATION_IDS
+
+IN_REPORT = 12
+"""Images of an evaluation that the report shows."""
+
+
+class BothSamples(NamedTuple):
+    """Two samples of a prompt from the same noise: of the policy, and of the one that it is compared with."""
+
+    now: Sample
+    before: Sample
+
+
+@dataclass(frozen=True)
+class JudgedOrder:
+    """A judge's answer to one of the two orders of a pair, as the run's folder has it."""
+
+    judge: str
+    first: str
+    """The sample shown first: `after` (the policy's) or `before`."""
+    p_first: float | None
+    """P(the first is better); None: no verdict, for the `reason`."""
+    reason: str
+    raw: str
+
+
+@dataclass(frozen=True)
+class Compared:
+    """What the rewards say about pairs of samples."""
+
+    measures: list[PairMeasures]
+    """Of each pair."""
+    answers: list[list[JudgedOrder]]
+    """The judges' answers to each pair."""
+    reasons: Counter[str]
+    """Why values and verdicts are missing."""
+
+
+@dataclass(frozen=True)
+class EvalSet:
+    """One set of held-out prompts."""
+
+    name: str
+    items: list[Prompt]
+    """One entry per image: each prompt `samples_per_prompt` times."""
+    group: list[int]
+    """Prompt index of each image."""
+    first_id: int
+    """Noise address of the first image; the next ones follow."""
+
+
+def eval_sets(config: Config, sets: Mapping[str, Sequence[Prompt]]) -> list[EvalSet]:
+    """The evaluation sets of a run: the first `eval.max_prompts` of each, with noise of their own."""
+    out = []
+    for number, (name, prompts) in enumerate(sets.items()):
+        chosen = prompts[: config.eval.max_prompts or None]
+        group = [k for k in range(len(chosen)) for _ in range(config.eval.samples_per_prompt)]
+        out.append(EvalSet(name, [chosen[k] for k in group], group, EVALUATION_IDS + number * 2**40))
+    return out
+
+
+@dataclass
+class Evaluator:
+    """Renders and compares one held-out set; every rank processes its share of the images."""
+
+    eval_set: EvalSet
+    sizes: SamplingConfig
+    adapter: Adapter
+    schedules: Schedules
+    embeddings: Embeddings
+    scorer: Scorer
+    world: World
+    folder: RunFolder
+    writer: Writer
+    pairs: HeldOutPairs | None = None
+    """Measured in this set's evaluations too."""
+    before: list[Images] = field(default_factory=list)
+    """This share's images of the initial policy, on its leader."""
+    reasons: Counter[str] = field(default_factory=Counter)
+    """Why values and verdicts of the last evaluation are missing, over all ranks, as in `StepScores.reasons`."""
+    _storing: Future[None] | None = None
+    """The writer's job that stores `before`."""
+
+    @property
+    def share(self) -> list[int]:
+        """Indices of the images that this share renders."""
+        return share_of(self.world, len(self.eval_set.items))
+
+    @property
+    def scored(self) -> list[int]:
+        """Indices of the images that this process compares: those of its share, on the leader."""
+        return self.share if self.world.is_dp_leader else []
+
+    def start(self, resumed: bool) -> None:
+        """Get the initial policy's images: rendered and stored by a new run, loaded by a resumed one."""
+        if self.pairs is not None:
+            self.pairs.start(resumed)
+        name = self.eval_set.name
+        files = [self.folder.initial_image(name, i) for i in self.scored]
+        if resumed:
+            if lacking := [file for file in files if not file.is_file()]:
+                raise CheckpointError(f"{lacking[0]}, an image of the starting policy, is missing; choose another name")
+            self.before = [np.load(file, allow_pickle=False)["image"] for file in files]
+            return
+        self.before = self.render(self.share)
+        if self.world.is_dp_leader:
+            self.folder.initial_image(name, 0).parent.mkdir(exist_ok=True)
+            self._storing = self.writer.put(partial(_save_each, files, self.before))
+        if self.world.main:
+            in_report = [self.eval_set.items[i] for i in self.report_indices()]
+            write_atomic(self.folder.prompts(name), json.dumps([item.text for item in in_report]))
+            if arrays := as_arrays([sources_of(item, self.sizes).media() for item in in_report]):
+                self.writer.put(partial(save_images, self.folder.sources(name), **arrays))
+
+    def wait_stored(self) -> None:
+        """Wait until the initial policy's images, without which no run is resumed, are stored."""
+        if self._storing is not None:
+            self._storing.result()
+
+    def run(self, step: int) -> Comparison:
+        """Evaluate the policy after `step` steps, over all ranks, and store the report's images. At step 0 it is the
+        initial policy, whose images are there: they are scored, but compared with nothing."""
+        index = self.scored
+        now = self.render(self.share) if step else self.before
+        pairs: list[BothSamples] = []
+        for i, images in zip(index, zip(now, self.before, strict=True), strict=True):
+            media = [Media(pixels, self.adapter.frame_rate) for pixels in images]
+            pairs.append(BothSamples(*(sample(self.eval_set.items[i], one, self.sizes) for one in media)))
+        found = compare(self.scorer, pairs) if step else tied(self.scorer, [pair.before for pair in pairs])
+        self.reasons = sum(self.world.gather_items([found.reasons]), Counter[str]())
+        self._save_report_images(step, index, now)
+        self._save_outcomes(step, index, found)
+        comparison = over_ranks(self.world, self.eval_set, index, found.measures)
+        if self.pairs is None:
+            return comparison
+        accuracy, margin = self.pairs.measure()
+        return replace(comparison, accuracy=accuracy, margin=margin)
+
+    def render(self, index: list[int]) -> list[Images]:
+        """Images [H, W, 3] or clips [F, H, W, 3] of the current policy under the ODE rule; called by all ranks, the
+        leaders of shares get them."""
+        items = [(prompt, self.eval_set.first_id + i) for i, prompt in enumerate(self.eval_set.items)]
+        wanted = [items[i] for i in index]
+        made = render(self.adapter, self.schedules, self.embeddings, wanted, self.sizes, self.world, items[0])
+        of_position = dict(made)
+        return [of_position[k] for k in sorted(of_position)]
+
+    def report_indices(self) -> list[int]:
+        """Indices of the IN_REPORT images for the report, evenly spaced over the set, on whichever rank they are."""
+        count = len(self.eval_set.items)
+        return np.linspace(0, count - 1, min(IN_REPORT, count)).round().astype(int).tolist()
+
+    def _save_report_images(self, step: int, index: list[int], now: list[Images]) -> None:
+        """Gather the report's images, before and now, and store them."""
+        rows = [k for k, i in enumerate(index) if i in self.report_indices()]
+        pairs = [(preview(self.before[k]), preview(now[k])) for k in rows]
+        if (gathered := self.world.gather_items(pairs)) and self.world.main:
+            before, after = (np.stack([pair[k] for pair in gathered]) for k in range(2))
+            file = self.folder.report_images(self.eval_set.name, step)
+            arrays = {"before": before, "now": after}
+            if rate := self.adapter.frame_rate:
+                arrays["seconds"] = np.array((self.adapter.frames(self.sizes) or 1) / rate)
+            self.writer.put(partial(save_images, file, **arrays), pictures=True)
+
+    def _save_outcomes(self, step: int, index: list[int], found: Compared) -> None:
+        """Store the wins of every image, and the judge's answers for the images in the report."""
+        in_report = self.report_indices()
+        mine = list[dict[str, Any]]()
+        for i, measures, answers in zip(index, found.measures, found.answers, strict=True):
+            won = {key: measures[subject].wins for subject, key in keys_of(measures).items()}
+            wins = {key: win for key, win in won.items() if win is not None}
+            outcome = {"prompt": self.eval_set.group[i], "wins": finite(wins)}
+            mine.append(outcome | ({"answers": [asdict(answer) for answer in answers]} if i in in_report else {}))
+        if (every := self.world.gather_items(mine)) and self.world.main:
+            write_atomic(self.folder.outcomes(self.eval_set.name, step), json.dumps(every))
+
+
+def _save_each(files: Sequence[Path], images: Sequence[Images]) -> None:
+    for file, image in zip(files, images, strict=True):
+        save_images(file, image=image)
+
+
+def share_of(world: World, count: int) -> list[int]:
+    """Indices of this rank's share of `count` images, which are consecutive."""
+    each = -(-count // world.dp_size)
+    return list(range(world.dp_index * each, min((world.dp_index + 1) * each, count)))
+
+
+def over_ranks(world: World, eval_set: EvalSet, index: Sequence[int], measures: Sequence[PairMeasures]) -> Comparison:
+    """The comparison on a set from the measures of all ranks, each of the pairs of the images `index`."""
+    mine = [(eval_set.group[i], of_pair) for i, of_pair in zip(index, measures, strict=True)]
+    groups, every = zip(*world.gather_items(mine), strict=True)
+    return compared(eval_set.name, groups, every)
+
+
+def compare(scorer: Scorer, pairs: Sequence[BothSamples]) -> Compared:
+    """All rewards' measures of each pair, with the judges' answers."""
+    scores = _scored(scorer, pairs)
+    judges = _judges(scorer)
+    measures: list[PairMeasures] = [{} for _ in pairs]
+    answers: list[list[JudgedOrder]] = [[] for _ in pairs]
+    for reward, groups in scores.scores.items():
+        for k, (of_pair, both) in enumerate(zip(measures, groups, strict=True)):
+            of_pair |= {judges[reward]: _judged(scores, reward, k)} if reward in judges else _valued(reward, *both)
+    for reward, of_pairs in scores.verdicts.items():
+        for orders, verdicts in zip(answers, of_pairs, strict=True):
+            for (first, _), v in verdicts.items():
+                orders.append(JudgedOrder(reward, ("after", "before")[first], v.first, v.reason, head_and_tail(v.raw)))
+    return Compared(measures, answers, Counter(scores.reasons))
+
+
+def tied(scorer: Scorer, samples: Sequence[Sample]) -> Compared:
+    """The measures of each sample against itself: a tie, which no judge is asked about."""
+    pointwise = {name: reward for name, reward in scorer.rewards.items() if name not in scorer.pairwise}
+    scores = _scored(Scorer(pointwise, 1, scorer.deadline_s), [[one] for one in samples])
+    judges = _judges(scorer)
+    measures: list[PairMeasures] = [{} for _ in samples]
+    for reward in scorer.rewards:
+        for k, of_pair in enumerate(measures):
+            if reward in judges:
+                of_pair[judges[reward]] = Measure(wins=0.5)
+            else:
+                score = scores.scores[reward][k][0] if reward in pointwise else Score(0.5)
+                of_pair |= _valued(reward, score, score)
+    return Compared(measures, [[] for _ in samples], Counter(scores.reasons))
+
+
+def _scored(scorer: Scorer, groups: Sequence[Sequence[Sample]]) -> StepScores:
+    """The scores of groups of samples."""
+    scorer.begin(0, range(len(groups)))
+    for number, members in enumerate(groups):
+        for member, one in enumerate(members):
+            scorer.add(number, member, one)
+    return scorer.finish()
+
+
+def _judges(scorer: Scorer) -> dict[str, Subject]:
+    """Name of each judge of pairs → what it measures."""
+    return {name: Subject(name) if k else JUDGE for k, name in enumerate(judges_of(scorer.rewards))}
+
+
+def _judged(scores: StepScores, judge: str, pair: int) -> Measure[float]:
+    """A judge's measure of a pair."""
+    wins, counts = scores.games[judge][pair, :, 0, 1].tolist()
+    verdicts = scores.verdicts[judge][pair]
+    p = [verdicts[order].first if order in verdicts else None for order in ((0, 1), (1, 0))]
+    first, second = (math.nan if value is None else value for value in p)
+    rate = wins / counts if counts else math.nan
+    return Measure(wins=rate, first=_win(first - 0.5), second=_win(0.5 - second))
+
+
+def _valued(reward: str, now: Score, before: Score) -> PairMeasures:
+    """The measures of another reward, and of its parts, of a pair."""
+    value, old = (math.nan if score.value is None else score.value for score in (now, before))
+    out: PairMeasures = {Subject(reward): Measure(value, old, wins=_win(value - old))}
+    for part in now.parts.keys() | before.parts.keys():
+        out[Subject(reward, part)] = Measure(now.parts.get(part, math.nan), before.parts.get(part, math.nan))
+    return out
+
+
+def _win(difference: float) -> float:
+    """1, a tie ½ or 0 by the sign of a difference; NaN for NaN."""
+    return float(np.sign(difference) + 1) / 2
