@@ -39,11 +39,10 @@ _LABEL = re.compile(r"^\s*(?:category\s+)?(?:[a-z]|\d+)\s*[.):]\s*", re.I)
 class VlmPairwise(Reward):
     """Win rate under a pairwise judge.
 
-    judge: an open judge, its config, or a mapping of the config's fields. template: the
-    question, a shipped name or the path of a YAML file; empty: the class's own. plan: which pairs are compared:
-    both_orders, round_robin or k_regular(n). verdict: soft or hard, see above. rate: win_rate, or bradley_terry for
-    plans that do not compare every pair. frames, max_pixels: of a clip, and of an image or frame, that the judge sees;
-    default: the template's (8 and 2048²).
+    judge: an open judge, its config, or a mapping of the config's fields. template: name of a shipped template or path
+    of a YAML file; empty: the class's own. plan: which pairs are compared: both_orders, round_robin or k_regular(n).
+    verdict: soft or hard, see above. rate: win_rate, or bradley_terry for plans that do not compare every pair. frames,
+    max_pixels: of a clip, and of an image or frame, that the judge sees; default: the template's (8 and 2048²).
     """
 
     takes = ("image", "video")

@@ -157,7 +157,7 @@ class Log:
 
     def row(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
         """Append one row, unless a resumed run already has it; non-finite numbers are written as null. Metrics of
-        single denoising steps, of which each training step may have others, go to the trackers only."""
+        single denoising steps, which may differ between training steps, go to the trackers only."""
         if not self.active or (kind, step, values.get("set")) in self.have:
             return
         if step == self.start:  # the evaluation before the first step does not count towards the time left
