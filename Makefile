@@ -3,7 +3,7 @@
 #   make demo-pairs  train the same pipeline on pairs that the judge has compared once; runs/demo-pairs/report.html
 #   make demo-ocr    train a tiny FLUX pipeline to write words, with OCR as the reward; runs/demo-ocr/report.html
 #   make test        lint, types, layers and the default tests, a few minutes on 2 cores
-#   make test-all    make test, then the exhaustive tests
+#   make test-all    make test with the exhaustive tests
 #   make demo-vllm   the demo with its judge served by vLLM, installed into .venv-vllm
 #   make bench       benchmarks of the ops
 #   make science     the experiments of docs/science.md, under an hour on 4 cores; with fewer, set JOBS=2
@@ -74,13 +74,14 @@ lint: $(VENV)/.installed-dev
 	@$(BIN)/lint-imports --no-logo
 	@$(BIN)/mypy
 
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+# A file's tests run in one process, so that its fixtures are made once.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test: lint
 	@$(PYTEST) -m "not full"
 
-test-all: test
-	@$(PYTEST) -m full
+test-all: lint
+	@$(PYTEST)
 
 bench: $(VENV)/.installed-dev
 	@$(BIN)/python -m benchmarks --write

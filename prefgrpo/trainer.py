@@ -44,13 +44,13 @@ from prefgrpo.rollout.plan import Plan
 from prefgrpo.run import checkpoint
 from prefgrpo.run.checkpoint import CheckpointError, Checkpoints
 from prefgrpo.run.errors import errors, idle_errors, refuse
+from prefgrpo.run.folder import RunFolder
 from prefgrpo.run.judging import Rewards, evaluation_scorer, training_scorer
 from prefgrpo.run.log import Clock, Log
 from prefgrpo.run.metrics import pixel_distances, policy_metrics
 from prefgrpo.run.notes import change_notes, on_policy_note, peak_memory, prompt_notes, skipped_note, start_notes
 from prefgrpo.run.opening import garbage_frozen, open_evaluators, open_run
 from prefgrpo.run.resume import Input, Kind, check_goes_on, check_same_run, keep_inputs, own_inputs, stored
-from prefgrpo.run.run_folder import RunFolder
 from prefgrpo.run.source import open_source
 from prefgrpo.run.trackers import open_trackers, show_groups
 from prefgrpo.run.writer import Writer

@@ -10,9 +10,11 @@ blocks at FLUX's widths as Markdown (docs/benchmarks.md).
 import itertools
 import json
 import re
+import struct
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -82,22 +84,23 @@ def compile_instead(kernel: JITFunction, about: dict, *args: object, **options: 
 
 def resources(cubin: bytes) -> dict[str, int]:
     """Registers and bytes of stack of a thread."""
-    text = shown(cubin, "cuobjdump", "-res-usage")
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [f"{triton.__path__[0]}/backends/nvidia/bin/cuobjdump", "-res-usage", file.name]
+        text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     return {name.lower(): int(number) for name, number in re.findall(r"(REG|STACK):(\d+)", text)}
 
 
 def instructions(cubin: bytes) -> int:
-    """Number of instructions of a thread; slow, as it disassembles them."""
-    return len(re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?!NOP|BRA)\S", shown(cubin, "nvdisasm", "-c")))
-
-
-def shown(cubin: bytes, tool: str, option: str) -> str:
-    """What a tool of Triton's CUDA says about a cubin."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [f"{triton.__path__[0]}/backends/nvidia/bin/{tool}", option, file.name]
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    """Number of instructions of a thread, of 16 bytes each, with a few NOPs at the end: the size of its code in the
+    cubin, an ELF file."""
+    (headers,) = struct.unpack_from("<Q", cubin, 40)
+    size, count, names = struct.unpack_from("<HHH", cubin, 58)
+    sections = [struct.unpack_from("<IIQQQQ", cubin, headers + size * k) for k in range(count)]
+    start = sections[names][4]
+    is_code = [cubin.startswith(b".text.", start + name) for name, *_ in sections]
+    return sum(section[5] for section, code in zip(sections, is_code, strict=True) if code) // 16
 
 
 def sum_layout(ir: str) -> str:
@@ -131,17 +134,22 @@ def latents(numbers: str, x_dtype: torch.dtype, v_dtype: torch.dtype, y_dtype: t
             sde_logp(x, leaf, y, coef, ids, v_ref=ref).kl.sum().backward()
 
 
+def some(options: Iterable[tuple]) -> list[tuple]:
+    """All options, or of a few kernels the last, which needs most."""
+    return list(options)[-1:] if FEW else list(options)
+
+
 def small(batch: int, dim: int) -> None:
     """The other ops."""
     ids = torch.arange(batch)
     column = torch.zeros(batch)
     for seed in (1, 2**63 + 5):
         philox_normal(seed, ids, ids, dim, offset=4 * (seed % 7))
-    for group, std in itertools.product((2, 24, 64), ("group", "none")):
+    for group, std in some(itertools.product((2, 24, 64), ("none", "group"))):
         winrate_advantage(torch.zeros(batch, group, group), torch.zeros(batch, group, group), std=std)
-    for rule, ends in itertools.product(RULES, (0.5, column)):
+    for rule, ends in some(itertools.product(RULES, (0.5, column))):
         sde_rows(rule, column, column, ends, ends, ends)
-    for old, weight, kl in itertools.product((None, column), repeat=3):
+    for old, weight, kl in some(itertools.product((None, column), repeat=3)):
         reduction = "mean" if weight is None else "none"
         for epsilon in (0.1, 2.0):
             policy_loss(column, old, column, epsilon_low=epsilon, weight=weight, kl=kl, reduction=reduction)
@@ -168,6 +176,8 @@ WIDTHS = {"FLUX": (24, 128), "SD3.5": (38, 64), "Wan 14B": (40, 128), "odd": (3,
 """Heads and channels of a head; the last has rows off multiples of 16 bytes."""
 VECTORS = [(BF16, BF16), (F32, F32), (BF16, F32)]
 """Dtypes of tokens, and of shift, scale and gate."""
+USED = {"FLUX": VECTORS, "SD3.5": VECTORS[:1], "Wan 14B": VECTORS[:2], "odd": VECTORS[:2]}
+"""Every dtype at one width, every width in bf16, and the widest and the odd one in fp32, which needs most registers."""
 
 
 def blocks(model: str, dtype: torch.dtype, vector_dtype: torch.dtype, about: dict) -> None:
@@ -190,7 +200,7 @@ def blocks(model: str, dtype: torch.dtype, vector_dtype: torch.dtype, about: dic
                 quantise_rows(torch.zeros(64, width, dtype=dtype))
         if not trained:
             dequantise_rows(torch.zeros(64, 4 * channels).to(FP8), torch.zeros(64, 1), dtype)
-        every = model == "FLUX" and dtype == vector_dtype and not FEW
+        every = model == "FLUX" and (dtype, vector_dtype) == VECTORS[0] and not FEW
         kinds = itertools.product((False, True), (-1, -2)) if every else [(False, -1)]
         for (per_pair, last), width, groups in itertools.product(kinds, (dim, channels), (1, 8)):
             alone = heads % groups or per_pair or last == -2 or dtype != vector_dtype
@@ -237,9 +247,8 @@ def main() -> None:
         about |= {"numbers": "round", "dtypes": []}
         small(*NUMBERS["round"])
         return
-    for model, dtypes in itertools.product(WIDTHS, VECTORS):
-        if (model, dtypes) != ("FLUX", VECTORS[0]) and sys.argv[2] != "all":
-            continue
+    used = [(model, dtypes) for model, many in USED.items() for dtypes in many]
+    for model, dtypes in used if sys.argv[2] == "all" else used[:1]:
         about |= {"numbers": "odd" if model == "odd" else "round", "dtypes": [str(d) for d in dtypes], "model": model}
         blocks(model, *dtypes, about)
     if sys.argv[2] == "table":

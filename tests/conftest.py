@@ -20,7 +20,10 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HF_HUB_OFFLINE"] = os.environ["TRANSFORMERS_OFFLINE"] = os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 os.environ["MPLBACKEND"] = "Agg"
 os.environ.pop("PREFGRPO_BACKEND", None)
-os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="prefgrpo-tests-")
+if "PREFGRPO_TEST_FOLDER" not in os.environ:  # shared by the workers and by all that they start
+    os.environ["PREFGRPO_TEST_FOLDER"] = tempfile.mkdtemp(prefix="prefgrpo-tests-")
+    atexit.register(shutil.rmtree, os.environ["PREFGRPO_TEST_FOLDER"], ignore_errors=True)
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="cache-", dir=os.environ["PREFGRPO_TEST_FOLDER"])
 if shutil.which("nvidia-smi") is None:
     os.environ["TRITON_INTERPRET"] = "1"
 
@@ -41,7 +44,6 @@ for _signal in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM):
     if signal.getsignal(_signal) is signal.SIG_IGN:  # under `nohup … &` and some CI runners; child processes inherit it
         signal.signal(_signal, signal.default_int_handler if _signal == signal.SIGINT else signal.SIG_DFL)
 
-atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 _YES_NO = "Begin with Yes or No. Theme: {prompt}"
 _QUESTIONS = {  # stand-ins for those of the publishers, whose texts are not in this repository
     "think": "Write <answer>Image 1 is better</answer> or <answer>Image 2 is better</answer>. Caption: {prompt}",

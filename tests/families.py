@@ -3,7 +3,7 @@
 import functools
 import hashlib
 import importlib
-import tempfile
+import os
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -13,6 +13,7 @@ import diffusers
 import numpy as np
 import pytest
 import torch
+from filelock import FileLock  # a requirement of torch
 from PIL import Image
 
 from prefgrpo import models
@@ -160,13 +161,30 @@ def tiered(cases, *values):
     ]
 
 
-_ROOT = tempfile.TemporaryDirectory(prefix="tiny-pipelines-")
-
-
 @functools.cache
 def folder(family, **scheduler):
-    """A tiny pipeline of the family, made once per test run."""
-    return pipelines.make(family, tempfile.mkdtemp(dir=_ROOT.name), **scheduler)
+    """A tiny pipeline of the family, made by the first process of the test run that needs it. Nobody may change it."""
+    place = _shared("-".join([family, *(f"{key}={value}" for key, value in scheduler.items())]))
+    made = place.with_name(f"{place.name}.made")  # a pipeline's files name their folder, so it is not renamed
+    with FileLock(f"{place}.lock"):
+        if not made.exists():
+            pipelines.make(family, place, **scheduler)
+            made.touch()
+    return place
+
+
+def linked(place, families):
+    """Links `place`/FAMILY to the tiny pipelines; returns `place`."""
+    for family in families:
+        (place / family).symlink_to(folder(family))
+    return place
+
+
+def _shared(name):
+    """A path in the folder of the test run."""
+    place = Path(os.environ["PREFGRPO_TEST_FOLDER"], "families")
+    place.mkdir(exist_ok=True)
+    return place / name
 
 
 def load(case, path=None, dtype=torch.float32, device=CPU, **options):
@@ -176,10 +194,11 @@ def load(case, path=None, dtype=torch.float32, device=CPU, **options):
 
 def in_files(images):
     """`SourceImages` of pictures in memory, written to files that are named by their content."""
-    files = [Path(_ROOT.name) / f"{hashlib.sha256(one.tobytes()).hexdigest()}-{one.width}.png" for one in images]
+    files = [_shared(f"{hashlib.sha256(one.tobytes()).hexdigest()}-{one.width}.png") for one in images]
     for file, one in zip(files, images, strict=True):
-        if not file.exists():
-            one.save(file)
+        with FileLock(f"{file}.lock"):
+            if not file.exists():
+                one.save(file)
     return SourceImages(tuple(map(str, files)), images[0].height, images[0].width) if images else SourceImages()
 
 

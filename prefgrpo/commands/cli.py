@@ -79,7 +79,7 @@ def train(
             query the judge.
         allow_idle: Train even if the steps are too small to keep half of the GPUs busy.
     """
-    from prefgrpo.run.run_folder import run_of
+    from prefgrpo.run.folder import run_of
 
     folder = run_of(recipe.parent) if resume else None
     if folder is not None and recipe.name == folder.config.name:  # also if the run was moved or renamed
@@ -219,8 +219,8 @@ def read_target(target: str, prompts: str, overrides: dict[str, Any]) -> Config:
     Raises ConfigError, ModelError.
     """
     from prefgrpo.models import family_of
+    from prefgrpo.run.folder import run_of
     from prefgrpo.run.resume import own_inputs
-    from prefgrpo.run.run_folder import run_of
 
     if (run := run_of(Path(target))) is not None:
         return own_inputs(read(run.config, merge(run.place, overrides)), run)

@@ -35,11 +35,11 @@ from prefgrpo.run import judging
 from prefgrpo.run.checkpoint import CheckpointError
 from prefgrpo.run.errors import model_errors, refuse, reward_errors
 from prefgrpo.run.evaluation import BothSamples, compare, eval_sets, over_ranks, share_of
+from prefgrpo.run.folder import COMPARISON, RunFolder, run_of
 from prefgrpo.run.log import finite
 from prefgrpo.run.measures import Comparison, PairMeasures, keys_of, summary
 from prefgrpo.run.notes import sampler_notes
 from prefgrpo.run.opening import Weights, weights_of
-from prefgrpo.run.run_folder import run_of
 from prefgrpo.run.source import open_prompts, open_source
 from prefgrpo.suites import load_suite
 from prefgrpo.suites.base import Results
@@ -51,7 +51,7 @@ AT_ONCE = 32
 def _folder(source: Weights, out: Path | None, name: str) -> Path:
     """Folder to which an evaluation of these weights is written."""
     c = source.config
-    return out or Path(c.output) / c.name / "evaluations" / source.label / name
+    return out or RunFolder(Path(c.output) / c.name).evaluation(source.label, name)
 
 
 # ---- suites ---------------------------------------------------------------------------------------------------------
@@ -220,6 +220,6 @@ def _write_comparison(
             lines.append(f"mean of {one.name}/{subject}: {now.value:.5g} against {before.value:.5g}")
     content = {"about": facts, "prompts": counts, "win_rates": rates, "means": means, "judges": notes}
     text = json.dumps(finite(content), indent=1, ensure_ascii=False, allow_nan=False)
-    write_atomic(out / "comparison.json", text + "\n")
+    write_atomic(out / COMPARISON, text + "\n")
     print(", ".join(f"{count} prompts ({name})" for name, count in counts.items()))
-    print(*lines, *notes, out / "comparison.json", sep="\n")
+    print(*lines, *notes, out / COMPARISON, sep="\n")

@@ -16,7 +16,7 @@ from prefgrpo.config.loading import load
 from prefgrpo.config.recipe import UserError
 from prefgrpo.config.schema import Config
 from prefgrpo.data.atomic import write_atomic, write_folder
-from prefgrpo.run.run_folder import PRODUCTS, run_of
+from prefgrpo.run.folder import PRODUCTS, run_of
 
 
 def export(
@@ -54,11 +54,11 @@ def export(
     if not comfy or folder.latest() or not source.is_dir():  # a run without checkpoints has its final LoRA
         path = folder.checkpoint_of(run)
         name = f"{name}_{path.name}"
-        source = folder.root / "exports" / path.name if as_file or out is None else out
+        source = folder.exported(path) if as_file or out is None else out
         write_folder(source, lambda inside: _write(config, path, inside))
         print(f"wrote {source}")
     if as_file:
-        target = out or folder.root / "comfy"
+        target = out or folder.comfy
         target = target if target.suffix == ".safetensors" else target / f"{name}.safetensors"
         _write_files(source, target, (names or ()) if comfy else ())
     return 0

@@ -34,6 +34,7 @@ from prefgrpo.rollout.render import Images, render
 from prefgrpo.rollout.sampling import Schedules
 from prefgrpo.run.checkpoint import CheckpointError
 from prefgrpo.run.errors import model_errors, refuse
+from prefgrpo.run.folder import ABOUT
 from prefgrpo.run.judging import makes_clips
 from prefgrpo.run.notes import sampler_notes
 from prefgrpo.run.opening import Weights, weights_of
@@ -60,7 +61,7 @@ class Job:
 
 def claim_folder(out: Path, facts: Mapping[str, Any]) -> None:
     """Record in a folder what makes its files. Raises CheckpointError if it contains files of something else."""
-    file = out / ".about.json"
+    file = out / ABOUT
     wanted = json.loads(json.dumps(facts))
     try:
         before = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else wanted

@@ -20,6 +20,7 @@ import yaml
 from numpy.typing import NDArray
 
 from prefgrpo.rollout.source_images import side_by_side
+from prefgrpo.run.folder import RunFolder, step_of
 from prefgrpo.run.log import read_metrics
 from prefgrpo.run.measures import (
     JUDGE,
@@ -32,7 +33,6 @@ from prefgrpo.run.measures import (
     read_comparison,
     subject_of,
 )
-from prefgrpo.run.run_folder import RunFolder, step_of
 
 Floats = NDArray[np.float64]
 Images = NDArray[np.uint8]

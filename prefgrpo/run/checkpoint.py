@@ -39,12 +39,11 @@ from prefgrpo.config.recipe import UserError
 from prefgrpo.data.atomic import sync, temporary_path, write_folder
 from prefgrpo.parallel.shard import is_sharded
 from prefgrpo.parallel.world import World
-from prefgrpo.run.run_folder import PRODUCTS, RunFolder
+from prefgrpo.run.folder import PRODUCTS, STATE, RunFolder
 
 MOST_SECONDS = 30 * 60.0
 """A step that ends later than this after the last checkpoint is followed by one, whatever checkpoint.every is: steps of
 long clips take half an hour."""
-META = "state.json"
 PARTIAL = "partial"
 """Ending of the hidden folder in which a checkpoint is written; every process derives the same name."""
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -187,8 +186,8 @@ class _Writer(FileSystemWriter):
         final = self._run.checkpoint(self._step)
         sizes = {p.name: p.stat().st_size for p in sorted(folder.iterdir()) if p.is_file()}
         facts = {"step": self._step, "written": time.time(), **self._meta, "files": sizes}
-        (folder / META).write_text(json.dumps(facts, indent=1), encoding="utf-8")
-        sync(folder / META)
+        (folder / STATE).write_text(json.dumps(facts, indent=1), encoding="utf-8")
+        sync(folder / STATE)
         sync(folder)
         os.replace(folder, final)
         sync(final.parent)
@@ -243,10 +242,10 @@ def _check_names(path: Path, tensors: dict[str, Tensor]) -> None:
 def read_meta(path: Path) -> dict[str, Any]:
     """The meta of a checkpoint. Raises CheckpointError if it is not complete."""
     try:
-        meta: dict[str, Any] = json.loads((path / META).read_text(encoding="utf-8"))
+        meta: dict[str, Any] = json.loads((path / STATE).read_text(encoding="utf-8"))
         sizes = {str(name): int(size) for name, size in meta["files"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} is not a complete checkpoint ({META}: {error!r}); {_advice(path)}") from error
+        raise CheckpointError(f"{path} is not a complete checkpoint ({STATE}: {error!r}); {_advice(path)}") from error
     for name, size in sizes.items():
         file = path / name
         length = file.stat().st_size if file.is_file() else None
@@ -272,7 +271,7 @@ def claim(run: RunFolder, resume: bool) -> int:
     _check_content(run, resume)
     try:
         run.root.mkdir(parents=True, exist_ok=True)
-        handle = os.open(run.root / ".lock", os.O_RDWR | os.O_CREAT)
+        handle = os.open(run.lock, os.O_RDWR | os.O_CREAT)
     except OSError as error:
         raise CheckpointError(f"{run.root} cannot be created or written: {error}; choose another --output") from error
     try:

@@ -31,8 +31,8 @@ from prefgrpo.rewards import PYTHON, check_entry, factory, get_python_rewards, l
 from prefgrpo.rewards.pairwise import VlmPairwise
 from prefgrpo.rollout.assignment import batch_sizes, busy_prompts, busy_share
 from prefgrpo.rollout.sampling import Schedules, load_rule
+from prefgrpo.run.folder import run_of
 from prefgrpo.run.judging import asks_judge, judge_config, makes_clips, pairwise_templates
-from prefgrpo.run.run_folder import run_of
 from prefgrpo.run.trackers import PAIRS
 
 

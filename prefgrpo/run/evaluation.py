@@ -32,11 +32,11 @@ from prefgrpo.rollout.render import Images, preview, render, sample
 from prefgrpo.rollout.sampling import Schedules
 from prefgrpo.rollout.source_images import as_arrays, sources_of
 from prefgrpo.run.checkpoint import CheckpointError
+from prefgrpo.run.folder import RunFolder
 from prefgrpo.run.judging import judges_of
 from prefgrpo.run.log import finite
 from prefgrpo.run.measures import JUDGE, Comparison, Measure, PairMeasures, Subject, compared, keys_of
 from prefgrpo.run.offline import HeldOutPairs
-from prefgrpo.run.run_folder import RunFolder
 from prefgrpo.run.writer import Writer
 from prefgrpo.sde.noise import EVALUATION_IDS
 

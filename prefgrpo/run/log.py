@@ -27,9 +27,9 @@ from tqdm import tqdm
 
 from prefgrpo.data.atomic import write_atomic
 from prefgrpo.rollout.render import stills
+from prefgrpo.run.folder import RunFolder
 from prefgrpo.run.measures import rewards_of_step
 from prefgrpo.run.metrics import BY_STEP
-from prefgrpo.run.run_folder import RunFolder
 from prefgrpo.run.writer import Writer
 
 REASONS_SHOWN = 3

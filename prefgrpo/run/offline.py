@@ -29,9 +29,9 @@ from prefgrpo.rollout.plan import Plan
 from prefgrpo.rollout.render import sample
 from prefgrpo.rollout.stored_groups import StoredGroups
 from prefgrpo.run.checkpoint import CheckpointError
+from prefgrpo.run.folder import RunFolder
 from prefgrpo.run.log import Log
 from prefgrpo.run.measures import Estimate, Interval, interval
-from prefgrpo.run.run_folder import RunFolder
 from prefgrpo.run.trackers import MOST_GROUPS, is_shown, show_groups
 from prefgrpo.update.endpoint import EndpointGradients
 

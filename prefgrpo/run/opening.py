@@ -36,9 +36,9 @@ from prefgrpo.rollout.sampling import Schedules
 from prefgrpo.run import checkpoint
 from prefgrpo.run.errors import model_errors, refuse, window_errors
 from prefgrpo.run.evaluation import Evaluator, eval_sets
+from prefgrpo.run.folder import RunFolder, run_of
 from prefgrpo.run.judging import makes_clips
 from prefgrpo.run.memory import attention_limit, certain_bytes, check_memory, reduces_once, stored_bytes
-from prefgrpo.run.run_folder import RunFolder, run_of
 from prefgrpo.run.source import Source
 from prefgrpo.run.writer import Writer
 from prefgrpo.update.endpoint import EndpointGradients

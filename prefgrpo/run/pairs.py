@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ from prefgrpo.data.tables import DataError
 from prefgrpo.parallel.world import World
 from prefgrpo.rewards.base import Sample
 from prefgrpo.rewards.scorer import StepScores
-from prefgrpo.run.run_folder import RunFolder, run_of
+from prefgrpo.run.folder import RunFolder, run_of
 from prefgrpo.run.writer import Writer
 
 
@@ -42,7 +42,7 @@ def read(path: str) -> list[PairGroup]:
     run = run_of(Path(path)) if Path(path).is_dir() else None
     if run is None:
         return read_pairs(path)
-    tables = sorted(run.pairs.glob("*.jsonl"))
+    tables = run.all_pair_tables()
     groups = [group for table in tables for group in read_pairs(table)] if tables else list(_of_report(run))
     if not groups:
         raise DataError(f"data.pairs: {run.root} has no judged groups; runs with `trackers: [pairs]` keep theirs")
@@ -79,34 +79,33 @@ def _of_report(run: RunFolder) -> Iterator[PairGroup]:
 
 def store(folder: RunFolder, step: int, scores: StepScores, writer: Writer) -> None:
     """Write the judged groups of this process in a step, on the writer's thread."""
-    writer.put(partial(_store, folder.pairs, step, scores), pictures=True)
+    writer.put(partial(_store, folder, step, scores), pictures=True)
 
 
-def _store(folder: Path, step: int, scores: StepScores) -> None:
-    folder.mkdir(exist_ok=True)
+def _store(folder: RunFolder, step: int, scores: StepScores) -> None:
+    folder.pairs.mkdir(exist_ok=True)
     for k, (group, members) in enumerate(scores.samples.items()):
         samples = [members[m] for m in sorted(members)]
-        rows = [_row(step, name, games[k], samples, group) for name, games in scores.games.items() if games[k, 1].any()]
-        if not rows:
-            continue
-        for name, media in _names(group, samples).items():
-            write_atomic(folder / name, media.webp)
-        write_atomic(folder / f"{group:06d}.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+        files = [folder.pair_image(group, str(m)) for m in range(len(samples))]
+        sources = [folder.pair_image(group, f"source_{n}") for n in range(len(samples[0].source))]
+        shown = {"samples": [file.name for file in files]}
+        if sources:
+            shown["source_image"] = [file.name for file in sources]
+        rows = [
+            _row(step, name, games[k], samples[0]) | shown for name, games in scores.games.items() if games[k, 1].any()
+        ]
+        if rows:
+            media = [*(sample.media for sample in samples), *samples[0].source]
+            for file, image in zip([*files, *sources], media, strict=True):
+                write_atomic(file, image.webp)
+            write_atomic(folder.pair_table(group), "".join(json.dumps(row) + "\n" for row in rows))
 
 
-def _names(group: int, samples: Sequence[Sample]) -> Mapping[str, Any]:
-    """File name → image, of the members and of the source images."""
-    names = {f"{group:06d}_{m}.webp": sample.media for m, sample in enumerate(samples)}
-    return names | {f"{group:06d}_source_{n}.webp": source for n, source in enumerate(samples[0].source)}
-
-
-def _row(step: int, reward: str, games: Any, samples: Sequence[Sample], group: int) -> dict[str, Any]:
-    """games: [2, n, n] sums and numbers of verdicts."""
+def _row(step: int, reward: str, games: Any, sample: Sample) -> dict[str, Any]:
+    """A group's verdicts and prompt. games: [2, n, n] sums and numbers of verdicts; sample: one of the group's."""
     sums, counts = games
     wins = (sums / np.maximum(counts, 1)).astype(object)
     wins[counts == 0] = None
-    names = list(_names(group, samples))
-    own = {name: value for name, value in samples[0].meta.items() if isinstance(value, (str, int, float, bool))}
-    row = own | {"prompt": samples[0].prompt, "samples": names[: len(samples)], "wins": wins.tolist()}
-    row |= {"counts": counts.tolist(), "reward": reward, "step": step}
-    return row | ({"source_image": names[len(samples) :]} if len(names) > len(samples) else {})
+    own = {name: value for name, value in sample.meta.items() if isinstance(value, (str, int, float, bool))}
+    row = own | {"prompt": sample.prompt, "wins": wins.tolist(), "counts": counts.tolist()}
+    return row | {"reward": reward, "step": step}

@@ -28,8 +28,8 @@ from prefgrpo.models.folder import components_of, locate
 from prefgrpo.models.weights import locate_lora
 from prefgrpo.rewards import PYTHON, load_class
 from prefgrpo.run.checkpoint import CheckpointError, read_meta
+from prefgrpo.run.folder import RunFolder
 from prefgrpo.run.judging import pairwise_templates
-from prefgrpo.run.run_folder import RunFolder
 
 MAY_CHANGE = (
     "output", "name", "trackers", "data.cache", "offload",

@@ -25,9 +25,9 @@ from prefgrpo.data.atomic import save_images, write_atomic
 from prefgrpo.rewards.scorer import StepScores
 from prefgrpo.rollout.render import stills
 from prefgrpo.rollout.source_images import as_arrays
+from prefgrpo.run.folder import RunFolder
 from prefgrpo.run.log import Log, Pictures, Tracker
 from prefgrpo.run.pairs import store
-from prefgrpo.run.run_folder import RunFolder
 from prefgrpo.run.writer import Writer
 
 PAIRS = "pairs"

@@ -12,8 +12,8 @@ import pytest
 from judge_server import JudgeServer
 from tiny_run import all_end, attempt, ranks, recipe, rows, trained, tree, world
 
+from prefgrpo.run.folder import RunFolder
 from prefgrpo.run.measures import MIN_PROMPTS
-from prefgrpo.run.run_folder import RunFolder
 
 MEASURED = ["--eval.rewards", "jpeg_incompressibility"]
 

@@ -72,9 +72,19 @@ def close(got, want, limit):
         assert a.dtype == b.dtype and (a - b).abs().max() <= limit * max(float(b.abs().max()), scale)
 
 
+OWN_KINDS = (
+    "flux", "flux2", "flux3", "hunyuan_video", "hunyuan_video_15", "krea2", "qwen_image", "qwen_image_21", "sd3", "wan",
+    "z_image",
+)  # fmt: skip
+"""Families that together have every kind of block."""
+EVERY = [
+    *tiered([case_of(name) for name in MODELS if name not in STOCK], "lora"),
+    *tiered([case_of(name) for name in OWN_KINDS], "full"),
+]
+
+
 @pytest.mark.usefixtures("forced")
-@pytest.mark.parametrize("trained", ["lora", "full"])
-@pytest.mark.parametrize("case", tiered([case_of(name) for name in MODELS if name not in STOCK]))
+@pytest.mark.parametrize("case, trained", EVERY)
 def test_they_are_diffusers_own_in_every_family(case, trained):
     """In fp32, forward and gradients, also with recomputed blocks; a sample does not depend on its place."""
     with small_sources():
@@ -115,13 +125,6 @@ def error(got, want):
 def in_bf16(t):
     """A real tensor rounded to bf16, in fp32."""
     return t.bfloat16().float() if isinstance(t, torch.Tensor) and t.is_floating_point() else t
-
-
-OWN_KINDS = (
-    "flux", "flux2", "flux3", "hunyuan_video", "hunyuan_video_15", "krea2", "qwen_image", "qwen_image_21", "sd3", "wan",
-    "z_image",
-)  # fmt: skip
-"""Families that together have every kind of block."""
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.full] * (n != "flux")) for n in OWN_KINDS])
@@ -259,7 +262,7 @@ def blocks_of(made):
 
 
 @pytest.mark.usefixtures("forced")
-@pytest.mark.parametrize("dtype, trained", [("fp32", 4), ("bf16", 4), ("bf16", 0)])
+@pytest.mark.parametrize("dtype, trained", [("bf16", 4), ("bf16", 0)])
 def test_a_run_with_them_is_on_policy(trainer, dtype, trained):
     """The first ratio is exactly 1, with half of the blocks recomputed; all weights in bf16 are FSDP2's."""
     over = {"dtype": dtype, "train": {"lora_rank": trained, "gradient_checkpointing": 0.5, "steps": 2}}

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from ops_cases import BF16, DEVICE, F32, F64, each_in_graphs, make, serve
+from ops_cases import BF16, DEVICE, F32, F64, INTERPRETED, each_in_graphs, make, serve
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -122,13 +122,18 @@ class Recorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+FULL = pytest.mark.full
+SEVERAL = ("step of one index", "logp of a transposed latent", "normal", "win rates", "training")
+"""Calls that together have every op; other options of an op are other arguments, not other graphs."""
 PROMISES = ("test_schema", "test_autograd_registration", "test_faketensor")
 
 
-@each_in_graphs
-@pytest.mark.parametrize("mixture", [(F32, BF16), *(pytest.param(m, marks=pytest.mark.full) for m in (
-    (F32, F32), (BF16, F32), (BF16, BF16), (F64, F32)
-))], ids=str)  # fmt: skip
+@pytest.mark.parametrize("backend, mixture", [
+    (DEVICE, (F32, BF16)),
+    *(pytest.param(DEVICE, m, marks=FULL) for m in ((F32, F32), (BF16, F32), (BF16, BF16), (F64, F32))),
+    pytest.param("torch", (F32, BF16), marks=FULL),
+    *([("triton", (F32, BF16))] * (not INTERPRETED)),
+], ids=str)  # fmt: skip
 def test_opcheck(backend, mixture, monkeypatch):
     """Of every custom op, with the arguments that the public functions pass to it in a graph."""
     tests = PROMISES if mixture == (F32, BF16) else (*PROMISES, "test_aot_dispatch_dynamic")
@@ -145,9 +150,11 @@ def test_opcheck(backend, mixture, monkeypatch):
     }  # fmt: skip
 
 
-@each_in_graphs
-@pytest.mark.parametrize("name", CALLS)
-@pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.parametrize("backend, name, dynamic", [
+    *((backend, name, False) for backend in (DEVICE, *["triton"] * (not INTERPRETED)) for name in CALLS),
+    *(pytest.param("torch", name, False, marks=FULL) for name in SEVERAL),
+    *(pytest.param(DEVICE, name, True, marks=FULL) for name in SEVERAL),
+])  # fmt: skip
 def test_compiled(backend, name, dynamic):
     """One graph with eager's values and gradients; a dynamic graph is not recompiled for another batch size."""
     torch.compiler.reset()
@@ -178,6 +185,7 @@ def test_fake_tensors(backend, mixture):
             assert (f.shape, f.dtype, f.device, f.stride()) == (r.shape, r.dtype, r.device, r.stride()), name
 
 
+@FULL
 @each_in_graphs
 @pytest.mark.parametrize("dtypes", [(F32, F32), (F32, F64), (F64, F32)], ids=str)
 def test_the_gradient_of_a_compiled_loss(backend, dtypes):

@@ -1,9 +1,10 @@
 """Triton's compiled code for GPUs that are not present: cubins for sm_80, sm_89, sm_90 and sm_100, compiled offline.
 
-On sm_90 every specialisation that the ops launch (odd sizes for two triples of dtypes). Checks that nothing spills,
-that the kernels over latents use 128-bit accesses and few instructions, and those of transformer blocks no other
-accesses, that no a·x + b·v was contracted (the only fused multiply-adds are the explicit ones of the noise), and that
-a step and its replay add in the same order. Numbers are tested through the interpreter, by the ops.
+On sm_90 the specialisations that the ops launch: every option at the usual dtypes, and of other dtypes and sizes the
+largest. Checks that nothing spills, that the kernels over latents use 128-bit accesses and few instructions, and those
+of transformer blocks no other accesses, that no a·x + b·v was contracted (the only fused multiply-adds are the explicit
+ones of the noise), and that a step and its replay add in the same order. Numbers are tested through the interpreter, by
+the ops.
 """
 
 import json
@@ -89,7 +90,7 @@ def test_bulk_kernels_read_and_write_128_bits(built):
 
 @pytest.mark.full
 def test_instructions_per_element_stay_few(built):
-    """Of aligned tensors, in the disassembly."""
+    """Of aligned tensors, counted by the size of the code."""
     most = {"step": 80, "logp": 40, "grad": 50, "normal": 56}
     for k in built:
         if k["kernel"] in most and k["numbers"] == "round":
@@ -101,7 +102,7 @@ def test_a_value_compiles_nothing(built):
     """Other seeds, offsets and clip ranges run the same code: no compilation in the middle of a run."""
     for arch in (80, 89, 90, 100):
         names = [k["kernel"] for k in built if k["arch"] == arch and k["numbers"] == "round"]
-        assert names.count("normal") == 1 and names.count("policy") == 8, names
+        assert names.count("normal") == 1 and names.count("policy") == (8 if arch == 90 else 1), names
 
 
 def check_scalars(lines):
@@ -149,6 +150,7 @@ def test_a_step_and_its_replay_add_in_the_same_order(built, numbers):
     assert all(len(found) == 1 and found != {""} for found in layouts.values()), layouts
 
 
+@pytest.mark.full
 def test_where_a_latent_begins_changes_no_sum():
     """A view off 16 bytes is read by fewer elements per thread, which would be another order."""
     found = {}

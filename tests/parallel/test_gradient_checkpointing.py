@@ -11,7 +11,7 @@ from collections import Counter
 
 import pytest
 import torch
-from families import SIZES, case_of, conditions, noise, small_sources, tiered
+from families import QUICK, SIZES, case_of, conditions, folder, noise, small_sources, tiered
 from functorch.compile import make_boxed_func
 from tiny_run import all_end, fuse_on_cpu, merged, ranks
 from tiny_run import opened as ready
@@ -23,7 +23,6 @@ from prefgrpo.models import MODELS, blocks
 from prefgrpo.ops import gated_residual, use_backend
 from prefgrpo.parallel.gradient_checkpointing import budgets, checkpoint_blocks, keep_attention
 from prefgrpo.parallel.world import join
-from prefgrpo.tiny import pipelines
 from prefgrpo.update.throughput import _recomputed
 from tests.models.test_blocks import fuse, opened
 
@@ -84,11 +83,17 @@ def forward_of(adapter, case):
 BF16 = torch.bfloat16
 F32 = torch.float32
 WAYS = [("lora", BF16, "fused"), ("full", F32, "diffusers")]
+"""In which every family is recomputed: each choice once; the rest in a few families."""
 REST = [("lora", F32, "diffusers"), ("lora", BF16, "diffusers"), ("full", F32, "fused"), ("full", BF16, "fused")]
 
 
-@pytest.mark.parametrize("trained, dtype, kind", [*WAYS, *(pytest.param(*way, marks=pytest.mark.full) for way in REST)])
-@pytest.mark.parametrize("case", tiered([case_of(name) for name in MODELS]))
+@pytest.mark.parametrize(
+    "case, trained, dtype, kind",
+    [
+        *(param for way in WAYS for param in tiered([case_of(name) for name in MODELS], *way)),
+        *(pytest.param(case_of(name), *way, marks=pytest.mark.full) for way in REST for name in QUICK),
+    ],
+)
 def test_attention_runs_once_and_gradients_keep_their_bits(case, trained, dtype, kind, monkeypatch):
     monkeypatch.setattr(blocks, "FUSED_ON", ("cpu",) if kind == "fused" else ())
     with small_sources():
@@ -305,10 +310,15 @@ def wan22():
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("env", [{}, {"FUSED": "1"}], ids=["diffusers", "fused"])
-@pytest.mark.parametrize("family", [flux, pytest.param(wan22, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "family, env",
+    [
+        (flux, {"FUSED": "1"}),
+        pytest.param(wan22, {"FUSED": "1"}, marks=pytest.mark.full),
+        pytest.param(flux, {}, marks=pytest.mark.full),
+    ],
+)
 def test_on_two_processes(tmp_path, family, env):
     """Under Ulysses and in a ring, whose attention is a Function of diffusers or ours, and with sharded weights."""
-    pipelines.make(family.__name__, tmp_path / "model")
     file = tmp_path / "run.yaml"
-    all_end(ranks(file, 2, hook=family, PLACE=str(tmp_path / "model"), **env), seconds=300)
+    all_end(ranks(file, 2, hook=family, PLACE=str(folder(family.__name__)), **env), seconds=300)

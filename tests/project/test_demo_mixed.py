@@ -7,6 +7,7 @@ stop the run, and the weights change.
 
 import json
 
+import pytest
 import tiny_rewards
 import yaml
 from judge_server import JudgeServer
@@ -63,6 +64,7 @@ def recipe(place, url):
     return file
 
 
+@pytest.mark.full
 def test_all_rewards_are_scored_and_reported_and_the_policy_moves(tmp_path):
     with JudgeServer() as server:
         server.answer = flex

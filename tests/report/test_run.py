@@ -26,7 +26,7 @@ from prefgrpo.report.judged import ROWS
 from prefgrpo.report.read import read_run
 from prefgrpo.rollout.render import preview, sample
 from prefgrpo.run.evaluation import EvalSet, Evaluator
-from prefgrpo.run.run_folder import RunFolder
+from prefgrpo.run.folder import RunFolder
 from prefgrpo.run.trackers import save_groups
 from prefgrpo.run.writer import Writer
 from scripts.demo_world.strip import GAP, MARGIN, write_strip

@@ -27,8 +27,8 @@ from prefgrpo.data.atomic import write_folder
 from prefgrpo.ending import TrainingStopped
 from prefgrpo.run import checkpoint
 from prefgrpo.run.checkpoint import CheckpointError, Checkpoints, claim, read
+from prefgrpo.run.folder import RunFolder
 from prefgrpo.run.log import Log
-from prefgrpo.run.run_folder import RunFolder
 
 JUDGE = Path(prefgrpo.__file__).parent / "tiny" / "assets" / "judge"
 STATE = {"param.a": torch.arange(6.0).view(2, 3), "adamw.step.a": torch.tensor(3.0)}

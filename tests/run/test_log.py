@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 from tiny_run import ALONE
 
+from prefgrpo.run.folder import RunFolder
 from prefgrpo.run.log import Log, read_metrics, step_line
 from prefgrpo.run.metrics import policy_metrics
-from prefgrpo.run.run_folder import RunFolder
 from prefgrpo.run.trackers import TensorBoard
 
 NAN = float("nan")

@@ -20,8 +20,8 @@ from report_run import eval_row, make_run, train_row
 from prefgrpo.config.loading import from_dict
 from prefgrpo.run import trackers
 from prefgrpo.run.errors import tracker_errors
+from prefgrpo.run.folder import RunFolder
 from prefgrpo.run.log import Log
-from prefgrpo.run.run_folder import RunFolder
 from prefgrpo.run.trackers import open_trackers
 
 

@@ -21,7 +21,7 @@ from tiny_run import Brightness, all_end, environment, ranks, recipe, rows
 from prefgrpo.parallel.world import World
 from prefgrpo.rewards.base import RewardError
 from prefgrpo.run import checkpoint
-from prefgrpo.run.run_folder import RunFolder
+from prefgrpo.run.folder import RunFolder
 from prefgrpo.trainer import Trainer
 
 pytestmark = pytest.mark.dist

@@ -16,7 +16,7 @@ import pytest
 from safetensors import safe_open
 from tiny_run import Hold, all_end, hidden, ranks, recipe, rows, trained, tree, weights
 
-from prefgrpo.run.run_folder import RunFolder, step_of
+from prefgrpo.run.folder import RunFolder, step_of
 
 pytestmark = pytest.mark.dist
 

@@ -18,8 +18,8 @@ from prefgrpo.data.tables import DataError
 from prefgrpo.rewards.base import Sample
 from prefgrpo.rewards.scorer import StepScores
 from prefgrpo.run.errors import tracker_errors
+from prefgrpo.run.folder import RunFolder
 from prefgrpo.run.pairs import _store, open_pairs, read
-from prefgrpo.run.run_folder import RunFolder
 
 NAN = float("nan")
 
@@ -75,7 +75,7 @@ def test_stored_groups_have_their_sources_columns_and_verdicts_of_every_judge(tm
     folder = RunFolder(tmp_path)
     folder.config.write_text("model: m\n")
     for _ in range(2):  # a repeated step replaces its files
-        _store(folder.pairs, 7, step_scores({12: members}, games))
+        _store(folder, 7, step_scores({12: members}, games))
     first, second = read(str(tmp_path))
     np.testing.assert_array_equal(first.wins, [[NAN, 0.75, NAN], [0.25, NAN, NAN], [NAN, NAN, NAN]])
     np.testing.assert_array_equal(second.wins, [[NAN, 0.25, NAN], [0.75, NAN, NAN], [NAN, NAN, NAN]])

@@ -48,7 +48,7 @@ from prefgrpo.parallel.shard import to_local
 from prefgrpo.rewards.base import PointwiseReward, Score
 from prefgrpo.run import checkpoint
 from prefgrpo.run.checkpoint import Checkpoints
-from prefgrpo.run.run_folder import RunFolder
+from prefgrpo.run.folder import RunFolder
 
 pytestmark = pytest.mark.dist
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "prefgrpo"]

@@ -15,8 +15,8 @@ from transformers import get_wsd_schedule
 
 from prefgrpo.config.schema import Config, TrainConfig
 from prefgrpo.run.checkpoint import CheckpointError, Checkpoints, read
+from prefgrpo.run.folder import RunFolder
 from prefgrpo.run.notes import change_notes
-from prefgrpo.run.run_folder import RunFolder
 from prefgrpo.update.policy import Policy, learning_rate
 
 TRAIN = TrainConfig(lr=0.1, beta2=0.95, weight_decay=0.2, max_grad_norm=0.7, warmup_steps=4, ema_decay=0.9)

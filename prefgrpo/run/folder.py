@@ -15,6 +15,12 @@ from prefgrpo.config.recipe import UserError
 
 PRODUCTS = ("lora", "pipeline")
 """The finished weights in diffusers format: a LoRA, or the whole pipeline after full fine-tuning."""
+STATE = "state.json"
+"""In a checkpoint, the last file to be written: step, layout, and what the run was started with."""
+ABOUT = ".about.json"
+"""In a folder of generated files: what they were made with."""
+COMPARISON = "comparison.json"
+"""In a folder of an evaluation against other weights: the result."""
 
 
 class RunFolder:
@@ -22,6 +28,7 @@ class RunFolder:
 
     def __init__(self, root: str | Path) -> None:
         self.root = root = Path(root)
+        self.lock = root / ".lock"
         self.config = root / "config.yaml"
         self.metrics = root / "metrics.jsonl"
         self.judgements = self.judgements_of(0)
@@ -34,6 +41,8 @@ class RunFolder:
         self.groups = root / "groups"
         self.pairs = root / "pairs"
         """All judged groups, with the tracker `pairs`."""
+        self.comfy = root / "comfy"
+        """The LoRA of checkpoints as single files for ComfyUI."""
         self.report = root / "report.html"
         self.first_lora = root / "inputs" / "lora"
         """The LoRA that the run continues, before its first step."""
@@ -62,6 +71,14 @@ class RunFolder:
     def product(self, lora: bool) -> Path:
         """The finished LoRA or pipeline."""
         return self.root / PRODUCTS[0 if lora else 1]
+
+    def exported(self, checkpoint: Path) -> Path:
+        """The LoRA or pipeline of a checkpoint."""
+        return self.root / "exports" / checkpoint.name
+
+    def evaluation(self, weights: str, name: str) -> Path:
+        """Files and results of `prefgrpo evaluate` with these weights, by suite or by what they are compared with."""
+        return self.root / "evaluations" / weights / name
 
     def initial_image(self, name: str, number: int) -> Path:
         """An image or clip of the starting policy on the evaluation set `name`."""
@@ -94,6 +111,18 @@ class RunFolder:
     def all_groups(self) -> list[Path]:
         """The groups of all steps, by step."""
         return sorted(self.groups.glob(f"step_{'[0-9]' * 6}.npz"))
+
+    def pair_table(self, group: int) -> Path:
+        """A judged group, as a table of pairs."""
+        return self.pairs / f"{group:06d}.jsonl"
+
+    def all_pair_tables(self) -> list[Path]:
+        """The tables of all judged groups, by number."""
+        return sorted(self.pairs.glob("*.jsonl"))
+
+    def pair_image(self, group: int, which: str) -> Path:
+        """An image of a judged group: a member, or a source image."""
+        return self.pairs / f"{group:06d}_{which}.webp"
 
     def checkpoint(self, step: int) -> Path:
         """The checkpoint after a step."""
