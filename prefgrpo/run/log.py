@@ -36,7 +36,7 @@ REASONS_SHOWN = 3
 """Reasons for missing rewards that a step prints, most frequent first; a run prints ten times as many."""
 
 LONGEST = 512
-"""Most pixels of the longer side of an evaluation's images in trackers, which encode them as PNG."""
+"""Maximum pixels of the longer side of an evaluation's images in trackers, which encode them as PNG."""
 IN_LINE = {
     "pairs/accuracy": "{:.0%} of the pairs ranked rightly",
     "judge/requests": "judged {:.0f}",
@@ -60,7 +60,7 @@ Pictures = dict[str, tuple[str, NDArray[np.uint8]]]
 
 
 class Tracker(Protocol):
-    """What a run's metrics and pictures are sent to (`run.trackers`)."""
+    """Receiver of a run's metrics and pictures (`run.trackers`)."""
 
     def log(self, step: int, numbers: Mapping[str, float], pictures: Pictures) -> None:
         """Take the numbers and pictures of a step."""
