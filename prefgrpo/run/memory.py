@@ -71,7 +71,7 @@ def _parameters(component: Path) -> int:
 
 
 def check_memory(parts: Mapping[str, int], device: torch.device) -> None:
-    """Raise ConfigError, which names the fields that help, if so many bytes do not fit on a GPU."""
+    """Raise ConfigError, which names the fields that help, if this many bytes do not fit on a GPU."""
     if device.type != "cuda":
         return
     needed = sum(parts.values())
@@ -131,7 +131,7 @@ def sample_bytes(config: Config, latent_shape: Sequence[int], layout: Layout) ->
 
 
 def static_bytes(adapter: Adapter, policy: Policy) -> dict[str, int]:
-    """Bytes per kind on the adapter's device, of sharded tensors those of this process's shard. Weights include
+    """Bytes per kind on the adapter's device; for sharded tensors, those of this process's shard. Weights include
     buffers and the parts of the pipeline that are not trained; all other kinds exist for trained weights only."""
     kind_of_device = adapter.device.type
 
@@ -171,8 +171,8 @@ def kept_attention(config: Config, adapter: Adapter, layout: Layout) -> int:
 
 
 def reduces_once(config: Config, adapter: Adapter, policy: Policy, world: World) -> bool:
-    """Whether an update sums the gradients of sharded weights once, as half of the memory of every GPU holds whole
-    gradients too (`whole_gradients`); the other half is for activations. A run that is resumed decides alike.
+    """Whether an update sums the gradients of sharded weights only once, because half of every GPU's memory can hold
+    whole gradients too (`whole_gradients`); the other half is for activations. A resumed run decides alike.
 
     Never with several denoisers, one of which an update's last backward does not run.
     """

@@ -68,8 +68,8 @@ def sampler_notes(config: Config) -> list[str]:
 
 
 def change_notes(before: Config, now: Config, done: int) -> list[str]:
-    """The values that a resumed run changes after `done` steps, and what its learning rate becomes if it falls; none if
-    nothing changes."""
+    """The values that a resumed run changes after `done` steps, and what its learning rate becomes if it decays; none
+    if nothing changes."""
     changed = differences(before, now)
     notes = [f"changed since: {field} {old} → {new}" for field, (old, new) in changed.items()]
     t = now.train
@@ -82,7 +82,8 @@ def change_notes(before: Config, now: Config, done: int) -> list[str]:
 
 
 def kernel_notes(config: Config, adapter: Adapter, world: World) -> Iterator[str]:
-    """What multiplies weights in fp8; on a GPU: the attention backend that runs, and how many blocks are fused."""
+    """Which kernels multiply weights in fp8; on a GPU, the attention backend that runs, and how many blocks are
+    fused."""
     device = world.device
     if config.fp8_base:
         layers = sum(isinstance(m, Fp8Linear) for net in adapter.modules().values() for m in net.modules())
@@ -129,7 +130,7 @@ def idle_warning(config: Config, dp_size: int) -> str:
 
 
 def skipped_note(config: Config) -> str:
-    """What to look at after the first update that was skipped."""
+    """Advice after the first skipped update."""
     return (
         "an update was skipped because its gradient was not finite, so no weight changed; look at "
         f"attention ({config.attention}; _native_math excludes a faulty kernel), dtype ({config.dtype}; fp32 excludes "
@@ -138,7 +139,7 @@ def skipped_note(config: Config) -> str:
 
 
 def on_policy_note(config: Config, values: Mapping[str, float], first: bool) -> str:
-    """The on-policy check of a finished step: in a run's first step, or where it is off; '' otherwise."""
+    """The on-policy check of a finished step: in a run's first step, or when it fails; '' otherwise."""
     error = values.get("policy/on_policy_error")
     limit = config.train.clip_range / 10
     if error is None or not values["samples_trained"] or not (first or error > limit):
