@@ -21,8 +21,8 @@ from prefgrpo.parallel.gradient_checkpointing import budgets
 from prefgrpo.parallel.world import World
 from prefgrpo.rollout.render import decode
 from prefgrpo.run.errors import errors, refuse
-from prefgrpo.run.memory import kept_attention, sample_bytes
-from prefgrpo.run.notes import GIB, kernel_notes, memory_line, peak_memory, step_bytes
+from prefgrpo.run.memory import GIB, kept_attention, memory_line, peak_memory, sample_bytes, step_bytes
+from prefgrpo.run.notes import kernel_notes
 from prefgrpo.run.opening import open_run
 from prefgrpo.run.rewards import Rewards
 from prefgrpo.run.source import open_source

@@ -144,7 +144,7 @@ def generate_files(weights: Weights, jobs: Sequence[Job], world: World, fps: flo
     """Generate every missing file, each rank its share, then wait for all ranks; loads the model only if needed.
 
     What is missing is decided by rank 0: the processes of a share run the same forwards, but a shared disk may show
-    them different files. Returns the number of files that were there. Raises ConfigError, ModelError or
+    them different files. Returns the number of files that already existed. Raises ConfigError, ModelError or
     CheckpointError.
     """
     config = weights.config

@@ -1,7 +1,7 @@
 """`prefgrpo score --rewards SPEC --images DIR --prompts FILE`: score a folder of images or clips.
 
 Files are scored in fixed units of whole groups, unit k by rank k mod world size. Invariant: the JSON is byte-identical
-for any number of processes with the same number of CPU threads (except that a judge which batches requests dynamically
+for any number of processes with the same number of CPU threads (except that a judge that batches requests dynamically
 may change the last digits).
 """
 

@@ -1,7 +1,7 @@
 """Every mistake that a configuration and its model's folder can have, found before a model is loaded or a judge asked.
 
-`errors` is for training, `model_errors` for what only samples or encodes. What a section of the configuration
-contradicts by itself is found when it is read (`config.schema`), what prompts lack when rewards are built.
+`errors` is for training, `model_errors` for what only samples or encodes. Contradictions within
+the configuration are found when it is read (`config.schema`), what prompts lack when rewards are built.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ def _lost_rewards(config: Config) -> list[str]:
 
 def model_errors(config: Config, trains: bool = False, download: bool = False) -> list[str]:
     """Why a configuration's model cannot sample or, with `trains`, be trained: its folder, options that its family does
-    not support, the objective, and sizes and steps that the model does not have. Without `download`, of a model on the
-    hub what is known without its folder."""
+    not support, the objective, and sizes and steps that the model does not have. Without `download`, only what is known
+    without the folder of a model on the hub."""
     found = option_errors(config) + _named_errors(config)
     if is_hub_id(config.model) and not download:
         return found
@@ -261,7 +261,7 @@ def _combination_errors(config: Config) -> list[str]:
 
 
 def window_errors(config: Config, outline: Adapter) -> list[str]:
-    """Steps and times that may be trained, but cannot be under the model's schedule."""
+    """Steps and times that may be trained, but not under the model's schedule."""
     found: list[str] = []
     try:
         Schedules(config, outline, torch.device("cpu")).check()
@@ -297,7 +297,7 @@ def _pair_errors(config: Config) -> list[str]:
         objective = make_objective(config.train)
         sound = family(config.family).with_sound
     except ValueError:
-        return found  # said elsewhere
+        return found  # reported elsewhere
     if objective.on_policy:
         offline = [name for name in OBJECTIVES if not make_objective(TrainConfig(objective=name)).on_policy]
         options = f" with objective_options {config.train.objective_options}" * bool(config.train.objective_options)

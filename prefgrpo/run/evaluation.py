@@ -46,7 +46,7 @@ IN_REPORT = 12
 
 
 class BothSamples(NamedTuple):
-    """Two samples of a prompt from the same noise: of the policy, and of the one that it is compared with."""
+    """Two samples of a prompt from the same noise: the policy's, and that of the policy it is compared with."""
 
     now: Sample
     before: Sample
@@ -70,7 +70,7 @@ class Compared:
     """What the rewards say about pairs of samples."""
 
     measures: list[PairMeasures]
-    """Of each pair."""
+    """Measures of each pair."""
     answers: list[list[JudgedOrder]]
     """The judges' answers to each pair."""
     reasons: Counter[str]
@@ -160,7 +160,7 @@ class Evaluator:
 
     def run(self, step: int) -> Comparison:
         """Evaluate the policy after `step` steps, over all ranks, and store the report's images. At step 0 it is the
-        initial policy, whose images are there: they are scored, but compared with nothing."""
+        initial policy, whose images exist: they are scored, but compared with nothing."""
         index = self.scored
         now = self.render(self.share) if step else self.before
         pairs: list[BothSamples] = []

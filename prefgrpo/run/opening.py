@@ -1,4 +1,4 @@
-"""Opens a run, in one order for training and for `--dry-run`: prompts before this, then the model, its policy, the
+"""Opens a run, in the same order for training and `--dry-run`: prompts before this, then the model, its policy, the
 schedules, the groups of its steps and the gradients; and the weights that `generate`, `evaluate` and `export` name.
 
 Invariant: a value that the model rejects raises a ConfigError that names its field.
@@ -154,7 +154,7 @@ def garbage_frozen() -> Iterator[None]:
     """Context in which Python's garbage collector ignores all objects that existed on entry.
 
     After importing torch, diffusers and transformers there are half a million, and a full collection visits each.
-    Processes collect at different times, and every time all others wait.
+    Processes collect at different times, and each time all the others wait.
     """
     gc.collect()
     gc.freeze()

@@ -1,7 +1,7 @@
 """A run's judged groups as pairs to train on: written by the tracker `pairs`, and read from a run's folder.
 
 With the tracker, RUN/pairs has every judged group: its images as lossless WebP, and a table GROUP.jsonl with a row per
-judging reward, in the format of `data.pair_rows`. Without it, the few groups of the report are all that a run keeps.
+judging reward, in the format of `data.pair_rows`. Without it, a run keeps only the few groups of its report.
 Invariant: a group's files depend only on its number, so a run that repeats steps replaces theirs.
 """
 

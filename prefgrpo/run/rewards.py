@@ -103,14 +103,14 @@ class Rewards:
         self.check(field, new, prompts)
         ready = [replace(e, options=e.options | self._judge_option(e, prompts)) for e in new]
         built = build(ready) if ready else {}
-        if errors := unsupported(self.media, field, built, prompts):  # an open judge may take less than its class
+        if errors := unsupported(self.media, field, built, prompts):  # an open judge may accept less than its class
             raise ConfigError(errors)
         self._built += [(entry, built[entry.name]) for entry in new]
         rewards |= built
         return {name: rewards[name] for name in wanted}
 
     def check(self, field: str, entries: Iterable[RewardEntry], prompts: Sequence[Prompt]) -> None:
-        """What can be known before a judge is asked or a reward is loaded. Raises ConfigError if a reward, or its
+        """Checks what is known before a judge is asked or a reward is loaded. Raises ConfigError if a reward, or its
         template, cannot score these prompts, or a Python function fails on grey images."""
         entries = list(entries)
         classes = {entry.name: load_class(entry.reward) for entry in entries}
@@ -219,7 +219,7 @@ def unsupported(
 
 
 def unread_columns(config: Config, prompts: Sequence[Prompt]) -> list[str]:
-    """Columns of the prompts that nothing in this run reads; none if a reward of one's own may read any."""
+    """Columns of the prompts that nothing in this run reads; none if a reward of the user's may read any."""
     classes = [load_class(entry.reward) for entry in (*config.rewards, *config.measured)]
     if not all(cls.__module__.startswith("prefgrpo.rewards.") for cls in classes):
         return []
@@ -244,7 +244,7 @@ def training_scorer(config: Config, rewards: Mapping[str, Reward], log: Path, wo
 
 def evaluation_scorer(config: Config, rewards: Mapping[str, Reward]) -> Scorer:
     """The scorer of (current, initial) pairs under the rewards of `config.measured`: pairs are compared in both orders,
-    and a judge's answers are won, tied or lost."""
+    and a judge's answers are rounded to won, tied or lost."""
     trained = {entry.name for entry in config.rewards if entry.weight and entry in config.measured}
     rewards = dict(sorted(rewards.items(), key=lambda item: item[0] not in trained))
     return Scorer(rewards, 2, config.judge.deadline_s, config.seed, plan=both_orders)

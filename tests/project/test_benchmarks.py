@@ -261,6 +261,7 @@ def test_the_blocks_of_pages_are_rendered_from_the_results(root):
 # ---- the time of a step ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_a_step_is_estimated_from_its_flop(root):
     """Wan's 40 layers of width 5120 by hand, 32,760 latent tokens with themselves and with 512 of text; what one H100
     measured of FLUX.1-dev at 720², within a tenth: 2 images, 6 denoising and 3 trained steps, no recomputation

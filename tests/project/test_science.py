@@ -95,6 +95,7 @@ def write(folder, name, seed, accuracy, **changes):
     (folder / f"{name}_{seed}.json").write_text(text)
 
 
+@pytest.mark.full
 def test_a_run_of_the_world_words_counts_the_calls_of_its_simulated_judge(tmp_path):
     calls.train_words(calls.ARMS["words_grpo_k2"], {"seed": 0}, tmp_path / "run.json", 1, 1)
     run = json.loads((tmp_path / "run.json").read_text())

@@ -92,7 +92,7 @@ SAME = {
 }
 
 
-@pytest.mark.parametrize("case", ["grpo", "sft", pytest.param("guard", marks=pytest.mark.full)])
+@pytest.mark.parametrize("case", ["grpo", *(pytest.param(c, marks=pytest.mark.full) for c in ("sft", "guard"))])
 def test_where_no_weight_moves_nothing_changes(trainer, case):
     found = []
     for staleness in (0, 1):
