@@ -21,4 +21,4 @@ esac
 "$venv/bin/pip" install -q --no-compile -c "$tmp/versions.txt" -e ".[dev]"
 "$venv/bin/python" scripts/torchvision_cpu.py
 "$venv/bin/pip" list 2>/dev/null | grep -E "^(torch|torchvision|triton|numpy|diffusers|transformers|peft|accelerate) "
-OMP_NUM_THREADS=1 "$venv/bin/python" -m pytest -n 2 --dist worksteal -m "not full" "$@"
+OMP_NUM_THREADS=1 "$venv/bin/python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not full" "$@"

@@ -38,8 +38,8 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
+from prefgrpo.config.recipe import UserError
 from prefgrpo.judge.event_loop import loop_thread
-from prefgrpo.judge.verdict import JudgeError
 
 RETRIES = 5
 """Most retries of a request that a server answers with 500."""
@@ -63,6 +63,10 @@ T = TypeVar("T")
 Kind = enum.Enum("Kind", "GIVE_UP ELSEWHERE LATE BROKEN BUSY DOWN")
 _KINDS = {400: Kind.GIVE_UP, 413: Kind.GIVE_UP, 422: Kind.GIVE_UP, 429: Kind.BUSY, 500: Kind.BROKEN, 503: Kind.BUSY}
 _KINDS |= {501: Kind.ELSEWHERE, 502: Kind.BUSY, 504: Kind.LATE, 401: Kind.DOWN}
+
+
+class JudgeError(UserError, RuntimeError):
+    """A judge cannot be used; the message says what was expected, what was found, and what to do."""
 
 
 class Failure(Exception):

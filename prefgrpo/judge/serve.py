@@ -16,7 +16,7 @@ from typing import Annotated
 import tyro
 
 from prefgrpo.config.recipe import did_you_mean
-from prefgrpo.judge.verdict import JudgeError
+from prefgrpo.judge.http import JudgeError
 
 _SIZES = ("", "-2b", "-4b", "-8b", "-32b")
 

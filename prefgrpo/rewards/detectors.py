@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from prefgrpo.data.media import Media
 from prefgrpo.rewards.base import RewardError, library
-from prefgrpo.rewards.checkpoints import device_of, frozen, loading, pretrained
+from prefgrpo.rewards.weights import device_of, frozen, loading, pretrained
 
 RENAMED = {
     "mouse": "computer mouse", "remote": "tv remote", "keyboard": "computer keyboard", "motorbike": "motorcycle",

@@ -17,16 +17,16 @@ import pytest
 import torch
 from aiohttp import web
 from judge_server import JudgeServer, reply, until
+from pair_questions import asker
 from tiny_media import noise
 
 from prefgrpo.config.loading import load
 from prefgrpo.judge import client, event_loop
-from prefgrpo.judge.client import HttpJudge
 from prefgrpo.parallel.world import World
 from prefgrpo.rewards import build, load_class
 from prefgrpo.rewards.base import Sample
 from prefgrpo.rewards.scorer import Scorer
-from prefgrpo.run.judging import judge_config
+from prefgrpo.run.rewards import judge_config
 
 RANKS, TOKENS = 8, 1500
 CATEGORIES = [
@@ -143,7 +143,7 @@ def test_a_loaded_judge_of_eight_ranks_loses_nothing(recipe, rate, clock):
         own = judge_config(config, entry, World(rank, RANKS, torch.device("cpu")))
         own = replace(own, endpoints=(server.url,), model=server.model)
         client._clients.clear()  # ranks are separate processes and share no client
-        reward = build(name, {name: {"judge": HttpJudge(own, template), "plan": entry.options["plan"]}})
+        reward = build(name, {name: {"judge": asker(own, template), "plan": entry.options["plan"]}})
         scorers.append(Scorer(reward, rollout.group_size, section.deadline_s, config.seed))
     for rank, scorer in enumerate(scorers):
         groups = range(rank, rollout.prompts_per_step, RANKS)

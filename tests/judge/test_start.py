@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 from judge_server import MODEL, JudgeServer, free_port
+from pair_questions import asker
 from tiny_run import all_end, recipe, rows, start
 
 from prefgrpo.config.schema import JudgeConfig
 from prefgrpo.judge import http
 from prefgrpo.judge.check import check, check_reachable
-from prefgrpo.judge.client import HttpJudge
-from prefgrpo.judge.verdict import JudgeError
+from prefgrpo.judge.http import JudgeError
 
 
 def test_a_server_that_starts_after_the_check_is_waited_for_and_the_wait_is_reported(monkeypatch):
@@ -81,7 +81,7 @@ def test_servers_that_are_not_vllm():
             check_reachable(JudgeConfig((url,), "big"))
         for lists in (True, False):
             server.lists = lists
-            assert check(HttpJudge(JudgeConfig((f"{url}/",), MODEL)), known_answers=True).alarm == ""
+            assert check(*asker(JudgeConfig((f"{url}/",), MODEL)), known_answers=True).alarm == ""
         with pytest.raises(JudgeError, match=r"lists no model: /models answered 404; .* or judge\.model"):
             check_reachable(JudgeConfig((url,)))
         assert check_reachable(JudgeConfig((f"{server.url}/v1",)))[0] == MODEL
@@ -119,9 +119,9 @@ def test_a_run_whose_server_starts_later_ends_with_every_verdict(place, late_s):
 
 def test_a_probe_has_the_time_of_an_answer():
     with JudgeServer(delay_s=0.6) as server:
-        check(HttpJudge(JudgeConfig((server.url,))), wait_s=0.2)
+        check(*asker(JudgeConfig((server.url,))), wait_s=0.2)
         with pytest.raises(JudgeError, match=r"did not answer within 0\.4 s"):
-            check(HttpJudge(JudgeConfig((server.url,), timeout_s=0.4)))
+            check(*asker(JudgeConfig((server.url,), timeout_s=0.4)))
 
 
 def test_every_rank_must_reach_the_judge(place):

@@ -26,7 +26,7 @@ from families import stock_pipe as pipe_of
 from tiny_run import opened
 
 from prefgrpo.config.loading import from_dict
-from prefgrpo.models import family
+from prefgrpo.models import MODELS, family
 from prefgrpo.parallel.shard import full_tensor
 from prefgrpo.parallel.world import join, leave
 from prefgrpo.rollout.rollout import rollout
@@ -35,7 +35,6 @@ from prefgrpo.update.trajectory import replay
 
 pytestmark = pytest.mark.families
 BF16 = torch.bfloat16
-every = pytest.mark.parametrize("case", tiered(CASES))
 SIZE, STEPS = SIZES[1], 4
 ONE = PROMPTS[1:]
 """One prompt per call: text encoders round batches in bf16 otherwise than single prompts."""
@@ -118,7 +117,7 @@ def without_padding(call):
     return call
 
 
-@every
+@pytest.mark.parametrize("case", tiered(CASES))
 def test_the_velocity_is_the_stock_denoisers_bit_for_bit(case):
     """At the latents of each step of a stock run, from our schedule and conditions."""
     case = case.unguided()
@@ -178,7 +177,7 @@ def full_run(case, dtype="bf16"):
     leave()
 
 
-@every
+@pytest.mark.parametrize("case", tiered([case_of(name) for name in MODELS]))
 def test_masters_in_fp32_compute_as_the_bf16_model(case):
     """The velocity is that of the bf16 model and the first ratio 1; the gradient is autograd's through that model.
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import case_of, conditions, folder, perturb, tiered
+from families import QUICK, case_of, conditions, folder, linked, perturb, tiered
 from peft import LoraConfig, inject_adapter_in_model
 from tiny_run import ALONE, all_end, fuse_on_cpu, ranks, recipe, rows, train, trained, weights
 from tiny_run import world as tiny_world
@@ -64,7 +64,7 @@ def error(got, want):
     return float((got.double() - want).norm() / want.norm().clamp_min(1e-30))
 
 
-@pytest.mark.parametrize("cases", [range(40), pytest.param(range(40, 1100), marks=FULL)], ids=lambda r: str(len(r)))
+@pytest.mark.parametrize("cases", [range(40), pytest.param(range(40, 340), marks=FULL)], ids=lambda r: str(len(r)))
 @pytest.mark.parametrize("products", ["fp8", "dequantised"])
 def test_the_layer_is_its_stored_weights(cases, products, monkeypatch):
     """Forward: x's rows and W as stored, multiplied in fp64, and the LoRA of x itself. The gradient of x is that of the
@@ -176,8 +176,10 @@ def settings(case, place, dtype="bf16", **more):
     return from_dict(values | {"rollout": {"height": 32, "width": 32, "batch_size": 2, **frames}} | more)
 
 
-@pytest.mark.parametrize("recomputed", [0.0, 1.0], ids=["kept", "recomputed"])
-@pytest.mark.parametrize("case", tiered([case_of(name) for name in MODELS]))
+@pytest.mark.parametrize(
+    "case, recomputed",
+    [*tiered([case_of(name) for name in MODELS], 0.0), *tiered([case_of(name) for name in QUICK], 1.0)],
+)
 @pytest.mark.usefixtures("few_source_tokens")
 def test_the_first_ratio_is_exactly_1(case, recomputed, tmp_path):
     """In bf16; what is in fp8: every Linear of the repeated blocks, except what diffusers keeps in fp32, and no other.
@@ -217,7 +219,8 @@ def test_the_first_ratio_is_exactly_1(case, recomputed, tmp_path):
             assert p.dtype in ((torch.float32,) if wide else (BF16, torch.float8_e4m3fn)), name
 
 
-@pytest.mark.parametrize("name", ["flux", pytest.param("wan22", marks=FULL)])
+@FULL
+@pytest.mark.parametrize("name", ["flux", "wan22"])
 def test_a_run_is_resumed_bit_by_bit(name, tmp_path):
     """Its weights, and those of a run that was not stopped; its LoRA is loaded by the stock pipeline; a resumed run
     keeps its base."""
@@ -245,9 +248,7 @@ def test_a_run_is_resumed_bit_by_bit(name, tmp_path):
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    made = tmp_path_factory.mktemp("mesh")
-    for family in ("flux", "wan22"):
-        pipelines.make(family, made / family)
+    made = linked(tmp_path_factory.mktemp("mesh"), ("flux", "wan22"))
     (made / "prompts.txt").write_text("\n".join(test_parallelize.TEXTS) + "\n")
     return made
 
@@ -281,7 +282,7 @@ def in_fp8(family, dtype, layout):
 @pytest.mark.parametrize(
     "family, dtype, env",
     [
-        ("flux", "bf16", {}),
+        pytest.param("flux", "bf16", {}, marks=FULL),
         pytest.param("flux wan22", "fp32", {}, marks=FULL),
         pytest.param("flux wan22", "bf16", {"FUSED": "1"}, marks=FULL),
     ],

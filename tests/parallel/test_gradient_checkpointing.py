@@ -9,6 +9,7 @@ import gc
 import os
 from collections import Counter
 
+import flash_reference
 import pytest
 import torch
 from families import QUICK, SIZES, case_of, conditions, folder, noise, small_sources, tiered
@@ -224,25 +225,6 @@ def test_the_gate_alone_needs_no_saved_tensor():
 
 
 # ---- two processes
-def flash(query, key, value, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None):
-    """A GPU's operator, on a CPU."""
-    scores = query.float() @ key.float().mT * (scale or query.shape[-1] ** -0.5)
-    out = (scores.softmax(-1) @ value.float()).to(query.dtype)
-    seed = torch.zeros(2, dtype=torch.int64)
-    nothing = torch.empty(0)
-    return out, scores.logsumexp(-1), nothing, nothing, query.shape[2], key.shape[2], seed, seed[0].clone(), nothing
-
-
-def flash_backward(grad, query, key, value, out, lse, *_, scale=None):
-    """Of `flash`, for log-sum-exps that may be over more keys."""
-    factor = scale or query.shape[-1] ** -0.5
-    p = (query.float() @ key.float().mT * factor - lse[..., None]).exp()
-    dp = grad.float() @ value.float().mT
-    ds = p * (dp - (grad.float() * out.float()).sum(-1, keepdim=True)) * factor
-    grads = ds @ key.float(), ds.mT @ query.float(), p.mT @ grad.float()
-    return tuple(g.to(query.dtype) for g in grads)
-
-
 SPLITS = {
     "ulysses": ({"ulysses": 2}, "_native_flash", 4),
     "ulysses, native": ({"ulysses": 2}, "native", 4),
@@ -256,9 +238,7 @@ SPLITS = {
 def split(family):
     """Runs in the new process: a family under every layout."""
     torch.set_num_threads(1)
-    library = torch.library.Library("aten", "IMPL")
-    library.impl("_scaled_dot_product_flash_attention", flash, "CPU")
-    library.impl("_scaled_dot_product_flash_attention_backward", flash_backward, "CPU")
+    flash_reference.register()
     if "FUSED" in os.environ:
         fuse_on_cpu()
     case = case_of(family)

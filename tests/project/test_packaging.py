@@ -275,6 +275,7 @@ def test_every_family_encodes_with_the_train_extra_alone(tmp_path):
     assert {"wan_i2v", "wan22_i2v", "flux", "qwen_image_edit"} <= set(families)
 
 
+@pytest.mark.full
 def test_doctor_without_the_optional_packages():
     lacking = ("triton", "torchvision", "peft", "diffusers", "transformers", "prefgrpo._C")
     code = HIDE.format(names=lacking) + "from prefgrpo.commands.doctor import doctor\nraise SystemExit(doctor())"

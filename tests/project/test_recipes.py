@@ -1,5 +1,5 @@
-"""The recipes in scripts/METHOD/, dry-run on a tiny pipeline of their family with only model and prompts changed; two
-training steps per family with a judge over HTTP.
+"""The recipes in scripts/METHOD/, dry-run on a tiny pipeline of their family with only model and prompts changed; some
+train with a judge over HTTP.
 
 Why these cases: a recipe breaks when a field is renamed or a value no longer fits its family (frames, a second guidance
 scale, LoRA targets, a window), and users change only the model and the prompts.
@@ -14,6 +14,7 @@ from inspect import signature
 import pytest
 import torch
 import yaml
+from families import QUICK, linked
 from judge_server import JudgeServer, images
 from PIL import Image
 from tiny_run import rows, tree
@@ -32,10 +33,9 @@ from prefgrpo.parallel.world import Layout, World
 from prefgrpo.rewards import load_class
 from prefgrpo.rollout.assignment import assign_batches
 from prefgrpo.run.errors import batch_errors, idle_errors, reward_errors
-from prefgrpo.run.judging import makes_clips
 from prefgrpo.run.memory import stored_bytes
 from prefgrpo.run.notes import idle_warning
-from prefgrpo.tiny import pipelines
+from prefgrpo.run.rewards import makes_clips
 
 FOLDER = __import__("pathlib").Path(__file__).resolve().parents[2] / "scripts"
 RECIPES = sorted(p for p in FOLDER.glob("*/*.yaml") if p.stem.startswith(("lora_", "full_")))
@@ -58,9 +58,7 @@ def cases(recipes, quick):
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("recipes")
-    for family in FAMILIES:
-        pipelines.make(family, folder / family)
+    folder = linked(tmp_path_factory.mktemp("recipes"), FAMILIES)
     Image.new("RGB", (80, 120), "red").save(folder / "a.png")
     return folder
 
@@ -246,7 +244,7 @@ def test_a_few_of_the_published_values_are_in_the_recipes():
     assert (r.guidance, r.guidance_2, t.lr, t.lora_rank, t.lora_alpha, t.kl_coef) == (4.0, 3.0, 4e-5, 64, 128, 0.004)
 
 
-@pytest.mark.parametrize("recipe", cases(RECIPES, [next(p for p in PLAIN if p.stem == f"lora_{f}") for f in FAMILIES]))
+@pytest.mark.parametrize("recipe", cases(RECIPES, [FOLDER / "prefgrpo" / f"lora_{name}.yaml" for name in QUICK]))
 def test_a_recipe_dry_runs(place, recipe, monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["train", str(recipe), "--dry-run", *options(place, recipe)]) == 0
@@ -285,7 +283,11 @@ def test_a_recipe_for_pairs_dry_runs(place, recipe, monkeypatch, tmp_path, capsy
     assert tree(tmp_path) == {}
 
 
-@pytest.mark.parametrize("recipe", cases(PLAIN, [FOLDER / "prefgrpo" / "lora_flux.yaml"]))
+TRAINED = [FOLDER / "prefgrpo" / f"lora_{name}.yaml" for name in ("flux", "sd3", "qwen_image_edit", "wan22", "ltx2")]
+"""Images, guidance, edits, clips of two experts, and clips with sound."""
+
+
+@pytest.mark.parametrize("recipe", cases(TRAINED, TRAINED[:1]))
 def test_a_family_trains_with_model_and_prompts_alone(place, recipe, monkeypatch, tmp_path):
     """Two steps of FLUX, one of the other families."""
     monkeypatch.chdir(tmp_path)
