@@ -39,8 +39,7 @@ class Judged(Reward):
     max_pixels: PositiveInt | None = None
 
     judged = True
-    kinds: ClassVar[tuple[str, ...]] = PAIR_ANSWERS
-    """Kinds of answers that it supports."""
+    kinds = PAIR_ANSWERS
 
     def __post_init__(self) -> None:
         given = self.judge
