@@ -39,7 +39,7 @@ class Judged(Reward):
     max_pixels: PositiveInt | None = None
 
     judged = True
-    kinds = PAIR_ANSWERS
+    kinds: ClassVar[tuple[str, ...]] = PAIR_ANSWERS
 
     def __post_init__(self) -> None:
         given = self.judge
