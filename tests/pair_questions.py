@@ -22,15 +22,13 @@ class Asker(NamedTuple):
 
     def submit(self, prompt: str, first: Media, second: Media, source: Sequence[Media] = ()) -> Future[Answer]:
         """Ask about one pair without waiting."""
-        template = self.templates.about(first, second)
-        return loop_thread().submit(self.judge.ask(template, {"prompt": prompt}, (first, second), source))
+        return loop_thread().submit(self.judge.ask(self.templates.query(prompt, first, second, source)))
 
     def judge_group(
         self, prompt: str, media: Sequence[Media], pairs: Sequence[tuple[int, int]], source: Sequence[Media] = ()
     ) -> list[Answer]:
         """Ask about pairs of `media`, and wait for the answers."""
-        asked = [(media[i], media[j]) for i, j in pairs]
-        return self.judge.ask_all(self.templates.about(*media), {"prompt": prompt}, asked, source)
+        return self.judge.ask_all([self.templates.query(prompt, media[i], media[j], source) for i, j in pairs])
 
 
 def asker(judge: Judge | JudgeConfig, template: str = "compare", shown: Shown = SHOWN) -> Asker:

@@ -15,14 +15,13 @@ from pathlib import Path
 import numpy as np
 
 from prefgrpo.config.schema import JudgeConfig
-from prefgrpo.data.answer import Answer
 from prefgrpo.data.media import Media
 from prefgrpo.judge.answers import NO_THINKING
 from prefgrpo.judge.client import Judge, open_judge
 from prefgrpo.judge.http import JudgeError
 from prefgrpo.judge.human_pairs import agreement, read_pairs
 from prefgrpo.judge.special_tokens import KNOWN
-from prefgrpo.judge.template import PairTemplates, Template, load_pair_templates
+from prefgrpo.judge.template import PairTemplates, Query, Template, load_pair_templates
 
 _ADVICE = {
     r"context length|model length|max_model_len": "serve it with a larger --max-model-len, or make smaller images",
@@ -105,9 +104,9 @@ def _probe(
     judge: Judge, templates: PairTemplates, where: str, known_answers: bool, clips: bool, shape: Shape
 ) -> Health:
     red, blue = (plain(colour, shape.height, shape.width, shape.frames) for colour in ("red", "blue"))
-    texts = {"prompt": KNOWN.sub(" ", shape.prompt)}  # a prompt with a special token has no verdict
-    template = templates.about(red)
-    (answer,) = judge.ask_all(template, texts, [(red, blue)], [plain("grey", shape.height, shape.width)])
+    prompt = KNOWN.sub(" ", shape.prompt)  # a prompt with a special token has no verdict
+    query = templates.query(prompt, red, blue, [plain("grey", shape.height, shape.width)])
+    (answer,) = judge.ask_all([query])
     if answer.value is None:
         size = f"{shape.width}×{shape.height}" + (f", {shape.frames} frames" if shape.frames > 1 else "")
         advice = [text for pattern, text in _ADVICE.items() if re.search(pattern, answer.reason)]
@@ -115,10 +114,10 @@ def _probe(
         problem = f"'{judge.model}' gave no verdict on a probe pair: {answer.reason}{hint}"
         return Health([f"WARNING: {where}: {problem}"], problem)
     health = Health([f"{where}: ok, serves {judge.model}; a pair took {answer.seconds:.2f} s"])
-    if template.answer != "think" and "</think" in answer.raw:
+    if query.template.answer != "think" and "</think" in answer.raw:
         health.rows.append(
             f"WARNING: {where}: '{judge.model}' thinks before it answers ({len(answer.raw)} characters), which "
-            f"template '{template.name}' does not ask for: {NO_THINKING}"
+            f"template '{query.template.name}' does not ask for: {NO_THINKING}"
         )
     if known_answers and is_pairwise(templates.images):
         result, wrong = ask_known_answers(judge, templates, clips)
@@ -148,12 +147,15 @@ def ask_known_answers(judge: Judge, templates: PairTemplates, clips: bool) -> tu
     noise = np.random.default_rng(0).integers(0, 256, (frames, 64, 64, 3), dtype=np.uint8)
     media = {name: plain(name, frames=frames) for name in COLOURS}
     media["noise"] = Media(noise if frames > 1 else noise[0])
-    template = templates.about(*media.values())
-    answers: list[Answer] = []  # alternately with the correct image first and second
+    grey = [plain("grey")]
+    queries: list[Query] = []  # alternately with the correct image first and second
     for colour, others in _PROBES.items():
-        task = f"Make the whole picture plain {colour}" if template.takes_source else f"a plain {colour} picture"
-        pairs = [pair for other in others for pair in ((media[colour], media[other]), (media[other], media[colour]))]
-        answers += judge.ask_all(template, {"prompt": task}, pairs, [plain("grey")])
+        edits = templates.images.takes_source
+        task = f"Make the whole picture plain {colour}" if edits else f"a plain {colour} picture"
+        for other in others:
+            queries.append(templates.query(task, media[colour], media[other], grey))
+            queries.append(templates.query(task, media[other], media[colour], grey))
+    answers = judge.ask_all(queries)
     p = np.array([answer.value for answer in answers], np.float64)  # None: NaN
     reasons = [answer.reason for answer in answers if answer.value is None]
     lead = p[::2] - p[1::2]  # so that a position bias cancels

@@ -30,7 +30,7 @@ from prefgrpo.judge.media_ids import MediaIds, NotHeld, takes_ids
 from prefgrpo.judge.prefill import missing_space
 from prefgrpo.judge.request import Encoded, EncodeError, Encodings, chat_body, encode
 from prefgrpo.judge.special_tokens import KNOWN, refusal, served_tokens
-from prefgrpo.judge.template import PAIR_ANSWERS, Template
+from prefgrpo.judge.template import PAIR_ANSWERS, Query, Template
 
 _CUT = ("length", "abort", "content_filter", "error")
 """Finish reasons of a truncated answer."""
@@ -51,29 +51,15 @@ class Judge(ABC):
     """Timeout of one answer in seconds, instead of the template's."""
 
     @abstractmethod
-    async def ask(
-        self,
-        template: Template,
-        texts: Mapping[str, str],
-        media: Sequence[Media],
-        source: Sequence[Media] = (),
-        once: bool = False,
-    ) -> Answer:
+    async def ask(self, query: Query, once: bool = False) -> Answer:
         """The answer to one question. Never raises; runs on the event loop of the process.
 
-        texts: of the template's markers by name; media: for {media_1} …; source: for {source}. once: identical
-        questions may share one request and its answer, as long as the first medium is alive.
+        once: identical questions may share one request and its answer, as long as the first medium is alive.
         """
 
     @abstractmethod
-    def ask_all(
-        self,
-        template: Template,
-        texts: Mapping[str, str],
-        asked: Sequence[Sequence[Media]],
-        source: Sequence[Media] = (),
-    ) -> list[Answer]:
-        """Answers to the same question about several tuples of media, in order; waits for them."""
+    def ask_all(self, queries: Sequence[Query]) -> list[Answer]:
+        """The answers to questions, in order; waits for them."""
 
     def check(self, template: Template) -> None:  # noqa: B027  (most can answer all)
         """Raise JudgeError for a template that it cannot answer."""
@@ -138,48 +124,35 @@ class HttpJudge(Judge):
         alone = replace(self.config, model=self.model, deadline_s=wait_s or self.config.deadline_s)
         return {url: HttpJudge(replace(alone, endpoints=(url,))) for url in self.config.endpoints}
 
-    def ask_all(
-        self,
-        template: Template,
-        texts: Mapping[str, str],
-        asked: Sequence[Sequence[Media]],
-        source: Sequence[Media] = (),
-    ) -> list[Answer]:
+    def ask_all(self, queries: Sequence[Query]) -> list[Answer]:
         """As in Judge: all at once."""
-        sent = [loop_thread().submit(self.ask(template, texts, media, source)) for media in asked]
-        return [answer.result() for answer in sent]
+        return [answer.result() for answer in [loop_thread().submit(self.ask(query)) for query in queries]]
 
-    async def ask(
-        self,
-        template: Template,
-        texts: Mapping[str, str],
-        media: Sequence[Media],
-        source: Sequence[Media] = (),
-        once: bool = False,
-    ) -> Answer:
+    async def ask(self, query: Query, once: bool = False) -> Answer:
         """As in Judge."""
         start = time.monotonic()
-        if template.takes_source and not source:
-            return Answer(None, f"template '{template.name}' needs a source image, but the sample has none")
+        if query.lacks_source:
+            return Answer(None, query.lacks_source)
+        template = query.template
         how = (self.config.image_format, template.frames, template.max_pixels)
         try:
-            encoded = [await self.encodings.get(m, *how) for m in media]
-            sources = [await self.encodings.get(m, *how) for m in source] if template.takes_source else []
+            media = [await self.encodings.get(m, *how) for m in query.media]
+            sources = [await self.encodings.get(m, *how) for m in query.source] if template.takes_source else []
         except EncodeError as error:
             return Answer(None, str(error), seconds=time.monotonic() - start)
         if not once or not media:
-            return await self._request(template, texts, encoded, sources)
-        uuids = tuple(e.uuid for e in (*encoded, *sources))
-        key = (template, tuple(sorted(texts.items())), len(encoded), uuids)
-        asked = self._asked.setdefault(media[0], {})
+            return await self._request(template, query.texts, media, sources)
+        uuids = tuple(e.uuid for e in (*media, *sources))
+        key = (template, tuple(sorted(query.texts.items())), len(media), uuids)
+        asked = self._asked.setdefault(query.media[0], {})
         if key not in asked or (asked[key].done() and asked[key].result().reason):
-            asked[key] = asyncio.ensure_future(self._request(template, texts, encoded, sources))
+            asked[key] = asyncio.ensure_future(self._request(template, query.texts, media, sources))
         return await asyncio.shield(asked[key])
 
     async def _request(
         self, template: Template, texts: Mapping[str, str], media: list[Encoded], source: list[Encoded]
     ) -> Answer:
-        """Send a question and parse the answer."""
+        """Send a question and parse the answer. Gets no Media: a failure's traceback would keep them alive."""
         start = time.monotonic()
         timeout_s = self.config.timeout_s or template.timeout_s
 
@@ -195,10 +168,10 @@ class HttpJudge(Judge):
             return read(template, first_choice(endpoint.url, reply), space is not None)
 
         try:
-            verdict, retries = await self.pool.send(attempt, key=texts.get("prompt", ""))
+            answer, retries = await self.pool.send(attempt, key=texts.get("prompt", ""))
         except Failure as error:
             return Answer(None, str(error), seconds=time.monotonic() - start)
-        return replace(verdict, seconds=time.monotonic() - start, retries=retries)
+        return replace(answer, seconds=time.monotonic() - start, retries=retries)
 
     async def _space(self, endpoint: Endpoint, template: Template, timeout_s: float) -> int | None:
         """`missing_space`, determined once per server and template."""

@@ -55,7 +55,7 @@ def ask(judge: Judge, templates: PairTemplates, pair: HumanPair) -> list[Answer]
         a, b = [image.read() for image in images]
     except DataError as error:
         return [Answer(None, str(error))] * 2
-    return judge.ask_all(templates.about(a, b), {"prompt": prompt}, [(a, b), (b, a)])
+    return judge.ask_all([templates.query(prompt, a, b), templates.query(prompt, b, a)])
 
 
 def agreement(judge: Judge, templates: PairTemplates, pairs: Sequence[HumanPair]) -> list[str]:

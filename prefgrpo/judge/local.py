@@ -12,9 +12,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from prefgrpo.judge.client import Judge
 from prefgrpo.judge.http import JudgeError
 from prefgrpo.judge.request import downscale
 from prefgrpo.judge.special_tokens import any_of, refusal
-from prefgrpo.judge.template import SOURCE, Template, spelled
+from prefgrpo.judge.template import SOURCE, Query, Template, spelled
 
 _FAMILIES = ("qwen3_vl", "qwen2_5_vl")
 _SHARED_TOKENS = 64
@@ -91,47 +91,39 @@ class LocalJudge(Judge):
         if template not in self._labels:
             self._labels[template] = [torch.tensor(ids) for ids in label_ids(self.tokenizer, template)]
 
-    async def ask(
-        self,
-        template: Template,
-        texts: Mapping[str, str],
-        media: Sequence[Media],
-        source: Sequence[Media] = (),
-        once: bool = False,
-    ) -> Answer:
+    async def ask(self, query: Query, once: bool = False) -> Answer:
         """As in Judge, on a thread of its own."""
-        work = partial(self.ask_all, template, texts, [media], source)
-        return (await asyncio.get_running_loop().run_in_executor(self._thread, work))[0]
+        return (await asyncio.get_running_loop().run_in_executor(self._thread, self.ask_all, [query]))[0]
 
     @torch.inference_mode()
-    def ask_all(
-        self,
-        template: Template,
-        texts: Mapping[str, str],
-        asked: Sequence[Sequence[Media]],
-        source: Sequence[Media] = (),
-    ) -> list[Answer]:
-        """As in Judge; all are missing if a text contains a special token."""
+    def ask_all(self, queries: Sequence[Query]) -> list[Answer]:
+        """As in Judge; consecutive questions that differ only in their media share work."""
+        answers: list[Answer] = []
+        for _, alike in groupby(queries, key=lambda query: (query.template, query.texts, tuple(query.source))):
+            answers += self._group(list(alike))
+        return answers
+
+    def _group(self, queries: Sequence[Query]) -> list[Answer]:
+        """The answers to questions that differ only in their media."""
         start = time.perf_counter()
-        self.check(template)
-        reason = refusal(self.special, template.parts(texts))
-        if template.takes_source and not source:
-            reason = reason or f"template '{template.name}' needs a source image, but the sample has none"
-        if reason:
-            return [Answer(None, reason)] * len(asked)
-        source = source if template.takes_source else ()
-        media = list(dict.fromkeys(one for shown in asked for one in shown))
-        place = {one: k for k, one in enumerate(media)}
-        features, grids = self._encode([*media, *source], template.max_pixels)
+        first = queries[0]
+        self.check(first.template)
+        if reason := refusal(self.special, first.parts) or first.lacks_source:
+            return [Answer(None, reason)] * len(queries)
+        source = first.source if first.template.takes_source else ()
+        media = list(dict.fromkeys(medium for query in queries for medium in query.media))
+        place = {medium: k for k, medium in enumerate(media)}
+        features, grids = self._encode([*media, *source], first.template.max_pixels)
+        asked = [tuple(place[medium] for medium in query.media) for query in queries]
         buckets: dict[tuple[Any, ...], list[int]] = defaultdict(list)
         for n, shown in enumerate(asked):
-            buckets[tuple(grids[place[one]] for one in shown)].append(n)
-        logp = torch.empty(len(asked), 2)
+            buckets[tuple(grids[k] for k in shown)].append(n)
+        logp = torch.empty(len(queries), 2)
         for sizes, rows in buckets.items():
-            chosen = [tuple(place[one] for one in asked[n]) for n in rows]
             grid = torch.tensor([*grids[len(media) :], *sizes])
-            logp[rows] = self._log_probs(template, texts, features[: len(media)], features[len(media) :], grid, chosen)
-        share = (time.perf_counter() - start) / max(len(asked), 1)
+            chosen = [asked[n] for n in rows]
+            logp[rows] = self._log_probs(first, features[: len(media)], features[len(media) :], grid, chosen)
+        share = (time.perf_counter() - start) / len(queries)
         return [
             Answer(*two_label_softmax(a, b, self.min_label_mass), raw=f"logp {a:.4f} {b:.4f}", seconds=share)
             for a, b in logp.tolist()
@@ -146,15 +138,13 @@ class LocalJudge(Judge):
         layers = [out.pooler_output, *(getattr(out, "deepstack_features", None) or [])]
         return list(zip(*layers, strict=True)), [tuple(g) for g in grid.tolist()]
 
-    def _tokens(
-        self, template: Template, texts: Mapping[str, str], grid: Tensor, sources: int
-    ) -> tuple[Tensor, Tensor, tuple[int, int]]:
+    def _tokens(self, query: Query, grid: Tensor, sources: int) -> tuple[Tensor, Tensor, tuple[int, int]]:
         """Token ids [L], rotary positions [3, L] and start indices of the first and the last medium, for n image grids
         [n, 3], of which the first are those of the sources."""
-        turns = template.messages(texts, sources)
-        end = "continue_final_message" if template.prefill else "add_generation_prompt"
+        prefill = query.template.prefill
+        turns = query.template.messages(query.texts, sources)
+        end = "continue_final_message" if prefill else "add_generation_prompt"
         text = self.tokenizer.apply_chat_template(turns, tokenize=False, **{end: True})
-        prefill = template.prefill
         if not text.endswith(prefill):  # some chat templates strip its white space
             text = text.removesuffix(prefill.strip()) + prefill
         sizes = (grid.prod(1) // self.net.config.vision_config.spatial_merge_size**2).tolist()
@@ -172,16 +162,15 @@ class LocalJudge(Judge):
 
     def _log_probs(
         self,
-        template: Template,
-        texts: Mapping[str, str],
+        query: Query,
         features: list[Features],
         source: list[Features],
         grid: Tensor,
         asked: list[tuple[int, ...]],
     ) -> Tensor:
-        """Log-probabilities [n, 2] of the two labels for n questions; `grid`: patch grids of the sources and the media
-        of one question."""
-        ids, positions, (start, cut) = self._tokens(template, texts, grid, len(source))
+        """Log-probabilities [n, 2] of the two labels for n questions like `query`; `grid`: patch grids of the sources
+        and the media of one question; asked: the media of each, as indices of their features."""
+        ids, positions, (start, cut) = self._tokens(query, grid, len(source))
         heads = sorted({shown[:-1] for shown in asked})
         row = {head: r for r, head in enumerate(heads)}
         cache = None
@@ -198,7 +187,7 @@ class LocalJudge(Judge):
             own = None if cache is None else _rows(cache, torch.tensor([row[shown[:-1]] for shown in chunk]))
             out = self._forward(ids[cut:], positions[:, cut:], [features[shown[-1]] for shown in chunk], own)
             logp = self.net.lm_head(out.last_hidden_state[:, -1]).float().log_softmax(-1)
-            result.append(torch.stack([logp[:, ids].logsumexp(-1) for ids in self._labels[template]], 1).cpu())
+            result.append(torch.stack([logp[:, ids].logsumexp(-1) for ids in self._labels[query.template]], 1).cpu())
         return torch.cat(result)
 
     def _forward(self, ids: Tensor, positions: Tensor, images: list[Features], cache: DynamicCache | None) -> Any:

@@ -6,9 +6,10 @@ and only once: braces, quotes or markers inside a prompt are left alone.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -173,6 +174,30 @@ def load_template(
     return template
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Query:
+    """A question to a judge: a template with what its markers stand for."""
+
+    template: Template
+    texts: Mapping[str, str]
+    """By the marker's name."""
+    media: Sequence[Media]
+    """For {media_1} …"""
+    source: Sequence[Media] = ()
+    """For {source}: the source images of an edit."""
+
+    @property
+    def parts(self) -> list[str | int]:
+        """As `Template.parts`."""
+        return self.template.parts(self.texts)
+
+    @property
+    def lacks_source(self) -> str:
+        """Why it cannot be asked, if the template shows a source image and there is none; else ''."""
+        lacks = self.template.takes_source and not self.source
+        return f"template '{self.template.name}' needs a source image, but the sample has none" * lacks
+
+
 class PairTemplates(NamedTuple):
     """The question of which of two media is better."""
 
@@ -180,9 +205,10 @@ class PairTemplates(NamedTuple):
     clips: Template
     """The same, unless there is a template NAME_video."""
 
-    def about(self, *media: Media) -> Template:
-        """The template for these media."""
-        return self.clips if any(one.clip for one in media) else self.images
+    def query(self, prompt: str, first: Media, second: Media, source: Sequence[Media] = ()) -> Query:
+        """The question about two media."""
+        template = self.clips if first.clip or second.clip else self.images
+        return Query(template, {"prompt": prompt}, (first, second), source)
 
 
 def load_pair_templates(name: str, shown: Shown = SHOWN) -> PairTemplates:

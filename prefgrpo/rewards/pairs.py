@@ -24,7 +24,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain, groupby
 from typing import Literal
 
 import numpy as np
@@ -35,7 +34,7 @@ from torch import Tensor
 
 from prefgrpo.config.recipe import did_you_mean
 from prefgrpo.data.answer import Answer
-from prefgrpo.judge.template import Shown, load_pair_templates
+from prefgrpo.judge.template import Query, Shown, load_pair_templates
 from prefgrpo.rewards.base import Key, Question, Reward, RewardError, Sample, Tally
 from prefgrpo.rewards.vlm import Judged
 
@@ -273,20 +272,16 @@ class VlmPairwise(Compares, Judged):
         self.judge.check(self.templates.images)
         self.answer_s = self.judge.timeout_s or max(template.timeout_s for template in self.templates)
 
+    def _query(self, first: Sample, second: Sample) -> Query:
+        return self.templates.query(first.prompt, first.media, second.media, first.source)
+
     async def ask_one(self, *samples: Sample) -> Answer:
         """Ask the judge which of two samples is better."""
-        media = [sample.media for sample in samples]
-        texts = {"prompt": samples[0].prompt}
-        return await self.judge.ask(self.templates.about(*media), texts, media, samples[0].source)
+        return await self.judge.ask(self._query(*samples))
 
     def ask(self, asked: list[Question]) -> list[Answer]:
-        """Ask about the pairs of one prompt together."""
-        answers: list[Answer] = []
-        for (prompt, source), pairs in groupby(asked, key=lambda samples: (samples[0].prompt, samples[0].source)):
-            media = [[sample.media for sample in samples] for samples in pairs]
-            template = self.templates.about(*chain.from_iterable(media))
-            answers += self.judge.ask_all(template, {"prompt": prompt}, media, source)
-        return answers
+        """Ask about all pairs together: a judge in this process shares work between those of a prompt."""
+        return self.judge.ask_all([self._query(*samples) for samples in asked])
 
 
 class UnifiedRewardThink(VlmPairwise):

@@ -17,7 +17,7 @@ from pydantic import NonNegativeFloat, PlainValidator, PositiveInt
 from prefgrpo.data.answer import Answer
 from prefgrpo.data.media import Media
 from prefgrpo.judge.client import Judge, open_judge
-from prefgrpo.judge.template import PAIR_ANSWERS, Shown, Template, load_template
+from prefgrpo.judge.template import PAIR_ANSWERS, Query, Shown, Template, load_template
 from prefgrpo.rewards.base import Reward, RewardError, Sample
 
 JudgeOption = Annotated[Judge, PlainValidator(lambda judge: judge)]
@@ -80,7 +80,8 @@ class VlmReward(Judged):
         """The judge's answer about a sample (or `media` derived from it) with its prompt, sources and other texts. Its
         value is None, without a reason, if the template asks for parts."""
         shown = [sample.media] if media is None else media
-        return await self.judge.ask(question, {"prompt": sample.prompt, **texts}, shown, sample.source, once=True)
+        query = Query(question, {"prompt": sample.prompt, **texts}, shown, sample.source)
+        return await self.judge.ask(query, once=True)
 
     async def answers_to(self, sample: Sample, *questions: Template) -> list[Answer]:
         """The answers to questions asked concurrently; ValueError with the reason of the first unusable one."""

@@ -23,7 +23,7 @@ from prefgrpo.judge.check import Shape, check
 from prefgrpo.judge.client import HttpJudge, open_judge
 from prefgrpo.judge.event_loop import loop_thread
 from prefgrpo.judge.request import encode
-from prefgrpo.judge.template import Shown, load_template
+from prefgrpo.judge.template import Query, Shown, load_template
 from prefgrpo.rewards import build
 from prefgrpo.rewards.base import Sample
 from prefgrpo.rewards.scorer import Scorer
@@ -52,7 +52,7 @@ def server():
 
 def ask(client, template, values, media, source=(), once=False):
     """Future of the client's answer to one question."""
-    return loop_thread().submit(client.ask(template, values, media, source, once))
+    return loop_thread().submit(client.ask(Query(template, values, media, source), once))
 
 
 def client(server, **changes):

@@ -18,7 +18,7 @@ from prefgrpo.data.media import Media
 from prefgrpo.judge.event_loop import loop_thread
 from prefgrpo.judge.http import JudgeError
 from prefgrpo.judge.local import LocalJudge, label_ids
-from prefgrpo.judge.template import load_template
+from prefgrpo.judge.template import Query, load_template
 from prefgrpo.rewards.pairs import both_orders
 
 SIZES = {"square": [(64, 64)] * 4, "mixed": [(64, 64), (64, 128), (96, 64), (40, 40)]}
@@ -117,11 +117,11 @@ def test_a_question_about_one_image_equals_the_stock_forward(judge, tmp_path, so
     question = load_template(str(path), ("prompt", "media_1"))
     media = _media(SIZES["mixed"])
     source = _media([(96, 64)], seed=3) * sources
-    found = judge.judge.ask_all(question, {"prompt": "red"}, [(one,) for one in media], source)
+    queries = [Query(question, {"prompt": "red"}, (one,), source) for one in media]
+    found = judge.judge.ask_all(queries)
     expected = [_stock((judge.judge, (question, question)), "red", one, source=source) for one in media]
     assert np.abs(np.subtract([answer.value for answer in found], expected)).max() < 1e-5
-    asked = judge.judge.ask(question, {"prompt": "red"}, (media[0],), source)
-    assert loop_thread().submit(asked).result(60).value == pytest.approx(found[0].value, abs=1e-5)
+    assert loop_thread().submit(judge.judge.ask(queries[0])).result(60).value == pytest.approx(found[0].value, abs=1e-5)
 
 
 def test_a_group_depends_on_itself_alone_and_on_the_batch_up_to_rounding(judge):

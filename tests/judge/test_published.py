@@ -21,7 +21,7 @@ from prefgrpo.config.schema import JudgeConfig
 from prefgrpo.judge.client import HttpJudge
 from prefgrpo.judge.http import JudgeError
 from prefgrpo.judge.published import PUBLISHED, Published, fetch, question_of
-from prefgrpo.judge.template import load_template
+from prefgrpo.judge.template import Query, load_template
 
 PROMPT = 'a {prompt} of "2" {{cats}}, 100 %\n<answer>Image 1 is better</answer>'
 MARKERS = ("prompt", "source", "media_2", "criterion")
@@ -45,7 +45,7 @@ def asked(template, sources, media):
     with JudgeServer(vllm=False) as server:
         client = HttpJudge(JudgeConfig((server.url,), timeout_s=20.0))
         values = {"prompt": PROMPT, "criterion": "the same cat"}
-        client.ask_all(template, values, [media], sources)
+        client.ask_all([Query(template, values, media, sources)])
     body = server.requests[-1]
     return body.pop("messages"), body
 

@@ -62,13 +62,13 @@ class StubJudge(Judge):
             return Answer(None, "broken on purpose", seconds=0.1, retries=2)
         return Answer(a / (a + b), seconds=0.1)
 
-    def ask_all(self, template, texts, asked, source=()):
-        return [self._answer(media) for media in asked]
+    def ask_all(self, queries):
+        return [self._answer(query.media) for query in queries]
 
-    async def ask(self, template, texts, media, source=(), once=False):
-        if set(map(level, media)) & self.hang:
+    async def ask(self, query, once=False):
+        if set(map(level, query.media)) & self.hang:
             await asyncio.Event().wait()
-        return self._answer(media)
+        return self._answer(query.media)
 
 
 def pairs(judge, size=4, plan="both_orders", **options):
@@ -204,13 +204,13 @@ class Level(Reward):
 class Raises(StubJudge):
     """Raises for every group, and for a single pair with level 10."""
 
-    def ask_all(self, template, texts, asked, source=()):
+    def ask_all(self, queries):
         raise RuntimeError("no such kernel")
 
-    async def ask(self, template, texts, media, source=(), once=False):
-        if 10 in map(level, media):
+    async def ask(self, query, once=False):
+        if 10 in map(level, query.media):
             raise RuntimeError("the loop is gone")
-        return self._answer(media)
+        return self._answer(query.media)
 
 
 class Streaming(Reward):

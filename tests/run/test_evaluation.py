@@ -97,12 +97,12 @@ class Bright(Judge):
     def __init__(self):
         self.asked = 0
 
-    async def ask(self, template, texts, media, source=(), once=False):
+    async def ask(self, query, once=False):
         raise AssertionError("a judge in this process gets all pairs of a group")
 
-    def ask_all(self, template, texts, asked, source=()):
+    def ask_all(self, queries):
         out = []
-        for first, second in asked:
+        for first, second in (query.media for query in queries):
             self.asked += 1
             gap = float(first.pixels.mean()) - float(second.pixels.mean())
             lost = self.asked % 7 == 0
