@@ -33,12 +33,11 @@ from prefgrpo.run.folder import RunFolder
 from prefgrpo.run.log import Log
 from prefgrpo.run.measures import Estimate, Interval, interval
 from prefgrpo.run.trackers import MOST_GROUPS, is_shown, show_groups
+from prefgrpo.sde.noise import HELD_OUT_GROUPS
 from prefgrpo.update.endpoint import EndpointGradients
 
 DRAWS = 4
 """Draws of (ε, t) per held-out pair."""
-FIRST_GROUP = 2**52
-"""Number of the first held-out group, which determines its draws: far from those of training."""
 PAIRS = "pairs"
 """Name in the report for the source of the verdicts."""
 
@@ -136,7 +135,7 @@ class HeldOutPairs:
             row: list[float] = []
             for first in range(0, size, step):
                 plan = BatchPlan(0, 0, tuple((0, member) for member in range(first, first + step)), world.dp_index)
-                batch = self.groups.batch(self.groups.pairs[k], plan, FIRST_GROUP + k, 0)
+                batch = self.groups.batch(self.groups.pairs[k], plan, HELD_OUT_GROUPS + k, 0)
                 errors = torch.stack([drawn.error(batch, draw) for draw in range(DRAWS)])
                 row += errors.double().mean(0).tolist()
             found.append((k, row))
