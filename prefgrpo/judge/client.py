@@ -82,7 +82,7 @@ class Judge(ABC):
         """Why each of its servers cannot be used, or ''. Raises JudgeError if it has servers and none can.
 
         wait_s: longest wait for servers that are not up yet; None: as long as a run's requests wait for one. say: gets
-        the lines that tell of it.
+        lines about the wait.
         """
         del wait_s, say
         return {}
@@ -190,7 +190,7 @@ class HttpJudge(Judge):
         return replace(verdict, seconds=time.monotonic() - start, retries=retries)
 
     async def _space(self, endpoint: Endpoint, template: Template, timeout_s: float) -> int | None:
-        """`missing_space`, found out once per server and template."""
+        """`missing_space`, determined once per server and template."""
         known = self.spaces[endpoint.url]
         if template not in known or (known[template].done() and known[template].exception()):
             path = self._api[endpoint.url] + "/chat/completions"
@@ -249,7 +249,7 @@ def open_judge(
     this process on a torch `device`. Those of equal configs are one; an open judge is returned as it is.
 
     kinds: of answers that are wanted. Raises JudgeError for what cannot be such a judge; whether its servers answer is
-    told by `reach`.
+    reported by `reach`.
     """
     if isinstance(judge, Judge):
         return judge

@@ -43,7 +43,7 @@ class LocalJudge(Judge):
     streams = False
     clips = False
     batch = 256
-    """Most questions per language-model call."""
+    """Maximum number of questions per language-model call."""
     min_label_mass = MIN_LABEL_MASS
 
     def __init__(self, model: str, device: str = "auto", *, dtype: torch.dtype | None = None) -> None:
@@ -155,7 +155,7 @@ class LocalJudge(Judge):
         end = "continue_final_message" if template.prefill else "add_generation_prompt"
         text = self.tokenizer.apply_chat_template(turns, tokenize=False, **{end: True})
         prefill = template.prefill
-        if not text.endswith(prefill):  # some chat templates cut its white space
+        if not text.endswith(prefill):  # some chat templates strip its white space
             text = text.removesuffix(prefill.strip()) + prefill
         sizes = (grid.prod(1) // self.net.config.vision_config.spatial_merge_size**2).tolist()
         pieces = text.split(self._pad_text)
@@ -225,7 +225,7 @@ class LocalJudge(Judge):
 
 
 def _joined(images: Sequence[Features]) -> Features:
-    """Several images, one behind the other; () for none."""
+    """Several images, one after the other; () for none."""
     return tuple(torch.cat(layer) for layer in zip(*images, strict=True))
 
 

@@ -21,11 +21,12 @@ IDS_FROM = (0, 32)
 (vLLM pull request 46747); before, such an image could stop the engine. Tested with 0.32. Can go when servers
 before 0.32 are refused."""
 _MISS = ("Cache miss for", "Failed to apply")
-"""vLLM's refusals of a request that names a medium which it does not hold."""
+"""vLLM's refusals of a request that names a medium that it does not hold."""
 _GRACE_S = 0.25
 _MISSES = 3
 _MISS_SHARE = 0.05
-"""A server gets no more ids after more misses than both: several servers behind a balancer do not share images."""
+"""Number and share of misses; beyond both, a server gets no more ids: servers behind a load balancer do not share
+images."""
 
 
 class NotHeld(Exception):
@@ -45,8 +46,8 @@ class MediaIds:
         """Medium → set when it may be named."""
         self.unnamed: WeakSet[Encoded] = WeakSet()
         """Media of failed or cancelled requests, which are sent with data and without id from then on: vLLM's API
-        process may believe that the engine has an image which it has not, and would drop the data that comes with the
-        same id."""
+        process may believe that the engine has an image that it does not have, and would drop data sent with the same
+        id."""
 
     @asynccontextmanager
     async def sending(self, media: set[Encoded]) -> AsyncIterator[set[Encoded] | None]:

@@ -91,7 +91,7 @@ PUBLISHED = {
 
 
 def template_file(name: str) -> Path:
-    """Where the template with the published question is; it need not exist."""
+    """Path of the template with the published question; it need not exist."""
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(root) / "prefgrpo" / "prompts" / f"{name}-{PUBLISHED[name].source[3][:8]}.yaml"
 

@@ -59,8 +59,8 @@ class Encoded:
 def encode(media: Media, image_format: str, frames: int = FRAMES, max_pixels: int = MAX_PIXELS) -> Encoded:
     """Encode an image in one of FORMATS (all lossless except jpeg), or a clip as a sequence of images.
 
-    frames: most frames of a clip, evenly spaced. max_pixels: larger images are downscaled. Raises ValueError for media
-    without pixels or frames.
+    frames: maximum number of frames of a clip, evenly spaced. max_pixels: larger images are downscaled. Raises
+    ValueError for media without pixels or frames.
     """
     if 0 in media.pixels.shape:
         raise ValueError(f"it has no {'frames or ' if media.clip else ''}pixels: its shape is {media.pixels.shape}")
@@ -78,8 +78,8 @@ class EncodeError(RuntimeError):
 
 
 class Encodings(Generic[T]):
-    """Encodes each medium once per way, in threads of its own (the event loop's look up host names: requests would wait
-    for images); the result is kept as long as the medium."""
+    """Encodes each medium once per way, in threads of its own (those of the event loop resolve host names, so requests
+    would wait for images); the result is kept as long as the medium."""
 
     def __init__(self, encode: Callable[..., T]) -> None:
         self._encode = encode

@@ -41,7 +41,7 @@ SOURCE = -1
 
 
 class Shown(NamedTuple):
-    """Most frames of a clip, and pixels of an image or frame, that a judge sees; None: what its template says."""
+    """Maximum frames of a clip, and pixels of an image or frame, that a judge sees; None: as its template says."""
 
     frames: int | None = None
     max_pixels: int | None = None
@@ -88,11 +88,11 @@ class Template:
     timeout_s: PositiveFloat = 600.0
     """Timeout of one request in seconds (60 if the answer is one token), unless the judge's configuration sets one."""
     request: Annotated[str, BeforeValidator(_fields)] = "{}"
-    """Fields merged into the request's body, as JSON; null takes one out."""
+    """Fields merged into the request's body, as JSON; null removes one."""
     frames: PositiveInt = FRAMES
-    """Most frames of a clip that are shown, evenly spaced from first to last."""
+    """Maximum frames of a clip that are shown, evenly spaced from first to last."""
     max_pixels: PositiveInt = MAX_PIXELS
-    """Most pixels of an image or frame that is shown; larger ones are sent smaller."""
+    """Maximum pixels of an image or frame that is shown; larger ones are scaled down."""
     name: str = ""
 
     @cached_property
@@ -174,7 +174,7 @@ def load_template(
 
 
 class PairTemplates(NamedTuple):
-    """The question which of two media is better."""
+    """The question of which of two media is better."""
 
     images: Template
     clips: Template

@@ -171,7 +171,7 @@ def build(
 
 
 def factory(name: str, options: Mapping[str, Any]) -> Callable[[], Reward]:
-    """What constructs the reward. RewardSpecError if it cannot be imported or an option is wrong."""
+    """A function that constructs the reward. RewardSpecError if it cannot be imported or an option is wrong."""
     options = {key: value for key, value in options.items() if key != PYTHON}
     if isinstance(made := get_python_rewards().get(name), Reward):
         return lambda: made

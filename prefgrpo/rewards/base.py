@@ -43,7 +43,7 @@ def library(name: str, install: str) -> ModuleType:
 
 
 def check_media(media: Media, takes: Sequence[str] = ("image", "video")) -> None:
-    """Raise ValueError for a medium that a reward which accepts `takes` cannot score."""
+    """Raise ValueError for a medium that a reward that accepts `takes` cannot score."""
     shape = media.pixels.shape
     if len(shape) not in (3, 4) or shape[-1] != 3 or media.pixels.dtype != np.uint8:
         raise ValueError(f"expected 8-bit RGB pixels, got {media.pixels.dtype} {list(shape)}")
@@ -119,7 +119,7 @@ class Reward:
     judged: ClassVar[bool] = False
     """Whether it queries a vision-language model; its constructor then takes `judge` first."""
     of_function: ClassVar[bool] = False
-    """Whether a function answers, which costs nothing to try before a run (`functions.failure`)."""
+    """Whether a function answers, so that trying it before a run costs nothing (`functions.failure`)."""
     compares: bool = False
     """Whether its questions are about two samples."""
     template: str = ""
@@ -137,7 +137,7 @@ class Reward:
     answer_s: float = 0.0
     """Timeout in seconds of one answer from a server (the scorer's deadline is longer)."""
     batch_size: int = sys.maxsize
-    """Most questions of a call of `ask`; by default all."""
+    """Maximum number of questions per call of `ask`; by default all."""
 
     def __post_init__(self) -> None:
         """Of subclasses that are dataclasses: called when the fields are set."""

@@ -44,6 +44,7 @@ class YesNo(VlmReward):
 class ConsistencyScore(YesNo):
     """Whether the cells of a generated grid belong together, 0 … 1. `meta["criteria"]`: {dimension: {name: text}}.
 
+    P(Yes) that two cells are consistent, averaged over pairs, criteria and dimensions (PaCo-RL, arXiv 2512.04784).
     Criteria are used if the template contains {criterion} (template: consistency_criterion), and asked concurrently.
     Parts: one mean per dimension.
     """
@@ -78,7 +79,10 @@ class ConsistencyScore(YesNo):
 
 
 class ConsistencyForEditing(YesNo):
-    """Whether the edit follows the instruction (asked with edit_done) and changes nothing else (`template`), 0 … 1."""
+    """Whether the edit follows the instruction (asked with edit_done) and changes nothing else (`template`), 0 … 1.
+
+    sqrt(P(the rest is unchanged) · P(the instruction is followed)). Source: PaCo-RL (arXiv 2512.04784).
+    """
 
     template = "edit_consistency"
     needs = ("source", "media_1")

@@ -30,7 +30,7 @@ RENAMED = {
 }  # fmt: skip
 """Detectors' class names → names in GenEval's prompts."""
 QUERIES = 100
-"""Most objects per image; those with the highest scores are kept."""
+"""Maximum objects per image; those with the highest scores are kept."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -100,8 +100,8 @@ class FunctionPairs(Compares):
 
 
 def failure(reward: Reward, sample: Sample) -> str:
-    """What is wrong with a function, asked twice about this sample: it raises, or returns something else than one value
-    or None per question; '' if nothing is."""
+    """What is wrong with a function, asked twice about this sample: it raises, or returns something other than one
+    value or None per question; '' if nothing is."""
     samples = (sample, sample) if reward.compares else (sample,)
     try:
         reason = answers_of(reward, [samples, samples])[0].reason
@@ -147,7 +147,7 @@ def _parameters(function: Function, first: tuple[str, ...]) -> dict[str, Paramet
 
 
 def _is_number(value: Any) -> bool:
-    """Whether it is a number, also of NumPy or torch; a text of digits is none."""
+    """Whether it is a number, also of NumPy or torch; a text of digits is not."""
     return isinstance(value.item() if getattr(value, "shape", None) == () else value, Real)
 
 

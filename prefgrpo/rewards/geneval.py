@@ -37,7 +37,7 @@ RELATIONS = ("left of", "right of", "above", "below")
 THRESHOLD = 0.3
 COUNTING_THRESHOLD = 0.9
 MOST = 16
-"""Most detections per class."""
+"""Maximum detections per class."""
 MARGIN = 0.1
 """Margin between objects as a fraction of their widths and heights."""
 Objects = Mapping[str, Sequence[Detection]]

@@ -34,7 +34,7 @@ MEAN = (0.48145466, 0.4578275, 0.40821073)
 STD = (0.26862954, 0.26130258, 0.27577711)
 CENTRE, SCALE = 0.16717362830052426, 1.0333394966054072
 LENGTH = 35
-"""Most tokens of a prompt, including [CLS] and [SEP]; longer prompts are truncated."""
+"""Maximum tokens of a prompt, including [CLS] and [SEP]; longer prompts are truncated."""
 NAMES = (
     (r"^cls_token$", "embeddings.class_embedding"), (r"^pos_embed$", "embeddings.position_embedding"),
     (r"^patch_embed\.proj", "embeddings.patch_embedding"), (r"^blocks", "encoder.layers"), (r"^norm", "post_layernorm"),

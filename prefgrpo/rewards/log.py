@@ -1,5 +1,5 @@
-"""What is told of a step's comparisons: judge/… metrics, and the log, a JSON line per comparison, without pixels, in a
-file per process.
+"""What is recorded of a step's comparisons: judge/… metrics, and the log with a JSON line per comparison, without
+pixels, in a file per process.
 
 Invariant: every comparison of a step is logged once; a run that repeats steps first removes their old lines.
 """
@@ -19,7 +19,7 @@ from prefgrpo.rewards.base import Key
 
 _HEAD = 500
 _TAIL = 1500
-"""Characters of an answer that are kept; a verdict stands at its end."""
+"""Characters of an answer that are kept; the verdict is at its end."""
 
 
 def head_and_tail(text: str) -> str:
@@ -40,7 +40,8 @@ def log_judgements(path: Path, reward: str, step: int, group: int, prompt: str, 
 
 
 def truncate_log(path: Path, step: int) -> None:
-    """Remove the lines of steps after `step`, which will be judged again, and lines that a dying node left broken."""
+    """Remove the lines of steps after `step`, which will be judged again, and lines that a dying node left
+    incomplete."""
     if not path.is_file():
         return
     kept = path.with_name(f".{path.name}")

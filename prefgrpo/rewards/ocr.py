@@ -174,7 +174,7 @@ def _rapidocr(_: str = "", detect: bool = True) -> Read:
     library("onnxruntime", INSTALL)
     threads = "EngineConfig.onnxruntime"  # it runs on the calling thread only
     params: dict[str, Any] = {f"{threads}.intra_op_num_threads": 1, f"{threads}.inter_op_num_threads": 1}
-    # use_cls turns lines by 180°: text that stands on its head would be read as if it did not
+    # use_cls turns lines by 180°: upside-down text would be read as if it were upright
     params |= {"Global.log_level": "error", "Global.use_cls": False}
     steps = {}
     if not detect:

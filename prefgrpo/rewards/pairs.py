@@ -181,8 +181,8 @@ def bradley_terry(wins: Tensor, counts: Tensor, *, prior: float = PRIOR) -> Tens
 class Compares(Reward):
     """Asks about pairs of a group's members. A subclass, or a class beside it, answers.
 
-    plan: which pairs are compared: both_orders, round_robin or k_regular(n). verdict: soft or hard, see above.
-    rate: win_rate, or bradley_terry for plans that do not compare every pair.
+    plan: which pairs are compared: both_orders, round_robin or k_regular(n). verdict: soft (probabilities) or hard
+    (won, tied or lost). rate: win_rate, or bradley_terry for plans that do not compare every pair.
     """
 
     plan: str = "both_orders"
@@ -290,13 +290,13 @@ class VlmPairwise(Compares, Judged):
 
 
 class UnifiedRewardThink(VlmPairwise):
-    """Win rate under UnifiedReward-Think."""
+    """Win rate under UnifiedReward-Think (arXiv 2505.03318), whose verdict is in `<answer>`."""
 
     template = "think"
 
 
 class UnifiedRewardEditPairwise(VlmPairwise):
-    """Win rate of edits under UnifiedReward-Edit."""
+    """Win rate of edits under UnifiedReward-Edit, which sees the source images."""
 
     takes = ("image",)  # type: ignore[assignment]
     template = "edit_pairwise"
@@ -305,7 +305,10 @@ class UnifiedRewardEditPairwise(VlmPairwise):
 
 @dataclass(eq=False)
 class UnifiedRewardFlex(ComparesInCategories, VlmPairwise):
-    """Weighted mean of the overall win rate and the win rates in the categories that UnifiedReward-Flex chooses."""
+    """Weighted mean of the overall win rate and the win rates in the categories that UnifiedReward-Flex chooses.
+
+    Source: Pref-GRPO (arXiv 2508.20751).
+    """
 
     template = "flex"
 

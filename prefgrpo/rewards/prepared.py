@@ -64,8 +64,8 @@ class PreprocessedReward(Reward):
         return replace(sample, media=self._media(sample.media), source=tuple(map(self._media, sample.source)))
 
     def _media(self, media: Media) -> Media:
-        """The processed medium, of a clip the frames that the reward looks at; an invalid one is returned unchanged, so
-        that the reward rejects it."""
+        """The processed medium (for a clip, the frames that the reward looks at); an invalid one is returned unchanged,
+        so that the reward rejects it."""
         try:
             check_media(media)
         except ValueError:

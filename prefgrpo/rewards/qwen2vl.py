@@ -45,7 +45,7 @@ from prefgrpo.rewards.weights import (
 )
 
 LONGEST = 20_000
-"""Most characters of a prompt: far more than in training, but bounded."""
+"""Maximum characters of a prompt: far more than in training, but bounded."""
 FACTOR = 28
 """Image sides are resized to multiples of this: patch size 14 × 2 merged patches."""
 PIXELS = 256 * 28 * 28

@@ -36,7 +36,7 @@ class RemoteReward(Reward):
 
     name, cls: registry name or path under which it is served, and its class. url: address of the server, or of several
     equivalent ones. timeout_s: timeout of one request, including the wait for its batch. patience_s: how long samples
-    wait while no server is reachable. concurrency: most requests in flight per server. api_key_env: environment
+    wait while no server is reachable. concurrency: maximum requests in flight per server. api_key_env: environment
     variable with the API key for a proxy.
     """
 
@@ -67,7 +67,7 @@ class RemoteReward(Reward):
         except JudgeError as error:
             raise RewardError(f"url of reward '{self.name}': {error}") from error
         self._encodings = Encodings(encode_frames)
-        self.frames = None  # until the server tells
+        self.frames = None  # until the server reports it
         said = self._pool.until_usable(self.patience_s, lambda line: print(f"reward '{self.name}': {line}", flush=True))
         problems = loop_thread().submit(said).result()
         bad = [f"{e.url}: {problem}" for e, problem in zip(self._pool.endpoints, problems, strict=True) if problem]

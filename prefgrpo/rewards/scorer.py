@@ -31,7 +31,7 @@ from prefgrpo.rewards.log import judge_metrics, log_judgements
 from prefgrpo.rewards.pairs import Plan, rounded
 
 AT_ONCE = 16
-"""Samples that an in-process pointwise reward scores in one call: as many whole groups as make so many, or one."""
+"""Samples that an in-process reward scores in one call: as many whole groups as fit, at least one."""
 DEADLINE_PASSED = "no answer before the step's deadline; the server hangs, or deadline_s is too short"
 
 
@@ -120,10 +120,10 @@ class Scorer:
         active: bool = True,
         plan: Plan | None = None,
     ) -> None:
-        """deadline_s: longest that `finish` waits for judges; none: the rewards' longest answer timeout, at least the
-        default of judge.deadline_s. log_path: JSONL file for all comparisons. active: False in a process whose samples
-        are scored by another one. plan: of an evaluation: which pairs are compared, instead of the rewards' own plans;
-        judges' answers then count as won, tied or lost. Raises ValueError if a plan does not fit the group size.
+        """deadline_s: how long `finish` waits for judges at most; none: the rewards' longest answer timeout, at least
+        the default of judge.deadline_s. log_path: JSONL file for all comparisons. active: False in a process whose
+        samples are scored by another one. plan: of an evaluation: which pairs are compared, instead of the rewards' own
+        plans; judges' answers then count as won, tied or lost. Raises ValueError if a plan does not fit the group size.
         """
         if deadline_s is None:
             deadline_s = max([JudgeConfig.deadline_s, *(reward.answer_s for reward in rewards.values())])

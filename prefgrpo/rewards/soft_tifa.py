@@ -42,6 +42,8 @@ def suite_ending(file: Path) -> str:
 class SoftTifa(VlmReward):
     """Geometric mean of the probabilities of the right answers to the prompt's questions, 0 … 1.
 
+    Source: Soft-TIFA (arXiv 2512.16853).
+
     template: the question, a YAML file or GenEval 2's evaluation.py; empty: our wording.
     """
 

@@ -85,6 +85,8 @@ class Wording:
 class UniGenBench(VlmReward):
     """Fraction of a prompt's test points that the image meets, 0 … 1.
 
+    Source: UniGenBench (arXiv 2510.18701).
+
     template: the question, a YAML file or UniGenBench's eval_common.py; empty: our wording, in the prompt's language.
     """
 

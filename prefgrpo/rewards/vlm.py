@@ -132,33 +132,39 @@ class VlmScores(VlmReward):
 
 
 class UnifiedRewardAlignment(VlmScores):
-    """How much of the caption the image shows, 1 … 5; the other axes are parts."""
+    """How much of the caption the image shows, 1 … 5; the other axes are parts.
+
+    UnifiedReward 2.0 (arXiv 2503.05236); one request gives all three axes.
+    """
 
     template = "unifiedreward"
     default: ClassVar = {"alignment": 1.0}
 
 
 class UnifiedRewardCoherence(UnifiedRewardAlignment):
-    """How coherent the image is, 1 … 5."""
+    """How coherent the image is, 1 … 5, by UnifiedReward 2.0."""
 
     default: ClassVar = {"coherence": 1.0}
 
 
 class UnifiedRewardStyle(UnifiedRewardAlignment):
-    """How aesthetically pleasing the image is, 1 … 5."""
+    """How aesthetically pleasing the image is, 1 … 5, by UnifiedReward 2.0."""
 
     default: ClassVar = {"style": 1.0}
 
 
 class UnifiedRewardSglang(VlmScores):
-    """UnifiedReward 1.5 behind SGLang: "Final Score: N", N / 5."""
+    """UnifiedReward 1.5 as Flow-GRPO asks it (behind SGLang; any server works): "Final Score: N", N / 5."""
 
     template = "unifiedreward_sglang"
     unit = True
 
 
 class QwenVl(VlmScores):
-    """Quality rated by an instruction-tuned Qwen-VL: <Score>N</Score>, N / 5."""
+    """Aesthetic quality rated by an instruction-tuned Qwen-VL: <Score>N</Score>, N / 5.
+
+    The question is Flow-GRPO's; the caption is not shown.
+    """
 
     template = "qwenvl"
     needs = ("media_1",)
@@ -167,7 +173,10 @@ class QwenVl(VlmScores):
 
 
 class EditImageQuality(VlmScores):
-    """Quality of the edited image on its own, 0 … 25."""
+    """Quality of the edited image on its own, 0 … 25.
+
+    UnifiedReward-Edit: weighted mean of naturalness and absence of artefacts.
+    """
 
     template = "edit_quality"
     needs = ("media_1",)
@@ -175,7 +184,10 @@ class EditImageQuality(VlmScores):
 
 
 class EditInstructionFollowing(VlmScores):
-    """How well the edit follows its instruction, 0 … 25 (overediting 25: nothing else was changed)."""
+    """How well the edit follows its instruction, 0 … 25 (overediting 25: nothing else was changed).
+
+    UnifiedReward-Edit: weighted mean of editing success and of not over-editing.
+    """
 
     template = "edit_following"
     needs = ("prompt", "source", "media_1")

@@ -139,7 +139,7 @@ def test_a_host_name_is_looked_up_while_images_are_encoded():
     """Look-ups that wait behind a group's images would exceed the limits of requests and of health checks."""
     encoded = threading.Event()
     with JudgeServer() as server:
-        client = judge(server.url.replace("127.0.0.1", "localhost")).client
+        client = judge(server.url.replace("127.0.0.1", "localhost")).judge
         for _ in range(8):
             client.encodings._threads.submit(encoded.wait)
         try:

@@ -206,10 +206,15 @@ def drawn(o, schedule, groups, draw):
     return schedule.sigmas[k], schedule.times[k]
 
 
-@pytest.mark.parametrize("size", [G, 3])
+WAYS = [("flux", True, G), ("flux", True, 3)]
+WAYS += [
+    pytest.param(*way, marks=pytest.mark.full) for way in (("flux", False, 3), ("sd3", True, 3), ("wan", False, G))
+]
+"""Packed, 4-d and 5-d latents, LoRA and all weights, each once more."""
+
+
 @pytest.mark.parametrize("name", ENDPOINT)
-@pytest.mark.parametrize("lora", [True, pytest.param(False, marks=pytest.mark.full)])
-@pytest.mark.parametrize("family", ["flux", *(pytest.param(name, marks=pytest.mark.full) for name in ("sd3", "wan"))])
+@pytest.mark.parametrize("family, lora, size", WAYS)
 def test_the_gradient_is_that_of_the_published_formula(setting, family, lora, name, size):
     """At size 3, groups are spread over several batches. Every case also has the KL to the starting weights."""
     one, (kind, options, formula) = setting(family, lora), ENDPOINT[name]
@@ -291,13 +296,11 @@ class Judged(FunctionPairs):
 
 RUNS = {
     "grpo": {},
-    "grpo_guard": {},
     "nft": {"optimality": "win_rate", "decay": 0.5, "sample_with_old": True},
-    "awm": {"ratio": True},
     "sft": {},
-    "dpo": {"reference": "old"},
     "soft_dpo": {"draws": 2},
 }
+"""One of each class: trajectory, pointwise with an old policy, pointwise on some members, groups."""
 QUICK = ("nft",)
 
 
@@ -315,7 +318,7 @@ def options(name, **train):
     "name, blocks",
     [
         *(pytest.param(n, "diffusers", marks=[pytest.mark.full] * (n not in QUICK)) for n in RUNS),
-        *(pytest.param(n, "fused", marks=pytest.mark.full) for n in ("grpo", "nft")),
+        pytest.param("nft", "fused", marks=pytest.mark.full),
     ],
 )
 def test_a_run_by_two_processes_and_resumed(place, trainer, name, blocks, request):
